@@ -1,0 +1,631 @@
+package drain
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+)
+
+// t0 is when every test begins.
+var t0 = time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC)
+
+var (
+	web = Service{"shop", "web"}
+	api = Service{"shop", "api"}
+)
+
+func pod(name string) Pod { return Pod{"shop", name, UID("uid-" + name)} }
+
+func routes(services ...Service) []Route {
+	var all []Route
+	for _, s := range services {
+		all = append(all, Route{s, Endpoints, Direct, PerRequest})
+	}
+	return all
+}
+
+// world is a ledger and a clock.
+type world struct {
+	*testing.T
+	*Ledger
+	now      time.Time
+	sessions map[AgentID]uint64
+}
+
+func newWorld(t *testing.T) *world {
+	return &world{t, NewLedger(Lease{"replica-0", "epoch-0"}, DefaultTimes()), t0, map[AgentID]uint64{}}
+}
+
+func (w *world) pass(d time.Duration) { w.now = w.now.Add(d) }
+
+// join connects an agent that routes services.
+func (w *world) join(id AgentID, services ...Service) {
+	w.Helper()
+	w.sessions[id] = w.Connect(w.now, id)
+	if _, ok := w.Declare(id, w.sessions[id], routes(services...)); !ok {
+		w.Fatalf("declaration of %s refused", id)
+	}
+}
+
+func (w *world) say(id AgentID, p Pod, s State) {
+	w.Helper()
+	proof := ProofNone
+	if s >= Removed {
+		proof = Runtime
+	}
+	w.Report(w.now, id, w.sessions[id], []Report{{UID: p.UID, State: s, Proof: proof, Held: true, Since: w.now}})
+}
+
+// want checks the phase, the reason and who is waited for, written as "Unrouting a:routing b:unknown".
+func (w *world) want(p Pod, want string) {
+	w.Helper()
+	if got := line(w.Status(w.now, p.UID)); got != want {
+		w.Fatalf("at %s: %s is %q, want %q", w.now.Sub(t0), p, got, want)
+	}
+}
+
+func line(s Status) string {
+	text := s.Phase.String()
+	if s.Reason != ReasonNone {
+		text += " " + s.Reason.String()
+	}
+	for _, a := range s.Waiting {
+		text += fmt.Sprintf(" %s:%s", a.Agent, a.State)
+	}
+	return text
+}
+
+func TestDrainWaitsForEveryAgentThatRoutesThePod(t *testing.T) {
+	w := newWorld(t)
+	p := pod("a")
+	w.join("one", web)
+	w.join("two", web, api)
+	w.join("other", api)
+	w.Ask(w.now, p, []Service{web})
+	w.want(p, "Unrouting one:unknown two:unknown")
+	w.say("one", p, Routing)
+	w.say("two", p, Idle)
+	w.want(p, "Unrouting one:routing")
+	w.say("one", p, Removed)
+	w.want(p, "Quiescing one:removed")
+	w.say("one", p, Idle)
+	w.want(p, "Released Acknowledged")
+	if !w.Gone(w.now, p.UID) {
+		t.Fatal("the pod's end is no news")
+	}
+	w.want(p, "Closed Dead")
+	if w.Gone(w.now, p.UID) {
+		t.Fatal("the pod's end is news twice")
+	}
+	if s := w.Ask(w.now, p, []Service{web}); s.Phase != Closed || s.Reason != Dead {
+		t.Fatalf("a dead pod has a drain again: %s", line(s))
+	}
+}
+
+// Without this, a proxy that is reloaded between the last acknowledgement and the answer gets requests for a pod that goes.
+func TestAcknowledgementsAreLevels(t *testing.T) {
+	p := pod("a")
+	for name, c := range map[string]struct {
+		worse func(w *world)
+		want  string
+	}{
+		"the report gets worse":     {func(w *world) { w.say("one", p, Routing) }, "Unrouting one:routing"},
+		"the session ends":          {func(w *world) { w.Disconnect(w.now, "one", w.sessions["one"]) }, "Unrouting one:unknown"},
+		"the agent comes anew":      {func(w *world) { w.Connect(w.now, "one") }, "Unrouting one:unknown"},
+		"the report is too old":     {func(w *world) { w.pass(15*time.Second + 1) }, "Unrouting one:unknown"},
+		"another agent declares it": {func(w *world) { w.join("two", web) }, "Unrouting two:unknown"},
+		"a Service is added":        {func(w *world) { w.join("two", api); w.Ask(w.now, p, []Service{api}) }, "Unrouting two:unknown"},
+		"an agent appears":          {func(w *world) { w.Expect(w.now, []Expected{{ID: "one"}, {ID: "new", Ready: true}}) }, "Unrouting new:unknown"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t)
+			w.Expect(w.now, []Expected{{ID: "one", Ready: true}})
+			w.join("one", web)
+			w.Ask(w.now, p, []Service{web})
+			w.say("one", p, Idle)
+			w.want(p, "Released Acknowledged")
+			w.Touched()
+			c.worse(w)
+			w.want(p, c.want)
+		})
+	}
+}
+
+func TestReportsCountOnlyOnTheOpenSession(t *testing.T) {
+	w := newWorld(t)
+	p := pod("a")
+	w.join("one", web)
+	old := w.sessions["one"]
+	w.join("one", web)
+	w.Ask(w.now, p, []Service{web})
+	idle := []Report{{UID: p.UID, State: Idle, Proof: Runtime, Held: true}}
+	if w.Report(w.now, "one", old, idle) {
+		t.Error("a report on a former session is news")
+	}
+	if w.Report(w.now, "stranger", 0, idle) || w.Report(w.now, "one", 0, idle) {
+		t.Error("a report without session is news")
+	}
+	if _, ok := w.Declare("one", old, routes()); ok {
+		t.Error("a declaration on a former session counts")
+	}
+	w.Disconnect(w.now, "one", old) // the old connection is noticed to be dead
+	w.want(p, "Unrouting one:unknown")
+	w.say("one", p, Idle)
+	w.want(p, "Released Acknowledged")
+	if w.Report(w.now, "one", w.sessions["one"], []Report{{UID: p.UID, State: Idle, Proof: Runtime, Held: true, Since: w.now}}) {
+		t.Error("a repeated report is news")
+	}
+}
+
+func TestWhoIsOwed(t *testing.T) {
+	p := pod("a")
+	for name, c := range map[string]struct {
+		set  func(w *world)
+		want string
+	}{
+		"nobody":                         {func(*world) {}, "Released NoAgents"},
+		"routes by clusterIP":            {func(w *world) { w.declare("one", Route{web, ClusterIP, Direct, PerRequest}) }, "Released NoAgents"},
+		"routes by DNS":                  {func(w *world) { w.declare("one", Route{web, DNS, Direct, PerRequest}) }, "Released NoAgents"},
+		"only observes":                  {func(w *world) { w.declare("one", Route{web, Endpoints, Observe, PerConnection}) }, "Released NoAgents"},
+		"both by clusterIP and directed": {func(w *world) { w.declare("one", append(routes(web), Route{web, ClusterIP, Observe, PerRequest})...) }, "Unrouting one:unknown"},
+		"connected, not declared":        {func(w *world) { w.Connect(w.now, "one") }, "Unrouting one:unknown"},
+		"never heard, ready":             {func(w *world) { w.Expect(w.now, []Expected{{ID: "one", Ready: true}}) }, "Unrouting one:unknown"},
+		"never heard, follows": {func(w *world) { w.Expect(w.now, []Expected{{ID: "one", Ready: true, Label: LabelFollowing}}) },
+			"Released NoAgents"},
+		"never heard, not ready, young": {func(w *world) { w.Expect(w.now, []Expected{{ID: "one"}}); w.pass(4 * time.Second) }, "Unrouting one:unknown"},
+		"never heard, not ready, old":   {func(w *world) { w.Expect(w.now, []Expected{{ID: "one"}}); w.pass(5 * time.Second) }, "Released NoAgents"},
+		"lost, ready": {func(w *world) {
+			w.Expect(w.now, []Expected{{ID: "one", Ready: true}})
+			w.join("one", web)
+			w.Disconnect(w.now, "one", w.sessions["one"])
+			w.pass(20 * time.Second)
+		}, "Unrouting one:unknown"},
+		"lost, ready, routed other things": {func(w *world) {
+			w.Expect(w.now, []Expected{{ID: "one", Ready: true}})
+			w.join("one", api)
+			w.Disconnect(w.now, "one", w.sessions["one"])
+		}, "Released NoAgents"},
+		"lost, gone from the API": {func(w *world) {
+			w.Expect(w.now, []Expected{{ID: "one", Ready: true}})
+			w.join("one", web)
+			w.Disconnect(w.now, "one", w.sessions["one"])
+			w.Expect(w.now, nil)
+		}, "Released NoAgents"},
+		"gone from the API, still connected": {func(w *world) {
+			w.Expect(w.now, []Expected{{ID: "one", Ready: true}})
+			w.join("one", web)
+			w.Expect(w.now, nil)
+		}, "Unrouting one:unknown"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t)
+			c.set(w)
+			w.Ask(w.now, p, []Service{web})
+			w.want(p, c.want)
+		})
+	}
+}
+
+func (w *world) declare(id AgentID, routes ...Route) {
+	w.sessions[id] = w.Connect(w.now, id)
+	w.Declare(id, w.sessions[id], routes)
+}
+
+func TestTimeReleasesAndNamesTheSilent(t *testing.T) {
+	t.Run("deadline", func(t *testing.T) {
+		w := newWorld(t)
+		p := pod("a")
+		w.join("silent", web)
+		w.join("good", web)
+		s := w.Ask(w.now, p, []Service{web})
+		if want := w.now.Add(30 * time.Second); !s.Deadline.Equal(want) || !s.Recheck.Equal(want) {
+			t.Fatalf("deadline %s, recheck %s, want %s", s.Deadline, s.Recheck, want)
+		}
+		w.pass(20 * time.Second)
+		w.say("good", p, Idle)
+		w.Ask(w.now, p, []Service{web}) // asking again does not restart the clock
+		w.pass(10*time.Second - 1)
+		w.want(p, "Unrouting silent:unknown")
+		w.pass(1)
+		w.want(p, "Released Deadline silent:unknown")
+	})
+	t.Run("idle bound", func(t *testing.T) {
+		w := newWorld(t)
+		p := pod("a")
+		w.join("one", web)
+		w.Ask(w.now, p, []Service{web})
+		w.pass(3 * time.Second)
+		w.say("one", p, Removed)
+		w.want(p, "Quiescing one:removed")
+		w.pass(9 * time.Second)
+		w.say("one", p, Removed)
+		w.want(p, "Quiescing one:removed")
+		w.pass(time.Second)
+		w.want(p, "Released IdleBound one:removed")
+	})
+	t.Run("idle bound starts again after a step back", func(t *testing.T) {
+		w := newWorld(t)
+		p := pod("a")
+		w.join("one", web)
+		w.Ask(w.now, p, []Service{web})
+		w.say("one", p, Removed)
+		w.want(p, "Quiescing one:removed")
+		w.pass(9 * time.Second)
+		w.say("one", p, Routing)
+		w.want(p, "Unrouting one:routing")
+		w.say("one", p, Removed)
+		w.want(p, "Quiescing one:removed")
+		w.pass(9 * time.Second)
+		w.want(p, "Quiescing one:removed")
+	})
+}
+
+func TestAbandonedOnKnowledgeOnly(t *testing.T) {
+	w := newWorld(t)
+	p := pod("a")
+	w.join("one", web)
+	ask := func(allowed bool) {
+		w.Ask(w.now, p, []Service{web})
+		w.Hold(p.UID)
+		w.pass(2 * time.Second)
+		w.Answered(w.now, p.UID, allowed)
+	}
+	ask(false)
+	w.pass(44 * time.Second)
+	if got := w.Tick(w.now); got != nil {
+		t.Fatalf("looked into after 44 s: %v", got)
+	}
+	if w.Alive(w.now, p.UID) {
+		t.Fatal("abandoned by a read that nobody needed")
+	}
+	w.pass(time.Second)
+	if got := w.Tick(w.now); len(got) != 1 || got[0] != p {
+		t.Fatalf("not looked into after 45 s: %v", got)
+	}
+	if got := w.Tick(w.now); got != nil {
+		t.Fatalf("looked into twice at once: %v", got)
+	}
+	w.Hold(p.UID) // somebody asks while the read is under way
+	if w.Alive(w.now, p.UID) {
+		t.Fatal("abandoned while a call is held")
+	}
+	w.Answered(w.now, p.UID, false)
+	w.pass(45 * time.Second)
+	if !w.Alive(w.now, p.UID) {
+		t.Fatal("not abandoned")
+	}
+	w.want(p, "Closed Abandoned")
+
+	// The time that was used is not given back, but the next drain gets a hold.
+	s := w.Ask(w.now, p, []Service{web})
+	if s.Phase != Unrouting || !s.Deadline.Equal(w.now.Add(2*time.Second)) {
+		t.Fatalf("second drain: %s until %s, want one hold", line(s), s.Deadline.Sub(w.now))
+	}
+}
+
+func TestRefusedCountsWhatWasAllowedInVain(t *testing.T) {
+	w := newWorld(t)
+	p := pod("a")
+	w.join("one", web)
+	for i := range 3 {
+		w.Ask(w.now, p, []Service{web})
+		w.say("one", p, Idle)
+		w.Hold(p.UID)
+		w.Answered(w.now, p.UID, true)
+		w.pass(45 * time.Second)
+		if !w.Alive(w.now, p.UID) {
+			t.Fatal("not abandoned")
+		}
+		if got := w.Refused(w.now, p.UID, 10*time.Minute); got != i+1 {
+			t.Fatalf("refused %d, want %d", got, i+1)
+		}
+	}
+	w.pass(10*time.Minute - 1)
+	if got := w.Refused(w.now, p.UID, 10*time.Minute); got != 1 {
+		t.Fatalf("refused %d, want the last", got)
+	}
+}
+
+// A replica that has never heard of a drain goes on from where the others are: the agents tell it.
+func TestClockIsAdoptedFromReports(t *testing.T) {
+	p := pod("a")
+	report := func(w *world, since time.Time) {
+		w.Report(w.now, "one", w.sessions["one"], []Report{{UID: p.UID, State: Routing, Since: since}})
+	}
+	t.Run("reported before the first question", func(t *testing.T) {
+		w := newWorld(t)
+		w.join("one", web)
+		report(w, t0.Add(-20*time.Second))
+		if s := w.Ask(w.now, p, []Service{web}); s.Deadline.Sub(w.now) != 10*time.Second {
+			t.Fatalf("deadline in %s, want 10s", s.Deadline.Sub(w.now))
+		}
+	})
+	t.Run("reported later", func(t *testing.T) {
+		w := newWorld(t)
+		w.join("one", web)
+		w.Ask(w.now, p, []Service{web})
+		report(w, t0.Add(-5*time.Second))
+		if s := w.Status(w.now, p.UID); s.Deadline.Sub(w.now) != 25*time.Second {
+			t.Fatalf("deadline in %s, want 25s", s.Deadline.Sub(w.now))
+		}
+		report(w, t0.Add(time.Hour))
+		if s := w.Status(w.now, p.UID); s.Deadline.Sub(w.now) != 25*time.Second {
+			t.Fatalf("put back to %s", s.Deadline.Sub(w.now))
+		}
+	})
+	t.Run("a clock from another age", func(t *testing.T) {
+		w := newWorld(t)
+		w.join("one", web)
+		report(w, time.Unix(0, 0))
+		if s := w.Ask(w.now, p, []Service{web}); s.Deadline.Sub(w.now) != 2*time.Second {
+			t.Fatalf("deadline in %s, want one hold", s.Deadline.Sub(w.now))
+		}
+	})
+}
+
+func TestSince(t *testing.T) {
+	w := newWorld(t)
+	w.join("one", web)
+	w.join("two", api)
+	w.Ask(w.now, pod("a"), []Service{web})
+	w.Ask(w.now, pod("b"), []Service{api})
+	w.Ask(w.now, pod("c"), []Service{web, api})
+	show := func(id AgentID, rev uint64) (string, uint64) {
+		open, released, next := w.Since(id, rev)
+		var text []string
+		for _, o := range open {
+			text = append(text, "+"+o.Pod.Name)
+		}
+		for _, r := range released {
+			text = append(text, fmt.Sprintf("-%s dead=%t", r.UID, r.Dead))
+		}
+		return strings.Join(text, " "), next
+	}
+	check := func(id AgentID, rev uint64, want string) uint64 {
+		t.Helper()
+		got, next := show(id, rev)
+		if got != want {
+			t.Errorf("%s since %d: %q, want %q", id, rev, got, want)
+		}
+		return next
+	}
+	one := check("one", 0, "+a +c")
+	two := check("two", 0, "+b +c")
+	check("one", one, "")
+	w.Gone(w.now, pod("a").UID)
+	one = check("one", one, "-uid-a dead=true")
+	check("two", two, "-uid-a dead=true")
+	check("one", one, "")
+	// A Service that is found later makes another agent owe.
+	w.Ask(w.now, pod("b"), []Service{web})
+	check("one", one, "+b")
+	check("stranger", 7, "")
+
+	open, _ := w.Declare("one", w.sessions["one"], routes(api))
+	var names []string
+	for _, o := range open {
+		names = append(names, o.Pod.Name)
+	}
+	if diff := cmp.Diff([]string{"c", "b"}, names); diff != "" {
+		t.Errorf("open drains of a declaration (-want +got):\n%s", diff)
+	}
+}
+
+func TestTickForgetsTheOver(t *testing.T) {
+	w := newWorld(t)
+	p := pod("a")
+	w.Ask(w.now, p, []Service{web})
+	w.Gone(w.now, p.UID)
+	w.pass(10*time.Minute - 1)
+	w.Tick(w.now)
+	w.want(p, "Closed Dead")
+	w.pass(1)
+	w.Tick(w.now)
+	w.want(p, "Unknown")
+	if open, released, _ := w.Since("x", 0); open != nil || released != nil {
+		t.Error("a forgotten drain is still told")
+	}
+}
+
+func TestTouched(t *testing.T) {
+	w := newWorld(t)
+	a, b := pod("a"), pod("b")
+	w.join("one", web)
+	w.Ask(w.now, a, []Service{web})
+	w.Ask(w.now, b, []Service{web})
+	w.Touched()
+	w.say("one", b, Idle)
+	if got := w.Touched(); !slices.Equal(got, []UID{b.UID}) {
+		t.Errorf("a report on b touched %v", got)
+	}
+	w.Disconnect(w.now, "one", w.sessions["one"])
+	if got := w.Touched(); !slices.Equal(got, []UID{a.UID, b.UID}) {
+		t.Errorf("a lost agent touched %v", got)
+	}
+	if got := w.Touched(); got != nil {
+		t.Errorf("nothing touched %v", got)
+	}
+}
+
+func TestDefaultTimesHold(t *testing.T) {
+	if err := DefaultTimes().Check(); err != nil {
+		t.Fatal(err)
+	}
+	for name, c := range map[string]struct {
+		set  func(*Times)
+		want string
+	}{
+		"hold":             {func(s *Times) { s.Hold = 4 * time.Second }, "webhook timeout 5s must be more than hold 4s + 1.5s"},
+		"deadline":         {func(s *Times) { s.Deadline = time.Minute }, "deadline 1m0s + 5s must be within what one client call waits"},
+		"idle bound":       {func(s *Times) { s.IdleBound = 31 * time.Second }, "idle bound 31s must be positive and at most the deadline 30s"},
+		"heartbeat":        {func(s *Times) { s.Heartbeat = 3 * time.Second }, "heartbeat 3s must be positive and less than half of away 5s"},
+		"renewal":          {func(s *Times) { s.Renewal = 15 * time.Second }, "renewal 15s must be positive and less than freshness 15s"},
+		"lease":            {func(s *Times) { s.Lease = 58 * time.Second }, "lease 58s - freshness 15s must be at least 34s + 10s"},
+		"abandon":          {func(s *Times) { s.Abandon = 34 * time.Second }, "abandon 34s must be more than 34s"},
+		"webhook too long": {func(s *Times) { s.Webhook = 31 * time.Second }, "webhook timeout 31s must be at most 30s"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			times := DefaultTimes()
+			c.set(&times)
+			if err := times.Check(); err == nil || !strings.Contains(err.Error(), c.want) {
+				t.Errorf("error %v, want %q", err, c.want)
+			}
+		})
+	}
+}
+
+func TestRetryAfter(t *testing.T) {
+	for _, c := range []struct {
+		elapsed, remaining time.Duration
+		held               bool
+		want               time.Duration
+	}{
+		{0, 30 * time.Second, false, time.Second},
+		{2 * time.Second, 28 * time.Second, true, time.Second},
+		{20 * time.Second, 10 * time.Second, true, 3 * time.Second},
+		{20 * time.Second, 10 * time.Second, false, 10 * time.Second},
+		{27 * time.Second, 3500 * time.Millisecond, true, 3 * time.Second},
+		{27 * time.Second, 3500 * time.Millisecond, false, 3 * time.Second},
+		{40 * time.Second, 0, false, 20 * time.Second},
+		{29900 * time.Millisecond, 100 * time.Millisecond, true, time.Second},
+	} {
+		if got := RetryAfter(c.elapsed, c.held, c.remaining); got != c.want {
+			t.Errorf("RetryAfter(%s, held %t, %s) = %s, want %s", c.elapsed, c.held, c.remaining, got, c.want)
+		}
+	}
+}
+
+func TestWords(t *testing.T) {
+	var s State
+	if err := s.UnmarshalText([]byte("removed")); err != nil || s != Removed {
+		t.Errorf("removed: %v, %v", s, err)
+	}
+	if err := s.UnmarshalText([]byte("vanished")); err == nil || !strings.Contains(err.Error(), `state "vanished"`) {
+		t.Errorf("vanished: %v", err)
+	}
+	var v Via
+	if err := v.UnmarshalText([]byte("unknown")); err == nil {
+		t.Error("via unknown is accepted")
+	}
+	for want := Endpoints; want <= DNS; want++ {
+		if text, _ := want.MarshalText(); v.UnmarshalText(text) != nil || v != want {
+			t.Errorf("via %s does not survive the wire", want)
+		}
+	}
+}
+
+// Without this, a pod that was given back to its gateways and is deleted again a moment later goes at once: an agent that has
+// lifted a tombstone says nothing more of the pod, and its last word was Idle.
+func TestReportsOfAFormerDrainDoNotCount(t *testing.T) {
+	w := newWorld(t)
+	p := pod("a")
+	w.join("one", web)
+	w.Ask(w.now, p, []Service{web})
+	w.pass(44 * time.Second)
+	w.say("one", p, Idle)
+	w.pass(time.Second)
+	if !w.Alive(w.now, p.UID) {
+		t.Fatal("not abandoned")
+	}
+	w.Ask(w.now, p, []Service{web})
+	w.want(p, "Unrouting one:unknown")
+	if s := w.Status(w.now, p.UID); s.Deadline.Sub(w.now) != 30*time.Second {
+		t.Errorf("deadline in %s: the time between the drains counts", s.Deadline.Sub(w.now))
+	}
+}
+
+// Without this, a replica spends an acknowledgement of a tombstone that another replica is about to lift.
+func TestReportsOfAnotherReplicasTombstoneTellTheTimeOnly(t *testing.T) {
+	w := newWorld(t)
+	p := pod("a")
+	w.join("one", web)
+	report := func(held bool) {
+		w.Report(w.now, "one", w.sessions["one"], []Report{{UID: p.UID, State: Idle, Proof: Runtime, Held: held, Since: t0.Add(-5 * time.Second)}})
+	}
+	report(false)
+	w.Ask(w.now, p, []Service{web})
+	w.want(p, "Unrouting one:unknown")
+	if s := w.Status(w.now, p.UID); s.Deadline.Sub(w.now) != 25*time.Second {
+		t.Errorf("deadline in %s, want 25s", s.Deadline.Sub(w.now))
+	}
+	report(true)
+	w.want(p, "Released Acknowledged")
+	report(false)
+	w.want(p, "Unrouting one:unknown")
+}
+
+// Without this, a call that is held is not woken by an agent that says again what had become too old.
+func TestARepeatOfWhatWasTooOldIsNews(t *testing.T) {
+	w := newWorld(t)
+	p := pod("a")
+	w.join("one", web)
+	w.Ask(w.now, p, []Service{web})
+	said := []Report{{UID: p.UID, State: Idle, Proof: Runtime, Held: true, Since: t0}}
+	w.Report(w.now, "one", w.sessions["one"], said)
+	w.pass(5 * time.Second)
+	w.Touched()
+	if w.Report(w.now, "one", w.sessions["one"], said) || w.Touched() != nil {
+		t.Error("a repeat in time is news")
+	}
+	w.pass(15*time.Second + 1)
+	w.want(p, "Unrouting one:unknown")
+	if !w.Report(w.now, "one", w.sessions["one"], said) || !slices.Equal(w.Touched(), []UID{p.UID}) {
+		t.Error("a repeat that counts again is no news")
+	}
+}
+
+func TestAnAgentThatTheAPIDoesNotListMayComeBack(t *testing.T) {
+	w := newWorld(t)
+	p := pod("a")
+	w.join("one", web)
+	w.Ask(w.now, p, []Service{web})
+	w.Disconnect(w.now, "one", w.sessions["one"])
+	w.pass(5*time.Second - 1)
+	w.want(p, "Unrouting one:unknown")
+	w.pass(1)
+	w.want(p, "Released NoAgents")
+	w.pass(10 * time.Second)
+	w.Tick(w.now)
+	if len(w.agents) != 0 {
+		t.Errorf("agents that nobody knows any more are kept: %d", len(w.agents))
+	}
+}
+
+// Without this, a session of weeks keeps a report of each pod that was ever deleted.
+func TestTickForgetsOldReports(t *testing.T) {
+	w := newWorld(t)
+	w.join("one", web)
+	for i := range 100 {
+		w.say("one", pod(fmt.Sprint(i)), Idle)
+		w.pass(time.Second)
+		w.Tick(w.now)
+	}
+	if n := len(w.agents["one"].reports); n > 2*15+1 {
+		t.Errorf("%d reports are kept, want those of the last 15 to 30 s", n)
+	}
+}
+
+func TestAnOlderClockDoesNotMoveANearerDeadlineBack(t *testing.T) {
+	w := newWorld(t)
+	p := pod("a")
+	w.join("one", web)
+	for range 3 { // 3 drains of 20 s each use up more than the deadline
+		w.Ask(w.now, p, []Service{web})
+		w.Hold(p.UID)
+		w.pass(20 * time.Second)
+		w.Answered(w.now, p.UID, false)
+		w.pass(45 * time.Second)
+		if !w.Alive(w.now, p.UID) {
+			t.Fatal("not abandoned")
+		}
+	}
+	before := w.Ask(w.now, p, []Service{web})
+	w.Report(w.now, "one", w.sessions["one"], []Report{{UID: p.UID, State: Routing, Since: before.Since.Add(-time.Hour)}})
+	if after := w.Status(w.now, p.UID); !after.Since.Equal(before.Since) {
+		t.Errorf("since moved by %s", after.Since.Sub(before.Since))
+	}
+}

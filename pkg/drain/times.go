@@ -1,0 +1,102 @@
+package drain
+
+import (
+	"errors"
+	"fmt"
+	"time"
+)
+
+// requestLimit is what the API server gives one DELETE or eviction in all
+// (k8s.io/apiserver/pkg/endpoints/handlers/rest.go, requestTimeoutUpperBound).
+const requestLimit = 34 * time.Second
+
+// answerMargin is what a hold leaves of the webhook's time for the answer to arrive. The API server rounds ?timeout= up.
+const answerMargin = 1500 * time.Millisecond
+
+// Times are the durations of the protocol. The zero value is not usable; start from DefaultTimes.
+type Times struct {
+	// Webhook is timeoutSeconds in the webhook configuration.
+	Webhook time.Duration
+	// Hold is how long one admission call waits at most.
+	Hold time.Duration
+	// Deadline is how long a drain lasts at most.
+	Deadline time.Duration
+	// IdleBound is how long a drain waits for Idle after all have said Removed.
+	IdleBound time.Duration
+	// Heartbeat is the interval of them on a stream. Away is how long nothing may come before the other side counts as lost.
+	Heartbeat, Away time.Duration
+	// Lease is how long a tombstone stands without renewal. Renewal is how often it is renewed at least, Freshness how old a
+	// report may be to count.
+	Lease, Renewal, Freshness time.Duration
+	// Abandon is how long after the last answer a drain that nobody asks for is looked into.
+	Abandon time.Duration
+	// Memory is how long a dead UID and the time that a drain has used are remembered.
+	Memory time.Duration
+}
+
+// DefaultTimes returns the times that the design was reviewed with.
+func DefaultTimes() Times {
+	return Times{
+		Webhook: 5 * time.Second, Hold: 2 * time.Second, Deadline: 30 * time.Second, IdleBound: 10 * time.Second,
+		Heartbeat: 2 * time.Second, Away: 5 * time.Second,
+		Lease: 60 * time.Second, Renewal: 10 * time.Second, Freshness: 15 * time.Second,
+		Abandon: 45 * time.Second, Memory: 10 * time.Minute,
+	}
+}
+
+// Check reports every inequality that must hold between the times and does not.
+func (t Times) Check() error {
+	var errs []error
+	must := func(ok bool, format string, args ...any) {
+		if !ok {
+			errs = append(errs, fmt.Errorf(format, args...))
+		}
+	}
+	must(t.Hold > 0, "hold %s must be positive", t.Hold)
+	must(t.Webhook > t.Hold+answerMargin, "webhook timeout %s must be more than hold %s + %s", t.Webhook, t.Hold, answerMargin)
+	must(t.Webhook <= 30*time.Second, "webhook timeout %s must be at most 30s, the API server's limit", t.Webhook)
+	must(t.Deadline >= t.Hold, "deadline %s must be at least hold %s", t.Deadline, t.Hold)
+	reach := t.Reach()
+	must(reach >= t.Deadline+5*time.Second,
+		"deadline %s + 5s must be within what one client call waits, %s (11 holds and ten Retry-After): lengthen hold or shorten deadline", t.Deadline, reach)
+	must(t.IdleBound > 0 && t.IdleBound <= t.Deadline, "idle bound %s must be positive and at most the deadline %s", t.IdleBound, t.Deadline)
+	must(t.Heartbeat > 0 && 2*t.Heartbeat < t.Away, "heartbeat %s must be positive and less than half of away %s", t.Heartbeat, t.Away)
+	must(t.Renewal > 0 && t.Renewal < t.Freshness, "renewal %s must be positive and less than freshness %s", t.Renewal, t.Freshness)
+	must(t.Lease-t.Freshness >= requestLimit+10*time.Second,
+		"lease %s - freshness %s must be at least %s + 10s: an allow may be carried out that late", t.Lease, t.Freshness, requestLimit)
+	must(t.Abandon > requestLimit, "abandon %s must be more than %s, which the API server gives one request", t.Abandon, requestLimit)
+	must(t.Memory > t.Abandon, "memory %s must be more than abandon %s", t.Memory, t.Abandon)
+	return errors.Join(errs...)
+}
+
+// Reach is how long one call of a client that honours Retry-After, as client-go does ten times, keeps asking if each of its
+// requests is held and denied.
+func (t Times) Reach() time.Duration {
+	elapsed := t.Hold
+	for range 10 {
+		elapsed += RetryAfter(elapsed, true, 0) + t.Hold
+	}
+	return elapsed
+}
+
+// HoldUntil is when a call that arrived at now with timeout left must be answered. A timeout of zero is unknown.
+func (t Times) HoldUntil(now time.Time, timeout time.Duration) time.Time {
+	hold := t.Hold
+	if timeout > 0 {
+		hold = max(0, min(hold, timeout-answerMargin))
+	}
+	return now.Add(hold)
+}
+
+// RetryAfter is what a denied caller is told to wait, a whole number of seconds from 1 to 20: 0.15 of the elapsed time if
+// it was held already, 0.6 if it was not. It does not lead beyond the deadline if remaining, the time left to it, is given (more than 0).
+func RetryAfter(elapsed time.Duration, held bool, remaining time.Duration) time.Duration {
+	wait := elapsed * 60 / 100
+	if held {
+		wait = elapsed * 15 / 100
+	}
+	if remaining > 0 {
+		wait = min(wait, remaining)
+	}
+	return min(max(wait.Truncate(time.Second), time.Second), 20*time.Second)
+}

@@ -1,0 +1,318 @@
+package drain
+
+import (
+	"fmt"
+	"time"
+)
+
+// UID is a pod's metadata.uid.
+type UID string
+
+// AgentID names an agent: the UID of the pod it runs in.
+type AgentID string
+
+// Pod is one pod. Namespace and name are for people; the UID decides.
+type Pod struct {
+	Namespace string `json:"namespace"`
+	Name      string `json:"name"`
+	UID       UID    `json:"uid"`
+}
+
+// String prints namespace/name.
+func (p Pod) String() string { return p.Namespace + "/" + p.Name }
+
+// Service names a Service.
+type Service struct {
+	Namespace string `json:"namespace"`
+	Name      string `json:"name"`
+}
+
+// String prints namespace/name.
+func (s Service) String() string { return s.Namespace + "/" + s.Name }
+
+// Lease names who holds a tombstone: one life of one replica. A replica that starts again has another epoch, so that the empty
+// list of a new life lifts nothing that an old one asked for.
+type Lease struct {
+	Replica string `json:"replica"`
+	Epoch   string `json:"epoch"`
+}
+
+// String prints replica/epoch.
+func (l Lease) String() string { return l.Replica + "/" + l.Epoch }
+
+// Phase is how far a drain is.
+type Phase uint8
+
+const (
+	// PhaseUnknown is the zero value: there is no such drain.
+	PhaseUnknown Phase = iota
+	// Unrouting: some agent that owes has not said Removed. Entered when the deletion is asked for, and again when a report gets worse.
+	Unrouting
+	// Quiescing: all that owe have said Removed, some has not said Idle. Left for Released at the latest after the Idle bound.
+	Quiescing
+	// Released: the deletion may go on. Reason says why.
+	Released
+	// Closed: the pod is dead, or the drain was abandoned.
+	Closed
+)
+
+// String prints the phase as the metrics and messages name it.
+func (p Phase) String() string { return name(phaseNames[:], int(p)) }
+
+var phaseNames = [...]string{"Unknown", "Unrouting", "Quiescing", "Released", "Closed"}
+
+// Reason says why a drain is Released or Closed.
+type Reason uint8
+
+const (
+	// ReasonNone: it is neither.
+	ReasonNone Reason = iota
+	// Acknowledged: every agent that owes has said Idle.
+	Acknowledged
+	// IdleBound: every agent that owes has said Removed, and requests were still running when the Idle bound passed.
+	IdleBound
+	// Deadline: the drain's time is up. The agents that had not acknowledged are named.
+	Deadline
+	// NoAgents: nobody owes this drain.
+	NoAgents
+	// Dead: the pod is terminating or gone.
+	Dead
+	// Abandoned: nobody asks for the deletion any more and the pod lives.
+	Abandoned
+)
+
+// String prints the reason as the metrics and messages name it.
+func (r Reason) String() string { return name(reasonNames[:], int(r)) }
+
+var reasonNames = [...]string{"None", "Acknowledged", "IdleBound", "Deadline", "NoAgents", "Dead", "Abandoned"}
+
+// Abnormal says whether people should be warned: the deletion went on without every gateway's word.
+func (r Reason) Abnormal() bool { return r == Deadline || r == IdleBound }
+
+// State is what an agent says of one pod in its gateway.
+type State uint8
+
+const (
+	// StateUnknown: the agent cannot tell (it has just started, or cannot read its gateway).
+	StateUnknown State = iota
+	// Routing: new requests may still be sent to the pod.
+	Routing
+	// Kept: the pod is the last one that the gateway routes to in some Service, and stays until another is.
+	Kept
+	// Removed: nothing that reaches any process of the gateway from now on is sent to the pod.
+	Removed
+	// Idle: Removed, and no request or connection is queued, retrying or in flight to the pod.
+	Idle
+)
+
+// String prints the state as it goes over the wire.
+func (s State) String() string { return name(stateNames[:], int(s)) }
+
+var stateNames = [...]string{"unknown", "routing", "kept", "removed", "idle"}
+
+// MarshalText writes the state's name.
+func (s State) MarshalText() ([]byte, error) { return []byte(s.String()), nil }
+
+// UnmarshalText accepts the names of states and refuses others by name.
+func (s *State) UnmarshalText(text []byte) error {
+	n, err := parse("state", stateNames[:], text)
+	*s = State(n)
+	return err
+}
+
+// Proof is how an agent knows that a pod is Removed.
+type Proof uint8
+
+const (
+	// ProofNone comes with states below Removed.
+	ProofNone Proof = iota
+	// Runtime: read back from every live process of the gateway.
+	Runtime
+	// Config: every live process runs a configuration without the pod.
+	Config
+	// Timed: a stated time has passed. Weaker than the others.
+	Timed
+)
+
+// String prints the proof as it goes over the wire.
+func (p Proof) String() string { return name(proofNames[:], int(p)) }
+
+var proofNames = [...]string{"none", "runtime", "config", "timed"}
+
+// MarshalText writes the proof's name.
+func (p Proof) MarshalText() ([]byte, error) { return []byte(p.String()), nil }
+
+// UnmarshalText accepts the names of proofs and refuses others by name.
+func (p *Proof) UnmarshalText(text []byte) error {
+	n, err := parse("proof", proofNames[:], text)
+	*p = Proof(n)
+	return err
+}
+
+// Via is how a gateway finds a Service's pods.
+type Via uint8
+
+const (
+	// ViaUnknown is refused in a declaration.
+	ViaUnknown Via = iota
+	// Endpoints: it sends to pod addresses itself.
+	Endpoints
+	// ClusterIP: it sends to the Service's address, and whoever implements that chooses the pod. Proves nothing.
+	ClusterIP
+	// DNS: it resolves names, for as long as it likes. Proves nothing.
+	DNS
+)
+
+// String prints the way as it goes over the wire.
+func (v Via) String() string { return name(viaNames[:], int(v)) }
+
+var viaNames = [...]string{"unknown", "endpoints", "clusterIP", "dns"}
+
+// MarshalText writes the way's name.
+func (v Via) MarshalText() ([]byte, error) { return []byte(v.String()), nil }
+
+// UnmarshalText accepts the names of ways and refuses others by name, "unknown" too.
+func (v *Via) UnmarshalText(text []byte) error {
+	n, err := parse("via", viaNames[1:], text)
+	*v = Via(n + 1)
+	return err
+}
+
+// Can is what an agent can do with its gateway.
+type Can uint8
+
+const (
+	// CanUnknown is refused in a declaration.
+	CanUnknown Can = iota
+	// Direct: take a pod out although EndpointSlices call it ready. Asked before the deletion.
+	Direct
+	// Observe: see it let go by itself. Asked after the deletion began.
+	Observe
+)
+
+// String prints the ability as it goes over the wire.
+func (c Can) String() string { return name(canNames[:], int(c)) }
+
+var canNames = [...]string{"unknown", "direct", "observe"}
+
+// MarshalText writes the ability's name.
+func (c Can) MarshalText() ([]byte, error) { return []byte(c.String()), nil }
+
+// UnmarshalText accepts the names of abilities and refuses others by name, "unknown" too.
+func (c *Can) UnmarshalText(text []byte) error {
+	n, err := parse("can", canNames[1:], text)
+	*c = Can(n + 1)
+	return err
+}
+
+// Grain is what a gateway counts for Idle.
+type Grain uint8
+
+const (
+	// GrainUnknown is refused in a declaration.
+	GrainUnknown Grain = iota
+	// PerRequest: requests. A pooled connection without one is idle.
+	PerRequest
+	// PerConnection: connections.
+	PerConnection
+)
+
+// String prints the grain as it goes over the wire.
+func (g Grain) String() string { return name(grainNames[:], int(g)) }
+
+var grainNames = [...]string{"unknown", "request", "connection"}
+
+// MarshalText writes the grain's name.
+func (g Grain) MarshalText() ([]byte, error) { return []byte(g.String()), nil }
+
+// UnmarshalText accepts the names of grains and refuses others by name, "unknown" too.
+func (g *Grain) UnmarshalText(text []byte) error {
+	n, err := parse("grain", grainNames[1:], text)
+	*g = Grain(n + 1)
+	return err
+}
+
+// Route is one thing an agent declares that its gateway routes.
+type Route struct {
+	Service Service `json:"service"`
+	Via     Via     `json:"via"`
+	Can     Can     `json:"can"`
+	Grain   Grain   `json:"grain"`
+}
+
+// Report is an agent's present word on one pod.
+type Report struct {
+	UID UID `json:"uid"`
+	// Generation of the gateway that State was read from.
+	Generation string `json:"generation,omitempty"`
+	State      State  `json:"state"`
+	Proof      Proof  `json:"proof"`
+	// Held says that the replica to which this is said holds a lease on the tombstone. Without it, the report tells of another
+	// replica's drain, which may be lifted at any moment, and acknowledges nothing.
+	Held bool `json:"held"`
+	// Since is when the pod's drain began, as the agent knows it: the oldest over all replicas.
+	Since time.Time `json:"since"`
+}
+
+// Open is a drain as agents see it: let go of this pod, in every Service, at every address.
+type Open struct {
+	Pod   Pod       `json:"pod"`
+	Since time.Time `json:"since"`
+}
+
+// Release ends a replica's lease on a tombstone.
+type Release struct {
+	UID UID `json:"uid"`
+	// Dead says that the pod is terminating or gone, so that it must never be routed again. Otherwise it lives on.
+	Dead bool `json:"dead"`
+}
+
+// Label is what the pod label of an agent says of it before it was ever heard.
+type Label uint8
+
+const (
+	// LabelNone: no or another value. Such an agent owes everything.
+	LabelNone Label = iota
+	// LabelDirected: owes at the hold.
+	LabelDirected
+	// LabelFollowing: owes at the barrier, not at the hold.
+	LabelFollowing
+)
+
+// ParseLabel reads the value of the label lameduck.io/agent.
+func ParseLabel(value string) Label {
+	switch value {
+	case "directed":
+		return LabelDirected
+	case "following":
+		return LabelFollowing
+	default:
+		return LabelNone
+	}
+}
+
+// Expected is an agent that the API says exists.
+type Expected struct {
+	ID AgentID
+	// Name is namespace/name of its pod.
+	Name string
+	// Ready is the condition of its pod.
+	Ready bool
+	Label Label
+}
+
+func name(names []string, n int) string {
+	if n < len(names) {
+		return names[n]
+	}
+	return fmt.Sprintf("%s(%d)", names[0], n)
+}
+
+func parse(what string, names []string, text []byte) (int, error) {
+	for n, name := range names {
+		if name == string(text) {
+			return n, nil
+		}
+	}
+	return 0, fmt.Errorf("%s %q is not one of %q", what, text, names)
+}
