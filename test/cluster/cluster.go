@@ -1,0 +1,469 @@
+// Package cluster is a real Kubernetes control plane for tests and demonstrations: etcd, kube-apiserver,
+// kube-controller-manager and kube-scheduler of one version, built from source and run as ordinary processes of an
+// ordinary user, without containers and without leaving anything behind.
+//
+// [Build] compiles the programs, once. [Enter] moves the caller into a network and process namespace of its own, in
+// which a whole range of pod addresses exists and which takes everything with it when it ends. [Start] starts a control
+// plane there, in about two seconds. Package node, below, adds nodes that run pods as processes. [Listen] and [Expose] let
+// the machine reach in. In tests all of this is two lines:
+//
+//	func TestMain(m *testing.M) { cluster.Main(m) }
+//
+//	func TestSomething(t *testing.T) { c := cluster.Shared(t) ... }
+//
+// What is real: everything the API server, the controllers and the scheduler do, admission webhooks, RBAC,
+// ServiceAccount tokens. What is not: there is no kube-proxy, so ClusterIPs lead nowhere; no cluster DNS; no aggregated
+// API; no encryption or authentication between API server and etcd.
+package cluster
+
+import (
+	"bytes"
+	"context"
+	"crypto/rand"
+	"crypto/rsa"
+	"crypto/x509"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"time"
+
+	rbacv1 "k8s.io/api/rbac/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/apimachinery/pkg/watch"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/clientcmd"
+	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
+
+	"github.com/lameduck-io/lameduck/test/cluster/internal/process"
+)
+
+// ServiceRange is where ClusterIPs come from. Nothing answers there.
+const ServiceRange = "10.96.0.0/16"
+
+// apiAddress is where pods find the API server: EndpointSlices refuse loopback.
+const apiAddress = "10.244.0.1"
+
+// Ports below firstEphemeral are never given to outgoing connections inside, so a port that was free a moment ago
+// still is.
+const firstEphemeral = 15000
+
+var nextPort atomic.Int64
+
+// Options of a control plane. The zero value is a complete one.
+type Options struct {
+	// APIServer, ControllerManager and Scheduler are further flags, which override those given by Start:
+	// "--feature-gates=X=true".
+	APIServer, ControllerManager, Scheduler []string
+
+	// NoControllers leaves out kube-controller-manager, NoScheduler kube-scheduler. Without controllers nobody makes
+	// ServiceAccounts, which pods need.
+	NoControllers, NoScheduler bool
+
+	// LogDir is where the programs write their logs, NAME.log, and is created. If empty they go into a temporary
+	// folder and disappear with the cluster.
+	LogDir string
+}
+
+// Cluster is a running control plane.
+type Cluster struct {
+	binaries Binaries
+	options  Options
+	dir      string
+	logDir   string
+	server   string // the URL of the API server
+	token    string
+	ca       *CA
+
+	mu       sync.Mutex
+	programs map[string]*process.Process // the latest of each name
+	stopped  bool
+}
+
+// Start starts a control plane and returns when pods can be created in it. Inside (see [Enter]) the API server is
+// reachable by pods, outside on loopback only. On an error nothing is left running. The caller calls Stop.
+func Start(ctx context.Context, options Options) (*Cluster, error) {
+	binaries, err := Build(ctx, os.Stderr)
+	if err != nil {
+		return nil, err
+	}
+	ctx, cancel := context.WithTimeout(ctx, time.Minute)
+	defer cancel()
+	dir, err := os.MkdirTemp("", "lameduck-cluster-")
+	if err != nil {
+		return nil, fmt.Errorf("make a folder for the cluster: %w", err)
+	}
+	c := &Cluster{binaries: binaries, options: options, dir: dir, logDir: options.LogDir, programs: map[string]*process.Process{}}
+	if err := c.start(ctx); err != nil {
+		c.Stop()
+		return nil, err
+	}
+	return c, nil
+}
+
+func (c *Cluster) start(ctx context.Context) error {
+	if c.logDir == "" {
+		c.logDir = filepath.Join(c.dir, "logs")
+	}
+	if err := os.MkdirAll(c.logDir, 0o755); err != nil {
+		return fmt.Errorf("make a folder for logs: %w", err)
+	}
+	ports, err := freePorts(3)
+	if err != nil {
+		return err
+	}
+	c.server = fmt.Sprintf("https://127.0.0.1:%d", ports[2])
+	if Inside() {
+		c.server = fmt.Sprintf("https://%s:%d", apiAddress, ports[2])
+	}
+	if err := c.writeCredentials(); err != nil {
+		return err
+	}
+
+	client := fmt.Sprintf("http://127.0.0.1:%d", ports[0])
+	peer := fmt.Sprintf("http://127.0.0.1:%d", ports[1])
+	err = c.run("etcd",
+		"--data-dir="+filepath.Join(c.dir, "etcd"), "--unsafe-no-fsync",
+		"--listen-client-urls="+client, "--advertise-client-urls="+client,
+		"--listen-peer-urls="+peer, "--initial-advertise-peer-urls="+peer, "--initial-cluster=default="+peer,
+		"--log-level=warn", "--quota-backend-bytes=1073741824")
+	if err != nil {
+		return err
+	}
+	if err := c.run("kube-apiserver", c.apiServerFlags(client, ports[2])...); err != nil {
+		return err
+	}
+	if err := c.waitReady(ctx); err != nil {
+		return err
+	}
+	if !c.options.NoControllers {
+		if err := c.run("kube-controller-manager", append([]string{
+			"--kubeconfig=" + c.Kubeconfig(), "--leader-elect=false", "--secure-port=0",
+			"--service-account-private-key-file=" + c.path("sa.key"), "--root-ca-file=" + c.path("ca.crt"),
+			"--use-service-account-credentials=true", "--allocate-node-cidrs=false",
+			"--kube-api-qps=200", "--kube-api-burst=400", // it makes forty accounts first, at 20 a second by default
+		}, c.options.ControllerManager...)...); err != nil {
+			return err
+		}
+	}
+	if !c.options.NoScheduler {
+		if err := c.run("kube-scheduler", append([]string{
+			"--kubeconfig=" + c.Kubeconfig(), "--leader-elect=false", "--secure-port=0",
+		}, c.options.Scheduler...)...); err != nil {
+			return err
+		}
+	}
+	return c.prepare(ctx)
+}
+
+func (c *Cluster) apiServerFlags(etcd string, port int) []string {
+	flags := []string{
+		"--etcd-servers=" + etcd,
+		fmt.Sprintf("--secure-port=%d", port),
+		"--tls-cert-file=" + c.path("tls.crt"), "--tls-private-key-file=" + c.path("tls.key"),
+		"--token-auth-file=" + c.path("tokens.csv"), "--authorization-mode=RBAC",
+		"--service-account-issuer=https://kubernetes.default.svc.cluster.local",
+		"--service-account-key-file=" + c.path("sa.key"), "--service-account-signing-key-file=" + c.path("sa.key"),
+		"--service-cluster-ip-range=" + ServiceRange,
+		"--allow-privileged=true", "--profiling=false",
+	}
+	if Inside() {
+		flags = append(flags, "--bind-address=0.0.0.0", "--advertise-address="+apiAddress)
+	} else {
+		flags = append(flags, "--bind-address=127.0.0.1", "--advertise-address=127.0.0.1", "--endpoint-reconciler-type=none")
+	}
+	return append(flags, c.options.APIServer...)
+}
+
+// writeCredentials writes all that the programs and kubectl identify themselves with.
+func (c *Cluster) writeCredentials() error {
+	var err error
+	if c.ca, err = NewCA(); err != nil {
+		return err
+	}
+	if err := c.ca.IssueFiles(c.dir, "kubernetes", "kubernetes.default", "kubernetes.default.svc",
+		"kubernetes.default.svc.cluster.local", "localhost", "127.0.0.1", apiAddress, "10.96.0.1"); err != nil {
+		return err
+	}
+	key, err := rsa.GenerateKey(rand.Reader, 2048)
+	if err != nil {
+		return fmt.Errorf("generate the key for service account tokens: %w", err)
+	}
+	c.token = rand.Text()
+	config := clientcmdapi.NewConfig()
+	config.Clusters["test"] = &clientcmdapi.Cluster{Server: c.server, CertificateAuthorityData: c.ca.PEM()}
+	config.AuthInfos["admin"] = &clientcmdapi.AuthInfo{Token: c.token}
+	config.Contexts["test"] = &clientcmdapi.Context{Cluster: "test", AuthInfo: "admin"}
+	config.CurrentContext = "test"
+	kubeconfig, err := clientcmd.Write(*config)
+	if err != nil {
+		return fmt.Errorf("encode the kubeconfig: %w", err)
+	}
+	for name, content := range map[string][]byte{
+		"sa.key":     encode("RSA PRIVATE KEY", x509.MarshalPKCS1PrivateKey(key)),
+		"tokens.csv": []byte(c.token + `,admin,admin,"system:masters"` + "\n"),
+		"kubeconfig": kubeconfig,
+	} {
+		if err := os.WriteFile(c.path(name), content, 0o600); err != nil {
+			return fmt.Errorf("write credentials: %w", err)
+		}
+	}
+	return nil
+}
+
+// prepare waits for what the controllers must do before a pod can be created, and gives nodes their rights: the API
+// server binds them only if it has the Node authorizer, which would need a user for each node.
+func (c *Cluster) prepare(ctx context.Context) error {
+	client, err := kubernetes.NewForConfig(c.Config())
+	if err != nil {
+		return fmt.Errorf("make a client: %w", err)
+	}
+	binding := &rbacv1.ClusterRoleBinding{
+		ObjectMeta: metav1.ObjectMeta{Name: "lameduck-test:nodes"},
+		Subjects:   []rbacv1.Subject{{APIGroup: rbacv1.GroupName, Kind: rbacv1.GroupKind, Name: "system:nodes"}},
+		RoleRef:    rbacv1.RoleRef{APIGroup: rbacv1.GroupName, Kind: "ClusterRole", Name: "system:node"},
+	}
+	if _, err := client.RbacV1().ClusterRoleBindings().Create(ctx, binding, metav1.CreateOptions{}); err != nil {
+		return fmt.Errorf("bind nodes to their role: %w", err)
+	}
+	if c.options.NoControllers {
+		return nil
+	}
+	timeout := int64(60)
+	accounts, err := client.CoreV1().ServiceAccounts("default").Watch(ctx, metav1.ListOptions{
+		FieldSelector: fields.OneTermEqualSelector("metadata.name", "default").String(), TimeoutSeconds: &timeout,
+	})
+	if err != nil {
+		return fmt.Errorf("watch for the first ServiceAccount: %w", err)
+	}
+	defer accounts.Stop()
+	manager := c.program("kube-controller-manager")
+	for {
+		select {
+		case event, ok := <-accounts.ResultChan():
+			if !ok {
+				return c.failure("kube-controller-manager", errors.New("made no ServiceAccount"))
+			}
+			if event.Type == watch.Added {
+				return nil
+			}
+		case <-manager.Done():
+			return c.failure("kube-controller-manager", errors.New("exited"))
+		case <-ctx.Done():
+			return c.failure("kube-controller-manager", context.Cause(ctx))
+		}
+	}
+}
+
+// waitReady waits until the API server says that it is ready.
+func (c *Cluster) waitReady(ctx context.Context) error {
+	transport, err := rest.TransportFor(c.Config())
+	if err != nil {
+		return fmt.Errorf("make a client: %w", err)
+	}
+	if closer, ok := transport.(interface{ CloseIdleConnections() }); ok {
+		defer closer.CloseIdleConnections()
+	}
+	client := &http.Client{Transport: transport, Timeout: 2 * time.Second}
+	etcd, server := c.program("etcd"), c.program("kube-apiserver")
+	tick := time.NewTicker(20 * time.Millisecond)
+	defer tick.Stop()
+	for {
+		request, err := http.NewRequestWithContext(ctx, http.MethodGet, c.server+"/readyz", nil)
+		if err != nil {
+			return err
+		}
+		if response, err := client.Do(request); err == nil {
+			io.Copy(io.Discard, io.LimitReader(response.Body, 1<<20))
+			response.Body.Close()
+			if response.StatusCode == http.StatusOK {
+				return nil
+			}
+		}
+		select {
+		case <-tick.C:
+		case <-etcd.Done():
+			return c.failure("etcd", errors.New("exited"))
+		case <-server.Done():
+			return c.failure("kube-apiserver", errors.New("exited"))
+		case <-ctx.Done():
+			return c.failure("kube-apiserver", context.Cause(ctx))
+		}
+	}
+}
+
+// Config returns a configuration for clients of the administrator (group system:masters), without client-side
+// throttling. It is the caller's to change.
+func (c *Cluster) Config() *rest.Config {
+	return &rest.Config{
+		Host:            c.server,
+		BearerToken:     c.token,
+		TLSClientConfig: rest.TLSClientConfig{CAData: c.ca.PEM()},
+		QPS:             -1,
+	}
+}
+
+// ConfigFor is Config for anybody else, by impersonation: the API server sees user and groups, and system:authenticated.
+func (c *Cluster) ConfigFor(user string, groups ...string) *rest.Config {
+	config := c.Config()
+	config.Impersonate = rest.ImpersonationConfig{UserName: user, Groups: groups}
+	return config
+}
+
+// Kubeconfig is the path of a kubeconfig of the administrator.
+func (c *Cluster) Kubeconfig() string { return c.path("kubeconfig") }
+
+// CA is the authority that signed the API server's certificate, and that pods find in kube-root-ca.crt.
+func (c *Cluster) CA() *CA { return c.ca }
+
+// Binaries are the programs that it runs.
+func (c *Cluster) Binaries() Binaries { return c.binaries }
+
+// Server is the URL of the API server.
+func (c *Cluster) Server() string { return c.server }
+
+// LogDir is where the programs write their logs, NAME.log.
+func (c *Cluster) LogDir() string { return c.logDir }
+
+// Kubectl runs kubectl as the administrator and returns all it wrote. It is killed when ctx ends, or after two minutes.
+func (c *Cluster) Kubectl(ctx context.Context, args ...string) (string, error) {
+	return c.KubectlInput(ctx, "", args...)
+}
+
+// KubectlInput is Kubectl with a standard input, for kubectl apply -f -.
+func (c *Cluster) KubectlInput(ctx context.Context, input string, args ...string) (string, error) {
+	ctx, cancel := context.WithTimeout(ctx, 2*time.Minute)
+	defer cancel()
+	cmd := exec.CommandContext(ctx, c.binaries.Path("kubectl"), args...)
+	// A home of its own: kubectl caches what the server offers, by address, and another cluster may have the same.
+	cmd.Env = append(os.Environ(), "KUBECONFIG="+c.Kubeconfig(), "HOME="+c.dir, "KUBECACHEDIR="+c.path("kubectl-cache"))
+	cmd.Stdin = strings.NewReader(input)
+	cmd.WaitDelay = time.Second
+	out, err := cmd.CombinedOutput()
+	if err != nil {
+		if ctx.Err() != nil {
+			err = context.Cause(ctx)
+		}
+		return string(out), fmt.Errorf("kubectl %s: %w: %s", strings.Join(args, " "), err, bytes.TrimSpace(out))
+	}
+	return string(out), nil
+}
+
+// KillAPIServer kills the API server with SIGKILL and waits until it is gone. etcd and the others stay.
+func (c *Cluster) KillAPIServer() {
+	if p := c.program("kube-apiserver"); p != nil {
+		p.Kill()
+	}
+}
+
+// RestartAPIServer kills the API server, starts it again at the same address, and waits until it is ready. Its log is
+// continued.
+func (c *Cluster) RestartAPIServer(ctx context.Context) error {
+	c.KillAPIServer()
+	ctx, cancel := context.WithTimeout(ctx, time.Minute)
+	defer cancel()
+	c.mu.Lock()
+	args := c.programs["kube-apiserver"].Args()
+	c.mu.Unlock()
+	if err := c.run("kube-apiserver", args...); err != nil {
+		return err
+	}
+	return c.waitReady(ctx)
+}
+
+// Exited returns a channel that is closed when the program of that name (kube-scheduler) exits, of itself or by Stop.
+// For a name that does not run it is nil.
+func (c *Cluster) Exited(name string) <-chan struct{} {
+	if p := c.program(name); p != nil {
+		return p.Done()
+	}
+	return nil
+}
+
+// Stop kills everything and removes the data. It may be called again.
+func (c *Cluster) Stop() {
+	c.mu.Lock()
+	c.stopped = true
+	var running []*process.Process
+	for _, p := range c.programs {
+		running = append(running, p)
+	}
+	c.mu.Unlock()
+	for _, p := range running {
+		p.SignalGroup(syscall.SIGKILL)
+	}
+	for _, p := range running {
+		<-p.Done()
+	}
+	os.RemoveAll(c.dir)
+}
+
+func (c *Cluster) path(name string) string { return filepath.Join(c.dir, name) }
+
+func (c *Cluster) program(name string) *process.Process {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.programs[name]
+}
+
+// run starts a program that writes to its log.
+func (c *Cluster) run(name string, args ...string) error {
+	log, err := os.OpenFile(filepath.Join(c.logDir, name+".log"), os.O_CREATE|os.O_WRONLY|os.O_APPEND, 0o644)
+	if err != nil {
+		return fmt.Errorf("open the log of %s: %w", name, err)
+	}
+	defer log.Close()
+	cmd := exec.Command(c.binaries.Path(name), args...)
+	cmd.Dir = c.dir
+	cmd.Stdout, cmd.Stderr = log, log
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.stopped {
+		return fmt.Errorf("start %s: the cluster is stopped", name)
+	}
+	p, err := process.Start(cmd)
+	if err != nil {
+		return err
+	}
+	c.programs[name] = p
+	return nil
+}
+
+// failure is what a program died of, with the end of its log.
+func (c *Cluster) failure(name string, err error) error {
+	log, readErr := os.ReadFile(filepath.Join(c.logDir, name+".log"))
+	if readErr != nil {
+		return fmt.Errorf("%s: %w (%v)", name, err, readErr)
+	}
+	return fmt.Errorf("%s: %w; the end of its log:\n%s", name, err, tail(log, 15))
+}
+
+// freePorts returns ports on which nobody listens and that no outgoing connection will be given.
+func freePorts(n int) ([]int, error) {
+	var ports []int
+	for range 2000 {
+		if len(ports) == n {
+			return ports, nil
+		}
+		// Two processes on one machine are unlikely to begin at the same port.
+		nextPort.CompareAndSwap(0, int64(os.Getpid())%4000+1)
+		port := 10500 + int(nextPort.Add(1))%4000
+		listener, err := net.Listen("tcp", fmt.Sprintf(":%d", port))
+		if err != nil {
+			continue
+		}
+		listener.Close()
+		ports = append(ports, port)
+	}
+	return nil, errors.New("no free ports between 10500 and 14500")
+}

@@ -1,0 +1,66 @@
+package cluster
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"os/signal"
+	"sync"
+	"syscall"
+	"testing"
+)
+
+// shared is the control plane of all tests of this program, and why there is none.
+var shared struct {
+	entered error // set by Main, before tests run
+
+	once    sync.Once
+	cluster *Cluster
+	err     error
+}
+
+// Main is TestMain for tests that use [Shared]: it builds Kubernetes if need be, enters, runs the tests and exits, which
+// ends the shared control plane. Where the system forbids entering, or Kubernetes cannot be built, the tests run outside and Shared tells
+// them. With more time to build than go test allows (10 minutes), run cmd/kubernetes-build first.
+func Main(m *testing.M) {
+	if !Inside() && os.Getenv(stageKey) == "" {
+		ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+		_, shared.entered = Build(ctx, os.Stderr)
+		stop()
+	}
+	if shared.entered == nil {
+		shared.entered = Enter()
+	}
+	os.Exit(m.Run()) // which ends all that runs inside, and removes its files
+}
+
+// Shared returns the control plane that the tests of this program share, started when the first asks for it. Tests keep
+// apart by namespaces. Where it cannot be had the test is skipped, or fails: see [Missing]. Its logs go to $LAMEDUCK_LOGS
+// if that is set.
+func Shared(t testing.TB) *Cluster {
+	t.Helper()
+	if shared.entered != nil {
+		Missing(t, "a control plane", shared.entered.Error())
+	}
+	if !Inside() {
+		t.Fatal("cluster.Shared without cluster.Main in TestMain")
+	}
+	shared.once.Do(func() {
+		shared.cluster, shared.err = Start(context.Background(), Options{LogDir: os.Getenv("LAMEDUCK_LOGS")})
+	})
+	if shared.err != nil {
+		t.Fatal(shared.err)
+	}
+	return shared.cluster
+}
+
+// Missing ends a test that needs something real which is not here: what it is and how to get it. On a laptop the test is
+// skipped; where REQUIRE_REAL=1 or CI=true says that everything must be there, it fails.
+func Missing(t testing.TB, what, fix string) {
+	t.Helper()
+	message := fmt.Sprintf("%s is missing: %s", what, fix)
+	if os.Getenv("REQUIRE_REAL") == "1" || os.Getenv("CI") == "true" {
+		t.Fatal(message)
+	}
+	t.Skip(message)
+}
