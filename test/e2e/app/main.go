@@ -1,0 +1,100 @@
+// Command app is the application behind the gateways of the end-to-end tests and the demo. It answers every path after a fixed time,
+// with its name in the header Pod. By default it is the bad citizen: SIGTERM ends it at once, whatever is in flight.
+package main
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/http"
+	"os"
+	"os/signal"
+	"syscall"
+	"time"
+)
+
+var errUsage = errors.New("usage")
+
+func main() {
+	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM, os.Interrupt)
+	defer stop()
+	hostname, _ := os.Hostname()
+	switch err := run(ctx, os.Args[1:], hostname, os.Stderr); {
+	case errors.Is(err, flag.ErrHelp): // and help, usage too, is told already
+	case errors.Is(err, errUsage):
+		os.Exit(2)
+	case err != nil:
+		fmt.Fprintln(os.Stderr, "app:", err)
+		os.Exit(1)
+	}
+	os.Exit(0)
+}
+
+// run serves until ctx ends. With --on-term=exit it then returns without looking at what is in flight.
+func run(ctx context.Context, args []string, hostname string, stderr io.Writer) error {
+	addr, work, startDelay, graceful := "0.0.0.0:8080", 5*time.Millisecond, time.Duration(0), false
+	fs := flag.NewFlagSet("app", flag.ContinueOnError)
+	fs.SetOutput(stderr)
+	name := fs.String("name", hostname, "`name` of the pod, sent in the header Pod")
+	fs.Func("addr", "`host:port` to listen on (default 0.0.0.0:8080)", func(s string) error {
+		addr = s
+		_, err := net.ResolveTCPAddr("tcp", s)
+		return err
+	})
+	fs.Func("work", "`duration` of a request (default 5ms)", func(s string) error { return parse(s, &work) })
+	fs.Func("start-delay", "`duration` of the start, before it listens (default 0s)", func(s string) error { return parse(s, &startDelay) })
+	fs.Func("on-term", "`exit` at once on SIGTERM (default), or graceful: finish what is in flight, 25s at most", func(s string) error {
+		if graceful = s == "graceful"; !graceful && s != "exit" {
+			return errors.New("want exit or graceful")
+		}
+		return nil
+	})
+	if err := fs.Parse(args); err != nil {
+		return fmt.Errorf("%w: %w", errUsage, err)
+	}
+	if fs.NArg() > 0 {
+		fmt.Fprintf(stderr, "unexpected argument %q\n", fs.Arg(0))
+		return errUsage
+	}
+	select {
+	case <-time.After(startDelay):
+	case <-ctx.Done():
+		return nil
+	}
+	l, err := net.Listen("tcp", addr)
+	if err != nil {
+		return err
+	}
+	slog.New(slog.NewTextHandler(stderr, nil)).Info("listening", "addr", l.Addr(), "pod", *name)
+	srv := &http.Server{ReadHeaderTimeout: 10 * time.Second, Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.URL.Path != "/readyz" {
+			time.Sleep(work)
+		}
+		w.Header().Set("Pod", *name)
+		io.WriteString(w, "ok\n") // the same from every pod: clients compare
+	})}
+	served := make(chan error, 1)
+	go func() { served <- srv.Serve(l) }()
+	select {
+	case err := <-served:
+		return err
+	case <-ctx.Done():
+	}
+	if !graceful {
+		return nil
+	}
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 25*time.Second)
+	defer cancel()
+	return srv.Shutdown(ctx)
+}
+
+func parse(s string, d *time.Duration) (err error) {
+	if *d, err = time.ParseDuration(s); err == nil && *d < 0 {
+		err = errors.New("want 0 or above")
+	}
+	return err
+}
