@@ -1,0 +1,1137 @@
+package health
+
+import (
+	"fmt"
+	"maps"
+	"net/netip"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+)
+
+// t0 is when every test begins.
+var t0 = time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC)
+
+// target makes one from "10.0.0.1:80@a". Without an address it is 10.0.0.<letter>:80, so that "a" is 10.0.0.1:80@a.
+func target(text string) Target {
+	addr, uid, ok := strings.Cut(text, "@")
+	if !ok {
+		addr, uid = fmt.Sprintf("10.0.0.%d:80", text[0]-'a'+1), text
+	}
+	return Target{UID(uid), netip.MustParseAddrPort(addr)}
+}
+
+// ready, unready and dying make endpoints of targets, separated by spaces.
+func ready(list string) []Endpoint   { return endpoints(list, Endpoint{Routable: true}) }
+func unready(list string) []Endpoint { return endpoints(list, Endpoint{}) }
+func dying(list string) []Endpoint   { return endpoints(list, Endpoint{Terminating: true}) }
+
+func endpoints(list string, like Endpoint) []Endpoint {
+	var all []Endpoint
+	for text := range strings.FieldsSeq(list) {
+		e := like
+		e.Target = target(text)
+		all = append(all, e)
+	}
+	return all
+}
+
+// proxy is a gateway in memory: the process that takes new requests, and old ones that finish theirs.
+type proxy struct {
+	generation int
+	now        map[Key]*server
+	old        []map[Key]*server
+	refuse     map[Key]bool
+}
+
+type server struct {
+	routed bool
+	active int
+}
+
+func (p *proxy) processes() []map[Key]*server { return append([]map[Key]*server{p.now}, p.old...) }
+
+func (p *proxy) apply(ops []Op) {
+	for _, op := range ops {
+		if p.refuse[op.Key] {
+			continue
+		}
+		if op.Want == WantRouted {
+			if p.now[op.Key] == nil {
+				p.now[op.Key] = &server{}
+			}
+			p.now[op.Key].routed = true
+			continue
+		}
+		for _, process := range p.processes() {
+			if s := process[op.Key]; s != nil {
+				s.routed = false
+				if op.Want == WantGone && s.active == 0 {
+					delete(process, op.Key)
+				}
+			}
+		}
+	}
+}
+
+func (p *proxy) read(at time.Time, keys []Key) Observation {
+	o := Observation{Generation: fmt.Sprint("g", p.generation), At: at, Seen: map[Key]Seen{}}
+	for _, k := range keys {
+		seen := Seen{Missing: p.now[k] == nil || !p.now[k].routed}
+		for _, process := range p.processes() {
+			if s := process[k]; s != nil {
+				seen.Present = true
+				seen.Routed = seen.Routed || s.routed
+				seen.Active += s.active
+			}
+		}
+		o.Seen[k] = seen
+	}
+	return o
+}
+
+// reload starts a new process. It keeps what the old one had if lasting. If a request is open, the old process stays.
+func (p *proxy) reload(lasting bool) {
+	before := p.now
+	p.generation++
+	p.now = map[Key]*server{}
+	busy := false
+	for k, s := range before {
+		busy = busy || s.active > 0
+		if lasting && s.routed {
+			p.now[k] = &server{routed: true}
+		}
+	}
+	if busy {
+		p.old = append(p.old, before)
+	}
+}
+
+// routes says whether any process may send a new request to k.
+func (p *proxy) routes(k Key) bool {
+	return slices.ContainsFunc(p.processes(), func(process map[Key]*server) bool { return process[k] != nil && process[k].routed })
+}
+
+// world is a set, a proxy and a clock.
+type world struct {
+	testing.TB
+	*Set
+	proxy *proxy
+	now   time.Time
+}
+
+func newWorld(t testing.TB) *world {
+	return &world{t, NewSet(), &proxy{generation: 1, now: map[Key]*server{}, refuse: map[Key]bool{}}, t0}
+}
+
+func (w *world) pass(d time.Duration) { w.now = w.now.Add(d) }
+
+func (w *world) list(pool Pool, groups ...[]Endpoint) {
+	w.Replace(w.now, pool, slices.Concat(groups...))
+}
+
+func (w *world) bury(uid UID, holder string) bool {
+	return w.Bury(w.now, uid, holder, w.now, w.now.Add(time.Minute))
+}
+
+// step is what the director does at once: apply, and read what is watched and what was applied.
+func (w *world) step() {
+	ops := w.Pending()
+	w.proxy.apply(ops)
+	w.read(ops)
+}
+
+func (w *world) read(ops []Op) {
+	keys := w.Watched()
+	for _, op := range ops {
+		keys = append(keys, op.Key)
+	}
+	w.Observe(w.now, w.proxy.read(w.now, keys))
+}
+
+// settle steps until nothing is left to do, a gap apart.
+func (w *world) settle() {
+	w.Helper()
+	for range 20 {
+		w.step()
+		w.pass(IdleGap)
+	}
+	w.step()
+}
+
+// routed checks which targets of pool the proxy's present process sends new requests to.
+func (w *world) routed(pool Pool, want string) {
+	w.Helper()
+	var got []Target
+	for k, s := range w.proxy.now {
+		if k.Pool == pool && s.routed {
+			got = append(got, k.Target)
+		}
+	}
+	byName := func(a, b Target) int { return strings.Compare(a.String(), b.String()) }
+	slices.SortFunc(got, byName)
+	var wanted []Target
+	for text := range strings.FieldsSeq(want) {
+		wanted = append(wanted, target(text))
+	}
+	slices.SortFunc(wanted, byName)
+	if !slices.Equal(got, wanted) {
+		w.Fatalf("the proxy routes pool %s to %v, want %v", pool, got, wanted)
+	}
+}
+
+// stones checks the tombstones, written as "a:idle b:kept".
+func (w *world) stones(want string) {
+	w.Helper()
+	var got []string
+	for _, s := range w.Tombstones() {
+		got = append(got, fmt.Sprintf("%s:%s", s.UID, s.State))
+	}
+	if strings.Join(got, " ") != want {
+		w.Fatalf("at %s tombstones are %q, want %q", w.now.Sub(t0), strings.Join(got, " "), want)
+	}
+}
+
+// pending checks the operations, written as they print, separated by a comma.
+func (w *world) pending(want string) {
+	w.Helper()
+	var got []string
+	for _, op := range w.Pending() {
+		got = append(got, op.String())
+	}
+	if strings.Join(got, ", ") != want {
+		w.Fatalf("pending is %q, want %q", strings.Join(got, ", "), want)
+	}
+}
+
+// serving is a synced world whose pool web routes to targets.
+func serving(t testing.TB, targets string) *world {
+	t.Helper()
+	w := newWorld(t)
+	w.list("web", ready(targets))
+	w.Synced()
+	w.settle()
+	w.routed("web", targets)
+	return w
+}
+
+func TestEndpointsAreAppliedAsADifference(t *testing.T) {
+	w := serving(t, "a b")
+	w.pending("")
+	w.list("web", ready("a b"))
+	w.pending("")
+	w.list("web", ready("b c"))
+	w.pending("routed web/10.0.0.3:80@c, gone web/10.0.0.1:80@a")
+	w.settle()
+	w.routed("web", "b c")
+	w.list("web", ready("b"), unready("c"))
+	w.pending("gone web/10.0.0.3:80@c")
+	w.settle()
+	w.routed("web", "b")
+	// Of an address that two slices list, routable wins.
+	w.list("web", ready("b"), unready("c"), ready("c"))
+	w.settle()
+	w.routed("web", "b c")
+}
+
+func TestNothingIsAskedOfAGatewayThatWasNotRead(t *testing.T) {
+	w := newWorld(t)
+	w.list("web", ready("a"))
+	w.Synced()
+	w.pending("")
+	w.step()
+	w.pending("routed web/10.0.0.1:80@a")
+	w.step()
+	w.pending("")
+	w.Void(w.now)
+	w.list("web", ready("a b"))
+	w.pending("")
+}
+
+func TestNothingIsTakenOutForWantOfAClaimBeforeSynced(t *testing.T) {
+	w := newWorld(t)
+	w.proxy.apply([]Op{{Key{"web", target("a")}, WantRouted}, {Key{"web", target("b")}, WantRouted}})
+	w.Adopt(w.now, []Key{{"web", target("a")}, {"web", target("b")}})
+	w.list("web", ready("b"))
+	w.settle()
+	w.routed("web", "a b")
+	w.list("web", ready("b c"))
+	w.settle()
+	w.list("web", ready("b"))
+	w.settle()
+	w.routed("web", "a b c")
+	w.Synced()
+	w.settle()
+	w.routed("web", "b")
+}
+
+// An agent that starts while a drain is open hears of the tombstone before it has EndpointSlices. Without this it empties the gateway
+// of a pod that may be the only one.
+func TestTombstonesBeforeSyncedLeaveTheLastTarget(t *testing.T) {
+	w := newWorld(t)
+	w.proxy.apply([]Op{{Key{"web", target("a")}, WantRouted}})
+	w.Adopt(w.now, []Key{{"web", target("a")}})
+	w.bury("a", "r")
+	w.settle()
+	w.routed("web", "a")
+	w.stones("a:unknown")
+	w.list("web", ready("a"))
+	w.Synced()
+	w.settle()
+	w.routed("web", "a")
+	w.stones("a:kept")
+}
+
+func TestNoTombstoneIsDoneBeforeSynced(t *testing.T) {
+	w := newWorld(t)
+	w.bury("nobody", "r")
+	w.settle()
+	w.stones("nobody:unknown")
+	w.Synced()
+	w.settle()
+	w.stones("nobody:idle")
+}
+
+func TestNoTombstoneIsDoneBeforeTheGatewayWasRead(t *testing.T) {
+	w := newWorld(t)
+	w.Synced()
+	w.bury("nobody", "r")
+	w.stones("nobody:unknown")
+	w.step()
+	w.stones("nobody:idle")
+}
+
+func TestATombstoneTakesThePodOutEverywhere(t *testing.T) {
+	w := newWorld(t)
+	for pool, all := range map[Pool]string{"web": "a b [fd00::1]:80@a", "api": "10.0.0.1:81@a 10.0.0.2:81@b"} {
+		w.list(pool, ready(all))
+	}
+	w.Synced()
+	w.settle()
+	w.bury("a", "r")
+	w.pending("")
+	w.read(nil)
+	w.pending("removed api/10.0.0.1:81@a, removed web/10.0.0.1:80@a, removed web/[fd00::1]:80@a")
+	w.settle()
+	w.stones("a:idle")
+	w.routed("web", "b")
+	w.routed("api", "10.0.0.2:81@b")
+	// And in a pool that begins to list it later: its state gets worse at once, until that pool was read.
+	w.list("new", ready("a b"))
+	w.stones("a:unknown")
+	w.settle()
+	w.routed("new", "b")
+	w.stones("a:idle")
+	if got := w.Tombstones()[0].Targets; got != 4 {
+		t.Fatalf("it has %d targets, want 4", got)
+	}
+}
+
+func TestAPodIsAsFarAsItsLeastAdvancedTarget(t *testing.T) {
+	w := newWorld(t)
+	w.list("web", ready("a b"))
+	w.list("api", ready("a b"))
+	w.Synced()
+	w.settle()
+	w.proxy.now[Key{"api", target("a")}].active = 1
+	w.bury("a", "r")
+	w.settle()
+	w.stones("a:removed")
+	w.proxy.now[Key{"api", target("a")}].active = 0
+	w.settle()
+	w.stones("a:idle")
+}
+
+// A new pod at the address of an old one is another target: nothing known of the one is believed of the other.
+func TestAnAddressIsUsedAgain(t *testing.T) {
+	w := serving(t, "a b")
+	w.bury("a", "r")
+	w.settle()
+	w.list("web", ready("b 10.0.0.1:80@new"), dying("a"))
+	w.settle()
+	w.routed("web", "b 10.0.0.1:80@new")
+	w.stones("a:idle")
+	w.bury("new", "r")
+	w.stones("a:idle new:unknown")
+	w.settle()
+	w.routed("web", "b")
+	w.Lift("new", "r")
+	w.settle()
+	w.routed("web", "b 10.0.0.1:80@new")
+}
+
+func TestTwoPodsAreListedAtOneAddress(t *testing.T) {
+	w := serving(t, "a b")
+	// The slice that lists the new pod came before the one that stops listing the old.
+	w.list("web", ready("a b 10.0.0.1:80@new"))
+	w.settle()
+	w.routed("web", "a b 10.0.0.1:80@new")
+	w.bury("a", "r")
+	w.settle()
+	w.routed("web", "b 10.0.0.1:80@new")
+	w.Kill(w.now, "a")
+	w.settle()
+	w.routed("web", "b 10.0.0.1:80@new")
+	w.list("web", ready("b 10.0.0.1:80@new"))
+	w.settle()
+	w.routed("web", "b 10.0.0.1:80@new")
+}
+
+func TestALaggingSliceDoesNotReviveTheDead(t *testing.T) {
+	w := serving(t, "a b")
+	w.list("web", ready("b"), dying("a"))
+	w.list("web", ready("a b")) // another slice, older
+	w.settle()
+	w.routed("web", "b")
+	w.list("web", ready("b"))
+	w.settle()
+	w.pass(9 * time.Minute)
+	w.Lapse(w.now)
+	w.list("web", ready("a b"))
+	w.settle()
+	w.routed("web", "b")
+	// As long as it is listed it is remembered.
+	w.pass(time.Hour)
+	w.Lapse(w.now)
+	w.settle()
+	w.routed("web", "b")
+}
+
+func TestTheDeadAreForgottenInTheEnd(t *testing.T) {
+	w := serving(t, "a b")
+	w.list("web", ready("b"), dying("a"))
+	w.settle()
+	w.pass(9 * time.Minute)
+	w.list("web", ready("b"), dying("a")) // it takes its time, and is dead all the while
+	w.pass(9 * time.Minute)
+	w.Lapse(w.now)
+	if w.pods["a"] == nil {
+		t.Fatal("the pod is forgotten nine minutes after it was last said to be dead")
+	}
+	w.list("web", ready("b"))
+	w.pass(time.Minute + 1)
+	w.Lapse(w.now)
+	if len(w.pods) != 1 || len(w.pools["web"]) != 1 {
+		t.Fatalf("the set still knows %d pods and %d targets, want those of b", len(w.pods), len(w.pools["web"]))
+	}
+}
+
+func TestTheOnlyTargetIsKept(t *testing.T) {
+	w := serving(t, "a")
+	w.bury("a", "r")
+	w.settle()
+	w.routed("web", "a")
+	w.stones("a:kept")
+	w.list("web", ready("a b"))
+	w.proxy.refuse[Key{"web", target("b")}] = true
+	w.settle()
+	w.stones("a:kept") // b is claimed, but not routed
+	clear(w.proxy.refuse)
+	w.step()
+	w.routed("web", "a b")
+	w.pending("removed web/10.0.0.1:80@a")
+	w.settle()
+	w.routed("web", "b")
+	w.stones("a:idle")
+}
+
+func TestOfTwoBuriedAtOnceOneIsKept(t *testing.T) {
+	w := serving(t, "a b")
+	w.bury("b", "r")
+	w.bury("a", "r")
+	w.settle()
+	w.routed("web", "a") // the one that was buried last
+	w.stones("a:kept b:idle")
+	w.list("web", ready("a b c"))
+	w.settle()
+	w.routed("web", "c")
+	w.stones("a:idle b:idle")
+}
+
+func TestADeadPodIsNotKept(t *testing.T) {
+	w := serving(t, "a")
+	w.bury("a", "r")
+	w.settle()
+	w.stones("a:kept")
+	w.Kill(w.now, "a")
+	w.settle()
+	w.routed("web", "")
+	w.stones("a:idle")
+}
+
+func TestAPodThatIsNotReadyIsNotKept(t *testing.T) {
+	w := serving(t, "a")
+	w.bury("a", "r")
+	w.list("web", unready("a"))
+	w.settle()
+	w.routed("web", "")
+	w.stones("a:idle")
+}
+
+// The others were read once, long before. Without this a gateway that was reloaded, or changed by hand, a moment before the tombstone is
+// emptied.
+func TestThatThereIsAnotherIsReadAgainFirst(t *testing.T) {
+	for name, change := range map[string]func(p *proxy){
+		"by hand": func(p *proxy) { p.now[Key{"web", target("a")}].routed = false },
+		"reload": func(p *proxy) {
+			p.reload(true)
+			delete(p.now, Key{"web", target("a")})
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := serving(t, "a b")
+			change(w.proxy)
+			w.pass(time.Millisecond)
+			w.bury("b", "r")
+			for range 5 {
+				w.step()
+				if len(w.proxy.now) == 0 || !w.proxy.routes(Key{"web", target("a")}) && !w.proxy.routes(Key{"web", target("b")}) {
+					t.Fatal("the pool is empty")
+				}
+			}
+			w.settle()
+			w.routed("web", "a")
+			w.stones("b:idle")
+		})
+	}
+}
+
+// The keys to read are decided on a moment before the reading begins.
+func TestAReadingOfTheTombstoneAloneDoesNotSayThatThereIsAnother(t *testing.T) {
+	w := serving(t, "a b")
+	w.pass(time.Millisecond)
+	w.bury("b", "r")
+	w.Observe(w.now, w.proxy.read(w.now, []Key{{"web", target("b")}}))
+	w.stones("b:kept")
+	w.pending("")
+	w.read(nil)
+	w.stones("b:routing")
+	w.pending("removed web/10.0.0.2:80@b")
+}
+
+func TestOfTwoBuriedAtOnceNoneIsTakenOutUnread(t *testing.T) {
+	w := serving(t, "a b")
+	w.proxy.now[Key{"web", target("b")}].routed = false // by hand
+	w.pass(time.Millisecond)
+	w.bury("a", "r")
+	w.bury("b", "r")
+	w.settle()
+	w.routed("web", "a")
+	w.stones("a:kept b:idle")
+}
+
+// After a reload that an old process outlives, what only that one routes to is no reason to empty the new one.
+func TestATargetThatTheNewProcessLacksIsNoOther(t *testing.T) {
+	w := serving(t, "a b")
+	w.proxy.now[Key{"web", target("a")}].active = 1
+	w.proxy.reload(true)
+	delete(w.proxy.now, Key{"web", target("a")})
+	w.proxy.refuse[Key{"web", target("a")}] = true
+	w.bury("b", "r")
+	w.settle()
+	w.stones("b:kept")
+	w.routed("web", "b")
+	clear(w.proxy.refuse)
+	w.settle()
+	w.stones("b:idle")
+	w.routed("web", "a")
+}
+
+func TestOfTwoBuriedOneThatEveryProcessHasIsKept(t *testing.T) {
+	w := serving(t, "a b")
+	w.proxy.now[Key{"web", target("b")}].active = 1
+	w.proxy.reload(true)
+	delete(w.proxy.now, Key{"web", target("b")})
+	w.bury("a", "r")
+	w.bury("b", "r") // last, but only an old process routes to it
+	w.read(nil)
+	w.pending("removed web/10.0.0.2:80@b")
+}
+
+func TestEachHolderHasItsOwnLease(t *testing.T) {
+	w := serving(t, "a b")
+	if !w.bury("a", "r1") || w.bury("a", "r1") || !w.bury("a", "r2") {
+		t.Fatal("Bury does not tell a new holder from a renewal")
+	}
+	w.settle()
+	if !w.Lift("a", "r1") || w.Lift("a", "r1") {
+		t.Fatal("Lift does not tell whether there was a lease")
+	}
+	w.settle()
+	w.routed("web", "b")
+	w.stones("a:idle")
+	if got := w.Held("r2"); !slices.Equal(got, []UID{"a"}) {
+		t.Fatalf("r2 holds %v", got)
+	}
+	w.Lift("a", "r2")
+	w.stones("")
+	w.settle()
+	w.routed("web", "a b")
+}
+
+func TestSinceIsTheOldest(t *testing.T) {
+	w := serving(t, "a b")
+	w.Bury(w.now, "a", "r1", t0.Add(-time.Second), w.now.Add(time.Minute))
+	w.Bury(w.now, "a", "r2", t0.Add(-time.Minute), w.now.Add(time.Minute))
+	w.Bury(w.now, "a", "r1", t0, w.now.Add(time.Minute))
+	if got := w.Tombstones()[0].Since; !got.Equal(t0.Add(-time.Minute)) {
+		t.Fatalf("since is %s", got)
+	}
+	w.Lift("a", "r1")
+	w.Lift("a", "r2")
+	w.Bury(w.now, "a", "r1", t0, w.now.Add(time.Minute))
+	if got := w.Tombstones()[0].Since; !got.Equal(t0) {
+		t.Fatalf("since of the next tombstone is %s", got)
+	}
+}
+
+func TestLeasesLapse(t *testing.T) {
+	w := serving(t, "a b c")
+	w.bury("a", "r1")
+	w.bury("a", "r2")
+	w.bury("b", "r1")
+	w.bury("c", "r1")
+	w.Kill(w.now, "c")
+	w.settle()
+	buried := w.now
+	w.pass(30 * time.Second)
+	w.Renew("r2", w.now.Add(time.Minute))
+	w.Renew("r2", w.now) // never shortens
+	w.now = buried.Add(-20 * IdleGap).Add(time.Minute)
+	if got := w.Lapse(w.now); got != nil {
+		t.Fatalf("%v lapsed at the end of their leases, not after it", got)
+	}
+	w.pass(time.Second)
+	if got := w.Lapse(w.now); !slices.Equal(got, []UID{"b"}) {
+		t.Fatalf("%v lapsed, want b: a has another holder, and c is dead", got)
+	}
+	w.settle()
+	w.routed("web", "b")
+	w.pass(time.Minute)
+	if got := w.Lapse(w.now); !slices.Equal(got, []UID{"a"}) {
+		t.Fatalf("%v lapsed, want a", got)
+	}
+	w.settle()
+	w.routed("web", "a b")
+}
+
+func TestANewGenerationVoidsWhatWasSeen(t *testing.T) {
+	w := serving(t, "a b")
+	w.bury("a", "r")
+	w.settle()
+	w.stones("a:idle")
+	w.proxy.reload(false)
+	// A reading that was not asked for a says that there is another generation: that is enough.
+	w.Observe(w.now, w.proxy.read(w.now, nil))
+	w.stones("a:unknown")
+	w.step()
+	w.stones("a:removed")
+	w.step()
+	w.stones("a:removed") // and the quiet of the other generation does not count
+	w.settle()
+	w.stones("a:idle")
+	w.routed("web", "b")
+}
+
+func TestAReloadThatBringsAPodBackTakesTheAcknowledgementBack(t *testing.T) {
+	w := serving(t, "a b")
+	w.bury("a", "r")
+	w.settle()
+	w.stones("a:idle")
+	w.proxy.now[Key{"web", target("a")}].routed = true // by hand, in the same generation
+	w.read(nil)
+	w.stones("a:routing")
+	w.settle()
+	w.stones("a:idle")
+	w.routed("web", "b")
+}
+
+func TestAnUnreadableGatewayProvesNothing(t *testing.T) {
+	w := serving(t, "a b")
+	w.bury("a", "r")
+	w.settle()
+	was := w.proxy.read(w.now, w.Watched())
+	w.pass(time.Second)
+	w.Void(w.now)
+	w.stones("a:unknown")
+	w.Observe(w.now, was)
+	w.stones("a:unknown") // it began before
+	w.step()
+	w.stones("a:idle")
+}
+
+func TestIdleNeedsTwoReadings(t *testing.T) {
+	w := serving(t, "a b")
+	w.bury("a", "r")
+	w.read(nil)
+	w.step()
+	w.stones("a:removed")
+	w.pass(IdleGap - 1)
+	w.step()
+	w.stones("a:removed")
+	w.proxy.now[Key{"web", target("a")}].active = 1 // a thread had picked it
+	w.pass(1)
+	w.step()
+	w.stones("a:removed")
+	w.proxy.now[Key{"web", target("a")}].active = 0
+	w.pass(time.Second)
+	w.step()
+	w.stones("a:removed") // the quiet begins anew
+	w.pass(IdleGap)
+	w.step()
+	w.stones("a:idle")
+}
+
+func TestAReadingThatBeganBeforeTheTombstoneDoesNotCount(t *testing.T) {
+	w := serving(t, "a b")
+	w.bury("a", "r")
+	w.settle()
+	w.Lift("a", "r")
+	w.pass(time.Second)
+	// The reading shows a taken out. It is delivered after the pod was buried again.
+	early := w.proxy.read(w.now, []Key{{"web", target("a")}})
+	w.pass(time.Second)
+	w.bury("a", "r")
+	w.stones("a:unknown")
+	w.Observe(w.now, early)
+	w.stones("a:unknown")
+	w.step()
+	w.stones("a:idle")
+}
+
+func TestAReadingOlderThanTheLastChangesNothing(t *testing.T) {
+	w := serving(t, "a b")
+	w.bury("a", "r")
+	w.proxy.generation = 7
+	stale := w.proxy.read(w.now, w.Watched())
+	w.proxy.generation = 1
+	stale.Seen[Key{"web", target("a")}] = Seen{}
+	w.pass(time.Second)
+	w.read(nil)
+	w.stones("a:routing")
+	w.Observe(w.now, stale)
+	w.stones("a:routing")
+	w.pending("removed web/10.0.0.1:80@a")
+}
+
+// An op may be on its way while its reason goes. Without this nobody takes out what it brings in: the set has forgotten the key.
+func TestAKeyIsNotForgottenWhileAnOpIsOnItsWay(t *testing.T) {
+	for name, gone := range map[string]func(w *world){
+		"unlisted":    func(w *world) { w.list("web", ready("b")) },
+		"not ready":   func(w *world) { w.list("web", ready("b"), unready("a")) },
+		"terminating": func(w *world) { w.list("web", ready("b"), dying("a")) },
+	} {
+		for name2, read := range map[string]func(w *world, ops []Op){
+			"read":       func(w *world, ops []Op) { w.read(ops) },
+			"unreadable": func(w *world, _ []Op) { w.Void(w.now) },
+			"not asked for": func(w *world, _ []Op) {
+				w.Observe(w.now, w.proxy.read(w.now, nil))
+			},
+		} {
+			t.Run(name+", "+name2, func(t *testing.T) {
+				w := serving(t, "b")
+				w.list("web", ready("a b"))
+				w.read(nil) // a is not there yet, says the gateway
+				ops := w.Pending()
+				gone(w)
+				w.proxy.apply(ops)
+				read(w, ops)
+				w.settle()
+				w.routed("web", "b")
+				if len(w.pools["web"]) != 1 {
+					t.Fatalf("the set knows %d targets, want 1", len(w.pools["web"]))
+				}
+			})
+		}
+	}
+}
+
+func TestATargetThatWasNeverThereIsForgotten(t *testing.T) {
+	w := serving(t, "b")
+	w.proxy.refuse[Key{"web", target("a")}] = true
+	w.list("web", ready("a b"))
+	w.settle()
+	w.list("web", ready("b"), unready("a"))
+	w.settle()
+	w.list("web", ready("b"))
+	if len(w.pools["web"]) != 1 || len(w.pods) != 1 {
+		t.Fatalf("the set knows %d targets of %d pods, want b's only", len(w.pools["web"]), len(w.pods))
+	}
+	w.pending("")
+}
+
+func TestATargetThatWasBuriedAllTheWhileIsForgotten(t *testing.T) {
+	w := serving(t, "b")
+	w.bury("a", "r")
+	w.list("web", ready("a b"))
+	w.settle()
+	w.stones("a:idle")
+	w.Lift("a", "r")
+	w.list("web", ready("b"))
+	if len(w.pools["web"]) != 1 || len(w.pods) != 1 {
+		t.Fatalf("the set knows %d targets of %d pods, want b's only", len(w.pools["web"]), len(w.pods))
+	}
+}
+
+func TestAGatewayThatStillWorksForATargetRemembersIt(t *testing.T) {
+	w := serving(t, "a b")
+	w.proxy.now[Key{"web", target("a")}].active = 1
+	w.list("web", ready("b"))
+	w.settle()
+	w.routed("web", "b")
+	w.pending("gone web/10.0.0.1:80@a")
+	w.proxy.now[Key{"web", target("a")}].active = 0
+	w.settle()
+	w.pending("")
+	if len(w.proxy.now) != 1 || len(w.pods) != 1 {
+		t.Fatalf("the proxy has %d servers, the set %d pods, want 1 and 1", len(w.proxy.now), len(w.pods))
+	}
+}
+
+// Servers that people own cannot be deleted: they are Present only while they are routed or busy.
+func TestServersThatPeopleOwn(t *testing.T) {
+	w := serving(t, "a b")
+	w.bury("a", "r")
+	w.settle()
+	w.list("web", ready("b"), dying("a"))
+	k := Key{"web", target("a")}
+	for _, seen := range []Seen{{Present: true, Missing: true, Active: 1}, {Missing: true}} {
+		w.pass(IdleGap)
+		w.Observe(w.now, Observation{Generation: "g1", At: w.now, Seen: map[Key]Seen{k: seen}})
+	}
+	w.pending("")
+	if _, known := w.pools["web"][k.Target]; known {
+		t.Fatal("the target is not forgotten although nothing of it is left")
+	}
+}
+
+func TestWatchedIsWhatMayChange(t *testing.T) {
+	w := serving(t, "a b")
+	if got := w.Watched(); len(got) != 0 {
+		t.Fatalf("%v watched without a tombstone", got)
+	}
+	w.bury("a", "r")
+	w.settle()
+	if got := w.Watched(); !slices.Equal(got, []Key{{"web", target("a")}}) {
+		t.Fatalf("%v watched, want a", got)
+	}
+	w.proxy.reload(true)
+	w.read(nil)
+	if got := w.Watched(); len(got) != 2 {
+		t.Fatalf("%v watched after a reload, want both", got)
+	}
+}
+
+func TestCountsAndUnsettled(t *testing.T) {
+	w := serving(t, "a b c")
+	w.bury("a", "r")
+	if !w.Unsettled() {
+		t.Fatal("a new tombstone is settled")
+	}
+	w.settle()
+	if w.Unsettled() {
+		t.Fatal("an idle tombstone is unsettled")
+	}
+	want := map[Pool]Count{"web": {Claimed: 3, Routed: 2, Buried: 1}}
+	if diff := cmp.Diff(want, w.Counts()); diff != "" {
+		t.Fatal(diff)
+	}
+}
+
+func TestStateSinceIsWhenTheStateWasEntered(t *testing.T) {
+	w := serving(t, "a b")
+	w.bury("a", "r")
+	w.read(nil)
+	w.step()
+	entered := w.now
+	w.pass(IdleGap / 2)
+	w.step()
+	w.bury("a", "r") // a renewal
+	s := w.Tombstones()[0]
+	if s.State != Removed || !s.StateSince.Equal(entered) || s.Generation != "g1" {
+		t.Fatalf("%+v, want removed since %s in g1", s, entered)
+	}
+}
+
+// random drives a set and a proxy by bytes, and checks after each step what must hold whatever happens:
+//
+//   - A pod that is acknowledged (removed or idle) is one that the proxy routes to in no process, if the proxy is still the one
+//     that was read.
+//   - If the proxy is as it was last read, no step leaves a pool without a target that may serve if it had one.
+//   - In the end, when the world has gone quiet, the proxy routes to exactly what is claimed by pods without a tombstone. In a pool where
+//     that is nothing it may route to one tombstoned target besides, if that is claimed, alive, and was routed to before.
+//   - Nothing is remembered in the end that is neither claimed nor tombstoned.
+func random(t testing.TB, script []byte) {
+	w := newWorld(t)
+	pools := []Pool{"web", "api"}
+	holders := []string{"r1", "r2"}
+	uids := []UID{"a", "b", "c", "d", "e", "f"}
+	// Two addresses for six pods, so that they are used again.
+	at := func(uid UID, n byte) Target {
+		return Target{uid, netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 0, 0, uid[0]%2 + 2*(n%2)}), 80)}
+	}
+	type holding struct {
+		uid    UID
+		holder string
+	}
+	claims := map[Pool]map[Target]bool{"web": {}, "api": {}}
+	held, dead := map[holding]bool{}, map[UID]bool{}
+	var log []string
+	var inFlight []Op
+	changed := true // the proxy, since it was read
+	serving := func(pool Pool) bool {
+		for k, s := range w.proxy.now {
+			if k.Pool == pool && s.routed && claims[pool][k.Target] && !dead[k.Target.UID] {
+				return true
+			}
+		}
+		return false
+	}
+	next := func() byte {
+		if len(script) == 0 {
+			return 0
+		}
+		b := script[0]
+		script = script[1:]
+		return b
+	}
+	buried := func(uid UID) bool { return dead[uid] || held[holding{uid, "r1"}] || held[holding{uid, "r2"}] }
+	list := func(pool Pool) {
+		var all []Endpoint
+		for t, ok := range claims[pool] {
+			all = append(all, Endpoint{Target: t, Routable: ok})
+		}
+		w.list(pool, all)
+	}
+	check := func() {
+		t.Helper()
+		for _, s := range w.Tombstones() {
+			if s.State < Removed || s.Generation != fmt.Sprint("g", w.proxy.generation) {
+				continue
+			}
+			for _, process := range w.proxy.processes() {
+				for k, server := range process {
+					if k.Target.UID == s.UID && server.routed {
+						t.Fatalf("%s is %s and %s is routed after\n%s", s.UID, s.State, k, strings.Join(log, "\n"))
+					}
+				}
+			}
+		}
+	}
+	say := func(format string, args ...any) { log = append(log, fmt.Sprintf(format, args...)) }
+	for len(script) > 0 {
+		w.pass(time.Duration(next()%16) * time.Millisecond)
+		pool, uid, holder := pools[next()%2], uids[int(next())%len(uids)], holders[next()%2]
+		switch next() % 16 {
+		case 0, 1, 2:
+			tt := at(uid, next())
+			claims[pool][tt] = true
+			say("%s lists %s", pool, tt)
+			list(pool)
+		case 3:
+			tt := at(uid, next())
+			delete(claims[pool], tt)
+			say("%s does not list %s", pool, tt)
+			list(pool)
+		case 4:
+			tt := at(uid, next())
+			claims[pool][tt] = false
+			say("%s lists %s as not ready", pool, tt)
+			list(pool)
+		case 5, 6:
+			say("%s buries %s", holder, uid)
+			w.bury(uid, holder)
+			held[holding{uid, holder}] = true
+		case 7:
+			say("%s lifts %s", holder, uid)
+			w.Lift(uid, holder)
+			delete(held, holding{uid, holder})
+		case 8:
+			if next()%4 == 0 {
+				say("%s dies", uid)
+				w.Kill(w.now, uid)
+				dead[uid] = true
+			}
+		case 9:
+			lasting := next()%2 == 0
+			say("reload, lasting %t", lasting)
+			changed = true
+			w.proxy.reload(lasting)
+			// The agent finds out by its next reading, and adopts then.
+			w.Adopt(w.now, slices.Collect(maps.Keys(w.proxy.now)))
+		case 10:
+			say("a request begins in %s", pool)
+			for k, s := range w.proxy.now {
+				if k.Pool == pool && s.routed {
+					s.active++
+					break
+				}
+			}
+		case 11:
+			say("all requests end")
+			for _, process := range w.proxy.processes() {
+				for _, s := range process {
+					s.active = 0
+				}
+			}
+			w.proxy.old = nil
+			w.proxy.generation++
+			changed = true
+		case 12:
+			switch next() % 4 {
+			case 0:
+				say("unreadable")
+				w.Void(w.now)
+			case 1:
+				say("by hand all targets of %s are taken out but those of %s", pool, uid)
+				for k, s := range w.proxy.now {
+					if k.Pool == pool {
+						s.routed = s.routed && k.Target.UID == uid
+					}
+				}
+				changed = true
+			}
+		case 13:
+			// The ops are decided on, and carried out later.
+			inFlight = w.Pending()
+			say("ops decided: %v", inFlight)
+		default:
+			if inFlight == nil {
+				inFlight = w.Pending()
+			} else {
+				changed = true // what was decided may be wrong by now
+			}
+			say("step %v", inFlight)
+			before := map[Pool]bool{"web": !changed && serving("web"), "api": !changed && serving("api")}
+			w.proxy.apply(inFlight)
+			changed = true
+			check() // whatever was just done
+			for _, pool := range pools {
+				if before[pool] && !serving(pool) {
+					t.Fatalf("pool %s was emptied, after\n%s", pool, strings.Join(log, "\n"))
+				}
+			}
+			if next()%8 == 0 {
+				w.Void(w.now)
+			} else {
+				w.read(inFlight)
+				changed = false
+			}
+			inFlight = nil
+		}
+		if inFlight == nil {
+			check()
+		}
+	}
+	// Quiet.
+	say("quiet")
+	w.proxy.apply(inFlight)
+	w.read(inFlight)
+	w.Synced()
+	for _, process := range w.proxy.processes() {
+		for _, s := range process {
+			s.active = 0
+		}
+	}
+	w.proxy.old = nil
+	w.proxy.generation++
+	wereRouted := map[Key]bool{}
+	w.read(nil)
+	for k, s := range w.proxy.now {
+		wereRouted[k] = s.routed
+	}
+	w.settle()
+	check()
+	known := 0
+	for _, pool := range pools {
+		wanted, spare := map[Key]bool{}, map[Key]bool{}
+		for t, claimed := range claims[pool] {
+			k := Key{pool, t}
+			switch {
+			case claimed && !buried(t.UID):
+				wanted[k] = true
+			case claimed && !dead[t.UID] && wereRouted[k]:
+				spare[k] = true
+			}
+			if claimed {
+				known++
+			}
+		}
+		got := map[Key]bool{}
+		for k, s := range w.proxy.now {
+			if k.Pool == pool && s.routed {
+				got[k] = true
+			}
+		}
+		if len(wanted) == 0 && len(spare) > 0 {
+			for k := range spare {
+				if got[k] {
+					wanted[k] = true
+					break
+				}
+			}
+			if len(wanted) == 0 {
+				t.Fatalf("pool %s was emptied although it had %v to keep, after\n%s", pool, spare, strings.Join(log, "\n"))
+			}
+		}
+		if diff := cmp.Diff(text(wanted), text(got)); diff != "" {
+			t.Fatalf("pool %s routes otherwise (-want +got), after\n%s\n%s", pool, strings.Join(log, "\n"), diff)
+		}
+	}
+	if got := len(w.Set.pools["web"]) + len(w.Set.pools["api"]); got != known {
+		t.Fatalf("%d targets are remembered, %d claimed, after\n%s", got, known, strings.Join(log, "\n"))
+	}
+	for _, uid := range uids {
+		if p := w.Set.pods[uid]; p != nil && len(p.records) == 0 && !buried(uid) {
+			t.Fatalf("pod %s is remembered for nothing, after\n%s", uid, strings.Join(log, "\n"))
+		}
+	}
+	for _, s := range w.Tombstones() {
+		if s.State != Idle && s.State != Kept {
+			t.Fatalf("%s is %s in the end, after\n%s", s.UID, s.State, strings.Join(log, "\n"))
+		}
+	}
+}
+
+func text(keys map[Key]bool) []string {
+	var all []string
+	for k := range keys {
+		all = append(all, k.String())
+	}
+	slices.Sort(all)
+	return all
+}
+
+func script(seed uint64, length int) []byte {
+	b := make([]byte, length)
+	for i := range b {
+		// splitmix64: the same on every machine, for ever.
+		seed += 0x9e3779b97f4a7c15
+		z := seed
+		z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9
+		z = (z ^ (z >> 27)) * 0x94d049bb133111eb
+		b[i] = byte((z ^ (z >> 31)) >> 56)
+	}
+	return b
+}
+
+func TestTheLawsHoldWhateverHappens(t *testing.T) {
+	for seed := range uint64(400) {
+		random(t, script(seed*1_000_003, 900))
+	}
+}
+
+func FuzzTheLaws(f *testing.F) {
+	for seed := range uint64(8) {
+		f.Add(script(seed, 200))
+	}
+	f.Fuzz(func(t *testing.T, script []byte) {
+		if len(script) > 4000 {
+			t.Skip("long enough")
+		}
+		random(t, script)
+	})
+}

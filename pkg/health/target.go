@@ -1,0 +1,95 @@
+package health
+
+import (
+	"fmt"
+	"net/netip"
+	"time"
+)
+
+// UID is a pod's metadata.uid. It names one pod for ever: a pod that is made again under the same name has another.
+type UID string
+
+// Target is one address of one pod. The same ip:port of another pod is another Target, so that nothing known of the one
+// (health, tombstones, requests in flight) is ever believed of the other.
+type Target struct {
+	UID  UID
+	Addr netip.AddrPort
+}
+
+// String prints the target as ip:port@uid.
+func (t Target) String() string { return fmt.Sprintf("%s@%s", t.Addr, t.UID) }
+
+// Pool names the part of a gateway that one Service port feeds: a HAProxy backend, an nginx upstream, an Envoy cluster.
+type Pool string
+
+// Key is one target in one pool. A pod behind two Services is in two pools.
+type Key struct {
+	Pool   Pool
+	Target Target
+}
+
+// String prints the key as pool/ip:port@uid.
+func (k Key) String() string { return string(k.Pool) + "/" + k.Target.String() }
+
+// Want is what the set asks of the gateway for one key.
+type Want uint8
+
+const (
+	// WantUnknown is the zero value and asks for nothing.
+	WantUnknown Want = iota
+	// WantRouted asks the gateway to send requests to the target.
+	WantRouted
+	// WantRemoved asks the gateway to send nothing new to the target. What runs there goes on.
+	WantRemoved
+	// WantGone asks for WantRemoved and then to forget the target once nothing runs on it any more.
+	WantGone
+)
+
+// String prints the want in lower case.
+func (w Want) String() string {
+	switch w {
+	case WantRouted:
+		return "routed"
+	case WantRemoved:
+		return "removed"
+	case WantGone:
+		return "gone"
+	default:
+		return "unknown"
+	}
+}
+
+// Op is one step for the gateway. Ops are idempotent: the same Op again changes nothing.
+type Op struct {
+	Key
+	Want Want
+}
+
+// String prints the op as "removed web/10.0.0.1:80@uid".
+func (o Op) String() string { return o.Want.String() + " " + o.Key.String() }
+
+// Seen is what all live processes of a gateway do with one key, read back from them.
+type Seen struct {
+	// Present says that at least one process has a server for the key. Of a server that people made, and that stays, it says
+	// that something may go there or runs there.
+	Present bool
+	// Routed says that at least one process may send a new request to it. Present without Routed means taken out.
+	Routed bool
+	// Missing says that a process that takes new requests does not route to it: it is not there, or taken out. A key can be
+	// Routed in one process and Missing in another.
+	Missing bool
+	// Active counts the requests (or connections, by the gateway's grain) queued for it, retrying to it and in flight to it,
+	// over all processes, old ones that finish their work included.
+	Active int
+}
+
+// Observation is one reading of a gateway.
+type Observation struct {
+	// Generation names the set of processes that was read. A reload or a restart makes another. What was true of one
+	// generation is not evidence for the next. It is never empty.
+	Generation string
+	// At is when the reading began.
+	At time.Time
+	// Seen has one entry for each key that was asked for.
+	Seen map[Key]Seen
+}
