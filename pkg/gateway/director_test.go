@@ -1,0 +1,679 @@
+package gateway
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"maps"
+	"net/netip"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/lameduck-io/lameduck/pkg/health"
+)
+
+// plane is a gateway in memory that keeps its own targets. A mutex that a test held over a sleep would stop fake time: each method
+// holds it for a moment only.
+type plane struct {
+	mu         sync.Mutex
+	generation int
+	routed     map[health.Key]bool // false: taken out
+	busy       map[health.Key]bool
+	// applyErr is asked before each op, and lost after it; readErr before each reading, ownedErr before each list.
+	applyErr, lost    func(health.Op) error
+	readErr, ownedErr func() error
+	// hang makes Apply wait for its context.
+	hang bool
+	// before is called at the beginning of Apply, without the mutex.
+	before func()
+
+	applied       []health.Op
+	applies, asks int
+	reads         []time.Time
+	deadline      time.Duration // what the last Observe had left
+}
+
+func newPlane() *plane {
+	return &plane{generation: 1, routed: map[health.Key]bool{}, busy: map[health.Key]bool{}}
+}
+
+// Apply implements Gateway.
+func (p *plane) Apply(ctx context.Context, ops []health.Op) error {
+	p.mu.Lock()
+	hang, before := p.hang, p.before
+	p.applies++
+	p.mu.Unlock()
+	if before != nil {
+		before()
+	}
+	if hang {
+		<-ctx.Done()
+		return ctx.Err()
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	var errs []error
+	for _, op := range ops {
+		if p.applyErr != nil {
+			if err := p.applyErr(op); err != nil {
+				errs = append(errs, fmt.Errorf("%s: %w", op, err))
+				continue
+			}
+		}
+		p.applied = append(p.applied, op)
+		switch op.Want {
+		case health.WantRouted:
+			p.routed[op.Key] = true
+		case health.WantRemoved:
+			if _, ok := p.routed[op.Key]; ok {
+				p.routed[op.Key] = false
+			}
+		case health.WantGone:
+			if p.busy[op.Key] {
+				p.routed[op.Key] = false
+			} else {
+				delete(p.routed, op.Key)
+			}
+		}
+		if p.lost != nil {
+			if err := p.lost(op); err != nil {
+				errs = append(errs, fmt.Errorf("%s: %w", op, err))
+			}
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// Observe implements Gateway.
+func (p *plane) Observe(ctx context.Context, keys []health.Key) (health.Observation, error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.reads = append(p.reads, time.Now())
+	if d, ok := ctx.Deadline(); ok {
+		p.deadline = time.Until(d)
+	}
+	if err := ctx.Err(); err != nil {
+		return health.Observation{}, err
+	}
+	if p.readErr != nil {
+		if err := p.readErr(); err != nil {
+			return health.Observation{}, err
+		}
+	}
+	o := health.Observation{Generation: fmt.Sprint("g", p.generation), At: time.Now(), Seen: map[health.Key]health.Seen{}}
+	for _, k := range keys {
+		if _, twice := o.Seen[k]; twice {
+			panic("asked twice for " + k.String())
+		}
+		routed, present := p.routed[k]
+		seen := health.Seen{Present: present, Routed: routed, Missing: !routed}
+		if p.busy[k] {
+			seen.Active = 1
+		}
+		o.Seen[k] = seen
+	}
+	return o, nil
+}
+
+// Owned implements Gateway.
+func (p *plane) Owned(context.Context) ([]health.Key, error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.asks++
+	if p.ownedErr != nil {
+		if err := p.ownedErr(); err != nil {
+			return nil, err
+		}
+	}
+	return slices.Collect(maps.Keys(p.routed)), nil
+}
+
+// with changes the plane.
+func (p *plane) with(change func()) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	change()
+}
+
+// routing prints what is routed, sorted.
+func (p *plane) routing() string {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	var all []string
+	for k, routed := range p.routed {
+		if routed {
+			all = append(all, string(k.Target.UID))
+		}
+	}
+	slices.Sort(all)
+	return strings.Join(all, " ")
+}
+
+func (p *plane) counts() (applies, reads int) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.applies, len(p.reads)
+}
+
+// rig is a director that runs in a bubble, its set and its plane.
+type rig struct {
+	*testing.T
+	d     *Director
+	plane *plane
+	log   *safeBuffer
+}
+
+// safeBuffer is a log that may be read while it is written.
+type safeBuffer struct {
+	mu sync.Mutex
+	b  bytes.Buffer
+	// written is called after each line, if it is not nil.
+	written func()
+}
+
+// Write implements io.Writer.
+func (b *safeBuffer) Write(p []byte) (int, error) {
+	b.mu.Lock()
+	n, err := b.b.Write(p)
+	written := b.written
+	b.mu.Unlock()
+	if written != nil {
+		written()
+	}
+	return n, err
+}
+
+// with changes the log.
+func (b *safeBuffer) with(change func()) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	change()
+}
+
+func (b *safeBuffer) count(text string) int {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return strings.Count(b.b.String(), text)
+}
+
+// directed runs test beside a director. At its end the director must end too, with nil, and leave no goroutine: the bubble
+// panics if one is left.
+func directed(t *testing.T, test func(r *rig)) {
+	synctest.Test(t, func(t *testing.T) {
+		log := &safeBuffer{}
+		p := newPlane()
+		r := &rig{t, NewDirector(p, health.NewSet(), slog.New(slog.NewTextHandler(log, nil))), p, log}
+		ctx, cancel := context.WithCancel(t.Context())
+		ended := make(chan error, 1)
+		go func() { ended <- r.d.Run(ctx) }()
+		defer func() {
+			began := time.Now()
+			cancel()
+			if err := <-ended; err != nil || time.Since(began) > 0 {
+				t.Errorf("Run ended after %s with %v, want at once with nil", time.Since(began), err)
+			}
+		}()
+		test(r)
+	})
+}
+
+func key(uid string) health.Key {
+	addr := netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 0, 0, uid[0] - 'a' + 1}), 80)
+	return health.Key{Pool: "web", Target: health.Target{UID: health.UID(uid), Addr: addr}}
+}
+
+// list makes uids what EndpointSlices say.
+func (r *rig) list(uids string) {
+	var all []health.Endpoint
+	for uid := range strings.FieldsSeq(uids) {
+		all = append(all, health.Endpoint{Target: key(uid).Target, Routable: true})
+	}
+	r.d.Set.Replace(time.Now(), "web", all)
+	r.d.Wake()
+}
+
+func (r *rig) bury(uid health.UID) {
+	r.d.Set.Bury(time.Now(), uid, "r", time.Now(), time.Now().Add(time.Hour))
+	r.d.Wake()
+}
+
+// serving lists uids and waits until they are routed.
+func (r *rig) serving(uids string) {
+	r.Helper()
+	r.d.Set.Synced()
+	r.list(uids)
+	synctest.Wait()
+	r.routing(uids)
+}
+
+func (r *rig) routing(want string) {
+	r.Helper()
+	if got := r.plane.routing(); got != want {
+		r.Fatalf("the gateway routes to %q, want %q", got, want)
+	}
+}
+
+func (r *rig) stones(want string) {
+	r.Helper()
+	var got []string
+	for _, s := range r.d.Set.Tombstones() {
+		got = append(got, fmt.Sprintf("%s:%s", s.UID, s.State))
+	}
+	if strings.Join(got, " ") != want {
+		r.Fatalf("tombstones are %q, want %q", strings.Join(got, " "), want)
+	}
+}
+
+func TestATombstoneIsIdleAfterTheGapAndNoLater(t *testing.T) {
+	directed(t, func(r *rig) {
+		r.serving("a b")
+		time.Sleep(time.Minute)
+		r.bury("a")
+		synctest.Wait() // not a moment later
+		r.stones("a:removed")
+		r.routing("b")
+		time.Sleep(health.IdleGap)
+		synctest.Wait()
+		r.stones("a:idle")
+	})
+}
+
+func TestWhatAnEarlierAgentLeftIsRemovedOnceSynced(t *testing.T) {
+	directed(t, func(r *rig) {
+		r.plane.with(func() { r.plane.routed[key("a")], r.plane.routed[key("b")] = true, true })
+		r.list("b")
+		time.Sleep(time.Minute)
+		r.routing("a b")
+		r.d.Set.Synced()
+		r.d.Wake()
+		synctest.Wait()
+		r.routing("b")
+	})
+}
+
+func TestNothingIsDoneBeforeWhatTheGatewayHasIsKnown(t *testing.T) {
+	directed(t, func(r *rig) {
+		down := errors.New("down")
+		r.plane.with(func() {
+			r.plane.routed[key("a")] = true
+			r.plane.ownedErr = func() error { return down }
+		})
+		r.d.Set.Synced()
+		r.bury("a") // nobody claims it: without the list it would count as idle
+		time.Sleep(time.Minute)
+		r.stones("a:unknown")
+		if applies, _ := r.plane.counts(); applies > 0 {
+			t.Fatalf("%d batches were applied", applies)
+		}
+		r.plane.with(func() { r.plane.ownedErr = nil })
+		time.Sleep(retryMost + time.Second)
+		r.stones("a:idle")
+		r.routing("")
+	})
+}
+
+func TestAReloadIsNoticedAndAppliedAgain(t *testing.T) {
+	directed(t, func(r *rig) {
+		r.serving("a b")
+		r.bury("a")
+		time.Sleep(time.Minute)
+		r.stones("a:idle")
+		r.plane.with(func() { // the new process has what people configured: a, not b
+			r.plane.generation++
+			r.plane.routed = map[health.Key]bool{key("a"): true}
+		})
+		time.Sleep(watchTombstones)
+		synctest.Wait()
+		r.routing("b")
+		time.Sleep(health.IdleGap)
+		synctest.Wait()
+		r.stones("a:idle")
+
+		r.d.Set.Lift("a", "r")
+		r.d.Wake()
+		time.Sleep(time.Minute)
+		r.plane.with(func() { r.plane.generation++; r.plane.routed = map[health.Key]bool{} })
+		time.Sleep(watchReloads)
+		synctest.Wait()
+		r.routing("a b")
+	})
+}
+
+// A process that was starting while a target was taken out and forgotten may have it: nobody but Owned says so.
+func TestAReloadThatBringsBackWhatWasForgotten(t *testing.T) {
+	directed(t, func(r *rig) {
+		r.serving("a b")
+		r.list("b")
+		time.Sleep(time.Minute)
+		r.plane.with(func() { r.plane.generation++; r.plane.routed[key("a")] = true })
+		time.Sleep(watchReloads)
+		synctest.Wait()
+		r.routing("b")
+	})
+}
+
+func TestRefusedOpsAreRetriedWithBackOffAndLoggedOnce(t *testing.T) {
+	directed(t, func(r *rig) {
+		r.serving("b")
+		refused := errors.New("no server has the address")
+		r.plane.with(func() {
+			r.plane.applies = 0
+			r.plane.applyErr = func(op health.Op) error {
+				if op.Key == key("a") {
+					return refused
+				}
+				return nil
+			}
+		})
+		r.list("a b")
+		time.Sleep(time.Minute)
+		applies, reads := r.plane.counts()
+		// 50, 100, 200, 400, 800, 1600, and then every 2000 ms.
+		if applies < 30 || applies > 36 {
+			t.Errorf("%d tries in a minute, want about 34", applies)
+		}
+		if reads > 300 {
+			t.Errorf("%d readings in a minute, want four a second and one a try", reads)
+		}
+		if got := r.log.count(refused.Error()); got != 1 {
+			t.Errorf("the refusal is logged %d times, want once", got)
+		}
+		r.plane.with(func() { r.plane.applyErr = nil })
+		time.Sleep(retryMost)
+		synctest.Wait()
+		r.routing("a b")
+		if got := r.log.count("follows again"); got != 1 {
+			t.Errorf("the end of the refusal is logged %d times, want once", got)
+		}
+		// The next refusal begins with a short pause again.
+		r.plane.with(func() { r.plane.applies = 0; r.plane.applyErr = func(health.Op) error { return refused } })
+		r.list("a b c")
+		time.Sleep(retryFirst)
+		synctest.Wait()
+		if applies, _ := r.plane.counts(); applies != 2 {
+			t.Errorf("%d tries after the first pause, want 2", applies)
+		}
+	})
+}
+
+// Without this one target that the gateway can never have slows every drain down to the pace of its retries.
+func TestARefusedOpDelaysNoOther(t *testing.T) {
+	directed(t, func(r *rig) {
+		r.plane.with(func() {
+			r.plane.applyErr = func(op health.Op) error {
+				if op.Want == health.WantRouted && (op.Key == key("x") || op.Key == key("y")) {
+					return errors.New("refused")
+				}
+				return nil
+			}
+		})
+		r.d.Set.Synced()
+		r.list("a b x")
+		time.Sleep(time.Minute)
+		r.bury("a")
+		synctest.Wait()
+		r.routing("b")
+		time.Sleep(health.IdleGap)
+		synctest.Wait()
+		r.stones("a:idle")
+		// And what is refused later does not put off the next try of what was refused before.
+		r.plane.with(func() { r.plane.applyErr = nil })
+		for range 4 {
+			time.Sleep(retryMost / 4)
+			r.list("a b x") // wakes
+		}
+		synctest.Wait()
+		r.routing("b x")
+	})
+}
+
+func TestNewRefusalsDoNotPutOffOlderOnes(t *testing.T) {
+	directed(t, func(r *rig) {
+		r.serving("b")
+		old := 0
+		r.plane.with(func() {
+			r.plane.applyErr = func(op health.Op) error {
+				if op.Key == key("a") {
+					old++
+				}
+				return errors.New("refused")
+			}
+		})
+		uids := "a b"
+		r.list(uids)
+		time.Sleep(time.Minute)
+		before := 0
+		r.plane.with(func() { before = old })
+		for _, c := range "cdefghijklmnop" {
+			uids += " " + string(c)
+			r.list(uids)
+			time.Sleep(time.Second)
+		}
+		r.plane.with(func() {
+			if old-before < 5 {
+				t.Errorf("the oldest refused op was tried %d times in 14 s, want every 2 s", old-before)
+			}
+		})
+	})
+}
+
+func TestAnAnswerThatIsLost(t *testing.T) {
+	directed(t, func(r *rig) {
+		r.serving("a b")
+		r.plane.with(func() {
+			r.plane.applies = 0
+			r.plane.lost = func(health.Op) error { return errors.New("the answer was lost") }
+		})
+		r.bury("a")
+		synctest.Wait()
+		r.stones("a:removed") // the reading shows it, whatever Apply said
+		time.Sleep(health.IdleGap)
+		synctest.Wait()
+		r.stones("a:idle")
+		time.Sleep(time.Minute)
+		if applies, _ := r.plane.counts(); applies != 1 {
+			t.Errorf("%d batches, want 1: what is read as done is not done again", applies)
+		}
+		if got := r.log.count("the answer was lost"); got != 1 {
+			t.Errorf("the error is logged %d times, want once", got)
+		}
+	})
+}
+
+func TestAnUnreadableGatewayVoids(t *testing.T) {
+	directed(t, func(r *rig) {
+		r.serving("a b")
+		r.bury("a")
+		time.Sleep(time.Minute)
+		r.stones("a:idle")
+		var changes atomic.Int64
+		r.plane.with(func() { r.d.Changed = func() { changes.Add(1) } }) // the director sleeps
+		r.plane.with(func() { r.plane.readErr = func() error { return errors.New("no answer") }; r.plane.reads = nil })
+		time.Sleep(watchTombstones)
+		synctest.Wait()
+		r.stones("a:unknown")
+		if changes.Load() == 0 {
+			t.Error("nobody was told that the tombstone is unknown")
+		}
+		time.Sleep(time.Minute)
+		if _, reads := r.plane.counts(); reads < 30 || reads > 40 {
+			t.Errorf("%d tries to read in a minute, want about 35", reads)
+		}
+		if got := r.log.count("no answer"); got != 1 {
+			t.Errorf("the error is logged %d times, want once", got)
+		}
+		r.plane.with(func() { r.plane.readErr = nil })
+		time.Sleep(retryMost + health.IdleGap)
+		synctest.Wait()
+		r.stones("a:idle")
+	})
+}
+
+func TestAGatewayThatHangsIsReadAfterAll(t *testing.T) {
+	directed(t, func(r *rig) {
+		r.serving("a b")
+		r.bury("a")
+		time.Sleep(time.Minute)
+		r.plane.with(func() { r.plane.hang = true })
+		r.list("a b c")
+		time.Sleep(callTimeout)
+		synctest.Wait()
+		r.stones("a:idle") // the reading had time of its own
+		r.plane.with(func() {
+			if r.plane.deadline != callTimeout {
+				t.Errorf("the reading had %s, want %s", r.plane.deadline, callTimeout)
+			}
+			r.plane.hang = false
+		})
+		time.Sleep(time.Second)
+		r.routing("b c")
+	})
+}
+
+// A change that comes while the director works must not wait for its next round.
+func TestWakesAreNotLost(t *testing.T) {
+	directed(t, func(r *rig) {
+		r.serving("a b")
+		once := sync.OnceFunc(func() { r.list("a b c d") })
+		r.plane.with(func() { r.plane.before = once })
+		r.list("a b c")
+		synctest.Wait()
+		r.routing("a b c d")
+		for range 100 {
+			r.d.Wake() // never blocks
+		}
+	})
+}
+
+func TestAWakeAtTheEndOfAStepIsNotLost(t *testing.T) {
+	directed(t, func(r *rig) {
+		r.serving("a b")
+		r.log.with(func() {
+			// The failure is logged when the step is over.
+			r.log.written = sync.OnceFunc(func() {
+				r.plane.with(func() { r.plane.readErr = nil })
+				r.list("a b c")
+			})
+		})
+		r.plane.with(func() { r.plane.readErr = func() error { return errors.New("no answer") } })
+		r.d.Wake()
+		synctest.Wait()
+		r.routing("a b c")
+	})
+}
+
+func TestTheKeptTargetGoesAsSoonAsAnotherIsRouted(t *testing.T) {
+	directed(t, func(r *rig) {
+		r.serving("a")
+		r.bury("a")
+		time.Sleep(time.Minute)
+		r.stones("a:kept")
+		r.routing("a")
+		r.list("a b")
+		synctest.Wait()
+		r.routing("b")
+		time.Sleep(health.IdleGap) // it had become slow meanwhile
+		synctest.Wait()
+		r.stones("a:idle")
+	})
+}
+
+func TestItDoesNotSpin(t *testing.T) {
+	for name, c := range map[string]struct {
+		prepare func(r *rig)
+		most    int // readings in a minute
+	}{
+		"nothing to do":        {func(r *rig) {}, 62},
+		"an idle tombstone":    {func(r *rig) { r.bury("a") }, 245},
+		"a kept tombstone":     {func(r *rig) { r.list("a"); r.bury("a") }, 620},
+		"requests that remain": {func(r *rig) { r.plane.with(func() { r.plane.busy[key("a")] = true }); r.list("b") }, 620},
+	} {
+		t.Run(name, func(t *testing.T) {
+			directed(t, func(r *rig) {
+				r.serving("a b")
+				c.prepare(r)
+				time.Sleep(time.Second)
+				_, before := r.plane.counts()
+				time.Sleep(time.Minute)
+				if _, reads := r.plane.counts(); reads-before > c.most {
+					t.Errorf("%d readings in a minute, want at most %d", reads-before, c.most)
+				}
+			})
+		})
+	}
+}
+
+// Two pods are listed at one address of a server that people own. What one wants undoes what the other wants.
+func TestAContestedServerDoesNotMakeItSpin(t *testing.T) {
+	directed(t, func(r *rig) {
+		r.serving("b")
+		addr := netip.MustParseAddrPort("10.9.9.9:80")
+		older, newer := key("a"), key("c")
+		older.Target.Addr, newer.Target.Addr = addr, addr
+		shared := &sharedServer{plane: r.plane, keys: []health.Key{older, newer}}
+		r.plane.with(func() { r.d.Gateway = shared }) // the director sleeps
+		r.d.Set.Replace(time.Now(), "web", []health.Endpoint{
+			{Target: key("b").Target, Routable: true}, {Target: older.Target, Routable: true}, {Target: newer.Target, Routable: true},
+		})
+		r.d.Set.Kill(time.Now(), "a")
+		r.d.Wake()
+		_, before := r.plane.counts()
+		time.Sleep(time.Minute)
+		_, reads := r.plane.counts()
+		if reads-before > 620*(rushMost+1) {
+			t.Errorf("%d readings in a minute", reads-before)
+		}
+	})
+}
+
+// sharedServer has one server for several keys.
+type sharedServer struct {
+	*plane
+	keys []health.Key
+}
+
+// Apply implements Gateway.
+func (s *sharedServer) Apply(ctx context.Context, ops []health.Op) error {
+	for i, op := range ops {
+		if slices.Contains(s.keys, op.Key) {
+			ops = slices.Clone(ops)
+			ops[i].Key = s.keys[0]
+			if op.Want == health.WantGone {
+				ops[i].Want = health.WantRemoved
+			}
+		}
+	}
+	return s.plane.Apply(ctx, ops)
+}
+
+// Observe implements Gateway.
+func (s *sharedServer) Observe(ctx context.Context, keys []health.Key) (health.Observation, error) {
+	o, err := s.plane.Observe(ctx, slices.DeleteFunc(slices.Clone(keys), func(k health.Key) bool { return slices.Contains(s.keys, k) }))
+	if err != nil {
+		return o, err
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	routed := s.routed[s.keys[0]]
+	for _, k := range s.keys {
+		o.Seen[k] = health.Seen{Present: routed, Routed: routed, Missing: !routed}
+	}
+	return o, nil
+}
+
+func TestRunEndsInTheMiddleOfACall(t *testing.T) {
+	directed(t, func(r *rig) {
+		r.serving("a b")
+		r.plane.with(func() { r.plane.hang = true })
+		r.list("a b c")
+		synctest.Wait()
+		// The end of the bubble cancels while Apply hangs, and finds Run ended at once.
+	})
+}

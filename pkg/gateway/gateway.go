@@ -1,0 +1,39 @@
+// Package gateway is what the agent asks of a data plane, and the loop that asks it.
+//
+// A [Gateway] is told by [health.Op]s what to route and what not, and is then *read*: an Op that returned without an error proves
+// nothing, only an [health.Observation] does. That is so because data planes are reloaded behind our back, run
+// several processes at once (an old one finishes its requests with the configuration it had), and accept commands they do not
+// carry out. The [Director] therefore never believes its own commands. It applies the difference between what the set wants
+// and what was last seen, reads, and hands the reading to the set, which decides what is acknowledged.
+//
+// Each data plane has a package of its own below this one, and passes [github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest],
+// on the real proxy.
+package gateway
+
+import (
+	"context"
+
+	"github.com/lameduck-io/lameduck/pkg/health"
+)
+
+// Gateway is one running data plane that can be directed.
+//
+// Methods are called by one goroutine at a time. Each call ends by its context's deadline.
+type Gateway interface {
+	// Apply carries out ops in the order given, each in every live process of the gateway, and makes them last over a reload
+	// where the data plane allows it. An op that fails does not stop the others; the error joins all that failed, each naming
+	// its op. An op that is already true costs no change and is no error.
+	//
+	// WantGone on a target that still has requests takes it out, keeps it, and returns no error: the Observation says that it
+	// is still present, and the op comes again.
+	Apply(ctx context.Context, ops []health.Op) error
+
+	// Observe reads what every live process does with keys. It is an error if one live process could not be read:
+	// an unread process could be routing.
+	Observe(ctx context.Context, keys []health.Key) (health.Observation, error)
+
+	// Owned lists the keys that an agent (this one or an earlier one) made in the gateway, whether routed or not. Servers that people
+	// configured are not among them. The Director uses it at start and for each new generation, to
+	// remove what nobody wants any more.
+	Owned(ctx context.Context) ([]health.Key, error)
+}

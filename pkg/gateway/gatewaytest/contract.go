@@ -1,0 +1,820 @@
+package gatewaytest
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/netip"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/lameduck-io/lameduck/pkg/gateway"
+	"github.com/lameduck-io/lameduck/pkg/health"
+)
+
+// Client is one client connection to the proxy, kept alive between requests.
+type Client interface {
+	// Get sends one request of a phase through the proxy to a pool and returns the address of the Backend that answered.
+	Get(ctx context.Context, pool, path string, phase int) (netip.AddrPort, error)
+	Close()
+}
+
+// Harness is one running proxy with a gateway before it. A nil function says that this data plane cannot do it; the parts of
+// the contract that need it are skipped.
+type Harness struct {
+	// Gateway is the one under test.
+	Gateway gateway.Gateway
+	// Open makes another gateway object before the same proxy, as an agent does that was restarted.
+	Open func(t testing.TB) gateway.Gateway
+	// Owned is a pool whose targets the agent makes and deletes.
+	Owned health.Pool
+	// Static is a pool whose targets people configured, routed at the start: those of StaticBackends.
+	Static         health.Pool
+	StaticBackends []*Backend
+	// NewClient opens a client connection.
+	NewClient func(t testing.TB) Client
+	// Reload makes the proxy read its configuration again and returns once the new configuration is in effect.
+	Reload func(t testing.TB)
+	// Restart ends the proxy with all its connections and starts it again.
+	Restart func(t testing.TB)
+	// Freeze stops every process of the proxy without ending it; Thaw lets them go on.
+	Freeze, Thaw func(t testing.TB)
+	// Kill ends the proxy for good.
+	Kill func(t testing.TB)
+	// GoneWithin bounds how long an idle target may take to be gone after WantGone; 0 means 10 s.
+	GoneWithin time.Duration
+}
+
+// callTimeout bounds one call of a gateway in these tests.
+const callTimeout = 10 * time.Second
+
+// Run runs the contract, each part on a harness of its own.
+func Run(t *testing.T, start func(t *testing.T) *Harness) {
+	parts := []struct {
+		name string
+		run  func(*testing.T, *suite)
+	}{
+		{"a routed target gets requests and a removed one none under load", removedUnderLoad},
+		{"requests in flight finish and count as active until then", inFlight},
+		{"a kept-alive client connection does not reach a removed target", keptAlive},
+		{"ops are idempotent and carried out in order", idempotent},
+		{"a reload under load fails no request and brings nothing back", reloadUnderLoad},
+		{"a reload and a restart make another generation", generations},
+		{"an old process with an open request counts as active", oldProcess},
+		{"a removal after a reload reaches the old process too", removedInOldProcess},
+		{"gone deletes the target", gone},
+		{"two pods at one address are two targets", twoPods},
+		{"an unknown pool is an error", unknownPool},
+		{"an unknown target is neither present nor routed", unknownTarget},
+		{"a proxy that hangs does not outlast the deadline", hanging},
+		{"a dead proxy is an error and not an observation", dead},
+		{"after a restart everything can be applied again", restarted},
+		{"a batch of 500 ops takes seconds", batch},
+		{"what an earlier agent made is owned", owned},
+		{"static targets are taken out, put back and never deleted", static},
+		{"a target of a static pool must be configured", staticUnknown},
+	}
+	for _, p := range parts {
+		t.Run(p.name, func(t *testing.T) {
+			t.Parallel()
+			p.run(t, &suite{T: t, Harness: start(t)})
+		})
+	}
+}
+
+// suite is a harness with what the parts of the contract share.
+type suite struct {
+	*testing.T
+	*Harness
+	phase atomic.Int64
+}
+
+func (s *suite) needs(name string, ok bool) {
+	s.Helper()
+	if !ok {
+		s.Skipf("this harness has no %s", name)
+	}
+}
+
+func (s *suite) ctx() context.Context {
+	ctx, cancel := context.WithTimeout(context.Background(), callTimeout)
+	s.Cleanup(cancel)
+	return ctx
+}
+
+func (s *suite) key(b *Backend, uid string) health.Key {
+	return health.Key{Pool: s.Owned, Target: health.Target{UID: health.UID(uid), Addr: b.Addr}}
+}
+
+func (s *suite) staticKey(b *Backend, uid string) health.Key {
+	return health.Key{Pool: s.Static, Target: health.Target{UID: health.UID(uid), Addr: b.Addr}}
+}
+
+func ops(w health.Want, keys ...health.Key) []health.Op {
+	list := make([]health.Op, len(keys))
+	for i, k := range keys {
+		list[i] = health.Op{Key: k, Want: w}
+	}
+	return list
+}
+
+func (s *suite) apply(list ...health.Op) {
+	s.Helper()
+	if err := s.Gateway.Apply(s.ctx(), list); err != nil {
+		s.Fatalf("apply: %v", err)
+	}
+}
+
+func (s *suite) observe(keys ...health.Key) health.Observation {
+	s.Helper()
+	o, err := s.Gateway.Observe(s.ctx(), keys)
+	if err != nil {
+		s.Fatalf("observe: %v", err)
+	}
+	for _, k := range keys {
+		if _, ok := o.Seen[k]; !ok {
+			s.Fatalf("observation has no entry for %s", k)
+		}
+	}
+	return o
+}
+
+func (s *suite) see(k health.Key) health.Seen {
+	s.Helper()
+	return s.observe(k).Seen[k]
+}
+
+// until polls until ok or the limit, and returns the last reading.
+func (s *suite) until(limit time.Duration, what string, ok func() (bool, any)) {
+	s.Helper()
+	deadline := time.Now().Add(limit)
+	for {
+		good, last := ok()
+		if good {
+			return
+		}
+		if time.Now().After(deadline) {
+			s.Fatalf("not within %s: %s; last: %+v", limit, what, last)
+		}
+		time.Sleep(5 * time.Millisecond)
+	}
+}
+
+// backends starts n servers on addresses of their own and routes to them.
+func (s *suite) backends(n int) ([]*Backend, []health.Key) {
+	s.Helper()
+	var bs []*Backend
+	var ks []health.Key
+	for i := range n {
+		b := StartBackend(s, fmt.Sprintf("127.0.0.%d", 11+i))
+		bs = append(bs, b)
+		ks = append(ks, s.key(b, fmt.Sprintf("11111111-2222-3333-4444-%012d", i)))
+	}
+	s.apply(ops(health.WantRouted, ks...)...)
+	return bs, ks
+}
+
+func (s *suite) client() Client {
+	c := s.NewClient(s)
+	s.Cleanup(c.Close)
+	return c
+}
+
+// hold sends requests of phase 0 until one is held at b, and returns the channel with its end.
+func (s *suite) hold(b *Backend, pool health.Pool) <-chan error {
+	s.Helper()
+	ctx, cancel := context.WithCancel(context.Background())
+	s.Cleanup(cancel)
+	held := make(chan error, 1)
+	go func() {
+		// Others answer at once, which a hold at every backend but b would not.
+		for {
+			c := s.NewClient(s)
+			addr, err := c.Get(ctx, string(pool), HoldPath, 0)
+			c.Close()
+			if err != nil || addr == b.Addr {
+				held <- err
+				return
+			}
+		}
+	}()
+	if err := b.WaitHeld(s.ctx()); err != nil {
+		s.Fatal(err)
+	}
+	return held
+}
+
+// load keeps sending requests from n clients, each on one kept-alive connection that it gives up after some requests.
+type load struct {
+	stop   context.CancelFunc
+	wg     sync.WaitGroup
+	done   atomic.Int64
+	mu     sync.Mutex
+	failed []error
+	served map[netip.AddrPort]int
+}
+
+func (s *suite) load(n int, pool health.Pool) *load {
+	ctx, cancel := context.WithCancel(context.Background())
+	l := &load{stop: cancel, served: map[netip.AddrPort]int{}}
+	for range n {
+		l.wg.Go(func() {
+			c := s.NewClient(s)
+			defer func() { c.Close() }()
+			for i := 1; ctx.Err() == nil; i++ {
+				if i%20 == 0 {
+					c.Close()
+					c = s.NewClient(s)
+				}
+				reqCtx, done := context.WithTimeout(context.Background(), callTimeout)
+				addr, err := c.Get(reqCtx, string(pool), "/", int(s.phase.Load()))
+				done()
+				l.mu.Lock()
+				if err != nil {
+					l.failed = append(l.failed, err)
+				} else {
+					l.served[addr]++
+				}
+				l.mu.Unlock()
+				l.done.Add(1)
+			}
+		})
+	}
+	s.Cleanup(func() { l.end() })
+	return l
+}
+
+// more waits until n more requests were answered.
+func (l *load) more(s *suite, n int64) {
+	s.Helper()
+	want := l.done.Load() + n
+	s.until(20*time.Second, fmt.Sprintf("%d more requests", n), func() (bool, any) { return l.done.Load() >= want, l.done.Load() })
+}
+
+func (l *load) end() (failed []error, served map[netip.AddrPort]int) {
+	l.stop()
+	l.wg.Wait()
+	return l.failed, l.served
+}
+
+// quiet checks that no request failed.
+func (l *load) quiet(s *suite) {
+	s.Helper()
+	if failed, _ := l.end(); len(failed) > 0 {
+		s.Errorf("%d of %d requests failed, the first: %v", len(failed), l.done.Load(), failed[0])
+	}
+}
+
+func removedUnderLoad(t *testing.T, s *suite) {
+	bs, ks := s.backends(3)
+	if got := s.see(ks[0]); !got.Routed || !got.Present || got.Missing {
+		t.Fatalf("routed target is seen as %+v", got)
+	}
+	l := s.load(4, s.Owned)
+	for _, b := range bs {
+		s.until(10*time.Second, "requests at "+b.Addr.String(), func() (bool, any) { return b.Hits(0) > 0, b.Hits(0) })
+	}
+	for round := 1; round <= 5; round++ {
+		s.apply(ops(health.WantRemoved, ks[0])...)
+		got := s.see(ks[0])
+		phase := s.phase.Add(1)
+		if got.Routed || !got.Present || !got.Missing {
+			t.Fatalf("removed target is seen as %+v", got)
+		}
+		l.more(s, 100)
+		if n := bs[0].Hits(int(phase)); n != 0 {
+			t.Fatalf("%d requests that were sent after the removal was observed arrived", n)
+		}
+		s.apply(ops(health.WantRouted, ks[0])...)
+		if got := s.see(ks[0]); !got.Routed || got.Missing {
+			t.Fatalf("target that was put back is seen as %+v", got)
+		}
+		s.until(10*time.Second, "requests at the target that was put back", func() (bool, any) {
+			return bs[0].Hits(int(phase)) > 0, bs[0].Hits(int(phase))
+		})
+	}
+	l.quiet(s)
+}
+
+func inFlight(t *testing.T, s *suite) {
+	bs, ks := s.backends(2)
+	bs[1].Release()
+	held := s.hold(bs[0], s.Owned)
+	if got := s.see(ks[0]); got.Active != 1 {
+		t.Fatalf("target with one open request is seen as %+v", got)
+	}
+	s.apply(ops(health.WantRemoved, ks[0])...)
+	for range 5 {
+		if got := s.see(ks[0]); got.Routed || got.Active != 1 {
+			t.Fatalf("removed target with one open request is seen as %+v", got)
+		}
+	}
+	s.apply(ops(health.WantGone, ks[0])...)
+	if got := s.see(ks[0]); got.Routed || !got.Present || got.Active != 1 {
+		t.Fatalf("target that is to go, with one open request, is seen as %+v", got)
+	}
+	select {
+	case err := <-held:
+		t.Fatalf("the request ended too early: %v", err)
+	default:
+	}
+	bs[0].Release()
+	if err := <-held; err != nil {
+		t.Fatalf("the request in flight failed: %v", err)
+	}
+	s.until(5*time.Second, "no active request", func() (bool, any) {
+		got := s.see(ks[0])
+		return got.Active == 0, got
+	})
+}
+
+func keptAlive(t *testing.T, s *suite) {
+	bs, ks := s.backends(2)
+	clients := make([]Client, 4)
+	for i := range clients {
+		clients[i] = s.client()
+		// A connection from the client to the proxy, and one of the proxy to the target that it could use again.
+		s.until(5*time.Second, "an answer from the target", func() (bool, any) {
+			addr, err := clients[i].Get(s.ctx(), string(s.Owned), "/", 0)
+			if err != nil {
+				t.Fatal(err)
+			}
+			return addr == bs[0].Addr, addr
+		})
+	}
+	s.apply(ops(health.WantRemoved, ks[0])...)
+	if got := s.see(ks[0]); got.Routed {
+		t.Fatalf("removed target is seen as %+v", got)
+	}
+	for range 10 {
+		for _, c := range clients {
+			addr, err := c.Get(s.ctx(), string(s.Owned), "/", 1)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if addr == bs[0].Addr {
+				t.Fatal("the removed target answered")
+			}
+		}
+	}
+	if n := bs[0].Hits(1); n != 0 {
+		t.Fatalf("%d requests arrived", n)
+	}
+}
+
+func idempotent(t *testing.T, s *suite) {
+	bs, ks := s.backends(2)
+	_ = bs
+	check := func(what string, routed, present bool) {
+		t.Helper()
+		if got := s.see(ks[0]); got.Routed != routed || got.Present != present {
+			t.Errorf("after %s the target is seen as %+v", what, got)
+		}
+	}
+	both := func(a, b health.Want) []health.Op {
+		return append(ops(a, ks[0]), ops(b, ks[0])...)
+	}
+	check("routed", true, true)
+	s.apply(ops(health.WantRouted, ks...)...)
+	check("routed twice", true, true)
+	s.apply(ops(health.WantRemoved, ks[0])...)
+	s.apply(ops(health.WantRemoved, ks[0])...)
+	check("removed twice", false, true)
+	s.apply(both(health.WantRouted, health.WantRemoved)...)
+	check("routed, removed in one batch", false, true)
+	s.apply(both(health.WantRemoved, health.WantRouted)...)
+	check("removed, routed in one batch", true, true)
+	s.apply(both(health.WantGone, health.WantRouted)...)
+	check("gone, routed in one batch", true, true)
+	s.apply(both(health.WantRouted, health.WantGone)...)
+	s.apply(ops(health.WantGone, ks[0])...)
+	check("routed, gone in one batch", false, false)
+	s.apply(ops(health.WantRemoved, ks[0])...)
+	check("removed after gone", false, false)
+	s.apply(ops(health.WantRouted, ks[0])...)
+	check("routed after gone", true, true)
+	s.apply()
+	s.apply(ops(health.WantUnknown, ks[0])...)
+	check("nothing", true, true)
+	before := s.observe(ks...)
+	if !before.Seen[ks[1]].Routed {
+		t.Errorf("the other target is seen as %+v", before.Seen[ks[1]])
+	}
+	if again := s.observe(ks...); again.Generation != before.Generation || again.Generation == "" {
+		t.Errorf("generation %q became %q without a reload", before.Generation, again.Generation)
+	}
+}
+
+func reloadUnderLoad(t *testing.T, s *suite) {
+	s.needs("Reload", s.Reload != nil)
+	bs, ks := s.backends(3)
+	s.apply(ops(health.WantRemoved, ks[0])...)
+	if got := s.see(ks[0]); got.Routed {
+		t.Fatalf("removed target is seen as %+v", got)
+	}
+	l := s.load(3, s.Owned)
+	l.more(s, 50)
+	phase := int(s.phase.Add(1))
+	for round := range 3 {
+		s.Reload(s)
+		l.more(s, 50)
+		s.until(10*time.Second, "old processes end", func() (bool, any) {
+			o := s.observe(ks...)
+			for i, k := range ks {
+				if o.Seen[k].Routed != (i != 0) {
+					t.Fatalf("reload %d: %s is seen as %+v", round, k, o.Seen[k])
+				}
+				if i != 0 && o.Seen[k].Missing {
+					t.Fatalf("reload %d: %s is missing", round, k)
+				}
+			}
+			return true, nil
+		})
+	}
+	if n := bs[0].Hits(phase); n != 0 {
+		t.Errorf("%d requests arrived at the removed target", n)
+	}
+	for _, b := range bs[1:] {
+		if b.Hits(phase) == 0 {
+			t.Errorf("no request arrived at the routed target %s after the reloads", b.Addr)
+		}
+	}
+	l.quiet(s)
+}
+
+func generations(t *testing.T, s *suite) {
+	_, ks := s.backends(1)
+	seen := map[string]string{}
+	add := func(what string) {
+		t.Helper()
+		g := s.observe(ks...).Generation
+		if g == "" {
+			t.Fatalf("no generation after %s", what)
+		}
+		if other, ok := seen[g]; ok {
+			t.Errorf("after %s the generation is %q, as after %s", what, g, other)
+		}
+		seen[g] = what
+	}
+	add("the start")
+	if s.Reload != nil {
+		s.Reload(s)
+		add("a reload")
+	}
+	if s.Restart != nil {
+		s.Restart(s)
+		add("a restart")
+	}
+}
+
+func oldProcess(t *testing.T, s *suite) {
+	s.needs("Reload", s.Reload != nil)
+	bs, ks := s.backends(2)
+	bs[1].Release()
+	held := s.hold(bs[0], s.Owned)
+	s.apply(ops(health.WantRemoved, ks[0])...)
+	s.Reload(s)
+	for range 5 {
+		if got := s.see(ks[0]); got.Routed || got.Active != 1 {
+			t.Fatalf("target removed before the reload, with one open request, is seen as %+v", got)
+		}
+	}
+	bs[0].Release()
+	if err := <-held; err != nil {
+		t.Fatalf("the request in flight over the reload failed: %v", err)
+	}
+	s.until(5*time.Second, "no active request", func() (bool, any) {
+		got := s.see(ks[0])
+		return got.Active == 0 && !got.Routed, got
+	})
+}
+
+func removedInOldProcess(t *testing.T, s *suite) {
+	s.needs("Reload", s.Reload != nil)
+	bs, ks := s.backends(2)
+	bs[1].Release()
+	held := s.hold(bs[0], s.Owned)
+	s.Reload(s)
+	if got := s.see(ks[0]); got.Active != 1 || !got.Routed {
+		t.Fatalf("target with one open request in the old process is seen as %+v", got)
+	}
+	// A data plane may be unable to change an old process. Then Apply says so, and Observe does not say that it is removed
+	// while it could be reached there.
+	err := s.Gateway.Apply(s.ctx(), ops(health.WantRemoved, ks[0]))
+	got := s.see(ks[0])
+	if got.Active != 1 {
+		t.Fatalf("after the removal it is seen as %+v", got)
+	}
+	if err == nil && got.Routed {
+		t.Errorf("Apply reported success, but it is seen as %+v", got)
+	}
+	c := s.client()
+	for range 10 {
+		if addr, err := c.Get(s.ctx(), string(s.Owned), "/", 1); err != nil || addr == bs[0].Addr {
+			t.Fatalf("a new client got %s, %v", addr, err)
+		}
+	}
+	bs[0].Release()
+	if err := <-held; err != nil {
+		t.Fatalf("the request in flight over the reload failed: %v", err)
+	}
+	s.until(5*time.Second, "removed and idle", func() (bool, any) {
+		err := s.Gateway.Apply(s.ctx(), ops(health.WantRemoved, ks[0]))
+		got := s.see(ks[0])
+		return err == nil && got.Active == 0 && !got.Routed, fmt.Sprint(got, err)
+	})
+}
+
+func gone(t *testing.T, s *suite) {
+	bs, ks := s.backends(2)
+	c := s.client()
+	for range 8 { // leaves idle connections to both in the proxy's pool
+		if _, err := c.Get(s.ctx(), string(s.Owned), "/", 0); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if bs[0].Hits(0) == 0 {
+		t.Fatal("no request arrived at the target")
+	}
+	limit := s.GoneWithin
+	if limit == 0 {
+		limit = 10 * time.Second
+	}
+	s.until(limit, "the target is gone", func() (bool, any) {
+		s.apply(ops(health.WantGone, ks[0])...)
+		got := s.see(ks[0])
+		if got.Routed {
+			t.Fatalf("target that is to go is seen as %+v", got)
+		}
+		return !got.Present, got
+	})
+	if got := s.see(ks[0]); got != (health.Seen{Missing: true}) {
+		t.Errorf("gone target is seen as %+v", got)
+	}
+	if got := s.see(ks[1]); !got.Routed {
+		t.Errorf("the other target is seen as %+v", got)
+	}
+	list, err := s.Gateway.Owned(s.ctx())
+	if err != nil || len(list) != 1 || list[0] != ks[1] {
+		t.Errorf("owned: %v, %v; want only %s", list, err, ks[1])
+	}
+	if s.Reload != nil {
+		s.Reload(s)
+		if got := s.see(ks[0]); got.Routed {
+			t.Errorf("after a reload the gone target is seen as %+v", got)
+		}
+	}
+}
+
+func twoPods(t *testing.T, s *suite) {
+	bs, ks := s.backends(1)
+	old, next := ks[0], s.key(bs[0], "a-new-pod-at-the-same-address")
+	if got := s.see(next); got != (health.Seen{Missing: true}) {
+		t.Fatalf("a pod nobody routed is seen as %+v", got)
+	}
+	s.apply(ops(health.WantRouted, next)...)
+	s.apply(ops(health.WantRemoved, old)...)
+	o := s.observe(old, next)
+	if o.Seen[old].Routed || !o.Seen[next].Routed {
+		t.Fatalf("old %+v, next %+v", o.Seen[old], o.Seen[next])
+	}
+	if addr, err := s.client().Get(s.ctx(), string(s.Owned), "/", 1); err != nil || addr != bs[0].Addr {
+		t.Fatalf("got %s, %v", addr, err)
+	}
+	s.apply(ops(health.WantGone, old)...)
+	o = s.observe(old, next)
+	if o.Seen[old].Routed || !o.Seen[next].Routed {
+		t.Fatalf("after gone: old %+v, next %+v", o.Seen[old], o.Seen[next])
+	}
+}
+
+func unknownPool(t *testing.T, s *suite) {
+	bs, ks := s.backends(2)
+	stranger := ks[0]
+	stranger.Pool = "no-such-pool"
+	// The op that fails does not stop the others.
+	err := s.Gateway.Apply(s.ctx(), append(ops(health.WantRouted, stranger), ops(health.WantRemoved, ks[0])...))
+	if err == nil {
+		t.Error("apply to an unknown pool is no error")
+	}
+	if got := s.see(ks[0]); got.Routed {
+		t.Errorf("the other op was not carried out: %+v", got)
+	}
+	if _, err := s.Gateway.Observe(s.ctx(), []health.Key{stranger}); err == nil {
+		t.Error("observing an unknown pool is no error")
+	}
+	_ = bs
+}
+
+func unknownTarget(t *testing.T, s *suite) {
+	_, ks := s.backends(1)
+	k := ks[0]
+	k.Target = health.Target{UID: "nobody", Addr: netip.MustParseAddrPort("[fd00::1]:8080")}
+	if got := s.see(k); got != (health.Seen{Missing: true}) {
+		t.Errorf("seen as %+v", got)
+	}
+	s.apply(ops(health.WantRemoved, k)...)
+	s.apply(ops(health.WantGone, k)...)
+	if got := s.see(k); got != (health.Seen{Missing: true}) {
+		t.Errorf("after removed and gone seen as %+v", got)
+	}
+	if o := s.observe(); len(o.Seen) != 0 || o.Generation == "" || o.At.IsZero() {
+		t.Errorf("observing nothing gives %+v", o)
+	}
+}
+
+func hanging(t *testing.T, s *suite) {
+	s.needs("Freeze", s.Freeze != nil)
+	_, ks := s.backends(1)
+	s.Freeze(s)
+	timed := func(what string, call func(context.Context) error) {
+		t.Helper()
+		ctx, cancel := context.WithTimeout(context.Background(), 200*time.Millisecond)
+		defer cancel()
+		begin := time.Now()
+		err := call(ctx)
+		if err == nil {
+			t.Errorf("%s of a proxy that hangs is no error", what)
+		} else if !errors.Is(err, context.DeadlineExceeded) {
+			t.Errorf("%s: %v is not context.DeadlineExceeded", what, err)
+		}
+		if d := time.Since(begin); d > 2*time.Second {
+			t.Errorf("%s took %s", what, d)
+		}
+	}
+	timed("apply", func(ctx context.Context) error { return s.Gateway.Apply(ctx, ops(health.WantRemoved, ks...)) })
+	timed("observe", func(ctx context.Context) error { _, err := s.Gateway.Observe(ctx, ks); return err })
+	timed("owned", func(ctx context.Context) error { _, err := s.Gateway.Owned(ctx); return err })
+	s.Thaw(s)
+	s.apply(ops(health.WantRemoved, ks...)...)
+	if got := s.see(ks[0]); got.Routed {
+		t.Errorf("after it went on the target is seen as %+v", got)
+	}
+}
+
+func dead(t *testing.T, s *suite) {
+	s.needs("Kill", s.Kill != nil)
+	_, ks := s.backends(1)
+	s.Kill(s)
+	if o, err := s.Gateway.Observe(s.ctx(), ks); err == nil {
+		t.Errorf("a dead proxy was observed: %+v", o)
+	}
+	if err := s.Gateway.Apply(s.ctx(), ops(health.WantRemoved, ks...)); err == nil {
+		t.Error("apply to a dead proxy is no error")
+	}
+	if _, err := s.Gateway.Owned(s.ctx()); err == nil {
+		t.Error("listing a dead proxy is no error")
+	}
+}
+
+func restarted(t *testing.T, s *suite) {
+	s.needs("Restart", s.Restart != nil)
+	bs, ks := s.backends(3)
+	s.apply(ops(health.WantRemoved, ks[0])...)
+	s.Restart(s)
+	s.apply(append(ops(health.WantRouted, ks[1:]...), ops(health.WantRemoved, ks[0])...)...)
+	o := s.observe(ks...)
+	for i, k := range ks {
+		if o.Seen[k].Routed != (i != 0) {
+			t.Errorf("%s is seen as %+v", k, o.Seen[k])
+		}
+	}
+	c := s.client()
+	for range 10 {
+		if addr, err := c.Get(s.ctx(), string(s.Owned), "/", 1); err != nil || addr == bs[0].Addr {
+			t.Fatalf("got %s, %v", addr, err)
+		}
+	}
+}
+
+func batch(t *testing.T, s *suite) {
+	var ks []health.Key
+	for i := range 500 {
+		ks = append(ks, health.Key{Pool: s.Owned, Target: health.Target{
+			UID:  health.UID(fmt.Sprintf("22222222-3333-4444-5555-%012d", i)),
+			Addr: netip.AddrPortFrom(netip.AddrFrom4([4]byte{127, 1, byte(i / 250), byte(1 + i%250)}), 9),
+		}})
+	}
+	timed := func(what string, want func(health.Seen) bool, list []health.Op) {
+		t.Helper()
+		begin := time.Now()
+		s.apply(list...)
+		applied := time.Since(begin)
+		o := s.observe(ks...)
+		t.Logf("%s: apply %s, observe %s", what, applied, time.Since(begin)-applied)
+		if d := time.Since(begin); d > 8*time.Second {
+			t.Errorf("%s: took %s", what, d)
+		}
+		for _, k := range ks {
+			if !want(o.Seen[k]) {
+				t.Fatalf("%s: %s is seen as %+v", what, k, o.Seen[k])
+			}
+		}
+	}
+	timed("500 routed", func(s health.Seen) bool { return s.Routed && !s.Missing }, ops(health.WantRouted, ks...))
+	timed("500 routed again", func(s health.Seen) bool { return s.Routed && !s.Missing }, ops(health.WantRouted, ks...))
+	timed("500 removed", func(s health.Seen) bool { return !s.Routed && s.Present }, ops(health.WantRemoved, ks...))
+	timed("500 gone", func(s health.Seen) bool { return s == health.Seen{Missing: true} }, ops(health.WantGone, ks...))
+}
+
+func owned(t *testing.T, s *suite) {
+	s.needs("Open", s.Open != nil)
+	_, ks := s.backends(3)
+	six := ks[0]
+	six.Target = health.Target{UID: "0000-six", Addr: netip.MustParseAddrPort("[::1]:9")}
+	s.apply(ops(health.WantRouted, six)...)
+	s.apply(ops(health.WantRemoved, ks[0])...)
+	want := map[health.Key]bool{six: true, ks[0]: true, ks[1]: true, ks[2]: true}
+	s.Gateway = s.Open(s)
+	list, err := s.Gateway.Owned(s.ctx())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(list) != len(want) {
+		t.Errorf("owned: %v", list)
+	}
+	for _, k := range list {
+		if !want[k] {
+			t.Errorf("owned has %s", k)
+		}
+	}
+	check := func(when string) {
+		t.Helper()
+		o := s.observe(ks...)
+		for i, k := range ks {
+			if o.Seen[k].Routed != (i != 0) {
+				t.Errorf("%s: %s is seen as %+v", when, k, o.Seen[k])
+			}
+		}
+	}
+	check("after the agent's restart")
+	// The new agent's first write must not drop what the earlier one wrote.
+	s.apply(ops(health.WantGone, six)...)
+	if s.Reload != nil {
+		s.Reload(s)
+		check("after the agent's restart and a reload")
+	}
+}
+
+func static(t *testing.T, s *suite) {
+	s.needs("Static pool", s.Static != "" && len(s.StaticBackends) > 1)
+	bs := s.StaticBackends
+	a, b := s.staticKey(bs[0], "pod-a"), s.staticKey(bs[1], "pod-b")
+	if got := s.see(a); !got.Routed || !got.Present || got.Missing {
+		t.Fatalf("static target is seen as %+v", got)
+	}
+	l := s.load(3, s.Static)
+	l.more(s, 30)
+	gone := func() {
+		t.Helper()
+		s.apply(ops(health.WantRemoved, a)...)
+		s.apply(ops(health.WantGone, a)...)
+		o := s.observe(a, b)
+		phase := int(s.phase.Add(1))
+		if got := o.Seen[a]; got.Routed || got.Present != (got.Active > 0) || !got.Missing {
+			t.Fatalf("removed static target is seen as %+v", got)
+		}
+		if got := o.Seen[b]; !got.Routed {
+			t.Fatalf("the other is seen as %+v", got)
+		}
+		l.more(s, 100)
+		if n := bs[0].Hits(phase); n != 0 {
+			t.Fatalf("%d requests arrived at the removed target", n)
+		}
+	}
+	gone()
+	if s.Reload != nil {
+		s.Reload(s) // people's configuration has it routed
+		s.until(5*time.Second, "old processes end", func() (bool, any) {
+			err := s.Gateway.Apply(s.ctx(), ops(health.WantRemoved, a))
+			got := s.see(a)
+			return err == nil && !got.Routed, fmt.Sprint(got, err)
+		})
+		gone()
+	}
+	s.apply(ops(health.WantRouted, a)...)
+	if got := s.see(a); !got.Routed || got.Missing {
+		t.Fatalf("static target that was put back is seen as %+v", got)
+	}
+	phase := int(s.phase.Add(1))
+	s.until(5*time.Second, "requests", func() (bool, any) { return bs[0].Hits(phase) > 0, nil })
+	if list, err := s.Gateway.Owned(s.ctx()); err != nil || len(list) != 0 {
+		t.Errorf("owned: %v, %v", list, err)
+	}
+	l.quiet(s)
+}
+
+func staticUnknown(t *testing.T, s *suite) {
+	s.needs("Static pool", s.Static != "")
+	k := health.Key{Pool: s.Static, Target: health.Target{UID: "x", Addr: netip.MustParseAddrPort("127.0.0.99:1")}}
+	if err := s.Gateway.Apply(s.ctx(), ops(health.WantRouted, k)); err == nil {
+		t.Error("routing to an address that no server has is no error")
+	}
+	s.apply(ops(health.WantRemoved, k)...)
+	s.apply(ops(health.WantGone, k)...)
+	if got := s.see(k); got != (health.Seen{Missing: true}) {
+		t.Errorf("seen as %+v", got)
+	}
+}

@@ -1,0 +1,29 @@
+// Package gatewaytest is the contract of gateway.Gateway as a test, which every data plane passes on the real proxy, and a
+// [Fake] that passes it too.
+//
+// [Run] is given a function that starts one proxy with one gateway before it, as a [Harness]. Requests are real HTTP requests
+// to real servers, so that what the gateway says of itself is compared with what arrived. "Nothing is sent to a removed target"
+// is judged by when the client sent the request, not by when it arrived: each request carries the phase it was sent in, and no
+// request of a phase that began after the observation may arrive.
+package gatewaytest
+
+import (
+	"os"
+	"os/exec"
+	"testing"
+)
+
+// LookPath finds the program of a real data plane. Without it the test is skipped on a laptop, and fails where REQUIRE_REAL=1 or
+// CI=true says that it must be there.
+func LookPath(t testing.TB, program string) string {
+	t.Helper()
+	path, err := exec.LookPath(program)
+	if err == nil {
+		return path
+	}
+	if os.Getenv("REQUIRE_REAL") == "1" || os.Getenv("CI") == "true" {
+		t.Fatalf("%s is required here: %v", program, err)
+	}
+	t.Skipf("no %s here (REQUIRE_REAL=1 makes this a failure): %v", program, err)
+	return ""
+}

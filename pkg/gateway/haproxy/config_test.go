@@ -1,0 +1,245 @@
+package haproxy
+
+import (
+	"errors"
+	"net/netip"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+
+	"github.com/lameduck-io/lameduck/pkg/health"
+)
+
+func TestConfig(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "servers.cfg")
+	owned := func(change func(*Backend)) Config {
+		b := Backend{Pool: "p", Backend: "b", Owned: true}
+		change(&b)
+		return Config{Socket: "/run/m.sock", ServersFile: file, Backends: []Backend{b}}
+	}
+	line := func(l string) Config { return owned(func(b *Backend) { b.Lines = []string{l} }) }
+	options := func(o string) Config { return owned(func(b *Backend) { b.ServerOptions = o }) }
+	for _, c := range []struct {
+		name string
+		cfg  Config
+		want []string // parts of the error; none means valid
+	}{
+		{"a plain one", owned(func(*Backend) {}), nil},
+		{"all fields", owned(func(b *Backend) {
+			b.Defaults = "agents"
+			b.Lines = []string{"balance leastconn", `http-response set-header Strict-Transport-Security "max-age=1; includeSubDomains"`, "option redispatch"}
+			b.ServerOptions = "check inter 2s maxconn 50 sni str(a.example)"
+		}), nil},
+		{"no socket", Config{Backends: []Backend{{Pool: "p", Backend: "b"}}}, []string{"Socket"}},
+		{"socket too long", Config{Socket: "/" + strings.Repeat("x", 110), Backends: []Backend{{Pool: "p", Backend: "b"}}}, []string{"Socket", "107"}},
+		{"no backends", Config{Socket: "/s"}, []string{"Backends"}},
+		{"no pool", owned(func(b *Backend) { b.Pool = "" }), []string{"Backends[0].Pool"}},
+		{"backend with a line break", owned(func(b *Backend) { b.Backend = "b\nglobal" }), []string{"Backends[0].Backend", `b\nglobal`}},
+		{"backend with a semicolon", owned(func(b *Backend) { b.Backend = "b;reload" }), []string{"Backends[0].Backend", "b;reload"}},
+		{"backend with a slash", owned(func(b *Backend) { b.Backend = "b/s" }), []string{"b/s"}},
+		{"pool twice", Config{Socket: "/s", Backends: []Backend{{Pool: "p", Backend: "b"}, {Pool: "p", Backend: "c"}}}, []string{"Backends[1].Pool", `"p"`}},
+		{"backend twice", Config{Socket: "/s", Backends: []Backend{{Pool: "p", Backend: "b"}, {Pool: "q", Backend: "b"}}}, []string{"Backends[1].Backend", `"b"`}},
+		{"owned without a file", Config{Socket: "/s", Backends: []Backend{{Pool: "p", Backend: "b", Owned: true}}}, []string{"ServersFile"}},
+		{"lines where not owned", Config{Socket: "/s", Backends: []Backend{{Pool: "p", Backend: "b", Lines: []string{"balance random"}}}}, []string{"Lines", "balance random"}},
+		{"defaults with a space", owned(func(b *Backend) { b.Defaults = "a b" }), []string{"Defaults", "a b"}},
+		{"line with a line break", line("balance random\nserver x 1.2.3.4:5"), []string{"Lines[0]"}},
+		{"line with a carriage return", line("balance random\r"), []string{"Lines[0]"}},
+		{"empty line", line("  "), []string{"Lines[0]"}},
+		{"line that begins a section", line("  backend evil"), []string{"Lines[0]", "section"}},
+		{"line that begins a section, quoted", line(`"backend" evil`), []string{"Lines[0]", "quoted"}},
+		{"line that begins a section, escaped", line(`b\ackend evil`), []string{"Lines[0]", "escaped"}},
+		{"server line", line("server s 1.2.3.4:5"), []string{"Lines[0]", "server"}},
+		{"default-server", line("default-server check"), []string{"ServerOptions"}},
+		{"persist", line("option persist"), []string{"maintenance"}},
+		{"force-persist", line("force-persist if TRUE"), []string{"maintenance"}},
+		{"directive", line(".if defined(X)"), []string{"Lines[0]"}},
+		{"options with a semicolon", options("check;reload"), []string{"ServerOptions", "';'"}},
+		{"options with a line break", options("check\nglobal"), []string{"ServerOptions"}},
+		{"options with a payload", options("check <<"), []string{"ServerOptions"}},
+		{"options with a comment", options("check # x"), []string{"ServerOptions"}},
+		{"agent-check", options("check agent-check agent-port 1"), []string{"agent-check"}},
+		{"on-marked-down", options("on-marked-down shutdown-sessions"), []string{"on-marked-down"}},
+		{"too many words", options(strings.Repeat("a ", 60)), []string{"48 words"}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			os.Remove(file)
+			_, err := New(c.cfg)
+			if (err != nil) != (c.want != nil) {
+				t.Fatalf("error %v", err)
+			}
+			for _, part := range c.want {
+				if !strings.Contains(err.Error(), part) {
+					t.Errorf("%q is not in %q", part, err)
+				}
+			}
+			if _, err := os.Stat(file); c.want != nil && err == nil {
+				t.Error("the file was written for a configuration that is refused")
+			}
+		})
+	}
+}
+
+func TestServersFile(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "servers.cfg")
+	cfg := Config{Socket: "/nowhere", ServersFile: file, Backends: []Backend{
+		{Pool: "web", Backend: "be_web", Owned: true, Defaults: "agents", Lines: []string{"balance leastconn"}, ServerOptions: " check  inter 2s "},
+		{Pool: "api", Backend: "be_api", Owned: true},
+		{Pool: "people", Backend: "be_people"},
+	}}
+	g, err := New(cfg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	steps := func(list ...health.Op) (s []*step) {
+		for _, op := range list {
+			b, name, err := g.resolve(op.Key)
+			if err != nil {
+				t.Fatal(err)
+			}
+			s = append(s, &step{op: op, backend: b, name: name, errs: map[int]error{}})
+		}
+		return s
+	}
+	g.persist(steps(routed("web", "u1", "10.0.0.1:80"), routed("web", "u2", "[fd00::1]:80"), routed("people", "u3", "10.0.0.3:80"), routed("api", "u4", "10.0.0.4:80"),
+		health.Op{Key: key("api", "u4", "10.0.0.4:80"), Want: health.WantRemoved}))
+	want := fileHead + `
+backend be_web from agents
+    no option persist
+    load-server-state-from-file none
+    balance leastconn
+    server ld-u1-10.0.0.1-80 10.0.0.1:80 check inter 2s pool-max-conn -1 pool-purge-delay 5s
+    server ld-u2-fd00::1-80 [fd00::1]:80 check inter 2s pool-max-conn -1 pool-purge-delay 5s
+
+backend be_api
+    no option persist
+    load-server-state-from-file none
+`
+	got, err := os.ReadFile(file)
+	if diff := cmp.Diff(want, string(got)); diff != "" || err != nil {
+		t.Fatalf("%v\n%s", err, diff)
+	}
+
+	// A new agent keeps the servers, also those of a section whose lines changed.
+	cfg.Backends[0].Lines = []string{"balance random"}
+	cfg.Backends[0].ServerOptions = ""
+	again, err := New(cfg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if diff := cmp.Diff(g.wanted, again.wanted); diff != "" {
+		t.Errorf("kept servers:\n%s", diff)
+	}
+	got, _ = os.ReadFile(file)
+	if !strings.Contains(string(got), "balance random\n    server ld-u1-10.0.0.1-80 10.0.0.1:80 pool-max-conn -1 pool-purge-delay 5s\n") {
+		t.Errorf("the new lines are not written:\n%s", got)
+	}
+
+	// A file that is not the agent's is not overwritten.
+	for _, foreign := range []string{"global\n", "backend b\n server s 1.2.3.4:5\n", "backend b\n server ld-u-1.2.3.4-5 1.2.3.4:6\n", "backend b\nfrontend f\n", "backend b\nbackend b\n"} {
+		if err := os.WriteFile(file, []byte(foreign), 0o644); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := New(cfg); !errors.Is(err, KindFile) {
+			t.Errorf("%q: %v", foreign, err)
+		}
+		if got, _ := os.ReadFile(file); string(got) != foreign {
+			t.Errorf("%q was overwritten", foreign)
+		}
+	}
+}
+
+// If the file cannot be written, a removal must not be carried out: a reload would bring the target back after it was
+// acknowledged.
+func TestNoRemovalWithoutTheFile(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "servers.cfg")
+	g, err := New(Config{Socket: "/nowhere", ServersFile: file, Backends: []Backend{{Pool: "web", Backend: "b", Owned: true}}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	u1 := routed("web", "u1", "10.0.0.1:80")
+	b, name, _ := g.resolve(u1.Key)
+	mk := func(op health.Op, name string) *step {
+		return &step{op: op, backend: b, name: name, errs: map[int]error{}}
+	}
+	if todo := g.persist([]*step{mk(u1, name)}); len(todo) != 1 || todo[0].errs[0] != nil {
+		t.Fatalf("%v", todo)
+	}
+	if err := os.Mkdir(filepath.Join(filepath.Dir(file), ".servers.cfg.tmp"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(filepath.Join(filepath.Dir(file), ".servers.cfg.tmp", "x"), nil, 0o644); err != nil {
+		t.Fatal(err)
+	}
+	remove := mk(health.Op{Key: u1.Key, Want: health.WantRemoved}, name)
+	add := mk(routed("web", "u2", "10.0.0.2:80"), "ld-u2-10.0.0.2-80")
+	todo := g.persist([]*step{remove, add})
+	if len(todo) != 1 || todo[0] != add || !errors.Is(add.errs[0], KindFile) || !errors.Is(remove.errs[0], KindFile) {
+		t.Errorf("goes on with %v; remove: %v; add: %v", todo, remove.errs, add.errs)
+	}
+	if !g.wanted["b"][name] {
+		t.Error("what the file lists was forgotten")
+	}
+}
+
+// HAProxy itself must take what is written.
+func TestServersFileIsValid(t *testing.T) {
+	p := newProxy(t, `
+defaults agents
+    mode http
+    timeout connect 2s
+    timeout client 30s
+    timeout server 30s
+    option persist
+defaults
+    mode http
+    timeout connect 2s
+    timeout client 30s
+    timeout server 30s
+frontend web
+    bind 127.0.0.1:%PORT%
+    default_backend agent
+`, Backend{Pool: "owned", Backend: "agent", Owned: true, Defaults: "agents", Lines: []string{"balance leastconn"}, ServerOptions: "check inter 2s maxconn 50"})
+	g := p.gateway()
+	w := wanted{"agent": {}}
+	for _, a := range []string{"10.0.0.1:80", "[fd00::1]:8080", "[::ffff:1.2.3.4]:1"} {
+		name, err := serverName(health.Target{UID: "4a8c1f7e-0000-1111-2222-333344445555", Addr: netip.MustParseAddrPort(a)})
+		if err != nil {
+			t.Fatal(err)
+		}
+		w["agent"][name] = true
+	}
+	if err := writeFile(p.cfg.ServersFile, render(g.backends, w)); err != nil {
+		t.Fatal(err)
+	}
+	out, err := exec.Command(p.path, "-c", "-f", filepath.Join(p.dir, "user.cfg"), "-f", p.cfg.ServersFile).CombinedOutput()
+	if err != nil || strings.Contains(string(out), "WARNING") || strings.Contains(string(out), "ALERT") {
+		t.Errorf("%v\n%s", err, out)
+	}
+}
+
+func FuzzServersFile(f *testing.F) {
+	f.Add("u1", "10.0.0.1:80", "u2", "[fd00::1]:80")
+	f.Fuzz(func(t *testing.T, uid1, addr1, uid2, addr2 string) {
+		backends := []Backend{{Backend: "a", Owned: true, Lines: []string{"balance random"}, ServerOptions: "check"}, {Backend: "b", Owned: true}}
+		w := wanted{"a": {}, "b": {}}
+		for _, x := range [][3]string{{"a", uid1, addr1}, {"b", uid2, addr2}, {"b", uid1, addr2}} {
+			addr, err := netip.ParseAddrPort(x[2])
+			if err != nil {
+				return
+			}
+			name, err := serverName(health.Target{UID: health.UID(x[1]), Addr: addr})
+			if err != nil {
+				return
+			}
+			w[x[0]][name] = true
+		}
+		back, err := parseFile(render(backends, w))
+		if diff := cmp.Diff(w, back); diff != "" || err != nil {
+			t.Errorf("%v\n%s", err, diff)
+		}
+	})
+}

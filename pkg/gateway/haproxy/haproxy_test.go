@@ -1,0 +1,269 @@
+package haproxy
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/lameduck-io/lameduck/pkg/gateway"
+	"github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest"
+)
+
+var _ gateway.Gateway = (*Gateway)(nil)
+
+// proxy is one real HAProxy in master-worker mode with files of its own.
+type proxy struct {
+	t      testing.TB
+	path   string
+	dir    string
+	port   int
+	socket string
+	cfg    Config
+
+	cmd    *exec.Cmd
+	out    *syncBuffer
+	exited chan struct{}
+}
+
+type syncBuffer struct {
+	mu sync.Mutex
+	b  bytes.Buffer
+}
+
+func (s *syncBuffer) Write(p []byte) (int, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.b.Write(p)
+}
+
+func (s *syncBuffer) String() string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.b.String()
+}
+
+// newProxy writes the people's file, with extra sections, and does not start HAProxy.
+func newProxy(t testing.TB, userFile string, backends ...Backend) *proxy {
+	t.Helper()
+	path := gatewaytest.LookPath(t, "haproxy")
+	dir, err := os.MkdirTemp("", "ld") // t.TempDir is too long for a unix socket's address
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { os.RemoveAll(dir) })
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	port := l.Addr().(*net.TCPAddr).Port
+	l.Close()
+	p := &proxy{t: t, path: path, dir: dir, port: port, socket: filepath.Join(dir, "m.sock")}
+	p.cfg = Config{Socket: p.socket, ServersFile: filepath.Join(dir, "servers.cfg"), Backends: backends}
+	p.write("user.cfg", strings.ReplaceAll(userFile, "%PORT%", fmt.Sprint(port)))
+	return p
+}
+
+func (p *proxy) write(name, content string) {
+	p.t.Helper()
+	if err := os.WriteFile(filepath.Join(p.dir, name), []byte(content), 0o644); err != nil {
+		p.t.Fatal(err)
+	}
+}
+
+func (p *proxy) gateway() *Gateway {
+	p.t.Helper()
+	g, err := New(p.cfg)
+	if err != nil {
+		p.t.Fatal(err)
+	}
+	return g
+}
+
+func (p *proxy) start() { p.t.Helper(); p.startWith(p.socket) }
+
+// startWith starts HAProxy with a master socket that may have more words after its path.
+func (p *proxy) startWith(socket string) {
+	p.t.Helper()
+	args := []string{"-W", "-S", socket, "-f", filepath.Join(p.dir, "user.cfg")}
+	if slices.ContainsFunc(p.cfg.Backends, func(b Backend) bool { return b.Owned }) {
+		args = append(args, "-f", p.cfg.ServersFile)
+	}
+	p.cmd = exec.Command(p.path, args...)
+	p.out = &syncBuffer{}
+	p.cmd.Stdout, p.cmd.Stderr = p.out, p.out
+	p.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
+	if err := p.cmd.Start(); err != nil {
+		p.t.Fatal(err)
+	}
+	cmd, exited := p.cmd, make(chan struct{})
+	p.exited = exited
+	go func() {
+		cmd.Wait()
+		close(exited)
+	}()
+	p.t.Cleanup(func() { p.end(cmd, exited) })
+	p.until("it listens", func() bool {
+		w, err := p.workers()
+		if err != nil || !w.current() {
+			return false
+		}
+		c, err := net.Dial("tcp", fmt.Sprintf("127.0.0.1:%d", p.port))
+		if err != nil {
+			return false
+		}
+		c.Close()
+		return true
+	})
+}
+
+// end kills the master and its workers, which share a process group of their own.
+func (p *proxy) end(cmd *exec.Cmd, exited chan struct{}) {
+	syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL)
+	<-exited
+	if p.t.Failed() && testing.Verbose() {
+		p.t.Logf("haproxy wrote:\n%s", p.out)
+	}
+}
+
+func (p *proxy) signal(sig syscall.Signal) {
+	p.t.Helper()
+	if err := syscall.Kill(-p.cmd.Process.Pid, sig); err != nil {
+		p.t.Fatal(err)
+	}
+}
+
+func (p *proxy) until(what string, ok func() bool) {
+	p.t.Helper()
+	for end := time.Now().Add(10 * time.Second); !ok(); {
+		select {
+		case <-p.exited:
+			p.t.Fatalf("haproxy ended while waiting until %s:\n%s", what, p.out)
+		case <-time.After(5 * time.Millisecond):
+		}
+		if time.Now().After(end) {
+			p.t.Fatalf("not within 10 s: %s\n%s", what, p.out)
+		}
+	}
+}
+
+// ask sends one command as the gateway would.
+func (p *proxy) ask(pid int, command string) string {
+	p.t.Helper()
+	c := cli{path: p.socket, timeout: 5 * time.Second}
+	answer, err := c.do(context.Background(), pid, command)
+	if err != nil {
+		p.t.Fatalf("%s: %v", command, err)
+	}
+	return answer
+}
+
+func (p *proxy) workers() (processes, error) {
+	c := cli{path: p.socket, timeout: time.Second}
+	answer, err := c.table(context.Background(), 0, "show proc", procBegin)
+	if err != nil {
+		return processes{}, err
+	}
+	return parseProcesses(answer)
+}
+
+func (p *proxy) worker() int {
+	p.t.Helper()
+	w, err := p.workers()
+	if err != nil {
+		p.t.Fatal(err)
+	}
+	for _, w := range w.Workers {
+		if !w.Old {
+			return w.PID
+		}
+	}
+	p.t.Fatal("no worker")
+	return 0
+}
+
+func (p *proxy) reload() {
+	p.t.Helper()
+	before := p.worker()
+	if err := syscall.Kill(p.cmd.Process.Pid, syscall.SIGUSR2); err != nil {
+		p.t.Fatal(err)
+	}
+	p.until("a new worker has replaced the old one", func() bool {
+		w, err := p.workers()
+		if err != nil || strings.Contains(p.out.String(), "Loading failure") {
+			return false
+		}
+		fresh, stopped := false, true
+		for _, w := range w.Workers {
+			fresh = fresh || !w.Old && w.PID != before
+			if w.PID == before {
+				c := cli{path: p.socket, timeout: time.Second}
+				answer, err := c.table(context.Background(), before, "show info", infoBegin)
+				in, _ := parseInfo(answer)
+				stopped = err != nil || in.Stopping
+			}
+		}
+		return fresh && stopped
+	})
+}
+
+func (p *proxy) restart() {
+	p.end(p.cmd, p.exited)
+	p.start()
+}
+
+func (p *proxy) url(pool, path string) string {
+	return fmt.Sprintf("http://127.0.0.1:%d%s?pool=%s", p.port, path, pool)
+}
+
+const userFile = `
+defaults
+    mode http
+    timeout connect 2s
+    timeout client 30s
+    timeout server 30s
+frontend web
+    bind 127.0.0.1:%PORT%
+    use_backend people if { url_param(pool) static }
+    default_backend agent
+`
+
+func harness(t *testing.T, b Backend) *gatewaytest.Harness {
+	static := []*gatewaytest.Backend{gatewaytest.StartBackend(t, "127.0.0.2"), gatewaytest.StartBackend(t, "127.0.0.3")}
+	user := userFile + "backend people\n"
+	for i, s := range static {
+		user += fmt.Sprintf("    server s%d %s\n", i, s.Addr)
+	}
+	p := newProxy(t, user, b, Backend{Pool: "static", Backend: "people"})
+	g := p.gateway()
+	p.start()
+	return &gatewaytest.Harness{
+		Gateway:        g,
+		Open:           func(testing.TB) gateway.Gateway { return p.gateway() },
+		Owned:          "owned",
+		Static:         "static",
+		StaticBackends: static,
+		NewClient:      func(testing.TB) gatewaytest.Client { return gatewaytest.NewHTTPClient(p.url) },
+		Reload:         func(testing.TB) { p.reload() },
+		Restart:        func(testing.TB) { p.restart() },
+		Freeze:         func(testing.TB) { p.signal(syscall.SIGSTOP) },
+		Thaw:           func(testing.TB) { p.signal(syscall.SIGCONT) },
+		Kill:           func(testing.TB) { p.end(p.cmd, p.exited) },
+		GoneWithin:     15 * time.Second,
+	}
+}
+
+func TestContract(t *testing.T) {
+	gatewaytest.Run(t, func(t *testing.T) *gatewaytest.Harness {
+		return harness(t, Backend{Pool: "owned", Backend: "agent", Owned: true, Lines: []string{"balance roundrobin"}})
+	})
+}

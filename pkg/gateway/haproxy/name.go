@@ -1,0 +1,73 @@
+package haproxy
+
+import (
+	"fmt"
+	"net/netip"
+	"strconv"
+	"strings"
+
+	"github.com/lameduck-io/lameduck/pkg/health"
+)
+
+const namePrefix = "ld-"
+
+// maxUID bounds a UID in a server's name. Kubernetes' are 36 characters; static pods' are 32 hexadecimal digits.
+const maxUID = 128
+
+// serverName writes a target as the name of a server: ld-<uid>-<ip>-<port>. HAProxy allows letters, digits and . : _ - in
+// names (invalid_char in its src/tools.c) and sets no limit on their length.
+func serverName(t health.Target) (string, error) {
+	if len(t.UID) == 0 || len(t.UID) > maxUID || !nameChars(string(t.UID)) {
+		return "", fmt.Errorf("pod UID %q: want 1 to %d letters, digits and . : _ -", t.UID, maxUID)
+	}
+	a := t.Addr
+	if !a.IsValid() || a.Port() == 0 || a.Addr().IsUnspecified() {
+		return "", fmt.Errorf("address %q: want an IP address and a port", a)
+	}
+	if a.Addr().Zone() != "" {
+		return "", fmt.Errorf("address %q: HAProxy knows no zones", a)
+	}
+	return namePrefix + string(t.UID) + "-" + a.Addr().String() + "-" + strconv.Itoa(int(a.Port())), nil
+}
+
+// parseName is the inverse of serverName. It reports false for every name that serverName does not write.
+func parseName(name string) (health.Target, bool) {
+	rest, ok := strings.CutPrefix(name, namePrefix)
+	if !ok {
+		return health.Target{}, false
+	}
+	i := strings.LastIndexByte(rest, '-')
+	if i < 0 {
+		return health.Target{}, false
+	}
+	port, err := strconv.ParseUint(rest[i+1:], 10, 16)
+	if err != nil {
+		return health.Target{}, false
+	}
+	rest = rest[:i]
+	if i = strings.LastIndexByte(rest, '-'); i < 0 {
+		return health.Target{}, false
+	}
+	addr, err := netip.ParseAddr(rest[i+1:])
+	if err != nil {
+		return health.Target{}, false
+	}
+	t := health.Target{UID: health.UID(rest[:i]), Addr: netip.AddrPortFrom(addr, uint16(port))}
+	if again, err := serverName(t); err != nil || again != name {
+		return health.Target{}, false
+	}
+	return t, true
+}
+
+func nameChars(s string) bool {
+	if s == "" {
+		return false
+	}
+	for i := range len(s) {
+		c := s[i]
+		if !(c >= 'a' && c <= 'z' || c >= 'A' && c <= 'Z' || c >= '0' && c <= '9' || strings.IndexByte(".:_-", c) >= 0) {
+			return false
+		}
+	}
+	return true
+}

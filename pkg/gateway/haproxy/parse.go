@@ -1,0 +1,371 @@
+package haproxy
+
+import (
+	"encoding/csv"
+	"fmt"
+	"net/netip"
+	"slices"
+	"strconv"
+	"strings"
+)
+
+// Administrative states of a server, srv_admin_state of "show servers state" (HAProxy's include/haproxy/server-t.h).
+const (
+	adminForcedMaint    = 0x01 // "set server state maint", or disabled in the configuration
+	adminInheritedMaint = 0x02 // the server it tracks is in maintenance
+	adminForcedDrain    = 0x08
+	adminInheritedDrain = 0x10
+	adminResolveMaint   = 0x20 // its name has no address
+
+	// adminNoBalance: the balancer does not choose the server.
+	adminNoBalance = adminForcedMaint | adminInheritedMaint | adminForcedDrain | adminInheritedDrain | adminResolveMaint
+)
+
+// process is one line of "show proc".
+type process struct {
+	PID     int
+	Old     bool
+	Reloads int
+}
+
+// processes is the answer to "show proc" without the times, which change by themselves.
+type processes struct {
+	Master  int
+	Reloads string // "4 [failed: 1]"
+	Workers []process
+}
+
+const (
+	procBegin  = "#<PID>"
+	stateBegin = "1\n# be_id be_name"
+	statBegin  = "# pxname,svname,"
+	infoBegin  = "Name: HAProxy"
+	sessBegin  = "0x"
+)
+
+func parseProcesses(s string) (processes, error) {
+	var p processes
+	section := ""
+	for i, line := range strings.Split(strings.TrimRight(s, "\n"), "\n") {
+		if i == 0 {
+			if !strings.HasPrefix(line, procBegin) {
+				return p, fmt.Errorf("first line is %q", line)
+			}
+			continue
+		}
+		if strings.HasPrefix(line, "#") {
+			section = strings.TrimSpace(strings.TrimPrefix(line, "#"))
+			continue
+		}
+		f := strings.Fields(line)
+		if len(f) == 0 {
+			continue
+		}
+		if len(f) < 3 {
+			return p, fmt.Errorf("line %d: %q", i+1, line)
+		}
+		pid, err := strconv.Atoi(f[0])
+		if err != nil || pid <= 0 {
+			return p, fmt.Errorf("line %d: pid %q", i+1, f[0])
+		}
+		switch f[1] {
+		case "master":
+			if p.Master != 0 {
+				return p, fmt.Errorf("line %d: a second master", i+1)
+			}
+			p.Master = pid
+			p.Reloads = f[2]
+			if a, b, ok := strings.Cut(line, "["); ok {
+				if failed, _, ok := strings.Cut(b, "]"); ok {
+					_ = a
+					p.Reloads += " [" + failed + "]"
+				}
+			}
+		case "worker":
+			n, err := strconv.Atoi(f[2])
+			if err != nil {
+				return p, fmt.Errorf("line %d: reloads %q", i+1, f[2])
+			}
+			p.Workers = append(p.Workers, process{PID: pid, Old: section == "old workers", Reloads: n})
+		}
+	}
+	if p.Master == 0 {
+		return p, fmt.Errorf("no master")
+	}
+	return p, nil
+}
+
+func (p processes) String() string {
+	var b strings.Builder
+	fmt.Fprintf(&b, "%d/%s", p.Master, p.Reloads)
+	for _, w := range p.Workers {
+		fmt.Fprintf(&b, " %d", w.PID)
+		if w.Old {
+			b.WriteString("-old")
+		}
+	}
+	return b.String()
+}
+
+// server is one line of "show servers state".
+type server struct {
+	Backend int // the number of its backend
+	ID      int
+	Name    string
+	Addr    netip.AddrPort // zero if the server has no address yet, or is no IP server
+	Admin   int
+}
+
+func (s *server) takenOut() bool { return s.Admin&adminForcedMaint != 0 }
+func (s *server) balanced() bool { return s.Admin&adminNoBalance == 0 }
+
+// parseState reads "show servers state <backend>". Columns are found by their names.
+func parseState(s, backend string) ([]server, error) {
+	lines := strings.Split(strings.TrimRight(s, "\n"), "\n")
+	if len(lines) < 2 || lines[0] != "1" || !strings.HasPrefix(lines[1], "# ") {
+		return nil, fmt.Errorf("no header of version 1 in %q", shorten(s))
+	}
+	cols := strings.Fields(lines[1][2:])
+	index := func(name string) int {
+		for i, c := range cols {
+			if c == name {
+				return i
+			}
+		}
+		return -1
+	}
+	beID, be, id, name, addr, admin, port := index("be_id"), index("be_name"), index("srv_id"), index("srv_name"), index("srv_addr"), index("srv_admin_state"), index("srv_port")
+	for _, i := range []int{beID, be, id, name, addr, admin, port} {
+		if i < 0 {
+			return nil, fmt.Errorf("a column is missing in %q", lines[1])
+		}
+	}
+	var out []server
+	for n, line := range lines[2:] {
+		f := strings.Fields(line)
+		if len(f) != len(cols) {
+			return nil, fmt.Errorf("line %d has %d columns of %d: %q", n+3, len(f), len(cols), line)
+		}
+		if f[be] != backend {
+			return nil, fmt.Errorf("line %d is of backend %q, not %q", n+3, f[be], backend)
+		}
+		srv := server{Name: f[name]}
+		var err error
+		if srv.Backend, err = strconv.Atoi(f[beID]); err != nil {
+			return nil, fmt.Errorf("line %d: be_id %q", n+3, f[beID])
+		}
+		if srv.ID, err = strconv.Atoi(f[id]); err != nil {
+			return nil, fmt.Errorf("line %d: srv_id %q", n+3, f[id])
+		}
+		if srv.Admin, err = strconv.Atoi(f[admin]); err != nil {
+			return nil, fmt.Errorf("line %d: srv_admin_state %q", n+3, f[admin])
+		}
+		p, err := strconv.ParseUint(f[port], 10, 16)
+		if err != nil {
+			return nil, fmt.Errorf("line %d: srv_port %q", n+3, f[port])
+		}
+		// "-" before the name is resolved, a path for a unix socket.
+		if a, err := netip.ParseAddr(f[addr]); err == nil {
+			srv.Addr = netip.AddrPortFrom(a, uint16(p))
+		}
+		out = append(out, srv)
+	}
+	return out, nil
+}
+
+// traffic is what one line of "show stat" says of one server.
+type traffic struct {
+	Current  int   // scur: assigned and connecting, or connected
+	Queued   int   // qcur: waiting for this server
+	QueueMax int   // qmax
+	Retries  int64 // wretr
+}
+
+// uncertain says that counts of zero may hide a request: one that waits a second before it tries the same server again, or one
+// that was just given a place from the queue. The list of streams has both.
+func (t traffic) uncertain() bool {
+	return t.Current+t.Queued == 0 && (t.Retries > 0 || t.QueueMax > 0)
+}
+
+// parseStat reads "show stat <backend> 4 -1", by server name.
+func parseStat(s, backend string) (map[string]traffic, error) {
+	r := csv.NewReader(strings.NewReader(strings.TrimPrefix(s, "# ")))
+	r.FieldsPerRecord = -1
+	rows, err := r.ReadAll()
+	if err != nil {
+		return nil, err
+	}
+	if len(rows) == 0 {
+		return nil, fmt.Errorf("no header")
+	}
+	index := map[string]int{}
+	for i, c := range rows[0] {
+		if c != "" {
+			index[c] = i
+		}
+	}
+	cols := make([]int, 0, 6)
+	for _, name := range []string{"pxname", "svname", "qcur", "qmax", "scur", "wretr"} {
+		i, ok := index[name]
+		if !ok {
+			return nil, fmt.Errorf("no column %s", name)
+		}
+		cols = append(cols, i)
+	}
+	out := make(map[string]traffic, len(rows)-1)
+	for n, row := range rows[1:] {
+		get := func(i int) string {
+			if cols[i] < len(row) {
+				return row[cols[i]]
+			}
+			return ""
+		}
+		num := func(i int) int64 {
+			v, e := strconv.ParseInt(get(i), 10, 64)
+			if e != nil || v < 0 {
+				err = fmt.Errorf("line %d: column %s is %q", n+2, rows[0][cols[i]], get(i))
+			}
+			return v
+		}
+		if get(0) != backend {
+			return nil, fmt.Errorf("line %d is of proxy %q, not %q", n+2, get(0), backend)
+		}
+		t := traffic{Queued: int(num(2)), QueueMax: int(num(3)), Current: int(num(4)), Retries: num(5)}
+		if err != nil {
+			return nil, err
+		}
+		if _, ok := out[get(1)]; ok {
+			return nil, fmt.Errorf("line %d: server %q for the second time", n+2, get(1))
+		}
+		out[get(1)] = t
+	}
+	return out, nil
+}
+
+// info is what is used of "show info".
+type info struct {
+	PID      int
+	Start    string // Start_time_sec: tells two processes with one pid apart
+	Stopping bool
+	Clients  int // CurrConns: client connections, idle ones included
+}
+
+func parseInfo(s string) (info, error) {
+	var in info
+	seen := map[string]bool{}
+	for line := range strings.Lines(s) {
+		k, v, ok := strings.Cut(strings.TrimSpace(line), ":")
+		if !ok {
+			continue
+		}
+		v = strings.TrimSpace(v)
+		var err error
+		switch k {
+		case "Pid":
+			in.PID, err = strconv.Atoi(v)
+		case "Start_time_sec":
+			in.Start = v
+		case "Stopping":
+			in.Stopping = v != "0"
+		case "CurrConns":
+			in.Clients, err = strconv.Atoi(v)
+		default:
+			continue
+		}
+		if err != nil || v == "" {
+			return in, fmt.Errorf("%s is %q", k, v)
+		}
+		if seen[k] {
+			return in, fmt.Errorf("%s for the second time", k)
+		}
+		seen[k] = true
+	}
+	for _, k := range []string{"Pid", "Stopping", "CurrConns"} {
+		if !seen[k] {
+			return in, fmt.Errorf("no line %s", k)
+		}
+	}
+	return in, nil
+}
+
+// unattributed is the key of parseStreams for streams whose server the list does not tell.
+const unattributed = "?"
+
+// parseStreams counts the streams of "show sess" by server, as backend/server. HAProxy leaves out backend and server where the
+// client has neither an IP nor a unix address; these are counted as unattributed.
+func parseStreams(s string) (map[string]int, error) {
+	out := map[string]int{}
+	for line := range strings.Lines(s) {
+		line = strings.TrimSpace(line)
+		if line == "" {
+			continue
+		}
+		if !strings.HasPrefix(line, sessBegin) {
+			return nil, fmt.Errorf("line %q", shorten(line))
+		}
+		var be, srv string
+		for _, f := range strings.Fields(line) {
+			if v, ok := strings.CutPrefix(f, "be="); ok {
+				be = v
+			} else if v, ok := strings.CutPrefix(f, "srv="); ok {
+				srv = v
+				break
+			}
+		}
+		if be == "" || srv == "" {
+			out[unattributed]++
+		} else {
+			out[be+"/"+srv]++
+		}
+	}
+	return out, nil
+}
+
+// parseTunnels counts in "show sess all" the client connections that can bring no further request, whatever the client sends:
+// those that are connected through, in TCP mode or after a 101, without a multiplexer that could begin another.
+func parseTunnels(s string) (int, error) {
+	n := 0
+	var tcp, upgraded, through bool
+	end, mux := "", ""
+	finish := func() {
+		if through && (tcp && mux == "PASS" || upgraded && mux == "H1") {
+			n++
+		}
+		tcp, upgraded, through, end, mux = false, false, false, "", ""
+	}
+	for line := range strings.Lines(s) {
+		if strings.HasPrefix(line, sessBegin) {
+			finish()
+			continue
+		}
+		f := strings.Fields(line)
+		if len(f) == 0 {
+			continue
+		}
+		if line[0] != ' ' {
+			return 0, fmt.Errorf("line %q", shorten(line))
+		}
+		switch name, _, _ := strings.Cut(f[0], "="); name {
+		case "frontend":
+			// The frontend of this very command, GLOBAL, is not among the clients that "show info" counts.
+			tcp = strings.Contains(line, " mode=tcp)") && f[0] != "frontend=GLOBAL"
+		case "txn":
+			upgraded = slices.Contains(f, "status=101") && slices.Contains(f, "rsp.st=MSG_TUNNEL")
+		case "scf", "scb":
+			end = name
+			if end == "scb" {
+				through = slices.Contains(f, "state=EST")
+			}
+		case "co0":
+			if end == "scf" {
+				for _, w := range f {
+					if v, ok := strings.CutPrefix(w, "mux="); ok {
+						mux = v
+					}
+				}
+			}
+		}
+	}
+	finish()
+	return n, nil
+}

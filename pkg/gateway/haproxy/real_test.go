@@ -1,0 +1,728 @@
+package haproxy
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"net"
+	"net/http"
+	"net/netip"
+	"path/filepath"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/google/go-cmp/cmp/cmpopts"
+
+	"github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest"
+	"github.com/lameduck-io/lameduck/pkg/health"
+)
+
+func apply(t *testing.T, g *Gateway, ops ...health.Op) {
+	t.Helper()
+	if err := g.Apply(t.Context(), ops); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func see(t *testing.T, g *Gateway, k health.Key) health.Seen {
+	t.Helper()
+	o, err := g.Observe(t.Context(), []health.Key{k})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return o.Seen[k]
+}
+
+// The contract once more with every server option that changes how HAProxy treats servers added at run time.
+func TestContractWithChecks(t *testing.T) {
+	if testing.Short() {
+		t.Skip("a second run of the contract")
+	}
+	gatewaytest.Run(t, func(t *testing.T) *gatewaytest.Harness {
+		return harness(t, Backend{Pool: "owned", Backend: "agent", Owned: true,
+			Lines:         []string{"balance leastconn", "option redispatch", "http-reuse always"},
+			ServerOptions: "check inter 200ms maxconn 100 pool-purge-delay 500ms",
+		})
+	})
+}
+
+// HAProxy no longer counts a request for a server while it waits to try the same server once more, up to a second, and it
+// does so although the server has been put into maintenance. The counts alone would say that the target is idle.
+func TestRetryingRequestIsActive(t *testing.T) {
+	t.Parallel()
+	p := newProxy(t, strings.Replace(userFile, "mode http\n", "mode http\n    retries 4\n", 1)+"backend people\n    server s0 127.0.0.2:9\n",
+		Backend{Pool: "owned", Backend: "agent", Owned: true, Lines: []string{"balance roundrobin"}})
+	g := p.gateway()
+	p.start()
+	// A port that nobody listens on.
+	l, err := net.Listen("tcp", "127.0.0.9:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	addr := l.Addr().String()
+	l.Close()
+	op := routed("owned", "u", addr)
+	apply(t, g, op)
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		if resp, err := http.Get(p.url("owned", "/")); err == nil {
+			resp.Body.Close()
+		}
+	}()
+	ended := func(within time.Duration) bool {
+		select {
+		case <-done:
+			return true
+		case <-time.After(within):
+			return false
+		}
+	}
+	p.until("the request is there", func() bool { return see(t, g, op.Key).Active == 1 })
+	apply(t, g, removed("owned", "u", addr))
+	n, hidden := 0, 0
+	for !ended(0) {
+		got := see(t, g, op.Key)
+		x, err := g.state(t.Context(), p.worker(), "agent")
+		if err != nil {
+			t.Fatal(err)
+		}
+		counts, err := g.stat(t.Context(), p.worker(), "agent", x.id)
+		if err != nil {
+			t.Fatal(err)
+		}
+		// The answer may be on its way to the client.
+		if got.Active == 0 && !ended(100*time.Millisecond) {
+			t.Fatalf("after %d readings a request that tries again is not counted: %+v", n, got)
+		}
+		for _, c := range counts {
+			if c.Current+c.Queued == 0 {
+				hidden++
+			}
+		}
+		n++
+	}
+	t.Logf("%d of %d readings of scur+qcur were zero while the request was waiting to try again", hidden, n)
+	if hidden == 0 {
+		t.Error("scur and qcur never were zero: this HAProxy counts requests that wait; the list of streams is not needed")
+	}
+}
+
+// An old worker cannot be changed. What it can still be brought decides whether a target is routed there.
+func TestOldWorker(t *testing.T) {
+	t.Parallel()
+	target := startRaw(t, "127.0.0.21")
+	tcp := filepath.Join(shortDir(t), "tcp.sock")
+	p := newProxy(t, userFile+`
+frontend tcp
+    mode tcp
+    bind `+tcp+`
+    default_backend raw
+backend raw
+    mode tcp
+    server s0 `+target.String()+`
+backend people
+    server s0 127.0.0.2:9
+`, Backend{Pool: "owned", Backend: "agent", Owned: true, Lines: []string{"balance roundrobin"}})
+	g := p.gateway()
+	p.start()
+	op, out := routed("owned", "u", target.String()), removed("owned", "u", target.String())
+	apply(t, g, op)
+
+	dial := func() net.Conn {
+		t.Helper()
+		c, err := net.Dial("tcp", fmt.Sprintf("127.0.0.1:%d", p.port))
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { c.Close() })
+		c.SetDeadline(time.Now().Add(20 * time.Second))
+		return c
+	}
+	// A connection with half a request: it will be routed when the other half comes.
+	half := dial()
+	io.WriteString(half, "GET / HTTP/1.1\r\nHo")
+	// A tunnel: it will never bring another request.
+	tunnel := dial()
+	io.WriteString(tunnel, "GET /ws HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: raw\r\n\r\n")
+	if line, err := bufio.NewReader(tunnel).ReadString('\n'); err != nil || !strings.Contains(line, "101") {
+		t.Fatalf("%q, %v", line, err)
+	}
+	// So is a connection in TCP mode, which ends with its server's.
+	through, err := net.Dial("unix", tcp)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer through.Close()
+	through.SetDeadline(time.Now().Add(20 * time.Second))
+	io.WriteString(through, "GET /ws HTTP/1.1\r\nHost: a\r\n\r\n")
+	if line, err := bufio.NewReader(through).ReadString('\n'); err != nil || !strings.Contains(line, "101") {
+		t.Fatalf("%q, %v", line, err)
+	}
+	p.until("all are there", func() bool {
+		in, err := g.info(t.Context(), p.worker())
+		return err == nil && in.Clients == 3
+	})
+	p.reload()
+
+	err = g.Apply(t.Context(), []health.Op{out})
+	if !errors.Is(err, KindStopping) {
+		t.Errorf("removing from an old worker with a half-sent request: %v", err)
+	}
+	if got := see(t, g, op.Key); !got.Routed || got.Active != 1 {
+		t.Errorf("with a half-sent request in the old worker it is seen as %+v", got)
+	}
+	// And rightly so.
+	io.WriteString(half, "st: a\r\n\r\n")
+	resp, err := http.ReadResponse(bufio.NewReader(half), nil)
+	if err != nil || resp.StatusCode != 200 || resp.Header.Get("X-Raw") != target.String() {
+		t.Fatalf("%v, %v: the old worker did not route to the removed target; it is better than is believed of it", resp, err)
+	}
+	half.Close()
+	p.until("only tunnels are left, one of them active here, which bring nothing new", func() bool {
+		return see(t, g, op.Key) == health.Seen{Present: true, Missing: true, Active: 1}
+	})
+	if err := g.Apply(t.Context(), []health.Op{out}); err != nil {
+		t.Errorf("removing from an old worker with tunnels only: %v", err)
+	}
+	tunnel.Close()
+	p.until("nothing runs any more", func() bool { return see(t, g, op.Key) == health.Seen{Present: true, Missing: true} })
+}
+
+// startRaw serves HTTP, and goes on with 101 if asked, never closing by itself.
+func startRaw(t *testing.T, ip string) netip.AddrPort {
+	l, err := net.Listen("tcp", ip+":0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	addr := netip.MustParseAddrPort(l.Addr().String())
+	var wg sync.WaitGroup
+	ctx, cancel := context.WithCancel(context.Background())
+	t.Cleanup(func() {
+		cancel()
+		l.Close()
+		wg.Wait()
+	})
+	wg.Go(func() {
+		for {
+			c, err := l.Accept()
+			if err != nil {
+				return
+			}
+			wg.Go(func() {
+				defer c.Close()
+				defer context.AfterFunc(ctx, func() { c.Close() })()
+				r := bufio.NewReader(c)
+				for {
+					req, err := http.ReadRequest(r)
+					if err != nil {
+						return
+					}
+					if req.URL.Path == "/ws" {
+						io.WriteString(c, "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: raw\r\n\r\n")
+						io.Copy(io.Discard, r)
+						return
+					}
+					fmt.Fprintf(c, "HTTP/1.1 200 OK\r\nContent-Length: 0\r\nX-Raw: %s\r\n\r\n", addr)
+				}
+			})
+		}
+	})
+	return addr
+}
+
+// Only maintenance that was asked for takes a target out. Everything else can end by itself.
+func TestStatesOfServers(t *testing.T) {
+	t.Parallel()
+	p := newProxy(t, strings.Replace(userFile, "default_backend agent", "default_backend other", 1)+`
+backend people
+    balance roundrobin
+    server up 127.0.0.2:9
+    server down 127.0.0.3:9 check inter 20ms fall 1
+    server off 127.0.0.4:9 disabled
+    server tracks 127.0.0.5:9 track other/boss
+    server drained 127.0.0.6:9
+    server twice-a 127.0.0.7:9
+    server twice-b 127.0.0.7:9
+    server port 127.0.0.2:10
+backend other
+    server boss 127.0.0.8:9 check inter 10s disabled
+`, Backend{Pool: "static", Backend: "people"})
+	g := p.gateway()
+	p.start()
+	w := p.worker()
+	p.ask(w, "set server people/drained state drain")
+	p.ask(w, "set server people/twice-a state maint")
+	p.until("the check has failed", func() bool {
+		return strings.Contains(p.ask(w, "show stat people 4 -1"), "DOWN")
+	})
+	k := func(addr string) health.Key { return key("static", "u", addr) }
+	for _, c := range []struct {
+		what, addr string
+		want       health.Seen
+	}{
+		{"up", "127.0.0.2:9", health.Seen{Present: true, Routed: true}},
+		{"another port", "127.0.0.2:10", health.Seen{Present: true, Routed: true}},
+		{"down by its check: comes back by itself", "127.0.0.3:9", health.Seen{Present: true, Routed: true}},
+		{"disabled in the configuration", "127.0.0.4:9", health.Seen{Missing: true}},
+		{"maintenance inherited by track: comes back with the other server", "127.0.0.5:9", health.Seen{Present: true, Routed: true, Missing: true}},
+		{"drain: still serves cookies", "127.0.0.6:9", health.Seen{Present: true, Routed: true, Missing: true}},
+		{"two servers at the address, one in maintenance", "127.0.0.7:9", health.Seen{Present: true, Routed: true}},
+		{"no server", "127.0.0.99:9", health.Seen{Missing: true}},
+	} {
+		if diff := cmp.Diff(c.want, see(t, g, k(c.addr))); diff != "" {
+			t.Errorf("%s:\n%s", c.what, diff)
+		}
+		if c.addr == "127.0.0.99:9" {
+			continue
+		}
+		apply(t, g, health.Op{Key: k(c.addr), Want: health.WantGone})
+		if got := see(t, g, k(c.addr)); got.Routed || got.Present || !got.Missing {
+			t.Errorf("%s: after gone it is seen as %+v", c.what, got)
+		}
+		apply(t, g, health.Op{Key: k(c.addr), Want: health.WantRouted})
+		if got := see(t, g, k(c.addr)); !got.Routed {
+			t.Errorf("%s: after routed it is seen as %+v", c.what, got)
+		}
+	}
+}
+
+// People may have added a server at a target's address to an owned backend, at run time. A removal means it too.
+func TestForeignServerInOwnedBackend(t *testing.T) {
+	t.Parallel()
+	target := gatewaytest.StartBackend(t, "127.0.0.31")
+	p := newProxy(t, userFile+"backend people\n    server s0 127.0.0.2:9\n", Backend{Pool: "owned", Backend: "agent", Owned: true, Lines: []string{"balance roundrobin"}})
+	g := p.gateway()
+	p.start()
+	w := p.worker()
+	p.ask(w, "add server agent/by-hand "+target.Addr.String())
+	p.ask(w, "set server agent/by-hand state ready")
+	a := target.Addr.String()
+	apply(t, g, routed("owned", "u", a), removed("owned", "u", a))
+	if got := see(t, g, key("owned", "u", a)); got.Routed || !got.Present {
+		t.Errorf("seen as %+v", got)
+	}
+	if got := p.ask(w, "show servers state agent"); strings.Count(got, " 0 1 1 1 ") != 2 {
+		t.Errorf("not both are in maintenance:\n%s", got)
+	}
+	list, err := g.Owned(t.Context())
+	if diff := cmp.Diff([]string{"owned/" + a + "@u"}, keyStrings(list)); diff != "" || err != nil {
+		t.Errorf("owned: %v\n%s", err, diff)
+	}
+	// Somebody gave our server another address: it must not be routed as the target it is not.
+	p.ask(w, "set server agent/ld-u-127.0.0.31-"+fmt.Sprint(target.Addr.Port())+" addr 127.0.0.32 port 1")
+	if err := g.Apply(t.Context(), []health.Op{routed("owned", "u", a)}); !errors.Is(err, KindConflict) {
+		t.Errorf("routing a server with another address: %v", err)
+	}
+}
+
+func keyStrings(list []health.Key) []string {
+	var s []string
+	for _, k := range list {
+		s = append(s, k.String())
+	}
+	return s
+}
+
+// "option persist", which people may have in their defaults, would send clients with an entry in the stick table to a server in
+// maintenance.
+func TestPersistenceDoesNotReachRemoved(t *testing.T) {
+	t.Parallel()
+	a, b := gatewaytest.StartBackend(t, "127.0.0.41"), gatewaytest.StartBackend(t, "127.0.0.42")
+	p := newProxy(t, strings.Replace(userFile, "mode http\n", "mode http\n    option persist\n", 1)+"backend people\n    server s0 127.0.0.2:9\n",
+		Backend{Pool: "owned", Backend: "agent", Owned: true, Lines: []string{"balance roundrobin", "stick-table type ip size 1k", "stick on src"}})
+	g := p.gateway()
+	p.start()
+	apply(t, g, routed("owned", "a", a.Addr.String()), routed("owned", "b", b.Addr.String()))
+	get := func(phase int) netip.AddrPort {
+		t.Helper()
+		c := gatewaytest.NewHTTPClient(p.url)
+		defer c.Close()
+		addr, err := c.Get(t.Context(), "owned", "/", phase)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return addr
+	}
+	first := get(0)
+	for range 5 {
+		if got := get(0); got != first {
+			t.Fatalf("clients do not stick: %s, then %s", first, got)
+		}
+	}
+	uid := "a"
+	if first == b.Addr {
+		uid = "b"
+	}
+	apply(t, g, removed("owned", uid, first.String()))
+	for range 5 {
+		if got := get(1); got == first {
+			t.Fatal("the removed target answered a client that sticks to it")
+		}
+	}
+}
+
+// Each command of a batch is carried out by HAProxy, and its answer lost, in turn. To repeat the batch is always safe and ends.
+func TestLostAnswers(t *testing.T) {
+	t.Parallel()
+	p := newProxy(t, userFile+"backend people\n    server s0 127.0.0.2:9\n",
+		Backend{Pool: "owned", Backend: "agent", Owned: true, Lines: []string{"balance roundrobin"}, ServerOptions: "check inter 10s"},
+		Backend{Pool: "static", Backend: "people"})
+	p.gateway()
+	p.start()
+	var count atomic.Int64
+	var lose atomic.Int64
+	p.cfg.Socket = listenUnix(t, func(conn net.Conn) {
+		cmd, err := io.ReadAll(conn)
+		if err != nil {
+			return
+		}
+		answer := rawAsk(t, p.socket, string(cmd))
+		if count.Add(1) == lose.Load() {
+			return
+		}
+		io.WriteString(conn, answer)
+	})
+	g := p.gateway()
+	batches := [][]health.Op{
+		{routed("owned", "u1", "127.0.0.51:1"), routed("owned", "u2", "[::1]:1"), removed("static", "s", "127.0.0.2:9")},
+		{removed("owned", "u1", "127.0.0.51:1"), routed("static", "s", "127.0.0.2:9")},
+		{{Key: key("owned", "u1", "127.0.0.51:1"), Want: health.WantGone}, {Key: key("owned", "u2", "[::1]:1"), Want: health.WantGone}},
+	}
+	for n := int64(1); n <= 20; n++ {
+		for i, batch := range batches {
+			count.Store(0)
+			lose.Store(n)
+			// Apply repeats by itself what a lost answer left open, or returns an error.
+			if err := g.Apply(t.Context(), batch); err != nil && !errors.Is(err, KindTruncated) {
+				t.Fatalf("batch %d, answer %d lost: %v", i, n, err)
+			}
+			lose.Store(0)
+			apply(t, g, batch...)
+			apply(t, g, batch...) // a server is deleted by the op after the one that took it out
+			for _, op := range batch {
+				got := see(t, g, op.Key)
+				if got.Routed != (op.Want == health.WantRouted) || op.Want == health.WantGone && got.Present {
+					t.Fatalf("batch %d, answer %d lost: %s is seen as %+v", i, n, op, got)
+				}
+			}
+		}
+	}
+}
+
+// The cost of a batch: a fixed number of readings for each worker and at most three commands for each op.
+func TestCommandsOfABatch(t *testing.T) {
+	t.Parallel()
+	p := newProxy(t, userFile+"backend people\n    server s0 127.0.0.2:9\n",
+		Backend{Pool: "owned", Backend: "agent", Owned: true, Lines: []string{"balance roundrobin"}})
+	p.gateway()
+	p.start()
+	var count atomic.Int64
+	p.cfg.Socket = listenUnix(t, func(conn net.Conn) {
+		cmd, err := io.ReadAll(conn)
+		if err == nil {
+			count.Add(1)
+			io.WriteString(conn, rawAsk(t, p.socket, string(cmd)))
+		}
+	})
+	g := p.gateway()
+	var in, out []health.Op
+	var keys []health.Key
+	for i := range 50 {
+		addr := fmt.Sprintf("127.0.2.%d:1", i+1)
+		in, out = append(in, routed("owned", "u", addr)), append(out, removed("owned", "u", addr))
+		keys = append(keys, key("owned", "u", addr))
+	}
+	for _, c := range []struct {
+		what string
+		do   func() error
+		most int64
+	}{
+		{"route 50", func() error { return g.Apply(t.Context(), in) }, 4 + 2*50},
+		{"route them again", func() error { return g.Apply(t.Context(), in) }, 3},
+		{"remove 50", func() error { return g.Apply(t.Context(), out) }, 4 + 50},
+		{"remove them again", func() error { return g.Apply(t.Context(), out) }, 3},
+		{"observe 50", func() error { _, err := g.Observe(t.Context(), keys); return err }, 5},
+	} {
+		count.Store(0)
+		if err := c.do(); err != nil {
+			t.Fatal(err)
+		}
+		if n := count.Load(); n > c.most {
+			t.Errorf("%s: %d commands, want at most %d", c.what, n, c.most)
+		}
+	}
+}
+
+// Reloads at every moment of a batch: once a removal was observed, no reload brings the target back, and no routed one is
+// lost.
+func TestReloadsAtAnyMoment(t *testing.T) {
+	t.Parallel()
+	stay, flap := gatewaytest.StartBackend(t, "127.0.0.61"), gatewaytest.StartBackend(t, "127.0.0.62")
+	p := newProxy(t, userFile+"backend people\n    server s0 127.0.0.2:9\n",
+		Backend{Pool: "owned", Backend: "agent", Owned: true, Lines: []string{"balance roundrobin"}})
+	g := p.gateway()
+	p.start()
+	apply(t, g, routed("owned", "stay", stay.Addr.String()))
+	ctx, cancel := context.WithCancel(t.Context())
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	defer cancel()
+	var phase, requests, reloads atomic.Int64
+	for range 2 {
+		wg.Go(func() {
+			for ctx.Err() == nil {
+				c := gatewaytest.NewHTTPClient(p.url)
+				for range 10 {
+					if _, err := c.Get(t.Context(), "owned", "/", int(phase.Load())); err != nil {
+						t.Errorf("a request failed: %v", err)
+						cancel()
+						return
+					}
+					requests.Add(1)
+				}
+				c.Close()
+			}
+		})
+	}
+	wg.Go(func() {
+		defer cancel()
+		for ctx.Err() == nil && reloads.Load() < 20 {
+			// Old workers that still have clients refuse changes: with a reload after another no round would ever end.
+			if w, err := p.workers(); err != nil || !w.current() || len(w.Workers) > 1 {
+				time.Sleep(time.Millisecond)
+				continue
+			}
+			time.Sleep(time.Duration(rand.IntN(20)) * time.Millisecond) // any moment of a round
+			before, err := p.workers()
+			if err != nil {
+				continue
+			}
+			syscall.Kill(p.cmd.Process.Pid, syscall.SIGUSR2)
+			for ctx.Err() == nil {
+				if now, err := p.workers(); err == nil && now.current() && now.String() != before.String() {
+					break
+				}
+				time.Sleep(time.Millisecond)
+			}
+			reloads.Add(1)
+		}
+	})
+	eventually := func(op health.Op, want bool) bool {
+		for ctx.Err() == nil {
+			err := g.Apply(ctx, []health.Op{op})
+			o, err2 := g.Observe(ctx, []health.Key{op.Key})
+			if err == nil && err2 == nil && o.Seen[op.Key].Routed == want {
+				return true
+			}
+			time.Sleep(5 * time.Millisecond)
+		}
+		return false
+	}
+	rounds := 0
+	for ; ctx.Err() == nil; rounds++ {
+		if !eventually(routed("owned", "flap", flap.Addr.String()), true) {
+			break
+		}
+		if !eventually(removed("owned", "flap", flap.Addr.String()), false) {
+			break
+		}
+		at := int(phase.Add(1))
+		for range 5 {
+			o, err := g.Observe(ctx, []health.Key{key("owned", "flap", flap.Addr.String()), key("owned", "stay", stay.Addr.String())})
+			if err != nil {
+				continue
+			}
+			if o.Seen[key("owned", "flap", flap.Addr.String())].Routed {
+				t.Errorf("round %d: the removed target is routed again", rounds)
+			}
+			if s := o.Seen[key("owned", "stay", stay.Addr.String())]; !s.Routed || s.Missing {
+				t.Errorf("round %d: the routed target is seen as %+v", rounds, s)
+			}
+		}
+		if n := flap.Hits(at); n != 0 {
+			t.Errorf("round %d: %d requests arrived at the removed target", rounds, n)
+		}
+	}
+	t.Logf("%d rounds, %d reloads, %d requests", rounds, reloads.Load(), requests.Load())
+	if rounds == 0 {
+		t.Error("no round was completed")
+	}
+}
+
+func TestIPv6(t *testing.T) {
+	t.Parallel()
+	if l, err := net.Listen("tcp", "[::1]:0"); err != nil {
+		t.Skipf("no IPv6 here: %v", err)
+	} else {
+		l.Close()
+	}
+	b := gatewaytest.StartBackend(t, "::1")
+	p := newProxy(t, userFile+"backend people\n    server s0 127.0.0.2:9\n",
+		Backend{Pool: "owned", Backend: "agent", Owned: true, Lines: []string{"balance roundrobin"}})
+	g := p.gateway()
+	p.start()
+	op := routed("owned", "u", b.Addr.String())
+	apply(t, g, op)
+	for _, when := range []string{"at run time", "after a reload"} {
+		if got := see(t, g, op.Key); got != (health.Seen{Present: true, Routed: true}) {
+			t.Errorf("%s: seen as %+v", when, got)
+		}
+		c := gatewaytest.NewHTTPClient(p.url)
+		if addr, err := c.Get(t.Context(), "owned", "/", 0); err != nil || addr != b.Addr {
+			t.Errorf("%s: %s, %v", when, addr, err)
+		}
+		c.Close()
+		p.reload()
+	}
+}
+
+// A connection that becomes idle after its target was taken out, because its request ended later, is what keeps "del server" from
+// succeeding. It ends by itself.
+func TestGoneAfterRequestInFlight(t *testing.T) {
+	t.Parallel()
+	b := gatewaytest.StartBackend(t, "127.0.0.71")
+	p := newProxy(t, userFile+"backend people\n    server s0 127.0.0.2:9\n",
+		Backend{Pool: "owned", Backend: "agent", Owned: true, Lines: []string{"balance roundrobin"}, ServerOptions: "pool-purge-delay 200ms"})
+	g := p.gateway()
+	p.start()
+	op := routed("owned", "u", b.Addr.String())
+	apply(t, g, op)
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		c := gatewaytest.NewHTTPClient(p.url)
+		defer c.Close()
+		if _, err := c.Get(t.Context(), "owned", gatewaytest.HoldPath, 0); err != nil {
+			t.Error(err)
+		}
+	})
+	if err := b.WaitHeld(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	gone := health.Op{Key: op.Key, Want: health.WantGone}
+	apply(t, g, gone)
+	b.Release()
+	wg.Wait()
+	p.until("no request is active", func() bool { return see(t, g, op.Key).Active == 0 })
+	begin, tries := time.Now(), 0
+	p.until("it is gone", func() bool {
+		apply(t, g, gone)
+		tries++
+		return !see(t, g, op.Key).Present
+	})
+	t.Logf("deleted %s after the last request, at try %d", time.Since(begin), tries)
+	if tries < 2 {
+		t.Error("deleted at once: this HAProxy closes the connection by itself, and the package comment is wrong")
+	}
+}
+
+// A server added at run time and the same server from the file must treat connections alike: HAProxy 2.6 leaves its own
+// defaults out for the former.
+func TestSameServerAfterReload(t *testing.T) {
+	t.Parallel()
+	p := newProxy(t, userFile+"backend people\n    server s0 127.0.0.2:9\n",
+		Backend{Pool: "owned", Backend: "agent", Owned: true, Lines: []string{"balance roundrobin"}, ServerOptions: "check inter 10s"})
+	g := p.gateway()
+	p.start()
+	apply(t, g, routed("owned", "u", "127.0.0.9:9"))
+	settings := func() map[string]string {
+		t.Helper()
+		out := map[string]string{}
+		conn := strings.Split(p.ask(p.worker(), "show servers conn agent"), "\n")
+		names, values := strings.Fields(strings.TrimPrefix(conn[0], "# ")), strings.Fields(conn[1])
+		for i, n := range names {
+			if n == "purge_delay" || n == "idle_lim" {
+				out[n] = values[i]
+			}
+		}
+		stat := strings.Split(p.ask(p.worker(), "show stat agent 4 -1"), "\n")
+		names, values = strings.Split(stat[0], ","), strings.Split(stat[1], ",")
+		for i, n := range names {
+			switch n {
+			case "weight", "check_rise", "check_fall", "slim", "qlimit":
+				out[n] = values[i]
+			}
+		}
+		return out
+	}
+	before := settings()
+	p.reload()
+	if diff := cmp.Diff(before, settings()); diff != "" {
+		t.Errorf("settings change with a reload:\n%s", diff)
+	}
+	if before["idle_lim"] != "-1" || len(before) != 7 {
+		t.Errorf("settings: %v", before)
+	}
+}
+
+// HAProxy 2.6.12 dies if a server is deleted to which a stream is still bound, although its counters are zero: here, a request that
+// was refused and waits to try again. With the look at the list of streams taken out of the code, the worker ends with a segmentation
+// fault. The frontend has the backend's name, as many have: counters are asked for by number.
+func TestDeletingWaitsForStreams(t *testing.T) {
+	t.Parallel()
+	p := newProxy(t, strings.ReplaceAll(userFile, "frontend web", "frontend agent")+"backend people\n    server s0 127.0.0.2:9\n",
+		Backend{Pool: "owned", Backend: "agent", Owned: true, Lines: []string{"balance roundrobin"}})
+	g := p.gateway()
+	p.start()
+	worker := p.worker()
+	refuses := routed("owned", "u", "127.0.0.72:1")
+	apply(t, g, refuses)
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		resp, err := http.Get(p.url("owned", "/"))
+		if err != nil {
+			t.Errorf("the request that tries again: %v", err)
+			return
+		}
+		resp.Body.Close()
+		if resp.StatusCode != http.StatusServiceUnavailable {
+			t.Errorf("the request that tries again is answered %s", resp.Status)
+		}
+	})
+	p.until("the request is there", func() bool { return see(t, g, refuses.Key).Active == 1 })
+	gone := health.Op{Key: refuses.Key, Want: health.WantGone}
+	waited := false
+	p.until("the server is gone", func() bool {
+		apply(t, g, gone)
+		got := see(t, g, gone.Key)
+		waited = waited || got.Present && got.Active > 0
+		return !got.Present
+	})
+	wg.Wait()
+	if !waited {
+		t.Error("the server was deleted under the request")
+	}
+	if got := p.worker(); got != worker {
+		t.Fatalf("worker %d is gone, %d has come", worker, got)
+	}
+}
+
+// Whoever may write EndpointSlices may write any UID into them. A key that no server can be named after must not keep the others
+// from being read.
+func TestKeysWithoutNameAreMissing(t *testing.T) {
+	t.Parallel()
+	p := newProxy(t, userFile+"backend people\n    server s0 127.0.0.2:9\n",
+		Backend{Pool: "owned", Backend: "agent", Owned: true}, Backend{Pool: "static", Backend: "people"})
+	g := p.gateway()
+	p.start()
+	good, odd, static := key("owned", "u", "127.0.0.3:9"), key("owned", "u;quit", "127.0.0.4:9"), key("static", "u;quit", "127.0.0.2:9")
+	if err := g.Apply(t.Context(), []health.Op{{Key: odd, Want: health.WantRouted}, {Key: good, Want: health.WantRouted}}); !errors.Is(err, KindBadKey) {
+		t.Errorf("the odd key is accepted: %v", err)
+	}
+	o, err := g.Observe(t.Context(), []health.Key{good, odd, static})
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := map[health.Key]health.Seen{good: {Present: true, Routed: true}, odd: {Missing: true}, static: {Present: true, Routed: true}}
+	if diff := cmp.Diff(want, o.Seen, cmpopts.EquateComparable(health.Key{})); diff != "" {
+		t.Error(diff)
+	}
+}
