@@ -110,6 +110,9 @@ type Status struct {
 	Recheck time.Time
 }
 
+// Waits reports whether the drain still waits for gateways.
+func (s Status) Waits() bool { return s.Phase == Unrouting || s.Phase == Quiescing }
+
 // Ask opens a drain of pod, or joins the one that is open, and returns its status. services are those that list the pod; they
 // add to what earlier calls named. A pod that is dead has no drain: the status is Closed, Dead.
 func (l *Ledger) Ask(now time.Time, pod Pod, services []Service) Status {

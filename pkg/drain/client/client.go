@@ -1,0 +1,466 @@
+// Package client is an agent's side of the wire: one stream to each coordinator replica, kept open, and the posts that go with it.
+//
+// Each replica has a goroutine of its own that knows one address. It opens the stream, declares what the gateway routes, buries
+// what is being drained, and from then on carries words both ways until the stream is lost; then it starts over, after a pause that
+// grows to [pauseMost], below the time after which the coordinator calls an agent lost.
+//
+// A tombstone has a lease for each replica's life that asks for it. Every message of a stream renews that life's leases. A list of
+// open drains that is complete ([wire.TypeSynced]) ends the leases of *that* life that are not in it, and of no other.
+package client
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"math/rand/v2"
+	"net/http"
+	"net/url"
+	"slices"
+	"strconv"
+	"sync"
+	"time"
+
+	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/drain/wire"
+)
+
+const (
+	// postTimeout bounds a declaration or a batch of reports.
+	postTimeout = 5 * time.Second
+	// helloTimeout bounds the wait for the first message of a stream.
+	helloTimeout = 5 * time.Second
+	pauseFirst   = 100 * time.Millisecond
+	pauseMost    = 2 * time.Second
+	// maxLine bounds one message of a stream, in bytes.
+	maxLine = 1 << 20
+)
+
+// Tombstones are what the client lays, renews and lifts, and what it reports. Its methods must not block.
+type Tombstones interface {
+	// Bury lays or renews a tombstone for holder until expires.
+	Bury(pod drain.Pod, holder string, since, expires time.Time)
+	// Lift ends holder's lease. dead says that the pod is terminating or gone.
+	Lift(uid drain.UID, holder string, dead bool)
+	// Renew extends all of holder's leases.
+	Renew(holder string, expires time.Time)
+	// Held lists what holder has a lease on.
+	Held(holder string) []drain.UID
+	// Reports returns the present state of every tombstone, whoever holds it. The client fills in Held.
+	Reports() []drain.Report
+}
+
+// Observer is told what happens to streams. Its methods must not block.
+type Observer interface {
+	Connected(address string)
+	Disconnected(address string)
+	Posted(path string, err error)
+}
+
+// Client keeps a stream open to every coordinator replica. Make it with New, then Run it.
+type Client struct {
+	// HTTP makes the requests. It must not have a timeout of its own, and should speak HTTP/1.1 over TLS.
+	HTTP *http.Client
+	// Token returns the bearer token to use now.
+	Token func() (string, error)
+	// Boot names this life of the agent, Gateway its kind, Routes what it routes.
+	Boot, Gateway string
+	Routes        []drain.Route
+	Tombstones    Tombstones
+	Log           *slog.Logger
+	// Observer may be nil.
+	Observer Observer
+
+	mu        sync.Mutex
+	addresses []string
+	replicas  map[string]*replica
+	running   sync.WaitGroup
+	changed   chan struct{}
+	// learned is closed when each replica that was known at one time had answered our declaration.
+	learned     chan struct{}
+	learnedOnce sync.Once
+}
+
+// replica is the stream to one address.
+type replica struct {
+	client  *Client
+	address string
+	cancel  context.CancelFunc
+	woken   chan struct{}
+	// declared is guarded by client.mu: the present stream has had its answer.
+	declared bool
+
+	mu sync.Mutex
+	// released holds, while a declaration is under way, what the stream has released meanwhile.
+	released map[drain.UID]bool
+}
+
+// New returns a client without any replica.
+func New() *Client {
+	return &Client{replicas: map[string]*replica{}, changed: make(chan struct{}, 1), learned: make(chan struct{})}
+}
+
+// Replicas sets the base URLs of all coordinator replicas, such as https://10.1.2.3:9444. Streams to others end, and new ones begin.
+func (c *Client) Replicas(addresses []string) {
+	c.mu.Lock()
+	c.addresses = slices.Clone(addresses)
+	c.mu.Unlock()
+	poke(c.changed)
+}
+
+// Wake says that reports may have changed. It never blocks.
+func (c *Client) Wake() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for _, r := range c.replicas {
+		poke(r.woken)
+	}
+}
+
+// Learned is closed once every replica known at one time has answered our declaration: all open drains are buried.
+func (c *Client) Learned() <-chan struct{} { return c.learned }
+
+// Run keeps the streams open until ctx is done, and returns nil when all have ended.
+func (c *Client) Run(ctx context.Context) error {
+	for {
+		c.mu.Lock()
+		for address, r := range c.replicas {
+			if !slices.Contains(c.addresses, address) {
+				r.cancel()
+				delete(c.replicas, address)
+			}
+		}
+		for _, address := range c.addresses {
+			if c.replicas[address] == nil {
+				replicaCtx, cancel := context.WithCancel(ctx)
+				r := &replica{client: c, address: address, cancel: cancel, woken: make(chan struct{}, 1)}
+				c.replicas[address] = r
+				c.running.Go(func() { r.run(replicaCtx) })
+			}
+		}
+		c.learn()
+		c.mu.Unlock()
+		select {
+		case <-c.changed:
+			continue
+		case <-ctx.Done():
+		}
+		c.mu.Lock()
+		all := c.replicas
+		c.replicas = map[string]*replica{}
+		c.mu.Unlock()
+		for _, r := range all {
+			r.cancel()
+		}
+		c.running.Wait()
+		return nil
+	}
+}
+
+func (r *replica) run(ctx context.Context) {
+	pause := pauseFirst
+	for ctx.Err() == nil {
+		began := time.Now()
+		err := r.stream(ctx)
+		r.setDeclared(false)
+		if ctx.Err() != nil {
+			return
+		}
+		r.client.Log.Warn("stream to coordinator ended", "address", r.address, "error", err)
+		if errors.Is(err, errSilent) {
+			// What has swallowed the stream has swallowed the connections that wait to be used again.
+			r.client.HTTP.CloseIdleConnections()
+		}
+		if time.Since(began) > pauseMost {
+			pause = pauseFirst
+		}
+		timer := time.NewTimer(pause/2 + rand.N(pause/2))
+		select {
+		case <-timer.C:
+		case <-ctx.Done():
+			timer.Stop()
+		}
+		pause = min(2*pause, pauseMost)
+	}
+}
+
+// errSilent ends a stream on which nothing came for the time that the coordinator named.
+var errSilent = errors.New("coordinator is silent")
+
+// stream opens one stream and serves it until it is lost. The error says why; it is never nil.
+func (r *replica) stream(ctx context.Context) error {
+	ctx, lost := context.WithCancelCause(ctx)
+	defer lost(nil)
+	watchdog := time.AfterFunc(helloTimeout, func() { lost(errSilent) })
+	defer watchdog.Stop()
+
+	request, err := r.request(ctx, http.MethodGet, wire.StreamPath+"?"+url.Values{"protocol": {strconv.Itoa(wire.Protocol)}}.Encode(), nil)
+	if err != nil {
+		return err
+	}
+	response, err := r.client.HTTP.Do(request)
+	if err != nil {
+		return cause(ctx, err)
+	}
+	defer response.Body.Close()
+	if response.StatusCode != http.StatusOK {
+		return refused(response)
+	}
+	lines := newLines(response.Body)
+	first, err := lines.next()
+	if err != nil {
+		return cause(ctx, fmt.Errorf("read hello: %w", err))
+	}
+	if first.Type != wire.TypeHello || first.Hello == nil || first.Hello.Protocol != wire.Protocol {
+		return fmt.Errorf("first message is not a hello of protocol %d: %+v", wire.Protocol, first)
+	}
+	hello := *first.Hello
+	if hello.AwayMillis <= 0 || hello.LeaseMillis <= 0 || hello.RenewalMillis <= 0 {
+		return fmt.Errorf("hello names no times: %+v", hello)
+	}
+	away := time.Duration(hello.AwayMillis) * time.Millisecond
+	watchdog.Reset(away)
+	if r.client.Observer != nil {
+		r.client.Observer.Connected(r.address)
+		defer r.client.Observer.Disconnected(r.address)
+	}
+	r.client.Log.Info("stream to coordinator opened", "address", r.address, "lease", hello.Lease.String(), "session", hello.Session)
+
+	synced, posted := make(chan struct{}), make(chan struct{})
+	go func() {
+		defer close(posted)
+		// What the answer to the declaration buries must not be lifted by a list that is older. See bury for releases.
+		select {
+		case <-synced:
+		case <-ctx.Done():
+			return
+		}
+		if err := r.post(ctx, hello); err != nil {
+			lost(err)
+		}
+	}()
+	err = r.receive(lines, hello, func() { watchdog.Reset(away) }, func() { close(synced) })
+	err = cause(ctx, err)
+	lost(err)
+	<-posted
+	return err
+}
+
+// receive carries out what the stream says until it ends. It calls heard at each message, and complete once, when the list of open
+// drains is.
+func (r *replica) receive(lines *lines, hello wire.Hello, heard, complete func()) error {
+	t := r.client.Tombstones
+	holder := hello.Lease.String()
+	lease := time.Duration(hello.LeaseMillis) * time.Millisecond
+	listed := map[drain.UID]bool{}
+	synced := false
+	for {
+		m, err := lines.next()
+		if err != nil {
+			return err
+		}
+		heard()
+		expires := time.Now().Add(lease)
+		t.Renew(holder, expires)
+		switch {
+		case m.Type == wire.TypeDrain && m.Drain != nil:
+			t.Bury(m.Drain.Pod, holder, m.Drain.Since, expires)
+			if !synced {
+				listed[m.Drain.Pod.UID] = true
+			}
+			poke(r.woken) // a tombstone that another replica's lease has laid is news to this one
+		case m.Type == wire.TypeRelease && m.Release != nil:
+			r.lift(*m.Release, holder)
+		case m.Type == wire.TypeSynced && !synced:
+			synced = true
+			for _, uid := range t.Held(holder) {
+				if !listed[uid] {
+					t.Lift(uid, holder, false)
+				}
+			}
+			listed = nil
+			complete()
+		}
+	}
+}
+
+// post declares, and then reports whatever changed, until ctx is done or a post fails.
+func (r *replica) post(ctx context.Context, hello wire.Hello) error {
+	for settled := false; !settled; {
+		r.mu.Lock()
+		r.released = map[drain.UID]bool{}
+		r.mu.Unlock()
+		var declared wire.Declared
+		err := r.send(ctx, wire.DeclarationsPath, wire.Declaration{
+			Session: hello.Session, Gateway: r.client.Gateway, Routes: r.client.Routes,
+		}, &declared)
+		if err != nil {
+			return err
+		}
+		settled = r.bury(declared.Drains, hello)
+	}
+	r.setDeclared(true)
+
+	renewal := time.NewTicker(time.Duration(hello.RenewalMillis) * time.Millisecond / 2)
+	defer renewal.Stop()
+	said := map[drain.UID]drain.Report{}
+	for everything := true; ; {
+		var news []drain.Report
+		now := map[drain.UID]drain.Report{}
+		// Asked before the reports: what they say then was read while the lease stood.
+		held := map[drain.UID]bool{}
+		for _, uid := range r.client.Tombstones.Held(hello.Lease.String()) {
+			held[uid] = true
+		}
+		for _, report := range r.client.Tombstones.Reports() {
+			report.Held = held[report.UID]
+			now[report.UID] = report
+			if everything || said[report.UID] != report {
+				news = append(news, report)
+			}
+		}
+		if len(news) > 0 {
+			if err := r.send(ctx, wire.ReportsPath, wire.Reports{Session: hello.Session, Boot: r.client.Boot, Reports: news}, nil); err != nil {
+				return err
+			}
+		}
+		said = now
+		select {
+		case <-r.woken:
+			everything = false
+		case <-renewal.C:
+			everything = true
+		case <-ctx.Done():
+			return nil
+		}
+	}
+}
+
+// bury lays the tombstones of the answer to a declaration. It reports false if the stream has released one of them meanwhile: which
+// of the two is the later word cannot be told, and a tombstone laid after its release would never be lifted. Declare again then.
+func (r *replica) bury(drains []drain.Open, hello wire.Hello) bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	settled := true
+	expires := time.Now().Add(time.Duration(hello.LeaseMillis) * time.Millisecond)
+	for _, d := range drains {
+		if r.released[d.Pod.UID] {
+			settled = false
+			continue
+		}
+		r.client.Tombstones.Bury(d.Pod, hello.Lease.String(), d.Since, expires)
+	}
+	r.released = nil
+	return settled
+}
+
+// lift carries out a release, and remembers it while a declaration is under way.
+func (r *replica) lift(release drain.Release, holder string) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.released != nil {
+		r.released[release.UID] = true
+	}
+	r.client.Tombstones.Lift(release.UID, holder, release.Dead)
+}
+
+// send posts body and decodes the answer into result, if that is not nil.
+func (r *replica) send(ctx context.Context, path string, body, result any) error {
+	ctx, cancel := context.WithTimeout(ctx, postTimeout)
+	defer cancel()
+	encoded, err := json.Marshal(body)
+	if err != nil {
+		return fmt.Errorf("encode for %s: %w", path, err)
+	}
+	request, err := r.request(ctx, http.MethodPost, path, bytes.NewReader(encoded))
+	if err != nil {
+		return err
+	}
+	request.Header.Set("Content-Type", "application/json")
+	err = r.exchange(request, result)
+	if r.client.Observer != nil {
+		r.client.Observer.Posted(path, err)
+	}
+	return err
+}
+
+func (r *replica) exchange(request *http.Request, result any) error {
+	response, err := r.client.HTTP.Do(request)
+	if err != nil {
+		return err
+	}
+	defer response.Body.Close()
+	if response.StatusCode >= 300 {
+		return refused(response)
+	}
+	if result != nil {
+		if err := json.NewDecoder(response.Body).Decode(result); err != nil {
+			return fmt.Errorf("decode answer of %s: %w", request.URL, err)
+		}
+	}
+	// Read to the end, so that the connection can be used again.
+	_, err = io.Copy(io.Discard, io.LimitReader(response.Body, maxLine))
+	return err
+}
+
+func (r *replica) request(ctx context.Context, method, path string, body io.Reader) (*http.Request, error) {
+	request, err := http.NewRequestWithContext(ctx, method, r.address+path, body)
+	if err != nil {
+		return nil, fmt.Errorf("coordinator address %q: %w", r.address, err)
+	}
+	token, err := r.client.Token()
+	if err != nil {
+		return nil, fmt.Errorf("read token for coordinator: %w", err)
+	}
+	request.Header.Set("Authorization", "Bearer "+token)
+	return request, nil
+}
+
+func (r *replica) setDeclared(declared bool) {
+	c := r.client
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	r.declared = declared
+	c.learn()
+}
+
+// learn, called with the lock, closes learned if each replica that is known now has answered.
+func (c *Client) learn() {
+	if len(c.addresses) == 0 {
+		return
+	}
+	for _, address := range c.addresses {
+		if other := c.replicas[address]; other == nil || !other.declared {
+			return
+		}
+	}
+	c.learnedOnce.Do(func() { close(c.learned) })
+}
+
+// refused turns an answer that is not a success into an error.
+func refused(response *http.Response) error {
+	body, _ := io.ReadAll(io.LimitReader(response.Body, 4096))
+	var said wire.Error
+	if json.Unmarshal(body, &said) != nil || said.Error == "" {
+		said.Error = string(body)
+	}
+	return fmt.Errorf("coordinator %s answers %s to %s: %s", response.Request.URL.Host, response.Status, response.Request.URL.Path, said.Error)
+}
+
+// cause prefers the reason for which ctx was cancelled to the error that the cancellation caused.
+func cause(ctx context.Context, err error) error {
+	if why := context.Cause(ctx); why != nil && !errors.Is(why, context.Canceled) {
+		return why
+	}
+	return err
+}
+
+func poke(c chan struct{}) {
+	select {
+	case c <- struct{}{}:
+	default:
+	}
+}

@@ -1,0 +1,329 @@
+package coordinator
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/gorilla/mux"
+
+	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/drain/wire"
+)
+
+// writeTimeout is how long an agent may take to read what one wake-up has for it. A slower one is cut and starts again.
+const writeTimeout = 5 * time.Second
+
+// Identity is who an agent is, as its token proves.
+type Identity struct {
+	Agent drain.AgentID
+	// Name is namespace/name of its pod.
+	Name string
+}
+
+// ErrUnauthenticated and ErrForbidden are what an Authenticator's errors may wrap: the token proves nothing, or it proves someone
+// who may not acknowledge drains. Any other error means that it could not be found out now.
+var (
+	ErrUnauthenticated = errors.New("the token is not valid here")
+	ErrForbidden       = errors.New("not allowed to acknowledge drains")
+)
+
+// Authenticator tells who presents a bearer token.
+type Authenticator interface {
+	Authenticate(ctx context.Context, token string) (Identity, error)
+}
+
+// access is who may call a route.
+type access string
+
+// agents may call: those whom the Authenticator knows.
+const agents access = "agents"
+
+// route is one row of the API's table.
+type route struct {
+	method, path string
+	access       access
+	serve        func(*Coordinator, http.ResponseWriter, *http.Request, Identity) (any, error)
+}
+
+// routes is the whole API for agents. A result that is not nil is written as JSON; nil is 204, unless the handler wrote itself.
+var routes = []route{
+	{http.MethodGet, wire.StreamPath, agents, (*Coordinator).stream},
+	{http.MethodPost, wire.DeclarationsPath, agents, (*Coordinator).declare},
+	{http.MethodPost, wire.ReportsPath, agents, (*Coordinator).report},
+}
+
+// refusal is an error with an HTTP status.
+type refusal struct {
+	code int
+	text string
+}
+
+func (r refusal) Error() string { return r.text }
+
+// errStale is the answer to a post that names another session than the agent's present one.
+var errStale = refusal{http.StatusConflict, "the session is not this agent's present one on this replica: open a new stream"}
+
+// errWritten says that the handler has answered by itself.
+var errWritten = errors.New("written")
+
+// Handler returns the API for agents.
+func (c *Coordinator) Handler() http.Handler {
+	r := mux.NewRouter()
+	for _, row := range routes {
+		r.Methods(row.method).Path(row.path).HandlerFunc(func(w http.ResponseWriter, r *http.Request) { c.serve(row, w, r) })
+	}
+	r.NotFoundHandler = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		c.answer(w, "other", nil, refusal{http.StatusNotFound, fmt.Sprintf("no such path: %.200q", r.URL.Path)})
+	})
+	r.MethodNotAllowedHandler = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		c.answer(w, "other", nil, refusal{http.StatusMethodNotAllowed, fmt.Sprintf("method %s is not allowed for %s", r.Method, r.URL.Path)})
+	})
+	return r
+}
+
+func (c *Coordinator) serve(row route, w http.ResponseWriter, r *http.Request) {
+	token, bearer := strings.CutPrefix(r.Header.Get("Authorization"), "Bearer ")
+	if !bearer {
+		c.answer(w, row.path, nil, refusal{http.StatusUnauthorized, "no bearer token: send the projected service account token"})
+		return
+	}
+	who, err := c.Authenticate.Authenticate(r.Context(), token)
+	switch {
+	case errors.Is(err, ErrUnauthenticated):
+		c.answer(w, row.path, nil, refusal{http.StatusUnauthorized, err.Error()})
+		return
+	case errors.Is(err, ErrForbidden):
+		c.answer(w, row.path, nil, refusal{http.StatusForbidden, err.Error()})
+		return
+	case err != nil:
+		c.answer(w, row.path, nil, refusal{http.StatusServiceUnavailable, err.Error()})
+		return
+	}
+	r.Body = http.MaxBytesReader(w, r.Body, wire.MaxBody)
+	result, err := row.serve(c, w, r, who)
+	if errors.Is(err, errWritten) {
+		c.Metrics.api.WithLabelValues(row.path, "200").Inc()
+		return
+	}
+	c.answer(w, row.path, result, err)
+}
+
+// answer is the one place that writes a response, but for the stream's.
+func (c *Coordinator) answer(w http.ResponseWriter, path string, result any, err error) {
+	code := http.StatusOK
+	switch refused := (refusal{}); {
+	case errors.As(err, &refused):
+		code, result = refused.code, wire.Error{Error: refused.text}
+	case err != nil:
+		code, result = http.StatusInternalServerError, wire.Error{Error: err.Error()}
+	case result == nil:
+		code = http.StatusNoContent
+	}
+	c.Metrics.api.WithLabelValues(path, strconv.Itoa(code)).Inc()
+	if result == nil {
+		w.WriteHeader(code)
+		return
+	}
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(code)
+	// The status is out; an agent that has gone away needs no more.
+	_ = json.NewEncoder(w).Encode(result)
+}
+
+// decode reads a request body. Unknown fields are accepted, since newer agents send more than we know.
+func decode(r *http.Request, into any) error {
+	decoder := json.NewDecoder(r.Body)
+	err := decoder.Decode(into)
+	if err == nil {
+		if err = decoder.Decode(&struct{}{}); errors.Is(err, io.EOF) {
+			return nil
+		}
+		if err == nil {
+			err = errors.New("more than one JSON value")
+		}
+	}
+	var tooLarge *http.MaxBytesError
+	if errors.As(err, &tooLarge) {
+		return refusal{http.StatusRequestEntityTooLarge, fmt.Sprintf("body is larger than %d bytes", tooLarge.Limit)}
+	}
+	return refusal{http.StatusBadRequest, "body: " + err.Error()}
+}
+
+func (c *Coordinator) declare(_ http.ResponseWriter, r *http.Request, who Identity) (any, error) {
+	var d wire.Declaration
+	if err := decode(r, &d); err != nil {
+		return nil, err
+	}
+	for i, route := range d.Routes {
+		switch {
+		case route.Service.Namespace == "" || route.Service.Name == "":
+			return nil, refusal{http.StatusBadRequest, fmt.Sprintf("routes[%d].service: namespace and name are required", i)}
+		case route.Via == drain.ViaUnknown:
+			return nil, refusal{http.StatusBadRequest, fmt.Sprintf("routes[%d].via is required", i)}
+		case route.Can == drain.CanUnknown:
+			return nil, refusal{http.StatusBadRequest, fmt.Sprintf("routes[%d].can is required", i)}
+		case route.Grain == drain.GrainUnknown:
+			return nil, refusal{http.StatusBadRequest, fmt.Sprintf("routes[%d].grain is required", i)}
+		}
+	}
+	c.mu.Lock()
+	open, ok := c.ledger.Declare(who.Agent, d.Session, d.Routes)
+	c.settle()
+	c.unlock()
+	if !ok {
+		return nil, errStale
+	}
+	c.Log.Info("agent declared", "agent", who.Name, "gateway", d.Gateway, "routes", len(d.Routes), "openDrains", len(open))
+	return wire.Declared{Drains: open}, nil
+}
+
+func (c *Coordinator) report(_ http.ResponseWriter, r *http.Request, who Identity) (any, error) {
+	var said wire.Reports
+	if err := decode(r, &said); err != nil {
+		return nil, err
+	}
+	for i, r := range said.Reports {
+		switch {
+		case r.UID == "":
+			return nil, refusal{http.StatusBadRequest, fmt.Sprintf("reports[%d].uid is required", i)}
+		case r.State >= drain.Removed && r.Proof == drain.ProofNone:
+			return nil, refusal{http.StatusBadRequest, fmt.Sprintf("reports[%d].proof is required with state %q", i, r.State)}
+		}
+	}
+	c.mu.Lock()
+	current := c.ledger.Current(who.Agent, said.Session)
+	news := c.ledger.Report(time.Now(), who.Agent, said.Session, said.Reports)
+	c.settle()
+	c.unlock()
+	if !current {
+		return nil, errStale
+	}
+	if news {
+		for _, r := range said.Reports {
+			c.Log.Debug("agent reports", "agent", who.Name, "uid", r.UID, "state", r.State.String(),
+				"proof", r.Proof.String(), "held", r.Held, "generation", r.Generation, "boot", said.Boot)
+		}
+	}
+	for _, r := range said.Reports {
+		c.Metrics.reports.WithLabelValues(r.State.String()).Inc()
+	}
+	return nil, nil
+}
+
+// stream is one agent's open stream.
+type stream struct {
+	woken chan struct{}
+}
+
+func (s *stream) wake() {
+	select {
+	case s.woken <- struct{}{}:
+	default:
+	}
+}
+
+// stream serves one agent until it goes away, is replaced by a newer stream of the same agent, or the coordinator stops. What has
+// accumulated since the last write goes out in one write.
+func (c *Coordinator) stream(w http.ResponseWriter, r *http.Request, who Identity) (any, error) {
+	if spoken := r.URL.Query()["protocol"]; !slices.Contains(spoken, strconv.Itoa(wire.Protocol)) {
+		return nil, refusal{http.StatusBadRequest, fmt.Sprintf("protocol: the agent speaks %.100q, this coordinator speaks %d", spoken, wire.Protocol)}
+	}
+	s := &stream{woken: make(chan struct{}, 1)}
+	c.mu.Lock()
+	if c.stopped {
+		c.mu.Unlock()
+		return nil, refusal{http.StatusServiceUnavailable, ErrStopping.Error()}
+	}
+	session := c.ledger.Connect(time.Now(), who.Agent)
+	self := c.ledger.Self()
+	c.streams[s] = struct{}{}
+	c.settle() // wakes a former stream of this agent, which ends
+	c.connected()
+	c.unlock()
+	c.Log.Info("agent connected", "agent", who.Name, "id", who.Agent, "session", session, "address", r.RemoteAddr)
+	defer func() {
+		c.mu.Lock()
+		delete(c.streams, s)
+		c.ledger.Disconnect(time.Now(), who.Agent, session)
+		c.settle()
+		c.connected()
+		c.unlock()
+		c.Log.Info("agent disconnected", "agent", who.Name, "id", who.Agent, "session", session)
+	}()
+
+	w.Header().Set("Content-Type", "application/json; stream=watch")
+	control := http.NewResponseController(w)
+	var lines bytes.Buffer
+	encoder := json.NewEncoder(&lines)
+	say := func(m wire.Message) {
+		// Writing these types into memory cannot fail.
+		_ = encoder.Encode(m)
+	}
+	say(wire.Message{Type: wire.TypeHello, Hello: &wire.Hello{
+		Protocol: wire.Protocol, Features: []string{}, Lease: self, Session: session,
+		HeartbeatMillis: c.times.Heartbeat.Milliseconds(), AwayMillis: c.times.Away.Milliseconds(),
+		LeaseMillis: c.times.Lease.Milliseconds(), RenewalMillis: c.times.Renewal.Milliseconds(),
+	}})
+	heartbeat := time.NewTicker(c.times.Heartbeat)
+	defer heartbeat.Stop()
+	var sent uint64
+	for first := true; ; first = false {
+		c.mu.Lock()
+		current := c.ledger.Current(who.Agent, session)
+		open, released, next := c.ledger.Since(who.Agent, sent)
+		c.mu.Unlock()
+		if !current {
+			return nil, errWritten
+		}
+		sent = next
+		for _, d := range open {
+			say(wire.Message{Type: wire.TypeDrain, Drain: &d})
+		}
+		for _, d := range released {
+			say(wire.Message{Type: wire.TypeRelease, Release: &d})
+		}
+		if first {
+			say(wire.Message{Type: wire.TypeSynced})
+		}
+		if lines.Len() > 0 {
+			if err := control.SetWriteDeadline(time.Now().Add(writeTimeout)); err != nil {
+				if first {
+					return nil, fmt.Errorf("set write deadline: %w", err)
+				}
+				return nil, errWritten
+			}
+			if _, err := w.Write(lines.Bytes()); err != nil {
+				return nil, errWritten
+			}
+			if err := control.Flush(); err != nil {
+				return nil, errWritten
+			}
+			lines.Reset()
+		}
+		select {
+		case <-s.woken:
+		case <-heartbeat.C:
+			say(wire.Message{Type: wire.TypeHeartbeat})
+		case <-r.Context().Done():
+			return nil, errWritten
+		case <-c.stop:
+			return nil, errWritten
+		}
+	}
+}
+
+// connected, called with the lock, counts streams.
+func (c *Coordinator) connected() {
+	c.Metrics.agents.WithLabelValues("connected").Set(float64(len(c.streams)))
+	_, missing := c.ledger.Expecting()
+	c.Metrics.agents.WithLabelValues("missing").Set(float64(missing))
+}

@@ -1,0 +1,216 @@
+package coordinator
+
+import (
+	"bytes"
+	"encoding/json"
+	"io"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/drain/wire"
+)
+
+// bench is a coordinator without network, and agent one connected to it.
+type bench struct {
+	*Coordinator
+	session uint64
+}
+
+func newBench() *bench {
+	b := &bench{Coordinator: New(drain.Lease{Replica: "replica-0", Epoch: "a"}, drain.DefaultTimes(), Options{
+		MaxHolds: 32, Pods: &lives{}, Authenticate: tokens{}, Log: quiet(), Metrics: NewMetrics(prometheus.NewRegistry()),
+	})}
+	b.session = b.ledger.Connect(time.Now(), "one")
+	return b
+}
+
+// ask sends a request and returns the status and the body.
+func (b *bench) ask(method, path, authorization string, body io.Reader) (int, string) {
+	request := httptest.NewRequest(method, path, body)
+	if authorization != "" {
+		request.Header.Set("Authorization", authorization)
+	}
+	recorder := httptest.NewRecorder()
+	b.Handler().ServeHTTP(recorder, request)
+	return recorder.Code, strings.TrimSpace(recorder.Body.String())
+}
+
+// Every row of the table says who may call it, and means it.
+func TestEveryRouteHasAccess(t *testing.T) {
+	for _, row := range routes {
+		t.Run(row.method+" "+row.path, func(t *testing.T) {
+			if row.access != agents {
+				t.Fatalf("access %q is not known to serve", row.access)
+			}
+			b := newBench()
+			for authorization, want := range map[string]int{
+				"":                       http.StatusUnauthorized,
+				"Basic b25lOnNlY3JldA==": http.StatusUnauthorized,
+				"Bearer ":                http.StatusUnauthorized,
+				"Bearer nonsense":        http.StatusUnauthorized,
+				"Bearer stranger":        http.StatusForbidden,
+				"Bearer no answer":       http.StatusServiceUnavailable,
+			} {
+				code, body := b.ask(row.method, row.path, authorization, strings.NewReader("{}"))
+				var said wire.Error
+				if code != want || json.Unmarshal([]byte(body), &said) != nil || said.Error == "" {
+					t.Errorf("authorization %q: %d %s, want %d and why", authorization, code, body, want)
+				}
+			}
+		})
+	}
+}
+
+func TestWhatIsNotInTheTableIsRefused(t *testing.T) {
+	b := newBench()
+	if code, body := b.ask(http.MethodGet, "/v1/nothing", "Bearer agent one", nil); code != http.StatusNotFound || !strings.Contains(body, `/v1/nothing`) {
+		t.Errorf("%d %s", code, body)
+	}
+	if code, body := b.ask(http.MethodDelete, wire.ReportsPath, "Bearer agent one", nil); code != http.StatusMethodNotAllowed || !strings.Contains(body, "method DELETE is not allowed for /v1/reports") {
+		t.Errorf("%d %s", code, body)
+	}
+}
+
+func TestStreamsOfOtherProtocolsAreRefused(t *testing.T) {
+	b := newBench()
+	for _, query := range []string{"", "?protocol=2", "?protocol=one"} {
+		if code, body := b.ask(http.MethodGet, wire.StreamPath+query, "Bearer agent two", nil); code != http.StatusBadRequest || !strings.Contains(body, "this coordinator speaks 1") {
+			t.Errorf("%q: %d %s", query, code, body)
+		}
+	}
+	if !b.ledger.Current("one", b.session) || b.ledger.Current("two", b.session+1) {
+		t.Error("a refused stream has opened or ended a session")
+	}
+	b.Stop()
+	if code, body := b.ask(http.MethodGet, wire.StreamPath+"?protocol=1", "Bearer agent two", nil); code != http.StatusServiceUnavailable || !strings.Contains(body, "shutting down") {
+		t.Errorf("while stopping: %d %s", code, body)
+	}
+}
+
+func TestPosts(t *testing.T) {
+	const route = `{"service":{"namespace":"shop","name":"web"},"via":"endpoints","can":"direct","grain":"request"}`
+	with := func(old, new string) string {
+		return `{"session":SESSION,"gateway":"g","routes":[` + strings.Replace(route, old, new, 1) + `]}`
+	}
+	large := strings.Repeat(" ", wire.MaxBody)
+	for name, c := range map[string]struct {
+		path, body string
+		code       int
+		want       string
+	}{
+		"declaration":                       {wire.DeclarationsPath, with("", ""), 200, `{"drains":[{"pod":{"namespace":"shop","name":"a","uid":"uid-a"},`},
+		"declaration of nothing":            {wire.DeclarationsPath, `{"session":SESSION}`, 200, `{"drains":[]}`},
+		"declaration with unknown fields":   {wire.DeclarationsPath, with(`"via"`, `"weight":7,"via"`), 200, `"drains":[{`},
+		"declaration of another via":        {wire.DeclarationsPath, with("endpoints", "carrier pigeon"), 400, `via \"carrier pigeon\" is not one of [\"endpoints\" \"clusterIP\" \"dns\"]`},
+		"declaration of another can":        {wire.DeclarationsPath, with("direct", "beg"), 400, `can \"beg\" is not one of`},
+		"declaration of another grain":      {wire.DeclarationsPath, with("request", "sand"), 400, `grain \"sand\" is not one of`},
+		"declaration without via":           {wire.DeclarationsPath, with(`"via":"endpoints",`, ""), 400, "routes[0].via is required"},
+		"declaration without can":           {wire.DeclarationsPath, with(`"can":"direct",`, ""), 400, "routes[0].can is required"},
+		"declaration without grain":         {wire.DeclarationsPath, with(`,"grain":"request"`, ""), 400, "routes[0].grain is required"},
+		"declaration without service":       {wire.DeclarationsPath, with(`"name":"web"`, `"name":""`), 400, "routes[0].service: namespace and name are required"},
+		"declaration with another session":  {wire.DeclarationsPath, `{"session":99}`, 409, "open a new stream"},
+		"declaration without session":       {wire.DeclarationsPath, `{}`, 409, "open a new stream"},
+		"declaration that is no JSON":       {wire.DeclarationsPath, `routes`, 400, "body: invalid character 'r'"},
+		"declaration cut short":             {wire.DeclarationsPath, `{"session":`, 400, "body: unexpected EOF"},
+		"declaration, empty":                {wire.DeclarationsPath, ``, 400, "body: EOF"},
+		"declaration of the wrong type":     {wire.DeclarationsPath, `{"session":"one"}`, 400, "cannot unmarshal string"},
+		"declaration, and another":          {wire.DeclarationsPath, `{"session":SESSION} {}`, 400, "more than one JSON value"},
+		"declaration, and a brace":          {wire.DeclarationsPath, `{"session":SESSION}}`, 400, "invalid character '}'"},
+		"declaration that is too large":     {wire.DeclarationsPath, `{"gateway":"` + large + `"}`, 413, "body is larger than 4194304 bytes"},
+		"declaration with too much after":   {wire.DeclarationsPath, `{"session":SESSION}` + large, 413, "body is larger than 4194304 bytes"},
+		"report":                            {wire.ReportsPath, `{"session":SESSION,"reports":[{"uid":"uid-a","state":"idle","proof":"runtime","held":true}]}`, 204, ""},
+		"report with unknown fields":        {wire.ReportsPath, `{"session":SESSION,"new":1,"reports":[{"uid":"uid-a","state":"removed","proof":"timed","requests":3}]}`, 204, ""},
+		"report of nothing":                 {wire.ReportsPath, `{"session":SESSION}`, 204, ""},
+		"report of another state":           {wire.ReportsPath, `{"session":SESSION,"reports":[{"uid":"uid-a","state":"vanished"}]}`, 400, `state \"vanished\" is not one of`},
+		"report with another proof":         {wire.ReportsPath, `{"session":SESSION,"reports":[{"uid":"uid-a","state":"idle","proof":"oath"}]}`, 400, `proof \"oath\" is not one of`},
+		"report without proof":              {wire.ReportsPath, `{"session":SESSION,"reports":[{"uid":"uid-b","state":"kept"},{"uid":"uid-a","state":"removed"}]}`, 400, `reports[1].proof is required with state \"removed\"`},
+		"report without uid":                {wire.ReportsPath, `{"session":SESSION,"reports":[{"state":"routing"}]}`, 400, "reports[0].uid is required"},
+		"report with another session":       {wire.ReportsPath, `{"session":99,"reports":[{"uid":"uid-a","state":"idle","proof":"runtime"}]}`, 409, "open a new stream"},
+		"report with a time that is none":   {wire.ReportsPath, `{"session":SESSION,"reports":[{"uid":"uid-a","state":"routing","since":"noon"}]}`, 400, "noon"},
+		"report that is too large":          {wire.ReportsPath, `{"boot":"` + large + `"}`, 413, "body is larger than 4194304 bytes"},
+		"report with a number for a string": {wire.ReportsPath, `{"session":SESSION,"reports":[{"uid":7}]}`, 400, "cannot unmarshal number"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			b := newBench()
+			b.Unroute(pod("a"), []drain.Service{web})
+			body := strings.ReplaceAll(c.body, "SESSION", "1")
+			if b.session != 1 {
+				t.Fatalf("the session is %d", b.session)
+			}
+			code, said := b.ask(http.MethodPost, c.path, "Bearer agent one", strings.NewReader(body))
+			if code != c.code || !strings.Contains(said, c.want) || c.want == "" && said != "" {
+				t.Errorf("%d %.300s, want %d %s", code, said, c.code, c.want)
+			}
+			phase := b.ledger.Status(time.Now(), "uid-a").Phase
+			if acknowledged := name == "report"; acknowledged != (phase == drain.Released) && name != "declaration of nothing" {
+				t.Errorf("the drain is %s", phase)
+			}
+		})
+	}
+}
+
+// A session belongs to the agent that opened it.
+func TestASessionOfAnotherAgentIsStale(t *testing.T) {
+	b := newBench()
+	for _, path := range []string{wire.DeclarationsPath, wire.ReportsPath} {
+		if code, body := b.ask(http.MethodPost, path, "Bearer agent two", strings.NewReader(`{"session":1}`)); code != http.StatusConflict {
+			t.Errorf("%s: %d %s", path, code, body)
+		}
+	}
+}
+
+// Whatever an agent posts is taken or refused as its own fault, and what is refused changes nothing.
+func FuzzPosts(f *testing.F) {
+	f.Add(false, []byte(`{"session":1,"gateway":"g","routes":[{"service":{"namespace":"shop","name":"web"},"via":"endpoints","can":"direct","grain":"request"}]}`))
+	f.Add(true, []byte(`{"session":1,"boot":"b","reports":[{"uid":"uid-a","generation":"1","state":"idle","proof":"runtime","held":true,"since":"2026-01-02T03:04:05Z"}]}`))
+	f.Add(true, []byte(`{"session":1,"reports":[{"uid":"uid-a","since":"-292277022399-01-01T00:00:00Z"}]}`))
+	f.Add(false, []byte(`{"session":1}}`))
+	f.Add(true, []byte(`null`))
+	f.Fuzz(func(t *testing.T, report bool, body []byte) {
+		b := newBench()
+		b.Unroute(pod("a"), []drain.Service{web})
+		path, good := wire.DeclarationsPath, http.StatusOK
+		if report {
+			path, good = wire.ReportsPath, http.StatusNoContent
+		}
+		before := b.ledger.Status(time.Now(), "uid-a")
+		code, said := b.ask(http.MethodPost, path, "Bearer agent one", bytes.NewReader(body))
+		after := b.ledger.Status(time.Now(), "uid-a")
+		switch code {
+		case good:
+			if report {
+				var r wire.Reports
+				if err := json.Unmarshal(body, &r); err != nil {
+					t.Fatalf("taken, and yet: %v", err)
+				}
+				again, err := json.Marshal(r)
+				if err != nil {
+					t.Fatal(err)
+				}
+				if code, said := b.ask(http.MethodPost, path, "Bearer agent one", bytes.NewReader(again)); code != good {
+					t.Errorf("taken once, and then written again as %s: %d %s", again, code, said)
+				}
+			}
+			if after.Since.After(before.Since) || after.Deadline.After(before.Deadline) {
+				t.Errorf("the clock was put back from %s to %s", before.Since, after.Since)
+			}
+		case http.StatusBadRequest, http.StatusConflict, http.StatusRequestEntityTooLarge:
+			if diff := cmp.Diff(before, after); diff != "" {
+				t.Errorf("refused with %d, and yet (-before +after):\n%s", code, diff)
+			}
+			var why wire.Error
+			if json.Unmarshal([]byte(said), &why) != nil || why.Error == "" {
+				t.Errorf("refused with %d without a reason: %s", code, said)
+			}
+		default:
+			t.Errorf("%d %s", code, said)
+		}
+	})
+}

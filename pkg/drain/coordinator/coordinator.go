@@ -1,0 +1,337 @@
+// Package coordinator gives one replica's ledger a clock, a voice and ears: it holds callers until their drain is released, streams
+// drains to agents, takes their reports, and asks the API about drains that nobody asks for any more.
+//
+// The ledger belongs to a mutex that is never held while anything is sent, read, logged or waited for. A caller that waits is woken by a
+// channel that is closed when something may have changed for its pod, and then asks the ledger again; an agent's stream is woken
+// through a channel of size one and then reads everything that changed since what it sent last.
+package coordinator
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"sync"
+	"time"
+
+	"github.com/lameduck-io/lameduck/pkg/drain"
+)
+
+// tick is how often the ledger is asked which drains nobody asks for.
+const tick = time.Second
+
+// lookTimeout bounds the live read of one pod, lookAtMost how many are read a tick.
+const (
+	lookTimeout = 5 * time.Second
+	lookAtMost  = 50
+)
+
+// Life is what a live read says of a pod UID.
+type Life uint8
+
+const (
+	// LifeUnknown: the read failed; nothing is concluded.
+	LifeUnknown Life = iota
+	// Living: the pod exists, with this UID and without deletionTimestamp.
+	Living
+	// Leaving: it is terminating, gone, or another pod has its name.
+	Leaving
+)
+
+// Pods reads pods live, not from a cache.
+type Pods interface {
+	Life(ctx context.Context, pod drain.Pod) (Life, error)
+}
+
+// ErrTooManyHolds is returned by [Coordinator.Drain] for a call that must be answered at once because as many as allowed wait
+// already. The drain runs on.
+var ErrTooManyHolds = errors.New("too many deletions are held by this replica")
+
+// ErrStopping is returned by [Coordinator.Drain] for calls that wait when the coordinator stops, and after.
+var ErrStopping = errors.New("this replica is shutting down")
+
+// Options are what a Coordinator needs besides its ledger.
+type Options struct {
+	// MaxHolds bounds the calls that wait at one time.
+	MaxHolds int
+	Pods     Pods
+	// Authenticate tells who an agent is by its bearer token.
+	Authenticate Authenticator
+	Log          *slog.Logger
+	Metrics      *Metrics
+}
+
+// Coordinator is one replica. Make it with New, then Run it.
+type Coordinator struct {
+	Options
+	times drain.Times
+
+	mu      sync.Mutex
+	ledger  *drain.Ledger
+	waiting map[drain.UID]chan struct{}
+	streams map[*stream]struct{}
+	holds   int
+	// phases holds the last phase that was written down of each open drain.
+	phases map[drain.UID]drain.Phase
+	// told is the ledger's revision at which the streams were last woken.
+	told uint64
+	// unsaid holds the transitions that unlock has to log.
+	unsaid  []func()
+	stop    chan struct{}
+	stopped bool
+}
+
+// New returns a coordinator with an empty ledger.
+func New(self drain.Lease, times drain.Times, o Options) *Coordinator {
+	return &Coordinator{
+		Options: o, times: times, ledger: drain.NewLedger(self, times),
+		waiting: map[drain.UID]chan struct{}{}, streams: map[*stream]struct{}{}, phases: map[drain.UID]drain.Phase{},
+		stop: make(chan struct{}),
+	}
+}
+
+// Run looks after drains that nobody asks for until ctx is done. It returns nil then. Calls that wait at that moment
+// return ErrStopping.
+func (c *Coordinator) Run(ctx context.Context) error {
+	ticker := time.NewTicker(tick)
+	defer ticker.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			c.Stop()
+			return nil
+		case <-ticker.C:
+		}
+		c.look(ctx)
+	}
+}
+
+// Stop makes every call that waits return ErrStopping, and every later one at once, and ends the agents' streams. It may be
+// called any number of times.
+func (c *Coordinator) Stop() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if !c.stopped {
+		c.stopped = true
+		close(c.stop)
+	}
+}
+
+// look reads the pods of drains that nobody has asked for lately.
+func (c *Coordinator) look(ctx context.Context) {
+	c.mu.Lock()
+	pods := c.ledger.Tick(time.Now())
+	c.settle()
+	c.unlock()
+	for _, pod := range pods[:min(len(pods), lookAtMost)] {
+		lookCtx, cancel := context.WithTimeout(ctx, lookTimeout)
+		life, err := c.Pods.Life(lookCtx, pod)
+		cancel()
+		if err != nil {
+			c.Log.Warn("read pod of a drain that nobody asks for", "pod", pod.String(), "uid", pod.UID, "error", err)
+			continue
+		}
+		switch life {
+		case Living:
+			c.mu.Lock()
+			c.ledger.Alive(time.Now(), pod.UID)
+			c.settle()
+			c.unlock()
+		case Leaving:
+			c.Gone(pod.UID)
+		}
+	}
+}
+
+// Drain opens a drain of pod or joins the open one, and waits until it is released, closed, or until comes; the status that it
+// returns is that of this moment. With an error (ErrTooManyHolds, ErrStopping, the context's) the status is good too, and the
+// drain runs on: the caller must not take it for an answer to allow.
+func (c *Coordinator) Drain(ctx context.Context, pod drain.Pod, services []drain.Service, until time.Time) (status drain.Status, held bool, err error) {
+	c.mu.Lock()
+	defer c.unlock()
+	status = c.ledger.Ask(time.Now(), pod, services)
+	c.settle()
+	c.observe(status)
+	c.ledger.Hold(pod.UID)
+	defer func() {
+		allowed := err == nil && (status.Phase == drain.Released || status.Phase == drain.Closed)
+		c.ledger.Answered(time.Now(), pod.UID, allowed)
+	}()
+	if c.stopped {
+		return status, false, ErrStopping
+	}
+	if !status.Waits() || !time.Now().Before(until) {
+		return status, false, nil
+	}
+	if c.holds >= c.MaxHolds {
+		return status, false, ErrTooManyHolds
+	}
+	c.holds++
+	c.Metrics.holds.Inc()
+	defer func() {
+		c.holds--
+		c.Metrics.holds.Dec()
+	}()
+	for status.Waits() {
+		now := time.Now()
+		if !now.Before(until) {
+			return status, true, nil
+		}
+		wake := until
+		if !status.Recheck.IsZero() && status.Recheck.Before(wake) {
+			wake = status.Recheck
+		}
+		changed := c.waiting[pod.UID]
+		if changed == nil {
+			changed = make(chan struct{})
+			c.waiting[pod.UID] = changed
+		}
+		c.unlock()
+		timer := time.NewTimer(wake.Sub(now))
+		select {
+		case <-changed:
+		case <-timer.C:
+		case <-ctx.Done():
+			err = ctx.Err()
+		case <-c.stop:
+			err = ErrStopping
+		}
+		timer.Stop()
+		c.mu.Lock()
+		status = c.ledger.Status(time.Now(), pod.UID)
+		c.settle()
+		c.observe(status)
+		if err == nil && c.stopped {
+			// What has changed may be that the streams end.
+			err = ErrStopping
+		}
+		if err != nil {
+			return status, true, err
+		}
+	}
+	return status, true, nil
+}
+
+// Unroute asks agents to let go of a pod whose deletion does not wait. It never blocks.
+func (c *Coordinator) Unroute(pod drain.Pod, services []drain.Service) {
+	c.mu.Lock()
+	defer c.unlock()
+	c.ledger.Ask(time.Now(), pod, services)
+	c.settle()
+}
+
+// Gone records that a pod is terminating or gone.
+func (c *Coordinator) Gone(uid drain.UID) {
+	c.mu.Lock()
+	defer c.unlock()
+	c.ledger.Gone(time.Now(), uid)
+	c.settle()
+}
+
+// Expect sets the whole list of agents that the API says exist.
+func (c *Coordinator) Expect(expected []drain.Expected) {
+	c.mu.Lock()
+	defer c.unlock()
+	c.ledger.Expect(time.Now(), expected)
+	n, missing := c.ledger.Expecting()
+	c.Metrics.agents.WithLabelValues("expected").Set(float64(n))
+	c.Metrics.agents.WithLabelValues("missing").Set(float64(missing))
+	c.settle()
+}
+
+// Expecting returns how many agents are expected, and how many of them are not connected here.
+func (c *Coordinator) Expecting() (expected, missing int) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.ledger.Expecting()
+}
+
+// CouldRoute reports whether some agent may route one of services, as far as is known.
+func (c *Coordinator) CouldRoute(services []drain.Service) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.ledger.CouldRoute(services)
+}
+
+// Draining returns which of uids have an open drain, and since when.
+func (c *Coordinator) Draining(uids []drain.UID) map[drain.UID]time.Time {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	open := map[drain.UID]time.Time{}
+	for _, uid := range uids {
+		if since, ok := c.ledger.Draining(uid); ok {
+			open[uid] = since
+		}
+	}
+	return open
+}
+
+// Refused returns how many drains of uid were allowed in the last window although the pod lives on.
+func (c *Coordinator) Refused(uid drain.UID, window time.Duration) int {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.ledger.Refused(time.Now(), uid, window)
+}
+
+// settle, called with the lock after every change, writes down transitions and wakes those whom they may concern.
+func (c *Coordinator) settle() {
+	touched := c.ledger.Touched()
+	if len(touched) == 0 {
+		return
+	}
+	now := time.Now()
+	for _, uid := range touched {
+		c.observe(c.ledger.Status(now, uid))
+		if changed := c.waiting[uid]; changed != nil {
+			close(changed)
+			delete(c.waiting, uid)
+		}
+	}
+	if revision := c.ledger.Revision(); revision != c.told {
+		c.told = revision
+		for s := range c.streams {
+			s.wake()
+		}
+	}
+}
+
+// unlock releases the mutex, and then logs what happened under it: a log that is slow delays its writer only.
+func (c *Coordinator) unlock() {
+	unsaid := c.unsaid
+	c.unsaid = nil
+	c.mu.Unlock()
+	for _, say := range unsaid {
+		say()
+	}
+}
+
+// observe, called with the lock, writes down that a drain has entered another phase, by what was said or by time alone.
+func (c *Coordinator) observe(s drain.Status) {
+	before := c.phases[s.Pod.UID]
+	over := s.Phase == drain.Closed || s.Phase == drain.PhaseUnknown
+	if s.Phase == before || before == drain.PhaseUnknown && over {
+		return // nothing new, or a word about a drain that is over or never was
+	}
+	if before != drain.PhaseUnknown {
+		c.Metrics.drains.WithLabelValues(before.String()).Dec()
+	}
+	if over {
+		delete(c.phases, s.Pod.UID)
+	} else {
+		c.Metrics.drains.WithLabelValues(s.Phase.String()).Inc()
+		c.phases[s.Pod.UID] = s.Phase
+	}
+	took := time.Since(s.Begun)
+	c.Metrics.phase.WithLabelValues(s.Phase.String(), s.Reason.String()).Observe(took.Seconds())
+	c.unsaid = append(c.unsaid, func() {
+		c.Log.Info("drain", "pod", s.Pod.String(), "uid", s.Pod.UID, "phase", s.Phase.String(), "reason", s.Reason.String(),
+			"sinceSeconds", took.Seconds(), "owed", s.Owed, "waitingFor", names(s.Waiting))
+	})
+}
+
+func names(waiting []drain.Waiting) []string {
+	all := make([]string, len(waiting))
+	for i, w := range waiting {
+		all[i] = w.Name + " (" + w.State.String() + ")"
+	}
+	return all
+}

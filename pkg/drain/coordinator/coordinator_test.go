@@ -1,0 +1,528 @@
+package coordinator
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"slices"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/drain/wire"
+)
+
+// Each test runs in a bubble of fake time. The bubble fails if a goroutine is left when the test has ended, so that each of
+// them proves as well that nothing leaks.
+
+func TestAHeldCallIsReleasedByTheLastAcknowledgement(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNetwork(t)
+		r := n.replica("replica-0", "a")
+		one, two := n.agent("one", []drain.Service{web}, "replica-0"), n.agent("two", []drain.Service{web, api}, "replica-0")
+		n.agent("other", []drain.Service{api}, "replica-0")
+		synctest.Wait()
+		if !one.learned() || r.metric("lameduck_agents", "connected") != 3 {
+			t.Fatal("the agents are not connected")
+		}
+		p := pod("a")
+		held := r.hold(p, web)
+		for _, a := range []*agent{one, two} {
+			if got := a.stones.holders(p); got != "replica-0/a" {
+				t.Fatalf("the tombstone is held by %q", got)
+			}
+		}
+		if got := r.metric("lameduck_holds"); got != 1 {
+			t.Errorf("%v calls are held", got)
+		}
+		one.say(p, drain.Idle)
+		two.say(p, drain.Routing)
+		stillHeld(t, held)
+		time.Sleep(700 * time.Millisecond)
+		two.say(p, drain.Removed)
+		if got := r.metric("lameduck_drains", "Quiescing"); got != 1 {
+			t.Errorf("%v drains are Quiescing", got)
+		}
+		stillHeld(t, held)
+		two.say(p, drain.Idle)
+		answered(t, held, "Released Acknowledged held=true after 700ms")
+		if got := r.metric("lameduck_holds"); got != 0 {
+			t.Errorf("%v calls are held at the end", got)
+		}
+		answered(t, r.hold(p, web), "Released Acknowledged held=false after 0s")
+		if got := r.metric("lameduck_drain_phase_seconds", "Released", "Acknowledged"); got != 1 {
+			t.Errorf("released %v times", got)
+		}
+
+		r.Gone(p.UID)
+		synctest.Wait()
+		if one.stones.holders(p) != "" || !one.stones.isDead(p) {
+			t.Error("the agent does not know that the pod is dead")
+		}
+		if got := r.metric("lameduck_drains", "Released"); got != 0 {
+			t.Errorf("%v drains are open at the end", got)
+		}
+		// What follows a death asks nobody.
+		answered(t, r.hold(p, web), "Closed Dead held=false after 0s")
+	})
+}
+
+func TestACallIsHeldNoLongerThanItMay(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNetwork(t)
+		r := n.replica("replica-0", "a")
+		n.agent("one", []drain.Service{web}, "replica-0")
+		p := pod("a")
+		held := r.hold(p, web)
+		time.Sleep(2*time.Second - 1)
+		stillHeld(t, held)
+		time.Sleep(1)
+		answered(t, held, "Unrouting None held=true after 2s")
+		status, wasHeld, err := r.Drain(t.Context(), p, []drain.Service{web}, time.Now())
+		if status.Phase != drain.Unrouting || wasHeld || err != nil {
+			t.Errorf("without time: %s, held %t, %v", status.Phase, wasHeld, err)
+		}
+
+		ctx, cancel := context.WithCancel(t.Context())
+		go func() { time.Sleep(time.Second); cancel() }()
+		began := time.Now()
+		status, _, err = r.Drain(ctx, p, []drain.Service{web}, time.Now().Add(2*time.Second))
+		if status.Phase != drain.Unrouting || !errors.Is(err, context.Canceled) || time.Since(began) != time.Second {
+			t.Errorf("given up: %s, %v after %s", status.Phase, err, time.Since(began))
+		}
+	})
+}
+
+// Without this, the metric and the log of the one release that people must know of stay silent: nobody says anything when time is up.
+func TestTheDeadlineReleasesAndIsWrittenDown(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNetwork(t)
+		r := n.replica("replica-0", "a")
+		n.agent("silent", []drain.Service{web}, "replica-0")
+		p := pod("a")
+		began := time.Now()
+		for {
+			held := r.hold(p, web)
+			a := <-held
+			if a.err != nil {
+				t.Fatal(a.err)
+			}
+			if a.Phase == drain.Released {
+				if a.Reason != drain.Deadline || time.Since(began) != 30*time.Second || len(a.Waiting) != 1 || a.Waiting[0].Agent != "silent" {
+					t.Errorf("%s after %s, waiting for %v", a, time.Since(began), a.Waiting)
+				}
+				break
+			}
+			time.Sleep(900 * time.Millisecond) // so that time is up while a call is held
+		}
+		if got := r.metric("lameduck_drain_phase_seconds", "Released", "Deadline"); got != 1 {
+			t.Errorf("%v releases by the deadline were counted", got)
+		}
+		if got := r.metric("lameduck_drains", "Released"); got != 1 {
+			t.Errorf("%v drains are Released", got)
+		}
+	})
+}
+
+func TestALostStreamVoidsWhatWasReported(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNetwork(t)
+		r := n.replica("replica-0", "a")
+		r.Expect([]drain.Expected{{ID: "one", Name: "edge/one", Ready: true}})
+		one := n.agent("one", []drain.Service{web}, "replica-0")
+		p := pod("a")
+		held := r.hold(p, web)
+		one.say(p, drain.Idle)
+		answered(t, held, "Released Acknowledged held=true after 0s")
+
+		n.cut("replica-0")
+		synctest.Wait()
+		held = r.hold(p, web)
+		stillHeld(t, held)
+		if got := r.metric("lameduck_agents", "missing"); got != 1 {
+			t.Errorf("%v agents are missing", got)
+		}
+		if one.stones.holders(p) == "" {
+			t.Error("the tombstone went with the stream")
+		}
+		time.Sleep(100 * time.Millisecond) // the first pause is shorter
+		if a := taken(t, held); a.Reason != drain.Acknowledged || a.took > 100*time.Millisecond {
+			t.Errorf("after the reconnection: %s", a)
+		}
+		if opened, ended := one.streams(); opened != 2 || ended != 1 {
+			t.Errorf("%d streams were opened, %d ended", opened, ended)
+		}
+	})
+}
+
+func TestTheEndsOfADrainReachTheAgents(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNetwork(t)
+		r := n.replica("replica-0", "a")
+		one := n.agent("one", []drain.Service{web}, "replica-0")
+		dead, kept, gone := pod("dead"), pod("kept"), pod("gone")
+		for _, p := range []drain.Pod{dead, kept, gone} {
+			held := r.hold(p, web)
+			one.say(p, drain.Idle)
+			answered(t, held, "Released Acknowledged held=true after 0s")
+		}
+		r.Gone(dead.UID)
+		synctest.Wait()
+		if one.stones.holders(dead) != "" || !one.stones.isDead(dead) {
+			t.Error("dead: still buried, or not dead")
+		}
+		// Nobody asks any more, and the API server does not answer: nothing is concluded, and leases are renewed.
+		time.Sleep(2 * time.Minute)
+		if one.stones.holders(kept) == "" || one.stones.holders(gone) == "" {
+			t.Fatal("a tombstone was lifted without knowledge")
+		}
+		if until := time.Until(one.stones.expires(kept, "replica-0/a")); until < 58*time.Second {
+			t.Errorf("the lease has only %s left", until)
+		}
+		r.lives.set(kept.UID, Living)
+		r.lives.set(gone.UID, Leaving)
+		time.Sleep(3 * time.Second)
+		if one.stones.holders(kept) != "" || one.stones.isDead(kept) {
+			t.Error("kept: still buried, or dead")
+		}
+		if one.stones.holders(gone) != "" || !one.stones.isDead(gone) {
+			t.Error("gone: still buried, or not dead")
+		}
+		if got := r.Refused(kept.UID, time.Hour); got != 1 {
+			t.Errorf("%d drains of a pod that lives on were allowed", got)
+		}
+		if got := r.metric("lameduck_drains", "Released"); got != 0 {
+			t.Errorf("%v drains are open at the end", got)
+		}
+	})
+}
+
+func TestADrainIsNotAbandonedEarly(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNetwork(t)
+		r := n.replica("replica-0", "a")
+		one := n.agent("one", []drain.Service{web}, "replica-0")
+		p := pod("a")
+		r.lives.set(p.UID, Living)
+		answered := r.hold(p, web)
+		<-answered // after 2 s
+		time.Sleep(44 * time.Second)
+		if one.stones.holders(p) == "" || r.lives.reads != 0 {
+			t.Fatal("looked into before 45 s have passed since the answer")
+		}
+		<-r.hold(p, web)
+		time.Sleep(44 * time.Second)
+		if one.stones.holders(p) == "" {
+			t.Fatal("abandoned although it was asked for 44 s ago")
+		}
+		time.Sleep(2 * time.Second)
+		if one.stones.holders(p) != "" {
+			t.Fatal("not abandoned")
+		}
+		// The gateway routes the pod again and says nothing of it. That is not an acknowledgement.
+		stillHeld(t, r.hold(p, web))
+		time.Sleep(2 * time.Second)
+	})
+}
+
+func TestStopAnswersWhatIsHeld(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNetwork(t)
+		r := n.replica("replica-0", "a")
+		one := n.agent("one", []drain.Service{web}, "replica-0")
+		p := pod("a")
+		held := r.hold(p, web)
+		r.Stop()
+		answered(t, held, "Unrouting None held=true after 0s: this replica is shutting down")
+		answered(t, r.hold(pod("b"), web), "Unrouting None held=false after 0s: this replica is shutting down")
+		one.stones.say(p.UID, drain.Idle)
+		r.Stop()
+		r.end()
+		if one.stones.holders(p) != "replica-0/a" {
+			t.Error("the tombstone went with the replica")
+		}
+		if opened, ended := one.streams(); opened != ended {
+			t.Errorf("%d of %d streams have ended", ended, opened)
+		}
+	})
+}
+
+// Without this, a rollout of the coordinator allows what it holds: the streams end, agents that the API does not list are no longer
+// owed, and a held call that is woken by that must not take it for a release.
+func TestWhatChangesWhileStoppingReleasesNothing(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNetwork(t)
+		r := n.replica("replica-0", "a")
+		p := pod("a")
+		r.Expect([]drain.Expected{{ID: "one", Ready: true}})
+		held := r.hold(p, web)
+		r.mu.Lock()
+		r.ledger.Expect(time.Now(), nil)
+		r.settle() // wakes the held call
+		r.stopped = true
+		close(r.stop)
+		r.mu.Unlock()
+		answered(t, held, "Released NoAgents held=true after 0s: this replica is shutting down")
+	})
+}
+
+func TestTooManyHolds(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNetwork(t)
+		r := n.replica("replica-0", "a", func(o *Options) { o.MaxHolds = 2 })
+		one := n.agent("one", []drain.Service{web}, "replica-0")
+		first, second := r.hold(pod("a"), web), r.hold(pod("b"), web)
+		answered(t, r.hold(pod("c"), web), "Unrouting None held=false after 0s: too many deletions are held by this replica")
+		if one.stones.holders(pod("c")) == "" {
+			t.Error("the drain does not run on")
+		}
+		one.say(pod("c"), drain.Idle)
+		answered(t, r.hold(pod("c"), web), "Released Acknowledged held=false after 0s")
+		one.say(pod("a"), drain.Idle)
+		answered(t, first, "Released Acknowledged held=true after 0s")
+		third := r.hold(pod("d"), web)
+		stillHeld(t, third)
+		time.Sleep(2 * time.Second)
+		<-second
+		<-third
+	})
+}
+
+func TestReplicasReleaseTheirOwnLeasesOnly(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNetwork(t)
+		a, b := n.replica("replica-0", "a"), n.replica("replica-1", "b")
+		one := n.agent("one", []drain.Service{web}, "replica-0", "replica-1")
+		p, q := pod("p"), pod("q")
+		for _, asked := range []drain.Pod{p, q} {
+			held := a.hold(asked, web)
+			one.say(asked, drain.Idle)
+			answered(t, held, "Released Acknowledged held=true after 0s")
+		}
+		// The other replica sees the drains in the reports. It counts them only once its own lease stands, which takes one
+		// exchange and no time.
+		if status := b.drainOnce(p); status.Phase != drain.Unrouting {
+			t.Errorf("replica-1 spends an acknowledgement of replica-0's tombstone: %s", status.Phase)
+		}
+		if a := taken(t, b.hold(p, web)); a.Reason != drain.Acknowledged || a.took != 0 {
+			t.Errorf("replica-1 is told %s", a)
+		}
+		if got := one.stones.holders(p); got != "replica-0/a replica-1/b" {
+			t.Errorf("held by %q", got)
+		}
+
+		// replica-0 starts anew. It knows of no drain, and lifts nothing of its former life.
+		a.end()
+		a = n.replica("replica-0", "a2")
+		time.Sleep(3 * time.Second)
+		if got := a.metric("lameduck_agents", "connected"); got != 1 {
+			t.Fatalf("%v agents are connected", got)
+		}
+		if got := one.stones.holders(p); got != "replica-0/a replica-1/b" {
+			t.Errorf("after a restart held by %q", got)
+		}
+		if got := one.stones.holders(q); got != "replica-0/a" {
+			t.Errorf("after a restart held by %q", got)
+		}
+		// It adopts the clock.
+		status := a.drainOnce(p)
+		if age := time.Since(status.Since).Round(100 * time.Millisecond); age != 3*time.Second {
+			t.Errorf("the drain's clock starts %s ago, want 3s", age)
+		}
+
+		// replica-1 abandons, replica-0's new life holds on.
+		b.lives.set(p.UID, Living)
+		a.lives.set(p.UID, Living)
+		for range 25 {
+			time.Sleep(2 * time.Second)
+			a.drainOnce(p)
+		}
+		synctest.Wait()
+		if got := one.stones.holders(p); got != "replica-0/a replica-0/a2" {
+			t.Errorf("after replica-1 has abandoned it, held by %q", got)
+		}
+	})
+}
+
+// drainOnce asks without waiting.
+func (r *replica) drainOnce(p drain.Pod) drain.Status {
+	r.t.Helper()
+	status, _, err := r.Drain(r.t.Context(), p, []drain.Service{web}, time.Now())
+	if err != nil {
+		r.t.Error(err)
+	}
+	return status
+}
+
+func TestAnAgentThatDoesNotReadIsCutAndDelaysNobody(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNetwork(t)
+		r := n.replica("replica-0", "a")
+		r.Expect([]drain.Expected{{ID: "stuck", Ready: true, Label: drain.LabelFollowing}})
+		n.open("stuck", "replica-0")
+		good := n.agent("good", []drain.Service{web}, "replica-0")
+		if got := r.metric("lameduck_agents", "connected"); got != 2 {
+			t.Fatalf("%v agents are connected", got)
+		}
+		began := time.Now()
+		for _, name := range []string{"a", "b", "c"} {
+			held := r.hold(pod(name), web)
+			good.say(pod(name), drain.Idle)
+			answered(t, held, "Released Acknowledged held=true after 0s")
+		}
+		if time.Since(began) != 0 {
+			t.Errorf("three drains took %s", time.Since(began))
+		}
+		time.Sleep(writeTimeout)
+		synctest.Wait()
+		if got := r.metric("lameduck_agents", "connected"); got != 1 {
+			t.Errorf("%v agents are connected, want the one that reads", got)
+		}
+	})
+}
+
+func TestSilenceMakesTheAgentReconnect(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNetwork(t)
+		r := n.replica("replica-0", "a")
+		one := n.agent("one", []drain.Service{web}, "replica-0")
+		time.Sleep(61 * time.Second) // the last heartbeat was 1 s ago
+		if opened, ended := one.streams(); opened != 1 || ended != 0 {
+			t.Fatalf("heartbeats do not keep the stream: %d were opened, %d ended", opened, ended)
+		}
+		n.swallow("replica-0")
+		time.Sleep(3900 * time.Millisecond)
+		if _, ended := one.streams(); ended != 0 {
+			t.Fatal("given up before the time that the coordinator named")
+		}
+		time.Sleep(300 * time.Millisecond)
+		if opened, ended := one.streams(); opened != 2 || ended != 1 {
+			t.Fatalf("%d streams were opened, %d ended", opened, ended)
+		}
+		p := pod("a")
+		held := r.hold(p, web)
+		one.say(p, drain.Idle)
+		answered(t, held, "Released Acknowledged held=true after 0s")
+	})
+}
+
+func TestANewerStreamOfAnAgentEndsTheFormer(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNetwork(t)
+		r := n.replica("replica-0", "a")
+		former := n.open("one", "replica-0")
+		hello, _ := former.next(t)
+		if hello.Type != wire.TypeHello || hello.Hello.Lease != (drain.Lease{Replica: "replica-0", Epoch: "a"}) || hello.Hello.Session == 0 {
+			t.Fatalf("first message: %+v", hello)
+		}
+		if m, ok := former.next(t); !ok || m.Type != wire.TypeSynced {
+			t.Fatalf("second message: %+v", m)
+		}
+		newer := n.open("one", "replica-0")
+		again, _ := newer.next(t)
+		if again.Hello.Session <= hello.Hello.Session {
+			t.Errorf("session %d follows %d", again.Hello.Session, hello.Hello.Session)
+		}
+		if m, ok := former.next(t); ok {
+			t.Errorf("the former stream goes on: %+v", m)
+		}
+		synctest.Wait()
+		if got := r.metric("lameduck_agents", "connected"); got != 1 {
+			t.Errorf("%v streams are counted", got)
+		}
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		if !r.ledger.Current("one", again.Hello.Session) {
+			t.Error("the end of the former stream has ended the newer session")
+		}
+	})
+}
+
+func TestTheStreamTellsOpenDrainsFirst(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNetwork(t)
+		r := n.replica("replica-0", "a")
+		r.Unroute(pod("a"), []drain.Service{web})
+		r.Unroute(pod("b"), []drain.Service{web})
+		r.Gone(pod("a").UID)
+		s := n.open("one", "replica-0")
+		var got []wire.Type
+		next := func() wire.Message {
+			m, ok := s.next(t)
+			if !ok {
+				t.Fatal("the stream has ended")
+			}
+			got = append(got, m.Type)
+			return m
+		}
+		next()
+		if m := next(); m.Type != wire.TypeDrain || m.Drain.Pod != pod("b") {
+			t.Errorf("%+v", m)
+		}
+		if m := next(); m.Type != wire.TypeRelease || *m.Release != (drain.Release{UID: "uid-a", Dead: true}) {
+			t.Errorf("%+v", m)
+		}
+		next()
+		began := time.Now()
+		if m := next(); m.Type != wire.TypeHeartbeat || time.Since(began) != 2*time.Second {
+			t.Errorf("%+v after %s", m, time.Since(began))
+		}
+		r.Unroute(pod("c"), []drain.Service{web})
+		if m := next(); m.Type != wire.TypeDrain || m.Drain.Pod != pod("c") {
+			t.Errorf("%+v", m)
+		}
+		if want := []wire.Type{"hello", "drain", "release", "synced", "heartbeat", "drain"}; !slices.Equal(got, want) {
+			t.Errorf("messages %q, want %q", got, want)
+		}
+	})
+}
+
+// slow is a log that blocks.
+type slow struct{ slog.Handler }
+
+func (slow) Enabled(context.Context, slog.Level) bool { return true }
+func (slow) Handle(context.Context, slog.Record) error {
+	time.Sleep(time.Hour)
+	return nil
+}
+
+// Without this, a container runtime that does not take the log in time stops every deletion in the cluster.
+func TestALogThatBlocksStopsItsWriterOnly(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNetwork(t)
+		r := n.replica("replica-0", "a", func(o *Options) { o.Log = slog.New(slow{slog.DiscardHandler}) })
+		began := time.Now()
+		done := make(chan struct{})
+		go func() {
+			r.Unroute(pod("a"), []drain.Service{web})
+			close(done)
+		}()
+		synctest.Wait()
+		select {
+		case <-done:
+			t.Fatal("the transition was not logged")
+		default:
+		}
+		if got := r.Draining([]drain.UID{"uid-a", "uid-b"}); len(got) != 1 || time.Since(began) != 0 {
+			t.Errorf("draining %v after %s", got, time.Since(began))
+		}
+		<-done
+	})
+}
+
+func TestRunWaitsForNothingAtItsEnd(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNetwork(t)
+		r := n.replica("replica-0", "a")
+		one := n.agent("one", []drain.Service{web}, "replica-0")
+		held := r.hold(pod("a"), web)
+		began := time.Now()
+		r.end()
+		one.end()
+		if took := time.Since(began); took > time.Second {
+			t.Errorf("the end took %s", took)
+		}
+		answered(t, held, "Unrouting None held=true after 0s: this replica is shutting down")
+	})
+}

@@ -1,0 +1,57 @@
+package coordinator
+
+import (
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/lameduck-io/lameduck/pkg/drain"
+)
+
+// Metrics are the coordinator's. Every series with a bounded set of labels is there from the start.
+type Metrics struct {
+	holds   prometheus.Gauge
+	drains  *prometheus.GaugeVec
+	phase   *prometheus.HistogramVec
+	agents  *prometheus.GaugeVec
+	reports *prometheus.CounterVec
+	api     *prometheus.CounterVec
+}
+
+// NewMetrics registers the coordinator's metrics.
+func NewMetrics(r prometheus.Registerer) *Metrics {
+	m := &Metrics{
+		holds: prometheus.NewGauge(prometheus.GaugeOpts{
+			Name: "lameduck_holds", Help: "Admission calls that wait for gateways now.",
+		}),
+		drains: prometheus.NewGaugeVec(prometheus.GaugeOpts{
+			Name: "lameduck_drains", Help: "Open drains by phase.",
+		}, []string{"phase"}),
+		phase: prometheus.NewHistogramVec(prometheus.HistogramOpts{
+			Name:    "lameduck_drain_phase_seconds",
+			Help:    "Time from the start of a drain on this replica until it entered a phase, by phase and reason.",
+			Buckets: []float64{.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2, 4, 8, 15, 30, 60},
+		}, []string{"phase", "reason"}),
+		agents: prometheus.NewGaugeVec(prometheus.GaugeOpts{
+			Name: "lameduck_agents", Help: "Agents by state: expected (the API says they exist), missing (expected and not connected here), connected.",
+		}, []string{"state"}),
+		reports: prometheus.NewCounterVec(prometheus.CounterOpts{
+			Name: "lameduck_reports_total", Help: "Reports received from agents, by the state they tell.",
+		}, []string{"state"}),
+		api: prometheus.NewCounterVec(prometheus.CounterOpts{
+			Name: "lameduck_agent_requests_total", Help: "Requests of agents, by path and HTTP status.",
+		}, []string{"path", "code"}),
+	}
+	r.MustRegister(m.holds, m.drains, m.phase, m.agents, m.reports, m.api)
+	for _, p := range []drain.Phase{drain.Unrouting, drain.Quiescing, drain.Released} {
+		m.drains.WithLabelValues(p.String())
+	}
+	for _, s := range []string{"expected", "missing", "connected"} {
+		m.agents.WithLabelValues(s)
+	}
+	for s := drain.StateUnknown; s <= drain.Idle; s++ {
+		m.reports.WithLabelValues(s.String())
+	}
+	for _, r := range []drain.Reason{drain.Acknowledged, drain.IdleBound, drain.Deadline, drain.NoAgents} {
+		m.phase.WithLabelValues(drain.Released.String(), r.String())
+	}
+	return m
+}

@@ -1,0 +1,571 @@
+package coordinator
+
+import (
+	"bufio"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/http"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/drain/client"
+	"github.com/lameduck-io/lameduck/pkg/drain/wire"
+	"github.com/lameduck-io/lameduck/pkg/serve"
+)
+
+var (
+	web = drain.Service{Namespace: "shop", Name: "web"}
+	api = drain.Service{Namespace: "shop", Name: "api"}
+)
+
+func pod(name string) drain.Pod {
+	return drain.Pod{Namespace: "shop", Name: name, UID: drain.UID("uid-" + name)}
+}
+
+func routesOf(services ...drain.Service) []drain.Route {
+	all := []drain.Route{}
+	for _, s := range services {
+		all = append(all, drain.Route{Service: s, Via: drain.Endpoints, Can: drain.Direct, Grain: drain.PerRequest})
+	}
+	return all
+}
+
+// tokens is an Authenticator: "agent x" proves agent x, the others are refused each in its way.
+type tokens struct{}
+
+func (tokens) Authenticate(_ context.Context, token string) (Identity, error) {
+	if id, ok := strings.CutPrefix(token, "agent "); ok {
+		return Identity{Agent: drain.AgentID(id), Name: "edge/" + id}, nil
+	}
+	switch token {
+	case "stranger":
+		return Identity{}, fmt.Errorf("stranger: %w", ErrForbidden)
+	case "no answer":
+		return Identity{}, errors.New("the API server does not answer")
+	default:
+		return Identity{}, ErrUnauthenticated
+	}
+}
+
+// lives is a Pods whose answers a test sets. Pods that are not in it cannot be read.
+type lives struct {
+	mu    sync.Mutex
+	of    map[drain.UID]Life
+	reads int
+}
+
+func (l *lives) set(uid drain.UID, life Life) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.of[uid] = life
+}
+
+func (l *lives) Life(_ context.Context, pod drain.Pod) (Life, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.reads++
+	if life := l.of[pod.UID]; life != LifeUnknown {
+		return life, nil
+	}
+	return LifeUnknown, errors.New("the API server does not answer")
+}
+
+// network joins agents and replicas by pipes, and can fail in every way that matters here.
+type network struct {
+	t  *testing.T
+	mu sync.Mutex
+	// listeners by host.
+	listeners map[string]*listener
+	conns     map[string][]*conn
+}
+
+func newNetwork(t *testing.T) *network {
+	return &network{t: t, listeners: map[string]*listener{}, conns: map[string][]*conn{}}
+}
+
+type listener struct {
+	accept chan net.Conn
+	closed chan struct{}
+	once   sync.Once
+}
+
+func (l *listener) Accept() (net.Conn, error) {
+	select {
+	case c := <-l.accept:
+		return c, nil
+	case <-l.closed:
+		return nil, net.ErrClosed
+	}
+}
+
+func (l *listener) Close() error   { l.once.Do(func() { close(l.closed) }); return nil }
+func (l *listener) Addr() net.Addr { return &net.TCPAddr{} }
+
+// conn is the agent's end of a connection. While it is a black hole, nothing arrives and nothing fails.
+type conn struct {
+	net.Conn
+	mu   sync.Mutex
+	hole bool
+}
+
+func (c *conn) Read(into []byte) (int, error) {
+	for {
+		n, err := c.Conn.Read(into)
+		c.mu.Lock()
+		hole := c.hole
+		c.mu.Unlock()
+		if err != nil || !hole {
+			return n, err
+		}
+	}
+}
+
+func (n *network) dial(ctx context.Context, _, address string) (net.Conn, error) {
+	host, _, err := net.SplitHostPort(address)
+	if err != nil {
+		return nil, err
+	}
+	n.mu.Lock()
+	l := n.listeners[host]
+	n.mu.Unlock()
+	if l == nil {
+		return nil, fmt.Errorf("dial %s: connection refused", address)
+	}
+	near, far := net.Pipe()
+	select {
+	case l.accept <- far:
+	case <-l.closed:
+		return nil, fmt.Errorf("dial %s: connection refused", address)
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	}
+	c := &conn{Conn: near}
+	n.mu.Lock()
+	n.conns[host] = append(n.conns[host], c)
+	n.mu.Unlock()
+	return c, nil
+}
+
+// cut breaks every connection to host.
+func (n *network) cut(host string) {
+	n.mu.Lock()
+	conns := n.conns[host]
+	n.conns[host] = nil
+	n.mu.Unlock()
+	for _, c := range conns {
+		c.Close()
+	}
+}
+
+// swallow makes a black hole of every present connection to host.
+func (n *network) swallow(host string) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	for _, c := range n.conns[host] {
+		c.mu.Lock()
+		c.hole = true
+		c.mu.Unlock()
+	}
+}
+
+// replica is a coordinator that serves on the network.
+type replica struct {
+	*Coordinator
+	t        *testing.T
+	host     string
+	lives    *lives
+	registry *prometheus.Registry
+	cancel   context.CancelFunc
+	done     chan error
+}
+
+// replica starts a coordinator under the host name, in a new life named epoch. It ends with the test at the latest.
+func (n *network) replica(host, epoch string, options ...func(*Options)) *replica {
+	registry := prometheus.NewRegistry()
+	r := &replica{
+		t: n.t, host: host, registry: registry, lives: &lives{of: map[drain.UID]Life{}}, done: make(chan error, 1),
+	}
+	o := Options{MaxHolds: 32, Pods: r.lives, Authenticate: tokens{}, Log: quiet(), Metrics: NewMetrics(registry)}
+	for _, set := range options {
+		set(&o)
+	}
+	r.Coordinator = New(drain.Lease{Replica: host, Epoch: epoch}, drain.DefaultTimes(), o)
+	l := &listener{accept: make(chan net.Conn), closed: make(chan struct{})}
+	n.mu.Lock()
+	n.listeners[host] = l
+	n.mu.Unlock()
+	ctx, cancel := context.WithCancel(n.t.Context())
+	r.cancel = cancel
+	go func() {
+		r.done <- serve.All(ctx,
+			serve.Task{Name: "coordinator", Run: r.Run},
+			serve.HTTP("agents", l, nil, r.Handler(), 5*time.Second, r.Stop))
+	}()
+	n.t.Cleanup(r.end)
+	return r
+}
+
+// end stops the replica as SIGTERM does, and waits for it.
+func (r *replica) end() {
+	r.cancel()
+	if err, ok := <-r.done; ok {
+		close(r.done)
+		if err != nil {
+			r.t.Errorf("replica %s ends with %v", r.host, err)
+		}
+	}
+}
+
+// metric is the value of a counter or gauge with these label values, in the order of the labels' names; of a histogram, its count.
+func (r *replica) metric(name string, labels ...string) float64 {
+	r.t.Helper()
+	families, err := r.registry.Gather()
+	if err != nil {
+		r.t.Fatal(err)
+	}
+	for _, f := range families {
+		if f.GetName() != name {
+			continue
+		}
+		for _, m := range f.GetMetric() {
+			var have []string
+			for _, l := range m.GetLabel() {
+				have = append(have, l.GetValue())
+			}
+			if slices.Equal(have, labels) {
+				return m.GetCounter().GetValue() + m.GetGauge().GetValue() + float64(m.GetHistogram().GetSampleCount())
+			}
+		}
+	}
+	r.t.Fatalf("no metric %s%q", name, labels)
+	return 0
+}
+
+// answer is what a held call was told, and how long it took.
+type answer struct {
+	drain.Status
+	held bool
+	err  error
+	took time.Duration
+}
+
+func (a answer) String() string {
+	text := fmt.Sprintf("%s %s held=%t after %s", a.Phase, a.Reason, a.held, a.took)
+	if a.err != nil {
+		text += ": " + a.err.Error()
+	}
+	return text
+}
+
+// hold asks for a drain in the background, for 2 s as the webhook does.
+func (r *replica) hold(p drain.Pod, services ...drain.Service) <-chan answer {
+	answers := make(chan answer, 1)
+	began := time.Now()
+	go func() {
+		var a answer
+		a.Status, a.held, a.err = r.Drain(context.Background(), p, services, began.Add(2*time.Second))
+		a.took = time.Since(began)
+		answers <- a
+	}()
+	synctest.Wait()
+	return answers
+}
+
+// taken fails unless there is an answer now, and returns it.
+func taken(t *testing.T, answers <-chan answer) answer {
+	t.Helper()
+	synctest.Wait()
+	select {
+	case a := <-answers:
+		return a
+	default:
+		t.Fatal("no answer yet")
+		return answer{}
+	}
+}
+
+// answered fails unless there is an answer now, and it is want.
+func answered(t *testing.T, answers <-chan answer, want string) {
+	t.Helper()
+	if got := taken(t, answers).String(); got != want {
+		t.Errorf("answer %q, want %q", got, want)
+	}
+}
+
+func stillHeld(t *testing.T, answers <-chan answer) {
+	t.Helper()
+	synctest.Wait()
+	select {
+	case a := <-answers:
+		t.Fatalf("answered already: %s", a)
+	default:
+	}
+}
+
+// agent is a client with tombstones of its own, and no gateway: a test says what state each pod is in.
+type agent struct {
+	*client.Client
+	stones    *stones
+	transport *http.Transport
+	cancel    context.CancelFunc
+	done      chan error
+
+	mu           sync.Mutex
+	connected    []string
+	disconnected []string
+}
+
+func (a *agent) Connected(address string) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.connected = append(a.connected, address)
+}
+
+func (a *agent) Disconnected(address string) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.disconnected = append(a.disconnected, address)
+}
+
+func (a *agent) Posted(string, error) {}
+
+// streams counts the streams that were opened and that ended.
+func (a *agent) streams() (opened, ended int) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return len(a.connected), len(a.disconnected)
+}
+
+// agent starts an agent that routes services and knows hosts. It ends with the test at the latest.
+func (n *network) agent(id string, services []drain.Service, hosts ...string) *agent {
+	a := &agent{Client: client.New(), done: make(chan error, 1)}
+	a.stones = &stones{t: n.t, of: map[drain.UID]*stone{}}
+	a.transport = &http.Transport{DialContext: n.dial, MaxIdleConnsPerHost: 2}
+	a.HTTP = &http.Client{Transport: a.transport}
+	a.Token = func() (string, error) { return "agent " + id, nil }
+	a.Boot, a.Gateway, a.Routes = "boot-1", "fake", routesOf(services...)
+	a.Tombstones, a.Observer, a.Log = a.stones, a, quiet()
+	a.know(hosts...)
+	ctx, cancel := context.WithCancel(n.t.Context())
+	a.cancel = cancel
+	go func() { a.done <- a.Run(ctx) }()
+	n.t.Cleanup(a.end)
+	synctest.Wait()
+	return a
+}
+
+func (a *agent) know(hosts ...string) {
+	var addresses []string
+	for _, h := range hosts {
+		addresses = append(addresses, "http://"+h+":9444")
+	}
+	a.Replicas(addresses)
+}
+
+// end stops the agent and waits for it.
+func (a *agent) end() {
+	a.cancel()
+	if _, ok := <-a.done; ok {
+		close(a.done)
+	}
+	a.transport.CloseIdleConnections()
+}
+
+func (a *agent) learned() bool {
+	select {
+	case <-a.Learned():
+		return true
+	default:
+		return false
+	}
+}
+
+// say sets the state of a pod that is buried, and tells the coordinators.
+func (a *agent) say(p drain.Pod, state drain.State) {
+	a.stones.say(p.UID, state)
+	a.Wake()
+	synctest.Wait()
+}
+
+// stones implements client.Tombstones, and checks on each call what every agent may rely on.
+type stones struct {
+	t  *testing.T
+	mu sync.Mutex
+	of map[drain.UID]*stone
+	// dead are the pods that must never be routed again.
+	dead []drain.UID
+}
+
+type stone struct {
+	pod     drain.Pod
+	since   time.Time
+	holders map[string]time.Time
+	state   drain.State
+}
+
+func (s *stones) Bury(pod drain.Pod, holder string, since, expires time.Time) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if pod.UID == "" || holder == "" || since.IsZero() || !expires.After(time.Now()) {
+		s.t.Errorf("bad tombstone: %+v of %q, since %s, until %s", pod, holder, since, expires)
+	}
+	of := s.of[pod.UID]
+	if of == nil {
+		of = &stone{pod: pod, since: since, holders: map[string]time.Time{}, state: drain.Routing}
+		s.of[pod.UID] = of
+	}
+	if since.Before(of.since) {
+		of.since = since
+	}
+	of.holders[holder] = expires
+}
+
+func (s *stones) Lift(uid drain.UID, holder string, dead bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if dead && !slices.Contains(s.dead, uid) {
+		s.dead = append(s.dead, uid)
+	}
+	if of := s.of[uid]; of != nil {
+		if delete(of.holders, holder); len(of.holders) == 0 {
+			delete(s.of, uid)
+		}
+	}
+}
+
+func (s *stones) Renew(holder string, expires time.Time) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, of := range s.of {
+		if _, holds := of.holders[holder]; holds {
+			of.holders[holder] = expires
+		}
+	}
+}
+
+func (s *stones) Held(holder string) []drain.UID {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	var uids []drain.UID
+	for uid, of := range s.of {
+		if _, holds := of.holders[holder]; holds {
+			uids = append(uids, uid)
+		}
+	}
+	slices.Sort(uids)
+	return uids
+}
+
+func (s *stones) Reports() []drain.Report {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	reports := []drain.Report{}
+	for uid, of := range s.of {
+		r := drain.Report{UID: uid, Generation: "1", State: of.state, Since: of.since.UTC()}
+		if of.state >= drain.Removed {
+			r.Proof = drain.Runtime
+		}
+		reports = append(reports, r)
+	}
+	return reports
+}
+
+func (s *stones) say(uid drain.UID, state drain.State) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.of[uid] == nil {
+		s.t.Errorf("%s has no tombstone", uid)
+		return
+	}
+	s.of[uid].state = state
+}
+
+// holders lists who holds the tombstone of p, "" if it has none.
+func (s *stones) holders(p drain.Pod) string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	of := s.of[p.UID]
+	if of == nil {
+		return ""
+	}
+	var all []string
+	for holder := range of.holders {
+		all = append(all, holder)
+	}
+	slices.Sort(all)
+	return strings.Join(all, " ")
+}
+
+// expires is until when holder's lease on p stands.
+func (s *stones) expires(p drain.Pod, holder string) time.Time {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if of := s.of[p.UID]; of != nil {
+		return of.holders[holder]
+	}
+	return time.Time{}
+}
+
+func (s *stones) isDead(p drain.Pod) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return slices.Contains(s.dead, p.UID)
+}
+
+// raw is a stream that is opened by hand.
+type raw struct {
+	conn     net.Conn
+	response *http.Response
+	lines    *bufio.Scanner
+}
+
+// open opens a stream by hand as agent id, and reads nothing of the answer.
+func (n *network) open(id, host string) *raw {
+	n.t.Helper()
+	conn, err := n.dial(n.t.Context(), "tcp", host+":9444")
+	if err != nil {
+		n.t.Fatal(err)
+	}
+	if _, err := fmt.Fprintf(conn, "GET %s?protocol=1 HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer agent %s\r\n\r\n", wire.StreamPath, id); err != nil {
+		n.t.Fatal(err)
+	}
+	n.t.Cleanup(func() { conn.Close() })
+	return &raw{conn: conn}
+}
+
+// next reads one message. ok is false at the end of the stream.
+func (r *raw) next(t *testing.T) (m wire.Message, ok bool) {
+	t.Helper()
+	if r.lines == nil {
+		response, err := http.ReadResponse(bufio.NewReader(r.conn), nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if response.StatusCode != http.StatusOK {
+			body, _ := io.ReadAll(response.Body)
+			t.Fatalf("stream: %s: %s", response.Status, body)
+		}
+		r.lines = bufio.NewScanner(response.Body)
+	}
+	if !r.lines.Scan() {
+		return m, false
+	}
+	if err := json.Unmarshal(r.lines.Bytes(), &m); err != nil {
+		t.Fatalf("line %q: %v", r.lines.Text(), err)
+	}
+	return m, true
+}
+
+func quiet() *slog.Logger { return slog.New(slog.DiscardHandler) }

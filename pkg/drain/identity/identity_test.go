@@ -1,0 +1,173 @@
+package identity
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	authenticationv1 "k8s.io/api/authentication/v1"
+	authorizationv1 "k8s.io/api/authorization/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/client-go/kubernetes/fake"
+	clienttesting "k8s.io/client-go/testing"
+
+	"github.com/lameduck-io/lameduck/pkg/drain/coordinator"
+)
+
+// apiServer answers reviews, and checks what it is asked.
+type apiServer struct {
+	*Kubernetes
+	// token is the status of every TokenReview. allowed is the answer to every SubjectAccessReview.
+	token   authenticationv1.TokenReviewStatus
+	allowed bool
+	// down is what both answer instead, if not nil.
+	downTokens, downAccess error
+	tokens, accesses       int
+}
+
+func newAPIServer(t *testing.T) *apiServer {
+	client := fake.NewClientset()
+	s := &apiServer{Kubernetes: New(client), allowed: true, token: authenticationv1.TokenReviewStatus{
+		Authenticated: true, Audiences: []string{Audience},
+		User: authenticationv1.UserInfo{
+			Username: "system:serviceaccount:edge:haproxy", Groups: Groups("edge"),
+			Extra: map[string]authenticationv1.ExtraValue{extraPodUID: {"uid-1"}, extraPodName: {"haproxy-1"}},
+		},
+	}}
+	client.PrependReactor("create", "tokenreviews", func(action clienttesting.Action) (bool, runtime.Object, error) {
+		s.tokens++
+		review := action.(clienttesting.CreateAction).GetObject().(*authenticationv1.TokenReview).DeepCopy()
+		if !strings.HasPrefix(review.Spec.Token, "token") || len(review.Spec.Audiences) != 1 || review.Spec.Audiences[0] != "lameduck.io" {
+			t.Errorf("asked about token %q for %q", review.Spec.Token, review.Spec.Audiences)
+		}
+		review.Status = s.token
+		return true, review, s.downTokens
+	})
+	client.PrependReactor("create", "subjectaccessreviews", func(action clienttesting.Action) (bool, runtime.Object, error) {
+		s.accesses++
+		review := action.(clienttesting.CreateAction).GetObject().(*authorizationv1.SubjectAccessReview).DeepCopy()
+		a := review.Spec.ResourceAttributes
+		if a == nil || a.Verb != "acknowledge" || a.Group != "lameduck.io" || a.Resource != "drains" || a.Namespace != "" || review.Spec.User != "system:serviceaccount:edge:haproxy" {
+			t.Errorf("asked about %+v", review.Spec)
+		}
+		review.Status.Allowed = s.allowed
+		return true, review, s.downAccess
+	})
+	return s
+}
+
+func TestAuthenticate(t *testing.T) {
+	for name, c := range map[string]struct {
+		set  func(s *apiServer)
+		kind error
+		want string
+	}{
+		"good":              {func(*apiServer) {}, nil, ""},
+		"not authenticated": {func(s *apiServer) { s.token = authenticationv1.TokenReviewStatus{Error: "expired"} }, coordinator.ErrUnauthenticated, `(audience must be "lameduck.io"): expired`},
+		"another audience": {func(s *apiServer) { s.token.Audiences = []string{"https://kubernetes.default.svc"} }, coordinator.ErrUnauthenticated,
+			`is for the audience ["https://kubernetes.default.svc"], not for "lameduck.io"`},
+		// An API server that does not know audiences calls every token good. Without this, each pod's own token proves an agent.
+		"an authenticator without audiences": {func(s *apiServer) { s.token.Audiences = nil }, coordinator.ErrUnauthenticated, "is for the audience []"},
+		"no pod":                             {func(s *apiServer) { s.token.User.Extra = nil }, coordinator.ErrUnauthenticated, "names no pod: use a projected token"},
+		"an empty pod":                       {func(s *apiServer) { s.token.User.Extra[extraPodUID] = nil }, coordinator.ErrUnauthenticated, "names no pod"},
+		"not allowed":                        {func(s *apiServer) { s.allowed = false }, coordinator.ErrForbidden, "grant the verb acknowledge on drains.lameduck.io"},
+		"no answer":                          {func(s *apiServer) { s.downTokens = errors.New("timed out") }, nil, "review the agent's token: timed out"},
+		"no right known":                     {func(s *apiServer) { s.downAccess = errors.New("timed out") }, nil, "ask whether system:serviceaccount:edge:haproxy may acknowledge drains: timed out"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := newAPIServer(t)
+			c.set(s)
+			who, err := s.Authenticate(t.Context(), "token")
+			if c.want == "" {
+				if err != nil || who != (coordinator.Identity{Agent: "uid-1", Name: "edge/haproxy-1"}) {
+					t.Errorf("%+v, %v", who, err)
+				}
+				return
+			}
+			if err == nil || !strings.Contains(err.Error(), c.want) || who.Agent != "" {
+				t.Errorf("%+v, %v, want %q", who, err, c.want)
+			}
+			for _, kind := range []error{coordinator.ErrUnauthenticated, coordinator.ErrForbidden} {
+				if errors.Is(err, kind) != (kind == c.kind) {
+					t.Errorf("%v is %v: %t", err, kind, errors.Is(err, kind))
+				}
+			}
+		})
+	}
+}
+
+func TestAnswersAreRemembered(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := newAPIServer(t)
+		for range 3 {
+			if _, err := s.Authenticate(t.Context(), "token"); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if _, err := s.Authenticate(t.Context(), "token of another pod"); err != nil {
+			t.Fatal(err)
+		}
+		if s.tokens != 2 || s.accesses != 1 {
+			t.Errorf("asked about %d tokens and %d rights, want 2 and 1", s.tokens, s.accesses)
+		}
+		s.token.Authenticated = false
+		time.Sleep(time.Minute - 1)
+		if _, err := s.Authenticate(t.Context(), "token"); err != nil {
+			t.Errorf("forgotten early: %v", err)
+		}
+		time.Sleep(1)
+		for range 2 {
+			if _, err := s.Authenticate(t.Context(), "token"); !errors.Is(err, coordinator.ErrUnauthenticated) {
+				t.Errorf("remembered for more than a minute: %v", err)
+			}
+		}
+		if s.tokens != 3 {
+			t.Errorf("asked about %d tokens: a refusal is not remembered", s.tokens)
+		}
+	})
+}
+
+// Without this, an API server that is away for a moment keeps agents out for a minute.
+func TestErrorsAreNotRemembered(t *testing.T) {
+	s := newAPIServer(t)
+	s.downTokens = errors.New("away")
+	if _, err := s.Authenticate(t.Context(), "token"); err == nil {
+		t.Fatal("no error")
+	}
+	s.downTokens, s.downAccess = nil, errors.New("away")
+	if _, err := s.Authenticate(t.Context(), "token"); err == nil {
+		t.Fatal("no error")
+	}
+	if _, err := s.Allowed(t.Context(), "system:serviceaccount:edge:haproxy", nil); err == nil {
+		t.Fatal("no error")
+	}
+	s.downAccess = nil
+	if _, err := s.Authenticate(t.Context(), "token"); err != nil {
+		t.Errorf("an error was remembered: %v", err)
+	}
+}
+
+func TestWhatIsRememberedIsBounded(t *testing.T) {
+	s := newAPIServer(t)
+	for i := range rememberMost + 1 {
+		if _, err := s.Authenticate(context.Background(), fmt.Sprint("token ", i)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if n := len(s.Kubernetes.tokens); n > rememberMost {
+		t.Errorf("%d tokens are remembered", n)
+	}
+}
+
+func TestUsername(t *testing.T) {
+	if got := Username("edge", "haproxy"); got != "system:serviceaccount:edge:haproxy" || namespaceOf(got) != "edge" {
+		t.Errorf("%q of namespace %q", got, namespaceOf(got))
+	}
+	if got := namespaceOf("jane"); got != "" {
+		t.Errorf("jane is of namespace %q", got)
+	}
+}
