@@ -1,0 +1,137 @@
+package admission
+
+import (
+	"strings"
+	"testing"
+	"time"
+)
+
+// row is one row of the table: the facts that make it match, and what it says.
+type row struct {
+	name string
+	set  func(*Facts)
+	want Verdict
+	// text is a part of the message. Empty: there is none.
+	text string
+}
+
+// table is in the order of the design. Each row matches alone, and wins against every later one.
+var table = []row{
+	{"dry run", func(f *Facts) { f.DryRun = true }, Verdict{Action: Allow, Reason: DryRun}, ""},
+	{"excluded", func(f *Facts) { f.Excluded = true }, Verdict{Action: Allow, Reason: Excluded}, ""},
+	{"opted out", func(f *Facts) { f.OptedOut = true }, Verdict{Action: Allow, Reason: OptedOut}, ""},
+	{"break glass", func(f *Facts) { f.BreakGlass = true }, Verdict{Action: Allow, Reason: BreakGlass, Unroute: true}, ""},
+	{"terminating", func(f *Facts) { f.Terminating = true }, Verdict{Action: Allow, Reason: Terminating}, ""},
+	{"finished", func(f *Facts) { f.Finished = true }, Verdict{Action: Allow, Reason: Finished}, ""},
+	{"not running", func(f *Facts) { f.NotRunning = true }, Verdict{Action: Allow, Reason: NotRunning}, ""},
+	{"mirror pod", func(f *Facts) { f.Mirror = true }, Verdict{Action: Allow, Reason: MirrorPod}, ""},
+	{"by node", func(f *Facts) { f.ByNode = true }, Verdict{Action: Allow, Reason: ByNode, Unroute: true}, ""},
+	{"forced", func(f *Facts) { f.Forced = true }, Verdict{Action: Allow, Reason: Forced, Unroute: true}, ""},
+	{"namespace terminating", func(f *Facts) { f.NamespaceTerminating = true }, Verdict{Action: Allow, Reason: NamespaceTerminating, Unroute: true}, ""},
+	{"disruption target", func(f *Facts) { f.DisruptionTarget = true }, Verdict{Action: Allow, Reason: DisruptionTarget, Unroute: true}, ""},
+	{"node lost", func(f *Facts) { f.NodeLost = true }, Verdict{Action: Allow, Reason: NodeLost, Unroute: true}, ""},
+	{"starting", func(f *Facts) { f.Cold, f.Up = true, 10*time.Second-1 }, Verdict{Action: Deny, Reason: Starting}, "has just started"},
+	{"cold", func(f *Facts) { f.Cold = true }, Verdict{Action: Allow, Reason: Cold, Warn: true}, "no view of the cluster"},
+	{"unknown pod", func(f *Facts) { f.Unknown = true }, Verdict{Action: Allow, Reason: UnknownPod}, ""},
+	{"not listed", func(f *Facts) { f.Listed = false }, Verdict{Action: Allow, Reason: NotListed}, ""},
+	{"no agents", func(f *Facts) { f.Agents, f.CouldRoute = 0, false }, Verdict{Action: Allow, Reason: NoAgents}, ""},
+	{"not routed", func(f *Facts) { f.CouldRoute = false }, Verdict{Action: Allow, Reason: NotRouted}, ""},
+	{"not ready", func(f *Facts) { f.Ready, f.NotReadyFor = false, 10*time.Second+1 }, Verdict{Action: Allow, Reason: NotReady}, ""},
+	{"budget", func(f *Facts) { f.Operation, f.Budget = Evict, "no room" }, Verdict{Action: Deny, Reason: Budget}, "no room"},
+	{"cool-off", func(f *Facts) { f.Refused = 2 }, Verdict{Action: Allow, Reason: CoolOff, Warn: true}, "let go 2 times within 10m0s"},
+	{"last target", func(f *Facts) { f.LastOf = "shop/web" }, Verdict{Action: Allow, Reason: LastTarget, Warn: true}, "no other pod of Service shop/web is ready"},
+	{"otherwise", func(*Facts) {}, Verdict{Action: Drain, Reason: Draining}, ""},
+}
+
+// plain are the facts of a ready pod that a gateway routes to: its deletion waits.
+func plain() Facts {
+	return Facts{Operation: Delete, Up: time.Hour, Listed: true, Ready: true, Agents: 1, CouldRoute: true}
+}
+
+func TestDecide(t *testing.T) {
+	for _, r := range table {
+		t.Run(r.name, func(t *testing.T) {
+			f := plain()
+			r.set(&f)
+			got := Decide(f)
+			message := got.Message
+			got.Message = ""
+			if got != r.want {
+				t.Errorf("%+v, want %+v", got, r.want)
+			}
+			if !strings.Contains(message, r.text) || r.text == "" && message != "" {
+				t.Errorf("message %q, want %q", message, r.text)
+			}
+			if (got.Action == Deny || got.Warn) && message == "" {
+				t.Error("nobody is told why")
+			}
+		})
+	}
+}
+
+// Of any two rows that match, the upper one wins. Without this, say, a pod on a lost node is denied for ten seconds after each start.
+func TestDecideInOrder(t *testing.T) {
+	for i, upper := range table {
+		for _, lower := range table[i+1:] {
+			f := plain()
+			lower.set(&f)
+			upper.set(&f)
+			if got := Decide(f); got.Reason != upper.want.Reason {
+				t.Errorf("%q and %q: %s, want %s", upper.name, lower.name, got.Reason, upper.want.Reason)
+			}
+		}
+	}
+}
+
+func TestDecideAtItsEdges(t *testing.T) {
+	for name, c := range map[string]struct {
+		set  func(*Facts)
+		want Reason
+	}{
+		"cold for 10 s":                           {func(f *Facts) { f.Cold, f.Up = true, 10*time.Second }, Cold},
+		"not ready for 10 s":                      {func(f *Facts) { f.Ready, f.NotReadyFor = false, 10*time.Second }, Draining},
+		"not ready for a day and published":       {func(f *Facts) { f.NotReadyFor = 24 * time.Hour }, Draining},
+		"not ready in slices, ready itself":       {func(f *Facts) { f.Ready = false }, Draining},
+		"a budget does not concern a deletion":    {func(f *Facts) { f.Budget = "no room" }, Draining},
+		"an eviction with room":                   {func(f *Facts) { f.Operation = Evict }, Draining},
+		"one drain was in vain":                   {func(f *Facts) { f.Refused = 1 }, Draining},
+		"an agent that the API does not list yet": {func(f *Facts) { f.Agents = 0 }, Draining},
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := plain()
+			c.set(&f)
+			if got := Decide(f); got.Reason != c.want {
+				t.Errorf("%s, want %s", got.Reason, c.want)
+			}
+		})
+	}
+}
+
+// Who is not routed to is not unrouted: an unknown pod must not cost agents anything.
+func TestDecideUnroutesOnlyWhatIsRouted(t *testing.T) {
+	for _, r := range table {
+		for name, set := range map[string]func(*Facts){
+			"not ready": func(f *Facts) { f.Ready = false },
+			"no agent":  func(f *Facts) { f.CouldRoute = false },
+		} {
+			f := plain()
+			r.set(&f)
+			set(&f)
+			if got := Decide(f); got.Unroute {
+				t.Errorf("%s and %s: unrouted", r.name, name)
+			}
+		}
+	}
+}
+
+func TestEveryReasonOfTheTableHasASeries(t *testing.T) {
+	for _, r := range table {
+		found := false
+		for _, reason := range reasons {
+			found = found || reason == r.want.Reason
+		}
+		if !found {
+			t.Errorf("%s is not in reasons", r.want.Reason)
+		}
+	}
+}

@@ -1,0 +1,268 @@
+package admission
+
+import (
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	policyv1 "k8s.io/api/policy/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/google/go-cmp/cmp/cmpopts"
+
+	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/endpoints"
+	"github.com/lameduck-io/lameduck/pkg/health"
+)
+
+// gathered are the facts of q in the world.
+func (w *world) gathered(q *request) Facts {
+	w.t.Helper()
+	f, _, err := w.Cluster.gather(w.t.Context(), time.Now(), q)
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	return f
+}
+
+func (w *world) deleteA() *request {
+	return &request{operation: Delete, namespace: "shop", name: "a", pod: w.a.DeepCopy(), username: "jane"}
+}
+
+func (w *world) evictA() *request {
+	return &request{operation: Evict, namespace: "shop", name: "a", username: "jane"}
+}
+
+// Each row changes one thing in the cluster or in the review, and must change its fact and no other.
+func TestGather(t *testing.T) {
+	zero, two := int64(0), int64(2)
+	condition := func(kind corev1.PodConditionType, status corev1.ConditionStatus, since time.Duration) corev1.PodCondition {
+		return corev1.PodCondition{Type: kind, Status: status, LastTransitionTime: metav1.NewTime(time.Now().Add(-since))}
+	}
+	ready := Facts{Operation: Delete, Listed: true, Ready: true, Agents: 1, CouldRoute: true}
+	for name, c := range map[string]struct {
+		set    func(w *world, q *request)
+		change func(f *Facts)
+	}{
+		"nothing":                       {func(*world, *request) {}, func(*Facts) {}},
+		"dry run":                       {func(_ *world, q *request) { q.dryRun = true }, func(f *Facts) { f.DryRun = true }},
+		"excluded by flag":              {func(w *world, _ *request) { w.Cluster.Excluded = []string{"shop"} }, func(f *Facts) { f.Excluded = true }},
+		"excluded by namespace's label": {func(w *world, _ *request) { w.ns.Labels[OptOut] = "disabled" }, func(f *Facts) { f.Excluded = true }},
+		"another value of the label":    {func(w *world, _ *request) { w.ns.Labels[OptOut] = "enabled" }, func(*Facts) {}},
+		"namespace unknown":             {func(w *world, _ *request) { w.ns.Name = "other" }, func(*Facts) {}},
+		"opted out":                     {func(_ *world, q *request) { q.pod.Annotations[OptOut] = "disabled" }, func(f *Facts) { f.OptedOut = true }},
+		"break glass":                   {func(_ *world, q *request) { q.pod.Annotations[BreakGlassAnnotation] = "true" }, func(f *Facts) { f.BreakGlass = true }},
+		"no break glass":                {func(_ *world, q *request) { q.pod.Annotations[BreakGlassAnnotation] = "no" }, func(*Facts) {}},
+		"not in the cache":              {func(w *world, _ *request) { w.a.Name = "other" }, func(f *Facts) { *f = Facts{Operation: Delete, Unknown: true} }},
+		"another UID":                   {func(_ *world, q *request) { q.pod.UID = "uid-older" }, func(f *Facts) { *f = Facts{Operation: Delete, Unknown: true} }},
+		"terminating":                   {func(_ *world, q *request) { q.pod.DeletionTimestamp = &metav1.Time{Time: time.Now()} }, func(f *Facts) { f.Terminating = true }},
+		"succeeded":                     {func(_ *world, q *request) { q.pod.Status.Phase = corev1.PodSucceeded }, func(f *Facts) { f.Finished = true }},
+		"failed":                        {func(_ *world, q *request) { q.pod.Status.Phase = corev1.PodFailed }, func(f *Facts) { f.Finished = true }},
+		"pending":                       {func(_ *world, q *request) { q.pod.Status.Phase = corev1.PodPending }, func(f *Facts) { f.NotRunning = true }},
+		"unscheduled":                   {func(_ *world, q *request) { q.pod.Spec.NodeName = "" }, func(f *Facts) { f.NotRunning = true }},
+		"mirror pod":                    {func(_ *world, q *request) { q.pod.Annotations[corev1.MirrorPodAnnotationKey] = "x" }, func(f *Facts) { f.Mirror = true }},
+		"by a node":                     {func(_ *world, q *request) { q.groups = []string{"system:authenticated", "system:nodes"} }, func(f *Facts) { f.ByNode = true }},
+		"forced":                        {func(_ *world, q *request) { q.grace = &zero }, func(f *Facts) { f.Forced = true }},
+		"the pod's own grace is none":   {func(_ *world, q *request) { q.grace, q.pod.Spec.TerminationGracePeriodSeconds = &zero, &zero }, func(*Facts) {}},
+		"a short grace period":          {func(_ *world, q *request) { q.grace = &two }, func(*Facts) {}},
+		"namespace terminating":         {func(w *world, _ *request) { w.ns.DeletionTimestamp = &metav1.Time{Time: time.Now()} }, func(f *Facts) { f.NamespaceTerminating = true }},
+		"collection by the namespace controller": {
+			func(_ *world, q *request) {
+				q.collection, q.username = true, "system:serviceaccount:kube-system:namespace-controller"
+			},
+			func(f *Facts) { f.NamespaceTerminating = true }},
+		"collection by the namespace controller, namespace unknown": {
+			func(w *world, q *request) {
+				w.ns.Name = "other"
+				q.collection, q.username = true, "system:serviceaccount:kube-system:namespace-controller"
+			},
+			func(f *Facts) { f.NamespaceTerminating = true }},
+		"collection by a person": {func(_ *world, q *request) { q.collection = true }, func(*Facts) {}},
+		"disruption target": {func(_ *world, q *request) {
+			q.pod.Status.Conditions = append(q.pod.Status.Conditions, condition(corev1.DisruptionTarget, corev1.ConditionTrue, 0))
+		}, func(f *Facts) { f.DisruptionTarget = true }},
+		"no disruption target": {func(_ *world, q *request) {
+			q.pod.Status.Conditions = append(q.pod.Status.Conditions, condition(corev1.DisruptionTarget, corev1.ConditionFalse, 0))
+		}, func(*Facts) {}},
+		"node not ready":         {func(w *world, _ *request) { w.node.Status.Conditions[0].Status = corev1.ConditionFalse }, func(f *Facts) { f.NodeLost = true }},
+		"node silent":            {func(w *world, _ *request) { w.node.Status.Conditions[0].Status = corev1.ConditionUnknown }, func(f *Facts) { f.NodeLost = true }},
+		"node gone":              {func(w *world, _ *request) { w.node.Name = "node-2" }, func(f *Facts) { f.NodeLost = true }},
+		"node out of service":    {func(w *world, _ *request) { w.node.Spec.Taints = []corev1.Taint{{Key: outOfService}} }, func(f *Facts) { f.NodeLost = true }},
+		"node with other taints": {func(w *world, _ *request) { w.node.Spec.Taints = []corev1.Taint{{Key: "dedicated"}} }, func(*Facts) {}},
+		"not listed": {func(w *world, _ *request) { delete(w.slices.of, "uid-a") },
+			func(f *Facts) { f.Listed, f.Ready, f.CouldRoute = false, false, false }},
+		"listed a moment ago": {func(w *world, _ *request) {
+			w.slices.of["uid-a"] = []endpoints.Listing{{Service: webService, Left: true}}
+		},
+			func(f *Facts) { f.Ready = false }},
+		"ready in one of two Services": {func(w *world, _ *request) {
+			other := webService
+			other.Name = "admin"
+			w.slices.of["uid-a"] = []endpoints.Listing{{Service: other}, {Service: webService, Ready: true}}
+		}, func(*Facts) {}},
+		"not ready": {func(w *world, q *request) {
+			w.slices.of["uid-a"][0].Ready = false
+			q.pod.Status.Conditions[0] = condition(corev1.PodReady, corev1.ConditionFalse, 20*time.Second)
+		}, func(f *Facts) { f.Ready, f.NotReadyFor = false, 20*time.Second }},
+		"never ready": {func(w *world, q *request) {
+			w.slices.of["uid-a"][0].Ready = false
+			q.pod.Status.Conditions = nil
+		}, func(f *Facts) { f.Ready, f.NotReadyFor = false, longNotReady }},
+		"no agents":        {func(w *world, _ *request) { w.ledger.expected = 0 }, func(f *Facts) { f.Agents = 0 }},
+		"nobody routes it": {func(w *world, _ *request) { w.ledger.routed = nil }, func(f *Facts) { f.CouldRoute = false }},
+		"allowed in vain":  {func(w *world, _ *request) { w.ledger.refused = 3 }, func(f *Facts) { f.Refused = 3 }},
+		"the only target":  {func(w *world, _ *request) { w.slices.usable[webService] = []health.UID{"uid-a"} }, func(f *Facts) { f.LastOf = "shop/web" }},
+		"the other drains": {func(w *world, _ *request) { w.ledger.draining["uid-b"] = time.Now() }, func(*Facts) {}},
+		"an endpoint that is no pod is a target too": {func(w *world, _ *request) { w.slices.usable[webService] = []health.UID{"", "uid-a"} }, func(*Facts) {}},
+		"it drains itself":                           {func(w *world, _ *request) { w.ledger.draining["uid-a"] = time.Now() }, func(*Facts) {}},
+		"the only one, and not ready": {func(w *world, _ *request) {
+			w.slices.of["uid-a"][0].Ready = false
+			w.slices.usable[webService] = nil
+		}, func(f *Facts) { f.Ready = false }},
+		"cold": {func(w *world, _ *request) { w.cold = true }, func(f *Facts) { *f = Facts{Operation: Delete, Cold: true} }},
+		"cold, and the pod says enough": {func(w *world, q *request) {
+			w.cold = true
+			w.reader.broken = "*v1.Pod" // an unsynced cache must not be asked
+			q.pod.Status.Phase = corev1.PodSucceeded
+		}, func(f *Facts) { *f = Facts{Operation: Delete, Cold: true, Finished: true} }},
+		"cold, and the namespace goes": {func(w *world, q *request) {
+			w.cold = true
+			q.collection, q.username = true, "system:serviceaccount:kube-system:namespace-controller"
+		}, func(f *Facts) { *f = Facts{Operation: Delete, Cold: true, NamespaceTerminating: true} }},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t)
+			q := w.deleteA()
+			c.set(w, q)
+			want := ready
+			c.change(&want)
+			got := w.gathered(q)
+			if got.Up.Round(time.Minute) != time.Hour {
+				t.Errorf("up %s", got.Up)
+			}
+			within := cmp.Comparer(func(a, b time.Duration) bool { return (a - b).Abs() < time.Second })
+			if diff := cmp.Diff(want, got, within, cmpopts.IgnoreFields(Facts{}, "Up")); diff != "" {
+				t.Errorf("facts (-want +got):\n%s", diff)
+			}
+			if len(w.ledger.calls) != 0 {
+				t.Errorf("gathering changes something: %q", w.ledger.calls)
+			}
+		})
+	}
+}
+
+// An eviction brings no pod: the cache has it.
+func TestGatherLooksUpThePodOfAnEviction(t *testing.T) {
+	w := newWorld(t)
+	w.a.Annotations[BreakGlassAnnotation] = "true"
+	f, s, err := w.Cluster.gather(t.Context(), time.Now(), w.evictA())
+	if err != nil || !f.BreakGlass || !f.Ready || f.Unknown {
+		t.Errorf("%+v, %v", f, err)
+	}
+	if diff := cmp.Diff(drain.Pod{Namespace: "shop", Name: "a", UID: "uid-a"}, s.drainPod()); diff != "" {
+		t.Errorf("pod (-want +got):\n%s", diff)
+	}
+	if diff := cmp.Diff([]drain.Service{{Namespace: "shop", Name: "web"}}, s.services); diff != "" {
+		t.Errorf("services (-want +got):\n%s", diff)
+	}
+	q := w.evictA()
+	q.name = "nobody"
+	if f, s, err := w.Cluster.gather(t.Context(), time.Now(), q); err != nil || !f.Unknown || s.pod != nil {
+		t.Errorf("unknown: %+v, pod %v, %v", f, s.pod, err)
+	}
+	w.cold = true
+	if f, s, err := w.Cluster.gather(t.Context(), time.Now(), w.evictA()); err != nil || !f.Cold || s.pod != nil {
+		t.Errorf("cold: %+v, pod %v, %v", f, s.pod, err)
+	}
+}
+
+// budget is one of the namespace shop.
+func budget(name string, allowed int32, selector map[string]string) *policyv1.PodDisruptionBudget {
+	return &policyv1.PodDisruptionBudget{
+		ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: name, Generation: 1},
+		Spec:       policyv1.PodDisruptionBudgetSpec{Selector: &metav1.LabelSelector{MatchLabels: selector}},
+		Status:     policyv1.PodDisruptionBudgetStatus{ObservedGeneration: 1, DisruptionsAllowed: allowed, DesiredHealthy: 2, CurrentHealthy: 3},
+	}
+}
+
+func TestBudget(t *testing.T) {
+	app := map[string]string{"app": "web"}
+	now := time.Now()
+	for name, c := range map[string]struct {
+		set  func(w *world)
+		want string
+	}{
+		"none":                 {func(*world) {}, ""},
+		"room":                 {func(w *world) { w.add(budget("pdb", 1, app)) }, ""},
+		"no room":              {func(w *world) { w.add(budget("pdb", 0, app)) }, "The disruption budget pdb needs 2 healthy pods and has 3 currently"},
+		"of other pods":        {func(w *world) { w.add(budget("pdb", 0, map[string]string{"app": "api"})) }, ""},
+		"of all pods":          {func(w *world) { w.add(budget("pdb", 0, nil)) }, "The disruption budget pdb needs"},
+		"of another namespace": {func(w *world) { b := budget("pdb", 0, app); b.Namespace = "other"; w.add(b) }, ""},
+		"of none":              {func(w *world) { b := budget("pdb", 0, app); b.Spec.Selector = nil; w.add(b) }, ""},
+		"not processed":        {func(w *world) { b := budget("pdb", 5, app); b.Generation = 2; w.add(b) }, "The disruption budget pdb is still being processed by the server."},
+		"the second has none":  {func(w *world) { w.add(budget("one", 1, app)); w.add(budget("two", 0, app)) }, "The disruption budget two needs"},
+		"used up by an open drain": {func(w *world) { w.add(budget("pdb", 1, app)); w.ledger.draining["uid-b"] = now },
+			"has 3 currently of which 1 are being drained"},
+		"room besides an open drain": {func(w *world) { w.add(budget("pdb", 2, app)); w.ledger.draining["uid-b"] = now }, ""},
+		"its own drain is no other":  {func(w *world) { w.add(budget("pdb", 1, app)); w.ledger.draining["uid-a"] = now }, ""},
+		"the drained pod is terminating and seen by the budget": {func(w *world) {
+			w.add(budget("pdb", 1, app))
+			w.ledger.draining["uid-b"] = now
+			w.b.DeletionTimestamp = &metav1.Time{Time: now}
+		}, ""},
+		"a drain of a pod outside of the budget": {func(w *world) {
+			w.add(budget("pdb", 1, app))
+			w.ledger.draining["uid-b"] = now
+			w.b.Labels["app"] = "api"
+		}, ""},
+		"an unready pod asks no budget": {func(w *world) {
+			w.add(budget("pdb", 0, app))
+			w.a.Status.Conditions[0].Status = corev1.ConditionFalse
+		}, ""},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t)
+			c.set(w)
+			if got := w.gathered(w.evictA()).Budget; !strings.Contains(got, c.want) || c.want == "" && got != "" {
+				t.Errorf("%q, want %q", got, c.want)
+			}
+			if got := w.gathered(w.deleteA()).Budget; got != "" {
+				t.Errorf("a deletion asks for a budget: %q", got)
+			}
+		})
+	}
+
+	// kubectl drain evicts all pods of a node at once. Without this, two that both found room deny each other until both are
+	// abandoned, and neither is routed all the while.
+	t.Run("of two that drain, the older goes on", func(t *testing.T) {
+		for _, age := range []time.Duration{-time.Second, 0, time.Second} {
+			w := newWorld(t)
+			w.add(budget("pdb", 1, app))
+			w.ledger.draining["uid-a"], w.ledger.draining["uid-b"] = now, now.Add(age)
+			evictB := w.evictA()
+			evictB.name = "b"
+			a, b := w.gathered(w.evictA()).Budget == "", w.gathered(evictB).Budget == ""
+			if wantA := age >= 0; a != wantA || b == wantA {
+				t.Errorf("b drains %s later: a goes on %t, b goes on %t", age, a, b)
+			}
+		}
+	})
+}
+
+func (w *world) add(budget *policyv1.PodDisruptionBudget) {
+	w.reader.objects = append(w.reader.objects, budget)
+}
+
+// What cannot be read is an error, never a fact.
+func TestGatherFails(t *testing.T) {
+	for _, kind := range []string{"*v1.Pod", "*v1.Node", "*v1.Namespace", "*v1.PodDisruptionBudgetList"} {
+		w := newWorld(t)
+		w.reader.broken = kind
+		if _, _, err := w.Cluster.gather(t.Context(), time.Now(), w.evictA()); err == nil || !strings.Contains(err.Error(), fmt.Sprintf("the cache of %s is broken", kind)) {
+			t.Errorf("%s: %v", kind, err)
+		}
+	}
+}

@@ -1,0 +1,242 @@
+package admission
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/http"
+	"strings"
+	"time"
+
+	admissionv1 "k8s.io/api/admission/v1"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/drain/coordinator"
+)
+
+// Workload controllers are told to come back inside the same call in the first controllerPatience of a drain: for that long they keep the
+// same victim and one of their workers is busy with it. Then they come back by their own back-off, which doubles; in the last
+// controllerFinish before the deadline they are told again, because by then the back-off would lead far beyond it.
+const (
+	controllerPatience = 5 * time.Second
+	controllerFinish   = 10 * time.Second
+)
+
+// lookAround is how often a held call looks whether its pod has become the last of a Service.
+const lookAround = 250 * time.Millisecond
+
+// Events tells people about a pod. It must not block.
+type Events interface {
+	Event(pod *corev1.Pod, warning bool, reason, message string)
+}
+
+// Handler answers AdmissionReviews of DELETE pods and CREATE pods/eviction.
+type Handler struct {
+	Cluster *Cluster
+	Times   drain.Times
+	Events  Events
+	Log     *slog.Logger
+	Metrics *Metrics
+}
+
+// outcome is a verdict carried out.
+type outcome struct {
+	allowed bool
+	reason  string
+	// message is for people: why not, or what was abnormal.
+	message    string
+	warn       bool
+	retryAfter time.Duration
+}
+
+// ServeHTTP implements http.Handler. What is not a review that this webhook understands gets a 4xx and changes nothing; everything else
+// gets an answer before the API server's ?timeout= is over.
+func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	began := time.Now()
+	if r.Method != http.MethodPost {
+		h.refuse(w, malformed{http.StatusMethodNotAllowed, "method " + r.Method + ": reviews come by POST"})
+		return
+	}
+	q, err := read(r)
+	if err != nil {
+		h.refuse(w, err)
+		return
+	}
+	o, s := h.decide(r.Context(), began, q)
+	answer := "deny"
+	if o.allowed {
+		answer = "allow"
+	}
+	h.Metrics.answered(q.operation, answer, o.reason, time.Since(began))
+	h.tell(q, s, o)
+	h.write(w, q, o)
+}
+
+// decide gathers, decides and carries out.
+func (h *Handler) decide(ctx context.Context, began time.Time, q *request) (outcome, subject) {
+	facts, s, err := h.Cluster.gather(ctx, began, q)
+	if err != nil {
+		// Availability first: what cannot be found out must not keep a pod.
+		h.Log.Error("gather facts", "namespace", q.namespace, "pod", q.name, "error", err)
+		return outcome{allowed: true, reason: string(NoFacts), warn: true, message: "deleted without asking gateways: " + err.Error()}, s
+	}
+	v := Decide(facts)
+	if v.Unroute && s.pod != nil {
+		h.Cluster.Ledger.Unroute(s.drainPod(), s.services)
+	}
+	o := outcome{allowed: v.Action == Allow, reason: string(v.Reason), message: v.Message, warn: v.Warn}
+	switch v.Action {
+	case Allow:
+	case Drain:
+		o = h.hold(ctx, began, q, s)
+	default:
+		o.retryAfter = drain.RetryAfter(0, false, 0)
+		if v.Reason == Budget && isController(q.username) {
+			o.retryAfter = 0
+		}
+	}
+	return o, s
+}
+
+// hold waits for the drain and words what came of it.
+func (h *Handler) hold(ctx context.Context, began time.Time, q *request, s subject) outcome {
+	end := h.Times.HoldUntil(began, q.timeout)
+	var status drain.Status
+	var held bool
+	var err error
+	for {
+		now := time.Now()
+		var waited bool
+		status, waited, err = h.Cluster.Ledger.Drain(ctx, s.drainPod(), s.services, earlier(end, now.Add(lookAround)))
+		held = held || waited
+		if err != nil || !status.Waits() || !time.Now().Before(end) {
+			break
+		}
+		// The pods that it waits with may have gone meanwhile; gateways keep the last one.
+		if service := h.Cluster.becameLast(time.Now(), s); service != "" {
+			return outcome{allowed: true, reason: string(LastTarget), warn: true, message: lastMessage(service)}
+		}
+	}
+	now := time.Now()
+	elapsed, remaining := now.Sub(status.Since), status.Deadline.Sub(now)
+	if err == nil && (status.Phase == drain.Released || status.Phase == drain.Closed) {
+		o := outcome{allowed: true, reason: status.Reason.String(), warn: status.Reason.Abnormal()}
+		if o.warn {
+			o.message = fmt.Sprintf("deleted after %s although not every gateway has let go (%s): %s", seconds(elapsed), status.Reason, waitingFor(status))
+		}
+		return o
+	}
+	o := outcome{reason: string(Draining), retryAfter: drain.RetryAfter(elapsed, held, remaining)}
+	o.message = fmt.Sprintf("Lameduck: pod %s is still routed by %d of %d gateways, since %s: %s. It is deleted when they have let go, in %s at the latest. To delete it now: kubectl annotate pod -n %s %s %s=true",
+		s.drainPod(), len(status.Waiting), status.Owed, seconds(elapsed), waitingFor(status), seconds(max(remaining, 0)), s.pod.Namespace, s.pod.Name, BreakGlassAnnotation)
+	switch {
+	case errors.Is(err, coordinator.ErrTooManyHolds):
+		o.reason = string(TooManyHolds)
+	case errors.Is(err, coordinator.ErrStopping):
+		o.reason, o.retryAfter = string(Stopping), time.Second
+		o.message = fmt.Sprintf("Lameduck: %v; ask again", err)
+	case err != nil:
+		o.reason = string(CallerGone)
+	}
+	if isController(q.username) && elapsed > controllerPatience && remaining > controllerFinish {
+		o.retryAfter = 0
+	}
+	return o
+}
+
+func earlier(a, b time.Time) time.Time {
+	if a.Before(b) {
+		return a
+	}
+	return b
+}
+
+// isController says whether a workload controller asks: it has a queue of its own and comes back by itself.
+func isController(username string) bool {
+	name, ok := strings.CutPrefix(username, "system:serviceaccount:kube-system:")
+	return ok && strings.HasSuffix(name, "-controller") || username == "system:kube-controller-manager"
+}
+
+func waitingFor(s drain.Status) string {
+	if len(s.Waiting) == 0 {
+		return "nobody"
+	}
+	var text strings.Builder
+	for i, w := range s.Waiting {
+		if i == 3 {
+			fmt.Fprintf(&text, " and %d more", len(s.Waiting)-i)
+			break
+		}
+		if i > 0 {
+			text.WriteString(", ")
+		}
+		state := w.State.String()
+		if !w.Connected {
+			state = "not connected"
+		}
+		fmt.Fprintf(&text, "%s (%s)", w.Name, state)
+	}
+	return text.String()
+}
+
+func seconds(d time.Duration) string { return fmt.Sprintf("%.1fs", d.Seconds()) }
+
+// tell writes Events and the log: one line for each answer that was held, denied or abnormal.
+func (h *Handler) tell(q *request, s subject, o outcome) {
+	if o.allowed && !o.warn && o.reason != drain.Acknowledged.String() {
+		h.Log.Debug("deletion", "operation", q.operation, "namespace", q.namespace, "pod", q.name, "user", q.username, "allowed", true, "reason", o.reason)
+		return
+	}
+	attrs := []any{"operation", q.operation, "namespace", q.namespace, "pod", q.name, "user", q.username, "allowed", o.allowed, "reason", o.reason}
+	if s.pod != nil {
+		attrs = append(attrs, "uid", s.pod.UID)
+	}
+	if o.message != "" {
+		attrs = append(attrs, "message", o.message)
+	}
+	h.Log.Info("deletion", attrs...)
+	if s.pod == nil || q.dryRun {
+		return
+	}
+	switch {
+	case !o.allowed:
+		h.Events.Event(s.pod, false, "LameduckWaiting", o.message)
+	case o.warn:
+		h.Events.Event(s.pod, true, "Lameduck"+o.reason, o.message)
+	}
+}
+
+func (h *Handler) write(w http.ResponseWriter, q *request, o outcome) {
+	response := &admissionv1.AdmissionResponse{UID: q.uid, Allowed: o.allowed}
+	switch {
+	case !o.allowed:
+		response.Result = &metav1.Status{
+			Status: metav1.StatusFailure, Code: http.StatusTooManyRequests, Reason: metav1.StatusReasonTooManyRequests, Message: o.message,
+		}
+		if o.retryAfter > 0 {
+			response.Result.Details = &metav1.StatusDetails{RetryAfterSeconds: int32(o.retryAfter / time.Second)}
+		}
+	case o.warn:
+		response.Warnings = []string{"Lameduck: pod " + q.namespace + "/" + q.name + " " + o.message}
+	}
+	review := admissionv1.AdmissionReview{Response: response}
+	review.SetGroupVersionKind(admissionv1.SchemeGroupVersion.WithKind("AdmissionReview"))
+	w.Header().Set("Content-Type", "application/json")
+	// The API server that has gone away needs no answer.
+	_ = json.NewEncoder(w).Encode(review)
+}
+
+func (h *Handler) refuse(w http.ResponseWriter, err error) {
+	code := http.StatusInternalServerError
+	var m malformed
+	if errors.As(err, &m) {
+		code = m.code
+	}
+	h.Metrics.refused(code)
+	h.Log.Warn("refused a review", "code", code, "error", err)
+	http.Error(w, "lameduck: "+err.Error(), code)
+}

@@ -1,0 +1,61 @@
+package admission
+
+import (
+	"strconv"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/lameduck-io/lameduck/pkg/drain"
+)
+
+// Metrics are the webhook's.
+type Metrics struct {
+	answers  *prometheus.CounterVec
+	duration *prometheus.HistogramVec
+	bad      *prometheus.CounterVec
+}
+
+// NewMetrics registers the webhook's metrics.
+func NewMetrics(r prometheus.Registerer) *Metrics {
+	m := &Metrics{
+		answers: prometheus.NewCounterVec(prometheus.CounterOpts{
+			Name: "lameduck_admission_answers_total",
+			Help: "Answers to deletions and evictions of pods, by operation, answer and reason.",
+		}, []string{"operation", "answer", "reason"}),
+		duration: prometheus.NewHistogramVec(prometheus.HistogramOpts{
+			Name:    "lameduck_admission_duration_seconds",
+			Help:    "Time from the arrival of a review to its answer, holding included.",
+			Buckets: []float64{.0001, .00025, .0005, .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 1.5, 2, 2.5, 5},
+		}, []string{"operation", "answer"}),
+		bad: prometheus.NewCounterVec(prometheus.CounterOpts{
+			Name: "lameduck_admission_malformed_total",
+			Help: "Requests that were not a review this webhook understands, by HTTP status.",
+		}, []string{"code"}),
+	}
+	r.MustRegister(m.answers, m.duration, m.bad)
+	for _, op := range []Operation{Delete, Evict} {
+		for _, answer := range []string{"allow", "deny"} {
+			m.duration.WithLabelValues(string(op), answer)
+		}
+		for _, reason := range reasons {
+			switch reason {
+			case Draining, Budget, Starting, TooManyHolds, Stopping, CallerGone:
+				m.answers.WithLabelValues(string(op), "deny", string(reason))
+			default:
+				m.answers.WithLabelValues(string(op), "allow", string(reason))
+			}
+		}
+		for _, reason := range []drain.Reason{drain.Acknowledged, drain.IdleBound, drain.Deadline, drain.NoAgents, drain.Dead} {
+			m.answers.WithLabelValues(string(op), "allow", reason.String())
+		}
+	}
+	return m
+}
+
+func (m *Metrics) answered(op Operation, answer, reason string, took time.Duration) {
+	m.answers.WithLabelValues(string(op), answer, reason).Inc()
+	m.duration.WithLabelValues(string(op), answer).Observe(took.Seconds())
+}
+
+func (m *Metrics) refused(code int) { m.bad.WithLabelValues(strconv.Itoa(code)).Inc() }
