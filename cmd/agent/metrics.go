@@ -1,0 +1,126 @@
+package main
+
+import (
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/lameduck-io/lameduck/pkg/drain/wire"
+	"github.com/lameduck-io/lameduck/pkg/health"
+)
+
+// metrics are the agent's. It observes the director and the client.
+type metrics struct {
+	operations *prometheus.CounterVec
+	applying   prometheus.Histogram
+	reading    prometheus.Histogram
+	failed     *prometheus.CounterVec
+	streams    prometheus.Gauge
+	posts      *prometheus.CounterVec
+	unlearned  prometheus.Counter
+}
+
+func newMetrics(r prometheus.Registerer, set *health.Set) *metrics {
+	buckets := []float64{.0001, .00025, .0005, .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5}
+	m := &metrics{
+		operations: prometheus.NewCounterVec(prometheus.CounterOpts{
+			Name: "lameduck_agent_operations_total", Help: "Operations sent to the gateway, by what was wanted.",
+		}, []string{"want"}),
+		applying: prometheus.NewHistogram(prometheus.HistogramOpts{
+			Name: "lameduck_agent_apply_duration_seconds", Help: "Time to apply one batch of operations to the gateway.", Buckets: buckets,
+		}),
+		reading: prometheus.NewHistogram(prometheus.HistogramOpts{
+			Name: "lameduck_agent_read_duration_seconds", Help: "Time to read the gateway once.", Buckets: buckets,
+		}),
+		failed: prometheus.NewCounterVec(prometheus.CounterOpts{
+			Name: "lameduck_agent_gateway_errors_total", Help: "Batches and readings that the gateway did not carry out.",
+		}, []string{"call"}),
+		streams: prometheus.NewGauge(prometheus.GaugeOpts{
+			Name: "lameduck_agent_streams", Help: "Open streams to coordinators.",
+		}),
+		posts: prometheus.NewCounterVec(prometheus.CounterOpts{
+			Name: "lameduck_agent_posts_total", Help: "Posts to coordinators, by path and result.",
+		}, []string{"path", "result"}),
+		unlearned: prometheus.NewCounter(prometheus.CounterOpts{
+			Name: "lameduck_agent_unlearned_starts_total",
+			Help: "Starts at which the gateway was programmed without every coordinator having said which drains are open.",
+		}),
+	}
+	r.MustRegister(m.operations, m.applying, m.reading, m.failed, m.streams, m.posts, m.unlearned, targets{set})
+	for _, w := range []health.Want{health.WantRouted, health.WantRemoved, health.WantGone} {
+		m.operations.WithLabelValues(w.String())
+	}
+	for _, c := range []string{"apply", "read"} {
+		m.failed.WithLabelValues(c)
+	}
+	for _, p := range []string{wire.DeclarationsPath, wire.ReportsPath} {
+		m.posts.WithLabelValues(p, "ok")
+		m.posts.WithLabelValues(p, "error")
+	}
+	return m
+}
+
+// Applied implements gateway.Observer.
+func (m *metrics) Applied(ops []health.Op, took time.Duration, err error) {
+	for _, op := range ops {
+		m.operations.WithLabelValues(op.Want.String()).Inc()
+	}
+	m.applying.Observe(took.Seconds())
+	if err != nil {
+		m.failed.WithLabelValues("apply").Inc()
+	}
+}
+
+// Read implements gateway.Observer.
+func (m *metrics) Read(took time.Duration, err error) {
+	m.reading.Observe(took.Seconds())
+	if err != nil {
+		m.failed.WithLabelValues("read").Inc()
+	}
+}
+
+// Connected implements client.Observer.
+func (m *metrics) Connected(string) { m.streams.Inc() }
+
+// Disconnected implements client.Observer.
+func (m *metrics) Disconnected(string) { m.streams.Dec() }
+
+// Posted implements client.Observer.
+func (m *metrics) Posted(path string, err error) {
+	result := "ok"
+	if err != nil {
+		result = "error"
+	}
+	m.posts.WithLabelValues(path, result).Inc()
+}
+
+// targets collects what the set holds when it is asked.
+type targets struct{ set *health.Set }
+
+var (
+	targetsDesc = prometheus.NewDesc("lameduck_agent_targets",
+		"Targets by pool and state: claimed by EndpointSlices, routed by the gateway, buried (claimed and tombstoned).", []string{"pool", "state"}, nil)
+	tombstonesDesc = prometheus.NewDesc("lameduck_agent_tombstones", "Tombstones by state.", []string{"state"}, nil)
+)
+
+// Describe implements prometheus.Collector.
+func (t targets) Describe(out chan<- *prometheus.Desc) {
+	out <- targetsDesc
+	out <- tombstonesDesc
+}
+
+// Collect implements prometheus.Collector.
+func (t targets) Collect(out chan<- prometheus.Metric) {
+	for pool, c := range t.set.Counts() {
+		for state, n := range map[string]int{"claimed": c.Claimed, "routed": c.Routed, "buried": c.Buried} {
+			out <- prometheus.MustNewConstMetric(targetsDesc, prometheus.GaugeValue, float64(n), string(pool), state)
+		}
+	}
+	counts := map[health.State]int{}
+	for _, s := range t.set.Tombstones() {
+		counts[s.State]++
+	}
+	for s := health.Unknown; s <= health.Idle; s++ {
+		out <- prometheus.MustNewConstMetric(tombstonesDesc, prometheus.GaugeValue, float64(counts[s]), s.String())
+	}
+}

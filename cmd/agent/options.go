@@ -1,0 +1,242 @@
+package main
+
+import (
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/url"
+	"os"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/yaml"
+
+	"github.com/lameduck-io/lameduck/pkg/gateway/haproxy"
+	"github.com/lameduck-io/lameduck/pkg/health"
+)
+
+// apiVersion and kind are what a configuration file must say it is.
+const (
+	apiVersion = "lameduck.io/v1alpha1"
+	kind       = "AgentConfiguration"
+)
+
+// options are the command line and the configuration file, checked.
+type options struct {
+	kubeconfig string
+	people     string
+	logLevel   slog.Level
+	file       file
+	// gateway is made from file. Its servers file exists from then on, so that HAProxy can start.
+	gateway *haproxy.Gateway
+}
+
+// file is the configuration file.
+type file struct {
+	APIVersion string `json:"apiVersion"`
+	Kind       string `json:"kind"`
+	// Coordinators says where they are. Absent: the agent only follows EndpointSlices, and acknowledges nothing.
+	Coordinators *coordinators `json:"coordinators,omitempty"`
+	HAProxy      *haproxyFile  `json:"haproxy"`
+	// EndpointsLag delays every change of EndpointSlices on its way to the gateway. It imitates a slow control plane, for
+	// demonstrations and tests; tombstones are not delayed.
+	EndpointsLag duration `json:"endpointsLag,omitempty"`
+}
+
+// coordinators says where they are and how to trust them.
+type coordinators struct {
+	// Service is namespace/name of the headless Service in front of all replicas, Port the name of its port.
+	Service string `json:"service,omitempty"`
+	Port    string `json:"port,omitempty"`
+	// Addresses are base URLs, instead of Service.
+	Addresses []string `json:"addresses,omitempty"`
+	// ServerName is the name in their certificate, CAFile who signed it.
+	ServerName string `json:"serverName"`
+	CAFile     string `json:"caFile"`
+	// TokenFile is a projected service account token for the audience lameduck.io. Read again at each request.
+	TokenFile string `json:"tokenFile"`
+}
+
+// haproxyFile configures the HAProxy gateway.
+type haproxyFile struct {
+	MasterSocket string        `json:"masterSocket"`
+	ServersFile  string        `json:"serversFile,omitempty"`
+	Backends     []backendFile `json:"backends"`
+}
+
+// backendFile is one backend and the Service port that feeds it.
+type backendFile struct {
+	Backend string `json:"backend"`
+	// Service is namespace/name, Port the name of its port; empty means the only one.
+	Service string `json:"service"`
+	Port    string `json:"port,omitempty"`
+	// Owned, Defaults, Lines, ServerOptions: see haproxy.Backend.
+	Owned         bool     `json:"owned,omitempty"`
+	Defaults      string   `json:"defaults,omitempty"`
+	Lines         []string `json:"lines,omitempty"`
+	ServerOptions string   `json:"serverOptions,omitempty"`
+}
+
+// duration is a time.Duration that is written as "1.5s". What cannot be read as one is kept as err: only check knows the field.
+type duration struct {
+	time.Duration
+	err error
+}
+
+// UnmarshalText implements encoding.TextUnmarshaler. It never fails: see err.
+func (d *duration) UnmarshalText(text []byte) error {
+	d.Duration, d.err = time.ParseDuration(string(text))
+	return nil
+}
+
+// MarshalText implements encoding.TextMarshaler.
+func (d duration) MarshalText() ([]byte, error) { return []byte(d.String()), nil }
+
+// parse reads the command line and the file that it names. Its errors wrap errUsage and name field and value, or are flag.ErrHelp.
+func parse(args []string, getenv func(string) string, help io.Writer) (options, error) {
+	var o options
+	var path string
+	f := flag.NewFlagSet("agent", flag.ContinueOnError)
+	f.SetOutput(io.Discard)
+	f.StringVar(&path, "config", "/etc/lameduck/agent.yaml", "configuration file; ${NAME} in it is replaced by the environment")
+	f.StringVar(&o.kubeconfig, "kubeconfig", getenv("KUBECONFIG"), "file to reach the API server with; empty: as a pod does")
+	f.StringVar(&o.people, "metrics-address", ":9101", "host:port of /metrics, /livez and /readyz, without TLS")
+	f.TextVar(&o.logLevel, "log-level", slog.LevelInfo, "debug, info, warn or error")
+	if err := f.Parse(args); err != nil {
+		if errors.Is(err, flag.ErrHelp) {
+			fmt.Fprintln(help, "agent directs the gateway beside it and acknowledges to Lameduck's coordinators that pods are let go of.\n\nFlags:")
+			f.SetOutput(help)
+			f.PrintDefaults()
+			return o, err
+		}
+		return o, fmt.Errorf("%w: %w", errUsage, err)
+	}
+	if f.NArg() > 0 {
+		return o, fmt.Errorf("%w: unexpected argument %q", errUsage, f.Arg(0))
+	}
+	if err := hostPort(o.people); err != nil {
+		return o, fmt.Errorf("%w: --metrics-address %q: must be host:port: %w", errUsage, o.people, err)
+	}
+	if o.kubeconfig != "" {
+		if _, err := os.Stat(o.kubeconfig); err != nil {
+			return o, fmt.Errorf("%w: --kubeconfig %q: %w", errUsage, o.kubeconfig, err)
+		}
+	}
+	content, err := os.ReadFile(path)
+	if err != nil {
+		return o, fmt.Errorf("%w: --config %q: %w", errUsage, path, err)
+	}
+	if err := o.file.read(content, getenv); err != nil {
+		return o, fmt.Errorf("%w: --config %q: %w", errUsage, path, err)
+	}
+	if o.gateway, err = haproxy.New(o.file.HAProxy.gateway()); err != nil {
+		return o, fmt.Errorf("%w: --config %q: %w", errUsage, path, err)
+	}
+	return o, nil
+}
+
+// reference is a ${NAME} in a configuration file. A $ in any other place is HAProxy's own, in a regular expression for example.
+var reference = regexp.MustCompile(`\$\{([A-Za-z_][A-Za-z0-9_]*)\}`)
+
+// read decodes and checks a configuration file. Unknown fields are refused.
+func (f *file) read(content []byte, getenv func(string) string) error {
+	var unset []string
+	expanded := reference.ReplaceAllStringFunc(string(content), func(text string) string {
+		name := reference.FindStringSubmatch(text)[1]
+		value := getenv(name)
+		if value == "" && !slices.Contains(unset, name) {
+			unset = append(unset, name)
+		}
+		return value
+	})
+	if len(unset) > 0 {
+		return fmt.Errorf("environment variables %q are referred to and not set", unset)
+	}
+	if err := yaml.UnmarshalStrict([]byte(expanded), f); err != nil {
+		return err
+	}
+	return f.check()
+}
+
+// check reports everything that is wrong, not only the first.
+func (f *file) check() error {
+	var errs []error
+	must := func(ok bool, format string, args ...any) {
+		if !ok {
+			errs = append(errs, fmt.Errorf(format, args...))
+		}
+	}
+	must(f.APIVersion == apiVersion, "apiVersion %q: must be %q", f.APIVersion, apiVersion)
+	must(f.Kind == kind, "kind %q: must be %q", f.Kind, kind)
+	must(f.EndpointsLag.err == nil, "endpointsLag: %w", f.EndpointsLag.err)
+	must(f.EndpointsLag.Duration >= 0, "endpointsLag %q: must not be negative", f.EndpointsLag)
+	if c := f.Coordinators; c != nil {
+		_, err := namespacedName(c.Service)
+		must((c.Service == "") != (len(c.Addresses) == 0), "coordinators: exactly one of service %q and addresses %q is needed", c.Service, c.Addresses)
+		must(c.Service == "" || err == nil, "coordinators.service %q: must be namespace/name", c.Service)
+		for i, a := range c.Addresses {
+			u, err := url.Parse(a)
+			must(err == nil && u.Hostname() != "" && a == "https://"+u.Host, "coordinators.addresses[%d] %q: must be https://host:port", i, a)
+		}
+		must(c.ServerName != "", "coordinators.serverName %q: required", c.ServerName)
+		for _, of := range []struct{ field, path string }{{"caFile", c.CAFile}, {"tokenFile", c.TokenFile}} {
+			_, err := os.Stat(of.path)
+			must(err == nil, "coordinators.%s %q: %v", of.field, of.path, err)
+		}
+	}
+	if f.HAProxy == nil {
+		must(false, "haproxy: required; it is the gateway that this version knows")
+		return errors.Join(errs...)
+	}
+	must(f.HAProxy.MasterSocket != "", "haproxy.masterSocket %q: required", f.HAProxy.MasterSocket)
+	must(len(f.HAProxy.Backends) > 0, "haproxy.backends: at least one is needed")
+	first := map[string]int{}
+	for i, b := range f.HAProxy.Backends {
+		_, err := namespacedName(b.Service)
+		must(err == nil, "haproxy.backends[%d].service %q: must be namespace/name", i, b.Service)
+		must(b.Backend != "", "haproxy.backends[%d].backend %q: required", i, b.Backend)
+		if j, twice := first[b.Backend]; twice {
+			must(b.Backend == "", "haproxy.backends[%d].backend %q: is that of backends[%d] too", i, b.Backend, j)
+			continue
+		}
+		first[b.Backend] = i
+		must(!b.Owned || f.HAProxy.ServersFile != "", "haproxy.serversFile %q: required, backends[%d] is owned", f.HAProxy.ServersFile, i)
+	}
+	return errors.Join(errs...)
+}
+
+// hostPort checks the syntax of an address to listen at, without asking anybody for names.
+func hostPort(text string) error {
+	_, port, err := net.SplitHostPort(text)
+	if err != nil {
+		return err
+	}
+	_, err = strconv.ParseUint(port, 10, 16)
+	return err
+}
+
+// gateway is the configuration of the gateway.
+func (h *haproxyFile) gateway() haproxy.Config {
+	c := haproxy.Config{Socket: h.MasterSocket, ServersFile: h.ServersFile}
+	for _, b := range h.Backends {
+		c.Backends = append(c.Backends, haproxy.Backend{
+			Pool: health.Pool(b.Backend), Backend: b.Backend, Owned: b.Owned, Defaults: b.Defaults, Lines: b.Lines, ServerOptions: b.ServerOptions,
+		})
+	}
+	return c
+}
+
+func namespacedName(text string) (types.NamespacedName, error) {
+	namespace, name, ok := strings.Cut(text, "/")
+	if !ok || namespace == "" || name == "" || strings.Contains(name, "/") {
+		return types.NamespacedName{}, fmt.Errorf("%q is not namespace/name", text)
+	}
+	return types.NamespacedName{Namespace: namespace, Name: name}, nil
+}

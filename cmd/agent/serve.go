@@ -1,0 +1,218 @@
+package main
+
+import (
+	"context"
+	"crypto/rand"
+	"crypto/tls"
+	"crypto/x509"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/http"
+	"os"
+	"strings"
+	"sync/atomic"
+	"time"
+
+	"github.com/gorilla/mux"
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/collectors"
+	"github.com/prometheus/client_golang/prometheus/promhttp"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/clientcmd"
+	"k8s.io/klog/v2"
+
+	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/drain/client"
+	"github.com/lameduck-io/lameduck/pkg/gateway"
+	"github.com/lameduck-io/lameduck/pkg/health"
+	"github.com/lameduck-io/lameduck/pkg/serve"
+)
+
+const (
+	// learnMost is how long the gateway is not programmed while coordinators have not said which drains are open.
+	learnMost = 3 * time.Second
+	// lapseEvery is how often leases are looked at.
+	lapseEvery = time.Second
+	// connectTimeout bounds a TCP and a TLS handshake with a coordinator.
+	connectTimeout = 3 * time.Second
+	shutdownGrace  = 2 * time.Second
+)
+
+// serveAll builds everything in the order of dependency and runs it until ctx is done.
+func serveAll(ctx context.Context, o options, log *slog.Logger) error {
+	klog.SetSlogLogger(log)
+	config, err := restConfig(o.kubeconfig)
+	if err != nil {
+		return err
+	}
+	kube, err := kubernetes.NewForConfig(config)
+	if err != nil {
+		return fmt.Errorf("client for the API server: %w", err)
+	}
+	registry := prometheus.NewRegistry()
+	registry.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+	set := health.NewSet()
+	m := newMetrics(registry, set)
+
+	director := gateway.NewDirector(o.gateway, set, log)
+	director.Observer = m
+	routes := newRoutes(o.file, set, director)
+	tasks := []serve.Task{}
+	var ready atomic.Bool
+	learned := closed()
+	if o.file.Coordinators != nil {
+		stones := &tombstones{set: set, wake: director.Wake, log: log, known: map[health.UID]health.State{}}
+		c, err := newClient(o.file, stones, m, log)
+		if err != nil {
+			return err
+		}
+		director.Changed = func() {
+			if stones.changed() {
+				c.Wake()
+			}
+		}
+		routes.replicas = c.Replicas
+		learned = c.Learned()
+		tasks = append(tasks, serve.Task{Name: "coordinators", Run: c.Run})
+	}
+	listener, err := net.Listen("tcp", o.people)
+	if err != nil {
+		return fmt.Errorf("listen: %w", err)
+	}
+	log.Info("started", "metrics", listener.Addr().String(), "routes", len(routes.pools), "endpointsLag", o.file.EndpointsLag.String())
+	tasks = append(tasks,
+		serve.Task{Name: "endpoints", Run: func(ctx context.Context) error { return routes.run(ctx, kube) }},
+		serve.Task{Name: "gateway", Run: func(ctx context.Context) error {
+			if waitFor(ctx, learned, learnMost) {
+				log.Info("open drains are known: programming the gateway")
+			} else if ctx.Err() == nil {
+				m.unlearned.Inc()
+				log.Warn("programming the gateway without knowing which drains are open: no answer from every coordinator", "waited", learnMost.String())
+			}
+			ready.Store(true)
+			return director.Run(ctx)
+		}},
+		serve.Task{Name: "leases", Run: func(ctx context.Context) error { return lapse(ctx, set, director, log) }},
+		serve.HTTP("metrics", listener, nil, people(registry, &ready, routes), shutdownGrace, nil),
+	)
+	return serve.All(ctx, tasks...)
+}
+
+// lapse ends the leases of coordinators that are not heard any more.
+func lapse(ctx context.Context, set *health.Set, director *gateway.Director, log *slog.Logger) error {
+	ticker := time.NewTicker(lapseEvery)
+	defer ticker.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-ticker.C:
+		}
+		if uids := set.Lapse(time.Now()); len(uids) > 0 {
+			log.Warn("tombstones lapsed: no coordinator has renewed them", "uids", uids)
+			director.Wake()
+		}
+	}
+}
+
+func closed() <-chan struct{} {
+	c := make(chan struct{})
+	close(c)
+	return c
+}
+
+func waitFor(ctx context.Context, c <-chan struct{}, most time.Duration) bool {
+	timer := time.NewTimer(most)
+	defer timer.Stop()
+	select {
+	case <-c:
+		return true
+	case <-timer.C:
+	case <-ctx.Done():
+	}
+	return false
+}
+
+// people serves what is for people and their tools.
+func people(registry *prometheus.Registry, ready *atomic.Bool, routes *routes) http.Handler {
+	r := mux.NewRouter()
+	r.Methods(http.MethodGet).Path("/metrics").Handler(promhttp.HandlerFor(registry, promhttp.HandlerOpts{}))
+	r.Methods(http.MethodGet).Path("/livez").HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		fmt.Fprintln(w, "ok")
+	})
+	r.Methods(http.MethodGet).Path("/readyz").HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		switch {
+		case !ready.Load():
+			http.Error(w, "open drains are not known yet", http.StatusServiceUnavailable)
+		case !routes.synced():
+			http.Error(w, "EndpointSlices are not known yet", http.StatusServiceUnavailable)
+		default:
+			fmt.Fprintln(w, "ok")
+		}
+	})
+	return r
+}
+
+// newClient builds the agent's side of the wire.
+func newClient(f file, stones client.Tombstones, m *metrics, log *slog.Logger) (*client.Client, error) {
+	conf := f.Coordinators
+	pem, err := os.ReadFile(conf.CAFile)
+	if err != nil {
+		return nil, fmt.Errorf("%w: coordinators.caFile %q: %w", errUsage, conf.CAFile, err)
+	}
+	roots := x509.NewCertPool()
+	if !roots.AppendCertsFromPEM(pem) {
+		return nil, fmt.Errorf("%w: coordinators.caFile %q: no certificate in it", errUsage, conf.CAFile)
+	}
+	c := client.New()
+	c.HTTP = &http.Client{Transport: &http.Transport{
+		DialContext:         (&net.Dialer{Timeout: connectTimeout}).DialContext,
+		TLSHandshakeTimeout: connectTimeout,
+		TLSClientConfig:     &tls.Config{MinVersion: tls.VersionTLS12, RootCAs: roots, ServerName: conf.ServerName, NextProtos: []string{"http/1.1"}},
+		// An empty map switches HTTP/2 off: one stream is one connection.
+		TLSNextProto:        map[string]func(string, *tls.Conn) http.RoundTripper{},
+		MaxIdleConnsPerHost: 2,
+		IdleConnTimeout:     time.Minute,
+	}}
+	c.Token = func() (string, error) {
+		token, err := os.ReadFile(conf.TokenFile)
+		return strings.TrimSpace(string(token)), err
+	}
+	c.Boot, c.Gateway = rand.Text(), "haproxy"
+	c.Tombstones, c.Observer, c.Log = stones, m, log
+	seen := map[drain.Service]bool{}
+	for _, b := range f.HAProxy.Backends {
+		name, err := namespacedName(b.Service)
+		if err != nil {
+			return nil, err
+		}
+		service := drain.Service{Namespace: name.Namespace, Name: name.Name}
+		if !seen[service] {
+			seen[service] = true
+			c.Routes = append(c.Routes, drain.Route{Service: service, Via: drain.Endpoints, Can: drain.Direct, Grain: drain.PerRequest})
+		}
+	}
+	c.Replicas(conf.Addresses)
+	return c, nil
+}
+
+func restConfig(kubeconfig string) (*rest.Config, error) {
+	var config *rest.Config
+	var err error
+	if kubeconfig == "" {
+		config, err = rest.InClusterConfig()
+	} else {
+		config, err = clientcmd.BuildConfigFromFlags("", kubeconfig)
+	}
+	if errors.Is(err, rest.ErrNotInCluster) {
+		return nil, fmt.Errorf("%w: --kubeconfig %q: not in a cluster, so it is needed", errUsage, kubeconfig)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("reach the API server (--kubeconfig %q): %w", kubeconfig, err)
+	}
+	config.UserAgent = "lameduck-agent"
+	return config, nil
+}

@@ -1,0 +1,117 @@
+package main
+
+import (
+	"bytes"
+	"errors"
+	"flag"
+	"net"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+)
+
+// certificates makes a directory with files of the right names. Nothing here reads them.
+func certificates(t *testing.T) string {
+	t.Helper()
+	dir := t.TempDir()
+	for _, name := range []string{"tls.crt", "tls.key"} {
+		if err := os.WriteFile(filepath.Join(dir, name), nil, 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return dir
+}
+
+func env(name string) string {
+	return map[string]string{"POD_NAME": "webhook-0", "POD_NAMESPACE": "lameduck"}[name]
+}
+
+func TestDefaults(t *testing.T) {
+	o, err := parse([]string{"--cert-dir", certificates(t)}, env, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if o.namespace != "lameduck" || o.replica != "webhook-0" || o.maxHolds != 32 || o.times.Hold != 2*time.Second ||
+		!slices.Equal(o.excluded, []string{"kube-system", "lameduck"}) {
+		t.Errorf("%+v", o)
+	}
+	o, err = parse([]string{"--cert-dir", certificates(t), "--exclude-namespaces", " a, b,,", "--namespace=x", "--log-level=debug"}, env, nil)
+	if err != nil || !slices.Equal(o.excluded, []string{"a", "b", "x"}) || o.logLevel.String() != "DEBUG" {
+		t.Errorf("%+v, %v", o, err)
+	}
+}
+
+// Each bad flag is named with its value, before anything listens. Without this, a pod that does not start says nothing useful.
+func TestBadFlags(t *testing.T) {
+	certs := certificates(t)
+	for name, c := range map[string]struct {
+		args []string
+		want []string
+	}{
+		"unknown":                    {[]string{"--nonsense"}, []string{"-nonsense"}},
+		"an argument":                {[]string{"serve"}, []string{`unexpected argument "serve"`}},
+		"hold that is no duration":   {[]string{"--hold", "2"}, []string{`"2"`, "-hold"}},
+		"hold too long":              {[]string{"--hold", "4s"}, []string{"--hold", "webhook timeout 5s must be more than hold 4s"}},
+		"hold negative":              {[]string{"--hold", "-1s"}, []string{"--hold", "hold -1s must be positive"}},
+		"webhook timeout":            {[]string{"--webhook-timeout", "31s"}, []string{"--webhook-timeout", "webhook timeout 31s must be at most 30s"}},
+		"deadline":                   {[]string{"--deadline", "10m"}, []string{"--deadline", "deadline 10m0s"}},
+		"idle bound":                 {[]string{"--idle-bound", "0s"}, []string{"--idle-bound", "idle bound 0s must be positive"}},
+		"max holds":                  {[]string{"--max-holds", "0"}, []string{"--max-holds 0: must be at least 1"}},
+		"max holds that is a word":   {[]string{"--max-holds", "many"}, []string{`"many"`, "-max-holds"}},
+		"log level":                  {[]string{"--log-level", "loud"}, []string{`"loud"`, "-log-level"}},
+		"namespace":                  {[]string{"--namespace", "Not_One"}, []string{`--namespace "Not_One": not a namespace's name`}},
+		"no namespace":               {[]string{"--namespace", ""}, []string{`--namespace "": required, or set POD_NAMESPACE`}},
+		"no replica":                 {[]string{"--replica", ""}, []string{`--replica "": required, or set POD_NAME`}},
+		"excluded namespace":         {[]string{"--exclude-namespaces", "a,B"}, []string{`--exclude-namespaces: "B" is not a namespace's name`}},
+		"certificates":               {[]string{"--cert-dir", "/nowhere"}, []string{`--cert-dir "/nowhere"`, "tls.crt", "tls.key"}},
+		"kubeconfig":                 {[]string{"--kubeconfig", "/nowhere"}, []string{`--kubeconfig "/nowhere"`}},
+		"admission address":          {[]string{"--admission-address", "9443"}, []string{`--admission-address "9443": not a host:port`}},
+		"agents address":             {[]string{"--agents-address", ":99999"}, []string{`--agents-address ":99999": not a host:port`}},
+		"metrics address":            {[]string{"--metrics-address", ""}, []string{`--metrics-address "": not a host:port`}},
+		"everything that is wrong":   {[]string{"--max-holds", "-3", "--hold", "4s", "--replica", ""}, []string{"--max-holds -3", "hold 4s", "--replica"}},
+		"a duration of another flag": {[]string{"--deadline", "soon"}, []string{`"soon"`, "-deadline"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			listener, err := net.Listen("tcp", "127.0.0.1:0")
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer listener.Close()
+			// What would listen would fail otherwise: the address is taken.
+			taken := listener.Addr().String()
+			args := append([]string{"--cert-dir", certs, "--admission-address", taken, "--agents-address", taken, "--metrics-address", taken}, c.args...)
+			var stdout, stderr bytes.Buffer
+			err = run(t.Context(), args, env, &stdout, &stderr)
+			if !errors.Is(err, errUsage) {
+				t.Fatalf("%v is not errUsage", err)
+			}
+			for _, want := range c.want {
+				if !strings.Contains(err.Error(), want) {
+					t.Errorf("%v, want %q", err, want)
+				}
+			}
+			if stdout.Len()+stderr.Len() > 0 {
+				t.Errorf("written: %s%s", &stdout, &stderr)
+			}
+		})
+	}
+}
+
+func TestHelp(t *testing.T) {
+	for _, arg := range []string{"-h", "--help"} {
+		var stdout, stderr bytes.Buffer
+		err := run(t.Context(), []string{arg}, env, &stdout, &stderr)
+		if !errors.Is(err, flag.ErrHelp) || errors.Is(err, errUsage) || stderr.Len() > 0 {
+			t.Errorf("%s: %v, stderr %q", arg, err, &stderr)
+		}
+		for _, want := range []string{"holds deletions of pods", "-admission-address", "-agents-address", "-cert-dir", "-deadline", "-exclude-namespaces",
+			"-hold", "-idle-bound", "-kubeconfig", "-log-level", "-max-holds", "-metrics-address", "-namespace", "-replica", "-webhook-timeout"} {
+			if !strings.Contains(stdout.String(), want) {
+				t.Errorf("%s does not tell of %s", arg, want)
+			}
+		}
+	}
+}

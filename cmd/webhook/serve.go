@@ -1,0 +1,241 @@
+package main
+
+import (
+	"context"
+	"crypto/rand"
+	"crypto/tls"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/http"
+	"path/filepath"
+	"sync/atomic"
+	"time"
+
+	"github.com/go-logr/logr"
+	"github.com/gorilla/mux"
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/collectors"
+	"github.com/prometheus/client_golang/prometheus/promhttp"
+	corev1 "k8s.io/api/core/v1"
+	discovery "k8s.io/api/discovery/v1"
+	policyv1 "k8s.io/api/policy/v1"
+	"k8s.io/client-go/kubernetes"
+	clientscheme "k8s.io/client-go/kubernetes/scheme"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/clientcmd"
+	"k8s.io/klog/v2"
+	"k8s.io/utils/ptr"
+	"sigs.k8s.io/controller-runtime/pkg/cache"
+	"sigs.k8s.io/controller-runtime/pkg/certwatcher"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	crlog "sigs.k8s.io/controller-runtime/pkg/log"
+
+	"github.com/lameduck-io/lameduck/pkg/admission"
+	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/drain/coordinator"
+	"github.com/lameduck-io/lameduck/pkg/drain/identity"
+	"github.com/lameduck-io/lameduck/pkg/endpoints"
+	"github.com/lameduck-io/lameduck/pkg/serve"
+)
+
+const (
+	// admissionPath is where the API server asks.
+	admissionPath = "/v1/admit"
+	// settle is how long after its start a replica without all its agents is not ready.
+	settle = 10 * time.Second
+	// shutdownGrace is how long requests that run at the end may take.
+	shutdownGrace = 5 * time.Second
+)
+
+// serveAll builds everything in the order of dependency and runs it until ctx is done.
+func serveAll(ctx context.Context, o options, log *slog.Logger) error {
+	klog.SetSlogLogger(log)
+	crlog.SetLogger(logr.FromSlogHandler(log.Handler()))
+	config, err := restConfig(o.kubeconfig)
+	if err != nil {
+		return err
+	}
+	kube, err := kubernetes.NewForConfig(config)
+	if err != nil {
+		return fmt.Errorf("client for the API server: %w", err)
+	}
+	live, err := client.New(config, client.Options{Scheme: clientscheme.Scheme})
+	if err != nil {
+		return fmt.Errorf("client for the API server: %w", err)
+	}
+	known, err := cache.New(config, cache.Options{
+		Scheme:           clientscheme.Scheme,
+		DefaultTransform: cache.TransformStripManagedFields(),
+		// Everything here only reads.
+		DefaultUnsafeDisableDeepCopy: ptr.To(true),
+		ReaderFailOnMissingInformer:  true,
+	})
+	if err != nil {
+		return fmt.Errorf("cache of the cluster: %w", err)
+	}
+	registry := prometheus.NewRegistry()
+	registry.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+
+	who := identity.New(kube)
+	self := drain.Lease{Replica: o.replica, Epoch: rand.Text()}
+	coord := coordinator.New(self, o.times, coordinator.Options{
+		MaxHolds: o.maxHolds, Pods: pods{live}, Authenticate: who, Log: log, Metrics: coordinator.NewMetrics(registry),
+	})
+	index := endpoints.NewIndex()
+	roster := newRoster(coord, who, log)
+	watch := watches{coord: coord, index: index, roster: roster}
+	if err := watch.register(ctx, known); err != nil {
+		return err
+	}
+	events := newEvents(kube, o.replica, log)
+	started := time.Now()
+	handler := &admission.Handler{
+		Cluster: &admission.Cluster{
+			Reader: known, Slices: index, Ledger: coord, Synced: watch.synced, Excluded: o.excluded, Started: started,
+		},
+		Times: o.times, Events: events, Log: log, Metrics: admission.NewMetrics(registry),
+	}
+
+	certs, err := certwatcher.New(filepath.Join(o.certDir, "tls.crt"), filepath.Join(o.certDir, "tls.key"))
+	if err != nil {
+		return fmt.Errorf("certificate in %s: %w", o.certDir, err)
+	}
+	secure := &tls.Config{MinVersion: tls.VersionTLS12, GetCertificate: certs.GetCertificate}
+	var listeners [3]net.Listener
+	for i, address := range []string{o.admission, o.agents, o.people} {
+		if listeners[i], err = net.Listen("tcp", address); err != nil {
+			return fmt.Errorf("listen: %w", err)
+		}
+		defer listeners[i].Close()
+	}
+	log.Info("started", "lease", self.String(), "admission", listeners[0].Addr().String(), "agents", listeners[1].Addr().String(),
+		"metrics", listeners[2].Addr().String(), "hold", o.times.Hold.String(), "deadline", o.times.Deadline.String())
+
+	admissionRoutes := mux.NewRouter()
+	admissionRoutes.Path(admissionPath).Handler(handler)
+	ready := func() error { return readiness(watch.synced(), coord, time.Since(started)) }
+	return serve.All(ctx,
+		serve.Task{Name: "cache", Run: known.Start},
+		serve.Task{Name: "certificates", Run: certs.Start},
+		serve.Task{Name: "coordinator", Run: coord.Run},
+		serve.Task{Name: "roster", Run: roster.run},
+		serve.Task{Name: "events", Run: events.run},
+		serve.HTTP("admission", listeners[0], secure, admissionRoutes, shutdownGrace, coord.Stop),
+		serve.HTTP("agents", listeners[1], secure, coord.Handler(), shutdownGrace, coord.Stop),
+		serve.HTTP("metrics", listeners[2], nil, people(registry, ready), shutdownGrace, nil),
+	)
+}
+
+// readiness is nil when this replica can answer for the cluster.
+func readiness(synced bool, coord *coordinator.Coordinator, up time.Duration) error {
+	if !synced {
+		return fmt.Errorf("the view of the cluster is not complete yet")
+	}
+	if expected, missing := coord.Expecting(); missing > 0 && up < settle {
+		return fmt.Errorf("%d of %d agents are not connected yet", missing, expected)
+	}
+	return nil
+}
+
+// people serves what is for people and their tools.
+func people(registry *prometheus.Registry, ready func() error) http.Handler {
+	r := mux.NewRouter()
+	r.Methods(http.MethodGet).Path("/metrics").Handler(promhttp.HandlerFor(registry, promhttp.HandlerOpts{}))
+	r.Methods(http.MethodGet).Path("/livez").HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		fmt.Fprintln(w, "ok")
+	})
+	r.Methods(http.MethodGet).Path("/readyz").HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		if err := ready(); err != nil {
+			http.Error(w, err.Error(), http.StatusServiceUnavailable)
+			return
+		}
+		fmt.Fprintln(w, "ok")
+	})
+	return r
+}
+
+func restConfig(kubeconfig string) (*rest.Config, error) {
+	var config *rest.Config
+	var err error
+	if kubeconfig == "" {
+		config, err = rest.InClusterConfig()
+	} else {
+		config, err = clientcmd.BuildConfigFromFlags("", kubeconfig)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("reach the API server (--kubeconfig %q): %w", kubeconfig, err)
+	}
+	config.QPS, config.Burst = 50, 100
+	config.UserAgent = "lameduck-webhook"
+	return config, nil
+}
+
+// watches feed the coordinator and the index from the cache.
+type watches struct {
+	coord  *coordinator.Coordinator
+	index  *endpoints.Index
+	roster *roster
+	has    []func() bool
+	// all becomes true when everything has synced, and stays so.
+	all atomic.Bool
+}
+
+func (w *watches) register(ctx context.Context, known cache.Cache) error {
+	pod := handlers[corev1.Pod]{
+		set: func(p *corev1.Pod) {
+			if p.DeletionTimestamp != nil {
+				w.coord.Gone(drain.UID(p.UID))
+			}
+			w.roster.set(p)
+		},
+		gone: func(p *corev1.Pod) {
+			w.coord.Gone(drain.UID(p.UID))
+			w.roster.gone(p)
+		},
+	}
+	slice := handlers[discovery.EndpointSlice]{
+		set:  func(s *discovery.EndpointSlice) { w.index.Apply(time.Now(), s) },
+		gone: func(s *discovery.EndpointSlice) { w.index.Delete(time.Now(), s) },
+	}
+	for _, of := range []struct {
+		object  client.Object
+		handler interface{ asHandler() handler }
+	}{
+		{&corev1.Pod{}, pod},
+		{&discovery.EndpointSlice{}, slice},
+		{&corev1.Namespace{}, nil},
+		{&corev1.Node{}, nil},
+		{&policyv1.PodDisruptionBudget{}, nil},
+	} {
+		informer, err := known.GetInformer(ctx, of.object, cache.BlockUntilSynced(false))
+		if err != nil {
+			return fmt.Errorf("watch %T: %w", of.object, err)
+		}
+		if of.handler == nil {
+			w.has = append(w.has, informer.HasSynced)
+			continue
+		}
+		registration, err := informer.AddEventHandler(of.handler.asHandler())
+		if err != nil {
+			return fmt.Errorf("watch %T: %w", of.object, err)
+		}
+		w.has = append(w.has, registration.HasSynced)
+	}
+	return nil
+}
+
+// synced reports whether every watch has delivered its first list. Once it has, it stays so: a later interruption leaves what is
+// known, and a level-triggered ledger.
+func (w *watches) synced() bool {
+	if w.all.Load() {
+		return true
+	}
+	for _, has := range w.has {
+		if !has() {
+			return false
+		}
+	}
+	w.all.Store(w.roster.listed())
+	return w.all.Load()
+}

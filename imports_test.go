@@ -1,0 +1,78 @@
+package lameduck_test
+
+import (
+	"encoding/json"
+	"errors"
+	"io"
+	"os/exec"
+	"strings"
+	"testing"
+)
+
+const module = "github.com/lameduck-io/lameduck/"
+
+// rules say what packages must never import, directly or not, and why. A pattern is a path, or the beginning of one and "...".
+var rules = []struct{ of, never, why string }{
+	{"pkg/drain", "net/http", "the ledger is run by a simulation, ten thousand failures a second: no HTTP"},
+	{"pkg/drain", "k8s.io/...", "the ledger is run by a simulation: no Kubernetes"},
+	{"pkg/drain", "sigs.k8s.io/...", "the ledger is run by a simulation: no Kubernetes"},
+	{"pkg/drain", module + "pkg/...", "the ledger is the vocabulary of all others"},
+	{"pkg/drain/wire", "k8s.io/...", "the wire is between our own programs"},
+	{"pkg/drain/client", "k8s.io/...", "the client is the agent's side of the wire, and no more"},
+	{"pkg/drain/coordinator", "k8s.io/...", "the coordinator is told about pods, it does not watch them"},
+	{"pkg/health", module + "...", "what an agent knows of targets rests on nothing else"},
+	{"pkg/health", "k8s.io/...", "targets are addresses and UIDs; endpoints translates"},
+	{"pkg/health", "net/http", "the set has no I/O"},
+	{"pkg/endpoints", module + "pkg/drain...", "endpoints knows targets, not drains"},
+	{"pkg/endpoints", module + "pkg/gateway...", "endpoints knows targets, not gateways"},
+	{"pkg/gateway", "k8s.io/...", "gateways are told what to route"},
+	{"pkg/gateway", module + "pkg/drain...", "gateways know nothing of who asks"},
+	{"pkg/gateway/haproxy", "k8s.io/...", "gateways are told what to route"},
+	{"pkg/gateway/haproxy", module + "pkg/drain...", "gateways know nothing of who asks"},
+	{"pkg/admission", module + "pkg/gateway...", "the webhook never talks to a gateway"},
+	{"cmd/agent", "sigs.k8s.io/controller-runtime/...", "the agent stands beside every proxy and has to stay small"},
+	{"cmd/agent", module + "pkg/admission...", "the agent answers no reviews"},
+	{"cmd/agent", module + "pkg/drain/coordinator...", "the agent keeps no ledger"},
+}
+
+func TestImportsPointOneWay(t *testing.T) {
+	deps := dependencies(t)
+	for _, r := range rules {
+		of := module + r.of
+		imports, ok := deps[of]
+		if !ok {
+			t.Errorf("there is no package %s: mend the rule", of)
+			continue
+		}
+		for _, path := range imports {
+			prefix, many := strings.CutSuffix(r.never, "...")
+			if path != of && (path == r.never || many && strings.HasPrefix(path, prefix)) {
+				t.Errorf("%s imports %s: %s", r.of, path, r.why)
+			}
+		}
+	}
+}
+
+// dependencies maps each package of the module to all that it imports, directly or not.
+func dependencies(t *testing.T) map[string][]string {
+	t.Helper()
+	out, err := exec.Command("go", "list", "-json=ImportPath,Deps", "./...").Output()
+	if err != nil {
+		t.Fatalf("go list: %v", err)
+	}
+	deps := map[string][]string{}
+	for decoder := json.NewDecoder(strings.NewReader(string(out))); ; {
+		var p struct {
+			ImportPath string
+			Deps       []string
+		}
+		err := decoder.Decode(&p)
+		if errors.Is(err, io.EOF) {
+			return deps
+		}
+		if err != nil {
+			t.Fatalf("go list: %v", err)
+		}
+		deps[p.ImportPath] = p.Deps
+	}
+}
