@@ -1,0 +1,106 @@
+package scenarios
+
+import (
+	"context"
+	"fmt"
+	"net/netip"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/lameduck-io/lameduck/test/cluster"
+	"github.com/lameduck-io/lameduck/test/e2e/load"
+	"github.com/lameduck-io/lameduck/test/e2e/stage"
+)
+
+func TestMain(m *testing.M) { cluster.Main(m) }
+
+// deadline is the coordinator's default.
+const deadline = 30 * time.Second
+
+var (
+	buildOnce sync.Once
+	built     string
+	errBuilt  error
+)
+
+// programs builds what is tested, with the race detector, and returns the directory.
+func programs(t *testing.T) string {
+	t.Helper()
+	buildOnce.Do(func() {
+		if built, errBuilt = os.MkdirTemp("", "bin"); errBuilt != nil {
+			return
+		}
+		for _, of := range []struct{ dir, pkg string }{{"../../..", "./cmd/..."}, {"..", "./app"}} {
+			cmd := exec.Command("go", "build", "-race", "-o", built+"/", of.pkg)
+			cmd.Dir = of.dir
+			if out, err := cmd.CombinedOutput(); err != nil {
+				errBuilt = fmt.Errorf("build %s: %w: %s", of.pkg, err, out)
+				return
+			}
+		}
+	})
+	if errBuilt != nil {
+		t.Fatal(errBuilt)
+	}
+	return built
+}
+
+var (
+	openOnce sync.Once
+	opened   *stage.Stage
+	errOpen  error
+)
+
+// open returns the stage that all tests of this package share: one node, the coordinator, the webhook. Tests keep apart by
+// namespaces.
+func open(t *testing.T) *stage.Stage {
+	t.Helper()
+	if _, err := stage.HAProxy(); err != nil {
+		cluster.Missing(t, "haproxy", "apt-get install haproxy")
+	}
+	c := cluster.Shared(t)
+	bin := programs(t)
+	openOnce.Do(func() {
+		// Like the shared cluster, it lives until the program ends.
+		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+		defer cancel()
+		if opened, errOpen = stage.Open(ctx, c, stage.Options{Bin: bin, Dir: filepath.Join(os.TempDir(), "n")}); errOpen != nil {
+			return
+		}
+		if errOpen = opened.InstallCoordinator(ctx); errOpen != nil {
+			return
+		}
+		errOpen = opened.InstallWebhook(ctx)
+	})
+	if errOpen != nil {
+		t.Fatal(errOpen)
+	}
+	return opened
+}
+
+// namespace makes one for the test.
+func namespace(t *testing.T, s *stage.Stage, name string) string {
+	t.Helper()
+	if err := s.CreateNamespace(t.Context(), name); err != nil {
+		t.Fatal(err)
+	}
+	return name
+}
+
+// clients sends requests until the returned function is called.
+func clients(t *testing.T, address string, keepAlive bool) func() load.Result {
+	t.Helper()
+	l, err := load.Run(t.Context(), load.Options{
+		Target: "http://" + address + "/", Rate: 150, Timeout: 10 * time.Second, KeepAlive: keepAlive, DropClosed: true, WantBody: []byte("ok\n"), MaxInFlight: 1000,
+		SourceAddrs: []netip.Addr{netip.MustParseAddr("10.244.251.1"), netip.MustParseAddr("10.244.251.2")},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { l.Stop() })
+	return l.Stop
+}

@@ -1,0 +1,96 @@
+package scenarios
+
+import (
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/lameduck-io/lameduck/test/e2e/stage"
+)
+
+// What Lameduck is for. Clients that keep their connections are the harder ones: HAProxy keeps serving them in its old processes.
+func TestRollingUpdateLosesNothing(t *testing.T) {
+	for _, c := range []struct {
+		name      string
+		keepAlive bool
+	}{{"connection-per-request", false}, {"keep-alive", true}} {
+		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
+			s := open(t)
+			ns := namespace(t, s, "rollout-"+c.name)
+			if err := s.InstallApp(t.Context(), stage.App{Namespace: ns, Replicas: 4, StartDelay: 300 * time.Millisecond, Work: 20 * time.Millisecond}); err != nil {
+				t.Fatal(err)
+			}
+			address, err := s.InstallGateway(t.Context(), stage.Gateway{Namespace: ns, Lag: time.Second})
+			if err != nil {
+				t.Fatal(err)
+			}
+			stop := clients(t, address, c.keepAlive)
+			if _, err := s.Restart(t.Context(), ns, "web"); err != nil {
+				t.Fatal(err)
+			}
+			settle(t, 2*time.Second)
+			if got := stop(); got.Failed > 0 || got.Total == 0 {
+				t.Errorf("%d of %d requests failed: %v\n%v", got.Failed, got.Total, got.FailedBy, got.Failures)
+			}
+			noRaces(t, s, ns)
+		})
+	}
+}
+
+// A coordinator that is gone must not keep a pod: the webhook configuration says Ignore.
+func TestWithoutCoordinatorDeletionsWork(t *testing.T) {
+	// Not parallel: it takes the coordinator from all.
+	s := open(t)
+	ns := namespace(t, s, "no-coordinator")
+	if err := s.InstallApp(t.Context(), stage.App{Namespace: ns, Replicas: 2}); err != nil {
+		t.Fatal(err)
+	}
+	if out, err := s.Cluster.Kubectl(t.Context(), "-n", stage.System, "scale", "deployment/lameduck-webhook", "--replicas=0"); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	if err := s.Await(t.Context(), stage.System, "lameduck-webhook"); err != nil {
+		t.Fatal(err)
+	}
+	began := time.Now()
+	if out, err := s.Cluster.Kubectl(t.Context(), "-n", ns, "delete", "pod", "-l", "app=web", "--wait=false"); err != nil {
+		t.Errorf("%v: %s", err, out)
+	}
+	if took := time.Since(began); took > 5*time.Second {
+		t.Errorf("two deletions took %s without a coordinator", took)
+	}
+	if out, err := s.Cluster.Kubectl(t.Context(), "-n", stage.System, "scale", "deployment/lameduck-webhook", "--replicas=1"); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	if err := s.Await(t.Context(), stage.System, "lameduck-webhook"); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// settle lets the gateway learn of the last change, while the clients go on.
+func settle(t *testing.T, d time.Duration) {
+	t.Helper()
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+	case <-t.Context().Done():
+		t.Fatal("the test's time is up")
+	}
+}
+
+// noRaces looks for reports of the race detector in the programs' logs.
+func noRaces(t *testing.T, s *stage.Stage, ns string) {
+	t.Helper()
+	for _, of := range []struct{ namespace, selector, container string }{
+		{stage.System, "app.kubernetes.io/component=webhook", "webhook"}, {ns, "app=gateway", "agent"},
+	} {
+		log, err := s.Logs(t.Context(), of.namespace, of.selector, of.container)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if i := strings.Index(log, "DATA RACE"); i >= 0 {
+			t.Errorf("%s: %s", of.container, log[i:min(len(log), i+4000)])
+		}
+	}
+}

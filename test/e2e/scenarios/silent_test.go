@@ -1,0 +1,213 @@
+package scenarios
+
+import (
+	"encoding/json"
+	"fmt"
+	"net/netip"
+	"strings"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/lameduck-io/lameduck/test/cluster/node"
+	"github.com/lameduck-io/lameduck/test/e2e/stage"
+)
+
+// silentAgent is a pod that has an agent's label and right, is ready, and never connects: everything is owed by it.
+const silentAgent = `
+apiVersion: v1
+kind: ServiceAccount
+metadata: {name: silent, namespace: %[1]s}
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: ClusterRoleBinding
+metadata: {name: %[1]s-silent}
+roleRef: {apiGroup: rbac.authorization.k8s.io, kind: ClusterRole, name: lameduck-agent}
+subjects: [{kind: ServiceAccount, name: silent, namespace: %[1]s}]
+---
+apiVersion: v1
+kind: Pod
+metadata:
+  name: silent
+  namespace: %[1]s
+  labels: {lameduck.io/agent: directed}
+  annotations: {lameduck.io/drain: disabled}
+spec:
+  serviceAccountName: silent
+  containers: [{name: agent, image: none, command: [sleep, "3600"]}]
+`
+
+// The worst that an agent can do is to say nothing. Whatever people do then, no pod waits longer than its deadline and 5 s, and each
+// says why.
+func TestSilentAgentKeepsNoPod(t *testing.T) {
+	// Not parallel with other tests: in this one everything is owed by an agent that does not answer.
+	s := open(t)
+	agents := namespace(t, s, "silent-agent")
+	if err := s.Apply(t.Context(), fmt.Sprintf(silentAgent, agents)); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		_ = s.Kube.RbacV1().ClusterRoleBindings().Delete(t.Context(), agents+"-silent", metav1.DeleteOptions{})
+	})
+	pod, err := s.Kube.CoreV1().Pods(agents).Get(t.Context(), "silent", metav1.GetOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := s.Node.Wait(t.Context(), pod.UID, node.Ready); err != nil {
+		t.Fatal(err)
+	}
+	t.Run("while it is there", func(t *testing.T) {
+		for _, c := range []struct {
+			name     string
+			do       []string
+			replicas int
+			// goes is how many pods go, last how many of them at most as the last that are not on their way out.
+			goes, last int
+		}{
+			{"delete-pod", []string{"delete", "pod", "{pod}"}, 2, 1, 0},
+			{"scale-down", []string{"scale", "deployment/web", "--replicas=1"}, 3, 2, 1},
+			{"rollout-restart", []string{"rollout", "restart", "deployment/web"}, 2, 2, 0},
+			{"node-drain", []string{"drain", "node-2"}, 3, 3, 1},
+		} {
+			t.Run(c.name, func(t *testing.T) {
+				t.Parallel()
+				ns := namespace(t, s, "silent-"+c.name)
+				app := stage.App{Namespace: ns, Replicas: c.replicas}
+				if c.name == "node-drain" {
+					app.Node = "node-2"
+					if err := s.AddNode(t.Context(), app.Node, netip.MustParsePrefix("10.244.2.0/24")); err != nil {
+						t.Fatal(err)
+					}
+				}
+				if err := s.InstallApp(t.Context(), app); err != nil {
+					t.Fatal(err)
+				}
+				pods, err := s.Pods(t.Context(), ns, "app=web")
+				if err != nil {
+					t.Fatal(err)
+				}
+				args := []string{"-n", ns}
+				for _, a := range c.do {
+					args = append(args, strings.ReplaceAll(a, "{pod}", pods[0].Name))
+				}
+				out, err := s.Cluster.Kubectl(t.Context(), args...)
+				if err != nil {
+					t.Fatalf("kubectl %s: %v: %s", strings.Join(args, " "), err, out)
+				}
+				awaitGone(t, s, ns, pods, c.goes)
+				last := 0
+				for _, w := range waits(t, s, ns) {
+					t.Logf("%s waited %s: %s", w.pod, w.took, w.message)
+					if w.took > deadline+5*time.Second {
+						t.Errorf("%s waited %s", w.pod, w.took)
+					}
+					switch {
+					case w.reason == "Deadline" && strings.Contains(w.message, "silent-agent/silent (not connected)"):
+					case w.reason == "LastTarget":
+						// A ReplicaSet may choose other victims when it comes back, and people may delete all.
+						last++
+					default:
+						t.Errorf("%s: allowed for %q: %q", w.pod, w.reason, w.message)
+					}
+				}
+				if last > c.last {
+					t.Errorf("%d pods were allowed as the last of their Service", last)
+				}
+			})
+		}
+		t.Run("delete-namespace", func(t *testing.T) {
+			t.Parallel()
+			ns := namespace(t, s, "silent-delete-namespace")
+			if err := s.InstallApp(t.Context(), stage.App{Namespace: ns, Replicas: 2}); err != nil {
+				t.Fatal(err)
+			}
+			began := time.Now()
+			if out, err := s.Cluster.Kubectl(t.Context(), "delete", "namespace", ns); err != nil {
+				t.Fatalf("%v: %s", err, out)
+			}
+			if took := time.Since(began); took > 20*time.Second {
+				t.Errorf("deleting the namespace took %s", took)
+			}
+		})
+	})
+}
+
+// awaitGone waits until n of the pods are terminating or gone.
+func awaitGone(t *testing.T, s *stage.Stage, ns string, pods []corev1.Pod, n int) {
+	t.Helper()
+	ticker := time.NewTicker(200 * time.Millisecond)
+	defer ticker.Stop()
+	for end := time.Now().Add(deadline + 40*time.Second); time.Now().Before(end); <-ticker.C {
+		now, err := s.Pods(t.Context(), ns, "app=web")
+		if err != nil {
+			t.Fatal(err)
+		}
+		here := map[string]bool{}
+		for _, p := range now {
+			here[string(p.UID)] = p.DeletionTimestamp == nil
+		}
+		gone := 0
+		for _, p := range pods {
+			if !here[string(p.UID)] {
+				gone++
+			}
+		}
+		if gone >= n {
+			return
+		}
+	}
+	t.Fatalf("fewer than %d of %d pods have gone", n, len(pods))
+}
+
+// wait is how long the coordinator kept a pod, and why it let it go.
+type wait struct {
+	pod, reason, message string
+	took                 time.Duration
+}
+
+// waits reads from the coordinator's log how long the deletions of a namespace's pods waited, from the first question to the allowing
+// answer. The Event on the pod has to say the same.
+func waits(t *testing.T, s *stage.Stage, ns string) []wait {
+	t.Helper()
+	log, err := s.Logs(t.Context(), stage.System, "app.kubernetes.io/component=webhook", "webhook")
+	if err != nil {
+		t.Fatal(err)
+	}
+	events, err := s.Kube.EventsV1().Events(ns).List(t.Context(), metav1.ListOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	first := map[string]time.Time{}
+	var all []wait
+	for line := range strings.Lines(log) {
+		var l struct {
+			Time                            time.Time
+			Msg, Pod, Namespace, Phase, UID string
+			Reason, Message                 string
+			Allowed                         bool
+		}
+		if json.Unmarshal([]byte(line), &l) != nil {
+			continue
+		}
+		if l.Msg == "drain" && l.Phase == "Unrouting" && strings.HasPrefix(l.Pod, ns+"/") && first[l.UID].IsZero() {
+			first[l.UID] = l.Time
+		}
+		if l.Msg != "deletion" || l.Namespace != ns || !l.Allowed || first[l.UID].IsZero() {
+			continue
+		}
+		all = append(all, wait{l.Pod, l.Reason, l.Message, l.Time.Sub(first[l.UID])})
+		said := false
+		for _, e := range events.Items {
+			said = said || string(e.Regarding.UID) == l.UID && e.Reason == "Lameduck"+l.Reason && e.Note == l.Message
+		}
+		if !said {
+			t.Errorf("%s: no Event says that it was allowed for %s: %s", l.Pod, l.Reason, l.Message)
+		}
+	}
+	if len(all) == 0 {
+		t.Errorf("the coordinator's log tells of no deletion in %s", ns)
+	}
+	return all
+}

@@ -1,0 +1,450 @@
+// Package stage sets the scene for demonstrations and end-to-end tests: Lameduck's coordinator, an application, and HAProxy with its
+// agent in front of it, all as pods of a real control plane on the stand-in of a node.
+package stage
+
+import (
+	"bytes"
+	"context"
+	"embed"
+	"encoding/base64"
+	"fmt"
+	"log/slog"
+	"net/netip"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"strings"
+	"sync"
+	"text/template"
+	"time"
+
+	appsv1 "k8s.io/api/apps/v1"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/kubernetes"
+	"sigs.k8s.io/yaml"
+
+	"github.com/lameduck-io/lameduck/test/cluster"
+	"github.com/lameduck-io/lameduck/test/cluster/node"
+)
+
+//go:embed *.yaml
+var sheets embed.FS
+
+var sheet = template.Must(template.ParseFS(sheets, "*.yaml"))
+
+// CoordinatorAddress is where the coordinator's pod is. The API server is told this address, because there is no kube-proxy.
+var CoordinatorAddress = netip.MustParseAddr("10.244.250.1")
+
+// System is the namespace of the coordinator.
+const System = "lameduck-system"
+
+// Options of a Stage.
+type Options struct {
+	// Bin is the directory with the programs webhook, agent and app.
+	Bin string
+	// WebhookArgs are more flags of the coordinator.
+	WebhookArgs []string
+	// Dir is where volumes and logs of pods are kept. Empty: in a temporary folder.
+	Dir string
+	// Observe is told what happens to pods. May be nil.
+	Observe func(node.Event)
+	Log     *slog.Logger
+}
+
+// Stage is a cluster with a node, ready for pods. Make it with Open.
+type Stage struct {
+	Options
+	Cluster *cluster.Cluster
+	Node    *node.Node
+	Kube    *kubernetes.Clientset
+	ca      *cluster.CA
+
+	running context.Context
+	stop    context.CancelFunc
+	nodes   sync.WaitGroup
+}
+
+// Open starts a node in c and waits until it is ready. Close it.
+func Open(ctx context.Context, c *cluster.Cluster, o Options) (*Stage, error) {
+	kube, err := kubernetes.NewForConfig(c.Config())
+	if err != nil {
+		return nil, err
+	}
+	ca, err := cluster.NewCA()
+	if err != nil {
+		return nil, err
+	}
+	n, err := node.New(c.Config(), node.Options{
+		Name: "node-1", PodRange: netip.MustParsePrefix("10.244.1.0/24"), Dir: o.Dir, Observe: o.Observe, Logger: o.Log,
+		Address: func(p *corev1.Pod) netip.Addr {
+			if p.Namespace == System && p.Labels["app.kubernetes.io/component"] == "webhook" {
+				return CoordinatorAddress
+			}
+			return netip.Addr{}
+		},
+	})
+	if err != nil {
+		return nil, err
+	}
+	s := &Stage{Options: o, Cluster: c, Node: n, Kube: kube, ca: ca}
+	s.running, s.stop = context.WithCancel(context.WithoutCancel(ctx))
+	if err := s.run(ctx, n); err != nil {
+		s.Close()
+		return nil, err
+	}
+	return s, nil
+}
+
+// run runs a node until Close, and waits until it is ready.
+func (s *Stage) run(ctx context.Context, n *node.Node) error {
+	failed := make(chan error, 1)
+	s.nodes.Go(func() { failed <- n.Run(s.running) })
+	select {
+	case <-n.Ready():
+		return nil
+	case err := <-failed:
+		return fmt.Errorf("run node: %w", err)
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
+// AddNode adds a node for the pods of one App alone.
+func (s *Stage) AddNode(ctx context.Context, name string, pods netip.Prefix) error {
+	n, err := node.New(s.Cluster.Config(), node.Options{
+		Name: name, PodRange: pods, Observe: s.Observe, Logger: s.Log,
+		Taints: []corev1.Taint{{Key: "stage", Value: name, Effect: corev1.TaintEffectNoSchedule}},
+	})
+	if err != nil {
+		return err
+	}
+	return s.run(ctx, n)
+}
+
+// Close kills all pods' processes. The cluster stays.
+func (s *Stage) Close() {
+	s.stop()
+	s.nodes.Wait()
+}
+
+// Manifests is the directory of the installation manifests.
+func Manifests() string {
+	_, here, _, _ := runtime.Caller(0)
+	return filepath.Join(filepath.Dir(here), "..", "..", "..", "manifests", "base")
+}
+
+// HAProxy returns the path of haproxy, or an error that says how to get it.
+func HAProxy() (string, error) {
+	for _, path := range []string{"haproxy", "/usr/sbin/haproxy", "/usr/local/sbin/haproxy"} {
+		if found, err := exec.LookPath(path); err == nil {
+			return found, nil
+		}
+	}
+	return "", fmt.Errorf("haproxy is not installed: apt-get install haproxy")
+}
+
+// object is what is known of any manifest.
+type object = map[string]any
+
+// render fills a sheet.
+func render(name string, values any) (string, error) {
+	var out bytes.Buffer
+	if err := sheet.ExecuteTemplate(&out, name, values); err != nil {
+		return "", err
+	}
+	return out.String(), nil
+}
+
+// Apply applies manifests.
+func (s *Stage) Apply(ctx context.Context, manifests string) error {
+	out, err := s.Cluster.KubectlInput(ctx, manifests, "apply", "-f", "-")
+	if err != nil {
+		return fmt.Errorf("kubectl apply: %w: %s", err, out)
+	}
+	return nil
+}
+
+// installed returns the objects of the installation manifests of the given kinds.
+func (s *Stage) installed(ctx context.Context, kinds ...string) ([]object, error) {
+	out, err := s.Cluster.Kubectl(ctx, "kustomize", Manifests())
+	if err != nil {
+		return nil, fmt.Errorf("kubectl kustomize: %w: %s", err, out)
+	}
+	var all []object
+	for _, document := range strings.Split(out, "\n---\n") {
+		var o object
+		if err := yaml.Unmarshal([]byte(document), &o); err != nil {
+			return nil, fmt.Errorf("manifest: %w", err)
+		}
+		for _, kind := range kinds {
+			if o["kind"] == kind {
+				all = append(all, o)
+			}
+		}
+	}
+	return all, nil
+}
+
+func join(objects []object) (string, error) {
+	var documents []string
+	for _, o := range objects {
+		y, err := yaml.Marshal(o)
+		if err != nil {
+			return "", err
+		}
+		documents = append(documents, string(y))
+	}
+	return strings.Join(documents, "---\n"), nil
+}
+
+// InstallCoordinator installs everything of the manifests but the webhook configuration, so that nothing waits yet, and waits until the
+// coordinator runs.
+func (s *Stage) InstallCoordinator(ctx context.Context) error {
+	objects, err := s.installed(ctx, "Namespace", "ServiceAccount", "ClusterRole", "ClusterRoleBinding", "Service")
+	if err != nil {
+		return err
+	}
+	manifests, err := join(objects)
+	if err != nil {
+		return err
+	}
+	if err := s.Apply(ctx, manifests); err != nil {
+		return err
+	}
+	certs, err := os.MkdirTemp("", "tls")
+	if err != nil {
+		return err
+	}
+	if err := s.ca.IssueFiles(certs, CoordinatorAddress.String(), "lameduck-agents."+System+".svc", "lameduck-webhook."+System+".svc"); err != nil {
+		return err
+	}
+	secret := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Name: "lameduck-tls", Namespace: System}, Type: corev1.SecretTypeTLS, Data: map[string][]byte{}}
+	for _, name := range []string{"tls.crt", "tls.key"} {
+		if secret.Data[name], err = os.ReadFile(filepath.Join(certs, name)); err != nil {
+			return err
+		}
+	}
+	if _, err := s.Kube.CoreV1().Secrets(System).Create(ctx, secret, metav1.CreateOptions{}); err != nil {
+		return fmt.Errorf("create Secret lameduck-tls: %w", err)
+	}
+	manifests, err = render("coordinator.yaml", s.Options)
+	if err != nil {
+		return err
+	}
+	if err := s.Apply(ctx, manifests); err != nil {
+		return err
+	}
+	return s.Await(ctx, System, "lameduck-webhook")
+}
+
+// InstallWebhook installs the webhook configuration of the manifests, with the coordinator's address in the place of its Service's.
+func (s *Stage) InstallWebhook(ctx context.Context) error {
+	objects, err := s.installed(ctx, "ValidatingWebhookConfiguration")
+	if err != nil {
+		return err
+	}
+	for _, o := range objects {
+		for _, w := range o["webhooks"].([]any) {
+			w.(object)["clientConfig"] = object{
+				"url":      fmt.Sprintf("https://%s:9443/v1/admit", CoordinatorAddress),
+				"caBundle": base64.StdEncoding.EncodeToString(s.ca.PEM()),
+			}
+		}
+	}
+	manifests, err := join(objects)
+	if err != nil {
+		return err
+	}
+	return s.Apply(ctx, manifests)
+}
+
+// RemoveWebhook deletes the webhook configuration.
+func (s *Stage) RemoveWebhook(ctx context.Context) error {
+	return s.Kube.AdmissionregistrationV1().ValidatingWebhookConfigurations().Delete(ctx, "lameduck", metav1.DeleteOptions{})
+}
+
+// Gateway says what to put in front of the application.
+type Gateway struct {
+	Namespace string
+	// Lag is between EndpointSlices and the gateway.
+	Lag time.Duration
+}
+
+// InstallGateway installs HAProxy and its agent, waits until they are ready, and returns where HAProxy listens.
+func (s *Stage) InstallGateway(ctx context.Context, g Gateway) (address string, err error) {
+	haproxy, err := HAProxy()
+	if err != nil {
+		return "", err
+	}
+	ca := &corev1.ConfigMap{
+		ObjectMeta: metav1.ObjectMeta{Name: "lameduck-ca", Namespace: g.Namespace},
+		Data:       map[string]string{"ca.crt": string(s.ca.PEM())},
+	}
+	if _, err := s.Kube.CoreV1().ConfigMaps(g.Namespace).Create(ctx, ca, metav1.CreateOptions{}); err != nil {
+		return "", fmt.Errorf("create ConfigMap lameduck-ca: %w", err)
+	}
+	manifests, err := render("gateway.yaml", struct {
+		Gateway
+		Bin, HAProxy string
+	}{g, s.Bin, haproxy})
+	if err != nil {
+		return "", err
+	}
+	if err := s.Apply(ctx, manifests); err != nil {
+		return "", err
+	}
+	if err := s.Await(ctx, g.Namespace, "gateway"); err != nil {
+		return "", err
+	}
+	pods, err := s.Pods(ctx, g.Namespace, "app=gateway")
+	if err != nil {
+		return "", err
+	}
+	return pods[0].Status.PodIP + ":8080", nil
+}
+
+// App is the application of app.yaml.
+type App struct {
+	Namespace        string
+	Replicas         int
+	StartDelay, Work time.Duration
+	// PreStop is the seconds that the preStop hook sleeps; 0: no hook.
+	PreStop int
+	// Node is where all pods go, a node of AddNode. Empty: the first.
+	Node string
+}
+
+// InstallApp installs the application, or changes it, and waits until it is complete and nothing of an earlier one is left.
+func (s *Stage) InstallApp(ctx context.Context, a App) error {
+	manifests, err := render("app.yaml", struct {
+		App
+		Bin string
+	}{a, s.Bin})
+	if err != nil {
+		return err
+	}
+	if err := s.Apply(ctx, manifests); err != nil {
+		return err
+	}
+	return s.Await(ctx, a.Namespace, "web")
+}
+
+// CreateNamespace creates a namespace.
+func (s *Stage) CreateNamespace(ctx context.Context, name string) error {
+	_, err := s.Kube.CoreV1().Namespaces().Create(ctx, &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: name}}, metav1.CreateOptions{})
+	return err
+}
+
+// Pods lists the pods of a namespace that selector matches.
+func (s *Stage) Pods(ctx context.Context, namespace, selector string) ([]corev1.Pod, error) {
+	pods, err := s.Kube.CoreV1().Pods(namespace).List(ctx, metav1.ListOptions{LabelSelector: selector})
+	if err != nil {
+		return nil, fmt.Errorf("list pods %q in %s: %w", selector, namespace, err)
+	}
+	return pods.Items, nil
+}
+
+// Logs returns what the containers of that name of all pods that selector matches have written.
+func (s *Stage) Logs(ctx context.Context, namespace, selector, container string) (string, error) {
+	pods, err := s.Pods(ctx, namespace, selector)
+	if err != nil {
+		return "", err
+	}
+	var all strings.Builder
+	for _, pod := range pods {
+		all.WriteString(s.Node.Log(pod.UID, container))
+	}
+	return all.String(), nil
+}
+
+// Restart changes the template of a Deployment as kubectl rollout restart does, and returns how long it took until the Deployment was
+// complete and the last old pod was gone.
+func (s *Stage) Restart(ctx context.Context, namespace, name string) (time.Duration, error) {
+	patch := fmt.Sprintf(`{"spec":{"template":{"metadata":{"annotations":{"kubectl.kubernetes.io/restartedAt":%q}}}}}`, time.Now().Format(time.RFC3339Nano))
+	began := time.Now()
+	if _, err := s.Kube.AppsV1().Deployments(namespace).Patch(ctx, name, types.StrategicMergePatchType, []byte(patch), metav1.PatchOptions{}); err != nil {
+		return 0, fmt.Errorf("restart %s/%s: %w", namespace, name, err)
+	}
+	err := s.Await(ctx, namespace, name)
+	return time.Since(began), err
+}
+
+const (
+	// awaitEvery is how often Await looks, awaitMost how long.
+	awaitEvery = 25 * time.Millisecond
+	awaitMost  = 60 * time.Second
+)
+
+// Await waits until a Deployment is complete and has no pods but the ready ones of its present template. The error says how far it
+// was when the time was up, and what its pods said last.
+func (s *Stage) Await(ctx context.Context, namespace, name string) error {
+	ctx, cancel := context.WithTimeout(ctx, awaitMost)
+	defer cancel()
+	ticker := time.NewTicker(awaitEvery)
+	defer ticker.Stop()
+	for {
+		state, err := s.state(ctx, namespace, name)
+		if err == nil && state == "" {
+			return nil
+		}
+		select {
+		case <-ticker.C:
+		case <-ctx.Done():
+			return fmt.Errorf("deployment %s/%s: %w: %s%s", namespace, name, ctx.Err(), state, s.explain(context.WithoutCancel(ctx), namespace))
+		}
+	}
+}
+
+// state is empty when the Deployment is complete.
+func (s *Stage) state(ctx context.Context, namespace, name string) (string, error) {
+	d, err := s.Kube.AppsV1().Deployments(namespace).Get(ctx, name, metav1.GetOptions{})
+	if err != nil {
+		return "", err
+	}
+	selector, err := metav1.LabelSelectorAsSelector(d.Spec.Selector)
+	if err != nil {
+		return "", err
+	}
+	want := *d.Spec.Replicas
+	if d.Status.ObservedGeneration < d.Generation || d.Status.UpdatedReplicas != want || d.Status.Replicas != want || d.Status.AvailableReplicas != want {
+		return describe(d), nil
+	}
+	pods, err := s.Pods(ctx, namespace, selector.String())
+	if err != nil {
+		return "", err
+	}
+	if len(pods) != int(want) {
+		return fmt.Sprintf("%s, but %d pods", describe(d), len(pods)), nil
+	}
+	return "", nil
+}
+
+// explain tells what the containers of a namespace that are not ready wrote last.
+func (s *Stage) explain(ctx context.Context, namespace string) string {
+	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
+	defer cancel()
+	pods, err := s.Pods(ctx, namespace, "")
+	if err != nil {
+		return "; " + err.Error()
+	}
+	var text strings.Builder
+	for _, pod := range pods {
+		for _, c := range slices.Concat(pod.Status.InitContainerStatuses, pod.Status.ContainerStatuses) {
+			if c.Ready {
+				continue
+			}
+			lines := strings.Split(strings.TrimSpace(s.Node.Log(pod.UID, c.Name)), "\n")
+			fmt.Fprintf(&text, "\n%s, container %s is not ready (%d restarts), and wrote last:\n  %s",
+				pod.Name, c.Name, c.RestartCount, strings.Join(lines[max(0, len(lines)-5):], "\n  "))
+		}
+	}
+	return text.String()
+}
+
+func describe(d *appsv1.Deployment) string {
+	return fmt.Sprintf("%d replicas wanted, %d updated, %d available, %d in all", *d.Spec.Replicas, d.Status.UpdatedReplicas, d.Status.AvailableReplicas, d.Status.Replicas)
+}
