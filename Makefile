@@ -1,0 +1,54 @@
+# make help lists what there is.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+# Without GOFLAGS a machine without version control information builds too.
+export GOFLAGS := -buildvcs=false
+export PATH := $(PATH):/usr/sbin:/usr/local/sbin
+BIN := $(CURDIR)/bin
+MODULES := . test/cluster test/e2e
+GOLANGCI_LINT_VERSION := v2.15.0
+
+# make demo LAG=3s RATE=300 KEEPALIVE=true
+LAG ?= 1s
+RATE ?= 300
+KEEPALIVE ?= false
+
+.PHONY: help
+help: ## what there is
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+.PHONY: demo
+demo: haproxy kubernetes build ## one rolling update under load, three times: unprotected, preStop sleep, Lameduck (LAG=1s)
+	@$(BIN)/demo -bin $(BIN) -lag $(LAG) -rate $(RATE) -keep-alive=$(KEEPALIVE) -out demo.json
+
+.PHONY: test
+test: haproxy kubernetes ## every test, with -race, against the real control plane and the real HAProxy
+	@for m in $(MODULES); do echo "== module $$m"; (cd $$m && go vet ./... && go test -race -timeout 20m ./...) || exit 1; done
+
+.PHONY: build
+build: ## the programs, into bin/
+	@mkdir -p $(BIN)
+	@CGO_ENABLED=0 go build -o $(BIN)/ ./cmd/...
+	@cd test/e2e && CGO_ENABLED=0 go build -o $(BIN)/ ./demo ./app
+
+.PHONY: kubernetes
+kubernetes: ## etcd and the Kubernetes control plane, from source, once
+	@cd test/cluster && go run ./cmd/kubernetes-build > /dev/null
+
+.PHONY: haproxy
+haproxy: ## HAProxy, if it is missing and may be installed
+	@command -v haproxy > /dev/null || { \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
+	    echo "installing haproxy"; (apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq haproxy) > /dev/null; \
+	  else \
+	    echo "haproxy is missing: sudo apt-get install haproxy" >&2; exit 1; \
+	  fi; }
+
+.PHONY: lint
+lint: ## golangci-lint, at the version this was written with
+	@for m in $(MODULES); do (cd $$m && go run github.com/golangci/golangci-lint/v2/cmd/golangci-lint@$(GOLANGCI_LINT_VERSION) run ./...) || exit 1; done
+
+.PHONY: clean
+clean: ## what make has put into this directory
+	@rm -rf $(BIN) demo.json
