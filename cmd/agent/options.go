@@ -91,13 +91,13 @@ type duration struct {
 }
 
 // UnmarshalText implements encoding.TextUnmarshaler. It never fails: see err.
-func (d *duration) UnmarshalText(text []byte) error {
+func (d *duration) UnmarshalText(text []byte) error { //nolint:unparam // the interface has it
 	d.Duration, d.err = time.ParseDuration(string(text))
 	return nil
 }
 
 // MarshalText implements encoding.TextMarshaler.
-func (d duration) MarshalText() ([]byte, error) { return []byte(d.String()), nil }
+func (d duration) MarshalText() ([]byte, error) { return []byte(d.String()), nil } //nolint:unparam // the interface has it
 
 // parse reads the command line and the file that it names. Its errors wrap errUsage and name field and value, or are flag.ErrHelp.
 func parse(args []string, getenv func(string) string, help io.Writer) (options, error) {

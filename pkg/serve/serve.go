@@ -4,6 +4,7 @@ package serve
 import (
 	"context"
 	"crypto/tls"
+	"errors"
 	"fmt"
 	"net"
 	"net/http"
@@ -76,7 +77,9 @@ func HTTP(name string, listener net.Listener, config *tls.Config, handler http.H
 		if err := server.Shutdown(last); err != nil {
 			_ = server.Close()
 		}
-		<-served
+		if err := <-served; !errors.Is(err, http.ErrServerClosed) {
+			return err
+		}
 		return nil
 	}}
 }

@@ -312,7 +312,7 @@ func scratch() (string, error) {
 		}
 		// Held to the end of the process.
 		fd, err := syscall.Open(dir, syscall.O_RDONLY|syscall.O_DIRECTORY|syscall.O_CLOEXEC, 0)
-		if err == syscall.ENOENT {
+		if errors.Is(err, syscall.ENOENT) {
 			continue // swept by another Enter before it was locked
 		}
 		if err == nil {

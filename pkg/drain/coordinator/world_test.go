@@ -526,9 +526,8 @@ func (s *stones) isDead(p drain.Pod) bool {
 
 // raw is a stream that is opened by hand.
 type raw struct {
-	conn     net.Conn
-	response *http.Response
-	lines    *bufio.Scanner
+	conn  net.Conn
+	lines *bufio.Scanner
 }
 
 // open opens a stream by hand as agent id, and reads nothing of the answer.

@@ -92,7 +92,7 @@ func TestAuthenticate(t *testing.T) {
 				t.Errorf("%+v, %v, want %q", who, err, c.want)
 			}
 			for _, kind := range []error{coordinator.ErrUnauthenticated, coordinator.ErrForbidden} {
-				if errors.Is(err, kind) != (kind == c.kind) {
+				if errors.Is(err, kind) != errors.Is(c.kind, kind) {
 					t.Errorf("%v is %v: %t", err, kind, errors.Is(err, kind))
 				}
 			}

@@ -63,7 +63,7 @@ func (c *cli) do(ctx context.Context, pid int, command string) (string, error) {
 	if err := conn.SetDeadline(deadline); err != nil {
 		return fail(KindIO, "", err)
 	}
-	defer context.AfterFunc(ctx, func() { conn.SetDeadline(time.Unix(1, 0)) })()
+	defer context.AfterFunc(ctx, func() { _ = conn.SetDeadline(time.Unix(1, 0)) })()
 
 	if _, err := io.WriteString(conn, line); err != nil {
 		return fail(socketKind(err), "", err)

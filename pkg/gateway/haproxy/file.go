@@ -154,7 +154,7 @@ func writeFile(path string, data []byte) error {
 		return os.Rename(tmp, path)
 	}()
 	if err != nil {
-		os.Remove(tmp)
+		_ = os.Remove(tmp) // as far as possible
 		return &Error{Command: "write " + path, Kind: KindFile, Err: err}
 	}
 	return nil

@@ -183,7 +183,7 @@ backend people
 	// And rightly so.
 	io.WriteString(half, "st: a\r\n\r\n")
 	resp, err := http.ReadResponse(bufio.NewReader(half), nil)
-	if err != nil || resp.StatusCode != 200 || resp.Header.Get("X-Raw") != target.String() {
+	if err != nil || resp.StatusCode != http.StatusOK || resp.Header.Get("X-Raw") != target.String() {
 		t.Fatalf("%v, %v: the old worker did not route to the removed target; it is better than is believed of it", resp, err)
 	}
 	half.Close()

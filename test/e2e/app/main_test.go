@@ -59,7 +59,7 @@ func TestAnswers(t *testing.T) {
 		}
 		got, _ := io.ReadAll(resp.Body)
 		resp.Body.Close()
-		if resp.StatusCode != 200 || string(got) != "ok\n" || resp.Header.Get("Pod") != "web-1" {
+		if resp.StatusCode != http.StatusOK || string(got) != "ok\n" || resp.Header.Get("Pod") != "web-1" {
 			t.Errorf("%s: %v, Pod %q, body %q", path, resp.Status, resp.Header.Get("Pod"), got)
 		}
 		if took := time.Since(began); took < least {

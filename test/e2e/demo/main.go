@@ -124,7 +124,7 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 	}
 	result.Kubernetes, result.Gateway = d.cluster.Binaries().Version, version(ctx, haproxy)
 	fmt.Fprintf(out, "\nOne rolling update of %d pods under %g requests a second, three times. The pods exit at once on SIGTERM.\n"+
-		"In all three the gateway learns of EndpointSlices %s late. %s, %s.\n\n", replicas, o.rate, o.lag, result.Kubernetes, result.Gateway)
+		"In all three runs the gateway learns of EndpointSlices %s late.\n\n", replicas, o.rate, o.lag)
 	fmt.Fprint(out, report.Table(result, isTerminal(out)))
 	fmt.Fprintf(out, "\nOne drain of the run with Lameduck, from the API server's receipt of its DELETE:\n\n%s\n", report.Timeline(result.Drain, isTerminal(out)))
 	encoded, err := json.MarshalIndent(result, "", "  ")

@@ -130,7 +130,7 @@ func readResponse(r *bufio.Reader, req *http.Request) (*http.Response, error) {
 func readBody(resp *http.Response, want []byte) error {
 	var got bytes.Buffer
 	n, err := io.CopyN(&got, resp.Body, int64(len(want)))
-	if err == nil || err == io.EOF { // the rest, of which only the length matters
+	if err == nil || errors.Is(err, io.EOF) { // the rest, of which only the length matters
 		var more int64
 		more, err = io.Copy(io.Discard, resp.Body)
 		n += more

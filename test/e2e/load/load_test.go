@@ -438,7 +438,7 @@ func TestRequestAsSent(t *testing.T) {
 		Target: url + "/a?b=c", Rate: 10, Timeout: 5 * time.Second, Method: "POST", Headers: http.Header{"Host": {"shop.test"}, "X-Y": {"z"}},
 	})
 	req := <-got
-	if req.Method != "POST" || req.Host != "shop.test" || req.URL.String() != "/a?b=c" || req.Header.Get("X-Y") != "z" || !req.Close {
+	if req.Method != http.MethodPost || req.Host != "shop.test" || req.URL.String() != "/a?b=c" || req.Header.Get("X-Y") != "z" || !req.Close {
 		t.Errorf("got %+v", req)
 	}
 }
