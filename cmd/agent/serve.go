@@ -61,7 +61,7 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 	director.Observer = m
 	routes := newRoutes(o.file, set, director)
 	tasks := []serve.Task{}
-	var ready atomic.Bool
+	var learnt atomic.Bool
 	learned := closed()
 	if o.file.Coordinators != nil {
 		stones := &tombstones{set: set, wake: director.Wake, log: log, known: map[health.UID]health.State{}}
@@ -92,11 +92,11 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 				m.unlearned.Inc()
 				log.Warn("programming the gateway without knowing which drains are open: no answer from every coordinator", "waited", learnMost.String())
 			}
-			ready.Store(true)
+			learnt.Store(true)
 			return director.Run(ctx)
 		}},
 		serve.Task{Name: "leases", Run: func(ctx context.Context) error { return lapse(ctx, set, director, log) }},
-		serve.HTTP("metrics", listener, nil, people(registry, &ready, routes), shutdownGrace, nil),
+		serve.HTTP("metrics", listener, nil, people(registry, &learnt, routes, director), shutdownGrace, nil),
 	)
 	return serve.All(ctx, tasks...)
 }
@@ -137,7 +137,7 @@ func waitFor(ctx context.Context, c <-chan struct{}, most time.Duration) bool {
 }
 
 // people serves what is for people and their tools.
-func people(registry *prometheus.Registry, ready *atomic.Bool, routes *routes) http.Handler {
+func people(registry *prometheus.Registry, learnt *atomic.Bool, routes *routes, director *gateway.Director) http.Handler {
 	r := mux.NewRouter()
 	r.Methods(http.MethodGet).Path("/metrics").Handler(promhttp.HandlerFor(registry, promhttp.HandlerOpts{}))
 	r.Methods(http.MethodGet).Path("/livez").HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
@@ -145,10 +145,12 @@ func people(registry *prometheus.Registry, ready *atomic.Bool, routes *routes) h
 	})
 	r.Methods(http.MethodGet).Path("/readyz").HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		switch {
-		case !ready.Load():
+		case !learnt.Load():
 			http.Error(w, "open drains are not known yet", http.StatusServiceUnavailable)
 		case !routes.synced():
 			http.Error(w, "EndpointSlices are not known yet", http.StatusServiceUnavailable)
+		case !director.Programmed():
+			http.Error(w, "the gateway does not route to what EndpointSlices say yet", http.StatusServiceUnavailable)
 		default:
 			fmt.Fprintln(w, "ok")
 		}

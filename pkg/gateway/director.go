@@ -4,6 +4,7 @@ import (
 	"context"
 	"log/slog"
 	"slices"
+	"sync/atomic"
 	"time"
 
 	"github.com/lameduck-io/lameduck/pkg/health"
@@ -43,7 +44,8 @@ type Director struct {
 	// Changed is called whenever the states of tombstones may have changed. It must not block. May be nil.
 	Changed func()
 
-	wake chan struct{}
+	wake       chan struct{}
+	programmed atomic.Bool
 	// failing is the last error that was logged: one line a change, not one a try.
 	failing string
 	// generation is the last of which the set has adopted what the gateway has of its own.
@@ -68,6 +70,10 @@ func (d *Director) Wake() {
 	default:
 	}
 }
+
+// Programmed reports whether the gateway has been read to route to all that the set wanted routed at one time after it had synced,
+// but for what it refused. Once it has, it stays so: until then a gateway may answer for Services that it does not know yet.
+func (d *Director) Programmed() bool { return d.programmed.Load() }
 
 // Run adopts what an earlier agent left in the gateway, and directs it until ctx is done. It returns nil then: the gateway stays
 // as it is, because it goes on serving without its agent.
@@ -142,7 +148,10 @@ func (d *Director) step(ctx context.Context) (read, again bool, err error) {
 	default:
 		d.retry = retryFirst
 	}
-	return true, moved || fresh(ops, d.without(pending)), err
+	if !moved && d.Set.HasSynced() && !slices.ContainsFunc(pending, func(op health.Op) bool { return op.Want == health.WantRouted && !d.refused[op] }) {
+		d.programmed.Store(true)
+	}
+	return true, moved || fresh(ops, d.without(slices.Clone(pending))), err
 }
 
 // adopt tells the set what the gateway has, before the first reading of each generation is believed: a process that was starting

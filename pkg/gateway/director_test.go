@@ -298,6 +298,37 @@ func TestWhatAnEarlierAgentLeftIsRemovedOnceSynced(t *testing.T) {
 	})
 }
 
+// A gateway that counts as ready too early answers its first requests with errors.
+func TestProgrammedOnceTheGatewayRoutesWhatIsWanted(t *testing.T) {
+	directed(t, func(r *rig) {
+		check := func(want bool, when string) {
+			t.Helper()
+			synctest.Wait()
+			if got := r.d.Programmed(); got != want {
+				t.Fatalf("programmed %t %s", got, when)
+			}
+		}
+		check(false, "before anything is known")
+		r.list("a")
+		check(false, "before the set has synced")
+		down := errors.New("down")
+		r.plane.with(func() { r.plane.ownedErr = func() error { return down } })
+		r.plane.with(func() { r.plane.generation++ })
+		time.Sleep(2 * watchReloads)
+		r.d.Set.Synced()
+		r.list("a b")
+		check(false, "while the gateway cannot be read")
+		r.plane.with(func() { r.plane.ownedErr = nil })
+		time.Sleep(retryMost + time.Second)
+		r.routing("a b")
+		check(true, "when all is routed")
+		r.plane.with(func() { r.plane.ownedErr = func() error { return down } })
+		r.plane.with(func() { r.plane.generation++ })
+		time.Sleep(2 * watchReloads)
+		check(true, "after a reload: it stays so")
+	})
+}
+
 func TestNothingIsDoneBeforeWhatTheGatewayHasIsKnown(t *testing.T) {
 	directed(t, func(r *rig) {
 		down := errors.New("down")

@@ -159,6 +159,13 @@ func (s *Set) Synced() {
 	s.synced = true
 }
 
+// HasSynced reports whether Synced was called.
+func (s *Set) HasSynced() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.synced
+}
+
 // Adopt tells the set of keys that the gateway has from an earlier agent or configuration. Those that nobody claims go once the
 // set has synced. A key that the set knows already is not touched.
 func (s *Set) Adopt(now time.Time, keys []Key) {
