@@ -264,8 +264,9 @@ func (l *Ledger) close(now time.Time, d *drain, reason Reason) {
 	l.change(d)
 }
 
-// Tick forgets what is older than the memory bound, reports that are too old to count, and agents that nobody knows any more. It returns the pods whose drains nobody has asked for lately: read each of
-// them live and call [Ledger.Gone] or [Ledger.Alive]. One is named again only after a heartbeat.
+// Tick forgets what is older than the memory bound, reports that are too old to count, and agents that nobody knows any more. It
+// returns the pods whose drains nobody has asked for lately: read each of them live and call [Ledger.Gone] or [Ledger.Alive]. One is
+// named again only after a heartbeat.
 func (l *Ledger) Tick(now time.Time) []Pod {
 	if now.Sub(l.sweptAt) >= l.times.Freshness {
 		l.sweptAt = now
