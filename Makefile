@@ -23,8 +23,8 @@ demo: haproxy kubernetes build ## one rolling update under load, three times: un
 	@$(BIN)/demo -bin $(BIN) -lag $(LAG) -rate $(RATE) -keep-alive=$(KEEPALIVE) -out demo.json
 
 .PHONY: test
-test: haproxy kubernetes ## every test, with -race, against the real control plane and the real HAProxy
-	@for m in $(MODULES); do echo "== module $$m"; (cd $$m && go vet ./... && go test -race -timeout 20m ./...) || exit 1; done
+test: haproxy keepalived kubernetes ## every test, with -race, against the real control plane and the real HAProxy
+	@for m in $(MODULES); do echo "== module $$m"; (cd $$m && go vet ./... && go test -race -count=1 -timeout 20m ./...) || exit 1; done
 
 .PHONY: build
 build: ## the programs, into bin/
@@ -43,6 +43,15 @@ haproxy: ## HAProxy, if it is missing and may be installed
 	    echo "installing haproxy"; (apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq haproxy) > /dev/null; \
 	  else \
 	    echo "haproxy is missing: sudo apt-get install haproxy" >&2; exit 1; \
+	  fi; }
+
+.PHONY: keepalived
+keepalived: ## keepalived, if it is missing and may be installed; its test is skipped on a laptop without it
+	@command -v keepalived > /dev/null || { \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
+	    echo "installing keepalived"; (apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq keepalived) > /dev/null; \
+	  else \
+	    echo "keepalived is missing: sudo apt-get install keepalived" >&2; \
 	  fi; }
 
 .PHONY: lint
