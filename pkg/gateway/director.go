@@ -34,6 +34,20 @@ type Observer interface {
 	Read(took time.Duration, err error)
 }
 
+// Progress is how far a gateway follows what is wanted of it.
+type Progress struct {
+	// AsOf is when the Director looked at what is pending, before it applied and read.
+	AsOf time.Time
+	// Err says why the gateway could not be read. Nothing is known of what it does then, and the rest is empty.
+	Err error
+	// Behind is what was pending at AsOf and is not done by the last reading of it, refused or not. Done is: to be routed, that new
+	// requests may go there, although the gateway itself may pass it over for now, for a failed check of its own; to be removed or
+	// forgotten, that no new ones do, whatever still runs there. How backends and clients are must not make a gateway look behind.
+	Behind []health.Op
+	// Came is what has become pending since.
+	Came []health.Op
+}
+
 // Director makes a gateway do what a set wants, and tells the set what the gateway does.
 type Director struct {
 	Gateway Gateway
@@ -43,6 +57,9 @@ type Director struct {
 	Observer Observer
 	// Changed is called whenever the states of tombstones may have changed. It must not block. May be nil.
 	Changed func()
+	// Followed is called after each step once the set has synced, but not after the first reading of a generation, whose answers are
+	// about another. It must not block. May be nil.
+	Followed func(Progress)
 
 	wake       chan struct{}
 	programmed atomic.Bool
@@ -56,6 +73,8 @@ type Director struct {
 	refusal error
 	retryAt time.Time
 	retry   time.Duration
+	// behind are the ops that the last reading of each did not show as done, for Progress.
+	behind map[health.Op]bool
 }
 
 // NewDirector returns a director that does nothing until Run.
@@ -120,7 +139,8 @@ func (d *Director) Run(ctx context.Context) error {
 // pause: another generation of the gateway, or room to take out what was kept. err is what is wrong with the gateway, whether it was
 // read or not.
 func (d *Director) step(ctx context.Context) (read, again bool, err error) {
-	ops := d.due(time.Now())
+	asOf := time.Now()
+	ops := d.due(asOf)
 	applied := d.apply(ctx, ops)
 	seen, err := d.observe(ctx, ops)
 	moved := err == nil && seen.Generation != d.generation
@@ -130,6 +150,7 @@ func (d *Director) step(ctx context.Context) (read, again bool, err error) {
 	if err != nil {
 		d.Set.Void(time.Now())
 		d.changed()
+		d.follow(Progress{AsOf: asOf, Err: err})
 		return false, false, err
 	}
 	d.Set.Observe(time.Now(), seen)
@@ -138,7 +159,9 @@ func (d *Director) step(ctx context.Context) (read, again bool, err error) {
 	d.refuse(time.Now(), ops, applied, pending)
 	if moved {
 		// What one process refused another may take.
-		d.generation, d.refused = seen.Generation, nil
+		d.generation, d.refused, d.behind = seen.Generation, nil, nil
+	} else {
+		d.follow(d.progress(asOf, ops, applied, seen, pending))
 	}
 	switch {
 	case applied != nil:
@@ -245,6 +268,45 @@ func (d *Director) refuse(now time.Time, tried []health.Op, applied error, pendi
 	if len(refused) > 0 && !waiting {
 		d.retryAt = now.Add(d.retry)
 		d.retry = min(2*d.retry, retryMost)
+	}
+}
+
+// progress judges the ops that were tried by what was seen. One that was not tried, because it was refused before, is as far as it was.
+func (d *Director) progress(asOf time.Time, tried []health.Op, applied error, seen health.Observation, pending []health.Op) Progress {
+	p := Progress{AsOf: asOf}
+	was := make(map[health.Op]bool, len(tried)+len(d.refused))
+	for op := range d.refused {
+		was[op] = d.behind[op]
+	}
+	for _, op := range tried {
+		is, read := seen.Seen[op.Key]
+		switch {
+		case !read:
+			was[op] = true
+		case op.Want == health.WantRouted:
+			was[op] = !is.Routed || is.Missing && applied != nil
+		default:
+			was[op] = is.Routed
+		}
+	}
+	behind := map[health.Op]bool{}
+	for _, op := range pending {
+		is, known := was[op]
+		switch {
+		case !known:
+			p.Came = append(p.Came, op)
+		case is:
+			behind[op] = true
+			p.Behind = append(p.Behind, op)
+		}
+	}
+	d.behind = behind
+	return p
+}
+
+func (d *Director) follow(p Progress) {
+	if d.Followed != nil && d.Set.HasSynced() {
+		d.Followed(p)
 	}
 }
 

@@ -708,3 +708,81 @@ func TestRunEndsInTheMiddleOfACall(t *testing.T) {
 		// The end of the bubble cancels while Apply hangs, and finds Run ended at once.
 	})
 }
+
+// What is said of progress decides whether traffic is moved away from this gateway. It must not depend on what runs on targets that
+// nothing new goes to.
+func TestProgress(t *testing.T) {
+	directed(t, func(r *rig) {
+		var mu sync.Mutex
+		var last Progress
+		r.d.Followed = func(p Progress) {
+			mu.Lock()
+			defer mu.Unlock()
+			last = p
+		}
+		check := func(when string, unread bool, behind string) {
+			t.Helper()
+			time.Sleep(retryMost + time.Second)
+			synctest.Wait()
+			mu.Lock()
+			defer mu.Unlock()
+			if got := fmt.Sprint(last.Behind); got != behind || (last.Err != nil) != unread || len(last.Came) > 0 {
+				t.Fatalf("%s: %+v, want %s behind", when, last, behind)
+			}
+			if age := time.Since(last.AsOf); last.AsOf.IsZero() == r.d.Set.HasSynced() || r.d.Set.HasSynced() && age > 2*retryMost {
+				t.Fatalf("%s: as of %s ago", when, age)
+			}
+		}
+		down, no := errors.New("down"), errors.New("no")
+		r.list("a b")
+		check("nothing is said before the set has synced", false, "[]")
+		r.serving("a b")
+		check("all is done", false, "[]")
+		r.plane.with(func() { r.plane.readErr = func() error { return down } })
+		check("unreadable", true, "[]")
+		r.plane.with(func() { r.plane.readErr = nil; r.plane.generation++ })
+		check("another generation is readable", false, "[]")
+		r.plane.with(func() { r.plane.busy[key("b")] = true })
+		r.list("a")
+		check("a request runs on what is to go", false, "[]")
+		r.plane.with(func() {
+			r.plane.applyErr = func(op health.Op) error {
+				if op.Key == key("c") {
+					return no
+				}
+				return nil
+			}
+		})
+		r.list("a c")
+		check("one is refused", false, "[routed web/10.0.0.3:80@c]")
+		time.Sleep(time.Minute)
+		check("and goes on being refused", false, "[routed web/10.0.0.3:80@c]")
+		r.plane.with(func() { r.plane.applyErr = nil })
+		check("and no longer", false, "[]")
+	})
+}
+
+// A gateway's own check that fails makes it pass a target over: the target is Missing then, and the agent has nothing left to do.
+func TestAFailedCheckIsNotBehind(t *testing.T) {
+	op := health.Op{Key: key("a"), Want: health.WantRouted}
+	for name, c := range map[string]struct {
+		seen    health.Seen
+		applied error
+		behind  int
+	}{
+		"passed over":                   {health.Seen{Present: true, Routed: true, Missing: true}, nil, 0},
+		"not in the new process":        {health.Seen{Present: true, Routed: true, Missing: true}, errors.New("no"), 1},
+		"nowhere":                       {health.Seen{Missing: true}, nil, 1},
+		"nowhere, and refused":          {health.Seen{Missing: true}, errors.New("no"), 1},
+		"taken out where it should run": {health.Seen{Present: true, Missing: true}, nil, 1},
+	} {
+		t.Run(name, func(t *testing.T) {
+			d := NewDirector(newPlane(), health.NewSet(), slog.New(slog.DiscardHandler))
+			ops := []health.Op{op}
+			p := d.progress(time.Now(), ops, c.applied, health.Observation{Seen: map[health.Key]health.Seen{op.Key: c.seen}}, ops)
+			if len(p.Behind) != c.behind || len(p.Came) > 0 {
+				t.Errorf("progress is %+v", p)
+			}
+		})
+	}
+}

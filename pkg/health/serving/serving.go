@@ -1,0 +1,214 @@
+// Package serving answers /livez and /healthz: does the gateway get, in time, what it has to be told?
+//
+// The rules are those of kube-proxy's ProxierHealthServer (k8s.io/kubernetes, pkg/proxy/healthcheck), so that load balancers and
+// keepalived can be pointed at an agent as they are at kube-proxy. Changes are [Health.Queued] when they are known and [Health.Updated] when they
+// are done, for each IP family apart. A family is late when the oldest change that is not done has waited for the timeout or longer.
+//
+//   - A family that was never updated is starting, and a starting family is not late, however long that takes.
+//   - A family without a queued change is not late, however long ago it was updated.
+//   - One late family makes both answers 503. Another family's update does not help it.
+//   - A node that is being deleted makes /healthz 503, and changes nothing in /livez: new traffic should go elsewhere, but there is
+//     nothing that a restart would mend.
+//
+// One thing differs. kube-proxy's Updated ends whatever is queued at that moment. Ours ends what was queued by the time that it is given, so that
+// a change which comes while the gateway is being read is not taken for done.
+//
+// Nothing here knows of backends, coordinators or the API server. An answer that depends on one of them makes whoever asks move
+// traffic away from a gateway that works, usually from all gateways at once.
+package serving
+
+import (
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"net/netip"
+	"sync"
+	"time"
+)
+
+// Family is an IP family.
+type Family uint8
+
+const (
+	// Unknown is the zero value. Nothing is ever queued for it.
+	Unknown Family = iota
+	// IPv4 is the family of 10.0.0.1, and of ::ffff:10.0.0.1.
+	IPv4
+	// IPv6 is the family of fd00::1.
+	IPv6
+)
+
+// Families are all that there are.
+var Families = [...]Family{IPv4, IPv6}
+
+// Of returns the family of an address, [Unknown] of the zero one.
+func Of(addr netip.Addr) Family {
+	switch {
+	case !addr.IsValid():
+		return Unknown
+	case addr.Unmap().Is4():
+		return IPv4
+	default:
+		return IPv6
+	}
+}
+
+// String prints the family as Kubernetes does: IPv4.
+func (f Family) String() string {
+	switch f {
+	case IPv4:
+		return "IPv4"
+	case IPv6:
+		return "IPv6"
+	default:
+		return "unknown"
+	}
+}
+
+// MarshalText implements encoding.TextMarshaler: a family is a key in a [Report].
+func (f Family) MarshalText() ([]byte, error) { return []byte(f.String()), nil }
+
+// Report is the body of both answers. The names are kube-proxy's.
+type Report struct {
+	// LastUpdated is when the family that was updated last was. In the answer to somebody who finds all well it is CurrentTime, as
+	// in kube-proxy's: there are those who look at its age.
+	LastUpdated time.Time `json:"lastUpdated"`
+	CurrentTime time.Time `json:"currentTime"`
+	// NodeEligible is absent from /livez.
+	NodeEligible *bool `json:"nodeEligible,omitempty"`
+	// Healthy says that no family is late. The node is not considered.
+	Healthy bool `json:"healthy"`
+	// Status has the families that were updated at least once.
+	Status map[Family]Status `json:"status,omitempty"`
+}
+
+// Status is that of one family.
+type Status struct {
+	LastUpdated time.Time `json:"lastUpdated"`
+	Healthy     bool      `json:"healthy"`
+}
+
+// Health knows what waits, and since when. Its methods may be called from any goroutine.
+type Health struct {
+	timeout time.Duration
+
+	mu         sync.Mutex
+	updated    map[Family]time.Time
+	queued     map[Family]wait
+	ineligible bool
+}
+
+// wait is what is queued for one family: when the oldest change that is not done came, and when the newest.
+type wait struct{ oldest, newest time.Time }
+
+// New returns the health of a gateway that is starting, on an eligible node. timeout is how long a change may wait.
+func New(timeout time.Duration) *Health {
+	return &Health{timeout: timeout, updated: map[Family]time.Time{}, queued: map[Family]wait{}}
+}
+
+// Queued records that at now there is a change of f which the gateway has to be told. While an older one waits, the age of that one
+// counts.
+func (h *Health) Queued(f Family, now time.Time) {
+	if f == Unknown {
+		return
+	}
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	w, waiting := h.queued[f]
+	if !waiting {
+		w.oldest = now
+	}
+	if w.newest.Before(now) {
+		w.newest = now
+	}
+	h.queued[f] = w
+}
+
+// Updated records that the gateway has all changes of f that were queued until asOf. What was queued later goes on waiting, as if it
+// had come at asOf: which of them is the oldest is not known any more.
+func (h *Health) Updated(f Family, asOf time.Time) {
+	if f == Unknown {
+		return
+	}
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if last, ok := h.updated[f]; !ok || last.Before(asOf) {
+		h.updated[f] = asOf
+	}
+	w, waiting := h.queued[f]
+	switch {
+	case !waiting || w.oldest.After(asOf):
+	case w.newest.After(asOf):
+		h.queued[f] = wait{oldest: asOf, newest: w.newest}
+	default:
+		delete(h.queued, f)
+	}
+}
+
+// SetEligible records whether the node may get new traffic. It may until somebody says otherwise.
+func (h *Health) SetEligible(eligible bool) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.ineligible = !eligible
+}
+
+// Livez returns what /livez says at now, and whether that is good news.
+func (h *Health) Livez(now time.Time) (Report, bool) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	r := Report{CurrentTime: now, Healthy: true, Status: make(map[Family]Status, len(h.updated))}
+	for f, updated := range h.updated {
+		if updated.After(r.LastUpdated) {
+			r.LastUpdated = updated
+		}
+		w, waiting := h.queued[f]
+		late := waiting && now.Sub(w.oldest) >= h.timeout
+		r.Status[f] = Status{LastUpdated: updated, Healthy: !late}
+		r.Healthy = r.Healthy && !late
+	}
+	if r.Healthy {
+		r.LastUpdated = now
+	}
+	return r, r.Healthy
+}
+
+// Healthz returns what /healthz says at now, and whether that is good news.
+func (h *Health) Healthz(now time.Time) (Report, bool) {
+	r, _ := h.Livez(now)
+	h.mu.Lock()
+	eligible := !h.ineligible
+	h.mu.Unlock()
+	r.NodeEligible = &eligible
+	if r.Healthy && !eligible {
+		r.LastUpdated = latest(r.Status)
+	}
+	return r, r.Healthy && eligible
+}
+
+func latest(all map[Family]Status) time.Time {
+	var last time.Time
+	for _, s := range all {
+		if s.LastUpdated.After(last) {
+			last = s.LastUpdated
+		}
+	}
+	return last
+}
+
+// Handler serves one of the two answers, [Health.Livez] or [Health.Healthz]: 200 for good news, 503 for bad.
+func Handler(answer func(now time.Time) (Report, bool)) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		report, good := answer(time.Now())
+		body, err := json.Marshal(report)
+		if err != nil {
+			http.Error(w, fmt.Sprintf("encode the answer: %v", err), http.StatusInternalServerError)
+			return
+		}
+		w.Header().Set("Content-Type", "application/json")
+		w.Header().Set("X-Content-Type-Options", "nosniff")
+		if !good {
+			w.WriteHeader(http.StatusServiceUnavailable)
+		}
+		_, _ = w.Write(body) // whoever asked has gone
+	})
+}
