@@ -23,6 +23,8 @@ var rules = []struct{ of, never, why string }{
 	{"pkg/health", module + "...", "what an agent knows of targets rests on nothing else"},
 	{"pkg/health", "k8s.io/...", "targets are addresses and UIDs; endpoints translates"},
 	{"pkg/health", "net/http", "the set has no I/O"},
+	{"pkg/health/serving", module + "...", "whether the gateway follows in time depends on nothing else"},
+	{"pkg/health/serving", "k8s.io/...", "whether the gateway follows in time must never depend on the API server"},
 	{"pkg/endpoints", module + "pkg/drain...", "endpoints knows targets, not drains"},
 	{"pkg/endpoints", module + "pkg/gateway...", "endpoints knows targets, not gateways"},
 	{"pkg/gateway", "k8s.io/...", "gateways are told what to route"},

@@ -28,10 +28,15 @@ const (
 	kind       = "AgentConfiguration"
 )
 
+// healthTimeout is how long a change may wait for the gateway, unless the file says otherwise: twice the 30 s in which kube-proxy
+// synchronises, which is kube-proxy's own limit.
+const healthTimeout = 2 * 30 * time.Second
+
 // options are the command line and the configuration file, checked.
 type options struct {
 	kubeconfig string
 	people     string
+	nodeName   string
 	logLevel   slog.Level
 	file       file
 	// gateway is made from file. Its servers file exists from then on, so that HAProxy can start.
@@ -48,6 +53,8 @@ type file struct {
 	// EndpointsLag delays every change of EndpointSlices on its way to the gateway. It imitates a slow control plane, for
 	// demonstrations and tests; tombstones are not delayed.
 	EndpointsLag duration `json:"endpointsLag,omitempty"`
+	// HealthTimeout is how long a change may wait for the gateway before /livez and /healthz fail. 0: a minute.
+	HealthTimeout duration `json:"healthTimeout,omitempty"`
 }
 
 // coordinators says where they are and how to trust them.
@@ -107,7 +114,8 @@ func parse(args []string, getenv func(string) string, help io.Writer) (options, 
 	f.SetOutput(io.Discard)
 	f.StringVar(&path, "config", "/etc/lameduck/agent.yaml", "configuration file; ${NAME} in it is replaced by the environment")
 	f.StringVar(&o.kubeconfig, "kubeconfig", getenv("KUBECONFIG"), "file to reach the API server with; empty: as a pod does")
-	f.StringVar(&o.people, "metrics-address", ":9101", "host:port of /metrics, /livez and /readyz, without TLS")
+	f.StringVar(&o.people, "metrics-address", ":9101", "host:port of /metrics, /livez, /healthz and /readyz, without TLS")
+	f.StringVar(&o.nodeName, "node-name", getenv("NODE_NAME"), "the node this runs on: /healthz fails while it is being deleted; empty: it is not watched")
 	f.TextVar(&o.logLevel, "log-level", slog.LevelInfo, "debug, info, warn or error")
 	if err := f.Parse(args); err != nil {
 		if errors.Is(err, flag.ErrHelp) {
@@ -177,6 +185,11 @@ func (f *file) check() error {
 	must(f.Kind == kind, "kind %q: must be %q", f.Kind, kind)
 	must(f.EndpointsLag.err == nil, "endpointsLag: %w", f.EndpointsLag.err)
 	must(f.EndpointsLag.Duration >= 0, "endpointsLag %q: must not be negative", f.EndpointsLag)
+	must(f.HealthTimeout.err == nil, "healthTimeout: %w", f.HealthTimeout.err)
+	must(f.HealthTimeout.Duration >= 0, "healthTimeout %q: must not be negative", f.HealthTimeout)
+	if f.HealthTimeout.Duration == 0 {
+		f.HealthTimeout.Duration = healthTimeout
+	}
 	if c := f.Coordinators; c != nil {
 		_, err := namespacedName(c.Service)
 		must((c.Service == "") != (len(c.Addresses) == 0), "coordinators: exactly one of service %q and addresses %q is needed", c.Service, c.Addresses)

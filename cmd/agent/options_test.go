@@ -117,6 +117,8 @@ func TestBadFieldsAreNamed(t *testing.T) {
 		"field given twice":          {"kind:", "apiVersion: x\nkind:", []string{`"apiVersion"`}},
 		"type":                       {"owned: true", "owned: perhaps", []string{"owned"}},
 		"lag":                        {"1.5s", "soon", []string{"endpointsLag", `"soon"`}},
+		"health timeout":             {"endpointsLag: 1.5s", "healthTimeout: -1s", []string{"healthTimeout", `"-1s"`}},
+		"health timeout, no time":    {"endpointsLag: 1.5s", "healthTimeout: soon", []string{"healthTimeout", `"soon"`}},
 		"lag without unit":           {"1.5s", "15", []string{"endpointsLag"}},
 		"negative lag":               {"1.5s", "-1.5s", []string{"endpointsLag", `"-1.5s"`}},
 		"variable that is not set":   {"agents\n", "${NOWHERE}\n", []string{`"NOWHERE"`}},

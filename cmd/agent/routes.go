@@ -19,6 +19,7 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/endpoints"
 	"github.com/lameduck-io/lameduck/pkg/gateway"
 	"github.com/lameduck-io/lameduck/pkg/health"
+	"github.com/lameduck-io/lameduck/pkg/health/serving"
 )
 
 // backlog bounds the changes of EndpointSlices that wait; the watch waits when it is full.
@@ -41,6 +42,8 @@ type routes struct {
 	changes  chan change
 	isSynced atomic.Bool
 
+	// queued is told of each change that the set has taken in. May be nil.
+	queued func(serving.Family)
 	// replicas is nil without coordinators in a Service.
 	replicas     func(addresses []string)
 	coordinators port
@@ -188,11 +191,31 @@ func (r *routes) apply(c change) {
 		take = r.index.Delete
 	}
 	changed := take(now, c.slice)
+	news := false
 	for pool, of := range r.pools {
 		if slices.Contains(changed, of.service) {
 			r.set.Replace(now, pool, pods(r.index.Endpoints(of.service, of.name)))
-			r.director.Wake()
+			news = true
 		}
+	}
+	if !news {
+		return
+	}
+	if r.queued != nil {
+		// After the set, so that no reading which began before counts, and before the look that may find it done.
+		r.queued(familyOf(c.slice))
+	}
+	r.director.Wake()
+}
+
+func familyOf(s *discovery.EndpointSlice) serving.Family {
+	switch s.AddressType {
+	case discovery.AddressTypeIPv4:
+		return serving.IPv4
+	case discovery.AddressTypeIPv6:
+		return serving.IPv6
+	default:
+		return serving.Unknown // names are no targets
 	}
 }
 

@@ -28,6 +28,7 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain/client"
 	"github.com/lameduck-io/lameduck/pkg/gateway"
 	"github.com/lameduck-io/lameduck/pkg/health"
+	"github.com/lameduck-io/lameduck/pkg/health/serving"
 	"github.com/lameduck-io/lameduck/pkg/serve"
 )
 
@@ -59,12 +60,19 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 
 	director := gateway.NewDirector(o.gateway, set, log)
 	director.Observer = m
+	following := serving.New(o.file.HealthTimeout.Duration)
+	director.Followed = follow(following)
+	wake := func() {
+		queue(following)
+		director.Wake()
+	}
 	routes := newRoutes(o.file, set, director)
+	routes.queued = func(f serving.Family) { following.Queued(f, time.Now()) }
 	tasks := []serve.Task{}
 	var learnt atomic.Bool
 	learned := closed()
 	if o.file.Coordinators != nil {
-		stones := &tombstones{set: set, wake: director.Wake, log: log, known: map[health.UID]health.State{}}
+		stones := &tombstones{set: set, wake: wake, log: log, known: map[health.UID]health.State{}}
 		c, err := newClient(o.file, stones, m, log)
 		if err != nil {
 			return err
@@ -95,14 +103,19 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 			learnt.Store(true)
 			return director.Run(ctx)
 		}},
-		serve.Task{Name: "leases", Run: func(ctx context.Context) error { return lapse(ctx, set, director, log) }},
-		serve.HTTP("metrics", listener, nil, people(registry, &learnt, routes, director), shutdownGrace, nil),
+		serve.Task{Name: "leases", Run: func(ctx context.Context) error { return lapse(ctx, set, wake, log) }},
+		serve.HTTP("metrics", listener, nil, people(registry, following, &learnt, routes, director), shutdownGrace, nil),
 	)
+	if o.nodeName != "" {
+		tasks = append(tasks, serve.Task{Name: "node", Run: func(ctx context.Context) error {
+			return watchNode(ctx, kube, o.nodeName, following.SetEligible, log)
+		}})
+	}
 	return serve.All(ctx, tasks...)
 }
 
 // lapse ends the leases of coordinators that are not heard any more.
-func lapse(ctx context.Context, set *health.Set, director *gateway.Director, log *slog.Logger) error {
+func lapse(ctx context.Context, set *health.Set, wake func(), log *slog.Logger) error {
 	ticker := time.NewTicker(lapseEvery)
 	defer ticker.Stop()
 	for {
@@ -113,7 +126,7 @@ func lapse(ctx context.Context, set *health.Set, director *gateway.Director, log
 		}
 		if uids := set.Lapse(time.Now()); len(uids) > 0 {
 			log.Warn("tombstones lapsed: no coordinator has renewed them", "uids", uids)
-			director.Wake()
+			wake()
 		}
 	}
 }
@@ -137,12 +150,11 @@ func waitFor(ctx context.Context, c <-chan struct{}, most time.Duration) bool {
 }
 
 // people serves what is for people and their tools.
-func people(registry *prometheus.Registry, learnt *atomic.Bool, routes *routes, director *gateway.Director) http.Handler {
+func people(registry *prometheus.Registry, following *serving.Health, learnt *atomic.Bool, routes *routes, director *gateway.Director) http.Handler {
 	r := mux.NewRouter()
 	r.Methods(http.MethodGet).Path("/metrics").Handler(promhttp.HandlerFor(registry, promhttp.HandlerOpts{}))
-	r.Methods(http.MethodGet).Path("/livez").HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
-		fmt.Fprintln(w, "ok")
-	})
+	r.Methods(http.MethodGet, http.MethodHead).Path("/livez").Handler(serving.Handler(following.Livez))
+	r.Methods(http.MethodGet, http.MethodHead).Path("/healthz").Handler(serving.Handler(following.Healthz))
 	r.Methods(http.MethodGet).Path("/readyz").HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		switch {
 		case !learnt.Load():
