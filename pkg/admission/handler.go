@@ -23,7 +23,7 @@ import (
 // controllerFinish before the deadline they are told again, because by then the back-off would lead far beyond it.
 const (
 	controllerPatience = 5 * time.Second
-	controllerFinish   = 10 * time.Second
+	controllerFinish   = 15 * time.Second
 )
 
 // lookAround is how often a held call looks whether its pod has become the last of a Service.
