@@ -13,17 +13,23 @@ import (
 	"testing"
 )
 
-// LookPath finds the program of a real data plane. Without it the test is skipped on a laptop, and fails where REQUIRE_REAL=1 or
-// CI=true says that it must be there.
+// LookPath finds the program of a real data plane. Without it the test ends as by [Missing].
 func LookPath(t testing.TB, program string) string {
 	t.Helper()
 	path, err := exec.LookPath(program)
 	if err == nil {
 		return path
 	}
-	if os.Getenv("REQUIRE_REAL") == "1" || os.Getenv("CI") == "true" {
-		t.Fatalf("%s is required here: %v", program, err)
-	}
-	t.Skipf("no %s here (REQUIRE_REAL=1 makes this a failure): %v", program, err)
+	Missing(t, program, err)
 	return ""
+}
+
+// Missing ends a test that needs something real which is not here: it is skipped on a laptop, and fails where REQUIRE_REAL=1 or CI=true
+// says that everything must be there.
+func Missing(t testing.TB, what string, err error) {
+	t.Helper()
+	if os.Getenv("REQUIRE_REAL") == "1" || os.Getenv("CI") == "true" {
+		t.Fatalf("%s is required here: %v", what, err)
+	}
+	t.Skipf("no %s here (REQUIRE_REAL=1 makes this a failure): %v", what, err)
 }

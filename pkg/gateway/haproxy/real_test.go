@@ -561,7 +561,7 @@ func TestReloadsAtAnyMoment(t *testing.T) {
 func TestIPv6(t *testing.T) {
 	t.Parallel()
 	if l, err := net.Listen("tcp", "[::1]:0"); err != nil {
-		t.Skipf("no IPv6 here: %v", err)
+		gatewaytest.Missing(t, "IPv6", err)
 	} else {
 		l.Close()
 	}
