@@ -1,9 +1,3 @@
-// Package endpoints turns EndpointSlices into targets.
-//
-// A Service has several slices, a pod may be in several Services, an endpoint is in two slices at once while it moves between
-// them, a dual-stack pod has a slice for each family, ports are named and each slice has its own numbers for them. The [Index]
-// takes slices one by one as a watch delivers them and answers what they say together: of a Service, the endpoints ([Index.Endpoints]);
-// of a pod, the Services that list it ([Index.Pod]).
 package endpoints
 
 import (
@@ -19,19 +13,28 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
-// Index is what all EndpointSlices say together. Its methods may be called from any goroutine.
+// Index is what all EndpointSlices say together. Its methods may be called from any goroutine. It keeps the slices it is given: they
+// must not be modified afterwards.
 type Index struct {
 	mu       sync.RWMutex
-	services map[types.NamespacedName]map[string]slice
-	// owners holds the Service that each slice was last in, by the slice's name. Its label may change, and the last that is heard of a
-	// deleted slice may be old.
-	owners map[types.NamespacedName]types.NamespacedName
-	// listed counts the slices of each Service in which a pod is.
-	listed map[health.UID]map[types.NamespacedName]int
-	// left holds when a Service stopped listing a pod, for Linger.
-	left map[health.UID]map[types.NamespacedName]time.Time
-	// leaving is the order in which left grew, so that the old ones are found at once.
+	slices   map[types.NamespacedName]*slice
+	services map[types.NamespacedName]*service
+	// pods holds how each Service lists a pod.
+	pods map[health.UID][]standing
+	// views are the ports that are followed, by Service.
+	views map[types.NamespacedName][]*view
+
+	// left holds when a Service stopped listing a pod, for Linger, and leaving the order in which left grew, so that the old ones are
+	// found at once.
+	left    map[health.UID]map[types.NamespacedName]time.Time
 	leaving []leaver
+
+	// aside are views of slices that are older than what is known, graves the versions at which slices were deleted. See order.go.
+	aside  map[types.NamespacedName]aside
+	graves map[types.NamespacedName]grave
+
+	// unlisted is scratch: the pods that lost their last endpoint in a Service during one event.
+	unlisted []leaver
 }
 
 // Linger is how long a pod that a Service no longer lists is still reported with it: a gateway may learn of it that late.
@@ -43,17 +46,29 @@ type leaver struct {
 	at      time.Time
 }
 
-// slice is one EndpointSlice, reduced.
+// slice is an EndpointSlice as it was last taken in.
 type slice struct {
-	ports     []port
-	endpoints []endpoint
+	last *discovery.EndpointSlice
+	// service is the one it was in then. Its label may change, and the last that is heard of a deleted slice may be old.
+	service types.NamespacedName
+	// numbers are those of the ports that are followed in service, in the order of its views. 0: the slice has no such port.
+	numbers []uint16
 }
 
-type port struct {
-	name   string
-	number uint16
+// service is what is known of one Service.
+type service struct {
+	slices map[types.NamespacedName]*slice
+	// usable counts the endpoints of each pod that are ready and not terminating.
+	usable map[health.UID]int
 }
 
+// standing is how one Service lists a pod: the number of its endpoints, and of those that are ready and terminating.
+type standing struct {
+	service                    types.NamespacedName
+	listed, ready, terminating int
+}
+
+// endpoint is what is read of one endpoint.
 type endpoint struct {
 	uid                health.UID
 	addr               netip.Addr
@@ -63,103 +78,191 @@ type endpoint struct {
 // NewIndex returns an empty index.
 func NewIndex() *Index {
 	return &Index{
-		services: map[types.NamespacedName]map[string]slice{},
-		owners:   map[types.NamespacedName]types.NamespacedName{},
-		listed:   map[health.UID]map[types.NamespacedName]int{},
+		slices:   map[types.NamespacedName]*slice{},
+		services: map[types.NamespacedName]*service{},
+		pods:     map[health.UID][]standing{},
+		views:    map[types.NamespacedName][]*view{},
 		left:     map[health.UID]map[types.NamespacedName]time.Time{},
+		aside:    map[types.NamespacedName]aside{},
+		graves:   map[types.NamespacedName]grave{},
 	}
 }
 
-// Apply takes in a slice that was added or changed, and returns the Services whose endpoints may have changed: the one it belongs
-// to, and the one it belonged to before if its label has changed. A slice that belongs to no Service is not indexed.
-func (x *Index) Apply(now time.Time, s *discovery.EndpointSlice) []types.NamespacedName {
+// Apply takes in a slice that was added or changed, and returns what that changes for the ports that are followed. A slice that
+// belongs to no Service is not indexed. One that is older than what is known of it is set aside: see [Index.Tick].
+func (x *Index) Apply(now time.Time, s *discovery.EndpointSlice) []PortChange {
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	name := types.NamespacedName{Namespace: s.Namespace, Name: s.Name}
-	service, ok := ServiceOf(s)
-	var changed []types.NamespacedName
-	if owner, had := x.owners[name]; had && (!ok || owner != service) {
-		x.remove(now, owner, name)
-		changed = append(changed, owner)
-	}
-	if !ok {
-		return changed
-	}
-	of := x.services[service]
-	if of == nil {
-		of = map[string]slice{}
-		x.services[service] = of
-	}
-	before := of[s.Name]
-	of[s.Name] = reduce(s)
-	x.owners[name] = service
-	x.count(service, of[s.Name], +1)
-	x.count(service, before, -1)
-	x.leave(now, service, before)
-	return append(changed, service)
-}
-
-// Delete takes in that a slice was deleted, and returns the Services whose endpoints may have changed: the one it belonged to, or
-// none. Only the slice's namespace and name are looked at.
-func (x *Index) Delete(now time.Time, s *discovery.EndpointSlice) []types.NamespacedName {
-	x.mu.Lock()
-	defer x.mu.Unlock()
-	name := types.NamespacedName{Namespace: s.Namespace, Name: s.Name}
-	owner, had := x.owners[name]
-	if !had {
+	if known := x.known(name); older(s.ResourceVersion, known) {
+		x.setAside(now, name, s, known)
 		return nil
 	}
-	x.remove(now, owner, name)
-	return []types.NamespacedName{owner}
+	delete(x.aside, name)
+	delete(x.graves, name)
+	return x.take(now, name, s)
 }
 
-// remove forgets a slice of service.
-func (x *Index) remove(now time.Time, service, name types.NamespacedName) {
-	before := x.services[service][name.Name]
-	delete(x.services[service], name.Name)
-	delete(x.owners, name)
-	x.count(service, before, -1)
-	x.leave(now, service, before)
-	if len(x.services[service]) == 0 {
-		delete(x.services, service)
+// Delete takes in that a slice was deleted, as a watch tells it, and returns what that changes for the ports that are followed. Only
+// the slice's namespace, name and resourceVersion are looked at.
+func (x *Index) Delete(now time.Time, s *discovery.EndpointSlice) []PortChange {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	name := types.NamespacedName{Namespace: s.Namespace, Name: s.Name}
+	if known := x.known(name); older(s.ResourceVersion, known) {
+		x.setAside(now, name, nil, known)
+		return nil
+	}
+	return x.bury(now, name, s.ResourceVersion)
+}
+
+// take makes s, or nothing if it is nil, what is known of the slice.
+func (x *Index) take(now time.Time, name types.NamespacedName, s *discovery.EndpointSlice) []PortChange {
+	have := x.slices[name]
+	var of types.NamespacedName
+	listed := false
+	if s != nil {
+		of, listed = ServiceOf(s)
+	}
+	switch {
+	case have != nil && listed && have.service == of && samePorts(have.last, s):
+		x.walk(have, s)
+		have.last = s
+	default:
+		if have != nil {
+			x.drop(name, have)
+		}
+		if listed {
+			x.add(name, of, s)
+		}
+	}
+	x.leave(now)
+	return x.changes(of, have)
+}
+
+// add takes in a slice that was not there.
+func (x *Index) add(name, of types.NamespacedName, s *discovery.EndpointSlice) {
+	c := &slice{last: s, service: of}
+	for _, v := range x.views[of] {
+		c.numbers = append(c.numbers, number(s, v.port.Name))
+	}
+	x.slices[name] = c
+	v := x.services[of]
+	if v == nil {
+		v = &service{slices: map[types.NamespacedName]*slice{}, usable: map[health.UID]int{}}
+		x.services[of] = v
+	}
+	v.slices[name] = c
+	for i := range s.Endpoints {
+		x.count(c, &s.Endpoints[i], +1)
 	}
 }
 
-func (x *Index) count(service types.NamespacedName, s slice, by int) {
-	seen := map[health.UID]bool{}
-	for _, e := range s.endpoints {
-		if e.uid == "" || seen[e.uid] {
-			continue
+// drop forgets a slice.
+func (x *Index) drop(name types.NamespacedName, c *slice) {
+	for i := range c.last.Endpoints {
+		x.count(c, &c.last.Endpoints[i], -1)
+	}
+	delete(x.slices, name)
+	of := x.services[c.service]
+	delete(of.slices, name)
+	if len(of.slices) == 0 {
+		delete(x.services, c.service)
+	}
+}
+
+// walk counts what differs between the slice as it was and s, which has the same ports, in their order. EndpointSlice controllers keep
+// the order of what stays; where it is not kept, what is counted out and in again has not changed in the end.
+func (x *Index) walk(c *slice, s *discovery.EndpointSlice) {
+	if c.last == s {
+		return
+	}
+	was, is := c.last.Endpoints, s.Endpoints
+	if len(was) != len(is) {
+		for len(was) > 0 && len(is) > 0 && same(&was[0], &is[0]) {
+			was, is = was[1:], is[1:]
 		}
-		seen[e.uid] = true
-		of := x.listed[e.uid]
-		if of == nil {
-			of = map[types.NamespacedName]int{}
-			x.listed[e.uid] = of
+		for len(was) > 0 && len(is) > 0 && same(&was[len(was)-1], &is[len(is)-1]) {
+			was, is = was[:len(was)-1], is[:len(is)-1]
 		}
-		if of[service] += by; of[service] == 0 {
-			delete(of, service)
+	}
+	n := min(len(was), len(is))
+	for i := range n {
+		if !same(&was[i], &is[i]) {
+			x.count(c, &was[i], -1)
+			x.count(c, &is[i], +1)
 		}
-		if len(of) == 0 {
-			delete(x.listed, e.uid)
+	}
+	for i := n; i < len(was); i++ {
+		x.count(c, &was[i], -1)
+	}
+	for i := n; i < len(is); i++ {
+		x.count(c, &is[i], +1)
+	}
+}
+
+// count adds one endpoint of a slice, or takes it away.
+func (x *Index) count(c *slice, of *discovery.Endpoint, by int) {
+	e, ok := read(c.last, of)
+	if !ok {
+		return
+	}
+	if e.ready && !e.terminating {
+		usable := x.services[c.service].usable
+		if usable[e.uid] += by; usable[e.uid] == 0 {
+			delete(usable, e.uid)
+		}
+	}
+	if e.uid == "" {
+		return
+	}
+	all := x.pods[e.uid]
+	i := slices.IndexFunc(all, func(s standing) bool { return s.service == c.service })
+	if i < 0 {
+		i = len(all)
+		all = append(all, standing{service: c.service})
+		x.pods[e.uid] = all
+	}
+	st := &all[i]
+	st.listed += by
+	if e.ready {
+		st.ready += by
+	}
+	if e.terminating {
+		st.terminating += by
+	}
+	if st.listed == 0 {
+		x.unlisted = append(x.unlisted, leaver{uid: e.uid, service: c.service})
+	}
+	for i, v := range x.views[c.service] {
+		if n := c.numbers[i]; n != 0 {
+			v.count(e, n, by)
 		}
 	}
 }
 
-// leave remembers which pods of the slice that was there before are no longer in the Service, and forgets the old ones.
-func (x *Index) leave(now time.Time, service types.NamespacedName, before slice) {
-	for _, e := range before.endpoints {
-		if e.uid == "" || x.listed[e.uid][service] > 0 {
+// leave remembers which pods lost their last endpoint in a Service, and forgets the old ones.
+func (x *Index) leave(now time.Time) {
+	for _, l := range x.unlisted {
+		all := x.pods[l.uid]
+		i := slices.IndexFunc(all, func(s standing) bool { return s.service == l.service })
+		if i < 0 || all[i].listed > 0 {
 			continue
 		}
-		of := x.left[e.uid]
+		if all = slices.Delete(all, i, i+1); len(all) > 0 {
+			x.pods[l.uid] = all
+		} else {
+			delete(x.pods, l.uid)
+		}
+		of := x.left[l.uid]
 		if of == nil {
 			of = map[types.NamespacedName]time.Time{}
-			x.left[e.uid] = of
+			x.left[l.uid] = of
 		}
-		of[service] = now
-		x.leaving = append(x.leaving, leaver{e.uid, service, now})
+		of[l.service] = now
+		x.leaving = append(x.leaving, leaver{l.uid, l.service, now})
 	}
+	x.unlisted = x.unlisted[:0]
 	old := 0
 	for old < len(x.leaving) && now.Sub(x.leaving[old].at) >= Linger {
 		l := x.leaving[old]
@@ -176,23 +279,29 @@ func (x *Index) leave(now time.Time, service types.NamespacedName, before slice)
 
 // Endpoints returns the endpoints of one port of a Service, by the port's name, sorted. An empty name means the only port. An
 // endpoint that several slices list is returned once: terminating if one of them says so, and else routable if one of them says that
-// it is ready. An endpoint without a pod has the UID "".
+// it is ready. An endpoint without a pod has the UID "". It costs a walk over the Service; [Index.Follow] tells what changes.
 func (x *Index) Endpoints(service types.NamespacedName, portName string) []health.Endpoint {
 	x.mu.RLock()
 	defer x.mu.RUnlock()
 	byTarget := map[health.Target]health.Endpoint{}
-	for _, s := range x.services[service] {
-		number, ok := s.port(portName)
-		if !ok {
-			continue
-		}
-		for _, e := range s.endpoints {
-			t := health.Target{UID: e.uid, Addr: netip.AddrPortFrom(e.addr, number)}
-			have := byTarget[t]
-			byTarget[t] = health.Endpoint{
-				Target:      t,
-				Routable:    have.Routable || e.ready,
-				Terminating: have.Terminating || e.terminating,
+	if of := x.services[service]; of != nil {
+		for _, c := range of.slices {
+			n := number(c.last, portName)
+			if n == 0 {
+				continue
+			}
+			for i := range c.last.Endpoints {
+				e, ok := read(c.last, &c.last.Endpoints[i])
+				if !ok {
+					continue
+				}
+				t := health.Target{UID: e.uid, Addr: netip.AddrPortFrom(e.addr, n)}
+				have := byTarget[t]
+				byTarget[t] = health.Endpoint{
+					Target:      t,
+					Routable:    have.Routable || e.ready,
+					Terminating: have.Terminating || e.terminating,
+				}
 			}
 		}
 	}
@@ -201,12 +310,7 @@ func (x *Index) Endpoints(service types.NamespacedName, portName string) []healt
 		e.Routable = e.Routable && !e.Terminating
 		all = append(all, e)
 	}
-	slices.SortFunc(all, func(a, b health.Endpoint) int {
-		if c := a.Addr.Compare(b.Addr); c != 0 {
-			return c
-		}
-		return strings.Compare(string(a.UID), string(b.UID))
-	})
+	slices.SortFunc(all, func(a, b health.Endpoint) int { return compare(a.Target, b.Target) })
 	return all
 }
 
@@ -225,23 +329,15 @@ type Listing struct {
 func (x *Index) Pod(now time.Time, uid health.UID) []Listing {
 	x.mu.RLock()
 	defer x.mu.RUnlock()
-	listings := make([]Listing, 0, len(x.listed[uid]))
+	all := x.pods[uid]
+	listings := make([]Listing, 0, len(all))
+	for _, s := range all {
+		listings = append(listings, Listing{Service: s.service, Ready: s.ready > 0, Terminating: s.terminating > 0})
+	}
 	for service, at := range x.left[uid] {
-		if x.listed[uid][service] == 0 && now.Sub(at) < Linger {
+		if now.Sub(at) < Linger && !slices.ContainsFunc(all, func(s standing) bool { return s.service == service }) {
 			listings = append(listings, Listing{Service: service, Left: true})
 		}
-	}
-	for service := range x.listed[uid] {
-		l := Listing{Service: service}
-		for _, s := range x.services[service] {
-			for _, e := range s.endpoints {
-				if e.uid == uid {
-					l.Ready = l.Ready || e.ready
-					l.Terminating = l.Terminating || e.terminating
-				}
-			}
-		}
-		listings = append(listings, l)
 	}
 	slices.SortFunc(listings, func(a, b Listing) int { return strings.Compare(a.Service.String(), b.Service.String()) })
 	return listings
@@ -251,16 +347,12 @@ func (x *Index) Pod(now time.Time, uid health.UID) []Listing {
 func (x *Index) Usable(service types.NamespacedName) []health.UID {
 	x.mu.RLock()
 	defer x.mu.RUnlock()
-	usable := map[health.UID]bool{}
-	for _, s := range x.services[service] {
-		for _, e := range s.endpoints {
-			if e.ready && !e.terminating {
-				usable[e.uid] = true
-			}
-		}
+	of := x.services[service]
+	if of == nil {
+		return []health.UID{}
 	}
-	uids := make([]health.UID, 0, len(usable))
-	for uid := range usable {
+	uids := make([]health.UID, 0, len(of.usable))
+	for uid := range of.usable {
 		uids = append(uids, uid)
 	}
 	slices.Sort(uids)
@@ -273,47 +365,84 @@ func ServiceOf(s *discovery.EndpointSlice) (types.NamespacedName, bool) {
 	return types.NamespacedName{Namespace: s.Namespace, Name: name}, name != ""
 }
 
-func (s slice) port(name string) (uint16, bool) {
-	if name == "" && len(s.ports) == 1 {
-		return s.ports[0].number, true
-	}
-	for _, p := range s.ports {
-		if p.name == name {
-			return p.number, true
-		}
-	}
-	return 0, false
-}
-
-func reduce(s *discovery.EndpointSlice) slice {
-	var r slice
-	if s.AddressType == discovery.AddressTypeFQDN {
-		return r
-	}
-	for _, p := range s.Ports {
+// number returns the number that a port has in a slice, by its name. An empty name means the only port. 0: there is none.
+func number(s *discovery.EndpointSlice, name string) uint16 {
+	var only uint16
+	valid := 0
+	for i := range s.Ports {
+		p := &s.Ports[i]
 		if p.Port == nil || *p.Port <= 0 || *p.Port > 65535 {
 			continue
 		}
-		name := ""
-		if p.Name != nil {
-			name = *p.Name
-		}
-		r.ports = append(r.ports, port{name, uint16(*p.Port)})
-	}
-	for _, e := range s.Endpoints {
-		var uid health.UID
-		if e.TargetRef != nil && e.TargetRef.Kind == "Pod" {
-			uid = health.UID(e.TargetRef.UID)
-		}
-		// A condition that is not given counts as ready, and as not terminating (discovery/v1, EndpointConditions).
-		ready := e.Conditions.Ready == nil || *e.Conditions.Ready
-		terminating := e.Conditions.Terminating != nil && *e.Conditions.Terminating
-		// Consumers may use the first address only: the others mean the same pod (discovery/v1, Endpoint.Addresses).
-		for _, text := range e.Addresses[:min(1, len(e.Addresses))] {
-			if addr, err := netip.ParseAddr(text); err == nil {
-				r.endpoints = append(r.endpoints, endpoint{uid, addr, ready, terminating})
-			}
+		valid++
+		only = uint16(*p.Port)
+		if p.Name == nil && name == "" || p.Name != nil && *p.Name == name {
+			return only
 		}
 	}
-	return r
+	if name == "" && valid == 1 {
+		return only
+	}
+	return 0
+}
+
+// read reduces one endpoint of a slice. ok is false if it has no usable address.
+func read(s *discovery.EndpointSlice, e *discovery.Endpoint) (r endpoint, ok bool) {
+	if s.AddressType == discovery.AddressTypeFQDN || len(e.Addresses) == 0 {
+		return r, false
+	}
+	// Consumers may use the first address only: the others mean the same pod (discovery/v1, Endpoint.Addresses).
+	addr, err := netip.ParseAddr(e.Addresses[0])
+	if err != nil {
+		return r, false
+	}
+	return endpoint{uid: podOf(e), addr: addr, ready: isReady(e), terminating: isTerminating(e)}, true
+}
+
+func podOf(e *discovery.Endpoint) health.UID {
+	if e.TargetRef == nil || e.TargetRef.Kind != "Pod" {
+		return ""
+	}
+	return health.UID(e.TargetRef.UID)
+}
+
+// isReady and isTerminating: a condition that is not given counts as ready, and as not terminating (discovery/v1, EndpointConditions).
+func isReady(e *discovery.Endpoint) bool {
+	return e.Conditions.Ready == nil || *e.Conditions.Ready
+}
+
+func isTerminating(e *discovery.Endpoint) bool {
+	return e.Conditions.Terminating != nil && *e.Conditions.Terminating
+}
+
+// same says whether two endpoints are read alike.
+func same(a, b *discovery.Endpoint) bool {
+	if len(a.Addresses) == 0 || len(b.Addresses) == 0 {
+		return len(a.Addresses) == len(b.Addresses)
+	}
+	return a.Addresses[0] == b.Addresses[0] && podOf(a) == podOf(b) && isReady(a) == isReady(b) && isTerminating(a) == isTerminating(b)
+}
+
+// samePorts says whether two versions of a slice have the same ports, and addresses of the same type.
+func samePorts(a, b *discovery.EndpointSlice) bool {
+	if a.AddressType != b.AddressType || len(a.Ports) != len(b.Ports) {
+		return false
+	}
+	for i := range a.Ports {
+		if !equal(a.Ports[i].Port, b.Ports[i].Port) || !equal(a.Ports[i].Name, b.Ports[i].Name) {
+			return false
+		}
+	}
+	return true
+}
+
+func equal[T comparable](a, b *T) bool {
+	return a == b || a != nil && b != nil && *a == *b
+}
+
+func compare(a, b health.Target) int {
+	if c := a.Addr.Compare(b.Addr); c != 0 {
+		return c
+	}
+	return strings.Compare(string(a.UID), string(b.UID))
 }

@@ -197,25 +197,6 @@ func TestEndpoints(t *testing.T) {
 	}
 }
 
-func TestApplyAndDeleteNameTheServices(t *testing.T) {
-	x := NewIndex()
-	stray := made("stray", web, "10.0.0.9@z ready")
-	delete(stray.Labels, discovery.LabelServiceName)
-	want := func(got []types.NamespacedName, services ...types.NamespacedName) {
-		t.Helper()
-		if !slices.Equal(got, services) {
-			t.Fatalf("changed are %v, want %v", got, services)
-		}
-	}
-	want(x.Apply(t0, stray))
-	want(x.Delete(t0, stray))
-	want(x.Apply(t0, made("one", web, "10.0.0.1@a ready")), web)
-	want(x.Apply(t0, made("one", web, "10.0.0.1@a unready")), web)
-	want(x.Apply(t0, made("one", api, "10.0.0.1@a ready")), web, api)
-	want(x.Delete(t0, made("one", api)), api)
-	want(x.Delete(t0, made("one", api)))
-}
-
 // A slice is moved to another Service by its label. Without this the first Service lists its endpoints for ever.
 func TestASliceChangesItsService(t *testing.T) {
 	x := NewIndex()
@@ -234,8 +215,8 @@ func TestASliceChangesItsService(t *testing.T) {
 	x.Delete(t0, made("two", web, "10.0.0.2@b ready"))
 	wantSaid(t, x, api, "http", "")
 	wantListings(t, x, t0.Add(Linger), "b", "")
-	if len(x.services) != 0 || len(x.owners) != 0 || len(x.listed) != 0 {
-		t.Fatalf("something is remembered: %v %v %v", x.services, x.owners, x.listed)
+	if len(x.services) != 0 || len(x.slices) != 0 || len(x.pods) != 0 {
+		t.Fatalf("something is remembered: %v %v %v", x.services, x.slices, x.pods)
 	}
 }
 

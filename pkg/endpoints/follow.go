@@ -1,0 +1,120 @@
+package endpoints
+
+import (
+	"net/netip"
+	"slices"
+
+	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/lameduck-io/lameduck/pkg/health"
+)
+
+// Port is one port of a Service, by its name. An empty name means the only port.
+type Port struct {
+	Service types.NamespacedName
+	Name    string
+}
+
+// PortChange is what has changed for one port.
+type PortChange struct {
+	Port Port
+	// Changes are sorted by address and UID. Targets that are as they were are not among them.
+	Changes []health.Change
+}
+
+// view is one port that is followed: what all slices say together of each target.
+type view struct {
+	port    Port
+	tallies map[health.Target]*tally
+	// touched are those that the present event has counted.
+	touched []*tally
+}
+
+// tally counts in how many places a target is listed, and how.
+type tally struct {
+	target                     health.Target
+	listed, ready, terminating int
+	// was is the word before the present event, if it is touched.
+	touched bool
+	was     health.Change
+}
+
+// word is what a tally says.
+func (t *tally) word() health.Change {
+	return health.Change{
+		Endpoint: health.Endpoint{Target: t.target, Routable: t.ready > 0 && t.terminating == 0, Terminating: t.terminating > 0},
+		Gone:     t.listed == 0,
+	}
+}
+
+// Follow makes Apply, Delete and Tick tell what changes for a port. Endpoints that are no pods are not told: there is nothing to
+// tell them apart by when their address is used again. Call it before the first slice.
+func (x *Index) Follow(p Port) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	if slices.ContainsFunc(x.views[p.Service], func(v *view) bool { return v.port == p }) {
+		return
+	}
+	if len(x.slices) > 0 {
+		panic("endpoints: Follow after Apply")
+	}
+	x.views[p.Service] = append(x.views[p.Service], &view{port: p, tallies: map[health.Target]*tally{}})
+}
+
+func (v *view) count(e endpoint, number uint16, by int) {
+	target := health.Target{UID: e.uid, Addr: netip.AddrPortFrom(e.addr, number)}
+	t := v.tallies[target]
+	if t == nil {
+		t = &tally{target: target}
+		v.tallies[target] = t
+	}
+	if !t.touched {
+		t.touched, t.was = true, t.word()
+		v.touched = append(v.touched, t)
+	}
+	t.listed += by
+	if e.ready {
+		t.ready += by
+	}
+	if e.terminating {
+		t.terminating += by
+	}
+}
+
+// changes returns what the present event has changed for the ports of a Service, and of the one that the slice was in before.
+func (x *Index) changes(of types.NamespacedName, before *slice) []PortChange {
+	var all []PortChange
+	collect := func(service types.NamespacedName) {
+		for _, v := range x.views[service] {
+			if len(v.touched) == 0 {
+				continue
+			}
+			if changes := v.settle(); len(changes) > 0 {
+				all = append(all, PortChange{Port: v.port, Changes: changes})
+			}
+		}
+	}
+	collect(of)
+	if before != nil && before.service != of {
+		collect(before.service)
+	}
+	return all
+}
+
+// settle returns the targets whose word has changed, and forgets those that are gone.
+func (v *view) settle() []health.Change {
+	var changes []health.Change
+	for _, t := range v.touched {
+		t.touched = false
+		is := t.word()
+		if is != t.was {
+			changes = append(changes, is)
+		}
+		if is.Gone {
+			delete(v.tallies, t.target)
+		}
+	}
+	v.touched = v.touched[:0]
+	slices.SortFunc(changes, func(a, b health.Change) int { return compare(a.Target, b.Target) })
+	return changes
+}
