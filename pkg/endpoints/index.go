@@ -98,6 +98,9 @@ func (x *Index) Apply(now time.Time, s *discovery.EndpointSlice) []PortChange {
 		x.setAside(now, name, s, known)
 		return nil
 	}
+	if _, listed := ServiceOf(s); !listed {
+		return x.bury(now, name, s.ResourceVersion)
+	}
 	delete(x.aside, name)
 	delete(x.graves, name)
 	return x.take(now, name, s)

@@ -64,7 +64,8 @@ func (x *Index) Tick(now time.Time, at func(namespace string) string) []PortChan
 		waited := now.Sub(a.since)
 		if reached := at(name.Namespace); waited >= settle && ordered(reached) && !older(reached, a.known) {
 			if a.slice == nil {
-				all = append(all, x.bury(now, name, a.known)...)
+				// It was not there at that version: a list that goes back before it must not bring it again.
+				all = append(all, x.bury(now, name, reached)...)
 				continue
 			}
 		} else if waited < Patience {
