@@ -393,13 +393,3 @@ func TestAddressesOfAnswers(t *testing.T) {
 		}
 	}
 }
-
-func TestFamilyOfASlice(t *testing.T) {
-	for kind, want := range map[discovery.AddressType]serving.Family{
-		discovery.AddressTypeIPv4: serving.IPv4, discovery.AddressTypeIPv6: serving.IPv6, discovery.AddressTypeFQDN: serving.Unknown,
-	} {
-		if got := familyOf(&discovery.EndpointSlice{AddressType: kind}); got != want {
-			t.Errorf("%s: %s, want %s", kind, got, want)
-		}
-	}
-}

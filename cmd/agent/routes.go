@@ -11,7 +11,6 @@ import (
 	"time"
 
 	discovery "k8s.io/api/discovery/v1"
-	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/informers"
 	"k8s.io/client-go/kubernetes"
 	toolscache "k8s.io/client-go/tools/cache"
@@ -25,11 +24,8 @@ import (
 // backlog bounds the changes of EndpointSlices that wait; the watch waits when it is full.
 const backlog = 10_000
 
-// port is one port of a Service.
-type port struct {
-	service types.NamespacedName
-	name    string
-}
+// tickEvery is how often the index is asked for what it has set aside.
+const tickEvery = 250 * time.Millisecond
 
 // routes carries EndpointSlices to the set, and the coordinators' addresses to the client.
 type routes struct {
@@ -38,7 +34,8 @@ type routes struct {
 	set      *health.Set
 	director *gateway.Director
 	index    *endpoints.Index
-	pools    map[health.Pool]port
+	// pools are those that one port of a Service feeds.
+	pools    map[endpoints.Port][]health.Pool
 	changes  chan change
 	isSynced atomic.Bool
 
@@ -46,9 +43,13 @@ type routes struct {
 	queued func(serving.Family)
 	// replicas is nil without coordinators in a Service.
 	replicas     func(addresses []string)
-	coordinators port
+	coordinators endpoints.Port
 	// coordinatorIndex is not delayed. Informers of one namespace call one at a time, and the coordinators are in one.
 	coordinatorIndex *endpoints.Index
+	// telling keeps the client from being told an older word after a newer one.
+	telling sync.Mutex
+	// reached tells how far the watch of a namespace is. It is set by run.
+	reached func(namespace string) string
 }
 
 // change is one event of the watch.
@@ -56,6 +57,8 @@ type change struct {
 	at    time.Time
 	slice *discovery.EndpointSlice
 	gone  bool
+	// missed: a list lacks it after an interruption, see [endpoints.Index.Missed].
+	missed bool
 	// synced marks the end of the first list.
 	synced bool
 }
@@ -63,16 +66,19 @@ type change struct {
 func newRoutes(f file, set *health.Set, director *gateway.Director) *routes {
 	r := &routes{
 		lag: f.EndpointsLag.Duration, set: set, director: director, index: endpoints.NewIndex(),
-		pools: map[health.Pool]port{}, changes: make(chan change, backlog),
+		pools: map[endpoints.Port][]health.Pool{}, changes: make(chan change, backlog),
 		coordinatorIndex: endpoints.NewIndex(),
 	}
 	for _, b := range f.HAProxy.Backends {
 		service, _ := namespacedName(b.Service) // checked by file.check
-		r.pools[health.Pool(b.Backend)] = port{service, b.Port}
+		p := endpoints.Port{Service: service, Name: b.Port}
+		r.pools[p] = append(r.pools[p], health.Pool(b.Backend))
+		r.index.Follow(p)
 	}
 	if c := f.Coordinators; c != nil && c.Service != "" {
 		service, _ := namespacedName(c.Service)
-		r.coordinators = port{service, c.Port}
+		r.coordinators = endpoints.Port{Service: service, Name: c.Port}
+		r.coordinatorIndex.Follow(r.coordinators)
 	}
 	return r
 }
@@ -83,12 +89,12 @@ func (r *routes) synced() bool { return r.isSynced.Load() }
 // run watches the EndpointSlices of every namespace that a route or the coordinators are in.
 func (r *routes) run(ctx context.Context, kube kubernetes.Interface) error {
 	namespaces := []string{}
-	add := func(p port) {
-		if p.service.Namespace != "" && !slices.Contains(namespaces, p.service.Namespace) {
-			namespaces = append(namespaces, p.service.Namespace)
+	add := func(p endpoints.Port) {
+		if p.Service.Namespace != "" && !slices.Contains(namespaces, p.Service.Namespace) {
+			namespaces = append(namespaces, p.Service.Namespace)
 		}
 	}
-	for _, p := range r.pools {
+	for p := range r.pools {
 		add(p)
 	}
 	add(r.coordinators)
@@ -101,23 +107,32 @@ func (r *routes) run(ctx context.Context, kube kubernetes.Interface) error {
 		}
 	}()
 	var has []toolscache.InformerSynced
+	watches := map[string]func() string{}
+	r.reached = func(namespace string) string {
+		if last := watches[namespace]; last != nil {
+			return last()
+		}
+		return ""
+	}
 	for _, namespace := range namespaces {
 		factory := informers.NewSharedInformerFactoryWithOptions(kube, 0, informers.WithNamespace(namespace))
 		informer := factory.Discovery().V1().EndpointSlices().Informer()
 		registration, err := informer.AddEventHandler(toolscache.ResourceEventHandlerFuncs{
-			AddFunc:    func(o any) { r.push(ctx, o, false) },
-			UpdateFunc: func(_, o any) { r.push(ctx, o, false) },
+			AddFunc:    func(o any) { r.push(ctx, o, change{}) },
+			UpdateFunc: func(_, o any) { r.push(ctx, o, change{}) },
 			DeleteFunc: func(o any) {
-				if missed, ok := o.(toolscache.DeletedFinalStateUnknown); ok {
+				missed, ok := o.(toolscache.DeletedFinalStateUnknown)
+				if ok {
 					o = missed.Obj
 				}
-				r.push(ctx, o, true)
+				r.push(ctx, o, change{gone: !ok, missed: ok})
 			},
 		})
 		if err != nil {
 			return fmt.Errorf("watch EndpointSlices of namespace %s: %w", namespace, err)
 		}
 		has = append(has, registration.HasSynced)
+		watches[namespace] = informer.LastSyncResourceVersion
 		factory.Start(ctx.Done())
 		factories = append(factories, factory)
 	}
@@ -128,10 +143,14 @@ func (r *routes) run(ctx context.Context, kube kubernetes.Interface) error {
 			r.send(ctx, change{at: time.Now(), synced: true})
 		}
 	})
+	ticker := time.NewTicker(tickEvery)
+	defer ticker.Stop()
 	for {
 		select {
 		case <-ctx.Done():
 			return nil
+		case <-ticker.C:
+			r.tick(time.Now())
 		case c := <-r.changes:
 			if r.lag > 0 && r.synced() {
 				waitFor(ctx, nil, time.Until(c.at.Add(r.lag)))
@@ -141,15 +160,16 @@ func (r *routes) run(ctx context.Context, kube kubernetes.Interface) error {
 	}
 }
 
-func (r *routes) push(ctx context.Context, o any, gone bool) {
+func (r *routes) push(ctx context.Context, o any, c change) {
 	s, ok := o.(*discovery.EndpointSlice)
 	if !ok {
 		return
 	}
-	if r.replicas != nil && s.Namespace == r.coordinators.service.Namespace {
-		r.coordinatorsChanged(s, gone)
+	c.at, c.slice = time.Now(), s
+	if r.replicas != nil && s.Namespace == r.coordinators.Service.Namespace {
+		r.coordinatorsChanged(s, c.gone || c.missed)
 	}
-	r.send(ctx, change{at: time.Now(), slice: s, gone: gone})
+	r.send(ctx, c)
 }
 
 func (r *routes) send(ctx context.Context, c change) {
@@ -163,21 +183,25 @@ func (r *routes) send(ctx context.Context, c change) {
 // stopping has drains too.
 func (r *routes) coordinatorsChanged(s *discovery.EndpointSlice, gone bool) {
 	take := r.coordinatorIndex.Apply
-	if service, _ := endpoints.ServiceOf(s); gone || service != r.coordinators.service {
-		take = r.coordinatorIndex.Delete // perhaps it was theirs before
+	if gone {
+		take = r.coordinatorIndex.Delete
 	}
-	if len(take(time.Now(), s)) == 0 {
-		return
+	if len(take(time.Now(), s)) > 0 {
+		r.tellReplicas()
 	}
+}
+
+func (r *routes) tellReplicas() {
+	r.telling.Lock()
+	defer r.telling.Unlock()
 	addresses := []string{}
-	for _, e := range r.coordinatorIndex.Endpoints(r.coordinators.service, r.coordinators.name) {
+	for _, e := range r.coordinatorIndex.Endpoints(r.coordinators.Service, r.coordinators.Name) {
 		addresses = append(addresses, "https://"+net.JoinHostPort(e.Addr.Addr().String(), strconv.Itoa(int(e.Addr.Port()))))
 	}
 	r.replicas(addresses)
 }
 
-// apply takes in one change. Only pools of the slice's Service (of both, if it moved) are looked at, and in them the set applies
-// the difference.
+// apply takes in one change.
 func (r *routes) apply(c change) {
 	now := time.Now()
 	if c.synced {
@@ -187,40 +211,42 @@ func (r *routes) apply(c change) {
 		return
 	}
 	take := r.index.Apply
-	if c.gone {
+	switch {
+	case c.gone:
 		take = r.index.Delete
+	case c.missed:
+		take = r.index.Missed
 	}
-	changed := take(now, c.slice)
-	news := false
-	for pool, of := range r.pools {
-		if slices.Contains(changed, of.service) {
-			r.set.Replace(now, pool, pods(r.index.Endpoints(of.service, of.name)))
-			news = true
-		}
+	r.tell(now, take(now, c.slice))
+}
+
+// tick takes in what was set aside because it was older than what is known.
+func (r *routes) tick(now time.Time) {
+	r.tell(now, r.index.Tick(now, r.reached))
+	if len(r.coordinatorIndex.Tick(now, r.reached)) > 0 {
+		r.tellReplicas()
 	}
-	if !news {
+}
+
+// tell hands differences to the set.
+func (r *routes) tell(now time.Time, changed []endpoints.PortChange) {
+	if len(changed) == 0 {
 		return
+	}
+	families := map[serving.Family]bool{}
+	for _, p := range changed {
+		for _, pool := range r.pools[p.Port] {
+			r.set.Change(now, pool, p.Changes)
+		}
+		for _, c := range p.Changes {
+			families[serving.Of(c.Addr.Addr())] = true
+		}
 	}
 	if r.queued != nil {
 		// After the set, so that no reading which began before counts, and before the look that may find it done.
-		r.queued(familyOf(c.slice))
+		for family := range families {
+			r.queued(family)
+		}
 	}
 	r.director.Wake()
-}
-
-func familyOf(s *discovery.EndpointSlice) serving.Family {
-	switch s.AddressType {
-	case discovery.AddressTypeIPv4:
-		return serving.IPv4
-	case discovery.AddressTypeIPv6:
-		return serving.IPv6
-	default:
-		return serving.Unknown // names are no targets
-	}
-}
-
-// pods leaves out endpoints that are no pods. There is nothing to tell them apart by when their address is used again, and a gateway
-// may have no name for them.
-func pods(all []health.Endpoint) []health.Endpoint {
-	return slices.DeleteFunc(all, func(e health.Endpoint) bool { return e.UID == "" })
 }
