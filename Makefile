@@ -13,6 +13,8 @@ GOLANGCI_LINT_VERSION := v2.15.0
 LAG ?= 1s
 RATE ?= 300
 KEEPALIVE ?= false
+# make bench SUITES=health
+SUITES ?=
 
 .PHONY: help
 help: ## what there is
@@ -25,6 +27,10 @@ demo: haproxy kubernetes build ## one rolling update under load, three times: un
 .PHONY: test
 test: haproxy keepalived kubernetes ## every test, with -race, against the real control plane and the real HAProxy
 	@for m in $(MODULES); do echo "== module $$m"; (cd $$m && go vet ./... && go test -race -count=1 -timeout 20m ./...) || exit 1; done
+
+.PHONY: bench
+bench: haproxy ## every promise of speed, each against its floor in the same run; writes bench.json (SUITES=regexp)
+	@go run ./test/bench -run '$(SUITES)' -out bench.json
 
 .PHONY: build
 build: ## the programs, into bin/
@@ -60,4 +66,4 @@ lint: ## golangci-lint, at the version this was written with
 
 .PHONY: clean
 clean: ## what make has put into this directory
-	@rm -rf $(BIN) demo.json
+	@rm -rf $(BIN) demo.json bench.json
