@@ -245,14 +245,19 @@ func (c *Coordinator) stream(w http.ResponseWriter, r *http.Request, who Identit
 	}
 	session := c.ledger.Connect(time.Now(), who.Agent)
 	self := c.ledger.Self()
-	c.streams[s] = struct{}{}
-	c.settle() // wakes a former stream of this agent, which ends
+	if former := c.streams[who.Agent]; former != nil {
+		former.wake() // and it ends
+	}
+	c.streams[who.Agent] = s
+	c.settle()
 	c.connected()
 	c.unlock()
 	c.Log.Info("agent connected", "agent", who.Name, "id", who.Agent, "session", session, "address", r.RemoteAddr)
 	defer func() {
 		c.mu.Lock()
-		delete(c.streams, s)
+		if c.streams[who.Agent] == s {
+			delete(c.streams, who.Agent)
+		}
 		c.ledger.Disconnect(time.Now(), who.Agent, session)
 		c.settle()
 		c.connected()

@@ -68,12 +68,11 @@ type Coordinator struct {
 	mu      sync.Mutex
 	ledger  *drain.Ledger
 	waiting map[drain.UID]chan struct{}
-	streams map[*stream]struct{}
+	// streams holds each agent's newest.
+	streams map[drain.AgentID]*stream
 	holds   int
 	// phases holds the last phase that was written down of each open drain.
 	phases map[drain.UID]drain.Phase
-	// told is the ledger's revision at which the streams were last woken.
-	told uint64
 	// unsaid holds the transitions that unlock has to log.
 	unsaid  []func()
 	stop    chan struct{}
@@ -84,7 +83,7 @@ type Coordinator struct {
 func New(self drain.Lease, times drain.Times, o Options) *Coordinator {
 	return &Coordinator{
 		Options: o, times: times, ledger: drain.NewLedger(self, times),
-		waiting: map[drain.UID]chan struct{}{}, streams: map[*stream]struct{}{}, phases: map[drain.UID]drain.Phase{},
+		waiting: map[drain.UID]chan struct{}{}, streams: map[drain.AgentID]*stream{}, phases: map[drain.UID]drain.Phase{},
 		stop: make(chan struct{}),
 	}
 }
@@ -274,21 +273,19 @@ func (c *Coordinator) Refused(uid drain.UID, window time.Duration) int {
 
 // settle, called with the lock after every change, writes down transitions and wakes those whom they may concern.
 func (c *Coordinator) settle() {
-	touched := c.ledger.Touched()
-	if len(touched) == 0 {
-		return
-	}
-	now := time.Now()
-	for _, uid := range touched {
-		c.observe(c.ledger.Status(now, uid))
-		if changed := c.waiting[uid]; changed != nil {
-			close(changed)
-			delete(c.waiting, uid)
+	// To look at one drain may concern others: an agent is suspended by the end of one, and is waited for by none.
+	for touched := c.ledger.Touched(); len(touched) > 0; touched = c.ledger.Touched() {
+		now := time.Now()
+		for _, uid := range touched {
+			c.observe(c.ledger.Status(now, uid))
+			if changed := c.waiting[uid]; changed != nil {
+				close(changed)
+				delete(c.waiting, uid)
+			}
 		}
 	}
-	if revision := c.ledger.Revision(); revision != c.told {
-		c.told = revision
-		for s := range c.streams {
+	for _, id := range c.ledger.Concerned() {
+		if s := c.streams[id]; s != nil {
 			s.wake()
 		}
 	}
