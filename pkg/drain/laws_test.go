@@ -1,6 +1,7 @@
 package drain
 
 import (
+	"cmp"
 	"fmt"
 	"math/rand/v2"
 	"slices"
@@ -44,6 +45,9 @@ func TestIndexesNeverShow(t *testing.T) {
 				slices.Sort(slow)
 				if slices.Sort(quick); !slices.Equal(slow, quick) {
 					t.Fatalf("seed %d step %d, %s: %s may be owed by %v, found %v", seed, step, did, s.Pod.UID, slow, quick)
+				}
+				if !slices.IsSortedFunc(s.Waiting, func(a, b Waiting) int { return cmp.Compare(a.Name, b.Name) }) {
+					t.Fatalf("seed %d step %d, %s: not in the order of names: %v", seed, step, did, s.Waiting)
 				}
 				if was, open := before[s.Pod.UID]; open && was != s.Phase && !slices.Contains(touched, s.Pod.UID) {
 					t.Fatalf("seed %d step %d, %s: %s went from %s to %s and is not touched", seed, step, did, s.Pod.UID, was, s.Phase)
@@ -102,5 +106,26 @@ func (w *world) step(r *rand.Rand, id AgentID, p Pod, some func() []Service) str
 		report := Report{UID: p.UID, State: State(r.IntN(5)), Held: r.IntN(5) > 0, Since: w.now}
 		w.Report(w.now, id, session, []Report{report})
 		return fmt.Sprintf("%s reports %v", id, report)
+	}
+}
+
+// Without this, a call that is held is not woken when a gateway begins to route the pod again while another still has requests.
+func TestAStepBackOfAnotherAgentIsTouched(t *testing.T) {
+	w := newWorld(t)
+	p := pod("a")
+	w.join("one", web)
+	w.join("two", web)
+	w.Ask(w.now, p, []Service{web})
+	w.say("one", p, Removed)
+	w.say("two", p, Idle)
+	w.want(p, "Quiescing one:removed")
+	w.Touched()
+	w.say("two", p, Removed)
+	if got := w.Touched(); got != nil {
+		t.Errorf("what changes no phase touched %v", got)
+	}
+	w.say("two", p, Routing)
+	if got := w.Touched(); !slices.Equal(got, []UID{p.UID}) {
+		t.Errorf("a step back touched %v", got)
 	}
 }

@@ -30,6 +30,9 @@ type Ledger struct {
 	touched map[UID]bool
 	// concerned are the agents that must hear now of what changed. See [Ledger.Concerned].
 	concerned map[*agent]struct{}
+	// suspended counts the agents that are; suspensions are the changes that nobody has asked for yet.
+	suspended   int
+	suspensions []Suspension
 	// sweptAt is when reports that are too old to count were last forgotten.
 	sweptAt time.Time
 }
@@ -56,10 +59,13 @@ type agent struct {
 	session uint64
 	// lostAt is when the last session ended or, never connected, when the API first listed it.
 	lostAt time.Time
+	// knownAt is when it was first heard of.
+	knownAt time.Time
 	// declared says that routes is known, if only from an earlier session.
 	declared bool
 	routes   map[Service]Route
 	reports  map[UID]heard
+	breaker  breaker
 	// indexed are the Services under which the ledger's index has it, inEverything whether it is in that list.
 	indexed      map[Service]struct{}
 	inEverything bool
@@ -89,6 +95,8 @@ type drain struct {
 	// inFlight counts calls that are being held; lastAnswer is when the last one was answered.
 	inFlight   int
 	lastAnswer time.Time
+	// expired says that the deadline has passed, and that those who were silent then have been noted.
+	expired bool
 	// quiescingAt is when all that owe had said Removed. Zero while they have not.
 	quiescingAt time.Time
 	// agents are those that may route the pod, in the order of their names, as of rosterAt. See [Ledger.owing].
@@ -139,6 +147,8 @@ type Status struct {
 	// Owed is how many agents owe it. Waiting are those that have not said Idle, sorted by name.
 	Owed    int
 	Waiting []Waiting
+	// Suspended are those that would owe it and have not said Idle, were they not suspended. See [Suspension].
+	Suspended []Waiting
 	// Recheck is when Status may change by time alone. Zero: never.
 	Recheck time.Time
 }
@@ -169,7 +179,7 @@ func (l *Ledger) Ask(now time.Time, pod Pod, services []Service) Status {
 	if !d.open {
 		l.enlist(d)
 		d.open, d.reason, d.begun, d.lastAnswer = true, ReasonNone, now, now
-		d.quiescingAt, d.allowed = time.Time{}, false
+		d.quiescingAt, d.allowed, d.expired = time.Time{}, false, false
 		d.since = now.Add(-d.spent)
 		// Whoever it is that knows of it: another replica may have asked agents that do not owe it here.
 		for a := range l.heard[pod.UID] {
@@ -266,6 +276,7 @@ func (l *Ledger) Gone(now time.Time, uid UID) bool {
 	if d == nil || !d.open {
 		return false
 	}
+	l.expire(now, d)
 	l.close(now, d, Dead)
 	return true
 }
@@ -277,6 +288,7 @@ func (l *Ledger) Alive(now time.Time, uid UID) bool {
 	if d == nil || !d.open || !l.suspect(now, d) {
 		return false
 	}
+	l.expire(now, d)
 	if d.allowed {
 		d.allowedAlive = slices.DeleteFunc(d.allowedAlive, func(at time.Time) bool { return now.Sub(at) >= l.times.Memory })
 		d.allowedAlive = append(d.allowedAlive, now)
@@ -318,6 +330,19 @@ func (l *Ledger) Tick(now time.Time) []Pod {
 				}
 			}
 		}
+	}
+	l.readmit(now)
+	var over []*drain
+	for _, d := range l.drains {
+		if d.open && !d.expired && !now.Before(l.deadline(d)) {
+			over = append(over, d)
+		}
+	}
+	slices.SortFunc(over, func(a, b *drain) int {
+		return cmp.Or(l.deadline(a).Compare(l.deadline(b)), cmp.Compare(a.pod.UID, b.pod.UID))
+	})
+	for _, d := range over {
+		l.expire(now, d)
 	}
 	var look []Pod
 	for uid, d := range l.drains {
@@ -442,6 +467,10 @@ func (l *Ledger) Report(now time.Time, id AgentID, session uint64, reports []Rep
 		d := l.drains[r.UID]
 		open := d != nil && d.open
 		had, known := a.reports[r.UID]
+		// Before it counts: what comes too late does not undo that it was missing.
+		if open {
+			l.expire(now, d)
+		}
 		if !known || had.Report != r || !l.fresh(now, a, had) {
 			news = true
 			if open && matters(d, a, r) {
@@ -450,6 +479,9 @@ func (l *Ledger) Report(now time.Time, id AgentID, session uint64, reports []Rep
 		}
 		l.hear(now, a, r)
 		if open {
+			if acknowledges(r) && now.Before(l.deadline(d)) && l.routes(a, d) {
+				l.acknowledged(a)
+			}
 			l.adopt(d, r.Since)
 		}
 	}
@@ -525,7 +557,7 @@ func (l *Ledger) CouldRoute(services []Service) bool {
 func (l *Ledger) agent(now time.Time, id AgentID) *agent {
 	a := l.agents[id]
 	if a == nil {
-		a = &agent{id: id, name: string(id), lostAt: now}
+		a = &agent{id: id, name: string(id), lostAt: now, knownAt: now}
 		l.agents[id] = a
 	}
 	return a
@@ -536,6 +568,9 @@ func (l *Ledger) forget(a *agent) {
 	l.touchFor(a)
 	l.unindex(a)
 	l.void(a)
+	if a.breaker.open {
+		l.suspended--
+	}
 	delete(l.agents, a.id)
 	delete(l.concerned, a)
 }
@@ -717,8 +752,13 @@ func (l *Ledger) deadline(d *drain) time.Time {
 	return later(d.since.Add(l.times.Deadline), d.begun.Add(l.times.Hold))
 }
 
-// status derives everything from what is known at now.
+// status derives everything from what is known at now, once what the deadline does to others is done.
 func (l *Ledger) status(now time.Time, d *drain) Status {
+	l.expire(now, d)
+	return l.derive(now, d)
+}
+
+func (l *Ledger) derive(now time.Time, d *drain) Status {
 	s := Status{Pod: d.pod, Since: d.since, Begun: d.begun, Deadline: l.deadline(d)}
 	if !d.open {
 		s.Phase, s.Reason = Closed, d.reason
@@ -739,12 +779,17 @@ func (l *Ledger) status(now time.Time, d *drain) Status {
 		if !owes {
 			continue
 		}
-		s.Owed++
 		state := StateUnknown
 		if r, ok := a.reports[d.pod.UID]; ok && r.Held && l.fresh(now, a, r) {
 			state = r.State
 			recheck(r.at.Add(l.times.Freshness + 1))
 		}
+		// What it owed when its time was up it owes still, so that the drain which suspended it names it.
+		if a.breaker.open && !d.expired && state < Idle {
+			s.Suspended = append(s.Suspended, Waiting{a.id, a.name, state, a.session != 0})
+			continue
+		}
+		s.Owed++
 		least = min(least, state)
 		if state < Idle {
 			s.Waiting = append(s.Waiting, Waiting{a.id, a.name, state, a.session != 0})
@@ -758,6 +803,8 @@ func (l *Ledger) status(now time.Time, d *drain) Status {
 	}
 	recheck(s.Deadline)
 	switch {
+	case s.Owed == 0 && len(s.Suspended) > 0:
+		s.Phase, s.Reason = Released, Suspended
 	case s.Owed == 0:
 		s.Phase, s.Reason = Released, NoAgents
 	case least == Idle:

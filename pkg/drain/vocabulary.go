@@ -77,6 +77,8 @@ const (
 	NoAgents
 	// Dead: the pod is terminating or gone.
 	Dead
+	// Suspended: every agent that would owe this drain is suspended: it has let drain after drain expire.
+	Suspended
 	// Abandoned: nobody asks for the deletion any more and the pod lives.
 	Abandoned
 )
@@ -84,10 +86,10 @@ const (
 // String prints the reason as the metrics and messages name it.
 func (r Reason) String() string { return name(reasonNames[:], int(r)) }
 
-var reasonNames = [...]string{"None", "Acknowledged", "IdleBound", "Deadline", "NoAgents", "Dead", "Abandoned"}
+var reasonNames = [...]string{"None", "Acknowledged", "IdleBound", "Deadline", "NoAgents", "Dead", "Suspended", "Abandoned"}
 
 // Abnormal says whether people should be warned: the deletion went on without every gateway's word.
-func (r Reason) Abnormal() bool { return r == Deadline || r == IdleBound }
+func (r Reason) Abnormal() bool { return r == Deadline || r == IdleBound || r == Suspended }
 
 // State is what an agent says of one pod in its gateway.
 type State uint8

@@ -234,6 +234,7 @@ func (c *Coordinator) Expect(expected []drain.Expected) {
 	n, missing := c.ledger.Expecting()
 	c.Metrics.agents.WithLabelValues("expected").Set(float64(n))
 	c.Metrics.agents.WithLabelValues("missing").Set(float64(missing))
+	c.Metrics.agents.WithLabelValues("suspended").Set(float64(c.ledger.Suspended()))
 	c.settle()
 }
 
@@ -284,6 +285,16 @@ func (c *Coordinator) settle() {
 			}
 		}
 	}
+	for _, s := range c.ledger.Suspensions() {
+		c.Metrics.agents.WithLabelValues("suspended").Set(float64(c.ledger.Suspended()))
+		c.unsaid = append(c.unsaid, func() {
+			if s.Over {
+				c.Log.Info("agent is waited for again", "agent", s.Name, "id", s.Agent, "acknowledged", s.Acknowledged)
+				return
+			}
+			c.Log.Error("agent is suspended: it let one drain after the other expire, and is no longer waited for", "agent", s.Name, "id", s.Agent)
+		})
+	}
 	for _, id := range c.ledger.Concerned() {
 		if s := c.streams[id]; s != nil {
 			s.wake()
@@ -321,7 +332,8 @@ func (c *Coordinator) observe(s drain.Status) {
 	c.Metrics.phase.WithLabelValues(s.Phase.String(), s.Reason.String()).Observe(took.Seconds())
 	c.unsaid = append(c.unsaid, func() {
 		c.Log.Info("drain", "pod", s.Pod.String(), "uid", s.Pod.UID, "phase", s.Phase.String(), "reason", s.Reason.String(),
-			"sinceSeconds", took.Seconds(), "owed", s.Owed, "waitingFor", names(s.Waiting))
+			"sinceSeconds", took.Seconds(), "owed", s.Owed, "waitingFor", names(s.Waiting),
+			"suspended", names(s.Suspended))
 	})
 }
 
