@@ -73,7 +73,7 @@ func TestIndexesNeverShow(t *testing.T) {
 // step does one thing at random and says what.
 func (w *world) step(r *rand.Rand, id AgentID, p Pod, some func() []Service) string {
 	session := w.sessions[id]
-	switch r.IntN(12) {
+	switch r.IntN(14) {
 	case 0:
 		w.sessions[id] = w.Connect(w.now, id)
 		return fmt.Sprintf("connect %s", id)
@@ -102,6 +102,11 @@ func (w *world) step(r *rand.Rand, id AgentID, p Pod, some func() []Service) str
 	case 8:
 		w.Tick(w.now)
 		return fmt.Sprintf("tick, alive %s: %t", p.UID, w.Alive(w.now, p.UID))
+	case 9:
+		return fmt.Sprintf("%s leaves: %t", id, w.Leave(id, session))
+	case 10:
+		w.sessions[id] = w.ConnectAs(w.now, id, fmt.Sprint("boot-", r.IntN(2)))
+		return fmt.Sprintf("connect %s", id)
 	default:
 		report := Report{UID: p.UID, State: State(r.IntN(5)), Held: r.IntN(5) > 0, Since: w.now}
 		w.Report(w.now, id, session, []Report{report})

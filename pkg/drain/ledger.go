@@ -66,6 +66,10 @@ type agent struct {
 	routes   map[Service]Route
 	reports  map[UID]heard
 	breaker  breaker
+	// boot is the life of its process that opened the session, "" if it did not say. left says that this life has left: its
+	// gateway accepts nothing any more.
+	boot string
+	left bool
 	// indexed are the Services under which the ledger's index has it, inEverything whether it is in that list.
 	indexed      map[Service]struct{}
 	inEverything bool
@@ -388,10 +392,10 @@ func (l *Ledger) Expect(now time.Time, expected []Expected) {
 	}
 }
 
-// Expecting returns how many agents are expected, and how many of them have no session here.
+// Expecting returns how many agents are expected, those that have left apart, and how many of them have no session here.
 func (l *Ledger) Expecting() (expected, missing int) {
 	for _, a := range l.agents {
-		if a.expected {
+		if a.expected && !a.left {
 			expected++
 			if a.session == 0 {
 				missing++
@@ -401,9 +405,17 @@ func (l *Ledger) Expecting() (expected, missing int) {
 	return expected, missing
 }
 
-// Connect opens a session for an agent and ends its former one, if any. What was reported before is void.
-func (l *Ledger) Connect(now time.Time, id AgentID) (session uint64) {
+// Connect is [Ledger.ConnectAs] of an agent that does not name its life.
+func (l *Ledger) Connect(now time.Time, id AgentID) (session uint64) { return l.ConnectAs(now, id, "") }
+
+// ConnectAs opens a session for an agent and ends its former one, if any. What was reported before is void. boot names the life of the
+// agent's process: in another one than that which left, or in one without name, its gateway may accept again, and it is owed.
+func (l *Ledger) ConnectAs(now time.Time, id AgentID, boot string) (session uint64) {
 	a := l.agent(now, id)
+	if a.left && (boot == "" || boot != a.boot) {
+		a.left = false
+	}
+	a.boot = boot
 	l.rev++
 	a.session = l.rev
 	l.void(a)
@@ -438,7 +450,7 @@ func (l *Ledger) Declare(id AgentID, session uint64, routes []Route) (open []Ope
 	}
 	a := l.agents[id]
 	l.touchFor(a)
-	a.declared = true
+	a.declared, a.left = true, false
 	a.routes = make(map[Service]Route, len(routes))
 	for _, r := range routes {
 		if have, twice := a.routes[r.Service]; !twice || owesAtHold(r) && !owesAtHold(have) {
@@ -454,6 +466,20 @@ func (l *Ledger) Declare(id AgentID, session uint64, routes []Route) (open []Ope
 		}
 	}
 	return open, true
+}
+
+// Leave records that an agent's gateway accepts nothing any more, so that nothing is sent to any pod through it: no drain owes the agent
+// from now on, until it declares again or connects in another life. ok is false, and nothing changed, if session is not its open one.
+// That an agent is told to stop is no reason to say so: its gateway outlives it.
+func (l *Ledger) Leave(id AgentID, session uint64) (ok bool) {
+	if !l.Current(id, session) {
+		return false
+	}
+	a := l.agents[id]
+	l.touchFor(a)
+	a.left = true
+	l.index(a)
+	return true
 }
 
 // Report takes in what an agent says on its open session. It reports whether any of it was news: a repeat of what still counts is
@@ -607,7 +633,7 @@ func (l *Ledger) void(a *agent) {
 // index brings the lists of who may route what in line with a. What does not change costs nothing: most agents come back with the
 // routes that they had.
 func (l *Ledger) index(a *agent) {
-	if everything := !a.declared && a.label != LabelFollowing; everything != a.inEverything {
+	if everything := !a.left && !a.declared && a.label != LabelFollowing; everything != a.inEverything {
 		a.inEverything = everything
 		l.rosterRev++
 		l.everythingRev = l.rosterRev
@@ -618,12 +644,12 @@ func (l *Ledger) index(a *agent) {
 		}
 	}
 	for s := range a.indexed {
-		if r, ok := a.routes[s]; !ok || !owesAtHold(r) {
-			l.leave(a, s)
+		if r, ok := a.routes[s]; a.left || !ok || !owesAtHold(r) {
+			l.drop(a, s)
 		}
 	}
 	for s, r := range a.routes {
-		if _, has := a.indexed[s]; has || !owesAtHold(r) {
+		if _, has := a.indexed[s]; has || a.left || !owesAtHold(r) {
 			continue
 		}
 		if a.indexed == nil {
@@ -646,11 +672,11 @@ func (l *Ledger) unindex(a *agent) {
 		l.everythingRev = l.rosterRev
 	}
 	for s := range a.indexed {
-		l.leave(a, s)
+		l.drop(a, s)
 	}
 }
 
-func (l *Ledger) leave(a *agent, s Service) {
+func (l *Ledger) drop(a *agent, s Service) {
 	delete(a.indexed, s)
 	of := l.services[s]
 	delete(of.agents, a)
@@ -717,8 +743,11 @@ func (l *Ledger) owing(d *drain) []*agent {
 }
 
 // routes says whether a may route the pod of d, as far as is known: an agent that has not declared may route everything, except
-// that its label may say that it only follows.
+// that its label may say that it only follows. One that has left routes nothing.
 func (l *Ledger) routes(a *agent, d *drain) bool {
+	if a.left {
+		return false
+	}
 	if !a.declared {
 		return a.label != LabelFollowing
 	}

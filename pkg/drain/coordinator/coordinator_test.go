@@ -5,6 +5,7 @@ import (
 	"errors"
 	"log/slog"
 	"slices"
+	"strings"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -524,5 +525,65 @@ func TestRunWaitsForNothingAtItsEnd(t *testing.T) {
 			t.Errorf("the end took %s", took)
 		}
 		answered(t, held, "Unrouting None held=true after 0s: this replica is shutting down")
+	})
+}
+
+// Without this, each deletion waits up to the deadline for agents whose gateways have gone.
+func TestAnAgentThatLeavesIsOwedNothing(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNetwork(t)
+		a, b := n.replica("replica-0", "a"), n.replica("replica-1", "b")
+		for _, r := range []*replica{a, b} {
+			r.Expect([]drain.Expected{{ID: "one", Name: "edge/one", Ready: true}, {ID: "two", Name: "edge/two", Ready: true}})
+		}
+		one := n.agent("one", []drain.Service{web}, "replica-0", "replica-1")
+		two := n.agent("two", []drain.Service{web}, "replica-0", "replica-1")
+		p := pod("a")
+		held := a.hold(p, web)
+		two.say(p, drain.Idle)
+		stillHeld(t, held)
+		if err := one.Leave(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		answered(t, held, "Released Acknowledged held=true after 0s")
+		held = b.hold(pod("b"), web)
+		two.say(pod("b"), drain.Idle)
+		answered(t, held, "Released Acknowledged held=true after 0s")
+		// Its streams go on, and when they break it does not come back and declare.
+		if _, ended := one.streams(); ended != 0 {
+			t.Errorf("%d streams have ended", ended)
+		}
+		n.cut("replica-0")
+		time.Sleep(3 * time.Second)
+		if opened, _ := one.streams(); opened != 2 {
+			t.Errorf("%d streams were opened", opened)
+		}
+		if _, missing := a.Expecting(); missing != 0 {
+			t.Errorf("%d agents are missing", missing)
+		}
+		held = a.hold(pod("c"), web)
+		two.say(pod("c"), drain.Idle)
+		answered(t, held, "Released Acknowledged held=true after 0s")
+		// It declares again.
+		again := n.agent("one", []drain.Service{web}, "replica-0")
+		held = a.hold(pod("d"), web)
+		two.say(pod("d"), drain.Idle)
+		stillHeld(t, held)
+		again.say(pod("d"), drain.Idle)
+		answered(t, held, "Released Acknowledged held=true after 0s")
+	})
+}
+
+func TestLeaveTakesNoLongerThanItMay(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNetwork(t)
+		n.replica("replica-0", "a")
+		one := n.agent("one", []drain.Service{web}, "replica-0", "replica-1")
+		n.swallow("replica-0")
+		began := time.Now()
+		err := one.Leave(t.Context())
+		if took := time.Since(began); err == nil || took > 5*time.Second || !strings.Contains(err.Error(), "leave http://replica-1:9444: no stream is open") {
+			t.Errorf("%v after %s", err, took)
+		}
 	})
 }
