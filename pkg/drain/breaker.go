@@ -73,7 +73,8 @@ func (l *Ledger) expire(now time.Time, d *drain) {
 	}
 	l.touch(d)
 	for _, w := range s.Waiting {
-		if w.State < Removed && w.State != Kept {
+		// Of a drain that is queued nobody was told.
+		if !d.queued && w.State < Removed && w.State != Kept {
 			l.strike(l.agents[w.Agent], d)
 		}
 	}

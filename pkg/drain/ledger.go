@@ -28,6 +28,9 @@ type Ledger struct {
 	changes *list.List
 	rev     uint64
 	touched map[UID]bool
+	// queued are the open drains that wait for room, usable what was last said of each Service's targets. See queue.go.
+	queued map[*drain]struct{}
+	usable map[Service][]UID
 	// concerned are the agents that must hear now of what changed. See [Ledger.Concerned].
 	concerned map[*agent]struct{}
 	// suspended counts the agents that are; suspensions are the changes that nobody has asked for yet.
@@ -99,6 +102,8 @@ type drain struct {
 	// inFlight counts calls that are being held; lastAnswer is when the last one was answered.
 	inFlight   int
 	lastAnswer time.Time
+	// queued says that it waits for room, and that no agent was told.
+	queued bool
 	// expired says that the deadline has passed, and that those who were silent then have been noted.
 	expired bool
 	// quiescingAt is when all that owe had said Removed. Zero while they have not.
@@ -122,7 +127,7 @@ func NewLedger(self Lease, times Times) *Ledger {
 	return &Ledger{
 		self: self, times: times,
 		agents: map[AgentID]*agent{}, drains: map[UID]*drain{}, changes: list.New(), touched: map[UID]bool{},
-		services: map[Service]*service{}, everything: map[*agent]struct{}{}, heard: map[UID]map[*agent]struct{}{}, rosterRev: 1, concerned: map[*agent]struct{}{},
+		services: map[Service]*service{}, everything: map[*agent]struct{}{}, heard: map[UID]map[*agent]struct{}{}, rosterRev: 1, queued: map[*drain]struct{}{}, usable: map[Service][]UID{}, concerned: map[*agent]struct{}{},
 	}
 }
 
@@ -158,10 +163,13 @@ type Status struct {
 }
 
 // Waits reports whether the drain still waits for gateways.
-func (s Status) Waits() bool { return s.Phase == Unrouting || s.Phase == Quiescing }
+func (s Status) Waits() bool {
+	return s.Phase == Queued || s.Phase == Unrouting || s.Phase == Quiescing
+}
 
 // Ask opens a drain of pod, or joins the one that is open, and returns its status. services are those that list the pod; they
-// add to what earlier calls named. A pod that is dead has no drain: the status is Closed, Dead.
+// add to what earlier calls named. A pod that is dead has no drain: the status is Closed, Dead. What is known of the Services' targets
+// bounds it; see [Ledger.AskBounded].
 func (l *Ledger) Ask(now time.Time, pod Pod, services []Service) Status {
 	d := l.drains[pod.UID]
 	if d == nil {
@@ -178,7 +186,9 @@ func (l *Ledger) Ask(now time.Time, pod Pod, services []Service) Status {
 	}
 	if d.open && grown {
 		l.enlist(d)
-		l.change(d)
+		if !d.queued {
+			l.change(d)
+		}
 	}
 	if !d.open {
 		l.enlist(d)
@@ -191,8 +201,10 @@ func (l *Ledger) Ask(now time.Time, pod Pod, services []Service) Status {
 				l.adopt(d, r.Since)
 			}
 		}
-		l.change(d)
+		d.queued = true
+		l.queued[d] = struct{}{}
 	}
+	l.admit(now)
 	return l.status(now, d)
 }
 
@@ -249,7 +261,7 @@ func (l *Ledger) All(now time.Time) []Status {
 	return all
 }
 
-// Draining returns since when uid has an open drain. ok is false if it has none.
+// Draining returns since when uid has an open drain, queued or not. ok is false if it has none.
 func (l *Ledger) Draining(uid UID) (since time.Time, ok bool) {
 	d := l.drains[uid]
 	if d == nil || !d.open {
@@ -315,6 +327,9 @@ func (l *Ledger) close(now time.Time, d *drain, reason Reason) {
 	}
 	l.change(d)
 	l.delist(d)
+	d.queued = false
+	delete(l.queued, d)
+	l.admit(now)
 }
 
 // Tick forgets what is older than the memory bound, reports that are too old to count, and agents that nobody knows any more. It
@@ -336,6 +351,7 @@ func (l *Ledger) Tick(now time.Time) []Pod {
 		}
 	}
 	l.readmit(now)
+	l.admit(now)
 	var over []*drain
 	for _, d := range l.drains {
 		if d.open && !d.expired && !now.Before(l.deadline(d)) {
@@ -461,7 +477,7 @@ func (l *Ledger) Declare(id AgentID, session uint64, routes []Route) (open []Ope
 	l.touchFor(a)
 	open = []Open{}
 	for e := l.changes.Back(); e != nil; e = e.Prev() {
-		if d := e.Value.(*drain); d.open && l.routes(a, d) {
+		if d := e.Value.(*drain); d.open && !d.queued && l.routes(a, d) {
 			open = append(open, Open{d.pod, d.since})
 		}
 	}
@@ -504,6 +520,9 @@ func (l *Ledger) Report(now time.Time, id AgentID, session uint64, reports []Rep
 			}
 		}
 		l.hear(now, a, r)
+		if open && d.queued && !r.Held {
+			l.admit(now)
+		}
 		if open {
 			if acknowledges(r) && now.Before(l.deadline(d)) && l.routes(a, d) {
 				l.acknowledged(a)
@@ -526,7 +545,7 @@ func (l *Ledger) Since(id AgentID, rev uint64) (open []Open, released []Release,
 		d := e.Value.(*drain)
 		next = max(next, d.rev)
 		switch {
-		case d.open && l.routes(a, d):
+		case d.open && !d.queued && l.routes(a, d):
 			open = append(open, Open{d.pod, d.since})
 		case !d.open:
 			released = append(released, Release{d.pod.UID, d.reason == Dead})
@@ -698,7 +717,14 @@ func (l *Ledger) service(s Service) *service {
 
 // prune forgets a Service that concerns nobody.
 func (l *Ledger) prune(s Service) {
-	if of := l.services[s]; of != nil && len(of.agents) == 0 && len(of.drains) == 0 {
+	of := l.services[s]
+	if of == nil {
+		return
+	}
+	if len(of.drains) == 0 {
+		delete(l.usable, s)
+	}
+	if len(of.agents) == 0 && len(of.drains) == 0 {
 		delete(l.services, s)
 	}
 }
@@ -836,6 +862,8 @@ func (l *Ledger) derive(now time.Time, d *drain) Status {
 		s.Phase, s.Reason = Released, Suspended
 	case s.Owed == 0:
 		s.Phase, s.Reason = Released, NoAgents
+	case d.queued && now.Before(s.Deadline):
+		s.Phase = Queued
 	case least == Idle:
 		s.Phase, s.Reason = Released, Acknowledged
 	case !now.Before(s.Deadline):

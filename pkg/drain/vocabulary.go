@@ -54,12 +54,15 @@ const (
 	Released
 	// Closed: the pod is dead, or the drain was abandoned.
 	Closed
+	// Queued: so many pods of one of its Services are being drained that this one has to wait before any agent is told. Comes before
+	// Unrouting, if at all, and may end as every phase does.
+	Queued
 )
 
 // String prints the phase as the metrics and messages name it.
 func (p Phase) String() string { return name(phaseNames[:], int(p)) }
 
-var phaseNames = [...]string{"Unknown", "Unrouting", "Quiescing", "Released", "Closed"}
+var phaseNames = [...]string{"Unknown", "Unrouting", "Quiescing", "Released", "Closed", "Queued"}
 
 // Reason says why a drain is Released or Closed.
 type Reason uint8

@@ -41,7 +41,7 @@ func NewMetrics(r prometheus.Registerer) *Metrics {
 		}, []string{"path", "code"}),
 	}
 	r.MustRegister(m.holds, m.drains, m.phase, m.agents, m.reports, m.api)
-	for _, p := range []drain.Phase{drain.Unrouting, drain.Quiescing, drain.Released} {
+	for _, p := range []drain.Phase{drain.Queued, drain.Unrouting, drain.Quiescing, drain.Released} {
 		m.drains.WithLabelValues(p.String())
 	}
 	for _, s := range []string{"expected", "missing", "connected", "suspended"} {
