@@ -587,3 +587,112 @@ func TestLeaveTakesNoLongerThanItMay(t *testing.T) {
 		}
 	})
 }
+
+// Without this, the rollout of one Deployment with many pods takes every hold, and the pods of all others are refused at once.
+func TestTooManyHoldsOfOneOwner(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNetwork(t)
+		r := n.replica("replica-0", "a", func(o *Options) { o.MaxHolds, o.MaxHoldsPerOwner = 4, 2 })
+		one := n.agent("one", []drain.Service{web}, "replica-0")
+		hold := func(name, owner string) <-chan answer {
+			answers := make(chan answer, 1)
+			began := time.Now()
+			go func() {
+				var a answer
+				a.Status, a.held, a.err = r.DrainFor(t.Context(), Request{Pod: pod(name), Owner: owner, Targets: targetsOf([]drain.Service{web})}, began.Add(2*time.Second))
+				a.took = time.Since(began)
+				answers <- a
+			}()
+			synctest.Wait()
+			return answers
+		}
+		first := hold("a", "ReplicaSet/1")
+		hold("b", "ReplicaSet/1")
+		refused := taken(t, hold("c", "ReplicaSet/1"))
+		if !errors.Is(refused.err, ErrTooManyHolds) || !errors.Is(refused.err, ErrTooManyOfOwner) || refused.held {
+			t.Errorf("the third of one owner: %s", refused)
+		}
+		if one.stones.holders(pod("c")) == "" {
+			t.Error("its drain does not run on")
+		}
+		stillHeld(t, hold("d", "ReplicaSet/2"))
+		stillHeld(t, hold("e", ""))
+		if a := taken(t, hold("f", "ReplicaSet/2")); !errors.Is(a.err, ErrTooManyHolds) || errors.Is(a.err, ErrTooManyOfOwner) {
+			t.Errorf("the fifth of the replica: %s", a)
+		}
+		one.say(pod("a"), drain.Idle)
+		answered(t, first, "Released Acknowledged held=true after 0s")
+		again := hold("c", "ReplicaSet/1")
+		stillHeld(t, again)
+		time.Sleep(2 * time.Second)
+		answered(t, again, "Unrouting None held=true after 2s")
+		if len(r.heldOf) != 0 || r.holds != 0 {
+			t.Errorf("%d holds, of owners %v, are counted at the end", r.holds, r.heldOf)
+		}
+	})
+}
+
+func TestAQueuedDrainIsHeldAndTakesItsTurn(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNetwork(t)
+		r := n.replica("replica-0", "a")
+		one := n.agent("one", []drain.Service{web}, "replica-0")
+		targets := []drain.Targets{{Service: web, Usable: []drain.UID{"uid-a", "uid-b"}}}
+		r.UnrouteFor(Request{Pod: pod("a"), Targets: targets})
+		synctest.Wait()
+		held := make(chan answer, 1)
+		go func() {
+			var a answer
+			began := time.Now()
+			a.Status, a.held, a.err = r.DrainFor(t.Context(), Request{Pod: pod("b"), Targets: targets}, began.Add(2*time.Second))
+			a.took = time.Since(began)
+			held <- a
+		}()
+		stillHeld(t, held)
+		if one.stones.holders(pod("b")) != "" || !r.Queued("uid-b") || r.metric("lameduck_drains", "Queued") != 1 {
+			t.Error("it does not wait for room")
+		}
+		time.Sleep(time.Second)
+		r.Gone("uid-a")
+		synctest.Wait()
+		if one.stones.holders(pod("b")) == "" || r.metric("lameduck_drains", "Queued") != 0 {
+			t.Error("there is room, and the agent is not told")
+		}
+		one.say(pod("b"), drain.Idle)
+		answered(t, held, "Released Acknowledged held=true after 1s")
+	})
+}
+
+// Another pod of the Service is ready, and a gateway does not route it yet: it keeps this one, and the deletion waits for that.
+func TestAGatewayThatKeepsItsLastTargetHoldsTheDeletion(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNetwork(t)
+		r := n.replica("replica-0", "a")
+		late := n.agent("late", []drain.Service{web}, "replica-0")
+		two := n.agent("two", []drain.Service{web}, "replica-0")
+		held := r.hold(pod("a"), web)
+		two.say(pod("a"), drain.Idle)
+		late.say(pod("a"), drain.Kept)
+		stillHeld(t, held)
+		time.Sleep(2 * time.Second)
+		a := taken(t, held)
+		if len(a.Waiting) != 1 || a.Waiting[0] != (drain.Waiting{Agent: "late", Name: "late", State: drain.Kept, Connected: true}) {
+			t.Errorf("waiting for %+v", a.Waiting)
+		}
+		held = r.hold(pod("a"), web)
+		late.say(pod("a"), drain.Idle)
+		answered(t, held, "Released Acknowledged held=true after 0s")
+
+		// If it never does, time releases as ever, and says who kept it.
+		r.hold(pod("b"), web)
+		two.say(pod("b"), drain.Idle)
+		late.say(pod("b"), drain.Kept)
+		time.Sleep(29 * time.Second)
+		held = r.hold(pod("b"), web)
+		time.Sleep(time.Second)
+		a = taken(t, held)
+		if a.Reason != drain.Deadline || len(a.Waiting) != 1 || a.Waiting[0].State != drain.Kept {
+			t.Errorf("%s, waiting for %+v", a, a.Waiting)
+		}
+	})
+}
