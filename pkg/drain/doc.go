@@ -2,9 +2,9 @@
 //
 // A drain is of one pod UID and goes
 //
-//	Unrouting -> Quiescing -> Released -> Closed
+//	(Queued ->) Unrouting -> Quiescing -> Released -> Closed
 //
-// It is Unrouting while an agent that owes it has not said Removed, Quiescing while all have but one has not said Idle, Released
+// It is Queued while too many pods of one of its Services are being drained already, Unrouting while an agent that owes it has not said Removed, Quiescing while all have but one has not said Idle, Released
 // when the pod may be told to stop, and Closed when it is known to be going (dead) or known to stay (abandoned). Released and
 // Closed have a reason.
 //

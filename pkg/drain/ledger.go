@@ -14,12 +14,40 @@ type Ledger struct {
 	times  Times
 	agents map[AgentID]*agent
 	drains map[UID]*drain
+	// services holds who is concerned by each Service: an event costs those whom it concerns, not everybody.
+	services map[Service]*service
+	// everything are the agents that may route any Service: those that have not declared and are not said to only follow.
+	// everythingRev counts like service.rev.
+	everything    map[*agent]struct{}
+	everythingRev uint64
+	// heard holds the agents that have said something of a pod, which need not owe it.
+	heard map[UID]map[*agent]struct{}
+	// rosterRev is the last rev that was given to a service's or to everything's list of agents, at first 1.
+	rosterRev uint64
 	// changes holds the drains in the order of their last change that agents must hear of, the newest first.
 	changes *list.List
 	rev     uint64
 	touched map[UID]bool
+	// queued are the open drains that wait for room, usable what was last said of each Service's targets. See queue.go.
+	queued map[*drain]struct{}
+	usable map[Service][]UID
+	// concerned are the agents that must hear now of what changed. See [Ledger.Concerned].
+	concerned map[*agent]struct{}
+	// suspended counts the agents that are; suspensions are the changes that nobody has asked for yet.
+	suspended   int
+	suspensions []Suspension
 	// sweptAt is when reports that are too old to count were last forgotten.
 	sweptAt time.Time
+}
+
+// service is what one Service concerns.
+type service struct {
+	// agents have declared that they route it so that they owe at the hold. rev is the ledger's rosterRev when that list, or what
+	// orders it, last changed.
+	agents map[*agent]struct{}
+	rev    uint64
+	// drains are the open ones of its pods.
+	drains map[*drain]struct{}
 }
 
 // agent is what is known of one agent.
@@ -34,10 +62,20 @@ type agent struct {
 	session uint64
 	// lostAt is when the last session ended or, never connected, when the API first listed it.
 	lostAt time.Time
+	// knownAt is when it was first heard of.
+	knownAt time.Time
 	// declared says that routes is known, if only from an earlier session.
 	declared bool
 	routes   map[Service]Route
 	reports  map[UID]heard
+	breaker  breaker
+	// boot is the life of its process that opened the session, "" if it did not say. left says that this life has left: its
+	// gateway accepts nothing any more.
+	boot string
+	left bool
+	// indexed are the Services under which the ledger's index has it, inEverything whether it is in that list.
+	indexed      map[Service]struct{}
+	inEverything bool
 }
 
 // heard is a report and when it came.
@@ -64,13 +102,24 @@ type drain struct {
 	// inFlight counts calls that are being held; lastAnswer is when the last one was answered.
 	inFlight   int
 	lastAnswer time.Time
+	// queued says that it waits for room, and that no agent was told.
+	queued bool
+	// expired says that the deadline has passed, and that those who were silent then have been noted.
+	expired bool
 	// quiescingAt is when all that owe had said Removed. Zero while they have not.
 	quiescingAt time.Time
-	reason      Reason
-	closedAt    time.Time
-	checkedAt   time.Time
-	rev         uint64
-	element     *list.Element
+	// agents are those that may route the pod, in the order of their names, as of rosterAt. See [Ledger.owing].
+	agents   []*agent
+	rosterAt uint64
+	// witness is an agent that keeps the drain in phase, Unrouting or Quiescing, as status last found: while it does, what others
+	// say changes nothing. Nil: whatever is said may matter.
+	witness   *agent
+	phase     Phase
+	reason    Reason
+	closedAt  time.Time
+	checkedAt time.Time
+	rev       uint64
+	element   *list.Element
 }
 
 // NewLedger returns the empty ledger of one replica's present life.
@@ -78,6 +127,7 @@ func NewLedger(self Lease, times Times) *Ledger {
 	return &Ledger{
 		self: self, times: times,
 		agents: map[AgentID]*agent{}, drains: map[UID]*drain{}, changes: list.New(), touched: map[UID]bool{},
+		services: map[Service]*service{}, everything: map[*agent]struct{}{}, heard: map[UID]map[*agent]struct{}{}, rosterRev: 1, queued: map[*drain]struct{}{}, usable: map[Service][]UID{}, concerned: map[*agent]struct{}{},
 	}
 }
 
@@ -106,15 +156,20 @@ type Status struct {
 	// Owed is how many agents owe it. Waiting are those that have not said Idle, sorted by name.
 	Owed    int
 	Waiting []Waiting
+	// Suspended are those that would owe it and have not said Idle, were they not suspended. See [Suspension].
+	Suspended []Waiting
 	// Recheck is when Status may change by time alone. Zero: never.
 	Recheck time.Time
 }
 
 // Waits reports whether the drain still waits for gateways.
-func (s Status) Waits() bool { return s.Phase == Unrouting || s.Phase == Quiescing }
+func (s Status) Waits() bool {
+	return s.Phase == Queued || s.Phase == Unrouting || s.Phase == Quiescing
+}
 
 // Ask opens a drain of pod, or joins the one that is open, and returns its status. services are those that list the pod; they
-// add to what earlier calls named. A pod that is dead has no drain: the status is Closed, Dead.
+// add to what earlier calls named. A pod that is dead has no drain: the status is Closed, Dead. What is known of the Services' targets
+// bounds it; see [Ledger.AskBounded].
 func (l *Ledger) Ask(now time.Time, pod Pod, services []Service) Status {
 	d := l.drains[pod.UID]
 	if d == nil {
@@ -130,19 +185,26 @@ func (l *Ledger) Ask(now time.Time, pod Pod, services []Service) Status {
 		d.services[s] = true
 	}
 	if d.open && grown {
-		l.change(d)
+		l.enlist(d)
+		if !d.queued {
+			l.change(d)
+		}
 	}
 	if !d.open {
+		l.enlist(d)
 		d.open, d.reason, d.begun, d.lastAnswer = true, ReasonNone, now, now
-		d.quiescingAt, d.allowed = time.Time{}, false
+		d.quiescingAt, d.allowed, d.expired = time.Time{}, false, false
 		d.since = now.Add(-d.spent)
-		for _, a := range l.agents {
-			if r, ok := a.reports[pod.UID]; ok && l.fresh(now, a, r) {
+		// Whoever it is that knows of it: another replica may have asked agents that do not owe it here.
+		for a := range l.heard[pod.UID] {
+			if r := a.reports[pod.UID]; l.fresh(now, a, r) {
 				l.adopt(d, r.Since)
 			}
 		}
-		l.change(d)
+		d.queued = true
+		l.queued[d] = struct{}{}
 	}
+	l.admit(now)
 	return l.status(now, d)
 }
 
@@ -154,7 +216,7 @@ func (l *Ledger) adopt(d *drain, since time.Time) {
 	}
 	if since = later(since, d.begun.Add(-l.times.Deadline)); since.Before(d.since) {
 		d.since = since
-		l.touched[d.pod.UID] = true
+		l.touch(d)
 	}
 }
 
@@ -199,7 +261,7 @@ func (l *Ledger) All(now time.Time) []Status {
 	return all
 }
 
-// Draining returns since when uid has an open drain. ok is false if it has none.
+// Draining returns since when uid has an open drain, queued or not. ok is false if it has none.
 func (l *Ledger) Draining(uid UID) (since time.Time, ok bool) {
 	d := l.drains[uid]
 	if d == nil || !d.open {
@@ -230,6 +292,7 @@ func (l *Ledger) Gone(now time.Time, uid UID) bool {
 	if d == nil || !d.open {
 		return false
 	}
+	l.expire(now, d)
 	l.close(now, d, Dead)
 	return true
 }
@@ -241,6 +304,7 @@ func (l *Ledger) Alive(now time.Time, uid UID) bool {
 	if d == nil || !d.open || !l.suspect(now, d) {
 		return false
 	}
+	l.expire(now, d)
 	if d.allowed {
 		d.allowedAlive = slices.DeleteFunc(d.allowedAlive, func(at time.Time) bool { return now.Sub(at) >= l.times.Memory })
 		d.allowedAlive = append(d.allowedAlive, now)
@@ -258,10 +322,14 @@ func (l *Ledger) suspect(now time.Time, d *drain) bool {
 // says nothing of the pod any more.
 func (l *Ledger) close(now time.Time, d *drain, reason Reason) {
 	d.open, d.reason, d.closedAt = false, reason, now
-	for _, a := range l.agents {
-		delete(a.reports, d.pod.UID)
+	for a := range l.heard[d.pod.UID] {
+		l.unhear(a, d.pod.UID)
 	}
 	l.change(d)
+	l.delist(d)
+	d.queued = false
+	delete(l.queued, d)
+	l.admit(now)
 }
 
 // Tick forgets what is older than the memory bound, reports that are too old to count, and agents that nobody knows any more. It
@@ -270,12 +338,31 @@ func (l *Ledger) close(now time.Time, d *drain, reason Reason) {
 func (l *Ledger) Tick(now time.Time) []Pod {
 	if now.Sub(l.sweptAt) >= l.times.Freshness {
 		l.sweptAt = now
-		for id, a := range l.agents {
+		for _, a := range l.agents {
 			if !a.expected && a.session == 0 && now.Sub(a.lostAt) >= l.times.Away {
-				delete(l.agents, id)
+				l.forget(a)
+				continue
 			}
-			maps.DeleteFunc(a.reports, func(_ UID, r heard) bool { return !l.fresh(now, a, r) })
+			for uid, r := range a.reports {
+				if !l.fresh(now, a, r) {
+					l.unhear(a, uid)
+				}
+			}
 		}
+	}
+	l.readmit(now)
+	l.admit(now)
+	var over []*drain
+	for _, d := range l.drains {
+		if d.open && !d.expired && !now.Before(l.deadline(d)) {
+			over = append(over, d)
+		}
+	}
+	slices.SortFunc(over, func(a, b *drain) int {
+		return cmp.Or(l.deadline(a).Compare(l.deadline(b)), cmp.Compare(a.pod.UID, b.pod.UID))
+	})
+	for _, d := range over {
+		l.expire(now, d)
 	}
 	var look []Pod
 	for uid, d := range l.drains {
@@ -298,27 +385,33 @@ func (l *Ledger) Expect(now time.Time, expected []Expected) {
 	for _, e := range expected {
 		listed[e.ID] = true
 		a := l.agent(now, e.ID)
-		if !a.expected || a.ready != e.Ready || a.label != e.Label {
-			l.touchAll()
+		if a.expected && a.name == e.Name && a.ready == e.Ready && a.label == e.Label {
+			continue
+		}
+		l.touchFor(a)
+		if a.name != e.Name {
+			l.unindex(a) // lists are in the order of names
 		}
 		a.expected, a.name, a.ready, a.label = true, e.Name, e.Ready, e.Label
+		l.index(a)
+		l.touchFor(a)
 	}
 	for id, a := range l.agents {
 		if listed[id] || !a.expected {
 			continue
 		}
-		l.touchAll()
+		l.touchFor(a)
 		a.expected, a.ready = false, false
 		if a.session == 0 {
-			delete(l.agents, id)
+			l.forget(a)
 		}
 	}
 }
 
-// Expecting returns how many agents are expected, and how many of them have no session here.
+// Expecting returns how many agents are expected, those that have left apart, and how many of them have no session here.
 func (l *Ledger) Expecting() (expected, missing int) {
 	for _, a := range l.agents {
-		if a.expected {
+		if a.expected && !a.left {
 			expected++
 			if a.session == 0 {
 				missing++
@@ -328,13 +421,22 @@ func (l *Ledger) Expecting() (expected, missing int) {
 	return expected, missing
 }
 
-// Connect opens a session for an agent and ends its former one, if any. What was reported before is void.
-func (l *Ledger) Connect(now time.Time, id AgentID) (session uint64) {
+// Connect is [Ledger.ConnectAs] of an agent that does not name its life.
+func (l *Ledger) Connect(now time.Time, id AgentID) (session uint64) { return l.ConnectAs(now, id, "") }
+
+// ConnectAs opens a session for an agent and ends its former one, if any. What was reported before is void. boot names the life of the
+// agent's process: in another one than that which left, or in one without name, its gateway may accept again, and it is owed.
+func (l *Ledger) ConnectAs(now time.Time, id AgentID, boot string) (session uint64) {
 	a := l.agent(now, id)
+	if a.left && (boot == "" || boot != a.boot) {
+		a.left = false
+	}
+	a.boot = boot
 	l.rev++
 	a.session = l.rev
-	a.reports = map[UID]heard{}
-	l.touchAll()
+	l.void(a)
+	l.index(a)
+	l.touchFor(a)
 	return a.session
 }
 
@@ -345,8 +447,9 @@ func (l *Ledger) Disconnect(now time.Time, id AgentID, session uint64) {
 	if a == nil || a.session != session {
 		return
 	}
-	a.session, a.lostAt, a.reports = 0, now, nil
-	l.touchAll()
+	a.session, a.lostAt = 0, now
+	l.void(a)
+	l.touchFor(a)
 }
 
 // Current reports whether session is the open one of agent.
@@ -362,21 +465,37 @@ func (l *Ledger) Declare(id AgentID, session uint64, routes []Route) (open []Ope
 		return nil, false
 	}
 	a := l.agents[id]
-	a.declared = true
+	l.touchFor(a)
+	a.declared, a.left = true, false
 	a.routes = make(map[Service]Route, len(routes))
 	for _, r := range routes {
 		if have, twice := a.routes[r.Service]; !twice || owesAtHold(r) && !owesAtHold(have) {
 			a.routes[r.Service] = r
 		}
 	}
+	l.index(a)
+	l.touchFor(a)
 	open = []Open{}
 	for e := l.changes.Back(); e != nil; e = e.Prev() {
-		if d := e.Value.(*drain); d.open && l.routes(a, d) {
+		if d := e.Value.(*drain); d.open && !d.queued && l.routes(a, d) {
 			open = append(open, Open{d.pod, d.since})
 		}
 	}
-	l.touchAll()
 	return open, true
+}
+
+// Leave records that an agent's gateway accepts nothing any more, so that nothing is sent to any pod through it: no drain owes the agent
+// from now on, until it declares again or connects in another life. ok is false, and nothing changed, if session is not its open one.
+// That an agent is told to stop is no reason to say so: its gateway outlives it.
+func (l *Ledger) Leave(id AgentID, session uint64) (ok bool) {
+	if !l.Current(id, session) {
+		return false
+	}
+	a := l.agents[id]
+	l.touchFor(a)
+	a.left = true
+	l.index(a)
+	return true
 }
 
 // Report takes in what an agent says on its open session. It reports whether any of it was news: a repeat of what still counts is
@@ -387,13 +506,27 @@ func (l *Ledger) Report(now time.Time, id AgentID, session uint64, reports []Rep
 	}
 	a := l.agents[id]
 	for _, r := range reports {
+		d := l.drains[r.UID]
+		open := d != nil && d.open
 		had, known := a.reports[r.UID]
+		// Before it counts: what comes too late does not undo that it was missing.
+		if open {
+			l.expire(now, d)
+		}
 		if !known || had.Report != r || !l.fresh(now, a, had) {
 			news = true
-			l.touched[r.UID] = true
+			if open && matters(d, a, r) {
+				l.touch(d)
+			}
 		}
-		a.reports[r.UID] = heard{r, now}
-		if d := l.drains[r.UID]; d != nil && d.open {
+		l.hear(now, a, r)
+		if open && d.queued && !r.Held {
+			l.admit(now)
+		}
+		if open {
+			if acknowledges(r) && now.Before(l.deadline(d)) && l.routes(a, d) {
+				l.acknowledged(a)
+			}
 			l.adopt(d, r.Since)
 		}
 	}
@@ -412,7 +545,7 @@ func (l *Ledger) Since(id AgentID, rev uint64) (open []Open, released []Release,
 		d := e.Value.(*drain)
 		next = max(next, d.rev)
 		switch {
-		case d.open && l.routes(a, d):
+		case d.open && !d.queued && l.routes(a, d):
 			open = append(open, Open{d.pod, d.since})
 		case !d.open:
 			released = append(released, Release{d.pod.UID, d.reason == Dead})
@@ -440,32 +573,207 @@ func (l *Ledger) Touched() []UID {
 	return uids
 }
 
+// Concerned returns the agents for which [Ledger.Since] may have something that cannot wait, since it was last called. Of drains that
+// ended and that they did not owe, the others hear whenever they next ask.
+func (l *Ledger) Concerned() []AgentID {
+	if len(l.concerned) == 0 {
+		return nil
+	}
+	ids := make([]AgentID, 0, len(l.concerned))
+	for a := range l.concerned {
+		ids = append(ids, a.id)
+	}
+	clear(l.concerned)
+	slices.Sort(ids)
+	return ids
+}
+
 // CouldRoute reports whether some agent may route one of services: it declared so, or has not been heard.
 func (l *Ledger) CouldRoute(services []Service) bool {
-	probe := drain{services: make(map[Service]bool, len(services))}
-	for _, s := range services {
-		probe.services[s] = true
+	if len(l.everything) > 0 {
+		return true
 	}
-	for _, a := range l.agents {
-		if l.routes(a, &probe) {
-			return true
-		}
-	}
-	return false
+	return slices.ContainsFunc(services, func(s Service) bool {
+		of := l.services[s]
+		return of != nil && len(of.agents) > 0
+	})
 }
 
 func (l *Ledger) agent(now time.Time, id AgentID) *agent {
 	a := l.agents[id]
 	if a == nil {
-		a = &agent{id: id, name: string(id), lostAt: now}
+		a = &agent{id: id, name: string(id), lostAt: now, knownAt: now}
 		l.agents[id] = a
 	}
 	return a
 }
 
+// forget drops an agent that nobody knows any more.
+func (l *Ledger) forget(a *agent) {
+	l.touchFor(a)
+	l.unindex(a)
+	l.void(a)
+	if a.breaker.open {
+		l.suspended--
+	}
+	delete(l.agents, a.id)
+	delete(l.concerned, a)
+}
+
+// hear keeps what a says of a pod, unhear forgets it, and void all that a has said.
+func (l *Ledger) hear(now time.Time, a *agent, r Report) {
+	if a.reports == nil {
+		a.reports = map[UID]heard{}
+	}
+	a.reports[r.UID] = heard{r, now}
+	by := l.heard[r.UID]
+	if by == nil {
+		by = map[*agent]struct{}{}
+		l.heard[r.UID] = by
+	}
+	by[a] = struct{}{}
+}
+
+func (l *Ledger) unhear(a *agent, uid UID) {
+	delete(a.reports, uid)
+	by := l.heard[uid]
+	if delete(by, a); len(by) == 0 {
+		delete(l.heard, uid)
+	}
+}
+
+func (l *Ledger) void(a *agent) {
+	for uid := range a.reports {
+		l.unhear(a, uid)
+	}
+	a.reports = nil
+}
+
+// index brings the lists of who may route what in line with a. What does not change costs nothing: most agents come back with the
+// routes that they had.
+func (l *Ledger) index(a *agent) {
+	if everything := !a.left && !a.declared && a.label != LabelFollowing; everything != a.inEverything {
+		a.inEverything = everything
+		l.rosterRev++
+		l.everythingRev = l.rosterRev
+		if everything {
+			l.everything[a] = struct{}{}
+		} else {
+			delete(l.everything, a)
+		}
+	}
+	for s := range a.indexed {
+		if r, ok := a.routes[s]; a.left || !ok || !owesAtHold(r) {
+			l.drop(a, s)
+		}
+	}
+	for s, r := range a.routes {
+		if _, has := a.indexed[s]; has || a.left || !owesAtHold(r) {
+			continue
+		}
+		if a.indexed == nil {
+			a.indexed = map[Service]struct{}{}
+		}
+		a.indexed[s] = struct{}{}
+		of := l.service(s)
+		of.agents[a] = struct{}{}
+		l.rosterRev++
+		of.rev = l.rosterRev
+	}
+}
+
+// unindex takes a out of all lists.
+func (l *Ledger) unindex(a *agent) {
+	if a.inEverything {
+		a.inEverything = false
+		delete(l.everything, a)
+		l.rosterRev++
+		l.everythingRev = l.rosterRev
+	}
+	for s := range a.indexed {
+		l.drop(a, s)
+	}
+}
+
+func (l *Ledger) drop(a *agent, s Service) {
+	delete(a.indexed, s)
+	of := l.services[s]
+	delete(of.agents, a)
+	l.rosterRev++
+	of.rev = l.rosterRev
+	l.prune(s)
+}
+
+// service returns what s concerns, and makes room for it.
+func (l *Ledger) service(s Service) *service {
+	of := l.services[s]
+	if of == nil {
+		l.rosterRev++
+		of = &service{agents: map[*agent]struct{}{}, drains: map[*drain]struct{}{}, rev: l.rosterRev}
+		l.services[s] = of
+	}
+	return of
+}
+
+// prune forgets a Service that concerns nobody.
+func (l *Ledger) prune(s Service) {
+	of := l.services[s]
+	if of == nil {
+		return
+	}
+	if len(of.drains) == 0 {
+		delete(l.usable, s)
+	}
+	if len(of.agents) == 0 && len(of.drains) == 0 {
+		delete(l.services, s)
+	}
+}
+
+// enlist puts d into the lists of all its Services, delist takes it out.
+func (l *Ledger) enlist(d *drain) {
+	for s := range d.services {
+		l.service(s).drains[d] = struct{}{}
+	}
+	d.rosterAt = 0
+}
+
+func (l *Ledger) delist(d *drain) {
+	for s := range d.services {
+		delete(l.service(s).drains, d)
+		l.prune(s)
+	}
+	d.agents, d.rosterAt, d.witness = nil, 0, nil
+}
+
+// owing returns the agents that may route the pod of d, in the order of their names: all that can owe it.
+func (l *Ledger) owing(d *drain) []*agent {
+	newest := l.everythingRev
+	for s := range d.services {
+		if of := l.services[s]; of != nil {
+			newest = max(newest, of.rev)
+		}
+	}
+	if d.rosterAt != 0 && newest <= d.rosterAt {
+		return d.agents
+	}
+	d.agents = slices.AppendSeq(d.agents[:0], maps.Keys(l.everything))
+	for s := range d.services {
+		if of := l.services[s]; of != nil {
+			d.agents = slices.AppendSeq(d.agents, maps.Keys(of.agents))
+		}
+	}
+	slices.SortFunc(d.agents, func(a, b *agent) int { return cmp.Or(cmp.Compare(a.name, b.name), cmp.Compare(a.id, b.id)) })
+	d.agents = slices.Compact(d.agents) // one that routes several of the Services
+	d.rosterAt = l.rosterRev
+	return d.agents
+}
+
 // routes says whether a may route the pod of d, as far as is known: an agent that has not declared may route everything, except
-// that its label may say that it only follows.
+// that its label may say that it only follows. One that has left routes nothing.
 func (l *Ledger) routes(a *agent, d *drain) bool {
+	if a.left {
+		return false
+	}
 	if !a.declared {
 		return a.label != LabelFollowing
 	}
@@ -499,8 +807,13 @@ func (l *Ledger) deadline(d *drain) time.Time {
 	return later(d.since.Add(l.times.Deadline), d.begun.Add(l.times.Hold))
 }
 
-// status derives everything from what is known at now.
+// status derives everything from what is known at now, once what the deadline does to others is done.
 func (l *Ledger) status(now time.Time, d *drain) Status {
+	l.expire(now, d)
+	return l.derive(now, d)
+}
+
+func (l *Ledger) derive(now time.Time, d *drain) Status {
 	s := Status{Pod: d.pod, Since: d.since, Begun: d.begun, Deadline: l.deadline(d)}
 	if !d.open {
 		s.Phase, s.Reason = Closed, d.reason
@@ -512,7 +825,8 @@ func (l *Ledger) status(now time.Time, d *drain) Status {
 		}
 	}
 	least := Idle
-	for _, a := range l.agents {
+	var waiting []*agent
+	for _, a := range l.owing(d) {
 		owes, until := l.owes(now, a, d)
 		if !until.IsZero() {
 			recheck(until)
@@ -520,18 +834,23 @@ func (l *Ledger) status(now time.Time, d *drain) Status {
 		if !owes {
 			continue
 		}
-		s.Owed++
 		state := StateUnknown
 		if r, ok := a.reports[d.pod.UID]; ok && r.Held && l.fresh(now, a, r) {
 			state = r.State
 			recheck(r.at.Add(l.times.Freshness + 1))
 		}
+		// What it owed when its time was up it owes still, so that the drain which suspended it names it.
+		if a.breaker.open && !d.expired && state < Idle {
+			s.Suspended = append(s.Suspended, Waiting{a.id, a.name, state, a.session != 0})
+			continue
+		}
+		s.Owed++
 		least = min(least, state)
 		if state < Idle {
 			s.Waiting = append(s.Waiting, Waiting{a.id, a.name, state, a.session != 0})
+			waiting = append(waiting, a)
 		}
 	}
-	slices.SortFunc(s.Waiting, func(a, b Waiting) int { return cmp.Or(cmp.Compare(a.Name, b.Name), cmp.Compare(a.Agent, b.Agent)) })
 	if least < Removed {
 		d.quiescingAt = time.Time{}
 	} else if d.quiescingAt.IsZero() {
@@ -539,8 +858,12 @@ func (l *Ledger) status(now time.Time, d *drain) Status {
 	}
 	recheck(s.Deadline)
 	switch {
+	case s.Owed == 0 && len(s.Suspended) > 0:
+		s.Phase, s.Reason = Released, Suspended
 	case s.Owed == 0:
 		s.Phase, s.Reason = Released, NoAgents
+	case d.queued && now.Before(s.Deadline):
+		s.Phase = Queued
 	case least == Idle:
 		s.Phase, s.Reason = Released, Acknowledged
 	case !now.Before(s.Deadline):
@@ -553,7 +876,36 @@ func (l *Ledger) status(now time.Time, d *drain) Status {
 	default:
 		s.Phase = Unrouting
 	}
+	d.phase, d.witness = s.Phase, witness(s, waiting)
 	return s
+}
+
+// witness chooses one of those whom s waits for that keeps it in its phase. The one in the middle: whether agents answer in the order
+// of their names or in none, it is the one that has just answered only a few times in each drain.
+func witness(s Status, waiting []*agent) *agent {
+	var blocking []*agent
+	for i, w := range s.Waiting {
+		if s.Phase == Unrouting && w.State < Removed || s.Phase == Quiescing {
+			blocking = append(blocking, waiting[i])
+		}
+	}
+	if len(blocking) == 0 {
+		return nil
+	}
+	return blocking[len(blocking)/2]
+}
+
+// matters reports whether what a says of d can change its phase.
+func matters(d *drain, a *agent, r Report) bool {
+	blocks := !r.Held || r.State < Removed
+	switch {
+	case d.witness == nil:
+		return true
+	case d.phase == Unrouting:
+		return a == d.witness && !blocks
+	default:
+		return blocks || a == d.witness && r.State == Idle
+	}
 }
 
 func (l *Ledger) change(d *drain) {
@@ -564,13 +916,33 @@ func (l *Ledger) change(d *drain) {
 	} else {
 		l.changes.MoveToFront(d.element)
 	}
+	l.touch(d)
+	for _, a := range l.owing(d) {
+		if a.session != 0 {
+			l.concerned[a] = struct{}{}
+		}
+	}
+}
+
+// touch notes that the status of d may have changed.
+func (l *Ledger) touch(d *drain) {
+	d.witness = nil
 	l.touched[d.pod.UID] = true
 }
 
-func (l *Ledger) touchAll() {
-	for uid, d := range l.drains {
-		if d.open {
-			l.touched[uid] = true
+// touchFor touches the drains that a may owe.
+func (l *Ledger) touchFor(a *agent) {
+	if a.inEverything {
+		for _, d := range l.drains {
+			if d.open {
+				l.touch(d)
+			}
+		}
+		return
+	}
+	for s := range a.indexed {
+		for d := range l.services[s].drains {
+			l.touch(d)
 		}
 	}
 }

@@ -629,3 +629,41 @@ func TestAnOlderClockDoesNotMoveANearerDeadlineBack(t *testing.T) {
 		t.Errorf("since moved by %s", after.Since.Sub(before.Since))
 	}
 }
+
+func TestLeave(t *testing.T) {
+	p := pod("a")
+	for name, c := range map[string]struct {
+		then func(w *world)
+		want string
+	}{
+		"no more":                   {func(*world) {}, "Released NoAgents"},
+		"its stream ends":           {func(w *world) { w.Disconnect(w.now, "one", w.sessions["one"]) }, "Released NoAgents"},
+		"it comes back, same life":  {func(w *world) { w.ConnectAs(w.now, "one", "boot-1") }, "Released NoAgents"},
+		"it comes back, other life": {func(w *world) { w.ConnectAs(w.now, "one", "boot-2") }, "Unrouting one:unknown"},
+		"it comes back, no name":    {func(w *world) { w.Connect(w.now, "one") }, "Unrouting one:unknown"},
+		"it declares again":         {func(w *world) { w.Declare("one", w.sessions["one"], routes(web)) }, "Unrouting one:unknown"},
+		"its pod is seen not ready": {func(w *world) { w.Expect(w.now, []Expected{{ID: "one"}}) }, "Released NoAgents"},
+		"another says so in its name": {func(w *world) {
+			w.ConnectAs(w.now, "one", "boot-2")
+			if w.Leave("one", w.sessions["two"]) || w.Leave("one", 0) || w.Leave("stranger", 1) {
+				w.Error("left by another's session")
+			}
+		}, "Unrouting one:unknown"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t)
+			w.Expect(w.now, []Expected{{ID: "one", Ready: true}})
+			w.sessions["one"], w.sessions["two"] = w.ConnectAs(w.now, "one", "boot-1"), w.Connect(w.now, "two")
+			w.Declare("one", w.sessions["one"], routes(web))
+			w.Declare("two", w.sessions["two"], nil)
+			w.Ask(w.now, p, []Service{web})
+			w.want(p, "Unrouting one:unknown")
+			w.Touched()
+			if !w.Leave("one", w.sessions["one"]) || !slices.Equal(w.Touched(), []UID{p.UID}) {
+				t.Error("nobody is woken")
+			}
+			c.then(w)
+			w.want(p, c.want)
+		})
+	}
+}

@@ -54,12 +54,15 @@ const (
 	Released
 	// Closed: the pod is dead, or the drain was abandoned.
 	Closed
+	// Queued: so many pods of one of its Services are being drained that this one has to wait before any agent is told. Comes before
+	// Unrouting, if at all, and may end as every phase does.
+	Queued
 )
 
 // String prints the phase as the metrics and messages name it.
 func (p Phase) String() string { return name(phaseNames[:], int(p)) }
 
-var phaseNames = [...]string{"Unknown", "Unrouting", "Quiescing", "Released", "Closed"}
+var phaseNames = [...]string{"Unknown", "Unrouting", "Quiescing", "Released", "Closed", "Queued"}
 
 // Reason says why a drain is Released or Closed.
 type Reason uint8
@@ -77,6 +80,8 @@ const (
 	NoAgents
 	// Dead: the pod is terminating or gone.
 	Dead
+	// Suspended: every agent that would owe this drain is suspended: it has let drain after drain expire.
+	Suspended
 	// Abandoned: nobody asks for the deletion any more and the pod lives.
 	Abandoned
 )
@@ -84,10 +89,10 @@ const (
 // String prints the reason as the metrics and messages name it.
 func (r Reason) String() string { return name(reasonNames[:], int(r)) }
 
-var reasonNames = [...]string{"None", "Acknowledged", "IdleBound", "Deadline", "NoAgents", "Dead", "Abandoned"}
+var reasonNames = [...]string{"None", "Acknowledged", "IdleBound", "Deadline", "NoAgents", "Dead", "Suspended", "Abandoned"}
 
 // Abnormal says whether people should be warned: the deletion went on without every gateway's word.
-func (r Reason) Abnormal() bool { return r == Deadline || r == IdleBound }
+func (r Reason) Abnormal() bool { return r == Deadline || r == IdleBound || r == Suspended }
 
 // State is what an agent says of one pod in its gateway.
 type State uint8

@@ -16,12 +16,14 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"maps"
 	"math/rand/v2"
 	"net/http"
 	"net/url"
 	"slices"
 	"strconv"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/lameduck-io/lameduck/pkg/drain"
@@ -74,6 +76,9 @@ type Client struct {
 	// Observer may be nil.
 	Observer Observer
 
+	// left says that Leave was called.
+	left atomic.Bool
+
 	mu        sync.Mutex
 	addresses []string
 	replicas  map[string]*replica
@@ -93,7 +98,12 @@ type replica struct {
 	// declared is guarded by client.mu: the present stream has had its answer.
 	declared bool
 
+	// saying is held, as a channel of size one is, by a declaration or a leave under way: which of the two a coordinator hears last decides.
+	saying chan struct{}
+
 	mu sync.Mutex
+	// session is that of the open stream, 0 without one.
+	session uint64
 	// released holds, while a declaration is under way, what the stream has released meanwhile.
 	released map[drain.UID]bool
 }
@@ -120,6 +130,45 @@ func (c *Client) Wake() {
 	}
 }
 
+// Leave tells every replica that the gateway accepts nothing any more, for good, so that no deletion waits for this agent. Call it when
+// that is so and not before: an agent that is told to stop outlives its gateway. Streams that are open go on, for what is
+// buried, until Run ends; none is opened any more. A replica that is not reached finds out by itself when this agent's pod is no
+// longer ready. Leave returns what went wrong, after 5 s at most, and no error needs to be acted on.
+func (c *Client) Leave(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, postTimeout)
+	defer cancel()
+	c.mu.Lock()
+	c.left.Store(true)
+	replicas := slices.Collect(maps.Values(c.replicas))
+	c.mu.Unlock()
+	errs := make([]error, len(replicas))
+	var told sync.WaitGroup
+	for i, r := range replicas {
+		told.Go(func() { errs[i] = r.leave(ctx) })
+	}
+	told.Wait()
+	return errors.Join(errs...)
+}
+
+func (r *replica) leave(ctx context.Context) error {
+	select {
+	case r.saying <- struct{}{}:
+		defer func() { <-r.saying }()
+	case <-ctx.Done():
+		return fmt.Errorf("leave %s: %w", r.address, ctx.Err())
+	}
+	r.mu.Lock()
+	session := r.session
+	r.mu.Unlock()
+	if session == 0 {
+		return fmt.Errorf("leave %s: no stream is open", r.address)
+	}
+	if err := r.send(ctx, wire.LeavePath, wire.Leave{Session: session, Boot: r.client.Boot}, nil); err != nil {
+		return fmt.Errorf("leave %s: %w", r.address, err)
+	}
+	return nil
+}
+
 // Learned is closed once every replica known at one time has answered our declaration: all open drains are buried.
 func (c *Client) Learned() <-chan struct{} { return c.learned }
 
@@ -136,7 +185,7 @@ func (c *Client) Run(ctx context.Context) error {
 		for _, address := range c.addresses {
 			if c.replicas[address] == nil {
 				replicaCtx, cancel := context.WithCancel(ctx)
-				r := &replica{client: c, address: address, cancel: cancel, woken: make(chan struct{}, 1)}
+				r := &replica{client: c, address: address, cancel: cancel, woken: make(chan struct{}, 1), saying: make(chan struct{}, 1)}
 				c.replicas[address] = r
 				c.running.Go(func() { r.run(replicaCtx) })
 			}
@@ -162,7 +211,7 @@ func (c *Client) Run(ctx context.Context) error {
 
 func (r *replica) run(ctx context.Context) {
 	pause := pauseFirst
-	for ctx.Err() == nil {
+	for ctx.Err() == nil && !r.client.left.Load() {
 		began := time.Now()
 		err := r.stream(ctx)
 		r.setDeclared(false)
@@ -197,7 +246,7 @@ func (r *replica) stream(ctx context.Context) error {
 	watchdog := time.AfterFunc(helloTimeout, func() { lost(errSilent) })
 	defer watchdog.Stop()
 
-	request, err := r.request(ctx, http.MethodGet, wire.StreamPath+"?"+url.Values{"protocol": {strconv.Itoa(wire.Protocol)}}.Encode(), nil)
+	request, err := r.request(ctx, http.MethodGet, wire.StreamPath+"?"+url.Values{"protocol": {strconv.Itoa(wire.Protocol)}, "boot": {r.client.Boot}}.Encode(), nil)
 	if err != nil {
 		return err
 	}
@@ -229,6 +278,8 @@ func (r *replica) stream(ctx context.Context) error {
 	}
 	r.client.Log.Info("stream to coordinator opened", "address", r.address, "lease", hello.Lease.String(), "session", hello.Session)
 
+	r.setSession(hello.Session)
+	defer r.setSession(0)
 	synced, posted := make(chan struct{}), make(chan struct{})
 	go func() {
 		defer close(posted)
@@ -290,19 +341,11 @@ func (r *replica) receive(lines *lines, hello wire.Hello, heard, complete func()
 // post declares, and then reports whatever changed, until ctx is done or a post fails.
 func (r *replica) post(ctx context.Context, hello wire.Hello) error {
 	for settled := false; !settled; {
-		r.mu.Lock()
-		r.released = map[drain.UID]bool{}
-		r.mu.Unlock()
-		var declared wire.Declared
-		err := r.send(ctx, wire.DeclarationsPath, wire.Declaration{
-			Session: hello.Session, Gateway: r.client.Gateway, Routes: r.client.Routes,
-		}, &declared)
-		if err != nil {
+		var err error
+		if settled, err = r.declare(ctx, hello); err != nil {
 			return err
 		}
-		settled = r.bury(declared.Drains, hello)
 	}
-	r.setDeclared(true)
 
 	renewal := time.NewTicker(time.Duration(hello.RenewalMillis) * time.Millisecond / 2)
 	defer renewal.Stop()
@@ -337,6 +380,34 @@ func (r *replica) post(ctx context.Context, hello wire.Hello) error {
 			return nil
 		}
 	}
+}
+
+// declare says what the gateway routes, and buries what the coordinator answers. It reports false if that has to be done again. An agent
+// that has left declares nothing: it would be waited for again.
+func (r *replica) declare(ctx context.Context, hello wire.Hello) (settled bool, err error) {
+	select {
+	case r.saying <- struct{}{}:
+		defer func() { <-r.saying }()
+	case <-ctx.Done():
+		return true, nil
+	}
+	if r.client.left.Load() {
+		return true, nil
+	}
+	r.mu.Lock()
+	r.released = map[drain.UID]bool{}
+	r.mu.Unlock()
+	var declared wire.Declared
+	err = r.send(ctx, wire.DeclarationsPath, wire.Declaration{
+		Session: hello.Session, Gateway: r.client.Gateway, Routes: r.client.Routes,
+	}, &declared)
+	if err != nil {
+		return false, err
+	}
+	if settled = r.bury(declared.Drains, hello); settled {
+		r.setDeclared(true)
+	}
+	return settled, nil
 }
 
 // bury lays the tombstones of the answer to a declaration. It reports false if the stream has released one of them meanwhile: which
@@ -417,6 +488,12 @@ func (r *replica) request(ctx context.Context, method, path string, body io.Read
 	}
 	request.Header.Set("Authorization", "Bearer "+token)
 	return request, nil
+}
+
+func (r *replica) setSession(session uint64) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.session = session
 }
 
 func (r *replica) setDeclared(declared bool) {

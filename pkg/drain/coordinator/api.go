@@ -59,6 +59,7 @@ var routes = []route{
 	{http.MethodGet, wire.StreamPath, agents, (*Coordinator).stream},
 	{http.MethodPost, wire.DeclarationsPath, agents, (*Coordinator).declare},
 	{http.MethodPost, wire.ReportsPath, agents, (*Coordinator).report},
+	{http.MethodPost, wire.LeavePath, agents, (*Coordinator).leave},
 }
 
 // refusal is an error with an HTTP status.
@@ -219,6 +220,23 @@ func (c *Coordinator) report(_ http.ResponseWriter, r *http.Request, who Identit
 	return nil, nil
 }
 
+func (c *Coordinator) leave(_ http.ResponseWriter, r *http.Request, who Identity) (any, error) {
+	var said wire.Leave
+	if err := decode(r, &said); err != nil {
+		return nil, err
+	}
+	c.mu.Lock()
+	ok := c.ledger.Leave(who.Agent, said.Session)
+	c.settle()
+	c.connected()
+	c.unlock()
+	if !ok {
+		return nil, errStale
+	}
+	c.Log.Info("agent leaves: its gateway accepts nothing any more", "agent", who.Name, "id", who.Agent, "boot", said.Boot)
+	return nil, nil
+}
+
 // stream is one agent's open stream.
 type stream struct {
 	woken chan struct{}
@@ -243,16 +261,21 @@ func (c *Coordinator) stream(w http.ResponseWriter, r *http.Request, who Identit
 		c.mu.Unlock()
 		return nil, refusal{http.StatusServiceUnavailable, ErrStopping.Error()}
 	}
-	session := c.ledger.Connect(time.Now(), who.Agent)
+	session := c.ledger.ConnectAs(time.Now(), who.Agent, r.URL.Query().Get("boot"))
 	self := c.ledger.Self()
-	c.streams[s] = struct{}{}
-	c.settle() // wakes a former stream of this agent, which ends
+	if former := c.streams[who.Agent]; former != nil {
+		former.wake() // and it ends
+	}
+	c.streams[who.Agent] = s
+	c.settle()
 	c.connected()
 	c.unlock()
 	c.Log.Info("agent connected", "agent", who.Name, "id", who.Agent, "session", session, "address", r.RemoteAddr)
 	defer func() {
 		c.mu.Lock()
-		delete(c.streams, s)
+		if c.streams[who.Agent] == s {
+			delete(c.streams, who.Agent)
+		}
 		c.ledger.Disconnect(time.Now(), who.Agent, session)
 		c.settle()
 		c.connected()

@@ -9,6 +9,7 @@ package coordinator
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"sync"
 	"time"
@@ -46,6 +47,9 @@ type Pods interface {
 // already. The drain runs on.
 var ErrTooManyHolds = errors.New("too many deletions are held by this replica")
 
+// ErrTooManyOfOwner is the ErrTooManyHolds of a call whose pod's owner has as many as it may.
+var ErrTooManyOfOwner = fmt.Errorf("of one owner: %w", ErrTooManyHolds)
+
 // ErrStopping is returned by [Coordinator.Drain] for calls that wait when the coordinator stops, and after.
 var ErrStopping = errors.New("this replica is shutting down")
 
@@ -53,7 +57,10 @@ var ErrStopping = errors.New("this replica is shutting down")
 type Options struct {
 	// MaxHolds bounds the calls that wait at one time.
 	MaxHolds int
-	Pods     Pods
+	// MaxHoldsPerOwner bounds those that wait for pods of one owner, so that one rollout does not keep all others from being held. 0: no
+	// bound but MaxHolds.
+	MaxHoldsPerOwner int
+	Pods             Pods
 	// Authenticate tells who an agent is by its bearer token.
 	Authenticate Authenticator
 	Log          *slog.Logger
@@ -68,12 +75,13 @@ type Coordinator struct {
 	mu      sync.Mutex
 	ledger  *drain.Ledger
 	waiting map[drain.UID]chan struct{}
-	streams map[*stream]struct{}
+	// streams holds each agent's newest.
+	streams map[drain.AgentID]*stream
 	holds   int
+	// heldOf counts the holds of each owner that has any.
+	heldOf map[string]int
 	// phases holds the last phase that was written down of each open drain.
 	phases map[drain.UID]drain.Phase
-	// told is the ledger's revision at which the streams were last woken.
-	told uint64
 	// unsaid holds the transitions that unlock has to log.
 	unsaid  []func()
 	stop    chan struct{}
@@ -84,8 +92,9 @@ type Coordinator struct {
 func New(self drain.Lease, times drain.Times, o Options) *Coordinator {
 	return &Coordinator{
 		Options: o, times: times, ledger: drain.NewLedger(self, times),
-		waiting: map[drain.UID]chan struct{}{}, streams: map[*stream]struct{}{}, phases: map[drain.UID]drain.Phase{},
-		stop: make(chan struct{}),
+		waiting: map[drain.UID]chan struct{}{}, streams: map[drain.AgentID]*stream{}, phases: map[drain.UID]drain.Phase{},
+		heldOf: map[string]int{},
+		stop:   make(chan struct{}),
 	}
 }
 
@@ -142,13 +151,36 @@ func (c *Coordinator) look(ctx context.Context) {
 	}
 }
 
-// Drain opens a drain of pod or joins the open one, and waits until it is released, closed, or until comes; the status that it
+// Request is what a call asks of a coordinator.
+type Request struct {
+	Pod drain.Pod
+	// Owner names what made the pod, such as "ReplicaSet/uid". Empty: nothing, and then no owner's bound applies.
+	Owner string
+	// Targets are the Services that list the pod, with their usable targets.
+	Targets []drain.Targets
+}
+
+// Drain is [Coordinator.DrainFor] of a pod without owner, in Services whose targets are not known.
+func (c *Coordinator) Drain(ctx context.Context, pod drain.Pod, services []drain.Service, until time.Time) (status drain.Status, held bool, err error) {
+	return c.DrainFor(ctx, Request{Pod: pod, Targets: targetsOf(services)}, until)
+}
+
+func targetsOf(services []drain.Service) []drain.Targets {
+	targets := make([]drain.Targets, len(services))
+	for i, s := range services {
+		targets[i].Service = s
+	}
+	return targets
+}
+
+// DrainFor opens a drain of a pod or joins the open one, and waits until it is released, closed, or until comes; the status that it
 // returns is that of this moment. With an error (ErrTooManyHolds, ErrStopping, the context's) the status is good too, and the
 // drain runs on: the caller must not take it for an answer to allow.
-func (c *Coordinator) Drain(ctx context.Context, pod drain.Pod, services []drain.Service, until time.Time) (status drain.Status, held bool, err error) {
+func (c *Coordinator) DrainFor(ctx context.Context, request Request, until time.Time) (status drain.Status, held bool, err error) {
+	pod := request.Pod
 	c.mu.Lock()
 	defer c.unlock()
-	status = c.ledger.Ask(time.Now(), pod, services)
+	status = c.ledger.AskBounded(time.Now(), pod, request.Targets)
 	c.settle()
 	c.observe(status)
 	c.ledger.Hold(pod.UID)
@@ -165,10 +197,17 @@ func (c *Coordinator) Drain(ctx context.Context, pod drain.Pod, services []drain
 	if c.holds >= c.MaxHolds {
 		return status, false, ErrTooManyHolds
 	}
+	if request.Owner != "" && c.MaxHoldsPerOwner > 0 && c.heldOf[request.Owner] >= c.MaxHoldsPerOwner {
+		return status, false, ErrTooManyOfOwner
+	}
 	c.holds++
+	c.heldOf[request.Owner]++
 	c.Metrics.holds.Inc()
 	defer func() {
 		c.holds--
+		if c.heldOf[request.Owner]--; c.heldOf[request.Owner] == 0 {
+			delete(c.heldOf, request.Owner)
+		}
 		c.Metrics.holds.Dec()
 	}()
 	for status.Waits() {
@@ -211,11 +250,16 @@ func (c *Coordinator) Drain(ctx context.Context, pod drain.Pod, services []drain
 	return status, true, nil
 }
 
-// Unroute asks agents to let go of a pod whose deletion does not wait. It never blocks.
+// Unroute is [Coordinator.UnrouteFor] of a pod in Services whose targets are not known.
 func (c *Coordinator) Unroute(pod drain.Pod, services []drain.Service) {
+	c.UnrouteFor(Request{Pod: pod, Targets: targetsOf(services)})
+}
+
+// UnrouteFor asks agents to let go of a pod whose deletion does not wait. It never blocks.
+func (c *Coordinator) UnrouteFor(request Request) {
 	c.mu.Lock()
 	defer c.unlock()
-	c.ledger.Ask(time.Now(), pod, services)
+	c.ledger.AskBounded(time.Now(), request.Pod, request.Targets)
 	c.settle()
 }
 
@@ -235,6 +279,7 @@ func (c *Coordinator) Expect(expected []drain.Expected) {
 	n, missing := c.ledger.Expecting()
 	c.Metrics.agents.WithLabelValues("expected").Set(float64(n))
 	c.Metrics.agents.WithLabelValues("missing").Set(float64(missing))
+	c.Metrics.agents.WithLabelValues("suspended").Set(float64(c.ledger.Suspended()))
 	c.settle()
 }
 
@@ -265,6 +310,13 @@ func (c *Coordinator) Draining(uids []drain.UID) map[drain.UID]time.Time {
 	return open
 }
 
+// Queued reports whether the open drain of uid waits for room in one of its Services, so that the pod is still routed.
+func (c *Coordinator) Queued(uid drain.UID) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.ledger.Queued(uid)
+}
+
 // Refused returns how many drains of uid were allowed in the last window although the pod lives on.
 func (c *Coordinator) Refused(uid drain.UID, window time.Duration) int {
 	c.mu.Lock()
@@ -274,21 +326,29 @@ func (c *Coordinator) Refused(uid drain.UID, window time.Duration) int {
 
 // settle, called with the lock after every change, writes down transitions and wakes those whom they may concern.
 func (c *Coordinator) settle() {
-	touched := c.ledger.Touched()
-	if len(touched) == 0 {
-		return
-	}
-	now := time.Now()
-	for _, uid := range touched {
-		c.observe(c.ledger.Status(now, uid))
-		if changed := c.waiting[uid]; changed != nil {
-			close(changed)
-			delete(c.waiting, uid)
+	// To look at one drain may concern others: an agent is suspended by the end of one, and is waited for by none.
+	for touched := c.ledger.Touched(); len(touched) > 0; touched = c.ledger.Touched() {
+		now := time.Now()
+		for _, uid := range touched {
+			c.observe(c.ledger.Status(now, uid))
+			if changed := c.waiting[uid]; changed != nil {
+				close(changed)
+				delete(c.waiting, uid)
+			}
 		}
 	}
-	if revision := c.ledger.Revision(); revision != c.told {
-		c.told = revision
-		for s := range c.streams {
+	for _, s := range c.ledger.Suspensions() {
+		c.Metrics.agents.WithLabelValues("suspended").Set(float64(c.ledger.Suspended()))
+		c.unsaid = append(c.unsaid, func() {
+			if s.Over {
+				c.Log.Info("agent is waited for again", "agent", s.Name, "id", s.Agent, "acknowledged", s.Acknowledged)
+				return
+			}
+			c.Log.Error("agent is suspended: it let one drain after the other expire, and is no longer waited for", "agent", s.Name, "id", s.Agent)
+		})
+	}
+	for _, id := range c.ledger.Concerned() {
+		if s := c.streams[id]; s != nil {
 			s.wake()
 		}
 	}
@@ -324,7 +384,8 @@ func (c *Coordinator) observe(s drain.Status) {
 	c.Metrics.phase.WithLabelValues(s.Phase.String(), s.Reason.String()).Observe(took.Seconds())
 	c.unsaid = append(c.unsaid, func() {
 		c.Log.Info("drain", "pod", s.Pod.String(), "uid", s.Pod.UID, "phase", s.Phase.String(), "reason", s.Reason.String(),
-			"sinceSeconds", took.Seconds(), "owed", s.Owed, "waitingFor", names(s.Waiting))
+			"sinceSeconds", took.Seconds(), "owed", s.Owed, "waitingFor", names(s.Waiting),
+			"suspended", names(s.Suspended))
 	})
 }
 

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"log/slog"
 	"slices"
+	"strings"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -524,5 +525,174 @@ func TestRunWaitsForNothingAtItsEnd(t *testing.T) {
 			t.Errorf("the end took %s", took)
 		}
 		answered(t, held, "Unrouting None held=true after 0s: this replica is shutting down")
+	})
+}
+
+// Without this, each deletion waits up to the deadline for agents whose gateways have gone.
+func TestAnAgentThatLeavesIsOwedNothing(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNetwork(t)
+		a, b := n.replica("replica-0", "a"), n.replica("replica-1", "b")
+		for _, r := range []*replica{a, b} {
+			r.Expect([]drain.Expected{{ID: "one", Name: "edge/one", Ready: true}, {ID: "two", Name: "edge/two", Ready: true}})
+		}
+		one := n.agent("one", []drain.Service{web}, "replica-0", "replica-1")
+		two := n.agent("two", []drain.Service{web}, "replica-0", "replica-1")
+		p := pod("a")
+		held := a.hold(p, web)
+		two.say(p, drain.Idle)
+		stillHeld(t, held)
+		if err := one.Leave(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		answered(t, held, "Released Acknowledged held=true after 0s")
+		held = b.hold(pod("b"), web)
+		two.say(pod("b"), drain.Idle)
+		answered(t, held, "Released Acknowledged held=true after 0s")
+		// Its streams go on, and when they break it does not come back and declare.
+		if _, ended := one.streams(); ended != 0 {
+			t.Errorf("%d streams have ended", ended)
+		}
+		n.cut("replica-0")
+		time.Sleep(3 * time.Second)
+		if opened, _ := one.streams(); opened != 2 {
+			t.Errorf("%d streams were opened", opened)
+		}
+		if _, missing := a.Expecting(); missing != 0 {
+			t.Errorf("%d agents are missing", missing)
+		}
+		held = a.hold(pod("c"), web)
+		two.say(pod("c"), drain.Idle)
+		answered(t, held, "Released Acknowledged held=true after 0s")
+		// It declares again.
+		again := n.agent("one", []drain.Service{web}, "replica-0")
+		held = a.hold(pod("d"), web)
+		two.say(pod("d"), drain.Idle)
+		stillHeld(t, held)
+		again.say(pod("d"), drain.Idle)
+		answered(t, held, "Released Acknowledged held=true after 0s")
+	})
+}
+
+func TestLeaveTakesNoLongerThanItMay(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNetwork(t)
+		n.replica("replica-0", "a")
+		one := n.agent("one", []drain.Service{web}, "replica-0", "replica-1")
+		n.swallow("replica-0")
+		began := time.Now()
+		err := one.Leave(t.Context())
+		if took := time.Since(began); err == nil || took > 5*time.Second || !strings.Contains(err.Error(), "leave http://replica-1:9444: no stream is open") {
+			t.Errorf("%v after %s", err, took)
+		}
+	})
+}
+
+// Without this, the rollout of one Deployment with many pods takes every hold, and the pods of all others are refused at once.
+func TestTooManyHoldsOfOneOwner(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNetwork(t)
+		r := n.replica("replica-0", "a", func(o *Options) { o.MaxHolds, o.MaxHoldsPerOwner = 4, 2 })
+		one := n.agent("one", []drain.Service{web}, "replica-0")
+		hold := func(name, owner string) <-chan answer {
+			answers := make(chan answer, 1)
+			began := time.Now()
+			go func() {
+				var a answer
+				a.Status, a.held, a.err = r.DrainFor(t.Context(), Request{Pod: pod(name), Owner: owner, Targets: targetsOf([]drain.Service{web})}, began.Add(2*time.Second))
+				a.took = time.Since(began)
+				answers <- a
+			}()
+			synctest.Wait()
+			return answers
+		}
+		first := hold("a", "ReplicaSet/1")
+		hold("b", "ReplicaSet/1")
+		refused := taken(t, hold("c", "ReplicaSet/1"))
+		if !errors.Is(refused.err, ErrTooManyHolds) || !errors.Is(refused.err, ErrTooManyOfOwner) || refused.held {
+			t.Errorf("the third of one owner: %s", refused)
+		}
+		if one.stones.holders(pod("c")) == "" {
+			t.Error("its drain does not run on")
+		}
+		stillHeld(t, hold("d", "ReplicaSet/2"))
+		stillHeld(t, hold("e", ""))
+		if a := taken(t, hold("f", "ReplicaSet/2")); !errors.Is(a.err, ErrTooManyHolds) || errors.Is(a.err, ErrTooManyOfOwner) {
+			t.Errorf("the fifth of the replica: %s", a)
+		}
+		one.say(pod("a"), drain.Idle)
+		answered(t, first, "Released Acknowledged held=true after 0s")
+		again := hold("c", "ReplicaSet/1")
+		stillHeld(t, again)
+		time.Sleep(2 * time.Second)
+		answered(t, again, "Unrouting None held=true after 2s")
+		if len(r.heldOf) != 0 || r.holds != 0 {
+			t.Errorf("%d holds, of owners %v, are counted at the end", r.holds, r.heldOf)
+		}
+	})
+}
+
+func TestAQueuedDrainIsHeldAndTakesItsTurn(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNetwork(t)
+		r := n.replica("replica-0", "a")
+		one := n.agent("one", []drain.Service{web}, "replica-0")
+		targets := []drain.Targets{{Service: web, Usable: []drain.UID{"uid-a", "uid-b"}}}
+		r.UnrouteFor(Request{Pod: pod("a"), Targets: targets})
+		synctest.Wait()
+		held := make(chan answer, 1)
+		go func() {
+			var a answer
+			began := time.Now()
+			a.Status, a.held, a.err = r.DrainFor(t.Context(), Request{Pod: pod("b"), Targets: targets}, began.Add(2*time.Second))
+			a.took = time.Since(began)
+			held <- a
+		}()
+		stillHeld(t, held)
+		if one.stones.holders(pod("b")) != "" || !r.Queued("uid-b") || r.metric("lameduck_drains", "Queued") != 1 {
+			t.Error("it does not wait for room")
+		}
+		time.Sleep(time.Second)
+		r.Gone("uid-a")
+		synctest.Wait()
+		if one.stones.holders(pod("b")) == "" || r.metric("lameduck_drains", "Queued") != 0 {
+			t.Error("there is room, and the agent is not told")
+		}
+		one.say(pod("b"), drain.Idle)
+		answered(t, held, "Released Acknowledged held=true after 1s")
+	})
+}
+
+// Another pod of the Service is ready, and a gateway does not route it yet: it keeps this one, and the deletion waits for that.
+func TestAGatewayThatKeepsItsLastTargetHoldsTheDeletion(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNetwork(t)
+		r := n.replica("replica-0", "a")
+		late := n.agent("late", []drain.Service{web}, "replica-0")
+		two := n.agent("two", []drain.Service{web}, "replica-0")
+		held := r.hold(pod("a"), web)
+		two.say(pod("a"), drain.Idle)
+		late.say(pod("a"), drain.Kept)
+		stillHeld(t, held)
+		time.Sleep(2 * time.Second)
+		a := taken(t, held)
+		if len(a.Waiting) != 1 || a.Waiting[0] != (drain.Waiting{Agent: "late", Name: "late", State: drain.Kept, Connected: true}) {
+			t.Errorf("waiting for %+v", a.Waiting)
+		}
+		held = r.hold(pod("a"), web)
+		late.say(pod("a"), drain.Idle)
+		answered(t, held, "Released Acknowledged held=true after 0s")
+
+		// If it never does, time releases as ever, and says who kept it.
+		r.hold(pod("b"), web)
+		two.say(pod("b"), drain.Idle)
+		late.say(pod("b"), drain.Kept)
+		time.Sleep(29 * time.Second)
+		held = r.hold(pod("b"), web)
+		time.Sleep(time.Second)
+		a = taken(t, held)
+		if a.Reason != drain.Deadline || len(a.Waiting) != 1 || a.Waiting[0].State != drain.Kept {
+			t.Errorf("%s, waiting for %+v", a, a.Waiting)
+		}
 	})
 }

@@ -31,7 +31,7 @@ func NewMetrics(r prometheus.Registerer) *Metrics {
 			Buckets: []float64{.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2, 4, 8, 15, 30, 60},
 		}, []string{"phase", "reason"}),
 		agents: prometheus.NewGaugeVec(prometheus.GaugeOpts{
-			Name: "lameduck_agents", Help: "Agents by state: expected (the API says they exist), missing (expected and not connected here), connected.",
+			Name: "lameduck_agents", Help: "Agents by state: expected (the API says they exist), missing (expected and not connected here), connected, suspended (not waited for, since they let drains expire).",
 		}, []string{"state"}),
 		reports: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "lameduck_reports_total", Help: "Reports received from agents, by the state they tell.",
@@ -41,16 +41,16 @@ func NewMetrics(r prometheus.Registerer) *Metrics {
 		}, []string{"path", "code"}),
 	}
 	r.MustRegister(m.holds, m.drains, m.phase, m.agents, m.reports, m.api)
-	for _, p := range []drain.Phase{drain.Unrouting, drain.Quiescing, drain.Released} {
+	for _, p := range []drain.Phase{drain.Queued, drain.Unrouting, drain.Quiescing, drain.Released} {
 		m.drains.WithLabelValues(p.String())
 	}
-	for _, s := range []string{"expected", "missing", "connected"} {
+	for _, s := range []string{"expected", "missing", "connected", "suspended"} {
 		m.agents.WithLabelValues(s)
 	}
 	for s := drain.StateUnknown; s <= drain.Idle; s++ {
 		m.reports.WithLabelValues(s.String())
 	}
-	for _, r := range []drain.Reason{drain.Acknowledged, drain.IdleBound, drain.Deadline, drain.NoAgents} {
+	for _, r := range []drain.Reason{drain.Acknowledged, drain.IdleBound, drain.Deadline, drain.NoAgents, drain.Suspended} {
 		m.phase.WithLabelValues(drain.Released.String(), r.String())
 	}
 	return m

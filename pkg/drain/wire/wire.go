@@ -23,6 +23,8 @@ const (
 	StreamPath = "/v1/stream"
 	// DeclarationsPath takes a POST of Declaration and answers Declared.
 	DeclarationsPath = "/v1/declarations"
+	// LeavePath takes a POST of Leave and answers 204.
+	LeavePath = "/v1/leave"
 	// ReportsPath takes a POST of Reports and answers 204.
 	ReportsPath = "/v1/reports"
 )
@@ -86,6 +88,13 @@ type Reports struct {
 	// Boot names the life of the agent's process.
 	Boot    string         `json:"boot"`
 	Reports []drain.Report `json:"reports"`
+}
+
+// Leave says that the agent's gateway accepts nothing any more, for good: nobody needs to wait for it. It holds until the agent
+// declares again or connects in another life.
+type Leave struct {
+	Session uint64 `json:"session"`
+	Boot    string `json:"boot"`
 }
 
 // Error is the body of every answer that is not a success.

@@ -1,0 +1,135 @@
+package drain
+
+import (
+	"cmp"
+	"slices"
+	"time"
+)
+
+// strikesOut is how many drains in a row an agent lets expire before it is suspended.
+const strikesOut = 3
+
+// breaker is what keeps an agent that does not answer from delaying every deletion by the whole deadline.
+//
+// A strike is a drain that ended by its deadline while the agent owed it and had said neither Removed nor Idle. Three in a row open the
+// breaker: the agent is suspended, which means that it is told of drains and not waited for. An acknowledgement in time, of any
+// drain, wipes the strikes out and ends the suspension.
+//
+// In a row means one after the other. Drains that expire at one moment are one failure seen many times, and so are those that overlap: a
+// drain counts only if it was begun here after the last one that counted had expired, so that to be suspended takes three whole
+// deadlines of silence, whether one pod is deleted or a hundred. Nor does a drain count for which the agent was not given at least half a
+// deadline: one that this replica met late, one that goes on with the little time that an abandoned one has left, or one that was
+// older than the agent.
+//
+// What does not count: Kept, which is an answer, and Removed without Idle, which is the clients' doing. What does not reset: a new
+// session and a new life of the agent. One that crashes every twenty seconds answers nothing either.
+//
+// Silence may be ours. Where most of the agents that the API lists have no stream here, it is this replica that is cut off, and
+// agents without a stream are not suspended: drains wait for the deadline, and another replica may hear what this one cannot. An
+// agent that is connected and does not answer is suspended even if it is the only one, and even if all are: the drains are then released
+// with the reason Suspended, which people are warned of.
+//
+// A suspended agent that recovers may find no drain that stays open long enough to be acknowledged, since nobody waits. So the
+// breaker closes by half after the memory bound: the agent is waited for again, and one more strike suspends it again.
+type breaker struct {
+	strikes int
+	// struckAt is when the drain of the last strike expired.
+	struckAt time.Time
+	// open means suspended.
+	open bool
+}
+
+// Suspension says that an agent was suspended, or, if Over, that it is waited for again.
+type Suspension struct {
+	Agent AgentID
+	Name  string
+	Over  bool
+	// Acknowledged says that it is over because the agent acknowledged a drain in time. Otherwise it gets another chance.
+	Acknowledged bool
+}
+
+// Suspensions returns the agents that were suspended or are no longer, since it was last called.
+func (l *Ledger) Suspensions() []Suspension {
+	all := l.suspensions
+	l.suspensions = nil
+	// What happens at one moment happens in no order.
+	slices.SortStableFunc(all, func(a, b Suspension) int { return cmp.Compare(a.Agent, b.Agent) })
+	return all
+}
+
+// Suspended returns how many agents are suspended.
+func (l *Ledger) Suspended() int { return l.suspended }
+
+// expire notes who was silent when the deadline of d passed. It does so once for each drain, and before anything else that
+// happens after the deadline: a late acknowledgement does not undo that the deletion had to go on without.
+func (l *Ledger) expire(now time.Time, d *drain) {
+	if !d.open || d.expired || now.Before(l.deadline(d)) {
+		return
+	}
+	s := l.derive(now, d)
+	d.expired = true
+	if s.Reason != Deadline {
+		return
+	}
+	l.touch(d)
+	for _, w := range s.Waiting {
+		// Of a drain that is queued nobody was told.
+		if !d.queued && w.State < Removed && w.State != Kept {
+			l.strike(l.agents[w.Agent], d)
+		}
+	}
+}
+
+// strike counts that a let d expire, if it is to be counted.
+func (l *Ledger) strike(a *agent, d *drain) {
+	over := l.deadline(d)
+	if over.Sub(later(d.begun, a.knownAt)) < l.times.Deadline/2 || d.begun.Before(a.breaker.struckAt) {
+		return
+	}
+	a.breaker.strikes++
+	a.breaker.struckAt = over
+	if a.breaker.strikes >= strikesOut && (a.session != 0 || l.hearsMost()) {
+		l.suspend(a, Suspension{Agent: a.id, Name: a.name})
+	}
+}
+
+// acknowledged notes that a acknowledged a drain in time.
+func (l *Ledger) acknowledged(a *agent) {
+	a.breaker.strikes = 0
+	if a.breaker.open {
+		l.suspend(a, Suspension{Agent: a.id, Name: a.name, Over: true, Acknowledged: true})
+	}
+}
+
+// readmit gives agents that were suspended long ago another chance.
+func (l *Ledger) readmit(now time.Time) {
+	if l.suspended == 0 {
+		return
+	}
+	for _, a := range l.agents {
+		if a.breaker.open && now.Sub(a.breaker.struckAt) >= l.times.Memory {
+			a.breaker.strikes = strikesOut - 1
+			l.suspend(a, Suspension{Agent: a.id, Name: a.name, Over: true})
+		}
+	}
+}
+
+func (l *Ledger) suspend(a *agent, what Suspension) {
+	a.breaker.open = !what.Over
+	if a.breaker.open {
+		l.suspended++
+	} else {
+		l.suspended--
+	}
+	l.suspensions = append(l.suspensions, what)
+	l.touchFor(a)
+}
+
+// hearsMost reports whether at least half of the agents that the API lists have a stream here.
+func (l *Ledger) hearsMost() bool {
+	expected, missing := l.Expecting()
+	return 2*missing <= expected
+}
+
+// acknowledges reports whether r says, of a tombstone of this replica, that the gateway has let go of the pod.
+func acknowledges(r Report) bool { return r.Held && r.State >= Removed }

@@ -1,0 +1,259 @@
+package drain
+
+import (
+	"fmt"
+	"slices"
+	"testing"
+	"time"
+)
+
+// expireOne opens a drain and lets its time pass; the agents in good acknowledge at once.
+func (w *world) expireOne(p Pod, good ...AgentID) {
+	w.Helper()
+	w.Ask(w.now, p, []Service{web})
+	for _, id := range good {
+		w.say(id, p, Idle)
+	}
+	for range 30 {
+		w.pass(time.Second)
+		w.Tick(w.now)
+		for _, id := range good {
+			w.say(id, p, Idle)
+		}
+	}
+	w.Gone(w.now, p.UID)
+}
+
+// suspensions lists what Suspensions tells, as "-agent" for a suspension, "+agent" for its end.
+func (w *world) suspensions() []string {
+	var all []string
+	for _, s := range w.Suspensions() {
+		sign := "-"
+		if s.Over {
+			sign = "+"
+		}
+		all = append(all, sign+string(s.Agent))
+	}
+	return all
+}
+
+func (w *world) wantSuspensions(want ...string) {
+	w.Helper()
+	if got := w.suspensions(); !slices.Equal(got, want) {
+		w.Fatalf("at %s: suspensions %q, want %q", w.now.Sub(t0), got, want)
+	}
+}
+
+func TestAnAgentThatLetsThreeDrainsExpireIsSuspended(t *testing.T) {
+	w := newWorld(t)
+	w.join("bad", web)
+	w.join("good", web)
+	w.expireOne(pod("a"), "good")
+	w.expireOne(pod("b"), "good")
+	w.wantSuspensions()
+	c := pod("c")
+	w.Ask(w.now, c, []Service{web})
+	later := pod("later")
+	w.pass(29 * time.Second)
+	w.Ask(w.now, later, []Service{web})
+	w.say("good", later, Idle)
+	w.want(later, "Unrouting bad:unknown")
+	w.say("good", c, Idle)
+	w.Touched()
+	w.pass(time.Second)
+	// The drain that suspends it names it, also when it is asked about again.
+	w.want(c, "Released Deadline bad:unknown")
+	w.want(c, "Released Deadline bad:unknown")
+	w.wantSuspensions("-bad")
+	// A drain that waited for it is released, and those who wait for that are woken.
+	w.want(later, "Released Acknowledged")
+	if got := w.Touched(); !slices.Contains(got, later.UID) {
+		t.Errorf("touched %v", got)
+	}
+	s := w.Status(w.now, later.UID)
+	if s.Owed != 1 || len(s.Suspended) != 1 || s.Suspended[0].Agent != "bad" {
+		t.Errorf("owed %d, suspended %v", s.Owed, s.Suspended)
+	}
+	// It is told of what comes.
+	d := pod("d")
+	w.Ask(w.now, d, []Service{web})
+	w.want(d, "Unrouting good:unknown")
+	if open, _, _ := w.Since("bad", 0); len(open) != 3 {
+		t.Errorf("told of %v", open)
+	}
+	// It acknowledges one in time, and is owed again.
+	w.pass(5 * time.Second)
+	w.say("bad", d, Removed)
+	w.wantSuspensions("+bad")
+	w.want(d, "Unrouting bad:removed good:unknown")
+	if w.Suspended() != 0 {
+		t.Error("still counted")
+	}
+	// It takes three again.
+	w.Gone(w.now, d.UID)
+	w.expireOne(pod("e"), "good")
+	w.expireOne(pod("f"), "good")
+	w.wantSuspensions()
+}
+
+func TestWhatIsAStrike(t *testing.T) {
+	others := func(w *world, n int, do func(p Pod)) {
+		for i := range n {
+			p := pod(fmt.Sprint("x", i))
+			w.Ask(w.now, p, []Service{web})
+			do(p)
+			for range 30 {
+				w.pass(time.Second)
+				w.Tick(w.now)
+			}
+			w.Gone(w.now, p.UID)
+		}
+	}
+	says := func(state State) func(w *world) {
+		return func(w *world) {
+			for i := range 4 {
+				p := pod(fmt.Sprint("x", i))
+				w.Ask(w.now, p, []Service{web})
+				for range 30 {
+					w.say("one", p, state)
+					w.pass(time.Second)
+					w.Tick(w.now)
+				}
+				w.Gone(w.now, p.UID)
+			}
+		}
+	}
+	for name, c := range map[string]struct {
+		do   func(w *world)
+		want []string
+	}{
+		"silence":                                {func(w *world) { others(w, 3, func(Pod) {}) }, []string{"-one"}},
+		"its gateway routes on":                  {says(Routing), []string{"-one"}},
+		"it cannot tell":                         {says(StateUnknown), []string{"-one"}},
+		"it keeps the last target":               {says(Kept), nil},
+		"requests run on":                        {says(Removed), nil},
+		"another agent was late":                 {func(w *world) { w.join("late", web); says(Idle)(w) }, []string{"-late"}},
+		"requests run on, and another is silent": {func(w *world) { w.join("other", web); says(Removed)(w) }, []string{"-other"}},
+		"an acknowledgement between": {func(w *world) {
+			others(w, 2, func(Pod) {})
+			others(w, 1, func(p Pod) { w.say("one", p, Idle) })
+			others(w, 2, func(Pod) {})
+		}, nil},
+		// Each takes the whole deadline, and yet it is one failure.
+		"a hundred at one moment": {func(w *world) {
+			for i := range 100 {
+				w.Ask(w.now, pod(fmt.Sprint(i)), []Service{web})
+			}
+			w.pass(30 * time.Second)
+			w.Tick(w.now)
+		}, nil},
+		"a drain each second, for 89 s": {func(w *world) {
+			for i := range 89 {
+				w.Ask(w.now, pod(fmt.Sprint(i)), []Service{web})
+				w.pass(time.Second)
+				w.Tick(w.now)
+			}
+		}, nil},
+		"a drain each second, for 91 s": {func(w *world) {
+			for i := range 91 {
+				w.Ask(w.now, pod(fmt.Sprint(i)), []Service{web})
+				w.pass(time.Second)
+				w.Tick(w.now)
+			}
+		}, []string{"-one"}},
+		"what is left of an abandoned drain": {func(w *world) {
+			p := pod("a")
+			for range 5 {
+				w.Ask(w.now, p, []Service{web})
+				w.Hold(p.UID)
+				w.pass(28 * time.Second)
+				w.Answered(w.now, p.UID, false)
+				w.pass(45 * time.Second)
+				w.Tick(w.now)
+				if !w.Alive(w.now, p.UID) {
+					w.Fatal("not abandoned")
+				}
+			}
+		}, nil},
+		"new sessions reset nothing": {func(w *world) {
+			for i := range 3 {
+				w.expireOne(pod(fmt.Sprint(i)))
+				w.join("one", web)
+			}
+		}, []string{"-one"}},
+		"a late acknowledgement": {func(w *world) {
+			for i := range 3 {
+				p := pod(fmt.Sprint(i))
+				w.Ask(w.now, p, []Service{web})
+				w.pass(30 * time.Second)
+				w.say("one", p, Idle) // before anybody looks
+				w.Gone(w.now, p.UID)
+			}
+		}, []string{"-one"}},
+		"the pod goes at the deadline, before anybody looks": {func(w *world) {
+			for i := range 3 {
+				p := pod(fmt.Sprint(i))
+				w.Ask(w.now, p, []Service{web})
+				w.pass(30 * time.Second)
+				w.Gone(w.now, p.UID)
+			}
+		}, []string{"-one"}},
+		"without a stream, most have one": {func(w *world) {
+			w.join("two", web)
+			w.Expect(w.now, []Expected{{ID: "one", Ready: true}, {ID: "two", Ready: true}})
+			w.Disconnect(w.now, "one", w.sessions["one"])
+			for i := range 3 {
+				w.expireOne(pod(fmt.Sprint(i)), "two")
+			}
+		}, []string{"-one"}},
+		// Then it is this replica that hears nothing.
+		"without a stream, and so are most": {func(w *world) {
+			w.join("two", web)
+			w.Expect(w.now, []Expected{{ID: "one", Ready: true}, {ID: "two", Ready: true}, {ID: "three", Ready: true, Label: LabelFollowing}})
+			w.Disconnect(w.now, "one", w.sessions["one"])
+			for i := range 5 {
+				w.expireOne(pod(fmt.Sprint(i)), "two")
+			}
+		}, nil},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t)
+			w.join("one", web)
+			c.do(w)
+			w.wantSuspensions(c.want...)
+		})
+	}
+}
+
+// A failure of all must be seen: deletions go on, and say why.
+func TestWhereAllAreSuspendedTheReasonSaysSo(t *testing.T) {
+	w := newWorld(t)
+	w.join("one", web)
+	w.join("two", web)
+	for i := range 3 {
+		w.expireOne(pod(fmt.Sprint(i)))
+	}
+	w.wantSuspensions("-one", "-two")
+	p := pod("p")
+	s := w.Ask(w.now, p, []Service{web})
+	if line(s) != "Released Suspended" || !s.Reason.Abnormal() || s.Owed != 0 || len(s.Suspended) != 2 {
+		t.Fatalf("%s, owed %d, suspended %v", line(s), s.Owed, s.Suspended)
+	}
+	// They get another chance, and one more strike ends it.
+	w.Gone(w.now, p.UID)
+	w.pass(10*time.Minute - time.Second)
+	w.Tick(w.now)
+	w.wantSuspensions()
+	w.pass(time.Second)
+	w.Tick(w.now)
+	w.wantSuspensions("+one", "+two")
+	w.expireOne(pod("q"), "two")
+	w.wantSuspensions("-one")
+	// An agent that is no longer there is no longer counted.
+	w.Disconnect(w.now, "one", w.sessions["one"])
+	w.pass(20 * time.Second)
+	w.Tick(w.now)
+	if w.Suspended() != 0 {
+		t.Error("an agent that is gone is suspended")
+	}
+}

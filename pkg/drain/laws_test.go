@@ -1,0 +1,136 @@
+package drain
+
+import (
+	"cmp"
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"testing"
+	"time"
+)
+
+// What the ledger keeps so that an event costs only those whom it concerns must never show: the agents that an indexed drain owes are
+// those that a look at every agent finds, and whatever changes a drain's phase other than time names it in Touched, so that
+// those who wait for it are woken.
+func TestIndexesNeverShow(t *testing.T) {
+	for seed := range uint64(300) {
+		r := rand.New(rand.NewPCG(seed, 1))
+		w := newWorld(t)
+		services := []Service{web, api, {"shop", "db"}}
+		some := func() []Service {
+			return slices.DeleteFunc(slices.Clone(services), func(Service) bool { return r.IntN(2) == 0 })
+		}
+		for step := range 120 {
+			before := map[UID]Phase{}
+			for _, s := range w.All(w.now) {
+				before[s.Pod.UID] = s.Phase
+			}
+			w.Touched()
+			id := AgentID(fmt.Sprint("agent-", r.IntN(5)))
+			p := pod(fmt.Sprint(r.IntN(4)))
+			did := w.step(r, id, p, some)
+			touched := w.Touched()
+			for _, s := range w.All(w.now) {
+				d := w.drains[s.Pod.UID]
+				var slow []AgentID
+				for _, a := range w.agents {
+					if w.routes(a, d) {
+						slow = append(slow, a.id)
+					}
+				}
+				var quick []AgentID
+				for _, a := range w.owing(d) {
+					quick = append(quick, a.id)
+				}
+				slices.Sort(slow)
+				if slices.Sort(quick); !slices.Equal(slow, quick) {
+					t.Fatalf("seed %d step %d, %s: %s may be owed by %v, found %v", seed, step, did, s.Pod.UID, slow, quick)
+				}
+				if !slices.IsSortedFunc(s.Waiting, func(a, b Waiting) int { return cmp.Compare(a.Name, b.Name) }) {
+					t.Fatalf("seed %d step %d, %s: not in the order of names: %v", seed, step, did, s.Waiting)
+				}
+				if was, open := before[s.Pod.UID]; open && was != s.Phase && !slices.Contains(touched, s.Pod.UID) {
+					t.Fatalf("seed %d step %d, %s: %s went from %s to %s and is not touched", seed, step, did, s.Pod.UID, was, s.Phase)
+				}
+			}
+			for uid, by := range w.heard {
+				for a := range by {
+					if _, ok := a.reports[uid]; !ok || w.agents[a.id] != a {
+						t.Fatalf("seed %d step %d, %s: %s is heard of %s and has said nothing", seed, step, did, a.id, uid)
+					}
+				}
+			}
+			switch r.IntN(20) {
+			case 0:
+				w.pass(time.Minute)
+			case 1, 2, 3, 4, 5:
+				w.pass(time.Duration(r.IntN(4000)) * time.Millisecond)
+			}
+		}
+	}
+}
+
+// step does one thing at random and says what.
+func (w *world) step(r *rand.Rand, id AgentID, p Pod, some func() []Service) string {
+	session := w.sessions[id]
+	switch r.IntN(14) {
+	case 0:
+		w.sessions[id] = w.Connect(w.now, id)
+		return fmt.Sprintf("connect %s", id)
+	case 1:
+		w.Disconnect(w.now, id, session)
+		return fmt.Sprintf("disconnect %s", id)
+	case 2, 3:
+		declared := some()
+		w.Declare(id, session, routes(declared...))
+		return fmt.Sprintf("%s declares %v", id, declared)
+	case 4:
+		var expected []Expected
+		for i := range 5 {
+			if r.IntN(3) > 0 {
+				expected = append(expected, Expected{ID: AgentID(fmt.Sprint("agent-", i)), Name: fmt.Sprint("edge/", r.IntN(3)), Ready: r.IntN(2) == 0, Label: Label(r.IntN(3))})
+			}
+		}
+		w.Expect(w.now, expected)
+		return fmt.Sprintf("expect %v", expected)
+	case 5, 6:
+		listed := some()
+		w.Ask(w.now, p, listed)
+		return fmt.Sprintf("ask %s in %v", p.UID, listed)
+	case 7:
+		return fmt.Sprintf("gone %s: %t", p.UID, r.IntN(4) == 0 && w.Gone(w.now, p.UID))
+	case 8:
+		w.Tick(w.now)
+		return fmt.Sprintf("tick, alive %s: %t", p.UID, w.Alive(w.now, p.UID))
+	case 9:
+		return fmt.Sprintf("%s leaves: %t", id, w.Leave(id, session))
+	case 10:
+		w.sessions[id] = w.ConnectAs(w.now, id, fmt.Sprint("boot-", r.IntN(2)))
+		return fmt.Sprintf("connect %s", id)
+	default:
+		report := Report{UID: p.UID, State: State(r.IntN(5)), Held: r.IntN(5) > 0, Since: w.now}
+		w.Report(w.now, id, session, []Report{report})
+		return fmt.Sprintf("%s reports %v", id, report)
+	}
+}
+
+// Without this, a call that is held is not woken when a gateway begins to route the pod again while another still has requests.
+func TestAStepBackOfAnotherAgentIsTouched(t *testing.T) {
+	w := newWorld(t)
+	p := pod("a")
+	w.join("one", web)
+	w.join("two", web)
+	w.Ask(w.now, p, []Service{web})
+	w.say("one", p, Removed)
+	w.say("two", p, Idle)
+	w.want(p, "Quiescing one:removed")
+	w.Touched()
+	w.say("two", p, Removed)
+	if got := w.Touched(); got != nil {
+		t.Errorf("what changes no phase touched %v", got)
+	}
+	w.say("two", p, Routing)
+	if got := w.Touched(); !slices.Equal(got, []UID{p.UID}) {
+		t.Errorf("a step back touched %v", got)
+	}
+}

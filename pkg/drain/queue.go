@@ -1,0 +1,137 @@
+package drain
+
+import (
+	"cmp"
+	"slices"
+	"time"
+)
+
+// Targets are the pods of a Service that can be used now: ready and not terminating, whether a drain of them is open or not.
+type Targets struct {
+	Service Service
+	// Usable is sorted, and not changed by anybody afterwards. Nil: not known, so that it bounds nothing.
+	Usable []UID
+}
+
+// A drain takes capacity from its Services before anything else does: the pod is still ready, no budget has been asked, and no
+// replacement was started. So that a door left open somewhere cannot empty a Service, at most half of a Service's usable targets
+// are unrouted at one time, and at least one. The drains that must wait for room are Queued: their clock runs, those who ask wait
+// or come again, and no agent hears of them.
+//
+// What takes room in a Service is a usable target of it that is unrouted by an open drain here, or by another replica's, as
+// far as agents have told: their reports name the pods, and the lists of usable targets tell whose they are. Replicas that are asked at
+// the same moment do not know of each other's drains yet, and may together go beyond the bound until the first of them close. A pod that
+// is not among the usable targets, or whose Services' targets are not known, needs no room.
+//
+// The oldest drain goes first. One that waits for room in one Service does not keep it free in another: a younger drain that has room
+// everywhere goes before it. No drain that is not queued ever becomes so: agents have been told.
+//
+// A queued drain ends like every other. Past its deadline the deletion is allowed; the gateways then follow the terminating endpoint as
+// they would without Lameduck, and no agent is blamed. It is not unrouted for that: it is the one who asks that is bounded.
+
+// AskBounded is [Ledger.Ask] for one who knows the targets of the Services: the drain is Queued while one of them has no room. What is
+// said of a Service's targets holds for all of its drains, until somebody says it anew.
+func (l *Ledger) AskBounded(now time.Time, pod Pod, targets []Targets) Status {
+	d := l.drains[pod.UID]
+	dead := d != nil && !d.open && d.reason == Dead // there will be no drain that needs to know
+	services := make([]Service, 0, len(targets))
+	for _, t := range targets {
+		services = append(services, t.Service)
+		if t.Usable != nil && !dead {
+			l.usable[t.Service] = t.Usable
+		}
+	}
+	return l.Ask(now, pod, services)
+}
+
+// admit unqueues the drains for which there is room, the oldest first.
+func (l *Ledger) admit(now time.Time) {
+	if len(l.queued) == 0 {
+		return
+	}
+	waiting := make([]*drain, 0, len(l.queued))
+	for d := range l.queued {
+		waiting = append(waiting, d)
+	}
+	slices.SortFunc(waiting, func(a, b *drain) int {
+		return cmp.Or(a.since.Compare(b.since), cmp.Compare(a.pod.UID, b.pod.UID))
+	})
+	room := map[Service]int{}
+	for _, d := range waiting {
+		full := false
+		for s := range d.services {
+			if !l.needsRoom(d, s) {
+				continue
+			}
+			if _, counted := room[s]; !counted {
+				room[s] = l.room(now, s)
+			}
+			full = full || room[s] <= 0
+		}
+		// What another replica has unrouted has taken its room already.
+		if !l.elsewhere(now, d.pod.UID) {
+			if full {
+				continue
+			}
+			for s := range d.services {
+				if l.needsRoom(d, s) {
+					room[s]--
+				}
+			}
+		}
+		d.queued = false
+		delete(l.queued, d)
+		l.change(d)
+	}
+}
+
+// needsRoom reports whether to unroute the pod of d takes a usable target from s.
+func (l *Ledger) needsRoom(d *drain, s Service) bool {
+	_, usable := slices.BinarySearch(l.usable[s], d.pod.UID)
+	return usable
+}
+
+// room returns how many more targets of s may be unrouted now. It may be negative.
+func (l *Ledger) room(now time.Time, s Service) int {
+	usable := l.usable[s]
+	room := max(1, len(usable)/2)
+	taken := func(uid UID) {
+		if _, usable := slices.BinarySearch(usable, uid); usable {
+			room--
+		}
+	}
+	of := l.services[s]
+	for d := range of.drains {
+		if !d.queued {
+			taken(d.pod.UID)
+		}
+	}
+	for uid := range l.heard {
+		d := l.drains[uid]
+		here := d != nil && d.open && !d.queued
+		if _, counted := of.drains[d]; here && counted {
+			continue
+		}
+		// Agents take a pod out of every Service, also of one that nobody has named to us.
+		if here || l.elsewhere(now, uid) {
+			taken(uid)
+		}
+	}
+	return room
+}
+
+// elsewhere reports whether an agent tells of another replica's tombstone on the pod.
+func (l *Ledger) elsewhere(now time.Time, uid UID) bool {
+	for a := range l.heard[uid] {
+		if r := a.reports[uid]; !r.Held && l.fresh(now, a, r) {
+			return true
+		}
+	}
+	return false
+}
+
+// Queued reports whether uid has an open drain that waits for room, so that its pod is still routed.
+func (l *Ledger) Queued(uid UID) bool {
+	d := l.drains[uid]
+	return d != nil && d.open && d.queued
+}

@@ -1,0 +1,347 @@
+package drain
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+)
+
+// usable are the targets of a Service, by the names of the pods.
+func usable(s Service, names ...string) Targets {
+	t := Targets{Service: s, Usable: []UID{}}
+	for _, name := range names {
+		t.Usable = append(t.Usable, pod(name).UID)
+	}
+	slices.Sort(t.Usable)
+	return t
+}
+
+// phases prints the open drains, oldest first, as "a:Unrouting b:Queued".
+func (w *world) phases() string {
+	var all []string
+	for _, s := range w.All(w.now) {
+		text := s.Pod.Name + ":" + s.Phase.String()
+		if s.Reason != ReasonNone {
+			text += "/" + s.Reason.String()
+		}
+		all = append(all, text)
+	}
+	return strings.Join(all, " ")
+}
+
+func (w *world) wantPhases(want string) {
+	w.Helper()
+	if got := w.phases(); got != want {
+		w.Fatalf("at %s: %q, want %q", w.now.Sub(t0), got, want)
+	}
+}
+
+// told lists the pods that an agent is told to let go of.
+func (w *world) told(id AgentID) string {
+	open, _, _ := w.Since(id, 0)
+	var names []string
+	for _, o := range open {
+		names = append(names, o.Pod.Name)
+	}
+	return strings.Join(names, " ")
+}
+
+func TestHalfOfAServiceIsDrainedAtOneTime(t *testing.T) {
+	w := newWorld(t)
+	w.join("one", web)
+	five := usable(web, "a", "b", "c", "d", "e")
+	for _, name := range []string{"a", "b", "c", "d"} {
+		w.AskBounded(w.now, pod(name), []Targets{five})
+		w.pass(time.Second)
+	}
+	w.wantPhases("a:Unrouting b:Unrouting c:Queued d:Queued")
+	if got := w.told("one"); got != "a b" {
+		t.Errorf("told of %q", got)
+	}
+	if open, _ := w.Declare("one", w.sessions["one"], routes(web)); len(open) != 2 {
+		t.Errorf("the answer to a declaration has %v", open)
+	}
+	if !w.Queued(pod("c").UID) || w.Queued(pod("a").UID) || w.Queued("stranger") {
+		t.Error("Queued is wrong")
+	}
+	if s := w.Status(w.now, pod("c").UID); !s.Waits() || s.Owed != 1 || !s.Deadline.Equal(t0.Add(32*time.Second)) {
+		t.Errorf("a queued drain: %+v", s)
+	}
+	// Acknowledged is still unrouted. There is room when the pod is known to go: it is no usable target any more.
+	w.say("one", pod("b"), Idle)
+	w.wantPhases("a:Unrouting b:Released/Acknowledged c:Queued d:Queued")
+	w.Touched()
+	w.Concerned()
+	w.Gone(w.now, pod("b").UID)
+	w.wantPhases("a:Unrouting c:Unrouting d:Queued")
+	if got := w.Touched(); !slices.Contains(got, pod("c").UID) {
+		t.Errorf("touched %v", got)
+	}
+	if got := w.Concerned(); !slices.Equal(got, []AgentID{"one"}) {
+		t.Errorf("concerned: %v", got)
+	}
+	if got := w.told("one"); got != "a c" {
+		t.Errorf("told of %q", got)
+	}
+	// Four are left, so two is right. A replacement makes no more room, a second one does.
+	w.AskBounded(w.now, pod("d"), []Targets{usable(web, "a", "c", "d", "e", "new")})
+	w.wantPhases("a:Unrouting c:Unrouting d:Queued")
+	w.AskBounded(w.now, pod("d"), []Targets{usable(web, "a", "c", "d", "e", "new", "new2")})
+	w.wantPhases("a:Unrouting c:Unrouting d:Unrouting")
+	// None that agents have been told of is queued, however few targets are left.
+	w.AskBounded(w.now, pod("e"), []Targets{usable(web, "a", "c", "d", "e")})
+	w.wantPhases("a:Unrouting c:Unrouting d:Unrouting e:Queued")
+}
+
+func TestWhatABoundIs(t *testing.T) {
+	for n, want := range map[int]int{1: 1, 2: 1, 3: 1, 4: 2, 5: 2, 10: 5} {
+		w := newWorld(t)
+		w.join("one", web)
+		var names []string
+		for i := range n {
+			names = append(names, fmt.Sprint("p", i))
+		}
+		for _, name := range names {
+			w.AskBounded(w.now, pod(name), []Targets{usable(web, names...)})
+		}
+		if got := strings.Count(w.phases(), "Unrouting"); got != want {
+			t.Errorf("%d of %d are unrouted, want %d", got, n, want)
+		}
+	}
+}
+
+func TestQueuedDrainsEndLikeEveryOther(t *testing.T) {
+	setup := func(t *testing.T) *world {
+		w := newWorld(t)
+		w.join("one", web)
+		w.AskBounded(w.now, pod("a"), []Targets{usable(web, "a", "b")})
+		w.AskBounded(w.now, pod("b"), []Targets{usable(web, "a", "b")})
+		w.wantPhases("a:Unrouting b:Queued")
+		return w
+	}
+	t.Run("deadline", func(t *testing.T) {
+		w := setup(t)
+		w.say("one", pod("a"), Idle)
+		w.pass(30*time.Second - 1)
+		if s := w.Status(w.now, pod("b").UID); s.Phase != Queued || !s.Recheck.Equal(s.Deadline) {
+			t.Errorf("%+v", s)
+		}
+		w.pass(1)
+		if got := w.Status(w.now, pod("b").UID); line(got) != "Released Deadline one:unknown" {
+			t.Error(line(got))
+		}
+		if w.agents["one"].breaker.strikes != 0 || w.told("one") != "a" {
+			t.Error("an agent is blamed for what it was not told, or told of it by its end")
+		}
+	})
+	t.Run("dead", func(t *testing.T) {
+		w := setup(t)
+		w.Gone(w.now, pod("b").UID)
+		w.wantPhases("a:Unrouting")
+		if _, released, _ := w.Since("one", 0); len(released) != 1 || !released[0].Dead {
+			t.Errorf("released %v", released)
+		}
+		w.Gone(w.now, pod("a").UID)
+		w.pass(10 * time.Minute)
+		w.Tick(w.now)
+		if len(w.queued)+len(w.usable)+len(w.drains) != 0 {
+			t.Error("something is kept")
+		}
+		w.AskBounded(w.now, pod("c"), []Targets{usable(web, "c", "d")})
+		w.wantPhases("c:Unrouting")
+	})
+	t.Run("abandoned, and asked for again", func(t *testing.T) {
+		w := setup(t)
+		w.Hold(pod("b").UID)
+		w.Answered(w.now, pod("b").UID, false)
+		w.pass(10 * time.Second)
+		w.Hold(pod("a").UID)
+		w.Answered(w.now, pod("a").UID, false)
+		w.pass(35 * time.Second)
+		if !w.Alive(w.now, pod("b").UID) {
+			t.Fatal("not abandoned")
+		}
+		w.AskBounded(w.now, pod("b"), []Targets{usable(web, "a", "b")})
+		w.wantPhases("a:Released/Deadline b:Queued")
+		if open, _ := w.Declare("one", w.sessions["one"], routes(web)); w.told("one") != "a" || len(open) != 1 {
+			t.Errorf("told of %q, and of %v when it declares", w.told("one"), open)
+		}
+		w.pass(10 * time.Second)
+		if !w.Alive(w.now, pod("a").UID) {
+			t.Fatal("not abandoned")
+		}
+		w.wantPhases("b:Unrouting")
+	})
+	t.Run("nobody owes it", func(t *testing.T) {
+		w := setup(t)
+		w.Declare("one", w.sessions["one"], routes(api))
+		w.wantPhases("a:Released/NoAgents b:Released/NoAgents")
+	})
+	t.Run("a dead pod leaves nothing behind", func(t *testing.T) {
+		w := setup(t)
+		w.Gone(w.now, pod("a").UID)
+		w.Gone(w.now, pod("b").UID)
+		w.AskBounded(w.now, pod("b"), []Targets{usable(web, "b")})
+		if len(w.usable) != 0 {
+			t.Error("targets of a Service without drains are kept")
+		}
+	})
+}
+
+func TestWhoGoesNext(t *testing.T) {
+	w := newWorld(t)
+	w.join("one", web, api)
+	inWeb, inAPI := usable(web, "w1", "w2", "both"), usable(api, "a1", "a2", "both")
+	ask := func(name string, targets ...Targets) {
+		w.AskBounded(w.now, pod(name), targets)
+		w.pass(time.Second)
+	}
+	ask("w1", inWeb)
+	ask("a1", inAPI)
+	ask("both", inWeb, inAPI)
+	ask("w2", inWeb)
+	ask("a2", inAPI)
+	w.wantPhases("w1:Unrouting a1:Unrouting both:Queued w2:Queued a2:Queued")
+	// One that waits for both keeps no room free in either.
+	w.Gone(w.now, pod("w1").UID)
+	w.wantPhases("a1:Unrouting both:Queued w2:Unrouting a2:Queued")
+	w.Gone(w.now, pod("w2").UID)
+	w.wantPhases("a1:Unrouting both:Queued a2:Queued")
+	// Both have room: the oldest.
+	w.Gone(w.now, pod("a1").UID)
+	w.wantPhases("both:Unrouting a2:Queued")
+	w.Gone(w.now, pod("both").UID)
+	w.wantPhases("a2:Unrouting")
+}
+
+func TestWhatTakesNoRoom(t *testing.T) {
+	w := newWorld(t)
+	w.join("one", web, api)
+	w.AskBounded(w.now, pod("a"), []Targets{usable(web, "a", "b")})
+	// It is not ready, or its Service's targets are not known.
+	w.AskBounded(w.now, pod("unready"), []Targets{usable(web, "a", "b")})
+	w.Ask(w.now, pod("x"), []Service{api})
+	w.AskBounded(w.now, pod("y"), []Targets{{Service: api}})
+	w.wantPhases("a:Unrouting unready:Unrouting x:Unrouting y:Unrouting")
+	// It is found in a Service that is full, and is unrouted already.
+	w.AskBounded(w.now, pod("x"), []Targets{usable(web, "a", "b", "x")})
+	w.wantPhases("a:Unrouting unready:Unrouting x:Unrouting y:Unrouting")
+	// It takes room there from then on, and so would it if nobody had said so, as agents tell.
+	w.Gone(w.now, pod("a").UID)
+	w.AskBounded(w.now, pod("b"), []Targets{usable(web, "b", "x", "z")})
+	w.wantPhases("b:Queued unready:Unrouting x:Unrouting y:Unrouting")
+	w.Gone(w.now, pod("x").UID)
+	w.wantPhases("b:Unrouting unready:Unrouting y:Unrouting")
+	w.Gone(w.now, pod("b").UID)
+	w.say("one", pod("y"), Idle)
+	w.AskBounded(w.now, pod("c"), []Targets{usable(web, "c", "y", "z")})
+	if !w.Queued(pod("c").UID) {
+		t.Error("a pod that is unrouted for another Service takes no room")
+	}
+	// What is asked for without targets is bounded by those that are known: a door is a door.
+	w.Ask(w.now, pod("z"), []Service{web})
+	if !w.Queued(pod("z").UID) {
+		t.Error("who names no targets is not bounded")
+	}
+}
+
+// Replicas that do not talk to each other keep the bound together: agents tell each of the others' drains.
+func TestOtherReplicasDrainsTakeRoom(t *testing.T) {
+	w := newWorld(t)
+	w.join("one", web)
+	foreign := func(name string) {
+		w.Report(w.now, "one", w.sessions["one"], []Report{{UID: pod(name).UID, State: Idle, Proof: Runtime, Since: w.now}})
+	}
+	targets := usable(web, "a", "b", "c", "d")
+	foreign("a")
+	foreign("stranger")
+	w.say("one", pod("d"), Idle) // of a tombstone that this replica has never laid
+	w.AskBounded(w.now, pod("b"), []Targets{targets})
+	w.AskBounded(w.now, pod("c"), []Targets{targets})
+	w.wantPhases("b:Unrouting c:Queued")
+	// Another replica unroutes what is queued here: it costs no more room, and those who ask here wait for it.
+	w.Touched()
+	foreign("c")
+	w.wantPhases("b:Unrouting c:Unrouting")
+	if got := w.Touched(); !slices.Contains(got, pod("c").UID) {
+		t.Errorf("touched %v", got)
+	}
+	w.AskBounded(w.now, pod("d"), []Targets{targets})
+	w.wantPhases("b:Unrouting c:Unrouting d:Queued")
+	w.Gone(w.now, pod("b").UID)
+	w.wantPhases("c:Unrouting d:Queued")
+	// What an agent does not repeat is over there.
+	w.pass(15*time.Second + 1)
+	w.Tick(w.now)
+	w.wantPhases("c:Unrouting d:Unrouting")
+}
+
+// After whatever happens: no drain waits that has room, none goes while an older one of the same Services waits, and whoever is let in
+// finds no more than half of the targets unrouted.
+func TestTheBoundHolds(t *testing.T) {
+	all := []string{"a", "b", "c", "d", "e", "f", "g"}
+	for seed := range uint64(200) {
+		r := rand.New(rand.NewPCG(seed, 2))
+		w := newWorld(t)
+		w.join("one", web, api)
+		some := func(s Service) Targets {
+			return usable(s, slices.DeleteFunc(slices.Clone(all), func(string) bool { return r.IntN(3) == 0 })...)
+		}
+		for step := range 100 {
+			w.pass(time.Duration(r.IntN(1000)) * time.Millisecond)
+			was := map[UID]bool{}
+			for d := range w.queued {
+				was[d.pod.UID] = true
+			}
+			p := pod(all[r.IntN(len(all))])
+			p.UID += UID(fmt.Sprint("-", step/20))
+			var did string
+			switch r.IntN(5) {
+			case 0:
+				did = fmt.Sprint("gone ", p.UID, w.Gone(w.now, p.UID))
+			case 1:
+				w.Tick(w.now)
+				did = "tick"
+			case 2:
+				w.Report(w.now, "one", w.sessions["one"], []Report{{UID: p.UID, State: Idle, Proof: Runtime, Since: w.now}})
+				did = fmt.Sprint("elsewhere ", p.UID)
+			default:
+				var targets []Targets
+				for _, s := range []Service{web, api}[r.IntN(2):] {
+					t := some(s)
+					for i := range t.Usable {
+						t.Usable[i] += UID(fmt.Sprint("-", step/20))
+					}
+					targets = append(targets, t)
+				}
+				did = fmt.Sprint("ask ", p.UID, targets)
+				w.AskBounded(w.now, p, targets)
+				was[p.UID] = true
+			}
+			for _, s := range w.All(w.now) {
+				d := w.drains[s.Pod.UID]
+				for of := range d.services {
+					room := w.room(w.now, of)
+					switch {
+					case !w.needsRoom(d, of):
+					case !d.queued && was[d.pod.UID] && room < 0 && !w.elsewhere(w.now, d.pod.UID) && d.begun.Equal(w.now):
+						t.Fatalf("seed %d step %d, %s: %s was let in, and %s is beyond its bound by %d", seed, step, did, d.pod.UID, of, -room)
+					}
+				}
+				if !d.queued {
+					continue
+				}
+				full := false
+				for of := range d.services {
+					full = full || w.needsRoom(d, of) && w.room(w.now, of) <= 0
+				}
+				if !full || w.elsewhere(w.now, d.pod.UID) {
+					t.Fatalf("seed %d step %d, %s: %s waits and need not", seed, step, did, d.pod.UID)
+				}
+			}
+		}
+	}
+}
