@@ -13,6 +13,7 @@ import (
 
 	"k8s.io/apimachinery/pkg/util/validation"
 
+	"github.com/lameduck-io/lameduck/pkg/admission"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
@@ -22,6 +23,8 @@ type options struct {
 	namespace  string
 	replica    string
 	certDir    string
+	// secretFile holds the last segment of the admission path.
+	secretFile string
 	// The addresses of the three listeners. people serves metrics and probes without TLS.
 	admission, agents, people string
 	times                     drain.Times
@@ -40,6 +43,7 @@ func parse(args []string, getenv func(string) string, help io.Writer) (options, 
 	f.StringVar(&o.namespace, "namespace", getenv("POD_NAMESPACE"), "the namespace this runs in; pods there never wait (default $POD_NAMESPACE)")
 	f.StringVar(&o.replica, "replica", getenv("POD_NAME"), "the name of this replica, unique among all (default $POD_NAME)")
 	f.StringVar(&o.certDir, "cert-dir", "/etc/lameduck/tls", "directory with tls.crt and tls.key; read again when they change")
+	f.StringVar(&o.secretFile, "admission-secret-file", "/etc/lameduck/admission/secret", "file with the secret that ends the path of the webhook configuration, /v1/admit/<secret>; one a line, read again when it changes")
 	f.StringVar(&o.admission, "admission-address", ":9443", "host:port where the API server asks")
 	f.StringVar(&o.agents, "agents-address", ":9444", "host:port where agents connect")
 	f.StringVar(&o.people, "metrics-address", ":8080", "host:port of /metrics, /livez and /readyz, without TLS")
@@ -94,6 +98,9 @@ func (o options) check() error {
 	for _, name := range []string{"tls.crt", "tls.key"} {
 		_, err := os.Stat(filepath.Join(o.certDir, name))
 		must(err == nil, "--cert-dir %q: %v", o.certDir, err)
+	}
+	if err := admission.CheckSecretFile(o.secretFile); err != nil {
+		errs = append(errs, fmt.Errorf("--admission-secret-file %q: %w", o.secretFile, err))
 	}
 	if o.kubeconfig != "" {
 		_, err := os.Stat(o.kubeconfig)

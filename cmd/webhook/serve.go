@@ -40,8 +40,6 @@ import (
 )
 
 const (
-	// admissionPath is where the API server asks.
-	admissionPath = "/v1/admit"
 	// settle is how long after its start a replica without all its agents is not ready.
 	settle = 10 * time.Second
 	// shutdownGrace is how long requests that run at the end may take.
@@ -90,11 +88,16 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 	}
 	events := newEvents(kube, o.replica, log)
 	started := time.Now()
+	metrics := admission.NewMetrics(registry)
 	handler := &admission.Handler{
 		Cluster: &admission.Cluster{
 			Reader: known, Slices: index, Ledger: coord, Synced: watch.synced, Excluded: o.excluded, Started: started,
 		},
-		Times: o.times, Events: events, Log: log, Metrics: admission.NewMetrics(registry),
+		Times: o.times, Events: events, Log: log, Metrics: metrics,
+	}
+	door, err := admission.OpenDoor(o.secretFile, log, metrics)
+	if err != nil {
+		return err
 	}
 
 	certs, err := certwatcher.New(filepath.Join(o.certDir, "tls.crt"), filepath.Join(o.certDir, "tls.key"))
@@ -112,16 +115,15 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 	log.Info("started", "lease", self.String(), "admission", listeners[0].Addr().String(), "agents", listeners[1].Addr().String(),
 		"metrics", listeners[2].Addr().String(), "hold", o.times.Hold.String(), "deadline", o.times.Deadline.String())
 
-	admissionRoutes := mux.NewRouter()
-	admissionRoutes.Path(admissionPath).Handler(handler)
 	ready := func() error { return readiness(watch.synced(), coord, time.Since(started)) }
 	return serve.All(ctx,
 		serve.Task{Name: "cache", Run: known.Start},
 		serve.Task{Name: "certificates", Run: certs.Start},
+		serve.Task{Name: "door", Run: door.Run},
 		serve.Task{Name: "coordinator", Run: coord.Run},
 		serve.Task{Name: "roster", Run: roster.run},
 		serve.Task{Name: "events", Run: events.run},
-		serve.HTTP("admission", listeners[0], secure, admissionRoutes, shutdownGrace, coord.Stop),
+		serve.HTTP("admission", listeners[0], secure, door.Guard(handler), shutdownGrace, coord.Stop),
 		serve.HTTP("agents", listeners[1], secure, coord.Handler(), shutdownGrace, coord.Stop),
 		serve.HTTP("metrics", listeners[2], nil, people(registry, ready), shutdownGrace, nil),
 	)

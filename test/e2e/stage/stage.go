@@ -5,6 +5,7 @@ package stage
 import (
 	"bytes"
 	"context"
+	"crypto/rand"
 	"embed"
 	"encoding/base64"
 	"fmt"
@@ -62,6 +63,8 @@ type Stage struct {
 	Node    *node.Node
 	Kube    *kubernetes.Clientset
 	ca      *cluster.CA
+	// secret ends the path of the webhook.
+	secret string
 
 	running context.Context
 	stop    context.CancelFunc
@@ -90,7 +93,7 @@ func Open(ctx context.Context, c *cluster.Cluster, o Options) (*Stage, error) {
 	if err != nil {
 		return nil, err
 	}
-	s := &Stage{Options: o, Cluster: c, Node: n, Kube: kube, ca: ca}
+	s := &Stage{Options: o, Cluster: c, Node: n, Kube: kube, ca: ca, secret: rand.Text()}
 	s.running, s.stop = context.WithCancel(context.WithoutCancel(ctx))
 	if err := s.run(ctx, n); err != nil {
 		s.Close()
@@ -231,6 +234,10 @@ func (s *Stage) InstallCoordinator(ctx context.Context) error {
 	if _, err := s.Kube.CoreV1().Secrets(System).Create(ctx, secret, metav1.CreateOptions{}); err != nil {
 		return fmt.Errorf("create Secret lameduck-tls: %w", err)
 	}
+	door := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Name: "lameduck-admission", Namespace: System}, StringData: map[string]string{"secret": s.secret}}
+	if _, err := s.Kube.CoreV1().Secrets(System).Create(ctx, door, metav1.CreateOptions{}); err != nil {
+		return fmt.Errorf("create Secret lameduck-admission: %w", err)
+	}
 	manifests, err = render("coordinator.yaml", s.Options)
 	if err != nil {
 		return err
@@ -241,7 +248,8 @@ func (s *Stage) InstallCoordinator(ctx context.Context) error {
 	return s.Await(ctx, System, "lameduck-webhook")
 }
 
-// InstallWebhook installs the webhook configuration of the manifests, with the coordinator's address in the place of its Service's.
+// InstallWebhook installs the webhook configuration of the manifests, with the coordinator's address in the place of its Service's, and
+// the secret.
 func (s *Stage) InstallWebhook(ctx context.Context) error {
 	objects, err := s.installed(ctx, "ValidatingWebhookConfiguration")
 	if err != nil {
@@ -250,7 +258,7 @@ func (s *Stage) InstallWebhook(ctx context.Context) error {
 	for _, o := range objects {
 		for _, w := range o["webhooks"].([]any) {
 			w.(object)["clientConfig"] = object{
-				"url":      fmt.Sprintf("https://%s:9443/v1/admit", CoordinatorAddress),
+				"url":      fmt.Sprintf("https://%s:9443/v1/admit/%s", CoordinatorAddress, s.secret),
 				"caBundle": base64.StdEncoding.EncodeToString(s.ca.PEM()),
 			}
 		}
