@@ -10,6 +10,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"time"
 
 	"k8s.io/apimachinery/pkg/util/validation"
 
@@ -29,8 +30,10 @@ type options struct {
 	admission, agents, people string
 	times                     drain.Times
 	maxHolds                  int
-	excluded                  []string
-	logLevel                  slog.Level
+	// shutdownDelay is how long after SIGTERM reviews are still taken.
+	shutdownDelay time.Duration
+	excluded      []string
+	logLevel      slog.Level
 }
 
 // parse reads the command line. Its errors wrap errUsage and name the flag and the value, or are flag.ErrHelp.
@@ -52,6 +55,7 @@ func parse(args []string, getenv func(string) string, help io.Writer) (options, 
 	f.DurationVar(&o.times.Deadline, "deadline", o.times.Deadline, "how long a pod is kept at most; past it the silent gateways are named and it goes")
 	f.DurationVar(&o.times.IdleBound, "idle-bound", o.times.IdleBound, "how long running requests are waited for once no new ones come")
 	f.IntVar(&o.maxHolds, "max-holds", 32, "calls that wait at one time; more are told to come back")
+	f.DurationVar(&o.shutdownDelay, "shutdown-delay", 5*time.Second, "how long after SIGTERM reviews are still answered, because Services route here until then; held ones are told to come back at once")
 	f.StringVar(&excluded, "exclude-namespaces", "kube-system", "comma-separated namespaces whose pods never wait, besides the own one")
 	f.TextVar(&o.logLevel, "log-level", slog.LevelInfo, "debug, info, warn or error")
 	if err := f.Parse(args); err != nil {
@@ -106,6 +110,7 @@ func (o options) check() error {
 		_, err := os.Stat(o.kubeconfig)
 		must(err == nil, "--kubeconfig %q: %v", o.kubeconfig, err)
 	}
+	must(o.shutdownDelay >= 0 && o.shutdownDelay <= time.Minute, "--shutdown-delay %s: must be 0s to 1m", o.shutdownDelay)
 	must(o.maxHolds > 0, "--max-holds %d: must be at least 1", o.maxHolds)
 	for _, name := range o.excluded {
 		must(len(validation.IsDNS1123Label(name)) == 0, "--exclude-namespaces: %q is not a namespace's name", name)

@@ -61,7 +61,7 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		h.refuse(w, malformed{http.StatusMethodNotAllowed, "method " + r.Method + ": reviews come by POST"})
 		return
 	}
-	q, err := read(r)
+	q, err := read(w, r)
 	if err != nil {
 		h.refuse(w, err)
 		return
@@ -238,5 +238,7 @@ func (h *Handler) refuse(w http.ResponseWriter, err error) {
 	}
 	h.Metrics.refused(code)
 	h.Log.Warn("refused a review", "code", code, "error", err)
+	// The API server does not do this. Nobody else needs the connection again.
+	w.Header().Set("Connection", "close")
 	http.Error(w, "lameduck: "+err.Error(), code)
 }

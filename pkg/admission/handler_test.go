@@ -5,6 +5,8 @@ import (
 	"encoding/json"
 	"errors"
 	"net/http"
+	"net/http/httptest"
+	"os"
 	"slices"
 	"strings"
 	"testing"
@@ -368,5 +370,25 @@ func TestSeriesExistFromTheStart(t *testing.T) {
 		if f.GetName() == "lameduck_admission_answers_total" && len(f.GetMetric()) != before {
 			t.Errorf("%d series were there, %d are", before, len(f.GetMetric()))
 		}
+	}
+}
+
+// slow is a body whose time is over before it is there.
+type slow struct{}
+
+func (slow) Read([]byte) (int, error) { return 0, os.ErrDeadlineExceeded }
+
+func TestASlowReviewIsRefused(t *testing.T) {
+	w := newWorld(t)
+	r := httptest.NewRequest(http.MethodPost, "/v1/admit", slow{})
+	r.Header.Set("Content-Type", "application/json")
+	got := httptest.NewRecorder()
+	w.ServeHTTP(got, r)
+	if got.Code != http.StatusRequestTimeout || got.Header().Get("Connection") != "close" {
+		t.Errorf("%d %v", got.Code, got.Header())
+	}
+	w.unchanged("slow")
+	if want := []string{"malformed 408 1"}; !slices.Equal(w.counted(), want) {
+		t.Errorf("counted %q, want %q", w.counted(), want)
 	}
 }
