@@ -48,8 +48,8 @@ const (
 	// admissionConns bounds the connections of API servers. Each keeps one for every call that it has open, and 25 unused ones; a replica
 	// holds 32 calls by default and answers the others in milliseconds.
 	admissionConns = 1000
-	// bodyTime is how long a review may take to arrive: what is left of the webhook's time then is still enough for an answer.
-	bodyTime = 2 * time.Second
+	// readTime is how long a review may take to arrive: what is left of the webhook's time then is still enough for an answer.
+	readTime = 2 * time.Second
 	// writeMargin is added to the webhook's time, after which the API server has given up.
 	writeMargin = 5 * time.Second
 	// peopleConns and peopleWrite bound those who read metrics and ask for health.
@@ -146,7 +146,7 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 		serve.Task{Name: "roster", Run: roster.run, Last: true},
 		serve.Task{Name: "events", Run: events.run, Last: true},
 		serve.Server{
-			Name: "admission", Listener: listeners[0], TLS: secure, Handler: door.Guard(handler), Conns: admissionConns, BodyTime: bodyTime,
+			Name: "admission", Listener: listeners[0], TLS: secure, Handler: door.Guard(handler), Conns: admissionConns, ReadTime: readTime,
 			WriteTime: o.times.Webhook + writeMargin, Stop: stop, Delay: o.shutdownDelay, Grace: shutdownGrace, Log: log,
 		}.Task(),
 		serve.HTTP("agents", listeners[1], secure, coord.Handler(), shutdownGrace, stop),
@@ -157,7 +157,7 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 // metricsTask serves people until everything else has ended, so that a replica that ends says so.
 func metricsTask(listener net.Listener, handler http.Handler, log *slog.Logger) serve.Task {
 	task := serve.Server{
-		Name: "metrics", Listener: listener, Handler: handler, Conns: peopleConns, BodyTime: bodyTime, WriteTime: peopleWrite, Log: log,
+		Name: "metrics", Listener: listener, Handler: handler, Conns: peopleConns, ReadTime: readTime, WriteTime: peopleWrite, Log: log,
 	}.Task()
 	task.Last = true
 	return task

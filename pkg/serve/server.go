@@ -4,7 +4,6 @@ import (
 	"context"
 	"crypto/tls"
 	"errors"
-	"io"
 	"log/slog"
 	"net"
 	"net/http"
@@ -34,9 +33,10 @@ type Server struct {
 	// Conns bounds the connections at one time. Where one more comes, the one that has been without a request for longest is closed; if
 	// all have one, the newcomer. 0: no bound.
 	Conns int
-	// BodyTime is how long the body of a request may take to arrive once its header is there; a read fails then with
-	// os.ErrDeadlineExceeded, and the connection is closed. What is left unread is waited for no longer either. 0: as long as it likes.
-	BodyTime time.Duration
+	// ReadTime is how long a request may take to arrive, with its body; a read fails then with os.ErrDeadlineExceeded, and the connection
+	// is closed. A body that nobody reads is waited for no longer either. What a handler does once it has read everything is not
+	// bounded. 0: a body may take as long as it likes.
+	ReadTime time.Duration
 	// WriteTime is how long an answer may take from the end of its request's header on. 0: as long as it likes.
 	WriteTime time.Duration
 	// Stop is called when the task is to end, so that requests which wait can be answered. May be nil.
@@ -67,15 +67,10 @@ func (s Server) run(ctx context.Context) error {
 			if ending.Load() {
 				w.Header().Set("Connection", "close")
 			}
-			if s.BodyTime > 0 && r.Body != http.NoBody {
-				control := http.NewResponseController(w)
-				if err := control.SetReadDeadline(time.Now().Add(s.BodyTime)); err == nil {
-					r.Body = timedBody{r.Body, control}
-				}
-			}
 			s.Handler.ServeHTTP(w, r)
 		}),
 		ReadHeaderTimeout: headerTime,
+		ReadTimeout:       s.ReadTime,
 		IdleTimeout:       idleTime,
 		WriteTimeout:      s.WriteTime,
 		MaxHeaderBytes:    headerBytes,
@@ -120,20 +115,4 @@ func (s Server) run(ctx context.Context) error {
 		return err
 	}
 	return nil
-}
-
-// timedBody lifts the read deadline of its connection when all of it has been read: the server reads on, to learn whether the client goes
-// away, and a deadline in that would cancel a request that is held for longer than its body may take.
-type timedBody struct {
-	io.ReadCloser
-	control *http.ResponseController
-}
-
-// Read implements io.Reader.
-func (b timedBody) Read(p []byte) (int, error) {
-	n, err := b.ReadCloser.Read(p)
-	if errors.Is(err, io.EOF) {
-		_ = b.control.SetReadDeadline(time.Time{})
-	}
-	return n, err
 }

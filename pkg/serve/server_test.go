@@ -117,7 +117,7 @@ func TestServerCutsSlowBodies(t *testing.T) {
 	secure, trust := certified(t)
 	read, gone := make(chan error, 1), make(chan error, 1)
 	address, _ := start(t, Server{
-		TLS: secure, BodyTime: most,
+		TLS: secure, ReadTime: most,
 		Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 			if r.URL.Path == "/unread" {
 				return
