@@ -14,6 +14,7 @@ import (
 	"time"
 
 	admissionv1 "k8s.io/api/admission/v1"
+	policyv1 "k8s.io/api/policy/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/lameduck-io/lameduck/pkg/drain"
@@ -245,8 +246,12 @@ func TestABudgetIsDeniedWithoutUnrouting(t *testing.T) {
 		if got.Allowed || got.Result.Code != 429 || !strings.HasPrefix(got.Result.Message, "Cannot evict pod as it would violate the pod's disruption budget.") {
 			t.Errorf("%s: %+v", who, got)
 		}
-		if d := got.Result.Details; (d == nil) != (want == 0) || d != nil && d.RetryAfterSeconds != want {
-			t.Errorf("%s: details %+v", who, d)
+		d := got.Result.Details
+		if d == nil || d.RetryAfterSeconds != want {
+			t.Fatalf("%s: details %+v", who, d)
+		}
+		if want := (metav1.StatusCause{Type: policyv1.DisruptionBudgetCause, Message: "The disruption budget pdb needs 2 healthy pods and has 2 currently"}); !slices.Equal(d.Causes, []metav1.StatusCause{want}) {
+			t.Errorf("%s: causes %+v, want %+v", who, d.Causes, want)
 		}
 		if len(w.ledger.calls) != 0 {
 			t.Errorf("calls %q", w.ledger.calls)
