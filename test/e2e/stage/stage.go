@@ -37,7 +37,8 @@ var sheets embed.FS
 
 var sheet = template.Must(template.ParseFS(sheets, "*.yaml"))
 
-// CoordinatorAddress is where the coordinator's pod is. The API server is told this address, because there is no kube-proxy.
+// CoordinatorAddress is what the API server is told, because there is no kube-proxy: where the coordinator's pod is or, with Options.Replicas, a
+// stand-in of the Service.
 var CoordinatorAddress = netip.MustParseAddr("10.244.250.1")
 
 // System is the namespace of the coordinator.
@@ -47,6 +48,8 @@ const System = "lameduck-system"
 type Options struct {
 	// Bin is the directory with the programs webhook, agent and app.
 	Bin string
+	// Replicas of the coordinator, behind a stand-in of its Service. 0: one, which has the Service's address itself.
+	Replicas int
 	// WebhookArgs are more flags of the coordinator.
 	WebhookArgs []string
 	// Dir is where volumes and logs of pods are kept. Empty: in a temporary folder.
@@ -55,6 +58,9 @@ type Options struct {
 	Observe func(node.Event)
 	Log     *slog.Logger
 }
+
+// admissionPort is the port of the same name of the coordinator's pods.
+const admissionPort = 9443
 
 // Stage is a cluster with a node, ready for pods. Make it with Open.
 type Stage struct {
@@ -84,7 +90,7 @@ func Open(ctx context.Context, c *cluster.Cluster, o Options) (*Stage, error) {
 	n, err := node.New(c.Config(), node.Options{
 		Name: "node-1", PodRange: netip.MustParsePrefix("10.244.1.0/24"), Dir: o.Dir, Observe: o.Observe, Logger: o.Log,
 		Address: func(p *corev1.Pod) netip.Addr {
-			if p.Namespace == System && p.Labels["app.kubernetes.io/component"] == "webhook" {
+			if o.Replicas == 0 && p.Namespace == System && p.Labels["app.kubernetes.io/component"] == "webhook" {
 				return CoordinatorAddress
 			}
 			return netip.Addr{}
@@ -238,6 +244,11 @@ func (s *Stage) InstallCoordinator(ctx context.Context) error {
 	if _, err := s.Kube.CoreV1().Secrets(System).Create(ctx, door, metav1.CreateOptions{}); err != nil {
 		return fmt.Errorf("create Secret lameduck-admission: %w", err)
 	}
+	if s.Replicas > 0 {
+		if err := s.balance(netip.AddrPortFrom(CoordinatorAddress, admissionPort), "lameduck-webhook"); err != nil {
+			return err
+		}
+	}
 	manifests, err = render("coordinator.yaml", s.Options)
 	if err != nil {
 		return err
@@ -258,7 +269,7 @@ func (s *Stage) InstallWebhook(ctx context.Context) error {
 	for _, o := range objects {
 		for _, w := range o["webhooks"].([]any) {
 			w.(object)["clientConfig"] = object{
-				"url":      fmt.Sprintf("https://%s:9443/v1/admit/%s", CoordinatorAddress, s.secret),
+				"url":      fmt.Sprintf("https://%s:%d/v1/admit/%s", CoordinatorAddress, admissionPort, s.secret),
 				"caBundle": base64.StdEncoding.EncodeToString(s.ca.PEM()),
 			}
 		}
