@@ -10,9 +10,11 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"time"
 
 	"k8s.io/apimachinery/pkg/util/validation"
 
+	"github.com/lameduck-io/lameduck/pkg/admission"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
@@ -22,12 +24,16 @@ type options struct {
 	namespace  string
 	replica    string
 	certDir    string
+	// secretFile holds the last segment of the admission path.
+	secretFile string
 	// The addresses of the three listeners. people serves metrics and probes without TLS.
 	admission, agents, people string
 	times                     drain.Times
 	maxHolds                  int
-	excluded                  []string
-	logLevel                  slog.Level
+	// shutdownDelay is how long after SIGTERM reviews are still taken.
+	shutdownDelay time.Duration
+	excluded      []string
+	logLevel      slog.Level
 }
 
 // parse reads the command line. Its errors wrap errUsage and name the flag and the value, or are flag.ErrHelp.
@@ -40,6 +46,7 @@ func parse(args []string, getenv func(string) string, help io.Writer) (options, 
 	f.StringVar(&o.namespace, "namespace", getenv("POD_NAMESPACE"), "the namespace this runs in; pods there never wait (default $POD_NAMESPACE)")
 	f.StringVar(&o.replica, "replica", getenv("POD_NAME"), "the name of this replica, unique among all (default $POD_NAME)")
 	f.StringVar(&o.certDir, "cert-dir", "/etc/lameduck/tls", "directory with tls.crt and tls.key; read again when they change")
+	f.StringVar(&o.secretFile, "admission-secret-file", "/etc/lameduck/admission/secret", "file with the secret that ends the path of the webhook configuration, /v1/admit/<secret>; one a line, read again when it changes")
 	f.StringVar(&o.admission, "admission-address", ":9443", "host:port where the API server asks")
 	f.StringVar(&o.agents, "agents-address", ":9444", "host:port where agents connect")
 	f.StringVar(&o.people, "metrics-address", ":8080", "host:port of /metrics, /livez and /readyz, without TLS")
@@ -48,6 +55,7 @@ func parse(args []string, getenv func(string) string, help io.Writer) (options, 
 	f.DurationVar(&o.times.Deadline, "deadline", o.times.Deadline, "how long a pod is kept at most; past it the silent gateways are named and it goes")
 	f.DurationVar(&o.times.IdleBound, "idle-bound", o.times.IdleBound, "how long running requests are waited for once no new ones come")
 	f.IntVar(&o.maxHolds, "max-holds", 32, "calls that wait at one time; more are told to come back")
+	f.DurationVar(&o.shutdownDelay, "shutdown-delay", 5*time.Second, "how long after SIGTERM reviews are still answered, because Services route here until then; held ones are told to come back at once")
 	f.StringVar(&excluded, "exclude-namespaces", "kube-system", "comma-separated namespaces whose pods never wait, besides the own one")
 	f.TextVar(&o.logLevel, "log-level", slog.LevelInfo, "debug, info, warn or error")
 	if err := f.Parse(args); err != nil {
@@ -95,10 +103,14 @@ func (o options) check() error {
 		_, err := os.Stat(filepath.Join(o.certDir, name))
 		must(err == nil, "--cert-dir %q: %v", o.certDir, err)
 	}
+	if err := admission.CheckSecretFile(o.secretFile); err != nil {
+		errs = append(errs, fmt.Errorf("--admission-secret-file %q: %w", o.secretFile, err))
+	}
 	if o.kubeconfig != "" {
 		_, err := os.Stat(o.kubeconfig)
 		must(err == nil, "--kubeconfig %q: %v", o.kubeconfig, err)
 	}
+	must(o.shutdownDelay >= 0 && o.shutdownDelay <= time.Minute, "--shutdown-delay %s: must be 0s to 1m", o.shutdownDelay)
 	must(o.maxHolds > 0, "--max-holds %d: must be at least 1", o.maxHolds)
 	for _, name := range o.excluded {
 		must(len(validation.IsDNS1123Label(name)) == 0, "--exclude-namespaces: %q is not a namespace's name", name)

@@ -25,12 +25,22 @@ func certificates(t *testing.T) string {
 	return dir
 }
 
+// files are the arguments that name files that must be there.
+func files(t *testing.T) []string {
+	t.Helper()
+	secret := filepath.Join(t.TempDir(), "secret")
+	if err := os.WriteFile(secret, []byte("0123456789abcdef"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	return []string{"--cert-dir", certificates(t), "--admission-secret-file", secret}
+}
+
 func env(name string) string {
 	return map[string]string{"POD_NAME": "webhook-0", "POD_NAMESPACE": "lameduck"}[name]
 }
 
 func TestDefaults(t *testing.T) {
-	o, err := parse([]string{"--cert-dir", certificates(t)}, env, nil)
+	o, err := parse(files(t), env, nil)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -38,7 +48,7 @@ func TestDefaults(t *testing.T) {
 		!slices.Equal(o.excluded, []string{"kube-system", "lameduck"}) {
 		t.Errorf("%+v", o)
 	}
-	o, err = parse([]string{"--cert-dir", certificates(t), "--exclude-namespaces", " a, b,,", "--namespace=x", "--log-level=debug"}, env, nil)
+	o, err = parse(append(files(t), "--exclude-namespaces", " a, b,,", "--namespace=x", "--log-level=debug"), env, nil)
 	if err != nil || !slices.Equal(o.excluded, []string{"a", "b", "x"}) || o.logLevel.String() != "DEBUG" {
 		t.Errorf("%+v, %v", o, err)
 	}
@@ -46,7 +56,11 @@ func TestDefaults(t *testing.T) {
 
 // Each bad flag is named with its value, before anything listens. Without this, a pod that does not start says nothing useful.
 func TestBadFlags(t *testing.T) {
-	certs := certificates(t)
+	empty := filepath.Join(t.TempDir(), "empty")
+	if err := os.WriteFile(empty, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	good := files(t)
 	for name, c := range map[string]struct {
 		args []string
 		want []string
@@ -60,6 +74,7 @@ func TestBadFlags(t *testing.T) {
 		"deadline":                   {[]string{"--deadline", "10m"}, []string{"--deadline", "deadline 10m0s"}},
 		"idle bound":                 {[]string{"--idle-bound", "0s"}, []string{"--idle-bound", "idle bound 0s must be positive"}},
 		"max holds":                  {[]string{"--max-holds", "0"}, []string{"--max-holds 0: must be at least 1"}},
+		"shutdown delay":             {[]string{"--shutdown-delay", "-1s"}, []string{"--shutdown-delay -1s: must be 0s to 1m"}},
 		"max holds that is a word":   {[]string{"--max-holds", "many"}, []string{`"many"`, "-max-holds"}},
 		"log level":                  {[]string{"--log-level", "loud"}, []string{`"loud"`, "-log-level"}},
 		"namespace":                  {[]string{"--namespace", "Not_One"}, []string{`--namespace "Not_One": not a namespace's name`}},
@@ -67,6 +82,8 @@ func TestBadFlags(t *testing.T) {
 		"no replica":                 {[]string{"--replica", ""}, []string{`--replica "": required, or set POD_NAME`}},
 		"excluded namespace":         {[]string{"--exclude-namespaces", "a,B"}, []string{`--exclude-namespaces: "B" is not a namespace's name`}},
 		"certificates":               {[]string{"--cert-dir", "/nowhere"}, []string{`--cert-dir "/nowhere"`, "tls.crt", "tls.key"}},
+		"no secret":                  {[]string{"--admission-secret-file", "/nowhere"}, []string{`--admission-secret-file "/nowhere"`, "no such file", "kubectl"}},
+		"an empty secret":            {[]string{"--admission-secret-file", empty}, []string{"--admission-secret-file", "the file is empty", "kubectl"}},
 		"kubeconfig":                 {[]string{"--kubeconfig", "/nowhere"}, []string{`--kubeconfig "/nowhere"`}},
 		"admission address":          {[]string{"--admission-address", "9443"}, []string{`--admission-address "9443": not a host:port`}},
 		"agents address":             {[]string{"--agents-address", ":99999"}, []string{`--agents-address ":99999": not a host:port`}},
@@ -82,7 +99,7 @@ func TestBadFlags(t *testing.T) {
 			defer listener.Close()
 			// What would listen would fail otherwise: the address is taken.
 			taken := listener.Addr().String()
-			args := append([]string{"--cert-dir", certs, "--admission-address", taken, "--agents-address", taken, "--metrics-address", taken}, c.args...)
+			args := slices.Concat(good, []string{"--admission-address", taken, "--agents-address", taken, "--metrics-address", taken}, c.args)
 			var stdout, stderr bytes.Buffer
 			err = run(t.Context(), args, env, &stdout, &stderr)
 			if !errors.Is(err, errUsage) {
@@ -107,8 +124,8 @@ func TestHelp(t *testing.T) {
 		if !errors.Is(err, flag.ErrHelp) || errors.Is(err, errUsage) || stderr.Len() > 0 {
 			t.Errorf("%s: %v, stderr %q", arg, err, &stderr)
 		}
-		for _, want := range []string{"holds deletions of pods", "-admission-address", "-agents-address", "-cert-dir", "-deadline", "-exclude-namespaces",
-			"-hold", "-idle-bound", "-kubeconfig", "-log-level", "-max-holds", "-metrics-address", "-namespace", "-replica", "-webhook-timeout"} {
+		for _, want := range []string{"holds deletions of pods", "-admission-address", "-admission-secret-file", "-agents-address", "-cert-dir", "-deadline", "-exclude-namespaces",
+			"-hold", "-idle-bound", "-kubeconfig", "-log-level", "-max-holds", "-metrics-address", "-namespace", "-replica", "-shutdown-delay", "-webhook-timeout"} {
 			if !strings.Contains(stdout.String(), want) {
 				t.Errorf("%s does not tell of %s", arg, want)
 			}

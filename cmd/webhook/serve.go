@@ -4,6 +4,7 @@ import (
 	"context"
 	"crypto/rand"
 	"crypto/tls"
+	"errors"
 	"fmt"
 	"log/slog"
 	"net"
@@ -40,12 +41,20 @@ import (
 )
 
 const (
-	// admissionPath is where the API server asks.
-	admissionPath = "/v1/admit"
 	// settle is how long after its start a replica without all its agents is not ready.
 	settle = 10 * time.Second
 	// shutdownGrace is how long requests that run at the end may take.
 	shutdownGrace = 5 * time.Second
+	// admissionConns bounds the connections of API servers. Each keeps one for every call that it has open, and 25 unused ones; a replica
+	// holds 32 calls by default and answers the others in milliseconds.
+	admissionConns = 1000
+	// readTime is how long a review may take to arrive: what is left of the webhook's time then is still enough for an answer.
+	readTime = 2 * time.Second
+	// writeMargin is added to the webhook's time, after which the API server has given up.
+	writeMargin = 5 * time.Second
+	// peopleConns and peopleWrite bound those who read metrics and ask for health.
+	peopleConns = 100
+	peopleWrite = 30 * time.Second
 )
 
 // serveAll builds everything in the order of dependency and runs it until ctx is done.
@@ -90,11 +99,16 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 	}
 	events := newEvents(kube, o.replica, log)
 	started := time.Now()
+	metrics := admission.NewMetrics(registry)
 	handler := &admission.Handler{
 		Cluster: &admission.Cluster{
 			Reader: known, Slices: index, Ledger: coord, Synced: watch.synced, Excluded: o.excluded, Started: started,
 		},
-		Times: o.times, Events: events, Log: log, Metrics: admission.NewMetrics(registry),
+		Times: o.times, Events: events, Log: log, Metrics: metrics,
+	}
+	door, err := admission.OpenDoor(o.secretFile, log, metrics)
+	if err != nil {
+		return err
 	}
 
 	certs, err := certwatcher.New(filepath.Join(o.certDir, "tls.crt"), filepath.Join(o.certDir, "tls.key"))
@@ -112,19 +126,41 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 	log.Info("started", "lease", self.String(), "admission", listeners[0].Addr().String(), "agents", listeners[1].Addr().String(),
 		"metrics", listeners[2].Addr().String(), "hold", o.times.Hold.String(), "deadline", o.times.Deadline.String())
 
-	admissionRoutes := mux.NewRouter()
-	admissionRoutes.Path(admissionPath).Handler(handler)
-	ready := func() error { return readiness(watch.synced(), coord, time.Since(started)) }
+	var stopping atomic.Bool
+	ready := func() error {
+		if stopping.Load() {
+			return errors.New("this replica is shutting down")
+		}
+		return readiness(watch.synced(), coord, time.Since(started))
+	}
+	stop := func() {
+		stopping.Store(true)
+		coord.Stop()
+	}
+	// What answers calls ends first, and what it answers from after it.
 	return serve.All(ctx,
-		serve.Task{Name: "cache", Run: known.Start},
-		serve.Task{Name: "certificates", Run: certs.Start},
-		serve.Task{Name: "coordinator", Run: coord.Run},
-		serve.Task{Name: "roster", Run: roster.run},
-		serve.Task{Name: "events", Run: events.run},
-		serve.HTTP("admission", listeners[0], secure, admissionRoutes, shutdownGrace, coord.Stop),
-		serve.HTTP("agents", listeners[1], secure, coord.Handler(), shutdownGrace, coord.Stop),
-		serve.HTTP("metrics", listeners[2], nil, people(registry, ready), shutdownGrace, nil),
+		serve.Task{Name: "cache", Run: known.Start, Last: true},
+		serve.Task{Name: "certificates", Run: certs.Start, Last: true},
+		serve.Task{Name: "door", Run: door.Run, Last: true},
+		serve.Task{Name: "coordinator", Run: coord.Run, Last: true},
+		serve.Task{Name: "roster", Run: roster.run, Last: true},
+		serve.Task{Name: "events", Run: events.run, Last: true},
+		serve.Server{
+			Name: "admission", Listener: listeners[0], TLS: secure, Handler: door.Guard(handler), Conns: admissionConns, ReadTime: readTime,
+			WriteTime: o.times.Webhook + writeMargin, Stop: stop, Delay: o.shutdownDelay, Grace: shutdownGrace, Log: log,
+		}.Task(),
+		serve.HTTP("agents", listeners[1], secure, coord.Handler(), shutdownGrace, stop),
+		metricsTask(listeners[2], people(registry, ready), log),
 	)
+}
+
+// metricsTask serves people until everything else has ended, so that a replica that ends says so.
+func metricsTask(listener net.Listener, handler http.Handler, log *slog.Logger) serve.Task {
+	task := serve.Server{
+		Name: "metrics", Listener: listener, Handler: handler, Conns: peopleConns, ReadTime: readTime, WriteTime: peopleWrite, Log: log,
+	}.Task()
+	task.Last = true
+	return task
 }
 
 // readiness is nil when this replica can answer for the cluster.

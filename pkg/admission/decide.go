@@ -55,8 +55,10 @@ type Facts struct {
 	Agents     int
 	CouldRoute bool
 
-	// Budget is why no PodDisruptionBudget has room for this eviction of a ready pod. Empty: one has, or none applies.
+	// Budget is why the pod's PodDisruptionBudget has no room for this eviction. Empty: it has, or there is none.
 	Budget string
+	// BudgetBroken: the API server will refuse this eviction whatever is answered, because of the pod's PodDisruptionBudgets.
+	BudgetBroken bool
 	// Refused is how many drains of this UID were allowed within 10 minutes although the pod lives on.
 	Refused int
 	// LastOf names a Service of which no other pod is ready and not terminating. Empty: there is none.
@@ -117,6 +119,7 @@ const (
 	NotRouted            Reason = "NotRouted"
 	NotReady             Reason = "NotReady"
 	Budget               Reason = "Budget"
+	BudgetBroken         Reason = "BudgetBroken"
 	CoolOff              Reason = "CoolOff"
 	LastTarget           Reason = "LastTarget"
 	Draining             Reason = "Draining"
@@ -131,8 +134,8 @@ const (
 // reasons lists all that Decide and the handler use, so that every series exists from the start.
 var reasons = []Reason{
 	DryRun, Excluded, OptedOut, BreakGlass, UnknownPod, Terminating, Finished, NotRunning, MirrorPod, ByNode, Forced,
-	NamespaceTerminating, DisruptionTarget, NodeLost, Starting, Cold, NotListed, NoAgents, NotRouted, NotReady, Budget, CoolOff,
-	LastTarget, Draining, TooManyHolds, Stopping, CallerGone, NoFacts,
+	NamespaceTerminating, DisruptionTarget, NodeLost, Starting, Cold, NotListed, NoAgents, NotRouted, NotReady, Budget, BudgetBroken,
+	CoolOff, LastTarget, Draining, TooManyHolds, Stopping, CallerGone, NoFacts,
 }
 
 const (
@@ -144,6 +147,9 @@ const (
 	RefusedWindow = 10 * time.Minute
 	coolOffAfter  = 2
 )
+
+// violates is how the API server begins when a budget has no room.
+const violates = "Cannot evict pod as it would violate the pod's disruption budget."
 
 // Verdict is what to do, and why.
 type Verdict struct {
@@ -209,7 +215,9 @@ func Decide(f Facts) Verdict {
 		return now(NotReady)
 
 	case f.Operation == Evict && f.Budget != "":
-		return Verdict{Action: Deny, Reason: Budget, Message: f.Budget}
+		return Verdict{Action: Deny, Reason: Budget, Message: violates + " " + f.Budget}
+	case f.Operation == Evict && f.BudgetBroken:
+		return now(BudgetBroken)
 	case f.Refused >= coolOffAfter:
 		return Verdict{Action: Allow, Reason: CoolOff, Warn: true,
 			Message: fmt.Sprintf("deleted without asking gateways: they let go %d times within %s, and each time something else kept the pod", f.Refused, RefusedWindow)}

@@ -38,6 +38,7 @@ var table = []row{
 	{"not routed", func(f *Facts) { f.CouldRoute = false }, Verdict{Action: Allow, Reason: NotRouted}, ""},
 	{"not ready", func(f *Facts) { f.Ready, f.NotReadyFor = false, 10*time.Second+1 }, Verdict{Action: Allow, Reason: NotReady}, ""},
 	{"budget", func(f *Facts) { f.Operation, f.Budget = Evict, "no room" }, Verdict{Action: Deny, Reason: Budget}, "no room"},
+	{"budgets that the API server refuses by itself", func(f *Facts) { f.Operation, f.BudgetBroken = Evict, true }, Verdict{Action: Allow, Reason: BudgetBroken}, ""},
 	{"cool-off", func(f *Facts) { f.Refused = 2 }, Verdict{Action: Allow, Reason: CoolOff, Warn: true}, "let go 2 times within 10m0s"},
 	{"last target", func(f *Facts) { f.LastOf = "shop/web" }, Verdict{Action: Allow, Reason: LastTarget, Warn: true}, "no other pod of Service shop/web is ready"},
 	{"otherwise", func(*Facts) {}, Verdict{Action: Drain, Reason: Draining}, ""},

@@ -7,10 +7,7 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
-	policyv1 "k8s.io/api/policy/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -57,12 +54,16 @@ type Cluster struct {
 	// Excluded lists the namespaces whose pods never wait.
 	Excluded []string
 	Started  time.Time
+
+	promises promises
 }
 
 // subject is the pod in question, and where it stands.
 type subject struct {
 	pod      *corev1.Pod
 	services []drain.Service
+	// promised says that this call holds a promise of its budget's room, until [Cluster.settled].
+	promised bool
 }
 
 func (s subject) drainPod() drain.Pod {
@@ -117,10 +118,12 @@ func (c *Cluster) gather(ctx context.Context, now time.Time, q *request) (Facts,
 		return f, s, nil
 	}
 	c.ofRouting(now, &s, &f)
-	if q.operation == Evict && f.NotReadyFor == 0 {
-		if f.Budget, err = c.budget(ctx, s.pod); err != nil {
+	if q.operation == Evict && f.CouldRoute && !q.dryRun {
+		room, err := c.budget(ctx, s.pod, f.NotReadyFor == 0)
+		if err != nil {
 			return f, s, err
 		}
+		f.Budget, f.BudgetBroken, s.promised = room.refusal, room.broken, room.promised
 	}
 	return f, s, nil
 }
@@ -231,66 +234,4 @@ func (c *Cluster) lastOf(listings []endpoints.Listing, uid health.UID) string {
 func (c *Cluster) becameLast(now time.Time, s subject) string {
 	uid := health.UID(s.pod.UID)
 	return c.lastOf(c.Slices.Pod(now, uid), uid)
-}
-
-// ahead counts those of others that have an open drain and, if uid has one itself, an older one: of evictions that come at the same
-// moment, and each found room, the younger gives way.
-func (c *Cluster) ahead(uid drain.UID, others []drain.UID) int {
-	open := c.Ledger.Draining(append([]drain.UID{uid}, others...))
-	own, drains := open[uid]
-	n := 0
-	for other, since := range open {
-		if other != uid && (!drains || since.Before(own) || since.Equal(own) && other < uid) {
-			n++
-		}
-	}
-	return n
-}
-
-// budget says why a PodDisruptionBudget has no room for the eviction of pod, in the API server's words
-// (k8s.io/kubernetes/pkg/registry/core/pod/storage/eviction.go). Open drains of other pods of the budget count as used: they are
-// disruptions that the budget's controller has not seen yet. Empty: there is room.
-func (c *Cluster) budget(ctx context.Context, pod *corev1.Pod) (string, error) {
-	var budgets policyv1.PodDisruptionBudgetList
-	if err := c.Reader.List(ctx, &budgets, client.InNamespace(pod.Namespace)); err != nil {
-		return "", fmt.Errorf("list budgets of namespace %s from the cache: %w", pod.Namespace, err)
-	}
-	for _, b := range budgets.Items {
-		selector, err := metav1.LabelSelectorAsSelector(b.Spec.Selector)
-		if err != nil || !selector.Matches(labels.Set(pod.Labels)) {
-			continue
-		}
-		if b.Status.ObservedGeneration < b.Generation {
-			return fmt.Sprintf("Cannot evict pod as it would violate the pod's disruption budget. The disruption budget %s is still being processed by the server.", b.Name), nil
-		}
-		draining, err := c.drainingOf(ctx, pod, selector)
-		if err != nil {
-			return "", err
-		}
-		if int(b.Status.DisruptionsAllowed) > draining {
-			continue
-		}
-		text := fmt.Sprintf("Cannot evict pod as it would violate the pod's disruption budget. The disruption budget %s needs %d healthy pods and has %d currently",
-			b.Name, b.Status.DesiredHealthy, b.Status.CurrentHealthy)
-		if draining > 0 {
-			text += fmt.Sprintf(" of which %d are being drained", draining)
-		}
-		return text, nil
-	}
-	return "", nil
-}
-
-// drainingOf counts the pods beside pod that selector matches and that are on their way out before it.
-func (c *Cluster) drainingOf(ctx context.Context, pod *corev1.Pod, selector labels.Selector) (int, error) {
-	var pods corev1.PodList
-	if err := c.Reader.List(ctx, &pods, client.InNamespace(pod.Namespace), client.MatchingLabelsSelector{Selector: selector}); err != nil {
-		return 0, fmt.Errorf("list pods of namespace %s from the cache: %w", pod.Namespace, err)
-	}
-	var others []drain.UID
-	for _, other := range pods.Items {
-		if other.UID != pod.UID && other.DeletionTimestamp == nil {
-			others = append(others, drain.UID(other.UID))
-		}
-	}
-	return c.ahead(drain.UID(pod.UID), others), nil
 }

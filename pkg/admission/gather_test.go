@@ -2,13 +2,17 @@ package admission
 
 import (
 	"fmt"
+	"slices"
 	"strings"
+	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	policyv1 "k8s.io/api/policy/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/google/go-cmp/cmp/cmpopts"
@@ -184,7 +188,96 @@ func budget(name string, allowed int32, selector map[string]string) *policyv1.Po
 	return &policyv1.PodDisruptionBudget{
 		ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: name, Generation: 1},
 		Spec:       policyv1.PodDisruptionBudgetSpec{Selector: &metav1.LabelSelector{MatchLabels: selector}},
-		Status:     policyv1.PodDisruptionBudgetStatus{ObservedGeneration: 1, DisruptionsAllowed: allowed, DesiredHealthy: 2, CurrentHealthy: 3},
+		Status:     policyv1.PodDisruptionBudgetStatus{ObservedGeneration: 1, DisruptionsAllowed: allowed, DesiredHealthy: 2, CurrentHealthy: 2 + allowed},
+	}
+}
+
+// because gives a budget's controller something to say.
+func because(b *policyv1.PodDisruptionBudget, reason string) *policyv1.PodDisruptionBudget {
+	b.Status.Conditions = []metav1.Condition{{Type: policyv1.DisruptionAllowedCondition, Status: metav1.ConditionFalse, Reason: reason, Message: "told so"}}
+	return b
+}
+
+// What the API server refuses with another code than 429 is its to refuse: nothing is unrouted for it, and nobody told to come back.
+func TestBudgetsThatTheAPIServerRefuses(t *testing.T) {
+	app := map[string]string{"app": "web"}
+	for name, set := range map[string]func(w *world){
+		"two of one pod": func(w *world) { w.add(budget("one", 1, app)); w.add(budget("two", 1, nil)) },
+		"negative":       func(w *world) { w.add(budget("pdb", -1, app)) },
+		"too many disrupted": func(w *world) {
+			b := budget("pdb", 1, app)
+			b.Status.DisruptedPods = map[string]metav1.Time{}
+			for i := range mostDisrupted + 1 {
+				b.Status.DisruptedPods[fmt.Sprint(i)] = metav1.Time{}
+			}
+			w.add(b)
+		},
+	} {
+		w := newWorld(t)
+		set(w)
+		if got := w.ask(eviction(w.a, "policy/v1", "")); !got.Allowed {
+			t.Errorf("%s: %+v", name, got.Result)
+		}
+		if want := []string{"evict allow BudgetBroken 1"}; !slices.Equal(w.counted(), want) || len(w.ledger.calls) > 0 {
+			t.Errorf("%s: counted %q, want %q; calls %q", name, w.counted(), want, w.ledger.calls)
+		}
+	}
+}
+
+// kubectl drain evicts all pods of a node at one moment. Without a promise, each of them finds the room of one before any has opened its drain, and
+// traffic is taken from pods that the budget then keeps.
+func TestEvictionsAtOneMomentShareTheRoom(t *testing.T) {
+	const evictions, allowed = 20, 3
+	w := newWorld(t)
+	w.reader.objects = []client.Object{w.ns, w.node, budget("pdb", allowed, map[string]string{"app": "web"})}
+	var uids []health.UID
+	for i := range evictions {
+		p := runningPod(fmt.Sprint("p", i))
+		w.reader.objects = append(w.reader.objects, p)
+		w.slices.of[health.UID(p.UID)] = []endpoints.Listing{{Service: webService, Ready: true}}
+		uids = append(uids, health.UID(p.UID))
+	}
+	w.slices.usable[webService] = uids
+	var opened atomic.Int32
+	all := make(chan struct{})
+	w.ledger.answer = func(time.Time) (drain.Status, bool, error) {
+		opened.Add(1)
+		// Until all have been asked; this ledger never says that a drain is open.
+		select {
+		case <-all:
+		case <-time.After(2 * time.Second):
+		}
+		return drain.Status{Phase: drain.Released, Reason: drain.Acknowledged}, true, nil
+	}
+	var calls sync.WaitGroup
+	var denied atomic.Int32
+	for i := range evictions {
+		calls.Go(func() {
+			q := &request{operation: Evict, namespace: "shop", name: fmt.Sprint("p", i), username: "jane"}
+			o, _ := w.decide(t.Context(), time.Now(), q)
+			if o.allowed {
+				return
+			}
+			if o.reason != string(Budget) {
+				t.Errorf("denied for %s", o.reason)
+			}
+			if denied.Add(1) == evictions-allowed {
+				close(all)
+			}
+		})
+	}
+	calls.Wait()
+	if opened.Load() != allowed || denied.Load() != evictions-allowed {
+		t.Errorf("%d drains, %d denied, want %d and %d", opened.Load(), denied.Load(), allowed, evictions-allowed)
+	}
+	if n := len(w.Cluster.promises.of); n != 0 {
+		t.Errorf("%d promises are left", n)
+	}
+	// A retry of one that drains joins it, though its own promise was given back.
+	w.ledger.draining["uid-p0"] = time.Now()
+	f, s, err := w.Cluster.gather(t.Context(), time.Now(), &request{operation: Evict, namespace: "shop", name: "p0"})
+	if err != nil || f.Budget != "" || !s.promised {
+		t.Errorf("a retry: %+v, %v", f, err)
 	}
 }
 
@@ -195,15 +288,29 @@ func TestBudget(t *testing.T) {
 		set  func(w *world)
 		want string
 	}{
-		"none":                 {func(*world) {}, ""},
-		"room":                 {func(w *world) { w.add(budget("pdb", 1, app)) }, ""},
-		"no room":              {func(w *world) { w.add(budget("pdb", 0, app)) }, "The disruption budget pdb needs 2 healthy pods and has 3 currently"},
-		"of other pods":        {func(w *world) { w.add(budget("pdb", 0, map[string]string{"app": "api"})) }, ""},
-		"of all pods":          {func(w *world) { w.add(budget("pdb", 0, nil)) }, "The disruption budget pdb needs"},
-		"of another namespace": {func(w *world) { b := budget("pdb", 0, app); b.Namespace = "other"; w.add(b) }, ""},
-		"of none":              {func(w *world) { b := budget("pdb", 0, app); b.Spec.Selector = nil; w.add(b) }, ""},
-		"not processed":        {func(w *world) { b := budget("pdb", 5, app); b.Generation = 2; w.add(b) }, "The disruption budget pdb is still being processed by the server."},
-		"the second has none":  {func(w *world) { w.add(budget("one", 1, app)); w.add(budget("two", 0, app)) }, "The disruption budget two needs"},
+		"none":                             {func(*world) {}, ""},
+		"room":                             {func(w *world) { w.add(budget("pdb", 1, app)) }, ""},
+		"no room":                          {func(w *world) { w.add(budget("pdb", 0, app)) }, "The disruption budget pdb needs 2 healthy pods and has 2 currently"},
+		"of other pods":                    {func(w *world) { w.add(budget("pdb", 0, map[string]string{"app": "api"})) }, ""},
+		"of all pods":                      {func(w *world) { w.add(budget("pdb", 0, nil)) }, "The disruption budget pdb needs"},
+		"of another namespace":             {func(w *world) { b := budget("pdb", 0, app); b.Namespace = "other"; w.add(b) }, ""},
+		"of none":                          {func(w *world) { b := budget("pdb", 0, app); b.Spec.Selector = nil; w.add(b) }, ""},
+		"not processed":                    {func(w *world) { b := budget("pdb", 5, app); b.Generation = 2; w.add(b) }, "The disruption budget pdb is still being processed by the server."},
+		"the only one of two that matches": {func(w *world) { w.add(budget("one", 1, map[string]string{"app": "api"})); w.add(budget("two", 0, app)) }, "The disruption budget two needs"},
+		"failed sync": {func(w *world) { w.add(because(budget("pdb", 0, app), policyv1.SyncFailedReason)) },
+			"The disruption budget pdb does not allow evicting pods currently because it failed sync: told so"},
+		"another reason": {func(w *world) {
+			b := because(budget("pdb", 0, app), "Mood")
+			b.Status.CurrentHealthy++
+			w.add(b)
+		}, "The disruption budget pdb does not allow evicting pods currently (Mood): told so"},
+		"no reason": {func(w *world) { b := budget("pdb", 0, app); b.Status.CurrentHealthy++; w.add(b) }, "The disruption budget pdb does not allow evicting pods currently"},
+		"a drained pod that the budget knows as evicted": {func(w *world) {
+			b := budget("pdb", 1, app)
+			b.Status.DisruptedPods = map[string]metav1.Time{"b": {}}
+			w.add(b)
+			w.ledger.draining["uid-b"] = now
+		}, ""},
 		"used up by an open drain": {func(w *world) { w.add(budget("pdb", 1, app)); w.ledger.draining["uid-b"] = now },
 			"has 3 currently of which 1 are being drained"},
 		"room besides an open drain": {func(w *world) { w.add(budget("pdb", 2, app)); w.ledger.draining["uid-b"] = now }, ""},
@@ -218,6 +325,29 @@ func TestBudget(t *testing.T) {
 			w.ledger.draining["uid-b"] = now
 			w.b.Labels["app"] = "api"
 		}, ""},
+		"an unready pod, and too few are healthy": {func(w *world) {
+			b := budget("pdb", 0, app)
+			b.Status.CurrentHealthy = 1
+			w.add(b)
+			w.a.Status.Conditions[0].Status = corev1.ConditionFalse
+		}, "The disruption budget pdb needs 2 healthy pods and has 1 currently"},
+		"an unready pod that may always go": {func(w *world) {
+			b, always := budget("pdb", 0, app), policyv1.AlwaysAllow
+			b.Status.CurrentHealthy, b.Spec.UnhealthyPodEvictionPolicy = 1, &always
+			w.add(b)
+			w.a.Status.Conditions[0].Status = corev1.ConditionFalse
+		}, ""},
+		"a ready pod, and unready ones may always go": {func(w *world) {
+			b, always := budget("pdb", 0, app), policyv1.AlwaysAllow
+			b.Spec.UnhealthyPodEvictionPolicy = &always
+			w.add(b)
+		}, "The disruption budget pdb needs"},
+		"a ready pod where nothing is desired": {func(w *world) {
+			b := budget("pdb", 0, app)
+			b.Status.DesiredHealthy, b.Status.CurrentHealthy = 0, 0
+			w.add(b)
+			w.a.Status.Conditions[0].Status = corev1.ConditionFalse
+		}, "The disruption budget pdb needs 0"},
 		"an unready pod asks no budget": {func(w *world) {
 			w.add(budget("pdb", 0, app))
 			w.a.Status.Conditions[0].Status = corev1.ConditionFalse

@@ -12,6 +12,7 @@ import (
 
 	admissionv1 "k8s.io/api/admission/v1"
 	corev1 "k8s.io/api/core/v1"
+	policyv1 "k8s.io/api/policy/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/lameduck-io/lameduck/pkg/drain"
@@ -51,6 +52,8 @@ type outcome struct {
 	message    string
 	warn       bool
 	retryAfter time.Duration
+	// budget is the cause that the API server gives when a budget has no room, which evictors look for. Empty: that is not it.
+	budget string
 }
 
 // ServeHTTP implements http.Handler. What is not a review that this webhook understands gets a 4xx and changes nothing; everything else
@@ -61,7 +64,7 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		h.refuse(w, malformed{http.StatusMethodNotAllowed, "method " + r.Method + ": reviews come by POST"})
 		return
 	}
-	q, err := read(r)
+	q, err := read(w, r)
 	if err != nil {
 		h.refuse(w, err)
 		return
@@ -84,6 +87,7 @@ func (h *Handler) decide(ctx context.Context, began time.Time, q *request) (outc
 		h.Log.Error("gather facts", "namespace", q.namespace, "pod", q.name, "error", err)
 		return outcome{allowed: true, reason: string(NoFacts), warn: true, message: "deleted without asking gateways: " + err.Error()}, s
 	}
+	defer h.Cluster.settled(&s)
 	v := Decide(facts)
 	if v.Unroute && s.pod != nil {
 		h.Cluster.Ledger.Unroute(s.drainPod(), s.services)
@@ -95,6 +99,9 @@ func (h *Handler) decide(ctx context.Context, began time.Time, q *request) (outc
 		o = h.hold(ctx, began, q, s)
 	default:
 		o.retryAfter = drain.RetryAfter(0, false, 0)
+		if v.Reason == Budget {
+			o.budget = facts.Budget
+		}
 		if v.Reason == Budget && isController(q.username) {
 			o.retryAfter = 0
 		}
@@ -220,6 +227,12 @@ func (h *Handler) write(w http.ResponseWriter, q *request, o outcome) {
 		if o.retryAfter > 0 {
 			response.Result.Details = &metav1.StatusDetails{RetryAfterSeconds: int32(o.retryAfter / time.Second)}
 		}
+		if o.budget != "" {
+			if response.Result.Details == nil {
+				response.Result.Details = &metav1.StatusDetails{}
+			}
+			response.Result.Details.Causes = []metav1.StatusCause{{Type: policyv1.DisruptionBudgetCause, Message: o.budget}}
+		}
 	case o.warn:
 		response.Warnings = []string{"Lameduck: pod " + q.namespace + "/" + q.name + " " + o.message}
 	}
@@ -238,5 +251,7 @@ func (h *Handler) refuse(w http.ResponseWriter, err error) {
 	}
 	h.Metrics.refused(code)
 	h.Log.Warn("refused a review", "code", code, "error", err)
+	// The API server does not do this. Nobody else needs the connection again.
+	w.Header().Set("Connection", "close")
 	http.Error(w, "lameduck: "+err.Error(), code)
 }

@@ -5,6 +5,8 @@ import (
 	"encoding/json"
 	"errors"
 	"net/http"
+	"net/http/httptest"
+	"os"
 	"slices"
 	"strings"
 	"testing"
@@ -12,6 +14,7 @@ import (
 	"time"
 
 	admissionv1 "k8s.io/api/admission/v1"
+	policyv1 "k8s.io/api/policy/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/lameduck-io/lameduck/pkg/drain"
@@ -243,8 +246,12 @@ func TestABudgetIsDeniedWithoutUnrouting(t *testing.T) {
 		if got.Allowed || got.Result.Code != 429 || !strings.HasPrefix(got.Result.Message, "Cannot evict pod as it would violate the pod's disruption budget.") {
 			t.Errorf("%s: %+v", who, got)
 		}
-		if d := got.Result.Details; (d == nil) != (want == 0) || d != nil && d.RetryAfterSeconds != want {
-			t.Errorf("%s: details %+v", who, d)
+		d := got.Result.Details
+		if d == nil || d.RetryAfterSeconds != want {
+			t.Fatalf("%s: details %+v", who, d)
+		}
+		if want := (metav1.StatusCause{Type: policyv1.DisruptionBudgetCause, Message: "The disruption budget pdb needs 2 healthy pods and has 2 currently"}); !slices.Equal(d.Causes, []metav1.StatusCause{want}) {
+			t.Errorf("%s: causes %+v, want %+v", who, d.Causes, want)
 		}
 		if len(w.ledger.calls) != 0 {
 			t.Errorf("calls %q", w.ledger.calls)
@@ -368,5 +375,25 @@ func TestSeriesExistFromTheStart(t *testing.T) {
 		if f.GetName() == "lameduck_admission_answers_total" && len(f.GetMetric()) != before {
 			t.Errorf("%d series were there, %d are", before, len(f.GetMetric()))
 		}
+	}
+}
+
+// slow is a body whose time is over before it is there.
+type slow struct{}
+
+func (slow) Read([]byte) (int, error) { return 0, os.ErrDeadlineExceeded }
+
+func TestASlowReviewIsRefused(t *testing.T) {
+	w := newWorld(t)
+	r := httptest.NewRequest(http.MethodPost, "/v1/admit", slow{})
+	r.Header.Set("Content-Type", "application/json")
+	got := httptest.NewRecorder()
+	w.ServeHTTP(got, r)
+	if got.Code != http.StatusRequestTimeout || got.Header().Get("Connection") != "close" {
+		t.Errorf("%d %v", got.Code, got.Header())
+	}
+	w.unchanged("slow")
+	if want := []string{"malformed 408 1"}; !slices.Equal(w.counted(), want) {
+		t.Errorf("counted %q, want %q", w.counted(), want)
 	}
 }

@@ -1,6 +1,7 @@
 package admission
 
 import (
+	"net/http"
 	"strconv"
 	"time"
 
@@ -8,6 +9,12 @@ import (
 
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
+
+// refusals are the statuses of calls that are no review that this webhook understands.
+var refusals = []int{
+	http.StatusBadRequest, http.StatusNotFound, http.StatusMethodNotAllowed, http.StatusRequestTimeout, http.StatusRequestEntityTooLarge,
+	http.StatusUnsupportedMediaType,
+}
 
 // Metrics are the webhook's.
 type Metrics struct {
@@ -30,10 +37,13 @@ func NewMetrics(r prometheus.Registerer) *Metrics {
 		}, []string{"operation", "answer"}),
 		bad: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "lameduck_admission_malformed_total",
-			Help: "Requests that were not a review this webhook understands, by HTTP status.",
+			Help: "Requests that were not a review this webhook understands, by HTTP status: 404 is another path, or a wrong secret in it.",
 		}, []string{"code"}),
 	}
 	r.MustRegister(m.answers, m.duration, m.bad)
+	for _, code := range refusals {
+		m.bad.WithLabelValues(strconv.Itoa(code))
+	}
 	for _, op := range []Operation{Delete, Evict} {
 		for _, answer := range []string{"allow", "deny"} {
 			m.duration.WithLabelValues(string(op), answer)

@@ -7,6 +7,7 @@ import (
 	"io"
 	"net/http"
 	"net/url"
+	"os"
 	"time"
 
 	admissionv1 "k8s.io/api/admission/v1"
@@ -16,8 +17,10 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// maxReview bounds a review, in bytes. A pod may have 1.5 MiB in etcd (and none has twice that as JSON), and a DELETE carries it once.
-const maxReview = 8 << 20
+// maxReview bounds a review, in bytes. The API server takes requests of 3 MiB (k8s.io/apiserver/pkg/server/config.go, MaxRequestBodyBytes) and
+// etcd 1.5 MiB, and a DELETE carries its pod once. A pod of that size whose text needs escaping throughout can be more: it is refused,
+// counted, and deleted without waiting.
+const maxReview = 3 << 20
 
 // request is a review, reduced to what is asked here.
 type request struct {
@@ -50,16 +53,18 @@ func bad(format string, args ...any) error {
 	return malformed{http.StatusBadRequest, fmt.Sprintf(format, args...)}
 }
 
-// read decodes a review. Its errors are malformed.
-func read(r *http.Request) (*request, error) {
+// read decodes a review. Its errors are malformed. w is where it will be answered: a body that is too large closes its connection.
+func read(w http.ResponseWriter, r *http.Request) (*request, error) {
 	if ct := r.Header.Get("Content-Type"); ct != "application/json" {
 		return nil, malformed{http.StatusUnsupportedMediaType, fmt.Sprintf("content type %.100q: an AdmissionReview comes as application/json", ct)}
 	}
-	body, err := io.ReadAll(http.MaxBytesReader(nil, r.Body, maxReview))
+	body, err := io.ReadAll(http.MaxBytesReader(w, r.Body, maxReview))
 	var tooLarge *http.MaxBytesError
 	switch {
 	case errors.As(err, &tooLarge):
 		return nil, malformed{http.StatusRequestEntityTooLarge, fmt.Sprintf("the review is larger than %d bytes", tooLarge.Limit)}
+	case errors.Is(err, os.ErrDeadlineExceeded):
+		return nil, malformed{http.StatusRequestTimeout, "the review came too slowly"}
 	case err != nil:
 		return nil, bad("read the review: %v", err)
 	}

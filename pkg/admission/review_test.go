@@ -77,8 +77,8 @@ func TestMalformedReviews(t *testing.T) {
 		"timeout zero":                {good, "?timeout=0s", 400, `timeout "0s" in the URL`},
 		"timeout negative":            {good, "?timeout=-1s", 400, `timeout "-1s" in the URL`},
 		"timeout in words":            {good, "?timeout=soon", 400, `timeout "soon" in the URL`},
-		"larger than 8 MiB":           {good[:len(good)-1] + strings.Repeat(" ", maxReview-len(good)+1) + "}", "", 413, "the review is larger than 8388608 bytes"},
-		"endless":                     {strings.Repeat("[", maxReview+1), "", 413, "the review is larger than 8388608 bytes"},
+		"larger than 3 MiB":           {good[:len(good)-1] + strings.Repeat(" ", maxReview-len(good)+1) + "}", "", 413, "the review is larger than 3145728 bytes"},
+		"endless":                     {strings.Repeat("[", maxReview+1), "", 413, "the review is larger than 3145728 bytes"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t)
@@ -139,7 +139,7 @@ func TestABodyThatCannotBeRead(t *testing.T) {
 	r := httptest.NewRequest(http.MethodPost, "/v1/admit", io.MultiReader(strings.NewReader("{"), broken{}))
 	r.Header.Set("Content-Type", "application/json")
 	var m malformed
-	if _, err := read(r); !errors.As(err, &m) || m.code != 400 || !strings.Contains(m.text, "read the review: reset") {
+	if _, err := read(nil, r); !errors.As(err, &m) || m.code != 400 || !strings.Contains(m.text, "read the review: reset") {
 		t.Errorf("%v", err)
 	}
 }
@@ -152,7 +152,7 @@ func (w *world) read(review *admissionv1.AdmissionReview, query string) *request
 	w.t.Helper()
 	r := httptest.NewRequest(http.MethodPost, "/v1/admit"+query, strings.NewReader(text(review)))
 	r.Header.Set("Content-Type", "application/json")
-	q, err := read(r)
+	q, err := read(nil, r)
 	if err != nil {
 		w.t.Fatal(err)
 	}
@@ -221,7 +221,7 @@ func FuzzRead(f *testing.F) {
 		r := httptest.NewRequest(http.MethodPost, "/v1/admit", strings.NewReader(body))
 		r.URL.RawQuery = "timeout=" + timeout
 		r.Header.Set("Content-Type", "application/json")
-		q, err := read(r)
+		q, err := read(nil, r)
 		var m malformed
 		switch {
 		case err != nil && (!errors.As(err, &m) || m.code < 400 || m.code > 499 || m.text == ""):

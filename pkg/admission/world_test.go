@@ -9,6 +9,7 @@ import (
 	"net/http/httptest"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -110,6 +111,7 @@ func (l *listings) Usable(service types.NamespacedName) []health.UID    { return
 
 // ledger is a Ledger that writes down each call that changes something.
 type ledger struct {
+	mu       sync.Mutex
 	calls    []string
 	expected int
 	routed   []drain.Service
@@ -120,7 +122,9 @@ type ledger struct {
 }
 
 func (l *ledger) Drain(_ context.Context, pod drain.Pod, services []drain.Service, until time.Time) (drain.Status, bool, error) {
+	l.mu.Lock()
 	l.calls = append(l.calls, fmt.Sprintf("drain %s %s %s", pod, pod.UID, services))
+	l.mu.Unlock()
 	return l.answer(until)
 }
 

@@ -4,7 +4,6 @@ package serve
 import (
 	"context"
 	"crypto/tls"
-	"errors"
 	"fmt"
 	"net"
 	"net/http"
@@ -16,19 +15,27 @@ import (
 type Task struct {
 	Name string
 	Run  func(ctx context.Context) error
+	// Last says that others need it to the end: its context is done only when all tasks that are not Last have returned.
+	Last bool
 }
 
-// All runs the tasks until ctx is done or one of them returns, then stops the others and waits for them. It returns the error of
-// the task that ended it, naming it; what tasks return after ctx is done is not looked at.
+// All runs the tasks until ctx is done or one of them returns, then stops the others and waits for them: first those that are not Last.
+// It returns the error of the task that ended it, naming it; what tasks return after ctx is done is not looked at.
 func All(ctx context.Context, tasks ...Task) error {
+	last, cancelLast := context.WithCancel(context.WithoutCancel(ctx))
+	defer cancelLast()
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	var first error
 	var ended sync.Once
-	var wg sync.WaitGroup
+	var wg, lastWG sync.WaitGroup
 	for _, t := range tasks {
-		wg.Go(func() {
-			err := t.Run(ctx)
+		until, group := ctx, &wg
+		if t.Last {
+			until, group = last, &lastWG
+		}
+		group.Go(func() {
+			err := t.Run(until)
 			ended.Do(func() {
 				switch {
 				case ctx.Err() != nil:
@@ -41,45 +48,16 @@ func All(ctx context.Context, tasks ...Task) error {
 			})
 		})
 	}
+	// With no task that could say so, ctx alone ends it.
+	<-ctx.Done()
 	wg.Wait()
+	cancelLast()
+	lastWG.Wait()
 	return first
 }
 
-// HTTP returns a task that serves handler on listener, by HTTP/1.1, and over TLS if config is not nil. When its context is done it
-// calls stop, if that is not nil, so that requests which wait can be answered, stops listening, and gives the requests that
-// run grace to end before it cuts them.
+// HTTP returns a [Server]'s task without bounds of connections and without delay: when its context is done it calls stop, if that is not
+// nil, stops listening, and gives the requests that run grace to end before it cuts them.
 func HTTP(name string, listener net.Listener, config *tls.Config, handler http.Handler, grace time.Duration, stop func()) Task {
-	return Task{name, func(ctx context.Context) error {
-		// Requests outlive ctx: a deletion that waits must be answered, not dropped.
-		server := &http.Server{
-			Handler:           handler,
-			ReadHeaderTimeout: 5 * time.Second,
-			IdleTimeout:       2 * time.Minute,
-			MaxHeaderBytes:    64 << 10,
-		}
-		if config != nil {
-			config = config.Clone()
-			config.NextProtos = []string{"http/1.1"}
-			listener = tls.NewListener(listener, config)
-		}
-		served := make(chan error, 1)
-		go func() { served <- server.Serve(listener) }()
-		select {
-		case err := <-served:
-			return err
-		case <-ctx.Done():
-		}
-		if stop != nil {
-			stop()
-		}
-		last, cancel := context.WithTimeout(context.WithoutCancel(ctx), grace)
-		defer cancel()
-		if err := server.Shutdown(last); err != nil {
-			_ = server.Close()
-		}
-		if err := <-served; !errors.Is(err, http.ErrServerClosed) {
-			return err
-		}
-		return nil
-	}}
+	return Server{Name: name, Listener: listener, TLS: config, Handler: handler, Grace: grace, Stop: stop}.Task()
 }

@@ -21,7 +21,7 @@ import (
 
 // until runs until its context is done, and then takes some time.
 func until(name string, ended *[]string, mu *sync.Mutex) Task {
-	return Task{name, func(ctx context.Context) error {
+	return Task{Name: name, Run: func(ctx context.Context) error {
 		<-ctx.Done()
 		time.Sleep(time.Second)
 		mu.Lock()
@@ -49,7 +49,7 @@ func TestAll(t *testing.T) {
 				time.AfterFunc(time.Minute, cancel)
 				var mu sync.Mutex
 				var ended []string
-				err := All(ctx, until("one", &ended, &mu), Task{"odd", c.task}, until("two", &ended, &mu))
+				err := All(ctx, until("one", &ended, &mu), Task{Name: "odd", Run: c.task}, until("two", &ended, &mu))
 				if c.want == "" && err != nil || c.want != "" && (err == nil || err.Error() != c.want) {
 					t.Errorf("%v, want %q", err, c.want)
 				}
@@ -63,7 +63,7 @@ func TestAll(t *testing.T) {
 
 // An error that wraps Canceled is an error as any other, if nobody has asked the process to end.
 func TestAllReportsATaskThatSaysCanceled(t *testing.T) {
-	err := All(t.Context(), Task{"odd", func(context.Context) error { return fmt.Errorf("dial: %w", context.Canceled) }})
+	err := All(t.Context(), Task{Name: "odd", Run: func(context.Context) error { return fmt.Errorf("dial: %w", context.Canceled) }})
 	if err == nil || err.Error() != "odd: dial: context canceled" {
 		t.Errorf("%v", err)
 	}
@@ -76,7 +76,7 @@ func TestAllEndsWellOnASignal(t *testing.T) {
 	if err := syscall.Kill(os.Getpid(), syscall.SIGUSR1); err != nil {
 		t.Fatal(err)
 	}
-	if err := All(ctx, Task{"one", func(ctx context.Context) error { <-ctx.Done(); return nil }}); err != nil {
+	if err := All(ctx, Task{Name: "one", Run: func(ctx context.Context) error { <-ctx.Done(); return nil }}); err != nil {
 		t.Errorf("%v", err)
 	}
 }

@@ -68,7 +68,7 @@ func open(t *testing.T) *stage.Stage {
 		// Like the shared cluster, it lives until the program ends.
 		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 		defer cancel()
-		if opened, errOpen = stage.Open(ctx, c, stage.Options{Bin: bin, Dir: filepath.Join(os.TempDir(), "n")}); errOpen != nil {
+		if opened, errOpen = stage.Open(ctx, c, stage.Options{Bin: bin, Dir: filepath.Join(os.TempDir(), "n"), Replicas: 1}); errOpen != nil {
 			return
 		}
 		if errOpen = opened.InstallCoordinator(ctx); errOpen != nil {

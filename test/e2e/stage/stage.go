@@ -5,6 +5,7 @@ package stage
 import (
 	"bytes"
 	"context"
+	"crypto/rand"
 	"embed"
 	"encoding/base64"
 	"fmt"
@@ -36,7 +37,8 @@ var sheets embed.FS
 
 var sheet = template.Must(template.ParseFS(sheets, "*.yaml"))
 
-// CoordinatorAddress is where the coordinator's pod is. The API server is told this address, because there is no kube-proxy.
+// CoordinatorAddress is what the API server is told, because there is no kube-proxy: where the coordinator's pod is or, with Options.Replicas, a
+// stand-in of the Service.
 var CoordinatorAddress = netip.MustParseAddr("10.244.250.1")
 
 // System is the namespace of the coordinator.
@@ -46,6 +48,8 @@ const System = "lameduck-system"
 type Options struct {
 	// Bin is the directory with the programs webhook, agent and app.
 	Bin string
+	// Replicas of the coordinator, behind a stand-in of its Service. 0: one, which has the Service's address itself.
+	Replicas int
 	// WebhookArgs are more flags of the coordinator.
 	WebhookArgs []string
 	// Dir is where volumes and logs of pods are kept. Empty: in a temporary folder.
@@ -55,6 +59,9 @@ type Options struct {
 	Log     *slog.Logger
 }
 
+// admissionPort is the port of the same name of the coordinator's pods.
+const admissionPort = 9443
+
 // Stage is a cluster with a node, ready for pods. Make it with Open.
 type Stage struct {
 	Options
@@ -62,6 +69,8 @@ type Stage struct {
 	Node    *node.Node
 	Kube    *kubernetes.Clientset
 	ca      *cluster.CA
+	// secret ends the path of the webhook.
+	secret string
 
 	running context.Context
 	stop    context.CancelFunc
@@ -81,7 +90,7 @@ func Open(ctx context.Context, c *cluster.Cluster, o Options) (*Stage, error) {
 	n, err := node.New(c.Config(), node.Options{
 		Name: "node-1", PodRange: netip.MustParsePrefix("10.244.1.0/24"), Dir: o.Dir, Observe: o.Observe, Logger: o.Log,
 		Address: func(p *corev1.Pod) netip.Addr {
-			if p.Namespace == System && p.Labels["app.kubernetes.io/component"] == "webhook" {
+			if o.Replicas == 0 && p.Namespace == System && p.Labels["app.kubernetes.io/component"] == "webhook" {
 				return CoordinatorAddress
 			}
 			return netip.Addr{}
@@ -90,7 +99,7 @@ func Open(ctx context.Context, c *cluster.Cluster, o Options) (*Stage, error) {
 	if err != nil {
 		return nil, err
 	}
-	s := &Stage{Options: o, Cluster: c, Node: n, Kube: kube, ca: ca}
+	s := &Stage{Options: o, Cluster: c, Node: n, Kube: kube, ca: ca, secret: rand.Text()}
 	s.running, s.stop = context.WithCancel(context.WithoutCancel(ctx))
 	if err := s.run(ctx, n); err != nil {
 		s.Close()
@@ -231,6 +240,15 @@ func (s *Stage) InstallCoordinator(ctx context.Context) error {
 	if _, err := s.Kube.CoreV1().Secrets(System).Create(ctx, secret, metav1.CreateOptions{}); err != nil {
 		return fmt.Errorf("create Secret lameduck-tls: %w", err)
 	}
+	door := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Name: "lameduck-admission", Namespace: System}, StringData: map[string]string{"secret": s.secret}}
+	if _, err := s.Kube.CoreV1().Secrets(System).Create(ctx, door, metav1.CreateOptions{}); err != nil {
+		return fmt.Errorf("create Secret lameduck-admission: %w", err)
+	}
+	if s.Replicas > 0 {
+		if err := s.balance(netip.AddrPortFrom(CoordinatorAddress, admissionPort), "lameduck-webhook"); err != nil {
+			return err
+		}
+	}
 	manifests, err = render("coordinator.yaml", s.Options)
 	if err != nil {
 		return err
@@ -241,7 +259,8 @@ func (s *Stage) InstallCoordinator(ctx context.Context) error {
 	return s.Await(ctx, System, "lameduck-webhook")
 }
 
-// InstallWebhook installs the webhook configuration of the manifests, with the coordinator's address in the place of its Service's.
+// InstallWebhook installs the webhook configuration of the manifests, with the coordinator's address in the place of its Service's, and
+// the secret.
 func (s *Stage) InstallWebhook(ctx context.Context) error {
 	objects, err := s.installed(ctx, "ValidatingWebhookConfiguration")
 	if err != nil {
@@ -250,7 +269,7 @@ func (s *Stage) InstallWebhook(ctx context.Context) error {
 	for _, o := range objects {
 		for _, w := range o["webhooks"].([]any) {
 			w.(object)["clientConfig"] = object{
-				"url":      fmt.Sprintf("https://%s:9443/v1/admit", CoordinatorAddress),
+				"url":      fmt.Sprintf("https://%s:%d/v1/admit/%s", CoordinatorAddress, admissionPort, s.secret),
 				"caBundle": base64.StdEncoding.EncodeToString(s.ca.PEM()),
 			}
 		}

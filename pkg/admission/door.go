@@ -1,0 +1,209 @@
+package admission
+
+import (
+	"context"
+	"crypto/sha256"
+	"crypto/subtle"
+	"fmt"
+	"log/slog"
+	"net/http"
+	"os"
+	"strings"
+	"sync"
+	"time"
+
+	"golang.org/x/time/rate"
+)
+
+// Path is where the API server asks, but for the last segment: the secret. See [Door].
+const Path = "/v1/admit/"
+
+const (
+	// secretLeast is how many characters a secret has at least.
+	secretLeast = 16
+	// secretMost bounds the file, in bytes.
+	secretMost = 4 << 10
+	// secretEvery is how often the file is read. A mounted Secret takes a minute to arrive, so that more haste gains nothing.
+	secretEvery = 5 * time.Second
+	// FormerSecret is how long a secret that has left the file is still good: while it is being changed, the API server's configuration
+	// and the replicas' files never change at one moment.
+	FormerSecret = 10 * time.Minute
+	// strangerEvery is how often a line is logged that somebody was turned away.
+	strangerEvery = 10 * time.Second
+)
+
+// Door lets those through to a handler who know a secret: whoever could post a review could have pods unrouted. The secret is the last
+// segment of the path, because that is all of a call that a webhook configuration chooses, and is known to those alone who may read
+// webhook configurations or the Secret. It is never logged.
+//
+// The secrets are the lines of a file. Each line is good, so that a new one can be known to all replicas before the API server uses it; a
+// line that is taken out is good for [FormerSecret] more, in this life of the process.
+type Door struct {
+	file    string
+	log     *slog.Logger
+	metrics *Metrics
+	said    rate.Sometimes
+
+	mu   sync.RWMutex
+	keys []key
+}
+
+// key is a secret's hash, so that secrets of any length compare in the same time.
+type key struct {
+	sum [sha256.Size]byte
+	// until is when it ends. Zero: it stands in the file.
+	until time.Time
+}
+
+// OpenDoor reads the secrets in file. Its errors say what to write into it.
+func OpenDoor(file string, log *slog.Logger, metrics *Metrics) (*Door, error) {
+	d := &Door{file: file, log: log, metrics: metrics, said: rate.Sometimes{Interval: strangerEvery}}
+	if _, err := d.load(time.Now()); err != nil {
+		return nil, err
+	}
+	return d, nil
+}
+
+// CheckSecretFile reports why no [Door] can be made with file. Nil: one can.
+func CheckSecretFile(file string) error {
+	_, err := readSecrets(file)
+	return err
+}
+
+// Run reads the file again and again until ctx is done. A file that cannot be used leaves what is known as it is.
+func (d *Door) Run(ctx context.Context) error {
+	ticker := time.NewTicker(secretEvery)
+	defer ticker.Stop()
+	bad := false
+	for {
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-ticker.C:
+		}
+		changed, err := d.load(time.Now())
+		switch {
+		case err != nil && !bad:
+			d.log.Error("read admission secrets again: the former ones stay good", "error", err)
+		case changed:
+			d.log.Info("admission secrets changed", "former", FormerSecret.String())
+		}
+		bad = err != nil
+	}
+}
+
+// load takes in what stands in the file now, and reports whether that is other than before.
+func (d *Door) load(now time.Time) (changed bool, err error) {
+	secrets, err := readSecrets(d.file)
+	if err != nil {
+		return false, err
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	keys := make([]key, 0, len(secrets)+len(d.keys))
+	for _, s := range secrets {
+		keys = append(keys, key{sum: sha256.Sum256([]byte(s))})
+	}
+	was := 0
+	for _, k := range d.keys {
+		if k.until.IsZero() {
+			was++
+		}
+		switch {
+		case stands(keys[:len(secrets)], k):
+			if k.until.IsZero() {
+				continue
+			}
+			changed = true // it was taken out, and is back
+		case k.until.IsZero():
+			changed = true
+			k.until = now.Add(FormerSecret)
+			keys = append(keys, k)
+		case now.Before(k.until):
+			keys = append(keys, k)
+		}
+	}
+	changed = changed || was != len(secrets)
+	d.keys = keys
+	return changed, nil
+}
+
+func stands(keys []key, k key) bool {
+	for _, other := range keys {
+		if other.sum == k.sum {
+			return true
+		}
+	}
+	return false
+}
+
+// knows reports whether secret is good at now. How long that takes tells nothing of the secrets.
+func (d *Door) knows(now time.Time, secret string) bool {
+	sum := sha256.Sum256([]byte(secret))
+	d.mu.RLock()
+	defer d.mu.RUnlock()
+	known := 0
+	for _, k := range d.keys {
+		same := subtle.ConstantTimeCompare(sum[:], k.sum[:])
+		if k.until.IsZero() || now.Before(k.until) {
+			known |= same
+		}
+	}
+	return known == 1
+}
+
+// Guard returns a handler that passes to next what comes on [Path] with a secret that is good. Everything else gets the same 404, whether the
+// path is unknown or the secret wrong, before anything of its body is read.
+func (d *Door) Guard(next http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		secret, ok := strings.CutPrefix(r.URL.Path, Path)
+		if !d.knows(time.Now(), secret) || !ok {
+			d.metrics.refused(http.StatusNotFound)
+			d.said.Do(func() {
+				d.log.Warn("refused a call without the admission secret: if it is the API server, deletions do not wait", "from", r.RemoteAddr)
+			})
+			w.Header().Set("Connection", "close")
+			http.Error(w, "404 page not found", http.StatusNotFound)
+			return
+		}
+		next.ServeHTTP(w, r)
+	})
+}
+
+// howTo is what an operator does about a secret that cannot be used.
+const howTo = `write a line of at least 16 letters and digits into it: kubectl -n lameduck-system create secret generic lameduck-admission --from-literal=secret="$(openssl rand -hex 32)"`
+
+// readSecrets returns the lines of file that are not empty. Its errors never quote them.
+func readSecrets(file string) ([]string, error) {
+	info, err := os.Stat(file)
+	if err != nil {
+		return nil, fmt.Errorf("admission secret: %w; %s", err, howTo)
+	}
+	if info.Size() > secretMost {
+		return nil, fmt.Errorf("admission secret in %s: the file has %d bytes, more than %d; %s", file, info.Size(), secretMost, howTo)
+	}
+	text, err := os.ReadFile(file)
+	if err != nil {
+		return nil, fmt.Errorf("admission secret: %w; %s", err, howTo)
+	}
+	var secrets []string
+	for n, line := range strings.Split(string(text), "\n") {
+		line = strings.TrimSpace(line)
+		switch {
+		case line == "":
+			continue
+		case len(line) < secretLeast:
+			return nil, fmt.Errorf("admission secret in %s: line %d has %d characters; %s", file, n+1, len(line), howTo)
+		case strings.Trim(line, unreserved) != "":
+			return nil, fmt.Errorf("admission secret in %s: line %d has a character that is not a letter, a digit, - or _; %s", file, n+1, howTo)
+		}
+		secrets = append(secrets, line)
+	}
+	if len(secrets) == 0 {
+		return nil, fmt.Errorf("admission secret in %s: the file is empty; %s", file, howTo)
+	}
+	return secrets, nil
+}
+
+// unreserved are the characters that look the same in a path however it is written. Not . and ~, which some people's tools change.
+const unreserved = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_"

@@ -1,0 +1,118 @@
+package serve
+
+import (
+	"context"
+	"crypto/tls"
+	"errors"
+	"log/slog"
+	"net"
+	"net/http"
+	"sync/atomic"
+	"time"
+
+	"golang.org/x/time/rate"
+)
+
+const (
+	// headerTime is how long a TLS handshake, and then a request's header, may take.
+	headerTime = 5 * time.Second
+	// idleTime is how long an unused connection is kept. The API server closes its own after 90 s: were that the longer one, its next
+	// review could be written to a connection that is just being closed, and a webhook call is not repeated.
+	idleTime = 2 * time.Minute
+	// headerBytes bounds a request's header.
+	headerBytes = 64 << 10
+)
+
+// Server is an HTTP/1.1 server with limits, as a task. Name, Listener and Handler are required.
+type Server struct {
+	Name     string
+	Listener net.Listener
+	// TLS is nil for plain HTTP.
+	TLS     *tls.Config
+	Handler http.Handler
+	// Conns bounds the connections at one time. Where one more comes, the one that has been without a request for longest is closed; if
+	// all have one, the newcomer. 0: no bound.
+	Conns int
+	// ReadTime is how long a request may take to arrive, with its body; a read fails then with os.ErrDeadlineExceeded, and the connection
+	// is closed. A body that nobody reads is waited for no longer either. What a handler does once it has read everything is not
+	// bounded. 0: a body may take as long as it likes.
+	ReadTime time.Duration
+	// WriteTime is how long an answer may take from the end of its request's header on. 0: as long as it likes.
+	WriteTime time.Duration
+	// Stop is called when the task is to end, so that requests which wait can be answered. May be nil.
+	Stop func()
+	// Delay is how long after that it still takes connections and requests, because those who ask do not know yet that it is to end. Each
+	// answer asks to close its connection.
+	Delay time.Duration
+	// Grace is how long requests that run may take then, before they are cut.
+	Grace time.Duration
+	// Log is told of connections that are too many and, at debug, what net/http has to say. Nil: nobody is.
+	Log *slog.Logger
+}
+
+// Task returns the task. It ends when its context is done, and Delay and the last request, or Grace, are over.
+func (s Server) Task() Task {
+	return Task{Name: s.Name, Run: s.run}
+}
+
+func (s Server) run(ctx context.Context) error {
+	var ending atomic.Bool
+	log := s.Log
+	if log == nil {
+		log = slog.New(slog.DiscardHandler)
+	}
+	// Requests outlive ctx: a deletion that waits must be answered, not dropped.
+	server := &http.Server{
+		Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			if ending.Load() {
+				w.Header().Set("Connection", "close")
+			}
+			s.Handler.ServeHTTP(w, r)
+		}),
+		ReadHeaderTimeout: headerTime,
+		ReadTimeout:       s.ReadTime,
+		IdleTimeout:       idleTime,
+		WriteTimeout:      s.WriteTime,
+		MaxHeaderBytes:    headerBytes,
+		// A stranger can make a line with each connection.
+		ErrorLog: slog.NewLogLogger(log.With("server", s.Name).Handler(), slog.LevelDebug),
+	}
+	listener := s.Listener
+	if s.Conns > 0 {
+		crowd := newCrowd(s.Conns)
+		server.ConnState = crowd.turn
+		listener = &crowdListener{Listener: listener, crowd: crowd, log: log.With("server", s.Name), said: rate.Sometimes{Interval: crowdedEvery}}
+	}
+	if s.TLS != nil {
+		config := s.TLS.Clone()
+		config.NextProtos = []string{"http/1.1"}
+		listener = tls.NewListener(listener, config)
+	}
+	served := make(chan error, 1)
+	go func() { served <- server.Serve(listener) }()
+	select {
+	case err := <-served:
+		return err
+	case <-ctx.Done():
+	}
+	if s.Stop != nil {
+		s.Stop()
+	}
+	ending.Store(true)
+	timer := time.NewTimer(s.Delay)
+	defer timer.Stop()
+	select {
+	case err := <-served:
+		return err
+	case <-timer.C:
+	}
+	last, cancel := context.WithTimeout(context.WithoutCancel(ctx), s.Grace)
+	defer cancel()
+	if err := server.Shutdown(last); err != nil {
+		_ = server.Close()
+	}
+	if err := <-served; !errors.Is(err, http.ErrServerClosed) {
+		return err
+	}
+	return nil
+}

@@ -1,0 +1,315 @@
+package serve
+
+import (
+	"bufio"
+	"context"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+)
+
+// certified returns a configuration for servers, and one for clients that trust it.
+func certified(t *testing.T) (server, client *tls.Config) {
+	t.Helper()
+	s := httptest.NewUnstartedServer(nil)
+	s.StartTLS()
+	defer s.Close()
+	roots := s.Client().Transport.(*http.Transport).TLSClientConfig.RootCAs
+	return &tls.Config{Certificates: s.TLS.Certificates}, &tls.Config{RootCAs: roots, ServerName: "example.com"}
+}
+
+// start runs a server and returns its address, and what ends it and waits for that.
+func start(t *testing.T, s Server) (address string, stop func() error) {
+	t.Helper()
+	s.Name, s.Listener = "x", listen(t)
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan error, 1)
+	go func() { done <- s.Task().Run(ctx) }()
+	var once sync.Once
+	var err error
+	stop = func() error {
+		once.Do(func() {
+			cancel()
+			err = <-done
+		})
+		return err
+	}
+	t.Cleanup(func() {
+		if err := stop(); err != nil {
+			t.Error(err)
+		}
+	})
+	return s.Listener.Addr().String(), stop
+}
+
+// A replica gets its signal when Services still route to it. Were its port closed at once, the API server's calls would be refused, and
+// deletions go on without waiting. Clients of both kinds ask all the time here, by TLS, and none may fail before the time that was promised.
+func TestServerAnswersForSomeTimeAfterItsEndBegan(t *testing.T) {
+	const delay = 700 * time.Millisecond
+	secure, trust := certified(t)
+	var began atomic.Int64
+	address, stop := start(t, Server{
+		TLS: secure, Delay: delay, Grace: 5 * time.Second, Stop: func() { began.Store(time.Now().UnixNano()) },
+		Handler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, "ok") }),
+	})
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	var clients sync.WaitGroup
+	var after, closing atomic.Int32
+	for _, keep := range []bool{true, true, false, false} {
+		clients.Go(func() {
+			client := &http.Client{Transport: &http.Transport{TLSClientConfig: trust.Clone(), DisableKeepAlives: !keep}}
+			defer client.CloseIdleConnections()
+			for ctx.Err() == nil {
+				asked := time.Now()
+				// A POST, as a review is one: net/http does not repeat it.
+				response, err := client.Post("https://"+address, "application/json", strings.NewReader("{}"))
+				since := time.Duration(asked.UnixNano() - began.Load())
+				ending := began.Load() > 0 && since > 0
+				if err != nil {
+					if !ending || since < delay-50*time.Millisecond {
+						t.Errorf("keep %t, asked %s after its end began (%t): %v", keep, since, ending, err)
+					}
+					return
+				}
+				text, err := io.ReadAll(response.Body)
+				response.Body.Close()
+				if err != nil || string(text) != "ok" {
+					t.Errorf("%q, %v", text, err)
+				}
+				if ending {
+					after.Add(1)
+					if response.Close {
+						closing.Add(1)
+					}
+				}
+				time.Sleep(time.Millisecond)
+			}
+		})
+	}
+	time.Sleep(200 * time.Millisecond)
+	if err := stop(); err != nil {
+		t.Error(err)
+	}
+	cancel()
+	clients.Wait()
+	if after.Load() < 4 || closing.Load() != after.Load() {
+		t.Errorf("%d requests were answered after its end began, %d of them closed their connection", after.Load(), closing.Load())
+	}
+	if _, err := net.DialTimeout("tcp", address, time.Second); err == nil {
+		t.Error("it still listens")
+	}
+}
+
+// A body that comes slowly is cut at its time, whether the handler reads it or not; and a request that is held for longer than that is not.
+func TestServerCutsSlowBodies(t *testing.T) {
+	const most = 300 * time.Millisecond
+	secure, trust := certified(t)
+	read, gone := make(chan error, 1), make(chan error, 1)
+	address, _ := start(t, Server{
+		TLS: secure, ReadTime: most,
+		Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			if r.URL.Path == "/unread" {
+				return
+			}
+			_, err := io.ReadAll(r.Body)
+			if r.URL.Path == "/read" {
+				read <- err
+				return
+			}
+			select {
+			case <-r.Context().Done():
+				gone <- r.Context().Err()
+			case <-time.After(2 * most):
+				gone <- nil
+			}
+			fmt.Fprint(w, "held")
+		}),
+	})
+	// slowly announces a body of a hundred bytes and sends some, and returns when the server has closed the connection.
+	slowly := func(path string) time.Duration {
+		conn, err := tls.Dial("tcp", address, trust)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer conn.Close()
+		began := time.Now()
+		fmt.Fprintf(conn, "POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{", path)
+		_ = conn.SetReadDeadline(began.Add(10 * time.Second))
+		if _, err := io.Copy(io.Discard, conn); errors.Is(err, os.ErrDeadlineExceeded) {
+			t.Errorf("%s: the connection stays", path)
+		}
+		return time.Since(began)
+	}
+	if took := slowly("/read"); took < most || took > 10*most {
+		t.Errorf("cut after %s", took)
+	}
+	if err := <-read; !errors.Is(err, os.ErrDeadlineExceeded) {
+		t.Errorf("the handler sees %v", err)
+	}
+	if took := slowly("/unread"); took > 10*most {
+		t.Errorf("unread: cut after %s", took)
+	}
+	client := &http.Client{Transport: &http.Transport{TLSClientConfig: trust}}
+	defer client.CloseIdleConnections()
+	for range 2 { // the second on the same connection
+		response, err := client.Post("https://"+address+"/hold", "application/json", strings.NewReader("{}"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		text, _ := io.ReadAll(response.Body)
+		response.Body.Close()
+		if err := <-gone; err != nil || string(text) != "held" {
+			t.Errorf("a held request: %q, %v", text, err)
+		}
+	}
+}
+
+// Somebody who opens connections and says nothing must not keep out those who ask, nor cut those who are being answered.
+func TestServerMakesRoom(t *testing.T) {
+	const most = 5
+	secure, trust := certified(t)
+	release := make(chan struct{})
+	var held sync.WaitGroup
+	held.Add(2)
+	address, _ := start(t, Server{
+		TLS: secure, Conns: most, Grace: 5 * time.Second,
+		Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			if r.URL.Path == "/hold" {
+				held.Done()
+				<-release
+			}
+			fmt.Fprint(w, "ok")
+		}),
+	})
+	ask := func(path string) error {
+		conn, err := tls.Dial("tcp", address, trust)
+		if err != nil {
+			return err
+		}
+		defer conn.Close()
+		fmt.Fprintf(conn, "GET %s HTTP/1.1\r\nHost: x\r\n\r\n", path)
+		_ = conn.SetReadDeadline(time.Now().Add(10 * time.Second))
+		response, err := http.ReadResponse(bufio.NewReader(conn), nil)
+		if err != nil {
+			return err
+		}
+		return response.Body.Close()
+	}
+	var waits sync.WaitGroup
+	for range 2 {
+		waits.Go(func() {
+			if err := ask("/hold"); err != nil {
+				t.Errorf("a request that was being answered: %v", err)
+			}
+		})
+	}
+	held.Wait()
+	var silent []net.Conn
+	for range 20 {
+		conn, err := net.Dial("tcp", address)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer conn.Close()
+		silent = append(silent, conn)
+	}
+	if err := ask("/"); err != nil {
+		t.Errorf("somebody who asks: %v", err)
+	}
+	closed := 0
+	for _, conn := range silent {
+		_ = conn.SetReadDeadline(time.Now().Add(100 * time.Millisecond))
+		if _, err := conn.Read(make([]byte, 1)); !errors.Is(err, os.ErrDeadlineExceeded) {
+			closed++
+		}
+	}
+	if want := len(silent) - (most - 2) + 1; closed != want {
+		t.Errorf("%d silent connections were closed, want %d", closed, want)
+	}
+	close(release)
+	waits.Wait()
+}
+
+// Where all connections have a request the newcomer is turned away, and there is room again when one ends.
+func TestServerTurnsAwayWhatIsTooMuch(t *testing.T) {
+	release, held := make(chan struct{}), make(chan struct{}, 1)
+	address, _ := start(t, Server{
+		Conns: 1, Grace: 5 * time.Second,
+		Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			if r.URL.Path == "/hold" {
+				held <- struct{}{}
+				<-release
+			}
+			fmt.Fprint(w, "ok")
+		}),
+	})
+	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true}}
+	done := make(chan error, 1)
+	go func() {
+		response, err := client.Get("http://" + address + "/hold")
+		if err == nil {
+			err = response.Body.Close()
+		}
+		done <- err
+	}()
+	<-held
+	if response, err := client.Get("http://" + address); err == nil {
+		response.Body.Close()
+		t.Error("one too many was answered")
+	}
+	close(release)
+	if err := <-done; err != nil {
+		t.Error(err)
+	}
+	// The server closes the connection a moment after the client has its answer.
+	for deadline := time.Now().Add(5 * time.Second); ; time.Sleep(10 * time.Millisecond) {
+		response, err := client.Get("http://" + address)
+		if err == nil {
+			response.Body.Close()
+			return
+		}
+		if time.Now().After(deadline) {
+			t.Fatalf("no room again: %v", err)
+		}
+	}
+}
+
+// What others need to the end must not end before them: a review would be answered from a cache that has stopped.
+func TestAllEndsTheLastAfterTheOthers(t *testing.T) {
+	ctx, cancel := context.WithCancel(t.Context())
+	var mu sync.Mutex
+	var order []string
+	task := func(name string, takes time.Duration, last bool) Task {
+		return Task{Name: name, Last: last, Run: func(ctx context.Context) error {
+			<-ctx.Done()
+			time.Sleep(takes)
+			mu.Lock()
+			defer mu.Unlock()
+			order = append(order, name)
+			return nil
+		}}
+	}
+	time.AfterFunc(10*time.Millisecond, cancel)
+	if err := All(ctx, task("cache", 0, true), task("server", 50*time.Millisecond, false)); err != nil {
+		t.Fatal(err)
+	}
+	if got := strings.Join(order, " "); got != "server cache" {
+		t.Errorf("ended in the order %q", got)
+	}
+	broken := errors.New("broken")
+	err := All(t.Context(), task("server", 0, false), Task{Name: "cache", Last: true, Run: func(context.Context) error { return broken }})
+	if !errors.Is(err, broken) {
+		t.Errorf("%v", err)
+	}
+}

@@ -1,0 +1,87 @@
+package scenarios
+
+import (
+	"sync"
+	"testing"
+	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/lameduck-io/lameduck/test/e2e/stage"
+)
+
+// scale sets how many coordinators there are, and waits.
+func scale(t *testing.T, s *stage.Stage, replicas string) {
+	t.Helper()
+	if out, err := s.Cluster.Kubectl(t.Context(), "-n", stage.System, "scale", "deployment/lameduck-webhook", "--replicas="+replicas); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	if err := s.Await(t.Context(), stage.System, "lameduck-webhook"); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// Coordinators come and go, by rolling updates of their own most of all, and no deletion may go on undrained or fail for that: the one that goes
+// answers all that it holds with "ask again", and is asked until Services no longer route to it.
+func TestReplicasComeAndGo(t *testing.T) {
+	// Not parallel: it changes the coordinators of all.
+	s := open(t)
+	scale(t, s, "2")
+	defer scale(t, s, "1")
+	ns := namespace(t, s, "replicas")
+	if err := s.InstallApp(t.Context(), stage.App{Namespace: ns, Replicas: 4, StartDelay: 300 * time.Millisecond, Work: 20 * time.Millisecond}); err != nil {
+		t.Fatal(err)
+	}
+	address, err := s.InstallGateway(t.Context(), stage.Gateway{Namespace: ns, Lag: time.Second})
+	if err != nil {
+		t.Fatal(err)
+	}
+	stop := clients(t, address, false)
+	updating := make(chan struct{})
+	var restarts sync.WaitGroup
+	restarts.Go(func() {
+		for n := 0; ; n++ {
+			select {
+			case <-updating:
+				if n < 2 {
+					t.Errorf("the application's update was over after %d restarts of coordinators", n)
+				}
+				return
+			default:
+			}
+			if n == 0 {
+				// One of two goes, as a node that is drained would have it.
+				pods, err := s.Pods(t.Context(), stage.System, "app.kubernetes.io/component=webhook")
+				if err == nil {
+					err = s.Kube.CoreV1().Pods(stage.System).Delete(t.Context(), pods[0].Name, metav1.DeleteOptions{})
+				}
+				if err == nil {
+					err = s.Await(t.Context(), stage.System, "lameduck-webhook")
+				}
+				if err != nil {
+					t.Error(err)
+				}
+				continue
+			}
+			if _, err := s.Restart(t.Context(), stage.System, "lameduck-webhook"); err != nil {
+				t.Error(err)
+				return
+			}
+		}
+	})
+	began := time.Now()
+	for time.Since(began) < 20*time.Second {
+		if _, err := s.Restart(t.Context(), ns, "web"); err != nil {
+			t.Fatal(err)
+		}
+	}
+	close(updating)
+	restarts.Wait()
+	settle(t, 2*time.Second)
+	if got := stop(); got.Failed > 0 || got.Total == 0 {
+		t.Errorf("%d of %d requests failed: %v\n%v", got.Failed, got.Total, got.FailedBy, got.Failures)
+	} else {
+		t.Logf("%d requests", got.Total)
+	}
+	noRaces(t, s, ns)
+}

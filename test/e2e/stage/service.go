@@ -1,0 +1,106 @@
+package stage
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"net"
+	"net/netip"
+	"sync"
+	"time"
+
+	discovery "k8s.io/api/discovery/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+)
+
+// balanceEvery is how often the stand-in of a Service looks who is behind it: as late as kube-proxy is at times.
+const balanceEvery = 250 * time.Millisecond
+
+// balance forwards connections to address, until Close, to the ready pods of a Service of System in turn. A connection stays with its pod, as
+// with kube-proxy; where there is no pod it is closed.
+func (s *Stage) balance(address netip.AddrPort, service string) error {
+	listener, err := net.Listen("tcp", address.String())
+	if err != nil {
+		return fmt.Errorf("stand-in of Service %s: %w", service, err)
+	}
+	context.AfterFunc(s.running, func() { listener.Close() })
+	var mu sync.Mutex
+	var behind []string
+	turn := 0
+	s.nodes.Go(func() {
+		ticker := time.NewTicker(balanceEvery)
+		defer ticker.Stop()
+		for s.running.Err() == nil {
+			if ready, err := s.ready(service, address.Port()); err == nil {
+				mu.Lock()
+				behind = ready
+				mu.Unlock()
+			}
+			select {
+			case <-ticker.C:
+			case <-s.running.Done():
+			}
+		}
+	})
+	next := func() string {
+		mu.Lock()
+		defer mu.Unlock()
+		if len(behind) == 0 {
+			return ""
+		}
+		turn++
+		return behind[turn%len(behind)]
+	}
+	s.nodes.Go(func() {
+		for {
+			conn, err := listener.Accept()
+			if err != nil {
+				return
+			}
+			s.nodes.Go(func() {
+				defer conn.Close()
+				if to := next(); to != "" {
+					s.forward(conn, to)
+				}
+			})
+		}
+	})
+	return nil
+}
+
+// ready returns the addresses of a Service's ready pods.
+func (s *Stage) ready(service string, port uint16) ([]string, error) {
+	slices, err := s.Kube.DiscoveryV1().EndpointSlices(System).List(s.running, metav1.ListOptions{LabelSelector: discovery.LabelServiceName + "=" + service})
+	if err != nil {
+		return nil, err
+	}
+	var ready []string
+	for _, slice := range slices.Items {
+		for _, e := range slice.Endpoints {
+			if e.Conditions.Ready != nil && *e.Conditions.Ready {
+				ready = append(ready, fmt.Sprintf("%s:%d", e.Addresses[0], port))
+			}
+		}
+	}
+	return ready, nil
+}
+
+// forward copies both ways until one end is done.
+func (s *Stage) forward(conn net.Conn, to string) {
+	server, err := net.DialTimeout("tcp", to, 5*time.Second)
+	if err != nil {
+		return
+	}
+	defer server.Close()
+	stop := context.AfterFunc(s.running, func() { conn.Close(); server.Close() })
+	defer stop()
+	var both sync.WaitGroup
+	for _, pair := range [][2]net.Conn{{conn, server}, {server, conn}} {
+		both.Go(func() {
+			_, _ = io.Copy(pair[0], pair[1])
+			pair[0].Close()
+			pair[1].Close()
+		})
+	}
+	both.Wait()
+}
