@@ -137,6 +137,26 @@ func (w *world) bury(uid UID, holder string) bool {
 	return w.Bury(w.now, uid, holder, w.now, w.now.Add(time.Minute))
 }
 
+// known counts the targets of pool that the set remembers, knownPods the pods.
+func (w *world) known(pool Pool) int {
+	p := w.Set.pools[pool]
+	if p == nil {
+		return 0
+	}
+	return len(p.members.all)
+}
+
+func (w *world) knownPods() int {
+	uids := map[UID]bool{}
+	for uid := range w.Set.pods {
+		uids[uid] = true
+	}
+	for _, d := range w.Targets() {
+		uids[d.Target.UID] = true
+	}
+	return len(uids)
+}
+
 // step is what the director does at once: apply, and read what is watched and what was applied.
 func (w *world) step() {
 	ops := w.Pending()
@@ -408,14 +428,14 @@ func TestTheDeadAreForgottenInTheEnd(t *testing.T) {
 	w.list("web", ready("b"), dying("a")) // it takes its time, and is dead all the while
 	w.pass(9 * time.Minute)
 	w.Lapse(w.now)
-	if w.pods["a"] == nil {
+	if w.Set.pods["a"] == nil {
 		t.Fatal("the pod is forgotten nine minutes after it was last said to be dead")
 	}
 	w.list("web", ready("b"))
 	w.pass(time.Minute + 1)
 	w.Lapse(w.now)
-	if len(w.pods) != 1 || len(w.pools["web"]) != 1 {
-		t.Fatalf("the set still knows %d pods and %d targets, want those of b", len(w.pods), len(w.pools["web"]))
+	if w.knownPods() != 1 || w.known("web") != 1 {
+		t.Fatalf("the set still knows %d pods and %d targets, want those of b", w.knownPods(), w.known("web"))
 	}
 }
 
@@ -608,12 +628,14 @@ func TestLeasesLapse(t *testing.T) {
 	if got := w.Lapse(w.now); !slices.Equal(got, []UID{"b"}) {
 		t.Fatalf("%v lapsed, want b: a has another holder, and c is dead", got)
 	}
+	w.Refreshed(w.now)
 	w.settle()
 	w.routed("web", "b")
 	w.pass(time.Minute)
 	if got := w.Lapse(w.now); !slices.Equal(got, []UID{"a"}) {
 		t.Fatalf("%v lapsed, want a", got)
 	}
+	w.Refreshed(w.now)
 	w.settle()
 	w.routed("web", "a b")
 }
@@ -741,8 +763,8 @@ func TestAKeyIsNotForgottenWhileAnOpIsOnItsWay(t *testing.T) {
 				read(w, ops)
 				w.settle()
 				w.routed("web", "b")
-				if len(w.pools["web"]) != 1 {
-					t.Fatalf("the set knows %d targets, want 1", len(w.pools["web"]))
+				if w.known("web") != 1 {
+					t.Fatalf("the set knows %d targets, want 1", w.known("web"))
 				}
 			})
 		}
@@ -757,8 +779,8 @@ func TestATargetThatWasNeverThereIsForgotten(t *testing.T) {
 	w.list("web", ready("b"), unready("a"))
 	w.settle()
 	w.list("web", ready("b"))
-	if len(w.pools["web"]) != 1 || len(w.pods) != 1 {
-		t.Fatalf("the set knows %d targets of %d pods, want b's only", len(w.pools["web"]), len(w.pods))
+	if w.known("web") != 1 || w.knownPods() != 1 {
+		t.Fatalf("the set knows %d targets of %d pods, want b's only", w.known("web"), w.knownPods())
 	}
 	w.pending("")
 }
@@ -771,8 +793,8 @@ func TestATargetThatWasBuriedAllTheWhileIsForgotten(t *testing.T) {
 	w.stones("a:idle")
 	w.Lift("a", "r")
 	w.list("web", ready("b"))
-	if len(w.pools["web"]) != 1 || len(w.pods) != 1 {
-		t.Fatalf("the set knows %d targets of %d pods, want b's only", len(w.pools["web"]), len(w.pods))
+	if w.known("web") != 1 || w.knownPods() != 1 {
+		t.Fatalf("the set knows %d targets of %d pods, want b's only", w.known("web"), w.knownPods())
 	}
 }
 
@@ -786,8 +808,8 @@ func TestAGatewayThatStillWorksForATargetRemembersIt(t *testing.T) {
 	w.proxy.now[Key{"web", target("a")}].active = 0
 	w.settle()
 	w.pending("")
-	if len(w.proxy.now) != 1 || len(w.pods) != 1 {
-		t.Fatalf("the proxy has %d servers, the set %d pods, want 1 and 1", len(w.proxy.now), len(w.pods))
+	if len(w.proxy.now) != 1 || w.knownPods() != 1 {
+		t.Fatalf("the proxy has %d servers, the set %d pods, want 1 and 1", len(w.proxy.now), w.knownPods())
 	}
 }
 
@@ -803,7 +825,7 @@ func TestServersThatPeopleOwn(t *testing.T) {
 		w.Observe(w.now, Observation{Generation: "g1", At: w.now, Seen: map[Key]Seen{k: seen}})
 	}
 	w.pending("")
-	if _, known := w.pools["web"][k.Target]; known {
+	if _, known := w.Lookup(k); known {
 		t.Fatal("the target is not forgotten although nothing of it is left")
 	}
 }
@@ -1022,6 +1044,7 @@ func random(t testing.TB, script []byte) {
 			}
 			inFlight = nil
 		}
+		verify(t, w.Set, func() string { return strings.Join(log, "\n") })
 		if inFlight == nil {
 			check()
 		}
@@ -1081,11 +1104,11 @@ func random(t testing.TB, script []byte) {
 			t.Fatalf("pool %s routes otherwise (-want +got), after\n%s\n%s", pool, strings.Join(log, "\n"), diff)
 		}
 	}
-	if got := len(w.Set.pools["web"]) + len(w.Set.pools["api"]); got != known {
+	if got := w.known("web") + w.known("api"); got != known {
 		t.Fatalf("%d targets are remembered, %d claimed, after\n%s", got, known, strings.Join(log, "\n"))
 	}
 	for _, uid := range uids {
-		if p := w.Set.pods[uid]; p != nil && len(p.records) == 0 && !buried(uid) {
+		if p := w.Set.pods[uid]; p != nil && !buried(uid) {
 			t.Fatalf("pod %s is remembered for nothing, after\n%s", uid, strings.Join(log, "\n"))
 		}
 	}
