@@ -900,6 +900,10 @@ func random(t testing.TB, script []byte) {
 		holder string
 	}
 	claims := map[Pool]map[Target]bool{"web": {}, "api": {}}
+	// said is what the set was told last, for the difference.
+	said := map[Pool]map[Target]bool{"web": {}, "api": {}}
+	var jobs []Job
+	check1 := Check{Protocol: TCP, Interval: 50 * time.Millisecond, Timeout: 50 * time.Millisecond, Thresholds: Thresholds{2, 2, 2, 2}}
 	held, dead := map[holding]bool{}, map[UID]bool{}
 	var log []string
 	var inFlight []Op
@@ -922,6 +926,22 @@ func random(t testing.TB, script []byte) {
 	}
 	buried := func(uid UID) bool { return dead[uid] || held[holding{uid, "r1"}] || held[holding{uid, "r2"}] }
 	list := func(pool Pool) {
+		defer func() { said[pool] = maps.Clone(claims[pool]) }()
+		if next()%2 == 0 {
+			var changes []Change
+			for t, ok := range claims[pool] {
+				if was, known := said[pool][t]; !known || was != ok {
+					changes = append(changes, Change{Endpoint: Endpoint{Target: t, Routable: ok}})
+				}
+			}
+			for t := range said[pool] {
+				if _, still := claims[pool][t]; !still {
+					changes = append(changes, Change{Endpoint: Endpoint{Target: t, Routable: true}, Gone: true})
+				}
+			}
+			w.Change(w.now, pool, changes)
+			return
+		}
 		var all []Endpoint
 		for t, ok := range claims[pool] {
 			all = append(all, Endpoint{Target: t, Routable: ok})
@@ -947,7 +967,49 @@ func random(t testing.TB, script []byte) {
 	for len(script) > 0 {
 		w.pass(time.Duration(next()%16) * time.Millisecond)
 		pool, uid, holder := pools[next()%2], uids[int(next())%len(uids)], holders[next()%2]
-		switch next() % 16 {
+		switch next() % 20 {
+		case 16:
+			c := check1
+			switch next() % 4 {
+			case 0:
+				c.Path = "/other"
+			case 1:
+				c = Check{}
+			}
+			say("the check of %s is %+v", pool, c)
+			w.SetCheck(w.now, pool, c)
+		case 17:
+			jobs, _ = w.Due(w.now, jobs, 3)
+			say("%d probes", len(jobs))
+		case 18:
+			if len(jobs) > 0 {
+				n := int(next()) % len(jobs)
+				o := Outcome{Kind: Success + OutcomeKind(next()%4)}
+				say("%s: %s: counts %t", jobs[n].Key, o, w.Report(w.now, jobs[n], o))
+				jobs = slices.Delete(jobs, n, n+1)
+			}
+		case 19:
+			switch next() % 4 {
+			case 0:
+				w.pass(time.Minute + 1)
+				for _, uid := range w.Lapse(w.now) {
+					delete(held, holding{uid, "r1"})
+					delete(held, holding{uid, "r2"})
+					say("%s lapsed", uid)
+				}
+				for h := range held { // of the dead
+					if !slices.Contains(w.Held(h.holder), h.uid) {
+						delete(held, h)
+					}
+				}
+			case 1:
+				say("refreshed")
+				w.Refreshed(w.now)
+			default:
+				k := Key{pool, at(uid, next())}
+				o := Outcome{Kind: Success + OutcomeKind(next()%4)}
+				say("the gateway reports %s: %s: counts %t", k, o, w.Passive(w.now, k, o))
+			}
 		case 0, 1, 2:
 			tt := at(uid, next())
 			claims[pool][tt] = true
@@ -1061,6 +1123,18 @@ func random(t testing.TB, script []byte) {
 	}
 	w.proxy.old = nil
 	w.proxy.generation++
+	// All that was in doubt is known to be well.
+	w.Refreshed(w.now)
+	for _, pool := range pools {
+		w.SetCheck(w.now, pool, check1)
+	}
+	for range 40 {
+		jobs, _ = w.Due(w.now, jobs[:0], 100)
+		for _, j := range jobs {
+			w.Report(w.now, j, Outcome{Kind: Success})
+		}
+		w.pass(10 * time.Millisecond)
+	}
 	wereRouted := map[Key]bool{}
 	w.read(nil)
 	for k, s := range w.proxy.now {
