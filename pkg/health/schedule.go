@@ -181,7 +181,7 @@ func (s *Set) Due(now time.Time, jobs []Job, most int) ([]Job, time.Time) {
 		}
 	}
 	ask := w.at
-	for end := w.at + int64(askMost/tick); ask < end && w.heads[ask&(wheelSize-1)] == 0; {
+	for end := w.at - 1 + int64(askMost/tick); ask < end && w.heads[ask&(wheelSize-1)] == 0; {
 		ask++
 	}
 	w.limit = ask * int64(tick)
