@@ -129,6 +129,8 @@ func (d *Director) Run(ctx context.Context) error {
 		case <-timer.C:
 		case <-d.wake:
 			pause = fastest
+		case <-d.Set.Work():
+			pause = fastest
 		}
 		timer.Stop()
 	}

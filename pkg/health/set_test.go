@@ -137,6 +137,26 @@ func (w *world) bury(uid UID, holder string) bool {
 	return w.Bury(w.now, uid, holder, w.now, w.now.Add(time.Minute))
 }
 
+// known counts the targets of pool that the set remembers, knownPods the pods.
+func (w *world) known(pool Pool) int {
+	p := w.Set.pools[pool]
+	if p == nil {
+		return 0
+	}
+	return len(p.members.all)
+}
+
+func (w *world) knownPods() int {
+	uids := map[UID]bool{}
+	for uid := range w.Set.pods {
+		uids[uid] = true
+	}
+	for _, d := range w.Targets() {
+		uids[d.Target.UID] = true
+	}
+	return len(uids)
+}
+
 // step is what the director does at once: apply, and read what is watched and what was applied.
 func (w *world) step() {
 	ops := w.Pending()
@@ -408,14 +428,14 @@ func TestTheDeadAreForgottenInTheEnd(t *testing.T) {
 	w.list("web", ready("b"), dying("a")) // it takes its time, and is dead all the while
 	w.pass(9 * time.Minute)
 	w.Lapse(w.now)
-	if w.pods["a"] == nil {
+	if w.Set.pods["a"] == nil {
 		t.Fatal("the pod is forgotten nine minutes after it was last said to be dead")
 	}
 	w.list("web", ready("b"))
 	w.pass(time.Minute + 1)
 	w.Lapse(w.now)
-	if len(w.pods) != 1 || len(w.pools["web"]) != 1 {
-		t.Fatalf("the set still knows %d pods and %d targets, want those of b", len(w.pods), len(w.pools["web"]))
+	if w.knownPods() != 1 || w.known("web") != 1 {
+		t.Fatalf("the set still knows %d pods and %d targets, want those of b", w.knownPods(), w.known("web"))
 	}
 }
 
@@ -608,12 +628,14 @@ func TestLeasesLapse(t *testing.T) {
 	if got := w.Lapse(w.now); !slices.Equal(got, []UID{"b"}) {
 		t.Fatalf("%v lapsed, want b: a has another holder, and c is dead", got)
 	}
+	w.Refreshed(w.now)
 	w.settle()
 	w.routed("web", "b")
 	w.pass(time.Minute)
 	if got := w.Lapse(w.now); !slices.Equal(got, []UID{"a"}) {
 		t.Fatalf("%v lapsed, want a", got)
 	}
+	w.Refreshed(w.now)
 	w.settle()
 	w.routed("web", "a b")
 }
@@ -741,8 +763,8 @@ func TestAKeyIsNotForgottenWhileAnOpIsOnItsWay(t *testing.T) {
 				read(w, ops)
 				w.settle()
 				w.routed("web", "b")
-				if len(w.pools["web"]) != 1 {
-					t.Fatalf("the set knows %d targets, want 1", len(w.pools["web"]))
+				if w.known("web") != 1 {
+					t.Fatalf("the set knows %d targets, want 1", w.known("web"))
 				}
 			})
 		}
@@ -757,8 +779,8 @@ func TestATargetThatWasNeverThereIsForgotten(t *testing.T) {
 	w.list("web", ready("b"), unready("a"))
 	w.settle()
 	w.list("web", ready("b"))
-	if len(w.pools["web"]) != 1 || len(w.pods) != 1 {
-		t.Fatalf("the set knows %d targets of %d pods, want b's only", len(w.pools["web"]), len(w.pods))
+	if w.known("web") != 1 || w.knownPods() != 1 {
+		t.Fatalf("the set knows %d targets of %d pods, want b's only", w.known("web"), w.knownPods())
 	}
 	w.pending("")
 }
@@ -771,8 +793,8 @@ func TestATargetThatWasBuriedAllTheWhileIsForgotten(t *testing.T) {
 	w.stones("a:idle")
 	w.Lift("a", "r")
 	w.list("web", ready("b"))
-	if len(w.pools["web"]) != 1 || len(w.pods) != 1 {
-		t.Fatalf("the set knows %d targets of %d pods, want b's only", len(w.pools["web"]), len(w.pods))
+	if w.known("web") != 1 || w.knownPods() != 1 {
+		t.Fatalf("the set knows %d targets of %d pods, want b's only", w.known("web"), w.knownPods())
 	}
 }
 
@@ -786,8 +808,8 @@ func TestAGatewayThatStillWorksForATargetRemembersIt(t *testing.T) {
 	w.proxy.now[Key{"web", target("a")}].active = 0
 	w.settle()
 	w.pending("")
-	if len(w.proxy.now) != 1 || len(w.pods) != 1 {
-		t.Fatalf("the proxy has %d servers, the set %d pods, want 1 and 1", len(w.proxy.now), len(w.pods))
+	if len(w.proxy.now) != 1 || w.knownPods() != 1 {
+		t.Fatalf("the proxy has %d servers, the set %d pods, want 1 and 1", len(w.proxy.now), w.knownPods())
 	}
 }
 
@@ -803,7 +825,7 @@ func TestServersThatPeopleOwn(t *testing.T) {
 		w.Observe(w.now, Observation{Generation: "g1", At: w.now, Seen: map[Key]Seen{k: seen}})
 	}
 	w.pending("")
-	if _, known := w.pools["web"][k.Target]; known {
+	if _, known := w.Lookup(k); known {
 		t.Fatal("the target is not forgotten although nothing of it is left")
 	}
 }
@@ -878,6 +900,10 @@ func random(t testing.TB, script []byte) {
 		holder string
 	}
 	claims := map[Pool]map[Target]bool{"web": {}, "api": {}}
+	// said is what the set was told last, for the difference.
+	said := map[Pool]map[Target]bool{"web": {}, "api": {}}
+	var jobs []Job
+	check1 := Check{Protocol: TCP, Interval: 50 * time.Millisecond, Timeout: 50 * time.Millisecond, Thresholds: Thresholds{2, 2, 2, 2}}
 	held, dead := map[holding]bool{}, map[UID]bool{}
 	var log []string
 	var inFlight []Op
@@ -900,6 +926,22 @@ func random(t testing.TB, script []byte) {
 	}
 	buried := func(uid UID) bool { return dead[uid] || held[holding{uid, "r1"}] || held[holding{uid, "r2"}] }
 	list := func(pool Pool) {
+		defer func() { said[pool] = maps.Clone(claims[pool]) }()
+		if next()%2 == 0 {
+			var changes []Change
+			for t, ok := range claims[pool] {
+				if was, known := said[pool][t]; !known || was != ok {
+					changes = append(changes, Change{Endpoint: Endpoint{Target: t, Routable: ok}})
+				}
+			}
+			for t := range said[pool] {
+				if _, still := claims[pool][t]; !still {
+					changes = append(changes, Change{Endpoint: Endpoint{Target: t, Routable: true}, Gone: true})
+				}
+			}
+			w.Change(w.now, pool, changes)
+			return
+		}
 		var all []Endpoint
 		for t, ok := range claims[pool] {
 			all = append(all, Endpoint{Target: t, Routable: ok})
@@ -925,7 +967,49 @@ func random(t testing.TB, script []byte) {
 	for len(script) > 0 {
 		w.pass(time.Duration(next()%16) * time.Millisecond)
 		pool, uid, holder := pools[next()%2], uids[int(next())%len(uids)], holders[next()%2]
-		switch next() % 16 {
+		switch next() % 20 {
+		case 16:
+			c := check1
+			switch next() % 4 {
+			case 0:
+				c.Path = "/other"
+			case 1:
+				c = Check{}
+			}
+			say("the check of %s is %+v", pool, c)
+			w.SetCheck(w.now, pool, c)
+		case 17:
+			jobs, _ = w.Due(w.now, jobs, 3)
+			say("%d probes", len(jobs))
+		case 18:
+			if len(jobs) > 0 {
+				n := int(next()) % len(jobs)
+				o := Outcome{Kind: Success + OutcomeKind(next()%4)}
+				say("%s: %s: counts %t", jobs[n].Key, o, w.Report(w.now, jobs[n], o))
+				jobs = slices.Delete(jobs, n, n+1)
+			}
+		case 19:
+			switch next() % 4 {
+			case 0:
+				w.pass(time.Minute + 1)
+				for _, uid := range w.Lapse(w.now) {
+					delete(held, holding{uid, "r1"})
+					delete(held, holding{uid, "r2"})
+					say("%s lapsed", uid)
+				}
+				for h := range held { // of the dead
+					if !slices.Contains(w.Held(h.holder), h.uid) {
+						delete(held, h)
+					}
+				}
+			case 1:
+				say("refreshed")
+				w.Refreshed(w.now)
+			default:
+				k := Key{pool, at(uid, next())}
+				o := Outcome{Kind: Success + OutcomeKind(next()%4)}
+				say("the gateway reports %s: %s: counts %t", k, o, w.Passive(w.now, k, o))
+			}
 		case 0, 1, 2:
 			tt := at(uid, next())
 			claims[pool][tt] = true
@@ -1022,6 +1106,7 @@ func random(t testing.TB, script []byte) {
 			}
 			inFlight = nil
 		}
+		verify(t, w.Set, func() string { return strings.Join(log, "\n") })
 		if inFlight == nil {
 			check()
 		}
@@ -1038,6 +1123,18 @@ func random(t testing.TB, script []byte) {
 	}
 	w.proxy.old = nil
 	w.proxy.generation++
+	// All that was in doubt is known to be well.
+	w.Refreshed(w.now)
+	for _, pool := range pools {
+		w.SetCheck(w.now, pool, check1)
+	}
+	for range 40 {
+		jobs, _ = w.Due(w.now, jobs[:0], 100)
+		for _, j := range jobs {
+			w.Report(w.now, j, Outcome{Kind: Success})
+		}
+		w.pass(10 * time.Millisecond)
+	}
 	wereRouted := map[Key]bool{}
 	w.read(nil)
 	for k, s := range w.proxy.now {
@@ -1081,11 +1178,11 @@ func random(t testing.TB, script []byte) {
 			t.Fatalf("pool %s routes otherwise (-want +got), after\n%s\n%s", pool, strings.Join(log, "\n"), diff)
 		}
 	}
-	if got := len(w.Set.pools["web"]) + len(w.Set.pools["api"]); got != known {
+	if got := w.known("web") + w.known("api"); got != known {
 		t.Fatalf("%d targets are remembered, %d claimed, after\n%s", got, known, strings.Join(log, "\n"))
 	}
 	for _, uid := range uids {
-		if p := w.Set.pods[uid]; p != nil && len(p.records) == 0 && !buried(uid) {
+		if p := w.Set.pods[uid]; p != nil && !buried(uid) {
 			t.Fatalf("pod %s is remembered for nothing, after\n%s", uid, strings.Join(log, "\n"))
 		}
 	}

@@ -1,0 +1,521 @@
+package health
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+)
+
+// everySecond is a check whose thresholds are two of each kind.
+var everySecond = Check{Protocol: TCP, Interval: time.Second, Timeout: time.Second, Thresholds: Thresholds{2, 2, 2, 2}}
+
+// checked is a world that serves targets in pool web, all of them healthy.
+func checked(t testing.TB, targets string) *world {
+	t.Helper()
+	w := serving(t, targets)
+	w.SetCheck(w.now, "web", everySecond)
+	w.probe(2, "")
+	for text := range strings.FieldsSeq(targets) {
+		w.verdict(text, Healthy)
+	}
+	return w
+}
+
+// probe lets n intervals pass and answers what is due: with a refused connection for the targets in failing, with a success for all others.
+func (w *world) probe(n int, failing string) {
+	w.Helper()
+	for range n * 100 {
+		w.pass(10 * time.Millisecond)
+		jobs, _ := w.Due(w.now, nil, 1000)
+		for _, j := range jobs {
+			o := Outcome{Kind: Success}
+			for text := range strings.FieldsSeq(failing) {
+				if j.Key.Target == target(text) {
+					o = Outcome{TCPFailure, 111}
+				}
+			}
+			if !w.Report(w.now, j, o) {
+				w.Fatalf("the outcome for %s does not count", j.Key)
+			}
+		}
+	}
+}
+
+func (w *world) verdict(text string, want Verdict) {
+	w.Helper()
+	if v, ok := w.Lookup(Key{"web", target(text)}); !ok || v.Verdict != want {
+		w.Fatalf("%s is %s (known: %t), want %s", text, v.Verdict, ok, want)
+	}
+}
+
+// why checks why the targets of web have traffic or not, written as "a:chosen b:unhealthy".
+func (w *world) why(want string) {
+	w.Helper()
+	var got []string
+	for _, d := range w.Targets() {
+		if v, ok := w.Lookup(d.Key); !ok || v != d.View {
+			w.Fatalf("Lookup of %s says %v, %t, Targets %v", d.Key, v, ok, d.View)
+		}
+		got = append(got, string(d.Target.UID)+":"+d.Why.String())
+	}
+	if strings.Join(got, " ") != want {
+		w.Fatalf("got %q, want %q", strings.Join(got, " "), want)
+	}
+}
+
+func TestTheUnhealthyAreTakenOutAndComeBack(t *testing.T) {
+	w := checked(t, "a b c")
+	w.probe(2, "a")
+	w.verdict("a", Unhealthy)
+	select {
+	case <-w.Work():
+	default:
+		t.Fatal("nobody is told that there is something to do")
+	}
+	w.pending("removed web/10.0.0.1:80@a")
+	w.settle()
+	w.routed("web", "b c")
+	w.why("a:unhealthy b:chosen c:chosen")
+	w.probe(1, "")
+	w.verdict("a", MostlyUnhealthy)
+	w.pending("")
+	w.probe(1, "")
+	w.settle()
+	w.routed("web", "a b c")
+	w.why("a:chosen b:chosen c:chosen")
+}
+
+func TestTooFewUsableFailOpen(t *testing.T) {
+	w := checked(t, "a b c d")
+	w.probe(2, "a b")
+	w.settle()
+	w.routed("web", "c d") // half is not fewer than half
+	w.probe(2, "a b c")
+	w.settle()
+	w.routed("web", "a b c d")
+	w.why("a:failing-open b:failing-open c:failing-open d:chosen")
+	if c := w.Counts()["web"]; !c.FailingOpen || c.Unusable != 3 {
+		t.Fatalf("%+v, want 3 that are not usable, failing open", c)
+	}
+	w.probe(2, "")
+	w.settle()
+	w.why("a:chosen b:chosen c:chosen d:chosen")
+	w.probe(2, "a b c d")
+	w.settle()
+	w.routed("web", "a b c d")
+}
+
+func TestThePercentageOfUsableTargetsIsAParameter(t *testing.T) {
+	for percent, want := range map[int]string{1: "b", 25: "b", 26: "a b c d", 100: "a b c d"} {
+		w := newWorld(t)
+		w.Set = New(Options{UsablePercent: percent})
+		w.list("web", ready("a b c d"))
+		w.Synced()
+		w.SetCheck(w.now, "web", everySecond)
+		w.settle()
+		w.probe(2, "a c d")
+		w.settle()
+		w.routed("web", want)
+	}
+}
+
+// Without it a pod that is being let go comes back to clients whenever the others are sick.
+func TestFailOpenNeverIncludesTheTombstoned(t *testing.T) {
+	w := checked(t, "a b c")
+	w.bury("a", "r")
+	w.settle()
+	w.stones("a:idle")
+	w.probe(2, "b c")
+	w.settle()
+	w.routed("web", "b c")
+	w.why("a:tombstoned b:failing-open c:failing-open")
+	w.stones("a:idle")
+}
+
+func TestATombstoneTouchesNoHealth(t *testing.T) {
+	w := checked(t, "a b c d")
+	w.probe(2, "a")
+	w.settle()
+	since := w.Targets()[0].Since
+	w.bury("a", "r")
+	w.bury("b", "r")
+	w.settle()
+	w.probe(3, "a") // they are probed all the while
+	w.verdict("a", Unhealthy)
+	w.verdict("b", Healthy)
+	w.Lift("a", "r")
+	w.Lift("b", "r")
+	w.settle()
+	w.routed("web", "b c d")
+	w.why("a:unhealthy b:chosen c:chosen d:chosen")
+	if got := w.Targets()[0].Since; !got.Equal(since) {
+		t.Fatalf("unhealthy since %s, want %s", got, since)
+	}
+}
+
+// A gateway that refuses the healthy one must not lose the other.
+func TestNothingGoesForItsHealthUntilAChosenOneIsRouted(t *testing.T) {
+	w := checked(t, "a")
+	w.proxy.refuse[Key{"web", target("b")}] = true
+	w.proxy.refuse[Key{"web", target("c")}] = true
+	w.list("web", ready("a b c"))
+	w.probe(2, "a")
+	w.settle()
+	w.routed("web", "a")
+	w.why("a:held-back b:pending c:pending")
+	clear(w.proxy.refuse)
+	w.settle()
+	w.routed("web", "b c")
+}
+
+// The last that works is kept, even beside one that does not.
+func TestATombstonedTargetIsKeptUntilAChosenOneIsRouted(t *testing.T) {
+	w := checked(t, "a b c d")
+	for _, text := range []string{"c", "d"} {
+		w.proxy.refuse[Key{"web", target(text)}] = true
+		w.proxy.now[Key{"web", target(text)}].routed = false
+	}
+	w.proxy.generation++
+	w.settle()
+	w.routed("web", "a b")
+	w.probe(2, "b")
+	w.settle()
+	w.routed("web", "a")
+	w.bury("a", "r")
+	w.settle()
+	w.stones("a:kept")
+	w.why("a:kept b:unhealthy c:pending d:pending")
+	clear(w.proxy.refuse)
+	w.settle()
+	w.stones("a:idle")
+	w.routed("web", "c d")
+}
+
+func TestAChangedCheckKeepsTheVerdictUntilItHasItsOwn(t *testing.T) {
+	w := checked(t, "a b c")
+	w.probe(2, "a")
+	w.verdict("a", Unhealthy)
+	jobs := w.jobs()
+	w.SetCheck(w.now, "web", everySecond) // the same: nothing happens
+	for _, j := range jobs[1:] {
+		if !w.Report(w.now, j, Outcome{Kind: Success}) {
+			t.Fatalf("an unchanged check voided %s", j.Key)
+		}
+	}
+	other := everySecond
+	other.Port = 8080
+	w.SetCheck(w.now, "web", other)
+	if w.Report(w.now, jobs[0], Outcome{Kind: Success}) {
+		t.Fatal("an outcome of the old check counts")
+	}
+	w.verdict("a", Unhealthy)
+	w.probe(1, "a")
+	w.verdict("a", Unhealthy)
+	w.verdict("b", Healthy)
+	w.probe(1, "b")
+	w.verdict("a", Unhealthy) // one success of its own
+	w.probe(1, "b")
+	w.verdict("a", Healthy)
+	w.verdict("b", Unhealthy)
+	w.SetCheck(w.now, "web", Check{})
+	if _, next := w.Due(w.now.Add(time.Hour), nil, 10); !next.IsZero() {
+		t.Fatalf("without a check there is something to ask for at %s", next)
+	}
+	w.verdict("b", Unhealthy)
+	w.settle()
+	w.routed("web", "a c")
+}
+
+// jobs takes one probe of each target, unanswered.
+func (w *world) jobs() []Job {
+	var jobs []Job
+	for range 100 {
+		w.pass(10 * time.Millisecond)
+		jobs, _ = w.Due(w.now, jobs, 1000)
+	}
+	slices.SortFunc(jobs, func(a, b Job) int { return compareKeys(a.Key, b.Key) })
+	return jobs
+}
+
+func TestLateOutcomesChangeNothing(t *testing.T) {
+	w := checked(t, "a b")
+	w.probe(1, "a")
+	jobs := w.jobs()
+	if len(jobs) != 2 || jobs[0].Key.Target != target("a") || *jobs[0].Check != everySecond {
+		t.Fatalf("jobs are %v", jobs)
+	}
+	w.list("web", ready("b"))
+	w.list("web", ready("a b")) // it has left, and come back
+	if w.Report(w.now, jobs[0], Outcome{Kind: Timeout}) {
+		t.Fatal("the outcome counts although its target had left")
+	}
+	if !w.Report(w.now, jobs[1], Outcome{Kind: Success}) || w.Report(w.now, jobs[1], Outcome{Kind: Success}) {
+		t.Fatal("an outcome does not count exactly once")
+	}
+	w.list("web", ready("b"))
+	w.settle()
+	w.list("web", ready("b 10.0.0.1:80@new"))
+	for n := range 10 { // whatever place it has now
+		if w.Report(w.now, Job{Ticket: uint64(n)<<32 | jobs[0].Ticket&0xffffffff}, Outcome{Kind: Timeout}) {
+			t.Fatal("the outcome counts for another target")
+		}
+	}
+	if w.Report(w.now, Job{Ticket: 1 << 63}, Outcome{}) || w.Report(w.now, Job{Ticket: 9999 << 32}, Outcome{}) {
+		t.Fatal("a ticket that nobody gave counts")
+	}
+}
+
+// APISIX #13029: its checker is made anew whenever endpoints change, and what it knew of an address is lost, or believed of the next pod.
+func TestAPISIX13029(t *testing.T) {
+	const again = "10.0.0.1:80@new"
+	for name, c := range map[string]func(w *world){
+		"a new pod at the address of an unhealthy one": func(w *world) {
+			w.list("web", ready("b c "+again), dying("a"))
+		},
+		"the old pod leaves first": func(w *world) {
+			w.list("web", ready("b c"))
+			w.settle()
+			w.list("web", ready("b c "+again))
+		},
+		"the new pod comes first, both present at once": func(w *world) {
+			w.list("web", ready("a b c "+again))
+			w.verdict("a", Unhealthy)
+			w.verdict(again, VerdictUnknown)
+			w.settle()
+			w.routed("web", "b c "+again)
+			w.list("web", ready("b c "+again))
+		},
+		"as a difference": func(w *world) {
+			w.Change(w.now, "web", []Change{
+				{Endpoint: Endpoint{Target: target(again), Routable: true}},
+				{Endpoint: Endpoint{Target: target("a")}, Gone: true},
+			})
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := checked(t, "a b c")
+			w.probe(2, "a")
+			w.probe(1, "a b")
+			w.verdict("a", Unhealthy)
+			w.settle()
+			late := w.jobs()
+			c(w)
+			w.verdict(again, VerdictUnknown)
+			w.verdict("b", MostlyHealthy) // who stays keeps all it had
+			w.verdict("c", Healthy)
+			w.settle()
+			w.routed("web", "b c "+again)
+			for _, j := range late {
+				w.Report(w.now, j, Outcome{Kind: Timeout})
+			}
+			w.verdict(again, VerdictUnknown)
+			w.probe(2, again)
+			w.verdict(again, Unhealthy)
+			if d := w.Targets()[0]; d.Target != target(again) || d.Counters.TCPFailures != 2 {
+				t.Fatalf("%+v, want two failures of its own", d)
+			}
+		})
+	}
+	t.Run("survivors are not touched by the endpoints of others", func(t *testing.T) {
+		w := checked(t, "a b c")
+		w.probe(1, "a")
+		before := w.Targets()
+		jobs := w.jobs()
+		w.list("web", ready("a b c d"))
+		w.list("web", ready("a b c"))
+		w.list("api", ready("a b"))
+		w.settle()
+		for _, d := range w.Targets() {
+			if d.Pool == "web" && (d.Verdict != before[0].Verdict || d.Counters != before[0].Counters || !d.Since.Equal(before[0].Since)) {
+				t.Errorf("%+v, want %+v", d, before[0])
+			}
+			if d.Pool == "web" {
+				before = before[1:]
+			}
+		}
+		for _, j := range jobs {
+			if !w.Report(w.now, j, Outcome{Kind: Success}) {
+				t.Errorf("the probe of %s was voided", j.Key)
+			}
+		}
+	})
+}
+
+func TestPassiveResultsCount(t *testing.T) {
+	w := serving(t, "a b")
+	a := Key{"web", target("a")}
+	if !w.Passive(w.now, a, Outcome{Kind: Timeout}) || w.Passive(w.now, Key{"web", target("x")}, Outcome{}) || w.Passive(w.now, Key{"x", a.Target}, Outcome{}) {
+		t.Fatal("Passive does not tell whether the target is known")
+	}
+	w.SetCheck(w.now, "web", Check{Thresholds: Thresholds{1, 1, 1, 1}})
+	if _, next := w.Due(w.now, nil, 10); !next.IsZero() {
+		t.Fatal("a check without a protocol is probed")
+	}
+	w.Passive(w.now, a, Outcome{HTTPFailure, 503})
+	<-w.Work()
+	w.settle()
+	w.routed("web", "b")
+	if d := w.Targets()[0]; d.Last != (Outcome{HTTPFailure, 503}) || !d.LastAt.Equal(d.Since) || d.Since.IsZero() {
+		t.Fatalf("%+v", d)
+	}
+	w.Passive(w.now, a, Outcome{Kind: Success})
+	w.settle()
+	w.routed("web", "a b")
+}
+
+// Nobody renews the lease: neither does anybody know whether the pod lives.
+func TestALapsedTombstoneNeedsFreshKnowledge(t *testing.T) {
+	for name, confirm := range map[string]func(w *world){
+		"a list":       func(w *world) { w.list("web", ready("a b")) },
+		"a difference": func(w *world) { w.Change(w.now, "web", []Change{{Endpoint: ready("a")[0]}}) },
+		"a watcher":    func(w *world) { w.Refreshed(w.now) },
+		"synced anew":  func(w *world) { w.Synced() },
+	} {
+		t.Run(name, func(t *testing.T) {
+			for _, probed := range []bool{false, true} {
+				w := serving(t, "a b")
+				if probed {
+					w.SetCheck(w.now, "web", everySecond)
+				}
+				w.bury("a", "r")
+				w.settle()
+				w.pass(2 * time.Minute)
+				w.Lapse(w.now)
+				w.Refreshed(w.now.Add(-time.Second)) // from before
+				w.settle()
+				w.stones("")
+				w.routed("web", "b")
+				w.why("a:lapsed b:chosen")
+				if probed {
+					w.probe(1, "")
+					w.settle()
+					w.routed("web", "b") // a success alone is not enough either
+				}
+				confirm(w)
+				w.settle()
+				w.routed("web", "a b")
+			}
+		})
+	}
+	t.Run("knowledge, but no success", func(t *testing.T) {
+		w := serving(t, "a b")
+		w.SetCheck(w.now, "web", everySecond)
+		w.bury("a", "r")
+		w.settle()
+		w.pass(2 * time.Minute)
+		w.Lapse(w.now)
+		w.Refreshed(w.now)
+		w.probe(1, "a")
+		w.settle()
+		w.routed("web", "b")
+		w.probe(2, "") // it may have failed twice
+		w.settle()
+		w.routed("web", "a b")
+	})
+	t.Run("no other is routable", func(t *testing.T) {
+		w := serving(t, "a b")
+		w.bury("a", "r")
+		w.settle()
+		w.pass(2 * time.Minute)
+		w.Lapse(w.now)
+		w.list("web", ready("b"))
+		w.list("web", ready("a b"))
+		w.Bury(w.now, "a", "r", w.now, w.now.Add(time.Second))
+		w.settle()
+		w.pass(2 * time.Second)
+		w.Lapse(w.now)
+		w.Change(w.now, "web", []Change{{Endpoint: Endpoint{Target: target("b")}, Gone: true}})
+		w.settle()
+		w.routed("web", "a")
+	})
+}
+
+func TestADetachedSetForgetsAtOnce(t *testing.T) {
+	s := New(Options{Detached: true})
+	s.Replace(t0, "web", ready("a b"))
+	s.SetCheck(t0, "web", everySecond)
+	s.Synced()
+	if v, ok := s.Lookup(Key{"web", target("a")}); !ok || v.Why != WhyChosen {
+		t.Fatalf("%v %t", v, ok)
+	}
+	s.Replace(t0, "web", ready("b"))
+	if _, ok := s.Lookup(Key{"web", target("a")}); ok || len(s.Targets()) != 1 || s.Pending() != nil || s.Watched() != nil {
+		t.Fatal("what nobody claims is remembered")
+	}
+}
+
+func TestTargetsOfEveryKindOfAddressAreToldApart(t *testing.T) {
+	s := New(Options{Detached: true})
+	var all []Endpoint
+	for _, addr := range []string{"10.0.0.1:80", "10.0.0.1:81", "[::ffff:10.0.0.1]:80", "[fd00::1]:80", "[fe80::1%eth0]:80", "[fe80::1%eth1]:80", "[fe80::1]:80"} {
+		for _, uid := range []string{"a", "b", "", "a%eth0"} {
+			all = append(all, ready(addr+"@"+uid)...)
+		}
+	}
+	all = append(all, Endpoint{Target: Target{UID: "a"}, Routable: true})
+	for _, pool := range []Pool{"web", "api"} {
+		for n, e := range all {
+			if _, ok := s.Lookup(Key{pool, e.Target}); ok {
+				t.Fatalf("%s is known already", e.Target)
+			}
+			s.Change(t0, pool, []Change{{Endpoint: e}})
+			if _, ok := s.Lookup(Key{pool, e.Target}); !ok || s.Counts()[pool].Claimed != n+1 {
+				t.Fatalf("%s is not known, or took the place of another", e.Target)
+			}
+		}
+	}
+	known := map[string]bool{}
+	for _, d := range s.Targets() {
+		known[d.Key.String()] = true
+	}
+	if len(known) != 2*len(all) {
+		t.Fatalf("%d targets, want %d", len(known), 2*len(all))
+	}
+	for uid, want := range map[UID]int{"a": 16, "": 14, "a%eth0": 14} {
+		s.Bury(t0, uid, "r", t0, t0.Add(time.Minute))
+		if got := s.Tombstones()[0]; got.UID != uid || got.Targets != want {
+			t.Fatalf("the tombstone is on %d targets of %q, want %d of %q", got.Targets, got.UID, want, uid)
+		}
+		s.Lift(uid, "r")
+	}
+	for _, e := range all {
+		for _, pool := range []Pool{"web", "api"} {
+			s.Change(t0, pool, []Change{{Endpoint: e, Gone: true}})
+		}
+	}
+	if s.live != 0 || s.zoned != 0 || len(s.Targets()) != 0 {
+		t.Fatalf("%d targets, %d with a zone are left", s.live, s.zoned)
+	}
+}
+
+// The table grows and shrinks to what lives, and is not made anew for ever by what comes and goes.
+func TestTheTableUnderChurn(t *testing.T) {
+	s := New(Options{Detached: true})
+	many := func(from, to int) []Endpoint {
+		var all []Endpoint
+		for n := from; n < to; n++ {
+			all = append(all, Endpoint{Target: Target{UID: UID(fmt.Sprint("pod-", n)), Addr: target("a").Addr}, Routable: true})
+		}
+		return all
+	}
+	all := many(0, 60_000)
+	s.Replace(t0, "web", all[:5000])
+	was := s.rebuilds
+	for n := range 55_000 {
+		s.Change(t0, "web", []Change{{Endpoint: all[n], Gone: true}, {Endpoint: all[n+5000]}})
+	}
+	if s.rebuilds-was > 3 {
+		t.Errorf("%d rebuilds in 55,000 replacements", s.rebuilds-was)
+	}
+	if s.live != 5000 || len(s.dir.Load().slabs) > 5000>>slabBits+1 {
+		t.Fatalf("%d targets in %d slabs", s.live, len(s.dir.Load().slabs))
+	}
+	for n, e := range all {
+		if _, ok := s.Lookup(Key{"web", e.Target}); ok != (n >= 55_000) {
+			t.Fatalf("%s: known %t", e.Target, ok)
+		}
+	}
+
+}

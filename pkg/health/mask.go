@@ -1,0 +1,284 @@
+package health
+
+import (
+	"cmp"
+	"math/bits"
+)
+
+// pool is the targets of one pool, what they count to, and what follows for all of them.
+type pool struct {
+	name    Pool
+	id      uint32
+	members bag
+	// graves are the claimed records of living pods that are to be out for a tombstone or a lapsed one.
+	graves bag
+	n      [tallies]int32
+	check  *Check
+	// open says that too few routable targets are usable, so that all are chosen. desperate: that none is routable at all, so that those of
+	// lapsed tombstones are.
+	open, desperate bool
+	// asOf is when the last tombstone was laid on a living pod that the gateway still routes to here. never: there is none.
+	asOf int64
+	// hold says that the gateway has not been seen to route to any chosen target: none goes for its health until it does.
+	hold bool
+	// kept is the record that is tombstoned and must stay nevertheless, because the gateway routes to no other that is chosen: the one
+	// that was buried last, and rather one that no process lacks. nowhere: there is none.
+	kept int32
+	// dirty pools are to be settled.
+	dirty bool
+}
+
+// tally is what one record counts as in its pool.
+type tally uint8
+
+// The tallies, each the place of a bit.
+const (
+	isClaimed = iota
+	isRouted
+	isBuried // and claimed
+	isRoutable
+	isUsable // and routable
+	// isSure is a chosen target that the gateway routes to in each process, by a reading of the present generation; isFresh one of these
+	// that was read since the last tombstone was laid in the pool.
+	isSure
+	isFresh
+	tallies
+)
+
+// living says that the pod of r is not known to be dead.
+func (r *record) living() bool { return r.pod == nil || !r.pod.dead }
+
+func (r *record) buried() bool { return r.pod != nil }
+
+// routable says that a live UID claims r and that neither a tombstone nor a lapsed one is in the way.
+func (r *record) routable() bool {
+	return r.is(claimed) && !r.buried() && (r.flags&(unlisted|unproven) == 0 || r.pool.desperate)
+}
+
+// chosen says that r is to have traffic.
+func (r *record) chosen() bool {
+	return r.routable() && (r.verdict.Usable() || r.pool.open || r.pool.desperate)
+}
+
+// serves says that a target is wanted by EndpointSlices and was seen routed in the present generation.
+func (s *Set) serves(r *record) bool {
+	return s.generation != 0 && r.seenIn == s.generation && r.flags&(claimed|routed) == claimed|routed
+}
+
+// want is the one place that decides what a key should be.
+func (s *Set) want(i int32, r *record) Want {
+	switch {
+	case !r.living():
+		return WantGone
+	case i == r.pool.kept:
+		return WantRouted
+	case !r.is(claimed) && !s.synced:
+		// Tombstoned or not: without its claim it cannot be told whether it is the last one that may serve.
+		return WantUnknown
+	case !r.is(claimed):
+		return WantGone
+	case r.chosen():
+		return WantRouted
+	case r.routable() && r.pool.hold && s.serves(r):
+		return WantRouted
+	default:
+		return WantRemoved
+	}
+}
+
+// why explains want.
+func (s *Set) why(i int32, r *record) Why {
+	switch {
+	case !r.living():
+		return WhyDead
+	case i == r.pool.kept:
+		return WhyKept
+	case !r.is(claimed) && !s.synced:
+		return WhyNotSynced
+	case !r.is(claimed):
+		return WhyNotReady
+	case r.buried():
+		return WhyTombstoned
+	case !r.routable():
+		return WhyLapsed
+	case !r.chosen() && r.pool.hold && s.serves(r):
+		return WhyHeldBack
+	case !r.chosen():
+		return WhyUnhealthy
+	case !s.detached && !s.serves(r):
+		return WhyPending
+	case !r.verdict.Usable():
+		return WhyFailingOpen
+	default:
+		return WhyChosen
+	}
+}
+
+// done says whether the last reading shows want to be true.
+func (s *Set) done(r *record, want Want) bool {
+	if s.generation == 0 || r.seenIn != s.generation {
+		return false
+	}
+	switch want {
+	case WantRouted:
+		return r.is(routed) && !r.is(missing)
+	case WantRemoved:
+		return !r.is(routed)
+	default:
+		return !r.is(present)
+	}
+}
+
+// refresh counts r as what it is now, and puts it where it belongs. What follows for its pool is left to settle.
+func (s *Set) refresh(i int32, r *record) {
+	p := r.pool
+	var c tally
+	if r.is(routed) {
+		c |= 1 << isRouted
+	}
+	grave := false
+	if r.is(claimed) {
+		c |= 1 << isClaimed
+		lapsed := r.flags&(unlisted|unproven) != 0
+		switch {
+		case r.buried():
+			c |= 1 << isBuried
+			grave = !r.pod.dead
+		case lapsed:
+			grave = true
+		default:
+			c |= 1 << isRoutable
+			if r.verdict.Usable() {
+				c |= 1 << isUsable
+			}
+		}
+		if r.chosen() && s.serves(r) && !r.is(missing) {
+			c |= 1 << isSure
+			if r.seenAt >= p.asOf {
+				c |= 1 << isFresh
+			}
+		}
+	}
+	for changed := c ^ r.counted; changed != 0; changed &= changed - 1 {
+		bit := bits.TrailingZeros8(uint8(changed))
+		if c&(1<<bit) != 0 {
+			p.n[bit]++
+		} else {
+			p.n[bit]--
+		}
+	}
+	r.counted = c
+	s.put(&p.graves, i, r, grave)
+	s.place(i, r)
+	s.soil(p)
+}
+
+// soil notes that p is to be settled.
+func (s *Set) soil(p *pool) {
+	if !p.dirty {
+		p.dirty = true
+		s.dirty = append(s.dirty, p)
+	}
+}
+
+// place puts r into the bags, the wheel and the view that follow from what it is.
+func (s *Set) place(i int32, r *record) {
+	if !s.detached {
+		want := s.want(i, r)
+		todo := s.generation != 0 && want != WantUnknown && !s.done(r, want)
+		if todo && want == WantRemoved && (r.seenIn != s.generation || r.buried() && r.seenAt < r.pool.asOf) {
+			todo = false
+		}
+		if todo && r.at[inTodo] == nowhere {
+			s.fresh = true
+		}
+		s.put(&s.todo, i, r, todo)
+		s.put(&s.watched, i, r, s.generation == 0 || r.seenIn != s.generation || r.is(asked) || r.buried() ||
+			r.is(claimed) && r.seenAt < r.pool.asOf)
+	}
+	s.plan(i, r, r.is(claimed) && r.living() && r.pool.check != nil)
+	if v := (View{r.verdict, s.why(i, r)}).pack(); v != r.view.Load() {
+		r.view.Store(v)
+	}
+}
+
+// settle draws for every pool that changed what follows for all of its targets. Each step depends on the ones before it only.
+func (s *Set) settle() {
+	for _, p := range s.dirty {
+		p.dirty = false
+		s.settlePool(p)
+		p.dirty = false // by its own sweep
+	}
+	s.dirty = s.dirty[:0]
+}
+
+func (s *Set) settlePool(p *pool) {
+	sweep := false
+	open := s.tooFew(p.n[isUsable], p.n[isRoutable])
+	desperate := p.n[isRoutable] == 0 && len(p.graves.all) > 0
+	if open != p.open || desperate != p.desperate {
+		p.open, p.desperate, sweep = open, desperate, true
+	}
+	asOf := never
+	for _, i := range p.graves.all {
+		if r := s.at(i); r.buried() && s.serves(r) {
+			asOf = max(asOf, r.pod.buriedAt)
+		}
+	}
+	if asOf != p.asOf {
+		p.asOf, sweep = asOf, true
+	}
+	if sweep {
+		for _, i := range p.members.all {
+			s.refresh(i, s.at(i))
+		}
+	}
+	if hold := p.n[isSure] == 0; hold != p.hold {
+		p.hold = hold
+		if p.n[isUsable] < p.n[isRoutable] {
+			for _, i := range p.members.all {
+				s.place(i, s.at(i))
+			}
+		}
+	}
+	kept := nowhere
+	if p.n[isFresh] == 0 {
+		for _, i := range p.graves.all {
+			if r := s.at(i); s.serves(r) && !r.routable() && (kept == nowhere || compareKept(r, s.at(kept)) > 0) {
+				kept = i
+			}
+		}
+	}
+	if was := p.kept; kept != was {
+		p.kept = kept
+		for _, i := range []int32{was, kept} {
+			// The one that was kept may have been forgotten meanwhile, and its place used for another: that does no harm here.
+			if i != nowhere && s.at(i).pool != nil {
+				s.place(i, s.at(i))
+			}
+		}
+	}
+}
+
+// compareKept orders the candidates for what is kept: rather one that no process lacks, then one that nobody wants away any more, then
+// the one that was buried last.
+func compareKept(a, b *record) int {
+	var x, y uint64
+	if a.pod != nil {
+		x = a.pod.order
+	}
+	if b.pod != nil {
+		y = b.pod.order
+	}
+	return cmp.Or(
+		compareBools(!a.is(missing), !b.is(missing)),
+		compareBools(!a.buried(), !b.buried()),
+		cmp.Compare(x, y),
+		compareKeys(a.key(), b.key()),
+	)
+}
+
+// tooFew says whether so few of the routable targets are usable that all are to be chosen.
+func (s *Set) tooFew(usable, routable int32) bool {
+	return usable < routable && (usable == 0 || int64(usable)*100 < int64(routable)*int64(s.usablePercent))
+}

@@ -1,0 +1,202 @@
+package health
+
+import (
+	"fmt"
+	"maps"
+	"slices"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+)
+
+// naive is what follows from the records alone, by walking over all of them again and again, as the rules are written. The set keeps
+// the same by small steps, and must never differ.
+type naive struct {
+	Todo, Watched map[string]string
+	Pools         map[Pool]string
+	Views         map[string]View
+	Planned       []string
+	Pods          map[UID]int
+}
+
+func naiveOf(s *Set) naive {
+	n := naive{map[string]string{}, map[string]string{}, map[Pool]string{}, map[string]View{}, nil, map[UID]int{}}
+	for _, p := range s.all {
+		var c struct{ claimed, routed, buried, routable, usable int }
+		var all []int32
+		for i := range int32(len(s.dir.Load().slabs)) << slabBits {
+			if r := s.at(i); r.seq.Load()&1 == 0 && r.pool == p {
+				all = append(all, i)
+			}
+		}
+		serves := func(r *record) bool {
+			return r.is(claimed) && s.generation != 0 && r.seenIn == s.generation && r.is(routed)
+		}
+		tombstoned := func(r *record) bool { return s.pods[r.uidOf()] != nil }
+		dead := func(r *record) bool { return tombstoned(r) && s.pods[r.uidOf()].dead }
+		lapsed := func(r *record) bool { return r.is(unlisted) || r.is(unproven) }
+		for _, i := range all {
+			r := s.at(i)
+			if tombstoned(r) {
+				n.Pods[r.uidOf()]++
+			}
+			if r.is(routed) {
+				c.routed++
+			}
+			if !r.is(claimed) {
+				continue
+			}
+			c.claimed++
+			switch {
+			case tombstoned(r):
+				c.buried++
+			case !lapsed(r):
+				c.routable++
+				if r.verdict.Usable() {
+					c.usable++
+				}
+			}
+		}
+		open := c.usable < c.routable && (c.usable == 0 || 2*c.usable < c.routable)
+		chosen := func(r *record) bool {
+			return r.is(claimed) && !tombstoned(r) && (!lapsed(r) || c.routable == 0) && (r.verdict.Usable() || open || c.routable == 0)
+		}
+		asOf := never
+		for _, i := range all {
+			if r := s.at(i); tombstoned(r) && !dead(r) && serves(r) {
+				asOf = max(asOf, s.pods[r.uidOf()].buriedAt)
+			}
+		}
+		hold, kept := true, nowhere
+		for _, i := range all {
+			if r := s.at(i); chosen(r) && serves(r) && !r.is(missing) {
+				hold = false
+			}
+		}
+		for _, i := range all {
+			r := s.at(i)
+			switch {
+			case chosen(r) && serves(r) && !r.is(missing) && r.seenAt >= asOf:
+				kept = -2
+			case kept == -2 || dead(r) || !serves(r) || !tombstoned(r) && !(lapsed(r) && c.routable > 0):
+			case kept == nowhere || compareKept(r, s.at(kept)) > 0:
+				kept = i
+			}
+		}
+		keptKey := ""
+		if kept >= 0 {
+			keptKey = s.at(kept).key().String()
+		}
+		n.Pools[p.name] = fmt.Sprint(c, open, asOf, hold, keptKey)
+		for _, i := range all {
+			r := s.at(i)
+			k := r.key().String()
+			read := s.generation != 0 && r.seenIn == s.generation
+			want, why := WantRemoved, WhyUnknown
+			switch {
+			case dead(r):
+				want, why = WantGone, WhyDead
+			case i == kept:
+				want, why = WantRouted, WhyKept
+			case !r.is(claimed) && s.synced:
+				want, why = WantGone, WhyNotReady
+			case !r.is(claimed):
+				want, why = WantUnknown, WhyNotSynced
+			case tombstoned(r):
+				why = WhyTombstoned
+			case lapsed(r) && c.routable > 0:
+				why = WhyLapsed
+			case chosen(r):
+				want, why = WantRouted, WhyChosen
+				if !r.verdict.Usable() {
+					why = WhyFailingOpen
+				}
+				if !serves(r) {
+					why = WhyPending
+				}
+			case hold && serves(r):
+				want, why = WantRouted, WhyHeldBack
+			default:
+				why = WhyUnhealthy
+			}
+			n.Views[k] = View{r.verdict, why}
+			done := read
+			switch want {
+			case WantRouted:
+				done = done && r.is(routed) && !r.is(missing)
+			case WantRemoved:
+				done = done && !r.is(routed)
+			case WantGone:
+				done = done && !r.is(present)
+			}
+			unread := !read || tombstoned(r) && r.seenAt < asOf
+			if s.generation != 0 && want != WantUnknown && !done && !(want == WantRemoved && unread) {
+				n.Todo[k] = want.String()
+			}
+			if !read || r.is(asked) || tombstoned(r) || r.is(claimed) && r.seenAt < asOf {
+				n.Watched[k] = ""
+			}
+			if r.is(claimed) && !dead(r) && p.check != nil && p.check.Protocol != ProtocolUnknown {
+				n.Planned = append(n.Planned, k)
+			}
+		}
+	}
+	slices.Sort(n.Planned)
+	return n
+}
+
+// kept reads what the set keeps.
+func keptBy(s *Set) naive {
+	n := naive{map[string]string{}, map[string]string{}, map[Pool]string{}, map[string]View{}, nil, map[UID]int{}}
+	for _, p := range s.all {
+		kept := ""
+		if p.kept != nowhere {
+			kept = s.at(p.kept).key().String()
+		}
+		c := struct{ claimed, routed, buried, routable, usable int }{
+			int(p.n[isClaimed]), int(p.n[isRouted]), int(p.n[isBuried]), int(p.n[isRoutable]), int(p.n[isUsable]),
+		}
+		n.Pools[p.name] = fmt.Sprint(c, p.open, p.asOf, p.hold, kept)
+		for _, i := range p.members.all {
+			n.Views[s.at(i).key().String()] = unpack(s.at(i).view.Load())
+		}
+	}
+	for _, i := range s.todo.all {
+		n.Todo[s.at(i).key().String()] = s.want(i, s.at(i)).String()
+	}
+	for _, i := range s.watched.all {
+		n.Watched[s.at(i).key().String()] = ""
+	}
+	for slot, head := range s.wheel.heads {
+		for i := head - 1; i != nowhere; i = s.at(i).next {
+			if s.at(i).due&(wheelSize-1) != int64(slot) || !s.at(i).is(scheduled) {
+				panic("the wheel is out of order")
+			}
+			n.Planned = append(n.Planned, s.at(i).key().String())
+		}
+	}
+	slices.Sort(n.Planned)
+	for uid, p := range s.pods {
+		if len(p.records) > 0 {
+			n.Pods[uid] = len(p.records)
+		}
+		if (len(p.holders) > 0) != (p.held != nowhere) || p.held != nowhere && s.held[p.held] != p {
+			panic("held pods are out of order")
+		}
+		if len(p.holders) == 0 && !p.dead {
+			panic("a pod without a tombstone is remembered")
+		}
+	}
+	return n
+}
+
+// verify checks that what the set keeps is what the naive walk finds.
+func verify(t testing.TB, s *Set, log func() string) {
+	t.Helper()
+	want, got := naiveOf(s), keptBy(s)
+	if maps.Equal(want.Todo, got.Todo) && maps.Equal(want.Watched, got.Watched) && maps.Equal(want.Pools, got.Pools) &&
+		maps.Equal(want.Views, got.Views) && slices.Equal(want.Planned, got.Planned) && maps.Equal(want.Pods, got.Pods) {
+		return
+	}
+	t.Fatalf("the set differs from the naive walk (-naive +set):\n%s\nafter\n%s", cmp.Diff(want, got), log())
+}

@@ -1,0 +1,355 @@
+package health
+
+import (
+	"slices"
+	"strings"
+	"time"
+)
+
+// deadMemory is how long a dead pod's UID is remembered at least, after it was last said to be dead. A lagging EndpointSlice may
+// still call it ready for a while. As long as a target of it is known, or a lease, it is remembered in any case.
+const deadMemory = 10 * time.Minute
+
+// State is how far a tombstone has come. States are ordered: a larger one is further.
+type State uint8
+
+const (
+	// Unknown is the zero value: nothing was read since the tombstone, or what was read is no longer evidence.
+	Unknown State = iota
+	// Routing says that the gateway may still send new requests to the pod.
+	Routing
+	// Kept says that the pod is the last one that the gateway really routes to in some pool, but for those that are out for their health,
+	// and stays until another one is.
+	Kept
+	// Removed says that nothing which reaches any process of the gateway from now on is sent to the pod.
+	Removed
+	// Idle says Removed, and that nothing is queued, retrying or in flight to the pod.
+	Idle
+)
+
+// String prints the state in lower case.
+func (s State) String() string {
+	switch s {
+	case Routing:
+		return "routing"
+	case Kept:
+		return "kept"
+	case Removed:
+		return "removed"
+	case Idle:
+		return "idle"
+	default:
+		return "unknown"
+	}
+}
+
+// Tombstone is the present state of one.
+type Tombstone struct {
+	UID UID
+	// Since is the oldest start that any holder gave for the drain. It travels with the tombstone.
+	Since time.Time
+	State State
+	// StateSince is when State was entered.
+	StateSince time.Time
+	// Generation of the gateway that State was read from.
+	Generation string
+	// Targets is how many targets of the pod the set knows, over all pools.
+	Targets int
+}
+
+// pod is a UID with a tombstone, or a dead one. There is one only while that is so.
+type pod struct {
+	uid     UID
+	records []int32
+	// holders are the leases on the tombstone and when each ends. No holder and not dead: no tombstone.
+	holders map[string]time.Time
+	// held is the place among the set's held pods, nowhere without a holder.
+	held int32
+	dead bool
+	// deadAt is when the pod was last said to be dead. The dead are a list in that order.
+	deadAt         int64
+	younger, elder *pod
+	// buriedAt is when the present tombstone was laid here, order its rank among all burials.
+	buriedAt int64
+	order    uint64
+	since    time.Time
+	state    State
+	stateAt  time.Time
+}
+
+// Bury lays a tombstone on uid for holder, or renews the holder's lease on it, until expires at least. since is when the holder's
+// drain began; the oldest of all holders counts. It reports whether the holder is new.
+func (s *Set) Bury(now time.Time, uid UID, holder string, since, expires time.Time) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	at := s.stamp(now)
+	p := s.grave(now, at, uid, since)
+	if since.Before(p.since) {
+		p.since = since
+	}
+	had, known := p.holders[holder]
+	if p.holders == nil {
+		p.holders = map[string]time.Time{}
+	}
+	p.holders[holder] = later(had, expires)
+	if p.held == nowhere {
+		p.held = int32(len(s.held))
+		s.held = append(s.held, p)
+	}
+	s.settle()
+	s.judge(now, p)
+	return !known
+}
+
+// grave returns the pod of uid, with a tombstone.
+func (s *Set) grave(now time.Time, at int64, uid UID, since time.Time) *pod {
+	if p := s.pods[uid]; p != nil {
+		return p
+	}
+	s.burials++
+	p := &pod{uid: uid, held: nowhere, buriedAt: at, order: s.burials, since: since, stateAt: now}
+	s.pods[uid] = p
+	p.records = s.ofPod(uid, nil)
+	for _, i := range p.records {
+		r := s.at(i)
+		r.pod = p
+		r.set(unlisted|unproven, false)
+		s.refresh(i, r)
+	}
+	return p
+}
+
+// Renew extends every lease of holder until expires at least.
+func (s *Set) Renew(holder string, expires time.Time) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, p := range s.held {
+		if had, ok := p.holders[holder]; ok {
+			p.holders[holder] = later(had, expires)
+		}
+	}
+}
+
+// Lift ends holder's lease on uid. The pod is routed again when no other holder is left, with whatever health it had. It
+// reports whether there was such a lease.
+func (s *Set) Lift(uid UID, holder string) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	p := s.pods[uid]
+	if p == nil {
+		return false
+	}
+	_, ok := p.holders[holder]
+	delete(p.holders, holder)
+	s.unburyIfFree(p, 0)
+	s.settle()
+	return ok
+}
+
+// unburyIfFree takes p out of the held pods if nobody holds it, and ends its tombstone if it is not dead either. Its targets get flags.
+func (s *Set) unburyIfFree(p *pod, flags flag) {
+	if len(p.holders) > 0 {
+		return
+	}
+	if p.held != nowhere {
+		last := s.held[len(s.held)-1]
+		s.held[p.held], last.held = last, p.held
+		s.held[len(s.held)-1] = nil
+		s.held = s.held[:len(s.held)-1]
+		p.held = nowhere
+	}
+	if p.dead {
+		return
+	}
+	delete(s.pods, p.uid)
+	for _, i := range p.records {
+		r := s.at(i)
+		r.pod = nil
+		if r.is(claimed) {
+			r.set(flags&unlisted, true)
+			r.set(flags&unproven, r.pool.probing())
+		}
+		s.refresh(i, r)
+	}
+}
+
+// Held lists the UIDs on which holder has a lease, sorted.
+func (s *Set) Held(holder string) []UID {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	var held []UID
+	for _, p := range s.held {
+		if _, ok := p.holders[holder]; ok {
+			held = append(held, p.uid)
+		}
+	}
+	slices.Sort(held)
+	return held
+}
+
+// Kill records that the pod is terminating or gone. It is never routed again, leases or not.
+func (s *Set) Kill(now time.Time, uid UID) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.kill(now, s.stamp(now), uid)
+	s.settle()
+}
+
+func (s *Set) kill(now time.Time, at int64, uid UID) {
+	p := s.grave(now, at, uid, now)
+	if p.dead {
+		s.unlinkDead(p)
+	}
+	// The youngest comes last.
+	p.deadAt, p.elder = at, s.youngest
+	if s.youngest != nil {
+		s.youngest.younger = p
+	} else {
+		s.eldest = p
+	}
+	s.youngest = p
+	if p.dead {
+		return
+	}
+	p.dead = true
+	for _, i := range p.records {
+		s.refresh(i, s.at(i))
+	}
+}
+
+func (s *Set) unlinkDead(p *pod) {
+	if p.elder != nil {
+		p.elder.younger = p.younger
+	} else {
+		s.eldest = p.younger
+	}
+	if p.younger != nil {
+		p.younger.elder = p.elder
+	} else {
+		s.youngest = p.elder
+	}
+	p.elder, p.younger = nil, nil
+}
+
+// Lapse ends the leases that were not renewed in time and forgets the pods that have been dead long enough. It returns the UIDs
+// whose last lease ended, sorted.
+//
+// That nobody renews a lease does not say that the pod lives: whoever could know may be as dead as the coordinators. The targets of such a
+// pod therefore stay out until EndpointSlices have called them ready again ([Set.Replace], [Set.Change]) or a watcher has vouched for what it
+// said ([Set.Refreshed]), and, where their pool has a check, until a probe has succeeded. If neither comes they stay out, however long:
+// these are pods that somebody was about to delete, and no more than half of a Service's. But in a pool where no other target is routable
+// they are taken back at once, and one that was kept stays.
+func (s *Set) Lapse(now time.Time) []UID {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	at := s.stamp(now)
+	var lapsed []UID
+	for n := len(s.held) - 1; n >= 0; n-- {
+		p := s.held[n]
+		for holder, expires := range p.holders {
+			if now.After(expires) {
+				delete(p.holders, holder)
+			}
+		}
+		if len(p.holders) == 0 {
+			if !p.dead {
+				lapsed = append(lapsed, p.uid)
+				s.lapsedAt = at
+			}
+			s.unburyIfFree(p, unlisted|unproven)
+		}
+	}
+	for p := s.eldest; p != nil && at-p.deadAt > int64(deadMemory); {
+		next := p.younger
+		if len(p.records) == 0 && len(p.holders) == 0 {
+			s.unlinkDead(p)
+			delete(s.pods, p.uid)
+		}
+		p = next
+	}
+	s.settle()
+	slices.Sort(lapsed)
+	return lapsed
+}
+
+// Refreshed says that what EndpointSlices have told so far is what the API server had at asOf, or later: a watch is known to be alive, or a
+// list was made. It confirms the targets of pods whose tombstones lapsed before.
+func (s *Set) Refreshed(asOf time.Time) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.stamp(asOf) >= s.lapsedAt {
+		s.confirm(unlisted)
+		s.settle()
+	}
+}
+
+// confirm takes flags, unlisted or unproven, from all targets that have them.
+func (s *Set) confirm(flags flag) {
+	for _, p := range s.all {
+		for n := len(p.graves.all) - 1; n >= 0; n-- {
+			i := p.graves.all[n]
+			if r := s.at(i); r.flags&flags != 0 {
+				r.set(flags, false)
+				s.refresh(i, r)
+			}
+		}
+	}
+}
+
+// Tombstones returns the state of each that has a holder, sorted by UID.
+func (s *Set) Tombstones() []Tombstone {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	all := make([]Tombstone, 0, len(s.held))
+	for _, p := range s.held {
+		all = append(all, Tombstone{
+			UID: p.uid, Since: p.since, State: p.state, StateSince: p.stateAt,
+			Generation: s.generationName(), Targets: len(p.records),
+		})
+	}
+	slices.SortFunc(all, func(a, b Tombstone) int { return strings.Compare(string(a.UID), string(b.UID)) })
+	return all
+}
+
+// Unsettled says whether some tombstone with a holder is not Idle yet.
+func (s *Set) Unsettled() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return slices.ContainsFunc(s.held, func(p *pod) bool { return p.state != Idle })
+}
+
+// judge recomputes the state of a pod's tombstone: that of its least advanced target.
+func (s *Set) judge(now time.Time, p *pod) {
+	state := Idle
+	if !s.synced || s.generation == 0 {
+		state = Unknown
+	}
+	for _, i := range p.records {
+		state = min(state, s.stateOf(i, p))
+	}
+	if state != p.state {
+		p.state, p.stateAt = state, now
+	}
+}
+
+func (s *Set) stateOf(i int32, p *pod) State {
+	r := s.at(i)
+	switch {
+	case s.generation == 0 || r.seenIn != s.generation || r.seenAt < p.buriedAt:
+		return Unknown
+	case r.is(routed) && i == r.pool.kept:
+		return Kept
+	case r.is(routed):
+		return Routing
+	case r.quietSince != never && r.seenAt-r.quietSince >= int64(IdleGap):
+		return Idle
+	default:
+		return Removed
+	}
+}
+
+func (s *Set) judgeHeld(now time.Time) {
+	for _, p := range s.held {
+		s.judge(now, p)
+	}
+}

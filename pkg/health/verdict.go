@@ -1,0 +1,90 @@
+package health
+
+// Verdict is what probes, and results that a gateway reports, say of a target. The names mean what they mean in
+// lua-resty-healthcheck, which has no VerdictUnknown: there a target begins as healthy.
+type Verdict uint8
+
+const (
+	// VerdictUnknown is the zero value: no threshold was reached yet. The target is usable.
+	VerdictUnknown Verdict = iota
+	// Healthy is entered by as many successes as the check's threshold. Further successes are not counted.
+	Healthy
+	// Unhealthy is entered by as many failures of one kind as the threshold for it. The target is not usable. Further failures are not
+	// counted.
+	Unhealthy
+	// MostlyHealthy is Healthy and then a failure, until a threshold is reached on either side. The target is usable.
+	MostlyHealthy
+	// MostlyUnhealthy is Unhealthy and then a success, until a threshold is reached on either side. The target is not usable.
+	MostlyUnhealthy
+)
+
+// String prints the verdict in lower case, words joined by underscores as lua-resty-healthcheck has them.
+func (v Verdict) String() string {
+	switch v {
+	case Healthy:
+		return "healthy"
+	case Unhealthy:
+		return "unhealthy"
+	case MostlyHealthy:
+		return "mostly_healthy"
+	case MostlyUnhealthy:
+		return "mostly_unhealthy"
+	default:
+		return "unknown"
+	}
+}
+
+// Usable says whether traffic may go to the target for all that is known of its health.
+func (v Verdict) Usable() bool { return v != Unhealthy && v != MostlyUnhealthy }
+
+// limit returns the threshold for outcomes of kind k. 0: they are not counted.
+func (t Thresholds) limit(k OutcomeKind) uint8 {
+	switch k {
+	case Success:
+		return t.Successes
+	case HTTPFailure:
+		return t.HTTPFailures
+	case TCPFailure:
+		return t.TCPFailures
+	case Timeout:
+		return t.Timeouts
+	default:
+		return 0
+	}
+}
+
+// count takes one outcome into the counters (of Success, HTTPFailure, TCPFailure and Timeout) and reports whether the verdict is
+// another now. What has no threshold is not counted and resets nothing. Until the present check has a verdict of its own, both sides
+// are counted and the verdict of the last one stands.
+func (r *record) count(t Thresholds, k OutcomeKind) bool {
+	limit := t.limit(k)
+	if limit == 0 {
+		return false
+	}
+	toward := Unhealthy
+	if k == Success {
+		toward = Healthy
+	}
+	if r.is(own) && r.verdict == toward {
+		return false
+	}
+	if k == Success {
+		r.counters[1], r.counters[2], r.counters[3] = 0, 0, 0
+	} else {
+		r.counters[0] = 0
+	}
+	c := &r.counters[k-Success]
+	*c = max(*c, *c+1) // 255 stays
+	was := r.verdict
+	switch {
+	case *c >= limit:
+		r.verdict = toward
+		r.set(own, true)
+	case !r.is(own):
+	case r.verdict == Healthy:
+		r.verdict = MostlyHealthy
+	case r.verdict == Unhealthy:
+		r.verdict = MostlyUnhealthy
+	}
+	return r.verdict != was
+}

@@ -1,0 +1,63 @@
+package health
+
+import (
+	"strings"
+	"testing"
+)
+
+// The states are those that lua-resty-healthcheck's documentation and its incr_counter give for the same outcomes: s is a success, h, t
+// and o a failure by HTTP, by TCP and by timeout. There a target begins as healthy, so each sequence that is compared begins with
+// enough successes.
+func TestVerdictsAreThoseOfLuaRestyHealthcheck(t *testing.T) {
+	three := Thresholds{Successes: 2, HTTPFailures: 3, TCPFailures: 2, Timeouts: 2}
+	for name, c := range map[string]struct {
+		t    Thresholds
+		then string
+	}{
+		"successes in a row do nothing more": {three, "s:unknown s:healthy s:healthy s:healthy"},
+		"a failure, and the way back":        {three, "s:unknown s:healthy h:mostly_healthy s:mostly_healthy s:healthy"},
+		"down by one kind":                   {three, "s:unknown s:healthy h:mostly_healthy h:mostly_healthy h:unhealthy h:unhealthy"},
+		"kinds count apart, and a failure resets no other kind": {three,
+			"s:unknown s:healthy h:mostly_healthy t:mostly_healthy h:mostly_healthy o:mostly_healthy t:unhealthy"},
+		"a success resets all failures": {three,
+			"s:unknown s:healthy h:mostly_healthy h:mostly_healthy t:mostly_healthy s:mostly_healthy h:mostly_healthy h:mostly_healthy t:mostly_healthy h:unhealthy"},
+		"a failure resets the successes": {three,
+			"s:unknown s:healthy o:mostly_healthy o:unhealthy s:mostly_unhealthy t:mostly_unhealthy s:mostly_unhealthy s:healthy"},
+		"mostly unhealthy falls again only by a threshold": {three,
+			"s:unknown s:healthy t:mostly_healthy t:unhealthy s:mostly_unhealthy t:mostly_unhealthy t:unhealthy"},
+		"one success heals": {Thresholds{Successes: 1, TCPFailures: 2}, "s:healthy t:mostly_healthy s:healthy t:mostly_healthy t:unhealthy s:healthy"},
+		"one failure fells": {Thresholds{Successes: 2, TCPFailures: 1}, "s:unknown s:healthy t:unhealthy s:mostly_unhealthy t:unhealthy"},
+		"what has no threshold is not counted, and resets nothing": {Thresholds{Successes: 2, TCPFailures: 2},
+			"s:unknown s:healthy t:mostly_healthy h:mostly_healthy o:mostly_healthy s:mostly_healthy h:mostly_healthy s:healthy"},
+		"without a threshold of successes a failure is for ever": {Thresholds{TCPFailures: 2}, "s:unknown t:unknown s:unknown t:unhealthy s:unhealthy s:unhealthy"},
+		"unknown until the first threshold":                      {three, "h:unknown h:unknown s:unknown h:unknown h:unknown t:unknown h:unhealthy"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			r := &record{pool: &pool{}}
+			kinds := map[string]OutcomeKind{"s": Success, "h": HTTPFailure, "t": TCPFailure, "o": Timeout}
+			var got []string
+			for step := range strings.FieldsSeq(c.then) {
+				kind, _, _ := strings.Cut(step, ":")
+				was := r.verdict
+				if changed := r.count(c.t, kinds[kind]); changed != (r.verdict != was) {
+					t.Errorf("count says %t from %s to %s", changed, was, r.verdict)
+				}
+				got = append(got, kind+":"+r.verdict.String())
+			}
+			if text := strings.Join(got, " "); text != c.then {
+				t.Fatalf("got\n%s, want\n%s", text, c.then)
+			}
+		})
+	}
+}
+
+func TestACounterDoesNotOverflowIntoAnother(t *testing.T) {
+	r := &record{pool: &pool{}}
+	for range 1000 {
+		r.count(Thresholds{Successes: 255, TCPFailures: 255, Timeouts: 255}, TCPFailure)
+		r.flags &^= own // as if every check were new
+	}
+	if r.counters != [4]uint8{0, 0, 255, 0} {
+		t.Fatalf("counters are %v", r.counters)
+	}
+}

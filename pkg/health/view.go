@@ -1,0 +1,137 @@
+package health
+
+import (
+	"slices"
+	"time"
+)
+
+// Why says why a target has traffic, or has none.
+type Why uint8
+
+const (
+	// WhyUnknown is the zero value.
+	WhyUnknown Why = iota
+	// WhyChosen targets have traffic.
+	WhyChosen
+	// WhyFailingOpen targets are unhealthy and have traffic: too few targets of the pool are usable.
+	WhyFailingOpen
+	// WhyKept targets are tombstoned and have traffic: the gateway has not been seen to route to another.
+	WhyKept
+	// WhyHeldBack targets are unhealthy and have traffic: the gateway has not been seen to route to any that is chosen.
+	WhyHeldBack
+	// WhyPending targets are to have traffic: the gateway has not been seen to route to them yet, or was not read.
+	WhyPending
+	// WhyUnhealthy targets have no traffic for their health.
+	WhyUnhealthy
+	// WhyTombstoned targets have no traffic because a coordinator wants their pod to be let go.
+	WhyTombstoned
+	// WhyLapsed targets have no traffic because nobody knows any more whether their pod's tombstone still holds, see [Set.Lapse].
+	WhyLapsed
+	// WhyNotReady targets have no traffic because EndpointSlices do not want any there.
+	WhyNotReady
+	// WhyNotSynced targets are left as they are in the gateway: EndpointSlices have not been heard yet.
+	WhyNotSynced
+	// WhyDead targets have no traffic because their pod is being deleted, or gone.
+	WhyDead
+)
+
+// String prints the reason in lower case, words joined by hyphens.
+func (w Why) String() string {
+	switch w {
+	case WhyChosen:
+		return "chosen"
+	case WhyFailingOpen:
+		return "failing-open"
+	case WhyKept:
+		return "kept"
+	case WhyHeldBack:
+		return "held-back"
+	case WhyPending:
+		return "pending"
+	case WhyUnhealthy:
+		return "unhealthy"
+	case WhyTombstoned:
+		return "tombstoned"
+	case WhyLapsed:
+		return "lapsed"
+	case WhyNotReady:
+		return "not-ready"
+	case WhyNotSynced:
+		return "not-synced"
+	case WhyDead:
+		return "dead"
+	default:
+		return "unknown"
+	}
+}
+
+// View is what [Set.Lookup] tells of a target.
+type View struct {
+	Verdict Verdict
+	Why     Why
+}
+
+func (v View) pack() uint32 { return uint32(v.Verdict) | uint32(v.Why)<<8 }
+
+func unpack(v uint32) View { return View{Verdict(v), Why(v >> 8)} }
+
+// Detail is all that people may want to know of a target.
+type Detail struct {
+	Key
+	View
+	// Since is when the verdict was entered. The zero time: it never changed.
+	Since time.Time
+	// Counters of the outcomes towards the next verdict.
+	Counters Counters
+	// Last is the last outcome, and LastAt when it came. The zero time: never.
+	Last   Outcome
+	LastAt time.Time
+	// Routed says that the gateway routes to the target, as it was last read in its present generation.
+	Routed bool
+	// Active counts what was queued, retrying and in flight then.
+	Active int
+}
+
+// Counters count outcomes of each kind, see [Thresholds].
+type Counters struct {
+	Successes, HTTPFailures, TCPFailures, Timeouts uint8
+}
+
+// Targets returns what is known of every target, sorted by key. It holds up others only for some of them at a time: what changes meanwhile
+// may be seen in part.
+func (s *Set) Targets() []Detail {
+	all := []Detail{}
+	for slab := 0; ; slab++ {
+		s.mu.Lock()
+		d := s.dir.Load()
+		if slab >= len(d.slabs) {
+			s.mu.Unlock()
+			break
+		}
+		for n := range d.slabs[slab] {
+			if r := &d.slabs[slab][n]; r.seq.Load()&1 == 0 {
+				all = append(all, s.detail(r))
+			}
+		}
+		s.mu.Unlock()
+	}
+	slices.SortFunc(all, func(a, b Detail) int { return compareKeys(a.Key, b.Key) })
+	return all
+}
+
+func (s *Set) detail(r *record) Detail {
+	d := Detail{
+		Key: r.key(), View: unpack(r.view.Load()), Last: r.last,
+		Counters: Counters{r.counters[0], r.counters[1], r.counters[2], r.counters[3]},
+	}
+	if r.since != never {
+		d.Since = s.epoch.Add(time.Duration(r.since))
+	}
+	if r.lastAt != never {
+		d.LastAt = s.epoch.Add(time.Duration(r.lastAt))
+	}
+	if s.generation != 0 && r.seenIn == s.generation {
+		d.Routed, d.Active = r.is(routed), int(r.active)
+	}
+	return d
+}
