@@ -8,7 +8,6 @@ import (
 	"fmt"
 	"io"
 	"net/http"
-	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -252,8 +251,13 @@ func (s *stream) wake() {
 // stream serves one agent until it goes away, is replaced by a newer stream of the same agent, or the coordinator stops. What has
 // accumulated since the last write goes out in one write.
 func (c *Coordinator) stream(w http.ResponseWriter, r *http.Request, who Identity) (any, error) {
-	if spoken := r.URL.Query()["protocol"]; !slices.Contains(spoken, strconv.Itoa(wire.Protocol)) {
-		return nil, refusal{http.StatusBadRequest, fmt.Sprintf("protocol: the agent speaks %.100q, this coordinator speaks %d", spoken, wire.Protocol)}
+	offer, err := wire.ParseOffer(r.URL.Query())
+	if err != nil {
+		return nil, refusal{http.StatusBadRequest, err.Error()}
+	}
+	protocol, err := wire.Choose(offer.Protocols)
+	if err != nil {
+		return nil, refusal{http.StatusBadRequest, err.Error()}
 	}
 	s := &stream{woken: make(chan struct{}, 1)}
 	c.mu.Lock()
@@ -261,7 +265,7 @@ func (c *Coordinator) stream(w http.ResponseWriter, r *http.Request, who Identit
 		c.mu.Unlock()
 		return nil, refusal{http.StatusServiceUnavailable, ErrStopping.Error()}
 	}
-	session := c.ledger.ConnectAs(time.Now(), who.Agent, r.URL.Query().Get("boot"))
+	session := c.ledger.ConnectAs(time.Now(), who.Agent, offer.Boot)
 	self := c.ledger.Self()
 	if former := c.streams[who.Agent]; former != nil {
 		former.wake() // and it ends
@@ -270,7 +274,8 @@ func (c *Coordinator) stream(w http.ResponseWriter, r *http.Request, who Identit
 	c.settle()
 	c.connected()
 	c.unlock()
-	c.Log.Info("agent connected", "agent", who.Name, "id", who.Agent, "session", session, "address", r.RemoteAddr)
+	c.Log.Info("agent connected", "agent", who.Name, "id", who.Agent, "session", session, "address", r.RemoteAddr,
+		"protocol", protocol, "features", offer.Features, "boot", offer.Boot)
 	defer func() {
 		c.mu.Lock()
 		if c.streams[who.Agent] == s {
@@ -292,7 +297,7 @@ func (c *Coordinator) stream(w http.ResponseWriter, r *http.Request, who Identit
 		_ = encoder.Encode(m)
 	}
 	say(wire.Message{Type: wire.TypeHello, Hello: &wire.Hello{
-		Protocol: wire.Protocol, Features: []string{}, Lease: self, Session: session,
+		Protocol: protocol, Features: wire.Features(), Lease: self, Session: session,
 		HeartbeatMillis: c.times.Heartbeat.Milliseconds(), AwayMillis: c.times.Away.Milliseconds(),
 		LeaseMillis: c.times.Lease.Milliseconds(), RenewalMillis: c.times.Renewal.Milliseconds(),
 	}})
