@@ -134,6 +134,13 @@ const (
 	ReportsPath = "/v1/reports"
 )
 
+// MaxRoutes and MaxReports bound one post, MaxName the bytes of each name and UID in it.
+const (
+	MaxRoutes  = 10_000
+	MaxReports = 10_000
+	MaxName    = 253
+)
+
 // MaxBody bounds what an agent may post, in bytes. 10,000 reports fit.
 const MaxBody = 4 << 20
 
