@@ -458,6 +458,12 @@ func (l *Ledger) Current(id AgentID, session uint64) bool {
 	return a != nil && session != 0 && a.session == session
 }
 
+// Declared reports whether it is known what the agent routes, if only from an earlier session.
+func (l *Ledger) Declared(id AgentID) bool {
+	a := l.agents[id]
+	return a != nil && a.declared
+}
+
 // Declare sets the whole of what an agent's gateway routes, and returns the open drains of that: the agent must know them before it
 // programs its gateway. ok is false, and nothing changed, if session is not the agent's open one.
 func (l *Ledger) Declare(id AgentID, session uint64, routes []Route) (open []Open, ok bool) {
@@ -498,8 +504,12 @@ func (l *Ledger) Leave(id AgentID, session uint64) (ok bool) {
 	return true
 }
 
+// reportsMost bounds the pods of which an agent's word is kept.
+const reportsMost = 10_000
+
 // Report takes in what an agent says on its open session. It reports whether any of it was news: a repeat of what still counts is
-// not. A session that is not the open one changes nothing.
+// not. A session that is not the open one changes nothing. Of an agent that speaks of more pods than an honest one can have
+// tombstones on, what it says of more is not heard.
 func (l *Ledger) Report(now time.Time, id AgentID, session uint64, reports []Report) (news bool) {
 	if !l.Current(id, session) {
 		return false
@@ -509,6 +519,9 @@ func (l *Ledger) Report(now time.Time, id AgentID, session uint64, reports []Rep
 		d := l.drains[r.UID]
 		open := d != nil && d.open
 		had, known := a.reports[r.UID]
+		if !known && len(a.reports) >= reportsMost {
+			continue
+		}
 		// Before it counts: what comes too late does not undo that it was missing.
 		if open {
 			l.expire(now, d)

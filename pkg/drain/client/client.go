@@ -19,9 +19,7 @@ import (
 	"maps"
 	"math/rand/v2"
 	"net/http"
-	"net/url"
 	"slices"
-	"strconv"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -102,8 +100,8 @@ type replica struct {
 	saying chan struct{}
 
 	mu sync.Mutex
-	// session is that of the open stream, 0 without one.
-	session uint64
+	// hello is that of the open stream, zero without one.
+	hello wire.Hello
 	// released holds, while a declaration is under way, what the stream has released meanwhile.
 	released map[drain.UID]bool
 }
@@ -158,12 +156,15 @@ func (r *replica) leave(ctx context.Context) error {
 		return fmt.Errorf("leave %s: %w", r.address, ctx.Err())
 	}
 	r.mu.Lock()
-	session := r.session
+	hello := r.hello
 	r.mu.Unlock()
-	if session == 0 {
+	if hello.Session == 0 {
 		return fmt.Errorf("leave %s: no stream is open", r.address)
 	}
-	if err := r.send(ctx, wire.LeavePath, wire.Leave{Session: session, Boot: r.client.Boot}, nil); err != nil {
+	if !slices.Contains(hello.Features, wire.FeatureLeave) {
+		return fmt.Errorf("leave %s: the coordinator does not know how", r.address)
+	}
+	if err := r.send(ctx, wire.LeavePath, wire.Leave{Session: hello.Session, Boot: r.client.Boot}, nil); err != nil {
 		return fmt.Errorf("leave %s: %w", r.address, err)
 	}
 	return nil
@@ -246,7 +247,7 @@ func (r *replica) stream(ctx context.Context) error {
 	watchdog := time.AfterFunc(helloTimeout, func() { lost(errSilent) })
 	defer watchdog.Stop()
 
-	request, err := r.request(ctx, http.MethodGet, wire.StreamPath+"?"+url.Values{"protocol": {strconv.Itoa(wire.Protocol)}, "boot": {r.client.Boot}}.Encode(), nil)
+	request, err := r.request(ctx, http.MethodGet, wire.StreamPath+"?"+wire.NewOffer(r.client.Boot).Query(), nil)
 	if err != nil {
 		return err
 	}
@@ -263,8 +264,8 @@ func (r *replica) stream(ctx context.Context) error {
 	if err != nil {
 		return cause(ctx, fmt.Errorf("read hello: %w", err))
 	}
-	if first.Type != wire.TypeHello || first.Hello == nil || first.Hello.Protocol != wire.Protocol {
-		return fmt.Errorf("first message is not a hello of protocol %d: %+v", wire.Protocol, first)
+	if first.Type != wire.TypeHello || first.Hello == nil || !slices.Contains(wire.Spoken(), first.Hello.Protocol) {
+		return fmt.Errorf("first message is not a hello of protocol %s: %+v", wire.Spoken(), first)
 	}
 	hello := *first.Hello
 	if hello.AwayMillis <= 0 || hello.LeaseMillis <= 0 || hello.RenewalMillis <= 0 {
@@ -278,8 +279,8 @@ func (r *replica) stream(ctx context.Context) error {
 	}
 	r.client.Log.Info("stream to coordinator opened", "address", r.address, "lease", hello.Lease.String(), "session", hello.Session)
 
-	r.setSession(hello.Session)
-	defer r.setSession(0)
+	r.setHello(hello)
+	defer r.setHello(wire.Hello{})
 	synced, posted := make(chan struct{}), make(chan struct{})
 	go func() {
 		defer close(posted)
@@ -490,10 +491,10 @@ func (r *replica) request(ctx context.Context, method, path string, body io.Read
 	return request, nil
 }
 
-func (r *replica) setSession(session uint64) {
+func (r *replica) setHello(hello wire.Hello) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.session = session
+	r.hello = hello
 }
 
 func (r *replica) setDeclared(declared bool) {

@@ -7,7 +7,9 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"net/http"
+	"os"
 	"slices"
 	"strconv"
 	"strings"
@@ -22,11 +24,24 @@ import (
 // writeTimeout is how long an agent may take to read what one wake-up has for it. A slower one is cut and starts again.
 const writeTimeout = 5 * time.Second
 
+// bodyTimeout is how long an agent may take to send the body of a post. A slower one is cut.
+const bodyTimeout = 5 * time.Second
+
+// authTimeout is how long an Authenticator may take, twice what it waits for one answer.
+const authTimeout = 10 * time.Second
+
+// namespacesMost bounds the namespaces in one declaration of an agent that has no right everywhere: each is a question to the API server.
+const namespacesMost = 100
+
 // Identity is who an agent is, as its token proves.
 type Identity struct {
 	Agent drain.AgentID
 	// Name is namespace/name of its pod.
 	Name string
+	// Username is what its right is asked for by.
+	Username string
+	// Everywhere says that it may acknowledge drains in every namespace. If not, an [Authorizer] is asked for each.
+	Everywhere bool
 }
 
 // ErrUnauthenticated and ErrForbidden are what an Authenticator's errors may wrap: the token proves nothing, or it proves someone
@@ -39,6 +54,13 @@ var (
 // Authenticator tells who presents a bearer token.
 type Authenticator interface {
 	Authenticate(ctx context.Context, token string) (Identity, error)
+}
+
+// Authorizer is an Authenticator that also tells who may acknowledge what. A coordinator whose Authenticator is none lets nobody declare
+// Services who has no right everywhere.
+type Authorizer interface {
+	// MayAcknowledge reports whether who may acknowledge drains of the pods of namespace.
+	MayAcknowledge(ctx context.Context, who Identity, namespace string) (bool, error)
 }
 
 // access is who may call a route.
@@ -92,6 +114,8 @@ func (c *Coordinator) Handler() http.Handler {
 }
 
 func (c *Coordinator) serve(row route, w http.ResponseWriter, r *http.Request) {
+	// A body that nobody reads is read to its end by the server before it goes on.
+	cutBodyAt(w, r, time.Now().Add(authTimeout+bodyTimeout))
 	token, bearer := strings.CutPrefix(r.Header.Get("Authorization"), "Bearer ")
 	if !bearer {
 		c.answer(w, row.path, nil, refusal{http.StatusUnauthorized, "no bearer token: send the projected service account token"})
@@ -110,12 +134,21 @@ func (c *Coordinator) serve(row route, w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	r.Body = http.MaxBytesReader(w, r.Body, wire.MaxBody)
+	cutBodyAt(w, r, time.Now().Add(bodyTimeout))
 	result, err := row.serve(c, w, r, who)
 	if errors.Is(err, errWritten) {
 		c.Metrics.api.WithLabelValues(row.path, "200").Inc()
 		return
 	}
 	c.answer(w, row.path, result, err)
+}
+
+// cutBodyAt sets when a body that is not there yet is given up; at the zero time, never. What cannot have a deadline, such as a recorder
+// in a test, has none, and neither has a request without a body: its connection is only watched for its end.
+func cutBodyAt(w http.ResponseWriter, r *http.Request, at time.Time) {
+	if r.ContentLength != 0 {
+		_ = http.NewResponseController(w).SetReadDeadline(at)
+	}
 }
 
 // answer is the one place that writes a response, but for the stream's.
@@ -140,12 +173,13 @@ func (c *Coordinator) answer(w http.ResponseWriter, path string, result any, err
 	_ = json.NewEncoder(w).Encode(result)
 }
 
-// decode reads a request body. Unknown fields are accepted, since newer agents send more than we know.
-func decode(r *http.Request, into any) error {
+// decode reads a request body, and lifts the deadline of it: from then on the connection is only watched for its end. Unknown fields are accepted, since newer agents send more than we know.
+func decode(w http.ResponseWriter, r *http.Request, into any) error {
 	decoder := json.NewDecoder(r.Body)
 	err := decoder.Decode(into)
 	if err == nil {
 		if err = decoder.Decode(&struct{}{}); errors.Is(err, io.EOF) {
+			cutBodyAt(w, r, time.Time{})
 			return nil
 		}
 		if err == nil {
@@ -156,16 +190,24 @@ func decode(r *http.Request, into any) error {
 	if errors.As(err, &tooLarge) {
 		return refusal{http.StatusRequestEntityTooLarge, fmt.Sprintf("body is larger than %d bytes", tooLarge.Limit)}
 	}
+	if errors.Is(err, os.ErrDeadlineExceeded) {
+		return refusal{http.StatusRequestTimeout, fmt.Sprintf("body was not sent within %s", bodyTimeout)}
+	}
 	return refusal{http.StatusBadRequest, "body: " + err.Error()}
 }
 
-func (c *Coordinator) declare(_ http.ResponseWriter, r *http.Request, who Identity) (any, error) {
+func (c *Coordinator) declare(w http.ResponseWriter, r *http.Request, who Identity) (any, error) {
 	var d wire.Declaration
-	if err := decode(r, &d); err != nil {
+	if err := decode(w, r, &d); err != nil {
 		return nil, err
+	}
+	if len(d.Routes) > wire.MaxRoutes {
+		return nil, refusal{http.StatusRequestEntityTooLarge, fmt.Sprintf("routes: %d are more than %d", len(d.Routes), wire.MaxRoutes)}
 	}
 	for i, route := range d.Routes {
 		switch {
+		case max(len(route.Service.Namespace), len(route.Service.Name)) > wire.MaxName:
+			return nil, refusal{http.StatusBadRequest, fmt.Sprintf("routes[%d].service: a name is longer than %d bytes", i, wire.MaxName)}
 		case route.Service.Namespace == "" || route.Service.Name == "":
 			return nil, refusal{http.StatusBadRequest, fmt.Sprintf("routes[%d].service: namespace and name are required", i)}
 		case route.Via == drain.ViaUnknown:
@@ -175,6 +217,9 @@ func (c *Coordinator) declare(_ http.ResponseWriter, r *http.Request, who Identi
 		case route.Grain == drain.GrainUnknown:
 			return nil, refusal{http.StatusBadRequest, fmt.Sprintf("routes[%d].grain is required", i)}
 		}
+	}
+	if err := c.authorize(r.Context(), who, d.Routes); err != nil {
+		return nil, err
 	}
 	c.mu.Lock()
 	open, ok := c.ledger.Declare(who.Agent, d.Session, d.Routes)
@@ -187,13 +232,51 @@ func (c *Coordinator) declare(_ http.ResponseWriter, r *http.Request, who Identi
 	return wire.Declared{Drains: open}, nil
 }
 
-func (c *Coordinator) report(_ http.ResponseWriter, r *http.Request, who Identity) (any, error) {
+// authorize refuses routes in namespaces whose drains who may not acknowledge.
+func (c *Coordinator) authorize(ctx context.Context, who Identity, routes []drain.Route) error {
+	if who.Everywhere {
+		return nil
+	}
+	first := map[string]int{}
+	for i, r := range routes {
+		if _, seen := first[r.Service.Namespace]; !seen {
+			first[r.Service.Namespace] = i
+		}
+	}
+	if len(first) > namespacesMost {
+		return refusal{http.StatusForbidden, fmt.Sprintf("routes: in %d namespaces, more than %d need the right to acknowledge in all", len(first), namespacesMost)}
+	}
+	authorizer, can := c.Authenticate.(Authorizer)
+	for _, namespace := range slices.Sorted(maps.Keys(first)) {
+		allowed := false
+		if can {
+			var err error
+			if allowed, err = authorizer.MayAcknowledge(ctx, who, namespace); err != nil {
+				return refusal{http.StatusServiceUnavailable, err.Error()}
+			}
+		}
+		if !allowed {
+			return refusal{http.StatusForbidden, fmt.Sprintf("routes[%d].service: %s may not acknowledge drains in namespace %q", first[namespace], who.Username, namespace)}
+		}
+	}
+	return nil
+}
+
+func (c *Coordinator) report(w http.ResponseWriter, r *http.Request, who Identity) (any, error) {
 	var said wire.Reports
-	if err := decode(r, &said); err != nil {
+	if err := decode(w, r, &said); err != nil {
 		return nil, err
+	}
+	if len(said.Reports) > wire.MaxReports {
+		return nil, refusal{http.StatusRequestEntityTooLarge, fmt.Sprintf("reports: %d are more than %d", len(said.Reports), wire.MaxReports)}
+	}
+	if len(said.Boot) > wire.MaxName {
+		return nil, refusal{http.StatusBadRequest, fmt.Sprintf("boot: longer than %d bytes", wire.MaxName)}
 	}
 	for i, r := range said.Reports {
 		switch {
+		case max(len(r.UID), len(r.Generation)) > wire.MaxName:
+			return nil, refusal{http.StatusBadRequest, fmt.Sprintf("reports[%d]: uid or generation is longer than %d bytes", i, wire.MaxName)}
 		case r.UID == "":
 			return nil, refusal{http.StatusBadRequest, fmt.Sprintf("reports[%d].uid is required", i)}
 		case r.State >= drain.Removed && r.Proof == drain.ProofNone:
@@ -220,10 +303,13 @@ func (c *Coordinator) report(_ http.ResponseWriter, r *http.Request, who Identit
 	return nil, nil
 }
 
-func (c *Coordinator) leave(_ http.ResponseWriter, r *http.Request, who Identity) (any, error) {
+func (c *Coordinator) leave(w http.ResponseWriter, r *http.Request, who Identity) (any, error) {
 	var said wire.Leave
-	if err := decode(r, &said); err != nil {
+	if err := decode(w, r, &said); err != nil {
 		return nil, err
+	}
+	if len(said.Boot) > wire.MaxName {
+		return nil, refusal{http.StatusBadRequest, fmt.Sprintf("boot: longer than %d bytes", wire.MaxName)}
 	}
 	c.mu.Lock()
 	ok := c.ledger.Leave(who.Agent, said.Session)
@@ -252,8 +338,16 @@ func (s *stream) wake() {
 // stream serves one agent until it goes away, is replaced by a newer stream of the same agent, or the coordinator stops. What has
 // accumulated since the last write goes out in one write.
 func (c *Coordinator) stream(w http.ResponseWriter, r *http.Request, who Identity) (any, error) {
-	if spoken := r.URL.Query()["protocol"]; !slices.Contains(spoken, strconv.Itoa(wire.Protocol)) {
-		return nil, refusal{http.StatusBadRequest, fmt.Sprintf("protocol: the agent speaks %.100q, this coordinator speaks %d", spoken, wire.Protocol)}
+	offer, err := wire.ParseOffer(r.URL.Query())
+	if err != nil {
+		return nil, refusal{http.StatusBadRequest, err.Error()}
+	}
+	protocol, err := wire.Choose(offer.Protocols)
+	if err != nil {
+		return nil, refusal{http.StatusBadRequest, err.Error()}
+	}
+	if r.ContentLength != 0 {
+		return nil, refusal{http.StatusBadRequest, "body: a stream is opened without"}
 	}
 	s := &stream{woken: make(chan struct{}, 1)}
 	c.mu.Lock()
@@ -261,7 +355,11 @@ func (c *Coordinator) stream(w http.ResponseWriter, r *http.Request, who Identit
 		c.mu.Unlock()
 		return nil, refusal{http.StatusServiceUnavailable, ErrStopping.Error()}
 	}
-	session := c.ledger.ConnectAs(time.Now(), who.Agent, r.URL.Query().Get("boot"))
+	session := c.ledger.ConnectAs(time.Now(), who.Agent, offer.Boot)
+	if !who.Everywhere && !c.ledger.Declared(who.Agent) {
+		// Who has not declared may route everything, and is waited for by every deletion. That takes the right everywhere.
+		c.ledger.Declare(who.Agent, session, nil)
+	}
 	self := c.ledger.Self()
 	if former := c.streams[who.Agent]; former != nil {
 		former.wake() // and it ends
@@ -270,7 +368,8 @@ func (c *Coordinator) stream(w http.ResponseWriter, r *http.Request, who Identit
 	c.settle()
 	c.connected()
 	c.unlock()
-	c.Log.Info("agent connected", "agent", who.Name, "id", who.Agent, "session", session, "address", r.RemoteAddr)
+	c.Log.Info("agent connected", "agent", who.Name, "id", who.Agent, "session", session, "address", r.RemoteAddr,
+		"protocol", protocol, "features", offer.Features, "boot", offer.Boot)
 	defer func() {
 		c.mu.Lock()
 		if c.streams[who.Agent] == s {
@@ -292,7 +391,7 @@ func (c *Coordinator) stream(w http.ResponseWriter, r *http.Request, who Identit
 		_ = encoder.Encode(m)
 	}
 	say(wire.Message{Type: wire.TypeHello, Hello: &wire.Hello{
-		Protocol: wire.Protocol, Features: []string{}, Lease: self, Session: session,
+		Protocol: protocol, Features: wire.Features(), Lease: self, Session: session,
 		HeartbeatMillis: c.times.Heartbeat.Milliseconds(), AwayMillis: c.times.Away.Milliseconds(),
 		LeaseMillis: c.times.Lease.Milliseconds(), RenewalMillis: c.times.Renewal.Milliseconds(),
 	}})

@@ -2,12 +2,14 @@ package coordinator
 
 import (
 	"bytes"
+	"context"
 	"encoding/json"
 	"io"
 	"net/http"
 	"net/http/httptest"
 	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/google/go-cmp/cmp"
@@ -213,4 +215,165 @@ func FuzzPosts(f *testing.F) {
 			t.Errorf("%d %s", code, said)
 		}
 	})
+}
+
+// A million Services, or a name as long as a book, cost the one who sends them a refusal.
+func TestWhatIsTooMuchIsRefusedByName(t *testing.T) {
+	many := func(n int, one string) string { return strings.TrimSuffix(strings.Repeat(one+",", n), ",") }
+	route := `{"service":{"namespace":"shop","name":"NAME"},"via":"endpoints","can":"direct","grain":"request"}`
+	long := strings.Repeat("x", 254)
+	for name, c := range map[string]struct {
+		path, body string
+		code       int
+		want       string
+	}{
+		"10,000 routes":      {wire.DeclarationsPath, `{"session":1,"routes":[` + many(10_000, route) + `]}`, 200, ""},
+		"10,001 routes":      {wire.DeclarationsPath, `{"session":1,"routes":[` + many(10_001, route) + `]}`, 413, "routes: 10001 are more than 10000"},
+		"a long Service":     {wire.DeclarationsPath, `{"session":1,"routes":[` + strings.Replace(route, "NAME", long, 1) + `]}`, 400, "routes[0].service: a name is longer than 253 bytes"},
+		"10,001 reports":     {wire.ReportsPath, `{"session":1,"reports":[` + many(10_001, `{"uid":"a"}`) + `]}`, 413, "reports: 10001 are more than 10000"},
+		"a long uid":         {wire.ReportsPath, `{"session":1,"reports":[{"uid":"` + long + `"}]}`, 400, "reports[0]: uid or generation is longer than 253 bytes"},
+		"a long generation":  {wire.ReportsPath, `{"session":1,"reports":[{"uid":"a","generation":"` + long + `"}]}`, 400, "reports[0]: uid or generation is longer than 253 bytes"},
+		"a long boot":        {wire.ReportsPath, `{"session":1,"boot":"` + long + `"}`, 400, "boot: longer than 253 bytes"},
+		"a long boot leaves": {wire.LeavePath, `{"session":1,"boot":"` + long + `"}`, 400, "boot: longer than 253 bytes"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			b := newBench()
+			if code, said := b.ask(http.MethodPost, c.path, "Bearer agent one", strings.NewReader(c.body)); code != c.code || !strings.Contains(said, c.want) {
+				t.Errorf("%d %.200s, want %d %s", code, said, c.code, c.want)
+			}
+		})
+	}
+	b := newBench()
+	query := "?protocol=1&boot=" + strings.Repeat("x", 300)
+	if code, said := b.ask(http.MethodGet, wire.StreamPath+query, "Bearer agent two", nil); code != 400 || !strings.Contains(said, "boot: longer than") {
+		t.Errorf("%d %s", code, said)
+	}
+	if code, said := b.ask(http.MethodGet, wire.StreamPath+"?protocol=1", "Bearer agent two", strings.NewReader("x")); code != 400 || !strings.Contains(said, "a stream is opened without") {
+		t.Errorf("%d %s", code, said)
+	}
+}
+
+// An agent that has the right in some namespaces declares Services in these, and delays nobody's deletions elsewhere.
+func TestRoutesInNamespacesWithoutRightAreRefused(t *testing.T) {
+	routes := func(namespaces ...string) string {
+		d := wire.Declaration{Session: 2}
+		for _, ns := range namespaces {
+			d.Routes = append(d.Routes, drain.Route{Service: drain.Service{Namespace: ns, Name: "x"}, Via: drain.Endpoints, Can: drain.Direct, Grain: drain.PerRequest})
+		}
+		text, err := json.Marshal(d)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return string(text)
+	}
+	var hundred []string
+	for i := range 101 {
+		hundred = append(hundred, strings.Repeat("n", i+1))
+	}
+	for name, c := range map[string]struct {
+		namespaces []string
+		code       int
+		want       string
+	}{
+		"its own":                {[]string{"shop", "shop"}, 200, ""},
+		"none":                   {nil, 200, ""},
+		"another":                {[]string{"shop", "bank"}, 403, `routes[1].service: edge may not acknowledge drains in namespace \"bank\"`},
+		"one that is not known":  {[]string{"shop", "hidden"}, 503, "the API server does not answer"},
+		"too many to ask about":  {hundred, 403, "routes: in 101 namespaces, more than 100 need the right to acknowledge in all"},
+		"it is asked about once": {[]string{"bank", "shop", "bank"}, 403, "routes[0].service"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			b := newBench()
+			b.ledger.Connect(time.Now(), "local one")
+			code, said := b.ask(http.MethodPost, wire.DeclarationsPath, "Bearer agent local one", strings.NewReader(routes(c.namespaces...)))
+			if code != c.code || !strings.Contains(said, c.want) {
+				t.Errorf("%d %s, want %d %s", code, said, c.code, c.want)
+			}
+			if took := b.ledger.Declared("local one"); took != (c.code == 200) {
+				t.Errorf("declared: %t", took)
+			}
+		})
+	}
+}
+
+func TestAnAgentWithARightInSomeNamespacesOwesNothingBeforeItDeclares(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNetwork(t)
+		r := n.replica("replica-0", "a")
+		n.open("local two", "replica-0").next(t)
+		answered(t, r.hold(pod("a"), web), "Released NoAgents held=false after 0s")
+		one := n.agent("local one", []drain.Service{web}, "replica-0")
+		held := r.hold(pod("b"), web)
+		stillHeld(t, held)
+		// What it has declared stands when it comes back.
+		n.cut("replica-0")
+		stillHeld(t, held)
+		time.Sleep(time.Second)
+		one.say(pod("b"), drain.Idle)
+		answered(t, held, "Released Acknowledged held=true after 1s")
+	})
+}
+
+// Without this, connections on which bodies trickle in fill the coordinator up.
+func TestSlowBodiesAreCut(t *testing.T) {
+	for name, c := range map[string]struct {
+		head, want string
+		after      time.Duration
+	}{
+		"of an agent": {"POST /v1/reports HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer agent one\r\nContent-Length: 1000\r\n\r\n", "408 Request Timeout", bodyTimeout},
+		"in pieces": {"POST /v1/reports HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer agent one\r\nTransfer-Encoding: chunked\r\n\r\n", "408 Request Timeout",
+			bodyTimeout},
+		// It is answered when the server has given up to read what it does not want.
+		"of a stranger": {"POST /v1/reports HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer nonsense\r\nContent-Length: 1000\r\n\r\n", "401 Unauthorized", authTimeout + bodyTimeout},
+		"of a stream":   {"GET /v1/stream?protocol=1 HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer agent one\r\nContent-Length: 1000\r\n\r\n", "400 Bad Request", bodyTimeout},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				n := newNetwork(t)
+				n.replica("replica-0", "a")
+				conn, err := n.dial(t.Context(), "tcp", "replica-0:9444")
+				if err != nil {
+					t.Fatal(err)
+				}
+				defer conn.Close()
+				began := time.Now()
+				if _, err := io.WriteString(conn, c.head); err != nil {
+					t.Fatal(err)
+				}
+				text, _ := io.ReadAll(conn)
+				if took := time.Since(began); !strings.Contains(string(text), c.want) || took > c.after+time.Second {
+					t.Errorf("after %s: %q", took, text)
+				}
+			})
+		})
+	}
+}
+
+// An agent that posts while the API server is slow to vouch for it has not sent its body slowly.
+func TestASlowAuthenticatorDoesNotCutTheBody(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNetwork(t)
+		n.replica("replica-0", "a", func(o *Options) { o.Authenticate = slowTokens{} })
+		conn, err := n.dial(t.Context(), "tcp", "replica-0:9444")
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer conn.Close()
+		go func() {
+			_, _ = io.WriteString(conn, "POST /v1/leave HTTP/1.1\r\nHost: x\r\nConnection: close\r\nAuthorization: Bearer agent one\r\nContent-Length: 13\r\n\r\n")
+			time.Sleep(9 * time.Second)
+			_, _ = io.WriteString(conn, `{"session":1}`)
+		}()
+		text, _ := io.ReadAll(conn)
+		if !strings.Contains(string(text), "409 Conflict") {
+			t.Errorf("%q", text)
+		}
+	})
+}
+
+type slowTokens struct{ tokens }
+
+func (s slowTokens) Authenticate(ctx context.Context, token string) (Identity, error) {
+	time.Sleep(8 * time.Second)
+	return s.tokens.Authenticate(ctx, token)
 }

@@ -47,7 +47,7 @@ type tokens struct{}
 
 func (tokens) Authenticate(_ context.Context, token string) (Identity, error) {
 	if id, ok := strings.CutPrefix(token, "agent "); ok {
-		return Identity{Agent: drain.AgentID(id), Name: "edge/" + id}, nil
+		return Identity{Agent: drain.AgentID(id), Name: "edge/" + id, Username: "edge", Everywhere: !strings.HasPrefix(id, "local ")}, nil
 	}
 	switch token {
 	case "stranger":
@@ -57,6 +57,14 @@ func (tokens) Authenticate(_ context.Context, token string) (Identity, error) {
 	default:
 		return Identity{}, ErrUnauthenticated
 	}
+}
+
+// MayAcknowledge implements Authorizer: agents may in the namespace shop, and nothing is known of the namespace hidden.
+func (tokens) MayAcknowledge(_ context.Context, _ Identity, namespace string) (bool, error) {
+	if namespace == "hidden" {
+		return false, errors.New("the API server does not answer")
+	}
+	return namespace == "shop", nil
 }
 
 // lives is a Pods whose answers a test sets. Pods that are not in it cannot be read.

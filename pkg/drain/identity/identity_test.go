@@ -2,13 +2,18 @@ package identity
 
 import (
 	"context"
+	"encoding/base64"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
+	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
 
+	"golang.org/x/time/rate"
 	authenticationv1 "k8s.io/api/authentication/v1"
 	authorizationv1 "k8s.io/api/authorization/v1"
 	"k8s.io/apimachinery/pkg/runtime"
@@ -24,6 +29,8 @@ type apiServer struct {
 	// token is the status of every TokenReview. allowed is the answer to every SubjectAccessReview.
 	token   authenticationv1.TokenReviewStatus
 	allowed bool
+	// allowedIn are the namespaces for which the answer is yes all the same; asked are those that were asked about.
+	allowedIn, asked []string
 	// down is what both answer instead, if not nil.
 	downTokens, downAccess error
 	tokens, accesses       int
@@ -51,10 +58,11 @@ func newAPIServer(t *testing.T) *apiServer {
 		s.accesses++
 		review := action.(clienttesting.CreateAction).GetObject().(*authorizationv1.SubjectAccessReview).DeepCopy()
 		a := review.Spec.ResourceAttributes
-		if a == nil || a.Verb != "acknowledge" || a.Group != "lameduck.io" || a.Resource != "drains" || a.Namespace != "" || review.Spec.User != "system:serviceaccount:edge:haproxy" {
+		if a == nil || a.Verb != "acknowledge" || a.Group != "lameduck.io" || a.Resource != "drains" || review.Spec.User != "system:serviceaccount:edge:haproxy" {
 			t.Errorf("asked about %+v", review.Spec)
 		}
-		review.Status.Allowed = s.allowed
+		s.asked = append(s.asked, a.Namespace)
+		review.Status.Allowed = s.allowed || slices.Contains(s.allowedIn, a.Namespace)
 		return true, review, s.downAccess
 	})
 	return s
@@ -83,7 +91,7 @@ func TestAuthenticate(t *testing.T) {
 			c.set(s)
 			who, err := s.Authenticate(t.Context(), "token")
 			if c.want == "" {
-				if err != nil || who != (coordinator.Identity{Agent: "uid-1", Name: "edge/haproxy-1"}) {
+				if err != nil || who != (coordinator.Identity{Agent: "uid-1", Name: "edge/haproxy-1", Username: "system:serviceaccount:edge:haproxy", Everywhere: true}) {
 					t.Errorf("%+v, %v", who, err)
 				}
 				return
@@ -128,6 +136,11 @@ func TestAnswersAreRemembered(t *testing.T) {
 		if s.tokens != 3 {
 			t.Errorf("asked about %d tokens: a refusal is not remembered", s.tokens)
 		}
+		s.token.Authenticated = true
+		time.Sleep(rememberNo)
+		if _, err := s.Authenticate(t.Context(), "token"); err != nil {
+			t.Errorf("a refusal is remembered for more than %s: %v", rememberNo, err)
+		}
 	})
 }
 
@@ -153,6 +166,7 @@ func TestErrorsAreNotRemembered(t *testing.T) {
 
 func TestWhatIsRememberedIsBounded(t *testing.T) {
 	s := newAPIServer(t)
+	s.strangers.SetLimit(rate.Inf)
 	for i := range rememberMost + 1 {
 		if _, err := s.Authenticate(context.Background(), fmt.Sprint("token ", i)); err != nil {
 			t.Fatal(err)
@@ -170,4 +184,114 @@ func TestUsername(t *testing.T) {
 	if got := namespaceOf("jane"); got != "" {
 		t.Errorf("jane is of namespace %q", got)
 	}
+}
+
+func TestARightInSomeNamespaces(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := newAPIServer(t)
+		s.allowed, s.allowedIn = false, []string{"edge", "shop"}
+		who, err := s.Authenticate(t.Context(), "token")
+		if err != nil || who.Everywhere || who.Username != "system:serviceaccount:edge:haproxy" {
+			t.Fatalf("%+v, %v", who, err)
+		}
+		for range 2 {
+			for namespace, want := range map[string]bool{"shop": true, "edge": true, "bank": false, "": false} {
+				if got, err := s.MayAcknowledge(t.Context(), who, namespace); got != want || err != nil {
+					t.Errorf("in %q: %t, %v", namespace, got, err)
+				}
+			}
+		}
+		if slices.Sort(s.asked); !slices.Equal(s.asked, []string{"", "bank", "edge", "shop"}) {
+			t.Errorf("asked about %q", s.asked)
+		}
+		// Such an agent is not expected before it is heard: its label delays nobody.
+		if allowed, err := s.Allowed(t.Context(), who.Username, nil); allowed || err != nil {
+			t.Errorf("everywhere: %t, %v", allowed, err)
+		}
+		s.asked, s.allowedIn = nil, []string{"edge", "bank"}
+		time.Sleep(rememberNo)
+		if got, _ := s.MayAcknowledge(t.Context(), who, "bank"); !got {
+			t.Error("a no is remembered too long")
+		}
+		if got, _ := s.MayAcknowledge(t.Context(), who, "shop"); !got || len(s.asked) != 1 {
+			t.Errorf("a yes is not remembered: %t, asked %q", got, s.asked)
+		}
+		time.Sleep(remember)
+		if got, _ := s.MayAcknowledge(t.Context(), who, "shop"); got {
+			t.Error("a yes is remembered too long")
+		}
+		who.Everywhere = true
+		if got, _ := s.MayAcknowledge(t.Context(), who, "anything"); !got {
+			t.Error("everywhere is not everywhere")
+		}
+	})
+}
+
+// A token is good no longer than it says itself.
+func TestAnExpiredTokenIsNotRemembered(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := newAPIServer(t)
+		claims := fmt.Sprintf(`{"exp":%d}`, time.Now().Add(20*time.Second).Unix())
+		token := "token." + base64.RawURLEncoding.EncodeToString([]byte(claims)) + ".signature"
+		if _, err := s.Authenticate(t.Context(), token); err != nil {
+			t.Fatal(err)
+		}
+		s.token = authenticationv1.TokenReviewStatus{Error: "expired"}
+		time.Sleep(19 * time.Second)
+		if _, err := s.Authenticate(t.Context(), token); err != nil {
+			t.Errorf("forgotten early: %v", err)
+		}
+		time.Sleep(time.Second)
+		if _, err := s.Authenticate(t.Context(), token); !errors.Is(err, coordinator.ErrUnauthenticated) {
+			t.Errorf("good beyond its own end: %v", err)
+		}
+	})
+	for _, token := range []string{"token", "a.b.c", "a." + base64.RawURLEncoding.EncodeToString([]byte("{}")) + ".c", "..", "a.e30.c.d"} {
+		if _, ok := expires(token); ok {
+			t.Errorf("%q names an end", token)
+		}
+	}
+}
+
+// Without this, made-up tokens use up what may be asked of the API server, and agents whose tokens have to be looked at again are out.
+func TestStrangersDoNotKeepAgentsOut(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := newAPIServer(t)
+		if _, err := s.Authenticate(t.Context(), "token"); err != nil {
+			t.Fatal(err)
+		}
+		time.Sleep(remember)
+		began := time.Now()
+		for i := range strangersBurst + 10*strangersRate {
+			if _, err := s.Authenticate(t.Context(), fmt.Sprint("token ", i)); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if took := time.Since(began); took < 9*time.Second {
+			t.Errorf("%d strangers are asked about within %s", strangersBurst+10*strangersRate, took)
+		}
+		// More than can be asked about in time.
+		var refused atomic.Int32
+		var all sync.WaitGroup
+		for i := range 10 * strangersRate {
+			all.Go(func() {
+				_, err := s.Authenticate(t.Context(), fmt.Sprint("token of another ", i))
+				if err != nil && strings.Contains(err.Error(), "too many unknown tokens") && !errors.Is(err, coordinator.ErrUnauthenticated) {
+					refused.Add(1)
+				}
+			})
+		}
+		synctest.Wait()
+		began = time.Now()
+		if _, err := s.Authenticate(t.Context(), "token"); err != nil || time.Since(began) != 0 {
+			t.Errorf("an agent is answered after %s: %v", time.Since(began), err)
+		}
+		all.Wait()
+		if refused.Load() == 0 {
+			t.Error("nobody is refused")
+		}
+		if _, err := s.Authenticate(t.Context(), strings.Repeat("x", tokenMost+1)); !errors.Is(err, coordinator.ErrUnauthenticated) {
+			t.Errorf("a token as long as a book: %v", err)
+		}
+	})
 }

@@ -8,18 +8,123 @@
 // opens a new stream.
 //
 // Compatibility: fields are added, never repurposed. Unknown fields are ignored, unknown types of messages are skipped, unknown values
-// of enumerations are refused by name. The agent names the protocol versions it speaks in the query of the stream, the
-// coordinator answers with the one it chose.
+// of enumerations are refused by name. Both sides speak the newest version that they know and the one before ([Spoken]): the agent names
+// them in the query of the stream, the coordinator chooses the newest that both know ([Choose]) and says so in Hello. What is less than
+// a version is a feature: each side names those it has, in the query and in Hello, and uses none that the other has not named.
 package wire
 
-import "github.com/lameduck-io/lameduck/pkg/drain"
+import (
+	"fmt"
+	"net/url"
+	"slices"
+	"strconv"
+	"strings"
 
-// Protocol is the version that this code speaks.
+	"github.com/lameduck-io/lameduck/pkg/drain"
+)
+
+// Protocol is the newest version that this code speaks.
 const Protocol = 1
+
+// FeatureLeave: the coordinator takes Leave, the agent may send it.
+const FeatureLeave = "leave"
+
+// Features are what this code has, on both sides.
+func Features() []string { return []string{FeatureLeave} }
+
+// The query of [StreamPath].
+const (
+	// queryProtocol is given once for each version that the agent speaks, queryFeature for each feature, queryBoot at most once.
+	queryProtocol = "protocol"
+	queryFeature  = "feature"
+	queryBoot     = "boot"
+)
+
+// featuresMost bounds the features of an agent that are kept, nameMost the bytes of a name that an agent gives.
+const (
+	featuresMost = 64
+	nameMost     = 256
+)
+
+// Offer is what an agent says of itself when it opens a stream.
+type Offer struct {
+	// Protocols are the versions that it speaks.
+	Protocols []string
+	Features  []string
+	// Boot names the life of its process. Empty: it does not say.
+	Boot string
+}
+
+// NewOffer returns what this code offers.
+func NewOffer(boot string) Offer {
+	o := Offer{Features: Features(), Boot: boot}
+	for _, version := range Spoken() {
+		o.Protocols = append(o.Protocols, strconv.Itoa(version))
+	}
+	return o
+}
+
+// Query writes the offer as the query of [StreamPath].
+func (o Offer) Query() string {
+	q := url.Values{queryProtocol: o.Protocols, queryFeature: o.Features}
+	if o.Boot != "" {
+		q.Set(queryBoot, o.Boot)
+	}
+	return q.Encode()
+}
+
+// ParseOffer reads the query of [StreamPath]. Other keys are ignored. What is too long is refused by name.
+func ParseOffer(q url.Values) (Offer, error) {
+	o := Offer{Protocols: q[queryProtocol], Features: q[queryFeature], Boot: q.Get(queryBoot)}
+	switch {
+	case len(o.Boot) > nameMost:
+		return o, fmt.Errorf("%s: longer than %d bytes", queryBoot, nameMost)
+	case len(o.Features) > featuresMost:
+		return o, fmt.Errorf("%s: more than %d", queryFeature, featuresMost)
+	case slices.ContainsFunc(o.Features, func(f string) bool { return len(f) > nameMost }):
+		return o, fmt.Errorf("%s: longer than %d bytes", queryFeature, nameMost)
+	}
+	return o, nil
+}
+
+// Versions of the protocol, the newest first.
+type Versions []int
+
+// String prints "2 or 1".
+func (v Versions) String() string {
+	var all []string
+	for _, version := range v {
+		all = append(all, strconv.Itoa(version))
+	}
+	return strings.Join(all, " or ")
+}
+
+// Spoken returns the versions that this code speaks.
+func Spoken() Versions { return spoken(Protocol) }
+
+// spoken returns newest and the version before it, if there was one.
+func spoken(newest int) Versions {
+	if newest == 1 {
+		return Versions{1}
+	}
+	return Versions{newest, newest - 1}
+}
+
+// Choose returns the newest version that both sides speak. The error names what both do.
+func Choose(offered []string) (int, error) { return choose(Spoken(), offered) }
+
+func choose(spoken Versions, offered []string) (int, error) {
+	for _, version := range spoken {
+		if slices.Contains(offered, strconv.Itoa(version)) {
+			return version, nil
+		}
+	}
+	return 0, fmt.Errorf("%s: the agent speaks %.100q, this coordinator speaks %s", queryProtocol, strings.Join(offered, " or "), spoken)
+}
 
 // The paths of the coordinator's API for agents.
 const (
-	// StreamPath is read with GET, query protocol=1.
+	// StreamPath is read with GET and the query of an [Offer].
 	StreamPath = "/v1/stream"
 	// DeclarationsPath takes a POST of Declaration and answers Declared.
 	DeclarationsPath = "/v1/declarations"
@@ -27,6 +132,13 @@ const (
 	LeavePath = "/v1/leave"
 	// ReportsPath takes a POST of Reports and answers 204.
 	ReportsPath = "/v1/reports"
+)
+
+// MaxRoutes and MaxReports bound one post, MaxName the bytes of each name and UID in it.
+const (
+	MaxRoutes  = 10_000
+	MaxReports = 10_000
+	MaxName    = 253
 )
 
 // MaxBody bounds what an agent may post, in bytes. 10,000 reports fit.
@@ -55,7 +167,8 @@ type Message struct {
 // Hello is the first message of a stream.
 type Hello struct {
 	// Protocol that the coordinator chose among those the agent named.
-	Protocol int      `json:"protocol"`
+	Protocol int `json:"protocol"`
+	// Features that the coordinator has.
 	Features []string `json:"features"`
 	// Lease under which the tombstones of this stream stand.
 	Lease drain.Lease `json:"lease"`

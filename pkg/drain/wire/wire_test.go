@@ -1,0 +1,270 @@
+package wire
+
+import (
+	"bytes"
+	"encoding/json"
+	"net/url"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+
+	"github.com/lameduck-io/lameduck/pkg/drain"
+)
+
+var since = time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC)
+
+// golden are the messages of each file in testdata/v1, as today's types hold them. The files are what the first release writes. They
+// are never changed: a change of the protocol adds a folder.
+var golden = map[string][]any{
+	"stream.jsonl": {
+		&Message{Type: TypeHello, Hello: &Hello{
+			Protocol: 1, Features: []string{}, Lease: drain.Lease{Replica: "lameduck-webhook-0", Epoch: "e1"}, Session: 7,
+			HeartbeatMillis: 2000, AwayMillis: 5000, LeaseMillis: 60000, RenewalMillis: 10000,
+		}},
+		&Message{Type: TypeDrain, Drain: &drain.Open{Pod: drain.Pod{Namespace: "shop", Name: "web-1", UID: "4d1c"}, Since: since.Add(123456789)}},
+		&Message{Type: TypeSynced},
+		&Message{Type: TypeRelease, Release: &drain.Release{UID: "4d1c", Dead: true}},
+		&Message{Type: TypeRelease, Release: &drain.Release{UID: "4d1d"}},
+		&Message{Type: TypeHeartbeat},
+	},
+	"declaration.json": {&Declaration{Session: 7, Gateway: "haproxy", Routes: []drain.Route{
+		{Service: drain.Service{Namespace: "shop", Name: "web"}, Via: drain.Endpoints, Can: drain.Direct, Grain: drain.PerRequest},
+		{Service: drain.Service{Namespace: "shop", Name: "db"}, Via: drain.ClusterIP, Can: drain.Observe, Grain: drain.PerConnection},
+		{Service: drain.Service{Namespace: "shop", Name: "old"}, Via: drain.DNS, Can: drain.Observe, Grain: drain.PerConnection},
+	}}},
+	"declared.json": {&Declared{Drains: []drain.Open{{Pod: drain.Pod{Namespace: "shop", Name: "web-1", UID: "4d1c"}, Since: since}}}},
+	"reports.json": {&Reports{Session: 7, Boot: "b1", Reports: []drain.Report{
+		{UID: "4d1c", Generation: "3", State: drain.Idle, Proof: drain.Runtime, Held: true, Since: since},
+		{UID: "4d1d", State: drain.Removed, Proof: drain.Config, Held: true, Since: since},
+		{UID: "4d1e", State: drain.Removed, Proof: drain.Timed, Since: since},
+		{UID: "4d1f", State: drain.Kept, Held: true, Since: since},
+		{UID: "4d20", State: drain.Routing, Held: true, Since: since},
+		{UID: "4d21", State: drain.StateUnknown, Held: true, Since: since},
+	}}},
+	"leave.json": {&Leave{Session: 7, Boot: "b1"}},
+	"error.json": {&Error{Error: "the session is not this agent's present one on this replica: open a new stream"}},
+}
+
+// Without this, an agent of the last release does not understand the coordinator of this one, or the reverse, in the middle of an
+// upgrade: what was written then is read today, with and without fields that nobody knows, and what is written today holds
+// everything that was written then, under the same names and in the same form.
+func TestTheFirstReleaseIsUnderstoodAndUnderstands(t *testing.T) {
+	files, err := filepath.Glob("testdata/v1/*")
+	if err != nil || len(files) != len(golden) {
+		t.Fatalf("%d files, %d of them known: %v", len(files), len(golden), err)
+	}
+	for file, messages := range golden {
+		text, err := os.ReadFile("testdata/v1/" + file)
+		if err != nil {
+			t.Fatal(err)
+		}
+		lines := bytes.Split(bytes.TrimSpace(text), []byte("\n"))
+		if len(lines) != len(messages) {
+			t.Fatalf("%s: %d lines, %d messages", file, len(lines), len(messages))
+		}
+		for i, line := range lines {
+			want := messages[i]
+			var then any
+			if err := json.Unmarshal(line, &then); err != nil {
+				t.Fatalf("%s:%d: %v", file, i+1, err)
+			}
+			strange, err := json.Marshal(withUnknown(then))
+			if err != nil {
+				t.Fatal(err)
+			}
+			for _, written := range [][]byte{line, strange} {
+				got := fresh(want)
+				if err := json.Unmarshal(written, got); err != nil {
+					t.Errorf("%s:%d: %s: %v", file, i+1, written, err)
+				} else if diff := cmp.Diff(want, got); diff != "" {
+					t.Errorf("%s:%d: %s is read as (-want +got):\n%s", file, i+1, written, diff)
+				}
+			}
+			today, err := json.Marshal(want)
+			if err != nil {
+				t.Fatal(err)
+			}
+			var now any
+			if err := json.Unmarshal(today, &now); err != nil {
+				t.Fatal(err)
+			}
+			if missing := lacks(now, then, "$"); missing != "" {
+				t.Errorf("%s:%d: today's %s lacks or changes %s", file, i+1, today, missing)
+			}
+		}
+	}
+}
+
+// fresh returns a zero value of the type that like points to.
+func fresh(like any) any {
+	switch like.(type) {
+	case *Message:
+		return &Message{}
+	case *Declaration:
+		return &Declaration{}
+	case *Declared:
+		return &Declared{}
+	case *Reports:
+		return &Reports{}
+	case *Leave:
+		return &Leave{}
+	default:
+		return &Error{}
+	}
+}
+
+// withUnknown adds to every object what nobody knows.
+func withUnknown(v any) any {
+	switch v := v.(type) {
+	case map[string]any:
+		all := map[string]any{"unknown": map[string]any{"a": 1}, "unknownToo": []any{"b"}}
+		for key, value := range v {
+			all[key] = withUnknown(value)
+		}
+		return all
+	case []any:
+		var all []any
+		for _, value := range v {
+			all = append(all, withUnknown(value))
+		}
+		if all == nil {
+			all = []any{}
+		}
+		return all
+	default:
+		return v
+	}
+}
+
+// lacks returns the first thing in then that is not in now, or is different there.
+func lacks(now, then any, path string) string {
+	switch then := then.(type) {
+	case map[string]any:
+		have, ok := now.(map[string]any)
+		if !ok {
+			return path
+		}
+		for key, value := range then {
+			if _, ok := have[key]; !ok {
+				return path + "." + key
+			}
+			if missing := lacks(have[key], value, path+"."+key); missing != "" {
+				return missing
+			}
+		}
+	case []any:
+		have, ok := now.([]any)
+		if !ok || len(have) != len(then) {
+			return path
+		}
+		for i, value := range then {
+			if missing := lacks(have[i], value, path+"[]"); missing != "" {
+				return missing
+			}
+		}
+	default:
+		if now != then {
+			return path
+		}
+	}
+	return ""
+}
+
+func TestTheNewestVersionThatBothSpeakIsChosen(t *testing.T) {
+	for _, c := range []struct {
+		newest  int
+		offered string
+		want    int
+		err     string
+	}{
+		{1, "1", 1, ""},
+		{1, "2,1", 1, ""},
+		{2, "1", 1, ""},
+		{2, "1,2", 2, ""},
+		{2, "3,2", 2, ""},
+		{3, "2,1", 2, ""},
+		{3, "1", 0, `the agent speaks "1", this coordinator speaks 3 or 2`},
+		{1, "2", 0, `the agent speaks "2", this coordinator speaks 1`},
+		{1, "one,", 0, `the agent speaks "one or ", this coordinator speaks 1`},
+		{1, "01", 0, `the agent speaks "01", this coordinator speaks 1`},
+	} {
+		got, err := choose(spoken(c.newest), strings.Split(c.offered, ","))
+		if got != c.want || (err == nil) != (c.err == "") || err != nil && !strings.Contains(err.Error(), c.err) {
+			t.Errorf("%d and %q: %d, %v", c.newest, c.offered, got, err)
+		}
+	}
+	if v := Spoken(); v[0] != Protocol || len(v) > 2 {
+		t.Errorf("this code speaks %s", v)
+	}
+}
+
+func TestOffers(t *testing.T) {
+	for _, o := range []Offer{NewOffer("boot"), NewOffer(""), {Protocols: []string{"2", "1"}, Features: []string{"a&b", "ä"}, Boot: "="}} {
+		q, err := url.ParseQuery(o.Query())
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got, err := ParseOffer(q); err != nil || !slices.Equal(got.Protocols, o.Protocols) || !slices.Equal(got.Features, o.Features) || got.Boot != o.Boot {
+			t.Errorf("%+v is read as %+v: %v", o, got, err)
+		}
+	}
+	// The first query that was ever written.
+	if got, err := ParseOffer(url.Values{"protocol": {"1"}}); err != nil || got.Boot != "" || len(got.Features) != 0 {
+		t.Errorf("%+v, %v", got, err)
+	}
+	long := strings.Repeat("x", 257)
+	for query, want := range map[string]string{
+		"boot=" + long:                   "boot: longer than 256 bytes",
+		"feature=a&feature=" + long:      "feature: longer than 256 bytes",
+		strings.Repeat("feature=a&", 65): "feature: more than 64",
+	} {
+		q, err := url.ParseQuery(query)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := ParseOffer(q); err == nil || err.Error() != want {
+			t.Errorf("%.20s: %v, want %s", query, err, want)
+		}
+	}
+}
+
+// Whatever a peer writes is read or refused, and what is read says the same when it is written again.
+func FuzzMessages(f *testing.F) {
+	for file := range golden {
+		text, err := os.ReadFile("testdata/v1/" + file)
+		if err != nil {
+			f.Fatal(err)
+		}
+		for line := range bytes.Lines(text) {
+			f.Add(line)
+		}
+	}
+	f.Fuzz(func(t *testing.T, text []byte) {
+		for _, like := range []any{&Message{}, &Declaration{}, &Declared{}, &Reports{}, &Leave{}, &Error{}} {
+			first, second := fresh(like), fresh(like)
+			if json.Unmarshal(text, first) != nil {
+				continue
+			}
+			again, err := json.Marshal(first)
+			if err != nil {
+				continue // such as a year that RFC 3339 cannot write
+			}
+			if err := json.Unmarshal(again, second); err != nil {
+				// What was left out of a route is refused when it is said as "unknown".
+				if _, ok := like.(*Declaration); ok && bytes.Contains(again, []byte("unknown")) {
+					continue
+				}
+				t.Fatalf("%s is read, and its own %s is not: %v", text, again, err)
+			}
+			third, err := json.Marshal(second)
+			if err != nil || !bytes.Equal(again, third) {
+				t.Fatalf("%s becomes %s, and then %s: %v", text, again, third, err)
+			}
+		}
+	})
+}
