@@ -126,15 +126,9 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 	log.Info("started", "lease", self.String(), "admission", listeners[0].Addr().String(), "agents", listeners[1].Addr().String(),
 		"metrics", listeners[2].Addr().String(), "hold", o.times.Hold.String(), "deadline", o.times.Deadline.String())
 
-	var stopping atomic.Bool
-	ready := func() error {
-		if stopping.Load() {
-			return errors.New("this replica is shutting down")
-		}
-		return readiness(watch.synced(), coord, time.Since(started))
-	}
+	ready := readiness{synced: watch.synced, expecting: coord.Expecting, up: func() time.Duration { return time.Since(started) }}
 	stop := func() {
-		stopping.Store(true)
+		ready.stopping.Store(true)
 		coord.Stop()
 	}
 	// What answers calls ends first, and what it answers from after it.
@@ -150,7 +144,7 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 			WriteTime: o.times.Webhook + writeMargin, Stop: stop, Delay: o.shutdownDelay, Grace: shutdownGrace, Log: log,
 		}.Task(),
 		serve.HTTP("agents", listeners[1], secure, coord.Handler(), shutdownGrace, stop),
-		metricsTask(listeners[2], people(registry, ready), log),
+		metricsTask(listeners[2], people(registry, ready.check), log),
 	)
 }
 
@@ -163,14 +157,30 @@ func metricsTask(listener net.Listener, handler http.Handler, log *slog.Logger) 
 	return task
 }
 
-// readiness is nil when this replica can answer for the cluster.
-func readiness(synced bool, coord *coordinator.Coordinator, up time.Duration) error {
-	if !synced {
-		return fmt.Errorf("the view of the cluster is not complete yet")
+// readiness is whether Services should send reviews to this replica.
+type readiness struct {
+	synced    func() bool
+	expecting func() (expected, missing int)
+	up        func() time.Duration
+	// settled: it was ready once. An agent that comes later connects when it can: were the replica unready until then, a cluster with one
+	// replica would delete pods without asking anybody whenever it starts beside a gateway that is being rolled out.
+	settled, stopping atomic.Bool
+}
+
+// check returns why this replica cannot answer for the cluster. Nil: it can.
+func (r *readiness) check() error {
+	switch {
+	case r.stopping.Load():
+		return errors.New("this replica is shutting down")
+	case r.settled.Load():
+		return nil
+	case !r.synced():
+		return errors.New("the view of the cluster is not complete yet")
 	}
-	if expected, missing := coord.Expecting(); missing > 0 && up < settle {
+	if expected, missing := r.expecting(); missing > 0 && r.up() < settle {
 		return fmt.Errorf("%d of %d agents are not connected yet", missing, expected)
 	}
+	r.settled.Store(true)
 	return nil
 }
 

@@ -94,6 +94,12 @@ func namespace(t *testing.T, s *stage.Stage, name string) string {
 // clients sends requests until the returned function is called.
 func clients(t *testing.T, address string, keepAlive bool) func() load.Result {
 	t.Helper()
+	return runClients(t, address, keepAlive).Stop
+}
+
+// runClients sends requests until they are stopped.
+func runClients(t *testing.T, address string, keepAlive bool) *load.Load {
+	t.Helper()
 	l, err := load.Run(t.Context(), load.Options{
 		Target: "http://" + address + "/", Rate: 150, Timeout: 10 * time.Second, KeepAlive: keepAlive, DropClosed: true, WantBody: []byte("ok\n"), MaxInFlight: 1000,
 		SourceAddrs: []netip.Addr{netip.MustParseAddr("10.244.251.1"), netip.MustParseAddr("10.244.251.2")},
@@ -102,5 +108,5 @@ func clients(t *testing.T, address string, keepAlive bool) func() load.Result {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { l.Stop() })
-	return l.Stop
+	return l
 }

@@ -170,6 +170,20 @@ type wait struct {
 	unasked time.Duration
 }
 
+// logged is a line of the coordinator's log, as far as tests go by it.
+type logged struct {
+	Time                            time.Time
+	Msg, Pod, Namespace, Phase, UID string
+	Reason, Message                 string
+	Allowed                         bool
+}
+
+// parseLogged reads a line of the log. ok is false if it is none.
+func parseLogged(line string) (l logged, ok bool) {
+	err := json.Unmarshal([]byte(line), &l)
+	return l, err == nil
+}
+
 // unaskedAfter is longer than any caller is told to wait before it asks again.
 const unaskedAfter = 6 * time.Second
 
@@ -188,13 +202,8 @@ func waits(t *testing.T, s *stage.Stage, ns string) []wait {
 	first, last, unasked := map[string]time.Time{}, map[string]time.Time{}, map[string]time.Duration{}
 	var all []wait
 	for line := range strings.Lines(log) {
-		var l struct {
-			Time                            time.Time
-			Msg, Pod, Namespace, Phase, UID string
-			Reason, Message                 string
-			Allowed                         bool
-		}
-		if json.Unmarshal([]byte(line), &l) != nil {
+		l, ok := parseLogged(line)
+		if !ok {
 			continue
 		}
 		if l.Msg == "drain" && l.Phase == "Unrouting" && strings.HasPrefix(l.Pod, ns+"/") && first[l.UID].IsZero() {

@@ -213,7 +213,7 @@ func join(objects []object) (string, error) {
 // InstallCoordinator installs everything of the manifests but the webhook configuration, so that nothing waits yet, and waits until the
 // coordinator runs.
 func (s *Stage) InstallCoordinator(ctx context.Context) error {
-	objects, err := s.installed(ctx, "Namespace", "ServiceAccount", "ClusterRole", "ClusterRoleBinding", "Service")
+	objects, err := s.installed(ctx, "Namespace", "ServiceAccount", "ClusterRole", "ClusterRoleBinding", "Service", "PriorityLevelConfiguration", "FlowSchema")
 	if err != nil {
 		return err
 	}

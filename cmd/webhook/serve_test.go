@@ -1,0 +1,42 @@
+package main
+
+import (
+	"testing"
+	"time"
+)
+
+// A replica that is unready gets no reviews, and where it is the only one, deletions go on unasked meanwhile.
+func TestReadiness(t *testing.T) {
+	var synced bool
+	var missing int
+	var up time.Duration
+	r := readiness{synced: func() bool { return synced }, expecting: func() (int, int) { return 5, missing }, up: func() time.Duration { return up }}
+	check := func(when, want string) {
+		t.Helper()
+		got := ""
+		if err := r.check(); err != nil {
+			got = err.Error()
+		}
+		if got != want {
+			t.Errorf("%s: %q, want %q", when, got, want)
+		}
+	}
+	const cold = "the view of the cluster is not complete yet"
+	check("at first", cold)
+	up = time.Hour
+	check("caches that are cold for long", cold)
+	synced, missing, up = true, 2, settle-1
+	check("agents missing", "2 of 5 agents are not connected yet")
+	up = settle
+	check("agents missing for long", "")
+	up = settle - 1
+	check("it was ready", "")
+
+	r.settled.Store(false)
+	missing = 0
+	check("all there", "")
+	missing = 1
+	check("an agent that comes later", "")
+	r.stopping.Store(true)
+	check("at its end", "this replica is shutting down")
+}
