@@ -14,9 +14,8 @@ const slabBits = 8
 // nowhere is the index of no record, and the place of a record that is not in a bag.
 const nowhere int32 = -1
 
-// record is all that is known of one key. It lives in a slab, and its place is used again once it is free. What [Set.Lookup] reads is
-// atomic, everything else belongs to who holds the set's mutex.
-type record struct {
+// face is the part of a record that [Set.Lookup] reads: one cache line, atomic throughout.
+type face struct {
 	// seq is odd while no target lives here or one moves in. Who reads the name must find the same even number before and after.
 	seq atomic.Uint32
 	// view is what Lookup returns, packed.
@@ -24,7 +23,13 @@ type record struct {
 	// uid, hi, lo and meta are the name, see name.
 	uid          atomic.Pointer[byte]
 	hi, lo, meta atomic.Uint64
+	_            [16]byte
+}
 
+// record is all that is known of one key. It lives in a slab, and its place is used again once it is free. But for its face it belongs to
+// who holds the set's mutex.
+type record struct {
+	*face
 	hash uint64
 	pool *pool
 	// pod is set while there is a tombstone on the pod, or it is dead.
@@ -102,25 +107,32 @@ const (
 )
 
 func nameOf(t Target) name {
-	n := name{uid: string(t.UID), meta: uint64(t.Addr.Port())}
 	addr := t.Addr.Addr()
+	if addr.Is4() {
+		b := addr.As4()
+		return name{string(t.UID), 0, uint64(binary.BigEndian.Uint32(b[:])),
+			uint64(t.Addr.Port()) | kindV4<<kindShift | uint64(len(t.UID))<<lengthShift}
+	}
+	b := addr.As16()
+	n := name{string(t.UID), binary.BigEndian.Uint64(b[:8]), binary.BigEndian.Uint64(b[8:]), uint64(t.Addr.Port())}
 	switch {
-	case addr.Is4():
-		n.meta |= kindV4 << kindShift
 	case addr.Zone() != "":
 		n.meta |= kindZoned << kindShift
 		n.uid += "%" + addr.Zone()
 	case addr.IsValid():
 		n.meta |= kindV6 << kindShift
 	}
-	b := addr.As16()
-	n.hi, n.lo = binary.BigEndian.Uint64(b[:8]), binary.BigEndian.Uint64(b[8:])
 	n.meta |= uint64(len(n.uid)) << lengthShift
 	return n
 }
 
 // target is the inverse of nameOf.
 func (n name) target() Target {
+	if n.meta>>kindShift&3 == kindV4 {
+		var b [4]byte
+		binary.BigEndian.PutUint32(b[:], uint32(n.lo))
+		return Target{UID(n.uid), netip.AddrPortFrom(netip.AddrFrom4(b), uint16(n.meta))}
+	}
 	var b [16]byte
 	binary.BigEndian.PutUint64(b[:8], n.hi)
 	binary.BigEndian.PutUint64(b[8:], n.lo)
@@ -128,8 +140,6 @@ func (n name) target() Target {
 	switch n.meta >> kindShift & 3 {
 	case kindInvalid:
 		addr = netip.Addr{}
-	case kindV4:
-		addr = addr.Unmap()
 	case kindZoned:
 		i := len(uid) - 1
 		for uid[i] != '%' {
@@ -141,7 +151,7 @@ func (n name) target() Target {
 }
 
 // read returns the name of the target that lives in r, with the pool in its meta. The caller holds the mutex, or compares seq.
-func (r *record) read() name {
+func (r *face) read() name {
 	n := name{hi: r.hi.Load(), lo: r.lo.Load(), meta: r.meta.Load()}
 	if p := r.uid.Load(); p != nil {
 		n.uid = unsafe.String(p, n.meta>>lengthShift&(1<<22-1))
@@ -175,11 +185,16 @@ type directory struct {
 	pools []*pool
 }
 
-type slab [1 << slabBits]record
+type slab struct {
+	faces   [1 << slabBits]face
+	records [1 << slabBits]record
+}
 
 const slotGone = 1 << 32
 
-func (d *directory) record(i int32) *record { return &d.slabs[i>>slabBits][i&(1<<slabBits-1)] }
+func (d *directory) record(i int32) *record { return &d.slabs[i>>slabBits].records[i&(1<<slabBits-1)] }
+
+func (d *directory) face(i int32) *face { return &d.slabs[i>>slabBits].faces[i&(1<<slabBits-1)] }
 
 func hashOf(seed maphash.Seed, n *name) uint64 {
 	if n.uid != "" {
@@ -206,7 +221,7 @@ func (s *Set) Lookup(k Key) (View, bool) {
 		if index>>slabBits >= uint32(len(d.slabs)) {
 			continue // it has come since
 		}
-		r := &d.slabs[index>>slabBits][index&(1<<slabBits-1)]
+		r := d.face(int32(index))
 		seq := r.seq.Load()
 		if seq&1 != 0 || r.hi.Load() != n.hi || r.lo.Load() != n.lo {
 			continue
@@ -235,7 +250,7 @@ func (s *Set) find(p *pool, n *name, h uint64) int32 {
 			continue
 		}
 		index := int32(uint32(slot) - 1)
-		r := d.record(index)
+		r := d.face(index)
 		if r.hi.Load() == n.hi && r.lo.Load() == n.lo && r.meta.Load() == meta && r.read().uid == n.uid {
 			return index
 		}
@@ -386,6 +401,7 @@ func (s *Set) addSlab(d *directory) *directory {
 	first := int32(len(d.slabs)) << slabBits
 	for i := first + 1<<slabBits - 1; i >= first; i-- {
 		r := next.record(i)
+		r.face = next.face(i)
 		r.seq.Store(1)
 		for b := range r.at {
 			r.at[b] = nowhere

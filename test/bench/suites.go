@@ -1,4 +1,9 @@
 package main
 
 // suites is what there is to measure, in the order to run.
-var suites = []suite{}
+var suites = []suite{
+	{"health/replace", benchReplace},
+	{"health/lookup", benchLookup},
+	{"health/schedule", benchSchedule},
+	{"health/memory", benchMemory},
+}
