@@ -23,37 +23,39 @@ type face struct {
 	// uid, hi, lo and meta are the name, see name.
 	uid          atomic.Pointer[byte]
 	hi, lo, meta atomic.Uint64
-	_            [16]byte
+	_            [24]byte
 }
 
 // record is all that is known of one key. It lives in a slab, and its place is used again once it is free. But for its face it belongs to
 // who holds the set's mutex.
 type record struct {
+	// Here is what a change of endpoints writes: one cache line.
 	*face
 	hash uint64
 	pool *pool
 	// pod is set while there is a tombstone on the pod, or it is dead.
 	pod *pod
+	// due is the tick of the next probe.
+	due        int64
+	next, prev int32
+	at         [bags]int32
+
 	// seenAt and seenIn say when and in which generation the gateway was read; seenIn 0: never.
 	seenAt int64
 	// quietSince is the first of an unbroken run of readings, in one generation, with neither routing nor activity. never: it is not.
 	quietSince int64
 	// since is when verdict was entered, lastAt when the last outcome came.
 	since, lastAt int64
-	// due is the tick of the next probe.
-	due        int64
-	next, prev int32
-	active     int32
-	seenIn     uint32
-	ticket     uint32
-	mark       uint32
-	at         [bags]int32
-	flags      flag
-	counted    tally
-	last       Outcome
-	verdict    Verdict
-	counters   [4]uint8
-	missed     uint8
+	active        int32
+	seenIn        uint32
+	ticket        uint32
+	mark          uint32
+	flags         flag
+	counted       tally
+	verdict       Verdict
+	counters      [4]uint8
+	last          Outcome
+	missed        uint8
 }
 
 // flag is a fact about a record.
@@ -106,7 +108,7 @@ const (
 	kindZoned = 3
 )
 
-func nameOf(t Target) name {
+func nameOf(t *Target) name {
 	addr := t.Addr.Addr()
 	if addr.Is4() {
 		b := addr.As4()
@@ -206,7 +208,7 @@ func hashOf(seed maphash.Seed, n *name) uint64 {
 // Lookup returns the health of one target and why it gets traffic or not, as the last finished change left it. It takes no lock,
 // allocates nothing and waits for nobody, however many changes are going on.
 func (s *Set) Lookup(k Key) (View, bool) {
-	n := nameOf(k.Target)
+	n := nameOf(&k.Target)
 	h := hashOf(s.seed, &n)
 	d := s.dir.Load()
 	for i := uint32(h); ; i++ {
@@ -317,7 +319,9 @@ func (s *Set) make(p *pool, n *name, h uint64) int32 {
 	} else {
 		r.uid.Store(unsafe.StringData(n.uid))
 	}
-	r.hi.Store(n.hi)
+	if r.hi.Load() != n.hi { // a store costs more
+		r.hi.Store(n.hi)
+	}
 	r.lo.Store(n.lo)
 	r.meta.Store(n.meta | uint64(p.id)<<poolShift)
 	if n.meta>>kindShift&3 == kindZoned {
@@ -365,7 +369,7 @@ func (s *Set) drop(index int32) {
 	if r.meta.Load()>>kindShift&3 == kindZoned {
 		s.zoned--
 	}
-	r.uid.Store(nil)
+	// The UID's bytes stay until the place is used again.
 	r.pool, r.pod = nil, nil
 	r.seenAt, r.seenIn, r.active, r.mark = 0, 0, 0, 0
 	r.flags, r.counted, r.last, r.verdict, r.counters, r.missed = 0, 0, Outcome{}, VerdictUnknown, [4]uint8{}, 0

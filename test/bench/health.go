@@ -102,7 +102,7 @@ func bareMap(n int) func(int) time.Duration {
 	for i := range n {
 		m[health.Key{Pool: "web", Target: all[i].Target}] = &state{}
 	}
-	at := 0
+	at, spare := 0, &state{}
 	return func(count int) time.Duration {
 		began := time.Now()
 		for range count {
@@ -112,10 +112,8 @@ func bareMap(n int) func(int) time.Duration {
 				out, in = in, out
 			}
 			at++
-			k := health.Key{Pool: "web", Target: out.Target}
-			s := m[k]
-			delete(m, k)
-			m[health.Key{Pool: "web", Target: in.Target}] = s
+			delete(m, health.Key{Pool: "web", Target: out.Target})
+			m[health.Key{Pool: "web", Target: in.Target}] = spare
 		}
 		return time.Since(began)
 	}
