@@ -159,18 +159,23 @@ func (s *Set) refresh(i int32, r *record) {
 			}
 		}
 	}
-	for changed := c ^ r.counted; changed != 0; changed &= changed - 1 {
-		bit := bits.TrailingZeros8(uint8(changed))
-		if c&(1<<bit) != 0 {
-			p.n[bit]++
-		} else {
-			p.n[bit]--
-		}
-	}
-	r.counted = c
+	s.count(r, c)
 	s.put(&p.graves, i, r, grave)
 	s.place(i, r)
 	s.soil(p)
+}
+
+// count makes r count as c in its pool.
+func (s *Set) count(r *record, c tally) {
+	for changed := c ^ r.counted; changed != 0; changed &= changed - 1 {
+		bit := bits.TrailingZeros8(uint8(changed))
+		if c&(1<<bit) != 0 {
+			r.pool.n[bit]++
+		} else {
+			r.pool.n[bit]--
+		}
+	}
+	r.counted = c
 }
 
 // soil notes that p is to be settled.

@@ -231,7 +231,7 @@ func (s *Set) Passive(now time.Time, k Key, outcome Outcome) bool {
 	if p == nil {
 		return false
 	}
-	n := nameOf(k.Target)
+	n := nameOf(&k.Target)
 	i := s.find(p, &n, hashOf(s.seed, &n))
 	if i == nowhere || !s.at(i).is(claimed) {
 		return false

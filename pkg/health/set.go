@@ -139,7 +139,7 @@ func (s *Set) Replace(now time.Time, pool Pool, endpoints []Endpoint) {
 	// Routable ones first, so that they win.
 	for _, e := range endpoints {
 		if e.Routable && !e.Terminating {
-			i := s.findOrMake(p, e.Target)
+			i := s.findOrMake(p, &e.Target)
 			s.at(i).mark = s.mark
 			s.claim(i, true)
 		}
@@ -165,9 +165,9 @@ func (s *Set) Change(now time.Time, pool Pool, changes []Change) {
 			s.kill(now, at, c.UID)
 		}
 		if c.Routable && !c.Terminating && !c.Gone {
-			s.claim(s.findOrMake(p, c.Target), true)
+			s.claim(s.findOrMake(p, &c.Target), true)
 		} else {
-			n := nameOf(c.Target)
+			n := nameOf(&c.Target)
 			if i := s.find(p, &n, hashOf(s.seed, &n)); i != nowhere {
 				s.claim(i, false)
 			}
@@ -205,16 +205,17 @@ func (s *Set) claim(i int32, yes bool) {
 		s.refresh(i, r)
 	case r.is(claimed):
 		r.set(claimed|unlisted|unproven, false)
-		s.refresh(i, r)
-		s.dropIfDone(i, r)
+		if !s.dropIfDone(i, r) {
+			s.refresh(i, r)
+		}
 	default:
 		s.dropIfDone(i, r)
 	}
 }
 
 // findOrMake returns what is known of a target. A new one was never read, so that the tombstone of its pod, if there is one, is judged
-// anew by end.
-func (s *Set) findOrMake(p *pool, t Target) int32 {
+// anew by end. The caller claims or refreshes it.
+func (s *Set) findOrMake(p *pool, t *Target) int32 {
 	n := nameOf(t)
 	h := hashOf(s.seed, &n)
 	if i := s.find(p, &n, h); i != nowhere {
@@ -229,18 +230,18 @@ func (s *Set) findOrMake(p *pool, t Target) int32 {
 		}
 	}
 	s.put(&p.members, i, r, true)
-	s.refresh(i, r)
 	return i
 }
 
 // dropIfDone forgets a record that nobody claims and the gateway has forgotten. The gateway is written first, the record
-// dropped after.
-func (s *Set) dropIfDone(i int32, r *record) {
+// dropped after. It reports whether it was forgotten.
+func (s *Set) dropIfDone(i int32, r *record) bool {
 	if r.is(claimed) || !s.detached && (r.is(asked) || !s.done(r, WantGone)) {
-		return
+		return false
 	}
-	r.set(routed|present, false)
-	s.refresh(i, r)
+	s.count(r, 0)
+	s.soil(r.pool)
+	s.plan(i, r, false)
 	s.put(&r.pool.graves, i, r, false)
 	s.put(&r.pool.members, i, r, false)
 	s.put(&s.todo, i, r, false)
@@ -251,6 +252,7 @@ func (s *Set) dropIfDone(i int32, r *record) {
 		p.records = p.records[:len(p.records)-1]
 	}
 	s.drop(i)
+	return true
 }
 
 // Synced says that every pool was replaced at least once from a complete list. Before it, nothing is taken out for want of a
@@ -291,7 +293,8 @@ func (s *Set) Adopt(now time.Time, keys []Key) {
 	}
 	s.begin(now)
 	for _, k := range keys {
-		s.findOrMake(s.pool(k.Pool), k.Target)
+		i := s.findOrMake(s.pool(k.Pool), &k.Target)
+		s.refresh(i, s.at(i))
 	}
 	s.end(now)
 }
@@ -363,7 +366,7 @@ func (s *Set) Observe(now time.Time, o Observation) {
 				continue
 			}
 		}
-		n := nameOf(k.Target)
+		n := nameOf(&k.Target)
 		i := s.find(p, &n, hashOf(s.seed, &n))
 		if i == nowhere {
 			continue
@@ -381,8 +384,9 @@ func (s *Set) Observe(now time.Time, o Observation) {
 		r.set(missing, seen.Missing)
 		r.set(asked, false)
 		r.active, r.seenAt, r.seenIn = int32(min(seen.Active, math.MaxInt32)), at, s.generation
-		s.refresh(i, r)
-		s.dropIfDone(i, r)
+		if !s.dropIfDone(i, r) {
+			s.refresh(i, r)
+		}
 	}
 	if moved {
 		s.refreshAll()

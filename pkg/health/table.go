@@ -14,9 +14,8 @@ const slabBits = 8
 // nowhere is the index of no record, and the place of a record that is not in a bag.
 const nowhere int32 = -1
 
-// record is all that is known of one key. It lives in a slab, and its place is used again once it is free. What [Set.Lookup] reads is
-// atomic, everything else belongs to who holds the set's mutex.
-type record struct {
+// face is the part of a record that [Set.Lookup] reads: one cache line, atomic throughout.
+type face struct {
 	// seq is odd while no target lives here or one moves in. Who reads the name must find the same even number before and after.
 	seq atomic.Uint32
 	// view is what Lookup returns, packed.
@@ -24,31 +23,39 @@ type record struct {
 	// uid, hi, lo and meta are the name, see name.
 	uid          atomic.Pointer[byte]
 	hi, lo, meta atomic.Uint64
+	_            [24]byte
+}
 
+// record is all that is known of one key. It lives in a slab, and its place is used again once it is free. But for its face it belongs to
+// who holds the set's mutex.
+type record struct {
+	// Here is what a change of endpoints writes: one cache line.
+	*face
 	hash uint64
 	pool *pool
 	// pod is set while there is a tombstone on the pod, or it is dead.
 	pod *pod
+	// due is the tick of the next probe.
+	due        int64
+	next, prev int32
+	at         [bags]int32
+
 	// seenAt and seenIn say when and in which generation the gateway was read; seenIn 0: never.
 	seenAt int64
 	// quietSince is the first of an unbroken run of readings, in one generation, with neither routing nor activity. never: it is not.
 	quietSince int64
 	// since is when verdict was entered, lastAt when the last outcome came.
 	since, lastAt int64
-	// due is the tick of the next probe.
-	due        int64
-	next, prev int32
-	active     int32
-	seenIn     uint32
-	ticket     uint32
-	mark       uint32
-	at         [bags]int32
-	flags      flag
-	counted    tally
-	last       Outcome
-	verdict    Verdict
-	counters   [4]uint8
-	missed     uint8
+	active        int32
+	seenIn        uint32
+	ticket        uint32
+	mark          uint32
+	flags         flag
+	counted       tally
+	verdict       Verdict
+	counters      [4]uint8
+	last          Outcome
+	missed        uint8
 }
 
 // flag is a fact about a record.
@@ -101,26 +108,33 @@ const (
 	kindZoned = 3
 )
 
-func nameOf(t Target) name {
-	n := name{uid: string(t.UID), meta: uint64(t.Addr.Port())}
+func nameOf(t *Target) name {
 	addr := t.Addr.Addr()
+	if addr.Is4() {
+		b := addr.As4()
+		return name{string(t.UID), 0, uint64(binary.BigEndian.Uint32(b[:])),
+			uint64(t.Addr.Port()) | kindV4<<kindShift | uint64(len(t.UID))<<lengthShift}
+	}
+	b := addr.As16()
+	n := name{string(t.UID), binary.BigEndian.Uint64(b[:8]), binary.BigEndian.Uint64(b[8:]), uint64(t.Addr.Port())}
 	switch {
-	case addr.Is4():
-		n.meta |= kindV4 << kindShift
 	case addr.Zone() != "":
 		n.meta |= kindZoned << kindShift
 		n.uid += "%" + addr.Zone()
 	case addr.IsValid():
 		n.meta |= kindV6 << kindShift
 	}
-	b := addr.As16()
-	n.hi, n.lo = binary.BigEndian.Uint64(b[:8]), binary.BigEndian.Uint64(b[8:])
 	n.meta |= uint64(len(n.uid)) << lengthShift
 	return n
 }
 
 // target is the inverse of nameOf.
 func (n name) target() Target {
+	if n.meta>>kindShift&3 == kindV4 {
+		var b [4]byte
+		binary.BigEndian.PutUint32(b[:], uint32(n.lo))
+		return Target{UID(n.uid), netip.AddrPortFrom(netip.AddrFrom4(b), uint16(n.meta))}
+	}
 	var b [16]byte
 	binary.BigEndian.PutUint64(b[:8], n.hi)
 	binary.BigEndian.PutUint64(b[8:], n.lo)
@@ -128,8 +142,6 @@ func (n name) target() Target {
 	switch n.meta >> kindShift & 3 {
 	case kindInvalid:
 		addr = netip.Addr{}
-	case kindV4:
-		addr = addr.Unmap()
 	case kindZoned:
 		i := len(uid) - 1
 		for uid[i] != '%' {
@@ -141,7 +153,7 @@ func (n name) target() Target {
 }
 
 // read returns the name of the target that lives in r, with the pool in its meta. The caller holds the mutex, or compares seq.
-func (r *record) read() name {
+func (r *face) read() name {
 	n := name{hi: r.hi.Load(), lo: r.lo.Load(), meta: r.meta.Load()}
 	if p := r.uid.Load(); p != nil {
 		n.uid = unsafe.String(p, n.meta>>lengthShift&(1<<22-1))
@@ -175,11 +187,16 @@ type directory struct {
 	pools []*pool
 }
 
-type slab [1 << slabBits]record
+type slab struct {
+	faces   [1 << slabBits]face
+	records [1 << slabBits]record
+}
 
 const slotGone = 1 << 32
 
-func (d *directory) record(i int32) *record { return &d.slabs[i>>slabBits][i&(1<<slabBits-1)] }
+func (d *directory) record(i int32) *record { return &d.slabs[i>>slabBits].records[i&(1<<slabBits-1)] }
+
+func (d *directory) face(i int32) *face { return &d.slabs[i>>slabBits].faces[i&(1<<slabBits-1)] }
 
 func hashOf(seed maphash.Seed, n *name) uint64 {
 	if n.uid != "" {
@@ -191,7 +208,7 @@ func hashOf(seed maphash.Seed, n *name) uint64 {
 // Lookup returns the health of one target and why it gets traffic or not, as the last finished change left it. It takes no lock,
 // allocates nothing and waits for nobody, however many changes are going on.
 func (s *Set) Lookup(k Key) (View, bool) {
-	n := nameOf(k.Target)
+	n := nameOf(&k.Target)
 	h := hashOf(s.seed, &n)
 	d := s.dir.Load()
 	for i := uint32(h); ; i++ {
@@ -206,7 +223,7 @@ func (s *Set) Lookup(k Key) (View, bool) {
 		if index>>slabBits >= uint32(len(d.slabs)) {
 			continue // it has come since
 		}
-		r := &d.slabs[index>>slabBits][index&(1<<slabBits-1)]
+		r := d.face(int32(index))
 		seq := r.seq.Load()
 		if seq&1 != 0 || r.hi.Load() != n.hi || r.lo.Load() != n.lo {
 			continue
@@ -235,7 +252,7 @@ func (s *Set) find(p *pool, n *name, h uint64) int32 {
 			continue
 		}
 		index := int32(uint32(slot) - 1)
-		r := d.record(index)
+		r := d.face(index)
 		if r.hi.Load() == n.hi && r.lo.Load() == n.lo && r.meta.Load() == meta && r.read().uid == n.uid {
 			return index
 		}
@@ -302,7 +319,9 @@ func (s *Set) make(p *pool, n *name, h uint64) int32 {
 	} else {
 		r.uid.Store(unsafe.StringData(n.uid))
 	}
-	r.hi.Store(n.hi)
+	if r.hi.Load() != n.hi { // a store costs more
+		r.hi.Store(n.hi)
+	}
 	r.lo.Store(n.lo)
 	r.meta.Store(n.meta | uint64(p.id)<<poolShift)
 	if n.meta>>kindShift&3 == kindZoned {
@@ -350,7 +369,7 @@ func (s *Set) drop(index int32) {
 	if r.meta.Load()>>kindShift&3 == kindZoned {
 		s.zoned--
 	}
-	r.uid.Store(nil)
+	// The UID's bytes stay until the place is used again.
 	r.pool, r.pod = nil, nil
 	r.seenAt, r.seenIn, r.active, r.mark = 0, 0, 0, 0
 	r.flags, r.counted, r.last, r.verdict, r.counters, r.missed = 0, 0, Outcome{}, VerdictUnknown, [4]uint8{}, 0
@@ -386,6 +405,7 @@ func (s *Set) addSlab(d *directory) *directory {
 	first := int32(len(d.slabs)) << slabBits
 	for i := first + 1<<slabBits - 1; i >= first; i-- {
 		r := next.record(i)
+		r.face = next.face(i)
 		r.seq.Store(1)
 		for b := range r.at {
 			r.at[b] = nowhere

@@ -108,8 +108,8 @@ func (s *Set) Targets() []Detail {
 			s.mu.Unlock()
 			break
 		}
-		for n := range d.slabs[slab] {
-			if r := &d.slabs[slab][n]; r.seq.Load()&1 == 0 {
+		for n := range d.slabs[slab].records {
+			if r := &d.slabs[slab].records[n]; r.seq.Load()&1 == 0 {
 				all = append(all, s.detail(r))
 			}
 		}

@@ -3,4 +3,8 @@ package main
 // suites is what there is to measure, in the order to run.
 var suites = []suite{
 	{"endpoints", endpointsSuite},
+	{"health/replace", benchReplace},
+	{"health/lookup", benchLookup},
+	{"health/schedule", benchSchedule},
+	{"health/memory", benchMemory},
 }
