@@ -9,10 +9,10 @@ import (
 )
 
 const (
-	// slack is how much later than in truth a lease ends on disk, when it is written. It is written again when less than margin of that
-	// is left.
-	slack  = 30 * time.Second
-	margin = 10 * time.Second
+	// slack is how much later than in truth a lease ends on disk when it is written, as a part of what it has left. It is written again
+	// when less than margin of that is left.
+	slack  = 1. / 2
+	margin = 1. / 6
 	// deadMost bounds how many dead pods are kept that no lease names. A cluster that deletes more of them in drain.Times.Memory forgets the
 	// oldest here; its EndpointSlices have had the time to say so themselves.
 	deadMost = 10_000
@@ -61,7 +61,7 @@ func newBook() book {
 }
 
 // bury adds holder to the tombstone of pod. laid says that this is a new lease, changed that the file must be written at some time.
-func (b *book) bury(pod drain.Pod, holder string, since, expires time.Time) (laid, changed bool) {
+func (b *book) bury(now time.Time, pod drain.Pod, holder string, since, expires time.Time) (laid, changed bool) {
 	s := b.stones[pod.UID]
 	if s == nil {
 		s = &stone{pod: pod, since: since, holders: map[string]bool{}}
@@ -82,21 +82,22 @@ func (b *book) bury(pod drain.Pod, holder string, since, expires time.Time) (lai
 		s.holders[holder], laid = true, true
 		l.stones++
 	}
-	return laid, l.renew(expires) || changed || laid
+	return laid, l.renew(now, expires) || changed || laid
 }
 
 // renew extends every lease of holder.
-func (b *book) renew(holder string, expires time.Time) (changed bool) {
+func (b *book) renew(now time.Time, holder string, expires time.Time) (changed bool) {
 	l := b.holders[holder]
-	return l != nil && l.renew(expires)
+	return l != nil && l.renew(now, expires)
 }
 
-func (l *lease) renew(expires time.Time) (changed bool) {
+func (l *lease) renew(now, expires time.Time) (changed bool) {
 	if expires.After(l.expires) {
 		l.expires = expires
 	}
-	if l.stored.Before(l.expires.Add(margin)) {
-		l.stored, changed = l.expires.Add(slack), true
+	left := float64(l.expires.Sub(now))
+	if l.stored.Before(l.expires.Add(time.Duration(left * margin))) {
+		l.stored, changed = l.expires.Add(time.Duration(left*slack)), true
 	}
 	return changed
 }

@@ -13,9 +13,9 @@
 //
 // # Leases on disk
 //
-// A lease is renewed every few seconds, for all tombstones of its holder together. On disk it ends up to [slack] later than in truth, so
-// that a renewal has to be written only when the truth catches up: each 20 s, once for each holder. The error is on the safe side: after
-// a restart with every coordinator dead, a tombstone stands up to 30 s longer than its lease.
+// A lease is renewed every few seconds, for all tombstones of its holder together. On disk it ends up to half a lease later than in truth, so
+// that a renewal has to be written only when the truth catches up: with leases of 60 s each 20 s, once for each holder. The error is on the safe side:
+// after a restart with every coordinator dead, a tombstone stands up to 30 s longer than its lease.
 //
 // Times on disk would be at the mercy of a wall clock that jumps while the agent is away. So each file says when it was written by two
 // clocks: the wall, and the time since the machine was booted, with the name of that boot. In the same boot the latter alone counts; after

@@ -133,7 +133,7 @@ func decode(data []byte, now time.Time, at stamp) (book, error) {
 		}
 		for _, holder := range l.Holders {
 			// A holder without a lease, which we never write, holds nothing any more; ending it is for the rule that ends all.
-			b.bury(l.Pod, holder, l.Since, here(in.Leases[holder]))
+			b.bury(now, l.Pod, holder, l.Since, here(in.Leases[holder]))
 		}
 		if !l.DeadAt.IsZero() {
 			b.kill(here(l.DeadAt), l.UID)

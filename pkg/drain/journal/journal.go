@@ -114,10 +114,10 @@ func (j *Journal) Tombstones() []Tombstone {
 }
 
 // Bury records a tombstone of holder on pod, or renews all of holder's leases. The oldest since of all holders is kept. A repeat costs no write.
-func (j *Journal) Bury(pod drain.Pod, holder string, since, expires time.Time) {
+func (j *Journal) Bury(now time.Time, pod drain.Pod, holder string, since, expires time.Time) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	laid, changed := j.book.bury(pod, holder, since, expires)
+	laid, changed := j.book.bury(now, pod, holder, since, expires)
 	j.change(changed)
 	if laid {
 		j.book.stones[pod.UID].laid, j.urgent = j.version, j.version
@@ -125,10 +125,10 @@ func (j *Journal) Bury(pod drain.Pod, holder string, since, expires time.Time) {
 }
 
 // Renew extends all of holder's leases until expires at least.
-func (j *Journal) Renew(holder string, expires time.Time) {
+func (j *Journal) Renew(now time.Time, holder string, expires time.Time) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	j.change(j.book.renew(holder, expires))
+	j.change(j.book.renew(now, holder, expires))
 }
 
 // Lift records that holder's lease on uid has ended.
