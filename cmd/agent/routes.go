@@ -41,6 +41,8 @@ type routes struct {
 	pools    map[health.Pool]port
 	changes  chan change
 	isSynced atomic.Bool
+	// heard is what the watch has delivered, for fresh and for the names of pods.
+	heard heard
 
 	// queued is told of each change that the set has taken in. May be nil.
 	queued func(serving.Family)
@@ -58,6 +60,8 @@ type change struct {
 	gone  bool
 	// synced marks the end of the first list.
 	synced bool
+	// reached is closed when the change's turn comes, if it is not nil; there is nothing else to the change then.
+	reached chan struct{}
 }
 
 func newRoutes(f file, set *health.Set, director *gateway.Director) *routes {
@@ -82,16 +86,10 @@ func (r *routes) synced() bool { return r.isSynced.Load() }
 
 // run watches the EndpointSlices of every namespace that a route or the coordinators are in.
 func (r *routes) run(ctx context.Context, kube kubernetes.Interface) error {
-	namespaces := []string{}
-	add := func(p port) {
-		if p.service.Namespace != "" && !slices.Contains(namespaces, p.service.Namespace) {
-			namespaces = append(namespaces, p.service.Namespace)
-		}
+	namespaces := r.namespaces()
+	if n := r.coordinators.service.Namespace; n != "" && !slices.Contains(namespaces, n) {
+		namespaces = append(namespaces, n)
 	}
-	for _, p := range r.pools {
-		add(p)
-	}
-	add(r.coordinators)
 	ctx, cancel := context.WithCancel(ctx)
 	var factories []informers.SharedInformerFactory
 	defer func() {
@@ -136,6 +134,10 @@ func (r *routes) run(ctx context.Context, kube kubernetes.Interface) error {
 			if r.lag > 0 && r.synced() {
 				waitFor(ctx, nil, time.Until(c.at.Add(r.lag)))
 			}
+			if c.reached != nil {
+				close(c.reached)
+				continue
+			}
 			r.apply(c)
 		}
 	}
@@ -150,6 +152,7 @@ func (r *routes) push(ctx context.Context, o any, gone bool) {
 		r.coordinatorsChanged(s, gone)
 	}
 	r.send(ctx, change{at: time.Now(), slice: s, gone: gone})
+	r.heard.hear(s, gone) // not before it is on its way: see fresh
 }
 
 func (r *routes) send(ctx context.Context, c change) {
