@@ -19,6 +19,8 @@ var rules = []struct{ of, never, why string }{
 	{"pkg/drain", module + "pkg/...", "the ledger is the vocabulary of all others"},
 	{"pkg/drain/wire", "k8s.io/...", "the wire is between our own programs"},
 	{"pkg/drain/client", "k8s.io/...", "the client is the agent's side of the wire, and no more"},
+	{"pkg/drain/journal", "k8s.io/...", "the journal keeps promises when everybody else is away"},
+	{"pkg/drain/journal", "net/http", "the journal keeps promises when everybody else is away"},
 	{"pkg/drain/coordinator", "k8s.io/...", "the coordinator is told about pods, it does not watch them"},
 	{"pkg/health", module + "...", "what an agent knows of targets rests on nothing else"},
 	{"pkg/health", "k8s.io/...", "targets are addresses and UIDs; endpoints translates"},

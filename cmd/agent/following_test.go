@@ -119,7 +119,7 @@ func followed(t *testing.T, test func(m *memory, r *routes, wake func(), expect 
 		r := newRoutes(file{HAProxy: &haproxyFile{Backends: []backendFile{{Backend: "web", Service: "shop/web"}}}}, set, director)
 		r.queued = func(f serving.Family) { following.Queued(f, time.Now()) }
 		var learnt atomic.Bool
-		h := people(prometheus.NewRegistry(), following, &learnt, r, director)
+		h := people(prometheus.NewRegistry(), following, &learnt, r, director, set)
 		ctx, cancel := context.WithCancel(t.Context())
 		var wg sync.WaitGroup
 		wg.Go(func() {
@@ -377,7 +377,7 @@ func TestAddressesOfAnswers(t *testing.T) {
 	var learnt atomic.Bool
 	following := serving.New(healthTimeout)
 	following.SetEligible(false)
-	h := people(prometheus.NewRegistry(), following, &learnt, r, director)
+	h := people(prometheus.NewRegistry(), following, &learnt, r, director, set)
 	for _, c := range []struct {
 		method, path string
 		want         int

@@ -18,9 +18,11 @@ type metrics struct {
 	streams    prometheus.Gauge
 	posts      *prometheus.CounterVec
 	unlearned  prometheus.Counter
+	journal    *prometheus.CounterVec
+	writing    prometheus.Histogram
 }
 
-func newMetrics(r prometheus.Registerer, set *health.Set) *metrics {
+func newMetrics(r prometheus.Registerer, set *health.Set, trouble func() error) *metrics {
 	buckets := []float64{.0001, .00025, .0005, .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5}
 	m := &metrics{
 		operations: prometheus.NewCounterVec(prometheus.CounterOpts{
@@ -46,9 +48,27 @@ func newMetrics(r prometheus.Registerer, set *health.Set) *metrics {
 			Help: "Starts at which the gateway was programmed without every coordinator having said which drains are open.",
 		}),
 	}
-	r.MustRegister(m.operations, m.applying, m.reading, m.failed, m.streams, m.posts, m.unlearned, targets{set})
+	m.journal = prometheus.NewCounterVec(prometheus.CounterOpts{
+		Name: "lameduck_agent_journal_writes_total", Help: "Attempts to write the tombstones to disk, by result.",
+	}, []string{"result"})
+	m.writing = prometheus.NewHistogram(prometheus.HistogramOpts{
+		Name: "lameduck_agent_journal_write_duration_seconds", Help: "Time of one attempt to write the tombstones to disk.", Buckets: buckets,
+	})
+	failing := prometheus.NewGaugeFunc(prometheus.GaugeOpts{
+		Name: "lameduck_agent_journal_failing",
+		Help: "1 while tombstones are not kept on disk, because it fails or hangs: they are forgotten if the agent dies. Also until the first write after a file that could not be read.",
+	}, func() float64 {
+		if trouble() != nil {
+			return 1
+		}
+		return 0
+	})
+	r.MustRegister(m.journal, m.writing, failing, m.operations, m.applying, m.reading, m.failed, m.streams, m.posts, m.unlearned, targets{set})
 	for _, w := range []health.Want{health.WantRouted, health.WantRemoved, health.WantGone} {
 		m.operations.WithLabelValues(w.String())
+	}
+	for _, result := range []string{"ok", "error"} {
+		m.journal.WithLabelValues(result)
 	}
 	for _, c := range []string{"apply", "read"} {
 		m.failed.WithLabelValues(c)
@@ -92,6 +112,16 @@ func (m *metrics) Posted(path string, err error) {
 		result = "error"
 	}
 	m.posts.WithLabelValues(path, result).Inc()
+}
+
+// Wrote is told of each attempt to write the journal.
+func (m *metrics) Wrote(took time.Duration, err error) {
+	result := "ok"
+	if err != nil {
+		result = "error"
+	}
+	m.journal.WithLabelValues(result).Inc()
+	m.writing.Observe(took.Seconds())
 }
 
 // targets collects what the set holds when it is asked.

@@ -9,6 +9,7 @@ import (
 	"net"
 	"net/url"
 	"os"
+	"path/filepath"
 	"regexp"
 	"slices"
 	"strconv"
@@ -53,6 +54,9 @@ type file struct {
 	// EndpointsLag delays every change of EndpointSlices on its way to the gateway. It imitates a slow control plane, for
 	// demonstrations and tests; tombstones are not delayed.
 	EndpointsLag duration `json:"endpointsLag,omitempty"`
+	// StateDir is where tombstones are kept, so that the agent has them when it starts again: a folder that outlives the container, and
+	// that no other agent uses. Empty: the folder of haproxy.serversFile, which has to outlive it too; without one nothing is kept.
+	StateDir string `json:"stateDir,omitempty"`
 	// HealthTimeout is how long a change may wait for the gateway before /livez and /healthz fail. 0: a minute.
 	HealthTimeout duration `json:"healthTimeout,omitempty"`
 }
@@ -114,7 +118,7 @@ func parse(args []string, getenv func(string) string, help io.Writer) (options, 
 	f.SetOutput(io.Discard)
 	f.StringVar(&path, "config", "/etc/lameduck/agent.yaml", "configuration file; ${NAME} in it is replaced by the environment")
 	f.StringVar(&o.kubeconfig, "kubeconfig", getenv("KUBECONFIG"), "file to reach the API server with; empty: as a pod does")
-	f.StringVar(&o.people, "metrics-address", ":9101", "host:port of /metrics, /livez, /healthz and /readyz, without TLS")
+	f.StringVar(&o.people, "metrics-address", ":9101", "host:port of /metrics, /livez, /healthz, /readyz and /v1/targets, without TLS")
 	f.StringVar(&o.nodeName, "node-name", getenv("NODE_NAME"), "the node this runs on: /healthz fails while it is being deleted; empty: it is not watched")
 	f.TextVar(&o.logLevel, "log-level", slog.LevelInfo, "debug, info, warn or error")
 	if err := f.Parse(args); err != nil {
@@ -204,6 +208,12 @@ func (f *file) check() error {
 			must(err == nil, "coordinators.%s %q: %v", of.field, of.path, err)
 		}
 	}
+	if f.StateDir != "" {
+		info, err := os.Stat(f.StateDir)
+		must(err == nil, "stateDir %q: %v", f.StateDir, err)
+		must(err != nil || info.IsDir(), "stateDir %q: must be a directory", f.StateDir)
+		must(f.Coordinators != nil, "stateDir %q: without coordinators there is nothing to keep", f.StateDir)
+	}
 	if f.HAProxy == nil {
 		must(false, "haproxy: required; it is the gateway that this version knows")
 		return errors.Join(errs...)
@@ -223,6 +233,20 @@ func (f *file) check() error {
 		must(!b.Owned || f.HAProxy.ServersFile != "", "haproxy.serversFile %q: required, backends[%d] is owned", f.HAProxy.ServersFile, i)
 	}
 	return errors.Join(errs...)
+}
+
+// journalDir is where tombstones are kept. Empty: nowhere.
+func (f *file) journalDir() string {
+	switch {
+	case f.Coordinators == nil:
+		return ""
+	case f.StateDir != "":
+		return f.StateDir
+	case f.HAProxy.ServersFile != "":
+		return filepath.Dir(f.HAProxy.ServersFile)
+	default:
+		return ""
+	}
 }
 
 // hostPort checks the syntax of an address to listen at, without asking anybody for names.

@@ -119,6 +119,8 @@ func TestBadFieldsAreNamed(t *testing.T) {
 		"lag":                        {"1.5s", "soon", []string{"endpointsLag", `"soon"`}},
 		"health timeout":             {"endpointsLag: 1.5s", "healthTimeout: -1s", []string{"healthTimeout", `"-1s"`}},
 		"health timeout, no time":    {"endpointsLag: 1.5s", "healthTimeout: soon", []string{"healthTimeout", `"soon"`}},
+		"no such state folder":       {"endpointsLag: 1.5s", "stateDir: /no/such/dir", []string{"stateDir", `"/no/such/dir"`}},
+		"state folder is a file":     {"endpointsLag: 1.5s", "stateDir: ${DIR}/token", []string{"stateDir", "/token", "directory"}},
 		"lag without unit":           {"1.5s", "15", []string{"endpointsLag"}},
 		"negative lag":               {"1.5s", "-1.5s", []string{"endpointsLag", `"-1.5s"`}},
 		"variable that is not set":   {"agents\n", "${NOWHERE}\n", []string{`"NOWHERE"`}},

@@ -35,9 +35,13 @@ type routes struct {
 	director *gateway.Director
 	index    *endpoints.Index
 	// pools are those that one port of a Service feeds.
-	pools    map[endpoints.Port][]health.Pool
+	pools map[endpoints.Port][]health.Pool
+	// ports is the inverse of pools.
+	ports    map[health.Pool]endpoints.Port
 	changes  chan change
 	isSynced atomic.Bool
+	// heard is what the watch has delivered, for fresh and for the names of pods.
+	heard heard
 
 	// queued is told of each change that the set has taken in. May be nil.
 	queued func(serving.Family)
@@ -61,18 +65,21 @@ type change struct {
 	missed bool
 	// synced marks the end of the first list.
 	synced bool
+	// reached is closed when the change's turn comes, if it is not nil; there is nothing else to the change then.
+	reached chan struct{}
 }
 
 func newRoutes(f file, set *health.Set, director *gateway.Director) *routes {
 	r := &routes{
 		lag: f.EndpointsLag.Duration, set: set, director: director, index: endpoints.NewIndex(),
-		pools: map[endpoints.Port][]health.Pool{}, changes: make(chan change, backlog),
+		pools: map[endpoints.Port][]health.Pool{}, ports: map[health.Pool]endpoints.Port{}, changes: make(chan change, backlog),
 		coordinatorIndex: endpoints.NewIndex(),
 	}
 	for _, b := range f.HAProxy.Backends {
 		service, _ := namespacedName(b.Service) // checked by file.check
 		p := endpoints.Port{Service: service, Name: b.Port}
 		r.pools[p] = append(r.pools[p], health.Pool(b.Backend))
+		r.ports[health.Pool(b.Backend)] = p
 		r.index.Follow(p)
 	}
 	if c := f.Coordinators; c != nil && c.Service != "" {
@@ -88,16 +95,10 @@ func (r *routes) synced() bool { return r.isSynced.Load() }
 
 // run watches the EndpointSlices of every namespace that a route or the coordinators are in.
 func (r *routes) run(ctx context.Context, kube kubernetes.Interface) error {
-	namespaces := []string{}
-	add := func(p endpoints.Port) {
-		if p.Service.Namespace != "" && !slices.Contains(namespaces, p.Service.Namespace) {
-			namespaces = append(namespaces, p.Service.Namespace)
-		}
+	namespaces := r.namespaces()
+	if n := r.coordinators.Service.Namespace; n != "" && !slices.Contains(namespaces, n) {
+		namespaces = append(namespaces, n)
 	}
-	for p := range r.pools {
-		add(p)
-	}
-	add(r.coordinators)
 	ctx, cancel := context.WithCancel(ctx)
 	var factories []informers.SharedInformerFactory
 	defer func() {
@@ -155,6 +156,10 @@ func (r *routes) run(ctx context.Context, kube kubernetes.Interface) error {
 			if r.lag > 0 && r.synced() {
 				waitFor(ctx, nil, time.Until(c.at.Add(r.lag)))
 			}
+			if c.reached != nil {
+				close(c.reached)
+				continue
+			}
 			r.apply(c)
 		}
 	}
@@ -170,6 +175,7 @@ func (r *routes) push(ctx context.Context, o any, c change) {
 		r.coordinatorsChanged(s, c.gone || c.missed)
 	}
 	r.send(ctx, c)
+	r.heard.hear(s, c.gone || c.missed) // not before it is on its way: see fresh
 }
 
 func (r *routes) send(ctx context.Context, c change) {

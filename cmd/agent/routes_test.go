@@ -19,6 +19,7 @@ import (
 	"k8s.io/client-go/kubernetes/fake"
 
 	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/drain/journal"
 	"github.com/lameduck-io/lameduck/pkg/gateway"
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
@@ -164,7 +165,11 @@ func TestTheLagDelaysChangesAndNotTheFirstList(t *testing.T) {
 
 func TestTombstonesBetweenTheWireAndTheSet(t *testing.T) {
 	set, woken := health.NewSet(), 0
-	stones := &tombstones{set: set, wake: func() { woken++ }, log: slog.New(slog.DiscardHandler), known: map[health.UID]health.State{}}
+	kept, err := journal.Open(t.Context(), "", slog.New(slog.DiscardHandler))
+	if err != nil {
+		t.Fatal(err)
+	}
+	stones := &tombstones{set: set, journal: kept, wake: func() { woken++ }, log: slog.New(slog.DiscardHandler), known: map[health.UID]health.State{}}
 	now := time.Now()
 	set.Synced()
 	set.Replace(now, "web", []health.Endpoint{{Target: health.Target{UID: "a", Addr: netip.MustParseAddrPort("10.0.0.1:80")}, Routable: true}})

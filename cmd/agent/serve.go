@@ -26,6 +26,7 @@ import (
 
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/drain/client"
+	"github.com/lameduck-io/lameduck/pkg/drain/journal"
 	"github.com/lameduck-io/lameduck/pkg/gateway"
 	"github.com/lameduck-io/lameduck/pkg/health"
 	"github.com/lameduck-io/lameduck/pkg/health/serving"
@@ -35,8 +36,6 @@ import (
 const (
 	// learnMost is how long the gateway is not programmed while coordinators have not said which drains are open.
 	learnMost = 3 * time.Second
-	// lapseEvery is how often leases are looked at.
-	lapseEvery = time.Second
 	// connectTimeout bounds a TCP and a TLS handshake with a coordinator.
 	connectTimeout = 3 * time.Second
 	shutdownGrace  = 2 * time.Second
@@ -53,12 +52,23 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 	if err != nil {
 		return fmt.Errorf("client for the API server: %w", err)
 	}
+	var roots *x509.CertPool
+	if o.file.Coordinators != nil {
+		if roots, err = trusted(o.file.Coordinators); err != nil {
+			return err
+		}
+	}
 	registry := prometheus.NewRegistry()
 	registry.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	set := health.NewSet()
-	m := newMetrics(registry, set)
+	kept, err := journal.Open(ctx, o.file.journalDir(), log)
+	if err != nil {
+		return fmt.Errorf("%w: give each agent a stateDir of its own", err)
+	}
+	defer kept.Close()
+	m := newMetrics(registry, set, kept.Err)
 
-	director := gateway.NewDirector(o.gateway, set, log)
+	director := gateway.NewDirector(writeAhead{o.gateway, kept}, set, log)
 	director.Observer = m
 	following := serving.New(o.file.HealthTimeout.Duration)
 	director.Followed = follow(following)
@@ -68,19 +78,29 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 	}
 	routes := newRoutes(o.file, set, director)
 	routes.queued = func(f serving.Family) { following.Queued(f, time.Now()) }
-	tasks := []serve.Task{}
+	tasks := []serve.Task{{Name: "journal", Run: kept.Run}}
 	var learnt atomic.Bool
 	learned := closed()
+	stones := &tombstones{set: set, journal: kept, wake: wake, log: log, known: map[health.UID]health.State{}}
+	stones.restore(time.Now())
+	leases := lapses{stones: stones, fresh: func(ctx context.Context) error { return routes.fresh(ctx, kube) }, wake: wake, log: log}
 	if o.file.Coordinators != nil {
-		stones := &tombstones{set: set, wake: wake, log: log, known: map[health.UID]health.State{}}
-		c, err := newClient(o.file, stones, m, log)
+		if o.file.journalDir() == "" {
+			log.Warn("tombstones are not kept on disk: neither stateDir nor haproxy.serversFile is set")
+		}
+		c, err := newClient(o.file, roots, stones, m, log)
 		if err != nil {
 			return err
 		}
-		director.Changed = func() {
+		changed := func() {
 			if stones.changed() {
 				c.Wake()
 			}
+		}
+		director.Changed = changed
+		kept.Wrote = func(took time.Duration, err error) {
+			m.Wrote(took, err)
+			changed() // what is on disk may be told
 		}
 		routes.replicas = c.Replicas
 		learned = c.Learned()
@@ -103,8 +123,8 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 			learnt.Store(true)
 			return director.Run(ctx)
 		}},
-		serve.Task{Name: "leases", Run: func(ctx context.Context) error { return lapse(ctx, set, wake, log) }},
-		serve.HTTP("metrics", listener, nil, people(registry, following, &learnt, routes, director), shutdownGrace, nil),
+		serve.Task{Name: "leases", Run: leases.run},
+		serve.HTTP("metrics", listener, nil, people(registry, following, &learnt, routes, director, set), shutdownGrace, nil),
 	)
 	if o.nodeName != "" {
 		tasks = append(tasks, serve.Task{Name: "node", Run: func(ctx context.Context) error {
@@ -112,23 +132,6 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 		}})
 	}
 	return serve.All(ctx, tasks...)
-}
-
-// lapse ends the leases of coordinators that are not heard any more.
-func lapse(ctx context.Context, set *health.Set, wake func(), log *slog.Logger) error {
-	ticker := time.NewTicker(lapseEvery)
-	defer ticker.Stop()
-	for {
-		select {
-		case <-ctx.Done():
-			return nil
-		case <-ticker.C:
-		}
-		if uids := set.Lapse(time.Now()); len(uids) > 0 {
-			log.Warn("tombstones lapsed: no coordinator has renewed them", "uids", uids)
-			wake()
-		}
-	}
 }
 
 func closed() <-chan struct{} {
@@ -150,11 +153,12 @@ func waitFor(ctx context.Context, c <-chan struct{}, most time.Duration) bool {
 }
 
 // people serves what is for people and their tools.
-func people(registry *prometheus.Registry, following *serving.Health, learnt *atomic.Bool, routes *routes, director *gateway.Director) http.Handler {
+func people(registry *prometheus.Registry, following *serving.Health, learnt *atomic.Bool, routes *routes, director *gateway.Director, set *health.Set) http.Handler {
 	r := mux.NewRouter()
 	r.Methods(http.MethodGet).Path("/metrics").Handler(promhttp.HandlerFor(registry, promhttp.HandlerOpts{}))
 	r.Methods(http.MethodGet, http.MethodHead).Path("/livez").Handler(serving.Handler(following.Livez))
 	r.Methods(http.MethodGet, http.MethodHead).Path("/healthz").Handler(serving.Handler(following.Healthz))
+	r.Methods(http.MethodGet).Path(targetsPath).Handler(targetsHandler(set, routes))
 	r.Methods(http.MethodGet).Path("/readyz").HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		switch {
 		case !learnt.Load():
@@ -170,9 +174,8 @@ func people(registry *prometheus.Registry, following *serving.Health, learnt *at
 	return r
 }
 
-// newClient builds the agent's side of the wire.
-func newClient(f file, stones client.Tombstones, m *metrics, log *slog.Logger) (*client.Client, error) {
-	conf := f.Coordinators
+// trusted returns who may sign the coordinators' certificates.
+func trusted(conf *coordinators) (*x509.CertPool, error) {
 	pem, err := os.ReadFile(conf.CAFile)
 	if err != nil {
 		return nil, fmt.Errorf("%w: coordinators.caFile %q: %w", errUsage, conf.CAFile, err)
@@ -181,6 +184,12 @@ func newClient(f file, stones client.Tombstones, m *metrics, log *slog.Logger) (
 	if !roots.AppendCertsFromPEM(pem) {
 		return nil, fmt.Errorf("%w: coordinators.caFile %q: no certificate in it", errUsage, conf.CAFile)
 	}
+	return roots, nil
+}
+
+// newClient builds the agent's side of the wire.
+func newClient(f file, roots *x509.CertPool, stones client.Tombstones, m *metrics, log *slog.Logger) (*client.Client, error) {
+	conf := f.Coordinators
 	c := client.New()
 	c.HTTP = &http.Client{Transport: &http.Transport{
 		DialContext:         (&net.Dialer{Timeout: connectTimeout}).DialContext,

@@ -1,23 +1,63 @@
 package main
 
 import (
+	"context"
 	"log/slog"
+	"slices"
 	"sync"
 	"time"
 
 	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/drain/journal"
+	"github.com/lameduck-io/lameduck/pkg/gateway"
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
-// tombstones speaks between the wire and the set: it implements [client.Tombstones].
+// tombstones speaks between the wire and the set: it implements [client.Tombstones]. What the set is told of leases the journal is told
+// too, and before: by the time the set asks the gateway for anything, [writeAhead] finds the tombstone in the journal.
 type tombstones struct {
-	set  *health.Set
-	wake func()
-	log  *slog.Logger
+	set     *health.Set
+	journal *journal.Journal
+	wake    func()
+	log     *slog.Logger
+
+	// both makes one change of set and journal at a time, so that they say the same.
+	both sync.Mutex
 
 	mu sync.Mutex
 	// known holds the last state that was written down of each tombstone.
 	known map[health.UID]health.State
+}
+
+// restore lays the tombstones that an earlier life of the agent has left, each until its lease ends. Leases that are over are laid too:
+// what ends them is not time alone, see lapse.
+func (t *tombstones) restore(now time.Time) {
+	t.both.Lock()
+	defer t.both.Unlock()
+	for _, s := range t.journal.Tombstones() {
+		uid := health.UID(s.Pod.UID)
+		for holder, expires := range s.Leases {
+			t.set.Bury(now, uid, holder, s.Since, expires)
+			t.log.Info("tombstone restored", "pod", s.Pod.String(), "uid", s.Pod.UID, "holder", holder, "since", s.Since, "lease", expires.Sub(now).String())
+		}
+		if s.Dead {
+			t.set.Kill(now, uid)
+		}
+	}
+}
+
+// expired lists the pods that would be routed again if every lease that is over at now were ended.
+func (t *tombstones) expired(now time.Time) []drain.UID { return t.journal.Expired(now) }
+
+// lapse ends the leases that are over at now, and lists the pods that are routed again, where their pool has a check after a probe that
+// succeeds. EndpointSlices are known to be as fresh as now.
+func (t *tombstones) lapse(now time.Time) []health.UID {
+	t.both.Lock()
+	defer t.both.Unlock()
+	uids := t.set.Lapse(now)
+	t.set.Refreshed(now)
+	t.journal.Lapse(now)
+	return uids
 }
 
 // Bury implements client.Tombstones. A pod without UID cannot be meant.
@@ -26,7 +66,12 @@ func (t *tombstones) Bury(pod drain.Pod, holder string, since, expires time.Time
 		t.log.Warn("coordinator named a pod without UID", "pod", pod.String(), "holder", holder)
 		return
 	}
-	if t.set.Bury(time.Now(), health.UID(pod.UID), holder, since, expires) {
+	t.both.Lock()
+	now := time.Now()
+	t.journal.Bury(now, pod, holder, since, expires)
+	news := t.set.Bury(now, health.UID(pod.UID), holder, since, expires)
+	t.both.Unlock()
+	if news {
 		t.log.Info("tombstone", "pod", pod.String(), "uid", pod.UID, "holder", holder, "since", since)
 		t.wake()
 	}
@@ -37,17 +82,27 @@ func (t *tombstones) Lift(uid drain.UID, holder string, dead bool) {
 	if uid == "" {
 		return
 	}
-	if dead {
-		t.set.Kill(time.Now(), health.UID(uid))
+	t.both.Lock()
+	if now := time.Now(); dead {
+		t.journal.Kill(now, uid)
+		t.set.Kill(now, health.UID(uid))
 	}
-	if t.set.Lift(health.UID(uid), holder) {
+	t.journal.Lift(uid, holder)
+	had := t.set.Lift(health.UID(uid), holder)
+	t.both.Unlock()
+	if had {
 		t.log.Info("tombstone lifted", "uid", uid, "holder", holder, "dead", dead)
 	}
 	t.wake()
 }
 
 // Renew implements client.Tombstones.
-func (t *tombstones) Renew(holder string, expires time.Time) { t.set.Renew(holder, expires) }
+func (t *tombstones) Renew(holder string, expires time.Time) {
+	t.both.Lock()
+	defer t.both.Unlock()
+	t.journal.Renew(time.Now(), holder, expires)
+	t.set.Renew(holder, expires)
+}
 
 // Held implements client.Tombstones.
 func (t *tombstones) Held(holder string) []drain.UID {
@@ -64,12 +119,22 @@ func (t *tombstones) Reports() []drain.Report {
 	stones := t.set.Tombstones()
 	reports := make([]drain.Report, len(stones))
 	for i, s := range stones {
-		reports[i] = drain.Report{UID: drain.UID(s.UID), Generation: s.Generation, State: wireState(s.State), Since: s.Since.UTC().Round(0)}
-		if s.State >= health.Removed {
+		state := t.proven(s)
+		reports[i] = drain.Report{UID: drain.UID(s.UID), Generation: s.Generation, State: wireState(state), Since: s.Since.UTC().Round(0)}
+		if state >= health.Removed {
 			reports[i].Proof = drain.Runtime
 		}
 	}
 	return reports
+}
+
+// proven is the state that may be told: nothing is, of a tombstone that is not on disk yet. A pod that no gateway has heard of is idle at
+// once; an agent that said so and died would route to it when it comes.
+func (t *tombstones) proven(s health.Tombstone) health.State {
+	if !t.journal.Settled(drain.UID(s.UID)) {
+		return health.Unknown
+	}
+	return s.State
 }
 
 // changed writes down each tombstone's new state, and reports whether there was one.
@@ -80,10 +145,11 @@ func (t *tombstones) changed() bool {
 	news := len(stones) != len(t.known)
 	now := make(map[health.UID]health.State, len(stones))
 	for _, s := range stones {
-		now[s.UID] = s.State
-		if was, known := t.known[s.UID]; !known || was != s.State {
+		state := t.proven(s)
+		now[s.UID] = state
+		if was, known := t.known[s.UID]; !known || was != state {
 			news = true
-			t.log.Info("tombstone state", "uid", s.UID, "state", s.State.String(), "targets", s.Targets, "generation", s.Generation)
+			t.log.Info("tombstone state", "uid", s.UID, "state", state.String(), "targets", s.Targets, "generation", s.Generation)
 		}
 	}
 	t.known = now
@@ -104,4 +170,19 @@ func wireState(s health.State) drain.State {
 	default:
 		return drain.StateUnknown
 	}
+}
+
+// writeAhead is a gateway in which a pod is taken out only when the journal has its tombstone on disk, or cannot have it. A batch waits
+// once, at most a second, and only if a tombstone came that is not on disk yet.
+type writeAhead struct {
+	gateway.Gateway
+	journal *journal.Journal
+}
+
+// Apply implements gateway.Gateway.
+func (g writeAhead) Apply(ctx context.Context, ops []health.Op) error {
+	if slices.ContainsFunc(ops, func(op health.Op) bool { return op.Want != health.WantRouted }) {
+		_ = g.journal.Sync(ctx) // availability first; the journal says what is wrong
+	}
+	return g.Gateway.Apply(ctx, ops)
 }

@@ -86,10 +86,12 @@ type Detail struct {
 	// Last is the last outcome, and LastAt when it came. The zero time: never.
 	Last   Outcome
 	LastAt time.Time
-	// Routed says that the gateway routes to the target, as it was last read in its present generation.
-	Routed bool
-	// Active counts what was queued, retrying and in flight then.
-	Active int
+	// Read says that Seen was read in the gateway's present generation, at SeenAt. Else nothing is known.
+	Read   bool
+	Seen   Seen
+	SeenAt time.Time
+	// Tombstone is the one of the target's pod, nil without one. A dead pod has one for ever.
+	Tombstone *Tombstone
 }
 
 // Counters count outcomes of each kind, see [Thresholds].
@@ -131,7 +133,14 @@ func (s *Set) detail(r *record) Detail {
 		d.LastAt = s.epoch.Add(time.Duration(r.lastAt))
 	}
 	if s.generation != 0 && r.seenIn == s.generation {
-		d.Routed, d.Active = r.is(routed), int(r.active)
+		d.Read, d.SeenAt = true, s.epoch.Add(time.Duration(r.seenAt))
+		d.Seen = Seen{Present: r.is(present), Routed: r.is(routed), Missing: r.is(missing), Active: int(r.active)}
+	}
+	if r.buried() {
+		p := r.pod
+		d.Tombstone = &Tombstone{
+			UID: p.uid, Since: p.since, State: p.state, StateSince: p.stateAt, Generation: s.generationName(), Targets: len(p.records),
+		}
 	}
 	return d
 }

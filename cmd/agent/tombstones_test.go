@@ -1,0 +1,138 @@
+package main
+
+import (
+	"context"
+	"log/slog"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/drain/journal"
+	"github.com/lameduck-io/lameduck/pkg/health"
+)
+
+// kept opens a journal in dir and runs it until the test ends, or stop is called.
+func kept(t *testing.T, dir string) (j *journal.Journal, stop func()) {
+	t.Helper()
+	j, err := journal.Open(t.Context(), dir, slog.New(slog.DiscardHandler))
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		_ = j.Run(ctx)
+	}()
+	stop = func() {
+		cancel()
+		<-ended
+		j.Close()
+	}
+	return j, stop
+}
+
+// checked is a gateway in which a pod is taken out only if the file names it at that moment.
+type checked struct {
+	*testing.T
+	file    string
+	applied int
+}
+
+func (c *checked) Apply(_ context.Context, ops []health.Op) error {
+	for _, op := range ops {
+		data, err := os.ReadFile(c.file)
+		if on := err == nil && strings.Contains(string(data), string(op.Key.Target.UID)); op.Want == health.WantRemoved && !on {
+			c.Errorf("%s is asked for before the tombstone is on disk", op)
+		}
+		c.applied++
+	}
+	return nil
+}
+
+func (c *checked) Observe(context.Context, []health.Key) (health.Observation, error) {
+	return health.Observation{}, nil
+}
+
+func (c *checked) Owned(context.Context) ([]health.Key, error) { return nil, nil }
+
+func TestNothingIsTakenOutBeforeItIsOnDisk(t *testing.T) {
+	dir := t.TempDir()
+	j, stop := kept(t, dir)
+	defer stop()
+	set := health.NewSet()
+	stones := &tombstones{set: set, journal: j, wake: func() {}, log: slog.New(slog.DiscardHandler), known: map[health.UID]health.State{}}
+	c := &checked{T: t, file: filepath.Join(dir, "tombstones.json")}
+	g := writeAhead{c, j}
+	for i := range 100 {
+		uid := "uid-" + strings.Repeat("x", i+1) + "-"
+		now := time.Now()
+		stones.Bury(drain.Pod{Namespace: "shop", Name: "web", UID: drain.UID(uid)}, "a/1", now, now.Add(time.Minute))
+		key := health.Key{Pool: "web", Target: health.Target{UID: health.UID(uid), Addr: netip.MustParseAddrPort("10.0.0.1:80")}}
+		if err := g.Apply(t.Context(), []health.Op{{Key: key, Want: health.WantRemoved}}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if c.applied != 100 {
+		t.Errorf("%d of 100 were applied", c.applied)
+	}
+}
+
+// A pod of which the gateway has no server is idle at once. Nobody may hear that before the tombstone is on disk.
+func TestNothingIsReportedBeforeItIsOnDisk(t *testing.T) {
+	dir := t.TempDir()
+	j, err := journal.Open(t.Context(), dir, slog.New(slog.DiscardHandler)) // it does not run, and writes nothing
+	if err != nil {
+		t.Fatal(err)
+	}
+	set := health.NewSet()
+	stones := &tombstones{set: set, journal: j, wake: func() {}, log: slog.New(slog.DiscardHandler), known: map[health.UID]health.State{}}
+	now := time.Now()
+	set.Synced()
+	stones.Bury(drain.Pod{UID: "a"}, "a/1", now, now.Add(time.Minute))
+	set.Observe(time.Now(), health.Observation{Generation: "g", At: time.Now()})
+	if got := stones.Reports(); got[0].State != drain.StateUnknown || got[0].Proof != drain.ProofNone {
+		t.Errorf("before it is on disk the report is %+v", got[0])
+	}
+	stones.changed()
+	j.Wrote = func(time.Duration, error) {
+		if !stones.changed() {
+			t.Error("that it is on disk is no news")
+		}
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if err := j.Run(ctx); err != nil { // writes once
+		t.Fatal(err)
+	}
+	if got := stones.Reports(); got[0].State != drain.Idle || got[0].Proof != drain.Runtime {
+		t.Errorf("once it is on disk the report is %+v", got[0])
+	}
+	j.Close()
+
+	// The next life has it, whatever it is told, until the holder lifts it; and knows who is dead.
+	again, stop := kept(t, dir)
+	later := &tombstones{set: health.NewSet(), journal: again, wake: func() {}, log: slog.New(slog.DiscardHandler), known: map[health.UID]health.State{}}
+	later.restore(time.Now())
+	if got := later.Held("a/1"); len(got) != 1 || got[0] != "a" {
+		t.Errorf("restored are %v", got)
+	}
+	if got := later.set.Tombstones(); len(got) != 1 || !got[0].Since.Equal(now.Round(0)) {
+		t.Errorf("restored are %+v, want since %s", got, now)
+	}
+	later.Lift("a", "a/1", true)
+	stop()
+	last, stop := kept(t, dir)
+	defer stop()
+	third := &tombstones{set: health.NewSet(), journal: last, wake: func() {}, log: slog.New(slog.DiscardHandler), known: map[health.UID]health.State{}}
+	third.restore(time.Now())
+	third.set.Replace(time.Now(), "web", []health.Endpoint{{Target: health.Target{UID: "a", Addr: netip.MustParseAddrPort("10.0.0.1:80")}, Routable: true}})
+	third.set.Synced()
+	if got := third.set.Targets(); len(got) != 1 || got[0].Why != health.WhyDead {
+		t.Errorf("a dead pod that a late EndpointSlice calls ready is %+v", got)
+	}
+}
