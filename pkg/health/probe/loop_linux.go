@@ -18,8 +18,11 @@ const (
 	startMost = 64
 	// maxEvents is how many events one epoll_wait returns.
 	maxEvents = 256
-	// wakeSlot is the slot of the eventfd in epoll's data.
-	wakeSlot = -1
+	// shortNap is how long the loop sleeps between two rounds while anything is in flight, longNap how long after some rounds in which nothing
+	// happened. Answers are read by rounds, not one at a time as they come: at thousands of probes a second a round has many, and to be
+	// woken costs as much as a probe. A start is late by shortNap at most, the end of a probe is seen late by longNap at most.
+	shortNap = 2 * time.Millisecond
+	longNap  = 16 * time.Millisecond
 )
 
 // state is how far a flight has come.
@@ -78,7 +81,7 @@ type loop struct {
 	*Runner
 	ctx         context.Context
 	wg          sync.WaitGroup
-	epfd, wake  int
+	epfd        int
 	maxInFlight int
 	maxIdle     int
 
@@ -102,8 +105,9 @@ type loop struct {
 	events [maxEvents]unix.EpollEvent
 	buf    [maxAnswer]byte
 	out    []byte
-	sa4    unix.SockaddrInet4
-	sa6    unix.SockaddrInet6
+	// nap is how long to sleep next, if anything is in flight. busy says that something happened in this round.
+	nap  time.Duration
+	busy bool
 }
 
 // Run carries out probes until ctx ends, and returns nil then. Probes in flight are given up without an outcome. A Runner runs once at a time.
@@ -116,32 +120,45 @@ func (r *Runner) Run(ctx context.Context) error {
 	}
 	defer l.close()
 	defer cancel()
-	stop := context.AfterFunc(ctx, r.Wake)
-	defer stop()
+	timer := time.NewTimer(0)
+	defer timer.Stop()
 	l.ask = time.Now()
-	for ctx.Err() == nil {
+	for {
 		more := l.begin()
 		if r.Observer != nil {
 			r.Observer.InFlight(l.flying, len(l.waiting), len(l.idle), l.flying >= l.maxInFlight)
 		}
-		timeout := 0
 		if !more {
-			timeout = l.patience()
+			var after <-chan time.Time
+			if wait, ok := l.patience(); ok {
+				timer.Reset(wait)
+				after = timer.C
+			}
+			select {
+			case <-ctx.Done():
+				return nil
+			case <-r.wake:
+				l.ask = time.Now()
+			case <-after:
+			}
 		}
-		if err := l.wait(timeout); err != nil {
+		if err := l.poll(); err != nil {
 			return err
 		}
+		l.landTLS()
 	}
-	return nil
 }
 
 // Wake makes the runner ask its source at once. It may be called from any goroutine, also when nothing runs, and never waits.
 func (r *Runner) Wake() {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if r.running {
-		// An eventfd that does not block: it fails only if it is full of wakes.
-		_, _ = unix.Write(r.wakeFD, []byte{1, 0, 0, 0, 0, 0, 0, 0})
+	if r.wake == nil {
+		return // Run asks first thing
+	}
+	select {
+	case r.wake <- struct{}{}:
+	default:
 	}
 }
 
@@ -163,23 +180,14 @@ func (r *Runner) open(ctx context.Context) (*loop, error) {
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if r.running {
+	if r.wake != nil {
 		return nil, errors.New("the runner runs already")
 	}
 	var err error
 	if l.epfd, err = unix.EpollCreate1(unix.EPOLL_CLOEXEC); err != nil {
 		return nil, fmt.Errorf("make an epoll instance: %w", err)
 	}
-	if l.wake, err = unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK); err != nil {
-		_ = unix.Close(l.epfd)
-		return nil, fmt.Errorf("make an eventfd: %w", err)
-	}
-	event := unix.EpollEvent{Events: unix.EPOLLIN, Fd: wakeSlot}
-	if err := unix.EpollCtl(l.epfd, unix.EPOLL_CTL_ADD, l.wake, &event); err != nil {
-		_, _ = unix.Close(l.epfd), unix.Close(l.wake)
-		return nil, fmt.Errorf("watch the eventfd: %w", err)
-	}
-	r.wakeFD, r.running, r.tlsDone = l.wake, true, nil
+	r.wake, r.tlsDone = make(chan struct{}, 1), nil
 	return l, nil
 }
 
@@ -187,7 +195,7 @@ func (r *Runner) open(ctx context.Context) (*loop, error) {
 func (l *loop) close() {
 	for _, f := range l.slots {
 		if f != nil {
-			_ = unix.Close(f.fd)
+			rawClose(f.fd)
 		}
 	}
 	for _, f := range l.idle {
@@ -203,9 +211,8 @@ func (l *loop) close() {
 			d.conn.abort()
 		}
 	}
-	l.tlsDone = nil
-	l.running = false
-	_, _ = unix.Close(l.epfd), unix.Close(l.wake)
+	l.tlsDone, l.Runner.wake = nil, nil
+	rawClose(l.epfd)
 }
 
 // begin starts some of the probes that are due, and reports whether there may be more at once.
@@ -250,8 +257,13 @@ func (l *loop) suspectRoom() bool {
 	return l.suspectsFlying < max(l.maxInFlight/2, 1) && l.flying < l.maxInFlight
 }
 
-// patience is how long to wait for events, in milliseconds: until the next deadline or the next question to the source.
-func (l *loop) patience() int {
+// patience is how long to sleep until something is to be done, if no one wakes the loop. It reports false if only somebody can.
+func (l *loop) patience() (time.Duration, bool) {
+	l.nap = min(2*l.nap, longNap)
+	if l.busy || l.nap == 0 {
+		l.nap = shortNap
+	}
+	l.busy = false
 	var next time.Time
 	if l.flying < l.maxInFlight {
 		next = l.ask
@@ -259,40 +271,40 @@ func (l *loop) patience() int {
 	if len(l.deadlines) > 0 && (next.IsZero() || l.deadlines[0].deadline.Before(next)) {
 		next = l.deadlines[0].deadline
 	}
+	sockets := len(l.deadlines) - len(l.idle) // HTTPS probes wake the loop, idle connections can wait
 	if next.IsZero() {
-		return -1
+		return l.nap, sockets > 0
 	}
-	// Rounded up: a wait that ends too early would be followed by many of no length.
-	ms := (time.Until(next) + time.Millisecond - 1) / time.Millisecond
-	return int(max(0, min(ms, 1<<30)))
+	// Starts are taken together too.
+	wait := max(time.Until(next), shortNap)
+	if sockets > 0 {
+		wait = min(wait, l.nap)
+	}
+	return wait, true
 }
 
-// wait waits for events, takes them in, and ends what is too late.
-func (l *loop) wait(timeout int) error {
+// poll takes in what happened to the sockets, and ends what is too late.
+func (l *loop) poll() error {
 	for {
 		// The time from before the reading: what is not in it by then was not there in time. If the process is stopped and goes on
 		// later, what came meanwhile is read first.
 		now := time.Now()
-		n, err := unix.EpollWait(l.epfd, l.events[:], timeout)
-		if err != nil && !errors.Is(err, unix.EINTR) {
-			return fmt.Errorf("wait for events: %w", err)
+		n, e := epollPoll(l.epfd, l.events[:])
+		if e == unix.EINTR {
+			continue
 		}
-		for _, e := range l.events[:max(n, 0)] {
-			if e.Fd == wakeSlot {
-				var b [8]byte
-				_, _ = unix.Read(l.wake, b[:])
-				l.ask = now
-				l.landTLS()
-				continue
-			}
+		if e != 0 {
+			return fmt.Errorf("poll for events: %w", e)
+		}
+		for _, e := range l.events[:n] {
 			if f := l.slots[e.Fd]; f != nil && l.generations[e.Fd] == e.Pad {
 				l.event(f, e.Events)
 			}
 		}
-		if err == nil && n < maxEvents && l.expire(now) {
+		l.busy = l.busy || n > 0
+		if n < maxEvents && l.expire(now) {
 			return nil
 		}
-		timeout = 0
 	}
 }
 
@@ -312,6 +324,7 @@ func (l *loop) expire(now time.Time) bool {
 // start begins a probe.
 func (l *loop) start(job health.Job, suspect bool) {
 	now := time.Now()
+	l.busy = true
 	if l.Observer != nil {
 		l.Observer.Started(max(0, now.Sub(job.Due)))
 	}
@@ -381,25 +394,21 @@ func (l *loop) again(f *flight, job health.Job, suspect bool, now time.Time) {
 func (l *loop) connect(f *flight) {
 	addr := address(&f.job)
 	family := unix.AF_INET
-	var sa unix.Sockaddr = &l.sa4
-	if ip := addr.Addr(); ip.Is4() {
-		l.sa4.Port, l.sa4.Addr = int(addr.Port()), ip.As4()
-	} else {
-		family, sa = unix.AF_INET6, &l.sa6
-		l.sa6.Port, l.sa6.Addr = int(addr.Port()), ip.As16()
+	if !addr.Addr().Is4() {
+		family = unix.AF_INET6
 	}
-	fd, err := unix.Socket(family, unix.SOCK_STREAM|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0)
-	if err != nil {
-		l.fail(f, err)
+	fd, e := rawSocket(family)
+	if e != 0 {
+		l.fail(f, e)
 		return
 	}
 	f.fd = fd
-	// The acknowledgement of SYN+ACK waits for the request, or, of a TCP check, for the RST. At worst it does not.
-	_ = unix.SetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_QUICKACK, 0)
+	// The acknowledgement of SYN+ACK waits for the request, or, of a TCP check, for the RST.
+	dontAck(fd)
 	l.slot(f)
 	heap.Push(&l.deadlines, f)
-	if err := unix.Connect(fd, sa); err != nil && !errors.Is(err, unix.EINPROGRESS) {
-		l.fail(f, err)
+	if e := rawConnect(fd, addr); e != 0 && e != unix.EINPROGRESS {
+		l.fail(f, e)
 		return
 	}
 	// What is on the same machine has answered by now, and one event less is to be waited for. Else this says EAGAIN, and costs little.
@@ -411,8 +420,8 @@ func (l *loop) connect(f *flight) {
 	if f.state == connecting {
 		event.Events |= unix.EPOLLOUT
 	}
-	if err := unix.EpollCtl(l.epfd, unix.EPOLL_CTL_ADD, fd, &event); err != nil {
-		l.fail(f, err)
+	if e := epollAdd(l.epfd, fd, &event); e != 0 {
+		l.fail(f, e)
 	}
 }
 
@@ -436,9 +445,9 @@ func (l *loop) send(f *flight) bool {
 	} else {
 		l.out = appendGet(l.out, &f.job)
 	}
-	n, err := unix.Write(f.fd, l.out[f.sent:])
+	n, e := rawWrite(f.fd, l.out[f.sent:])
 	switch {
-	case err == nil:
+	case e == 0:
 		f.sent += n
 		if f.sent == len(l.out) {
 			f.state = asked
@@ -447,10 +456,10 @@ func (l *loop) send(f *flight) bool {
 			}
 		}
 		return true
-	case errors.Is(err, unix.EAGAIN) && !f.reused:
+	case e == unix.EAGAIN && !f.reused:
 		return true
 	default:
-		l.fail(f, err)
+		l.fail(f, e)
 		return false
 	}
 }
@@ -465,13 +474,10 @@ func (l *loop) event(f *flight, events uint32) {
 	}
 	if f.state == connecting {
 		if events&(unix.EPOLLERR|unix.EPOLLHUP) != 0 || f.job.Check.Protocol == health.TCP {
-			errno, err := unix.GetsockoptInt(f.fd, unix.SOL_SOCKET, unix.SO_ERROR)
+			e := pendingError(f.fd)
 			switch {
-			case err != nil:
-				l.fail(f, err)
-				return
-			case errno != 0:
-				l.fail(f, unix.Errno(errno))
+			case e != 0:
+				l.fail(f, e)
 				return
 			case f.job.Check.Protocol == health.TCP:
 				l.report(f, health.Outcome{Kind: health.Success})
@@ -489,17 +495,14 @@ func (l *loop) event(f *flight, events uint32) {
 // read reads what is there. An answer may come before the request is out: a server that is full may say so at once.
 func (l *loop) read(f *flight, events uint32) {
 	for {
-		n, err := unix.Read(f.fd, l.buf[:])
+		n, e := rawRead(f.fd, l.buf[:])
 		switch {
-		case errors.Is(err, unix.EAGAIN):
+		case e == unix.EAGAIN:
 			return
-		case errors.Is(err, unix.EINTR):
+		case e == unix.EINTR:
 			continue
-		case err != nil:
-			l.fail(f, err)
-			return
-		case n == 0:
-			l.fail(f, nil)
+		case e != 0 || n == 0:
+			l.fail(f, e)
 			return
 		}
 		if l.take(f, l.buf[:n]) {
@@ -530,7 +533,7 @@ func (l *loop) take(f *flight, b []byte) bool {
 		if f.grpc.owesAck {
 			f.grpc.owesAck = false
 			// 9 bytes on a connection that has sent one request: they go, or the connection is broken, which reading will say.
-			_, _ = unix.Write(f.fd, settingsAck)
+			_, _ = rawWrite(f.fd, settingsAck)
 		}
 		return false
 	}
@@ -556,19 +559,18 @@ func (l *loop) take(f *flight, b []byte) bool {
 	return true
 }
 
-// fail ends f by an error, or, if err is nil, because the backend closed the connection.
-func (l *loop) fail(f *flight, err error) {
+// fail ends f by an errno, or, if that is 0, because the backend closed the connection.
+func (l *loop) fail(f *flight, e errno) {
 	switch {
 	case f.state == reading: // the outcome is known
 	case f.reused && f.resp.read == 0:
 		// The backend gave up the connection that was kept alive. That is its right: a new one is tried in what time is left.
 		l.reconnect(f)
 		return
-	case err == nil:
+	case e == 0:
 		l.report(f, health.Outcome{Kind: health.TCPFailure})
 	default:
-		errno, _ := errors.AsType[unix.Errno](err)
-		l.report(f, broken(errno))
+		l.report(f, broken(e))
 	}
 	l.drop(f)
 }
@@ -674,8 +676,8 @@ func (l *loop) shut(f *flight) {
 		f.slot = -1
 	}
 	if f.fd >= 0 {
-		_ = unix.SetsockoptLinger(f.fd, unix.SOL_SOCKET, unix.SO_LINGER, &unix.Linger{Onoff: 1})
-		_ = unix.Close(f.fd) // takes it out of epoll too
+		resetOnClose(f.fd)
+		rawClose(f.fd) // takes it out of epoll too
 		f.fd = -1
 	}
 }

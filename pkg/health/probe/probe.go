@@ -43,9 +43,8 @@ type Runner struct {
 	MaxIdle int
 
 	mu sync.Mutex
-	// wakeFD is the eventfd that ends the wait of a running Run; valid while running.
-	wakeFD  int
-	running bool
+	// wake ends the sleep of a running Run. Nil: nothing runs.
+	wake chan struct{}
 	// tlsDone are the HTTPS probes that ended and were not taken in yet.
 	tlsDone []tlsResult
 }
