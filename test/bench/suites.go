@@ -7,4 +7,5 @@ var suites = []suite{
 	{"health/lookup", benchLookup},
 	{"health/schedule", benchSchedule},
 	{"health/memory", benchMemory},
+	{"health/probe", probeSpeed},
 }

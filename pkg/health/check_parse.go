@@ -1,0 +1,395 @@
+package health
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+	"unicode/utf8"
+
+	"sigs.k8s.io/yaml"
+)
+
+// CheckAnnotation is the annotation of a Service that holds its check, as [ParseCheck] reads it. The agent's file takes the same.
+const CheckAnnotation = "lameduck.io/health-check"
+
+// Bounds of what a check may ask for.
+const (
+	// MinInterval keeps one Service from asking for more probes than all others together.
+	MinInterval = time.Second
+	// MaxInterval is one hour: a verdict that is older helps nobody.
+	MaxInterval = time.Hour
+	// MinTimeout leaves a target on another node time for two round trips.
+	MinTimeout = 10 * time.Millisecond
+	// MaxThreshold is lua-resty-healthcheck's.
+	MaxThreshold = 254
+	// maxCheckText bounds the annotation, and so what is sent in each probe.
+	maxCheckText = 4096
+)
+
+// checkText is a check as people write it. A nil pointer is the default.
+type checkText struct {
+	Protocol   string            `json:"protocol"`
+	Path       *string           `json:"path"`
+	Host       *string           `json:"host"`
+	Headers    map[string]string `json:"headers"`
+	ServerName *string           `json:"serverName"`
+	Verify     *bool             `json:"verify"`
+	Service    *string           `json:"service"`
+	Statuses   []any             `json:"statuses"`
+	Port       *int              `json:"port"`
+	KeepAlive  *bool             `json:"keepAlive"`
+	Interval   *string           `json:"interval"`
+	Timeout    *string           `json:"timeout"`
+	Healthy    struct {
+		Successes *int `json:"successes"`
+	} `json:"healthy"`
+	Unhealthy struct {
+		HTTPFailures *int `json:"httpFailures"`
+		TCPFailures  *int `json:"tcpFailures"`
+		Timeouts     *int `json:"timeouts"`
+	} `json:"unhealthy"`
+}
+
+// DefaultCheck returns the check that an empty object stands for: GET / each 10 s with a timeout of 1 s. Timeout, path, verification
+// and thresholds are lua-resty-healthcheck's defaults. It has no default for the interval. It ignores statuses that are neither among
+// its good ones (200, 302) nor among its bad ones (404, 429, 500 to 505); a check here ignores none: 200 to 399 are good, all others bad,
+// which agrees with it where it judges at all, and with the kubelet.
+func DefaultCheck(p Protocol) Check {
+	c := Check{
+		Protocol: p, Interval: 10 * time.Second, Timeout: time.Second,
+		Thresholds: Thresholds{Successes: 2, HTTPFailures: 5, TCPFailures: 2, Timeouts: 3},
+	}
+	if p == HTTP || p == HTTPS {
+		c.Path = "/"
+		for s := 200; s < 400; s++ {
+			c.Statuses.Add(s)
+		}
+	}
+	c.Verify = p == HTTPS
+	return c
+}
+
+// ParseCheck reads a check from YAML or JSON: an object with the keys
+//
+//	protocol    http (default), https, tcp or grpc
+//	path        of HTTP and HTTPS, /
+//	host        the Host header (of gRPC :authority), the target's address
+//	headers     further headers, an object
+//	serverName  SNI of HTTPS and the name that is verified, host
+//	verify      the certificate of HTTPS, true
+//	service     that gRPC asks about, the server as a whole
+//	statuses    of HTTP and HTTPS that are successes, numbers and ranges: [200-399]
+//	port        that is probed, the target's own
+//	keepAlive   HTTP and HTTPS connections from one probe to the next, false
+//	interval    1s to 1h, 10s
+//	timeout     10ms to interval, 1s
+//	healthy     {successes: 2}
+//	unhealthy   {httpFailures: 5, tcpFailures: 2, timeouts: 3}
+//
+// Thresholds are 0 (never) to 254. An unknown key, one that its protocol has no use for, and a value out of bounds are refused by name. The
+// empty text is the zero Check, which probes nothing.
+func ParseCheck(text string) (Check, error) {
+	if strings.TrimSpace(text) == "" {
+		return Check{}, nil
+	}
+	if len(text) > maxCheckText {
+		return Check{}, fmt.Errorf("health check of %d bytes: at most %d are read", len(text), maxCheckText)
+	}
+	var t checkText
+	if err := yaml.UnmarshalStrict([]byte(text), &t); err != nil {
+		return Check{}, fmt.Errorf("health check: %s; it is an object such as {path: /healthz, interval: 5s}", plain(err))
+	}
+	c, err := t.check()
+	if err != nil {
+		return Check{}, fmt.Errorf("health check: %w", err)
+	}
+	return c, nil
+}
+
+// plain takes what speaks of Go out of an error of the YAML library.
+func plain(err error) string {
+	s := strings.TrimPrefix(err.Error(), "error unmarshaling JSON: while decoding JSON: json: ")
+	s = strings.TrimPrefix(s, "error converting YAML to JSON: ")
+	if kind, _, ok := strings.Cut(s, " into Go value of type "); ok {
+		return "no object but a " + strings.TrimPrefix(kind, "cannot unmarshal ")
+	}
+	if field, ok := strings.CutPrefix(s, "cannot unmarshal "); ok {
+		if kind, path, ok := strings.Cut(field, " into Go struct field "); ok {
+			path, _, _ = strings.Cut(path, " of type ")
+			_, path, _ = strings.Cut(path, ".")
+			return fmt.Sprintf("%s: a %s is not allowed there", path, kind)
+		}
+	}
+	return s
+}
+
+func (t *checkText) check() (Check, error) {
+	p := HTTP
+	switch t.Protocol {
+	case "", "http":
+	case "https":
+		p = HTTPS
+	case "tcp":
+		p = TCP
+	case "grpc":
+		p = GRPC
+	default:
+		return Check{}, fmt.Errorf("protocol %q: it is http, https, tcp or grpc", t.Protocol)
+	}
+	c := DefaultCheck(p)
+	// A key without a use is a mistake of somebody who believes that it has one.
+	web := p == HTTP || p == HTTPS
+	for _, k := range []struct {
+		name     string
+		given    bool
+		useful   bool
+		protocol string
+	}{
+		{"path", t.Path != nil, web, "http and https"},
+		{"host", t.Host != nil, p != TCP, "http, https and grpc"},
+		{"headers", t.Headers != nil, web, "http and https"},
+		{"serverName", t.ServerName != nil, p == HTTPS, "https"},
+		{"verify", t.Verify != nil, p == HTTPS, "https"},
+		{"service", t.Service != nil, p == GRPC, "grpc"},
+		{"statuses", t.Statuses != nil, web, "http and https"},
+		{"keepAlive", t.KeepAlive != nil, web, "http and https"},
+		{"unhealthy.httpFailures", t.Unhealthy.HTTPFailures != nil, p != TCP, "http, https and grpc"},
+	} {
+		if k.given && !k.useful {
+			return Check{}, fmt.Errorf("%s: it has a meaning for %s, not for %s; leave it out", k.name, k.protocol, p)
+		}
+	}
+	set(&c.Path, t.Path)
+	set(&c.Host, t.Host)
+	set(&c.ServerName, t.ServerName)
+	set(&c.Verify, t.Verify)
+	set(&c.Service, t.Service)
+	set(&c.KeepAlive, t.KeepAlive)
+	if err := joinHeaders(&c, t.Headers); err != nil {
+		return Check{}, err
+	}
+	if t.Statuses != nil {
+		if err := parseStatuses(&c.Statuses, t.Statuses); err != nil {
+			return Check{}, err
+		}
+	}
+	if t.Port != nil {
+		if *t.Port < 1 || *t.Port > 65535 {
+			return Check{}, fmt.Errorf("port %d: it is 1 to 65535; leave it out to probe the target's own", *t.Port)
+		}
+		c.Port = uint16(*t.Port)
+	}
+	if err := parseDuration(&c.Interval, "interval", t.Interval); err != nil {
+		return Check{}, err
+	}
+	if err := parseDuration(&c.Timeout, "timeout", t.Timeout); err != nil {
+		return Check{}, err
+	}
+	for _, n := range []struct {
+		name string
+		to   *uint8
+		text *int
+	}{
+		{"healthy.successes", &c.Thresholds.Successes, t.Healthy.Successes},
+		{"unhealthy.httpFailures", &c.Thresholds.HTTPFailures, t.Unhealthy.HTTPFailures},
+		{"unhealthy.tcpFailures", &c.Thresholds.TCPFailures, t.Unhealthy.TCPFailures},
+		{"unhealthy.timeouts", &c.Thresholds.Timeouts, t.Unhealthy.Timeouts},
+	} {
+		if n.text == nil {
+			continue
+		}
+		if *n.text < 0 || *n.text > MaxThreshold {
+			return Check{}, fmt.Errorf("%s %d: it is 0 (never) to %d", n.name, *n.text, MaxThreshold)
+		}
+		*n.to = uint8(*n.text)
+	}
+	return c, c.Validate()
+}
+
+func set[T any](to *T, from *T) {
+	if from != nil {
+		*to = *from
+	}
+}
+
+func parseDuration(to *time.Duration, name string, text *string) error {
+	if text == nil {
+		return nil
+	}
+	d, err := time.ParseDuration(*text)
+	if err != nil {
+		return fmt.Errorf("%s %q: it is a duration with a unit, such as 5s or 500ms", name, *text)
+	}
+	*to = d
+	return nil
+}
+
+// joinHeaders brings headers into the form of Check.Headers.
+func joinHeaders(c *Check, headers map[string]string) error {
+	var b strings.Builder
+	var names []string
+	for name := range headers {
+		names = append(names, name)
+	}
+	slices.Sort(names)
+	for _, name := range names {
+		switch strings.ToLower(name) {
+		case "host":
+			return fmt.Errorf("headers: %s has a key of its own, host", name)
+		case "connection", "keep-alive":
+			return fmt.Errorf("headers: %s is decided by keepAlive", name)
+		case "content-length", "transfer-encoding", "upgrade", "expect", "te", "trailer":
+			return fmt.Errorf("headers: %s has no meaning in a probe, which has no body; leave it out", name)
+		}
+		// Here and not only in Validate: joined, a value with a line end in it looks like two headers.
+		if !token(name) || !printable(headers[name], true) {
+			return fmt.Errorf("headers: %q: a name has letters, digits and dashes, a value printable ASCII", name+": "+headers[name])
+		}
+		fmt.Fprintf(&b, "%s: %s\r\n", name, headers[name])
+	}
+	c.Headers = b.String()
+	return nil
+}
+
+// parseStatuses reads numbers and ranges.
+func parseStatuses(to *Statuses, list []any) error {
+	*to = Statuses{}
+	for _, v := range list {
+		text := fmt.Sprint(v)
+		from, upTo, isRange := strings.Cut(text, "-")
+		if !isRange {
+			upTo = from
+		}
+		first, err1 := strconv.ParseUint(strings.TrimSpace(from), 10, 16)
+		last, err2 := strconv.ParseUint(strings.TrimSpace(upTo), 10, 16)
+		if err1 != nil || err2 != nil || first < 200 || last > 599 || first > last {
+			return fmt.Errorf("statuses: %q: each is a number or a range within 200 to 599, such as 204 or 200-399", text)
+		}
+		for s := first; s <= last; s++ {
+			to.Add(int(s))
+		}
+	}
+	return nil
+}
+
+// Validate reports what is wrong with c, whoever made it, naming the key and the way out. The zero Check is right.
+func (c Check) Validate() error {
+	if c == (Check{}) {
+		return nil
+	}
+	web := c.Protocol == HTTP || c.Protocol == HTTPS
+	switch {
+	case c.Protocol == ProtocolUnknown || c.Protocol > GRPC:
+		return errors.New("protocol: it is http, https, tcp or grpc")
+	case c.Interval < MinInterval || c.Interval > MaxInterval:
+		return fmt.Errorf("interval %s: it is %s to %s", c.Interval, MinInterval, MaxInterval)
+	case c.Timeout < MinTimeout:
+		return fmt.Errorf("timeout %s: it is at least %s", c.Timeout, MinTimeout)
+	case c.Timeout > c.Interval:
+		// Else a target that does not answer would be probed less often than those that do.
+		return fmt.Errorf("timeout %s: it is at most the interval, %s; lengthen the one or shorten the other", c.Timeout, c.Interval)
+	case web && (!strings.HasPrefix(c.Path, "/") || !printable(c.Path, false)):
+		return fmt.Errorf("path %q: it begins with a slash and has printable ASCII without spaces; write other characters as %%XX", c.Path)
+	case web && c.Statuses == Statuses{}:
+		return errors.New("statuses: no status would be a success; leave it out for 200-399")
+	case !printable(c.Host, false) || strings.ContainsAny(c.Host, "/@?#"):
+		return fmt.Errorf("host %q: it is a name or an address, with a port or without", c.Host)
+	case !printable(c.ServerName, false) || strings.ContainsAny(c.ServerName, "/@?#:") || net.ParseIP(c.ServerName) != nil:
+		return fmt.Errorf("serverName %q: it is a name, without a port; an address is verified if there is no name", c.ServerName)
+	case !utf8.ValidString(c.Service) || len(c.Service) > 1024:
+		return errors.New("service: it is UTF-8 of at most 1024 bytes")
+	case len(c.Path)+len(c.Host)+len(c.ServerName)+len(c.Headers) > maxCheckText:
+		return fmt.Errorf("path, host and headers: together at most %d bytes", maxCheckText)
+	case c.Thresholds.Successes == 0:
+		// What went down would never come up, and nothing new would ever have a verdict.
+		return errors.New("healthy.successes: it is at least 1; leave out the check to probe nothing")
+	}
+	for line := range strings.SplitSeq(strings.TrimSuffix(c.Headers, "\r\n"), "\r\n") {
+		name, value, ok := strings.Cut(line, ": ")
+		if c.Headers == "" {
+			break
+		}
+		if !ok || !token(name) || !printable(value, true) {
+			return fmt.Errorf("headers: %q: a name has letters, digits and dashes, a value printable ASCII", line)
+		}
+	}
+	if c.Headers != "" && !strings.HasSuffix(c.Headers, "\r\n") {
+		return errors.New("headers: each ends with CR and LF")
+	}
+	return nil
+}
+
+// printable reports whether s has nothing but visible ASCII, and spaces if they are allowed: nothing that could end a line.
+func printable(s string, spaces bool) bool {
+	for _, c := range []byte(s) {
+		if c <= ' ' && (c != ' ' || !spaces) || c >= 0x7f {
+			return false
+		}
+	}
+	return true
+}
+
+// token reports whether s is the name of a header.
+func token(s string) bool {
+	for _, c := range []byte(s) {
+		if ('a' > c || c > 'z') && ('A' > c || c > 'Z') && ('0' > c || c > '9') && !strings.ContainsRune("!#$%&'*+-.^_`|~", rune(c)) {
+			return false
+		}
+	}
+	return s != ""
+}
+
+// String prints the check for people, as "http :8080/healthz each 10s within 1s". What is as by default is left out but for these.
+func (c Check) String() string {
+	if c.Protocol == ProtocolUnknown {
+		return "none"
+	}
+	words := []string{c.Protocol.String()}
+	say := func(differs bool, format string, args ...any) {
+		if differs {
+			words = append(words, fmt.Sprintf(format, args...))
+		}
+	}
+	where := c.Path
+	if c.Port != 0 {
+		where = fmt.Sprintf(":%d%s", c.Port, c.Path)
+	}
+	d := DefaultCheck(c.Protocol)
+	say(where != "", "%s", where)
+	say(c.Service != "", "service %s", c.Service)
+	say(c.Host != "", "host %s", c.Host)
+	say(c.ServerName != "", "as %s", c.ServerName)
+	say(c.Verify != d.Verify, "unverified")
+	say(c.Headers != "", "with %d headers", strings.Count(c.Headers, "\r\n"))
+	say(c.Statuses != d.Statuses, "statuses %s", c.Statuses)
+	say(c.KeepAlive, "kept alive")
+	say(true, "each %s within %s", c.Interval, c.Timeout)
+	t := c.Thresholds
+	say(t != d.Thresholds, "healthy after %d, unhealthy after %d http failures, %d tcp failures, %d timeouts",
+		t.Successes, t.HTTPFailures, t.TCPFailures, t.Timeouts)
+	return strings.Join(words, " ")
+}
+
+// String prints the set as "200-399,418".
+func (s Statuses) String() string {
+	var parts []string
+	for i := 100; i < 600; i++ {
+		if !s.Has(i) {
+			continue
+		}
+		first := i
+		for s.Has(i + 1) {
+			i++
+		}
+		if first == i {
+			parts = append(parts, strconv.Itoa(i))
+		} else {
+			parts = append(parts, fmt.Sprintf("%d-%d", first, i))
+		}
+	}
+	return strings.Join(parts, ",")
+}

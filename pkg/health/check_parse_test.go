@@ -1,0 +1,166 @@
+package health
+
+import (
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+)
+
+func TestParseCheck(t *testing.T) {
+	with := func(p Protocol, change func(*Check)) Check {
+		c := DefaultCheck(p)
+		change(&c)
+		return c
+	}
+	for _, tt := range []struct {
+		text string
+		want Check
+		says string
+	}{
+		{"", Check{}, "none"},
+		{" \n", Check{}, "none"},
+		{"{}", DefaultCheck(HTTP), "http / each 10s within 1s"},
+		{"protocol: tcp", DefaultCheck(TCP), "tcp each 10s within 1s"},
+		{"protocol: grpc\nservice: shop", with(GRPC, func(c *Check) { c.Service = "shop" }), "grpc service shop each 10s within 1s"},
+		{
+			"protocol: https\nverify: false\nserverName: shop.example\nhost: shop.example:8443",
+			with(HTTPS, func(c *Check) { c.Verify, c.ServerName, c.Host = false, "shop.example", "shop.example:8443" }),
+			"https / host shop.example:8443 as shop.example unverified each 10s within 1s",
+		},
+		{
+			`{"path": "/healthz", "port": 8080, "interval": "2s", "timeout": "500ms", "keepAlive": true, "statuses": [204, "300-301", 418]}`,
+			with(HTTP, func(c *Check) {
+				c.Path, c.Port, c.Interval, c.Timeout, c.KeepAlive = "/healthz", 8080, 2*time.Second, 500*time.Millisecond, true
+				c.Statuses = Statuses{}
+				for _, s := range []int{204, 300, 301, 418} {
+					c.Statuses.Add(s)
+				}
+			}),
+			"http :8080/healthz statuses 204,300-301,418 kept alive each 2s within 500ms",
+		},
+		{
+			"headers: {X-B: two words, X-A: '1'}\nhealthy: {successes: 1}\nunhealthy: {httpFailures: 0, tcpFailures: 254}",
+			with(HTTP, func(c *Check) {
+				c.Headers = "X-A: 1\r\nX-B: two words\r\n"
+				c.Thresholds = Thresholds{Successes: 1, HTTPFailures: 0, TCPFailures: 254, Timeouts: 3}
+			}),
+			"http / with 2 headers each 10s within 1s healthy after 1, unhealthy after 0 http failures, 254 tcp failures, 3 timeouts",
+		},
+	} {
+		got, err := ParseCheck(tt.text)
+		if err != nil {
+			t.Errorf("%q: %v", tt.text, err)
+			continue
+		}
+		if diff := cmp.Diff(tt.want, got); diff != "" {
+			t.Errorf("%q: %s", tt.text, diff)
+		}
+		if got.String() != tt.says {
+			t.Errorf("%q prints %q, want %q", tt.text, got, tt.says)
+		}
+	}
+}
+
+// What is refused is named, and so is the way out.
+func TestParseCheckRefuses(t *testing.T) {
+	for text, want := range map[string][]string{
+		"nonsense":                                    {"an object such as"},
+		"[]":                                          {"an object such as"},
+		"{path":                                       {"an object such as"},
+		"paht: /":                                     {`"paht"`},
+		"path: /\npath: /b":                           {"path", "already"},
+		"unhealthy: {failures: 3}":                    {`"failures"`},
+		"protocol: udp":                               {`"udp"`, "http, https, tcp or grpc"},
+		"protocol: HTTP":                              {`"HTTP"`, "http, https"},
+		"path: healthz":                               {"path", "slash"},
+		"path: /a b":                                  {"path", "%XX"},
+		"path: \"/a\\r\\nX: y\"":                      {"path"},
+		"host: \"a\\r\\nX: y\"":                       {"host"},
+		"host: http://a":                              {"host"},
+		"headers: {X: \"a\\r\\nY: b\"}":               {"headers"},
+		"headers: {\"X\\r\\n\": a}":                   {"headers"},
+		"headers: {\"\": a}":                          {"headers"},
+		"headers: {host: a}":                          {"headers", "a key of its own, host"},
+		"headers: {Connection: close}":                {"headers", "keepAlive"},
+		"headers: {Content-Length: '1'}":              {"headers", "Content-Length"},
+		"protocol: https\nserverName: 10.0.0.1":       {"serverName", "a name"},
+		"protocol: https\nserverName: a:443":          {"serverName", "without a port"},
+		"serverName: a":                               {"serverName", "https, not for http"},
+		"protocol: tcp\npath: /":                      {"path", "not for tcp"},
+		"protocol: tcp\nunhealthy: {httpFailures: 1}": {"unhealthy.httpFailures", "not for tcp"},
+		"protocol: grpc\nstatuses: [200]":             {"statuses", "not for grpc"},
+		"service: a":                                  {"service", "grpc"},
+		"statuses: []":                                {"statuses", "200-399"},
+		"statuses: [600]":                             {"statuses", `"600"`},
+		"statuses: [100]":                             {"statuses", `"100"`},
+		"statuses: [299-200]":                         {"statuses", `"299-200"`},
+		"statuses: [2xx]":                             {"statuses", `"2xx"`, "200-399"},
+		"statuses: 200":                               {"statuses"},
+		"port: 0":                                     {"port 0", "leave it out"},
+		"port: 65536":                                 {"port 65536"},
+		"port: http":                                  {"port", "string"},
+		"interval: 10":                                {"interval", "with a unit"},
+		"interval: ten":                               {"interval", "5s"},
+		"interval: 500ms\ntimeout: 100ms":             {"interval 500ms", "1s"},
+		"interval: 2h":                                {"interval 2h"},
+		"timeout: 0s":                                 {"timeout 0s", "10ms"},
+		"timeout: 11s":                                {"timeout 11s", "lengthen the one or shorten the other"},
+		"healthy: {successes: 0}":                     {"healthy.successes", "at least 1"},
+		"unhealthy: {timeouts: 255}":                  {"unhealthy.timeouts 255", "254"},
+		"unhealthy: {timeouts: -1}":                   {"unhealthy.timeouts -1"},
+		"path: /" + strings.Repeat("a", 5000):         {"5007 bytes", "4096"},
+	} {
+		got, err := ParseCheck(text)
+		if err == nil {
+			t.Errorf("%q is taken for %s", text, got)
+			continue
+		}
+		for _, w := range want {
+			if !strings.Contains(err.Error(), w) {
+				t.Errorf("%.40q: %v; want %q in it", text, err, w)
+			}
+		}
+		if strings.Contains(err.Error(), "Go ") || strings.Contains(err.Error(), "checkText") {
+			t.Errorf("%.40q: %v: speaks of Go", text, err)
+		}
+	}
+}
+
+func TestValidateOfWhatIsMadeByHand(t *testing.T) {
+	if err := (Check{}).Validate(); err != nil {
+		t.Fatal(err)
+	}
+	for name, change := range map[string]func(*Check){
+		"protocol": func(c *Check) { c.Protocol = 17 },
+		"headers":  func(c *Check) { c.Headers = "X: a\r\nno colon\r\n" },
+		"each":     func(c *Check) { c.Headers = "X: a" },
+		"statuses": func(c *Check) { c.Statuses = Statuses{} },
+	} {
+		c := DefaultCheck(HTTP)
+		change(&c)
+		if err := c.Validate(); err == nil || !strings.Contains(err.Error(), name) {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+}
+
+// Whatever is taken is valid, and nothing of it can end the line it is sent in.
+func FuzzParseCheck(f *testing.F) {
+	f.Add("{path: /healthz, headers: {X: y}, statuses: [200-399, 418]}")
+	f.Add("protocol: https\nserverName: a\nverify: false")
+	f.Fuzz(func(t *testing.T, text string) {
+		c, err := ParseCheck(text)
+		if err != nil {
+			return
+		}
+		if err := c.Validate(); err != nil {
+			t.Fatal(err)
+		}
+		if strings.ContainsAny(c.Path+c.Host+c.ServerName, "\r\n \x00") || strings.Count(c.Headers, "\n") != strings.Count(c.Headers, "\r\n") ||
+			strings.Contains(c.Headers, "\r\n\r\n") || strings.Count(c.Headers, "\n") > strings.Count(text, ":") {
+			t.Fatalf("%+v", c)
+		}
+	})
+}
