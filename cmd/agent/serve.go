@@ -62,8 +62,11 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 	registry.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	set := health.NewSet()
 	kept, err := journal.Open(ctx, o.file.journalDir(), log)
-	if err != nil {
+	switch {
+	case errors.Is(err, journal.ErrLocked):
 		return fmt.Errorf("%w: give each agent a stateDir of its own", err)
+	case err != nil:
+		return err
 	}
 	defer kept.Close()
 	m := newMetrics(registry, set, kept.Err)

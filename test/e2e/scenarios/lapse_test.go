@@ -1,0 +1,124 @@
+package scenarios
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net/http"
+	"strings"
+	"testing"
+	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/lameduck-io/lameduck/test/cluster/node"
+	"github.com/lameduck-io/lameduck/test/e2e/stage"
+)
+
+// lease is how long a tombstone stands without a coordinator.
+const lease = 60 * time.Second
+
+// A coordinator dies in the middle of a drain, and nobody comes back for the pod. It is out while the lease stands, and in again once the
+// agent has found its EndpointSlices fresh at the API server.
+func TestTombstoneLapsesWithoutCoordinator(t *testing.T) {
+	// Not parallel: it takes the coordinator from all, and has an agent that does not answer.
+	s := open(t)
+	agents, ns := namespace(t, s, "lapse-agents"), namespace(t, s, "lapse")
+	if err := s.InstallApp(t.Context(), stage.App{Namespace: ns, Replicas: 3}); err != nil {
+		t.Fatal(err)
+	}
+	address, err := s.InstallGateway(t.Context(), stage.Gateway{Namespace: ns})
+	if err != nil {
+		t.Fatal(err)
+	}
+	// Without it the drain would be over before the coordinator is.
+	if err := s.Apply(t.Context(), fmt.Sprintf(silentAgent, agents)); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		_ = s.Kube.RbacV1().ClusterRoleBindings().Delete(t.Context(), agents+"-silent", metav1.DeleteOptions{})
+	})
+	silent, err := s.Kube.CoreV1().Pods(agents).Get(t.Context(), "silent", metav1.GetOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := s.Node.Wait(t.Context(), silent.UID, node.Ready); err != nil {
+		t.Fatal(err)
+	}
+	pods, err := s.Pods(t.Context(), ns, "app=web")
+	if err != nil {
+		t.Fatal(err)
+	}
+	pod := pods[0]
+	why := func() string {
+		t.Helper()
+		return whyNoTraffic(t, strings.TrimSuffix(address, ":8080")+":9101", pod.Status.PodIP)
+	}
+	if got := why(); got != "" {
+		t.Fatalf("before its deletion the pod gets no traffic: %s", got)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 3*time.Second)
+	defer cancel()
+	if err := s.Kube.CoreV1().Pods(ns).Delete(ctx, pod.Name, metav1.DeleteOptions{}); err == nil {
+		t.Fatal("the pod is deleted although an agent is silent")
+	}
+	if got := why(); got != "Tombstoned" {
+		t.Fatalf("while it is drained the agent says %q", got)
+	}
+	if out, err := s.Cluster.Kubectl(t.Context(), "-n", stage.System, "scale", "deployment/lameduck-webhook", "--replicas=0"); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	began := time.Now()
+	if err := s.Await(t.Context(), stage.System, "lameduck-webhook"); err != nil {
+		t.Fatal(err)
+	}
+	for why() != "" {
+		if time.Since(began) > lease+60*time.Second {
+			t.Fatalf("the pod is out still: %q", why())
+		}
+		settle(t, 100*time.Millisecond)
+	}
+	if took := time.Since(began); took < lease-5*time.Second {
+		t.Errorf("the pod was in again after %s, before its lease was over", took)
+	} else {
+		t.Logf("in again after %s", took)
+	}
+	if out, err := s.Cluster.Kubectl(t.Context(), "-n", stage.System, "scale", "deployment/lameduck-webhook", "--replicas=1"); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	if err := s.Await(t.Context(), stage.System, "lameduck-webhook"); err != nil {
+		t.Fatal(err)
+	}
+	noRaces(t, s, ns)
+}
+
+// whyNoTraffic asks an agent about the one target at an address.
+func whyNoTraffic(t *testing.T, agent, ip string) string {
+	t.Helper()
+	response, err := http.Get("http://" + agent + "/v1/targets")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer response.Body.Close()
+	body, err := io.ReadAll(response.Body)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var answer struct {
+		Targets []struct{ Address, Pod, Why string }
+	}
+	if err := json.Unmarshal(body, &answer); err != nil {
+		t.Fatalf("%v: %s", err, body)
+	}
+	for _, target := range answer.Targets {
+		if strings.HasPrefix(target.Address, ip+":") {
+			if target.Pod == "" {
+				t.Errorf("the target has no name: %s", body)
+			}
+			return target.Why
+		}
+	}
+	t.Fatalf("the agent does not know %s: %s", ip, body)
+	return ""
+}
