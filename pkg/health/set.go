@@ -153,7 +153,8 @@ func (s *Set) Replace(now time.Time, pool Pool, endpoints []Endpoint) {
 }
 
 // Change applies a difference to what EndpointSlices say of pool: what changes does not list stays as it was. A terminating endpoint's pod is
-// dead from now on. Changes are applied in their order, all at once: no operation follows from only some of them.
+// dead from now on. Changes are applied in their order, all at once: no operation follows from only some of them. A target is meant to be in
+// changes once; of one that goes and comes in the same call it may be forgotten how its health was.
 func (s *Set) Change(now time.Time, pool Pool, changes []Change) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
