@@ -36,8 +36,8 @@ type Change struct {
 
 // Options are what a set can do otherwise.
 type Options struct {
-	// UsablePercent of the routable targets of a pool must be usable, or all are chosen. 0: 50. Where none is usable, all are chosen in any
-	// case.
+	// UsablePercent of the routable targets of a pool must be usable, or all are chosen: 1 to 100. 0: 50. Where none is usable, all are
+	// chosen in any case.
 	UsablePercent int
 	// Detached sets have no gateway to write to: [Set.Pending] and [Set.Watched] are empty, and a target is forgotten as soon as nobody claims
 	// it.
@@ -91,7 +91,7 @@ func NewSet() *Set { return New(Options{}) }
 // New returns an empty set that has not synced.
 func New(o Options) *Set {
 	s := &Set{
-		usablePercent: cmp.Or(o.UsablePercent, 50), detached: o.Detached, seed: maphash.MakeSeed(), work: make(chan struct{}, 1),
+		usablePercent: cmp.Or(max(o.UsablePercent, 0), 50), detached: o.Detached, seed: maphash.MakeSeed(), work: make(chan struct{}, 1),
 		pools: map[Pool]*pool{}, pods: map[UID]*pod{}, free: nowhere, readAt: never, lapsedAt: never,
 		todo: bag{which: inTodo}, watched: bag{which: inWatched},
 	}
