@@ -39,8 +39,8 @@ type Options struct {
 	// UsablePercent of the routable targets of a pool must be usable, or all are chosen: 1 to 100. 0: 50. Where none is usable, all are
 	// chosen in any case.
 	UsablePercent int
-	// Detached sets have no gateway to write to: [Set.Pending] and [Set.Watched] are empty, and a target is forgotten as soon as nobody claims
-	// it.
+	// Detached sets have no gateway to write to: [Set.Pending] and [Set.Watched] are empty, a target is forgotten as soon as nobody claims
+	// it, and a tombstone is never more than [Unknown].
 	Detached bool
 }
 

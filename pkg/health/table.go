@@ -282,7 +282,8 @@ func (s *Set) ofPod(uid UID, all []int32) []int32 {
 		if slot>>32 != h>>32 || uint32(slot) == 0 {
 			continue
 		}
-		if index := int32(uint32(slot) - 1); d.record(index).uidOf() == uid {
+		index := int32(uint32(slot) - 1)
+		if n := d.face(index).read(); n.uid == string(uid) && n.meta>>kindShift&3 != kindZoned {
 			all = append(all, index)
 		}
 	}
