@@ -129,7 +129,7 @@ func (d *Director) Run(ctx context.Context) error {
 		case <-timer.C:
 		case <-d.wake:
 			pause = fastest
-		case <-d.Set.Work():
+		case <-d.Set.Work(): // health has changed
 			pause = fastest
 		}
 		timer.Stop()

@@ -641,6 +641,20 @@ func TestItDoesNotSpin(t *testing.T) {
 	}
 }
 
+// Nobody wakes the director for the outcome of a probe: the set does.
+func TestTheUnhealthyAreTakenOutAtOnce(t *testing.T) {
+	directed(t, func(r *rig) {
+		r.d.Set.SetCheck(time.Now(), "web", health.Check{Thresholds: health.Thresholds{Successes: 1, HTTPFailures: 1}})
+		r.serving("a b")
+		r.d.Set.Passive(time.Now(), key("a"), health.Outcome{Kind: health.HTTPFailure, Code: 503})
+		synctest.Wait() // not a moment later
+		r.routing("b")
+		r.d.Set.Passive(time.Now(), key("a"), health.Outcome{Kind: health.Success})
+		synctest.Wait()
+		r.routing("a b")
+	})
+}
+
 // Two pods are listed at one address of a server that people own. What one wants undoes what the other wants.
 func TestAContestedServerDoesNotMakeItSpin(t *testing.T) {
 	directed(t, func(r *rig) {

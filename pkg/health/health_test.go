@@ -1,7 +1,6 @@
 package health
 
 import (
-	"fmt"
 	"slices"
 	"strings"
 	"testing"
@@ -490,32 +489,61 @@ func TestTargetsOfEveryKindOfAddressAreToldApart(t *testing.T) {
 	}
 }
 
-// The table grows and shrinks to what lives, and is not made anew for ever by what comes and goes.
-func TestTheTableUnderChurn(t *testing.T) {
+// A reader that has found the slot a moment ago meets a place that is free, or used by another, or moved into at this moment.
+func TestAPlaceThatIsFreeIsNobodys(t *testing.T) {
 	s := New(Options{Detached: true})
-	many := func(from, to int) []Endpoint {
-		var all []Endpoint
-		for n := from; n < to; n++ {
-			all = append(all, Endpoint{Target: Target{UID: UID(fmt.Sprint("pod-", n)), Addr: target("a").Addr}, Routable: true})
-		}
-		return all
+	s.Replace(t0, "web", ready("a b"))
+	k := Key{"web", target("a")}
+	n := nameOf(&k.Target)
+	h := hashOf(s.seed, &n)
+	i := s.find(s.pools["web"], &n, h)
+	s.Replace(t0, "web", ready("b"))
+	s.dir.Load().slots[uint32(h)&s.dir.Load().mask].Store(h>>32<<32 | uint64(i+1))
+	if _, ok := s.Lookup(k); ok {
+		t.Fatal("a target that has left is known")
 	}
-	all := many(0, 60_000)
-	s.Replace(t0, "web", all[:5000])
-	was := s.rebuilds
-	for n := range 55_000 {
-		s.Change(t0, "web", []Change{{Endpoint: all[n], Gone: true}, {Endpoint: all[n+5000]}})
-	}
-	if s.rebuilds-was > 3 {
-		t.Errorf("%d rebuilds in 55,000 replacements", s.rebuilds-was)
-	}
-	if s.live != 5000 || len(s.dir.Load().slabs) > 5000>>slabBits+1 {
-		t.Fatalf("%d targets in %d slabs", s.live, len(s.dir.Load().slabs))
-	}
-	for n, e := range all {
-		if _, ok := s.Lookup(Key{"web", e.Target}); ok != (n >= 55_000) {
-			t.Fatalf("%s: known %t", e.Target, ok)
-		}
-	}
+}
 
+// The table grows to what lives, and is not made anew for ever by what comes and goes.
+func TestTheTableUnderChurn(t *testing.T) {
+	for _, live := range []int{100, 6100, 8191} {
+		s := New(Options{Detached: true})
+		all := numbered(0, 2*live)
+		s.Replace(t0, "web", all[:live])
+		var rebuilds []int
+		changes := make([]Change, 2)
+		for round := range 40 {
+			for n, b := range script(uint64(round), live) {
+				// Now this half of a pair lives, now that one.
+				n = (n*7919 + int(b)) % live
+				out, in := n, n+live
+				if _, ok := s.Lookup(Key{"web", all[out].Target}); !ok {
+					out, in = in, out
+				}
+				changes[0], changes[1] = Change{Endpoint: all[out], Gone: true}, Change{Endpoint: all[in]}
+				s.Change(t0, "web", changes)
+			}
+			rebuilds = append(rebuilds, s.rebuilds)
+		}
+		if late := rebuilds[39] - rebuilds[19]; late > 1 {
+			t.Errorf("%d live: %d rebuilds after %d replacements", live, late, 20*live)
+		}
+		d := s.dir.Load()
+		gone := 0
+		for i := range d.slots {
+			if d.slots[i].Load() == slotGone {
+				gone++
+			}
+		}
+		if s.live != live || gone+s.live != s.used || len(d.slots) > 8*live || len(d.slabs) > live>>slabBits+1 {
+			t.Errorf("%d of %d live, %d slots of %d are marked as gone, %d counted as used, %d slabs", s.live, live, gone, len(d.slots), s.used, len(d.slabs))
+		}
+		for n := range live {
+			_, a := s.Lookup(Key{"web", all[n].Target})
+			_, b := s.Lookup(Key{"web", all[n+live].Target})
+			if a == b {
+				t.Fatalf("%d live: of two, both or neither is known", live)
+			}
+		}
+	}
 }

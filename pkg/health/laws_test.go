@@ -48,6 +48,11 @@ func FuzzChangeIsReplace(f *testing.F) {
 				says[e.Target] = says[e.Target] || e.Routable
 				dying[e.Target] = dying[e.Target] || e.Terminating
 			}
+			// Who makes differences says one thing of a target, not two in one breath.
+			all = slices.DeleteFunc(all, func(e Endpoint) bool { return dying[e.Target] && e.Routable })
+			for target := range dying {
+				says[target] = says[target] && !dying[target]
+			}
 			var changes []Change
 			for _, e := range all {
 				if routable := says[e.Target]; dying[e.Target] || said[e.Target] != routable {

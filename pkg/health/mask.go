@@ -285,5 +285,5 @@ func compareKept(a, b *record) int {
 
 // tooFew says whether so few of the routable targets are usable that all are to be chosen.
 func (s *Set) tooFew(usable, routable int32) bool {
-	return usable < routable && (usable == 0 || int64(usable)*100 < int64(routable)*int64(s.usablePercent))
+	return usable < routable && int64(usable)*100 < int64(routable)*int64(s.usablePercent)
 }

@@ -92,7 +92,7 @@ func naiveOf(s *Set) naive {
 			r := s.at(i)
 			k := r.key().String()
 			read := s.generation != 0 && r.seenIn == s.generation
-			want, why := WantRemoved, WhyUnknown
+			want, why := WantRemoved, WhyUnhealthy
 			switch {
 			case dead(r):
 				want, why = WantGone, WhyDead
@@ -116,8 +116,6 @@ func naiveOf(s *Set) naive {
 				}
 			case hold && serves(r):
 				want, why = WantRouted, WhyHeldBack
-			default:
-				why = WhyUnhealthy
 			}
 			n.Views[k] = View{r.verdict, why}
 			done := read

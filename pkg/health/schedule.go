@@ -74,7 +74,6 @@ func (s *Set) plan(i int32, r *record, want bool) {
 		s.unhang(r)
 		w.count--
 		r.set(scheduled|inFlight, false)
-		r.ticket++
 		r.missed = 0
 	}
 }

@@ -36,11 +36,11 @@ type Change struct {
 
 // Options are what a set can do otherwise.
 type Options struct {
-	// UsablePercent of the routable targets of a pool must be usable, or all are chosen. 0: 50. Where none is usable, all are chosen in any
-	// case.
+	// UsablePercent of the routable targets of a pool must be usable, or all are chosen: 1 to 100. 0: 50. Where none is usable, all are
+	// chosen in any case.
 	UsablePercent int
-	// Detached sets have no gateway to write to: [Set.Pending] and [Set.Watched] are empty, and a target is forgotten as soon as nobody claims
-	// it.
+	// Detached sets have no gateway to write to: [Set.Pending] and [Set.Watched] are empty, a target is forgotten as soon as nobody claims
+	// it, and a tombstone is never more than [Unknown].
 	Detached bool
 }
 
@@ -91,7 +91,7 @@ func NewSet() *Set { return New(Options{}) }
 // New returns an empty set that has not synced.
 func New(o Options) *Set {
 	s := &Set{
-		usablePercent: cmp.Or(o.UsablePercent, 50), detached: o.Detached, seed: maphash.MakeSeed(), work: make(chan struct{}, 1),
+		usablePercent: cmp.Or(max(o.UsablePercent, 0), 50), detached: o.Detached, seed: maphash.MakeSeed(), work: make(chan struct{}, 1),
 		pools: map[Pool]*pool{}, pods: map[UID]*pod{}, free: nowhere, readAt: never, lapsedAt: never,
 		todo: bag{which: inTodo}, watched: bag{which: inWatched},
 	}
@@ -153,7 +153,8 @@ func (s *Set) Replace(now time.Time, pool Pool, endpoints []Endpoint) {
 }
 
 // Change applies a difference to what EndpointSlices say of pool: what changes does not list stays as it was. A terminating endpoint's pod is
-// dead from now on. Changes are applied in their order, all at once: no operation follows from only some of them.
+// dead from now on. Changes are applied in their order, all at once: no operation follows from only some of them. A target is meant to be in
+// changes once; of one that goes and comes in the same call it may be forgotten how its health was.
 func (s *Set) Change(now time.Time, pool Pool, changes []Change) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -282,7 +282,8 @@ func (s *Set) ofPod(uid UID, all []int32) []int32 {
 		if slot>>32 != h>>32 || uint32(slot) == 0 {
 			continue
 		}
-		if index := int32(uint32(slot) - 1); d.record(index).uidOf() == uid {
+		index := int32(uint32(slot) - 1)
+		if n := d.face(index).read(); n.uid == string(uid) && n.meta>>kindShift&3 != kindZoned {
 			all = append(all, index)
 		}
 	}
@@ -376,10 +377,11 @@ func (s *Set) drop(index int32) {
 	r.next, s.free = s.free, index
 }
 
-// rebuild makes the table as large as what lives needs. Readers stay in the old one until they are done.
+// rebuild makes the table as large as what lives needs: so large that the marks of what comes and goes do not fill it again. Readers stay in
+// the old one until they are done.
 func (s *Set) rebuild(d *directory) *directory {
 	size := len(d.slots)
-	for s.live+1 > size/2 {
+	for s.live+1 > size/8*3 {
 		size *= 2
 	}
 	next := &directory{mask: uint32(size - 1), slots: make([]atomic.Uint64, size), slabs: d.slabs, pools: d.pools}

@@ -97,7 +97,7 @@ func (r *replacer) run(n int) time.Duration {
 // bareMap does the same to a map.
 func bareMap(n int) func(int) time.Duration {
 	all, order := benchEndpoints(2*n), shuffled(n)
-	type state struct{ verdict, counters int }
+	type state struct{ _, _ int }
 	m := map[health.Key]*state{}
 	for i := range n {
 		m[health.Key{Pool: "web", Target: all[i].Target}] = &state{}
@@ -408,7 +408,7 @@ func benchMemory() ([]Result, error) {
 	for i := range r.all {
 		r.all[i] = health.Endpoint{}
 	}
-	r.all, r.order, jobs = nil, nil, nil
+	r.all, r.order = nil, nil
 	per := float64(heap()-before) / n
 	runtime.KeepAlive(r)
 	return []Result{{Name: "health/bytes-per-target", Ratio: per / 400, Goal: 1, Note: fmt.Sprintf(
