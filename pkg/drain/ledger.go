@@ -33,6 +33,8 @@ type Ledger struct {
 	usable map[Service][]UID
 	// concerned are the agents that must hear now of what changed. See [Ledger.Concerned].
 	concerned map[*agent]struct{}
+	// expected and missing are what Expecting returns.
+	expected, missing int
 	// suspended counts the agents that are; suspensions are the changes that nobody has asked for yet.
 	suspended   int
 	suspensions []Suspension
@@ -76,6 +78,8 @@ type agent struct {
 	// indexed are the Services under which the ledger's index has it, inEverything whether it is in that list.
 	indexed      map[Service]struct{}
 	inEverything bool
+	// countedExpected and countedMissing are how Expecting counts it.
+	countedExpected, countedMissing bool
 }
 
 // heard is a report and when it came.
@@ -394,6 +398,7 @@ func (l *Ledger) Expect(now time.Time, expected []Expected) {
 		}
 		a.expected, a.name, a.ready, a.label = true, e.Name, e.Ready, e.Label
 		l.index(a)
+		l.recount(a)
 		l.touchFor(a)
 	}
 	for id, a := range l.agents {
@@ -402,6 +407,7 @@ func (l *Ledger) Expect(now time.Time, expected []Expected) {
 		}
 		l.touchFor(a)
 		a.expected, a.ready = false, false
+		l.recount(a)
 		if a.session == 0 {
 			l.forget(a)
 		}
@@ -409,16 +415,22 @@ func (l *Ledger) Expect(now time.Time, expected []Expected) {
 }
 
 // Expecting returns how many agents are expected, those that have left apart, and how many of them have no session here.
-func (l *Ledger) Expecting() (expected, missing int) {
-	for _, a := range l.agents {
-		if a.expected && !a.left {
-			expected++
-			if a.session == 0 {
-				missing++
-			}
-		}
+func (l *Ledger) Expecting() (expected, missing int) { return l.expected, l.missing }
+
+// recount brings what Expecting returns in line with a.
+func (l *Ledger) recount(a *agent) {
+	expected := a.expected && !a.left
+	missing := expected && a.session == 0
+	l.expected += number(expected) - number(a.countedExpected)
+	l.missing += number(missing) - number(a.countedMissing)
+	a.countedExpected, a.countedMissing = expected, missing
+}
+
+func number(b bool) int {
+	if b {
+		return 1
 	}
-	return expected, missing
+	return 0
 }
 
 // Connect is [Ledger.ConnectAs] of an agent that does not name its life.
@@ -435,6 +447,7 @@ func (l *Ledger) ConnectAs(now time.Time, id AgentID, boot string) (session uint
 	l.rev++
 	a.session = l.rev
 	l.void(a)
+	l.recount(a)
 	l.index(a)
 	l.touchFor(a)
 	return a.session
@@ -449,6 +462,7 @@ func (l *Ledger) Disconnect(now time.Time, id AgentID, session uint64) {
 	}
 	a.session, a.lostAt = 0, now
 	l.void(a)
+	l.recount(a)
 	l.touchFor(a)
 }
 
@@ -473,6 +487,7 @@ func (l *Ledger) Declare(id AgentID, session uint64, routes []Route) (open []Ope
 	a := l.agents[id]
 	l.touchFor(a)
 	a.declared, a.left = true, false
+	l.recount(a)
 	a.routes = make(map[Service]Route, len(routes))
 	for _, r := range routes {
 		if have, twice := a.routes[r.Service]; !twice || owesAtHold(r) && !owesAtHold(have) {
@@ -500,6 +515,7 @@ func (l *Ledger) Leave(id AgentID, session uint64) (ok bool) {
 	a := l.agents[id]
 	l.touchFor(a)
 	a.left = true
+	l.recount(a)
 	l.index(a)
 	return true
 }

@@ -8,4 +8,5 @@ var suites = []suite{
 	{"health/schedule", benchSchedule},
 	{"health/memory", benchMemory},
 	{"health/probe", probeSpeed},
+	{"drain", drains},
 }

@@ -1,6 +1,7 @@
 package client
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -609,6 +610,31 @@ func TestATokenThatCannotBeReadIsTriedAgain(t *testing.T) {
 		}
 		if s.streams() != 0 {
 			t.Error("a stream without a token")
+		}
+	})
+}
+
+// Whatever a coordinator writes on a stream is a message or the end of it, and no line is held beyond its bound.
+func FuzzLines(f *testing.F) {
+	f.Add([]byte(hello + "\n" + drainLine("a") + "\n\n{}\nnull\n"))
+	f.Add([]byte(`{"type":"release","release":{"uid":"a","dead":true}}`))
+	f.Add([]byte("{\"type\":\"drain\",\"drain\":{\"since\":\"0000-01-01T00:00:00Z\"}}\r\n[]"))
+	f.Fuzz(func(t *testing.T, text []byte) {
+		lines := newLines(bytes.NewReader(text))
+		for range bytes.Count(text, []byte("\n")) + 1 {
+			m, err := lines.next()
+			if err != nil {
+				return
+			}
+			if m.Type == "" && m.Hello == nil && m.Drain == nil && m.Release == nil {
+				continue // such as {} or one of another kind
+			}
+			if _, err := json.Marshal(m); err != nil && !strings.Contains(err.Error(), "Time.MarshalJSON") {
+				t.Errorf("%+v: %v", m, err)
+			}
+		}
+		if _, err := lines.next(); err != io.EOF {
+			t.Errorf("more messages than lines: %v", err)
 		}
 	})
 }

@@ -1,0 +1,413 @@
+package main
+
+import (
+	"bufio"
+	"context"
+	"crypto/tls"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"os/exec"
+	"runtime"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/drain/coordinator"
+	"github.com/lameduck-io/lameduck/pkg/drain/wire"
+)
+
+// agentsEnv holds "address first count services" in a child that plays agents.
+const agentsEnv = "LAMEDUCK_BENCH_AGENTS"
+
+// floorPath is where agents open the connections on which nothing but bytes are exchanged.
+const floorPath = "/floor"
+
+// The Services of the suite: all agents route everybody's, three route few's.
+var (
+	everybodys = drain.Service{Namespace: "bench", Name: "everybodys"}
+	fews       = drain.Service{Namespace: "bench", Name: "fews"}
+)
+
+func init() {
+	if what := os.Getenv(agentsEnv); what != "" {
+		if err := playAgents(what); err != nil {
+			fmt.Fprintln(os.Stderr, "bench: agents:", err)
+			os.Exit(1)
+		}
+		os.Exit(0)
+	}
+}
+
+// drains measures the coordinator with agents in processes of their own, over TLS. Their gateways let go at once, so that what is
+// measured is the ledger, the coordinator and the wire, and the least that an agent can do.
+func drains() (results []Result, err error) {
+	small, err := newFleet(0, 3)
+	if err != nil {
+		return nil, err
+	}
+	defer small.stop()
+	thousand, err := newFleet(1000, 0)
+	if err != nil {
+		return nil, err
+	}
+	each := thousand.bytesPerAgent
+	one := func() time.Duration { return thousand.drain(everybodys, 1) }
+	results = append(results,
+		Result{Name: "drain/fanout-1000", Ratio: ratio(one, thousand.floor), Goal: 2.5, Note: "a drain that 1,000 agents owe, by a line written and one read on as many connections"},
+		Result{Name: "drain/fanout-100-drains", Ratio: ratio(func() time.Duration { return thousand.drain(everybodys, 100) }, one), Goal: 2, Note: "100 drains at once, by one"},
+		Result{Name: "drain/bytes-per-agent", Ratio: each / 1024, Goal: 64, Note: "KiB of heap and stacks on the coordinator, two connections each"},
+	)
+	thousand.stop()
+	many, err := newFleet(9897, 3)
+	if err != nil {
+		return nil, err
+	}
+	defer many.stop()
+	results = append(results, Result{
+		Name: "drain/3-of-9900", Goal: 3, Note: "a drain that 3 of 9,900 agents owe, by one that 3 of 3 do",
+		Ratio: ratio(func() time.Duration { return many.drain(fews, 1) }, func() time.Duration { return small.drain(fews, 1) }),
+	})
+	return results, errors.Join(small.failed, thousand.failed, many.failed)
+}
+
+// fleet is a coordinator and its agents.
+type fleet struct {
+	*coordinator.Coordinator
+	server        *httptest.Server
+	cancel        context.CancelFunc
+	children      []*exec.Cmd
+	bytesPerAgent float64
+	pods          int
+	failed        error
+
+	mu     sync.Mutex
+	floors []net.Conn
+}
+
+// newFleet starts a coordinator and as many agents that route everybody's Service, and that route few's.
+func newFleet(everybody, few int) (*fleet, error) {
+	registry := prometheus.NewRegistry()
+	f := &fleet{Coordinator: coordinator.New(drain.Lease{Replica: "bench", Epoch: "1"}, drain.DefaultTimes(), coordinator.Options{
+		MaxHolds: 1000, Pods: nobody{}, Authenticate: anybody{}, Log: slog.New(slog.DiscardHandler), Metrics: coordinator.NewMetrics(registry),
+	})}
+	routes := http.NewServeMux()
+	routes.Handle("/", f.Handler())
+	routes.HandleFunc(floorPath, func(w http.ResponseWriter, _ *http.Request) {
+		conn, _, err := http.NewResponseController(w).Hijack()
+		if err != nil {
+			return
+		}
+		f.mu.Lock()
+		f.floors = append(f.floors, conn)
+		f.mu.Unlock()
+	})
+	f.server = httptest.NewUnstartedServer(routes)
+	f.server.Config.ErrorLog = slog.NewLogLogger(slog.DiscardHandler, slog.LevelError)
+	before := memory()
+	f.server.StartTLS()
+	ctx, cancel := context.WithCancel(context.Background())
+	f.cancel = cancel
+	go func() { _ = f.Run(ctx) }()
+	const perChild = 3300
+	floor := everybody > 0 && few == 0
+	for first := 0; first < everybody+few; first += perChild {
+		n := min(perChild, everybody+few-first)
+		if err := f.child(first, n, few, floor); err != nil {
+			f.stop()
+			return nil, err
+		}
+	}
+	if n := everybody + few; n > 0 && !floor {
+		f.bytesPerAgent = (memory() - before) / float64(n)
+	} else if n > 0 {
+		// The connections of the floor are ours, and a third of all.
+		f.bytesPerAgent = (memory() - before) / float64(n)
+	}
+	return f, nil
+}
+
+// child starts a process with n agents, the first few of all of which route few's Service, and waits until all have declared.
+func (f *fleet) child(first, n, few int, floor bool) error {
+	child := exec.Command("/proc/self/exe")
+	child.Env = append(os.Environ(), fmt.Sprintf("%s=%s %d %d %d %t", agentsEnv, f.server.Listener.Addr(), first, n, few, floor))
+	child.Stderr = os.Stderr
+	in, err := child.StdinPipe() // its end is the child's
+	if err != nil {
+		return err
+	}
+	out, err := child.StdoutPipe()
+	if err != nil {
+		return err
+	}
+	if err := child.Start(); err != nil {
+		return err
+	}
+	f.children = append(f.children, child)
+	_ = in
+	if line, err := bufio.NewReader(out).ReadString('\n'); err != nil || line != "ready\n" {
+		return fmt.Errorf("agents are not ready: %q, %v", line, err)
+	}
+	return nil
+}
+
+func (f *fleet) stop() {
+	for _, child := range f.children {
+		_ = child.Process.Kill()
+		_ = child.Wait()
+	}
+	f.children = nil
+	f.cancel()
+	f.Stop()
+	for _, conn := range f.floors {
+		conn.Close()
+	}
+	f.server.CloseClientConnections()
+	f.server.Close()
+}
+
+// drain asks for n drains at one time, and returns how long it took until all were released.
+func (f *fleet) drain(service drain.Service, n int) time.Duration {
+	// What the former one left to tell is told.
+	time.Sleep(100 * time.Millisecond)
+	first := f.pods
+	f.pods += n
+	pod := func(i int) drain.Pod {
+		name := strconv.Itoa(first + i)
+		return drain.Pod{Namespace: "bench", Name: name, UID: drain.UID("pod-" + name)}
+	}
+	began := time.Now()
+	var all sync.WaitGroup
+	for i := range n {
+		all.Go(func() {
+			status, _, err := f.Drain(context.Background(), pod(i), []drain.Service{service}, began.Add(20*time.Second))
+			if status.Reason != drain.Acknowledged || err != nil {
+				f.mu.Lock()
+				f.failed = fmt.Errorf("a drain ended as %s, %s, waiting for %d: %w", status.Phase, status.Reason, len(status.Waiting), err)
+				f.mu.Unlock()
+			}
+		})
+	}
+	all.Wait()
+	took := time.Since(began)
+	for i := range n {
+		f.Gone(pod(i).UID)
+	}
+	return took
+}
+
+// floor writes a line on every connection and reads one from each.
+func (f *fleet) floor() time.Duration {
+	time.Sleep(100 * time.Millisecond)
+	began := time.Now()
+	var all sync.WaitGroup
+	for _, conn := range f.floors {
+		all.Go(func() {
+			var line [64]byte
+			if _, err := conn.Write([]byte("let go of this pod, in every Service, at every address\n")); err != nil {
+				f.failed = err
+			}
+			if _, err := conn.Read(line[:]); err != nil {
+				f.failed = err
+			}
+		})
+	}
+	all.Wait()
+	return time.Since(began)
+}
+
+func memory() float64 {
+	runtime.GC()
+	runtime.GC()
+	var m runtime.MemStats
+	runtime.ReadMemStats(&m)
+	return float64(m.HeapAlloc + m.StackInuse)
+}
+
+// anybody is an Authenticator that believes.
+type anybody struct{}
+
+func (anybody) Authenticate(_ context.Context, token string) (coordinator.Identity, error) {
+	return coordinator.Identity{Agent: drain.AgentID(token), Name: "bench/" + token, Everywhere: true}, nil
+}
+
+// nobody is a Pods that knows nothing.
+type nobody struct{}
+
+func (nobody) Life(context.Context, drain.Pod) (coordinator.Life, error) {
+	return coordinator.LifeUnknown, nil
+}
+
+// playAgents plays the agents that what names until its input ends.
+func playAgents(what string) error {
+	var address string
+	var first, n, few int
+	var floor bool
+	if _, err := fmt.Sscan(what, &address, &first, &n, &few, &floor); err != nil {
+		return fmt.Errorf("%q: %w", what, err)
+	}
+	ready := make(chan error, n)
+	turns := make(chan struct{}, 16) // handshakes at one time
+	for i := first; i < first+n; i++ {
+		service := everybodys
+		if i < few {
+			service = fews
+		}
+		go func() {
+			turns <- struct{}{}
+			a := &benchAgent{address: address, id: strconv.Itoa(i), service: service}
+			lines, err := a.open()
+			if err == nil && floor {
+				err = a.openFloor()
+			}
+			<-turns
+			ready <- err
+			if err == nil {
+				err = a.serve(lines)
+			}
+			if err != nil && !errors.Is(err, io.EOF) {
+				fmt.Fprintln(os.Stderr, "bench: agent", i, err)
+			}
+		}()
+	}
+	for range n {
+		if err := <-ready; err != nil {
+			return err
+		}
+	}
+	fmt.Println("ready")
+	_, err := io.Copy(io.Discard, os.Stdin)
+	return err
+}
+
+// benchAgent is an agent whose gateway lets go at once. It has a connection for its stream and, when it first reports, one for posts.
+type benchAgent struct {
+	address, id string
+	service     drain.Service
+	session     uint64
+	post        net.Conn
+	answers     *bufio.Reader
+}
+
+func (a *benchAgent) dial() (net.Conn, error) {
+	// The coordinator of this run is a child's own parent, with a certificate made for it.
+	return tls.Dial("tcp", a.address, &tls.Config{InsecureSkipVerify: true, MinVersion: tls.VersionTLS12})
+}
+
+func (a *benchAgent) open() (*bufio.Reader, error) {
+	conn, err := a.dial()
+	if err != nil {
+		return nil, err
+	}
+	fmt.Fprintf(conn, "GET %s?protocol=1 HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\r\n\r\n", wire.StreamPath, a.id)
+	response, err := http.ReadResponse(bufio.NewReaderSize(conn, 4096), nil)
+	if err != nil {
+		return nil, err
+	}
+	lines := bufio.NewReaderSize(response.Body, 4096)
+	for {
+		m, err := message(lines)
+		if err != nil {
+			return nil, err
+		}
+		if m.Type == wire.TypeHello {
+			a.session = m.Hello.Session
+		}
+		if m.Type == wire.TypeSynced {
+			break
+		}
+	}
+	return lines, a.send(wire.DeclarationsPath, wire.Declaration{Session: a.session, Routes: []drain.Route{
+		{Service: a.service, Via: drain.Endpoints, Can: drain.Direct, Grain: drain.PerRequest},
+	}})
+}
+
+func (a *benchAgent) openFloor() error {
+	conn, err := a.dial()
+	if err != nil {
+		return err
+	}
+	if _, err := fmt.Fprintf(conn, "GET %s HTTP/1.1\r\nHost: x\r\n\r\n", floorPath); err != nil {
+		return err
+	}
+	go func() {
+		line := make([]byte, 64)
+		for {
+			n, err := conn.Read(line)
+			if err != nil {
+				return
+			}
+			if _, err := conn.Write(line[:n]); err != nil {
+				return
+			}
+		}
+	}()
+	return nil
+}
+
+func message(lines *bufio.Reader) (m wire.Message, err error) {
+	line, err := lines.ReadSlice('\n')
+	if err != nil {
+		return m, err
+	}
+	return m, json.Unmarshal(line, &m)
+}
+
+// serve reports every pod that it is told of, those of one write in one post.
+func (a *benchAgent) serve(lines *bufio.Reader) error {
+	var reports []drain.Report
+	for {
+		m, err := message(lines)
+		if err != nil {
+			return err
+		}
+		if m.Type == wire.TypeDrain {
+			reports = append(reports, drain.Report{UID: m.Drain.Pod.UID, State: drain.Idle, Proof: drain.Runtime, Held: true, Since: m.Drain.Since})
+		}
+		if len(reports) > 0 && lines.Buffered() == 0 {
+			if err := a.send(wire.ReportsPath, wire.Reports{Session: a.session, Boot: "bench", Reports: reports}); err != nil {
+				return err
+			}
+			reports = reports[:0]
+		}
+	}
+}
+
+func (a *benchAgent) send(path string, body any) error {
+	if a.post == nil {
+		conn, err := a.dial()
+		if err != nil {
+			return err
+		}
+		a.post, a.answers = conn, bufio.NewReaderSize(conn, 512)
+	}
+	text, err := json.Marshal(body)
+	if err != nil {
+		return err
+	}
+	var request strings.Builder
+	fmt.Fprintf(&request, "POST %s HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\r\nContent-Length: %d\r\n\r\n%s", path, a.id, len(text), text)
+	if _, err := io.WriteString(a.post, request.String()); err != nil {
+		return err
+	}
+	response, err := http.ReadResponse(a.answers, nil)
+	if err != nil {
+		return err
+	}
+	defer response.Body.Close()
+	if response.StatusCode >= 300 {
+		return fmt.Errorf("%s: %s", path, response.Status)
+	}
+	_, err = io.Copy(io.Discard, response.Body)
+	return err
+}
