@@ -48,8 +48,9 @@ const (
 	// admissionConns bounds the connections of API servers. Each keeps one for every call that it has open, and 25 unused ones; a replica
 	// holds 32 calls by default and answers the others in milliseconds.
 	admissionConns = 1000
-	// readTime is how long a review may take to arrive: what is left of the webhook's time then is still enough for an answer.
-	readTime = 2 * time.Second
+	// readTime is how long a request of people may take to arrive. A review may take as long as the API server waits for its answer: cut
+	// earlier, it would be a deletion that goes on unasked, and in a burst it is this process that reads late.
+	readTime = 5 * time.Second
 	// writeMargin is added to the webhook's time, after which the API server has given up.
 	writeMargin = 5 * time.Second
 	// peopleConns and peopleWrite bound those who read metrics and ask for health.
@@ -140,7 +141,7 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 		serve.Task{Name: "roster", Run: roster.run, Last: true},
 		serve.Task{Name: "events", Run: events.run, Last: true},
 		serve.Server{
-			Name: "admission", Listener: listeners[0], TLS: secure, Handler: door.Guard(handler), Conns: admissionConns, ReadTime: readTime,
+			Name: "admission", Listener: listeners[0], TLS: secure, Handler: door.Guard(handler), Conns: admissionConns, ReadTime: o.times.Webhook,
 			WriteTime: o.times.Webhook + writeMargin, Stop: stop, Delay: o.shutdownDelay, Grace: shutdownGrace, Log: log,
 		}.Task(),
 		serve.HTTP("agents", listeners[1], secure, coord.Handler(), shutdownGrace, stop),
