@@ -1,6 +1,7 @@
 package main
 
 import (
+	"strings"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -20,6 +21,11 @@ type metrics struct {
 	unlearned  prometheus.Counter
 	journal    *prometheus.CounterVec
 	writing    prometheus.Histogram
+	probes     *prometheus.CounterVec
+	probing    *prometheus.HistogramVec
+	lateness   prometheus.Histogram
+	flying     *prometheus.GaugeVec
+	full       prometheus.Gauge
 }
 
 func newMetrics(r prometheus.Registerer, set *health.Set, trouble func() error) *metrics {
@@ -54,6 +60,28 @@ func newMetrics(r prometheus.Registerer, set *health.Set, trouble func() error) 
 	m.writing = prometheus.NewHistogram(prometheus.HistogramOpts{
 		Name: "lameduck_agent_journal_write_duration_seconds", Help: "Time of one attempt to write the tombstones to disk.", Buckets: buckets,
 	})
+	m.probes = prometheus.NewCounterVec(prometheus.CounterOpts{
+		Name: "lameduck_agent_probes_total", Help: "Probes of targets that ended, by protocol and outcome.",
+	}, []string{"protocol", "outcome"})
+	m.probing = prometheus.NewHistogramVec(prometheus.HistogramOpts{
+		Name: "lameduck_agent_probe_duration_seconds", Help: "Time of one probe, by protocol.", Buckets: buckets,
+	}, []string{"protocol"})
+	m.lateness = prometheus.NewHistogram(prometheus.HistogramOpts{
+		Name: "lameduck_agent_probe_lateness_seconds", Help: "How late probes began, by their schedule.", Buckets: buckets,
+	})
+	m.flying = prometheus.NewGaugeVec(prometheus.GaugeOpts{
+		Name: "lameduck_agent_probes_in_flight", Help: "Probes by state: flying, waiting for room, and idle connections that are kept alive.",
+	}, []string{"state"})
+	m.full = prometheus.NewGauge(prometheus.GaugeOpts{
+		Name: "lameduck_agent_probes_overloaded", Help: "1 while no more probes are begun because too many are in flight: verdicts come late.",
+	})
+	r.MustRegister(m.probes, m.probing, m.lateness, m.flying, m.full)
+	for _, p := range []health.Protocol{health.HTTP, health.HTTPS, health.TCP, health.GRPC} {
+		m.probing.WithLabelValues(p.String())
+		for _, o := range []health.OutcomeKind{health.Success, health.HTTPFailure, health.TCPFailure, health.Timeout} {
+			m.probes.WithLabelValues(p.String(), outcomeLabel(o))
+		}
+	}
 	failing := prometheus.NewGaugeFunc(prometheus.GaugeOpts{
 		Name: "lameduck_agent_journal_failing",
 		Help: "1 while tombstones are not kept on disk, because it fails or hangs: they are forgotten if the agent dies. Also until the first write after a file that could not be read.",
@@ -124,27 +152,64 @@ func (m *metrics) Wrote(took time.Duration, err error) {
 	m.writing.Observe(took.Seconds())
 }
 
+// refusals registers how many Services have a check that cannot be read.
+func (m *metrics) refusals(r prometheus.Registerer, count func() int) {
+	r.MustRegister(prometheus.NewGaugeFunc(prometheus.GaugeOpts{
+		Name: "lameduck_agent_refused_checks", Help: "Services whose annotation lameduck.io/health-check cannot be read. The log names them.",
+	}, func() float64 { return float64(count()) }))
+}
+
+// Started implements probe.Observer.
+func (m *metrics) Started(lateness time.Duration) { m.lateness.Observe(lateness.Seconds()) }
+
+// Finished implements probe.Observer.
+func (m *metrics) Finished(protocol health.Protocol, outcome health.Outcome, took time.Duration) {
+	m.probes.WithLabelValues(protocol.String(), outcomeLabel(outcome.Kind)).Inc()
+	m.probing.WithLabelValues(protocol.String()).Observe(took.Seconds())
+}
+
+// InFlight implements probe.Observer.
+func (m *metrics) InFlight(flying, waiting, idle int, full bool) {
+	m.flying.WithLabelValues("flying").Set(float64(flying))
+	m.flying.WithLabelValues("waiting").Set(float64(waiting))
+	m.flying.WithLabelValues("idle").Set(float64(idle))
+	m.full.Set(0)
+	if full {
+		m.full.Set(1)
+	}
+}
+
+func outcomeLabel(k health.OutcomeKind) string { return strings.ReplaceAll(k.String(), " ", "_") }
+
 // targets collects what the set holds when it is asked.
 type targets struct{ set *health.Set }
 
 var (
 	targetsDesc = prometheus.NewDesc("lameduck_agent_targets",
-		"Targets by pool and state: claimed by EndpointSlices, routed by the gateway, buried (claimed and tombstoned).", []string{"pool", "state"}, nil)
+		"Targets by pool and state: claimed by EndpointSlices, routed by the gateway, buried (claimed and tombstoned), unusable (routable and unhealthy).", []string{"pool", "state"}, nil)
+	openDesc = prometheus.NewDesc("lameduck_agent_pool_failing_open",
+		"1 while too few of a pool's routable targets are healthy, so that all of them get traffic.", []string{"pool"}, nil)
 	tombstonesDesc = prometheus.NewDesc("lameduck_agent_tombstones", "Tombstones by state.", []string{"state"}, nil)
 )
 
 // Describe implements prometheus.Collector.
 func (t targets) Describe(out chan<- *prometheus.Desc) {
 	out <- targetsDesc
+	out <- openDesc
 	out <- tombstonesDesc
 }
 
 // Collect implements prometheus.Collector.
 func (t targets) Collect(out chan<- prometheus.Metric) {
 	for pool, c := range t.set.Counts() {
-		for state, n := range map[string]int{"claimed": c.Claimed, "routed": c.Routed, "buried": c.Buried} {
+		for state, n := range map[string]int{"claimed": c.Claimed, "routed": c.Routed, "buried": c.Buried, "unusable": c.Unusable} {
 			out <- prometheus.MustNewConstMetric(targetsDesc, prometheus.GaugeValue, float64(n), string(pool), state)
 		}
+		open := 0.0
+		if c.FailingOpen {
+			open = 1
+		}
+		out <- prometheus.MustNewConstMetric(openDesc, prometheus.GaugeValue, open, string(pool))
 	}
 	counts := map[health.State]int{}
 	for _, s := range t.set.Tombstones() {

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"encoding/json"
 	"errors"
 	"flag"
 	"fmt"
@@ -59,6 +60,8 @@ type file struct {
 	StateDir string `json:"stateDir,omitempty"`
 	// HealthTimeout is how long a change may wait for the gateway before /livez and /healthz fail. 0: a minute.
 	HealthTimeout duration `json:"healthTimeout,omitempty"`
+	// MinHealthyPercent of the routable targets of a backend must be healthy, or all of them get traffic. 0: 50.
+	MinHealthyPercent int `json:"minHealthyPercent,omitempty"`
 }
 
 // coordinators says where they are and how to trust them.
@@ -93,6 +96,9 @@ type backendFile struct {
 	Defaults      string   `json:"defaults,omitempty"`
 	Lines         []string `json:"lines,omitempty"`
 	ServerOptions string   `json:"serverOptions,omitempty"`
+	// HealthCheck is how the agent probes the targets, see health.ParseCheck; the Service's annotation lameduck.io/health-check wins over it.
+	// Absent: they are not probed.
+	HealthCheck json.RawMessage `json:"healthCheck,omitempty"`
 }
 
 // duration is a time.Duration that is written as "1.5s". What cannot be read as one is kept as err: only check knows the field.
@@ -194,6 +200,7 @@ func (f *file) check() error {
 	if f.HealthTimeout.Duration == 0 {
 		f.HealthTimeout.Duration = healthTimeout
 	}
+	must(f.MinHealthyPercent >= 0 && f.MinHealthyPercent <= 100, "minHealthyPercent %d: must be 0 to 100", f.MinHealthyPercent)
 	if c := f.Coordinators; c != nil {
 		_, err := namespacedName(c.Service)
 		must((c.Service == "") != (len(c.Addresses) == 0), "coordinators: exactly one of service %q and addresses %q is needed", c.Service, c.Addresses)
@@ -230,6 +237,8 @@ func (f *file) check() error {
 			continue
 		}
 		first[b.Backend] = i
+		_, err = health.ParseCheck(string(b.HealthCheck))
+		must(err == nil, "haproxy.backends[%d].healthCheck: %w", i, err)
 		must(!b.Owned || f.HAProxy.ServersFile != "", "haproxy.serversFile %q: required, backends[%d] is owned", f.HAProxy.ServersFile, i)
 	}
 	return errors.Join(errs...)

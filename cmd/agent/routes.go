@@ -45,6 +45,8 @@ type routes struct {
 
 	// queued is told of each change that the set has taken in. May be nil.
 	queued func(serving.Family)
+	// told is called when the set was told of targets. May be nil.
+	told func()
 	// replicas is nil without coordinators in a Service.
 	replicas     func(addresses []string)
 	coordinators endpoints.Port
@@ -255,4 +257,7 @@ func (r *routes) tell(now time.Time, changed []endpoints.PortChange) {
 		}
 	}
 	r.director.Wake()
+	if r.told != nil {
+		r.told()
+	}
 }

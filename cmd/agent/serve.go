@@ -29,6 +29,7 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain/journal"
 	"github.com/lameduck-io/lameduck/pkg/gateway"
 	"github.com/lameduck-io/lameduck/pkg/health"
+	"github.com/lameduck-io/lameduck/pkg/health/probe"
 	"github.com/lameduck-io/lameduck/pkg/health/serving"
 	"github.com/lameduck-io/lameduck/pkg/serve"
 )
@@ -60,7 +61,7 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 	}
 	registry := prometheus.NewRegistry()
 	registry.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
-	set := health.NewSet()
+	set := health.New(health.Options{UsablePercent: o.file.MinHealthyPercent})
 	kept, err := journal.Open(ctx, o.file.journalDir(), log)
 	switch {
 	case errors.Is(err, journal.ErrLocked):
@@ -81,7 +82,15 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 	}
 	routes := newRoutes(o.file, set, director)
 	routes.queued = func(f serving.Family) { following.Queued(f, time.Now()) }
-	tasks := []serve.Task{{Name: "journal", Run: kept.Run}}
+	probes := &probe.Runner{Source: set, Observer: m}
+	routes.told = probes.Wake
+	checks := newChecks(o.file, routes.ports, set, probes.Wake, log)
+	m.refusals(registry, checks.refusals)
+	tasks := []serve.Task{
+		{Name: "journal", Run: kept.Run},
+		{Name: "probes", Run: probes.Run},
+		{Name: "checks", Run: func(ctx context.Context) error { return checks.run(ctx, kube) }},
+	}
 	var learnt atomic.Bool
 	learned := closed()
 	stones := &tombstones{set: set, journal: kept, wake: wake, log: log, known: map[health.UID]health.State{}}

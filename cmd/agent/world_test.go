@@ -21,12 +21,14 @@ import (
 	"testing"
 	"time"
 
+	corev1 "k8s.io/api/core/v1"
 	discovery "k8s.io/api/discovery/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 	"github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest"
+	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
 // asAgent makes this test program the agent: a process of its own, that can be killed.
@@ -90,6 +92,8 @@ type api struct {
 	// frozen watches stay open and say nothing. refusing answers lists with 503.
 	frozen, refusing bool
 	lists            int
+	// annotation is the health check of the Service, served at version.
+	annotation string
 }
 
 func newAPI(t testing.TB, pods ...string) *api {
@@ -130,7 +134,66 @@ func (a *api) listed() int {
 	return a.lists
 }
 
+// annotate gives the Service a health check.
+func (a *api) annotate(check string) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.version++
+	a.annotation = check
+	close(a.changed)
+	a.changed = make(chan struct{})
+}
+
+// serveServices lists and watches the one Service.
+func (a *api) serveServices(w http.ResponseWriter, r *http.Request) {
+	w.Header().Set("Content-Type", "application/json")
+	encoder := json.NewEncoder(w)
+	service := func() (*corev1.Service, chan struct{}) {
+		a.mu.Lock()
+		defer a.mu.Unlock()
+		s := &corev1.Service{TypeMeta: metav1.TypeMeta{APIVersion: "v1", Kind: "Service"}}
+		s.Namespace, s.Name, s.ResourceVersion = "shop", "web", fmt.Sprint(a.version)
+		if a.annotation != "" {
+			s.Annotations = map[string]string{health.CheckAnnotation: a.annotation}
+		}
+		return s, a.changed
+	}
+	s, changed := service()
+	if r.URL.Query().Get("watch") == "" {
+		_ = encoder.Encode(&corev1.ServiceList{
+			TypeMeta: metav1.TypeMeta{APIVersion: "v1", Kind: "ServiceList"}, ListMeta: metav1.ListMeta{ResourceVersion: s.ResourceVersion}, Items: []corev1.Service{*s},
+		})
+		return
+	}
+	send := func(kind string, o any) {
+		_ = encoder.Encode(map[string]any{"type": kind, "object": o})
+		w.(http.Flusher).Flush()
+	}
+	if r.URL.Query().Get("sendInitialEvents") == "true" {
+		send("ADDED", s)
+		end := &corev1.Service{TypeMeta: s.TypeMeta}
+		end.ResourceVersion = s.ResourceVersion
+		end.Annotations = map[string]string{metav1.InitialEventsAnnotationKey: "true"}
+		send("BOOKMARK", end)
+	} else {
+		w.(http.Flusher).Flush()
+	}
+	for {
+		select {
+		case <-changed:
+		case <-r.Context().Done():
+			return
+		}
+		s, changed = service()
+		send("MODIFIED", s)
+	}
+}
+
 func (a *api) serve(w http.ResponseWriter, r *http.Request) {
+	if strings.HasSuffix(r.URL.Path, "/namespaces/shop/services") {
+		a.serveServices(w, r)
+		return
+	}
 	if !strings.HasSuffix(r.URL.Path, "/namespaces/shop/endpointslices") {
 		http.NotFound(w, r)
 		return
@@ -304,6 +367,7 @@ type world struct {
 	mu      sync.Mutex
 	answers map[string][]time.Time // when requests began that a pod has answered
 	failed  []string
+	sick    map[string]bool // pods that answer checks with 503
 }
 
 type safeBuffer struct {
@@ -337,7 +401,7 @@ func newWorld(t *testing.T, n int, lease time.Duration) *world {
 	if err != nil {
 		t.Fatal(err)
 	}
-	w := &world{T: t, dir: dir, answers: map[string][]time.Time{}, log: &safeBuffer{}}
+	w := &world{T: t, dir: dir, answers: map[string][]time.Time{}, sick: map[string]bool{}, log: &safeBuffer{}}
 	t.Cleanup(func() { os.RemoveAll(dir) })
 	for len(w.pods) < n {
 		nextHost.Lock()
@@ -348,7 +412,15 @@ func newWorld(t *testing.T, n int, lease time.Duration) *world {
 		if err != nil {
 			t.Fatal(err)
 		}
-		s := &http.Server{Handler: http.HandlerFunc(func(rw http.ResponseWriter, _ *http.Request) { _, _ = io.WriteString(rw, uid) })}
+		s := &http.Server{Handler: http.HandlerFunc(func(rw http.ResponseWriter, r *http.Request) {
+			w.mu.Lock()
+			sick := w.sick[uid]
+			w.mu.Unlock()
+			if r.URL.Path == "/healthz" && sick {
+				rw.WriteHeader(http.StatusServiceUnavailable)
+			}
+			_, _ = io.WriteString(rw, uid)
+		})}
 		go func() { _ = s.Serve(l) }()
 		t.Cleanup(func() { s.Close() })
 		w.pods = append(w.pods, uid)

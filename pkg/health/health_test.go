@@ -222,9 +222,9 @@ func TestAChangedCheckKeepsTheVerdictUntilItHasItsOwn(t *testing.T) {
 	if _, next := w.Due(w.now.Add(time.Hour), nil, 10); !next.IsZero() {
 		t.Fatalf("without a check there is something to ask for at %s", next)
 	}
-	w.verdict("b", Unhealthy)
+	w.verdict("b", VerdictUnknown) // nobody would ever find it well again
 	w.settle()
-	w.routed("web", "a c")
+	w.routed("web", "a b c")
 }
 
 // jobs takes one probe of each target, unanswered.

@@ -101,7 +101,8 @@ func (s *Set) unhang(r *record) {
 }
 
 // SetCheck says how the targets of pool are probed. A check that equals the last one changes nothing. Another one restarts probing,
-// and every target's last verdict stands until the new check has one. The zero Check ends probing, and verdicts stay as they are. A check
+// and every target's last verdict stands until the new check has one. The zero Check ends probing and forgets the verdicts: nobody would ever
+// change them. A check
 // without a protocol probes nothing either, but its thresholds judge what gateways report by [Set.Passive]. The caller wakes who calls
 // [Set.Due].
 func (s *Set) SetCheck(now time.Time, pool Pool, c Check) {
@@ -112,7 +113,7 @@ func (s *Set) SetCheck(now time.Time, pool Pool, c Check) {
 	if was == nil && c == (Check{}) || was != nil && *was == c {
 		return
 	}
-	s.begin(now)
+	at := s.begin(now)
 	for _, i := range p.members.all {
 		s.plan(i, s.at(i), false)
 	}
@@ -126,6 +127,9 @@ func (s *Set) SetCheck(now time.Time, pool Pool, c Check) {
 		r.counters = [4]uint8{}
 		if !p.probing() {
 			r.set(unproven, false)
+		}
+		if p.check == nil && r.verdict != VerdictUnknown {
+			r.verdict, r.since = VerdictUnknown, at
 		}
 		s.refresh(i, r)
 	}
