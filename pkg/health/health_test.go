@@ -1,6 +1,7 @@
 package health
 
 import (
+	"fmt"
 	"slices"
 	"strings"
 	"testing"
@@ -371,6 +372,10 @@ func TestALapsedTombstoneNeedsFreshKnowledge(t *testing.T) {
 		"a difference": func(w *world) { w.Change(w.now, "web", []Change{{Endpoint: ready("a")[0]}}) },
 		"a watcher":    func(w *world) { w.Refreshed(w.now) },
 		"synced anew":  func(w *world) { w.Synced() },
+		"a coordinator": func(w *world) {
+			w.bury("a", "r2")
+			w.Lift("a", "r2")
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			for _, probed := range []bool{false, true} {
@@ -409,7 +414,20 @@ func TestALapsedTombstoneNeedsFreshKnowledge(t *testing.T) {
 		w.probe(1, "a")
 		w.settle()
 		w.routed("web", "b")
+		w.why("a:lapsed b:chosen")
 		w.probe(2, "") // it may have failed twice
+		w.settle()
+		w.routed("web", "a b")
+	})
+	t.Run("it leaves and comes back", func(t *testing.T) {
+		w := serving(t, "a b")
+		w.SetCheck(w.now, "web", everySecond)
+		w.bury("a", "r")
+		w.settle()
+		w.pass(2 * time.Minute)
+		w.Lapse(w.now)
+		w.list("web", ready("b"))
+		w.list("web", ready("a b")) // as new as any other
 		w.settle()
 		w.routed("web", "a b")
 	})
@@ -504,9 +522,21 @@ func TestAPlaceThatIsFreeIsNobodys(t *testing.T) {
 	}
 }
 
+// What has left leaves a mark only as long as a run goes on behind it.
+func TestMarksGoWithTheEndOfTheirRun(t *testing.T) {
+	s := New(Options{Detached: true})
+	s.Replace(t0, "web", ready("10.0.0.1:80@a 10.0.0.2:80@a 10.0.0.3:80@a"))
+	for n, want := range []int{3, 3, 0} {
+		s.Change(t0, "web", []Change{{Endpoint: ready(fmt.Sprintf("10.0.0.%d:80@a", n+1))[0], Gone: true}})
+		if s.used != want {
+			t.Fatalf("%d slots are used when %d of 3 have left, want %d", s.used, n+1, want)
+		}
+	}
+}
+
 // The table grows to what lives, and is not made anew for ever by what comes and goes.
 func TestTheTableUnderChurn(t *testing.T) {
-	for _, live := range []int{100, 6100, 8191} {
+	for _, live := range []int{100, 1500, 2047} {
 		s := New(Options{Detached: true})
 		all := numbered(0, 2*live)
 		s.Replace(t0, "web", all[:live])
