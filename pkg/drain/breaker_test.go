@@ -81,6 +81,15 @@ func TestAnAgentThatLetsThreeDrainsExpireIsSuspended(t *testing.T) {
 	if open, _, _ := w.Since("bad", 0); len(open) != 3 {
 		t.Errorf("told of %v", open)
 	}
+	// Who waits is woken by the last of those that are waited for.
+	g := pod("g")
+	w.Ask(w.now, g, []Service{web})
+	w.Touched()
+	w.say("good", g, Idle)
+	if got := w.Touched(); !slices.Contains(got, g.UID) {
+		t.Errorf("touched %v", got)
+	}
+	w.Gone(w.now, g.UID)
 	// It acknowledges one in time, and is owed again.
 	w.pass(5 * time.Second)
 	w.say("bad", d, Removed)

@@ -117,8 +117,10 @@ type drain struct {
 	rosterAt uint64
 	// witness is an agent that keeps the drain in phase, Unrouting or Quiescing, as status last found: while it does, what others
 	// say changes nothing. Nil: whatever is said may matter.
-	witness   *agent
-	phase     Phase
+	witness *agent
+	phase   Phase
+	// cursor is where in agents the last witness was found that was looked for without the others.
+	cursor    int
 	reason    Reason
 	closedAt  time.Time
 	checkedAt time.Time
@@ -542,13 +544,14 @@ func (l *Ledger) Report(now time.Time, id AgentID, session uint64, reports []Rep
 		if open {
 			l.expire(now, d)
 		}
-		if !known || had.Report != r || !l.fresh(now, a, had) {
+		fresher := !known || had.Report != r || !l.fresh(now, a, had)
+		if fresher {
 			news = true
-			if open && matters(d, a, r) {
-				l.touch(d)
-			}
 		}
 		l.hear(now, a, r)
+		if open && fresher && matters(d, a, r) && !(a == d.witness && acknowledges(r) && l.replaceWitness(now, d)) {
+			l.touch(d)
+		}
 		if open && d.queued && !r.Held {
 			l.admit(now)
 		}
@@ -863,10 +866,9 @@ func (l *Ledger) derive(now time.Time, d *drain) Status {
 		if !owes {
 			continue
 		}
-		state := StateUnknown
-		if r, ok := a.reports[d.pod.UID]; ok && r.Held && l.fresh(now, a, r) {
-			state = r.State
-			recheck(r.at.Add(l.times.Freshness + 1))
+		state, until := l.state(now, a, d)
+		if !until.IsZero() {
+			recheck(until)
 		}
 		// What it owed when its time was up it owes still, so that the drain which suspended it names it.
 		if a.breaker.open && !d.expired && state < Idle {
@@ -907,6 +909,42 @@ func (l *Ledger) derive(now time.Time, d *drain) Status {
 	}
 	d.phase, d.witness = s.Phase, witness(s, waiting)
 	return s
+}
+
+// state is what a says of the pod of d that counts at now and, if time alone may change that, when.
+func (l *Ledger) state(now time.Time, a *agent, d *drain) (state State, until time.Time) {
+	if r, ok := a.reports[d.pod.UID]; ok && r.Held && l.fresh(now, a, r) {
+		return r.State, r.at.Add(l.times.Freshness + 1)
+	}
+	return StateUnknown, time.Time{}
+}
+
+// replaceWitness looks for another agent that keeps d in its phase, after what its witness said lets it go. It goes round the agents
+// from where it found the last: those that it passes have let go, so that all the searches of a drain together pass each of them
+// only a few times, however many agents there are and in whatever order they answer.
+func (l *Ledger) replaceWitness(now time.Time, d *drain) bool {
+	below := Removed
+	if d.phase == Quiescing {
+		below = Idle
+	}
+	agents := l.owing(d)
+	for range agents {
+		if d.cursor++; d.cursor >= len(agents) {
+			d.cursor = 0
+		}
+		a := agents[d.cursor]
+		if owes, _ := l.owes(now, a, d); !owes || a.breaker.open && !d.expired {
+			continue
+		}
+		switch state, _ := l.state(now, a, d); {
+		case d.phase == Quiescing && state < Removed:
+			return false // a step back
+		case state < below:
+			d.witness = a
+			return true
+		}
+	}
+	return false
 }
 
 // witness chooses one of those whom s waits for that keeps it in its phase. The one in the middle: whether agents answer in the order

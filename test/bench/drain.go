@@ -61,12 +61,10 @@ func drains() (results []Result, err error) {
 	if err != nil {
 		return nil, err
 	}
-	each := thousand.bytesPerAgent
 	one := func() time.Duration { return thousand.drain(everybodys, 1) }
 	results = append(results,
 		Result{Name: "drain/fanout-1000", Ratio: ratio(one, thousand.floor), Goal: 2.5, Note: "a drain that 1,000 agents owe, by a line written and one read on as many connections"},
 		Result{Name: "drain/fanout-100-drains", Ratio: ratio(func() time.Duration { return thousand.drain(everybodys, 100) }, one), Goal: 2, Note: "100 drains at once, by one"},
-		Result{Name: "drain/bytes-per-agent", Ratio: each / 1024, Goal: 64, Note: "KiB of heap and stacks on the coordinator, two connections each"},
 	)
 	thousand.stop()
 	many, err := newFleet(9897, 3)
@@ -75,6 +73,8 @@ func drains() (results []Result, err error) {
 	}
 	defer many.stop()
 	results = append(results, Result{
+		Name: "drain/bytes-per-agent", Ratio: many.bytesPerAgent / 1024, Goal: 64, Note: "KiB of heap and stacks on the coordinator, with two connections open",
+	}, Result{
 		Name: "drain/3-of-9900", Goal: 3, Note: "a drain that 3 of 9,900 agents owe, by one that 3 of 3 do",
 		Ratio: ratio(func() time.Duration { return many.drain(fews, 1) }, func() time.Duration { return small.drain(fews, 1) }),
 	})
@@ -128,12 +128,7 @@ func newFleet(everybody, few int) (*fleet, error) {
 			return nil, err
 		}
 	}
-	if n := everybody + few; n > 0 && !floor {
-		f.bytesPerAgent = (memory() - before) / float64(n)
-	} else if n > 0 {
-		// The connections of the floor are ours, and a third of all.
-		f.bytesPerAgent = (memory() - before) / float64(n)
-	}
+	f.bytesPerAgent = (memory() - before) / float64(everybody+few)
 	return f, nil
 }
 
@@ -142,8 +137,8 @@ func (f *fleet) child(first, n, few int, floor bool) error {
 	child := exec.Command("/proc/self/exe")
 	child.Env = append(os.Environ(), fmt.Sprintf("%s=%s %d %d %d %t", agentsEnv, f.server.Listener.Addr(), first, n, few, floor))
 	child.Stderr = os.Stderr
-	in, err := child.StdinPipe() // its end is the child's
-	if err != nil {
+	// The end of its input is the child's end, also if this process dies.
+	if _, err := child.StdinPipe(); err != nil {
 		return err
 	}
 	out, err := child.StdoutPipe()
@@ -154,7 +149,6 @@ func (f *fleet) child(first, n, few int, floor bool) error {
 		return err
 	}
 	f.children = append(f.children, child)
-	_ = in
 	if line, err := bufio.NewReader(out).ReadString('\n'); err != nil || line != "ready\n" {
 		return fmt.Errorf("agents are not ready: %q, %v", line, err)
 	}
@@ -275,7 +269,7 @@ func playAgents(what string) error {
 			if err == nil {
 				err = a.serve(lines)
 			}
-			if err != nil && !errors.Is(err, io.EOF) {
+			if err != nil && !errors.Is(err, io.EOF) && !errors.Is(err, io.ErrUnexpectedEOF) {
 				fmt.Fprintln(os.Stderr, "bench: agent", i, err)
 			}
 		}()

@@ -633,7 +633,7 @@ func FuzzLines(f *testing.F) {
 				t.Errorf("%+v: %v", m, err)
 			}
 		}
-		if _, err := lines.next(); err != io.EOF {
+		if _, err := lines.next(); !errors.Is(err, io.EOF) {
 			t.Errorf("more messages than lines: %v", err)
 		}
 	})

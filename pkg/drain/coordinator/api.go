@@ -24,6 +24,9 @@ import (
 // writeTimeout is how long an agent may take to read what one wake-up has for it. A slower one is cut and starts again.
 const writeTimeout = 5 * time.Second
 
+// linesKept is how many bytes a stream keeps to write into again. It needs more when many drains begin at one time, which is seldom.
+const linesKept = 4 << 10
+
 // bodyTimeout is how long an agent may take to send the body of a post. A slower one is cut.
 const bodyTimeout = 5 * time.Second
 
@@ -429,7 +432,9 @@ func (c *Coordinator) stream(w http.ResponseWriter, r *http.Request, who Identit
 			if err := control.Flush(); err != nil {
 				return nil, errWritten
 			}
-			lines.Reset()
+			if lines.Reset(); lines.Cap() > linesKept {
+				lines = bytes.Buffer{}
+			}
 		}
 		select {
 		case <-s.woken:

@@ -1,6 +1,7 @@
 package coordinator
 
 import (
+	"errors"
 	"net"
 	"os"
 	"os/exec"
@@ -59,7 +60,7 @@ func TestAnUnpluggedConnectionEndsInTime(t *testing.T) {
 		}
 		out, err := child.CombinedOutput()
 		if err != nil {
-			if _, exited := err.(*exec.ExitError); !exited && os.Getenv("CI") == "" && os.Getenv("REQUIRE_REAL") == "" {
+			if exit := (*exec.ExitError)(nil); !errors.As(err, &exit) && os.Getenv("CI") == "" && os.Getenv("REQUIRE_REAL") == "" {
 				t.Skipf("no network namespace: %v", err)
 			}
 			t.Fatalf("%v\n%s", err, out)
