@@ -178,12 +178,14 @@ func Decide(f Facts) Verdict {
 		return unroute(BreakGlass)
 
 	case f.Terminating:
+		// Its drain, if it had one, is closed, and agents know by its EndpointSlices.
 		return now(Terminating)
 	case f.Finished:
-		return now(Finished)
+		return unroute(Finished)
 	case f.NotRunning:
-		return now(NotRunning)
+		return unroute(NotRunning)
 	case f.Mirror:
+		// The pod does not end by this, and the kubelet makes its image anew: nothing to unroute.
 		return now(MirrorPod)
 	case f.ByNode:
 		return unroute(ByNode)

@@ -162,10 +162,11 @@ func earlier(a, b time.Time) time.Time {
 	return b
 }
 
-// isController says whether a workload controller asks: it has a queue of its own and comes back by itself.
+// isController says whether a workload controller asks, or the garbage collector that deletes the pods of what is gone: these have queues of
+// their own and come back by themselves.
 func isController(username string) bool {
 	name, ok := strings.CutPrefix(username, "system:serviceaccount:kube-system:")
-	return ok && strings.HasSuffix(name, "-controller") || username == "system:kube-controller-manager"
+	return ok && (strings.HasSuffix(name, "-controller") || name == "generic-garbage-collector") || username == "system:kube-controller-manager"
 }
 
 func waitingFor(s drain.Status) string {

@@ -102,6 +102,7 @@ func TestRetryAfterGrows(t *testing.T) {
 		"a ReplicaSet that was not held":      {replicaSets, 2 * time.Second, false, coordinator.ErrTooManyHolds, TooManyHolds, 1},
 		"a ReplicaSet not held, after 5 s":    {replicaSets, 6 * time.Second, false, coordinator.ErrTooManyHolds, TooManyHolds, 0},
 		"the controllers in one, after 5 s":   {"system:kube-controller-manager", 6 * time.Second, true, nil, Draining, 0},
+		"the garbage collector, after 5 s":    {"system:serviceaccount:kube-system:generic-garbage-collector", 6 * time.Second, true, nil, Draining, 0},
 		"an operator is a person":             {"system:serviceaccount:shop:my-controller", 10 * time.Second, true, nil, Draining, 1},
 		"an account of kube-system, no queue": {"system:serviceaccount:kube-system:admin", 10 * time.Second, true, nil, Draining, 1},
 	} {

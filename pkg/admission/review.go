@@ -1,18 +1,18 @@
 package admission
 
 import (
+	"bytes"
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"net/http"
 	"net/url"
 	"os"
+	"strings"
 	"time"
 
 	admissionv1 "k8s.io/api/admission/v1"
 	corev1 "k8s.io/api/core/v1"
-	policyv1 "k8s.io/api/policy/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 )
@@ -58,7 +58,9 @@ func read(w http.ResponseWriter, r *http.Request) (*request, error) {
 	if ct := r.Header.Get("Content-Type"); ct != "application/json" {
 		return nil, malformed{http.StatusUnsupportedMediaType, fmt.Sprintf("content type %.100q: an AdmissionReview comes as application/json", ct)}
 	}
-	body, err := io.ReadAll(http.MaxBytesReader(w, r.Body, maxReview))
+	var body bytes.Buffer
+	body.Grow(int(min(max(r.ContentLength, 0), maxReview)) + bytes.MinRead)
+	_, err := body.ReadFrom(http.MaxBytesReader(w, r.Body, maxReview))
 	var tooLarge *http.MaxBytesError
 	switch {
 	case errors.As(err, &tooLarge):
@@ -68,12 +70,12 @@ func read(w http.ResponseWriter, r *http.Request) (*request, error) {
 	case err != nil:
 		return nil, bad("read the review: %v", err)
 	}
-	var review admissionv1.AdmissionReview
-	if err := json.Unmarshal(body, &review); err != nil {
-		return nil, bad("decode the review: %v", err)
+	var review reviewed
+	if err := decode(body.Bytes(), &review); err != nil {
+		return nil, err
 	}
 	want := admissionv1.SchemeGroupVersion.WithKind("AdmissionReview")
-	if got := review.GroupVersionKind(); got != want {
+	if got := review.TypeMeta.GroupVersionKind(); got != want {
 		return nil, bad("the review is a %.100q of version %.100q; %s %s is understood", got.Kind, review.APIVersion, want.GroupVersion(), want.Kind)
 	}
 	ask := review.Request
@@ -111,65 +113,140 @@ func read(w http.ResponseWriter, r *http.Request) (*request, error) {
 	return q, nil
 }
 
-func (q *request) readDelete(ask *admissionv1.AdmissionRequest) error {
+func (q *request) readDelete(ask *reviewedRequest) error {
 	q.operation = Delete
 	q.collection = ask.Name == ""
-	var pod corev1.Pod
-	if err := decodeAs(ask.OldObject.Raw, &pod, "request.oldObject", "Pod"); err != nil {
-		return err
-	}
-	if pod.UID == "" {
+	switch old := ask.OldObject; {
+	case old == nil:
+		return bad("request.oldObject is empty")
+	case old.Kind != "Pod":
+		return bad("request.oldObject is a %.100q, not a Pod", old.Kind)
+	case old.Metadata.UID == "":
 		return bad("request.oldObject.metadata.uid is empty")
+	default:
+		q.pod = old.pod()
 	}
 	// In a DELETECOLLECTION only the object knows its name.
-	q.namespace, q.name, q.pod = pod.Namespace, pod.Name, &pod
-	if len(ask.Options.Raw) == 0 {
-		return nil
-	}
-	var options metav1.DeleteOptions
-	if err := json.Unmarshal(ask.Options.Raw, &options); err != nil {
-		return bad("decode request.options: %v", err)
-	}
-	q.takeOptions(&options)
+	q.namespace, q.name = q.pod.Namespace, q.pod.Name
+	q.takeOptions(ask.Options)
 	return nil
 }
 
-func (q *request) readEviction(ask *admissionv1.AdmissionRequest) error {
+func (q *request) readEviction(ask *reviewedRequest) error {
 	q.operation = Evict
 	// policy/v1beta1 has the same fields.
-	var eviction policyv1.Eviction
-	if err := decodeAs(ask.Object.Raw, &eviction, "request.object", "Eviction"); err != nil {
-		return err
-	}
-	if q.name == "" {
-		q.name = eviction.Name
-	}
-	if eviction.DeleteOptions != nil {
+	switch eviction := ask.Object; {
+	case eviction == nil:
+		return bad("request.object is empty")
+	case eviction.Kind != "Eviction":
+		return bad("request.object is a %.100q, not an Eviction", eviction.Kind)
+	default:
+		if q.name == "" {
+			q.name = eviction.Metadata.Name
+		}
 		q.takeOptions(eviction.DeleteOptions)
+		return nil
 	}
-	return nil
 }
 
-func (q *request) takeOptions(o *metav1.DeleteOptions) {
-	q.grace = o.GracePeriodSeconds
-	q.dryRun = q.dryRun || len(o.DryRun) > 0
+func (q *request) takeOptions(o *reviewedOptions) {
+	if o != nil {
+		q.grace = o.GracePeriodSeconds
+		q.dryRun = q.dryRun || len(o.DryRun) > 0
+	}
 }
 
-func decodeAs(raw []byte, into any, field, kind string) error {
-	if len(raw) == 0 {
-		return bad("%s is empty", field)
+// reviewed is an AdmissionReview, but for what is not looked at here: most of a pod is its containers, and decoding all of it into
+// Kubernetes' types takes three times as long. Fields are named as there.
+type reviewed struct {
+	metav1.TypeMeta
+	Request *reviewedRequest
+}
+
+type reviewedRequest struct {
+	UID         types.UID
+	Resource    metav1.GroupVersionResource
+	SubResource string
+	Name        string
+	Namespace   string
+	Operation   admissionv1.Operation
+	UserInfo    struct {
+		Username string
+		Groups   []string
 	}
-	var meta metav1.TypeMeta
-	if err := json.Unmarshal(raw, &meta); err != nil {
-		return bad("decode %s: %v", field, err)
+	Object    *reviewedEviction
+	OldObject *reviewedPod
+	DryRun    *bool
+	Options   *reviewedOptions
+}
+
+type reviewedEviction struct {
+	Kind          string
+	Metadata      struct{ Name string }
+	DeleteOptions *reviewedOptions
+}
+
+type reviewedOptions struct {
+	GracePeriodSeconds *int64
+	DryRun             []string
+}
+
+type reviewedPod struct {
+	Kind     string
+	Metadata struct {
+		Namespace, Name     string
+		UID                 types.UID
+		ResourceVersion     string
+		DeletionTimestamp   *metav1.Time
+		Labels, Annotations map[string]string
+		OwnerReferences     []metav1.OwnerReference
 	}
-	if meta.Kind != kind {
-		return bad("%s is a %.100q, not a %s", field, meta.Kind, kind)
+	Spec struct {
+		NodeName                      string
+		TerminationGracePeriodSeconds *int64
 	}
-	if err := json.Unmarshal(raw, into); err != nil {
-		return bad("decode %s: %v", field, err)
+	Status struct {
+		Phase      corev1.PodPhase
+		Conditions []struct {
+			Type               corev1.PodConditionType
+			Status             corev1.ConditionStatus
+			LastTransitionTime metav1.Time
+		}
 	}
-	return nil
+}
+
+// pod returns the pod with as much as was looked at.
+func (r *reviewedPod) pod() *corev1.Pod {
+	m := &r.Metadata
+	pod := &corev1.Pod{
+		ObjectMeta: metav1.ObjectMeta{
+			Namespace: m.Namespace, Name: m.Name, UID: m.UID, ResourceVersion: m.ResourceVersion, DeletionTimestamp: m.DeletionTimestamp,
+			Labels: m.Labels, Annotations: m.Annotations, OwnerReferences: m.OwnerReferences,
+		},
+		Spec:   corev1.PodSpec{NodeName: r.Spec.NodeName, TerminationGracePeriodSeconds: r.Spec.TerminationGracePeriodSeconds},
+		Status: corev1.PodStatus{Phase: r.Status.Phase},
+	}
+	for _, c := range r.Status.Conditions {
+		pod.Status.Conditions = append(pod.Status.Conditions, corev1.PodCondition{Type: c.Type, Status: c.Status, LastTransitionTime: c.LastTransitionTime})
+	}
+	return pod
+}
+
+// decode reads a review. Its errors are malformed, and name the object that is at fault.
+func decode(body []byte, into *reviewed) error {
+	err := json.Unmarshal(body, into)
+	if err == nil {
+		return nil
+	}
+	var wrong *json.UnmarshalTypeError
+	if errors.As(err, &wrong) {
+		for _, object := range []string{"request.oldObject", "request.object", "request.options"} {
+			if field := strings.ToLower(wrong.Field); field == strings.ToLower(object) || strings.HasPrefix(field, strings.ToLower(object)+".") {
+				return bad("decode %s: %v", object, err)
+			}
+		}
+	}
+	return bad("decode the review: %v", err)
 }
 
 // timeoutOf reads ?timeout=, which the API server sets to the time that it has left.

@@ -59,9 +59,10 @@ func TestMalformedReviews(t *testing.T) {
 		"an old object of another kind": {with(func(r *admissionv1.AdmissionRequest) { r.OldObject.Raw = []byte(`{"kind":"Node"}`) }), "", 400, `request.oldObject is a "Node", not a Pod`},
 		"an old object that is none":    {with(func(r *admissionv1.AdmissionRequest) { r.OldObject.Raw = []byte(`"pod"`) }), "", 400, "decode request.oldObject: json: cannot unmarshal string"},
 		"an old object of a wrong type": {with(func(r *admissionv1.AdmissionRequest) { r.OldObject.Raw = []byte(`{"kind":"Pod","spec":7}`) }), "", 400, "decode request.oldObject: json: cannot unmarshal number"},
-		"a quantity that is none": {with(func(r *admissionv1.AdmissionRequest) {
-			r.OldObject.Raw = []byte(`{"kind":"Pod","metadata":{"uid":"u"},"spec":{"containers":[{"resources":{"limits":{"cpu":"much"}}}]}}`)
-		}), "", 400, "decode request.oldObject: quantities must match"},
+		"a time that is none": {with(func(r *admissionv1.AdmissionRequest) {
+			r.OldObject.Raw = []byte(`{"kind":"Pod","metadata":{"uid":"u","deletionTimestamp":"soon"}}`)
+		}), "", 400, `decode the review: parsing time "soon"`},
+		"deep": {replace(`"oldObject":{`, `"oldObject":{"deep":`+strings.Repeat("[", 100_000)+strings.Repeat("]", 100_000)+","), "", 400, "exceeded max depth"},
 		"a pod without UID": {with(func(r *admissionv1.AdmissionRequest) {
 			r.OldObject.Raw = []byte(`{"kind":"Pod","metadata":{"name":"a"}}`)
 		}), "", 400, "request.oldObject.metadata.uid is empty"},
@@ -69,7 +70,7 @@ func TestMalformedReviews(t *testing.T) {
 			r.OldObject.Raw = []byte(`{"kind":"Pod","metadata":{"uid":"u","namespace":"shop"}}`)
 		}), "", 400, `names no pod: namespace "shop", name ""`},
 		"options of a wrong type":     {text(deletion(pod, options(`{"gracePeriodSeconds":"none"}`))), "", 400, "decode request.options: json: cannot unmarshal string"},
-		"an eviction of a pod":        {text(eviction(pod, "policy/v1", "", func(r *admissionv1.AdmissionRequest) { r.Object.Raw = []byte(`{"kind":"Pod"}`) })), "", 400, `request.object is a "Pod", not a Eviction`},
+		"an eviction of a pod":        {text(eviction(pod, "policy/v1", "", func(r *admissionv1.AdmissionRequest) { r.Object.Raw = []byte(`{"kind":"Pod"}`) })), "", 400, `request.object is a "Pod", not an Eviction`},
 		"an eviction without object":  {text(eviction(pod, "policy/v1", "", func(r *admissionv1.AdmissionRequest) { r.Object.Raw = nil })), "", 400, "request.object is empty"},
 		"an eviction's wrong options": {text(eviction(pod, "policy/v1", `{"dryRun":"All"}`)), "", 400, "decode request.object: json: cannot unmarshal string"},
 		"an eviction of nobody":       {text(eviction(pod, "policy/v1", "", func(r *admissionv1.AdmissionRequest) { r.Name = ""; r.Object.Raw = []byte(`{"kind":"Eviction"}`) })), "", 400, "the review names no pod"},
@@ -217,6 +218,8 @@ func FuzzRead(f *testing.F) {
 	f.Add(text(eviction(pod, "policy/v1", `{"dryRun":["All"]}`)), "1h")
 	f.Add(text(eviction(pod, "policy/v1beta1", "")), "-1s")
 	f.Add("null", "9223372036854775807ns")
+	f.Add(`{"apiVersion":"admission.k8s.io/v1","kind":"AdmissionReview","request":{"oldObject":`+strings.Repeat("[", 10_001), "5s")
+	f.Add(strings.Replace(text(deletion(pod)), `"oldObject":{`, `"oldObject":{"KIND":"Pod","metadata":{"UID":"x"},`, 1), "5s")
 	f.Fuzz(func(t *testing.T, body, timeout string) {
 		r := httptest.NewRequest(http.MethodPost, "/v1/admit", strings.NewReader(body))
 		r.URL.RawQuery = "timeout=" + timeout

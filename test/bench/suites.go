@@ -9,4 +9,5 @@ var suites = []suite{
 	{"health/memory", benchMemory},
 	{"health/probe", probeSpeed},
 	{"drain", drains},
+	{"admission", runAdmission},
 }
