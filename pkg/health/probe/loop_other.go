@@ -14,3 +14,5 @@ func (r *Runner) Run(context.Context) error {
 
 // Wake does nothing.
 func (r *Runner) Wake() {}
+
+type flight struct{}

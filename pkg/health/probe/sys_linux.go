@@ -24,7 +24,7 @@ func rawWrite(fd int, b []byte) (int, errno) {
 }
 
 func rawClose(fd int) {
-	unix.RawSyscall(unix.SYS_CLOSE, uintptr(fd), 0, 0)
+	_, _, _ = unix.RawSyscall(unix.SYS_CLOSE, uintptr(fd), 0, 0)
 }
 
 func rawSocket(family int) (int, errno) {
@@ -52,13 +52,13 @@ func rawConnect(fd int, addr netip.AddrPort) errno {
 // dontAck makes the first acknowledgement wait for what is sent next. At worst it does not.
 func dontAck(fd int) {
 	var zero int32
-	unix.RawSyscall6(unix.SYS_SETSOCKOPT, uintptr(fd), unix.IPPROTO_TCP, unix.TCP_QUICKACK, uintptr(unsafe.Pointer(&zero)), unsafe.Sizeof(zero), 0)
+	_, _, _ = unix.RawSyscall6(unix.SYS_SETSOCKOPT, uintptr(fd), unix.IPPROTO_TCP, unix.TCP_QUICKACK, uintptr(unsafe.Pointer(&zero)), unsafe.Sizeof(zero), 0)
 }
 
 // resetOnClose makes close send RST. At worst it sends FIN.
 func resetOnClose(fd int) {
 	linger := unix.Linger{Onoff: 1}
-	unix.RawSyscall6(unix.SYS_SETSOCKOPT, uintptr(fd), unix.SOL_SOCKET, unix.SO_LINGER, uintptr(unsafe.Pointer(&linger)), unsafe.Sizeof(linger), 0)
+	_, _, _ = unix.RawSyscall6(unix.SYS_SETSOCKOPT, uintptr(fd), unix.SOL_SOCKET, unix.SO_LINGER, uintptr(unsafe.Pointer(&linger)), unsafe.Sizeof(linger), 0)
 }
 
 // pendingError returns why a connection was not made, 0 if it was.
