@@ -19,7 +19,8 @@
 // silent agents named; it never closes.
 //
 // Who owes is computed from what agents declare and from which agents the API says exist ([Ledger.Expect]), never configured. An
-// agent that was never heard owes everything its label says it could route.
+// agent that was never heard owes everything its label says it could route. One whose gateway has gone
+// says so ([Ledger.Leave]) and owes nothing; one that lets drain after drain expire is no longer waited for (breaker.go).
 //
 // The clock of a drain is one: the oldest since that this replica or any agent knows of the UID. Asking again, another replica, a
 // restart of either side do not restart it. Abandonment stops it; the next drain of the same UID goes on from there and
