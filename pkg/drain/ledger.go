@@ -132,6 +132,9 @@ func (l *Ledger) Ask(now time.Time, pod Pod, services []Service) Status {
 	if d.open && grown {
 		l.change(d)
 	}
+	if brokenRule == 5 {
+		d.since, d.begun = now, now
+	}
 	if !d.open {
 		d.open, d.reason, d.begun, d.lastAnswer = true, ReasonNone, now, now
 		d.quiescingAt, d.allowed = time.Time{}, false
@@ -251,7 +254,7 @@ func (l *Ledger) Alive(now time.Time, uid UID) bool {
 }
 
 func (l *Ledger) suspect(now time.Time, d *drain) bool {
-	return d.inFlight == 0 && now.Sub(d.lastAnswer) >= l.times.Abandon
+	return d.inFlight == 0 && (now.Sub(d.lastAnswer) >= l.times.Abandon || brokenRule == 3)
 }
 
 // close ends a drain. What was said of it must not count for the next one of this UID: an agent that has lifted a tombstone
@@ -392,6 +395,9 @@ func (l *Ledger) Report(now time.Time, id AgentID, session uint64, reports []Rep
 			news = true
 			l.touched[r.UID] = true
 		}
+		if brokenRule == 1 && known && had.State > r.State {
+			r = had.Report
+		}
 		a.reports[r.UID] = heard{r, now}
 		if d := l.drains[r.UID]; d != nil && d.open {
 			l.adopt(d, r.Since)
@@ -415,7 +421,7 @@ func (l *Ledger) Since(id AgentID, rev uint64) (open []Open, released []Release,
 		case d.open && l.routes(a, d):
 			open = append(open, Open{d.pod, d.since})
 		case !d.open:
-			released = append(released, Release{d.pod.UID, d.reason == Dead})
+			released = append(released, Release{d.pod.UID, d.reason == Dead || brokenRule == 4})
 		}
 	}
 	slices.Reverse(open)
@@ -484,8 +490,11 @@ func (l *Ledger) owes(now time.Time, a *agent, d *drain) (owes bool, until time.
 	if !l.routes(a, d) {
 		return false, time.Time{}
 	}
-	if a.session != 0 || a.ready {
+	if a.session != 0 || a.ready && brokenRule != 7 {
 		return true, time.Time{}
+	}
+	if brokenRule == 7 {
+		return false, time.Time{}
 	}
 	until = a.lostAt.Add(l.times.Away)
 	return now.Before(until), until
@@ -539,6 +548,8 @@ func (l *Ledger) status(now time.Time, d *drain) Status {
 	}
 	recheck(s.Deadline)
 	switch {
+	case s.Owed == 0 && brokenRule == 6 && now.Before(s.Deadline):
+		s.Phase = Unrouting
 	case s.Owed == 0:
 		s.Phase, s.Reason = Released, NoAgents
 	case least == Idle:

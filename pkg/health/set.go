@@ -218,6 +218,9 @@ func (s *Set) Lift(uid UID, holder string) bool {
 	}
 	_, ok := p.holders[holder]
 	delete(p.holders, holder)
+	if brokenRule == 2 {
+		clear(p.holders)
+	}
 	s.forgetIfEmpty(uid, p)
 	return ok
 }
