@@ -1,0 +1,46 @@
+//go:build lameduckmutation
+
+package main
+
+import (
+	"fmt"
+
+	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/health"
+)
+
+var broken int
+
+func brokenRule() int { return broken }
+
+// rules are those of the design, and what is switched off of each.
+var rules = [...]string{
+	1: "level, not event: the ledger keeps the best word it has heard",
+	2: "a tombstone belongs to its holders: one holder's lift ends all leases",
+	3: "it ends on knowledge: a drain is abandoned as soon as nobody waits for it",
+	4: "nothing stays lost: agents are told that a pod which lives is dead",
+	5: "one clock: asking again starts it again",
+	6: "availability first: a drain that nobody owes waits",
+	7: "who is expected is read from the API: only open streams count",
+	8: "declare before you program: the agent programs at once",
+}
+
+func mutate(from uint64, most int) error {
+	missed := 0
+	for rule := 1; rule < len(rules); rule++ {
+		broken = rule
+		drain.BreakRule(rule)
+		health.BreakRule(rule)
+		t := sweep(from, most, true, nil)
+		if t.violations == 0 {
+			missed++
+			fmt.Printf("rule %d off: NOT caught in %d seeds (%s)\n", rule, t.seeds, rules[rule])
+			continue
+		}
+		fmt.Printf("rule %d off: caught in %4d seeds, by %-10s (%s)\n", rule, t.seeds, t.check, rules[rule])
+	}
+	if missed > 0 {
+		return fmt.Errorf("%d rules can be switched off unnoticed", missed)
+	}
+	return nil
+}
