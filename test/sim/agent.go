@@ -57,6 +57,8 @@ type agent struct {
 	journal map[drain.UID]*entry
 	// leases are who holds what until when, for the checks: a plain record beside the set.
 	leases map[drain.UID]map[string]time.Time
+	// dead are the pods that this life has seen terminating, for the checks.
+	dead map[drain.UID]bool
 }
 
 // entry is a tombstone on disk.
@@ -107,6 +109,7 @@ func (a *agent) start() {
 	}
 	a.up, a.started = true, w.at
 	a.set = health.NewSet()
+	a.dead = map[drain.UID]bool{}
 	a.known, a.leases = map[health.UID]health.State{}, map[drain.UID]map[string]time.Time{}
 	a.programming, a.learned, a.unlearned = false, false, false
 	a.stepping, a.poked, a.generation = false, false, ""
@@ -204,8 +207,11 @@ func (a *agent) sliceSeen(service int, s slice) {
 	endpoints := make([]health.Endpoint, 0, len(s.endpoints))
 	for _, e := range s.endpoints {
 		endpoints = append(endpoints, health.Endpoint{Target: target(e), Routable: e.ready, Terminating: e.terminating})
-		if e.terminating && a.journal[e.uid] != nil {
-			a.journal[e.uid].dead = true
+		if e.terminating {
+			a.dead[e.uid] = true
+			if a.journal[e.uid] != nil {
+				a.journal[e.uid].dead = true
+			}
 		}
 	}
 	a.set.Replace(a.w.now, pool(service), endpoints)
@@ -252,6 +258,7 @@ func (a *agent) bury(p drain.Pod, holder string, since, expires time.Time) bool 
 func (a *agent) lift(uid drain.UID, holder string, dead bool) {
 	e := a.journal[uid]
 	if dead {
+		a.dead[uid] = true
 		if e == nil {
 			e = &entry{since: a.w.now, holders: map[string]time.Time{}}
 			a.journal[uid] = e
@@ -306,11 +313,16 @@ func (a *agent) step() {
 	w := a.w
 	a.stepping, a.poked = true, false
 	ops := a.set.Pending()
+	a.checkOps(ops)
 	if len(ops) == 0 {
 		a.read(nil)
 		return
 	}
-	w.after(&a.proc, w.between(100*time.Microsecond, 15*time.Millisecond), func() {
+	took := w.between(100*time.Microsecond, 15*time.Millisecond)
+	if w.faulty() && w.kinds[slowGateway] && w.chance(300) {
+		took = w.between(100*time.Millisecond, 4*time.Second)
+	}
+	w.after(&a.proc, took, func() {
 		for i, op := range ops {
 			if w.faulty() && w.kinds[opErrors] && w.chance(100) {
 				a.log("the gateway refuses %s", op)
@@ -318,6 +330,7 @@ func (a *agent) step() {
 			}
 			a.log("%s", op)
 			a.gw.apply(op)
+			a.checkLast(op)
 			if i == len(ops)/2 && a.dies("between two operations") {
 				return
 			}

@@ -25,6 +25,8 @@ type pod struct {
 	born time.Duration
 	// target has the condition DisruptionTarget.
 	target bool
+	// refused is until when another webhook refuses its deletion, whoever asks.
+	refused time.Duration
 	// calls counts deletions that are under way.
 	calls int
 }
@@ -255,6 +257,9 @@ type caller struct {
 	forced  bool
 	tries   int
 	backoff time.Duration
+	// denials counts the refusals in a row, for its drain, by one life of one replica.
+	by            *coord
+	life, denials int
 }
 
 // deletion starts a caller on some pod.
@@ -282,8 +287,20 @@ func (a *api) deletion() {
 		a.podChanged(c.p)
 	}
 	a.log("somebody wants %s deleted (evict=%t controller=%t forced=%t)", c.p.uid, c.evict, c.ctrl, c.forced)
+	if a.w.kinds[stubborn] && a.w.chance(500) {
+		c.p.refused = max(c.p.refused, a.w.at+a.w.between(10*time.Second, 80*time.Second))
+	}
 	c.p.calls++
 	a.attempt(c)
+}
+
+// reask asks for the deletion of a pod whose drain has just been abandoned.
+func (a *api) reask(uid drain.UID) {
+	if p := a.find(uid); !p.terminating {
+		a.log("somebody wants %s deleted after all", uid)
+		p.calls++
+		a.attempt(&caller{p: p, backoff: 5 * time.Millisecond})
+	}
 }
 
 // requestLimit is what the API server gives one DELETE or eviction in all.
@@ -339,7 +356,7 @@ func (a *api) review(c *caller, limit time.Duration, first bool) {
 	if w.faulty() && w.chance(a.other.sleep) {
 		sleep = w.between(0, 20*time.Second)
 	}
-	otherDenies = w.faulty() && w.chance(a.other.deny)
+	otherDenies = w.faulty() && w.chance(a.other.deny) || w.at < c.p.refused
 	w.after(nil, sleep, func() { otherDone = true; finish() })
 	a.webhook(c, limit, func(v verdict) { ours = &v; finish() })
 }
@@ -407,6 +424,9 @@ func (a *api) again(c *caller, retryAfter time.Duration, hard bool) {
 		c.backoff = min(2*c.backoff, 20*time.Second)
 		w.after(nil, c.backoff, func() { a.attempt(c) })
 	case hard || !c.evict:
+		if !hard {
+			w.checkPatience(c)
+		}
 		stop()
 	default:
 		w.after(nil, 5*time.Second, func() { a.attempt(c) }) // kubectl drain

@@ -2,6 +2,7 @@ package main
 
 import (
 	"slices"
+	"strconv"
 	"time"
 
 	"github.com/lameduck-io/lameduck/pkg/drain"
@@ -30,12 +31,24 @@ const (
 	checkClockName = "clock"
 	// checkEarly: a drain was abandoned before its time.
 	checkEarly = "abandoned"
+	// checkDeadName: a gateway is asked to route to a pod that its agent has seen terminating.
+	checkDeadName = "dead"
+	// checkBuriedName: a gateway is asked to route to a pod on which somebody has a lease, and which need not be kept.
+	checkBuriedName = "buried"
+	// checkEmptied: an agent took out the last target of a living pod in a pool.
+	checkEmptied = "emptied"
+	// checkGaveUp: a client gave up, as client-go does after ten retries, before the drain let it through.
+	checkGaveUp = "gave up"
 	// checkOpen, checkStone and checkRoutes: after quiet, a drain is open, a living pod has a tombstone, or a gateway does not route what
 	// EndpointSlices say.
 	checkOpen   = "open"
 	checkStone  = "tombstone"
 	checkRoutes = "routes"
 )
+
+// inside lists the checks that look into coordinators and agents, and say the rules in other words. The others only look at what
+// everybody can see: answers, gateways, requests, and what is left in the end.
+var inside = []string{checkBacking, checkHoldersName, checkClockName, checkEarly, checkDeadName, checkBuriedName}
 
 // spentMost is how long before an allow the reading behind an acknowledgement may have begun: the freshness bound, and the longest that
 // a report may be under way.
@@ -156,6 +169,50 @@ func (a *agent) checkTruth(sampled time.Duration) {
 	}
 }
 
+// checkOps looks at what an agent is about to ask of its gateway.
+func (a *agent) checkOps(ops []health.Op) {
+	var kept map[health.UID]bool
+	for _, op := range ops {
+		if op.Want != health.WantRouted {
+			continue
+		}
+		uid := drain.UID(op.Key.Target.UID)
+		if a.dead[uid] {
+			a.w.fail(checkDeadName, "%s asks for %s, and has seen the pod terminating", a.name, op)
+		}
+		for holder, until := range a.leases[uid] {
+			if !until.After(a.w.now) {
+				continue
+			}
+			if kept == nil {
+				kept = map[health.UID]bool{}
+				for _, s := range a.set.Tombstones() {
+					kept[s.UID] = s.State <= health.Kept
+				}
+			}
+			if !kept[op.Key.Target.UID] {
+				a.w.fail(checkBuriedName, "%s asks for %s, and %s holds a lease on a tombstone of it", a.name, op, holder)
+			}
+		}
+	}
+}
+
+// checkLast looks at a pool after a living pod was taken out.
+func (a *agent) checkLast(op health.Op) {
+	if op.Want != health.WantRemoved || strconv.Itoa(a.gw.generation) != a.generation {
+		return
+	}
+	if p := a.w.api.find(drain.UID(op.Key.Target.UID)); p.terminating {
+		return
+	}
+	for _, s := range a.gw.workers[len(a.gw.workers)-1].servers {
+		if s.key.Pool == op.Key.Pool && s.routed {
+			return
+		}
+	}
+	a.w.fail(checkEmptied, "%s: %s leaves nothing in the pool", a.name, op)
+}
+
 // checkHolders: a lease that nobody has ended and that has not run out stands.
 func (a *agent) checkHolders(uid drain.UID) {
 	for holder, until := range a.leases[uid] {
@@ -180,11 +237,27 @@ func (c *coord) checkDeny(h *held, s drain.Status, err string) {
 		return
 	}
 	w, uid := c.w, h.caller.p.uid
+	h.caller.denied(c)
 	if len(s.Waiting) == 0 {
 		w.fail(checkNobody, "%s denies the deletion of %s, and waits for nobody", c.name, uid)
 	}
 	if begun, ok := c.begun[uid]; ok && w.at-begun > w.times.Deadline+10*time.Millisecond {
 		w.fail(checkDeadline, "%s denies the deletion of %s %s after its drain began", c.name, uid, w.at-begun)
+	}
+}
+
+// denied counts the refusals of one life of one replica.
+func (x *caller) denied(c *coord) {
+	if x.by != c || x.life != c.life {
+		x.by, x.life, x.denials = c, c.life, 0
+	}
+	x.denials++
+}
+
+// checkPatience: eleven holds and ten waits are longer than a drain.
+func (w *world) checkPatience(x *caller) {
+	if x.denials == 11 && x.by.life == x.life && x.by.frozen == 0 {
+		w.fail(checkGaveUp, "a client has asked %d times for the deletion of %s, and was denied by the drain each time", x.denials, x.p.uid)
 	}
 }
 

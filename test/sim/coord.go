@@ -203,6 +203,10 @@ func (c *coord) look(pods []drain.Pod) {
 				if c.ledger.Alive(w.now, uid) {
 					c.log("%s lives, and nobody asks for it: abandoned", uid)
 					c.checkAbandoned(uid)
+					if w.faulty() && w.chance(300) {
+						// Somebody wants it deleted after all, just now.
+						w.after(nil, w.between(0, 20*time.Millisecond), func() { w.api.reask(uid) })
+					}
 					delete(c.begun, uid)
 				}
 			} else {

@@ -26,12 +26,15 @@ const (
 	slowSlices
 	opErrors
 	podUnready
+	slowGateway
+	stubborn
 	faultKinds
 )
 
 var kindNames = [faultKinds]string{
 	"coordCrash", "coordRoll", "agentCrash", "agentReplace", "agentAdd", "agentUnready", "gatewayReload", "gatewayCrash", "partition",
 	"freezeCoord", "freezeAgent", "streamCut", "watchStall", "timeTravel", "slowSlices", "opErrors", "podUnready",
+	"slowGateway", "stubborn",
 }
 
 // watchStallMost bounds how long a watch brings nothing. A watch that is silent for longer than a lease minus the 34 s of the API server,
@@ -55,6 +58,10 @@ func (w *world) build() {
 	}
 	if w.chance(500) {
 		w.slow, w.twice = w.rng.IntN(60), w.rng.IntN(100)
+	}
+	w.active = shortActive
+	if w.chance(150) {
+		w.active = longActive
 	}
 	calm := w.chance(50)
 	if calm {
@@ -87,7 +94,7 @@ func (w *world) build() {
 	if !calm {
 		w.after(nil, w.between(5*time.Second, 15*time.Second), w.nextFault)
 	}
-	w.after(nil, active, w.calm)
+	w.after(nil, w.active, w.calm)
 }
 
 // deletions asks for deletions, one after the other and some at once.
@@ -235,7 +242,7 @@ func (w *world) fault(k kind) {
 				}
 			})
 		}
-	case slowSlices, opErrors:
+	case slowSlices, opErrors, slowGateway, stubborn:
 		// They happen by themselves.
 	}
 }

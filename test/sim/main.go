@@ -41,7 +41,7 @@ type totals struct {
 }
 
 // sweep runs seeds on all processors. It stops soon after the first violation if once is set.
-func sweep(from uint64, seeds int, once bool, each func(*world)) totals {
+func sweep(from uint64, seeds int, once, blind bool, each func(*world)) totals {
 	t := totals{excused: map[string]int{}, allowed: map[string]int{}}
 	var next atomic.Uint64
 	var stop atomic.Bool
@@ -54,7 +54,7 @@ func sweep(from uint64, seeds int, once bool, each func(*world)) totals {
 				if n >= uint64(seeds) {
 					return
 				}
-				w := newWorld(from+n, false)
+				w := newWorld(from+n, false, blind)
 				w.run()
 				mu.Lock()
 				t.seeds++
@@ -90,7 +90,7 @@ var errViolations = errors.New("something is wrong that has no name")
 
 func simulate(from uint64, seeds int, verbose bool) error {
 	shown := 0
-	t := sweep(from, seeds, false, func(w *world) {
+	t := sweep(from, seeds, false, false, func(w *world) {
 		if shown++; shown <= 20 {
 			fmt.Printf("seed %d: %s: %s\n", w.seed, w.check, w.violation)
 		}
@@ -100,7 +100,7 @@ func simulate(from uint64, seeds int, verbose bool) error {
 		if seed == 0 {
 			seed = from
 		}
-		w := newWorld(seed, true)
+		w := newWorld(seed, true, false)
 		w.run()
 		fmt.Printf("--- trace of seed %d: make sim SEEDS=1 FROM=%d\n%s\n---\n", seed, seed, w.dump())
 	}

@@ -31,16 +31,22 @@ func mutate(from uint64, most int) error {
 		broken = rule
 		drain.BreakRule(rule)
 		health.BreakRule(rule)
-		t := sweep(from, most, true, nil)
-		if t.violations == 0 {
+		all := sweep(from, most, true, false, nil)
+		outside := sweep(from, most, true, true, nil)
+		if all.violations == 0 {
 			missed++
-			fmt.Printf("rule %d off: NOT caught in %d seeds (%s)\n", rule, t.seeds, rules[rule])
-			continue
 		}
-		fmt.Printf("rule %d off: caught in %4d seeds, by %-10s (%s)\n", rule, t.seeds, t.check, rules[rule])
+		fmt.Printf("rule %d off: %s; from outside: %s  (%s)\n", rule, caught(all), caught(outside), rules[rule])
 	}
 	if missed > 0 {
 		return fmt.Errorf("%d rules can be switched off unnoticed", missed)
 	}
 	return nil
+}
+
+func caught(t totals) string {
+	if t.violations == 0 {
+		return fmt.Sprintf("NOT caught in %d seeds", t.seeds)
+	}
+	return fmt.Sprintf("caught in %4d seeds by %-9s", t.seeds, t.check)
 }
