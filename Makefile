@@ -13,6 +13,9 @@ GOLANGCI_LINT_VERSION := v2.15.0
 LAG ?= 1s
 RATE ?= 300
 KEEPALIVE ?= false
+# make sim SEEDS=1 FROM=1234
+SEEDS ?= 20000
+FROM ?= 1
 
 .PHONY: help
 help: ## what there is
@@ -25,6 +28,13 @@ demo: haproxy kubernetes build ## one rolling update under load, three times: un
 .PHONY: test
 test: haproxy keepalived kubernetes ## every test, with -race, against the real control plane and the real HAProxy
 	@for m in $(MODULES); do echo "== module $$m"; (cd $$m && go vet ./... && go test -race -count=1 -timeout 20m ./...) || exit 1; done
+
+.PHONY: sim
+sim: ## the deterministic simulation: SEEDS of them FROM one, and with each rule switched off (SEEDS=1 FROM=1234 replays)
+	@mkdir -p $(BIN)
+	@CGO_ENABLED=0 go build -o $(BIN)/sim ./test/sim && CGO_ENABLED=0 go build -tags lameduckmutation -o $(BIN)/sim-mutated ./test/sim
+	@if [ "$(SEEDS)" -gt 1 ]; then $(BIN)/sim-mutated -mutations 2000; fi
+	@$(BIN)/sim -seeds $(SEEDS) -from $(FROM)
 
 .PHONY: build
 build: ## the programs, into bin/

@@ -98,6 +98,11 @@ func (c *coord) checkAllow(p *pod, s drain.Status, wd *word, services []drain.Se
 					c.name, p.uid, s.Reason, a.name, r.State, heard, r.Held, w.at-r.at)
 				return
 			}
+			if begun, ok := c.begun[p.uid]; ok && r.sentAt < begun {
+				w.fail(checkBacking, "%s allows the deletion of %s by %s, but the last word of %s is from before this drain: it speaks of a tombstone that is being lifted",
+					c.name, p.uid, s.Reason, a.name)
+				return
+			}
 			wd.agents[a] = backing{readAt: r.readAt}
 			switch {
 			case !routes:

@@ -54,8 +54,8 @@ type coord struct {
 // said is a report, and what it rested on.
 type said struct {
 	drain.Report
-	// at is when it arrived, readAt when the reading behind it began.
-	at, readAt time.Duration
+	// at is when it arrived, sentAt when the agent wrote it, readAt when the reading behind it began.
+	at, sentAt, readAt time.Duration
 }
 
 // stream is one agent's.

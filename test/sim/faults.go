@@ -63,8 +63,8 @@ func (w *world) build() {
 	if w.chance(150) {
 		w.active = longActive
 	}
-	calm := w.chance(50)
-	if calm {
+	w.isCalm = w.chance(50)
+	if w.isCalm {
 		w.kinds, w.slow, w.twice = [faultKinds]bool{}, 0, 0
 	}
 	for n := range 1 + w.rng.IntN(3) {
@@ -91,7 +91,7 @@ func (w *world) build() {
 		w.newAgent(w.between(0, 100*time.Millisecond))
 	}
 	w.after(nil, 12*time.Second, w.deletions)
-	if !calm {
+	if !w.isCalm {
 		w.after(nil, w.between(5*time.Second, 15*time.Second), w.nextFault)
 	}
 	w.after(nil, w.active, w.calm)

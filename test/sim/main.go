@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"os"
 	"runtime"
+	"runtime/debug"
 	"sort"
 	"sync"
 	"sync/atomic"
@@ -19,6 +20,8 @@ func main() {
 	mutations := flag.Int("mutations", 0, "instead, switch each rule off and run at most this many seeds until it is caught")
 	verbose := flag.Bool("v", false, "print the trace of every seed")
 	flag.Parse()
+	// Worlds are small and short-lived: most of them is garbage at the end, and rarely before.
+	debug.SetGCPercent(800)
 	var err error
 	if *mutations > 0 {
 		err = mutate(*from, *mutations)

@@ -1,7 +1,6 @@
 package main
 
 import (
-	"container/heap"
 	"fmt"
 	"hash/fnv"
 	"math/rand/v2"
@@ -44,19 +43,46 @@ type event struct {
 	do   func()
 }
 
-type queue []event
+// queue is a heap of events, the earliest first, and of those of one time the one that was put in first.
+type queue []*event
 
-func (q queue) Len() int { return len(q) }
-func (q queue) Less(i, j int) bool {
+func (q queue) before(i, j int) bool {
 	return q[i].at < q[j].at || q[i].at == q[j].at && q[i].seq < q[j].seq
 }
-func (q queue) Swap(i, j int) { q[i], q[j] = q[j], q[i] }
-func (q *queue) Push(x any)   { *q = append(*q, x.(event)) }
-func (q *queue) Pop() any {
-	old := *q
-	e := old[len(old)-1]
-	old[len(old)-1] = event{}
-	*q = old[:len(old)-1]
+
+func (q *queue) push(e *event) {
+	h := append(*q, e)
+	for i := len(h) - 1; i > 0; {
+		up := (i - 1) / 2
+		if !h.before(i, up) {
+			break
+		}
+		h[i], h[up] = h[up], h[i]
+		i = up
+	}
+	*q = h
+}
+
+func (q *queue) pop() *event {
+	h := *q
+	e, last := h[0], len(h)-1
+	h[0], h[last] = h[last], nil
+	h = h[:last]
+	for i := 0; ; {
+		down := 2*i + 1
+		if down >= last {
+			break
+		}
+		if down+1 < last && h.before(down+1, down) {
+			down++
+		}
+		if !h.before(down, i) {
+			break
+		}
+		h[i], h[down] = h[down], h[i]
+		i = down
+	}
+	*q = h
 	return e
 }
 
@@ -69,6 +95,7 @@ type world struct {
 	rng   *rand.Rand
 	times drain.Times
 	queue queue
+	spare []*event
 	seq   uint64
 	at    time.Duration
 	now   time.Time
@@ -83,7 +110,9 @@ type world struct {
 	rule8 bool
 
 	// active is shortActive or longActive.
-	active        time.Duration
+	active time.Duration
+	// isCalm: no faults at all.
+	isCalm        bool
 	steps, faults int
 	// kinds are the kinds of faults that happen under this seed.
 	kinds [faultKinds]bool
@@ -113,7 +142,7 @@ func newWorld(seed uint64, tracing, blind bool) *world {
 // run carries out events until the end, or until a check fails.
 func (w *world) run() {
 	for len(w.queue) > 0 && w.violation == "" {
-		e := heap.Pop(&w.queue).(event)
+		e := w.queue.pop()
 		if e.at > w.active+quiet {
 			break
 		}
@@ -128,7 +157,10 @@ func (w *world) run() {
 			}
 		}
 		w.steps++
-		e.do()
+		do := e.do
+		e.do, e.p = nil, nil
+		w.spare = append(w.spare, e)
+		do()
 	}
 	if w.violation == "" {
 		w.checkEnd()
@@ -137,7 +169,14 @@ func (w *world) run() {
 
 func (w *world) push(at time.Duration, p *proc, life int, do func()) {
 	w.seq++
-	heap.Push(&w.queue, event{at, w.seq, p, life, do})
+	var e *event
+	if n := len(w.spare); n > 0 {
+		e, w.spare = w.spare[n-1], w.spare[:n-1]
+	} else {
+		e = &event{}
+	}
+	*e = event{at, w.seq, p, life, do}
+	w.queue.push(e)
 }
 
 // after lets p do something later in this life. A nil p is the world itself.
