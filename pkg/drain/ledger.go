@@ -46,6 +46,10 @@ type heard struct {
 	at time.Time
 }
 
+// tells says whether the report is of d or of another replica's drain, and not of an earlier one of this replica: it may have been
+// under way for longer than it took to abandon that.
+func (r Report) tells(d *drain) bool { return !r.Held || r.Number == 0 || r.Number == d.number }
+
 // drain is one pod's.
 type drain struct {
 	pod      Pod
@@ -53,6 +57,8 @@ type drain struct {
 	// open: neither dead nor abandoned. While it is, since is its start, moved back by the time earlier drains of this UID used.
 	open  bool
 	since time.Time
+	// number is that of the drain that is open, or was last.
+	number uint64
 	// begun is when this drain was opened here, which since may long precede.
 	begun time.Time
 	// spent is the time that drains of this UID have used before this one.
@@ -139,8 +145,9 @@ func (l *Ledger) Ask(now time.Time, pod Pod, services []Service) Status {
 		d.open, d.reason, d.begun, d.lastAnswer = true, ReasonNone, now, now
 		d.quiescingAt, d.allowed = time.Time{}, false
 		d.since = now.Add(-d.spent)
+		d.number = l.rev + 1
 		for _, a := range l.agents {
-			if r, ok := a.reports[pod.UID]; ok && l.fresh(now, a, r) {
+			if r, ok := a.reports[pod.UID]; ok && r.tells(d) && l.fresh(now, a, r) {
 				l.adopt(d, r.Since)
 			}
 		}
@@ -375,7 +382,7 @@ func (l *Ledger) Declare(id AgentID, session uint64, routes []Route) (open []Ope
 	open = []Open{}
 	for e := l.changes.Back(); e != nil; e = e.Prev() {
 		if d := e.Value.(*drain); d.open && l.routes(a, d) {
-			open = append(open, Open{d.pod, d.since})
+			open = append(open, Open{d.pod, d.since, d.number})
 		}
 	}
 	l.touchAll()
@@ -399,7 +406,7 @@ func (l *Ledger) Report(now time.Time, id AgentID, session uint64, reports []Rep
 			r = had.Report
 		}
 		a.reports[r.UID] = heard{r, now}
-		if d := l.drains[r.UID]; d != nil && d.open {
+		if d := l.drains[r.UID]; d != nil && d.open && r.tells(d) {
 			l.adopt(d, r.Since)
 		}
 	}
@@ -419,7 +426,7 @@ func (l *Ledger) Since(id AgentID, rev uint64) (open []Open, released []Release,
 		next = max(next, d.rev)
 		switch {
 		case d.open && l.routes(a, d):
-			open = append(open, Open{d.pod, d.since})
+			open = append(open, Open{d.pod, d.since, d.number})
 		case !d.open:
 			released = append(released, Release{d.pod.UID, d.reason == Dead || brokenRule == 4})
 		}
@@ -531,7 +538,7 @@ func (l *Ledger) status(now time.Time, d *drain) Status {
 		}
 		s.Owed++
 		state := StateUnknown
-		if r, ok := a.reports[d.pod.UID]; ok && r.Held && l.fresh(now, a, r) {
+		if r, ok := a.reports[d.pod.UID]; ok && r.Held && r.tells(d) && l.fresh(now, a, r) {
 			state = r.State
 			recheck(r.at.Add(l.times.Freshness + 1))
 		}
