@@ -85,6 +85,7 @@ type link struct {
 	// everything and poked are what the report loop wakes up for.
 	everything, poked bool
 	said              map[drain.UID]drain.Report
+	numbers           map[drain.UID]uint64
 }
 
 func (a *agent) log(format string, args ...any) { a.w.logf(a.name, format, args...) }
@@ -453,6 +454,7 @@ func (a *agent) changed() {
 func (l *link) connect() {
 	w, a, c := l.a.w, l.a, l.c
 	k := &conn{}
+	l.numbers = map[drain.UID]uint64{}
 	l.conn, l.began, l.heardAt = k, w.at, w.at
 	l.synced, l.declared, l.posting, l.released, l.said = false, false, false, nil, map[drain.UID]drain.Report{}
 	if !c.up {
@@ -517,9 +519,11 @@ func (l *link) receive(k *conn, session uint64, lease drain.Lease, open []drain.
 		if !a.bury(d.Pod, holder, d.Since, expires) {
 			return
 		}
+		l.numbers[d.Pod.UID] = d.Number
 		l.poke(false)
 	}
 	for _, r := range released {
+		delete(l.numbers, r.UID)
 		if l.released != nil {
 			l.released[r.UID] = true
 		}
@@ -589,6 +593,7 @@ func (l *link) declare(k *conn) {
 			if !a.bury(d.Pod, holder, d.Since, expires) {
 				return
 			}
+			l.numbers[d.Pod.UID] = max(l.numbers[d.Pod.UID], d.Number)
 		}
 		l.released = nil
 		if !settled {
@@ -649,7 +654,9 @@ func (l *link) reports(k *conn) {
 		if s.State >= health.Removed {
 			r.Proof = drain.Runtime
 		}
-		_, r.Held = slices.BinarySearch(held, s.UID)
+		if _, r.Held = slices.BinarySearch(held, s.UID); r.Held {
+			r.Number = l.numbers[r.UID]
+		}
 		now[r.UID] = r
 		if l.everything || l.said[r.UID] != r {
 			news = append(news, said{Report: r, sentAt: a.w.at, readAt: a.readAt})
