@@ -606,14 +606,18 @@ func (c *coord) report(a *agent, session uint64, reports []said) bool {
 		return false
 	}
 	plain := make([]drain.Report, len(reports))
+	var telling []drain.Report
 	for i, r := range reports {
 		plain[i] = r.Report
 		r.at = c.w.at
 		c.heard[a.id][r.UID] = r
+		if begun := c.begun[r.UID]; !r.Held || r.sentAt >= begun {
+			telling = append(telling, r.Report)
+		}
 		c.log("%s reports %s %s held=%t", a.name, r.UID, r.State, r.Held)
 	}
 	c.ledger.Report(c.w.now, a.id, session, plain)
-	c.checkClock(plain)
+	c.checkClock(telling)
 	c.settle()
 	return true
 }
