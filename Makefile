@@ -15,6 +15,9 @@ RATE ?= 300
 KEEPALIVE ?= false
 # make bench SUITES=health
 SUITES ?=
+# make sim SEEDS=1 FROM=1234
+SEEDS ?= 20000
+FROM ?= 1
 
 .PHONY: help
 help: ## what there is
@@ -31,6 +34,13 @@ test: haproxy keepalived kubernetes ## every test, with -race, against the real 
 .PHONY: bench
 bench: haproxy ## every promise of speed, each against its floor in the same run; writes bench.json (SUITES=regexp)
 	@go run ./test/bench -run '$(SUITES)' -out bench.json
+
+.PHONY: sim
+sim: ## the deterministic simulation: SEEDS of them FROM one, and with each rule switched off (SEEDS=1 FROM=1234 replays)
+	@mkdir -p $(BIN)
+	@CGO_ENABLED=0 go build -o $(BIN)/sim ./test/sim && CGO_ENABLED=0 go build -tags lameduckmutation -o $(BIN)/sim-mutated ./test/sim
+	@if [ "$(SEEDS)" -gt 1 ]; then $(BIN)/sim-mutated -mutations 2000; fi
+	@$(BIN)/sim -seeds $(SEEDS) -from $(FROM)
 
 .PHONY: build
 build: ## the programs, into bin/

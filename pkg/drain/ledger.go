@@ -27,6 +27,8 @@ type Ledger struct {
 	// changes holds the drains in the order of their last change that agents must hear of, the newest first.
 	changes *list.List
 	rev     uint64
+	// numbers counts the drains that were opened, see Open.Number.
+	numbers uint64
 	touched map[UID]bool
 	// queued are the open drains that wait for room, usable what was last said of each Service's targets. See queue.go.
 	queued map[*drain]struct{}
@@ -88,6 +90,10 @@ type heard struct {
 	at time.Time
 }
 
+// tells says whether the report is of d or of another replica's drain, and not of an earlier one of this replica: it may have been
+// under way for longer than it took to abandon that.
+func (r Report) tells(d *drain) bool { return !r.Held || r.Number == 0 || r.Number == d.number }
+
 // drain is one pod's.
 type drain struct {
 	pod      Pod
@@ -95,6 +101,8 @@ type drain struct {
 	// open: neither dead nor abandoned. While it is, since is its start, moved back by the time earlier drains of this UID used.
 	open  bool
 	since time.Time
+	// number is that of the drain that is open, or was last.
+	number uint64
 	// begun is when this drain was opened here, which since may long precede.
 	begun time.Time
 	// spent is the time that drains of this UID have used before this one.
@@ -196,14 +204,19 @@ func (l *Ledger) Ask(now time.Time, pod Pod, services []Service) Status {
 			l.change(d)
 		}
 	}
+	if brokenRule == 5 {
+		d.since, d.begun = now, now
+	}
 	if !d.open {
 		l.enlist(d)
 		d.open, d.reason, d.begun, d.lastAnswer = true, ReasonNone, now, now
 		d.quiescingAt, d.allowed, d.expired = time.Time{}, false, false
 		d.since = now.Add(-d.spent)
+		l.numbers++
+		d.number = l.numbers
 		// Whoever it is that knows of it: another replica may have asked agents that do not owe it here.
 		for a := range l.heard[pod.UID] {
-			if r := a.reports[pod.UID]; l.fresh(now, a, r) {
+			if r := a.reports[pod.UID]; r.tells(d) && l.fresh(now, a, r) {
 				l.adopt(d, r.Since)
 			}
 		}
@@ -321,7 +334,7 @@ func (l *Ledger) Alive(now time.Time, uid UID) bool {
 }
 
 func (l *Ledger) suspect(now time.Time, d *drain) bool {
-	return d.inFlight == 0 && now.Sub(d.lastAnswer) >= l.times.Abandon
+	return d.inFlight == 0 && (now.Sub(d.lastAnswer) >= l.times.Abandon || brokenRule == 3)
 }
 
 // close ends a drain. What was said of it must not count for the next one of this UID: an agent that has lifted a tombstone
@@ -501,7 +514,7 @@ func (l *Ledger) Declare(id AgentID, session uint64, routes []Route) (open []Ope
 	open = []Open{}
 	for e := l.changes.Back(); e != nil; e = e.Prev() {
 		if d := e.Value.(*drain); d.open && !d.queued && l.routes(a, d) {
-			open = append(open, Open{d.pod, d.since})
+			open = append(open, Open{d.pod, d.since, d.number})
 		}
 	}
 	return open, true
@@ -544,18 +557,21 @@ func (l *Ledger) Report(now time.Time, id AgentID, session uint64, reports []Rep
 		if open {
 			l.expire(now, d)
 		}
+		if brokenRule == 1 && known && had.State > r.State {
+			r = had.Report
+		}
 		fresher := !known || had.Report != r || !l.fresh(now, a, had)
 		if fresher {
 			news = true
 		}
 		l.hear(now, a, r)
-		if open && fresher && matters(d, a, r) && !(a == d.witness && acknowledges(r) && l.replaceWitness(now, d)) {
+		if open && fresher && matters(d, a, r) && !(a == d.witness && acknowledges(r) && r.tells(d) && l.replaceWitness(now, d)) {
 			l.touch(d)
 		}
 		if open && d.queued && !r.Held {
 			l.admit(now)
 		}
-		if open {
+		if open && r.tells(d) {
 			if acknowledges(r) && now.Before(l.deadline(d)) && l.routes(a, d) {
 				l.acknowledged(a)
 			}
@@ -578,9 +594,9 @@ func (l *Ledger) Since(id AgentID, rev uint64) (open []Open, released []Release,
 		next = max(next, d.rev)
 		switch {
 		case d.open && !d.queued && l.routes(a, d):
-			open = append(open, Open{d.pod, d.since})
+			open = append(open, Open{d.pod, d.since, d.number})
 		case !d.open:
-			released = append(released, Release{d.pod.UID, d.reason == Dead})
+			released = append(released, Release{d.pod.UID, d.reason == Dead || brokenRule == 4})
 		}
 	}
 	slices.Reverse(open)
@@ -824,8 +840,11 @@ func (l *Ledger) owes(now time.Time, a *agent, d *drain) (owes bool, until time.
 	if !l.routes(a, d) {
 		return false, time.Time{}
 	}
-	if a.session != 0 || a.ready {
+	if a.session != 0 || a.ready && brokenRule != 7 {
 		return true, time.Time{}
+	}
+	if brokenRule == 7 {
+		return false, time.Time{}
 	}
 	until = a.lostAt.Add(l.times.Away)
 	return now.Before(until), until
@@ -891,6 +910,8 @@ func (l *Ledger) derive(now time.Time, d *drain) Status {
 	switch {
 	case s.Owed == 0 && len(s.Suspended) > 0:
 		s.Phase, s.Reason = Released, Suspended
+	case s.Owed == 0 && brokenRule == 6 && now.Before(s.Deadline):
+		s.Phase = Unrouting
 	case s.Owed == 0:
 		s.Phase, s.Reason = Released, NoAgents
 	case d.queued && now.Before(s.Deadline):
@@ -913,7 +934,7 @@ func (l *Ledger) derive(now time.Time, d *drain) Status {
 
 // state is what a says of the pod of d that counts at now and, if time alone may change that, when.
 func (l *Ledger) state(now time.Time, a *agent, d *drain) (state State, until time.Time) {
-	if r, ok := a.reports[d.pod.UID]; ok && r.Held && l.fresh(now, a, r) {
+	if r, ok := a.reports[d.pod.UID]; ok && r.Held && r.tells(d) && l.fresh(now, a, r) {
 		return r.State, r.at.Add(l.times.Freshness + 1)
 	}
 	return StateUnknown, time.Time{}
@@ -964,7 +985,7 @@ func witness(s Status, waiting []*agent) *agent {
 
 // matters reports whether what a says of d can change its phase.
 func matters(d *drain, a *agent, r Report) bool {
-	blocks := !r.Held || r.State < Removed
+	blocks := !r.Held || !r.tells(d) || r.State < Removed
 	switch {
 	case d.witness == nil:
 		return true

@@ -538,6 +538,42 @@ func TestReportsOfAFormerDrainDoNotCount(t *testing.T) {
 	}
 }
 
+// Without this, the last word on a former drain that is slow to arrive, after that drain was abandoned and asked for again, lets the pod go
+// while its agent lifts the tombstone that the word was about.
+func TestAWordOfAFormerDrainThatComesLateDoesNotCount(t *testing.T) {
+	w := newWorld(t)
+	p := pod("a")
+	w.join("one", web)
+	number := func() uint64 {
+		open, _, _ := w.Since("one", 0)
+		if len(open) != 1 || open[0].Number == 0 {
+			t.Fatalf("open drains %+v, want one with a number", open)
+		}
+		return open[0].Number
+	}
+	report := func(number uint64, since time.Time) {
+		w.Report(w.now, "one", w.sessions["one"], []Report{{UID: p.UID, State: Idle, Proof: Runtime, Held: true, Number: number, Since: since}})
+	}
+	w.Ask(w.now, p, []Service{web})
+	former, since := number(), w.now
+	w.pass(45 * time.Second)
+	if !w.Alive(w.now, p.UID) {
+		t.Fatal("not abandoned")
+	}
+	report(former, since) // before it is asked for again
+	w.Ask(w.now, p, []Service{web})
+	w.want(p, "Unrouting one:unknown")
+	report(former, since) // and after
+	w.want(p, "Unrouting one:unknown")
+	if s := w.Status(w.now, p.UID); s.Deadline.Sub(w.now) != 30*time.Second {
+		t.Errorf("deadline in %s: the former drain's clock was adopted again", s.Deadline.Sub(w.now))
+	}
+	report(number(), w.now)
+	w.want(p, "Released Acknowledged")
+	report(0, w.now) // an agent that tells no number is believed
+	w.want(p, "Released Acknowledged")
+}
+
 // Without this, a replica spends an acknowledgement of a tombstone that another replica is about to lift.
 func TestReportsOfAnotherReplicasTombstoneTellTheTimeOnly(t *testing.T) {
 	w := newWorld(t)

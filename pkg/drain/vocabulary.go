@@ -257,12 +257,17 @@ type Report struct {
 	Held bool `json:"held"`
 	// Since is when the pod's drain began, as the agent knows it: the oldest over all replicas.
 	Since time.Time `json:"since"`
+	// Number is that of the drain for which this replica holds its lease, as it said in Open. 0: the agent does not tell.
+	Number uint64 `json:"number,omitempty"`
 }
 
 // Open is a drain as agents see it: let go of this pod, in every Service, at every address.
 type Open struct {
 	Pod   Pod       `json:"pod"`
 	Since time.Time `json:"since"`
+	// Number tells this drain from an earlier one of the same pod by the same life of the replica, which was abandoned. Agents say it
+	// again with their reports: what one has said of the earlier drain may arrive after this one began, and its tombstone is being lifted.
+	Number uint64 `json:"number,omitempty"`
 }
 
 // Release ends a replica's lease on a tombstone.

@@ -141,6 +141,9 @@ func (s *Set) Lift(uid UID, holder string) bool {
 	}
 	_, ok := p.holders[holder]
 	delete(p.holders, holder)
+	if brokenRule == 2 {
+		clear(p.holders)
+	}
 	s.unburyIfFree(p, 0)
 	s.settle()
 	return ok

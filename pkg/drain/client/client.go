@@ -104,6 +104,8 @@ type replica struct {
 	hello wire.Hello
 	// released holds, while a declaration is under way, what the stream has released meanwhile.
 	released map[drain.UID]bool
+	// numbers are those of the drains that the present stream has opened. See [drain.Open].
+	numbers map[drain.UID]uint64
 }
 
 // New returns a client without any replica.
@@ -281,6 +283,9 @@ func (r *replica) stream(ctx context.Context) error {
 
 	r.setHello(hello)
 	defer r.setHello(wire.Hello{})
+	r.mu.Lock()
+	r.numbers = map[drain.UID]uint64{}
+	r.mu.Unlock()
 	synced, posted := make(chan struct{}), make(chan struct{})
 	go func() {
 		defer close(posted)
@@ -320,6 +325,7 @@ func (r *replica) receive(lines *lines, hello wire.Hello, heard, complete func()
 		switch {
 		case m.Type == wire.TypeDrain && m.Drain != nil:
 			t.Bury(m.Drain.Pod, holder, m.Drain.Since, expires)
+			r.number(*m.Drain)
 			if !synced {
 				listed[m.Drain.Pod.UID] = true
 			}
@@ -354,13 +360,18 @@ func (r *replica) post(ctx context.Context, hello wire.Hello) error {
 	for everything := true; ; {
 		var news []drain.Report
 		now := map[drain.UID]drain.Report{}
-		// Asked before the reports: what they say then was read while the lease stood.
+		// Asked before the reports: what they say then was read while the lease stood, and for this drain.
+		r.mu.Lock()
+		numbers := maps.Clone(r.numbers)
+		r.mu.Unlock()
 		held := map[drain.UID]bool{}
 		for _, uid := range r.client.Tombstones.Held(hello.Lease.String()) {
 			held[uid] = true
 		}
 		for _, report := range r.client.Tombstones.Reports() {
-			report.Held = held[report.UID]
+			if report.Held = held[report.UID]; report.Held {
+				report.Number = numbers[report.UID]
+			}
 			now[report.UID] = report
 			if everything || said[report.UID] != report {
 				news = append(news, report)
@@ -424,9 +435,17 @@ func (r *replica) bury(drains []drain.Open, hello wire.Hello) bool {
 			continue
 		}
 		r.client.Tombstones.Bury(d.Pod, hello.Lease.String(), d.Since, expires)
+		r.numbers[d.Pod.UID] = max(r.numbers[d.Pod.UID], d.Number)
 	}
 	r.released = nil
 	return settled
+}
+
+// number notes which drain of a pod this is, once its tombstone stands.
+func (r *replica) number(d drain.Open) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.numbers[d.Pod.UID] = d.Number
 }
 
 // lift carries out a release, and remembers it while a declaration is under way.
@@ -436,6 +455,7 @@ func (r *replica) lift(release drain.Release, holder string) {
 	if r.released != nil {
 		r.released[release.UID] = true
 	}
+	delete(r.numbers, release.UID)
 	r.client.Tombstones.Lift(release.UID, holder, release.Dead)
 }
 

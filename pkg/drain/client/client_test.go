@@ -510,6 +510,56 @@ func TestReportsSayNewsAtOnceAndEverythingInTime(t *testing.T) {
 	})
 }
 
+// Without this, a coordinator cannot tell what was said of an earlier drain of the same pod, and arrives late, from what is said of this one.
+func TestReportsRepeatTheNumberOfTheDrain(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := newScript(t)
+		lines := make(chan string)
+		s.stream = func(s *session) {
+			s.say(hello)
+			s.say(`{"type":"synced"}`)
+			for {
+				select {
+				case line := <-lines:
+					s.say(line)
+				case <-s.done:
+					return
+				}
+			}
+		}
+		s.declare = func(wire.Declaration) (int, any) {
+			return http.StatusOK, wire.Declared{Drains: []drain.Open{{Pod: drain.Pod{UID: "a"}, Since: time.Now(), Number: 3}}}
+		}
+		_, stones, _ := run(t, s)
+		stones.Bury(drain.Pod{UID: "other"}, "another/e", time.Now(), time.Now())
+		last := func() map[drain.UID]uint64 {
+			s.mu.Lock()
+			defer s.mu.Unlock()
+			numbers := map[drain.UID]uint64{}
+			for _, r := range s.reports[len(s.reports)-1].Reports {
+				numbers[r.UID] = r.Number
+			}
+			return numbers
+		}
+		renewal := func() {
+			for range 6 {
+				time.Sleep(time.Second)
+				lines <- `{"type":"heartbeat"}`
+			}
+		}
+		renewal()
+		if got := last(); got["a"] != 3 || got["other"] != 0 {
+			t.Errorf("numbers %v, want 3 of a and none of another replica's", got)
+		}
+		lines <- `{"type":"release","release":{"uid":"a"}}`
+		lines <- `{"type":"drain","drain":{"pod":{"uid":"a"},"since":"2026-01-02T03:04:05Z","number":9}}`
+		renewal()
+		if got := last(); got["a"] != 9 {
+			t.Errorf("numbers %v, want 9 of a", got)
+		}
+	})
+}
+
 func TestLearnedWhenTheLastThatHadNotAnsweredIsNoLongerKnown(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		for _, refuses := range []bool{false, true} {

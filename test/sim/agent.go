@@ -1,0 +1,723 @@
+package main
+
+import (
+	"fmt"
+	"slices"
+	"strconv"
+	"time"
+
+	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/health"
+)
+
+const (
+	// These are those of the real shells (cmd/agent, pkg/gateway, pkg/drain/client).
+	learnMost       = 3 * time.Second
+	lapseEvery      = time.Second
+	fastest         = 10 * time.Millisecond
+	slowest         = 100 * time.Millisecond
+	watchTombstones = 250 * time.Millisecond
+	watchReloads    = time.Second
+	retryFirst      = 50 * time.Millisecond
+	retryMost       = 2 * time.Second
+	rushMost        = 4
+	postTimeout     = 5 * time.Second
+	pauseFirst      = 100 * time.Millisecond
+	pauseMost       = 2 * time.Second
+	// coarse is how far the lease in the journal may lag behind.
+	coarse = 10 * time.Second
+)
+
+// agent is one agent: the real set, and the shells of package gateway's Director, package client and cmd/agent around it.
+type agent struct {
+	proc
+	w        *world
+	id       drain.AgentID
+	services []int
+	// listed and ready: its pod, in the API server.
+	listed, ready bool
+	started       time.Duration
+	watch         *watcher
+	set           *health.Set
+	gw            *gw
+	links         []*link
+	known         map[health.UID]health.State
+	// programming: the director runs. learned: every replica has answered a declaration. unlearned: it runs without.
+	programming, learned, unlearned bool
+
+	// The director.
+	stepping, poked bool
+	turn            int
+	generation      string
+	pause, unread   time.Duration
+	rush            int
+	readAt          time.Duration
+
+	// journal is on disk: it survives every death.
+	journal map[drain.UID]*entry
+	// leases are who holds what until when, for the checks: a plain record beside the set.
+	leases map[drain.UID]map[string]time.Time
+	// dead are the pods that this life has seen terminating, for the checks.
+	dead map[drain.UID]bool
+}
+
+// entry is a tombstone on disk.
+type entry struct {
+	since   time.Time
+	holders map[string]time.Time
+	dead    bool
+}
+
+// link is the stream to one replica.
+type link struct {
+	a        *agent
+	c        *coord
+	conn     *conn
+	began    time.Duration
+	heardAt  time.Duration
+	pause    time.Duration
+	synced   bool
+	declared bool
+	session  uint64
+	lease    drain.Lease
+	released map[drain.UID]bool
+	posting  bool
+	// everything and poked are what the report loop wakes up for.
+	everything, poked bool
+	said              map[drain.UID]drain.Report
+	numbers           map[drain.UID]uint64
+}
+
+func (a *agent) log(format string, args ...any) { a.w.logf(a.name, format, args...) }
+
+// dies lets the agent die here, sometimes: at every step at which something is done and something else not yet.
+func (a *agent) dies(where string) bool {
+	w := a.w
+	if !w.faulty() || !w.kinds[agentCrash] || !w.chance(3) {
+		return false
+	}
+	w.faults++
+	a.log("dies %s", where)
+	a.crash(w.chance(200))
+	w.after(nil, w.between(100*time.Millisecond, 4*time.Second), a.start)
+	return true
+}
+
+func (a *agent) start() {
+	w := a.w
+	if a.up || !a.listed {
+		return
+	}
+	a.up, a.started = true, w.at
+	a.set = health.NewSet()
+	a.dead = map[drain.UID]bool{}
+	a.known, a.leases = map[health.UID]health.State{}, map[drain.UID]map[string]time.Time{}
+	a.programming, a.learned, a.unlearned = false, false, false
+	a.stepping, a.poked, a.generation = false, false, ""
+	a.pause, a.unread, a.rush = fastest, retryFirst, 0
+	a.log("starts")
+	for _, uid := range sorted(a.journal) {
+		e := a.journal[uid]
+		for _, holder := range sorted(e.holders) {
+			if e.holders[holder].After(w.now) {
+				a.set.Bury(w.now, health.UID(uid), holder, e.since, e.holders[holder])
+				a.lease(uid, holder, e.holders[holder])
+			} else {
+				delete(e.holders, holder)
+			}
+		}
+		if e.dead {
+			a.set.Kill(w.now, health.UID(uid))
+		} else if len(e.holders) == 0 {
+			delete(a.journal, uid)
+		}
+	}
+	w.after(&a.proc, w.between(5*time.Millisecond, 300*time.Millisecond), func() {
+		w.api.list(a.watch, func() { a.set.Synced(); a.log("has synced"); a.wake() })
+	})
+	a.links = nil
+	for _, c := range w.coords {
+		l := &link{a: a, c: c, pause: pauseFirst}
+		a.links = append(a.links, l)
+		w.after(&a.proc, w.between(time.Millisecond, 50*time.Millisecond), l.connect)
+	}
+	if w.rule8 {
+		a.program()
+	} else {
+		w.after(&a.proc, learnMost, func() {
+			if !a.learned {
+				a.unlearned = true
+				a.log("programs its gateway without having learned")
+				a.program()
+			}
+		})
+	}
+	a.lapse()
+}
+
+func (a *agent) program() {
+	if a.programming {
+		return
+	}
+	a.programming = true
+	if !a.ready {
+		a.w.after(nil, a.w.between(10*time.Millisecond, time.Second), func() { a.ready = a.listed; a.w.api.rosterChanged() })
+	}
+	a.step()
+}
+
+func (a *agent) crash(lost bool) {
+	w := a.w
+	for _, l := range a.links {
+		if k := l.conn; k != nil {
+			c := l.c
+			w.cut(&a.proc, &c.proc, k, 0, lost, func() { c.endOf(k) })
+			if lost {
+				// The kernel of the other side gives up some time.
+				w.after(&c.proc, w.between(5*time.Second, 30*time.Second), func() { c.endOf(k) })
+			}
+		}
+	}
+	a.up = false
+	a.life++
+	a.watch.last = 0
+}
+
+func (a *agent) lapse() {
+	w := a.w
+	w.after(&a.proc, lapseEvery, func() {
+		if uids := a.set.Lapse(w.now); len(uids) > 0 {
+			a.log("tombstones lapsed: %v", uids)
+			a.wake()
+		}
+		for uid, e := range a.journal {
+			for holder, until := range e.holders {
+				if now := a.leases[uid][holder]; w.now.After(until) && !now.After(w.now) {
+					delete(e.holders, holder)
+				}
+			}
+			if len(e.holders) == 0 && !e.dead {
+				delete(a.journal, uid)
+			}
+		}
+		a.lapse()
+	})
+}
+
+func (a *agent) sliceSeen(service int, s slice) {
+	endpoints := make([]health.Endpoint, 0, len(s.endpoints))
+	for _, e := range s.endpoints {
+		endpoints = append(endpoints, health.Endpoint{Target: target(e), Routable: e.ready, Terminating: e.terminating})
+		if e.terminating {
+			a.dead[e.uid] = true
+			if a.journal[e.uid] != nil {
+				a.journal[e.uid].dead = true
+			}
+		}
+	}
+	a.set.Replace(a.w.now, pool(service), endpoints)
+	a.wake()
+}
+
+func pool(service int) health.Pool { return health.Pool(rune('a' + service)) }
+
+// The tombstones: what is persisted, is persisted before the gateway is touched.
+
+func (a *agent) lease(uid drain.UID, holder string, until time.Time) {
+	if a.leases[uid] == nil {
+		a.leases[uid] = map[string]time.Time{}
+	}
+	if until.After(a.leases[uid][holder]) {
+		a.leases[uid][holder] = until
+	}
+}
+
+// bury reports whether the agent has survived it.
+func (a *agent) bury(p drain.Pod, holder string, since, expires time.Time) bool {
+	e := a.journal[p.UID]
+	if e == nil {
+		e = &entry{since: since, holders: map[string]time.Time{}}
+		a.journal[p.UID] = e
+	}
+	if since.Before(e.since) {
+		e.since = since
+	}
+	if expires.After(e.holders[holder]) {
+		e.holders[holder] = expires
+	}
+	if a.dies("after it has persisted a tombstone") {
+		return false
+	}
+	a.lease(p.UID, holder, expires)
+	if a.set.Bury(a.w.now, health.UID(p.UID), holder, since, expires) {
+		a.log("tombstone on %s for %s", p.UID, holder)
+		a.wake()
+	}
+	return true
+}
+
+func (a *agent) lift(uid drain.UID, holder string, dead bool) {
+	e := a.journal[uid]
+	if dead {
+		a.dead[uid] = true
+		if e == nil {
+			e = &entry{since: a.w.now, holders: map[string]time.Time{}}
+			a.journal[uid] = e
+		}
+		e.dead = true
+		a.set.Kill(a.w.now, health.UID(uid))
+	}
+	if a.set.Lift(health.UID(uid), holder) {
+		a.log("%s lifts its tombstone on %s, dead=%t", holder, uid, dead)
+	}
+	delete(a.leases[uid], holder)
+	if e != nil {
+		delete(e.holders, holder)
+		if len(e.holders) == 0 && !e.dead {
+			delete(a.journal, uid)
+		}
+	}
+	a.checkHolders(uid)
+	a.wake()
+}
+
+func (a *agent) renew(holder string, expires time.Time) {
+	a.set.Renew(holder, expires)
+	for uid, holders := range a.leases {
+		if until, ok := holders[holder]; ok && !until.Before(a.w.now) {
+			a.lease(uid, holder, expires)
+		}
+		if e := a.journal[uid]; e != nil {
+			if until, ok := e.holders[holder]; ok && expires.Sub(until) >= coarse {
+				e.holders[holder] = expires
+			}
+		}
+	}
+}
+
+// The director.
+
+func (a *agent) wake() {
+	switch {
+	case !a.programming:
+	case a.stepping:
+		a.poked = true
+	default:
+		a.pause = fastest
+		a.turn++
+		a.step()
+	}
+}
+
+// step is one step of Director.Run.
+func (a *agent) step() {
+	w := a.w
+	a.stepping, a.poked = true, false
+	ops := a.set.Pending()
+	a.checkOps(ops)
+	if len(ops) == 0 {
+		a.read(nil)
+		return
+	}
+	took := w.between(100*time.Microsecond, 15*time.Millisecond)
+	if w.faulty() && w.kinds[slowGateway] && w.chance(300) {
+		took = w.between(100*time.Millisecond, 4*time.Second)
+	}
+	w.after(&a.proc, took, func() {
+		for i, op := range ops {
+			if w.faulty() && w.kinds[opErrors] && w.chance(100) {
+				a.log("the gateway refuses %s", op)
+				continue
+			}
+			a.log("%s", op)
+			a.gw.apply(op)
+			a.checkLast(op)
+			if i == len(ops)/2 && a.dies("between two operations") {
+				return
+			}
+		}
+		a.read(ops)
+	})
+}
+
+func (a *agent) read(ops []health.Op) {
+	w := a.w
+	keys := a.set.Watched()
+	for _, op := range ops {
+		if _, found := slices.BinarySearchFunc(keys, op.Key, compareKeys); !found {
+			keys = append(keys, op.Key)
+		}
+	}
+	at := w.now
+	took := w.between(200*time.Microsecond, 4*time.Millisecond)
+	w.after(&a.proc, took, func() {
+		if !a.gw.up || w.faulty() && w.kinds[opErrors] && w.chance(20) {
+			a.set.Void(w.now)
+			a.changed()
+			a.sleep(a.unread)
+			a.unread = min(2*a.unread, retryMost)
+			return
+		}
+		seen := health.Observation{Generation: strconv.Itoa(a.gw.generation), At: at, Seen: make(map[health.Key]health.Seen, len(keys))}
+		for _, k := range keys {
+			seen.Seen[k] = a.gw.read(k)
+		}
+		sampled := w.at
+		if len(keys) == 0 {
+			a.taken(ops, seen, sampled)
+			return
+		}
+		w.after(&a.proc, w.between(0, 2*time.Millisecond), func() {
+			if a.dies("after a reading") {
+				return
+			}
+			a.taken(ops, seen, sampled)
+		})
+	})
+}
+
+// taken is the rest of the step: the set takes the reading in.
+func (a *agent) taken(ops []health.Op, seen health.Observation, sampled time.Duration) {
+	w := a.w
+	moved := seen.Generation != a.generation
+	if moved {
+		a.log("the gateway is of generation %s", seen.Generation)
+		a.set.Adopt(w.now, a.gw.owned())
+		a.generation = seen.Generation
+	}
+	a.readAt = seen.At.Sub(epoch)
+	a.set.Observe(w.now, seen)
+	a.checkTruth(sampled)
+	a.changed()
+	a.unread = retryFirst
+	pending := a.set.Pending()
+	again := moved
+	for _, op := range pending {
+		again = again || !slices.Contains(ops, op)
+	}
+	if again && a.rush < rushMost {
+		a.rush++
+		a.step()
+		return
+	}
+	a.rush = 0
+	wait := watchReloads
+	switch {
+	case a.set.Unsettled() || len(pending) > 0:
+		wait, a.pause = a.pause, min(a.pause*3/2, slowest)
+	case len(a.set.Watched()) > 0:
+		wait, a.pause = watchTombstones, fastest
+	default:
+		a.pause = fastest
+	}
+	a.sleep(wait)
+}
+
+func (a *agent) sleep(wait time.Duration) {
+	a.stepping = false
+	if a.poked {
+		a.pause, wait = fastest, 0
+	}
+	a.turn++
+	turn := a.turn
+	a.w.after(&a.proc, wait, func() {
+		if a.turn == turn && !a.stepping {
+			a.step()
+		}
+	})
+}
+
+// changed tells the streams that a tombstone has another state.
+func (a *agent) changed() {
+	stones := a.set.Tombstones()
+	news := len(stones) != len(a.known)
+	for _, s := range stones {
+		if was, known := a.known[s.UID]; !known || was != s.State {
+			news = true
+			a.log("%s is %s", s.UID, s.State)
+		}
+	}
+	if !news {
+		return
+	}
+	clear(a.known)
+	for _, s := range stones {
+		a.known[s.UID] = s.State
+	}
+	for _, l := range a.links {
+		l.poke(false)
+	}
+}
+
+// The streams.
+
+func (l *link) connect() {
+	w, a, c := l.a.w, l.a, l.c
+	k := &conn{}
+	l.numbers = map[drain.UID]uint64{}
+	l.conn, l.began, l.heardAt = k, w.at, w.at
+	l.synced, l.declared, l.posting, l.released, l.said = false, false, false, nil, map[drain.UID]drain.Report{}
+	if !c.up {
+		w.after(&a.proc, time.Millisecond, func() { l.lost(k) })
+		return
+	}
+	w.send(&a.proc, &c.proc, k, 0, func() { c.connect(l, k) })
+	l.watchdog(k)
+}
+
+// watchdog ends a stream on which nothing comes.
+func (l *link) watchdog(k *conn) {
+	w := l.a.w
+	w.after(&l.a.proc, l.heardAt+w.times.Away-w.at, func() {
+		switch {
+		case l.conn != k:
+		case w.at-l.heardAt >= w.times.Away:
+			l.a.log("%s is silent", l.c.name)
+			l.lost(k)
+		default:
+			l.watchdog(k)
+		}
+	})
+}
+
+// closed is told when the other side died.
+func (l *link) closed() {
+	if l.conn != nil {
+		l.lost(l.conn)
+	}
+}
+
+func (l *link) lost(k *conn) {
+	w, a, c := l.a.w, l.a, l.c
+	if l.conn != k {
+		return
+	}
+	l.conn, l.declared, l.posting = nil, false, false
+	w.cut(&a.proc, &c.proc, k, 0, false, func() { c.endOf(k) })
+	if w.at-l.began > pauseMost {
+		l.pause = pauseFirst
+	}
+	pause := w.between(l.pause/2, l.pause)
+	l.pause = min(2*l.pause, pauseMost)
+	w.after(&a.proc, pause, func() {
+		if l.conn == nil {
+			l.connect()
+		}
+	})
+}
+
+// receive carries out what came in one write.
+func (l *link) receive(k *conn, session uint64, lease drain.Lease, open []drain.Open, released []drain.Release, first bool) {
+	w, a := l.a.w, l.a
+	if l.conn != k {
+		return
+	}
+	l.heardAt, l.session, l.lease = w.at, session, lease
+	holder, expires := lease.String(), w.now.Add(w.times.Lease)
+	a.renew(holder, expires)
+	for _, d := range open {
+		if !a.bury(d.Pod, holder, d.Since, expires) {
+			return
+		}
+		l.numbers[d.Pod.UID] = d.Number
+		l.poke(false)
+	}
+	for _, r := range released {
+		delete(l.numbers, r.UID)
+		if l.released != nil {
+			l.released[r.UID] = true
+		}
+		a.lift(r.UID, holder, r.Dead)
+	}
+	if !first || l.synced {
+		return
+	}
+	l.synced = true
+	for _, uid := range a.set.Held(holder) {
+		if !slices.ContainsFunc(open, func(d drain.Open) bool { return d.Pod.UID == drain.UID(uid) }) {
+			a.lift(drain.UID(uid), holder, false)
+		}
+	}
+	l.declare(k)
+}
+
+// post brings one request to the replica and its answer back. It ends the stream if none comes in time.
+func (l *link) post(k *conn, serve func() bool, answered func()) {
+	w, a, c := l.a.w, l.a, l.c
+	done := false
+	twice := w.faulty() && w.chance(w.twice)
+	if !c.up {
+		w.after(&a.proc, time.Millisecond, func() { l.lost(k) })
+		return
+	}
+	w.send(&a.proc, &c.proc, nil, 0, func() {
+		ok := serve()
+		if twice {
+			serve()
+		}
+		w.send(&c.proc, &a.proc, nil, 0, func() {
+			if done || l.conn != k {
+				return
+			}
+			done = true
+			if !ok {
+				l.lost(k)
+				return
+			}
+			answered()
+		})
+	})
+	w.after(&a.proc, postTimeout, func() {
+		if !done {
+			done = true
+			l.lost(k)
+		}
+	})
+}
+
+func (l *link) declare(k *conn) {
+	a, c, session := l.a, l.c, l.session
+	routes := make([]drain.Route, 0, len(a.services))
+	for _, s := range a.services {
+		routes = append(routes, drain.Route{Service: service(s), Via: drain.Endpoints, Can: drain.Direct, Grain: drain.PerRequest})
+	}
+	l.released = map[drain.UID]bool{}
+	var open []drain.Open
+	l.post(k, func() (ok bool) { open, ok = c.declare(a, session, routes); return ok }, func() {
+		settled, holder, expires := true, l.lease.String(), a.w.now.Add(a.w.times.Lease)
+		for _, d := range open {
+			if l.released[d.Pod.UID] {
+				settled = false
+				continue
+			}
+			if !a.bury(d.Pod, holder, d.Since, expires) {
+				return
+			}
+			l.numbers[d.Pod.UID] = max(l.numbers[d.Pod.UID], d.Number)
+		}
+		l.released = nil
+		if !settled {
+			l.declare(k)
+			return
+		}
+		l.declared = true
+		a.learn()
+		l.renewal(k)
+		l.everything = true
+		l.reports(k)
+	})
+}
+
+func (a *agent) learn() {
+	for _, l := range a.links {
+		if !l.declared {
+			return
+		}
+	}
+	if !a.learned {
+		a.learned = true
+		a.log("has learned which drains are open")
+	}
+	a.program()
+}
+
+func (l *link) renewal(k *conn) {
+	w := l.a.w
+	w.after(&l.a.proc, w.times.Renewal/2, func() {
+		if l.conn == k {
+			l.poke(true)
+			l.renewal(k)
+		}
+	})
+}
+
+// poke says that there may be something to report.
+func (l *link) poke(everything bool) {
+	l.everything = l.everything || everything
+	switch {
+	case l.conn == nil || !l.declared:
+	case l.posting:
+		l.poked = true
+	default:
+		l.reports(l.conn)
+	}
+}
+
+// reports posts what has changed, or everything.
+func (l *link) reports(k *conn) {
+	a, c, session := l.a, l.c, l.session
+	held := a.set.Held(l.lease.String())
+	now := map[drain.UID]drain.Report{}
+	var news []said
+	for _, s := range a.set.Tombstones() {
+		r := drain.Report{UID: drain.UID(s.UID), Generation: s.Generation, State: wireState(s.State), Since: s.Since}
+		if s.State >= health.Removed {
+			r.Proof = drain.Runtime
+		}
+		if _, r.Held = slices.BinarySearch(held, s.UID); r.Held {
+			r.Number = l.numbers[r.UID]
+		}
+		now[r.UID] = r
+		if l.everything || l.said[r.UID] != r {
+			news = append(news, said{Report: r, sentAt: a.w.at, readAt: a.readAt})
+		}
+	}
+	l.said, l.everything, l.poked = now, false, false
+	if len(news) == 0 {
+		return
+	}
+	l.posting = true
+	l.post(k, func() bool { return c.report(a, session, news) }, func() {
+		if a.dies("after a report") {
+			return
+		}
+		l.posting = false
+		if l.poked {
+			l.reports(k)
+		}
+	})
+}
+
+func wireState(s health.State) drain.State {
+	switch s {
+	case health.Routing:
+		return drain.Routing
+	case health.Kept:
+		return drain.Kept
+	case health.Removed:
+		return drain.Removed
+	case health.Idle:
+		return drain.Idle
+	default:
+		return drain.StateUnknown
+	}
+}
+
+// newAgent makes an agent beside a gateway of its own. Its pod is listed from now on, its process starts later.
+func (w *world) newAgent(lag time.Duration) {
+	if w.nodes >= maxNodes {
+		return
+	}
+	n := len(w.agents) + 1
+	a := &agent{
+		w: w, id: drain.AgentID(fmt.Sprintf("agent-%d", n)), listed: true, journal: map[drain.UID]*entry{},
+		proc: proc{node: w.nodes, name: fmt.Sprintf("agent-%d", n)},
+	}
+	w.nodes++
+	for s := range w.api.services {
+		if s == 0 || w.chance(700) {
+			a.services = append(a.services, s)
+		}
+	}
+	a.gw = newGateway(w, a)
+	a.watch = &watcher{p: &a.proc, slice: func(service int, s slice) {
+		if slices.Contains(a.services, service) {
+			a.sliceSeen(service, s)
+		}
+	}}
+	w.api.watchers = append(w.api.watchers, a.watch)
+	w.agents = append(w.agents, a)
+	w.api.rosterChanged()
+	w.after(nil, lag, a.start)
+	a.gw.clients()
+}

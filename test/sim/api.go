@@ -1,0 +1,438 @@
+package main
+
+import (
+	"fmt"
+	"net/netip"
+	"slices"
+	"time"
+
+	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/health"
+)
+
+// pod is one pod, in the API server and on its node.
+type pod struct {
+	uid      drain.UID
+	addr     netip.AddrPort
+	services []int
+	ready    bool
+	// terminating: it has a deletionTimestamp. stopped: its process ended. gone: the API server has forgotten it.
+	terminating, stopped, gone bool
+	// committed is when it became terminating, and by what word.
+	committed time.Duration
+	word      *word
+	// born is when it was created.
+	born time.Duration
+	// target has the condition DisruptionTarget.
+	target bool
+	// refused is until when another webhook refuses its deletion, whoever asks.
+	refused time.Duration
+	// calls counts deletions that are under way.
+	calls int
+}
+
+func (p *pod) drainPod() drain.Pod {
+	return drain.Pod{Namespace: "shop", Name: string(p.uid), UID: p.uid}
+}
+
+// endpoint is one line of an EndpointSlice.
+type endpoint struct {
+	uid                drain.UID
+	addr               netip.AddrPort
+	ready, terminating bool
+}
+
+// slice is what the EndpointSlices of one Service say at one time.
+type slice struct {
+	version   int
+	endpoints []endpoint
+}
+
+// word is why a deletion was let through: what the webhook said, and what every agent's last word was then.
+type word struct {
+	reason string
+	at     time.Duration
+	by     *coord
+	life   int
+	// agents holds, of each agent that there was, when the reading behind its last word began, or an excuse.
+	agents map[*agent]backing
+}
+
+// backing is what an agent's part in an allow rests on.
+type backing struct {
+	readAt time.Duration
+	excuse string
+}
+
+// watcher is somebody who watches the API server, and how late he is.
+type watcher struct {
+	p     *proc
+	pods  func(*pod, podView)
+	slice func(service int, s slice)
+	// roster hears of agents.
+	roster func([]drain.Expected)
+	last   time.Duration
+	stall  time.Duration
+}
+
+// podView is a pod as it was at one time.
+type podView struct{ ready, terminating, gone, target bool }
+
+// api is the API server, the EndpointSlice controller, the kubelets and those who want pods deleted.
+type api struct {
+	w        *world
+	node     proc
+	services int
+	want     []int // pods wanted of each Service
+	pods     []*pod
+	slices   []slice
+	history  [][]slice
+	dirty    []bool
+	watchers []*watcher
+	born     int
+	// free are addresses that nobody has any more.
+	free []netip.AddrPort
+	next int
+	// budget: minAvailable of Service 0 is its size - 1.
+	budget bool
+	other  struct{ deny, sleep int } // of a thousand calls
+}
+
+func (a *api) log(format string, args ...any) { a.w.logf("api", format, args...) }
+
+// create makes a pod in some Services.
+func (a *api) create(services []int) {
+	a.born++
+	p := &pod{uid: drain.UID(fmt.Sprintf("pod-%d", a.born)), services: services, born: a.w.at}
+	if len(a.free) > 0 && a.w.chance(500) {
+		// The address of a pod that has just stopped.
+		p.addr, a.free = a.free[len(a.free)-1], a.free[:len(a.free)-1]
+	} else {
+		a.next++
+		p.addr = netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 0, 0, byte(a.next)}), 80)
+	}
+	a.pods = append(a.pods, p)
+	a.log("create %s at %s in %v", p.uid, p.addr, services)
+	a.podChanged(p)
+	a.w.after(nil, a.w.between(50*time.Millisecond, 2*time.Second), func() {
+		if !p.terminating {
+			p.ready = true
+			a.podChanged(p)
+		}
+	})
+}
+
+// podChanged tells those who watch, and the slice controller.
+func (a *api) podChanged(p *pod) {
+	v := podView{p.ready, p.terminating, p.gone, p.target}
+	for _, x := range a.watchers {
+		if x.pods != nil {
+			a.tell(x, func() { x.pods(p, v) })
+		}
+	}
+	for _, s := range p.services {
+		if a.dirty[s] {
+			continue
+		}
+		a.dirty[s] = true
+		lag := a.w.between(2*time.Millisecond, 200*time.Millisecond)
+		if a.w.faulty() && a.w.kinds[slowSlices] && a.w.chance(300) {
+			lag = a.w.between(200*time.Millisecond, 3*time.Second)
+		}
+		a.w.after(nil, lag, func() { a.reslice(s) })
+	}
+}
+
+func (a *api) reslice(service int) {
+	a.dirty[service] = false
+	s := slice{version: a.slices[service].version + 1}
+	for _, p := range a.pods {
+		if !p.gone && slices.Contains(p.services, service) {
+			s.endpoints = append(s.endpoints, endpoint{p.uid, p.addr, p.ready && !p.terminating, p.terminating})
+		}
+	}
+	a.slices[service] = s
+	a.history[service] = append(a.history[service], s)
+	for _, x := range a.watchers {
+		if x.slice != nil {
+			a.tell(x, func() { x.slice(service, s) })
+		}
+	}
+}
+
+// tell brings an event to a watcher, in order.
+func (a *api) tell(x *watcher, do func()) {
+	if !x.p.up {
+		return
+	}
+	at := max(a.w.at+a.w.delay(), x.last, x.stall)
+	x.last = at
+	a.w.arrive(at, a.node.node, x.p, x.p.life, nil, 0, do)
+}
+
+// list brings everything to a watcher that starts, as it was at one moment not long ago, then done.
+func (a *api) list(x *watcher, done func()) {
+	for _, p := range a.pods {
+		if v := (podView{p.ready, p.terminating, p.gone, p.target}); x.pods != nil && !p.gone {
+			a.tell(x, func() { x.pods(p, v) })
+		}
+	}
+	for service := range a.services {
+		s := a.slices[service]
+		if a.w.faulty() && a.w.kinds[timeTravel] && len(a.history[service]) > 2 && a.w.chance(300) {
+			s = a.history[service][len(a.history[service])-2]
+		}
+		if x.slice != nil {
+			a.tell(x, func() { x.slice(service, s) })
+			if s.version != a.slices[service].version {
+				later := a.slices[service]
+				a.w.after(nil, a.w.between(10*time.Millisecond, 2*time.Second), func() { a.tell(x, func() { x.slice(service, later) }) })
+			}
+		}
+	}
+	if x.roster != nil {
+		e := a.expected()
+		a.tell(x, func() { x.roster(e) })
+	}
+	a.tell(x, done)
+}
+
+// rosterChanged tells the coordinators which agents there are.
+func (a *api) rosterChanged() {
+	e := a.expected()
+	for _, x := range a.watchers {
+		if x.roster != nil {
+			a.tell(x, func() { x.roster(e) })
+		}
+	}
+}
+
+func (a *api) expected() []drain.Expected {
+	var all []drain.Expected
+	for _, g := range a.w.agents {
+		if g.listed {
+			all = append(all, drain.Expected{ID: g.id, Name: "shop/" + g.name, Ready: g.ready, Label: drain.LabelDirected})
+		}
+	}
+	return all
+}
+
+// commit makes a pod terminating. Its application ends at SIGTERM, at once.
+func (a *api) commit(p *pod, w *word) {
+	if p.terminating {
+		return
+	}
+	p.terminating, p.committed, p.word = true, a.w.at, w
+	a.log("%s is terminating: %s", p.uid, w.reason)
+	a.podChanged(p)
+	a.w.after(nil, a.w.between(time.Millisecond, 30*time.Millisecond), func() {
+		p.stopped = true
+		a.log("%s has stopped", p.uid)
+		for _, g := range a.w.agents {
+			g.gw.podStopped(p)
+		}
+		a.w.after(nil, a.w.between(10*time.Millisecond, time.Second), func() {
+			p.gone = true
+			a.free = append(a.free, p.addr)
+			a.podChanged(p)
+		})
+	})
+	a.w.after(nil, a.w.between(5*time.Millisecond, 1500*time.Millisecond), func() { a.create(p.services) })
+}
+
+func (a *api) readyOf(service int) (n int) {
+	for _, p := range a.pods {
+		if p.ready && !p.terminating && slices.Contains(p.services, service) {
+			n++
+		}
+	}
+	return n
+}
+
+// caller is somebody who wants a pod deleted.
+type caller struct {
+	p       *pod
+	evict   bool
+	ctrl    bool
+	forced  bool
+	tries   int
+	backoff time.Duration
+	// denials counts the refusals in a row, for its drain, by one life of one replica.
+	by            *coord
+	life, denials int
+}
+
+// deletion starts a caller on some pod.
+func (a *api) deletion() {
+	var alive []*pod
+	for _, p := range a.pods {
+		if p.ready && !p.terminating {
+			alive = append(alive, p)
+		}
+	}
+	if len(alive) == 0 {
+		return
+	}
+	c := &caller{p: alive[a.w.rng.IntN(len(alive))], backoff: 5 * time.Millisecond}
+	switch n := a.w.rng.IntN(20); {
+	case n < 6:
+		c.evict = true
+	case n < 12:
+		c.ctrl = true
+	case n == 12:
+		c.forced = true
+	case n == 13:
+		c.p.target = true
+		c.evict = true
+		a.podChanged(c.p)
+	}
+	a.log("somebody wants %s deleted (evict=%t controller=%t forced=%t)", c.p.uid, c.evict, c.ctrl, c.forced)
+	if a.w.kinds[stubborn] && a.w.chance(500) {
+		c.p.refused = max(c.p.refused, a.w.at+a.w.between(10*time.Second, 80*time.Second))
+	}
+	c.p.calls++
+	a.attempt(c)
+}
+
+// reask asks for the deletion of a pod whose drain has just been abandoned.
+func (a *api) reask(uid drain.UID) {
+	if p := a.find(uid); !p.terminating {
+		a.log("somebody wants %s deleted after all", uid)
+		p.calls++
+		a.attempt(&caller{p: p, backoff: 5 * time.Millisecond})
+	}
+}
+
+// requestLimit is what the API server gives one DELETE or eviction in all.
+const requestLimit = 34 * time.Second
+
+func (a *api) attempt(c *caller) {
+	if c.p.terminating || c.p.gone {
+		c.p.calls--
+		return
+	}
+	a.review(c, a.w.at+requestLimit, true)
+}
+
+// verdict is what came back from the webhooks.
+type verdict struct {
+	allowed    bool
+	word       *word
+	retryAfter time.Duration
+}
+
+// review asks both webhooks at once and goes on when both have answered.
+func (a *api) review(c *caller, limit time.Duration, first bool) {
+	w := a.w
+	var ours *verdict
+	otherDone, otherDenies := false, false
+	finish := func() {
+		if ours == nil || !otherDone {
+			return
+		}
+		switch {
+		case w.at > limit:
+			a.log("504 for %s", c.p.uid)
+			a.again(c, 0, true)
+		case !ours.allowed:
+			a.again(c, ours.retryAfter, false)
+		case otherDenies:
+			a.log("another webhook denies the deletion of %s", c.p.uid)
+			a.again(c, 0, true)
+		case first && w.faulty() && w.chance(100):
+			// Somebody wrote to the pod meanwhile: the check stands inside the compare-and-swap loop.
+			a.review(c, limit, false)
+		case c.p.terminating:
+			c.p.calls--
+		case c.evict && a.budget && slices.Contains(c.p.services, 0) && c.p.ready && a.readyOf(0) < a.want[0]:
+			a.log("the budget forbids the eviction of %s after all", c.p.uid)
+			a.again(c, time.Second, false)
+		default:
+			c.p.calls--
+			a.commit(c.p, ours.word)
+		}
+	}
+	sleep := time.Duration(0)
+	if w.faulty() && w.chance(a.other.sleep) {
+		sleep = w.between(0, 20*time.Second)
+	}
+	otherDenies = w.faulty() && w.chance(a.other.deny) || w.at < c.p.refused
+	w.after(nil, sleep, func() { otherDone = true; finish() })
+	a.webhook(c, limit, func(v verdict) { ours = &v; finish() })
+}
+
+// webhook calls one coordinator. failurePolicy is Ignore.
+func (a *api) webhook(c *caller, limit time.Duration, done func(verdict)) {
+	w := a.w
+	answered := false
+	answer := func(v verdict) {
+		if !answered {
+			answered = true
+			done(v)
+		}
+	}
+	ignored := func(why string) verdict { return verdict{allowed: true, word: &word{reason: why, at: w.at}} }
+	var ready []*coord
+	for _, r := range w.coords {
+		if r.inService() {
+			ready = append(ready, r)
+		}
+	}
+	if len(ready) == 0 {
+		w.after(nil, time.Millisecond, func() { answer(ignored("Unreachable")) })
+		return
+	}
+	r := ready[w.rng.IntN(len(ready))]
+	timeout := min(w.times.Webhook, limit-w.at)
+	if timeout <= 0 {
+		answer(ignored("Unreachable"))
+		return
+	}
+	timeout = (timeout + time.Second - 1).Truncate(time.Second)
+	if !r.up {
+		w.after(nil, time.Millisecond, func() { answer(ignored("Unreachable")) })
+		return
+	}
+	x := &call{caller: c, timeout: timeout, sent: w.at, life: r.life}
+	x.answer = func(v verdict) { w.send(&r.proc, &a.node, nil, 0, func() { answer(v) }) }
+	x.reset = func() { answer(ignored("Reset")) }
+	r.inbound = append(r.inbound, x)
+	w.send(&a.node, &r.proc, nil, 0, func() { r.admit(x) })
+	w.after(nil, min(timeout, w.times.Webhook), func() {
+		if !answered {
+			answer(ignored("Timeout"))
+			if r.up && r.life == x.life {
+				w.send(&a.node, &r.proc, nil, 0, func() { r.hangUp(x) })
+			}
+		}
+	})
+}
+
+// again is what the caller does after a refusal.
+func (a *api) again(c *caller, retryAfter time.Duration, hard bool) {
+	w := a.w
+	stop := func() { c.p.calls--; a.log("the caller gives %s up", c.p.uid) }
+	if !w.faulty() {
+		stop()
+		return
+	}
+	c.tries++
+	switch {
+	case retryAfter > 0 && c.tries%11 != 0:
+		w.after(nil, retryAfter, func() { a.attempt(c) })
+	case c.ctrl:
+		c.backoff = min(2*c.backoff, 20*time.Second)
+		w.after(nil, c.backoff, func() { a.attempt(c) })
+	case hard || !c.evict:
+		if !hard {
+			w.checkPatience(c)
+		}
+		stop()
+	default:
+		w.after(nil, 5*time.Second, func() { a.attempt(c) }) // kubectl drain
+	}
+}
+
+func target(e endpoint) health.Target {
+	return health.Target{UID: health.UID(e.uid), Addr: e.addr}
+}

@@ -1,0 +1,333 @@
+package main
+
+import (
+	"slices"
+	"strconv"
+	"time"
+
+	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/health"
+)
+
+// The checks. Each has a name, by which a violation and the mutation table tell it.
+const (
+	// checkBacking: an allow by acknowledgement rests on a fresh word of every agent that owes, as a plain record of words has it.
+	checkBacking = "backing"
+	// checkRouted: an allow by acknowledgement while the gateway of a live agent routes to the pod, without a named reason.
+	checkRouted = "routed"
+	// checkLost: a request reached a pod that had stopped, or was in it when it did, without a named reason.
+	checkLost = "lost"
+	// checkTruthName: an agent says Removed of a pod to which its gateway routes.
+	checkTruthName = "truth"
+	// checkHoldersName: a tombstone is gone although somebody has a lease on it.
+	checkHoldersName = "holders"
+	// checkLate: a call was answered later than its hold.
+	checkLate = "late"
+	// checkNobody: a deletion waits for nobody.
+	checkNobody = "nobody"
+	// checkDeadline: a deletion is denied beyond the deadline of its drain.
+	checkDeadline = "deadline"
+	// checkClockName: a drain's clock is younger than an agent has said it is.
+	checkClockName = "clock"
+	// checkEarly: a drain was abandoned before its time.
+	checkEarly = "abandoned"
+	// checkDeadName: a gateway is asked to route to a pod that its agent has seen terminating.
+	checkDeadName = "dead"
+	// checkBuriedName: a gateway is asked to route to a pod on which somebody has a lease, and which need not be kept.
+	checkBuriedName = "buried"
+	// checkEmptied: an agent took out the last target of a living pod in a pool.
+	checkEmptied = "emptied"
+	// checkGaveUp: a client gave up, as client-go does after ten retries, before the drain let it through.
+	checkGaveUp = "gave up"
+	// checkOpen, checkStone and checkRoutes: after quiet, a drain is open, a living pod has a tombstone, or a gateway does not route what
+	// EndpointSlices say.
+	checkOpen   = "open"
+	checkStone  = "tombstone"
+	checkRoutes = "routes"
+)
+
+// inside lists the checks that look into coordinators and agents, and say the rules in other words. The others only look at what
+// everybody can see: answers, gateways, requests, and what is left in the end.
+var inside = []string{checkBacking, checkHoldersName, checkClockName, checkEarly, checkDeadName, checkBuriedName}
+
+// spentMost is how long before an allow the reading behind an acknowledgement may have begun: the freshness bound, and the longest that
+// a report may be under way.
+func (w *world) spentMost() time.Duration { return w.times.Freshness + 30*time.Second }
+
+// share says whether the agent's gateway routes one of services.
+func (a *agent) share(services []drain.Service) bool {
+	return slices.ContainsFunc(services, func(s drain.Service) bool {
+		return slices.ContainsFunc(a.services, func(i int) bool { return service(i) == s })
+	})
+}
+
+// checkAllow looks at each agent when a drain is released, and remembers in word what each one's part rests on.
+func (c *coord) checkAllow(p *pod, s drain.Status, wd *word, services []drain.Service) {
+	w := c.w
+	least := drain.Idle
+	switch s.Reason {
+	case drain.Acknowledged:
+	case drain.IdleBound:
+		least = drain.Removed
+	case drain.NoAgents:
+	default:
+		return
+	}
+	if p.terminating {
+		return
+	}
+	wd.agents = make(map[*agent]backing, len(w.agents))
+	for _, a := range w.agents {
+		connected, listed, ready := false, false, false
+		for _, st := range c.streams {
+			connected = connected || st.link.a == a
+		}
+		for _, e := range c.roster {
+			if e.ID == a.id {
+				listed, ready = true, e.Ready
+			}
+		}
+		r, heard := c.heard[a.id][p.uid]
+		routes := a.gw.routes(p.uid)
+		switch {
+		case !a.share(services):
+			wd.agents[a] = backing{excuse: "ServiceUnknown"}
+		case connected || ready:
+			if !heard || r.State < least || !r.Held || w.at-r.at > w.times.Freshness || s.Reason == drain.NoAgents {
+				w.fail(checkBacking, "%s allows the deletion of %s by %s, but the last word of %s is %s (heard=%t held=%t, %s old)",
+					c.name, p.uid, s.Reason, a.name, r.State, heard, r.Held, w.at-r.at)
+				// From outside, only what the gateway does says anything. Its reload before now is no excuse.
+				r.readAt = w.at
+			}
+			if begun, ok := c.begun[p.uid]; ok && r.sentAt < begun {
+				w.fail(checkBacking, "%s allows the deletion of %s by %s, but the last word of %s is from before this drain: it speaks of a tombstone that is being lifted",
+					c.name, p.uid, s.Reason, a.name)
+			}
+			wd.agents[a] = backing{readAt: r.readAt}
+			switch {
+			case !routes:
+			case a.gw.forgot >= r.readAt && w.at-r.readAt <= w.spentMost():
+				w.excuse("routed: gateway reloaded since")
+			default:
+				w.fail(checkRouted, "%s allows the deletion of %s by %s, but the gateway of %s routes to it", c.name, p.uid, s.Reason, a.name)
+				return
+			}
+			continue
+		case listed:
+			wd.agents[a] = backing{excuse: "NotReady"}
+		case a.unlearned:
+			wd.agents[a] = backing{excuse: "Unlearned"}
+		case c.lost[a.id] > 0:
+			// It was connected here, and the API does not list it, or not yet.
+			wd.agents[a] = backing{excuse: "Away"}
+		case !a.listed:
+			wd.agents[a] = backing{excuse: "Unlisted"}
+		default:
+			// Not heard of here: it must not have programmed its gateway.
+			wd.agents[a] = backing{readAt: w.at}
+			if routes {
+				w.fail(checkRouted, "%s allows the deletion of %s by %s, but the gateway of %s, of which it has not heard, routes to it", c.name, p.uid, s.Reason, a.name)
+				return
+			}
+			continue
+		}
+		if routes {
+			w.excuse("routed: " + wd.agents[a].excuse)
+		}
+	}
+}
+
+// lost judges a request that reached a pod which had stopped, or was in it.
+func (w *world) lost(g *gw, p *pod, how string) {
+	a := g.a
+	w.logf(a.name, "a request to %s is lost (%s)", p.uid, how)
+	wd := p.word
+	acknowledged := wd.by != nil && (wd.reason == drain.Acknowledged.String() || wd.reason == drain.IdleBound.String())
+	b, known := wd.agents[a]
+	switch {
+	case !acknowledged:
+		w.excuse("lost: allowed by " + wd.reason)
+	case how == "in flight" && wd.reason == drain.IdleBound.String():
+		w.excuse("lost: IdleBound")
+	case b.excuse != "":
+		w.excuse("lost: " + b.excuse)
+	case g.forgot >= 0 && g.forgot >= b.readAt:
+		w.excuse("lost: gateway reloaded since")
+	case !known && a.unlearned:
+		w.excuse("lost: Unlearned")
+	case !known && (!wd.by.up || wd.by.life != wd.life):
+		// Who let it go has died, and this agent was not there to hear of it.
+		w.excuse("lost: allowed by a replica that died since, and the agent is new")
+	case a.started > p.committed && w.kinds[timeTravel]:
+		w.excuse("lost: the agent started with an old list")
+	default:
+		w.fail(checkLost, "a request to %s through the gateway of %s is lost (%s): it was allowed at %s by %s", p.uid, a.name, how, wd.at, wd.reason)
+	}
+}
+
+// checkTruth: what the set says after a reading is what the gateway does.
+func (a *agent) checkTruth(sampled time.Duration) {
+	for _, s := range a.set.Tombstones() {
+		if s.State >= health.Removed && a.gw.forgot < sampled && a.gw.routes(drain.UID(s.UID)) {
+			a.w.fail(checkTruthName, "%s says that %s is %s, and its gateway routes to it", a.name, s.UID, s.State)
+		}
+	}
+}
+
+// checkOps looks at what an agent is about to ask of its gateway.
+func (a *agent) checkOps(ops []health.Op) {
+	var kept map[health.UID]bool
+	for _, op := range ops {
+		if op.Want != health.WantRouted {
+			continue
+		}
+		uid := drain.UID(op.Key.Target.UID)
+		if a.dead[uid] {
+			a.w.fail(checkDeadName, "%s asks for %s, and has seen the pod terminating", a.name, op)
+		}
+		for holder, until := range a.leases[uid] {
+			if !until.After(a.w.now) {
+				continue
+			}
+			if kept == nil {
+				kept = map[health.UID]bool{}
+				for _, s := range a.set.Tombstones() {
+					kept[s.UID] = s.State <= health.Kept
+				}
+			}
+			if !kept[op.Key.Target.UID] {
+				a.w.fail(checkBuriedName, "%s asks for %s, and %s holds a lease on a tombstone of it", a.name, op, holder)
+			}
+		}
+	}
+}
+
+// checkLast looks at a pool after a living pod was taken out.
+func (a *agent) checkLast(op health.Op) {
+	if op.Want != health.WantRemoved || strconv.Itoa(a.gw.generation) != a.generation {
+		return
+	}
+	if p := a.w.api.find(drain.UID(op.Key.Target.UID)); p.terminating {
+		return
+	}
+	for _, s := range a.gw.workers[len(a.gw.workers)-1].servers {
+		if s.key.Pool == op.Key.Pool && s.routed {
+			return
+		}
+	}
+	a.w.fail(checkEmptied, "%s: %s leaves nothing in the pool", a.name, op)
+}
+
+// checkHolders: a lease that nobody has ended and that has not run out stands.
+func (a *agent) checkHolders(uid drain.UID) {
+	for holder, until := range a.leases[uid] {
+		if until.After(a.w.now) && !slices.Contains(a.set.Held(holder), health.UID(uid)) {
+			a.w.fail(checkHoldersName, "%s has no tombstone on %s any more, and %s holds a lease on it", a.name, uid, holder)
+		}
+	}
+}
+
+func (c *coord) checkInTime(x *call) {
+	h := x.held
+	if h == nil || c.frozen > 0 && epoch.Add(c.frozen).After(h.began) {
+		return
+	}
+	if late := c.w.now.Sub(h.end); late > 10*time.Millisecond {
+		c.w.fail(checkLate, "%s answers for %s %s after the hold's end", c.name, x.caller.p.uid, late)
+	}
+}
+
+func (c *coord) checkDeny(h *held, s drain.Status, err string) {
+	if err != "" {
+		return
+	}
+	w, uid := c.w, h.caller.p.uid
+	h.caller.denied(c)
+	if len(s.Waiting) == 0 {
+		w.fail(checkNobody, "%s denies the deletion of %s, and waits for nobody", c.name, uid)
+	}
+	if begun, ok := c.begun[uid]; ok && w.at-begun > w.times.Deadline+10*time.Millisecond {
+		w.fail(checkDeadline, "%s denies the deletion of %s %s after its drain began", c.name, uid, w.at-begun)
+	}
+}
+
+// denied counts the refusals of one life of one replica.
+func (x *caller) denied(c *coord) {
+	if x.by != c || x.life != c.life {
+		x.by, x.life, x.denials = c, c.life, 0
+	}
+	x.denials++
+}
+
+// checkPatience: eleven holds and ten waits are longer than a drain.
+func (w *world) checkPatience(x *caller) {
+	if x.denials == 11 && x.by.life == x.life && x.by.frozen == 0 {
+		w.fail(checkGaveUp, "a client has asked %d times for the deletion of %s, and was denied by the drain each time", x.denials, x.p.uid)
+	}
+}
+
+func (c *coord) checkClock(reports []drain.Report) {
+	for _, r := range reports {
+		begun, ok := c.begun[r.UID]
+		if !ok {
+			continue
+		}
+		s := c.ledger.Status(c.w.now, r.UID)
+		oldest := epoch.Add(begun - c.w.times.Deadline)
+		if r.Since.After(oldest) {
+			oldest = r.Since
+		}
+		if s.Waits() && s.Since.After(oldest) {
+			c.w.fail(checkClockName, "%s counts the drain of %s from %s, and has heard of %s", c.name, r.UID, s.Since.Sub(epoch), r.Since.Sub(epoch))
+		}
+	}
+}
+
+func (c *coord) checkAbandoned(uid drain.UID) {
+	if since := c.w.at - c.answered[uid]; since < c.w.times.Abandon {
+		c.w.fail(checkEarly, "%s abandons the drain of %s %s after the last answer", c.name, uid, since)
+	}
+}
+
+// checkEnd is for the end of the quiet time: nothing is lost.
+func (w *world) checkEnd() {
+	for _, c := range w.coords {
+		for _, s := range c.ledger.All(w.now) {
+			w.fail(checkOpen, "%s has an open drain of %s: %s", c.name, s.Pod.UID, s.Phase)
+		}
+		if len(c.holds) > 0 {
+			w.fail(checkOpen, "%s holds %d calls", c.name, len(c.holds))
+		}
+	}
+	for _, a := range w.agents {
+		if !a.listed {
+			continue
+		}
+		for _, s := range a.set.Tombstones() {
+			if p := w.api.find(drain.UID(s.UID)); !p.terminating {
+				w.fail(checkStone, "%s has a tombstone on %s, which lives", a.name, s.UID)
+			}
+		}
+		for uid, e := range a.journal {
+			if p := w.api.find(uid); !p.terminating && (e.dead || len(e.holders) > 0) {
+				w.fail(checkStone, "%s has %s in its journal, which lives", a.name, uid)
+			}
+		}
+		for _, service := range a.services {
+			for _, e := range w.api.slices[service].endpoints {
+				k := health.Key{Pool: pool(service), Target: target(e)}
+				if routed := a.gw.up && a.gw.read(k).Routed; routed != e.ready {
+					w.fail(checkRoutes, "the gateway of %s routes to %s=%t, EndpointSlices say %t", a.name, k, routed, e.ready)
+				}
+			}
+			for _, k := range a.gw.owned() {
+				if k.Pool != pool(service) || !a.gw.read(k).Routed {
+					continue
+				}
+				if !slices.ContainsFunc(w.api.slices[service].endpoints, func(e endpoint) bool { return target(e) == k.Target && e.ready }) {
+					w.fail(checkRoutes, "the gateway of %s routes to %s, EndpointSlices do not", a.name, k)
+				}
+			}
+		}
+	}
+}

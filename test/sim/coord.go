@@ -1,0 +1,623 @@
+package main
+
+import (
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/lameduck-io/lameduck/pkg/admission"
+	"github.com/lameduck-io/lameduck/pkg/drain"
+)
+
+const (
+	// maxHolds, lookAround, lookTimeout and settleTime are those of the real shells (cmd/webhook, pkg/admission, pkg/drain/coordinator).
+	maxHolds    = 32
+	lookAround  = 250 * time.Millisecond
+	lookTimeout = 5 * time.Second
+	settleTime  = 10 * time.Second
+	patience    = 5 * time.Second
+	finishing   = 15 * time.Second
+	linger      = 10 * time.Second
+)
+
+// coord is one replica: the real ledger, and the shells of package coordinator, package admission and cmd/webhook around it, without
+// goroutines.
+type coord struct {
+	proc
+	w       *world
+	watch   *watcher
+	ledger  *drain.Ledger
+	epoch   int
+	started time.Duration
+	synced  bool
+	// stopping: it answers every call with 429 and ends.
+	stopping bool
+	looking  bool
+	told     uint64
+
+	pods    map[drain.UID]podView
+	slices  []slice
+	left    []map[drain.UID]time.Duration
+	roster  []drain.Expected
+	streams []*stream
+	holds   []*held
+	inbound []*call
+
+	// heard is what the last word of each agent on its present session was, for the checks: a plain record beside the ledger.
+	heard map[drain.AgentID]map[drain.UID]said
+	// lost is when an agent's stream ended here.
+	lost map[drain.AgentID]time.Duration
+	// begun and answered are when each open drain began here and when the last call for it was answered.
+	begun, answered map[drain.UID]time.Duration
+}
+
+// said is a report, and what it rested on.
+type said struct {
+	drain.Report
+	// at is when it arrived, sentAt when the agent wrote it, readAt when the reading behind it began.
+	at, sentAt, readAt time.Duration
+}
+
+// stream is one agent's.
+type stream struct {
+	conn    *conn
+	link    *link
+	session uint64
+	sent    uint64
+	woken   bool
+	over    bool
+}
+
+// call is one review.
+type call struct {
+	caller  *caller
+	timeout time.Duration
+	sent    time.Duration
+	life    int
+	answer  func(verdict)
+	reset   func()
+	held    *held
+}
+
+// held is a call that waits.
+type held struct {
+	*call
+	services   []drain.Service
+	began, end time.Time
+	until      time.Time
+	waited     bool
+	waiting    bool
+	woken      bool
+	turn       int
+}
+
+func (c *coord) log(format string, args ...any) { c.w.logf(c.name, format, args...) }
+
+// inService says whether the API server's list of the webhook's endpoints has it.
+func (c *coord) inService() bool {
+	if !c.up {
+		return c.w.at-c.started < time.Second // it has not heard yet
+	}
+	if !c.synced || c.stopping {
+		return false
+	}
+	_, missing := c.ledger.Expecting()
+	return missing == 0 || c.w.at-c.started >= settleTime
+}
+
+// start begins a new life.
+func (c *coord) start() {
+	w := c.w
+	c.epoch++
+	c.up, c.stopping, c.synced, c.looking = true, false, false, false
+	c.started = w.at
+	c.ledger = drain.NewLedger(drain.Lease{Replica: c.name, Epoch: fmt.Sprint(c.epoch)}, w.times)
+	c.told = 0
+	c.pods, c.roster = map[drain.UID]podView{}, nil
+	c.slices = make([]slice, w.api.services)
+	c.left = make([]map[drain.UID]time.Duration, w.api.services)
+	for i := range c.left {
+		c.left[i] = map[drain.UID]time.Duration{}
+	}
+	c.streams, c.holds, c.inbound = nil, nil, nil
+	c.heard, c.lost = map[drain.AgentID]map[drain.UID]said{}, map[drain.AgentID]time.Duration{}
+	c.begun, c.answered = map[drain.UID]time.Duration{}, map[drain.UID]time.Duration{}
+	c.log("starts, epoch %d", c.epoch)
+	w.after(&c.proc, w.between(10*time.Millisecond, 500*time.Millisecond), func() {
+		w.api.list(c.watch, func() { c.synced = true; c.log("has synced") })
+	})
+	c.tick()
+}
+
+// crash ends the life at once. lost says that nobody hears of it.
+func (c *coord) crash(lost bool) {
+	w := c.w
+	c.log("dies")
+	for _, s := range c.streams {
+		w.cut(&c.proc, &s.link.a.proc, s.conn, 1, lost, s.link.closed)
+	}
+	for _, x := range c.inbound {
+		if !lost {
+			w.after(nil, w.delay(), x.reset)
+		}
+	}
+	c.up = false
+	c.life++
+	c.started = w.at
+	c.watch.last = 0
+}
+
+// stop ends the life as cmd/webhook does on SIGTERM.
+func (c *coord) stop(down time.Duration) {
+	w := c.w
+	c.log("is told to stop")
+	c.stopping = true
+	for _, h := range slices.Clone(c.holds) {
+		c.wake(h)
+	}
+	for _, s := range slices.Clone(c.streams) {
+		c.end(s, false)
+	}
+	w.after(&c.proc, w.between(100*time.Millisecond, 2*time.Second), func() {
+		c.crash(false)
+		w.after(nil, down, c.start)
+	})
+}
+
+// tick is Coordinator.Run.
+func (c *coord) tick() {
+	w := c.w
+	w.after(&c.proc, time.Second, func() {
+		if !c.looking {
+			pods := c.ledger.Tick(w.now)
+			c.settle()
+			c.look(pods)
+		}
+		c.tick()
+	})
+}
+
+// look reads pods live, one after the other.
+func (c *coord) look(pods []drain.Pod) {
+	w := c.w
+	if len(pods) == 0 {
+		c.looking = false
+		return
+	}
+	c.looking = true
+	uid, done := pods[0].UID, false
+	next := func() {
+		if !done {
+			done = true
+			c.look(pods[1:])
+		}
+	}
+	w.send(&c.proc, &w.api.node, nil, 0, func() {
+		p := w.api.find(uid)
+		living := !p.terminating && !p.gone
+		w.send(&w.api.node, &c.proc, nil, 0, func() {
+			if done {
+				return
+			}
+			if living {
+				if c.ledger.Alive(w.now, uid) {
+					c.log("%s lives, and nobody asks for it: abandoned", uid)
+					c.checkAbandoned(uid)
+					if w.faulty() && w.chance(300) {
+						// Somebody wants it deleted after all, just now.
+						w.after(nil, w.between(0, 20*time.Millisecond), func() { w.api.reask(uid) })
+					}
+					delete(c.begun, uid)
+				}
+			} else {
+				c.gone(uid)
+			}
+			c.settle()
+			next()
+		})
+	})
+	w.after(&c.proc, lookTimeout, next)
+}
+
+func (a *api) find(uid drain.UID) *pod {
+	for _, p := range a.pods {
+		if p.uid == uid {
+			return p
+		}
+	}
+	return nil
+}
+
+func (c *coord) gone(uid drain.UID) {
+	if c.ledger.Gone(c.w.now, uid) {
+		c.log("%s is going", uid)
+		delete(c.begun, uid)
+	}
+	c.settle()
+}
+
+// What the watch brings.
+
+func (c *coord) podSeen(p *pod, v podView) {
+	c.pods[p.uid] = v
+	if v.gone {
+		delete(c.pods, p.uid)
+	}
+	if v.terminating || v.gone {
+		c.gone(p.uid)
+	}
+}
+
+func (c *coord) sliceSeen(service int, s slice) {
+	for _, e := range c.slices[service].endpoints {
+		if !slices.ContainsFunc(s.endpoints, func(o endpoint) bool { return o.uid == e.uid }) {
+			c.left[service][e.uid] = c.w.at
+		}
+	}
+	c.slices[service] = s
+}
+
+func (c *coord) rosterSeen(all []drain.Expected) {
+	c.roster = all
+	c.ledger.Expect(c.w.now, all)
+	c.settle()
+}
+
+// settle wakes those whom a change may concern.
+func (c *coord) settle() {
+	touched := c.ledger.Touched()
+	for _, uid := range touched {
+		for _, h := range c.holds {
+			if h.caller.p.uid == uid {
+				c.wake(h)
+			}
+		}
+	}
+	if revision := c.ledger.Revision(); revision != c.told {
+		c.told = revision
+		for _, s := range c.streams {
+			c.wakeStream(s)
+		}
+	}
+}
+
+func (c *coord) wake(h *held) {
+	if h.woken {
+		return
+	}
+	h.woken = true
+	c.w.after(&c.proc, c.w.between(0, 200*time.Microsecond), func() { c.recheck(h) })
+}
+
+// listings says which Services list a pod here, ready or not, and for how long one that does not any more did.
+func (c *coord) listings(uid drain.UID) (services []drain.Service, ready bool, last string) {
+	for i, s := range c.slices {
+		listed, usable, others := false, false, 0
+		for _, e := range s.endpoints {
+			if e.uid == uid {
+				listed = true
+				usable = e.ready && !e.terminating
+				ready = ready || e.ready
+			} else if e.ready && !e.terminating {
+				others++
+			}
+		}
+		if at, ok := c.left[i][uid]; listed || ok && c.w.at-at < linger {
+			services = append(services, service(i))
+		}
+		if usable && others == 0 {
+			last = service(i).Name
+		}
+	}
+	return services, ready, last
+}
+
+func service(i int) drain.Service {
+	return drain.Service{Namespace: "shop", Name: string(rune('a' + i))}
+}
+
+// admit is Handler.decide.
+func (c *coord) admit(x *call) {
+	w, p := c.w, x.caller.p
+	if c.stopping {
+		c.reply(x, verdict{retryAfter: time.Second}, "Stopping")
+		return
+	}
+	view, known := c.pods[p.uid]
+	services, ready, last := c.listings(p.uid)
+	f := admission.Facts{
+		Operation: admission.Delete, Terminating: p.terminating, Forced: x.caller.forced, Unknown: !known,
+		DisruptionTarget: p.target, Cold: !c.synced, Up: w.at - c.started, Listed: len(services) > 0, Ready: ready, LastOf: last,
+	}
+	if x.caller.evict {
+		// An Eviction review has no pod with it.
+		f.Operation, f.Terminating, f.DisruptionTarget = admission.Evict, view.terminating, view.target
+		f.Budget = c.budget(p)
+	}
+	if !view.ready {
+		f.NotReadyFor = time.Second
+	}
+	f.Agents, _ = c.ledger.Expecting()
+	f.CouldRoute = c.ledger.CouldRoute(services)
+	f.Refused = c.ledger.Refused(w.now, p.uid, admission.RefusedWindow)
+	v := admission.Decide(f)
+	if v.Unroute {
+		c.open(p, services)
+	}
+	switch v.Action {
+	case admission.Allow:
+		c.reply(x, verdict{allowed: true, word: &word{reason: string(v.Reason), at: w.at}}, string(v.Reason))
+	case admission.Drain:
+		h := &held{call: x, services: services, began: w.now, end: w.times.HoldUntil(w.now, x.timeout)}
+		x.held = h
+		c.drain(h)
+	default:
+		retry := drain.RetryAfter(0, false, 0)
+		if v.Reason == admission.Budget && x.caller.ctrl {
+			retry = 0
+		}
+		c.reply(x, verdict{retryAfter: retry}, string(v.Reason))
+	}
+}
+
+// budget is Cluster.budget for the one budget there is.
+func (c *coord) budget(p *pod) string {
+	if !c.w.api.budget || !slices.Contains(p.services, 0) {
+		return ""
+	}
+	own, drains := c.ledger.Draining(p.uid)
+	ready, ahead := 0, 0
+	for _, e := range c.slices[0].endpoints {
+		if !e.ready || e.terminating {
+			continue
+		}
+		ready++
+		if since, ok := c.ledger.Draining(e.uid); ok && e.uid != p.uid && (!drains || since.Before(own) || since.Equal(own) && e.uid < p.uid) {
+			ahead++
+		}
+	}
+	if ready-(c.w.api.want[0]-1) > ahead {
+		return ""
+	}
+	return "no room"
+}
+
+func (c *coord) open(p *pod, services []drain.Service) drain.Status {
+	s := c.ledger.Ask(c.w.now, p.drainPod(), services)
+	if _, ok := c.begun[p.uid]; !ok && s.Phase != drain.Closed {
+		c.begun[p.uid], c.answered[p.uid] = c.w.at, c.w.at
+		c.log("drain of %s begins, since %s", p.uid, s.Since.Sub(epoch))
+	}
+	c.settle()
+	return s
+}
+
+// drain is one turn of Handler.hold: Coordinator.Drain up to where it waits.
+func (c *coord) drain(h *held) {
+	w := c.w
+	h.until = h.end
+	if t := w.now.Add(lookAround); t.Before(h.until) {
+		h.until = t
+	}
+	s := c.open(h.caller.p, h.services)
+	c.ledger.Hold(h.caller.p.uid)
+	switch {
+	case !s.Waits() || !w.now.Before(h.until):
+		c.wakes(h, s, "")
+	case len(c.holds) >= maxHolds:
+		c.wakes(h, s, string(admission.TooManyHolds))
+	default:
+		h.waited, h.waiting = true, true
+		c.holds = append(c.holds, h)
+		c.sleep(h, s)
+	}
+}
+
+func (c *coord) sleep(h *held, s drain.Status) {
+	at := h.until
+	if !s.Recheck.IsZero() && s.Recheck.Before(at) {
+		at = s.Recheck
+	}
+	h.turn++
+	turn := h.turn
+	c.w.after(&c.proc, at.Sub(c.w.now), func() {
+		if h.turn == turn {
+			c.recheck(h)
+		}
+	})
+}
+
+func (c *coord) recheck(h *held) {
+	h.woken = false
+	if !h.waiting {
+		return
+	}
+	s := c.ledger.Status(c.w.now, h.caller.p.uid)
+	c.settle()
+	switch {
+	case c.stopping:
+		c.wakes(h, s, string(admission.Stopping))
+	case !s.Waits() || !c.w.now.Before(h.until):
+		c.wakes(h, s, "")
+	default:
+		c.sleep(h, s)
+	}
+}
+
+// hangUp says that the API server does not wait any more.
+func (c *coord) hangUp(x *call) {
+	if h := x.held; h != nil && h.waiting {
+		s := c.ledger.Status(c.w.now, h.caller.p.uid)
+		c.settle()
+		c.wakes(h, s, string(admission.CallerGone))
+	}
+}
+
+// wakes is the rest of the turn.
+func (c *coord) wakes(h *held, s drain.Status, err string) {
+	w, p := c.w, h.caller.p
+	h.waiting = false
+	h.turn++
+	c.holds = slices.DeleteFunc(c.holds, func(o *held) bool { return o == h })
+	released := s.Phase == drain.Released || s.Phase == drain.Closed
+	c.ledger.Answered(w.now, p.uid, err == "" && released)
+	c.answered[p.uid] = w.at
+	if err == "" && !released && w.now.Before(h.end) {
+		if _, _, last := c.listings(p.uid); last != "" {
+			c.reply(h.call, verdict{allowed: true, word: &word{reason: string(admission.LastTarget), at: w.at}}, string(admission.LastTarget))
+			return
+		}
+		c.drain(h)
+		return
+	}
+	if err == "" && released {
+		v := verdict{allowed: true, word: &word{reason: s.Reason.String(), at: w.at, by: c, life: c.life}}
+		c.checkAllow(p, s, v.word, h.services)
+		c.reply(h.call, v, s.Reason.String())
+		return
+	}
+	elapsed, remaining := w.now.Sub(s.Since), s.Deadline.Sub(w.now)
+	retry := drain.RetryAfter(elapsed, h.waited, remaining)
+	if err == string(admission.Stopping) {
+		retry = time.Second
+	}
+	if h.caller.ctrl && elapsed > patience && remaining > finishing {
+		retry = 0
+	}
+	c.checkDeny(h, s, err)
+	c.reply(h.call, verdict{retryAfter: retry}, "Draining "+err)
+}
+
+func (c *coord) reply(x *call, v verdict, reason string) {
+	w := c.w
+	c.log("answers for %s: allowed=%t %s retry=%s", x.caller.p.uid, v.allowed, reason, v.retryAfter)
+	if v.allowed {
+		w.allowed[reason]++
+	}
+	c.checkInTime(x)
+	c.inbound = slices.DeleteFunc(c.inbound, func(o *call) bool { return o == x })
+	x.answer(v)
+}
+
+// The agents' API.
+
+// connect serves a new stream.
+func (c *coord) connect(l *link, k *conn) {
+	w := c.w
+	if c.stopping {
+		w.cut(&c.proc, &l.a.proc, k, 1, false, func() { l.lost(k) })
+		return
+	}
+	id := l.a.id
+	s := &stream{conn: k, link: l}
+	s.session = c.ledger.Connect(w.now, id)
+	c.heard[id] = map[drain.UID]said{}
+	c.streams = append(c.streams, s)
+	c.log("%s connects, session %d", l.a.name, s.session)
+	c.settle()
+	c.say(s, true)
+	c.beat(s)
+}
+
+func (c *coord) beat(s *stream) {
+	c.w.after(&c.proc, c.w.times.Heartbeat, func() {
+		if !s.over {
+			c.write(s, nil, nil, false)
+			c.beat(s)
+		}
+	})
+}
+
+func (c *coord) wakeStream(s *stream) {
+	if s.woken || s.over {
+		return
+	}
+	s.woken = true
+	c.w.after(&c.proc, c.w.between(0, 300*time.Microsecond), func() {
+		s.woken = false
+		if !s.over {
+			c.say(s, false)
+		}
+	})
+}
+
+// say writes what the agent has not heard yet.
+func (c *coord) say(s *stream, first bool) {
+	id := s.link.a.id
+	if !c.ledger.Current(id, s.session) {
+		c.end(s, false)
+		return
+	}
+	open, released, next := c.ledger.Since(id, s.sent)
+	s.sent = next
+	if first || len(open)+len(released) > 0 {
+		c.write(s, open, released, first)
+	}
+}
+
+func (c *coord) write(s *stream, open []drain.Open, released []drain.Release, first bool) {
+	l, session, lease := s.link, s.session, c.ledger.Self()
+	k := s.conn
+	if k.closed[1] {
+		return
+	}
+	c.w.send(&c.proc, &l.a.proc, k, 1, func() { l.receive(k, session, lease, open, released, first) })
+}
+
+// end ends a stream from this side.
+func (c *coord) end(s *stream, lost bool) {
+	if s.over {
+		return
+	}
+	s.over = true
+	c.streams = slices.DeleteFunc(c.streams, func(o *stream) bool { return o == s })
+	id := s.link.a.id
+	if c.ledger.Current(id, s.session) {
+		delete(c.heard, id)
+		c.lost[id] = c.w.at
+		c.log("%s is disconnected, session %d", s.link.a.name, s.session)
+	}
+	c.ledger.Disconnect(c.w.now, id, s.session)
+	l, k := s.link, s.conn
+	c.w.cut(&c.proc, &l.a.proc, k, 1, lost, func() { l.lost(k) })
+	c.settle()
+}
+
+// endOf ends the stream on a connection whose other side is closed.
+func (c *coord) endOf(k *conn) {
+	for _, s := range c.streams {
+		if s.conn == k {
+			c.end(s, true)
+			return
+		}
+	}
+}
+
+// declare answers a declaration. ok is false if the session is not the present one.
+func (c *coord) declare(a *agent, session uint64, routes []drain.Route) ([]drain.Open, bool) {
+	open, ok := c.ledger.Declare(a.id, session, routes)
+	c.settle()
+	return open, ok
+}
+
+// report takes in reports.
+func (c *coord) report(a *agent, session uint64, reports []said) bool {
+	if !c.ledger.Current(a.id, session) {
+		return false
+	}
+	plain := make([]drain.Report, len(reports))
+	var telling []drain.Report
+	for i, r := range reports {
+		plain[i] = r.Report
+		r.at = c.w.at
+		c.heard[a.id][r.UID] = r
+		if begun := c.begun[r.UID]; !r.Held || r.sentAt >= begun {
+			telling = append(telling, r.Report)
+		}
+		c.log("%s reports %s %s held=%t", a.name, r.UID, r.State, r.Held)
+	}
+	c.ledger.Report(c.w.now, a.id, session, plain)
+	c.checkClock(telling)
+	c.settle()
+	return true
+}

@@ -1,0 +1,129 @@
+// Command sim runs coordinators, agents, gateways, an API server and clients in one process on virtual time, injects faults by seed, and
+// checks after every step that nothing went wrong that has no name. See README.md beside it.
+package main
+
+import (
+	"errors"
+	"flag"
+	"fmt"
+	"os"
+	"runtime"
+	"runtime/debug"
+	"sort"
+	"sync"
+	"sync/atomic"
+)
+
+func main() {
+	seeds := flag.Int("seeds", 20000, "how many seeds to run")
+	from := flag.Uint64("from", 1, "the first of them")
+	mutations := flag.Int("mutations", 0, "instead, switch each rule off and run at most this many seeds until it is caught")
+	verbose := flag.Bool("v", false, "print the trace of every seed")
+	flag.Parse()
+	// Worlds are small and short-lived: most of them is garbage at the end, and rarely before.
+	debug.SetGCPercent(800)
+	var err error
+	if *mutations > 0 {
+		err = mutate(*from, *mutations)
+	} else {
+		err = simulate(*from, *seeds, *verbose)
+	}
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "sim:", err)
+		os.Exit(1)
+	}
+}
+
+// totals are what all seeds of a run add up to.
+type totals struct {
+	seeds, steps, faults, violations int
+	// first is the lowest seed with a violation, of which check tells.
+	first            uint64
+	check, violation string
+	excused, allowed map[string]int
+}
+
+// sweep runs seeds on all processors. It stops soon after the first violation if once is set.
+func sweep(from uint64, seeds int, once, blind bool, each func(*world)) totals {
+	t := totals{excused: map[string]int{}, allowed: map[string]int{}}
+	var next atomic.Uint64
+	var stop atomic.Bool
+	var mu sync.Mutex
+	var wg sync.WaitGroup
+	for range runtime.GOMAXPROCS(0) {
+		wg.Go(func() {
+			for !stop.Load() {
+				n := next.Add(1) - 1
+				if n >= uint64(seeds) {
+					return
+				}
+				w := newWorld(from+n, false, blind)
+				w.run()
+				mu.Lock()
+				t.seeds++
+				t.steps += w.steps
+				t.faults += w.faults
+				for k, n := range w.excused {
+					t.excused[k] += n
+				}
+				for k, n := range w.allowed {
+					t.allowed[k] += n
+				}
+				if w.violation != "" {
+					t.violations++
+					if t.first == 0 || w.seed < t.first {
+						t.first, t.check, t.violation = w.seed, w.check, w.violation
+					}
+					if each != nil {
+						each(w)
+					}
+					if once {
+						stop.Store(true)
+					}
+				}
+				mu.Unlock()
+			}
+		})
+	}
+	wg.Wait()
+	return t
+}
+
+var errViolations = errors.New("something is wrong that has no name")
+
+func simulate(from uint64, seeds int, verbose bool) error {
+	shown := 0
+	t := sweep(from, seeds, false, false, func(w *world) {
+		if shown++; shown <= 20 {
+			fmt.Printf("seed %d: %s: %s\n", w.seed, w.check, w.violation)
+		}
+	})
+	if t.violations > 0 || verbose {
+		seed := t.first
+		if seed == 0 {
+			seed = from
+		}
+		w := newWorld(seed, true, false)
+		w.run()
+		fmt.Printf("--- trace of seed %d: make sim SEEDS=1 FROM=%d\n%s\n---\n", seed, seed, w.dump())
+	}
+	table("allowed", t.allowed)
+	table("named reasons", t.excused)
+	fmt.Printf("sim: seeds=%d steps=%d faults=%d violations=%d\n", t.seeds, t.steps, t.faults, t.violations)
+	if t.violations > 0 {
+		return errViolations
+	}
+	return nil
+}
+
+func table(title string, counts map[string]int) {
+	fmt.Printf("%s:\n", title)
+	keys := make([]string, 0, len(counts))
+	for k := range counts {
+		keys = append(keys, k)
+	}
+	sort.Strings(keys)
+	for _, k := range keys {
+		fmt.Printf("  %8d  %s\n", counts[k], k)
+	}
+}

@@ -1,0 +1,52 @@
+//go:build lameduckmutation
+
+package main
+
+import (
+	"fmt"
+
+	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/health"
+)
+
+var broken int
+
+func brokenRule() int { return broken }
+
+// rules are those of the design, and what is switched off of each.
+var rules = [...]string{
+	1: "level, not event: the ledger keeps the best word it has heard",
+	2: "a tombstone belongs to its holders: one holder's lift ends all leases",
+	3: "it ends on knowledge: a drain is abandoned as soon as nobody waits for it",
+	4: "nothing stays lost: agents are told that a pod which lives is dead",
+	5: "one clock: asking again starts it again",
+	6: "availability first: a drain that nobody owes waits",
+	7: "who is expected is read from the API: only open streams count",
+	8: "declare before you program: the agent programs at once",
+}
+
+func mutate(from uint64, most int) error {
+	missed := 0
+	for rule := 1; rule < len(rules); rule++ {
+		broken = rule
+		drain.BreakRule(rule)
+		health.BreakRule(rule)
+		all := sweep(from, most, true, false, nil)
+		outside := sweep(from, most, true, true, nil)
+		if all.violations == 0 {
+			missed++
+		}
+		fmt.Printf("rule %d off: %s; from outside: %s  (%s)\n", rule, caught(all), caught(outside), rules[rule])
+	}
+	if missed > 0 {
+		return fmt.Errorf("%d rules can be switched off unnoticed", missed)
+	}
+	return nil
+}
+
+func caught(t totals) string {
+	if t.violations == 0 {
+		return fmt.Sprintf("NOT caught in %d seeds", t.seeds)
+	}
+	return fmt.Sprintf("caught in %4d seeds by %-9s", t.seeds, t.check)
+}

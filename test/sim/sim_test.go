@@ -1,0 +1,70 @@
+package main
+
+import (
+	"strings"
+	"testing"
+)
+
+// A seed that fails must fail again when it is replayed: neither the order of maps nor an address may leak into what happens.
+func TestTheSameSeedIsTheSameWorld(t *testing.T) {
+	for seed := uint64(1); seed <= 30; seed++ {
+		first, second := newWorld(seed, true, false), newWorld(seed, true, false)
+		first.run()
+		second.run()
+		if first.hash == second.hash && first.steps == second.steps {
+			continue
+		}
+		for i := range min(len(first.trace), len(second.trace)) {
+			if first.trace[i] != second.trace[i] {
+				t.Fatalf("seed %d parts at line %d:\n%s\n%s", seed, i, first.trace[i], second.trace[i])
+			}
+		}
+		t.Fatalf("seed %d: %d and %d steps", seed, first.steps, second.steps)
+	}
+}
+
+// A trace changes nothing of what it tells.
+func TestTracingChangesNothing(t *testing.T) {
+	for seed := uint64(1); seed <= 20; seed++ {
+		silent, traced := newWorld(seed, false, false), newWorld(seed, true, false)
+		silent.run()
+		traced.run()
+		if silent.steps != traced.steps || silent.violation != traced.violation {
+			t.Errorf("seed %d: %d steps and %q, traced %d and %q", seed, silent.steps, silent.violation, traced.steps, traced.violation)
+		}
+	}
+}
+
+func TestSeeds(t *testing.T) {
+	got := sweep(1, 100, false, false, func(w *world) { t.Errorf("seed %d: %s: %s", w.seed, w.check, w.violation) })
+	if got.seeds != 100 || got.faults == 0 || got.allowed["Acknowledged"] == 0 {
+		t.Errorf("the worlds are empty: %+v", got)
+	}
+}
+
+// Without faults nothing needs a reason but what the design says: forced deletions, last targets, pods that are being evicted by force.
+func TestCalmWorldsLoseNothing(t *testing.T) {
+	calm := 0
+	for seed := uint64(1); seed <= 400; seed++ {
+		w := newWorld(seed, false, false)
+		if !w.isCalm {
+			continue
+		}
+		calm++
+		w.run()
+		if w.violation != "" {
+			t.Errorf("seed %d: %s", seed, w.violation)
+		}
+		for reason := range w.excused {
+			switch strings.TrimPrefix(reason, "lost: allowed by ") {
+			case "Forced", "LastTarget", "DisruptionTarget", "Deadline", "NoAgents", "UnknownPod", "NotListed":
+			case "lost: IdleBound":
+			default:
+				t.Errorf("seed %d: %s", seed, reason)
+			}
+		}
+	}
+	if calm == 0 {
+		t.Error("no world is calm")
+	}
+}
