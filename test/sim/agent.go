@@ -659,7 +659,7 @@ func (l *link) reports(k *conn) {
 		}
 		now[r.UID] = r
 		if l.everything || l.said[r.UID] != r {
-			news = append(news, said{Report: r, sentAt: a.w.at, readAt: a.readAt})
+			news = append(news, said{Report: r, readAt: a.readAt})
 		}
 	}
 	l.said, l.everything, l.poked = now, false, false

@@ -99,7 +99,7 @@ func (c *coord) checkAllow(p *pod, s drain.Status, wd *word, services []drain.Se
 				// From outside, only what the gateway does says anything. Its reload before now is no excuse.
 				r.readAt = w.at
 			}
-			if begun, ok := c.begun[p.uid]; ok && r.sentAt < begun {
+			if heard && r.Number != c.numbers[p.uid] {
 				w.fail(checkBacking, "%s allows the deletion of %s by %s, but the last word of %s is from before this drain: it speaks of a tombstone that is being lifted",
 					c.name, p.uid, s.Reason, a.name)
 			}

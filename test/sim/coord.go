@@ -49,13 +49,15 @@ type coord struct {
 	lost map[drain.AgentID]time.Duration
 	// begun and answered are when each open drain began here and when the last call for it was answered.
 	begun, answered map[drain.UID]time.Duration
+	// numbers are those of the drains that agents were told of since they began.
+	numbers map[drain.UID]uint64
 }
 
 // said is a report, and what it rested on.
 type said struct {
 	drain.Report
-	// at is when it arrived, sentAt when the agent wrote it, readAt when the reading behind it began.
-	at, sentAt, readAt time.Duration
+	// at is when it arrived, readAt when the reading behind it began.
+	at, readAt time.Duration
 }
 
 // stream is one agent's.
@@ -121,6 +123,7 @@ func (c *coord) start() {
 	}
 	c.streams, c.holds, c.inbound = nil, nil, nil
 	c.heard, c.lost = map[drain.AgentID]map[drain.UID]said{}, map[drain.AgentID]time.Duration{}
+	c.numbers = map[drain.UID]uint64{}
 	c.begun, c.answered = map[drain.UID]time.Duration{}, map[drain.UID]time.Duration{}
 	c.log("starts, epoch %d", c.epoch)
 	w.after(&c.proc, w.between(10*time.Millisecond, 500*time.Millisecond), func() {
@@ -386,6 +389,7 @@ func (c *coord) open(p *pod, services []drain.Service) drain.Status {
 	s := c.ledger.Ask(c.w.now, p.drainPod(), services)
 	if _, ok := c.begun[p.uid]; !ok && s.Phase != drain.Closed {
 		c.begun[p.uid], c.answered[p.uid] = c.w.at, c.w.at
+		delete(c.numbers, p.uid)
 		c.log("drain of %s begins, since %s", p.uid, s.Since.Sub(epoch))
 	}
 	c.settle()
@@ -550,6 +554,9 @@ func (c *coord) say(s *stream, first bool) {
 	}
 	open, released, next := c.ledger.Since(id, s.sent)
 	s.sent = next
+	for _, d := range open {
+		c.numbers[d.Pod.UID] = d.Number
+	}
 	if first || len(open)+len(released) > 0 {
 		c.write(s, open, released, first)
 	}
@@ -596,6 +603,9 @@ func (c *coord) endOf(k *conn) {
 // declare answers a declaration. ok is false if the session is not the present one.
 func (c *coord) declare(a *agent, session uint64, routes []drain.Route) ([]drain.Open, bool) {
 	open, ok := c.ledger.Declare(a.id, session, routes)
+	for _, d := range open {
+		c.numbers[d.Pod.UID] = d.Number
+	}
 	c.settle()
 	return open, ok
 }
@@ -611,10 +621,10 @@ func (c *coord) report(a *agent, session uint64, reports []said) bool {
 		plain[i] = r.Report
 		r.at = c.w.at
 		c.heard[a.id][r.UID] = r
-		if begun := c.begun[r.UID]; !r.Held || r.sentAt >= begun {
+		if !r.Held || r.Number == c.numbers[r.UID] {
 			telling = append(telling, r.Report)
 		}
-		c.log("%s reports %s %s held=%t", a.name, r.UID, r.State, r.Held)
+		c.log("%s reports %s %s held=%t number=%d since=%s", a.name, r.UID, r.State, r.Held, r.Number, r.Since.Sub(epoch))
 	}
 	c.ledger.Report(c.w.now, a.id, session, plain)
 	c.checkClock(telling)

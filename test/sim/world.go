@@ -30,8 +30,6 @@ type proc struct {
 	up     bool
 	life   int
 	frozen time.Duration
-	// thawed is when it was last woken.
-	thawed time.Duration
 }
 
 // event is one step of the world.
