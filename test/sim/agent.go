@@ -59,6 +59,8 @@ type agent struct {
 	leases map[drain.UID]map[string]time.Time
 	// dead are the pods that this life has seen terminating, for the checks.
 	dead map[drain.UID]bool
+	// seen is the version of each Service's slice that was heard last.
+	seen map[int]int
 }
 
 // entry is a tombstone on disk.
@@ -112,6 +114,7 @@ func (a *agent) start() {
 	a.set = health.NewSet()
 	a.dead = map[drain.UID]bool{}
 	a.known, a.leases = map[health.UID]health.State{}, map[drain.UID]map[string]time.Time{}
+	a.seen = map[int]int{}
 	a.programming, a.learned, a.unlearned = false, false, false
 	a.stepping, a.poked, a.generation = false, false, ""
 	a.pause, a.unread, a.rush = fastest, retryFirst, 0
@@ -183,25 +186,61 @@ func (a *agent) crash(lost bool) {
 	a.watch.last = 0
 }
 
+// lapse is cmd/agent's: time alone lets no pod back in. A lease that is over stands until a list says that the watch is not behind.
 func (a *agent) lapse() {
 	w := a.w
 	w.after(&a.proc, lapseEvery, func() {
-		if uids := a.set.Lapse(w.now); len(uids) > 0 {
-			a.log("tombstones lapsed: %v", uids)
-			a.wake()
-		}
-		for uid, e := range a.journal {
-			for holder, until := range e.holders {
-				if now := a.leases[uid][holder]; w.now.After(until) && !now.After(w.now) {
-					delete(e.holders, holder)
+		if a.overdue() {
+			asked, now := map[int]int{}, w.now
+			for _, service := range a.services {
+				asked[service] = w.api.slices[service].version
+			}
+			w.api.list(a.watch, func() {
+				for service, version := range asked {
+					if a.seen[service] < version {
+						return // behind: the next look asks again
+					}
 				}
-			}
-			if len(e.holders) == 0 && !e.dead {
-				delete(a.journal, uid)
-			}
+				a.lapsed(now)
+			})
 		}
 		a.lapse()
 	})
+}
+
+// overdue says whether some lease is over.
+func (a *agent) overdue() bool {
+	for _, holders := range a.leases {
+		for _, until := range holders {
+			if a.w.now.After(until) {
+				return true
+			}
+		}
+	}
+	return false
+}
+
+// lapsed ends the leases that were over at now, which everything that the set knows of slices is not older than.
+func (a *agent) lapsed(now time.Time) {
+	if uids := a.set.Lapse(now); len(uids) > 0 {
+		a.log("tombstones lapsed: %v", uids)
+		a.wake()
+	}
+	a.set.Refreshed(now)
+	for uid, holders := range a.leases {
+		for holder, until := range holders {
+			if !now.After(until) {
+				continue
+			}
+			delete(holders, holder)
+			if e := a.journal[uid]; e != nil {
+				delete(e.holders, holder)
+				if len(e.holders) == 0 && !e.dead {
+					delete(a.journal, uid)
+				}
+			}
+		}
+	}
 }
 
 func (a *agent) sliceSeen(service int, s slice) {
@@ -215,6 +254,7 @@ func (a *agent) sliceSeen(service int, s slice) {
 			}
 		}
 	}
+	a.seen[service] = s.version
 	a.set.Replace(a.w.now, pool(service), endpoints)
 	a.wake()
 }
@@ -284,7 +324,7 @@ func (a *agent) lift(uid drain.UID, holder string, dead bool) {
 func (a *agent) renew(holder string, expires time.Time) {
 	a.set.Renew(holder, expires)
 	for uid, holders := range a.leases {
-		if until, ok := holders[holder]; ok && !until.Before(a.w.now) {
+		if _, ok := holders[holder]; ok { // over or not: it stands until it is lapsed
 			a.lease(uid, holder, expires)
 		}
 		if e := a.journal[uid]; e != nil {
