@@ -84,7 +84,7 @@ type agent struct {
 	countedExpected, countedMissing bool
 }
 
-// heard is a report and when it came.
+// heard is a report, and as of when it counts.
 type heard struct {
 	Report
 	at time.Time
@@ -542,6 +542,12 @@ const reportsMost = 10_000
 // not. A session that is not the open one changes nothing. Of an agent that speaks of more pods than an honest one can have
 // tombstones on, what it says of more is not heard.
 func (l *Ledger) Report(now time.Time, id AgentID, session uint64, reports []Report) (news bool) {
+	return l.ReportAsOf(now, now, id, session, reports)
+}
+
+// ReportAsOf is [Ledger.Report] of what was read before it was said: asOf is a moment at or before which the agent had renewed the leases of
+// this replica, by this replica's clock. The reports count as old as that. What is older than what was heard already changes nothing.
+func (l *Ledger) ReportAsOf(now, asOf time.Time, id AgentID, session uint64, reports []Report) (news bool) {
 	if !l.Current(id, session) {
 		return false
 	}
@@ -551,6 +557,9 @@ func (l *Ledger) Report(now time.Time, id AgentID, session uint64, reports []Rep
 		open := d != nil && d.open
 		had, known := a.reports[r.UID]
 		if !known && len(a.reports) >= reportsMost {
+			continue
+		}
+		if known && asOf.Before(had.at) {
 			continue
 		}
 		// Before it counts: what comes too late does not undo that it was missing.
@@ -564,7 +573,7 @@ func (l *Ledger) Report(now time.Time, id AgentID, session uint64, reports []Rep
 		if fresher {
 			news = true
 		}
-		l.hear(now, a, r)
+		l.hear(asOf, a, r)
 		if open && fresher && matters(d, a, r) && !(a == d.witness && acknowledges(r) && r.tells(d) && l.replaceWitness(now, d)) {
 			l.touch(d)
 		}
@@ -572,7 +581,7 @@ func (l *Ledger) Report(now time.Time, id AgentID, session uint64, reports []Rep
 			l.admit(now)
 		}
 		if open && r.tells(d) {
-			if acknowledges(r) && now.Before(l.deadline(d)) && l.routes(a, d) {
+			if acknowledges(r) && l.fresh(now, a, heard{r, asOf}) && now.Before(l.deadline(d)) && l.routes(a, d) {
 				l.acknowledged(a)
 			}
 			l.adopt(d, r.Since)
@@ -669,11 +678,11 @@ func (l *Ledger) forget(a *agent) {
 }
 
 // hear keeps what a says of a pod, unhear forgets it, and void all that a has said.
-func (l *Ledger) hear(now time.Time, a *agent, r Report) {
+func (l *Ledger) hear(asOf time.Time, a *agent, r Report) {
 	if a.reports == nil {
 		a.reports = map[UID]heard{}
 	}
-	a.reports[r.UID] = heard{r, now}
+	a.reports[r.UID] = heard{r, asOf}
 	by := l.heard[r.UID]
 	if by == nil {
 		by = map[*agent]struct{}{}

@@ -88,6 +88,8 @@ type link struct {
 	everything, poked bool
 	said              map[drain.UID]drain.Report
 	numbers           map[drain.UID]uint64
+	// at is when the coordinator wrote what was heard last.
+	at time.Time
 }
 
 func (a *agent) log(format string, args ...any) { a.w.logf(a.name, format, args...) }
@@ -547,7 +549,7 @@ func (l *link) lost(k *conn) {
 }
 
 // receive carries out what came in one write.
-func (l *link) receive(k *conn, session uint64, lease drain.Lease, open []drain.Open, released []drain.Release, first bool) {
+func (l *link) receive(k *conn, at time.Time, session uint64, lease drain.Lease, open []drain.Open, released []drain.Release, first bool) {
 	w, a := l.a.w, l.a
 	if l.conn != k {
 		return
@@ -555,6 +557,7 @@ func (l *link) receive(k *conn, session uint64, lease drain.Lease, open []drain.
 	l.heardAt, l.session, l.lease = w.at, session, lease
 	holder, expires := lease.String(), w.now.Add(w.times.Lease)
 	a.renew(holder, expires)
+	l.at = at
 	for _, d := range open {
 		if !a.bury(d.Pod, holder, d.Since, expires) {
 			return
@@ -685,7 +688,7 @@ func (l *link) poke(everything bool) {
 
 // reports posts what has changed, or everything.
 func (l *link) reports(k *conn) {
-	a, c, session := l.a, l.c, l.session
+	a, c, session, at := l.a, l.c, l.session, l.at
 	held := a.set.Held(l.lease.String())
 	now := map[drain.UID]drain.Report{}
 	var news []said
@@ -707,7 +710,7 @@ func (l *link) reports(k *conn) {
 		return
 	}
 	l.posting = true
-	l.post(k, func() bool { return c.report(a, session, news) }, func() {
+	l.post(k, func() bool { return c.report(a, at, session, news) }, func() {
 		if a.dies("after a report") {
 			return
 		}

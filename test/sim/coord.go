@@ -568,7 +568,8 @@ func (c *coord) write(s *stream, open []drain.Open, released []drain.Release, fi
 	if k.closed[1] {
 		return
 	}
-	c.w.send(&c.proc, &l.a.proc, k, 1, func() { l.receive(k, session, lease, open, released, first) })
+	at := c.w.now
+	c.w.send(&c.proc, &l.a.proc, k, 1, func() { l.receive(k, at, session, lease, open, released, first) })
 }
 
 // end ends a stream from this side.
@@ -611,22 +612,25 @@ func (c *coord) declare(a *agent, session uint64, routes []drain.Route) ([]drain
 }
 
 // report takes in reports.
-func (c *coord) report(a *agent, session uint64, reports []said) bool {
+func (c *coord) report(a *agent, asOf time.Time, session uint64, reports []said) bool {
 	if !c.ledger.Current(a.id, session) {
 		return false
 	}
-	plain := make([]drain.Report, len(reports))
+	var plain []drain.Report
 	var telling []drain.Report
-	for i, r := range reports {
-		plain[i] = r.Report
-		r.at = c.w.at
+	for _, r := range reports {
+		plain = append(plain, r.Report)
+		r.at = asOf.Sub(epoch)
+		if had, known := c.heard[a.id][r.UID]; known && r.at < had.at {
+			continue
+		}
 		c.heard[a.id][r.UID] = r
 		if !r.Held || r.Number == c.numbers[r.UID] {
 			telling = append(telling, r.Report)
 		}
 		c.log("%s reports %s %s held=%t number=%d since=%s", a.name, r.UID, r.State, r.Held, r.Number, r.Since.Sub(epoch))
 	}
-	c.ledger.Report(c.w.now, a.id, session, plain)
+	c.ledger.ReportAsOf(c.w.now, asOf, a.id, session, plain)
 	c.checkClock(telling)
 	c.settle()
 	return true

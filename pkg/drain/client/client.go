@@ -106,6 +106,8 @@ type replica struct {
 	released map[drain.UID]bool
 	// numbers are those of the drains that the present stream has opened. See [drain.Open].
 	numbers map[drain.UID]uint64
+	// at is that of the last message of the present stream, see [wire.Message].
+	at int64
 }
 
 // New returns a client without any replica.
@@ -284,7 +286,7 @@ func (r *replica) stream(ctx context.Context) error {
 	r.setHello(hello)
 	defer r.setHello(wire.Hello{})
 	r.mu.Lock()
-	r.numbers = map[drain.UID]uint64{}
+	r.numbers, r.at = map[drain.UID]uint64{}, 0
 	r.mu.Unlock()
 	synced, posted := make(chan struct{}), make(chan struct{})
 	go func() {
@@ -322,6 +324,10 @@ func (r *replica) receive(lines *lines, hello wire.Hello, heard, complete func()
 		heard()
 		expires := time.Now().Add(lease)
 		t.Renew(holder, expires)
+		// Not before the leases are renewed: what is reported from now on holds as long as they do.
+		r.mu.Lock()
+		r.at = m.At
+		r.mu.Unlock()
 		switch {
 		case m.Type == wire.TypeDrain && m.Drain != nil:
 			t.Bury(m.Drain.Pod, holder, m.Drain.Since, expires)
@@ -362,7 +368,7 @@ func (r *replica) post(ctx context.Context, hello wire.Hello) error {
 		now := map[drain.UID]drain.Report{}
 		// Asked before the reports: what they say then was read while the lease stood, and for this drain.
 		r.mu.Lock()
-		numbers := maps.Clone(r.numbers)
+		numbers, at := maps.Clone(r.numbers), r.at
 		r.mu.Unlock()
 		held := map[drain.UID]bool{}
 		for _, uid := range r.client.Tombstones.Held(hello.Lease.String()) {
@@ -378,7 +384,7 @@ func (r *replica) post(ctx context.Context, hello wire.Hello) error {
 			}
 		}
 		if len(news) > 0 {
-			if err := r.send(ctx, wire.ReportsPath, wire.Reports{Session: hello.Session, Boot: r.client.Boot, Reports: news}, nil); err != nil {
+			if err := r.send(ctx, wire.ReportsPath, wire.Reports{Session: hello.Session, At: at, Boot: r.client.Boot, Reports: news}, nil); err != nil {
 				return err
 			}
 		}

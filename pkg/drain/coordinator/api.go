@@ -288,7 +288,8 @@ func (c *Coordinator) report(w http.ResponseWriter, r *http.Request, who Identit
 	}
 	c.mu.Lock()
 	current := c.ledger.Current(who.Agent, said.Session)
-	news := c.ledger.Report(time.Now(), who.Agent, said.Session, said.Reports)
+	now := time.Now()
+	news := c.ledger.ReportAsOf(now, c.asOf(now, said.At), who.Agent, said.Session, said.Reports)
 	c.settle()
 	c.unlock()
 	if !current {
@@ -390,6 +391,7 @@ func (c *Coordinator) stream(w http.ResponseWriter, r *http.Request, who Identit
 	var lines bytes.Buffer
 	encoder := json.NewEncoder(&lines)
 	say := func(m wire.Message) {
+		m.At = c.clock(time.Now())
 		// Writing these types into memory cannot fail.
 		_ = encoder.Encode(m)
 	}

@@ -78,6 +78,9 @@ type Coordinator struct {
 	// streams holds each agent's newest.
 	streams map[drain.AgentID]*stream
 	holds   int
+	// began is the zero of the clock that goes over the wire.
+	began time.Time
+
 	// heldOf counts the holds of each owner that has any.
 	heldOf map[string]int
 	// phases holds the last phase that was written down of each open drain.
@@ -94,6 +97,7 @@ func New(self drain.Lease, times drain.Times, o Options) *Coordinator {
 		Options: o, times: times, ledger: drain.NewLedger(self, times),
 		waiting: map[drain.UID]chan struct{}{}, streams: map[drain.AgentID]*stream{}, phases: map[drain.UID]drain.Phase{},
 		heldOf: map[string]int{},
+		began:  time.Now(),
 		stop:   make(chan struct{}),
 	}
 }
@@ -112,6 +116,17 @@ func (c *Coordinator) Run(ctx context.Context) error {
 		}
 		c.look(ctx)
 	}
+}
+
+// clock is what this replica writes into messages, and reads from what agents say again: milliseconds of its life, never 0.
+func (c *Coordinator) clock(now time.Time) int64 { return now.Sub(c.began).Milliseconds() + 1 }
+
+// asOf is when the message was written that an agent had taken in last when it read what it reports. Nobody's word is from the future.
+func (c *Coordinator) asOf(now time.Time, at int64) time.Time {
+	if at <= 0 || at > c.clock(now) {
+		return now
+	}
+	return c.began.Add(time.Duration(at-1) * time.Millisecond)
 }
 
 // Stop makes every call that waits return ErrStopping, and every later one at once, and ends the agents' streams. It may be

@@ -158,6 +158,9 @@ const (
 
 // Message is one line of the stream. The field that Type names is set.
 type Message struct {
+	// At is when this was written, in milliseconds of a clock of the coordinator's own. The agent says the last one that it has taken in
+	// again with its reports: they count as old as that, by one clock, however long they are under way or either side was frozen.
+	At      int64          `json:"at,omitempty"`
 	Type    Type           `json:"type"`
 	Hello   *Hello         `json:"hello,omitempty"`
 	Drain   *drain.Open    `json:"drain,omitempty"`
@@ -198,6 +201,9 @@ type Declared struct {
 // Reports are an agent's present words, on the tombstones of all replicas; [drain.Report.Held] marks those that count here. Pods that are not among them are as they were reported before on this session.
 type Reports struct {
 	Session uint64 `json:"session"`
+	// At is that of the last message which was taken in before the states were read. 0: the agent does not tell, and the reports count as
+	// old as their arrival.
+	At int64 `json:"at,omitempty"`
 	// Boot names the life of the agent's process.
 	Boot    string         `json:"boot"`
 	Reports []drain.Report `json:"reports"`
