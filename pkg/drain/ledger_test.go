@@ -594,6 +594,36 @@ func TestReportsOfAnotherReplicasTombstoneTellTheTimeOnly(t *testing.T) {
 	w.want(p, "Unrouting one:unknown")
 }
 
+// Without this, words that were under way while this replica, the agent or the network stood still count as if they were new: by then the
+// agent may have given up the tombstone that they are about.
+func TestReportsCountAsOldAsWhatTheirAgentHadHeard(t *testing.T) {
+	w := newWorld(t)
+	p := pod("a")
+	w.join("one", web)
+	w.Ask(w.now, p, []Service{web})
+	w.pass(20 * time.Second)
+	report := func(age time.Duration, state State) bool {
+		proof := Runtime
+		if state < Removed {
+			proof = ProofNone
+		}
+		return w.ReportAsOf(w.now, w.now.Add(-age), "one", w.sessions["one"], []Report{{UID: p.UID, State: state, Proof: proof, Held: true, Since: t0}})
+	}
+	report(16*time.Second, Idle)
+	w.want(p, "Unrouting one:unknown")
+	report(14*time.Second, Idle)
+	w.want(p, "Released Acknowledged")
+	w.pass(time.Second + 1)
+	w.want(p, "Unrouting one:unknown") // 15 s since it was true, 1 s since it was said
+	report(time.Second, Routing)
+	if report(2*time.Second, Idle) {
+		t.Error("an older word is news after a newer one")
+	}
+	w.want(p, "Unrouting one:routing")
+	report(0, Idle)
+	w.want(p, "Released Acknowledged")
+}
+
 // Without this, a call that is held is not woken by an agent that says again what had become too old.
 func TestARepeatOfWhatWasTooOldIsNews(t *testing.T) {
 	w := newWorld(t)

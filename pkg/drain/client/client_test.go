@@ -560,6 +560,46 @@ func TestReportsRepeatTheNumberOfTheDrain(t *testing.T) {
 	})
 }
 
+// Without this, a coordinator takes for new what was read before somebody stood still.
+func TestReportsRepeatTheTimeOfTheLastMessage(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := newScript(t)
+		lines := make(chan string)
+		s.stream = func(s *session) {
+			s.say(hello)
+			s.say(`{"type":"synced","at":17}`)
+			for {
+				select {
+				case line := <-lines:
+					s.say(line)
+				case <-s.done:
+					return
+				}
+			}
+		}
+		s.declare = func(wire.Declaration) (int, any) {
+			return http.StatusOK, wire.Declared{Drains: []drain.Open{{Pod: drain.Pod{UID: "a"}, Since: time.Now()}}}
+		}
+		run(t, s)
+		last := func() int64 {
+			synctest.Wait()
+			s.mu.Lock()
+			defer s.mu.Unlock()
+			return s.reports[len(s.reports)-1].At
+		}
+		if got := last(); got != 17 {
+			t.Errorf("at %d, want 17", got)
+		}
+		for at := 1000; at <= 6000; at += 1000 {
+			time.Sleep(time.Second)
+			lines <- fmt.Sprintf(`{"type":"heartbeat","at":%d}`, at)
+		}
+		if got := last(); got < 4000 || got > 6000 {
+			t.Errorf("at %d, want that of a heartbeat of the last two seconds", got)
+		}
+	})
+}
+
 func TestLearnedWhenTheLastThatHadNotAnsweredIsNoLongerKnown(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		for _, refuses := range []bool{false, true} {

@@ -696,3 +696,29 @@ func TestAGatewayThatKeepsItsLastTargetHoldsTheDeletion(t *testing.T) {
 		}
 	})
 }
+
+// Words count as old as the message that their agent had heard last; nobody's word is from the future, and one who does not tell is
+// believed to have spoken now.
+func TestTheClockOfTheStream(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNetwork(t)
+		r := n.replica("replica-0", "a")
+		began := time.Now()
+		at := r.clock(began)
+		if at <= 0 {
+			t.Fatalf("the clock says %d, which means nothing", at)
+		}
+		time.Sleep(time.Minute)
+		now := time.Now()
+		for name, c := range map[string]struct {
+			at   int64
+			want time.Time
+		}{
+			"old": {at, began}, "present": {r.clock(now), now}, "future": {r.clock(now) + 60_000, now}, "not told": {0, now}, "nonsense": {-5, now},
+		} {
+			if got := r.asOf(now, c.at); !got.Equal(c.want) {
+				t.Errorf("%s: as of %s, want %s", name, got, c.want)
+			}
+		}
+	})
+}
