@@ -7,6 +7,7 @@
 package keepalived
 
 import (
+	"bufio"
 	"context"
 	"fmt"
 	"io"
@@ -93,6 +94,7 @@ global_defs {
   router_id %[2]s
   vrrp_version 3
   script_user root
+  vrrp_notify_fifo "%[1]s/%[2]s.fifo"
 }
 vrrp_script check {
   script "%[4]s"
@@ -113,7 +115,6 @@ vrrp_instance gateway {
   track_script {
     check
   }
-  notify "%[1]s/notify.sh %[1]s/%[2]s.states"
 }
 `
 
@@ -125,6 +126,7 @@ type node struct {
 	kube    kubernetes.Interface
 	haproxy *exec.Cmd
 	servers []*http.Server
+	entered map[string]*entered
 }
 
 func TestTheVirtualAddressFollowsTheGatewayOnly(t *testing.T) {
@@ -194,9 +196,8 @@ func newNode(t *testing.T) *node {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { os.RemoveAll(dir) })
-	n := &node{T: t, dir: dir}
+	n := &node{T: t, dir: dir, entered: map[string]*entered{}}
 	n.write("ask.sh", ask)
-	n.write("notify.sh", "#!/bin/sh\necho \"$4\" >> \"$1\"\n")
 	n.write("haproxy.cfg", fmt.Sprintf(haproxyConf, proxy))
 	n.write("agent.yaml", fmt.Sprintf(agentConf, dir, healthTimeout))
 
@@ -240,7 +241,7 @@ func (n *node) keepalived(check string) (moves func() string) {
 		n.Fatal(err)
 	}
 	for _, side := range []string{"va", "vb"} {
-		_ = os.Remove(filepath.Join(n.dir, side+".states"))
+		n.listen(side)
 	}
 	n.write("va.conf", fmt.Sprintf(keepalivedConf, n.dir, "va", 150, check))
 	n.write("vb.conf", fmt.Sprintf(keepalivedConf, n.dir, "vb", 100, "/bin/true"))
@@ -269,13 +270,50 @@ func (n *node) keepalived(check string) (moves func() string) {
 	}
 }
 
+// listen takes in the states that a keepalived enters, in their order: scripts that it starts for them would race.
+func (n *node) listen(side string) {
+	n.Helper()
+	path := filepath.Join(n.dir, side+".fifo")
+	_ = os.Remove(path)
+	if err := syscall.Mkfifo(path, 0o600); err != nil {
+		n.Fatal(err)
+	}
+	fifo, err := os.OpenFile(path, os.O_RDWR, 0) // waits for no writer, and never ends
+	if err != nil {
+		n.Fatal(err)
+	}
+	l := &entered{}
+	n.entered[side] = l
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		for lines := bufio.NewScanner(fifo); lines.Scan(); {
+			// INSTANCE "gateway" MASTER 150
+			if words := strings.Fields(lines.Text()); len(words) >= 3 && words[0] == "INSTANCE" {
+				l.mu.Lock()
+				l.states = append(l.states, words[2])
+				l.mu.Unlock()
+			}
+		}
+	}()
+	n.Cleanup(func() {
+		fifo.Close()
+		<-done
+	})
+}
+
+// entered are the states that a keepalived has entered.
+type entered struct {
+	mu     sync.Mutex
+	states []string
+}
+
 // lines are the states that a keepalived has entered, and states is the last.
 func (n *node) lines(side string) []string {
-	content, err := os.ReadFile(filepath.Join(n.dir, side+".states"))
-	if err != nil {
-		return nil // none yet
-	}
-	return strings.Fields(string(content))
+	l := n.entered[side]
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return slices.Clone(l.states)
 }
 
 func (n *node) states(side string) string {
