@@ -225,7 +225,7 @@ func (m *Machine) Command(ctx context.Context, name string, args ...string) *exe
 	args = append([]string{"--target", fmt.Sprint(m.first.Pid()), "--mount", "--net", "--pid", "--uts", "--ipc", "--", name}, args...)
 	cmd := exec.CommandContext(ctx, "nsenter", args...)
 	// nsenter is the program's parent, not the program: a signal to it alone ends nothing.
-	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
 	cmd.Cancel = func() error { return syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL) }
 	cmd.WaitDelay = time.Second
 	return cmd
@@ -255,6 +255,9 @@ func (m *Machine) start(name string, command ...string) error {
 	cmd := m.Command(context.Background(), command[0], command[1:]...)
 	cmd.Stdout, cmd.Stderr = log, log
 	cmd.Env = append(os.Environ(), "HOME="+pid1.Dir, "TMPDIR="+pid1.Dir+"/tmp")
+	for _, name := range []string{"HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"} {
+		cmd.Env = append(cmd.Env, name+"=") // of the computer, and out of reach
+	}
 	p, err := process.Start(cmd)
 	if err != nil {
 		return err

@@ -16,6 +16,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -123,10 +124,23 @@ const (
 	nodePort  = "30080"
 )
 
-// app builds the app of the end-to-end tests, which requires nothing but Go.
+var built struct {
+	sync.Once
+	dir string
+}
+
+// app builds the app of the end-to-end tests, once. It requires nothing but Go.
 func app(t *testing.T) string {
 	t.Helper()
-	out := filepath.Join(t.TempDir(), "app")
+	var err error
+	built.Do(func() { built.dir, err = os.MkdirTemp("", "app-") }) // goes with $TMPDIR
+	if err != nil {
+		t.Fatal(err)
+	}
+	out := filepath.Join(built.dir, "app")
+	if _, err := os.Stat(out); err == nil {
+		return out
+	}
 	cmd := exec.Command("go", "build", "-trimpath", "-buildvcs=false", "-o", out, "../../e2e/app/main.go")
 	cmd.Env = append(os.Environ(), "CGO_ENABLED=0", "GOFLAGS=", "GOWORK=off")
 	if text, err := cmd.CombinedOutput(); err != nil {
@@ -201,12 +215,26 @@ func TestOneNode(t *testing.T) {
 			if out := kubectl(t, c, "logs", "deployment/app"); !strings.Contains(out, "listening") {
 				t.Errorf("kubectl logs says %q", out)
 			}
-			// The user of a kubelet is in the group system:nodes, which admission is decided by.
-			name, err := set.Machines[0].Run(t.Context(), "hostname")
-			if err != nil || strings.TrimSpace(name) != "node-1" {
-				t.Errorf("the host's name is %q (%v), want node-1", name, err)
+			if out := kubectl(t, c, "exec", "deployment/app", "--", "/app", "-h"); !strings.Contains(out, "-on-term") {
+				t.Errorf("kubectl exec says %q", out)
 			}
+			fromPods(t, set.Machines[0])
 		})
+	}
+}
+
+// fromPods connects from the network of every pod to the API server's ClusterIP, and to the app's often enough to meet the pod itself.
+func fromPods(t *testing.T, m *machine.Machine) {
+	t.Helper()
+	script := `cd /run/netns && ls | wc -l && for pod in *; do
+		nsenter --net=$pod bash -c 'exec 3<>/dev/tcp/10.96.0.1/443' || exit 1
+		for i in $(seq 20); do
+			nsenter --net=$pod bash -c 'exec 3<>/dev/tcp/10.96.0.80/80; printf "GET / HTTP/1.0\r\n\r\n" >&3; read -t 3 -u 3 line && [[ $line == *200* ]]' || exit 1
+		done
+	done`
+	out, err := m.Run(t.Context(), "bash", "-c", script)
+	if err != nil || strings.HasPrefix(out, "0") {
+		t.Errorf("from pods of %s: %v, pods %s", m.Name, err, out)
 	}
 }
 
@@ -261,15 +289,25 @@ func TestThreeNodes(t *testing.T) {
 	kubectl(t, c, "wait", "--for=condition=Ready=True", "node/"+cut.Name, "--timeout=60s")
 	t.Logf("Ready %s after the cut was healed", time.Since(began).Round(time.Second/10))
 
-	// Programs are one's own to kill: pods run on, and the node comes back.
-	if err := cut.Restart("kubelet"); err != nil {
-		t.Fatal(err)
+	// Programs are one's own to kill: pods run on, and the node comes back. Another machine is switched off.
+	for _, program := range []string{"containerd", "kubelet", "kube-proxy"} {
+		if err := cut.Restart(program); err != nil {
+			t.Fatal(err)
+		}
 	}
 	if err := set.Machines[1].Stop(); err != nil {
 		t.Fatal(err)
 	}
 	kubectl(t, c, "wait", "--for=condition=Ready=Unknown", "node/node-2", "--timeout=60s")
+	if _, err := ask(t.Context(), set.Machines[1].Dial, "127.0.0.1:9999"); err == nil {
+		t.Error("a machine that is switched off still serves")
+	}
 	kubectl(t, c, "wait", "--for=condition=Ready=True", "node/"+cut.Name, "--timeout=60s")
+	reaches(t, cut.Name, cut.Dial, "127.0.0.1:9999", 1)
+	out := kubectl(t, c, "get", "pods", "--field-selector=spec.nodeName="+cut.Name, "-o", "jsonpath={.items[*].status.containerStatuses[*].restartCount}")
+	if strings.Trim(out, "0 ") != "" || out == "" {
+		t.Errorf("pods of %s were restarted %q times when containerd, kubelet and kube-proxy were", cut.Name, out)
+	}
 }
 
 // rollout brings four pods up behind a Service, replaces them, and looks at each stage whether every machine, and a client that is on none,
@@ -304,10 +342,42 @@ func rollout(t *testing.T, c *cluster.Cluster, set *machine.Set) {
 			reaches(t, m.Name, m.Dial, clusterIP, replicas)
 			reaches(t, "outside", dialer.DialContext, m.Address.String()+":"+nodePort, replicas)
 		}
+		// Pods by their own addresses, from everywhere: the control plane calls webhooks in them.
+		pods := kubectl(t, c, "get", "pods", "-l", "app=app", "--field-selector=status.phase=Running", "-o", `jsonpath={range .items[?(@.status.podIP)]}{.metadata.deletionTimestamp},{.status.podIP} {end}`)
+		for pod := range strings.FieldsSeq(pods) {
+			address, alive := strings.CutPrefix(pod, ",")
+			if !alive {
+				continue
+			}
+			reaches(t, "outside", dialer.DialContext, address+":8080", 1)
+			for _, m := range set.Machines {
+				reaches(t, m.Name, m.Dial, address+":8080", 1)
+			}
+		}
 		began = time.Now()
 		kubectl(t, c, "rollout", "restart", "deployment/app")
 	}
 	kubectl(t, c, "rollout", "status", "deployment/app", "--timeout=60s")
+}
+
+// A kubelet that does not start is said, with what it says, and nothing is left that another set would meet.
+func TestStartFails(t *testing.T) {
+	c := cluster.New(t, machine.ControlPlane())
+	if err := machine.Installed(); err != nil {
+		cluster.Missing(t, "a real node", err.Error())
+	}
+	before := traces(t)
+	_, err := machine.Start(t.Context(), c, 1, machine.Options{Kubelet: []string{"maxPods: -1"}})
+	if err == nil || !strings.Contains(err.Error(), "maxPods") {
+		t.Fatalf("start with a configuration that kubelets refuse: %v, want what the kubelet says", err)
+	}
+	compare(t, "after a failed start", before)
+	ctx, cancel := context.WithTimeout(t.Context(), 700*time.Millisecond)
+	defer cancel()
+	if _, err := machine.Start(ctx, c, 2, machine.Options{}); err == nil {
+		t.Fatal("two nodes were ready within 700 ms")
+	}
+	compare(t, "after an interrupted start", before)
 }
 
 // A program with a machine leaves nothing behind when it ends. When it is killed, all but control groups is gone at once, and these and
@@ -337,6 +407,9 @@ func TestNothingIsLeft(t *testing.T) {
 			t.Fatal(err)
 		}
 		cmd.Wait()
+		if found, _ := filepath.Glob("/sys/fs/cgroup/*/" + run); len(found) == 0 {
+			t.Errorf("no control group of %s is left by a kill: this test does not see them swept", run)
+		}
 		// Processes end by themselves, and the next program, which needs no machine, sweeps.
 		next, stdin, _ := outer(t, "")
 		stdin.Close()

@@ -241,10 +241,10 @@ func (s *Set) provision(ctx context.Context, m *Machine, client kubernetes.Inter
 	// kube-proxy is not healthy before it knows its node and has synced.
 	if err := m.await(ctx, "the kube-proxy", func(ctx context.Context) error {
 		return m.healthy(ctx, "http://"+m.Address.String()+":10256/healthz")
-	}, "kube-proxy"); err != nil {
+	}, "containerd", "kubelet", "kube-proxy"); err != nil {
 		return err
 	}
-	return m.await(ctx, "the node", func(ctx context.Context) error { return ready(ctx, client, m.Name) }, "containerd", "kubelet")
+	return m.await(ctx, "the node", func(ctx context.Context) error { return ready(ctx, client, m.Name) }, "containerd", "kubelet", "kube-proxy")
 }
 
 // ready is nil for a node that is Ready and on which pods can be put.
