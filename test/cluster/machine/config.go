@@ -71,12 +71,12 @@ func networkConfig(m *Machine) string {
     "ipam": {
       "type": "host-local",
       "dataDir": %q,
-      "ranges": [[{"subnet": %q}]],
-      "routes": [{"dst": "0.0.0.0/0"}]
+      "ranges": [[{"subnet": %q}], [{"subnet": %q}]],
+      "routes": [{"dst": "0.0.0.0/0"}, {"dst": "::/0"}]
     }
   }]
 }
-`, pid1.Dir+"/addresses", m.Pods)
+`, pid1.Dir+"/addresses", m.Pods, m.Pods6)
 }
 
 func kubeletConfig(m *Machine, more []string) string {
@@ -91,7 +91,6 @@ cgroupsPerQOS: false
 enforceNodeAllocatable: []
 failCgroupV1: false
 failSwapOn: false
-localStorageCapacityIsolation: false
 # Disks and memory are the whole computer's: whatever else runs there is not to evict pods.
 evictionHard: {memory.available: 1Mi}
 imageGCHighThresholdPercent: 100

@@ -16,7 +16,7 @@
 //
 // What is real: containerd, runc, CNI, kubelet, kube-proxy, the kernel's packet filter and connection tracking, one per machine;
 // that machines can be cut off. What is not: they share a kernel and its clock, memory pressure is that of the whole computer, there are
-// no limits on CPU and no reserved resources, there is no cluster DNS, images are never pulled, pods have IPv4 only, and the
+// no limits on CPU and no reserved resources, there is no cluster DNS, images are never pulled, the API server has no IPv6 address, and the
 // kubelet's own API asks nobody who they are. Settings of the kernel that kubelets change are shown to them as files.
 package machine
 
@@ -50,10 +50,10 @@ import (
 type Machine struct {
 	// Name is that of the node and of the host.
 	Name string
-	// Address is the node's, on the bridge.
-	Address netip.Addr
-	// Pods is where its pods get their addresses from, except those that use the host's network.
-	Pods netip.Prefix
+	// Address and Address6 are the node's, on the bridge.
+	Address, Address6 netip.Addr
+	// Pods and Pods6 are where its pods get their addresses from, except those that use the host's network.
+	Pods, Pods6 netip.Prefix
 
 	dir     string // /run/node inside
 	group   string // its control group
@@ -135,17 +135,32 @@ func (m *Machine) plug(bridge netlink.Link) error {
 			return err
 		}
 		if name == "eth0" {
-			address := &netlink.Addr{IPNet: ipNet(netip.PrefixFrom(m.Address, subnet.Bits()))}
-			if err := inside.AddrAdd(link, address); err != nil {
-				return fmt.Errorf("give it %s: %w", m.Address, err)
+			for _, address := range []netip.Prefix{netip.PrefixFrom(m.Address, subnet.Bits()), netip.PrefixFrom(m.Address6, subnet6.Bits())} {
+				if err := addAddress(inside.AddrAdd, link, address); err != nil {
+					return err
+				}
 			}
 		}
 		if err := inside.LinkSetUp(link); err != nil {
 			return fmt.Errorf("set %s up: %w", name, err)
 		}
 	}
-	if err := inside.RouteAdd(&netlink.Route{Gw: gateway.AsSlice()}); err != nil {
-		return fmt.Errorf("route by way of %s: %w", gateway, err)
+	for _, gateway := range []netip.Addr{gateway, gateway6} {
+		if err := inside.RouteAdd(&netlink.Route{Gw: gateway.AsSlice()}); err != nil {
+			return fmt.Errorf("route by way of %s: %w", gateway, err)
+		}
+	}
+	return nil
+}
+
+// addAddress gives a link an address without asking the others, which takes a second, whether it is theirs.
+func addAddress(add func(netlink.Link, *netlink.Addr) error, link netlink.Link, address netip.Prefix) error {
+	a := &netlink.Addr{IPNet: ipNet(address)}
+	if address.Addr().Is6() {
+		a.Flags = unix.IFA_F_NODAD
+	}
+	if err := add(link, a); err != nil {
+		return fmt.Errorf("give %s the address %s: %w", link.Attrs().Name, address, err)
 	}
 	return nil
 }

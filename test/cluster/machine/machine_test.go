@@ -11,6 +11,7 @@ import (
 	"io/fs"
 	"net"
 	"net/http"
+	"net/netip"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -89,7 +90,7 @@ spec:
       - name: app
         image: %[2]s
         imagePullPolicy: Never
-        args: ["--on-term=graceful"]
+        args: ["--on-term=graceful", "--addr=[::]:8080"]
         ports: [{containerPort: 8080}]
         readinessProbe: {httpGet: {path: /readyz, port: 8080}, periodSeconds: 1}
 ---
@@ -98,7 +99,9 @@ kind: Service
 metadata: {name: app}
 spec:
   type: NodePort
+  ipFamilyPolicy: RequireDualStack
   clusterIP: 10.96.0.80
+  clusterIPs: [10.96.0.80, "fd10:96::80"]
   selector: {app: app}
   ports: [{port: 80, targetPort: 8080, nodePort: 30080}]
 ---
@@ -120,8 +123,9 @@ spec:
 }
 
 const (
-	clusterIP = "10.96.0.80:80"
-	nodePort  = "30080"
+	clusterIP  = "10.96.0.80:80"
+	clusterIP6 = "[fd10:96::80]:80"
+	nodePort   = "30080"
 )
 
 var built struct {
@@ -218,7 +222,6 @@ func TestOneNode(t *testing.T) {
 			if out := kubectl(t, c, "exec", "deployment/app", "--", "/app", "-h"); !strings.Contains(out, "-on-term") {
 				t.Errorf("kubectl exec says %q", out)
 			}
-			fromPods(t, set.Machines[0])
 		})
 	}
 }
@@ -226,15 +229,17 @@ func TestOneNode(t *testing.T) {
 // fromPods connects from the network of every pod to the API server's ClusterIP, and to the app's often enough to meet the pod itself.
 func fromPods(t *testing.T, m *machine.Machine) {
 	t.Helper()
-	script := `cd /run/netns && ls | wc -l && for pod in *; do
-		nsenter --net=$pod bash -c 'exec 3<>/dev/tcp/10.96.0.1/443' || exit 1
+	script := `mkdir -p /run/netns && cd /run/netns && ls | wc -l && for pod in *; do
+		nsenter --net=$pod timeout 5 bash -c 'exec 3<>/dev/tcp/10.96.0.1/443' || exit 1
 		for i in $(seq 20); do
-			nsenter --net=$pod bash -c 'exec 3<>/dev/tcp/10.96.0.80/80; printf "GET / HTTP/1.0\r\n\r\n" >&3; read -t 3 -u 3 line && [[ $line == *200* ]]' || exit 1
+			nsenter --net=$pod timeout 5 bash -c 'exec 3<>/dev/tcp/10.96.0.80/80; printf "GET / HTTP/1.0\r\n\r\n" >&3; read -t 3 -u 3 line && [[ $line == *200* ]]' || exit 1
 		done
 	done`
 	out, err := m.Run(t.Context(), "bash", "-c", script)
-	if err != nil || strings.HasPrefix(out, "0") {
-		t.Errorf("from pods of %s: %v, pods %s", m.Name, err, out)
+	if err != nil {
+		t.Errorf("from the pods of %s: %v", m.Name, err)
+	} else if strings.TrimSpace(out) == "0" {
+		t.Errorf("no network of a pod on %s", m.Name)
 	}
 }
 
@@ -320,15 +325,17 @@ func rollout(t *testing.T, c *cluster.Cluster, set *machine.Set) {
 	}
 	began := time.Now()
 	kubectl(t, c, "rollout", "status", "daemonset/everywhere", "--timeout=60s")
-	for range 2 {
+	for round := range 2 {
 		kubectl(t, c, "rollout", "status", "deployment/app", "--timeout=60s")
 		t.Logf("rolled out in %s", time.Since(began).Round(time.Second/10))
 		// The rules follow within a second or so. What this asks is that they get there, not how fast.
 		settled := func() bool {
 			for range 30 {
 				for _, m := range set.Machines {
-					if _, err := ask(t.Context(), m.Dial, clusterIP); err != nil {
-						return false
+					for _, address := range []string{clusterIP, clusterIP6} {
+						if _, err := ask(t.Context(), m.Dial, address); err != nil {
+							return false
+						}
 					}
 				}
 			}
@@ -340,7 +347,13 @@ func rollout(t *testing.T, c *cluster.Cluster, set *machine.Set) {
 		var dialer net.Dialer
 		for _, m := range set.Machines {
 			reaches(t, m.Name, m.Dial, clusterIP, replicas)
-			reaches(t, "outside", dialer.DialContext, m.Address.String()+":"+nodePort, replicas)
+			reaches(t, m.Name, m.Dial, clusterIP6, replicas)
+			if round == 0 { // later some pods are on their way out
+				fromPods(t, m)
+			}
+			for _, address := range []netip.Addr{m.Address, m.Address6} {
+				reaches(t, "outside", dialer.DialContext, net.JoinHostPort(address.String(), nodePort), replicas)
+			}
 		}
 		// Pods by their own addresses, from everywhere: the control plane calls webhooks in them.
 		pods := kubectl(t, c, "get", "pods", "-l", "app=app", "--field-selector=status.phase=Running", "-o", `jsonpath={range .items[?(@.status.podIP)]}{.metadata.deletionTimestamp},{.status.podIP} {end}`)

@@ -24,13 +24,19 @@ import (
 
 var (
 	// subnet is that of the bridge: the control plane is gateway, machine i has the i-th address after first.
-	subnet  = netip.MustParsePrefix("10.245.0.0/24")
-	gateway = netip.MustParseAddr("10.245.0.1")
+	subnet   = netip.MustParsePrefix("10.245.0.0/24")
+	subnet6  = netip.MustParsePrefix("fd10:245::/64")
+	gateway  = netip.MustParseAddr("10.245.0.1")
+	gateway6 = netip.MustParseAddr("fd10:245::1")
 
-	// PodRange is where pods on all machines have their addresses. It meets neither [cluster.PodRange] nor
+	// PodRange and PodRange6 are where pods on all machines have their addresses. They meet neither [cluster.PodRange] nor
 	// [cluster.ServiceRange].
-	PodRange = netip.MustParsePrefix("10.246.0.0/16")
+	PodRange  = netip.MustParsePrefix("10.246.0.0/16")
+	PodRange6 = netip.MustParsePrefix("fd10:246::/48")
 )
+
+// ServiceRange6 is where a control plane with the options of [ControlPlane] gives Services their IPv6 addresses from.
+const ServiceRange6 = "fd10:96::/112"
 
 const (
 	bridgeName = "machines"
@@ -65,11 +71,14 @@ type Options struct {
 }
 
 // ControlPlane returns the options of a control plane for machines: a node that is cut off is NotReady within some 15 s, and
-// the API server finds webhooks by their Services' endpoints, since it has no kube-proxy, and kubelets by their addresses. They are
-// the caller's to add to.
+// the API server finds webhooks by their Services' endpoints, since it has no kube-proxy, and kubelets by their addresses; Services
+// may have both kinds of addresses, and have IPv4 alone if they do not ask. They are the caller's to add to.
 func ControlPlane() cluster.Options {
 	return cluster.Options{
-		APIServer:         []string{"--enable-aggregator-routing=true", "--kubelet-preferred-address-types=InternalIP"},
+		APIServer: []string{
+			"--enable-aggregator-routing=true", "--kubelet-preferred-address-types=InternalIP",
+			"--service-cluster-ip-range=" + cluster.ServiceRange + "," + ServiceRange6,
+		},
 		ControllerManager: []string{"--node-monitor-period=1s", "--node-monitor-grace-period=" + grace.String()},
 	}
 }
@@ -131,13 +140,14 @@ func (s *Set) start(ctx context.Context, n int) error {
 		return err
 	}
 	for i := range n {
-		address := gateway.As4()
-		address[3] = byte(101 + i)
-		pods := PodRange.Addr().As4()
-		pods[2] = byte(1 + i)
+		address, address6 := gateway.As4(), gateway6.As16()
+		address[3], address6[15] = byte(101+i), byte(101+i)
+		pods, pods6 := PodRange.Addr().As4(), PodRange6.Addr().As16()
+		pods[2], pods6[7] = byte(1+i), byte(1+i)
 		name := fmt.Sprintf("node-%d", i+1)
 		s.Machines = append(s.Machines, &Machine{
 			Name: name, Address: netip.AddrFrom4(address), Pods: netip.PrefixFrom(netip.AddrFrom4(pods), 24),
+			Address6: netip.AddrFrom16(address6), Pods6: netip.PrefixFrom(netip.AddrFrom16(pods6), 64),
 			dir: filepath.Join(s.dir, name), group: cluster.RunName() + "/" + name, logDir: s.cluster.LogDir(), link: name,
 			programs: map[string]program{}, network: -1,
 		})
@@ -175,8 +185,10 @@ func (s *Set) addBridge() error {
 		return fmt.Errorf("make a bridge for machines: %w", err)
 	}
 	s.bridge = bridge
-	if err := netlink.AddrAdd(bridge, &netlink.Addr{IPNet: ipNet(netip.PrefixFrom(gateway, subnet.Bits()))}); err != nil {
-		return fmt.Errorf("make a bridge for machines: %w", err)
+	for _, address := range []netip.Prefix{netip.PrefixFrom(gateway, subnet.Bits()), netip.PrefixFrom(gateway6, subnet6.Bits())} {
+		if err := addAddress(netlink.AddrAdd, bridge, address); err != nil {
+			return err
+		}
 	}
 	if err := netlink.LinkSetUp(bridge); err != nil {
 		return fmt.Errorf("make a bridge for machines: %w", err)
@@ -187,16 +199,20 @@ func (s *Set) addBridge() error {
 // route tells the control plane and every machine where each machine's pods are. The control plane is not asked to forward anything.
 func (s *Set) route() error {
 	for _, to := range s.Machines {
-		route := &netlink.Route{Dst: ipNet(to.Pods), Gw: to.Address.AsSlice()}
-		if err := netlink.RouteAdd(route); err != nil {
+		routes := func() error {
+			return errors.Join(
+				netlink.RouteAdd(&netlink.Route{Dst: ipNet(to.Pods), Gw: to.Address.AsSlice()}),
+				netlink.RouteAdd(&netlink.Route{Dst: ipNet(to.Pods6), Gw: to.Address6.AsSlice()}),
+			)
+		}
+		if err := routes(); err != nil {
 			return fmt.Errorf("route to the pods of %s: %w", to.Name, err)
 		}
 		for _, from := range s.Machines {
 			if from == to {
 				continue
 			}
-			err := from.Do(func() error { return netlink.RouteAdd(route) })
-			if err != nil {
+			if err := from.Do(routes); err != nil {
 				return fmt.Errorf("route from %s to the pods of %s: %w", from.Name, to.Name, err)
 			}
 		}
@@ -212,7 +228,7 @@ func (s *Set) provision(ctx context.Context, m *Machine, client kubernetes.Inter
 	}
 	proxy := append([]string{
 		binaries.Path("kube-proxy"), "--kubeconfig=" + pid1.Dir + "/kube-proxy.kubeconfig", "--hostname-override=" + m.Name,
-		"--proxy-mode=" + string(s.options.Proxy), "--cluster-cidr=" + PodRange.String(),
+		"--proxy-mode=" + string(s.options.Proxy), "--cluster-cidr=" + PodRange.String() + "," + PodRange6.String(),
 		// Those are settings of the whole system.
 		"--conntrack-max-per-core=0", "--conntrack-min=0", "--conntrack-tcp-timeout-established=0", "--conntrack-tcp-timeout-close-wait=0",
 		"--oom-score-adj=0",
@@ -234,7 +250,7 @@ func (s *Set) provision(ctx context.Context, m *Machine, client kubernetes.Inter
 	}
 	if err := m.start("kubelet",
 		binaries.Path("kubelet"), "--config="+pid1.Dir+"/kubelet.yaml", "--kubeconfig="+pid1.Dir+"/kubelet.kubeconfig",
-		"--root-dir="+pid1.Dir+"/kubelet", "--cert-dir="+pid1.Dir+"/kubelet/pki", "--hostname-override="+m.Name, "--node-ip="+m.Address.String(),
+		"--root-dir="+pid1.Dir+"/kubelet", "--cert-dir="+pid1.Dir+"/kubelet/pki", "--hostname-override="+m.Name, "--node-ip="+m.Address.String()+","+m.Address6.String(),
 	); err != nil {
 		return err
 	}
@@ -304,6 +320,9 @@ func Installed() error {
 	}
 	if pluginDir() == "" {
 		missing = append(missing, "CNI plugins")
+	}
+	if _, err := os.Stat("/proc/net/if_inet6"); err != nil {
+		return errors.New("no IPv6 in this kernel: it was started with ipv6.disable=1")
 	}
 	if len(missing) > 0 {
 		return fmt.Errorf("no %s here: make node-packages, or apt-get install containerd runc containernetworking-plugins nftables iptables conntrack", strings.Join(missing, ", "))
