@@ -24,11 +24,20 @@ func (s *Set) configure(m *Machine) error {
 	for name, text := range map[string]string{
 		"containerd.toml":      containerdConfig(),
 		"cni/10-pods.conflist": networkConfig(m),
+		"cni/bin/pods":         networkPlugin(),
 		"kubelet.yaml":         kubeletConfig(m, s.options.Kubelet),
 	} {
-		if err := os.WriteFile(filepath.Join(m.dir, name), []byte(text), 0o644); err != nil {
+		mode := os.FileMode(0o644)
+		if filepath.Dir(name) == "cni/bin" {
+			mode = 0o755
+		}
+		if err := os.WriteFile(filepath.Join(m.dir, name), []byte(text), mode); err != nil {
 			return fmt.Errorf("configure machine %s: %w", m.Name, err)
 		}
+	}
+	// containerd calls it by itself.
+	if err := os.Symlink(filepath.Join(pluginDir(), "loopback"), filepath.Join(m.dir, "cni/bin/loopback")); err != nil {
+		return fmt.Errorf("configure machine %s: %w", m.Name, err)
 	}
 	return nil
 }
@@ -56,7 +65,19 @@ disabled_plugins = ["io.containerd.snapshotter.v1.aufs", "io.containerd.snapshot
     conf_dir = %q
   [plugins."io.containerd.grpc.v1.cri".containerd]
     snapshotter = "overlayfs"
-`, pid1.Dir+"/containerd", socket, pid1.Dir+"/opt", pauseImage, pluginDir(), pid1.Dir+"/cni")
+`, pid1.Dir+"/containerd", socket, pid1.Dir+"/opt", pauseImage, pid1.Dir+"/cni/bin", pid1.Dir+"/cni")
+}
+
+// networkPlugin is ptp without duplicate address detection, for which it waits a second and more with each pod. New network
+// namespaces have it on, and no setting of the plugin's or of the machine's own changes that.
+func networkPlugin() string {
+	return fmt.Sprintf(`#!/bin/sh
+export CNI_PATH=%[1]s
+if [ "$CNI_COMMAND" = ADD ]; then
+	nsenter --net="$CNI_NETNS" sh -c 'echo 0 > /proc/sys/net/ipv6/conf/default/accept_dad' || exit 1
+fi
+exec %[1]s/ptp
+`, pluginDir())
 }
 
 // networkConfig is a cable for each pod and a route to it. A bridge would let answers of a Service's pod to another pod of its node
@@ -66,7 +87,7 @@ func networkConfig(m *Machine) string {
   "cniVersion": "0.4.0",
   "name": "pods",
   "plugins": [{
-    "type": "ptp",
+    "type": "pods",
     "mtu": 1500,
     "ipam": {
       "type": "host-local",

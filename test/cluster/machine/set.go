@@ -158,7 +158,7 @@ func (s *Set) start(ctx context.Context, n int) error {
 	}
 	// In two steps: a route to a machine leads by way of its address, which has to be there.
 	if err := s.each(func(m *Machine) error {
-		for _, dir := range []string{"tmp", "cni", "kubelet"} {
+		for _, dir := range []string{"tmp", "cni/bin", "kubelet"} {
 			if err := os.MkdirAll(filepath.Join(m.dir, dir), 0o755); err != nil {
 				return err
 			}
