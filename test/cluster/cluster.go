@@ -4,15 +4,15 @@
 //
 // [Build] compiles the programs, once. [Enter] moves the caller into a network and process namespace of its own, in
 // which a whole range of pod addresses exists and which takes everything with it when it ends. [Start] starts a control
-// plane there, in about two seconds. Package node, below, adds nodes that run pods as processes. [Listen] and [Expose] let
-// the machine reach in. In tests all of this is two lines:
+// plane there, in about two seconds. Package node, below, adds nodes that run pods as processes; package machine, for root, real
+// ones with kubelet, containers and kube-proxy. [Listen] and [Expose] let the machine reach in. In tests all of this is two lines:
 //
 //	func TestMain(m *testing.M) { cluster.Main(m) }
 //
 //	func TestSomething(t *testing.T) { c := cluster.Shared(t) ... }
 //
 // What is real: everything the API server, the controllers and the scheduler do, admission webhooks, RBAC,
-// ServiceAccount tokens. What is not: there is no kube-proxy, so ClusterIPs lead nowhere; no cluster DNS; no aggregated
+// ServiceAccount tokens. What is not: without machines there is no kube-proxy, so ClusterIPs lead nowhere; no cluster DNS; no aggregated
 // API; no encryption or authentication between API server and etcd.
 package cluster
 

@@ -62,6 +62,8 @@ func Enter() error { return enter(true) }
 // programs that died before they could by the next Enter.
 func EnterAsRoot() error { return enter(false) }
 
+var errNotRoot = errors.New("real nodes take root: run as root")
+
 // RunName is a name that no other program that called [Enter] and is alive has: for what the kernel does not remove
 // with the namespaces. It is empty outside.
 func RunName() string {
@@ -106,7 +108,7 @@ func enter(userNamespace bool) error {
 func enterOutside(userNamespace bool) error {
 	root := os.Geteuid() == 0
 	if !root && !userNamespace {
-		return errors.New("real nodes take root: run as root")
+		return errNotRoot
 	}
 	temp, err := scratch()
 	if err != nil {

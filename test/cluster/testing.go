@@ -26,7 +26,13 @@ var shared struct {
 func Main(m *testing.M) { runTests(m, Enter) }
 
 // MainAsRoot is Main with [EnterAsRoot], for tests that start machines.
-func MainAsRoot(m *testing.M) { runTests(m, EnterAsRoot) }
+func MainAsRoot(m *testing.M) {
+	if os.Geteuid() != 0 {
+		shared.entered = errNotRoot // and nothing is built for it
+		os.Exit(m.Run())
+	}
+	runTests(m, EnterAsRoot)
+}
 
 func runTests(m *testing.M, enter func() error) {
 	if !Inside() && os.Getenv(stageKey) == "" {

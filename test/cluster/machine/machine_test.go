@@ -202,8 +202,8 @@ func reaches(t *testing.T, from string, dial func(context.Context, string, strin
 func TestOneNode(t *testing.T) {
 	for proxy, trace := range map[machine.Proxy]string{machine.NFTables: "table ip kube-proxy", machine.IPTables: "chain KUBE-SERVICES"} {
 		t.Run(string(proxy), func(t *testing.T) {
-			image := machine.Image{Name: appImage, Program: app(t)}
 			c := cluster.New(t, machine.ControlPlane())
+			image := machine.Image{Name: appImage, Program: app(t)}
 			began := time.Now()
 			set := machine.New(t, c, 1, machine.Options{Proxy: proxy, Images: []machine.Image{image}})
 			t.Logf("ready after %s", time.Since(began).Round(time.Second/10))
@@ -245,8 +245,8 @@ func fromPods(t *testing.T, m *machine.Machine) {
 
 // Three nodes: a DaemonSet is on each, traffic crosses them, a rollout works, and one that is cut off is NotReady until it is back.
 func TestThreeNodes(t *testing.T) {
-	image := machine.Image{Name: appImage, Program: app(t)}
 	c := cluster.New(t, machine.ControlPlane())
+	image := machine.Image{Name: appImage, Program: app(t)}
 	began := time.Now()
 	set := machine.New(t, c, 3, machine.Options{Images: []machine.Image{image}})
 	t.Logf("ready after %s", time.Since(began).Round(time.Second/10))

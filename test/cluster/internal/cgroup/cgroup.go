@@ -145,5 +145,5 @@ func hierarchies() ([]string, error) {
 
 func is(path string, magic int64) bool {
 	var stat unix.Statfs_t
-	return unix.Statfs(path, &stat) == nil && int64(stat.Type) == magic
+	return unix.Statfs(path, &stat) == nil && int64(stat.Type) == magic //nolint:unconvert // it is an int32 on some architectures
 }
