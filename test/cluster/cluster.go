@@ -151,6 +151,7 @@ func (c *Cluster) start(ctx context.Context) error {
 			"--kubeconfig=" + c.Kubeconfig(), "--leader-elect=false", "--secure-port=0",
 			"--service-account-private-key-file=" + c.path("sa.key"), "--root-ca-file=" + c.path("ca.crt"),
 			"--use-service-account-credentials=true", "--allocate-node-cidrs=false",
+			"--flex-volume-plugin-dir=" + c.path("volume-plugins"), // or root's makes one in /usr
 			"--kube-api-qps=200", "--kube-api-burst=400", // it makes forty accounts first, at 20 a second by default
 		}, c.options.ControllerManager...)...); err != nil {
 			return err
