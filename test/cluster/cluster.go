@@ -12,8 +12,8 @@
 //	func TestSomething(t *testing.T) { c := cluster.Shared(t) ... }
 //
 // What is real: everything the API server, the controllers and the scheduler do, admission webhooks, RBAC,
-// ServiceAccount tokens. What is not: without machines there is no kube-proxy, so ClusterIPs lead nowhere; no cluster DNS; no aggregated
-// API; no encryption or authentication between API server and etcd.
+// ServiceAccount tokens. What is not: without machines there is no kube-proxy, so ClusterIPs lead
+// nowhere; no cluster DNS; no aggregated API; no encryption or authentication between API server and etcd.
 package cluster
 
 import (

@@ -80,8 +80,8 @@ exec %[1]s/ptp
 `, pluginDir())
 }
 
-// networkConfig is a cable for each pod and a route to it. A bridge would let answers of a Service's pod to another pod of its node
-// pass by the packet filter, unless br_netfilter is there.
+// networkConfig is a cable for each pod and a route to it. A bridge would let answers of a Service's pod to another pod
+// of its node pass by the packet filter, unless br_netfilter is there.
 func networkConfig(m *Machine) string {
 	return fmt.Sprintf(`{
   "cniVersion": "0.4.0",

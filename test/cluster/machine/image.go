@@ -19,8 +19,8 @@ import (
 
 const pauseImage = "lameduck.test/pause:1"
 
-// Image is a program to run in containers, and nothing else: no shell, no files, user 0 if the pod does not say otherwise. The pods' pull policy has
-// to be Never.
+// Image is a program to run in containers, and nothing else: no shell, no files, user 0 if the pod does not say
+// otherwise. The pods' pull policy has to be Never.
 type Image struct {
 	// Name is what pods call it, with a registry and a tag: "lameduck.test/app:1".
 	Name string
@@ -127,8 +127,8 @@ func (m *Machine) ctr(ctx context.Context, args ...string) (string, error) {
 	return m.Run(ctx, "ctr", append([]string{"--address", socket, "--namespace", "k8s.io"}, args...)...)
 }
 
-// buildPause compiles the program that holds a pod's namespaces. It requires nothing but Go's standard library, so there need be no
-// network.
+// buildPause compiles the program that holds a pod's namespaces. It requires nothing but Go's standard library, so
+// there need be no network.
 func buildPause(ctx context.Context, dir string) (Image, error) {
 	_, file, _, _ := runtime.Caller(0)
 	out := filepath.Join(dir, "pause")

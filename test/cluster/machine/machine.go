@@ -1,5 +1,6 @@
-// Package machine is real Kubernetes nodes, several on one computer: each has namespaces of its own with a containerd, a kubelet, a
-// kube-proxy and a network for its pods, and is plugged into one bridge with the control plane and the others.
+// Package machine is real Kubernetes nodes, several on one computer: each has namespaces of its own with a containerd,
+// a kubelet, a kube-proxy and a network for its pods, and is plugged into one bridge with the control plane and the
+// others.
 //
 //	func TestMain(m *testing.M) { cluster.MainAsRoot(m) }
 //
@@ -9,15 +10,17 @@
 //		...
 //	}
 //
-// It takes root and some packages of the system ([Installed] says which). All that a machine does happens in its own mount, network,
-// process and host name namespaces, so killing its first process switches it off as a power cut does: processes, mounts,
-// packet filter rules and pods are gone at once. That process dies with the test, however the test dies. What the kernel keeps,
-// control groups, is removed by [Set.Stop], else when the program ends, else by the next [cluster.EnterAsRoot].
+// It takes root and some packages of the system ([Installed] says which). All that a machine does happens in its own
+// mount, network, process and host name namespaces, so killing its first process switches it off as a power cut does:
+// processes, mounts, packet filter rules and pods are gone at once. That process dies with the test, however the test
+// dies. What the kernel keeps, control groups, is removed by [Set.Stop], else when the program ends, else by root's next
+// [cluster.Enter].
 //
-// What is real: containerd, runc, CNI, kubelet, kube-proxy, the kernel's packet filter and connection tracking, one per machine;
-// that machines can be cut off. What is not: they share a kernel and its clock, memory pressure is that of the whole computer, there are
-// no limits on CPU and no reserved resources, there is no cluster DNS, images are never pulled, the API server has no IPv6 address, and the
-// kubelet's own API asks nobody who they are. Settings of the kernel that kubelets change are shown to them as files.
+// What is real: containerd, runc, CNI, kubelet, kube-proxy, the kernel's packet filter and connection tracking, one per
+// machine; that machines can be cut off. What is not: they share a kernel and its clock, memory pressure is that of the
+// whole computer and so are the CPUs, nothing is reserved, there is no cluster DNS, images are never pulled, the API
+// server has no IPv6 address, and the kubelet's own API asks nobody who they are. Settings of the kernel that kubelets
+// change are shown to them as files.
 package machine
 
 import (
@@ -182,9 +185,18 @@ func (m *Machine) setLink(set func(netlink.Link) error) error {
 	return nil
 }
 
-// Do runs f in the network of the machine: sockets that f itself makes, not goroutines of it, are the machine's and stay so. Package
-// net makes them itself for addresses in numbers.
+// Do runs f in the network of the machine: sockets that f itself makes, not goroutines of it, are the machine's and
+// stay so. Package net makes them itself for addresses in numbers.
 func (m *Machine) Do(f func() error) error {
+	// One's own hold on it: somebody else may switch the machine off, and the number be given to another file.
+	m.mu.Lock()
+	fd, err := unix.FcntlInt(uintptr(m.network), unix.F_DUPFD_CLOEXEC, 0)
+	m.mu.Unlock()
+	if err != nil {
+		return fmt.Errorf("enter the network of machine %s, which may be switched off: %w", m.Name, err)
+	}
+	network := netns.NsHandle(fd)
+	defer network.Close()
 	done := make(chan error, 1)
 	go func() {
 		runtime.LockOSThread()
@@ -194,7 +206,7 @@ func (m *Machine) Do(f func() error) error {
 			return // with the thread
 		}
 		defer here.Close()
-		if err := netns.Set(m.network); err != nil {
+		if err := netns.Set(network); err != nil {
 			done <- fmt.Errorf("enter the network of machine %s: %w", m.Name, err)
 			return
 		}
@@ -234,8 +246,8 @@ func (m *Machine) Listen(address string) (net.Listener, error) {
 }
 
 // Command is exec.CommandContext for a program on the machine: as root, in all of its namespaces. The files of the
-// computer are there, with /run and what is new in /var being the machine's own. When ctx ends it and its children, unless they
-// have left its group, are killed.
+// computer are there, with /run and what is new in /var being the machine's own. When ctx ends it and its children,
+// unless they have left its group, are killed.
 func (m *Machine) Command(ctx context.Context, name string, args ...string) *exec.Cmd {
 	args = append([]string{"--target", fmt.Sprint(m.first.Pid()), "--mount", "--net", "--pid", "--uts", "--ipc", "--", name}, args...)
 	cmd := exec.CommandContext(ctx, "nsenter", args...)
@@ -281,8 +293,8 @@ func (m *Machine) start(name string, command ...string) error {
 	return nil
 }
 
-// Restart kills containerd, kubelet or kube-proxy with SIGKILL and starts it again. Pods run on. It does not wait until the new one is
-// ready.
+// Restart kills containerd, kubelet or kube-proxy with SIGKILL and starts it again. Pods run on. It does not wait until
+// the new one is ready.
 func (m *Machine) Restart(name string) error {
 	if err := m.Kill(name); err != nil {
 		return err
@@ -305,8 +317,8 @@ func (m *Machine) Kill(name string) error {
 	return nil
 }
 
-// Stop switches the machine off: all that runs on it is killed at once, with its rules, mounts and addresses. The node and its pods
-// remain in the API. A machine does not start again. It may be called again.
+// Stop switches the machine off: all that runs on it is killed at once, with its rules, mounts and addresses. The node
+// and its pods remain in the API. A machine does not start again. It may be called again.
 func (m *Machine) Stop() error {
 	m.mu.Lock()
 	first := m.first
@@ -325,9 +337,11 @@ func (m *Machine) Stop() error {
 				errs = append(errs, fmt.Errorf("remove the cable of machine %s: %w", m.Name, err))
 			}
 		}
+		m.mu.Lock()
 		if m.network.IsOpen() {
 			m.network.Close()
 		}
+		m.mu.Unlock()
 	}
 	errs = append(errs, cgroup.Remove(m.group))
 	if err := os.RemoveAll(m.dir); err != nil {

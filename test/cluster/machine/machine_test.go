@@ -226,7 +226,8 @@ func TestOneNode(t *testing.T) {
 	}
 }
 
-// fromPods connects from the network of every pod to the API server's ClusterIP, and to the app's often enough to meet the pod itself.
+// fromPods connects from the network of every pod to the API server's ClusterIP, and to the app's often enough to meet
+// the pod itself.
 func fromPods(t *testing.T, m *machine.Machine) {
 	t.Helper()
 	script := `mkdir -p /run/netns && cd /run/netns && ls | wc -l && for pod in *; do
@@ -243,7 +244,8 @@ func fromPods(t *testing.T, m *machine.Machine) {
 	}
 }
 
-// Three nodes: a DaemonSet is on each, traffic crosses them, a rollout works, and one that is cut off is NotReady until it is back.
+// Three nodes: a DaemonSet is on each, traffic crosses them, a rollout works, and one that is cut off is NotReady until
+// it is back.
 func TestThreeNodes(t *testing.T) {
 	c := cluster.New(t, machine.ControlPlane())
 	image := machine.Image{Name: appImage, Program: app(t)}
@@ -315,8 +317,8 @@ func TestThreeNodes(t *testing.T) {
 	}
 }
 
-// rollout brings four pods up behind a Service, replaces them, and looks at each stage whether every machine, and a client that is on none,
-// reach all of them.
+// rollout brings four pods up behind a Service, replaces them, and looks at each stage whether every machine, and a
+// client that is on none, reach all of them.
 func rollout(t *testing.T, c *cluster.Cluster, set *machine.Set) {
 	t.Helper()
 	const replicas = 4
@@ -393,8 +395,8 @@ func TestStartFails(t *testing.T) {
 	compare(t, "after an interrupted start", before)
 }
 
-// A program with a machine leaves nothing behind when it ends. When it is killed, all but control groups is gone at once, and these and
-// its folder go with the next program.
+// A program with a machine leaves nothing behind when it ends. When it is killed, all but control groups is gone at
+// once, and these and its folder go with the next program.
 func TestNothingIsLeft(t *testing.T) {
 	cluster.Entered(t)
 	if err := machine.Installed(); err != nil {
@@ -433,8 +435,8 @@ func TestNothingIsLeft(t *testing.T) {
 	}
 }
 
-// outer starts this program anew, in namespaces within the test's, and returns when its machine has a pod, with what ends it and its
-// RunName. Without a binary it has no machine.
+// outer starts this program anew, in namespaces within the test's, and returns when its machine has a pod, with what
+// ends it and its RunName. Without a binary it has no machine.
 func outer(t *testing.T, binary string) (*exec.Cmd, io.Closer, string) {
 	t.Helper()
 	self, err := os.Executable()

@@ -70,9 +70,10 @@ type Options struct {
 	KubeProxy []string
 }
 
-// ControlPlane returns the options of a control plane for machines: a node that is cut off is NotReady within some 15 s, and
-// the API server finds webhooks by their Services' endpoints, since it has no kube-proxy, and kubelets by their addresses; Services
-// may have both kinds of addresses, and have IPv4 alone if they do not ask. They are the caller's to add to.
+// ControlPlane returns the options of a control plane for machines: a node that is cut off is NotReady within some 15
+// s, and the API server finds webhooks by their Services' endpoints, since it has no kube-proxy, and kubelets by their
+// addresses; Services may have both kinds of addresses, and have IPv4 alone if they do not ask. They are the caller's
+// to add to.
 func ControlPlane() cluster.Options {
 	return cluster.Options{
 		APIServer: []string{
@@ -94,9 +95,9 @@ type Set struct {
 	bridge  netlink.Link
 }
 
-// Start starts n machines and returns when all of their nodes are Ready and their kube-proxies have programmed the kernel. The
-// program must have called [cluster.EnterAsRoot], and have no other set running. On an error nothing is left running. The caller calls Stop, before
-// that of the cluster.
+// Start starts n machines and returns when all of their nodes are Ready and their kube-proxies have programmed the
+// kernel. The program must have called [cluster.EnterAsRoot], and have no other set running. On an error nothing is
+// left running. The caller calls Stop, before that of the cluster.
 func Start(ctx context.Context, c *cluster.Cluster, n int, options Options) (*Set, error) {
 	if err := Installed(); err != nil {
 		return nil, err
@@ -196,7 +197,8 @@ func (s *Set) addBridge() error {
 	return nil
 }
 
-// route tells the control plane and every machine where each machine's pods are. The control plane is not asked to forward anything.
+// route tells the control plane and every machine where each machine's pods are. The control plane is not asked to
+// forward anything.
 func (s *Set) route() error {
 	for _, to := range s.Machines {
 		routes := func() error {

@@ -1,5 +1,5 @@
-// Package pid1 is the first process of a machine: it furnishes the machine's namespaces, says so, and reaps what is orphaned in them. When
-// it is killed the kernel kills all that runs there, and drops the mounts and the network.
+// Package pid1 is the first process of a machine: it furnishes the machine's namespaces, says so, and reaps what is
+// orphaned in them. When it is killed the kernel kills all that runs there, and drops the mounts and the network.
 package pid1
 
 import (
@@ -28,8 +28,8 @@ const (
 	reportFD = 3
 )
 
-// Command returns a command that runs this program as the first process of a machine called name, whose folder is dir. It writes
-// "ready" to report once programs can be started, or why it ends; before that it has to be put into no other namespace.
+// Command returns a command that runs this program as the first process of a machine called name, whose folder is dir.
+// It writes "ready" to report once programs can be started there, or why it ends.
 func Command(name, dir string, report *os.File) (*exec.Cmd, error) {
 	self, err := os.Executable()
 	if err != nil {
