@@ -21,7 +21,7 @@ FROM ?= 1
 
 .PHONY: help
 help: ## what there is
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
 .PHONY: demo
 demo: haproxy kubernetes build ## one rolling update under load, three times: unprotected, preStop sleep, Lameduck (LAG=1s)
@@ -41,6 +41,10 @@ sim: ## the deterministic simulation: SEEDS of them FROM one, and with each rule
 	@CGO_ENABLED=0 go build -o $(BIN)/sim ./test/sim && CGO_ENABLED=0 go build -tags lameduckmutation -o $(BIN)/sim-mutated ./test/sim
 	@if [ "$(SEEDS)" -gt 1 ]; then $(BIN)/sim-mutated -mutations 2000; fi
 	@$(BIN)/sim -seeds $(SEEDS) -from $(FROM)
+
+.PHONY: e2e
+e2e: node-packages kubernetes ## real nodes, as root: kubelets, kube-proxies, pods; skipped on a laptop without root or packages
+	@cd test/cluster && go vet -tags e2e ./... && go test -tags e2e -count=1 -timeout 15m -v ./machine
 
 .PHONY: build
 build: ## the programs, into bin/
@@ -68,6 +72,20 @@ keepalived: ## keepalived, if it is missing and may be installed; its test is sk
 	    echo "installing keepalived"; (apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq keepalived) > /dev/null; \
 	  else \
 	    echo "keepalived is missing: sudo apt-get install keepalived" >&2; \
+	  fi; }
+
+# What each program comes with. Only what is missing is installed: another packager's containerd stays.
+NODE_PACKAGES = containerd=containerd runc=runc nft=nftables iptables=iptables conntrack=conntrack nsenter=util-linux
+
+.PHONY: node-packages
+node-packages: ## containerd and what else a real node is made of, if it is missing and may be installed
+	@missing=; for p in $(NODE_PACKAGES); do command -v $${p%=*} > /dev/null || missing="$$missing $${p#*=}"; done; \
+	[ -e /usr/lib/cni/ptp ] || [ -e /opt/cni/bin/ptp ] || missing="$$missing containernetworking-plugins"; \
+	[ -z "$$missing" ] || { \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
+	    echo "installing$$missing"; (apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing) > /dev/null; \
+	  else \
+	    echo "missing: sudo apt-get install$$missing" >&2; \
 	  fi; }
 
 .PHONY: lint

@@ -18,8 +18,8 @@ import (
 	"time"
 )
 
-// Binaries is a folder with the programs of a control plane: etcd, kube-apiserver, kube-controller-manager,
-// kube-scheduler and kubectl.
+// Binaries is a folder with the programs of a control plane, etcd, kube-apiserver, kube-controller-manager and
+// kube-scheduler, with kubectl, and with those of a node, kubelet and kube-proxy.
 type Binaries struct {
 	Dir     string
 	Version string // of Kubernetes, for example v1.36.3
@@ -41,6 +41,8 @@ var programs = []program{
 	{"kube-controller-manager", "k8s.io/kubernetes/cmd/kube-controller-manager", "about 50 s"},
 	{"kube-scheduler", "k8s.io/kubernetes/cmd/kube-scheduler", "about 10 s"},
 	{"kubectl", "k8s.io/kubernetes/cmd/kubectl", "about 20 s"},
+	{"kubelet", "k8s.io/kubernetes/cmd/kubelet", "about 14 s"},
+	{"kube-proxy", "k8s.io/kubernetes/cmd/kube-proxy", "about 10 s"},
 }
 
 var versionLine = regexp.MustCompile(`(?m)^\s*k8s\.io/kubernetes (v(\d+)\.(\d+)\.\S+)`)

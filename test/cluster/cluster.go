@@ -4,16 +4,16 @@
 //
 // [Build] compiles the programs, once. [Enter] moves the caller into a network and process namespace of its own, in
 // which a whole range of pod addresses exists and which takes everything with it when it ends. [Start] starts a control
-// plane there, in about two seconds. Package node, below, adds nodes that run pods as processes. [Listen] and [Expose] let
-// the machine reach in. In tests all of this is two lines:
+// plane there, in about two seconds. Package node, below, adds nodes that run pods as processes; package machine, for root, real
+// ones with kubelet, containers and kube-proxy. [Listen] and [Expose] let the machine reach in. In tests all of this is two lines:
 //
 //	func TestMain(m *testing.M) { cluster.Main(m) }
 //
 //	func TestSomething(t *testing.T) { c := cluster.Shared(t) ... }
 //
 // What is real: everything the API server, the controllers and the scheduler do, admission webhooks, RBAC,
-// ServiceAccount tokens. What is not: there is no kube-proxy, so ClusterIPs lead nowhere; no cluster DNS; no aggregated
-// API; no encryption or authentication between API server and etcd.
+// ServiceAccount tokens. What is not: without machines there is no kube-proxy, so ClusterIPs lead
+// nowhere; no cluster DNS; no aggregated API; no encryption or authentication between API server and etcd.
 package cluster
 
 import (
@@ -151,6 +151,7 @@ func (c *Cluster) start(ctx context.Context) error {
 			"--kubeconfig=" + c.Kubeconfig(), "--leader-elect=false", "--secure-port=0",
 			"--service-account-private-key-file=" + c.path("sa.key"), "--root-ca-file=" + c.path("ca.crt"),
 			"--use-service-account-credentials=true", "--allocate-node-cidrs=false",
+			"--flex-volume-plugin-dir=" + c.path("volume-plugins"), // or root's makes one in /usr
 			"--kube-api-qps=200", "--kube-api-burst=400", // it makes forty accounts first, at 20 a second by default
 		}, c.options.ControllerManager...)...); err != nil {
 			return err
@@ -171,7 +172,7 @@ func (c *Cluster) apiServerFlags(etcd string, port int) []string {
 		"--etcd-servers=" + etcd,
 		fmt.Sprintf("--secure-port=%d", port),
 		"--tls-cert-file=" + c.path("tls.crt"), "--tls-private-key-file=" + c.path("tls.key"),
-		"--token-auth-file=" + c.path("tokens.csv"), "--authorization-mode=RBAC",
+		"--token-auth-file=" + c.path("tokens.csv"), "--client-ca-file=" + c.path("ca.crt"), "--authorization-mode=RBAC",
 		"--service-account-issuer=https://kubernetes.default.svc.cluster.local",
 		"--service-account-key-file=" + c.path("sa.key"), "--service-account-signing-key-file=" + c.path("sa.key"),
 		"--service-cluster-ip-range=" + ServiceRange,
@@ -200,19 +201,12 @@ func (c *Cluster) writeCredentials() error {
 		return fmt.Errorf("generate the key for service account tokens: %w", err)
 	}
 	c.token = rand.Text()
-	config := clientcmdapi.NewConfig()
-	config.Clusters["test"] = &clientcmdapi.Cluster{Server: c.server, CertificateAuthorityData: c.ca.PEM()}
-	config.AuthInfos["admin"] = &clientcmdapi.AuthInfo{Token: c.token}
-	config.Contexts["test"] = &clientcmdapi.Context{Cluster: "test", AuthInfo: "admin"}
-	config.CurrentContext = "test"
-	kubeconfig, err := clientcmd.Write(*config)
-	if err != nil {
-		return fmt.Errorf("encode the kubeconfig: %w", err)
+	if err := c.writeKubeconfig(c.Kubeconfig(), "admin", &clientcmdapi.AuthInfo{Token: c.token}); err != nil {
+		return err
 	}
 	for name, content := range map[string][]byte{
 		"sa.key":     encode("RSA PRIVATE KEY", x509.MarshalPKCS1PrivateKey(key)),
 		"tokens.csv": []byte(c.token + `,admin,admin,"system:masters"` + "\n"),
-		"kubeconfig": kubeconfig,
 	} {
 		if err := os.WriteFile(c.path(name), content, 0o600); err != nil {
 			return fmt.Errorf("write credentials: %w", err)
@@ -322,6 +316,32 @@ func (c *Cluster) ConfigFor(user string, groups ...string) *rest.Config {
 
 // Kubeconfig is the path of a kubeconfig of the administrator.
 func (c *Cluster) Kubeconfig() string { return c.path("kubeconfig") }
+
+// WriteKubeconfig writes a kubeconfig of anybody else to path: the API server sees user, who is nobody that it has to know, and
+// groups, by a certificate of [Cluster.CA].
+func (c *Cluster) WriteKubeconfig(path, user string, groups ...string) error {
+	cert, key, err := c.ca.IssueClient(user, groups...)
+	if err != nil {
+		return err
+	}
+	return c.writeKubeconfig(path, user, &clientcmdapi.AuthInfo{ClientCertificateData: cert, ClientKeyData: key})
+}
+
+func (c *Cluster) writeKubeconfig(path, user string, credentials *clientcmdapi.AuthInfo) error {
+	config := clientcmdapi.NewConfig()
+	config.Clusters["test"] = &clientcmdapi.Cluster{Server: c.server, CertificateAuthorityData: c.ca.PEM()}
+	config.AuthInfos[user] = credentials
+	config.Contexts["test"] = &clientcmdapi.Context{Cluster: "test", AuthInfo: user}
+	config.CurrentContext = "test"
+	text, err := clientcmd.Write(*config)
+	if err == nil {
+		err = os.WriteFile(path, text, 0o600)
+	}
+	if err != nil {
+		return fmt.Errorf("write the kubeconfig of %s: %w", user, err)
+	}
+	return nil
+}
 
 // CA is the authority that signed the API server's certificate, and that pods find in kube-root-ca.crt.
 func (c *Cluster) CA() *CA { return c.ca }

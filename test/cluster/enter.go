@@ -17,6 +17,9 @@ import (
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
+
+	"github.com/lameduck-io/lameduck/test/cluster/internal/cgroup"
+	"github.com/lameduck-io/lameduck/test/cluster/internal/pid1"
 )
 
 // PodRange is the addresses that any program inside can listen on and connect to, as on the nodes of a cluster. Nodes
@@ -24,8 +27,9 @@ import (
 var PodRange = netip.MustParsePrefix("10.244.0.0/16")
 
 const (
-	stageKey  = "LAMEDUCK_CLUSTER_STAGE"  // what the process started by Enter is for, until it has read it
+	stageKey  = pid1.StageKey             // what the process started by Enter is for, until it has read it
 	insideKey = "LAMEDUCK_CLUSTER_INSIDE" // set for everything inside
+	runKey    = "LAMEDUCK_CLUSTER_RUN"    // RunName, for everything inside
 
 	controlFD = 3 // in init and program: the socket to the process outside
 	reportFD  = 4 // in init: where it says that the place is set up, or why not
@@ -50,13 +54,35 @@ func Inside() bool { return os.Getenv(insideKey) != "" }
 //
 // An error, in one line that says what to do, means that the system forbids this to the user; the program may go on
 // outside. Root needs no user namespaces.
-func Enter() error {
+func Enter() error { return enter(true) }
+
+// EnterAsRoot is Enter for programs that run machines (package machine) inside: it takes root, and leaves the user namespace
+// out, because container runtimes and kubelets need the real root's rights over mounts, devices and control groups.
+// Control groups are the machine's own even so. Those whose name begins with [RunName] are removed at the end, and those of
+// programs that died before they could by the next Enter.
+func EnterAsRoot() error { return enter(false) }
+
+var errNotRoot = errors.New("real nodes take root: run as root")
+
+// RunName is a name that no other program that called [Enter] and is alive has: for what the kernel does not remove
+// with the namespaces. It is empty outside.
+func RunName() string {
+	if !Inside() {
+		return ""
+	}
+	return os.Getenv(runKey)
+}
+
+func enter(userNamespace bool) error {
 	switch stage := os.Getenv(stageKey); stage {
 	case "":
 		if Inside() {
 			return nil // a child of the inner program
 		}
-		return enterOutside()
+		return enterOutside(userNamespace)
+	case pid1.Stage:
+		syscall.Exit(pid1.Run())
+		return nil
 	case "init":
 		syscall.Exit(runInit())
 		return nil
@@ -79,17 +105,23 @@ func Enter() error {
 }
 
 // enterOutside is Enter in the process that stays outside. It returns only if the namespaces cannot be had.
-func enterOutside() error {
+func enterOutside(userNamespace bool) error {
 	root := os.Geteuid() == 0
+	if !root && !userNamespace {
+		return errNotRoot
+	}
 	temp, err := scratch()
 	if err != nil {
 		return err
 	}
-	code, err := stay(temp, true)
-	if err != nil && root {
+	code, err := 0, error(nil)
+	if userNamespace {
+		code, err = stay(temp, true)
+	}
+	if root && (err != nil || !userNamespace) {
 		code, err = stay(temp, false)
 	}
-	os.RemoveAll(temp)
+	sweep(temp)
 	if err == nil {
 		// Not os.Exit: the race detector's second, and a profile of nothing, are not wanted.
 		syscall.Exit(code)
@@ -120,7 +152,7 @@ func stay(temp string, userNamespace bool) (code int, err error) {
 
 	cmd := exec.Command(self)
 	cmd.Args = os.Args
-	cmd.Env = append(os.Environ(), stageKey+"=init", "TMPDIR="+temp)
+	cmd.Env = append(os.Environ(), stageKey+"=init", "TMPDIR="+temp, runKey+"="+filepath.Base(temp))
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = os.Stdin, os.Stdout, os.Stderr
 	cmd.ExtraFiles = []*os.File{controlInit, reportInit}
 	cmd.SysProcAttr = &syscall.SysProcAttr{
@@ -301,7 +333,7 @@ func scratch() (string, error) {
 			continue // somebody else's
 		}
 		if syscall.Flock(int(file.Fd()), syscall.LOCK_EX|syscall.LOCK_NB) == nil {
-			os.RemoveAll(dir)
+			sweep(dir)
 		}
 		file.Close()
 	}
@@ -327,6 +359,18 @@ func scratch() (string, error) {
 		}
 		syscall.Close(fd)
 	}
+}
+
+// sweep removes what a program that has ended left: its control groups and then, because that is how they are found, its
+// folder. What cannot be removed is left for the next.
+func sweep(dir string) {
+	if os.Geteuid() == 0 {
+		if err := cgroup.Remove(filepath.Base(dir)); err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			return
+		}
+	}
+	os.RemoveAll(dir)
 }
 
 // socketPair returns a connected pair of sockets that keep the bounds of messages: one for here, one to give away.

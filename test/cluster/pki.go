@@ -54,10 +54,6 @@ func (ca *CA) PEM() []byte { return ca.pem }
 // Issue returns a serving certificate, good for clients too, and its key for the given DNS names and IP addresses. The
 // first is the common name.
 func (ca *CA) Issue(hosts ...string) (certPEM, keyPEM []byte, err error) {
-	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
-	if err != nil {
-		return nil, nil, fmt.Errorf("generate a key for %q: %w", hosts, err)
-	}
 	name := ""
 	if len(hosts) > 0 {
 		name = hosts[0]
@@ -66,7 +62,6 @@ func (ca *CA) Issue(hosts ...string) (certPEM, keyPEM []byte, err error) {
 	if err != nil {
 		return nil, nil, err
 	}
-	template.KeyUsage = x509.KeyUsageDigitalSignature
 	template.ExtKeyUsage = []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth, x509.ExtKeyUsageClientAuth}
 	for _, host := range hosts {
 		if address, err := netip.ParseAddr(host); err == nil {
@@ -75,13 +70,34 @@ func (ca *CA) Issue(hosts ...string) (certPEM, keyPEM []byte, err error) {
 			template.DNSNames = append(template.DNSNames, host)
 		}
 	}
+	return ca.sign(template)
+}
+
+// IssueClient returns a certificate by which the API server knows its bearer as user, a member of groups, and its key.
+func (ca *CA) IssueClient(user string, groups ...string) (certPEM, keyPEM []byte, err error) {
+	template, err := certificate(user)
+	if err != nil {
+		return nil, nil, err
+	}
+	template.Subject.Organization = groups
+	template.ExtKeyUsage = []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth}
+	return ca.sign(template)
+}
+
+func (ca *CA) sign(template *x509.Certificate) (certPEM, keyPEM []byte, err error) {
+	name := template.Subject.CommonName
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	if err != nil {
+		return nil, nil, fmt.Errorf("generate a key for %q: %w", name, err)
+	}
+	template.KeyUsage = x509.KeyUsageDigitalSignature
 	der, err := x509.CreateCertificate(rand.Reader, template, ca.certificate, key.Public(), ca.key)
 	if err != nil {
-		return nil, nil, fmt.Errorf("sign a certificate for %q: %w", hosts, err)
+		return nil, nil, fmt.Errorf("sign a certificate for %q: %w", name, err)
 	}
 	keyDER, err := x509.MarshalPKCS8PrivateKey(key)
 	if err != nil {
-		return nil, nil, fmt.Errorf("encode the key for %q: %w", hosts, err)
+		return nil, nil, fmt.Errorf("encode the key for %q: %w", name, err)
 	}
 	return encode("CERTIFICATE", der), encode("PRIVATE KEY", keyDER), nil
 }

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"os"
 	"os/signal"
+	"path/filepath"
 	"sync"
 	"syscall"
 	"testing"
@@ -22,14 +23,25 @@ var shared struct {
 // Main is TestMain for tests that use [Shared]: it builds Kubernetes if need be, enters, runs the tests and exits, which
 // ends the shared control plane. Where the system forbids entering, or Kubernetes cannot be built, the tests run outside and Shared tells
 // them. With more time to build than go test allows (10 minutes), run cmd/kubernetes-build first.
-func Main(m *testing.M) {
+func Main(m *testing.M) { runTests(m, Enter) }
+
+// MainAsRoot is Main with [EnterAsRoot], for tests that start machines.
+func MainAsRoot(m *testing.M) {
+	if os.Geteuid() != 0 {
+		shared.entered = errNotRoot // and nothing is built for it
+		os.Exit(m.Run())
+	}
+	runTests(m, EnterAsRoot)
+}
+
+func runTests(m *testing.M, enter func() error) {
 	if !Inside() && os.Getenv(stageKey) == "" {
 		ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 		_, shared.entered = Build(ctx, os.Stderr)
 		stop()
 	}
 	if shared.entered == nil {
-		shared.entered = Enter()
+		shared.entered = enter()
 	}
 	os.Exit(m.Run()) // which ends all that runs inside, and removes its files
 }
@@ -39,12 +51,7 @@ func Main(m *testing.M) {
 // if that is set.
 func Shared(t testing.TB) *Cluster {
 	t.Helper()
-	if shared.entered != nil {
-		Missing(t, "a control plane", shared.entered.Error())
-	}
-	if !Inside() {
-		t.Fatal("cluster.Shared without cluster.Main in TestMain")
-	}
+	Entered(t)
 	shared.once.Do(func() {
 		shared.cluster, shared.err = Start(context.Background(), Options{LogDir: os.Getenv("LAMEDUCK_LOGS")})
 	})
@@ -52,6 +59,33 @@ func Shared(t testing.TB) *Cluster {
 		t.Fatal(shared.err)
 	}
 	return shared.cluster
+}
+
+// New returns a control plane for this test alone, which ends with it. Its logs go to LAMEDUCK_LOGS too, if options do not
+// say otherwise. Where it cannot be had it does as Shared does.
+func New(t testing.TB, options Options) *Cluster {
+	t.Helper()
+	Entered(t)
+	if options.LogDir == "" && os.Getenv("LAMEDUCK_LOGS") != "" {
+		options.LogDir = filepath.Join(os.Getenv("LAMEDUCK_LOGS"), filepath.FromSlash(t.Name()))
+	}
+	c, err := Start(t.Context(), options)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(c.Stop)
+	return c
+}
+
+// Entered ends a test that does not run inside, as Shared does.
+func Entered(t testing.TB) {
+	t.Helper()
+	if shared.entered != nil {
+		Missing(t, "a control plane", shared.entered.Error())
+	}
+	if !Inside() {
+		t.Fatal("a control plane without cluster.Main in TestMain")
+	}
 }
 
 // Missing ends a test that needs something real which is not here: what it is and how to get it. On a laptop the test is
