@@ -55,7 +55,7 @@ func TestTombstoneLapsesWithoutCoordinator(t *testing.T) {
 		t.Helper()
 		return whyNoTraffic(t, strings.TrimSuffix(address, ":8080")+":9101", pod.Status.PodIP)
 	}
-	if got := why(); got != "" {
+	if got := why(); got != "chosen" {
 		t.Fatalf("before its deletion the pod gets no traffic: %s", got)
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), 3*time.Second)
@@ -63,7 +63,7 @@ func TestTombstoneLapsesWithoutCoordinator(t *testing.T) {
 	if err := s.Kube.CoreV1().Pods(ns).Delete(ctx, pod.Name, metav1.DeleteOptions{}); err == nil {
 		t.Fatal("the pod is deleted although an agent is silent")
 	}
-	if got := why(); got != "Tombstoned" {
+	if got := why(); got != "tombstoned" {
 		t.Fatalf("while it is drained the agent says %q", got)
 	}
 	if out, err := s.Cluster.Kubectl(t.Context(), "-n", stage.System, "scale", "deployment/lameduck-webhook", "--replicas=0"); err != nil {
@@ -73,7 +73,7 @@ func TestTombstoneLapsesWithoutCoordinator(t *testing.T) {
 	if err := s.Await(t.Context(), stage.System, "lameduck-webhook"); err != nil {
 		t.Fatal(err)
 	}
-	for why() != "" {
+	for why() != "chosen" {
 		if time.Since(began) > lease+60*time.Second {
 			t.Fatalf("the pod is out still: %q", why())
 		}
