@@ -36,9 +36,7 @@ func TestTombstoneLapsesWithoutCoordinator(t *testing.T) {
 	if err := s.Apply(t.Context(), fmt.Sprintf(silentAgent, agents)); err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() {
-		_ = s.Kube.RbacV1().ClusterRoleBindings().Delete(t.Context(), agents+"-silent", metav1.DeleteOptions{})
-	})
+	t.Cleanup(func() { endSilentAgent(t, s, agents) })
 	silent, err := s.Kube.CoreV1().Pods(agents).Get(t.Context(), "silent", metav1.GetOptions{})
 	if err != nil {
 		t.Fatal(err)

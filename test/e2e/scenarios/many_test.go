@@ -36,12 +36,7 @@ func TestManyDeletionsAndOneSilentAgent(t *testing.T) {
 	if err := s.Apply(t.Context(), fmt.Sprintf(silentAgent, agents)); err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() {
-		ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
-		defer cancel()
-		_ = s.Kube.RbacV1().ClusterRoleBindings().Delete(ctx, agents+"-silent", metav1.DeleteOptions{})
-		_ = s.Kube.CoreV1().Pods(agents).Delete(ctx, "silent", metav1.DeleteOptions{})
-	})
+	t.Cleanup(func() { endSilentAgent(t, s, agents) })
 	silent, err := s.Kube.CoreV1().Pods(agents).Get(t.Context(), "silent", metav1.GetOptions{})
 	if err != nil {
 		t.Fatal(err)

@@ -172,6 +172,7 @@ func slowWebhook(t *testing.T, s *stage.Stage, ns string, sleep time.Duration, a
 // Webhooks run side by side, and the slowest decides when. Lameduck's yes is 20 s old when the pod goes, or never goes: in the first case it must
 // not be routed again meanwhile, in the second it must get its traffic back.
 func TestASecondWebhookThatIsSlow(t *testing.T) {
+	t.Parallel()
 	for _, c := range []struct {
 		name  string
 		allow bool

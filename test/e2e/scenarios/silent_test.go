@@ -1,6 +1,7 @@
 package scenarios
 
 import (
+	"context"
 	"encoding/json"
 	"fmt"
 	"net/netip"
@@ -48,9 +49,7 @@ func TestSilentAgentKeepsNoPod(t *testing.T) {
 	if err := s.Apply(t.Context(), fmt.Sprintf(silentAgent, agents)); err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() {
-		_ = s.Kube.RbacV1().ClusterRoleBindings().Delete(t.Context(), agents+"-silent", metav1.DeleteOptions{})
-	})
+	t.Cleanup(func() { endSilentAgent(t, s, agents) })
 	pod, err := s.Kube.CoreV1().Pods(agents).Get(t.Context(), "silent", metav1.GetOptions{})
 	if err != nil {
 		t.Fatal(err)
@@ -132,6 +131,18 @@ func TestSilentAgentKeepsNoPod(t *testing.T) {
 			}
 		})
 	})
+}
+
+// endSilentAgent takes away the agent of silentAgent, and waits until it is gone: everything is owed by it in tests that come later, too.
+func endSilentAgent(t *testing.T, s *stage.Stage, ns string) {
+	t.Helper()
+	// The test's own context is over.
+	ctx, cancel := context.WithTimeout(context.Background(), 60*time.Second)
+	defer cancel()
+	_ = s.Kube.RbacV1().ClusterRoleBindings().Delete(ctx, ns+"-silent", metav1.DeleteOptions{})
+	if out, err := s.Cluster.Kubectl(ctx, "-n", ns, "delete", "pod", "silent", "--ignore-not-found"); err != nil {
+		t.Errorf("%v: %s", err, out)
+	}
 }
 
 // awaitGone waits until n of the pods are terminating or gone.
