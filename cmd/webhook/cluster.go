@@ -29,9 +29,12 @@ const agentLabel = "lameduck.io/agent"
 // handler is what informers take.
 type handler = toolscache.ResourceEventHandler
 
-// handlers turns an informer's three calls, and its tombstones, into two typed ones.
+// handlers turns an informer's three calls, and its tombstones, into typed ones.
 type handlers[T any] struct {
 	set, gone func(*T)
+	// missed is called instead of gone where a list after an interruption lacks an object, which it does too if it is older than the
+	// object. Nil: that counts as gone.
+	missed func(*T)
 }
 
 func (h handlers[T]) asHandler() handler {
@@ -45,10 +48,14 @@ func (h handlers[T]) asHandler() handler {
 			h.call(h.set, o)
 		},
 		DeleteFunc: func(o any) {
+			gone := h.gone
 			if missed, ok := o.(toolscache.DeletedFinalStateUnknown); ok {
 				o = missed.Obj
+				if h.missed != nil {
+					gone = h.missed
+				}
 			}
-			h.call(h.gone, o)
+			h.call(gone, o)
 		},
 	}
 }

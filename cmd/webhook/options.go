@@ -30,6 +30,7 @@ type options struct {
 	admission, agents, people string
 	times                     drain.Times
 	maxHolds                  int
+	maxHoldsPerOwner          int
 	// shutdownDelay is how long after SIGTERM reviews are still taken.
 	shutdownDelay time.Duration
 	excluded      []string
@@ -55,6 +56,7 @@ func parse(args []string, getenv func(string) string, help io.Writer) (options, 
 	f.DurationVar(&o.times.Deadline, "deadline", o.times.Deadline, "how long a pod is kept at most; past it the silent gateways are named and it goes")
 	f.DurationVar(&o.times.IdleBound, "idle-bound", o.times.IdleBound, "how long running requests are waited for once no new ones come")
 	f.IntVar(&o.maxHolds, "max-holds", 32, "calls that wait at one time; more are told to come back")
+	f.IntVar(&o.maxHoldsPerOwner, "max-holds-per-owner", 8, "of these, calls for pods of one owner, such as a ReplicaSet, so that no rollout keeps others from being held")
 	f.DurationVar(&o.shutdownDelay, "shutdown-delay", 5*time.Second, "how long after SIGTERM reviews are still answered, because Services route here until then; held ones are told to come back at once")
 	f.StringVar(&excluded, "exclude-namespaces", "kube-system", "comma-separated namespaces whose pods never wait, besides the own one")
 	f.TextVar(&o.logLevel, "log-level", slog.LevelInfo, "debug, info, warn or error")
@@ -112,6 +114,7 @@ func (o options) check() error {
 	}
 	must(o.shutdownDelay >= 0 && o.shutdownDelay <= time.Minute, "--shutdown-delay %s: must be 0s to 1m", o.shutdownDelay)
 	must(o.maxHolds > 0, "--max-holds %d: must be at least 1", o.maxHolds)
+	must(o.maxHoldsPerOwner > 0, "--max-holds-per-owner %d: must be at least 1", o.maxHoldsPerOwner)
 	for _, name := range o.excluded {
 		must(len(validation.IsDNS1123Label(name)) == 0, "--exclude-namespaces: %q is not a namespace's name", name)
 	}

@@ -44,7 +44,7 @@ func TestDefaults(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if o.namespace != "lameduck" || o.replica != "webhook-0" || o.maxHolds != 32 || o.times.Hold != 2*time.Second ||
+	if o.namespace != "lameduck" || o.replica != "webhook-0" || o.maxHolds != 32 || o.maxHoldsPerOwner != 8 || o.times.Hold != 2*time.Second ||
 		!slices.Equal(o.excluded, []string{"kube-system", "lameduck"}) {
 		t.Errorf("%+v", o)
 	}
@@ -74,6 +74,7 @@ func TestBadFlags(t *testing.T) {
 		"deadline":                   {[]string{"--deadline", "10m"}, []string{"--deadline", "deadline 10m0s"}},
 		"idle bound":                 {[]string{"--idle-bound", "0s"}, []string{"--idle-bound", "idle bound 0s must be positive"}},
 		"max holds":                  {[]string{"--max-holds", "0"}, []string{"--max-holds 0: must be at least 1"}},
+		"max holds per owner":        {[]string{"--max-holds-per-owner", "0"}, []string{"--max-holds-per-owner 0: must be at least 1"}},
 		"shutdown delay":             {[]string{"--shutdown-delay", "-1s"}, []string{"--shutdown-delay -1s: must be 0s to 1m"}},
 		"max holds that is a word":   {[]string{"--max-holds", "many"}, []string{`"many"`, "-max-holds"}},
 		"log level":                  {[]string{"--log-level", "loud"}, []string{`"loud"`, "-log-level"}},
@@ -125,7 +126,7 @@ func TestHelp(t *testing.T) {
 			t.Errorf("%s: %v, stderr %q", arg, err, &stderr)
 		}
 		for _, want := range []string{"holds deletions of pods", "-admission-address", "-admission-secret-file", "-agents-address", "-cert-dir", "-deadline", "-exclude-namespaces",
-			"-hold", "-idle-bound", "-kubeconfig", "-log-level", "-max-holds", "-metrics-address", "-namespace", "-replica", "-shutdown-delay", "-webhook-timeout"} {
+			"-hold", "-idle-bound", "-kubeconfig", "-log-level", "-max-holds", "-max-holds-per-owner", "-metrics-address", "-namespace", "-replica", "-shutdown-delay", "-webhook-timeout"} {
 			if !strings.Contains(stdout.String(), want) {
 				t.Errorf("%s does not tell of %s", arg, want)
 			}

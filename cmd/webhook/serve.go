@@ -51,6 +51,10 @@ const (
 	// readTime is how long a request of people may take to arrive. A review may take as long as the API server waits for its answer: cut
 	// earlier, it would be a deletion that goes on unasked, and in a burst it is this process that reads late.
 	readTime = 5 * time.Second
+	// agentConns bounds the connections of agents. Each keeps a stream, and one more while it posts: room for 2,000 agents. agentRead is how long
+	// a post of one may take to arrive; it has given up by then. There is no bound for writing: a stream is one answer.
+	agentConns = 4096
+	agentRead  = 10 * time.Second
 	// writeMargin is added to the webhook's time, after which the API server has given up.
 	writeMargin = 5 * time.Second
 	// peopleConns and peopleWrite bound those who read metrics and ask for health.
@@ -90,7 +94,7 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 	who := identity.New(kube)
 	self := drain.Lease{Replica: o.replica, Epoch: rand.Text()}
 	coord := coordinator.New(self, o.times, coordinator.Options{
-		MaxHolds: o.maxHolds, Pods: pods{live}, Authenticate: who, Log: log, Metrics: coordinator.NewMetrics(registry),
+		MaxHolds: o.maxHolds, MaxHoldsPerOwner: o.maxHoldsPerOwner, Pods: pods{live}, Authenticate: who, Log: log, Metrics: coordinator.NewMetrics(registry),
 	})
 	index := endpoints.NewIndex()
 	roster := newRoster(coord, who, log)
@@ -118,8 +122,11 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 	}
 	secure := &tls.Config{MinVersion: tls.VersionTLS12, GetCertificate: certs.GetCertificate}
 	var listeners [3]net.Listener
-	for i, address := range []string{o.admission, o.agents, o.people} {
-		if listeners[i], err = net.Listen("tcp", address); err != nil {
+	for i, of := range []struct {
+		address string
+		config  net.ListenConfig
+	}{{address: o.admission}, {o.agents, coordinator.ListenConfig(o.times.Away)}, {address: o.people}} {
+		if listeners[i], err = of.config.Listen(ctx, "tcp", of.address); err != nil {
 			return fmt.Errorf("listen: %w", err)
 		}
 		defer listeners[i].Close()
@@ -137,6 +144,7 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 		serve.Task{Name: "cache", Run: known.Start, Last: true},
 		serve.Task{Name: "certificates", Run: certs.Start, Last: true},
 		serve.Task{Name: "door", Run: door.Run, Last: true},
+		serve.Task{Name: "slices", Run: watch.run, Last: true},
 		serve.Task{Name: "coordinator", Run: coord.Run, Last: true},
 		serve.Task{Name: "roster", Run: roster.run, Last: true},
 		serve.Task{Name: "events", Run: events.run, Last: true},
@@ -144,7 +152,10 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 			Name: "admission", Listener: listeners[0], TLS: secure, Handler: door.Guard(handler), Conns: admissionConns, ReadTime: o.times.Webhook,
 			WriteTime: o.times.Webhook + writeMargin, Stop: stop, Delay: o.shutdownDelay, Grace: shutdownGrace, Log: log,
 		}.Task(),
-		serve.HTTP("agents", listeners[1], secure, coord.Handler(), shutdownGrace, stop),
+		serve.Server{
+			Name: "agents", Listener: listeners[1], TLS: secure, Handler: coord.Handler(), Conns: agentConns, ReadTime: agentRead,
+			Stop: stop, Grace: shutdownGrace, Log: log,
+		}.Task(),
 		metricsTask(listeners[2], people(registry, ready.check), log),
 	)
 }
@@ -224,6 +235,8 @@ type watches struct {
 	index  *endpoints.Index
 	roster *roster
 	has    []func() bool
+	// reached is the last resourceVersion that the watch of EndpointSlices has seen, "" if it cannot be told.
+	reached func() string
 	// all becomes true when everything has synced, and stays so.
 	all atomic.Bool
 }
@@ -241,16 +254,12 @@ func (w *watches) register(ctx context.Context, known cache.Cache) error {
 			w.roster.gone(p)
 		},
 	}
-	slice := handlers[discovery.EndpointSlice]{
-		set:  func(s *discovery.EndpointSlice) { w.index.Apply(time.Now(), s) },
-		gone: func(s *discovery.EndpointSlice) { w.index.Delete(time.Now(), s) },
-	}
 	for _, of := range []struct {
 		object  client.Object
 		handler interface{ asHandler() handler }
 	}{
 		{&corev1.Pod{}, pod},
-		{&discovery.EndpointSlice{}, slice},
+		{&discovery.EndpointSlice{}, w.slices()},
 		{&corev1.Namespace{}, nil},
 		{&corev1.Node{}, nil},
 		{&policyv1.PodDisruptionBudget{}, nil},
@@ -258,6 +267,9 @@ func (w *watches) register(ctx context.Context, known cache.Cache) error {
 		informer, err := known.GetInformer(ctx, of.object, cache.BlockUntilSynced(false))
 		if err != nil {
 			return fmt.Errorf("watch %T: %w", of.object, err)
+		}
+		if _, slices := of.object.(*discovery.EndpointSlice); slices {
+			w.reached = lastSeen(informer)
 		}
 		if of.handler == nil {
 			w.has = append(w.has, informer.HasSynced)
@@ -270,6 +282,51 @@ func (w *watches) register(ctx context.Context, known cache.Cache) error {
 		w.has = append(w.has, registration.HasSynced)
 	}
 	return nil
+}
+
+// slices feeds the index.
+func (w *watches) slices() handlers[discovery.EndpointSlice] {
+	return handlers[discovery.EndpointSlice]{
+		set:    func(s *discovery.EndpointSlice) { w.index.Apply(time.Now(), s) },
+		gone:   func(s *discovery.EndpointSlice) { w.index.Delete(time.Now(), s) },
+		missed: func(s *discovery.EndpointSlice) { w.index.Missed(time.Now(), s) },
+	}
+}
+
+// lastSeen tells how far an informer's watch is. The informers of the cache are client-go's, which know, although their interface here does
+// not say so. Of one that does not, nothing can be told, and the index waits for [endpoints.Patience].
+func lastSeen(informer cache.Informer) func() string {
+	if knows, ok := informer.(interface{ LastSyncResourceVersion() string }); ok {
+		return knows.LastSyncResourceVersion
+	}
+	return nil
+}
+
+// tickEvery is how often the index is asked for what it has set aside.
+const tickEvery = 250 * time.Millisecond
+
+// run takes in what was set aside because it was older than what is known.
+func (w *watches) run(ctx context.Context) error {
+	ticker := time.NewTicker(tickEvery)
+	defer ticker.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-ticker.C:
+			w.tick(time.Now())
+		}
+	}
+}
+
+// tick is one time of run. One watch has the slices of all namespaces.
+func (w *watches) tick(now time.Time) {
+	w.index.Tick(now, func(string) string {
+		if w.reached == nil {
+			return ""
+		}
+		return w.reached()
+	})
 }
 
 // synced reports whether every watch has delivered its first list. Once it has, it stays so: a later interruption leaves what is

@@ -123,10 +123,12 @@ const (
 	CoolOff              Reason = "CoolOff"
 	LastTarget           Reason = "LastTarget"
 	Draining             Reason = "Draining"
-	// TooManyHolds, Stopping and CallerGone are decided while holding.
-	TooManyHolds Reason = "TooManyHolds"
-	Stopping     Reason = "Stopping"
-	CallerGone   Reason = "CallerGone"
+	// Queued, TooManyHolds, TooManyOfOwner, Stopping and CallerGone are decided while holding.
+	Queued         Reason = "Queued"
+	TooManyHolds   Reason = "TooManyHolds"
+	TooManyOfOwner Reason = "TooManyOfOwner"
+	Stopping       Reason = "Stopping"
+	CallerGone     Reason = "CallerGone"
 	// NoFacts: they could not be read.
 	NoFacts Reason = "NoFacts"
 )
@@ -135,7 +137,7 @@ const (
 var reasons = []Reason{
 	DryRun, Excluded, OptedOut, BreakGlass, UnknownPod, Terminating, Finished, NotRunning, MirrorPod, ByNode, Forced,
 	NamespaceTerminating, DisruptionTarget, NodeLost, Starting, Cold, NotListed, NoAgents, NotRouted, NotReady, Budget, BudgetBroken,
-	CoolOff, LastTarget, Draining, TooManyHolds, Stopping, CallerGone, NoFacts,
+	CoolOff, LastTarget, Draining, Queued, TooManyHolds, TooManyOfOwner, Stopping, CallerGone, NoFacts,
 }
 
 const (

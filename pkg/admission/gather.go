@@ -8,10 +8,12 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/drain/coordinator"
 	"github.com/lameduck-io/lameduck/pkg/endpoints"
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
@@ -29,18 +31,21 @@ const outOfService = "node.kubernetes.io/out-of-service"
 
 // Ledger is what the handler needs of the coordinator.
 type Ledger interface {
-	Drain(ctx context.Context, pod drain.Pod, services []drain.Service, until time.Time) (status drain.Status, held bool, err error)
-	Unroute(pod drain.Pod, services []drain.Service)
+	DrainFor(ctx context.Context, request coordinator.Request, until time.Time) (status drain.Status, held bool, err error)
+	UnrouteFor(request coordinator.Request)
 	Expecting() (expected, missing int)
 	CouldRoute(services []drain.Service) bool
-	// Draining returns which of uids have an open drain, and since when.
+	// Draining returns which of uids have an open drain, queued or not, and since when.
 	Draining(uids []drain.UID) map[drain.UID]time.Time
+	// Queued reports whether the open drain of uid waits for room, so that gateways still route its pod.
+	Queued(uid drain.UID) bool
 	Refused(uid drain.UID, window time.Duration) int
 }
 
 // Slices is what the handler needs to know of EndpointSlices.
 type Slices interface {
 	Pod(now time.Time, uid health.UID) []endpoints.Listing
+	// Usable is sorted, and belongs to the caller.
 	Usable(service types.NamespacedName) []health.UID
 }
 
@@ -60,14 +65,24 @@ type Cluster struct {
 
 // subject is the pod in question, and where it stands.
 type subject struct {
-	pod      *corev1.Pod
-	services []drain.Service
+	pod *corev1.Pod
+	// targets are the Services that list the pod, with their usable targets. Nil if nobody routes it.
+	targets []drain.Targets
 	// promised says that this call holds a promise of its budget's room, until [Cluster.settled].
 	promised bool
 }
 
 func (s subject) drainPod() drain.Pod {
 	return drain.Pod{Namespace: s.pod.Namespace, Name: s.pod.Name, UID: drain.UID(s.pod.UID)}
+}
+
+// request is what the ledger is asked.
+func (s subject) request() coordinator.Request {
+	r := coordinator.Request{Pod: s.drainPod(), Targets: s.targets}
+	if owner := metav1.GetControllerOf(s.pod); owner != nil {
+		r.Owner = owner.Kind + "/" + string(owner.UID)
+	}
+	return r
 }
 
 // gather collects the facts of q at now. The subject's pod is nil if it could not be found.
@@ -202,36 +217,73 @@ func (c *Cluster) ofRouting(now time.Time, s *subject, f *Facts) {
 	uid := health.UID(s.pod.UID)
 	listings := c.Slices.Pod(now, uid)
 	f.Listed = len(listings) > 0
+	services := make([]drain.Service, 0, len(listings))
 	for _, l := range listings {
-		s.services = append(s.services, drain.Service{Namespace: l.Service.Namespace, Name: l.Service.Name})
+		services = append(services, drain.Service{Namespace: l.Service.Namespace, Name: l.Service.Name})
 		f.Ready = f.Ready || l.Ready
 	}
 	f.Agents, _ = c.Ledger.Expecting()
-	f.CouldRoute = c.Ledger.CouldRoute(s.services)
+	f.CouldRoute = c.Ledger.CouldRoute(services)
 	if !f.CouldRoute {
 		return
 	}
-	f.LastOf = c.lastOf(listings, uid)
+	s.targets, f.LastOf = c.targets(listings, uid)
 	f.Refused = c.Ledger.Refused(drain.UID(uid), RefusedWindow)
 }
 
-// lastOf names a Service that lists the pod as usable, ready and not terminating, and no other. A pod that is being drained still counts: it
-// is there, and goes before this one or comes back. Empty: there is none.
-func (c *Cluster) lastOf(listings []endpoints.Listing, uid health.UID) string {
+// targets returns the usable targets of the Services in listings, and names a Service that lists the pod as usable, ready and not
+// terminating, and no other; empty: there is none. A pod that is being drained still counts: if its drain is queued, gateways route to it, and if
+// not, it goes before this one or comes back.
+func (c *Cluster) targets(listings []endpoints.Listing, uid health.UID) (all []drain.Targets, lastOf string) {
+	all = make([]drain.Targets, 0, len(listings))
 	for _, l := range listings {
-		if !l.Ready || l.Terminating {
-			continue
-		}
 		usable := c.Slices.Usable(l.Service)
-		if !slices.ContainsFunc(usable, func(other health.UID) bool { return other != uid }) {
-			return l.Service.String()
+		t := drain.Targets{Service: drain.Service{Namespace: l.Service.Namespace, Name: l.Service.Name}, Usable: make([]drain.UID, len(usable))}
+		others := 0
+		for i, other := range usable {
+			t.Usable[i] = drain.UID(other)
+			if other != uid {
+				others++
+			}
+		}
+		all = append(all, t)
+		if l.Ready && !l.Terminating && others == 0 && lastOf == "" {
+			lastOf = l.Service.String()
 		}
 	}
-	return ""
+	return all, lastOf
 }
 
-// becameLast is lastOf at a later time.
-func (c *Cluster) becameLast(now time.Time, s subject) string {
+// look brings the targets of s up to date. It names a Service of which the pod has become the last one.
+func (c *Cluster) look(now time.Time, s *subject) (lastOf string) {
 	uid := health.UID(s.pod.UID)
-	return c.lastOf(c.Slices.Pod(now, uid), uid)
+	s.targets, lastOf = c.targets(c.Slices.Pod(now, uid), uid)
+	return lastOf
+}
+
+// crowd is a Service whose room is taken: of the usable targets so many are being drained through this replica.
+type crowd struct {
+	service          string
+	draining, usable int
+}
+
+// crowded names the Service that a queued drain of the pod waits for: the one with the least room.
+func (c *Cluster) crowded(s subject) (least crowd) {
+	uid := drain.UID(s.pod.UID)
+	room := 0
+	for _, t := range s.targets {
+		if _, usable := slices.BinarySearch(t.Usable, uid); !usable {
+			continue // it takes nothing from this one
+		}
+		is := crowd{service: t.Service.String(), usable: len(t.Usable)}
+		for other := range c.Ledger.Draining(t.Usable) {
+			if !c.Ledger.Queued(other) {
+				is.draining++
+			}
+		}
+		if r := max(1, is.usable/2) - is.draining; least.service == "" || r < room {
+			least, room = is, r
+		}
+	}
+	return least
 }

@@ -18,6 +18,7 @@ import (
 	"github.com/google/go-cmp/cmp/cmpopts"
 
 	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/drain/coordinator"
 	"github.com/lameduck-io/lameduck/pkg/endpoints"
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
@@ -169,8 +170,12 @@ func TestGatherLooksUpThePodOfAnEviction(t *testing.T) {
 	if diff := cmp.Diff(drain.Pod{Namespace: "shop", Name: "a", UID: "uid-a"}, s.drainPod()); diff != "" {
 		t.Errorf("pod (-want +got):\n%s", diff)
 	}
-	if diff := cmp.Diff([]drain.Service{{Namespace: "shop", Name: "web"}}, s.services); diff != "" {
-		t.Errorf("services (-want +got):\n%s", diff)
+	want := coordinator.Request{
+		Pod:     drain.Pod{Namespace: "shop", Name: "a", UID: "uid-a"},
+		Targets: []drain.Targets{{Service: drain.Service{Namespace: "shop", Name: "web"}, Usable: []drain.UID{"uid-a", "uid-b"}}},
+	}
+	if diff := cmp.Diff(want, s.request()); diff != "" {
+		t.Errorf("request (-want +got):\n%s", diff)
 	}
 	q := w.evictA()
 	q.name = "nobody"

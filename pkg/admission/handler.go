@@ -90,7 +90,7 @@ func (h *Handler) decide(ctx context.Context, began time.Time, q *request) (outc
 	defer h.Cluster.settled(&s)
 	v := Decide(facts)
 	if v.Unroute && s.pod != nil {
-		h.Cluster.Ledger.Unroute(s.drainPod(), s.services)
+		h.Cluster.Ledger.UnrouteFor(s.request())
 	}
 	o := outcome{allowed: v.Action == Allow, reason: string(v.Reason), message: v.Message, warn: v.Warn}
 	switch v.Action {
@@ -118,29 +118,35 @@ func (h *Handler) hold(ctx context.Context, began time.Time, q *request, s subje
 	for {
 		now := time.Now()
 		var waited bool
-		status, waited, err = h.Cluster.Ledger.Drain(ctx, s.drainPod(), s.services, earlier(end, now.Add(lookAround)))
+		status, waited, err = h.Cluster.Ledger.DrainFor(ctx, s.request(), earlier(end, now.Add(lookAround)))
 		held = held || waited
 		if err != nil || !status.Waits() || !time.Now().Before(end) {
 			break
 		}
-		// The pods that it waits with may have gone meanwhile; gateways keep the last one.
-		if service := h.Cluster.becameLast(time.Now(), s); service != "" {
+		// The pods that it waits with may have gone meanwhile: that makes room or none, and gateways keep the last one.
+		if service := h.Cluster.look(time.Now(), &s); service != "" {
 			return outcome{allowed: true, reason: string(LastTarget), warn: true, message: lastMessage(service)}
 		}
 	}
 	now := time.Now()
 	elapsed, remaining := now.Sub(status.Since), status.Deadline.Sub(now)
 	if err == nil && (status.Phase == drain.Released || status.Phase == drain.Closed) {
-		o := outcome{allowed: true, reason: status.Reason.String(), warn: status.Reason.Abnormal()}
-		if o.warn {
-			o.message = fmt.Sprintf("deleted after %s although not every gateway has let go (%s): %s", seconds(elapsed), status.Reason, waitingFor(status))
-		}
-		return o
+		return h.released(s, status, elapsed)
 	}
 	o := outcome{reason: string(Draining), retryAfter: drain.RetryAfter(elapsed, held, remaining)}
-	o.message = fmt.Sprintf("Lameduck: pod %s is still routed by %d of %d gateways, since %s: %s. It is deleted when they have let go, in %s at the latest. To delete it now: kubectl annotate pod -n %s %s %s=true",
-		s.drainPod(), len(status.Waiting), status.Owed, seconds(elapsed), waitingFor(status), seconds(max(remaining, 0)), s.pod.Namespace, s.pod.Name, BreakGlassAnnotation)
+	rest := fmt.Sprintf("in %s at the latest. To delete it now: kubectl annotate pod -n %s %s %s=true",
+		seconds(max(remaining, 0)), s.pod.Namespace, s.pod.Name, BreakGlassAnnotation)
+	if status.Phase == drain.Queued {
+		o.reason = string(Queued)
+		o.message = fmt.Sprintf("Lameduck: pod %s waits for room, since %s: %s. It is deleted when it had its turn and the gateways have let go, %s",
+			s.drainPod(), seconds(elapsed), h.Cluster.crowded(s), rest)
+	} else {
+		o.message = fmt.Sprintf("Lameduck: pod %s is still routed by %d of %d gateways, since %s: %s. It is deleted when they have let go, %s",
+			s.drainPod(), len(status.Waiting), status.Owed, seconds(elapsed), list(status.Waiting), rest)
+	}
 	switch {
+	case errors.Is(err, coordinator.ErrTooManyOfOwner):
+		o.reason = string(TooManyOfOwner)
 	case errors.Is(err, coordinator.ErrTooManyHolds):
 		o.reason = string(TooManyHolds)
 	case errors.Is(err, coordinator.ErrStopping):
@@ -151,6 +157,22 @@ func (h *Handler) hold(ctx context.Context, began time.Time, q *request, s subje
 	}
 	if isController(q.username) && elapsed > controllerPatience && remaining > controllerFinish {
 		o.retryAfter = 0
+	}
+	return o
+}
+
+// released words that a drain is over, or had never to begin.
+func (h *Handler) released(s subject, status drain.Status, elapsed time.Duration) outcome {
+	o := outcome{allowed: true, reason: status.Reason.String(), warn: status.Reason.Abnormal()}
+	switch {
+	case status.Reason == drain.Deadline && h.Cluster.Ledger.Queued(status.Pod.UID):
+		o.message = fmt.Sprintf("deleted after %s while gateways still route to it (%s): it waited for room: %s", seconds(elapsed), status.Reason, h.Cluster.crowded(s))
+	case status.Reason == drain.Deadline || status.Reason == drain.IdleBound:
+		o.message = fmt.Sprintf("deleted after %s although not every gateway has let go (%s): %s", seconds(elapsed), status.Reason, list(status.Waiting))
+	case len(status.Suspended) > 0:
+		// Whoever else has acknowledged: this gateway may route to the pod when it stops.
+		o.reason, o.warn = drain.Suspended.String(), true
+		o.message = "deleted without waiting for gateways that have let one drain after the other expire (Suspended): " + list(status.Suspended)
 	}
 	return o
 }
@@ -169,14 +191,24 @@ func isController(username string) bool {
 	return ok && (strings.HasSuffix(name, "-controller") || name == "generic-garbage-collector") || username == "system:kube-controller-manager"
 }
 
-func waitingFor(s drain.Status) string {
-	if len(s.Waiting) == 0 {
+// String says why there is no room.
+func (c crowd) String() string {
+	if c.service == "" {
+		return "too many targets of its Services are being drained"
+	}
+	return fmt.Sprintf("%d of %d targets of Service %s are being drained here; at most half at one time, those of other replicas counted",
+		c.draining, c.usable, c.service)
+}
+
+// list names gateways and what they say.
+func list(waiting []drain.Waiting) string {
+	if len(waiting) == 0 {
 		return "nobody"
 	}
 	var text strings.Builder
-	for i, w := range s.Waiting {
+	for i, w := range waiting {
 		if i == 3 {
-			fmt.Fprintf(&text, " and %d more", len(s.Waiting)-i)
+			fmt.Fprintf(&text, " and %d more", len(waiting)-i)
 			break
 		}
 		if i > 0 {

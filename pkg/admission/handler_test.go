@@ -309,15 +309,15 @@ func TestWhatMustNotUnroute(t *testing.T) {
 	}
 }
 
-func TestWaitingForNamesThreeAtMost(t *testing.T) {
-	var s drain.Status
-	if got := waitingFor(s); got != "nobody" {
+func TestListNamesThreeAtMost(t *testing.T) {
+	var waiting []drain.Waiting
+	if got := list(waiting); got != "nobody" {
 		t.Errorf("%q", got)
 	}
 	for _, name := range []string{"a", "b", "c", "d", "e"} {
-		s.Waiting = append(s.Waiting, drain.Waiting{Name: name, State: drain.Removed, Connected: name != "b"})
+		waiting = append(waiting, drain.Waiting{Name: name, State: drain.Removed, Connected: name != "b"})
 	}
-	if got := waitingFor(s); got != "a (removed), b (not connected), c (removed) and 2 more" {
+	if got := list(waiting); got != "a (removed), b (not connected), c (removed) and 2 more" {
 		t.Errorf("%q", got)
 	}
 }
@@ -366,7 +366,7 @@ func TestSeriesExistFromTheStart(t *testing.T) {
 	for _, r := range reasons {
 		answer := "allow"
 		switch r {
-		case Draining, Budget, Starting, TooManyHolds, Stopping, CallerGone:
+		case Draining, Budget, Starting, Queued, TooManyHolds, TooManyOfOwner, Stopping, CallerGone:
 			answer = "deny"
 		}
 		w.Metrics.answered(Delete, answer, string(r), 0)

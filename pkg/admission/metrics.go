@@ -50,13 +50,13 @@ func NewMetrics(r prometheus.Registerer) *Metrics {
 		}
 		for _, reason := range reasons {
 			switch reason {
-			case Draining, Budget, Starting, TooManyHolds, Stopping, CallerGone:
+			case Draining, Budget, Starting, Queued, TooManyHolds, TooManyOfOwner, Stopping, CallerGone:
 				m.answers.WithLabelValues(string(op), "deny", string(reason))
 			default:
 				m.answers.WithLabelValues(string(op), "allow", string(reason))
 			}
 		}
-		for _, reason := range []drain.Reason{drain.Acknowledged, drain.IdleBound, drain.Deadline, drain.NoAgents, drain.Dead} {
+		for _, reason := range []drain.Reason{drain.Acknowledged, drain.IdleBound, drain.Deadline, drain.NoAgents, drain.Dead, drain.Suspended} {
 			m.answers.WithLabelValues(string(op), "allow", reason.String())
 		}
 	}

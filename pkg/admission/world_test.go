@@ -27,6 +27,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 
 	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/drain/coordinator"
 	"github.com/lameduck-io/lameduck/pkg/endpoints"
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
@@ -116,21 +117,33 @@ type ledger struct {
 	expected int
 	routed   []drain.Service
 	draining map[drain.UID]time.Time
+	queued   map[drain.UID]bool
 	refused  int
-	// answer is what Drain returns.
+	// requests are those that came with the calls.
+	requests []coordinator.Request
+	// answer is what DrainFor returns.
 	answer func(until time.Time) (drain.Status, bool, error)
 }
 
-func (l *ledger) Drain(_ context.Context, pod drain.Pod, services []drain.Service, until time.Time) (drain.Status, bool, error) {
-	l.mu.Lock()
-	l.calls = append(l.calls, fmt.Sprintf("drain %s %s %s", pod, pod.UID, services))
-	l.mu.Unlock()
+func (l *ledger) DrainFor(_ context.Context, r coordinator.Request, until time.Time) (drain.Status, bool, error) {
+	l.note("drain", r)
 	return l.answer(until)
 }
 
-func (l *ledger) Unroute(pod drain.Pod, services []drain.Service) {
-	l.calls = append(l.calls, fmt.Sprintf("unroute %s %s %s", pod, pod.UID, services))
+func (l *ledger) UnrouteFor(r coordinator.Request) { l.note("unroute", r) }
+
+func (l *ledger) note(what string, r coordinator.Request) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	services := []drain.Service{}
+	for _, t := range r.Targets {
+		services = append(services, t.Service)
+	}
+	l.calls = append(l.calls, fmt.Sprintf("%s %s %s %s", what, r.Pod, r.Pod.UID, services))
+	l.requests = append(l.requests, r)
 }
+
+func (l *ledger) Queued(uid drain.UID) bool { return l.queued[uid] }
 
 func (l *ledger) Expecting() (int, int) { return l.expected, 0 }
 
@@ -218,7 +231,7 @@ func newWorld(t *testing.T) *world {
 
 // status sets what a drain that was asked for returns, if it began elapsed ago.
 func (w *world) status(phase drain.Phase, reason drain.Reason, elapsed time.Duration, held bool, err error, waiting ...drain.Waiting) {
-	if phase == drain.Unrouting || phase == drain.Quiescing {
+	if phase == drain.Queued || phase == drain.Unrouting || phase == drain.Quiescing {
 		w.Handler.Times.Hold = time.Nanosecond // the status comes at once, and the call is to be over then
 	}
 	w.ledger.answer = func(time.Time) (drain.Status, bool, error) {

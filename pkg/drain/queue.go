@@ -94,7 +94,14 @@ func (l *Ledger) needsRoom(d *drain, s Service) bool {
 // room returns how many more targets of s may be unrouted now. It may be negative.
 func (l *Ledger) room(now time.Time, s Service) int {
 	usable := l.usable[s]
-	room := max(1, len(usable)/2)
+	alive := len(usable)
+	for _, uid := range usable {
+		// Who said that it is usable had not heard yet.
+		if d := l.drains[uid]; d != nil && !d.open && d.reason == Dead {
+			alive--
+		}
+	}
+	room := max(1, alive/2)
 	taken := func(uid UID) {
 		if _, usable := slices.BinarySearch(usable, uid); usable {
 			room--

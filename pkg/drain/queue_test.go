@@ -96,6 +96,28 @@ func TestHalfOfAServiceIsDrainedAtOneTime(t *testing.T) {
 	w.wantPhases("a:Unrouting c:Unrouting d:Unrouting e:Queued")
 }
 
+// Pods of one scale-down go within milliseconds, and EndpointSlices tell of it later. Without this, each that goes lets one more be unrouted,
+// until none is left.
+func TestTheDeadAreNoTargets(t *testing.T) {
+	w := newWorld(t)
+	w.join("one", web)
+	names := []string{"a", "b", "c", "d", "e", "f", "g", "h", "i", "j"}
+	for _, name := range names {
+		w.AskBounded(w.now, pod(name), []Targets{usable(web, names...)})
+		w.pass(time.Millisecond)
+	}
+	unrouted := func() int { return strings.Count(w.phases(), "Unrouting") }
+	for gone, want := range []int{5, 4, 4, 3, 3, 2, 2, 1, 1, 1} {
+		if got := unrouted(); got != want {
+			t.Errorf("after %d have gone, %d of %d are unrouted, want %d", gone, got, len(names)-gone, want)
+		}
+		w.Gone(w.now, pod(names[gone]).UID)
+	}
+	if got := w.phases(); got != "" {
+		t.Errorf("left: %s", got)
+	}
+}
+
 func TestWhatABoundIs(t *testing.T) {
 	for n, want := range map[int]int{1: 1, 2: 1, 3: 1, 4: 2, 5: 2, 10: 5} {
 		w := newWorld(t)
@@ -255,7 +277,7 @@ func TestOtherReplicasDrainsTakeRoom(t *testing.T) {
 	foreign := func(name string) {
 		w.Report(w.now, "one", w.sessions["one"], []Report{{UID: pod(name).UID, State: Idle, Proof: Runtime, Since: w.now}})
 	}
-	targets := usable(web, "a", "b", "c", "d")
+	targets := usable(web, "a", "b", "c", "d", "e")
 	foreign("a")
 	foreign("stranger")
 	w.say("one", pod("d"), Idle) // of a tombstone that this replica has never laid
