@@ -70,6 +70,9 @@ func (t *tombstones) Bury(pod drain.Pod, holder string, since, expires time.Time
 	now := time.Now()
 	t.journal.Bury(now, pod, holder, since, expires)
 	news := t.set.Bury(now, health.UID(pod.UID), holder, since, expires)
+	if news {
+		t.set.Renew(holder, expires) // as in the journal, where each lease is that of all its holder's tombstones
+	}
 	t.both.Unlock()
 	if news {
 		t.log.Info("tombstone", "pod", pod.String(), "uid", pod.UID, "holder", holder, "since", since)
