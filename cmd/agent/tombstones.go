@@ -142,9 +142,10 @@ func (t *tombstones) proven(s health.Tombstone) health.State {
 
 // changed writes down each tombstone's new state, and reports whether there was one.
 func (t *tombstones) changed() bool {
-	stones := t.set.Tombstones()
+	// Read inside: who read earlier and writes later would leave an old state behind, and a change back to that would be no news.
 	t.mu.Lock()
 	defer t.mu.Unlock()
+	stones := t.set.Tombstones()
 	news := len(stones) != len(t.known)
 	now := make(map[health.UID]health.State, len(stones))
 	for _, s := range stones {
