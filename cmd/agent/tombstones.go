@@ -70,6 +70,9 @@ func (t *tombstones) Bury(pod drain.Pod, holder string, since, expires time.Time
 	now := time.Now()
 	t.journal.Bury(now, pod, holder, since, expires)
 	news := t.set.Bury(now, health.UID(pod.UID), holder, since, expires)
+	if news {
+		t.set.Renew(holder, expires) // as in the journal, where each lease is that of all its holder's tombstones
+	}
 	t.both.Unlock()
 	if news {
 		t.log.Info("tombstone", "pod", pod.String(), "uid", pod.UID, "holder", holder, "since", since)
@@ -139,9 +142,10 @@ func (t *tombstones) proven(s health.Tombstone) health.State {
 
 // changed writes down each tombstone's new state, and reports whether there was one.
 func (t *tombstones) changed() bool {
-	stones := t.set.Tombstones()
+	// Read inside: who read earlier and writes later would leave an old state behind, and a change back to that would be no news.
 	t.mu.Lock()
 	defer t.mu.Unlock()
+	stones := t.set.Tombstones()
 	news := len(stones) != len(t.known)
 	now := make(map[health.UID]health.State, len(stones))
 	for _, s := range stones {

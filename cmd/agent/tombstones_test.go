@@ -136,3 +136,26 @@ func TestNothingIsReportedBeforeItIsOnDisk(t *testing.T) {
 		t.Errorf("a dead pod that a late EndpointSlice calls ready is %+v", got)
 	}
 }
+
+// The answer to a declaration lays a tombstone and is no message of the stream. Where the set ended the leases of the others before the
+// journal does, they would end without anybody asking whether EndpointSlices are fresh.
+func TestALeaseEndsInTheSetWhenItDoesInTheJournal(t *testing.T) {
+	j, stop := kept(t, "")
+	defer stop()
+	set := health.NewSet()
+	stones := &tombstones{set: set, journal: j, wake: func() {}, log: slog.New(slog.DiscardHandler), known: map[health.UID]health.State{}}
+	began := time.Now()
+	stones.Bury(drain.Pod{UID: "a"}, "r/1", began, began.Add(60*time.Second))
+	stones.Bury(drain.Pod{UID: "b"}, "r/1", began, began.Add(62*time.Second))
+	now := began.Add(61 * time.Second)
+	if expired := stones.expired(now); len(expired) > 0 {
+		t.Fatalf("expired is %v", expired)
+	}
+	if lapsed := stones.lapse(now); len(lapsed) > 0 {
+		t.Errorf("%v is routed again, and nobody was asked whether EndpointSlices are fresh", lapsed)
+	}
+	now = began.Add(63 * time.Second)
+	if expired, lapsed := stones.expired(now), stones.lapse(now); len(expired) != 2 || len(lapsed) != 2 {
+		t.Errorf("expired is %v, lapsed %v, want both twice", expired, lapsed)
+	}
+}

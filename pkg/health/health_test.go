@@ -193,6 +193,24 @@ func TestATombstonedTargetIsKeptUntilAChosenOneIsRouted(t *testing.T) {
 	w.routed("web", "c d")
 }
 
+// Both are let go at once, and the sick one was asked for last: kept is the one that answers, and stays so while the other is sick.
+func TestOfTwoBuriedAtOnceTheHealthyOneIsKept(t *testing.T) {
+	w := checked(t, "a b c")
+	w.probe(2, "b c") // failing open, so that b and c are routed still
+	w.settle()
+	w.routed("web", "a b c")
+	for _, uid := range []UID{"a", "c", "b"} {
+		w.bury(uid, "r")
+	}
+	w.settle()
+	w.stones("a:kept b:idle c:idle")
+	w.routed("web", "a")
+	w.probe(2, "a")
+	w.settle()
+	w.routed("web", "a") // the others are out: there is nothing to change to
+	w.stones("a:kept b:idle c:idle")
+}
+
 func TestAChangedCheckKeepsTheVerdictUntilItHasItsOwn(t *testing.T) {
 	w := checked(t, "a b c")
 	w.probe(2, "a")

@@ -265,8 +265,8 @@ func (s *Set) settlePool(p *pool) {
 	}
 }
 
-// compareKept orders the candidates for what is kept: rather one that no process lacks, then one that nobody wants away any more, then
-// the one that was buried last.
+// compareKept orders the candidates for what is kept: rather one that no process lacks, then one that is usable, then one that nobody
+// wants away any more, then the one that was buried last.
 func compareKept(a, b *record) int {
 	var x, y uint64
 	if a.pod != nil {
@@ -277,6 +277,7 @@ func compareKept(a, b *record) int {
 	}
 	return cmp.Or(
 		compareBools(!a.is(missing), !b.is(missing)),
+		compareBools(a.verdict.Usable(), b.verdict.Usable()),
 		compareBools(!a.buried(), !b.buried()),
 		cmp.Compare(x, y),
 		compareKeys(a.key(), b.key()),

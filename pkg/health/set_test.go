@@ -439,6 +439,19 @@ func TestTheDeadAreForgottenInTheEnd(t *testing.T) {
 	}
 }
 
+// A watch can hang for longer than the dead are remembered. As long as it calls the pod ready, at whatever address, the pod is dead.
+func TestTheDeadAreNotForgottenWhileTheyAreListed(t *testing.T) {
+	w := serving(t, "a b")
+	w.Kill(w.now, "a")
+	w.settle()
+	w.pass(deadMemory + time.Minute)
+	w.Lapse(w.now)
+	w.list("admin", ready("a b"))
+	w.settle()
+	w.routed("web", "b")
+	w.routed("admin", "b")
+}
+
 func TestTheOnlyTargetIsKept(t *testing.T) {
 	w := serving(t, "a")
 	w.bury("a", "r")
