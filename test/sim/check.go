@@ -39,6 +39,10 @@ const (
 	checkEmptied = "emptied"
 	// checkGaveUp: a client gave up, as client-go does after ten retries, before the drain let it through.
 	checkGaveUp = "gave up"
+	// checkBound: a replica unroutes more than half of the usable targets of a Service, and more than one, as far as it knew.
+	checkBound = "bound"
+	// checkQueuedName: an agent is told of a drain that waits for room, or one waits for room beyond its deadline, or where there is some.
+	checkQueuedName = "queued"
 	// checkOpen, checkStone and checkRoutes: after quiet, a drain is open, a living pod has a tombstone, or a gateway does not route what
 	// EndpointSlices say.
 	checkOpen   = "open"
@@ -48,7 +52,7 @@ const (
 
 // inside lists the checks that look into coordinators and agents, and say the rules in other words. The others only look at what
 // everybody can see: answers, gateways, requests, and what is left in the end.
-var inside = []string{checkBacking, checkHoldersName, checkClockName, checkEarly, checkDeadName, checkBuriedName}
+var inside = []string{checkBacking, checkHoldersName, checkClockName, checkEarly, checkDeadName, checkBuriedName, checkBound, checkQueuedName}
 
 // spentMost is how long before an allow the reading behind an acknowledgement may have begun: the freshness bound, and the longest that
 // a report may be under way.
@@ -286,6 +290,115 @@ func (c *coord) checkClock(reports []drain.Report) {
 func (c *coord) checkAbandoned(uid drain.UID) {
 	if since := c.w.at - c.answered[uid]; since < c.w.times.Abandon {
 		c.w.fail(checkEarly, "%s abandons the drain of %s %s after the last answer", c.name, uid, since)
+	}
+}
+
+// asked records what the ledger was told of the Services' targets.
+func (c *coord) asked(uid drain.UID, targets []drain.Targets) {
+	d := c.room[uid]
+	if d == nil {
+		d = &admitted{services: map[drain.Service]bool{}}
+		c.room[uid] = d
+	}
+	for _, t := range targets {
+		c.targets[t.Service], d.services[t.Service] = t.Usable, true
+	}
+}
+
+// elsewhere says whether an agent has told of another replica's tombstone.
+func (c *coord) elsewhere(uid drain.UID) bool {
+	for _, words := range c.heard {
+		if r, ok := words[uid]; ok && !r.Held && c.w.at-r.at <= c.w.times.Freshness {
+			return true
+		}
+	}
+	return false
+}
+
+// checkRoom looks at the drains that are not queued any more: of no Service does this replica unroute more than half of what it was told is
+// usable, but for what another replica had unrouted already.
+func (c *coord) checkRoom() {
+	w := c.w
+	for _, uid := range sorted(c.room) {
+		d := c.room[uid]
+		if d.told || c.ledger.Queued(uid) {
+			continue
+		}
+		d.told, d.exempt = true, c.elsewhere(uid)
+		w.measure("drains that agents were told of")
+		c.measureTogether(uid)
+		if d.exempt {
+			w.measure("drains that agents were told of without room: another replica had unrouted the pod already")
+			continue
+		}
+		for s := range d.services {
+			if usable := c.targets[s]; slices.Contains(usable, uid) {
+				if n, most := c.unrouted(usable, false), max(1, len(usable)/2); n > most {
+					w.fail(checkBound, "%s unroutes %s, the %dth of %d usable targets of %s, at most %d may be", c.name, uid, n, len(usable), s, most)
+				}
+			}
+		}
+	}
+}
+
+// unrouted counts the usable targets that this replica unroutes and, if all is set, those of which it has heard that another one does.
+func (c *coord) unrouted(usable []drain.UID, all bool) (n int) {
+	for _, uid := range usable {
+		d := c.room[uid]
+		if d != nil && d.told && (all || !d.exempt) || all && c.elsewhere(uid) {
+			n++
+		}
+	}
+	return n
+}
+
+// measureTogether counts how often all replicas together unroute more than half of what is usable, as the API server has it. They do not ask
+// each other.
+func (c *coord) measureTogether(uid drain.UID) {
+	for _, i := range c.w.api.find(uid).services {
+		usable, n := 0, 0
+		for _, p := range c.w.api.pods {
+			if !p.ready || p.terminating || !slices.Contains(p.services, i) {
+				continue
+			}
+			usable++
+			if slices.ContainsFunc(c.w.coords, func(o *coord) bool { return o.up && o.room[p.uid] != nil && o.room[p.uid].told }) {
+				n++
+			}
+		}
+		if n > max(1, usable/2) {
+			c.w.measure("drains that agents were told of beyond half of what is usable, all replicas together")
+		}
+	}
+}
+
+func (c *coord) checkTold(uid drain.UID) {
+	if c.ledger.Queued(uid) {
+		c.w.fail(checkQueuedName, "%s tells an agent of the drain of %s, which is queued", c.name, uid)
+	}
+}
+
+// checkQueued looks at the drains that wait for room, once a tick.
+func (c *coord) checkQueued() {
+	w := c.w
+	for _, uid := range sorted(c.room) {
+		d := c.room[uid]
+		if d.told {
+			continue
+		}
+		s := c.ledger.Status(w.now, uid)
+		w.measure("seconds that drains were queued")
+		if s.Phase == drain.Queued && !w.now.Before(s.Deadline) {
+			w.fail(checkQueuedName, "%s keeps the drain of %s queued %s beyond its deadline", c.name, uid, w.now.Sub(s.Deadline))
+		}
+		room := true
+		for s := range d.services {
+			usable := c.targets[s]
+			room = room && (!slices.Contains(usable, uid) || c.unrouted(usable, true) < max(1, len(usable)/2))
+		}
+		if room || c.elsewhere(uid) {
+			w.fail(checkQueuedName, "%s keeps the drain of %s queued, and there is room", c.name, uid)
+		}
 	}
 }
 

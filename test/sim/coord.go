@@ -10,8 +10,9 @@ import (
 )
 
 const (
-	// maxHolds, lookAround, lookTimeout and settleTime are those of the real shells (cmd/webhook, pkg/admission, pkg/drain/coordinator).
+	// maxHolds, ownerHolds, lookAround, lookTimeout and settleTime are those of the real shells (cmd/webhook, pkg/admission, pkg/drain/coordinator).
 	maxHolds    = 32
+	ownerHolds  = 8
 	lookAround  = 250 * time.Millisecond
 	lookTimeout = 5 * time.Second
 	settleTime  = 10 * time.Second
@@ -33,7 +34,6 @@ type coord struct {
 	// stopping: it answers every call with 429 and ends.
 	stopping bool
 	looking  bool
-	told     uint64
 
 	pods    map[drain.UID]podView
 	slices  []slice
@@ -51,6 +51,17 @@ type coord struct {
 	begun, answered map[drain.UID]time.Duration
 	// numbers are those of the drains that agents were told of since they began.
 	numbers map[drain.UID]uint64
+	// targets are what was last said of each Service's targets, and room which open drains may be told to agents: plain records beside the
+	// ledger's, for the checks.
+	targets map[drain.Service][]drain.UID
+	room    map[drain.UID]*admitted
+}
+
+// admitted is an open drain, as far as its Services' room goes.
+type admitted struct {
+	services map[drain.Service]bool
+	// told: it is not queued. exempt: another replica had unrouted the pod already.
+	told, exempt bool
 }
 
 // said is a report, and what it rested on.
@@ -114,7 +125,6 @@ func (c *coord) start() {
 	c.up, c.stopping, c.synced, c.looking = true, false, false, false
 	c.started = w.at
 	c.ledger = drain.NewLedger(drain.Lease{Replica: c.name, Epoch: fmt.Sprint(c.epoch)}, w.times)
-	c.told = 0
 	c.pods, c.roster = map[drain.UID]podView{}, nil
 	c.slices = make([]slice, w.api.services)
 	c.left = make([]map[drain.UID]time.Duration, w.api.services)
@@ -124,6 +134,7 @@ func (c *coord) start() {
 	c.streams, c.holds, c.inbound = nil, nil, nil
 	c.heard, c.lost = map[drain.AgentID]map[drain.UID]said{}, map[drain.AgentID]time.Duration{}
 	c.numbers = map[drain.UID]uint64{}
+	c.targets, c.room = map[drain.Service][]drain.UID{}, map[drain.UID]*admitted{}
 	c.begun, c.answered = map[drain.UID]time.Duration{}, map[drain.UID]time.Duration{}
 	c.log("starts, epoch %d", c.epoch)
 	w.after(&c.proc, w.between(10*time.Millisecond, 500*time.Millisecond), func() {
@@ -174,6 +185,7 @@ func (c *coord) tick() {
 		if !c.looking {
 			pods := c.ledger.Tick(w.now)
 			c.settle()
+			c.checkQueued()
 			c.look(pods)
 		}
 		c.tick()
@@ -210,7 +222,7 @@ func (c *coord) look(pods []drain.Pod) {
 						// Somebody wants it deleted after all, just now.
 						w.after(nil, w.between(0, 20*time.Millisecond), func() { w.api.reask(uid) })
 					}
-					delete(c.begun, uid)
+					c.closed(uid)
 				}
 			} else {
 				c.gone(uid)
@@ -234,9 +246,14 @@ func (a *api) find(uid drain.UID) *pod {
 func (c *coord) gone(uid drain.UID) {
 	if c.ledger.Gone(c.w.now, uid) {
 		c.log("%s is going", uid)
-		delete(c.begun, uid)
+		c.closed(uid)
 	}
 	c.settle()
+}
+
+func (c *coord) closed(uid drain.UID) {
+	delete(c.begun, uid)
+	delete(c.room, uid)
 }
 
 // What the watch brings.
@@ -268,18 +285,22 @@ func (c *coord) rosterSeen(all []drain.Expected) {
 
 // settle wakes those whom a change may concern.
 func (c *coord) settle() {
-	touched := c.ledger.Touched()
-	for _, uid := range touched {
-		for _, h := range c.holds {
-			if h.caller.p.uid == uid {
-				c.wake(h)
+	for touched := c.ledger.Touched(); len(touched) > 0; touched = c.ledger.Touched() {
+		for _, uid := range touched {
+			c.ledger.Status(c.w.now, uid)
+			for _, h := range c.holds {
+				if h.caller.p.uid == uid {
+					c.wake(h)
+				}
 			}
 		}
 	}
-	if revision := c.ledger.Revision(); revision != c.told {
-		c.told = revision
+	c.checkRoom()
+	for _, id := range c.ledger.Concerned() {
 		for _, s := range c.streams {
-			c.wakeStream(s)
+			if s.link.a.id == id {
+				c.wakeStream(s)
+			}
 		}
 	}
 }
@@ -313,6 +334,18 @@ func (c *coord) listings(uid drain.UID) (services []drain.Service, ready bool, l
 		}
 	}
 	return services, ready, last
+}
+
+// usable lists the pods of a Service that can be used, as far as is known here.
+func (c *coord) usable(i int) []drain.UID {
+	uids := []drain.UID{}
+	for _, e := range c.slices[i].endpoints {
+		if e.ready && !e.terminating {
+			uids = append(uids, e.uid)
+		}
+	}
+	slices.Sort(uids)
+	return uids
 }
 
 func service(i int) drain.Service {
@@ -386,7 +419,16 @@ func (c *coord) budget(p *pod) string {
 }
 
 func (c *coord) open(p *pod, services []drain.Service) drain.Status {
-	s := c.ledger.Ask(c.w.now, p.drainPod(), services)
+	targets := make([]drain.Targets, 0, len(services))
+	for i := range c.slices {
+		if slices.Contains(services, service(i)) {
+			targets = append(targets, drain.Targets{Service: service(i), Usable: c.usable(i)})
+		}
+	}
+	s := c.ledger.AskBounded(c.w.now, p.drainPod(), targets)
+	if s.Phase != drain.Closed {
+		c.asked(p.uid, targets)
+	}
 	if _, ok := c.begun[p.uid]; !ok && s.Phase != drain.Closed {
 		c.begun[p.uid], c.answered[p.uid] = c.w.at, c.w.at
 		delete(c.numbers, p.uid)
@@ -408,13 +450,23 @@ func (c *coord) drain(h *held) {
 	switch {
 	case !s.Waits() || !w.now.Before(h.until):
 		c.wakes(h, s, "")
-	case len(c.holds) >= maxHolds:
+	case len(c.holds) >= maxHolds || c.holdsOf(h.caller.p) >= w.ownerHolds:
 		c.wakes(h, s, string(admission.TooManyHolds))
 	default:
 		h.waited, h.waiting = true, true
 		c.holds = append(c.holds, h)
 		c.sleep(h, s)
 	}
+}
+
+// holdsOf counts the calls that wait for pods of p's owner.
+func (c *coord) holdsOf(p *pod) (n int) {
+	for _, h := range c.holds {
+		if slices.Equal(h.caller.p.services, p.services) {
+			n++
+		}
+	}
+	return n
 }
 
 func (c *coord) sleep(h *held, s drain.Status) {
@@ -514,19 +566,24 @@ func (c *coord) connect(l *link, k *conn) {
 	}
 	id := l.a.id
 	s := &stream{conn: k, link: l}
+	for _, former := range c.streams {
+		if former.link.a == l.a {
+			c.wakeStream(former) // and it ends
+		}
+	}
 	s.session = c.ledger.Connect(w.now, id)
 	c.heard[id] = map[drain.UID]said{}
 	c.streams = append(c.streams, s)
 	c.log("%s connects, session %d", l.a.name, s.session)
 	c.settle()
-	c.say(s, true)
+	c.say(s, true, false)
 	c.beat(s)
 }
 
 func (c *coord) beat(s *stream) {
 	c.w.after(&c.proc, c.w.times.Heartbeat, func() {
 		if !s.over {
-			c.write(s, nil, nil, false)
+			c.say(s, false, true)
 			c.beat(s)
 		}
 	})
@@ -540,13 +597,13 @@ func (c *coord) wakeStream(s *stream) {
 	c.w.after(&c.proc, c.w.between(0, 300*time.Microsecond), func() {
 		s.woken = false
 		if !s.over {
-			c.say(s, false)
+			c.say(s, false, false)
 		}
 	})
 }
 
-// say writes what the agent has not heard yet.
-func (c *coord) say(s *stream, first bool) {
+// say writes what the agent has not heard yet. A heartbeat is written in any case.
+func (c *coord) say(s *stream, first, beat bool) {
 	id := s.link.a.id
 	if !c.ledger.Current(id, s.session) {
 		c.end(s, false)
@@ -554,11 +611,17 @@ func (c *coord) say(s *stream, first bool) {
 	}
 	open, released, next := c.ledger.Since(id, s.sent)
 	s.sent = next
+	c.tell(open)
+	if first || beat || len(open)+len(released) > 0 {
+		c.write(s, open, released, first)
+	}
+}
+
+// tell records that an agent is told of drains.
+func (c *coord) tell(open []drain.Open) {
 	for _, d := range open {
 		c.numbers[d.Pod.UID] = d.Number
-	}
-	if first || len(open)+len(released) > 0 {
-		c.write(s, open, released, first)
+		c.checkTold(d.Pod.UID)
 	}
 }
 
@@ -604,9 +667,7 @@ func (c *coord) endOf(k *conn) {
 // declare answers a declaration. ok is false if the session is not the present one.
 func (c *coord) declare(a *agent, session uint64, routes []drain.Route) ([]drain.Open, bool) {
 	open, ok := c.ledger.Declare(a.id, session, routes)
-	for _, d := range open {
-		c.numbers[d.Pod.UID] = d.Number
-	}
+	c.tell(open)
 	c.settle()
 	return open, ok
 }

@@ -56,6 +56,10 @@ func (w *world) build() {
 	for k := range w.kinds {
 		w.kinds[k] = w.chance(350)
 	}
+	w.ownerHolds = ownerHolds
+	if w.chance(200) {
+		w.ownerHolds = 1 + w.rng.IntN(2)
+	}
 	if w.chance(500) {
 		w.slow, w.twice = w.rng.IntN(60), w.rng.IntN(100)
 	}
@@ -102,7 +106,11 @@ func (w *world) deletions() {
 	if !w.faulty() {
 		return
 	}
-	for range 1 + w.rng.IntN(2) {
+	n := 1 + w.rng.IntN(2)
+	if w.chance(100) {
+		n = 5 // as when somebody scales to zero
+	}
+	for range n {
 		w.api.deletion()
 	}
 	w.after(nil, w.between(500*time.Millisecond, 12*time.Second), w.deletions)
