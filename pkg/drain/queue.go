@@ -73,13 +73,13 @@ func (l *Ledger) admit(now time.Time) {
 			if full {
 				continue
 			}
-			for s := range d.services {
+			for s := range room {
 				if l.needsRoom(d, s) {
 					room[s]--
 				}
 			}
 		}
-		d.queued = false
+		d.queued, d.toldAt = false, now
 		delete(l.queued, d)
 		l.change(d)
 	}
@@ -95,26 +95,11 @@ func (l *Ledger) needsRoom(d *drain, s Service) bool {
 func (l *Ledger) room(now time.Time, s Service) int {
 	usable := l.usable[s]
 	room := max(1, len(usable)/2)
-	taken := func(uid UID) {
-		if _, usable := slices.BinarySearch(usable, uid); usable {
-			room--
-		}
-	}
-	of := l.services[s]
-	for d := range of.drains {
-		if !d.queued {
-			taken(d.pod.UID)
-		}
-	}
-	for uid := range l.heard {
+	for _, uid := range usable {
+		// Agents take a pod out of every Service, also of one that was not known to list it when its drain was asked for.
 		d := l.drains[uid]
-		here := d != nil && d.open && !d.queued
-		if _, counted := of.drains[d]; here && counted {
-			continue
-		}
-		// Agents take a pod out of every Service, also of one that nobody has named to us.
-		if here || l.elsewhere(now, uid) {
-			taken(uid)
+		if d != nil && d.open && !d.queued || l.elsewhere(now, uid) {
+			room--
 		}
 	}
 	return room
