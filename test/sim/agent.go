@@ -21,6 +21,7 @@ const (
 	retryFirst      = 50 * time.Millisecond
 	retryMost       = 2 * time.Second
 	rushMost        = 4
+	callTimeout     = 5 * time.Second
 	postTimeout     = 5 * time.Second
 	pauseFirst      = 100 * time.Millisecond
 	pauseMost       = 2 * time.Second
@@ -44,6 +45,9 @@ type agent struct {
 	known         map[health.UID]health.State
 	// programming: the director runs. learned: every replica has answered a declaration. unlearned: it runs without.
 	programming, learned, unlearned bool
+
+	// deaf is until when it is connected and silent: its calls of the gateway do not come back, and it reports nothing.
+	deaf time.Duration
 
 	// The director.
 	stepping, poked bool
@@ -355,6 +359,15 @@ func (a *agent) wake() {
 func (a *agent) step() {
 	w := a.w
 	a.stepping, a.poked = true, false
+	if a.deaf > w.at {
+		w.after(&a.proc, callTimeout, func() {
+			a.set.Void(w.now)
+			a.changed()
+			a.sleep(a.unread)
+			a.unread = min(2*a.unread, retryMost)
+		})
+		return
+	}
 	ops := a.set.Pending()
 	a.checkOps(ops)
 	if len(ops) == 0 {
@@ -689,6 +702,9 @@ func (l *link) poke(everything bool) {
 // reports posts what has changed, or everything.
 func (l *link) reports(k *conn) {
 	a, c, session, at := l.a, l.c, l.session, l.at
+	if a.deaf > a.w.at {
+		return
+	}
 	held := a.set.Held(l.lease.String())
 	now := map[drain.UID]drain.Report{}
 	var news []said

@@ -43,6 +43,8 @@ const (
 	checkBound = "bound"
 	// checkQueuedName: an agent is told of a drain that waits for room, or one waits for room beyond its deadline, or where there is some.
 	checkQueuedName = "queued"
+	// checkSuspended: a deletion waits for an agent that has let three drains in a row expire, or does not wait for one that has not.
+	checkSuspended = "suspended"
 	// checkOpen, checkStone and checkRoutes: after quiet, a drain is open, a living pod has a tombstone, or a gateway does not route what
 	// EndpointSlices say.
 	checkOpen   = "open"
@@ -52,7 +54,7 @@ const (
 
 // inside lists the checks that look into coordinators and agents, and say the rules in other words. The others only look at what
 // everybody can see: answers, gateways, requests, and what is left in the end.
-var inside = []string{checkBacking, checkHoldersName, checkClockName, checkEarly, checkDeadName, checkBuriedName, checkBound, checkQueuedName}
+var inside = []string{checkBacking, checkHoldersName, checkClockName, checkEarly, checkDeadName, checkBuriedName, checkBound, checkQueuedName, checkSuspended}
 
 // spentMost is how long before an allow the reading behind an acknowledgement may have begun: the freshness bound, and the longest that
 // a report may be under way.
@@ -73,7 +75,7 @@ func (c *coord) checkAllow(p *pod, s drain.Status, wd *word, services []drain.Se
 	case drain.Acknowledged:
 	case drain.IdleBound:
 		least = drain.Removed
-	case drain.NoAgents:
+	case drain.NoAgents, drain.Suspended:
 	default:
 		return
 	}
@@ -93,11 +95,15 @@ func (c *coord) checkAllow(p *pod, s drain.Status, wd *word, services []drain.Se
 		}
 		r, heard := c.heard[a.id][p.uid]
 		routes := a.gw.routes(p.uid)
+		suspended := slices.ContainsFunc(s.Suspended, func(x drain.Waiting) bool { return x.Agent == a.id })
 		switch {
 		case !a.share(services):
 			wd.agents[a] = backing{excuse: "ServiceUnknown"}
+		case suspended:
+			c.checkSilent(p, a)
+			wd.agents[a] = backing{excuse: "Suspended"}
 		case connected || ready:
-			if !heard || r.State < least || !r.Held || w.at-r.at > w.times.Freshness || s.Reason == drain.NoAgents {
+			if !heard || r.State < least || !r.Held || w.at-r.at > w.times.Freshness || s.Reason == drain.NoAgents || s.Reason == drain.Suspended {
 				w.fail(checkBacking, "%s allows the deletion of %s by %s, but the last word of %s is %s (heard=%t held=%t, %s old)",
 					c.name, p.uid, s.Reason, a.name, r.State, heard, r.Held, w.at-r.at)
 				// From outside, only what the gateway does says anything. Its reload before now is no excuse.
@@ -250,6 +256,11 @@ func (c *coord) checkDeny(h *held, s drain.Status, err string) {
 	if len(s.Waiting) == 0 {
 		w.fail(checkNobody, "%s denies the deletion of %s, and waits for nobody", c.name, uid)
 	}
+	for _, x := range s.Waiting {
+		if quiet := c.silence[x.Agent]; quiet != nil && quiet.expired >= strikesOut {
+			w.fail(checkSuspended, "%s denies the deletion of %s for %s, which has let %d drains in a row expire", c.name, uid, x.Name, quiet.expired)
+		}
+	}
 	if begun, ok := c.begun[uid]; ok && w.at-begun > w.times.Deadline+10*time.Millisecond {
 		w.fail(checkDeadline, "%s denies the deletion of %s %s after its drain began", c.name, uid, w.at-begun)
 	}
@@ -293,6 +304,61 @@ func (c *coord) checkAbandoned(uid drain.UID) {
 	}
 }
 
+// strikesOut is how many drains in a row an agent lets expire before nobody waits for it any more.
+const strikesOut = 3
+
+// acknowledged says whether one of reports, which a has just made, is certainly an acknowledgement in time of an open drain.
+func (c *coord) acknowledged(a *agent, asOf time.Time, reports []drain.Report) bool {
+	now := c.w.now
+	for _, r := range reports {
+		if _, open := c.begun[r.UID]; !open || !r.Held || r.State < drain.Removed || now.Sub(asOf) > c.w.times.Freshness {
+			continue
+		}
+		if d := c.room[r.UID]; d == nil || !slices.ContainsFunc(a.services, func(i int) bool { return d.services[service(i)] }) {
+			continue
+		}
+		if s := c.ledger.Status(now, r.UID); now.Before(s.Deadline) {
+			return true
+		}
+	}
+	return false
+}
+
+// expired records who was certainly silent in a drain that is over its deadline. It counts less than the ledger does: agents whose stream was
+// open all the time, and drains that somebody still asked for in the end.
+func (c *coord) expired(s drain.Status) {
+	w := c.w
+	if s.Reason != drain.Deadline || w.now.Before(s.Deadline) {
+		return
+	}
+	d := c.room[s.Pod.UID]
+	if d == nil || !d.told {
+		return
+	}
+	begun, deadline := s.Begun.Sub(epoch), s.Deadline.Sub(epoch)
+	for _, x := range s.Waiting {
+		quiet := c.silence[x.Agent]
+		i := slices.IndexFunc(c.streams, func(st *stream) bool { return st.link.a.id == x.Agent && c.ledger.Current(x.Agent, st.session) })
+		if quiet == nil || i < 0 || c.streams[i].began > begun || quiet.endedAt > begun || x.State >= drain.Removed || x.State == drain.Kept {
+			continue
+		}
+		if deadline-d.toldAt < w.times.Deadline/2 || begun < quiet.lastAt {
+			continue
+		}
+		quiet.expired++
+		quiet.lastAt = deadline
+	}
+}
+
+// checkSilent: who is not waited for has been silent for as long as three drains take that come one after the other, the first of which may
+// have begun before. Of its last word another may have been older.
+func (c *coord) checkSilent(p *pod, a *agent) {
+	w := c.w
+	if quiet := c.silence[a.id]; quiet != nil && w.at-quiet.endedAt < w.times.Deadline {
+		w.fail(checkSuspended, "%s does not wait for %s, which has acknowledged a drain %s ago, to delete %s", c.name, a.name, w.at-quiet.endedAt, p.uid)
+	}
+}
+
 // asked records what the ledger was told of the Services' targets.
 func (c *coord) asked(uid drain.UID, targets []drain.Targets) {
 	d := c.room[uid]
@@ -324,7 +390,7 @@ func (c *coord) checkRoom() {
 		if d.told || c.ledger.Queued(uid) {
 			continue
 		}
-		d.told, d.exempt = true, c.elsewhere(uid)
+		d.told, d.toldAt, d.exempt = true, w.at, c.elsewhere(uid)
 		w.measure("drains that agents were told of")
 		c.measureTogether(uid)
 		if d.exempt {

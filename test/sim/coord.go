@@ -55,6 +55,17 @@ type coord struct {
 	// ledger's, for the checks.
 	targets map[drain.Service][]drain.UID
 	room    map[drain.UID]*admitted
+	// silence is what each agent has left unanswered, for the checks.
+	silence map[drain.AgentID]*silence
+}
+
+// silence is what an agent has left unanswered since it last acknowledged a drain.
+type silence struct {
+	// endedAt is when it last acknowledged one, or was first heard of.
+	endedAt time.Duration
+	// expired is at least how many drains in a row have ended by their deadline without its word, the last one at lastAt.
+	expired int
+	lastAt  time.Duration
 }
 
 // admitted is an open drain, as far as its Services' room goes.
@@ -62,6 +73,7 @@ type admitted struct {
 	services map[drain.Service]bool
 	// told: it is not queued. exempt: another replica had unrouted the pod already.
 	told, exempt bool
+	toldAt       time.Duration
 }
 
 // said is a report, and what it rested on.
@@ -76,9 +88,11 @@ type stream struct {
 	conn    *conn
 	link    *link
 	session uint64
-	sent    uint64
-	woken   bool
-	over    bool
+	// began is when it was opened.
+	began time.Duration
+	sent  uint64
+	woken bool
+	over  bool
 }
 
 // call is one review.
@@ -135,6 +149,7 @@ func (c *coord) start() {
 	c.heard, c.lost = map[drain.AgentID]map[drain.UID]said{}, map[drain.AgentID]time.Duration{}
 	c.numbers = map[drain.UID]uint64{}
 	c.targets, c.room = map[drain.Service][]drain.UID{}, map[drain.UID]*admitted{}
+	c.silence = map[drain.AgentID]*silence{}
 	c.begun, c.answered = map[drain.UID]time.Duration{}, map[drain.UID]time.Duration{}
 	c.log("starts, epoch %d", c.epoch)
 	w.after(&c.proc, w.between(10*time.Millisecond, 500*time.Millisecond), func() {
@@ -251,7 +266,11 @@ func (c *coord) gone(uid drain.UID) {
 	c.settle()
 }
 
+// closed forgets a drain, and what was said of its pod.
 func (c *coord) closed(uid drain.UID) {
+	for _, words := range c.heard {
+		delete(words, uid)
+	}
 	delete(c.begun, uid)
 	delete(c.room, uid)
 }
@@ -279,8 +298,23 @@ func (c *coord) sliceSeen(service int, s slice) {
 
 func (c *coord) rosterSeen(all []drain.Expected) {
 	c.roster = all
+	for id := range c.silence {
+		if !slices.ContainsFunc(all, func(e drain.Expected) bool { return e.ID == id }) {
+			delete(c.silence, id) // the ledger may forget it
+		}
+	}
+	for _, e := range all {
+		c.meet(e.ID)
+	}
 	c.ledger.Expect(c.w.now, all)
 	c.settle()
+}
+
+// meet notes when an agent was first heard of.
+func (c *coord) meet(id drain.AgentID) {
+	if c.silence[id] == nil {
+		c.silence[id] = &silence{endedAt: c.w.at}
+	}
 }
 
 // settle wakes those whom a change may concern.
@@ -294,6 +328,14 @@ func (c *coord) settle() {
 				}
 			}
 		}
+	}
+	for _, s := range c.ledger.Suspensions() {
+		if s.Over {
+			c.w.measure("agents that were waited for again")
+		} else {
+			c.w.measure("agents that were suspended")
+		}
+		c.log("%s: suspended=%t", s.Name, !s.Over)
 	}
 	c.checkRoom()
 	for _, id := range c.ledger.Concerned() {
@@ -527,6 +569,7 @@ func (c *coord) wakes(h *held, s drain.Status, err string) {
 		return
 	}
 	if err == "" && released {
+		c.expired(s)
 		v := verdict{allowed: true, word: &word{reason: s.Reason.String(), at: w.at, by: c, life: c.life}}
 		c.checkAllow(p, s, v.word, h.services)
 		c.reply(h.call, v, s.Reason.String())
@@ -540,6 +583,7 @@ func (c *coord) wakes(h *held, s drain.Status, err string) {
 	if h.caller.ctrl && elapsed > patience && remaining > finishing {
 		retry = 0
 	}
+	c.expired(s)
 	c.checkDeny(h, s, err)
 	c.reply(h.call, verdict{retryAfter: retry}, "Draining "+err)
 }
@@ -565,7 +609,7 @@ func (c *coord) connect(l *link, k *conn) {
 		return
 	}
 	id := l.a.id
-	s := &stream{conn: k, link: l}
+	s := &stream{conn: k, link: l, began: w.at}
 	for _, former := range c.streams {
 		if former.link.a == l.a {
 			c.wakeStream(former) // and it ends
@@ -573,6 +617,7 @@ func (c *coord) connect(l *link, k *conn) {
 	}
 	s.session = c.ledger.Connect(w.now, id)
 	c.heard[id] = map[drain.UID]said{}
+	c.meet(id)
 	c.streams = append(c.streams, s)
 	c.log("%s connects, session %d", l.a.name, s.session)
 	c.settle()
@@ -691,7 +736,11 @@ func (c *coord) report(a *agent, asOf time.Time, session uint64, reports []said)
 		}
 		c.log("%s reports %s %s held=%t number=%d since=%s", a.name, r.UID, r.State, r.Held, r.Number, r.Since.Sub(epoch))
 	}
+	before := c.acknowledged(a, asOf, telling)
 	c.ledger.ReportAsOf(c.w.now, asOf, a.id, session, plain)
+	if before {
+		c.silence[a.id] = &silence{endedAt: c.w.at}
+	}
 	c.checkClock(telling)
 	c.settle()
 	return true

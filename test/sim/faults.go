@@ -28,13 +28,14 @@ const (
 	podUnready
 	slowGateway
 	stubborn
+	deafAgent
 	faultKinds
 )
 
 var kindNames = [faultKinds]string{
 	"coordCrash", "coordRoll", "agentCrash", "agentReplace", "agentAdd", "agentUnready", "gatewayReload", "gatewayCrash", "partition",
 	"freezeCoord", "freezeAgent", "streamCut", "watchStall", "timeTravel", "slowSlices", "opErrors", "podUnready",
-	"slowGateway", "stubborn",
+	"slowGateway", "stubborn", "deafAgent",
 }
 
 // watchStallMost bounds how long a watch brings nothing. A watch that is silent for longer than a lease minus the 34 s of the API server,
@@ -64,7 +65,7 @@ func (w *world) build() {
 		w.slow, w.twice = w.rng.IntN(60), w.rng.IntN(100)
 	}
 	w.active = shortActive
-	if w.chance(150) {
+	if w.chance(150) || w.kinds[deafAgent] && w.chance(300) {
 		w.active = longActive
 	}
 	w.isCalm = w.chance(50)
@@ -247,6 +248,21 @@ func (w *world) fault(k kind) {
 				if !p.terminating {
 					p.ready = true
 					w.api.podChanged(p)
+				}
+			})
+		}
+	case deafAgent:
+		if a := w.anyAgent(); a.up && a.deaf <= w.at {
+			a.deaf = min(w.active, w.at+w.between(time.Second, 40*time.Second))
+			if w.chance(500) {
+				a.deaf = min(w.active, w.at+w.between(100*time.Second, 160*time.Second))
+			}
+			a.log("is deaf until %s", a.deaf)
+			w.after(nil, a.deaf-w.at, func() {
+				for _, l := range a.links {
+					if a.up {
+						l.poke(true)
+					}
 				}
 			})
 		}
