@@ -49,6 +49,9 @@ type agent struct {
 	// deaf is until when it is connected and silent: its calls of the gateway do not come back, and it reports nothing.
 	deaf time.Duration
 
+	// left: it has told whom it could that its gateway accepts nothing any more, and opens no stream any more.
+	left bool
+
 	// The director.
 	stepping, poked bool
 	turn            int
@@ -116,7 +119,7 @@ func (a *agent) start() {
 	if a.up || !a.listed {
 		return
 	}
-	a.up, a.started = true, w.at
+	a.up, a.started, a.left = true, w.at, false
 	a.set = health.NewSet()
 	a.dead = map[drain.UID]bool{}
 	a.known, a.leases = map[health.UID]health.State{}, map[drain.UID]map[string]time.Time{}
@@ -555,7 +558,7 @@ func (l *link) lost(k *conn) {
 	pause := w.between(l.pause/2, l.pause)
 	l.pause = min(2*l.pause, pauseMost)
 	w.after(&a.proc, pause, func() {
-		if l.conn == nil {
+		if l.conn == nil && !a.left {
 			l.connect()
 		}
 	})
@@ -629,6 +632,19 @@ func (l *link) post(k *conn, serve func() bool, answered func()) {
 			l.lost(k)
 		}
 	})
+}
+
+// leave tells every replica to which a stream is open, once.
+func (a *agent) leave() {
+	a.log("leaves")
+	a.left = true
+	for _, l := range a.links {
+		if k := l.conn; k != nil && l.session != 0 && l.synced {
+			c, session := l.c, l.session
+			a.w.measure("leaves that were sent to a replica")
+			l.post(k, func() bool { return c.leave(a, session) }, func() {})
+		}
+	}
 }
 
 func (l *link) declare(k *conn) {

@@ -45,6 +45,8 @@ const (
 	checkQueuedName = "queued"
 	// checkSuspended: a deletion waits for an agent that has let three drains in a row expire, or does not wait for one that has not.
 	checkSuspended = "suspended"
+	// checkLeft: a drain waits for an agent that has left.
+	checkLeft = "left"
 	// checkOpen, checkStone and checkRoutes: after quiet, a drain is open, a living pod has a tombstone, or a gateway does not route what
 	// EndpointSlices say.
 	checkOpen   = "open"
@@ -99,6 +101,10 @@ func (c *coord) checkAllow(p *pod, s drain.Status, wd *word, services []drain.Se
 		switch {
 		case !a.share(services):
 			wd.agents[a] = backing{excuse: "ServiceUnknown"}
+		case c.departed[a.id] != "":
+			if wd.agents[a] = (backing{excuse: "Left"}); routes {
+				w.fail(checkRouted, "%s allows the deletion of %s by %s, but the gateway of %s, which has left, routes to it", c.name, p.uid, s.Reason, a.name)
+			}
 		case suspended:
 			c.checkSilent(p, a)
 			wd.agents[a] = backing{excuse: "Suspended"}
@@ -256,6 +262,7 @@ func (c *coord) checkDeny(h *held, s drain.Status, err string) {
 	if len(s.Waiting) == 0 {
 		w.fail(checkNobody, "%s denies the deletion of %s, and waits for nobody", c.name, uid)
 	}
+	c.checkDeparted(s)
 	for _, x := range s.Waiting {
 		if quiet := c.silence[x.Agent]; quiet != nil && quiet.expired >= strikesOut {
 			w.fail(checkSuspended, "%s denies the deletion of %s for %s, which has let %d drains in a row expire", c.name, uid, x.Name, quiet.expired)
@@ -347,6 +354,14 @@ func (c *coord) expired(s drain.Status) {
 		}
 		quiet.expired++
 		quiet.lastAt = deadline
+	}
+}
+
+func (c *coord) checkDeparted(s drain.Status) {
+	for _, x := range slices.Concat(s.Waiting, s.Suspended) {
+		if c.departed[x.Agent] != "" {
+			c.w.fail(checkLeft, "%s waits with the drain of %s for %s, which has left", c.name, s.Pod.UID, x.Name)
+		}
 	}
 }
 

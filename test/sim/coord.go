@@ -57,6 +57,8 @@ type coord struct {
 	room    map[drain.UID]*admitted
 	// silence is what each agent has left unanswered, for the checks.
 	silence map[drain.AgentID]*silence
+	// departed are the lives of agents that have left, as was heard here.
+	departed map[drain.AgentID]string
 }
 
 // silence is what an agent has left unanswered since it last acknowledged a drain.
@@ -149,7 +151,7 @@ func (c *coord) start() {
 	c.heard, c.lost = map[drain.AgentID]map[drain.UID]said{}, map[drain.AgentID]time.Duration{}
 	c.numbers = map[drain.UID]uint64{}
 	c.targets, c.room = map[drain.Service][]drain.UID{}, map[drain.UID]*admitted{}
-	c.silence = map[drain.AgentID]*silence{}
+	c.silence, c.departed = map[drain.AgentID]*silence{}, map[drain.AgentID]string{}
 	c.begun, c.answered = map[drain.UID]time.Duration{}, map[drain.UID]time.Duration{}
 	c.log("starts, epoch %d", c.epoch)
 	w.after(&c.proc, w.between(10*time.Millisecond, 500*time.Millisecond), func() {
@@ -615,7 +617,10 @@ func (c *coord) connect(l *link, k *conn) {
 			c.wakeStream(former) // and it ends
 		}
 	}
-	s.session = c.ledger.Connect(w.now, id)
+	if boot := fmt.Sprint(l.a.life); boot != c.departed[id] {
+		delete(c.departed, id)
+	}
+	s.session = c.ledger.ConnectAs(w.now, id, fmt.Sprint(l.a.life))
 	c.heard[id] = map[drain.UID]said{}
 	c.meet(id)
 	c.streams = append(c.streams, s)
@@ -712,9 +717,29 @@ func (c *coord) endOf(k *conn) {
 // declare answers a declaration. ok is false if the session is not the present one.
 func (c *coord) declare(a *agent, session uint64, routes []drain.Route) ([]drain.Open, bool) {
 	open, ok := c.ledger.Declare(a.id, session, routes)
+	if ok {
+		delete(c.departed, a.id)
+	}
 	c.tell(open)
 	c.settle()
 	return open, ok
+}
+
+// leave hears that an agent's gateway accepts nothing any more.
+func (c *coord) leave(a *agent, session uint64) bool {
+	ok := c.ledger.Leave(a.id, session)
+	if ok {
+		c.log("%s leaves", a.name)
+		if c.departed[a.id] == "" {
+			c.w.measure("leaves that a replica heard")
+		}
+		c.departed[a.id] = fmt.Sprint(a.life)
+		for _, s := range c.ledger.All(c.w.now) {
+			c.checkDeparted(s)
+		}
+	}
+	c.settle()
+	return ok
 }
 
 // report takes in reports.

@@ -29,13 +29,14 @@ const (
 	slowGateway
 	stubborn
 	deafAgent
+	agentLeave
 	faultKinds
 )
 
 var kindNames = [faultKinds]string{
 	"coordCrash", "coordRoll", "agentCrash", "agentReplace", "agentAdd", "agentUnready", "gatewayReload", "gatewayCrash", "partition",
 	"freezeCoord", "freezeAgent", "streamCut", "watchStall", "timeTravel", "slowSlices", "opErrors", "podUnready",
-	"slowGateway", "stubborn", "deafAgent",
+	"slowGateway", "stubborn", "deafAgent", "agentLeave",
 }
 
 // watchStallMost bounds how long a watch brings nothing. A watch that is silent for longer than a lease minus the 34 s of the API server,
@@ -174,6 +175,23 @@ func (w *world) fault(k kind) {
 			a.listed = false
 			a.crash(w.chance(200))
 			w.api.rosterChanged()
+		}
+	case agentLeave:
+		if a := w.anyAgent(); a.up && !a.left && w.nodes < maxNodes {
+			w.newAgent(w.between(100*time.Millisecond, 3*time.Second))
+			a.gw.crash(time.Hour)
+			a.gw.over = true
+			a.leave()
+			w.after(nil, w.between(0, 3*time.Second), func() { a.ready = false; w.api.rosterChanged() })
+			w.after(nil, w.between(3*time.Second, 20*time.Second), func() {
+				if a.listed {
+					a.listed = false
+					if a.up {
+						a.crash(w.chance(200))
+					}
+					w.api.rosterChanged()
+				}
+			})
 		}
 	case agentAdd:
 		if w.nodes < maxNodes {
