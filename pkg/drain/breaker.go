@@ -18,8 +18,8 @@ const strikesOut = 3
 // In a row means one after the other. Drains that expire at one moment are one failure seen many times, and so are those that overlap: a
 // drain counts only if it was begun here after the last one that counted had expired, so that to be suspended takes three whole
 // deadlines of silence, whether one pod is deleted or a hundred. Nor does a drain count for which the agent was not given at least half a
-// deadline: one that this replica met late, one that goes on with the little time that an abandoned one has left, or one that was
-// older than the agent.
+// deadline: one that this replica met late, one that goes on with the little time that an abandoned one has left, one that was
+// older than the agent, or one that had waited for room until late.
 //
 // What does not count: Kept, which is an answer, and Removed without Idle, which is the clients' doing. What does not reset: a new
 // session and a new life of the agent. One that crashes every twenty seconds answers nothing either.
@@ -83,7 +83,7 @@ func (l *Ledger) expire(now time.Time, d *drain) {
 // strike counts that a let d expire, if it is to be counted.
 func (l *Ledger) strike(a *agent, d *drain) {
 	over := l.deadline(d)
-	if over.Sub(later(d.begun, a.knownAt)) < l.times.Deadline/2 || d.begun.Before(a.breaker.struckAt) {
+	if over.Sub(later(d.toldAt, a.knownAt)) < l.times.Deadline/2 || d.begun.Before(a.breaker.struckAt) {
 		return
 	}
 	a.breaker.strikes++

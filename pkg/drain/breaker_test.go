@@ -266,3 +266,28 @@ func TestWhereAllAreSuspendedTheReasonSaysSo(t *testing.T) {
 		t.Error("an agent that is gone is suspended")
 	}
 }
+
+// Three drains that had waited for room until shortly before their deadlines say nothing of an agent that takes two seconds to answer.
+func TestAnAgentIsNotSuspendedForDrainsItWasToldOfLate(t *testing.T) {
+	for _, late := range []struct {
+		by   time.Duration
+		want []string
+	}{{28 * time.Second, nil}, {10 * time.Second, []string{"-slow"}}} {
+		w := newWorld(t)
+		w.join("slow", web)
+		for n := range strikesOut {
+			first, second := pod(fmt.Sprint("first", n)), pod(fmt.Sprint("second", n))
+			both := []Targets{usable(web, first.Name, second.Name)}
+			w.AskBounded(w.now, first, both)
+			w.AskBounded(w.now, second, both)
+			w.want(second, "Queued slow:unknown")
+			w.pass(late.by)
+			w.Gone(w.now, first.UID)
+			w.want(second, "Unrouting slow:unknown")
+			w.pass(30*time.Second - late.by)
+			w.want(second, "Released Deadline slow:unknown")
+			w.Gone(w.now, second.UID)
+		}
+		w.wantSuspensions(late.want...)
+	}
+}

@@ -116,6 +116,8 @@ type drain struct {
 	lastAnswer time.Time
 	// queued says that it waits for room, and that no agent was told.
 	queued bool
+	// toldAt is when there was room, so that agents were told.
+	toldAt time.Time
 	// expired says that the deadline has passed, and that those who were silent then have been noted.
 	expired bool
 	// quiescingAt is when all that owe had said Removed. Zero while they have not.

@@ -73,13 +73,13 @@ func (l *Ledger) admit(now time.Time) {
 			if full {
 				continue
 			}
-			for s := range d.services {
+			for s := range room {
 				if l.needsRoom(d, s) {
 					room[s]--
 				}
 			}
 		}
-		d.queued = false
+		d.queued, d.toldAt = false, now
 		delete(l.queued, d)
 		l.change(d)
 	}
@@ -93,38 +93,20 @@ func (l *Ledger) needsRoom(d *drain, s Service) bool {
 
 // room returns how many more targets of s may be unrouted now. It may be negative.
 func (l *Ledger) room(now time.Time, s Service) int {
-	usable := l.usable[s]
-	alive := len(usable)
-	for _, uid := range usable {
-		// Who said that it is usable had not heard yet.
-		if d := l.drains[uid]; d != nil && !d.open && d.reason == Dead {
-			alive--
-		}
-	}
-	room := max(1, alive/2)
-	taken := func(uid UID) {
-		if _, usable := slices.BinarySearch(usable, uid); usable {
-			room--
-		}
-	}
-	of := l.services[s]
-	for d := range of.drains {
-		if !d.queued {
-			taken(d.pod.UID)
-		}
-	}
-	for uid := range l.heard {
+	alive, taken := 0, 0
+	for _, uid := range l.usable[s] {
 		d := l.drains[uid]
-		here := d != nil && d.open && !d.queued
-		if _, counted := of.drains[d]; here && counted {
+		switch {
+		case d != nil && !d.open && d.reason == Dead:
+			// Who said that it is usable had not heard yet.
 			continue
+		case d != nil && d.open && !d.queued || l.elsewhere(now, uid):
+			// Agents take a pod out of every Service, also of one that was not known to list it when its drain was asked for.
+			taken++
 		}
-		// Agents take a pod out of every Service, also of one that nobody has named to us.
-		if here || l.elsewhere(now, uid) {
-			taken(uid)
-		}
+		alive++
 	}
-	return room
+	return max(1, alive/2) - taken
 }
 
 // elsewhere reports whether an agent tells of another replica's tombstone on the pod.

@@ -268,6 +268,15 @@ func TestWhatTakesNoRoom(t *testing.T) {
 	if !w.Queued(pod("z").UID) {
 		t.Error("who names no targets is not bounded")
 	}
+	w.Gone(w.now, pod("z").UID)
+	w.Gone(w.now, pod("c").UID)
+	w.Gone(w.now, pod("y").UID)
+	// Its drain began before its Service listed it, and no agent has said anything of it.
+	w.Ask(w.now, pod("early"), []Service{api})
+	w.AskBounded(w.now, pod("d"), []Targets{usable(web, "d", "early", "z")})
+	if !w.Queued(pod("d").UID) {
+		t.Error("a pod that is being unrouted for another Service, of which no agent has told yet, takes no room")
+	}
 }
 
 // Replicas that do not talk to each other keep the bound together: agents tell each of the others' drains.

@@ -21,6 +21,7 @@ const (
 	retryFirst      = 50 * time.Millisecond
 	retryMost       = 2 * time.Second
 	rushMost        = 4
+	callTimeout     = 5 * time.Second
 	postTimeout     = 5 * time.Second
 	pauseFirst      = 100 * time.Millisecond
 	pauseMost       = 2 * time.Second
@@ -44,6 +45,12 @@ type agent struct {
 	known         map[health.UID]health.State
 	// programming: the director runs. learned: every replica has answered a declaration. unlearned: it runs without.
 	programming, learned, unlearned bool
+
+	// deaf is until when it is connected and silent: its calls of the gateway do not come back, and it reports nothing.
+	deaf time.Duration
+
+	// left: it has told whom it could that its gateway accepts nothing any more, and opens no stream any more.
+	left bool
 
 	// The director.
 	stepping, poked bool
@@ -112,7 +119,7 @@ func (a *agent) start() {
 	if a.up || !a.listed {
 		return
 	}
-	a.up, a.started = true, w.at
+	a.up, a.started, a.left = true, w.at, false
 	a.set = health.NewSet()
 	a.dead = map[drain.UID]bool{}
 	a.known, a.leases = map[health.UID]health.State{}, map[drain.UID]map[string]time.Time{}
@@ -355,6 +362,15 @@ func (a *agent) wake() {
 func (a *agent) step() {
 	w := a.w
 	a.stepping, a.poked = true, false
+	if a.deaf > w.at {
+		w.after(&a.proc, callTimeout, func() {
+			a.set.Void(w.now)
+			a.changed()
+			a.sleep(a.unread)
+			a.unread = min(2*a.unread, retryMost)
+		})
+		return
+	}
 	ops := a.set.Pending()
 	a.checkOps(ops)
 	if len(ops) == 0 {
@@ -542,7 +558,7 @@ func (l *link) lost(k *conn) {
 	pause := w.between(l.pause/2, l.pause)
 	l.pause = min(2*l.pause, pauseMost)
 	w.after(&a.proc, pause, func() {
-		if l.conn == nil {
+		if l.conn == nil && !a.left {
 			l.connect()
 		}
 	})
@@ -618,6 +634,19 @@ func (l *link) post(k *conn, serve func() bool, answered func()) {
 	})
 }
 
+// leave tells every replica to which a stream is open, once.
+func (a *agent) leave() {
+	a.log("leaves")
+	a.left = true
+	for _, l := range a.links {
+		if k := l.conn; k != nil && l.session != 0 && l.synced {
+			c, session := l.c, l.session
+			a.w.measure("leaves that were sent to a replica")
+			l.post(k, func() bool { return c.leave(a, session) }, func() {})
+		}
+	}
+}
+
 func (l *link) declare(k *conn) {
 	a, c, session := l.a, l.c, l.session
 	routes := make([]drain.Route, 0, len(a.services))
@@ -689,6 +718,9 @@ func (l *link) poke(everything bool) {
 // reports posts what has changed, or everything.
 func (l *link) reports(k *conn) {
 	a, c, session, at := l.a, l.c, l.session, l.at
+	if a.deaf > a.w.at {
+		return
+	}
 	held := a.set.Held(l.lease.String())
 	now := map[drain.UID]drain.Report{}
 	var news []said

@@ -39,6 +39,14 @@ const (
 	checkEmptied = "emptied"
 	// checkGaveUp: a client gave up, as client-go does after ten retries, before the drain let it through.
 	checkGaveUp = "gave up"
+	// checkBound: a replica unroutes more than half of the usable targets of a Service, and more than one, as far as it knew.
+	checkBound = "bound"
+	// checkQueuedName: an agent is told of a drain that waits for room, or one waits for room beyond its deadline, or where there is some.
+	checkQueuedName = "queued"
+	// checkSuspended: a deletion waits for an agent that has let three drains in a row expire, or does not wait for one that has not.
+	checkSuspended = "suspended"
+	// checkLeft: a drain waits for an agent that has left.
+	checkLeft = "left"
 	// checkOpen, checkStone and checkRoutes: after quiet, a drain is open, a living pod has a tombstone, or a gateway does not route what
 	// EndpointSlices say.
 	checkOpen   = "open"
@@ -48,7 +56,7 @@ const (
 
 // inside lists the checks that look into coordinators and agents, and say the rules in other words. The others only look at what
 // everybody can see: answers, gateways, requests, and what is left in the end.
-var inside = []string{checkBacking, checkHoldersName, checkClockName, checkEarly, checkDeadName, checkBuriedName}
+var inside = []string{checkBacking, checkHoldersName, checkClockName, checkEarly, checkDeadName, checkBuriedName, checkBound, checkQueuedName, checkSuspended}
 
 // spentMost is how long before an allow the reading behind an acknowledgement may have begun: the freshness bound, and the longest that
 // a report may be under way.
@@ -69,7 +77,7 @@ func (c *coord) checkAllow(p *pod, s drain.Status, wd *word, services []drain.Se
 	case drain.Acknowledged:
 	case drain.IdleBound:
 		least = drain.Removed
-	case drain.NoAgents:
+	case drain.NoAgents, drain.Suspended:
 	default:
 		return
 	}
@@ -89,11 +97,19 @@ func (c *coord) checkAllow(p *pod, s drain.Status, wd *word, services []drain.Se
 		}
 		r, heard := c.heard[a.id][p.uid]
 		routes := a.gw.routes(p.uid)
+		suspended := slices.ContainsFunc(s.Suspended, func(x drain.Waiting) bool { return x.Agent == a.id })
 		switch {
 		case !a.share(services):
 			wd.agents[a] = backing{excuse: "ServiceUnknown"}
+		case c.departed[a.id] != "":
+			if wd.agents[a] = (backing{excuse: "Left"}); routes {
+				w.fail(checkRouted, "%s allows the deletion of %s by %s, but the gateway of %s, which has left, routes to it", c.name, p.uid, s.Reason, a.name)
+			}
+		case suspended:
+			c.checkSilent(p, a)
+			wd.agents[a] = backing{excuse: "Suspended"}
 		case connected || ready:
-			if !heard || r.State < least || !r.Held || w.at-r.at > w.times.Freshness || s.Reason == drain.NoAgents {
+			if !heard || r.State < least || !r.Held || w.at-r.at > w.times.Freshness || s.Reason == drain.NoAgents || s.Reason == drain.Suspended {
 				w.fail(checkBacking, "%s allows the deletion of %s by %s, but the last word of %s is %s (heard=%t held=%t, %s old)",
 					c.name, p.uid, s.Reason, a.name, r.State, heard, r.Held, w.at-r.at)
 				// From outside, only what the gateway does says anything. Its reload before now is no excuse.
@@ -246,6 +262,12 @@ func (c *coord) checkDeny(h *held, s drain.Status, err string) {
 	if len(s.Waiting) == 0 {
 		w.fail(checkNobody, "%s denies the deletion of %s, and waits for nobody", c.name, uid)
 	}
+	c.checkDeparted(s)
+	for _, x := range s.Waiting {
+		if quiet := c.silence[x.Agent]; quiet != nil && quiet.expired >= strikesOut {
+			w.fail(checkSuspended, "%s denies the deletion of %s for %s, which has let %d drains in a row expire", c.name, uid, x.Name, quiet.expired)
+		}
+	}
 	if begun, ok := c.begun[uid]; ok && w.at-begun > w.times.Deadline+10*time.Millisecond {
 		w.fail(checkDeadline, "%s denies the deletion of %s %s after its drain began", c.name, uid, w.at-begun)
 	}
@@ -286,6 +308,178 @@ func (c *coord) checkClock(reports []drain.Report) {
 func (c *coord) checkAbandoned(uid drain.UID) {
 	if since := c.w.at - c.answered[uid]; since < c.w.times.Abandon {
 		c.w.fail(checkEarly, "%s abandons the drain of %s %s after the last answer", c.name, uid, since)
+	}
+}
+
+// strikesOut is how many drains in a row an agent lets expire before nobody waits for it any more.
+const strikesOut = 3
+
+// acknowledged says whether one of reports, which a has just made, is certainly an acknowledgement in time of an open drain.
+func (c *coord) acknowledged(a *agent, asOf time.Time, reports []drain.Report) bool {
+	now := c.w.now
+	for _, r := range reports {
+		if _, open := c.begun[r.UID]; !open || !r.Held || r.State < drain.Removed || now.Sub(asOf) > c.w.times.Freshness {
+			continue
+		}
+		if d := c.room[r.UID]; d == nil || !slices.ContainsFunc(a.services, func(i int) bool { return d.services[service(i)] }) {
+			continue
+		}
+		if s := c.ledger.Status(now, r.UID); now.Before(s.Deadline) {
+			return true
+		}
+	}
+	return false
+}
+
+// expired records who was certainly silent in a drain that is over its deadline. It counts less than the ledger does: agents whose stream was
+// open all the time, and drains that somebody still asked for in the end.
+func (c *coord) expired(s drain.Status) {
+	w := c.w
+	if s.Reason != drain.Deadline || w.now.Before(s.Deadline) {
+		return
+	}
+	d := c.room[s.Pod.UID]
+	if d == nil || !d.told {
+		return
+	}
+	begun, deadline := s.Begun.Sub(epoch), s.Deadline.Sub(epoch)
+	for _, x := range s.Waiting {
+		quiet := c.silence[x.Agent]
+		i := slices.IndexFunc(c.streams, func(st *stream) bool { return st.link.a.id == x.Agent && c.ledger.Current(x.Agent, st.session) })
+		if quiet == nil || i < 0 || c.streams[i].began > begun || quiet.endedAt > begun || x.State >= drain.Removed || x.State == drain.Kept {
+			continue
+		}
+		if deadline-d.toldAt < w.times.Deadline/2 || begun < quiet.lastAt {
+			continue
+		}
+		quiet.expired++
+		quiet.lastAt = deadline
+	}
+}
+
+func (c *coord) checkDeparted(s drain.Status) {
+	for _, x := range slices.Concat(s.Waiting, s.Suspended) {
+		if c.departed[x.Agent] != "" {
+			c.w.fail(checkLeft, "%s waits with the drain of %s for %s, which has left", c.name, s.Pod.UID, x.Name)
+		}
+	}
+}
+
+// checkSilent: who is not waited for has been silent for as long as three drains take that come one after the other, the first of which may
+// have begun before. Of its last word another may have been older.
+func (c *coord) checkSilent(p *pod, a *agent) {
+	w := c.w
+	if quiet := c.silence[a.id]; quiet != nil && w.at-quiet.endedAt < w.times.Deadline {
+		w.fail(checkSuspended, "%s does not wait for %s, which has acknowledged a drain %s ago, to delete %s", c.name, a.name, w.at-quiet.endedAt, p.uid)
+	}
+}
+
+// asked records what the ledger was told of the Services' targets.
+func (c *coord) asked(uid drain.UID, targets []drain.Targets) {
+	d := c.room[uid]
+	if d == nil {
+		d = &admitted{services: map[drain.Service]bool{}}
+		c.room[uid] = d
+	}
+	for _, t := range targets {
+		c.targets[t.Service], d.services[t.Service] = t.Usable, true
+	}
+}
+
+// elsewhere says whether an agent has told of another replica's tombstone.
+func (c *coord) elsewhere(uid drain.UID) bool {
+	for _, words := range c.heard {
+		if r, ok := words[uid]; ok && !r.Held && c.w.at-r.at <= c.w.times.Freshness {
+			return true
+		}
+	}
+	return false
+}
+
+// checkRoom looks at the drains that are not queued any more: of no Service does this replica unroute more than half of what it was told is
+// usable, but for what another replica had unrouted already.
+func (c *coord) checkRoom() {
+	w := c.w
+	for _, uid := range sorted(c.room) {
+		d := c.room[uid]
+		if d.told || c.ledger.Queued(uid) {
+			continue
+		}
+		d.told, d.toldAt, d.exempt = true, w.at, c.elsewhere(uid)
+		w.measure("drains that agents were told of")
+		c.measureTogether(uid)
+		if d.exempt {
+			w.measure("drains that agents were told of without room: another replica had unrouted the pod already")
+			continue
+		}
+		for s := range d.services {
+			if usable := c.targets[s]; slices.Contains(usable, uid) {
+				if n, most := c.unrouted(usable, false), max(1, len(usable)/2); n > most {
+					w.fail(checkBound, "%s unroutes %s, the %dth of %d usable targets of %s, at most %d may be", c.name, uid, n, len(usable), s, most)
+				}
+			}
+		}
+	}
+}
+
+// unrouted counts the usable targets that this replica unroutes and, if all is set, those of which it has heard that another one does.
+func (c *coord) unrouted(usable []drain.UID, all bool) (n int) {
+	for _, uid := range usable {
+		d := c.room[uid]
+		if d != nil && d.told && (all || !d.exempt) || all && c.elsewhere(uid) {
+			n++
+		}
+	}
+	return n
+}
+
+// measureTogether counts how often all replicas together unroute more than half of what is usable, as the API server has it. They do not ask
+// each other.
+func (c *coord) measureTogether(uid drain.UID) {
+	for _, i := range c.w.api.find(uid).services {
+		usable, n := 0, 0
+		for _, p := range c.w.api.pods {
+			if !p.ready || p.terminating || !slices.Contains(p.services, i) {
+				continue
+			}
+			usable++
+			if slices.ContainsFunc(c.w.coords, func(o *coord) bool { return o.up && o.room[p.uid] != nil && o.room[p.uid].told }) {
+				n++
+			}
+		}
+		if n > max(1, usable/2) {
+			c.w.measure("drains that agents were told of beyond half of what is usable, all replicas together")
+		}
+	}
+}
+
+func (c *coord) checkTold(uid drain.UID) {
+	if c.ledger.Queued(uid) {
+		c.w.fail(checkQueuedName, "%s tells an agent of the drain of %s, which is queued", c.name, uid)
+	}
+}
+
+// checkQueued looks at the drains that wait for room, once a tick.
+func (c *coord) checkQueued() {
+	w := c.w
+	for _, uid := range sorted(c.room) {
+		d := c.room[uid]
+		if d.told {
+			continue
+		}
+		s := c.ledger.Status(w.now, uid)
+		w.measure("seconds that drains were queued")
+		if s.Phase == drain.Queued && !w.now.Before(s.Deadline) {
+			w.fail(checkQueuedName, "%s keeps the drain of %s queued %s beyond its deadline", c.name, uid, w.now.Sub(s.Deadline))
+		}
+		room := true
+		for s := range d.services {
+			usable := c.targets[s]
+			room = room && (!slices.Contains(usable, uid) || c.unrouted(usable, true) < max(1, len(usable)/2))
+		}
+		if room || c.elsewhere(uid) {
+			w.fail(checkQueuedName, "%s keeps the drain of %s queued, and there is room", c.name, uid)
+		}
 	}
 }
 

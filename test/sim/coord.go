@@ -10,8 +10,9 @@ import (
 )
 
 const (
-	// maxHolds, lookAround, lookTimeout and settleTime are those of the real shells (cmd/webhook, pkg/admission, pkg/drain/coordinator).
+	// maxHolds, ownerHolds, lookAround, lookTimeout and settleTime are those of the real shells (cmd/webhook, pkg/admission, pkg/drain/coordinator).
 	maxHolds    = 32
+	ownerHolds  = 8
 	lookAround  = 250 * time.Millisecond
 	lookTimeout = 5 * time.Second
 	settleTime  = 10 * time.Second
@@ -33,7 +34,6 @@ type coord struct {
 	// stopping: it answers every call with 429 and ends.
 	stopping bool
 	looking  bool
-	told     uint64
 
 	pods    map[drain.UID]podView
 	slices  []slice
@@ -51,6 +51,31 @@ type coord struct {
 	begun, answered map[drain.UID]time.Duration
 	// numbers are those of the drains that agents were told of since they began.
 	numbers map[drain.UID]uint64
+	// targets are what was last said of each Service's targets, and room which open drains may be told to agents: plain records beside the
+	// ledger's, for the checks.
+	targets map[drain.Service][]drain.UID
+	room    map[drain.UID]*admitted
+	// silence is what each agent has left unanswered, for the checks.
+	silence map[drain.AgentID]*silence
+	// departed are the lives of agents that have left, as was heard here.
+	departed map[drain.AgentID]string
+}
+
+// silence is what an agent has left unanswered since it last acknowledged a drain.
+type silence struct {
+	// endedAt is when it last acknowledged one, or was first heard of.
+	endedAt time.Duration
+	// expired is at least how many drains in a row have ended by their deadline without its word, the last one at lastAt.
+	expired int
+	lastAt  time.Duration
+}
+
+// admitted is an open drain, as far as its Services' room goes.
+type admitted struct {
+	services map[drain.Service]bool
+	// told: it is not queued. exempt: another replica had unrouted the pod already.
+	told, exempt bool
+	toldAt       time.Duration
 }
 
 // said is a report, and what it rested on.
@@ -65,9 +90,11 @@ type stream struct {
 	conn    *conn
 	link    *link
 	session uint64
-	sent    uint64
-	woken   bool
-	over    bool
+	// began is when it was opened.
+	began time.Duration
+	sent  uint64
+	woken bool
+	over  bool
 }
 
 // call is one review.
@@ -114,7 +141,6 @@ func (c *coord) start() {
 	c.up, c.stopping, c.synced, c.looking = true, false, false, false
 	c.started = w.at
 	c.ledger = drain.NewLedger(drain.Lease{Replica: c.name, Epoch: fmt.Sprint(c.epoch)}, w.times)
-	c.told = 0
 	c.pods, c.roster = map[drain.UID]podView{}, nil
 	c.slices = make([]slice, w.api.services)
 	c.left = make([]map[drain.UID]time.Duration, w.api.services)
@@ -124,6 +150,8 @@ func (c *coord) start() {
 	c.streams, c.holds, c.inbound = nil, nil, nil
 	c.heard, c.lost = map[drain.AgentID]map[drain.UID]said{}, map[drain.AgentID]time.Duration{}
 	c.numbers = map[drain.UID]uint64{}
+	c.targets, c.room = map[drain.Service][]drain.UID{}, map[drain.UID]*admitted{}
+	c.silence, c.departed = map[drain.AgentID]*silence{}, map[drain.AgentID]string{}
 	c.begun, c.answered = map[drain.UID]time.Duration{}, map[drain.UID]time.Duration{}
 	c.log("starts, epoch %d", c.epoch)
 	w.after(&c.proc, w.between(10*time.Millisecond, 500*time.Millisecond), func() {
@@ -174,6 +202,7 @@ func (c *coord) tick() {
 		if !c.looking {
 			pods := c.ledger.Tick(w.now)
 			c.settle()
+			c.checkQueued()
 			c.look(pods)
 		}
 		c.tick()
@@ -210,7 +239,7 @@ func (c *coord) look(pods []drain.Pod) {
 						// Somebody wants it deleted after all, just now.
 						w.after(nil, w.between(0, 20*time.Millisecond), func() { w.api.reask(uid) })
 					}
-					delete(c.begun, uid)
+					c.closed(uid)
 				}
 			} else {
 				c.gone(uid)
@@ -234,9 +263,18 @@ func (a *api) find(uid drain.UID) *pod {
 func (c *coord) gone(uid drain.UID) {
 	if c.ledger.Gone(c.w.now, uid) {
 		c.log("%s is going", uid)
-		delete(c.begun, uid)
+		c.closed(uid)
 	}
 	c.settle()
+}
+
+// closed forgets a drain, and what was said of its pod.
+func (c *coord) closed(uid drain.UID) {
+	for _, words := range c.heard {
+		delete(words, uid)
+	}
+	delete(c.begun, uid)
+	delete(c.room, uid)
 }
 
 // What the watch brings.
@@ -262,24 +300,51 @@ func (c *coord) sliceSeen(service int, s slice) {
 
 func (c *coord) rosterSeen(all []drain.Expected) {
 	c.roster = all
+	for id := range c.silence {
+		if !slices.ContainsFunc(all, func(e drain.Expected) bool { return e.ID == id }) {
+			delete(c.silence, id) // the ledger may forget it
+		}
+	}
+	for _, e := range all {
+		c.meet(e.ID)
+	}
 	c.ledger.Expect(c.w.now, all)
 	c.settle()
 }
 
+// meet notes when an agent was first heard of.
+func (c *coord) meet(id drain.AgentID) {
+	if c.silence[id] == nil {
+		c.silence[id] = &silence{endedAt: c.w.at}
+	}
+}
+
 // settle wakes those whom a change may concern.
 func (c *coord) settle() {
-	touched := c.ledger.Touched()
-	for _, uid := range touched {
-		for _, h := range c.holds {
-			if h.caller.p.uid == uid {
-				c.wake(h)
+	for touched := c.ledger.Touched(); len(touched) > 0; touched = c.ledger.Touched() {
+		for _, uid := range touched {
+			c.ledger.Status(c.w.now, uid)
+			for _, h := range c.holds {
+				if h.caller.p.uid == uid {
+					c.wake(h)
+				}
 			}
 		}
 	}
-	if revision := c.ledger.Revision(); revision != c.told {
-		c.told = revision
+	for _, s := range c.ledger.Suspensions() {
+		if s.Over {
+			c.w.measure("agents that were waited for again")
+		} else {
+			c.w.measure("agents that were suspended")
+		}
+		c.log("%s: suspended=%t", s.Name, !s.Over)
+	}
+	c.checkRoom()
+	for _, id := range c.ledger.Concerned() {
 		for _, s := range c.streams {
-			c.wakeStream(s)
+			if s.link.a.id == id {
+				c.wakeStream(s)
+			}
 		}
 	}
 }
@@ -313,6 +378,18 @@ func (c *coord) listings(uid drain.UID) (services []drain.Service, ready bool, l
 		}
 	}
 	return services, ready, last
+}
+
+// usable lists the pods of a Service that can be used, as far as is known here.
+func (c *coord) usable(i int) []drain.UID {
+	uids := []drain.UID{}
+	for _, e := range c.slices[i].endpoints {
+		if e.ready && !e.terminating {
+			uids = append(uids, e.uid)
+		}
+	}
+	slices.Sort(uids)
+	return uids
 }
 
 func service(i int) drain.Service {
@@ -386,7 +463,16 @@ func (c *coord) budget(p *pod) string {
 }
 
 func (c *coord) open(p *pod, services []drain.Service) drain.Status {
-	s := c.ledger.Ask(c.w.now, p.drainPod(), services)
+	targets := make([]drain.Targets, 0, len(services))
+	for i := range c.slices {
+		if slices.Contains(services, service(i)) {
+			targets = append(targets, drain.Targets{Service: service(i), Usable: c.usable(i)})
+		}
+	}
+	s := c.ledger.AskBounded(c.w.now, p.drainPod(), targets)
+	if s.Phase != drain.Closed {
+		c.asked(p.uid, targets)
+	}
 	if _, ok := c.begun[p.uid]; !ok && s.Phase != drain.Closed {
 		c.begun[p.uid], c.answered[p.uid] = c.w.at, c.w.at
 		delete(c.numbers, p.uid)
@@ -408,13 +494,23 @@ func (c *coord) drain(h *held) {
 	switch {
 	case !s.Waits() || !w.now.Before(h.until):
 		c.wakes(h, s, "")
-	case len(c.holds) >= maxHolds:
+	case len(c.holds) >= maxHolds || c.holdsOf(h.caller.p) >= w.ownerHolds:
 		c.wakes(h, s, string(admission.TooManyHolds))
 	default:
 		h.waited, h.waiting = true, true
 		c.holds = append(c.holds, h)
 		c.sleep(h, s)
 	}
+}
+
+// holdsOf counts the calls that wait for pods of p's owner.
+func (c *coord) holdsOf(p *pod) (n int) {
+	for _, h := range c.holds {
+		if slices.Equal(h.caller.p.services, p.services) {
+			n++
+		}
+	}
+	return n
 }
 
 func (c *coord) sleep(h *held, s drain.Status) {
@@ -475,6 +571,7 @@ func (c *coord) wakes(h *held, s drain.Status, err string) {
 		return
 	}
 	if err == "" && released {
+		c.expired(s)
 		v := verdict{allowed: true, word: &word{reason: s.Reason.String(), at: w.at, by: c, life: c.life}}
 		c.checkAllow(p, s, v.word, h.services)
 		c.reply(h.call, v, s.Reason.String())
@@ -488,6 +585,7 @@ func (c *coord) wakes(h *held, s drain.Status, err string) {
 	if h.caller.ctrl && elapsed > patience && remaining > finishing {
 		retry = 0
 	}
+	c.expired(s)
 	c.checkDeny(h, s, err)
 	c.reply(h.call, verdict{retryAfter: retry}, "Draining "+err)
 }
@@ -513,20 +611,29 @@ func (c *coord) connect(l *link, k *conn) {
 		return
 	}
 	id := l.a.id
-	s := &stream{conn: k, link: l}
-	s.session = c.ledger.Connect(w.now, id)
+	s := &stream{conn: k, link: l, began: w.at}
+	for _, former := range c.streams {
+		if former.link.a == l.a {
+			c.wakeStream(former) // and it ends
+		}
+	}
+	if boot := fmt.Sprint(l.a.life); boot != c.departed[id] {
+		delete(c.departed, id)
+	}
+	s.session = c.ledger.ConnectAs(w.now, id, fmt.Sprint(l.a.life))
 	c.heard[id] = map[drain.UID]said{}
+	c.meet(id)
 	c.streams = append(c.streams, s)
 	c.log("%s connects, session %d", l.a.name, s.session)
 	c.settle()
-	c.say(s, true)
+	c.say(s, true, false)
 	c.beat(s)
 }
 
 func (c *coord) beat(s *stream) {
 	c.w.after(&c.proc, c.w.times.Heartbeat, func() {
 		if !s.over {
-			c.write(s, nil, nil, false)
+			c.say(s, false, true)
 			c.beat(s)
 		}
 	})
@@ -540,13 +647,13 @@ func (c *coord) wakeStream(s *stream) {
 	c.w.after(&c.proc, c.w.between(0, 300*time.Microsecond), func() {
 		s.woken = false
 		if !s.over {
-			c.say(s, false)
+			c.say(s, false, false)
 		}
 	})
 }
 
-// say writes what the agent has not heard yet.
-func (c *coord) say(s *stream, first bool) {
+// say writes what the agent has not heard yet. A heartbeat is written in any case.
+func (c *coord) say(s *stream, first, beat bool) {
 	id := s.link.a.id
 	if !c.ledger.Current(id, s.session) {
 		c.end(s, false)
@@ -554,11 +661,17 @@ func (c *coord) say(s *stream, first bool) {
 	}
 	open, released, next := c.ledger.Since(id, s.sent)
 	s.sent = next
+	c.tell(open)
+	if first || beat || len(open)+len(released) > 0 {
+		c.write(s, open, released, first)
+	}
+}
+
+// tell records that an agent is told of drains.
+func (c *coord) tell(open []drain.Open) {
 	for _, d := range open {
 		c.numbers[d.Pod.UID] = d.Number
-	}
-	if first || len(open)+len(released) > 0 {
-		c.write(s, open, released, first)
+		c.checkTold(d.Pod.UID)
 	}
 }
 
@@ -604,11 +717,29 @@ func (c *coord) endOf(k *conn) {
 // declare answers a declaration. ok is false if the session is not the present one.
 func (c *coord) declare(a *agent, session uint64, routes []drain.Route) ([]drain.Open, bool) {
 	open, ok := c.ledger.Declare(a.id, session, routes)
-	for _, d := range open {
-		c.numbers[d.Pod.UID] = d.Number
+	if ok {
+		delete(c.departed, a.id)
 	}
+	c.tell(open)
 	c.settle()
 	return open, ok
+}
+
+// leave hears that an agent's gateway accepts nothing any more.
+func (c *coord) leave(a *agent, session uint64) bool {
+	ok := c.ledger.Leave(a.id, session)
+	if ok {
+		c.log("%s leaves", a.name)
+		if c.departed[a.id] == "" {
+			c.w.measure("leaves that a replica heard")
+		}
+		c.departed[a.id] = fmt.Sprint(a.life)
+		for _, s := range c.ledger.All(c.w.now) {
+			c.checkDeparted(s)
+		}
+	}
+	c.settle()
+	return ok
 }
 
 // report takes in reports.
@@ -630,7 +761,11 @@ func (c *coord) report(a *agent, asOf time.Time, session uint64, reports []said)
 		}
 		c.log("%s reports %s %s held=%t number=%d since=%s", a.name, r.UID, r.State, r.Held, r.Number, r.Since.Sub(epoch))
 	}
+	before := c.acknowledged(a, asOf, telling)
 	c.ledger.ReportAsOf(c.w.now, asOf, a.id, session, plain)
+	if before {
+		c.silence[a.id] = &silence{endedAt: c.w.at}
+	}
 	c.checkClock(telling)
 	c.settle()
 	return true

@@ -28,13 +28,15 @@ const (
 	podUnready
 	slowGateway
 	stubborn
+	deafAgent
+	agentLeave
 	faultKinds
 )
 
 var kindNames = [faultKinds]string{
 	"coordCrash", "coordRoll", "agentCrash", "agentReplace", "agentAdd", "agentUnready", "gatewayReload", "gatewayCrash", "partition",
 	"freezeCoord", "freezeAgent", "streamCut", "watchStall", "timeTravel", "slowSlices", "opErrors", "podUnready",
-	"slowGateway", "stubborn",
+	"slowGateway", "stubborn", "deafAgent", "agentLeave",
 }
 
 // watchStallMost bounds how long a watch brings nothing. A watch that is silent for longer than a lease minus the 34 s of the API server,
@@ -56,11 +58,15 @@ func (w *world) build() {
 	for k := range w.kinds {
 		w.kinds[k] = w.chance(350)
 	}
+	w.ownerHolds = ownerHolds
+	if w.chance(200) {
+		w.ownerHolds = 1 + w.rng.IntN(2)
+	}
 	if w.chance(500) {
 		w.slow, w.twice = w.rng.IntN(60), w.rng.IntN(100)
 	}
 	w.active = shortActive
-	if w.chance(150) {
+	if w.chance(150) || w.kinds[deafAgent] && w.chance(300) {
 		w.active = longActive
 	}
 	w.isCalm = w.chance(50)
@@ -102,7 +108,11 @@ func (w *world) deletions() {
 	if !w.faulty() {
 		return
 	}
-	for range 1 + w.rng.IntN(2) {
+	n := 1 + w.rng.IntN(2)
+	if w.chance(100) {
+		n = 5 // as when somebody scales to zero
+	}
+	for range n {
 		w.api.deletion()
 	}
 	w.after(nil, w.between(500*time.Millisecond, 12*time.Second), w.deletions)
@@ -165,6 +175,23 @@ func (w *world) fault(k kind) {
 			a.listed = false
 			a.crash(w.chance(200))
 			w.api.rosterChanged()
+		}
+	case agentLeave:
+		if a := w.anyAgent(); a.up && !a.left && w.nodes < maxNodes {
+			w.newAgent(w.between(100*time.Millisecond, 3*time.Second))
+			a.gw.crash(time.Hour)
+			a.gw.over = true
+			a.leave()
+			w.after(nil, w.between(0, 3*time.Second), func() { a.ready = false; w.api.rosterChanged() })
+			w.after(nil, w.between(3*time.Second, 20*time.Second), func() {
+				if a.listed {
+					a.listed = false
+					if a.up {
+						a.crash(w.chance(200))
+					}
+					w.api.rosterChanged()
+				}
+			})
 		}
 	case agentAdd:
 		if w.nodes < maxNodes {
@@ -239,6 +266,21 @@ func (w *world) fault(k kind) {
 				if !p.terminating {
 					p.ready = true
 					w.api.podChanged(p)
+				}
+			})
+		}
+	case deafAgent:
+		if a := w.anyAgent(); a.up && a.deaf <= w.at {
+			a.deaf = min(w.active, w.at+w.between(time.Second, 40*time.Second))
+			if w.chance(500) {
+				a.deaf = min(w.active, w.at+w.between(100*time.Second, 160*time.Second))
+			}
+			a.log("is deaf until %s", a.deaf)
+			w.after(nil, a.deaf-w.at, func() {
+				for _, l := range a.links {
+					if a.up {
+						l.poke(true)
+					}
 				}
 			})
 		}

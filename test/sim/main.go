@@ -38,14 +38,14 @@ func main() {
 type totals struct {
 	seeds, steps, faults, violations int
 	// first is the lowest seed with a violation, of which check tells.
-	first            uint64
-	check, violation string
-	excused, allowed map[string]int
+	first                      uint64
+	check, violation           string
+	excused, allowed, measured map[string]int
 }
 
 // sweep runs seeds on all processors. It stops soon after the first violation if once is set.
 func sweep(from uint64, seeds int, once, blind bool, each func(*world)) totals {
-	t := totals{excused: map[string]int{}, allowed: map[string]int{}}
+	t := totals{excused: map[string]int{}, allowed: map[string]int{}, measured: map[string]int{}}
 	var next atomic.Uint64
 	var stop atomic.Bool
 	var mu sync.Mutex
@@ -68,6 +68,9 @@ func sweep(from uint64, seeds int, once, blind bool, each func(*world)) totals {
 				}
 				for k, n := range w.allowed {
 					t.allowed[k] += n
+				}
+				for k, n := range w.measured {
+					t.measured[k] += n
 				}
 				if w.violation != "" {
 					t.violations++
@@ -109,6 +112,7 @@ func simulate(from uint64, seeds int, verbose bool) error {
 	}
 	table("allowed", t.allowed)
 	table("named reasons", t.excused)
+	table("measured", t.measured)
 	fmt.Printf("sim: seeds=%d steps=%d faults=%d violations=%d\n", t.seeds, t.steps, t.faults, t.violations)
 	if t.violations > 0 {
 		return errViolations

@@ -118,20 +118,25 @@ type world struct {
 	slow, twice int
 
 	// blind switches the checks off that look inside.
-	blind     bool
+	blind bool
+	// ownerHolds is how many calls for pods of one owner may wait at one replica.
+	ownerHolds int
+
 	violation string
 	check     string
 	excused   map[string]int
 	allowed   map[string]int
-	tracing   bool
-	trace     []string
-	hash      uint64
+	// measured counts what is no violation, and worth to know.
+	measured map[string]int
+	tracing  bool
+	trace    []string
+	hash     uint64
 }
 
 func newWorld(seed uint64, tracing, blind bool) *world {
 	w := &world{
 		seed: seed, rng: rand.New(rand.NewPCG(seed, 0x1a3ed0c4)), times: drain.DefaultTimes(), now: epoch,
-		tracing: tracing, blind: blind, excused: map[string]int{}, allowed: map[string]int{}, rule8: brokenRule() == 8,
+		tracing: tracing, blind: blind, excused: map[string]int{}, allowed: map[string]int{}, measured: map[string]int{}, rule8: brokenRule() == 8,
 	}
 	w.build()
 	return w
@@ -209,6 +214,9 @@ func (w *world) fail(check, format string, args ...any) {
 
 // excuse counts a named reason for which something that must not happen may.
 func (w *world) excuse(reason string) { w.excused[reason]++ }
+
+// measure counts something.
+func (w *world) measure(what string) { w.measured[what]++ }
 
 func (w *world) chance(ofThousand int) bool { return w.rng.IntN(1000) < ofThousand }
 
