@@ -433,6 +433,16 @@ func (c *coord) unrouted(usable []drain.UID, all bool) (n int) {
 	return n
 }
 
+// alive counts the usable targets of which this replica does not know that they are dead.
+func (c *coord) alive(usable []drain.UID) (n int) {
+	for _, uid := range usable {
+		if s := c.ledger.Status(c.w.now, uid); s.Phase != drain.Closed || s.Reason != drain.Dead {
+			n++
+		}
+	}
+	return n
+}
+
 // measureTogether counts how often all replicas together unroute more than half of what is usable, as the API server has it. They do not ask
 // each other.
 func (c *coord) measureTogether(uid drain.UID) {
@@ -475,7 +485,7 @@ func (c *coord) checkQueued() {
 		room := true
 		for s := range d.services {
 			usable := c.targets[s]
-			room = room && (!slices.Contains(usable, uid) || c.unrouted(usable, true) < max(1, len(usable)/2))
+			room = room && (!slices.Contains(usable, uid) || c.unrouted(usable, true) < max(1, c.alive(usable)/2))
 		}
 		if room || c.elsewhere(uid) {
 			w.fail(checkQueuedName, "%s keeps the drain of %s queued, and there is room", c.name, uid)
