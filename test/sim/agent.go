@@ -147,6 +147,10 @@ func (a *agent) start() {
 	w.after(&a.proc, w.between(5*time.Millisecond, 300*time.Millisecond), func() {
 		w.api.list(a.watch, func() { a.set.Synced(); a.log("has synced"); a.wake() })
 	})
+	if w.checked {
+		a.set.SetCheck(w.now, pool(0), check)
+		a.probe()
+	}
 	a.links = nil
 	for _, c := range w.coords {
 		l := &link{a: a, c: c, pause: pauseFirst}
@@ -165,6 +169,39 @@ func (a *agent) start() {
 		})
 	}
 	a.lapse()
+}
+
+// check is how the targets of the first pool are probed, in worlds where they are.
+var check = health.Check{
+	Protocol: health.TCP, Interval: 2 * time.Second, Timeout: time.Second,
+	Thresholds: health.Thresholds{Successes: 2, TCPFailures: 2, Timeouts: 3},
+}
+
+// probe is one round of the prober.
+func (a *agent) probe() {
+	w := a.w
+	jobs, again := a.set.Due(w.now, nil, 100)
+	for _, job := range jobs {
+		p := w.api.find(drain.UID(job.Key.Target.UID))
+		outcome, took := health.Outcome{Kind: health.Success}, w.between(200*time.Microsecond, 20*time.Millisecond)
+		switch {
+		case p.stopped || p.sick > w.at:
+			outcome.Kind = health.TCPFailure
+		case w.faulty() && w.chance(w.noise):
+			outcome.Kind, took = health.Timeout, check.Timeout
+		}
+		w.after(&a.proc, took, func() {
+			if a.set.Report(w.now, job, outcome); len(a.set.Work()) > 0 {
+				<-a.set.Work()
+				a.wake()
+			}
+		})
+	}
+	wait := 100 * time.Millisecond
+	if !again.IsZero() {
+		wait = max(again.Sub(w.now), time.Millisecond)
+	}
+	w.after(&a.proc, wait, a.probe)
 }
 
 func (a *agent) program() {

@@ -27,6 +27,8 @@ type pod struct {
 	target bool
 	// refused is until when another webhook refuses its deletion, whoever asks.
 	refused time.Duration
+	// sick is until when it refuses connections, though it is ready.
+	sick time.Duration
 	// calls counts deletions that are under way.
 	calls int
 }

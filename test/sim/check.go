@@ -102,7 +102,11 @@ func (c *coord) checkAllow(p *pod, s drain.Status, wd *word, services []drain.Se
 		case !a.share(services):
 			wd.agents[a] = backing{excuse: "ServiceUnknown"}
 		case c.departed[a.id] != "":
-			if wd.agents[a] = (backing{excuse: "Left"}); routes {
+			// What it does in its next life is another matter, if it has not learned in it.
+			wd.agents[a] = backing{readAt: w.at}
+			if a.unlearned {
+				wd.agents[a] = backing{excuse: "Unlearned"}
+			} else if routes {
 				w.fail(checkRouted, "%s allows the deletion of %s by %s, but the gateway of %s, which has left, routes to it", c.name, p.uid, s.Reason, a.name)
 			}
 		case suspended:
@@ -192,7 +196,6 @@ func (a *agent) checkTruth(sampled time.Duration) {
 
 // checkOps looks at what an agent is about to ask of its gateway.
 func (a *agent) checkOps(ops []health.Op) {
-	var kept map[health.UID]bool
 	for _, op := range ops {
 		if op.Want != health.WantRouted {
 			continue
@@ -205,13 +208,7 @@ func (a *agent) checkOps(ops []health.Op) {
 			if !until.After(a.w.now) {
 				continue
 			}
-			if kept == nil {
-				kept = map[health.UID]bool{}
-				for _, s := range a.set.Tombstones() {
-					kept[s.UID] = s.State <= health.Kept
-				}
-			}
-			if !kept[op.Key.Target.UID] {
+			if v, known := a.set.Lookup(op.Key); !known || v.Why != health.WhyKept {
 				a.w.fail(checkBuriedName, "%s asks for %s, and %s holds a lease on a tombstone of it", a.name, op, holder)
 			}
 		}
@@ -518,10 +515,29 @@ func (w *world) checkEnd() {
 			}
 		}
 		for _, service := range a.services {
+			ready, well := 0, 0
+			for _, e := range w.api.slices[service].endpoints {
+				if e.ready && !a.lapsedSick(service, e) {
+					ready++
+					well += number(w.well(service, e.uid))
+				}
+			}
+			open := 2*well < ready
 			for _, e := range w.api.slices[service].endpoints {
 				k := health.Key{Pool: pool(service), Target: target(e)}
-				if routed := a.gw.up && a.gw.read(k).Routed; routed != e.ready {
-					w.fail(checkRoutes, "the gateway of %s routes to %s=%t, EndpointSlices say %t", a.name, k, routed, e.ready)
+				want := e.ready && (open || w.well(service, e.uid))
+				if a.lapsedSick(service, e) {
+					w.excuse("not routed: its tombstone lapsed, and no probe has succeeded since")
+					continue
+				}
+				if routed := a.gw.up && a.gw.read(k).Routed; routed != want {
+					w.fail(checkRoutes, "the gateway of %s routes to %s=%t, EndpointSlices and probes say %t", a.name, k, routed, want)
+				}
+			}
+			if w.checked && service == 0 && ready > 0 {
+				w.measure("pools that were probed, in the end")
+				if open {
+					w.measure("pools that fail open, in the end")
 				}
 			}
 			for _, k := range a.gw.owned() {
@@ -534,4 +550,22 @@ func (w *world) checkEnd() {
 			}
 		}
 	}
+}
+
+// lapsedSick says whether a's tombstone on a pod has lapsed, and no probe can succeed: it stays out, and does not count.
+func (a *agent) lapsedSick(service int, e endpoint) bool {
+	v, _ := a.set.Lookup(health.Key{Pool: pool(service), Target: target(e)})
+	return v.Why == health.WhyLapsed && !a.w.well(service, e.uid)
+}
+
+// well says whether probes call the pod healthy, if there are any.
+func (w *world) well(service int, uid drain.UID) bool {
+	return !w.checked || service != 0 || w.api.find(uid).sick <= w.at
+}
+
+func number(b bool) int {
+	if b {
+		return 1
+	}
+	return 0
 }

@@ -30,13 +30,14 @@ const (
 	stubborn
 	deafAgent
 	agentLeave
+	podSick
 	faultKinds
 )
 
 var kindNames = [faultKinds]string{
 	"coordCrash", "coordRoll", "agentCrash", "agentReplace", "agentAdd", "agentUnready", "gatewayReload", "gatewayCrash", "partition",
 	"freezeCoord", "freezeAgent", "streamCut", "watchStall", "timeTravel", "slowSlices", "opErrors", "podUnready",
-	"slowGateway", "stubborn", "deafAgent", "agentLeave",
+	"slowGateway", "stubborn", "deafAgent", "agentLeave", "podSick",
 }
 
 // watchStallMost bounds how long a watch brings nothing. A watch that is silent for longer than a lease minus the 34 s of the API server,
@@ -58,6 +59,7 @@ func (w *world) build() {
 	for k := range w.kinds {
 		w.kinds[k] = w.chance(350)
 	}
+	w.checked, w.noise = w.chance(300), w.rng.IntN(100)
 	w.ownerHolds = ownerHolds
 	if w.chance(200) {
 		w.ownerHolds = 1 + w.rng.IntN(2)
@@ -183,7 +185,17 @@ func (w *world) fault(k kind) {
 			a.gw.over = true
 			a.leave()
 			w.after(nil, w.between(0, 3*time.Second), func() { a.ready = false; w.api.rosterChanged() })
+			comes := w.chance(300)
 			w.after(nil, w.between(3*time.Second, 20*time.Second), func() {
+				if comes && a.listed {
+					// Their containers are started again.
+					if a.up {
+						a.crash(w.chance(200))
+					}
+					a.gw.back()
+					a.start()
+					return
+				}
 				if a.listed {
 					a.listed = false
 					if a.up {
@@ -192,6 +204,14 @@ func (w *world) fault(k kind) {
 					w.api.rosterChanged()
 				}
 			})
+		}
+	case podSick:
+		if p := w.api.pods[w.rng.IntN(len(w.api.pods))]; w.checked && !p.terminating {
+			p.sick = w.at + w.between(time.Second, 40*time.Second)
+			if w.chance(200) {
+				p.sick = time.Hour
+			}
+			w.logf("fault", "%s is sick until %s", p.uid, p.sick)
 		}
 	case agentAdd:
 		if w.nodes < maxNodes {
@@ -302,6 +322,12 @@ func (w *world) freeze(p *proc) {
 // calm ends the faults; those that are under way end by themselves. Everybody who missed something hears of it again.
 func (w *world) calm() {
 	w.logf("world", "no more faults")
+	for _, p := range w.api.pods {
+		if w.checked && w.kinds[podSick] && w.chance(400) {
+			p.sick = time.Hour
+			w.logf("world", "%s is sick for good", p.uid)
+		}
+	}
 	for _, p := range w.api.pods {
 		if !p.terminating && !p.ready && w.at-p.born > 5*time.Second {
 			p.ready = true

@@ -174,6 +174,14 @@ func (g *gw) crash(down time.Duration) {
 	})
 }
 
+// back makes the gateway of a pod whose containers start again. It knows nothing: its agent is there first, and programs it.
+func (g *gw) back() {
+	g.over, g.up = false, true
+	g.generation++
+	g.workers, g.file = []*worker{{}}, nil
+	g.clients()
+}
+
 // clients send requests through the gateway.
 func (g *gw) clients() {
 	w := g.w

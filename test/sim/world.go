@@ -117,6 +117,10 @@ type world struct {
 	// slow is how many of a thousand messages are slow, twice how many of a thousand posts arrive twice.
 	slow, twice int
 
+	// checked says that the targets of the first pool are probed, noise how many of a thousand probes time out for nothing.
+	checked bool
+	noise   int
+
 	// blind switches the checks off that look inside.
 	blind bool
 	// ownerHolds is how many calls for pods of one owner may wait at one replica.
