@@ -488,8 +488,10 @@ func TestRetryAfter(t *testing.T) {
 		{2 * time.Second, 28 * time.Second, true, time.Second},
 		{20 * time.Second, 10 * time.Second, true, 3 * time.Second},
 		{20 * time.Second, 10 * time.Second, false, 10 * time.Second},
-		{27 * time.Second, 3500 * time.Millisecond, true, 3 * time.Second},
-		{27 * time.Second, 3500 * time.Millisecond, false, 3 * time.Second},
+		{27 * time.Second, 3500 * time.Millisecond, true, 4 * time.Second},
+		{27 * time.Second, 3500 * time.Millisecond, false, 4 * time.Second},
+		{22 * time.Second, 8 * time.Second, false, 8 * time.Second},
+		{22100 * time.Millisecond, 7900 * time.Millisecond, false, 8 * time.Second}, // and not 7, and then 1
 		{40 * time.Second, 0, false, 20 * time.Second},
 		{29900 * time.Millisecond, 100 * time.Millisecond, true, time.Second},
 	} {
