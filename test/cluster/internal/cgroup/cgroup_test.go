@@ -20,6 +20,9 @@ func TestMakeRemove(t *testing.T) {
 		t.Fatal(err)
 	}
 	if len(mounts) == 0 {
+		if os.Getenv("REQUIRE_REAL") == "1" || os.Getenv("CI") == "true" {
+			t.Fatal("no control groups are mounted here")
+		}
 		t.Skip("no control groups are mounted here")
 	}
 	run := fmt.Sprintf("lameduck-cgroup-test-%d", os.Getpid())
