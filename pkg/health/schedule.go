@@ -13,6 +13,8 @@ const (
 	askMost = 100 * time.Millisecond
 	// lostAfter is how many times a probe may be due while the last one is still in flight, before that one is given up.
 	lostAfter = 3
+	// leftMost is how many targets that left are remembered by name.
+	leftMost = 256
 )
 
 // wheel is a hashed timing wheel over records. It has a time of its own, which goes as the caller's does, but neither stands still nor
@@ -71,11 +73,36 @@ func (s *Set) plan(i int32, r *record, want bool) {
 		w.count++
 		s.hang(i, r)
 	default:
+		if r.pool.check.KeepAlive {
+			s.leave(r)
+		}
 		s.unhang(r)
 		w.count--
 		r.set(scheduled|inFlight, false)
 		r.missed = 0
 	}
+}
+
+// leave notes that r is not probed any more.
+func (s *Set) leave(r *record) {
+	switch {
+	case s.leftAll:
+	case len(s.left) < leftMost:
+		s.left = append(s.left, r.key())
+	default:
+		s.left, s.leftAll = s.left[:0], true
+	}
+}
+
+// Left appends to keys the targets, of checks that keep connections, that are not probed any more and were when Left was called last.
+// all says that they are too many to name, and that there may be others: whatever is kept for any target should be given up.
+func (s *Set) Left(keys []Key) (left []Key, all bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	keys, all = append(keys, s.left...), s.leftAll
+	clear(s.left)
+	s.left, s.leftAll = s.left[:0], false
+	return keys, all
 }
 
 func (c *Check) ticks() int64 { return max(1, int64(c.Interval/tick)) }

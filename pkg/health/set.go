@@ -83,6 +83,9 @@ type Set struct {
 	lapsedAt         int64
 
 	wheel wheel
+	// left are the targets that are not probed any more, for who keeps connections to them; leftAll: they were too many.
+	left    []Key
+	leftAll bool
 }
 
 // NewSet returns an empty set that has not synced, with the defaults of [Options].
