@@ -2,6 +2,7 @@ package health
 
 import (
 	"fmt"
+	"maps"
 	"slices"
 	"strings"
 	"testing"
@@ -209,6 +210,125 @@ func TestOfTwoBuriedAtOnceTheHealthyOneIsKept(t *testing.T) {
 	w.settle()
 	w.routed("web", "a") // the others are out: there is nothing to change to
 	w.stones("a:kept b:idle c:idle")
+}
+
+// An outage must not begin early: where all others are sick, the last that is well stays, and they stay out for their health, until another
+// one is well or the pod dies.
+func TestTheLastUsableTargetIsKept(t *testing.T) {
+	w := checked(t, "a b")
+	w.probe(2, "b")
+	w.settle()
+	w.routed("web", "a")
+	w.bury("a", "r")
+	w.settle()
+	w.stones("a:kept")
+	w.routed("web", "a")
+	w.why("a:kept b:unhealthy")
+	if w.Counts()["web"].FailingOpen {
+		t.Fatal("the drain has tipped the pool into failing open")
+	}
+	w.probe(2, "")
+	w.settle()
+	w.stones("a:idle")
+	w.routed("web", "b")
+	w.probe(2, "b")
+	w.settle()
+	w.stones("a:idle") // it is out: nothing brings it back
+	w.why("a:tombstoned b:failing-open")
+}
+
+// The same when there are so many sick ones that the pool fails open: beside them the one that is well stays.
+func TestTheLastUsableTargetIsKeptBesideThoseThatFailOpen(t *testing.T) {
+	w := checked(t, "a b c d")
+	w.probe(2, "b c d")
+	w.settle()
+	w.bury("a", "r")
+	w.settle()
+	w.stones("a:kept")
+	w.why("a:kept b:failing-open c:failing-open d:failing-open")
+	w.probe(2, "a b c d")
+	w.settle()
+	w.stones("a:idle") // it is no better than the others now
+	w.routed("web", "b c d")
+	w.Lift("a", "r")
+	w.settle()
+	w.probe(2, "b c d")
+	w.bury("a", "r")
+	w.settle()
+	w.stones("a:kept")
+	w.Kill(w.now, "a")
+	w.settle()
+	w.routed("web", "b c d")
+}
+
+// A new pod is usable until probes say otherwise: a rollout in which all old ones but the last are sick goes on.
+func TestANewPodIsWellEnoughForTheLastToGo(t *testing.T) {
+	w := checked(t, "a b")
+	w.probe(2, "b")
+	w.settle()
+	w.bury("a", "r")
+	w.settle()
+	w.stones("a:kept")
+	w.list("web", ready("a b c"))
+	w.settle()
+	w.stones("a:idle")
+	w.routed("web", "c")
+}
+
+// An agent that starts has no verdicts. Whom the one before it had taken out stays out until a probe succeeds, and everybody else goes on.
+func TestWhomAnEarlierAgentTookOutStaysOutUntilAProbeSucceeds(t *testing.T) {
+	start := func(c Check) *world {
+		w := newWorld(t)
+		for _, text := range []string{"a", "b", "c"} {
+			w.proxy.now[Key{"web", target(text)}] = &server{routed: text != "a"}
+		}
+		w.SetCheck(w.now, "web", c)
+		w.Adopt(w.now, slices.Collect(maps.Keys(w.proxy.now)))
+		w.read(nil)
+		w.list("web", ready("a b c d"))
+		w.Synced()
+		w.settle()
+		return w
+	}
+	w := start(everySecond)
+	w.routed("web", "b c d")
+	w.why("a:unproven b:chosen c:chosen d:chosen")
+	w.probe(3, "a")
+	w.settle()
+	w.routed("web", "b c d")
+	w.verdict("a", Unhealthy)
+	w.probe(1, "")
+	w.settle()
+	w.why("a:unhealthy b:chosen c:chosen d:chosen") // of which its check has a verdict by now
+	w.probe(1, "")
+	w.settle()
+	w.routed("web", "a b c d")
+
+	w = start(everySecond)
+	w.probe(1, "")
+	w.settle()
+	w.routed("web", "a b c d")
+
+	// Nobody else is routable: it is better than nothing.
+	w = start(everySecond)
+	w.list("web", ready("a"))
+	w.settle()
+	w.routed("web", "a")
+
+	// Nobody probes, so that nobody would ever prove anything.
+	w = start(Check{})
+	w.routed("web", "a b c d")
+	w = start(everySecond)
+	w.SetCheck(w.now, "web", Check{})
+	w.settle()
+	w.routed("web", "a b c d")
+
+	// What is taken out later, by hand, or in another process, is brought back as ever.
+	w = start(everySecond)
+	w.proxy.now[Key{"web", target("b")}].routed = false
+	w.proxy.generation++
+	w.settle()
+	w.routed("web", "b c d")
 }
 
 func TestAChangedCheckKeepsTheVerdictUntilItHasItsOwn(t *testing.T) {

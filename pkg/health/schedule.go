@@ -153,7 +153,7 @@ func (s *Set) SetCheck(now time.Time, pool Pool, c Check) {
 		r.set(own, false)
 		r.counters = [4]uint8{}
 		if !p.probing() {
-			r.set(unproven, false)
+			r.set(unproven|found, false)
 		}
 		if p.check == nil && r.verdict != VerdictUnknown {
 			r.verdict, r.since = VerdictUnknown, at
@@ -240,8 +240,8 @@ func (s *Set) Report(now time.Time, job Job, outcome Outcome) bool {
 	r.missed = 0
 	at := s.begin(now)
 	s.fresh = false
-	if outcome.Kind == Success && r.is(unproven) {
-		r.set(unproven, false)
+	if outcome.Kind == Success && r.flags&(unproven|found) != 0 {
+		r.set(unproven|found, false)
 		s.refresh(i, r)
 	}
 	fresh = s.take(at, i, r, outcome)

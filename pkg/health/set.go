@@ -208,7 +208,7 @@ func (s *Set) claim(i int32, yes bool) {
 		r.set(unlisted, false)
 		s.refresh(i, r)
 	case r.is(claimed):
-		r.set(claimed|unlisted|unproven, false)
+		r.set(claimed|doubts, false)
 		if !s.dropIfDone(i, r) {
 			s.refresh(i, r)
 		}
@@ -349,6 +349,9 @@ func (s *Set) AppendWatched(keys []Key) []Key {
 
 // Observe takes in a reading. Readings of keys that the set no longer has change nothing, nor does a reading that began before
 // the last one. A new generation voids what was seen of all others.
+//
+// In the first generation that the set is told of, a target of a pool with a check that the gateway knows and does not route to was taken out
+// by an agent before this one, whose verdicts are not known. It stays out until a probe of it has succeeded, or no other is routable.
 func (s *Set) Observe(now time.Time, o Observation) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -376,6 +379,10 @@ func (s *Set) Observe(now time.Time, o Observation) {
 			continue
 		}
 		r := s.at(i)
+		if s.last == 1 && r.seenIn == 0 && seen.Present && !seen.Routed && !r.is(asked) && !r.buried() && (r.is(claimed) || !s.synced) {
+			// The agent before this one took it out, and may have known why: what the gateway does is all that is left of its verdicts.
+			r.set(found, p.probing())
+		}
 		quiet := !seen.Routed && seen.Active == 0
 		switch {
 		case !quiet:

@@ -80,6 +80,11 @@ const (
 	// scheduled records are in the wheel, of those in flight the outcome is awaited.
 	scheduled
 	inFlight
+	// found says that the gateway had it taken out when the agent began, and that its check has not had a success since.
+	found
+
+	// doubts keep a target out although it is claimed and nobody holds a tombstone on its pod.
+	doubts = unlisted | unproven | found
 )
 
 func (r *record) is(f flag) bool { return r.flags&f != 0 }

@@ -27,6 +27,8 @@ const (
 	WhyTombstoned
 	// WhyLapsed targets have no traffic because nobody knows any more whether their pod's tombstone still holds, see [Set.Lapse].
 	WhyLapsed
+	// WhyUnproven targets have no traffic because the gateway gave them none when the agent began, and no probe has succeeded since.
+	WhyUnproven
 	// WhyNotReady targets have no traffic because EndpointSlices do not want any there.
 	WhyNotReady
 	// WhyNotSynced targets are left as they are in the gateway: EndpointSlices have not been heard yet.
@@ -54,6 +56,8 @@ func (w Why) String() string {
 		return "tombstoned"
 	case WhyLapsed:
 		return "lapsed"
+	case WhyUnproven:
+		return "unproven"
 	case WhyNotReady:
 		return "not-ready"
 	case WhyNotSynced:
