@@ -331,6 +331,54 @@ func TestWhomAnEarlierAgentTookOutStaysOutUntilAProbeSucceeds(t *testing.T) {
 	w.routed("web", "b c d")
 }
 
+// Only what was out before this agent could have had a hand in it, and without a tombstone, was taken out for a reason that it does not know.
+func TestWhoWasTakenOutForAKnownReasonNeedsNoProof(t *testing.T) {
+	w := newWorld(t)
+	w.proxy.now[Key{"web", target("a")}] = &server{}
+	w.proxy.now[Key{"web", target("b")}] = &server{routed: true}
+	w.SetCheck(w.now, "web", everySecond)
+	w.bury("a", "r") // as the journal says
+	w.list("web", ready("a b"))
+	w.Synced()
+	w.settle()
+	w.Lift("a", "r")
+	w.settle()
+	w.routed("web", "a b")
+
+	// It has come since, and is halfway in.
+	w.list("web", ready("a b c"))
+	w.Pending()
+	w.proxy.now[Key{"web", target("c")}] = &server{}
+	w.read(nil)
+	w.pending("routed web/10.0.0.3:80@c")
+	w.settle()
+	w.routed("web", "a b c")
+
+	// Another process has something of its own.
+	w.proxy.reload(true)
+	w.proxy.now[Key{"web", target("d")}] = &server{}
+	w.Adopt(w.now, slices.Collect(maps.Keys(w.proxy.now)))
+	w.list("web", ready("a b c d"))
+	w.read(nil)
+	w.settle()
+	w.routed("web", "a b c d")
+}
+
+// Where only sick ones would be left, the one that is well is kept, even if some process lacks it and none lacks a sick one.
+func TestTheUsableOneIsKeptAlthoughAProcessLacksIt(t *testing.T) {
+	w := checked(t, "a b c")
+	w.probe(2, "b c")
+	w.settle()
+	w.bury("a", "r")
+	w.bury("b", "r")
+	o := w.proxy.read(w.now, []Key{{"web", target("a")}, {"web", target("b")}, {"web", target("c")}})
+	seen := o.Seen[Key{"web", target("a")}]
+	seen.Missing = true
+	o.Seen[Key{"web", target("a")}] = seen
+	w.Observe(w.now, o)
+	w.why("a:kept b:tombstoned c:held-back")
+}
+
 func TestAChangedCheckKeepsTheVerdictUntilItHasItsOwn(t *testing.T) {
 	w := checked(t, "a b c")
 	w.probe(2, "a")
