@@ -153,6 +153,15 @@ func TestChecksGoBackToTheFile(t *testing.T) {
 		}
 		return s
 	}
+	// of also has a check of a port's own.
+	of := func(all, port, check string) *corev1.Service {
+		s := service(all)
+		if s.Annotations == nil {
+			s.Annotations = map[string]string{}
+		}
+		s.Annotations[health.CheckAnnotation+"."+port] = check
+		return s
+	}
 	const ofFile, annotated = "map[admin:/admin other:/other web:/web]", "map[admin:/x other:/other web:/x]"
 	for _, step := range []struct {
 		what    string
@@ -169,6 +178,12 @@ func TestChecksGoBackToTheFile(t *testing.T) {
 		{"deleted", service("{path: /x}"), true, ofFile, 0},
 		{"annotation again", service("{path: /x}"), false, annotated, 0},
 		{"annotation taken away", service(""), false, ofFile, 0},
+		{"of one port", of("", "admin", "{path: /y}"), false, "map[admin:/y other:/other web:/web]", 0},
+		{"of one port before all", of("{path: /x}", "admin", "{path: /y}"), false, "map[admin:/y other:/other web:/x]", 0},
+		{"of one port, refused", of("{path: /z}", "admin", "{path: y}"), false, "map[admin:/y other:/other web:/z]", 1},
+		{"of all, refused", of("{path: z}", "admin", "{path: /y}"), false, "map[admin:/y other:/other web:/z]", 1},
+		{"of one port, taken away", service("{path: /x}"), false, annotated, 0},
+		{"of one port, that nothing routes to", of("", "metrics", "{path: y}"), false, ofFile, 0},
 	} {
 		c.heard(step.heard, step.gone)
 		if got := paths(); got != step.want || c.refusals() != step.refused {
