@@ -213,3 +213,23 @@ func TestHealthCheckOfTheFile(t *testing.T) {
 		}
 	}
 }
+
+// An agent is killed, and the one that comes after it knows no verdicts: the sick pod gets not one request until it is well.
+func TestTheSickStayOutOverARestart(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, 3, time.Minute)
+	a, b, c := w.pods[0], w.pods[1], w.pods[2]
+	w.sicken(true, a)
+	w.api.annotate("{path: /healthz, interval: 1s, timeout: 500ms, healthy: {successes: 1}, unhealthy: {httpFailures: 3}}")
+	w.untilTargets(map[string]string{a: "unhealthy unhealthy removed", b: "healthy chosen routed", c: "healthy chosen routed"})
+	since := time.Now()
+	w.die()
+	w.live()
+	w.untilTargets(map[string]string{a: "unhealthy unhealthy removed", b: "healthy chosen routed", c: "healthy chosen routed"})
+	w.mustServe(a)
+	if w.routedSince(a, since) {
+		t.Errorf("%s has had traffic although it is sick", a)
+	}
+	w.sicken(false, a)
+	w.untilTargets(map[string]string{a: "healthy chosen routed"})
+}

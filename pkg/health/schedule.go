@@ -281,6 +281,9 @@ func (s *Set) take(at int64, i int32, r *record, outcome Outcome) bool {
 	r.last, r.lastAt = outcome, at
 	if c := r.pool.check; c != nil && r.count(c.Thresholds, outcome.Kind) {
 		r.since = at
+		if r.is(own) {
+			r.set(found, false) // it has a verdict again
+		}
 		s.refresh(i, r)
 	}
 	s.settle()

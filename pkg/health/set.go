@@ -351,7 +351,7 @@ func (s *Set) AppendWatched(keys []Key) []Key {
 // the last one. A new generation voids what was seen of all others.
 //
 // In the first generation that the set is told of, a target of a pool with a check that the gateway knows and does not route to was taken out
-// by an agent before this one, whose verdicts are not known. It stays out until a probe of it has succeeded, or no other is routable.
+// by an agent before this one, whose verdicts are not known. It stays out until a probe of it has succeeded, its check has a verdict, or no other is routable.
 func (s *Set) Observe(now time.Time, o Observation) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -80,7 +80,8 @@ const (
 	// scheduled records are in the wheel, of those in flight the outcome is awaited.
 	scheduled
 	inFlight
-	// found says that the gateway had it taken out when the agent began, and that its check has not had a success since.
+	// found says that the gateway had it taken out when the agent began, and that its check has had neither a success
+	// nor a verdict since.
 	found
 
 	// doubts keep a target out although it is claimed and nobody holds a tombstone on its pod.

@@ -27,7 +27,7 @@ const (
 	WhyTombstoned
 	// WhyLapsed targets have no traffic because nobody knows any more whether their pod's tombstone still holds, see [Set.Lapse].
 	WhyLapsed
-	// WhyUnproven targets have no traffic because the gateway gave them none when the agent began, and no probe has succeeded since.
+	// WhyUnproven targets have no traffic because the gateway gave them none when the agent began, and probes have not told yet.
 	WhyUnproven
 	// WhyNotReady targets have no traffic because EndpointSlices do not want any there.
 	WhyNotReady
