@@ -701,9 +701,9 @@ func TestAPlaceThatIsFreeIsNobodys(t *testing.T) {
 	k := Key{"web", target("a")}
 	n := nameOf(&k.Target)
 	h := hashOf(s.seed, &n)
-	i := s.find(s.pools["web"], &n, h)
+	f := s.at(s.find(s.pools["web"], &n, h)).face
 	s.Replace(t0, "web", ready("b"))
-	s.dir.Load().slots[uint32(h)&s.dir.Load().mask].Store(h>>32<<32 | uint64(i+1))
+	f.hash.Store(h)
 	if _, ok := s.Lookup(k); ok {
 		t.Fatal("a target that has left is known")
 	}
@@ -721,7 +721,7 @@ func TestMarksGoWithTheEndOfTheirRun(t *testing.T) {
 	}
 }
 
-// The table grows to what lives, and is not made anew for ever by what comes and goes.
+// The table grows to what lives, and is seldom made anew by what comes and goes.
 func TestTheTableUnderChurn(t *testing.T) {
 	for _, live := range []int{100, 1500, 2047} {
 		s := New(Options{Detached: true})
@@ -742,18 +742,19 @@ func TestTheTableUnderChurn(t *testing.T) {
 			}
 			rebuilds = append(rebuilds, s.rebuilds)
 		}
-		if late := rebuilds[39] - rebuilds[19]; late > 1 {
+		// What one costs, some 10 ns for each that lives, is spread over three times as many replacements at least.
+		if late := rebuilds[39] - rebuilds[19]; late > 20/3 {
 			t.Errorf("%d live: %d rebuilds after %d replacements", live, late, 20*live)
 		}
 		d := s.dir.Load()
-		gone := 0
-		for i := range d.slots {
-			if d.slots[i].Load() == slotGone {
-				gone++
+		marks := 0
+		for i := range d.faces {
+			if d.faces[i].hash.Load() == gone {
+				marks++
 			}
 		}
-		if s.live != live || gone+s.live != s.used || len(d.slots) > 8*live || len(d.slabs) > live>>slabBits+1 {
-			t.Errorf("%d of %d live, %d slots of %d are marked as gone, %d counted as used, %d slabs", s.live, live, gone, len(d.slots), s.used, len(d.slabs))
+		if s.live != live || marks+s.live != s.used || len(d.faces) > 2*live+smallest || len(s.slabs) > live>>slabBits+1 {
+			t.Errorf("%d of %d live, %d places of %d are marked as gone, %d counted as used, %d slabs", s.live, live, marks, len(d.faces), s.used, len(s.slabs))
 		}
 		for n := range live {
 			_, a := s.Lookup(Key{"web", all[n].Target})

@@ -24,8 +24,8 @@ func naiveOf(s *Set) naive {
 	for _, p := range s.all {
 		var c struct{ claimed, routed, buried, routable, usable int }
 		var all []int32
-		for i := range int32(len(s.dir.Load().slabs)) << slabBits {
-			if r := s.at(i); r.seq.Load()&1 == 0 && r.pool == p {
+		for i := range int32(len(s.slabs)) << slabBits {
+			if r := s.at(i); r.pool == p {
 				all = append(all, i)
 			}
 		}

@@ -228,11 +228,10 @@ func (s *Set) Report(now time.Time, job Job, outcome Outcome) bool {
 		s.tell(fresh)
 	}()
 	i := int32(job.Ticket >> 32)
-	d := s.dir.Load()
-	if i < 0 || int(i)>>slabBits >= len(d.slabs) {
+	if i < 0 || int(i)>>slabBits >= len(s.slabs) {
 		return false
 	}
-	r := d.record(i)
+	r := s.at(i)
 	if !r.is(inFlight) || r.ticket != uint32(job.Ticket) {
 		return false
 	}

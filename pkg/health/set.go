@@ -66,9 +66,11 @@ type Set struct {
 	pools  map[Pool]*pool
 	all    []*pool // by id
 
-	// The table: how many records live, how many slots are not empty, the first free record, how many live ones have a zone.
+	// Records lie in slabs; free are the indices of those in which nothing lives. Of the table: how many records live, how many places are
+	// not empty, how many live records have a zone.
+	slabs                       []*slab
+	free                        []int32
 	live, used, zoned, rebuilds int
-	free                        int32
 	todo, watched               bag
 	dirty                       []*pool
 	mark                        uint32
@@ -95,10 +97,10 @@ func NewSet() *Set { return New(Options{}) }
 func New(o Options) *Set {
 	s := &Set{
 		usablePercent: cmp.Or(max(o.UsablePercent, 0), 50), detached: o.Detached, seed: maphash.MakeSeed(), work: make(chan struct{}, 1),
-		pools: map[Pool]*pool{}, pods: map[UID]*pod{}, free: nowhere, readAt: never, lapsedAt: never,
+		pools: map[Pool]*pool{}, pods: map[UID]*pod{}, readAt: never, lapsedAt: never,
 		todo: bag{which: inTodo}, watched: bag{which: inWatched},
 	}
-	s.dir.Store(&directory{mask: 15, slots: make([]atomic.Uint64, 16)})
+	s.dir.Store(&directory{faces: make([]face, smallest)})
 	return s
 }
 

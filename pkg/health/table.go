@@ -3,6 +3,7 @@ package health
 import (
 	"encoding/binary"
 	"hash/maphash"
+	"math/bits"
 	"net/netip"
 	"sync/atomic"
 	"unsafe"
@@ -14,8 +15,10 @@ const slabBits = 8
 // nowhere is the index of no record, and the place of a record that is not in a bag.
 const nowhere int32 = -1
 
-// face is the part of a record that [Set.Lookup] reads: one cache line, atomic throughout.
+// face is a place in the table, and the part of a record that [Set.Lookup] reads: one cache line, atomic but for the index.
 type face struct {
+	// hash of the name: 0 if nothing was ever here, gone if what was here has left.
+	hash atomic.Uint64
 	// seq is odd while no target lives here or one moves in. Who reads the name must find the same even number before and after.
 	seq atomic.Uint32
 	// view is what Lookup returns, packed.
@@ -23,16 +26,24 @@ type face struct {
 	// uid, hi, lo and meta are the name, see name.
 	uid          atomic.Pointer[byte]
 	hi, lo, meta atomic.Uint64
-	_            [24]byte
+	// index is that of the record. It belongs to who holds the set's mutex.
+	index int32
+	_     [12]byte
 }
+
+// gone marks a place in the table that something has left.
+const gone = 1
 
 // record is all that is known of one key. It lives in a slab, and its place is used again once it is free. But for its face it belongs to
 // who holds the set's mutex.
 type record struct {
-	// Here is what a change of endpoints writes: one cache line.
+	// Here is what a change of endpoints writes: one cache line. face and pool are nil while nothing lives here.
 	*face
-	hash uint64
-	pool *pool
+	// slot is where in the table the face is.
+	slot int32
+	// every is the interval of the probe that is planned, in ticks.
+	every int32
+	pool  *pool
 	// pod is set while there is a tombstone on the pod, or it is dead.
 	pod *pod
 	// due is the tick of the next probe.
@@ -180,35 +191,46 @@ func (r *record) target() Target { return r.read().target() }
 
 func (r *record) key() Key { return Key{r.pool.name, r.target()} }
 
-// directory is what a reader needs: an open addressing table of slots, the slabs that they point into, and the pools. Slots are written
-// in place; when the table grows, or a slab or a pool comes, there is another directory.
+// directory is what a reader needs: an open addressing table of faces, and the pools. Faces are written in place; when the table is made anew,
+// or a pool comes, there is another directory.
 //
-// A slot is 0 if nothing was ever there, or a tag of 32 bits of the hash above the record's index plus one, or in its lower half 0 if
-// what was there is gone. The hash is that of the UID alone (of the address, where there is none): all targets of a pod lie in one run,
-// so that the table is also the index from a UID to its records.
+// The hash is that of the UID alone (of the address, where there is none): all targets of a pod lie in one run, so that the table is also the
+// index from a UID to its records. A reader touches one line of the table where it finds what it looks for at once, and lines beside it
+// where it does not.
 type directory struct {
-	mask  uint32
-	slots []atomic.Uint64
-	slabs []*slab
+	faces []face
 	pools []*pool
 }
 
-type slab struct {
-	faces   [1 << slabBits]face
-	records [1 << slabBits]record
+// start is where the run of a hash begins.
+func (d *directory) start(h uint64) int {
+	i, _ := bits.Mul64(h, uint64(len(d.faces)))
+	return int(i)
 }
 
-const slotGone = 1 << 32
+// after is the place after i.
+func (d *directory) after(i int) int {
+	if i++; i == len(d.faces) {
+		return 0
+	}
+	return i
+}
 
-func (d *directory) record(i int32) *record { return &d.slabs[i>>slabBits].records[i&(1<<slabBits-1)] }
+func (d *directory) before(i int) int {
+	if i == 0 {
+		i = len(d.faces)
+	}
+	return i - 1
+}
 
-func (d *directory) face(i int32) *face { return &d.slabs[i>>slabBits].faces[i&(1<<slabBits-1)] }
+type slab [1 << slabBits]record
 
+// hashOf is neither 0 nor gone.
 func hashOf(seed maphash.Seed, n *name) uint64 {
 	if n.uid != "" {
-		return maphash.String(seed, n.uid)
+		return maphash.String(seed, n.uid) | 2
 	}
-	return maphash.Comparable(seed, [3]uint64{n.hi, n.lo, n.meta & 0xffff})
+	return maphash.Comparable(seed, [3]uint64{n.hi, n.lo, n.meta & 0xffff}) | 2
 }
 
 // Lookup returns the health of one target and why it gets traffic or not, as the last finished change left it. It takes no lock,
@@ -217,25 +239,20 @@ func (s *Set) Lookup(k Key) (View, bool) {
 	n := nameOf(&k.Target)
 	h := hashOf(s.seed, &n)
 	d := s.dir.Load()
-	for i := uint32(h); ; i++ {
-		slot := d.slots[i&d.mask].Load()
-		if slot == 0 {
-			return View{}, false
-		}
-		if slot>>32 != h>>32 || uint32(slot) == 0 {
+	for i := d.start(h); ; i = d.after(i) {
+		f := &d.faces[i]
+		if hash := f.hash.Load(); hash != h {
+			if hash == 0 {
+				return View{}, false
+			}
 			continue
 		}
-		index := uint32(slot) - 1
-		if index>>slabBits >= uint32(len(d.slabs)) {
-			continue // it has come since
-		}
-		r := d.face(int32(index))
-		seq := r.seq.Load()
-		if seq&1 != 0 || r.hi.Load() != n.hi || r.lo.Load() != n.lo {
+		seq := f.seq.Load()
+		if seq&1 != 0 || f.hi.Load() != n.hi || f.lo.Load() != n.lo {
 			continue
 		}
-		have, view := r.read(), r.view.Load()
-		if r.seq.Load() != seq || have.meta&(1<<poolShift-1) != n.meta || have.uid != n.uid {
+		have, view := f.read(), f.view.Load()
+		if f.seq.Load() != seq || have.meta&(1<<poolShift-1) != n.meta || have.uid != n.uid {
 			continue
 		}
 		if id := have.meta >> poolShift; id >= uint64(len(d.pools)) || d.pools[id].name != k.Pool {
@@ -249,25 +266,20 @@ func (s *Set) Lookup(k Key) (View, bool) {
 func (s *Set) find(p *pool, n *name, h uint64) int32 {
 	d := s.dir.Load()
 	meta := n.meta | uint64(p.id)<<poolShift
-	for i := uint32(h); ; i++ {
-		slot := d.slots[i&d.mask].Load()
-		if slot == 0 {
+	for i := d.start(h); ; i = d.after(i) {
+		f := &d.faces[i]
+		hash := f.hash.Load()
+		if hash == 0 {
 			return nowhere
 		}
-		if slot>>32 != h>>32 || uint32(slot) == 0 {
-			continue
-		}
-		index := int32(uint32(slot) - 1)
-		r := d.face(index)
-		if r.hi.Load() == n.hi && r.lo.Load() == n.lo && r.meta.Load() == meta && r.read().uid == n.uid {
-			return index
+		if hash == h && f.hi.Load() == n.hi && f.lo.Load() == n.lo && f.meta.Load() == meta && f.read().uid == n.uid {
+			return f.index
 		}
 	}
 }
 
 // ofPod appends the records of every target of uid.
 func (s *Set) ofPod(uid UID, all []int32) []int32 {
-	d := s.dir.Load()
 	if uid == "" {
 		// Nobody can delete a pod without a UID. It is possible all the same, and slow.
 		for _, p := range s.all {
@@ -279,18 +291,18 @@ func (s *Set) ofPod(uid UID, all []int32) []int32 {
 		}
 		return all
 	}
-	h := maphash.String(s.seed, string(uid))
-	for i := uint32(h); ; i++ {
-		slot := d.slots[i&d.mask].Load()
-		if slot == 0 {
+	d, h := s.dir.Load(), hashOf(s.seed, &name{uid: string(uid)})
+	for i := d.start(h); ; i = d.after(i) {
+		f := &d.faces[i]
+		hash := f.hash.Load()
+		if hash == 0 {
 			break
 		}
-		if slot>>32 != h>>32 || uint32(slot) == 0 {
+		if hash != h {
 			continue
 		}
-		index := int32(uint32(slot) - 1)
-		if n := d.face(index).read(); n.uid == string(uid) && n.meta>>kindShift&3 != kindZoned {
-			all = append(all, index)
+		if n := f.read(); n.uid == string(uid) && n.meta>>kindShift&3 != kindZoned {
+			all = append(all, f.index)
 		}
 	}
 	if s.zoned == 0 {
@@ -307,100 +319,104 @@ func (s *Set) ofPod(uid UID, all []int32) []int32 {
 }
 
 // at returns the record of an index that find gave.
-func (s *Set) at(i int32) *record { return s.dir.Load().record(i) }
+func (s *Set) at(i int32) *record { return &s.slabs[i>>slabBits][i&(1<<slabBits-1)] }
 
 // make returns the index of a new record of n in p, with nothing known but its name.
 func (s *Set) make(p *pool, n *name, h uint64) int32 {
 	d := s.dir.Load()
-	if s.live+1 > len(d.slots)/2 || s.used+1 > len(d.slots)/4*3 {
+	if s.used+1 > len(d.faces)/4*3 {
 		d = s.rebuild(d)
 	}
-	if s.free == nowhere {
-		d = s.addSlab(d)
+	if len(s.free) == 0 {
+		s.addSlab()
 	}
-	index := s.free
-	r := d.record(index)
-	s.free = r.next
+	index := s.free[len(s.free)-1]
+	s.free = s.free[:len(s.free)-1]
+
+	i := d.start(h)
+	for d.faces[i].hash.Load() > gone {
+		i = d.after(i)
+	}
+	f := &d.faces[i]
+	if f.hash.Load() == 0 {
+		s.used++
+		f.seq.Store(1)
+	}
 	if n.uid == "" {
-		r.uid.Store(nil)
+		f.uid.Store(nil)
 	} else {
-		r.uid.Store(unsafe.StringData(n.uid))
+		f.uid.Store(unsafe.StringData(n.uid))
 	}
-	if r.hi.Load() != n.hi { // a store costs more
-		r.hi.Store(n.hi)
-	}
-	r.lo.Store(n.lo)
-	r.meta.Store(n.meta | uint64(p.id)<<poolShift)
+	f.hi.Store(n.hi)
+	f.lo.Store(n.lo)
+	f.meta.Store(n.meta | uint64(p.id)<<poolShift)
+	f.view.Store(0)
+	f.index = index
+	f.seq.Add(1)
+	f.hash.Store(h)
+	s.live++
 	if n.meta>>kindShift&3 == kindZoned {
 		s.zoned++
 	}
-	r.hash, r.pool = h, p
-	r.next, r.prev = nowhere, nowhere
-	r.seenAt, r.quietSince, r.since, r.lastAt = never, never, never, never
-	r.view.Store(0)
-	r.seq.Add(1)
 
-	i := uint32(h)
-	for uint32(d.slots[i&d.mask].Load()) != 0 {
-		i++
-	}
-	if d.slots[i&d.mask].Load() == 0 {
-		s.used++
-	}
-	d.slots[i&d.mask].Store(h>>32<<32 | uint64(index+1))
-	s.live++
+	r := s.at(index)
+	r.face, r.slot, r.pool = f, int32(i), p
+	r.seenAt, r.quietSince, r.since, r.lastAt = never, never, never, never
 	return index
 }
 
 // drop makes the place of a record free. It is in no bag any more.
 func (s *Set) drop(index int32) {
 	d := s.dir.Load()
-	r := d.record(index)
-	r.seq.Add(1)
-	slot, i := r.hash>>32<<32|uint64(index+1), uint32(r.hash)
-	for d.slots[i&d.mask].Load() != slot {
-		i++
-	}
-	// A mark that something is gone is needed only where a run goes on.
-	if d.slots[(i+1)&d.mask].Load() != 0 {
-		d.slots[i&d.mask].Store(slotGone)
-	} else {
-		d.slots[i&d.mask].Store(0)
-		s.used--
-		for i--; d.slots[i&d.mask].Load() == slotGone; i-- {
-			d.slots[i&d.mask].Store(0)
-			s.used--
-		}
-	}
-	s.live--
+	r := s.at(index)
 	if r.meta.Load()>>kindShift&3 == kindZoned {
 		s.zoned--
 	}
 	// The UID's bytes stay until the place is used again.
-	r.pool, r.pod = nil, nil
+	r.seq.Add(1)
+	// A mark that something is gone is needed only where a run goes on.
+	if i := int(r.slot); d.faces[d.after(i)].hash.Load() != 0 {
+		d.faces[i].hash.Store(gone)
+	} else {
+		d.faces[i].hash.Store(0)
+		s.used--
+		for i = d.before(i); d.faces[i].hash.Load() == gone; i = d.before(i) {
+			d.faces[i].hash.Store(0)
+			s.used--
+		}
+	}
+	s.live--
+	r.face, r.pool, r.pod = nil, nil, nil
 	r.seenAt, r.seenIn, r.active, r.mark = 0, 0, 0, 0
 	r.flags, r.counted, r.last, r.verdict, r.counters, r.missed = 0, 0, Outcome{}, VerdictUnknown, [4]uint8{}, 0
-	r.next, s.free = s.free, index
+	s.free = append(s.free, index)
 }
 
 // rebuild makes the table as large as what lives needs: so large that the marks of what comes and goes do not fill it again. Readers stay in
 // the old one until they are done.
 func (s *Set) rebuild(d *directory) *directory {
-	size := len(d.slots)
-	for s.live+1 > size/8*3 {
-		size *= 2
-	}
-	next := &directory{mask: uint32(size - 1), slots: make([]atomic.Uint64, size), slabs: d.slabs, pools: d.pools}
-	for i := range d.slots {
-		slot := d.slots[i].Load()
-		if uint32(slot) == 0 {
+	next := &directory{faces: make([]face, max(smallest, 2*(s.live+1))), pools: d.pools}
+	for i := range d.faces {
+		from := &d.faces[i]
+		h := from.hash.Load()
+		if h <= gone {
 			continue
 		}
-		j := uint32(d.record(int32(uint32(slot) - 1)).hash)
-		for next.slots[j&next.mask].Load() != 0 {
-			j++
+		j := next.start(h)
+		for next.faces[j].hash.Load() != 0 {
+			j = next.after(j)
 		}
-		next.slots[j&next.mask].Store(slot)
+		to := &next.faces[j]
+		to.seq.Store(2)
+		to.view.Store(from.view.Load())
+		to.uid.Store(from.uid.Load())
+		to.hi.Store(from.hi.Load())
+		to.lo.Store(from.lo.Load())
+		to.meta.Store(from.meta.Load())
+		to.index = from.index
+		to.hash.Store(h)
+		r := s.at(from.index)
+		r.face, r.slot = to, int32(j)
 	}
 	s.used = s.live
 	s.rebuilds++
@@ -408,20 +424,20 @@ func (s *Set) rebuild(d *directory) *directory {
 	return next
 }
 
-func (s *Set) addSlab(d *directory) *directory {
-	next := &directory{mask: d.mask, slots: d.slots, slabs: append(d.slabs, new(slab)), pools: d.pools}
-	first := int32(len(d.slabs)) << slabBits
+// smallest is the size of the table in the beginning.
+const smallest = 16
+
+func (s *Set) addSlab() {
+	first := int32(len(s.slabs)) << slabBits
+	s.slabs = append(s.slabs, new(slab))
 	for i := first + 1<<slabBits - 1; i >= first; i-- {
-		r := next.record(i)
-		r.face = next.face(i)
-		r.seq.Store(1)
+		r := s.at(i)
 		for b := range r.at {
 			r.at[b] = nowhere
 		}
-		r.next, s.free = s.free, i
+		r.next, r.prev = nowhere, nowhere
+		s.free = append(s.free, i)
 	}
-	s.dir.Store(next)
-	return next
 }
 
 // bag is an unordered list of records in which each knows its place, so that it comes and goes at the same price however many there are.

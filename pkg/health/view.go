@@ -109,13 +109,12 @@ func (s *Set) Targets() []Detail {
 	all := []Detail{}
 	for slab := 0; ; slab++ {
 		s.mu.Lock()
-		d := s.dir.Load()
-		if slab >= len(d.slabs) {
+		if slab >= len(s.slabs) {
 			s.mu.Unlock()
 			break
 		}
-		for n := range d.slabs[slab].records {
-			if r := &d.slabs[slab].records[n]; r.seq.Load()&1 == 0 {
+		for n := range s.slabs[slab] {
+			if r := &s.slabs[slab][n]; r.pool != nil {
 				all = append(all, s.detail(r))
 			}
 		}
