@@ -701,24 +701,56 @@ func TestAPlaceThatIsFreeIsNobodys(t *testing.T) {
 	k := Key{"web", target("a")}
 	n := nameOf(&k.Target)
 	h := hashOf(s.seed, &n)
-	f := s.at(s.find(s.pools["web"], &n, h)).face
+	slot := int(s.at(s.find(s.pools["web"], &n, h)).slot)
 	s.Replace(t0, "web", ready("b"))
-	f.hash.Store(h)
+	s.dir.Load().tag(slot, h&0x7f)
 	if _, ok := s.Lookup(k); ok {
 		t.Fatal("a target that has left is known")
 	}
 }
 
-// What has left leaves a mark only as long as a run goes on behind it.
-func TestMarksGoWithTheEndOfTheirRun(t *testing.T) {
+// Of one pod's targets, more than a group, those in the first one leave marks, because searches go on from there; a place that is marked is
+// used again, and those in the last one leave none.
+func TestMarksAreLeftWhereASearchGoesOn(t *testing.T) {
 	s := New(Options{Detached: true})
-	s.Replace(t0, "web", ready("10.0.0.1:80@a 10.0.0.2:80@a 10.0.0.3:80@a"))
-	for n, want := range []int{3, 3, 0} {
-		s.Change(t0, "web", []Change{{Endpoint: ready(fmt.Sprintf("10.0.0.%d:80@a", n+1))[0], Gone: true}})
-		if s.used != want {
-			t.Fatalf("%d slots are used when %d of 3 have left, want %d", s.used, n+1, want)
+	var all []Endpoint
+	for n := range 2*group + 1 {
+		all = append(all, ready(fmt.Sprintf("10.0.0.%d:80@a", n+1))...)
+	}
+	s.Replace(t0, "web", all)
+	if s.rebuilds == 0 || s.used != len(all) {
+		t.Fatalf("%d places are used by %d targets, %d rebuilds", s.used, len(all), s.rebuilds)
+	}
+	marks := func(want int) {
+		t.Helper()
+		if s.used-s.live != want {
+			t.Fatalf("%d marks, want %d", s.used-s.live, want)
+		}
+		for _, e := range all {
+			if n := nameOf(&e.Target); (s.find(s.pools["web"], &n, hashOf(s.seed, &n)) != nowhere) != (slices.ContainsFunc(s.Targets(), func(d Detail) bool { return d.Target == e.Target })) {
+				t.Fatalf("%s is not found", e.Target)
+			}
 		}
 	}
+	inFirst := func(full bool) Endpoint {
+		d := s.dir.Load()
+		for _, e := range all {
+			n := nameOf(&e.Target)
+			if i := s.find(s.pools["web"], &n, hashOf(s.seed, &n)); i != nowhere && hasEmpty(d.words[s.at(i).slot/group].Load()) != full {
+				return e
+			}
+		}
+		t.Fatal("no group is as is looked for")
+		return Endpoint{}
+	}
+	marks(0)
+	first, last := inFirst(true), inFirst(false)
+	s.Change(t0, "web", []Change{{Endpoint: last, Gone: true}})
+	marks(0)
+	s.Change(t0, "web", []Change{{Endpoint: first, Gone: true}})
+	marks(1)
+	s.Change(t0, "web", []Change{{Endpoint: last}})
+	marks(0)
 }
 
 // The table grows to what lives, and is seldom made anew by what comes and goes.
@@ -748,12 +780,12 @@ func TestTheTableUnderChurn(t *testing.T) {
 		}
 		d := s.dir.Load()
 		marks := 0
-		for i := range d.faces {
-			if d.faces[i].hash.Load() == gone {
+		for slot := range d.faces {
+			if d.words[slot/group].Load()>>(slot%group*8)&0xff == gone {
 				marks++
 			}
 		}
-		if s.live != live || marks+s.live != s.used || len(d.faces) > 2*live+smallest || len(s.slabs) > live>>slabBits+1 {
+		if s.live != live || marks+s.live != s.used || len(d.faces) > 2*live+2*group || len(s.slabs) > live>>slabBits+1 {
 			t.Errorf("%d of %d live, %d places of %d are marked as gone, %d counted as used, %d slabs", s.live, live, marks, len(d.faces), s.used, len(s.slabs))
 		}
 		for n := range live {

@@ -100,7 +100,7 @@ func New(o Options) *Set {
 		pools: map[Pool]*pool{}, pods: map[UID]*pod{}, readAt: never, lapsedAt: never,
 		todo: bag{which: inTodo}, watched: bag{which: inWatched},
 	}
-	s.dir.Store(&directory{faces: make([]face, smallest)})
+	s.dir.Store(newDirectory(2, nil))
 	return s
 }
 

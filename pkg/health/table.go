@@ -15,10 +15,8 @@ const slabBits = 8
 // nowhere is the index of no record, and the place of a record that is not in a bag.
 const nowhere int32 = -1
 
-// face is a place in the table, and the part of a record that [Set.Lookup] reads: one cache line, atomic but for the index.
+// face is a place in the table, and the part of a record that [Set.Lookup] reads: one cache line.
 type face struct {
-	// hash of the name: 0 if nothing was ever here, gone if what was here has left.
-	hash atomic.Uint64
 	// seq is odd while no target lives here or one moves in. Who reads the name must find the same even number before and after.
 	seq atomic.Uint32
 	// view is what Lookup returns, packed.
@@ -26,13 +24,11 @@ type face struct {
 	// uid, hi, lo and meta are the name, see name.
 	uid          atomic.Pointer[byte]
 	hi, lo, meta atomic.Uint64
-	// index is that of the record. It belongs to who holds the set's mutex.
+	// hash of the name and index of the record belong to who holds the set's mutex.
+	hash  uint64
 	index int32
 	_     [12]byte
 }
-
-// gone marks a place in the table that something has left.
-const gone = 1
 
 // record is all that is known of one key. It lives in a slab, and its place is used again once it is free. But for its face it belongs to
 // who holds the set's mutex.
@@ -191,46 +187,86 @@ func (r *record) target() Target { return r.read().target() }
 
 func (r *record) key() Key { return Key{r.pool.name, r.target()} }
 
-// directory is what a reader needs: an open addressing table of faces, and the pools. Faces are written in place; when the table is made anew,
-// or a pool comes, there is another directory.
+// directory is what a reader needs: an open addressing table of faces, and the pools. It is written in place; when the table is made anew, or
+// a pool comes, there is another directory.
 //
-// The hash is that of the UID alone (of the address, where there is none): all targets of a pod lie in one run, so that the table is also the
-// index from a UID to its records. A reader touches one line of the table where it finds what it looks for at once, and lines beside it
-// where it does not.
+// Eight faces are a group. Of each, a byte of the group's word says what is there: nothing ever (empty), something that has left (gone), or
+// 7 bits of a hash. A search looks at the words only, beginning at the group that the hash says, up to the first with an empty byte; words
+// are so few that they stay in the processor's cache, and the one face that is looked at is what a reader waits for.
+//
+// The hash is that of the UID alone (of the address, where there is none): all targets of a pod lie near each other, so that the table is
+// also the index from a UID to its records.
 type directory struct {
+	words []atomic.Uint64
 	faces []face
 	pools []*pool
 }
 
-// start is where the run of a hash begins.
-func (d *directory) start(h uint64) int {
-	i, _ := bits.Mul64(h, uint64(len(d.faces)))
-	return int(i)
+const (
+	group = 8
+	lows  = 0x0101010101010101
+	highs = 0x8080808080808080
+	empty = 0x80
+	gone  = 0xfe
+)
+
+func newDirectory(groups int, pools []*pool) *directory {
+	d := &directory{words: make([]atomic.Uint64, groups), faces: make([]face, groups*group), pools: pools}
+	for i := range d.words {
+		d.words[i].Store(empty * lows)
+	}
+	return d
 }
 
-// after is the place after i.
-func (d *directory) after(i int) int {
-	if i++; i == len(d.faces) {
+// start is the group where the search for a hash begins.
+func (d *directory) start(h uint64) int {
+	g, _ := bits.Mul64(h, uint64(len(d.words)))
+	return int(g)
+}
+
+// after is the group after g.
+func (d *directory) after(g int) int {
+	if g++; g == len(d.words) {
 		return 0
 	}
-	return i
+	return g
 }
 
-func (d *directory) before(i int) int {
-	if i == 0 {
-		i = len(d.faces)
+// tagged returns the bytes of word that are the tag of a hash, each by its highest bit. It may say so of a byte above one that is, too.
+func tagged(word, h uint64) uint64 {
+	v := word ^ lows*(h&0x7f)
+	return (v - lows) &^ v & highs
+}
+
+// hasEmpty says whether a byte of word is empty.
+func hasEmpty(word uint64) bool { return word&^(word<<6)&highs != 0 }
+
+// nth is the place of the lowest byte of bytes.
+func nth(bytes uint64) int { return bits.TrailingZeros64(bytes) / 8 }
+
+// tag writes the byte of a place.
+func (d *directory) tag(slot int, b uint64) {
+	word, shift := &d.words[slot/group], slot%group*8
+	word.Store(word.Load()&^(0xff<<shift) | b<<shift)
+}
+
+// room returns the first place for a hash in which nothing lives, and whether it is empty.
+func (d *directory) room(h uint64) (slot int, isEmpty bool) {
+	for g := d.start(h); ; g = d.after(g) {
+		if word := d.words[g].Load(); word&highs != 0 {
+			n := nth(word & highs)
+			return g*group + n, word>>(n*8)&0xff == empty
+		}
 	}
-	return i - 1
 }
 
 type slab [1 << slabBits]record
 
-// hashOf is neither 0 nor gone.
 func hashOf(seed maphash.Seed, n *name) uint64 {
 	if n.uid != "" {
-		return maphash.String(seed, n.uid) | 2
+		return maphash.String(seed, n.uid)
 	}
-	return maphash.Comparable(seed, [3]uint64{n.hi, n.lo, n.meta & 0xffff}) | 2
+	return maphash.Comparable(seed, [3]uint64{n.hi, n.lo, n.meta & 0xffff})
 }
 
 // Lookup returns the health of one target and why it gets traffic or not, as the last finished change left it. It takes no lock,
@@ -239,26 +275,26 @@ func (s *Set) Lookup(k Key) (View, bool) {
 	n := nameOf(&k.Target)
 	h := hashOf(s.seed, &n)
 	d := s.dir.Load()
-	for i := d.start(h); ; i = d.after(i) {
-		f := &d.faces[i]
-		if hash := f.hash.Load(); hash != h {
-			if hash == 0 {
-				return View{}, false
+	for g := d.start(h); ; g = d.after(g) {
+		word := d.words[g].Load()
+		for at := tagged(word, h); at != 0; at &= at - 1 {
+			f := &d.faces[g*group+nth(at)]
+			seq := f.seq.Load()
+			if seq&1 != 0 || f.hi.Load() != n.hi || f.lo.Load() != n.lo {
+				continue
 			}
-			continue
+			have, view := f.read(), f.view.Load()
+			if f.seq.Load() != seq || have.meta&(1<<poolShift-1) != n.meta || have.uid != n.uid {
+				continue
+			}
+			if id := have.meta >> poolShift; id >= uint64(len(d.pools)) || d.pools[id].name != k.Pool {
+				continue
+			}
+			return unpack(view), true
 		}
-		seq := f.seq.Load()
-		if seq&1 != 0 || f.hi.Load() != n.hi || f.lo.Load() != n.lo {
-			continue
+		if hasEmpty(word) {
+			return View{}, false
 		}
-		have, view := f.read(), f.view.Load()
-		if f.seq.Load() != seq || have.meta&(1<<poolShift-1) != n.meta || have.uid != n.uid {
-			continue
-		}
-		if id := have.meta >> poolShift; id >= uint64(len(d.pools)) || d.pools[id].name != k.Pool {
-			continue
-		}
-		return unpack(view), true
 	}
 }
 
@@ -266,14 +302,16 @@ func (s *Set) Lookup(k Key) (View, bool) {
 func (s *Set) find(p *pool, n *name, h uint64) int32 {
 	d := s.dir.Load()
 	meta := n.meta | uint64(p.id)<<poolShift
-	for i := d.start(h); ; i = d.after(i) {
-		f := &d.faces[i]
-		hash := f.hash.Load()
-		if hash == 0 {
-			return nowhere
+	for g := d.start(h); ; g = d.after(g) {
+		word := d.words[g].Load()
+		for at := tagged(word, h); at != 0; at &= at - 1 {
+			f := &d.faces[g*group+nth(at)]
+			if f.hi.Load() == n.hi && f.lo.Load() == n.lo && f.meta.Load() == meta && f.seq.Load()&1 == 0 && f.read().uid == n.uid {
+				return f.index
+			}
 		}
-		if hash == h && f.hi.Load() == n.hi && f.lo.Load() == n.lo && f.meta.Load() == meta && f.read().uid == n.uid {
-			return f.index
+		if hasEmpty(word) {
+			return nowhere
 		}
 	}
 }
@@ -292,17 +330,16 @@ func (s *Set) ofPod(uid UID, all []int32) []int32 {
 		return all
 	}
 	d, h := s.dir.Load(), hashOf(s.seed, &name{uid: string(uid)})
-	for i := d.start(h); ; i = d.after(i) {
-		f := &d.faces[i]
-		hash := f.hash.Load()
-		if hash == 0 {
+	for g := d.start(h); ; g = d.after(g) {
+		word := d.words[g].Load()
+		for at := tagged(word, h); at != 0; at &= at - 1 {
+			f := &d.faces[g*group+nth(at)]
+			if n := f.read(); f.seq.Load()&1 == 0 && n.uid == string(uid) && n.meta>>kindShift&3 != kindZoned {
+				all = append(all, f.index)
+			}
+		}
+		if hasEmpty(word) {
 			break
-		}
-		if hash != h {
-			continue
-		}
-		if n := f.read(); n.uid == string(uid) && n.meta>>kindShift&3 != kindZoned {
-			all = append(all, f.index)
 		}
 	}
 	if s.zoned == 0 {
@@ -324,7 +361,7 @@ func (s *Set) at(i int32) *record { return &s.slabs[i>>slabBits][i&(1<<slabBits-
 // make returns the index of a new record of n in p, with nothing known but its name.
 func (s *Set) make(p *pool, n *name, h uint64) int32 {
 	d := s.dir.Load()
-	if s.used+1 > len(d.faces)/4*3 {
+	if s.used+1 > len(d.faces)/8*7 {
 		d = s.rebuild(d)
 	}
 	if len(s.free) == 0 {
@@ -333,15 +370,12 @@ func (s *Set) make(p *pool, n *name, h uint64) int32 {
 	index := s.free[len(s.free)-1]
 	s.free = s.free[:len(s.free)-1]
 
-	i := d.start(h)
-	for d.faces[i].hash.Load() > gone {
-		i = d.after(i)
-	}
-	f := &d.faces[i]
-	if f.hash.Load() == 0 {
+	slot, isEmpty := d.room(h)
+	f := &d.faces[slot]
+	if isEmpty {
 		s.used++
-		f.seq.Store(1)
 	}
+	f.seq.Store(f.seq.Load() | 1)
 	if n.uid == "" {
 		f.uid.Store(nil)
 	} else {
@@ -351,16 +385,16 @@ func (s *Set) make(p *pool, n *name, h uint64) int32 {
 	f.lo.Store(n.lo)
 	f.meta.Store(n.meta | uint64(p.id)<<poolShift)
 	f.view.Store(0)
-	f.index = index
+	f.hash, f.index = h, index
 	f.seq.Add(1)
-	f.hash.Store(h)
+	d.tag(slot, h&0x7f)
 	s.live++
 	if n.meta>>kindShift&3 == kindZoned {
 		s.zoned++
 	}
 
 	r := s.at(index)
-	r.face, r.slot, r.pool = f, int32(i), p
+	r.face, r.slot, r.pool = f, int32(slot), p
 	r.seenAt, r.quietSince, r.since, r.lastAt = never, never, never, never
 	return index
 }
@@ -374,16 +408,12 @@ func (s *Set) drop(index int32) {
 	}
 	// The UID's bytes stay until the place is used again.
 	r.seq.Add(1)
-	// A mark that something is gone is needed only where a run goes on.
-	if i := int(r.slot); d.faces[d.after(i)].hash.Load() != 0 {
-		d.faces[i].hash.Store(gone)
-	} else {
-		d.faces[i].hash.Store(0)
+	// A mark that something is gone is needed only where a search goes on to the next group.
+	if slot := int(r.slot); hasEmpty(d.words[slot/group].Load()) {
+		d.tag(slot, empty)
 		s.used--
-		for i = d.before(i); d.faces[i].hash.Load() == gone; i = d.before(i) {
-			d.faces[i].hash.Store(0)
-			s.used--
-		}
+	} else {
+		d.tag(slot, gone)
 	}
 	s.live--
 	r.face, r.pool, r.pod = nil, nil, nil
@@ -395,28 +425,24 @@ func (s *Set) drop(index int32) {
 // rebuild makes the table as large as what lives needs: so large that the marks of what comes and goes do not fill it again. Readers stay in
 // the old one until they are done.
 func (s *Set) rebuild(d *directory) *directory {
-	next := &directory{faces: make([]face, max(smallest, 2*(s.live+1))), pools: d.pools}
-	for i := range d.faces {
-		from := &d.faces[i]
-		h := from.hash.Load()
-		if h <= gone {
+	next := newDirectory((s.live+1)*tableRoom/2/group+1, d.pools)
+	for slot := range d.faces {
+		from := &d.faces[slot]
+		if d.words[slot/group].Load()>>(slot%group*8)&empty != 0 {
 			continue
 		}
-		j := next.start(h)
-		for next.faces[j].hash.Load() != 0 {
-			j = next.after(j)
-		}
-		to := &next.faces[j]
+		slot, _ := next.room(from.hash)
+		to := &next.faces[slot]
 		to.seq.Store(2)
 		to.view.Store(from.view.Load())
 		to.uid.Store(from.uid.Load())
 		to.hi.Store(from.hi.Load())
 		to.lo.Store(from.lo.Load())
 		to.meta.Store(from.meta.Load())
-		to.index = from.index
-		to.hash.Store(h)
+		to.hash, to.index = from.hash, from.index
+		next.tag(slot, from.hash&0x7f)
 		r := s.at(from.index)
-		r.face, r.slot = to, int32(j)
+		r.face, r.slot = to, int32(slot)
 	}
 	s.used = s.live
 	s.rebuilds++
@@ -424,8 +450,8 @@ func (s *Set) rebuild(d *directory) *directory {
 	return next
 }
 
-// smallest is the size of the table in the beginning.
-const smallest = 16
+// tableRoom is how many places a new table has for two that live.
+const tableRoom = 3
 
 func (s *Set) addSlab() {
 	first := int32(len(s.slabs)) << slabBits
