@@ -185,8 +185,11 @@ func keptBy(s *Set) naive {
 	}
 	for slot, head := range s.wheel.heads {
 		for i := head - 1; i != nowhere; i = s.at(i).next {
-			if s.at(i).due&(wheelSize-1) != int64(slot) || !s.at(i).is(scheduled) {
+			if s.at(i).due&(wheelSize-1) != int64(slot) || !s.at(i).is(hung) {
 				panic("the wheel is out of order")
+			}
+			if !s.at(i).is(scheduled) {
+				continue
 			}
 			n.Planned = append(n.Planned, s.at(i).key().String())
 		}

@@ -50,33 +50,39 @@ func (w *wheel) pass(now int64) {
 	w.present = t
 }
 
-// plan puts a record into the wheel or takes it out.
+// plan begins or ends the probing of a record. One that takes the place of another in the table of records takes over its time in the
+// interval as well, if theirs are as long: where targets come as others go, nothing is moved, and what was spread evenly stays so.
 func (s *Set) plan(i int32, r *record, want bool) {
 	w := &s.wheel
 	want = want && r.pool.check.Protocol != ProtocolUnknown
 	switch {
 	case want == r.is(scheduled):
 	case want:
+		r.set(scheduled, true)
+		w.count++
+		interval, from := r.pool.check.ticks(), w.present/int64(tick)+1
+		if r.is(hung) {
+			if w.count > 1 && int64(r.every) == interval && from <= r.due && r.due < from+interval {
+				return
+			}
+			s.unhang(r)
+		}
 		if w.heads == nil {
 			w.heads = make([]int32, wheelSize)
 		}
-		if w.count == 0 {
+		if w.count == 1 {
 			w.at, w.limit = w.present/int64(tick), w.present
 		}
 		// The golden ratio spreads any number of targets evenly over the interval, whenever they come, in the order in which they do.
 		w.planned += 0x9e3779b9
-		interval := r.pool.check.ticks()
-		from := w.present/int64(tick) + 1
 		phase := int64(uint64(w.planned) * uint64(interval) >> 32)
 		r.due = from + ((phase-from)%interval+interval)%interval
-		r.set(scheduled, true)
-		w.count++
+		r.every = int32(interval)
 		s.hang(i, r)
 	default:
 		if r.pool.check.KeepAlive {
 			s.leave(r)
 		}
-		s.unhang(r)
 		w.count--
 		r.set(scheduled|inFlight, false)
 		r.missed = 0
@@ -114,6 +120,7 @@ func (s *Set) hang(i int32, r *record) {
 		s.at(r.next).prev = i
 	}
 	*head = i + 1
+	r.set(hung, true)
 }
 
 func (s *Set) unhang(r *record) {
@@ -125,6 +132,7 @@ func (s *Set) unhang(r *record) {
 	if r.next != nowhere {
 		s.at(r.next).prev = r.prev
 	}
+	r.set(hung, false)
 }
 
 // SetCheck says how the targets of pool are probed. A check that equals the last one changes nothing. Another one restarts probing,
@@ -184,7 +192,9 @@ func (s *Set) Due(now time.Time, jobs []Job, most int) ([]Job, time.Time) {
 		for i := w.heads[w.at&(wheelSize-1)] - 1; i != nowhere; {
 			r := s.at(i)
 			next := r.next
-			if r.due <= w.at {
+			if r.due <= w.at && !r.is(scheduled) {
+				s.unhang(r)
+			} else if r.due <= w.at {
 				if most <= 0 {
 					w.limit = w.present
 					return jobs, now

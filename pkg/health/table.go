@@ -84,8 +84,10 @@ const (
 	unproven
 	// own says that the verdict was reached under the present check.
 	own
-	// scheduled records are in the wheel, of those in flight the outcome is awaited.
+	// scheduled records are probed, of those in flight the outcome is awaited. hung ones are in the wheel: who is not scheduled any more is
+	// taken out when its time comes, unless another has come to its place by then.
 	scheduled
+	hung
 	inFlight
 	// found says that the gateway had it taken out when the agent began, and that its check has had neither a success
 	// nor a verdict since.
@@ -418,7 +420,8 @@ func (s *Set) drop(index int32) {
 	s.live--
 	r.face, r.pool, r.pod = nil, nil, nil
 	r.seenAt, r.seenIn, r.active, r.mark = 0, 0, 0, 0
-	r.flags, r.counted, r.last, r.verdict, r.counters, r.missed = 0, 0, Outcome{}, VerdictUnknown, [4]uint8{}, 0
+	r.flags &= hung
+	r.counted, r.last, r.verdict, r.counters, r.missed = 0, Outcome{}, VerdictUnknown, [4]uint8{}, 0
 	s.free = append(s.free, index)
 }
 
