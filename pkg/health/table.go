@@ -428,7 +428,7 @@ func (s *Set) drop(index int32) {
 // rebuild makes the table as large as what lives needs: so large that the marks of what comes and goes do not fill it again. Readers stay in
 // the old one until they are done.
 func (s *Set) rebuild(d *directory) *directory {
-	next := newDirectory((s.live+1)*tableRoom/2/group+1, d.pools)
+	next := newDirectory((s.live+1)*tableRoom/group+1, d.pools)
 	for slot := range d.faces {
 		from := &d.faces[slot]
 		if d.words[slot/group].Load()>>(slot%group*8)&empty != 0 {
@@ -453,8 +453,9 @@ func (s *Set) rebuild(d *directory) *directory {
 	return next
 }
 
-// tableRoom is how many places a new table has for two that live.
-const tableRoom = 3
+// tableRoom is how many places a new table has for each that lives. With 1.5, so many groups are full that what comes and goes fills the
+// table with marks: making it anew was a seventh of what a replacement costs.
+const tableRoom = 2
 
 func (s *Set) addSlab() {
 	first := int32(len(s.slabs)) << slabBits
