@@ -327,7 +327,10 @@ func (s *Set) AppendPending(ops []Op) []Op {
 		ops = append(ops, Op{r.key(), want})
 	}
 	slices.SortFunc(ops[first:], func(a, b Op) int {
-		return cmp.Or(cmp.Compare(a.Want, b.Want), compareKeys(a.Key, b.Key))
+		if a.Want != b.Want {
+			return cmp.Compare(a.Want, b.Want)
+		}
+		return compareKeys(a.Key, b.Key)
 	})
 	return ops
 }
@@ -476,9 +479,12 @@ func compareBools(a, b bool) int {
 }
 
 func compareKeys(a, b Key) int {
-	return cmp.Or(
-		cmp.Compare(a.Pool, b.Pool),
-		a.Target.Addr.Compare(b.Target.Addr),
-		cmp.Compare(a.Target.UID, b.Target.UID),
-	)
+	// Not by cmp.Or, which would compare all of them.
+	if c := cmp.Compare(a.Pool, b.Pool); c != 0 {
+		return c
+	}
+	if c := a.Target.Addr.Compare(b.Target.Addr); c != 0 {
+		return c
+	}
+	return cmp.Compare(a.Target.UID, b.Target.UID)
 }
