@@ -17,7 +17,12 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
-// checks tells the set how to probe: each pool as the annotation of its Service says, or where there is none as the file says.
+// servicesMost is how long the gateway waits for the Services' annotations when the agent starts: without them nobody is known to be probed, so
+// that those whom an earlier agent had taken out for their health would come back.
+const servicesMost = time.Second
+
+// checks tells the set how to probe: each pool as the annotation of its Service says, that of its port before the one of all ports, or
+// where there is none as the file says.
 type checks struct {
 	set  *health.Set
 	log  *slog.Logger
@@ -25,17 +30,26 @@ type checks struct {
 	// ofFile are the checks of the file, by pool; pools those that a Service feeds.
 	ofFile map[health.Pool]health.Check
 	pools  map[types.NamespacedName][]health.Pool
+	ports  map[health.Pool]endpoints.Port
+	// known is closed once the annotations of all Services were heard.
+	known chan struct{}
 
 	mu sync.Mutex
-	// refused is the annotation of each Service that could not be read, so that it is said once.
-	refused map[types.NamespacedName]string
+	// refused are the annotations that could not be read, so that it is said once.
+	refused map[annotation]string
+}
+
+// annotation is one of a Service.
+type annotation struct {
+	service types.NamespacedName
+	key     string
 }
 
 // newChecks sets what the file says.
 func newChecks(f file, ports map[health.Pool]endpoints.Port, set *health.Set, wake func(), log *slog.Logger) *checks {
 	c := &checks{
 		set: set, log: log, wake: wake, ofFile: map[health.Pool]health.Check{}, pools: map[types.NamespacedName][]health.Pool{},
-		refused: map[types.NamespacedName]string{},
+		ports: ports, known: make(chan struct{}), refused: map[annotation]string{},
 	}
 	for _, b := range f.HAProxy.Backends {
 		pool := health.Pool(b.Backend)
@@ -48,7 +62,7 @@ func newChecks(f file, ports map[health.Pool]endpoints.Port, set *health.Set, wa
 }
 
 // run follows the annotations of the Services until ctx is done. Where the agent may not read Services, the file counts: nothing waits
-// for them.
+// for them, but for the first programming of the gateway, by servicesMost.
 func (c *checks) run(ctx context.Context, kube kubernetes.Interface) error {
 	ctx, cancel := context.WithCancel(ctx)
 	var factories []informers.SharedInformerFactory
@@ -59,6 +73,7 @@ func (c *checks) run(ctx context.Context, kube kubernetes.Interface) error {
 		}
 	}()
 	watched := map[string]bool{}
+	var has []toolscache.InformerSynced
 	for service := range c.pools {
 		if watched[service.Namespace] {
 			continue
@@ -69,7 +84,7 @@ func (c *checks) run(ctx context.Context, kube kubernetes.Interface) error {
 		if err := informer.SetTransform(reduceService); err != nil {
 			return fmt.Errorf("watch Services of namespace %s: %w", service.Namespace, err)
 		}
-		_, err := informer.AddEventHandler(toolscache.ResourceEventHandlerFuncs{
+		registration, err := informer.AddEventHandler(toolscache.ResourceEventHandlerFuncs{
 			AddFunc:    func(o any) { c.heard(o, false) },
 			UpdateFunc: func(_, o any) { c.heard(o, false) },
 			DeleteFunc: func(o any) {
@@ -82,8 +97,12 @@ func (c *checks) run(ctx context.Context, kube kubernetes.Interface) error {
 		if err != nil {
 			return fmt.Errorf("watch Services of namespace %s: %w", service.Namespace, err)
 		}
+		has = append(has, registration.HasSynced)
 		factory.Start(ctx.Done())
 		factories = append(factories, factory)
+	}
+	if toolscache.WaitForCacheSync(ctx.Done(), has...) {
+		close(c.known)
 	}
 	<-ctx.Done()
 	return nil
@@ -112,28 +131,35 @@ func (c *checks) heard(o any, gone bool) {
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	text, given := s.Annotations[health.CheckAnnotation]
-	given = given && !gone
-	check, err := health.ParseCheck(text)
-	if given && err != nil {
-		if c.refused[name] != text {
-			c.refused[name] = text
-			c.log.Warn("a Service's health check is refused; what was said before counts", "service", name.String(), "annotation", health.CheckAnnotation, "error", err)
-		}
-		return
-	}
-	delete(c.refused, name)
 	for _, pool := range pools {
-		to := check
+		key := health.CheckAnnotationOf(c.ports[pool].Name)
+		text, given := s.Annotations[key]
 		if !given {
-			to = c.ofFile[pool]
+			delete(c.refused, annotation{name, key})
+			key = health.CheckAnnotation
+			text, given = s.Annotations[key]
 		}
-		c.set.SetCheck(time.Now(), pool, to)
+		from := annotation{name, key}
+		if !given || gone {
+			delete(c.refused, from)
+			c.set.SetCheck(time.Now(), pool, c.ofFile[pool])
+			continue
+		}
+		check, err := health.ParseCheck(text)
+		if err != nil {
+			if c.refused[from] != text {
+				c.refused[from] = text
+				c.log.Warn("a Service's health check is refused; what was said before counts", "service", name.String(), "annotation", key, "error", err)
+			}
+			continue
+		}
+		delete(c.refused, from)
+		c.set.SetCheck(time.Now(), pool, check)
 	}
 	c.wake()
 }
 
-// refusals returns how many Services have a check that cannot be read.
+// refusals returns how many annotations cannot be read.
 func (c *checks) refusals() int {
 	c.mu.Lock()
 	defer c.mu.Unlock()

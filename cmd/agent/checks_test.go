@@ -153,6 +153,15 @@ func TestChecksGoBackToTheFile(t *testing.T) {
 		}
 		return s
 	}
+	// of also has a check of a port's own.
+	of := func(all, port, check string) *corev1.Service {
+		s := service(all)
+		if s.Annotations == nil {
+			s.Annotations = map[string]string{}
+		}
+		s.Annotations[health.CheckAnnotation+"."+port] = check
+		return s
+	}
 	const ofFile, annotated = "map[admin:/admin other:/other web:/web]", "map[admin:/x other:/other web:/x]"
 	for _, step := range []struct {
 		what    string
@@ -169,6 +178,12 @@ func TestChecksGoBackToTheFile(t *testing.T) {
 		{"deleted", service("{path: /x}"), true, ofFile, 0},
 		{"annotation again", service("{path: /x}"), false, annotated, 0},
 		{"annotation taken away", service(""), false, ofFile, 0},
+		{"of one port", of("", "admin", "{path: /y}"), false, "map[admin:/y other:/other web:/web]", 0},
+		{"of one port before all", of("{path: /x}", "admin", "{path: /y}"), false, "map[admin:/y other:/other web:/x]", 0},
+		{"of one port, refused", of("{path: /z}", "admin", "{path: y}"), false, "map[admin:/y other:/other web:/z]", 1},
+		{"of all, refused", of("{path: z}", "admin", "{path: /y}"), false, "map[admin:/y other:/other web:/z]", 1},
+		{"of one port, taken away", service("{path: /x}"), false, annotated, 0},
+		{"of one port, that nothing routes to", of("", "metrics", "{path: y}"), false, ofFile, 0},
 	} {
 		c.heard(step.heard, step.gone)
 		if got := paths(); got != step.want || c.refusals() != step.refused {
@@ -197,4 +212,24 @@ func TestHealthCheckOfTheFile(t *testing.T) {
 			t.Errorf("%s: %v, want %q", bad, err, names)
 		}
 	}
+}
+
+// An agent is killed, and the one that comes after it knows no verdicts: the sick pod gets not one request until it is well.
+func TestTheSickStayOutOverARestart(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, 3, time.Minute)
+	a, b, c := w.pods[0], w.pods[1], w.pods[2]
+	w.sicken(true, a)
+	w.api.annotate("{path: /healthz, interval: 1s, timeout: 500ms, healthy: {successes: 1}, unhealthy: {httpFailures: 3}}")
+	w.untilTargets(map[string]string{a: "unhealthy unhealthy removed", b: "healthy chosen routed", c: "healthy chosen routed"})
+	since := time.Now()
+	w.die()
+	w.live()
+	w.untilTargets(map[string]string{a: "unhealthy unhealthy removed", b: "healthy chosen routed", c: "healthy chosen routed"})
+	w.mustServe(a)
+	if w.routedSince(a, since) {
+		t.Errorf("%s has had traffic although it is sick", a)
+	}
+	w.sicken(false, a)
+	w.untilTargets(map[string]string{a: "healthy chosen routed"})
 }

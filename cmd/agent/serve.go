@@ -133,6 +133,7 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 				log.Warn("programming the gateway without knowing which drains are open: no answer from every coordinator", "waited", learnMost.String())
 			}
 			learnt.Store(true)
+			waitFor(ctx, checks.known, servicesMost)
 			return director.Run(ctx)
 		}},
 		serve.Task{Name: "leases", Run: leases.run},

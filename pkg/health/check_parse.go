@@ -14,7 +14,17 @@ import (
 )
 
 // CheckAnnotation is the annotation of a Service that holds its check, as [ParseCheck] reads it. The agent's file takes the same.
+// For the targets of one of its named ports, [CheckAnnotationOf] wins over it.
 const CheckAnnotation = "lameduck.io/health-check"
+
+// CheckAnnotationOf is the annotation of a Service that holds the check of the targets of one of its ports. A port without a name has
+// none of its own: [CheckAnnotation].
+func CheckAnnotationOf(port string) string {
+	if port == "" {
+		return CheckAnnotation
+	}
+	return CheckAnnotation + "." + port
+}
 
 // Bounds of what a check may ask for.
 const (

@@ -3,6 +3,7 @@ package health
 import (
 	"cmp"
 	"math/bits"
+	"slices"
 )
 
 // pool is the targets of one pool, what they count to, and what follows for all of them.
@@ -15,14 +16,14 @@ type pool struct {
 	n      [tallies]int32
 	check  *Check
 	// open says that too few routable targets are usable, so that all are chosen. desperate: that none is routable at all, so that those of
-	// lapsed tombstones are.
+	// lapsed tombstones, and those that were found out, are.
 	open, desperate bool
 	// asOf is when the last tombstone was laid on a living pod that the gateway still routes to here. never: there is none.
 	asOf int64
 	// hold says that the gateway has not been seen to route to any chosen target: none goes for its health until it does.
 	hold bool
-	// kept is the record that is tombstoned and must stay nevertheless, because the gateway routes to no other that is chosen: the one
-	// that was buried last, and rather one that no process lacks. nowhere: there is none.
+	// kept is the record that is tombstoned and must stay nevertheless, because the gateway routes to no other that is chosen, or, if it is
+	// usable, to no other that is usable: the one that was buried last, and rather one that no process lacks. nowhere: there is none.
 	kept int32
 	// dirty pools are to be settled.
 	dirty bool
@@ -39,9 +40,10 @@ const (
 	isRoutable
 	isUsable // and routable
 	// isSure is a chosen target that the gateway routes to in each process, by a reading of the present generation; isFresh one of these
-	// that was read since the last tombstone was laid in the pool.
+	// that was read since the last tombstone was laid in the pool; isWell one of these that is usable.
 	isSure
 	isFresh
+	isWell
 	tallies
 )
 
@@ -50,9 +52,9 @@ func (r *record) living() bool { return r.pod == nil || !r.pod.dead }
 
 func (r *record) buried() bool { return r.pod != nil }
 
-// routable says that a live UID claims r and that neither a tombstone nor a lapsed one is in the way.
+// routable says that a live UID claims r and that neither a tombstone nor a doubt is in the way.
 func (r *record) routable() bool {
-	return r.is(claimed) && !r.buried() && (r.flags&(unlisted|unproven) == 0 || r.pool.desperate)
+	return r.is(claimed) && !r.buried() && (r.flags&doubts == 0 || r.pool.desperate)
 }
 
 // chosen says that r is to have traffic.
@@ -99,6 +101,8 @@ func (s *Set) why(i int32, r *record) Why {
 		return WhyNotReady
 	case r.buried():
 		return WhyTombstoned
+	case !r.routable() && r.is(found):
+		return WhyUnproven
 	case !r.routable():
 		return WhyLapsed
 	case !r.chosen() && r.pool.hold && s.serves(r):
@@ -139,12 +143,11 @@ func (s *Set) refresh(i int32, r *record) {
 	grave := false
 	if r.is(claimed) {
 		c |= 1 << isClaimed
-		lapsed := r.flags&(unlisted|unproven) != 0
 		switch {
 		case r.buried():
 			c |= 1 << isBuried
 			grave = !r.pod.dead
-		case lapsed:
+		case r.flags&doubts != 0:
 			grave = true
 		default:
 			c |= 1 << isRoutable
@@ -156,6 +159,9 @@ func (s *Set) refresh(i int32, r *record) {
 			c |= 1 << isSure
 			if r.seenAt >= p.asOf {
 				c |= 1 << isFresh
+				if r.verdict.Usable() {
+					c |= 1 << isWell
+				}
 			}
 		}
 	}
@@ -219,10 +225,8 @@ func (s *Set) settle() {
 
 func (s *Set) settlePool(p *pool) {
 	sweep := false
-	open := s.tooFew(p.n[isUsable], p.n[isRoutable])
-	desperate := p.n[isRoutable] == 0 && len(p.graves.all) > 0
-	if open != p.open || desperate != p.desperate {
-		p.open, p.desperate, sweep = open, desperate, true
+	if desperate := p.n[isRoutable] == 0 && len(p.graves.all) > 0; desperate != p.desperate {
+		p.desperate, sweep = desperate, true
 	}
 	asOf := never
 	for _, i := range p.graves.all {
@@ -234,9 +238,16 @@ func (s *Set) settlePool(p *pool) {
 		p.asOf, sweep = asOf, true
 	}
 	if sweep {
-		for _, i := range p.members.all {
-			s.refresh(i, s.at(i))
-		}
+		s.sweep(p)
+	}
+	// A tombstoned target that stays because no other is well is one more that is usable.
+	var leans int32
+	if p.n[isWell] == 0 && slices.ContainsFunc(p.graves.all, func(i int32) bool { return s.mayStay(s.at(i)) && s.at(i).verdict.Usable() }) {
+		leans = 1
+	}
+	if open := s.tooFew(p.n[isUsable]+leans, p.n[isRoutable]+leans); open != p.open {
+		p.open = open
+		s.sweep(p)
 	}
 	if hold := p.n[isSure] == 0; hold != p.hold {
 		p.hold = hold
@@ -247,9 +258,9 @@ func (s *Set) settlePool(p *pool) {
 		}
 	}
 	kept := nowhere
-	if p.n[isFresh] == 0 {
+	if p.n[isFresh] == 0 || leans > 0 {
 		for _, i := range p.graves.all {
-			if r := s.at(i); s.serves(r) && !r.routable() && (kept == nowhere || compareKept(r, s.at(kept)) > 0) {
+			if r := s.at(i); s.mayStay(r) && (kept == nowhere || compareKept(r, s.at(kept), leans > 0) > 0) {
 				kept = i
 			}
 		}
@@ -265,9 +276,19 @@ func (s *Set) settlePool(p *pool) {
 	}
 }
 
-// compareKept orders the candidates for what is kept: rather one that no process lacks, then one that is usable, then one that nobody
-// wants away any more, then the one that was buried last.
-func compareKept(a, b *record) int {
+// sweep refreshes all of p.
+func (s *Set) sweep(p *pool) {
+	for _, i := range p.members.all {
+		s.refresh(i, s.at(i))
+	}
+}
+
+// mayStay says that r, one of its pool's graves, serves, so that it can be what is kept.
+func (s *Set) mayStay(r *record) bool { return s.serves(r) && !r.routable() }
+
+// compareKept orders the candidates for what is kept: one that is usable, if that is why one is kept; then rather one that no process lacks,
+// then one that is usable, then one that nobody wants away any more, then the one that was buried last.
+func compareKept(a, b *record, leans bool) int {
 	var x, y uint64
 	if a.pod != nil {
 		x = a.pod.order
@@ -275,9 +296,13 @@ func compareKept(a, b *record) int {
 	if b.pod != nil {
 		y = b.pod.order
 	}
+	usable := compareBools(a.verdict.Usable(), b.verdict.Usable())
+	if leans && usable != 0 {
+		return usable
+	}
 	return cmp.Or(
 		compareBools(!a.is(missing), !b.is(missing)),
-		compareBools(a.verdict.Usable(), b.verdict.Usable()),
+		usable,
 		compareBools(!a.buried(), !b.buried()),
 		cmp.Compare(x, y),
 		compareKeys(a.key(), b.key()),

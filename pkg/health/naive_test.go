@@ -24,8 +24,8 @@ func naiveOf(s *Set) naive {
 	for _, p := range s.all {
 		var c struct{ claimed, routed, buried, routable, usable int }
 		var all []int32
-		for i := range int32(len(s.dir.Load().slabs)) << slabBits {
-			if r := s.at(i); r.seq.Load()&1 == 0 && r.pool == p {
+		for i := range int32(len(s.slabs)) << slabBits {
+			if r := s.at(i); r.pool == p {
 				all = append(all, i)
 			}
 		}
@@ -34,7 +34,7 @@ func naiveOf(s *Set) naive {
 		}
 		tombstoned := func(r *record) bool { return s.pods[r.uidOf()] != nil }
 		dead := func(r *record) bool { return tombstoned(r) && s.pods[r.uidOf()].dead }
-		lapsed := func(r *record) bool { return r.is(unlisted) || r.is(unproven) }
+		lapsed := func(r *record) bool { return r.is(unlisted) || r.is(unproven) || r.is(found) }
 		for _, i := range all {
 			r := s.at(i)
 			if tombstoned(r) {
@@ -57,7 +57,7 @@ func naiveOf(s *Set) naive {
 				}
 			}
 		}
-		open := c.usable < c.routable && (c.usable == 0 || 2*c.usable < c.routable)
+		open := false
 		chosen := func(r *record) bool {
 			return r.is(claimed) && !tombstoned(r) && (!lapsed(r) || c.routable == 0) && (r.verdict.Usable() || open || c.routable == 0)
 		}
@@ -67,6 +67,21 @@ func naiveOf(s *Set) naive {
 				asOf = max(asOf, s.pods[r.uidOf()].buriedAt)
 			}
 		}
+		// No other is well, and one that is to go, and serves, is.
+		leans := false
+		for _, i := range all {
+			r := s.at(i)
+			leans = leans || r.verdict.Usable() && serves(r) && !dead(r) && (tombstoned(r) || lapsed(r) && c.routable > 0)
+		}
+		for _, i := range all {
+			r := s.at(i)
+			leans = leans && !(r.verdict.Usable() && chosen(r) && serves(r) && !r.is(missing) && r.seenAt >= asOf)
+		}
+		usable, routable := c.usable, c.routable
+		if leans {
+			usable, routable = usable+1, routable+1
+		}
+		open = usable < routable && (usable == 0 || 2*usable < routable)
 		hold, kept := true, nowhere
 		for _, i := range all {
 			if r := s.at(i); chosen(r) && serves(r) && !r.is(missing) {
@@ -76,10 +91,11 @@ func naiveOf(s *Set) naive {
 		for _, i := range all {
 			r := s.at(i)
 			switch {
-			case chosen(r) && serves(r) && !r.is(missing) && r.seenAt >= asOf:
+			case !leans && chosen(r) && serves(r) && !r.is(missing) && r.seenAt >= asOf:
 				kept = -2
 			case kept == -2 || dead(r) || !serves(r) || !tombstoned(r) && !(lapsed(r) && c.routable > 0):
-			case kept == nowhere || compareKept(r, s.at(kept)) > 0:
+			case leans && !r.verdict.Usable():
+			case kept == nowhere || compareKept(r, s.at(kept), leans) > 0:
 				kept = i
 			}
 		}
@@ -104,6 +120,8 @@ func naiveOf(s *Set) naive {
 				want, why = WantUnknown, WhyNotSynced
 			case tombstoned(r):
 				why = WhyTombstoned
+			case r.is(found) && c.routable > 0:
+				why = WhyUnproven
 			case lapsed(r) && c.routable > 0:
 				why = WhyLapsed
 			case chosen(r):
@@ -167,8 +185,11 @@ func keptBy(s *Set) naive {
 	}
 	for slot, head := range s.wheel.heads {
 		for i := head - 1; i != nowhere; i = s.at(i).next {
-			if s.at(i).due&(wheelSize-1) != int64(slot) || !s.at(i).is(scheduled) {
+			if s.at(i).due&(wheelSize-1) != int64(slot) || !s.at(i).is(hung) {
 				panic("the wheel is out of order")
+			}
+			if !s.at(i).is(scheduled) {
+				continue
 			}
 			n.Planned = append(n.Planned, s.at(i).key().String())
 		}

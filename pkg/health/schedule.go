@@ -13,6 +13,8 @@ const (
 	askMost = 100 * time.Millisecond
 	// lostAfter is how many times a probe may be due while the last one is still in flight, before that one is given up.
 	lostAfter = 3
+	// leftMost is how many targets that left are remembered by name.
+	leftMost = 256
 )
 
 // wheel is a hashed timing wheel over records. It has a time of its own, which goes as the caller's does, but neither stands still nor
@@ -48,34 +50,65 @@ func (w *wheel) pass(now int64) {
 	w.present = t
 }
 
-// plan puts a record into the wheel or takes it out.
+// plan begins or ends the probing of a record. One that takes the place of another in the table of records takes over its time in the
+// interval as well, if theirs are as long: where targets come as others go, nothing is moved, and what was spread evenly stays so.
 func (s *Set) plan(i int32, r *record, want bool) {
 	w := &s.wheel
 	want = want && r.pool.check.Protocol != ProtocolUnknown
 	switch {
 	case want == r.is(scheduled):
 	case want:
+		r.set(scheduled, true)
+		w.count++
+		interval, from := r.pool.check.ticks(), w.present/int64(tick)+1
+		if r.is(hung) {
+			if w.count > 1 && int64(r.every) == interval && from <= r.due && r.due < from+interval {
+				return
+			}
+			s.unhang(r)
+		}
 		if w.heads == nil {
 			w.heads = make([]int32, wheelSize)
 		}
-		if w.count == 0 {
+		if w.count == 1 {
 			w.at, w.limit = w.present/int64(tick), w.present
 		}
 		// The golden ratio spreads any number of targets evenly over the interval, whenever they come, in the order in which they do.
 		w.planned += 0x9e3779b9
-		interval := r.pool.check.ticks()
-		from := w.present/int64(tick) + 1
 		phase := int64(uint64(w.planned) * uint64(interval) >> 32)
 		r.due = from + ((phase-from)%interval+interval)%interval
-		r.set(scheduled, true)
-		w.count++
+		r.every = int32(interval)
 		s.hang(i, r)
 	default:
-		s.unhang(r)
+		if r.pool.check.KeepAlive {
+			s.leave(r)
+		}
 		w.count--
 		r.set(scheduled|inFlight, false)
 		r.missed = 0
 	}
+}
+
+// leave notes that r is not probed any more.
+func (s *Set) leave(r *record) {
+	switch {
+	case s.leftAll:
+	case len(s.left) < leftMost:
+		s.left = append(s.left, r.key())
+	default:
+		s.left, s.leftAll = s.left[:0], true
+	}
+}
+
+// Left appends to keys the targets, of checks that keep connections, that are not probed any more and were when Left was called last.
+// all says that they are too many to name, and that there may be others: whatever is kept for any target should be given up.
+func (s *Set) Left(keys []Key) (left []Key, all bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	keys, all = append(keys, s.left...), s.leftAll
+	clear(s.left)
+	s.left, s.leftAll = s.left[:0], false
+	return keys, all
 }
 
 func (c *Check) ticks() int64 { return max(1, int64(c.Interval/tick)) }
@@ -87,6 +120,7 @@ func (s *Set) hang(i int32, r *record) {
 		s.at(r.next).prev = i
 	}
 	*head = i + 1
+	r.set(hung, true)
 }
 
 func (s *Set) unhang(r *record) {
@@ -98,6 +132,7 @@ func (s *Set) unhang(r *record) {
 	if r.next != nowhere {
 		s.at(r.next).prev = r.prev
 	}
+	r.set(hung, false)
 }
 
 // SetCheck says how the targets of pool are probed. A check that equals the last one changes nothing. Another one restarts probing,
@@ -126,7 +161,7 @@ func (s *Set) SetCheck(now time.Time, pool Pool, c Check) {
 		r.set(own, false)
 		r.counters = [4]uint8{}
 		if !p.probing() {
-			r.set(unproven, false)
+			r.set(unproven|found, false)
 		}
 		if p.check == nil && r.verdict != VerdictUnknown {
 			r.verdict, r.since = VerdictUnknown, at
@@ -157,7 +192,9 @@ func (s *Set) Due(now time.Time, jobs []Job, most int) ([]Job, time.Time) {
 		for i := w.heads[w.at&(wheelSize-1)] - 1; i != nowhere; {
 			r := s.at(i)
 			next := r.next
-			if r.due <= w.at {
+			if r.due <= w.at && !r.is(scheduled) {
+				s.unhang(r)
+			} else if r.due <= w.at {
 				if most <= 0 {
 					w.limit = w.present
 					return jobs, now
@@ -201,11 +238,10 @@ func (s *Set) Report(now time.Time, job Job, outcome Outcome) bool {
 		s.tell(fresh)
 	}()
 	i := int32(job.Ticket >> 32)
-	d := s.dir.Load()
-	if i < 0 || int(i)>>slabBits >= len(d.slabs) {
+	if i < 0 || int(i)>>slabBits >= len(s.slabs) {
 		return false
 	}
-	r := d.record(i)
+	r := s.at(i)
 	if !r.is(inFlight) || r.ticket != uint32(job.Ticket) {
 		return false
 	}
@@ -213,8 +249,8 @@ func (s *Set) Report(now time.Time, job Job, outcome Outcome) bool {
 	r.missed = 0
 	at := s.begin(now)
 	s.fresh = false
-	if outcome.Kind == Success && r.is(unproven) {
-		r.set(unproven, false)
+	if outcome.Kind == Success && r.flags&(unproven|found) != 0 {
+		r.set(unproven|found, false)
 		s.refresh(i, r)
 	}
 	fresh = s.take(at, i, r, outcome)
@@ -254,6 +290,9 @@ func (s *Set) take(at int64, i int32, r *record, outcome Outcome) bool {
 	r.last, r.lastAt = outcome, at
 	if c := r.pool.check; c != nil && r.count(c.Thresholds, outcome.Kind) {
 		r.since = at
+		if r.is(own) {
+			r.set(found, false) // it has a verdict again
+		}
 		s.refresh(i, r)
 	}
 	s.settle()

@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"fmt"
 	"net/netip"
+	"slices"
 	"testing"
 	"time"
 )
@@ -248,5 +249,94 @@ func TestAJobThatIsNotAnsweredIsGivenUp(t *testing.T) {
 		if got := s.Report(now, j, Outcome{Kind: Success}); got != (n == len(jobs)-1) {
 			t.Fatalf("answer %d counts: %t", n, got)
 		}
+	}
+}
+
+// Who keeps connections is told whose to close, once, and only of checks that keep any.
+func TestWhoLeftIsTold(t *testing.T) {
+	s, all := New(Options{Detached: true}), numbered(0, 4+leftMost)
+	kept := everySecond
+	kept.KeepAlive = true
+	s.SetCheck(t0, "web", kept)
+	s.SetCheck(t0, "api", everySecond)
+	s.Replace(t0, "web", all)
+	s.Replace(t0, "api", all)
+	told := func(want []Key, wantAll bool) {
+		t.Helper()
+		if got, every := s.Left(nil); every != wantAll || !slices.Equal(got, want) {
+			t.Fatalf("%d left, all: %t; want %d, %t", len(got), every, len(want), wantAll)
+		}
+	}
+	told(nil, false)
+	s.Change(t0, "web", []Change{{Endpoint: all[0], Gone: true}})
+	s.Kill(t0, all[1].UID)
+	told([]Key{{"web", all[0].Target}, {"web", all[1].Target}}, false)
+	told(nil, false)
+	s.Replace(t0, "web", nil)
+	told(nil, true)
+	told(nil, false)
+}
+
+// Who comes as another goes is probed at the other's time in the interval, so that whatever comes and goes, probes stay spread; and who left
+// is out of the wheel when its time has come.
+func TestThePlaceInTheIntervalIsTakenOver(t *testing.T) {
+	s, all := New(Options{Detached: true}), numbered(0, 2000)
+	s.SetCheck(t0, "web", everySecond)
+	s.Replace(t0, "web", all[:1000])
+	planned := s.wheel.planned
+	for n := range 1000 {
+		s.Change(t0, "web", []Change{{Endpoint: all[n], Gone: true}, {Endpoint: all[1000+n]}})
+	}
+	if s.wheel.planned != planned {
+		t.Error("times were planned anew")
+	}
+	probed, slots := map[Key]int{}, map[int64]int{}
+	for now := t0; now.Before(t0.Add(time.Second)); now = now.Add(time.Millisecond) {
+		jobs, _ := s.Due(now, nil, 1000)
+		for _, j := range jobs {
+			probed[j.Key]++
+			slots[j.Due.Sub(t0).Milliseconds()/10]++
+			s.Report(now, j, Outcome{Kind: Success})
+		}
+	}
+	for slot, n := range slots {
+		if n > 20 {
+			t.Errorf("%d of 1000 probes in the 10 ms after %d ms", n, slot*10)
+		}
+	}
+	if len(probed) < 999 {
+		t.Errorf("%d of 1000 were probed", len(probed))
+	}
+
+	// An interval of another length has times of its own.
+	longer := everySecond
+	longer.Interval = 10 * time.Second
+	s.SetCheck(t0, "api", longer)
+	s.Change(t0, "web", []Change{{Endpoint: all[1000], Gone: true}})
+	s.Change(t0, "api", []Change{{Endpoint: all[0]}})
+	if s.wheel.planned == planned {
+		t.Error("a target takes over the time in an interval that is not its own")
+	}
+
+	s.Replace(t0, "web", nil)
+	s.Replace(t0, "api", nil)
+	s.Replace(t0, "one", all[:1])
+	s.SetCheck(t0, "one", everySecond)
+	for now := t0.Add(time.Second); now.Before(t0.Add(12 * time.Second)); now = now.Add(time.Millisecond) {
+		jobs, _ := s.Due(now, nil, 1000)
+		for _, j := range jobs {
+			if j.Key.Pool != "one" {
+				t.Fatalf("%s is probed after it left", j.Key)
+			}
+		}
+	}
+	hanging := 0
+	for _, head := range s.wheel.heads {
+		for i := head - 1; i != nowhere; i = s.at(i).next {
+			hanging++
+		}
+	}
+	if hanging != 1 {
+		t.Errorf("%d are in the wheel, want one", hanging)
 	}
 }

@@ -66,9 +66,11 @@ type Set struct {
 	pools  map[Pool]*pool
 	all    []*pool // by id
 
-	// The table: how many records live, how many slots are not empty, the first free record, how many live ones have a zone.
+	// Records lie in slabs; free are the indices of those in which nothing lives. Of the table: how many records live, how many places are
+	// not empty, how many live records have a zone.
+	slabs                       []*slab
+	free                        []int32
 	live, used, zoned, rebuilds int
-	free                        int32
 	todo, watched               bag
 	dirty                       []*pool
 	mark                        uint32
@@ -83,6 +85,9 @@ type Set struct {
 	lapsedAt         int64
 
 	wheel wheel
+	// left are the targets that are not probed any more, for who keeps connections to them; leftAll: they were too many.
+	left    []Key
+	leftAll bool
 }
 
 // NewSet returns an empty set that has not synced, with the defaults of [Options].
@@ -92,10 +97,10 @@ func NewSet() *Set { return New(Options{}) }
 func New(o Options) *Set {
 	s := &Set{
 		usablePercent: cmp.Or(max(o.UsablePercent, 0), 50), detached: o.Detached, seed: maphash.MakeSeed(), work: make(chan struct{}, 1),
-		pools: map[Pool]*pool{}, pods: map[UID]*pod{}, free: nowhere, readAt: never, lapsedAt: never,
+		pools: map[Pool]*pool{}, pods: map[UID]*pod{}, readAt: never, lapsedAt: never,
 		todo: bag{which: inTodo}, watched: bag{which: inWatched},
 	}
-	s.dir.Store(&directory{mask: 15, slots: make([]atomic.Uint64, 16)})
+	s.dir.Store(newDirectory(2, nil))
 	return s
 }
 
@@ -205,7 +210,7 @@ func (s *Set) claim(i int32, yes bool) {
 		r.set(unlisted, false)
 		s.refresh(i, r)
 	case r.is(claimed):
-		r.set(claimed|unlisted|unproven, false)
+		r.set(claimed|doubts, false)
 		if !s.dropIfDone(i, r) {
 			s.refresh(i, r)
 		}
@@ -322,7 +327,10 @@ func (s *Set) AppendPending(ops []Op) []Op {
 		ops = append(ops, Op{r.key(), want})
 	}
 	slices.SortFunc(ops[first:], func(a, b Op) int {
-		return cmp.Or(cmp.Compare(a.Want, b.Want), compareKeys(a.Key, b.Key))
+		if a.Want != b.Want {
+			return cmp.Compare(a.Want, b.Want)
+		}
+		return compareKeys(a.Key, b.Key)
 	})
 	return ops
 }
@@ -346,6 +354,9 @@ func (s *Set) AppendWatched(keys []Key) []Key {
 
 // Observe takes in a reading. Readings of keys that the set no longer has change nothing, nor does a reading that began before
 // the last one. A new generation voids what was seen of all others.
+//
+// In the first generation that the set is told of, a target of a pool with a check that the gateway knows and does not route to was taken out
+// by an agent before this one, whose verdicts are not known. It stays out until a probe of it has succeeded, its check has a verdict, or no other is routable.
 func (s *Set) Observe(now time.Time, o Observation) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -373,6 +384,10 @@ func (s *Set) Observe(now time.Time, o Observation) {
 			continue
 		}
 		r := s.at(i)
+		if s.last == 1 && r.seenIn == 0 && seen.Present && !seen.Routed && !r.is(asked) && !r.buried() && (r.is(claimed) || !s.synced) {
+			// The agent before this one took it out, and may have known why: what the gateway does is all that is left of its verdicts.
+			r.set(found, p.probing())
+		}
 		quiet := !seen.Routed && seen.Active == 0
 		switch {
 		case !quiet:
@@ -464,9 +479,12 @@ func compareBools(a, b bool) int {
 }
 
 func compareKeys(a, b Key) int {
-	return cmp.Or(
-		cmp.Compare(a.Pool, b.Pool),
-		a.Target.Addr.Compare(b.Target.Addr),
-		cmp.Compare(a.Target.UID, b.Target.UID),
-	)
+	// Not by cmp.Or, which would compare all of them.
+	if c := cmp.Compare(a.Pool, b.Pool); c != 0 {
+		return c
+	}
+	if c := a.Target.Addr.Compare(b.Target.Addr); c != 0 {
+		return c
+	}
+	return cmp.Compare(a.Target.UID, b.Target.UID)
 }

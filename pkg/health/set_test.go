@@ -977,6 +977,17 @@ func random(t testing.TB, script []byte) {
 		}
 	}
 	say := func(format string, args ...any) { log = append(log, fmt.Sprintf(format, args...)) }
+	// What an agent before this one left.
+	for _, uid := range uids {
+		for _, pool := range pools {
+			if b := next(); b%3 == 0 {
+				k := Key{pool, at(uid, b>>4)}
+				w.proxy.now[k] = &server{routed: b>>3&1 == 0}
+				say("the proxy has %s, routed %t", k, w.proxy.now[k].routed)
+			}
+		}
+	}
+	w.Adopt(w.now, slices.Collect(maps.Keys(w.proxy.now)))
 	for len(script) > 0 {
 		w.pass(time.Duration(next()%16) * time.Millisecond)
 		pool, uid, holder := pools[next()%2], uids[int(next())%len(uids)], holders[next()%2]

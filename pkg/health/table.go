@@ -3,6 +3,7 @@ package health
 import (
 	"encoding/binary"
 	"hash/maphash"
+	"math/bits"
 	"net/netip"
 	"sync/atomic"
 	"unsafe"
@@ -14,7 +15,7 @@ const slabBits = 8
 // nowhere is the index of no record, and the place of a record that is not in a bag.
 const nowhere int32 = -1
 
-// face is the part of a record that [Set.Lookup] reads: one cache line, atomic throughout.
+// face is a place in the table, and the part of a record that [Set.Lookup] reads: one cache line.
 type face struct {
 	// seq is odd while no target lives here or one moves in. Who reads the name must find the same even number before and after.
 	seq atomic.Uint32
@@ -23,16 +24,22 @@ type face struct {
 	// uid, hi, lo and meta are the name, see name.
 	uid          atomic.Pointer[byte]
 	hi, lo, meta atomic.Uint64
-	_            [24]byte
+	// hash of the name and index of the record belong to who holds the set's mutex.
+	hash  uint64
+	index int32
+	_     [12]byte
 }
 
 // record is all that is known of one key. It lives in a slab, and its place is used again once it is free. But for its face it belongs to
 // who holds the set's mutex.
 type record struct {
-	// Here is what a change of endpoints writes: one cache line.
+	// Here is what a change of endpoints writes: one cache line. face and pool are nil while nothing lives here.
 	*face
-	hash uint64
-	pool *pool
+	// slot is where in the table the face is.
+	slot int32
+	// every is the interval of the probe that is planned, in ticks.
+	every int32
+	pool  *pool
 	// pod is set while there is a tombstone on the pod, or it is dead.
 	pod *pod
 	// due is the tick of the next probe.
@@ -77,9 +84,17 @@ const (
 	unproven
 	// own says that the verdict was reached under the present check.
 	own
-	// scheduled records are in the wheel, of those in flight the outcome is awaited.
+	// scheduled records are probed, of those in flight the outcome is awaited. hung ones are in the wheel: who is not scheduled any more is
+	// taken out when its time comes, unless another has come to its place by then.
 	scheduled
+	hung
 	inFlight
+	// found says that the gateway had it taken out when the agent began, and that its check has had neither a success
+	// nor a verdict since.
+	found
+
+	// doubts keep a target out although it is claimed and nobody holds a tombstone on its pod.
+	doubts = unlisted | unproven | found
 )
 
 func (r *record) is(f flag) bool { return r.flags&f != 0 }
@@ -174,29 +189,80 @@ func (r *record) target() Target { return r.read().target() }
 
 func (r *record) key() Key { return Key{r.pool.name, r.target()} }
 
-// directory is what a reader needs: an open addressing table of slots, the slabs that they point into, and the pools. Slots are written
-// in place; when the table grows, or a slab or a pool comes, there is another directory.
+// directory is what a reader needs: an open addressing table of faces, and the pools. It is written in place; when the table is made anew, or
+// a pool comes, there is another directory.
 //
-// A slot is 0 if nothing was ever there, or a tag of 32 bits of the hash above the record's index plus one, or in its lower half 0 if
-// what was there is gone. The hash is that of the UID alone (of the address, where there is none): all targets of a pod lie in one run,
-// so that the table is also the index from a UID to its records.
+// Eight faces are a group. Of each, a byte of the group's word says what is there: nothing ever (empty), something that has left (gone), or
+// 7 bits of a hash. A search looks at the words only, beginning at the group that the hash says, up to the first with an empty byte; words
+// are so few that they stay in the processor's cache, and the one face that is looked at is what a reader waits for.
+//
+// The hash is that of the UID alone (of the address, where there is none): all targets of a pod lie near each other, so that the table is
+// also the index from a UID to its records.
 type directory struct {
-	mask  uint32
-	slots []atomic.Uint64
-	slabs []*slab
+	words []atomic.Uint64
+	faces []face
 	pools []*pool
 }
 
-type slab struct {
-	faces   [1 << slabBits]face
-	records [1 << slabBits]record
+const (
+	group = 8
+	lows  = 0x0101010101010101
+	highs = 0x8080808080808080
+	empty = 0x80
+	gone  = 0xfe
+)
+
+func newDirectory(groups int, pools []*pool) *directory {
+	d := &directory{words: make([]atomic.Uint64, groups), faces: make([]face, groups*group), pools: pools}
+	for i := range d.words {
+		d.words[i].Store(empty * lows)
+	}
+	return d
 }
 
-const slotGone = 1 << 32
+// start is the group where the search for a hash begins.
+func (d *directory) start(h uint64) int {
+	g, _ := bits.Mul64(h, uint64(len(d.words)))
+	return int(g)
+}
 
-func (d *directory) record(i int32) *record { return &d.slabs[i>>slabBits].records[i&(1<<slabBits-1)] }
+// after is the group after g.
+func (d *directory) after(g int) int {
+	if g++; g == len(d.words) {
+		return 0
+	}
+	return g
+}
 
-func (d *directory) face(i int32) *face { return &d.slabs[i>>slabBits].faces[i&(1<<slabBits-1)] }
+// tagged returns the bytes of word that are the tag of a hash, each by its highest bit. It may say so of a byte above one that is, too.
+func tagged(word, h uint64) uint64 {
+	v := word ^ lows*(h&0x7f)
+	return (v - lows) &^ v & highs
+}
+
+// hasEmpty says whether a byte of word is empty.
+func hasEmpty(word uint64) bool { return word&^(word<<6)&highs != 0 }
+
+// nth is the place of the lowest byte of bytes.
+func nth(bytes uint64) int { return bits.TrailingZeros64(bytes) / 8 }
+
+// tag writes the byte of a place.
+func (d *directory) tag(slot int, b uint64) {
+	word, shift := &d.words[slot/group], slot%group*8
+	word.Store(word.Load()&^(0xff<<shift) | b<<shift)
+}
+
+// room returns the first place for a hash in which nothing lives, and whether it is empty.
+func (d *directory) room(h uint64) (slot int, isEmpty bool) {
+	for g := d.start(h); ; g = d.after(g) {
+		if word := d.words[g].Load(); word&highs != 0 {
+			n := nth(word & highs)
+			return g*group + n, word>>(n*8)&0xff == empty
+		}
+	}
+}
+
+type slab [1 << slabBits]record
 
 func hashOf(seed maphash.Seed, n *name) uint64 {
 	if n.uid != "" {
@@ -211,31 +277,26 @@ func (s *Set) Lookup(k Key) (View, bool) {
 	n := nameOf(&k.Target)
 	h := hashOf(s.seed, &n)
 	d := s.dir.Load()
-	for i := uint32(h); ; i++ {
-		slot := d.slots[i&d.mask].Load()
-		if slot == 0 {
+	for g := d.start(h); ; g = d.after(g) {
+		word := d.words[g].Load()
+		for at := tagged(word, h); at != 0; at &= at - 1 {
+			f := &d.faces[g*group+nth(at)]
+			seq := f.seq.Load()
+			if seq&1 != 0 || f.hi.Load() != n.hi || f.lo.Load() != n.lo {
+				continue
+			}
+			have, view := f.read(), f.view.Load()
+			if f.seq.Load() != seq || have.meta&(1<<poolShift-1) != n.meta || have.uid != n.uid {
+				continue
+			}
+			if id := have.meta >> poolShift; id >= uint64(len(d.pools)) || d.pools[id].name != k.Pool {
+				continue
+			}
+			return unpack(view), true
+		}
+		if hasEmpty(word) {
 			return View{}, false
 		}
-		if slot>>32 != h>>32 || uint32(slot) == 0 {
-			continue
-		}
-		index := uint32(slot) - 1
-		if index>>slabBits >= uint32(len(d.slabs)) {
-			continue // it has come since
-		}
-		r := d.face(int32(index))
-		seq := r.seq.Load()
-		if seq&1 != 0 || r.hi.Load() != n.hi || r.lo.Load() != n.lo {
-			continue
-		}
-		have, view := r.read(), r.view.Load()
-		if r.seq.Load() != seq || have.meta&(1<<poolShift-1) != n.meta || have.uid != n.uid {
-			continue
-		}
-		if id := have.meta >> poolShift; id >= uint64(len(d.pools)) || d.pools[id].name != k.Pool {
-			continue
-		}
-		return unpack(view), true
 	}
 }
 
@@ -243,25 +304,22 @@ func (s *Set) Lookup(k Key) (View, bool) {
 func (s *Set) find(p *pool, n *name, h uint64) int32 {
 	d := s.dir.Load()
 	meta := n.meta | uint64(p.id)<<poolShift
-	for i := uint32(h); ; i++ {
-		slot := d.slots[i&d.mask].Load()
-		if slot == 0 {
+	for g := d.start(h); ; g = d.after(g) {
+		word := d.words[g].Load()
+		for at := tagged(word, h); at != 0; at &= at - 1 {
+			f := &d.faces[g*group+nth(at)]
+			if f.hi.Load() == n.hi && f.lo.Load() == n.lo && f.meta.Load() == meta && f.seq.Load()&1 == 0 && f.read().uid == n.uid {
+				return f.index
+			}
+		}
+		if hasEmpty(word) {
 			return nowhere
-		}
-		if slot>>32 != h>>32 || uint32(slot) == 0 {
-			continue
-		}
-		index := int32(uint32(slot) - 1)
-		r := d.face(index)
-		if r.hi.Load() == n.hi && r.lo.Load() == n.lo && r.meta.Load() == meta && r.read().uid == n.uid {
-			return index
 		}
 	}
 }
 
 // ofPod appends the records of every target of uid.
 func (s *Set) ofPod(uid UID, all []int32) []int32 {
-	d := s.dir.Load()
 	if uid == "" {
 		// Nobody can delete a pod without a UID. It is possible all the same, and slow.
 		for _, p := range s.all {
@@ -273,18 +331,17 @@ func (s *Set) ofPod(uid UID, all []int32) []int32 {
 		}
 		return all
 	}
-	h := maphash.String(s.seed, string(uid))
-	for i := uint32(h); ; i++ {
-		slot := d.slots[i&d.mask].Load()
-		if slot == 0 {
+	d, h := s.dir.Load(), hashOf(s.seed, &name{uid: string(uid)})
+	for g := d.start(h); ; g = d.after(g) {
+		word := d.words[g].Load()
+		for at := tagged(word, h); at != 0; at &= at - 1 {
+			f := &d.faces[g*group+nth(at)]
+			if n := f.read(); f.seq.Load()&1 == 0 && n.uid == string(uid) && n.meta>>kindShift&3 != kindZoned {
+				all = append(all, f.index)
+			}
+		}
+		if hasEmpty(word) {
 			break
-		}
-		if slot>>32 != h>>32 || uint32(slot) == 0 {
-			continue
-		}
-		index := int32(uint32(slot) - 1)
-		if n := d.face(index).read(); n.uid == string(uid) && n.meta>>kindShift&3 != kindZoned {
-			all = append(all, index)
 		}
 	}
 	if s.zoned == 0 {
@@ -301,100 +358,94 @@ func (s *Set) ofPod(uid UID, all []int32) []int32 {
 }
 
 // at returns the record of an index that find gave.
-func (s *Set) at(i int32) *record { return s.dir.Load().record(i) }
+func (s *Set) at(i int32) *record { return &s.slabs[i>>slabBits][i&(1<<slabBits-1)] }
 
 // make returns the index of a new record of n in p, with nothing known but its name.
 func (s *Set) make(p *pool, n *name, h uint64) int32 {
 	d := s.dir.Load()
-	if s.live+1 > len(d.slots)/2 || s.used+1 > len(d.slots)/4*3 {
+	if s.used+1 > len(d.faces)/8*7 {
 		d = s.rebuild(d)
 	}
-	if s.free == nowhere {
-		d = s.addSlab(d)
+	if len(s.free) == 0 {
+		s.addSlab()
 	}
-	index := s.free
-	r := d.record(index)
-	s.free = r.next
+	index := s.free[len(s.free)-1]
+	s.free = s.free[:len(s.free)-1]
+
+	slot, isEmpty := d.room(h)
+	f := &d.faces[slot]
+	if isEmpty {
+		s.used++
+	}
+	f.seq.Store(f.seq.Load() | 1)
 	if n.uid == "" {
-		r.uid.Store(nil)
+		f.uid.Store(nil)
 	} else {
-		r.uid.Store(unsafe.StringData(n.uid))
+		f.uid.Store(unsafe.StringData(n.uid))
 	}
-	if r.hi.Load() != n.hi { // a store costs more
-		r.hi.Store(n.hi)
-	}
-	r.lo.Store(n.lo)
-	r.meta.Store(n.meta | uint64(p.id)<<poolShift)
+	f.hi.Store(n.hi)
+	f.lo.Store(n.lo)
+	f.meta.Store(n.meta | uint64(p.id)<<poolShift)
+	f.view.Store(0)
+	f.hash, f.index = h, index
+	f.seq.Add(1)
+	d.tag(slot, h&0x7f)
+	s.live++
 	if n.meta>>kindShift&3 == kindZoned {
 		s.zoned++
 	}
-	r.hash, r.pool = h, p
-	r.next, r.prev = nowhere, nowhere
-	r.seenAt, r.quietSince, r.since, r.lastAt = never, never, never, never
-	r.view.Store(0)
-	r.seq.Add(1)
 
-	i := uint32(h)
-	for uint32(d.slots[i&d.mask].Load()) != 0 {
-		i++
-	}
-	if d.slots[i&d.mask].Load() == 0 {
-		s.used++
-	}
-	d.slots[i&d.mask].Store(h>>32<<32 | uint64(index+1))
-	s.live++
+	r := s.at(index)
+	r.face, r.slot, r.pool = f, int32(slot), p
+	r.seenAt, r.quietSince, r.since, r.lastAt = never, never, never, never
 	return index
 }
 
 // drop makes the place of a record free. It is in no bag any more.
 func (s *Set) drop(index int32) {
 	d := s.dir.Load()
-	r := d.record(index)
-	r.seq.Add(1)
-	slot, i := r.hash>>32<<32|uint64(index+1), uint32(r.hash)
-	for d.slots[i&d.mask].Load() != slot {
-		i++
-	}
-	// A mark that something is gone is needed only where a run goes on.
-	if d.slots[(i+1)&d.mask].Load() != 0 {
-		d.slots[i&d.mask].Store(slotGone)
-	} else {
-		d.slots[i&d.mask].Store(0)
-		s.used--
-		for i--; d.slots[i&d.mask].Load() == slotGone; i-- {
-			d.slots[i&d.mask].Store(0)
-			s.used--
-		}
-	}
-	s.live--
+	r := s.at(index)
 	if r.meta.Load()>>kindShift&3 == kindZoned {
 		s.zoned--
 	}
 	// The UID's bytes stay until the place is used again.
-	r.pool, r.pod = nil, nil
+	r.seq.Add(1)
+	// A mark that something is gone is needed only where a search goes on to the next group.
+	if slot := int(r.slot); hasEmpty(d.words[slot/group].Load()) {
+		d.tag(slot, empty)
+		s.used--
+	} else {
+		d.tag(slot, gone)
+	}
+	s.live--
+	r.face, r.pool, r.pod = nil, nil, nil
 	r.seenAt, r.seenIn, r.active, r.mark = 0, 0, 0, 0
-	r.flags, r.counted, r.last, r.verdict, r.counters, r.missed = 0, 0, Outcome{}, VerdictUnknown, [4]uint8{}, 0
-	r.next, s.free = s.free, index
+	r.flags &= hung
+	r.counted, r.last, r.verdict, r.counters, r.missed = 0, Outcome{}, VerdictUnknown, [4]uint8{}, 0
+	s.free = append(s.free, index)
 }
 
 // rebuild makes the table as large as what lives needs: so large that the marks of what comes and goes do not fill it again. Readers stay in
 // the old one until they are done.
 func (s *Set) rebuild(d *directory) *directory {
-	size := len(d.slots)
-	for s.live+1 > size/8*3 {
-		size *= 2
-	}
-	next := &directory{mask: uint32(size - 1), slots: make([]atomic.Uint64, size), slabs: d.slabs, pools: d.pools}
-	for i := range d.slots {
-		slot := d.slots[i].Load()
-		if uint32(slot) == 0 {
+	next := newDirectory((s.live+1)*tableRoom/group+1, d.pools)
+	for slot := range d.faces {
+		from := &d.faces[slot]
+		if d.words[slot/group].Load()>>(slot%group*8)&empty != 0 {
 			continue
 		}
-		j := uint32(d.record(int32(uint32(slot) - 1)).hash)
-		for next.slots[j&next.mask].Load() != 0 {
-			j++
-		}
-		next.slots[j&next.mask].Store(slot)
+		slot, _ := next.room(from.hash)
+		to := &next.faces[slot]
+		to.seq.Store(2)
+		to.view.Store(from.view.Load())
+		to.uid.Store(from.uid.Load())
+		to.hi.Store(from.hi.Load())
+		to.lo.Store(from.lo.Load())
+		to.meta.Store(from.meta.Load())
+		to.hash, to.index = from.hash, from.index
+		next.tag(slot, from.hash&0x7f)
+		r := s.at(from.index)
+		r.face, r.slot = to, int32(slot)
 	}
 	s.used = s.live
 	s.rebuilds++
@@ -402,20 +453,21 @@ func (s *Set) rebuild(d *directory) *directory {
 	return next
 }
 
-func (s *Set) addSlab(d *directory) *directory {
-	next := &directory{mask: d.mask, slots: d.slots, slabs: append(d.slabs, new(slab)), pools: d.pools}
-	first := int32(len(d.slabs)) << slabBits
+// tableRoom is how many places a new table has for each that lives. With 1.5, so many groups are full that what comes and goes fills the
+// table with marks: making it anew was a seventh of what a replacement costs.
+const tableRoom = 2
+
+func (s *Set) addSlab() {
+	first := int32(len(s.slabs)) << slabBits
+	s.slabs = append(s.slabs, new(slab))
 	for i := first + 1<<slabBits - 1; i >= first; i-- {
-		r := next.record(i)
-		r.face = next.face(i)
-		r.seq.Store(1)
+		r := s.at(i)
 		for b := range r.at {
 			r.at[b] = nowhere
 		}
-		r.next, s.free = s.free, i
+		r.next, r.prev = nowhere, nowhere
+		s.free = append(s.free, i)
 	}
-	s.dir.Store(next)
-	return next
 }
 
 // bag is an unordered list of records in which each knows its place, so that it comes and goes at the same price however many there are.

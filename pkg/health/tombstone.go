@@ -113,7 +113,7 @@ func (s *Set) grave(now time.Time, at int64, uid UID, since time.Time) *pod {
 	for _, i := range p.records {
 		r := s.at(i)
 		r.pod = p
-		r.set(unlisted|unproven, false)
+		r.set(doubts, false)
 		s.refresh(i, r)
 	}
 	return p

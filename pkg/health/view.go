@@ -27,6 +27,8 @@ const (
 	WhyTombstoned
 	// WhyLapsed targets have no traffic because nobody knows any more whether their pod's tombstone still holds, see [Set.Lapse].
 	WhyLapsed
+	// WhyUnproven targets have no traffic because the gateway gave them none when the agent began, and probes have not told yet.
+	WhyUnproven
 	// WhyNotReady targets have no traffic because EndpointSlices do not want any there.
 	WhyNotReady
 	// WhyNotSynced targets are left as they are in the gateway: EndpointSlices have not been heard yet.
@@ -54,6 +56,8 @@ func (w Why) String() string {
 		return "tombstoned"
 	case WhyLapsed:
 		return "lapsed"
+	case WhyUnproven:
+		return "unproven"
 	case WhyNotReady:
 		return "not-ready"
 	case WhyNotSynced:
@@ -105,13 +109,12 @@ func (s *Set) Targets() []Detail {
 	all := []Detail{}
 	for slab := 0; ; slab++ {
 		s.mu.Lock()
-		d := s.dir.Load()
-		if slab >= len(d.slabs) {
+		if slab >= len(s.slabs) {
 			s.mu.Unlock()
 			break
 		}
-		for n := range d.slabs[slab].records {
-			if r := &d.slabs[slab].records[n]; r.seq.Load()&1 == 0 {
+		for n := range s.slabs[slab] {
+			if r := &s.slabs[slab][n]; r.pool != nil {
 				all = append(all, s.detail(r))
 			}
 		}

@@ -74,8 +74,9 @@ func (r *replacer) follow() {
 	r.set.Observe(r.now, health.Observation{Generation: "g", At: r.now, Seen: r.seen})
 }
 
-func (r *replacer) run(n int) time.Duration {
-	began := time.Now()
+func (r *replacer) run(n int) time.Duration { return onCPU(func() { r.replace(n) }) }
+
+func (r *replacer) replace(n int) {
 	size := len(r.order)
 	for range n {
 		i := r.order[r.at%size]
@@ -91,7 +92,6 @@ func (r *replacer) run(n int) time.Duration {
 			r.follow()
 		}
 	}
-	return time.Since(began)
 }
 
 // bareMap does the same to a map.
@@ -104,18 +104,18 @@ func bareMap(n int) func(int) time.Duration {
 	}
 	at, spare := 0, &state{}
 	return func(count int) time.Duration {
-		began := time.Now()
-		for range count {
-			i := order[at%n]
-			out, in := &all[i], &all[n+i]
-			if at/n%2 == 1 {
-				out, in = in, out
+		return onCPU(func() {
+			for range count {
+				i := order[at%n]
+				out, in := &all[i], &all[n+i]
+				if at/n%2 == 1 {
+					out, in = in, out
+				}
+				at++
+				delete(m, health.Key{Pool: "web", Target: out.Target})
+				m[health.Key{Pool: "web", Target: in.Target}] = spare
 			}
-			at++
-			delete(m, health.Key{Pool: "web", Target: out.Target})
-			m[health.Key{Pool: "web", Target: in.Target}] = spare
-		}
-		return time.Since(began)
+		})
 	}
 }
 
@@ -173,25 +173,25 @@ func lookups(n int) (*health.Set, []health.Key, func(int) time.Duration, func(in
 	}
 	at, at2, good := 0, 0, 0
 	ours := func(count int) time.Duration {
-		began := time.Now()
-		for range count {
-			v, _ := set.Lookup(keys[at%n])
-			if v.Why == health.WhyChosen {
-				good++
+		return onCPU(func() {
+			for range count {
+				v, _ := set.Lookup(keys[at%n])
+				if v.Why == health.WhyChosen {
+					good++
+				}
+				at++
 			}
-			at++
-		}
-		return time.Since(began)
+		})
 	}
 	floor := func(count int) time.Duration {
-		began := time.Now()
-		for range count {
-			if m[keys[at2%n]].Why == health.WhyChosen {
-				good++
+		return onCPU(func() {
+			for range count {
+				if m[keys[at2%n]].Why == health.WhyChosen {
+					good++
+				}
+				at2++
 			}
-			at2++
-		}
-		return time.Since(began)
+		})
 	}
 	return set, keys, ours, floor
 }

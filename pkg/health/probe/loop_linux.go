@@ -18,11 +18,20 @@ const (
 	startMost = 64
 	// maxEvents is how many events one epoll_wait returns.
 	maxEvents = 256
-	// shortNap is how long the loop sleeps between two rounds while anything is in flight, longNap how long after some rounds in which nothing
-	// happened. Answers are read by rounds, not one at a time as they come: at thousands of probes a second a round has many, and to be
-	// woken costs as much as a probe. A start is late by shortNap at most, the end of a probe is seen late by longNap at most.
-	shortNap = 2 * time.Millisecond
-	longNap  = 16 * time.Millisecond
+	// round is how long the loop sleeps between two looks at its sockets while anything is in flight, longNap how long after some in which
+	// nothing happened. Answers are read and probes begun by rounds, not one at a time: at thousands of probes a second a round has many,
+	// and to be woken costs as much as a probe on a kept connection. The end of a probe is seen late by longNap at most.
+	round   = 8 * time.Millisecond
+	longNap = 16 * time.Millisecond
+	// ahead is how long before its time a probe may begin, so that it begins no later than that after it.
+	ahead = round / 2
+	// While a probe is in flight whose timeout is shorter than hasty, rounds take shortNap: it needs several of them, one to connect and one
+	// for the answer.
+	hasty = 20 * round
+	// At least each lookEvery, and at most once a round, lookMost kept connections are looked at for whether they are given up.
+	lookEvery = time.Second
+	lookMost  = 128
+	shortNap  = 2 * time.Millisecond
 )
 
 // state is how far a flight has come.
@@ -53,12 +62,14 @@ type flight struct {
 	slot    int32
 	sent    int
 	began   time.Time
-	// deadline is the heap's order, at the place in it. For idling, when the connection is given up.
+	// deadline is the heap's order, at the place in it. For idling, when the connection is given up; it is not in the heap then.
 	deadline time.Time
 	at       int
-	resp     response
-	grpc     *grpcAnswer
-	tls      *tlsConn // idling
+	// home is the place among the kept, nowhere if it never idled.
+	home int
+	resp response
+	grpc *grpcAnswer
+	tls  *tlsConn // idling
 }
 
 // deadlines is a heap of flights.
@@ -91,7 +102,12 @@ type loop struct {
 	free        []int32
 	spare       []*flight
 	deadlines   deadlines
-	idle        map[health.Key]*flight
+	// kept are the flights whose connection was kept for another probe, idle or in use again, in no order; idle finds one by its target and
+	// idling is how many have nothing to do. hand is the next of kept to look at for whether it is given up.
+	kept   []*flight
+	idle   map[health.Key]*flight
+	idling int
+	hand   int
 
 	flying, suspectsFlying int
 	// suspects are the targets whose last probe ended by timeout, until when that is believed.
@@ -108,6 +124,9 @@ type loop struct {
 	// nap is how long to sleep next, if anything is in flight. busy says that something happened in this round.
 	nap  time.Duration
 	busy bool
+	// hastyUntil is the last deadline of a probe whose timeout is short.
+	hastyUntil time.Time
+	left       []health.Key
 }
 
 // Run carries out probes until ctx ends, and returns nil then. Probes in flight are given up without an outcome. A Runner runs once at a time.
@@ -126,7 +145,7 @@ func (r *Runner) Run(ctx context.Context) error {
 	for {
 		more := l.begin()
 		if r.Observer != nil {
-			r.Observer.InFlight(l.flying, len(l.waiting), len(l.idle), l.flying >= l.maxInFlight)
+			r.Observer.InFlight(l.flying, len(l.waiting), l.idling, l.flying >= l.maxInFlight)
 		}
 		if !more {
 			var after <-chan time.Time
@@ -146,6 +165,7 @@ func (r *Runner) Run(ctx context.Context) error {
 			return err
 		}
 		l.landTLS()
+		l.giveUp()
 	}
 }
 
@@ -198,7 +218,7 @@ func (l *loop) close() {
 			rawClose(f.fd)
 		}
 	}
-	for _, f := range l.idle {
+	for _, f := range l.kept {
 		if f.tls != nil {
 			f.tls.abort()
 		}
@@ -230,10 +250,11 @@ func (l *loop) begin() bool {
 		return started == startMost && l.flying < l.maxInFlight
 	}
 	now := time.Now()
-	if l.ask.IsZero() || now.Before(l.ask) {
+	if l.ask.IsZero() || now.Add(ahead).Before(l.ask) {
 		return false
 	}
-	l.jobs, l.ask = l.Source.Due(now, l.jobs[:0], room)
+	l.leave()
+	l.jobs, l.ask = l.Source.Due(now.Add(ahead), l.jobs[:0], room)
 	full := len(l.jobs) >= room
 	if full {
 		l.ask = now
@@ -253,30 +274,74 @@ func (l *loop) begin() bool {
 	return full && l.flying < l.maxInFlight
 }
 
+// leave closes the connections that were kept for targets that left.
+func (l *loop) leave() {
+	var all bool
+	l.left, all = l.Source.Left(l.left[:0])
+	for _, k := range l.left {
+		if f := l.idle[k]; f != nil && f.state == idling {
+			l.drop(f)
+		}
+	}
+	clear(l.left)
+	if all {
+		for n := len(l.kept) - 1; n >= 0; n-- {
+			if f := l.kept[n]; f.state == idling {
+				l.drop(f)
+			}
+		}
+	}
+}
+
+// giveUp closes some of the connections for which no probe came within two intervals.
+func (l *loop) giveUp() {
+	if l.idling == 0 {
+		return
+	}
+	now := time.Now()
+	for range min(len(l.kept), lookMost) {
+		if l.hand >= len(l.kept) {
+			l.hand = 0
+		}
+		if f := l.kept[l.hand]; f.state == idling && f.deadline.Before(now) {
+			l.drop(f) // another takes its place
+		} else {
+			l.hand++
+		}
+	}
+}
+
 func (l *loop) suspectRoom() bool {
 	return l.suspectsFlying < max(l.maxInFlight/2, 1) && l.flying < l.maxInFlight
 }
 
 // patience is how long to sleep until something is to be done, if no one wakes the loop. It reports false if only somebody can.
 func (l *loop) patience() (time.Duration, bool) {
+	now, short := time.Now(), round
+	if now.Before(l.hastyUntil) {
+		short = shortNap
+	}
 	l.nap = min(2*l.nap, longNap)
 	if l.busy || l.nap == 0 {
-		l.nap = shortNap
+		l.nap = short
 	}
 	l.busy = false
 	var next time.Time
-	if l.flying < l.maxInFlight {
-		next = l.ask
+	if l.flying < l.maxInFlight && !l.ask.IsZero() {
+		next = l.ask.Add(-ahead)
 	}
 	if len(l.deadlines) > 0 && (next.IsZero() || l.deadlines[0].deadline.Before(next)) {
 		next = l.deadlines[0].deadline
 	}
-	sockets := len(l.deadlines) - len(l.idle) // HTTPS probes wake the loop, idle connections can wait
+	sockets := len(l.deadlines) // HTTPS probes wake the loop
+	if l.idling > 0 && (next.IsZero() || next.Sub(now) > lookEvery) {
+		next = now.Add(lookEvery)
+	}
 	if next.IsZero() {
 		return l.nap, sockets > 0
 	}
 	// Starts are taken together too.
-	wait := max(time.Until(next), shortNap)
+	wait := max(next.Sub(now), short)
 	if sockets > 0 {
 		wait = min(wait, l.nap)
 	}
@@ -328,9 +393,8 @@ func (l *loop) start(job health.Job, suspect bool) {
 	if l.Observer != nil {
 		l.Observer.Started(max(0, now.Sub(job.Due)))
 	}
-	if f := l.idle[job.Key]; f != nil {
-		l.unidle(f)
-		if *f.job.Check == *job.Check {
+	if f := l.idle[job.Key]; f != nil && f.state == idling {
+		if f.job.Check == job.Check || *f.job.Check == *job.Check {
 			l.again(f, job, suspect, now)
 			return
 		}
@@ -356,7 +420,7 @@ func (l *loop) flight(job health.Job, suspect bool, now time.Time) *flight {
 	} else {
 		f = &flight{}
 	}
-	f.job, f.state, f.reused, f.fd, f.slot, f.sent, f.at = job, connecting, false, -1, -1, 0, -1
+	f.job, f.state, f.reused, f.fd, f.slot, f.sent, f.at, f.home = job, connecting, false, -1, -1, 0, -1, -1
 	f.resp.reset()
 	f.grpc = nil
 	l.fly(f, suspect, now)
@@ -365,6 +429,9 @@ func (l *loop) flight(job health.Job, suspect bool, now time.Time) *flight {
 
 func (l *loop) fly(f *flight, suspect bool, now time.Time) {
 	f.suspect, f.began, f.deadline = suspect, now, now.Add(f.job.Check.Timeout)
+	if f.job.Check.Timeout < hasty && f.deadline.After(l.hastyUntil) {
+		l.hastyUntil = f.deadline
+	}
 	l.flying++
 	if suspect {
 		l.suspectsFlying++
@@ -375,17 +442,15 @@ func (l *loop) fly(f *flight, suspect bool, now time.Time) {
 func (l *loop) again(f *flight, job health.Job, suspect bool, now time.Time) {
 	f.job, f.reused, f.sent = job, true, 0
 	f.resp.reset()
+	l.idling--
 	l.fly(f, suspect, now)
 	if f.tls != nil {
 		conn := f.tls
 		f.tls = nil
-		if f.at >= 0 {
-			heap.Remove(&l.deadlines, f.at)
-		}
 		l.flyTLS(f, conn)
 		return
 	}
-	heap.Fix(&l.deadlines, f.at)
+	heap.Push(&l.deadlines, f)
 	f.state = connecting
 	l.send(f)
 }
@@ -468,7 +533,6 @@ func (l *loop) send(f *flight) bool {
 func (l *loop) event(f *flight, events uint32) {
 	if f.state == idling {
 		// The backend closed it, or says what nobody asked for.
-		l.unidle(f)
 		l.drop(f)
 		return
 	}
@@ -544,9 +608,9 @@ func (l *loop) take(f *flight, b []byte) bool {
 	}
 	if f.resp.status != 0 && f.state != reading {
 		early := f.state == connecting // the rest of the request is not sent any more
-		l.report(f, judge(f.job.Check, f.resp.status))
+		known := l.report(f, judge(f.job.Check, f.resp.status))
 		f.state = reading
-		f.resp.close = f.resp.close || early
+		f.resp.close = f.resp.close || early || !known
 	}
 	if f.resp.phase != ended {
 		return false
@@ -578,12 +642,14 @@ func (l *loop) fail(f *flight, e errno) {
 // reconnect goes on with the probe of f on a new connection.
 func (l *loop) reconnect(f *flight) {
 	l.shut(f)
+	l.forget(f)
 	f.state, f.reused, f.sent = connecting, false, 0
 	l.connect(f)
 }
 
-// report gives the outcome to the source, and remembers who did not answer.
-func (l *loop) report(f *flight, outcome health.Outcome) {
+// report gives the outcome to the source, and remembers who did not answer. It reports whether the target is probed still, so that its
+// connection is worth keeping.
+func (l *loop) report(f *flight, outcome health.Outcome) bool {
 	now := time.Now()
 	if l.Observer != nil {
 		l.Observer.Finished(f.job.Check.Protocol, outcome, now.Sub(f.began))
@@ -598,6 +664,7 @@ func (l *loop) report(f *flight, outcome health.Outcome) {
 	}
 	// What the source learned may change what is due, and when.
 	l.ask = now
+	return known
 }
 
 // sweep forgets suspects that were not probed for long, when there are twice as many as after the last time.
@@ -615,23 +682,34 @@ func (l *loop) sweep(now time.Time) {
 
 // keep keeps f's connection for the next probe of its target, and gives it up if none comes within two intervals.
 func (l *loop) keep(f *flight) {
-	if len(l.idle) >= l.maxIdle || l.idle[f.job.Key] != nil {
-		l.drop(f)
-		return
+	if f.home < 0 {
+		if l.idling >= l.maxIdle || l.idle[f.job.Key] != nil {
+			l.drop(f)
+			return
+		}
+		f.home = len(l.kept)
+		l.kept = append(l.kept, f)
+		l.idle[f.job.Key] = f
 	}
 	l.land(f)
+	if f.at >= 0 {
+		heap.Remove(&l.deadlines, f.at)
+	}
+	l.idling++
 	f.state = idling
 	f.deadline = time.Now().Add(2*f.job.Check.Interval + f.job.Check.Timeout)
-	if f.at < 0 {
-		heap.Push(&l.deadlines, f)
-	} else {
-		heap.Fix(&l.deadlines, f.at)
-	}
-	l.idle[f.job.Key] = f
 }
 
-// unidle takes f out of those that are kept.
-func (l *loop) unidle(f *flight) {
+// forget takes f out of those whose connection is kept.
+func (l *loop) forget(f *flight) {
+	if f.home < 0 {
+		return
+	}
+	last := l.kept[len(l.kept)-1]
+	l.kept[f.home], last.home = last, f.home
+	l.kept[len(l.kept)-1] = nil
+	l.kept = l.kept[:len(l.kept)-1]
+	f.home = -1
 	delete(l.idle, f.job.Key)
 }
 
@@ -647,12 +725,11 @@ func (l *loop) land(f *flight) {
 // drop closes f and forgets it.
 func (l *loop) drop(f *flight) {
 	if f.state == idling {
-		if l.idle[f.job.Key] == f {
-			l.unidle(f)
-		}
+		l.idling--
 	} else {
 		l.land(f)
 	}
+	l.forget(f)
 	if f.tls != nil {
 		f.tls.abort()
 		f.tls = nil
@@ -715,12 +792,16 @@ func (l *loop) landTLS() {
 			l.drop(d.flight)
 			continue
 		}
-		l.report(d.flight, d.outcome)
+		known := l.report(d.flight, d.outcome)
 		if d.conn == nil {
 			l.drop(d.flight)
 			continue
 		}
 		d.flight.tls = d.conn
-		l.keep(d.flight)
+		if known {
+			l.keep(d.flight)
+		} else {
+			l.drop(d.flight)
+		}
 	}
 }

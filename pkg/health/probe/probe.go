@@ -8,12 +8,16 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
-// Source has the schedule. Both methods are called from the goroutine of [Runner.Run] alone, and must not wait.
+// Source has the schedule. Its methods are called from the goroutine of [Runner.Run] alone, and must not wait.
 type Source interface {
-	// Due appends to jobs at most max probes that are due at now, and says when to ask again (zero: when woken).
+	// Due appends to jobs at most max probes that are due at now, and says when to ask again (zero: when woken). It is asked some
+	// milliseconds ahead of the clock, for probes that begin at once.
 	Due(now time.Time, jobs []health.Job, max int) ([]health.Job, time.Time)
 	// Report takes in an outcome; false: too late, its target left or its check changed.
 	Report(now time.Time, job health.Job, outcome health.Outcome) bool
+	// Left appends to keys the targets that are not probed any more and were when it was asked last, so that what is kept for them can be
+	// given up. all: there are too many to name, everything is to be given up.
+	Left(keys []health.Key) (left []health.Key, all bool)
 }
 
 // Observer is told what the runner does, for metrics. Its methods are called from the goroutine of [Runner.Run] alone, and must not wait.

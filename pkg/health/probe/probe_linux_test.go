@@ -37,6 +37,9 @@ type queue struct {
 	took   map[health.Key][]time.Duration
 	ended  chan struct{}
 	refuse bool // Report says that everything is too late
+	// left and allLeft are what Left says next.
+	left    []health.Key
+	allLeft bool
 }
 
 func newQueue() *queue {
@@ -66,6 +69,14 @@ func (q *queue) Report(now time.Time, job health.Job, outcome health.Outcome) bo
 	q.took[job.Key] = append(q.took[job.Key], now.Sub(job.Due))
 	q.ended <- struct{}{}
 	return !q.refuse
+}
+
+func (q *queue) Left(keys []health.Key) ([]health.Key, bool) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	keys, all := append(keys, q.left...), q.allLeft
+	q.left, q.allLeft = nil, false
+	return keys, all
 }
 
 func (q *queue) add(jobs ...health.Job) {
@@ -498,6 +509,49 @@ func TestKeepAliveRace(t *testing.T) {
 		if conns.Load() != i+1 {
 			t.Fatalf("%d connections, want %d", conns.Load(), i+1)
 		}
+	}
+}
+
+// The connection that is kept for a target ends with it, long before the interval does: once the source says that it left, or that whatever is
+// kept is to go, or when the outcome of its last probe comes too late.
+func TestKeptConnectionsEndWithTheirTarget(t *testing.T) {
+	for name, leave := range map[string]func(*queue, health.Key){
+		"named":    func(q *queue, k health.Key) { q.left = []health.Key{k} },
+		"too many": func(q *queue, _ health.Key) { q.allLeft = true },
+		"too late": func(q *queue, _ health.Key) {},
+	} {
+		t.Run(name, func(t *testing.T) {
+			r := start(t, &Runner{})
+			closed := make(chan struct{})
+			addr := backend(t, func(c net.Conn) {
+				request(c)
+				io.WriteString(c, "HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+				request(c)
+				close(closed)
+			})
+			c := check(health.HTTP)
+			c.KeepAlive, c.Interval = true, time.Hour
+			r.mu().Lock()
+			r.refuse = name == "too late"
+			r.mu().Unlock()
+			r.want(health.Outcome{Kind: health.Success, Code: 200}, addr, c)
+			if name != "too late" {
+				select {
+				case <-closed:
+					t.Fatal("the connection was not kept")
+				case <-time.After(50 * time.Millisecond):
+				}
+			}
+			r.mu().Lock()
+			leave(r.queue, key(addr))
+			r.mu().Unlock()
+			r.Wake()
+			select {
+			case <-closed:
+			case <-time.After(5 * time.Second):
+				t.Fatal("the connection of a target that left stays open")
+			}
+		})
 	}
 }
 
