@@ -11,6 +11,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"runtime"
 	"sync"
 	"time"
 
@@ -196,7 +197,8 @@ func (c *Coordinator) DrainFor(ctx context.Context, request Request, until time.
 	c.mu.Lock()
 	defer c.unlock()
 	status = c.ledger.AskBounded(time.Now(), pod, request.Targets)
-	c.settle()
+	c.note()
+	defer c.tell()
 	c.observe(status)
 	c.ledger.Hold(pod.UID)
 	defer func() {
@@ -225,7 +227,7 @@ func (c *Coordinator) DrainFor(ctx context.Context, request Request, until time.
 		}
 		c.Metrics.holds.Dec()
 	}()
-	for status.Waits() {
+	for told := false; status.Waits(); {
 		now := time.Now()
 		if !now.Before(until) {
 			return status, true, nil
@@ -240,6 +242,14 @@ func (c *Coordinator) DrainFor(ctx context.Context, request Request, until time.
 			c.waiting[pod.UID] = changed
 		}
 		c.unlock()
+		if !told {
+			// Others that ask at this moment do so now, and the agents hear of all of them at once.
+			runtime.Gosched()
+			c.mu.Lock()
+			c.tell()
+			c.unlock()
+			told = true
+		}
 		timer := time.NewTimer(wake.Sub(now))
 		select {
 		case <-changed:
@@ -341,6 +351,21 @@ func (c *Coordinator) Refused(uid drain.UID, window time.Duration) int {
 
 // settle, called with the lock after every change, writes down transitions and wakes those whom they may concern.
 func (c *Coordinator) settle() {
+	c.note()
+	c.tell()
+}
+
+// tell, called with the lock, wakes the streams of those agents that have something to hear.
+func (c *Coordinator) tell() {
+	for _, id := range c.ledger.Concerned() {
+		if s := c.streams[id]; s != nil {
+			s.wake()
+		}
+	}
+}
+
+// note, called with the lock, writes down transitions and wakes the calls that wait for them.
+func (c *Coordinator) note() {
 	// To look at one drain may concern others: an agent is suspended by the end of one, and is waited for by none.
 	for touched := c.ledger.Touched(); len(touched) > 0; touched = c.ledger.Touched() {
 		now := time.Now()
@@ -361,11 +386,6 @@ func (c *Coordinator) settle() {
 			}
 			c.Log.Error("agent is suspended: it let one drain after the other expire, and is no longer waited for", "agent", s.Name, "id", s.Agent)
 		})
-	}
-	for _, id := range c.ledger.Concerned() {
-		if s := c.streams[id]; s != nil {
-			s.wake()
-		}
 	}
 }
 
