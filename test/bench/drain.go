@@ -16,7 +16,6 @@ import (
 	"os/exec"
 	"runtime"
 	"strconv"
-	"strings"
 	"sync"
 	"time"
 
@@ -73,7 +72,7 @@ func drains() (results []Result, err error) {
 	}
 	defer many.stop()
 	results = append(results, Result{
-		Name: "drain/bytes-per-agent", Ratio: many.bytesPerAgent / 1024, Goal: 64, Note: "KiB of heap and stacks on the coordinator, with two connections open",
+		Name: "drain/bytes-per-agent", Ratio: many.bytesPerAgent / 1024, Goal: 64, Note: "KiB of heap and stacks on the coordinator",
 	}, Result{
 		Name: "drain/3-of-9900", Goal: 3, Note: "a drain that 3 of 9,900 agents owe, by one that 3 of 3 do",
 		Ratio: ratio(func() time.Duration { return many.drain(fews, 1) }, func() time.Duration { return small.drain(fews, 1) }),
@@ -284,13 +283,13 @@ func playAgents(what string) error {
 	return err
 }
 
-// benchAgent is an agent whose gateway lets go at once. It has a connection for its stream and, when it first reports, one for posts.
+// benchAgent is an agent whose gateway lets go at once. It has one connection, its stream; that on which it declares is closed when it has,
+// as an agent's is when it was not used for a minute.
 type benchAgent struct {
 	address, id string
 	service     drain.Service
 	session     uint64
-	post        net.Conn
-	answers     *bufio.Reader
+	stream      net.Conn
 }
 
 func (a *benchAgent) dial() (net.Conn, error) {
@@ -303,12 +302,16 @@ func (a *benchAgent) open() (*bufio.Reader, error) {
 	if err != nil {
 		return nil, err
 	}
-	fmt.Fprintf(conn, "GET %s?protocol=1 HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\r\n\r\n", wire.StreamPath, a.id)
-	response, err := http.ReadResponse(bufio.NewReaderSize(conn, 4096), nil)
+	a.stream = conn
+	fmt.Fprintf(conn, "GET %s?protocol=1 HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: %s\r\nAuthorization: Bearer %s\r\n\r\n", wire.StreamPath, wire.Upgrade, a.id)
+	lines := bufio.NewReaderSize(conn, 4096)
+	response, err := http.ReadResponse(lines, nil)
 	if err != nil {
 		return nil, err
 	}
-	lines := bufio.NewReaderSize(response.Body, 4096)
+	if response.StatusCode != http.StatusSwitchingProtocols {
+		return nil, fmt.Errorf("%s: %s", wire.StreamPath, response.Status)
+	}
 	for {
 		m, err := message(lines)
 		if err != nil {
@@ -321,7 +324,7 @@ func (a *benchAgent) open() (*bufio.Reader, error) {
 			break
 		}
 	}
-	return lines, a.send(wire.DeclarationsPath, wire.Declaration{Session: a.session, Routes: []drain.Route{
+	return lines, a.declare(wire.Declaration{Session: a.session, Routes: []drain.Route{
 		{Service: a.service, Via: drain.Endpoints, Can: drain.Direct, Grain: drain.PerRequest},
 	}})
 }
@@ -354,22 +357,24 @@ func message(lines *bufio.Reader) (m wire.Message, err error) {
 	if err != nil {
 		return m, err
 	}
-	return m, json.Unmarshal(line, &m)
+	return m, wire.ParseMessage(line, &m)
 }
 
-// serve reports every pod that it is told of, those of one write in one post.
+// serve reports every pod that it is told of, those of one write in one line.
 func (a *benchAgent) serve(lines *bufio.Reader) error {
 	var reports []drain.Report
+	var line []byte
 	for {
 		m, err := message(lines)
 		if err != nil {
 			return err
 		}
 		if m.Type == wire.TypeDrain {
-			reports = append(reports, drain.Report{UID: m.Drain.Pod.UID, State: drain.Idle, Proof: drain.Runtime, Held: true, Since: m.Drain.Since})
+			reports = append(reports, drain.Report{UID: m.Drain.Pod.UID, State: drain.Idle, Proof: drain.Runtime, Held: true, Since: m.Drain.Since, Number: m.Drain.Number})
 		}
 		if len(reports) > 0 && lines.Buffered() == 0 {
-			if err := a.send(wire.ReportsPath, wire.Reports{Session: a.session, Boot: "bench", Reports: reports}); err != nil {
+			line = wire.AppendReports(line[:0], wire.Reports{Session: a.session, At: m.At, Boot: "bench", Reports: reports})
+			if _, err := a.stream.Write(line); err != nil {
 				return err
 			}
 			reports = reports[:0]
@@ -377,30 +382,26 @@ func (a *benchAgent) serve(lines *bufio.Reader) error {
 	}
 }
 
-func (a *benchAgent) send(path string, body any) error {
-	if a.post == nil {
-		conn, err := a.dial()
-		if err != nil {
-			return err
-		}
-		a.post, a.answers = conn, bufio.NewReaderSize(conn, 512)
+func (a *benchAgent) declare(body wire.Declaration) error {
+	conn, err := a.dial()
+	if err != nil {
+		return err
 	}
+	defer conn.Close()
 	text, err := json.Marshal(body)
 	if err != nil {
 		return err
 	}
-	var request strings.Builder
-	fmt.Fprintf(&request, "POST %s HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\r\nContent-Length: %d\r\n\r\n%s", path, a.id, len(text), text)
-	if _, err := io.WriteString(a.post, request.String()); err != nil {
+	if _, err := fmt.Fprintf(conn, "POST %s HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\r\nContent-Length: %d\r\n\r\n%s", wire.DeclarationsPath, a.id, len(text), text); err != nil {
 		return err
 	}
-	response, err := http.ReadResponse(a.answers, nil)
+	response, err := http.ReadResponse(bufio.NewReader(conn), nil)
 	if err != nil {
 		return err
 	}
 	defer response.Body.Close()
 	if response.StatusCode >= 300 {
-		return fmt.Errorf("%s: %s", path, response.Status)
+		return fmt.Errorf("%s: %s", wire.DeclarationsPath, response.Status)
 	}
 	_, err = io.Copy(io.Discard, response.Body)
 	return err
