@@ -12,6 +12,7 @@ import (
 	"net"
 	"net/http"
 	"os"
+	"runtime"
 	"slices"
 	"strconv"
 	"strings"
@@ -506,6 +507,8 @@ func (c *Coordinator) stream(w http.ResponseWriter, r *http.Request, who Identit
 		}
 		select {
 		case <-s.woken:
+			// Whoever woke it may have more to say at this moment: that goes out in the same write.
+			runtime.Gosched()
 		case <-heartbeat.C:
 			say(wire.Message{Type: wire.TypeHeartbeat})
 		case err := <-heard:

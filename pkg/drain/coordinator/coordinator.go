@@ -73,9 +73,10 @@ type Coordinator struct {
 	Options
 	times drain.Times
 
-	mu      sync.Mutex
-	ledger  *drain.Ledger
-	waiting map[drain.UID]chan struct{}
+	mu     sync.Mutex
+	ledger *drain.Ledger
+	// waiting holds the pods for which calls wait.
+	waiting map[drain.UID]*wait
 	// streams holds each agent's newest.
 	streams map[drain.AgentID]*stream
 	holds   int
@@ -92,11 +93,19 @@ type Coordinator struct {
 	stopped bool
 }
 
+// wait is what calls that wait for one pod share.
+type wait struct {
+	calls int
+	// changed is closed, and replaced, when status is another.
+	changed chan struct{}
+	status  drain.Status
+}
+
 // New returns a coordinator with an empty ledger.
 func New(self drain.Lease, times drain.Times, o Options) *Coordinator {
 	return &Coordinator{
 		Options: o, times: times, ledger: drain.NewLedger(self, times),
-		waiting: map[drain.UID]chan struct{}{}, streams: map[drain.AgentID]*stream{}, phases: map[drain.UID]drain.Phase{},
+		waiting: map[drain.UID]*wait{}, streams: map[drain.AgentID]*stream{}, phases: map[drain.UID]drain.Phase{},
 		heldOf: map[string]int{},
 		began:  time.Now(),
 		stop:   make(chan struct{}),
@@ -227,6 +236,17 @@ func (c *Coordinator) DrainFor(ctx context.Context, request Request, until time.
 		}
 		c.Metrics.holds.Dec()
 	}()
+	w := c.waiting[pod.UID]
+	if w == nil {
+		w = &wait{changed: make(chan struct{})}
+		c.waiting[pod.UID] = w
+	}
+	w.calls++
+	defer func() {
+		if w.calls--; w.calls == 0 {
+			delete(c.waiting, pod.UID)
+		}
+	}()
 	for told := false; status.Waits(); {
 		now := time.Now()
 		if !now.Before(until) {
@@ -236,11 +256,7 @@ func (c *Coordinator) DrainFor(ctx context.Context, request Request, until time.
 		if !status.Recheck.IsZero() && status.Recheck.Before(wake) {
 			wake = status.Recheck
 		}
-		changed := c.waiting[pod.UID]
-		if changed == nil {
-			changed = make(chan struct{})
-			c.waiting[pod.UID] = changed
-		}
+		changed, known := w.changed, false
 		c.unlock()
 		if !told {
 			// Others that ask at this moment do so now, and the agents hear of all of them at once.
@@ -253,6 +269,7 @@ func (c *Coordinator) DrainFor(ctx context.Context, request Request, until time.
 		timer := time.NewTimer(wake.Sub(now))
 		select {
 		case <-changed:
+			known = true
 		case <-timer.C:
 		case <-ctx.Done():
 			err = ctx.Err()
@@ -261,9 +278,14 @@ func (c *Coordinator) DrainFor(ctx context.Context, request Request, until time.
 		}
 		timer.Stop()
 		c.mu.Lock()
-		status = c.ledger.Status(time.Now(), pod.UID)
-		c.settle()
-		c.observe(status)
+		if known {
+			// To ask the ledger once more would take as long as there are agents.
+			status = w.status
+		} else {
+			status = c.ledger.Status(time.Now(), pod.UID)
+			c.settle()
+			c.observe(status)
+		}
 		if err == nil && c.stopped {
 			// What has changed may be that the streams end.
 			err = ErrStopping
@@ -370,10 +392,11 @@ func (c *Coordinator) note() {
 	for touched := c.ledger.Touched(); len(touched) > 0; touched = c.ledger.Touched() {
 		now := time.Now()
 		for _, uid := range touched {
-			c.observe(c.ledger.Status(now, uid))
-			if changed := c.waiting[uid]; changed != nil {
-				close(changed)
-				delete(c.waiting, uid)
+			status := c.ledger.Status(now, uid)
+			c.observe(status)
+			if w := c.waiting[uid]; w != nil {
+				close(w.changed)
+				w.changed, w.status = make(chan struct{}), status
 			}
 		}
 	}
