@@ -32,6 +32,11 @@ func newLines(r io.Reader) *lines {
 	l := &lines{from: counted{Reader: r}}
 	l.scanner = bufio.NewScanner(&l.from)
 	l.scanner.Buffer(nil, maxLine)
+	l.scanner.Split(func(data []byte, end bool) (int, []byte, error) {
+		n, line, err := bufio.ScanLines(data, end)
+		l.taken += n
+		return n, line, err
+	})
 	return l
 }
 
@@ -47,7 +52,6 @@ func (l *lines) next() (wire.Message, error) {
 		}
 		return m, io.EOF
 	}
-	l.taken += len(l.scanner.Bytes()) + 1 // the end of the line
 	if err := wire.ParseMessage(l.scanner.Bytes(), &m); err != nil {
 		return m, fmt.Errorf("message %.200q: %w", l.scanner.Text(), err)
 	}

@@ -452,6 +452,7 @@ func (c *Coordinator) stream(w http.ResponseWriter, r *http.Request, who Identit
 	}
 	// Nothing comes from heard where the agent posts what it reports.
 	var heard chan error
+	gone := r.Context().Done()
 	if strings.EqualFold(r.Header.Get("Upgrade"), wire.Upgrade) {
 		if conn, buffered, err := control.Hijack(); err == nil {
 			from := buffered.Reader
@@ -459,7 +460,8 @@ func (c *Coordinator) stream(w http.ResponseWriter, r *http.Request, who Identit
 			write = func(lines []byte) error {
 				return errors.Join(conn.SetWriteDeadline(time.Now().Add(writeTimeout)), writeTo(conn, lines))
 			}
-			heard = make(chan error, 1)
+			// The end of what is read, for whatever reason, is heard.
+			heard, gone = make(chan error, 1), nil
 			go func() { heard <- c.listen(r.Context(), from, conn, who) }()
 			defer func() {
 				conn.Close()
@@ -520,7 +522,7 @@ func (c *Coordinator) stream(w http.ResponseWriter, r *http.Request, who Identit
 			c.Metrics.api.WithLabelValues(wire.ReportsPath, strconv.Itoa(refused.code)).Inc()
 			say(wire.Message{Type: wire.TypeRefused, Refused: &wire.Error{Error: refused.text}})
 			over = true
-		case <-r.Context().Done():
+		case <-gone:
 			return nil, errWritten
 		case <-c.stop:
 			return nil, errWritten
