@@ -186,7 +186,7 @@ func TestTheLastStateWrittenDownIsTheLast(t *testing.T) {
 	}
 	var generation atomic.Int64
 	states := map[health.State]bool{}
-	for round := range 10_000 { // the wrong order shows in one of a thousand, on two cores
+	for round := range 10_000 { // the wrong order shows seldom
 		var all sync.WaitGroup
 		for caller := range 4 {
 			all.Go(func() {
