@@ -2,10 +2,13 @@ package coordinator
 
 import (
 	"bufio"
+	"bytes"
 
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
+	"net"
 	"net/http"
 	"slices"
 	"strings"
@@ -193,6 +196,30 @@ func TestAnUpgradedStreamThatIsNotReadIsCut(t *testing.T) {
 		synctest.Wait()
 		if got := r.metric("lameduck_agents", "connected"); got != 0 {
 			t.Errorf("%v streams are open", got)
+		}
+	})
+}
+
+// Whatever an agent writes into its stream is taken, or refused as its own fault, and ends.
+func FuzzListen(f *testing.F) {
+	f.Add([]byte(`{"session":1,"boot":"b","reports":[{"uid":"uid-a","state":"idle","proof":"runtime","held":true,"since":"2026-01-02T03:04:05Z"}]}`+"\n"), 1)
+	f.Add([]byte("{}\n\nnull\n"), 2)
+	f.Add([]byte(strings.Repeat(" ", 9000)+`{"session":1}`+"\n"), 4096)
+	f.Fuzz(func(t *testing.T, text []byte, room int) {
+		b := newBench()
+		b.Unroute(pod("a"), []drain.Service{web})
+		before := b.ledger.Status(time.Now(), "uid-a")
+		near, far := net.Pipe()
+		defer near.Close()
+		defer far.Close()
+		from := bufio.NewReaderSize(bytes.NewReader(text), min(max(room, 16), 1<<16))
+		err := b.listen(t.Context(), from, far, Identity{Agent: "one", Everywhere: true})
+		refused := refusal{}
+		if !errors.Is(err, io.EOF) && (!errors.As(err, &refused) || refused.code < 400 || refused.code >= 500) {
+			t.Errorf("ends with %v", err)
+		}
+		if after := b.ledger.Status(time.Now(), "uid-a"); after.Since.After(before.Since) || after.Deadline.After(before.Deadline) {
+			t.Errorf("the clock was put back from %s to %s", before.Since, after.Since)
 		}
 	})
 }
