@@ -16,6 +16,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/gorilla/mux"
@@ -462,10 +463,11 @@ func (c *Coordinator) stream(w http.ResponseWriter, r *http.Request, who Identit
 			}
 			// The end of what is read, for whatever reason, is heard.
 			heard, gone = make(chan error, 1), nil
-			go func() { heard <- c.listen(r.Context(), from, conn, who) }()
+			var listening sync.WaitGroup
+			listening.Go(func() { heard <- c.listen(r.Context(), from, conn, who) })
 			defer func() {
 				conn.Close()
-				<-heard
+				listening.Wait()
 			}()
 		}
 	}
@@ -514,7 +516,6 @@ func (c *Coordinator) stream(w http.ResponseWriter, r *http.Request, who Identit
 		case <-heartbeat.C:
 			say(wire.Message{Type: wire.TypeHeartbeat})
 		case err := <-heard:
-			close(heard)
 			refused := refusal{}
 			if !errors.As(err, &refused) {
 				return nil, errWritten
