@@ -38,11 +38,8 @@ type subscription struct {
 	ready   []commit
 }
 
-func subscribe(ours func(tableID) bool) (*subscription, error) {
-	conn, err := netlink.Dial(unix.NETLINK_NETFILTER, nil)
-	if err != nil {
-		return nil, fmt.Errorf("open a netlink socket: %w", err)
-	}
+// subscribe makes conn one. It closes conn if it cannot.
+func subscribe(conn *netlink.Conn, buffer int, ours func(tableID) bool) (*subscription, error) {
 	if err := conn.SetReadBuffer(buffer); err != nil {
 		conn.Close()
 		return nil, fmt.Errorf("give the netlink socket its buffer: %w", err)
@@ -90,14 +87,6 @@ func (s *subscription) close() { _ = s.conn.Close() }
 type dumper struct {
 	conn *netlink.Conn
 	ours func(tableID) bool
-}
-
-func newDumper(ours func(tableID) bool) (*dumper, error) {
-	conn, err := netlink.Dial(unix.NETLINK_NETFILTER, nil)
-	if err != nil {
-		return nil, fmt.Errorf("open a netlink socket: %w", err)
-	}
-	return &dumper{conn, ours}, nil
 }
 
 // request makes a message to the subsystem, about one address family.

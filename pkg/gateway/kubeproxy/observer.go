@@ -12,6 +12,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/mdlayher/netlink"
 	"golang.org/x/sys/unix"
 )
 
@@ -77,14 +78,18 @@ type Options struct {
 	Log *slog.Logger
 	// Families are those to follow; none is both. Targets of another one stay Unknown.
 	Families []Family
+	// NetNS is an open file of the network namespace to observe; 0 is that of this process.
+	NetNS int
 }
 
-// Observer follows the rules that kube-proxy writes in the network namespace of this process. All methods may be called by
+// Observer follows the rules that kube-proxy writes in a network namespace, of the node. All methods may be called by
 // several goroutines at once.
 type Observer struct {
 	log      *slog.Logger
 	families []uint8
 	boot     string
+	netns    int
+	buffer   int // for notifications
 
 	mu      sync.Mutex
 	sources map[tableID]*source
@@ -105,7 +110,7 @@ type source struct {
 // New returns an Observer that knows nothing until Run runs.
 func New(options Options) *Observer {
 	o := &Observer{
-		log: options.Log, boot: rand.Text()[:8], watches: map[*Watch]struct{}{}, going: map[netip.AddrPort]int{}, wake: make(chan struct{}, 1),
+		log: options.Log, boot: rand.Text()[:8], netns: options.NetNS, buffer: buffer, watches: map[*Watch]struct{}{}, going: map[netip.AddrPort]int{}, wake: make(chan struct{}, 1),
 	}
 	if o.log == nil {
 		o.log = slog.New(slog.DiscardHandler)
@@ -151,20 +156,33 @@ func (o *Observer) Run(ctx context.Context) error {
 	}
 }
 
+// dial opens a socket to the kernel.
+func (o *Observer) dial() (*netlink.Conn, error) {
+	conn, err := netlink.Dial(unix.NETLINK_NETFILTER, &netlink.Config{NetNS: o.netns})
+	if err != nil {
+		return nil, fmt.Errorf("open a netlink socket: %w", err)
+	}
+	return conn, nil
+}
+
 // ours reports whether changes of a table are to be followed.
 func (o *Observer) ours(id tableID) bool { return ours(id) && slices.Contains(o.families, id.family) }
 
 // follow subscribes, reads and follows. It returns when something went wrong, or ctx is done.
 func (o *Observer) follow(ctx context.Context) error {
-	s, err := subscribe(o.ours)
+	conn, err := o.dial()
+	if err != nil {
+		return err
+	}
+	s, err := subscribe(conn, o.buffer, o.ours)
 	if err != nil {
 		return err
 	}
 	defer s.close()
-	d, err := newDumper(o.ours)
-	if err != nil {
+	if conn, err = o.dial(); err != nil {
 		return err
 	}
+	d := &dumper{conn, o.ours}
 	defer d.close()
 	stop := context.AfterFunc(ctx, func() { s.close(); d.close() })
 	defer stop()
