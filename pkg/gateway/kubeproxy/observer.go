@@ -78,7 +78,8 @@ type Options struct {
 	Log *slog.Logger
 	// Families are those to follow; none is both. Targets of another one stay Unknown.
 	Families []Family
-	// NetNS is an open file of the network namespace to observe; 0 is that of this process.
+	// NetNS is an open file of the network namespace to observe; 0 is that of this process. In another one the legacy iptables are not
+	// seen.
 	NetNS int
 }
 
@@ -98,6 +99,9 @@ type Observer struct {
 	going map[netip.AddrPort]int
 	reads int // complete readings so far
 	wake  chan struct{}
+	// legacy is what is known of the legacy iptables, by family.
+	legacy     map[uint8]legacyState
+	wakeLegacy chan struct{}
 }
 
 // source is one table that kube-proxy may write.
@@ -111,6 +115,7 @@ type source struct {
 func New(options Options) *Observer {
 	o := &Observer{
 		log: options.Log, boot: rand.Text()[:8], netns: options.NetNS, buffer: buffer, watches: map[*Watch]struct{}{}, going: map[netip.AddrPort]int{}, wake: make(chan struct{}, 1),
+		sources: map[tableID]*source{}, legacy: map[uint8]legacyState{}, wakeLegacy: make(chan struct{}, 1),
 	}
 	if o.log == nil {
 		o.log = slog.New(slog.DiscardHandler)
@@ -122,6 +127,10 @@ func New(options Options) *Observer {
 		o.families = []uint8{unix.NFPROTO_IPV4, unix.NFPROTO_IPV6}
 	}
 	o.forget()
+	for _, family := range o.families {
+		id := tableID{family, legacyTable}
+		o.sources[id] = &source{graph: newTableGraph(id)}
+	}
 	return o
 }
 
@@ -135,6 +144,9 @@ func (o *Observer) Run(ctx context.Context) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	wg.Go(func() { o.count(ctx) })
+	if o.netns == 0 {
+		wg.Go(func() { o.pollLegacy(ctx) })
+	}
 	pause := first
 	for {
 		began := time.Now()
@@ -225,9 +237,8 @@ func successor(g uint32) uint32 {
 	return g
 }
 
-// forget makes all tables unknown. The caller holds mu, or is alone.
+// forget makes all tables of nftables unknown. The caller holds mu, or is alone.
 func (o *Observer) forget() {
-	o.sources = map[tableID]*source{}
 	for _, family := range o.families {
 		for _, name := range []string{proxyTable, natTable} {
 			id := tableID{family, name}
@@ -295,6 +306,9 @@ func (o *Observer) judge() {
 
 // known reports whether it is known where kube-proxy sends packets of the family.
 func (o *Observer) known(family uint8) bool {
+	if o.legacy[family] == legacyUnread {
+		return false
+	}
 	known := false
 	for id, s := range o.sources {
 		if id.family == family {
@@ -346,6 +360,9 @@ func (o *Observer) Watch(targets []netip.AddrPort, changed func()) *Watch {
 		o.going[t]++
 	}
 	o.watches[w] = struct{}{}
+	if len(o.watches) == 1 {
+		o.lookForLegacy()
+	}
 	now := time.Now()
 	w.update(now)
 	o.evaluate(now)
