@@ -8,6 +8,7 @@ import (
 	"os"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -76,7 +77,7 @@ func afresh(t testing.TB) *Observer {
 	if err != nil {
 		t.Fatal(err)
 	}
-	d := &dumper{conn, o.ours}
+	d := newDumper(conn, o.ours)
 	defer d.close()
 	changes, err := d.tables(t.Context(), o.families)
 	if err != nil {
@@ -165,6 +166,43 @@ func TestFollowingIsReading(t *testing.T) {
 				t.Fatalf("step %d (%d, %s): who reads (-) and who follows (+) differ:\n%s", step, what, s.name, cmp.Diff(want, all(o)))
 			}
 		}
+	}
+}
+
+// Who begins to read while others write gets to an end, and then knows what is there.
+func TestReadingWhileWriting(t *testing.T) {
+	empty(t)
+	lines := setUp("ip")
+	services := make([]service, 300)
+	for i := range services {
+		services[i] = service{fmt.Sprintf("s%d", i), fmt.Sprintf("10.96.%d.%d", i>>8, i&255), i%2 == 0}
+		lines = append(lines, services[i].sync([]string{"10.244.0.1:8080", "10.244.0.2:8080"})...)
+	}
+	nft(t, lines...)
+	done := make(chan struct{})
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		for i := 0; ; i++ {
+			select {
+			case <-done:
+				return
+			default:
+			}
+			// Others write, too, and theirs interrupts as well.
+			nft(t, append(services[i%7].sync([]string{fmt.Sprintf("10.244.0.%d:8080", 3+i%100)}), "add table ip other", "delete table ip other")...)
+		}
+	})
+	var observers []*Observer
+	for range 10 {
+		o := start(t, Options{})
+		observers = append(observers, o)
+		watch(t, o, "10.244.0.1:8080").wait(Routing)
+	}
+	close(done)
+	wg.Wait()
+	want := all(afresh(t))
+	for _, o := range observers {
+		until(t, "what is there to be known", func() bool { return all(o) == want })
 	}
 }
 

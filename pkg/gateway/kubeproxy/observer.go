@@ -194,7 +194,7 @@ func (o *Observer) follow(ctx context.Context) error {
 	if conn, err = o.dial(); err != nil {
 		return err
 	}
-	d := &dumper{conn, o.ours}
+	d := newDumper(conn, o.ours)
 	defer d.close()
 	stop := context.AfterFunc(ctx, func() { s.close(); d.close() })
 	defer stop()
