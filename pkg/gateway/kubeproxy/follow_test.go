@@ -5,7 +5,6 @@ import (
 	"maps"
 	"math/rand/v2"
 	"net/netip"
-	"os"
 	"slices"
 	"strings"
 	"sync"
@@ -266,26 +265,4 @@ func FuzzDecode(f *testing.F) {
 		}
 		_, _ = decodeConnection(m)
 	})
-}
-
-// recorded is what a kernel once said; see testdata.
-func recorded(t testing.TB) []netlink.Message {
-	t.Helper()
-	b, err := os.ReadFile("testdata/messages.bin")
-	if err != nil {
-		return nil
-	}
-	var all []netlink.Message
-	for len(b) >= unix.NLMSG_HDRLEN {
-		var m netlink.Message
-		n := int(b[0]) | int(b[1])<<8 | int(b[2])<<16
-		if n < unix.NLMSG_HDRLEN || n > len(b) {
-			t.Fatal("testdata/messages.bin is damaged")
-		}
-		m.Header.Type = netlink.HeaderType(uint16(b[4]) | uint16(b[5])<<8)
-		m.Data = b[unix.NLMSG_HDRLEN:n]
-		all = append(all, m)
-		b = b[min((n+3)&^3, len(b)):]
-	}
-	return all
 }

@@ -1,6 +1,7 @@
 package kubeproxy
 
 import (
+	"encoding/binary"
 	"fmt"
 	"net/netip"
 	"os"
@@ -8,6 +9,9 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"github.com/mdlayher/netlink"
+	"golang.org/x/sys/unix"
 )
 
 // sent lists all destinations that the kernel sends to, as an Observer knows it: with an asterisk those who are alone.
@@ -75,6 +79,9 @@ func TestGolden(t *testing.T) {
 					}
 				}
 				got := sent(o)
+				if os.Getenv("UPDATE") != "" && i == 12 { // when there is much
+					record(t, strings.TrimSuffix(file, ".txt")+".bin")
+				}
 				if got != want && os.Getenv("UPDATE") == "" {
 					t.Errorf("after transaction %d the kernel sends to\n%s, want\n%s", i, got, want)
 				}
@@ -87,4 +94,72 @@ func TestGolden(t *testing.T) {
 			}
 		})
 	}
+}
+
+// record writes down, as they come, some messages of the kernel about what is there: for the fuzzing of what reads them.
+func record(t *testing.T, file string) {
+	t.Helper()
+	network(t)
+	pod(t, "10.244.0.1:8080")
+	connect(t, "10.244.0.1:8080")
+	conn, err := New(Options{}).dial()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	var all []byte
+	dump := func(subsystem, message int, family uint8, attributes []byte, most int) (names [][2]string) {
+		if _, err := conn.Send(request(subsystem, message, netlink.Dump, family, attributes)); err != nil {
+			t.Fatal(err)
+		}
+		messages, err := conn.Receive()
+		if err != nil {
+			t.Fatal(err)
+		}
+		for i, m := range messages {
+			if b, err := m.MarshalBinary(); err == nil && i < most {
+				all = append(all, b...)
+			}
+			if a, err := parse(m.Data[4:]); err == nil {
+				names = append(names, [2]string{a.string(unix.NFTA_SET_TABLE), a.string(unix.NFTA_SET_NAME)})
+			}
+		}
+		return names
+	}
+	for _, family := range []uint8{unix.NFPROTO_IPV4, unix.NFPROTO_IPV6} {
+		for _, message := range []int{unix.NFT_MSG_GETTABLE, unix.NFT_MSG_GETCHAIN} {
+			dump(unix.NFNL_SUBSYS_NFTABLES, message, family, nil, 3)
+		}
+		dump(unix.NFNL_SUBSYS_NFTABLES, unix.NFT_MSG_GETRULE, family, nil, 1000)
+		for _, set := range dump(unix.NFNL_SUBSYS_NFTABLES, unix.NFT_MSG_GETSET, family, nil, 20) {
+			dump(unix.NFNL_SUBSYS_NFTABLES, unix.NFT_MSG_GETSETELEM, family,
+				append(encodeString(unix.NFTA_SET_ELEM_LIST_TABLE, set[0]), encodeString(unix.NFTA_SET_ELEM_LIST_SET, set[1])...), 1)
+		}
+		dump(unix.NFNL_SUBSYS_CTNETLINK, ctGet, family, nil, 5)
+	}
+	if err := os.WriteFile(file, all, 0o644); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// recorded returns what record has written.
+func recorded(t testing.TB) []netlink.Message {
+	t.Helper()
+	var all []netlink.Message
+	for _, file := range []string{"testdata/nftables.bin", "testdata/iptables.bin"} {
+		b, err := os.ReadFile(file)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for len(b) > 0 {
+			n := int(binary.NativeEndian.Uint32(b))
+			var m netlink.Message
+			if err := m.UnmarshalBinary(b[:n]); err != nil {
+				t.Fatal(err)
+			}
+			all = append(all, m)
+			b = b[n:]
+		}
+	}
+	return all
 }

@@ -69,6 +69,12 @@ func TestLegacy(t *testing.T) {
 		wa.wait(Kept)
 		wb.Close()
 		wa.wait(Routing)
+		// What is not followed may send, too.
+		now := time.Now()
+		o.lose(now)
+		wa.wait(Unknown)
+		o.adopt(nil, now)
+		wa.wait(Routing)
 		run(t, "", map[bool]string{false: "iptables-legacy", true: "ip6tables-legacy"}[s.v6()], "-t", "nat", "-F", "KUBE-SERVICES")
 		wa.wait(Unknown)
 		wa.Close()

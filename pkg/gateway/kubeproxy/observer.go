@@ -98,7 +98,9 @@ type Observer struct {
 	// going counts the open watches of each target.
 	going map[netip.AddrPort]int
 	reads int // complete readings so far
-	wake  chan struct{}
+	// followed is whether nftables have been read, and all changes since.
+	followed bool
+	wake     chan struct{}
 	// legacy is what is known of the legacy iptables, by family.
 	legacy     map[uint8]legacyState
 	wakeLegacy chan struct{}
@@ -251,6 +253,7 @@ func (o *Observer) forget() {
 func (o *Observer) lose(now time.Time) {
 	o.mu.Lock()
 	o.forget()
+	o.followed = false
 	o.evaluate(now)
 }
 
@@ -258,6 +261,7 @@ func (o *Observer) lose(now time.Time) {
 func (o *Observer) adopt(all []change, now time.Time) {
 	o.mu.Lock()
 	o.forget()
+	o.followed = true
 	o.reads++
 	for i := range all {
 		o.sources[all[i].table].graph.apply(&all[i])
@@ -306,7 +310,8 @@ func (o *Observer) judge() {
 
 // known reports whether it is known where kube-proxy sends packets of the family.
 func (o *Observer) known(family uint8) bool {
-	if o.legacy[family] == legacyUnread {
+	// What is not read may send, too.
+	if !o.followed || o.legacy[family] == legacyUnread {
 		return false
 	}
 	known := false
@@ -348,8 +353,9 @@ type Watch struct {
 }
 
 // Watch asks about targets, of a pod that is to end: port 0 is every port of the address. Changed is called when the state or the
-// generation of the reading has become another one, by a goroutine that has others to serve: it must not block, nor call the Observer. It may be called
-// once more while Close is being called. The first reading is there at once. Targets without a valid address are Unknown.
+// generation of the reading has become another one, perhaps by several goroutines at once, which have others to serve: it must not
+// block. It may be called once more while Close is being called. The first reading is there at once. Targets without a valid address are
+// Unknown.
 func (o *Observer) Watch(targets []netip.AddrPort, changed func()) *Watch {
 	w := &Watch{o: o, changed: changed}
 	for _, t := range targets {

@@ -307,6 +307,8 @@ func leave(t *testing.T, mode machine.Proxy) {
 	for _, f := range others {
 		f.wait(kubeproxy.Kept, 15*time.Second)
 	}
+	// So it does to the one that it had let go of: it is still ready, though terminating.
+	a.wait(kubeproxy.Kept, 15*time.Second)
 	time.Sleep(3 * time.Second)
 	for _, f := range others {
 		f.is(kubeproxy.Kept)
@@ -315,8 +317,26 @@ func leave(t *testing.T, mode machine.Proxy) {
 		t.Error("Kept, and nobody is reached")
 	}
 	p.kubectl("delete", "pods", "-l", "app=app", "--force", "--grace-period=0")
-	for _, f := range others {
+	for _, f := range append(others, a) {
 		f.wait(kubeproxy.Idle, 15*time.Second)
+	}
+
+	// What conntrack remembers of them goes.
+	remembered := func() int {
+		out, err := p.m.Run(t.Context(), "conntrack", "-L", "--reply-src", gone[0].String())
+		if err != nil {
+			t.Fatal(err)
+		}
+		return strings.Count(out, "src="+gone[0].String()+" ")
+	}
+	if remembered() == 0 {
+		t.Errorf("conntrack remembers nothing of %s: what is cleaned is not seen", gone[0])
+	}
+	if err := p.o.Clean([]netip.AddrPort{netip.AddrPortFrom(gone[0], 0), netip.AddrPortFrom(gone[1], 0)}); err != nil {
+		t.Error(err)
+	}
+	if n := remembered(); n != 0 {
+		t.Errorf("%d connections to %s are left", n, gone[0])
 	}
 }
 
