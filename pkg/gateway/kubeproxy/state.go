@@ -58,7 +58,7 @@ type Family uint8
 
 // The address families that kube-proxy serves.
 const (
-	IPv4 Family = 2 // NFPROTO_IPV4
+	IPv4 Family = 2  // NFPROTO_IPV4
 	IPv6 Family = 10 // NFPROTO_IPV6
 )
 
