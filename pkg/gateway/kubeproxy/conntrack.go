@@ -331,7 +331,7 @@ func (o *Observer) Clean(targets []netip.AddrPort) error {
 	if err != nil {
 		return err
 	}
-	defer conn.Close()
+	defer func() { _ = conn.Close() }()
 	for _, t := range targets {
 		t = netip.AddrPortFrom(t.Addr().Unmap().WithZone(""), t.Port())
 		if !t.Addr().IsValid() {

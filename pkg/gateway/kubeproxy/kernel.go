@@ -45,11 +45,11 @@ type subscription struct {
 // subscribe makes conn one. It closes conn if it cannot.
 func subscribe(conn *netlink.Conn, buffer int, ours func(tableID) bool) (*subscription, error) {
 	if err := conn.SetReadBuffer(buffer); err != nil {
-		conn.Close()
+		_ = conn.Close()
 		return nil, fmt.Errorf("give the netlink socket its buffer: %w", err)
 	}
 	if err := conn.JoinGroup(unix.NFNLGRP_NFTABLES); err != nil {
-		conn.Close()
+		_ = conn.Close()
 		return nil, fmt.Errorf("subscribe to changes of nftables: %w", err)
 	}
 	return &subscription{conn: conn, ours: ours}, nil
