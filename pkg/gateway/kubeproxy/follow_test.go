@@ -190,7 +190,15 @@ func TestReadingWhileWriting(t *testing.T) {
 			default:
 			}
 			// Others write, too, and theirs interrupts as well.
-			nft(t, append(services[i%7].sync([]string{fmt.Sprintf("10.244.0.%d:8080", 3+i%100)}), "add table ip other", "delete table ip other")...)
+			lines := []string{"add table ip other", "delete table ip other"}
+			for _, s := range services[1:40] {
+				if i%2 == 0 {
+					lines = append(lines, s.sync(nil)...)
+				} else {
+					lines = append(lines, s.sync([]string{fmt.Sprintf("10.244.0.%d:8080", 3+i%100)})...)
+				}
+			}
+			nft(t, lines...)
 		}
 	})
 	var observers []*Observer
