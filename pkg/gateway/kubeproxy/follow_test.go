@@ -184,10 +184,15 @@ func TestReadingWhileWriting(t *testing.T) {
 	var wg sync.WaitGroup
 	wg.Go(func() {
 		for i := 0; ; i++ {
+			// Much at once, and then a rest: without one there may be no end to reading.
+			pause := 10 * time.Millisecond
+			if i%6 == 5 {
+				pause = 2 * time.Second
+			}
 			select {
 			case <-done:
 				return
-			default:
+			case <-time.After(pause):
 			}
 			// Others write, too, and theirs interrupts as well.
 			lines := []string{"add table ip other", "delete table ip other"}
@@ -201,14 +206,18 @@ func TestReadingWhileWriting(t *testing.T) {
 			nft(t, lines...)
 		}
 	})
+	end := sync.OnceFunc(func() {
+		close(done)
+		wg.Wait()
+	})
+	t.Cleanup(end) // before the rules are gone
 	var observers []*Observer
-	for range 10 {
+	for range 6 {
 		o := start(t, Options{})
 		observers = append(observers, o)
 		watch(t, o, "10.244.0.1:8080").wait(Routing)
 	}
-	close(done)
-	wg.Wait()
+	end()
 	want := all(afresh(t))
 	for _, o := range observers {
 		until(t, "what is there to be known", func() bool { return all(o) == want })
