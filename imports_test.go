@@ -39,6 +39,8 @@ var rules = []struct{ of, never, why string }{
 	{"pkg/dashboard/api", "k8s.io/...", "what readers are told is words and numbers"},
 	{"pkg/drain/coordinator", module + "pkg/dashboard...", "the coordinator does not know who looks"},
 	{"pkg/admission", module + "pkg/dashboard...", "nothing is decided by what is shown"},
+	{"cmd/kubectl-lameduck", "sigs.k8s.io/controller-runtime/...", "people install it on their own machines: small"},
+	{"cmd/kubectl-lameduck", module + "pkg/drain...", "it knows coordinators by what they tell, also newer ones"},
 	{"cmd/agent", "sigs.k8s.io/controller-runtime/...", "the agent stands beside every proxy and has to stay small"},
 	{"cmd/agent", module + "pkg/admission...", "the agent answers no reviews"},
 	{"cmd/agent", module + "pkg/drain/coordinator...", "the agent keeps no ledger"},

@@ -329,7 +329,7 @@ function plot(all) {
   if (!all.length) return;
   const values = all.flatMap((p) => [p.p50Seconds, p.maxSeconds]).map((s) => Math.max(s, 0.0005));
   const from = Math.floor(Math.log10(Math.min(...values))), to = Math.max(from + 1, Math.ceil(Math.log10(Math.max(...values)) - 0.001));
-  const row = 30, top = 6, axis = top + all.length * row, left = Math.min(150, width * 0.34), right = width - 34;
+  const row = 30, top = 6, axis = top + all.length * row, left = Math.min(150, Math.max(126, width * 0.34)), right = width - 34;
   const x = (s) => left + (Math.log10(Math.max(s, 10 ** from)) - from) / (to - from) * (right - left);
   const picture = svg('svg', { viewBox: `0 0 ${width} ${axis + 24}`, width, height: axis + 24, role: 'img', 'aria-label': 'Times to let go, on a logarithmic axis; the table has the numbers' });
   for (let power = from; power <= to; power++) {

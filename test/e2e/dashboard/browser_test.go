@@ -160,13 +160,24 @@ func (b *browser) overflows() string {
 // picture writes a screenshot into $LAMEDUCK_SCREENSHOTS, if that is set. Full: of the whole page.
 func (b *browser) picture(name string, full bool) {
 	b.t.Helper()
-	dir := os.Getenv("LAMEDUCK_SCREENSHOTS")
-	if dir == "" {
-		return
-	}
 	take := chromedp.CaptureScreenshot()
 	if full {
 		take = chromedp.FullScreenshot(100)
+	}
+	b.write(name, take)
+}
+
+// pictureOf is picture of one element.
+func (b *browser) pictureOf(name, selector string) {
+	b.t.Helper()
+	b.write(name, chromedp.Screenshot(selector))
+}
+
+func (b *browser) write(name string, take chromedp.Action[[]byte]) {
+	b.t.Helper()
+	dir := os.Getenv("LAMEDUCK_SCREENSHOTS")
+	if dir == "" {
+		return
 	}
 	png, err := chromedp.Run(b.ctx, take)
 	if err != nil {

@@ -64,11 +64,16 @@ func open(t *testing.T) *stage.Stage {
 	if _, err := stage.HAProxy(); err != nil {
 		cluster.Missing(t, "haproxy", "apt-get install haproxy")
 	}
-	c := cluster.Shared(t)
+	cluster.Entered(t)
 	bin := programs(t)
 	openOnce.Do(func() {
 		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 		defer cancel()
+		// It finds the kubelet, see serveKubelet, by the node's address: there is no DNS.
+		var c *cluster.Cluster
+		if c, errOpen = cluster.Start(context.Background(), cluster.Options{APIServer: []string{"--kubelet-preferred-address-types=InternalIP"}, LogDir: os.Getenv("LAMEDUCK_LOGS")}); errOpen != nil {
+			return
+		}
 		options := stage.Options{Bin: bin, Dir: filepath.Join(os.TempDir(), "n"), WebhookArgs: []string{"--dashboard-address=" + address}}
 		if opened, errOpen = stage.Open(ctx, c, options); errOpen != nil {
 			return
@@ -155,7 +160,7 @@ func TestARollingUpdateIsSeen(t *testing.T) {
 	b.do(chromedp.SetValue("#explain-namespace", "shop"), chromedp.SetValue("#explain-pod", old[0].Name), chromedp.Click("#explain-form button"))
 	b.await("#explain-result", "It would be deleted when 1 gateway that routes to it has let go.")
 	b.await("#explain-result", gateway)
-	b.picture("explain", true)
+	b.pictureOf("page-explain", "#explain")
 	if got := b.text("#drains-table"); got != "" {
 		t.Errorf("to ask has opened a drain: %q", got)
 	}
@@ -168,7 +173,6 @@ func TestARollingUpdateIsSeen(t *testing.T) {
 	}()
 	b.awaitThat("drains", func() bool { return b.text("#drains-table") != "" })
 	b.awaitThat("drain that waits for "+gateway, func() bool { return strings.Contains(b.text("#drains-table"), gateway) })
-	pictures(b)
 	if err := <-done; err != nil {
 		t.Fatal(err)
 	}
@@ -177,7 +181,6 @@ func TestARollingUpdateIsSeen(t *testing.T) {
 	}
 	b.await("#drains-empty", "Nothing is draining")
 	b.await("#speed-table", "haproxy idle")
-	b.picture("after", false)
 
 	var seen []row
 	if err := json.Unmarshal([]byte(of[string](b, "JSON.stringify(seen)")), &seen); err != nil {
@@ -203,6 +206,7 @@ func TestARollingUpdateIsSeen(t *testing.T) {
 			t.Errorf("the end of %s is not shown: %q", pod.Name, outcomes)
 		}
 	}
+	pictures(b, s)
 	log, err := s.Logs(t.Context(), stage.System, "app.kubernetes.io/component=webhook", "webhook")
 	if err != nil {
 		t.Fatal(err)
@@ -212,15 +216,26 @@ func TestARollingUpdateIsSeen(t *testing.T) {
 	}
 }
 
-// pictures are for the documents: the page while pods are drained, in both colours and on a phone.
-func pictures(b *browser) {
+// pictures are for the documents: the page during another rolling update, in both colours and on a phone.
+func pictures(b *browser, s *stage.Stage) {
 	if os.Getenv("LAMEDUCK_SCREENSHOTS") == "" {
 		return
 	}
-	b.picture("page-light", false)
-	b.look(wide, "dark")
-	b.picture("page-dark", false)
-	b.look(phone, "light")
-	b.picture("page-phone", false)
-	b.look(wide, "light")
+	done := make(chan error, 1)
+	go func() {
+		_, err := s.Restart(context.WithoutCancel(b.t.Context()), "shop", "web")
+		done <- err
+	}()
+	for _, c := range []struct {
+		name, scheme string
+		width        int64
+	}{{"page-light", "light", wide}, {"page-dark", "dark", wide}, {"page-phone", "light", phone}} {
+		b.look(c.width, c.scheme)
+		of[bool](b, "scrollTo(0, 0), true")
+		b.await("#drains-table", "Quiescing")
+		b.picture(c.name, false)
+	}
+	if err := <-done; err != nil {
+		b.t.Fatal(err)
+	}
 }
