@@ -254,7 +254,7 @@ function drawDrains(v) {
     else if (d.phase === 'Queued') list = el('span', { class: 'sub' }, 'room in its Service');
     else {
       list = el('ul', { class: 'words' }, ...waits.slice(0, 4).map((w) => el('li', null,
-        w.agent, ' ', el('span', { class: 'sub' }, (w.suspended ? 'suspended, ' : '') + (w.connected ? states[w.state] || w.state : 'not connected'), w.since ? ' ' : '', w.since ? age(w.since) : ''))));
+        w.agent, ' ', el('span', { class: 'sub' }, (w.suspended ? 'suspended, ' : '') + (w.connected ? states[w.state] || w.state : 'not connected'), w.since ? ', for ' : '', w.since ? age(w.since) : ''))));
       const more = Math.max(d.waiting, waits.length) - Math.min(waits.length, 4);
       if (more > 0) list.append(el('li', { class: 'sub' }, 'and ' + more + ' more'));
       if (d.owed > 1) list.append(el('li', null, el('span', { class: 'sub' }, d.owed - d.waiting + ' of ' + d.owed + ' have let go')));
@@ -407,7 +407,7 @@ function announce(v) {
     return;
   }
   let text = v.drains.open ? plural(v.drains.open, 'pod is', 'pods are') + ' draining.' : 'Nothing is draining any more.';
-  if (newest && newest !== told.bad) text += ' ' + bad[0].pod + ' went without a word of every gateway: ' + bad[0].reason + '.';
+  if (newest && newest !== told.bad) text += ' ' + bad[0].pod + ' went without the word of every gateway: ' + bad[0].reason + '.';
   told = { drains: v.drains.open, bad: newest, at: Date.now() };
   set('announce', text);
 }
