@@ -123,6 +123,9 @@ func TestEveryRouteKeepsItsAccess(t *testing.T) {
 	d.Stop() // the stream of events ends at once
 	for _, row := range routes {
 		path := paths(row.path)
+		if row.access == anyone && strings.HasPrefix(row.path, "/v1") {
+			t.Errorf("GET %s tells everybody", path)
+		}
 		for _, c := range []struct {
 			name    string
 			address net.Addr

@@ -154,3 +154,58 @@ func TestViewIsCut(t *testing.T) {
 		}
 	})
 }
+
+// What is not a word on this drain must not count as how long a gateway took, and what waits for room has not been told.
+func TestHistoryCountsWhatCounts(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNetwork(t)
+		r := n.replica("replica-0", "a")
+		n.agent("one", []drain.Service{web}, "replica-0")
+		synctest.Wait()
+		a, b := pod("a"), pod("b")
+		both := []drain.Targets{{Service: web, Usable: []drain.UID{a.UID, b.UID}}}
+		r.UnrouteFor(Request{Pod: a, Targets: both})
+		time.Sleep(time.Second)
+		r.UnrouteFor(Request{Pod: b, Targets: both})
+		if v := r.View(10, 10); v.Drains[0].Told.IsZero() || v.Drains[1].Phase != drain.Queued || !v.Drains[1].Told.IsZero() {
+			t.Errorf("%+v", v.Drains)
+		}
+		say := func(report drain.Report) {
+			r.mu.Lock()
+			defer r.mu.Unlock()
+			r.seen.reported(r.ledger, time.Now(), time.Now(), "one", []drain.Report{report})
+		}
+		say(drain.Report{UID: a.UID, State: drain.Idle})                         // of another replica's drain
+		say(drain.Report{UID: a.UID, State: drain.Idle, Held: true, Number: 99}) // of an earlier one
+		say(drain.Report{UID: b.UID, State: drain.Idle, Held: true})             // of one that nobody was told of
+		if v := r.View(10, 10); len(v.Propagation) > 0 {
+			t.Errorf("%+v", v.Propagation)
+		}
+		time.Sleep(time.Second)
+		r.Gone(a.UID)
+		time.Sleep(time.Second)
+		say(drain.Report{UID: b.UID, State: drain.Idle, Held: true})
+		if v := r.View(10, 10); len(v.Propagation) != 2 || v.Propagation[0].P50 != time.Second {
+			t.Errorf("from the moment when there was room: %+v", v.Propagation)
+		}
+	})
+}
+
+// A drain that was released and whose pod lives on all the same has ended as abandoned: it would look like one that went well.
+func TestAbandonedIsHowItEnded(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNetwork(t)
+		r := n.replica("replica-0", "a")
+		one := n.agent("one", []drain.Service{web}, "replica-0")
+		synctest.Wait()
+		p := pod("a")
+		r.lives.set(p.UID, Living)
+		held := r.hold(p, web)
+		one.say(p, drain.Idle)
+		answered(t, held, "Released Acknowledged held=true after 0s")
+		time.Sleep(time.Minute)
+		if v := r.View(10, 10); len(v.Outcomes) != 1 || v.Outcomes[0].Reason != drain.Abandoned {
+			t.Errorf("%+v", v.Outcomes)
+		}
+	})
+}
