@@ -30,18 +30,40 @@ func (l *Ledger) Words(now time.Time, uid UID, most int) (words []Word, owed int
 	if d == nil || !d.open {
 		return nil, 0
 	}
+	// Of many only a few are asked for: those of each state are kept apart, and no more of them than that.
+	var of [Idle + 1][]Word
 	for _, a := range l.owing(d) {
 		if owes, _ := l.owes(now, a, d); !owes {
 			continue
 		}
-		w := Word{Agent: a.id, Name: a.name, Connected: a.session != 0, Suspended: a.breaker.open && !d.expired}
-		if w.State, _ = l.state(now, a, d); w.State != StateUnknown {
+		owed++
+		state, _ := l.state(now, a, d)
+		if state > Idle || len(of[state]) >= most {
+			continue
+		}
+		w := Word{Agent: a.id, Name: a.name, State: state, Connected: a.session != 0, Suspended: a.breaker.open && !d.expired}
+		if state != StateUnknown {
 			w.Proof, w.Heard = a.reports[uid].Proof, a.reports[uid].at
 		}
-		words = append(words, w)
+		of[state] = append(of[state], w)
 	}
-	slices.SortStableFunc(words, func(a, b Word) int { return cmp.Compare(a.State, b.State) })
-	return words[:min(len(words), most)], len(words)
+	words = slices.Concat(of[:]...)
+	return words[:min(len(words), most)], owed
+}
+
+// Oldest returns the pods of the oldest open drains, at most most, and how many are open.
+func (l *Ledger) Oldest(most int) (oldest []UID, open int) {
+	var all []*drain
+	for _, d := range l.drains {
+		if d.open {
+			all = append(all, d)
+		}
+	}
+	slices.SortFunc(all, func(a, b *drain) int { return cmp.Or(a.since.Compare(b.since), cmp.Compare(a.pod.UID, b.pod.UID)) })
+	for _, d := range all[:min(len(all), most)] {
+		oldest = append(oldest, d.pod.UID)
+	}
+	return oldest, len(all)
 }
 
 // Acknowledges reports whether r is a word on the open drain of its pod that counts here, as Removed and Idle do for those who wait.

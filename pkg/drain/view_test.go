@@ -119,3 +119,19 @@ mesh hold=false barrier=false undeclared=false`
 		t.Errorf("the drain is owed by %q, want %q", got, want)
 	}
 }
+
+func TestOldest(t *testing.T) {
+	w := newWorld(t)
+	w.join("a", web)
+	for _, name := range []string{"c", "a", "b"} {
+		w.Ask(w.now, pod(name), []Service{web})
+		w.pass(time.Second)
+	}
+	w.Gone(w.now, "uid-a")
+	if got, open := w.Oldest(10); fmt.Sprint(got) != "[uid-c uid-b]" || open != 2 {
+		t.Errorf("%v of %d", got, open)
+	}
+	if got, open := w.Oldest(1); fmt.Sprint(got) != "[uid-c]" || open != 2 {
+		t.Errorf("cut to one: %v of %d", got, open)
+	}
+}

@@ -291,10 +291,10 @@ type Propagation struct {
 	P50, P90, P99, Max time.Duration
 }
 
-// View returns what is known now, with at most so many drains and words of each.
+// View returns what is known now, with at most so many drains and words of each. The lock is given back after each drain, so that nobody waits
+// for all of them: what is said of one drain was so at one moment, and that of another a moment later.
 func (c *Coordinator) View(drains, words int) View {
 	c.mu.Lock()
-	defer c.unlock()
 	now := time.Now()
 	v := View{
 		At: now, Began: c.began, Lease: c.ledger.Self(), Times: c.times, Stopping: c.stopped,
@@ -302,42 +302,55 @@ func (c *Coordinator) View(drains, words int) View {
 		Drains: []Drain{}, Agents: []Agent{}, Outcomes: c.seen.outcomes.newest(), Propagation: c.seen.propagation(),
 	}
 	v.Expected, v.Missing = c.ledger.Expecting()
-	all := c.ledger.All(now)
-	v.Open = len(all)
-	for _, s := range all {
-		c.observe(s) // time alone may have changed it
-		if len(v.Drains) == drains {
-			continue
-		}
-		d := Drain{Status: s}
-		course := c.seen.open[s.Pod.UID]
-		if course != nil {
-			d.Entered, d.Told = course.at, course.told
-		}
-		var said []drain.Word
-		said, d.Parties = c.ledger.Words(now, s.Pod.UID, words)
-		for _, w := range said {
-			word := Word{Word: w, Gateway: c.seen.gateway(w.Agent)}
-			if course != nil && w.State != drain.StateUnknown {
-				word.Since = course.said[w.Agent].since
-			}
-			d.Words = append(d.Words, word)
-		}
-		v.Drains = append(v.Drains, d)
-	}
+	var oldest []drain.UID
+	oldest, v.Open = c.ledger.Oldest(drains)
 	for _, k := range c.ledger.Agents() {
-		a := Agent{Known: k}
-		if i := c.seen.introduced[k.ID]; i != nil {
-			a.Gateway, a.Address, a.Protocol, a.Features = i.gateway, i.address, i.protocol, i.features
-			a.Posted, a.Age, a.Removed, a.Idle = i.posted, i.age, i.removed, i.idle
-			if k.Connected {
-				a.Connected = i.connected
-			}
+		v.Agents = append(v.Agents, c.agent(k))
+	}
+	c.unlock()
+	for _, uid := range oldest {
+		if d := c.drain(uid, words); d.Waits() || d.Phase == drain.Released {
+			v.Drains = append(v.Drains, d)
 		}
-		v.Agents = append(v.Agents, a)
+	}
+	return v
+}
+
+// drain is one drain, as far as it is now.
+func (c *Coordinator) drain(uid drain.UID, words int) Drain {
+	c.mu.Lock()
+	defer c.unlock()
+	now := time.Now()
+	d := Drain{Status: c.ledger.Status(now, uid)}
+	c.observe(d.Status) // time alone may have changed it
+	course := c.seen.open[uid]
+	if course != nil {
+		d.Entered, d.Told = course.at, course.told
+	}
+	var said []drain.Word
+	said, d.Parties = c.ledger.Words(now, uid, words)
+	for _, w := range said {
+		word := Word{Word: w, Gateway: c.seen.gateway(w.Agent)}
+		if course != nil && w.State != drain.StateUnknown {
+			word.Since = course.said[w.Agent].since
+		}
+		d.Words = append(d.Words, word)
 	}
 	c.settle()
-	return v
+	return d
+}
+
+// agent, called with the lock, is k as it introduced itself and did since.
+func (c *Coordinator) agent(k drain.Known) Agent {
+	a := Agent{Known: k}
+	if i := c.seen.introduced[k.ID]; i != nil {
+		a.Gateway, a.Address, a.Protocol, a.Features = i.gateway, i.address, i.protocol, i.features
+		a.Posted, a.Age, a.Removed, a.Idle = i.posted, i.age, i.removed, i.idle
+		if k.Connected {
+			a.Connected = i.connected
+		}
+	}
+	return a
 }
 
 // Parties returns who may send to the pods of services, as [drain.Ledger.Parties] does, with the kinds of their gateways.
