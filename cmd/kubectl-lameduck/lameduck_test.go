@@ -181,7 +181,9 @@ func TestAskGoesOnWithoutTheSilent(t *testing.T) {
 	good := served(t, "good", func(w http.ResponseWriter, _ *http.Request) {
 		_ = json.NewEncoder(w).Encode(said("", 10, drainOf("a", "Unrouting", 4, "hap routing")).said)
 	})
-	broken := served(t, "broken", func(w http.ResponseWriter, _ *http.Request) { http.Error(w, `{"error":"it is ill"}`, 500) })
+	broken := served(t, "broken", func(w http.ResponseWriter, _ *http.Request) {
+		http.Error(w, `{"error":"it is ill"}`, http.StatusInternalServerError)
+	})
 	hangs := served(t, "hangs", func(http.ResponseWriter, *http.Request) { <-release })
 	t.Cleanup(func() { close(release) })
 	all := replicas{broken, good, hangs}

@@ -133,7 +133,7 @@ func (t *tunnel) close() {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if t.conn != nil {
-		t.conn.Close()
+		_ = t.conn.Close()
 		t.conn = nil
 	}
 }
@@ -204,7 +204,7 @@ func (t *tunnel) pair() (net.Conn, error) {
 		text, _ := io.ReadAll(errorStream)
 		if len(text) > 0 {
 			c.failed <- errors.New(strings.TrimSpace(string(text)))
-			data.Reset() // whoever reads will be told why
+			_ = data.Reset() // whoever reads will be told why
 		}
 		close(c.failed)
 	}()

@@ -69,7 +69,7 @@ func table(out io.Writer, head string, rows [][]string) {
 		}
 		fmt.Fprintln(w, strings.Join(row, "\t"))
 	}
-	w.Flush()
+	_ = w.Flush() // what cannot be written, nobody is left to be told of
 }
 
 func status(ctx context.Context, o options, all replicas, out, stderr io.Writer) error {

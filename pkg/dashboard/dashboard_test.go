@@ -165,7 +165,7 @@ func TestEveryRouteKeepsItsAccess(t *testing.T) {
 		}
 	}
 	for _, path := range []string{"/v1/nothing", "/assets/../dashboard.go", "/assets/nothing.js", "/v2/view"} {
-		if response := get(d.Handler(loopback), path); response.StatusCode == 200 {
+		if response := get(d.Handler(loopback), path); response.StatusCode == http.StatusOK {
 			t.Errorf("GET %s: %d", path, response.StatusCode)
 		}
 	}
@@ -434,7 +434,7 @@ func TestEventsAreBounded(t *testing.T) {
 				t.Fatal("refused")
 			}
 		}
-		if response := get(d.Handler(loopback), api.EventsPath); response.StatusCode != 503 {
+		if response := get(d.Handler(loopback), api.EventsPath); response.StatusCode != http.StatusServiceUnavailable {
 			t.Errorf("one too many: %d", response.StatusCode)
 		}
 	})

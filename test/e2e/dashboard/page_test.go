@@ -25,6 +25,7 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/dashboard"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/drain/coordinator"
+	"github.com/lameduck-io/lameduck/test/cluster"
 )
 
 // made is a coordinator that knows what a test says.
@@ -192,8 +193,7 @@ func serve(t *testing.T, m *made, address string) (url string, end func()) {
 
 // Everything that there may be to see, at every width and in both colours: nothing is cut off, nothing overflows, and the console is silent.
 func TestThePageShowsEverything(t *testing.T) {
-	cluster := busy()
-	url, _ := serve(t, cluster, "127.0.0.1:0")
+	url, _ := serve(t, busy(), "127.0.0.1:0")
 	b := start(t)
 	b.look(wide, "light")
 	b.open(url)
@@ -357,6 +357,7 @@ func TestThePageExplains(t *testing.T) {
 
 // Not on loopback, the page asks who one is, shows nothing before, and keeps the token nowhere.
 func TestThePageAsksForAToken(t *testing.T) {
+	cluster.Entered(t) // where there is such an address
 	url, _ := serve(t, busy(), "10.244.3.9:0")
 	client := &http.Client{Transport: &http.Transport{TLSClientConfig: &tls.Config{InsecureSkipVerify: true}}}
 	response, err := client.Get(url + "v1/view")

@@ -120,13 +120,14 @@ func shop(t *testing.T, s *stage.Stage, ns string, work time.Duration) {
 // row is what a person saw of a drain.
 type row struct{ Pod, Phase, Waits string }
 
-// record notes every state of the table of drains from now on, as it is drawn.
+// record notes every state of the table of drains from now on, as it is drawn, and whether the connection stays.
 const record = `window.seen = []; new MutationObserver(() => {
 	for (const r of document.querySelectorAll('#drains-table tbody tr')) {
 		const [pod, phase, , waits] = [...r.cells].map((c) => c.innerText);
 		seen.push({Pod: pod, Phase: phase.split('\n')[0], Waits: waits});
 	}
-}).observe(document.querySelector('#drains-table'), {subtree: true, childList: true}); true`
+}).observe(document.querySelector('#drains-table'), {subtree: true, childList: true});
+window.lost = 0; new MutationObserver(() => { lost++; }).observe(document.querySelector('#connection'), {attributes: true}); true`
 
 // A person opens the page and performs a rolling update. He must see each old pod appear by its name, with how far it is and who is waited for, and
 // then how it ended; and the page must say nothing else than kubectl does.
@@ -197,6 +198,9 @@ func TestARollingUpdateIsSeen(t *testing.T) {
 		}) {
 			t.Errorf("nobody saw whom pod %s waited for: %v", pod.Name, of)
 		}
+	}
+	if n := of[int](b, "lost"); n > 0 {
+		t.Errorf("the stream of events was lost and came back: %d changes", n)
 	}
 	outcomes := of[[]string](b, "[...document.querySelectorAll('#outcomes-table tbody tr')].map((r) => r.innerText.replace(/\\s+/g, ' '))")
 	for _, pod := range old {
