@@ -277,7 +277,7 @@ func (r *replica) fault(err error) error {
 	case strings.Contains(text, "connection refused"):
 		return fmt.Errorf("coordinator %s serves nothing on its loopback address: its --dashboard-address is another (--lameduck-port), or it is older than this: %w", r.name, err)
 	case apierrors.IsForbidden(err) || strings.Contains(text, "forbidden"):
-		return fmt.Errorf("you may not forward ports to the coordinators' pods (create pods/portforward): %w", err)
+		return fmt.Errorf("you may not forward ports to the coordinators' pods (create and get pods/portforward): %w", err)
 	default:
 		return fmt.Errorf("reach coordinator %s: %w", r.name, err)
 	}

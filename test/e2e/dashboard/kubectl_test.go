@@ -243,7 +243,7 @@ func TestKubectlSaysWhatIsMissing(t *testing.T) {
 		says       string
 	}{
 		"no right to list":    {config("nobody"), []string{"status"}, 1, "you may not list pods in namespace lameduck-system"},
-		"no right to forward": {config("lister", list), []string{"status"}, 1, "you may not forward ports to the coordinators' pods (create pods/portforward)"},
+		"no right to forward": {config("lister", list), []string{"status"}, 1, "you may not forward ports to the coordinators' pods (create and get pods/portforward)"},
 		"exactly the rights":  {config("reader", list, forward), []string{"status"}, 0, ""},
 		"not installed":       {admin, []string{"status", "--lameduck-namespace", "default"}, 1, "Lameduck is not installed in namespace default"},
 		"another port":        {admin, []string{"status", "--lameduck-port", "9446"}, 1, "serves nothing on its loopback address"},
