@@ -251,6 +251,9 @@ func TestWatch(t *testing.T) {
 	if diff := cmp.Diff(want, got[:min(len(got), 4)]); diff != "" {
 		t.Error(diff)
 	}
+	if len(got) > 4 && !strings.Contains(got[4], "Unrouting") { // of the second stream
+		t.Errorf("its end is told twice: %q", got)
+	}
 	if !strings.Contains(errs.String(), "coordinator one ended the stream") {
 		t.Errorf("%q", &errs)
 	}
