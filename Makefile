@@ -13,6 +13,8 @@ GOLANGCI_LINT_VERSION := v2.15.0
 LAG ?= 1s
 RATE ?= 300
 KEEPALIVE ?= false
+# make demo KEEP=1
+KEEP ?=
 # make bench SUITES=health
 SUITES ?=
 # make sim SEEDS=1 FROM=1234
@@ -24,11 +26,11 @@ help: ## what there is
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
 .PHONY: demo
-demo: haproxy kubernetes build ## one rolling update under load, three times: unprotected, preStop sleep, Lameduck (LAG=1s)
-	@$(BIN)/demo -bin $(BIN) -lag $(LAG) -rate $(RATE) -keep-alive=$(KEEPALIVE) -out demo.json
+demo: haproxy kubernetes build ## one rolling update under load, three times: unprotected, preStop sleep, Lameduck (LAG=1s); KEEP=1 leaves the page open
+	@$(BIN)/demo -bin $(BIN) -lag $(LAG) -rate $(RATE) -keep-alive=$(KEEPALIVE) $(if $(KEEP),-keep) -out demo.json
 
 .PHONY: test
-test: haproxy keepalived kubernetes ## every test, with -race, against the real control plane and the real HAProxy
+test: haproxy keepalived chromium kubernetes ## every test, with -race, against the real control plane and the real HAProxy
 	@for m in $(MODULES); do echo "== module $$m"; (cd $$m && go vet ./... && go test -race -count=1 -timeout 20m ./...) || exit 1; done
 	@echo "== what the race detector hides: allocations"; go test -count=1 -run '^TestNothingIsAllocated$$' ./pkg/health
 
@@ -74,6 +76,19 @@ keepalived: ## keepalived, if it is missing and may be installed; its test is sk
 	  else \
 	    echo "keepalived is missing: sudo apt-get install keepalived" >&2; \
 	  fi; }
+
+.PHONY: chromium
+chromium: ## Chromium, if it is missing and may be installed; the page's tests are skipped on a laptop without it
+	@command -v chromium-headless-shell > /dev/null || command -v chromium > /dev/null || command -v chromium-browser > /dev/null || command -v google-chrome > /dev/null || { \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
+	    echo "installing chromium-headless-shell"; (apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium-headless-shell) > /dev/null; \
+	  else \
+	    echo "chromium is missing: sudo apt-get install chromium" >&2; \
+	  fi; }
+
+.PHONY: screenshots
+screenshots: haproxy chromium kubernetes ## docs/images, taken of the page during a rolling update
+	@mkdir -p docs/images && cd test/e2e && REQUIRE_REAL=1 LAMEDUCK_SCREENSHOTS=$(CURDIR)/docs/images go test -count=1 -run '^TestARollingUpdateIsSeen$$' ./dashboard
 
 # What each program comes with. Only what is missing is installed: another packager's containerd stays.
 NODE_PACKAGES = containerd=containerd runc=runc nft=nftables iptables=iptables conntrack=conntrack nsenter=util-linux

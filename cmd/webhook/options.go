@@ -15,6 +15,7 @@ import (
 	"k8s.io/apimachinery/pkg/util/validation"
 
 	"github.com/lameduck-io/lameduck/pkg/admission"
+	"github.com/lameduck-io/lameduck/pkg/dashboard/api"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
@@ -28,9 +29,11 @@ type options struct {
 	secretFile string
 	// The addresses of the three listeners. people serves metrics and probes without TLS.
 	admission, agents, people string
-	times                     drain.Times
-	maxHolds                  int
-	maxHoldsPerOwner          int
+	// dashboard is where people look. Empty: nowhere.
+	dashboard        string
+	times            drain.Times
+	maxHolds         int
+	maxHoldsPerOwner int
 	// shutdownDelay is how long after SIGTERM reviews are still taken.
 	shutdownDelay time.Duration
 	excluded      []string
@@ -51,6 +54,7 @@ func parse(args []string, getenv func(string) string, help io.Writer) (options, 
 	f.StringVar(&o.admission, "admission-address", ":9443", "host:port where the API server asks")
 	f.StringVar(&o.agents, "agents-address", ":9444", "host:port where agents connect")
 	f.StringVar(&o.people, "metrics-address", ":8080", "host:port of /metrics, /livez and /readyz, without TLS")
+	f.StringVar(&o.dashboard, "dashboard-address", fmt.Sprintf("127.0.0.1:%d", api.Port), "host:port of the live page and its API: plain and open on a loopback address, as behind kubectl port-forward, else with TLS and bearer tokens; empty: not served")
 	f.DurationVar(&o.times.Webhook, "webhook-timeout", o.times.Webhook, "timeoutSeconds of the webhook configuration")
 	f.DurationVar(&o.times.Hold, "hold", o.times.Hold, "how long one call waits at most")
 	f.DurationVar(&o.times.Deadline, "deadline", o.times.Deadline, "how long a pod is kept at most; past it the silent gateways are named and it goes")
@@ -100,6 +104,10 @@ func (o options) check() error {
 	} {
 		_, err := net.ResolveTCPAddr("tcp", a.value)
 		must(err == nil && strings.Contains(a.value, ":"), "%s %q: not a host:port: %v", a.flag, a.value, err)
+	}
+	if o.dashboard != "" {
+		_, err := net.ResolveTCPAddr("tcp", o.dashboard)
+		must(err == nil, "--dashboard-address %q: not a host:port: %v", o.dashboard, err)
 	}
 	for _, name := range []string{"tls.crt", "tls.key"} {
 		_, err := os.Stat(filepath.Join(o.certDir, name))

@@ -73,6 +73,7 @@ func TestBadFlags(t *testing.T) {
 		"webhook timeout":            {[]string{"--webhook-timeout", "31s"}, []string{"--webhook-timeout", "webhook timeout 31s must be at most 30s"}},
 		"deadline":                   {[]string{"--deadline", "10m"}, []string{"--deadline", "deadline 10m0s"}},
 		"idle bound":                 {[]string{"--idle-bound", "0s"}, []string{"--idle-bound", "idle bound 0s must be positive"}},
+		"dashboard":                  {[]string{"--dashboard-address", "9445"}, []string{`--dashboard-address "9445": not a host:port`}},
 		"max holds":                  {[]string{"--max-holds", "0"}, []string{"--max-holds 0: must be at least 1"}},
 		"max holds per owner":        {[]string{"--max-holds-per-owner", "0"}, []string{"--max-holds-per-owner 0: must be at least 1"}},
 		"shutdown delay":             {[]string{"--shutdown-delay", "-1s"}, []string{"--shutdown-delay -1s: must be 0s to 1m"}},
@@ -100,7 +101,7 @@ func TestBadFlags(t *testing.T) {
 			defer listener.Close()
 			// What would listen would fail otherwise: the address is taken.
 			taken := listener.Addr().String()
-			args := slices.Concat(good, []string{"--admission-address", taken, "--agents-address", taken, "--metrics-address", taken}, c.args)
+			args := slices.Concat(good, []string{"--admission-address", taken, "--agents-address", taken, "--metrics-address", taken, "--dashboard-address", ""}, c.args)
 			var stdout, stderr bytes.Buffer
 			err = run(t.Context(), args, env, &stdout, &stderr)
 			if !errors.Is(err, errUsage) {
@@ -125,7 +126,7 @@ func TestHelp(t *testing.T) {
 		if !errors.Is(err, flag.ErrHelp) || errors.Is(err, errUsage) || stderr.Len() > 0 {
 			t.Errorf("%s: %v, stderr %q", arg, err, &stderr)
 		}
-		for _, want := range []string{"holds deletions of pods", "-admission-address", "-admission-secret-file", "-agents-address", "-cert-dir", "-deadline", "-exclude-namespaces",
+		for _, want := range []string{"holds deletions of pods", "-admission-address", "-admission-secret-file", "-agents-address", "-cert-dir", "-dashboard-address", "-deadline", "-exclude-namespaces",
 			"-hold", "-idle-bound", "-kubeconfig", "-log-level", "-max-holds", "-max-holds-per-owner", "-metrics-address", "-namespace", "-replica", "-shutdown-delay", "-webhook-timeout"} {
 			if !strings.Contains(stdout.String(), want) {
 				t.Errorf("%s does not tell of %s", arg, want)

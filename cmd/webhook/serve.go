@@ -33,6 +33,7 @@ import (
 	crlog "sigs.k8s.io/controller-runtime/pkg/log"
 
 	"github.com/lameduck-io/lameduck/pkg/admission"
+	"github.com/lameduck-io/lameduck/pkg/dashboard"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/drain/coordinator"
 	"github.com/lameduck-io/lameduck/pkg/drain/identity"
@@ -103,13 +104,14 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 		return err
 	}
 	events := newEvents(kube, o.replica, log)
+	notes := &dashboard.Notes{Next: events}
 	started := time.Now()
 	metrics := admission.NewMetrics(registry)
 	handler := &admission.Handler{
 		Cluster: &admission.Cluster{
 			Reader: known, Slices: index, Ledger: coord, Synced: watch.synced, Excluded: o.excluded, Started: started,
 		},
-		Times: o.times, Events: events, Log: log, Metrics: metrics,
+		Times: o.times, Events: notes, Log: log, Metrics: metrics,
 	}
 	door, err := admission.OpenDoor(o.secretFile, log, metrics)
 	if err != nil {
@@ -131,6 +133,17 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 		}
 		defer listeners[i].Close()
 	}
+	looks, err := listenDashboard(ctx, o.dashboard)
+	if err != nil {
+		return err
+	}
+	if looks != nil {
+		defer looks.Close()
+		log.Info("dashboard", "address", looks.Addr().String(), "open", dashboard.Loopback(looks.Addr()))
+	}
+	view := dashboard.New(dashboard.Options{
+		Coordinator: coord, Explainer: handler.Cluster, Reviewer: dashboard.NewKubernetes(kube), Notes: notes, Node: nodeOf(known, watch.synced), Log: log,
+	})
 	log.Info("started", "lease", self.String(), "admission", listeners[0].Addr().String(), "agents", listeners[1].Addr().String(),
 		"metrics", listeners[2].Addr().String(), "hold", o.times.Hold.String(), "deadline", o.times.Deadline.String())
 
@@ -157,6 +170,7 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 			Stop: stop, Grace: shutdownGrace, Log: log,
 		}.Task(),
 		metricsTask(listeners[2], people(registry, ready.check), log),
+		dashboardTask(looks, secure, view, log),
 	)
 }
 

@@ -233,6 +233,9 @@ func (c *Coordinator) declare(w http.ResponseWriter, r *http.Request, who Identi
 	}
 	c.mu.Lock()
 	open, ok := c.ledger.Declare(who.Agent, d.Session, d.Routes)
+	if ok {
+		c.seen.declared(who.Agent, d.Gateway)
+	}
 	c.settle()
 	c.unlock()
 	if !ok {
@@ -301,7 +304,11 @@ func (c *Coordinator) take(ctx context.Context, who Identity, said wire.Reports)
 	c.mu.Lock()
 	current := c.ledger.Current(who.Agent, said.Session)
 	now := time.Now()
-	news := c.ledger.ReportAsOf(now, c.asOf(now, said.At), who.Agent, said.Session, said.Reports)
+	asOf := c.asOf(now, said.At)
+	news := c.ledger.ReportAsOf(now, asOf, who.Agent, said.Session, said.Reports)
+	if current {
+		c.seen.reported(c.ledger, now, asOf, who.Agent, said.Reports)
+	}
 	c.settle()
 	c.unlock()
 	if !current {
@@ -425,6 +432,7 @@ func (c *Coordinator) stream(w http.ResponseWriter, r *http.Request, who Identit
 		former.wake() // and it ends
 	}
 	c.streams[who.Agent] = s
+	c.seen.connected(time.Now(), who.Agent, protocol, offer, r.RemoteAddr)
 	c.settle()
 	c.connected()
 	c.unlock()

@@ -87,6 +87,8 @@ type Coordinator struct {
 	heldOf map[string]int
 	// phases holds the last phase that was written down of each open drain.
 	phases map[drain.UID]drain.Phase
+	// seen is for people.
+	seen *history
 	// unsaid holds the transitions that unlock has to log.
 	unsaid  []func()
 	stop    chan struct{}
@@ -107,6 +109,7 @@ func New(self drain.Lease, times drain.Times, o Options) *Coordinator {
 		Options: o, times: times, ledger: drain.NewLedger(self, times),
 		waiting: map[drain.UID]*wait{}, streams: map[drain.AgentID]*stream{}, phases: map[drain.UID]drain.Phase{},
 		heldOf: map[string]int{},
+		seen:   newHistory(),
 		began:  time.Now(),
 		stop:   make(chan struct{}),
 	}
@@ -438,6 +441,7 @@ func (c *Coordinator) observe(s drain.Status) {
 		c.Metrics.drains.WithLabelValues(s.Phase.String()).Inc()
 		c.phases[s.Pod.UID] = s.Phase
 	}
+	c.seen.turned(time.Now(), s)
 	took := time.Since(s.Begun)
 	c.Metrics.phase.WithLabelValues(s.Phase.String(), s.Reason.String()).Observe(took.Seconds())
 	c.unsaid = append(c.unsaid, func() {

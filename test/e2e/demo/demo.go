@@ -31,6 +31,9 @@ const (
 	// requestTimeout is the clients'.
 	requestTimeout = 10 * time.Second
 	runTimeout     = 2 * time.Minute
+	// page is where the coordinator serves it, inside. restEvery is how long it is quiet between two rolling updates while it is kept open.
+	page      = "127.0.0.1:9445"
+	restEvery = 15 * time.Second
 )
 
 // demo is everything that runs.
@@ -40,6 +43,10 @@ type demo struct {
 	cluster *cluster.Cluster
 	stage   *stage.Stage
 	audit   *audit
+	// page is where people find the live page, if it is to be kept open.
+	page string
+	// gateway is where HAProxy listens.
+	gateway string
 
 	mu     sync.Mutex
 	events map[types.UID][]node.Event
@@ -60,7 +67,9 @@ func newDemo(ctx context.Context, o options, say func(string, ...any)) (*demo, e
 	if d.cluster, err = cluster.Start(ctx, cluster.Options{APIServer: d.audit.flags(), LogDir: o.logs}); err != nil {
 		return nil, err
 	}
-	d.stage, err = stage.Open(ctx, d.cluster, stage.Options{Bin: o.bin, Dir: o.logs, Observe: d.observe, Log: logger(o.logs)})
+	d.stage, err = stage.Open(ctx, d.cluster, stage.Options{
+		Bin: o.bin, Dir: o.logs, Observe: d.observe, Log: logger(o.logs), WebhookArgs: []string{"--dashboard-address=" + page},
+	})
 	if err != nil {
 		d.cluster.Stop()
 		return nil, err
@@ -92,6 +101,15 @@ func (d *demo) perform(ctx context.Context) (report.Demo, error) {
 	if err := d.stage.InstallCoordinator(ctx); err != nil {
 		return result, err
 	}
+	if d.keep {
+		// It lives as long as everything here.
+		address, err := cluster.Expose(context.WithoutCancel(ctx), page, "")
+		if err != nil {
+			return result, err
+		}
+		d.page = "http://" + address + "/"
+		d.say("the live page is at %s", d.page)
+	}
 	d.say("installing %d pods, and HAProxy with its agent in front of them", replicas)
 	if err := d.stage.InstallApp(ctx, app); err != nil {
 		return result, err
@@ -101,6 +119,7 @@ func (d *demo) perform(ctx context.Context) (report.Demo, error) {
 		return result, err
 	}
 
+	d.gateway = address
 	if result.Unprotected, _, err = d.roll(ctx, "unprotected", address); err != nil {
 		return result, err
 	}
@@ -126,6 +145,29 @@ func (d *demo) perform(ctx context.Context) (report.Demo, error) {
 	}
 	result.Drain, err = d.timeline(ctx, drained)
 	return result, err
+}
+
+// keepOpen leaves the page open until ctx ends, and gives it something to show now and then.
+func (d *demo) keepOpen(ctx context.Context) error {
+	d.say("the live page stays open at %s; a rolling update every %s; end with Ctrl-C", d.page, restEvery)
+	for pause(ctx, restEvery) == nil {
+		clients, err := load.Run(ctx, load.Options{
+			Target: "http://" + d.gateway + "/", Rate: d.rate, Timeout: requestTimeout, KeepAlive: d.keepAlive, DropClosed: true, WantBody: []byte("ok\n"), MaxInFlight: 10000,
+		})
+		if err != nil {
+			return err
+		}
+		took, err := d.stage.Restart(ctx, namespace, "web")
+		counted := clients.Stop()
+		switch {
+		case ctx.Err() != nil:
+			return nil
+		case err != nil:
+			return err
+		}
+		d.say("rolling update in %.1f s, %d of %d requests failed", took.Seconds(), counted.Failed, counted.Total)
+	}
+	return nil
 }
 
 // roll performs one rolling update under load. It returns the UIDs of the pods that went.

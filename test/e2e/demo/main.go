@@ -29,14 +29,14 @@ func main() {
 	interrupted := ctx.Err() != nil
 	stop()
 	switch {
-	case errors.Is(err, flag.ErrHelp):
+	case err == nil, errors.Is(err, flag.ErrHelp):
 	case errors.Is(err, errUsage):
 		fmt.Fprintln(os.Stderr, "demo:", err)
 		os.Exit(2)
 	case interrupted:
 		fmt.Fprintln(os.Stderr, "demo: interrupted; nothing is left running")
 		os.Exit(130)
-	case err != nil:
+	default:
 		fmt.Fprintln(os.Stderr, "demo:", err)
 		os.Exit(1)
 	}
@@ -50,6 +50,7 @@ type options struct {
 	lag       time.Duration
 	rate      float64
 	keepAlive bool
+	keep      bool
 	logs      string
 }
 
@@ -62,6 +63,7 @@ func parse(args []string, help io.Writer) (options, error) {
 	f.DurationVar(&o.lag, "lag", time.Second, "time between a change of EndpointSlices and the gateway's learning of it, in all three runs")
 	f.Float64Var(&o.rate, "rate", 300, "requests per second")
 	f.BoolVar(&o.keepAlive, "keep-alive", false, "clients keep their connections instead of opening one for each request")
+	f.BoolVar(&o.keep, "keep", false, "after the runs, keep the live page open, with a rolling update now and then, until Ctrl-C")
 	f.StringVar(&o.logs, "logs", "", "directory for the logs of everything that ran; empty: they are not kept")
 	if err := f.Parse(args); err != nil {
 		if errors.Is(err, flag.ErrHelp) {
@@ -135,7 +137,11 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 		return fmt.Errorf("write the result: %w", err)
 	}
 	fmt.Fprintf(out, "Written to %s after %.0f s.\n", o.out, time.Since(began).Seconds())
-	return judge(result, o.lag, out)
+	err = judge(result, o.lag, out)
+	if o.keep {
+		return errors.Join(err, d.keepOpen(ctx))
+	}
+	return err
 }
 
 // judge holds the result against what the README says. A lost request is an error; a rolling update that took too long, which a busy

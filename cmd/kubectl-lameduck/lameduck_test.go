@@ -1,0 +1,260 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/spf13/pflag"
+
+	"github.com/lameduck-io/lameduck/pkg/dashboard/api"
+)
+
+var t0 = time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC)
+
+// said is an answer, so many seconds after t0.
+func said(name string, at int, drains ...api.Drain) answer[api.View] {
+	return answer[api.View]{replica: &replica{name: name, ready: true}, said: api.View{
+		At: t0.Add(time.Duration(at) * time.Second), Drains: api.Drains{Open: len(drains), Items: drains},
+	}}
+}
+
+// drainOf is a drain that began so many seconds after t0. Words are "agent state".
+func drainOf(pod, phase string, since int, words ...string) api.Drain {
+	d := api.Drain{Namespace: "shop", Pod: pod, UID: "uid-" + pod, Phase: phase, Reason: "None", Since: t0.Add(time.Duration(since) * time.Second), Owed: len(words)}
+	d.Deadline = d.Since.Add(30 * time.Second)
+	for _, w := range words {
+		agent, state, _ := strings.Cut(w, " ")
+		d.Words = append(d.Words, api.Word{Agent: agent, State: state, Connected: true})
+		if state != "idle" {
+			d.Waiting++
+		}
+	}
+	return d
+}
+
+// A pod may be drained through several coordinators. What people must see is one pod, as far as it is where it is least far: all have to let it go.
+func TestMergeOfDrains(t *testing.T) {
+	// The clocks of the coordinators are an hour apart, which must not show.
+	w := merge([]answer[api.View]{
+		said("one", 10, drainOf("a", "Quiescing", 4, "hap removed", "other idle"), drainOf("b", "Released", 9)),
+		said("two", 3610, drainOf("a", "Unrouting", 3602, "hap unknown", "third routing"), drainOf("c", "Queued", 3609)),
+		{replica: &replica{name: "three"}, err: errors.New("it does not answer")},
+	})
+	var got []string
+	for _, d := range w.Drains {
+		got = append(got, fmt.Sprintf("%s %s %s/%s %s: %s", d.Pod, d.Phase, seconds(d.AgeSeconds), seconds(d.RemainingSeconds), strings.Join(d.Coordinators, "+"), d.waitsFor(5)))
+	}
+	want := []string{
+		"a Unrouting 8.0s/22s one+two: hap (unknown), third (routing)",
+		"b Released 1.0s/29s one: nobody (None)",
+		"c Queued 1.0s/29s two: room in its Service",
+	}
+	if diff := cmp.Diff(want, got); diff != "" {
+		t.Error(diff)
+	}
+	if len(w.Coordinators) != 3 || w.Coordinators[2].Error != "it does not answer" || w.Coordinators[0].Drains != 2 {
+		t.Errorf("%+v", w.Coordinators)
+	}
+	// In any order it is the same, but for the order in which coordinators are named.
+	other := merge([]answer[api.View]{
+		said("two", 3610, drainOf("a", "Unrouting", 3602, "hap unknown", "third routing")), said("one", 10, drainOf("a", "Quiescing", 4, "hap removed", "other idle")),
+	})
+	if d := other.Drains[0]; d.Phase != "Unrouting" || d.waitsFor(5) != "hap (unknown), third (routing)" || d.AgeSeconds != 8 || len(d.Words) != 3 {
+		t.Errorf("in another order: %+v", d)
+	}
+}
+
+func TestMergeOfAgents(t *testing.T) {
+	of := func(name, id, state string, connected bool) answer[api.View] {
+		return answer[api.View]{replica: &replica{name: name}, said: api.View{Agents: api.Agents{Items: []api.Agent{{ID: id, Name: "edge/" + id, State: state, Connected: connected}}}}}
+	}
+	w := merge([]answer[api.View]{of("one", "a", "connected", true), of("two", "a", "missing", false), of("three", "b", "connected", true), of("four", "b", "connected", true)})
+	var got []string
+	for _, a := range w.Agents {
+		got = append(got, fmt.Sprint(a.ID, " ", a.State, " ", strings.Join(a.ConnectedTo, "+")))
+	}
+	if diff := cmp.Diff([]string{"a missing one", "b connected three+four"}, got); diff != "" {
+		t.Error(diff)
+	}
+}
+
+func TestWaitsFor(t *testing.T) {
+	d := oneDrain{Drain: drainOf("a", "Unrouting", 0, "one unknown", "two routing", "three removed", "four idle")}
+	d.Words[0].Connected, d.Words[1].Suspended = false, true
+	if got, want := d.waitsFor(5), "one (not connected), three (removed)"; got != want {
+		t.Errorf("%q, want %q", got, want)
+	}
+	d.Waiting = 40 // more than are listed
+	if got, want := d.waitsFor(1), "one (not connected), and 39 more"; got != want {
+		t.Errorf("%q, want %q", got, want)
+	}
+}
+
+// What one says who knows less must not hide a gateway that another knows of.
+func TestJoinExplanations(t *testing.T) {
+	say := func(name, reason string, gates ...api.Gate) answer[api.Explanation] {
+		return answer[api.Explanation]{replica: &replica{name: name}, said: api.Explanation{Answer: "drain", Reason: reason, Summary: "It would " + reason, Gates: gates, Uncovered: []api.Uncovered{{What: "kube-proxy"}}}}
+	}
+	x := joinExplanations([]answer[api.Explanation]{
+		{replica: &replica{name: "zero"}, err: errors.New("away")},
+		say("one", "Draining", api.Gate{Agent: "a", Gate: "hold", Connected: true}),
+		say("two", "Draining", api.Gate{Agent: "a", Gate: "hold"}, api.Gate{Agent: "b", Gate: "hold", Connected: true}),
+		say("three", "Starting"),
+	})
+	if len(x.Gates) != 2 || x.Gates[0].Connected || x.Gates[1].Agent != "b" || len(x.Uncovered) != 1 || len(x.Differs) != 1 || x.Differs[0] != "three: It would Starting" {
+		t.Errorf("%+v", x)
+	}
+}
+
+// kubeconfig writes one that leads nowhere.
+func kubeconfig(t *testing.T) string {
+	path := filepath.Join(t.TempDir(), "config")
+	text := `{"apiVersion":"v1","kind":"Config","current-context":"x","clusters":[{"name":"x","cluster":{"server":"https://127.0.0.1:1"}}],"contexts":[{"name":"x","context":{"cluster":"x","namespace":"mine"}},{"name":"y","context":{"cluster":"x"}}]}`
+	if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	return path
+}
+
+func TestParse(t *testing.T) {
+	config := kubeconfig(t)
+	for _, c := range []struct {
+		args string
+		want string
+	}{
+		{"status", "status ns= pod="},
+		{"explain web-1", "explain ns=mine pod=web-1"},
+		{"explain pod/web-1 -n shop", "explain ns=shop pod=web-1"},
+		{"-n shop explain web-1 --evict", "explain ns=shop pod=web-1"},
+		{"explain web-1 --context y", "explain ns=default pod=web-1"},
+		{"drains -w -o wide", "drains ns= pod="},
+		{"", "help"}, {"help", "help"}, {"drains -h", "help"},
+		{"drain", `unknown command "drain"`}, {"explain", "one pod, not 0"}, {"explain a b", "one pod, not 2"}, {"status x", `unexpected argument "x"`},
+		{"status -w", "--watch goes with drains"}, {"drains -w -o yaml", "--watch has no --output yaml"}, {"status -o xml", `--output "xml"`},
+		{"drains --evict", "--evict goes with explain"}, {"status --timeout 0s", "--timeout 0s"}, {"status --lameduck-port 70000", "--lameduck-port 70000"}, {"status --nonsense", "nonsense"},
+	} {
+		var out bytes.Buffer
+		o, err := parse(append(strings.Fields(c.args), "--kubeconfig", config), &out)
+		got := fmt.Sprintf("%s ns=%s pod=%s", o.command, o.namespace, o.pod)
+		switch {
+		case errors.Is(err, pflag.ErrHelp):
+			got = "help"
+			if !strings.Contains(out.String(), "explain POD") || !strings.Contains(out.String(), "--kubeconfig") {
+				t.Errorf("%q: help says %q", c.args, &out)
+			}
+		case err != nil:
+			if got = err.Error(); !errors.Is(err, errUsage) {
+				t.Errorf("%q: %v is not errUsage", c.args, err)
+			}
+		}
+		if !strings.Contains(got, c.want) {
+			t.Errorf("%q: %q, want %q", c.args, got, c.want)
+		}
+	}
+}
+
+// served is a coordinator that is reached without a cluster.
+func served(t *testing.T, name string, handler http.HandlerFunc) *replica {
+	server := httptest.NewServer(handler)
+	t.Cleanup(server.Close)
+	transport := &http.Transport{DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+		return (&net.Dialer{}).DialContext(ctx, "tcp", server.Listener.Addr().String())
+	}}
+	return &replica{name: name, ready: true, http: &http.Client{Transport: transport}, close: transport.CloseIdleConnections}
+}
+
+// One of three that answers is enough, and those that do not are named, without waiting longer than was said.
+func TestAskGoesOnWithoutTheSilent(t *testing.T) {
+	release := make(chan struct{})
+	good := served(t, "good", func(w http.ResponseWriter, _ *http.Request) {
+		_ = json.NewEncoder(w).Encode(said("", 10, drainOf("a", "Unrouting", 4, "hap routing")).said)
+	})
+	broken := served(t, "broken", func(w http.ResponseWriter, _ *http.Request) {
+		http.Error(w, `{"error":"it is ill"}`, http.StatusInternalServerError)
+	})
+	hangs := served(t, "hangs", func(http.ResponseWriter, *http.Request) { <-release })
+	t.Cleanup(func() { close(release) })
+	all := replicas{broken, good, hangs}
+	o := options{timeout: 300 * time.Millisecond}
+	var out, errs bytes.Buffer
+	began := time.Now()
+	if err := drains(t.Context(), o, all, &out, &errs); err != nil {
+		t.Fatal(err)
+	}
+	if took := time.Since(began); took > 3*time.Second {
+		t.Errorf("it took %s", took)
+	}
+	if want := "shop        a     Unrouting   6.0s   24s         hap (routing)"; !strings.Contains(out.String(), want) {
+		t.Errorf("%s", &out)
+	}
+	for _, want := range []string{"coordinator broken: it is ill", "reach coordinator hangs"} {
+		if !strings.Contains(errs.String(), want) {
+			t.Errorf("no %q in %q", want, &errs)
+		}
+	}
+	out.Reset()
+	if err := status(t.Context(), o, all, &out, &errs); err != nil {
+		t.Fatal(err)
+	}
+	for _, want := range []string{"broken        silent", "good          ready", "hangs         silent", "No agent is known"} {
+		if !strings.Contains(out.String(), want) {
+			t.Errorf("no %q in\n%s", want, &out)
+		}
+	}
+	if err := drains(t.Context(), o, replicas{broken}, &out, &errs); err == nil || !strings.Contains(err.Error(), "it is ill") {
+		t.Errorf("nobody answers: %v", err)
+	}
+}
+
+// The stream may break and come back; a drain is told of when it changes, and its end once.
+func TestWatch(t *testing.T) {
+	view := func(drains []api.Drain, outcomes ...api.Outcome) string {
+		text, _ := json.Marshal(api.View{At: t0.Add(10 * time.Second), Drains: api.Drains{Items: drains}, Outcomes: outcomes})
+		return "event: view\ndata: " + string(text) + "\n\n"
+	}
+	first := []api.Drain{drainOf("a", "Unrouting", 4, "hap routing")}
+	events := view(first) + "event: alive\ndata: {}\n\n" + view(first) + view([]api.Drain{drainOf("a", "Quiescing", 4, "hap removed")}) +
+		view(nil, api.Outcome{Namespace: "shop", Pod: "a", UID: "uid-a", Reason: "Acknowledged"}) + view(nil, api.Outcome{Namespace: "shop", Pod: "a", UID: "uid-a", Reason: "Acknowledged"})
+	ctx, cancel := context.WithCancel(t.Context())
+	streams := 0
+	r := served(t, "one", func(w http.ResponseWriter, r *http.Request) {
+		if r.URL.Path == api.ViewPath {
+			_ = json.NewEncoder(w).Encode(api.View{})
+			return
+		}
+		if streams++; streams > 1 {
+			cancel()
+		}
+		fmt.Fprint(w, events)
+	})
+	var out, errs bytes.Buffer
+	if err := watchDrains(ctx, options{timeout: time.Second}, replicas{r}, &out, &errs); err != nil {
+		t.Fatal(err)
+	}
+	var got []string
+	for line := range strings.Lines(out.String()) {
+		got = append(got, strings.Join(strings.Fields(line), " "))
+	}
+	want := []string{"NAMESPACE POD PHASE AGE WAITS-FOR", "shop a Unrouting 6.0s hap (routing)", "shop a Quiescing 6.0s hap (removed)", "shop a Acknowledged ended"}
+	if diff := cmp.Diff(want, got[:min(len(got), 4)]); diff != "" {
+		t.Error(diff)
+	}
+	if len(got) > 4 && !strings.Contains(got[4], "Unrouting") { // of the second stream
+		t.Errorf("its end is told twice: %q", got)
+	}
+	if !strings.Contains(errs.String(), "coordinator one ended the stream") {
+		t.Errorf("%q", &errs)
+	}
+}

@@ -1,0 +1,197 @@
+package main
+
+import (
+	"cmp"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/lameduck-io/lameduck/pkg/dashboard/api"
+)
+
+// whole is what all coordinators say together. Its fields are added to, never repurposed: people read it with --output json.
+type whole struct {
+	Coordinators []coordinator `json:"coordinators"`
+	Drains       []oneDrain    `json:"drains"`
+	Agents       []oneAgent    `json:"agents"`
+	// Outcomes are the newest first.
+	Outcomes []oneOutcome `json:"outcomes"`
+	// Propagation is each coordinator's own: quantiles cannot be joined.
+	Propagation []onePropagation `json:"propagation"`
+}
+
+// coordinator is one replica, and whether it answered.
+type coordinator struct {
+	Name  string `json:"name"`
+	Ready bool   `json:"ready"`
+	// Error is why it has not answered. Empty: it has.
+	Error   string    `json:"error,omitempty"`
+	Started time.Time `json:"started,omitzero"`
+	// Drains, Connected, Expected and Holds are as this one sees it.
+	Drains    int  `json:"drains"`
+	Connected int  `json:"connected"`
+	Expected  int  `json:"expected"`
+	Holds     int  `json:"holds"`
+	Stopping  bool `json:"stopping,omitempty"`
+}
+
+// oneDrain is a pod's drain on all coordinators that have one: as far as on the one where it is least far, with the oldest clock.
+type oneDrain struct {
+	api.Drain
+	// Coordinators are those on which it is open.
+	Coordinators []string `json:"coordinators"`
+	// AgeSeconds is since it began, RemainingSeconds until its deadline, by the coordinator's clock.
+	AgeSeconds       float64 `json:"ageSeconds"`
+	RemainingSeconds float64 `json:"remainingSeconds"`
+}
+
+// oneAgent is an agent as the coordinators see it together. State is the worst that any of them says.
+type oneAgent struct {
+	api.Agent
+	// ConnectedTo are the coordinators that it is connected to.
+	ConnectedTo []string `json:"connectedTo"`
+}
+
+// oneOutcome is how a drain ended on one coordinator.
+type oneOutcome struct {
+	api.Outcome
+	Coordinator string `json:"coordinator"`
+}
+
+// onePropagation is what one coordinator measured.
+type onePropagation struct {
+	api.Propagation
+	Coordinator string `json:"coordinator"`
+}
+
+// phases are in the order in which a drain goes through them, agentStates those that people should know of first.
+var (
+	phases      = []string{"Queued", "Unrouting", "Quiescing", "Released"}
+	agentStates = []string{"suspended", "missing", "connected", "left", "gone"}
+	wordStates  = []string{"unknown", "routing", "kept", "removed", "idle"}
+)
+
+// far is where name stands in the order; what is not known comes first, so that it is shown.
+func far(order []string, name string) int { return slices.Index(order, name) }
+
+// merge joins the coordinators' views.
+func merge(answers []answer[api.View]) whole {
+	w := whole{Coordinators: []coordinator{}, Drains: []oneDrain{}, Agents: []oneAgent{}, Outcomes: []oneOutcome{}, Propagation: []onePropagation{}}
+	drains, agents := map[string]*oneDrain{}, map[string]*oneAgent{}
+	for _, a := range answers {
+		c := coordinator{Name: a.replica.name, Ready: a.replica.ready}
+		if a.err != nil {
+			c.Error = a.err.Error()
+			w.Coordinators = append(w.Coordinators, c)
+			continue
+		}
+		v := a.said
+		c.Started, c.Stopping, c.Holds = v.Replica.Started, v.Replica.Stopping, v.Replica.Holds
+		c.Drains, c.Expected, c.Connected = v.Drains.Open, v.Agents.Expected, v.Agents.Expected-v.Agents.Missing
+		w.Coordinators = append(w.Coordinators, c)
+		for _, d := range v.Drains.Items {
+			one := oneDrain{d, []string{c.Name}, v.At.Sub(d.Since).Seconds(), d.Deadline.Sub(v.At).Seconds()}
+			if had := drains[d.UID]; had != nil {
+				had.join(one)
+			} else {
+				drains[d.UID] = &one
+			}
+		}
+		for _, g := range v.Agents.Items {
+			one := oneAgent{Agent: g, ConnectedTo: []string{}}
+			if g.Connected {
+				one.ConnectedTo = append(one.ConnectedTo, c.Name)
+			}
+			if had := agents[g.ID]; had != nil {
+				had.join(one)
+			} else {
+				agents[g.ID] = &one
+			}
+		}
+		for _, o := range v.Outcomes {
+			w.Outcomes = append(w.Outcomes, oneOutcome{o, c.Name})
+		}
+		for _, p := range v.Propagation {
+			w.Propagation = append(w.Propagation, onePropagation{p, c.Name})
+		}
+	}
+	for _, d := range drains {
+		w.Drains = append(w.Drains, *d)
+	}
+	for _, g := range agents {
+		w.Agents = append(w.Agents, *g)
+	}
+	slices.SortFunc(w.Drains, func(a, b oneDrain) int {
+		return cmp.Or(-cmp.Compare(a.AgeSeconds, b.AgeSeconds), cmp.Compare(a.UID, b.UID))
+	})
+	slices.SortFunc(w.Agents, func(a, b oneAgent) int {
+		return cmp.Or(cmp.Compare(far(agentStates, a.State), far(agentStates, b.State)), cmp.Compare(a.Name, b.Name), cmp.Compare(a.ID, b.ID))
+	})
+	slices.SortStableFunc(w.Outcomes, func(a, b oneOutcome) int { return cmp.Or(b.At.Compare(a.At), cmp.Compare(a.UID, b.UID)) })
+	return w
+}
+
+// join takes in what another coordinator says of the drain: it is as far as where it is least far, because all have to release it.
+func (d *oneDrain) join(other oneDrain) {
+	words := d.Words
+	for _, o := range other.Words {
+		i := slices.IndexFunc(words, func(w api.Word) bool { return w.Agent == o.Agent })
+		switch {
+		case i < 0:
+			words = append(words, o)
+		case far(wordStates, o.State) < far(wordStates, words[i].State):
+			words[i] = o
+		}
+	}
+	slices.SortStableFunc(words, func(a, b api.Word) int { return cmp.Compare(far(wordStates, a.State), far(wordStates, b.State)) })
+	coordinators := append(d.Coordinators, other.Coordinators...)
+	age, remaining := max(d.AgeSeconds, other.AgeSeconds), min(d.RemainingSeconds, other.RemainingSeconds)
+	if far(phases, other.Phase) < far(phases, d.Phase) {
+		*d = other
+	}
+	d.Words, d.Coordinators, d.AgeSeconds, d.RemainingSeconds = words, coordinators, age, remaining
+}
+
+func (g *oneAgent) join(other oneAgent) {
+	connected := append(g.ConnectedTo, other.ConnectedTo...)
+	if far(agentStates, other.State) < far(agentStates, g.State) {
+		*g = other
+	}
+	g.ConnectedTo = connected
+}
+
+// in leaves what is of a namespace. Empty: all.
+func in(drains []oneDrain, namespace string) []oneDrain {
+	if namespace == "" {
+		return drains
+	}
+	return slices.DeleteFunc(slices.Clone(drains), func(d oneDrain) bool { return d.Namespace != namespace })
+}
+
+// waitsFor says whom a drain waits for, and what they say.
+func (d oneDrain) waitsFor(most int) string {
+	switch d.Phase {
+	case "Released":
+		return "nobody (" + d.Reason + ")"
+	case "Queued":
+		return "room in its Service"
+	}
+	var parts []string
+	for _, w := range d.Words {
+		if w.State == "idle" || w.Suspended {
+			continue
+		}
+		state := w.State
+		if !w.Connected {
+			state = "not connected"
+		}
+		parts = append(parts, w.Agent+" ("+state+")")
+	}
+	if len(parts) > most {
+		parts = append(parts[:most], "and "+count(max(d.Waiting, len(parts))-most)+" more")
+	}
+	if len(parts) == 0 {
+		return "nobody"
+	}
+	return strings.Join(parts, ", ")
+}

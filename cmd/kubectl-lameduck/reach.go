@@ -1,0 +1,329 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/tools/portforward"
+	"k8s.io/client-go/transport/spdy"
+	"k8s.io/streaming/pkg/httpstream"
+
+	"github.com/lameduck-io/lameduck/pkg/dashboard/api"
+)
+
+// mostAnswer bounds an answer, in bytes.
+const mostAnswer = 32 << 20
+
+// replica is one coordinator, as it is reached.
+type replica struct {
+	name  string
+	ready bool
+	http  *http.Client
+	close func()
+}
+
+// replicas are the coordinators that were found.
+type replicas []*replica
+
+func (all replicas) close() {
+	for _, r := range all {
+		r.close()
+	}
+}
+
+// find lists the coordinators' pods. Nothing is connected yet. The error says what is missing: Lameduck, or a right.
+func find(ctx context.Context, o options) (replicas, error) {
+	kube, err := kubernetes.NewForConfig(o.config)
+	if err != nil {
+		return nil, fmt.Errorf("client for the API server: %w", err)
+	}
+	ctx, cancel := context.WithTimeout(ctx, o.timeout)
+	defer cancel()
+	pods, err := kube.CoreV1().Pods(o.system).List(ctx, metav1.ListOptions{LabelSelector: o.selector})
+	switch {
+	case apierrors.IsForbidden(err):
+		return nil, fmt.Errorf("you may not list pods in namespace %s, where Lameduck's coordinators are: %w", o.system, err)
+	case err != nil:
+		return nil, fmt.Errorf("list Lameduck's coordinators in namespace %s: %w", o.system, err)
+	}
+	var all replicas
+	for _, pod := range pods.Items {
+		if pod.Status.Phase == corev1.PodRunning {
+			all = append(all, reach(o, kube, &pod))
+		}
+	}
+	switch {
+	case len(pods.Items) == 0:
+		return nil, fmt.Errorf("Lameduck is not installed in namespace %s: no pod has the labels %s (--lameduck-namespace, --lameduck-selector)", o.system, o.selector)
+	case len(all) == 0:
+		return nil, fmt.Errorf("none of the %d pods of Lameduck's coordinators in namespace %s is running", len(pods.Items), o.system)
+	}
+	slices.SortFunc(all, func(a, b *replica) int { return strings.Compare(a.name, b.name) })
+	return all, nil
+}
+
+// reach returns a replica whose requests go through the API server and the kubelet to the pod's own loopback address.
+func reach(o options, kube kubernetes.Interface, pod *corev1.Pod) *replica {
+	r := &replica{name: pod.Name}
+	for _, c := range pod.Status.Conditions {
+		r.ready = r.ready || c.Type == corev1.PodReady && c.Status == corev1.ConditionTrue && pod.DeletionTimestamp == nil
+	}
+	port := o.port
+	for _, c := range pod.Spec.Containers {
+		for _, p := range c.Ports {
+			if port == 0 && p.Name == api.PortName {
+				port = int(p.ContainerPort)
+			}
+		}
+	}
+	if port == 0 {
+		port = api.Port
+	}
+	url := kube.CoreV1().RESTClient().Post().Resource("pods").Namespace(pod.Namespace).Name(pod.Name).SubResource("portforward").URL()
+	t := &tunnel{port: port, dial: func() (httpstream.Connection, error) {
+		transport, upgrader, err := spdy.RoundTripperFor(o.config)
+		if err != nil {
+			return nil, err
+		}
+		older := spdy.NewDialerForStreaming(upgrader, &http.Client{Transport: transport, Timeout: o.timeout}, http.MethodPost, url)
+		newer, err := portforward.NewSPDYOverWebsocketDialerForStreaming(url, o.config)
+		if err != nil {
+			return nil, err
+		}
+		// As kubectl does: by WebSocket, and by SPDY where something on the way does not know it.
+		conn, _, err := portforward.NewFallbackDialerForStreaming(newer, older, func(err error) bool {
+			return httpstream.IsUpgradeFailure(err) || httpstream.IsHTTPSProxyError(err)
+		}).Dial(portforward.PortForwardProtocolV1Name)
+		return conn, err
+	}}
+	transport := &http.Transport{DialContext: t.connect, DisableCompression: true}
+	r.http = &http.Client{Transport: transport}
+	r.close = func() {
+		transport.CloseIdleConnections()
+		t.close()
+	}
+	return r
+}
+
+// tunnel is a connection to a pod's port forwarding, made when it is needed first, and again when it has broken.
+type tunnel struct {
+	port int
+	dial func() (httpstream.Connection, error)
+
+	mu   sync.Mutex
+	conn httpstream.Connection
+	next int
+}
+
+func (t *tunnel) close() {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.conn != nil {
+		_ = t.conn.Close()
+		t.conn = nil
+	}
+}
+
+// open returns the connection, and a number for a new pair of streams on it.
+func (t *tunnel) open() (httpstream.Connection, int, error) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.conn != nil {
+		select {
+		case <-t.conn.CloseChan():
+			t.conn = nil
+		default:
+		}
+	}
+	if t.conn == nil {
+		conn, err := t.dial()
+		if err != nil {
+			return nil, 0, err
+		}
+		t.conn = conn
+	}
+	t.next++
+	return t.conn, t.next, nil
+}
+
+// connect opens a connection to the port. Nothing listens on this machine for it, where others could come in too.
+func (t *tunnel) connect(ctx context.Context, _, _ string) (net.Conn, error) {
+	type opened struct {
+		conn net.Conn
+		err  error
+	}
+	done := make(chan opened, 1)
+	go func() {
+		conn, err := t.pair()
+		done <- opened{conn, err}
+	}()
+	select {
+	case o := <-done:
+		return o.conn, o.err
+	case <-ctx.Done():
+		// What is being opened ends with the tunnel.
+		return nil, ctx.Err()
+	}
+}
+
+func (t *tunnel) pair() (net.Conn, error) {
+	of, number, err := t.open()
+	if err != nil {
+		return nil, err
+	}
+	headers := http.Header{}
+	headers.Set(corev1.StreamType, corev1.StreamTypeError)
+	headers.Set(corev1.PortHeader, strconv.Itoa(t.port))
+	headers.Set(corev1.PortForwardRequestIDHeader, strconv.Itoa(number))
+	errorStream, err := of.CreateStream(headers)
+	if err != nil {
+		return nil, fmt.Errorf("open a stream to the pod: %w", err)
+	}
+	errorStream.Close() // nothing is written to it
+	headers.Set(corev1.StreamType, corev1.StreamTypeData)
+	data, err := of.CreateStream(headers)
+	if err != nil {
+		return nil, fmt.Errorf("open a stream to the pod: %w", err)
+	}
+	c := &forwarded{Stream: data, of: of, errorStream: errorStream, failed: make(chan error, 1)}
+	go func() {
+		text, _ := io.ReadAll(errorStream)
+		if len(text) > 0 {
+			c.failed <- errors.New(strings.TrimSpace(string(text)))
+			_ = data.Reset() // whoever reads will be told why
+		}
+		close(c.failed)
+	}()
+	return c, nil
+}
+
+// forwarded is a connection through a tunnel. It has no deadlines; whoever waits closes it.
+type forwarded struct {
+	httpstream.Stream
+	of          httpstream.Connection
+	errorStream httpstream.Stream
+	failed      chan error
+}
+
+func (f *forwarded) Read(into []byte) (int, error) {
+	n, err := f.Stream.Read(into)
+	if err != nil {
+		select {
+		case why := <-f.failed:
+			if why != nil {
+				err = why
+			}
+		case <-time.After(100 * time.Millisecond): // it comes on a stream of its own
+		}
+	}
+	return n, err
+}
+
+func (f *forwarded) Close() error {
+	err := f.Stream.Reset()
+	f.of.RemoveStreams(f.Stream, f.errorStream)
+	return err
+}
+
+func (*forwarded) LocalAddr() net.Addr              { return &net.TCPAddr{} }
+func (*forwarded) RemoteAddr() net.Addr             { return &net.TCPAddr{} }
+func (*forwarded) SetDeadline(time.Time) error      { return nil }
+func (*forwarded) SetReadDeadline(time.Time) error  { return nil }
+func (*forwarded) SetWriteDeadline(time.Time) error { return nil }
+
+// errNotFound is what a coordinator answers of a pod that it does not know.
+var errNotFound = errors.New("not found")
+
+// get asks one coordinator. The answer is the caller's to close.
+func (r *replica) get(ctx context.Context, path string) (*http.Response, error) {
+	request, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://localhost"+path, nil)
+	if err != nil {
+		return nil, err
+	}
+	response, err := r.http.Do(request)
+	if err != nil {
+		return nil, r.fault(err)
+	}
+	if response.StatusCode == http.StatusOK {
+		return response, nil
+	}
+	defer response.Body.Close()
+	said := api.Error{Error: response.Status}
+	_ = json.NewDecoder(io.LimitReader(response.Body, mostAnswer)).Decode(&said)
+	if response.StatusCode == http.StatusNotFound && strings.HasPrefix(path, api.ExplainPath) {
+		return nil, fmt.Errorf("%w: %s", errNotFound, said.Error)
+	}
+	return nil, fmt.Errorf("coordinator %s: %s", r.name, said.Error)
+}
+
+// fault words why a coordinator could not be reached, so that people know what to do.
+func (r *replica) fault(err error) error {
+	text := err.Error()
+	switch {
+	case strings.Contains(text, "connection refused"):
+		return fmt.Errorf("coordinator %s serves nothing on its loopback address: its --dashboard-address is another (--lameduck-port), or it is older than this: %w", r.name, err)
+	case apierrors.IsForbidden(err) || strings.Contains(text, "forbidden"):
+		return fmt.Errorf("you may not forward ports to the coordinators' pods (create and get pods/portforward): %w", err)
+	default:
+		return fmt.Errorf("reach coordinator %s: %w", r.name, err)
+	}
+}
+
+// answer is what one coordinator said.
+type answer[T any] struct {
+	replica *replica
+	said    T
+	err     error
+}
+
+// ask asks all coordinators at once, and returns their answers in the order of their names. The error is that of the first if none has answered.
+func ask[T any](ctx context.Context, o options, all replicas, path string) ([]answer[T], error) {
+	ctx, cancel := context.WithTimeout(ctx, o.timeout)
+	defer cancel()
+	answers := make([]answer[T], len(all))
+	var asked sync.WaitGroup
+	for i, r := range all {
+		asked.Go(func() {
+			a := answer[T]{replica: r}
+			response, err := r.get(ctx, path)
+			if err == nil {
+				defer response.Body.Close()
+				if err = json.NewDecoder(io.LimitReader(response.Body, mostAnswer)).Decode(&a.said); err != nil {
+					err = fmt.Errorf("read the answer of coordinator %s: %w", r.name, err)
+				}
+			}
+			a.err = err
+			answers[i] = a
+		})
+	}
+	asked.Wait()
+	for _, a := range answers {
+		if a.err == nil {
+			return answers, nil
+		}
+	}
+	return answers, answers[0].err
+}
+
+// complain tells of the coordinators that did not answer, when others did.
+func complain[T any](answers []answer[T], stderr io.Writer) {
+	for _, a := range answers {
+		if a.err != nil {
+			fmt.Fprintln(stderr, "warning:", a.err)
+		}
+	}
+}

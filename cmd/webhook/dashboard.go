@@ -1,0 +1,68 @@
+package main
+
+import (
+	"context"
+	"crypto/tls"
+	"fmt"
+	"log/slog"
+	"net"
+	"strings"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/lameduck-io/lameduck/pkg/dashboard"
+	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/serve"
+)
+
+// dashboardConns bounds the connections of those who look: each that follows keeps one.
+const dashboardConns = 200
+
+// listenDashboard listens where people look. Nil: they may not.
+func listenDashboard(ctx context.Context, address string) (net.Listener, error) {
+	if address == "" {
+		return nil, nil
+	}
+	var config net.ListenConfig
+	listener, err := config.Listen(ctx, "tcp", address)
+	if err != nil {
+		return nil, fmt.Errorf("listen: %w", err)
+	}
+	return listener, nil
+}
+
+// dashboardTask serves people on listener: by plain HTTP on a loopback address, else by TLS and those alone who have the right. To the end: a replica
+// that ends shows what it still holds.
+func dashboardTask(listener net.Listener, secure *tls.Config, d *dashboard.Dashboard, log *slog.Logger) serve.Task {
+	return serve.Task{Name: "dashboard", Last: true, Run: func(ctx context.Context) error {
+		if listener == nil {
+			<-ctx.Done()
+			return nil
+		}
+		if dashboard.Loopback(listener.Addr()) {
+			secure = nil
+		}
+		return serve.All(ctx, serve.Task{Name: "views", Run: d.Run}, serve.Server{
+			Name: "dashboard", Listener: listener, TLS: secure, Handler: d.Handler(listener.Addr()), Conns: dashboardConns, ReadTime: readTime,
+			Stop: d.Stop, Grace: time.Second, Log: log,
+		}.Task())
+	}}
+}
+
+// nodeOf returns the node of a pod of the cache, named namespace/name, if it is still the one with that UID.
+func nodeOf(known client.Reader, synced func() bool) func(name string, id drain.AgentID) string {
+	return func(name string, id drain.AgentID) string {
+		namespace, name, ok := strings.Cut(name, "/")
+		if !ok || !synced() { // a cache that has not synced would wait for it
+			return ""
+		}
+		var pod corev1.Pod
+		if err := known.Get(context.Background(), types.NamespacedName{Namespace: namespace, Name: name}, &pod); err != nil || drain.AgentID(pod.UID) != id {
+			return ""
+		}
+		return pod.Spec.NodeName
+	}
+}

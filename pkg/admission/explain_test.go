@@ -1,0 +1,72 @@
+package admission
+
+import (
+	"errors"
+	"testing"
+	"time"
+
+	policyv1 "k8s.io/api/policy/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/lameduck-io/lameduck/pkg/health"
+)
+
+// Somebody who asks must get what somebody would get who deletes, and nothing may come of it.
+func TestExplain(t *testing.T) {
+	budget := func(allowed int32) *policyv1.PodDisruptionBudget {
+		return &policyv1.PodDisruptionBudget{
+			ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: "web"},
+			Spec:       policyv1.PodDisruptionBudgetSpec{Selector: &metav1.LabelSelector{MatchLabels: map[string]string{"app": "web"}}},
+			Status:     policyv1.PodDisruptionBudgetStatus{DisruptionsAllowed: allowed, CurrentHealthy: 2, DesiredHealthy: 2 - allowed},
+		}
+	}
+	for name, c := range map[string]struct {
+		operation Operation
+		set       func(w *world)
+		action    Action
+		reason    Reason
+		crowded   bool
+	}{
+		"it would drain":                           {Delete, func(*world) {}, Drain, Draining, false},
+		"it would be evicted":                      {Evict, func(w *world) { w.reader.objects = append(w.reader.objects, budget(1)) }, Drain, Draining, false},
+		"its budget is used up":                    {Evict, func(w *world) { w.reader.objects = append(w.reader.objects, budget(0)) }, Deny, Budget, false},
+		"its budget is used up, and it is deleted": {Delete, func(w *world) { w.reader.objects = append(w.reader.objects, budget(0)) }, Drain, Draining, false},
+		"another drains":                           {Delete, func(w *world) { w.ledger.draining["uid-b"] = time.Now() }, Drain, Draining, true},
+		"it is the last":                           {Delete, func(w *world) { w.slices.usable[webService] = []health.UID{"uid-a"} }, Allow, LastTarget, false},
+		"it is opted out":                          {Delete, func(w *world) { w.a.Annotations[OptOut] = "disabled" }, Allow, OptedOut, false},
+		"nobody routes it":                         {Delete, func(w *world) { w.ledger.routed = nil }, Allow, NotRouted, false},
+		"it is terminating":                        {Delete, func(w *world) { w.a.DeletionTimestamp = &metav1.Time{Time: time.Now()} }, Allow, Terminating, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t)
+			c.set(w)
+			for range 2 { // asked twice, it is the same
+				e, err := w.Cluster.Explain(t.Context(), time.Now(), c.operation, "shop", "a")
+				if err != nil {
+					t.Fatal(err)
+				}
+				if e.Verdict.Action != c.action || e.Verdict.Reason != c.reason || e.Crowded != "" != c.crowded || e.Pod.UID != "uid-a" {
+					t.Errorf("%+v, crowded %q", e.Verdict, e.Crowded)
+				}
+			}
+			if len(w.ledger.calls) > 0 || len(w.events) > 0 || len(w.Cluster.promises.of) > 0 {
+				t.Errorf("it had effects: %q, %v, promises %v", w.ledger.calls, w.events, w.Cluster.promises.of)
+			}
+		})
+	}
+}
+
+func TestExplainSaysWhatItCannotKnow(t *testing.T) {
+	w := newWorld(t)
+	if _, err := w.Cluster.Explain(t.Context(), time.Now(), Delete, "shop", "c"); !errors.Is(err, ErrNoPod) {
+		t.Errorf("a pod that is not there: %v", err)
+	}
+	w.cold = true
+	if _, err := w.Cluster.Explain(t.Context(), time.Now(), Delete, "shop", "a"); !errors.Is(err, ErrCold) {
+		t.Errorf("a cold cache: %v", err)
+	}
+	w.cold, w.reader.broken = false, "*v1.Node"
+	if _, err := w.Cluster.Explain(t.Context(), time.Now(), Delete, "shop", "a"); err == nil {
+		t.Error("a broken cache is not said")
+	}
+}

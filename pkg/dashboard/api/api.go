@@ -1,0 +1,280 @@
+// Package api is what a coordinator tells people and their tools: the paths of its read API and the types of its answers, as JSON.
+//
+// Everything is read with GET, and changes nothing. Each replica tells its own view: a deletion is a drain in the replica that the API server
+// asked. Times are of the replica's clock, and [View.At] says what it shows, so that nobody has to compare clocks.
+//
+// Compatibility: within v1 fields are added, never repurposed. Readers ignore fields that they do not know, and show words that they do not
+// know as they are: phases, reasons and states are those of the drain package, and more may come.
+package api
+
+import "time"
+
+// The paths. Lists are parts of the view.
+const (
+	ViewPath        = "/v1/view"
+	DrainsPath      = "/v1/drains"
+	AgentsPath      = "/v1/agents"
+	OutcomesPath    = "/v1/outcomes"
+	PropagationPath = "/v1/propagation"
+	// EventsPath is a stream of server-sent events: "view" with a [View] whenever it has changed, and "alive" with an [Alive] in between.
+	EventsPath = "/v1/events"
+	// ExplainPath ends in /{namespace}/{pod}, and may have the query operation=delete or operation=evict.
+	ExplainPath = "/v1/explain"
+)
+
+// Port is where coordinators serve this, on their loopback address, unless they are told otherwise. PortName is what it is called in their
+// pods if it is another.
+const (
+	Port     = 9445
+	PortName = "dashboard"
+)
+
+// View is everything but explanations. Lists are [] if they are empty.
+type View struct {
+	// At is when this was so, by the replica's clock.
+	At      time.Time `json:"at"`
+	Replica Replica   `json:"replica"`
+	Drains  Drains    `json:"drains"`
+	Agents  Agents    `json:"agents"`
+	// Outcomes are how the last drains ended, and deletions that went on without the gateways' word: the newest first.
+	Outcomes []Outcome `json:"outcomes"`
+	// Propagation is how long gateways take to let go, by kind of gateway.
+	Propagation []Propagation `json:"propagation"`
+	// TargetHealth says where the health of targets is to be found.
+	TargetHealth TargetHealth `json:"targetHealth"`
+}
+
+// Replica is who answers.
+type Replica struct {
+	Name string `json:"name"`
+	// Epoch names its present life, which began at Started.
+	Epoch   string    `json:"epoch"`
+	Started time.Time `json:"started"`
+	// Stopping says that it shuts down: calls are told to come again, and others are asked.
+	Stopping bool `json:"stopping,omitempty"`
+	// Holds is how many admission calls wait now, MaxHolds how many may.
+	Holds    int `json:"holds"`
+	MaxHolds int `json:"maxHolds"`
+	// DeadlineSeconds is how long a drain lasts at most, IdleBoundSeconds how long running requests are waited for once no new ones come.
+	DeadlineSeconds  float64 `json:"deadlineSeconds"`
+	IdleBoundSeconds float64 `json:"idleBoundSeconds"`
+}
+
+// Drains are those that are open on this replica.
+type Drains struct {
+	// Open is how many they are. Items are the oldest of them, if they are too many to be listed.
+	Open  int     `json:"open"`
+	Items []Drain `json:"items"`
+	// Elsewhere is how many pods are drained through other replicas alone, as far as agents tell this one.
+	Elsewhere int `json:"elsewhere"`
+}
+
+// Drain is one pod whose deletion waits, or whose gateways let go in the background.
+type Drain struct {
+	Namespace string `json:"namespace"`
+	Pod       string `json:"pod"`
+	UID       string `json:"uid"`
+	// Phase is Queued, Unrouting, Quiescing or Released, since PhaseSince. Reason is why it was released, else None.
+	Phase      string    `json:"phase"`
+	PhaseSince time.Time `json:"phaseSince,omitzero"`
+	Reason     string    `json:"reason"`
+	// Since is the start of the drain's one clock, over retries and replicas. Deadline is when the pod goes in any case.
+	Since    time.Time `json:"since"`
+	Deadline time.Time `json:"deadline"`
+	// Told is when agents were told. Not there: they were not yet, for want of room in a Service.
+	Told time.Time `json:"told,omitzero"`
+	// Owed is how many agents have to acknowledge, Waiting how many of them have not yet. Words are what they say, those who are least far first;
+	// if they are too many to be listed, these.
+	Owed    int    `json:"owed"`
+	Waiting int    `json:"waiting"`
+	Words   []Word `json:"words"`
+}
+
+// Word is what an agent says of a drain.
+type Word struct {
+	Agent   string `json:"agent"`
+	Gateway string `json:"gateway,omitempty"`
+	// State is unknown, routing, kept, removed or idle, said first at Since and proved by Proof: none, runtime, config or timed.
+	State string    `json:"state"`
+	Proof string    `json:"proof"`
+	Since time.Time `json:"since,omitzero"`
+	// Heard is as of when it last said so.
+	Heard     time.Time `json:"heard,omitzero"`
+	Connected bool      `json:"connected"`
+	// Suspended says that it is told and not waited for: it has let drain after drain expire.
+	Suspended bool `json:"suspended,omitempty"`
+}
+
+// Agents are those that this replica knows.
+type Agents struct {
+	// Expected is how many the API server lists, Missing how many of them have no connection here, Suspended how many are not waited for.
+	Expected  int `json:"expected"`
+	Missing   int `json:"missing"`
+	Suspended int `json:"suspended"`
+	// Known is how many there are. Items are those with something to be said of first, and as many as can be listed.
+	Known int     `json:"known"`
+	Items []Agent `json:"items"`
+}
+
+// Agent is one agent, and through it one gateway.
+type Agent struct {
+	// ID is its pod's UID, Name the pod's namespace/name.
+	ID   string `json:"id"`
+	Name string `json:"name"`
+	Node string `json:"node,omitempty"`
+	// Gateway is the kind of its gateway.
+	Gateway string `json:"gateway,omitempty"`
+	// State is connected, missing (the API server lists it and it has no connection here), gone (it has none and is not listed), suspended, or
+	// left (its gateway accepts nothing any more).
+	State string `json:"state"`
+	// Label is directed, following or none: what its pod says of it. Ready is the pod's condition.
+	Label     string `json:"label"`
+	Ready     bool   `json:"ready"`
+	Connected bool   `json:"connected"`
+	// Since is when the connection began or, where there is none, ended.
+	Since     time.Time `json:"since,omitzero"`
+	Suspended bool      `json:"suspended,omitempty"`
+	// Declared says that it has told what it routes: so many Services.
+	Declared bool     `json:"declared"`
+	Services int      `json:"services"`
+	Protocol int      `json:"protocol,omitempty"`
+	Features []string `json:"features"`
+	Address  string   `json:"address,omitempty"`
+	// Reported is when its last report came, ReportAgeSeconds how old what it said was by then. Agents report only while something is drained.
+	Reported         time.Time `json:"reported,omitzero"`
+	ReportAgeSeconds float64   `json:"reportAgeSeconds,omitempty"`
+	// RemovedSeconds and IdleSeconds are how long it took in the last drain that it acknowledged, from being told.
+	RemovedSeconds float64 `json:"removedSeconds,omitempty"`
+	IdleSeconds    float64 `json:"idleSeconds,omitempty"`
+}
+
+// Outcome is how a drain ended, or that a deletion went on without the gateways' word.
+type Outcome struct {
+	At        time.Time `json:"at"`
+	Namespace string    `json:"namespace"`
+	Pod       string    `json:"pod"`
+	UID       string    `json:"uid"`
+	// Reason is why the deletion was let go on: Acknowledged, IdleBound, Deadline, NoAgents, Suspended, LastTarget and more. Dead: the pod went
+	// without its deletion having waited to the end. Abandoned: it lives on and has its traffic back.
+	Reason string `json:"reason"`
+	// Abnormal says that people should look: not every gateway had let go.
+	Abnormal bool `json:"abnormal"`
+	// TookSeconds is how long it waited. Not there: there was no drain.
+	TookSeconds *float64 `json:"tookSeconds,omitempty"`
+	// Silent names gateways that had not let go, MoreSilent is how many more there were.
+	Silent     []string `json:"silent"`
+	MoreSilent int      `json:"moreSilent,omitempty"`
+	// Message is what the API server was told, if that was a warning.
+	Message string `json:"message,omitempty"`
+}
+
+// Propagation is how long one kind of gateway took, from being told of a drain.
+type Propagation struct {
+	Gateway string `json:"gateway"`
+	// What is removed or idle.
+	What string `json:"what"`
+	// Count is how often it was measured in the replica's life, Samples of how many the quantiles are: the newest.
+	Count      uint64  `json:"count"`
+	Samples    int     `json:"samples"`
+	P50Seconds float64 `json:"p50Seconds"`
+	P90Seconds float64 `json:"p90Seconds"`
+	P99Seconds float64 `json:"p99Seconds"`
+	MaxSeconds float64 `json:"maxSeconds"`
+}
+
+// TargetHealth says where the health of targets is to be found: agents do not report it to coordinators.
+type TargetHealth struct {
+	Reported bool   `json:"reported"`
+	Where    string `json:"where"`
+}
+
+// Alive says that there is nothing new.
+type Alive struct {
+	At time.Time `json:"at"`
+}
+
+// DrainList answers [DrainsPath].
+type DrainList struct {
+	At      time.Time `json:"at"`
+	Replica string    `json:"replica"`
+	Drains
+}
+
+// AgentList answers [AgentsPath].
+type AgentList struct {
+	At      time.Time `json:"at"`
+	Replica string    `json:"replica"`
+	Agents
+}
+
+// OutcomeList answers [OutcomesPath].
+type OutcomeList struct {
+	At      time.Time `json:"at"`
+	Replica string    `json:"replica"`
+	Items   []Outcome `json:"items"`
+}
+
+// PropagationList answers [PropagationPath].
+type PropagationList struct {
+	At      time.Time     `json:"at"`
+	Replica string        `json:"replica"`
+	Items   []Propagation `json:"items"`
+}
+
+// Explanation is what would happen if a pod were deleted or evicted now.
+type Explanation struct {
+	At        time.Time `json:"at"`
+	Replica   string    `json:"replica"`
+	Namespace string    `json:"namespace"`
+	Pod       string    `json:"pod"`
+	UID       string    `json:"uid"`
+	// Operation is delete or evict.
+	Operation string `json:"operation"`
+	// Answer is allow, deny or drain: it would go at once, be refused for now, or wait for gateways. Reason is the row of the table that decides.
+	Answer string `json:"answer"`
+	Reason string `json:"reason"`
+	// Summary says it in a sentence.
+	Summary string `json:"summary"`
+	// Unroute says that gateways would be told in the background, although the answer does not wait.
+	Unroute bool `json:"unroute,omitempty"`
+	// Queued is why it would have to wait for room first. Not there: it would not.
+	Queued string `json:"queued,omitempty"`
+	// Services list the pod.
+	Services []ExplainedService `json:"services"`
+	// Gates are the gateways that would have to acknowledge.
+	Gates []Gate `json:"gates"`
+	// Uncovered is who may still send to the pod when it stops, and nobody would be asked.
+	Uncovered []Uncovered `json:"uncovered"`
+	// Drain is there if one is open on this replica.
+	Drain *Drain `json:"drain,omitempty"`
+}
+
+// ExplainedService is a Service that lists the pod, with so many targets that can be used now.
+type ExplainedService struct {
+	Namespace string `json:"namespace"`
+	Name      string `json:"name"`
+	Usable    int    `json:"usable"`
+}
+
+// Gate is one gateway that would have to acknowledge, and when it would be asked.
+type Gate struct {
+	Agent   string `json:"agent"`
+	Node    string `json:"node,omitempty"`
+	Gateway string `json:"gateway,omitempty"`
+	// Gate is hold (before the deletion) or barrier (after it has begun and before SIGTERM).
+	Gate      string `json:"gate"`
+	Connected bool   `json:"connected"`
+	// Why says why it would be asked.
+	Why string `json:"why"`
+}
+
+// Uncovered is one way to the pod for which nobody can or will acknowledge.
+type Uncovered struct {
+	What string `json:"what"`
+	Why  string `json:"why"`
+}
+
+// Error is the body of every answer that is not a success.
+type Error struct {
+	Error string `json:"error"`
+}

@@ -1,0 +1,287 @@
+// Package dashboard shows people what one coordinator knows: a read API as JSON, and a live page that is made of it.
+//
+// It only reads. Nothing that comes in has a body, and no answer depends on who asks, but for whether he may. What is shown is the whole
+// cluster's: pods and gateways of all namespaces.
+//
+// # Who may look
+//
+// There are two ways, and the listener's address decides between them. On a loopback address everybody may look who gets there, by plain HTTP:
+// that is whoever may forward a port to the coordinator's pod, so that RBAC on pods/portforward has decided already. A page of another origin in
+// the same browser does get there too, by a name of its own that resolves to 127.0.0.1; so the Host of a request must be a loopback address
+// or localhost. On any other address it is TLS, and each request for data carries a bearer token for the audience lameduck.io, whose user may
+// "get" the virtual resource drains.lameduck.io ([Reviewer]). The page itself, which tells nothing, is open: it asks for the token, and keeps it
+// in its memory alone.
+//
+// # What it costs
+//
+// A view is made under the coordinator's lock. Those who follow the stream of events share one, made at most four times a second and never for
+// more than a twentieth of the time; without readers none is made. Lists are cut, readers are counted, and one who reads slowly misses
+// views, not what they say: each is the whole of the present.
+package dashboard
+
+import (
+	"context"
+	"embed"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"log/slog"
+	"net"
+	"net/http"
+	"path"
+	"strings"
+	"time"
+
+	"github.com/gorilla/mux"
+
+	"github.com/lameduck-io/lameduck/pkg/admission"
+	"github.com/lameduck-io/lameduck/pkg/dashboard/api"
+	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/drain/coordinator"
+)
+
+//go:embed page
+var page embed.FS
+
+const (
+	// writeTimeout is how long a reader may take to read one answer, or one event.
+	writeTimeout = 5 * time.Second
+	// explainTimeout bounds an explanation, which reads only caches.
+	explainTimeout = 5 * time.Second
+)
+
+// Coordinator is what is looked at.
+type Coordinator interface {
+	View(drains, words int) coordinator.View
+	Parties(services []drain.Service) ([]drain.Party, map[drain.AgentID]string)
+}
+
+// Explainer tells what would become of a deletion.
+type Explainer interface {
+	Explain(ctx context.Context, now time.Time, operation admission.Operation, namespace, name string) (admission.Explanation, error)
+}
+
+// Reviewer tells whether the bearer of a token may look. Its errors may wrap [ErrUnauthenticated] or [ErrForbidden]; others mean that it could
+// not be found out.
+type Reviewer interface {
+	Review(ctx context.Context, token string) error
+}
+
+// Options of a Dashboard. All but Notes and Node are required.
+type Options struct {
+	Coordinator Coordinator
+	Explainer   Explainer
+	Reviewer    Reviewer
+	// Notes are what was said of deletions that went on without the gateways' word. Nil: nothing.
+	Notes *Notes
+	// Node returns the node of an agent's pod, "" if it is not known. Nil: none is.
+	Node func(name string, id drain.AgentID) string
+	Log  *slog.Logger
+}
+
+// Dashboard is one replica's. Make it with New, then Run it.
+type Dashboard struct {
+	Options
+	feed *feed
+}
+
+// New returns a dashboard.
+func New(o Options) *Dashboard {
+	d := &Dashboard{Options: o}
+	d.feed = newFeed(d.view)
+	return d
+}
+
+// Run serves those who follow events until ctx is done, and returns nil then. Their streams end.
+func (d *Dashboard) Run(ctx context.Context) error { return d.feed.run(ctx) }
+
+// Stop ends the streams of those who follow events, and every later one at once. It may be called any number of times.
+func (d *Dashboard) Stop() { d.feed.stop() }
+
+// access is who may call a route.
+type access string
+
+const (
+	// anyone may: the row tells nothing of the cluster.
+	anyone access = "anyone"
+	// readers may: on loopback whoever gets there, elsewhere those whom the Reviewer lets.
+	readers access = "readers"
+)
+
+// route is one row of the table.
+type route struct {
+	path   string
+	access access
+	serve  func(*Dashboard, http.ResponseWriter, *http.Request) (any, error)
+}
+
+// routes is everything that is served, all of it with GET. A result is written as JSON; nil: the handler wrote itself.
+var routes = []route{
+	{"/", anyone, (*Dashboard).file},
+	{"/assets/{name}", anyone, (*Dashboard).file},
+	{api.ViewPath, readers, func(d *Dashboard, _ http.ResponseWriter, _ *http.Request) (any, error) { return d.view(), nil }},
+	{api.DrainsPath, readers, (*Dashboard).drains},
+	{api.AgentsPath, readers, (*Dashboard).agents},
+	{api.OutcomesPath, readers, (*Dashboard).outcomes},
+	{api.PropagationPath, readers, (*Dashboard).propagation},
+	{api.EventsPath, readers, (*Dashboard).events},
+	{api.ExplainPath + "/{namespace}/{pod}", readers, (*Dashboard).explain},
+}
+
+// refusal is an error with an HTTP status.
+type refusal struct {
+	code int
+	text string
+}
+
+func (r refusal) Error() string { return r.text }
+
+// errWritten says that the handler has answered by itself.
+var errWritten = errors.New("written")
+
+// headers are on every answer. The page needs nothing but what comes from here, and nobody may frame it.
+var headers = map[string]string{
+	"Content-Security-Policy":      "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+	"X-Content-Type-Options":       "nosniff",
+	"Referrer-Policy":              "no-referrer",
+	"Cross-Origin-Opener-Policy":   "same-origin",
+	"Cross-Origin-Resource-Policy": "same-origin",
+	"Permissions-Policy":           "camera=(), geolocation=(), microphone=()",
+	"Cache-Control":                "no-store",
+}
+
+// Handler returns what is served on address: open if that is a loopback address, and else for those whom the Reviewer lets.
+func (d *Dashboard) Handler(address net.Addr) http.Handler {
+	open := Loopback(address)
+	r := mux.NewRouter()
+	for _, row := range routes {
+		r.Methods(http.MethodGet, http.MethodHead).Path(row.path).HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			if err := d.admit(row.access, open, r); err != nil {
+				d.answer(w, nil, err)
+				return
+			}
+			result, err := row.serve(d, w, r)
+			d.answer(w, result, err)
+		})
+	}
+	r.NotFoundHandler = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		d.answer(w, nil, refusal{http.StatusNotFound, fmt.Sprintf("no such path: %.200q", r.URL.Path)})
+	})
+	r.MethodNotAllowedHandler = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		w.Header().Set("Allow", "GET, HEAD")
+		d.answer(w, nil, refusal{http.StatusMethodNotAllowed, "everything here is read with GET"})
+	})
+	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+		for name, value := range headers {
+			w.Header().Set(name, value)
+		}
+		if open && !localHost(req.Host) {
+			d.answer(w, nil, refusal{http.StatusMisdirectedRequest, fmt.Sprintf("host %.200q: this is reached as localhost or a loopback address", req.Host)})
+			return
+		}
+		// What cannot have a deadline, such as a recorder in a test, has none.
+		_ = http.NewResponseController(w).SetWriteDeadline(time.Now().Add(explainTimeout + writeTimeout))
+		r.ServeHTTP(w, req)
+	})
+}
+
+// Loopback reports whether only the machine itself, or the pod, reaches address.
+func Loopback(address net.Addr) bool {
+	tcp, ok := address.(*net.TCPAddr)
+	return ok && tcp.IP.IsLoopback()
+}
+
+// localHost reports whether host, with a port or without, names the machine itself. Other names may have been made to resolve to it.
+func localHost(host string) bool {
+	if name, _, err := net.SplitHostPort(host); err == nil {
+		host = name
+	}
+	ip := net.ParseIP(strings.Trim(host, "[]"))
+	return host == "localhost" || ip != nil && ip.IsLoopback()
+}
+
+// admit says why a request is refused. Nil: it is not.
+func (d *Dashboard) admit(to access, open bool, r *http.Request) error {
+	if to == anyone || open {
+		return nil
+	}
+	token, bearer := strings.CutPrefix(r.Header.Get("Authorization"), "Bearer ")
+	if !bearer || token == "" {
+		return refusal{http.StatusUnauthorized, "no bearer token: kubectl create token NAME --audience=" + Audience}
+	}
+	err := d.Reviewer.Review(r.Context(), token)
+	switch {
+	case err == nil:
+		return nil
+	case errors.Is(err, ErrUnauthenticated):
+		return refusal{http.StatusUnauthorized, err.Error()}
+	case errors.Is(err, ErrForbidden):
+		return refusal{http.StatusForbidden, err.Error()}
+	default:
+		return refusal{http.StatusServiceUnavailable, err.Error()}
+	}
+}
+
+// answer is the one place that writes a response, but for files and events.
+func (d *Dashboard) answer(w http.ResponseWriter, result any, err error) {
+	if errors.Is(err, errWritten) {
+		return
+	}
+	code := http.StatusOK
+	switch refused := (refusal{}); {
+	case errors.As(err, &refused):
+		code, result = refused.code, api.Error{Error: refused.text}
+	case err != nil:
+		code, result = http.StatusInternalServerError, api.Error{Error: err.Error()}
+	}
+	switch code {
+	case http.StatusUnauthorized:
+		w.Header().Set("WWW-Authenticate", "Bearer")
+	case http.StatusServiceUnavailable:
+		w.Header().Set("Retry-After", "1")
+	}
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(code)
+	// The status is out; somebody who has gone away needs no more.
+	_ = json.NewEncoder(w).Encode(result)
+}
+
+// kinds are the types of files, by the ends of their names. Those of the machine are not asked: they differ.
+var kinds = map[string]string{
+	".html": "text/html; charset=utf-8", ".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8", ".svg": "image/svg+xml",
+}
+
+func (d *Dashboard) file(w http.ResponseWriter, r *http.Request) (any, error) {
+	name := mux.Vars(r)["name"]
+	if name == "" {
+		name = "index.html"
+	}
+	text, err := fs.ReadFile(page, path.Join("page", name))
+	if err != nil {
+		return nil, refusal{http.StatusNotFound, fmt.Sprintf("no such file: %.200q", name)}
+	}
+	w.Header().Set("Content-Type", kinds[path.Ext(name)])
+	_, _ = w.Write(text)
+	return nil, errWritten
+}
+
+func (d *Dashboard) drains(http.ResponseWriter, *http.Request) (any, error) {
+	v := d.view()
+	return api.DrainList{At: v.At, Replica: v.Replica.Name, Drains: v.Drains}, nil
+}
+
+func (d *Dashboard) agents(http.ResponseWriter, *http.Request) (any, error) {
+	v := d.viewOf(agentsAll)
+	return api.AgentList{At: v.At, Replica: v.Replica.Name, Agents: v.Agents}, nil
+}
+
+func (d *Dashboard) outcomes(http.ResponseWriter, *http.Request) (any, error) {
+	v := d.view()
+	return api.OutcomeList{At: v.At, Replica: v.Replica.Name, Items: v.Outcomes}, nil
+}
+
+func (d *Dashboard) propagation(http.ResponseWriter, *http.Request) (any, error) {
+	v := d.view()
+	return api.PropagationList{At: v.At, Replica: v.Replica.Name, Items: v.Propagation}, nil
+}

@@ -1,0 +1,459 @@
+package dashboard
+
+import (
+	"bufio"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/google/go-cmp/cmp"
+
+	"github.com/lameduck-io/lameduck/pkg/admission"
+	"github.com/lameduck-io/lameduck/pkg/dashboard/api"
+	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/drain/coordinator"
+)
+
+var (
+	loopback = &net.TCPAddr{IP: net.IPv4(127, 0, 0, 1), Port: 9445}
+	pod      = &net.TCPAddr{IP: net.IPv4(10, 0, 0, 1), Port: 9445}
+)
+
+// world is a coordinator, and whatever else a dashboard needs.
+type world struct {
+	mu      sync.Mutex
+	view    coordinator.View
+	views   int
+	takes   time.Duration
+	explain admission.Explanation
+	fails   error
+	parties []drain.Party
+}
+
+func (w *world) View(int, int) coordinator.View {
+	time.Sleep(w.takes)
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.views++
+	v := w.view
+	v.At = time.Now()
+	return v
+}
+
+func (w *world) set(change func(v *coordinator.View)) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	change(&w.view)
+}
+
+func (w *world) made() int {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.views
+}
+
+func (w *world) Parties([]drain.Service) ([]drain.Party, map[drain.AgentID]string) {
+	return w.parties, map[drain.AgentID]string{"hap": "haproxy", "kp": "kube-proxy", "mesh": "envoy"}
+}
+
+func (w *world) Explain(_ context.Context, _ time.Time, operation admission.Operation, namespace, name string) (admission.Explanation, error) {
+	e := w.explain
+	e.Facts.Operation = operation
+	if e.Pod == nil {
+		e.Pod = &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: name, UID: types.UID("uid-" + name)}}
+	}
+	return e, w.fails
+}
+
+// Review lets "good" look.
+func (w *world) Review(_ context.Context, token string) error {
+	switch token {
+	case "good":
+		return nil
+	case "weak":
+		return fmt.Errorf("weak: %w", ErrForbidden)
+	case "away":
+		return errors.New("the API server does not answer")
+	default:
+		return ErrUnauthenticated
+	}
+}
+
+func newDashboard(w *world) *Dashboard {
+	return New(Options{Coordinator: w, Explainer: w, Reviewer: w, Log: slog.New(slog.DiscardHandler)})
+}
+
+func get(h http.Handler, path string, set ...func(*http.Request)) *http.Response {
+	r := httptest.NewRequest(http.MethodGet, "http://localhost:9445"+path, nil)
+	for _, f := range set {
+		f(r)
+	}
+	recorder := httptest.NewRecorder()
+	h.ServeHTTP(recorder, r)
+	return recorder.Result()
+}
+
+func bearer(token string) func(*http.Request) {
+	return func(r *http.Request) { r.Header.Set("Authorization", "Bearer "+token) }
+}
+
+// paths fills the table's patterns.
+func paths(pattern string) string {
+	return strings.NewReplacer("{name}", "app.js", "{namespace}", "shop", "{pod}", "a").Replace(pattern)
+}
+
+// Each row says who may call it, and this is what becomes of those who may not. Without it a row that somebody adds may tell strangers.
+func TestEveryRouteKeepsItsAccess(t *testing.T) {
+	d := newDashboard(&world{})
+	d.Stop() // the stream of events ends at once
+	for _, row := range routes {
+		path := paths(row.path)
+		if row.access == anyone && strings.HasPrefix(row.path, "/v1") {
+			t.Errorf("GET %s tells everybody", path)
+		}
+		for _, c := range []struct {
+			name    string
+			address net.Addr
+			set     func(*http.Request)
+			want    map[access]int
+		}{
+			{"on loopback", loopback, func(*http.Request) {}, map[access]int{anyone: 200, readers: 200}},
+			{"on loopback, by another name", loopback, func(r *http.Request) { r.Host = "evil.example:9445" }, map[access]int{anyone: 421, readers: 421}},
+			{"on loopback, by a name that begins like it", loopback, func(r *http.Request) { r.Host = "localhost.evil.example" }, map[access]int{anyone: 421, readers: 421}},
+			{"on loopback, by address", loopback, func(r *http.Request) { r.Host = "[::1]:8080" }, map[access]int{anyone: 200, readers: 200}},
+			{"without token", pod, func(*http.Request) {}, map[access]int{anyone: 200, readers: 401}},
+			{"with another token", pod, bearer("bad"), map[access]int{anyone: 200, readers: 401}},
+			{"with a weak token", pod, bearer("weak"), map[access]int{anyone: 200, readers: 403}},
+			{"when nobody can tell", pod, bearer("away"), map[access]int{anyone: 200, readers: 503}},
+			{"with a token", pod, bearer("good"), map[access]int{anyone: 200, readers: 200}},
+			{"with basic authentication", pod, func(r *http.Request) { r.SetBasicAuth("a", "good") }, map[access]int{anyone: 200, readers: 401}},
+		} {
+			want := c.want[row.access]
+			if want == 200 && row.path == api.EventsPath {
+				want = 503 // it was stopped
+			}
+			response := get(d.Handler(c.address), path, c.set)
+			if response.StatusCode != want {
+				t.Errorf("GET %s %s: %d, want %d", path, c.name, response.StatusCode, want)
+			}
+			for name, value := range headers {
+				if got := response.Header.Get(name); got != value {
+					t.Errorf("GET %s %s: header %s is %q", path, c.name, name, got)
+				}
+			}
+		}
+		for _, method := range []string{http.MethodPost, http.MethodPut, http.MethodPatch, http.MethodDelete, http.MethodOptions} {
+			response := get(d.Handler(loopback), path, func(r *http.Request) { r.Method = method })
+			if response.StatusCode != http.StatusMethodNotAllowed {
+				t.Errorf("%s %s: %d", method, path, response.StatusCode)
+			}
+		}
+	}
+	for _, path := range []string{"/v1/nothing", "/assets/../dashboard.go", "/assets/nothing.js", "/v2/view"} {
+		if response := get(d.Handler(loopback), path); response.StatusCode == http.StatusOK {
+			t.Errorf("GET %s: %d", path, response.StatusCode)
+		}
+	}
+}
+
+// Programs that read lists must not meet null, whatever the coordinator knows.
+func TestNothingIsNull(t *testing.T) {
+	w := &world{}
+	d := newDashboard(w)
+	d.Notes = &Notes{Next: quiet{}}
+	check := func(when string) {
+		t.Helper()
+		for _, row := range routes {
+			if row.access == anyone || row.path == api.EventsPath {
+				continue
+			}
+			body, err := io.ReadAll(get(d.Handler(loopback), paths(row.path)).Body)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if strings.Contains(string(body), "null") || strings.Contains(string(body), "0001-01-01") || !json.Valid(body) {
+				t.Errorf("%s, GET %s: %s", when, row.path, body)
+			}
+		}
+	}
+	w.view.Began, w.view.At = time.Now(), time.Now()
+	check("empty")
+	now := time.Now()
+	w.view.Drains = []coordinator.Drain{{Status: drain.Status{Pod: drain.Pod{Namespace: "shop", Name: "a", UID: "uid-a"}, Since: now, Deadline: now}, Words: []coordinator.Word{{}}}}
+	w.view.Agents = []coordinator.Agent{{}}
+	w.view.Outcomes = []coordinator.Outcome{{At: now}}
+	w.view.Propagation = []coordinator.Propagation{{}}
+	w.parties = []drain.Party{{}}
+	w.explain.Targets = []drain.Targets{{}}
+	d.Notes.Event(&corev1.Pod{}, true, "LameduckCold", "it was cold")
+	check("bare")
+}
+
+type quiet struct{}
+
+func (quiet) Event(*corev1.Pod, bool, string, string) {}
+
+// The page needs nothing from elsewhere, and no script in its text: else it would need a weaker policy.
+func TestThePageIsWhole(t *testing.T) {
+	h := newDashboard(&world{}).Handler(loopback)
+	read := func(path, kind string) string {
+		response := get(h, path)
+		if got := response.Header.Get("Content-Type"); !strings.HasPrefix(got, kind) {
+			t.Errorf("GET %s: %s", path, got)
+		}
+		text, _ := io.ReadAll(response.Body)
+		return string(text)
+	}
+	all := map[string]string{"/": read("/", "text/html")}
+	for _, name := range []struct{ path, kind string }{{"/assets/app.js", "text/javascript"}, {"/assets/style.css", "text/css"}, {"/assets/icon.svg", "image/svg+xml"}} {
+		if !strings.Contains(all["/"], name.path[1:]) {
+			t.Errorf("the page does not name %s", name.path)
+		}
+		all[name.path] = read(name.path, name.kind)
+	}
+	for path, text := range all {
+		text = strings.NewReplacer("http://www.w3.org/2000/svg", "", "http://localhost:9445", "").Replace(text)
+		for _, no := range []string{"http://", "https://", "//cdn", "<style", " style=", " onclick", "innerHTML", "eval("} {
+			if strings.Contains(text, no) {
+				t.Errorf("%s has %q", path, no)
+			}
+		}
+	}
+}
+
+// What was said of deletions and how drains ended are one list.
+func TestOutcomesJoinNotes(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := &world{}
+		d := newDashboard(w)
+		d.Notes = &Notes{Next: quiet{}}
+		say := func(name, reason string, warning bool) {
+			d.Notes.Event(&corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: name, UID: types.UID("uid-" + name)}}, warning, "Lameduck"+reason, "why "+name)
+			time.Sleep(time.Second)
+		}
+		ended := func(name string, reason drain.Reason) {
+			w.view.Outcomes = append([]coordinator.Outcome{{Pod: drain.Pod{Namespace: "shop", Name: name, UID: drain.UID("uid-" + name)}, At: time.Now(), Reason: reason}}, w.view.Outcomes...)
+			time.Sleep(time.Second)
+		}
+		say("waits", "Waiting", false)
+		say("cold", "Cold", true)
+		say("last", "LastTarget", true)
+		ended("last", drain.Dead)
+		say("late", "Deadline", true)
+		ended("late", drain.Deadline)
+		ended("good", drain.Acknowledged)
+		say("open", "Deadline", true)
+		w.view.Drains = []coordinator.Drain{{Status: drain.Status{Pod: drain.Pod{UID: "uid-open"}}}}
+		say("twice", "Deadline", true)
+		time.Sleep(10 * time.Minute)
+		ended("twice", drain.Acknowledged)
+		var got []string
+		for _, o := range d.view().Outcomes {
+			got = append(got, fmt.Sprintf("%s %s abnormal=%t %s", o.Pod, o.Reason, o.Abnormal, o.Message))
+		}
+		want := []string{"twice Acknowledged abnormal=false ", "twice Deadline abnormal=true why twice", "good Acknowledged abnormal=false ", "late Deadline abnormal=true why late", "last LastTarget abnormal=true why last", "cold Cold abnormal=true why cold"}
+		if diff := cmp.Diff(want, got); diff != "" {
+			t.Error(diff)
+		}
+		for i := range 2 * notesMost {
+			say(fmt.Sprint("many-", i), "Cold", true)
+		}
+		if n := d.Notes.newest(); len(n) != notesMost || n[0].pod.Name != fmt.Sprint("many-", 2*notesMost-1) {
+			t.Errorf("%d notes, the newest of %s", len(n), n[0].pod.Name)
+		}
+		if n := len(d.view().Outcomes); n != outcomesMost {
+			t.Errorf("%d outcomes", n)
+		}
+	})
+}
+
+// follower reads a stream of events.
+type follower struct {
+	lines *bufio.Scanner
+	close func()
+}
+
+// served serves a dashboard in a bubble of fake time.
+func served(t *testing.T, d *Dashboard) (follow func() *follower, end func()) {
+	listener := make(chan net.Conn)
+	server := &http.Server{Handler: d.Handler(loopback)}
+	pipe := pipeListener{listener, make(chan struct{})}
+	var running sync.WaitGroup
+	ctx, cancel := context.WithCancel(t.Context())
+	running.Go(func() { _ = server.Serve(pipe) })
+	running.Go(func() {
+		if err := d.Run(ctx); err != nil {
+			t.Error(err)
+		}
+	})
+	follow = func() *follower {
+		near, far := net.Pipe()
+		listener <- far
+		go fmt.Fprint(near, "GET /v1/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+		return &follower{bufio.NewScanner(near), func() { near.Close() }}
+	}
+	return follow, func() {
+		cancel()
+		server.Close()
+		running.Wait()
+	}
+}
+
+type pipeListener struct {
+	conns  chan net.Conn
+	closed chan struct{}
+}
+
+func (l pipeListener) Accept() (net.Conn, error) {
+	select {
+	case c := <-l.conns:
+		return c, nil
+	case <-l.closed:
+		return nil, net.ErrClosed
+	}
+}
+func (l pipeListener) Close() error   { close(l.closed); return nil }
+func (l pipeListener) Addr() net.Addr { return loopback }
+
+// next returns the next event: its name, and its data.
+func (f *follower) next(t *testing.T) (event, data string) {
+	t.Helper()
+	for f.lines.Scan() {
+		line := f.lines.Text()
+		if after, ok := strings.CutPrefix(line, "event: "); ok {
+			event = after
+		}
+		if after, ok := strings.CutPrefix(line, "data: "); ok {
+			return event, after
+		}
+	}
+	return "end", ""
+}
+
+func TestEventsTellWhatHasChanged(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := &world{}
+		follow, end := served(t, newDashboard(w))
+		time.Sleep(time.Hour)
+		if n := w.made(); n != 0 {
+			t.Errorf("%d views were made for nobody", n)
+		}
+		f := follow()
+		if event, data := f.next(t); event != "view" || !strings.Contains(data, `"open":0`) {
+			t.Errorf("first %s %s", event, data)
+		}
+		// Nothing changes: it is only said that it lives.
+		began := time.Now()
+		if event, _ := f.next(t); event != "alive" || time.Since(began) > aliveEvery {
+			t.Errorf("then %s after %s", event, time.Since(began))
+		}
+		w.set(func(v *coordinator.View) { v.Open = 7 })
+		began = time.Now()
+		if event, data := f.next(t); event != "view" || !strings.Contains(data, `"open":7`) || time.Since(began) > 2*viewEvery {
+			t.Errorf("after a change %s %s, %s later", event, data, time.Since(began))
+		}
+		// One who comes later gets it too, and does not wait for a change.
+		late := follow()
+		if event, data := late.next(t); event != "view" || !strings.Contains(data, `"open":7`) {
+			t.Errorf("one who comes later: %s %s", event, data)
+		}
+		f.close()
+		late.close()
+		time.Sleep(time.Minute)
+		was := w.made()
+		time.Sleep(time.Hour)
+		if n := w.made(); n != was {
+			t.Errorf("%d views were made after the last had gone", n-was)
+		}
+		// And for one who comes after that, what is old is made anew.
+		w.set(func(v *coordinator.View) { v.Open = 9 })
+		again := follow()
+		if event, data := again.next(t); event != "view" || !strings.Contains(data, `"open":9`) {
+			t.Errorf("one who comes after all had gone: %s %s", event, data)
+		}
+		end()
+		if event, _ := again.next(t); event != "end" {
+			t.Errorf("at the end: %s", event)
+		}
+		again.close()
+	})
+}
+
+// One who does not read is cut and delays nobody, and one who reads slowly gets the newest, not all.
+func TestEventsDoNotWaitForAnybody(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := &world{}
+		d := newDashboard(w)
+		follow, end := served(t, d)
+		defer end()
+		deaf := follow() // a pipe has no room: nothing can be written until it is read
+		defer deaf.close()
+		f := follow()
+		defer f.close()
+		f.next(t)
+		for i := range 40 {
+			w.set(func(v *coordinator.View) { v.Open = i + 1 })
+			began := time.Now()
+			for {
+				event, data := f.next(t)
+				if event == "view" && strings.Contains(data, fmt.Sprintf(`"open":%d,`, i+1)) {
+					break
+				}
+			}
+			if took := time.Since(began); took > 2*viewEvery {
+				t.Fatalf("change %d came after %s", i, took)
+			}
+		}
+		time.Sleep(writeTimeout)
+		if n := d.feed.count(); n != 1 {
+			t.Errorf("%d readers, one of whom does not read", n)
+		}
+	})
+}
+
+func TestEventsAreBounded(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		d := newDashboard(&world{})
+		for range readersMost {
+			if d.feed.join() == nil {
+				t.Fatal("refused")
+			}
+		}
+		if response := get(d.Handler(loopback), api.EventsPath); response.StatusCode != http.StatusServiceUnavailable {
+			t.Errorf("one too many: %d", response.StatusCode)
+		}
+	})
+}
+
+// A view that takes long must not be made all the time: it is made under the lock that deletions wait for.
+func TestViewsAreRestedFrom(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := &world{takes: 100 * time.Millisecond}
+		d := newDashboard(w)
+		ctx, cancel := context.WithCancel(t.Context())
+		var running sync.WaitGroup
+		running.Go(func() { _ = d.Run(ctx) })
+		d.feed.join()
+		time.Sleep(21 * time.Second)
+		if n := w.made(); n < 9 || n > 11 {
+			t.Errorf("%d views in 21 s, each takes 100 ms: want a twentieth of the time", n)
+		}
+		cancel()
+		running.Wait()
+	})
+}

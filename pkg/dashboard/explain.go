@@ -1,0 +1,245 @@
+package dashboard
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/http"
+	"strings"
+	"time"
+
+	"github.com/gorilla/mux"
+	"k8s.io/apimachinery/pkg/util/validation"
+
+	"github.com/lameduck-io/lameduck/pkg/admission"
+	"github.com/lameduck-io/lameduck/pkg/dashboard/api"
+	"github.com/lameduck-io/lameduck/pkg/drain"
+)
+
+// Annotations by which a pod says that its stop waits for the barrier. The webhook that makes pods writes them.
+const (
+	barrierID        = "lameduck.io/barrier-id"
+	barrierUncovered = "lameduck.io/barrier-uncovered"
+)
+
+func (d *Dashboard) explain(_ http.ResponseWriter, r *http.Request) (any, error) {
+	vars := mux.Vars(r)
+	namespace, name := vars["namespace"], vars["pod"]
+	if len(validation.IsDNS1123Label(namespace)) > 0 || len(validation.IsDNS1123Subdomain(name)) > 0 {
+		return nil, refusal{http.StatusBadRequest, fmt.Sprintf("%.100q is not a namespace and a pod's name", namespace+"/"+name)}
+	}
+	operation := admission.Delete
+	switch said := r.URL.Query().Get("operation"); said {
+	case "", string(admission.Delete):
+	case string(admission.Evict):
+		operation = admission.Evict
+	default:
+		return nil, refusal{http.StatusBadRequest, fmt.Sprintf("operation %.100q is not delete or evict", said)}
+	}
+	ctx, cancel := context.WithTimeout(r.Context(), explainTimeout)
+	defer cancel()
+	e, err := d.Explainer.Explain(ctx, time.Now(), operation, namespace, name)
+	switch {
+	case errors.Is(err, admission.ErrNoPod):
+		return nil, refusal{http.StatusNotFound, err.Error()}
+	case errors.Is(err, admission.ErrCold):
+		return nil, refusal{http.StatusServiceUnavailable, err.Error()}
+	case err != nil:
+		return nil, err
+	}
+	services := []drain.Service{}
+	for _, t := range e.Targets {
+		services = append(services, t.Service)
+	}
+	parties, gateways := d.Coordinator.Parties(services)
+	if len(services) == 0 {
+		parties = nil // nobody is known to send to it
+	}
+	x := explanation(e, parties, gateways)
+	v := d.Coordinator.View(drainsMost, wordsMost)
+	x.At, x.Replica = v.At, v.Lease.Replica
+	for _, one := range v.Drains {
+		if one.Pod.UID == drain.UID(e.Pod.UID) {
+			open := drainOf(one)
+			x.Drain = &open
+		}
+	}
+	if d.Node != nil {
+		for i, g := range x.Gates {
+			for _, p := range parties {
+				if p.Name == g.Agent {
+					x.Gates[i].Node = d.Node(p.Name, p.ID)
+				}
+			}
+		}
+	}
+	return x, nil
+}
+
+// explanation words what would happen. It has no I/O and no clock.
+func explanation(e admission.Explanation, parties []drain.Party, gateways map[drain.AgentID]string) api.Explanation {
+	x := api.Explanation{
+		Namespace: e.Pod.Namespace, Pod: e.Pod.Name, UID: string(e.Pod.UID), Operation: string(e.Facts.Operation),
+		Answer: e.Verdict.Action.String(), Reason: string(e.Verdict.Reason), Unroute: e.Verdict.Unroute, Queued: e.Crowded,
+		Services: []api.ExplainedService{}, Gates: []api.Gate{}, Uncovered: []api.Uncovered{},
+	}
+	var names []string
+	for _, t := range e.Targets {
+		x.Services = append(x.Services, api.ExplainedService{Namespace: t.Service.Namespace, Name: t.Service.Name, Usable: len(t.Usable)})
+		names = append(names, t.Service.String())
+	}
+	_, barrier := e.Pod.Annotations[barrierID]
+	// Whoever is refused now is asked about when he comes again.
+	waits := e.Verdict.Action != admission.Allow
+	uncovered := func(what, format string, args ...any) {
+		x.Uncovered = append(x.Uncovered, api.Uncovered{What: what, Why: fmt.Sprintf(format, args...)})
+	}
+	observers := 0
+	for _, p := range parties {
+		gateway := gateways[p.ID]
+		if gateway == "" {
+			gateway = "gateway"
+		}
+		what := gateway + " of " + p.Name
+		switch {
+		case p.Suspended && (p.Hold || p.Barrier):
+			uncovered(what, "it is suspended: it has let drain after drain expire, so that it is told and not waited for")
+			continue
+		case p.Hold && waits:
+			x.Gates = append(x.Gates, api.Gate{Agent: p.Name, Gateway: gateways[p.ID], Gate: "hold", Connected: p.Connected, Why: why(p)})
+		case p.Hold:
+			uncovered(what, "the deletion does not wait (%s)", e.Verdict.Reason)
+		}
+		if p.Barrier && !(p.Undeclared && p.Hold) { // an agent that may be either is asked first as a directed one
+			observers++
+			if barrier {
+				x.Gates = append(x.Gates, api.Gate{Agent: p.Name, Gateway: gateways[p.ID], Gate: "barrier", Connected: p.Connected, Why: why(p)})
+			}
+		}
+		if !p.Hold && !p.Barrier {
+			switch {
+			case !p.Until.IsZero() && len(p.Routes) == 0:
+				uncovered(what, "it is not connected, and its pod is not ready: it is not waited for")
+			case !p.Until.IsZero():
+				uncovered(what, "it is not connected and not ready any more, and has declared that it routes %s: it is not waited for", routed(p))
+			default:
+				uncovered(what, "it routes %s: that tells nothing of a single pod", routed(p))
+			}
+		}
+	}
+	if len(e.Targets) > 0 {
+		services := strings.Join(names, ", ")
+		switch {
+		case observers > 0 && !barrier:
+			uncovered("kube-proxy and others that follow", "%d agents observe what lets go of %s by itself, but only once the deletion has begun, and this pod has no barrier that makes SIGTERM wait for it", observers, services)
+		case observers == 0:
+			uncovered("kube-proxy", "no agent observes it for %s: who connects through a ClusterIP or a NodePort may be cut", services)
+		}
+		uncovered("clients that find pods by themselves", "those that resolve a headless Service, and load balancers outside the cluster: nobody can say when they have let go")
+	}
+	for _, name := range strings.Split(e.Pod.Annotations[barrierUncovered], ",") {
+		if name = strings.TrimSpace(name); name != "" {
+			uncovered("container "+name, "it gets SIGTERM without waiting for the barrier: its own hook cannot be wrapped")
+		}
+	}
+	x.Summary = summary(x, e)
+	return x
+}
+
+// why says why an agent would be asked.
+func why(p drain.Party) string {
+	var text string
+	if p.Undeclared {
+		text = "it has not said what it routes, so it may route everything"
+	} else {
+		text = "it routes " + routed(p)
+	}
+	switch {
+	case p.Connected:
+	case !p.Until.IsZero():
+		text += "; it is not connected, and its pod is not ready: it is waited for only briefly"
+	default:
+		text += "; it is not connected: it is waited for until the deadline"
+	}
+	return text
+}
+
+func routed(p drain.Party) string {
+	var parts []string
+	for _, r := range p.Routes {
+		parts = append(parts, fmt.Sprintf("%s via %s", r.Service, r.Via))
+	}
+	return strings.Join(parts, ", ")
+}
+
+// summary says in a sentence what would happen.
+func summary(x api.Explanation, e admission.Explanation) string {
+	verb := "deleted"
+	if e.Facts.Operation == admission.Evict {
+		verb = "evicted"
+	}
+	holds := 0
+	for _, g := range x.Gates {
+		if g.Gate == "hold" {
+			holds++
+		}
+	}
+	switch e.Verdict.Action {
+	case admission.Drain:
+		text := fmt.Sprintf("It would be %s when %s to it %s.", verb, count(holds, "gateway that routes", "gateways that route"), choose(holds, "has let go", "have let go"))
+		if holds == 0 {
+			text = fmt.Sprintf("It would be %s at once: everybody who would be asked is suspended.", verb)
+		}
+		if x.Queued != "" {
+			text += " First it would wait for room: " + x.Queued + "."
+		}
+		return text
+	case admission.Deny:
+		return fmt.Sprintf("It would not be %s now: %s", verb, e.Verdict.Message)
+	default:
+		text := fmt.Sprintf("It would be %s at once: %s.", verb, because(e.Verdict.Reason))
+		if e.Verdict.Unroute {
+			text += " Gateways would be told, and not waited for."
+		}
+		return text
+	}
+}
+
+func count(n int, one, many string) string { return fmt.Sprintf("%d %s", n, choose(n, one, many)) }
+
+func choose(n int, one, many string) string {
+	if n == 1 {
+		return one
+	}
+	return many
+}
+
+// because words why a deletion does not wait.
+func because(r admission.Reason) string {
+	if text, ok := reasons[r]; ok {
+		return text
+	}
+	return string(r)
+}
+
+var reasons = map[admission.Reason]string{
+	admission.Excluded:             "its namespace never waits",
+	admission.OptedOut:             "its annotation says that it never waits",
+	admission.BreakGlass:           "its annotation says that it goes now",
+	admission.Terminating:          "it is terminating already",
+	admission.Finished:             "it has finished",
+	admission.NotRunning:           "it does not run yet",
+	admission.MirrorPod:            "it is the image of a static pod",
+	admission.NamespaceTerminating: "its namespace is being deleted",
+	admission.DisruptionTarget:     "it is being disrupted already",
+	admission.NodeLost:             "its node is lost",
+	admission.Cold:                 "this replica does not know the cluster",
+	admission.UnknownPod:           "this replica does not know it",
+	admission.NotListed:            "no Service lists it, so nobody sends to it",
+	admission.NoAgents:             "there is no agent, so nobody can be asked",
+	admission.NotRouted:            "no agent's gateway routes its Services",
+	admission.NotReady:             "it has not been ready for long, so that gateways have let go by themselves",
+	admission.BudgetBroken:         "the API server refuses it by itself: its PodDisruptionBudgets are in disorder",
+	admission.CoolOff:              "gateways let go of it again and again, and each time something else kept it",
+	admission.LastTarget:           "no other pod of its Service is ready, and an outage must not begin early",
+}

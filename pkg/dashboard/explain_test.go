@@ -1,0 +1,134 @@
+package dashboard
+
+import (
+	"encoding/json"
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/lameduck-io/lameduck/pkg/admission"
+	"github.com/lameduck-io/lameduck/pkg/dashboard/api"
+	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/drain/coordinator"
+)
+
+func party(id string, via drain.Via, can drain.Can) drain.Party {
+	web := drain.Service{Namespace: "shop", Name: "web"}
+	return drain.Party{
+		Known:  drain.Known{ID: drain.AgentID(id), Name: "edge/" + id, Connected: true, Ready: true, Declared: true},
+		Routes: []drain.Route{{Service: web, Via: via, Can: can, Grain: drain.PerRequest}}, Hold: via == drain.Endpoints && can == drain.Direct, Barrier: via == drain.Endpoints && can == drain.Observe,
+	}
+}
+
+// What is said must be what would happen: who would be asked, by which gate, and what nobody vouches for. The worst fault is to be silent on a hole.
+func TestExplanation(t *testing.T) {
+	hap, kp, mesh := party("hap", drain.Endpoints, drain.Direct), party("kp", drain.Endpoints, drain.Observe), party("mesh", drain.ClusterIP, drain.Direct)
+	suspended, away, undeclared := hap, hap, hap
+	suspended.Suspended = true
+	away.Connected, away.Ready, away.Hold, away.Until = false, false, false, time.Now()
+	undeclared.Undeclared, undeclared.Routes, undeclared.Barrier = true, nil, true
+	web := []drain.Targets{{Service: drain.Service{Namespace: "shop", Name: "web"}, Usable: []drain.UID{"a", "b"}}}
+	drains := admission.Verdict{Action: admission.Drain, Reason: admission.Draining}
+	for name, c := range map[string]struct {
+		verdict     admission.Verdict
+		annotations map[string]string
+		parties     []drain.Party
+		targets     []drain.Targets
+		// gates and uncovered are what they begin with, summary what it contains.
+		gates, uncovered []string
+		summary          string
+	}{
+		"directed":                     {drains, nil, []drain.Party{hap}, web, []string{"edge/hap hold"}, []string{"kube-proxy", "clients"}, "deleted when 1 gateway that routes to it has let go"},
+		"two":                          {drains, nil, []drain.Party{hap, hap}, web, []string{"edge/hap hold", "edge/hap hold"}, []string{"kube-proxy", "clients"}, "deleted when 2 gateways that route to it have let go"},
+		"following, without a barrier": {drains, nil, []drain.Party{hap, kp}, web, []string{"edge/hap hold"}, []string{"kube-proxy and others that follow", "clients"}, "1 gateway"},
+		"following, with a barrier": {drains, map[string]string{barrierID: "x", barrierUncovered: "istio-proxy, log"}, []drain.Party{hap, kp}, web,
+			[]string{"edge/hap hold", "edge/kp barrier"}, []string{"clients", "container istio-proxy", "container log"}, "1 gateway"},
+		"by the Service's address": {drains, nil, []drain.Party{mesh, hap}, web, []string{"edge/hap hold"}, []string{"envoy of edge/mesh: it routes shop/web via clusterIP", "kube-proxy", "clients"}, "1 gateway"},
+		"suspended":                {drains, nil, []drain.Party{suspended}, web, nil, []string{"haproxy of edge/hap: it is suspended", "kube-proxy", "clients"}, "at once: everybody who would be asked is suspended"},
+		"away for long":            {drains, nil, []drain.Party{away, hap}, web, []string{"edge/hap hold"}, []string{"haproxy of edge/hap: it is not connected and not ready any more", "kube-proxy", "clients"}, "1 gateway"},
+		"not declared":             {drains, nil, []drain.Party{undeclared}, web, []string{"edge/hap hold"}, []string{"kube-proxy", "clients"}, "1 gateway"},
+		"the last one": {admission.Verdict{Action: admission.Allow, Reason: admission.LastTarget}, nil, []drain.Party{hap}, web, nil,
+			[]string{"haproxy of edge/hap: the deletion does not wait (LastTarget)", "kube-proxy", "clients"}, "at once: no other pod of its Service is ready"},
+		"told in the background": {admission.Verdict{Action: admission.Allow, Reason: admission.NodeLost, Unroute: true}, nil, []drain.Party{hap}, web, nil,
+			[]string{"haproxy of edge/hap: the deletion does not wait (NodeLost)", "kube-proxy", "clients"}, "its node is lost. Gateways would be told, and not waited for."},
+		"refused": {admission.Verdict{Action: admission.Deny, Reason: admission.Budget, Message: "Cannot evict pod."}, nil, []drain.Party{hap}, web, []string{"edge/hap hold"},
+			[]string{"kube-proxy", "clients"}, "It would not be deleted now: Cannot evict pod."},
+		"in no Service": {admission.Verdict{Action: admission.Allow, Reason: admission.NotListed}, nil, nil, nil, nil, nil, "at once: no Service lists it"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			x := explanation(admission.Explanation{
+				Pod:   &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: "a", UID: "a", Annotations: c.annotations}},
+				Facts: admission.Facts{Operation: admission.Delete}, Verdict: c.verdict, Targets: c.targets,
+			}, c.parties, map[drain.AgentID]string{"hap": "haproxy", "kp": "kube-proxy", "mesh": "envoy"})
+			var gates, uncovered []string
+			for _, g := range x.Gates {
+				gates = append(gates, g.Agent+" "+g.Gate)
+			}
+			for _, u := range x.Uncovered {
+				uncovered = append(uncovered, u.What+": "+u.Why)
+			}
+			if strings.Join(gates, "; ") != strings.Join(c.gates, "; ") {
+				t.Errorf("gates %q, want %q", gates, c.gates)
+			}
+			if len(uncovered) != len(c.uncovered) {
+				t.Fatalf("uncovered %q, want %q", uncovered, c.uncovered)
+			}
+			for i, want := range c.uncovered {
+				if !strings.HasPrefix(uncovered[i], want) {
+					t.Errorf("uncovered %q, want %q", uncovered[i], want)
+				}
+			}
+			if !strings.Contains(x.Summary, c.summary) {
+				t.Errorf("summary %q, want %q", x.Summary, c.summary)
+			}
+		})
+	}
+}
+
+// Each reason for which a deletion goes at once has words of its own.
+func TestEveryReasonHasWords(t *testing.T) {
+	for _, f := range []admission.Facts{
+		{Excluded: true}, {OptedOut: true}, {BreakGlass: true}, {Terminating: true}, {Finished: true}, {NotRunning: true}, {Mirror: true},
+		{NamespaceTerminating: true}, {DisruptionTarget: true}, {NodeLost: true}, {Cold: true, Up: time.Hour}, {Unknown: true}, {}, {Listed: true},
+		{Listed: true, Agents: 1}, {Listed: true, CouldRoute: true, NotReadyFor: time.Hour}, {Listed: true, CouldRoute: true, Ready: true, Refused: 2},
+		{Listed: true, CouldRoute: true, Ready: true, LastOf: "x"}, {Operation: admission.Evict, Listed: true, CouldRoute: true, Ready: true, BudgetBroken: true},
+	} {
+		v := admission.Decide(f)
+		if v.Action != admission.Allow || because(v.Reason) == string(v.Reason) {
+			t.Errorf("%+v: %s %s has no words", f, v.Action, v.Reason)
+		}
+	}
+}
+
+func TestExplainOverHTTP(t *testing.T) {
+	w := &world{}
+	w.view.Drains = []coordinator.Drain{{Status: drain.Status{Pod: drain.Pod{Namespace: "shop", Name: "a", UID: "uid-a"}, Phase: drain.Unrouting}}}
+	h := newDashboard(w).Handler(loopback)
+	for path, want := range map[string]int{
+		"/shop/a": 200, "/shop/a?operation=evict": 200, "/shop/a?operation=drain": 400, "/Shop/a": 400, "/shop/a%20b": 400, "/shop/a/b": 404, "/shop": 404,
+	} {
+		if response := get(h, api.ExplainPath+path); response.StatusCode != want {
+			t.Errorf("GET %s: %d, want %d", path, response.StatusCode, want)
+		}
+	}
+	var x api.Explanation
+	if err := json.NewDecoder(get(h, api.ExplainPath+"/shop/a?operation=evict").Body).Decode(&x); err != nil {
+		t.Fatal(err)
+	}
+	if x.Operation != "evict" || x.Drain == nil || x.Drain.Phase != "Unrouting" || x.UID != "uid-a" {
+		t.Errorf("%+v", x)
+	}
+	for _, c := range []struct {
+		err  error
+		want int
+	}{{fmt.Errorf("%w: shop/a", admission.ErrNoPod), 404}, {admission.ErrCold, 503}, {fmt.Errorf("broken"), 500}} {
+		w.fails = c.err
+		if response := get(h, api.ExplainPath+"/shop/a"); response.StatusCode != c.want {
+			t.Errorf("%v: %d", c.err, response.StatusCode)
+		}
+	}
+}

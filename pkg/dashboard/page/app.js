@@ -1,0 +1,450 @@
+// The page draws each view as it comes, whole: there is no state but the last one. Rows that say the same as before are left alone, so that
+// nothing flickers, nothing is read out twice, and a selection stays.
+
+const silence = 6000; // ms without a word until the connection counts as lost; the replica says something every 2 s
+const retry = 1000;
+const shown = 10; // outcomes before "show all"
+
+const $ = (id) => document.getElementById(id);
+let token = '';
+let view = null;
+let skew = 0; // the replica's clock minus ours
+let seen = 0; // our clock, when the last word came
+let live = false;
+let allOutcomes = false;
+let waiting = null; // what ends the wait before the next try
+
+// --- the stream
+
+// EventSource cannot send a token, so the stream is read by hand.
+async function follow() {
+  for (;;) {
+    const cut = new AbortController();
+    let watch = setTimeout(() => cut.abort(), silence);
+    try {
+      const response = await fetch('v1/events', { headers: authorization(), signal: cut.signal, cache: 'no-store' });
+      if (response.status === 401 || response.status === 403) {
+        await askToken(response);
+        continue;
+      }
+      if (!response.ok) throw new Error(await failure(response));
+      await read(response.body, () => {
+        clearTimeout(watch);
+        watch = setTimeout(() => cut.abort(), silence);
+      });
+    } catch (e) {
+      // Whatever it was: it is tried again, and the page says since when it knows nothing.
+    } finally {
+      clearTimeout(watch);
+    }
+    setLive(false);
+    await new Promise((resolve) => { waiting = resolve; setTimeout(resolve, retry); });
+  }
+}
+
+function authorization() { return token ? { Authorization: 'Bearer ' + token } : {}; }
+
+async function failure(response) {
+  try { return (await response.json()).error; } catch { return 'HTTP ' + response.status; }
+}
+
+async function read(body, heard) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  let text = '';
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    text += value;
+    let end;
+    while ((end = text.indexOf('\n\n')) >= 0) {
+      take(text.slice(0, end));
+      text = text.slice(end + 2);
+      heard();
+    }
+  }
+}
+
+function take(message) {
+  let event = '', data = '';
+  for (const line of message.split('\n')) {
+    if (line.startsWith('event: ')) event = line.slice(7);
+    if (line.startsWith('data: ')) data += line.slice(6);
+  }
+  if (!data) return;
+  const said = JSON.parse(data);
+  seen = Date.now();
+  skew = Date.parse(said.at) - seen;
+  setLive(true);
+  if (event === 'view') {
+    view = said;
+    // A fault of ours must not look like a connection that is lost.
+    try { draw(); } catch (e) { reportError(e); }
+  }
+}
+
+function setLive(now) {
+  if (now) {
+    $('token-form').hidden = true;
+    $('main').hidden = false;
+  }
+  if (now !== live || now) {
+    document.body.classList.toggle('lost', !now && view !== null);
+    $('lost').hidden = now || view === null;
+    const text = 'Connection lost: what stands here is old. If you came by kubectl port-forward, it ends with the pod it leads to; start it again.';
+    if (!now && $('lost').textContent !== text) $('lost').textContent = text;
+  }
+  live = now;
+  tick();
+}
+
+async function askToken(response) {
+  const had = token !== '';
+  token = '';
+  view = null;
+  live = false;
+  $('main').hidden = true;
+  $('token-form').hidden = false;
+  $('token-error').textContent = had ? await failure(response) : '';
+  tick();
+  $('token').focus();
+  token = await new Promise((resolve) => {
+    $('token-form').onsubmit = (e) => {
+      e.preventDefault();
+      resolve($('token').value.trim());
+      $('token').value = '';
+    };
+  });
+}
+
+// --- small things
+
+function el(tag, attributes, ...children) {
+  const e = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes || {})) {
+    if (value === null || value === undefined || value === false) continue;
+    e.setAttribute(name, value === true ? '' : value);
+  }
+  e.append(...children.filter((c) => c !== null && c !== undefined && c !== ''));
+  return e;
+}
+
+const svgSpace = 'http://www.w3.org/2000/svg';
+function svg(tag, attributes, text) {
+  const e = document.createElementNS(svgSpace, tag);
+  for (const [name, value] of Object.entries(attributes)) e.setAttribute(name, value);
+  if (text !== undefined) e.textContent = text;
+  return e;
+}
+
+function set(id, text) {
+  if ($(id).textContent !== String(text)) $(id).textContent = text;
+}
+
+function duration(seconds) {
+  if (seconds < 0) seconds = 0;
+  if (seconds < 0.9995) return (seconds * 1000).toFixed(seconds < 0.01 ? 1 : 0) + ' ms';
+  if (seconds < 100) return seconds.toFixed(1) + ' s';
+  if (seconds < 7200) return Math.round(seconds / 60) + ' min';
+  if (seconds < 172800) return Math.round(seconds / 3600) + ' h';
+  return Math.round(seconds / 86400) + ' d';
+}
+
+// whole is for what ticks: no tenths that only flicker.
+function whole(seconds) {
+  return seconds < 100 ? Math.max(0, Math.floor(seconds)) + ' s' : duration(seconds);
+}
+
+function plural(n, one, many) { return n + ' ' + (n === 1 ? one : many); }
+
+function age(since, after) {
+  return el('span', { class: 'age', 'data-since': since, 'data-after': after || '' });
+}
+
+function clock(at) {
+  const time = new Date(at);
+  return el('time', { datetime: at, title: time.toLocaleString() }, time.toLocaleTimeString());
+}
+
+function chip(kind, text, title) { return el('span', { class: 'chip ' + kind, title }, text); }
+
+// rows draws a table's rows, each by its key; one whose item is as before is left alone.
+function rows(table, items, key, cells) {
+  const body = table.tBodies[0];
+  const had = new Map([...body.rows].map((row) => [row.dataset.key, row]));
+  let at = body.firstElementChild;
+  for (const item of items) {
+    const k = key(item), sign = JSON.stringify(item);
+    let row = had.get(k);
+    had.delete(k);
+    if (!row) row = el('tr', { role: 'row', 'data-key': k });
+    if (row.dataset.sign !== sign) {
+      row.dataset.sign = sign;
+      row.replaceChildren(...cells(item));
+    }
+    if (row === at) at = at.nextElementSibling;
+    else body.insertBefore(row, at);
+  }
+  for (const row of had.values()) row.remove();
+  table.hidden = items.length === 0;
+}
+
+function head(...children) { return el('th', { role: 'rowheader', scope: 'row' }, ...children); }
+function cell(label, kind, ...children) {
+  const blank = children.every((c) => c === '' || c === null || c === undefined);
+  return el('td', { role: 'cell', 'data-label': label, class: (kind + (blank ? ' blank' : '')).trim() || null }, ...children);
+}
+
+function podName(item) { return [el('span', { class: 'ns' }, item.namespace + '/'), item.pod]; }
+
+// --- what is drawn
+
+function draw() {
+  const v = view;
+  set('replica', 'Answered by ' + v.replica.name + (v.replica.stopping ? ', which is shutting down' : ''));
+  $('replica').title = 'Other replicas have views of their own. This one began ' + new Date(v.replica.started).toLocaleString();
+  document.title = (v.drains.open ? '(' + v.drains.open + ') ' : '') + 'Lameduck';
+  drawTiles(v);
+  drawDrains(v);
+  drawOutcomes(v);
+  drawSpeed(v);
+  drawAgents(v);
+  tick();
+  announce(v);
+}
+
+function drawTiles(v) {
+  set('tile-drains', v.drains.open);
+  set('tile-drains-note', v.drains.elsewhere ? 'and ' + v.drains.elsewhere + ' through other replicas' : v.replica.holds ? plural(v.replica.holds, 'call held', 'calls held') : '');
+  $('tile-drains').closest('.tile').classList.toggle('notice', v.drains.open > 0);
+  const late = new Set();
+  for (const d of v.drains.items) for (const w of d.words) if (w.state !== 'idle' && !w.suspended && d.phase !== 'Queued' && d.phase !== 'Released') late.add(w.agent);
+  set('tile-late', late.size);
+  const oldest = v.drains.items.find((d) => d.phase !== 'Released');
+  const note = $('tile-late-note');
+  if (late.size && oldest) {
+    if (!note.firstChild || note.firstChild.dataset?.since !== oldest.since) note.replaceChildren(age(oldest.since, ' at most'));
+  } else note.replaceChildren();
+  set('tile-agents', v.agents.expected - v.agents.missing + ' of ' + v.agents.expected);
+  const trouble = [];
+  if (v.agents.missing) trouble.push(v.agents.missing + ' missing');
+  if (v.agents.suspended) trouble.push(v.agents.suspended + ' suspended');
+  set('tile-agents-note', trouble.join(', '));
+  $('tile-agents-box').classList.toggle('trouble', trouble.length > 0);
+  const bad = v.outcomes.filter((o) => o.abnormal).length;
+  set('tile-bad', bad);
+  set('tile-bad-note', v.outcomes.length ? 'of the last ' + v.outcomes.length : '');
+  $('tile-bad-box').classList.toggle('trouble', bad > 0);
+}
+
+const phases = {
+  Queued: ['', 'waits for room: at most half of a Service at one time'],
+  Unrouting: ['calm', 'gateways take it out'],
+  Quiescing: ['calm', 'nothing new is sent to it; running requests end'],
+  Released: ['good', 'it may go'],
+};
+
+const states = { unknown: 'silent', routing: 'still routes', kept: 'keeps it as the last one', removed: 'removed, requests still run', idle: 'idle' };
+
+function drawDrains(v) {
+  rows($('drains-table'), v.drains.items, (d) => d.uid, (d) => {
+    const [kind, says] = phases[d.phase] || ['', ''];
+    const waits = d.words.filter((w) => w.state !== 'idle');
+    let list;
+    if (d.phase === 'Released') list = d.reason;
+    else if (d.phase === 'Queued') list = el('span', { class: 'sub' }, 'room in its Service');
+    else {
+      list = el('ul', { class: 'words' }, ...waits.slice(0, 4).map((w) => el('li', null,
+        w.agent, ' ', el('span', { class: 'sub' }, (w.suspended ? 'suspended, ' : '') + (w.connected ? states[w.state] || w.state : 'not connected'), w.since ? ', for ' : '', w.since ? age(w.since) : ''))));
+      const more = Math.max(d.waiting, waits.length) - Math.min(waits.length, 4);
+      if (more > 0) list.append(el('li', { class: 'sub' }, 'and ' + more + ' more'));
+      if (d.owed > 1) list.append(el('li', null, el('span', { class: 'sub' }, d.owed - d.waiting + ' of ' + d.owed + ' have let go')));
+    }
+    return [
+      head(...podName(d)),
+      cell('Phase', '', el('span', null, chip(kind, d.phase, says), el('span', { class: 'sub' }, says))),
+      cell('For', '', el('span', null, age(d.since), el('progress', { max: Date.parse(d.deadline) - Date.parse(d.since), value: 0, 'data-from': d.since, 'aria-label': 'of the time until the deadline' }))),
+      cell('Waits for', '', list),
+    ];
+  });
+  $('drains-empty').hidden = v.drains.items.length > 0;
+  const notes = [];
+  if (v.drains.open > v.drains.items.length) notes.push('The oldest ' + v.drains.items.length + ' of ' + v.drains.open + '.');
+  if (v.drains.elsewhere) notes.push(plural(v.drains.elsewhere, 'pod is', 'pods are') + ' drained through other replicas: kubectl lameduck drains shows all.');
+  set('drains-note', notes.join(' '));
+  $('drains-note').hidden = notes.length === 0;
+}
+
+const reasons = {
+  Acknowledged: ['good', 'every gateway had let go'],
+  IdleBound: ['warn', 'requests still ran on it when the bound had passed'],
+  Deadline: ['bad', 'not every gateway had let go'],
+  Suspended: ['bad', 'a gateway that is not waited for any more may still route to it'],
+  NoAgents: ['', 'nobody owed an answer'],
+  LastTarget: ['warn', 'no other pod of its Service was ready'],
+  CoolOff: ['warn', 'something else kept it again and again'],
+  Cold: ['warn', 'the replica did not know the cluster'],
+  NoFacts: ['bad', 'the replica could not find out'],
+  Dead: ['', 'it went without waiting, gateways were told'],
+  Abandoned: ['calm', 'it lives on, and has its traffic back'],
+};
+
+function drawOutcomes(v) {
+  const items = allOutcomes ? v.outcomes : v.outcomes.slice(0, shown);
+  rows($('outcomes-table'), items, (o) => o.uid + o.at, (o) => {
+    const [kind, says] = reasons[o.reason] || [o.abnormal ? 'warn' : '', ''];
+    let why = o.message || says;
+    if (!o.message && o.silent.length) why += ': ' + o.silent.join(', ') + (o.moreSilent ? ' and ' + o.moreSilent + ' more' : '');
+    return [
+      cell('When', 'when', clock(o.at)),
+      el('th', { role: 'rowheader', scope: 'row' }, ...podName(o)),
+      cell('Why', 'why', el('span', null, chip(kind, o.reason), el('span', { class: 'sub' }, why))),
+      cell('Waited', 'number', o.tookSeconds === undefined ? '' : duration(o.tookSeconds)),
+    ];
+  });
+  $('outcomes-empty').hidden = v.outcomes.length > 0;
+  const more = $('outcomes-more');
+  more.hidden = v.outcomes.length <= shown;
+  more.setAttribute('aria-expanded', allOutcomes);
+  set('outcomes-more', allOutcomes ? 'Show fewer' : 'Show all ' + v.outcomes.length);
+}
+
+function drawSpeed(v) {
+  rows($('speed-table'), v.propagation, (p) => p.gateway + p.what, (p) => [
+    head(p.gateway), cell('What', '', p.what),
+    ...[['Median', p.p50Seconds], ['90 %', p.p90Seconds], ['99 %', p.p99Seconds], ['Slowest', p.maxSeconds]].map(([label, s]) => cell(label, 'number', duration(s))),
+    cell('Of', 'number', p.samples + (p.count > p.samples ? ' (of ' + p.count + ')' : '')),
+  ]);
+  $('speed-empty').hidden = v.propagation.length > 0;
+  plot(v.propagation);
+}
+
+// plot draws a bar for each kind of gateway and what, on one logarithmic axis. The table beneath says the same in numbers.
+let plotted = '';
+function plot(all) {
+  const width = Math.floor($('plot').clientWidth);
+  const sign = JSON.stringify([all, width]);
+  if (sign === plotted || width < 50) return;
+  plotted = sign;
+  $('plot').replaceChildren();
+  if (!all.length) return;
+  const values = all.flatMap((p) => [p.p50Seconds, p.maxSeconds]).map((s) => Math.max(s, 0.0005));
+  const from = Math.floor(Math.log10(Math.min(...values))), to = Math.max(from + 1, Math.ceil(Math.log10(Math.max(...values)) - 0.001));
+  const row = 30, top = 6, axis = top + all.length * row, left = Math.min(150, Math.max(126, width * 0.34)), right = width - 34;
+  const x = (s) => left + (Math.log10(Math.max(s, 10 ** from)) - from) / (to - from) * (right - left);
+  const picture = svg('svg', { viewBox: `0 0 ${width} ${axis + 24}`, width, height: axis + 24, role: 'img', 'aria-label': 'Times to let go, on a logarithmic axis; the table has the numbers' });
+  for (let power = from; power <= to; power++) {
+    const at = x(10 ** power);
+    picture.append(svg('line', { class: 'grid', x1: at, x2: at, y1: top, y2: axis }));
+    picture.append(svg('text', { x: at, y: axis + 17, 'text-anchor': 'middle' }, power < 0 ? 1000 * 10 ** power + ' ms' : 10 ** power + ' s'));
+  }
+  all.forEach((p, i) => {
+    const y = top + i * row + row / 2;
+    picture.append(svg('text', { class: 'label', x: 0, y: y + 4 }, p.gateway + ' ' + p.what));
+    const p50 = x(p.p50Seconds), p99 = x(p.p99Seconds), max = x(p.maxSeconds);
+    picture.append(svg('rect', { class: 'bar ' + p.what, x: p50, y: y - 7, width: Math.max(2, p99 - p50), height: 14, rx: 3 }));
+    picture.append(svg('line', { class: p.what, x1: p99, x2: max, y1: y, y2: y, 'stroke-width': 1.5 }));
+    picture.append(svg('line', { class: p.what, x1: max, x2: max, y1: y - 6, y2: y + 6, 'stroke-width': 2 }));
+    picture.append(svg('circle', { class: p.what, cx: p50, cy: y, r: 5 }));
+  });
+  $('plot').append(picture);
+}
+
+const agentStates = {
+  connected: ['good', 'connected'], missing: ['bad', 'missing'], suspended: ['bad', 'suspended'], left: ['', 'has left'], gone: ['', 'gone'],
+};
+
+function drawAgents(v) {
+  rows($('agents-table'), v.agents.items, (a) => a.id, (a) => {
+    const [kind, text] = agentStates[a.state] || ['', a.state];
+    const last = a.idleSeconds || a.removedSeconds;
+    return [
+      head(a.name, a.declared ? '' : el('span', { class: 'sub' }, 'has not said what it routes: owes everything')),
+      cell('Gateway', '', a.gateway || ''),
+      cell('Node', '', a.node || ''),
+      cell('State', '', el('span', null, chip(kind, text, a.features.length ? 'protocol ' + a.protocol + ', ' + a.features.join(', ') : ''), a.since ? el('span', { class: 'sub' }, 'for ', age(a.since)) : '')),
+      cell('Services', 'number', a.declared ? String(a.services) : ''),
+      cell('Last drain', 'number', last ? duration(last) : ''),
+      cell('Last report', '', a.reported ? el('span', null, age(a.reported, ' ago'), el('span', { class: 'sub' }, duration(a.reportAgeSeconds || 0) + ' old when it came')) : ''),
+    ];
+  });
+  $('agents-empty').hidden = v.agents.items.length > 0;
+  const cutNote = v.agents.known > v.agents.items.length ? 'The first ' + v.agents.items.length + ' of ' + v.agents.known + ', those with trouble before the others.' : '';
+  set('agents-note', cutNote);
+  $('agents-note').hidden = !cutNote;
+  set('health-note', v.agents.items.length ? 'Health of targets: ' + v.targetHealth.where : '');
+}
+
+// tick brings what grows with time up to date.
+function tick() {
+  const now = Date.now() + skew;
+  const connection = $('connection');
+  const state = live ? 'live' : view ? 'lost' : 'connecting';
+  if (connection.dataset.state !== state) connection.dataset.state = state;
+  set('connection-text', live ? 'Live' : view ? 'Connection lost, last seen ' + whole((Date.now() - seen) / 1000) + ' ago' : $('token-form').hidden ? 'Connecting' : 'Not signed in');
+  if (!live) return; // what is old does not age
+  for (const e of document.querySelectorAll('.age')) {
+    const seconds = (now - Date.parse(e.dataset.since)) / 1000;
+    const text = whole(seconds) + e.dataset.after;
+    if (e.textContent !== text) e.textContent = text;
+  }
+  for (const e of document.querySelectorAll('progress[data-from]')) {
+    const passed = now - Date.parse(e.dataset.from);
+    e.value = Math.max(0, Math.min(passed, e.max));
+    e.classList.toggle('late', passed > e.max / 2);
+  }
+}
+
+// announce tells those who listen when the number of drains has changed or something went wrong, and not more often than every 5 s.
+let told = { drains: 0, bad: null, at: 0 }, later = null;
+function announce(v) {
+  const bad = v.outcomes.filter((o) => o.abnormal);
+  const newest = bad.length ? bad[0].uid + bad[0].at : '';
+  if (told.bad === null) told.bad = newest;
+  if (v.drains.open === told.drains && newest === told.bad) return;
+  const rest = told.at + 5000 - Date.now();
+  if (rest > 0) {
+    if (!later) later = setTimeout(() => { later = null; announce(view); }, rest);
+    return;
+  }
+  let text = v.drains.open ? plural(v.drains.open, 'pod is', 'pods are') + ' draining.' : 'Nothing is draining any more.';
+  if (newest && newest !== told.bad) text += ' ' + bad[0].pod + ' went without the word of every gateway: ' + bad[0].reason + '.';
+  told = { drains: v.drains.open, bad: newest, at: Date.now() };
+  set('announce', text);
+}
+
+// --- what if
+
+$('explain-form').addEventListener('submit', async (e) => {
+  e.preventDefault();
+  const result = $('explain-result');
+  const path = ['explain-namespace', 'explain-pod'].map((id) => encodeURIComponent($(id).value.trim())).join('/');
+  try {
+    const response = await fetch('v1/explain/' + path + '?operation=' + $('explain-operation').value, { headers: authorization(), cache: 'no-store' });
+    if (!response.ok) throw new Error(await failure(response));
+    result.replaceChildren(...explained(await response.json()));
+  } catch (error) {
+    result.replaceChildren(el('p', { class: 'error' }, error.message));
+  }
+});
+
+function explained(x) {
+  const kind = { drain: 'calm', allow: '', deny: 'warn' }[x.answer] || '';
+  const parts = [el('p', { class: 'answer' }, chip(kind, x.reason), ' ', x.summary)];
+  const list = (title, items) => {
+    if (items.length) parts.push(el('h3', null, title), el('ul', null, ...items.map((i) => el('li', null, ...i))));
+  };
+  list('Would have to acknowledge', x.gates.map((g) => [el('strong', null, g.agent), g.gateway ? ' (' + g.gateway + (g.node ? ' on ' + g.node : '') + ')' : '', ', at the ' + g.gate, el('span', { class: 'sub' }, g.why)]));
+  list('Not covered', x.uncovered.map((u) => [el('strong', null, u.what), el('span', { class: 'sub' }, u.why)]));
+  list('Services that list it', x.services.map((s) => [s.namespace + '/' + s.name, ', ' + plural(s.usable, 'usable target', 'usable targets')]));
+  return parts;
+}
+
+$('outcomes-more').addEventListener('click', () => {
+  allOutcomes = !allOutcomes;
+  if (view) drawOutcomes(view);
+});
+
+new ResizeObserver(() => { if (view) plot(view.propagation); }).observe($('plot'));
+setInterval(tick, 500);
+window.addEventListener('online', () => waiting && waiting());
+follow();

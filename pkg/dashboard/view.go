@@ -1,0 +1,166 @@
+package dashboard
+
+import (
+	"cmp"
+	"slices"
+	"time"
+
+	"github.com/lameduck-io/lameduck/pkg/dashboard/api"
+	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/drain/coordinator"
+)
+
+const (
+	// drainsMost, wordsMost and agentsMost bound what a view lists, outcomesMost how many outcomes it tells. agentsAll bounds the list of agents
+	// where nothing else is asked for.
+	drainsMost   = 200
+	wordsMost    = 20
+	agentsMost   = 200
+	agentsAll    = 10_000
+	outcomesMost = 100
+)
+
+// targetHealth is why there is no health here.
+var targetHealth = api.TargetHealth{Where: "Agents do not report the health of targets to coordinators. Each agent tells it at /v1/targets of its --metrics-address (:9101 if it is not set otherwise)."}
+
+func (d *Dashboard) view() api.View { return d.viewOf(agentsMost) }
+
+// viewOf makes a view with at most so many agents.
+func (d *Dashboard) viewOf(agents int) api.View {
+	of := d.Coordinator.View(drainsMost, wordsMost)
+	v := api.View{
+		At: of.At,
+		Replica: api.Replica{
+			Name: of.Lease.Replica, Epoch: of.Lease.Epoch, Started: of.Began, Stopping: of.Stopping, Holds: of.Holds, MaxHolds: of.MaxHolds,
+			DeadlineSeconds: of.Times.Deadline.Seconds(), IdleBoundSeconds: of.Times.IdleBound.Seconds(),
+		},
+		Drains:      api.Drains{Open: of.Open, Items: []api.Drain{}, Elsewhere: of.Elsewhere},
+		Agents:      api.Agents{Expected: of.Expected, Missing: of.Missing, Suspended: of.Suspended, Known: len(of.Agents), Items: []api.Agent{}},
+		Outcomes:    d.outcomesOf(of),
+		Propagation: []api.Propagation{}, TargetHealth: targetHealth,
+	}
+	for _, one := range of.Drains {
+		v.Drains.Items = append(v.Drains.Items, drainOf(one))
+	}
+	for _, one := range of.Agents {
+		v.Agents.Items = append(v.Agents.Items, agentOf(one))
+	}
+	slices.SortStableFunc(v.Agents.Items, func(a, b api.Agent) int { return cmp.Compare(worth(a), worth(b)) })
+	v.Agents.Items = v.Agents.Items[:min(len(v.Agents.Items), agents)]
+	if d.Node != nil {
+		for i := range v.Agents.Items {
+			v.Agents.Items[i].Node = d.Node(v.Agents.Items[i].Name, drain.AgentID(v.Agents.Items[i].ID))
+		}
+	}
+	for _, p := range of.Propagation {
+		v.Propagation = append(v.Propagation, api.Propagation{
+			Gateway: p.Gateway, What: p.What.String(), Count: p.All, Samples: p.Samples,
+			P50Seconds: p.P50.Seconds(), P90Seconds: p.P90.Seconds(), P99Seconds: p.P99.Seconds(), MaxSeconds: p.Max.Seconds(),
+		})
+	}
+	return v
+}
+
+func drainOf(d coordinator.Drain) api.Drain {
+	one := api.Drain{
+		Namespace: d.Pod.Namespace, Pod: d.Pod.Name, UID: string(d.Pod.UID), Phase: d.Phase.String(), PhaseSince: d.Entered, Reason: d.Reason.String(),
+		Since: d.Since, Deadline: d.Deadline, Told: d.Told, Owed: d.Owed, Waiting: len(d.Waiting), Words: []api.Word{},
+	}
+	for _, w := range d.Words {
+		one.Words = append(one.Words, api.Word{
+			Agent: w.Name, Gateway: w.Gateway, State: w.State.String(), Proof: w.Proof.String(), Since: w.Since, Heard: w.Heard,
+			Connected: w.Connected, Suspended: w.Suspended,
+		})
+	}
+	return one
+}
+
+// Agents' states, those that people should look at first.
+const (
+	stateSuspended = "suspended"
+	stateMissing   = "missing"
+	stateGone      = "gone"
+	stateConnected = "connected"
+	stateLeft      = "left"
+)
+
+var states = []string{stateSuspended, stateMissing, stateConnected, stateLeft, stateGone}
+
+func worth(a api.Agent) int { return slices.Index(states, a.State) }
+
+func agentOf(a coordinator.Agent) api.Agent {
+	one := api.Agent{
+		ID: string(a.ID), Name: a.Name, Gateway: a.Gateway, Label: labelOf(a.Label), Ready: a.Ready, Connected: a.Known.Connected, Since: a.Connected,
+		Suspended: a.Suspended, Declared: a.Declared, Services: a.Services, Protocol: a.Protocol, Features: append([]string{}, a.Features...),
+		Address: a.Address, Reported: a.Posted, ReportAgeSeconds: a.Age.Seconds(), RemovedSeconds: a.Removed.Seconds(), IdleSeconds: a.Idle.Seconds(),
+	}
+	if !one.Connected {
+		one.Since = a.Lost
+	}
+	switch {
+	case a.Left:
+		one.State = stateLeft
+	case a.Suspended:
+		one.State = stateSuspended
+	case one.Connected:
+		one.State = stateConnected
+	case a.Expected:
+		one.State = stateMissing
+	default:
+		one.State = stateGone
+	}
+	return one
+}
+
+func labelOf(l drain.Label) string {
+	switch l {
+	case drain.LabelDirected:
+		return "directed"
+	case drain.LabelFollowing:
+		return "following"
+	default:
+		return "none"
+	}
+}
+
+// outcomesOf joins how drains ended with what was said of deletions that went on without the gateways' word.
+func (d *Dashboard) outcomesOf(of coordinator.View) []api.Outcome {
+	all := []api.Outcome{}
+	said := map[drain.UID]note{}
+	if d.Notes != nil {
+		for _, n := range d.Notes.newest() {
+			if _, newer := said[n.pod.UID]; !newer {
+				said[n.pod.UID] = n
+			}
+		}
+	}
+	for _, o := range of.Outcomes {
+		took := o.Took.Seconds()
+		one := api.Outcome{
+			At: o.At, Namespace: o.Pod.Namespace, Pod: o.Pod.Name, UID: string(o.Pod.UID), Reason: o.Reason.String(), Abnormal: o.Reason.Abnormal(),
+			TookSeconds: &took, Silent: append([]string{}, o.Silent...), MoreSilent: o.More,
+		}
+		// What was said of an earlier drain of the pod, which was abandoned, is not of this one.
+		if n, ok := said[o.Pod.UID]; ok && !n.at.Before(o.At.Add(-noteOfDrain)) {
+			one.Message, one.Abnormal = n.message, true
+			if o.Reason == drain.Dead || o.Reason == drain.Abandoned {
+				one.Reason = n.reason
+			}
+			delete(said, o.Pod.UID)
+		}
+		all = append(all, one)
+	}
+	for _, one := range of.Drains {
+		delete(said, one.Pod.UID) // it is not over
+	}
+	for _, n := range said {
+		all = append(all, api.Outcome{
+			At: n.at, Namespace: n.pod.Namespace, Pod: n.pod.Name, UID: string(n.pod.UID), Reason: n.reason, Abnormal: true, Silent: []string{}, Message: n.message,
+		})
+	}
+	slices.SortStableFunc(all, func(a, b api.Outcome) int { return cmp.Or(b.At.Compare(a.At), cmp.Compare(a.UID, b.UID)) })
+	return all[:min(len(all), outcomesMost)]
+}
+
+// noteOfDrain is how long after its answer a drain may still be open: until the pod is seen terminating.
+const noteOfDrain = time.Minute

@@ -1,0 +1,394 @@
+package coordinator
+
+import (
+	"cmp"
+	"maps"
+	"slices"
+	"time"
+
+	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/drain/wire"
+)
+
+const (
+	// outcomesMost is how many drains that ended are remembered.
+	outcomesMost = 200
+	// samplesMost is how many times of each kind of gateway quantiles are taken from, the newest. kindsMost bounds the kinds, kindMost the
+	// letters of their names: agents choose them.
+	samplesMost = 1000
+	kindsMost   = 16
+	kindMost    = 40
+	// introducedMost bounds the agents of which is remembered how they introduced themselves.
+	introducedMost = 20_000
+	// silentMost bounds the gateways that an outcome names.
+	silentMost = 5
+	// featuresShown bounds the features of an agent that are remembered.
+	featuresShown = 16
+	// otherKind is what gateways are called when there are too many kinds, unnamedKind if their agent does not say.
+	otherKind, unnamedKind = "other", "unnamed"
+)
+
+// history is what a coordinator remembers for people beyond what the ledger needs. It belongs to the coordinator's mutex. Everything in
+// it is bounded, and nothing is decided by it.
+type history struct {
+	introduced map[drain.AgentID]*introduced
+	open       map[drain.UID]*course
+	// outcomes and what next points to are a ring, as in times.
+	outcomes ring[Outcome]
+	kinds    map[string]*times
+}
+
+// introduced is how an agent introduced itself, and how it did since.
+type introduced struct {
+	gateway, address string
+	protocol         int
+	features         []string
+	connected        time.Time
+	// posted is when its last report came, age how old that was.
+	posted time.Time
+	age    time.Duration
+	// removed and idle are how long the last drain took that it acknowledged. Zero: there was none.
+	removed, idle time.Duration
+}
+
+// course is how an open drain came to where it is.
+type course struct {
+	// phase was entered at.
+	phase drain.Phase
+	at    time.Time
+	// told is when agents were told. Zero: they were not, for want of room.
+	told time.Time
+	said map[drain.AgentID]said
+	// released is when it was, for reason, without the word of silent and more.
+	released time.Time
+	reason   drain.Reason
+	silent   []string
+	more     int
+}
+
+// said is what an agent says of a drain, since when.
+type said struct {
+	state drain.State
+	since time.Time
+	// removed and idle were said before, so that they are not counted twice.
+	removed, idle bool
+}
+
+// times are those of one kind of gateway.
+type times struct{ removed, idle ring[time.Duration] }
+
+// ring keeps the newest of what is added.
+type ring[T any] struct {
+	kept []T
+	next int
+	// all counts what was ever added.
+	all uint64
+}
+
+func (r *ring[T]) add(v T, most int) {
+	r.all++
+	if len(r.kept) < most {
+		r.kept = append(r.kept, v)
+		return
+	}
+	r.kept[r.next] = v
+	r.next = (r.next + 1) % most
+}
+
+// newest returns what is kept, the newest first.
+func (r *ring[T]) newest() []T {
+	all := make([]T, 0, len(r.kept))
+	for i := range r.kept {
+		all = append(all, r.kept[(r.next+len(r.kept)-1-i)%len(r.kept)])
+	}
+	return all
+}
+
+func newHistory() *history {
+	return &history{introduced: map[drain.AgentID]*introduced{}, open: map[drain.UID]*course{}, kinds: map[string]*times{}}
+}
+
+// connected notes a new stream.
+func (h *history) connected(now time.Time, id drain.AgentID, protocol int, offer wire.Offer, address string) {
+	was := h.introduced[id]
+	if was == nil {
+		if len(h.introduced) >= introducedMost {
+			clear(h.introduced) // they introduce themselves again
+		}
+		was = &introduced{}
+		h.introduced[id] = was
+	}
+	was.protocol, was.features, was.address, was.connected = protocol, offer.Features[:min(len(offer.Features), featuresShown)], address, now
+}
+
+// declared notes what kind of gateway an agent has.
+func (h *history) declared(id drain.AgentID, gateway string) {
+	if of := h.introduced[id]; of != nil {
+		of.gateway = gateway[:min(len(gateway), kindMost)]
+	}
+}
+
+// reported notes what an agent that has a session says, as of asOf.
+func (h *history) reported(l *drain.Ledger, now, asOf time.Time, id drain.AgentID, reports []drain.Report) {
+	of := h.introduced[id]
+	if of == nil {
+		of = &introduced{}
+	}
+	of.posted, of.age = now, now.Sub(asOf)
+	for _, r := range reports {
+		c := h.open[r.UID]
+		if c == nil || c.told.IsZero() || !l.Acknowledges(r) {
+			continue
+		}
+		was, known := c.said[id]
+		is := was
+		if !known || was.state != r.State {
+			is.state, is.since = r.State, now
+		}
+		took := now.Sub(c.told)
+		if r.State >= drain.Removed && !was.removed {
+			is.removed, of.removed, of.idle = true, took, 0
+			h.of(of.gateway).removed.add(took, samplesMost)
+		}
+		if r.State == drain.Idle && !was.idle {
+			is.idle, of.idle = true, took
+			h.of(of.gateway).idle.add(took, samplesMost)
+		}
+		if is != was {
+			c.said[id] = is
+		}
+	}
+}
+
+// of returns the times of a kind of gateway.
+func (h *history) of(kind string) *times {
+	if kind == "" {
+		kind = unnamedKind
+	}
+	if h.kinds[kind] == nil && len(h.kinds) >= kindsMost {
+		kind = otherKind
+	}
+	t := h.kinds[kind]
+	if t == nil {
+		t = &times{}
+		h.kinds[kind] = t
+	}
+	return t
+}
+
+// turned notes that a drain has entered another phase.
+func (h *history) turned(now time.Time, s drain.Status) {
+	c := h.open[s.Pod.UID]
+	if c == nil {
+		c = &course{said: map[drain.AgentID]said{}}
+		h.open[s.Pod.UID] = c
+	}
+	c.phase, c.at = s.Phase, now
+	switch s.Phase {
+	case drain.Released:
+		c.released, c.reason = now, s.Reason
+		c.silent, c.more = nil, 0
+		if s.Reason.Abnormal() {
+			for _, w := range slices.Concat(s.Waiting, s.Suspended) {
+				if len(c.silent) == silentMost {
+					c.more++
+					continue
+				}
+				c.silent = append(c.silent, w.Name)
+			}
+		}
+	case drain.Closed, drain.PhaseUnknown:
+		delete(h.open, s.Pod.UID)
+		o := Outcome{Pod: s.Pod, At: now, Reason: s.Reason, End: s.Reason, Took: now.Sub(s.Begun)}
+		if !c.released.IsZero() && s.Reason != drain.Abandoned {
+			o.Reason, o.Took, o.Silent, o.More = c.reason, c.released.Sub(s.Begun), c.silent, c.more
+		}
+		h.outcomes.add(o, outcomesMost)
+		return
+	}
+	if c.told.IsZero() && s.Phase != drain.Queued {
+		c.told = now
+	}
+}
+
+// View is what one replica knows at one moment, for people.
+type View struct {
+	At, Began time.Time
+	Lease     drain.Lease
+	Times     drain.Times
+	Stopping  bool
+	// Holds is how many calls wait of MaxHolds.
+	Holds, MaxHolds int
+	// Expected, Missing and Suspended count agents.
+	Expected, Missing, Suspended int
+	// Drains are the open ones, the oldest first: at most those that were asked for, of Open.
+	Drains []Drain
+	Open   int
+	// Elsewhere is how many pods are drained through other replicas alone, as far as agents tell.
+	Elsewhere int
+	// Agents are in the order of their names.
+	Agents []Agent
+	// Outcomes are the newest first.
+	Outcomes    []Outcome
+	Propagation []Propagation
+}
+
+// Drain is an open drain.
+type Drain struct {
+	drain.Status
+	// Entered is when its phase began, Told when agents were told of it; zero: they were not, for want of room.
+	Entered, Told time.Time
+	// Words are what those say who owe it, those who are least far first: at most those that were asked for, of Parties.
+	Words   []Word
+	Parties int
+}
+
+// Word is what one agent says of a drain.
+type Word struct {
+	drain.Word
+	// Since is when it began to say so. Zero: it has not said anything that counts.
+	Since time.Time
+	// Gateway is the kind of its gateway.
+	Gateway string
+}
+
+// Agent is one agent, as it introduced itself and as it did since.
+type Agent struct {
+	drain.Known
+	Gateway, Address string
+	Protocol         int
+	Features         []string
+	// Connected is when its stream began.
+	Connected time.Time
+	// Posted is when its last report came, Age how old that was by then: about as long as a message takes to and fro, and a heartbeat at most.
+	Posted time.Time
+	Age    time.Duration
+	// Removed and Idle are how long it took in the last drain that it acknowledged. Zero: it did not yet.
+	Removed, Idle time.Duration
+}
+
+// Outcome is how a drain ended.
+type Outcome struct {
+	Pod drain.Pod
+	At  time.Time
+	// Reason is why the deletion was let go on; if it never was, it is End: Dead, because the pod went all the same, or Abandoned.
+	Reason, End drain.Reason
+	// Took is how long it was until the deletion could go on or, if it never could, until the end.
+	Took time.Duration
+	// Silent names gateways that had not let go when the deletion went on, and More says how many more there were.
+	Silent []string
+	More   int
+}
+
+// Propagation is how long gateways of one kind took to let go of pods, counted from the moment when agents were told.
+type Propagation struct {
+	// Gateway is the kind of gateway, What drain.Removed or drain.Idle.
+	Gateway string
+	What    drain.State
+	// All is how often it was measured, Samples of how many the quantiles are: the newest.
+	All                uint64
+	Samples            int
+	P50, P90, P99, Max time.Duration
+}
+
+// View returns what is known now, with at most so many drains and words of each. The lock is given back after each drain, so that nobody waits
+// for all of them: what is said of one drain was so at one moment, and that of another a moment later.
+func (c *Coordinator) View(drains, words int) View {
+	c.mu.Lock()
+	now := time.Now()
+	v := View{
+		At: now, Began: c.began, Lease: c.ledger.Self(), Times: c.times, Stopping: c.stopped,
+		Holds: c.holds, MaxHolds: c.MaxHolds, Suspended: c.ledger.Suspended(), Elsewhere: c.ledger.Elsewhere(now),
+		Drains: []Drain{}, Agents: []Agent{}, Outcomes: c.seen.outcomes.newest(), Propagation: c.seen.propagation(),
+	}
+	v.Expected, v.Missing = c.ledger.Expecting()
+	var oldest []drain.UID
+	oldest, v.Open = c.ledger.Oldest(drains)
+	for _, k := range c.ledger.Agents() {
+		v.Agents = append(v.Agents, c.agent(k))
+	}
+	c.unlock()
+	for _, uid := range oldest {
+		if d := c.drain(uid, words); d.Waits() || d.Phase == drain.Released {
+			v.Drains = append(v.Drains, d)
+		}
+	}
+	return v
+}
+
+// drain is one drain, as far as it is now.
+func (c *Coordinator) drain(uid drain.UID, words int) Drain {
+	c.mu.Lock()
+	defer c.unlock()
+	now := time.Now()
+	d := Drain{Status: c.ledger.Status(now, uid)}
+	c.observe(d.Status) // time alone may have changed it
+	course := c.seen.open[uid]
+	if course != nil {
+		d.Entered, d.Told = course.at, course.told
+	}
+	var said []drain.Word
+	said, d.Parties = c.ledger.Words(now, uid, words)
+	for _, w := range said {
+		word := Word{Word: w, Gateway: c.seen.gateway(w.Agent)}
+		if course != nil && w.State != drain.StateUnknown {
+			word.Since = course.said[w.Agent].since
+		}
+		d.Words = append(d.Words, word)
+	}
+	c.settle()
+	return d
+}
+
+// agent, called with the lock, is k as it introduced itself and did since.
+func (c *Coordinator) agent(k drain.Known) Agent {
+	a := Agent{Known: k}
+	if i := c.seen.introduced[k.ID]; i != nil {
+		a.Gateway, a.Address, a.Protocol, a.Features = i.gateway, i.address, i.protocol, i.features
+		a.Posted, a.Age, a.Removed, a.Idle = i.posted, i.age, i.removed, i.idle
+		if k.Connected {
+			a.Connected = i.connected
+		}
+	}
+	return a
+}
+
+// Parties returns who may send to the pods of services, as [drain.Ledger.Parties] does, with the kinds of their gateways.
+func (c *Coordinator) Parties(services []drain.Service) (parties []drain.Party, gateways map[drain.AgentID]string) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	parties = c.ledger.Parties(time.Now(), services)
+	gateways = map[drain.AgentID]string{}
+	for _, p := range parties {
+		gateways[p.ID] = c.seen.gateway(p.ID)
+	}
+	return parties, gateways
+}
+
+func (h *history) gateway(id drain.AgentID) string {
+	if of := h.introduced[id]; of != nil {
+		return of.gateway
+	}
+	return ""
+}
+
+func (h *history) propagation() []Propagation {
+	all := []Propagation{}
+	for _, kind := range slices.Sorted(maps.Keys(h.kinds)) {
+		t := h.kinds[kind]
+		all = append(all, quantiles(kind, drain.Removed, &t.removed), quantiles(kind, drain.Idle, &t.idle))
+	}
+	return slices.DeleteFunc(all, func(p Propagation) bool { return p.Samples == 0 })
+}
+
+func quantiles(kind string, what drain.State, r *ring[time.Duration]) Propagation {
+	p := Propagation{Gateway: kind, What: what, All: r.all, Samples: len(r.kept)}
+	if p.Samples == 0 {
+		return p
+	}
+	sorted := slices.SortedFunc(slices.Values(r.kept), cmp.Compare)
+	// The smallest of which at least so many in a hundred are not above.
+	at := func(percent int) time.Duration { return sorted[max(0, (len(sorted)*percent+99)/100-1)] }
+	p.P50, p.P90, p.P99, p.Max = at(50), at(90), at(99), sorted[len(sorted)-1]
+	return p
+}

@@ -1,0 +1,61 @@
+package coordinator
+
+import (
+	"fmt"
+	"log/slog"
+	"testing"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/drain/wire"
+)
+
+// What is remembered for people is paid with every report. The floor is what the ledger itself does with it.
+func BenchmarkReported(b *testing.B) {
+	for _, noted := range []bool{false, true} {
+		b.Run(map[bool]string{false: "ledger", true: "ledger and history"}[noted], func(b *testing.B) {
+			c, ids, sessions, p := crowd(1000)
+			now := time.Now()
+			i := 0
+			for b.Loop() {
+				said := []drain.Report{{UID: p.UID, State: drain.Removed + drain.State(i/len(ids)%2), Proof: drain.Runtime, Held: true}}
+				id := ids[i%len(ids)]
+				c.ledger.ReportAsOf(now, now, id, sessions[i%len(ids)], said)
+				if noted {
+					c.seen.reported(c.ledger, now, now, id, said)
+				}
+				i++
+			}
+		})
+	}
+}
+
+// A view is made under the lock that deletions wait for.
+func BenchmarkView(b *testing.B) {
+	for _, agents := range []int{10, 1000} {
+		b.Run(fmt.Sprint(agents, " agents owe a drain"), func(b *testing.B) {
+			c, _, _, _ := crowd(agents)
+			for b.Loop() {
+				c.View(200, 20)
+			}
+		})
+	}
+}
+
+// crowd is a coordinator with so many agents that owe one drain.
+func crowd(n int) (c *Coordinator, ids []drain.AgentID, sessions []uint64, p drain.Pod) {
+	c = New(drain.Lease{Replica: "r"}, drain.DefaultTimes(), Options{MaxHolds: 32, Log: slog.New(slog.DiscardHandler), Metrics: NewMetrics(prometheus.NewRegistry())})
+	now := time.Now()
+	for i := range n {
+		id := drain.AgentID(fmt.Sprint("agent-", i))
+		session := c.ledger.Connect(now, id)
+		c.ledger.Declare(id, session, routesOf(web))
+		c.seen.connected(now, id, 1, wire.Offer{}, "")
+		ids, sessions = append(ids, id), append(sessions, session)
+	}
+	p = pod("a")
+	c.Unroute(p, []drain.Service{web})
+	return c, ids, sessions, p
+}

@@ -1,0 +1,211 @@
+package coordinator
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/lameduck-io/lameduck/pkg/drain"
+)
+
+// What people see of one drain from its beginning to its end, step by step.
+func TestViewFollowsADrain(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNetwork(t)
+		r := n.replica("replica-0", "a")
+		one, two := n.agent("one", []drain.Service{web}, "replica-0"), n.agent("two", []drain.Service{web}, "replica-0")
+		synctest.Wait()
+		p := pod("a")
+		held := r.hold(p, web)
+		see := func(when, want string) {
+			t.Helper()
+			synctest.Wait()
+			v := r.View(10, 10)
+			var got []string
+			for _, d := range v.Drains {
+				got = append(got, fmt.Sprintf("%s %s for %s", d.Pod, d.Phase, v.At.Sub(d.Entered)))
+				for _, w := range d.Words {
+					since := "never"
+					if !w.Since.IsZero() {
+						since = v.At.Sub(w.Since).String()
+					}
+					got = append(got, fmt.Sprintf("%s %s %s", w.Agent, w.State, since))
+				}
+			}
+			for _, o := range v.Outcomes {
+				got = append(got, fmt.Sprintf("%s ended %s/%s after %s %q", o.Pod, o.Reason, o.End, o.Took, o.Silent))
+			}
+			if text := strings.Join(got, "; "); text != want {
+				t.Errorf("%s:\ngot  %s\nwant %s", when, text, want)
+			}
+		}
+		see("at first", "shop/a Unrouting for 0s; one routing 0s; two routing 0s")
+		time.Sleep(300 * time.Millisecond)
+		one.say(p, drain.Idle)
+		see("one is idle", "shop/a Unrouting for 300ms; two routing 300ms; one idle 0s")
+		time.Sleep(400 * time.Millisecond)
+		two.say(p, drain.Removed)
+		see("two has removed", "shop/a Quiescing for 0s; two removed 0s; one idle 400ms")
+		// A repeat is no news: since is when it began.
+		time.Sleep(100 * time.Millisecond)
+		two.say(p, drain.Removed)
+		see("it says so again", "shop/a Quiescing for 100ms; two removed 100ms; one idle 500ms")
+		two.say(p, drain.Idle)
+		answered(t, held, "Released Acknowledged held=true after 800ms")
+		time.Sleep(time.Second)
+		r.Gone(p.UID)
+		see("at the end", `shop/a ended Acknowledged/Dead after 800ms []`)
+
+		v := r.View(10, 10)
+		var times []string
+		for _, q := range v.Propagation {
+			times = append(times, fmt.Sprintf("%s %s %d: %s %s", q.Gateway, q.What, q.Samples, q.P50, q.Max))
+		}
+		if got, want := strings.Join(times, "; "), "fake removed 2: 300ms 700ms; fake idle 2: 300ms 800ms"; got != want {
+			t.Errorf("propagation\ngot  %s\nwant %s", got, want)
+		}
+		for _, a := range v.Agents {
+			if want := map[drain.AgentID]time.Duration{"one": 300 * time.Millisecond, "two": 800 * time.Millisecond}[a.ID]; a.Idle != want || a.Connected.IsZero() || !slices.Contains(a.Features, "leave") {
+				t.Errorf("agent %+v, want idle after %s", a, want)
+			}
+		}
+	})
+}
+
+// To look must not change what is looked at: a drain that is over by time alone is released to the one who waits, and not to the one who looks.
+func TestViewNamesTheSilent(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNetwork(t)
+		r := n.replica("replica-0", "a")
+		n.agent("one", []drain.Service{web}, "replica-0")
+		synctest.Wait()
+		p := pod("a")
+		for range 15 { // as a caller does who comes again
+			taken := r.hold(p, web)
+			time.Sleep(2 * time.Second)
+			<-taken
+			r.View(10, 10)
+		}
+		answered(t, r.hold(p, web), "Released Deadline held=false after 0s")
+		r.Gone(p.UID)
+		v := r.View(10, 10)
+		if len(v.Outcomes) != 1 || v.Outcomes[0].Reason != drain.Deadline || !slices.Equal(v.Outcomes[0].Silent, []string{"one"}) || v.Outcomes[0].Took != 30*time.Second {
+			t.Errorf("outcomes %+v", v.Outcomes)
+		}
+	})
+}
+
+// Whatever comes, what is remembered for people stays small.
+func TestHistoryIsBounded(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNetwork(t)
+		r := n.replica("replica-0", "a")
+		one := n.agent("one", []drain.Service{web}, "replica-0")
+		synctest.Wait()
+		for i := range outcomesMost + 20 {
+			p := pod(fmt.Sprint(i))
+			held := r.hold(p, web)
+			one.say(p, drain.Idle)
+			taken(t, held)
+			r.Gone(p.UID)
+		}
+		v := r.View(10, 10)
+		if len(v.Outcomes) != outcomesMost || v.Outcomes[0].Pod.Name != fmt.Sprint(outcomesMost+19) || v.Outcomes[outcomesMost-1].Pod.Name != "20" {
+			t.Errorf("%d outcomes, from %s to %s", len(v.Outcomes), v.Outcomes[0].Pod, v.Outcomes[len(v.Outcomes)-1].Pod)
+		}
+		if len(r.seen.open) != 0 {
+			t.Errorf("%d drains are remembered as open", len(r.seen.open))
+		}
+		h := newHistory()
+		for i := range 2 * kindsMost {
+			h.of(fmt.Sprint("kind-", i)).idle.add(time.Second, samplesMost)
+		}
+		if len(h.kinds) != kindsMost+1 {
+			t.Errorf("%d kinds of gateways", len(h.kinds))
+		}
+		for i := range 2 * samplesMost {
+			h.of("kind-0").removed.add(time.Duration(i), samplesMost)
+		}
+		if q := quantiles("kind-0", drain.Removed, &h.of("kind-0").removed); q.Samples != samplesMost || q.All != 2*samplesMost || q.P50 != samplesMost+samplesMost/2-1 {
+			t.Errorf("quantiles %+v", q)
+		}
+	})
+}
+
+// A view of many drains and agents names the oldest and the slowest, and counts the rest.
+func TestViewIsCut(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNetwork(t)
+		r := n.replica("replica-0", "a")
+		for i := range 5 {
+			n.agent(fmt.Sprint("agent-", i), []drain.Service{web}, "replica-0")
+		}
+		synctest.Wait()
+		for _, name := range []string{"a", "b", "c"} {
+			r.Unroute(pod(name), []drain.Service{web})
+			time.Sleep(time.Second)
+		}
+		v := r.View(2, 3)
+		if len(v.Drains) != 2 || v.Open != 3 || v.Drains[0].Pod.Name != "a" || len(v.Drains[0].Words) != 3 || v.Drains[0].Parties != 5 {
+			t.Errorf("%+v", v.Drains)
+		}
+	})
+}
+
+// What is not a word on this drain must not count as how long a gateway took, and what waits for room has not been told.
+func TestHistoryCountsWhatCounts(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNetwork(t)
+		r := n.replica("replica-0", "a")
+		n.agent("one", []drain.Service{web}, "replica-0")
+		synctest.Wait()
+		a, b := pod("a"), pod("b")
+		both := []drain.Targets{{Service: web, Usable: []drain.UID{a.UID, b.UID}}}
+		r.UnrouteFor(Request{Pod: a, Targets: both})
+		time.Sleep(time.Second)
+		r.UnrouteFor(Request{Pod: b, Targets: both})
+		if v := r.View(10, 10); v.Drains[0].Told.IsZero() || v.Drains[1].Phase != drain.Queued || !v.Drains[1].Told.IsZero() {
+			t.Errorf("%+v", v.Drains)
+		}
+		say := func(report drain.Report) {
+			r.mu.Lock()
+			defer r.mu.Unlock()
+			r.seen.reported(r.ledger, time.Now(), time.Now(), "one", []drain.Report{report})
+		}
+		say(drain.Report{UID: a.UID, State: drain.Idle})                         // of another replica's drain
+		say(drain.Report{UID: a.UID, State: drain.Idle, Held: true, Number: 99}) // of an earlier one
+		say(drain.Report{UID: b.UID, State: drain.Idle, Held: true})             // of one that nobody was told of
+		if v := r.View(10, 10); len(v.Propagation) > 0 {
+			t.Errorf("%+v", v.Propagation)
+		}
+		time.Sleep(time.Second)
+		r.Gone(a.UID)
+		time.Sleep(time.Second)
+		say(drain.Report{UID: b.UID, State: drain.Idle, Held: true})
+		if v := r.View(10, 10); len(v.Propagation) != 2 || v.Propagation[0].P50 != time.Second {
+			t.Errorf("from the moment when there was room: %+v", v.Propagation)
+		}
+	})
+}
+
+// A drain that was released and whose pod lives on all the same has ended as abandoned: it would look like one that went well.
+func TestAbandonedIsHowItEnded(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNetwork(t)
+		r := n.replica("replica-0", "a")
+		one := n.agent("one", []drain.Service{web}, "replica-0")
+		synctest.Wait()
+		p := pod("a")
+		r.lives.set(p.UID, Living)
+		held := r.hold(p, web)
+		one.say(p, drain.Idle)
+		answered(t, held, "Released Acknowledged held=true after 0s")
+		time.Sleep(time.Minute)
+		if v := r.View(10, 10); len(v.Outcomes) != 1 || v.Outcomes[0].Reason != drain.Abandoned {
+			t.Errorf("%+v", v.Outcomes)
+		}
+	})
+}

@@ -1,0 +1,137 @@
+package drain
+
+import (
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+)
+
+func TestWordsAreOfThoseWhoOwe(t *testing.T) {
+	w := newWorld(t)
+	w.join("a", web)
+	w.join("b", web)
+	w.join("other", api)
+	p := pod("x")
+	w.Ask(w.now, p, []Service{web})
+	w.say("a", p, Idle)
+	w.say("other", p, Removed)
+	see := func(want string) {
+		t.Helper()
+		words, owed := w.Words(w.now, p.UID, 10)
+		var got []string
+		for _, word := range words {
+			got = append(got, fmt.Sprintf("%s %s %s", word.Agent, word.State, word.Proof))
+		}
+		if text := fmt.Sprint(owed, " ", strings.Join(got, ", ")); text != want {
+			t.Errorf("words %q, want %q", text, want)
+		}
+	}
+	see("2 b unknown none, a idle runtime")
+	if words, owed := w.Words(w.now, p.UID, 1); len(words) != 1 || owed != 2 {
+		t.Errorf("cut to one: %v of %d", words, owed)
+	}
+	// What is too old to count is not said any more.
+	w.pass(w.times.Freshness + 1)
+	see("2 a unknown none, b unknown none")
+	w.Gone(w.now, p.UID)
+	see("0 ")
+}
+
+func TestAcknowledges(t *testing.T) {
+	w := newWorld(t)
+	w.join("a", web)
+	p := pod("x")
+	w.Ask(w.now, p, []Service{web})
+	for name, c := range map[string]struct {
+		report Report
+		want   bool
+	}{
+		"held":                    {Report{UID: p.UID, State: Removed, Held: true}, true},
+		"another replica's":       {Report{UID: p.UID, State: Removed}, false},
+		"an earlier drain":        {Report{UID: p.UID, State: Removed, Held: true, Number: 99}, false},
+		"this drain":              {Report{UID: p.UID, State: Removed, Held: true, Number: 1}, true},
+		"a pod that has no drain": {Report{UID: "other", State: Removed, Held: true}, false},
+	} {
+		if got := w.Acknowledges(c.report); got != c.want {
+			t.Errorf("%s: %t", name, got)
+		}
+	}
+}
+
+func TestElsewhereCountsWhatOthersDrain(t *testing.T) {
+	w := newWorld(t)
+	w.join("a", web)
+	w.Ask(w.now, pod("here"), []Service{web})
+	w.Report(w.now, "a", w.sessions["a"], []Report{{UID: "uid-here", State: Removed}, {UID: "uid-there", State: Removed}, {UID: "uid-held", State: Idle, Held: true}})
+	if got := w.Elsewhere(w.now); got != 1 {
+		t.Errorf("%d pods are drained elsewhere, want there", got)
+	}
+	w.pass(w.times.Freshness + 1)
+	if got := w.Elsewhere(w.now); got != 0 {
+		t.Errorf("%d, of old reports", got)
+	}
+}
+
+// Who would be asked, by which gate, and who cannot vouch for anything.
+func TestParties(t *testing.T) {
+	w := newWorld(t)
+	w.Expect(w.now, []Expected{
+		{ID: "directed", Name: "edge/directed", Ready: true, Label: LabelDirected}, {ID: "following", Name: "edge/following", Ready: true, Label: LabelFollowing},
+		{ID: "unlabelled", Name: "edge/unlabelled", Ready: true}, {ID: "away", Name: "edge/away", Label: LabelDirected},
+	})
+	w.join("other", api)
+	w.join("hap", web)
+	w.sessions["kp"] = w.Connect(w.now, "kp")
+	w.Declare("kp", w.sessions["kp"], []Route{{web, Endpoints, Observe, PerConnection}})
+	w.sessions["mesh"] = w.Connect(w.now, "mesh")
+	w.Declare("mesh", w.sessions["mesh"], []Route{{web, ClusterIP, Direct, PerRequest}})
+	w.join("left", web)
+	w.Leave("left", w.sessions["left"])
+	see := func() string {
+		var all []string
+		for _, p := range w.Parties(w.now, []Service{web}) {
+			all = append(all, fmt.Sprintf("%s hold=%t barrier=%t undeclared=%t", p.Name, p.Hold, p.Barrier, p.Undeclared))
+		}
+		return strings.Join(all, "\n")
+	}
+	want := `edge/away hold=true barrier=false undeclared=true
+edge/directed hold=true barrier=false undeclared=true
+edge/following hold=false barrier=true undeclared=true
+edge/unlabelled hold=true barrier=true undeclared=true
+hap hold=true barrier=false undeclared=false
+kp hold=false barrier=true undeclared=false
+mesh hold=false barrier=false undeclared=false`
+	if got := see(); got != want {
+		t.Errorf("got\n%s\nwant\n%s", got, want)
+	}
+	w.pass(w.times.Away + time.Second)
+	if got := see(); !strings.Contains(got, "edge/away hold=false") {
+		t.Errorf("one that is away for long:\n%s", got)
+	}
+	// The same agents owe a drain of such a pod.
+	status := w.Ask(w.now, pod("x"), []Service{web})
+	var owed []string
+	for _, waiting := range status.Waiting {
+		owed = append(owed, waiting.Name)
+	}
+	if got, want := strings.Join(owed, " "), "edge/directed edge/unlabelled hap"; got != want {
+		t.Errorf("the drain is owed by %q, want %q", got, want)
+	}
+}
+
+func TestOldest(t *testing.T) {
+	w := newWorld(t)
+	w.join("a", web)
+	for _, name := range []string{"c", "a", "b"} {
+		w.Ask(w.now, pod(name), []Service{web})
+		w.pass(time.Second)
+	}
+	w.Gone(w.now, "uid-a")
+	if got, open := w.Oldest(10); fmt.Sprint(got) != "[uid-c uid-b]" || open != 2 {
+		t.Errorf("%v of %d", got, open)
+	}
+	if got, open := w.Oldest(1); fmt.Sprint(got) != "[uid-c]" || open != 2 {
+		t.Errorf("cut to one: %v of %d", got, open)
+	}
+}

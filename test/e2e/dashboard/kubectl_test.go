@@ -1,0 +1,263 @@
+package dashboard
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	rbacv1 "k8s.io/api/rbac/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/cri-streaming/pkg/streaming/portforward"
+
+	"github.com/lameduck-io/lameduck/test/cluster"
+	"github.com/lameduck-io/lameduck/test/e2e/stage"
+)
+
+// kubelet is the part of a kubelet that the stand-in of a node lacks: it forwards ports of pods, with the kubelet's own code, behind the real API
+// server. All pods have the test's loopback address here.
+type kubelet struct{}
+
+func (kubelet) PortForward(_ context.Context, _, _ string, port int32, stream io.ReadWriteCloser) error {
+	conn, err := net.Dial("tcp", fmt.Sprint("127.0.0.1:", port))
+	if err != nil {
+		return err
+	}
+	var both sync.WaitGroup
+	both.Go(func() {
+		_, _ = io.Copy(conn, stream)
+		conn.Close()
+	})
+	both.Go(func() {
+		_, _ = io.Copy(stream, conn)
+		stream.Close()
+	})
+	both.Wait()
+	return nil
+}
+
+var kubeletOnce sync.Once
+
+// serveKubelet serves port forwarding where the API server looks for the kubelet, until the program ends.
+func serveKubelet(t *testing.T) {
+	t.Helper()
+	kubeletOnce.Do(func() {
+		ca, err := cluster.NewCA()
+		if err != nil {
+			t.Fatal(err)
+		}
+		certs := t.TempDir()
+		if err := ca.IssueFiles(certs, "node-1"); err != nil {
+			t.Fatal(err)
+		}
+		listener, err := net.Listen("tcp", ":10250")
+		if err != nil {
+			t.Fatal(err)
+		}
+		server := &http.Server{Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			parts := strings.Split(r.URL.Path, "/") // /portForward/{namespace}/{pod}
+			if len(parts) < 4 || parts[1] != "portForward" {
+				http.NotFound(w, r)
+				return
+			}
+			options, err := portforward.NewV4Options(r)
+			if err != nil {
+				http.Error(w, err.Error(), http.StatusBadRequest)
+				return
+			}
+			portforward.ServePortForward(w, r, kubelet{}, parts[3], "", options, time.Hour, 10*time.Second, portforward.SupportedProtocols)
+		})}
+		ready := make(chan struct{})
+		go func() {
+			close(ready)
+			_ = server.ServeTLS(listener, filepath.Join(certs, "tls.crt"), filepath.Join(certs, "tls.key"))
+		}()
+		<-ready
+		time.Sleep(100 * time.Millisecond) // the files are read before they go with the test
+	})
+}
+
+// plugin runs kubectl-lameduck as somebody, and returns what it says.
+func plugin(t *testing.T, kubeconfig string, args ...string) (stdout, stderr string, err error) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
+	defer cancel()
+	cmd := exec.CommandContext(ctx, filepath.Join(programs(t), "kubectl-lameduck"), append(args, "--kubeconfig", kubeconfig)...)
+	var out, errs bytes.Buffer
+	cmd.Stdout, cmd.Stderr = &out, &errs
+	err = cmd.Run()
+	return out.String(), errs.String(), err
+}
+
+// code is how a program ended.
+func code(err error) int {
+	var exit *exec.ExitError
+	if errors.As(err, &exit) {
+		return exit.ExitCode()
+	}
+	return 0
+}
+
+// kubectl lameduck, by the real API server and the kubelet's own port forwarding, while pods are drained.
+func TestKubectl(t *testing.T) {
+	s := open(t)
+	serveKubelet(t)
+	const ns = "kubectl"
+	shop(t, s, ns, 1500*time.Millisecond)
+	admin := s.Cluster.Kubeconfig()
+	say := func(args ...string) string {
+		t.Helper()
+		stdout, stderr, err := plugin(t, admin, args...)
+		if err != nil {
+			t.Fatalf("kubectl lameduck %s: %v: %s%s", strings.Join(args, " "), err, stdout, stderr)
+		}
+		t.Logf("kubectl lameduck %s\n%s%s", strings.Join(args, " "), stdout, stderr)
+		return stdout
+	}
+	contains := func(text string, all ...string) {
+		t.Helper()
+		for _, want := range all {
+			if !strings.Contains(text, want) {
+				t.Errorf("no %q in\n%s", want, text)
+			}
+		}
+	}
+	gateways, err := s.Pods(t.Context(), ns, "app=gateway")
+	if err != nil {
+		t.Fatal(err)
+	}
+	gateway := ns + "/" + gateways[0].Name
+	contains(say("status"), "COORDINATOR", "lameduck-webhook-", "ready", gateway, "haproxy", "connected", "1/1")
+	contains(say("status", "-o", "wide"), "NODE", "node-1", "directed")
+	pods, err := s.Pods(t.Context(), ns, "app=web")
+	if err != nil {
+		t.Fatal(err)
+	}
+	contains(say("explain", pods[0].Name, "-n", ns), "It would be deleted when 1 gateway that routes to it has let go.", gateway+" (haproxy on node-1), at the hold", "Not covered:", "kube-proxy")
+	contains(say("explain", "pod/"+pods[0].Name, "-n", ns, "--evict", "-o", "yaml"), "operation: evict", "answer: drain")
+	var drains []map[string]any
+	if err := json.Unmarshal([]byte(say("drains", "-n", ns, "-o", "json")), &drains); err != nil || len(drains) > 0 {
+		t.Errorf("before: %v, %v", drains, err)
+	}
+
+	// As kubectl finds it: on the PATH.
+	t.Setenv("PATH", programs(t)+string(os.PathListSeparator)+os.Getenv("PATH"))
+	if out, err := s.Cluster.Kubectl(t.Context(), "lameduck", "status"); err != nil || !strings.Contains(out, gateway) {
+		t.Errorf("as a plugin: %v: %s", err, out)
+	}
+
+	// --watch tells of every pod of a rolling update, from its beginning to its end.
+	ctx, cancel := context.WithCancel(t.Context())
+	watch := exec.CommandContext(ctx, filepath.Join(programs(t), "kubectl-lameduck"), "drains", "--watch", "-n", ns, "-o", "json", "--kubeconfig", admin)
+	watch.Cancel = func() error { return watch.Process.Signal(os.Interrupt) }
+	var watched, complaints bytes.Buffer
+	watch.Stdout, watch.Stderr = &watched, &complaints
+	if err := watch.Start(); err != nil {
+		t.Fatal(err)
+	}
+	time.Sleep(3 * time.Second) // it has to be there before
+	seen := make(chan string, 1)
+	go func() {
+		for end := time.Now().Add(most); time.Now().Before(end); {
+			out, _, err := plugin(t, admin, "drains", "-o", "wide")
+			if err == nil && strings.Contains(out, gateway) {
+				seen <- out
+				return
+			}
+		}
+		seen <- ""
+	}()
+	if _, err := s.Restart(t.Context(), ns, "web"); err != nil {
+		t.Fatal(err)
+	}
+	contains(<-seen, "NAMESPACE", "WAITS-FOR", ns, "Quiescing", gateway+" (removed)", "lameduck-webhook-")
+	time.Sleep(time.Second)
+	cancel()
+	if err := watch.Wait(); code(err) != 0 {
+		t.Errorf("--watch ends with %v", err)
+	}
+	t.Logf("--watch said\n%s%s", &watched, &complaints)
+	for _, pod := range pods {
+		var types []string
+		for line := range strings.Lines(watched.String()) {
+			var e struct {
+				Type   string
+				Object struct{ Pod, Phase, Reason string }
+			}
+			if err := json.Unmarshal([]byte(line), &e); err != nil {
+				t.Fatalf("%s: %v", line, err)
+			}
+			if e.Object.Pod == pod.Name {
+				types = append(types, e.Type+" "+e.Object.Phase+e.Object.Reason)
+			}
+		}
+		if !slices.ContainsFunc(types, func(s string) bool { return strings.HasPrefix(s, "drain ") }) || types[len(types)-1] != "outcome Acknowledged" {
+			t.Errorf("--watch says of %s: %q", pod.Name, types)
+		}
+	}
+}
+
+// Who may not, or asks a cluster without Lameduck, must hear what is missing.
+func TestKubectlSaysWhatIsMissing(t *testing.T) {
+	s := open(t)
+	serveKubelet(t)
+	config := func(user string, rules ...rbacv1.PolicyRule) string {
+		t.Helper()
+		path := filepath.Join(t.TempDir(), "kubeconfig")
+		if err := s.Cluster.WriteKubeconfig(path, user); err != nil {
+			t.Fatal(err)
+		}
+		if len(rules) > 0 {
+			role := &rbacv1.Role{ObjectMeta: metav1.ObjectMeta{Name: user, Namespace: stage.System}, Rules: rules}
+			if _, err := s.Kube.RbacV1().Roles(stage.System).Create(t.Context(), role, metav1.CreateOptions{}); err != nil {
+				t.Fatal(err)
+			}
+			binding := &rbacv1.RoleBinding{
+				ObjectMeta: role.ObjectMeta, RoleRef: rbacv1.RoleRef{APIGroup: rbacv1.GroupName, Kind: "Role", Name: user}, Subjects: []rbacv1.Subject{{APIGroup: rbacv1.GroupName, Kind: "User", Name: user}},
+			}
+			if _, err := s.Kube.RbacV1().RoleBindings(stage.System).Create(t.Context(), binding, metav1.CreateOptions{}); err != nil {
+				t.Fatal(err)
+			}
+		}
+		return path
+	}
+	list := rbacv1.PolicyRule{APIGroups: []string{""}, Resources: []string{"pods"}, Verbs: []string{"list"}}
+	forward := rbacv1.PolicyRule{APIGroups: []string{""}, Resources: []string{"pods/portforward"}, Verbs: []string{"create", "get"}}
+	admin := s.Cluster.Kubeconfig()
+	for name, c := range map[string]struct {
+		kubeconfig string
+		args       []string
+		code       int
+		says       string
+	}{
+		"no right to list":    {config("nobody"), []string{"status"}, 1, "you may not list pods in namespace lameduck-system"},
+		"no right to forward": {config("lister", list), []string{"status"}, 1, "you may not forward ports to the coordinators' pods (create and get pods/portforward)"},
+		"exactly the rights":  {config("reader", list, forward), []string{"status"}, 0, ""},
+		"not installed":       {admin, []string{"status", "--lameduck-namespace", "default"}, 1, "Lameduck is not installed in namespace default"},
+		"another port":        {admin, []string{"status", "--lameduck-port", "9446"}, 1, "serves nothing on its loopback address"},
+		"watch, another port": {admin, []string{"drains", "-w", "--lameduck-port", "9446"}, 1, "serves nothing on its loopback address"},
+		"no such pod":         {admin, []string{"explain", "nobody", "-n", "default"}, 1, "no pod nobody in namespace default"},
+		"an unknown command":  {admin, []string{"drain"}, 2, `unknown command "drain"`},
+		"an unknown context":  {admin, []string{"status", "--context", "nowhere"}, 2, `context "nowhere" does not exist`},
+		"no kubeconfig":       {"/nowhere", []string{"status"}, 2, "/nowhere"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			stdout, stderr, err := plugin(t, c.kubeconfig, c.args...)
+			if code(err) != c.code || !strings.Contains(stderr, c.says) || c.code != 0 && stdout != "" {
+				t.Errorf("exit code %d, want %d and %q: %s%s", code(err), c.code, c.says, stdout, stderr)
+			}
+		})
+	}
+}

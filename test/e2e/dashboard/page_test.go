@@ -1,0 +1,389 @@
+package dashboard
+
+import (
+	"context"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/chromedp/chromedp"
+	"github.com/chromedp/chromedp/kb"
+
+	"github.com/lameduck-io/lameduck/pkg/admission"
+	"github.com/lameduck-io/lameduck/pkg/dashboard"
+	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/drain/coordinator"
+	"github.com/lameduck-io/lameduck/test/cluster"
+)
+
+// made is a coordinator that knows what a test says.
+type made struct {
+	mu   sync.Mutex
+	view coordinator.View
+}
+
+func (m *made) set(change func(v *coordinator.View)) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	change(&m.view)
+}
+
+func (m *made) View(int, int) coordinator.View {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	v := m.view
+	v.At = time.Now()
+	return v
+}
+
+func (m *made) Parties([]drain.Service) ([]drain.Party, map[drain.AgentID]string) {
+	web := drain.Service{Namespace: "shop", Name: "web"}
+	return []drain.Party{
+		{Known: drain.Known{ID: "a", Name: "edge/haproxy-0", Connected: true, Declared: true}, Hold: true, Routes: []drain.Route{{Service: web, Via: drain.Endpoints, Can: drain.Direct, Grain: drain.PerRequest}}},
+		{Known: drain.Known{ID: "m", Name: "edge/mesh-0", Connected: true, Declared: true}, Routes: []drain.Route{{Service: web, Via: drain.ClusterIP, Can: drain.Direct, Grain: drain.PerRequest}}},
+	}, map[drain.AgentID]string{"a": "haproxy", "m": "envoy"}
+}
+
+func (m *made) Explain(_ context.Context, _ time.Time, operation admission.Operation, namespace, name string) (admission.Explanation, error) {
+	if name != "web-7d9c5b6f4-x2x8q" {
+		return admission.Explanation{}, fmt.Errorf("%w: %s/%s", admission.ErrNoPod, namespace, name)
+	}
+	return admission.Explanation{
+		Pod:     &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: name, UID: types.UID("uid-1")}},
+		Facts:   admission.Facts{Operation: operation},
+		Verdict: admission.Verdict{Action: admission.Drain, Reason: admission.Draining},
+		Targets: []drain.Targets{{Service: drain.Service{Namespace: "shop", Name: "web"}, Usable: []drain.UID{"uid-1", "uid-2"}}},
+	}, nil
+}
+
+// Review lets the bearer of "good" look.
+func (m *made) Review(_ context.Context, token string) error {
+	switch token {
+	case "good":
+		return nil
+	case "weak":
+		return fmt.Errorf("%w: jane needs the verb get on drains.lameduck.io in all namespaces", dashboard.ErrForbidden)
+	case "away":
+		return errors.New("the API server does not answer")
+	default:
+		return dashboard.ErrUnauthenticated
+	}
+}
+
+// empty is a replica that has seen nothing.
+func empty() *made {
+	return &made{view: coordinator.View{
+		Began: time.Now().Add(-time.Hour), Lease: drain.Lease{Replica: "lameduck-webhook-5c9f7d4b8-mk2vp", Epoch: "e"}, Times: drain.DefaultTimes(), MaxHolds: 32,
+	}}
+}
+
+// busy is a replica with something of everything.
+func busy() *made {
+	m := empty()
+	now := time.Now()
+	pod := func(n int, name string) drain.Pod {
+		return drain.Pod{Namespace: "shop", Name: name, UID: drain.UID(fmt.Sprint("uid-", n))}
+	}
+	ago := func(d time.Duration) time.Time { return now.Add(-d) }
+	v := &m.view
+	v.Holds, v.Expected, v.Missing, v.Suspended, v.Elsewhere, v.Open = 2, 5, 1, 1, 2, 3
+	word := func(agent string, state drain.State, since time.Duration) coordinator.Word {
+		w := coordinator.Word{Word: drain.Word{Agent: drain.AgentID(agent), Name: agent, State: state, Connected: true}, Gateway: "haproxy"}
+		if since > 0 {
+			w.Since = ago(since)
+		}
+		return w
+	}
+	away := word("edge/haproxy-eu-west-2", drain.StateUnknown, 0)
+	away.Connected = false
+	v.Drains = []coordinator.Drain{
+		{Status: drain.Status{Pod: pod(1, "checkout-6f7f9c5d8b-l4kzt"), Phase: drain.Unrouting, Since: ago(17 * time.Second), Deadline: now.Add(13 * time.Second), Begun: ago(17 * time.Second), Owed: 3,
+			Waiting: []drain.Waiting{{Name: "edge/haproxy-eu-west-2"}, {Name: "edge/haproxy-eu-west-1"}}}, Entered: ago(17 * time.Second), Told: ago(17 * time.Second),
+			Words: []coordinator.Word{away, word("edge/haproxy-eu-west-1", drain.Removed, 14*time.Second), word("edge/haproxy-0", drain.Idle, 16*time.Second)}, Parties: 3},
+		{Status: drain.Status{Pod: pod(2, "web-7d9c5b6f4-x2x8q"), Phase: drain.Quiescing, Since: ago(2 * time.Second), Deadline: now.Add(28 * time.Second), Begun: ago(2 * time.Second), Owed: 1,
+			Waiting: []drain.Waiting{{Name: "edge/haproxy-0"}}}, Entered: ago(time.Second), Told: ago(2 * time.Second), Words: []coordinator.Word{word("edge/haproxy-0", drain.Removed, time.Second)}, Parties: 1},
+		{Status: drain.Status{Pod: pod(3, "web-7d9c5b6f4-9hvdm"), Phase: drain.Queued, Since: ago(time.Second), Deadline: now.Add(29 * time.Second), Begun: ago(time.Second), Owed: 1}, Entered: ago(time.Second)},
+	}
+	for i, a := range []struct {
+		name            string
+		gateway         string
+		connected, susp bool
+		removed         time.Duration
+	}{
+		{"edge/haproxy-0", "haproxy", true, false, 4200 * time.Microsecond}, {"edge/haproxy-eu-west-1", "haproxy", true, false, 11 * time.Millisecond},
+		{"edge/haproxy-eu-west-2", "haproxy", false, false, 8 * time.Millisecond}, {"lameduck-node/agent-7kq2x", "kube-proxy", true, false, 240 * time.Millisecond},
+		{"edge/haproxy-canary", "haproxy", true, true, 0},
+	} {
+		known := drain.Known{ID: drain.AgentID(fmt.Sprint("agent-", i)), Name: a.name, Expected: true, Ready: true, Connected: a.connected, Declared: true, Services: 12 + i, Suspended: a.susp}
+		if !a.connected {
+			known.Lost = ago(17 * time.Second)
+		}
+		v.Agents = append(v.Agents, coordinator.Agent{Known: known, Gateway: a.gateway, Protocol: 1, Features: []string{"leave"}, Connected: ago(50 * time.Minute), Posted: ago(time.Second),
+			Age: 3 * time.Millisecond, Removed: a.removed, Idle: a.removed * 5})
+	}
+	reasons := []drain.Reason{drain.Acknowledged, drain.Acknowledged, drain.Deadline, drain.Acknowledged, drain.Acknowledged, drain.Abandoned, drain.IdleBound, drain.Dead}
+	for i := range 14 {
+		o := coordinator.Outcome{Pod: pod(100+i, fmt.Sprintf("web-5b8d6c7f9-%05d", i*7919)), At: ago(time.Duration(i*i+3) * time.Second), Reason: reasons[i%len(reasons)], End: drain.Dead, Took: time.Duration(31+i*17) * time.Millisecond}
+		switch o.Reason {
+		case drain.Deadline:
+			o.Took, o.Silent = 30*time.Second, []string{"edge/haproxy-canary"}
+		case drain.IdleBound:
+			o.Took, o.Silent = 10*time.Second, []string{"edge/haproxy-0"}
+		}
+		v.Outcomes = append(v.Outcomes, o)
+	}
+	ms := time.Millisecond
+	v.Propagation = []coordinator.Propagation{
+		{Gateway: "haproxy", What: drain.Removed, All: 2381, Samples: 1000, P50: 4 * ms, P90: 9 * ms, P99: 38 * ms, Max: 410 * ms},
+		{Gateway: "haproxy", What: drain.Idle, All: 2380, Samples: 1000, P50: 27 * ms, P90: 61 * ms, P99: 940 * ms, Max: 10 * time.Second},
+		{Gateway: "kube-proxy", What: drain.Removed, All: 311, Samples: 311, P50: 210 * ms, P90: 730 * ms, P99: 1020 * ms, Max: 1400 * ms},
+		{Gateway: "kube-proxy", What: drain.Idle, All: 311, Samples: 311, P50: 340 * ms, P90: 900 * ms, P99: 2100 * ms, Max: 9 * time.Second},
+	}
+	return m
+}
+
+// serve serves a made coordinator's dashboard on an address, and returns its URL and what ends it.
+func serve(t *testing.T, m *made, address string) (url string, end func()) {
+	t.Helper()
+	d := dashboard.New(dashboard.Options{
+		Coordinator: m, Explainer: m, Reviewer: m, Log: slog.New(slog.DiscardHandler),
+		Node: func(name string, _ drain.AgentID) string { return "node-" + name[len(name)-1:] },
+	})
+	listener, err := net.Listen("tcp", address)
+	if err != nil {
+		t.Fatal(err)
+	}
+	server := httptest.NewUnstartedServer(d.Handler(listener.Addr()))
+	server.Listener.Close()
+	server.Listener = listener
+	scheme := "http"
+	if dashboard.Loopback(listener.Addr()) {
+		server.Start()
+	} else {
+		scheme = "https"
+		server.StartTLS()
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	var running sync.WaitGroup
+	running.Go(func() { d.Run(ctx) })
+	var once sync.Once
+	end = func() {
+		once.Do(func() {
+			cancel()
+			running.Wait()
+			server.CloseClientConnections()
+			server.Close()
+		})
+	}
+	t.Cleanup(end)
+	return scheme + "://" + listener.Addr().String() + "/", end
+}
+
+// Everything that there may be to see, at every width and in both colours: nothing is cut off, nothing overflows, and the console is silent.
+func TestThePageShowsEverything(t *testing.T) {
+	url, _ := serve(t, busy(), "127.0.0.1:0")
+	b := start(t)
+	b.look(wide, "light")
+	b.open(url)
+	b.await("#connection", "Live")
+	for selector, texts := range map[string][]string{
+		"#replica":        {"lameduck-webhook-5c9f7d4b8-mk2vp"},
+		".tiles":          {"Draining now 3", "and 2 through other replicas", "4 of 5", "1 missing, 1 suspended"},
+		"#drains-table":   {"checkout-6f7f9c5d8b-l4kzt", "Unrouting", "edge/haproxy-eu-west-2 not connected", "removed, requests still run", "1 of 3 have let go", "Quiescing", "Queued", "waits for room"},
+		"#drains-note":    {"2 pods are drained through other replicas"},
+		"#outcomes-table": {"Deadline", "edge/haproxy-canary", "30.0 s", "Abandoned", "it lives on", "IdleBound"},
+		"#speed-table":    {"haproxy removed 4.0 ms 9.0 ms 38 ms 410 ms 1000 (of 2381)", "kube-proxy idle 340 ms"},
+		"#agents-table":   {"edge/haproxy-canary", "suspended", "missing", "for 50 min", "node-1"},
+		"#health-note":    {"/v1/targets"},
+	} {
+		for _, text := range texts {
+			if got := b.text(selector); !strings.Contains(got, text) {
+				t.Errorf("%s says %q, want %q", selector, got, text)
+			}
+		}
+	}
+	if got := of[int](b, "document.querySelectorAll('#plot svg .bar').length"); got != 4 {
+		t.Errorf("%d bars", got)
+	}
+	if got := of[string](b, "document.title"); got != "(3) Lameduck" {
+		t.Errorf("title %q", got)
+	}
+	for _, scheme := range []string{"light", "dark"} {
+		for _, width := range []int64{wide, 768, phone, 320} {
+			b.look(width, scheme)
+			if over := b.overflows(); over != "" {
+				t.Errorf("at %d: wider than the window: %s", width, over)
+			}
+			if low := lowContrast(b); low != "" {
+				t.Errorf("at %d, %s: too little contrast: %s", width, scheme, low)
+			}
+			b.picture(fmt.Sprintf("made-%s-%d", scheme, width), true)
+		}
+	}
+}
+
+// lowContrast names texts whose colour has a contrast of less than 4.5 to what they stand on (WCAG 2.2, 1.4.3).
+func lowContrast(b *browser) string {
+	return of[string](b, `(() => {
+		const rgb = (c) => c.match(/[\d.]+/g).map(Number);
+		const light = (c) => c.slice(0, 3).map((v) => v / 255).map((v) => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4).reduce((s, v, i) => s + v * [0.2126, 0.7152, 0.0722][i], 0);
+		const ground = (e) => { for (; e; e = e.parentElement) { const c = rgb(getComputedStyle(e).backgroundColor); if (c.length === 3 || c[3] === 1) return c; } return [255, 255, 255]; };
+		const bad = new Set();
+		for (const e of document.querySelectorAll('body *')) {
+			if (![...e.childNodes].some((n) => n.nodeType === 3 && n.textContent.trim()) || !e.checkVisibility() || e.closest('svg, .hidden, thead, noscript')) continue;
+			const a = light(rgb(getComputedStyle(e).color)), g = light(ground(e));
+			const contrast = (Math.max(a, g) + 0.05) / (Math.min(a, g) + 0.05);
+			if (contrast < 4.5) bad.add(e.tagName + '.' + e.className + ' "' + e.textContent.trim().slice(0, 30) + '" ' + contrast.toFixed(2));
+		}
+		return [...bad].join('; ');
+	})()`)
+}
+
+// A page that has nothing to show says what it is for, and one whose replica has gone says since when it knows nothing.
+func TestThePageTeachesAndAdmits(t *testing.T) {
+	m := empty()
+	url, end := serve(t, m, "127.0.0.1:0")
+	b := start(t)
+	b.look(wide, "light")
+	b.open(url)
+	b.await("#connection", "Live")
+	for _, selector := range []string{"#drains-empty", "#outcomes-empty", "#speed-empty", "#agents-empty"} {
+		if b.text(selector) == "" {
+			t.Errorf("%s is not shown", selector)
+		}
+	}
+	b.picture("made-empty", true)
+	m.set(func(v *coordinator.View) { *v = busy().view })
+	b.await("#drains-table", "checkout-6f7f9c5d8b-l4kzt")
+	if got := b.text("#drains-empty"); got != "" {
+		t.Errorf("with drains it still says %q", got)
+	}
+	b.await("#announce", "3 pods are draining.")
+	b.expectLoss()
+	end()
+	b.await("#connection", "Connection lost, last seen")
+	b.await("#lost", "kubectl port-forward")
+	was := b.text("#drains-table")
+	time.Sleep(1500 * time.Millisecond)
+	if is := b.text("#drains-table"); is != was {
+		t.Errorf("what is old grows older: %q, then %q", was, is)
+	}
+	b.picture("made-lost", false)
+	// It comes back by itself, in the same place.
+	serve(t, m, strings.TrimSuffix(strings.TrimPrefix(url, "http://"), "/"))
+	b.await("#connection", "Live")
+	b.awaitThat("end of the banner", func() bool { return b.text("#lost") == "" })
+}
+
+// Rows that say the same are left alone: a selection stays, and nothing is read out again.
+func TestThePageLeavesAloneWhatIsTheSame(t *testing.T) {
+	m := busy()
+	url, _ := serve(t, m, "127.0.0.1:0")
+	b := start(t)
+	b.open(url)
+	b.await("#drains-table", "checkout-6f7f9c5d8b-l4kzt")
+	of[bool](b, "document.querySelector('#drains-table tbody tr').mark = 1, document.querySelectorAll('#drains-table tbody tr')[1].mark = 2, true")
+	m.set(func(v *coordinator.View) { v.Drains, v.Open = v.Drains[1:], 2 })
+	b.awaitThat("row less", func() bool { return of[int](b, "document.querySelectorAll('#drains-table tbody tr').length") == 2 })
+	if got := of[int](b, "document.querySelector('#drains-table tbody tr').mark ?? 0"); got != 2 {
+		t.Errorf("the row that stays was made anew: mark %d", got)
+	}
+}
+
+// By keyboard alone: everything can be reached, and where one is can be seen.
+func TestThePageIsReachedByKeyboard(t *testing.T) {
+	url, _ := serve(t, busy(), "127.0.0.1:0")
+	b := start(t)
+	b.open(url)
+	b.await("#drains-table", "checkout")
+	var reached []string
+	for range 8 {
+		b.do(chromedp.KeyEvent(kb.Tab))
+		at := of[string](b, `(() => { const e = document.activeElement; const s = getComputedStyle(e); return (e.id || e.className || e.tagName) + (s.outlineStyle !== 'none' && parseFloat(s.outlineWidth) >= 2 ? '' : ' UNSEEN'); })()`)
+		reached = append(reached, at)
+	}
+	want := []string{"skip", "outcomes-more", "explain-namespace", "explain-pod", "explain-operation", "BUTTON", "A"}
+	for i := range want {
+		if reached[i] != want[i] {
+			t.Fatalf("reached %q, want %q", reached, want)
+		}
+	}
+	// Each control has a name, each table a caption, and headings do not leave out a level.
+	if bad := of[string](b, `[...document.querySelectorAll('input, select')].filter((e) => !e.labels.length).map((e) => e.id).join()
+		+ [...document.querySelectorAll('table')].filter((e) => !e.caption || !e.querySelector('th[scope=col]')).map((e) => e.id).join()
+		+ [...document.querySelectorAll('button')].filter((e) => !e.textContent.trim() && !e.hidden).length * 1 || ''`); bad != "" && bad != "0" {
+		t.Errorf("without name: %s", bad)
+	}
+	for _, landmark := range []string{"header", "main", "footer"} {
+		if of[int](b, fmt.Sprintf("document.querySelectorAll('body > %s').length", landmark)) != 1 {
+			t.Errorf("no landmark %s", landmark)
+		}
+	}
+}
+
+func TestThePageExplains(t *testing.T) {
+	url, _ := serve(t, busy(), "127.0.0.1:0")
+	b := start(t)
+	b.look(wide, "light")
+	b.open(url)
+	b.await("#connection", "Live")
+	ask := func(pod string) {
+		b.do(chromedp.SetValue("#explain-namespace", "shop"), chromedp.SetValue("#explain-pod", pod), chromedp.Click("#explain-form button"))
+	}
+	ask("web-7d9c5b6f4-x2x8q")
+	b.await("#explain-result", "It would be deleted when 1 gateway that routes to it has let go.")
+	for _, text := range []string{"edge/haproxy-0", "at the hold", "envoy of edge/mesh-0", "via clusterIP: that tells nothing of a single pod", "kube-proxy", "shop/web, 2 usable targets"} {
+		if got := b.text("#explain-result"); !strings.Contains(got, text) {
+			t.Errorf("it explains %q, want %q", got, text)
+		}
+	}
+	b.picture("made-explain", true)
+	b.expectLoss() // a 404 is told to the console
+	ask("nobody")
+	b.await("#explain-result", "no such pod: shop/nobody")
+}
+
+// Not on loopback, the page asks who one is, shows nothing before, and keeps the token nowhere.
+func TestThePageAsksForAToken(t *testing.T) {
+	cluster.Entered(t) // where there is such an address
+	url, _ := serve(t, busy(), "10.244.3.9:0")
+	client := &http.Client{Transport: &http.Transport{TLSClientConfig: &tls.Config{InsecureSkipVerify: true}}}
+	response, err := client.Get(url + "v1/view")
+	if err != nil {
+		t.Fatal(err)
+	}
+	response.Body.Close()
+	if response.StatusCode != http.StatusUnauthorized {
+		t.Errorf("without a token: %s", response.Status)
+	}
+	b := start(t)
+	b.expectLoss()
+	b.look(wide, "light")
+	b.open(url)
+	b.await("#token-form", "kubectl create token NAME --audience=lameduck.io")
+	if got := b.text("main"); got != "" {
+		t.Errorf("it shows %q", got)
+	}
+	b.picture("made-token", true)
+	for token, says := range map[string]string{"bad": "the token is not valid here", "weak": "jane needs the verb get"} {
+		b.do(chromedp.SetValue("#token", token), chromedp.Click("#token-form button"))
+		b.await("#token-error", says)
+	}
+	b.do(chromedp.SetValue("#token", "good"), chromedp.Click("#token-form button"))
+	b.await("#drains-table", "checkout-6f7f9c5d8b-l4kzt")
+	if kept := of[string](b, "JSON.stringify([document.cookie, {...localStorage}, {...sessionStorage}, document.querySelector('#token').value, location.href])"); strings.Contains(kept, "good") {
+		t.Errorf("the token is kept: %s", kept)
+	}
+}

@@ -1,0 +1,245 @@
+package dashboard
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"net/netip"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/chromedp/chromedp"
+
+	"github.com/lameduck-io/lameduck/test/cluster"
+	"github.com/lameduck-io/lameduck/test/e2e/load"
+	"github.com/lameduck-io/lameduck/test/e2e/stage"
+)
+
+// address is where the coordinator's page is: pods of the stand-in of a node have the test's loopback address.
+const address = "127.0.0.1:9445"
+
+var (
+	buildOnce sync.Once
+	built     string
+	errBuilt  error
+)
+
+// programs builds what is tested, with the race detector, and returns the directory.
+func programs(t *testing.T) string {
+	t.Helper()
+	buildOnce.Do(func() {
+		if built, errBuilt = os.MkdirTemp("", "bin"); errBuilt != nil {
+			return
+		}
+		for _, of := range []struct{ dir, pkg string }{{"../../..", "./cmd/..."}, {"..", "./app"}} {
+			cmd := exec.Command("go", "build", "-race", "-o", built+"/", of.pkg)
+			cmd.Dir = of.dir
+			if out, err := cmd.CombinedOutput(); err != nil {
+				errBuilt = fmt.Errorf("build %s: %w: %s", of.pkg, err, out)
+				return
+			}
+		}
+	})
+	if errBuilt != nil {
+		t.Fatal(errBuilt)
+	}
+	return built
+}
+
+var (
+	openOnce sync.Once
+	opened   *stage.Stage
+	errOpen  error
+)
+
+// open returns the stage that the tests share: one node, one coordinator with its page, the webhook.
+func open(t *testing.T) *stage.Stage {
+	t.Helper()
+	if _, err := stage.HAProxy(); err != nil {
+		cluster.Missing(t, "haproxy", "apt-get install haproxy")
+	}
+	cluster.Entered(t)
+	bin := programs(t)
+	openOnce.Do(func() {
+		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+		defer cancel()
+		// It finds the kubelet, see serveKubelet, by the node's address: there is no DNS.
+		var c *cluster.Cluster
+		if c, errOpen = cluster.Start(context.Background(), cluster.Options{APIServer: []string{"--kubelet-preferred-address-types=InternalIP"}, LogDir: os.Getenv("LAMEDUCK_LOGS")}); errOpen != nil {
+			return
+		}
+		options := stage.Options{Bin: bin, Dir: filepath.Join(os.TempDir(), "n"), WebhookArgs: []string{"--dashboard-address=" + address}}
+		if opened, errOpen = stage.Open(ctx, c, options); errOpen != nil {
+			return
+		}
+		if errOpen = opened.InstallCoordinator(ctx); errOpen != nil {
+			return
+		}
+		errOpen = opened.InstallWebhook(ctx)
+	})
+	if errOpen != nil {
+		t.Fatal(errOpen)
+	}
+	return opened
+}
+
+// shop installs an application of four pods, behind HAProxy and its agent, with clients whose requests take their time, so that drains last long
+// enough to be looked at.
+func shop(t *testing.T, s *stage.Stage, ns string, work time.Duration) {
+	t.Helper()
+	if err := s.CreateNamespace(t.Context(), ns); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.InstallApp(t.Context(), stage.App{Namespace: ns, Replicas: 4, StartDelay: 300 * time.Millisecond, Work: work}); err != nil {
+		t.Fatal(err)
+	}
+	proxy, err := s.InstallGateway(t.Context(), stage.Gateway{Namespace: ns})
+	if err != nil {
+		t.Fatal(err)
+	}
+	clients, err := load.Run(t.Context(), load.Options{
+		Target: "http://" + proxy + "/", Rate: 20, Timeout: 10 * time.Second, WantBody: []byte("ok\n"), MaxInFlight: 1000,
+		SourceAddrs: []netip.Addr{netip.MustParseAddr("10.244.251.1"), netip.MustParseAddr("10.244.251.2")},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if got := clients.Stop(); got.Failed > 0 {
+			t.Errorf("%d of %d requests failed: %v", got.Failed, got.Total, got.FailedBy)
+		}
+	})
+}
+
+// row is what a person saw of a drain.
+type row struct{ Pod, Phase, Waits string }
+
+// record notes every state of the table of drains from now on, as it is drawn, and whether the connection stays.
+const record = `window.seen = []; new MutationObserver(() => {
+	for (const r of document.querySelectorAll('#drains-table tbody tr')) {
+		const [pod, phase, , waits] = [...r.cells].map((c) => c.innerText);
+		seen.push({Pod: pod, Phase: phase.split('\n')[0], Waits: waits});
+	}
+}).observe(document.querySelector('#drains-table'), {subtree: true, childList: true});
+window.lost = 0; new MutationObserver(() => { lost++; }).observe(document.querySelector('#connection'), {attributes: true}); true`
+
+// A person opens the page and performs a rolling update. He must see each old pod appear by its name, with how far it is and who is waited for, and
+// then how it ended; and the page must say nothing else than kubectl does.
+func TestARollingUpdateIsSeen(t *testing.T) {
+	b := start(t)
+	s := open(t)
+	shop(t, s, "shop", 1500*time.Millisecond)
+	old, err := s.Pods(t.Context(), "shop", "app=web")
+	if err != nil {
+		t.Fatal(err)
+	}
+	gateways, err := s.Pods(t.Context(), "shop", "app=gateway")
+	if err != nil {
+		t.Fatal(err)
+	}
+	gateway := "shop/" + gateways[0].Name
+
+	b.look(wide, "light")
+	b.open("http://" + address + "/")
+	b.await("#connection", "Live")
+	b.await("#replica", "Answered by lameduck-webhook-")
+	b.await("#agents-table", gateway)
+	for _, says := range []string{"haproxy", "node-1", "connected"} {
+		if got := b.text("#agents-table"); !strings.Contains(got, says) {
+			t.Errorf("the agent is %q, want %q", got, says)
+		}
+	}
+	if got := b.text("#drains-empty"); !strings.Contains(got, "Nothing is draining") {
+		t.Errorf("before: %q", got)
+	}
+	b.do(chromedp.SetValue("#explain-namespace", "shop"), chromedp.SetValue("#explain-pod", old[0].Name), chromedp.Click("#explain-form button"))
+	b.await("#explain-result", "It would be deleted when 1 gateway that routes to it has let go.")
+	b.await("#explain-result", gateway)
+	b.pictureOf("page-explain", "#explain")
+	if got := b.text("#drains-table"); got != "" {
+		t.Errorf("to ask has opened a drain: %q", got)
+	}
+
+	of[bool](b, record)
+	done := make(chan error, 1)
+	go func() {
+		_, err := s.Restart(context.WithoutCancel(t.Context()), "shop", "web")
+		done <- err
+	}()
+	b.awaitThat("drains", func() bool { return b.text("#drains-table") != "" })
+	b.awaitThat("drain that waits for "+gateway, func() bool { return strings.Contains(b.text("#drains-table"), gateway) })
+	if err := <-done; err != nil {
+		t.Fatal(err)
+	}
+	for _, pod := range old {
+		b.await("#outcomes-table", pod.Name)
+	}
+	b.await("#drains-empty", "Nothing is draining")
+	b.await("#speed-table", "haproxy idle")
+
+	var seen []row
+	if err := json.Unmarshal([]byte(of[string](b, "JSON.stringify(seen)")), &seen); err != nil {
+		t.Fatal(err)
+	}
+	for _, pod := range old {
+		of := slices.DeleteFunc(slices.Clone(seen), func(r row) bool { return r.Pod != "shop/"+pod.Name })
+		if len(of) == 0 {
+			t.Errorf("pod %s was never shown", pod.Name)
+			continue
+		}
+		if !slices.ContainsFunc(of, func(r row) bool {
+			return (r.Phase == "Unrouting" || r.Phase == "Quiescing") && strings.Contains(r.Waits, gateway)
+		}) {
+			t.Errorf("nobody saw whom pod %s waited for: %v", pod.Name, of)
+		}
+	}
+	if n := of[int](b, "lost"); n > 0 {
+		t.Errorf("the stream of events was lost and came back: %d changes", n)
+	}
+	outcomes := of[[]string](b, "[...document.querySelectorAll('#outcomes-table tbody tr')].map((r) => r.innerText.replace(/\\s+/g, ' '))")
+	for _, pod := range old {
+		if !slices.ContainsFunc(outcomes, func(text string) bool {
+			return strings.Contains(text, "shop/"+pod.Name) && strings.Contains(text, "Acknowledged")
+		}) {
+			t.Errorf("the end of %s is not shown: %q", pod.Name, outcomes)
+		}
+	}
+	pictures(b, s)
+	log, err := s.Logs(t.Context(), stage.System, "app.kubernetes.io/component=webhook", "webhook")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if i := strings.Index(log, "DATA RACE"); i >= 0 {
+		t.Error(log[i:min(len(log), i+4000)])
+	}
+}
+
+// pictures are for the documents: the page during another rolling update, in both colours and on a phone.
+func pictures(b *browser, s *stage.Stage) {
+	if os.Getenv("LAMEDUCK_SCREENSHOTS") == "" {
+		return
+	}
+	done := make(chan error, 1)
+	go func() {
+		_, err := s.Restart(context.WithoutCancel(b.t.Context()), "shop", "web")
+		done <- err
+	}()
+	for _, c := range []struct {
+		name, scheme string
+		width        int64
+	}{{"page-light", "light", wide}, {"page-dark", "dark", wide}, {"page-phone", "light", phone}} {
+		b.look(c.width, c.scheme)
+		of[bool](b, "scrollTo(0, 0), true")
+		b.await("#drains-table", "Quiescing")
+		b.picture(c.name, false)
+	}
+	if err := <-done; err != nil {
+		b.t.Fatal(err)
+	}
+}
