@@ -59,8 +59,8 @@ func newPropagation(r prometheus.Registerer, gateway, node string) *prometheus.H
 		labels["node"] = node
 	}
 	h := prometheus.NewHistogramVec(prometheus.HistogramOpts{
-		Name: "lameduck_propagation_seconds",
-		Help: "Time from when a pod began to go until this gateway was Removed, and Idle: what a sleep before SIGTERM would have to cover.",
+		Name:    "lameduck_propagation_seconds",
+		Help:    "Time from when a pod began to go until this gateway was Removed, and Idle: what a sleep before SIGTERM would have to cover.",
 		Buckets: propagationBuckets, ConstLabels: labels,
 	}, []string{"what"})
 	r.MustRegister(h)

@@ -44,21 +44,31 @@ type nodePod struct {
 	id  string
 	// bound is how long its hooks may last, by its annotation; grace what its application is to have after them.
 	bound, grace time.Duration
-	// since is when it was deleted. Zero: it was not.
+	// since is when it was deleted, by the API server's clock. Zero: it was not.
 	since time.Time
+	// seen is when that was heard of, by this node's clock, if it was heard when it happened.
+	seen time.Time
 	// allowed is the grace that the deletion gave.
 	allowed time.Duration
 	// targets are its addresses.
 	targets []netip.AddrPort
 }
 
-// deadline is when its hooks must have ended: the bound is cut so that the application has its own grace.
-func (p nodePod) deadline() time.Time {
-	return p.since.Add(min(p.bound, p.allowed-p.grace))
+// began is when it was deleted by this node's clock, as far as that is known.
+func (p nodePod) began() time.Time {
+	if !p.seen.IsZero() {
+		return p.seen
+	}
+	return p.since
 }
 
-// readNodePod reads what there is to know. seen is when a deletion was heard of first. ok is false if the pod has no barrier.
-func readNodePod(p *corev1.Pod, seen time.Time) (n nodePod, ok bool) {
+// deadline is when its hooks must have ended, by this node's clock: the bound is cut so that the application has its own grace.
+func (p nodePod) deadline() time.Time {
+	return p.began().Add(min(p.bound, p.allowed-p.grace))
+}
+
+// readNodePod reads what there is to know. ok is false if the pod has no barrier.
+func readNodePod(p *corev1.Pod) (n nodePod, ok bool) {
 	n = nodePod{
 		pod: drain.Pod{Namespace: p.Namespace, Name: p.Name, UID: drain.UID(p.UID)},
 		id:  p.Annotations[barrierID], bound: boundDefault,
@@ -77,7 +87,7 @@ func readNodePod(p *corev1.Pod, seen time.Time) (n nodePod, ok bool) {
 		if p.DeletionGracePeriodSeconds != nil {
 			n.allowed = time.Duration(*p.DeletionGracePeriodSeconds) * time.Second
 		}
-		n.since = deletion(p.DeletionTimestamp.Add(-n.allowed), seen)
+		n.since = p.DeletionTimestamp.Add(-n.allowed)
 	}
 	for _, ip := range p.Status.PodIPs {
 		addr, err := netip.ParseAddr(ip.IP)
@@ -96,19 +106,6 @@ func readNodePod(p *corev1.Pod, seen time.Time) (n nodePod, ok bool) {
 		}
 	}
 	return n, true
-}
-
-// deletion is when a pod was deleted. The API server says it in whole seconds, rounded down; within that second it was when the watch
-// told of it, if this node's clock is right.
-func deletion(second, seen time.Time) time.Time {
-	switch {
-	case seen.Before(second):
-		return second
-	case seen.After(second.Add(time.Second)):
-		return second.Add(time.Second)
-	default:
-		return seen.UTC().Round(0)
-	}
 }
 
 // nodePods knows the pods of one node that have a barrier.
@@ -167,13 +164,6 @@ func (n *nodePods) synced() bool {
 func (n *nodePods) set(p *corev1.Pod, gone bool) {
 	n.mu.Lock()
 	was := n.known[p.UID]
-	seen := time.Now()
-	if was != nil && was.DeletionTimestamp != nil {
-		// The clock began then; it is not put back.
-		if old, ok := n.byID[was.Annotations[barrierID]][p.UID]; ok {
-			seen = old.since
-		}
-	}
 	var former nodePod
 	if was != nil {
 		former = n.byID[was.Annotations[barrierID]][p.UID]
@@ -192,7 +182,14 @@ func (n *nodePods) set(p *corev1.Pod, gone bool) {
 				n.owner[addr][p.UID] = struct{}{}
 			}
 		}
-		if is, ok := readNodePod(p, seen); ok {
+		if is, ok := readNodePod(p); ok {
+			switch {
+			case is.since.IsZero():
+			case !former.since.IsZero():
+				is.seen = former.seen // the clock began then
+			case was != nil:
+				is.seen = time.Now()
+			}
 			if n.byID[is.id] == nil {
 				n.byID[is.id] = map[types.UID]nodePod{}
 			}

@@ -82,7 +82,12 @@ func (o *observed) Watch(w drain.Watch, holder string) {
 	if w.Since.Before(of.since) {
 		of.since = w.Since
 	}
-	of.holders[holder] = w.Deadline
+	// By this node's clock, not the coordinator's: at the latest then nobody waits.
+	deadline := time.Now().Add(w.Deadline.Sub(w.Since))
+	if had, known := of.holders[holder]; known && had.Before(deadline) {
+		deadline = had
+	}
+	of.holders[holder] = deadline
 }
 
 // Unwatch implements client.Watches.

@@ -192,6 +192,7 @@ func (s *waits) count() int {
 
 // wait returns when the pod may be told to stop, and why.
 func (s *waits) wait(p nodePod) (why outcome, detail string) {
+	began := time.Now()
 	if p.since.IsZero() {
 		// The watch may be late: the kubelet has another one.
 		ctx, cancel := context.WithTimeout(context.Background(), liveMost)
@@ -206,12 +207,12 @@ func (s *waits) wait(p nodePod) (why outcome, detail string) {
 			p = is
 		}
 		if p.since.IsZero() {
-			return s.restart(p, detail)
+			return s.restart(p, began.Add(restartMost), detail)
 		}
 	}
 	deadline := p.deadline()
 	switch {
-	case !time.Now().Before(deadline):
+	case !began.Before(deadline):
 		return outNoTime, fmt.Sprintf("the deletion allows %s, %s of it are the application's", p.allowed, p.grace)
 	case len(p.targets) == 0:
 		return outNoTargets, ""
@@ -222,14 +223,18 @@ func (s *waits) wait(p nodePod) (why outcome, detail string) {
 }
 
 // restart tells directed gateways of a container that is about to be stopped though its pod stays: the kubelet restarts it, evicts the pod
-// or shuts the node down. It delays that by 2 s at most, the live look included.
-func (s *waits) restart(p nodePod, detail string) (outcome, string) {
-	ctx, cancel := context.WithTimeout(context.Background(), restartMost-liveMost)
+// or shuts the node down. It returns by until.
+func (s *waits) restart(p nodePod, until time.Time, detail string) (outcome, string) {
+	ctx, cancel := context.WithDeadline(context.Background(), until)
 	defer cancel()
-	defer context.AfterFunc(ctx, func() {})()
-	passed, err := s.ask(ctx, wire.Barrier{
-		Pod: p.pod, Targets: p.targets, Since: time.Now().UTC(), BoundMillis: restartMost.Milliseconds(),
-	})
+	go func() {
+		select {
+		case <-s.stopping:
+			cancel()
+		case <-ctx.Done():
+		}
+	}()
+	passed, err := s.ask(ctx, wire.Barrier{Pod: p.pod, Targets: p.targets, Since: time.Now().UTC(), BoundMillis: time.Until(until).Milliseconds()})
 	switch {
 	case err == nil:
 		return outRestart, passed.Reason
@@ -258,7 +263,8 @@ func (s *waits) barrier(ctx context.Context, p nodePod, deadline time.Time) (out
 	answers := make(chan answer, 1)
 	ask := func() {
 		passed, err := s.ask(ctx, wire.Barrier{
-			Pod: p.pod, Targets: p.targets, Since: p.since, BoundMillis: deadline.Sub(p.since).Milliseconds(), Terminating: true,
+			Pod: p.pod, Targets: p.targets, Since: p.since, Terminating: true,
+			BoundMillis: deadline.Sub(p.began()).Milliseconds(), ElapsedMillis: time.Since(p.began()).Milliseconds(),
 		})
 		answers <- answer{passed, err}
 	}

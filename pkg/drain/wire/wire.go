@@ -241,14 +241,16 @@ type Leave struct {
 }
 
 // Barrier asks, by the agent on the node of a pod that is being stopped, to be told when that may go on. The answer comes then, or at
-// the bound. The same question, again or of another replica, with the same Since, is the same barrier.
+// the bound. The same question, again or of another replica, is the same barrier.
 type Barrier struct {
 	Session uint64           `json:"session"`
 	Pod     drain.Pod        `json:"pod"`
 	Targets []netip.AddrPort `json:"targets"`
-	// Since is the deletion, BoundMillis how long after it the answer must have come.
-	Since       time.Time `json:"since"`
-	BoundMillis int64     `json:"boundMillis"`
+	// Since is the deletion, BoundMillis how long after it the answer must have come, ElapsedMillis how much of that is over, so that the
+	// clocks of the two sides need not agree.
+	Since         time.Time `json:"since"`
+	BoundMillis   int64     `json:"boundMillis"`
+	ElapsedMillis int64     `json:"elapsedMillis"`
 	// Terminating says that the pod has a deletionTimestamp. Without one it is only a container that is stopped, or its node: directed
 	// gateways are told to let go until it is ready again.
 	Terminating bool `json:"terminating"`
