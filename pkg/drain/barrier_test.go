@@ -67,6 +67,9 @@ func TestTheBarrierWaitsForThoseWhoObserve(t *testing.T) {
 		t.Error("the pod's end is no news, or twice")
 	}
 	w.wantBarrier(p, "Closed Dead")
+	// A hook that is still waiting for a pod that is gone has nothing to wait for, and begins nothing anew.
+	w.open(p, "node-1")
+	w.wantBarrier(p, "Closed Dead")
 }
 
 // Without this, what an agent said of the pod before its deletion lets the barrier through.
