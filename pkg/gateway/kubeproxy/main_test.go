@@ -1,9 +1,12 @@
+//go:build linux
+
 package kubeproxy
 
 import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"net/netip"
 	"os"
 	"os/exec"
@@ -112,9 +115,18 @@ func empty(t testing.TB) {
 }
 
 // start runs an Observer until the test ends.
-func start(t testing.TB, options Options) *Observer {
+func start(t *testing.T, options Options) *Observer { return startWith(t, options, 0) }
+
+// startWith is start with a buffer of that size for notifications, if it is not 0.
+func startWith(t *testing.T, options Options, buffer int) *Observer {
 	t.Helper()
+	if options.Log == nil {
+		options.Log = slog.New(slog.NewTextHandler(t.Output(), nil))
+	}
 	o := New(options)
+	if buffer > 0 {
+		o.buffer = buffer
+	}
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan error)
 	go func() { done <- o.Run(ctx) }()
@@ -151,13 +163,13 @@ func watch(t testing.TB, o *Observer, targets ...string) *follower {
 	return f
 }
 
-// wait waits for a state, and changes are told.
+// wait waits for a state, of whose changes it is told. What is Idle is Removed.
 func (f *follower) wait(state State) Reading {
 	f.t.Helper()
 	timeout := time.After(5 * time.Second)
 	for {
 		r := f.Reading()
-		if r.State == state {
+		if r.State == state || r.State == Idle && state == Removed {
 			return r
 		}
 		select {
@@ -174,5 +186,15 @@ func (f *follower) stays(state State) {
 	time.Sleep(50 * time.Millisecond)
 	if r := f.Reading(); r.State != state {
 		f.t.Fatalf("state of %v is %s, want %s", f.targets, r.State, state)
+	}
+}
+
+// until waits for something that is not told.
+func until(t testing.TB, what string, is func() bool) {
+	t.Helper()
+	for end := time.Now().Add(5 * time.Second); !is(); time.Sleep(5 * time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatal("waited in vain for " + what)
+		}
 	}
 }
