@@ -284,6 +284,7 @@ func TestTheBoundsOfTheBarrier(t *testing.T) {
 	q := pod("b")
 	w.open(q, "node-1")
 	w.open(q, "node-1", func(b *Barrier) { b.Bound = 5 * time.Second })
+	w.open(q, "node-1", func(b *Barrier) { b.Stated = time.Second })
 	w.pass(5 * time.Second)
 	w.wantBarrier(q, "Released Deadline node-1:unknown node-2:unknown")
 	// It is forgotten in the end, whether or not somebody tells of the pod's.
