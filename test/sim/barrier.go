@@ -33,8 +33,8 @@ type kernel struct {
 	without []bool
 	synced  bool
 	dirty   bool
-	// first is when the kernel sent to a pod first.
-	first  map[drain.UID]time.Duration
+	// added is when the kernel began to send to a pod, the last time.
+	added  map[drain.UID]time.Duration
 	active map[drain.UID]int
 	// travelled: kube-proxy was told an older list.
 	travelled bool
@@ -42,7 +42,7 @@ type kernel struct {
 
 func newKernel(w *world, a *agent) *kernel {
 	k := &kernel{
-		w: w, a: a, proxy: proc{node: a.node, name: "proxy-" + a.name, up: true}, active: map[drain.UID]int{}, first: map[drain.UID]time.Duration{},
+		w: w, a: a, proxy: proc{node: a.node, name: "proxy-" + a.name, up: true}, active: map[drain.UID]int{}, added: map[drain.UID]time.Duration{},
 		slices: make([]slice, w.api.services), chosen: make([][]drain.UID, w.api.services), without: make([]bool, w.api.services),
 	}
 	k.watch = &watcher{p: &k.proxy, slice: k.sliceSeen}
@@ -69,6 +69,12 @@ func (k *kernel) sliceSeen(service int, s slice) {
 // sync writes the kernel's rules.
 func (k *kernel) sync() {
 	k.dirty, k.synced = false, true
+	before := map[drain.UID]bool{}
+	for _, c := range k.chosen {
+		for _, uid := range c {
+			before[uid] = true
+		}
+	}
 	for i, s := range k.slices {
 		k.chosen[i] = nil
 		for _, e := range s.endpoints {
@@ -87,16 +93,16 @@ func (k *kernel) sync() {
 	}
 	for _, c := range k.chosen {
 		for _, uid := range c {
-			if _, known := k.first[uid]; !known {
-				k.first[uid] = k.w.at
+			if !before[uid] {
+				k.added[uid] = k.w.at
 			}
 		}
 	}
 	k.changed()
 }
 
-// late says that the kernel had not heard of a pod yet when that was deleted: it came in after it had been seen to be out.
-func (k *kernel) late(p *pod) bool { return k.first[p.uid] >= p.committed }
+// late says that the kernel had not heard yet that a pod is ready when that was deleted: it came in after it had been seen to be out.
+func (k *kernel) late(p *pod) bool { return k.added[p.uid] >= p.committed }
 
 // changed tells the agent, soon.
 func (k *kernel) changed() {
