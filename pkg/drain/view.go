@@ -26,7 +26,7 @@ type Word struct {
 // Words returns what the agents that owe the drain of uid say at now, and how many they are. The words are at most most: those who are least
 // far come first, then it goes by names. A drain that is not open has none.
 func (l *Ledger) Words(now time.Time, uid UID, most int) (words []Word, owed int) {
-	d := l.drains[uid]
+	d := l.drains[atHold(uid)]
 	if d == nil || !d.open {
 		return nil, 0
 	}
@@ -43,7 +43,7 @@ func (l *Ledger) Words(now time.Time, uid UID, most int) (words []Word, owed int
 		}
 		w := Word{Agent: a.id, Name: a.name, State: state, Connected: a.session != 0, Suspended: a.breaker.open && !d.expired}
 		if state != StateUnknown {
-			w.Proof, w.Heard = a.reports[uid].Proof, a.reports[uid].at
+			w.Proof, w.Heard = a.reports[atHold(uid)].Proof, a.reports[atHold(uid)].at
 		}
 		of[state] = append(of[state], w)
 	}
@@ -55,7 +55,7 @@ func (l *Ledger) Words(now time.Time, uid UID, most int) (words []Word, owed int
 func (l *Ledger) Oldest(most int) (oldest []UID, open int) {
 	var all []*drain
 	for _, d := range l.drains {
-		if d.open {
+		if d.open && d.gate == AtHold {
 			all = append(all, d)
 		}
 	}
@@ -68,18 +68,18 @@ func (l *Ledger) Oldest(most int) (oldest []UID, open int) {
 
 // Acknowledges reports whether r is a word on the open drain of its pod that counts here, as Removed and Idle do for those who wait.
 func (l *Ledger) Acknowledges(r Report) bool {
-	if !r.Held {
+	if !r.Held || r.Gate != AtHold {
 		return false
 	}
-	d := l.drains[r.UID]
+	d := l.drains[atHold(r.UID)]
 	return d != nil && d.open && r.tells(d)
 }
 
 // Elsewhere returns how many pods agents tell of that are drained through other replicas and not through this one.
 func (l *Ledger) Elsewhere(now time.Time) int {
 	n := 0
-	for uid := range l.heard {
-		if d := l.drains[uid]; (d == nil || !d.open) && l.elsewhere(now, uid) {
+	for k := range l.heard {
+		if d := l.drains[k]; k.gate == AtHold && (d == nil || !d.open) && l.elsewhere(now, k.uid) {
 			n++
 		}
 	}
@@ -159,7 +159,7 @@ func (l *Ledger) Parties(now time.Time, services []Service) []Party {
 				continue
 			}
 			p.Routes = append(p.Routes, r)
-			p.Hold = p.Hold || owesAtHold(r)
+			p.Hold = p.Hold || owesAt(AtHold, r)
 			p.Barrier = p.Barrier || r.Via == Endpoints && r.Can == Observe
 		}
 		if !p.Undeclared && len(p.Routes) == 0 {

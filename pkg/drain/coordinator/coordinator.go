@@ -62,6 +62,11 @@ type Options struct {
 	// bound but MaxHolds.
 	MaxHoldsPerOwner int
 	Pods             Pods
+	// Vicinity is asked at the barrier. Nil: this replica serves none.
+	Vicinity Vicinity
+	// Scope says who is asked there, MaxBarriers bounds those that wait at one time. 0: 2048.
+	Scope       drain.Scope
+	MaxBarriers int
 	// Authenticate tells who an agent is by its bearer token.
 	Authenticate Authenticator
 	Log          *slog.Logger
@@ -77,6 +82,9 @@ type Coordinator struct {
 	ledger *drain.Ledger
 	// waiting holds the pods for which calls wait.
 	waiting map[drain.UID]*wait
+	// barred are the hooks that wait at the barrier, barriers counts them.
+	barred   map[drain.UID]chan struct{}
+	barriers int
 	// streams holds each agent's newest.
 	streams map[drain.AgentID]*stream
 	holds   int
@@ -105,14 +113,17 @@ type wait struct {
 
 // New returns a coordinator with an empty ledger.
 func New(self drain.Lease, times drain.Times, o Options) *Coordinator {
-	return &Coordinator{
+	c := &Coordinator{
 		Options: o, times: times, ledger: drain.NewLedger(self, times),
 		waiting: map[drain.UID]*wait{}, streams: map[drain.AgentID]*stream{}, phases: map[drain.UID]drain.Phase{},
 		heldOf: map[string]int{},
 		seen:   newHistory(),
 		began:  time.Now(),
 		stop:   make(chan struct{}),
+		barred: map[drain.UID]chan struct{}{},
 	}
+	c.ledger.SetScope(o.Scope)
+	return c
 }
 
 // Run looks after drains that nobody asks for until ctx is done. It returns nil then. Calls that wait at that moment
@@ -158,7 +169,9 @@ func (c *Coordinator) look(ctx context.Context) {
 	c.mu.Lock()
 	pods := c.ledger.Tick(time.Now())
 	c.settle()
+	over := c.overdue()
 	c.unlock()
+	c.lookAtBarriers(ctx, over)
 	for _, pod := range pods[:min(len(pods), lookAtMost)] {
 		lookCtx, cancel := context.WithTimeout(ctx, lookTimeout)
 		life, err := c.Pods.Life(lookCtx, pod)
@@ -401,6 +414,7 @@ func (c *Coordinator) note() {
 				close(w.changed)
 				w.changed, w.status = make(chan struct{}), status
 			}
+			c.wakeBarred(uid) // who waits for a restart
 		}
 	}
 	for _, s := range c.ledger.Suspensions() {
@@ -412,6 +426,9 @@ func (c *Coordinator) note() {
 			}
 			c.Log.Error("agent is suspended: it let one drain after the other expire, and is no longer waited for", "agent", s.Name, "id", s.Agent)
 		})
+	}
+	if c.settleBarriers() {
+		c.note() // they may concern drains, and the reverse
 	}
 }
 

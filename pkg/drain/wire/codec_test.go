@@ -3,6 +3,7 @@ package wire
 import (
 	"encoding/json"
 	"math"
+	"net/netip"
 	"reflect"
 	"strings"
 	"testing"
@@ -96,6 +97,10 @@ func TestFieldsThatTheHandDoesNotKnowAreWritten(t *testing.T) {
 func fill(v reflect.Value) {
 	if at, ok := v.Addr().Interface().(*time.Time); ok {
 		*at = codecTimes[2]
+		return
+	}
+	if target, ok := v.Addr().Interface().(*netip.AddrPort); ok {
+		*target = netip.MustParseAddrPort("10.1.0.7:80")
 		return
 	}
 	switch v.Kind() {
