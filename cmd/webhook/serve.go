@@ -111,14 +111,14 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 		},
 		Times: o.times, Events: events, Log: log, Metrics: metrics,
 	}
-	door, err := admission.OpenDoor(o.secretFile, log, metrics)
+	door, err := admission.OpenDoor(o.certificates.AdmissionSecretFile, log, metrics)
 	if err != nil {
 		return err
 	}
 
-	certs, err := certwatcher.New(filepath.Join(o.certDir, "tls.crt"), filepath.Join(o.certDir, "tls.key"))
+	certs, err := certwatcher.New(filepath.Join(o.certificates.Dir, "tls.crt"), filepath.Join(o.certificates.Dir, "tls.key"))
 	if err != nil {
-		return fmt.Errorf("certificate in %s: %w", o.certDir, err)
+		return fmt.Errorf("certificate in %s: %w", o.certificates.Dir, err)
 	}
 	secure := &tls.Config{MinVersion: tls.VersionTLS12, GetCertificate: certs.GetCertificate}
 	var listeners [3]net.Listener
