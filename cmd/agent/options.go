@@ -80,8 +80,11 @@ type coordinators struct {
 	Addresses []string `json:"addresses,omitempty"`
 	// ServerName is the name in their certificate.
 	ServerName string `json:"serverName"`
-	// CAFile holds the certificates of those who may sign theirs, PEM.
-	CAFile string `json:"caFile"`
+	// CAFile holds the certificates of those who may sign theirs, PEM. Read again for each connection.
+	CAFile string `json:"caFile,omitempty"`
+	// CAConfigMap is namespace/name of a ConfigMap that has these certificates as ca.crt, in place of CAFile: lameduck-system/lameduck-ca, where
+	// coordinators write them that make their certificates themselves.
+	CAConfigMap string `json:"caConfigMap,omitempty"`
 	// TokenFile is a projected service account token for the audience lameduck.io. Read again at each request.
 	TokenFile string `json:"tokenFile"`
 }
@@ -229,7 +232,13 @@ func (f *file) check() error {
 			must(err == nil && u.Hostname() != "" && a == "https://"+u.Host, "coordinators.addresses[%d] %q: must be https://host:port", i, a)
 		}
 		must(c.ServerName != "", "coordinators.serverName %q: required", c.ServerName)
+		must((c.CAFile == "") != (c.CAConfigMap == ""), "coordinators: exactly one of caFile %q and caConfigMap %q is needed", c.CAFile, c.CAConfigMap)
+		_, err = namespacedName(c.CAConfigMap)
+		must(c.CAConfigMap == "" || err == nil, "coordinators.caConfigMap %q: must be namespace/name", c.CAConfigMap)
 		for _, of := range []struct{ field, path string }{{"caFile", c.CAFile}, {"tokenFile", c.TokenFile}} {
+			if of.field == "caFile" && of.path == "" {
+				continue
+			}
 			_, err := os.Stat(of.path)
 			must(err == nil, "coordinators.%s %q: %v", of.field, of.path, err)
 		}
