@@ -37,6 +37,9 @@ var errPrinted = errors.New("printed")
 
 // run is the whole program. getenv gives POD_NAME, POD_NAMESPACE and KUBECONFIG, the defaults of the flags of like meaning.
 func run(ctx context.Context, args []string, getenv func(string) string, stdout, stderr io.Writer) error {
+	if len(args) > 0 && args[0] == "check" {
+		return check(ctx, args[1:], getenv, stdout)
+	}
 	o, err := parse(args, getenv, stdout)
 	if err != nil {
 		return err

@@ -107,7 +107,7 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 		Cluster: &admission.Cluster{
 			Reader: known, Slices: index, Ledger: coord, Synced: watch.synced, Excluded: o.excluded, Started: started,
 		},
-		Times: o.times, Events: events, Log: log, Metrics: metrics,
+		Times: o.times, Events: events, Log: log, Metrics: metrics, Replica: o.replica,
 	}
 	proof, err := newProof(o, kube, metrics, registry, log)
 	if err != nil {

@@ -60,12 +60,16 @@ func open(t *testing.T) *stage.Stage {
 	if _, err := stage.HAProxy(); err != nil {
 		cluster.Missing(t, "haproxy", "apt-get install haproxy")
 	}
-	c := cluster.Shared(t)
+	cluster.Entered(t)
 	bin := programs(t)
 	openOnce.Do(func() {
 		// Like the shared cluster, it lives until the program ends.
 		ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
 		defer cancel()
+		var c *cluster.Cluster
+		if c, errOpen = audited(); errOpen != nil {
+			return
+		}
 		if opened, errOpen = stage.Open(ctx, c, stage.Options{Bin: bin, Dir: filepath.Join(os.TempDir(), "n"), Replicas: 3, Overlap: overlap}); errOpen != nil {
 			return
 		}
@@ -78,6 +82,31 @@ func open(t *testing.T) *stage.Stage {
 		t.Fatal(errOpen)
 	}
 	return opened
+}
+
+// auditPolicy has the API server write down what the coordinator and agents ask for.
+const auditPolicy = `
+apiVersion: audit.k8s.io/v1
+kind: Policy
+omitStages: [RequestReceived]
+rules:
+  - level: Metadata
+    userGroups: ["system:serviceaccounts:lameduck-system", "system:serviceaccounts:rights"]
+  - level: None
+`
+
+// auditLog is where.
+func auditLog() string { return filepath.Join(os.TempDir(), "audit.log") }
+
+// audited starts a control plane that does.
+func audited() (*cluster.Cluster, error) {
+	policy := filepath.Join(os.TempDir(), "audit.yaml")
+	if err := os.WriteFile(policy, []byte(auditPolicy), 0o600); err != nil {
+		return nil, err
+	}
+	return cluster.Start(context.Background(), cluster.Options{
+		LogDir: os.Getenv("LAMEDUCK_LOGS"), APIServer: []string{"--audit-policy-file=" + policy, "--audit-log-path=" + auditLog()},
+	})
 }
 
 // namespace makes one for the test.

@@ -205,7 +205,8 @@ func join(objects []object) (string, error) {
 // InstallCoordinator installs everything of the manifests but the webhook configuration, so that nothing waits yet, and waits until the
 // coordinator runs.
 func (s *Stage) InstallCoordinator(ctx context.Context) error {
-	objects, err := s.installed(ctx, "Namespace", "ServiceAccount", "ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding", "Secret", "ConfigMap", "Service", "PriorityLevelConfiguration", "FlowSchema")
+	objects, err := s.installed(ctx, "Namespace", "ServiceAccount", "ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding", "Secret", "ConfigMap", "Service", "PriorityLevelConfiguration", "FlowSchema",
+		"PodDisruptionBudget", "NetworkPolicy")
 	if err != nil {
 		return err
 	}
