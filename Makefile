@@ -28,7 +28,7 @@ demo: haproxy kubernetes build ## one rolling update under load, three times: un
 	@$(BIN)/demo -bin $(BIN) -lag $(LAG) -rate $(RATE) -keep-alive=$(KEEPALIVE) -out demo.json
 
 .PHONY: test
-test: haproxy keepalived kubernetes ## every test, with -race, against the real control plane and the real HAProxy
+test: haproxy keepalived prometheus kubernetes ## every test, with -race, against the real control plane and the real HAProxy
 	@for m in $(MODULES); do echo "== module $$m"; (cd $$m && go vet ./... && go test -race -count=1 -timeout 20m ./...) || exit 1; done
 	@echo "== what the race detector hides: allocations"; go test -count=1 -run '^TestNothingIsAllocated$$' ./pkg/health
 
@@ -73,6 +73,15 @@ keepalived: ## keepalived, if it is missing and may be installed; its test is sk
 	    echo "installing keepalived"; (apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq keepalived) > /dev/null; \
 	  else \
 	    echo "keepalived is missing: sudo apt-get install keepalived" >&2; \
+	  fi; }
+
+.PHONY: prometheus
+prometheus: ## Prometheus and promtool, if they are missing and may be installed; their tests are skipped on a laptop without them
+	@command -v prometheus > /dev/null && command -v promtool > /dev/null || { \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
+	    echo "installing prometheus"; (apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends prometheus) > /dev/null; \
+	  else \
+	    echo "prometheus is missing: sudo apt-get install prometheus" >&2; \
 	  fi; }
 
 # What each program comes with. Only what is missing is installed: another packager's containerd stays.

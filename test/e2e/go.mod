@@ -4,6 +4,7 @@ go 1.26.0
 
 require (
 	github.com/google/go-cmp v0.7.0
+	github.com/grafana/grafana-foundation-sdk/go v0.0.12
 	github.com/lameduck-io/lameduck/test/cluster v0.0.0
 	helm.sh/helm/v4 v4.3.1
 	k8s.io/api v0.37.2
