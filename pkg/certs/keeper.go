@@ -174,6 +174,12 @@ func (k *Keeper) look(ctx context.Context, now time.Time) (time.Duration, error)
 			state = State{}
 		}
 	}
+	// First of all: what is kept can be served, whatever else does not work.
+	if state.Current != nil && state.Current.usable(now) {
+		if err := k.use(state); err != nil {
+			return 0, err
+		}
+	}
 	known, err := k.publish(ctx, state, false)
 	if err != nil {
 		return 0, err

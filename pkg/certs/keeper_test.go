@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"math/rand/v2"
 	"slices"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -21,12 +22,16 @@ import (
 	clienttesting "k8s.io/client-go/testing"
 )
 
+// short lets a rotation end within few looks.
+var short = Times{RotateEvery: 2 * time.Hour, Overlap: 10 * time.Minute}
+
 // keeperWith runs a keeper beside a fake API server with the given objects.
 func keeperWith(t *testing.T, kube *fake.Clientset, change func(*Options)) (*Keeper, func() []string) {
-	let := []string{}
+	var let atomic.Pointer[[]string]
+	let.Store(new([]string))
 	o := Options{
-		Kube: kube, Namespace: "system", Secret: "kept", ConfigMap: "ca", WebhookConfiguration: "lameduck", Names: names, Times: times,
-		Bundle: true, AdmitPath: "/v1/admit/", MutatePath: "/v1/mutate/", Let: func(s []string) { let = s }, Log: slog.New(slog.DiscardHandler),
+		Kube: kube, Namespace: "system", Secret: "kept", ConfigMap: "ca", WebhookConfiguration: "lameduck", Names: names, Times: short,
+		Bundle: true, AdmitPath: "/v1/admit/", MutatePath: "/v1/mutate/", Let: func(s []string) { let.Store(&s) }, Log: slog.New(slog.DiscardHandler),
 	}
 	if change != nil {
 		change(&o)
@@ -41,7 +46,7 @@ func keeperWith(t *testing.T, kube *fake.Clientset, change func(*Options)) (*Kee
 			t.Error(err)
 		}
 	})
-	return k, func() []string { return let }
+	return k, func() []string { return *let.Load() }
 }
 
 func installed() []runtime.Object {
@@ -108,7 +113,7 @@ func TestEverythingIsWrittenAndKept(t *testing.T) {
 		time.Sleep(2 * lookEvery)
 		check("after break glass")
 		// Time goes by: another secret, one at a time, at the end one alone.
-		time.Sleep(times.RotateEvery + 3*times.Overlap)
+		time.Sleep(short.RotateEvery + 3*short.Overlap)
 		if s := let(); len(s) != 1 || s[0] == secret {
 			t.Errorf("after a rotation these are let in: %d", len(s))
 		}
@@ -121,11 +126,15 @@ func TestEverythingIsWrittenAndKept(t *testing.T) {
 func TestCallsFail(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		kube := fake.NewClientset(installed()...)
-		random, faults := rand.New(rand.NewPCG(1, 0)), true
+		random := rand.New(rand.NewPCG(1, 0))
+		var faults atomic.Bool
+		faults.Store(true)
 		kube.PrependReactor("*", "*", func(action clienttesting.Action) (bool, runtime.Object, error) {
+			if !faults.Load() {
+				return false, nil, nil
+			}
 			n := random.IntN(10)
 			switch update, ok := action.(clienttesting.UpdateAction); {
-			case !faults:
 			case n == 0:
 				return true, nil, errors.New("away")
 			case ok && n < 4:
@@ -138,10 +147,9 @@ func TestCallsFail(t *testing.T) {
 			}
 			return false, nil, nil
 		})
-		short := Times{RotateEvery: 2 * time.Hour, Overlap: 10 * time.Minute}
-		_, let := keeperWith(t, kube, func(o *Options) { o.Times = short })
-		time.Sleep(3*short.RotateEvery + time.Hour)
-		faults = false
+		_, let := keeperWith(t, kube, nil)
+		time.Sleep(short.RotateEvery + time.Hour)
+		faults.Store(false)
 		time.Sleep(2 * lookEvery)
 		kept, err := kube.CoreV1().Secrets("system").Get(t.Context(), "kept", metav1.GetOptions{})
 		if err != nil {
@@ -171,6 +179,15 @@ func TestTheSecretIsDamagedOrGone(t *testing.T) {
 		time.Sleep(5 * time.Second)
 		if err := k.Ready(); err != nil || len(let()) != 1 {
 			t.Fatalf("%v, %q", err, let())
+		}
+		// A replica that starts while nothing can be written serves what the others serve.
+		if err := kube.CoreV1().ConfigMaps("system").Delete(t.Context(), "ca", metav1.DeleteOptions{}); err != nil {
+			t.Fatal(err)
+		}
+		other, otherLet := keeperWith(t, kube, nil)
+		time.Sleep(5 * time.Second)
+		if err := other.Ready(); err != nil || !slices.Equal(let(), otherLet()) {
+			t.Errorf("without the ConfigMap: %v", err)
 		}
 		if err := kube.CoreV1().Secrets("system").Delete(t.Context(), "kept", metav1.DeleteOptions{}); err != nil {
 			t.Fatal(err)

@@ -47,10 +47,10 @@ type Duration struct {
 }
 
 // UnmarshalText implements encoding.TextUnmarshaler. It never fails: see Err.
-func (d *Duration) UnmarshalText(text []byte) error { //nolint:unparam // the interface has it
+func (d *Duration) UnmarshalText(text []byte) error {
 	d.Duration, d.Err = time.ParseDuration(string(text))
 	return nil
 }
 
 // MarshalText implements encoding.TextMarshaler.
-func (d Duration) MarshalText() ([]byte, error) { return []byte(d.String()), nil } //nolint:unparam // the interface has it
+func (d Duration) MarshalText() ([]byte, error) { return []byte(d.String()), nil }

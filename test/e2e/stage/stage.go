@@ -235,8 +235,8 @@ func (s *Stage) InstallCoordinator(ctx context.Context) error {
 	return s.Await(ctx, System, "lameduck-webhook")
 }
 
-// InstallWebhook installs the webhook configurations of the manifests, with the coordinator's address in the place of its Service's, and waits
-// until the coordinator has written its CA and the path into them.
+// InstallWebhook installs the webhook configuration of the manifests that holds deletions, with the coordinator's address in the place of its
+// Service's, and waits until the coordinator has written its CA and the path into it.
 func (s *Stage) InstallWebhook(ctx context.Context) error {
 	objects, err := s.installed(ctx, "ValidatingWebhookConfiguration")
 	if err != nil {
