@@ -74,7 +74,7 @@ func rendered(t *testing.T, values map[string]any, which func(path string) bool)
 	if err != nil {
 		t.Fatal(err)
 	}
-	files, err := engine.Engine{Strict: true}.Render(chart, all)
+	files, err := engine.Engine{Strict: true}.RenderWithContext(t.Context(), chart, all)
 	if err != nil {
 		return "", err
 	}
