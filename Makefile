@@ -30,7 +30,7 @@ demo: haproxy kubernetes build ## one rolling update under load, three times: un
 	@$(BIN)/demo -bin $(BIN) -lag $(LAG) -rate $(RATE) -keep-alive=$(KEEPALIVE) $(if $(KEEP),-keep) -out demo.json
 
 .PHONY: test
-test: haproxy keepalived chromium kubernetes ## every test, with -race, against the real control plane and the real HAProxy
+test: haproxy keepalived chromium prometheus kubernetes ## every test, with -race, against the real control plane and the real HAProxy
 	@for m in $(MODULES); do echo "== module $$m"; (cd $$m && go vet ./... && go test -race -count=1 -timeout 20m ./...) || exit 1; done
 	@echo "== what the race detector hides: allocations"; go test -count=1 -run '^TestNothingIsAllocated$$' ./pkg/health
 
@@ -89,6 +89,15 @@ chromium: ## Chromium, if it is missing and may be installed; the page's tests a
 .PHONY: screenshots
 screenshots: haproxy chromium kubernetes ## docs/images, taken of the page during a rolling update
 	@mkdir -p docs/images && cd test/e2e && REQUIRE_REAL=1 LAMEDUCK_SCREENSHOTS=$(CURDIR)/docs/images go test -count=1 -run '^TestARollingUpdateIsSeen$$' ./dashboard
+
+.PHONY: prometheus
+prometheus: ## Prometheus and promtool, if they are missing and may be installed; their tests are skipped on a laptop without them
+	@command -v prometheus > /dev/null && command -v promtool > /dev/null || { \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
+	    echo "installing prometheus"; (apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends prometheus) > /dev/null; \
+	  else \
+	    echo "prometheus is missing: sudo apt-get install prometheus" >&2; \
+	  fi; }
 
 # What each program comes with. Only what is missing is installed: another packager's containerd stays.
 NODE_PACKAGES = containerd=containerd runc=runc nft=nftables iptables=iptables conntrack=conntrack nsenter=util-linux

@@ -19,7 +19,7 @@ func main() {
 	err := run(ctx, os.Args[1:], os.Getenv, os.Stdout, os.Stderr)
 	stop()
 	switch {
-	case errors.Is(err, flag.ErrHelp):
+	case errors.Is(err, flag.ErrHelp), errors.Is(err, errPrinted):
 	case errors.Is(err, errUsage):
 		fmt.Fprintln(os.Stderr, "agent:", err)
 		os.Exit(2)
@@ -31,6 +31,9 @@ func main() {
 
 // errUsage is what every error wraps that the command line or the configuration file caused. Nothing listens yet then.
 var errUsage = errors.New("bad usage")
+
+// errPrinted ends a program that was asked for its configuration alone.
+var errPrinted = errors.New("printed")
 
 // run is the whole program. getenv gives KUBECONFIG and what the configuration file refers to as ${NAME}.
 func run(ctx context.Context, args []string, getenv func(string) string, stdout, stderr io.Writer) error {

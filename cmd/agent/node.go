@@ -2,7 +2,6 @@ package main
 
 import (
 	"context"
-	"crypto/x509"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -52,17 +51,17 @@ func serveNode(ctx context.Context, o options, log *slog.Logger) error {
 	if err != nil {
 		return fmt.Errorf("client for the API server: %w", err)
 	}
-	var roots *x509.CertPool
+	var trusted *roots
 	if o.file.Coordinators != nil {
-		if roots, err = trusted(o.file.Coordinators); err != nil {
+		if trusted, err = newRoots(o.file.Coordinators, log); err != nil {
 			return err
 		}
 	}
-	return runNode(ctx, o, kube, roots, observer{kubeproxy.New(kubeproxy.Options{Log: log})}, log)
+	return runNode(ctx, o, kube, trusted, observer{kubeproxy.New(kubeproxy.Options{Log: log})}, log)
 }
 
 // runNode builds everything in the order of dependency and runs it until ctx is done.
-func runNode(ctx context.Context, o options, kube kubernetes.Interface, roots *x509.CertPool, k kernel, log *slog.Logger) error {
+func runNode(ctx context.Context, o options, kube kubernetes.Interface, trusted *roots, k kernel, log *slog.Logger) error {
 	registry := prometheus.NewRegistry()
 	registry.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	m := newNodeMetrics(registry, o.nodeName)
@@ -87,12 +86,15 @@ func runNode(ctx context.Context, o options, kube kubernetes.Interface, roots *x
 		{Name: "hooks", Run: func(ctx context.Context) error { return hooks.run(ctx, waitGrace) }},
 	}
 	if o.file.Coordinators != nil {
-		c := connector(o.file.Coordinators, roots)
+		c := connector(o.file.Coordinators, trusted)
 		c.Gateway, c.Observer, c.Log, c.Watches = "kube-proxy", m, log, watched
 		c.Routes = []drain.Route{{Service: drain.EveryService, Via: drain.Endpoints, Can: drain.Observe, Grain: drain.PerConnection}}
 		watched.changed = c.Wake
 		hooks.ask = c.Barrier
-		tasks = append(tasks, serve.Task{Name: "coordinators", Run: c.Run, Last: true})
+		tasks = append(tasks,
+			serve.Task{Name: "coordinators", Run: c.Run, Last: true},
+			serve.Task{Name: "roots", Run: func(ctx context.Context) error { return trusted.run(ctx, kube) }, Last: true},
+		)
 		if o.file.Coordinators.Service != "" {
 			tasks = append(tasks, serve.Task{Name: "replicas", Last: true, Run: func(ctx context.Context) error {
 				return followReplicas(ctx, kube, o.file.Coordinators, c.Replicas)

@@ -67,7 +67,7 @@ kubeProxy: {waitAddresses: ["%s"]}
 `, server.URL, ca, token, waitAt)), nil); err != nil {
 		t.Fatal(err)
 	}
-	roots, err := trusted(o.file.Coordinators)
+	roots, err := newRoots(o.file.Coordinators, slog.New(slog.DiscardHandler))
 	if err != nil {
 		t.Fatal(err)
 	}

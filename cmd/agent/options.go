@@ -1,32 +1,32 @@
 package main
 
 import (
+	"cmp"
 	"encoding/json"
 	"errors"
 	"flag"
 	"fmt"
 	"io"
+	"io/fs"
 	"log/slog"
 	"net"
 	"net/url"
 	"os"
 	"path/filepath"
-	"regexp"
-	"slices"
 	"strconv"
 	"strings"
 	"time"
 
 	"k8s.io/apimachinery/pkg/types"
-	"sigs.k8s.io/yaml"
 
+	"github.com/lameduck-io/lameduck/pkg/config"
 	"github.com/lameduck-io/lameduck/pkg/gateway/haproxy"
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
 // apiVersion and kind are what a configuration file must say it is.
 const (
-	apiVersion = "lameduck.io/v1alpha1"
+	apiVersion = config.APIVersion
 	kind       = "AgentConfiguration"
 )
 
@@ -36,6 +36,9 @@ const healthTimeout = 2 * 30 * time.Second
 
 // defaultWaitAddress is where hooks ask, unless the file says otherwise: the kubelet, on the loopback.
 const defaultWaitAddress = "127.0.0.1:9447"
+
+// minHealthyPercent is health.Options.UsablePercent, unless the file says otherwise.
+const minHealthyPercent = 50
 
 // options are the command line and the configuration file, checked.
 type options struct {
@@ -48,14 +51,17 @@ type options struct {
 	gateway *haproxy.Gateway
 }
 
-// file is the configuration file.
+// file is the configuration file. What is said of a key here is said in schemas/agent.json too.
 type file struct {
+	// APIVersion is lameduck.io/v1alpha1.
 	APIVersion string `json:"apiVersion"`
-	Kind       string `json:"kind"`
+	// Kind is AgentConfiguration.
+	Kind string `json:"kind"`
 	// Coordinators says where they are. Absent: the agent only follows EndpointSlices, and acknowledges nothing.
 	Coordinators *coordinators `json:"coordinators,omitempty"`
-	// HAProxy and KubeProxy are the gateways that there are: one of the two.
-	HAProxy   *haproxyFile   `json:"haproxy,omitempty"`
+	// HAProxy is the gateway beside this agent. It or kubeProxy is given, not both.
+	HAProxy *haproxyFile `json:"haproxy,omitempty"`
+	// KubeProxy makes this the agent of a node, which observes what kube-proxy wrote into the kernel.
 	KubeProxy *kubeProxyFile `json:"kubeProxy,omitempty"`
 	// EndpointsLag delays every change of EndpointSlices on its way to the gateway. It imitates a slow control plane, for
 	// demonstrations and tests; tombstones are not delayed.
@@ -71,23 +77,32 @@ type file struct {
 
 // coordinators says where they are and how to trust them.
 type coordinators struct {
-	// Service is namespace/name of the headless Service in front of all replicas, Port the name of its port.
+	// Service is namespace/name of the headless Service in front of all replicas.
 	Service string `json:"service,omitempty"`
-	Port    string `json:"port,omitempty"`
+	// Port is the name of that Service's port.
+	Port string `json:"port,omitempty"`
 	// Addresses are base URLs, instead of Service.
 	Addresses []string `json:"addresses,omitempty"`
-	// ServerName is the name in their certificate, CAFile who signed it.
+	// ServerName is the name in their certificate.
 	ServerName string `json:"serverName"`
-	CAFile     string `json:"caFile"`
+	// CAFile holds the certificates of those who may sign theirs, PEM. Read again for each connection.
+	CAFile string `json:"caFile,omitempty"`
+	// CAConfigMap is namespace/name of a ConfigMap that has these certificates as ca.crt, in place of CAFile: lameduck-system/lameduck-ca, where
+	// coordinators write them that make their certificates themselves.
+	CAConfigMap string `json:"caConfigMap,omitempty"`
 	// TokenFile is a projected service account token for the audience lameduck.io. Read again at each request.
 	TokenFile string `json:"tokenFile"`
 }
 
 // haproxyFile configures the HAProxy gateway.
 type haproxyFile struct {
-	MasterSocket string        `json:"masterSocket"`
-	ServersFile  string        `json:"serversFile,omitempty"`
-	Backends     []backendFile `json:"backends"`
+	// MasterSocket is the path of HAProxy's master socket: haproxy -W -S PATH.
+	MasterSocket string `json:"masterSocket"`
+	// ServersFile is the file with the sections of owned backends, which the agent writes and HAProxy loads by an additional -f. Required
+	// if a backend is owned.
+	ServersFile string `json:"serversFile,omitempty"`
+	// Backends are those that the agent directs, at least one.
+	Backends []backendFile `json:"backends"`
 }
 
 // kubeProxyFile makes this the agent of a node, which observes the node's kernel and answers the hooks of its pods.
@@ -98,39 +113,33 @@ type kubeProxyFile struct {
 
 // backendFile is one backend and the Service port that feeds it.
 type backendFile struct {
+	// Backend is the name of HAProxy's backend section.
 	Backend string `json:"backend"`
-	// Service is namespace/name, Port the name of its port; empty means the only one.
+	// Service is namespace/name of the Service that feeds it.
 	Service string `json:"service"`
-	Port    string `json:"port,omitempty"`
-	// Owned, Defaults, Lines, ServerOptions: see haproxy.Backend.
-	Owned         bool     `json:"owned,omitempty"`
-	Defaults      string   `json:"defaults,omitempty"`
-	Lines         []string `json:"lines,omitempty"`
-	ServerOptions string   `json:"serverOptions,omitempty"`
-	// HealthCheck is how the agent probes the targets, see health.ParseCheck; the Service's annotation lameduck.io/health-check wins over it.
+	// Port is the name of the Service's port. Empty: the only one.
+	Port string `json:"port,omitempty"`
+	// Owned says that the agent writes the section and makes and deletes its servers. Otherwise people did, and the agent only puts servers into
+	// maintenance and back.
+	Owned bool `json:"owned,omitempty"`
+	// Defaults names the defaults section that the owned section is made from. Empty: the last one above it.
+	Defaults string `json:"defaults,omitempty"`
+	// Lines are more lines of the owned section: balance, options, timeouts. They are written as they are.
+	Lines []string `json:"lines,omitempty"`
+	// ServerOptions are words for every server of the owned backend, such as "maxconn 50".
+	ServerOptions string `json:"serverOptions,omitempty"`
+	// HealthCheck is how the agent probes the targets (docs/health.md); the Service's annotation lameduck.io/health-check wins over it.
 	// Absent: they are not probed.
 	HealthCheck json.RawMessage `json:"healthCheck,omitempty"`
 }
 
-// duration is a time.Duration that is written as "1.5s". What cannot be read as one is kept as err: only check knows the field.
-type duration struct {
-	time.Duration
-	err error
-}
-
-// UnmarshalText implements encoding.TextUnmarshaler. It never fails: see err.
-func (d *duration) UnmarshalText(text []byte) error { //nolint:unparam // the interface has it
-	d.Duration, d.err = time.ParseDuration(string(text))
-	return nil
-}
-
-// MarshalText implements encoding.TextMarshaler.
-func (d duration) MarshalText() ([]byte, error) { return []byte(d.String()), nil } //nolint:unparam // the interface has it
+type duration = config.Duration
 
 // parse reads the command line and the file that it names. Its errors wrap errUsage and name field and value, or are flag.ErrHelp.
 func parse(args []string, getenv func(string) string, help io.Writer) (options, error) {
 	var o options
 	var path string
+	var print bool
 	f := flag.NewFlagSet("agent", flag.ContinueOnError)
 	f.SetOutput(io.Discard)
 	f.StringVar(&path, "config", "/etc/lameduck/agent.yaml", "configuration file; ${NAME} in it is replaced by the environment")
@@ -138,6 +147,7 @@ func parse(args []string, getenv func(string) string, help io.Writer) (options, 
 	f.StringVar(&o.people, "metrics-address", ":9101", "host:port of /metrics, /livez, /healthz, /readyz and /v1/targets, without TLS")
 	f.StringVar(&o.nodeName, "node-name", getenv("NODE_NAME"), "the node this runs on: /healthz fails while it is being deleted; empty: it is not watched")
 	f.TextVar(&o.logLevel, "log-level", slog.LevelInfo, "debug, info, warn or error")
+	f.BoolVar(&print, "print-config", false, "print the configuration with its defaults, and end")
 	if err := f.Parse(args); err != nil {
 		if errors.Is(err, flag.ErrHelp) {
 			fmt.Fprintln(help, "agent directs the gateway beside it and acknowledges to Lameduck's coordinators that pods are let go of.\n\nFlags:")
@@ -149,6 +159,9 @@ func parse(args []string, getenv func(string) string, help io.Writer) (options, 
 	}
 	if f.NArg() > 0 {
 		return o, fmt.Errorf("%w: unexpected argument %q", errUsage, f.Arg(0))
+	}
+	if print {
+		return o, o.file.print(path, getenv, help)
 	}
 	if err := hostPort(o.people); err != nil {
 		return o, fmt.Errorf("%w: --metrics-address %q: must be host:port: %w", errUsage, o.people, err)
@@ -177,27 +190,39 @@ func parse(args []string, getenv func(string) string, help io.Writer) (options, 
 	return o, nil
 }
 
-// reference is a ${NAME} in a configuration file. A $ in any other place is HAProxy's own, in a regular expression for example.
-var reference = regexp.MustCompile(`\$\{([A-Za-z_][A-Za-z0-9_]*)\}`)
-
 // read decodes and checks a configuration file. Unknown fields are refused.
 func (f *file) read(content []byte, getenv func(string) string) error {
-	var unset []string
-	expanded := reference.ReplaceAllStringFunc(string(content), func(text string) string {
-		name := reference.FindStringSubmatch(text)[1]
-		value := getenv(name)
-		if value == "" && !slices.Contains(unset, name) {
-			unset = append(unset, name)
-		}
-		return value
-	})
-	if len(unset) > 0 {
-		return fmt.Errorf("environment variables %q are referred to and not set", unset)
-	}
-	if err := yaml.UnmarshalStrict([]byte(expanded), f); err != nil {
+	if err := config.Read(content, getenv, f); err != nil {
 		return err
 	}
+	f.complete()
 	return f.check()
+}
+
+// complete fills in what is left to the agent.
+func (f *file) complete() {
+	f.HealthTimeout.Duration = cmp.Or(f.HealthTimeout.Duration, healthTimeout)
+	f.MinHealthyPercent = cmp.Or(f.MinHealthyPercent, minHealthyPercent)
+}
+
+// print writes the file that this agent runs with, without looking whether it can: what is missing is missing.
+func (f file) print(path string, getenv func(string) string, out io.Writer) error {
+	content, err := os.ReadFile(path)
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("%w: --config %q: %w", errUsage, path, err)
+	}
+	if err := config.Read(content, getenv, &f); err != nil {
+		return fmt.Errorf("%w: --config %q: %w", errUsage, path, err)
+	}
+	f.APIVersion, f.Kind = apiVersion, kind
+	f.complete()
+	f.StateDir = f.journalDir()
+	text, err := config.Print(f)
+	if err != nil {
+		return err
+	}
+	fmt.Fprint(out, text)
+	return errPrinted
 }
 
 // check reports everything that is wrong, not only the first.
@@ -210,13 +235,10 @@ func (f *file) check() error {
 	}
 	must(f.APIVersion == apiVersion, "apiVersion %q: must be %q", f.APIVersion, apiVersion)
 	must(f.Kind == kind, "kind %q: must be %q", f.Kind, kind)
-	must(f.EndpointsLag.err == nil, "endpointsLag: %w", f.EndpointsLag.err)
+	must(f.EndpointsLag.Err == nil, "endpointsLag: %w", f.EndpointsLag.Err)
 	must(f.EndpointsLag.Duration >= 0, "endpointsLag %q: must not be negative", f.EndpointsLag)
-	must(f.HealthTimeout.err == nil, "healthTimeout: %w", f.HealthTimeout.err)
+	must(f.HealthTimeout.Err == nil, "healthTimeout: %w", f.HealthTimeout.Err)
 	must(f.HealthTimeout.Duration >= 0, "healthTimeout %q: must not be negative", f.HealthTimeout)
-	if f.HealthTimeout.Duration == 0 {
-		f.HealthTimeout.Duration = healthTimeout
-	}
 	must(f.MinHealthyPercent >= 0 && f.MinHealthyPercent <= 100, "minHealthyPercent %d: must be 0 to 100", f.MinHealthyPercent)
 	if c := f.Coordinators; c != nil {
 		_, err := namespacedName(c.Service)
@@ -227,7 +249,13 @@ func (f *file) check() error {
 			must(err == nil && u.Hostname() != "" && a == "https://"+u.Host, "coordinators.addresses[%d] %q: must be https://host:port", i, a)
 		}
 		must(c.ServerName != "", "coordinators.serverName %q: required", c.ServerName)
+		must((c.CAFile == "") != (c.CAConfigMap == ""), "coordinators: exactly one of caFile %q and caConfigMap %q is needed", c.CAFile, c.CAConfigMap)
+		_, err = namespacedName(c.CAConfigMap)
+		must(c.CAConfigMap == "" || err == nil, "coordinators.caConfigMap %q: must be namespace/name", c.CAConfigMap)
 		for _, of := range []struct{ field, path string }{{"caFile", c.CAFile}, {"tokenFile", c.TokenFile}} {
+			if of.field == "caFile" && of.path == "" {
+				continue
+			}
 			_, err := os.Stat(of.path)
 			must(err == nil, "coordinators.%s %q: %v", of.field, of.path, err)
 		}

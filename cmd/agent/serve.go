@@ -4,7 +4,6 @@ import (
 	"context"
 	"crypto/rand"
 	"crypto/tls"
-	"crypto/x509"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -37,7 +36,7 @@ import (
 const (
 	// learnMost is how long the gateway is not programmed while coordinators have not said which drains are open.
 	learnMost = 3 * time.Second
-	// connectTimeout bounds a TCP and a TLS handshake with a coordinator.
+	// connectTimeout bounds a TCP handshake with a coordinator.
 	connectTimeout = 3 * time.Second
 	shutdownGrace  = 2 * time.Second
 )
@@ -53,9 +52,9 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 	if err != nil {
 		return fmt.Errorf("client for the API server: %w", err)
 	}
-	var roots *x509.CertPool
+	var trusted *roots
 	if o.file.Coordinators != nil {
-		if roots, err = trusted(o.file.Coordinators); err != nil {
+		if trusted, err = newRoots(o.file.Coordinators, log); err != nil {
 			return err
 		}
 	}
@@ -100,7 +99,7 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 		if o.file.journalDir() == "" {
 			log.Warn("tombstones are not kept on disk: neither stateDir nor haproxy.serversFile is set")
 		}
-		c, err := newClient(o.file, roots, stones, m, log)
+		c, err := newClient(o.file, trusted, stones, m, log)
 		if err != nil {
 			return err
 		}
@@ -129,6 +128,7 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 		tasks = append(tasks,
 			serve.Task{Name: "coordinators", Last: true, Run: func(ctx context.Context) error { return ends.outlive(ctx, c.Run) }},
 			serve.Task{Name: "addresses", Run: where.run},
+			serve.Task{Name: "roots", Run: func(ctx context.Context) error { return trusted.run(ctx, kube) }},
 		)
 	}
 	listener, err := net.Listen("tcp", o.people)
@@ -200,22 +200,9 @@ func people(registry *prometheus.Registry, following *serving.Health, learnt *at
 	return r
 }
 
-// trusted returns who may sign the coordinators' certificates.
-func trusted(conf *coordinators) (*x509.CertPool, error) {
-	pem, err := os.ReadFile(conf.CAFile)
-	if err != nil {
-		return nil, fmt.Errorf("%w: coordinators.caFile %q: %w", errUsage, conf.CAFile, err)
-	}
-	roots := x509.NewCertPool()
-	if !roots.AppendCertsFromPEM(pem) {
-		return nil, fmt.Errorf("%w: coordinators.caFile %q: no certificate in it", errUsage, conf.CAFile)
-	}
-	return roots, nil
-}
-
 // newClient builds the side of the wire of an agent that directs HAProxy.
-func newClient(f file, roots *x509.CertPool, stones client.Tombstones, m *metrics, log *slog.Logger) (*client.Client, error) {
-	c := connector(f.Coordinators, roots)
+func newClient(f file, trusted *roots, stones client.Tombstones, m *metrics, log *slog.Logger) (*client.Client, error) {
+	c := connector(f.Coordinators, trusted)
 	c.Gateway = "haproxy"
 	c.Tombstones, c.Observer, c.Log = stones, m, log
 	seen := map[drain.Service]bool{}
@@ -234,12 +221,10 @@ func newClient(f file, roots *x509.CertPool, stones client.Tombstones, m *metric
 }
 
 // connector is a client that reaches coordinators and trusts them.
-func connector(conf *coordinators, roots *x509.CertPool) *client.Client {
+func connector(conf *coordinators, trusted *roots) *client.Client {
 	c := client.New()
 	c.HTTP = &http.Client{Transport: &http.Transport{
-		DialContext:         (&net.Dialer{Timeout: connectTimeout}).DialContext,
-		TLSHandshakeTimeout: connectTimeout,
-		TLSClientConfig:     &tls.Config{MinVersion: tls.VersionTLS12, RootCAs: roots, ServerName: conf.ServerName, NextProtos: []string{"http/1.1"}},
+		DialTLSContext: trusted.dial,
 		// An empty map switches HTTP/2 off: one stream is one connection.
 		TLSNextProto:        map[string]func(string, *tls.Conn) http.RoundTripper{},
 		MaxIdleConnsPerHost: 2,

@@ -19,7 +19,7 @@ func main() {
 	err := run(ctx, os.Args[1:], os.Getenv, os.Stdout, os.Stderr)
 	stop()
 	switch {
-	case errors.Is(err, flag.ErrHelp):
+	case errors.Is(err, flag.ErrHelp), errors.Is(err, errPrinted):
 	case errors.Is(err, errUsage):
 		fmt.Fprintln(os.Stderr, "webhook:", err)
 		os.Exit(2)
@@ -32,8 +32,14 @@ func main() {
 // errUsage is what every error wraps that the command line caused. Nothing listens yet then.
 var errUsage = errors.New("bad usage")
 
+// errPrinted ends a program that was asked for its configuration alone.
+var errPrinted = errors.New("printed")
+
 // run is the whole program. getenv gives POD_NAME, POD_NAMESPACE and KUBECONFIG, the defaults of the flags of like meaning.
 func run(ctx context.Context, args []string, getenv func(string) string, stdout, stderr io.Writer) error {
+	if len(args) > 0 && args[0] == "check" {
+		return check(ctx, args[1:], getenv, stdout)
+	}
 	o, err := parse(args, getenv, stdout)
 	if err != nil {
 		return err

@@ -7,26 +7,26 @@ import (
 	"io"
 	"log/slog"
 	"net"
+	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"time"
 
 	"k8s.io/apimachinery/pkg/util/validation"
 
 	"github.com/lameduck-io/lameduck/pkg/admission"
-	"github.com/lameduck-io/lameduck/pkg/dashboard/api"
+	"github.com/lameduck-io/lameduck/pkg/config"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
-// options are the command line, checked.
+// options are the command line and the configuration file, checked.
 type options struct {
-	kubeconfig string
-	namespace  string
-	replica    string
-	certDir    string
-	// secretFile holds the last segment of the admission path.
-	secretFile string
+	kubeconfig   string
+	namespace    string
+	replica      string
+	certificates credentials
 	// The addresses of the three listeners. people serves metrics and probes without TLS.
 	admission, agents, people string
 	// dashboard is where people look. Empty: nowhere.
@@ -40,34 +40,51 @@ type options struct {
 	logLevel      slog.Level
 }
 
-// parse reads the command line. Its errors wrap errUsage and name the flag and the value, or are flag.ErrHelp.
-func parse(args []string, getenv func(string) string, help io.Writer) (options, error) {
-	o := options{times: drain.DefaultTimes()}
-	var excluded string
-	f := flag.NewFlagSet("webhook", flag.ContinueOnError)
+// flags declares the command line. What it does not say stays as it is in conf.
+func flags(o *options, conf *configuration, getenv func(string) string) (f *flag.FlagSet, path *string, print *bool) {
+	f = flag.NewFlagSet("webhook", flag.ContinueOnError)
 	f.SetOutput(io.Discard)
+	path = f.String("config", "", "configuration file, kind "+kind+"; ${NAME} in it is replaced by the environment; flags win over it; empty: none")
+	print = f.Bool("print-config", false, "print the configuration with its defaults, and end")
 	f.StringVar(&o.kubeconfig, "kubeconfig", getenv("KUBECONFIG"), "file to reach the API server with; empty: as a pod does")
 	f.StringVar(&o.namespace, "namespace", getenv("POD_NAMESPACE"), "the namespace this runs in; pods there never wait (default $POD_NAMESPACE)")
 	f.StringVar(&o.replica, "replica", getenv("POD_NAME"), "the name of this replica, unique among all (default $POD_NAME)")
-	f.StringVar(&o.certDir, "cert-dir", "/etc/lameduck/tls", "directory with tls.crt and tls.key; read again when they change")
-	f.StringVar(&o.secretFile, "admission-secret-file", "/etc/lameduck/admission/secret", "file with the secret that ends the path of the webhook configuration, /v1/admit/<secret>; one a line, read again when it changes")
-	f.StringVar(&o.admission, "admission-address", ":9443", "host:port where the API server asks")
-	f.StringVar(&o.agents, "agents-address", ":9444", "host:port where agents connect")
-	f.StringVar(&o.people, "metrics-address", ":8080", "host:port of /metrics, /livez and /readyz, without TLS")
-	f.StringVar(&o.dashboard, "dashboard-address", fmt.Sprintf("127.0.0.1:%d", api.Port), "host:port of the live page and its API: plain and open on a loopback address, as behind kubectl port-forward, else with TLS and bearer tokens; empty: not served")
-	f.DurationVar(&o.times.Webhook, "webhook-timeout", o.times.Webhook, "timeoutSeconds of the webhook configuration")
-	f.DurationVar(&o.times.Hold, "hold", o.times.Hold, "how long one call waits at most")
-	f.DurationVar(&o.times.Deadline, "deadline", o.times.Deadline, "how long a pod is kept at most; past it the silent gateways are named and it goes")
-	f.DurationVar(&o.times.IdleBound, "idle-bound", o.times.IdleBound, "how long running requests are waited for once no new ones come")
-	f.IntVar(&o.maxHolds, "max-holds", 32, "calls that wait at one time; more are told to come back")
-	f.IntVar(&o.maxHoldsPerOwner, "max-holds-per-owner", 8, "of these, calls for pods of one owner, such as a ReplicaSet, so that no rollout keeps others from being held")
-	f.DurationVar(&o.shutdownDelay, "shutdown-delay", 5*time.Second, "how long after SIGTERM reviews are still answered, because Services route here until then; held ones are told to come back at once")
-	f.StringVar(&excluded, "exclude-namespaces", "kube-system", "comma-separated namespaces whose pods never wait, besides the own one")
-	f.TextVar(&o.logLevel, "log-level", slog.LevelInfo, "debug, info, warn or error")
+	f.StringVar(&conf.Certificates.Dir, "cert-dir", conf.Certificates.Dir, "certificates.dir: directory with tls.crt and tls.key; empty: the replicas make them")
+	f.StringVar(&conf.Certificates.AdmissionSecretFile, "admission-secret-file", conf.Certificates.AdmissionSecretFile, "certificates.admissionSecretFile: file with the secret that ends the webhook's path; empty: the replicas make it")
+	f.StringVar(&conf.Addresses.Admission, "admission-address", conf.Addresses.Admission, "addresses.admission: host:port where the API server asks")
+	f.StringVar(&conf.Addresses.Agents, "agents-address", conf.Addresses.Agents, "addresses.agents: host:port where agents connect")
+	f.StringVar(&conf.Addresses.Metrics, "metrics-address", conf.Addresses.Metrics, "addresses.metrics: host:port of /metrics, /livez and /readyz, without TLS")
+	f.StringVar(&conf.Addresses.Dashboard, "dashboard-address", conf.Addresses.Dashboard, "addresses.dashboard: host:port of the live page and its API: plain and open on a loopback address, as behind kubectl port-forward, else with TLS and bearer tokens; empty: not served")
+	f.DurationVar(&conf.Times.Webhook.Duration, "webhook-timeout", conf.Times.Webhook.Duration, "times.webhook: timeoutSeconds of the webhook configuration")
+	f.DurationVar(&conf.Times.Hold.Duration, "hold", conf.Times.Hold.Duration, "times.hold: how long one call waits at most")
+	f.DurationVar(&conf.Times.Deadline.Duration, "deadline", conf.Times.Deadline.Duration, "times.deadline: how long a pod is kept at most")
+	f.DurationVar(&conf.Times.IdleBound.Duration, "idle-bound", conf.Times.IdleBound.Duration, "times.idleBound: how long running requests are waited for once no new ones come")
+	f.IntVar(&conf.Holds.Most, "max-holds", conf.Holds.Most, "holds.most: calls that wait at one time; more are told to come back")
+	f.IntVar(&conf.Holds.PerOwner, "max-holds-per-owner", conf.Holds.PerOwner, "holds.perOwner: of these, calls for pods of one owner")
+	f.DurationVar(&conf.Times.ShutdownDelay.Duration, "shutdown-delay", conf.Times.ShutdownDelay.Duration, "times.shutdownDelay: how long after SIGTERM reviews are still answered")
+	f.Func("exclude-namespaces", "excludedNamespaces: comma-separated namespaces whose pods never wait, besides the own one (default "+strings.Join(conf.ExcludedNamespaces, ",")+")", func(text string) error {
+		conf.ExcludedNamespaces = []string{}
+		for _, name := range strings.Split(text, ",") {
+			if name = strings.TrimSpace(name); name != "" {
+				conf.ExcludedNamespaces = append(conf.ExcludedNamespaces, name)
+			}
+		}
+		return nil
+	})
+	f.TextVar(&conf.LogLevel, "log-level", conf.LogLevel, "logLevel: debug, info, warn or error")
+	return f, path, print
+}
+
+// parse reads the command line and the file that it names. Its errors wrap errUsage and name the flag or the key and the value, or are flag.ErrHelp
+// or errPrinted.
+func parse(args []string, getenv func(string) string, out io.Writer) (options, error) {
+	var o options
+	conf := defaults()
+	f, path, print := flags(&o, &conf, getenv)
 	if err := f.Parse(args); err != nil {
 		if errors.Is(err, flag.ErrHelp) {
-			fmt.Fprintln(help, "webhook holds deletions of pods until the gateways that route to them have let go.\n\nFlags:")
-			f.SetOutput(help)
+			fmt.Fprintln(out, "webhook holds deletions of pods until the gateways that route to them have let go.\n\nFlags:")
+			f.SetOutput(out)
 			f.PrintDefaults()
 			return o, err
 		}
@@ -76,16 +93,57 @@ func parse(args []string, getenv func(string) string, help io.Writer) (options, 
 	if f.NArg() > 0 {
 		return o, fmt.Errorf("%w: unexpected argument %q", errUsage, f.Arg(0))
 	}
-	for _, name := range strings.Split(excluded, ",") {
-		if name = strings.TrimSpace(name); name != "" {
-			o.excluded = append(o.excluded, name)
+	if *path != "" {
+		content, err := os.ReadFile(*path)
+		if err != nil {
+			return o, fmt.Errorf("%w: --config %q: %w", errUsage, *path, err)
+		}
+		conf = defaults()
+		conf.APIVersion, conf.Kind = "", ""
+		if err := config.Read(content, getenv, &conf); err != nil {
+			return o, fmt.Errorf("%w: --config %q: %w", errUsage, *path, err)
+		}
+		var errs []error
+		conf.checkRead(func(ok bool, format string, args ...any) {
+			if !ok {
+				errs = append(errs, fmt.Errorf(format, args...))
+			}
+		})
+		if len(errs) > 0 {
+			return o, fmt.Errorf("%w: --config %q: %w", errUsage, *path, errors.Join(errs...))
+		}
+		// Again, so that what the command line says wins.
+		if f, _, _ = flags(&o, &conf, getenv); f.Parse(args) != nil {
+			return o, fmt.Errorf("%w: %q", errUsage, args)
 		}
 	}
+	if *print {
+		text, err := config.Print(conf)
+		if err != nil {
+			return o, err
+		}
+		fmt.Fprint(out, text)
+		return o, errPrinted
+	}
+	o.take(conf)
 	if err := o.check(); err != nil {
 		return o, fmt.Errorf("%w: %w", errUsage, err)
 	}
 	o.excluded = append(o.excluded, o.namespace)
 	return o, nil
+}
+
+// take takes in what conf says.
+func (o *options) take(conf configuration) {
+	o.admission, o.agents, o.people, o.dashboard = conf.Addresses.Admission, conf.Addresses.Agents, conf.Addresses.Metrics, conf.Addresses.Dashboard
+	o.times = drain.DefaultTimes()
+	o.times.Webhook, o.times.Hold = conf.Times.Webhook.Duration, conf.Times.Hold.Duration
+	o.times.Deadline, o.times.IdleBound = conf.Times.Deadline.Duration, conf.Times.IdleBound.Duration
+	o.shutdownDelay = conf.Times.ShutdownDelay.Duration
+	o.maxHolds, o.maxHoldsPerOwner = conf.Holds.Most, conf.Holds.PerOwner
+	o.excluded = slices.Clone(conf.ExcludedNamespaces)
+	o.certificates = conf.Certificates
+	o.logLevel = conf.LogLevel
 }
 
 // check reports everything that is wrong, not only the first.
@@ -109,13 +167,29 @@ func (o options) check() error {
 		_, err := net.ResolveTCPAddr("tcp", o.dashboard)
 		must(err == nil, "--dashboard-address %q: not a host:port: %v", o.dashboard, err)
 	}
-	for _, name := range []string{"tls.crt", "tls.key"} {
-		_, err := os.Stat(filepath.Join(o.certDir, name))
-		must(err == nil, "--cert-dir %q: %v", o.certDir, err)
+	if dir := o.certificates.Dir; dir != "" {
+		for _, name := range []string{"tls.crt", "tls.key"} {
+			_, err := os.Stat(filepath.Join(dir, name))
+			must(err == nil, "--cert-dir %q: %v", dir, err)
+		}
 	}
-	if err := admission.CheckSecretFile(o.secretFile); err != nil {
-		errs = append(errs, fmt.Errorf("--admission-secret-file %q: %w", o.secretFile, err))
+	if file := o.certificates.AdmissionSecretFile; file != "" {
+		if err := admission.CheckSecretFile(file); err != nil {
+			errs = append(errs, fmt.Errorf("--admission-secret-file %q: %w", file, err))
+		}
 	}
+	for _, of := range []struct{ key, name string }{
+		{"secret", o.certificates.Secret}, {"configMap", o.certificates.ConfigMap}, {"webhookConfiguration", o.certificates.WebhookConfiguration},
+	} {
+		must(len(validation.IsDNS1123Subdomain(of.name)) == 0, "certificates.%s %q: not an object's name", of.key, of.name)
+	}
+	for i, name := range o.certificates.Names {
+		_, err := netip.ParseAddr(name)
+		must(err == nil || len(validation.IsDNS1123Subdomain(name)) == 0, "certificates.names[%d] %q: neither a DNS name nor an address", i, name)
+	}
+	must(o.certificates.Overlap.Duration > 0, "certificates.overlap %s: must be positive", o.certificates.Overlap)
+	must(o.certificates.RotateEvery.Duration >= 3*o.certificates.Overlap.Duration, "certificates.rotateEvery %s: must be at least three times certificates.overlap %s",
+		o.certificates.RotateEvery, o.certificates.Overlap)
 	if o.kubeconfig != "" {
 		_, err := os.Stat(o.kubeconfig)
 		must(err == nil, "--kubeconfig %q: %v", o.kubeconfig, err)

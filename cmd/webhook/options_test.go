@@ -127,7 +127,7 @@ func TestHelp(t *testing.T) {
 			t.Errorf("%s: %v, stderr %q", arg, err, &stderr)
 		}
 		for _, want := range []string{"holds deletions of pods", "-admission-address", "-admission-secret-file", "-agents-address", "-cert-dir", "-dashboard-address", "-deadline", "-exclude-namespaces",
-			"-hold", "-idle-bound", "-kubeconfig", "-log-level", "-max-holds", "-max-holds-per-owner", "-metrics-address", "-namespace", "-replica", "-shutdown-delay", "-webhook-timeout"} {
+			"-hold", "-config", "-print-config", "-idle-bound", "-kubeconfig", "-log-level", "-max-holds", "-max-holds-per-owner", "-metrics-address", "-namespace", "-replica", "-shutdown-delay", "-webhook-timeout"} {
 			if !strings.Contains(stdout.String(), want) {
 				t.Errorf("%s does not tell of %s", arg, want)
 			}

@@ -9,7 +9,6 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
-	"path/filepath"
 	"sync/atomic"
 	"time"
 
@@ -28,7 +27,6 @@ import (
 	"k8s.io/klog/v2"
 	"k8s.io/utils/ptr"
 	"sigs.k8s.io/controller-runtime/pkg/cache"
-	"sigs.k8s.io/controller-runtime/pkg/certwatcher"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	crlog "sigs.k8s.io/controller-runtime/pkg/log"
 
@@ -119,18 +117,14 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 		Cluster: &admission.Cluster{
 			Reader: known, Slices: index, Ledger: coord, Synced: watch.synced, Excluded: o.excluded, Started: started,
 		},
-		Times: o.times, Events: notes, Log: log, Metrics: metrics,
+		Times: o.times, Events: notes, Log: log, Metrics: metrics, Replica: o.replica,
 	}
-	door, err := admission.OpenDoor(o.secretFile, log, metrics)
+	proof, err := newProof(o, kube, metrics, registry, log)
 	if err != nil {
 		return err
 	}
-
-	certs, err := certwatcher.New(filepath.Join(o.certDir, "tls.crt"), filepath.Join(o.certDir, "tls.key"))
-	if err != nil {
-		return fmt.Errorf("certificate in %s: %w", o.certDir, err)
-	}
-	secure := &tls.Config{MinVersion: tls.VersionTLS12, GetCertificate: certs.GetCertificate}
+	door := proof.door
+	secure := &tls.Config{MinVersion: tls.VersionTLS12, GetCertificate: proof.certificate}
 	var listeners [3]net.Listener
 	for i, of := range []struct {
 		address string
@@ -155,7 +149,7 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 	log.Info("started", "lease", self.String(), "admission", listeners[0].Addr().String(), "agents", listeners[1].Addr().String(),
 		"metrics", listeners[2].Addr().String(), "hold", o.times.Hold.String(), "deadline", o.times.Deadline.String())
 
-	ready := readiness{synced: watch.synced, expecting: coord.Expecting, up: func() time.Duration { return time.Since(started) }}
+	ready := readiness{certificate: proof.ready, synced: watch.synced, expecting: coord.Expecting, up: func() time.Duration { return time.Since(started) }}
 	stop := func() {
 		ready.stopping.Store(true)
 		coord.Stop()
@@ -163,8 +157,7 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 	// What answers calls ends first, and what it answers from after it.
 	return serve.All(ctx,
 		serve.Task{Name: "cache", Run: known.Start, Last: true},
-		serve.Task{Name: "certificates", Run: certs.Start, Last: true},
-		serve.Task{Name: "door", Run: door.Run, Last: true},
+		serve.Task{Name: "certificates", Run: proof.run, Last: true},
 		serve.Task{Name: "slices", Run: watch.run, Last: true},
 		serve.Task{Name: "coordinator", Run: coord.Run, Last: true},
 		serve.Task{Name: "roster", Run: roster.run, Last: true},
@@ -193,9 +186,10 @@ func metricsTask(listener net.Listener, handler http.Handler, log *slog.Logger) 
 
 // readiness is whether Services should send reviews to this replica.
 type readiness struct {
-	synced    func() bool
-	expecting func() (expected, missing int)
-	up        func() time.Duration
+	certificate func() error
+	synced      func() bool
+	expecting   func() (expected, missing int)
+	up          func() time.Duration
 	// settled: it was ready once. An agent that comes later connects when it can: were the replica unready until then, a cluster with one
 	// replica would delete pods without asking anybody whenever it starts beside a gateway that is being rolled out.
 	settled, stopping atomic.Bool
@@ -208,6 +202,8 @@ func (r *readiness) check() error {
 		return errors.New("this replica is shutting down")
 	case r.settled.Load():
 		return nil
+	case r.certificate() != nil:
+		return r.certificate()
 	case !r.synced():
 		return errors.New("the view of the cluster is not complete yet")
 	}

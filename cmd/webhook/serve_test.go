@@ -1,6 +1,7 @@
 package main
 
 import (
+	"errors"
 	"testing"
 	"time"
 )
@@ -10,7 +11,8 @@ func TestReadiness(t *testing.T) {
 	var synced bool
 	var missing int
 	var up time.Duration
-	r := readiness{synced: func() bool { return synced }, expecting: func() (int, int) { return 5, missing }, up: func() time.Duration { return up }}
+	cert := errors.New("there is no certificate yet")
+	r := readiness{certificate: func() error { return cert }, synced: func() bool { return synced }, expecting: func() (int, int) { return 5, missing }, up: func() time.Duration { return up }}
 	check := func(when, want string) {
 		t.Helper()
 		got := ""
@@ -22,7 +24,9 @@ func TestReadiness(t *testing.T) {
 		}
 	}
 	const cold = "the view of the cluster is not complete yet"
-	check("at first", cold)
+	check("at first", "there is no certificate yet")
+	cert = nil
+	check("with a certificate", cold)
 	up = time.Hour
 	check("caches that are cold for long", cold)
 	synced, missing, up = true, 2, settle-1

@@ -64,13 +64,21 @@ func OpenDoor(file string, log *slog.Logger, metrics *Metrics) (*Door, error) {
 	return d, nil
 }
 
+// NewDoor returns a door without a file. Until [Door.Set] is called nobody is let through.
+func NewDoor(log *slog.Logger, metrics *Metrics) *Door {
+	return &Door{log: log, metrics: metrics, said: rate.Sometimes{Interval: strangerEvery}}
+}
+
+// Set has secrets be those that are good, as if a file had them. It reports whether they are other than before.
+func (d *Door) Set(secrets []string) (changed bool) { return d.take(time.Now(), secrets) }
+
 // CheckSecretFile reports why no [Door] can be made with file. Nil: one can.
 func CheckSecretFile(file string) error {
 	_, err := readSecrets(file)
 	return err
 }
 
-// Run reads the file again and again until ctx is done. A file that cannot be used leaves what is known as it is.
+// Run reads the file again and again until ctx is done; without one it only waits. A file that cannot be used leaves what is known as it is.
 func (d *Door) Run(ctx context.Context) error {
 	ticker := time.NewTicker(secretEvery)
 	defer ticker.Stop()
@@ -80,6 +88,9 @@ func (d *Door) Run(ctx context.Context) error {
 		case <-ctx.Done():
 			return nil
 		case <-ticker.C:
+			if d.file == "" {
+				continue
+			}
 		}
 		changed, err := d.load(time.Now())
 		switch {
@@ -98,6 +109,11 @@ func (d *Door) load(now time.Time) (changed bool, err error) {
 	if err != nil {
 		return false, err
 	}
+	return d.take(now, secrets), nil
+}
+
+// take has secrets be those that stand.
+func (d *Door) take(now time.Time, secrets []string) (changed bool) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	keys := make([]key, 0, len(secrets)+len(d.keys))
@@ -125,7 +141,7 @@ func (d *Door) load(now time.Time) (changed bool, err error) {
 	}
 	changed = changed || was != len(secrets)
 	d.keys = keys
-	return changed, nil
+	return changed
 }
 
 func stands(keys []key, k key) bool {

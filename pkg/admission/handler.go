@@ -42,6 +42,8 @@ type Handler struct {
 	Events  Events
 	Log     *slog.Logger
 	Metrics *Metrics
+	// Replica is the name of this one.
+	Replica string
 }
 
 // outcome is a verdict carried out.
@@ -67,6 +69,10 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	q, err := read(w, r)
 	if err != nil {
 		h.refuse(w, err)
+		return
+	}
+	if q.isCheck() {
+		h.answerCheck(w, q)
 		return
 	}
 	o, s := h.decide(r.Context(), began, q)

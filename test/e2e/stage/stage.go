@@ -5,13 +5,10 @@ package stage
 import (
 	"bytes"
 	"context"
-	"crypto/rand"
 	"embed"
-	"encoding/base64"
 	"fmt"
 	"log/slog"
 	"net/netip"
-	"os"
 	"os/exec"
 	"path/filepath"
 	"runtime"
@@ -50,6 +47,8 @@ type Options struct {
 	Bin string
 	// Replicas of the coordinator, behind a stand-in of its Service. 0: one, which has the Service's address itself.
 	Replicas int
+	// Overlap is certificates.overlap of the coordinator. 0: the default.
+	Overlap time.Duration
 	// WebhookArgs are more flags of the coordinator.
 	WebhookArgs []string
 	// Dir is where volumes and logs of pods are kept. Empty: in a temporary folder.
@@ -68,9 +67,6 @@ type Stage struct {
 	Cluster *cluster.Cluster
 	Node    *node.Node
 	Kube    *kubernetes.Clientset
-	ca      *cluster.CA
-	// secret ends the path of the webhook.
-	secret string
 
 	running context.Context
 	stop    context.CancelFunc
@@ -80,10 +76,6 @@ type Stage struct {
 // Open starts a node in c and waits until it is ready. Close it.
 func Open(ctx context.Context, c *cluster.Cluster, o Options) (*Stage, error) {
 	kube, err := kubernetes.NewForConfig(c.Config())
-	if err != nil {
-		return nil, err
-	}
-	ca, err := cluster.NewCA()
 	if err != nil {
 		return nil, err
 	}
@@ -99,7 +91,7 @@ func Open(ctx context.Context, c *cluster.Cluster, o Options) (*Stage, error) {
 	if err != nil {
 		return nil, err
 	}
-	s := &Stage{Options: o, Cluster: c, Node: n, Kube: kube, ca: ca, secret: rand.Text()}
+	s := &Stage{Options: o, Cluster: c, Node: n, Kube: kube}
 	s.running, s.stop = context.WithCancel(context.WithoutCancel(ctx))
 	if err := s.run(ctx, n); err != nil {
 		s.Close()
@@ -213,7 +205,8 @@ func join(objects []object) (string, error) {
 // InstallCoordinator installs everything of the manifests but the webhook configuration, so that nothing waits yet, and waits until the
 // coordinator runs.
 func (s *Stage) InstallCoordinator(ctx context.Context) error {
-	objects, err := s.installed(ctx, "Namespace", "ServiceAccount", "ClusterRole", "ClusterRoleBinding", "Service", "PriorityLevelConfiguration", "FlowSchema")
+	objects, err := s.installed(ctx, "Namespace", "ServiceAccount", "ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding", "Secret", "ConfigMap", "Service", "PriorityLevelConfiguration", "FlowSchema",
+		"PodDisruptionBudget", "NetworkPolicy")
 	if err != nil {
 		return err
 	}
@@ -224,32 +217,15 @@ func (s *Stage) InstallCoordinator(ctx context.Context) error {
 	if err := s.Apply(ctx, manifests); err != nil {
 		return err
 	}
-	certs, err := os.MkdirTemp("", "tls")
-	if err != nil {
-		return err
-	}
-	if err := s.ca.IssueFiles(certs, CoordinatorAddress.String(), "lameduck-agents."+System+".svc", "lameduck-webhook."+System+".svc"); err != nil {
-		return err
-	}
-	secret := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Name: "lameduck-tls", Namespace: System}, Type: corev1.SecretTypeTLS, Data: map[string][]byte{}}
-	for _, name := range []string{"tls.crt", "tls.key"} {
-		if secret.Data[name], err = os.ReadFile(filepath.Join(certs, name)); err != nil {
-			return err
-		}
-	}
-	if _, err := s.Kube.CoreV1().Secrets(System).Create(ctx, secret, metav1.CreateOptions{}); err != nil {
-		return fmt.Errorf("create Secret lameduck-tls: %w", err)
-	}
-	door := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Name: "lameduck-admission", Namespace: System}, StringData: map[string]string{"secret": s.secret}}
-	if _, err := s.Kube.CoreV1().Secrets(System).Create(ctx, door, metav1.CreateOptions{}); err != nil {
-		return fmt.Errorf("create Secret lameduck-admission: %w", err)
-	}
 	if s.Replicas > 0 {
 		if err := s.balance(netip.AddrPortFrom(CoordinatorAddress, admissionPort), "lameduck-webhook"); err != nil {
 			return err
 		}
 	}
-	manifests, err = render("coordinator.yaml", s.Options)
+	manifests, err = render("coordinator.yaml", struct {
+		Options
+		Address netip.Addr
+	}{s.Options, CoordinatorAddress})
 	if err != nil {
 		return err
 	}
@@ -259,8 +235,8 @@ func (s *Stage) InstallCoordinator(ctx context.Context) error {
 	return s.Await(ctx, System, "lameduck-webhook")
 }
 
-// InstallWebhook installs the webhook configuration of the manifests, with the coordinator's address in the place of its Service's, and
-// the secret.
+// InstallWebhook installs the webhook configuration of the manifests that holds deletions, with the coordinator's address in the place of its
+// Service's, and waits until the coordinator has written its CA and the path into it.
 func (s *Stage) InstallWebhook(ctx context.Context) error {
 	objects, err := s.installed(ctx, "ValidatingWebhookConfiguration")
 	if err != nil {
@@ -268,17 +244,33 @@ func (s *Stage) InstallWebhook(ctx context.Context) error {
 	}
 	for _, o := range objects {
 		for _, w := range o["webhooks"].([]any) {
-			w.(object)["clientConfig"] = object{
-				"url":      fmt.Sprintf("https://%s:%d/v1/admit/%s", CoordinatorAddress, admissionPort, s.secret),
-				"caBundle": base64.StdEncoding.EncodeToString(s.ca.PEM()),
-			}
+			w.(object)["clientConfig"] = object{"url": fmt.Sprintf("https://%s:%d", CoordinatorAddress, admissionPort)}
 		}
 	}
 	manifests, err := join(objects)
 	if err != nil {
 		return err
 	}
-	return s.Apply(ctx, manifests)
+	if err := s.Apply(ctx, manifests); err != nil {
+		return err
+	}
+	ctx, cancel := context.WithTimeout(ctx, awaitMost)
+	defer cancel()
+	for {
+		got, err := s.Kube.AdmissionregistrationV1().ValidatingWebhookConfigurations().Get(ctx, "lameduck", metav1.GetOptions{})
+		if err != nil {
+			return err
+		}
+		c := got.Webhooks[0].ClientConfig
+		if len(c.CABundle) > 0 && strings.Contains(*c.URL, "/v1/admit/") {
+			return nil
+		}
+		select {
+		case <-ctx.Done():
+			return fmt.Errorf("webhook configuration: the coordinator writes no CA and no path: %+v", c)
+		case <-time.After(awaitEvery):
+		}
+	}
 }
 
 // RemoveWebhook deletes the webhook configuration.
@@ -298,13 +290,6 @@ func (s *Stage) InstallGateway(ctx context.Context, g Gateway) (address string, 
 	haproxy, err := HAProxy()
 	if err != nil {
 		return "", err
-	}
-	ca := &corev1.ConfigMap{
-		ObjectMeta: metav1.ObjectMeta{Name: "lameduck-ca", Namespace: g.Namespace},
-		Data:       map[string]string{"ca.crt": string(s.ca.PEM())},
-	}
-	if _, err := s.Kube.CoreV1().ConfigMaps(g.Namespace).Create(ctx, ca, metav1.CreateOptions{}); err != nil {
-		return "", fmt.Errorf("create ConfigMap lameduck-ca: %w", err)
 	}
 	manifests, err := render("gateway.yaml", struct {
 		Gateway

@@ -1,0 +1,45 @@
+package main
+
+import (
+	"bytes"
+	"errors"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+
+	"github.com/lameduck-io/lameduck/pkg/config/configtest"
+)
+
+func TestTheSchemaSaysWhatTheTypesSay(t *testing.T) {
+	configtest.Check(t, file{}, kind, "../../schemas/agent.json")
+}
+
+// What is printed is a file, and gives the same again. It need not be one that the agent can run with.
+func TestPrintConfig(t *testing.T) {
+	dir, getenv := environment(t)
+	print := func(config string) string {
+		t.Helper()
+		var out bytes.Buffer
+		if err := run(t.Context(), []string{"--config", config, "--print-config"}, getenv, &out, &out); !errors.Is(err, errPrinted) {
+			t.Fatal(err)
+		}
+		return out.String()
+	}
+	if got := print("/no/such/file"); !strings.Contains(got, "healthTimeout: 1m0s") || !strings.Contains(got, "minHealthyPercent: 50") {
+		t.Error(got)
+	}
+	first := print(write(t, dir, good))
+	for _, want := range []string{"endpointsLag: 1.5s", "healthTimeout: 1m0s", "minHealthyPercent: 50", "stateDir: " + dir, "$1"} {
+		if !strings.Contains(first, want) {
+			t.Errorf("%q is not in\n%s", want, first)
+		}
+	}
+	if diff := cmp.Diff(first, print(write(t, dir, first))); diff != "" {
+		t.Error(diff)
+	}
+	var out bytes.Buffer
+	if err := run(t.Context(), []string{"--config", write(t, dir, "colour: red"), "--print-config"}, getenv, &out, &out); !errors.Is(err, errUsage) || !strings.Contains(err.Error(), "colour") {
+		t.Error(err)
+	}
+}

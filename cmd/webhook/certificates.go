@@ -1,0 +1,103 @@
+package main
+
+import (
+	"context"
+	"crypto/tls"
+	"crypto/x509"
+	"fmt"
+	"log/slog"
+	"path/filepath"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"k8s.io/client-go/kubernetes"
+	"sigs.k8s.io/controller-runtime/pkg/certwatcher"
+
+	"github.com/lameduck-io/lameduck/pkg/admission"
+	"github.com/lameduck-io/lameduck/pkg/certs"
+	"github.com/lameduck-io/lameduck/pkg/serve"
+)
+
+// The names of the Services in front of the two listeners. Their certificate is one.
+const (
+	admissionService = "lameduck-webhook"
+	agentsService    = "lameduck-agents"
+)
+
+// mutatePath is where the API server asks about new pods, as admission.Path is for deletions.
+const mutatePath = "/v1/mutate/"
+
+// proof is how this replica shows who it is, and knows the API server.
+type proof struct {
+	door        *admission.Door
+	certificate func(*tls.ClientHelloInfo) (*tls.Certificate, error)
+	// ready is why there is no certificate yet.
+	ready func() error
+	run   func(context.Context) error
+}
+
+// newProof reads certificate and secret from files, where the configuration names some, and has a keeper for the rest.
+func newProof(o options, kube kubernetes.Interface, metrics *admission.Metrics, registry *prometheus.Registry, log *slog.Logger) (*proof, error) {
+	conf := o.certificates
+	p := &proof{ready: func() error { return nil }}
+	tasks := []serve.Task{}
+	made := certs.Options{
+		Kube: kube, Namespace: o.namespace, Secret: conf.Secret, ConfigMap: conf.ConfigMap, WebhookConfiguration: conf.WebhookConfiguration,
+		Names: append([]string{admissionService + "." + o.namespace + ".svc", agentsService + "." + o.namespace + ".svc"}, conf.Names...),
+		Times: certs.Times{RotateEvery: conf.RotateEvery.Duration, Overlap: conf.Overlap.Duration}, Log: log,
+	}
+	var err error
+	if conf.AdmissionSecretFile != "" {
+		if p.door, err = admission.OpenDoor(conf.AdmissionSecretFile, log, metrics); err != nil {
+			return nil, err
+		}
+	} else {
+		p.door = admission.NewDoor(log, metrics)
+		made.AdmitPath, made.MutatePath = admission.Path, mutatePath
+		made.Let = func(secrets []string) {
+			if p.door.Set(secrets) {
+				log.Info("admission secrets changed", "number", len(secrets))
+			}
+		}
+	}
+	made.Bundle = conf.Dir == ""
+	keeper := certs.New(made)
+	if conf.Dir != "" {
+		watcher, err := certwatcher.New(filepath.Join(conf.Dir, "tls.crt"), filepath.Join(conf.Dir, "tls.key"))
+		if err != nil {
+			return nil, fmt.Errorf("certificate in %s: %w", conf.Dir, err)
+		}
+		p.certificate = watcher.GetCertificate
+		tasks = append(tasks, serve.Task{Name: "certificate", Run: watcher.Start})
+	} else {
+		p.certificate = keeper.GetCertificate
+	}
+	if made.Bundle || made.AdmitPath != "" {
+		p.ready = keeper.Ready
+		tasks = append(tasks, serve.Task{Name: "keeper", Run: keeper.Run})
+	}
+	tasks = append(tasks, serve.Task{Name: "door", Run: p.door.Run})
+	p.run = func(ctx context.Context) error { return serve.All(ctx, tasks...) }
+	registry.MustRegister(prometheus.NewGaugeFunc(prometheus.GaugeOpts{
+		Name: "lameduck_certificate_expiry_timestamp_seconds", Help: "When the serving certificate ends, in seconds since 1970; 0 while there is none.",
+	}, func() float64 { return expiry(p.certificate) }))
+	return p, nil
+}
+
+// expiry is when what is served ends.
+func expiry(certificate func(*tls.ClientHelloInfo) (*tls.Certificate, error)) float64 {
+	pair, err := certificate(nil)
+	if err != nil || pair == nil {
+		return 0
+	}
+	leaf := pair.Leaf
+	if leaf == nil && len(pair.Certificate) > 0 {
+		if leaf, err = x509.ParseCertificate(pair.Certificate[0]); err != nil {
+			return 0
+		}
+	}
+	if leaf == nil {
+		return 0
+	}
+	return float64(leaf.NotAfter.UnixNano()) / float64(time.Second)
+}

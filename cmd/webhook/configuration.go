@@ -1,0 +1,127 @@
+package main
+
+import (
+	"fmt"
+	"log/slog"
+	"time"
+
+	"github.com/lameduck-io/lameduck/pkg/config"
+	"github.com/lameduck-io/lameduck/pkg/dashboard/api"
+	"github.com/lameduck-io/lameduck/pkg/drain"
+)
+
+// kind is what a configuration file must say it is, beside config.APIVersion.
+const kind = "CoordinatorConfiguration"
+
+// configuration is the configuration file. A flag of like meaning wins over it. What is said of a key here is said in schemas/coordinator.json too.
+type configuration struct {
+	// APIVersion is lameduck.io/v1alpha1.
+	APIVersion string `json:"apiVersion"`
+	// Kind is CoordinatorConfiguration.
+	Kind string `json:"kind"`
+	// Addresses are where this replica listens.
+	Addresses addresses `json:"addresses"`
+	// Times are the durations of the protocol that may be chosen. Those that do not fit together are refused.
+	Times times `json:"times"`
+	// Holds bounds the calls that wait.
+	Holds holds `json:"holds"`
+	// ExcludedNamespaces are those whose pods never wait, besides the own one. The webhook configuration excludes them first.
+	ExcludedNamespaces []string `json:"excludedNamespaces"`
+	// Certificates says where the certificate and the secret in the webhook's path come from.
+	Certificates credentials `json:"certificates"`
+	// LogLevel is debug, info, warn or error.
+	LogLevel slog.Level `json:"logLevel"`
+}
+
+// addresses are those of the listeners.
+type addresses struct {
+	// Admission is host:port where the API server asks, with TLS.
+	Admission string `json:"admission"`
+	// Agents is host:port where agents connect, with TLS.
+	Agents string `json:"agents"`
+	// Metrics is host:port of /metrics, /livez and /readyz, without TLS.
+	Metrics string `json:"metrics"`
+	// Dashboard is host:port of the live page and its API: plain and open on a loopback address, as behind kubectl port-forward, else with TLS
+	// and bearer tokens. Empty: not served.
+	Dashboard string `json:"dashboard"`
+}
+
+// times are those of [drain.Times] that people may choose.
+type times struct {
+	// Webhook is timeoutSeconds of the webhook configuration. More than hold + 1.5 s.
+	Webhook config.Duration `json:"webhook"`
+	// Hold is how long one call waits at most.
+	Hold config.Duration `json:"hold"`
+	// Deadline is how long a pod is kept at most. Past it the silent gateways are named and it goes.
+	Deadline config.Duration `json:"deadline"`
+	// IdleBound is how long running requests are waited for once no new ones come.
+	IdleBound config.Duration `json:"idleBound"`
+	// ShutdownDelay is how long after SIGTERM reviews are still answered, because Services route here until then. Held ones are told to come
+	// back at once.
+	ShutdownDelay config.Duration `json:"shutdownDelay"`
+}
+
+// holds are bounds within one replica.
+type holds struct {
+	// Most is how many calls wait at one time. More are told to come back.
+	Most int `json:"most"`
+	// PerOwner is how many of these are for pods of one owner, such as a ReplicaSet, so that no rollout keeps others from being held.
+	PerOwner int `json:"perOwner"`
+}
+
+// credentials are where the certificate and the secret come from.
+type credentials struct {
+	// Dir is a folder with tls.crt and tls.key, from cert-manager for example, read again when they change. Empty: the replicas make certificates
+	// themselves, keep them in a Secret, and write their CA into the webhook configurations.
+	Dir string `json:"dir"`
+	// AdmissionSecretFile holds the secret that ends the webhook's path, /v1/admit/SECRET, one a line, each good; read again when it changes. Empty:
+	// the replicas make it and write the path into the webhook configurations.
+	AdmissionSecretFile string `json:"admissionSecretFile"`
+	// Secret is the name of the Secret, in the own namespace, in which replicas keep what they make. It must exist.
+	Secret string `json:"secret"`
+	// ConfigMap is the name of the ConfigMap, in the own namespace, in which replicas publish their CA for agents, as ca.crt. It must exist.
+	ConfigMap string `json:"configMap"`
+	// WebhookConfiguration is the name of the ValidatingWebhookConfiguration, and of the MutatingWebhookConfiguration if there is one.
+	WebhookConfiguration string `json:"webhookConfiguration"`
+	// Names are more names and addresses for the certificate, besides those of the two Services.
+	Names []string `json:"names"`
+	// RotateEvery is how old a certificate, its CA and the secret become before the next are made. They are good for three times as long.
+	RotateEvery config.Duration `json:"rotateEvery"`
+	// Overlap is how long the next CA and secret are known everywhere before they are used, and the former are still good afterwards. Longer than
+	// any replica or agent may be cut off from the API server.
+	Overlap config.Duration `json:"overlap"`
+}
+
+// defaults returns what holds where the file and the flags say nothing.
+func defaults() configuration {
+	t := drain.DefaultTimes()
+	d := func(d time.Duration) config.Duration { return config.Duration{Duration: d} }
+	return configuration{
+		APIVersion: config.APIVersion, Kind: kind,
+		Addresses: addresses{Admission: ":9443", Agents: ":9444", Metrics: ":8080", Dashboard: fmt.Sprintf("127.0.0.1:%d", api.Port)},
+		Times: times{
+			Webhook: d(t.Webhook), Hold: d(t.Hold), Deadline: d(t.Deadline), IdleBound: d(t.IdleBound), ShutdownDelay: d(5 * time.Second),
+		},
+		Holds:              holds{Most: 32, PerOwner: 8},
+		ExcludedNamespaces: []string{"kube-system"},
+		Certificates: credentials{
+			Secret: "lameduck-certificates", ConfigMap: "lameduck-ca", WebhookConfiguration: "lameduck",
+			Names: []string{}, RotateEvery: d(30 * 24 * time.Hour), Overlap: d(time.Hour),
+		},
+	}
+}
+
+// checkRead reports what is wrong with what was read, before it is made into options.
+func (c configuration) checkRead(must func(ok bool, format string, args ...any)) {
+	must(c.APIVersion == config.APIVersion, "apiVersion %q: must be %q", c.APIVersion, config.APIVersion)
+	must(c.Kind == kind, "kind %q: must be %q", c.Kind, kind)
+	for _, of := range []struct {
+		key   string
+		value config.Duration
+	}{
+		{"times.webhook", c.Times.Webhook}, {"times.hold", c.Times.Hold}, {"times.deadline", c.Times.Deadline}, {"times.idleBound", c.Times.IdleBound},
+		{"times.shutdownDelay", c.Times.ShutdownDelay}, {"certificates.rotateEvery", c.Certificates.RotateEvery}, {"certificates.overlap", c.Certificates.Overlap},
+	} {
+		must(of.value.Err == nil, "%s: %w", of.key, of.value.Err)
+	}
+}

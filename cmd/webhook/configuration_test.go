@@ -1,0 +1,109 @@
+package main
+
+import (
+	"bytes"
+	"errors"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+
+	"github.com/lameduck-io/lameduck/pkg/config/configtest"
+)
+
+func TestTheSchemaSaysWhatTheTypesSay(t *testing.T) {
+	configtest.Check(t, configuration{}, kind, "../../schemas/coordinator.json")
+}
+
+const head = "apiVersion: lameduck.io/v1alpha1\nkind: CoordinatorConfiguration\n"
+
+// file writes a configuration file and returns the arguments that make it the one.
+func file(t *testing.T, text string) []string {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "coordinator.yaml")
+	if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	return []string{"--config", path}
+}
+
+func TestAFileAndFlags(t *testing.T) {
+	text := head + "times: {hold: 1s, deadline: 20s}\nexcludedNamespaces: [\"${POD_NAME}\"]\nholds: {most: 5}\nlogLevel: warn\n"
+	o, err := parse(append(file(t, text), "--deadline=15s", "--max-holds-per-owner=3"), env, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if o.times.Hold != time.Second || o.times.Deadline != 15*time.Second || o.times.IdleBound != 10*time.Second || o.maxHolds != 5 || o.maxHoldsPerOwner != 3 ||
+		!slices.Equal(o.excluded, []string{"webhook-0", "lameduck"}) || o.logLevel.String() != "WARN" || o.admission != ":9443" {
+		t.Errorf("%+v", o)
+	}
+	// An own list takes the place of the default one, also if it is empty.
+	if o, err = parse(file(t, head+"excludedNamespaces: []"), env, nil); err != nil || !slices.Equal(o.excluded, []string{"lameduck"}) {
+		t.Errorf("%+v, %v", o.excluded, err)
+	}
+}
+
+func TestBadFiles(t *testing.T) {
+	for name, c := range map[string]struct {
+		text string
+		want []string
+	}{
+		"empty":               {"", []string{`apiVersion ""`, `kind ""`}},
+		"another version":     {"apiVersion: lameduck.io/v9\nkind: CoordinatorConfiguration", []string{`apiVersion "lameduck.io/v9": must be "lameduck.io/v1alpha1"`}},
+		"the agent's":         {"apiVersion: lameduck.io/v1alpha1\nkind: AgentConfiguration", []string{`kind "AgentConfiguration"`}},
+		"an unknown key":      {head + "colour: red", []string{`"colour"`}},
+		"an unknown key deep": {head + "times: {held: 2s}", []string{`"held"`}},
+		"a key twice":         {head + "kind: x", []string{`"kind"`}},
+		"no duration":         {head + "times: {hold: soon}", []string{"times.hold", `"soon"`}},
+		"no unit":             {head + "times: {deadline: '3'}", []string{"times.deadline"}},
+		"a log level":         {head + "logLevel: loud", []string{`"loud"`}},
+		"an unset variable":   {head + "excludedNamespaces: ['${NOWHERE}']", []string{`"NOWHERE"`}},
+		"times":               {head + "times: {hold: 4s}", []string{"webhook timeout 5s must be more than hold 4s"}},
+		"names":               {head + "certificates: {names: [a_b]}", []string{`certificates.names[0] "a_b"`}},
+		"no secret":           {head + "certificates: {secret: ''}", []string{`certificates.secret ""`}},
+		"overlap":             {head + "certificates: {overlap: 0s}", []string{"certificates.overlap 0s"}},
+		"rotates too soon":    {head + "certificates: {rotateEvery: 2h}", []string{"certificates.rotateEvery 2h0m0s", "certificates.overlap 1h0m0s"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			args := file(t, c.text)
+			var out bytes.Buffer
+			err := run(t.Context(), args, env, &out, &out)
+			if !errors.Is(err, errUsage) || out.Len() > 0 {
+				t.Fatalf("%v, written: %s", err, &out)
+			}
+			for _, want := range c.want {
+				if !strings.Contains(err.Error(), want) {
+					t.Errorf("%v, want %q", err, want)
+				}
+			}
+		})
+	}
+}
+
+// What is printed is a file, and gives the same again. Where nothing is said it is the defaults, on a laptop too.
+func TestPrintConfig(t *testing.T) {
+	print := func(args ...string) string {
+		t.Helper()
+		var out bytes.Buffer
+		if err := run(t.Context(), append(args, "--print-config"), func(string) string { return "" }, &out, &out); !errors.Is(err, errPrinted) {
+			t.Fatal(err)
+		}
+		return out.String()
+	}
+	first := print()
+	for _, want := range []string{"apiVersion: lameduck.io/v1alpha1", "kind: CoordinatorConfiguration", "hold: 2s", "rotateEvery: 720h0m0s", "- kube-system", "logLevel: INFO"} {
+		if !strings.Contains(first, want) {
+			t.Errorf("%q is not in\n%s", want, first)
+		}
+	}
+	if diff := cmp.Diff(first, print(file(t, first)...)); diff != "" {
+		t.Error(diff)
+	}
+	if got := print("--hold=1s", "--exclude-namespaces=a,b"); !strings.Contains(got, "hold: 1s") || !strings.Contains(got, "- b") {
+		t.Error(got)
+	}
+}

@@ -1,0 +1,322 @@
+package certs
+
+import (
+	"bytes"
+	"context"
+	"crypto/tls"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/url"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"golang.org/x/time/rate"
+	admissionv1 "k8s.io/api/admissionregistration/v1"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/rest"
+	toolscache "k8s.io/client-go/tools/cache"
+)
+
+const (
+	// RotateAnnotation on the Secret asks for the next set: whenever its value becomes another one.
+	RotateAnnotation = "lameduck.io/rotate"
+	// CAKey is the key of the bundle in the ConfigMap.
+	CAKey = "ca.crt"
+	// stateKey is the key of the State in the Secret.
+	stateKey = "state"
+	// lookEvery is how often everything is read again, whatever the watches say.
+	lookEvery = time.Minute
+	// retryEvery is how soon what did not work is tried again.
+	retryEvery = time.Second
+	// lookPace and lookBurst bound how often that is.
+	lookPace  = 500 * time.Millisecond
+	lookBurst = 10
+	// callTimeout bounds one call.
+	callTimeout = 10 * time.Second
+)
+
+// Options of a [Keeper].
+type Options struct {
+	Kube kubernetes.Interface
+	// Namespace has the Secret and the ConfigMap, which must exist: no right to create them is needed.
+	Namespace, Secret, ConfigMap string
+	// WebhookConfiguration is the name of the ValidatingWebhookConfiguration, and of the MutatingWebhookConfiguration if there is one. Every webhook in them is
+	// written to.
+	WebhookConfiguration string
+	// Names are those of the serving certificate.
+	Names []string
+	Times Times
+	// Bundle says that the CA is written into the webhook configurations and the ConfigMap. False: certificates come from elsewhere.
+	Bundle bool
+	// AdmitPath and MutatePath are what comes before the secret in the paths of the webhooks. Empty: the paths come from elsewhere.
+	AdmitPath, MutatePath string
+	// Let is told which secrets to let in, whenever they may have changed. May be nil.
+	Let func(secrets []string)
+	Log *slog.Logger
+}
+
+// Keeper keeps what the API server has equal to the State, and the State up to date. Make it with New.
+type Keeper struct {
+	Options
+	wake chan struct{}
+	// pace is for somebody who writes another thing again and again.
+	pace    *rate.Limiter
+	serving atomic.Pointer[tls.Certificate]
+	// secret is that of the set which is served, for the log.
+	secret string
+}
+
+// New returns a Keeper that has nothing to serve until it has run for a moment.
+func New(o Options) *Keeper {
+	return &Keeper{Options: o, wake: make(chan struct{}, 1), pace: rate.NewLimiter(rate.Every(lookPace), lookBurst)}
+}
+
+var errNone = errors.New("there is no certificate yet: the Secret could not be read or written")
+
+// GetCertificate is for tls.Config.
+func (k *Keeper) GetCertificate(*tls.ClientHelloInfo) (*tls.Certificate, error) {
+	if c := k.serving.Load(); c != nil {
+		return c, nil
+	}
+	return nil, errNone
+}
+
+// Ready reports why nothing can be served. Nil: it can.
+func (k *Keeper) Ready() error {
+	_, err := k.GetCertificate(nil)
+	return err
+}
+
+// Run works until ctx is done. What does not work is tried again, and what is served stays.
+func (k *Keeper) Run(ctx context.Context) error {
+	var watches sync.WaitGroup
+	defer watches.Wait()
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	admission := k.Kube.AdmissionregistrationV1().RESTClient()
+	k.watch(ctx, &watches, k.Kube.CoreV1().RESTClient(), "secrets", k.Namespace, k.Secret, &corev1.Secret{})
+	if k.Bundle {
+		k.watch(ctx, &watches, k.Kube.CoreV1().RESTClient(), "configmaps", k.Namespace, k.ConfigMap, &corev1.ConfigMap{})
+	}
+	k.watch(ctx, &watches, admission, "validatingwebhookconfigurations", "", k.WebhookConfiguration, &admissionv1.ValidatingWebhookConfiguration{})
+	k.watch(ctx, &watches, admission, "mutatingwebhookconfigurations", "", k.WebhookConfiguration, &admissionv1.MutatingWebhookConfiguration{})
+	failing := false
+	for {
+		if k.pace.Wait(ctx) != nil {
+			return nil
+		}
+		wait, err := k.look(ctx, time.Now())
+		switch {
+		case ctx.Err() != nil:
+			return nil
+		case apierrors.IsConflict(err):
+			wait = 0 // another replica was first
+		case err != nil:
+			if !failing {
+				k.Log.Error("keep certificates: what is served stays as it is", "error", err)
+			}
+			wait = retryEvery
+		case failing:
+			k.Log.Info("certificates are kept again")
+		}
+		failing = err != nil && !apierrors.IsConflict(err)
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-k.wake:
+		case <-time.After(min(max(wait, 0), lookEvery)):
+		}
+	}
+}
+
+// watch wakes the keeper when one object changes.
+func (k *Keeper) watch(ctx context.Context, running *sync.WaitGroup, client rest.Interface, resource, namespace, name string, of runtime.Object) {
+	if r, ok := client.(*rest.RESTClient); ok && r == nil {
+		return // of a fake, which cannot watch by field: it is looked at every minute
+	}
+	selector := fields.OneTermEqualSelector("metadata.name", name)
+	wake := func() {
+		select {
+		case k.wake <- struct{}{}:
+		default:
+		}
+	}
+	_, controller := toolscache.NewInformerWithOptions(toolscache.InformerOptions{
+		ListerWatcher: toolscache.NewListWatchFromClient(client, resource, namespace, selector),
+		ObjectType:    of,
+		Handler: toolscache.ResourceEventHandlerFuncs{
+			AddFunc: func(any) { wake() }, UpdateFunc: func(any, any) { wake() }, DeleteFunc: func(any) { wake() },
+		},
+	})
+	running.Go(func() { controller.RunWithContext(ctx) })
+}
+
+// look reads everything, takes at most one step, and writes what is not as it should be. It returns how long nothing will be due.
+func (k *Keeper) look(ctx context.Context, now time.Time) (time.Duration, error) {
+	ctx, cancel := context.WithTimeout(ctx, callTimeout)
+	defer cancel()
+	secret, err := k.Kube.CoreV1().Secrets(k.Namespace).Get(ctx, k.Secret, metav1.GetOptions{})
+	if err != nil {
+		return 0, fmt.Errorf("read Secret %s/%s: %w", k.Namespace, k.Secret, err)
+	}
+	var state State
+	if text := secret.Data[stateKey]; len(text) > 0 {
+		if err := json.Unmarshal(text, &state); err != nil {
+			k.Log.Error("what is in the Secret cannot be read: beginning anew", "secret", k.Namespace+"/"+k.Secret, "error", err)
+			state = State{}
+		}
+	}
+	// First of all: what is kept can be served, whatever else does not work.
+	if state.Current != nil && state.Current.usable(now) {
+		if err := k.use(state); err != nil {
+			return 0, err
+		}
+	}
+	known, err := k.publish(ctx, state, false)
+	if err != nil {
+		return 0, err
+	}
+	next, changed, err := state.step(now, known, secret.Annotations[RotateAnnotation], k.Names, k.Times)
+	if err != nil {
+		return 0, err
+	}
+	if state.Current != nil && next.Former == nil && next.Current.Secret != state.Current.Secret {
+		k.Log.Error("what was in the Secret has expired or is damaged: calls fail until the API server knows the new", "secret", k.Namespace+"/"+k.Secret)
+	}
+	if changed {
+		text, err := json.Marshal(next)
+		if err != nil {
+			return 0, err
+		}
+		updated := secret.DeepCopy()
+		updated.Data = map[string][]byte{stateKey: text}
+		if _, err := k.Kube.CoreV1().Secrets(k.Namespace).Update(ctx, updated, metav1.UpdateOptions{}); err != nil {
+			return 0, fmt.Errorf("write Secret %s/%s: %w", k.Namespace, k.Secret, err)
+		}
+	}
+	if err := k.use(next); err != nil {
+		return 0, err
+	}
+	if changed || !known {
+		if _, err := k.publish(ctx, next, true); err != nil {
+			return 0, err
+		}
+		return 0, nil // once more: only what was read back is known
+	}
+	return next.wait(now, k.Times), nil
+}
+
+// use has this replica serve the state and let its secrets in.
+func (k *Keeper) use(s State) error {
+	pair, err := s.Current.pair()
+	if err != nil {
+		return fmt.Errorf("certificate in Secret %s/%s: %w", k.Namespace, k.Secret, err)
+	}
+	if k.Let != nil {
+		k.Let(s.Secrets())
+	}
+	if k.secret != s.Current.Secret {
+		k.secret = s.Current.Secret
+		k.serving.Store(pair)
+		k.Log.Info("certificate changed", "serial", pair.Leaf.SerialNumber.Text(16), "until", pair.Leaf.NotAfter.UTC().Format(time.RFC3339))
+	}
+	return nil
+}
+
+// publish looks at everything that follows from s, and reports whether all of it was as it should be. With write it makes it so. What does not exist is as it
+// should be: without a webhook configuration nobody calls.
+func (k *Keeper) publish(ctx context.Context, s State, write bool) (known bool, err error) {
+	if s.Current == nil {
+		return false, nil
+	}
+	known = true
+	admission := k.Kube.AdmissionregistrationV1()
+	validating, err := admission.ValidatingWebhookConfigurations().Get(ctx, k.WebhookConfiguration, metav1.GetOptions{})
+	switch {
+	case apierrors.IsNotFound(err):
+	case err != nil:
+		return false, fmt.Errorf("read ValidatingWebhookConfiguration %s: %w", k.WebhookConfiguration, err)
+	default:
+		same := true
+		for i := range validating.Webhooks {
+			same = k.direct(&validating.Webhooks[i].ClientConfig, k.AdmitPath, s) && same
+		}
+		known = known && same
+		if !same && write {
+			if _, err := admission.ValidatingWebhookConfigurations().Update(ctx, validating, metav1.UpdateOptions{}); err != nil {
+				return false, fmt.Errorf("write ValidatingWebhookConfiguration %s: %w", k.WebhookConfiguration, err)
+			}
+		}
+	}
+	mutating, err := admission.MutatingWebhookConfigurations().Get(ctx, k.WebhookConfiguration, metav1.GetOptions{})
+	switch {
+	case apierrors.IsNotFound(err):
+	case err != nil:
+		return false, fmt.Errorf("read MutatingWebhookConfiguration %s: %w", k.WebhookConfiguration, err)
+	default:
+		same := true
+		for i := range mutating.Webhooks {
+			same = k.direct(&mutating.Webhooks[i].ClientConfig, k.MutatePath, s) && same
+		}
+		known = known && same
+		if !same && write {
+			if _, err := admission.MutatingWebhookConfigurations().Update(ctx, mutating, metav1.UpdateOptions{}); err != nil {
+				return false, fmt.Errorf("write MutatingWebhookConfiguration %s: %w", k.WebhookConfiguration, err)
+			}
+		}
+	}
+	if !k.Bundle {
+		return known, nil
+	}
+	bundle, err := k.Kube.CoreV1().ConfigMaps(k.Namespace).Get(ctx, k.ConfigMap, metav1.GetOptions{})
+	if err != nil {
+		return false, fmt.Errorf("read ConfigMap %s/%s: %w", k.Namespace, k.ConfigMap, err)
+	}
+	if trusted := string(s.Trusted()); bundle.Data[CAKey] != trusted {
+		known = false
+		bundle.Data = map[string]string{CAKey: trusted}
+		if write {
+			if _, err := k.Kube.CoreV1().ConfigMaps(k.Namespace).Update(ctx, bundle, metav1.UpdateOptions{}); err != nil {
+				return false, fmt.Errorf("write ConfigMap %s/%s: %w", k.Namespace, k.ConfigMap, err)
+			}
+		}
+	}
+	return known, nil
+}
+
+// direct has c lead to the state, and reports whether it did.
+func (k *Keeper) direct(c *admissionv1.WebhookClientConfig, path string, s State) (same bool) {
+	same = true
+	if k.Bundle {
+		trusted := s.Trusted()
+		same = bytes.Equal(c.CABundle, trusted)
+		c.CABundle = trusted
+	}
+	if path == "" {
+		return same
+	}
+	path += s.Current.Secret
+	switch {
+	case c.Service != nil:
+		same = same && c.Service.Path != nil && *c.Service.Path == path
+		c.Service.Path = &path
+	case c.URL != nil:
+		u, err := url.Parse(*c.URL)
+		if err != nil {
+			return same // the API server has accepted it, so it can be read
+		}
+		same = same && u.Path == path
+		u.Path = path
+		text := u.String()
+		c.URL = &text
+	}
+	return same
+}

@@ -1,0 +1,223 @@
+package certs
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"log/slog"
+	"math/rand/v2"
+	"slices"
+	"sync/atomic"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	admissionv1 "k8s.io/api/admissionregistration/v1"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/client-go/kubernetes/fake"
+	clienttesting "k8s.io/client-go/testing"
+)
+
+// short lets a rotation end within few looks.
+var short = Times{RotateEvery: 2 * time.Hour, Overlap: 10 * time.Minute}
+
+// keeperWith runs a keeper beside a fake API server with the given objects.
+func keeperWith(t *testing.T, kube *fake.Clientset, change func(*Options)) (*Keeper, func() []string) {
+	var let atomic.Pointer[[]string]
+	let.Store(new([]string))
+	o := Options{
+		Kube: kube, Namespace: "system", Secret: "kept", ConfigMap: "ca", WebhookConfiguration: "lameduck", Names: names, Times: short,
+		Bundle: true, AdmitPath: "/v1/admit/", MutatePath: "/v1/mutate/", Let: func(s []string) { let.Store(&s) }, Log: slog.New(slog.DiscardHandler),
+	}
+	if change != nil {
+		change(&o)
+	}
+	k := New(o)
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan error, 1)
+	go func() { done <- k.Run(ctx) }()
+	t.Cleanup(func() {
+		cancel()
+		if err := <-done; err != nil {
+			t.Error(err)
+		}
+	})
+	return k, func() []string { return *let.Load() }
+}
+
+func installed() []runtime.Object {
+	meta := func(name string) metav1.ObjectMeta { return metav1.ObjectMeta{Namespace: "system", Name: name} }
+	url := "https://10.0.0.1:9443"
+	return []runtime.Object{
+		&corev1.Secret{ObjectMeta: meta("kept")}, &corev1.ConfigMap{ObjectMeta: meta("ca")},
+		&admissionv1.ValidatingWebhookConfiguration{ObjectMeta: metav1.ObjectMeta{Name: "lameduck"}, Webhooks: []admissionv1.ValidatingWebhook{
+			{Name: "a", ClientConfig: admissionv1.WebhookClientConfig{Service: &admissionv1.ServiceReference{Namespace: "system", Name: "w"}}},
+			{Name: "b", ClientConfig: admissionv1.WebhookClientConfig{URL: &url}},
+		}},
+	}
+}
+
+func webhooks(t *testing.T, kube *fake.Clientset) []admissionv1.ValidatingWebhook {
+	t.Helper()
+	got, err := kube.AdmissionregistrationV1().ValidatingWebhookConfigurations().Get(t.Context(), "lameduck", metav1.GetOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return got.Webhooks
+}
+
+func TestEverythingIsWrittenAndKept(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		kube := fake.NewClientset(installed()...)
+		k, let := keeperWith(t, kube, nil)
+		if k.Ready() == nil {
+			t.Error("ready before anything was made")
+		}
+		time.Sleep(5 * time.Second)
+		if err := k.Ready(); err != nil {
+			t.Fatal(err)
+		}
+		secret := let()[0]
+		check := func(when string) {
+			t.Helper()
+			w := webhooks(t, kube)
+			if *w[0].ClientConfig.Service.Path != "/v1/admit/"+secret || *w[1].ClientConfig.URL != "https://10.0.0.1:9443/v1/admit/"+secret ||
+				len(w[0].ClientConfig.CABundle) == 0 || string(w[1].ClientConfig.CABundle) != string(w[0].ClientConfig.CABundle) {
+				t.Errorf("%s: %+v", when, w)
+			}
+			m, err := kube.CoreV1().ConfigMaps("system").Get(t.Context(), "ca", metav1.GetOptions{})
+			if err != nil || m.Data[CAKey] != string(w[0].ClientConfig.CABundle) {
+				t.Errorf("%s: agents' CA %q, %v", when, m.Data, err)
+			}
+		}
+		check("at first")
+		// Somebody writes something else; without watches it is seen within a minute.
+		empty := installed()[2].(*admissionv1.ValidatingWebhookConfiguration)
+		if _, err := kube.AdmissionregistrationV1().ValidatingWebhookConfigurations().Update(t.Context(), empty, metav1.UpdateOptions{}); err != nil {
+			t.Fatal(err)
+		}
+		time.Sleep(2 * lookEvery)
+		check("after a change")
+		// Break glass, and back.
+		if err := kube.AdmissionregistrationV1().ValidatingWebhookConfigurations().Delete(t.Context(), "lameduck", metav1.DeleteOptions{}); err != nil {
+			t.Fatal(err)
+		}
+		time.Sleep(2 * lookEvery)
+		if _, err := kube.AdmissionregistrationV1().ValidatingWebhookConfigurations().Create(t.Context(), empty, metav1.CreateOptions{}); err != nil {
+			t.Fatal(err)
+		}
+		time.Sleep(2 * lookEvery)
+		check("after break glass")
+		// Time goes by: another secret, one at a time, at the end one alone.
+		time.Sleep(short.RotateEvery + 3*short.Overlap)
+		if s := let(); len(s) != 1 || s[0] == secret {
+			t.Errorf("after a rotation these are let in: %d", len(s))
+		}
+		secret = let()[0]
+		check("after a rotation")
+	})
+}
+
+// A call fails, is refused because another replica was first, or is carried out and its answer is lost: in the end all agree with what is in the Secret.
+func TestCallsFail(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		kube := fake.NewClientset(installed()...)
+		random := rand.New(rand.NewPCG(1, 0))
+		var faults atomic.Bool
+		faults.Store(true)
+		kube.PrependReactor("*", "*", func(action clienttesting.Action) (bool, runtime.Object, error) {
+			if !faults.Load() {
+				return false, nil, nil
+			}
+			n := random.IntN(10)
+			switch update, ok := action.(clienttesting.UpdateAction); {
+			case n == 0:
+				return true, nil, errors.New("away")
+			case ok && n < 4:
+				return true, nil, apierrors.NewConflict(schema.GroupResource{}, "x", errors.New("another was first"))
+			case ok && n < 7:
+				if err := kube.Tracker().Update(update.GetResource(), update.GetObject(), update.GetNamespace()); err != nil {
+					t.Error(err)
+				}
+				return true, nil, errors.New("the answer is lost")
+			}
+			return false, nil, nil
+		})
+		_, let := keeperWith(t, kube, nil)
+		time.Sleep(short.RotateEvery + time.Hour)
+		faults.Store(false)
+		time.Sleep(2 * lookEvery)
+		kept, err := kube.CoreV1().Secrets("system").Get(t.Context(), "kept", metav1.GetOptions{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		var state State
+		if err := json.Unmarshal(kept.Data["state"], &state); err != nil {
+			t.Fatal(err)
+		}
+		if w := webhooks(t, kube); !slices.Equal(let(), state.Secrets()) || *w[0].ClientConfig.Service.Path != "/v1/admit/"+state.Current.Secret ||
+			string(w[0].ClientConfig.CABundle) != string(state.Trusted()) {
+			t.Errorf("kept %q, let in %q, %+v", state.Secrets(), let(), w)
+		}
+		if state.Next != nil || state.Former != nil || time.Since(state.Current.Made) > 2*short.RotateEvery {
+			t.Errorf("a rotation has not ended: %+v", state)
+		}
+	})
+}
+
+// What is in the Secret is nonsense, or is gone: the first begins anew, the second is an error that leaves what is served.
+func TestTheSecretIsDamagedOrGone(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		objects := installed()
+		objects[0].(*corev1.Secret).Data = map[string][]byte{"state": []byte("nonsense")}
+		kube := fake.NewClientset(objects...)
+		k, let := keeperWith(t, kube, nil)
+		time.Sleep(5 * time.Second)
+		if err := k.Ready(); err != nil || len(let()) != 1 {
+			t.Fatalf("%v, %q", err, let())
+		}
+		// A replica that starts while nothing can be written serves what the others serve.
+		if err := kube.CoreV1().ConfigMaps("system").Delete(t.Context(), "ca", metav1.DeleteOptions{}); err != nil {
+			t.Fatal(err)
+		}
+		other, otherLet := keeperWith(t, kube, nil)
+		time.Sleep(5 * time.Second)
+		if err := other.Ready(); err != nil || !slices.Equal(let(), otherLet()) {
+			t.Errorf("without the ConfigMap: %v", err)
+		}
+		if err := kube.CoreV1().Secrets("system").Delete(t.Context(), "kept", metav1.DeleteOptions{}); err != nil {
+			t.Fatal(err)
+		}
+		time.Sleep(time.Hour)
+		if err := k.Ready(); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+// With cert-manager the CA is somebody else's, with a secret of one's own the path is.
+func TestWhatIsNotOursIsNotWritten(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		objects := installed()
+		objects[2].(*admissionv1.ValidatingWebhookConfiguration).Webhooks[0].ClientConfig.CABundle = []byte("theirs")
+		kube := fake.NewClientset(slices.DeleteFunc(objects, func(o runtime.Object) bool { _, is := o.(*corev1.ConfigMap); return is })...)
+		_, let := keeperWith(t, kube, func(o *Options) { o.Bundle = false })
+		time.Sleep(5 * time.Second)
+		w := webhooks(t, kube)
+		if string(w[0].ClientConfig.CABundle) != "theirs" || *w[0].ClientConfig.Service.Path != "/v1/admit/"+let()[0] {
+			t.Errorf("%+v", w)
+		}
+	})
+	synctest.Test(t, func(t *testing.T) {
+		kube := fake.NewClientset(installed()...)
+		keeperWith(t, kube, func(o *Options) { o.AdmitPath, o.MutatePath, o.Let = "", "", nil })
+		time.Sleep(5 * time.Second)
+		if w := webhooks(t, kube); len(w[0].ClientConfig.CABundle) == 0 || w[0].ClientConfig.Service.Path != nil || *w[1].ClientConfig.URL != "https://10.0.0.1:9443" {
+			t.Errorf("%+v", w)
+		}
+	})
+}

@@ -1,0 +1,233 @@
+// Package certs makes the certificate and the admission secret of the coordinators, and replaces them without one failed call.
+//
+// All replicas are equal. What they have made stands in one Secret, as one [State], and each writes what follows from it: the CA bundle and the path into the
+// webhook configurations, the bundle into a ConfigMap for agents. Writes carry the resourceVersion that was read, so that of two at one moment one is
+// refused and reads again.
+//
+// A set is a CA, a serving certificate that it has signed, and a secret. The CA signs once and its key is thrown away: nobody can make another certificate, and what
+// is renewed is always the whole set. It goes through three steps, and the second begins only when what the first has changed was read back from the API
+// server, [Times.Overlap] ago:
+//
+//	next     its CA is trusted and its secret is let in, by everybody; neither is used
+//	current  it is served, and its secret is in the path
+//	former   it is neither, and still trusted and let in
+//
+// So at each moment a caller with the old bundle and path, and one with the new, meets replicas of the old state and of the new, and every pair works.
+package certs
+
+import (
+	"bytes"
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/tls"
+	"crypto/x509"
+	"crypto/x509/pkix"
+	"encoding/pem"
+	"errors"
+	"fmt"
+	"math/big"
+	"net"
+	"net/netip"
+	"time"
+)
+
+// Times of the rotation.
+type Times struct {
+	// RotateEvery is the age at which a set is replaced. It is good for three times as long.
+	RotateEvery time.Duration
+	// Overlap is how long a step lasts at least, from when its effects were read back.
+	Overlap time.Duration
+}
+
+// Set is a CA, what it has signed, and a secret. PEM.
+type Set struct {
+	CA     string `json:"ca"`
+	Cert   string `json:"cert"`
+	Key    string `json:"key,omitempty"`
+	Secret string `json:"secret"`
+	// Made is when.
+	Made time.Time `json:"made"`
+	// Known is since when the API server has what this step changes. Zero: not yet.
+	Known time.Time `json:"known,omitzero"`
+}
+
+// State is all that is in the Secret. The zero value is an empty one.
+type State struct {
+	Current *Set `json:"current,omitempty"`
+	Next    *Set `json:"next,omitempty"`
+	Former  *Set `json:"former,omitempty"`
+	// Asked is what the annotation [RotateAnnotation] said when Next was last made.
+	Asked string `json:"asked,omitempty"`
+}
+
+// Trusted is the bundle of all CAs that may have signed what is served.
+func (s State) Trusted() []byte {
+	var bundle []byte
+	for _, set := range s.sets() {
+		bundle = append(bundle, set.CA...)
+	}
+	return bundle
+}
+
+// Secrets are those that are let in. The first is the one to put into the path.
+func (s State) Secrets() []string {
+	var secrets []string
+	for _, set := range s.sets() {
+		secrets = append(secrets, set.Secret)
+	}
+	return secrets
+}
+
+// sets are those that there are, the current one first.
+func (s State) sets() []*Set {
+	var sets []*Set
+	for _, set := range []*Set{s.Current, s.Next, s.Former} {
+		if set != nil {
+			sets = append(sets, set)
+		}
+	}
+	return sets
+}
+
+// step returns the state that should follow at now, and whether it is another one. known says that the API server had all of s when it was read; asked
+// is what people ask for. names are those that the certificate must have; another list is a reason for another set.
+func (s State) step(now time.Time, known bool, asked string, names []string, t Times) (State, bool, error) {
+	if s.Current == nil || !s.Current.usable(now) {
+		set, err := newSet(now, names, t)
+		return State{Current: set, Asked: asked}, true, err
+	}
+	changed := false
+	stamp := func(set *Set) *Set {
+		if set == nil || !set.Known.IsZero() || !known {
+			return set
+		}
+		changed = true
+		stamped := *set
+		stamped.Known = now
+		return &stamped
+	}
+	s.Next, s.Former = stamp(s.Next), stamp(s.Former)
+	over := func(set *Set) bool { return set != nil && !set.Known.IsZero() && !now.Before(set.Known.Add(t.Overlap)) }
+	switch {
+	case over(s.Former):
+		s.Former, changed = nil, true
+	case over(s.Next):
+		former := *s.Current
+		// Nobody serves it again.
+		former.Key, former.Known = "", time.Time{}
+		next := *s.Next
+		next.Known = time.Time{}
+		s.Current, s.Next, s.Former, changed = &next, nil, &former, true
+	case s.Next == nil && s.Former == nil && (asked != s.Asked || !now.Before(s.Current.Made.Add(t.RotateEvery)) || !s.Current.has(names)):
+		next, err := newSet(now, names, t)
+		if err != nil {
+			return s, false, err
+		}
+		s.Next, s.Asked, changed = next, asked, true
+	}
+	return s, changed, nil
+}
+
+// wait is how long from now until step may have something to do, if nothing changes.
+func (s State) wait(now time.Time, t Times) time.Duration {
+	switch {
+	case s.Former != nil && !s.Former.Known.IsZero():
+		return s.Former.Known.Add(t.Overlap).Sub(now)
+	case s.Next != nil && !s.Next.Known.IsZero():
+		return s.Next.Known.Add(t.Overlap).Sub(now)
+	case s.Current != nil:
+		return s.Current.Made.Add(t.RotateEvery).Sub(now)
+	default:
+		return 0
+	}
+}
+
+// usable reports whether the set can be served now.
+func (s *Set) usable(now time.Time) bool {
+	pair, err := s.pair()
+	return err == nil && s.Secret != "" && now.Before(pair.Leaf.NotAfter)
+}
+
+// has reports whether the certificate is for all of names.
+func (s *Set) has(names []string) bool {
+	pair, err := s.pair()
+	if err != nil {
+		return false
+	}
+	for _, name := range names {
+		if pair.Leaf.VerifyHostname(name) != nil {
+			return false
+		}
+	}
+	return true
+}
+
+// pair is what TLS servers take.
+func (s *Set) pair() (*tls.Certificate, error) {
+	pair, err := tls.X509KeyPair([]byte(s.Cert), []byte(s.Key))
+	if err != nil {
+		return nil, err
+	}
+	if pair.Leaf == nil {
+		return nil, errors.New("no certificate")
+	}
+	return &pair, nil
+}
+
+// backdate is for clocks that differ.
+const backdate = time.Hour
+
+// newSet makes a set.
+func newSet(now time.Time, names []string, t Times) (*Set, error) {
+	from, until := now.Add(-backdate), now.Add(3*t.RotateEvery)
+	authority := &x509.Certificate{
+		Subject: pkix.Name{CommonName: "lameduck"}, NotBefore: from, NotAfter: until,
+		IsCA: true, BasicConstraintsValid: true, MaxPathLenZero: true, KeyUsage: x509.KeyUsageCertSign | x509.KeyUsageDigitalSignature,
+	}
+	leaf := &x509.Certificate{
+		Subject: pkix.Name{CommonName: names[0]}, NotBefore: from, NotAfter: until,
+		KeyUsage: x509.KeyUsageDigitalSignature, ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth},
+	}
+	for _, name := range names {
+		if address, err := netip.ParseAddr(name); err == nil {
+			leaf.IPAddresses = append(leaf.IPAddresses, net.IP(address.AsSlice()))
+		} else {
+			leaf.DNSNames = append(leaf.DNSNames, name)
+		}
+	}
+	for _, c := range []*x509.Certificate{authority, leaf} {
+		serial, err := rand.Int(rand.Reader, new(big.Int).Lsh(big.NewInt(1), 127))
+		if err != nil {
+			return nil, fmt.Errorf("choose a serial number: %w", err)
+		}
+		c.SerialNumber = serial
+	}
+	caKey, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	if err != nil {
+		return nil, fmt.Errorf("make the key of a CA: %w", err)
+	}
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	if err != nil {
+		return nil, fmt.Errorf("make a key: %w", err)
+	}
+	caDER, err := x509.CreateCertificate(rand.Reader, authority, authority, caKey.Public(), caKey)
+	if err != nil {
+		return nil, fmt.Errorf("make a CA: %w", err)
+	}
+	der, err := x509.CreateCertificate(rand.Reader, leaf, authority, key.Public(), caKey)
+	if err != nil {
+		return nil, fmt.Errorf("sign a certificate: %w", err)
+	}
+	keyDER, err := x509.MarshalPKCS8PrivateKey(key)
+	if err != nil {
+		return nil, fmt.Errorf("encode a key: %w", err)
+	}
+	return &Set{
+		CA: encode("CERTIFICATE", caDER), Cert: encode("CERTIFICATE", der), Key: encode("PRIVATE KEY", keyDER), Secret: rand.Text(), Made: now,
+	}, nil
+}
+
+func encode(kind string, der []byte) string {
+	return string(bytes.TrimLeft(pem.EncodeToMemory(&pem.Block{Type: kind, Bytes: der}), "\n"))
+}

@@ -1,0 +1,56 @@
+// Package config reads the configuration files of Lameduck's programs: YAML of one version and kind, strict, in which ${NAME} is replaced by the
+// environment. What the keys mean is said where they are declared; [Schema] and docs/configuration.md are made from that.
+package config
+
+import (
+	"fmt"
+	"regexp"
+	"slices"
+	"time"
+
+	"sigs.k8s.io/yaml"
+)
+
+// APIVersion is what every file must say.
+const APIVersion = "lameduck.io/v1alpha1"
+
+// reference is a ${NAME} in a file. A $ in any other place is somebody else's, in a regular expression of HAProxy for example.
+var reference = regexp.MustCompile(`\$\{([A-Za-z_][A-Za-z0-9_]*)\}`)
+
+// Read decodes a file into value, which holds the defaults. Unknown keys, keys given twice and environment variables that are not set are errors.
+func Read(content []byte, getenv func(string) string, value any) error {
+	var unset []string
+	expanded := reference.ReplaceAllStringFunc(string(content), func(text string) string {
+		name := reference.FindStringSubmatch(text)[1]
+		text = getenv(name)
+		if text == "" && !slices.Contains(unset, name) {
+			unset = append(unset, name)
+		}
+		return text
+	})
+	if len(unset) > 0 {
+		return fmt.Errorf("environment variables %q are referred to and not set", unset)
+	}
+	return yaml.UnmarshalStrict([]byte(expanded), value)
+}
+
+// Print returns value as a file that Read reads.
+func Print(value any) (string, error) {
+	text, err := yaml.Marshal(value)
+	return string(text), err
+}
+
+// Duration is a time.Duration that is written as "1.5s". What cannot be read as one is kept as Err: only whoever checks the file knows the key.
+type Duration struct {
+	time.Duration
+	Err error
+}
+
+// UnmarshalText implements encoding.TextUnmarshaler. It never fails: see Err.
+func (d *Duration) UnmarshalText(text []byte) error {
+	d.Duration, d.Err = time.ParseDuration(string(text))
+	return nil
+}
+
+// MarshalText implements encoding.TextMarshaler.
+func (d Duration) MarshalText() ([]byte, error) { return []byte(d.String()), nil }

@@ -1,0 +1,116 @@
+// Package configtest keeps the JSON schemas of configuration files equal to the Go types that they are read into. Only tests import it.
+package configtest
+
+import (
+	"bytes"
+	"encoding"
+	"encoding/json"
+	"go/ast"
+	"go/parser"
+	"go/token"
+	"os"
+	"path/filepath"
+	"reflect"
+	"strings"
+	"testing"
+
+	"github.com/invopop/jsonschema"
+
+	"github.com/lameduck-io/lameduck/pkg/config"
+)
+
+// Check compares the schema of value with the committed one, file, and fails if they differ or if a key has no comment. With UPDATE=1 in the environment
+// it writes the file instead. The types of value are declared in the Go files of the test's own folder.
+func Check(t *testing.T, value any, kind, file string) {
+	t.Helper()
+	docs := comments(t)
+	reflector := jsonschema.Reflector{
+		Anonymous: true, DoNotReference: true,
+		Mapper: func(of reflect.Type) *jsonschema.Schema {
+			switch {
+			case of == reflect.TypeFor[config.Duration]():
+				return &jsonschema.Schema{Type: "string", Pattern: `^-?([0-9]+(\.[0-9]*)?(ns|us|µs|ms|s|m|h))+$|^0$`}
+			case of == reflect.TypeFor[json.RawMessage]():
+				return &jsonschema.Schema{Type: "object"}
+			case reflect.PointerTo(of).Implements(reflect.TypeFor[encoding.TextUnmarshaler]()):
+				return &jsonschema.Schema{Type: "string"}
+			}
+			return nil
+		},
+		LookupComment: func(of reflect.Type, field string) string {
+			if field == "" {
+				return ""
+			}
+			text := docs[of.Name()+"."+field]
+			if text == "" {
+				t.Errorf("%s.%s has no comment", of.Name(), field)
+			}
+			return text
+		},
+	}
+	schema := reflector.Reflect(value)
+	schema.Title = kind
+	for key, of := range map[string]string{"apiVersion": config.APIVersion, "kind": kind} {
+		if property, ok := schema.Properties.Get(key); ok {
+			property.Const = of
+		}
+	}
+	// Everything else has a default, or the program says that it is missing and why.
+	optional(schema)
+	schema.Required = []string{"apiVersion", "kind"}
+	text, err := json.MarshalIndent(schema, "", "  ")
+	if err != nil {
+		t.Fatal(err)
+	}
+	text = append(text, '\n')
+	if os.Getenv("UPDATE") == "1" {
+		if err := os.WriteFile(file, text, 0o644); err != nil {
+			t.Fatal(err)
+		}
+		return
+	}
+	if committed, err := os.ReadFile(file); err != nil || !bytes.Equal(committed, text) {
+		t.Errorf("%s is not what the Go types say (%v): run this test with UPDATE=1", file, err)
+	}
+}
+
+func optional(s *jsonschema.Schema) {
+	s.Required = nil
+	if s.Items != nil {
+		optional(s.Items)
+	}
+	for p := s.Properties.Oldest(); p != nil; p = p.Next() {
+		optional(p.Value)
+	}
+}
+
+// comments maps Type.Field to the field's comment, on one line.
+func comments(t *testing.T) map[string]string {
+	t.Helper()
+	files, err := filepath.Glob("*.go")
+	if err != nil {
+		t.Fatal(err)
+	}
+	docs := map[string]string{}
+	for _, name := range files {
+		file, err := parser.ParseFile(token.NewFileSet(), name, nil, parser.ParseComments)
+		if err != nil {
+			t.Fatal(err)
+		}
+		ast.Inspect(file, func(n ast.Node) bool {
+			spec, ok := n.(*ast.TypeSpec)
+			if !ok {
+				return true
+			}
+			if s, ok := spec.Type.(*ast.StructType); ok {
+				for _, field := range s.Fields.List {
+					for _, name := range field.Names {
+						docs[spec.Name.Name+"."+name.Name] = strings.Join(strings.Fields(field.Doc.Text()), " ")
+					}
+				}
+			}
+			return true
+		})
+	}
+	return docs
+}

@@ -1,0 +1,229 @@
+package install
+
+import (
+	"crypto/tls"
+	"crypto/x509"
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"regexp"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/lameduck-io/lameduck/test/e2e/load"
+	"github.com/lameduck-io/lameduck/test/e2e/stage"
+)
+
+// sets is what is in the Secret.
+type sets struct {
+	Current *struct{ Secret, CA string }
+	Next    *struct{ Secret string }
+	Former  *struct{ Secret string }
+}
+
+func kept(t *testing.T, s *stage.Stage) (got sets) {
+	t.Helper()
+	secret, err := s.Kube.CoreV1().Secrets(stage.System).Get(t.Context(), "lameduck-certificates", metav1.GetOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := json.Unmarshal(secret.Data["state"], &got); err != nil {
+		t.Fatal(err)
+	}
+	return got
+}
+
+// calls returns how many calls of the webhook the API server has made, and how many of these failed, so that the deletion went on unasked.
+func calls(t *testing.T, s *stage.Stage) (all, failed int) {
+	t.Helper()
+	text, err := s.Kube.RESTClient().Get().AbsPath("/metrics").DoRaw(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	sum := func(metric string) (n int) {
+		for _, line := range regexp.MustCompile(`(?m)^`+metric+`\{[^}]*name="pods\.lameduck\.io"[^}]*\} (\S+)$`).FindAllStringSubmatch(string(text), -1) {
+			value, err := strconv.ParseFloat(line[1], 64)
+			if err != nil {
+				t.Fatal(err)
+			}
+			n += int(value)
+		}
+		return n
+	}
+	return sum("apiserver_admission_webhook_admission_duration_seconds_count"), sum("apiserver_admission_webhook_fail_open_count")
+}
+
+// slowCaller calls the webhook as an API server does that hears of a changed webhook configuration a second late and keeps no connection, until stopped.
+// It returns how many calls it made, and why some failed.
+func slowCaller(t *testing.T, s *stage.Stage, stopped *atomic.Bool) (all int, failures []string) {
+	const late = time.Second
+	type heard struct {
+		at      time.Time
+		url, ca string
+	}
+	var news []heard
+	for !stopped.Load() {
+		config, err := s.Kube.AdmissionregistrationV1().ValidatingWebhookConfigurations().Get(t.Context(), "lameduck", metav1.GetOptions{})
+		if err != nil {
+			return all, append(failures, err.Error())
+		}
+		c := config.Webhooks[0].ClientConfig
+		news = append(news, heard{time.Now(), *c.URL, string(c.CABundle)})
+		for len(news) > 1 && time.Since(news[1].at) > late {
+			news = news[1:]
+		}
+		roots := x509.NewCertPool()
+		roots.AppendCertsFromPEM([]byte(news[0].ca))
+		client := http.Client{Timeout: 5 * time.Second, Transport: &http.Transport{DisableKeepAlives: true, TLSClientConfig: &tls.Config{RootCAs: roots}}}
+		all++
+		response, err := client.Post(news[0].url, "application/json", strings.NewReader("{}"))
+		if err != nil {
+			failures = append(failures, err.Error())
+			continue
+		}
+		response.Body.Close()
+		// It is no review, and that is said to those alone who know the secret.
+		if response.StatusCode != http.StatusBadRequest {
+			failures = append(failures, response.Status)
+		}
+		time.Sleep(10 * time.Millisecond)
+	}
+	return all, failures
+}
+
+// Certificate, CA and secret are replaced three times by three replicas, while pods are deleted and coordinators come and go. Were there a moment at which
+// a caller and a replica do not fit together, a deletion would go on unasked.
+func TestRotationFailsNoCall(t *testing.T) {
+	s := open(t)
+	ns := namespace(t, s, "rotation")
+	if err := s.InstallApp(t.Context(), stage.App{Namespace: ns, Replicas: 4, StartDelay: 200 * time.Millisecond, Work: 20 * time.Millisecond}); err != nil {
+		t.Fatal(err)
+	}
+	address, err := s.InstallGateway(t.Context(), stage.Gateway{Namespace: ns, Lag: time.Second})
+	if err != nil {
+		t.Fatal(err)
+	}
+	before, failedBefore := calls(t, s)
+	l, err := load.Run(t.Context(), load.Options{
+		Target: "http://" + address + "/", Rate: 100, Timeout: 10 * time.Second, DropClosed: true, WantBody: []byte("ok\n"), MaxInFlight: 1000,
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { l.Stop() })
+	var stopped atomic.Bool
+	var running sync.WaitGroup
+	defer running.Wait()
+	defer stopped.Store(true)
+	for range 4 {
+		running.Go(func() {
+			for !stopped.Load() {
+				pods, err := s.Pods(t.Context(), ns, "app=web")
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				for _, p := range pods {
+					// It asks the webhook and deletes nothing.
+					_ = s.Kube.CoreV1().Pods(ns).Delete(t.Context(), p.Name, metav1.DeleteOptions{DryRun: []string{metav1.DryRunAll}})
+				}
+				time.Sleep(20 * time.Millisecond)
+			}
+		})
+	}
+	var slow int
+	var failures []string
+	running.Go(func() { slow, failures = slowCaller(t, s, &stopped) })
+	running.Go(func() {
+		for !stopped.Load() {
+			if _, err := s.Restart(t.Context(), ns, "web"); err != nil {
+				t.Error(err)
+				return
+			}
+		}
+	})
+	began := kept(t, s)
+	seen := map[string]bool{began.Current.Secret: true}
+	for n := range 3 {
+		patch := fmt.Sprintf(`{"metadata":{"annotations":{"lameduck.io/rotate":"%d"}}}`, n+1)
+		if _, err := s.Kube.CoreV1().Secrets(stage.System).Patch(t.Context(), "lameduck-certificates", types.MergePatchType, []byte(patch), metav1.PatchOptions{}); err != nil {
+			t.Fatal(err)
+		}
+		asked := time.Now()
+		until(t, "another set is in use, and the former is forgotten", time.Minute, func() bool {
+			now := kept(t, s)
+			return !seen[now.Current.Secret] && now.Next == nil && now.Former == nil
+		})
+		now := kept(t, s)
+		seen[now.Current.Secret] = true
+		t.Logf("rotation %d took %s", n+1, time.Since(asked).Round(100*time.Millisecond))
+		if n == 1 {
+			// A new replica reads what the others have made.
+			if _, err := s.Restart(t.Context(), stage.System, "lameduck-webhook"); err != nil {
+				t.Fatal(err)
+			}
+		}
+		until(t, "path and CA are those of the set, and no other", 5*time.Second, func() bool {
+			config, err := s.Kube.AdmissionregistrationV1().ValidatingWebhookConfigurations().Get(t.Context(), "lameduck", metav1.GetOptions{})
+			if err != nil {
+				t.Fatal(err)
+			}
+			bundle, err := s.Kube.CoreV1().ConfigMaps(stage.System).Get(t.Context(), "lameduck-ca", metav1.GetOptions{})
+			if err != nil {
+				t.Fatal(err)
+			}
+			c := config.Webhooks[0].ClientConfig
+			return strings.HasSuffix(*c.URL, "/v1/admit/"+now.Current.Secret) && string(c.CABundle) == now.Current.CA && bundle.Data["ca.crt"] == now.Current.CA
+		})
+	}
+	stopped.Store(true)
+	running.Wait()
+	all, failed := calls(t, s)
+	if failed != failedBefore || all-before < 500 {
+		t.Errorf("%d of %d calls failed", failed-failedBefore, all-before)
+	}
+	if len(failures) > 0 || slow < 200 {
+		t.Errorf("%d of %d calls on new connections failed: %q", len(failures), slow, failures[:min(5, len(failures))])
+	}
+	got := l.Stop()
+	if got.Failed > 0 || got.Total == 0 {
+		t.Errorf("%d of %d requests failed: %v", got.Failed, got.Total, got.FailedBy)
+	}
+	t.Logf("%d calls on new connections", slow)
+	t.Logf("%d calls, %d failed; %d requests, %d failed", all-before, failed-failedBefore, got.Total, got.Failed)
+	log, err := s.Logs(t.Context(), stage.System, "app.kubernetes.io/component=webhook", "webhook")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, bad := range []string{"DATA RACE", "refused a call", "keep certificates"} {
+		if i := strings.Index(log, bad); i >= 0 {
+			t.Errorf("a coordinator says: %s", log[max(0, i-300):min(len(log), i+2000)])
+		}
+	}
+	// Agents have followed: what the new coordinators ask is acknowledged.
+	if !strings.Contains(log, `"reason":"Acknowledged"`) {
+		t.Error("no agent has acknowledged anything to a coordinator that started after the second rotation")
+	}
+}
+
+// Somebody applies manifests by force, so that path and CA are lost: they come back at once.
+func TestLostPathAndCAComeBack(t *testing.T) {
+	s := open(t)
+	patch := `[{"op":"remove","path":"/webhooks/0/clientConfig/caBundle"},{"op":"replace","path":"/webhooks/0/clientConfig/url","value":"https://` + stage.CoordinatorAddress.String() + `:9443"}]`
+	if _, err := s.Kube.AdmissionregistrationV1().ValidatingWebhookConfigurations().Patch(t.Context(), "lameduck", types.JSONPatchType, []byte(patch), metav1.PatchOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	began := time.Now()
+	until(t, "the path and the CA are back", 5*time.Second, func() bool {
+		got, err := s.Kube.AdmissionregistrationV1().ValidatingWebhookConfigurations().Get(t.Context(), "lameduck", metav1.GetOptions{})
+		return err == nil && len(got.Webhooks[0].ClientConfig.CABundle) > 0 && strings.Contains(*got.Webhooks[0].ClientConfig.URL, "/v1/admit/")
+	})
+	t.Logf("after %s", time.Since(began).Round(time.Millisecond))
+}

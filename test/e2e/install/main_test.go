@@ -1,0 +1,134 @@
+// Package install tests what people install and how: manifests and chart, certificates, rights, the commands of the documents, metrics.
+package install
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/lameduck-io/lameduck/test/cluster"
+	"github.com/lameduck-io/lameduck/test/e2e/stage"
+)
+
+func TestMain(m *testing.M) { cluster.Main(m) }
+
+// overlap is that of certificates: as short as it can be while every replica and agent hears of a change in time.
+const overlap = 3 * time.Second
+
+var (
+	buildOnce sync.Once
+	built     string
+	errBuilt  error
+)
+
+// programs builds what is tested and returns the directory.
+func programs(t *testing.T) string {
+	t.Helper()
+	buildOnce.Do(func() {
+		if built, errBuilt = os.MkdirTemp("", "bin"); errBuilt != nil {
+			return
+		}
+		for _, of := range []struct{ dir, pkg string }{{"../../..", "./cmd/..."}, {"..", "./app"}} {
+			cmd := exec.Command("go", "build", "-race", "-o", built+"/", of.pkg)
+			cmd.Dir = of.dir
+			if out, err := cmd.CombinedOutput(); err != nil {
+				errBuilt = fmt.Errorf("build %s: %w: %s", of.pkg, err, out)
+				return
+			}
+		}
+	})
+	if errBuilt != nil {
+		t.Fatal(errBuilt)
+	}
+	return built
+}
+
+var (
+	openOnce sync.Once
+	opened   *stage.Stage
+	errOpen  error
+)
+
+// open returns the stage that all tests of this package share: one node, three coordinators with short times for certificates, the webhook.
+func open(t *testing.T) *stage.Stage {
+	t.Helper()
+	if _, err := stage.HAProxy(); err != nil {
+		cluster.Missing(t, "haproxy", "apt-get install haproxy")
+	}
+	cluster.Entered(t)
+	bin := programs(t)
+	openOnce.Do(func() {
+		// Like the shared cluster, it lives until the program ends.
+		ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
+		defer cancel()
+		var c *cluster.Cluster
+		if c, errOpen = audited(); errOpen != nil {
+			return
+		}
+		if opened, errOpen = stage.Open(ctx, c, stage.Options{Bin: bin, Dir: filepath.Join(os.TempDir(), "n"), Replicas: 3, Overlap: overlap}); errOpen != nil {
+			return
+		}
+		if errOpen = opened.InstallCoordinator(ctx); errOpen != nil {
+			return
+		}
+		errOpen = opened.InstallWebhook(ctx)
+	})
+	if errOpen != nil {
+		t.Fatal(errOpen)
+	}
+	return opened
+}
+
+// auditPolicy has the API server write down what the coordinator and agents ask for.
+const auditPolicy = `
+apiVersion: audit.k8s.io/v1
+kind: Policy
+omitStages: [RequestReceived]
+rules:
+  - level: Metadata
+    userGroups: ["system:serviceaccounts:lameduck-system", "system:serviceaccounts:rights"]
+  - level: None
+`
+
+// auditLog is where.
+func auditLog() string { return filepath.Join(os.TempDir(), "audit.log") }
+
+// audited starts a control plane that does.
+func audited() (*cluster.Cluster, error) {
+	policy := filepath.Join(os.TempDir(), "audit.yaml")
+	if err := os.WriteFile(policy, []byte(auditPolicy), 0o600); err != nil {
+		return nil, err
+	}
+	return cluster.Start(context.Background(), cluster.Options{
+		LogDir: os.Getenv("LAMEDUCK_LOGS"), APIServer: []string{"--audit-policy-file=" + policy, "--audit-log-path=" + auditLog()},
+	})
+}
+
+// namespace makes one for the test.
+func namespace(t *testing.T, s *stage.Stage, name string) string {
+	t.Helper()
+	if err := s.CreateNamespace(t.Context(), name); err != nil {
+		t.Fatal(err)
+	}
+	return name
+}
+
+// until asks again and again until something holds.
+func until(t *testing.T, what string, most time.Duration, holds func() bool) {
+	t.Helper()
+	timer := time.After(most)
+	for !holds() {
+		select {
+		case <-timer:
+			t.Fatalf("not within %s: %s", most, what)
+		case <-t.Context().Done():
+			t.Fatal("in vain: ", what)
+		case <-time.After(50 * time.Millisecond):
+		}
+	}
+}

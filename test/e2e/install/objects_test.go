@@ -1,0 +1,305 @@
+package install
+
+import (
+	"encoding/json"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	"helm.sh/helm/v4/pkg/chart/common"
+	"helm.sh/helm/v4/pkg/chart/common/util"
+	"helm.sh/helm/v4/pkg/chart/v2/loader"
+	"helm.sh/helm/v4/pkg/engine"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/yaml"
+
+	"github.com/lameduck-io/lameduck/test/cluster"
+	"github.com/lameduck-io/lameduck/test/e2e/stage"
+)
+
+type object = map[string]any
+
+func manifests(path string) string { return filepath.Join(stage.Manifests(), "..", path) }
+
+// objects reads manifests into kind/namespace/name and object.
+func objects(t *testing.T, text string) map[string]object {
+	t.Helper()
+	all := map[string]object{}
+	for _, document := range strings.Split("\n"+text, "\n---\n") {
+		var o object
+		if err := yaml.UnmarshalStrict([]byte(document+"\n"), &o); err != nil {
+			t.Fatalf("%v in %s", err, document)
+		}
+		if len(o) == 0 {
+			continue
+		}
+		meta := o["metadata"].(object)
+		key := fmt.Sprint(o["kind"], " ", meta["namespace"], "/", meta["name"])
+		if _, twice := all[key]; twice {
+			t.Errorf("%s is there twice", key)
+		}
+		all[key] = o
+	}
+	return all
+}
+
+func kustomized(t *testing.T, s *stage.Stage, path string) string {
+	t.Helper()
+	out, err := s.Cluster.Kubectl(t.Context(), "kustomize", manifests(path))
+	if err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	return out
+}
+
+// charted renders the chart as helm template --no-hooks does.
+func charted(t *testing.T, values map[string]any) (string, error) {
+	t.Helper()
+	return rendered(t, values, func(path string) bool { return !strings.Contains(path, "/tests/") })
+}
+
+// rendered renders those files of the chart.
+func rendered(t *testing.T, values map[string]any, which func(path string) bool) (string, error) {
+	t.Helper()
+	chart, err := loader.Load(filepath.Join(stage.Manifests(), "..", "..", "charts", "lameduck"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	all, err := util.ToRenderValues(chart, values, common.ReleaseOptions{Name: "lameduck", Namespace: stage.System, IsInstall: true}, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	files, err := engine.Engine{Strict: true}.RenderWithContext(t.Context(), chart, all)
+	if err != nil {
+		return "", err
+	}
+	var text strings.Builder
+	for name, content := range files {
+		if strings.HasSuffix(name, ".yaml") && which(name) {
+			text.WriteString("\n---\n" + strings.TrimLeft(content, "\n"))
+		}
+	}
+	return text.String(), nil
+}
+
+// People may choose between kustomize and Helm, and get the same.
+func TestTheChartIsTheManifests(t *testing.T) {
+	s := open(t)
+	for path, certificates := range map[string]string{"base": "managed", "overlays/cert-manager": "certManager", "overlays/own-certificates": "own"} {
+		chart, err := charted(t, map[string]any{"createNamespace": true, "certificates": certificates})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if diff := cmp.Diff(objects(t, kustomized(t, s, path)), objects(t, chart)); diff != "" {
+			t.Errorf("%s (-) and certificates=%s (+): %s", path, certificates, diff)
+		}
+	}
+	text, err := rendered(t, nil, func(path string) bool { return strings.Contains(path, "/tests/") })
+	if err != nil {
+		t.Fatal(err)
+	}
+	hooks := objects(t, text)
+	for key, o := range hooks {
+		meta := o["metadata"].(object)
+		if !strings.Contains(fmt.Sprint(meta["annotations"]), "helm.sh/hook:post-install,post-upgrade,test") {
+			t.Errorf("%s is no hook", key)
+		}
+		delete(meta, "annotations")
+	}
+	if diff := cmp.Diff(objects(t, kustomized(t, s, "check")), hooks); diff != "" {
+		t.Errorf("manifests/check (-) and the chart's hooks (+): %s", diff)
+	}
+}
+
+// Each value does what it says, and what makes no sense is refused.
+func TestTheChartsValues(t *testing.T) {
+	s := open(t)
+	text, err := charted(t, map[string]any{
+		"replicas": 5, "image": map[string]any{"repository": "registry.example/lameduck", "tag": "v1", "pullPolicy": "Always"},
+		"config":             map[string]any{"times": map[string]any{"deadline": "20s"}, "logLevel": "debug"},
+		"excludedNamespaces": []any{"kube-system", "ci"}, "priorityClassName": "", "nodeSelector": map[string]any{"role": "infra"},
+		"tolerations": []any{map[string]any{"key": "infra", "operator": "Exists"}}, "resources": map[string]any{"requests": map[string]any{"cpu": "1"}},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	all := objects(t, text)
+	marshal := func(key string) string {
+		o, ok := all[key]
+		if !ok {
+			t.Fatalf("no %s in %q", key, text)
+		}
+		out, err := json.Marshal(o)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return string(out)
+	}
+	for key, wants := range map[string][]string{
+		"Deployment lameduck-system/lameduck-webhook": {`"replicas":5`, `"image":"registry.example/lameduck:v1"`, `"imagePullPolicy":"Always"`, `"nodeSelector":{"role":"infra"}`,
+			`"tolerations":[{"key":"infra"`, `"resources":{"requests":{"cpu":"1","memory":"64Mi"}}`, `"lameduck.io/config":"`},
+		"ConfigMap lameduck-system/lameduck-coordinator":    {`kind: CoordinatorConfiguration\nlogLevel: debug\ntimes:\n  deadline: 20s`},
+		"ValidatingWebhookConfiguration <nil>/lameduck":     {`"values":["kube-system","ci","lameduck-system"]`},
+		"ClusterRoleBinding <nil>/lameduck-certificates":    {`"namespace":"lameduck-system"`},
+		"RoleBinding lameduck-system/lameduck-certificates": nil,
+	} {
+		for _, want := range wants {
+			if got := marshal(key); !strings.Contains(got, want) {
+				t.Errorf("%s has no %s: %s", key, want, got)
+			}
+		}
+	}
+	if strings.Contains(marshal("Deployment lameduck-system/lameduck-webhook"), "priorityClassName") || all["Namespace <nil>/lameduck-system"] != nil {
+		t.Error("priorityClassName or the namespace is there although it was switched off")
+	}
+	if _, err := charted(t, map[string]any{"certificates": "letsEncrypt"}); err == nil || !strings.Contains(err.Error(), `"letsEncrypt" is none of`) {
+		t.Errorf("certificates: letsEncrypt: %v", err)
+	}
+	if out, err := s.Cluster.KubectlInput(t.Context(), text, "apply", "--dry-run=server", "--validate=strict", "-f", "-"); err != nil {
+		t.Errorf("%v: %s", err, out)
+	}
+}
+
+// installCertManager gives the API server cert-manager's own definitions, for its objects in the manifests.
+func installCertManager(t *testing.T, s *stage.Stage) {
+	t.Helper()
+	out, err := exec.Command("go", "mod", "download", "-json", "github.com/cert-manager/cert-manager@v1.18.2").Output()
+	var module struct{ Dir string }
+	if err != nil || json.Unmarshal(out, &module) != nil {
+		cluster.Missing(t, "cert-manager's definitions", fmt.Sprintf("go mod download: %v: %s", err, out))
+	}
+	for _, name := range []string{"crd-certificates.yaml", "crd-issuers.yaml"} {
+		content, err := os.ReadFile(filepath.Join(module.Dir, "deploy", "crds", name))
+		if err != nil {
+			t.Fatal(err)
+		}
+		var plain strings.Builder
+		for line := range strings.Lines(string(content)) {
+			if !strings.Contains(line, "{{") { // labels of its chart
+				plain.WriteString(line)
+			}
+		}
+		if out, err := s.Cluster.KubectlInput(t.Context(), plain.String(), "apply", "--server-side", "-f", "-"); err != nil {
+			t.Fatalf("%v: %s", err, out)
+		}
+	}
+	if out, err := s.Cluster.Kubectl(t.Context(), "wait", "--for=condition=Established", "--timeout=30s", "crd", "certificates.cert-manager.io", "issuers.cert-manager.io"); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+}
+
+// Everything that is in manifests, as people apply it, on an API server that knows every field and enforces Pod Security.
+func TestEveryObjectIsAccepted(t *testing.T) {
+	s := open(t)
+	installCertManager(t, s)
+	shop := &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: "shop", Labels: map[string]string{
+		"pod-security.kubernetes.io/enforce": "restricted", "pod-security.kubernetes.io/warn": "restricted",
+	}}}
+	if _, err := s.Kube.CoreV1().Namespaces().Create(t.Context(), shop, metav1.CreateOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	for _, path := range []string{"base", "overlays/cert-manager", "overlays/own-certificates", "haproxy", "check"} {
+		t.Run(path, func(t *testing.T) {
+			out, err := s.Cluster.Kubectl(t.Context(), "apply", "--dry-run=server", "--validate=strict", "-k", manifests(path))
+			if err != nil {
+				t.Fatalf("%v: %s", err, out)
+			}
+			for line := range strings.Lines(out) {
+				// The stage has installed some of it without kubectl apply.
+				if strings.HasPrefix(line, "Warning:") && !strings.Contains(line, "last-applied-configuration") {
+					t.Error(strings.TrimSpace(line))
+				}
+			}
+			// Pod Security only warns of what makes pods. Of a pod it is said by the API server whether it may be.
+			for key, o := range objects(t, kustomized(t, s, path)) {
+				kind := o["kind"]
+				if kind != "Deployment" && kind != "DaemonSet" && kind != "Job" {
+					continue
+				}
+				meta := o["metadata"].(object)
+				template := o["spec"].(object)["template"].(object)
+				template["apiVersion"], template["kind"] = "v1", "Pod"
+				template["metadata"].(object)["name"], template["metadata"].(object)["namespace"] = "accepted", meta["namespace"]
+				if path == "haproxy" || path == "check" {
+					delete(template["spec"].(object), "serviceAccountName") // it is not there yet
+				}
+				text, err := yaml.Marshal(template)
+				if err != nil {
+					t.Fatal(err)
+				}
+				if out, err := s.Cluster.KubectlInput(t.Context(), string(text), "create", "--dry-run=server", "--validate=strict", "-f", "-"); err != nil {
+					t.Errorf("a pod of %s: %v: %s", key, err, out)
+				}
+			}
+		})
+	}
+}
+
+// The CA and the path stand in the API server alone. Were they lost whenever somebody applies the manifests, nothing would wait until a coordinator has
+// written them again.
+func TestApplyingAgainChangesNothing(t *testing.T) {
+	s := open(t)
+	chart, err := charted(t, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var manifest string
+	for key, o := range objects(t, chart) {
+		if strings.HasPrefix(key, "ValidatingWebhookConfiguration") {
+			o["metadata"].(object)["name"] = "applied-again"
+			o["webhooks"].([]any)[0].(object)["namespaceSelector"] = object{"matchLabels": object{"no-such-label": "x"}}
+			text, err := yaml.Marshal(o)
+			if err != nil {
+				t.Fatal(err)
+			}
+			manifest = string(text)
+		}
+	}
+	for _, how := range [][]string{{"apply", "-f", "-"}, {"apply", "--server-side", "--field-manager=helm", "-f", "-"}} {
+		apply := func() {
+			t.Helper()
+			if out, err := s.Cluster.KubectlInput(t.Context(), manifest, how...); err != nil {
+				t.Fatalf("%v: %s", err, out)
+			}
+		}
+		apply()
+		webhooks := s.Kube.AdmissionregistrationV1().ValidatingWebhookConfigurations()
+		got, err := webhooks.Get(t.Context(), "applied-again", metav1.GetOptions{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		path := "/v1/admit/0123456789abcdef"
+		got.Webhooks[0].ClientConfig.Service.Path, got.Webhooks[0].ClientConfig.CABundle = &path, []byte(pem)
+		if _, err := webhooks.Update(t.Context(), got, metav1.UpdateOptions{FieldManager: "lameduck-webhook"}); err != nil {
+			t.Fatal(err)
+		}
+		apply()
+		if got, err = webhooks.Get(t.Context(), "applied-again", metav1.GetOptions{}); err != nil {
+			t.Fatal(err)
+		}
+		if c := got.Webhooks[0].ClientConfig; c.Service.Path == nil || *c.Service.Path != path || len(c.CABundle) == 0 {
+			t.Errorf("%q: %+v", how, c)
+		}
+		if err := webhooks.Delete(t.Context(), "applied-again", metav1.DeleteOptions{}); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// pem is a certificate, of nobody.
+const pem = `-----BEGIN CERTIFICATE-----
+MIIBeTCCAR+gAwIBAgIUG7+2Bz2LrZWSdyS7g9u7CsnNIwwwCgYIKoZIzj0EAwIw
+ETEPMA0GA1UEAwwGbm9ib2R5MCAXDTI2MTEyMTE2MDIyNVoYDzIxMjYxMDI4MTYw
+MjI1WjARMQ8wDQYDVQQDDAZub2JvZHkwWTATBgcqhkjOPQIBBggqhkjOPQMBBwNC
+AARusY9E04QwFUHZJ+SGBcVIDP1UqJiidxlQf+eH8sn+H0oFCvyKx7FhKvun3wNo
+aRCKL7Kcz4C7Bzr4/iMthHGlo1MwUTAdBgNVHQ4EFgQU+EgdBvgtuS7slaIaXV3D
+JuoNUuAwHwYDVR0jBBgwFoAU+EgdBvgtuS7slaIaXV3DJuoNUuAwDwYDVR0TAQH/
+BAUwAwEB/zAKBggqhkjOPQQDAgNIADBFAiAQzkeIN1hRAcfkp6zORk3HIYGk+Gpw
+1STC2u7vPnPlbgIhAJVzUzcqVbxOyQ4Q2BbtsG88klDqIOIZLBJZCu7QRAQv
+-----END CERTIFICATE-----
+`

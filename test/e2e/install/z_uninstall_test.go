@@ -1,0 +1,119 @@
+package install
+
+import (
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"testing"
+	"time"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/lameduck-io/lameduck/test/e2e/stage"
+)
+
+// commands returns what a section of the operations page tells people to type.
+func commands(t *testing.T, section string) []string {
+	t.Helper()
+	page, err := os.ReadFile(filepath.Join(stage.Manifests(), "..", "..", "docs", "operations.md"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	text := string(page)
+	if section != "" {
+		_, after, ok := strings.Cut(text, "\n## "+section+"\n")
+		if !ok {
+			t.Fatalf("the operations page has no section %s", section)
+		}
+		text = after
+	}
+	text, _, _ = strings.Cut(text, "\n## ")
+	var all []string
+	for _, m := range regexp.MustCompile(`(?m)^    (kubectl .*)$`).FindAllStringSubmatch(text, -1) {
+		all = append(all, m[1])
+	}
+	return all
+}
+
+// shell runs a command of a document in the repository, with kubectl and a kubeconfig as people have them.
+func shell(t *testing.T, s *stage.Stage, command string) string {
+	t.Helper()
+	cmd := exec.Command("bash", "-euo", "pipefail", "-c", command)
+	cmd.Dir = filepath.Join(stage.Manifests(), "..", "..")
+	cmd.Env = append(os.Environ(), "KUBECONFIG="+s.Cluster.Kubeconfig(), "PATH="+s.Cluster.Binaries().Dir+":"+os.Getenv("PATH"))
+	out, err := cmd.CombinedOutput()
+	if err != nil {
+		t.Fatalf("%s: %v: %s", command, err, out)
+	}
+	return string(out)
+}
+
+// The last test: it removes what the others use. Pods are deleted all the while; no call of the webhook fails, for it is not called any more when its coordinators go.
+func TestUninstall(t *testing.T) {
+	s := open(t)
+	ns := namespace(t, s, "uninstall")
+	if err := s.InstallApp(t.Context(), stage.App{Namespace: ns, Replicas: 3}); err != nil {
+		t.Fatal(err)
+	}
+	glass := commands(t, "")
+	if len(glass) == 0 || !strings.Contains(glass[0], "delete validatingwebhookconfiguration,mutatingwebhookconfiguration lameduck") {
+		t.Fatalf("the operations page does not begin with how to break the glass: %q", glass)
+	}
+	steps := commands(t, "Uninstall")
+	if len(steps) != 2 || steps[0] != glass[0] {
+		t.Fatalf("to uninstall begins with another command than break glass: %q", steps)
+	}
+	_, failedBefore := calls(t, s)
+	stop, done := make(chan struct{}), make(chan int)
+	go func() {
+		n := 0
+		for {
+			select {
+			case <-stop:
+				done <- n
+				return
+			case <-time.After(20 * time.Millisecond):
+			}
+			pods, err := s.Pods(t.Context(), ns, "app=web")
+			if err != nil || len(pods) == 0 {
+				continue
+			}
+			began := time.Now()
+			err = s.Kube.CoreV1().Pods(ns).Delete(t.Context(), pods[n%len(pods)].Name, metav1.DeleteOptions{DryRun: []string{metav1.DryRunAll}})
+			if took := time.Since(began); err != nil && !apierrors.IsNotFound(err) || took > 3*time.Second {
+				t.Errorf("a deletion took %s: %v", took, err)
+			}
+			n++
+		}
+	}()
+	time.Sleep(time.Second)
+	for _, step := range steps {
+		t.Log(step + "\n" + shell(t, s, step))
+	}
+	time.Sleep(time.Second)
+	close(stop)
+	if n := <-done; n < 20 {
+		t.Errorf("%d deletions in all", n)
+	}
+	if _, failed := calls(t, s); failed != failedBefore {
+		t.Errorf("%d calls failed", failed-failedBefore)
+	}
+	if out, err := check(t, s, "", "--wait=1s"); err == nil {
+		t.Errorf("the check says that it is still there: %s", out)
+	}
+	for key := range objects(t, kustomized(t, s, "base")) {
+		kind, name, _ := strings.Cut(key, " ")
+		in, name, _ := strings.Cut(name, "/")
+		args := []string{"get", kind, name, "--ignore-not-found", "-o", "name"}
+		if in != "<nil>" {
+			args = append(args, "-n", in)
+		}
+		until(t, key+" is gone", 30*time.Second, func() bool {
+			out, err := s.Cluster.Kubectl(t.Context(), args...)
+			return err == nil && out == ""
+		})
+	}
+}
