@@ -34,7 +34,9 @@ type options struct {
 	// shutdownDelay is how long after SIGTERM reviews are still taken.
 	shutdownDelay time.Duration
 	excluded      []string
-	logLevel      slog.Level
+	// barrier is how new pods are made to wait before SIGTERM, where that is enabled.
+	barrier  admission.Barrier
+	logLevel slog.Level
 }
 
 // parse reads the command line. Its errors wrap errUsage and name the flag and the value, or are flag.ErrHelp.
@@ -59,6 +61,10 @@ func parse(args []string, getenv func(string) string, help io.Writer) (options, 
 	f.IntVar(&o.maxHoldsPerOwner, "max-holds-per-owner", 8, "of these, calls for pods of one owner, such as a ReplicaSet, so that no rollout keeps others from being held")
 	f.DurationVar(&o.shutdownDelay, "shutdown-delay", 5*time.Second, "how long after SIGTERM reviews are still answered, because Services route here until then; held ones are told to come back at once")
 	f.StringVar(&excluded, "exclude-namespaces", "kube-system", "comma-separated namespaces whose pods never wait, besides the own one")
+	f.DurationVar(&o.barrier.Bound, "barrier-bound", 30*time.Second, "how long a new pod's barrier may keep it from SIGTERM, in whole seconds; its grace period grows by it")
+	f.IntVar(&o.barrier.Port, "barrier-port", 9447, "port of the node agents, on loopback and the node's address")
+	f.StringVar(&o.barrier.Image, "barrier-image", "lameduck/lameduck-wait:dev", "image that has /lameduck-wait, for pods whose hook cannot be an httpGet")
+	f.BoolVar(&o.barrier.ExecOnly, "barrier-exec-only", false, "never use a hook of kind httpGet: for clusters where Pod Security is enforced by other means than the namespace's label")
 	f.TextVar(&o.logLevel, "log-level", slog.LevelInfo, "debug, info, warn or error")
 	if err := f.Parse(args); err != nil {
 		if errors.Is(err, flag.ErrHelp) {
@@ -117,6 +123,9 @@ func (o options) check() error {
 	must(o.maxHoldsPerOwner > 0, "--max-holds-per-owner %d: must be at least 1", o.maxHoldsPerOwner)
 	for _, name := range o.excluded {
 		must(len(validation.IsDNS1123Label(name)) == 0, "--exclude-namespaces: %q is not a namespace's name", name)
+	}
+	if err := o.barrier.Check(); err != nil {
+		errs = append(errs, fmt.Errorf("--barrier-%w", err))
 	}
 	if err := o.times.Check(); err != nil {
 		errs = append(errs, fmt.Errorf("--webhook-timeout, --hold, --deadline, --idle-bound: %w", err))

@@ -111,6 +111,7 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 		},
 		Times: o.times, Events: events, Log: log, Metrics: metrics,
 	}
+	mutator := &admission.Mutator{Reader: known, Excluded: o.excluded, Barrier: o.barrier, Log: log, Metrics: metrics}
 	door, err := admission.OpenDoor(o.secretFile, log, metrics)
 	if err != nil {
 		return err
@@ -149,7 +150,7 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 		serve.Task{Name: "roster", Run: roster.run, Last: true},
 		serve.Task{Name: "events", Run: events.run, Last: true},
 		serve.Server{
-			Name: "admission", Listener: listeners[0], TLS: secure, Handler: door.Guard(handler), Conns: admissionConns, ReadTime: o.times.Webhook,
+			Name: "admission", Listener: listeners[0], TLS: secure, Handler: door.GuardBoth(handler, mutator), Conns: admissionConns, ReadTime: o.times.Webhook,
 			WriteTime: o.times.Webhook + writeMargin, Stop: stop, Delay: o.shutdownDelay, Grace: shutdownGrace, Log: log,
 		}.Task(),
 		serve.Server{
