@@ -39,5 +39,8 @@ func run(ctx context.Context, args []string, getenv func(string) string, stdout,
 		return err
 	}
 	log := slog.New(slog.NewJSONHandler(stderr, &slog.HandlerOptions{Level: o.logLevel}))
+	if o.file.KubeProxy != nil {
+		return serveNode(ctx, o, log)
+	}
 	return serveAll(ctx, o, log)
 }

@@ -34,6 +34,9 @@ const (
 // synchronises, which is kube-proxy's own limit.
 const healthTimeout = 2 * 30 * time.Second
 
+// defaultWaitAddress is where hooks ask, unless the file says otherwise: the kubelet, on the loopback.
+const defaultWaitAddress = "127.0.0.1:9447"
+
 // options are the command line and the configuration file, checked.
 type options struct {
 	kubeconfig string
@@ -41,7 +44,7 @@ type options struct {
 	nodeName   string
 	logLevel   slog.Level
 	file       file
-	// gateway is made from file. Its servers file exists from then on, so that HAProxy can start.
+	// gateway is made from file, if that names HAProxy. Its servers file exists from then on, so that HAProxy can start.
 	gateway *haproxy.Gateway
 }
 
@@ -51,7 +54,9 @@ type file struct {
 	Kind       string `json:"kind"`
 	// Coordinators says where they are. Absent: the agent only follows EndpointSlices, and acknowledges nothing.
 	Coordinators *coordinators `json:"coordinators,omitempty"`
-	HAProxy      *haproxyFile  `json:"haproxy"`
+	// HAProxy and KubeProxy are the gateways that there are: one of the two.
+	HAProxy   *haproxyFile   `json:"haproxy,omitempty"`
+	KubeProxy *kubeProxyFile `json:"kubeProxy,omitempty"`
 	// EndpointsLag delays every change of EndpointSlices on its way to the gateway. It imitates a slow control plane, for
 	// demonstrations and tests; tombstones are not delayed.
 	EndpointsLag duration `json:"endpointsLag,omitempty"`
@@ -83,6 +88,12 @@ type haproxyFile struct {
 	MasterSocket string        `json:"masterSocket"`
 	ServersFile  string        `json:"serversFile,omitempty"`
 	Backends     []backendFile `json:"backends"`
+}
+
+// kubeProxyFile makes this the agent of a node, which observes the node's kernel and answers the hooks of its pods.
+type kubeProxyFile struct {
+	// WaitAddresses are where hooks ask: host:port, on the loopback for the kubelet, at the node's address for the pods.
+	WaitAddresses []string `json:"waitAddresses,omitempty"`
 }
 
 // backendFile is one backend and the Service port that feeds it.
@@ -154,6 +165,12 @@ func parse(args []string, getenv func(string) string, help io.Writer) (options, 
 	if err := o.file.read(content, getenv); err != nil {
 		return o, fmt.Errorf("%w: --config %q: %w", errUsage, path, err)
 	}
+	if o.file.KubeProxy != nil {
+		if o.nodeName == "" {
+			return o, fmt.Errorf("%w: --node-name %q: required with kubeProxy, or set NODE_NAME", errUsage, o.nodeName)
+		}
+		return o, nil
+	}
 	if o.gateway, err = haproxy.New(o.file.HAProxy.gateway()); err != nil {
 		return o, fmt.Errorf("%w: --config %q: %w", errUsage, path, err)
 	}
@@ -221,8 +238,18 @@ func (f *file) check() error {
 		must(err != nil || info.IsDir(), "stateDir %q: must be a directory", f.StateDir)
 		must(f.Coordinators != nil, "stateDir %q: without coordinators there is nothing to keep", f.StateDir)
 	}
+	must((f.HAProxy == nil) != (f.KubeProxy == nil), "exactly one of haproxy and kubeProxy is needed: they are the gateways that this version knows")
+	if f.KubeProxy != nil {
+		if len(f.KubeProxy.WaitAddresses) == 0 {
+			f.KubeProxy.WaitAddresses = []string{defaultWaitAddress}
+		}
+		for i, a := range f.KubeProxy.WaitAddresses {
+			err := hostPort(a)
+			must(err == nil, "kubeProxy.waitAddresses[%d] %q: must be host:port: %v", i, a, err)
+		}
+		must(f.StateDir == "", "stateDir %q: an agent that only observes has nothing to keep", f.StateDir)
+	}
 	if f.HAProxy == nil {
-		must(false, "haproxy: required; it is the gateway that this version knows")
 		return errors.Join(errs...)
 	}
 	must(f.HAProxy.MasterSocket != "", "haproxy.masterSocket %q: required", f.HAProxy.MasterSocket)
@@ -247,7 +274,7 @@ func (f *file) check() error {
 // journalDir is where tombstones are kept. Empty: nowhere.
 func (f *file) journalDir() string {
 	switch {
-	case f.Coordinators == nil:
+	case f.Coordinators == nil || f.HAProxy == nil:
 		return ""
 	case f.StateDir != "":
 		return f.StateDir

@@ -199,9 +199,28 @@ func trusted(conf *coordinators) (*x509.CertPool, error) {
 	return roots, nil
 }
 
-// newClient builds the agent's side of the wire.
+// newClient builds the side of the wire of an agent that directs HAProxy.
 func newClient(f file, roots *x509.CertPool, stones client.Tombstones, m *metrics, log *slog.Logger) (*client.Client, error) {
-	conf := f.Coordinators
+	c := connector(f.Coordinators, roots)
+	c.Gateway = "haproxy"
+	c.Tombstones, c.Observer, c.Log = stones, m, log
+	seen := map[drain.Service]bool{}
+	for _, b := range f.HAProxy.Backends {
+		name, err := namespacedName(b.Service)
+		if err != nil {
+			return nil, err
+		}
+		service := drain.Service{Namespace: name.Namespace, Name: name.Name}
+		if !seen[service] {
+			seen[service] = true
+			c.Routes = append(c.Routes, drain.Route{Service: service, Via: drain.Endpoints, Can: drain.Direct, Grain: drain.PerRequest})
+		}
+	}
+	return c, nil
+}
+
+// connector is a client that reaches coordinators and trusts them.
+func connector(conf *coordinators, roots *x509.CertPool) *client.Client {
 	c := client.New()
 	c.HTTP = &http.Client{Transport: &http.Transport{
 		DialContext:         (&net.Dialer{Timeout: connectTimeout}).DialContext,
@@ -216,22 +235,9 @@ func newClient(f file, roots *x509.CertPool, stones client.Tombstones, m *metric
 		token, err := os.ReadFile(conf.TokenFile)
 		return strings.TrimSpace(string(token)), err
 	}
-	c.Boot, c.Gateway = rand.Text(), "haproxy"
-	c.Tombstones, c.Observer, c.Log = stones, m, log
-	seen := map[drain.Service]bool{}
-	for _, b := range f.HAProxy.Backends {
-		name, err := namespacedName(b.Service)
-		if err != nil {
-			return nil, err
-		}
-		service := drain.Service{Namespace: name.Namespace, Name: name.Name}
-		if !seen[service] {
-			seen[service] = true
-			c.Routes = append(c.Routes, drain.Route{Service: service, Via: drain.Endpoints, Can: drain.Direct, Grain: drain.PerRequest})
-		}
-	}
+	c.Boot = rand.Text()
 	c.Replicas(conf.Addresses)
-	return c, nil
+	return c
 }
 
 func restConfig(kubeconfig string) (*rest.Config, error) {

@@ -516,7 +516,7 @@ func (l *Ledger) Declare(id AgentID, session uint64, routes []Route) (open []Ope
 	open = []Open{}
 	for e := l.changes.Back(); e != nil; e = e.Prev() {
 		if d := e.Value.(*drain); d.open && !d.queued && l.routes(a, d) {
-			open = append(open, Open{d.pod, d.since, d.number})
+			open = append(open, Open{Pod: d.pod, Since: d.since, Number: d.number})
 		}
 	}
 	return open, true
@@ -605,9 +605,9 @@ func (l *Ledger) Since(id AgentID, rev uint64) (open []Open, released []Release,
 		next = max(next, d.rev)
 		switch {
 		case d.open && !d.queued && l.routes(a, d):
-			open = append(open, Open{d.pod, d.since, d.number})
+			open = append(open, Open{Pod: d.pod, Since: d.since, Number: d.number})
 		case !d.open:
-			released = append(released, Release{d.pod.UID, d.reason == Dead || brokenRule == 4})
+			released = append(released, Release{UID: d.pod.UID, Dead: d.reason == Dead || brokenRule == 4})
 		}
 	}
 	slices.Reverse(open)

@@ -2,6 +2,7 @@ package drain
 
 import (
 	"fmt"
+	"net/netip"
 	"time"
 )
 
@@ -39,6 +40,34 @@ type Lease struct {
 
 // String prints replica/epoch.
 func (l Lease) String() string { return l.Replica + "/" + l.Epoch }
+
+// Gate is the moment at which gateways are asked to vouch for one pod. A drain is of one pod at one gate.
+type Gate uint8
+
+const (
+	// AtHold: before the deletion. Asked are those who direct their gateway. What names no gate is said here.
+	AtHold Gate = iota
+	// AtBarrier: between the deletion and SIGTERM. Asked are those who observe how their gateway lets go by itself, and those directed ones
+	// that have not let go at the hold.
+	AtBarrier
+
+	gates
+)
+
+// String prints the gate as it goes over the wire.
+func (g Gate) String() string { return name(gateNames[:], int(g)) }
+
+var gateNames = [gates]string{"hold", "barrier"}
+
+// MarshalText writes the gate's name.
+func (g Gate) MarshalText() ([]byte, error) { return []byte(g.String()), nil }
+
+// UnmarshalText accepts the names of gates and refuses others by name.
+func (g *Gate) UnmarshalText(text []byte) error {
+	n, err := parse("gate", gateNames[:], text)
+	*g = Gate(n)
+	return err
+}
 
 // Phase is how far a drain is.
 type Phase uint8
@@ -84,12 +113,15 @@ const (
 	Suspended
 	// Abandoned: nobody asks for the deletion any more and the pod lives.
 	Abandoned
+	// LastTarget: at the barrier, every agent that owes has said Idle, or that the pod is quiet although its gateway still sends to it,
+	// because no ready endpoint is left to send to.
+	LastTarget
 )
 
 // String prints the reason as the metrics and messages name it.
 func (r Reason) String() string { return name(reasonNames[:], int(r)) }
 
-var reasonNames = [...]string{"None", "Acknowledged", "IdleBound", "Deadline", "NoAgents", "Dead", "Suspended", "Abandoned"}
+var reasonNames = [...]string{"None", "Acknowledged", "IdleBound", "Deadline", "NoAgents", "Dead", "Suspended", "Abandoned", "LastTarget"}
 
 // Abnormal says whether people should be warned: the deletion went on without every gateway's word.
 func (r Reason) Abnormal() bool { return r == Deadline || r == IdleBound || r == Suspended }
@@ -259,6 +291,11 @@ type Report struct {
 	Since time.Time `json:"since"`
 	// Number is that of the drain for which this replica holds its lease, as it said in Open. 0: the agent does not tell.
 	Number uint64 `json:"number,omitempty"`
+	// Gate is that of the drain of which this is said. Agents that answer a Watch say AtBarrier.
+	Gate Gate `json:"gate,omitempty"`
+	// Quiet says that no connection to the pod is open or being opened, whatever State is. It is only said at the barrier, where it is what
+	// is owed of a pod to which the gateway has to keep sending.
+	Quiet bool `json:"quiet,omitempty"`
 }
 
 // Open is a drain as agents see it: let go of this pod, in every Service, at every address.
@@ -268,13 +305,65 @@ type Open struct {
 	// Number tells this drain from an earlier one of the same pod by the same life of the replica, which was abandoned. Agents say it
 	// again with their reports: what one has said of the earlier drain may arrive after this one began, and its tombstone is being lifted.
 	Number uint64 `json:"number,omitempty"`
+	// Watch is set instead of all that where the agent is to observe: it is another message.
+	Watch *Watch `json:"-"`
+}
+
+// Watch is a drain at the barrier as observing agents see it: the pod is going, say when the gateway has let go of it.
+type Watch struct {
+	Pod Pod `json:"pod"`
+	// Since is the deletion, Deadline when nobody waits any more.
+	Since    time.Time `json:"since"`
+	Deadline time.Time `json:"deadline"`
+	// Number is as in Open.
+	Number uint64 `json:"number,omitempty"`
+	// Targets are the addresses of the pod. Port 0: every port of the address.
+	Targets []netip.AddrPort `json:"targets"`
+	// Last says that no ready endpoint is left, so that gateways may go on sending to the pod. For people: the coordinator judges.
+	Last bool `json:"last"`
 }
 
 // Release ends a replica's lease on a tombstone.
 type Release struct {
 	UID UID `json:"uid"`
-	// Dead says that the pod is terminating or gone, so that it must never be routed again. Otherwise it lives on.
+	// Dead says that the pod is terminating or gone, so that it must never be routed again. Otherwise it lives on. At the barrier it says
+	// that the pod is gone, so that what is left of it can be cleaned away.
 	Dead bool `json:"dead"`
+	// Gate is AtBarrier at the end of a Watch.
+	Gate Gate `json:"gate,omitempty"`
+}
+
+// EveryService is what an agent declares that routes, or observes, every Service there is.
+var EveryService = Service{Namespace: "*", Name: "*"}
+
+// Scope says which of the agents that observe are asked at the barrier. Those that direct are always asked.
+type Scope uint8
+
+const (
+	// ScopeAuto: all, up to 200 that could be asked; above that as ScopeQuorum.
+	ScopeAuto Scope = iota
+	// ScopeAll: everyone.
+	ScopeAll
+	// ScopeQuorum: the pod's own node and a sample of 50. For the others, the time is waited in which 99.9 % of those that were asked had let
+	// go; until 1,000 times are known, all are asked.
+	ScopeQuorum
+	// ScopeLocal: the pod's own node.
+	ScopeLocal
+)
+
+// String prints the scope as it is configured.
+func (s Scope) String() string { return name(scopeNames[:], int(s)) }
+
+var scopeNames = [...]string{"auto", "all", "quorum", "local"}
+
+// MarshalText writes the scope's name.
+func (s Scope) MarshalText() ([]byte, error) { return []byte(s.String()), nil }
+
+// UnmarshalText accepts the names of scopes and refuses others by name.
+func (s *Scope) UnmarshalText(text []byte) error {
+	n, err := parse("scope", scopeNames[:], text)
+	*s = Scope(n)
+	return err
 }
 
 // Label is what the pod label of an agent says of it before it was ever heard.

@@ -53,6 +53,27 @@ type Tombstones interface {
 	Reports() []drain.Report
 }
 
+// Watches are the pods that the client is told to observe, and what it reports of them. Its methods must not block.
+type Watches interface {
+	// Watch begins to observe a pod for holder, or says it anew.
+	Watch(w drain.Watch, holder string)
+	// Unwatch ends that. gone says that the pod does not exist any more.
+	Unwatch(uid drain.UID, holder string, gone bool)
+	// Watched lists what holder wants to be observed.
+	Watched(holder string) []drain.UID
+	// Reports returns the present state of every pod that somebody waits for. The client fills in Held and Number.
+	Reports() []drain.Report
+}
+
+// nothing is the Tombstones of an agent that directs no gateway.
+type nothing struct{}
+
+func (nothing) Bury(drain.Pod, string, time.Time, time.Time) {}
+func (nothing) Lift(drain.UID, string, bool)                 {}
+func (nothing) Renew(string, time.Time)                      {}
+func (nothing) Held(string) []drain.UID                      { return nil }
+func (nothing) Reports() []drain.Report                      { return nil }
+
 // Observer is told what happens to streams. Its methods must not block.
 type Observer interface {
 	Connected(address string)
@@ -69,8 +90,10 @@ type Client struct {
 	// Boot names this life of the agent, Gateway its kind, Routes what it routes.
 	Boot, Gateway string
 	Routes        []drain.Route
-	Tombstones    Tombstones
-	Log           *slog.Logger
+	// Tombstones may be left as it is by an agent that directs nothing, Watches by one that observes nothing.
+	Tombstones Tombstones
+	Watches    Watches
+	Log        *slog.Logger
 	// Observer may be nil.
 	Observer Observer
 
@@ -100,19 +123,22 @@ type replica struct {
 	saying chan struct{}
 
 	mu sync.Mutex
-	// hello is that of the open stream, zero without one.
+	// hello is that of the open stream, zero without one. open is done when that ends.
 	hello wire.Hello
+	open  context.Context //nolint:containedctx // it says whether the stream is there
 	// released holds, while a declaration is under way, what the stream has released meanwhile.
 	released map[drain.UID]bool
 	// numbers are those of the drains that the present stream has opened. See [drain.Open].
 	numbers map[drain.UID]uint64
+	// watches are those of the barriers that it has opened.
+	watches map[drain.UID]uint64
 	// at is that of the last message of the present stream, see [wire.Message].
 	at int64
 }
 
 // New returns a client without any replica.
 func New() *Client {
-	return &Client{replicas: map[string]*replica{}, changed: make(chan struct{}, 1), learned: make(chan struct{})}
+	return &Client{Tombstones: nothing{}, replicas: map[string]*replica{}, changed: make(chan struct{}, 1), learned: make(chan struct{})}
 }
 
 // Replicas sets the base URLs of all coordinator replicas, such as https://10.1.2.3:9444. Streams to others end, and new ones begin.
@@ -241,6 +267,15 @@ func (r *replica) run(ctx context.Context) {
 	}
 }
 
+// offer is what this agent says of itself.
+func (c *Client) offer() wire.Offer {
+	o := wire.NewOffer(c.Boot)
+	if c.Watches == nil {
+		return o.Without(wire.FeatureBarrier)
+	}
+	return o
+}
+
 // errSilent ends a stream on which nothing came for the time that the coordinator named.
 var errSilent = errors.New("coordinator is silent")
 
@@ -251,7 +286,7 @@ func (r *replica) stream(ctx context.Context) error {
 	watchdog := time.AfterFunc(helloTimeout, func() { lost(errSilent) })
 	defer watchdog.Stop()
 
-	request, err := r.request(ctx, http.MethodGet, wire.StreamPath+"?"+wire.NewOffer(r.client.Boot).Query(), nil)
+	request, err := r.request(ctx, http.MethodGet, wire.StreamPath+"?"+r.client.offer().Query(), nil)
 	if err != nil {
 		return err
 	}
@@ -283,10 +318,10 @@ func (r *replica) stream(ctx context.Context) error {
 	}
 	r.client.Log.Info("stream to coordinator opened", "address", r.address, "lease", hello.Lease.String(), "session", hello.Session)
 
-	r.setHello(hello)
-	defer r.setHello(wire.Hello{})
+	r.setHello(ctx, hello)
+	defer r.setHello(ctx, wire.Hello{})
 	r.mu.Lock()
-	r.numbers, r.at = map[drain.UID]uint64{}, 0
+	r.numbers, r.watches, r.at = map[drain.UID]uint64{}, map[drain.UID]uint64{}, 0
 	r.mu.Unlock()
 	synced, posted := make(chan struct{}), make(chan struct{})
 	go func() {
@@ -314,7 +349,7 @@ func (r *replica) receive(lines *lines, hello wire.Hello, heard, complete func()
 	t := r.client.Tombstones
 	holder := hello.Lease.String()
 	lease := time.Duration(hello.LeaseMillis) * time.Millisecond
-	listed := map[drain.UID]bool{}
+	listed, watched := map[drain.UID]bool{}, map[drain.UID]bool{}
 	synced := false
 	for {
 		m, err := lines.next()
@@ -336,6 +371,14 @@ func (r *replica) receive(lines *lines, hello wire.Hello, heard, complete func()
 				listed[m.Drain.Pod.UID] = true
 			}
 			poke(r.woken) // a tombstone that another replica's lease has laid is news to this one
+		case m.Type == wire.TypeWatch && m.Watch != nil && r.client.Watches != nil:
+			r.watch(*m.Watch, holder)
+			if !synced {
+				watched[m.Watch.Pod.UID] = true
+			}
+			poke(r.woken)
+		case m.Type == wire.TypeRelease && m.Release != nil && m.Release.Gate == drain.AtBarrier:
+			r.unwatch(*m.Release, holder)
 		case m.Type == wire.TypeRelease && m.Release != nil:
 			r.lift(*m.Release, holder)
 		case m.Type == wire.TypeSynced && !synced:
@@ -345,7 +388,14 @@ func (r *replica) receive(lines *lines, hello wire.Hello, heard, complete func()
 					t.Lift(uid, holder, false)
 				}
 			}
-			listed = nil
+			if r.client.Watches != nil {
+				for _, uid := range r.client.Watches.Watched(holder) {
+					if !watched[uid] {
+						r.client.Watches.Unwatch(uid, holder, false)
+					}
+				}
+			}
+			listed, watched = nil, nil
 			complete()
 		}
 	}
@@ -362,13 +412,14 @@ func (r *replica) post(ctx context.Context, hello wire.Hello) error {
 
 	renewal := time.NewTicker(time.Duration(hello.RenewalMillis) * time.Millisecond / 2)
 	defer renewal.Stop()
-	said := map[drain.UID]drain.Report{}
+	// What was said last, at each gate.
+	var said [2]map[drain.UID]drain.Report
 	for everything := true; ; {
 		var news []drain.Report
-		now := map[drain.UID]drain.Report{}
+		now := [2]map[drain.UID]drain.Report{{}, {}}
 		// Asked before the reports: what they say then was read while the lease stood, and for this drain.
 		r.mu.Lock()
-		numbers, at := maps.Clone(r.numbers), r.at
+		numbers, watches, at := maps.Clone(r.numbers), maps.Clone(r.watches), r.at
 		r.mu.Unlock()
 		held := map[drain.UID]bool{}
 		for _, uid := range r.client.Tombstones.Held(hello.Lease.String()) {
@@ -378,9 +429,22 @@ func (r *replica) post(ctx context.Context, hello wire.Hello) error {
 			if report.Held = held[report.UID]; report.Held {
 				report.Number = numbers[report.UID]
 			}
-			now[report.UID] = report
-			if everything || said[report.UID] != report {
+			now[drain.AtHold][report.UID] = report
+			if everything || said[drain.AtHold][report.UID] != report {
 				news = append(news, report)
+			}
+		}
+		if r.client.Watches != nil {
+			for _, report := range r.client.Watches.Reports() {
+				// Only to those who asked: a barrier is nobody's clock but theirs.
+				if report.Number, report.Held = watches[report.UID]; !report.Held {
+					continue
+				}
+				report.Gate = drain.AtBarrier
+				now[drain.AtBarrier][report.UID] = report
+				if everything || said[drain.AtBarrier][report.UID] != report {
+					news = append(news, report)
+				}
 			}
 		}
 		if len(news) > 0 {
@@ -422,6 +486,11 @@ func (r *replica) declare(ctx context.Context, hello wire.Hello) (settled bool, 
 	if err != nil {
 		return false, err
 	}
+	if r.client.Watches != nil {
+		for _, w := range declared.Watches {
+			r.watch(w, hello.Lease.String())
+		}
+	}
 	if settled = r.bury(declared.Drains, hello); settled {
 		r.setDeclared(true)
 	}
@@ -454,6 +523,25 @@ func (r *replica) number(d drain.Open) {
 	r.numbers[d.Pod.UID] = d.Number
 }
 
+// watch begins to observe, and notes which barrier of the pod this is.
+func (r *replica) watch(w drain.Watch, holder string) {
+	r.client.Watches.Watch(w, holder)
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.watches[w.Pod.UID] = max(w.Number, r.watches[w.Pod.UID])
+}
+
+// unwatch ends it. An answer to a declaration that is older than this may begin it again: it ends then with the stream's next list, or by
+// its deadline.
+func (r *replica) unwatch(release drain.Release, holder string) {
+	r.mu.Lock()
+	delete(r.watches, release.UID)
+	r.mu.Unlock()
+	if r.client.Watches != nil {
+		r.client.Watches.Unwatch(release.UID, holder, release.Dead)
+	}
+}
+
 // lift carries out a release, and remembers it while a declaration is under way.
 func (r *replica) lift(release drain.Release, holder string) {
 	r.mu.Lock()
@@ -469,20 +557,20 @@ func (r *replica) lift(release drain.Release, holder string) {
 func (r *replica) send(ctx context.Context, path string, body, result any) error {
 	ctx, cancel := context.WithTimeout(ctx, postTimeout)
 	defer cancel()
+	return r.exchangeJSON(ctx, path, body, result)
+}
+
+func (r *replica) encode(ctx context.Context, method, path string, body any) (*http.Request, error) {
 	encoded, err := json.Marshal(body)
 	if err != nil {
-		return fmt.Errorf("encode for %s: %w", path, err)
+		return nil, fmt.Errorf("encode for %s: %w", path, err)
 	}
-	request, err := r.request(ctx, http.MethodPost, path, bytes.NewReader(encoded))
+	request, err := r.request(ctx, method, path, bytes.NewReader(encoded))
 	if err != nil {
-		return err
+		return nil, err
 	}
 	request.Header.Set("Content-Type", "application/json")
-	err = r.exchange(request, result)
-	if r.client.Observer != nil {
-		r.client.Observer.Posted(path, err)
-	}
-	return err
+	return request, nil
 }
 
 func (r *replica) exchange(request *http.Request, result any) error {
@@ -517,10 +605,10 @@ func (r *replica) request(ctx context.Context, method, path string, body io.Read
 	return request, nil
 }
 
-func (r *replica) setHello(hello wire.Hello) {
+func (r *replica) setHello(open context.Context, hello wire.Hello) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.hello = hello
+	r.hello, r.open = hello, open
 }
 
 func (r *replica) setDeclared(declared bool) {

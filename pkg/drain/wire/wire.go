@@ -15,10 +15,12 @@ package wire
 
 import (
 	"fmt"
+	"net/netip"
 	"net/url"
 	"slices"
 	"strconv"
 	"strings"
+	"time"
 
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
@@ -28,6 +30,9 @@ const Protocol = 1
 
 // FeatureLeave: the coordinator takes Leave, the agent may send it.
 const FeatureLeave = "leave"
+
+// FeatureBarrier: the coordinator sends messages of type watch and takes Barrier, the agent observes.
+const FeatureBarrier = "barrier"
 
 // Features are what this code has, on both sides.
 func Features() []string { return []string{FeatureLeave} }
@@ -61,6 +66,12 @@ func NewOffer(boot string) Offer {
 	for _, version := range Spoken() {
 		o.Protocols = append(o.Protocols, strconv.Itoa(version))
 	}
+	return o
+}
+
+// Without returns the offer without a feature.
+func (o Offer) Without(feature string) Offer {
+	o.Features = slices.DeleteFunc(slices.Clone(o.Features), func(f string) bool { return f == feature })
 	return o
 }
 
@@ -132,6 +143,8 @@ const (
 	LeavePath = "/v1/leave"
 	// ReportsPath takes a POST of Reports and answers 204.
 	ReportsPath = "/v1/reports"
+	// BarriersPath takes a POST of Barrier and answers Passed, when the pod may be told to stop.
+	BarriersPath = "/v1/barriers"
 )
 
 // MaxRoutes and MaxReports bound one post, MaxName the bytes of each name and UID in it.
@@ -139,6 +152,12 @@ const (
 	MaxRoutes  = 10_000
 	MaxReports = 10_000
 	MaxName    = 253
+)
+
+// MaxTargets bounds the addresses of one pod, MaxBound how long a barrier may last.
+const (
+	MaxTargets = 64
+	MaxBound   = 10 * time.Minute
 )
 
 // MaxBody bounds what an agent may post, in bytes. 10,000 reports fit.
@@ -154,6 +173,8 @@ const (
 	TypeRelease   Type = "release"
 	TypeSynced    Type = "synced"
 	TypeHeartbeat Type = "heartbeat"
+	// TypeWatch comes only to agents that have FeatureBarrier.
+	TypeWatch Type = "watch"
 )
 
 // Message is one line of the stream. The field that Type names is set.
@@ -165,6 +186,7 @@ type Message struct {
 	Hello   *Hello         `json:"hello,omitempty"`
 	Drain   *drain.Open    `json:"drain,omitempty"`
 	Release *drain.Release `json:"release,omitempty"`
+	Watch   *drain.Watch   `json:"watch,omitempty"`
 }
 
 // Hello is the first message of a stream.
@@ -196,6 +218,8 @@ type Declaration struct {
 // Declared answers a Declaration: the open drains of what was declared. The agent buries these before it programs its gateway.
 type Declared struct {
 	Drains []drain.Open `json:"drains"`
+	// Watches are the open barriers of it, for an agent that observes.
+	Watches []drain.Watch `json:"watches,omitempty"`
 }
 
 // Reports are an agent's present words, on the tombstones of all replicas; [drain.Report.Held] marks those that count here. Pods that are not among them are as they were reported before on this session.
@@ -214,6 +238,33 @@ type Reports struct {
 type Leave struct {
 	Session uint64 `json:"session"`
 	Boot    string `json:"boot"`
+}
+
+// Barrier asks, by the agent on the node of a pod that is being stopped, to be told when that may go on. The answer comes then, or at
+// the bound. The same question, again or of another replica, is the same barrier.
+type Barrier struct {
+	Session uint64           `json:"session"`
+	Pod     drain.Pod        `json:"pod"`
+	Targets []netip.AddrPort `json:"targets"`
+	// Since is the deletion, BoundMillis how long after it the answer must have come, ElapsedMillis how much of that is over, so that the
+	// clocks of the two sides need not agree.
+	Since         time.Time `json:"since"`
+	BoundMillis   int64     `json:"boundMillis"`
+	ElapsedMillis int64     `json:"elapsedMillis"`
+	// Terminating says that the pod has a deletionTimestamp. Without one it is only a container that is stopped, or its node: directed
+	// gateways are told to let go until it is ready again.
+	Terminating bool `json:"terminating"`
+}
+
+// Passed answers a Barrier.
+type Passed struct {
+	// Phase and Reason are those of [drain.Phase] and [drain.Reason].
+	Phase  string `json:"phase"`
+	Reason string `json:"reason"`
+	// Waiting names the agents that were still waited for, as namespace/name (state).
+	Waiting []string `json:"waiting"`
+	// Cut says that a stated wait was longer than the bound.
+	Cut bool `json:"cut,omitempty"`
 }
 
 // Error is the body of every answer that is not a success.

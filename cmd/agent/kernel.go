@@ -1,0 +1,38 @@
+package main
+
+import (
+	"context"
+	"net/netip"
+	"time"
+
+	"github.com/lameduck-io/lameduck/pkg/drain"
+)
+
+// kernel is what a node agent needs of the node's kernel, see package kubeproxy.
+type kernel interface {
+	// Run follows the kernel until ctx is done.
+	Run(ctx context.Context) error
+	// Watch calls changed, which must not block, when the reading of targets has changed. Port 0 is every port of the address.
+	Watch(targets []netip.AddrPort, changed func()) kernelWatch
+	// Clean forgets the connections to a pod that is gone.
+	Clean(targets []netip.AddrPort) error
+}
+
+type kernelWatch interface {
+	Reading() reading
+	Close()
+}
+
+// reading is what the kernel does with connections to a pod.
+type reading struct {
+	// State is StateUnknown, Routing, Kept, Removed or Idle.
+	State      drain.State
+	Generation string
+	// Connections are open or being opened.
+	Connections int
+	// Since is when State was entered.
+	Since time.Time
+}
+
+// quiet says that no connection is open or being opened, whatever may come.
+func (r reading) quiet() bool { return r.State != drain.StateUnknown && r.Connections == 0 }

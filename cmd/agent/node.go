@@ -1,0 +1,254 @@
+package main
+
+import (
+	"context"
+	"crypto/x509"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/http"
+	"net/netip"
+	"strconv"
+	"sync"
+	"time"
+
+	"github.com/gorilla/mux"
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/collectors"
+	"github.com/prometheus/client_golang/prometheus/promhttp"
+	discovery "k8s.io/api/discovery/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/informers"
+	"k8s.io/client-go/kubernetes"
+	toolscache "k8s.io/client-go/tools/cache"
+	"k8s.io/klog/v2"
+
+	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/drain/client"
+	"github.com/lameduck-io/lameduck/pkg/drain/wire"
+	"github.com/lameduck-io/lameduck/pkg/endpoints"
+	"github.com/lameduck-io/lameduck/pkg/gateway/kubeproxy"
+	"github.com/lameduck-io/lameduck/pkg/health/serving"
+	"github.com/lameduck-io/lameduck/pkg/serve"
+)
+
+const (
+	// waitGrace is how long hooks that wait are still served once the node agent is told to stop.
+	waitGrace = 10 * time.Second
+	// waitConns bounds the connections of hooks: each hook has one.
+	waitConns = 2048
+)
+
+// serveNode is serveAll of a node agent.
+func serveNode(ctx context.Context, o options, log *slog.Logger) error {
+	klog.SetSlogLogger(log)
+	config, err := restConfig(o.kubeconfig)
+	if err != nil {
+		return err
+	}
+	kube, err := kubernetes.NewForConfig(config)
+	if err != nil {
+		return fmt.Errorf("client for the API server: %w", err)
+	}
+	var roots *x509.CertPool
+	if o.file.Coordinators != nil {
+		if roots, err = trusted(o.file.Coordinators); err != nil {
+			return err
+		}
+	}
+	return runNode(ctx, o, kube, roots, observer{kubeproxy.New(kubeproxy.Options{Log: log})}, log)
+}
+
+// runNode builds everything in the order of dependency and runs it until ctx is done.
+func runNode(ctx context.Context, o options, kube kubernetes.Interface, roots *x509.CertPool, k kernel, log *slog.Logger) error {
+	registry := prometheus.NewRegistry()
+	registry.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+	m := newNodeMetrics(registry, o.nodeName)
+	pods := newNodePods(log)
+	watched := newObserved(k, func(targets []netip.AddrPort) bool { return !pods.owned(targets) }, m, log)
+	pods.left = func(p nodePod) { watched.clean(p.pod, p.targets) }
+	hooks := newWaits(pods, k, m, log)
+	hooks.live = func(ctx context.Context, pod drain.Pod) (nodePod, bool, error) { return livePod(ctx, kube, pod) }
+	hooks.ask = func(context.Context, wire.Barrier) (wire.Passed, error) {
+		return wire.Passed{}, client.ErrNoCoordinator
+	}
+	following := serving.New(o.file.HealthTimeout.Duration)
+
+	// What hooks are answered from ends after them.
+	tasks := []serve.Task{
+		{Name: "kernel", Run: k.Run, Last: true},
+		{Name: "observed", Run: watched.run, Last: true},
+		{Name: "pods", Run: func(ctx context.Context) error { return pods.run(ctx, kube, o.nodeName) }, Last: true},
+		{Name: "node", Run: func(ctx context.Context) error {
+			return watchNode(ctx, kube, o.nodeName, following.SetEligible, log)
+		}},
+		{Name: "hooks", Run: func(ctx context.Context) error { return hooks.run(ctx, waitGrace) }},
+	}
+	if o.file.Coordinators != nil {
+		c := connector(o.file.Coordinators, roots)
+		c.Gateway, c.Observer, c.Log, c.Watches = "kube-proxy", m, log, watched
+		c.Routes = []drain.Route{{Service: drain.EveryService, Via: drain.Endpoints, Can: drain.Observe, Grain: drain.PerConnection}}
+		watched.changed = c.Wake
+		hooks.ask = c.Barrier
+		tasks = append(tasks, serve.Task{Name: "coordinators", Run: c.Run, Last: true})
+		if o.file.Coordinators.Service != "" {
+			tasks = append(tasks, serve.Task{Name: "replicas", Last: true, Run: func(ctx context.Context) error {
+				return followReplicas(ctx, kube, o.file.Coordinators, c.Replicas)
+			}})
+		}
+	} else {
+		log.Warn("no coordinators are configured: hooks wait for this node's kernel alone")
+	}
+	for _, address := range o.file.KubeProxy.WaitAddresses {
+		listener, err := net.Listen("tcp", address)
+		if err != nil {
+			return fmt.Errorf("listen for hooks: %w", err)
+		}
+		defer listener.Close()
+		// It goes on for as long as hooks wait: those that come then would be refused, and end at once.
+		task := serve.Server{
+			Name: "wait " + address, Listener: listener, Handler: hooks.handler(), Conns: waitConns, ReadTime: headerTime, Grace: shutdownGrace, Log: log,
+		}.Task()
+		task.Last = true
+		tasks = append(tasks, task)
+		log.Info("hooks are answered", "address", listener.Addr().String())
+	}
+	listener, err := net.Listen("tcp", o.people)
+	if err != nil {
+		return fmt.Errorf("listen: %w", err)
+	}
+	log.Info("started", "metrics", listener.Addr().String(), "node", o.nodeName)
+	metrics := serve.HTTP("metrics", listener, nil, nodePeople(registry, following, pods), shutdownGrace, nil)
+	metrics.Last = true
+	return serve.All(ctx, append(tasks, metrics)...)
+}
+
+// headerTime is how long a hook's request may take to arrive.
+const headerTime = 5 * time.Second
+
+// nodePeople serves what is for people and their tools.
+func nodePeople(registry *prometheus.Registry, following *serving.Health, pods *nodePods) http.Handler {
+	r := mux.NewRouter()
+	r.Methods(http.MethodGet).Path("/metrics").Handler(promhttp.HandlerFor(registry, promhttp.HandlerOpts{}))
+	r.Methods(http.MethodGet, http.MethodHead).Path("/livez").Handler(serving.Handler(following.Livez))
+	r.Methods(http.MethodGet, http.MethodHead).Path("/healthz").Handler(serving.Handler(following.Healthz))
+	r.Methods(http.MethodGet).Path("/readyz").HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		if !pods.synced() {
+			http.Error(w, "the pods of this node are not known yet", http.StatusServiceUnavailable)
+			return
+		}
+		fmt.Fprintln(w, "ok")
+	})
+	return r
+}
+
+// livePod reads a pod from the API server, not from a watch.
+func livePod(ctx context.Context, kube kubernetes.Interface, pod drain.Pod) (n nodePod, gone bool, err error) {
+	p, err := kube.CoreV1().Pods(pod.Namespace).Get(ctx, pod.Name, metav1.GetOptions{})
+	switch {
+	case apierrors.IsNotFound(err):
+		return n, true, nil
+	case err != nil:
+		return n, false, fmt.Errorf("read pod %s: %w", pod, err)
+	case drain.UID(p.UID) != pod.UID:
+		return n, true, nil
+	}
+	n, ok := readNodePod(p)
+	if !ok {
+		return n, false, errors.New("the pod has lost its annotation " + barrierID)
+	}
+	if !n.since.IsZero() {
+		n.seen = time.Now()
+	}
+	return n, false, nil
+}
+
+// followReplicas tells which coordinator replicas there are, ready or not, until ctx is done.
+func followReplicas(ctx context.Context, kube kubernetes.Interface, conf *coordinators, tell func(addresses []string)) error {
+	service, err := namespacedName(conf.Service)
+	if err != nil {
+		return err
+	}
+	factory := informers.NewSharedInformerFactoryWithOptions(kube, 0, informers.WithNamespace(service.Namespace),
+		informers.WithTweakListOptions(func(o *metav1.ListOptions) { o.LabelSelector = discovery.LabelServiceName + "=" + service.Name }))
+	informer := factory.Discovery().V1().EndpointSlices().Informer()
+	index := endpoints.NewIndex()
+	index.Follow(endpoints.Port{Service: service, Name: conf.Port})
+	// The index is told by the watch and by the clock, and the last word must be the newest.
+	var mu sync.Mutex
+	told := func(changed []endpoints.PortChange) {
+		if len(changed) == 0 {
+			return
+		}
+		addresses := []string{}
+		for _, e := range index.Endpoints(service, conf.Port) {
+			addresses = append(addresses, "https://"+net.JoinHostPort(e.Addr.Addr().String(), strconv.Itoa(int(e.Addr.Port()))))
+		}
+		tell(addresses)
+	}
+	see := func(o any, take func(time.Time, *discovery.EndpointSlice) []endpoints.PortChange) {
+		if s, ok := o.(*discovery.EndpointSlice); ok {
+			mu.Lock()
+			defer mu.Unlock()
+			told(take(time.Now(), s))
+		}
+	}
+	if _, err := informer.AddEventHandler(toolscache.ResourceEventHandlerFuncs{
+		AddFunc:    func(o any) { see(o, index.Apply) },
+		UpdateFunc: func(_, o any) { see(o, index.Apply) },
+		DeleteFunc: func(o any) {
+			if missed, ok := o.(toolscache.DeletedFinalStateUnknown); ok {
+				see(missed.Obj, index.Missed)
+				return
+			}
+			see(o, index.Delete)
+		},
+	}); err != nil {
+		return fmt.Errorf("watch EndpointSlices of %s: %w", conf.Service, err)
+	}
+	factory.Start(ctx.Done())
+	ticker := time.NewTicker(tickEvery)
+	defer ticker.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			factory.Shutdown()
+			return nil
+		case <-ticker.C:
+			mu.Lock()
+			told(index.Tick(time.Now(), func(string) string { return informer.LastSyncResourceVersion() }))
+			mu.Unlock()
+		}
+	}
+}
+
+// observer is the node's kernel, in the words of the ledger.
+type observer struct{ *kubeproxy.Observer }
+
+// Watch implements kernel.
+func (o observer) Watch(targets []netip.AddrPort, changed func()) kernelWatch {
+	return kernelView{o.Observer.Watch(targets, changed)}
+}
+
+type kernelView struct{ *kubeproxy.Watch }
+
+// Reading implements kernelWatch.
+func (v kernelView) Reading() reading {
+	is := v.Watch.Reading()
+	r := reading{Generation: is.Generation, Connections: is.Connections, Since: is.Since}
+	switch is.State {
+	case kubeproxy.Routing:
+		r.State = drain.Routing
+	case kubeproxy.Kept:
+		r.State = drain.Kept
+	case kubeproxy.Removed:
+		r.State = drain.Removed
+	case kubeproxy.Idle:
+		r.State = drain.Idle
+	default:
+		r.State = drain.StateUnknown
+	}
+	return r
+}

@@ -1,0 +1,385 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/http"
+	"sync"
+	"time"
+
+	"github.com/gorilla/mux"
+
+	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/drain/wire"
+)
+
+const (
+	// waitPath is what the hooks of a pod ask.
+	waitPath = "/v1/wait/{id}"
+	// waitsMost bounds the pods that wait at one time, strangersMost the hooks whose pod is not known yet. More are answered 429.
+	waitsMost     = 512
+	strangersMost = 64
+	// findMost is how long a hook waits for its pod to be known.
+	findMost = 2 * time.Second
+	// restartMost is how long a container is kept from being stopped while its pod stays, liveMost what the live look at the pod may take of
+	// that.
+	restartMost = 2 * time.Second
+	liveMost    = time.Second
+	// askAgain is how soon coordinators are tried again when there was none.
+	askAgain = 250 * time.Millisecond
+	// localIdle is how long this node's kernel, when nobody else can be asked, is waited for to be Idle once it is Removed.
+	localIdle = 10 * time.Second
+	// localKept is how long after the deletion this node's kernel, when nobody else can be asked, is taken at its word that it has nowhere else
+	// to send to, or cannot be read: until then it may only be late.
+	localKept = 2 * time.Second
+	// idMost is the longest id that is looked up.
+	idMost = 64
+)
+
+// waits answers the hooks of this node's pods.
+type waits struct {
+	pods   *nodePods
+	kernel kernel
+	// live reads a pod that the watch may be late for. gone: there is none with this UID any more.
+	live func(ctx context.Context, pod drain.Pod) (p nodePod, gone bool, err error)
+	// ask asks a coordinator, see [client.Client.Barrier].
+	ask func(context.Context, wire.Barrier) (wire.Passed, error)
+	m   *nodeMetrics
+	log *slog.Logger
+
+	// stopping is closed when what waits must be answered.
+	stopping chan struct{}
+	stopOnce sync.Once
+
+	mu        sync.Mutex
+	open      map[drain.UID]*wait
+	strangers int
+	running   sync.WaitGroup
+}
+
+// wait is shared by all hooks of one pod.
+type wait struct {
+	done chan struct{}
+	// text is set when done is closed.
+	text string
+}
+
+func newWaits(pods *nodePods, k kernel, m *nodeMetrics, log *slog.Logger) *waits {
+	return &waits{pods: pods, kernel: k, m: m, log: log, stopping: make(chan struct{}), open: map[drain.UID]*wait{}}
+}
+
+// handler serves the hooks.
+func (s *waits) handler() http.Handler {
+	r := mux.NewRouter()
+	r.Methods(http.MethodGet).Path(waitPath).HandlerFunc(s.serve)
+	return r
+}
+
+func (s *waits) serve(w http.ResponseWriter, r *http.Request) {
+	id := mux.Vars(r)["id"]
+	p, err := s.find(r.Context(), id)
+	switch {
+	case errors.Is(err, errTooMany):
+		s.refuse(w, http.StatusTooManyRequests, outTooMany)
+		return
+	case err != nil:
+		s.refuse(w, http.StatusNotFound, outUnknown)
+		return
+	}
+	one, err := s.join(p)
+	if err != nil {
+		s.refuse(w, http.StatusTooManyRequests, outTooMany)
+		return
+	}
+	select {
+	case <-one.done:
+		w.Header().Set("Content-Type", "text/plain; charset=utf-8")
+		fmt.Fprintln(w, one.text)
+	case <-r.Context().Done():
+		// The kubelet has given up. Another container of the pod may still wait.
+	}
+}
+
+func (s *waits) refuse(w http.ResponseWriter, code int, why outcome) {
+	s.m.waits.WithLabelValues(string(why)).Inc()
+	http.Error(w, string(why), code)
+}
+
+var (
+	errTooMany = errors.New("too many hooks wait")
+	errUnknown = errors.New("no pod of this node has this id")
+)
+
+// find waits for the pod with an id to be known.
+func (s *waits) find(ctx context.Context, id string) (nodePod, error) {
+	if len(id) > idMost {
+		return nodePod{}, errUnknown
+	}
+	p, ok, changed := s.pods.find(id)
+	if ok {
+		return p, nil
+	}
+	s.mu.Lock()
+	if s.strangers >= strangersMost {
+		s.mu.Unlock()
+		return nodePod{}, errTooMany
+	}
+	s.strangers++
+	s.mu.Unlock()
+	defer func() {
+		s.mu.Lock()
+		s.strangers--
+		s.mu.Unlock()
+	}()
+	timer := time.NewTimer(findMost)
+	defer timer.Stop()
+	for !ok {
+		select {
+		case <-changed:
+		case <-timer.C:
+			return nodePod{}, errUnknown
+		case <-s.stopping:
+			return nodePod{}, errUnknown
+		case <-ctx.Done():
+			return nodePod{}, errUnknown
+		}
+		p, ok, changed = s.pods.find(id)
+	}
+	return p, nil
+}
+
+// join returns the wait of a pod, which it begins if there is none.
+func (s *waits) join(p nodePod) (*wait, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if one := s.open[p.pod.UID]; one != nil {
+		return one, nil
+	}
+	if len(s.open) >= waitsMost {
+		return nil, errTooMany
+	}
+	one := &wait{done: make(chan struct{})}
+	s.open[p.pod.UID] = one
+	s.m.waiting.Inc()
+	s.running.Go(func() {
+		began := time.Now()
+		why, detail := s.wait(p)
+		took := time.Since(began)
+		s.m.waits.WithLabelValues(string(why)).Inc()
+		s.m.waited.Observe(took.Seconds())
+		s.m.waiting.Dec()
+		s.log.Info("hook is answered", "pod", p.pod.String(), "uid", p.pod.UID, "outcome", why, "detail", detail, "seconds", took.Seconds())
+		one.text = fmt.Sprintf("%s after %.3fs", why, took.Seconds())
+		if detail != "" {
+			one.text += ": " + detail
+		}
+		s.mu.Lock()
+		delete(s.open, p.pod.UID)
+		s.mu.Unlock()
+		close(one.done)
+	})
+	return one, nil
+}
+
+// count returns how many pods wait.
+func (s *waits) count() int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return len(s.open)
+}
+
+// wait returns when the pod may be told to stop, and why.
+func (s *waits) wait(p nodePod) (why outcome, detail string) {
+	began := time.Now()
+	if p.since.IsZero() {
+		// The watch may be late: the kubelet has another one.
+		ctx, cancel := context.WithTimeout(context.Background(), liveMost)
+		is, gone, err := s.live(ctx, p.pod)
+		cancel()
+		switch {
+		case gone:
+			return outGone, ""
+		case err != nil:
+			detail = err.Error()
+		default:
+			p = is
+		}
+		if p.since.IsZero() {
+			return s.restart(p, began.Add(restartMost), detail)
+		}
+	}
+	deadline := p.deadline()
+	switch {
+	case !began.Before(deadline):
+		return outNoTime, fmt.Sprintf("the deletion allows %s, %s of it are the application's", p.allowed, p.grace)
+	case len(p.targets) == 0:
+		return outNoTargets, ""
+	}
+	ctx, cancel := context.WithDeadline(context.Background(), deadline)
+	defer cancel()
+	return s.barrier(ctx, p, deadline)
+}
+
+// restart tells directed gateways of a container that is about to be stopped though its pod stays: the kubelet restarts it, evicts the pod
+// or shuts the node down. It returns by until.
+func (s *waits) restart(p nodePod, until time.Time, detail string) (outcome, string) {
+	ctx, cancel := context.WithDeadline(context.Background(), until)
+	defer cancel()
+	go func() {
+		select {
+		case <-s.stopping:
+			cancel()
+		case <-ctx.Done():
+		}
+	}()
+	passed, err := s.ask(ctx, wire.Barrier{Pod: p.pod, Targets: p.targets, Since: time.Now().UTC(), BoundMillis: time.Until(until).Milliseconds()})
+	switch {
+	case err == nil:
+		return outRestart, passed.Reason
+	case detail == "":
+		detail = err.Error()
+	}
+	return outRestart, detail
+}
+
+// answer is a coordinator's.
+type answer struct {
+	passed wire.Passed
+	err    error
+}
+
+// barrier asks a coordinator, and this node's kernel for as long as there is none. It returns at the deadline of ctx at the latest.
+func (s *waits) barrier(ctx context.Context, p nodePod, deadline time.Time) (outcome, string) {
+	changed := make(chan struct{}, 1)
+	local := s.kernel.Watch(p.targets, func() {
+		select {
+		case changed <- struct{}{}:
+		default:
+		}
+	})
+	defer local.Close()
+	answers := make(chan answer, 1)
+	ask := func() {
+		passed, err := s.ask(ctx, wire.Barrier{
+			Pod: p.pod, Targets: p.targets, Since: p.since, Terminating: true,
+			BoundMillis: deadline.Sub(p.began()).Milliseconds(), ElapsedMillis: time.Since(p.began()).Milliseconds(),
+		})
+		answers <- answer{passed, err}
+	}
+	var asking sync.WaitGroup
+	defer asking.Wait() // for a moment: ctx is done by then
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	asking.Go(ask)
+	alone := false
+	trouble := ""
+	var removedAt time.Time
+	for {
+		// Looked at on every turn, so that a state which was entered while a coordinator answered is not missed.
+		now := time.Now()
+		is := local.Reading()
+		switch {
+		case is.State < drain.Removed:
+			removedAt = time.Time{}
+		case removedAt.IsZero():
+			removedAt = now
+		}
+		if alone && letGo(is, now, p.since, removedAt) {
+			return outLocal, "this node's kernel is " + is.State.String() + "; " + trouble
+		}
+		// While a coordinator is being asked, its answer wakes. Alone, coordinators are tried again.
+		pause := time.Until(deadline)
+		if alone {
+			pause = min(pause, askAgain)
+		}
+		timer := time.NewTimer(pause)
+		select {
+		case a := <-answers:
+			switch {
+			case a.err == nil:
+				timer.Stop()
+				return outcome(a.passed.Reason), said(a.passed)
+			case ctx.Err() == nil:
+				alone, trouble = true, a.err.Error()
+				asking.Go(func() {
+					pause := time.NewTimer(askAgain)
+					defer pause.Stop()
+					select {
+					case <-pause.C:
+						ask()
+					case <-ctx.Done():
+						answers <- answer{err: ctx.Err()}
+					}
+				})
+			}
+		case <-changed:
+		case <-timer.C:
+		case <-s.stopping:
+			timer.Stop()
+			return outStopping, ""
+		case <-ctx.Done():
+			timer.Stop()
+			return outBound, trouble
+		}
+		timer.Stop()
+	}
+}
+
+// letGo says whether this node's kernel alone is enough, when nobody else can be asked.
+func letGo(is reading, now, since, removedAt time.Time) bool {
+	late := now.Sub(since) >= localKept
+	switch is.State {
+	case drain.Idle:
+		return true
+	case drain.Removed:
+		return now.Sub(removedAt) >= localIdle
+	case drain.Kept:
+		return is.quiet() && late
+	case drain.StateUnknown:
+		return late
+	default:
+		return false
+	}
+}
+
+func said(p wire.Passed) string {
+	text := ""
+	for i, w := range p.Waiting {
+		if i == 3 {
+			return fmt.Sprintf("%s and %d more", text, len(p.Waiting)-3)
+		}
+		if i > 0 {
+			text += ", "
+		}
+		text += w
+	}
+	if p.Cut {
+		text += " (a stated wait is longer than the bound)"
+	}
+	return text
+}
+
+// stop answers everybody who waits, and everybody who comes.
+func (s *waits) stop() { s.stopOnce.Do(func() { close(s.stopping) }) }
+
+// run holds the agent up while hooks wait, for grace at most once ctx is done, and then answers what is left. Hooks that come meanwhile
+// are served: refused, they would end at once.
+func (s *waits) run(ctx context.Context, grace time.Duration) error {
+	<-ctx.Done()
+	timer := time.NewTimer(grace)
+	defer timer.Stop()
+	ticker := time.NewTicker(50 * time.Millisecond)
+	defer ticker.Stop()
+	for over := false; !over && s.count() > 0; {
+		select {
+		case <-timer.C:
+			over = true
+		case <-ticker.C:
+		}
+	}
+	s.stop()
+	s.running.Wait()
+	return nil
+}

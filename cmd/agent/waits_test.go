@@ -1,0 +1,514 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"io"
+	"log/slog"
+	"net/http"
+	"net/http/httptest"
+	"net/netip"
+	"strings"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/drain/client"
+	"github.com/lameduck-io/lameduck/pkg/drain/wire"
+)
+
+// fakeKernel does what a test says.
+type fakeKernel struct {
+	mu       sync.Mutex
+	readings map[netip.AddrPort]reading
+	watches  map[*fakeWatch]struct{}
+	cleaned  []netip.AddrPort
+}
+
+type fakeWatch struct {
+	k       *fakeKernel
+	targets []netip.AddrPort
+	changed func()
+}
+
+func newFakeKernel() *fakeKernel {
+	return &fakeKernel{readings: map[netip.AddrPort]reading{}, watches: map[*fakeWatch]struct{}{}}
+}
+
+func (k *fakeKernel) Run(ctx context.Context) error { <-ctx.Done(); return nil }
+
+func (k *fakeKernel) Watch(targets []netip.AddrPort, changed func()) kernelWatch {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	w := &fakeWatch{k, targets, changed}
+	k.watches[w] = struct{}{}
+	return w
+}
+
+func (k *fakeKernel) Clean(targets []netip.AddrPort) error {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	k.cleaned = append(k.cleaned, targets...)
+	return nil
+}
+
+// is makes the kernel do something with the connections to target.
+func (k *fakeKernel) is(target netip.AddrPort, s drain.State, connections int) {
+	k.mu.Lock()
+	k.readings[target] = reading{State: s, Connections: connections, Since: time.Now(), Generation: "1"}
+	var tell []func()
+	for w := range k.watches {
+		tell = append(tell, w.changed)
+	}
+	k.mu.Unlock()
+	for _, f := range tell {
+		f()
+	}
+}
+
+func (k *fakeKernel) open() int {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	return len(k.watches)
+}
+
+func (w *fakeWatch) Reading() reading {
+	w.k.mu.Lock()
+	defer w.k.mu.Unlock()
+	least := reading{State: drain.Idle}
+	for i, t := range w.targets {
+		if r := w.k.readings[t]; i == 0 || r.State < least.State {
+			least = r
+		}
+	}
+	return least
+}
+
+func (w *fakeWatch) Close() {
+	w.k.mu.Lock()
+	defer w.k.mu.Unlock()
+	delete(w.k.watches, w)
+}
+
+// hooked is a pod as the webhook leaves it.
+func hooked(name string) *corev1.Pod {
+	return &corev1.Pod{
+		ObjectMeta: metav1.ObjectMeta{
+			Namespace: "shop", Name: name, UID: types.UID("uid-" + name),
+			Annotations: map[string]string{barrierID: "id-" + name, barrierBound: "30s", barrierGrace: "5"},
+		},
+		Status: corev1.PodStatus{PodIPs: []corev1.PodIP{{IP: "10.1.0.7"}}},
+	}
+}
+
+// deleted is the pod once it has been deleted with a grace.
+func deleted(p *corev1.Pod, grace time.Duration) *corev1.Pod {
+	p = p.DeepCopy()
+	seconds := int64(grace.Seconds())
+	at := metav1.NewTime(time.Now().Add(grace).Truncate(time.Second))
+	p.DeletionTimestamp, p.DeletionGracePeriodSeconds = &at, &seconds
+	return p
+}
+
+var podTarget = netip.MustParseAddrPort("10.1.0.7:0")
+
+// node is a node agent's inner parts in a bubble.
+type testNode struct {
+	*testing.T
+	*waits
+	k        *fakeKernel
+	registry *prometheus.Registry
+	// asked holds what coordinators were asked.
+	asked []wire.Barrier
+	liven func() (nodePod, bool, error)
+}
+
+func newTestNode(t *testing.T) *testNode {
+	k := newFakeKernel()
+	n := &testNode{T: t, k: k, registry: prometheus.NewRegistry()}
+	n.waits = newWaits(newNodePods(slog.New(slog.DiscardHandler)), k, newNodeMetrics(n.registry, "n1"), slog.New(slog.DiscardHandler))
+	n.live = func(context.Context, drain.Pod) (nodePod, bool, error) {
+		if n.liven == nil {
+			return nodePod{}, false, errors.New("nobody is there")
+		}
+		return n.liven()
+	}
+	n.nobody()
+	return n
+}
+
+// nobody: no coordinator can be asked.
+func (n *testNode) nobody() {
+	n.ask = func(_ context.Context, b wire.Barrier) (wire.Passed, error) {
+		n.asked = append(n.asked, b)
+		return wire.Passed{}, client.ErrNoCoordinator
+	}
+}
+
+type got struct {
+	code int
+	text string
+	took time.Duration
+}
+
+// hook is one hook's request.
+func (n *testNode) hook(id string) chan got {
+	out := make(chan got, 1)
+	go func() {
+		began := time.Now()
+		w := httptest.NewRecorder()
+		n.handler().ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/v1/wait/"+id+"?container=app", nil))
+		body, _ := io.ReadAll(w.Result().Body)
+		out <- got{w.Code, strings.TrimSpace(string(body)), time.Since(began)}
+	}()
+	synctest.Wait()
+	return out
+}
+
+func (n *testNode) answered(h chan got, code int, prefix string, least, most time.Duration) {
+	n.Helper()
+	select {
+	case g := <-h:
+		if g.code != code || !strings.HasPrefix(g.text, prefix) || g.took < least || g.took > most {
+			n.Errorf("%d %q after %s, want %d %q after %s to %s", g.code, g.text, g.took, code, prefix, least, most)
+		}
+	case <-time.After(time.Minute):
+		n.Errorf("the hook hangs")
+	}
+	if open := n.k.open(); open != 0 {
+		n.Errorf("%d watches of the kernel are left", open)
+	}
+}
+
+// count is how many waits ended so.
+func (n *testNode) ended(o outcome) float64 {
+	n.Helper()
+	families, err := n.registry.Gather()
+	if err != nil {
+		n.Fatal(err)
+	}
+	for _, f := range families {
+		for _, m := range f.GetMetric() {
+			if f.GetName() == "lameduck_barrier_waits_total" && m.GetLabel()[0].GetValue() == string(o) {
+				return m.GetCounter().GetValue()
+			}
+		}
+	}
+	n.Fatalf("no waits are counted as %s", o)
+	return 0
+}
+
+func (n *testNode) counted(o outcome, want float64) {
+	n.Helper()
+	if got := n.ended(o); got != want {
+		n.Errorf("%v waits ended by %s, want %v", got, o, want)
+	}
+}
+
+// Every way in which a hook ends, and by when: none hangs.
+func TestHooksEnd(t *testing.T) {
+	for name, c := range map[string]struct {
+		// before prepares the node; hooks then ask; after happens while they wait.
+		before func(n *testNode)
+		after  func(n *testNode)
+		id     string
+		code   int
+		prefix string
+		counts outcome
+		least  time.Duration
+		most   time.Duration
+	}{
+		"the coordinator says when": {
+			before: func(n *testNode) {
+				n.ask = func(ctx context.Context, b wire.Barrier) (wire.Passed, error) {
+					time.Sleep(700 * time.Millisecond)
+					return wire.Passed{Phase: "Released", Reason: "Acknowledged"}, nil
+				}
+				n.pods.set(hooked("a"), false)
+				n.pods.set(deleted(hooked("a"), 35*time.Second), false)
+			},
+			code: 200, prefix: "Acknowledged", counts: "Acknowledged", least: 700 * time.Millisecond, most: 700 * time.Millisecond,
+		},
+		"the coordinator says nothing": {
+			before: func(n *testNode) {
+				n.ask = func(ctx context.Context, _ wire.Barrier) (wire.Passed, error) {
+					<-ctx.Done()
+					return wire.Passed{}, ctx.Err()
+				}
+				n.pods.set(hooked("a"), false)
+				n.pods.set(deleted(hooked("a"), 35*time.Second), false)
+			},
+			code: 200, prefix: "Bound", counts: outBound, least: 30 * time.Second, most: 30 * time.Second,
+		},
+		"somebody deletes with less grace": {
+			before: func(n *testNode) {
+				n.ask = func(ctx context.Context, _ wire.Barrier) (wire.Passed, error) {
+					<-ctx.Done()
+					return wire.Passed{}, ctx.Err()
+				}
+				n.pods.set(hooked("a"), false)
+				n.pods.set(deleted(hooked("a"), 8*time.Second), false)
+			},
+			code: 200, prefix: "Bound", counts: outBound, least: 3 * time.Second, most: 3 * time.Second,
+		},
+		"the grace is all the application's": {
+			before: func(n *testNode) {
+				n.pods.set(hooked("a"), false)
+				n.pods.set(deleted(hooked("a"), 5*time.Second), false)
+			},
+			code: 200, prefix: "NoTime", counts: outNoTime,
+		},
+		"no coordinator: the kernel lets go": {
+			before: func(n *testNode) {
+				n.k.is(podTarget, drain.Routing, 1)
+				n.pods.set(hooked("a"), false)
+				n.pods.set(deleted(hooked("a"), 35*time.Second), false)
+			},
+			after: func(n *testNode) {
+				time.Sleep(600 * time.Millisecond)
+				n.k.is(podTarget, drain.Removed, 1)
+				time.Sleep(600 * time.Millisecond)
+				n.k.is(podTarget, drain.Idle, 0)
+			},
+			code: 200, prefix: "Local", counts: outLocal, least: 1200 * time.Millisecond, most: 1200 * time.Millisecond,
+		},
+		"no coordinator: connections stay": {
+			before: func(n *testNode) {
+				n.k.is(podTarget, drain.Removed, 1)
+				n.pods.set(hooked("a"), false)
+				n.pods.set(deleted(hooked("a"), 35*time.Second), false)
+			},
+			code: 200, prefix: "Local", counts: outLocal, least: 10 * time.Second, most: 10*time.Second + askAgain,
+		},
+		"no coordinator: the kernel has nowhere else to send to": {
+			before: func(n *testNode) {
+				n.k.is(podTarget, drain.Kept, 0)
+				n.pods.set(hooked("a"), false)
+				n.pods.set(deleted(hooked("a"), 35*time.Second), false)
+			},
+			code: 200, prefix: "Local", counts: outLocal, least: 2 * time.Second, most: 2*time.Second + askAgain,
+		},
+		"no coordinator: the kernel cannot be read": {
+			before: func(n *testNode) {
+				n.pods.set(hooked("a"), false)
+				n.pods.set(deleted(hooked("a"), 35*time.Second), false)
+			},
+			code: 200, prefix: "Local", counts: outLocal, least: 2 * time.Second, most: 2*time.Second + askAgain,
+		},
+		"no coordinator, and the kernel does not let go": {
+			before: func(n *testNode) {
+				n.k.is(podTarget, drain.Routing, 0)
+				n.pods.set(hooked("a"), false)
+				n.pods.set(deleted(hooked("a"), 35*time.Second), false)
+			},
+			code: 200, prefix: "Bound", counts: outBound, least: 30 * time.Second, most: 30 * time.Second,
+		},
+		"a coordinator comes": {
+			before: func(n *testNode) {
+				n.k.is(podTarget, drain.Routing, 0)
+				n.ask = func(context.Context, wire.Barrier) (wire.Passed, error) {
+					if n.asked = append(n.asked, wire.Barrier{}); len(n.asked) < 4 {
+						return wire.Passed{}, client.ErrNoCoordinator
+					}
+					return wire.Passed{Reason: "LastTarget"}, nil
+				}
+				n.pods.set(hooked("a"), false)
+				n.pods.set(deleted(hooked("a"), 35*time.Second), false)
+			},
+			code: 200, prefix: "LastTarget", counts: "LastTarget", least: 3 * askAgain, most: 3 * askAgain,
+		},
+		"the watch is late for the pod": {
+			after: func(n *testNode) {
+				time.Sleep(time.Second)
+				n.k.is(podTarget, drain.Idle, 0)
+				n.pods.set(hooked("a"), false)
+				n.pods.set(deleted(hooked("a"), 35*time.Second), false)
+			},
+			code: 200, prefix: "Local", counts: outLocal, least: time.Second, most: time.Second,
+		},
+		"no such pod": {id: "id-b", code: 404, prefix: "Unknown", counts: outUnknown, least: 2 * time.Second, most: 2 * time.Second},
+		"an id that is too long": {
+			id: strings.Repeat("x", 65), code: 404, prefix: "Unknown", counts: outUnknown,
+		},
+		"the watch is late for the deletion": {
+			before: func(n *testNode) {
+				n.k.is(podTarget, drain.Idle, 0)
+				n.pods.set(hooked("a"), false)
+				n.liven = func() (nodePod, bool, error) {
+					p, _ := readNodePod(deleted(hooked("a"), 35*time.Second))
+					p.seen = time.Now()
+					return p, false, nil
+				}
+			},
+			code: 200, prefix: "Local", counts: outLocal,
+		},
+		"the pod is gone": {
+			before: func(n *testNode) {
+				n.pods.set(hooked("a"), false)
+				n.liven = func() (nodePod, bool, error) { return nodePod{}, true, nil }
+			},
+			code: 200, prefix: "Gone", counts: outGone,
+		},
+		"a container is restarted: told": {
+			before: func(n *testNode) {
+				n.pods.set(hooked("a"), false)
+				n.liven = func() (nodePod, bool, error) { p, _ := readNodePod(hooked("a")); return p, false, nil }
+				n.ask = func(_ context.Context, b wire.Barrier) (wire.Passed, error) {
+					if b.Terminating {
+						n.Errorf("the pod is called terminating: %+v", b)
+					}
+					return wire.Passed{Reason: "Acknowledged"}, nil
+				}
+			},
+			code: 200, prefix: "Restart", counts: outRestart,
+		},
+		"a container is restarted, and nobody answers": {
+			before: func(n *testNode) {
+				n.pods.set(hooked("a"), false)
+				n.live = func(ctx context.Context, _ drain.Pod) (nodePod, bool, error) {
+					<-ctx.Done()
+					return nodePod{}, false, ctx.Err()
+				}
+				n.ask = func(ctx context.Context, _ wire.Barrier) (wire.Passed, error) {
+					<-ctx.Done()
+					return wire.Passed{}, ctx.Err()
+				}
+			},
+			code: 200, prefix: "Restart", counts: outRestart, least: 2 * time.Second, most: 2 * time.Second,
+		},
+		"the agent stops": {
+			before: func(n *testNode) {
+				n.k.is(podTarget, drain.Routing, 0)
+				n.pods.set(hooked("a"), false)
+				n.pods.set(deleted(hooked("a"), 35*time.Second), false)
+			},
+			after: func(n *testNode) {
+				ctx, cancel := context.WithCancel(context.Background())
+				cancel()
+				_ = n.run(ctx, 4*time.Second)
+			},
+			code: 200, prefix: "Stopping", counts: outStopping, least: 4 * time.Second, most: 4 * time.Second,
+		},
+		"the pod has no address": {
+			before: func(n *testNode) {
+				p := hooked("a")
+				p.Status.PodIPs = nil
+				n.pods.set(p, false)
+				n.pods.set(deleted(p, 35*time.Second), false)
+			},
+			code: 200, prefix: "NoTargets", counts: outNoTargets,
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				n := newTestNode(t)
+				if c.before != nil {
+					c.before(n)
+				}
+				id := c.id
+				if id == "" {
+					id = "id-a"
+				}
+				first, second := n.hook(id), n.hook(id)
+				if c.after != nil {
+					c.after(n)
+				}
+				n.answered(first, c.code, c.prefix, c.least, c.most)
+				n.answered(second, c.code, c.prefix, c.least, c.most)
+				want := 1.0
+				if c.code != 200 {
+					want = 2
+				}
+				if c.most == 0 && c.code == 200 {
+					want = n.ended(c.counts) // the first may be over before the second comes
+				}
+				n.counted(c.counts, want)
+			})
+		})
+	}
+}
+
+// Without this, whoever can reach the node's address keeps its agent busy without end.
+func TestWaitsAreBounded(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t)
+		var all []chan got
+		for range strangersMost + 5 {
+			all = append(all, n.hook("nobody"))
+		}
+		codes := map[int]int{}
+		for _, h := range all {
+			codes[(<-h).code]++
+		}
+		if codes[429] != 5 || codes[404] != strangersMost {
+			t.Errorf("answers to strangers: %v", codes)
+		}
+		for i := range waitsMost {
+			n.open[drain.UID(rune('a'+i))] = &wait{}
+		}
+		n.pods.set(hooked("a"), false)
+		n.pods.set(deleted(hooked("a"), 35*time.Second), false)
+		if g := <-n.hook("id-a"); g.code != http.StatusTooManyRequests {
+			t.Errorf("one more than the bound is answered %d %s", g.code, g.text)
+		}
+	})
+}
+
+// Without this, a pod that comes to the address of one that has gone loses its connections.
+func TestConnectionsAreForgottenOnlyWhereNobodyHasTheAddress(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		k := newFakeKernel()
+		log := slog.New(slog.DiscardHandler)
+		pods := newNodePods(log)
+		o := newObserved(k, func(ts []netip.AddrPort) bool { return !pods.owned(ts) }, newNodeMetrics(prometheus.NewRegistry(), "n1"), log)
+		pods.left = func(p nodePod) { o.clean(p.pod, p.targets) }
+		ctx, cancel := context.WithCancel(t.Context())
+		go func() { _ = o.run(ctx) }()
+		a, b := hooked("a"), hooked("b")
+		pods.set(a, false)
+		pods.set(b, false) // at the same address
+		pods.set(a, true)
+		synctest.Wait()
+		if len(k.cleaned) > 0 {
+			t.Errorf("connections of b are forgotten")
+		}
+		pods.set(b, true)
+		synctest.Wait()
+		if len(k.cleaned) != 1 || k.cleaned[0] != podTarget {
+			t.Errorf("forgotten are %v", k.cleaned)
+		}
+		cancel()
+		synctest.Wait()
+	})
+}
+
+// Clocks of nodes are wrong: what counts is when this node heard of the deletion.
+func TestTheBoundRunsByThisNodesClock(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t)
+		n.k.is(podTarget, drain.Routing, 0)
+		p := hooked("a")
+		n.pods.set(p, false)
+		gone := deleted(p, 35*time.Second)
+		ahead := metav1.NewTime(gone.DeletionTimestamp.Add(-time.Hour))
+		gone.DeletionTimestamp = &ahead
+		n.pods.set(gone, false)
+		h := n.hook("id-a")
+		time.Sleep(10 * time.Second)
+		// Repeated by the watch, it does not begin again.
+		n.pods.set(gone.DeepCopy(), false)
+		n.answered(h, 200, "Bound", 30*time.Second, 30*time.Second)
+		h = n.hook("id-a")
+		n.answered(h, 200, "NoTime", 0, 0)
+		if b := n.asked[0]; b.BoundMillis != 30_000 || b.ElapsedMillis != 0 || !b.Terminating {
+			t.Errorf("asked %+v", b)
+		}
+	})
+}

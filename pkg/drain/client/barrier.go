@@ -1,0 +1,84 @@
+package client
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"hash/fnv"
+	"io"
+	"net/http"
+	"slices"
+
+	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/drain/wire"
+)
+
+// ErrNoCoordinator is what [Client.Barrier] returns when there is none that can be asked now.
+var ErrNoCoordinator = errors.New("no coordinator can be asked")
+
+// Barrier asks one coordinator when a pod may be told to stop, and waits for the answer until ctx is done. One that stops, is lost or knows
+// this agent by another stream is left for the next; each is asked once. The caller sets everything in b but Session. The error wraps
+// ErrNoCoordinator if all have failed, or there is none with an open stream.
+func (c *Client) Barrier(ctx context.Context, b wire.Barrier) (wire.Passed, error) {
+	c.mu.Lock()
+	replicas := make([]*replica, 0, len(c.replicas))
+	for _, r := range c.replicas {
+		replicas = append(replicas, r)
+	}
+	c.mu.Unlock()
+	// Who asks again about a pod, asks the same one first; pods are spread over all.
+	slices.SortFunc(replicas, func(x, y *replica) int {
+		return cmp.Or(cmp.Compare(rank(x.address, b.Pod.UID), rank(y.address, b.Pod.UID)), cmp.Compare(x.address, y.address))
+	})
+	errs := []error{ErrNoCoordinator}
+	for _, r := range replicas {
+		passed, err := r.barrier(ctx, b)
+		if err == nil || ctx.Err() != nil {
+			return passed, err
+		}
+		if !errors.Is(err, errNotOpen) {
+			errs = append(errs, err)
+		}
+	}
+	return wire.Passed{}, errors.Join(errs...)
+}
+
+func rank(address string, uid drain.UID) uint64 {
+	h := fnv.New64a()
+	_, _ = io.WriteString(h, address+" "+string(uid)) // cannot fail
+	return h.Sum64()
+}
+
+var errNotOpen = errors.New("no stream is open, or the coordinator knows no barrier")
+
+func (r *replica) barrier(ctx context.Context, b wire.Barrier) (passed wire.Passed, err error) {
+	r.mu.Lock()
+	hello, open := r.hello, r.open
+	r.mu.Unlock()
+	if hello.Session == 0 || !slices.Contains(hello.Features, wire.FeatureBarrier) {
+		return passed, errNotOpen
+	}
+	// A coordinator that dies without a word is noticed by its stream.
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	defer context.AfterFunc(open, cancel)()
+	b.Session = hello.Session
+	if err := r.exchangeJSON(ctx, wire.BarriersPath, b, &passed); err != nil {
+		return passed, fmt.Errorf("barrier of pod %s: %w", b.Pod, err)
+	}
+	return passed, nil
+}
+
+// exchangeJSON is send without a bound of its own: the answer comes when it comes.
+func (r *replica) exchangeJSON(ctx context.Context, path string, body, result any) error {
+	request, err := r.encode(ctx, http.MethodPost, path, body)
+	if err != nil {
+		return err
+	}
+	err = r.exchange(request, result)
+	if r.client.Observer != nil {
+		r.client.Observer.Posted(path, err)
+	}
+	return err
+}

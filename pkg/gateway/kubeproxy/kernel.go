@@ -1,0 +1,305 @@
+package kubeproxy
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/mdlayher/netlink"
+	"golang.org/x/sys/unix"
+)
+
+const (
+	// buffer holds what the kernel notifies of while nobody reads: a commit that writes 10,000 endpoints anew is about 5 MB. The
+	// kernel takes the memory only when it is needed. Without CAP_NET_ADMIN over the node it gives net.core.rmem_max at most.
+	buffer = 64 << 20
+	// answerTimeout is for one answer of the kernel.
+	answerTimeout = 5 * time.Second
+	// dumpTries is how often one dump that others' changes interrupt is read again.
+	dumpTries = 100
+)
+
+// errChanged means that what was being read has changed: read it again.
+var errChanged = errors.New("the tables changed while they were read")
+
+// commit is what one transaction did to the tables that concern us.
+type commit struct {
+	generation uint32
+	changes    []change
+	at         time.Time // when its end was read
+}
+
+// subscription is a socket that receives what the kernel notifies of, grouped by transaction.
+type subscription struct {
+	conn    *netlink.Conn
+	ours    func(tableID) bool
+	pending []change
+	ready   []commit
+}
+
+func subscribe(ours func(tableID) bool) (*subscription, error) {
+	conn, err := netlink.Dial(unix.NETLINK_NETFILTER, nil)
+	if err != nil {
+		return nil, fmt.Errorf("open a netlink socket: %w", err)
+	}
+	if err := conn.SetReadBuffer(buffer); err != nil {
+		conn.Close()
+		return nil, fmt.Errorf("give the netlink socket its buffer: %w", err)
+	}
+	if err := conn.JoinGroup(unix.NFNLGRP_NFTABLES); err != nil {
+		conn.Close()
+		return nil, fmt.Errorf("subscribe to changes of nftables: %w", err)
+	}
+	return &subscription{conn: conn, ours: ours}, nil
+}
+
+// next waits for the end of a transaction. Deadline zero is no deadline; past it the error is a timeout.
+func (s *subscription) next(deadline time.Time) (commit, error) {
+	for len(s.ready) == 0 {
+		if err := s.conn.SetReadDeadline(deadline); err != nil {
+			return commit{}, err
+		}
+		messages, err := s.conn.Receive()
+		if err != nil {
+			return commit{}, err
+		}
+		for _, m := range messages {
+			c, concerns, err := decode(m, s.ours)
+			if err != nil {
+				return commit{}, err
+			}
+			switch {
+			case !concerns:
+			case c.kind == newGen:
+				s.ready = append(s.ready, commit{c.generation, s.pending, time.Now()})
+				s.pending = nil
+			default:
+				s.pending = append(s.pending, c)
+			}
+		}
+	}
+	c := s.ready[0]
+	s.ready = s.ready[1:]
+	return c, nil
+}
+
+func (s *subscription) close() { _ = s.conn.Close() }
+
+// dumper reads what is there.
+type dumper struct {
+	conn *netlink.Conn
+	ours func(tableID) bool
+}
+
+func newDumper(ours func(tableID) bool) (*dumper, error) {
+	conn, err := netlink.Dial(unix.NETLINK_NETFILTER, nil)
+	if err != nil {
+		return nil, fmt.Errorf("open a netlink socket: %w", err)
+	}
+	return &dumper{conn, ours}, nil
+}
+
+// request makes a message to the subsystem, about one address family.
+func request(subsystem, message int, flags netlink.HeaderFlags, family uint8, attributes []byte) netlink.Message {
+	return netlink.Message{
+		Header: netlink.Header{Type: netlink.HeaderType(subsystem<<8 | message), Flags: netlink.Request | flags},
+		Data:   append([]byte{family, unix.NFNETLINK_V0, 0, 0}, attributes...),
+	}
+}
+
+// generation returns the number of the last transaction.
+func (d *dumper) generation() (uint32, error) {
+	if err := d.conn.SetDeadline(time.Now().Add(answerTimeout)); err != nil {
+		return 0, err
+	}
+	// No acknowledgement is asked for: the answer is one.
+	if _, err := d.conn.Send(request(unix.NFNL_SUBSYS_NFTABLES, unix.NFT_MSG_GETGEN, 0, unix.AF_UNSPEC, nil)); err != nil {
+		return 0, fmt.Errorf("ask for the generation of nftables: %w", err)
+	}
+	messages, err := d.conn.Receive()
+	if err != nil {
+		return 0, fmt.Errorf("read the generation of nftables: %w", err)
+	}
+	for _, m := range messages {
+		c, _, err := decode(m, d.ours)
+		if err != nil {
+			return 0, err
+		}
+		if c.kind == newGen {
+			return c.generation, nil
+		}
+	}
+	return 0, errors.New("read the generation of nftables: no answer")
+}
+
+// dump calls add with all that the kernel tells about what message asks for. A dump that was interrupted is read again.
+func (d *dumper) dump(ctx context.Context, message int, family uint8, attributes []byte, add func(change)) error {
+	var all []change
+	for range dumpTries {
+		if err := ctx.Err(); err != nil {
+			return err
+		}
+		if err := d.conn.SetDeadline(time.Now().Add(answerTimeout)); err != nil {
+			return err
+		}
+		if _, err := d.conn.Send(request(unix.NFNL_SUBSYS_NFTABLES, message, netlink.Dump, family, attributes)); err != nil {
+			return fmt.Errorf("ask for a dump of nftables (%d): %w", message, err)
+		}
+		all = all[:0]
+		interrupted := false
+		for m, err := range d.conn.ReceiveIter() {
+			if err != nil {
+				if errors.Is(err, unix.EINTR) {
+					interrupted = true
+					break
+				}
+				return fmt.Errorf("dump nftables (%d): %w", message, err)
+			}
+			if m.Header.Flags&netlink.DumpInterrupted != 0 {
+				interrupted = true
+			}
+			c, concerns, err := decode(m, d.ours)
+			if err != nil {
+				return err
+			}
+			if concerns {
+				all = append(all, c)
+			}
+		}
+		if !interrupted {
+			for _, c := range all {
+				add(c)
+			}
+			return nil
+		}
+	}
+	return errChanged
+}
+
+// tables reads the tables of the families, as changes that make them out of nothing.
+func (d *dumper) tables(ctx context.Context, families []uint8) ([]change, error) {
+	var all []change
+	add := func(c change) { all = append(all, c) }
+	for _, family := range families {
+		if err := d.dump(ctx, unix.NFT_MSG_GETTABLE, family, nil, add); err != nil {
+			return nil, err
+		}
+	}
+	tables := all
+	for _, t := range tables {
+		if err := d.dump(ctx, unix.NFT_MSG_GETCHAIN, t.table.family, nil, func(c change) {
+			if c.table == t.table {
+				add(c)
+			}
+		}); err != nil {
+			return nil, err
+		}
+		first := len(all)
+		of := func(name string) []byte { return encodeString(unix.NFTA_TABLE_NAME, name) }
+		// The kernel leaves out other tables; that it does so is not relied on.
+		if err := d.dump(ctx, unix.NFT_MSG_GETSET, t.table.family, of(t.table.name), func(c change) {
+			if c.table == t.table && c.sends {
+				add(c)
+			}
+		}); err != nil {
+			return nil, err
+		}
+		for _, set := range all[first:] {
+			name := append(of(t.table.name), encodeString(unix.NFTA_SET_ELEM_LIST_SET, set.name)...)
+			err := d.dump(ctx, unix.NFT_MSG_GETSETELEM, t.table.family, name, add)
+			if errors.Is(err, unix.ENOENT) {
+				return nil, errChanged
+			}
+			if err != nil {
+				return nil, err
+			}
+		}
+		if err := d.dump(ctx, unix.NFT_MSG_GETRULE, t.table.family, of(t.table.name), func(c change) {
+			if c.table == t.table {
+				add(c)
+			}
+		}); err != nil {
+			return nil, err
+		}
+	}
+	return all, nil
+}
+
+func (d *dumper) close() { _ = d.conn.Close() }
+
+// snapshot reads the tables and the generation they are of, in the way that changes which s receives fit to it: those of later
+// generations, and no others, are to be made. It reads again as long as they change meanwhile.
+func snapshot(ctx context.Context, s *subscription, d *dumper, families []uint8) ([]change, uint32, error) {
+	for {
+		if err := ctx.Err(); err != nil {
+			return nil, 0, err
+		}
+		before, err := d.generation()
+		if err != nil {
+			return nil, 0, err
+		}
+		all, err := d.tables(ctx, families)
+		if errors.Is(err, errChanged) {
+			continue
+		}
+		if err != nil {
+			return nil, 0, err
+		}
+		generation, err := d.generation()
+		if err != nil {
+			return nil, 0, err
+		}
+		concerned, err := s.drain(before, generation)
+		if err != nil {
+			return nil, 0, err
+		}
+		if !concerned {
+			return all, generation, nil
+		}
+	}
+}
+
+// drain takes what was received up to a generation, and reports whether any of it concerns us. That the kernel names a
+// generation does not mean that it has finished its commit, nor that we have been told of it. So a commit that ends now counts even if it has
+// the number from before.
+func (s *subscription) drain(before, generation uint32) (bool, error) {
+	concerned := false
+	deadline := time.Now().Add(answerTimeout)
+	wait := before != generation
+	for {
+		d := deadline
+		if !wait {
+			d = time.Now().Add(time.Millisecond) // only what is there
+		}
+		c, err := s.next(d)
+		if !wait && isTimeout(err) {
+			// What may follow with this very number is seen by the reader, see follow.
+			return concerned, nil
+		}
+		if err != nil {
+			return false, fmt.Errorf("wait for generation %d of nftables: %w", generation, err)
+		}
+		if after(c.generation, generation) {
+			// It began after the last dump had ended: it is the reader's to make.
+			s.ready = append([]commit{c}, s.ready...)
+			return concerned, nil
+		}
+		concerned = concerned || len(c.changes) > 0
+		wait = wait && c.generation != generation
+	}
+}
+
+// after reports whether generation a is later than b. The numbers wrap around.
+func after(a, b uint32) bool { return int32(a-b) > 0 }
+
+func encodeString(number uint16, text string) []byte {
+	b := binary.NativeEndian.AppendUint16(nil, uint16(unix.NLA_HDRLEN+len(text)+1))
+	b = binary.NativeEndian.AppendUint16(b, number)
+	b = append(append(b, text...), 0)
+	for len(b)%4 != 0 {
+		b = append(b, 0)
+	}
+	return b
+}

@@ -1,0 +1,422 @@
+package kubeproxy
+
+import (
+	"context"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/netip"
+	"os"
+	"slices"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// State is what the kernel does with the targets of a Watch.
+type State uint8
+
+const (
+	// Unknown is when the kernel's rules are not known, or kube-proxy has not written them: at the start, after an overrun, and
+	// when they were deleted. It says nothing about the targets, least of all that they are let go of.
+	Unknown State = iota
+	// Routing is when the kernel sends new connections to a target, and to others.
+	Routing
+	// Kept is when it sends to a target, and wherever it does so to nobody but targets of open watches: kube-proxy sends to
+	// terminating endpoints where no other is left (KEP-1669). It is also what one sees before kube-proxy has written down that there is
+	// another endpoint: who asks must know from EndpointSlices whether there is one.
+	Kept
+	// Removed is when no rule sends new connections to any target.
+	Removed
+	// Idle is Removed, and no connection is open or being opened to any target. It lasts as long as Removed does.
+	Idle
+)
+
+// String returns the state's name.
+func (s State) String() string {
+	switch s {
+	case Unknown:
+		return "Unknown"
+	case Routing:
+		return "Routing"
+	case Kept:
+		return "Kept"
+	case Removed:
+		return "Removed"
+	case Idle:
+		return "Idle"
+	}
+	return fmt.Sprintf("State(%d)", uint8(s))
+}
+
+// Reading is what is known of the targets of a Watch.
+type Reading struct {
+	State State
+	// Generation is of the kernel's tables as a whole and of this reader's life. What was read in another one proves nothing.
+	Generation string
+	// Connections is how many are open or being opened to the targets, as last counted. It is counted in state Removed only.
+	Connections int
+	// Since is when State was entered, as far as the kernel's notifications tell: when the end of the commit was read.
+	Since time.Time
+}
+
+// Family is an address family.
+type Family uint8
+
+// The address families that kube-proxy serves.
+const (
+	IPv4 Family = unix.NFPROTO_IPV4
+	IPv6 Family = unix.NFPROTO_IPV6
+)
+
+// Options say what an Observer does.
+type Options struct {
+	// Log gets a line when reading begins and fails. None is no log.
+	Log *slog.Logger
+	// Families are those to follow; none is both. Targets of another one stay Unknown.
+	Families []Family
+}
+
+// Observer follows the rules that kube-proxy writes in the network namespace of this process. All methods may be called by
+// several goroutines at once.
+type Observer struct {
+	log      *slog.Logger
+	families []uint8
+	boot     string
+
+	mu      sync.Mutex
+	sources map[tableID]*source
+	watches map[*Watch]struct{}
+	// going counts the open watches of each target.
+	going map[netip.AddrPort]int
+	reads int // complete readings so far
+	wake  chan struct{}
+}
+
+// source is one table that kube-proxy may write.
+type source struct {
+	graph *table
+	// complete is whether it is all there; lost whether it was, and no table of its family has come up since.
+	complete, lost bool
+}
+
+// New returns an Observer that knows nothing until Run runs.
+func New(options Options) *Observer {
+	o := &Observer{
+		log: options.Log, boot: rand.Text()[:8], watches: map[*Watch]struct{}{}, going: map[netip.AddrPort]int{}, wake: make(chan struct{}, 1),
+	}
+	if o.log == nil {
+		o.log = slog.New(slog.DiscardHandler)
+	}
+	for _, f := range options.Families {
+		o.families = append(o.families, uint8(f))
+	}
+	if len(o.families) == 0 {
+		o.families = []uint8{unix.NFPROTO_IPV4, unix.NFPROTO_IPV6}
+	}
+	o.forget()
+	return o
+}
+
+// Run subscribes to the kernel's notifications, reads what is there, and follows until ctx is done; then it returns nil. When
+// notifications were lost (the kernel had more than its buffer) it begins anew, and everything is Unknown meanwhile. It must be called
+// once.
+func (o *Observer) Run(ctx context.Context) error {
+	const first, most = 20 * time.Millisecond, 5 * time.Second
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	wg.Go(func() { o.count(ctx) })
+	pause := first
+	for {
+		began := time.Now()
+		err := o.follow(ctx)
+		o.lose(time.Now())
+		if ctx.Err() != nil {
+			return nil
+		}
+		o.log.Warn("reading kube-proxy's rules begins anew", "error", err)
+		if time.Since(began) > most {
+			pause = first
+		}
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-time.After(pause):
+		}
+		pause = min(2*pause, most)
+	}
+}
+
+// ours reports whether changes of a table are to be followed.
+func (o *Observer) ours(id tableID) bool { return ours(id) && slices.Contains(o.families, id.family) }
+
+// follow subscribes, reads and follows. It returns when something went wrong, or ctx is done.
+func (o *Observer) follow(ctx context.Context) error {
+	s, err := subscribe(o.ours)
+	if err != nil {
+		return err
+	}
+	defer s.close()
+	d, err := newDumper(o.ours)
+	if err != nil {
+		return err
+	}
+	defer d.close()
+	stop := context.AfterFunc(ctx, func() { s.close(); d.close() })
+	defer stop()
+
+	began := time.Now()
+	all, generation, err := snapshot(ctx, s, d, o.families)
+	if err != nil {
+		return err
+	}
+	d.close()
+	o.adopt(all, time.Now())
+	o.log.Info("kube-proxy's rules are read", "changes", len(all), "kernelGeneration", generation, "took", time.Since(began))
+	for {
+		c, err := s.next(time.Time{})
+		switch {
+		case errors.Is(err, unix.ENOBUFS):
+			return fmt.Errorf("more changes of nftables than the buffer holds: %w", err)
+		case err != nil:
+			return fmt.Errorf("read changes of nftables: %w", err)
+		case c.generation == generation && len(c.changes) == 0:
+			continue
+		case c.generation == generation:
+			// Its commit had begun, but not ended, when the tables were read.
+			return errChanged
+		case !after(c.generation, generation):
+			continue
+		case c.generation != successor(generation):
+			return fmt.Errorf("generation %d of nftables follows %d: notifications are missing", c.generation, generation)
+		}
+		generation = c.generation
+		o.make(c)
+	}
+}
+
+// successor is the generation after g; the kernel leaves out 0.
+func successor(g uint32) uint32 {
+	if g++; g == 0 {
+		g++
+	}
+	return g
+}
+
+// forget makes all tables unknown. The caller holds mu, or is alone.
+func (o *Observer) forget() {
+	o.sources = map[tableID]*source{}
+	for _, family := range o.families {
+		for _, name := range []string{proxyTable, natTable} {
+			id := tableID{family, name}
+			o.sources[id] = &source{graph: newTableGraph(id)}
+		}
+	}
+}
+
+// lose makes everything Unknown.
+func (o *Observer) lose(now time.Time) {
+	o.mu.Lock()
+	o.forget()
+	o.evaluate(now)
+}
+
+// adopt replaces what is known by what was read.
+func (o *Observer) adopt(all []change, now time.Time) {
+	o.mu.Lock()
+	o.forget()
+	o.reads++
+	for i := range all {
+		o.sources[all[i].table].graph.apply(&all[i])
+	}
+	o.judge()
+	o.evaluate(now)
+}
+
+// make makes the changes of a commit.
+func (o *Observer) make(c commit) {
+	if len(c.changes) == 0 {
+		return
+	}
+	o.mu.Lock()
+	changed := false
+	for i := range c.changes {
+		changed = o.sources[c.changes[i].table].graph.apply(&c.changes[i]) || changed
+	}
+	if !changed {
+		o.mu.Unlock()
+		return
+	}
+	o.judge()
+	o.evaluate(c.at)
+}
+
+// judge says which sources are complete.
+func (o *Observer) judge() {
+	for id, s := range o.sources {
+		complete := s.graph.complete()
+		switch {
+		case complete && !s.complete:
+			// Whatever wrote another table has been replaced by what writes this one.
+			for other, t := range o.sources {
+				if other.family == id.family {
+					t.lost = false
+				}
+			}
+		case !complete && s.complete:
+			s.lost = true
+			o.reads++ // what was acknowledged before is void
+		}
+		s.complete = complete
+	}
+}
+
+// known reports whether it is known where kube-proxy sends packets of the family.
+func (o *Observer) known(family uint8) bool {
+	known := false
+	for id, s := range o.sources {
+		if id.family == family {
+			if s.lost {
+				return false
+			}
+			known = known || s.complete
+		}
+	}
+	return known
+}
+
+// evaluate reads all watches anew, gives mu back, and tells those whose state changed.
+func (o *Observer) evaluate(now time.Time) {
+	var told []*Watch
+	for w := range o.watches {
+		if w.update(now) {
+			told = append(told, w)
+		}
+	}
+	o.mu.Unlock()
+	for _, w := range told {
+		w.changed()
+	}
+}
+
+// Watch is a question about some targets, until it is closed.
+type Watch struct {
+	o       *Observer
+	targets []netip.AddrPort
+	changed func()
+	closed  sync.Once
+
+	reading Reading // o.mu
+	// empty is how many times in a row no connection was counted.
+	empty int // o.mu
+}
+
+// Watch asks about targets, of a pod that is to end: port 0 is every port of the address. Changed is called when the state or the
+// generation of the reading has become another one, by a goroutine that has others to serve: it must not block, nor call the Observer. It may be called
+// once more while Close is being called. The first reading is there at once. Targets without a valid address are Unknown.
+func (o *Observer) Watch(targets []netip.AddrPort, changed func()) *Watch {
+	w := &Watch{o: o, changed: changed}
+	for _, t := range targets {
+		w.targets = append(w.targets, netip.AddrPortFrom(t.Addr().Unmap().WithZone(""), t.Port()))
+	}
+	o.mu.Lock()
+	for _, t := range w.targets {
+		o.going[t]++
+	}
+	o.watches[w] = struct{}{}
+	now := time.Now()
+	w.update(now)
+	o.evaluate(now)
+	return w
+}
+
+// Reading returns what is known now.
+func (w *Watch) Reading() Reading {
+	w.o.mu.Lock()
+	defer w.o.mu.Unlock()
+	return w.reading
+}
+
+// Close ends the watch. A repeat does nothing.
+func (w *Watch) Close() {
+	w.closed.Do(func() {
+		w.o.mu.Lock()
+		delete(w.o.watches, w)
+		for _, t := range w.targets {
+			if w.o.going[t]--; w.o.going[t] == 0 {
+				delete(w.o.going, t)
+			}
+		}
+		w.o.evaluate(time.Now())
+	})
+}
+
+// update reads the state anew, and reports whether it, or the generation, has changed. The caller holds o.mu.
+func (w *Watch) update(now time.Time) bool {
+	state := w.o.state(w.targets)
+	if state == Removed && w.reading.State == Idle {
+		state = Idle
+	}
+	return w.enter(state, now)
+}
+
+// enter makes state the state. The caller holds o.mu.
+func (w *Watch) enter(state State, now time.Time) bool {
+	generation := fmt.Sprintf("%s.%d", w.o.boot, w.o.reads)
+	if state == w.reading.State && generation == w.reading.Generation {
+		return false
+	}
+	if state != w.reading.State {
+		w.reading.Since = now
+	}
+	w.reading.State, w.reading.Generation = state, generation
+	if state == Removed {
+		w.empty = 0
+		select {
+		case w.o.wake <- struct{}{}:
+		default:
+		}
+	}
+	if state != Removed {
+		w.reading.Connections = 0
+	}
+	return true
+}
+
+// state returns what the rules do with targets: never Idle. The caller holds mu.
+func (o *Observer) state(targets []netip.AddrPort) State {
+	if len(targets) == 0 {
+		return Unknown
+	}
+	most := sendsNothing
+	for _, target := range targets {
+		family := uint8(unix.NFPROTO_IPV4)
+		if target.Addr().Is6() {
+			family = unix.NFPROTO_IPV6
+		}
+		if !target.Addr().IsValid() || !o.known(family) {
+			return Unknown
+		}
+		for id, s := range o.sources {
+			if id.family == family {
+				most = max(most, s.graph.sending(target, o.isGoing))
+			}
+		}
+	}
+	return [...]State{sendsNothing: Removed, sendsLast: Kept, sendsToo: Routing}[most]
+}
+
+// isGoing reports whether a destination is watched.
+func (o *Observer) isGoing(d netip.AddrPort) bool {
+	return o.going[d] > 0 || o.going[netip.AddrPortFrom(d.Addr(), 0)] > 0
+}
+
+// isTimeout reports whether err says that a deadline has passed.
+func isTimeout(err error) bool {
+	var timeout interface{ Timeout() bool }
+	return errors.Is(err, os.ErrDeadlineExceeded) || errors.As(err, &timeout) && timeout.Timeout()
+}

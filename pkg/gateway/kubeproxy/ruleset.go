@@ -1,0 +1,374 @@
+package kubeproxy
+
+import (
+	"net/netip"
+	"strings"
+
+	"golang.org/x/sys/unix"
+)
+
+// nodeKind is what a node of the graph is.
+type nodeKind uint8
+
+const (
+	chainNode nodeKind = iota
+	mapNode
+	destNode
+)
+
+// node is a chain, a map, or a destination of one table. An edge leads from a chain to the chains it jumps to, to the maps
+// that give it a verdict or an address, and to the destinations it names; and from a map to what its elements lead to. The
+// same edge may be there several times: it counts.
+type node struct {
+	kind    nodeKind
+	name    string
+	dest    netip.AddrPort
+	in, out map[*node]int
+	// base is of a chain that the kernel enters.
+	base bool
+	// defined is false for a chain or map that something leads to and that is not there, or not yet.
+	defined bool
+	// rules are a chain's, by handle; elements a map's, by key.
+	rules    map[uint64][]*node
+	elements map[string]*node
+	handle   uint64
+}
+
+func link(from, to *node) {
+	if from.out == nil {
+		from.out = map[*node]int{}
+	}
+	if to.in == nil {
+		to.in = map[*node]int{}
+	}
+	from.out[to]++
+	to.in[from]++
+}
+
+func unlink(from, to *node) {
+	if from.out[to]--; from.out[to] == 0 {
+		delete(from.out, to)
+	}
+	if to.in[from]--; to.in[from] == 0 {
+		delete(to.in, from)
+	}
+}
+
+// table is what a table does with packets, as a graph. It is a pure value: changes go in by apply, in the order of the kernel.
+type table struct {
+	id     tableID
+	exists bool
+	chains map[string]*node
+	maps   map[string]*node
+	dests  map[netip.Addr]map[uint16]*node
+}
+
+func newTableGraph(id tableID) *table {
+	return &table{id: id, chains: map[string]*node{}, maps: map[string]*node{}, dests: map[netip.Addr]map[uint16]*node{}}
+}
+
+// iptables reports whether the table is the one that iptables-nft and kube-proxy share with everybody else.
+func (t *table) iptables() bool { return t.id.name == natTable }
+
+// follows reports whether chains of that name say where kube-proxy sends. In the table of iptables others write too, such as
+// those who map ports of hosts.
+func (t *table) follows(chain string, base bool) bool {
+	return !t.iptables() || base || strings.HasPrefix(chain, "KUBE-")
+}
+
+func (t *table) chain(name string) *node {
+	n := t.chains[name]
+	if n == nil {
+		n = &node{kind: chainNode, name: name}
+		t.chains[name] = n
+	}
+	return n
+}
+
+func (t *table) mapping(name string) *node {
+	n := t.maps[name]
+	if n == nil {
+		n = &node{kind: mapNode, name: name}
+		t.maps[name] = n
+	}
+	return n
+}
+
+func (t *table) destination(d netip.AddrPort) *node {
+	ports := t.dests[d.Addr()]
+	if ports == nil {
+		ports = map[uint16]*node{}
+		t.dests[d.Addr()] = ports
+	}
+	n := ports[d.Port()]
+	if n == nil {
+		n = &node{kind: destNode, dest: d, defined: true}
+		ports[d.Port()] = n
+	}
+	return n
+}
+
+// disconnect takes one edge away, and what nothing leads to any more and is not there.
+func (t *table) disconnect(from, to *node) {
+	unlink(from, to)
+	t.forget(to)
+}
+
+func (t *table) forget(n *node) {
+	if len(n.in) > 0 {
+		return
+	}
+	switch n.kind {
+	case chainNode:
+		if !n.defined && t.chains[n.name] == n {
+			delete(t.chains, n.name)
+		}
+	case mapNode:
+		if !n.defined && t.maps[n.name] == n {
+			delete(t.maps, n.name)
+		}
+	case destNode:
+		ports := t.dests[n.dest.Addr()]
+		delete(ports, n.dest.Port())
+		if len(ports) == 0 {
+			delete(t.dests, n.dest.Addr())
+		}
+	}
+}
+
+// apply makes one change, and reports whether it is one to where packets go. A change that is already made is none.
+func (t *table) apply(c *change) bool {
+	switch c.kind {
+	case newTable:
+		t.exists = true
+	case delTable:
+		*t = *newTableGraph(t.id)
+		return true
+	case newChain:
+		if !t.follows(c.name, c.base) {
+			return false
+		}
+		n := t.chain(c.name)
+		changed := !n.defined || n.base != c.base
+		n.defined, n.base = true, c.base
+		return changed
+	case delChain:
+		n := t.chains[c.name]
+		if n == nil || !n.defined {
+			return false
+		}
+		for handle := range n.rules {
+			t.dropRule(n, handle)
+		}
+		n.defined, n.base = false, false
+		t.forget(n)
+		return true
+	case newRule:
+		// The chain is known by now: chains come first in a dump, and a rule in an unknown chain does not concern us.
+		n := t.chains[c.name]
+		if n == nil || !n.defined {
+			return false
+		}
+		t.dropRule(n, c.handle)
+		return t.addRule(n, c)
+	case delRule:
+		n := t.chains[c.name]
+		return n != nil && t.dropRule(n, c.handle)
+	case newSet:
+		if !c.sends {
+			return false
+		}
+		n := t.mapping(c.name)
+		n.defined, n.handle = true, c.handle
+		return true
+	case delSet:
+		n := t.maps[c.name]
+		if n == nil || !n.defined || n.handle != c.handle {
+			return false
+		}
+		for key := range n.elements {
+			t.dropElement(n, key)
+		}
+		n.defined = false
+		t.forget(n)
+		return true
+	case newElem, delElem:
+		n := t.maps[c.name]
+		if n == nil || !n.defined {
+			return false
+		}
+		changed := false
+		for _, e := range c.elements {
+			changed = t.dropElement(n, e.key) || changed
+			if c.kind == newElem {
+				changed = t.addElement(n, e) || changed
+			}
+		}
+		return changed
+	}
+	return false
+}
+
+func (t *table) addRule(n *node, c *change) bool {
+	var leads []*node
+	for _, name := range c.rule.jumps {
+		if t.follows(name, false) {
+			leads = append(leads, t.chain(name))
+		}
+	}
+	for _, name := range c.rule.maps {
+		leads = append(leads, t.mapping(name))
+	}
+	// In a base chain of the table of iptables it is not kube-proxy's.
+	if !t.iptables() || !n.base {
+		for _, d := range c.rule.dests {
+			if d.IsValid() {
+				leads = append(leads, t.destination(d))
+			}
+		}
+	}
+	if len(leads) == 0 {
+		return false
+	}
+	for _, to := range leads {
+		link(n, to)
+	}
+	if n.rules == nil {
+		n.rules = map[uint64][]*node{}
+	}
+	n.rules[c.handle] = leads
+	return true
+}
+
+func (t *table) dropRule(n *node, handle uint64) bool {
+	leads, ok := n.rules[handle]
+	delete(n.rules, handle)
+	for _, to := range leads {
+		t.disconnect(n, to)
+	}
+	return ok
+}
+
+func (t *table) addElement(n *node, e element) bool {
+	var to *node
+	switch {
+	case e.chain != "":
+		to = t.chain(e.chain)
+	case e.dest.IsValid():
+		to = t.destination(e.dest)
+	default:
+		return false // drop, accept: leads nowhere
+	}
+	link(n, to)
+	if n.elements == nil {
+		n.elements = map[string]*node{}
+	}
+	n.elements[e.key] = to
+	return true
+}
+
+func (t *table) dropElement(n *node, key string) bool {
+	to, ok := n.elements[key]
+	if ok {
+		delete(n.elements, key)
+		t.disconnect(n, to)
+	}
+	return ok
+}
+
+// complete reports whether kube-proxy has written the table. It writes all it knows in the transaction that makes this true: it
+// waits for all Services and EndpointSlices before its first, see syncProxyRules.
+func (t *table) complete() bool {
+	if t.iptables() {
+		n := t.chains["KUBE-SERVICES"]
+		return n != nil && n.defined && len(n.rules) > 0 && entered(n, map[*node]bool{})
+	}
+	n := t.chains["services"]
+	return t.exists && n != nil && n.defined && len(n.rules) > 0
+}
+
+// destinations returns the nodes that a target is: port 0 is every port of its address.
+func (t *table) destinations(target netip.AddrPort) []*node {
+	ports := t.dests[target.Addr()]
+	var all []*node
+	for port, n := range ports {
+		// A destination without a port keeps the one the client asked for, which may be any.
+		if target.Port() == 0 || port == 0 || port == target.Port() {
+			all = append(all, n)
+		}
+	}
+	return all
+}
+
+// entered reports whether the kernel gets to n from one of its hooks.
+func entered(n *node, seen map[*node]bool) bool {
+	if n.base {
+		return true
+	}
+	seen[n] = true
+	for from := range n.in {
+		if !seen[from] && from.defined && entered(from, seen) {
+			return true
+		}
+	}
+	return false
+}
+
+// sending is what a table does with a target.
+type sending uint8
+
+const (
+	sendsNothing sending = iota
+	sendsLast            // and to nobody else, wherever it sends to the target
+	sendsToo             // and to others
+)
+
+// sending returns what the table does with target. Others are the destinations for which going is false.
+func (t *table) sending(target netip.AddrPort, going func(netip.AddrPort) bool) sending {
+	answer := sendsNothing
+	for _, n := range t.destinations(target) {
+		for from := range n.in {
+			if !from.defined || !entered(from, map[*node]bool{}) {
+				continue
+			}
+			answer = max(answer, sendsLast)
+			// A map of destinations is a choice by itself; a chain with one destination is what others choose.
+			if from.kind == mapNode {
+				if !only(from, going, map[*node]bool{}) {
+					return sendsToo
+				}
+				continue
+			}
+			for choice := range from.in {
+				if choice.defined && entered(choice, map[*node]bool{}) && !only(choice, going, map[*node]bool{}) {
+					return sendsToo
+				}
+			}
+		}
+	}
+	return answer
+}
+
+// only reports whether all destinations that n leads to are going.
+func only(n *node, going func(netip.AddrPort) bool, seen map[*node]bool) bool {
+	if n.kind == destNode {
+		return going(n.dest)
+	}
+	seen[n] = true
+	for to := range n.out {
+		if !seen[to] && !only(to, going, seen) {
+			return false
+		}
+	}
+	return true
+}
+
+const (
+	proxyTable = "kube-proxy"
+	natTable   = "nat"
+)
+
+// ours reports whether a table is one in which kube-proxy writes where packets go.
+func ours(id tableID) bool {
+	return (id.family == unix.NFPROTO_IPV4 || id.family == unix.NFPROTO_IPV6) && (id.name == proxyTable || id.name == natTable)
+}
