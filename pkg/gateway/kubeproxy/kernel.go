@@ -2,7 +2,6 @@ package kubeproxy
 
 import (
 	"context"
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"time"
@@ -294,12 +293,4 @@ func (s *subscription) drain(before, generation uint32) (bool, error) {
 // after reports whether generation a is later than b. The numbers wrap around.
 func after(a, b uint32) bool { return int32(a-b) > 0 }
 
-func encodeString(number uint16, text string) []byte {
-	b := binary.NativeEndian.AppendUint16(nil, uint16(unix.NLA_HDRLEN+len(text)+1))
-	b = binary.NativeEndian.AppendUint16(b, number)
-	b = append(append(b, text...), 0)
-	for len(b)%4 != 0 {
-		b = append(b, 0)
-	}
-	return b
-}
+func encodeString(number uint16, text string) []byte { return encode(number, append([]byte(text), 0)) }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"net/netip"
 	"os"
 	"os/exec"
@@ -112,8 +113,11 @@ func empty(t testing.TB) {
 }
 
 // start runs an Observer until the test ends.
-func start(t testing.TB, options Options) *Observer {
+func start(t *testing.T, options Options) *Observer {
 	t.Helper()
+	if options.Log == nil {
+		options.Log = slog.New(slog.NewTextHandler(t.Output(), nil))
+	}
 	o := New(options)
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan error)
@@ -151,13 +155,13 @@ func watch(t testing.TB, o *Observer, targets ...string) *follower {
 	return f
 }
 
-// wait waits for a state, and changes are told.
+// wait waits for a state, of whose changes it is told. What is Idle is Removed.
 func (f *follower) wait(state State) Reading {
 	f.t.Helper()
 	timeout := time.After(5 * time.Second)
 	for {
 		r := f.Reading()
-		if r.State == state {
+		if r.State == state || r.State == Idle && state == Removed {
 			return r
 		}
 		select {
@@ -174,5 +178,15 @@ func (f *follower) stays(state State) {
 	time.Sleep(50 * time.Millisecond)
 	if r := f.Reading(); r.State != state {
 		f.t.Fatalf("state of %v is %s, want %s", f.targets, r.State, state)
+	}
+}
+
+// until waits for something that is not told.
+func until(t testing.TB, what string, is func() bool) {
+	t.Helper()
+	for end := time.Now().Add(5 * time.Second); !is(); time.Sleep(5 * time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatal("waited in vain for " + what)
+		}
 	}
 }

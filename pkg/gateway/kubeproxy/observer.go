@@ -311,8 +311,8 @@ type Watch struct {
 	closed  sync.Once
 
 	reading Reading // o.mu
-	// empty is how many times in a row no connection was counted.
-	empty int // o.mu
+	// period counts how often the state became Removed; empty how many times in a row no connection was counted since.
+	period, empty int // o.mu
 }
 
 // Watch asks about targets, of a pod that is to end: port 0 is every port of the address. Changed is called when the state or the
@@ -375,6 +375,7 @@ func (w *Watch) enter(state State, now time.Time) bool {
 	}
 	w.reading.State, w.reading.Generation = state, generation
 	if state == Removed {
+		w.period++
 		w.empty = 0
 		select {
 		case w.o.wake <- struct{}{}:

@@ -1,0 +1,197 @@
+package kubeproxy
+
+import (
+	"io"
+	"net"
+	"net/netip"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+)
+
+// network makes the ranges of pods and Services this namespace's own, once.
+func network(t testing.TB) {
+	t.Helper()
+	if routes := run(t, "", "ip", "route", "show", "table", "all"); strings.Contains(routes, "10.96.0.0/16") {
+		return
+	}
+	for _, c := range []string{
+		"link set lo up", "address add 10.244.255.1/32 dev lo", "route add local 10.244.0.0/16 dev lo", "route add 10.96.0.0/16 dev lo src 10.244.255.1",
+		"-6 address add fd00::ff/128 dev lo nodad", "-6 address add fd00::1/128 dev lo nodad", "-6 address add fd00::2/128 dev lo nodad", "-6 route add fd10::/64 dev lo src fd00::ff",
+	} {
+		run(t, "", "ip", strings.Fields(c)...)
+	}
+}
+
+// pod accepts connections at an address and keeps them until their clients end them.
+func pod(t testing.TB, address string) {
+	t.Helper()
+	l, err := net.Listen("tcp", address)
+	if err != nil {
+		t.Fatal(err)
+	}
+	// Its clients may be cut off from it: the test ends what they cannot.
+	var wg sync.WaitGroup
+	done := make(chan struct{})
+	t.Cleanup(func() {
+		close(done)
+		l.Close()
+		wg.Wait()
+	})
+	wg.Go(func() {
+		for {
+			conn, err := l.Accept()
+			if err != nil {
+				return
+			}
+			ended := make(chan struct{})
+			wg.Go(func() {
+				io.Copy(conn, conn)
+				close(ended)
+			})
+			wg.Go(func() {
+				select {
+				case <-done:
+				case <-ended:
+				}
+				conn.Close()
+			})
+		}
+	})
+}
+
+// echo says something on a connection and waits for it to come back.
+func echo(conn net.Conn) error {
+	conn.SetDeadline(time.Now().Add(time.Second))
+	if _, err := conn.Write([]byte("x")); err != nil {
+		return err
+	}
+	_, err := io.ReadFull(conn, make([]byte, 1))
+	return err
+}
+
+func connect(t testing.TB, address string) net.Conn {
+	t.Helper()
+	conn, err := net.DialTimeout("tcp", address, time.Second)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { conn.Close() })
+	if err := echo(conn); err != nil {
+		t.Fatal(err)
+	}
+	return conn
+}
+
+// A connection through the Service's address keeps the pod from being Idle, for as long as it is open; one to another pod, or
+// another port of it, does not.
+func TestIdle(t *testing.T) {
+	for _, test := range []struct {
+		service    service
+		a, b, port string
+	}{
+		{service{"web", "10.96.0.1", false}, "10.244.0.1:8080", "10.244.0.2:8080", "10.244.0.1:9090"},
+		{service{"web", "fd10::1", true}, "[fd00::1]:8080", "[fd00::2]:8080", "[fd00::1]:9090"},
+	} {
+		t.Run(test.service.family(), func(t *testing.T) {
+			empty(t)
+			network(t)
+			s, a, b := test.service, test.a, test.b
+			pod(t, a)
+			pod(t, b)
+			pod(t, test.port)
+			nft(t, append(setUp(s.family()), s.sync([]string{a})...)...)
+			o := start(t, Options{})
+			through := connect(t, net.JoinHostPort(s.clusterIP, "80"))
+			w := watch(t, o, a)
+			address := netip.AddrPortFrom(netip.MustParseAddrPort(a).Addr(), 0).String()
+			whole := watch(t, o, address)
+			w.wait(Kept)
+			nft(t, s.sync([]string{b}, a)...)
+			w.wait(Removed)
+			connect(t, b)
+			other := connect(t, test.port)
+			w.stays(Removed)
+			if err := echo(through); err != nil {
+				t.Error("the connection does not outlive the rules:", err)
+			}
+			until(t, "1 connection to "+a, func() bool { return w.Reading().Connections == 1 })
+			until(t, "2 connections to "+address, func() bool { return whole.Reading().Connections == 2 })
+			through.Close()
+			w.wait(Idle)
+			whole.stays(Removed)
+			other.Close()
+			whole.wait(Idle)
+			// It is a level: the rules say otherwise, and so does the reading.
+			nft(t, s.sync([]string{a, b})...)
+			w.wait(Routing)
+			nft(t, s.sync([]string{b}, a)...)
+			w.wait(Idle)
+		})
+	}
+}
+
+// Clean deletes the connections of the pod, and no other.
+func TestClean(t *testing.T) {
+	empty(t)
+	network(t)
+	web, a, b, dns := service{"web", "10.96.0.1", false}, "10.244.0.1:8080", "10.244.0.2:8080", "10.244.0.1:5353"
+	for _, p := range []string{a, b} {
+		pod(t, p)
+	}
+	nft(t, append(setUp("ip"), web.sync([]string{a})...)...)
+	o := New(Options{})
+	if err := o.Clean([]netip.AddrPort{netip.MustParseAddrPort("10.244.0.1:0"), netip.MustParseAddrPort("10.244.0.2:0")}); err != nil {
+		t.Fatal(err)
+	}
+	through := connect(t, "10.96.0.1:80")
+	direct := connect(t, b)
+	udp, err := net.Dial("udp", dns)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer udp.Close()
+	udp.Write([]byte("x"))
+	counts := func(target string) int {
+		var n int
+		d, err := newDumper(ours)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer d.close()
+		want := netip.MustParseAddrPort(target)
+		if err := connections(d.conn, want.Addr(), true, func(c connection) {
+			if c.to == want {
+				n++
+			}
+		}); err != nil {
+			t.Fatal(err)
+		}
+		return n
+	}
+	if counts(a) != 1 || counts(dns) != 1 || counts(b) != 1 {
+		t.Fatalf("connections before: %d, %d, %d, want 1 of each", counts(a), counts(dns), counts(b))
+	}
+	if err := o.Clean([]netip.AddrPort{netip.MustParseAddrPort("[::ffff:10.244.0.1]:8080")}); err != nil {
+		t.Fatal(err)
+	}
+	if counts(a) != 0 || counts(dns) != 1 {
+		t.Errorf("after one port: %d, %d, want 0, 1", counts(a), counts(dns))
+	}
+	for range 2 { // a repeat does nothing
+		if err := o.Clean([]netip.AddrPort{netip.MustParseAddrPort("10.244.0.1:0")}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if counts(dns) != 0 || counts(b) != 1 {
+		t.Errorf("after all ports: %d, %d, want 0, 1", counts(dns), counts(b))
+	}
+	if err := echo(direct); err != nil {
+		t.Error("a connection to another pod:", err)
+	}
+	_ = through
+	if err := o.Clean([]netip.AddrPort{{}}); err == nil {
+		t.Error("no address is cleaned without an error")
+	}
+}
