@@ -259,17 +259,26 @@ func (s *Stage) InstallCoordinator(ctx context.Context) error {
 	return s.Await(ctx, System, "lameduck-webhook")
 }
 
-// InstallWebhook installs the webhook configuration of the manifests, with the coordinator's address in the place of its Service's, and
-// the secret.
+// InstallWebhook installs the webhook configuration of the manifests that holds deletions, with the coordinator's address in the place of its
+// Service's, and the secret.
 func (s *Stage) InstallWebhook(ctx context.Context) error {
-	objects, err := s.installed(ctx, "ValidatingWebhookConfiguration")
+	return s.installWebhook(ctx, "ValidatingWebhookConfiguration", "/v1/admit/")
+}
+
+// InstallBarrier installs the one that gives new pods the barrier's hook.
+func (s *Stage) InstallBarrier(ctx context.Context) error {
+	return s.installWebhook(ctx, "MutatingWebhookConfiguration", "/v1/mutate/")
+}
+
+func (s *Stage) installWebhook(ctx context.Context, kind, path string) error {
+	objects, err := s.installed(ctx, kind)
 	if err != nil {
 		return err
 	}
 	for _, o := range objects {
 		for _, w := range o["webhooks"].([]any) {
 			w.(object)["clientConfig"] = object{
-				"url":      fmt.Sprintf("https://%s:%d/v1/admit/%s", CoordinatorAddress, admissionPort, s.secret),
+				"url":      fmt.Sprintf("https://%s:%d%s%s", CoordinatorAddress, admissionPort, path, s.secret),
 				"caBundle": base64.StdEncoding.EncodeToString(s.ca.PEM()),
 			}
 		}
