@@ -203,6 +203,7 @@ func (s *waits) wait(p nodePod) (why outcome, detail string) {
 			return outGone, ""
 		case err != nil:
 			detail = err.Error()
+			p = s.deletion(p, began.Add(liveMost))
 		default:
 			p = is
 		}
@@ -220,6 +221,25 @@ func (s *waits) wait(p nodePod) (why outcome, detail string) {
 	ctx, cancel := context.WithDeadline(context.Background(), deadline)
 	defer cancel()
 	return s.barrier(ctx, p, deadline)
+}
+
+// deletion waits for the watch to tell that p was deleted, until then at most.
+func (s *waits) deletion(p nodePod, until time.Time) nodePod {
+	timer := time.NewTimer(time.Until(until))
+	defer timer.Stop()
+	for {
+		is, ok, changed := s.pods.find(p.id)
+		if ok && is.pod.UID == p.pod.UID && !is.since.IsZero() {
+			return is
+		}
+		select {
+		case <-changed:
+		case <-timer.C:
+			return p
+		case <-s.stopping:
+			return p
+		}
+	}
 }
 
 // restart tells directed gateways of a container that is about to be stopped though its pod stays: the kubelet restarts it, evicts the pod

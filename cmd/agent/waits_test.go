@@ -327,11 +327,13 @@ func TestHooksEnd(t *testing.T) {
 		"the watch is late for the pod": {
 			after: func(n *testNode) {
 				time.Sleep(time.Second)
-				n.k.is(podTarget, drain.Idle, 0)
+				n.k.is(podTarget, drain.Routing, 0)
 				n.pods.set(hooked("a"), false)
 				n.pods.set(deleted(hooked("a"), 35*time.Second), false)
+				time.Sleep(100 * time.Millisecond)
+				n.k.is(podTarget, drain.Idle, 0)
 			},
-			code: 200, prefix: "Local", counts: outLocal, least: time.Second, most: time.Second,
+			code: 200, prefix: "Local", counts: outLocal, least: 1100 * time.Millisecond, most: 1100 * time.Millisecond,
 		},
 		"no such pod": {id: "id-b", code: 404, prefix: "Unknown", counts: outUnknown, least: 2 * time.Second, most: 2 * time.Second},
 		"an id that is too long": {

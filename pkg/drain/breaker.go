@@ -73,6 +73,9 @@ func (l *Ledger) expire(now time.Time, d *drain) {
 	}
 	l.touch(d)
 	for _, w := range s.Waiting {
+		if d.gate == AtBarrier && w.Connected && w.State < Removed {
+			l.learnt.add(l.length(d)) // it takes that long at least
+		}
 		// Of a drain that is queued nobody was told.
 		if !d.queued && w.State < Removed && w.State != Kept {
 			l.strike(l.agents[w.Agent], d)
@@ -83,7 +86,7 @@ func (l *Ledger) expire(now time.Time, d *drain) {
 // strike counts that a let d expire, if it is to be counted.
 func (l *Ledger) strike(a *agent, d *drain) {
 	over := l.deadline(d)
-	if over.Sub(later(d.toldAt, a.knownAt)) < l.times.Deadline/2 || d.begun.Before(a.breaker.struckAt) {
+	if over.Sub(later(d.toldAt, a.knownAt)) < l.length(d)/2 || d.begun.Before(a.breaker.struckAt) {
 		return
 	}
 	a.breaker.strikes++
@@ -131,5 +134,8 @@ func (l *Ledger) hearsMost() bool {
 	return 2*missing <= expected
 }
 
-// acknowledges reports whether r says, of a tombstone of this replica, that the gateway has let go of the pod.
-func acknowledges(r Report) bool { return r.Held && r.State >= Removed }
+// acknowledges reports whether a says by r, of a tombstone of this replica, that the gateway has let go of the pod.
+func (l *Ledger) acknowledges(now time.Time, d *drain, a *agent, r Report) bool {
+	state, _, _ := l.counts(now, d, a, r)
+	return r.Held && state >= Removed
+}

@@ -13,7 +13,7 @@ import (
 // those that a look at every agent finds, and whatever changes a drain's phase other than time names it in Touched, so that
 // those who wait for it are woken.
 func TestIndexesNeverShow(t *testing.T) {
-	for seed := range uint64(120) {
+	for seed := range uint64(200) {
 		r := rand.New(rand.NewPCG(seed, 1))
 		w := newWorld(t)
 		services := []Service{web, api, {"shop", "db"}}
@@ -21,17 +21,18 @@ func TestIndexesNeverShow(t *testing.T) {
 			return slices.DeleteFunc(slices.Clone(services), func(Service) bool { return r.IntN(2) == 0 })
 		}
 		for step := range 120 {
-			before := map[UID]Phase{}
-			for _, s := range w.All(w.now) {
-				before[s.Pod.UID] = s.Phase
+			before := map[key]Phase{}
+			for _, s := range w.both() {
+				before[s.key] = s.Phase
 			}
 			w.Touched()
+			w.TouchedBarriers()
 			id := AgentID(fmt.Sprint("agent-", r.IntN(5)))
 			p := pod(fmt.Sprint(r.IntN(4)))
 			did := w.step(r, id, p, some)
-			touched := w.Touched()
-			for _, s := range w.All(w.now) {
-				d := w.drains[s.Pod.UID]
+			touched := [gates][]UID{w.Touched(), w.TouchedBarriers()}
+			for _, s := range w.both() {
+				d := w.drains[s.key]
 				var slow []AgentID
 				for _, a := range w.agents {
 					if w.routes(a, d) {
@@ -49,8 +50,8 @@ func TestIndexesNeverShow(t *testing.T) {
 				if !slices.IsSortedFunc(s.Waiting, func(a, b Waiting) int { return cmp.Compare(a.Name, b.Name) }) {
 					t.Fatalf("seed %d step %d, %s: not in the order of names: %v", seed, step, did, s.Waiting)
 				}
-				if was, open := before[s.Pod.UID]; open && was != s.Phase && !slices.Contains(touched, s.Pod.UID) {
-					t.Fatalf("seed %d step %d, %s: %s went from %s to %s and is not touched", seed, step, did, s.Pod.UID, was, s.Phase)
+				if was, open := before[s.key]; open && was != s.Phase && !slices.Contains(touched[s.gate], s.Pod.UID) {
+					t.Fatalf("seed %d step %d, %s: %v went from %s to %s and is not touched", seed, step, did, s.key, was, s.Phase)
 				}
 			}
 			expected, missing := 0, 0
@@ -63,10 +64,10 @@ func TestIndexesNeverShow(t *testing.T) {
 			if e, m := w.Expecting(); e != expected || m != missing {
 				t.Fatalf("seed %d step %d, %s: %d agents are expected and %d of them missing, want %d and %d", seed, step, did, e, m, expected, missing)
 			}
-			for uid, by := range w.heard {
+			for k, by := range w.heard {
 				for a := range by {
-					if _, ok := a.reports[uid]; !ok || w.agents[a.id] != a {
-						t.Fatalf("seed %d step %d, %s: %s is heard of %s and has said nothing", seed, step, did, a.id, uid)
+					if _, ok := a.reports[k]; !ok || w.agents[a.id] != a {
+						t.Fatalf("seed %d step %d, %s: %s is heard of %v and has said nothing", seed, step, did, a.id, k)
 					}
 				}
 			}
@@ -80,10 +81,43 @@ func TestIndexesNeverShow(t *testing.T) {
 	}
 }
 
+// gated is a status at a gate.
+type gated struct {
+	key
+	Status
+}
+
+// both returns every drain that is open, at each gate.
+func (w *world) both() (all []gated) {
+	for _, s := range w.All(w.now) {
+		all = append(all, gated{atHold(s.Pod.UID), s})
+	}
+	for _, s := range w.Barriers(w.now) {
+		all = append(all, gated{atBarrier(s.Pod.UID), s})
+	}
+	return all
+}
+
 // step does one thing at random and says what.
 func (w *world) step(r *rand.Rand, id AgentID, p Pod, some func() []Service) string {
 	session := w.sessions[id]
-	switch r.IntN(14) {
+	switch r.IntN(20) {
+	case 14, 15:
+		b := Barrier{Pod: p, By: id, Services: some(), Since: w.now, Bound: 30 * time.Second, Last: r.IntN(4) == 0, LastHere: r.IntN(4) == 0}
+		w.OpenBarrier(w.now, b)
+		return fmt.Sprintf("barrier %+v", b)
+	case 16:
+		return fmt.Sprintf("deleted %s: %t", p.UID, r.IntN(3) == 0 && w.Deleted(w.now, p.UID))
+	case 17:
+		w.sessions[id] = w.ConnectWith(w.now, id, Hail{Boot: "boot", Observes: r.IntN(3) > 0})
+		return fmt.Sprintf("connect %s, who may observe", id)
+	case 18:
+		declared := []Route{{EveryService, Endpoints, Observe, PerConnection}}
+		if r.IntN(2) == 0 {
+			declared = []Route{{web, Endpoints, Observe, PerConnection}, {api, Endpoints, Direct, PerRequest}}
+		}
+		w.Declare(id, session, declared)
+		return fmt.Sprintf("%s declares %v", id, declared)
 	case 0:
 		w.sessions[id] = w.Connect(w.now, id)
 		return fmt.Sprintf("connect %s", id)
@@ -118,7 +152,7 @@ func (w *world) step(r *rand.Rand, id AgentID, p Pod, some func() []Service) str
 		w.sessions[id] = w.ConnectAs(w.now, id, fmt.Sprint("boot-", r.IntN(2)))
 		return fmt.Sprintf("connect %s", id)
 	default:
-		report := Report{UID: p.UID, State: State(r.IntN(5)), Held: r.IntN(5) > 0, Since: w.now}
+		report := Report{UID: p.UID, State: State(r.IntN(5)), Held: r.IntN(5) > 0, Since: w.now, Gate: Gate(r.IntN(2)), Quiet: r.IntN(2) == 0}
 		w.Report(w.now, id, session, []Report{report})
 		return fmt.Sprintf("%s reports %v", id, report)
 	}

@@ -13,15 +13,15 @@ type Ledger struct {
 	self   Lease
 	times  Times
 	agents map[AgentID]*agent
-	drains map[UID]*drain
+	drains map[key]*drain
 	// services holds who is concerned by each Service: an event costs those whom it concerns, not everybody.
 	services map[Service]*service
-	// everything are the agents that may route any Service: those that have not declared and are not said to only follow.
-	// everythingRev counts like service.rev.
-	everything    map[*agent]struct{}
-	everythingRev uint64
+	// everything are, for each gate, the agents that may be asked there about any Service: those that have not declared and are not said to be
+	// asked at the other gate only, and those that declare [EveryService]. everythingRev counts like service.rev.
+	everything    [gates]map[*agent]struct{}
+	everythingRev [gates]uint64
 	// heard holds the agents that have said something of a pod, which need not owe it.
-	heard map[UID]map[*agent]struct{}
+	heard map[key]map[*agent]struct{}
 	// rosterRev is the last rev that was given to a service's or to everything's list of agents, at first 1.
 	rosterRev uint64
 	// changes holds the drains in the order of their last change that agents must hear of, the newest first.
@@ -29,7 +29,10 @@ type Ledger struct {
 	rev     uint64
 	// numbers counts the drains that were opened, see Open.Number.
 	numbers uint64
-	touched map[UID]bool
+	touched [gates]map[UID]bool
+	// scope says who is asked at the barrier, learnt how long those take who are. See barrier.go.
+	scope  Scope
+	learnt durations
 	// queued are the open drains that wait for room, usable what was last said of each Service's targets. See queue.go.
 	queued map[*drain]struct{}
 	usable map[Service][]UID
@@ -44,12 +47,21 @@ type Ledger struct {
 	sweptAt time.Time
 }
 
+// key names a drain.
+type key struct {
+	uid  UID
+	gate Gate
+}
+
+func atHold(uid UID) key    { return key{uid, AtHold} }
+func atBarrier(uid UID) key { return key{uid, AtBarrier} }
+
 // service is what one Service concerns.
 type service struct {
-	// agents have declared that they route it so that they owe at the hold. rev is the ledger's rosterRev when that list, or what
+	// agents have declared that they route it so that they owe at a gate. rev is the ledger's rosterRev when that list, or what
 	// orders it, last changed.
-	agents map[*agent]struct{}
-	rev    uint64
+	agents [gates]map[*agent]struct{}
+	rev    [gates]uint64
 	// drains are the open ones of its pods.
 	drains map[*drain]struct{}
 }
@@ -71,15 +83,17 @@ type agent struct {
 	// declared says that routes is known, if only from an earlier session.
 	declared bool
 	routes   map[Service]Route
-	reports  map[UID]heard
+	reports  map[key]heard
 	breaker  breaker
+	// met says that it has had a session, observes that the last one understood [Watch].
+	met, observes bool
 	// boot is the life of its process that opened the session, "" if it did not say. left says that this life has left: its
 	// gateway accepts nothing any more.
 	boot string
 	left bool
-	// indexed are the Services under which the ledger's index has it, inEverything whether it is in that list.
-	indexed      map[Service]struct{}
-	inEverything bool
+	// indexed are, for each gate, the Services under which the ledger's index has it, inEverything whether it is in that list.
+	indexed      [gates]map[Service]struct{}
+	inEverything [gates]bool
 	// countedExpected and countedMissing are how Expecting counts it.
 	countedExpected, countedMissing bool
 }
@@ -97,7 +111,12 @@ func (r Report) tells(d *drain) bool { return !r.Held || r.Number == 0 || r.Numb
 // drain is one pod's.
 type drain struct {
 	pod      Pod
+	gate     Gate
 	services map[Service]bool
+	// barrier is what there is besides at that gate.
+	barrier barrier
+	// silent are, of a drain at the hold that ended with the pod's, those who had not let go of it.
+	silent map[AgentID]struct{}
 	// open: neither dead nor abandoned. While it is, since is its start, moved back by the time earlier drains of this UID used.
 	open  bool
 	since time.Time
@@ -118,6 +137,8 @@ type drain struct {
 	queued bool
 	// toldAt is when there was room, so that agents were told.
 	toldAt time.Time
+	// restart says that nobody wants the pod deleted: a container of it is being stopped. See [Ledger.Restart].
+	restart bool
 	// expired says that the deadline has passed, and that those who were silent then have been noted.
 	expired bool
 	// quiescingAt is when all that owe had said Removed. Zero while they have not.
@@ -142,8 +163,8 @@ type drain struct {
 func NewLedger(self Lease, times Times) *Ledger {
 	return &Ledger{
 		self: self, times: times,
-		agents: map[AgentID]*agent{}, drains: map[UID]*drain{}, changes: list.New(), touched: map[UID]bool{},
-		services: map[Service]*service{}, everything: map[*agent]struct{}{}, heard: map[UID]map[*agent]struct{}{}, rosterRev: 1, queued: map[*drain]struct{}{}, usable: map[Service][]UID{}, concerned: map[*agent]struct{}{},
+		agents: map[AgentID]*agent{}, drains: map[key]*drain{}, changes: list.New(), touched: [gates]map[UID]bool{{}, {}},
+		services: map[Service]*service{}, everything: [gates]map[*agent]struct{}{{}, {}}, heard: map[key]map[*agent]struct{}{}, rosterRev: 1, queued: map[*drain]struct{}{}, usable: map[Service][]UID{}, concerned: map[*agent]struct{}{},
 	}
 }
 
@@ -176,6 +197,9 @@ type Status struct {
 	Suspended []Waiting
 	// Recheck is when Status may change by time alone. Zero: never.
 	Recheck time.Time
+	// Stated is the wait from Since on that a barrier makes for those who cannot acknowledge. Cut says that it is beyond the deadline.
+	Stated time.Duration
+	Cut    bool
 }
 
 // Waits reports whether the drain still waits for gateways.
@@ -187,14 +211,37 @@ func (s Status) Waits() bool {
 // add to what earlier calls named. A pod that is dead has no drain: the status is Closed, Dead. What is known of the Services' targets
 // bounds it; see [Ledger.AskBounded].
 func (l *Ledger) Ask(now time.Time, pod Pod, services []Service) Status {
-	d := l.drains[pod.UID]
-	if d == nil {
-		d = &drain{pod: pod, services: map[Service]bool{}}
-		l.drains[pod.UID] = d
-	}
+	d := l.drain(pod, AtHold)
 	if !d.open && d.reason == Dead {
 		return l.status(now, d)
 	}
+	l.serve(d, services)
+	d.restart = false
+	if brokenRule == 5 {
+		d.since, d.begun = now, now
+	}
+	if !d.open {
+		l.begin(now, d, now.Add(-d.spent))
+		d.queued = true
+		l.queued[d] = struct{}{}
+	}
+	l.admit(now)
+	return l.status(now, d)
+}
+
+// drain returns that of a pod at a gate, and makes room for it.
+func (l *Ledger) drain(pod Pod, gate Gate) *drain {
+	k := key{pod.UID, gate}
+	d := l.drains[k]
+	if d == nil {
+		d = &drain{pod: pod, gate: gate, services: map[Service]bool{}}
+		l.drains[k] = d
+	}
+	return d
+}
+
+// serve adds services to those of d, and tells of it whom that concerns.
+func (l *Ledger) serve(d *drain, services []Service) {
 	grown := false
 	for _, s := range services {
 		grown = grown || !d.services[s]
@@ -206,28 +253,29 @@ func (l *Ledger) Ask(now time.Time, pod Pod, services []Service) Status {
 			l.change(d)
 		}
 	}
-	if brokenRule == 5 {
-		d.since, d.begun = now, now
-	}
-	if !d.open {
-		l.enlist(d)
-		d.open, d.reason, d.begun, d.lastAnswer = true, ReasonNone, now, now
-		d.quiescingAt, d.allowed, d.expired = time.Time{}, false, false
-		d.since = now.Add(-d.spent)
-		l.numbers++
-		d.number = l.numbers
-		// Whoever it is that knows of it: another replica may have asked agents that do not owe it here.
-		for a := range l.heard[pod.UID] {
-			if r := a.reports[pod.UID]; r.tells(d) && l.fresh(now, a, r) {
-				l.adopt(d, r.Since)
-			}
-		}
-		d.queued = true
-		l.queued[d] = struct{}{}
-	}
-	l.admit(now)
-	return l.status(now, d)
 }
+
+// begin opens d.
+func (l *Ledger) begin(now time.Time, d *drain, since time.Time) {
+	l.enlist(d)
+	d.open, d.reason, d.begun, d.lastAnswer = true, ReasonNone, now, now
+	d.quiescingAt, d.allowed, d.expired = time.Time{}, false, false
+	d.since = since
+	l.numbers++
+	d.number = l.numbers
+	if d.gate == AtBarrier {
+		return // who asks tells how much time is over
+	}
+	// Whoever it is that knows of it: another replica may have asked agents that do not owe it here.
+	k := d.key()
+	for a := range l.heard[k] {
+		if r := a.reports[k]; r.tells(d) && l.fresh(now, a, r) {
+			l.adopt(d, r.Since)
+		}
+	}
+}
+
+func (d *drain) key() key { return key{d.pod.UID, d.gate} }
 
 // adopt brings the drain's clock forward to since if that is older. Never by more than the deadline: a clock that runs wild on
 // the other side may end this drain early, not the next ones.
@@ -235,7 +283,7 @@ func (l *Ledger) adopt(d *drain, since time.Time) {
 	if since.IsZero() {
 		return
 	}
-	if since = later(since, d.begun.Add(-l.times.Deadline)); since.Before(d.since) {
+	if since = later(since, d.begun.Add(-l.length(d))); since.Before(d.since) {
 		d.since = since
 		l.touch(d)
 	}
@@ -243,14 +291,14 @@ func (l *Ledger) adopt(d *drain, since time.Time) {
 
 // Hold and Answered bracket a call that waits for uid. Answered says whether the answer was to allow.
 func (l *Ledger) Hold(uid UID) {
-	if d := l.drains[uid]; d != nil {
+	if d := l.drains[atHold(uid)]; d != nil {
 		d.inFlight++
 	}
 }
 
 // Answered records that a held call was answered. See [Ledger.Hold].
 func (l *Ledger) Answered(now time.Time, uid UID, allowed bool) {
-	d := l.drains[uid]
+	d := l.drains[atHold(uid)]
 	if d == nil {
 		return
 	}
@@ -261,7 +309,7 @@ func (l *Ledger) Answered(now time.Time, uid UID, allowed bool) {
 
 // Status returns the drain of uid at now. PhaseUnknown if there is none.
 func (l *Ledger) Status(now time.Time, uid UID) Status {
-	d := l.drains[uid]
+	d := l.drains[atHold(uid)]
 	if d == nil {
 		return Status{Pod: Pod{UID: uid}}
 	}
@@ -269,10 +317,12 @@ func (l *Ledger) Status(now time.Time, uid UID) Status {
 }
 
 // All returns every drain that is open, the oldest first.
-func (l *Ledger) All(now time.Time) []Status {
+func (l *Ledger) All(now time.Time) []Status { return l.all(now, AtHold) }
+
+func (l *Ledger) all(now time.Time, gate Gate) []Status {
 	all := []Status{}
 	for _, d := range l.drains {
-		if d.open {
+		if d.open && d.gate == gate {
 			all = append(all, l.status(now, d))
 		}
 	}
@@ -284,7 +334,7 @@ func (l *Ledger) All(now time.Time) []Status {
 
 // Draining returns since when uid has an open drain, queued or not. ok is false if it has none.
 func (l *Ledger) Draining(uid UID) (since time.Time, ok bool) {
-	d := l.drains[uid]
+	d := l.drains[atHold(uid)]
 	if d == nil || !d.open {
 		return time.Time{}, false
 	}
@@ -293,7 +343,7 @@ func (l *Ledger) Draining(uid UID) (since time.Time, ok bool) {
 
 // Refused returns how many drains of uid were allowed and abandoned all the same, in the last window, which is at most Times.Memory.
 func (l *Ledger) Refused(now time.Time, uid UID, window time.Duration) int {
-	d := l.drains[uid]
+	d := l.drains[atHold(uid)]
 	if d == nil {
 		return 0
 	}
@@ -309,7 +359,7 @@ func (l *Ledger) Refused(now time.Time, uid UID, window time.Duration) int {
 // Gone records that the pod is terminating or gone, from a watch or a live read. Its drain is closed, and its UID is dead.
 // It reports whether that was news.
 func (l *Ledger) Gone(now time.Time, uid UID) bool {
-	d := l.drains[uid]
+	d := l.drains[atHold(uid)]
 	if d == nil || !d.open {
 		return false
 	}
@@ -321,16 +371,18 @@ func (l *Ledger) Gone(now time.Time, uid UID) bool {
 // Alive records that a live read showed the pod without deletionTimestamp. The drain is abandoned if nobody has asked for it since
 // [Ledger.Tick] named it. It reports whether it was.
 func (l *Ledger) Alive(now time.Time, uid UID) bool {
-	d := l.drains[uid]
+	d := l.drains[atHold(uid)]
 	if d == nil || !d.open || !l.suspect(now, d) {
 		return false
 	}
 	l.expire(now, d)
-	if d.allowed {
+	if d.allowed && !d.restart {
 		d.allowedAlive = slices.DeleteFunc(d.allowedAlive, func(at time.Time) bool { return now.Sub(at) >= l.times.Memory })
 		d.allowedAlive = append(d.allowedAlive, now)
 	}
-	d.spent = d.lastAnswer.Sub(d.since)
+	if !d.restart {
+		d.spent = d.lastAnswer.Sub(d.since)
+	}
 	l.close(now, d, Abandoned)
 	return true
 }
@@ -342,9 +394,14 @@ func (l *Ledger) suspect(now time.Time, d *drain) bool {
 // close ends a drain. What was said of it must not count for the next one of this UID: an agent that has lifted a tombstone
 // says nothing of the pod any more.
 func (l *Ledger) close(now time.Time, d *drain, reason Reason) {
+	if d.gate == AtHold && reason == Dead {
+		d.silent = l.silent(now, d)
+	}
 	d.open, d.reason, d.closedAt = false, reason, now
-	for a := range l.heard[d.pod.UID] {
-		l.unhear(a, d.pod.UID)
+	for _, k := range []key{atHold(d.pod.UID), d.key()} {
+		for a := range l.heard[k] {
+			l.unhear(a, k)
+		}
 	}
 	l.change(d)
 	l.delist(d)
@@ -364,9 +421,9 @@ func (l *Ledger) Tick(now time.Time) []Pod {
 				l.forget(a)
 				continue
 			}
-			for uid, r := range a.reports {
+			for k, r := range a.reports {
 				if !l.fresh(now, a, r) {
-					l.unhear(a, uid)
+					l.unhear(a, k)
 				}
 			}
 		}
@@ -380,21 +437,33 @@ func (l *Ledger) Tick(now time.Time) []Pod {
 		}
 	}
 	slices.SortFunc(over, func(a, b *drain) int {
-		return cmp.Or(l.deadline(a).Compare(l.deadline(b)), cmp.Compare(a.pod.UID, b.pod.UID))
+		return cmp.Or(l.deadline(a).Compare(l.deadline(b)), cmp.Compare(a.pod.UID, b.pod.UID), cmp.Compare(a.gate, b.gate))
 	})
 	for _, d := range over {
 		l.expire(now, d)
 	}
 	var look []Pod
-	for uid, d := range l.drains {
+	var forgotten []*drain
+	for k, d := range l.drains {
+		if d.silent != nil && now.Sub(d.closedAt) >= 2*l.times.Deadline {
+			d.silent = nil // a barrier that came now would be over
+		}
 		switch {
+		case d.open && d.gate == AtBarrier:
+			if now.Sub(l.deadline(d)) >= l.times.Memory {
+				forgotten = append(forgotten, d)
+			}
 		case d.open && l.suspect(now, d) && now.Sub(d.checkedAt) >= l.times.Heartbeat:
 			d.checkedAt = now
 			look = append(look, d.pod)
 		case !d.open && now.Sub(d.closedAt) >= l.times.Memory:
 			l.changes.Remove(d.element)
-			delete(l.drains, uid)
+			delete(l.drains, k)
 		}
+	}
+	slices.SortFunc(forgotten, func(a, b *drain) int { return cmp.Compare(a.pod.UID, b.pod.UID) })
+	for _, d := range forgotten {
+		l.close(now, d, Abandoned)
 	}
 	slices.SortFunc(look, func(a, b Pod) int { return cmp.Compare(a.UID, b.UID) })
 	return look
@@ -456,11 +525,27 @@ func (l *Ledger) Connect(now time.Time, id AgentID) (session uint64) { return l.
 // ConnectAs opens a session for an agent and ends its former one, if any. What was reported before is void. boot names the life of the
 // agent's process: in another one than that which left, or in one without name, its gateway may accept again, and it is owed.
 func (l *Ledger) ConnectAs(now time.Time, id AgentID, boot string) (session uint64) {
+	return l.ConnectWith(now, id, Hail{Boot: boot})
+}
+
+// Hail is what an agent says of itself when it connects.
+type Hail struct {
+	// Boot names the life of its process.
+	Boot string
+	// Observes says that it understands [Watch]: one that does not cannot be asked at the barrier.
+	Observes bool
+}
+
+// ConnectWith is [Ledger.ConnectAs] of an agent that says more.
+func (l *Ledger) ConnectWith(now time.Time, id AgentID, h Hail) (session uint64) {
 	a := l.agent(now, id)
-	if a.left && (boot == "" || boot != a.boot) {
+	if a.left && (h.Boot == "" || h.Boot != a.boot) {
 		a.left = false
 	}
-	a.boot = boot
+	if !a.met || a.observes != h.Observes {
+		l.touchFor(a) // it may be asked elsewhere from now on
+	}
+	a.boot, a.met, a.observes = h.Boot, true, h.Observes
 	l.rev++
 	a.session = l.rev
 	l.void(a)
@@ -507,7 +592,7 @@ func (l *Ledger) Declare(id AgentID, session uint64, routes []Route) (open []Ope
 	l.recount(a)
 	a.routes = make(map[Service]Route, len(routes))
 	for _, r := range routes {
-		if have, twice := a.routes[r.Service]; !twice || owesAtHold(r) && !owesAtHold(have) {
+		if have, twice := a.routes[r.Service]; !twice || owesAt(AtHold, r) || owesAt(AtBarrier, r) && !owesAt(AtHold, have) {
 			a.routes[r.Service] = r
 		}
 	}
@@ -516,7 +601,7 @@ func (l *Ledger) Declare(id AgentID, session uint64, routes []Route) (open []Ope
 	open = []Open{}
 	for e := l.changes.Back(); e != nil; e = e.Prev() {
 		if d := e.Value.(*drain); d.open && !d.queued && l.routes(a, d) {
-			open = append(open, Open{Pod: d.pod, Since: d.since, Number: d.number})
+			open = append(open, l.opened(a, d))
 		}
 	}
 	return open, true
@@ -555,9 +640,9 @@ func (l *Ledger) ReportAsOf(now, asOf time.Time, id AgentID, session uint64, rep
 	}
 	a := l.agents[id]
 	for _, r := range reports {
-		d := l.drains[r.UID]
+		d := l.about(a, r)
 		open := d != nil && d.open
-		had, known := a.reports[r.UID]
+		had, known := a.reports[key{r.UID, r.Gate}]
 		if !known && len(a.reports) >= reportsMost {
 			continue
 		}
@@ -576,17 +661,22 @@ func (l *Ledger) ReportAsOf(now, asOf time.Time, id AgentID, session uint64, rep
 			news = true
 		}
 		l.hear(asOf, a, r)
-		if open && fresher && matters(d, a, r) && !(a == d.witness && acknowledges(r) && r.tells(d) && l.replaceWitness(now, d)) {
+		if open && r.Gate == AtBarrier {
+			l.learn(now, a, d, had, r)
+		}
+		if open && fresher && l.matters(now, d, a, r) && !(a == d.witness && l.acknowledges(now, d, a, r) && r.tells(d) && l.replaceWitness(now, d)) {
 			l.touch(d)
 		}
 		if open && d.queued && !r.Held {
 			l.admit(now)
 		}
 		if open && r.tells(d) {
-			if acknowledges(r) && l.fresh(now, a, heard{r, asOf}) && now.Before(l.deadline(d)) && l.routes(a, d) {
+			if l.acknowledges(now, d, a, r) && l.fresh(now, a, heard{r, asOf}) && now.Before(l.deadline(d)) && l.routes(a, d) {
 				l.acknowledged(a)
 			}
-			l.adopt(d, r.Since)
+			if d.gate == AtHold {
+				l.adopt(d, r.Since)
+			}
 		}
 	}
 	return news
@@ -605,8 +695,14 @@ func (l *Ledger) Since(id AgentID, rev uint64) (open []Open, released []Release,
 		next = max(next, d.rev)
 		switch {
 		case d.open && !d.queued && l.routes(a, d):
-			open = append(open, Open{Pod: d.pod, Since: d.since, Number: d.number})
-		case !d.open:
+			open = append(open, l.opened(a, d))
+		case !d.open && d.gate == AtBarrier:
+			if a.gateOf(d) == AtBarrier {
+				released = append(released, Release{UID: d.pod.UID, Dead: d.reason == Dead, Gate: AtBarrier})
+			} else {
+				released = append(released, Release{UID: d.pod.UID, Dead: true}) // it was deleted, whatever has become of it
+			}
+		case !d.open && !l.directs(a, d.pod.UID):
 			released = append(released, Release{UID: d.pod.UID, Dead: d.reason == Dead || brokenRule == 4})
 		}
 	}
@@ -619,15 +715,18 @@ func (l *Ledger) Since(id AgentID, rev uint64) (open []Open, released []Release,
 func (l *Ledger) Revision() uint64 { return l.rev }
 
 // Touched returns the UIDs whose status may have changed since it was last called.
-func (l *Ledger) Touched() []UID {
-	if len(l.touched) == 0 {
+func (l *Ledger) Touched() []UID { return l.touchedAt(AtHold) }
+
+func (l *Ledger) touchedAt(gate Gate) []UID {
+	touched := l.touched[gate]
+	if len(touched) == 0 {
 		return nil
 	}
-	uids := make([]UID, 0, len(l.touched))
-	for uid := range l.touched {
+	uids := make([]UID, 0, len(touched))
+	for uid := range touched {
 		uids = append(uids, uid)
 	}
-	clear(l.touched)
+	clear(touched)
 	slices.Sort(uids)
 	return uids
 }
@@ -649,12 +748,12 @@ func (l *Ledger) Concerned() []AgentID {
 
 // CouldRoute reports whether some agent may route one of services: it declared so, or has not been heard.
 func (l *Ledger) CouldRoute(services []Service) bool {
-	if len(l.everything) > 0 {
+	if len(l.everything[AtHold]) > 0 {
 		return true
 	}
 	return slices.ContainsFunc(services, func(s Service) bool {
 		of := l.services[s]
-		return of != nil && len(of.agents) > 0
+		return of != nil && len(of.agents[AtHold]) > 0
 	})
 }
 
@@ -682,28 +781,29 @@ func (l *Ledger) forget(a *agent) {
 // hear keeps what a says of a pod, unhear forgets it, and void all that a has said.
 func (l *Ledger) hear(asOf time.Time, a *agent, r Report) {
 	if a.reports == nil {
-		a.reports = map[UID]heard{}
+		a.reports = map[key]heard{}
 	}
-	a.reports[r.UID] = heard{r, asOf}
-	by := l.heard[r.UID]
+	k := key{r.UID, r.Gate}
+	a.reports[k] = heard{r, asOf}
+	by := l.heard[k]
 	if by == nil {
 		by = map[*agent]struct{}{}
-		l.heard[r.UID] = by
+		l.heard[k] = by
 	}
 	by[a] = struct{}{}
 }
 
-func (l *Ledger) unhear(a *agent, uid UID) {
-	delete(a.reports, uid)
-	by := l.heard[uid]
+func (l *Ledger) unhear(a *agent, k key) {
+	delete(a.reports, k)
+	by := l.heard[k]
 	if delete(by, a); len(by) == 0 {
-		delete(l.heard, uid)
+		delete(l.heard, k)
 	}
 }
 
 func (l *Ledger) void(a *agent) {
-	for uid := range a.reports {
-		l.unhear(a, uid)
+	for k := range a.reports {
+		l.unhear(a, k)
 	}
 	a.reports = nil
 }
@@ -711,55 +811,59 @@ func (l *Ledger) void(a *agent) {
 // index brings the lists of who may route what in line with a. What does not change costs nothing: most agents come back with the
 // routes that they had.
 func (l *Ledger) index(a *agent) {
-	if everything := !a.left && !a.declared && a.label != LabelFollowing; everything != a.inEverything {
-		a.inEverything = everything
-		l.rosterRev++
-		l.everythingRev = l.rosterRev
-		if everything {
-			l.everything[a] = struct{}{}
-		} else {
-			delete(l.everything, a)
+	for g := range gates {
+		if everything := a.mayEverything(g); everything != a.inEverything[g] {
+			a.inEverything[g] = everything
+			l.rosterRev++
+			l.everythingRev[g] = l.rosterRev
+			if everything {
+				l.everything[g][a] = struct{}{}
+			} else {
+				delete(l.everything[g], a)
+			}
 		}
-	}
-	for s := range a.indexed {
-		if r, ok := a.routes[s]; a.left || !ok || !owesAtHold(r) {
-			l.drop(a, s)
+		for s := range a.indexed[g] {
+			if r, ok := a.routes[s]; !a.can(g) || !ok || !owesAt(g, r) {
+				l.drop(a, g, s)
+			}
 		}
-	}
-	for s, r := range a.routes {
-		if _, has := a.indexed[s]; has || a.left || !owesAtHold(r) {
-			continue
+		for s, r := range a.routes {
+			if _, has := a.indexed[g][s]; has || !a.can(g) || !owesAt(g, r) || s == EveryService {
+				continue
+			}
+			if a.indexed[g] == nil {
+				a.indexed[g] = map[Service]struct{}{}
+			}
+			a.indexed[g][s] = struct{}{}
+			of := l.service(s)
+			of.agents[g][a] = struct{}{}
+			l.rosterRev++
+			of.rev[g] = l.rosterRev
 		}
-		if a.indexed == nil {
-			a.indexed = map[Service]struct{}{}
-		}
-		a.indexed[s] = struct{}{}
-		of := l.service(s)
-		of.agents[a] = struct{}{}
-		l.rosterRev++
-		of.rev = l.rosterRev
 	}
 }
 
 // unindex takes a out of all lists.
 func (l *Ledger) unindex(a *agent) {
-	if a.inEverything {
-		a.inEverything = false
-		delete(l.everything, a)
-		l.rosterRev++
-		l.everythingRev = l.rosterRev
-	}
-	for s := range a.indexed {
-		l.drop(a, s)
+	for g := range gates {
+		if a.inEverything[g] {
+			a.inEverything[g] = false
+			delete(l.everything[g], a)
+			l.rosterRev++
+			l.everythingRev[g] = l.rosterRev
+		}
+		for s := range a.indexed[g] {
+			l.drop(a, g, s)
+		}
 	}
 }
 
-func (l *Ledger) drop(a *agent, s Service) {
-	delete(a.indexed, s)
+func (l *Ledger) drop(a *agent, g Gate, s Service) {
+	delete(a.indexed[g], s)
 	of := l.services[s]
-	delete(of.agents, a)
+	delete(of.agents[g], a)
 	l.rosterRev++
-	of.rev = l.rosterRev
+	of.rev[g] = l.rosterRev
 	l.prune(s)
 }
 
@@ -768,7 +872,7 @@ func (l *Ledger) service(s Service) *service {
 	of := l.services[s]
 	if of == nil {
 		l.rosterRev++
-		of = &service{agents: map[*agent]struct{}{}, drains: map[*drain]struct{}{}, rev: l.rosterRev}
+		of = &service{agents: [gates]map[*agent]struct{}{{}, {}}, drains: map[*drain]struct{}{}, rev: [gates]uint64{l.rosterRev, l.rosterRev}}
 		l.services[s] = of
 	}
 	return of
@@ -783,7 +887,7 @@ func (l *Ledger) prune(s Service) {
 	if len(of.drains) == 0 {
 		delete(l.usable, s)
 	}
-	if len(of.agents) == 0 && len(of.drains) == 0 {
+	if len(of.agents[AtHold]) == 0 && len(of.agents[AtBarrier]) == 0 && len(of.drains) == 0 {
 		delete(l.services, s)
 	}
 }
@@ -806,20 +910,29 @@ func (l *Ledger) delist(d *drain) {
 
 // owing returns the agents that may route the pod of d, in the order of their names: all that can owe it.
 func (l *Ledger) owing(d *drain) []*agent {
-	newest := l.everythingRev
-	for s := range d.services {
-		if of := l.services[s]; of != nil {
-			newest = max(newest, of.rev)
+	newest := uint64(0)
+	for _, g := range d.asks() {
+		newest = max(newest, l.everythingRev[g])
+		for s := range d.services {
+			if of := l.services[s]; of != nil {
+				newest = max(newest, of.rev[g])
+			}
 		}
 	}
 	if d.rosterAt != 0 && newest <= d.rosterAt {
 		return d.agents
 	}
-	d.agents = slices.AppendSeq(d.agents[:0], maps.Keys(l.everything))
-	for s := range d.services {
-		if of := l.services[s]; of != nil {
-			d.agents = slices.AppendSeq(d.agents, maps.Keys(of.agents))
+	d.agents = d.agents[:0]
+	for _, g := range d.asks() {
+		d.agents = slices.AppendSeq(d.agents, maps.Keys(l.everything[g]))
+		for s := range d.services {
+			if of := l.services[s]; of != nil {
+				d.agents = slices.AppendSeq(d.agents, maps.Keys(of.agents[g]))
+			}
 		}
+	}
+	if d.gate == AtBarrier {
+		d.agents = slices.DeleteFunc(d.agents, func(a *agent) bool { return !l.routes(a, d) })
 	}
 	slices.SortFunc(d.agents, func(a, b *agent) int { return cmp.Or(cmp.Compare(a.name, b.name), cmp.Compare(a.id, b.id)) })
 	d.agents = slices.Compact(d.agents) // one that routes several of the Services
@@ -827,24 +940,61 @@ func (l *Ledger) owing(d *drain) []*agent {
 	return d.agents
 }
 
-// routes says whether a may route the pod of d, as far as is known: an agent that has not declared may route everything, except
-// that its label may say that it only follows. One that has left routes nothing.
+// asks lists the gates whose agents can owe d.
+func (d *drain) asks() []Gate { return asked[d.gate] }
+
+var asked = [gates][]Gate{{AtHold}, {AtHold, AtBarrier}}
+
+// routes says whether a may owe d, as far as is known.
 func (l *Ledger) routes(a *agent, d *drain) bool {
-	if a.left {
+	if d.gate == AtBarrier {
+		return l.owesBarrier(a, d)
+	}
+	return a.may(AtHold, d)
+}
+
+// may says whether a routes the pod of d so that it may be asked at a gate: an agent that has not declared may route everything, except
+// that its label may say at which gate alone. One that has left routes nothing.
+func (a *agent) may(g Gate, d *drain) bool {
+	if a.mayEverything(g) {
+		return true
+	}
+	if !a.can(g) {
 		return false
 	}
-	if !a.declared {
-		return a.label != LabelFollowing
-	}
 	for s := range d.services {
-		if r, ok := a.routes[s]; ok && owesAtHold(r) {
+		if r, ok := a.routes[s]; ok && owesAt(g, r) {
 			return true
 		}
 	}
 	return false
 }
 
-func owesAtHold(r Route) bool { return r.Via == Endpoints && r.Can == Direct }
+// can says whether a can be asked at a gate at all. Of one that was never heard nobody knows that it cannot.
+func (a *agent) can(g Gate) bool {
+	return !a.left && (g == AtHold || a.observes || !a.met)
+}
+
+// mayEverything says whether a may be asked at a gate about every Service.
+func (a *agent) mayEverything(g Gate) bool {
+	switch {
+	case !a.can(g):
+		return false
+	case !a.declared && g == AtHold:
+		return a.label != LabelFollowing
+	case !a.declared:
+		return a.label != LabelDirected
+	}
+	r, ok := a.routes[EveryService]
+	return ok && owesAt(g, r)
+}
+
+func owesAt(g Gate, r Route) bool {
+	if g == AtHold {
+		return r.Via == Endpoints && r.Can == Direct
+	}
+	return r.Via == Endpoints && r.Can == Observe
+}
 
 // owes says whether a must acknowledge d at now and, if time alone may change that, when.
 func (l *Ledger) owes(now time.Time, a *agent, d *drain) (owes bool, until time.Time) {
@@ -866,6 +1016,9 @@ func (l *Ledger) fresh(now time.Time, a *agent, r heard) bool {
 }
 
 func (l *Ledger) deadline(d *drain) time.Time {
+	if d.gate == AtBarrier {
+		return d.since.Add(d.barrier.bound)
+	}
 	return later(d.since.Add(l.times.Deadline), d.begun.Add(l.times.Hold))
 }
 
@@ -886,7 +1039,7 @@ func (l *Ledger) derive(now time.Time, d *drain) Status {
 			s.Recheck = at
 		}
 	}
-	least := Idle
+	least, kept := Idle, false
 	var waiting []*agent
 	for _, a := range l.owing(d) {
 		owes, until := l.owes(now, a, d)
@@ -896,7 +1049,8 @@ func (l *Ledger) derive(now time.Time, d *drain) Status {
 		if !owes {
 			continue
 		}
-		state, until := l.state(now, a, d)
+		state, last, until := l.word(now, a, d)
+		kept = kept || last
 		if !until.IsZero() {
 			recheck(until)
 		}
@@ -939,16 +1093,32 @@ func (l *Ledger) derive(now time.Time, d *drain) Status {
 	default:
 		s.Phase = Unrouting
 	}
+	if d.gate == AtBarrier {
+		s = l.stated(now, d, s, kept)
+		if !s.Recheck.IsZero() && !s.Recheck.After(now) {
+			s.Recheck = time.Time{}
+		}
+	}
 	d.phase, d.witness = s.Phase, witness(s, waiting)
 	return s
 }
 
 // state is what a says of the pod of d that counts at now and, if time alone may change that, when.
 func (l *Ledger) state(now time.Time, a *agent, d *drain) (state State, until time.Time) {
-	if r, ok := a.reports[d.pod.UID]; ok && r.Held && r.tells(d) && l.fresh(now, a, r) {
-		return r.State, r.at.Add(l.times.Freshness + 1)
+	state, _, until = l.word(now, a, d)
+	return state, until
+}
+
+// word is state, and whether it counts for more than it says because there is nobody else to send to.
+func (l *Ledger) word(now time.Time, a *agent, d *drain) (state State, last bool, until time.Time) {
+	if r, ok := a.reports[key{d.pod.UID, a.gateOf(d)}]; ok && r.Held && r.tells(d) && l.fresh(now, a, r) {
+		state, last, until = l.counts(now, d, a, r.Report)
+		if old := r.at.Add(l.times.Freshness + 1); until.IsZero() || old.Before(until) {
+			until = old
+		}
+		return state, last, until
 	}
-	return StateUnknown, time.Time{}
+	return StateUnknown, false, time.Time{}
 }
 
 // replaceWitness looks for another agent that keeps d in its phase, after what its witness said lets it go. It goes round the agents
@@ -995,15 +1165,16 @@ func witness(s Status, waiting []*agent) *agent {
 }
 
 // matters reports whether what a says of d can change its phase.
-func matters(d *drain, a *agent, r Report) bool {
-	blocks := !r.Held || !r.tells(d) || r.State < Removed
+func (l *Ledger) matters(now time.Time, d *drain, a *agent, r Report) bool {
+	state, _, _ := l.counts(now, d, a, r)
+	blocks := !r.Held || !r.tells(d) || state < Removed
 	switch {
 	case d.witness == nil:
 		return true
 	case d.phase == Unrouting:
 		return a == d.witness && !blocks
 	default:
-		return blocks || a == d.witness && r.State == Idle
+		return blocks || a == d.witness && state == Idle
 	}
 }
 
@@ -1026,22 +1197,25 @@ func (l *Ledger) change(d *drain) {
 // touch notes that the status of d may have changed.
 func (l *Ledger) touch(d *drain) {
 	d.witness = nil
-	l.touched[d.pod.UID] = true
+	l.touched[d.gate][d.pod.UID] = true
 }
 
 // touchFor touches the drains that a may owe.
 func (l *Ledger) touchFor(a *agent) {
-	if a.inEverything {
+	if a.inEverything[AtHold] || a.inEverything[AtBarrier] {
 		for _, d := range l.drains {
-			if d.open {
+			if d.open && (a.inEverything[AtHold] || d.gate == AtBarrier) {
 				l.touch(d)
 			}
 		}
-		return
 	}
-	for s := range a.indexed {
-		for d := range l.services[s].drains {
-			l.touch(d)
+	for g := range gates {
+		for s := range a.indexed[g] {
+			for d := range l.services[s].drains {
+				if slices.Contains(d.asks(), g) {
+					l.touch(d)
+				}
+			}
 		}
 	}
 }

@@ -353,7 +353,7 @@ func TestTheBoundHolds(t *testing.T) {
 				was[p.UID] = true
 			}
 			for _, s := range w.All(w.now) {
-				d := w.drains[s.Pod.UID]
+				d := w.drains[atHold(s.Pod.UID)]
 				for of := range d.services {
 					room := w.room(w.now, of)
 					switch {

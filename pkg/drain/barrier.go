@@ -1,0 +1,400 @@
+package drain
+
+import (
+	"cmp"
+	"hash/fnv"
+	"io"
+	"math"
+	"net/netip"
+	"slices"
+	"time"
+)
+
+// The barrier is the second gate of a pod: it is asked for when the pod is terminating and its containers wait to be told to stop. It is a
+// drain like that at the hold, with the same levels, freshness, sessions and suspensions, and differs in these points.
+//
+// Asked are the agents that observe ([Watch]), and those that direct and have not let go at the hold: pods whose deletion did not wait, or
+// did not wait for them. What one of the latter has said here of the drain at the hold, at its end, or of another replica's, is enough: that
+// pod is terminating since. They are told by an ordinary Open and say nothing of gates.
+//
+// A gateway that has nobody else to send to goes on sending to a terminating pod (KEP-1669). It is asked to be quiet then, not to let go,
+// and the drain is released with the reason LastTarget. Whether that is so, agents cannot know: one whose kernel is late sees the last
+// target of a Service that has another one. So the word of those who say Kept or Routing counts for more only while the replica sees no
+// ready endpoint, and has seen none for [lastSettle], for it may be late too.
+//
+// Waits that Services state for those who can never acknowledge run beside the acknowledgements, from the deletion on, and so does the
+// wait for agents that were not in the sample.
+//
+// It is over when the pod is gone ([Ledger.Deleted]), and forgotten when nobody can wait any more.
+
+// Barrier is what the agent on the pod's node asks for, with what the replica knows of the pod.
+type Barrier struct {
+	Pod Pod
+	// By is the agent that asks.
+	By AgentID
+	// Services are those that list the pod, or did lately.
+	Services []Service
+	// Targets are the pod's addresses.
+	Targets []netip.AddrPort
+	// Since is the deletion, Bound how long after it nobody waits any more.
+	Since time.Time
+	Bound time.Duration
+	// Stated is the longest wait, from the deletion on, that one of Services states.
+	Stated time.Duration
+	// Last says that one of Services has no ready endpoint, or lists those that are not too. LastHere says that it has none on the pod's node,
+	// and that traffic of the node stays there: then only the agent that asks is taken at its word.
+	Last, LastHere bool
+}
+
+// barrier is what a drain has at the barrier besides.
+type barrier struct {
+	by      AgentID
+	bound   time.Duration
+	targets []netip.AddrPort
+	stated  time.Duration
+	// rest is the wait for the agents that observe and are not in sample. Nil: all are asked.
+	rest   time.Duration
+	sample map[AgentID]struct{}
+	// held says that a drain at the hold ended here with the pod's end: those who direct owe if they are among others. If not, they owe if they
+	// are not.
+	held   bool
+	others map[AgentID]struct{}
+	// last and lastHere are as in Barrier, each at the time since which it is so; zero: it is not.
+	last, lastHere time.Time
+}
+
+const (
+	// lastSettle is how long no endpoint must be ready until gateways may keep the pod.
+	lastSettle = time.Second
+	// scopeAllMost is how many agents ScopeAuto asks, sampleSize how many ScopeQuorum asks, learnLeast from how many times it knows how long the
+	// others take.
+	scopeAllMost = 200
+	sampleSize   = 50
+	learnLeast   = 1000
+)
+
+// SetScope says which of the agents that observe are asked. It holds for barriers that are opened from then on.
+func (l *Ledger) SetScope(s Scope) { l.scope = s }
+
+// OpenBarrier opens the barrier of a pod that is terminating, or joins the one that is open, and returns its status. Its deadline may be
+// brought forward, never put back.
+func (l *Ledger) OpenBarrier(now time.Time, b Barrier) Status {
+	l.Gone(now, b.Pod.UID)
+	d := l.drain(b.Pod, AtBarrier)
+	if b.Since.After(now) {
+		b.Since = now
+	}
+	is := &d.barrier
+	if !d.open {
+		*is = barrier{by: b.By, bound: b.Bound, targets: slices.Clone(b.Targets), stated: b.Stated}
+		is.hold(l, now, b.Pod.UID)
+		if h := l.drain(b.Pod, AtHold); h.reason != Dead {
+			// Nothing opens it from now on: what comes to be asked about this pod, is asked here.
+			l.close(now, h, Dead)
+			h.silent = nil
+		}
+		for _, s := range b.Services {
+			d.services[s] = true
+		}
+		l.draw(d)
+		l.see(now, d, b)
+		l.begin(now, d, b.Since)
+		d.toldAt = now
+		l.change(d)
+		return l.status(now, d)
+	}
+	l.serve(d, b.Services)
+	if is.by != b.By {
+		is.by = b.By // its agent came anew
+		if is.sample != nil {
+			is.sample[b.By] = struct{}{}
+		}
+		d.rosterAt = 0
+		l.change(d)
+	}
+	if b.Since.Before(d.since) {
+		d.since = b.Since
+		l.touch(d)
+	}
+	if b.Bound < is.bound || b.Stated > is.stated {
+		is.bound, is.stated = min(is.bound, b.Bound), max(is.stated, b.Stated)
+		l.touch(d)
+	}
+	l.see(now, d, b)
+	return l.status(now, d)
+}
+
+// see takes in what is known of other endpoints.
+func (l *Ledger) see(now time.Time, d *drain, b Barrier) {
+	for _, of := range []struct {
+		since *time.Time
+		is    bool
+	}{{&d.barrier.last, b.Last}, {&d.barrier.lastHere, b.LastHere}} {
+		switch {
+		case of.is && of.since.IsZero():
+			*of.since = now
+			l.touch(d)
+		case !of.is && !of.since.IsZero():
+			*of.since = time.Time{}
+			l.touch(d)
+		}
+	}
+}
+
+// hold finds who of those that direct has let go of the pod already.
+func (b *barrier) hold(l *Ledger, now time.Time, uid UID) {
+	if d := l.drains[atHold(uid)]; d != nil && d.reason == Dead {
+		b.held, b.others = true, d.silent
+		return
+	}
+	b.others = map[AgentID]struct{}{}
+	for a := range l.heard[atHold(uid)] {
+		if r := a.reports[atHold(uid)]; r.State >= Removed && l.fresh(now, a, r) {
+			b.others[a.id] = struct{}{}
+		}
+	}
+}
+
+// silent lists those who owe d, at the hold, and have not let go of its pod.
+func (l *Ledger) silent(now time.Time, d *drain) map[AgentID]struct{} {
+	silent := map[AgentID]struct{}{}
+	for _, a := range l.owing(d) {
+		if state, _ := l.state(now, a, d); state < Removed {
+			silent[a.id] = struct{}{}
+		}
+	}
+	return silent
+}
+
+// draw chooses who is asked of those that observe.
+func (l *Ledger) draw(d *drain) {
+	b := &d.barrier
+	if l.scope == ScopeLocal {
+		b.sample = map[AgentID]struct{}{b.by: {}}
+		return
+	}
+	var all []*agent
+	for _, a := range l.agents {
+		if a.may(AtBarrier, d) && (a.session != 0 || a.ready) {
+			all = append(all, a)
+		}
+	}
+	if l.scope == ScopeAll || l.scope == ScopeAuto && len(all) <= scopeAllMost || len(all) <= sampleSize || l.learnt.n < learnLeast {
+		return
+	}
+	b.sample, b.rest = map[AgentID]struct{}{b.by: {}}, l.learnt.percentile(0.999)
+	ranks := make(map[*agent]uint64, len(all))
+	for _, a := range all {
+		h := fnv.New64a()
+		_, _ = io.WriteString(h, string(d.pod.UID)+" "+string(a.id)) // cannot fail
+		ranks[a] = h.Sum64()
+	}
+	// Those who are here first: of the others nobody knows whether they are.
+	slices.SortFunc(all, func(x, y *agent) int {
+		return cmp.Or(number(x.session == 0)-number(y.session == 0), cmp.Compare(ranks[x], ranks[y]), cmp.Compare(x.id, y.id))
+	})
+	for _, a := range all[:sampleSize] {
+		b.sample[a.id] = struct{}{}
+	}
+}
+
+// owesBarrier says whether a may owe d, at the barrier.
+func (l *Ledger) owesBarrier(a *agent, d *drain) bool {
+	b := &d.barrier
+	if a.may(AtBarrier, d) {
+		_, drawn := b.sample[a.id]
+		return b.sample == nil || drawn
+	}
+	if !a.may(AtHold, d) {
+		return false
+	}
+	_, other := b.others[a.id]
+	return other == b.held
+}
+
+// directs says whether a is told of an open barrier of uid by an Open.
+func (l *Ledger) directs(a *agent, uid UID) bool {
+	d := l.drains[atBarrier(uid)]
+	return d != nil && d.open && !a.may(AtBarrier, d) && l.owesBarrier(a, d)
+}
+
+// gateOf is that at which a speaks of d.
+func (a *agent) gateOf(d *drain) Gate {
+	if d.gate == AtBarrier && a.may(AtBarrier, d) {
+		return AtBarrier
+	}
+	return AtHold
+}
+
+// opened is d as a is told of it.
+func (l *Ledger) opened(a *agent, d *drain) Open {
+	o := Open{Pod: d.pod, Since: d.since, Number: d.number}
+	if a.gateOf(d) == AtBarrier {
+		o.Watch = &Watch{
+			Pod: d.pod, Since: d.since, Deadline: l.deadline(d), Number: d.number, Targets: d.barrier.targets, Last: !d.barrier.last.IsZero(),
+		}
+	}
+	return o
+}
+
+// about finds the drain of which a says r.
+func (l *Ledger) about(a *agent, r Report) *drain {
+	b := l.drains[atBarrier(r.UID)]
+	if r.Gate == AtBarrier {
+		return b
+	}
+	d := l.drains[atHold(r.UID)]
+	if (d == nil || !d.open) && b != nil && b.open && a.gateOf(b) == AtHold {
+		return b
+	}
+	return d
+}
+
+// counts is what r counts for in d, whether that is more than it says, and, if time alone may change that, when.
+func (l *Ledger) counts(now time.Time, d *drain, a *agent, r Report) (state State, last bool, until time.Time) {
+	if r.Gate != AtBarrier || d.gate != AtBarrier || r.State != Routing && r.State != Kept {
+		return r.State, false, time.Time{}
+	}
+	since := d.barrier.last
+	if since.IsZero() && a.id == d.barrier.by && r.State == Kept {
+		since = d.barrier.lastHere
+	}
+	switch {
+	case brokenRule == 9:
+	case since.IsZero():
+		return r.State, false, time.Time{}
+	case now.Before(since.Add(lastSettle)):
+		return r.State, false, since.Add(lastSettle)
+	}
+	if r.Quiet {
+		return Idle, true, time.Time{}
+	}
+	return Removed, true, time.Time{}
+}
+
+// length is how long d lasts at most.
+func (l *Ledger) length(d *drain) time.Duration {
+	if d.gate == AtBarrier {
+		return d.barrier.bound
+	}
+	return l.times.Deadline
+}
+
+// stated adds to the status of a barrier what is waited for besides acknowledgements. kept says that some of these were of a gateway that
+// has nobody else to send to.
+func (l *Ledger) stated(now time.Time, d *drain, s Status, kept bool) Status {
+	if s.Phase == Released && s.Reason == Acknowledged && kept {
+		s.Reason = LastTarget
+	}
+	s.Stated = max(d.barrier.stated, d.barrier.rest)
+	until := d.since.Add(s.Stated)
+	s.Cut = until.After(s.Deadline)
+	if s.Phase != Released || s.Reason == Deadline || !now.Before(until) {
+		return s
+	}
+	if !now.Before(s.Deadline) {
+		s.Reason = Deadline
+		return s
+	}
+	s.Phase, s.Reason = Quiescing, ReasonNone
+	if s.Recheck.IsZero() || until.Before(s.Recheck) {
+		s.Recheck = until
+	}
+	return s
+}
+
+// BarrierStatus returns the barrier of uid at now. PhaseUnknown if there is none.
+func (l *Ledger) BarrierStatus(now time.Time, uid UID) Status {
+	d := l.drains[atBarrier(uid)]
+	if d == nil {
+		return Status{Pod: Pod{UID: uid}}
+	}
+	return l.status(now, d)
+}
+
+// Barriers returns every barrier that is open, the oldest first.
+func (l *Ledger) Barriers(now time.Time) []Status { return l.all(now, AtBarrier) }
+
+// TouchedBarriers returns the UIDs whose barrier's status may have changed since it was last called.
+func (l *Ledger) TouchedBarriers() []UID { return l.touchedAt(AtBarrier) }
+
+// Deleted records that the pod is gone: its barrier is over, and what is left of it can be cleaned away. It reports whether there was one.
+func (l *Ledger) Deleted(now time.Time, uid UID) bool {
+	d := l.drains[atBarrier(uid)]
+	if d == nil || !d.open {
+		return false
+	}
+	l.expire(now, d)
+	l.close(now, d, Dead)
+	return true
+}
+
+// Restart is [Ledger.AskBounded] for a container that is about to be stopped although nobody wants its pod deleted. The drain is one that is not
+// counted against the pod: it takes nothing of the time of a later one, and says nothing about whether deletions are refused.
+func (l *Ledger) Restart(now time.Time, pod Pod, targets []Targets) Status {
+	d := l.drains[atHold(pod.UID)]
+	restart := d == nil || !d.open || d.restart
+	s := l.AskBounded(now, pod, targets)
+	if d = l.drains[atHold(pod.UID)]; d.open {
+		d.restart = restart
+	}
+	return s
+}
+
+// Back records that the pod has become ready at a moment after its drain by [Ledger.Restart] began, which ends with that. It reports whether
+// there was such a one.
+func (l *Ledger) Back(now time.Time, uid UID, ready time.Time) bool {
+	d := l.drains[atHold(uid)]
+	if d == nil || !d.open || !d.restart || !ready.After(d.begun) || d.inFlight > 0 {
+		return false
+	}
+	l.close(now, d, Abandoned)
+	return true
+}
+
+// durations is a histogram of how long things take, which forgets what is old.
+type durations struct {
+	n       int
+	buckets [64]int
+}
+
+const (
+	durationFirst  = 10 * time.Millisecond
+	durationGrowth = 1.2
+	// durationsMost is when the weight of what was learnt is halved.
+	durationsMost = 20_000
+)
+
+func (h *durations) add(d time.Duration) {
+	i := 0
+	if d > durationFirst {
+		i = int(math.Ceil(math.Log(float64(d)/float64(durationFirst)) / math.Log(durationGrowth)))
+	}
+	h.buckets[min(i, len(h.buckets)-1)]++
+	if h.n++; h.n < durationsMost {
+		return
+	}
+	h.n = 0
+	for i := range h.buckets {
+		h.buckets[i] /= 2
+		h.n += h.buckets[i]
+	}
+}
+
+// percentile is a time that at least that share does not exceed, 20 % more than needed at most.
+func (h *durations) percentile(share float64) time.Duration {
+	need := int(math.Ceil(share * float64(h.n)))
+	for i, n := range h.buckets {
+		if need -= n; need <= 0 {
+			return time.Duration(float64(durationFirst) * math.Pow(durationGrowth, float64(i)))
+		}
+	}
+	return time.Duration(math.MaxInt64)
+}
+
+// learn takes in how long the gateway of a has taken to let go, if r, after had, is the first that says so.
+func (l *Ledger) learn(now time.Time, a *agent, d *drain, had heard, r Report) {
+	if r.State >= Removed && had.State < Removed && r.tells(d) && a.gateOf(d) == AtBarrier && now.Before(l.deadline(d)) {
+		l.learnt.add(now.Sub(d.since))
+	}
+}

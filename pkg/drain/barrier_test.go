@@ -1,0 +1,452 @@
+package drain
+
+import (
+	"fmt"
+	"net/netip"
+	"slices"
+	"testing"
+	"time"
+)
+
+// observe connects an agent that observes every Service.
+func (w *world) observe(id AgentID) {
+	w.Helper()
+	w.sessions[id] = w.ConnectWith(w.now, id, Hail{Observes: true})
+	if _, ok := w.Declare(id, w.sessions[id], []Route{{EveryService, Endpoints, Observe, PerConnection}}); !ok {
+		w.Fatalf("declaration of %s refused", id)
+	}
+}
+
+// see reports at the barrier.
+func (w *world) see(id AgentID, p Pod, s State, quiet bool) {
+	w.Helper()
+	w.Report(w.now, id, w.sessions[id], []Report{{UID: p.UID, State: s, Proof: Runtime, Held: true, Gate: AtBarrier, Quiet: quiet}})
+}
+
+// open opens the barrier of p, which was deleted just now, for its agent by.
+func (w *world) open(p Pod, by AgentID, change ...func(*Barrier)) {
+	w.Helper()
+	b := Barrier{
+		Pod: p, By: by, Services: []Service{web}, Since: w.now, Bound: 30 * time.Second,
+		Targets: []netip.AddrPort{netip.MustParseAddrPort("10.1.0.7:0")},
+	}
+	for _, f := range change {
+		f(&b)
+	}
+	w.OpenBarrier(w.now, b)
+}
+
+func (w *world) wantBarrier(p Pod, want string) {
+	w.Helper()
+	if got := line(w.BarrierStatus(w.now, p.UID)); got != want {
+		w.Fatalf("at %s: the barrier of %s is %q, want %q", w.now.Sub(t0), p, got, want)
+	}
+}
+
+func TestTheBarrierWaitsForThoseWhoObserve(t *testing.T) {
+	w := newWorld(t)
+	p := pod("a")
+	w.observe("node-1")
+	w.observe("node-2")
+	w.join("edge", api)
+	w.open(p, "node-1")
+	w.wantBarrier(p, "Unrouting node-1:unknown node-2:unknown")
+	w.see("node-1", p, Idle, true)
+	w.see("node-2", p, Routing, true)
+	w.wantBarrier(p, "Unrouting node-2:routing")
+	w.see("node-2", p, Removed, false)
+	w.wantBarrier(p, "Quiescing node-2:removed")
+	w.see("node-2", p, Idle, true)
+	w.wantBarrier(p, "Released Acknowledged")
+	w.see("node-1", p, Routing, true)
+	w.wantBarrier(p, "Unrouting node-1:routing")
+	if got := line(w.Status(w.now, p.UID)); got != "Closed Dead" {
+		t.Errorf("at the hold: %s", got)
+	}
+	if !w.Deleted(w.now, p.UID) || w.Deleted(w.now, p.UID) {
+		t.Error("the pod's end is no news, or twice")
+	}
+	w.wantBarrier(p, "Closed Dead")
+}
+
+// Without this, what an agent said of the pod before its deletion lets the barrier through.
+func TestGatesHaveWordsOfTheirOwn(t *testing.T) {
+	w := newWorld(t)
+	p := pod("a")
+	w.observe("node-1")
+	w.open(p, "node-1")
+	w.say("node-1", p, Idle) // at the hold
+	w.wantBarrier(p, "Unrouting node-1:unknown")
+	w.see("node-1", p, Idle, true)
+	w.wantBarrier(p, "Released Acknowledged")
+}
+
+// Directed agents owe the barrier if they have not let go at the hold, and only then.
+func TestWhoDirectsOwesWhatItDidNotAtTheHold(t *testing.T) {
+	p := pod("a")
+	for name, c := range map[string]struct {
+		hold func(w *world)
+		want string
+	}{
+		"it was never asked":                {func(*world) {}, "Unrouting edge:unknown"},
+		"it has let go":                     {func(w *world) { w.Ask(w.now, p, []Service{web}); w.say("edge", p, Idle) }, "Released NoAgents"},
+		"it has let go, and requests ran":   {func(w *world) { w.Ask(w.now, p, []Service{web}); w.say("edge", p, Removed) }, "Released NoAgents"},
+		"it kept the pod as the last":       {func(w *world) { w.Ask(w.now, p, []Service{web}); w.say("edge", p, Kept) }, "Unrouting edge:unknown"},
+		"it was silent until the deadline":  {func(w *world) { w.Ask(w.now, p, []Service{web}); w.pass(30 * time.Second) }, "Unrouting edge:unknown"},
+		"it has let go for another replica": {func(w *world) { w.hearsay("edge", p, Idle) }, "Released NoAgents"},
+		"it routes for another replica":     {func(w *world) { w.hearsay("edge", p, Routing) }, "Unrouting edge:unknown"},
+		"its word has become old":           {func(w *world) { w.hearsay("edge", p, Idle); w.pass(16 * time.Second) }, "Unrouting edge:unknown"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t)
+			w.join("edge", web)
+			c.hold(w)
+			w.open(p, "node-1")
+			w.wantBarrier(p, c.want)
+			_, rev, _ := w.hears("edge", 0)
+			if c.want != "Unrouting edge:unknown" {
+				return
+			}
+			w.say("edge", p, Idle)
+			w.wantBarrier(p, "Released Acknowledged")
+			w.Deleted(w.now, p.UID)
+			if _, _, text := w.hears("edge", rev); text != "release uid-a dead" {
+				t.Errorf("in the end it is told %q", text)
+			}
+		})
+	}
+}
+
+// hearsay is what an agent says of another replica's drain.
+func (w *world) hearsay(id AgentID, p Pod, s State) {
+	w.Report(w.now, id, w.sessions[id], []Report{{UID: p.UID, State: s, Proof: Runtime, Since: w.now}})
+}
+
+// hears returns what an agent hears after rev, in the order in which it is written.
+func (w *world) hears(id AgentID, rev uint64) (open []Open, next uint64, text string) {
+	open, released, next := w.Since(id, rev)
+	for _, o := range open {
+		if o.Watch != nil {
+			text += fmt.Sprintf("watch %s %v last=%t ", o.Watch.Pod.UID, o.Watch.Targets, o.Watch.Last)
+		} else {
+			text += fmt.Sprintf("drain %s ", o.Pod.UID)
+		}
+	}
+	for _, r := range released {
+		text += fmt.Sprintf("release %s", r.UID)
+		if r.Gate == AtBarrier {
+			text += " at the barrier"
+		}
+		if r.Dead {
+			text += " dead"
+		}
+		text += " "
+	}
+	if n := len(text); n > 0 {
+		text = text[:n-1]
+	}
+	return open, next, text
+}
+
+// Without this, an agent that is told of a barrier and of the end of the drain at the hold in one write lifts what it has just laid.
+func TestEachIsToldItsPart(t *testing.T) {
+	w := newWorld(t)
+	p := pod("a")
+	w.join("edge", web)
+	w.join("prompt", web)
+	w.observe("node-1")
+	old := AgentID("old-node")
+	w.Expect(w.now, []Expected{{ID: "edge", Name: "edge", Ready: true}, {ID: old, Name: "old", Ready: true, Label: LabelFollowing}})
+	w.sessions[old] = w.Connect(w.now, old) // it does not know how
+	revs := map[AgentID]uint64{}
+	for _, id := range []AgentID{"edge", "prompt", "node-1", old} {
+		_, revs[id], _ = w.hears(id, 0)
+	}
+	w.Ask(w.now, p, []Service{web})
+	w.say("prompt", p, Idle)
+	w.open(p, "node-1")
+	for id, want := range map[AgentID]string{
+		"edge": "drain uid-a", "prompt": "release uid-a dead", "node-1": "watch uid-a [10.1.0.7:0] last=false release uid-a dead", old: "release uid-a dead",
+	} {
+		var got string
+		if _, revs[id], got = w.hears(id, revs[id]); got != want {
+			t.Errorf("%s is told %q, want %q", id, got, want)
+		}
+	}
+	w.wantBarrier(p, "Unrouting edge:unknown node-1:unknown")
+	// A stream that is opened now hears the same.
+	if _, _, got := w.hears("edge", 0); got != "drain uid-a" {
+		t.Errorf("anew, it is told %q", got)
+	}
+	w.Deleted(w.now, p.UID)
+	for id, want := range map[AgentID]string{"edge": "release uid-a dead", "prompt": "release uid-a dead", "node-1": "release uid-a at the barrier dead"} {
+		if _, _, got := w.hears(id, revs[id]); got != want {
+			t.Errorf("in the end %s is told %q, want %q", id, got, want)
+		}
+	}
+}
+
+func TestTheLastTarget(t *testing.T) {
+	p := pod("a")
+	last := func(b *Barrier) { b.Last = true }
+	here := func(b *Barrier) { b.LastHere = true }
+	for name, c := range map[string]struct {
+		is    func(*Barrier)
+		by    AgentID
+		state State
+		quiet bool
+		// now and settled are what holds at once and a second later.
+		now, settled string
+	}{
+		"no other is ready, and it is quiet": {last, "node-1", Kept, true, "Unrouting node-1:kept", "Released LastTarget"},
+		"several go together":                {last, "node-1", Routing, true, "Unrouting node-1:routing", "Released LastTarget"},
+		"it is not quiet":                    {last, "node-1", Kept, false, "Unrouting node-1:kept", "Quiescing node-1:removed"},
+		"another is ready, the kernel is late": {
+			func(*Barrier) {}, "node-1", Kept, true, "Unrouting node-1:kept", "Unrouting node-1:kept",
+		},
+		"the last one of the node, says it":     {here, "node-1", Kept, true, "Unrouting node-1:kept", "Released LastTarget"},
+		"the last one of another node, says it": {here, "node-2", Kept, true, "Unrouting node-1:kept", "Unrouting node-1:kept"},
+		"the last one of the node, and routing": {here, "node-1", Routing, true, "Unrouting node-1:routing", "Unrouting node-1:routing"},
+		"it could not be read":                  {last, "node-1", StateUnknown, false, "Unrouting node-1:unknown", "Unrouting node-1:unknown"},
+		"it has let go all the same":            {last, "node-1", Idle, true, "Released Acknowledged", "Released Acknowledged"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t)
+			w.observe("node-1")
+			w.open(p, c.by, c.is)
+			w.see("node-1", p, c.state, c.quiet)
+			w.wantBarrier(p, c.now)
+			if at := w.BarrierStatus(w.now, p.UID).Recheck; c.settled != c.now && !at.Equal(w.now.Add(time.Second)) {
+				t.Errorf("nobody looks again when it has settled, but at %s", at.Sub(t0))
+			}
+			w.pass(time.Second)
+			w.wantBarrier(p, c.settled)
+			if c.settled != "Released LastTarget" {
+				return
+			}
+			// Another becomes ready: gateways let go now.
+			w.open(p, c.by, func(b *Barrier) { b.Since = t0 })
+			w.wantBarrier(p, c.now)
+			if got := w.TouchedBarriers(); !slices.Equal(got, []UID{p.UID}) {
+				t.Errorf("touched %v", got)
+			}
+		})
+	}
+}
+
+func TestStatedWaitsRunBesideTheAcknowledgements(t *testing.T) {
+	w := newWorld(t)
+	p := pod("a")
+	w.observe("node-1")
+	w.open(p, "node-1", func(b *Barrier) { b.Stated = 12 * time.Second })
+	w.pass(5 * time.Second)
+	w.see("node-1", p, Idle, true)
+	w.wantBarrier(p, "Quiescing")
+	if s := w.BarrierStatus(w.now, p.UID); !s.Recheck.Equal(t0.Add(12*time.Second)) || s.Cut {
+		t.Errorf("looked at again at %s, cut %t", s.Recheck.Sub(t0), s.Cut)
+	}
+	w.pass(7 * time.Second)
+	w.wantBarrier(p, "Released Acknowledged")
+	// Nobody to ask, and a wait that is longer than the bound.
+	w = newWorld(t)
+	w.open(p, "node-1", func(b *Barrier) { b.Stated = time.Minute })
+	w.wantBarrier(p, "Quiescing")
+	w.pass(30 * time.Second)
+	w.wantBarrier(p, "Released Deadline")
+	if s := w.BarrierStatus(w.now, p.UID); !s.Cut || s.Stated != time.Minute {
+		t.Errorf("%+v", s)
+	}
+}
+
+func TestTheBoundsOfTheBarrier(t *testing.T) {
+	w := newWorld(t)
+	p := pod("a")
+	w.observe("node-1")
+	w.observe("node-2")
+	w.open(p, "node-1")
+	w.pass(4 * time.Second)
+	w.see("node-1", p, Idle, true)
+	w.see("node-2", p, Removed, false)
+	w.wantBarrier(p, "Quiescing node-2:removed")
+	w.pass(10 * time.Second)
+	w.wantBarrier(p, "Released IdleBound node-2:removed")
+	w.see("node-2", p, Routing, false)
+	// The same question again does not put the end back, a shorter one brings it forward.
+	w.open(p, "node-1")
+	w.pass(16*time.Second - 1)
+	w.see("node-1", p, Idle, true)
+	w.wantBarrier(p, "Unrouting node-2:unknown")
+	w.pass(1)
+	w.wantBarrier(p, "Released Deadline node-2:unknown")
+	q := pod("b")
+	w.open(q, "node-1")
+	w.open(q, "node-1", func(b *Barrier) { b.Bound = 5 * time.Second })
+	w.pass(5 * time.Second)
+	w.wantBarrier(q, "Released Deadline node-1:unknown node-2:unknown")
+	// It is forgotten in the end, whether or not somebody tells of the pod's.
+	w.pass(11 * time.Minute)
+	w.Tick(w.now)
+	if all := w.Barriers(w.now); len(all) != 0 {
+		t.Errorf("open are %v", all)
+	}
+}
+
+// Rule 7, as for drains: a node whose agent is away is waited for while its pod is ready, else 5 s; and an agent that lets three barriers in
+// a row expire is no longer waited for.
+func TestWhoIsAwayAtTheBarrier(t *testing.T) {
+	w := newWorld(t)
+	node := func(id AgentID, ready bool) Expected {
+		return Expected{ID: id, Name: string(id), Ready: ready, Label: LabelFollowing}
+	}
+	w.observe("node-1")
+	w.Expect(w.now, []Expected{node("node-1", true), node("node-2", true), node("node-3", false)})
+	p := pod("a")
+	w.open(p, "node-1")
+	w.see("node-1", p, Idle, true)
+	w.wantBarrier(p, "Unrouting node-2:unknown node-3:unknown")
+	w.pass(5 * time.Second)
+	w.wantBarrier(p, "Unrouting node-2:unknown")
+	w.Expect(w.now, []Expected{node("node-1", true), node("node-2", false), node("node-3", false)})
+	w.wantBarrier(p, "Released Acknowledged")
+
+	w.observe("node-2")
+	for i := range 3 {
+		q := pod(fmt.Sprint("b", i))
+		w.open(q, "node-1")
+		for range 3 {
+			w.see("node-1", q, Idle, true)
+			w.pass(10 * time.Second)
+		}
+		w.see("node-1", q, Idle, true)
+		w.wantBarrier(q, "Released Deadline node-2:unknown")
+		w.pass(time.Second)
+	}
+	q := pod("c")
+	w.open(q, "node-1")
+	w.see("node-1", q, Idle, true)
+	w.wantBarrier(q, "Released Acknowledged")
+	if s := w.BarrierStatus(w.now, q.UID); len(s.Suspended) != 1 || s.Suspended[0].Agent != "node-2" {
+		t.Errorf("suspended are %v", s.Suspended)
+	}
+	w.see("node-2", q, Removed, true)
+	w.wantBarrier(q, "Quiescing node-2:removed")
+}
+
+func TestWhoIsAskedAtTheBarrier(t *testing.T) {
+	many := func(w *world, n int) {
+		for i := range n {
+			w.observe(AgentID(fmt.Sprintf("node-%03d", i)))
+		}
+	}
+	learn := func(w *world) {
+		for i := range learnLeast {
+			took := 300 * time.Millisecond
+			if i%500 == 0 {
+				took = 4 * time.Second
+			}
+			w.learnt.add(took)
+		}
+	}
+	for name, c := range map[string]struct {
+		scope Scope
+		nodes int
+		learn bool
+		owed  int
+		// stated is the least that is waited for the others.
+		stated time.Duration
+	}{
+		"auto, 200 nodes":             {ScopeAuto, 200, true, 200, 0},
+		"auto, 201 nodes":             {ScopeAuto, 201, true, 51, 4 * time.Second},
+		"auto, nothing learnt yet":    {ScopeAuto, 201, false, 201, 0},
+		"all, 300 nodes":              {ScopeAll, 300, true, 300, 0},
+		"quorum, 100 nodes":           {ScopeQuorum, 100, true, 51, 4 * time.Second},
+		"quorum, fewer than a sample": {ScopeQuorum, 50, true, 50, 0},
+		"local":                       {ScopeLocal, 100, true, 1, 0},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t)
+			w.SetScope(c.scope)
+			many(w, c.nodes)
+			if c.learn {
+				learn(w)
+			}
+			// Whose pod it is, is asked in any case.
+			by := AgentID("node-000")
+			for i := range 20 {
+				p := pod(fmt.Sprint("a", i))
+				w.open(p, by)
+				s := w.BarrierStatus(w.now, p.UID)
+				if s.Owed != c.owed && !(c.owed == 51 && s.Owed == 50) {
+					t.Fatalf("%d are asked, want %d", s.Owed, c.owed)
+				}
+				if s.Stated < c.stated || s.Stated > c.stated*12/10 {
+					t.Fatalf("%s is waited for the others, want %s to a fifth more", s.Stated, c.stated)
+				}
+				if !slices.ContainsFunc(s.Waiting, func(x Waiting) bool { return x.Agent == by }) {
+					t.Fatalf("%s is not asked", by)
+				}
+				if open, _, _ := w.hears("node-099", 0); c.scope == ScopeLocal && len(open) != 0 {
+					t.Fatal("another is told")
+				}
+			}
+		})
+	}
+}
+
+// Without this, a cluster in which kube-proxy has become slow waits for as long as it took when it was quick.
+func TestWhatIsLearntIsForgotten(t *testing.T) {
+	var h durations
+	for range 50_000 {
+		h.add(100 * time.Millisecond)
+	}
+	for range 50_000 {
+		h.add(3 * time.Second)
+	}
+	if got := h.percentile(0.5); got < 3*time.Second || got > 3600*time.Millisecond {
+		t.Errorf("half take %s", got)
+	}
+	w := newWorld(t)
+	w.observe("node-1")
+	p := pod("a")
+	w.open(p, "node-1")
+	w.pass(2 * time.Second)
+	w.see("node-1", p, Removed, true)
+	w.see("node-1", p, Idle, true)
+	if w.learnt.n != 1 || w.learnt.percentile(1) < 2*time.Second || w.learnt.percentile(1) > 2400*time.Millisecond {
+		t.Errorf("learnt %d times, %s", w.learnt.n, w.learnt.percentile(1))
+	}
+}
+
+// A container that is restarted is unrouted until its pod is ready again, and that is held against nobody.
+func TestRestarts(t *testing.T) {
+	w := newWorld(t)
+	w.join("edge", web)
+	p := pod("a")
+	targets := []Targets{{Service: web, Usable: []UID{p.UID, "other"}}}
+	for range 3 {
+		w.Restart(w.now, p, targets)
+		w.want(p, "Unrouting edge:unknown")
+		w.say("edge", p, Idle)
+		w.want(p, "Released Acknowledged")
+		w.pass(3 * time.Second)
+		if w.Back(w.now, p.UID, t0.Add(-time.Hour)) {
+			t.Fatal("a pod that has been ready for long is back")
+		}
+		if !w.Back(w.now, p.UID, w.now) || w.Back(w.now, p.UID, w.now) {
+			t.Fatal("a pod that is ready again is not back, or twice")
+		}
+		w.want(p, "Closed Abandoned")
+		if _, _, got := w.hears("edge", 0); got != "release uid-a" {
+			t.Fatalf("told %q", got)
+		}
+	}
+	w.AskBounded(w.now, p, targets)
+	if s := w.Status(w.now, p.UID); !s.Since.Equal(w.now) || w.Refused(w.now, p.UID, 10*time.Minute) != 0 {
+		t.Errorf("the restarts have used %s and count as %d refusals", w.now.Sub(s.Since), w.Refused(w.now, p.UID, 10*time.Minute))
+	}
+	// A deletion that meets a restart is a deletion.
+	w.Restart(w.now, p, targets)
+	if w.Back(w.now, p.UID, w.now.Add(time.Second)) {
+		t.Error("a pod that is being deleted is back")
+	}
+}
