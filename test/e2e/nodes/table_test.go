@@ -188,18 +188,27 @@ func (l *lab) measure(t *testing.T, s scenario, m mode, how traffic, address fun
 	return rows
 }
 
-// The table of the README: what happens to requests, and how long it takes.
-func TestTable(t *testing.T) {
-	runs, _ := strconv.Atoi(os.Getenv("RUNS"))
+// Everything that three nodes with Lameduck are good for, in one start of them. What takes parts of Lameduck away comes last.
+func TestNodes(t *testing.T) {
 	l := newLab(t, machine.Options{})
-	all := modes()
 	var namespaces []string
-	for _, m := range all {
+	for _, m := range modes() {
 		l.namespace(t, m.work.Namespace, m.labels)
 		namespaces = append(namespaces, m.work.Namespace)
 	}
 	l.addGateway(t, namespaces)
 	l.addWebhooks(t)
+	t.Run("Table", l.testTable)
+	t.Run("LivenessRestart", l.testLivenessRestart)
+	t.Run("ExecHook", l.testExecHook)
+	t.Run("FrozenAgent", l.testFrozenAgent)
+	t.Run("NoAgents", l.testNoAgents)
+}
+
+// The table of the README: what happens to requests, and how long it takes.
+func (l *lab) testTable(t *testing.T) {
+	runs, _ := strconv.Atoi(os.Getenv("RUNS"))
+	all := modes()
 	haproxy := l.gatewayAddress(t)
 	only := os.Getenv("ONLY") // scenarios whose names contain it
 	var rows []row
