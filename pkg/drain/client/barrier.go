@@ -9,6 +9,7 @@ import (
 	"io"
 	"net/http"
 	"slices"
+	"time"
 
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
@@ -32,7 +33,10 @@ func (c *Client) Barrier(ctx context.Context, b wire.Barrier) (wire.Passed, erro
 		return cmp.Or(cmp.Compare(rank(x.address, b.Pod.UID), rank(y.address, b.Pod.UID)), cmp.Compare(x.address, y.address))
 	})
 	errs := []error{ErrNoCoordinator}
+	began, elapsed := time.Now(), b.ElapsedMillis
 	for _, r := range replicas {
+		// Who is asked after another has failed hears how long that took: the clock is one.
+		b.ElapsedMillis = elapsed + time.Since(began).Milliseconds()
 		passed, err := r.barrier(ctx, b)
 		if err == nil || ctx.Err() != nil {
 			return passed, err

@@ -85,6 +85,7 @@ var routes = []route{
 	{http.MethodPost, wire.DeclarationsPath, agents, (*Coordinator).declare},
 	{http.MethodPost, wire.ReportsPath, agents, (*Coordinator).report},
 	{http.MethodPost, wire.LeavePath, agents, (*Coordinator).leave},
+	{http.MethodPost, wire.BarriersPath, agents, (*Coordinator).barrier},
 }
 
 // refusal is an error with an HTTP status.
@@ -213,6 +214,10 @@ func (c *Coordinator) declare(w http.ResponseWriter, r *http.Request, who Identi
 			return nil, refusal{http.StatusBadRequest, fmt.Sprintf("routes[%d].service: a name is longer than %d bytes", i, wire.MaxName)}
 		case route.Service.Namespace == "" || route.Service.Name == "":
 			return nil, refusal{http.StatusBadRequest, fmt.Sprintf("routes[%d].service: namespace and name are required", i)}
+		case route.Service != drain.EveryService && (route.Service.Namespace == "*" || route.Service.Name == "*"):
+			return nil, refusal{http.StatusBadRequest, fmt.Sprintf("routes[%d].service: %s is neither a Service nor %s", i, route.Service, drain.EveryService)}
+		case route.Service == drain.EveryService && !who.Everywhere:
+			return nil, refusal{http.StatusForbidden, fmt.Sprintf("routes[%d].service: every Service takes the right to acknowledge in all namespaces", i)}
 		case route.Via == drain.ViaUnknown:
 			return nil, refusal{http.StatusBadRequest, fmt.Sprintf("routes[%d].via is required", i)}
 		case route.Can == drain.CanUnknown:
@@ -232,7 +237,15 @@ func (c *Coordinator) declare(w http.ResponseWriter, r *http.Request, who Identi
 		return nil, errStale
 	}
 	c.Log.Info("agent declared", "agent", who.Name, "gateway", d.Gateway, "routes", len(d.Routes), "openDrains", len(open))
-	return wire.Declared{Drains: open}, nil
+	declared := wire.Declared{Drains: []drain.Open{}}
+	for _, o := range open {
+		if o.Watch != nil {
+			declared.Watches = append(declared.Watches, *o.Watch)
+		} else {
+			declared.Drains = append(declared.Drains, o)
+		}
+	}
+	return declared, nil
 }
 
 // authorize refuses routes in namespaces whose drains who may not acknowledge.
@@ -359,7 +372,7 @@ func (c *Coordinator) stream(w http.ResponseWriter, r *http.Request, who Identit
 		c.mu.Unlock()
 		return nil, refusal{http.StatusServiceUnavailable, ErrStopping.Error()}
 	}
-	session := c.ledger.ConnectAs(time.Now(), who.Agent, offer.Boot)
+	session := c.ledger.ConnectWith(time.Now(), who.Agent, drain.Hail{Boot: offer.Boot, Observes: slices.Contains(offer.Features, wire.FeatureBarrier)})
 	if !who.Everywhere && !c.ledger.Declared(who.Agent) {
 		// Who has not declared may route everything, and is waited for by every deletion. That takes the right everywhere.
 		c.ledger.Declare(who.Agent, session, nil)
@@ -413,6 +426,10 @@ func (c *Coordinator) stream(w http.ResponseWriter, r *http.Request, who Identit
 		}
 		sent = next
 		for _, d := range open {
+			if d.Watch != nil {
+				say(wire.Message{Type: wire.TypeWatch, Watch: d.Watch})
+				continue
+			}
 			say(wire.Message{Type: wire.TypeDrain, Drain: &d})
 		}
 		for _, d := range released {

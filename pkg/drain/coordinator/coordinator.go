@@ -61,6 +61,11 @@ type Options struct {
 	// bound but MaxHolds.
 	MaxHoldsPerOwner int
 	Pods             Pods
+	// Vicinity is asked at the barrier. Nil: this replica serves none.
+	Vicinity Vicinity
+	// Scope says who is asked there, MaxBarriers bounds those that wait at one time. 0: 2048.
+	Scope       drain.Scope
+	MaxBarriers int
 	// Authenticate tells who an agent is by its bearer token.
 	Authenticate Authenticator
 	Log          *slog.Logger
@@ -75,6 +80,9 @@ type Coordinator struct {
 	mu      sync.Mutex
 	ledger  *drain.Ledger
 	waiting map[drain.UID]chan struct{}
+	// barred is waiting at the barrier, barriers counts who does.
+	barred   map[drain.UID]chan struct{}
+	barriers int
 	// streams holds each agent's newest.
 	streams map[drain.AgentID]*stream
 	holds   int
@@ -93,13 +101,16 @@ type Coordinator struct {
 
 // New returns a coordinator with an empty ledger.
 func New(self drain.Lease, times drain.Times, o Options) *Coordinator {
-	return &Coordinator{
+	c := &Coordinator{
 		Options: o, times: times, ledger: drain.NewLedger(self, times),
 		waiting: map[drain.UID]chan struct{}{}, streams: map[drain.AgentID]*stream{}, phases: map[drain.UID]drain.Phase{},
 		heldOf: map[string]int{},
 		began:  time.Now(),
 		stop:   make(chan struct{}),
+		barred: map[drain.UID]chan struct{}{},
 	}
+	c.ledger.SetScope(o.Scope)
+	return c
 }
 
 // Run looks after drains that nobody asks for until ctx is done. It returns nil then. Calls that wait at that moment
@@ -366,6 +377,9 @@ func (c *Coordinator) settle() {
 		if s := c.streams[id]; s != nil {
 			s.wake()
 		}
+	}
+	if c.settleBarriers() {
+		c.settle() // they may concern drains, and the reverse
 	}
 }
 

@@ -14,6 +14,10 @@ type Metrics struct {
 	agents  *prometheus.GaugeVec
 	reports *prometheus.CounterVec
 	api     *prometheus.CounterVec
+	// What happens at the barrier.
+	waiting       prometheus.Gauge
+	barriers      *prometheus.HistogramVec
+	cut, restarts prometheus.Counter
 }
 
 // NewMetrics registers the coordinator's metrics.
@@ -40,7 +44,24 @@ func NewMetrics(r prometheus.Registerer) *Metrics {
 			Name: "lameduck_agent_requests_total", Help: "Requests of agents, by path and HTTP status.",
 		}, []string{"path", "code"}),
 	}
-	r.MustRegister(m.holds, m.drains, m.phase, m.agents, m.reports, m.api)
+	m.waiting = prometheus.NewGauge(prometheus.GaugeOpts{
+		Name: "lameduck_barriers_waiting", Help: "Hooks of pods that wait at the barrier of this replica now.",
+	})
+	m.barriers = prometheus.NewHistogramVec(prometheus.HistogramOpts{
+		Name:    "lameduck_barrier_duration_seconds",
+		Help:    "Time from the deletion of a pod until its barrier let SIGTERM go on, by reason.",
+		Buckets: []float64{.01, .025, .05, .1, .25, .5, 1, 1.5, 2, 3, 5, 8, 12, 20, 30, 60},
+	}, []string{"reason"})
+	m.cut = prometheus.NewCounter(prometheus.CounterOpts{
+		Name: "lameduck_barrier_stated_waits_cut_total", Help: "Barriers whose bound was shorter than a wait that a Service states.",
+	})
+	m.restarts = prometheus.NewCounter(prometheus.CounterOpts{
+		Name: "lameduck_barrier_restarts_total", Help: "Stops of containers whose pod stays: restarts by liveness, soft evictions, node shutdowns.",
+	})
+	r.MustRegister(m.holds, m.drains, m.phase, m.agents, m.reports, m.api, m.waiting, m.barriers, m.cut, m.restarts)
+	for _, r := range []drain.Reason{drain.Acknowledged, drain.IdleBound, drain.Deadline, drain.NoAgents, drain.Suspended, drain.LastTarget} {
+		m.barriers.WithLabelValues(r.String())
+	}
 	for _, p := range []drain.Phase{drain.Queued, drain.Unrouting, drain.Quiescing, drain.Released} {
 		m.drains.WithLabelValues(p.String())
 	}

@@ -358,13 +358,19 @@ func (a *agent) streams() (opened, ended int) {
 
 // agent starts an agent that routes services and knows hosts. It ends with the test at the latest.
 func (n *network) agent(id string, services []drain.Service, hosts ...string) *agent {
+	return n.agentWith(id, func(c *client.Client) { c.Routes = routesOf(services...) }, hosts...)
+}
+
+// agentWith is agent with something about its client set.
+func (n *network) agentWith(id string, set func(*client.Client), hosts ...string) *agent {
 	a := &agent{Client: client.New(), done: make(chan error, 1)}
 	a.stones = &stones{t: n.t, of: map[drain.UID]*stone{}}
 	a.transport = &http.Transport{DialContext: n.dial, MaxIdleConnsPerHost: 2}
 	a.HTTP = &http.Client{Transport: a.transport}
 	a.Token = func() (string, error) { return "agent " + id, nil }
-	a.Boot, a.Gateway, a.Routes = "boot-1", "fake", routesOf(services...)
+	a.Boot, a.Gateway = "boot-1", "fake"
 	a.Tombstones, a.Observer, a.Log = a.stones, a, quiet()
+	set(a.Client)
 	a.know(hosts...)
 	ctx, cancel := context.WithCancel(n.t.Context())
 	a.cancel = cancel

@@ -34,8 +34,8 @@ const FeatureLeave = "leave"
 // FeatureBarrier: the coordinator sends messages of type watch and takes Barrier, the agent observes.
 const FeatureBarrier = "barrier"
 
-// Features are what this code has, on both sides.
-func Features() []string { return []string{FeatureLeave} }
+// Features are what this code has, on both sides. An agent that observes nothing does not offer FeatureBarrier.
+func Features() []string { return []string{FeatureLeave, FeatureBarrier} }
 
 // The query of [StreamPath].
 const (

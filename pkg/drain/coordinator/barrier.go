@@ -1,0 +1,266 @@
+package coordinator
+
+import (
+	"context"
+	"fmt"
+	"net/http"
+	"time"
+
+	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/drain/wire"
+)
+
+const (
+	// lookAround is how often a barrier that waits looks at what surrounds its pod: whether another endpoint has become ready.
+	lookAround = 250 * time.Millisecond
+	// restartMost is how long the stop of a container waits whose pod stays.
+	restartMost = 2 * time.Second
+	// maxBarriers bounds the barriers that wait at one time, unless Options say otherwise.
+	maxBarriers = 2048
+)
+
+// Surroundings are what a replica knows of a pod whose barrier is asked for.
+type Surroundings struct {
+	// Known: there is such a pod, with this UID. Terminating: it has a deletionTimestamp, as far as is known here.
+	Known, Terminating bool
+	// Here: the agent that asks is on the pod's node.
+	Here bool
+	// Targets are the Services that list the pod, or did lately, with their usable targets.
+	Targets []drain.Targets
+	// Stated, Last and LastHere are as in [drain.Barrier].
+	Stated         time.Duration
+	Last, LastHere bool
+}
+
+// Vicinity tells what surrounds a pod, from a cache: it is asked four times a second for each barrier that waits.
+type Vicinity interface {
+	// Surroundings is asked by the agent whose pod is called agent, namespace/name.
+	Surroundings(ctx context.Context, agent string, pod drain.Pod) (Surroundings, error)
+}
+
+// barrier answers when a pod may be told to stop.
+func (c *Coordinator) barrier(w http.ResponseWriter, r *http.Request, who Identity) (any, error) {
+	var asked wire.Barrier
+	if err := decode(w, r, &asked); err != nil {
+		return nil, err
+	}
+	bound, elapsed := time.Duration(asked.BoundMillis)*time.Millisecond, time.Duration(asked.ElapsedMillis)*time.Millisecond
+	switch {
+	case asked.Pod.UID == "" || asked.Pod.Namespace == "" || asked.Pod.Name == "":
+		return nil, refusal{http.StatusBadRequest, "pod: namespace, name and uid are required"}
+	case max(len(asked.Pod.UID), len(asked.Pod.Namespace), len(asked.Pod.Name)) > wire.MaxName:
+		return nil, refusal{http.StatusBadRequest, fmt.Sprintf("pod: a name is longer than %d bytes", wire.MaxName)}
+	case len(asked.Targets) > wire.MaxTargets:
+		return nil, refusal{http.StatusBadRequest, fmt.Sprintf("targets: %d are more than %d", len(asked.Targets), wire.MaxTargets)}
+	case asked.BoundMillis < 0 || bound > wire.MaxBound:
+		return nil, refusal{http.StatusBadRequest, fmt.Sprintf("boundMillis %d: must be 0 to %d", asked.BoundMillis, wire.MaxBound.Milliseconds())}
+	case asked.ElapsedMillis < 0 || elapsed > 10*wire.MaxBound:
+		return nil, refusal{http.StatusBadRequest, fmt.Sprintf("elapsedMillis %d: must be 0 to %d", asked.ElapsedMillis, 10*wire.MaxBound.Milliseconds())}
+	case c.Vicinity == nil:
+		return nil, refusal{http.StatusServiceUnavailable, "this replica knows nothing of pods"}
+	}
+	c.mu.Lock()
+	current := c.ledger.Current(who.Agent, asked.Session)
+	c.mu.Unlock()
+	if !current {
+		return nil, errStale
+	}
+	arrived := time.Now()
+	s, err := c.surroundings(r.Context(), who, &asked)
+	if err != nil {
+		return nil, err
+	}
+	c.mu.Lock()
+	defer c.unlock()
+	if c.barriers >= c.mostBarriers() {
+		return nil, refusal{http.StatusServiceUnavailable, "too many barriers wait at this replica"}
+	}
+	c.barriers++
+	c.Metrics.waiting.Inc()
+	defer func() {
+		c.barriers--
+		c.Metrics.waiting.Dec()
+	}()
+	if !asked.Terminating {
+		return c.restart(r.Context(), asked.Pod, s, arrived.Add(min(bound, restartMost)))
+	}
+	b := drain.Barrier{Pod: asked.Pod, By: who.Agent, Targets: asked.Targets, Since: arrived.Add(-elapsed), Bound: bound}
+	for {
+		b.Services = b.Services[:0]
+		for _, t := range s.Targets {
+			b.Services = append(b.Services, t.Service)
+		}
+		b.Stated, b.Last, b.LastHere = s.Stated, s.Last, s.LastHere
+		now := time.Now()
+		status := c.ledger.OpenBarrier(now, b)
+		c.settle()
+		if !status.Waits() {
+			c.passed(status)
+			return passedAs(status), nil
+		}
+		wake := now.Add(lookAround)
+		if !status.Recheck.IsZero() && status.Recheck.Before(wake) {
+			wake = status.Recheck
+		}
+		if err := c.sleep(r.Context(), c.barred, asked.Pod.UID, wake); err != nil {
+			return nil, err
+		}
+		if woken := time.Now(); !woken.Before(now.Add(lookAround)) || woken.Before(wake) {
+			// What has changed may be that another endpoint is ready.
+			c.unlock()
+			is, err := c.Vicinity.Surroundings(r.Context(), who.Name, asked.Pod)
+			c.mu.Lock()
+			// A pod that is not known any more has the surroundings that it had.
+			if err == nil && is.Known {
+				s = is
+			}
+		}
+	}
+}
+
+// surroundings finds out whether who may ask, and whether the pod is really terminating: a barrier declares it dead, for good.
+func (c *Coordinator) surroundings(ctx context.Context, who Identity, asked *wire.Barrier) (Surroundings, error) {
+	s, err := c.Vicinity.Surroundings(ctx, who.Name, asked.Pod)
+	if err != nil {
+		return s, refusal{http.StatusServiceUnavailable, err.Error()}
+	}
+	if s.Known && !s.Here {
+		return s, refusal{http.StatusForbidden, fmt.Sprintf("pod %s is not on the node of %s", asked.Pod, who.Name)}
+	}
+	if !who.Everywhere {
+		authorizer, can := c.Authenticate.(Authorizer)
+		allowed := false
+		if can {
+			if allowed, err = authorizer.MayAcknowledge(ctx, who, asked.Pod.Namespace); err != nil {
+				return s, refusal{http.StatusServiceUnavailable, err.Error()}
+			}
+		}
+		if !allowed {
+			return s, refusal{http.StatusForbidden, fmt.Sprintf("%s may not acknowledge drains in namespace %q", who.Username, asked.Pod.Namespace)}
+		}
+	}
+	asked.Terminating = asked.Terminating || s.Terminating
+	if s.Terminating {
+		return s, nil
+	}
+	if !asked.Terminating {
+		if !s.Known {
+			return s, refusal{http.StatusNotFound, fmt.Sprintf("pod %s is not known here", asked.Pod)}
+		}
+		return s, nil
+	}
+	// The agent may have heard earlier. Where it is not known here at all, it may be gone.
+	lookCtx, cancel := context.WithTimeout(ctx, lookTimeout)
+	defer cancel()
+	switch life, err := c.Pods.Life(lookCtx, asked.Pod); {
+	case err != nil || life == LifeUnknown:
+		return s, refusal{http.StatusServiceUnavailable, fmt.Sprintf("pod %s cannot be read: %v", asked.Pod, err)}
+	case life == Living:
+		return s, refusal{http.StatusConflict, fmt.Sprintf("pod %s is not terminating", asked.Pod)}
+	}
+	return s, nil
+}
+
+// restart, called with the lock, has directed gateways let go of a pod whose container is stopped, and answers by until.
+func (c *Coordinator) restart(ctx context.Context, pod drain.Pod, s Surroundings, until time.Time) (any, error) {
+	status := c.ledger.Restart(time.Now(), pod, s.Targets)
+	for {
+		c.settle()
+		c.observe(status)
+		if !status.Waits() || !time.Now().Before(until) {
+			c.Metrics.restarts.Inc()
+			return passedAs(status), nil
+		}
+		wake := until
+		if !status.Recheck.IsZero() && status.Recheck.Before(wake) {
+			wake = status.Recheck
+		}
+		if err := c.sleep(ctx, c.waiting, pod.UID, wake); err != nil {
+			return nil, err
+		}
+		status = c.ledger.Status(time.Now(), pod.UID)
+	}
+}
+
+// sleep, called with the lock, gives it up until something may have changed for uid, or wake.
+func (c *Coordinator) sleep(ctx context.Context, waiting map[drain.UID]chan struct{}, uid drain.UID, wake time.Time) error {
+	changed := waiting[uid]
+	if changed == nil {
+		changed = make(chan struct{})
+		waiting[uid] = changed
+	}
+	c.unlock()
+	timer := time.NewTimer(time.Until(wake))
+	var err error
+	select {
+	case <-changed:
+	case <-timer.C:
+	case <-ctx.Done():
+		err = errWritten // nobody listens
+	case <-c.stop:
+		err = refusal{http.StatusServiceUnavailable, ErrStopping.Error()}
+	}
+	timer.Stop()
+	c.mu.Lock()
+	if err == nil && c.stopped {
+		err = refusal{http.StatusServiceUnavailable, ErrStopping.Error()}
+	}
+	return err
+}
+
+func (c *Coordinator) mostBarriers() int {
+	if c.MaxBarriers > 0 {
+		return c.MaxBarriers
+	}
+	return maxBarriers
+}
+
+// passedAs is what the agent is told.
+func passedAs(s drain.Status) wire.Passed {
+	return wire.Passed{Phase: s.Phase.String(), Reason: s.Reason.String(), Waiting: names(s.Waiting), Cut: s.Cut}
+}
+
+// passed, called with the lock, writes down that a barrier lets its pod go.
+func (c *Coordinator) passed(s drain.Status) {
+	took := time.Since(s.Since)
+	c.Metrics.barriers.WithLabelValues(s.Reason.String()).Observe(took.Seconds())
+	if s.Cut {
+		c.Metrics.cut.Inc()
+	}
+	c.unsaid = append(c.unsaid, func() {
+		c.Log.Info("barrier passed", "pod", s.Pod.String(), "uid", s.Pod.UID, "phase", s.Phase.String(), "reason", s.Reason.String(),
+			"sinceSeconds", took.Seconds(), "owed", s.Owed, "waitingFor", names(s.Waiting), "suspended", names(s.Suspended),
+			"statedSeconds", s.Stated.Seconds(), "cut", s.Cut)
+	})
+}
+
+// settleBarriers, called with the lock, wakes those who wait at barriers that may have changed. It reports whether there were any.
+func (c *Coordinator) settleBarriers() bool {
+	touched := c.ledger.TouchedBarriers()
+	for _, uid := range touched {
+		c.ledger.BarrierStatus(time.Now(), uid)
+		if changed := c.barred[uid]; changed != nil {
+			close(changed)
+			delete(c.barred, uid)
+		}
+	}
+	return len(touched) > 0
+}
+
+// Deleted records that a pod is gone.
+func (c *Coordinator) Deleted(uid drain.UID) {
+	c.mu.Lock()
+	defer c.unlock()
+	c.ledger.Gone(time.Now(), uid)
+	c.ledger.Deleted(time.Now(), uid)
+	c.settle()
+}
+
+// Ready records that a pod has become ready at a time, so that it can be routed again if it was let go of for a restart before.
+func (c *Coordinator) Ready(uid drain.UID, at time.Time) {
+	c.mu.Lock()
+	defer c.unlock()
+	if c.ledger.Back(time.Now(), uid, at) {
+		c.settle()
+	}
+}

@@ -1,0 +1,443 @@
+package coordinator
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/http"
+	"net/netip"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/drain/client"
+	"github.com/lameduck-io/lameduck/pkg/drain/wire"
+)
+
+// nearby is a Vicinity whose answers a test sets.
+type nearby struct {
+	mu sync.Mutex
+	Surroundings
+	err error
+}
+
+func (n *nearby) set(f func(s *Surroundings)) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	f(&n.Surroundings)
+}
+
+type vicinity struct{ *nearby }
+
+func (v vicinity) Surroundings(context.Context, string, drain.Pod) (Surroundings, error) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	return v.nearby.Surroundings, v.err
+}
+
+func newNearby() *nearby {
+	return &nearby{Surroundings: Surroundings{Known: true, Terminating: true, Here: true, Targets: []drain.Targets{{Service: web}}}}
+}
+
+// with gives a replica surroundings.
+func with(n *nearby) func(*Options) { return func(o *Options) { o.Vicinity = vicinity{n} } }
+
+// eyes implements client.Watches: a test says what is seen of each pod.
+type eyes struct {
+	mu   sync.Mutex
+	of   map[drain.UID]*seen
+	gone []drain.UID
+}
+
+type seen struct {
+	watch   drain.Watch
+	holders map[string]bool
+	report  drain.Report
+}
+
+func (e *eyes) Watch(w drain.Watch, holder string) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.of[w.Pod.UID] == nil {
+		e.of[w.Pod.UID] = &seen{holders: map[string]bool{}}
+	}
+	e.of[w.Pod.UID].watch = w
+	e.of[w.Pod.UID].holders[holder] = true
+}
+
+func (e *eyes) Unwatch(uid drain.UID, holder string, gone bool) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if gone && !slices.Contains(e.gone, uid) {
+		e.gone = append(e.gone, uid)
+	}
+	if of := e.of[uid]; of != nil {
+		if delete(of.holders, holder); len(of.holders) == 0 {
+			delete(e.of, uid)
+		}
+	}
+}
+
+func (e *eyes) Watched(holder string) []drain.UID {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	var uids []drain.UID
+	for uid, of := range e.of {
+		if of.holders[holder] {
+			uids = append(uids, uid)
+		}
+	}
+	return uids
+}
+
+func (e *eyes) Reports() []drain.Report {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	var all []drain.Report
+	for uid, of := range e.of {
+		r := of.report
+		r.UID, r.Since = uid, of.watch.Since
+		all = append(all, r)
+	}
+	return all
+}
+
+func (e *eyes) watching(p drain.Pod) (drain.Watch, bool) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	of := e.of[p.UID]
+	if of == nil {
+		return drain.Watch{}, false
+	}
+	return of.watch, true
+}
+
+// nodeAgent is an agent that observes.
+type nodeAgent struct {
+	*agent
+	eyes *eyes
+}
+
+func (n *network) nodeAgent(id string, hosts ...string) *nodeAgent {
+	a := &nodeAgent{eyes: &eyes{of: map[drain.UID]*seen{}}}
+	a.agent = n.agentWith(id, func(c *client.Client) {
+		c.Watches = a.eyes
+		c.Routes = []drain.Route{{Service: drain.EveryService, Via: drain.Endpoints, Can: drain.Observe, Grain: drain.PerConnection}}
+	}, hosts...)
+	return a
+}
+
+func (a *nodeAgent) see(t *testing.T, p drain.Pod, s drain.State, quiet bool) {
+	t.Helper()
+	a.eyes.mu.Lock()
+	of := a.eyes.of[p.UID]
+	if of == nil {
+		a.eyes.mu.Unlock()
+		t.Fatalf("%s is not watched", p)
+	}
+	of.report.State, of.report.Quiet, of.report.Proof = s, quiet, drain.ProofNone
+	if s >= drain.Removed {
+		of.report.Proof = drain.Runtime
+	}
+	a.eyes.mu.Unlock()
+	a.Wake()
+	synctest.Wait()
+}
+
+// passing is what a hook was told.
+type passing struct {
+	wire.Passed
+	err  error
+	took time.Duration
+}
+
+func (p passing) String() string {
+	text := fmt.Sprintf("%s after %s", p.Reason, p.took)
+	for _, w := range p.Waiting {
+		text += ", " + w
+	}
+	if p.err != nil {
+		text += ": " + p.err.Error()
+	}
+	return text
+}
+
+// hook asks for the barrier of p, which was deleted just now.
+func (a *nodeAgent) hook(p drain.Pod, change ...func(*wire.Barrier)) <-chan passing {
+	out := make(chan passing, 1)
+	began := time.Now()
+	b := wire.Barrier{Pod: p, Since: began, BoundMillis: 30_000, Terminating: true, Targets: []netip.AddrPort{netip.MustParseAddrPort("10.1.0.7:0")}}
+	for _, f := range change {
+		f(&b)
+	}
+	go func() {
+		var is passing
+		is.Passed, is.err = a.Barrier(context.Background(), b)
+		is.took = time.Since(began)
+		out <- is
+	}()
+	synctest.Wait()
+	return out
+}
+
+func passed(t *testing.T, hook <-chan passing, want string) {
+	t.Helper()
+	synctest.Wait()
+	select {
+	case p := <-hook:
+		if p.String() != want {
+			t.Errorf("passed %q, want %q", p, want)
+		}
+	default:
+		t.Errorf("the hook waits still, want %q", want)
+	}
+}
+
+func waits(t *testing.T, hook <-chan passing) {
+	t.Helper()
+	synctest.Wait()
+	select {
+	case p := <-hook:
+		t.Fatalf("passed already: %s", p)
+	default:
+	}
+}
+
+func TestAHookWaitsForEveryNode(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNetwork(t)
+		r := n.replica("replica-0", "a", with(newNearby()))
+		one, two := n.nodeAgent("node-1", "replica-0"), n.nodeAgent("node-2", "replica-0")
+		edge := n.agent("edge", []drain.Service{web}, "replica-0")
+		p := pod("a")
+		hook := one.hook(p)
+		w, ok := two.eyes.watching(p)
+		if !ok || w.Targets[0].String() != "10.1.0.7:0" || w.Deadline.Sub(w.Since) != 30*time.Second {
+			t.Fatalf("the other node watches %+v", w)
+		}
+		if edge.stones.holders(p) != "replica-0/a" {
+			t.Error("who directs and was never asked is not told")
+		}
+		if got := r.metric("lameduck_barriers_waiting"); got != 1 {
+			t.Errorf("%v hooks wait", got)
+		}
+		one.see(t, p, drain.Idle, true)
+		edge.say(p, drain.Idle)
+		time.Sleep(300 * time.Millisecond)
+		two.see(t, p, drain.Removed, false)
+		waits(t, hook)
+		two.see(t, p, drain.Idle, true)
+		passed(t, hook, "Acknowledged after 300ms")
+		if got := r.metric("lameduck_barrier_duration_seconds", "Acknowledged"); got != 1 {
+			t.Errorf("%v barriers were counted", got)
+		}
+		// The kubelet was restarted, and runs the hook again.
+		passed(t, one.hook(p), "Acknowledged after 0s")
+		// An agent that comes now is told; one that was reconnects, and is told again.
+		three := n.nodeAgent("node-3", "replica-0")
+		if _, ok := three.eyes.watching(p); !ok {
+			t.Error("a new node is not told")
+		}
+		r.Deleted(p.UID)
+		synctest.Wait()
+		if _, ok := two.eyes.watching(p); ok || !slices.Equal(two.eyes.gone, []drain.UID{p.UID}) {
+			t.Error("the other node does not know that the pod is gone")
+		}
+		if edge.stones.holders(p) != "" || !edge.stones.isDead(p) {
+			t.Error("who directs does not know that the pod is dead")
+		}
+	})
+}
+
+func TestAHookIsAnsweredAtItsBound(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNetwork(t)
+		n.replica("replica-0", "a", with(newNearby()))
+		one := n.nodeAgent("node-1", "replica-0")
+		n.nodeAgent("node-2", "replica-0")
+		p := pod("a")
+		hook := one.hook(p, func(b *wire.Barrier) { b.ElapsedMillis = 4000 })
+		for range 4 {
+			one.see(t, p, drain.Idle, true)
+			time.Sleep(6 * time.Second)
+		}
+		one.see(t, p, drain.Idle, true)
+		time.Sleep(2*time.Second - 1)
+		waits(t, hook)
+		time.Sleep(1)
+		passed(t, hook, "Deadline after 26s, node-2 (unknown)")
+	})
+}
+
+// Without this, a rollout of the coordinator, or the death of one replica, lets pods be stopped at once, or makes them wait anew.
+func TestAnotherReplicaGoesOn(t *testing.T) {
+	for name, lose := range map[string]func(n *network, r *replica){
+		"it stops":         func(_ *network, r *replica) { r.end() },
+		"it dies":          func(n *network, r *replica) { n.cut(r.host) },
+		"nothing is heard": func(n *network, r *replica) { n.swallow(r.host) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				n := newNetwork(t)
+				replicas := []*replica{n.replica("replica-0", "a", with(newNearby())), n.replica("replica-1", "b", with(newNearby()))}
+				one := n.nodeAgent("node-1", "replica-0", "replica-1")
+				p := pod("a")
+				var elapsed time.Duration
+				hook := one.hook(p)
+				w, _ := one.eyes.watching(p)
+				time.Sleep(20 * time.Second)
+				one.see(t, p, drain.Routing, true)
+				for _, r := range replicas {
+					if r.metric("lameduck_barriers_waiting") == 1 {
+						lose(n, r)
+						break
+					}
+				}
+				for range 10 {
+					time.Sleep(600 * time.Millisecond)
+					elapsed += 600 * time.Millisecond
+				}
+				is, ok := one.eyes.watching(p)
+				if !ok || is.Since.Sub(w.Since) > time.Millisecond || w.Since.Sub(is.Since) > time.Millisecond {
+					t.Fatalf("nobody goes on with the barrier, or its clock began again at %s, not %s", is.Since, w.Since)
+				}
+				waits(t, hook)
+				time.Sleep(4 * time.Second)
+				passed(t, hook, "Deadline after 30s, node-1 (routing)")
+			})
+		})
+	}
+}
+
+func TestHooksThatCannotBeAsked(t *testing.T) {
+	for name, c := range map[string]struct {
+		change func(n *nearby, r *replica)
+		want   string
+	}{
+		"a pod of another node":     {func(n *nearby, _ *replica) { n.Here = false }, "is not on the node"},
+		"a pod that stays":          {func(n *nearby, r *replica) { n.Terminating = false; r.lives.set("uid-a", Living) }, "is not terminating"},
+		"a pod that cannot be read": {func(n *nearby, _ *replica) { n.Terminating = false }, "cannot be read"},
+		"nothing is known":          {func(n *nearby, _ *replica) { n.err = errors.New("the cache is cold") }, "the cache is cold"},
+		"too many wait":             {func(_ *nearby, r *replica) { r.MaxBarriers = 1; r.barriers = 1 }, "too many barriers"},
+		"no replica":                {func(_ *nearby, r *replica) { r.end() }, "no coordinator can be asked"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				n, near := newNetwork(t), newNearby()
+				r := n.replica("replica-0", "a", with(near))
+				one := n.nodeAgent("node-1", "replica-0")
+				near.set(func(*Surroundings) { c.change(near, r) })
+				synctest.Wait()
+				is := <-one.hook(pod("a"))
+				if !errors.Is(is.err, client.ErrNoCoordinator) || !strings.Contains(is.err.Error(), c.want) || is.took != 0 {
+					t.Errorf("after %s: %v, want %q", is.took, is.err, c.want)
+				}
+				r.mu.Lock()
+				defer r.mu.Unlock()
+				if all := r.ledger.Barriers(time.Now()); len(all) != 0 {
+					t.Errorf("open are %v", all)
+				}
+			})
+		})
+	}
+}
+
+// A watch of the agent may be ahead of the coordinator's.
+func TestAPodThatIsGoingIsReadLive(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n, near := newNetwork(t), newNearby()
+		near.Known, near.Terminating, near.Targets = false, false, nil
+		r := n.replica("replica-0", "a", with(near))
+		r.lives.set("uid-a", Leaving)
+		one := n.nodeAgent("node-1", "replica-0")
+		hook := one.hook(pod("a"))
+		one.see(t, pod("a"), drain.Idle, true)
+		passed(t, hook, "Acknowledged after 0s")
+	})
+}
+
+// Without this, a Service with one pod that is replaced loses its requests: its kernels say Kept, and the new one is ready.
+func TestOtherEndpointsAreLookedAtWhileAHookWaits(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n, near := newNetwork(t), newNearby()
+		near.Last = true
+		n.replica("replica-0", "a", with(near))
+		one := n.nodeAgent("node-1", "replica-0")
+		p := pod("a")
+		hook := one.hook(p)
+		one.see(t, p, drain.Kept, true)
+		time.Sleep(600 * time.Millisecond)
+		near.set(func(s *Surroundings) { s.Last = false })
+		time.Sleep(3 * time.Second)
+		waits(t, hook)
+		near.set(func(s *Surroundings) { s.Last = true })
+		time.Sleep(lookAround + time.Second)
+		synctest.Wait()
+		passed(t, hook, "LastTarget after 4.75s")
+	})
+}
+
+// A liveness restart is delayed by 2 s at most, and ends the tombstone when the container is back.
+func TestAContainerThatIsRestarted(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n, near := newNetwork(t), newNearby()
+		near.Terminating = false
+		r := n.replica("replica-0", "a", with(near))
+		one := n.nodeAgent("node-1", "replica-0")
+		edge := n.agent("edge", []drain.Service{web}, "replica-0")
+		p := pod("a")
+		stays := func(b *wire.Barrier) { b.Terminating, b.BoundMillis = false, 10_000 }
+		hook := one.hook(p, stays)
+		if edge.stones.holders(p) != "replica-0/a" {
+			t.Fatal("who directs is not told")
+		}
+		if _, ok := one.eyes.watching(p); ok {
+			t.Error("who observes is told: nothing lets go of a pod that is ready")
+		}
+		time.Sleep(2*time.Second - 1)
+		waits(t, hook)
+		time.Sleep(1)
+		passed(t, hook, "None after 2s, edge (routing)")
+		edge.say(p, drain.Idle)
+		passed(t, one.hook(p, stays), "Acknowledged after 0s")
+		r.Ready(p.UID, time.Now().Add(-time.Hour))
+		synctest.Wait()
+		if edge.stones.holders(p) == "" {
+			t.Error("it is routed again before it is ready")
+		}
+		time.Sleep(time.Second)
+		r.Ready(p.UID, time.Now())
+		synctest.Wait()
+		if edge.stones.holders(p) != "" || edge.stones.isDead(p) {
+			t.Error("it is not routed again")
+		}
+	})
+}
+
+func TestWhatIsRefusedAtTheBarrier(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNetwork(t)
+		n.replica("replica-0", "a", with(newNearby()))
+		one := n.nodeAgent("node-1", "replica-0")
+		for name, c := range map[string]struct {
+			change func(*wire.Barrier)
+			code   int
+		}{
+			"no uid":           {func(b *wire.Barrier) { b.Pod.UID = "" }, http.StatusBadRequest},
+			"a long name":      {func(b *wire.Barrier) { b.Pod.Name = strings.Repeat("x", 254) }, http.StatusBadRequest},
+			"many targets":     {func(b *wire.Barrier) { b.Targets = make([]netip.AddrPort, 65) }, http.StatusBadRequest},
+			"a negative bound": {func(b *wire.Barrier) { b.BoundMillis = -1 }, http.StatusBadRequest},
+			"a long bound":     {func(b *wire.Barrier) { b.BoundMillis = 600_001 }, http.StatusBadRequest},
+			"from the future":  {func(b *wire.Barrier) { b.ElapsedMillis = -1 }, http.StatusBadRequest},
+		} {
+			is := <-one.hook(pod("a"), c.change)
+			if is.err == nil || !strings.Contains(is.err.Error(), fmt.Sprint(c.code)) {
+				t.Errorf("%s: %v, want %d", name, is.err, c.code)
+			}
+		}
+	})
+}
