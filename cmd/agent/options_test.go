@@ -217,3 +217,32 @@ func TestHelp(t *testing.T) {
 		}
 	}
 }
+
+// nodeFile is a configuration file of a node agent.
+const nodeFile = `
+apiVersion: lameduck.io/v1alpha1
+kind: AgentConfiguration
+coordinators: {service: lameduck/agents, port: agents, serverName: lameduck, caFile: "${DIR}/ca.crt", tokenFile: "${DIR}/token"}
+kubeProxy:
+  waitAddresses: ["127.0.0.1:9447", "[2001:db8::1]:9447"]
+`
+
+func TestANodeAgentsFile(t *testing.T) {
+	dir, getenv := environment(t)
+	o, err := parse([]string{"--config", write(t, dir, nodeFile), "--node-name=n1"}, getenv, io.Discard)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got := o.file.KubeProxy.WaitAddresses; len(got) != 2 || o.gateway != nil {
+		t.Errorf("hooks are answered at %q, gateway %v", got, o.gateway)
+	}
+	o, err = parse([]string{"--config", write(t, dir, strings.Replace(nodeFile, "waitAddresses", "waitAddresses: []\n  #", 1)), "--node-name=n1"}, getenv, io.Discard)
+	if err != nil || o.file.KubeProxy.WaitAddresses[0] != defaultWaitAddress {
+		t.Errorf("without addresses: %+v, %v", o.file.KubeProxy, err)
+	}
+	mustRefuse(t, []string{"--config", write(t, dir, nodeFile)}, getenv, "--node-name")
+	mustRefuse(t, []string{"--config", write(t, dir, strings.Replace(nodeFile, "127.0.0.1:9447", "nowhere", 1)), "--node-name=n1"}, getenv, "waitAddresses[0]", "nowhere")
+	mustRefuse(t, []string{"--config", write(t, dir, good+"kubeProxy: {}\n")}, getenv, "exactly one of haproxy and kubeProxy")
+	mustRefuse(t, []string{"--config", write(t, dir, strings.Replace(nodeFile, "kubeProxy:\n  waitAddresses", "#", 1)), "--node-name=n1"}, getenv, "exactly one of haproxy and kubeProxy")
+	mustRefuse(t, []string{"--config", write(t, dir, nodeFile+"stateDir: ${DIR}\n"), "--node-name=n1"}, getenv, "stateDir")
+}

@@ -7,6 +7,8 @@ import (
 	"sync"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
+
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/drain/journal"
 	"github.com/lameduck-io/lameduck/pkg/gateway"
@@ -27,6 +29,9 @@ type tombstones struct {
 	mu sync.Mutex
 	// known holds the last state that was written down of each tombstone.
 	known map[health.UID]health.State
+	// furthest is how far each of them has ever come. propagation is told how long that took, once; nil: nobody is.
+	furthest    map[health.UID]health.State
+	propagation *prometheus.HistogramVec
 }
 
 // restore lays the tombstones that an earlier life of the agent has left, each until its lease ends. Leases that are over are laid too:
@@ -147,17 +152,34 @@ func (t *tombstones) changed() bool {
 	defer t.mu.Unlock()
 	stones := t.set.Tombstones()
 	news := len(stones) != len(t.known)
-	now := make(map[health.UID]health.State, len(stones))
+	now, furthest := make(map[health.UID]health.State, len(stones)), make(map[health.UID]health.State, len(stones))
 	for _, s := range stones {
 		state := t.proven(s)
 		now[s.UID] = state
+		furthest[s.UID] = max(state, t.furthest[s.UID])
+		t.measure(s, t.furthest[s.UID], state)
 		if was, known := t.known[s.UID]; !known || was != state {
 			news = true
 			t.log.Info("tombstone state", "uid", s.UID, "state", state.String(), "targets", s.Targets, "generation", s.Generation)
 		}
 	}
-	t.known = now
+	t.known, t.furthest = now, furthest
 	return news
+}
+
+// measure writes down how long it took to come from before to state, if that is further. What is Idle at once was never routed here, or
+// was let go of in another life: it says nothing of the gateway.
+func (t *tombstones) measure(s health.Tombstone, before, state health.State) {
+	if t.propagation == nil || s.Targets == 0 {
+		return
+	}
+	took := max(0, s.StateSince.Sub(s.Since)).Seconds()
+	if before < health.Removed && state >= health.Removed {
+		t.propagation.WithLabelValues("removed").Observe(took)
+	}
+	if before < health.Idle && state == health.Idle {
+		t.propagation.WithLabelValues("idle").Observe(took)
+	}
 }
 
 // wireState says in the ledger's words what the set knows.

@@ -10,6 +10,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
+
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/drain/journal"
 	"github.com/lameduck-io/lameduck/pkg/health"
@@ -157,5 +159,29 @@ func TestALeaseEndsInTheSetWhenItDoesInTheJournal(t *testing.T) {
 	now = began.Add(63 * time.Second)
 	if expired, lapsed := stones.expired(now), stones.lapse(now); len(expired) != 2 || len(lapsed) != 2 {
 		t.Errorf("expired is %v, lapsed %v, want both twice", expired, lapsed)
+	}
+}
+
+// Without this, a pod that is routed again after a reload counts twice, and one that was never routed counts as quick.
+func TestPropagationIsWrittenDownOnce(t *testing.T) {
+	registry := prometheus.NewRegistry()
+	stones := &tombstones{propagation: newPropagation(registry, "fake", "")}
+	since := time.Now()
+	s := health.Tombstone{UID: "a", Since: since, StateSince: since.Add(40 * time.Millisecond), Targets: 1}
+	stones.measure(s, health.Unknown, health.Routing)
+	stones.measure(s, health.Routing, health.Removed)
+	stones.measure(s, health.Removed, health.Routing)
+	stones.measure(s, health.Removed, health.Removed)
+	stones.measure(s, health.Removed, health.Idle)
+	s.Targets = 0
+	stones.measure(s, health.Unknown, health.Idle)
+	families, err := registry.Gather()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, m := range families[0].GetMetric() {
+		if h := m.GetHistogram(); h.GetSampleCount() != 1 || h.GetSampleSum() < 0.039 || h.GetSampleSum() > 0.041 {
+			t.Errorf("%s: %d times, %v s in all", m.GetLabel(), h.GetSampleCount(), h.GetSampleSum())
+		}
 	}
 }

@@ -117,7 +117,10 @@ func deleted(p *corev1.Pod, grace time.Duration) *corev1.Pod {
 	return p
 }
 
-var podTarget = netip.MustParseAddrPort("10.1.0.7:0")
+var (
+	podTarget = netip.MustParseAddrPort("10.1.0.7:0")
+	b8        = netip.MustParseAddrPort("10.1.0.8:0")
+)
 
 // node is a node agent's inner parts in a bubble.
 type testNode struct {

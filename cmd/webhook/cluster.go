@@ -218,6 +218,16 @@ func isReady(p *corev1.Pod) bool {
 	return false
 }
 
+// readySince is when a pod that is ready became so.
+func readySince(p *corev1.Pod) (at time.Time, ready bool) {
+	for _, c := range p.Status.Conditions {
+		if c.Type == corev1.PodReady {
+			return c.LastTransitionTime.Time, c.Status == corev1.ConditionTrue
+		}
+	}
+	return time.Time{}, false
+}
+
 const (
 	eventTimeout = 5 * time.Second
 	// eventBacklog bounds the Events that wait to be written; more are dropped and counted in the log.

@@ -93,15 +93,23 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 
 	who := identity.New(kube)
 	self := drain.Lease{Replica: o.replica, Epoch: rand.Text()}
+	index := endpoints.NewIndex()
+	around := &vicinity{reader: known, index: index, log: log}
 	coord := coordinator.New(self, o.times, coordinator.Options{
 		MaxHolds: o.maxHolds, MaxHoldsPerOwner: o.maxHoldsPerOwner, Pods: pods{live}, Authenticate: who, Log: log, Metrics: coordinator.NewMetrics(registry),
+		Vicinity: around,
 	})
-	index := endpoints.NewIndex()
 	roster := newRoster(coord, who, log)
 	watch := watches{coord: coord, index: index, roster: roster}
 	if err := watch.register(ctx, known); err != nil {
 		return err
 	}
+	// Not among those that a replica waits for: without the right to watch them, Services state no waits and have no local policies.
+	services, err := known.GetInformer(ctx, &corev1.Service{}, cache.BlockUntilSynced(false))
+	if err != nil {
+		return fmt.Errorf("watch Services: %w", err)
+	}
+	around.synced = services.HasSynced
 	events := newEvents(kube, o.replica, log)
 	started := time.Now()
 	metrics := admission.NewMetrics(registry)
@@ -247,11 +255,13 @@ func (w *watches) register(ctx context.Context, known cache.Cache) error {
 		set: func(p *corev1.Pod) {
 			if p.DeletionTimestamp != nil {
 				w.coord.Gone(drain.UID(p.UID))
+			} else if at, ready := readySince(p); ready {
+				w.coord.Ready(drain.UID(p.UID), at)
 			}
 			w.roster.set(p)
 		},
 		gone: func(p *corev1.Pod) {
-			w.coord.Gone(drain.UID(p.UID))
+			w.coord.Deleted(drain.UID(p.UID))
 			w.roster.gone(p)
 		},
 	}

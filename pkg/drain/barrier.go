@@ -2,11 +2,14 @@ package drain
 
 import (
 	"cmp"
+	"fmt"
 	"hash/fnv"
 	"io"
 	"math"
 	"net/netip"
 	"slices"
+	"strconv"
+	"strings"
 	"time"
 )
 
@@ -397,4 +400,44 @@ func (l *Ledger) learn(now time.Time, a *agent, d *drain, had heard, r Report) {
 	if r.State >= Removed && had.State < Removed && r.tells(d) && a.gateOf(d) == AtBarrier && now.Before(l.deadline(d)) {
 		l.learnt.add(now.Sub(d.since))
 	}
+}
+
+// ParseStatedWait reads the wait that a Service states for consumers that can never acknowledge: a duration, or checkInterval,
+// unhealthyThreshold and timeout of whoever checks them, as "checkInterval=10s,unhealthyThreshold=3,timeout=5s", which is interval times
+// threshold, and timeout. The error names what cannot be read.
+func ParseStatedWait(text string) (time.Duration, error) {
+	if !strings.Contains(text, "=") {
+		d, err := time.ParseDuration(strings.TrimSpace(text))
+		if err != nil || d < 0 {
+			return 0, fmt.Errorf("stated wait %.100q: neither a duration nor checkInterval=, unhealthyThreshold= and timeout=", text)
+		}
+		return d, nil
+	}
+	var interval, timeout time.Duration
+	threshold := 1
+	seen := map[string]bool{}
+	for part := range strings.SplitSeq(text, ",") {
+		name, value, _ := strings.Cut(strings.TrimSpace(part), "=")
+		var err error
+		switch {
+		case seen[name]:
+			return 0, fmt.Errorf("stated wait %.100q: %s is there twice", text, name)
+		case name == "checkInterval":
+			interval, err = time.ParseDuration(value)
+		case name == "timeout":
+			timeout, err = time.ParseDuration(value)
+		case name == "unhealthyThreshold":
+			threshold, err = strconv.Atoi(value)
+		default:
+			return 0, fmt.Errorf("stated wait %.100q: %q is not one of checkInterval, unhealthyThreshold and timeout", text, name)
+		}
+		if err != nil {
+			return 0, fmt.Errorf("stated wait %.100q: %s: %w", text, name, err)
+		}
+		seen[name] = true
+	}
+	if !seen["checkInterval"] || interval <= 0 || timeout < 0 || threshold < 1 || threshold > 1000 || interval > time.Hour {
+		return 0, fmt.Errorf("stated wait %.100q: checkInterval must be positive, timeout not negative, unhealthyThreshold 1 to 1000", text)
+	}
+	return time.Duration(threshold)*interval + timeout, nil
 }

@@ -450,3 +450,19 @@ func TestRestarts(t *testing.T) {
 		t.Error("a pod that is being deleted is back")
 	}
 }
+
+func TestStatedWaitsAreRead(t *testing.T) {
+	for text, want := range map[string]time.Duration{
+		"25s": 25 * time.Second, " 1m ": time.Minute, "0s": 0,
+		"checkInterval=10s,unhealthyThreshold=3,timeout=5s": 35 * time.Second,
+		"timeout=5s, checkInterval=10s":                     15 * time.Second,
+		"checkInterval=2s,unhealthyThreshold=2":             4 * time.Second,
+		"":                                                  -1, "soon": -1, "-1s": -1, "timeout=5s": -1, "checkInterval=10s,checkInterval=10s": -1, "checkInterval=10s,unhealthyThreshold=0": -1,
+		"interval=10s": -1, "checkInterval=10": -1, "checkInterval=-10s": -1, "checkInterval=1h,unhealthyThreshold=9999999": -1,
+	} {
+		got, err := ParseStatedWait(text)
+		if (err != nil) != (want < 0) || err == nil && got != want {
+			t.Errorf("%q: %s, %v", text, got, err)
+		}
+	}
+}

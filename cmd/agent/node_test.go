@@ -1,0 +1,178 @@
+package main
+
+import (
+	"context"
+	"encoding/pem"
+	"fmt"
+	"io"
+	"log/slog"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/kubernetes/fake"
+
+	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/drain/coordinator"
+)
+
+// trusting is an Authenticator, a Pods and a Vicinity to which everybody is the agent of the node.
+type trusting struct{}
+
+func (trusting) Authenticate(context.Context, string) (coordinator.Identity, error) {
+	return coordinator.Identity{Agent: "node-agent", Name: "lameduck-node/agent", Username: "agent", Everywhere: true}, nil
+}
+
+func (trusting) Life(context.Context, drain.Pod) (coordinator.Life, error) {
+	return coordinator.Leaving, nil
+}
+
+func (trusting) Surroundings(context.Context, string, drain.Pod) (coordinator.Surroundings, error) {
+	return coordinator.Surroundings{Known: true, Terminating: true, Here: true}, nil
+}
+
+// The whole of a node agent, but for its kernel: what the API server says of a pod, a hook that asks, a coordinator that is asked, the word
+// of the kernel that lets it go; and the end of the agent while a hook waits.
+func TestANodeAgent(t *testing.T) {
+	coord := coordinator.New(drain.Lease{Replica: "replica-0", Epoch: "a"}, drain.DefaultTimes(), coordinator.Options{
+		MaxHolds: 1, Pods: trusting{}, Authenticate: trusting{}, Vicinity: trusting{}, Log: slog.New(slog.DiscardHandler),
+		Metrics: coordinator.NewMetrics(prometheus.NewRegistry()),
+	})
+	server := httptest.NewTLSServer(coord.Handler())
+	defer server.Close()
+	defer coord.Stop()
+	dir := t.TempDir()
+	ca := filepath.Join(dir, "ca.crt")
+	if err := os.WriteFile(ca, pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: server.Certificate().Raw}), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	token := filepath.Join(dir, "token")
+	if err := os.WriteFile(token, []byte("token"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	waitAt, people := freeAddress(t), freeAddress(t)
+	o := options{people: people, nodeName: "n1"}
+	if err := o.file.read([]byte(fmt.Sprintf(`
+apiVersion: lameduck.io/v1alpha1
+kind: AgentConfiguration
+coordinators: {addresses: ["%s"], serverName: example.com, caFile: %s, tokenFile: %s}
+kubeProxy: {waitAddresses: ["%s"]}
+`, server.URL, ca, token, waitAt)), nil); err != nil {
+		t.Fatal(err)
+	}
+	roots, err := trusted(o.file.Coordinators)
+	if err != nil {
+		t.Fatal(err)
+	}
+	a, b := hooked("a"), hooked("b")
+	b.Status.PodIPs = []corev1.PodIP{{IP: "10.1.0.8"}}
+	kube := fake.NewClientset(a, b)
+	k := newFakeKernel()
+	k.is(podTarget, drain.Routing, 0)
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	ended := make(chan error, 1)
+	go func() { ended <- runNode(ctx, o, kube, roots, k, slog.New(slog.DiscardHandler)) }()
+	get := func(path string) (int, string) {
+		response, err := http.Get("http://" + path)
+		if err != nil {
+			return 0, err.Error()
+		}
+		defer response.Body.Close()
+		body, _ := io.ReadAll(response.Body)
+		return response.StatusCode, string(body)
+	}
+	until(t, "it is ready and connected", func() bool {
+		code, _ := get(people + "/readyz")
+		_, metrics := get(people + "/metrics")
+		return code == http.StatusOK && strings.Contains(metrics, "lameduck_agent_streams 1")
+	})
+	remove := func(p *corev1.Pod) {
+		t.Helper()
+		if _, err := kube.CoreV1().Pods("shop").Update(ctx, deleted(p, 35*time.Second), metav1.UpdateOptions{}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	remove(a)
+	answers := make(chan string, 1)
+	go func() {
+		code, text := get(waitAt + "/v1/wait/id-a?container=app")
+		answers <- fmt.Sprintf("%d %s", code, text)
+	}()
+	until(t, "the pod is watched for the coordinator", func() bool { return k.open() == 2 })
+	select {
+	case text := <-answers:
+		t.Fatalf("the hook is answered while the kernel routes: %s", text)
+	case <-time.After(300 * time.Millisecond):
+	}
+	k.is(podTarget, drain.Idle, 0)
+	select {
+	case text := <-answers:
+		if !strings.HasPrefix(text, "200 Acknowledged") {
+			t.Errorf("the hook is told %q", text)
+		}
+	case <-time.After(5 * time.Second):
+		t.Fatal("the hook is not answered")
+	}
+	_, metrics := get(people + "/metrics")
+	for _, want := range []string{
+		`lameduck_barrier_waits_total{outcome="Acknowledged"} 1`,
+		`lameduck_propagation_seconds_count{gateway="kube-proxy",node="n1",what="removed"} 1`,
+		`lameduck_propagation_seconds_count{gateway="kube-proxy",node="n1",what="idle"} 1`,
+	} {
+		if !strings.Contains(metrics, want) {
+			t.Errorf("there is no %s", want)
+		}
+	}
+	if err := kube.CoreV1().Pods("shop").Delete(ctx, "a", metav1.DeleteOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	until(t, "connections to the pod that is gone are forgotten", func() bool {
+		k.mu.Lock()
+		defer k.mu.Unlock()
+		return len(k.cleaned) > 0
+	})
+
+	// It is told to stop while another hook waits: that one is finished.
+	k.is(b8, drain.Routing, 0)
+	remove(b)
+	go func() {
+		code, text := get(waitAt + "/v1/wait/id-b")
+		answers <- fmt.Sprintf("%d %s", code, text)
+	}()
+	until(t, "it waits", func() bool {
+		_, metrics := get(people + "/metrics")
+		return strings.Contains(metrics, "lameduck_barrier_waiting 1")
+	})
+	cancel()
+	time.Sleep(200 * time.Millisecond)
+	k.is(b8, drain.Idle, 0)
+	if text := <-answers; !strings.HasPrefix(text, "200 Acknowledged") {
+		t.Errorf("the hook that waited when the agent was stopped is told %q", text)
+	}
+	select {
+	case err := <-ended:
+		if err != nil {
+			t.Errorf("it ends with %v", err)
+		}
+	case <-time.After(15 * time.Second):
+		t.Fatal("it does not end")
+	}
+}
+
+// until fails the test unless is becomes true within 10 s.
+func until(t *testing.T, what string, is func() bool) {
+	t.Helper()
+	for end := time.Now().Add(10 * time.Second); !is(); time.Sleep(10 * time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatalf("not so after 10 s: %s", what)
+		}
+	}
+}
