@@ -109,7 +109,7 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 	if err != nil {
 		return fmt.Errorf("watch Services: %w", err)
 	}
-	around.synced = services.HasSynced
+	around.known, around.synced = watch.synced, services.HasSynced
 	events := newEvents(kube, o.replica, log)
 	started := time.Now()
 	metrics := admission.NewMetrics(registry)

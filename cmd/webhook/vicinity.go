@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"strings"
@@ -30,6 +31,8 @@ const statedWrongMost = 1000
 type vicinity struct {
 	reader client.Reader
 	index  *endpoints.Index
+	// known says that everything else can be.
+	known func() bool
 	// synced says that Services can be read from reader; nothing waits for that.
 	synced func() bool
 	log    *slog.Logger
@@ -40,6 +43,9 @@ type vicinity struct {
 
 // Surroundings implements coordinator.Vicinity.
 func (v *vicinity) Surroundings(ctx context.Context, agent string, pod drain.Pod) (s coordinator.Surroundings, err error) {
+	if !v.known() {
+		return s, errors.New("the view of the cluster is not complete yet")
+	}
 	var is corev1.Pod
 	switch err := v.reader.Get(ctx, types.NamespacedName{Namespace: pod.Namespace, Name: pod.Name}, &is); {
 	case apierrors.IsNotFound(err):
@@ -50,6 +56,9 @@ func (v *vicinity) Surroundings(ctx context.Context, agent string, pod drain.Pod
 		return s, nil
 	}
 	s.Known, s.Terminating = true, is.DeletionTimestamp != nil
+	if agent == "" {
+		return s, nil
+	}
 	namespace, name, _ := strings.Cut(agent, "/")
 	var asks corev1.Pod
 	if err := v.reader.Get(ctx, types.NamespacedName{Namespace: namespace, Name: name}, &asks); err != nil {

@@ -40,9 +40,14 @@ type agent struct {
 	started       time.Duration
 	watch         *watcher
 	set           *health.Set
-	gw            *gw
-	links         []*link
-	known         map[health.UID]health.State
+	// kernel is that of the node, of an agent that observes one. It directs nothing then.
+	kernel *kernel
+	// hooks wait, watched are the pods that each holder wants to be observed.
+	hooks   []*hook
+	watched map[string]map[drain.UID]bool
+	gw      *gw
+	links   []*link
+	known   map[health.UID]health.State
 	// programming: the director runs. learned: every replica has answered a declaration. unlearned: it runs without.
 	programming, learned, unlearned bool
 
@@ -95,6 +100,8 @@ type link struct {
 	everything, poked bool
 	said              map[drain.UID]drain.Report
 	numbers           map[drain.UID]uint64
+	// asks are told when the stream is lost.
+	asks []func()
 	// at is when the coordinator wrote what was heard last.
 	at time.Time
 }
@@ -120,6 +127,7 @@ func (a *agent) start() {
 		return
 	}
 	a.up, a.started, a.left = true, w.at, false
+	a.hooks, a.watched = nil, map[string]map[drain.UID]bool{}
 	a.set = health.NewSet()
 	a.dead = map[drain.UID]bool{}
 	a.known, a.leases = map[health.UID]health.State{}, map[drain.UID]map[string]time.Time{}
@@ -230,6 +238,9 @@ func (a *agent) crash(lost bool) {
 	a.up = false
 	a.life++
 	a.watch.last = 0
+	for _, h := range slices.Clone(a.hooks) {
+		h.finish(pass{reason: "AgentDown"}) // the connection is closed
+	}
 }
 
 // lapse is cmd/agent's: time alone lets no pod back in. A lease that is over stands until a list says that the watch is not behind.
@@ -588,6 +599,11 @@ func (l *link) lost(k *conn) {
 		return
 	}
 	l.conn, l.declared, l.posting = nil, false, false
+	asks := l.asks
+	l.asks = nil
+	for _, fail := range asks {
+		fail()
+	}
 	w.cut(&a.proc, &c.proc, k, 0, false, func() { c.endOf(k) })
 	if w.at-l.began > pauseMost {
 		l.pause = pauseFirst
@@ -612,13 +628,20 @@ func (l *link) receive(k *conn, at time.Time, session uint64, lease drain.Lease,
 	a.renew(holder, expires)
 	l.at = at
 	for _, d := range open {
-		if !a.bury(d.Pod, holder, d.Since, expires) {
+		if d.Watch != nil {
+			a.observe(d.Pod.UID, holder, true)
+		} else if !a.bury(d.Pod, holder, d.Since, expires) {
 			return
 		}
 		l.numbers[d.Pod.UID] = d.Number
 		l.poke(false)
 	}
 	for _, r := range released {
+		if r.Gate == drain.AtBarrier {
+			a.observe(r.UID, holder, false)
+			delete(l.numbers, r.UID)
+			continue
+		}
 		delete(l.numbers, r.UID)
 		if l.released != nil {
 			l.released[r.UID] = true
@@ -629,6 +652,11 @@ func (l *link) receive(k *conn, at time.Time, session uint64, lease drain.Lease,
 		return
 	}
 	l.synced = true
+	for uid := range a.watched[holder] {
+		if !slices.ContainsFunc(open, func(d drain.Open) bool { return d.Pod.UID == uid && d.Watch != nil }) {
+			a.observe(uid, holder, false)
+		}
+	}
 	for _, uid := range a.set.Held(holder) {
 		if !slices.ContainsFunc(open, func(d drain.Open) bool { return d.Pod.UID == drain.UID(uid) }) {
 			a.lift(drain.UID(uid), holder, false)
@@ -690,11 +718,19 @@ func (l *link) declare(k *conn) {
 	for _, s := range a.services {
 		routes = append(routes, drain.Route{Service: service(s), Via: drain.Endpoints, Can: drain.Direct, Grain: drain.PerRequest})
 	}
+	if a.kernel != nil {
+		routes = []drain.Route{{Service: drain.EveryService, Via: drain.Endpoints, Can: drain.Observe, Grain: drain.PerConnection}}
+	}
 	l.released = map[drain.UID]bool{}
 	var open []drain.Open
 	l.post(k, func() (ok bool) { open, ok = c.declare(a, session, routes); return ok }, func() {
 		settled, holder, expires := true, l.lease.String(), a.w.now.Add(a.w.times.Lease)
 		for _, d := range open {
+			if d.Watch != nil {
+				a.observe(d.Pod.UID, holder, true)
+				l.numbers[d.Pod.UID] = max(l.numbers[d.Pod.UID], d.Number)
+				continue
+			}
 			if l.released[d.Pod.UID] {
 				settled = false
 				continue
@@ -774,6 +810,19 @@ func (l *link) reports(k *conn) {
 			news = append(news, said{Report: r, readAt: a.readAt})
 		}
 	}
+	for _, uid := range sorted(a.watched[l.lease.String()]) {
+		r := drain.Report{
+			UID: uid, State: a.kernel.state(uid), Gate: drain.AtBarrier, Held: true, Number: l.numbers[uid],
+			Quiet: a.kernel.synced && a.kernel.active[uid] == 0,
+		}
+		if r.State >= drain.Removed {
+			r.Proof = drain.Runtime
+		}
+		now[uid] = r
+		if l.everything || l.said[uid] != r {
+			news = append(news, said{Report: r, readAt: a.w.at})
+		}
+	}
 	l.said, l.everything, l.poked = now, false, false
 	if len(news) == 0 {
 		return
@@ -788,6 +837,18 @@ func (l *link) reports(k *conn) {
 			l.reports(k)
 		}
 	})
+}
+
+// observe begins to observe a pod for holder, or ends that.
+func (a *agent) observe(uid drain.UID, holder string, begin bool) {
+	switch {
+	case !begin:
+		delete(a.watched[holder], uid)
+	case a.watched[holder] == nil:
+		a.watched[holder] = map[drain.UID]bool{uid: true}
+	default:
+		a.watched[holder][uid] = true
+	}
 }
 
 func wireState(s health.State) drain.State {
@@ -806,7 +867,12 @@ func wireState(s health.State) drain.State {
 }
 
 // newAgent makes an agent beside a gateway of its own. Its pod is listed from now on, its process starts later.
-func (w *world) newAgent(lag time.Duration) {
+func (w *world) newAgent(lag time.Duration) { w.addAgent(lag, false) }
+
+// newNodeAgent makes an agent that observes the kernel of a node of its own.
+func (w *world) newNodeAgent(lag time.Duration) { w.addAgent(lag, true) }
+
+func (w *world) addAgent(lag time.Duration, observes bool) {
 	if w.nodes >= maxNodes {
 		return
 	}
@@ -817,7 +883,7 @@ func (w *world) newAgent(lag time.Duration) {
 	}
 	w.nodes++
 	for s := range w.api.services {
-		if s == 0 || w.chance(700) {
+		if !observes && (s == 0 || w.chance(700)) {
 			a.services = append(a.services, s)
 		}
 	}
@@ -829,7 +895,12 @@ func (w *world) newAgent(lag time.Duration) {
 	}}
 	w.api.watchers = append(w.api.watchers, a.watch)
 	w.agents = append(w.agents, a)
+	if observes {
+		a.kernel = newKernel(w, a)
+	}
 	w.api.rosterChanged()
 	w.after(nil, lag, a.start)
-	a.gw.clients()
+	if !observes {
+		a.gw.clients()
+	}
 }

@@ -29,6 +29,9 @@ type pod struct {
 	refused time.Duration
 	// sick is until when it refuses connections, though it is ready.
 	sick time.Duration
+	// host is the node agent of its node, if it has a barrier; passed is why its hooks were answered.
+	host   *agent
+	passed *pass
 	// calls counts deletions that are under way.
 	calls int
 }
@@ -112,6 +115,17 @@ func (a *api) create(services []int) {
 	} else {
 		a.next++
 		p.addr = netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 0, 0, byte(a.next)}), 80)
+	}
+	if a.w.barriers && a.w.chance(800) {
+		var nodes []*agent
+		for _, g := range a.w.agents {
+			if g.kernel != nil {
+				nodes = append(nodes, g)
+			}
+		}
+		if len(nodes) > 0 {
+			p.host = nodes[a.w.rng.IntN(len(nodes))]
+		}
 	}
 	a.pods = append(a.pods, p)
 	a.log("create %s at %s in %v", p.uid, p.addr, services)
@@ -213,7 +227,11 @@ func (a *api) expected() []drain.Expected {
 	var all []drain.Expected
 	for _, g := range a.w.agents {
 		if g.listed {
-			all = append(all, drain.Expected{ID: g.id, Name: "shop/" + g.name, Ready: g.ready, Label: drain.LabelDirected})
+			label := drain.LabelDirected
+			if g.kernel != nil {
+				label = drain.LabelFollowing
+			}
+			all = append(all, drain.Expected{ID: g.id, Name: "shop/" + g.name, Ready: g.ready, Label: label})
 		}
 	}
 	return all
@@ -227,19 +245,29 @@ func (a *api) commit(p *pod, w *word) {
 	p.terminating, p.committed, p.word = true, a.w.at, w
 	a.log("%s is terminating: %s", p.uid, w.reason)
 	a.podChanged(p)
-	a.w.after(nil, a.w.between(time.Millisecond, 30*time.Millisecond), func() {
-		p.stopped = true
-		a.log("%s has stopped", p.uid)
-		for _, g := range a.w.agents {
-			g.gw.podStopped(p)
-		}
-		a.w.after(nil, a.w.between(10*time.Millisecond, time.Second), func() {
-			p.gone = true
-			a.free = append(a.free, p.addr)
-			a.podChanged(p)
-		})
-	})
+	if p.host != nil {
+		a.hooks(p)
+	} else {
+		a.w.after(nil, a.w.between(time.Millisecond, 30*time.Millisecond), func() { a.stop(p) })
+	}
 	a.w.after(nil, a.w.between(5*time.Millisecond, 1500*time.Millisecond), func() { a.create(p.services) })
+}
+
+// stop ends the process of a pod.
+func (a *api) stop(p *pod) {
+	p.stopped = true
+	a.log("%s has stopped", p.uid)
+	for _, g := range a.w.agents {
+		g.gw.podStopped(p)
+		if g.kernel != nil {
+			g.kernel.podStopped(p)
+		}
+	}
+	a.w.after(nil, a.w.between(10*time.Millisecond, time.Second), func() {
+		p.gone = true
+		a.free = append(a.free, p.addr)
+		a.podChanged(p)
+	})
 }
 
 func (a *api) readyOf(service int) (n int) {

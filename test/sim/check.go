@@ -47,6 +47,10 @@ const (
 	checkSuspended = "suspended"
 	// checkLeft: a drain waits for an agent that has left.
 	checkLeft = "left"
+	// checkBarrier: a pod is let stop by acknowledgement while the kernel of a live node sends to it. checkHook: a hook is not answered by its
+	// bound.
+	checkBarrier = "barrier"
+	checkHook    = "hook"
 	// checkOpen, checkStone and checkRoutes: after quiet, a drain is open, a living pod has a tombstone, or a gateway does not route what
 	// EndpointSlices say.
 	checkOpen   = "open"
@@ -495,6 +499,9 @@ func (w *world) checkEnd() {
 	for _, c := range w.coords {
 		for _, s := range c.ledger.All(w.now) {
 			w.fail(checkOpen, "%s has an open drain of %s: %s", c.name, s.Pod.UID, s.Phase)
+		}
+		if len(c.bars) > 0 || len(c.ledger.Barriers(w.now)) > 0 {
+			w.fail(checkOpen, "%s has %d barriers, and %d hooks wait", c.name, len(c.ledger.Barriers(w.now)), len(c.bars))
 		}
 		if len(c.holds) > 0 {
 			w.fail(checkOpen, "%s holds %d calls", c.name, len(c.holds))

@@ -42,6 +42,9 @@ type coord struct {
 	streams []*stream
 	holds   []*held
 	inbound []*call
+	// bars are the hooks that wait, watched which barriers of this life each agent was told of, by their number.
+	bars    []*barred
+	watched map[drain.AgentID]map[drain.UID]uint64
 
 	// heard is what the last word of each agent on its present session was, for the checks: a plain record beside the ledger.
 	heard map[drain.AgentID]map[drain.UID]said
@@ -148,6 +151,7 @@ func (c *coord) start() {
 		c.left[i] = map[drain.UID]time.Duration{}
 	}
 	c.streams, c.holds, c.inbound = nil, nil, nil
+	c.bars, c.watched = nil, map[drain.AgentID]map[drain.UID]uint64{}
 	c.heard, c.lost = map[drain.AgentID]map[drain.UID]said{}, map[drain.AgentID]time.Duration{}
 	c.numbers = map[drain.UID]uint64{}
 	c.targets, c.room = map[drain.Service][]drain.UID{}, map[drain.UID]*admitted{}
@@ -186,6 +190,9 @@ func (c *coord) stop(down time.Duration) {
 	for _, h := range slices.Clone(c.holds) {
 		c.wake(h)
 	}
+	for _, x := range slices.Clone(c.bars) {
+		c.barTurn(x) // and it is answered
+	}
 	for _, s := range slices.Clone(c.streams) {
 		c.end(s, false)
 	}
@@ -201,6 +208,7 @@ func (c *coord) tick() {
 	w.after(&c.proc, time.Second, func() {
 		if !c.looking {
 			pods := c.ledger.Tick(w.now)
+			c.lookBarriers()
 			c.settle()
 			c.checkQueued()
 			c.look(pods)
@@ -287,6 +295,9 @@ func (c *coord) podSeen(p *pod, v podView) {
 	if v.terminating || v.gone {
 		c.gone(p.uid)
 	}
+	if v.gone && c.ledger.Deleted(c.w.now, p.uid) {
+		c.settle()
+	}
 }
 
 func (c *coord) sliceSeen(service int, s slice) {
@@ -346,6 +357,9 @@ func (c *coord) settle() {
 				c.wakeStream(s)
 			}
 		}
+	}
+	if c.settleBarriers() {
+		c.settle()
 	}
 }
 
@@ -620,7 +634,7 @@ func (c *coord) connect(l *link, k *conn) {
 	if boot := fmt.Sprint(l.a.life); boot != c.departed[id] {
 		delete(c.departed, id)
 	}
-	s.session = c.ledger.ConnectAs(w.now, id, fmt.Sprint(l.a.life))
+	s.session = c.ledger.ConnectWith(w.now, id, drain.Hail{Boot: fmt.Sprint(l.a.life), Observes: l.a.kernel != nil})
 	c.heard[id] = map[drain.UID]said{}
 	c.meet(id)
 	c.streams = append(c.streams, s)
@@ -661,15 +675,21 @@ func (c *coord) say(s *stream, first, beat bool) {
 	}
 	open, released, next := c.ledger.Since(id, s.sent)
 	s.sent = next
-	c.tell(open)
+	c.tell(id, open)
 	if first || beat || len(open)+len(released) > 0 {
 		c.write(s, open, released, first)
 	}
 }
 
 // tell records that an agent is told of drains.
-func (c *coord) tell(open []drain.Open) {
+func (c *coord) tell(id drain.AgentID, open []drain.Open) {
 	for _, d := range open {
+		if s := c.ledger.BarrierStatus(c.w.now, d.Pod.UID); s.Phase != drain.PhaseUnknown && s.Phase != drain.Closed {
+			if c.watched[id] == nil {
+				c.watched[id] = map[drain.UID]uint64{}
+			}
+			c.watched[id][d.Pod.UID] = d.Number
+		}
 		c.numbers[d.Pod.UID] = d.Number
 		c.checkTold(d.Pod.UID)
 	}
@@ -720,7 +740,7 @@ func (c *coord) declare(a *agent, session uint64, routes []drain.Route) ([]drain
 	if ok {
 		delete(c.departed, a.id)
 	}
-	c.tell(open)
+	c.tell(a.id, open)
 	c.settle()
 	return open, ok
 }
@@ -752,6 +772,10 @@ func (c *coord) report(a *agent, asOf time.Time, session uint64, reports []said)
 	for _, r := range reports {
 		plain = append(plain, r.Report)
 		r.at = asOf.Sub(epoch)
+		if r.Gate == drain.AtBarrier {
+			c.log("%s reports %s %s quiet=%t at the barrier", a.name, r.UID, r.State, r.Quiet)
+			continue
+		}
 		if had, known := c.heard[a.id][r.UID]; known && r.at < had.at {
 			continue
 		}
@@ -761,7 +785,7 @@ func (c *coord) report(a *agent, asOf time.Time, session uint64, reports []said)
 		}
 		c.log("%s reports %s %s held=%t number=%d since=%s", a.name, r.UID, r.State, r.Held, r.Number, r.Since.Sub(epoch))
 	}
-	before := c.acknowledged(a, asOf, telling)
+	before := c.acknowledged(a, asOf, telling) || c.acknowledgedAtBarrier(a, asOf, plain)
 	c.ledger.ReportAsOf(c.w.now, asOf, a.id, session, plain)
 	if before {
 		c.silence[a.id] = &silence{endedAt: c.w.at}

@@ -82,6 +82,11 @@ func (w *world) build() {
 		a.watchers = append(a.watchers, c.watch)
 		w.coords = append(w.coords, c)
 	}
+	if w.barriers = w.chance(500); w.barriers {
+		for range 1 + w.rng.IntN(3) {
+			w.newNodeAgent(w.between(0, 100*time.Millisecond))
+		}
+	}
 	for range 2 + w.rng.IntN(3) {
 		services := []int{w.rng.IntN(a.services)}
 		if a.services > 1 && w.chance(300) {
@@ -169,7 +174,7 @@ func (w *world) fault(k kind) {
 			w.after(nil, w.between(50*time.Millisecond, 5*time.Second), a.start)
 		}
 	case agentReplace:
-		if a := w.anyAgent(); a.up && w.nodes < maxNodes {
+		if a := w.anyAgent(); a.up && a.kernel == nil && w.nodes < maxNodes {
 			a.log("is replaced, with its gateway")
 			w.newAgent(w.between(100*time.Millisecond, 3*time.Second))
 			a.gw.crash(time.Hour)
@@ -179,7 +184,7 @@ func (w *world) fault(k kind) {
 			w.api.rosterChanged()
 		}
 	case agentLeave:
-		if a := w.anyAgent(); a.up && !a.left && w.nodes < maxNodes {
+		if a := w.anyAgent(); a.up && !a.left && a.kernel == nil && w.nodes < maxNodes {
 			w.newAgent(w.between(100*time.Millisecond, 3*time.Second))
 			a.gw.crash(time.Hour)
 			a.gw.over = true

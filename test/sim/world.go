@@ -85,7 +85,7 @@ func (q *queue) pop() *event {
 }
 
 // maxNodes bounds the processes of one world, agents that were replaced included.
-const maxNodes = 16
+const maxNodes = 20
 
 // world is everything there is, under one seed.
 type world struct {
@@ -120,6 +120,9 @@ type world struct {
 	// checked says that the targets of the first pool are probed, noise how many of a thousand probes time out for nothing.
 	checked bool
 	noise   int
+
+	// barriers: there are nodes whose agents observe, and pods with hooks.
+	barriers bool
 
 	// blind switches the checks off that look inside.
 	blind bool

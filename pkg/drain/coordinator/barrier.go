@@ -34,7 +34,8 @@ type Surroundings struct {
 
 // Vicinity tells what surrounds a pod, from a cache: it is asked four times a second for each barrier that waits.
 type Vicinity interface {
-	// Surroundings is asked by the agent whose pod is called agent, namespace/name.
+	// Surroundings is asked by the agent whose pod is called agent, namespace/name; by the replica itself, which asks whether the pod is known,
+	// as "". A cache that has not synced is an error.
 	Surroundings(ctx context.Context, agent string, pod drain.Pod) (Surroundings, error)
 }
 
@@ -245,6 +246,30 @@ func (c *Coordinator) settleBarriers() bool {
 		}
 	}
 	return len(touched) > 0
+}
+
+// overdue, called with the lock, lists the pods whose barriers are beyond their deadline, and still open.
+func (c *Coordinator) overdue() []drain.Pod {
+	now := time.Now()
+	var pods []drain.Pod
+	for _, s := range c.ledger.Barriers(now) {
+		if !now.Before(s.Deadline) && len(pods) < lookAtMost {
+			pods = append(pods, s.Pod)
+		}
+	}
+	return pods
+}
+
+// lookAtBarriers ends those of pods that are not known any more: their end may have been missed, or was before they were asked for.
+func (c *Coordinator) lookAtBarriers(ctx context.Context, pods []drain.Pod) {
+	for _, pod := range pods {
+		if c.Vicinity == nil {
+			return
+		}
+		if s, err := c.Vicinity.Surroundings(ctx, "", pod); err == nil && !s.Known {
+			c.Deleted(pod.UID)
+		}
+	}
 }
 
 // Deleted records that a pod is gone.

@@ -156,7 +156,9 @@ func (c *Coordinator) look(ctx context.Context) {
 	c.mu.Lock()
 	pods := c.ledger.Tick(time.Now())
 	c.settle()
+	over := c.overdue()
 	c.unlock()
+	c.lookAtBarriers(ctx, over)
 	for _, pod := range pods[:min(len(pods), lookAtMost)] {
 		lookCtx, cancel := context.WithTimeout(ctx, lookTimeout)
 		life, err := c.Pods.Life(lookCtx, pod)
