@@ -33,6 +33,8 @@ var rules = []struct{ of, never, why string }{
 	{"pkg/gateway", module + "pkg/drain...", "gateways know nothing of who asks"},
 	{"pkg/gateway/haproxy", "k8s.io/...", "gateways are told what to route"},
 	{"pkg/gateway/haproxy", module + "pkg/drain...", "gateways know nothing of who asks"},
+	{"pkg/gateway/kubeproxy", "k8s.io/...", "what the kernel does is asked of the kernel"},
+	{"pkg/gateway/kubeproxy", module + "...", "what the kernel does rests on nothing of ours"},
 	{"pkg/admission", module + "pkg/gateway...", "the webhook never talks to a gateway"},
 	{"cmd/agent", "sigs.k8s.io/controller-runtime/...", "the agent stands beside every proxy and has to stay small"},
 	{"cmd/agent", module + "pkg/admission...", "the agent answers no reviews"},

@@ -9,5 +9,6 @@ var suites = []suite{
 	{"health/memory", benchMemory},
 	{"health/probe", probeSpeed},
 	{"drain", drains},
+	{"kubeproxy", kubeProxy},
 	{"admission", runAdmission},
 }

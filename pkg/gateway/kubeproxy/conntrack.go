@@ -1,3 +1,5 @@
+//go:build linux
+
 package kubeproxy
 
 import (
@@ -187,7 +189,7 @@ func (o *Observer) count(ctx context.Context) {
 		wait := (<-chan time.Time)(nil)
 		if len(waiting) > 0 {
 			began := time.Now()
-			open, err := count(&conn, waiting)
+			open, err := o.open(&conn, waiting)
 			took := time.Since(began)
 			if err != nil && ctx.Err() == nil && !failed {
 				o.log.Warn("connections are not counted: no target becomes Idle", "error", err)
@@ -235,12 +237,12 @@ func (o *Observer) waiting() map[*Watch]int {
 	return waiting
 }
 
-// count returns how many connections to each destination of the watches are open.
-func count(conn **netlink.Conn, waiting map[*Watch]int) (map[netip.AddrPort]int, error) {
+// open returns how many connections to each destination of the watches are open.
+func (o *Observer) open(conn **netlink.Conn, waiting map[*Watch]int) (map[netip.AddrPort]int, error) {
 	if *conn == nil {
-		c, err := netlink.Dial(unix.NETLINK_NETFILTER, nil)
+		c, err := o.dial()
 		if err != nil {
-			return nil, fmt.Errorf("open a netlink socket: %w", err)
+			return nil, err
 		}
 		*conn = c
 	}
@@ -308,9 +310,9 @@ func (o *Observer) counted(waiting map[*Watch]int, open map[netip.AddrPort]int, 
 // that uses a port again is sent to a pod that is there. It is for a pod that is gone: what its connections still had to say is cut
 // off, and so is another pod that has got the address since. Nothing there is no error, and neither is a connection that ended meanwhile.
 func (o *Observer) Clean(targets []netip.AddrPort) error {
-	conn, err := netlink.Dial(unix.NETLINK_NETFILTER, nil)
+	conn, err := o.dial()
 	if err != nil {
-		return fmt.Errorf("open a netlink socket: %w", err)
+		return err
 	}
 	defer conn.Close()
 	for _, t := range targets {

@@ -1,3 +1,5 @@
+//go:build linux
+
 package kubeproxy
 
 import (
@@ -155,13 +157,13 @@ func TestClean(t *testing.T) {
 	udp.Write([]byte("x"))
 	counts := func(target string) int {
 		var n int
-		d, err := newDumper(ours)
+		conn, err := o.dial()
 		if err != nil {
 			t.Fatal(err)
 		}
-		defer d.close()
+		defer conn.Close()
 		want := netip.MustParseAddrPort(target)
-		if err := connections(d.conn, want.Addr(), true, func(c connection) {
+		if err := connections(conn, want.Addr(), true, func(c connection) {
 			if c.to == want {
 				n++
 			}

@@ -1,2 +1,73 @@
-// Package kubeproxy observes what kube-proxy made of a node's kernel.
+// Package kubeproxy observes what kube-proxy made of a node's kernel: whether it still sends new connections to a pod, and whether
+// connections to the pod are open.
+//
+// kube-proxy takes no orders. It lets go of a pod when the pod's endpoint is terminating, some time after the deletion: 30 ms when it is idle,
+// up to a second and more in a burst. Its own reports say nothing of single pods. But what it does it does by the rules of the kernel's packet
+// filter, and these can be read by everybody who has CAP_NET_ADMIN in the node's network. This package knows nothing of Kubernetes.
+//
+// # Model
+//
+// An [Observer] subscribes to the kernel's notifications of nftables, then reads the tables that kube-proxy may have written, then makes each
+// transaction that it is told of. The kernel numbers them; what was read has a number too, and one that is missing, or an overrun of
+// the socket's buffer, makes everything Unknown until all has been read again. So the cost of a change is that of the change. Nothing is polled, with
+// the two exceptions below.
+//
+// The rules are a graph. Chains lead to chains by jumps and gotos, and to maps; maps lead to chains by verdicts; rules and
+// maps lead to destinations by DNAT. A target is sent to if a way leads from one of the kernel's hooks to a destination that is it. That is what
+// counts, and not the names of chains or whether they exist: kube-proxy leaves chains behind that nothing leads to, up to 30 s in clusters with more than
+// 1,000 endpoints. A client that a Service with session affinity has remembered is sent by a rule of its own, which is an edge like
+// any other. Where a target is one of several destinations the kernel chooses by chance; if all that could be chosen, everywhere where the
+// target could be, are targets of watches, the state is [Kept]: kube-proxy does that when no endpoint is ready (KEP-1669).
+//
+// All states are levels. A pod that has been let go of is sent to again when it is still ready, though terminating, and no other is
+// left; also when kube-proxy is told by an API server that has forgotten. [Watch.Reading] says so, with a call of changed.
+//
+// The same endpoint chains serve ClusterIP, NodePort, external addresses and those of load balancers, with both traffic policies: nothing is
+// distinguished here, and a pod is let go of when it is in none of them.
+//
+// # Modes
+//
+//   - nftables (table kube-proxy, families ip and ip6): complete since the transaction in which the chain services leads to the Services.
+//   - iptables-nft (table nat): the same notifications. Only chains whose names begin with KUBE- count, and what leads to them; others map
+//     ports there. Complete since the transaction that has rules in KUBE-SERVICES.
+//   - iptables-legacy: the kernel tells nobody of changes. All rules are read anew while somebody watches, at most every 100 ms and a twentieth
+//     of the time, which with 10,000 endpoints is some 10 MB each time; a removal is noticed that much later. Nothing is known while nobody
+//     watches, so a new watch is Unknown until then. It is seen in the process's own network namespace only.
+//
+// Which of them kube-proxy uses is not configured. Whatever is complete counts, all of it: a target is Removed when none sends to it. If one that
+// was complete is gone, its family is Unknown until one becomes complete: kube-proxy waits for all Services and EndpointSlices before
+// its first transaction, and writes all of them with it. IPVS, and what replaces kube-proxy (Cilium's eBPF among others), is Unknown for ever.
+//
+// # Connections
+//
+// While a watch is [Removed] the connections to its targets are counted in conntrack of the node's network: those whose answers come
+// from the target, whatever address the client asked for, in SYN_SENT, SYN_RECV or ESTABLISHED (and the like of SCTP). Twice in a row
+// none, 10 ms apart or more, is [Idle]: the first count may miss a packet that has chosen its way and is still on it. Idle
+// lasts as long as Removed does. It is bounded polling, see countShare; where nobody waits there is none.
+//
+// All connections that pass the node are counted, whether kube-proxy sent them or not: on the pod's own node these are also those that other
+// nodes sent, and those to the pod's own address. So a client that keeps a connection to the pod's address delays Idle, and
+// whoever waits for it sets a bound.
+//
+// [Observer.Clean] deletes what is left of a pod that is gone. Else a client that uses its port again within the
+// time that conntrack remembers it, hours or days, would be sent to the dead address.
+//
+// # Known holes
+//
+//   - UDP has no connections: Removed says that no new flow is sent to the pod, Idle says nothing more. A flow that conntrack knows is sent on to the
+//     pod until kube-proxy deletes it, which it does when the endpoint is no longer serving, or Clean does.
+//   - A client that has closed its half and waits for the answer is in CLOSE_WAIT, and not counted.
+//   - The health-check node port of a Service with externalTrafficPolicy Local is answered by kube-proxy itself after it has written
+//     the rules. A load balancer that relies on it sends to the node for as long as its own checks take; then the kernel drops what comes if no
+//     endpoint is left there, or goes on sending to the terminating one. That is what a stated wait is for.
+//   - Ports of hosts that a network plugin maps to a pod (hostPort) are rules of the plugin, and go with the pod.
+//   - Rules that are there do not say that kube-proxy runs. If it is dead it lets go of nothing, and the target stays Routing.
+//   - Flows that hardware, or the flowtable, has taken over are counted as conntrack has them.
+//   - A pod's own network namespace may have rules, such as those of a service mesh. They are not looked at.
+//
+// # Versions
+//
+// Tested with Linux 6.18 and kube-proxy 1.36.3 (testdata has what it wrote); earlier ones wrote a chain for each endpoint
+// also without affinity, which is what it does with affinity now. Kernels before 5.8 do not filter connections: they tell all. That the kernel's filter
+// by IPv6 addresses is inverted is in [connections].
 package kubeproxy

@@ -1,9 +1,12 @@
+//go:build linux
+
 package kubeproxy
 
 import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/mdlayher/netlink"
@@ -38,11 +41,8 @@ type subscription struct {
 	ready   []commit
 }
 
-func subscribe(ours func(tableID) bool) (*subscription, error) {
-	conn, err := netlink.Dial(unix.NETLINK_NETFILTER, nil)
-	if err != nil {
-		return nil, fmt.Errorf("open a netlink socket: %w", err)
-	}
+// subscribe makes conn one. It closes conn if it cannot.
+func subscribe(conn *netlink.Conn, buffer int, ours func(tableID) bool) (*subscription, error) {
 	if err := conn.SetReadBuffer(buffer); err != nil {
 		conn.Close()
 		return nil, fmt.Errorf("give the netlink socket its buffer: %w", err)
@@ -90,14 +90,20 @@ func (s *subscription) close() { _ = s.conn.Close() }
 type dumper struct {
 	conn *netlink.Conn
 	ours func(tableID) bool
+	// elements are those of constant sets that were read before, by their sets. Each set takes a request of its own, and there is one for
+	// each Service: without this there would be no end to reading where something changes all the time.
+	elements map[setID][]change
 }
 
-func newDumper(ours func(tableID) bool) (*dumper, error) {
-	conn, err := netlink.Dial(unix.NETLINK_NETFILTER, nil)
-	if err != nil {
-		return nil, fmt.Errorf("open a netlink socket: %w", err)
-	}
-	return &dumper{conn, ours}, nil
+// setID names a set for ever: handles are not used again, names are.
+type setID struct {
+	table  tableID
+	name   string
+	handle uint64
+}
+
+func newDumper(conn *netlink.Conn, ours func(tableID) bool) *dumper {
+	return &dumper{conn: conn, ours: ours, elements: map[setID][]change{}}
 }
 
 // request makes a message to the subsystem, about one address family.
@@ -206,6 +212,13 @@ func (d *dumper) tables(ctx context.Context, families []uint8) ([]change, error)
 			return nil, err
 		}
 		for _, set := range all[first:] {
+			// If the set of that handle was listed before these were read, and is now, they are of it and no other.
+			id := setID{set.table, set.name, set.handle}
+			if elements, ok := d.elements[id]; ok {
+				all = append(all, elements...)
+				continue
+			}
+			before := len(all)
 			name := append(of(t.table.name), encodeString(unix.NFTA_SET_ELEM_LIST_SET, set.name)...)
 			err := d.dump(ctx, unix.NFT_MSG_GETSETELEM, t.table.family, name, add)
 			if errors.Is(err, unix.ENOENT) {
@@ -213,6 +226,9 @@ func (d *dumper) tables(ctx context.Context, families []uint8) ([]change, error)
 			}
 			if err != nil {
 				return nil, err
+			}
+			if set.constant {
+				d.elements[id] = slices.Clone(all[before:])
 			}
 		}
 		if err := d.dump(ctx, unix.NFT_MSG_GETRULE, t.table.family, of(t.table.name), func(c change) {

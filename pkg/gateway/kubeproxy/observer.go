@@ -1,3 +1,5 @@
+//go:build linux
+
 package kubeproxy
 
 import (
@@ -12,79 +14,18 @@ import (
 	"sync"
 	"time"
 
+	"github.com/mdlayher/netlink"
 	"golang.org/x/sys/unix"
 )
 
-// State is what the kernel does with the targets of a Watch.
-type State uint8
-
-const (
-	// Unknown is when the kernel's rules are not known, or kube-proxy has not written them: at the start, after an overrun, and
-	// when they were deleted. It says nothing about the targets, least of all that they are let go of.
-	Unknown State = iota
-	// Routing is when the kernel sends new connections to a target, and to others.
-	Routing
-	// Kept is when it sends to a target, and wherever it does so to nobody but targets of open watches: kube-proxy sends to
-	// terminating endpoints where no other is left (KEP-1669). It is also what one sees before kube-proxy has written down that there is
-	// another endpoint: who asks must know from EndpointSlices whether there is one.
-	Kept
-	// Removed is when no rule sends new connections to any target.
-	Removed
-	// Idle is Removed, and no connection is open or being opened to any target. It lasts as long as Removed does.
-	Idle
-)
-
-// String returns the state's name.
-func (s State) String() string {
-	switch s {
-	case Unknown:
-		return "Unknown"
-	case Routing:
-		return "Routing"
-	case Kept:
-		return "Kept"
-	case Removed:
-		return "Removed"
-	case Idle:
-		return "Idle"
-	}
-	return fmt.Sprintf("State(%d)", uint8(s))
-}
-
-// Reading is what is known of the targets of a Watch.
-type Reading struct {
-	State State
-	// Generation is of the kernel's tables as a whole and of this reader's life. What was read in another one proves nothing.
-	Generation string
-	// Connections is how many are open or being opened to the targets, as last counted. It is counted in state Removed only.
-	Connections int
-	// Since is when State was entered, as far as the kernel's notifications tell: when the end of the commit was read.
-	Since time.Time
-}
-
-// Family is an address family.
-type Family uint8
-
-// The address families that kube-proxy serves.
-const (
-	IPv4 Family = unix.NFPROTO_IPV4
-	IPv6 Family = unix.NFPROTO_IPV6
-)
-
-// Options say what an Observer does.
-type Options struct {
-	// Log gets a line when reading begins and fails. None is no log.
-	Log *slog.Logger
-	// Families are those to follow; none is both. Targets of another one stay Unknown.
-	Families []Family
-}
-
-// Observer follows the rules that kube-proxy writes in the network namespace of this process. All methods may be called by
+// Observer follows the rules that kube-proxy writes in a network namespace, of the node. All methods may be called by
 // several goroutines at once.
 type Observer struct {
 	log      *slog.Logger
 	families []uint8
 	boot     string
+	netns    int
+	buffer   int // for notifications
 
 	mu      sync.Mutex
 	sources map[tableID]*source
@@ -92,7 +33,12 @@ type Observer struct {
 	// going counts the open watches of each target.
 	going map[netip.AddrPort]int
 	reads int // complete readings so far
-	wake  chan struct{}
+	// followed is whether nftables have been read, and all changes since.
+	followed bool
+	wake     chan struct{}
+	// legacy is what is known of the legacy iptables, by family.
+	legacy     map[uint8]legacyState
+	wakeLegacy chan struct{}
 }
 
 // source is one table that kube-proxy may write.
@@ -105,7 +51,8 @@ type source struct {
 // New returns an Observer that knows nothing until Run runs.
 func New(options Options) *Observer {
 	o := &Observer{
-		log: options.Log, boot: rand.Text()[:8], watches: map[*Watch]struct{}{}, going: map[netip.AddrPort]int{}, wake: make(chan struct{}, 1),
+		log: options.Log, boot: rand.Text()[:8], netns: options.NetNS, buffer: buffer, watches: map[*Watch]struct{}{}, going: map[netip.AddrPort]int{}, wake: make(chan struct{}, 1),
+		sources: map[tableID]*source{}, legacy: map[uint8]legacyState{}, wakeLegacy: make(chan struct{}, 1),
 	}
 	if o.log == nil {
 		o.log = slog.New(slog.DiscardHandler)
@@ -117,6 +64,10 @@ func New(options Options) *Observer {
 		o.families = []uint8{unix.NFPROTO_IPV4, unix.NFPROTO_IPV6}
 	}
 	o.forget()
+	for _, family := range o.families {
+		id := tableID{family, legacyTable}
+		o.sources[id] = &source{graph: newTableGraph(id)}
+	}
 	return o
 }
 
@@ -130,6 +81,9 @@ func (o *Observer) Run(ctx context.Context) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	wg.Go(func() { o.count(ctx) })
+	if o.netns == 0 {
+		wg.Go(func() { o.pollLegacy(ctx) })
+	}
 	pause := first
 	for {
 		began := time.Now()
@@ -151,20 +105,33 @@ func (o *Observer) Run(ctx context.Context) error {
 	}
 }
 
+// dial opens a socket to the kernel.
+func (o *Observer) dial() (*netlink.Conn, error) {
+	conn, err := netlink.Dial(unix.NETLINK_NETFILTER, &netlink.Config{NetNS: o.netns})
+	if err != nil {
+		return nil, fmt.Errorf("open a netlink socket: %w", err)
+	}
+	return conn, nil
+}
+
 // ours reports whether changes of a table are to be followed.
 func (o *Observer) ours(id tableID) bool { return ours(id) && slices.Contains(o.families, id.family) }
 
 // follow subscribes, reads and follows. It returns when something went wrong, or ctx is done.
 func (o *Observer) follow(ctx context.Context) error {
-	s, err := subscribe(o.ours)
+	conn, err := o.dial()
+	if err != nil {
+		return err
+	}
+	s, err := subscribe(conn, o.buffer, o.ours)
 	if err != nil {
 		return err
 	}
 	defer s.close()
-	d, err := newDumper(o.ours)
-	if err != nil {
+	if conn, err = o.dial(); err != nil {
 		return err
 	}
+	d := newDumper(conn, o.ours)
 	defer d.close()
 	stop := context.AfterFunc(ctx, func() { s.close(); d.close() })
 	defer stop()
@@ -207,9 +174,8 @@ func successor(g uint32) uint32 {
 	return g
 }
 
-// forget makes all tables unknown. The caller holds mu, or is alone.
+// forget makes all tables of nftables unknown. The caller holds mu, or is alone.
 func (o *Observer) forget() {
-	o.sources = map[tableID]*source{}
 	for _, family := range o.families {
 		for _, name := range []string{proxyTable, natTable} {
 			id := tableID{family, name}
@@ -222,6 +188,7 @@ func (o *Observer) forget() {
 func (o *Observer) lose(now time.Time) {
 	o.mu.Lock()
 	o.forget()
+	o.followed = false
 	o.evaluate(now)
 }
 
@@ -229,6 +196,7 @@ func (o *Observer) lose(now time.Time) {
 func (o *Observer) adopt(all []change, now time.Time) {
 	o.mu.Lock()
 	o.forget()
+	o.followed = true
 	o.reads++
 	for i := range all {
 		o.sources[all[i].table].graph.apply(&all[i])
@@ -277,6 +245,10 @@ func (o *Observer) judge() {
 
 // known reports whether it is known where kube-proxy sends packets of the family.
 func (o *Observer) known(family uint8) bool {
+	// What is not read may send, too.
+	if !o.followed || o.legacy[family] == legacyUnread {
+		return false
+	}
 	known := false
 	for id, s := range o.sources {
 		if id.family == family {
@@ -316,8 +288,9 @@ type Watch struct {
 }
 
 // Watch asks about targets, of a pod that is to end: port 0 is every port of the address. Changed is called when the state or the
-// generation of the reading has become another one, by a goroutine that has others to serve: it must not block, nor call the Observer. It may be called
-// once more while Close is being called. The first reading is there at once. Targets without a valid address are Unknown.
+// generation of the reading has become another one, perhaps by several goroutines at once, which have others to serve: it must not
+// block. It may be called once more while Close is being called. The first reading is there at once. Targets without a valid address are
+// Unknown.
 func (o *Observer) Watch(targets []netip.AddrPort, changed func()) *Watch {
 	w := &Watch{o: o, changed: changed}
 	for _, t := range targets {
@@ -328,6 +301,9 @@ func (o *Observer) Watch(targets []netip.AddrPort, changed func()) *Watch {
 		o.going[t]++
 	}
 	o.watches[w] = struct{}{}
+	if len(o.watches) == 1 {
+		o.lookForLegacy()
+	}
 	now := time.Now()
 	w.update(now)
 	o.evaluate(now)

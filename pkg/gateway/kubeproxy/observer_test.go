@@ -1,7 +1,11 @@
+//go:build linux
+
 package kubeproxy
 
 import (
 	"fmt"
+	"slices"
+	"strings"
 	"testing"
 )
 
@@ -53,4 +57,128 @@ func TestEndpointLeaves(t *testing.T) {
 			})
 		}
 	}
+}
+
+// restore makes one transaction of iptables in its nft variant, or the legacy one.
+func restore(t testing.TB, variant string, v6 bool, lines ...string) {
+	t.Helper()
+	program := "iptables"
+	if v6 {
+		program = "ip6tables"
+	}
+	run(t, "*nat\n"+strings.Join(lines, "\n")+"\nCOMMIT\n", program+"-"+variant+"-restore", "--noflush")
+}
+
+// The same in the mode of kube-proxy that writes by iptables. In clusters of more than 1,000 endpoints the chain of an endpoint
+// remains, with its DNAT, when nothing leads to it any more.
+func TestEndpointLeavesIPTables(t *testing.T) {
+	for _, test := range []struct {
+		service service
+		a, b    string
+	}{
+		{service{"web", "10.96.0.1", false}, "10.244.0.1:8080", "10.244.0.2:8080"},
+		{service{"web", "10.96.0.1", true}, "10.244.0.1:8080", "10.244.0.2:8080"},
+		{service{"web", "fd10::1", false}, "[fd00::1]:8080", "[fd00::2]:8080"},
+	} {
+		for _, stale := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%s affinity %v, stale chains %v", test.service.family(), test.service.affinity, stale), func(t *testing.T) {
+				empty(t)
+				s, a, b := test.service, test.a, test.b
+				o := start(t, Options{})
+				watch(t, o, a).stays(Unknown)
+				// kube-proxy makes its chains, and then writes them.
+				restore(t, "nft", s.v6(), iptablesSetUp[:len(iptablesSetUp)-1]...)
+				watch(t, o, a).stays(Unknown)
+				restore(t, "nft", s.v6(), s.iptables([]string{a, b}, false)...)
+				wa := watch(t, o, a)
+				wa.wait(Routing)
+				// What others write in the same table does not count, be it that they map a port of the host to the pod.
+				restore(t, "nft", s.v6(), ":CNI-DN-1 - [0:0]", "-A CNI-DN-1 -p tcp --dport 9000 -j DNAT --to-destination "+a, "-I PREROUTING -j CNI-DN-1",
+					"-A OUTPUT -p tcp --dport 9000 -j DNAT --to-destination "+a)
+				restore(t, "nft", s.v6(), s.iptables([]string{b}, stale, a)...)
+				wa.wait(Removed)
+				wb := watch(t, o, b)
+				wb.wait(Kept)
+				restore(t, "nft", s.v6(), s.iptables(nil, stale, b)...)
+				wb.wait(Removed)
+				restore(t, "nft", s.v6(), s.iptables([]string{a, b}, false)...)
+				wa.wait(Kept)
+				run(t, "", "nft", "delete", "table", s.family(), "nat")
+				wa.wait(Unknown)
+				// kube-proxy's mode is changed.
+				nft(t, append(setUp(s.family()), s.sync([]string{b})...)...)
+				wa.wait(Removed)
+				wb.wait(Kept)
+			})
+		}
+	}
+}
+
+// Both modes at once, as when one's rules are left behind: the target is let go of when both have.
+func TestLeftBehind(t *testing.T) {
+	empty(t)
+	s, a, b := service{"web", "10.96.0.1", false}, "10.244.0.1:8080", "10.244.0.2:8080"
+	restore(t, "nft", false, iptablesSetUp...)
+	restore(t, "nft", false, s.iptables([]string{a, b}, false)...)
+	nft(t, append(setUp("ip"), s.sync([]string{a, b})...)...)
+	o := start(t, Options{})
+	w := watch(t, o, a)
+	w.wait(Routing)
+	nft(t, s.sync([]string{b})...)
+	w.stays(Routing)
+	restore(t, "nft", false, s.iptables([]string{b}, false, a)...)
+	w.wait(Removed)
+	generation := w.Reading().Generation
+	// One of them goes: who has followed it cannot tell who takes its place.
+	nft(t, "delete table ip kube-proxy")
+	if r := w.wait(Unknown); r.Generation == generation {
+		t.Error("the generation is the same when the rules were deleted:", r)
+	}
+}
+
+// A table that is not kube-proxy's yet, and a family that nobody follows, are Unknown.
+func TestUnknown(t *testing.T) {
+	empty(t)
+	s := service{"web", "10.96.0.1", false}
+	nft(t, "add table ip kube-proxy", "add chain ip kube-proxy services")
+	o := start(t, Options{Families: []Family{IPv4}})
+	w, six := watch(t, o, "10.244.0.9:8080"), watch(t, o, "[fd00::9]:8080")
+	both, none := watch(t, o, "10.244.0.9:8080", "[fd00::9]:8080"), watch(t, o)
+	w.stays(Unknown)
+	nft(t, append(setUp("ip"), s.sync([]string{"10.244.0.1:8080"})...)...)
+	nft(t, setUp("ip6")...)
+	w.wait(Removed)
+	for _, other := range []*follower{six, both, none} {
+		other.stays(Unknown)
+	}
+	mapped := watch(t, o, "[::ffff:10.244.0.1]:8080")
+	mapped.wait(Kept)
+	watch(t, o, "10.244.0.1:9090").wait(Removed)
+	watch(t, o, "10.244.0.1:0").wait(Kept)
+	// An element of its own is enough to lead there.
+	nft(t, "add rule ip kube-proxy services meta l4proto tcp dnat to 10.244.0.9:8080")
+	w.wait(Kept)
+	nft(t, "flush chain ip kube-proxy services")
+	mapped.wait(Unknown)
+	w.Close()
+	w.Close()
+}
+
+// A pod with one Service that has nobody else, and another that has: it is still to be let go of by the latter.
+func TestKeptByOneOnly(t *testing.T) {
+	empty(t)
+	alone, shared, a, b := service{"alone", "10.96.0.1", false}, service{"shared", "10.96.0.2", true}, "10.244.0.1:8080", "10.244.0.2:8080"
+	nft(t, slices.Concat(setUp("ip"), alone.sync([]string{a}), shared.sync([]string{a, b}))...)
+	o := start(t, Options{})
+	w := watch(t, o, a)
+	w.wait(Routing)
+	nft(t, shared.sync([]string{b}, a)...)
+	w.wait(Kept)
+	nft(t, alone.sync(nil)...)
+	w.wait(Removed)
+	nft(t, shared.sync([]string{a}, b)...)
+	w.wait(Kept)
+	// Nothing leads to the service's chain any more, though it is there.
+	nft(t, "flush map ip kube-proxy service-ips")
+	w.wait(Removed)
 }

@@ -1,3 +1,5 @@
+//go:build linux
+
 package kubeproxy
 
 import (
@@ -96,4 +98,66 @@ func (s service) sync(endpoints []string, before ...string) []string {
 		}
 	}
 	return lines
+}
+
+// iptablesSetUp is what kube-proxy writes once in its iptables mode, see writeIptablesRules and syncProxyRules in Kubernetes 1.36.
+var iptablesSetUp = []string{
+	":PREROUTING ACCEPT [0:0]", ":OUTPUT ACCEPT [0:0]", ":KUBE-SERVICES - [0:0]", ":KUBE-NODEPORTS - [0:0]", ":KUBE-MARK-MASQ - [0:0]",
+	`-A PREROUTING -m comment --comment "kubernetes service portals" -j KUBE-SERVICES`,
+	`-A OUTPUT -m comment --comment "kubernetes service portals" -j KUBE-SERVICES`,
+	"-A KUBE-MARK-MASQ -j MARK --set-xmark 0x4000/0x4000",
+	`-A KUBE-SERVICES -m comment --comment "kubernetes service nodeports; NOTE: this must be the last rule in this chain" -m addrtype --dst-type LOCAL -j KUBE-NODEPORTS`,
+}
+
+// iptables writes the service, with these endpoints, as kube-proxy does in its iptables mode. Chains of those that were there before are
+// left as they are if stale is true, as in clusters of more than 1,000 endpoints for up to 30 s; else they are deleted.
+func (s service) iptables(endpoints []string, stale bool, before ...string) []string {
+	hash := strings.ToUpper(s.name)
+	svc, ext := "KUBE-SVC-"+hash, "KUBE-EXT-"+hash
+	comment := fmt.Sprintf("-m comment --comment default/%s:http", s.name)
+	chain := func(e string) string {
+		return "KUBE-SEP-" + hash + strings.ToUpper(strings.NewReplacer(".", "", ":", "", "[", "", "]", "").Replace(e))
+	}
+	bits := "/32"
+	if s.v6() {
+		bits = "/128"
+	}
+	// The other rules of the chain are written anew with it.
+	heads := []string{":KUBE-SERVICES - [0:0]", ":KUBE-NODEPORTS - [0:0]", ":" + svc + " - [0:0]", ":" + ext + " - [0:0]"}
+	var rules []string
+	if len(endpoints) > 0 {
+		rules = append(rules,
+			fmt.Sprintf("-A KUBE-SERVICES %s -m tcp -p tcp -d %s%s --dport 80 -j %s", comment, s.clusterIP, bits, svc),
+			fmt.Sprintf("-A KUBE-NODEPORTS %s -m tcp -p tcp --dport 30080 -j %s", comment, ext),
+			fmt.Sprintf("-A %s %s -j KUBE-MARK-MASQ", ext, comment), fmt.Sprintf("-A %s -j %s", ext, svc))
+	}
+	rules = append(rules, iptablesSetUp[len(iptablesSetUp)-1])
+	for _, e := range endpoints {
+		heads = append(heads, ":"+chain(e)+" - [0:0]")
+		if s.affinity {
+			rules = append(rules, fmt.Sprintf("-A %s %s -m recent --name %s --rcheck --seconds 10800 --reap --rsource -j %s", svc, comment, chain(e), chain(e)))
+		}
+	}
+	for i, e := range endpoints {
+		probability := ""
+		if n := len(endpoints) - i; n > 1 {
+			probability = fmt.Sprintf(" -m statistic --mode random --probability %0.10f", 1/float64(n))
+		}
+		a := netip.MustParseAddrPort(e)
+		recent := ""
+		if s.affinity {
+			recent = " -m recent --name " + chain(e) + " --set"
+		}
+		rules = append(rules,
+			fmt.Sprintf("-A %s %s%s -j %s", svc, comment, probability, chain(e)),
+			fmt.Sprintf("-A %s %s -s %s%s -j KUBE-MARK-MASQ", chain(e), comment, a.Addr(), bits),
+			fmt.Sprintf("-A %s %s%s -m tcp -p tcp -j DNAT --to-destination %s", chain(e), comment, recent, e))
+	}
+	if !stale {
+		for _, e := range before {
+			heads = append(heads, ":"+chain(e)+" - [0:0]")
+			rules = append(rules, "-X "+chain(e))
+		}
+	}
+	return append(heads, rules...)
 }

@@ -1,3 +1,5 @@
+//go:build linux
+
 package kubeproxy
 
 import (
@@ -68,7 +70,7 @@ func newTableGraph(id tableID) *table {
 }
 
 // iptables reports whether the table is the one that iptables-nft and kube-proxy share with everybody else.
-func (t *table) iptables() bool { return t.id.name == natTable }
+func (t *table) iptables() bool { return t.id.name != proxyTable }
 
 // follows reports whether chains of that name say where kube-proxy sends. In the table of iptables others write too, such as
 // those who map ports of hosts.
@@ -366,6 +368,8 @@ func only(n *node, going func(netip.AddrPort) bool, seen map[*node]bool) bool {
 const (
 	proxyTable = "kube-proxy"
 	natTable   = "nat"
+	// legacyTable is that of the legacy iptables, of which nftables knows nothing.
+	legacyTable = "nat, legacy"
 )
 
 // ours reports whether a table is one in which kube-proxy writes where packets go.

@@ -200,8 +200,10 @@ func (l *lab) install(t *testing.T) {
 			spec["replicas"] = 2
 			pod := spec["template"].(object)["spec"].(object)
 			pod["affinity"] = notOn("node-3")
+			entitle(pod)
 			workloads = append(workloads, o)
 		case o["kind"] == "DaemonSet":
+			entitle(o["spec"].(object)["template"].(object)["spec"].(object))
 			workloads = append(workloads, o)
 		default:
 			objects = append(objects, o)
@@ -235,6 +237,13 @@ func (l *lab) install(t *testing.T) {
 	l.apply(t, workloads...)
 	l.kubectl(t, "rollout", "status", "-n", system, "deployment/lameduck-webhook", "--timeout=60s")
 	l.kubectl(t, "rollout", "status", "-n", agents, "daemonset/lameduck-node", "--timeout=60s")
+}
+
+// entitle gives containers a right to the CPU as on a node of their own: here clients, control plane and three nodes share one computer.
+func entitle(pod object) {
+	for _, c := range pod["containers"].([]any) {
+		c.(object)["resources"].(object)["requests"].(object)["cpu"] = "200m"
+	}
 }
 
 // notOn keeps pods from a node.
@@ -328,6 +337,15 @@ func (l *lab) explain(t *testing.T) {
 			lines = lines[len(lines)-60:]
 		}
 		t.Logf("kubectl %s\n%s", strings.Join(args, " "), strings.Join(lines, "\n"))
+	}
+}
+
+// said logs what the coordinators and the gateway's agent have written since.
+func (l *lab) said(t *testing.T, since time.Time) {
+	t.Helper()
+	for _, of := range [][]string{{system, "app.kubernetes.io/component=webhook"}, {gateway, "app=gateway"}} {
+		out, err := l.Kubectl(t.Context(), "logs", "-n", of[0], "-l", of[1], "--all-containers", "--prefix", "--tail=-1", "--since-time="+since.Format(time.RFC3339))
+		t.Logf("%s (%v):\n%s", of[0], err, out)
 	}
 }
 

@@ -68,6 +68,8 @@ type scenario struct {
 	kind     string
 	replicas int
 	notOn    string
+	// spread: the pods are made anew, because they do not come back to a node by themselves.
+	spread bool
 	// old are the pods that go, of which left stay.
 	old  func(*corev1.Pod) bool
 	left int
@@ -120,7 +122,7 @@ func scenarios() []scenario {
 			},
 		},
 		{
-			name: "node drain", limit: 90 * time.Second,
+			name: "node drain", spread: true, limit: 90 * time.Second,
 			old: func(p *corev1.Pod) bool { return p.Spec.NodeName == "node-3" },
 			cause: func(ctx context.Context, l *lab, w work) error {
 				_, err := l.Kubectl(ctx, "drain", "node-3", "--ignore-daemonsets", "--delete-emptydir-data", "--pod-selector=app in (exit,graceful)", "--timeout=90s")
@@ -143,6 +145,9 @@ func (l *lab) measure(t *testing.T, s scenario, m mode, how traffic, address fun
 		w = w.with(s.kind, s.replicas)
 	}
 	w.NotOn = s.notOn
+	if s.spread {
+		l.deploy(t, w.with(w.Kind, 0))
+	}
 	l.deploy(t, w)
 	running := map[string]*clients{}
 	for _, app := range apps {
@@ -174,6 +179,9 @@ func (l *lab) measure(t *testing.T, s scenario, m mode, how traffic, address fun
 			for _, f := range c.first {
 				t.Logf("  %s after %.0f ms, at %s, from %s: %s", f.Kind, f.TookMillis, f.Due.Format("15:04:05.000"), f.Source, f.Error)
 			}
+		}
+		if m.name == lameduck && c.failed > 0 {
+			l.said(t, began)
 		}
 		if c.skipped > 0 {
 			t.Errorf("%s, %s: %d requests were never sent", s.name, m.name, c.skipped)
@@ -210,10 +218,13 @@ func (l *lab) testTable(t *testing.T) {
 	runs, _ := strconv.Atoi(os.Getenv("RUNS"))
 	all := modes()
 	haproxy := l.gatewayAddress(t)
-	only := os.Getenv("ONLY") // scenarios whose names contain it
+	only := os.Getenv("ONLY") // scenarios whose names contain it, in modes whose names contain MODE
 	var rows []row
 	for range max(runs, 1) {
 		for i, m := range all {
+			if !strings.Contains(m.name, os.Getenv("MODE")) {
+				continue
+			}
 			address := func(app string) string {
 				return fmt.Sprintf("http://%s:%d/", haproxy, 8000+10*i+slices.Index(apps, app))
 			}
@@ -344,6 +355,9 @@ func (l *lab) measureCut(t *testing.T, all []mode, haproxy string) []row {
 	t.Helper()
 	var rows []row
 	for i, m := range all {
+		if !strings.Contains(m.name, os.Getenv("MODE")) {
+			continue
+		}
 		address := func(app string) string {
 			return fmt.Sprintf("http://%s:%d/", haproxy, 8000+10*i+slices.Index(apps, app))
 		}

@@ -1,0 +1,270 @@
+//go:build linux
+
+package kubeproxy
+
+import (
+	"fmt"
+	"maps"
+	"math/rand/v2"
+	"net/netip"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/mdlayher/netlink"
+	"golang.org/x/sys/unix"
+)
+
+// describe writes a table down, whatever way it came about.
+func describe(t *table) string {
+	var b strings.Builder
+	leads := func(n *node) string {
+		switch n.kind {
+		case destNode:
+			return n.dest.String()
+		case mapNode:
+			return "@" + n.name
+		}
+		return n.name
+	}
+	for _, nodes := range []map[string]*node{t.chains, t.maps} {
+		for _, name := range slices.Sorted(maps.Keys(nodes)) {
+			n := nodes[name]
+			fmt.Fprintf(&b, "%s defined %v base %v:", leads(n), n.defined, n.base)
+			var out, in []string
+			for to, count := range n.out {
+				out = append(out, fmt.Sprintf("%s x%d", leads(to), count))
+			}
+			for from, count := range n.in {
+				in = append(in, fmt.Sprintf("%s x%d", leads(from), count))
+			}
+			slices.Sort(out)
+			slices.Sort(in)
+			fmt.Fprintln(&b, out, in, len(n.rules), len(n.elements))
+		}
+	}
+	var dests []string
+	for _, ports := range t.dests {
+		for _, n := range ports {
+			dests = append(dests, fmt.Sprint(n.dest, len(n.in)))
+		}
+	}
+	slices.Sort(dests)
+	return b.String() + strings.Join(dests, "\n")
+}
+
+// all describes all tables that an Observer knows.
+func all(o *Observer) string {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	var b strings.Builder
+	for _, family := range o.families {
+		for _, name := range []string{proxyTable, natTable} {
+			s := o.sources[tableID{family, name}]
+			fmt.Fprintf(&b, "== %d %s complete %v\n%s\n", family, name, s.complete, describe(s.graph))
+		}
+	}
+	return b.String()
+}
+
+// afresh reads what is there.
+func afresh(t testing.TB) *Observer {
+	t.Helper()
+	o := New(Options{})
+	conn, err := o.dial()
+	if err != nil {
+		t.Fatal(err)
+	}
+	d := newDumper(conn, o.ours)
+	defer d.close()
+	changes, err := d.tables(t.Context(), o.families)
+	if err != nil {
+		t.Fatal(err)
+	}
+	o.adopt(changes, time.Now())
+	return o
+}
+
+// Whatever is written in whatever order, who has followed knows what one who reads now would know.
+func TestFollowingIsReading(t *testing.T) {
+	empty(t)
+	seed := uint64(time.Now().UnixNano())
+	t.Logf("seed %d", seed)
+	random := rand.New(rand.NewPCG(seed, 0))
+	nft(t, append(setUp("ip"), setUp("ip6")...)...)
+	o := start(t, Options{})
+	services := []service{{"a", "10.96.0.1", false}, {"b", "10.96.0.2", true}, {"c", "fd10::1", false}, {"d", "fd10::2", true}}
+	have := make([][]string, len(services))
+	iptables := func(lines ...string) {
+		run(t, "*nat\n"+strings.Join(lines, "\n")+"\nCOMMIT\n", "iptables-nft-restore", "--noflush")
+	}
+	for step := range 60 {
+		what := random.IntN(10)
+		i := random.IntN(len(services))
+		s := services[i]
+		f := s.family()
+		switch what {
+		default:
+			var want, gone []string
+			for e := range 6 {
+				endpoint := fmt.Sprintf("10.244.0.%d:%d", e+1, 8080+e%2)
+				if s.v6() {
+					endpoint = fmt.Sprintf("[fd00::%d]:%d", e+1, 8080+e%2)
+				}
+				if random.IntN(2) == 0 {
+					want = append(want, endpoint)
+				}
+			}
+			for _, e := range have[i] {
+				if !slices.Contains(want, e) {
+					gone = append(gone, e)
+				}
+			}
+			if len(want)+len(have[i]) == 0 {
+				continue
+			}
+			lines := s.sync(want, gone...)
+			if len(want) == 0 && len(have[i]) == 0 {
+				continue
+			}
+			nft(t, lines...)
+			have[i] = want
+		case 6: // the chain goes and comes back with other handles
+			if len(have[i]) == 0 {
+				continue
+			}
+			nft(t, append([]string{fmt.Sprintf("delete element %s kube-proxy service-ips { %s . tcp . 80 }", f, s.clusterIP), fmt.Sprintf("flush chain %s kube-proxy %s", f, s.chain())}, s.sync(have[i])...)...)
+		case 7: // all at once
+			nft(t, append([]string{"delete table " + f + " kube-proxy"}, setUp(f)...)...)
+			for j, other := range services {
+				if other.family() == f {
+					have[j] = nil
+				}
+			}
+		case 8: // others
+			nft(t, "add table ip other", "add chain ip other kube-proxy", "add rule ip other kube-proxy meta l4proto tcp dnat to 10.244.0.1:8080", "flush table ip other")
+			nft(t, "flush map "+f+" kube-proxy service-ips")
+			for j, other := range services {
+				if other.family() == f && len(have[j]) > 0 {
+					nft(t, other.sync(have[j])...)
+				}
+			}
+		case 9: // iptables, too
+			iptables(":KUBE-SERVICES - [0:0]", ":KUBE-SVC-A - [0:0]", ":KUBE-SEP-A - [0:0]",
+				"-A KUBE-SERVICES -d 10.96.0.9/32 -p tcp -m tcp --dport 80 -j KUBE-SVC-A", "-A KUBE-SVC-A -m comment --comment x -j KUBE-SEP-A",
+				fmt.Sprintf("-A KUBE-SEP-A -p tcp -m tcp -j DNAT --to-destination 10.244.0.%d:8080", random.IntN(6)+1))
+			if random.IntN(2) == 0 {
+				iptables("-F KUBE-SERVICES", "-F KUBE-SVC-A", "-X KUBE-SVC-A")
+			}
+		}
+		fresh := afresh(t)
+		want := all(fresh)
+		for end := time.Now().Add(2 * time.Second); all(o) != want; time.Sleep(time.Millisecond) {
+			if time.Now().After(end) {
+				t.Fatalf("step %d (%d, %s): who reads (-) and who follows (+) differ:\n%s", step, what, s.name, cmp.Diff(want, all(o)))
+			}
+		}
+	}
+}
+
+// Who begins to read while others write gets to an end, and then knows what is there.
+func TestReadingWhileWriting(t *testing.T) {
+	empty(t)
+	lines := setUp("ip")
+	services := make([]service, 300)
+	for i := range services {
+		services[i] = service{fmt.Sprintf("s%d", i), fmt.Sprintf("10.96.%d.%d", i>>8, i&255), i%2 == 0}
+		lines = append(lines, services[i].sync([]string{"10.244.0.1:8080", "10.244.0.2:8080"})...)
+	}
+	nft(t, lines...)
+	done := make(chan struct{})
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		for i := 0; ; i++ {
+			select {
+			case <-done:
+				return
+			default:
+			}
+			// Others write, too, and theirs interrupts as well.
+			nft(t, append(services[i%7].sync([]string{fmt.Sprintf("10.244.0.%d:8080", 3+i%100)}), "add table ip other", "delete table ip other")...)
+		}
+	})
+	var observers []*Observer
+	for range 10 {
+		o := start(t, Options{})
+		observers = append(observers, o)
+		watch(t, o, "10.244.0.1:8080").wait(Routing)
+	}
+	close(done)
+	wg.Wait()
+	want := all(afresh(t))
+	for _, o := range observers {
+		until(t, "what is there to be known", func() bool { return all(o) == want })
+	}
+}
+
+// When the kernel has more to tell than the buffer holds, nothing is known until all has been read again.
+func TestOverrun(t *testing.T) {
+	empty(t)
+	s := service{"web", "10.96.0.1", false}
+	nft(t, append(setUp("ip"), s.sync([]string{"10.244.0.1:8080", "10.244.0.2:8080"})...)...)
+	o := startWith(t, Options{}, 1<<16)
+	w := watch(t, o, "10.244.0.1:8080")
+	before := w.wait(Routing)
+	told := make(chan struct{}, 100)
+	second := o.Watch(w.targets, func() { told <- struct{}{} })
+	defer second.Close()
+	// The Observer cannot read while somebody holds its state: this is what a machine does that has no time for it.
+	o.mu.Lock()
+	var many []string
+	for i := range 20000 {
+		many = append(many, fmt.Sprintf("10.%d.%d.%d . tcp . 80 : drop", 100+i>>16, i>>8&255, i&255))
+	}
+	for range 2 {
+		nft(t, "add map ip kube-proxy no-endpoint-services { type ipv4_addr . inet_proto . inet_service : verdict ; }",
+			"add element ip kube-proxy no-endpoint-services { "+strings.Join(many, " , ")+" }")
+		nft(t, "delete map ip kube-proxy no-endpoint-services")
+	}
+	nft(t, s.sync([]string{"10.244.0.2:8080"})...)
+	o.mu.Unlock()
+	after := w.wait(Removed)
+	if after.Generation == before.Generation {
+		t.Error("the generation is the same after an overrun", after, before)
+	}
+}
+
+// Numbers of generations wrap around, without 0.
+func TestGenerations(t *testing.T) {
+	if !after(2, 1) || after(1, 1) || after(1, 2) || !after(1, 0xffffffff) || successor(0xffffffff) != 1 || successor(7) != 8 {
+		t.Error("generations are not in their order")
+	}
+}
+
+// What the kernel never says must not be believed, nor end the program.
+func FuzzDecode(f *testing.F) {
+	f.Add(uint16(unix.NFNL_SUBSYS_NFTABLES<<8|unix.NFT_MSG_NEWRULE), []byte{2, 0, 0, 0})
+	for _, seed := range recorded(f) {
+		f.Add(uint16(seed.Header.Type), seed.Data)
+	}
+	f.Fuzz(func(t *testing.T, kind uint16, data []byte) {
+		m := netlink.Message{Header: netlink.Header{Type: netlink.HeaderType(kind)}, Data: data}
+		if c, concerns, err := decode(m, ours); err == nil && concerns && c.kind != newGen {
+			// It can be made, and unmade, whatever it is.
+			g := newTableGraph(c.table)
+			g.apply(&change{kind: newTable, table: c.table})
+			g.apply(&change{kind: newChain, table: c.table, name: c.name, base: true})
+			g.apply(&change{kind: newSet, table: c.table, name: c.name, sends: true})
+			g.apply(&c)
+			for _, dest := range append(c.rule.dests, netip.MustParseAddrPort("10.244.0.1:8080")) {
+				g.sending(dest, func(netip.AddrPort) bool { return false })
+			}
+			g.apply(&change{kind: delSet, table: c.table, name: c.name})
+			g.apply(&change{kind: delChain, table: c.table, name: c.name})
+		}
+		_, _ = decodeConnection(m)
+	})
+}

@@ -1,0 +1,119 @@
+//go:build linux
+
+package kubeproxy
+
+import (
+	"bytes"
+	"encoding/binary"
+	"fmt"
+	"os"
+	"os/exec"
+	"syscall"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// apart runs the test in a network namespace of its own, and reports whether this is there: the legacy table, once it is made, ends
+// with the namespace only.
+func apart(t *testing.T) bool {
+	t.Helper()
+	real(t)
+	const key = "LAMEDUCK_KUBEPROXY_APART"
+	if os.Getenv(key) == t.Name() {
+		return true
+	}
+	if _, err := find("iptables-legacy-restore"); err != nil {
+		t.Fatal(err)
+	}
+	cmd := exec.Command("/proc/self/exe", "-test.run=^"+t.Name()+"$", "-test.v", "-test.timeout=1m")
+	cmd.Env = append(os.Environ(), key+"="+t.Name())
+	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNET, Pdeathsig: syscall.SIGKILL}
+	out, err := cmd.CombinedOutput()
+	t.Logf("%s", out)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return false
+}
+
+// The legacy iptables say nothing of changes. They are read while somebody watches, and nothing is said of them before.
+func TestLegacy(t *testing.T) {
+	if !apart(t) {
+		return
+	}
+	o := start(t, Options{})
+	for _, test := range []struct {
+		service service
+		a, b    string
+	}{
+		{service{"web", "10.96.0.1", true}, "10.244.0.1:8080", "10.244.0.2:8080"},
+		{service{"six", "fd10::1", false}, "[fd00::1]:8080", "[fd00::2]:8080"},
+	} {
+		s, a, b := test.service, test.a, test.b
+		restore(t, "legacy", s.v6(), iptablesSetUp...)
+		restore(t, "legacy", s.v6(), s.iptables([]string{a, b}, false)...)
+		wa := watch(t, o, a)
+		if r := wa.Reading(); r.State != Unknown {
+			t.Fatalf("before anybody has read the rules it is %s", r.State)
+		}
+		wa.wait(Routing)
+		// What follows is unseen while nobody watches.
+		wa.Close()
+		time.Sleep(2 * legacyPause)
+		restore(t, "legacy", s.v6(), s.iptables([]string{b}, true, a)...)
+		wa = watch(t, o, a)
+		wa.wait(Removed)
+		wb := watch(t, o, b)
+		wb.wait(Kept)
+		restore(t, "legacy", s.v6(), s.iptables([]string{a, b}, false)...)
+		wa.wait(Kept)
+		wb.Close()
+		wa.wait(Routing)
+		// What is not followed may send, too.
+		now := time.Now()
+		o.lose(now)
+		wa.wait(Unknown)
+		o.adopt(nil, now)
+		wa.wait(Routing)
+		run(t, "", map[bool]string{false: "iptables-legacy", true: "ip6tables-legacy"}[s.v6()], "-t", "nat", "-F", "KUBE-SERVICES")
+		wa.wait(Unknown)
+		wa.Close()
+	}
+}
+
+// What a kernel might say of legacy rules: it is read, or refused.
+func FuzzLegacy(f *testing.F) {
+	info := make([]byte, legacyInfoSize)
+	binary.NativeEndian.PutUint32(info[32:], 1)
+	rule := func(name string, data []byte) []byte {
+		b := make([]byte, 112)
+		binary.NativeEndian.PutUint16(b[88:], 112)
+		binary.NativeEndian.PutUint16(b[90:], uint16(112+32+len(data)))
+		target := make([]byte, 32)
+		copy(target[2:], name)
+		return append(append(b, target...), data...)
+	}
+	chain := make([]byte, 32)
+	copy(chain, "KUBE-SERVICES")
+	whole := bytes.Join([][]byte{
+		rule("", binary.NativeEndian.AppendUint32(nil, uint32(112+32+4+112+32+32))), rule("ERROR", chain),
+		rule("DNAT", []byte{1, 0, 0, 0, 3, 0, 0, 0, 10, 244, 0, 1, 10, 244, 0, 1, 31, 144, 31, 144, 0, 0, 0, 0}),
+	}, nil)
+	g, err := decodeLegacy(unix.NFPROTO_IPV4, info, whole)
+	if err != nil || fmt.Sprint(g.dests) == "map[]" || !g.complete() {
+		f.Fatalf("the seed is not read: %v %v", g.dests, err)
+	}
+	f.Add(true, info, whole)
+	f.Add(false, info, []byte{})
+	f.Fuzz(func(t *testing.T, four bool, info, b []byte) {
+		family := uint8(unix.NFPROTO_IPV4)
+		if !four {
+			family = unix.NFPROTO_IPV6
+		}
+		if g, err := decodeLegacy(family, info, b); err == nil {
+			g.complete()
+		}
+	})
+}

@@ -1,0 +1,295 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/netip"
+	"os"
+	"os/exec"
+	"runtime"
+	"slices"
+	"strings"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/lameduck-io/lameduck/pkg/gateway/kubeproxy"
+)
+
+const (
+	proxyServices  = 1000
+	proxyEndpoints = 10 // of each Service
+	proxyRemovals  = 40
+	proxyIdle      = 5 * time.Second
+	proxyGoal      = 10 * time.Millisecond
+	proxyInside    = "kubeproxy-inside"
+)
+
+// proxyFigures is what is measured in the network namespace.
+type proxyFigures struct {
+	Read time.Duration // all that is there, once
+	// Since the commit, as the bare listener learns it, in the order of the removals; and what it took nft to make the commit.
+	Notice, Commit []time.Duration
+	// Idle is the CPU time of the observer, user and system, in proxyIdle without changes, Busy in as long with a change each second.
+	Idle, Busy time.Duration
+}
+
+// The rules are written, and followed, in a network namespace of its own, by a process that does nothing else.
+func init() {
+	if len(os.Args) != 2 || os.Args[1] != proxyInside {
+		return
+	}
+	figures, err := observeProxy()
+	if err == nil {
+		err = json.NewEncoder(os.Stdout).Encode(figures)
+	}
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		os.Exit(1)
+	}
+	os.Exit(0)
+}
+
+// kubeProxy measures how soon, after a commit that takes one endpoint of 10,000 out of the kernel's rules, who watches it is told, and what
+// following costs when nothing changes. The floor of the former is a program that reads the kernel's notification and does nothing with it:
+// its notice is when the time begins.
+func kubeProxy() ([]Result, error) {
+	if _, err := exec.LookPath("nft"); err != nil {
+		return nil, fmt.Errorf("nft is missing: apt-get install nftables, with /usr/sbin in the PATH: %w", err)
+	}
+	var out, said bytes.Buffer
+	cmd := exec.Command("/proc/self/exe", proxyInside)
+	cmd.Stdout, cmd.Stderr = &out, &said
+	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNET, Pdeathsig: syscall.SIGKILL}
+	if os.Geteuid() != 0 {
+		cmd.SysProcAttr.Cloneflags |= syscall.CLONE_NEWUSER
+		cmd.SysProcAttr.UidMappings = []syscall.SysProcIDMap{{HostID: os.Getuid(), Size: 1}}
+		cmd.SysProcAttr.GidMappings = []syscall.SysProcIDMap{{HostID: os.Getgid(), Size: 1}}
+	}
+	if err := cmd.Run(); err != nil {
+		if os.Geteuid() != 0 {
+			err = fmt.Errorf("%w (not root: it takes root, or user namespaces)", err)
+		}
+		return nil, fmt.Errorf("in a network namespace: %w: %s", err, said.String())
+	}
+	var f proxyFigures
+	if err := json.Unmarshal(out.Bytes(), &f); err != nil {
+		return nil, err
+	}
+	share := func(used time.Duration) float64 { return 100 * float64(used) / float64(proxyIdle) }
+	sorted := slices.Sorted(slices.Values(f.Notice))
+	p50, p99, commit := sorted[len(sorted)/2], sorted[len(sorted)-1], slices.Sorted(slices.Values(f.Commit))[len(f.Commit)/2]
+	return []Result{
+		{
+			Name: "kubeproxy/notice-10k", Ratio: float64(p50) / float64(proxyGoal), Goal: 1,
+			Note: fmt.Sprintf("from a bare listener's notice of the commit to changed(), of %d endpoints: p50 %.2f ms, worst %.2f, by 10 ms; nft -f took %.0f ms, the first reading %.0f ms",
+				proxyServices*proxyEndpoints, ms(p50), ms(p99), ms(commit), ms(f.Read)),
+		},
+		{
+			Name: "kubeproxy/idle-cpu", Ratio: share(f.Idle), Goal: 1,
+			Note: fmt.Sprintf("%% of a core with %d endpoints and no change, by 1 %%; with one change a second %.2f %%", proxyServices*proxyEndpoints, share(f.Busy)),
+		},
+	}, nil
+}
+
+func ms(d time.Duration) float64 { return d.Seconds() * 1000 }
+
+// observeProxy makes the rules and the measurements.
+func observeProxy() (f proxyFigures, err error) {
+	have := make([][]netip.AddrPort, proxyServices)
+	lines := strings.Split(`add table ip kube-proxy { comment "rules for kube-proxy" ; }
+add chain ip kube-proxy nat-prerouting { type nat hook prerouting priority -100 ; }
+add chain ip kube-proxy nat-output { type nat hook output priority -100 ; }
+add chain ip kube-proxy services
+add rule ip kube-proxy nat-output jump services
+add rule ip kube-proxy nat-prerouting jump services
+add map ip kube-proxy service-ips { type ipv4_addr . inet_proto . inet_service : verdict ; comment "ClusterIP, ExternalIP and LoadBalancer IP traffic" ; }
+add rule ip kube-proxy services ip daddr . meta l4proto . th dport vmap @service-ips`, "\n")
+	for i := range have {
+		for e := range proxyEndpoints {
+			have[i] = append(have[i], netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 244 + byte(i>>8), byte(i), byte(e + 1)}), 8080))
+		}
+		lines = append(lines, fmt.Sprintf("add chain ip kube-proxy %s", proxyChain(i)))
+		lines = append(lines, proxyService(i, have[i])...)
+		lines = append(lines, fmt.Sprintf("add element ip kube-proxy service-ips { 10.96.%d.%d . tcp . 80 : goto %s }", i>>8, i&255, proxyChain(i)))
+	}
+	if _, err := nft(lines); err != nil {
+		return f, err
+	}
+	o := kubeproxy.New(kubeproxy.Options{})
+	ctx, cancel := context.WithCancel(context.Background())
+	defer cancel()
+	done := make(chan error, 1)
+	began := time.Now()
+	go func() { done <- o.Run(ctx) }()
+	defer func() {
+		cancel()
+		err = errors.Join(err, <-done)
+	}()
+	// A hundred more are watched: a rollout in full swing.
+	told := make(chan time.Time, 1)
+	victim := have[0][0]
+	w := o.Watch([]netip.AddrPort{victim}, func() {
+		now := time.Now()
+		select {
+		case told <- now:
+		default:
+		}
+	})
+	defer w.Close()
+	for i := range 100 {
+		defer o.Watch([]netip.AddrPort{have[i+1][0]}, func() {}).Close()
+	}
+	for w.Reading().State != kubeproxy.Routing {
+		if time.Since(began) > time.Minute {
+			return f, fmt.Errorf("the rules are not seen: %+v", w.Reading())
+		}
+		time.Sleep(time.Millisecond)
+	}
+	f.Read = time.Since(began)
+	if f.Idle, err = used(nil); err != nil {
+		return f, err
+	}
+	change := func(without int) (time.Duration, error) {
+		endpoints := slices.Clone(have[0])
+		if without >= 0 {
+			endpoints = slices.Delete(endpoints, without, without+1)
+		}
+		return nft(append([]string{"flush chain ip kube-proxy " + proxyChain(0)}, proxyService(0, endpoints)...))
+	}
+	seconds := 0
+	if f.Busy, err = used(func() error {
+		seconds++
+		_, err := change([]int{5, -1}[seconds%2])
+		return err
+	}); err != nil {
+		return f, err
+	}
+	if seconds%2 == 1 {
+		if _, err := change(-1); err != nil {
+			return f, err
+		}
+	}
+	listener, err := listen()
+	if err != nil {
+		return f, err
+	}
+	for range proxyRemovals {
+		for _, without := range []int{0, -1} {
+			for len(told)+len(listener) > 0 {
+				select {
+				case <-told:
+				case <-listener:
+				}
+			}
+			took, err := change(without)
+			if err != nil {
+				return f, err
+			}
+			var noticed, changed time.Time
+			for noticed.IsZero() || changed.IsZero() {
+				select {
+				case noticed = <-listener:
+				case changed = <-told:
+				case <-time.After(10 * time.Second):
+					return f, fmt.Errorf("a removal is not noticed: the listener at %v, the observer at %v: %+v", noticed, changed, w.Reading())
+				}
+			}
+			if without >= 0 {
+				f.Notice = append(f.Notice, max(changed.Sub(noticed), 0))
+				f.Commit = append(f.Commit, took)
+			}
+			// Let Idle come, which is another change.
+			time.Sleep(100 * time.Millisecond)
+		}
+	}
+	return f, nil
+}
+
+func proxyChain(i int) string { return fmt.Sprintf("ULMVA6XW-default/service-%d/tcp/http", i) }
+
+// proxyService is the rule of a Service, as kube-proxy 1.36 writes it.
+func proxyService(i int, endpoints []netip.AddrPort) []string {
+	var elements []string
+	for n, e := range endpoints {
+		elements = append(elements, fmt.Sprintf("%d : %s . %d", n, e.Addr(), e.Port()))
+	}
+	return []string{fmt.Sprintf("add rule ip kube-proxy %s meta l4proto tcp dnat ip addr . port to numgen random mod %d map { %s }",
+		proxyChain(i), len(endpoints), strings.Join(elements, " , "))}
+}
+
+// nft makes one transaction and returns how long that took.
+func nft(lines []string) (time.Duration, error) {
+	cmd := exec.Command("nft", "-f", "-")
+	cmd.Stdin = strings.NewReader(strings.Join(lines, "\n") + "\n")
+	began := time.Now()
+	if out, err := cmd.CombinedOutput(); err != nil {
+		return 0, fmt.Errorf("nft: %w: %.500s", err, out)
+	}
+	return time.Since(began), nil
+}
+
+// used returns the CPU time of this process in proxyIdle, in which it calls each once a second.
+func used(each func() error) (time.Duration, error) {
+	runtime.GC()
+	cpu := func() (time.Duration, error) {
+		var u unix.Rusage
+		err := unix.Getrusage(unix.RUSAGE_SELF, &u)
+		return time.Duration(u.Utime.Nano() + u.Stime.Nano()), err
+	}
+	before, err := cpu()
+	if err != nil {
+		return 0, err
+	}
+	for end := time.Now().Add(proxyIdle); time.Now().Before(end); time.Sleep(time.Second) {
+		if each != nil {
+			if err := each(); err != nil {
+				return 0, err
+			}
+		}
+	}
+	after, err := cpu()
+	return after - before, err
+}
+
+// listen tells when the ends of commits are received by a thread that does nothing else.
+func listen() (chan time.Time, error) {
+	fd, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC, unix.NETLINK_NETFILTER)
+	if err != nil {
+		return nil, err
+	}
+	if err := unix.Bind(fd, &unix.SockaddrNetlink{Family: unix.AF_NETLINK}); err != nil {
+		return nil, err
+	}
+	if err := unix.SetsockoptInt(fd, unix.SOL_NETLINK, unix.NETLINK_ADD_MEMBERSHIP, unix.NFNLGRP_NFTABLES); err != nil {
+		return nil, err
+	}
+	ends := make(chan time.Time, 100)
+	go func() {
+		runtime.LockOSThread() // until the process ends
+		b := make([]byte, 1<<20)
+		for {
+			n, _, err := unix.Recvfrom(fd, b, 0)
+			now := time.Now()
+			if err != nil {
+				continue
+			}
+			for m := b[:n]; len(m) >= unix.NLMSG_HDRLEN; {
+				length := int(binary.NativeEndian.Uint32(m))
+				if length < unix.NLMSG_HDRLEN || length > len(m) {
+					break
+				}
+				if binary.NativeEndian.Uint16(m[4:]) == unix.NFNL_SUBSYS_NFTABLES<<8|unix.NFT_MSG_NEWGEN {
+					ends <- now
+				}
+				m = m[min((length+3)&^3, len(m)):]
+			}
+		}
+	}()
+	return ends, nil
+}
