@@ -5,7 +5,10 @@ package nodes
 import (
 	"context"
 	"fmt"
+	"io"
+	"net/http"
 	"slices"
+	"strconv"
 	"strings"
 	"syscall"
 	"testing"
@@ -14,6 +17,8 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/util/intstr"
+
+	"github.com/lameduck-io/lameduck/test/cluster/machine"
 )
 
 // pod is one that exits at SIGTERM, on a node.
@@ -114,25 +119,40 @@ func (l *lab) testExecHook(t *testing.T) {
 	}
 }
 
-// waited is how many hooks the agent of a node has answered, by its metric.
-func (l *lab) waited(t *testing.T, node string) float64 {
+// metrics are the lines of a node's agent that begin with a name.
+func (l *lab) metrics(t *testing.T, node, name string) string {
 	t.Helper()
-	i := slices.Index([]string{"node-1", "node-2", "node-3"}, node)
-	out, err := l.set.Machines[i].Run(t.Context(), "bash", "-c", fmt.Sprintf(
-		`exec 3<>/dev/tcp/%s/9101; printf 'GET /metrics HTTP/1.0\r\n\r\n' >&3; grep -a '^lameduck_.*waits_total' <&3`, l.set.Machines[i].Address))
+	m := l.set.Machines[slices.IndexFunc(l.set.Machines, func(m *machine.Machine) bool { return m.Name == node })]
+	client := &http.Client{Transport: &http.Transport{DialContext: m.Dial, DisableKeepAlives: true}, Timeout: 10 * time.Second}
+	response, err := client.Get(fmt.Sprintf("http://%s:9101/metrics", m.Address))
 	if err != nil {
 		t.Fatal(err)
 	}
+	defer response.Body.Close()
+	text, err := io.ReadAll(response.Body)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var found strings.Builder
+	for line := range strings.Lines(string(text)) {
+		if strings.HasPrefix(line, name) {
+			found.WriteString(line)
+		}
+	}
+	return found.String()
+}
+
+// waited is how many hooks the agent of a node has answered, by its metric.
+func (l *lab) waited(t *testing.T, node string) float64 {
+	t.Helper()
 	var sum float64
-	for line := range strings.Lines(out) {
-		var n float64
+	for line := range strings.Lines(l.metrics(t, node, "lameduck_barrier_waits_total")) {
 		fields := strings.Fields(line)
-		if len(fields) < 2 {
-			continue
+		n, err := strconv.ParseFloat(fields[len(fields)-1], 64)
+		if err != nil {
+			t.Fatal(err)
 		}
-		if _, err := fmt.Sscan(fields[len(fields)-1], &n); err == nil {
-			sum += n
-		}
+		sum += n
 	}
 	return sum
 }

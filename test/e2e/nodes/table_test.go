@@ -236,6 +236,9 @@ func (l *lab) testTable(t *testing.T) {
 					rows = append(rows, l.measure(t, s, m, how, address)...)
 				}
 			}
+			if m.name == lameduck {
+				l.tellWaits(t)
+			}
 			l.deploy(t, m.work.with("Deployment", 0))
 		}
 		if strings.Contains(cutOff, only) {
@@ -251,6 +254,20 @@ func (l *lab) testTable(t *testing.T) {
 	}
 	table(t, rows)
 	promises(t, rows)
+}
+
+// tellWaits logs how hooks ended and how long kube-proxy took on each node: what people could not know when they chose their sleep.
+func (l *lab) tellWaits(t *testing.T) {
+	t.Helper()
+	for _, m := range l.set.Machines {
+		var some strings.Builder
+		for line := range strings.Lines(l.metrics(t, m.Name, "lameduck_")) {
+			if (strings.HasPrefix(line, "lameduck_barrier_") || strings.HasPrefix(line, "lameduck_propagation_")) && !strings.HasSuffix(line, " 0\n") {
+				some.WriteString(line)
+			}
+		}
+		t.Logf("agent of %s:\n%s", m.Name, some.String())
+	}
 }
 
 // table prints what was measured: of several runs the sum of requests and the median of times.
