@@ -79,7 +79,7 @@ keepalived: ## keepalived, if it is missing and may be installed; its test is sk
 	  fi; }
 
 # What each program comes with. Only what is missing is installed: another packager's containerd stays.
-NODE_PACKAGES = containerd=containerd runc=runc nft=nftables iptables=iptables conntrack=conntrack nsenter=util-linux
+NODE_PACKAGES = containerd=containerd runc=runc nft=nftables iptables=iptables conntrack=conntrack nsenter=util-linux dbus-daemon=dbus-daemon
 
 .PHONY: node-packages
 node-packages: ## containerd and what else a real node is made of, if it is missing and may be installed

@@ -3,6 +3,7 @@ module github.com/lameduck-io/lameduck/test/e2e
 go 1.26.0
 
 require (
+	github.com/godbus/dbus/v5 v5.2.2
 	github.com/google/go-cmp v0.7.0
 	github.com/lameduck-io/lameduck/test/cluster v0.0.0
 	github.com/vishvananda/netlink v1.3.1

@@ -52,8 +52,8 @@ type lab struct {
 	sources []netip.Addr
 }
 
-// newLab starts three nodes and installs the coordinator and the node agents, but no webhook yet.
-func newLab(t *testing.T, options machine.Options) *lab {
+// newLab starts n nodes and installs the coordinator and the node agents, but no webhook yet.
+func newLab(t *testing.T, n int, options machine.Options) *lab {
 	t.Helper()
 	cluster.Entered(t)
 	haproxy := haproxyProgram(t)
@@ -72,14 +72,14 @@ func newLab(t *testing.T, options machine.Options) *lab {
 	)
 	l := &lab{Cluster: cluster.New(t, machine.ControlPlane()), secret: strings.ToLower(rand.Text())} // upper case the API server refuses in a path
 	began := time.Now()
-	l.set = machine.New(t, l.Cluster, 3, options)
+	l.set = machine.New(t, l.Cluster, n, options)
 	if l.kube, err = kubernetes.NewForConfig(l.Config()); err != nil {
 		t.Fatal(err)
 	}
 	if l.ca, err = cluster.NewCA(); err != nil {
 		t.Fatal(err)
 	}
-	t.Logf("three nodes after %s", time.Since(began).Round(time.Second/10))
+	t.Logf("nodes after %s", time.Since(began).Round(time.Second/10))
 	l.addClients(t)
 	l.install(t)
 	t.Logf("Lameduck after %s", time.Since(began).Round(time.Second/10))

@@ -4,6 +4,7 @@ package nodes
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"net/http"
@@ -122,16 +123,28 @@ func (l *lab) testExecHook(t *testing.T) {
 // metrics are the lines of a node's agent that begin with a name.
 func (l *lab) metrics(t *testing.T, node, name string) string {
 	t.Helper()
+	var found string
+	l.until(t, "the metrics of the agent of "+node, func() error {
+		if found = l.tryMetrics(node, name); found == "" {
+			return errors.New("no " + name)
+		}
+		return nil
+	})
+	return found
+}
+
+// tryMetrics is metrics, or nothing if the agent does not answer.
+func (l *lab) tryMetrics(node, name string) string {
 	m := l.set.Machines[slices.IndexFunc(l.set.Machines, func(m *machine.Machine) bool { return m.Name == node })]
 	client := &http.Client{Transport: &http.Transport{DialContext: m.Dial, DisableKeepAlives: true}, Timeout: 10 * time.Second}
 	response, err := client.Get(fmt.Sprintf("http://%s:9101/metrics", m.Address))
 	if err != nil {
-		t.Fatal(err)
+		return ""
 	}
 	defer response.Body.Close()
 	text, err := io.ReadAll(response.Body)
 	if err != nil {
-		t.Fatal(err)
+		return ""
 	}
 	var found strings.Builder
 	for line := range strings.Lines(string(text)) {

@@ -198,7 +198,7 @@ func (l *lab) measure(t *testing.T, s scenario, m mode, how traffic, address fun
 
 // Everything that three nodes with Lameduck are good for, in one start of them. What takes parts of Lameduck away comes last.
 func TestNodes(t *testing.T) {
-	l := newLab(t, machine.Options{})
+	l := newLab(t, 3, machine.Options{})
 	var namespaces []string
 	for _, m := range modes() {
 		l.namespace(t, m.work.Namespace, m.labels)
