@@ -35,7 +35,9 @@ type options struct {
 	shutdownDelay time.Duration
 	excluded      []string
 	// barrier is how new pods are made to wait before SIGTERM, where that is enabled.
-	barrier  admission.Barrier
+	barrier admission.Barrier
+	// scope is which node agents are asked at the barrier.
+	scope    drain.Scope
 	logLevel slog.Level
 }
 
@@ -64,6 +66,7 @@ func parse(args []string, getenv func(string) string, help io.Writer) (options, 
 	f.DurationVar(&o.barrier.Bound, "barrier-bound", 30*time.Second, "how long a new pod's barrier may keep it from SIGTERM, in whole seconds; its grace period grows by it")
 	f.IntVar(&o.barrier.Port, "barrier-port", 9447, "port of the node agents, on loopback and the node's address")
 	f.StringVar(&o.barrier.Image, "barrier-image", "lameduck/lameduck-wait:dev", "image that has /lameduck-wait, for pods whose hook cannot be an httpGet")
+	f.TextVar(&o.scope, "barrier-ask", drain.ScopeAuto, "which node agents are asked at the barrier: all, quorum (a sample; the others by the time that they were seen to take), local (the pod's own node), or auto: all, up to 200")
 	f.BoolVar(&o.barrier.ExecOnly, "barrier-exec-only", false, "never use a hook of kind httpGet: for clusters where Pod Security is enforced by other means than the namespace's label")
 	f.TextVar(&o.logLevel, "log-level", slog.LevelInfo, "debug, info, warn or error")
 	if err := f.Parse(args); err != nil {
