@@ -262,6 +262,11 @@ func TestMutateAgain(t *testing.T) {
 	if got := apply(t, pod, mutate(pod, in(""), "SECOND", testBarrier)); *got.Spec.TerminationGracePeriodSeconds != 120 {
 		t.Errorf("grace %d, want 120", *got.Spec.TerminationGracePeriodSeconds)
 	}
+	// What is said of a former pod alone goes.
+	pod = webPod(func(p *corev1.Pod) { p.Annotations = map[string]string{BarrierUncoveredAnnotation: "old"} })
+	if got := apply(t, pod, mutate(pod, in(""), "X", testBarrier)); got.Annotations[BarrierUncoveredAnnotation] != "" {
+		t.Errorf("annotations %v", got.Annotations)
+	}
 	// One that moves to a stricter namespace loses the hook that is forbidden there.
 	pod = apply(t, webPod(), mutate(webPod(), in(""), "FIRST", testBarrier))
 	if got := apply(t, pod, mutate(pod, in("restricted"), "SECOND", testBarrier)); got.Spec.Containers[0].Lifecycle.PreStop.Exec == nil {
@@ -270,6 +275,7 @@ func TestMutateAgain(t *testing.T) {
 	// One whose bound was another has grown by the new one alone.
 	longer := testBarrier
 	longer.Bound = time.Minute
+	pod = apply(t, webPod(), mutate(webPod(), in(""), "FIRST", testBarrier))
 	if got := apply(t, pod, mutate(pod, in(""), "SECOND", longer)); *got.Spec.TerminationGracePeriodSeconds != 90 || got.Annotations[BarrierBoundAnnotation] != "60s" {
 		t.Errorf("with a longer bound: %v", summary(got))
 	}

@@ -288,13 +288,6 @@ func (l *lab) addWebhooks(t *testing.T) {
 	})
 }
 
-// removeWebhooks undoes addWebhooks.
-func (l *lab) removeWebhooks(t *testing.T) {
-	t.Helper()
-	l.kubectl(t, "delete", "--ignore-not-found", "mutatingwebhookconfiguration/lameduck", "validatingwebhookconfiguration/lameduck")
-	time.Sleep(2 * time.Second) // the API server's own view of them
-}
-
 // namespace makes one, if it is not there, in which pods can be made.
 func (l *lab) namespace(t *testing.T, name string, labels map[string]string) {
 	t.Helper()
