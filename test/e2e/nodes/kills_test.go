@@ -202,10 +202,14 @@ func TestSoftEviction(t *testing.T) {
 	}
 	defer events.Stop()
 	var killing time.Time
-	for timeout := time.After(3 * time.Minute); killing.IsZero(); {
+	// Only an Event tells: a pod whose app exits with 0 is shown as Completed, evicted or not.
+	evicted := false
+	for timeout := time.After(3 * time.Minute); killing.IsZero() || !evicted; {
 		select {
 		case event := <-events.ResultChan():
-			if e, ok := event.Object.(*corev1.Event); ok && e.Reason == "Killing" {
+			e, ok := event.Object.(*corev1.Event)
+			evicted = evicted || ok && e.Reason == "Evicted"
+			if ok && e.Reason == "Killing" {
 				killing = time.Now()
 			}
 		case <-timeout:
@@ -213,22 +217,18 @@ func TestSoftEviction(t *testing.T) {
 			t.Fatal("the pod is not evicted")
 		}
 	}
-	var status corev1.PodStatus
 	l.until(t, "the end of the pod", func() error {
 		p, err := l.kube.CoreV1().Pods("lameduck").Get(t.Context(), "victim", metav1.GetOptions{})
 		if err != nil {
 			return err
 		}
-		if status = p.Status; status.Phase == corev1.PodRunning { // an app that exits with 0 has Succeeded, evicted or not
-			return fmt.Errorf("phase %s", status.Phase)
+		if p.Status.Phase == corev1.PodRunning {
+			return errors.New("still running")
 		}
 		return nil
 	})
 	after := l.metrics(t, "node-1", `lameduck_barrier_waits_total{outcome="Restart"}`)
-	t.Logf("%s %.1f s after the kubelet began; %s before, %s after", status.Reason, time.Since(killing).Seconds(), strings.TrimSpace(before), strings.TrimSpace(after))
-	if status.Reason != "Evicted" {
-		t.Errorf("reason %q, want Evicted", status.Reason)
-	}
+	t.Logf("evicted %.1f s after the kubelet began; %s before, %s after", time.Since(killing).Seconds(), strings.TrimSpace(before), strings.TrimSpace(after))
 	if took := time.Since(killing); took > 8*time.Second {
 		t.Errorf("the eviction took %s, want 2s for the hook and some", took)
 	}
