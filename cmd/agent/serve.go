@@ -114,9 +114,22 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 			m.Wrote(took, err)
 			changed() // what is on disk may be told
 		}
-		routes.replicas = c.Replicas
+		where := rememberIn(o.file.journalDir(), log)
+		if o.file.Coordinators.Service != "" {
+			if kept := where.read(); len(kept) > 0 {
+				c.Replicas(kept)
+			}
+		}
+		routes.replicas = func(addresses []string) {
+			where.set(addresses)
+			c.Replicas(addresses)
+		}
 		learned = c.Learned()
-		tasks = append(tasks, serve.Task{Name: "coordinators", Run: c.Run})
+		ends := leaving{gateway: o.gateway, programmed: director.Programmed, leave: c.Leave, log: log}
+		tasks = append(tasks,
+			serve.Task{Name: "coordinators", Last: true, Run: func(ctx context.Context) error { return ends.outlive(ctx, c.Run) }},
+			serve.Task{Name: "addresses", Run: where.run},
+		)
 	}
 	listener, err := net.Listen("tcp", o.people)
 	if err != nil {

@@ -2,11 +2,14 @@ package main
 
 import (
 	"context"
+	"fmt"
 	"log/slog"
 	"net/netip"
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -183,5 +186,54 @@ func TestPropagationIsWrittenDownOnce(t *testing.T) {
 		if h := m.GetHistogram(); h.GetSampleCount() != 1 || h.GetSampleSum() < 0.039 || h.GetSampleSum() > 0.041 {
 			t.Errorf("%s: %d times, %v s in all", m.GetLabel(), h.GetSampleCount(), h.GetSampleSum())
 		}
+	}
+}
+
+// Many call changed at the same time: what the gateway does, what is on disk. Whoever reads a state and writes it down after a newer one leaves
+// the old one behind, and a change back to that is then no news: nobody hears that the pod is routed again.
+func TestTheLastStateWrittenDownIsTheLast(t *testing.T) {
+	t.Parallel()
+	j, stop := kept(t, "")
+	defer stop()
+	set := health.NewSet()
+	stones := &tombstones{set: set, journal: j, wake: func() {}, log: slog.New(slog.DiscardHandler), known: map[health.UID]health.State{}}
+	now := time.Now()
+	var endpoints []health.Endpoint
+	seen := map[health.Key]health.Seen{}
+	for i := range 50 { // so that it takes a while to read and to write them
+		target := health.Target{UID: health.UID(fmt.Sprint("uid-", i)), Addr: netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 0, 0, byte(i)}), 80)}
+		endpoints = append(endpoints, health.Endpoint{Target: target, Routable: true})
+		seen[health.Key{Pool: "web", Target: target}] = health.Seen{}
+	}
+	set.Replace(now, "web", endpoints)
+	set.Synced()
+	for key := range seen {
+		stones.Bury(drain.Pod{UID: drain.UID(key.Target.UID)}, "a/1", now, now.Add(time.Minute))
+	}
+	var generation atomic.Int64
+	states := map[health.State]bool{}
+	for round := range 10_000 { // the wrong order shows seldom
+		var all sync.WaitGroup
+		for caller := range 4 {
+			all.Go(func() {
+				// In a new generation nothing is known but what is read there.
+				o := health.Observation{Generation: fmt.Sprint(generation.Add(1)), At: time.Now()}
+				if caller%2 == 0 {
+					o.Seen = seen
+				}
+				set.Observe(o.At, o)
+				stones.changed()
+			})
+		}
+		all.Wait()
+		for _, s := range set.Tombstones() {
+			states[s.State] = true
+			if was := stones.known[s.UID]; was != s.State {
+				t.Fatalf("round %d: %s is %s, and %s was written down last", round, s.UID, s.State, was)
+			}
+		}
+	}
+	if len(states) < 2 {
+		t.Errorf("states are %v: nothing changes here", states)
 	}
 }

@@ -34,6 +34,8 @@ const (
 	// localKept is how long after the deletion this node's kernel, when nobody else can be asked, is taken at its word that it has nowhere else
 	// to send to, or cannot be read: until then it may only be late.
 	localKept = 2 * time.Second
+	// answerMargin is how much earlier than the hook must end a coordinator has to answer, so that it can still say whom it waited for.
+	answerMargin = 250 * time.Millisecond
 	// idMost is the longest id that is looked up.
 	idMost = 64
 )
@@ -284,7 +286,7 @@ func (s *waits) barrier(ctx context.Context, p nodePod, deadline time.Time) (out
 	ask := func() {
 		passed, err := s.ask(ctx, wire.Barrier{
 			Pod: p.pod, Targets: p.targets, Since: p.since, Terminating: true,
-			BoundMillis: deadline.Sub(p.began()).Milliseconds(), ElapsedMillis: time.Since(p.began()).Milliseconds(),
+			BoundMillis: max(0, deadline.Sub(p.began())-answerMargin).Milliseconds(), ElapsedMillis: time.Since(p.began()).Milliseconds(),
 		})
 		answers <- answer{passed, err}
 	}

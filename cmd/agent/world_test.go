@@ -259,7 +259,9 @@ type boss struct {
 	changed chan struct{}
 	epoch   int
 	drains  []drain.Open
-	said    map[drain.UID]drain.State
+	// left counts who has said that it leaves.
+	left int
+	said map[drain.UID]drain.State
 }
 
 func newBoss(t testing.TB, lease time.Duration) *boss {
@@ -302,6 +304,11 @@ func (b *boss) serve(w http.ResponseWriter, r *http.Request) {
 		declared := wire.Declared{Drains: slices.Clone(b.drains)}
 		b.mu.Unlock()
 		_ = encoder.Encode(declared)
+	case wire.LeavePath:
+		b.mu.Lock()
+		b.left++
+		b.mu.Unlock()
+		w.WriteHeader(http.StatusNoContent)
 	case wire.ReportsPath:
 		var posted wire.Reports
 		if err := json.NewDecoder(r.Body).Decode(&posted); err != nil {
@@ -322,7 +329,7 @@ func (b *boss) serve(w http.ResponseWriter, r *http.Request) {
 		lease := drain.Lease{Replica: "boss", Epoch: fmt.Sprint(b.epoch)}
 		b.mu.Unlock()
 		send(wire.Message{Type: wire.TypeHello, Hello: &wire.Hello{
-			Protocol: wire.Protocol, Lease: lease, Session: 1,
+			Protocol: wire.Protocol, Features: wire.Features(), Lease: lease, Session: 1,
 			HeartbeatMillis: 100, AwayMillis: 1000, LeaseMillis: b.lease.Milliseconds(), RenewalMillis: 500,
 		}})
 		sent, synced := 0, false

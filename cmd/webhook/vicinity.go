@@ -24,6 +24,22 @@ import (
 // statedWait is an annotation of a Service: how long those of its consumers that can never acknowledge need to let go of a pod.
 const statedWait = "lameduck.io/stated-wait"
 
+// A kernel that has not heard of a pod yet does not send to it, and may begin to after it was seen so: kube-proxy writes its rules once a
+// second, and each time what it had heard by then. So the barrier of a pod that became ready less than youngMost before its deletion lasts
+// youngWait at least.
+const (
+	youngMost = 3 * time.Second
+	youngWait = 2 * time.Second
+)
+
+// grace is that of a deletion.
+func grace(p *corev1.Pod) time.Duration {
+	if p.DeletionGracePeriodSeconds == nil {
+		return 0
+	}
+	return time.Duration(*p.DeletionGracePeriodSeconds) * time.Second
+}
+
 // statedWrongMost bounds the annotations that cannot be read and were logged.
 const statedWrongMost = 1000
 
@@ -65,6 +81,9 @@ func (v *vicinity) Surroundings(ctx context.Context, agent string, pod drain.Pod
 		return s, fmt.Errorf("read agent's pod %s from the cache: %w", agent, err)
 	}
 	s.Here = is.Spec.NodeName != "" && asks.Spec.NodeName == is.Spec.NodeName
+	if at, ready := readySince(&is); s.Terminating && ready && is.DeletionTimestamp.Sub(at)-grace(&is) < youngMost {
+		s.Stated = youngWait
+	}
 	uid := health.UID(pod.UID)
 	for _, l := range v.index.Pod(time.Now(), uid) {
 		usable := v.index.Usable(l.Service)

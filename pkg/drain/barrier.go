@@ -80,7 +80,7 @@ const (
 func (l *Ledger) SetScope(s Scope) { l.scope = s }
 
 // OpenBarrier opens the barrier of a pod that is terminating, or joins the one that is open, and returns its status. Its deadline may be
-// brought forward, never put back.
+// brought forward, never put back. The barrier of a pod that is gone stays closed: Dead.
 func (l *Ledger) OpenBarrier(now time.Time, b Barrier) Status {
 	l.Gone(now, b.Pod.UID)
 	d := l.drain(b.Pod, AtBarrier)
@@ -88,6 +88,9 @@ func (l *Ledger) OpenBarrier(now time.Time, b Barrier) Status {
 		b.Since = now
 	}
 	is := &d.barrier
+	if !d.open && d.reason == Dead {
+		return l.status(now, d)
+	}
 	if !d.open {
 		*is = barrier{by: b.By, bound: b.Bound, targets: slices.Clone(b.Targets), stated: b.Stated}
 		is.hold(l, now, b.Pod.UID)
@@ -212,7 +215,7 @@ func (l *Ledger) owesBarrier(a *agent, d *drain) bool {
 		return false
 	}
 	_, other := b.others[a.id]
-	return other == b.held
+	return other == b.held && brokenRule != 10
 }
 
 // directs says whether a is told of an open barrier of uid by an Open.

@@ -67,6 +67,9 @@ func TestTheBarrierWaitsForThoseWhoObserve(t *testing.T) {
 		t.Error("the pod's end is no news, or twice")
 	}
 	w.wantBarrier(p, "Closed Dead")
+	// A hook that is still waiting for a pod that is gone has nothing to wait for, and begins nothing anew.
+	w.open(p, "node-1")
+	w.wantBarrier(p, "Closed Dead")
 }
 
 // Without this, what an agent said of the pod before its deletion lets the barrier through.
@@ -281,6 +284,7 @@ func TestTheBoundsOfTheBarrier(t *testing.T) {
 	q := pod("b")
 	w.open(q, "node-1")
 	w.open(q, "node-1", func(b *Barrier) { b.Bound = 5 * time.Second })
+	w.open(q, "node-1", func(b *Barrier) { b.Stated = time.Second })
 	w.pass(5 * time.Second)
 	w.wantBarrier(q, "Released Deadline node-1:unknown node-2:unknown")
 	// It is forgotten in the end, whether or not somebody tells of the pod's.

@@ -376,7 +376,7 @@ func (l *Ledger) Alive(now time.Time, uid UID) bool {
 		return false
 	}
 	l.expire(now, d)
-	if d.allowed && !d.restart {
+	if d.allowed {
 		d.allowedAlive = slices.DeleteFunc(d.allowedAlive, func(at time.Time) bool { return now.Sub(at) >= l.times.Memory })
 		d.allowedAlive = append(d.allowedAlive, now)
 	}

@@ -8,9 +8,10 @@ import (
 )
 
 const (
-	// barrierBound, barrierLook, askAgain, localIdle, localKept are those of the real shells (cmd/agent, pkg/drain/coordinator). kubeletMost is
+	// barrierBound, answerMargin, barrierLook, askAgain, localIdle, localKept are those of the real shells (cmd/agent, pkg/drain/coordinator). kubeletMost is
 	// when the kubelet goes on whatever the hook does.
 	barrierBound = 30 * time.Second
+	answerMargin = 250 * time.Millisecond
 	barrierLook  = 250 * time.Millisecond
 	askAgain     = 250 * time.Millisecond
 	localIdle    = 10 * time.Second
@@ -30,8 +31,10 @@ type kernel struct {
 	chosen [][]drain.UID
 	// without says of which Services there was no ready endpoint then.
 	without []bool
-	synced bool
-	dirty  bool
+	synced  bool
+	dirty   bool
+	// added is when the kernel began to send to a pod, the last time.
+	added  map[drain.UID]time.Duration
 	active map[drain.UID]int
 	// travelled: kube-proxy was told an older list.
 	travelled bool
@@ -39,7 +42,7 @@ type kernel struct {
 
 func newKernel(w *world, a *agent) *kernel {
 	k := &kernel{
-		w: w, a: a, proxy: proc{node: a.node, name: "proxy-" + a.name, up: true}, active: map[drain.UID]int{},
+		w: w, a: a, proxy: proc{node: a.node, name: "proxy-" + a.name, up: true}, active: map[drain.UID]int{}, added: map[drain.UID]time.Duration{},
 		slices: make([]slice, w.api.services), chosen: make([][]drain.UID, w.api.services), without: make([]bool, w.api.services),
 	}
 	k.watch = &watcher{p: &k.proxy, slice: k.sliceSeen}
@@ -66,6 +69,12 @@ func (k *kernel) sliceSeen(service int, s slice) {
 // sync writes the kernel's rules.
 func (k *kernel) sync() {
 	k.dirty, k.synced = false, true
+	before := map[drain.UID]bool{}
+	for _, c := range k.chosen {
+		for _, uid := range c {
+			before[uid] = true
+		}
+	}
 	for i, s := range k.slices {
 		k.chosen[i] = nil
 		for _, e := range s.endpoints {
@@ -82,8 +91,18 @@ func (k *kernel) sync() {
 			}
 		}
 	}
+	for _, c := range k.chosen {
+		for _, uid := range c {
+			if !before[uid] {
+				k.added[uid] = k.w.at
+			}
+		}
+	}
 	k.changed()
 }
+
+// late says that the kernel had not heard yet that a pod is ready when that was deleted: it came in after it had been seen to be out.
+func (k *kernel) late(p *pod) bool { return k.added[p.uid] >= p.committed }
 
 // changed tells the agent, soon.
 func (k *kernel) changed() {
@@ -348,7 +367,7 @@ func (c *coord) barTurn(x *barred) {
 		last = last || listed && others == 0 && slices.Contains(services, service(i))
 	}
 	s := c.ledger.OpenBarrier(w.now, drain.Barrier{
-		Pod: p.drainPod(), By: x.h.a.id, Services: services, Since: x.since, Bound: barrierBound, Last: last,
+		Pod: p.drainPod(), By: x.h.a.id, Services: services, Since: x.since, Bound: barrierBound - answerMargin, Last: last,
 	})
 	c.closed(p.uid) // it is known to be dead from then on
 	if !s.Waits() {
@@ -433,6 +452,7 @@ func (c *coord) checkPass(p *pod, s drain.Status, why *pass, last bool) {
 	}
 	for _, a := range w.agents {
 		if a.kernel == nil {
+			c.checkDirected(p, s, a)
 			continue
 		}
 		connected := slices.ContainsFunc(c.streams, func(st *stream) bool { return st.link.a == a && c.ledger.Current(a.id, st.session) })
@@ -451,6 +471,8 @@ func (c *coord) checkPass(p *pod, s drain.Status, why *pass, last bool) {
 			case !a.kernel.routes(p.uid):
 			case a.kernel.kept(p.uid):
 				w.excuse("routed by a kernel: LastTarget")
+			case a.kernel.late(p):
+				w.excuse("routed by a kernel: it had not heard of the pod before")
 			case a.kernel.travelled:
 				w.excuse("routed by a kernel: told an old list")
 			case s.Reason == drain.LastTarget && last:
@@ -461,6 +483,26 @@ func (c *coord) checkPass(p *pod, s drain.Status, why *pass, last bool) {
 		default:
 			why.excused[a] = "Away"
 		}
+	}
+}
+
+// checkDirected looks at an agent that directs, when a barrier is passed: whether or not it was asked at the hold, it has let go by now.
+func (c *coord) checkDirected(p *pod, s drain.Status, a *agent) {
+	w := c.w
+	connected := slices.ContainsFunc(c.streams, func(st *stream) bool { return st.link.a == a && c.ledger.Current(a.id, st.session) })
+	services, _, _ := c.listings(p.uid)
+	switch {
+	case !a.gw.routes(p.uid) || !a.share(services) || !connected || c.departed[a.id] != "":
+	case slices.ContainsFunc(s.Suspended, func(x drain.Waiting) bool { return x.Agent == a.id }):
+		w.excuse("routed at SIGTERM: Suspended")
+	case a.gw.forgot >= 0 && w.at-a.gw.forgot <= w.spentMost():
+		w.excuse("routed at SIGTERM: gateway reloaded since")
+	case a.unlearned:
+		w.excuse("routed at SIGTERM: Unlearned")
+	case w.kinds[timeTravel] && a.started+w.spentMost() > w.at:
+		w.excuse("routed at SIGTERM: the agent started with an old list")
+	default:
+		w.fail(checkBarrier, "%s lets %s stop by %s, but the gateway of %s sends to it", c.name, p.uid, s.Reason, a.name)
 	}
 }
 
@@ -477,6 +519,8 @@ func (w *world) lostAtKernel(k *kernel, p *pod, how string) {
 		w.excuse("lost in a kernel: " + why.excused[k.a])
 	case k.kept(p.uid):
 		w.excuse("lost in a kernel: LastTarget since")
+	case k.late(p):
+		w.excuse("lost in a kernel: it had not heard of the pod before")
 	case k.travelled:
 		w.excuse("lost in a kernel: told an old list")
 	default:

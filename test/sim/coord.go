@@ -36,6 +36,7 @@ type coord struct {
 	looking  bool
 
 	pods    map[drain.UID]podView
+	ended   map[drain.UID]bool
 	slices  []slice
 	left    []map[drain.UID]time.Duration
 	roster  []drain.Expected
@@ -144,7 +145,7 @@ func (c *coord) start() {
 	c.up, c.stopping, c.synced, c.looking = true, false, false, false
 	c.started = w.at
 	c.ledger = drain.NewLedger(drain.Lease{Replica: c.name, Epoch: fmt.Sprint(c.epoch)}, w.times)
-	c.pods, c.roster = map[drain.UID]podView{}, nil
+	c.pods, c.ended, c.roster = map[drain.UID]podView{}, map[drain.UID]bool{}, nil
 	c.slices = make([]slice, w.api.services)
 	c.left = make([]map[drain.UID]time.Duration, w.api.services)
 	for i := range c.left {
@@ -288,8 +289,12 @@ func (c *coord) closed(uid drain.UID) {
 // What the watch brings.
 
 func (c *coord) podSeen(p *pod, v podView) {
+	if c.ended[p.uid] {
+		return // what was held up on its way does not come after what is newer
+	}
 	c.pods[p.uid] = v
 	if v.gone {
+		c.ended[p.uid] = true
 		delete(c.pods, p.uid)
 	}
 	if v.terminating || v.gone {

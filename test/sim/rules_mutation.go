@@ -15,14 +15,16 @@ func brokenRule() int { return broken }
 
 // rules are those of the design, and what is switched off of each.
 var rules = [...]string{
-	1: "level, not event: the ledger keeps the best word it has heard",
-	2: "a tombstone belongs to its holders: one holder's lift ends all leases",
-	3: "it ends on knowledge: a drain is abandoned as soon as nobody waits for it",
-	4: "nothing stays lost: agents are told that a pod which lives is dead",
-	5: "one clock: asking again starts it again",
-	6: "availability first: a drain that nobody owes waits",
-	7: "who is expected is read from the API: only open streams count",
-	8: "declare before you program: the agent programs at once",
+	1:  "level, not event: the ledger keeps the best word it has heard",
+	2:  "a tombstone belongs to its holders: one holder's lift ends all leases",
+	3:  "it ends on knowledge: a drain is abandoned as soon as nobody waits for it",
+	4:  "nothing stays lost: agents are told that a pod which lives is dead",
+	5:  "one clock: asking again starts it again",
+	6:  "availability first: a drain that nobody owes waits",
+	7:  "who is expected is read from the API: only open streams count",
+	8:  "declare before you program: the agent programs at once",
+	9:  "the barrier: a node that keeps the pod is believed although another endpoint is ready",
+	10: "the barrier: who directs owes nothing there",
 }
 
 func mutate(from uint64, most int) error {

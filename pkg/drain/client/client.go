@@ -122,6 +122,9 @@ type replica struct {
 	// saying is held, as a channel of size one is, by a declaration or a leave under way: which of the two a coordinator hears last decides.
 	saying chan struct{}
 
+	// opened says that the last stream got as far as its hello. Only run's goroutine uses it.
+	opened bool
+
 	mu sync.Mutex
 	// hello is that of the open stream, zero without one. open is done when that ends.
 	hello wire.Hello
@@ -241,7 +244,7 @@ func (c *Client) Run(ctx context.Context) error {
 }
 
 func (r *replica) run(ctx context.Context) {
-	pause := pauseFirst
+	pause, lost := pauseFirst, false
 	for ctx.Err() == nil && !r.client.left.Load() {
 		began := time.Now()
 		err := r.stream(ctx)
@@ -249,7 +252,12 @@ func (r *replica) run(ctx context.Context) {
 		if ctx.Err() != nil {
 			return
 		}
-		r.client.Log.Warn("stream to coordinator ended", "address", r.address, "error", err)
+		level := slog.LevelWarn
+		if lost && !r.opened {
+			level = slog.LevelDebug // it was said when the last stream ended
+		}
+		lost, r.opened = true, false
+		r.client.Log.Log(ctx, level, "stream to coordinator ended", "address", r.address, "error", err)
 		if errors.Is(err, errSilent) {
 			// What has swallowed the stream has swallowed the connections that wait to be used again.
 			r.client.HTTP.CloseIdleConnections()
@@ -276,6 +284,9 @@ func (c *Client) offer() wire.Offer {
 	return o
 }
 
+// errUnread ends a stream whose coordinator does not read what is reported.
+var errUnread = fmt.Errorf("coordinator did not read reports within %s", postTimeout)
+
 // errSilent ends a stream on which nothing came for the time that the coordinator named.
 var errSilent = errors.New("coordinator is silent")
 
@@ -290,12 +301,22 @@ func (r *replica) stream(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+	request.Header.Set("Connection", "Upgrade")
+	request.Header.Set("Upgrade", wire.Upgrade)
 	response, err := r.client.HTTP.Do(request)
 	if err != nil {
 		return cause(ctx, err)
 	}
 	defer response.Body.Close()
-	if response.StatusCode != http.StatusOK {
+	// Nil where reports are to be posted.
+	var reports io.Writer
+	switch response.StatusCode {
+	case http.StatusOK:
+	case http.StatusSwitchingProtocols:
+		reports, _ = response.Body.(io.Writer)
+		// The connection is no longer the transport's, which would close it.
+		defer context.AfterFunc(ctx, func() { response.Body.Close() })()
+	default:
 		return refused(response)
 	}
 	lines := newLines(response.Body)
@@ -318,6 +339,7 @@ func (r *replica) stream(ctx context.Context) error {
 	}
 	r.client.Log.Info("stream to coordinator opened", "address", r.address, "lease", hello.Lease.String(), "session", hello.Session)
 
+	r.opened = true
 	r.setHello(ctx, hello)
 	defer r.setHello(ctx, wire.Hello{})
 	r.mu.Lock()
@@ -332,7 +354,18 @@ func (r *replica) stream(ctx context.Context) error {
 		case <-ctx.Done():
 			return
 		}
-		if err := r.post(ctx, hello); err != nil {
+		if err := r.post(ctx, hello, func(batch wire.Reports) error {
+			if reports == nil {
+				return r.send(ctx, wire.ReportsPath, batch, nil)
+			}
+			slow := time.AfterFunc(postTimeout, func() { lost(errUnread) })
+			defer slow.Stop()
+			_, err := reports.Write(wire.AppendReports(nil, batch))
+			if r.client.Observer != nil {
+				r.client.Observer.Posted(wire.ReportsPath, err)
+			}
+			return err
+		}); err != nil {
 			lost(err)
 		}
 	}()
@@ -350,7 +383,7 @@ func (r *replica) receive(lines *lines, hello wire.Hello, heard, complete func()
 	holder := hello.Lease.String()
 	lease := time.Duration(hello.LeaseMillis) * time.Millisecond
 	listed, watched := map[drain.UID]bool{}, map[drain.UID]bool{}
-	synced := false
+	synced, news := false, false
 	for {
 		m, err := lines.next()
 		if err != nil {
@@ -370,13 +403,13 @@ func (r *replica) receive(lines *lines, hello wire.Hello, heard, complete func()
 			if !synced {
 				listed[m.Drain.Pod.UID] = true
 			}
-			poke(r.woken) // a tombstone that another replica's lease has laid is news to this one
+			news = true // a tombstone that another replica's lease has laid is news to this one
 		case m.Type == wire.TypeWatch && m.Watch != nil && r.client.Watches != nil:
 			r.watch(*m.Watch, holder)
 			if !synced {
 				watched[m.Watch.Pod.UID] = true
 			}
-			poke(r.woken)
+			news = true
 		case m.Type == wire.TypeRelease && m.Release != nil && m.Release.Gate == drain.AtBarrier:
 			r.unwatch(*m.Release, holder)
 		case m.Type == wire.TypeRelease && m.Release != nil:
@@ -397,12 +430,18 @@ func (r *replica) receive(lines *lines, hello wire.Hello, heard, complete func()
 			}
 			listed, watched = nil, nil
 			complete()
+		case m.Type == wire.TypeRefused && m.Refused != nil:
+			return fmt.Errorf("coordinator refuses: %s", m.Refused.Error)
+		}
+		if news && !lines.more() {
+			news = false
+			poke(r.woken)
 		}
 	}
 }
 
-// post declares, and then reports whatever changed, until ctx is done or a post fails.
-func (r *replica) post(ctx context.Context, hello wire.Hello) error {
+// post declares, and then calls report with whatever changed, until ctx is done or that fails.
+func (r *replica) post(ctx context.Context, hello wire.Hello, report func(wire.Reports) error) error {
 	for settled := false; !settled; {
 		var err error
 		if settled, err = r.declare(ctx, hello); err != nil {
@@ -425,13 +464,13 @@ func (r *replica) post(ctx context.Context, hello wire.Hello) error {
 		for _, uid := range r.client.Tombstones.Held(hello.Lease.String()) {
 			held[uid] = true
 		}
-		for _, report := range r.client.Tombstones.Reports() {
-			if report.Held = held[report.UID]; report.Held {
-				report.Number = numbers[report.UID]
+		for _, word := range r.client.Tombstones.Reports() {
+			if word.Held = held[word.UID]; word.Held {
+				word.Number = numbers[word.UID]
 			}
-			now[drain.AtHold][report.UID] = report
-			if everything || said[drain.AtHold][report.UID] != report {
-				news = append(news, report)
+			now[drain.AtHold][word.UID] = word
+			if everything || said[drain.AtHold][word.UID] != word {
+				news = append(news, word)
 			}
 		}
 		if r.client.Watches != nil {
@@ -448,7 +487,7 @@ func (r *replica) post(ctx context.Context, hello wire.Hello) error {
 			}
 		}
 		if len(news) > 0 {
-			if err := r.send(ctx, wire.ReportsPath, wire.Reports{Session: hello.Session, At: at, Boot: r.client.Boot, Reports: news}, nil); err != nil {
+			if err := report(wire.Reports{Session: hello.Session, At: at, Boot: r.client.Boot, Reports: news}); err != nil {
 				return err
 			}
 		}

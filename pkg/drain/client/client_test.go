@@ -1,6 +1,7 @@
 package client
 
 import (
+	"bufio"
 	"bytes"
 	"context"
 	"encoding/json"
@@ -32,6 +33,9 @@ type script struct {
 	listener *listener
 	server   http.Server
 	stream   func(s *session)
+	// upgraded, if it is not nil, serves streams instead of stream: it gets what the agent writes.
+	upgraded func(s *session, said *bufio.Reader)
+	serving  sync.WaitGroup
 	declare  func(wire.Declaration) (int, any)
 
 	mu      sync.Mutex
@@ -80,6 +84,7 @@ func newScript(t *testing.T) *script {
 	t.Cleanup(func() {
 		s.server.Close()
 		<-done
+		s.serving.Wait()
 	})
 	return s
 }
@@ -95,6 +100,19 @@ func (s *script) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		s.mu.Unlock()
 		if got := r.URL.Query()["protocol"]; !slices.Equal(got, []string{"1"}) {
 			s.t.Errorf("protocol %q", got)
+		}
+		if s.upgraded != nil && r.Header.Get("Upgrade") == wire.Upgrade {
+			conn, buffered, err := http.NewResponseController(w).Hijack()
+			if err != nil {
+				s.t.Error(err)
+				return
+			}
+			s.serving.Add(1)
+			defer s.serving.Done()
+			defer conn.Close()
+			fmt.Fprintf(conn, "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: %s\r\n\r\n", wire.Upgrade)
+			s.upgraded(&session{say: func(line string) { fmt.Fprintln(conn, line) }, done: s.listener.closed}, buffered.Reader)
+			return
 		}
 		s.stream(&session{
 			say: func(line string) {
@@ -281,10 +299,17 @@ type records struct {
 	slog.Handler
 	mu     sync.Mutex
 	errors []string
+	// warnings counts the lines of that level and above.
+	warnings int
 }
 
 func (r *records) Enabled(context.Context, slog.Level) bool { return true }
 func (r *records) Handle(_ context.Context, record slog.Record) error {
+	if record.Level >= slog.LevelWarn {
+		r.mu.Lock()
+		r.warnings++
+		r.mu.Unlock()
+	}
 	record.Attrs(func(a slog.Attr) bool {
 		if a.Key == "error" {
 			r.mu.Lock()
@@ -700,6 +725,113 @@ func TestATokenThatCannotBeReadIsTriedAgain(t *testing.T) {
 		}
 		if s.streams() != 0 {
 			t.Error("a stream without a token")
+		}
+	})
+}
+
+func TestReportsGoIntoAnUpgradedStream(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := newScript(t)
+		said := make(chan string, 10)
+		s.upgraded = func(s *session, from *bufio.Reader) {
+			s.say(hello)
+			s.say(drainLine("a") + "\n" + drainLine("b") + "\r\n" + `{"type":"synced"}`)
+			for {
+				line, err := from.ReadString('\n')
+				if err != nil {
+					return
+				}
+				said <- line
+				time.Sleep(3 * time.Second)
+				s.say(`{"type":"heartbeat"}`)
+			}
+		}
+		_, _, log := run(t, s)
+		var got wire.Reports
+		if err := json.Unmarshal([]byte(<-said), &got); err != nil {
+			t.Fatal(err)
+		}
+		if got.Session != 7 || got.Boot != "boot" || len(got.Reports) != 2 {
+			t.Errorf("reported %+v, want both drains in one line", got)
+		}
+		if posts := s.heard(); len(posts) != 0 {
+			t.Errorf("posted too: %q", posts)
+		}
+		if log.last() != "" {
+			t.Errorf("error %q", log.last())
+		}
+		time.Sleep(6 * time.Second)
+		if len(said) == 0 {
+			t.Error("not renewed")
+		}
+	})
+}
+
+func TestAnUpgradedStreamEndsForAReason(t *testing.T) {
+	for name, c := range map[string]struct {
+		serve func(*session, *bufio.Reader)
+		want  string
+		after time.Duration
+	}{
+		"refused": {func(s *session, from *bufio.Reader) {
+			s.say(hello)
+			s.say(`{"type":"refused","refused":{"error":"reports[0].uid is required"}}`)
+			_, _ = io.Copy(io.Discard, from)
+		}, "coordinator refuses: reports[0].uid is required", 0},
+		"silent": {func(s *session, from *bufio.Reader) {
+			s.say(hello)
+			_, _ = io.Copy(io.Discard, from)
+		}, errSilent.Error(), 5 * time.Second},
+		"not read": {func(s *session, from *bufio.Reader) {
+			s.say(hello)
+			s.say(drainLine("a") + "\n" + `{"type":"synced"}`)
+			for range 4 {
+				select {
+				case <-time.After(2 * time.Second):
+					s.say(`{"type":"heartbeat"}`)
+				case <-s.done:
+				}
+			}
+		}, errUnread.Error(), postTimeout},
+		"nothing": {func(*session, *bufio.Reader) {}, "EOF", 0},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				s := newScript(t)
+				s.upgraded = c.serve
+				_, _, log := run(t, s)
+				if got := log.last(); c.after > 0 && got != "" {
+					t.Errorf("ended early: %q", got)
+				}
+				time.Sleep(c.after)
+				synctest.Wait()
+				if got := log.last(); !strings.Contains(got, c.want) {
+					t.Errorf("error %q, want %q", got, c.want)
+				}
+			})
+		})
+	}
+}
+
+// A coordinator that is away for an hour is worth one line when it goes.
+func TestALostStreamIsSaidOnce(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := newScript(t)
+		began := time.Now()
+		s.stream = func(s *session) {
+			if up := time.Since(began); up < time.Second || up >= time.Hour && up < time.Hour+3*time.Second {
+				s.say(hello)
+				time.Sleep(3 * time.Second)
+			}
+		}
+		_, _, log := run(t, s)
+		for _, want := range []int{1, 2} {
+			time.Sleep(59 * time.Minute)
+			log.mu.Lock()
+			if log.warnings != want || len(log.errors) < 1000 {
+				t.Errorf("%d warnings of %d errors, want %d", log.warnings, len(log.errors), want)
+			}
+			log.mu.Unlock()
 		}
 	})
 }

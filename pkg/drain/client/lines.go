@@ -2,7 +2,6 @@ package client
 
 import (
 	"bufio"
-	"encoding/json"
 	"fmt"
 	"io"
 
@@ -12,13 +11,37 @@ import (
 // lines reads the messages of a stream.
 type lines struct {
 	scanner *bufio.Scanner
+	from    counted
+	// taken counts the bytes of the lines that were returned.
+	taken int
+}
+
+// counted counts what was read.
+type counted struct {
+	io.Reader
+	read int
+}
+
+func (c *counted) Read(into []byte) (int, error) {
+	n, err := c.Reader.Read(into)
+	c.read += n
+	return n, err
 }
 
 func newLines(r io.Reader) *lines {
-	s := bufio.NewScanner(r)
-	s.Buffer(nil, maxLine)
-	return &lines{s}
+	l := &lines{from: counted{Reader: r}}
+	l.scanner = bufio.NewScanner(&l.from)
+	l.scanner.Buffer(nil, maxLine)
+	l.scanner.Split(func(data []byte, end bool) (int, []byte, error) {
+		n, line, err := bufio.ScanLines(data, end)
+		l.taken += n
+		return n, line, err
+	})
+	return l
 }
+
+// more says whether something that came with the last message is still to be read.
+func (l *lines) more() bool { return l.from.read > l.taken }
 
 // next returns the next message. At the end of the stream it is [io.EOF].
 func (l *lines) next() (wire.Message, error) {
@@ -29,7 +52,7 @@ func (l *lines) next() (wire.Message, error) {
 		}
 		return m, io.EOF
 	}
-	if err := json.Unmarshal(l.scanner.Bytes(), &m); err != nil {
+	if err := wire.ParseMessage(l.scanner.Bytes(), &m); err != nil {
 		return m, fmt.Errorf("message %.200q: %w", l.scanner.Text(), err)
 	}
 	return m, nil

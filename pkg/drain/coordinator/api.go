@@ -1,18 +1,22 @@
 package coordinator
 
 import (
-	"bytes"
+	"bufio"
 	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"maps"
+	"net"
 	"net/http"
 	"os"
+	"runtime"
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/gorilla/mux"
@@ -29,6 +33,9 @@ const linesKept = 4 << 10
 
 // bodyTimeout is how long an agent may take to send the body of a post. A slower one is cut.
 const bodyTimeout = 5 * time.Second
+
+// noContent is how the metrics name the status of reports that were taken.
+const noContent = "204"
 
 // authTimeout is how long an Authenticator may take, twice what it waits for one answer.
 const authTimeout = 10 * time.Second
@@ -283,20 +290,25 @@ func (c *Coordinator) report(w http.ResponseWriter, r *http.Request, who Identit
 	if err := decode(w, r, &said); err != nil {
 		return nil, err
 	}
+	return nil, c.take(r.Context(), who, said)
+}
+
+// take gives the ledger what an agent reports.
+func (c *Coordinator) take(ctx context.Context, who Identity, said wire.Reports) error {
 	if len(said.Reports) > wire.MaxReports {
-		return nil, refusal{http.StatusRequestEntityTooLarge, fmt.Sprintf("reports: %d are more than %d", len(said.Reports), wire.MaxReports)}
+		return refusal{http.StatusRequestEntityTooLarge, fmt.Sprintf("reports: %d are more than %d", len(said.Reports), wire.MaxReports)}
 	}
 	if len(said.Boot) > wire.MaxName {
-		return nil, refusal{http.StatusBadRequest, fmt.Sprintf("boot: longer than %d bytes", wire.MaxName)}
+		return refusal{http.StatusBadRequest, fmt.Sprintf("boot: longer than %d bytes", wire.MaxName)}
 	}
 	for i, r := range said.Reports {
 		switch {
 		case max(len(r.UID), len(r.Generation)) > wire.MaxName:
-			return nil, refusal{http.StatusBadRequest, fmt.Sprintf("reports[%d]: uid or generation is longer than %d bytes", i, wire.MaxName)}
+			return refusal{http.StatusBadRequest, fmt.Sprintf("reports[%d]: uid or generation is longer than %d bytes", i, wire.MaxName)}
 		case r.UID == "":
-			return nil, refusal{http.StatusBadRequest, fmt.Sprintf("reports[%d].uid is required", i)}
+			return refusal{http.StatusBadRequest, fmt.Sprintf("reports[%d].uid is required", i)}
 		case r.State >= drain.Removed && r.Proof == drain.ProofNone:
-			return nil, refusal{http.StatusBadRequest, fmt.Sprintf("reports[%d].proof is required with state %q", i, r.State)}
+			return refusal{http.StatusBadRequest, fmt.Sprintf("reports[%d].proof is required with state %q", i, r.State)}
 		}
 	}
 	c.mu.Lock()
@@ -306,18 +318,62 @@ func (c *Coordinator) report(w http.ResponseWriter, r *http.Request, who Identit
 	c.settle()
 	c.unlock()
 	if !current {
-		return nil, errStale
+		return errStale
 	}
-	if news {
+	if news && c.Log.Enabled(ctx, slog.LevelDebug) {
 		for _, r := range said.Reports {
 			c.Log.Debug("agent reports", "agent", who.Name, "uid", r.UID, "state", r.State.String(),
 				"proof", r.Proof.String(), "held", r.Held, "generation", r.Generation, "boot", said.Boot)
 		}
 	}
-	for _, r := range said.Reports {
-		c.Metrics.reports.WithLabelValues(r.State.String()).Inc()
+	alike := 0
+	for i, r := range said.Reports {
+		if alike++; i+1 == len(said.Reports) || said.Reports[i+1].State != r.State {
+			c.Metrics.reports.WithLabelValues(r.State.String()).Add(float64(alike))
+			alike = 0
+		}
 	}
-	return nil, nil
+	return nil
+}
+
+// listen takes in what an agent writes into its stream until that ends, and returns why. A line that is longer than the room that each
+// stream has must be there in time.
+func (c *Coordinator) listen(ctx context.Context, from *bufio.Reader, conn net.Conn, who Identity) error {
+	var long []byte
+	for {
+		line, err := from.ReadSlice('\n')
+		if errors.Is(err, bufio.ErrBufferFull) {
+			if len(long) == 0 {
+				_ = conn.SetReadDeadline(time.Now().Add(bodyTimeout))
+			}
+			if long = append(long, line...); len(long) > wire.MaxBody {
+				return refusal{http.StatusRequestEntityTooLarge, fmt.Sprintf("a line is larger than %d bytes", wire.MaxBody)}
+			}
+			continue
+		}
+		if errors.Is(err, os.ErrDeadlineExceeded) {
+			return refusal{http.StatusRequestTimeout, fmt.Sprintf("a line was not sent within %s", bodyTimeout)}
+		}
+		if err != nil {
+			return err
+		}
+		if len(long) > 0 {
+			_ = conn.SetReadDeadline(time.Time{})
+			long = append(long, line...)
+			line = long
+		}
+		var said wire.Reports
+		if err := wire.ParseReports(line, &said); err != nil {
+			return refusal{http.StatusBadRequest, "reports: " + err.Error()}
+		}
+		if err := c.take(ctx, who, said); err != nil {
+			return err
+		}
+		c.Metrics.api.WithLabelValues(wire.ReportsPath, noContent).Inc()
+		if long = long[:0]; cap(long) > linesKept {
+			long = nil
+		}
+	}
 }
 
 func (c *Coordinator) leave(w http.ResponseWriter, r *http.Request, who Identity) (any, error) {
@@ -399,14 +455,37 @@ func (c *Coordinator) stream(w http.ResponseWriter, r *http.Request, who Identit
 		c.Log.Info("agent disconnected", "agent", who.Name, "id", who.Agent, "session", session)
 	}()
 
-	w.Header().Set("Content-Type", "application/json; stream=watch")
-	control := http.NewResponseController(w)
-	var lines bytes.Buffer
-	encoder := json.NewEncoder(&lines)
+	var lines []byte
 	say := func(m wire.Message) {
 		m.At = c.clock(time.Now())
-		// Writing these types into memory cannot fail.
-		_ = encoder.Encode(m)
+		lines = wire.AppendMessage(lines, m)
+	}
+	control := http.NewResponseController(w)
+	write := func(lines []byte) error {
+		return errors.Join(control.SetWriteDeadline(time.Now().Add(writeTimeout)), writeTo(w, lines), control.Flush())
+	}
+	// Nothing comes from heard where the agent posts what it reports.
+	var heard chan error
+	gone := r.Context().Done()
+	if strings.EqualFold(r.Header.Get("Upgrade"), wire.Upgrade) {
+		if conn, buffered, err := control.Hijack(); err == nil {
+			from := buffered.Reader
+			lines = append(lines, upgraded...)
+			write = func(lines []byte) error {
+				return errors.Join(conn.SetWriteDeadline(time.Now().Add(writeTimeout)), writeTo(conn, lines))
+			}
+			// The end of what is read, for whatever reason, is heard.
+			heard, gone = make(chan error, 1), nil
+			var listening sync.WaitGroup
+			listening.Go(func() { heard <- c.listen(r.Context(), from, conn, who) })
+			defer func() {
+				conn.Close()
+				listening.Wait()
+			}()
+		}
+	}
+	if heard == nil {
+		w.Header().Set("Content-Type", "application/json; stream=watch")
 	}
 	say(wire.Message{Type: wire.TypeHello, Hello: &wire.Hello{
 		Protocol: protocol, Features: wire.Features(), Lease: self, Session: session,
@@ -416,6 +495,7 @@ func (c *Coordinator) stream(w http.ResponseWriter, r *http.Request, who Identit
 	heartbeat := time.NewTicker(c.times.Heartbeat)
 	defer heartbeat.Stop()
 	var sent uint64
+	over := false
 	for first := true; ; first = false {
 		c.mu.Lock()
 		current := c.ledger.Current(who.Agent, session)
@@ -438,33 +518,42 @@ func (c *Coordinator) stream(w http.ResponseWriter, r *http.Request, who Identit
 		if first {
 			say(wire.Message{Type: wire.TypeSynced})
 		}
-		if lines.Len() > 0 {
-			if err := control.SetWriteDeadline(time.Now().Add(writeTimeout)); err != nil {
-				if first {
-					return nil, fmt.Errorf("set write deadline: %w", err)
-				}
+		if len(lines) > 0 {
+			if err := write(lines); err != nil || over {
 				return nil, errWritten
 			}
-			if _, err := w.Write(lines.Bytes()); err != nil {
-				return nil, errWritten
-			}
-			if err := control.Flush(); err != nil {
-				return nil, errWritten
-			}
-			if lines.Reset(); lines.Cap() > linesKept {
-				lines = bytes.Buffer{}
+			if lines = lines[:0]; cap(lines) > linesKept {
+				lines = nil
 			}
 		}
 		select {
 		case <-s.woken:
+			// Whoever woke it may have more to say at this moment: that goes out in the same write.
+			runtime.Gosched()
 		case <-heartbeat.C:
 			say(wire.Message{Type: wire.TypeHeartbeat})
-		case <-r.Context().Done():
+		case err := <-heard:
+			refused := refusal{}
+			if !errors.As(err, &refused) {
+				return nil, errWritten
+			}
+			c.Metrics.api.WithLabelValues(wire.ReportsPath, strconv.Itoa(refused.code)).Inc()
+			say(wire.Message{Type: wire.TypeRefused, Refused: &wire.Error{Error: refused.text}})
+			over = true
+		case <-gone:
 			return nil, errWritten
 		case <-c.stop:
 			return nil, errWritten
 		}
 	}
+}
+
+// upgraded is the answer to an agent that wants to write into its stream.
+const upgraded = "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: " + wire.Upgrade + "\r\n\r\n"
+
+func writeTo(w io.Writer, b []byte) error {
+	_, err := w.Write(b)
+	return err
 }
 
 // connected, called with the lock, counts streams.

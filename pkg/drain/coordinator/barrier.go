@@ -103,7 +103,7 @@ func (c *Coordinator) barrier(w http.ResponseWriter, r *http.Request, who Identi
 		if !status.Recheck.IsZero() && status.Recheck.Before(wake) {
 			wake = status.Recheck
 		}
-		if err := c.sleep(r.Context(), c.barred, asked.Pod.UID, wake); err != nil {
+		if err := c.sleep(r.Context(), asked.Pod.UID, wake); err != nil {
 			return nil, err
 		}
 		if woken := time.Now(); !woken.Before(now.Add(lookAround)) || woken.Before(wake) {
@@ -176,7 +176,7 @@ func (c *Coordinator) restart(ctx context.Context, pod drain.Pod, s Surroundings
 		if !status.Recheck.IsZero() && status.Recheck.Before(wake) {
 			wake = status.Recheck
 		}
-		if err := c.sleep(ctx, c.waiting, pod.UID, wake); err != nil {
+		if err := c.sleep(ctx, pod.UID, wake); err != nil {
 			return nil, err
 		}
 		status = c.ledger.Status(time.Now(), pod.UID)
@@ -184,11 +184,11 @@ func (c *Coordinator) restart(ctx context.Context, pod drain.Pod, s Surroundings
 }
 
 // sleep, called with the lock, gives it up until something may have changed for uid, or wake.
-func (c *Coordinator) sleep(ctx context.Context, waiting map[drain.UID]chan struct{}, uid drain.UID, wake time.Time) error {
-	changed := waiting[uid]
+func (c *Coordinator) sleep(ctx context.Context, uid drain.UID, wake time.Time) error {
+	changed := c.barred[uid]
 	if changed == nil {
 		changed = make(chan struct{})
-		waiting[uid] = changed
+		c.barred[uid] = changed
 	}
 	c.unlock()
 	timer := time.NewTimer(time.Until(wake))
@@ -240,12 +240,17 @@ func (c *Coordinator) settleBarriers() bool {
 	touched := c.ledger.TouchedBarriers()
 	for _, uid := range touched {
 		c.ledger.BarrierStatus(time.Now(), uid)
-		if changed := c.barred[uid]; changed != nil {
-			close(changed)
-			delete(c.barred, uid)
-		}
+		c.wakeBarred(uid)
 	}
 	return len(touched) > 0
+}
+
+// wakeBarred, called with the lock, wakes the hooks of a pod.
+func (c *Coordinator) wakeBarred(uid drain.UID) {
+	if changed := c.barred[uid]; changed != nil {
+		close(changed)
+		delete(c.barred, uid)
+	}
 }
 
 // overdue, called with the lock, lists the pods whose barriers are beyond their deadline, and still open.

@@ -11,6 +11,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"runtime"
 	"sync"
 	"time"
 
@@ -77,10 +78,11 @@ type Coordinator struct {
 	Options
 	times drain.Times
 
-	mu      sync.Mutex
-	ledger  *drain.Ledger
-	waiting map[drain.UID]chan struct{}
-	// barred is waiting at the barrier, barriers counts who does.
+	mu     sync.Mutex
+	ledger *drain.Ledger
+	// waiting holds the pods for which calls wait.
+	waiting map[drain.UID]*wait
+	// barred are the hooks that wait at the barrier, barriers counts them.
 	barred   map[drain.UID]chan struct{}
 	barriers int
 	// streams holds each agent's newest.
@@ -99,11 +101,19 @@ type Coordinator struct {
 	stopped bool
 }
 
+// wait is what calls that wait for one pod share.
+type wait struct {
+	calls int
+	// changed is closed, and replaced, when status is another.
+	changed chan struct{}
+	status  drain.Status
+}
+
 // New returns a coordinator with an empty ledger.
 func New(self drain.Lease, times drain.Times, o Options) *Coordinator {
 	c := &Coordinator{
 		Options: o, times: times, ledger: drain.NewLedger(self, times),
-		waiting: map[drain.UID]chan struct{}{}, streams: map[drain.AgentID]*stream{}, phases: map[drain.UID]drain.Phase{},
+		waiting: map[drain.UID]*wait{}, streams: map[drain.AgentID]*stream{}, phases: map[drain.UID]drain.Phase{},
 		heldOf: map[string]int{},
 		began:  time.Now(),
 		stop:   make(chan struct{}),
@@ -209,7 +219,8 @@ func (c *Coordinator) DrainFor(ctx context.Context, request Request, until time.
 	c.mu.Lock()
 	defer c.unlock()
 	status = c.ledger.AskBounded(time.Now(), pod, request.Targets)
-	c.settle()
+	c.note()
+	defer c.tell()
 	c.observe(status)
 	c.ledger.Hold(pod.UID)
 	defer func() {
@@ -238,7 +249,18 @@ func (c *Coordinator) DrainFor(ctx context.Context, request Request, until time.
 		}
 		c.Metrics.holds.Dec()
 	}()
-	for status.Waits() {
+	w := c.waiting[pod.UID]
+	if w == nil {
+		w = &wait{changed: make(chan struct{})}
+		c.waiting[pod.UID] = w
+	}
+	w.calls++
+	defer func() {
+		if w.calls--; w.calls == 0 {
+			delete(c.waiting, pod.UID)
+		}
+	}()
+	for told := false; status.Waits(); {
 		now := time.Now()
 		if !now.Before(until) {
 			return status, true, nil
@@ -247,15 +269,20 @@ func (c *Coordinator) DrainFor(ctx context.Context, request Request, until time.
 		if !status.Recheck.IsZero() && status.Recheck.Before(wake) {
 			wake = status.Recheck
 		}
-		changed := c.waiting[pod.UID]
-		if changed == nil {
-			changed = make(chan struct{})
-			c.waiting[pod.UID] = changed
-		}
+		changed, known := w.changed, false
 		c.unlock()
+		if !told {
+			// Others that ask at this moment do so now, and the agents hear of all of them at once.
+			runtime.Gosched()
+			c.mu.Lock()
+			c.tell()
+			c.unlock()
+			told = true
+		}
 		timer := time.NewTimer(wake.Sub(now))
 		select {
 		case <-changed:
+			known = true
 		case <-timer.C:
 		case <-ctx.Done():
 			err = ctx.Err()
@@ -264,9 +291,14 @@ func (c *Coordinator) DrainFor(ctx context.Context, request Request, until time.
 		}
 		timer.Stop()
 		c.mu.Lock()
-		status = c.ledger.Status(time.Now(), pod.UID)
-		c.settle()
-		c.observe(status)
+		if known {
+			// To ask the ledger once more would take as long as there are agents.
+			status = w.status
+		} else {
+			status = c.ledger.Status(time.Now(), pod.UID)
+			c.settle()
+			c.observe(status)
+		}
 		if err == nil && c.stopped {
 			// What has changed may be that the streams end.
 			err = ErrStopping
@@ -354,15 +386,32 @@ func (c *Coordinator) Refused(uid drain.UID, window time.Duration) int {
 
 // settle, called with the lock after every change, writes down transitions and wakes those whom they may concern.
 func (c *Coordinator) settle() {
+	c.note()
+	c.tell()
+}
+
+// tell, called with the lock, wakes the streams of those agents that have something to hear.
+func (c *Coordinator) tell() {
+	for _, id := range c.ledger.Concerned() {
+		if s := c.streams[id]; s != nil {
+			s.wake()
+		}
+	}
+}
+
+// note, called with the lock, writes down transitions and wakes the calls that wait for them.
+func (c *Coordinator) note() {
 	// To look at one drain may concern others: an agent is suspended by the end of one, and is waited for by none.
 	for touched := c.ledger.Touched(); len(touched) > 0; touched = c.ledger.Touched() {
 		now := time.Now()
 		for _, uid := range touched {
-			c.observe(c.ledger.Status(now, uid))
-			if changed := c.waiting[uid]; changed != nil {
-				close(changed)
-				delete(c.waiting, uid)
+			status := c.ledger.Status(now, uid)
+			c.observe(status)
+			if w := c.waiting[uid]; w != nil {
+				close(w.changed)
+				w.changed, w.status = make(chan struct{}), status
 			}
+			c.wakeBarred(uid) // who waits for a restart
 		}
 	}
 	for _, s := range c.ledger.Suspensions() {
@@ -375,13 +424,8 @@ func (c *Coordinator) settle() {
 			c.Log.Error("agent is suspended: it let one drain after the other expire, and is no longer waited for", "agent", s.Name, "id", s.Agent)
 		})
 	}
-	for _, id := range c.ledger.Concerned() {
-		if s := c.streams[id]; s != nil {
-			s.wake()
-		}
-	}
 	if c.settleBarriers() {
-		c.settle() // they may concern drains, and the reverse
+		c.note() // they may concern drains, and the reverse
 	}
 }
 

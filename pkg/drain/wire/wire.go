@@ -7,6 +7,10 @@
 // change and at every renewal. A post that names another session than the agent's present one is refused with 409, and the agent
 // opens a new stream.
 //
+// An agent that opens the stream as a request to upgrade to [Upgrade] may be answered with 101. The same lines follow then without HTTP
+// around them, and the agent writes its Reports into the same connection, one a line: one connection instead of two, and
+// nothing to answer. What is refused then ends the stream, with a Message of type Refused. Who knows nothing of it answers as ever.
+//
 // Compatibility: fields are added, never repurposed. Unknown fields are ignored, unknown types of messages are skipped, unknown values
 // of enumerations are refused by name. Both sides speak the newest version that they know and the one before ([Spoken]): the agent names
 // them in the query of the stream, the coordinator chooses the newest that both know ([Choose]) and says so in Hello. What is less than
@@ -44,6 +48,9 @@ const (
 	queryFeature  = "feature"
 	queryBoot     = "boot"
 )
+
+// Upgrade is what an agent may ask to upgrade a stream to.
+const Upgrade = "lameduck-stream"
 
 // featuresMost bounds the features of an agent that are kept, nameMost the bytes of a name that an agent gives.
 const (
@@ -135,7 +142,7 @@ func choose(spoken Versions, offered []string) (int, error) {
 
 // The paths of the coordinator's API for agents.
 const (
-	// StreamPath is read with GET and the query of an [Offer].
+	// StreamPath is read with GET and the query of an [Offer]. It may be upgraded to [Upgrade].
 	StreamPath = "/v1/stream"
 	// DeclarationsPath takes a POST of Declaration and answers Declared.
 	DeclarationsPath = "/v1/declarations"
@@ -175,6 +182,8 @@ const (
 	TypeHeartbeat Type = "heartbeat"
 	// TypeWatch comes only to agents that have FeatureBarrier.
 	TypeWatch Type = "watch"
+	// TypeRefused says why the stream ends here.
+	TypeRefused Type = "refused"
 )
 
 // Message is one line of the stream. The field that Type names is set.
@@ -187,6 +196,7 @@ type Message struct {
 	Drain   *drain.Open    `json:"drain,omitempty"`
 	Release *drain.Release `json:"release,omitempty"`
 	Watch   *drain.Watch   `json:"watch,omitempty"`
+	Refused *Error         `json:"refused,omitempty"`
 }
 
 // Hello is the first message of a stream.

@@ -163,7 +163,7 @@ func TestClean(t *testing.T) {
 		}
 		defer conn.Close()
 		want := netip.MustParseAddrPort(target)
-		if err := connections(conn, want.Addr(), true, func(c connection) {
+		if err := connections(conn, []netip.Addr{want.Addr()}, func(c connection) {
 			if c.to == want {
 				n++
 			}
@@ -196,4 +196,29 @@ func TestClean(t *testing.T) {
 	if err := o.Clean([]netip.AddrPort{{}}); err == nil {
 		t.Error("no address is cleaned without an error")
 	}
+}
+
+// More addresses than the kernel is asked for one by one, and no more connections counted for it.
+func TestManyAddresses(t *testing.T) {
+	empty(t)
+	network(t)
+	s, a := service{"web", "10.96.0.1", false}, "10.244.0.1:8080"
+	pod(t, a)
+	nft(t, append(setUp("ip"), s.sync([]string{"10.244.0.2:8080"})...)...)
+	o := start(t, Options{})
+	held := connect(t, a)
+	w := watch(t, o, a)
+	var others []*follower
+	for i := range 2 * countSingly {
+		others = append(others, watch(t, o, netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 244, 1, byte(i)}), 0).String()))
+	}
+	for _, other := range others {
+		other.wait(Idle)
+	}
+	w.stays(Removed)
+	if n := w.Reading().Connections; n != 1 {
+		t.Errorf("%d connections are counted, want 1", n)
+	}
+	held.Close()
+	w.wait(Idle)
 }

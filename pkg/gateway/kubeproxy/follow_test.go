@@ -242,6 +242,26 @@ func TestGenerations(t *testing.T) {
 	if !after(2, 1) || after(1, 1) || after(1, 2) || !after(1, 0xffffffff) || successor(0xffffffff) != 1 || successor(7) != 8 {
 		t.Error("generations are not in their order")
 	}
+	some := []change{{}}
+	for _, test := range []struct {
+		name          string
+		c             commit
+		at            uint32
+		follows, fail bool
+	}{
+		{"the next one", commit{generation: 8, changes: some}, 7, true, false},
+		{"the next one, of others", commit{generation: 8}, 7, true, false},
+		{"the next one after the last", commit{generation: 1}, 0xffffffff, true, false},
+		{"one is missing", commit{generation: 9, changes: some}, 7, false, true},
+		{"one is missing, and others are told of", commit{generation: 9}, 7, false, true},
+		{"read already", commit{generation: 6, changes: some}, 7, false, false},
+		{"ended while it was read", commit{generation: 7, changes: some}, 7, false, true},
+		{"of others, and ended while it was read", commit{generation: 7}, 7, false, false},
+	} {
+		if follows, err := test.c.follows(test.at); follows != test.follows || (err != nil) != test.fail {
+			t.Errorf("%s: %v, %v", test.name, follows, err)
+		}
+	}
 }
 
 // What the kernel never says must not be believed, nor end the program.

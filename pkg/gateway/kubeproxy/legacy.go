@@ -73,7 +73,7 @@ func readLegacy(family uint8) (*table, error) {
 	if err != nil {
 		return nil, fmt.Errorf("open a raw socket: %w", err)
 	}
-	defer unix.Close(fd)
+	defer func() { _ = unix.Close(fd) }()
 	info := make([]byte, legacyInfoSize)
 	copy(info, natTable)
 	if err := getsockopt(fd, layout.level, legacyInfo, info); err != nil {

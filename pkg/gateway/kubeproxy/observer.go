@@ -146,24 +146,35 @@ func (o *Observer) follow(ctx context.Context) error {
 	o.log.Info("kube-proxy's rules are read", "changes", len(all), "kernelGeneration", generation, "took", time.Since(began))
 	for {
 		c, err := s.next(time.Time{})
-		switch {
-		case errors.Is(err, unix.ENOBUFS):
+		if errors.Is(err, unix.ENOBUFS) {
 			return fmt.Errorf("more changes of nftables than the buffer holds: %w", err)
-		case err != nil:
-			return fmt.Errorf("read changes of nftables: %w", err)
-		case c.generation == generation && len(c.changes) == 0:
-			continue
-		case c.generation == generation:
-			// Its commit had begun, but not ended, when the tables were read.
-			return errChanged
-		case !after(c.generation, generation):
-			continue
-		case c.generation != successor(generation):
-			return fmt.Errorf("generation %d of nftables follows %d: notifications are missing", c.generation, generation)
 		}
-		generation = c.generation
-		o.make(c)
+		if err != nil {
+			return fmt.Errorf("read changes of nftables: %w", err)
+		}
+		follows, err := c.follows(generation)
+		if err != nil {
+			return err
+		}
+		if follows {
+			generation = c.generation
+			o.make(c)
+		}
 	}
+}
+
+// follows reports whether c is to be made now that all up to a generation is: it is an error if something is missing in between.
+func (c commit) follows(generation uint32) (bool, error) {
+	switch {
+	case c.generation == generation && len(c.changes) > 0:
+		// It had begun, but not ended, when the tables were read: they may be those before it, or after it, or in between.
+		return false, errChanged
+	case !after(c.generation, generation):
+		return false, nil
+	case c.generation != successor(generation):
+		return false, fmt.Errorf("generation %d of nftables follows %d: notifications are missing", c.generation, generation)
+	}
+	return true, nil
 }
 
 // successor is the generation after g; the kernel leaves out 0.

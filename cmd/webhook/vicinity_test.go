@@ -1,0 +1,156 @@
+package main
+
+import (
+	"context"
+	"log/slog"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	discovery "k8s.io/api/discovery/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/utils/ptr"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/client/fake"
+
+	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/drain/coordinator"
+	"github.com/lameduck-io/lameduck/pkg/endpoints"
+)
+
+// going is shop/a on node n1, terminating since now with a grace of 35 s, ready for long.
+func going() *corev1.Pod {
+	now := time.Now()
+	return &corev1.Pod{
+		ObjectMeta: metav1.ObjectMeta{
+			Namespace: "shop", Name: "a", UID: "uid-a", Finalizers: []string{"test/kept"},
+			DeletionTimestamp: ptr.To(metav1.NewTime(now.Add(35 * time.Second))), DeletionGracePeriodSeconds: ptr.To(int64(35)),
+		},
+		Spec: corev1.PodSpec{NodeName: "n1"},
+		Status: corev1.PodStatus{Conditions: []corev1.PodCondition{{
+			Type: corev1.PodReady, Status: corev1.ConditionTrue, LastTransitionTime: metav1.NewTime(now.Add(-time.Minute)),
+		}}},
+	}
+}
+
+// entry is one endpoint of shop/web.
+func entry(uid types.UID, node string, ready, terminating bool) discovery.Endpoint {
+	return discovery.Endpoint{
+		Addresses: []string{"10.0.0." + string('1'+uid[len(uid)-1]-'a')}, NodeName: &node,
+		Conditions: discovery.EndpointConditions{Ready: ptr.To(ready), Terminating: ptr.To(terminating), Serving: ptr.To(true)},
+		TargetRef:  &corev1.ObjectReference{Kind: "Pod", Namespace: "shop", Name: string(uid), UID: uid},
+	}
+}
+
+func TestSurroundings(t *testing.T) {
+	agent := func(node string) *corev1.Pod {
+		return &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: "lameduck-node", Name: "agent-x", UID: "x"}, Spec: corev1.PodSpec{NodeName: node}}
+	}
+	self := entry("uid-a", "n1", false, true)
+	local := corev1.ServiceSpec{ExternalTrafficPolicy: corev1.ServiceExternalTrafficPolicyLocal}
+	for name, c := range map[string]struct {
+		pod   func(*corev1.Pod)
+		node  string
+		with  []discovery.Endpoint
+		spec  corev1.ServiceSpec
+		state string
+		// unsynced: Services cannot be read.
+		unsynced bool
+		want     coordinator.Surroundings
+	}{
+		"another is ready": {
+			with: []discovery.Endpoint{self, entry("uid-b", "n2", true, false)}, want: coordinator.Surroundings{Known: true, Terminating: true, Here: true},
+		},
+		"no other is ready": {
+			with: []discovery.Endpoint{self, entry("uid-b", "n2", false, false)}, want: coordinator.Surroundings{Known: true, Terminating: true, Here: true, Last: true},
+		},
+		"all are going": {
+			with: []discovery.Endpoint{self, entry("uid-b", "n2", false, true)}, want: coordinator.Surroundings{Known: true, Terminating: true, Here: true, Last: true},
+		},
+		"those that are not ready are published": {
+			with: []discovery.Endpoint{self, entry("uid-b", "n2", true, false)}, spec: corev1.ServiceSpec{PublishNotReadyAddresses: true},
+			want: coordinator.Surroundings{Known: true, Terminating: true, Here: true, Last: true},
+		},
+		"local, another node has one": {
+			with: []discovery.Endpoint{self, entry("uid-b", "n2", true, false)}, spec: local,
+			want: coordinator.Surroundings{Known: true, Terminating: true, Here: true, LastHere: true},
+		},
+		"local, this node has another": {
+			with: []discovery.Endpoint{self, entry("uid-b", "n1", true, false)}, spec: local,
+			want: coordinator.Surroundings{Known: true, Terminating: true, Here: true},
+		},
+		"local, nobody knows": {
+			with: []discovery.Endpoint{self, entry("uid-b", "n2", true, false)}, spec: local, unsynced: true,
+			want: coordinator.Surroundings{Known: true, Terminating: true, Here: true},
+		},
+		"a wait is stated": {
+			with: []discovery.Endpoint{self, entry("uid-b", "n2", true, false)}, state: "checkInterval=10s,unhealthyThreshold=2,timeout=1s",
+			want: coordinator.Surroundings{Known: true, Terminating: true, Here: true, Stated: 21 * time.Second},
+		},
+		"a wait that cannot be read": {
+			with: []discovery.Endpoint{self, entry("uid-b", "n2", true, false)}, state: "soon",
+			want: coordinator.Surroundings{Known: true, Terminating: true, Here: true},
+		},
+		"of another node": {
+			node: "n2", with: []discovery.Endpoint{self, entry("uid-b", "n2", true, false)}, want: coordinator.Surroundings{Known: true, Terminating: true},
+		},
+		"another of its name":  {pod: func(p *corev1.Pod) { p.UID = "uid-z" }, want: coordinator.Surroundings{}},
+		"not terminating here": {pod: func(p *corev1.Pod) { p.DeletionTimestamp, p.DeletionGracePeriodSeconds = nil, nil }, want: coordinator.Surroundings{Known: true, Here: true}},
+		"in no Service":        {want: coordinator.Surroundings{Known: true, Terminating: true, Here: true}},
+		"ready for a moment": {
+			pod: func(p *corev1.Pod) {
+				p.Status.Conditions[0].LastTransitionTime = metav1.NewTime(time.Now().Add(-time.Second))
+			},
+			want: coordinator.Surroundings{Known: true, Terminating: true, Here: true, Stated: youngWait},
+		},
+		"unready since the deletion": {
+			pod: func(p *corev1.Pod) {
+				p.Status.Conditions[0].Status, p.Status.Conditions[0].LastTransitionTime = corev1.ConditionFalse, metav1.Now()
+			},
+			want: coordinator.Surroundings{Known: true, Terminating: true, Here: true},
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			pod, node := going(), "n1"
+			if c.pod != nil {
+				c.pod(pod)
+			}
+			if c.node != "" {
+				node = c.node
+			}
+			slice := &discovery.EndpointSlice{
+				ObjectMeta:  metav1.ObjectMeta{Namespace: "shop", Name: "web-1", Labels: map[string]string{discovery.LabelServiceName: "web"}, ResourceVersion: "7"},
+				AddressType: discovery.AddressTypeIPv4, Endpoints: c.with, Ports: []discovery.EndpointPort{{Port: ptr.To(int32(80))}},
+			}
+			service := &corev1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: "web"}, Spec: c.spec}
+			if c.state != "" {
+				service.Annotations = map[string]string{statedWait: c.state}
+			}
+			objects := []client.Object{pod, agent(node), service, slice}
+			v := &vicinity{
+				reader: fake.NewClientBuilder().WithObjects(objects...).Build(), index: endpoints.NewIndex(), log: slog.New(slog.DiscardHandler),
+				known: func() bool { return true }, synced: func() bool { return !c.unsynced },
+			}
+			v.index.Apply(time.Now(), slice)
+			got, err := v.Surroundings(t.Context(), "lameduck-node/agent-x", drain.Pod{Namespace: "shop", Name: "a", UID: "uid-a"})
+			if err != nil {
+				t.Fatal(err)
+			}
+			listed := len(got.Targets) == 1
+			got.Targets = nil
+			if got.Known != c.want.Known || got.Terminating != c.want.Terminating || got.Here != c.want.Here || got.Stated != c.want.Stated ||
+				got.Last != c.want.Last || got.LastHere != c.want.LastHere || got.Known && listed != (len(c.with) > 0) {
+				t.Errorf("%+v, listed %t; want %+v", got, listed, c.want)
+			}
+		})
+	}
+}
+
+// Without this, a replica that has just started ends the barriers of pods that it has not heard of yet.
+func TestAColdViewKnowsNothing(t *testing.T) {
+	v := &vicinity{known: func() bool { return false }}
+	if s, err := v.Surroundings(context.Background(), "", drain.Pod{Namespace: "shop", Name: "a", UID: "uid-a"}); err == nil {
+		t.Errorf("it says %+v", s)
+	}
+}
