@@ -60,6 +60,8 @@
 //   - The health-check node port of a Service with externalTrafficPolicy Local is answered by kube-proxy itself after it has written
 //     the rules. A load balancer that relies on it sends to the node for as long as its own checks take; then the kernel drops what comes if no
 //     endpoint is left there, or goes on sending to the terminating one. That is what a stated wait is for.
+//   - Reading what is there takes a pause between two transactions of kube-proxy that is as long as it takes: with 10,000 endpoints some 100
+//     ms, and kube-proxy makes one a second at most by default. Where there is none it stays Unknown.
 //   - Ports of hosts that a network plugin maps to a pod (hostPort) are rules of the plugin, and go with the pod.
 //   - Rules that are there do not say that kube-proxy runs. If it is dead it lets go of nothing, and the target stays Routing.
 //   - Flows that hardware, or the flowtable, has taken over are counted as conntrack has them.

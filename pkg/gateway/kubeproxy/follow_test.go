@@ -184,23 +184,40 @@ func TestReadingWhileWriting(t *testing.T) {
 	var wg sync.WaitGroup
 	wg.Go(func() {
 		for i := 0; ; i++ {
+			// Much at once, and then a rest: without one there may be no end to reading.
+			pause := 10 * time.Millisecond
+			if i%6 == 5 {
+				pause = 2 * time.Second
+			}
 			select {
 			case <-done:
 				return
-			default:
+			case <-time.After(pause):
 			}
 			// Others write, too, and theirs interrupts as well.
-			nft(t, append(services[i%7].sync([]string{fmt.Sprintf("10.244.0.%d:8080", 3+i%100)}), "add table ip other", "delete table ip other")...)
+			lines := []string{"add table ip other", "delete table ip other"}
+			for _, s := range services[1:40] {
+				if i%2 == 0 {
+					lines = append(lines, s.sync(nil)...)
+				} else {
+					lines = append(lines, s.sync([]string{fmt.Sprintf("10.244.0.%d:8080", 3+i%100)})...)
+				}
+			}
+			nft(t, lines...)
 		}
 	})
+	end := sync.OnceFunc(func() {
+		close(done)
+		wg.Wait()
+	})
+	t.Cleanup(end) // before the rules are gone
 	var observers []*Observer
-	for range 10 {
+	for range 6 {
 		o := start(t, Options{})
 		observers = append(observers, o)
 		watch(t, o, "10.244.0.1:8080").wait(Routing)
 	}
-	close(done)
-	wg.Wait()
+	end()
 	want := all(afresh(t))
 	for _, o := range observers {
 		until(t, "what is there to be known", func() bool { return all(o) == want })

@@ -171,11 +171,18 @@ func (f *follower) is(state kubeproxy.State) {
 	}
 }
 
+// dial connects from the node. It gives up soon: what was sent before the rules were there went elsewhere, and would go there again.
+func (p *place) dial(address string) (net.Conn, error) {
+	ctx, cancel := context.WithTimeout(p.Context(), 2*time.Second)
+	defer cancel()
+	return p.m.Dial(ctx, "tcp", address)
+}
+
 // hold opens a connection through address that reaches the pod, and keeps it.
 func (p *place) hold(address, pod string) net.Conn {
 	p.Helper()
 	for range 100 {
-		conn, err := p.m.Dial(p.Context(), "tcp", address)
+		conn, err := p.dial(address)
 		if err != nil {
 			p.Fatal(err)
 		}
@@ -346,7 +353,7 @@ var addresses = []string{"10.96.0.80:80", "[fd10:96::80]:80", "10.96.0.81:80", "
 func (p *place) settle() {
 	p.Helper()
 	answers := func(address string) bool {
-		conn, err := p.m.Dial(p.Context(), "tcp", address)
+		conn, err := p.dial(address)
 		if err == nil {
 			defer conn.Close()
 			_, err = request(conn)
@@ -365,7 +372,7 @@ func (p *place) settle() {
 // asked sends one request on a connection of its own and returns the pod that answered.
 func (p *place) asked(address string) string {
 	p.Helper()
-	conn, err := p.m.Dial(p.Context(), "tcp", address)
+	conn, err := p.dial(address)
 	if err != nil {
 		p.Fatal(err)
 	}
