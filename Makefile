@@ -17,6 +17,8 @@ KEEPALIVE ?= false
 KEEP ?=
 # make bench SUITES=health
 SUITES ?=
+# make e2e RUNS=5
+RUNS ?= 1
 # make sim SEEDS=1 FROM=1234
 SEEDS ?= 20000
 FROM ?= 1
@@ -46,8 +48,9 @@ sim: ## the deterministic simulation: SEEDS of them FROM one, and with each rule
 	@$(BIN)/sim -seeds $(SEEDS) -from $(FROM)
 
 .PHONY: e2e
-e2e: node-packages kubernetes ## real nodes, as root: kubelets, kube-proxies, pods; skipped on a laptop without root or packages
+e2e: haproxy node-packages kubernetes build ## three real nodes, as root, and Lameduck on them: the table, e2e.json (RUNS=5); skipped on a laptop without root or packages
 	@cd test/cluster && go vet -tags e2e ./... && go test -tags e2e -count=1 -timeout 15m -v ./machine
+	@cd test/e2e && go vet -tags e2e ./nodes && RUNS=$(RUNS) LAMEDUCK_BIN=$(BIN) go test -tags e2e -count=1 -timeout $$((10 + 20 * $(RUNS)))m -v ./nodes
 
 .PHONY: build
 build: ## the programs, into bin/
@@ -100,7 +103,7 @@ prometheus: ## Prometheus and promtool, if they are missing and may be installed
 	  fi; }
 
 # What each program comes with. Only what is missing is installed: another packager's containerd stays.
-NODE_PACKAGES = containerd=containerd runc=runc nft=nftables iptables=iptables conntrack=conntrack nsenter=util-linux
+NODE_PACKAGES = containerd=containerd runc=runc nft=nftables iptables=iptables conntrack=conntrack nsenter=util-linux dbus-daemon=dbus-daemon
 
 .PHONY: node-packages
 node-packages: ## containerd and what else a real node is made of, if it is missing and may be installed
@@ -119,4 +122,4 @@ lint: ## golangci-lint, at the version this was written with
 
 .PHONY: clean
 clean: ## what make has put into this directory
-	@rm -rf $(BIN) demo.json bench.json
+	@rm -rf $(BIN) demo.json bench.json e2e.json

@@ -49,6 +49,10 @@ var rules = []struct{ of, never, why string }{
 	{"cmd/agent", "sigs.k8s.io/controller-runtime/...", "the agent stands beside every proxy and has to stay small"},
 	{"cmd/agent", module + "pkg/admission...", "the agent answers no reviews"},
 	{"cmd/agent", module + "pkg/drain/coordinator...", "the agent keeps no ledger"},
+	{"cmd/lameduck-wait", module + "...", "it runs in other people's containers and takes their memory"},
+	{"cmd/lameduck-wait", "k8s.io/...", "it runs in other people's containers and takes their memory"},
+	{"cmd/lameduck-wait", "net/http", "it runs in other people's containers and takes their memory"},
+	{"cmd/lameduck-wait", "crypto/tls", "it runs in other people's containers and takes their memory"},
 }
 
 func TestImportsPointOneWay(t *testing.T) {

@@ -24,9 +24,6 @@ const (
 	agentsService    = "lameduck-agents"
 )
 
-// mutatePath is where the API server asks about new pods, as admission.Path is for deletions.
-const mutatePath = "/v1/mutate/"
-
 // proof is how this replica shows who it is, and knows the API server.
 type proof struct {
 	door        *admission.Door
@@ -53,7 +50,7 @@ func newProof(o options, kube kubernetes.Interface, metrics *admission.Metrics, 
 		}
 	} else {
 		p.door = admission.NewDoor(log, metrics)
-		made.AdmitPath, made.MutatePath = admission.Path, mutatePath
+		made.AdmitPath, made.MutatePath = admission.Path, admission.MutatePath
 		made.Let = func(secrets []string) {
 			if p.door.Set(secrets) {
 				log.Info("admission secrets changed", "number", len(secrets))

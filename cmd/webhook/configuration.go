@@ -25,6 +25,8 @@ type configuration struct {
 	Times times `json:"times"`
 	// Holds bounds the calls that wait.
 	Holds holds `json:"holds"`
+	// Barrier is how new pods are made to wait before SIGTERM, where that is enabled.
+	Barrier barrier `json:"barrier"`
 	// ExcludedNamespaces are those whose pods never wait, besides the own one. The webhook configuration excludes them first.
 	ExcludedNamespaces []string `json:"excludedNamespaces"`
 	// Certificates says where the certificate and the secret in the webhook's path come from.
@@ -69,6 +71,21 @@ type holds struct {
 	PerOwner int `json:"perOwner"`
 }
 
+// barrier is what new pods are given, and who is asked for them.
+type barrier struct {
+	// Bound is how long a pod's barrier may keep it from SIGTERM, in whole seconds. Its grace period grows by it.
+	Bound config.Duration `json:"bound"`
+	// Port is that of the node agents, on loopback and the node's address.
+	Port int `json:"port"`
+	// Image has /lameduck-wait, for pods whose hook cannot be an httpGet.
+	Image string `json:"image"`
+	// Ask is which node agents are asked: all, quorum (a sample; the others by the time that they were seen to take), local (the pod's own node), or
+	// auto: all, up to 200.
+	Ask drain.Scope `json:"ask"`
+	// ExecOnly says never to use a hook of kind httpGet: for clusters where Pod Security is enforced by other means than the namespace's label.
+	ExecOnly bool `json:"execOnly"`
+}
+
 // credentials are where the certificate and the secret come from.
 type credentials struct {
 	// Dir is a folder with tls.crt and tls.key, from cert-manager for example, read again when they change. Empty: the replicas make certificates
@@ -103,6 +120,7 @@ func defaults() configuration {
 			Webhook: d(t.Webhook), Hold: d(t.Hold), Deadline: d(t.Deadline), IdleBound: d(t.IdleBound), ShutdownDelay: d(5 * time.Second),
 		},
 		Holds:              holds{Most: 32, PerOwner: 8},
+		Barrier:            barrier{Bound: d(30 * time.Second), Port: 9447, Image: "lameduck/lameduck-wait:dev", Ask: drain.ScopeAuto},
 		ExcludedNamespaces: []string{"kube-system"},
 		Certificates: credentials{
 			Secret: "lameduck-certificates", ConfigMap: "lameduck-ca", WebhookConfiguration: "lameduck",
@@ -120,6 +138,7 @@ func (c configuration) checkRead(must func(ok bool, format string, args ...any))
 		value config.Duration
 	}{
 		{"times.webhook", c.Times.Webhook}, {"times.hold", c.Times.Hold}, {"times.deadline", c.Times.Deadline}, {"times.idleBound", c.Times.IdleBound},
+		{"barrier.bound", c.Barrier.Bound},
 		{"times.shutdownDelay", c.Times.ShutdownDelay}, {"certificates.rotateEvery", c.Certificates.RotateEvery}, {"certificates.overlap", c.Certificates.Overlap},
 	} {
 		must(of.value.Err == nil, "%s: %w", of.key, of.value.Err)

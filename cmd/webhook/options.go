@@ -37,7 +37,11 @@ type options struct {
 	// shutdownDelay is how long after SIGTERM reviews are still taken.
 	shutdownDelay time.Duration
 	excluded      []string
-	logLevel      slog.Level
+	// barrier is how new pods are made to wait before SIGTERM, where that is enabled.
+	barrier admission.Barrier
+	// scope is which node agents are asked at the barrier.
+	scope    drain.Scope
+	logLevel slog.Level
 }
 
 // flags declares the command line. What it does not say stays as it is in conf.
@@ -71,6 +75,11 @@ func flags(o *options, conf *configuration, getenv func(string) string) (f *flag
 		}
 		return nil
 	})
+	f.DurationVar(&conf.Barrier.Bound.Duration, "barrier-bound", conf.Barrier.Bound.Duration, "barrier.bound: how long a new pod's barrier may keep it from SIGTERM, in whole seconds; its grace period grows by it")
+	f.IntVar(&conf.Barrier.Port, "barrier-port", conf.Barrier.Port, "barrier.port: port of the node agents, on loopback and the node's address")
+	f.StringVar(&conf.Barrier.Image, "barrier-image", conf.Barrier.Image, "barrier.image: image that has /lameduck-wait, for pods whose hook cannot be an httpGet")
+	f.TextVar(&conf.Barrier.Ask, "barrier-ask", conf.Barrier.Ask, "barrier.ask: which node agents are asked: all, quorum (a sample; the others by the time that they were seen to take), local (the pod's own node), or auto: all, up to 200")
+	f.BoolVar(&conf.Barrier.ExecOnly, "barrier-exec-only", conf.Barrier.ExecOnly, "barrier.execOnly: never use a hook of kind httpGet: for clusters where Pod Security is enforced by other means than the namespace's label")
 	f.TextVar(&conf.LogLevel, "log-level", conf.LogLevel, "logLevel: debug, info, warn or error")
 	return f, path, print
 }
@@ -142,6 +151,8 @@ func (o *options) take(conf configuration) {
 	o.shutdownDelay = conf.Times.ShutdownDelay.Duration
 	o.maxHolds, o.maxHoldsPerOwner = conf.Holds.Most, conf.Holds.PerOwner
 	o.excluded = slices.Clone(conf.ExcludedNamespaces)
+	o.barrier = admission.Barrier{Bound: conf.Barrier.Bound.Duration, Port: conf.Barrier.Port, Image: conf.Barrier.Image, ExecOnly: conf.Barrier.ExecOnly}
+	o.scope = conf.Barrier.Ask
 	o.certificates = conf.Certificates
 	o.logLevel = conf.LogLevel
 }
@@ -199,6 +210,9 @@ func (o options) check() error {
 	must(o.maxHoldsPerOwner > 0, "--max-holds-per-owner %d: must be at least 1", o.maxHoldsPerOwner)
 	for _, name := range o.excluded {
 		must(len(validation.IsDNS1123Label(name)) == 0, "--exclude-namespaces: %q is not a namespace's name", name)
+	}
+	if err := o.barrier.Check(); err != nil {
+		errs = append(errs, fmt.Errorf("--barrier-%w", err))
 	}
 	if err := o.times.Check(); err != nil {
 		errs = append(errs, fmt.Errorf("--webhook-timeout, --hold, --deadline, --idle-bound: %w", err))

@@ -86,6 +86,10 @@ func TestBadFlags(t *testing.T) {
 		"certificates":               {[]string{"--cert-dir", "/nowhere"}, []string{`--cert-dir "/nowhere"`, "tls.crt", "tls.key"}},
 		"no secret":                  {[]string{"--admission-secret-file", "/nowhere"}, []string{`--admission-secret-file "/nowhere"`, "no such file", "kubectl"}},
 		"an empty secret":            {[]string{"--admission-secret-file", empty}, []string{"--admission-secret-file", "the file is empty", "kubectl"}},
+		"barrier bound":              {[]string{"--barrier-bound", "1500ms"}, []string{"--barrier-bound 1.5s: must be whole seconds"}},
+		"barrier port":               {[]string{"--barrier-port", "0"}, []string{"--barrier-port 0: must be 1 to 65535"}},
+		"barrier ask":                {[]string{"--barrier-ask", "everybody"}, []string{`"everybody"`, "-barrier-ask"}},
+		"barrier image":              {[]string{"--barrier-image", ""}, []string{`--barrier-image "": required`}},
 		"kubeconfig":                 {[]string{"--kubeconfig", "/nowhere"}, []string{`--kubeconfig "/nowhere"`}},
 		"admission address":          {[]string{"--admission-address", "9443"}, []string{`--admission-address "9443": not a host:port`}},
 		"agents address":             {[]string{"--agents-address", ":99999"}, []string{`--agents-address ":99999": not a host:port`}},
@@ -126,7 +130,7 @@ func TestHelp(t *testing.T) {
 		if !errors.Is(err, flag.ErrHelp) || errors.Is(err, errUsage) || stderr.Len() > 0 {
 			t.Errorf("%s: %v, stderr %q", arg, err, &stderr)
 		}
-		for _, want := range []string{"holds deletions of pods", "-admission-address", "-admission-secret-file", "-agents-address", "-cert-dir", "-dashboard-address", "-deadline", "-exclude-namespaces",
+		for _, want := range []string{"holds deletions of pods", "-admission-address", "-admission-secret-file", "-agents-address", "-barrier-ask", "-barrier-bound", "-barrier-exec-only", "-barrier-image", "-barrier-port", "-cert-dir", "-dashboard-address", "-deadline", "-exclude-namespaces",
 			"-hold", "-config", "-print-config", "-idle-bound", "-kubeconfig", "-log-level", "-max-holds", "-max-holds-per-owner", "-metrics-address", "-namespace", "-replica", "-shutdown-delay", "-webhook-timeout"} {
 			if !strings.Contains(stdout.String(), want) {
 				t.Errorf("%s does not tell of %s", arg, want)

@@ -96,7 +96,7 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 	around := &vicinity{reader: known, index: index, log: log}
 	coord := coordinator.New(self, o.times, coordinator.Options{
 		MaxHolds: o.maxHolds, MaxHoldsPerOwner: o.maxHoldsPerOwner, Pods: pods{live}, Authenticate: who, Log: log, Metrics: coordinator.NewMetrics(registry),
-		Vicinity: around,
+		Vicinity: around, Scope: o.scope,
 	})
 	roster := newRoster(coord, who, log)
 	watch := watches{coord: coord, index: index, roster: roster}
@@ -119,6 +119,7 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 		},
 		Times: o.times, Events: notes, Log: log, Metrics: metrics, Replica: o.replica,
 	}
+	mutator := &admission.Mutator{Reader: known, Excluded: o.excluded, Barrier: o.barrier, Log: log, Metrics: metrics}
 	proof, err := newProof(o, kube, metrics, registry, log)
 	if err != nil {
 		return err
@@ -163,7 +164,7 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 		serve.Task{Name: "roster", Run: roster.run, Last: true},
 		serve.Task{Name: "events", Run: events.run, Last: true},
 		serve.Server{
-			Name: "admission", Listener: listeners[0], TLS: secure, Handler: door.Guard(handler), Conns: admissionConns, ReadTime: o.times.Webhook,
+			Name: "admission", Listener: listeners[0], TLS: secure, Handler: door.GuardBoth(handler, mutator), Conns: admissionConns, ReadTime: o.times.Webhook,
 			WriteTime: o.times.Webhook + writeMargin, Stop: stop, Delay: o.shutdownDelay, Grace: shutdownGrace, Log: log,
 		}.Task(),
 		serve.Server{

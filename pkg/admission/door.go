@@ -171,9 +171,20 @@ func (d *Door) knows(now time.Time, secret string) bool {
 // Guard returns a handler that passes to next what comes on [Path] with a secret that is good. Everything else gets the same 404, whether the
 // path is unknown or the secret wrong, before anything of its body is read.
 func (d *Door) Guard(next http.Handler) http.Handler {
+	return d.guard(map[string]http.Handler{Path: next})
+}
+
+// GuardBoth is Guard for reviews of deletions and, on [MutatePath], of creations.
+func (d *Door) GuardBoth(deletions, creations http.Handler) http.Handler {
+	return d.guard(map[string]http.Handler{Path: deletions, MutatePath: creations})
+}
+
+// guard passes to the handler of its path what comes with a secret.
+func (d *Door) guard(paths map[string]http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		secret, ok := strings.CutPrefix(r.URL.Path, Path)
-		if !d.knows(time.Now(), secret) || !ok {
+		at := strings.LastIndexByte(r.URL.Path, '/') + 1
+		next, ok := paths[r.URL.Path[:at]]
+		if !d.knows(time.Now(), r.URL.Path[at:]) || !ok {
 			d.metrics.refused(http.StatusNotFound)
 			d.said.Do(func() {
 				d.log.Warn("refused a call without the admission secret: if it is the API server, deletions do not wait", "from", r.RemoteAddr)

@@ -199,3 +199,25 @@ func TestDoorNeedsASecret(t *testing.T) {
 		t.Errorf("%v", err)
 	}
 }
+
+// Each path leads to its own handler, and none without the secret.
+func TestBothDoors(t *testing.T) {
+	d := newDoor(t, secretOne)
+	says := func(text string) http.Handler {
+		return http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { _, _ = io.WriteString(w, text) })
+	}
+	both := d.GuardBoth(says("deletions"), says("creations"))
+	for path, want := range map[string]string{
+		Path + secretOne: "deletions", MutatePath + secretOne: "creations",
+		MutatePath + secretTwo: "404 page not found\n", MutatePath: "404 page not found\n", "/v1/" + secretOne: "404 page not found\n",
+		MutatePath + "x/" + secretOne: "404 page not found\n", MutatePath + secretOne + "/": "404 page not found\n", secretOne: "404 page not found\n",
+	} {
+		w := httptest.NewRecorder()
+		request := httptest.NewRequest(http.MethodPost, "/", nil)
+		request.URL.Path = path
+		both.ServeHTTP(w, request)
+		if w.Body.String() != want {
+			t.Errorf("%s: %q, want %q", path, w.Body, want)
+		}
+	}
+}

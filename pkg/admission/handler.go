@@ -275,6 +275,11 @@ func (h *Handler) write(w http.ResponseWriter, q *request, o outcome) {
 	case o.warn:
 		response.Warnings = []string{"Lameduck: pod " + q.namespace + "/" + q.name + " " + o.message}
 	}
+	answer(w, response)
+}
+
+// answer writes a review's answer.
+func answer(w http.ResponseWriter, response *admissionv1.AdmissionResponse) {
 	review := admissionv1.AdmissionReview{Response: response}
 	review.SetGroupVersionKind(admissionv1.SchemeGroupVersion.WithKind("AdmissionReview"))
 	w.Header().Set("Content-Type", "application/json")
@@ -282,14 +287,17 @@ func (h *Handler) write(w http.ResponseWriter, q *request, o outcome) {
 	_ = json.NewEncoder(w).Encode(review)
 }
 
-func (h *Handler) refuse(w http.ResponseWriter, err error) {
+func (h *Handler) refuse(w http.ResponseWriter, err error) { refuse(w, h.Log, h.Metrics, err) }
+
+// refuse answers what is not a review that is understood.
+func refuse(w http.ResponseWriter, log *slog.Logger, metrics *Metrics, err error) {
 	code := http.StatusInternalServerError
 	var m malformed
 	if errors.As(err, &m) {
 		code = m.code
 	}
-	h.Metrics.refused(code)
-	h.Log.Warn("refused a review", "code", code, "error", err)
+	metrics.refused(code)
+	log.Warn("refused a review", "code", code, "error", err)
 	// The API server does not do this. Nobody else needs the connection again.
 	w.Header().Set("Connection", "close")
 	http.Error(w, "lameduck: "+err.Error(), code)

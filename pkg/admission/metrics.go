@@ -18,9 +18,10 @@ var refusals = []int{
 
 // Metrics are the webhook's.
 type Metrics struct {
-	answers  *prometheus.CounterVec
-	duration *prometheus.HistogramVec
-	bad      *prometheus.CounterVec
+	answers   *prometheus.CounterVec
+	duration  *prometheus.HistogramVec
+	bad       *prometheus.CounterVec
+	mutations *prometheus.CounterVec
 }
 
 // NewMetrics registers the webhook's metrics.
@@ -39,8 +40,15 @@ func NewMetrics(r prometheus.Registerer) *Metrics {
 			Name: "lameduck_admission_malformed_total",
 			Help: "Requests that were not a review this webhook understands, by HTTP status: 404 is another path, or a wrong secret in it.",
 		}, []string{"code"}),
+		mutations: prometheus.NewCounterVec(prometheus.CounterOpts{
+			Name: "lameduck_admission_mutations_total",
+			Help: "Pods that were created where the barrier is enabled, by what became of them: those that are neither Covered nor PartlyCovered stop without waiting. A pod may be counted again when other webhooks have changed it.",
+		}, []string{"coverage"}),
 	}
-	r.MustRegister(m.answers, m.duration, m.bad)
+	r.MustRegister(m.answers, m.duration, m.bad, m.mutations)
+	for _, c := range coverages {
+		m.mutations.WithLabelValues(string(c))
+	}
 	for _, code := range refusals {
 		m.bad.WithLabelValues(strconv.Itoa(code))
 	}

@@ -55,28 +55,16 @@ func bad(format string, args ...any) error {
 
 // read decodes a review. Its errors are malformed. w is where it will be answered: a body that is too large closes its connection.
 func read(w http.ResponseWriter, r *http.Request) (*request, error) {
-	if ct := r.Header.Get("Content-Type"); ct != "application/json" {
-		return nil, malformed{http.StatusUnsupportedMediaType, fmt.Sprintf("content type %.100q: an AdmissionReview comes as application/json", ct)}
-	}
-	var body bytes.Buffer
-	body.Grow(int(min(max(r.ContentLength, 0), maxReview)) + bytes.MinRead)
-	_, err := body.ReadFrom(http.MaxBytesReader(w, r.Body, maxReview))
-	var tooLarge *http.MaxBytesError
-	switch {
-	case errors.As(err, &tooLarge):
-		return nil, malformed{http.StatusRequestEntityTooLarge, fmt.Sprintf("the review is larger than %d bytes", tooLarge.Limit)}
-	case errors.Is(err, os.ErrDeadlineExceeded):
-		return nil, malformed{http.StatusRequestTimeout, "the review came too slowly"}
-	case err != nil:
-		return nil, bad("read the review: %v", err)
-	}
-	var review reviewed
-	if err := decode(body.Bytes(), &review); err != nil {
+	body, err := readBody(w, r)
+	if err != nil {
 		return nil, err
 	}
-	want := admissionv1.SchemeGroupVersion.WithKind("AdmissionReview")
-	if got := review.TypeMeta.GroupVersionKind(); got != want {
-		return nil, bad("the review is a %.100q of version %.100q; %s %s is understood", got.Kind, review.APIVersion, want.GroupVersion(), want.Kind)
+	var review reviewed
+	if err := decode(body, &review); err != nil {
+		return nil, err
+	}
+	if err := isReview(review.TypeMeta); err != nil {
+		return nil, err
 	}
 	ask := review.Request
 	if ask == nil {
@@ -111,6 +99,35 @@ func read(w http.ResponseWriter, r *http.Request) (*request, error) {
 		return nil, bad("the review names no pod: namespace %q, name %q", q.namespace, q.name)
 	}
 	return q, nil
+}
+
+// readBody reads what should be a review. Its errors are malformed.
+func readBody(w http.ResponseWriter, r *http.Request) ([]byte, error) {
+	if ct := r.Header.Get("Content-Type"); ct != "application/json" {
+		return nil, malformed{http.StatusUnsupportedMediaType, fmt.Sprintf("content type %.100q: an AdmissionReview comes as application/json", ct)}
+	}
+	var body bytes.Buffer
+	body.Grow(int(min(max(r.ContentLength, 0), maxReview)) + bytes.MinRead)
+	_, err := body.ReadFrom(http.MaxBytesReader(w, r.Body, maxReview))
+	var tooLarge *http.MaxBytesError
+	switch {
+	case errors.As(err, &tooLarge):
+		return nil, malformed{http.StatusRequestEntityTooLarge, fmt.Sprintf("the review is larger than %d bytes", tooLarge.Limit)}
+	case errors.Is(err, os.ErrDeadlineExceeded):
+		return nil, malformed{http.StatusRequestTimeout, "the review came too slowly"}
+	case err != nil:
+		return nil, bad("read the review: %v", err)
+	}
+	return body.Bytes(), nil
+}
+
+// isReview is nil if a review is of the version that is understood here. Its errors are malformed.
+func isReview(meta metav1.TypeMeta) error {
+	want := admissionv1.SchemeGroupVersion.WithKind("AdmissionReview")
+	if got := meta.GroupVersionKind(); got != want {
+		return bad("the review is a %.100q of version %.100q; %s %s is understood", got.Kind, meta.APIVersion, want.GroupVersion(), want.Kind)
+	}
+	return nil
 }
 
 func (q *request) readDelete(ask *reviewedRequest) error {

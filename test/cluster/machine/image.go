@@ -14,18 +14,41 @@ import (
 	"os/exec"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"strings"
 )
 
 const pauseImage = "lameduck.test/pause:1"
 
-// Image is a program to run in containers, and nothing else: no shell, no files, user 0 if the pod does not say
-// otherwise. The pods' pull policy has to be Never.
+// Image is a program to run in containers, and nothing else unless it says so: no shell, no files, user 0 if the pod does
+// not say otherwise. The pods' pull policy must not be Always.
 type Image struct {
 	// Name is what pods call it, with a registry and a tag: "lameduck.test/app:1".
 	Name string
 	// Program is the file of a statically linked program. It is the entry point, at / with the name of the file.
 	Program string
+	// Libraries are files of this computer that the program needs at the same place, if it is not statically linked. See
+	// [Libraries].
+	Libraries []string
+}
+
+// Libraries are the files that the dynamic linker says a program needs, itself included, sorted.
+func Libraries(ctx context.Context, program string) ([]string, error) {
+	out, err := exec.CommandContext(ctx, "ldd", program).CombinedOutput()
+	if err != nil {
+		return nil, fmt.Errorf("ldd %s: %w: %s", program, err, bytes.TrimSpace(out))
+	}
+	var all []string
+	for line := range strings.Lines(string(out)) {
+		// "libz.so.1 => /lib/libz.so.1 (0x7f...)", or "/lib64/ld-linux.so.2 (0x7f...)"; the kernel's own is in no file.
+		for _, field := range strings.Fields(line) {
+			if filepath.IsAbs(field) {
+				all = append(all, field)
+			}
+		}
+	}
+	slices.Sort(all)
+	return slices.Compact(all), nil
 }
 
 // archive is an image in a file, for containerd to import.
@@ -71,8 +94,16 @@ func writeImage(w io.Writer, image Image) error {
 		return err
 	}
 	entry := filepath.Base(image.Program)
+	files, order := map[string][]byte{entry: program}, []string{entry}
+	for _, path := range image.Libraries {
+		name := strings.TrimPrefix(path, "/")
+		if files[name], err = os.ReadFile(path); err != nil {
+			return err
+		}
+		order = append(order, name)
+	}
 	var layer bytes.Buffer
-	if err := writeTar(&layer, map[string][]byte{entry: program}, entry); err != nil {
+	if err := writeTar(&layer, files, order...); err != nil {
 		return err
 	}
 	sum := sha256.Sum256(layer.Bytes())
@@ -89,7 +120,7 @@ func writeImage(w io.Writer, image Image) error {
 	if err != nil {
 		return err
 	}
-	files := map[string][]byte{"layer.tar": layer.Bytes(), "config.json": config, "manifest.json": manifest}
+	files = map[string][]byte{"layer.tar": layer.Bytes(), "config.json": config, "manifest.json": manifest}
 	return writeTar(w, files, "layer.tar", "config.json", "manifest.json")
 }
 

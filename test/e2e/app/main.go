@@ -13,9 +13,13 @@ import (
 	"net/http"
 	"os"
 	"os/signal"
+	"sync/atomic"
 	"syscall"
 	"time"
 )
+
+// closingTime is how long clients of kept connections are asked to close them.
+const closingTime = time.Second
 
 var errUsage = errors.New("usage")
 
@@ -47,7 +51,7 @@ func run(ctx context.Context, args []string, hostname string, stderr io.Writer) 
 	})
 	fs.Func("work", "`duration` of a request (default 5ms)", func(s string) error { return parse(s, &work) })
 	fs.Func("start-delay", "`duration` of the start, before it listens (default 0s)", func(s string) error { return parse(s, &startDelay) })
-	fs.Func("on-term", "`exit` at once on SIGTERM (default), or graceful: finish what is in flight, 25s at most", func(s string) error {
+	fs.Func("on-term", "`exit` at once on SIGTERM (default), or graceful: ask clients for 1s to close, and finish what is in flight, 25s at most", func(s string) error {
 		if graceful = s == "graceful"; !graceful && s != "exit" {
 			return errors.New("want exit or graceful")
 		}
@@ -70,11 +74,15 @@ func run(ctx context.Context, args []string, hostname string, stderr io.Writer) 
 		return err
 	}
 	slog.New(slog.NewTextHandler(stderr, nil)).Info("listening", "addr", l.Addr(), "pod", *name)
+	var closing atomic.Bool
 	srv := &http.Server{ReadHeaderTimeout: 10 * time.Second, Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if r.URL.Path != "/readyz" {
 			time.Sleep(work)
 		}
 		w.Header().Set("Pod", *name)
+		if closing.Load() {
+			w.Header().Set("Connection", "close")
+		}
 		io.WriteString(w, "ok\n") // the same from every pod: clients compare
 	})}
 	served := make(chan error, 1)
@@ -87,6 +95,9 @@ func run(ctx context.Context, args []string, hostname string, stderr io.Writer) 
 	if !graceful {
 		return nil
 	}
+	// Shutdown closes idle connections, and a request that is on its way on one is lost: clients have to be told first.
+	closing.Store(true)
+	time.Sleep(closingTime)
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 25*time.Second)
 	defer cancel()
 	return srv.Shutdown(ctx)

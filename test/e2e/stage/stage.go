@@ -18,6 +18,7 @@ import (
 	"text/template"
 	"time"
 
+	admissionv1 "k8s.io/api/admissionregistration/v1"
 	appsv1 "k8s.io/api/apps/v1"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -238,7 +239,16 @@ func (s *Stage) InstallCoordinator(ctx context.Context) error {
 // InstallWebhook installs the webhook configuration of the manifests that holds deletions, with the coordinator's address in the place of its
 // Service's, and waits until the coordinator has written its CA and the path into it.
 func (s *Stage) InstallWebhook(ctx context.Context) error {
-	objects, err := s.installed(ctx, "ValidatingWebhookConfiguration")
+	return s.installWebhook(ctx, "ValidatingWebhookConfiguration", "/v1/admit/")
+}
+
+// InstallBarrier installs the one that gives new pods the barrier's hook.
+func (s *Stage) InstallBarrier(ctx context.Context) error {
+	return s.installWebhook(ctx, "MutatingWebhookConfiguration", "/v1/mutate/")
+}
+
+func (s *Stage) installWebhook(ctx context.Context, kind, path string) error {
+	objects, err := s.installed(ctx, kind)
 	if err != nil {
 		return err
 	}
@@ -257,20 +267,36 @@ func (s *Stage) InstallWebhook(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, awaitMost)
 	defer cancel()
 	for {
-		got, err := s.Kube.AdmissionregistrationV1().ValidatingWebhookConfigurations().Get(ctx, "lameduck", metav1.GetOptions{})
+		c, err := s.clientConfig(ctx, kind)
 		if err != nil {
 			return err
 		}
-		c := got.Webhooks[0].ClientConfig
-		if len(c.CABundle) > 0 && strings.Contains(*c.URL, "/v1/admit/") {
+		if len(c.CABundle) > 0 && strings.Contains(*c.URL, path) {
 			return nil
 		}
 		select {
 		case <-ctx.Done():
-			return fmt.Errorf("webhook configuration: the coordinator writes no CA and no path: %+v", c)
+			return fmt.Errorf("%s lameduck: the coordinator writes no CA and no path: %+v", kind, c)
 		case <-time.After(awaitEvery):
 		}
 	}
+}
+
+// clientConfig is that of the first webhook in a configuration.
+func (s *Stage) clientConfig(ctx context.Context, kind string) (admissionv1.WebhookClientConfig, error) {
+	api := s.Kube.AdmissionregistrationV1()
+	if kind == "MutatingWebhookConfiguration" {
+		got, err := api.MutatingWebhookConfigurations().Get(ctx, "lameduck", metav1.GetOptions{})
+		if err != nil {
+			return admissionv1.WebhookClientConfig{}, err
+		}
+		return got.Webhooks[0].ClientConfig, nil
+	}
+	got, err := api.ValidatingWebhookConfigurations().Get(ctx, "lameduck", metav1.GetOptions{})
+	if err != nil {
+		return admissionv1.WebhookClientConfig{}, err
+	}
+	return got.Webhooks[0].ClientConfig, nil
 }
 
 // RemoveWebhook deletes the webhook configuration.

@@ -1,0 +1,95 @@
+// Command lameduck-wait is a preStop hook: it asks the node's agent whether the pod may stop, waits for the answer, and then does what the
+// container's own hook did. It runs in other people's containers, so it is one static file, needs nothing there, and takes little of their
+// memory: no TLS, no HTTP library.
+//
+//	lameduck-wait --agent='$(LAMEDUCK_HOST_IP):9447' --id=ID --container=NAME --bound=30s [--sleep=5s | --http-get=URL | -- COMMAND...]
+//	lameduck-wait --install PATH
+//
+// $(NAME) in --agent and --http-get is the environment variable of that name: kubelets expand it in a container's command, not in a hook's.
+//
+// Whatever becomes of the question, the hook goes on: a pod is kept for an answer, never for the want of one. Only the container's own hook
+// makes it fail.
+package main
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"syscall"
+	"time"
+)
+
+func main() {
+	os.Exit(run(context.Background(), os.Args, os.Getenv, os.Stdout, os.Stderr))
+}
+
+// Exit codes of its own, besides those of the container's hook: that it was called wrongly, and that it could not do what it should.
+const (
+	exitFailed = 1
+	exitUsage  = 2
+)
+
+// run is the whole program. It returns its exit code. What it writes the kubelet shows in an Event if the hook fails.
+func run(ctx context.Context, args []string, getenv func(string) string, stdout, stderr io.Writer) int {
+	o, err := parse(args[1:], getenv, stdout)
+	switch {
+	case errors.Is(err, flag.ErrHelp):
+		return 0
+	case err != nil:
+		fmt.Fprintln(stderr, "lameduck-wait:", err)
+		return exitUsage
+	}
+	if o.install != "" {
+		if err := install(args[0], o.install); err != nil {
+			fmt.Fprintln(stderr, "lameduck-wait:", err)
+			return exitFailed
+		}
+		return 0
+	}
+	began := time.Now()
+	answer, err := wait(ctx, o)
+	if err != nil {
+		answer = "did not wait any longer: " + err.Error()
+	}
+	fmt.Fprintf(stdout, "lameduck-wait: %s (%.1fs)\n", answer, time.Since(began).Seconds())
+	code, err := own(ctx, o, stdout, stderr)
+	if err != nil {
+		fmt.Fprintln(stderr, "lameduck-wait:", err)
+	}
+	return code
+}
+
+// own does what the container's hook did before it was wrapped, and returns its exit code.
+func own(ctx context.Context, o options, stdout, stderr io.Writer) (int, error) {
+	switch {
+	case o.httpGet != "":
+		if _, err := get(ctx, o.http, o.headers, 0); err != nil {
+			return exitFailed, fmt.Errorf("the container's own hook: %w", err)
+		}
+	case o.sleep > 0:
+		select {
+		case <-time.After(o.sleep):
+		case <-ctx.Done():
+			return exitFailed, fmt.Errorf("sleep: %w", ctx.Err())
+		}
+	case len(o.command) > 0:
+		// Not syscall.Exec: a command that is not there is said as itself.
+		cmd := exec.CommandContext(ctx, o.command[0], o.command[1:]...)
+		cmd.Stdin, cmd.Stdout, cmd.Stderr = os.Stdin, stdout, stderr
+		err := cmd.Run()
+		var exit *exec.ExitError
+		switch {
+		case errors.As(err, &exit) && exit.ExitCode() >= 0:
+			return exit.ExitCode(), nil
+		case errors.As(err, &exit): // by a signal, as a shell says it
+			return 128 + int(exit.Sys().(syscall.WaitStatus).Signal()), nil
+		case err != nil:
+			return 127, fmt.Errorf("the container's own hook: %w", err)
+		}
+	}
+	return 0, nil
+}

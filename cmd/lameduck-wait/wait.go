@@ -1,0 +1,136 @@
+package main
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/url"
+	"os"
+	"path/filepath"
+	"strings"
+	"time"
+)
+
+const (
+	// dialTime is how long a connection to the agent may take. It is on this node: one that does not accept by then is away.
+	dialTime = 2 * time.Second
+	// answerMost is how much of an answer is read, in bytes.
+	answerMost = 4 << 10
+)
+
+// wait asks the agent whether the pod may stop, and returns what it says. An error says why there is no answer, within o.bound.
+func wait(ctx context.Context, o options) (string, error) {
+	ctx, cancel := context.WithTimeoutCause(ctx, o.bound, fmt.Errorf("no answer within %s", o.bound))
+	defer cancel()
+	path := "/v1/wait/" + url.PathEscape(o.id) + "?container=" + url.QueryEscape(o.container)
+	answer, err := get(ctx, target{address: o.agent, host: o.agent, path: path}, nil, dialTime)
+	if err != nil {
+		if cause := context.Cause(ctx); cause != nil {
+			err = cause
+		}
+		return "", fmt.Errorf("agent %s: %w", o.agent, err)
+	}
+	return answer, nil
+}
+
+// get does one GET and returns the first line of the body, after the status unless that is 200. Connecting takes dial at most, if that is
+// not 0.
+func get(ctx context.Context, to target, headers []string, dial time.Duration) (string, error) {
+	// A name is of no use here, and looking one up could take longer than all the rest; but a hook may have one.
+	dialer := net.Dialer{Timeout: dial}
+	conn, err := dialer.DialContext(ctx, "tcp", to.address)
+	if err != nil {
+		return "", err
+	}
+	defer conn.Close()
+	stop := context.AfterFunc(ctx, func() { conn.Close() })
+	defer stop()
+	var request strings.Builder
+	fmt.Fprintf(&request, "GET %s HTTP/1.1\r\n", to.path)
+	for _, name := range []string{"Host: " + to.host, "User-Agent: lameduck-wait", "Connection: close"} {
+		if !has(headers, name) {
+			request.WriteString(name + "\r\n")
+		}
+	}
+	for _, h := range headers {
+		request.WriteString(h + "\r\n")
+	}
+	request.WriteString("\r\n")
+	if _, err := conn.Write([]byte(request.String())); err != nil {
+		return "", err
+	}
+	return read(conn)
+}
+
+// has reports whether headers name the header of line.
+func has(headers []string, line string) bool {
+	name, _, _ := strings.Cut(line, ":")
+	for _, h := range headers {
+		if other, _, _ := strings.Cut(h, ":"); strings.EqualFold(strings.TrimSpace(other), name) {
+			return true
+		}
+	}
+	return false
+}
+
+// read reads a response as far as it is of interest. What it takes for the body ends with the connection or answerMost: a chunked one has
+// its sizes before it, and is not of the agent.
+func read(conn io.Reader) (string, error) {
+	r := bufio.NewReader(io.LimitReader(conn, answerMost))
+	status, err := r.ReadString('\n')
+	switch {
+	case errors.Is(err, io.EOF):
+		return "", errors.New("the connection was closed without an answer")
+	case err != nil:
+		return "", err
+	}
+	version, code, ok := strings.Cut(strings.TrimSpace(status), " ")
+	if !ok || !strings.HasPrefix(version, "HTTP/1.") {
+		return "", fmt.Errorf("%.40q is not HTTP", status)
+	}
+	for line := ""; ; {
+		// It answered, whatever becomes of the rest.
+		if line, err = r.ReadString('\n'); err != nil {
+			return code, nil
+		}
+		if strings.TrimSpace(line) == "" {
+			break
+		}
+	}
+	text, _ := r.ReadString('\n')
+	text = strings.TrimSpace(text)
+	if !strings.HasPrefix(code, "200") {
+		text = strings.TrimSpace(code + " " + text)
+	}
+	return text, nil
+}
+
+// install copies the program to path, whole or not at all: the init container may be killed and run again. Who may use it is everybody, as
+// nobody here knows who the app's user is.
+func install(program, path string) error {
+	// The name under which it was started may be relative; the kernel knows.
+	if self, err := os.Executable(); err == nil {
+		program = self
+	}
+	in, err := os.Open(program)
+	if err != nil {
+		return fmt.Errorf("install: %w", err)
+	}
+	defer in.Close()
+	out, err := os.CreateTemp(filepath.Dir(path), ".lameduck-wait-*")
+	if err != nil {
+		return fmt.Errorf("install: %w", err)
+	}
+	defer os.Remove(out.Name()) // which is gone by then if all went well
+	_, err = io.Copy(out, in)
+	if err := errors.Join(err, out.Chmod(0o755), out.Close()); err != nil {
+		return fmt.Errorf("install to %s: %w", path, err)
+	}
+	if err := os.Rename(out.Name(), path); err != nil {
+		return fmt.Errorf("install: %w", err)
+	}
+	return nil
+}

@@ -1,0 +1,254 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+)
+
+// TestMain: the test binary is the program itself where it is told so, and the container's own hook.
+func TestMain(m *testing.M) {
+	if code := os.Getenv("TEST_HOOK"); code != "" {
+		fmt.Println("the own hook ran")
+		var n int
+		fmt.Sscan(code, &n)
+		os.Exit(n)
+	}
+	if os.Getenv("TEST_WAIT") != "" {
+		os.Exit(run(context.Background(), os.Args, os.Getenv, os.Stdout, os.Stderr))
+	}
+	os.Exit(m.Run())
+}
+
+// agent serves and returns where.
+func agent(t *testing.T, serve http.HandlerFunc) string {
+	t.Helper()
+	s := httptest.NewServer(serve)
+	t.Cleanup(s.Close)
+	return s.Listener.Addr().String()
+}
+
+// silent accepts connections, and never writes to them.
+func silent(t *testing.T) string {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var mu sync.Mutex
+	var open []net.Conn
+	go func() {
+		for {
+			c, err := l.Accept()
+			if err != nil {
+				return
+			}
+			mu.Lock()
+			open = append(open, c)
+			mu.Unlock()
+		}
+	}()
+	t.Cleanup(func() {
+		l.Close()
+		mu.Lock()
+		defer mu.Unlock()
+		for _, c := range open {
+			c.Close()
+		}
+	})
+	return l.Addr().String()
+}
+
+// away is an address where nobody listens.
+func away(t *testing.T) string {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	return l.Addr().String()
+}
+
+// call runs the program and returns its exit code, what it wrote, and how long it took.
+func call(t *testing.T, args ...string) (int, string, time.Duration) {
+	t.Helper()
+	var out bytes.Buffer
+	began := time.Now()
+	code := run(t.Context(), append([]string{"lameduck-wait"}, args...), func(name string) string { return "of " + name }, &out, &out)
+	return code, out.String(), time.Since(began)
+}
+
+// Whatever the agent does, the hook ends, by the bound at the latest, and the container's own hook has run with the exit code that it has.
+func TestTheHookGoesOn(t *testing.T) {
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Setenv("TEST_HOOK", "7")
+	for _, c := range []struct {
+		name        string
+		agent       string
+		bound       time.Duration
+		says        string
+		least, most time.Duration
+	}{
+		{"answers", agent(t, func(w http.ResponseWriter, r *http.Request) {
+			fmt.Fprintln(w, "Acknowledged", r.URL.Path, r.URL.Query().Get("container"))
+		}), time.Minute, "Acknowledged /v1/wait/THE-ID web", 0, 5 * time.Second},
+		{"slow", agent(t, func(w http.ResponseWriter, _ *http.Request) {
+			time.Sleep(300 * time.Millisecond)
+			fmt.Fprintln(w, "Acknowledged")
+		}), time.Minute, "Acknowledged", 300 * time.Millisecond, 5 * time.Second},
+		{"hangs", silent(t), 200 * time.Millisecond, "no answer within 200ms", 200 * time.Millisecond, 5 * time.Second},
+		// The bound ends it in the middle of an answer too.
+		{"hangs in the middle", agent(t, func(w http.ResponseWriter, r *http.Request) {
+			w.WriteHeader(http.StatusOK)
+			w.(http.Flusher).Flush()
+			<-r.Context().Done()
+		}), 200 * time.Millisecond, "", 200 * time.Millisecond, 5 * time.Second},
+		{"away", away(t), time.Minute, "did not wait any longer", 0, time.Second},
+		{"knows no such pod", agent(t, http.NotFound), time.Minute, "404", 0, 5 * time.Second},
+		{"has too many", agent(t, func(w http.ResponseWriter, _ *http.Request) {
+			http.Error(w, "too many waits", http.StatusTooManyRequests)
+		}), time.Minute, "too many waits", 0, 5 * time.Second},
+		{"dies", agent(t, func(http.ResponseWriter, *http.Request) { panic(http.ErrAbortHandler) }), time.Minute, "did not wait any longer", 0, 5 * time.Second},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			code, out, took := call(t, "--agent="+c.agent, "--id=THE-ID", "--container=web", "--bound="+c.bound.String(), "--", self)
+			if code != 7 || !strings.Contains(out, "the own hook ran") {
+				t.Errorf("exit code %d and %q, want that of the own hook, 7", code, out)
+			}
+			if !strings.Contains(out, c.says) {
+				t.Errorf("wrote %q, want %q", out, c.says)
+			}
+			if took < c.least || took > c.most {
+				t.Errorf("took %s, want %s to %s", took, c.least, c.most)
+			}
+		})
+	}
+}
+
+// The three kinds of hooks that it takes over.
+func TestOwnHook(t *testing.T) {
+	asked := make(chan *http.Request, 1)
+	app := agent(t, func(w http.ResponseWriter, r *http.Request) {
+		asked <- r
+		w.WriteHeader(http.StatusInternalServerError) // which does not matter to kubelets either
+	})
+	_, port, _ := net.SplitHostPort(app)
+	nobody := away(t)
+	for _, c := range []struct {
+		name string
+		args []string
+		code int
+		want string
+		took time.Duration
+	}{
+		{"none", nil, 0, "", 0},
+		{"sleep", []string{"--sleep=200ms"}, 0, "", 200 * time.Millisecond},
+		{"http", []string{"--http-get=http://" + app + "/stop?now=yes", "--http-header=Host: here", "--http-header=X-Why: pod stops"}, 0, "/stop?now=yes here pod stops", 0},
+		{"http without a path", []string{"--http-get=http://127.0.0.1:" + port + "/"}, 0, "/ 127.0.0.1:" + port + " ", 0},
+		{"http that nobody serves", []string{"--http-get=http://" + nobody + "/"}, 1, "", 0},
+		{"command that is not there", []string{"--", "/no/such/command"}, 127, "", 0},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			code, out, took := call(t, append([]string{"--agent=" + nobody, "--id=x", "--container=web"}, c.args...)...)
+			if code != c.code {
+				t.Errorf("exit code %d (%s), want %d", code, out, c.code)
+			}
+			if took < c.took {
+				t.Errorf("took %s, want %s", took, c.took)
+			}
+			if c.want != "" {
+				r := <-asked
+				if got := r.URL.RequestURI() + " " + r.Host + " " + r.Header.Get("X-Why"); got != c.want {
+					t.Errorf("asked for %q, want %q", got, c.want)
+				}
+			}
+		})
+	}
+	t.Run("killed by a signal", func(t *testing.T) {
+		if code, out, _ := call(t, "--agent="+nobody, "--id=x", "--container=web", "--", "/bin/sh", "-c", "kill -9 $$"); code != 137 {
+			t.Errorf("exit code %d (%s), want 137", code, out)
+		}
+	})
+}
+
+func TestParse(t *testing.T) {
+	env := func(name string) string {
+		return map[string]string{"LAMEDUCK_HOST_IP": "10.0.0.7", "SIX": "fd00::7"}[name]
+	}
+	for _, c := range []struct{ args, want string }{
+		{"--agent=$(LAMEDUCK_HOST_IP):9447 --id=a", "10.0.0.7:9447"},
+		{"--agent=$(SIX):9447 --id=a", "[fd00::7]:9447"},
+		{"--agent=[fd00::7]:9447 --id=a", "[fd00::7]:9447"},
+		{"--agent=$(NOT_SET):9447 --id=a", `error --agent: ":9447" is not host:port`},
+		{"--agent=$LAMEDUCK_HOST_IP:9447 --id=a", "$LAMEDUCK_HOST_IP:9447"},
+		{"--agent=a:1", "error --id is empty"},
+		{"--agent=a:1 --id=a --bound=0s", "error --bound 0s: must be positive"},
+		{"--agent=a:1 --id=a --sleep=1s -- true", "error more than one"},
+		{"--agent=a:1 --id=a --sleep=-1s", "error --sleep -1s"},
+		{"--agent=a:1 --id=a --http-get=https://a:1/", "error --http-get"},
+		{"--agent=a:1 --id=a --http-get=http://a/", "error --http-get"},
+		{"--agent=a:1 --id=a --http-header=x", "error invalid value"},
+		{"--agent=a:1 --id=a --unknown", "error flag provided"},
+	} {
+		o, err := parse(strings.Fields(c.args), env, &bytes.Buffer{})
+		got := o.agent
+		if err != nil {
+			got = "error " + err.Error()
+		}
+		if want, isError := strings.CutPrefix(c.want, "error "); !(isError && err != nil && strings.Contains(got, want)) && got != c.want {
+			t.Errorf("%s: %s, want %s", c.args, got, c.want)
+		}
+	}
+	if code, out, _ := call(t, "--nonsense"); code != exitUsage || !strings.Contains(out, "nonsense") {
+		t.Errorf("wrong usage: exit code %d, %q", code, out)
+	}
+}
+
+// An init container that is killed and run again installs whole programs, which everybody may run.
+func TestInstall(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "lameduck-wait")
+	if err := os.WriteFile(path, []byte("half of it"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for range 2 {
+		if code, out, _ := call(t, "--install="+path); code != 0 {
+			t.Fatalf("install: exit code %d: %s", code, out)
+		}
+	}
+	info, err := os.Stat(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if info.Mode().Perm() != 0o755 {
+		t.Errorf("mode %s, want 0755", info.Mode())
+	}
+	if left, _ := filepath.Glob(filepath.Join(filepath.Dir(path), ".*")); len(left) > 0 {
+		t.Errorf("left behind: %v", left)
+	}
+	// It runs, from where it was put.
+	cmd, out := command(t, path, "--agent="+away(t), "--id=x", "--container=web")
+	if err := cmd(); err != nil || !strings.Contains(out.String(), "did not wait any longer") {
+		t.Errorf("the installed program: %v, %s", err, out)
+	}
+	if code, out, _ := call(t, "--install="+filepath.Join(path, "not", "a", "directory")); code != exitFailed {
+		t.Errorf("install into nowhere: exit code %d: %s", code, out)
+	}
+	if _, err := os.Stat(filepath.Join(path, "not")); !errors.Is(err, fs.ErrNotExist) && !strings.Contains(fmt.Sprint(err), "not a directory") {
+		t.Error(err)
+	}
+}

@@ -1,0 +1,515 @@
+package admission
+
+import (
+	"fmt"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	batchv1 "k8s.io/api/batch/v1"
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/util/intstr"
+	"k8s.io/utils/ptr"
+)
+
+// What people write to have the barrier, on a namespace or a pod. A pod's own word counts more than its namespace's.
+const (
+	BarrierLabel    = "lameduck.io/barrier"
+	BarrierEnabled  = "enabled"
+	BarrierDisabled = "disabled"
+)
+
+// What a pod with the barrier carries, for the agent of its node. Admission knows neither UID nor, with generateName, a name of the pod: the
+// hook names it by a random id.
+const (
+	BarrierIDAnnotation = "lameduck.io/barrier-id"
+	// BarrierBoundAnnotation is how long the hook may last, as a duration in seconds; the grace period has grown by it.
+	BarrierBoundAnnotation = "lameduck.io/barrier-bound"
+	// BarrierGraceAnnotation is the grace period in seconds before that: what the app has for itself.
+	BarrierGraceAnnotation = "lameduck.io/barrier-grace"
+	// BarrierUncoveredAnnotation names the containers that could not be given the hook, separated by commas: they stop without waiting.
+	BarrierUncoveredAnnotation = "lameduck.io/barrier-uncovered"
+)
+
+const (
+	enforceLabel  = "pod-security.kubernetes.io/enforce"
+	waitName      = "lameduck-wait" // of the init container and the volume
+	waitDir       = "/lameduck"
+	waitProgram   = waitDir + "/lameduck-wait"
+	waitPath      = "/v1/wait/" // of the agent
+	hostVariable  = "LAMEDUCK_HOST_IP"
+	podVariable   = "LAMEDUCK_POD_IP"
+	hostField     = "status.hostIP"
+	podField      = "status.podIP"
+	loopback      = "127.0.0.1"
+	nobody        = 65532
+	defaultGrace  = int64(corev1.DefaultTerminationGracePeriodSeconds)
+	waitVolumeMax = "16Mi"
+)
+
+// Barrier is how pods are made to wait before SIGTERM.
+type Barrier struct {
+	// Bound is how long at most, in whole seconds.
+	Bound time.Duration
+	// Port is where agents answer, on loopback and on the node's address.
+	Port int
+	// Image has lameduck-wait as /lameduck-wait.
+	Image string
+	// ExecOnly leaves out hooks of kind httpGet, for clusters that forbid their host by other means than a namespace's label.
+	ExecOnly bool
+}
+
+// Place is what is known of the namespace that a pod is created in.
+type Place struct {
+	Name   string
+	Labels map[string]string
+	// Known is false if the namespace is so new that nobody has heard of it. It was selected by the API server, by the labels.
+	Known bool
+	// Excluded: pods there never wait.
+	Excluded bool
+}
+
+// coverage is what became of a pod that is created: the metric's label.
+type coverage string
+
+// All but the first two leave the pod without the barrier.
+const (
+	podCovered     coverage = "Covered"
+	podPartly      coverage = "PartlyCovered" // at least one container stops without waiting
+	podUncoverable coverage = "Uncoverable"   // no container could be given the hook
+	podNotOptedIn  coverage = "NotOptedIn"
+	podExcluded    coverage = "Excluded"
+	podJob         coverage = "Job"         // it ends by itself: owned by a Job, or not restarted always
+	podHostNetwork coverage = "HostNetwork" // it shares its address with the node and others there: nobody can tell whose traffic it is
+	podMirror      coverage = "MirrorPod"
+	podWindows     coverage = "Windows"
+	podZeroGrace   coverage = "ZeroGrace" // asked to be killed at once
+)
+
+var coverages = []coverage{
+	podCovered, podPartly, podUncoverable, podNotOptedIn, podExcluded, podJob, podHostNetwork, podMirror, podWindows, podZeroGrace,
+}
+
+// uncovered is a container that cannot be given the hook.
+type uncovered struct{ container, why string }
+
+// operation is one of a JSON patch, RFC 6902. What the patch does not name stays as it was, also what is newer than the types here.
+type operation struct {
+	Op    string `json:"op"`
+	Path  string `json:"path"`
+	Value any    `json:"value,omitempty"`
+}
+
+// mutation is what is to be done with a pod.
+type mutation struct {
+	coverage  coverage
+	patch     []operation
+	uncovered []uncovered
+}
+
+// mutate decides what a pod needs in order to wait, and names it id. Applied to its own result, by the API server after other webhooks have
+// changed the pod, it covers what has come since; with the same id and nothing new it changes nothing. An id that the pod has already is
+// replaced: nobody can tell a pod that comes back from a copy of another pod, and two pods of one id would be taken for one.
+func mutate(pod *corev1.Pod, place Place, id string, b Barrier) mutation {
+	if why := spared(pod, place); why != "" {
+		return mutation{coverage: why}
+	}
+	m := &mutator{pod: pod, id: id, barrier: b, http: !b.ExecOnly && place.allowsHostInHooks()}
+	covered := 0
+	for i := range pod.Spec.Containers {
+		c := &pod.Spec.Containers[i]
+		if why := m.cover(i, c); why != "" {
+			m.uncovered = append(m.uncovered, uncovered{c.Name, why})
+			continue
+		}
+		covered++
+	}
+	switch {
+	case covered == 0:
+		m.coverage, m.patch, m.program = podUncoverable, nil, false
+	case len(m.uncovered) > 0:
+		m.coverage = podPartly
+	default:
+		m.coverage = podCovered
+	}
+	if m.program {
+		m.addProgram()
+	}
+	if covered > 0 {
+		m.growGrace()
+	}
+	m.annotate(covered > 0)
+	return m.mutation
+}
+
+// spared is why a pod does not get the barrier at all. Empty: it does.
+func spared(pod *corev1.Pod, place Place) coverage {
+	spec := &pod.Spec
+	wish := pod.Labels[BarrierLabel]
+	_, mirror := pod.Annotations[corev1.MirrorPodAnnotationKey]
+	switch {
+	case place.Excluded:
+		return podExcluded
+	case wish == BarrierDisabled, wish != BarrierEnabled && place.Known && place.Labels[BarrierLabel] != BarrierEnabled:
+		return podNotOptedIn
+	case mirror:
+		return podMirror
+	case spec.OS != nil && spec.OS.Name == corev1.Windows, spec.NodeSelector[corev1.LabelOSStable] == string(corev1.Windows):
+		return podWindows
+	case spec.RestartPolicy != corev1.RestartPolicyAlways && spec.RestartPolicy != "", ofJob(pod):
+		return podJob
+	case spec.HostNetwork:
+		return podHostNetwork
+	case ownGrace(pod) == 0:
+		return podZeroGrace
+	}
+	return ""
+}
+
+func ofJob(pod *corev1.Pod) bool {
+	return slices.ContainsFunc(pod.OwnerReferences, func(o metav1.OwnerReference) bool {
+		return o.Kind == "Job" && strings.HasPrefix(o.APIVersion, batchv1.GroupName+"/")
+	})
+}
+
+// allowsHostInHooks reports whether Pod Security lets hooks and probes name a host, loopback too. It forbids that from baseline on, since
+// 1.34. A namespace that is not known may be of any kind.
+func (p Place) allowsHostInHooks() bool {
+	level := p.Labels[enforceLabel]
+	return p.Known && (level == "" || level == "privileged")
+}
+
+// ownGrace is what the app has for itself. A pod that was mutated before, or copied from one that was, says so in an annotation; not if
+// somebody has changed its grace period since.
+func ownGrace(pod *corev1.Pod) int64 {
+	grace := ptr.Deref(pod.Spec.TerminationGracePeriodSeconds, defaultGrace)
+	own, err := strconv.ParseInt(pod.Annotations[BarrierGraceAnnotation], 10, 64)
+	bound, err2 := time.ParseDuration(pod.Annotations[BarrierBoundAnnotation])
+	if err == nil && err2 == nil && own >= 0 && own+int64(bound.Seconds()) == grace {
+		return own
+	}
+	return grace
+}
+
+// mutator collects what is to be done.
+type mutator struct {
+	mutation
+	pod     *corev1.Pod
+	id      string
+	barrier Barrier
+	http    bool // hooks may name a host
+	program bool // lameduck-wait is needed in the pod
+}
+
+func (m *mutator) do(op, path string, value any) {
+	m.patch = append(m.patch, operation{op, path, value})
+}
+
+// cover gives container i the hook. It returns why that cannot be, having changed nothing then.
+func (m *mutator) cover(i int, c *corev1.Container) (why string) {
+	var own *corev1.LifecycleHandler
+	if c.Lifecycle != nil {
+		own = c.Lifecycle.PreStop
+	}
+	if m.isOurHTTP(own) {
+		own = nil // to be made anew
+	}
+	path := fmt.Sprintf("/spec/containers/%d", i)
+	if own == nil && m.http {
+		hook := &corev1.LifecycleHandler{HTTPGet: &corev1.HTTPGetAction{
+			Host: loopback, Port: intstr.FromInt(m.barrier.Port), Path: waitPath + m.id + "?container=" + c.Name, Scheme: corev1.URISchemeHTTP,
+		}}
+		m.setHook(path, c, hook)
+		return ""
+	}
+	args := []string{
+		waitProgram, fmt.Sprintf("--agent=$(%s):%d", hostVariable, m.barrier.Port), "--id=" + m.id, "--container=" + c.Name, "--bound=" + m.bound(),
+	}
+	var variables []corev1.EnvVar
+	need := func(name, field string) {
+		variables = append(variables, corev1.EnvVar{Name: name, ValueFrom: &corev1.EnvVarSource{FieldRef: &corev1.ObjectFieldSelector{APIVersion: "v1", FieldPath: field}}})
+	}
+	need(hostVariable, hostField)
+	wrapped, usesPod, why := wrap(own, c)
+	if why != "" {
+		return why
+	}
+	if usesPod {
+		need(podVariable, podField)
+	}
+	if why = m.room(c, variables); why != "" {
+		return why
+	}
+	m.program = true
+	m.setHook(path, c, &corev1.LifecycleHandler{Exec: &corev1.ExecAction{Command: append(args, wrapped...)}})
+	m.addVariables(path, c, variables)
+	m.mount(path, c)
+	return ""
+}
+
+func (m *mutator) bound() string { return fmt.Sprintf("%ds", int64(m.barrier.Bound.Seconds())) }
+
+// isOurHTTP reports whether a hook is one that mutate has made, of kind httpGet.
+func (m *mutator) isOurHTTP(h *corev1.LifecycleHandler) bool {
+	return h != nil && h.HTTPGet != nil && h.HTTPGet.Host == loopback && h.HTTPGet.Port.IntValue() == m.barrier.Port && strings.HasPrefix(h.HTTPGet.Path, waitPath)
+}
+
+// wrap returns what lameduck-wait is told of the container's own hook, and whether that needs the pod's address. why: it cannot do it.
+func wrap(own *corev1.LifecycleHandler, c *corev1.Container) (args []string, usesPod bool, why string) {
+	switch {
+	case own == nil:
+		return nil, false, ""
+	case own.Exec != nil && len(own.Exec.Command) > 0 && own.Exec.Command[0] == waitProgram:
+		// Ours, of kind exec: what it says of the container's own hook stays, as do flags that a later version may add.
+		for i, arg := range own.Exec.Command[1:] {
+			name, _, _ := strings.Cut(arg, "=")
+			if arg == "--" {
+				args = append(args, own.Exec.Command[1+i:]...)
+				break
+			}
+			if !slices.Contains([]string{"--agent", "--id", "--container", "--bound"}, name) {
+				args = append(args, arg)
+			}
+			usesPod = usesPod || strings.Contains(arg, "$("+podVariable+")")
+		}
+		return args, usesPod, ""
+	case own.Exec != nil:
+		return append([]string{"--"}, own.Exec.Command...), false, ""
+	case own.Sleep != nil:
+		if own.Sleep.Seconds <= 0 {
+			return nil, false, ""
+		}
+		return []string{fmt.Sprintf("--sleep=%ds", own.Sleep.Seconds)}, false, ""
+	case own.HTTPGet != nil:
+		return wrapHTTP(own.HTTPGet, c)
+	default:
+		return nil, false, "its preStop hook is of a kind that cannot be run by another"
+	}
+}
+
+func wrapHTTP(h *corev1.HTTPGetAction, c *corev1.Container) (args []string, usesPod bool, why string) {
+	if h.Scheme == corev1.URISchemeHTTPS {
+		return nil, false, "its preStop hook speaks HTTPS"
+	}
+	port := h.Port.IntValue()
+	if h.Port.Type == intstr.String {
+		i := slices.IndexFunc(c.Ports, func(p corev1.ContainerPort) bool { return p.Name == h.Port.StrVal })
+		if i >= 0 {
+			port = int(c.Ports[i].ContainerPort)
+		}
+	}
+	if port <= 0 {
+		return nil, false, fmt.Sprintf("its preStop hook names port %q, which it does not have", h.Port.String())
+	}
+	host := h.Host
+	switch {
+	case host == "":
+		host, usesPod = "$("+podVariable+")", true
+	case strings.ContainsAny(host, "/?#@$ "):
+		return nil, false, fmt.Sprintf("its preStop hook names host %q", host)
+	}
+	// Not JoinHostPort: lameduck-wait takes addresses without brackets.
+	args = []string{"--http-get=http://" + host + ":" + strconv.Itoa(port) + "/" + strings.TrimPrefix(h.Path, "/")}
+	for _, header := range h.HTTPHeaders {
+		args = append(args, "--http-header="+header.Name+": "+header.Value)
+	}
+	return args, usesPod, ""
+}
+
+// room is why neither program nor variables can be put into the container. Empty: they can, or are there.
+func (m *mutator) room(c *corev1.Container, variables []corev1.EnvVar) string {
+	for _, v := range m.pod.Spec.Volumes {
+		if v.Name == waitName && v.EmptyDir == nil {
+			return "the pod has a volume " + waitName + " of its own"
+		}
+	}
+	for _, other := range slices.Concat(m.pod.Spec.Containers, m.pod.Spec.InitContainers) {
+		if other.Name == waitName && !slices.Contains(other.Command, "--install") {
+			return "the pod has a container " + waitName + " of its own"
+		}
+	}
+	for _, mount := range c.VolumeMounts {
+		inside := mount.MountPath == waitDir || strings.HasPrefix(mount.MountPath, waitDir+"/")
+		if inside != (mount.Name == waitName) {
+			return "it has a mount of its own at " + mount.MountPath
+		}
+	}
+	for _, v := range variables {
+		for _, has := range c.Env {
+			if has.Name == v.Name && (has.ValueFrom == nil || has.ValueFrom.FieldRef == nil || has.ValueFrom.FieldRef.FieldPath != v.ValueFrom.FieldRef.FieldPath) {
+				return "it has a variable " + v.Name + " of its own"
+			}
+		}
+	}
+	return ""
+}
+
+func (m *mutator) setHook(path string, c *corev1.Container, hook *corev1.LifecycleHandler) {
+	if c.Lifecycle == nil {
+		m.do("add", path+"/lifecycle", corev1.Lifecycle{PreStop: hook})
+		return
+	}
+	if same(c.Lifecycle.PreStop, hook) {
+		return
+	}
+	m.do("add", path+"/lifecycle/preStop", hook)
+}
+
+// same compares what mutate sets in hooks.
+func same(a, b *corev1.LifecycleHandler) bool {
+	switch {
+	case a == nil || b == nil:
+		return a == b
+	case a.Exec != nil && b.Exec != nil:
+		return slices.Equal(a.Exec.Command, b.Exec.Command)
+	case a.HTTPGet != nil && b.HTTPGet != nil:
+		return a.HTTPGet.Host == b.HTTPGet.Host && a.HTTPGet.Path == b.HTTPGet.Path && a.HTTPGet.Port == b.HTTPGet.Port
+	}
+	return false
+}
+
+func (m *mutator) addVariables(path string, c *corev1.Container, variables []corev1.EnvVar) {
+	empty := len(c.Env) == 0
+	for _, v := range variables {
+		if slices.ContainsFunc(c.Env, func(has corev1.EnvVar) bool { return has.Name == v.Name }) {
+			continue
+		}
+		m.appendTo(path+"/env", empty, v)
+		empty = false
+	}
+}
+
+func (m *mutator) mount(path string, c *corev1.Container) {
+	if slices.ContainsFunc(c.VolumeMounts, func(has corev1.VolumeMount) bool { return has.Name == waitName }) {
+		return
+	}
+	m.appendTo(path+"/volumeMounts", len(c.VolumeMounts) == 0, corev1.VolumeMount{Name: waitName, MountPath: waitDir, ReadOnly: true})
+}
+
+// appendTo adds to the end of a list, which has to be made if it is empty.
+func (m *mutator) appendTo(path string, empty bool, value any) {
+	if empty {
+		m.do("add", path, []any{value})
+		return
+	}
+	m.do("add", path+"/-", value)
+}
+
+// addProgram adds what puts lameduck-wait into the pod. It stands before all other init containers: behind a native sidecar its resources
+// would add to the sidecar's, here they never make the pod larger.
+func (m *mutator) addProgram() {
+	spec := &m.pod.Spec
+	if !slices.ContainsFunc(spec.Volumes, func(v corev1.Volume) bool { return v.Name == waitName }) {
+		limit := resource.MustParse(waitVolumeMax)
+		m.appendTo("/spec/volumes", len(spec.Volumes) == 0, corev1.Volume{
+			Name: waitName, VolumeSource: corev1.VolumeSource{EmptyDir: &corev1.EmptyDirVolumeSource{SizeLimit: &limit}},
+		})
+	}
+	resources := likeFirst(spec)
+	for i, c := range spec.InitContainers {
+		if c.Name == waitName {
+			if !sameResources(c.Resources, resources) {
+				m.do("add", fmt.Sprintf("/spec/initContainers/%d/resources", i), resources)
+			}
+			return
+		}
+	}
+	user := int64(nobody)
+	if s := spec.SecurityContext; s != nil && ptr.Deref(s.RunAsUser, 0) != 0 {
+		user = *s.RunAsUser // some clusters allow a namespace some users alone
+	}
+	c := corev1.Container{
+		Name: waitName, Image: m.barrier.Image, ImagePullPolicy: corev1.PullIfNotPresent,
+		Command:      []string{"/lameduck-wait", "--install", waitProgram},
+		Resources:    resources,
+		VolumeMounts: []corev1.VolumeMount{{Name: waitName, MountPath: waitDir}},
+		SecurityContext: &corev1.SecurityContext{
+			RunAsNonRoot: ptr.To(true), RunAsUser: &user, AllowPrivilegeEscalation: ptr.To(false), ReadOnlyRootFilesystem: ptr.To(true),
+			Capabilities:   &corev1.Capabilities{Drop: []corev1.Capability{"ALL"}},
+			SeccompProfile: &corev1.SeccompProfile{Type: corev1.SeccompProfileTypeRuntimeDefault},
+		},
+	}
+	if len(spec.InitContainers) == 0 {
+		m.do("add", "/spec/initContainers", []any{c})
+		return
+	}
+	m.do("add", "/spec/initContainers/0", c)
+}
+
+// likeFirst is the resources of the pod's first container, without devices. So the init container fits into every quota and range of limits
+// that the pod fits into, adds nothing to what the pod needs, and the pod keeps its class of quality of service.
+func likeFirst(spec *corev1.PodSpec) corev1.ResourceRequirements {
+	of := func(all corev1.ResourceList) corev1.ResourceList {
+		var some corev1.ResourceList
+		for _, name := range []corev1.ResourceName{corev1.ResourceCPU, corev1.ResourceMemory, corev1.ResourceEphemeralStorage} {
+			if q, ok := all[name]; ok {
+				if some == nil {
+					some = corev1.ResourceList{}
+				}
+				some[name] = q
+			}
+		}
+		return some
+	}
+	first := spec.Containers[0].Resources
+	return corev1.ResourceRequirements{Requests: of(first.Requests), Limits: of(first.Limits)}
+}
+
+func sameResources(a, b corev1.ResourceRequirements) bool {
+	same := func(a, b corev1.ResourceList) bool {
+		if len(a) != len(b) {
+			return false
+		}
+		for name, q := range a {
+			if other, ok := b[name]; !ok || q.Cmp(other) != 0 {
+				return false
+			}
+		}
+		return true
+	}
+	return same(a.Requests, b.Requests) && same(a.Limits, b.Limits)
+}
+
+func (m *mutator) growGrace() {
+	grace := ownGrace(m.pod) + int64(m.barrier.Bound.Seconds())
+	if has := m.pod.Spec.TerminationGracePeriodSeconds; has == nil || *has != grace {
+		m.do("add", "/spec/terminationGracePeriodSeconds", grace)
+	}
+}
+
+// annotate says for the agent, and for people, what was done.
+func (m *mutator) annotate(covered bool) {
+	want := map[string]string{}
+	if covered {
+		want[BarrierIDAnnotation] = m.id
+		want[BarrierBoundAnnotation] = m.bound()
+		want[BarrierGraceAnnotation] = strconv.FormatInt(ownGrace(m.pod), 10)
+	}
+	if len(m.uncovered) > 0 {
+		var names []string
+		for _, u := range m.uncovered {
+			names = append(names, u.container)
+		}
+		want[BarrierUncoveredAnnotation] = strings.Join(names, ",")
+	}
+	if m.pod.Annotations == nil {
+		if len(want) > 0 {
+			m.do("add", "/metadata/annotations", want)
+		}
+		return
+	}
+	for _, key := range []string{BarrierIDAnnotation, BarrierBoundAnnotation, BarrierGraceAnnotation, BarrierUncoveredAnnotation} {
+		has, there := m.pod.Annotations[key]
+		value, wanted := want[key]
+		path := "/metadata/annotations/" + strings.ReplaceAll(key, "/", "~1")
+		switch {
+		case wanted && (!there || has != value):
+			m.do("add", path, value)
+		case !wanted && there:
+			m.do("remove", path, nil)
+		}
+	}
+}

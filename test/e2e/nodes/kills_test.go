@@ -1,0 +1,238 @@
+//go:build e2e
+
+package nodes
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/godbus/dbus/v5"
+	"github.com/godbus/dbus/v5/prop"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/lameduck-io/lameduck/test/cluster"
+	"github.com/lameduck-io/lameduck/test/cluster/machine"
+)
+
+const (
+	logindName = "org.freedesktop.login1"
+	logindPath = dbus.ObjectPath("/org/freedesktop/login1")
+	manager    = logindName + ".Manager"
+)
+
+// logind is as much of systemd's login daemon as a kubelet asks of it, on a bus of its own.
+type logind struct {
+	conn *dbus.Conn
+
+	mu sync.Mutex
+	// inhibitors are the names of those who want to be told before the computer shuts down.
+	inhibitors []dbus.Sender
+	held       []*os.File
+}
+
+// Inhibit is org.freedesktop.login1.Manager.Inhibit.
+func (l *logind) Inhibit(sender dbus.Sender, _, _, _, _ string) (dbus.UnixFD, *dbus.Error) {
+	r, w, err := os.Pipe()
+	if err != nil {
+		return 0, dbus.MakeFailedError(err)
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.inhibitors = append(l.inhibitors, sender)
+	l.held = append(l.held, r, w)
+	return dbus.UnixFD(w.Fd()), nil
+}
+
+// shutDown tells the kubelet of a node, and no other, that its computer is about to shut down.
+func (l *logind) shutDown(node string) error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, name := range l.inhibitors {
+		var pid uint32
+		if err := l.conn.BusObject().Call("org.freedesktop.DBus.GetConnectionUnixProcessID", 0, string(name)).Store(&pid); err != nil {
+			return err
+		}
+		command, err := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", pid))
+		if err != nil {
+			return err
+		}
+		if strings.Contains(string(command), "--hostname-override="+node+"\x00") {
+			return l.conn.Send(&dbus.Message{
+				Type: dbus.TypeSignal,
+				Headers: map[dbus.HeaderField]dbus.Variant{
+					dbus.FieldDestination: dbus.MakeVariant(string(name)), dbus.FieldPath: dbus.MakeVariant(logindPath),
+					dbus.FieldInterface: dbus.MakeVariant(manager), dbus.FieldMember: dbus.MakeVariant("PrepareForShutdown"),
+					dbus.FieldSignature: dbus.MakeVariant(dbus.SignatureOf(true)),
+				},
+				Body: []any{true},
+			}, nil).Err
+		}
+	}
+	return fmt.Errorf("the kubelet of %s is not among %v", node, l.inhibitors)
+}
+
+// startLogind starts a bus and a logind on it, which kubelets find that are started from now on.
+func startLogind(t *testing.T) *logind {
+	t.Helper()
+	daemon, err := exec.LookPath("dbus-daemon")
+	if err != nil {
+		cluster.Missing(t, "dbus-daemon", "apt-get install dbus-daemon")
+	}
+	dir, err := os.MkdirTemp("", "bus") // a socket's path is short
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { os.RemoveAll(dir) })
+	address, config := "unix:path="+filepath.Join(dir, "s"), filepath.Join(dir, "config")
+	err = os.WriteFile(config, []byte(`<busconfig><type>custom</type><listen>`+address+`</listen><auth>EXTERNAL</auth>
+<policy context="default"><allow send_destination="*" eavesdrop="true"/><allow eavesdrop="true"/><allow own="*"/></policy></busconfig>`), 0o600)
+	if err != nil {
+		t.Fatal(err)
+	}
+	cmd := exec.Command(daemon, "--config-file="+config, "--nofork", "--nopidfile")
+	cmd.Stderr = os.Stderr
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = cmd.Process.Kill(); _ = cmd.Wait() })
+	l := &logind{}
+	for end := time.Now().Add(10 * time.Second); ; time.Sleep(20 * time.Millisecond) {
+		if l.conn, err = dbus.Connect(address); err == nil {
+			break
+		}
+		if time.Now().After(end) {
+			t.Fatal(err)
+		}
+	}
+	t.Cleanup(func() {
+		l.conn.Close()
+		for _, file := range l.held {
+			file.Close()
+		}
+	})
+	_, propErr := prop.Export(l.conn, logindPath, prop.Map{manager: {"InhibitDelayMaxUSec": {Value: uint64(time.Hour / time.Microsecond)}}})
+	reply, nameErr := l.conn.RequestName(logindName, dbus.NameFlagDoNotQueue)
+	if err := errors.Join(propErr, nameErr, l.conn.Export(l, logindPath, manager)); err != nil || reply != dbus.RequestNameReplyPrimaryOwner {
+		t.Fatalf("name on the bus: %v, %v", reply, err)
+	}
+	t.Setenv("DBUS_SYSTEM_BUS_ADDRESS", address)
+	return l
+}
+
+// A node that is shut down gracefully stops its pods without deleting them: the hook tells directed gateways, and keeps nobody for more than
+// 2 s.
+func TestNodeShutdown(t *testing.T) {
+	cluster.Entered(t)
+	fake := startLogind(t)
+	l := newLab(t, 3, machine.Options{Kubelet: []string{"shutdownGracePeriod: 60s", "shutdownGracePeriodCriticalPods: 10s"}})
+	m := modes()[2]
+	l.namespace(t, m.work.Namespace, m.labels)
+	l.addGateway(t, []string{m.work.Namespace})
+	l.addWebhooks(t)
+	l.deploy(t, m.work)
+	how, haproxy := perRequest, l.gatewayAddress(t)
+	running := map[string]*clients{}
+	for i, app := range apps {
+		running[app] = l.startClients(t, m.work.Namespace, app, fmt.Sprintf("http://%s:%d/", haproxy, 8000+i), how)
+	}
+	time.Sleep(time.Second)
+	const node = "node-3"
+	old := l.pods(t, m.work.Namespace, func(p *corev1.Pod) bool { return p.Spec.NodeName == node })
+	if len(old) != len(apps) {
+		t.Fatalf("pods on %s: %v", node, old)
+	}
+	before := l.metrics(t, node, `lameduck_barrier_waits_total{outcome="Restart"}`)
+	if err := fake.shutDown(node); err != nil {
+		t.Fatal(err)
+	}
+	began := time.Now()
+	var after string
+	l.until(t, "the end of the pods on "+node, func() error {
+		// Its agent is the last to go.
+		if text := l.tryMetrics(node, `lameduck_barrier_waits_total{outcome="Restart"}`); text != "" {
+			after = text
+		}
+		pods, err := l.kube.CoreV1().Pods(m.work.Namespace).List(t.Context(), metav1.ListOptions{})
+		if err != nil {
+			return err
+		}
+		for _, p := range pods.Items {
+			if p.Spec.NodeName == node && p.Status.Phase == corev1.PodRunning {
+				return fmt.Errorf("pod %s is still running", p.Name)
+			}
+		}
+		return nil
+	})
+	t.Logf("pods on the node that shuts down have ended after %.1f s; %s before, %s after", time.Since(began).Seconds(), strings.TrimSpace(before), strings.TrimSpace(after))
+	if took := time.Since(began); took > 15*time.Second {
+		t.Errorf("the end of the pods took %s, want 2s for the hook and some", took)
+	}
+	if before == after {
+		t.Error("the node's agent was not asked")
+	}
+	time.Sleep(2 * time.Second)
+	for _, app := range apps {
+		c := running[app].stop()
+		t.Logf("%s: %s", app, c)
+	}
+}
+
+// Soft node-pressure eviction stops pods without deleting them, too.
+func TestSoftEviction(t *testing.T) {
+	cluster.Entered(t)
+	// All of the computer's memory is too little, once the grace period of the threshold is over: by then the pod runs.
+	l := newLab(t, 1, machine.Options{Kubelet: []string{
+		"evictionSoft: {memory.available: 4Ti}", "evictionSoftGracePeriod: {memory.available: 75s}", "evictionMaxPodGracePeriod: 60",
+	}})
+	l.namespace(t, "lameduck", map[string]string{"lameduck.io/barrier": "enabled"})
+	l.addWebhooks(t)
+	l.start(t, "lameduck", pod("victim", "node-1"))
+	before := l.metrics(t, "node-1", `lameduck_barrier_waits_total{outcome="Restart"}`)
+	events, err := l.kube.CoreV1().Events("lameduck").Watch(t.Context(), metav1.ListOptions{FieldSelector: "involvedObject.name=victim"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer events.Stop()
+	var killing time.Time
+	// Only an Event tells: a pod whose app exits with 0 is shown as Completed, evicted or not.
+	evicted := false
+	for timeout := time.After(3 * time.Minute); killing.IsZero() || !evicted; {
+		select {
+		case event := <-events.ResultChan():
+			e, ok := event.Object.(*corev1.Event)
+			evicted = evicted || ok && e.Reason == "Evicted"
+			if ok && e.Reason == "Killing" {
+				killing = time.Now()
+			}
+		case <-timeout:
+			l.explain(t)
+			t.Fatal("the pod is not evicted")
+		}
+	}
+	l.until(t, "the end of the pod", func() error {
+		p, err := l.kube.CoreV1().Pods("lameduck").Get(t.Context(), "victim", metav1.GetOptions{})
+		if err != nil {
+			return err
+		}
+		if p.Status.Phase == corev1.PodRunning {
+			return errors.New("still running")
+		}
+		return nil
+	})
+	after := l.metrics(t, "node-1", `lameduck_barrier_waits_total{outcome="Restart"}`)
+	t.Logf("evicted %.1f s after the kubelet began; %s before, %s after", time.Since(killing).Seconds(), strings.TrimSpace(before), strings.TrimSpace(after))
+	if took := time.Since(killing); took > 8*time.Second {
+		t.Errorf("the eviction took %s, want 2s for the hook and some", took)
+	}
+	if before == after {
+		t.Error("the node's agent was not asked")
+	}
+}

@@ -1,0 +1,303 @@
+//go:build e2e
+
+package nodes
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"slices"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/util/intstr"
+
+	"github.com/lameduck-io/lameduck/test/cluster/machine"
+)
+
+// pod is one that exits at SIGTERM, on a node.
+func pod(name, node string, edit ...func(*corev1.Pod)) *corev1.Pod {
+	p := &corev1.Pod{
+		ObjectMeta: metav1.ObjectMeta{Name: name, Labels: map[string]string{"app": name}},
+		Spec: corev1.PodSpec{
+			NodeName: node,
+			Containers: []corev1.Container{{
+				Name: "app", Image: appImage, ImagePullPolicy: corev1.PullNever, Args: []string{"--addr=[::]:8080"},
+				ReadinessProbe: &corev1.Probe{
+					PeriodSeconds: 1, ProbeHandler: corev1.ProbeHandler{HTTPGet: &corev1.HTTPGetAction{Path: "/readyz", Port: intstr.FromInt32(8080)}},
+				},
+			}},
+		},
+	}
+	for _, e := range edit {
+		e(p)
+	}
+	return p
+}
+
+// start creates pods and waits until they are ready.
+func (l *lab) start(t *testing.T, namespace string, pods ...*corev1.Pod) {
+	t.Helper()
+	for _, p := range pods {
+		if _, err := l.kube.CoreV1().Pods(namespace).Create(t.Context(), p, metav1.CreateOptions{}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, p := range pods {
+		l.until(t, "pod "+p.Name, func() error {
+			got, err := l.kube.CoreV1().Pods(namespace).Get(t.Context(), p.Name, metav1.GetOptions{})
+			if err == nil && !isReady(got) {
+				err = fmt.Errorf("is not ready: %s", got.Status.Phase)
+			}
+			return err
+		})
+	}
+}
+
+// remove deletes a pod and returns how long it took until it was gone.
+func (l *lab) remove(t *testing.T, namespace, name string, limit time.Duration) time.Duration {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), limit)
+	defer cancel()
+	watch, err := l.kube.CoreV1().Pods(namespace).Watch(ctx, metav1.ListOptions{FieldSelector: "metadata.name=" + name})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer watch.Stop()
+	began := time.Now()
+	if err := l.kube.CoreV1().Pods(namespace).Delete(ctx, name, metav1.DeleteOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	for event := range watch.ResultChan() {
+		if event.Type == "DELETED" {
+			return time.Since(began)
+		}
+	}
+	l.explain(t)
+	t.Fatalf("pod %s is still there after %s", name, limit)
+	return 0
+}
+
+// A pod of a namespace where Pod Security is restricted waits by lameduck-wait, from an image without anything else, and its own hook still
+// runs. What the agent answered the pod's Events do not tell, but how long it took.
+func (l *lab) testExecHook(t *testing.T) {
+	const namespace = "strict"
+	l.namespace(t, namespace, map[string]string{"lameduck.io/barrier": "enabled", "pod-security.kubernetes.io/enforce": "restricted"})
+	yes, no, user := true, false, int64(1000)
+	strict := func(p *corev1.Pod) {
+		p.Spec.SecurityContext = &corev1.PodSecurityContext{RunAsNonRoot: &yes, RunAsUser: &user, SeccompProfile: &corev1.SeccompProfile{Type: corev1.SeccompProfileTypeRuntimeDefault}}
+		p.Spec.Containers[0].SecurityContext = &corev1.SecurityContext{
+			AllowPrivilegeEscalation: &no, ReadOnlyRootFilesystem: &yes, Capabilities: &corev1.Capabilities{Drop: []corev1.Capability{"ALL"}},
+		}
+	}
+	sleeps := func(p *corev1.Pod) {
+		p.Spec.Containers[0].Lifecycle = &corev1.Lifecycle{PreStop: &corev1.LifecycleHandler{Sleep: &corev1.SleepAction{Seconds: 4}}}
+	}
+	l.start(t, namespace, pod("plain", "node-2", strict), pod("sleeps", "node-2", strict, sleeps))
+	before := l.waited(t, "node-2")
+	plain := l.remove(t, namespace, "plain", time.Minute)
+	own := l.remove(t, namespace, "sleeps", time.Minute)
+	t.Logf("gone after %.1f s, with a hook of its own that sleeps 4 s after %.1f s", plain.Seconds(), own.Seconds())
+	if own < 4*time.Second {
+		t.Errorf("the own hook did not run: gone after %s", own)
+	}
+	if plain > 20*time.Second {
+		t.Errorf("gone after %s", plain)
+	}
+	if got := l.waited(t, "node-2") - before; got != 2 {
+		t.Errorf("the agent has answered %v hooks, want 2", got)
+	}
+	events := l.kubectl(t, "get", "events", "-n", namespace, "-o", "jsonpath={.items[*].reason}")
+	if strings.Contains(events, "FailedPreStopHook") {
+		t.Errorf("a hook failed: %s", l.kubectl(t, "get", "events", "-n", namespace))
+	}
+}
+
+// metrics are the lines of a node's agent that begin with a name.
+func (l *lab) metrics(t *testing.T, node, name string) string {
+	t.Helper()
+	var found string
+	l.until(t, "the metrics of the agent of "+node, func() error {
+		if found = l.tryMetrics(node, name); found == "" {
+			return errors.New("no " + name)
+		}
+		return nil
+	})
+	return found
+}
+
+// tryMetrics is metrics, or nothing if the agent does not answer.
+func (l *lab) tryMetrics(node, name string) string {
+	m := l.set.Machines[slices.IndexFunc(l.set.Machines, func(m *machine.Machine) bool { return m.Name == node })]
+	client := &http.Client{Transport: &http.Transport{DialContext: m.Dial, DisableKeepAlives: true}, Timeout: 10 * time.Second}
+	response, err := client.Get(fmt.Sprintf("http://%s:9101/metrics", m.Address))
+	if err != nil {
+		return ""
+	}
+	defer response.Body.Close()
+	text, err := io.ReadAll(response.Body)
+	if err != nil {
+		return ""
+	}
+	var found strings.Builder
+	for line := range strings.Lines(string(text)) {
+		if strings.HasPrefix(line, name) {
+			found.WriteString(line)
+		}
+	}
+	return found.String()
+}
+
+// waited is how many hooks the agent of a node has answered, by its metric.
+func (l *lab) waited(t *testing.T, node string) float64 {
+	t.Helper()
+	var sum float64
+	for line := range strings.Lines(l.metrics(t, node, "lameduck_barrier_waits_total")) {
+		fields := strings.Fields(line)
+		n, err := strconv.ParseFloat(fields[len(fields)-1], 64)
+		if err != nil {
+			t.Fatal(err)
+		}
+		sum += n
+	}
+	return sum
+}
+
+// A container that fails its liveness probe is broken: to restart it must not take 2 s more than without the barrier.
+func (l *lab) testLivenessRestart(t *testing.T) {
+	fails := func(p *corev1.Pod) {
+		p.Spec.Containers[0].LivenessProbe = &corev1.Probe{
+			InitialDelaySeconds: 4, PeriodSeconds: 1, FailureThreshold: 1,
+			ProbeHandler: corev1.ProbeHandler{TCPSocket: &corev1.TCPSocketAction{Port: intstr.FromInt32(9)}},
+		}
+	}
+	took := map[string]time.Duration{}
+	for _, namespace := range []string{"unprotected", "lameduck"} {
+		events, err := l.kube.CoreV1().Events(namespace).Watch(t.Context(), metav1.ListOptions{FieldSelector: "involvedObject.name=lively"})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := l.kube.CoreV1().Pods(namespace).Create(t.Context(), pod("lively", "node-2", fails), metav1.CreateOptions{}); err != nil {
+			t.Fatal(err)
+		}
+		var killing time.Time
+		timeout := time.After(time.Minute)
+		for killing.IsZero() {
+			select {
+			case event := <-events.ResultChan():
+				if e, ok := event.Object.(*corev1.Event); ok && e.Reason == "Killing" {
+					killing = time.Now()
+				}
+			case <-timeout:
+				l.explain(t)
+				t.Fatal("nobody kills the container")
+			}
+		}
+		events.Stop()
+		l.until(t, "the restart", func() error {
+			p, err := l.kube.CoreV1().Pods(namespace).Get(t.Context(), "lively", metav1.GetOptions{})
+			if err == nil && p.Status.ContainerStatuses[0].RestartCount == 0 {
+				err = fmt.Errorf("not restarted")
+			}
+			return err
+		})
+		took[namespace] = time.Since(killing)
+		l.kubectl(t, "delete", "pod", "-n", namespace, "lively", "--grace-period=1")
+	}
+	t.Logf("restarted after %.1f s, unprotected after %.1f s", took["lameduck"].Seconds(), took["unprotected"].Seconds())
+	// The kubelet looks once a second.
+	if more := took["lameduck"] - took["unprotected"]; more > 3*time.Second {
+		t.Errorf("the restart took %s more than without the barrier, want 2s at most", more)
+	}
+}
+
+// An agent that is frozen, not gone, is the worst for a hook of kind httpGet, for which kubelets have no timeout: it takes the whole grace
+// period. One of kind exec ends at its bound.
+func (l *lab) testFrozenAgent(t *testing.T) {
+	short := func(p *corev1.Pod) {
+		p.Spec.TerminationGracePeriodSeconds = new(int64)
+		*p.Spec.TerminationGracePeriodSeconds = 5
+	}
+	hooked := func(p *corev1.Pod) {
+		p.Spec.Containers[0].Lifecycle = &corev1.Lifecycle{PreStop: &corev1.LifecycleHandler{Sleep: &corev1.SleepAction{Seconds: 1}}}
+	}
+	l.start(t, "lameduck", pod("by-http", "node-2", short), pod("by-exec", "node-2", short, hooked))
+	l.signalAgent(t, 1, syscall.SIGSTOP)
+	thawed := false
+	thaw := func() {
+		if !thawed {
+			l.signalAgent(t, 1, syscall.SIGCONT)
+			thawed = true
+		}
+	}
+	defer thaw()
+	took := make(chan string, 2)
+	var exec time.Duration
+	go func() {
+		began := time.Now()
+		_, err := l.Kubectl(context.WithoutCancel(t.Context()), "delete", "pod", "-n", "lameduck", "by-http", "--timeout=80s")
+		took <- fmt.Sprintf("by httpGet %.1f s (%v)", time.Since(began).Seconds(), err)
+	}()
+	exec = l.remove(t, "lameduck", "by-exec", 80*time.Second)
+	t.Logf("with the node's agent frozen: by exec %.1f s, %s", exec.Seconds(), <-took)
+	// Its bound, what its own hook takes, and the hold of the deletion, for which the agent counts as away.
+	if exec > 50*time.Second {
+		t.Errorf("by exec the pod was gone after %s, want its bound of 30s and some", exec)
+	}
+}
+
+// signalAgent sends a signal to the agent of machine i.
+func (l *lab) signalAgent(t *testing.T, i int, s syscall.Signal) {
+	t.Helper()
+	// A probe must not restart it.
+	if _, err := l.set.Machines[i].Run(t.Context(), "bash", "-c", fmt.Sprintf(
+		`for p in /proc/[0-9]*; do [ "$(tr '\0' ' ' < $p/cmdline | grep -c '^/agent --config=/etc/lameduck')" = 1 ] && kill -%d ${p#/proc/}; done; true`, int(s))); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// With Lameduck installed and no agent at all Kubernetes behaves as without it: deletions take as long, within 5 %.
+func (l *lab) testNoAgents(t *testing.T) {
+	l.kubectl(t, "delete", "daemonset", "-n", agents, "lameduck-node")
+	l.kubectl(t, "delete", "deployment", "-n", gateway, "gateway")
+	l.until(t, "the end of all agents", func() error {
+		pods, err := l.kube.CoreV1().Pods("").List(t.Context(), metav1.ListOptions{LabelSelector: "lameduck.io/agent"})
+		if err == nil && len(pods.Items) > 0 {
+			err = fmt.Errorf("%d agents", len(pods.Items))
+		}
+		return err
+	})
+	const many = 15
+	namespaces := []string{"unprotected", "lameduck"}
+	for _, namespace := range namespaces {
+		var all []*corev1.Pod
+		for i := range many {
+			all = append(all, pod(fmt.Sprintf("plain-%d", i), "node-2"))
+		}
+		l.start(t, namespace, all...)
+	}
+	time.Sleep(2 * time.Second)
+	took := map[string][]time.Duration{}
+	for i := range many {
+		// In turn the first, so that what the one leaves behind does not always meet the other.
+		for j := range namespaces {
+			namespace := namespaces[(i+j)%2]
+			took[namespace] = append(took[namespace], l.remove(t, namespace, fmt.Sprintf("plain-%d", i), time.Minute))
+		}
+	}
+	for _, all := range took {
+		slices.Sort(all)
+	}
+	without, with := took["unprotected"][many/2], took["lameduck"][many/2]
+	t.Logf("medians of %d deletions: %.3f s without Lameduck, %.3f s with it and without agents; %v, %v", many, without.Seconds(), with.Seconds(), took["unprotected"], took["lameduck"])
+	if float64(with) > 1.05*float64(without) {
+		t.Errorf("a deletion took %s with Lameduck and without agents, without Lameduck %s: want 5 %% more at most", with, without)
+	}
+}

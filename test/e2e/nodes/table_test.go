@@ -1,0 +1,408 @@
+//go:build e2e
+
+package nodes
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"os"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+	"text/tabwriter"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/lameduck-io/lameduck/test/cluster/machine"
+)
+
+// modes are what is compared, each in a namespace of its own.
+const (
+	unprotected = "unprotected"
+	sleeping    = "preStop sleep 5"
+	lameduck    = "Lameduck"
+)
+
+// mode is one of them.
+type mode struct {
+	name   string
+	work   work
+	labels map[string]string
+}
+
+func modes() []mode {
+	const replicas = 6
+	outside := map[string]string{"lameduck.io/drain": "disabled"}
+	return []mode{
+		{unprotected, work{Namespace: "unprotected", Kind: "Deployment", Replicas: replicas}, outside},
+		{sleeping, work{Namespace: "sleeping", Kind: "Deployment", Replicas: replicas, Sleep: 5}, outside},
+		{lameduck, work{Namespace: "lameduck", Kind: "Deployment", Replicas: replicas}, map[string]string{"lameduck.io/barrier": "enabled"}},
+	}
+}
+
+// row is a line of e2e.json.
+type row struct {
+	Scenario string  `json:"scenario"`
+	Mode     string  `json:"mode"`
+	Traffic  traffic `json:"traffic"`
+	App      string  `json:"app"`
+	Requests int     `json:"requests"`
+	Failed   int     `json:"failed"`
+	// Seconds is how long it took until the last old pod was gone.
+	Seconds float64 `json:"seconds"`
+
+	// connections of clients that keep them, and how requests failed.
+	connections int
+	text        string
+}
+
+// scenario is a way in which pods go.
+type scenario struct {
+	name string
+	// kind and replicas of the apps before. 0: as the mode has it.
+	kind     string
+	replicas int
+	notOn    string
+	// spread: the pods are made anew, because they do not come back to a node by themselves.
+	spread bool
+	// old are the pods that go, of which left stay.
+	old  func(*corev1.Pod) bool
+	left int
+	// cause makes them go. It returns when that is said, or done.
+	cause func(ctx context.Context, l *lab, w work) error
+	// after makes things as they were.
+	after func(ctx context.Context, l *lab) error
+	limit time.Duration
+}
+
+func everyPod(*corev1.Pod) bool { return true }
+
+// each runs kubectl for each of the apps.
+func each(ctx context.Context, l *lab, args func(app string) []string) error {
+	for _, app := range apps {
+		if _, err := l.Kubectl(ctx, args(app)...); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// restart changes the template of an app, as kubectl rollout restart does, and faster than that starts.
+func restart(ctx context.Context, l *lab, w work) error {
+	patch := fmt.Appendf(nil, `{"spec":{"template":{"metadata":{"annotations":{"kubectl.kubernetes.io/restartedAt":%q}}}}}`, time.Now().Format(time.RFC3339Nano))
+	for _, app := range apps {
+		var err error
+		if w.Kind == "StatefulSet" {
+			_, err = l.kube.AppsV1().StatefulSets(w.Namespace).Patch(ctx, app, types.StrategicMergePatchType, patch, metav1.PatchOptions{})
+		} else {
+			_, err = l.kube.AppsV1().Deployments(w.Namespace).Patch(ctx, app, types.StrategicMergePatchType, patch, metav1.PatchOptions{})
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func scenarios() []scenario {
+	const half = 3
+	return []scenario{
+		{name: "rolling update", old: everyPod, cause: restart, limit: 2 * time.Minute},
+		{
+			name: "scale-in", old: everyPod, left: half, limit: time.Minute,
+			cause: func(ctx context.Context, l *lab, w work) error {
+				return each(ctx, l, func(app string) []string {
+					return []string{"scale", "-n", w.Namespace, "deployment", app, fmt.Sprintf("--replicas=%d", half)}
+				})
+			},
+		},
+		{
+			name: "node drain", spread: true, limit: 90 * time.Second,
+			old: func(p *corev1.Pod) bool { return p.Spec.NodeName == "node-3" },
+			cause: func(ctx context.Context, l *lab, w work) error {
+				_, err := l.Kubectl(ctx, "drain", "node-3", "--ignore-daemonsets", "--delete-emptydir-data", "--pod-selector=app in (exit,graceful)", "--timeout=90s")
+				return err
+			},
+			after: func(ctx context.Context, l *lab) error {
+				_, err := l.Kubectl(ctx, "uncordon", "node-3")
+				return err
+			},
+		},
+		{name: "StatefulSet update", kind: "StatefulSet", replicas: half, old: everyPod, cause: restart, limit: 2 * time.Minute},
+	}
+}
+
+// measure runs a scenario once with one kind of traffic, and returns a row for each app.
+func (l *lab) measure(t *testing.T, s scenario, m mode, how traffic, address func(app string) string) []row {
+	t.Helper()
+	w := m.work
+	if s.kind != "" {
+		w = w.with(s.kind, s.replicas)
+	}
+	w.NotOn = s.notOn
+	if s.spread {
+		l.deploy(t, w.with(w.Kind, 0))
+	}
+	l.deploy(t, w)
+	running := map[string]*clients{}
+	for _, app := range apps {
+		running[app] = l.startClients(t, w.Namespace, app, address(app), how)
+	}
+	time.Sleep(time.Second)
+	old := l.pods(t, w.Namespace, s.old)
+	began := time.Now()
+	caused := make(chan error, 1)
+	go func() { caused <- s.cause(t.Context(), l, w) }()
+	when, err := l.gone(t, w.Namespace, old, s.left, s.limit)
+	if err != nil {
+		l.explain(t)
+		t.Errorf("%s, %s, %s: %v", s.name, m.name, how, err)
+	}
+	if err := <-caused; err != nil {
+		t.Errorf("%s, %s, %s: %v", s.name, m.name, how, err)
+	}
+	time.Sleep(1500 * time.Millisecond) // stale routes fail late
+	var rows []row
+	for _, app := range apps {
+		c := running[app].stop()
+		r := row{
+			Scenario: s.name, Mode: m.name, Traffic: how, App: app, Requests: c.requests, Failed: c.failed,
+			Seconds: when[app].Sub(began).Seconds(), connections: c.connections, text: c.String(),
+		}
+		t.Logf("%s, %s, %s, %s: %.1f s, %s", s.name, m.name, how, app, r.Seconds, c)
+		if m.name == lameduck {
+			for _, f := range c.first {
+				t.Logf("  %s after %.0f ms, at %s, from %s: %s", f.Kind, f.TookMillis, f.Due.Format("15:04:05.000"), f.Source, f.Error)
+			}
+		}
+		if m.name == lameduck && c.failed > 0 {
+			l.said(t, began)
+		}
+		if c.skipped > 0 {
+			t.Errorf("%s, %s: %d requests were never sent", s.name, m.name, c.skipped)
+		}
+		rows = append(rows, r)
+	}
+	if s.after != nil {
+		if err := s.after(t.Context(), l); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return rows
+}
+
+// Everything that three nodes with Lameduck are good for, in one start of them. What takes parts of Lameduck away comes last.
+func TestNodes(t *testing.T) {
+	l := newLab(t, 3, machine.Options{})
+	var namespaces []string
+	for _, m := range modes() {
+		l.namespace(t, m.work.Namespace, m.labels)
+		namespaces = append(namespaces, m.work.Namespace)
+	}
+	l.addGateway(t, namespaces)
+	l.addWebhooks(t)
+	t.Run("Table", l.testTable)
+	t.Run("LivenessRestart", l.testLivenessRestart)
+	t.Run("ExecHook", l.testExecHook)
+	t.Run("FrozenAgent", l.testFrozenAgent)
+	t.Run("NoAgents", l.testNoAgents)
+}
+
+// The table of the README: what happens to requests, and how long it takes.
+func (l *lab) testTable(t *testing.T) {
+	runs, _ := strconv.Atoi(os.Getenv("RUNS"))
+	all := modes()
+	haproxy := l.gatewayAddress(t)
+	only := os.Getenv("ONLY") // scenarios whose names contain it, in modes whose names contain MODE
+	var rows []row
+	for range max(runs, 1) {
+		for i, m := range all {
+			if !strings.Contains(m.name, os.Getenv("MODE")) {
+				continue
+			}
+			address := func(app string) string {
+				return fmt.Sprintf("http://%s:%d/", haproxy, 8000+10*i+slices.Index(apps, app))
+			}
+			for _, s := range scenarios() {
+				if !strings.Contains(s.name, only) {
+					continue
+				}
+				for _, how := range []traffic{perRequest, keptAlive} {
+					rows = append(rows, l.measure(t, s, m, how, address)...)
+				}
+			}
+			if m.name == lameduck {
+				l.tellWaits(t)
+			}
+			l.deploy(t, m.work.with("Deployment", 0))
+		}
+		if strings.Contains(cutOff, only) {
+			rows = append(rows, l.measureCut(t, all, haproxy)...)
+		}
+	}
+	text, err := json.MarshalIndent(rows, "", "  ")
+	if err == nil {
+		err = os.WriteFile("../../../e2e.json", append(text, '\n'), 0o644)
+	}
+	if err != nil {
+		t.Error(err)
+	}
+	table(t, rows)
+	promises(t, rows)
+}
+
+// tellWaits logs how hooks ended and how long kube-proxy took on each node: what people could not know when they chose their sleep.
+func (l *lab) tellWaits(t *testing.T) {
+	t.Helper()
+	for _, m := range l.set.Machines {
+		var some strings.Builder
+		for line := range strings.Lines(l.metrics(t, m.Name, "lameduck_")) {
+			if (strings.HasPrefix(line, "lameduck_barrier_") || strings.HasPrefix(line, "lameduck_propagation_")) && !strings.HasSuffix(line, " 0\n") {
+				some.WriteString(line)
+			}
+		}
+		t.Logf("agent of %s:\n%s", m.Name, some.String())
+	}
+}
+
+// table prints what was measured: of several runs the sum of requests and the median of times.
+func table(t *testing.T, rows []row) {
+	t.Helper()
+	var text strings.Builder
+	w := tabwriter.NewWriter(&text, 0, 0, 2, ' ', 0)
+	fmt.Fprintln(w, "scenario\ttraffic\tapp\tmode\trequests\tfailed\tseconds")
+	for _, g := range groups(rows) {
+		fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%d\t%d\t%.1f\n", g[0].Scenario, g[0].Traffic, g[0].App, g[0].Mode, total(g).Requests, total(g).Failed, median(g))
+	}
+	w.Flush()
+	t.Log("\n" + text.String())
+}
+
+// groups are rows of the same kind, in the order in which scenarios were run.
+func groups(rows []row) [][]row {
+	var all [][]row
+	for _, s := range rows {
+		i := slices.IndexFunc(all, func(g []row) bool {
+			return g[0].Scenario == s.Scenario && g[0].Mode == s.Mode && g[0].Traffic == s.Traffic && g[0].App == s.App
+		})
+		if i < 0 {
+			all = append(all, nil)
+			i = len(all) - 1
+		}
+		all[i] = append(all[i], s)
+	}
+	return all
+}
+
+func total(g []row) row {
+	sum := g[0]
+	for _, r := range g[1:] {
+		sum.Requests += r.Requests
+		sum.Failed += r.Failed
+		sum.connections += r.connections
+	}
+	return sum
+}
+
+func median(g []row) float64 {
+	var all []float64
+	for _, r := range g {
+		all = append(all, r.Seconds)
+	}
+	slices.Sort(all)
+	return all[len(all)/2]
+}
+
+// idleBound is how long connections that stay are waited for.
+const idleBound = 10.0
+
+// promises asserts what design says of Lameduck.
+func promises(t *testing.T, rows []row) {
+	t.Helper()
+	all := groups(rows)
+	for _, g := range all {
+		sum := total(g)
+		if sum.Requests == 0 {
+			t.Errorf("%s, %s: no requests", sum.Scenario, sum.Mode)
+		}
+		if sum.Mode != lameduck {
+			continue
+		}
+		at := fmt.Sprintf("%s, %s, %s, with Lameduck", sum.Scenario, sum.Traffic, sum.App)
+		switch {
+		case sum.Traffic == perRequest && sum.Failed > 0, sum.App == "graceful" && sum.Failed > 0:
+			t.Errorf("%s: %d of %d requests failed, want 0", at, sum.Failed, sum.Requests)
+		case sum.Failed > sum.connections:
+			t.Errorf("%s: %d requests failed on %d connections, want one each at most", at, sum.Failed, sum.connections)
+		}
+		for _, other := range all {
+			if other[0].Scenario != sum.Scenario || other[0].Traffic != sum.Traffic || other[0].App != sum.App || other[0].Mode != unprotected || sum.Scenario == cutOff {
+				continue
+			}
+			most := 1.25 * median(other)
+			if sum.Traffic == keptAlive {
+				most += idleBound * waves(sum.Scenario)
+			}
+			if got := median(g); got > most {
+				t.Errorf("%s: %.1f s until the last old pod was gone, want %.1f s at most, unprotected it were %.1f s", at, got, most, median(other))
+			}
+		}
+	}
+}
+
+// waves is how many pods of an app go one after the other, each of which may wait for its connections.
+func waves(scenario string) float64 {
+	if scenario == "StatefulSet update" {
+		return 3
+	}
+	return 1
+}
+
+// cutOff is a rolling update on two nodes while the third is cut off.
+const cutOff = "node cut off"
+
+// measureCut cuts node-3 off and updates apps that have no pods there. Its agent owes until the API server says that its node is not ready, or
+// until the deadline.
+func (l *lab) measureCut(t *testing.T, all []mode, haproxy string) []row {
+	t.Helper()
+	var rows []row
+	for i, m := range all {
+		if !strings.Contains(m.name, os.Getenv("MODE")) {
+			continue
+		}
+		address := func(app string) string {
+			return fmt.Sprintf("http://%s:%d/", haproxy, 8000+10*i+slices.Index(apps, app))
+		}
+		node := l.set.Machines[2]
+		s := scenario{
+			name: cutOff, notOn: node.Name, old: everyPod, limit: 4 * time.Minute,
+			cause: func(ctx context.Context, l *lab, w work) error {
+				if err := node.Cut(); err != nil {
+					return err
+				}
+				return restart(ctx, l, w)
+			},
+			after: func(ctx context.Context, l *lab) error {
+				if err := node.Heal(); err != nil {
+					return err
+				}
+				_, err := l.Kubectl(ctx, "wait", "--for=condition=Ready=True", "node/"+node.Name, "--timeout=60s")
+				return err
+			},
+		}
+		rows = append(rows, l.measure(t, s, m, perRequest, address)...)
+		if m.name == lameduck {
+			events := l.kubectl(t, "get", "events", "-n", m.work.Namespace, "-o", "jsonpath={range .items[*]}{.reason}: {.message}{.note}{\"\\n\"}{end}")
+			if !strings.Contains(events, node.Name) && !strings.Contains(events, "lameduck-node") {
+				t.Errorf("no Event names the agent of %s:\n%s", node.Name, events)
+			}
+		}
+		l.deploy(t, m.work.with("Deployment", 0))
+	}
+	return rows
+}

@@ -1,0 +1,254 @@
+//go:build e2e
+
+package nodes
+
+import (
+	"bytes"
+	_ "embed"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"testing"
+	"text/template"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/lameduck-io/lameduck/test/e2e/load"
+)
+
+//go:embed app.yaml
+var appSheet string
+
+//go:embed gateway.yaml
+var gatewaySheet string
+
+// apps are the two ways of ending: at SIGTERM at once, and when what is in flight is done.
+var apps = []string{"exit", "graceful"}
+
+// work is what runs in a namespace: each of the apps behind a Service of its own.
+type work struct {
+	Namespace string
+	// Kind is Deployment or StatefulSet.
+	Kind     string
+	Replicas int
+	// Sleep is the seconds of a preStop hook. 0: none.
+	Sleep int
+	// NotOn is a node that pods keep away from. Empty: none.
+	NotOn string
+}
+
+func (w work) with(kind string, replicas int) work {
+	w.Kind, w.Replicas = kind, replicas
+	return w
+}
+
+func render(t *testing.T, sheet string, values any) string {
+	t.Helper()
+	var out bytes.Buffer
+	if err := template.Must(template.New("").Parse(sheet)).Execute(&out, values); err != nil {
+		t.Fatal(err)
+	}
+	return out.String()
+}
+
+// deploy makes the apps as w says, and waits until they are.
+func (l *lab) deploy(t *testing.T, w work) {
+	t.Helper()
+	for _, app := range apps {
+		l.applyText(t, render(t, appSheet, struct {
+			work
+			App, Image string
+		}{w, app, appImage}))
+		other := map[string]string{"Deployment": "statefulset", "StatefulSet": "deployment"}[w.Kind]
+		l.kubectl(t, "delete", "-n", w.Namespace, other, app, "--ignore-not-found")
+	}
+	l.settled(t, w)
+}
+
+// settled waits until as many pods as there should be are ready, none else is left, and the nodes' rules had time to follow.
+func (l *lab) settled(t *testing.T, w work) {
+	t.Helper()
+	l.until(t, "the pods of "+w.Namespace, func() error {
+		pods, err := l.kube.CoreV1().Pods(w.Namespace).List(t.Context(), metav1.ListOptions{})
+		if err != nil {
+			return err
+		}
+		if len(pods.Items) != len(apps)*w.Replicas {
+			return fmt.Errorf("%d pods", len(pods.Items))
+		}
+		for _, p := range pods.Items {
+			if !isReady(&p) || p.DeletionTimestamp != nil {
+				return fmt.Errorf("pod %s is not ready", p.Name)
+			}
+		}
+		return nil
+	})
+	time.Sleep(1500 * time.Millisecond)
+}
+
+func isReady(p *corev1.Pod) bool {
+	return slices.ContainsFunc(p.Status.Conditions, func(c corev1.PodCondition) bool {
+		return c.Type == corev1.PodReady && c.Status == corev1.ConditionTrue
+	})
+}
+
+// addGateway installs HAProxy and its agent, for the apps of the namespaces. The frontend of app j of namespace i listens on 8000 + 10i + j.
+func (l *lab) addGateway(t *testing.T, namespaces []string) {
+	t.Helper()
+	type backend struct {
+		Namespace, App string
+		Port           int
+	}
+	var backends []backend
+	for i, namespace := range namespaces {
+		for j, app := range apps {
+			backends = append(backends, backend{namespace, app, 8000 + 10*i + j})
+		}
+	}
+	l.applyText(t, render(t, gatewaySheet, struct {
+		Namespaces []string
+		Backends   []backend
+		Image      string
+	}{namespaces, backends, haproxyImage}))
+	l.kubectl(t, "rollout", "status", "-n", gateway, "deployment/gateway", "--timeout=60s")
+}
+
+// gatewayAddress is where HAProxy is.
+func (l *lab) gatewayAddress(t *testing.T) string {
+	t.Helper()
+	pods, err := l.kube.CoreV1().Pods(gateway).List(t.Context(), metav1.ListOptions{LabelSelector: "app=gateway"})
+	if err != nil || len(pods.Items) != 1 {
+		t.Fatalf("pods of the gateway: %v, %v", pods, err)
+	}
+	return pods.Items[0].Status.PodIP
+}
+
+// traffic is how clients use connections.
+type traffic string
+
+const (
+	perRequest traffic = "connection per request"
+	keptAlive  traffic = "kept alive"
+)
+
+// clients are all clients of one app.
+type clients struct{ loads []*load.Load }
+
+// startClients sends requests to an app through ClusterIP, NodePort and HAProxy at once.
+func (l *lab) startClients(t *testing.T, namespace, app, haproxy string, how traffic) *clients {
+	t.Helper()
+	service, err := l.kube.CoreV1().Services(namespace).Get(t.Context(), app, metav1.GetOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	// Clients that keep connections are several on each way, or they would keep one or two and meet one pod.
+	rate, many := 50.0, 1
+	if how == keptAlive {
+		rate, many = 8, 6
+	}
+	all := &clients{}
+	for i, target := range []string{
+		fmt.Sprintf("http://%s:80/", service.Spec.ClusterIP),
+		fmt.Sprintf("http://%s:%d/", l.set.Machines[1].Address, service.Spec.Ports[0].NodePort),
+		haproxy,
+	} {
+		for j := range many {
+			source := (i*many + j) % len(l.sources)
+			one, err := load.Run(t.Context(), load.Options{
+				Target: target, Rate: rate, Timeout: 5 * time.Second, KeepAlive: how == keptAlive, DropClosed: true, WantBody: []byte("ok\n"),
+				SourceAddrs: slices.Concat(l.sources[source:], l.sources[:source]),
+			})
+			if err != nil {
+				t.Fatal(err)
+			}
+			t.Cleanup(func() { one.Stop() })
+			all.loads = append(all.loads, one)
+		}
+	}
+	return all
+}
+
+// counted is what became of the requests of an app's clients.
+type counted struct {
+	requests, failed, skipped, connections int
+	by                                     map[string]int
+	first                                  []load.Failure
+}
+
+func (c *clients) stop() counted {
+	sum := counted{by: map[string]int{}}
+	for _, one := range c.loads {
+		r := one.Stop()
+		sum.requests += r.Total
+		sum.failed += r.Failed
+		sum.skipped += r.Skipped
+		sum.connections += r.Connections
+		for kind, n := range r.FailedBy {
+			sum.by[kind] += n
+		}
+		sum.first = append(sum.first, r.Failures...)
+	}
+	return sum
+}
+
+// String says how requests failed.
+func (c counted) String() string {
+	text := fmt.Sprintf("%d of %d failed", c.failed, c.requests)
+	for _, kind := range slices.Sorted(maps.Keys(c.by)) {
+		text += fmt.Sprintf(", %s %d", kind, c.by[kind])
+	}
+	return text
+}
+
+// pods are those of a namespace by app that keep says, without those that are going already.
+func (l *lab) pods(t *testing.T, namespace string, keep func(*corev1.Pod) bool) map[string][]types.UID {
+	t.Helper()
+	list, err := l.kube.CoreV1().Pods(namespace).List(t.Context(), metav1.ListOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	all := map[string][]types.UID{}
+	for _, p := range list.Items {
+		if p.DeletionTimestamp == nil && keep(&p) {
+			all[p.Labels["app"]] = append(all[p.Labels["app"]], p.UID)
+		}
+	}
+	return all
+}
+
+// gone waits until at most left of the pods of each app are there any more, and returns when that was.
+func (l *lab) gone(t *testing.T, namespace string, old map[string][]types.UID, left int, limit time.Duration) (map[string]time.Time, error) {
+	t.Helper()
+	when := map[string]time.Time{}
+	for end := time.Now().Add(limit); ; time.Sleep(30 * time.Millisecond) {
+		list, err := l.kube.CoreV1().Pods(namespace).List(t.Context(), metav1.ListOptions{ResourceVersion: "0"})
+		if err != nil {
+			return when, err
+		}
+		there := map[types.UID]bool{}
+		for _, p := range list.Items {
+			there[p.UID] = true
+		}
+		for app, uids := range old {
+			n := 0
+			for _, uid := range uids {
+				if there[uid] {
+					n++
+				}
+			}
+			if _, already := when[app]; n <= left && !already {
+				when[app] = time.Now()
+			}
+		}
+		if len(when) == len(old) {
+			return when, nil
+		}
+		if time.Now().After(end) {
+			return when, errors.New("pods are still there after " + limit.String())
+		}
+	}
+}
