@@ -3,6 +3,7 @@ package install
 import (
 	"encoding/json"
 	"fmt"
+	"maps"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -98,6 +99,15 @@ func TestTheChartIsTheManifests(t *testing.T) {
 		if diff := cmp.Diff(objects(t, kustomized(t, s, path)), objects(t, chart)); diff != "" {
 			t.Errorf("%s (-) and certificates=%s (+): %s", path, certificates, diff)
 		}
+	}
+	chart, err := charted(t, map[string]any{"createNamespace": true, "barrier": map[string]any{"enabled": true}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	both := objects(t, kustomized(t, s, "base"))
+	maps.Copy(both, objects(t, kustomized(t, s, "barrier")))
+	if diff := cmp.Diff(both, objects(t, chart)); diff != "" {
+		t.Errorf("base and barrier (-) and barrier.enabled=true (+): %s", diff)
 	}
 	text, err := rendered(t, nil, func(path string) bool { return strings.Contains(path, "/tests/") })
 	if err != nil {
@@ -203,7 +213,11 @@ func TestEveryObjectIsAccepted(t *testing.T) {
 	if _, err := s.Kube.CoreV1().Namespaces().Create(t.Context(), shop, metav1.CreateOptions{}); err != nil {
 		t.Fatal(err)
 	}
-	for _, path := range []string{"base", "overlays/cert-manager", "overlays/own-certificates", "haproxy", "check"} {
+	nodes := &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: "lameduck-node", Labels: map[string]string{"pod-security.kubernetes.io/enforce": "privileged"}}}
+	if _, err := s.Kube.CoreV1().Namespaces().Create(t.Context(), nodes, metav1.CreateOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	for _, path := range []string{"base", "overlays/cert-manager", "overlays/own-certificates", "haproxy", "check", "barrier"} {
 		t.Run(path, func(t *testing.T) {
 			out, err := s.Cluster.Kubectl(t.Context(), "apply", "--dry-run=server", "--validate=strict", "-k", manifests(path))
 			if err != nil {
@@ -225,7 +239,7 @@ func TestEveryObjectIsAccepted(t *testing.T) {
 				template := o["spec"].(object)["template"].(object)
 				template["apiVersion"], template["kind"] = "v1", "Pod"
 				template["metadata"].(object)["name"], template["metadata"].(object)["namespace"] = "accepted", meta["namespace"]
-				if path == "haproxy" || path == "check" {
+				if path == "haproxy" || path == "check" || path == "barrier" {
 					delete(template["spec"].(object), "serviceAccountName") // it is not there yet
 				}
 				text, err := yaml.Marshal(template)

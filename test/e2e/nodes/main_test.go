@@ -4,8 +4,6 @@ package nodes
 
 import (
 	"context"
-	"crypto/rand"
-	"encoding/base64"
 	"fmt"
 	"net"
 	"net/netip"
@@ -45,9 +43,6 @@ type lab struct {
 	*cluster.Cluster
 	set  *machine.Set
 	kube *kubernetes.Clientset
-	ca   *cluster.CA
-	// secret ends the paths of the webhooks.
-	secret string
 	// sources are where clients come from.
 	sources []netip.Addr
 }
@@ -70,13 +65,10 @@ func newLab(t *testing.T, n int, options machine.Options) *lab {
 		machine.Image{Name: appImage, Program: filepath.Join(bin, "app")},
 		machine.Image{Name: haproxyImage, Program: haproxy, Libraries: libraries},
 	)
-	l := &lab{Cluster: cluster.New(t, machine.ControlPlane()), secret: strings.ToLower(rand.Text())} // upper case the API server refuses in a path
+	l := &lab{Cluster: cluster.New(t, machine.ControlPlane())}
 	began := time.Now()
 	l.set = machine.New(t, l.Cluster, n, options)
 	if l.kube, err = kubernetes.NewForConfig(l.Config()); err != nil {
-		t.Fatal(err)
-	}
-	if l.ca, err = cluster.NewCA(); err != nil {
 		t.Fatal(err)
 	}
 	t.Logf("nodes after %s", time.Since(began).Round(time.Second/10))
@@ -142,20 +134,22 @@ func (l *lab) addClients(t *testing.T) {
 // object is what is known of any manifest.
 type object = map[string]any
 
-// manifests are the objects of manifests/base.
+// manifests are the objects of manifests/base and manifests/barrier.
 func (l *lab) manifests(t *testing.T) []object {
 	t.Helper()
-	out, err := l.Kubectl(t.Context(), "kustomize", "../../../manifests/base")
-	if err != nil {
-		t.Fatal(err)
-	}
 	var all []object
-	for _, document := range strings.Split(out, "\n---\n") {
-		var o object
-		if err := yaml.Unmarshal([]byte(document), &o); err != nil {
+	for _, folder := range []string{"base", "barrier"} {
+		out, err := l.Kubectl(t.Context(), "kustomize", "../../../manifests/"+folder)
+		if err != nil {
 			t.Fatal(err)
 		}
-		all = append(all, o)
+		for _, document := range strings.Split(out, "\n---\n") {
+			var o object
+			if err := yaml.Unmarshal([]byte(document), &o); err != nil {
+				t.Fatal(err)
+			}
+			all = append(all, o)
+		}
 	}
 	return all
 }
@@ -210,30 +204,7 @@ func (l *lab) install(t *testing.T) {
 		}
 	}
 	l.apply(t, objects...)
-	certs := t.TempDir()
-	if err := l.ca.IssueFiles(certs, "lameduck-agents."+system+".svc", "lameduck-webhook."+system+".svc"); err != nil {
-		t.Fatal(err)
-	}
-	tls := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Name: "lameduck-tls"}, Type: corev1.SecretTypeTLS, Data: map[string][]byte{}}
-	for _, name := range []string{"tls.crt", "tls.key"} {
-		var err error
-		if tls.Data[name], err = os.ReadFile(filepath.Join(certs, name)); err != nil {
-			t.Fatal(err)
-		}
-	}
-	door := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Name: "lameduck-admission"}, StringData: map[string]string{"secret": l.secret}}
-	for _, s := range []*corev1.Secret{tls, door} {
-		if _, err := l.kube.CoreV1().Secrets(system).Create(t.Context(), s, metav1.CreateOptions{}); err != nil {
-			t.Fatal(err)
-		}
-	}
 	l.namespace(t, gateway, map[string]string{"lameduck.io/drain": "disabled"})
-	ca := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: "lameduck-ca"}, Data: map[string]string{"ca.crt": string(l.ca.PEM())}}
-	for _, namespace := range []string{agents, gateway} {
-		if _, err := l.kube.CoreV1().ConfigMaps(namespace).Create(t.Context(), ca.DeepCopy(), metav1.CreateOptions{}); err != nil {
-			t.Fatal(err)
-		}
-	}
 	l.apply(t, workloads...)
 	l.kubectl(t, "rollout", "status", "-n", system, "deployment/lameduck-webhook", "--timeout=60s")
 	l.kubectl(t, "rollout", "status", "-n", agents, "daemonset/lameduck-node", "--timeout=60s")
@@ -253,22 +224,13 @@ func notOn(node string) object {
 	}}}}
 }
 
-// addWebhooks makes the API server ask.
+// addWebhooks makes the API server ask. Where, and whom to trust, the coordinators write.
 func (l *lab) addWebhooks(t *testing.T) {
 	t.Helper()
 	var configurations []object
 	for _, o := range l.manifests(t) {
 		if !isWebhook(o) {
 			continue
-		}
-		path := "/v1/admit/"
-		if o["kind"] == "MutatingWebhookConfiguration" {
-			path = "/v1/mutate/"
-		}
-		for _, w := range o["webhooks"].([]any) {
-			client := w.(object)["clientConfig"].(object)
-			client["caBundle"] = base64.StdEncoding.EncodeToString(l.ca.PEM())
-			client["service"].(object)["path"] = path + l.secret
 		}
 		configurations = append(configurations, o)
 	}

@@ -133,7 +133,7 @@ func (s *Stage) Close() {
 	s.nodes.Wait()
 }
 
-// Manifests is the directory of the installation manifests.
+// Manifests is the directory of what everybody installs.
 func Manifests() string {
 	_, here, _, _ := runtime.Caller(0)
 	return filepath.Join(filepath.Dir(here), "..", "..", "..", "manifests", "base")
@@ -170,9 +170,9 @@ func (s *Stage) Apply(ctx context.Context, manifests string) error {
 	return nil
 }
 
-// installed returns the objects of the installation manifests of the given kinds.
-func (s *Stage) installed(ctx context.Context, kinds ...string) ([]object, error) {
-	out, err := s.Cluster.Kubectl(ctx, "kustomize", Manifests())
+// installed returns the objects of the given kinds in a folder of the manifests.
+func (s *Stage) installed(ctx context.Context, folder string, kinds ...string) ([]object, error) {
+	out, err := s.Cluster.Kubectl(ctx, "kustomize", filepath.Join(Manifests(), "..", folder))
 	if err != nil {
 		return nil, fmt.Errorf("kubectl kustomize: %w: %s", err, out)
 	}
@@ -206,7 +206,7 @@ func join(objects []object) (string, error) {
 // InstallCoordinator installs everything of the manifests but the webhook configuration, so that nothing waits yet, and waits until the
 // coordinator runs.
 func (s *Stage) InstallCoordinator(ctx context.Context) error {
-	objects, err := s.installed(ctx, "Namespace", "ServiceAccount", "ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding", "Secret", "ConfigMap", "Service", "PriorityLevelConfiguration", "FlowSchema",
+	objects, err := s.installed(ctx, "base", "Namespace", "ServiceAccount", "ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding", "Secret", "ConfigMap", "Service", "PriorityLevelConfiguration", "FlowSchema",
 		"PodDisruptionBudget", "NetworkPolicy")
 	if err != nil {
 		return err
@@ -239,16 +239,16 @@ func (s *Stage) InstallCoordinator(ctx context.Context) error {
 // InstallWebhook installs the webhook configuration of the manifests that holds deletions, with the coordinator's address in the place of its
 // Service's, and waits until the coordinator has written its CA and the path into it.
 func (s *Stage) InstallWebhook(ctx context.Context) error {
-	return s.installWebhook(ctx, "ValidatingWebhookConfiguration", "/v1/admit/")
+	return s.installWebhook(ctx, "base", "ValidatingWebhookConfiguration", "/v1/admit/")
 }
 
 // InstallBarrier installs the one that gives new pods the barrier's hook.
 func (s *Stage) InstallBarrier(ctx context.Context) error {
-	return s.installWebhook(ctx, "MutatingWebhookConfiguration", "/v1/mutate/")
+	return s.installWebhook(ctx, "barrier", "MutatingWebhookConfiguration", "/v1/mutate/")
 }
 
-func (s *Stage) installWebhook(ctx context.Context, kind, path string) error {
-	objects, err := s.installed(ctx, kind)
+func (s *Stage) installWebhook(ctx context.Context, folder, kind, path string) error {
+	objects, err := s.installed(ctx, folder, kind)
 	if err != nil {
 		return err
 	}
