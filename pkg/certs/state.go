@@ -29,6 +29,7 @@ import (
 	"math/big"
 	"net"
 	"net/netip"
+	"strings"
 	"time"
 )
 
@@ -224,7 +225,8 @@ func newSet(now time.Time, names []string, t Times) (*Set, error) {
 		return nil, fmt.Errorf("encode a key: %w", err)
 	}
 	return &Set{
-		CA: encode("CERTIFICATE", caDER), Cert: encode("CERTIFICATE", der), Key: encode("PRIVATE KEY", keyDER), Secret: rand.Text(), Made: now,
+		// In a Service's path the API server takes lower case alone (validation of webhooks[].clientConfig.service.path).
+		CA: encode("CERTIFICATE", caDER), Cert: encode("CERTIFICATE", der), Key: encode("PRIVATE KEY", keyDER), Secret: strings.ToLower(rand.Text()), Made: now,
 	}, nil
 }
 

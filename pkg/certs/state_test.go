@@ -7,6 +7,8 @@ import (
 	"slices"
 	"testing"
 	"time"
+
+	"k8s.io/apimachinery/pkg/util/validation"
 )
 
 var (
@@ -104,6 +106,10 @@ func TestTheNextSetWaitsUntilItIsKnown(t *testing.T) {
 		t.Fatalf("at first: %+v", s)
 	}
 	first := s.Current.Secret
+	// Else no webhook that is reached by a Service can be given the path, and nothing ever waits.
+	if wrong := validation.IsDNS1123Subdomain(first); len(wrong) > 0 {
+		t.Fatalf("the API server will not have %q in a Service's path: %q", first, wrong)
+	}
 	if !step(time.Hour, true) || s.Next == nil || s.Current.Secret != first || len(s.Secrets()) != 2 {
 		t.Fatalf("due: %+v", s)
 	}
