@@ -78,8 +78,10 @@ type Set struct {
 	fresh bool
 
 	// pods are those with a tombstone, the dead included; held those with a lease.
-	pods             map[UID]*pod
-	held, unread     []*pod
+	pods         map[UID]*pod
+	held, unread []*pod
+	// seen is scratch for Observe.
+	seen             []int32
 	eldest, youngest *pod
 	burials          uint64
 	lapsedAt         int64
@@ -400,10 +402,16 @@ func (s *Set) Observe(now time.Time, o Observation) {
 		r.set(missing, seen.Missing)
 		r.set(asked, false)
 		r.active, r.seenAt, r.seenIn = int32(min(seen.Active, math.MaxInt32)), at, s.generation
-		if !s.dropIfDone(i, r) {
+		s.seen = append(s.seen, i)
+	}
+	// Not in the order of the map: places that become free are given out again, and with them their time to be probed. A simulation replays that.
+	slices.Sort(s.seen)
+	for _, i := range s.seen {
+		if r := s.at(i); !s.dropIfDone(i, r) {
 			s.refresh(i, r)
 		}
 	}
+	s.seen = s.seen[:0]
 	if moved {
 		s.refreshAll()
 	}

@@ -5,6 +5,7 @@ import (
 	"hash/maphash"
 	"math/bits"
 	"net/netip"
+	"slices"
 	"sync/atomic"
 	"unsafe"
 )
@@ -331,7 +332,7 @@ func (s *Set) ofPod(uid UID, all []int32) []int32 {
 		}
 		return all
 	}
-	d, h := s.dir.Load(), hashOf(s.seed, &name{uid: string(uid)})
+	d, h, from := s.dir.Load(), hashOf(s.seed, &name{uid: string(uid)}), len(all)
 	for g := d.start(h); ; g = d.after(g) {
 		word := d.words[g].Load()
 		for at := tagged(word, h); at != 0; at &= at - 1 {
@@ -343,6 +344,10 @@ func (s *Set) ofPod(uid UID, all []int32) []int32 {
 		if hasEmpty(word) {
 			break
 		}
+	}
+	// Where they lie depends on the seed. What happens must not: a simulation replays it.
+	if len(all) > from+1 {
+		slices.Sort(all[from:])
 	}
 	if s.zoned == 0 {
 		return all
