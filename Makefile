@@ -50,7 +50,8 @@ sim: ## the deterministic simulation: SEEDS of them FROM one, and with each rule
 .PHONY: e2e
 e2e: haproxy node-packages kubernetes build ## three real nodes, as root, and Lameduck on them: the table, e2e.json (RUNS=5); skipped on a laptop without root or packages
 	@cd test/cluster && go vet -tags e2e ./... && go test -tags e2e -count=1 -timeout 15m -v ./machine
-	@cd test/e2e && go vet -tags e2e ./nodes && RUNS=$(RUNS) LAMEDUCK_BIN=$(BIN) go test -tags e2e -count=1 -timeout $$((10 + 20 * $(RUNS)))m -v ./nodes
+	@cd test/e2e && go vet -tags e2e ./... && go test -tags e2e -count=1 -timeout 10m ./kubeproxy
+	@cd test/e2e && RUNS=$(RUNS) LAMEDUCK_BIN=$(BIN) go test -tags e2e -count=1 -timeout $$((10 + 20 * $(RUNS)))m -v ./nodes
 
 .PHONY: build
 build: ## the programs, into bin/
