@@ -99,7 +99,7 @@ func TestEveryPanelHasData(t *testing.T) {
 	}
 
 	docs := ""
-	for _, name := range []string{"operations.md", "health.md"} {
+	for _, name := range []string{"operations.md", "health.md", "barrier.md"} {
 		text, err := os.ReadFile(manifests("../docs/" + name))
 		if err != nil {
 			t.Fatal(err)
