@@ -330,6 +330,12 @@ func rollout(t *testing.T, c *cluster.Cluster, set *machine.Set) {
 	for round := range 2 {
 		kubectl(t, c, "rollout", "status", "deployment/app", "--timeout=60s")
 		t.Logf("rolled out in %s", time.Since(began).Round(time.Second/10))
+		// Those that go still answer for a moment, so that rules which name them look settled.
+		for end := time.Now().Add(20 * time.Second); time.Now().Before(end); time.Sleep(100 * time.Millisecond) {
+			if names := kubectl(t, c, "get", "pods", "-l", "app=app", "-o", "name"); len(strings.Fields(names)) == replicas {
+				break
+			}
+		}
 		// The rules follow within a second or so. What this asks is that they get there, not how fast.
 		settled := func() bool {
 			for range 30 {
