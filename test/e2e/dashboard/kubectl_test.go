@@ -94,7 +94,7 @@ func plugin(t *testing.T, kubeconfig string, args ...string) (stdout, stderr str
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
 	defer cancel()
-	cmd := exec.CommandContext(ctx, filepath.Join(programs(t), "kubectl-lameduck"), append(args, "--kubeconfig", kubeconfig)...)
+	cmd := exec.CommandContext(ctx, filepath.Join(stage.Programs(t), "kubectl-lameduck"), append(args, "--kubeconfig", kubeconfig)...)
 	var out, errs bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &out, &errs
 	err = cmd.Run()
@@ -153,14 +153,14 @@ func TestKubectl(t *testing.T) {
 	}
 
 	// As kubectl finds it: on the PATH.
-	t.Setenv("PATH", programs(t)+string(os.PathListSeparator)+os.Getenv("PATH"))
+	t.Setenv("PATH", stage.Programs(t)+string(os.PathListSeparator)+os.Getenv("PATH"))
 	if out, err := s.Cluster.Kubectl(t.Context(), "lameduck", "status"); err != nil || !strings.Contains(out, gateway) {
 		t.Errorf("as a plugin: %v: %s", err, out)
 	}
 
 	// --watch tells of every pod of a rolling update, from its beginning to its end.
 	ctx, cancel := context.WithCancel(t.Context())
-	watch := exec.CommandContext(ctx, filepath.Join(programs(t), "kubectl-lameduck"), "drains", "--watch", "-n", ns, "-o", "json", "--kubeconfig", admin)
+	watch := exec.CommandContext(ctx, filepath.Join(stage.Programs(t), "kubectl-lameduck"), "drains", "--watch", "-n", ns, "-o", "json", "--kubeconfig", admin)
 	watch.Cancel = func() error { return watch.Process.Signal(os.Interrupt) }
 	var watched, complaints bytes.Buffer
 	watch.Stdout, watch.Stderr = &watched, &complaints

@@ -3,10 +3,8 @@ package dashboard
 import (
 	"context"
 	"encoding/json"
-	"fmt"
 	"net/netip"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -25,34 +23,6 @@ import (
 const address = "127.0.0.1:9445"
 
 var (
-	buildOnce sync.Once
-	built     string
-	errBuilt  error
-)
-
-// programs builds what is tested, with the race detector, and returns the directory.
-func programs(t *testing.T) string {
-	t.Helper()
-	buildOnce.Do(func() {
-		if built, errBuilt = os.MkdirTemp("", "bin"); errBuilt != nil {
-			return
-		}
-		for _, of := range []struct{ dir, pkg string }{{"../../..", "./cmd/..."}, {"..", "./app"}} {
-			cmd := exec.Command("go", "build", "-race", "-o", built+"/", of.pkg)
-			cmd.Dir = of.dir
-			if out, err := cmd.CombinedOutput(); err != nil {
-				errBuilt = fmt.Errorf("build %s: %w: %s", of.pkg, err, out)
-				return
-			}
-		}
-	})
-	if errBuilt != nil {
-		t.Fatal(errBuilt)
-	}
-	return built
-}
-
-var (
 	openOnce sync.Once
 	opened   *stage.Stage
 	errOpen  error
@@ -65,7 +35,7 @@ func open(t *testing.T) *stage.Stage {
 		cluster.Missing(t, "haproxy", "apt-get install haproxy")
 	}
 	cluster.Entered(t)
-	bin := programs(t)
+	bin := stage.Programs(t)
 	openOnce.Do(func() {
 		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 		defer cancel()

@@ -21,7 +21,7 @@ func check(t *testing.T, s *stage.Stage, as string, args ...string) (string, err
 			t.Fatal(err)
 		}
 	}
-	out, err := exec.Command(filepath.Join(programs(t), "webhook"), append([]string{"check", "--kubeconfig", kubeconfig}, args...)...).CombinedOutput()
+	out, err := exec.Command(filepath.Join(stage.Programs(t), "webhook"), append([]string{"check", "--kubeconfig", kubeconfig}, args...)...).CombinedOutput()
 	return string(out), err
 }
 

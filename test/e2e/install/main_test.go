@@ -3,9 +3,7 @@ package install
 
 import (
 	"context"
-	"fmt"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"sync"
 	"testing"
@@ -21,34 +19,6 @@ func TestMain(m *testing.M) { cluster.Main(m) }
 const overlap = 3 * time.Second
 
 var (
-	buildOnce sync.Once
-	built     string
-	errBuilt  error
-)
-
-// programs builds what is tested and returns the directory.
-func programs(t *testing.T) string {
-	t.Helper()
-	buildOnce.Do(func() {
-		if built, errBuilt = os.MkdirTemp("", "bin"); errBuilt != nil {
-			return
-		}
-		for _, of := range []struct{ dir, pkg string }{{"../../..", "./cmd/..."}, {"..", "./app"}} {
-			cmd := exec.Command("go", "build", "-race", "-o", built+"/", of.pkg)
-			cmd.Dir = of.dir
-			if out, err := cmd.CombinedOutput(); err != nil {
-				errBuilt = fmt.Errorf("build %s: %w: %s", of.pkg, err, out)
-				return
-			}
-		}
-	})
-	if errBuilt != nil {
-		t.Fatal(errBuilt)
-	}
-	return built
-}
-
-var (
 	openOnce sync.Once
 	opened   *stage.Stage
 	errOpen  error
@@ -61,7 +31,7 @@ func open(t *testing.T) *stage.Stage {
 		cluster.Missing(t, "haproxy", "apt-get install haproxy")
 	}
 	cluster.Entered(t)
-	bin := programs(t)
+	bin := stage.Programs(t)
 	openOnce.Do(func() {
 		// Like the shared cluster, it lives until the program ends.
 		ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
