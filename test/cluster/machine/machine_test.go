@@ -356,7 +356,7 @@ func rollout(t *testing.T, c *cluster.Cluster, set *machine.Set) {
 		for _, m := range set.Machines {
 			reaches(t, m.Name, m.Dial, clusterIP, replicas)
 			reaches(t, m.Name, m.Dial, clusterIP6, replicas)
-			if round == 0 { // later some pods are on their way out
+			if round == 0 { // once is enough
 				fromPods(t, m)
 			}
 			for _, address := range []netip.Addr{m.Address, m.Address6} {
