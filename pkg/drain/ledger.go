@@ -157,9 +157,9 @@ type drain struct {
 	rosterAt uint64
 	// blocking are the slots of those who kept the drain in phase, Unrouting or Quiescing, when status was last derived, and have not let go
 	// since, and blocked is how many these are: while one is left, what others say changes nothing. 0: whatever is said may matter.
-	blocking bits
-	blocked  int
-	phase    Phase
+	blocking  bits
+	blocked   int
+	phase     Phase
 	reason    Reason
 	closedAt  time.Time
 	checkedAt time.Time
