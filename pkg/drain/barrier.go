@@ -164,8 +164,9 @@ func (b *barrier) hold(l *Ledger, now time.Time, uid UID) {
 // silent lists those who owe d, at the hold, and have not let go of its pod.
 func (l *Ledger) silent(now time.Time, d *drain) map[AgentID]struct{} {
 	silent := map[AgentID]struct{}{}
+	said := l.hearing(d)
 	for _, a := range l.owing(d) {
-		if state, _ := l.state(now, a, d); state < Removed {
+		if state, _, _ := l.word(now, said[a.slot], d); state < Removed {
 			silent[a.id] = struct{}{}
 		}
 	}

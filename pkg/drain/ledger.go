@@ -39,8 +39,9 @@ type Ledger struct {
 	usable map[Service][]UID
 	// concerned are the agents that must hear now of what changed, each once. See [Ledger.Concerned].
 	concerned []*agent
-	// waiting are the agents of Status.Waiting while that is derived.
+	// waiting are the agents of Status.Waiting while that is derived, said what agents say by their slots. See [Ledger.hearing].
 	waiting []*agent
+	said    []*heard
 	// expected and missing are what Expecting returns.
 	expected, missing int
 	// suspended counts the agents that are; suspensions are the changes that nobody has asked for yet.
@@ -1110,7 +1111,7 @@ func (l *Ledger) derive(now time.Time, d *drain) Status {
 		}
 	}
 	least, kept := Idle, false
-	agents := l.owing(d)
+	agents, said := l.owing(d), l.hearing(d)
 	l.waiting = l.waiting[:0]
 	for i, a := range agents {
 		owes, until := l.owes(now, a)
@@ -1120,7 +1121,7 @@ func (l *Ledger) derive(now time.Time, d *drain) Status {
 		if !owes {
 			continue
 		}
-		state, last, until := l.word(now, a, d)
+		state, last, until := l.word(now, said[a.slot], d)
 		kept = kept || last
 		if !until.IsZero() {
 			recheck(until)
@@ -1177,22 +1178,33 @@ func (l *Ledger) derive(now time.Time, d *drain) Status {
 	return s
 }
 
-// state is what a says of the pod of d that counts at now and, if time alone may change that, when.
-func (l *Ledger) state(now time.Time, a *agent, d *drain) (state State, until time.Time) {
-	state, _, until = l.word(now, a, d)
-	return state, until
+// hearing returns, by the slots of agents, what they say of d. It is good until the next call.
+func (l *Ledger) hearing(d *drain) []*heard {
+	if len(l.said) < len(l.slots) {
+		l.said = make([]*heard, len(l.slots))
+	}
+	clear(l.said)
+	for g := AtHold; g <= d.gate; g++ {
+		for _, r := range d.of.heard[g] {
+			if d.gate == AtHold || r.by.gateOf(d) == g {
+				l.said[r.by.slot] = r
+			}
+		}
+	}
+	return l.said
 }
 
-// word is state, and whether it counts for more than it says because there is nobody else to send to.
-func (l *Ledger) word(now time.Time, a *agent, d *drain) (state State, last bool, until time.Time) {
-	if r := a.reports[a.gateOf(d)][d.of]; r != nil && r.Held && r.tells(d) && l.fresh(now, r) {
-		state, last, until = l.counts(now, d, a, r.Report)
-		if old := r.at.Add(l.times.Freshness + 1); until.IsZero() || old.Before(until) {
-			until = old
-		}
-		return state, last, until
+// word is what the report of an agent, which may be nil, says of d that counts at now, whether it counts for more than it says because there is
+// nobody else to send to and, if time alone may change that, when.
+func (l *Ledger) word(now time.Time, r *heard, d *drain) (state State, last bool, until time.Time) {
+	if r == nil || !r.Held || !r.tells(d) || !l.fresh(now, r) {
+		return StateUnknown, false, time.Time{}
 	}
-	return StateUnknown, false, time.Time{}
+	state, last, until = l.counts(now, d, r.by, r.Report)
+	if old := r.at.Add(l.times.Freshness + 1); until.IsZero() || old.Before(until) {
+		until = old
+	}
+	return state, last, until
 }
 
 // block notes who of l.waiting keeps d in the phase of s.

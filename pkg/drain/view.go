@@ -32,18 +32,19 @@ func (l *Ledger) Words(now time.Time, uid UID, most int) (words []Word, owed int
 	}
 	// Of many only a few are asked for: those of each state are kept apart, and no more of them than that.
 	var of [Idle + 1][]Word
+	said := l.hearing(d)
 	for _, a := range l.owing(d) {
 		if owes, _ := l.owes(now, a); !owes {
 			continue
 		}
 		owed++
-		state, _ := l.state(now, a, d)
+		r := said[a.slot]
+		state, _, _ := l.word(now, r, d)
 		if state > Idle || len(of[state]) >= most {
 			continue
 		}
 		w := Word{Agent: a.id, Name: a.name, State: state, Connected: a.session != 0, Suspended: a.breaker.open && !d.expired}
 		if state != StateUnknown {
-			r := a.reports[AtHold][d.of]
 			w.Proof, w.Heard = r.Proof, r.at
 		}
 		of[state] = append(of[state], w)
