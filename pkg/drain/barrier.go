@@ -443,8 +443,8 @@ func ParseStatedWait(text string) (time.Duration, error) {
 		}
 		seen[name] = true
 	}
-	if !seen["checkInterval"] || interval <= 0 || timeout < 0 || threshold < 1 || threshold > 1000 || interval > time.Hour {
-		return 0, fmt.Errorf("stated wait %.100q: checkInterval must be positive, timeout not negative, unhealthyThreshold 1 to 1000", text)
+	if !seen["checkInterval"] || interval <= 0 || timeout < 0 || threshold < 1 || threshold > 1000 || max(interval, timeout) > time.Hour {
+		return 0, fmt.Errorf("stated wait %.100q: checkInterval must be positive, timeout not negative, both an hour at most, unhealthyThreshold 1 to 1000", text)
 	}
 	return time.Duration(threshold)*interval + timeout, nil
 }
