@@ -149,14 +149,14 @@ func (l *Ledger) see(now time.Time, d *drain, b Barrier) {
 
 // hold finds who of those that direct has let go of the pod already.
 func (b *barrier) hold(l *Ledger, now time.Time, uid UID) {
-	if d := l.drains[atHold(uid)]; d != nil && d.reason == Dead {
+	if d := l.at(AtHold, uid); d != nil && d.reason == Dead {
 		b.held, b.others = true, d.silent
 		return
 	}
 	b.others = map[AgentID]struct{}{}
-	for a := range l.heard[atHold(uid)] {
-		if r := a.reports[atHold(uid)]; r.State >= Removed && l.fresh(now, a, r) {
-			b.others[a.id] = struct{}{}
+	for _, r := range l.subject(uid).heard[AtHold] {
+		if r.State >= Removed && l.fresh(now, r) {
+			b.others[r.by.id] = struct{}{}
 		}
 	}
 }
@@ -164,8 +164,9 @@ func (b *barrier) hold(l *Ledger, now time.Time, uid UID) {
 // silent lists those who owe d, at the hold, and have not let go of its pod.
 func (l *Ledger) silent(now time.Time, d *drain) map[AgentID]struct{} {
 	silent := map[AgentID]struct{}{}
+	said := l.hearing(d)
 	for _, a := range l.owing(d) {
-		if state, _ := l.state(now, a, d); state < Removed {
+		if state, _, _ := l.word(now, said[a.slot], d); state < Removed {
 			silent[a.id] = struct{}{}
 		}
 	}
@@ -220,7 +221,7 @@ func (l *Ledger) owesBarrier(a *agent, d *drain) bool {
 
 // directs says whether a is told of an open barrier of uid by an Open.
 func (l *Ledger) directs(a *agent, uid UID) bool {
-	d := l.drains[atBarrier(uid)]
+	d := l.at(AtBarrier, uid)
 	return d != nil && d.open && !a.may(AtBarrier, d) && l.owesBarrier(a, d)
 }
 
@@ -244,12 +245,15 @@ func (l *Ledger) opened(a *agent, d *drain) Open {
 }
 
 // about finds the drain of which a says r.
-func (l *Ledger) about(a *agent, r Report) *drain {
-	b := l.drains[atBarrier(r.UID)]
+func (s *subject) about(a *agent, r Report) *drain {
+	if s == nil {
+		return nil
+	}
+	b := s.drains[AtBarrier]
 	if r.Gate == AtBarrier {
 		return b
 	}
-	d := l.drains[atHold(r.UID)]
+	d := s.drains[AtHold]
 	if (d == nil || !d.open) && b != nil && b.open && a.gateOf(b) == AtHold {
 		return b
 	}
@@ -311,7 +315,7 @@ func (l *Ledger) stated(now time.Time, d *drain, s Status, kept bool) Status {
 
 // BarrierStatus returns the barrier of uid at now. PhaseUnknown if there is none.
 func (l *Ledger) BarrierStatus(now time.Time, uid UID) Status {
-	d := l.drains[atBarrier(uid)]
+	d := l.at(AtBarrier, uid)
 	if d == nil {
 		return Status{Pod: Pod{UID: uid}}
 	}
@@ -326,7 +330,7 @@ func (l *Ledger) TouchedBarriers() []UID { return l.touchedAt(AtBarrier) }
 
 // Deleted records that the pod is gone: its barrier is over, and what is left of it can be cleaned away. It reports whether there was one.
 func (l *Ledger) Deleted(now time.Time, uid UID) bool {
-	d := l.drains[atBarrier(uid)]
+	d := l.at(AtBarrier, uid)
 	if d == nil || !d.open {
 		return false
 	}
@@ -338,10 +342,10 @@ func (l *Ledger) Deleted(now time.Time, uid UID) bool {
 // Restart is [Ledger.AskBounded] for a container that is about to be stopped although nobody wants its pod deleted. The drain is one that is not
 // counted against the pod: it takes nothing of the time of a later one, and says nothing about whether deletions are refused.
 func (l *Ledger) Restart(now time.Time, pod Pod, targets []Targets) Status {
-	d := l.drains[atHold(pod.UID)]
+	d := l.at(AtHold, pod.UID)
 	restart := d == nil || !d.open || d.restart
 	s := l.AskBounded(now, pod, targets)
-	if d = l.drains[atHold(pod.UID)]; d.open {
+	if d = l.at(AtHold, pod.UID); d.open {
 		d.restart = restart
 	}
 	return s
@@ -350,7 +354,7 @@ func (l *Ledger) Restart(now time.Time, pod Pod, targets []Targets) Status {
 // Back records that the pod has become ready at a moment after its drain by [Ledger.Restart] began, which ends with that. It reports whether
 // there was such a one.
 func (l *Ledger) Back(now time.Time, uid UID, ready time.Time) bool {
-	d := l.drains[atHold(uid)]
+	d := l.at(AtHold, uid)
 	if d == nil || !d.open || !d.restart || !ready.After(d.begun) || d.inFlight > 0 {
 		return false
 	}
@@ -399,8 +403,8 @@ func (h *durations) percentile(share float64) time.Duration {
 }
 
 // learn takes in how long the gateway of a has taken to let go, if r, after had, is the first that says so.
-func (l *Ledger) learn(now time.Time, a *agent, d *drain, had heard, r Report) {
-	if r.State >= Removed && had.State < Removed && r.tells(d) && a.gateOf(d) == AtBarrier && now.Before(l.deadline(d)) {
+func (l *Ledger) learn(now time.Time, a *agent, d *drain, had State, r Report) {
+	if r.State >= Removed && had < Removed && r.tells(d) && a.gateOf(d) == AtBarrier && now.Before(l.deadline(d)) {
 		l.learnt.add(now.Sub(d.since))
 	}
 }
@@ -439,8 +443,8 @@ func ParseStatedWait(text string) (time.Duration, error) {
 		}
 		seen[name] = true
 	}
-	if !seen["checkInterval"] || interval <= 0 || timeout < 0 || threshold < 1 || threshold > 1000 || interval > time.Hour {
-		return 0, fmt.Errorf("stated wait %.100q: checkInterval must be positive, timeout not negative, unhealthyThreshold 1 to 1000", text)
+	if !seen["checkInterval"] || interval <= 0 || timeout < 0 || threshold < 1 || threshold > 1000 || max(interval, timeout) > time.Hour {
+		return 0, fmt.Errorf("stated wait %.100q: checkInterval must be positive, timeout not negative, both an hour at most, unhealthyThreshold 1 to 1000", text)
 	}
 	return time.Duration(threshold)*interval + timeout, nil
 }

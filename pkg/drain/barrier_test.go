@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"net/netip"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 )
@@ -463,10 +464,26 @@ func TestStatedWaitsAreRead(t *testing.T) {
 		"checkInterval=2s,unhealthyThreshold=2":             4 * time.Second,
 		"":                                                  -1, "soon": -1, "-1s": -1, "timeout=5s": -1, "checkInterval=10s,checkInterval=10s": -1, "checkInterval=10s,unhealthyThreshold=0": -1,
 		"interval=10s": -1, "checkInterval=10": -1, "checkInterval=-10s": -1, "checkInterval=1h,unhealthyThreshold=9999999": -1,
+		"checkInterval=1h,timeout=2562047h": -1,
 	} {
 		got, err := ParseStatedWait(text)
 		if (err != nil) != (want < 0) || err == nil && got != want {
 			t.Errorf("%q: %s, %v", text, got, err)
 		}
 	}
+}
+
+// Whoever may annotate a Service states its wait. Whatever they write is refused, or is a wait: one that is less than nothing would not be waited for.
+func FuzzParseStatedWait(f *testing.F) {
+	for _, text := range []string{"30s", "-1s", "checkInterval=10s,unhealthyThreshold=3,timeout=5s", "checkInterval=1h,unhealthyThreshold=1000", "=", "timeout=1s,timeout=1s", "checkInterval=1h,timeout=2562047h"} {
+		f.Add(text)
+	}
+	f.Fuzz(func(t *testing.T, text string) {
+		switch wait, err := ParseStatedWait(text); {
+		case err == nil && wait < 0:
+			t.Fatalf("%q is %s", text, wait)
+		case err != nil && (wait != 0 || !strings.HasPrefix(err.Error(), "stated wait ")):
+			t.Fatalf("%q: %s, %v", text, wait, err)
+		}
+	})
 }

@@ -13,15 +13,16 @@ type Ledger struct {
 	self   Lease
 	times  Times
 	agents map[AgentID]*agent
-	drains map[key]*drain
+	// slots holds the agents by their numbers, nil where nobody has one: lists of agents are sets of these.
+	slots []*agent
+	// subjects are the pods that have a drain, or of which an agent has said something.
+	subjects map[UID]*subject
 	// services holds who is concerned by each Service: an event costs those whom it concerns, not everybody.
 	services map[Service]*service
 	// everything are, for each gate, the agents that may be asked there about any Service: those that have not declared and are not said to be
 	// asked at the other gate only, and those that declare [EveryService]. everythingRev counts like service.rev.
 	everything    [gates]map[*agent]struct{}
 	everythingRev [gates]uint64
-	// heard holds the agents that have said something of a pod, which need not owe it.
-	heard map[key]map[*agent]struct{}
 	// rosterRev is the last rev that was given to a service's or to everything's list of agents, at first 1.
 	rosterRev uint64
 	// changes holds the drains in the order of their last change that agents must hear of, the newest first.
@@ -36,8 +37,11 @@ type Ledger struct {
 	// queued are the open drains that wait for room, usable what was last said of each Service's targets. See queue.go.
 	queued map[*drain]struct{}
 	usable map[Service][]UID
-	// concerned are the agents that must hear now of what changed. See [Ledger.Concerned].
-	concerned map[*agent]struct{}
+	// concerned are the agents that must hear now of what changed, each once. See [Ledger.Concerned].
+	concerned []*agent
+	// waiting are the agents of Status.Waiting while that is derived, said what agents say by their slots. See [Ledger.hearing].
+	waiting []*agent
+	said    []*heard
 	// expected and missing are what Expecting returns.
 	expected, missing int
 	// suspended counts the agents that are; suspensions are the changes that nobody has asked for yet.
@@ -47,14 +51,12 @@ type Ledger struct {
 	sweptAt time.Time
 }
 
-// key names a drain.
-type key struct {
-	uid  UID
-	gate Gate
+// subject is a pod: its drain at each gate, nil if there is none, and what agents say of it there, who need not owe it.
+type subject struct {
+	uid    UID
+	drains [gates]*drain
+	heard  [gates][]*heard
 }
-
-func atHold(uid UID) key    { return key{uid, AtHold} }
-func atBarrier(uid UID) key { return key{uid, AtBarrier} }
 
 // service is what one Service concerns.
 type service struct {
@@ -69,6 +71,8 @@ type service struct {
 // agent is what is known of one agent.
 type agent struct {
 	id AgentID
+	// slot is its number, which another agent may have when this one is forgotten.
+	slot int
 	// expected says that the API lists it; name, ready and label are from there.
 	expected bool
 	name     string
@@ -83,8 +87,10 @@ type agent struct {
 	// declared says that routes is known, if only from an earlier session.
 	declared bool
 	routes   map[Service]Route
-	reports  map[key]heard
+	reports  [gates]map[*subject]*heard
 	breaker  breaker
+	// concerned says that it is in the ledger's list of these.
+	concerned bool
 	// met says that it has had a session, observes that the last one understood [Watch].
 	met, observes bool
 	// boot is the life of its process that opened the session, "" if it did not say. left says that this life has left: its
@@ -98,10 +104,12 @@ type agent struct {
 	countedExpected, countedMissing bool
 }
 
-// heard is a report, and as of when it counts.
+// heard is a report, by whom it is, and as of when it counts. at its place in the list of its subject, by which it is taken out of that.
 type heard struct {
 	Report
-	at time.Time
+	by    *agent
+	at    time.Time
+	place int
 }
 
 // tells says whether the report is of d or of another replica's drain, and not of an earlier one of this replica: it may have been
@@ -111,6 +119,7 @@ func (r Report) tells(d *drain) bool { return !r.Held || r.Number == 0 || r.Numb
 // drain is one pod's.
 type drain struct {
 	pod      Pod
+	of       *subject
 	gate     Gate
 	services map[Service]bool
 	// barrier is what there is besides at that gate.
@@ -143,15 +152,15 @@ type drain struct {
 	expired bool
 	// quiescingAt is when all that owe had said Removed. Zero while they have not.
 	quiescingAt time.Time
-	// agents are those that may route the pod, in the order of their names, as of rosterAt. See [Ledger.owing].
+	// agents are those that may route the pod, in the order of their names, and roster their slots, as of rosterAt. See [Ledger.owing].
 	agents   []*agent
+	roster   bits
 	rosterAt uint64
-	// witness is an agent that keeps the drain in phase, Unrouting or Quiescing, as status last found: while it does, what others
-	// say changes nothing. Nil: whatever is said may matter.
-	witness *agent
-	phase   Phase
-	// cursor is where in agents the last witness was found that was looked for without the others.
-	cursor    int
+	// blocking are the slots of those who kept the drain in phase, Unrouting or Quiescing, when status was last derived, and have not let go
+	// since, and blocked is how many these are: while one is left, what others say changes nothing. 0: whatever is said may matter.
+	blocking  bits
+	blocked   int
+	phase     Phase
 	reason    Reason
 	closedAt  time.Time
 	checkedAt time.Time
@@ -163,8 +172,8 @@ type drain struct {
 func NewLedger(self Lease, times Times) *Ledger {
 	return &Ledger{
 		self: self, times: times,
-		agents: map[AgentID]*agent{}, drains: map[key]*drain{}, changes: list.New(), touched: [gates]map[UID]bool{{}, {}},
-		services: map[Service]*service{}, everything: [gates]map[*agent]struct{}{{}, {}}, heard: map[key]map[*agent]struct{}{}, rosterRev: 1, queued: map[*drain]struct{}{}, usable: map[Service][]UID{}, concerned: map[*agent]struct{}{},
+		agents: map[AgentID]*agent{}, subjects: map[UID]*subject{}, changes: list.New(), touched: [gates]map[UID]bool{{}, {}},
+		services: map[Service]*service{}, everything: [gates]map[*agent]struct{}{{}, {}}, rosterRev: 1, queued: map[*drain]struct{}{}, usable: map[Service][]UID{},
 	}
 }
 
@@ -231,13 +240,49 @@ func (l *Ledger) Ask(now time.Time, pod Pod, services []Service) Status {
 
 // drain returns that of a pod at a gate, and makes room for it.
 func (l *Ledger) drain(pod Pod, gate Gate) *drain {
-	k := key{pod.UID, gate}
-	d := l.drains[k]
+	of := l.subject(pod.UID)
+	d := of.drains[gate]
 	if d == nil {
-		d = &drain{pod: pod, gate: gate, services: map[Service]bool{}}
-		l.drains[k] = d
+		d = &drain{pod: pod, of: of, gate: gate, services: map[Service]bool{}}
+		of.drains[gate] = d
 	}
 	return d
+}
+
+// at returns the drain of uid at a gate, nil if there is none.
+func (l *Ledger) at(gate Gate, uid UID) *drain {
+	if of := l.subjects[uid]; of != nil {
+		return of.drains[gate]
+	}
+	return nil
+}
+
+// each calls f with every drain that there is, in no order. f may drop the one that it is called with.
+func (l *Ledger) each(f func(*drain)) {
+	for _, of := range l.subjects {
+		for _, d := range of.drains {
+			if d != nil {
+				f(d)
+			}
+		}
+	}
+}
+
+// subject returns what is known of a pod, and makes room for it.
+func (l *Ledger) subject(uid UID) *subject {
+	of := l.subjects[uid]
+	if of == nil {
+		of = &subject{uid: uid}
+		l.subjects[uid] = of
+	}
+	return of
+}
+
+// leave forgets a pod of which nothing is known any more.
+func (l *Ledger) leave(of *subject) {
+	if of.drains == [gates]*drain{} && len(of.heard[AtHold]) == 0 && len(of.heard[AtBarrier]) == 0 {
+		delete(l.subjects, of.uid)
+	}
 }
 
 // serve adds services to those of d, and tells of it whom that concerns.
@@ -267,15 +312,12 @@ func (l *Ledger) begin(now time.Time, d *drain, since time.Time) {
 		return // who asks tells how much time is over
 	}
 	// Whoever it is that knows of it: another replica may have asked agents that do not owe it here.
-	k := d.key()
-	for a := range l.heard[k] {
-		if r := a.reports[k]; r.tells(d) && l.fresh(now, a, r) {
+	for _, r := range d.of.heard[AtHold] {
+		if r.tells(d) && l.fresh(now, r) {
 			l.adopt(d, r.Since)
 		}
 	}
 }
-
-func (d *drain) key() key { return key{d.pod.UID, d.gate} }
 
 // adopt brings the drain's clock forward to since if that is older. Never by more than the deadline: a clock that runs wild on
 // the other side may end this drain early, not the next ones.
@@ -291,14 +333,14 @@ func (l *Ledger) adopt(d *drain, since time.Time) {
 
 // Hold and Answered bracket a call that waits for uid. Answered says whether the answer was to allow.
 func (l *Ledger) Hold(uid UID) {
-	if d := l.drains[atHold(uid)]; d != nil {
+	if d := l.at(AtHold, uid); d != nil {
 		d.inFlight++
 	}
 }
 
 // Answered records that a held call was answered. See [Ledger.Hold].
 func (l *Ledger) Answered(now time.Time, uid UID, allowed bool) {
-	d := l.drains[atHold(uid)]
+	d := l.at(AtHold, uid)
 	if d == nil {
 		return
 	}
@@ -309,7 +351,7 @@ func (l *Ledger) Answered(now time.Time, uid UID, allowed bool) {
 
 // Status returns the drain of uid at now. PhaseUnknown if there is none.
 func (l *Ledger) Status(now time.Time, uid UID) Status {
-	d := l.drains[atHold(uid)]
+	d := l.at(AtHold, uid)
 	if d == nil {
 		return Status{Pod: Pod{UID: uid}}
 	}
@@ -321,11 +363,11 @@ func (l *Ledger) All(now time.Time) []Status { return l.all(now, AtHold) }
 
 func (l *Ledger) all(now time.Time, gate Gate) []Status {
 	all := []Status{}
-	for _, d := range l.drains {
+	l.each(func(d *drain) {
 		if d.open && d.gate == gate {
 			all = append(all, l.status(now, d))
 		}
-	}
+	})
 	slices.SortFunc(all, func(a, b Status) int {
 		return cmp.Or(a.Since.Compare(b.Since), cmp.Compare(a.Pod.UID, b.Pod.UID))
 	})
@@ -334,7 +376,7 @@ func (l *Ledger) all(now time.Time, gate Gate) []Status {
 
 // Draining returns since when uid has an open drain, queued or not. ok is false if it has none.
 func (l *Ledger) Draining(uid UID) (since time.Time, ok bool) {
-	d := l.drains[atHold(uid)]
+	d := l.at(AtHold, uid)
 	if d == nil || !d.open {
 		return time.Time{}, false
 	}
@@ -343,7 +385,7 @@ func (l *Ledger) Draining(uid UID) (since time.Time, ok bool) {
 
 // Refused returns how many drains of uid were allowed and abandoned all the same, in the last window, which is at most Times.Memory.
 func (l *Ledger) Refused(now time.Time, uid UID, window time.Duration) int {
-	d := l.drains[atHold(uid)]
+	d := l.at(AtHold, uid)
 	if d == nil {
 		return 0
 	}
@@ -359,7 +401,7 @@ func (l *Ledger) Refused(now time.Time, uid UID, window time.Duration) int {
 // Gone records that the pod is terminating or gone, from a watch or a live read. Its drain is closed, and its UID is dead.
 // It reports whether that was news.
 func (l *Ledger) Gone(now time.Time, uid UID) bool {
-	d := l.drains[atHold(uid)]
+	d := l.at(AtHold, uid)
 	if d == nil || !d.open {
 		return false
 	}
@@ -371,7 +413,7 @@ func (l *Ledger) Gone(now time.Time, uid UID) bool {
 // Alive records that a live read showed the pod without deletionTimestamp. The drain is abandoned if nobody has asked for it since
 // [Ledger.Tick] named it. It reports whether it was.
 func (l *Ledger) Alive(now time.Time, uid UID) bool {
-	d := l.drains[atHold(uid)]
+	d := l.at(AtHold, uid)
 	if d == nil || !d.open || !l.suspect(now, d) {
 		return false
 	}
@@ -398,10 +440,11 @@ func (l *Ledger) close(now time.Time, d *drain, reason Reason) {
 		d.silent = l.silent(now, d)
 	}
 	d.open, d.reason, d.closedAt = false, reason, now
-	for _, k := range []key{atHold(d.pod.UID), d.key()} {
-		for a := range l.heard[k] {
-			l.unhear(a, k)
+	for g := AtHold; g <= d.gate; g++ {
+		for _, r := range d.of.heard[g] {
+			delete(r.by.reports[g], d.of)
 		}
+		d.of.heard[g] = nil
 	}
 	l.change(d)
 	l.delist(d)
@@ -421,9 +464,11 @@ func (l *Ledger) Tick(now time.Time) []Pod {
 				l.forget(a)
 				continue
 			}
-			for k, r := range a.reports {
-				if !l.fresh(now, a, r) {
-					l.unhear(a, k)
+			for g := range gates {
+				for of, r := range a.reports[g] {
+					if !l.fresh(now, r) {
+						l.unhear(of, r)
+					}
 				}
 			}
 		}
@@ -431,11 +476,11 @@ func (l *Ledger) Tick(now time.Time) []Pod {
 	l.readmit(now)
 	l.admit(now)
 	var over []*drain
-	for _, d := range l.drains {
+	l.each(func(d *drain) {
 		if d.open && !d.expired && !now.Before(l.deadline(d)) {
 			over = append(over, d)
 		}
-	}
+	})
 	slices.SortFunc(over, func(a, b *drain) int {
 		return cmp.Or(l.deadline(a).Compare(l.deadline(b)), cmp.Compare(a.pod.UID, b.pod.UID), cmp.Compare(a.gate, b.gate))
 	})
@@ -444,7 +489,7 @@ func (l *Ledger) Tick(now time.Time) []Pod {
 	}
 	var look []Pod
 	var forgotten []*drain
-	for k, d := range l.drains {
+	l.each(func(d *drain) {
 		if d.silent != nil && now.Sub(d.closedAt) >= 2*l.times.Deadline {
 			d.silent = nil // a barrier that came now would be over
 		}
@@ -458,9 +503,10 @@ func (l *Ledger) Tick(now time.Time) []Pod {
 			look = append(look, d.pod)
 		case !d.open && now.Sub(d.closedAt) >= l.times.Memory:
 			l.changes.Remove(d.element)
-			delete(l.drains, k)
+			d.of.drains[d.gate] = nil
+			l.leave(d.of)
 		}
-	}
+	})
 	slices.SortFunc(forgotten, func(a, b *drain) int { return cmp.Compare(a.pod.UID, b.pod.UID) })
 	for _, d := range forgotten {
 		l.close(now, d, Abandoned)
@@ -640,38 +686,48 @@ func (l *Ledger) ReportAsOf(now, asOf time.Time, id AgentID, session uint64, rep
 	}
 	a := l.agents[id]
 	for _, r := range reports {
-		d := l.about(a, r)
+		of := l.subjects[r.UID]
+		d := of.about(a, r)
 		open := d != nil && d.open
-		had, known := a.reports[key{r.UID, r.Gate}]
-		if !known && len(a.reports) >= reportsMost {
+		was := a.reports[r.Gate][of]
+		known := was != nil
+		if !known && len(a.reports[AtHold])+len(a.reports[AtBarrier]) >= reportsMost {
 			continue
 		}
-		if known && asOf.Before(had.at) {
+		if known && asOf.Before(was.at) {
 			continue
+		}
+		had := StateUnknown
+		if known {
+			had = was.State
 		}
 		// Before it counts: what comes too late does not undo that it was missing.
 		if open {
 			l.expire(now, d)
 		}
-		if brokenRule == 1 && known && had.State > r.State {
-			r = had.Report
+		if brokenRule == 1 && known && had > r.State {
+			r = was.Report
 		}
-		fresher := !known || had.Report != r || !l.fresh(now, a, had)
+		fresher := !known || was.Report != r || !l.fresh(now, was)
 		if fresher {
 			news = true
 		}
-		l.hear(asOf, a, r)
+		if known {
+			was.Report, was.at = r, asOf
+		} else {
+			l.hear(asOf, a, r)
+		}
 		if open && r.Gate == AtBarrier {
 			l.learn(now, a, d, had, r)
 		}
-		if open && fresher && l.matters(now, d, a, r) && !(a == d.witness && l.acknowledges(now, d, a, r) && r.tells(d) && l.replaceWitness(now, d)) {
+		if open && fresher && l.matters(now, d, a, r) {
 			l.touch(d)
 		}
 		if open && d.queued && !r.Held {
 			l.admit(now)
 		}
 		if open && r.tells(d) {
-			if l.acknowledges(now, d, a, r) && l.fresh(now, a, heard{r, asOf}) && now.Before(l.deadline(d)) && l.routes(a, d) {
+			if a.breaker.strikes > 0 && l.acknowledges(now, d, a, r) && now.Sub(asOf) <= l.times.Freshness && now.Before(l.deadline(d)) && l.routes(a, d) {
 				l.acknowledged(a)
 			}
 			if d.gate == AtHold {
@@ -738,10 +794,14 @@ func (l *Ledger) Concerned() []AgentID {
 		return nil
 	}
 	ids := make([]AgentID, 0, len(l.concerned))
-	for a := range l.concerned {
-		ids = append(ids, a.id)
+	for _, a := range l.concerned {
+		a.concerned = false
+		if l.slots[a.slot] == a {
+			ids = append(ids, a.id)
+		}
 	}
 	clear(l.concerned)
+	l.concerned = l.concerned[:0]
 	slices.Sort(ids)
 	return ids
 }
@@ -760,7 +820,12 @@ func (l *Ledger) CouldRoute(services []Service) bool {
 func (l *Ledger) agent(now time.Time, id AgentID) *agent {
 	a := l.agents[id]
 	if a == nil {
-		a = &agent{id: id, name: string(id), lostAt: now, knownAt: now}
+		a = &agent{id: id, slot: slices.Index(l.slots, nil), name: string(id), lostAt: now, knownAt: now}
+		if a.slot < 0 {
+			a.slot = len(l.slots)
+			l.slots = append(l.slots, nil)
+		}
+		l.slots[a.slot] = a
 		l.agents[id] = a
 	}
 	return a
@@ -775,37 +840,37 @@ func (l *Ledger) forget(a *agent) {
 		l.suspended--
 	}
 	delete(l.agents, a.id)
-	delete(l.concerned, a)
+	l.slots[a.slot] = nil
 }
 
-// hear keeps what a says of a pod, unhear forgets it, and void all that a has said.
+// hear keeps the first that a says of a pod, unhear forgets what it last said, and void all that it has.
 func (l *Ledger) hear(asOf time.Time, a *agent, r Report) {
-	if a.reports == nil {
-		a.reports = map[key]heard{}
+	of := l.subject(r.UID)
+	if a.reports[r.Gate] == nil {
+		a.reports[r.Gate] = map[*subject]*heard{}
 	}
-	k := key{r.UID, r.Gate}
-	a.reports[k] = heard{r, asOf}
-	by := l.heard[k]
-	if by == nil {
-		by = map[*agent]struct{}{}
-		l.heard[k] = by
-	}
-	by[a] = struct{}{}
+	h := &heard{r, a, asOf, len(of.heard[r.Gate])}
+	a.reports[r.Gate][of] = h
+	of.heard[r.Gate] = append(of.heard[r.Gate], h)
 }
 
-func (l *Ledger) unhear(a *agent, k key) {
-	delete(a.reports, k)
-	by := l.heard[k]
-	if delete(by, a); len(by) == 0 {
-		delete(l.heard, k)
-	}
+func (l *Ledger) unhear(of *subject, r *heard) {
+	all := of.heard[r.Gate]
+	last := len(all) - 1
+	all[r.place], all[last].place = all[last], r.place
+	all[last] = nil
+	of.heard[r.Gate] = all[:last]
+	delete(r.by.reports[r.Gate], of)
+	l.leave(of)
 }
 
 func (l *Ledger) void(a *agent) {
-	for k := range a.reports {
-		l.unhear(a, k)
+	for g := range gates {
+		for of, r := range a.reports[g] {
+			l.unhear(of, r)
+		}
+		a.reports[g] = nil
 	}
-	a.reports = nil
 }
 
 // index brings the lists of who may route what in line with a. What does not change costs nothing: most agents come back with the
@@ -905,11 +970,14 @@ func (l *Ledger) delist(d *drain) {
 		delete(l.service(s).drains, d)
 		l.prune(s)
 	}
-	d.agents, d.rosterAt, d.witness = nil, 0, nil
+	d.agents, d.roster, d.rosterAt, d.blocking, d.blocked = nil, nil, 0, nil, 0
 }
 
-// owing returns the agents that may route the pod of d, in the order of their names: all that can owe it.
+// owing returns the agents that may route the pod of d, which is open, in the order of their names: all that can owe it.
 func (l *Ledger) owing(d *drain) []*agent {
+	if d.rosterAt == l.rosterRev {
+		return d.agents
+	}
 	newest := uint64(0)
 	for _, g := range d.asks() {
 		newest = max(newest, l.everythingRev[g])
@@ -919,9 +987,15 @@ func (l *Ledger) owing(d *drain) []*agent {
 			}
 		}
 	}
-	if d.rosterAt != 0 && newest <= d.rosterAt {
-		return d.agents
+	if d.rosterAt == 0 || newest > d.rosterAt {
+		l.enroll(d)
 	}
+	d.rosterAt = l.rosterRev
+	return d.agents
+}
+
+// enroll finds who may route the pod of d.
+func (l *Ledger) enroll(d *drain) {
 	d.agents = d.agents[:0]
 	for _, g := range d.asks() {
 		d.agents = slices.AppendSeq(d.agents, maps.Keys(l.everything[g]))
@@ -932,12 +1006,14 @@ func (l *Ledger) owing(d *drain) []*agent {
 		}
 	}
 	if d.gate == AtBarrier {
-		d.agents = slices.DeleteFunc(d.agents, func(a *agent) bool { return !l.routes(a, d) })
+		d.agents = slices.DeleteFunc(d.agents, func(a *agent) bool { return !l.owesBarrier(a, d) })
 	}
 	slices.SortFunc(d.agents, func(a, b *agent) int { return cmp.Or(cmp.Compare(a.name, b.name), cmp.Compare(a.id, b.id)) })
 	d.agents = slices.Compact(d.agents) // one that routes several of the Services
-	d.rosterAt = l.rosterRev
-	return d.agents
+	d.roster = d.roster.cleared(len(l.slots))
+	for _, a := range d.agents {
+		d.roster.set(a.slot)
+	}
 }
 
 // asks lists the gates whose agents can owe d.
@@ -945,12 +1021,10 @@ func (d *drain) asks() []Gate { return asked[d.gate] }
 
 var asked = [gates][]Gate{{AtHold}, {AtHold, AtBarrier}}
 
-// routes says whether a may owe d, as far as is known.
+// routes says whether a may owe d, which is open, as far as is known.
 func (l *Ledger) routes(a *agent, d *drain) bool {
-	if d.gate == AtBarrier {
-		return l.owesBarrier(a, d)
-	}
-	return a.may(AtHold, d)
+	l.owing(d)
+	return d.roster.has(a.slot)
 }
 
 // may says whether a routes the pod of d so that it may be asked at a gate: an agent that has not declared may route everything, except
@@ -996,11 +1070,8 @@ func owesAt(g Gate, r Route) bool {
 	return r.Via == Endpoints && r.Can == Observe
 }
 
-// owes says whether a must acknowledge d at now and, if time alone may change that, when.
-func (l *Ledger) owes(now time.Time, a *agent, d *drain) (owes bool, until time.Time) {
-	if !l.routes(a, d) {
-		return false, time.Time{}
-	}
+// owes says whether a must acknowledge at now what it may owe and, if time alone may change that, when.
+func (l *Ledger) owes(now time.Time, a *agent) (owes bool, until time.Time) {
 	if a.session != 0 || a.ready && brokenRule != 7 {
 		return true, time.Time{}
 	}
@@ -1011,8 +1082,8 @@ func (l *Ledger) owes(now time.Time, a *agent, d *drain) (owes bool, until time.
 	return now.Before(until), until
 }
 
-func (l *Ledger) fresh(now time.Time, a *agent, r heard) bool {
-	return a.session != 0 && now.Sub(r.at) <= l.times.Freshness
+func (l *Ledger) fresh(now time.Time, r *heard) bool {
+	return r.by.session != 0 && now.Sub(r.at) <= l.times.Freshness
 }
 
 func (l *Ledger) deadline(d *drain) time.Time {
@@ -1040,16 +1111,17 @@ func (l *Ledger) derive(now time.Time, d *drain) Status {
 		}
 	}
 	least, kept := Idle, false
-	var waiting []*agent
-	for _, a := range l.owing(d) {
-		owes, until := l.owes(now, a, d)
+	agents, said := l.owing(d), l.hearing(d)
+	l.waiting = l.waiting[:0]
+	for i, a := range agents {
+		owes, until := l.owes(now, a)
 		if !until.IsZero() {
 			recheck(until)
 		}
 		if !owes {
 			continue
 		}
-		state, last, until := l.word(now, a, d)
+		state, last, until := l.word(now, said[a.slot], d)
 		kept = kept || last
 		if !until.IsZero() {
 			recheck(until)
@@ -1062,8 +1134,11 @@ func (l *Ledger) derive(now time.Time, d *drain) Status {
 		s.Owed++
 		least = min(least, state)
 		if state < Idle {
+			if s.Waiting == nil {
+				s.Waiting = make([]Waiting, 0, len(agents)-i)
+			}
 			s.Waiting = append(s.Waiting, Waiting{a.id, a.name, state, a.session != 0})
-			waiting = append(waiting, a)
+			l.waiting = append(l.waiting, a)
 		}
 	}
 	if least < Removed {
@@ -1099,83 +1174,80 @@ func (l *Ledger) derive(now time.Time, d *drain) Status {
 			s.Recheck = time.Time{}
 		}
 	}
-	d.phase, d.witness = s.Phase, witness(s, waiting)
+	l.block(d, s)
 	return s
 }
 
-// state is what a says of the pod of d that counts at now and, if time alone may change that, when.
-func (l *Ledger) state(now time.Time, a *agent, d *drain) (state State, until time.Time) {
-	state, _, until = l.word(now, a, d)
-	return state, until
-}
-
-// word is state, and whether it counts for more than it says because there is nobody else to send to.
-func (l *Ledger) word(now time.Time, a *agent, d *drain) (state State, last bool, until time.Time) {
-	if r, ok := a.reports[key{d.pod.UID, a.gateOf(d)}]; ok && r.Held && r.tells(d) && l.fresh(now, a, r) {
-		state, last, until = l.counts(now, d, a, r.Report)
-		if old := r.at.Add(l.times.Freshness + 1); until.IsZero() || old.Before(until) {
-			until = old
-		}
-		return state, last, until
+// hearing returns, by the slots of agents, what they say of d. It is good until the next call.
+func (l *Ledger) hearing(d *drain) []*heard {
+	if len(l.said) < len(l.slots) {
+		l.said = make([]*heard, len(l.slots))
 	}
-	return StateUnknown, false, time.Time{}
-}
-
-// replaceWitness looks for another agent that keeps d in its phase, after what its witness said lets it go. It goes round the agents
-// from where it found the last: those that it passes have let go, so that all the searches of a drain together pass each of them
-// only a few times, however many agents there are and in whatever order they answer.
-func (l *Ledger) replaceWitness(now time.Time, d *drain) bool {
-	below := Removed
-	if d.phase == Quiescing {
-		below = Idle
-	}
-	agents := l.owing(d)
-	for range agents {
-		if d.cursor++; d.cursor >= len(agents) {
-			d.cursor = 0
-		}
-		a := agents[d.cursor]
-		if owes, _ := l.owes(now, a, d); !owes || a.breaker.open && !d.expired {
-			continue
-		}
-		switch state, _ := l.state(now, a, d); {
-		case d.phase == Quiescing && state < Removed:
-			return false // a step back
-		case state < below:
-			d.witness = a
-			return true
+	clear(l.said)
+	for g := AtHold; g <= d.gate; g++ {
+		for _, r := range d.of.heard[g] {
+			if d.gate == AtHold || r.by.gateOf(d) == g {
+				l.said[r.by.slot] = r
+			}
 		}
 	}
-	return false
+	return l.said
 }
 
-// witness chooses one of those whom s waits for that keeps it in its phase. The one in the middle: whether agents answer in the order
-// of their names or in none, it is the one that has just answered only a few times in each drain.
-func witness(s Status, waiting []*agent) *agent {
-	var blocking []*agent
+// word is what the report of an agent, which may be nil, says of d that counts at now, whether it counts for more than it says because there is
+// nobody else to send to and, if time alone may change that, when.
+func (l *Ledger) word(now time.Time, r *heard, d *drain) (state State, last bool, until time.Time) {
+	if r == nil || !r.Held || !r.tells(d) || !l.fresh(now, r) {
+		return StateUnknown, false, time.Time{}
+	}
+	state, last, until = l.counts(now, d, r.by, r.Report)
+	if old := r.at.Add(l.times.Freshness + 1); until.IsZero() || old.Before(until) {
+		until = old
+	}
+	return state, last, until
+}
+
+// block notes who of l.waiting keeps d in the phase of s.
+func (l *Ledger) block(d *drain, s Status) {
+	d.phase, d.blocked = s.Phase, 0
+	if s.Phase != Unrouting && s.Phase != Quiescing {
+		return
+	}
+	d.blocking = d.blocking.cleared(len(l.slots))
 	for i, w := range s.Waiting {
-		if s.Phase == Unrouting && w.State < Removed || s.Phase == Quiescing {
-			blocking = append(blocking, waiting[i])
+		if w.State < d.needs() {
+			d.blocking.set(l.waiting[i].slot)
+			d.blocked++
 		}
 	}
-	if len(blocking) == 0 {
-		return nil
-	}
-	return blocking[len(blocking)/2]
 }
 
-// matters reports whether what a says of d can change its phase.
-func (l *Ledger) matters(now time.Time, d *drain, a *agent, r Report) bool {
-	state, _, _ := l.counts(now, d, a, r)
-	blocks := !r.Held || !r.tells(d) || state < Removed
-	switch {
-	case d.witness == nil:
-		return true
-	case d.phase == Unrouting:
-		return a == d.witness && !blocks
-	default:
-		return blocks || a == d.witness && state == Idle
+// needs is what all have to say until d, in its present phase, enters the next.
+func (d *drain) needs() State {
+	if d.phase == Unrouting {
+		return Removed
 	}
+	return Idle
+}
+
+// matters reports whether what a says of d can change its phase: of those who keep it there, the last one lets it go.
+func (l *Ledger) matters(now time.Time, d *drain, a *agent, r Report) bool {
+	if d.blocked == 0 {
+		return true
+	}
+	state, _, _ := l.counts(now, d, a, r)
+	if !r.Held || !r.tells(d) {
+		state = StateUnknown
+	}
+	switch {
+	case d.phase == Quiescing && state < Removed:
+		return true // a step back
+	case state < d.needs() || !d.blocking.has(a.slot):
+		return false
+	}
+	d.blocking.unset(a.slot)
+	d.blocked--
+	return d.blocked == 0
 }
 
 func (l *Ledger) change(d *drain) {
@@ -1188,26 +1260,27 @@ func (l *Ledger) change(d *drain) {
 	}
 	l.touch(d)
 	for _, a := range l.owing(d) {
-		if a.session != 0 {
-			l.concerned[a] = struct{}{}
+		if a.session != 0 && !a.concerned {
+			a.concerned = true
+			l.concerned = append(l.concerned, a)
 		}
 	}
 }
 
 // touch notes that the status of d may have changed.
 func (l *Ledger) touch(d *drain) {
-	d.witness = nil
+	d.blocked = 0
 	l.touched[d.gate][d.pod.UID] = true
 }
 
 // touchFor touches the drains that a may owe.
 func (l *Ledger) touchFor(a *agent) {
 	if a.inEverything[AtHold] || a.inEverything[AtBarrier] {
-		for _, d := range l.drains {
+		l.each(func(d *drain) {
 			if d.open && (a.inEverything[AtHold] || d.gate == AtBarrier) {
 				l.touch(d)
 			}
-		}
+		})
 	}
 	for g := range gates {
 		for s := range a.indexed[g] {
@@ -1226,3 +1299,23 @@ func later(a, b time.Time) time.Time {
 	}
 	return b
 }
+
+// bits is a set of small numbers.
+type bits []uint64
+
+// cleared returns the empty set with room for numbers below n, in the place of b.
+func (b bits) cleared(n int) bits {
+	if words := (n + 63) / 64; words > cap(b) {
+		return make(bits, words)
+	} else {
+		b = b[:words]
+	}
+	clear(b)
+	return b
+}
+
+func (b bits) set(n int)   { b[n/64] |= 1 << (n % 64) }
+func (b bits) unset(n int) { b[n/64] &^= 1 << (n % 64) }
+
+// has says whether n is in the set, for which it need not have room.
+func (b bits) has(n int) bool { return n/64 < len(b) && b[n/64]&(1<<(n%64)) != 0 }

@@ -672,7 +672,7 @@ func TestTickForgetsOldReports(t *testing.T) {
 		w.pass(time.Second)
 		w.Tick(w.now)
 	}
-	if n := len(w.agents["one"].reports); n > 2*15+1 {
+	if n := len(w.agents["one"].reports[AtHold]); n > 2*15+1 {
 		t.Errorf("%d reports are kept, want those of the last 15 to 30 s", n)
 	}
 }

@@ -32,7 +32,7 @@ type Targets struct {
 // AskBounded is [Ledger.Ask] for one who knows the targets of the Services: the drain is Queued while one of them has no room. What is
 // said of a Service's targets holds for all of its drains, until somebody says it anew.
 func (l *Ledger) AskBounded(now time.Time, pod Pod, targets []Targets) Status {
-	d := l.drains[atHold(pod.UID)]
+	d := l.at(AtHold, pod.UID)
 	dead := d != nil && !d.open && d.reason == Dead // there will be no drain that needs to know
 	services := make([]Service, 0, len(targets))
 	for _, t := range targets {
@@ -95,7 +95,7 @@ func (l *Ledger) needsRoom(d *drain, s Service) bool {
 func (l *Ledger) room(now time.Time, s Service) int {
 	alive, taken := 0, 0
 	for _, uid := range l.usable[s] {
-		d := l.drains[atHold(uid)]
+		d := l.at(AtHold, uid)
 		switch {
 		case d != nil && !d.open && d.reason == Dead:
 			// Who said that it is usable had not heard yet.
@@ -111,16 +111,12 @@ func (l *Ledger) room(now time.Time, s Service) int {
 
 // elsewhere reports whether an agent tells of another replica's tombstone on the pod.
 func (l *Ledger) elsewhere(now time.Time, uid UID) bool {
-	for a := range l.heard[atHold(uid)] {
-		if r := a.reports[atHold(uid)]; !r.Held && l.fresh(now, a, r) {
-			return true
-		}
-	}
-	return false
+	of := l.subjects[uid]
+	return of != nil && slices.ContainsFunc(of.heard[AtHold], func(r *heard) bool { return !r.Held && l.fresh(now, r) })
 }
 
 // Queued reports whether uid has an open drain that waits for room, so that its pod is still routed.
 func (l *Ledger) Queued(uid UID) bool {
-	d := l.drains[atHold(uid)]
+	d := l.at(AtHold, uid)
 	return d != nil && d.open && d.queued
 }

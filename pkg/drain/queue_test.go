@@ -169,7 +169,7 @@ func TestQueuedDrainsEndLikeEveryOther(t *testing.T) {
 		w.Gone(w.now, pod("a").UID)
 		w.pass(10 * time.Minute)
 		w.Tick(w.now)
-		if len(w.queued)+len(w.usable)+len(w.drains) != 0 {
+		if len(w.queued)+len(w.usable)+len(w.subjects) != 0 {
 			t.Error("something is kept")
 		}
 		w.AskBounded(w.now, pod("c"), []Targets{usable(web, "c", "d")})
@@ -353,7 +353,7 @@ func TestTheBoundHolds(t *testing.T) {
 				was[p.UID] = true
 			}
 			for _, s := range w.All(w.now) {
-				d := w.drains[atHold(s.Pod.UID)]
+				d := w.at(AtHold, s.Pod.UID)
 				for of := range d.services {
 					room := w.room(w.now, of)
 					switch {

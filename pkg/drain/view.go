@@ -26,24 +26,26 @@ type Word struct {
 // Words returns what the agents that owe the drain of uid say at now, and how many they are. The words are at most most: those who are least
 // far come first, then it goes by names. A drain that is not open has none.
 func (l *Ledger) Words(now time.Time, uid UID, most int) (words []Word, owed int) {
-	d := l.drains[atHold(uid)]
+	d := l.at(AtHold, uid)
 	if d == nil || !d.open {
 		return nil, 0
 	}
 	// Of many only a few are asked for: those of each state are kept apart, and no more of them than that.
 	var of [Idle + 1][]Word
+	said := l.hearing(d)
 	for _, a := range l.owing(d) {
-		if owes, _ := l.owes(now, a, d); !owes {
+		if owes, _ := l.owes(now, a); !owes {
 			continue
 		}
 		owed++
-		state, _ := l.state(now, a, d)
+		r := said[a.slot]
+		state, _, _ := l.word(now, r, d)
 		if state > Idle || len(of[state]) >= most {
 			continue
 		}
 		w := Word{Agent: a.id, Name: a.name, State: state, Connected: a.session != 0, Suspended: a.breaker.open && !d.expired}
 		if state != StateUnknown {
-			w.Proof, w.Heard = a.reports[atHold(uid)].Proof, a.reports[atHold(uid)].at
+			w.Proof, w.Heard = r.Proof, r.at
 		}
 		of[state] = append(of[state], w)
 	}
@@ -54,11 +56,11 @@ func (l *Ledger) Words(now time.Time, uid UID, most int) (words []Word, owed int
 // Oldest returns the pods of the oldest open drains, at most most, and how many are open.
 func (l *Ledger) Oldest(most int) (oldest []UID, open int) {
 	var all []*drain
-	for _, d := range l.drains {
+	l.each(func(d *drain) {
 		if d.open && d.gate == AtHold {
 			all = append(all, d)
 		}
-	}
+	})
 	slices.SortFunc(all, func(a, b *drain) int { return cmp.Or(a.since.Compare(b.since), cmp.Compare(a.pod.UID, b.pod.UID)) })
 	for _, d := range all[:min(len(all), most)] {
 		oldest = append(oldest, d.pod.UID)
@@ -71,15 +73,15 @@ func (l *Ledger) Acknowledges(r Report) bool {
 	if !r.Held || r.Gate != AtHold {
 		return false
 	}
-	d := l.drains[atHold(r.UID)]
+	d := l.at(AtHold, r.UID)
 	return d != nil && d.open && r.tells(d)
 }
 
 // Elsewhere returns how many pods agents tell of that are drained through other replicas and not through this one.
 func (l *Ledger) Elsewhere(now time.Time) int {
 	n := 0
-	for k := range l.heard {
-		if d := l.drains[k]; k.gate == AtHold && (d == nil || !d.open) && l.elsewhere(now, k.uid) {
+	for uid, of := range l.subjects {
+		if d := of.drains[AtHold]; (d == nil || !d.open) && l.elsewhere(now, uid) {
 			n++
 		}
 	}
@@ -117,8 +119,10 @@ func (l *Ledger) Agents() []Known {
 		if !k.Connected {
 			k.Lost = a.lostAt
 		}
-		for _, r := range a.reports {
-			k.Heard = later(k.Heard, r.at)
+		for g := range gates {
+			for _, r := range a.reports[g] {
+				k.Heard = later(k.Heard, r.at)
+			}
 		}
 		all = append(all, k)
 	}

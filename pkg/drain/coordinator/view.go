@@ -58,7 +58,7 @@ type course struct {
 	at    time.Time
 	// told is when agents were told. Zero: they were not, for want of room.
 	told time.Time
-	said map[drain.AgentID]said
+	said map[*introduced]said
 	// released is when it was, for reason, without the word of silent and more.
 	released time.Time
 	reason   drain.Reason
@@ -140,7 +140,7 @@ func (h *history) reported(l *drain.Ledger, now, asOf time.Time, id drain.AgentI
 		if c == nil || c.told.IsZero() || !l.Acknowledges(r) {
 			continue
 		}
-		was, known := c.said[id]
+		was, known := c.said[of]
 		is := was
 		if !known || was.state != r.State {
 			is.state, is.since = r.State, now
@@ -155,7 +155,7 @@ func (h *history) reported(l *drain.Ledger, now, asOf time.Time, id drain.AgentI
 			h.of(of.gateway).idle.add(took, samplesMost)
 		}
 		if is != was {
-			c.said[id] = is
+			c.said[of] = is
 		}
 	}
 }
@@ -180,7 +180,7 @@ func (h *history) of(kind string) *times {
 func (h *history) turned(now time.Time, s drain.Status) {
 	c := h.open[s.Pod.UID]
 	if c == nil {
-		c = &course{said: map[drain.AgentID]said{}}
+		c = &course{said: map[*introduced]said{}}
 		h.open[s.Pod.UID] = c
 	}
 	c.phase, c.at = s.Phase, now
@@ -332,7 +332,7 @@ func (c *Coordinator) drain(uid drain.UID, words int) Drain {
 	for _, w := range said {
 		word := Word{Word: w, Gateway: c.seen.gateway(w.Agent)}
 		if course != nil && w.State != drain.StateUnknown {
-			word.Since = course.said[w.Agent].since
+			word.Since = course.said[c.seen.introduced[w.Agent]].since
 		}
 		d.Words = append(d.Words, word)
 	}

@@ -295,3 +295,16 @@ func TestStrangersDoNotKeepAgentsOut(t *testing.T) {
 		}
 	})
 }
+
+// Strangers choose what is in a token before anybody has verified it.
+func FuzzExpires(f *testing.F) {
+	for _, claims := range []string{`{"exp":1700000000}`, `{"exp":-1}`, `{"exp":1e400}`, `{"exp":"soon"}`, `{}`, `[`} {
+		f.Add("e30." + base64.RawURLEncoding.EncodeToString([]byte(claims)) + ".x")
+	}
+	f.Add("")
+	f.Fuzz(func(t *testing.T, token string) {
+		if at, ok := expires(token); !ok && !at.IsZero() {
+			t.Fatalf("%q: %s, %t", token, at, ok)
+		}
+	})
+}

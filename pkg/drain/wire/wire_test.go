@@ -245,7 +245,7 @@ func FuzzMessages(f *testing.F) {
 		}
 	}
 	f.Fuzz(func(t *testing.T, text []byte) {
-		for _, like := range []any{&Message{}, &Declaration{}, &Declared{}, &Reports{}, &Leave{}, &Error{}} {
+		for _, like := range []any{&Message{}, &Declaration{}, &Declared{}, &Reports{}, &Leave{}, &Barrier{}, &Passed{}, &Error{}} {
 			first, second := fresh(like), fresh(like)
 			if json.Unmarshal(text, first) != nil {
 				continue
@@ -265,6 +265,36 @@ func FuzzMessages(f *testing.F) {
 			if err != nil || !bytes.Equal(again, third) {
 				t.Fatalf("%s becomes %s, and then %s: %v", text, again, third, err)
 			}
+		}
+	})
+}
+
+// Whatever query a stream is opened with is refused by name, or says the same when it is written again.
+func FuzzOffer(f *testing.F) {
+	for _, query := range []string{"protocol=1&feature=leave&boot=a", "", "protocol=2&protocol=1", "feature=%20&feature=", "boot=a&boot=b", NewOffer("x").Query()} {
+		f.Add(query)
+	}
+	f.Fuzz(func(t *testing.T, query string) {
+		q, err := url.ParseQuery(query)
+		if err != nil {
+			return
+		}
+		offer, err := ParseOffer(q)
+		if err != nil {
+			if !strings.HasPrefix(err.Error(), queryBoot+": ") && !strings.HasPrefix(err.Error(), queryFeature+": ") {
+				t.Fatalf("%q: %v names nothing", query, err)
+			}
+			return
+		}
+		if version, err := Choose(offer.Protocols); err == nil && !slices.Contains(Spoken(), version) {
+			t.Fatalf("%q chooses %d", query, version)
+		}
+		q, err = url.ParseQuery(offer.Query())
+		if err != nil {
+			t.Fatal(err)
+		}
+		if again, err := ParseOffer(q); err != nil || again.Boot != offer.Boot || !slices.Equal(again.Features, offer.Features) || !slices.Equal(again.Protocols, offer.Protocols) {
+			t.Fatalf("%q is %+v, and then %+v: %v", query, offer, again, err)
 		}
 	})
 }

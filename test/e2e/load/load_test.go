@@ -498,6 +498,7 @@ func TestSummarise(t *testing.T) {
 			Pods: map[string]int{"a": 2, "b": 1},
 		},
 		MaxLateMillis: 11,
+		FailedAt:      map[string]int{"b": 1},
 		Failures: []Failure{{
 			Due: begun.Add(40 * ms), OffsetMillis: 40, TookMillis: 5, Kind: "status-503", Error: "status 503", Pod: "b", Reused: true,
 		}},

@@ -25,7 +25,9 @@ type Result struct {
 	Connections   int       `json:"connections"` // attempted
 	Dropped       int       `json:"dropped"`     // kept connections found closed before they were used again; not failures
 	Failures      []Failure `json:"failures"`    // the first five of each kind, in the order in which they were due
-	Phases        []Phase   `json:"phases"`
+	// FailedAt counts failures by Failure.Pod, all of them. Nil: none failed.
+	FailedAt map[string]int `json:"failedAt,omitempty"`
+	Phases   []Phase        `json:"phases"`
 }
 
 // Counts sums up requests. Total is OK + Failed, and Failed is the sum of FailedBy.
@@ -79,6 +81,10 @@ func summarise(start time.Time, records []record, marks []mark, end time.Duratio
 		if r.err == nil {
 			continue
 		}
+		if res.FailedAt == nil {
+			res.FailedAt = map[string]int{}
+		}
+		res.FailedAt[r.by]++
 		kind := kindOf(r.err)
 		if told[kind]++; told[kind] > failuresOfKind {
 			continue

@@ -36,6 +36,7 @@ func TestReplicasComeAndGo(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	failing := failedOpen(t, s)
 	stop := clients(t, address, false)
 	updating := make(chan struct{})
 	var restarts sync.WaitGroup
@@ -82,6 +83,9 @@ func TestReplicasComeAndGo(t *testing.T) {
 		t.Errorf("%d of %d requests failed: %v\n%v", got.Failed, got.Total, got.FailedBy, got.Failures)
 	} else {
 		t.Logf("%d requests", got.Total)
+	}
+	if failing = failedOpen(t, s) - failing; failing > 0 {
+		t.Errorf("%d deletions went on without an answer", failing)
 	}
 	noRaces(t, s, ns)
 }

@@ -309,6 +309,8 @@ type Gateway struct {
 	Namespace string
 	// Lag is between EndpointSlices and the gateway.
 	Lag time.Duration
+	// Blames: an answer that is an error has the header Server-Pod, with HAProxy's name of the server that was tried last. It contains the pod's UID.
+	Blames bool
 }
 
 // InstallGateway installs HAProxy and its agent, waits until they are ready, and returns where HAProxy listens.
