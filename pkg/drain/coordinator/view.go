@@ -231,6 +231,8 @@ type View struct {
 	// Outcomes are the newest first.
 	Outcomes    []Outcome
 	Propagation []Propagation
+	// Beliefs are what gateways believe of the health of their targets.
+	Beliefs Beliefs
 }
 
 // Drain is an open drain.
@@ -308,6 +310,7 @@ func (c *Coordinator) View(drains, words int) View {
 		v.Agents = append(v.Agents, c.agent(k))
 	}
 	c.unlock()
+	v.Beliefs = c.beliefs.view(v.Agents)
 	for _, uid := range oldest {
 		if d := c.drain(uid, words); d.Waits() || d.Phase == drain.Released {
 			v.Drains = append(v.Drains, d)
