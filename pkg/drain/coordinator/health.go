@@ -141,9 +141,9 @@ type Beliefs struct {
 	All    wire.TargetCounts
 	// Untold is how many Services there was no room for, over all agents.
 	Untold int
-	// Services are those of which some gateway tells, those with trouble first: at most [beliefsMost] of Known.
-	Services []ServiceBelief
-	Known    int
+	// Services are those of which some gateway tells, those with trouble first: at most [beliefsMost] of Known. Troubled is how many have some.
+	Services        []ServiceBelief
+	Known, Troubled int
 }
 
 // ServiceBelief is what gateways believe of the targets of one Service.
@@ -222,6 +222,9 @@ func (b *beliefs) view(agents []Agent) Beliefs {
 		s.Believers = slices.Concat(s.of[:]...)
 		s.Believers = s.Believers[:min(len(s.Believers), believersMost)]
 		v.Services = append(v.Services, s.ServiceBelief)
+		if s.Trouble() {
+			v.Troubled++
+		}
 	}
 	slices.SortFunc(v.Services, func(a, b ServiceBelief) int {
 		return cmp.Or(first(a.Open > 0, b.Open > 0), first(a.Trouble(), b.Trouble()), cmp.Compare(a.Service.Namespace, b.Service.Namespace), cmp.Compare(a.Service.Name, b.Service.Name))
