@@ -103,6 +103,9 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 		if err != nil {
 			return err
 		}
+		believed := &beliefs{set: set, ports: routes.ports, names: routes.heard.pods}
+		c.Health = believed.summary
+		tasks = append(tasks, serve.Task{Name: "beliefs", Run: believed.run})
 		changed := func() {
 			if stones.changed() {
 				c.Wake()

@@ -66,3 +66,38 @@ func nodeOf(known client.Reader, synced func() bool) func(name string, id drain.
 		return pod.Spec.NodeName
 	}
 }
+
+// podOf returns a pod of the cache, if it is still the one with that UID.
+func podOf(known client.Reader, synced func() bool) func(drain.Pod) *corev1.Pod {
+	return func(of drain.Pod) *corev1.Pod {
+		var pod corev1.Pod
+		if !synced() || known.Get(context.Background(), types.NamespacedName{Namespace: of.Namespace, Name: of.Name}, &pod) != nil || drain.UID(pod.UID) != of.UID {
+			return nil
+		}
+		return &pod
+	}
+}
+
+// consumersOf returns what Services of the cache say of those who send to their pods.
+func consumersOf(known client.Reader, synced func() bool) func([]drain.Service) []dashboard.Consumers {
+	return func(services []drain.Service) []dashboard.Consumers {
+		var all []dashboard.Consumers
+		for _, name := range services {
+			var of corev1.Service
+			if !synced() || known.Get(context.Background(), types.NamespacedName{Namespace: name.Namespace, Name: name.Name}, &of) != nil {
+				return nil // of what is not known, nothing reassuring is said
+			}
+			c := dashboard.Consumers{
+				Service: name, Headless: of.Spec.ClusterIP == corev1.ClusterIPNone, LoadBalancer: of.Spec.Type == corev1.ServiceTypeLoadBalancer,
+			}
+			if text, ok := of.Annotations[statedWait]; ok {
+				wait, err := drain.ParseStatedWait(text)
+				if c.Stated = wait; err != nil {
+					c.Stated, c.Error = 0, err.Error()
+				}
+			}
+			all = append(all, c)
+		}
+		return all
+	}
+}

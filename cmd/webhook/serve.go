@@ -145,7 +145,8 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 		log.Info("dashboard", "address", looks.Addr().String(), "open", dashboard.Loopback(looks.Addr()))
 	}
 	view := dashboard.New(dashboard.Options{
-		Coordinator: coord, Explainer: handler.Cluster, Reviewer: dashboard.NewKubernetes(kube), Notes: notes, Node: nodeOf(known, watch.synced), Log: log,
+		Coordinator: coord, Explainer: handler.Cluster, Reviewer: dashboard.NewKubernetes(kube), Notes: notes, Node: nodeOf(known, watch.synced),
+		Pod: podOf(known, watch.synced), Consumers: consumersOf(known, services.HasSynced), Log: log,
 	})
 	log.Info("started", "lease", self.String(), "admission", listeners[0].Addr().String(), "agents", listeners[1].Addr().String(),
 		"metrics", listeners[2].Addr().String(), "hold", o.times.Hold.String(), "deadline", o.times.Deadline.String())

@@ -34,6 +34,7 @@ import (
 	"time"
 
 	"github.com/gorilla/mux"
+	corev1 "k8s.io/api/core/v1"
 
 	"github.com/lameduck-io/lameduck/pkg/admission"
 	"github.com/lameduck-io/lameduck/pkg/dashboard/api"
@@ -68,7 +69,7 @@ type Reviewer interface {
 	Review(ctx context.Context, token string) error
 }
 
-// Options of a Dashboard. All but Notes and Node are required.
+// Options of a Dashboard. All but Notes, Node, Pod and Consumers are required.
 type Options struct {
 	Coordinator Coordinator
 	Explainer   Explainer
@@ -77,7 +78,11 @@ type Options struct {
 	Notes *Notes
 	// Node returns the node of an agent's pod, "" if it is not known. Nil: none is.
 	Node func(name string, id drain.AgentID) string
-	Log  *slog.Logger
+	// Pod returns a pod, nil if it is not known. It belongs to a cache. Nil: none is.
+	Pod func(pod drain.Pod) *corev1.Pod
+	// Consumers returns what Services say, those that are known. Nil: nothing is.
+	Consumers func(services []drain.Service) []Consumers
+	Log       *slog.Logger
 }
 
 // Dashboard is one replica's. Make it with New, then Run it.
@@ -125,6 +130,8 @@ var routes = []route{
 	{api.AgentsPath, readers, (*Dashboard).agents},
 	{api.OutcomesPath, readers, (*Dashboard).outcomes},
 	{api.PropagationPath, readers, (*Dashboard).propagation},
+	{api.BarriersPath, readers, (*Dashboard).barriers},
+	{api.TargetsPath, readers, (*Dashboard).targets},
 	{api.EventsPath, readers, (*Dashboard).events},
 	{api.ExplainPath + "/{namespace}/{pod}", readers, (*Dashboard).explain},
 }

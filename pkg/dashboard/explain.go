@@ -16,12 +16,6 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
-// Annotations by which a pod says that its stop waits for the barrier. The webhook that makes pods writes them.
-const (
-	barrierID        = "lameduck.io/barrier-id"
-	barrierUncovered = "lameduck.io/barrier-uncovered"
-)
-
 func (d *Dashboard) explain(_ http.ResponseWriter, r *http.Request) (any, error) {
 	vars := mux.Vars(r)
 	namespace, name := vars["namespace"], vars["pod"]
@@ -55,7 +49,11 @@ func (d *Dashboard) explain(_ http.ResponseWriter, r *http.Request) (any, error)
 	if len(services) == 0 {
 		parties = nil // nobody is known to send to it
 	}
-	x := explanation(e, parties, gateways)
+	var consumers []Consumers
+	if d.Consumers != nil {
+		consumers = d.Consumers(services)
+	}
+	x := explanation(e, parties, gateways, d.nodeOf, consumers)
 	v := d.Coordinator.View(drainsMost, wordsMost)
 	x.At, x.Replica = v.At, v.Lease.Replica
 	for _, one := range v.Drains {
@@ -64,20 +62,25 @@ func (d *Dashboard) explain(_ http.ResponseWriter, r *http.Request) (any, error)
 			x.Drain = &open
 		}
 	}
-	if d.Node != nil {
-		for i, g := range x.Gates {
-			for _, p := range parties {
-				if p.Name == g.Agent {
-					x.Gates[i].Node = d.Node(p.Name, p.ID)
-				}
-			}
+	for _, one := range v.Barriers {
+		if x.Barrier != nil && one.Pod.UID == drain.UID(e.Pod.UID) {
+			open := d.barrierOf(one)
+			x.Barrier.Open = &open
 		}
 	}
 	return x, nil
 }
 
+// nodeOf is the node of an agent's pod, "" if it is not known.
+func (d *Dashboard) nodeOf(p drain.Party) string {
+	if d.Node == nil {
+		return ""
+	}
+	return d.Node(p.Name, p.ID)
+}
+
 // explanation words what would happen. It has no I/O and no clock.
-func explanation(e admission.Explanation, parties []drain.Party, gateways map[drain.AgentID]string) api.Explanation {
+func explanation(e admission.Explanation, parties []drain.Party, gateways map[drain.AgentID]string, node func(drain.Party) string, consumers []Consumers) api.Explanation {
 	x := api.Explanation{
 		Namespace: e.Pod.Namespace, Pod: e.Pod.Name, UID: string(e.Pod.UID), Operation: string(e.Facts.Operation),
 		Answer: e.Verdict.Action.String(), Reason: string(e.Verdict.Reason), Unroute: e.Verdict.Unroute, Queued: e.Crowded,
@@ -88,13 +91,14 @@ func explanation(e admission.Explanation, parties []drain.Party, gateways map[dr
 		x.Services = append(x.Services, api.ExplainedService{Namespace: t.Service.Namespace, Name: t.Service.Name, Usable: len(t.Usable)})
 		names = append(names, t.Service.String())
 	}
-	_, barrier := e.Pod.Annotations[barrierID]
+	barrier := e.Pod.Annotations[admission.BarrierIDAnnotation] != ""
 	// Whoever is refused now is asked about when he comes again.
 	waits := e.Verdict.Action != admission.Allow
 	uncovered := func(what, format string, args ...any) {
 		x.Uncovered = append(x.Uncovered, api.Uncovered{What: what, Why: fmt.Sprintf(format, args...)})
 	}
 	observers := 0
+	var asked []drain.Party
 	for _, p := range parties {
 		gateway := gateways[p.ID]
 		if gateway == "" {
@@ -106,14 +110,15 @@ func explanation(e admission.Explanation, parties []drain.Party, gateways map[dr
 			uncovered(what, "it is suspended: it has let drain after drain expire, so that it is told and not waited for")
 			continue
 		case p.Hold && waits:
-			x.Gates = append(x.Gates, api.Gate{Agent: p.Name, Gateway: gateways[p.ID], Gate: "hold", Connected: p.Connected, Why: why(p)})
+			x.Gates = append(x.Gates, api.Gate{Agent: p.Name, Node: node(p), Gateway: gateways[p.ID], Gate: gateHold, Connected: p.Connected, Why: why(p)})
 		case p.Hold:
 			uncovered(what, "the deletion does not wait (%s)", e.Verdict.Reason)
 		}
 		if p.Barrier && !(p.Undeclared && p.Hold) { // an agent that may be either is asked first as a directed one
 			observers++
 			if barrier {
-				x.Gates = append(x.Gates, api.Gate{Agent: p.Name, Gateway: gateways[p.ID], Gate: "barrier", Connected: p.Connected, Why: why(p)})
+				asked = append(asked, p)
+				x.Gates = append(x.Gates, api.Gate{Agent: p.Name, Node: node(p), Gateway: gateways[p.ID], Gate: gateBarrier, Connected: p.Connected, Why: why(p)})
 			}
 		}
 		if !p.Hold && !p.Barrier {
@@ -135,14 +140,19 @@ func explanation(e admission.Explanation, parties []drain.Party, gateways map[dr
 		case observers == 0:
 			uncovered("kube-proxy", "no agent observes it for %s: who connects through a ClusterIP or a NodePort may be cut", services)
 		}
-		uncovered("clients that find pods by themselves", "those that resolve a headless Service, and load balancers outside the cluster: nobody can say when they have let go")
+		x.Uncovered = append(x.Uncovered, unacknowledged(consumers, barrier)...)
 	}
-	for _, name := range strings.Split(e.Pod.Annotations[barrierUncovered], ",") {
-		if name = strings.TrimSpace(name); name != "" {
-			uncovered("container "+name, "it gets SIGTERM without waiting for the barrier: its own hook cannot be wrapped")
-		}
-	}
+	var missing []api.Uncovered
+	x.Barrier, missing = explainBarrier(e.Pod, asked, node, consumers)
+	x.Uncovered = append(x.Uncovered, missing...)
 	x.Summary = summary(x, e)
+	if b := x.Barrier; b != nil && b.Asked > 0 && e.Verdict.Action != admission.Deny {
+		x.Summary += fmt.Sprintf(" Then it would be told to stop when %s", count(b.Asked, "gateway that follows has let go", "gateways that follow have let go"))
+		if b.BoundSeconds > 0 {
+			x.Summary += fmt.Sprintf(", %s after the deletion at most", time.Duration(b.BoundSeconds*float64(time.Second)))
+		}
+		x.Summary += "."
+	}
 	return x
 }
 
@@ -180,7 +190,7 @@ func summary(x api.Explanation, e admission.Explanation) string {
 	}
 	holds := 0
 	for _, g := range x.Gates {
-		if g.Gate == "hold" {
+		if g.Gate == gateHold {
 			holds++
 		}
 	}

@@ -45,7 +45,7 @@ func TestExplanation(t *testing.T) {
 		"directed":                     {drains, nil, []drain.Party{hap}, web, []string{"edge/hap hold"}, []string{"kube-proxy", "clients"}, "deleted when 1 gateway that routes to it has let go"},
 		"two":                          {drains, nil, []drain.Party{hap, hap}, web, []string{"edge/hap hold", "edge/hap hold"}, []string{"kube-proxy", "clients"}, "deleted when 2 gateways that route to it have let go"},
 		"following, without a barrier": {drains, nil, []drain.Party{hap, kp}, web, []string{"edge/hap hold"}, []string{"kube-proxy and others that follow", "clients"}, "1 gateway"},
-		"following, with a barrier": {drains, map[string]string{barrierID: "x", barrierUncovered: "istio-proxy, log"}, []drain.Party{hap, kp}, web,
+		"following, with a barrier": {drains, map[string]string{admission.BarrierIDAnnotation: "x", admission.BarrierUncoveredAnnotation: "istio-proxy, log"}, []drain.Party{hap, kp}, web,
 			[]string{"edge/hap hold", "edge/kp barrier"}, []string{"clients", "container istio-proxy", "container log"}, "1 gateway"},
 		"by the Service's address": {drains, nil, []drain.Party{mesh, hap}, web, []string{"edge/hap hold"}, []string{"envoy of edge/mesh: it routes shop/web via clusterIP", "kube-proxy", "clients"}, "1 gateway"},
 		"suspended":                {drains, nil, []drain.Party{suspended}, web, nil, []string{"haproxy of edge/hap: it is suspended", "kube-proxy", "clients"}, "at once: everybody who would be asked is suspended"},
@@ -63,7 +63,7 @@ func TestExplanation(t *testing.T) {
 			x := explanation(admission.Explanation{
 				Pod:   &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: "a", UID: "a", Annotations: c.annotations}},
 				Facts: admission.Facts{Operation: admission.Delete}, Verdict: c.verdict, Targets: c.targets,
-			}, c.parties, map[drain.AgentID]string{"hap": "haproxy", "kp": "kube-proxy", "mesh": "envoy"})
+			}, c.parties, map[drain.AgentID]string{"hap": "haproxy", "kp": "kube-proxy", "mesh": "envoy"}, func(drain.Party) string { return "" }, nil)
 			var gates, uncovered []string
 			for _, g := range x.Gates {
 				gates = append(gates, g.Agent+" "+g.Gate)

@@ -20,9 +20,6 @@ const (
 	outcomesMost = 100
 )
 
-// targetHealth is why there is no health here.
-var targetHealth = api.TargetHealth{Where: "Agents do not report the health of targets to coordinators. Each agent tells it at /v1/targets of its --metrics-address (:9101 if it is not set otherwise)."}
-
 func (d *Dashboard) view() api.View { return d.viewOf(agentsMost) }
 
 // viewOf makes a view with at most so many agents.
@@ -37,7 +34,8 @@ func (d *Dashboard) viewOf(agents int) api.View {
 		Drains:      api.Drains{Open: of.Open, Items: []api.Drain{}, Elsewhere: of.Elsewhere},
 		Agents:      api.Agents{Expected: of.Expected, Missing: of.Missing, Suspended: of.Suspended, Known: len(of.Agents), Items: []api.Agent{}},
 		Outcomes:    d.outcomesOf(of),
-		Propagation: []api.Propagation{}, TargetHealth: targetHealth,
+		Propagation: []api.Propagation{}, TargetHealth: healthOf(of.Beliefs),
+		Barriers: d.barriersOf(of),
 	}
 	for _, one := range of.Drains {
 		v.Drains.Items = append(v.Drains.Items, drainOf(one))
@@ -64,15 +62,20 @@ func (d *Dashboard) viewOf(agents int) api.View {
 func drainOf(d coordinator.Drain) api.Drain {
 	one := api.Drain{
 		Namespace: d.Pod.Namespace, Pod: d.Pod.Name, UID: string(d.Pod.UID), Phase: d.Phase.String(), PhaseSince: d.Entered, Reason: d.Reason.String(),
-		Since: d.Since, Deadline: d.Deadline, Told: d.Told, Owed: d.Owed, Waiting: len(d.Waiting), Words: []api.Word{},
+		Since: d.Since, Deadline: d.Deadline, Told: d.Told, Owed: d.Owed, Waiting: len(d.Waiting), Words: wordsOf(d.Words),
 	}
-	for _, w := range d.Words {
-		one.Words = append(one.Words, api.Word{
+	return one
+}
+
+func wordsOf(words []coordinator.Word) []api.Word {
+	all := []api.Word{}
+	for _, w := range words {
+		all = append(all, api.Word{
 			Agent: w.Name, Gateway: w.Gateway, State: w.State.String(), Proof: w.Proof.String(), Since: w.Since, Heard: w.Heard,
 			Connected: w.Connected, Suspended: w.Suspended,
 		})
 	}
-	return one
+	return all
 }
 
 // Agents' states, those that people should look at first.
@@ -112,6 +115,16 @@ func agentOf(a coordinator.Agent) api.Agent {
 	return one
 }
 
+// Gates, as they are shown.
+const gateHold, gateBarrier = "hold", "barrier"
+
+func gateOf(g drain.Gate) string {
+	if g == drain.AtBarrier {
+		return gateBarrier
+	}
+	return gateHold
+}
+
 func labelOf(l drain.Label) string {
 	switch l {
 	case drain.LabelDirected:
@@ -137,11 +150,11 @@ func (d *Dashboard) outcomesOf(of coordinator.View) []api.Outcome {
 	for _, o := range of.Outcomes {
 		took := o.Took.Seconds()
 		one := api.Outcome{
-			At: o.At, Namespace: o.Pod.Namespace, Pod: o.Pod.Name, UID: string(o.Pod.UID), Reason: o.Reason.String(), Abnormal: o.Reason.Abnormal(),
+			At: o.At, Namespace: o.Pod.Namespace, Pod: o.Pod.Name, UID: string(o.Pod.UID), Gate: gateOf(o.Gate), Reason: o.Reason.String(), Abnormal: o.Reason.Abnormal(),
 			TookSeconds: &took, Silent: append([]string{}, o.Silent...), MoreSilent: o.More,
 		}
 		// What was said of an earlier drain of the pod, which was abandoned, is not of this one.
-		if n, ok := said[o.Pod.UID]; ok && !n.at.Before(o.At.Add(-noteOfDrain)) {
+		if n, ok := said[o.Pod.UID]; ok && o.Gate == drain.AtHold && !n.at.Before(o.At.Add(-noteOfDrain)) {
 			one.Message, one.Abnormal = n.message, true
 			if o.Reason == drain.Dead || o.Reason == drain.Abandoned {
 				one.Reason = n.reason
@@ -155,7 +168,7 @@ func (d *Dashboard) outcomesOf(of coordinator.View) []api.Outcome {
 	}
 	for _, n := range said {
 		all = append(all, api.Outcome{
-			At: n.at, Namespace: n.pod.Namespace, Pod: n.pod.Name, UID: string(n.pod.UID), Reason: n.reason, Abnormal: true, Silent: []string{}, Message: n.message,
+			At: n.at, Namespace: n.pod.Namespace, Pod: n.pod.Name, UID: string(n.pod.UID), Gate: gateHold, Reason: n.reason, Abnormal: true, Silent: []string{}, Message: n.message,
 		})
 	}
 	slices.SortStableFunc(all, func(a, b api.Outcome) int { return cmp.Or(b.At.Compare(a.At), cmp.Compare(a.UID, b.UID)) })

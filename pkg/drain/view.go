@@ -26,10 +26,13 @@ type Word struct {
 // Words returns what the agents that owe the drain of uid say at now, and how many they are. The words are at most most: those who are least
 // far come first, then it goes by names. A drain that is not open has none.
 func (l *Ledger) Words(now time.Time, uid UID, most int) (words []Word, owed int) {
-	d := l.at(AtHold, uid)
-	if d == nil || !d.open {
-		return nil, 0
+	if d := l.at(AtHold, uid); d != nil && d.open {
+		return l.words(now, d, most)
 	}
+	return nil, 0
+}
+
+func (l *Ledger) words(now time.Time, d *drain, most int) (words []Word, owed int) {
 	// Of many only a few are asked for: those of each state are kept apart, and no more of them than that.
 	var of [Idle + 1][]Word
 	said := l.hearing(d)
@@ -54,10 +57,12 @@ func (l *Ledger) Words(now time.Time, uid UID, most int) (words []Word, owed int
 }
 
 // Oldest returns the pods of the oldest open drains, at most most, and how many are open.
-func (l *Ledger) Oldest(most int) (oldest []UID, open int) {
+func (l *Ledger) Oldest(most int) (oldest []UID, open int) { return l.oldest(AtHold, most) }
+
+func (l *Ledger) oldest(gate Gate, most int) (oldest []UID, open int) {
 	var all []*drain
 	l.each(func(d *drain) {
-		if d.open && d.gate == AtHold {
+		if d.open && d.gate == gate {
 			all = append(all, d)
 		}
 	})
@@ -69,11 +74,13 @@ func (l *Ledger) Oldest(most int) (oldest []UID, open int) {
 }
 
 // Acknowledges reports whether r is a word on the open drain of its pod that counts here, as Removed and Idle do for those who wait.
-func (l *Ledger) Acknowledges(r Report) bool {
-	if !r.Held || r.Gate != AtHold {
+func (l *Ledger) Acknowledges(r Report) bool { return l.vouches(AtHold, r) }
+
+func (l *Ledger) vouches(gate Gate, r Report) bool {
+	if !r.Held || r.Gate != gate {
 		return false
 	}
-	d := l.at(AtHold, r.UID)
+	d := l.at(gate, r.UID)
 	return d != nil && d.open && r.tells(d)
 }
 

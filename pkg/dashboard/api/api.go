@@ -16,6 +16,8 @@ const (
 	AgentsPath      = "/v1/agents"
 	OutcomesPath    = "/v1/outcomes"
 	PropagationPath = "/v1/propagation"
+	BarriersPath    = "/v1/barriers"
+	TargetsPath     = "/v1/targets"
 	// EventsPath is a stream of server-sent events: "view" with a [View] whenever it has changed, and "alive" with an [Alive] in between.
 	EventsPath = "/v1/events"
 	// ExplainPath ends in /{namespace}/{pod}, and may have the query operation=delete or operation=evict.
@@ -35,12 +37,14 @@ type View struct {
 	At      time.Time `json:"at"`
 	Replica Replica   `json:"replica"`
 	Drains  Drains    `json:"drains"`
-	Agents  Agents    `json:"agents"`
+	// Barriers are the pods whose deletion has begun and whose hooks wait, or were answered.
+	Barriers Barriers `json:"barriers"`
+	Agents   Agents   `json:"agents"`
 	// Outcomes are how the last drains ended, and deletions that went on without the gateways' word: the newest first.
 	Outcomes []Outcome `json:"outcomes"`
 	// Propagation is how long gateways take to let go, by kind of gateway.
 	Propagation []Propagation `json:"propagation"`
-	// TargetHealth says where the health of targets is to be found.
+	// TargetHealth is what gateways believe of the health of their targets.
 	TargetHealth TargetHealth `json:"targetHealth"`
 }
 
@@ -88,6 +92,49 @@ type Drain struct {
 	Owed    int    `json:"owed"`
 	Waiting int    `json:"waiting"`
 	Words   []Word `json:"words"`
+}
+
+// Barriers are those that are open on this replica.
+type Barriers struct {
+	// Open is how many pods have one. Items are the oldest of them, if they are too many to be listed.
+	Open  int       `json:"open"`
+	Items []Barrier `json:"items"`
+	// Hooks is how many hooks wait at this replica now: one for each container.
+	Hooks int `json:"hooks"`
+}
+
+// Barrier is one pod that is being deleted and is told to stop only when the gateways that follow have let go.
+type Barrier struct {
+	Namespace string `json:"namespace"`
+	Pod       string `json:"pod"`
+	UID       string `json:"uid"`
+	Node      string `json:"node,omitempty"`
+	// Phase is Unrouting, Quiescing or Released, since PhaseSince. Released: its hooks were answered, and it stops. Reason is why, else None.
+	Phase      string    `json:"phase"`
+	PhaseSince time.Time `json:"phaseSince,omitzero"`
+	Reason     string    `json:"reason"`
+	// Since is the deletion. Deadline is when the hooks are answered in any case.
+	Since    time.Time `json:"since"`
+	Deadline time.Time `json:"deadline"`
+	// AskedBy is the agent on the pod's node, which has the hooks.
+	AskedBy string `json:"askedBy"`
+	// Hook is the kind of the pod's hooks: httpGet, exec, or both, separated by a comma. Not there: the pod is not known here.
+	Hook string `json:"hook,omitempty"`
+	// Owed, Waiting and Words are as in Drain.
+	Owed    int    `json:"owed"`
+	Waiting int    `json:"waiting"`
+	Words   []Word `json:"words"`
+	// StatedSeconds is how long, from the deletion on, is waited besides for those who can never acknowledge. StatedUntil is when that is over; Cut
+	// says that the deadline comes before.
+	StatedSeconds float64   `json:"statedSeconds,omitempty"`
+	StatedUntil   time.Time `json:"statedUntil,omitzero"`
+	Cut           bool      `json:"cut,omitempty"`
+	// Last says that no other endpoint is ready, or none on its node, so that gateways may go on sending to the pod: it only has to be quiet.
+	Last bool `json:"last,omitempty"`
+	// Sampled says that not all agents are asked: the others are waited for by the time that they were seen to take.
+	Sampled bool `json:"sampled,omitempty"`
+	// Uncovered are containers that stop without waiting: they could not be given the hook.
+	Uncovered []string `json:"uncovered"`
 }
 
 // Word is what an agent says of a drain.
@@ -154,6 +201,8 @@ type Outcome struct {
 	Namespace string    `json:"namespace"`
 	Pod       string    `json:"pod"`
 	UID       string    `json:"uid"`
+	// Gate is where it ended: hold (before the deletion) or barrier (before SIGTERM).
+	Gate string `json:"gate"`
 	// Reason is why the deletion was let go on: Acknowledged, IdleBound, Deadline, NoAgents, Suspended, LastTarget and more. Dead: the pod went
 	// without its deletion having waited to the end. Abandoned: it lives on and has its traffic back.
 	Reason string `json:"reason"`
@@ -182,10 +231,68 @@ type Propagation struct {
 	MaxSeconds float64 `json:"maxSeconds"`
 }
 
-// TargetHealth says where the health of targets is to be found: agents do not report it to coordinators.
+// TargetHealth is what gateways believe of the health of their targets, as far as their agents tell. It is a few seconds old at most.
 type TargetHealth struct {
+	// Reported says that some agent tells. Where says where more is to be found.
 	Reported bool   `json:"reported"`
 	Where    string `json:"where"`
+	// Agents is how many tell, Untold how many Services of theirs there was no room for. All counts what their gateways route: a target that two
+	// route counts twice.
+	Agents int          `json:"agents"`
+	Untold int          `json:"untold"`
+	All    TargetCounts `json:"all"`
+	// Services are those with trouble first, as many of Known as can be listed. Troubled is how many of them have some.
+	Known    int             `json:"known"`
+	Troubled int             `json:"troubled"`
+	Services []ServiceHealth `json:"services"`
+}
+
+// TargetCounts count targets. Each is counted once: as tombstoned or doubtful, or else by its health.
+type TargetCounts struct {
+	// Usable pass their checks, Unhealthy fail them. Unknown were not judged yet, or are not checked; they are usable too.
+	Usable    int `json:"usable"`
+	Unknown   int `json:"unknown"`
+	Unhealthy int `json:"unhealthy"`
+	// Tombstoned are of pods that are drained. Doubtful have no traffic until it is known whether they may.
+	Tombstoned int `json:"tombstoned"`
+	Doubtful   int `json:"doubtful"`
+}
+
+// ServiceHealth is what gateways believe of the targets of one Service.
+type ServiceHealth struct {
+	Namespace string `json:"namespace"`
+	Name      string `json:"name"`
+	// Gateways is how many tell of it, FailingOpen how many of them send to all targets because too few are usable, Unwell how many call a target
+	// unhealthy.
+	Gateways    int `json:"gateways"`
+	FailingOpen int `json:"failingOpen"`
+	Unwell      int `json:"unwell"`
+	// Trouble says that people should look. Says is what each gateway believes, those with trouble first; if they are too many, these.
+	Trouble bool            `json:"trouble"`
+	Says    []GatewayHealth `json:"says"`
+}
+
+// GatewayHealth is what one gateway believes of the targets of one Service.
+type GatewayHealth struct {
+	Agent   string `json:"agent"`
+	Gateway string `json:"gateway,omitempty"`
+	TargetCounts
+	FailingOpen bool `json:"failingOpen"`
+	// Checked says that some target was ever checked.
+	Checked bool `json:"checked"`
+	// Targets are the first of those that are unhealthy.
+	Targets []UnhealthyTarget `json:"targets"`
+}
+
+// UnhealthyTarget is a target that fails its checks, as one gateway sees it.
+type UnhealthyTarget struct {
+	Address string `json:"address"`
+	// Pod is namespace/name, if it is known.
+	Pod string `json:"pod,omitempty"`
+	// Why says why it has traffic or none: unhealthy (none), failing-open, held-back and more. Last is what its last check gave.
+	Why   string    `json:"why"`
+	Last  string    `json:"last,omitempty"`
+	Since time.Time `json:"since,omitzero"`
 }
 
 // Alive says that there is nothing new.
@@ -221,6 +328,20 @@ type PropagationList struct {
 	Items   []Propagation `json:"items"`
 }
 
+// BarrierList answers [BarriersPath].
+type BarrierList struct {
+	At      time.Time `json:"at"`
+	Replica string    `json:"replica"`
+	Barriers
+}
+
+// TargetList answers [TargetsPath].
+type TargetList struct {
+	At      time.Time `json:"at"`
+	Replica string    `json:"replica"`
+	TargetHealth
+}
+
 // Explanation is what would happen if a pod were deleted or evicted now.
 type Explanation struct {
 	At        time.Time `json:"at"`
@@ -243,6 +364,8 @@ type Explanation struct {
 	Services []ExplainedService `json:"services"`
 	// Gates are the gateways that would have to acknowledge.
 	Gates []Gate `json:"gates"`
+	// Barrier is how the pod would wait between its deletion and SIGTERM. Not there: it has no hook, and would not.
+	Barrier *ExplainedBarrier `json:"barrier,omitempty"`
 	// Uncovered is who may still send to the pod when it stops, and nobody would be asked.
 	Uncovered []Uncovered `json:"uncovered"`
 	// Drain is there if one is open on this replica.
@@ -266,6 +389,42 @@ type Gate struct {
 	Connected bool   `json:"connected"`
 	// Why says why it would be asked.
 	Why string `json:"why"`
+}
+
+// ExplainedBarrier is what the pod and its node have for the second gate, as the API server shows it.
+type ExplainedBarrier struct {
+	// Hooks are those of its containers.
+	Hooks []Hook `json:"hooks"`
+	// BoundSeconds is how long they may last, GraceSeconds what the application has for itself after them. Not there: the pod does not say.
+	BoundSeconds float64 `json:"boundSeconds,omitempty"`
+	GraceSeconds float64 `json:"graceSeconds,omitempty"`
+	// Node is the pod's, Agent the one there that has the hooks, and Connected whether it is here. No agent: the hooks would end at once.
+	Node      string `json:"node,omitempty"`
+	Agent     string `json:"agent,omitempty"`
+	Connected bool   `json:"connected"`
+	// Asked is how many agents would be asked.
+	Asked int `json:"asked"`
+	// Stated are the waits for those who can never acknowledge.
+	Stated []StatedWait `json:"stated"`
+	// Open is there if it waits already.
+	Open *Barrier `json:"open,omitempty"`
+}
+
+// Hook is that of one container.
+type Hook struct {
+	Container string `json:"container"`
+	// Kind is httpGet, exec, or none: the container would get SIGTERM without waiting.
+	Kind string `json:"kind"`
+}
+
+// StatedWait is what a Service states by its annotation.
+type StatedWait struct {
+	Namespace string  `json:"namespace"`
+	Service   string  `json:"service"`
+	Seconds   float64 `json:"seconds"`
+	// Cut says that the pod's bound is shorter. Error is why the annotation cannot be read.
+	Cut   bool   `json:"cut,omitempty"`
+	Error string `json:"error,omitempty"`
 }
 
 // Uncovered is one way to the pod for which nobody can or will acknowledge.

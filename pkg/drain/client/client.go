@@ -93,7 +93,10 @@ type Client struct {
 	// Tombstones may be left as it is by an agent that directs nothing, Watches by one that observes nothing.
 	Tombstones Tombstones
 	Watches    Watches
-	Log        *slog.Logger
+	// Health returns what the gateway believes of its targets: the same pointer as long as that is the same, nil if it is not known yet. It must
+	// not block. An agent that leaves it nil tells nothing of that.
+	Health func() *wire.Summary
+	Log    *slog.Logger
 	// Observer may be nil.
 	Observer Observer
 
@@ -279,7 +282,10 @@ func (r *replica) run(ctx context.Context) {
 func (c *Client) offer() wire.Offer {
 	o := wire.NewOffer(c.Boot)
 	if c.Watches == nil {
-		return o.Without(wire.FeatureBarrier)
+		o = o.Without(wire.FeatureBarrier)
+	}
+	if c.Health == nil {
+		o = o.Without(wire.FeatureHealth)
 	}
 	return o
 }
@@ -369,10 +375,12 @@ func (r *replica) stream(ctx context.Context) error {
 			lost(err)
 		}
 	}()
+	told := r.tellHealth(ctx, hello, reports)
 	err = r.receive(lines, hello, func() { watchdog.Reset(away) }, func() { close(synced) })
 	err = cause(ctx, err)
 	lost(err)
 	<-posted
+	<-told
 	return err
 }
 

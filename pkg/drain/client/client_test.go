@@ -248,6 +248,11 @@ func (s *script) transport() *http.Transport {
 
 // run starts a client of the scripts, each at http://0, http://1 and so on.
 func run(t *testing.T, scripts ...*script) (*Client, *stones, *records) {
+	return runWith(t, func(*Client) {}, scripts...)
+}
+
+// runWith is run with something about the client set.
+func runWith(t *testing.T, set func(*Client), scripts ...*script) (*Client, *stones, *records) {
 	s := &stones{of: map[drain.UID]map[string]bool{}, states: map[drain.UID]drain.State{}}
 	log := &records{}
 	transport := &http.Transport{DialContext: func(ctx context.Context, _, address string) (net.Conn, error) {
@@ -272,6 +277,7 @@ func run(t *testing.T, scripts ...*script) (*Client, *stones, *records) {
 	c.Boot, c.Gateway, c.Tombstones, c.Log = "boot", "fake", s, slog.New(log)
 	c.Routes = []drain.Route{{Service: drain.Service{Namespace: "shop", Name: "web"}, Via: drain.Endpoints, Can: drain.Direct, Grain: drain.PerRequest}}
 	c.Replicas(addresses(len(scripts)))
+	set(c)
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan error, 1)
 	go func() { done <- c.Run(ctx) }()

@@ -93,6 +93,7 @@ var routes = []route{
 	{http.MethodPost, wire.ReportsPath, agents, (*Coordinator).report},
 	{http.MethodPost, wire.LeavePath, agents, (*Coordinator).leave},
 	{http.MethodPost, wire.BarriersPath, agents, (*Coordinator).barrier},
+	{http.MethodPost, wire.HealthPath, agents, (*Coordinator).health},
 }
 
 // refusal is an error with an HTTP status.
@@ -369,6 +370,11 @@ func (c *Coordinator) listen(ctx context.Context, from *bufio.Reader, conn net.C
 			long = append(long, line...)
 			line = long
 		}
+		if wire.IsHealth(line) {
+			c.hear(who, line)
+			long = nil // few are that long
+			continue
+		}
 		var said wire.Reports
 		if err := wire.ParseReports(line, &said); err != nil {
 			return refusal{http.StatusBadRequest, "reports: " + err.Error()}
@@ -460,6 +466,7 @@ func (c *Coordinator) stream(w http.ResponseWriter, r *http.Request, who Identit
 		c.settle()
 		c.connected()
 		c.unlock()
+		c.beliefs.end(who.Agent, session)
 		c.Log.Info("agent disconnected", "agent", who.Name, "id", who.Agent, "session", session)
 	}()
 

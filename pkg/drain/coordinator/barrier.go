@@ -94,6 +94,7 @@ func (c *Coordinator) barrier(w http.ResponseWriter, r *http.Request, who Identi
 		b.Stated, b.Last, b.LastHere = s.Stated, s.Last, s.LastHere
 		now := time.Now()
 		status := c.ledger.OpenBarrier(now, b)
+		c.seen.faced(now, status)
 		c.settle()
 		if !status.Waits() {
 			c.passed(status)
@@ -224,6 +225,7 @@ func passedAs(s drain.Status) wire.Passed {
 // passed, called with the lock, writes down that a barrier lets its pod go.
 func (c *Coordinator) passed(s drain.Status) {
 	took := time.Since(s.Since)
+	c.seen.passed(time.Now(), s)
 	c.Metrics.barriers.WithLabelValues(s.Reason.String()).Observe(took.Seconds())
 	if s.Cut {
 		c.Metrics.cut.Inc()
@@ -283,6 +285,7 @@ func (c *Coordinator) Deleted(uid drain.UID) {
 	defer c.unlock()
 	c.ledger.Gone(time.Now(), uid)
 	c.ledger.Deleted(time.Now(), uid)
+	delete(c.seen.barred, uid)
 	c.settle()
 }
 

@@ -96,7 +96,8 @@ type Coordinator struct {
 	// phases holds the last phase that was written down of each open drain.
 	phases map[drain.UID]drain.Phase
 	// seen is for people.
-	seen *history
+	seen    *history
+	beliefs beliefs
 	// unsaid holds the transitions that unlock has to log.
 	unsaid  []func()
 	stop    chan struct{}

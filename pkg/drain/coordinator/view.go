@@ -36,6 +36,7 @@ type history struct {
 	// outcomes and what next points to are a ring, as in times.
 	outcomes ring[Outcome]
 	kinds    map[string]*times
+	barred   map[drain.UID]*barred
 }
 
 // introduced is how an agent introduced itself, and how it did since.
@@ -136,6 +137,10 @@ func (h *history) reported(l *drain.Ledger, now, asOf time.Time, id drain.AgentI
 	}
 	of.posted, of.age = now, now.Sub(asOf)
 	for _, r := range reports {
+		if r.Gate == drain.AtBarrier {
+			h.watched(l, now, id, of, r)
+			continue
+		}
 		c := h.open[r.UID]
 		if c == nil || c.told.IsZero() || !l.Acknowledges(r) {
 			continue
@@ -224,6 +229,9 @@ type View struct {
 	// Drains are the open ones, the oldest first: at most those that were asked for, of Open.
 	Drains []Drain
 	Open   int
+	// Barriers are the open ones, the oldest first: at most [barriersMost] of OpenBarriers. Hooks wait there, Barred of them.
+	Barriers             []Barrier
+	OpenBarriers, Barred int
 	// Elsewhere is how many pods are drained through other replicas alone, as far as agents tell.
 	Elsewhere int
 	// Agents are in the order of their names.
@@ -231,6 +239,8 @@ type View struct {
 	// Outcomes are the newest first.
 	Outcomes    []Outcome
 	Propagation []Propagation
+	// Beliefs are what gateways believe of the health of their targets.
+	Beliefs Beliefs
 }
 
 // Drain is an open drain.
@@ -270,7 +280,9 @@ type Agent struct {
 // Outcome is how a drain ended.
 type Outcome struct {
 	Pod drain.Pod
-	At  time.Time
+	// Gate is where it was, AtHold or AtBarrier.
+	Gate drain.Gate
+	At   time.Time
 	// Reason is why the deletion was let go on; if it never was, it is End: Dead, because the pod went all the same, or Abandoned.
 	Reason, End drain.Reason
 	// Took is how long it was until the deletion could go on or, if it never could, until the end.
@@ -304,10 +316,19 @@ func (c *Coordinator) View(drains, words int) View {
 	v.Expected, v.Missing = c.ledger.Expecting()
 	var oldest []drain.UID
 	oldest, v.Open = c.ledger.Oldest(drains)
+	var facing []drain.UID
+	facing, v.OpenBarriers = c.ledger.OldestBarriers(barriersMost)
+	v.Barred = c.barriers
 	for _, k := range c.ledger.Agents() {
 		v.Agents = append(v.Agents, c.agent(k))
 	}
 	c.unlock()
+	for _, uid := range facing {
+		if b, ok := c.barrierOf(uid); ok {
+			v.Barriers = append(v.Barriers, b)
+		}
+	}
+	v.Beliefs = c.beliefs.view(v.Agents)
 	for _, uid := range oldest {
 		if d := c.drain(uid, words); d.Waits() || d.Phase == drain.Released {
 			v.Drains = append(v.Drains, d)

@@ -38,8 +38,8 @@ const FeatureLeave = "leave"
 // FeatureBarrier: the coordinator sends messages of type watch and takes Barrier, the agent observes.
 const FeatureBarrier = "barrier"
 
-// Features are what this code has, on both sides. An agent that observes nothing does not offer FeatureBarrier.
-func Features() []string { return []string{FeatureLeave, FeatureBarrier} }
+// Features are what this code has, on both sides. An agent that observes nothing does not offer FeatureBarrier, see also [FeatureHealth].
+func Features() []string { return []string{FeatureLeave, FeatureBarrier, FeatureHealth} }
 
 // The query of [StreamPath].
 const (

@@ -1,0 +1,178 @@
+package dashboard
+
+import (
+	"encoding/json"
+	"fmt"
+	"net/netip"
+	"strings"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/lameduck-io/lameduck/pkg/admission"
+	"github.com/lameduck-io/lameduck/pkg/dashboard/api"
+	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/drain/coordinator"
+	"github.com/lameduck-io/lameduck/pkg/drain/wire"
+)
+
+// barred is a pod on node-1 as the mutating webhook leaves it.
+func barred(bound string, containers ...corev1.Container) *corev1.Pod {
+	return &corev1.Pod{
+		ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: "a", UID: "uid-a", Annotations: map[string]string{
+			admission.BarrierIDAnnotation: "id-1", admission.BarrierBoundAnnotation: bound, admission.BarrierGraceAnnotation: "20", admission.BarrierUncoveredAnnotation: "tls",
+		}},
+		Spec: corev1.PodSpec{NodeName: "node-1", Containers: containers},
+	}
+}
+
+func container(name string, hook *corev1.LifecycleHandler) corev1.Container {
+	c := corev1.Container{Name: name}
+	if hook != nil {
+		c.Lifecycle = &corev1.Lifecycle{PreStop: hook}
+	}
+	return c
+}
+
+var (
+	byHTTP = &corev1.LifecycleHandler{HTTPGet: &corev1.HTTPGetAction{Path: "/v1/wait/id-1"}}
+	byExec = &corev1.LifecycleHandler{Exec: &corev1.ExecAction{Command: []string{"/lameduck/lameduck-wait", "--id=id-1", "--", "sleep", "5"}}}
+	// itsOwn waits for nobody.
+	itsOwn = &corev1.LifecycleHandler{HTTPGet: &corev1.HTTPGetAction{Path: "/v1/wait/another"}}
+)
+
+// What is said of the second gate must be what the pod, its node and its Services have. The worst fault is to be silent on a hole.
+func TestTheBarrierIsExplained(t *testing.T) {
+	observer := func(id string, connected bool) drain.Party {
+		p := party(id, drain.Endpoints, drain.Observe)
+		p.Connected = connected
+		return p
+	}
+	node := func(p drain.Party) string { return strings.TrimPrefix(p.Name, "edge/") }
+	web := drain.Service{Namespace: "shop", Name: "web"}
+	clients := func(stated time.Duration, err string, headless bool) []Consumers {
+		return []Consumers{{Service: web, Stated: stated, Error: err, Headless: headless}}
+	}
+	here, away, other := observer("node-1", true), observer("node-1", false), observer("node-2", true)
+	for name, c := range map[string]struct {
+		pod       *corev1.Pod
+		parties   []drain.Party
+		consumers []Consumers
+		// barrier is it on a line, uncovered what each begins with, summary its end.
+		barrier   string
+		uncovered []string
+		summary   string
+	}{
+		"both kinds of hooks": {barred("30s", container("app", byHTTP), container("log", byExec), container("old", itsOwn)), []drain.Party{here, other}, clients(0, "", false),
+			"app httpGet, log exec, old none, tls none; 30s + 20s on node-1 by edge/node-1 true of 2", []string{"container old", "container tls"},
+			"Then it would be told to stop when 2 gateways that follow have let go, 30s after the deletion at most."},
+		"nobody on its node": {barred("30s"), []drain.Party{other}, clients(0, "", false), "tls none; 30s + 20s on node-1 by  false of 1",
+			[]string{"container tls", "the barrier itself: no node agent is known on node-1"}, "1 gateway that follows has let go, 30s"},
+		"its node agent is away": {barred("30s"), []drain.Party{away, other}, clients(0, "", false), "tls none; 30s + 20s on node-1 by edge/node-1 false of 2",
+			[]string{"container tls", "the barrier itself: edge/node-1, which has the pod's hooks, is not connected here"}, ""},
+		"its new node agent is there": {barred("30s"), []drain.Party{away, here}, clients(0, "", false), "tls none; 30s + 20s on node-1 by edge/node-1 true of 2", []string{"container tls"}, ""},
+		"a stated wait": {barred("30s"), []drain.Party{here}, clients(25*time.Second, "", true), "tls none; 30s + 20s on node-1 by edge/node-1 true of 1; shop/web 25s", []string{"container tls"}, ""},
+		"one that is longer than the bound": {barred("20s"), []drain.Party{here}, clients(25*time.Second, "", false), "tls none; 20s + 20s on node-1 by edge/node-1 true of 1; shop/web 25s cut",
+			[]string{"container tls", "the stated wait of shop/web: it states 25s, and the pod's hooks last 20s at most"}, ""},
+		"one that cannot be read": {barred("30s"), []drain.Party{here}, clients(0, "nonsense", false), "tls none; 30s + 20s on node-1 by edge/node-1 true of 1; shop/web 0s nonsense",
+			[]string{"those who send to shop/web: what it states in lameduck.io/stated-wait cannot be read: nonsense", "container tls"}, ""},
+		"headless, nothing stated": {barred("30s"), []drain.Party{here}, clients(0, "", true), "tls none; 30s + 20s on node-1 by edge/node-1 true of 1",
+			[]string{"clients that find pods by themselves: clients that resolve this headless Service, shop/web: nobody can say when they have let go, and no lameduck.io/stated-wait", "container tls"}, ""},
+		"stated, but no hook": {&corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: "a"}}, []drain.Party{here}, clients(25*time.Second, "", true), "none",
+			[]string{"kube-proxy and others that follow: 1 agents observe", "clients that find pods by themselves: clients that resolve this headless Service, shop/web: nobody can say when they have let go, and the pod has no barrier",
+				"the stated wait of shop/web: it states 25s"}, ""},
+	} {
+		t.Run(name, func(t *testing.T) {
+			x := explanation(admission.Explanation{
+				Pod: c.pod, Facts: admission.Facts{Operation: admission.Delete}, Verdict: admission.Verdict{Action: admission.Allow, Reason: admission.NotRouted},
+				Targets: []drain.Targets{{Service: web, Usable: []drain.UID{"a", "b"}}},
+			}, c.parties, map[drain.AgentID]string{}, node, c.consumers)
+			got := "none"
+			if b := x.Barrier; b != nil {
+				var hooks []string
+				for _, h := range b.Hooks {
+					hooks = append(hooks, h.Container+" "+h.Kind)
+				}
+				got = fmt.Sprintf("%s; %gs + %gs on %s by %s %t of %d", strings.Join(hooks, ", "), b.BoundSeconds, b.GraceSeconds, b.Node, b.Agent, b.Connected, b.Asked)
+				for _, s := range b.Stated {
+					got += fmt.Sprintf("; %s/%s %gs", s.Namespace, s.Service, s.Seconds)
+					if s.Cut {
+						got += " cut"
+					}
+					if s.Error != "" {
+						got += " " + s.Error
+					}
+				}
+			}
+			if got != c.barrier {
+				t.Errorf("barrier\n%s, want\n%s", got, c.barrier)
+			}
+			if len(x.Uncovered) != len(c.uncovered) {
+				t.Fatalf("uncovered %q, want %q", x.Uncovered, c.uncovered)
+			}
+			for i, want := range c.uncovered {
+				if text := x.Uncovered[i].What + ": " + x.Uncovered[i].Why; !strings.HasPrefix(text, want) {
+					t.Errorf("uncovered %q, want %q", text, want)
+				}
+			}
+			if !strings.Contains(x.Summary, c.summary) {
+				t.Errorf("summary %q, want %q", x.Summary, c.summary)
+			}
+		})
+	}
+}
+
+// The read API says of barriers and of health what the coordinator knows, with the pod's own facts.
+func TestBarriersAndHealthOverHTTP(t *testing.T) {
+	w := &world{}
+	now := time.Now()
+	w.view.OpenBarriers, w.view.Barred = 3, 2
+	w.view.Barriers = []coordinator.Barrier{{
+		Facing: drain.Facing{Status: drain.Status{Pod: drain.Pod{Namespace: "shop", Name: "a", UID: "uid-a"}, Phase: drain.Unrouting, Since: now, Deadline: now.Add(30 * time.Second), Owed: 2,
+			Waiting: []drain.Waiting{{}}, Stated: 25 * time.Second}, ByName: "lameduck-node/x", LastHere: true},
+		Words: []coordinator.Word{{Word: drain.Word{Name: "lameduck-node/y", Connected: true, State: drain.Routing}, Gateway: "kube-proxy"}},
+	}}
+	w.view.Beliefs = coordinator.Beliefs{Agents: 1, Known: 9, Troubled: 1, Untold: 4, All: wire.TargetCounts{Usable: 5, Unhealthy: 1}, Services: []coordinator.ServiceBelief{{
+		Service: drain.Service{Namespace: "shop", Name: "web"}, Gateways: 2, Open: 1, Unwell: 1, Believers: []coordinator.Believer{{Name: "edge/hap", Gateway: "haproxy", ServiceHealth: wire.ServiceHealth{
+			TargetCounts: wire.TargetCounts{Usable: 1, Unhealthy: 1}, FailingOpen: true, Checked: true,
+			Targets: []wire.TargetHealth{{Address: netip.MustParseAddrPort("10.0.0.1:80"), Pod: "shop/web-1", Why: "failing-open", Last: "timeout", Since: now}},
+		}}},
+	}}}
+	d := newDashboard(w)
+	d.Pod = func(of drain.Pod) *corev1.Pod {
+		if of.UID != "uid-a" {
+			return nil
+		}
+		return barred("30s", container("app", byHTTP))
+	}
+	h := d.Handler(loopback)
+	var barriers api.BarrierList
+	if err := json.NewDecoder(get(h, api.BarriersPath).Body).Decode(&barriers); err != nil {
+		t.Fatal(err)
+	}
+	b := barriers.Items[0]
+	if barriers.Open != 3 || barriers.Hooks != 2 || b.Hook != "httpGet" || b.Node != "node-1" || b.AskedBy != "lameduck-node/x" || !b.Last || b.Owed != 2 || b.Waiting != 1 ||
+		!b.StatedUntil.Equal(now.Add(25*time.Second)) || strings.Join(b.Uncovered, " ") != "tls" || b.Words[0].Agent != "lameduck-node/y" || b.Words[0].State != "routing" {
+		t.Errorf("%+v", barriers)
+	}
+	var targets api.TargetList
+	if err := json.NewDecoder(get(h, api.TargetsPath).Body).Decode(&targets); err != nil {
+		t.Fatal(err)
+	}
+	s := targets.Services[0]
+	if !targets.Reported || targets.Agents != 1 || targets.Known != 9 || targets.Untold != 4 || targets.All.Usable != 5 || !s.Trouble || s.FailingOpen != 1 || s.Gateways != 2 ||
+		s.Says[0].Agent != "edge/hap" || s.Says[0].Unhealthy != 1 || s.Says[0].Targets[0].Pod != "shop/web-1" || s.Says[0].Targets[0].Address != "10.0.0.1:80" {
+		t.Errorf("%+v", targets)
+	}
+	var x api.Explanation
+	w.explain.Pod = barred("30s", container("app", byHTTP))
+	w.explain.Pod.UID = "uid-a"
+	if err := json.NewDecoder(get(h, api.ExplainPath+"/shop/a").Body).Decode(&x); err != nil {
+		t.Fatal(err)
+	}
+	if x.Barrier == nil || x.Barrier.Open == nil || x.Barrier.Open.Phase != "Unrouting" {
+		t.Errorf("%+v", x.Barrier)
+	}
+}

@@ -1,0 +1,246 @@
+package coordinator
+
+import (
+	"cmp"
+	"net/http"
+	"slices"
+	"strconv"
+	"sync"
+	"time"
+
+	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/drain/wire"
+)
+
+const (
+	// beliefsMost bounds the Services of which a view shows what gateways believe, believersMost the gateways of each.
+	beliefsMost   = 200
+	believersMost = 20
+)
+
+// beliefs are what agents say of the health of their targets, for people: nothing is decided by it. They live as long as the stream on which
+// they were told, because nobody says when they stop being so. The mutex is never waited for while the coordinator's is held: a view takes its
+// time.
+type beliefs struct {
+	mu sync.Mutex
+	of map[drain.AgentID]*belief
+}
+
+// belief is one agent's.
+type belief struct {
+	session  uint64
+	at       time.Time
+	services int
+	all      wire.TargetCounts
+	told     map[drain.Service]*wire.ServiceHealth
+	// size is that of told, at most wire.MaxHealthKept.
+	size int
+}
+
+// take takes in what is new. What the agent has not declared, and what there is no room for, is left out: may says the former.
+func (b *beliefs) take(now time.Time, id drain.AgentID, h wire.Health, may func(drain.Service) bool) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	is := b.of[id]
+	switch {
+	case h.First:
+		is = &belief{session: h.Session, told: map[drain.Service]*wire.ServiceHealth{}}
+		if b.of == nil {
+			b.of = map[drain.AgentID]*belief{}
+		}
+		b.of[id] = is
+	case is == nil || is.session != h.Session:
+		return // it is a difference to something that is not known
+	}
+	is.at, is.services, is.all = now, h.Services, h.All
+	forget := func(s drain.Service) {
+		if had, ok := is.told[s]; ok {
+			is.size -= had.Size()
+			delete(is.told, s)
+		}
+	}
+	for _, s := range h.Gone {
+		forget(s)
+	}
+	for _, s := range h.Changed {
+		forget(s.Service)
+		if !may(s.Service) || len(is.told) == wire.MaxHealthServices || is.size+s.Size() > wire.MaxHealthKept {
+			continue
+		}
+		is.size += s.Size()
+		is.told[s.Service] = &s
+	}
+}
+
+// end forgets what was told on a session.
+func (b *beliefs) end(id drain.AgentID, session uint64) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if is := b.of[id]; is != nil && is.session == session {
+		delete(b.of, id)
+	}
+}
+
+// believe takes in what an agent says of the health of its targets. It reports false if session is not the agent's present one.
+func (c *Coordinator) believe(who Identity, h wire.Health) bool {
+	routed := make(map[drain.Service]bool, len(h.Changed))
+	current := func() bool { return c.ledger.Current(who.Agent, h.Session) }
+	c.mu.Lock()
+	ok := current()
+	for _, s := range h.Changed {
+		routed[s.Service] = c.ledger.Routes(who.Agent, s.Service)
+	}
+	c.mu.Unlock()
+	if !ok {
+		return false
+	}
+	c.beliefs.take(time.Now(), who.Agent, h, func(s drain.Service) bool { return routed[s] })
+	c.mu.Lock()
+	ok = current()
+	c.mu.Unlock()
+	if !ok {
+		c.beliefs.end(who.Agent, h.Session) // it ended meanwhile, and nobody else would
+	}
+	return ok
+}
+
+// health is a POST of it, by an agent whose stream is not upgraded.
+func (c *Coordinator) health(w http.ResponseWriter, r *http.Request, who Identity) (any, error) {
+	var h wire.Health
+	r.Body = http.MaxBytesReader(w, r.Body, wire.MaxHealth)
+	if err := decode(w, r, &h); err != nil {
+		return nil, err
+	}
+	if err := h.Check(); err != nil {
+		return nil, refusal{http.StatusBadRequest, err.Error()}
+	}
+	if !c.believe(who, h) {
+		return nil, errStale
+	}
+	return nil, nil
+}
+
+// hear takes in a line of health. What cannot be read is counted and logged: reports come by the same stream, and it goes on.
+func (c *Coordinator) hear(who Identity, line []byte) {
+	h, err := wire.ParseHealth(line)
+	code := noContent
+	switch {
+	case err == nil && !c.believe(who, h):
+		code = strconv.Itoa(http.StatusConflict) // the stream ends
+	case err != nil:
+		code = strconv.Itoa(http.StatusBadRequest)
+		c.Log.Debug("agent tells of health what cannot be read", "agent", who.Name, "error", err)
+	}
+	c.Metrics.api.WithLabelValues(wire.HealthPath, code).Inc()
+}
+
+// Beliefs are what gateways believe of the health of their targets.
+type Beliefs struct {
+	// Agents is how many tell of it, All what their targets count together: one that several route counts for each.
+	Agents int
+	All    wire.TargetCounts
+	// Untold is how many Services there was no room for, over all agents.
+	Untold int
+	// Services are those of which some gateway tells, those with trouble first: at most [beliefsMost] of Known. Troubled is how many have some.
+	Services        []ServiceBelief
+	Known, Troubled int
+}
+
+// ServiceBelief is what gateways believe of the targets of one Service.
+type ServiceBelief struct {
+	Service drain.Service
+	// Gateways is how many tell of it. Open is how many of them fail open, Unwell how many call a target unhealthy.
+	Gateways, Open, Unwell int
+	// Believers are the gateways, those with trouble first: at most [believersMost].
+	Believers []Believer
+}
+
+// Believer is what one gateway believes of one Service.
+type Believer struct {
+	Agent   drain.AgentID
+	Name    string
+	Gateway string
+	// At is when it last told of anything.
+	At time.Time
+	wire.ServiceHealth
+}
+
+// Trouble says whether people should look.
+func (s ServiceBelief) Trouble() bool {
+	return s.Open+s.Unwell > 0 || len(s.Believers) > 0 && s.Believers[0].Trouble()
+}
+
+// view joins what is told by Services. agents are those that are known, in the order in which gateways are to be listed.
+func (b *beliefs) view(agents []Agent) Beliefs {
+	// Those of a Service are kept apart by how much trouble they have, and of each only as many as are shown.
+	type joined struct {
+		ServiceBelief
+		of [3][]Believer
+	}
+	v := Beliefs{Services: []ServiceBelief{}}
+	of := map[drain.Service]*joined{}
+	b.mu.Lock()
+	for i := range agents {
+		a := &agents[i]
+		is := b.of[a.ID]
+		if is == nil {
+			continue
+		}
+		v.Agents++
+		v.All.Usable += is.all.Usable
+		v.All.Unknown += is.all.Unknown
+		v.All.Unhealthy += is.all.Unhealthy
+		v.All.Tombstoned += is.all.Tombstoned
+		v.All.Doubtful += is.all.Doubtful
+		v.Untold += max(0, is.services-len(is.told))
+		for name, told := range is.told {
+			s := of[name]
+			if s == nil {
+				s = &joined{ServiceBelief: ServiceBelief{Service: name}}
+				of[name] = s
+			}
+			s.Gateways++
+			trouble := 2
+			if told.Trouble() {
+				trouble = 1
+			}
+			if told.Unhealthy > 0 {
+				s.Unwell++
+			}
+			if told.FailingOpen {
+				s.Open++
+				trouble = 0
+			}
+			if len(s.of[trouble]) < believersMost {
+				s.of[trouble] = append(s.of[trouble], Believer{Agent: a.ID, Name: a.Name, Gateway: a.Gateway, At: is.at, ServiceHealth: *told})
+			}
+		}
+	}
+	b.mu.Unlock()
+	v.Known = len(of)
+	for _, s := range of {
+		s.Believers = slices.Concat(s.of[:]...)
+		s.Believers = s.Believers[:min(len(s.Believers), believersMost)]
+		v.Services = append(v.Services, s.ServiceBelief)
+		if s.Trouble() {
+			v.Troubled++
+		}
+	}
+	slices.SortFunc(v.Services, func(a, b ServiceBelief) int {
+		return cmp.Or(first(a.Open > 0, b.Open > 0), first(a.Trouble(), b.Trouble()), cmp.Compare(a.Service.Namespace, b.Service.Namespace), cmp.Compare(a.Service.Name, b.Service.Name))
+	})
+	v.Services = v.Services[:min(len(v.Services), beliefsMost)]
+	return v
+}
+
+// first orders true before false.
+func first(a, b bool) int {
+	switch {
+	case a == b:
+		return 0
+	case a:
+		return -1
+	default:
+		return 1
+	}
+}

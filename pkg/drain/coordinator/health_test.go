@@ -1,0 +1,234 @@
+package coordinator
+
+import (
+	"fmt"
+	"io"
+	"net/http"
+	"net/netip"
+	"runtime"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/drain/client"
+	"github.com/lameduck-io/lameduck/pkg/drain/wire"
+)
+
+// healthy is a summary of Services, all with two targets that are well.
+func healthy(services ...drain.Service) *wire.Summary {
+	s := &wire.Summary{Services: len(services)}
+	for _, name := range services {
+		s.All.Usable += 2
+		s.Told = append(s.Told, wire.ServiceHealth{Service: name, TargetCounts: wire.TargetCounts{Usable: 2}, Checked: true})
+	}
+	return s
+}
+
+// unhealthy is healthy, and one target of the first Service is not.
+func unhealthy(services ...drain.Service) *wire.Summary {
+	s := healthy(services...)
+	s.All.Usable, s.All.Unhealthy = s.All.Usable-1, 1
+	of := &s.Told[0]
+	of.Usable, of.Unhealthy = 1, 1
+	of.Targets = []wire.TargetHealth{{Address: netip.MustParseAddrPort("10.1.0.7:80"), Pod: "shop/web-1", Why: "unhealthy", Last: "http failure: 503", Since: time.Now().UTC()}}
+	return s
+}
+
+// believed is what a view shows of health, one line a Service.
+func believed(r *replica) string {
+	synctest.Wait()
+	b := r.View(0, 0).Beliefs
+	lines := []string{fmt.Sprintf("%d agents, %d usable, %d unhealthy, %d untold", b.Agents, b.All.Usable, b.All.Unhealthy, b.Untold)}
+	for _, s := range b.Services {
+		line := fmt.Sprintf("%s: %d gateways, %d open, %d unwell:", s.Service, s.Gateways, s.Open, s.Unwell)
+		for _, w := range s.Believers {
+			line += fmt.Sprintf(" %s %d/%d", w.Agent, w.Usable, w.Usable+w.Unhealthy)
+			for _, one := range w.Targets {
+				line += fmt.Sprintf(" %s(%s, %s)", one.Pod, one.Why, one.Last)
+			}
+		}
+		lines = append(lines, line)
+	}
+	return strings.Join(lines, "\n")
+}
+
+// What gateways believe is shown within two seconds, changes as they do, and ends with their streams, whichever way it is told.
+func TestBeliefsAreShown(t *testing.T) {
+	for name, posts := range map[string]bool{"in the stream": false, "by posts": true} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				n := newNetwork(t)
+				r := n.replica("replica-0", "a")
+				var one, two atomic.Pointer[wire.Summary]
+				tells := func(from *atomic.Pointer[wire.Summary]) func(*client.Client) {
+					return func(c *client.Client) {
+						c.Routes, c.Health = routesOf(web, api), from.Load
+						if posts {
+							c.HTTP.Transport = noUpgrade{c.HTTP.Transport}
+						}
+					}
+				}
+				n.agentWith("one", tells(&one), "replica-0")
+				second := n.agentWith("two", tells(&two), "replica-0")
+				check := func(when, want string) {
+					t.Helper()
+					time.Sleep(2 * time.Second)
+					if got := believed(r); got != want {
+						t.Errorf("%s:\ngot  %s\nwant %s", when, got, want)
+					}
+				}
+				check("nothing is known", "0 agents, 0 usable, 0 unhealthy, 0 untold")
+				one.Store(healthy(web, api))
+				check("one has told", "1 agents, 4 usable, 0 unhealthy, 0 untold\nshop/api: 1 gateways, 0 open, 0 unwell: one 2/2\nshop/web: 1 gateways, 0 open, 0 unwell: one 2/2")
+				two.Store(unhealthy(web))
+				check("two sees another thing", "2 agents, 5 usable, 1 unhealthy, 0 untold\nshop/web: 2 gateways, 0 open, 1 unwell: two 1/2 shop/web-1(unhealthy, http failure: 503) one 2/2\nshop/api: 1 gateways, 0 open, 0 unwell: one 2/2")
+				open := unhealthy(api)
+				open.Told[0].FailingOpen = true
+				one.Store(open)
+				two.Store(healthy(web))
+				check("one fails open", "2 agents, 3 usable, 1 unhealthy, 0 untold\nshop/api: 1 gateways, 1 open, 1 unwell: one 1/2 shop/web-1(unhealthy, http failure: 503)\nshop/web: 1 gateways, 0 open, 0 unwell: two 2/2")
+				second.end()
+				check("two has gone", "1 agents, 1 usable, 1 unhealthy, 0 untold\nshop/api: 1 gateways, 1 open, 1 unwell: one 1/2 shop/web-1(unhealthy, http failure: 503)")
+				n.cut("replica-0")
+				synctest.Wait()
+				if got := believed(r); got != "0 agents, 0 usable, 0 unhealthy, 0 untold" {
+					t.Errorf("after the stream was cut: %s", got)
+				}
+				time.Sleep(5 * time.Second)
+				check("it has come back", "1 agents, 1 usable, 1 unhealthy, 0 untold\nshop/api: 1 gateways, 1 open, 1 unwell: one 1/2 shop/web-1(unhealthy, http failure: 503)")
+			})
+		})
+	}
+}
+
+// noUpgrade is what stands between an agent and its coordinator and knows nothing of upgrades.
+type noUpgrade struct{ http.RoundTripper }
+
+func (n noUpgrade) RoundTrip(r *http.Request) (*http.Response, error) {
+	r = r.Clone(r.Context())
+	r.Header.Del("Upgrade")
+	r.Header.Del("Connection")
+	return n.RoundTripper.RoundTrip(r)
+}
+
+// What cannot be read of health, and what an agent has no right to speak of, is left out; the stream, by which reports come, goes on.
+func TestHealthIsNeverInTheWay(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNetwork(t)
+		r := n.replica("replica-0", "a")
+		s, session := n.upgraded("one", "replica-0")
+		go io.Copy(io.Discard, s.conn)
+		r.mu.Lock()
+		r.ledger.Declare("one", session, routesOf(web))
+		r.mu.Unlock()
+		say := func(line string) {
+			t.Helper()
+			if _, err := io.WriteString(s.conn, strings.ReplaceAll(line, "SESSION", fmt.Sprint(session))+"\n"); err != nil {
+				t.Fatal(err)
+			}
+			synctest.Wait()
+		}
+		say(`{"health":{"session":SESSION,"changed":[{"service":{"namespace":"shop","name":"web"}}]}}`)
+		if got := believed(r); !strings.HasPrefix(got, "0 agents") {
+			t.Errorf("a difference to nothing: %s", got)
+		}
+		say(`{"health":{"session":SESSION,"first":true,"services":2,"changed":[{"service":{"namespace":"shop","name":"web"},"usable":1},{"service":{"namespace":"other","name":"web"},"unhealthy":9}]}}`)
+		want := "1 agents, 0 usable, 0 unhealthy, 1 untold\nshop/web: 1 gateways, 0 open, 0 unwell: one 1/1"
+		for _, line := range []string{
+			`{"health":{"session":SESSION,"services":-1}}`, `{"health":nonsense`, `{"health":{"session":999,"first":true}}`,
+			`{"health":{"session":SESSION,"first":true,"x":"` + strings.Repeat("x", wire.MaxHealth) + `"}}`,
+		} {
+			say(line)
+			if got := believed(r); got != want {
+				t.Errorf("after %.60s: %s, want %s", line, got, want)
+			}
+		}
+		if got := r.metric("lameduck_agent_requests_total", "400", wire.HealthPath); got != 3 {
+			t.Errorf("%v are counted as refused", got)
+		}
+		held := r.hold(pod("a"), web)
+		say(`{"session":SESSION,"boot":"b","reports":[{"uid":"` + string(pod("a").UID) + `","state":"idle","proof":"runtime","held":true,"since":"2026-01-02T03:04:05Z"}]}`)
+		answered(t, held, "Released Acknowledged held=true after 0s")
+	})
+}
+
+// Agents of the last release tell nothing, and are told nothing of it.
+func TestAgentsWithoutHealthAreKnown(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNetwork(t)
+		r := n.replica("replica-0", "a")
+		n.agent("one", []drain.Service{web}, "replica-0")
+		time.Sleep(5 * time.Second)
+		v := r.View(1, 1)
+		if len(v.Agents) != 1 || v.Beliefs.Agents != 0 || strings.Contains(strings.Join(v.Agents[0].Features, " "), wire.FeatureHealth) {
+			t.Errorf("%+v", v)
+		}
+	})
+}
+
+// An agent that says all that it can say, and more, takes no more than the bound, which leaves room in the 64 KiB that an agent may take.
+func TestWhatOneAgentTakesIsBounded(t *testing.T) {
+	const agents = 200
+	var b beliefs
+	before := heap()
+	for id := range agents {
+		for n := range 4 {
+			h := wire.Health{Session: 1, First: n == 0, Services: 1000}
+			for s := range 60 {
+				one := wire.ServiceHealth{Service: drain.Service{Namespace: "shop", Name: fmt.Sprintf("%d-%d-%d", id, n, s)}}
+				for target := range wire.MaxHealthTargets {
+					one.Targets = append(one.Targets, wire.TargetHealth{Pod: fmt.Sprintf("shop/%d-%s", target, strings.Repeat("x", 200)), Why: strings.Clone("unhealthy"), Last: strings.Repeat("y", 90)})
+				}
+				h.Changed = append(h.Changed, one)
+			}
+			b.take(time.Now(), drain.AgentID(fmt.Sprint(id)), h, func(drain.Service) bool { return true })
+		}
+	}
+	if each := (heap() - before) / agents; each > 44<<10 || each < 8<<10 {
+		t.Errorf("each agent takes %d bytes", each)
+	}
+	is := b.of["7"]
+	if is.size > wire.MaxHealthKept || len(is.told) == 0 {
+		t.Errorf("%d bytes in %d Services", is.size, len(is.told))
+	}
+	// What went makes room.
+	var gone wire.Health
+	gone.Session = 1
+	for s := range is.told {
+		gone.Gone = append(gone.Gone, s)
+	}
+	b.take(time.Now(), "7", gone, func(drain.Service) bool { return true })
+	if is.size != 0 || len(is.told) != 0 {
+		t.Errorf("%d bytes in %d Services are left", is.size, len(is.told))
+	}
+	runtime.KeepAlive(&b)
+}
+
+func heap() int {
+	runtime.GC()
+	runtime.GC()
+	var m runtime.MemStats
+	runtime.ReadMemStats(&m)
+	return int(m.HeapAlloc)
+}
+
+// BenchmarkBeliefs is a view of a thousand gateways with a hundred Services each, which is made four times a second while somebody looks.
+func BenchmarkBeliefs(b *testing.B) {
+	var all beliefs
+	var agents []Agent
+	for a := range 1000 {
+		h := wire.Health{Session: 1, First: true, Services: 100}
+		for s := range 100 {
+			h.Changed = append(h.Changed, wire.ServiceHealth{Service: drain.Service{Namespace: "shop", Name: fmt.Sprint(s)}, TargetCounts: wire.TargetCounts{Usable: 3}})
+		}
+		id := drain.AgentID(fmt.Sprint(a))
+		agents = append(agents, Agent{Known: drain.Known{ID: id, Name: string(id)}})
+		all.take(time.Now(), id, h, func(drain.Service) bool { return true })
+	}
+	for b.Loop() {
+		all.view(agents)
+	}
+}

@@ -1,0 +1,198 @@
+package wire
+
+import (
+	"bytes"
+	"encoding/json"
+	"fmt"
+	"net/netip"
+	"time"
+
+	"github.com/lameduck-io/lameduck/pkg/drain"
+)
+
+// What agents say of the health of their targets is for people, and nothing is decided by it. So it must never be in the way: it has lines of
+// its own between those of reports, few and short ones, and what cannot be read of it is left out and costs nobody his stream.
+
+// FeatureHealth: the coordinator takes Health. Agents that know nothing of health do not offer it.
+const FeatureHealth = "health"
+
+// HealthPath takes a POST of Health and answers 204. Where the stream is upgraded, agents write lines of [AppendHealth] into it instead.
+const HealthPath = "/v1/health"
+
+// What an agent tells at most. Whoever has more tells first of those Services where something is wrong.
+const (
+	// MaxHealth bounds one message, in bytes, and MaxHealthKept all that one agent tells of at one time, by [ServiceHealth.Size].
+	MaxHealth     = 16 << 10
+	MaxHealthKept = 32 << 10
+	// MaxHealthServices bounds the Services that are told of, MaxHealthTargets the targets that each of them names.
+	MaxHealthServices = 128
+	MaxHealthTargets  = 5
+	// maxHealthWord bounds the letters of why and last.
+	maxHealthWord = 100
+)
+
+// Health is what an agent's gateway believes of its targets, as far as it is another than before on this session.
+type Health struct {
+	Session uint64 `json:"session"`
+	// First says that whatever was told before is forgotten.
+	First bool `json:"first,omitempty"`
+	// Services is how many the gateway routes, All what their targets count together: also those of which no more is told.
+	Services int          `json:"services"`
+	All      TargetCounts `json:"all"`
+	// Changed are the Services of which something is new, Gone those that are told of no more.
+	Changed []ServiceHealth `json:"changed,omitempty"`
+	Gone    []drain.Service `json:"gone,omitempty"`
+}
+
+// TargetCounts count the targets that EndpointSlices want traffic for. Each is counted once.
+type TargetCounts struct {
+	// Usable pass their checks. Unknown have not been judged, or are not checked: they are usable too.
+	Usable  int `json:"usable"`
+	Unknown int `json:"unknown"`
+	// Unhealthy fail them.
+	Unhealthy int `json:"unhealthy"`
+	// Tombstoned are of pods that a coordinator wants to be let go.
+	Tombstoned int `json:"tombstoned"`
+	// Doubtful have no traffic because the agent does not know yet whether they may: it has just started, or its coordinators have been away.
+	Doubtful int `json:"doubtful,omitempty"`
+}
+
+// ServiceHealth is what one gateway believes of the targets of one Service, over all of its ports.
+type ServiceHealth struct {
+	Service drain.Service `json:"service"`
+	TargetCounts
+	// FailingOpen says that too few of a port's targets are usable, so that all of them have traffic.
+	FailingOpen bool `json:"failingOpen,omitempty"`
+	// Checked says that some target was ever checked.
+	Checked bool `json:"checked,omitempty"`
+	// Targets are the first of those that are unhealthy.
+	Targets []TargetHealth `json:"targets,omitempty"`
+}
+
+// TargetHealth is one target that is unhealthy.
+type TargetHealth struct {
+	Address netip.AddrPort `json:"address"`
+	// Pod is namespace/name. Empty: it is not known.
+	Pod string `json:"pod,omitempty"`
+	// Why says why it has traffic or none, Last what its last check gave, as the agent words them.
+	Why  string `json:"why"`
+	Last string `json:"last,omitempty"`
+	// Since is when it became unhealthy.
+	Since time.Time `json:"since,omitzero"`
+}
+
+// Summary is the whole of what an agent tells, of as many Services as may be told of.
+type Summary struct {
+	Services int
+	All      TargetCounts
+	Told     []ServiceHealth
+}
+
+// Trouble says whether people should look.
+func (s ServiceHealth) Trouble() bool { return s.FailingOpen || s.Unhealthy > 0 || s.Doubtful > 0 }
+
+// Size is about what s takes in memory, in bytes.
+func (s ServiceHealth) Size() int {
+	n := 200 + len(s.Service.Namespace) + len(s.Service.Name)
+	for _, t := range s.Targets {
+		n += 120 + len(t.Pod) + len(t.Why) + len(t.Last)
+	}
+	return n
+}
+
+// healthPrefix is how a line begins that is no Reports.
+const healthPrefix = `{"health":`
+
+// healthLine is the line of a stream.
+type healthLine struct {
+	Health Health `json:"health"`
+}
+
+// AppendHealth appends h as one line.
+func AppendHealth(b []byte, h Health) []byte { return appendJSON(b, healthLine{h}) }
+
+// IsHealth says whether a line is of [AppendHealth].
+func IsHealth(line []byte) bool { return bytes.HasPrefix(line, []byte(healthPrefix)) }
+
+// ParseHealth reads one line of [AppendHealth], and [Health.Check]s it.
+func ParseHealth(line []byte) (Health, error) {
+	if len(line) > MaxHealth {
+		return Health{}, fmt.Errorf("health: %d bytes are more than %d", len(line), MaxHealth)
+	}
+	var l healthLine
+	if err := json.Unmarshal(line, &l); err != nil {
+		return Health{}, fmt.Errorf("health: %w", err)
+	}
+	return l.Health, l.Health.Check()
+}
+
+// Check names what an agent may not say.
+func (h Health) Check() error {
+	if len(h.Changed) > MaxHealthServices || len(h.Gone) > MaxHealthServices {
+		return fmt.Errorf("health: %d and %d Services are more than %d", len(h.Changed), len(h.Gone), MaxHealthServices)
+	}
+	if h.Services < 0 || h.All.negative() {
+		return fmt.Errorf("health: a count is negative")
+	}
+	for i, s := range h.Changed {
+		switch {
+		case s.Service.Namespace == "" || s.Service.Name == "" || max(len(s.Service.Namespace), len(s.Service.Name)) > MaxName:
+			return fmt.Errorf("health: changed[%d].service: a name is empty, or longer than %d bytes", i, MaxName)
+		case s.negative():
+			return fmt.Errorf("health: changed[%d]: a count is negative", i)
+		case len(s.Targets) > MaxHealthTargets:
+			return fmt.Errorf("health: changed[%d].targets: %d are more than %d", i, len(s.Targets), MaxHealthTargets)
+		}
+		for j, t := range s.Targets {
+			if len(t.Pod) > 2*MaxName+1 || max(len(t.Why), len(t.Last)) > maxHealthWord {
+				return fmt.Errorf("health: changed[%d].targets[%d]: a text is too long", i, j)
+			}
+		}
+	}
+	return nil
+}
+
+func (c TargetCounts) negative() bool {
+	return min(c.Usable, c.Unknown, c.Unhealthy, c.Tombstoned, c.Doubtful) < 0
+}
+
+// Teller tells one coordinator, on one session, what is new of a summary. The zero value has told nothing. Not safe for concurrent use.
+type Teller struct {
+	told map[drain.Service][]byte
+	// services and all were told last.
+	services int
+	all      TargetCounts
+	begun    bool
+}
+
+// Next returns what of s is still to be told, as much of it as one message holds, and whether that is something. Call it again until it is not.
+func (t *Teller) Next(session uint64, s Summary) (h Health, some bool) {
+	h = Health{Session: session, First: !t.begun, Services: s.Services, All: s.All}
+	some = h.First || t.services != s.Services || t.all != s.All
+	if h.First {
+		t.told = map[drain.Service][]byte{}
+	}
+	t.begun, t.services, t.all = true, s.Services, s.All
+	room := MaxHealth - 512
+	now := make(map[drain.Service]bool, len(s.Told))
+	for _, of := range s.Told {
+		now[of.Service] = true
+	}
+	for name := range t.told {
+		if size := len(name.Namespace) + len(name.Name) + 40; !now[name] && room >= size && len(h.Gone) < MaxHealthServices {
+			room -= size
+			h.Gone = append(h.Gone, name)
+			delete(t.told, name)
+		}
+	}
+	for _, of := range s.Told {
+		text := string(appendJSON(nil, of))
+		if string(t.told[of.Service]) == text || len(text) > room || len(h.Changed) == MaxHealthServices {
+			continue
+		}
+		room -= len(text)
+		h.Changed = append(h.Changed, of)
+		t.told[of.Service] = []byte(text)
+	}
+	return h, some || len(h.Changed)+len(h.Gone) > 0
+}
