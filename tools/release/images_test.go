@@ -498,6 +498,19 @@ func TestReadOfAHalfLayout(t *testing.T) {
 	if _, err := read(dir); err == nil || !strings.Contains(err.Error(), "which is not there") {
 		t.Errorf("a list of no image: %v", err)
 	}
+	dir = t.TempDir()
+	if half, err = layout.Write(filepath.Join(dir, "images"), empty.Index); err != nil {
+		t.Fatal(err)
+	}
+	name := layout.WithAnnotations(map[string]string{nameAnnotation: o.name("webhook")})
+	if err := half.AppendIndex(all[0].index, name); err != nil {
+		t.Fatal(err)
+	}
+	cut := o
+	cut.out = dir
+	if err := push(t.Context(), cut, io.Discard); err == nil || !strings.Contains(err.Error(), "make the images first") {
+		t.Errorf("one image of three: %v", err)
+	}
 	if _, err := read(filepath.Join(dir, "nowhere")); !errors.Is(err, os.ErrNotExist) {
 		t.Errorf("no layout: %v", err)
 	}

@@ -29,21 +29,13 @@ var placeholder = regexp.MustCompile(`(?:docker\.io/)?\blameduck/(webhook|agent|
 
 // references are the images of a layout by program, as name:tag@digest.
 func references(o options) (map[string]string, error) {
-	images, err := read(o.layoutDir())
+	images, err := readAll(o)
 	if err != nil {
 		return nil, err
 	}
 	refs := map[string]string{}
 	for _, image := range images {
-		if image.version != o.version {
-			return nil, fmt.Errorf("%s has %s:%s, not %s: make the images first", o.layoutDir(), image.program, image.version, o.version)
-		}
 		refs[image.program] = o.name(image.program) + "@" + image.digest.String()
-	}
-	for _, p := range programs {
-		if refs[p] == "" {
-			return nil, fmt.Errorf("%s has no image of %s", o.layoutDir(), p)
-		}
 	}
 	return refs, nil
 }

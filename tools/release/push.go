@@ -2,8 +2,11 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
+	"net/http"
+	"slices"
 	"strings"
 
 	"github.com/google/go-containerregistry/pkg/authn"
@@ -12,6 +15,7 @@ import (
 	"github.com/google/go-containerregistry/pkg/v1/layout"
 	"github.com/google/go-containerregistry/pkg/v1/partial"
 	"github.com/google/go-containerregistry/pkg/v1/remote"
+	"github.com/google/go-containerregistry/pkg/v1/remote/transport"
 	"golang.org/x/mod/semver"
 )
 
@@ -78,24 +82,46 @@ func read(dir string) ([]stored, error) {
 	return found, nil
 }
 
+// readAll returns the images of o's version in its layout: all of them, or an error. A run that was cut off has left some.
+func readAll(o options) ([]stored, error) {
+	images, err := read(o.layoutDir())
+	if err != nil {
+		return nil, err
+	}
+	var names []string
+	for _, image := range images {
+		if image.version != o.version {
+			return nil, fmt.Errorf("%s has %s:%s, not %s: make the images first", o.layoutDir(), image.program, image.version, o.version)
+		}
+		names = append(names, image.program)
+	}
+	if !slices.Equal(names, programs) {
+		return nil, fmt.Errorf("%s has %v, not %v: make the images first", o.layoutDir(), names, programs)
+	}
+	return images, nil
+}
+
 // push brings the images of a layout and what refers to them to a registry, with the credentials that docker or podman have stored. The tag comes last: who sees it
 // finds everything. A tag that is a version is never given to something else; any other is. A repeat changes nothing.
 func push(ctx context.Context, o options, out io.Writer) error {
-	images, err := read(o.layoutDir())
+	images, err := readAll(o)
 	if err != nil {
 		return err
 	}
 	with := []remote.Option{remote.WithContext(ctx), remote.WithAuthFromKeychain(authn.DefaultKeychain), remote.WithUserAgent("lameduck-release")}
 	for _, image := range images {
-		if image.version != o.version {
-			return fmt.Errorf("%s has %s:%s, not %s: make the images first", o.layoutDir(), image.program, image.version, o.version)
-		}
 		ref, err := name.NewTag(o.name(image.program), name.StrictValidation)
 		if err != nil {
 			return fmt.Errorf("push image %s: %w", image.program, err)
 		}
 		if semver.IsValid(o.version) {
-			if there, err := remote.Head(ref, with...); err == nil && there.Digest != image.digest {
+			there, err := remote.Head(ref, with...)
+			var answer *transport.Error
+			switch {
+			case errors.As(err, &answer) && answer.StatusCode == http.StatusNotFound:
+			case err != nil: // it may be there
+				return fmt.Errorf("look for image %s: %w", ref, err)
+			case there.Digest != image.digest:
 				return fmt.Errorf("push image %s: %s is there, and is %s, not %s", image.program, ref, there.Digest, image.digest)
 			}
 		}

@@ -141,11 +141,15 @@ func TestTagComesLast(t *testing.T) {
 		t.Fatal(err)
 	}
 	var mu sync.Mutex
-	var tagged bool
+	var tagged, away bool
 	o := made
 	o.registry = registryOf(t, func(w http.ResponseWriter, r *http.Request) bool {
 		mu.Lock()
 		defer mu.Unlock()
+		if away {
+			http.Error(w, "", http.StatusForbidden)
+			return true
+		}
 		if r.Method != http.MethodPut || !strings.Contains(r.URL.Path, "/manifests/") {
 			return false
 		}
@@ -158,6 +162,12 @@ func TestTagComesLast(t *testing.T) {
 	}, registry.WithReferrersSupport(true))
 	if err := push(t.Context(), o, io.Discard); err == nil || !strings.Contains(err.Error(), "push what is in image") {
 		t.Errorf("refused: %v", err)
+	}
+	mu.Lock()
+	away = true
+	mu.Unlock()
+	if err := push(t.Context(), o, io.Discard); os.Getenv("LAMEDUCK_DIST") == "" && (err == nil || !strings.Contains(err.Error(), "look for image")) {
+		t.Errorf("a registry that does not say whether the version is there: %v", err)
 	}
 	if tagged {
 		t.Error("there is a tag without a list of what is in the image")
