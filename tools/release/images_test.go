@@ -365,10 +365,13 @@ func TestBOMOfManyModules(t *testing.T) {
 		t.Fatal(err)
 	}
 	modules, err := p.modules()
-	if err != nil {
-		t.Fatal(err)
+	if err != nil || len(modules) != len(p.info.Deps) {
+		t.Fatalf("%d modules of %d: %v", len(modules), len(p.info.Deps), err)
 	}
 	for _, m := range modules {
+		if !strings.Contains(string(listed), `"purl": "`+m.purl()+`"`) {
+			t.Errorf("%s is not listed", m)
+		}
 		if !slices.ContainsFunc(slices.Collect(maps.Keys(texts)), func(name string) bool { return strings.HasPrefix(name, "licenses/"+m.String()+"/") }) {
 			t.Errorf("no licence of %s", m)
 		}
