@@ -6,7 +6,7 @@ SHELL := /bin/bash
 export GOFLAGS := -buildvcs=false
 export PATH := $(PATH):/usr/sbin:/usr/local/sbin
 BIN := $(CURDIR)/bin
-MODULES := . test/cluster test/e2e
+MODULES := . test/cluster test/e2e tools/release
 GOLANGCI_LINT_VERSION := v2.15.0
 
 # make demo LAG=3s RATE=300 KEEPALIVE=true
@@ -19,6 +19,11 @@ KEEP ?=
 SUITES ?=
 # make e2e RUNS=5
 RUNS ?= 1
+# make images VERSION=v1.2.3 REGISTRY=registry.example/lameduck PLATFORMS=linux/amd64
+VERSION ?= $(or $(shell git describe --tags --exact-match --dirty 2> /dev/null),dev)
+REGISTRY ?= docker.io/lameduck
+PLATFORMS ?= linux/amd64,linux/arm64
+DIST := $(CURDIR)/dist
 # make sim SEEDS=1 FROM=1234
 SEEDS ?= 20000
 FROM ?= 1
@@ -48,16 +53,34 @@ sim: ## the deterministic simulation: SEEDS of them FROM one, and with each rule
 	@$(BIN)/sim -seeds $(SEEDS) -from $(FROM)
 
 .PHONY: e2e
-e2e: haproxy node-packages kubernetes build ## three real nodes, as root, and Lameduck on them: the table, e2e.json (RUNS=5); skipped on a laptop without root or packages
+e2e: haproxy node-packages kubernetes build ## three real nodes, as root, and Lameduck's images on them: the table, e2e.json (RUNS=5); skipped on a laptop without root or packages
+	@$(MAKE) --no-print-directory images VERSION=dev REGISTRY=docker.io/lameduck
+	@cd tools/release && LAMEDUCK_DIST=$(DIST) LAMEDUCK_VERSION=dev go test -count=1 -timeout 10m -run '^(TestImages|TestTheSameEverywhere|TestArchive|TestPush)$$' .
 	@cd test/cluster && go vet -tags e2e ./... && go test -tags e2e -count=1 -timeout 15m -v ./machine
 	@cd test/e2e && go vet -tags e2e ./... && go test -tags e2e -count=1 -timeout 10m ./kubeproxy
-	@cd test/e2e && RUNS=$(RUNS) LAMEDUCK_BIN=$(BIN) go test -tags e2e -count=1 -timeout $$((10 + 20 * $(RUNS)))m -v ./nodes
+	@cd test/e2e && go vet -tags e2e ./images && LAMEDUCK_DIST=$(DIST) go test -tags e2e -count=1 -timeout 5m ./images
+	@cd test/e2e && RUNS=$(RUNS) LAMEDUCK_DIST=$(DIST) LAMEDUCK_BIN=$(BIN) go test -tags e2e -count=1 -timeout $$((10 + 20 * $(RUNS)))m -v ./nodes
 
 .PHONY: build
 build: ## the programs, into bin/
 	@mkdir -p $(BIN)
 	@CGO_ENABLED=0 go build -o $(BIN)/ ./cmd/...
 	@cd test/e2e && CGO_ENABLED=0 go build -o $(BIN)/ ./demo ./app
+
+RELEASE = cd tools/release && go run .
+
+.PHONY: images
+images: ## images of webhook, agent and lameduck-wait for amd64 and arm64, into dist/, without Docker (VERSION, REGISTRY, PLATFORMS)
+	@$(RELEASE) images -out $(DIST) -version $(VERSION) -registry $(REGISTRY) -platforms $(PLATFORMS)
+
+.PHONY: push
+push: ## the images that make images has made, and what is in them, to REGISTRY, logged in as docker or podman is
+	@$(RELEASE) push -out $(DIST) -version $(VERSION) -registry $(REGISTRY)
+
+.PHONY: release
+release: ## all that users install, by digest, with checksums, into an empty dist/ (VERSION, REGISTRY)
+	@rm -rf $(DIST)
+	@$(RELEASE) all -out $(DIST) -version $(VERSION) -registry $(REGISTRY)
 
 .PHONY: kubernetes
 kubernetes: ## etcd and the Kubernetes control plane, from source, once
@@ -123,4 +146,4 @@ lint: ## golangci-lint, at the version this was written with
 
 .PHONY: clean
 clean: ## what make has put into this directory
-	@rm -rf $(BIN) demo.json bench.json e2e.json
+	@rm -rf $(BIN) $(DIST) demo.json bench.json e2e.json

@@ -19,6 +19,7 @@ import (
 
 	"k8s.io/apimachinery/pkg/types"
 
+	"github.com/lameduck-io/lameduck/internal/version"
 	"github.com/lameduck-io/lameduck/pkg/config"
 	"github.com/lameduck-io/lameduck/pkg/gateway/haproxy"
 	"github.com/lameduck-io/lameduck/pkg/health"
@@ -139,7 +140,7 @@ type duration = config.Duration
 func parse(args []string, getenv func(string) string, help io.Writer) (options, error) {
 	var o options
 	var path string
-	var print bool
+	var print, which bool
 	f := flag.NewFlagSet("agent", flag.ContinueOnError)
 	f.SetOutput(io.Discard)
 	f.StringVar(&path, "config", "/etc/lameduck/agent.yaml", "configuration file; ${NAME} in it is replaced by the environment")
@@ -148,6 +149,7 @@ func parse(args []string, getenv func(string) string, help io.Writer) (options, 
 	f.StringVar(&o.nodeName, "node-name", getenv("NODE_NAME"), "the node this runs on: /healthz fails while it is being deleted; empty: it is not watched")
 	f.TextVar(&o.logLevel, "log-level", slog.LevelInfo, "debug, info, warn or error")
 	f.BoolVar(&print, "print-config", false, "print the configuration with its defaults, and end")
+	f.BoolVar(&which, "version", false, "print which version this is, and end")
 	if err := f.Parse(args); err != nil {
 		if errors.Is(err, flag.ErrHelp) {
 			fmt.Fprintln(help, "agent directs the gateway beside it and acknowledges to Lameduck's coordinators that pods are let go of.\n\nFlags:")
@@ -159,6 +161,10 @@ func parse(args []string, getenv func(string) string, help io.Writer) (options, 
 	}
 	if f.NArg() > 0 {
 		return o, fmt.Errorf("%w: unexpected argument %q", errUsage, f.Arg(0))
+	}
+	if which {
+		fmt.Fprintln(help, version.String("agent"))
+		return o, errPrinted
 	}
 	if print {
 		return o, o.file.print(path, getenv, help)

@@ -249,3 +249,14 @@ func TestANodeAgentsFile(t *testing.T) {
 	mustRefuse(t, []string{"--config", write(t, dir, strings.Replace(nodeFile, "kubeProxy:\n  waitAddresses", "#", 1)), "--node-name=n1"}, getenv, "exactly one of haproxy and kubeProxy")
 	mustRefuse(t, []string{"--config", write(t, dir, nodeFile+"stateDir: ${DIR}\n"), "--node-name=n1"}, getenv, "stateDir")
 }
+
+// It is asked of images, where there is no configuration.
+func TestVersion(t *testing.T) {
+	var stdout, stderr bytes.Buffer
+	if err := run(t.Context(), []string{"--version"}, func(string) string { return "" }, &stdout, &stderr); !errors.Is(err, errPrinted) {
+		t.Errorf("%v, stderr %q", err, &stderr)
+	}
+	if !strings.HasPrefix(stdout.String(), "agent dev, commit ") {
+		t.Errorf("said %q", &stdout)
+	}
+}

@@ -258,3 +258,15 @@ func TestWatch(t *testing.T) {
 		t.Errorf("%q", &errs)
 	}
 }
+
+// It is asked where there is no cluster.
+func TestVersion(t *testing.T) {
+	t.Setenv("KUBECONFIG", filepath.Join(t.TempDir(), "is-not-there"))
+	var stdout, stderr bytes.Buffer
+	if err := run(t.Context(), []string{"--version"}, &stdout, &stderr); !errors.Is(err, errPrinted) {
+		t.Errorf("%v, stderr %q", err, &stderr)
+	}
+	if !strings.HasPrefix(stdout.String(), "kubectl-lameduck dev, commit ") {
+		t.Errorf("said %q", &stdout)
+	}
+}

@@ -19,7 +19,7 @@ func main() {
 	err := run(ctx, os.Args[1:], os.Stdout, os.Stderr)
 	stop()
 	switch {
-	case err == nil, errors.Is(err, pflag.ErrHelp):
+	case err == nil, errors.Is(err, pflag.ErrHelp), errors.Is(err, errPrinted):
 	case errors.Is(err, errUsage):
 		fmt.Fprintln(os.Stderr, "kubectl lameduck:", err)
 		os.Exit(2)
@@ -31,6 +31,9 @@ func main() {
 
 // errUsage is what every error wraps that the command line caused.
 var errUsage = errors.New("bad usage")
+
+// errPrinted ends a program that was asked for its version alone.
+var errPrinted = errors.New("printed")
 
 // run is the whole program.
 func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {

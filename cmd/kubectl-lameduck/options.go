@@ -12,6 +12,7 @@ import (
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
 
+	"github.com/lameduck-io/lameduck/internal/version"
 	"github.com/lameduck-io/lameduck/pkg/dashboard/api"
 )
 
@@ -45,7 +46,8 @@ type options struct {
 
 var outputs = []string{"", "wide", "json", "yaml"}
 
-// parse reads the command line, and the kubeconfig that it names. Its errors wrap errUsage, or are pflag.ErrHelp.
+// parse reads the command line, and the kubeconfig that it names. Its errors wrap errUsage, or are pflag.ErrHelp or
+// errPrinted.
 func parse(args []string, out io.Writer) (options, error) {
 	var o options
 	rules := clientcmd.NewDefaultClientConfigLoadingRules()
@@ -63,12 +65,17 @@ func parse(args []string, out io.Writer) (options, error) {
 	f.StringVar(&o.selector, "lameduck-selector", "app.kubernetes.io/name=lameduck,app.kubernetes.io/component=webhook", "labels of the coordinators' pods")
 	f.IntVar(&o.port, "lameduck-port", 0, fmt.Sprintf("port of the coordinators' --dashboard-address (default: their container port %q, or %d)", api.PortName, api.Port))
 	f.DurationVar(&o.timeout, "timeout", 10*time.Second, "how long to wait for a coordinator")
+	which := f.Bool("version", false, "print which version this is, and end")
 	if err := f.Parse(args); err != nil {
 		if errors.Is(err, pflag.ErrHelp) {
 			fmt.Fprint(out, help, f.FlagUsages())
 			return o, err
 		}
 		return o, fmt.Errorf("%w: %w", errUsage, err)
+	}
+	if *which {
+		fmt.Fprintln(out, version.String("kubectl-lameduck"))
+		return o, errPrinted
 	}
 	words := f.Args()
 	if len(words) == 0 || words[0] == "help" {

@@ -4,6 +4,7 @@
 //
 //	lameduck-wait --agent='$(LAMEDUCK_HOST_IP):9447' --id=ID --container=NAME --bound=30s [--sleep=5s | --http-get=URL | -- COMMAND...]
 //	lameduck-wait --install PATH
+//	lameduck-wait --version
 //
 // $(NAME) in --agent and --http-get is the environment variable of that name: kubelets expand it in a container's command, not in a hook's.
 //
@@ -33,11 +34,14 @@ const (
 	exitUsage  = 2
 )
 
+// errPrinted ends a program that was asked for its version alone.
+var errPrinted = errors.New("printed")
+
 // run is the whole program. It returns its exit code. What it writes the kubelet shows in an Event if the hook fails.
 func run(ctx context.Context, args []string, getenv func(string) string, stdout, stderr io.Writer) int {
 	o, err := parse(args[1:], getenv, stdout)
 	switch {
-	case errors.Is(err, flag.ErrHelp):
+	case errors.Is(err, flag.ErrHelp), errors.Is(err, errPrinted):
 		return 0
 	case err != nil:
 		fmt.Fprintln(stderr, "lameduck-wait:", err)

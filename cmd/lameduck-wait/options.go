@@ -9,6 +9,8 @@ import (
 	"net/url"
 	"strings"
 	"time"
+
+	"github.com/lameduck-io/lameduck/internal/version"
 )
 
 // options are the command line, checked.
@@ -31,6 +33,7 @@ type options struct {
 // parse reads the command line. Its errors name the flag and the value.
 func parse(args []string, getenv func(string) string, help io.Writer) (options, error) {
 	var o options
+	var which bool
 	f := flag.NewFlagSet("lameduck-wait", flag.ContinueOnError)
 	f.SetOutput(io.Discard)
 	f.StringVar(&o.agent, "agent", "", "`host:port` of the agent of this node")
@@ -38,6 +41,7 @@ func parse(args []string, getenv func(string) string, help io.Writer) (options, 
 	f.StringVar(&o.container, "container", "", "the name of this container")
 	f.DurationVar(&o.bound, "bound", 30*time.Second, "how long to wait at most")
 	f.StringVar(&o.install, "install", "", "copy this program to `path`, and do nothing else")
+	f.BoolVar(&which, "version", false, "print which version this is, and do nothing else")
 	f.DurationVar(&o.sleep, "sleep", 0, "then sleep")
 	f.StringVar(&o.httpGet, "http-get", "", "then get this `URL`; what it answers does not matter, as with a hook of a kubelet")
 	f.Func("http-header", "`Name: value` to send with --http-get; may be repeated", func(s string) error {
@@ -56,6 +60,10 @@ func parse(args []string, getenv func(string) string, help io.Writer) (options, 
 		return o, err
 	}
 	o.command = f.Args()
+	if which {
+		fmt.Fprintln(help, version.String("lameduck-wait"))
+		return o, errPrinted
+	}
 	if o.install != "" {
 		return o, nil
 	}

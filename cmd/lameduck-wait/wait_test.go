@@ -252,3 +252,16 @@ func TestInstall(t *testing.T) {
 		t.Error(err)
 	}
 }
+
+// What follows -- is the container's own hook's.
+func TestVersion(t *testing.T) {
+	var stdout, stderr bytes.Buffer
+	code := run(t.Context(), []string{"lameduck-wait", "--version"}, func(string) string { return "" }, &stdout, &stderr)
+	if code != 0 || stderr.Len() > 0 || !strings.HasPrefix(stdout.String(), "lameduck-wait dev, commit ") {
+		t.Errorf("exit code %d, said %q, stderr %q", code, &stdout, &stderr)
+	}
+	o, err := parse([]string{"--agent=127.0.0.1:1", "--id=i", "--", "own", "--version"}, func(string) string { return "" }, &stdout)
+	if err != nil || len(o.command) != 2 {
+		t.Errorf("a hook with --version: %q, %v", o.command, err)
+	}
+}

@@ -32,7 +32,7 @@ func main() {
 // errUsage is what every error wraps that the command line caused. Nothing listens yet then.
 var errUsage = errors.New("bad usage")
 
-// errPrinted ends a program that was asked for its configuration alone.
+// errPrinted ends a program that was asked for its configuration or version alone.
 var errPrinted = errors.New("printed")
 
 // run is the whole program. getenv gives POD_NAME, POD_NAMESPACE and KUBECONFIG, the defaults of the flags of like meaning.

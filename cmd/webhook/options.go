@@ -16,6 +16,7 @@ import (
 
 	"k8s.io/apimachinery/pkg/util/validation"
 
+	"github.com/lameduck-io/lameduck/internal/version"
 	"github.com/lameduck-io/lameduck/pkg/admission"
 	"github.com/lameduck-io/lameduck/pkg/config"
 	"github.com/lameduck-io/lameduck/pkg/drain"
@@ -42,6 +43,8 @@ type options struct {
 	// scope is which node agents are asked at the barrier.
 	scope    drain.Scope
 	logLevel slog.Level
+	// version has the program say which it is, and end.
+	version bool
 }
 
 // flags declares the command line. What it does not say stays as it is in conf.
@@ -50,6 +53,7 @@ func flags(o *options, conf *configuration, getenv func(string) string) (f *flag
 	f.SetOutput(io.Discard)
 	path = f.String("config", "", "configuration file, kind "+kind+"; ${NAME} in it is replaced by the environment; flags win over it; empty: none")
 	print = f.Bool("print-config", false, "print the configuration with its defaults, and end")
+	f.BoolVar(&o.version, "version", false, "print which version this is, and end")
 	f.StringVar(&o.kubeconfig, "kubeconfig", getenv("KUBECONFIG"), "file to reach the API server with; empty: as a pod does")
 	f.StringVar(&o.namespace, "namespace", getenv("POD_NAMESPACE"), "the namespace this runs in; pods there never wait (default $POD_NAMESPACE)")
 	f.StringVar(&o.replica, "replica", getenv("POD_NAME"), "the name of this replica, unique among all (default $POD_NAME)")
@@ -101,6 +105,10 @@ func parse(args []string, getenv func(string) string, out io.Writer) (options, e
 	}
 	if f.NArg() > 0 {
 		return o, fmt.Errorf("%w: unexpected argument %q", errUsage, f.Arg(0))
+	}
+	if o.version {
+		fmt.Fprintln(out, version.String("webhook"))
+		return o, errPrinted
 	}
 	if *path != "" {
 		content, err := os.ReadFile(*path)

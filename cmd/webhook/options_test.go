@@ -131,10 +131,21 @@ func TestHelp(t *testing.T) {
 			t.Errorf("%s: %v, stderr %q", arg, err, &stderr)
 		}
 		for _, want := range []string{"holds deletions of pods", "-admission-address", "-admission-secret-file", "-agents-address", "-barrier-ask", "-barrier-bound", "-barrier-exec-only", "-barrier-image", "-barrier-port", "-cert-dir", "-dashboard-address", "-deadline", "-exclude-namespaces",
-			"-hold", "-config", "-print-config", "-idle-bound", "-kubeconfig", "-log-level", "-max-holds", "-max-holds-per-owner", "-metrics-address", "-namespace", "-replica", "-shutdown-delay", "-webhook-timeout"} {
+			"-hold", "-config", "-print-config", "-idle-bound", "-kubeconfig", "-log-level", "-max-holds", "-max-holds-per-owner", "-metrics-address", "-namespace", "-replica", "-shutdown-delay", "-version", "-webhook-timeout"} {
 			if !strings.Contains(stdout.String(), want) {
 				t.Errorf("%s does not tell of %s", arg, want)
 			}
 		}
+	}
+}
+
+// It is asked of images, where there is neither a namespace nor a configuration.
+func TestVersion(t *testing.T) {
+	var stdout, stderr bytes.Buffer
+	if err := run(t.Context(), []string{"--version"}, func(string) string { return "" }, &stdout, &stderr); !errors.Is(err, errPrinted) {
+		t.Errorf("%v, stderr %q", err, &stderr)
+	}
+	if !strings.HasPrefix(stdout.String(), "webhook dev, commit ") {
+		t.Errorf("said %q", &stdout)
 	}
 }

@@ -30,6 +30,8 @@ type Image struct {
 	// Libraries are files of this computer that the program needs at the same place, if it is not statically linked. See
 	// [Libraries].
 	Libraries []string
+	// Archive is the file of an OCI archive that has the image by its Name, in place of Program. It may have it for other platforms too.
+	Archive string
 }
 
 // Libraries are the files that the dynamic linker says a program needs, itself included, sorted.
@@ -75,6 +77,17 @@ func (s *Set) Load(ctx context.Context, images ...Image) error {
 func (s *Set) pack(images []Image) ([]archive, error) {
 	var archives []archive
 	for _, image := range images {
+		if image.Archive != "" {
+			path, err := filepath.Abs(image.Archive)
+			if err == nil {
+				_, err = os.Stat(path)
+			}
+			if err != nil {
+				return nil, fmt.Errorf("take image %s: %w", image.Name, err)
+			}
+			archives = append(archives, archive{image.Name, path})
+			continue
+		}
 		file, err := os.CreateTemp(s.dir, "image-*.tar")
 		if err == nil {
 			err = errors.Join(writeImage(file, image), file.Close())

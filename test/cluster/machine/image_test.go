@@ -62,3 +62,19 @@ func TestImage(t *testing.T) {
 		t.Errorf("image of a program that is not there: %v", err)
 	}
 }
+
+// An archive is taken as it is, and by a path that is the same on machines; one that is not there is named before any machine starts.
+func TestArchive(t *testing.T) {
+	t.Chdir(t.TempDir())
+	if err := os.WriteFile("app.tar", nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	s := &Set{dir: "nowhere"}
+	archives, err := s.pack([]Image{{Name: "lameduck.test/app:1", Archive: "app.tar"}})
+	if err != nil || len(archives) != 1 || archives[0].name != "lameduck.test/app:1" || !filepath.IsAbs(archives[0].path) {
+		t.Errorf("archives %+v, %v", archives, err)
+	}
+	if _, err := s.pack([]Image{{Name: "lameduck.test/app:1", Archive: "none.tar"}}); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("an archive that is not there: %v", err)
+	}
+}

@@ -57,11 +57,16 @@ func newLab(t *testing.T, n int, options machine.Options) *lab {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// By their names in the manifests.
+	for _, program := range []string{"webhook", "agent", "lameduck-wait"} {
+		// By its name in the manifests.
+		image := machine.Image{Name: "docker.io/lameduck/" + program + ":dev", Program: filepath.Join(bin, program)}
+		// What users get, if make images has made it of this tree.
+		if dist := os.Getenv("LAMEDUCK_DIST"); dist != "" {
+			image.Program, image.Archive = "", filepath.Join(dist, program+"-dev.oci.tar")
+		}
+		options.Images = append(options.Images, image)
+	}
 	options.Images = append(options.Images,
-		machine.Image{Name: "docker.io/lameduck/webhook:dev", Program: filepath.Join(bin, "webhook")},
-		machine.Image{Name: "docker.io/lameduck/agent:dev", Program: filepath.Join(bin, "agent")},
-		machine.Image{Name: "docker.io/lameduck/lameduck-wait:dev", Program: filepath.Join(bin, "lameduck-wait")},
 		machine.Image{Name: appImage, Program: filepath.Join(bin, "app")},
 		machine.Image{Name: haproxyImage, Program: haproxy, Libraries: libraries},
 	)

@@ -1,0 +1,102 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"crypto/sha256"
+	"fmt"
+	"io"
+	"maps"
+	"os"
+	"path/filepath"
+	"slices"
+)
+
+// plugin is kubectl lameduck, and plugins what it is built for.
+const plugin = "kubectl-lameduck"
+
+var plugins = []platform{{"linux", "amd64"}, {"linux", "arm64"}, {"darwin", "amd64"}, {"darwin", "arm64"}}
+
+// writeAll writes files into a folder and says so.
+func writeAll(dir string, all map[string][]byte, out io.Writer) error {
+	for _, name := range slices.Sorted(maps.Keys(all)) {
+		if err := os.WriteFile(filepath.Join(dir, name), all[name], 0o644); err != nil {
+			return err
+		}
+		fmt.Fprintln(out, filepath.Join(dir, name))
+	}
+	return nil
+}
+
+// makeAll makes a release in an empty folder. SHA256SUMS is written last: a folder with it is whole.
+func makeAll(ctx context.Context, s source, o options, out io.Writer) error {
+	entries, err := os.ReadDir(o.out)
+	if err != nil && !os.IsNotExist(err) {
+		return err
+	}
+	if len(entries) > 0 {
+		return fmt.Errorf("%s is not empty: what is left there of another version would go out with this one", o.out)
+	}
+	if err := makeImages(ctx, s, o, out); err != nil {
+		return err
+	}
+	if err := makeManifests(s, o, out); err != nil {
+		return err
+	}
+	if err := makePlugins(ctx, s, o, out); err != nil {
+		return err
+	}
+	if entries, err = os.ReadDir(o.out); err != nil {
+		return err
+	}
+	var sums bytes.Buffer
+	for _, e := range entries {
+		if e.IsDir() { // the layout: every file of it is called by its digest
+			continue
+		}
+		content, err := os.ReadFile(filepath.Join(o.out, e.Name()))
+		if err != nil {
+			return err
+		}
+		fmt.Fprintf(&sums, "%x  %s\n", sha256.Sum256(content), e.Name())
+	}
+	return writeAll(o.out, map[string][]byte{"SHA256SUMS": sums.Bytes()}, out)
+}
+
+// makePlugins writes kubectl lameduck for people's computers, with its licences, and what is in it.
+func makePlugins(ctx context.Context, s source, o options, out io.Writer) error {
+	built, err := os.MkdirTemp("", "release-")
+	if err != nil {
+		return err
+	}
+	defer os.RemoveAll(built)
+	for _, on := range plugins {
+		dir := filepath.Join(built, on.String())
+		if err := s.build(ctx, on, dir, plugin); err != nil {
+			return err
+		}
+		p, err := readProgram(plugin, filepath.Join(dir, plugin))
+		if err != nil {
+			return err
+		}
+		content, err := licenses(ctx, s, p)
+		if err != nil {
+			return err
+		}
+		content[plugin] = file{p.content, true}
+		packed, err := compressed(content, s.created)
+		if err != nil {
+			return err
+		}
+		listed, err := bom(s, p, on)
+		if err != nil {
+			return err
+		}
+		if err := writeAll(o.out, map[string][]byte{
+			plugin + "-" + s.version + "-" + on.String() + ".tar.gz": packed, bomFile(plugin, s.version, on): listed,
+		}, out); err != nil {
+			return err
+		}
+	}
+	return nil
+}
