@@ -155,6 +155,10 @@ func (l *lab) measure(t *testing.T, s scenario, m mode, how traffic, address fun
 	}
 	time.Sleep(time.Second)
 	old := l.pods(t, w.Namespace, s.old)
+	line := l.startTimeline(t, w.Namespace)
+	if line != nil {
+		time.Sleep(200 * time.Millisecond)
+	}
 	began := time.Now()
 	caused := make(chan error, 1)
 	go func() { caused <- s.cause(t.Context(), l, w) }()
@@ -167,6 +171,7 @@ func (l *lab) measure(t *testing.T, s scenario, m mode, how traffic, address fun
 		t.Errorf("%s, %s, %s: %v", s.name, m.name, how, err)
 	}
 	time.Sleep(1500 * time.Millisecond) // stale routes fail late
+	l.tell(t, line, began)
 	var rows []row
 	for _, app := range apps {
 		c := running[app].stop()
@@ -208,6 +213,7 @@ func TestNodes(t *testing.T) {
 	l.addWebhooks(t)
 	t.Run("Table", l.testTable)
 	t.Run("LivenessRestart", l.testLivenessRestart)
+	t.Run("OOM", l.testOOM)
 	t.Run("ExecHook", l.testExecHook)
 	t.Run("FrozenAgent", l.testFrozenAgent)
 	t.Run("NoAgents", l.testNoAgents)
