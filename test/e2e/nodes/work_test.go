@@ -9,11 +9,13 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+	"strings"
 	"testing"
 	"text/template"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 
@@ -58,13 +60,23 @@ func render(t *testing.T, sheet string, values any) string {
 // deploy makes the apps as w says, and waits until they are.
 func (l *lab) deploy(t *testing.T, w work) {
 	t.Helper()
+	var sheets []string
 	for _, app := range apps {
-		l.applyText(t, render(t, appSheet, struct {
+		sheets = append(sheets, render(t, appSheet, struct {
 			work
 			App, Image string
 		}{w, app, appImage}))
-		other := map[string]string{"Deployment": "statefulset", "StatefulSet": "deployment"}[w.Kind]
-		l.kubectl(t, "delete", "-n", w.Namespace, other, app, "--ignore-not-found")
+	}
+	l.applyText(t, strings.Join(sheets, "---\n"))
+	for _, app := range apps {
+		other := l.kube.AppsV1().StatefulSets(w.Namespace).Delete
+		if w.Kind == "StatefulSet" {
+			other = l.kube.AppsV1().Deployments(w.Namespace).Delete
+		}
+		background := metav1.DeletePropagationBackground
+		if err := other(t.Context(), app, metav1.DeleteOptions{PropagationPolicy: &background}); err != nil && !apierrors.IsNotFound(err) {
+			t.Fatal(err)
+		}
 	}
 	l.settled(t, w)
 }
