@@ -82,8 +82,20 @@ type barrier struct {
 	// Ask is which node agents are asked: all, quorum (a sample; the others by the time that they were seen to take), local (the pod's own node), or
 	// auto: all, up to 200.
 	Ask drain.Scope `json:"ask"`
+	// Sampling is when auto and quorum ask a sample.
+	Sampling sampling `json:"sampling"`
 	// ExecOnly says never to use a hook of kind httpGet: for clusters where Pod Security is enforced by other means than the namespace's label.
 	ExecOnly bool `json:"execOnly"`
+}
+
+// sampling is as [drain.Sampling].
+type sampling struct {
+	// AllUpTo is how many node agents auto asks without a sample.
+	AllUpTo int `json:"allUpTo"`
+	// Size is how many are asked in a sample, the pod's own node's among them or one more.
+	Size int `json:"size"`
+	// LearnFrom is how many times a replica must have seen before it knows how long those take that are not asked; until then it asks all.
+	LearnFrom int `json:"learnFrom"`
 }
 
 // credentials are where the certificate and the secret come from.
@@ -113,14 +125,17 @@ type credentials struct {
 func defaults() configuration {
 	t := drain.DefaultTimes()
 	d := func(d time.Duration) config.Duration { return config.Duration{Duration: d} }
+	s := drain.DefaultSampling()
 	return configuration{
 		APIVersion: config.APIVersion, Kind: kind,
 		Addresses: addresses{Admission: ":9443", Agents: ":9444", Metrics: ":8080", Dashboard: fmt.Sprintf("127.0.0.1:%d", api.Port)},
 		Times: times{
 			Webhook: d(t.Webhook), Hold: d(t.Hold), Deadline: d(t.Deadline), IdleBound: d(t.IdleBound), ShutdownDelay: d(5 * time.Second),
 		},
-		Holds:              holds{Most: 32, PerOwner: 8},
-		Barrier:            barrier{Bound: d(30 * time.Second), Port: 9447, Image: "lameduck/lameduck-wait:dev", Ask: drain.ScopeAuto},
+		Holds: holds{Most: 32, PerOwner: 8},
+		Barrier: barrier{
+			Bound: d(30 * time.Second), Port: 9447, Image: "lameduck/lameduck-wait:dev", Ask: drain.ScopeAuto, Sampling: sampling{s.AllMost, s.Size, s.Learn},
+		},
 		ExcludedNamespaces: []string{"kube-system"},
 		Certificates: credentials{
 			Secret: "lameduck-certificates", ConfigMap: "lameduck-ca", WebhookConfiguration: "lameduck",

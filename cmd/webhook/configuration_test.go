@@ -65,6 +65,7 @@ func TestBadFiles(t *testing.T) {
 		"times":               {head + "times: {hold: 4s}", []string{"webhook timeout 5s must be more than hold 4s"}},
 		"names":               {head + "certificates: {names: [a_b]}", []string{`certificates.names[0] "a_b"`}},
 		"no secret":           {head + "certificates: {secret: ''}", []string{`certificates.secret ""`}},
+		"no sample":           {head + "barrier: {sampling: {size: 0}}", []string{"barrier.sampling.size 0"}},
 		"overlap":             {head + "certificates: {overlap: 0s}", []string{"certificates.overlap 0s"}},
 		"rotates too soon":    {head + "certificates: {rotateEvery: 2h}", []string{"certificates.rotateEvery 2h0m0s", "certificates.overlap 1h0m0s"}},
 	} {

@@ -42,6 +42,7 @@ type options struct {
 	barrier admission.Barrier
 	// scope is which node agents are asked at the barrier.
 	scope    drain.Scope
+	sampling drain.Sampling
 	logLevel slog.Level
 	// version has the program say which it is, and end.
 	version bool
@@ -161,6 +162,7 @@ func (o *options) take(conf configuration) {
 	o.excluded = slices.Clone(conf.ExcludedNamespaces)
 	o.barrier = admission.Barrier{Bound: conf.Barrier.Bound.Duration, Port: conf.Barrier.Port, Image: conf.Barrier.Image, ExecOnly: conf.Barrier.ExecOnly}
 	o.scope = conf.Barrier.Ask
+	o.sampling = drain.Sampling{AllMost: conf.Barrier.Sampling.AllUpTo, Size: conf.Barrier.Sampling.Size, Learn: conf.Barrier.Sampling.LearnFrom}
 	o.certificates = conf.Certificates
 	o.logLevel = conf.LogLevel
 }
@@ -214,6 +216,12 @@ func (o options) check() error {
 		must(err == nil, "--kubeconfig %q: %v", o.kubeconfig, err)
 	}
 	must(o.shutdownDelay >= 0 && o.shutdownDelay <= time.Minute, "--shutdown-delay %s: must be 0s to 1m", o.shutdownDelay)
+	for _, of := range []struct {
+		key   string
+		value int
+	}{{"allUpTo", o.sampling.AllMost}, {"size", o.sampling.Size}, {"learnFrom", o.sampling.Learn}} {
+		must(of.value > 0, "barrier.sampling.%s %d: must be at least 1", of.key, of.value)
+	}
 	must(o.maxHolds > 0, "--max-holds %d: must be at least 1", o.maxHolds)
 	must(o.maxHoldsPerOwner > 0, "--max-holds-per-owner %d: must be at least 1", o.maxHoldsPerOwner)
 	for _, name := range o.excluded {

@@ -96,7 +96,7 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 	around := &vicinity{reader: known, index: index, log: log}
 	coord := coordinator.New(self, o.times, coordinator.Options{
 		MaxHolds: o.maxHolds, MaxHoldsPerOwner: o.maxHoldsPerOwner, Pods: pods{live}, Authenticate: who, Log: log, Metrics: coordinator.NewMetrics(registry),
-		Vicinity: around, Scope: o.scope,
+		Vicinity: around, Scope: o.scope, Sampling: o.sampling,
 	})
 	roster := newRoster(coord, who, log)
 	watch := watches{coord: coord, index: index, roster: roster}

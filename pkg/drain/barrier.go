@@ -69,15 +69,22 @@ type barrier struct {
 const (
 	// lastSettle is how long no endpoint must be ready until gateways may keep the pod.
 	lastSettle = time.Second
-	// scopeAllMost is how many agents ScopeAuto asks, sampleSize how many ScopeQuorum asks, learnLeast from how many times it knows how long the
-	// others take.
-	scopeAllMost = 200
-	sampleSize   = 50
-	learnLeast   = 1000
 )
+
+// Sampling says when ScopeAuto and ScopeQuorum ask a sample of the agents that observe.
+type Sampling struct {
+	// AllMost is how many ScopeAuto asks, Size how many ScopeQuorum asks, and Learn from how many times it knows how long the others take.
+	AllMost, Size, Learn int
+}
+
+// DefaultSampling is that of ledgers which are not told otherwise.
+func DefaultSampling() Sampling { return Sampling{AllMost: 200, Size: 50, Learn: 1000} }
 
 // SetScope says which of the agents that observe are asked. It holds for barriers that are opened from then on.
 func (l *Ledger) SetScope(s Scope) { l.scope = s }
+
+// SetSampling is for worlds that are smaller than clusters: see [Sampling].
+func (l *Ledger) SetSampling(s Sampling) { l.sampling = s }
 
 // OpenBarrier opens the barrier of a pod that is terminating, or joins the one that is open, and returns its status. Its deadline may be
 // brought forward, never put back. The barrier of a pod that is gone stays closed: Dead.
@@ -186,7 +193,7 @@ func (l *Ledger) draw(d *drain) {
 			all = append(all, a)
 		}
 	}
-	if l.scope == ScopeAll || l.scope == ScopeAuto && len(all) <= scopeAllMost || len(all) <= sampleSize || l.learnt.n < learnLeast {
+	if l.scope == ScopeAll || l.scope == ScopeAuto && len(all) <= l.sampling.AllMost || len(all) <= l.sampling.Size || l.learnt.n < l.sampling.Learn {
 		return
 	}
 	b.sample, b.rest = map[AgentID]struct{}{b.by: {}}, l.learnt.percentile(0.999)
@@ -200,7 +207,7 @@ func (l *Ledger) draw(d *drain) {
 	slices.SortFunc(all, func(x, y *agent) int {
 		return cmp.Or(number(x.session == 0)-number(y.session == 0), cmp.Compare(ranks[x], ranks[y]), cmp.Compare(x.id, y.id))
 	})
-	for _, a := range all[:sampleSize] {
+	for _, a := range all[:l.sampling.Size] {
 		b.sample[a.id] = struct{}{}
 	}
 }

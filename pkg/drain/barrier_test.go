@@ -344,7 +344,7 @@ func TestWhoIsAskedAtTheBarrier(t *testing.T) {
 		}
 	}
 	learn := func(w *world) {
-		for i := range learnLeast {
+		for i := range DefaultSampling().Learn {
 			took := 300 * time.Millisecond
 			if i%500 == 0 {
 				took = 4 * time.Second

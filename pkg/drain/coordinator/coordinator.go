@@ -64,8 +64,10 @@ type Options struct {
 	Pods             Pods
 	// Vicinity is asked at the barrier. Nil: this replica serves none.
 	Vicinity Vicinity
-	// Scope says who is asked there, MaxBarriers bounds those that wait at one time. 0: 2048.
+	// Scope says who is asked there, Sampling when that is a sample; the zero value is the default. MaxBarriers bounds those that wait at one
+	// time. 0: 2048.
 	Scope       drain.Scope
+	Sampling    drain.Sampling
 	MaxBarriers int
 	// Authenticate tells who an agent is by its bearer token.
 	Authenticate Authenticator
@@ -124,6 +126,9 @@ func New(self drain.Lease, times drain.Times, o Options) *Coordinator {
 		barred: map[drain.UID]chan struct{}{},
 	}
 	c.ledger.SetScope(o.Scope)
+	if o.Sampling != (drain.Sampling{}) {
+		c.ledger.SetSampling(o.Sampling)
+	}
 	return c
 }
 

@@ -8,9 +8,12 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
-	"maps"
 	"net/netip"
+	"os"
+	"runtime"
 	"slices"
+	"strconv"
+	"strings"
 	"time"
 
 	"github.com/mdlayher/netlink"
@@ -46,21 +49,22 @@ const (
 )
 
 // How often connections are counted while a Watch is Removed and not yet Idle. The kernel goes through its whole table for each
-// address that it is asked for: 12 ms of CPU with the 262,144 buckets that are usual, even if they are empty; telling all connections takes 3 us for
-// each of them beyond that. Therefore it is bounded by its own cost, and there is none while nobody waits. Events of connections would come
+// request, of all network namespaces together: 9 ms of CPU with the 262,144 buckets that are usual, even if they are empty. Telling a connection takes
+// 3 us beyond that. Therefore it is bounded by its own cost, and there is none while nobody waits. Events of connections would come
 // sooner, but the kernel makes them for all connections of the node: 10 to 20 us of CPU for each new one, also if the socket's
 // filter then drops them (all measured on one machine of 2 cores, with Linux 6.18).
 const (
 	countFirst = 10 * time.Millisecond
 	countMost  = 100 * time.Millisecond
-	// countShare bounds the cost: after a count comes a pause this many times as long as it took, so that it is a fifth of a core at most.
+	// countShare bounds the cost: after a count comes a pause this many times as long as the CPU worked for it, so that it is a fifth of a core at
+	// most. Not as it took: where others want the CPU too that is many times more, and pods would wait for seconds to be seen Idle.
 	countShare = 4
 	// emptyCounts is how many counts in a row must find nothing. A packet for which the kernel chose the target before the commit is in
 	// its table when it leaves, which may be after the first.
 	emptyCounts = 2
-	// countSingly is the most IPv4 addresses that are asked for one by one: the kernel then goes through its whole table for each, but
-	// tells only what is asked for. For more it tells all.
-	countSingly = 16
+	// walkCost is what going through the table is taken to cost until that is known, tellCost what telling one connection costs.
+	walkCost = 9 * time.Millisecond
+	tellCost = 3 * time.Microsecond
 )
 
 // connection is an entry of the kernel's table.
@@ -82,6 +86,19 @@ func (c connection) open() bool {
 		return c.state >= sctpCookieWait && c.state <= sctpEstablished
 	}
 	return false
+}
+
+// answerer returns the address of who answers on the connection that m tells, without a look at the rest.
+func answerer(m netlink.Message) (netip.Addr, bool) {
+	if len(m.Data) < 4 {
+		return netip.Addr{}, false
+	}
+	address := attributeAt(attributeAt(m.Data[4:], ctaTupleReply), ctaTupleIP)
+	from := attributeAt(address, ctaIPv4Src)
+	if from == nil {
+		from = attributeAt(address, ctaIPv6Src)
+	}
+	return netip.AddrFromSlice(from)
 }
 
 func decodeConnection(m netlink.Message) (connection, error) {
@@ -138,79 +155,171 @@ func decodeConnection(m netlink.Message) (connection, error) {
 	return c, nil
 }
 
-// connections calls f with all entries to one of addrs, which are of one family. A table that is written to all the time cannot be read at one
-// moment: an entry that came meanwhile may be missing, one that was there the whole time is not.
+// connections calls f with all entries to addr. A table that is written to all the time cannot be read at one
+// moment: an entry that came meanwhile may be missing, one that was there the whole time is not. It returns how many the kernel has told.
 //
-// With IPv6 the kernel tells all in any case: its filter of addresses is inverted there (ctnetlink_filter_match_tuple, seen in
+// With IPv6 the kernel tells all: its filter of addresses is inverted there (ctnetlink_filter_match_tuple, seen in
 // 6.18: it leaves out those that match), and may be mended some day.
-func connections(conn *netlink.Conn, addrs []netip.Addr, f func(connection)) error {
-	if addrs[0].Is4() && len(addrs) <= countSingly {
-		for i, addr := range addrs {
-			// A kernel before 5.8 does not know the filter, and tells all.
-			filter := append(encode(ctaTupleReply|unix.NLA_F_NESTED, encode(ctaTupleIP|unix.NLA_F_NESTED, encode(ctaIPv4Src, addr.AsSlice()))),
-				encode(ctaFilter|unix.NLA_F_NESTED, append(
-					encode(ctaFilterOrig, binary.NativeEndian.AppendUint32(nil, 0)),
-					encode(ctaFilterReply, binary.NativeEndian.AppendUint32(nil, filterIPSrc))...))...)
-			if err := dumpConnections(conn, unix.AF_INET, filter, addrs[i:i+1], f); err != nil {
-				return err
-			}
-		}
-		return nil
+func connections(conn *netlink.Conn, addr netip.Addr, f func(connection)) (told int, err error) {
+	only := map[netip.Addr]bool{addr: true}
+	if addr.Is6() {
+		return dumpConnections(conn, unix.AF_INET6, nil, only, f)
 	}
-	family := uint8(unix.AF_INET)
-	if addrs[0].Is6() {
-		family = unix.AF_INET6
-	}
-	return dumpConnections(conn, family, nil, addrs, f)
+	// A kernel before 5.8 does not know the filter, and tells all.
+	filter := append(encode(ctaTupleReply|unix.NLA_F_NESTED, encode(ctaTupleIP|unix.NLA_F_NESTED, encode(ctaIPv4Src, addr.AsSlice()))),
+		encode(ctaFilter|unix.NLA_F_NESTED, append(
+			encode(ctaFilterOrig, binary.NativeEndian.AppendUint32(nil, 0)),
+			encode(ctaFilterReply, binary.NativeEndian.AppendUint32(nil, filterIPSrc))...))...)
+	return dumpConnections(conn, unix.AF_INET, filter, only, f)
 }
 
-// dumpConnections calls f with those entries to one of addrs that the kernel tells.
-func dumpConnections(conn *netlink.Conn, family uint8, filter []byte, addrs []netip.Addr, f func(connection)) error {
-	var texts [][]byte
-	for _, addr := range addrs {
-		texts = append(texts, addr.AsSlice())
-	}
+// dumpConnections calls f with those entries to one of addrs that the kernel tells, of one family or, with AF_UNSPEC, of all.
+func dumpConnections(conn *netlink.Conn, family uint8, filter []byte, addrs map[netip.Addr]bool, f func(connection)) (told int, err error) {
 	if err := conn.SetDeadline(time.Now().Add(answerTimeout)); err != nil {
-		return err
+		return 0, err
 	}
 	if _, err := conn.Send(request(unix.NFNL_SUBSYS_CTNETLINK, ctGet, netlink.Dump, family, filter)); err != nil {
-		return fmt.Errorf("ask for connections: %w", err)
+		return 0, fmt.Errorf("ask for connections: %w", err)
 	}
 	for m, err := range conn.ReceiveIter() {
 		if err != nil {
-			return fmt.Errorf("read connections: %w", err)
+			return told, fmt.Errorf("read connections: %w", err)
 		}
-		// Most are others': what does not have the address somewhere need not be understood.
-		if !slices.ContainsFunc(texts, func(text []byte) bool { return bytes.Contains(m.Data, text) }) {
+		told++
+		// Most are others', of which the rest need not be understood.
+		if to, ok := answerer(m); ok && !addrs[to] {
 			continue
 		}
 		c, err := decodeConnection(m)
 		if err != nil {
-			return fmt.Errorf("read connections: %w", err)
+			return told, fmt.Errorf("read connections: %w", err)
 		}
-		if slices.Contains(addrs, c.to.Addr()) {
+		if addrs[c.to.Addr()] {
 			f(c)
 		}
 	}
-	return nil
+	return told, nil
+}
+
+// counter counts open connections, in the way that costs the CPU least.
+type counter struct {
+	dial func() (*netlink.Conn, error)
+	conn *netlink.Conn
+	// walk is what going through the table costs, as learnt; six is how many connections with IPv6 there were when they were last asked for alone.
+	walk time.Duration
+	six  int
+}
+
+// singly reports whether asking for each of n IPv4 addresses, and for all connections with IPv6 if six is true, costs no more than asking
+// for all that there are.
+func (c *counter) singly(n int, six bool, entries int) bool {
+	walks, told := n, 0
+	if six {
+		walks, told = n+1, c.six
+	}
+	return c.cost(walks, told) <= c.cost(1, entries)
+}
+
+func (c *counter) cost(walks, told int) time.Duration {
+	return time.Duration(walks)*c.walk + time.Duration(told)*tellCost
+}
+
+// open returns how many connections to each destination with one of addrs are open, and how long the CPU has worked for that.
+func (c *counter) open(addrs map[netip.Addr]bool) (open map[netip.AddrPort]int, took time.Duration, err error) {
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	began := worked()
+	defer func() {
+		took = worked() - began
+		if err != nil {
+			// What is left of an answer would be taken for the next one.
+			c.close()
+		}
+	}()
+	if c.conn == nil {
+		if c.conn, err = c.dial(); err != nil {
+			return nil, 0, err
+		}
+	}
+	open = map[netip.AddrPort]int{}
+	add := func(one connection) {
+		if one.open() {
+			open[one.to]++
+		}
+	}
+	var four []netip.Addr
+	six := false
+	for addr := range addrs {
+		if addr.Is4() {
+			four = append(four, addr)
+		} else {
+			six = true
+		}
+	}
+	walks, told := 0, 0
+	if c.singly(len(four), six, entries()) {
+		for _, addr := range four {
+			n, err := connections(c.conn, addr, add)
+			if err != nil {
+				return nil, 0, err
+			}
+			walks, told = walks+1, told+n
+		}
+		if six {
+			if c.six, err = dumpConnections(c.conn, unix.AF_INET6, nil, addrs, add); err != nil {
+				return nil, 0, err
+			}
+			walks, told = walks+1, told+c.six
+		}
+	} else {
+		if told, err = dumpConnections(c.conn, unix.AF_UNSPEC, nil, addrs, add); err != nil {
+			return nil, 0, err
+		}
+		walks = 1
+	}
+	if walks > 0 {
+		// The last ones count most: tables grow, and computers get other work.
+		c.walk = (3*c.walk + max(0, (worked()-began-time.Duration(told)*tellCost)/time.Duration(walks))) / 4
+	}
+	return open, 0, nil
+}
+
+func (c *counter) close() {
+	if c.conn != nil {
+		_ = c.conn.Close()
+		c.conn = nil
+	}
+}
+
+// worked is how long the CPU has worked for this thread.
+func worked() time.Duration {
+	var usage unix.Rusage
+	// It cannot fail for a thread that is there.
+	_ = unix.Getrusage(unix.RUSAGE_THREAD, &usage)
+	return time.Duration(usage.Utime.Nano() + usage.Stime.Nano())
+}
+
+// entries is how many connections the kernel's table has, of the network namespace of this process, or 0. It decides what is cheaper, no more. It is
+// not asked for by netlink: there the answer is marked as one of several, and nothing says that it was the last.
+func entries() int {
+	text, err := os.ReadFile("/proc/sys/net/netfilter/nf_conntrack_count")
+	if err != nil {
+		return 0
+	}
+	n, _ := strconv.Atoi(strings.TrimSpace(string(text)))
+	return n
 }
 
 // count counts connections while somebody waits for them to end, until ctx is done.
 func (o *Observer) count(ctx context.Context) {
-	var conn *netlink.Conn
-	defer func() {
-		if conn != nil {
-			_ = conn.Close()
-		}
-	}()
+	counter := counter{dial: o.dial, walk: walkCost}
+	defer counter.close()
 	failed := false
 	for pause := countFirst; ; {
 		waiting := o.waiting()
 		wait := (<-chan time.Time)(nil)
 		if len(waiting) > 0 {
-			began := time.Now()
-			open, err := o.open(&conn, waiting)
-			took := time.Since(began)
+			open, took, err := counter.open(addresses(waiting))
 			if err != nil && ctx.Err() == nil && !failed {
 				o.log.Warn("connections are not counted: no target becomes Idle", "error", err)
 			}
@@ -244,6 +353,17 @@ func (o *Observer) count(ctx context.Context) {
 	}
 }
 
+// addresses are those of the watches.
+func addresses(of map[*Watch]int) map[netip.Addr]bool {
+	all := map[netip.Addr]bool{}
+	for w := range of {
+		for _, t := range w.targets {
+			all[t.Addr()] = true
+		}
+	}
+	return all
+}
+
 // waiting returns the watches that are Removed and not yet Idle, with the number of the period for which they are.
 func (o *Observer) waiting() map[*Watch]int {
 	o.mu.Lock()
@@ -255,41 +375,6 @@ func (o *Observer) waiting() map[*Watch]int {
 		}
 	}
 	return waiting
-}
-
-// open returns how many connections to each destination of the watches are open.
-func (o *Observer) open(conn **netlink.Conn, waiting map[*Watch]int) (map[netip.AddrPort]int, error) {
-	if *conn == nil {
-		c, err := o.dial()
-		if err != nil {
-			return nil, err
-		}
-		*conn = c
-	}
-	addresses := map[bool]map[netip.Addr]bool{false: {}, true: {}} // by whether they are IPv6
-	for w := range waiting {
-		for _, t := range w.targets {
-			addresses[t.Addr().Is6()][t.Addr()] = true
-		}
-	}
-	open := map[netip.AddrPort]int{}
-	for _, wanted := range addresses {
-		if len(wanted) == 0 {
-			continue
-		}
-		err := connections(*conn, slices.Collect(maps.Keys(wanted)), func(c connection) {
-			if c.open() {
-				open[c.to]++
-			}
-		})
-		if err != nil {
-			// What is left of its answer would be taken for the next one.
-			_ = (*conn).Close()
-			*conn = nil
-			return nil, err
-		}
-	}
-	return open, nil
 }
 
 // counted takes a count in, for the watches that were waiting when it began and are still. It reports whether the next one may make
@@ -338,7 +423,7 @@ func (o *Observer) Clean(targets []netip.AddrPort) error {
 			return fmt.Errorf("clean connections to %v: no address", t)
 		}
 		var stale []connection
-		if err := connections(conn, []netip.Addr{t.Addr()}, func(c connection) {
+		if _, err := connections(conn, t.Addr(), func(c connection) {
 			if t.Port() == 0 || t.Port() == c.to.Port() {
 				stale = append(stale, c)
 			}

@@ -4,6 +4,7 @@ package kubeproxy
 
 import (
 	"io"
+	"maps"
 	"net"
 	"net/netip"
 	"strings"
@@ -163,7 +164,7 @@ func TestClean(t *testing.T) {
 		}
 		defer conn.Close()
 		want := netip.MustParseAddrPort(target)
-		if err := connections(conn, []netip.Addr{want.Addr()}, func(c connection) {
+		if _, err := connections(conn, want.Addr(), func(c connection) {
 			if c.to == want {
 				n++
 			}
@@ -198,7 +199,7 @@ func TestClean(t *testing.T) {
 	}
 }
 
-// More addresses than the kernel is asked for one by one, and no more connections counted for it.
+// Many addresses, and no more connections counted for it.
 func TestManyAddresses(t *testing.T) {
 	empty(t)
 	network(t)
@@ -209,7 +210,7 @@ func TestManyAddresses(t *testing.T) {
 	held := connect(t, a)
 	w := watch(t, o, a)
 	var others []*follower
-	for i := range 2 * countSingly {
+	for i := range 100 {
 		others = append(others, watch(t, o, netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 244, 1, byte(i)}), 0).String()))
 	}
 	for _, other := range others {
@@ -221,4 +222,76 @@ func TestManyAddresses(t *testing.T) {
 	}
 	held.Close()
 	w.wait(Idle)
+}
+
+// However they are counted, the connections are the same: one by one, or all that there are.
+func TestCounter(t *testing.T) {
+	empty(t)
+	network(t)
+	four, six := service{"web", "10.96.0.1", false}, service{"web", "fd10::1", true}
+	pods := []string{"10.244.0.1:8080", "10.244.0.2:8080", "10.244.0.2:9090", "[fd00::1]:8080"}
+	for _, p := range pods {
+		pod(t, p)
+	}
+	nft(t, append(setUp("ip"), four.sync(pods[:1])...)...)
+	nft(t, append(setUp("ip6"), six.sync(pods[3:])...)...)
+	o := New(Options{})
+	want := map[netip.AddrPort]int{}
+	for i, address := range []string{"10.96.0.1:80", pods[1], pods[2], pods[2], "[fd10::1]:80"} {
+		connect(t, address)
+		want[netip.MustParseAddrPort([]string{pods[0], pods[1], pods[2], pods[2], pods[3]}[i])]++
+	}
+	connect(t, pods[0]).Close()
+	addrs := map[netip.Addr]bool{}
+	for _, p := range pods {
+		addrs[netip.MustParseAddrPort(p).Addr()] = true
+	}
+	for name, walk := range map[string]time.Duration{"singly": 0, "all": time.Hour} {
+		c := counter{dial: o.dial, walk: walk}
+		defer c.close()
+		for range 2 {
+			if got := c.singly(2, true, 1000); got != (name == "singly") {
+				t.Fatalf("%s: singly %t", name, got)
+			}
+			open, took, err := c.open(addrs)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if !maps.Equal(open, want) {
+				t.Errorf("%s: %v are open, want %v", name, open, want)
+			}
+			if took <= 0 || took > time.Minute {
+				t.Errorf("%s: the CPU has worked for %s", name, took)
+			}
+			if c.walk == walk {
+				t.Errorf("%s: nothing is learnt of what it costs", name)
+			}
+			c.walk = walk
+		}
+	}
+}
+
+// What is cheaper follows from what there is.
+func TestCounterChoice(t *testing.T) {
+	for _, test := range []struct {
+		n       int
+		six     bool
+		sixes   int
+		entries int
+		want    bool
+	}{
+		{n: 1, entries: 100, want: true},
+		{n: 2, entries: 100, want: false},
+		{n: 2, entries: 10_000, want: true},
+		{n: 30, entries: 10_000, want: false},
+		{n: 1, six: true, entries: 100, want: false},
+		{n: 1, six: true, entries: 100_000, want: true},
+		{n: 1, six: true, sixes: 99_000, entries: 100_000, want: false},
+		{n: 0, six: true, sixes: 100, entries: 100, want: true},
+	} {
+		c := counter{walk: walkCost, six: test.sixes}
+		if got := c.singly(test.n, test.six, test.entries); got != test.want {
+			t.Errorf("%+v: %t", test, got)
+		}
+	}
 }

@@ -355,6 +355,21 @@ func parse(b []byte) (attributes, error) {
 	return list, nil
 }
 
+// attributeAt returns the data of an attribute in b, nil if it is not there, without making anything of the others.
+func attributeAt(b []byte, number uint16) []byte {
+	for len(b) >= unix.NLA_HDRLEN {
+		length := int(binary.NativeEndian.Uint16(b))
+		if length < unix.NLA_HDRLEN || length > len(b) {
+			return nil
+		}
+		if binary.NativeEndian.Uint16(b[2:])&0x3fff == number {
+			return b[unix.NLA_HDRLEN:length]
+		}
+		b = b[min((length+3)&^3, len(b)):]
+	}
+	return nil
+}
+
 // find returns the data of the first attribute with the number, or nil.
 func (l attributes) find(number uint16) []byte {
 	for _, a := range l {

@@ -13,6 +13,7 @@ import (
 	"net/http"
 	"os"
 	"os/signal"
+	"runtime"
 	"sync/atomic"
 	"syscall"
 	"time"
@@ -57,6 +58,7 @@ func run(ctx context.Context, args []string, hostname string, stderr io.Writer) 
 		}
 		return nil
 	})
+	hog := fs.Bool("hog", false, "let a request for /hog take all the memory there is")
 	if err := fs.Parse(args); err != nil {
 		return fmt.Errorf("%w: %w", errUsage, err)
 	}
@@ -78,6 +80,9 @@ func run(ctx context.Context, args []string, hostname string, stderr io.Writer) 
 	srv := &http.Server{ReadHeaderTimeout: 10 * time.Second, Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if r.URL.Path != "/readyz" {
 			time.Sleep(work)
+		}
+		if *hog && r.URL.Path == "/hog" {
+			take()
 		}
 		w.Header().Set("Pod", *name)
 		if closing.Load() {
@@ -101,6 +106,18 @@ func run(ctx context.Context, args []string, hostname string, stderr io.Writer) 
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 25*time.Second)
 	defer cancel()
 	return srv.Shutdown(ctx)
+}
+
+// take takes memory until the kernel ends the process.
+func take() {
+	for all := [][]byte{}; ; {
+		more := make([]byte, 1<<20)
+		for i := range more {
+			more[i] = 1 // only what is written to is taken
+		}
+		all = append(all, more)
+		runtime.KeepAlive(all)
+	}
 }
 
 func parse(s string, d *time.Duration) (err error) {

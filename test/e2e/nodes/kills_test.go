@@ -5,6 +5,8 @@ package nodes
 import (
 	"errors"
 	"fmt"
+	"net"
+	"net/http"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -16,6 +18,7 @@ import (
 	"github.com/godbus/dbus/v5"
 	"github.com/godbus/dbus/v5/prop"
 	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/lameduck-io/lameduck/test/cluster"
@@ -127,8 +130,8 @@ func startLogind(t *testing.T) *logind {
 	return l
 }
 
-// A node that is shut down gracefully stops its pods without deleting them: the hook tells directed gateways, and keeps nobody for more than
-// 2 s.
+// A node that is shut down gracefully stops its pods without deleting them: the hook tells directed gateways, which lose nothing, and keeps
+// nobody for more than 2 s. What goes through kube-proxy is lost until the API server says that the pods are not ready.
 func TestNodeShutdown(t *testing.T) {
 	cluster.Entered(t)
 	fake := startLogind(t)
@@ -148,6 +151,10 @@ func TestNodeShutdown(t *testing.T) {
 	old := l.pods(t, m.work.Namespace, func(p *corev1.Pod) bool { return p.Spec.NodeName == node })
 	if len(old) != len(apps) {
 		t.Fatalf("pods on %s: %v", node, old)
+	}
+	addresses := l.addresses(t, m.work.Namespace, node)
+	for _, c := range running {
+		c.mark("shutdown")
 	}
 	before := l.metrics(t, node, `lameduck_barrier_waits_total{outcome="Restart"}`)
 	if err := fake.shutDown(node); err != nil {
@@ -178,11 +185,47 @@ func TestNodeShutdown(t *testing.T) {
 	if before == after {
 		t.Error("the node's agent was not asked")
 	}
+	// kube-proxy has heard of nothing but readiness, from the API server: until then, and a sync longer, it sends to pods that have ended.
+	l.unlisted(t, m.work.Namespace, addresses...)
+	t.Logf("EndpointSlices list none of them as ready after %.1f s", time.Since(began).Seconds())
+	time.Sleep(proxySync)
+	for _, c := range running {
+		c.mark("known")
+	}
 	time.Sleep(2 * time.Second)
 	for _, app := range apps {
 		c := running[app].stop()
 		t.Logf("%s: %s", app, c)
+		for _, way := range ways {
+			during, after := running[app].in(way, "shutdown"), running[app].in(way, "known")
+			t.Logf("%s by %s: %s; once it is known %s", app, way, during, after)
+			if way == byHAProxy && during.failed > 0 {
+				t.Errorf("%s by %s: %s, want 0: it is told to let go before SIGTERM", app, way, during)
+			}
+			if after.failed > 0 || after.requests == 0 {
+				t.Errorf("%s by %s: %s when every kernel must know, want 0", app, way, after)
+			}
+		}
 	}
+}
+
+// proxySync is how long a kube-proxy may take for its next sync, once a second at most, with a margin.
+const proxySync = 3 * time.Second
+
+// addresses are those of the pods of a namespace on a node.
+func (l *lab) addresses(t *testing.T, namespace, node string) []string {
+	t.Helper()
+	pods, err := l.kube.CoreV1().Pods(namespace).List(t.Context(), metav1.ListOptions{FieldSelector: "spec.nodeName=" + node})
+	if err != nil {
+		t.Fatal(err)
+	}
+	var all []string
+	for _, p := range pods.Items {
+		for _, ip := range p.Status.PodIPs {
+			all = append(all, ip.IP)
+		}
+	}
+	return all
 }
 
 // Soft node-pressure eviction stops pods without deleting them, too.
@@ -235,4 +278,83 @@ func TestSoftEviction(t *testing.T) {
 	if before == after {
 		t.Error("the node's agent was not asked")
 	}
+}
+
+// A container that takes more memory than it may have dies without a hook and without a word. Gateways hear of it from EndpointSlices, as soon as
+// the kubelet has seen it; those that are directed let go then at once, kube-proxy a sync later. What comes until then is lost.
+func (l *lab) testOOM(t *testing.T) {
+	w := modes()[2].work.with("Deployment", 2)
+	namespace := w.Namespace
+	l.deploy(t, w)
+	// It listens again only long after everybody has let go of it.
+	const back = 8
+	l.start(t, namespace, pod("hog", "node-2", func(p *corev1.Pod) {
+		p.Labels["app"] = "exit"
+		c := &p.Spec.Containers[0]
+		c.Args = append(c.Args, "--hog", fmt.Sprintf("--start-delay=%ds", back))
+		c.Ports = []corev1.ContainerPort{{Name: "http", ContainerPort: 8080}}
+		c.Resources.Limits = corev1.ResourceList{corev1.ResourceMemory: resource.MustParse("64Mi")}
+	}))
+	hog, err := l.kube.CoreV1().Pods(namespace).Get(t.Context(), "hog", metav1.GetOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	time.Sleep(proxySync)
+	haproxy := fmt.Sprintf("http://%s:%d/", l.gatewayAddress(t), 8020)
+	all := l.startClients(t, namespace, "exit", haproxy, perRequest)
+	all.mark("before")
+	time.Sleep(time.Second)
+	all.mark("dies")
+	began := time.Now()
+	direct := &http.Client{Transport: &http.Transport{DisableKeepAlives: true}, Timeout: 30 * time.Second}
+	response, err := direct.Get("http://" + net.JoinHostPort(hog.Status.PodIP, "8080") + "/hog")
+	if err == nil {
+		response.Body.Close()
+		t.Fatal("the container lives on")
+	}
+	died := time.Now()
+	l.unlisted(t, namespace, hog.Status.PodIP)
+	known := time.Now()
+	time.Sleep(time.Second) // HAProxy's agent has a watch, and HAProxy is told at run time
+	all.mark("directed")
+	time.Sleep(proxySync - time.Second)
+	all.mark("all")
+	time.Sleep(2 * time.Second)
+	if since := time.Since(died); since > (back-1)*time.Second {
+		t.Errorf("it took %s until every gateway must know: the container is about to be back", since)
+	}
+	all.mark("returns")
+	l.until(t, "the restarted container", func() error {
+		p, err := l.kube.CoreV1().Pods(namespace).Get(t.Context(), "hog", metav1.GetOptions{})
+		if err != nil {
+			return err
+		}
+		is := p.Status.ContainerStatuses[0]
+		if !isReady(p) || is.RestartCount == 0 {
+			return errors.New("is not ready")
+		}
+		if ended := is.LastTerminationState.Terminated; ended == nil || ended.Reason != "OOMKilled" {
+			t.Fatalf("the container did not die for want of memory: %+v", ended)
+		}
+		return nil
+	})
+	time.Sleep(proxySync)
+	all.mark("back")
+	time.Sleep(2 * time.Second)
+	all.stop()
+	t.Logf("killed %.1f s after it was asked to take memory, known %.1f s later", died.Sub(began).Seconds(), known.Sub(died).Seconds())
+	for _, way := range ways {
+		dies, directed, later, back := all.in(way, "dies"), all.in(way, "directed"), all.in(way, "all"), all.in(way, "back")
+		t.Logf("by %s: %s when it died; then %s; then %s", way, dies, directed, later)
+		if way == byHAProxy && directed.failed > 0 {
+			t.Errorf("by %s: %s a second after the slices knew, want 0: it is told at once", way, directed)
+		}
+		if later.failed > 0 || later.requests == 0 || later.pods["hog"] > 0 {
+			t.Errorf("by %s: %s when every gateway must know, of which %d reached the pod, want 0", way, later, later.pods["hog"])
+		}
+		if back.failed > 0 || back.pods["hog"] == 0 {
+			t.Errorf("by %s: %s once it was back, of which %d reached it", way, back, back.pods["hog"])
+		}
+	}
+	l.kubectl(t, "delete", "pod", "-n", namespace, "hog", "--grace-period=1")
 }

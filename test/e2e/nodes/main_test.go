@@ -200,6 +200,10 @@ func (l *lab) install(t *testing.T) {
 			pod := spec["template"].(object)["spec"].(object)
 			pod["affinity"] = notOn("node-3")
 			entitle(pod)
+			if timed() {
+				container := pod["containers"].([]any)[0].(object)
+				container["args"] = append(container["args"].([]any), "--log-level=debug")
+			}
 			workloads = append(workloads, o)
 		case o["kind"] == "DaemonSet":
 			entitle(o["spec"].(object)["template"].(object)["spec"].(object))

@@ -4,6 +4,7 @@ package nodes
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -300,4 +301,83 @@ func (l *lab) testNoAgents(t *testing.T) {
 	if float64(with) > 1.05*float64(without) {
 		t.Errorf("a deletion took %s with Lameduck and without agents, without Lameduck %s: want 5 %% more at most", with, without)
 	}
+}
+
+// configure has coordinators start anew with a configuration, which goes on below its kind.
+func (l *lab) configure(t *testing.T, more string) {
+	t.Helper()
+	for _, o := range l.manifests(t) {
+		if data, ok := o["data"].(object); ok && data["coordinator.yaml"] != nil {
+			data["coordinator.yaml"] = data["coordinator.yaml"].(string) + more
+			l.apply(t, o)
+		}
+	}
+	l.kubectl(t, "rollout", "restart", "-n", system, "deployment/lameduck-webhook")
+	l.kubectl(t, "rollout", "status", "-n", system, "deployment/lameduck-webhook", "--timeout=90s")
+}
+
+// passed is what a coordinator has written when it let a pod go.
+type passed struct {
+	Time   time.Time `json:"time"`
+	Msg    string    `json:"msg"`
+	Pod    string    `json:"pod"`
+	Reason string    `json:"reason"`
+	Owed   int       `json:"owed"`
+	Stated float64   `json:"statedSeconds"`
+}
+
+// replace starts a pod on each node, deletes all at once, and returns what coordinators wrote of them.
+func (l *lab) replace(t *testing.T, namespace, name string) []passed {
+	t.Helper()
+	var pods []*corev1.Pod
+	for _, m := range l.set.Machines {
+		pods = append(pods, pod(name+"-"+m.Name, m.Name))
+	}
+	l.start(t, namespace, pods...)
+	began := time.Now()
+	l.kubectl(t, "delete", "pods", "-n", namespace, "--all", "--timeout=60s")
+	var all []passed
+	l.until(t, "what coordinators say of "+name, func() error {
+		all = nil
+		out, err := l.Kubectl(t.Context(), "logs", "-n", system, "-l", "app.kubernetes.io/component=webhook", "--tail=-1", "--since-time="+began.Add(-time.Second).Format(time.RFC3339))
+		if err != nil {
+			return err
+		}
+		for line := range strings.Lines(out) {
+			var one passed
+			if json.Unmarshal([]byte(line), &one) == nil && one.Msg == "barrier passed" && strings.HasPrefix(one.Pod, namespace+"/"+name) {
+				all = append(all, one)
+			}
+		}
+		if len(all) != len(pods) {
+			return fmt.Errorf("%d barriers", len(all))
+		}
+		return nil
+	})
+	return all
+}
+
+// In clusters that are too large to ask every node a sample is asked, and the others get the time that was seen to be enough; or the pod's own
+// node alone is. Here three nodes are too many.
+func (l *lab) testScopes(t *testing.T) {
+	const namespace = "scopes"
+	l.namespace(t, namespace, map[string]string{"lameduck.io/barrier": "enabled"})
+	check := func(what string, all []passed, least, most int, stated bool) {
+		t.Helper()
+		for _, one := range all {
+			t.Logf("%s: pod %s: %d agents owed, %.2f s stated, reason %s", what, one.Pod, one.Owed, one.Stated, one.Reason)
+			if one.Owed < least || one.Owed > most || (one.Stated > 0) != stated || one.Reason != "Acknowledged" {
+				t.Errorf("%s: want %d to %d agents, a stated wait %t, and Acknowledged", what, least, most, stated)
+			}
+		}
+	}
+	// Each replica learns by itself, and which one is asked follows from the pod's UID: it is made to be one.
+	l.kubectl(t, "scale", "-n", system, "deployment/lameduck-webhook", "--replicas=1")
+	l.configure(t, "    barrier: {ask: quorum, sampling: {size: 1, learnFrom: 9}}\n")
+	check("quorum, nothing learnt yet", l.replace(t, namespace, "first"), 3, 3, false)
+	check("quorum", l.replace(t, namespace, "then"), 1, 2, true)
+	l.configure(t, "    barrier: {ask: local}\n")
+	check("local", l.replace(t, namespace, "local"), 1, 1, false)
+	l.kubectl(t, "scale", "-n", system, "deployment/lameduck-webhook", "--replicas=2")
+	l.configure(t, "")
 }

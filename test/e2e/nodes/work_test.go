@@ -9,11 +9,13 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+	"strings"
 	"testing"
 	"text/template"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 
@@ -58,13 +60,23 @@ func render(t *testing.T, sheet string, values any) string {
 // deploy makes the apps as w says, and waits until they are.
 func (l *lab) deploy(t *testing.T, w work) {
 	t.Helper()
+	var sheets []string
 	for _, app := range apps {
-		l.applyText(t, render(t, appSheet, struct {
+		sheets = append(sheets, render(t, appSheet, struct {
 			work
 			App, Image string
 		}{w, app, appImage}))
-		other := map[string]string{"Deployment": "statefulset", "StatefulSet": "deployment"}[w.Kind]
-		l.kubectl(t, "delete", "-n", w.Namespace, other, app, "--ignore-not-found")
+	}
+	l.applyText(t, strings.Join(sheets, "---\n"))
+	for _, app := range apps {
+		other := l.kube.AppsV1().StatefulSets(w.Namespace).Delete
+		if w.Kind == "StatefulSet" {
+			other = l.kube.AppsV1().Deployments(w.Namespace).Delete
+		}
+		background := metav1.DeletePropagationBackground
+		if err := other(t.Context(), app, metav1.DeleteOptions{PropagationPolicy: &background}); err != nil && !apierrors.IsNotFound(err) {
+			t.Fatal(err)
+		}
 	}
 	l.settled(t, w)
 }
@@ -135,8 +147,38 @@ const (
 	keptAlive  traffic = "kept alive"
 )
 
+// ways are those on which clients reach an app.
+var ways = []string{"ClusterIP", "NodePort", "HAProxy"}
+
+// byHAProxy is the only one of ways whose gateway is directed.
+const byHAProxy = "HAProxy"
+
 // clients are all clients of one app.
-type clients struct{ loads []*load.Load }
+type clients struct {
+	loads []*load.Load
+	// by is the way of each of loads.
+	by []string
+}
+
+// mark begins a phase of what all clients send.
+func (c *clients) mark(phase string) {
+	for _, one := range c.loads {
+		one.Mark(phase)
+	}
+}
+
+// in sums up the requests on a way that were due in a phase. All have ended.
+func (c *clients) in(way, phase string) counted {
+	sum := counted{by: map[string]int{}, pods: map[string]int{}}
+	for i, one := range c.loads {
+		for _, p := range one.Stop().Phases {
+			if c.by[i] == way && p.Name == phase {
+				sum.add(p.Counts)
+			}
+		}
+	}
+	return sum
+}
 
 // startClients sends requests to an app through ClusterIP, NodePort and HAProxy at once.
 func (l *lab) startClients(t *testing.T, namespace, app, haproxy string, how traffic) *clients {
@@ -166,7 +208,7 @@ func (l *lab) startClients(t *testing.T, namespace, app, haproxy string, how tra
 				t.Fatal(err)
 			}
 			t.Cleanup(func() { one.Stop() })
-			all.loads = append(all.loads, one)
+			all.loads, all.by = append(all.loads, one), append(all.by, ways[i])
 		}
 	}
 	return all
@@ -175,21 +217,28 @@ func (l *lab) startClients(t *testing.T, namespace, app, haproxy string, how tra
 // counted is what became of the requests of an app's clients.
 type counted struct {
 	requests, failed, skipped, connections int
-	by                                     map[string]int
+	by, pods                               map[string]int
 	first                                  []load.Failure
 }
 
+func (c *counted) add(one load.Counts) {
+	c.requests += one.Total
+	c.failed += one.Failed
+	c.skipped += one.Skipped
+	for kind, n := range one.FailedBy {
+		c.by[kind] += n
+	}
+	for pod, n := range one.Pods {
+		c.pods[pod] += n
+	}
+}
+
 func (c *clients) stop() counted {
-	sum := counted{by: map[string]int{}}
+	sum := counted{by: map[string]int{}, pods: map[string]int{}}
 	for _, one := range c.loads {
 		r := one.Stop()
-		sum.requests += r.Total
-		sum.failed += r.Failed
-		sum.skipped += r.Skipped
+		sum.add(r.Counts)
 		sum.connections += r.Connections
-		for kind, n := range r.FailedBy {
-			sum.by[kind] += n
-		}
 		sum.first = append(sum.first, r.Failures...)
 	}
 	return sum
@@ -202,6 +251,25 @@ func (c counted) String() string {
 		text += fmt.Sprintf(", %s %d", kind, c.by[kind])
 	}
 	return text
+}
+
+// unlisted waits until no EndpointSlice lists any of these addresses as ready.
+func (l *lab) unlisted(t *testing.T, namespace string, addresses ...string) {
+	t.Helper()
+	l.until(t, fmt.Sprintf("slices without %v", addresses), func() error {
+		lists, err := l.kube.DiscoveryV1().EndpointSlices(namespace).List(t.Context(), metav1.ListOptions{})
+		if err != nil {
+			return err
+		}
+		for _, s := range lists.Items {
+			for _, e := range s.Endpoints {
+				if slices.ContainsFunc(e.Addresses, func(a string) bool { return slices.Contains(addresses, a) }) && e.Conditions.Ready != nil && *e.Conditions.Ready {
+					return fmt.Errorf("%v is listed as ready", e.Addresses)
+				}
+			}
+		}
+		return nil
+	})
 }
 
 // pods are those of a namespace by app that keep says, without those that are going already.
