@@ -17,8 +17,9 @@ KEEPALIVE ?= false
 KEEP ?=
 # make bench SUITES=health
 SUITES ?=
-# make e2e RUNS=5
+# make e2e RUNS=5 UPGRADE_FROM=COMMIT
 RUNS ?= 1
+export UPGRADE_FROM ?= HEAD~1
 # make sim SEEDS=1 FROM=1234
 SEEDS ?= 20000
 FROM ?= 1
@@ -51,6 +52,7 @@ sim: ## the deterministic simulation: SEEDS of them FROM one, and with each rule
 e2e: haproxy node-packages kubernetes build ## three real nodes, as root, and Lameduck on them: the table, e2e.json (RUNS=5); skipped on a laptop without root or packages
 	@cd test/cluster && go vet -tags e2e ./... && go test -tags e2e -count=1 -timeout 15m -v ./machine
 	@cd test/e2e && go vet -tags e2e ./... && go test -tags e2e -count=1 -timeout 10m ./kubeproxy
+	@cd test/e2e && LAMEDUCK_BIN=$(BIN) go test -tags e2e -count=1 -timeout 12m -v ./quickstart
 	@cd test/e2e && RUNS=$(RUNS) LAMEDUCK_BIN=$(BIN) go test -tags e2e -count=1 -timeout $$((10 + 20 * $(RUNS)))m -v ./nodes
 
 .PHONY: build
