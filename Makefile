@@ -17,8 +17,9 @@ KEEPALIVE ?= false
 KEEP ?=
 # make bench SUITES=health
 SUITES ?=
-# make e2e RUNS=5
+# make e2e RUNS=5 UPGRADE_FROM=COMMIT
 RUNS ?= 1
+export UPGRADE_FROM ?= HEAD~1
 # make images VERSION=v1.2.3 REGISTRY=registry.example/lameduck PLATFORMS=linux/amd64
 VERSION ?= $(or $(shell git describe --tags --exact-match --dirty 2> /dev/null),dev)
 REGISTRY ?= docker.io/lameduck
@@ -59,6 +60,7 @@ e2e: haproxy node-packages kubernetes build ## three real nodes, as root, and La
 	@cd test/cluster && go vet -tags e2e ./... && go test -tags e2e -count=1 -timeout 15m -v ./machine
 	@cd test/e2e && go vet -tags e2e ./... && go test -tags e2e -count=1 -timeout 10m ./kubeproxy
 	@cd test/e2e && go vet -tags e2e ./images && LAMEDUCK_DIST=$(DIST) go test -tags e2e -count=1 -timeout 5m ./images
+	@cd test/e2e && LAMEDUCK_BIN=$(BIN) go test -tags e2e -count=1 -timeout 12m -v ./quickstart
 	@cd test/e2e && RUNS=$(RUNS) LAMEDUCK_DIST=$(DIST) LAMEDUCK_BIN=$(BIN) go test -tags e2e -count=1 -timeout $$((10 + 20 * $(RUNS)))m -v ./nodes
 
 .PHONY: build

@@ -104,26 +104,23 @@ func runNode(ctx context.Context, o options, kube kubernetes.Interface, trusted 
 		log.Warn("no coordinators are configured: hooks wait for this node's kernel alone")
 	}
 	for _, address := range o.file.KubeProxy.WaitAddresses {
-		listener, err := net.Listen("tcp", address)
+		// It goes on for as long as hooks wait: those that come then would be refused, and end at once.
+		task, err := beside{address: address, shared: true, ready: pods.synced, log: log}.task(serve.Server{
+			Name: "wait " + address, Handler: hooks.handler(), Conns: waitConns, ReadTime: headerTime, Grace: shutdownGrace, Log: log,
+		})
 		if err != nil {
 			return fmt.Errorf("listen for hooks: %w", err)
 		}
-		defer listener.Close()
-		// It goes on for as long as hooks wait: those that come then would be refused, and end at once.
-		task := serve.Server{
-			Name: "wait " + address, Listener: listener, Handler: hooks.handler(), Conns: waitConns, ReadTime: headerTime, Grace: shutdownGrace, Log: log,
-		}.Task()
-		task.Last = true
 		tasks = append(tasks, task)
-		log.Info("hooks are answered", "address", listener.Addr().String())
 	}
-	listener, err := net.Listen("tcp", o.people)
+	// Not shared: who asks how this agent is must not be told how the other is by chance. While it has the address, it is the other.
+	metrics, err := beside{address: o.people, log: log}.task(serve.Server{
+		Name: "metrics", Handler: nodePeople(registry, following, pods), Grace: shutdownGrace,
+	})
 	if err != nil {
 		return fmt.Errorf("listen: %w", err)
 	}
-	log.Info("started", "metrics", listener.Addr().String(), "node", o.nodeName)
-	metrics := serve.HTTP("metrics", listener, nil, nodePeople(registry, following, pods), shutdownGrace, nil)
-	metrics.Last = true
+	log.Info("started", "metrics", o.people, "hooks", o.file.KubeProxy.WaitAddresses, "node", o.nodeName)
 	return serve.All(ctx, append(tasks, metrics)...)
 }
 

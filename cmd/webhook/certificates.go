@@ -4,8 +4,11 @@ import (
 	"context"
 	"crypto/tls"
 	"crypto/x509"
+	"errors"
 	"fmt"
+	"io/fs"
 	"log/slog"
+	"os"
 	"path/filepath"
 	"time"
 
@@ -58,6 +61,16 @@ func newProof(o options, kube kubernetes.Interface, metrics *admission.Metrics, 
 		}
 	}
 	made.Bundle = conf.Dir == ""
+	if !made.Bundle {
+		// As cert-manager writes it. Agents cannot mount a Secret of another namespace, and should not: the CA's has its key.
+		made.CA = func() ([]byte, error) {
+			text, err := os.ReadFile(filepath.Join(conf.Dir, certs.CAKey))
+			if errors.Is(err, fs.ErrNotExist) {
+				return nil, nil
+			}
+			return text, err
+		}
+	}
 	keeper := certs.New(made)
 	if conf.Dir != "" {
 		watcher, err := certwatcher.New(filepath.Join(conf.Dir, "tls.crt"), filepath.Join(conf.Dir, "tls.key"))

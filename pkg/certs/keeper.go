@@ -56,6 +56,9 @@ type Options struct {
 	Times Times
 	// Bundle says that the CA is written into the webhook configurations and the ConfigMap. False: certificates come from elsewhere.
 	Bundle bool
+	// CA reads the CA of certificates that come from elsewhere, for agents: it is written into the ConfigMap, if there is one. Nil, or nothing in it: nothing is
+	// written. It is not looked at with Bundle.
+	CA func() ([]byte, error)
 	// AdmitPath and MutatePath are what comes before the secret in the paths of the webhooks. Empty: the paths come from elsewhere.
 	AdmitPath, MutatePath string
 	// Let is told which secrets to let in, whenever they may have changed. May be nil.
@@ -103,12 +106,12 @@ func (k *Keeper) Run(ctx context.Context) error {
 	defer cancel()
 	admission := k.Kube.AdmissionregistrationV1().RESTClient()
 	k.watch(ctx, &watches, k.Kube.CoreV1().RESTClient(), "secrets", k.Namespace, k.Secret, &corev1.Secret{})
-	if k.Bundle {
+	if k.Bundle || k.CA != nil {
 		k.watch(ctx, &watches, k.Kube.CoreV1().RESTClient(), "configmaps", k.Namespace, k.ConfigMap, &corev1.ConfigMap{})
 	}
 	k.watch(ctx, &watches, admission, "validatingwebhookconfigurations", "", k.WebhookConfiguration, &admissionv1.ValidatingWebhookConfiguration{})
 	k.watch(ctx, &watches, admission, "mutatingwebhookconfigurations", "", k.WebhookConfiguration, &admissionv1.MutatingWebhookConfiguration{})
-	failing := false
+	failing, untold := false, false
 	for {
 		if k.pace.Wait(ctx) != nil {
 			return nil
@@ -128,6 +131,15 @@ func (k *Keeper) Run(ctx context.Context) error {
 			k.Log.Info("certificates are kept again")
 		}
 		failing = err != nil && !apierrors.IsConflict(err)
+		// What the API server needs does not wait for what agents need.
+		if err := k.tellCA(ctx); err != nil && !apierrors.IsConflict(err) && ctx.Err() == nil {
+			if !untold {
+				k.Log.Error("tell agents the CA: they know the former, or none", "error", err)
+			}
+			untold, wait = true, min(wait, retryEvery)
+		} else {
+			untold = false
+		}
 		select {
 		case <-ctx.Done():
 			return nil
@@ -290,6 +302,34 @@ func (k *Keeper) publish(ctx context.Context, s State, write bool) (known bool, 
 		}
 	}
 	return known, nil
+}
+
+// tellCA writes the CA of somebody else's certificates into the ConfigMap.
+func (k *Keeper) tellCA(ctx context.Context) error {
+	if k.Bundle || k.CA == nil {
+		return nil
+	}
+	text, err := k.CA()
+	if err != nil || len(text) == 0 {
+		return err
+	}
+	ctx, cancel := context.WithTimeout(ctx, callTimeout)
+	defer cancel()
+	bundle, err := k.Kube.CoreV1().ConfigMaps(k.Namespace).Get(ctx, k.ConfigMap, metav1.GetOptions{})
+	switch {
+	case apierrors.IsNotFound(err):
+		return nil // agents know it otherwise
+	case err != nil:
+		return fmt.Errorf("read ConfigMap %s/%s: %w", k.Namespace, k.ConfigMap, err)
+	case bundle.Data[CAKey] == string(text):
+		return nil
+	}
+	bundle.Data = map[string]string{CAKey: string(text)}
+	if _, err := k.Kube.CoreV1().ConfigMaps(k.Namespace).Update(ctx, bundle, metav1.UpdateOptions{}); err != nil {
+		return fmt.Errorf("write ConfigMap %s/%s: %w", k.Namespace, k.ConfigMap, err)
+	}
+	k.Log.Info("agents are told another CA", "configMap", k.Namespace+"/"+k.ConfigMap)
+	return nil
 }
 
 // direct has c lead to the state, and reports whether it did.

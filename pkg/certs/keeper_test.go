@@ -199,6 +199,57 @@ func TestTheSecretIsDamagedOrGone(t *testing.T) {
 	})
 }
 
+// With cert-manager the CA is in a file, and agents find it where they find that of the replicas. What is wrong with it keeps nobody from the path.
+func TestAgentsAreToldTheCAOfAnother(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		kube := fake.NewClientset(installed()...)
+		var file atomic.Pointer[string]
+		_, let := keeperWith(t, kube, func(o *Options) {
+			o.Bundle = false
+			o.CA = func() ([]byte, error) {
+				if text := file.Load(); text != nil {
+					return []byte(*text), nil
+				}
+				return nil, errors.New("a disk fails")
+			}
+		})
+		told := func() string {
+			m, err := kube.CoreV1().ConfigMaps("system").Get(t.Context(), "ca", metav1.GetOptions{})
+			if err != nil {
+				t.Fatal(err)
+			}
+			return m.Data[CAKey]
+		}
+		time.Sleep(5 * time.Second)
+		if w := webhooks(t, kube); told() != "" || len(let()) != 1 || *w[0].ClientConfig.Service.Path != "/v1/admit/"+let()[0] || len(w[0].ClientConfig.CABundle) > 0 {
+			t.Errorf("without the file: told %q, %+v", told(), w)
+		}
+		for _, text := range []string{"first", "second"} {
+			file.Store(&text)
+			time.Sleep(2 * lookEvery)
+			if told() != text {
+				t.Errorf("told %q, want %q", told(), text)
+			}
+		}
+		// An issuer that says none has not taken the former back.
+		file.Store(new(string))
+		time.Sleep(2 * lookEvery)
+		if told() != "second" {
+			t.Errorf("told %q, want what was known", told())
+		}
+		// Nobody has to have the ConfigMap.
+		if err := kube.CoreV1().ConfigMaps("system").Delete(t.Context(), "ca", metav1.DeleteOptions{}); err != nil {
+			t.Fatal(err)
+		}
+		third := "third"
+		file.Store(&third)
+		time.Sleep(short.RotateEvery + 3*short.Overlap)
+		if w := webhooks(t, kube); *w[0].ClientConfig.Service.Path != "/v1/admit/"+let()[0] {
+			t.Errorf("without the ConfigMap: %+v", w)
+		}
+	})
+}
+
 // With cert-manager the CA is somebody else's, with a secret of one's own the path is.
 func TestWhatIsNotOursIsNotWritten(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

@@ -217,7 +217,7 @@ func TestEveryObjectIsAccepted(t *testing.T) {
 	if _, err := s.Kube.CoreV1().Namespaces().Create(t.Context(), nodes, metav1.CreateOptions{}); err != nil {
 		t.Fatal(err)
 	}
-	for _, path := range []string{"base", "overlays/cert-manager", "overlays/own-certificates", "haproxy", "check", "barrier"} {
+	for _, path := range []string{"base", "overlays/cert-manager", "overlays/own-certificates", "haproxy", "check", "barrier", "quickstart"} {
 		t.Run(path, func(t *testing.T) {
 			out, err := s.Cluster.Kubectl(t.Context(), "apply", "--dry-run=server", "--validate=strict", "-k", manifests(path))
 			if err != nil {

@@ -1,12 +1,9 @@
 package install
 
 import (
-	"bufio"
 	"context"
-	"encoding/json"
 	"fmt"
 	"maps"
-	"os"
 	"slices"
 	"strings"
 	"testing"
@@ -14,9 +11,9 @@ import (
 
 	admissionv1 "k8s.io/api/admissionregistration/v1"
 	corev1 "k8s.io/api/core/v1"
-	rbacv1 "k8s.io/api/rbac/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
+	"github.com/lameduck-io/lameduck/test/e2e/rights"
 	"github.com/lameduck-io/lameduck/test/e2e/stage"
 )
 
@@ -40,96 +37,14 @@ spec:
   containers: [{name: agent, image: none, command: [sleep, "3600"]}]
 `
 
-// used reads from the audit log what a service account has asked for, as "verb group/resource", and what it was refused.
-func used(t *testing.T, username string) (rights map[string]bool, refused []string) {
+// used is what a service account has asked for, and what it was refused.
+func used(t *testing.T, a rights.Account) (all map[string]bool, refused []string) {
 	t.Helper()
-	file, err := os.Open(auditLog())
+	all, refused, err := rights.Used(auditLog(), a)
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer file.Close()
-	rights = map[string]bool{}
-	lines := bufio.NewScanner(file)
-	lines.Buffer(nil, 1<<20)
-	for lines.Scan() {
-		var e struct {
-			Verb           string
-			User           struct{ Username string }
-			ObjectRef      *struct{ APIGroup, Resource, Subresource, Namespace, Name string }
-			ResponseStatus struct{ Code int }
-		}
-		if json.Unmarshal(lines.Bytes(), &e) != nil || e.User.Username != username || e.ObjectRef == nil {
-			continue // the last line may be half written
-		}
-		resource := e.ObjectRef.Resource
-		if e.ObjectRef.Subresource != "" {
-			resource += "/" + e.ObjectRef.Subresource
-		}
-		right := e.Verb + " " + e.ObjectRef.APIGroup + "/" + resource
-		rights[right] = true
-		if e.ResponseStatus.Code == 403 {
-			refused = append(refused, right+" "+e.ObjectRef.Namespace+"/"+e.ObjectRef.Name)
-		}
-	}
-	if err := lines.Err(); err != nil {
-		t.Fatal(err)
-	}
-	return rights, refused
-}
-
-// granted reads from the API server what the roles allow that are bound to a service account.
-func granted(t *testing.T, s *stage.Stage, namespace, name string) []string {
-	t.Helper()
-	var rules []rbacv1.PolicyRule
-	mine := func(subjects []rbacv1.Subject) bool {
-		return slices.ContainsFunc(subjects, func(s rbacv1.Subject) bool {
-			return s.Kind == rbacv1.ServiceAccountKind && s.Namespace == namespace && s.Name == name
-		})
-	}
-	add := func(in string, ref rbacv1.RoleRef) {
-		if ref.Kind == "ClusterRole" {
-			role, err := s.Kube.RbacV1().ClusterRoles().Get(t.Context(), ref.Name, metav1.GetOptions{})
-			if err != nil {
-				t.Fatal(err)
-			}
-			rules = append(rules, role.Rules...)
-			return
-		}
-		role, err := s.Kube.RbacV1().Roles(in).Get(t.Context(), ref.Name, metav1.GetOptions{})
-		if err != nil {
-			t.Fatal(err)
-		}
-		rules = append(rules, role.Rules...)
-	}
-	everywhere, err := s.Kube.RbacV1().ClusterRoleBindings().List(t.Context(), metav1.ListOptions{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	for _, b := range everywhere.Items {
-		if mine(b.Subjects) {
-			add("", b.RoleRef)
-		}
-	}
-	here, err := s.Kube.RbacV1().RoleBindings("").List(t.Context(), metav1.ListOptions{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	for _, b := range here.Items {
-		if mine(b.Subjects) {
-			add(b.Namespace, b.RoleRef)
-		}
-	}
-	all := map[string]bool{}
-	for _, r := range rules {
-		for _, group := range r.APIGroups {
-			for _, resource := range r.Resources {
-				for _, verb := range r.Verbs {
-					all[verb+" "+group+"/"+resource] = true
-				}
-			}
-		}
-	}
-	return slices.Sorted(maps.Keys(all))
+	return all, refused
 }
 
 // mutating has the coordinator write into a MutatingWebhookConfiguration, if the manifests have none yet: one that is never called.
@@ -203,33 +118,32 @@ func TestEveryRightIsUsedAndNoOtherAskedFor(t *testing.T) {
 		t.Fatalf("deleted although somebody owes: %s", out)
 	}
 	mutating(t, s)
-	webhook := "system:serviceaccount:" + stage.System + ":lameduck-webhook"
+	webhook := rights.Account{Namespace: stage.System, Name: "lameduck-webhook"}
 	until(t, "the abandoned pod is looked at", 90*time.Second, func() bool {
-		rights, _ := used(t, webhook)
-		return rights["get /pods"]
+		all, _ := used(t, webhook)
+		return all["get /pods"]
 	})
 	for _, of := range []struct {
-		namespace, name string
+		account rights.Account
 		// virtual ones are asked for by coordinators.
 		virtual []string
 	}{
-		{stage.System, "lameduck-webhook", nil},
-		{ns, "gateway", []string{"acknowledge lameduck.io/drains"}},
+		{webhook, nil},
+		{rights.Account{Namespace: ns, Name: "gateway"}, []string{"acknowledge lameduck.io/drains"}},
 	} {
-		rights, refused := used(t, "system:serviceaccount:"+of.namespace+":"+of.name)
+		all, refused := used(t, of.account)
 		if len(refused) > 0 {
-			t.Errorf("%s asked for what it may not: %q", of.name, refused)
+			t.Errorf("%s asked for what it may not: %q", of.account.Name, refused)
 		}
-		for _, right := range granted(t, s, of.namespace, of.name) {
-			// API servers that cannot begin a watch with what there is (before 1.32, or where that is switched off) are asked for a list first.
-			verb, resource, _ := strings.Cut(right, " ")
-			if verb == "list" && rights["watch "+resource] {
-				continue
-			}
-			if !rights[right] && !slices.Contains(of.virtual, right) {
-				t.Errorf("%s may %s and never did", of.name, right)
+		granted, err := rights.Granted(t.Context(), s.Kube, of.account)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, right := range rights.Unused(granted, all) {
+			if !slices.Contains(of.virtual, right) {
+				t.Errorf("%s may %s and never did", of.account.Name, right)
 			}
 		}
-		t.Logf("%s: %s", of.name, strings.Join(slices.Sorted(maps.Keys(rights)), ", "))
+		t.Logf("%s: %s", of.account.Name, strings.Join(slices.Sorted(maps.Keys(all)), ", "))
 	}
 }

@@ -1,0 +1,100 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/lameduck-io/lameduck/pkg/serve"
+)
+
+// besideEvery is how often an address is tried that another agent has: for so long hooks are refused if the other does not share it.
+const besideEvery = 5 * time.Millisecond
+
+// beside listens on an address of the node that the agent before this one may still have. A new agent is started before the old one is stopped, and from
+// the first moment of the one to the last of the other somebody must listen: a hook that is refused ends at once, and its pod is stopped under its clients.
+type beside struct {
+	address string
+	// shared: both may have it, and the kernel gives each connection to one of them. Else it is taken over when the other is gone.
+	shared bool
+	// ready says that this agent can answer as well as the other.
+	ready func() bool
+	log   *slog.Logger
+}
+
+// task returns server as a task, which begins when the address is to be had. If nobody else has it, that is now, and an address that cannot be listened on is
+// an error.
+func (b beside) task(server serve.Server) (serve.Task, error) {
+	listener, err := b.alone()
+	switch {
+	case err == nil:
+		server.Listener = listener
+		task := server.Task()
+		task.Last = true
+		return task, nil
+	case !errors.Is(err, syscall.EADDRINUSE):
+		return serve.Task{}, err
+	}
+	b.log.Info("another process has the address: waiting for it", "address", b.address, "shared", b.shared)
+	return serve.Task{Name: server.Name, Last: true, Run: func(ctx context.Context) error {
+		listener, err := b.wait(ctx)
+		if err != nil || listener == nil {
+			return err
+		}
+		b.log.Info("the address is ours too", "address", b.address, "shared", b.shared)
+		server.Listener = listener
+		return server.Task().Run(ctx)
+	}}, nil
+}
+
+// alone listens if nobody else does.
+func (b beside) alone() (net.Listener, error) {
+	listener, err := net.Listen("tcp", b.address)
+	if err != nil || !b.shared {
+		return listener, err
+	}
+	// Only who asks to share before it binds is shared with. Nobody has connected yet: nobody has listened here before.
+	listener.Close()
+	return listenShared(b.address)
+}
+
+// wait listens as soon as it can: beside the other when this agent is ready, and alone in any case. It returns nil when ctx is done first.
+func (b beside) wait(ctx context.Context) (net.Listener, error) {
+	ticker := time.NewTicker(besideEvery)
+	defer ticker.Stop()
+	for {
+		listener, err := b.alone()
+		if errors.Is(err, syscall.EADDRINUSE) && b.shared && b.ready() {
+			listener, err = listenShared(b.address)
+		}
+		if !errors.Is(err, syscall.EADDRINUSE) {
+			return listener, err
+		}
+		select {
+		case <-ticker.C:
+		case <-ctx.Done():
+			return nil, nil
+		}
+	}
+}
+
+// listenShared listens on an address beside those who do the same, as the same user.
+func listenShared(address string) (net.Listener, error) {
+	config := net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) error {
+		var err error
+		if e := c.Control(func(fd uintptr) { err = unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_REUSEPORT, 1) }); e != nil {
+			return e
+		}
+		if err != nil {
+			return fmt.Errorf("share an address: %w", err)
+		}
+		return nil
+	}}
+	return config.Listen(context.Background(), "tcp", address)
+}

@@ -1,0 +1,249 @@
+//go:build e2e
+
+package quickstart
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+)
+
+// previous is the commit that is upgraded from: UPGRADE_FROM, or the one before this.
+func previous() string {
+	if from := os.Getenv("UPGRADE_FROM"); from != "" {
+		return from
+	}
+	return "HEAD~1"
+}
+
+// archive unpacks a commit of the repository. Where it is not to be had the test fails by its name: a shallow clone has no history.
+func archive(t *testing.T, commit string) string {
+	t.Helper()
+	dir := t.TempDir()
+	git := exec.CommandContext(t.Context(), "git", "archive", "--format=tar", commit)
+	git.Dir = repository
+	tar := exec.CommandContext(t.Context(), "tar", "-x", "-C", dir)
+	var said strings.Builder
+	git.Stderr, tar.Stderr = &said, &said
+	pipe, err := git.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	tar.Stdin = pipe
+	if err := tar.Start(); err != nil {
+		t.Fatal(err)
+	}
+	gitErr := git.Run()
+	tarErr := tar.Wait()
+	if gitErr != nil || tarErr != nil {
+		t.Fatalf("commit %s, to upgrade from, is not to be had: %v, %v: %s: git fetch --unshallow, or name another: UPGRADE_FROM=COMMIT", commit, gitErr, tarErr, said.String())
+	}
+	return dir
+}
+
+// retagged writes kustomizations of the folders of a tree's manifests which have other tags, as people do whose images are in a registry of theirs.
+func retagged(t *testing.T, tree, tag string) string {
+	t.Helper()
+	dir := t.TempDir()
+	for _, folder := range []string{"base", "barrier", "haproxy"} {
+		// kustomize takes no absolute paths.
+		path, err := filepath.Rel(filepath.Join(dir, folder), filepath.Join(tree, "manifests", folder))
+		if err == nil {
+			err = os.Mkdir(filepath.Join(dir, folder), 0o755)
+		}
+		if err == nil {
+			err = os.WriteFile(filepath.Join(dir, folder, "kustomization.yaml"), fmt.Appendf(nil, `apiVersion: kustomize.config.k8s.io/v1beta1
+kind: Kustomization
+resources: [%q]
+images: [{name: lameduck/webhook, newTag: %s}, {name: lameduck/agent, newTag: %s}]
+`, path, tag, tag), 0o644)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	return dir
+}
+
+// An upgrade from the previous commit to this, and the way back, while clients send requests and rolling updates of the application follow one another. Agents and
+// coordinators of both commits speak with each other all the while.
+func (l *lab) testUpgrade(t *testing.T) {
+	tree := archive(t, previous())
+	bin := t.TempDir()
+	began := time.Now()
+	build(t, tree, bin)
+	if err := l.set.Load(t.Context(), images(bin, "previous")...); err != nil {
+		t.Fatal(err)
+	}
+	t.Logf("the programs of %s are there after %s", previous(), time.Since(began).Round(time.Second/10))
+	old := retagged(t, tree, "previous")
+
+	// The commands of operations.md, on the folders of one commit or the other.
+	steps := find(t, "operations.md", "Upgrade").blocks
+	if len(steps) == 0 {
+		t.Fatal("operations.md does not say how to upgrade")
+	}
+	from := func(folder string) []string {
+		var all []string
+		for _, step := range steps {
+			all = append(all, strings.ReplaceAll(step, "-k manifests/", "-k "+folder+"/"))
+		}
+		return all
+	}
+	l.sh(t, "kubectl apply -k manifests/quickstart && kubectl label namespace shop lameduck.io/barrier=enabled")
+	for _, step := range from(old) {
+		l.sh(t, step)
+	}
+	l.run(t, "previous")
+	l.sh(t, "kubectl -n shop rollout restart deployment/web && kubectl -n shop rollout status deployment/web --timeout=120s")
+	l.until(t, "every pod has its hook", time.Minute, l.hooked)
+
+	for _, way := range []struct {
+		name, tag string
+		steps     []string
+	}{{"upgrade", "dev", from("manifests")}, {"rollback", "previous", from(old)}} {
+		if way.name == "rollback" && !surges(t, tree) {
+			t.Logf("%s stops a node agent before it starts the next one: the way back to it cannot be without loss, and is not tried", previous())
+			break
+		}
+		load := l.startClients(t, "web", "gateway")
+		before := l.failedHooks(t)
+		time.Sleep(time.Second)
+		stop, updated := make(chan struct{}), make(chan error, 1)
+		ctx, cancel := context.WithCancel(t.Context())
+		go func() { updated <- l.updates(ctx, t, stop) }()
+		for _, step := range way.steps {
+			l.sh(t, step)
+		}
+		l.run(t, way.tag)
+		close(stop)
+		err := <-updated
+		cancel()
+		if err != nil {
+			l.explain(t)
+			t.Fatalf("%s: %v", way.name, err)
+		}
+		time.Sleep(2 * time.Second) // stale routes fail late
+		load.stop(t, way.name)
+		if after := l.failedHooks(t); after != before {
+			t.Errorf("%s: hooks failed: %s", way.name, after)
+		}
+		l.connected(t)
+		if t.Failed() {
+			l.explain(t)
+			t.FailNow()
+		}
+	}
+}
+
+// surges reports whether a tree's node agents are replaced by starting the new one first.
+func surges(t *testing.T, tree string) bool {
+	t.Helper()
+	text, err := os.ReadFile(filepath.Join(tree, "manifests", "barrier", "node.yaml"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return strings.Contains(string(text), "maxSurge: 10%")
+}
+
+// updates makes rolling updates of the application, one after the other, until stop is closed, two at least.
+func (l *lab) updates(ctx context.Context, t *testing.T, stop <-chan struct{}) error {
+	for n := 1; ; n++ {
+		began := time.Now()
+		if _, err := l.trySh(ctx, "kubectl -n shop rollout restart deployment/web && kubectl -n shop rollout status deployment/web --timeout=120s"); err != nil {
+			return fmt.Errorf("rolling update %d, after %s: %w", n, time.Since(began).Round(time.Second), err)
+		}
+		// None hangs. Two waves of pods, none of which is kept for longer than a hook may last.
+		for err := l.replicas(ctx, 4); err != nil; err = l.replicas(ctx, 4) {
+			if time.Since(began) > time.Minute {
+				return fmt.Errorf("rolling update %d, after %s: %w", n, time.Since(began).Round(time.Second), err)
+			}
+			time.Sleep(50 * time.Millisecond)
+		}
+		t.Logf("rolling update %d took %.1f s", n, time.Since(began).Seconds())
+		select {
+		case <-stop:
+			if n > 1 {
+				return nil
+			}
+		default:
+		}
+	}
+}
+
+// run asserts that coordinators and agents are those of a tag.
+func (l *lab) run(t *testing.T, tag string) {
+	t.Helper()
+	l.until(t, "coordinators and agents with the tag "+tag, 90*time.Second, func() error {
+		pods, err := l.kube.CoreV1().Pods("").List(t.Context(), metav1.ListOptions{})
+		if err != nil {
+			return err
+		}
+		n := map[string]int{}
+		for _, p := range pods.Items {
+			for _, c := range append(p.Spec.InitContainers, p.Spec.Containers...) {
+				name, is, _ := strings.Cut(c.Image, ":")
+				if !strings.HasPrefix(name, "lameduck/") {
+					continue
+				}
+				if is != tag {
+					return fmt.Errorf("pod %s runs %s", p.Name, c.Image)
+				}
+				n[name]++
+			}
+		}
+		if n["lameduck/webhook"] != 3 || n["lameduck/agent"] != 5 {
+			return fmt.Errorf("%v", n)
+		}
+		return nil
+	})
+}
+
+// hooked is nil if all pods of the application have the barrier's hook.
+func (l *lab) hooked() error {
+	pods, err := l.kube.CoreV1().Pods(shop).List(context.Background(), metav1.ListOptions{LabelSelector: "app.kubernetes.io/name=web"})
+	if err != nil {
+		return err
+	}
+	for _, p := range pods.Items {
+		if p.DeletionTimestamp != nil || p.Annotations["lameduck.io/barrier-id"] == "" || p.Status.Phase != corev1.PodRunning {
+			return fmt.Errorf("pod %s: %v", p.Name, p.Annotations)
+		}
+	}
+	return nil
+}
+
+// connected asserts by the plugin that every agent speaks with every coordinator.
+func (l *lab) connected(t *testing.T) {
+	t.Helper()
+	l.until(t, "every agent is connected to every coordinator", 30*time.Second, func() error {
+		out, err := l.trySh(t.Context(), "kubectl lameduck status -o json")
+		if err != nil {
+			return fmt.Errorf("%w: %s", err, out)
+		}
+		var status struct {
+			Coordinators []struct{ Expected, Connected int }
+		}
+		if err := json.Unmarshal([]byte(out), &status); err != nil {
+			return fmt.Errorf("%w: %s", err, out)
+		}
+		if len(status.Coordinators) != 3 {
+			return fmt.Errorf("%d coordinators: %s", len(status.Coordinators), out)
+		}
+		for _, c := range status.Coordinators {
+			if c.Expected != 5 || c.Connected != 5 {
+				return fmt.Errorf("%d of %d agents: %s", c.Connected, c.Expected, out)
+			}
+		}
+		return nil
+	})
+}
