@@ -232,3 +232,20 @@ func TestTheLastWordMattersAfterAnotherHasLeft(t *testing.T) {
 		t.Errorf("the last word touched %v", got)
 	}
 }
+
+// Those who have let go and are not idle yet do not keep a drain from Quiescing, though they are waited for.
+func TestTheLastToLetGoIsTouched(t *testing.T) {
+	w := newWorld(t)
+	p := pod("a")
+	w.join("one", web)
+	w.join("two", web)
+	w.Ask(w.now, p, []Service{web})
+	w.say("one", p, Removed)
+	w.want(p, "Unrouting one:removed two:unknown")
+	w.Touched()
+	w.say("two", p, Removed)
+	if got := w.Touched(); !slices.Equal(got, []UID{p.UID}) {
+		t.Errorf("the last to let go touched %v", got)
+	}
+	w.want(p, "Quiescing one:removed two:removed")
+}
