@@ -215,3 +215,37 @@ func TestAStepBackOfAnotherAgentIsTouched(t *testing.T) {
 		t.Errorf("a step back touched %v", got)
 	}
 }
+
+// Whoever keeps a drain in its phase may go without a word. Without this, the last word of those who are left is not taken for one that matters by
+// a caller that has not looked at the drain meanwhile.
+func TestTheLastWordMattersAfterAnotherHasLeft(t *testing.T) {
+	w := newWorld(t)
+	p := pod("a")
+	w.join("one", web)
+	w.join("two", web)
+	w.Ask(w.now, p, []Service{web})
+	w.want(p, "Unrouting one:unknown two:unknown")
+	w.Leave("one", w.sessions["one"])
+	w.Touched()
+	w.say("two", p, Idle)
+	if got := w.Touched(); !slices.Equal(got, []UID{p.UID}) {
+		t.Errorf("the last word touched %v", got)
+	}
+}
+
+// Those who have let go and are not idle yet do not keep a drain from Quiescing, though they are waited for.
+func TestTheLastToLetGoIsTouched(t *testing.T) {
+	w := newWorld(t)
+	p := pod("a")
+	w.join("one", web)
+	w.join("two", web)
+	w.Ask(w.now, p, []Service{web})
+	w.say("one", p, Removed)
+	w.want(p, "Unrouting one:removed two:unknown")
+	w.Touched()
+	w.say("two", p, Removed)
+	if got := w.Touched(); !slices.Equal(got, []UID{p.UID}) {
+		t.Errorf("the last to let go touched %v", got)
+	}
+	w.want(p, "Quiescing one:removed two:removed")
+}

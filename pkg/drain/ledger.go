@@ -65,6 +65,8 @@ type service struct {
 	// orders it, last changed.
 	agents [gates]map[*agent]struct{}
 	rev    [gates]uint64
+	// ordered are these agents in the order of their names. Nil: to be found out.
+	ordered [gates][]*agent
 	// drains are the open ones of its pods.
 	drains map[*drain]struct{}
 }
@@ -716,7 +718,7 @@ func (l *Ledger) ReportAsOf(now, asOf time.Time, id AgentID, session uint64, rep
 		if known {
 			was.Report, was.at = r, asOf
 		} else {
-			l.hear(asOf, a, r)
+			l.hear(asOf, a, r, len(reports))
 		}
 		if open && r.Gate == AtBarrier {
 			l.learn(now, a, d, had, r)
@@ -844,11 +846,11 @@ func (l *Ledger) forget(a *agent) {
 	l.slots[a.slot] = nil
 }
 
-// hear keeps the first that a says of a pod, unhear forgets what it last said, and void all that it has.
-func (l *Ledger) hear(asOf time.Time, a *agent, r Report) {
+// hear keeps the first that a says of a pod, which is one of so many, unhear forgets what it last said, and void all that it has.
+func (l *Ledger) hear(asOf time.Time, a *agent, r Report, many int) {
 	of := l.subject(r.UID)
 	if a.reports[r.Gate] == nil {
-		a.reports[r.Gate] = map[*subject]*heard{}
+		a.reports[r.Gate] = make(map[*subject]*heard, many)
 	}
 	h := &heard{r, a, asOf, len(of.heard[r.Gate])}
 	a.reports[r.Gate][of] = h
@@ -903,8 +905,7 @@ func (l *Ledger) index(a *agent) {
 			a.indexed[g][s] = struct{}{}
 			of := l.service(s)
 			of.agents[g][a] = struct{}{}
-			l.rosterRev++
-			of.rev[g] = l.rosterRev
+			l.turn(of, g)
 		}
 	}
 }
@@ -928,10 +929,25 @@ func (l *Ledger) drop(a *agent, g Gate, s Service) {
 	delete(a.indexed[g], s)
 	of := l.services[s]
 	delete(of.agents[g], a)
-	l.rosterRev++
-	of.rev[g] = l.rosterRev
+	l.turn(of, g)
 	l.prune(s)
 }
+
+// turn notes that the agents of a Service have changed.
+func (l *Ledger) turn(of *service, g Gate) {
+	l.rosterRev++
+	of.rev[g], of.ordered[g] = l.rosterRev, nil
+}
+
+// order returns the agents of a Service in the order of their names.
+func (s *service) order(g Gate) []*agent {
+	if s.ordered[g] == nil {
+		s.ordered[g] = slices.SortedFunc(maps.Keys(s.agents[g]), byName)
+	}
+	return s.ordered[g]
+}
+
+func byName(a, b *agent) int { return cmp.Or(cmp.Compare(a.name, b.name), cmp.Compare(a.id, b.id)) }
 
 // service returns what s concerns, and makes room for it.
 func (l *Ledger) service(s Service) *service {
@@ -1002,14 +1018,14 @@ func (l *Ledger) enroll(d *drain) {
 		d.agents = slices.AppendSeq(d.agents, maps.Keys(l.everything[g]))
 		for s := range d.services {
 			if of := l.services[s]; of != nil {
-				d.agents = slices.AppendSeq(d.agents, maps.Keys(of.agents[g]))
+				d.agents = append(d.agents, of.order(g)...)
 			}
 		}
 	}
 	if d.gate == AtBarrier {
 		d.agents = slices.DeleteFunc(d.agents, func(a *agent) bool { return !l.owesBarrier(a, d) })
 	}
-	slices.SortFunc(d.agents, func(a, b *agent) int { return cmp.Or(cmp.Compare(a.name, b.name), cmp.Compare(a.id, b.id)) })
+	slices.SortFunc(d.agents, byName)   // quick where one Service is all
 	d.agents = slices.Compact(d.agents) // one that routes several of the Services
 	d.roster = d.roster.cleared(len(l.slots))
 	for _, a := range d.agents {

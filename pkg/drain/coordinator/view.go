@@ -185,7 +185,7 @@ func (h *history) of(kind string) *times {
 func (h *history) turned(now time.Time, s drain.Status) {
 	c := h.open[s.Pod.UID]
 	if c == nil {
-		c = &course{said: map[*introduced]said{}}
+		c = &course{said: make(map[*introduced]said, s.Owed)}
 		h.open[s.Pod.UID] = c
 	}
 	c.phase, c.at = s.Phase, now

@@ -1,0 +1,57 @@
+package drain
+
+import (
+	"fmt"
+	"testing"
+	"time"
+)
+
+// What a word of an agent costs the ledger when a hundred drains are open that a thousand agents owe: each is told of all of them, and says in one
+// report that it has let go. Its time is that of the lock which every agent and every deletion waits for.
+func BenchmarkAHundredDrains(b *testing.B) {
+	const agents, drains = 1000, 100
+	now := time.Now()
+	l := NewLedger(Lease{"replica", "epoch"}, DefaultTimes())
+	sessions := map[AgentID]uint64{}
+	sent := map[AgentID]uint64{}
+	for i := range agents {
+		id := AgentID(fmt.Sprint("agent-", i))
+		sessions[id] = l.Connect(now, id)
+		l.Declare(id, sessions[id], []Route{{Service{"shop", "web"}, Endpoints, Direct, PerRequest}})
+	}
+	round := 0
+	for b.Loop() {
+		now = now.Add(time.Second)
+		round++
+		for i := range drains {
+			name := fmt.Sprint(round, "-", i)
+			l.Ask(now, Pod{"shop", name, UID(name)}, []Service{{"shop", "web"}})
+		}
+		l.Touched()
+		released := 0
+		for _, id := range l.Concerned() {
+			open, _, next := l.Since(id, sent[id])
+			sent[id] = next
+			reports := make([]Report, 0, len(open))
+			for _, o := range open {
+				reports = append(reports, Report{UID: o.Pod.UID, State: Idle, Proof: Runtime, Held: true, Since: o.Since, Number: o.Number})
+			}
+			l.Report(now, id, sessions[id], reports)
+			for _, uid := range l.Touched() {
+				if s := l.Status(now, uid); s.Phase == Released && s.Reason == Acknowledged {
+					released++
+				}
+			}
+		}
+		if released != drains {
+			b.Fatalf("%d drains are released, want %d", released, drains)
+		}
+		for i := range drains {
+			l.Gone(now, UID(fmt.Sprint(round, "-", i)))
+		}
+		l.Touched()
+		l.Concerned()
+		l.Tick(now)
+	}
+	b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(b.N)/agents/drains, "ns/word")
+}
