@@ -358,7 +358,7 @@ function words(d) {
 }
 
 function time(d) {
-  return el('span', null, age(d.since), el('progress', { max: Date.parse(d.deadline) - Date.parse(d.since), value: 0, 'data-from': d.since, 'aria-label': 'of the time until the deadline' }));
+  return el('span', null, age(d.since), el('progress', { max: Date.parse(d.deadline) - Date.parse(d.since), value: 0, 'data-from': d.since, 'aria-label': d.pod + ': of the time until its deadline' }));
 }
 
 function drawDrains(v) {

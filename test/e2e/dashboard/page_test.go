@@ -374,6 +374,16 @@ func TestThePageIsReachedByKeyboard(t *testing.T) {
 		+ [...document.querySelectorAll('button')].filter((e) => !e.textContent.trim() && !e.hidden).length * 1 || ''`); bad != "" && bad != "0" {
 		t.Errorf("without name: %s", bad)
 	}
+	// Who listens instead of looking hears each part and each bar by a name of its own, and the sentence that comes first before all else.
+	if bad := of[string](b, `[...document.querySelectorAll('section')].filter((e) => !(e.getAttribute('aria-label') || document.getElementById(e.getAttribute('aria-labelledby'))?.textContent.trim())).map((e) => e.id || e.className).join()`); bad != "" {
+		t.Errorf("parts without name: %s", bad)
+	}
+	if bad := of[string](b, `((all) => all.filter((n, i) => !n || all.indexOf(n) !== i).join())([...document.querySelectorAll('progress')].map((e) => e.getAttribute('aria-label')))`); bad != "" {
+		t.Errorf("bars without a name of their own: %s", bad)
+	}
+	if got := of[string](b, `document.querySelector('main h2').id + ' ' + document.querySelector('main h2 + p').id`); got != "verdict-h verdict-text" {
+		t.Errorf("the first heading and what follows it: %s", got)
+	}
 	for _, landmark := range []string{"header", "main", "footer"} {
 		if of[int](b, fmt.Sprintf("document.querySelectorAll('body > %s').length", landmark)) != 1 {
 			t.Errorf("no landmark %s", landmark)
