@@ -270,3 +270,68 @@ func TestVersion(t *testing.T) {
 		t.Errorf("said %q", &stdout)
 	}
 }
+
+// What status says of the barrier and of health, where several coordinators answer: each barrier once, as who was asked last has it; who is well
+// is not mentioned.
+func TestStatusTellsOfBarriersAndHealth(t *testing.T) {
+	now := time.Now()
+	barrier := func(phase string, since time.Duration) api.Barrier {
+		return api.Barrier{Namespace: "shop", Pod: "web-1", UID: "u", Phase: phase, Since: now.Add(-3 * time.Second), PhaseSince: now.Add(-since), Hook: "exec", Waiting: 1, StatedSeconds: 25,
+			StatedUntil: now.Add(22 * time.Second), Words: []api.Word{{Agent: "lameduck-node/b", State: "routing", Connected: true}, {Agent: "lameduck-node/a", State: "idle", Connected: true}}}
+	}
+	service := func(name string, open, unwell int) api.ServiceHealth {
+		return api.ServiceHealth{Namespace: "shop", Name: name, Gateways: 3, FailingOpen: open, Unwell: unwell, Trouble: open+unwell > 0, Says: []api.GatewayHealth{{
+			Agent: "edge/hap", Checked: true, TargetCounts: api.TargetCounts{Usable: 1, Unknown: 1, Unhealthy: unwell, Tombstoned: 1}, Targets: []api.UnhealthyTarget{{Pod: "shop/web-9", Last: "timeout"}, {Address: "10.0.0.1:80"}},
+		}}}
+	}
+	w := merge([]answer[api.View]{
+		{replica: &replica{name: "a"}, said: api.View{At: now, Barriers: api.Barriers{Items: []api.Barrier{barrier("Released", 3*time.Second)}}}},
+		{replica: &replica{name: "b"}, said: api.View{At: now, Barriers: api.Barriers{Items: []api.Barrier{barrier("Unrouting", time.Second)}},
+			TargetHealth: api.TargetHealth{Agents: 3, Services: []api.ServiceHealth{service("api", 1, 2), service("web", 0, 1), service("well", 0, 0)}}}},
+	})
+	if len(w.Barriers) != 1 {
+		t.Fatalf("%d barriers", len(w.Barriers))
+	}
+	var out strings.Builder
+	writeStatus(w, false, &out)
+	text := strings.Join(strings.Fields(out.String()), " ")
+	for _, want := range []string{
+		"Waiting to stop, at the barrier: NAMESPACE POD PHASE AGE HOOK WAITS-FOR shop web-1 Unrouting 3.0s exec lameduck-node/b (routing), and a stated wait of 25s",
+		"shop api fails-open (1/3) 2/5 shop/web-9 (timeout), 10.0.0.1:80", "shop web unhealthy (1/3) 2/4",
+	} {
+		if !strings.Contains(text, want) {
+			t.Errorf("no %q in\n%s", want, out.String())
+		}
+	}
+	if strings.Contains(text, "shop well") {
+		t.Errorf("it tells of what is well:\n%s", out.String())
+	}
+	out.Reset()
+	if writeStatus(w, true, &out); !strings.Contains(out.String(), "well") {
+		t.Errorf("wide:\n%s", out.String())
+	}
+}
+
+// A node agent that one coordinator lacks may be connected to another: then the hooks are answered.
+func TestExplanationsOfTheBarrierAreJoined(t *testing.T) {
+	said := func(connected bool) api.Explanation {
+		x := api.Explanation{Summary: "s", Barrier: &api.ExplainedBarrier{Node: "n", Agent: "lameduck-node/a", Connected: connected, BoundSeconds: 30, GraceSeconds: 20, Hooks: []api.Hook{{Container: "app", Kind: "httpGet"}},
+			Stated: []api.StatedWait{{Namespace: "shop", Service: "web", Seconds: 40, Cut: true}, {Namespace: "shop", Service: "db", Error: "nonsense"}}}}
+		if !connected {
+			x.Uncovered = []api.Uncovered{{What: api.BarrierItself, Why: "away"}, {What: "container log", Why: "x"}}
+		}
+		return x
+	}
+	x := joinExplanations([]answer[api.Explanation]{{replica: &replica{name: "a"}, said: said(false)}, {replica: &replica{name: "b"}, said: said(true)}})
+	if !x.Barrier.Connected || len(x.Uncovered) != 1 || x.Uncovered[0].What != "container log" {
+		t.Errorf("%+v, %+v", x.Barrier, x.Uncovered)
+	}
+	var out strings.Builder
+	writeExplanation(x, &out)
+	for _, want := range []string{"container app, hook httpGet", "hooks last 30s at most; the application then has 20s", "on n lameduck-node/a answers them, and is connected",
+		"shop/web states a wait of 40s, which the bound cuts", "shop/db states a wait that cannot be read: nonsense"} {
+		if !strings.Contains(out.String(), want) {
+			t.Errorf("no %q in\n%s", want, out.String())
+		}
+	}
+}

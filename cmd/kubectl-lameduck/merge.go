@@ -18,6 +18,10 @@ type whole struct {
 	Outcomes []oneOutcome `json:"outcomes"`
 	// Propagation is each coordinator's own: quantiles cannot be joined.
 	Propagation []onePropagation `json:"propagation"`
+	// Barriers are the pods that wait to be told to stop, the oldest first.
+	Barriers []api.Barrier `json:"barriers"`
+	// TargetHealth is that of the coordinator that most agents tell: each tells all of them.
+	TargetHealth api.TargetHealth `json:"targetHealth"`
 }
 
 // coordinator is one replica, and whether it answered.
@@ -76,7 +80,7 @@ func far(order []string, name string) int { return slices.Index(order, name) }
 
 // merge joins the coordinators' views.
 func merge(answers []answer[api.View]) whole {
-	w := whole{Coordinators: []coordinator{}, Drains: []oneDrain{}, Agents: []oneAgent{}, Outcomes: []oneOutcome{}, Propagation: []onePropagation{}}
+	w := whole{Coordinators: []coordinator{}, Drains: []oneDrain{}, Agents: []oneAgent{}, Outcomes: []oneOutcome{}, Propagation: []onePropagation{}, Barriers: []api.Barrier{}, TargetHealth: api.TargetHealth{Services: []api.ServiceHealth{}}}
 	drains, agents := map[string]*oneDrain{}, map[string]*oneAgent{}
 	for _, a := range answers {
 		c := coordinator{Name: a.replica.name, Ready: a.replica.ready}
@@ -111,6 +115,17 @@ func merge(answers []answer[api.View]) whole {
 		for _, o := range v.Outcomes {
 			w.Outcomes = append(w.Outcomes, oneOutcome{o, c.Name})
 		}
+		for _, b := range v.Barriers.Items {
+			// Who asks again asks another coordinator only if the first is away: the later word is the one that counts.
+			if i := slices.IndexFunc(w.Barriers, func(had api.Barrier) bool { return had.UID == b.UID }); i < 0 {
+				w.Barriers = append(w.Barriers, b)
+			} else if b.PhaseSince.After(w.Barriers[i].PhaseSince) {
+				w.Barriers[i] = b
+			}
+		}
+		if v.TargetHealth.Agents > w.TargetHealth.Agents {
+			w.TargetHealth = v.TargetHealth
+		}
 		for _, p := range v.Propagation {
 			w.Propagation = append(w.Propagation, onePropagation{p, c.Name})
 		}
@@ -124,6 +139,7 @@ func merge(answers []answer[api.View]) whole {
 	slices.SortFunc(w.Drains, func(a, b oneDrain) int {
 		return cmp.Or(-cmp.Compare(a.AgeSeconds, b.AgeSeconds), cmp.Compare(a.UID, b.UID))
 	})
+	slices.SortFunc(w.Barriers, func(a, b api.Barrier) int { return cmp.Or(a.Since.Compare(b.Since), cmp.Compare(a.UID, b.UID)) })
 	slices.SortFunc(w.Agents, func(a, b oneAgent) int {
 		return cmp.Or(cmp.Compare(far(agentStates, a.State), far(agentStates, b.State)), cmp.Compare(a.Name, b.Name), cmp.Compare(a.ID, b.ID))
 	})

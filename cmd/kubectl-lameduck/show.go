@@ -145,6 +145,8 @@ func writeStatus(w whole, wide bool, out io.Writer) {
 		writeDrains(w.Drains, wide, out)
 	}
 
+	writeBarriers(w.Barriers, now, out)
+	writeHealth(w.TargetHealth, wide, out)
 	shown := w.Outcomes
 	title := "Last outcomes:"
 	if !wide {
@@ -171,6 +173,63 @@ func writeStatus(w whole, wide bool, out io.Writer) {
 		rows = append(rows, []string{seconds(now.Sub(o.At).Seconds()), o.Namespace + "/" + o.Pod, o.Reason, took, why})
 	}
 	table(out, "AGO POD REASON WAITED WHY", rows)
+}
+
+// writeBarriers tells who waits to be told to stop. Nobody: nothing.
+func writeBarriers(all []api.Barrier, now time.Time, out io.Writer) {
+	var rows [][]string
+	for _, b := range all {
+		d := oneDrain{Drain: api.Drain{Phase: b.Phase, Reason: b.Reason, Words: b.Words, Waiting: b.Waiting}}
+		waits := d.waitsFor(2)
+		if b.Phase != "Released" && b.StatedUntil.After(now) {
+			waits += ", and a stated wait of " + seconds(b.StatedSeconds)
+		}
+		rows = append(rows, []string{b.Namespace, b.Pod, b.Phase, seconds(now.Sub(b.Since).Seconds()), b.Hook, waits})
+	}
+	if len(rows) > 0 {
+		fmt.Fprintln(out, "\nWaiting to stop, at the barrier:")
+		table(out, "NAMESPACE POD PHASE AGE HOOK WAITS-FOR", rows)
+	}
+}
+
+// writeHealth tells which Services have trouble; wide: all.
+func writeHealth(h api.TargetHealth, wide bool, out io.Writer) {
+	var rows [][]string
+	for _, s := range h.Services {
+		if !s.Trouble && !wide {
+			continue
+		}
+		state := "well"
+		switch {
+		case s.FailingOpen > 0:
+			state = fmt.Sprintf("fails-open (%d/%d)", s.FailingOpen, s.Gateways)
+		case s.Unwell > 0:
+			state = fmt.Sprintf("unhealthy (%d/%d)", s.Unwell, s.Gateways)
+		case s.Trouble:
+			state = "in-doubt"
+		case len(s.Says) > 0 && !s.Says[0].Checked:
+			state = "not-checked"
+		}
+		row := []string{s.Namespace, s.Name, state, "", ""}
+		if len(s.Says) > 0 {
+			g := s.Says[0]
+			row[3] = fmt.Sprintf("%d/%d", g.Usable+g.Unknown, g.Usable+g.Unknown+g.Unhealthy+g.Tombstoned+g.Doubtful)
+			var bad []string
+			for _, t := range g.Targets {
+				name := t.Pod
+				if name == "" {
+					name = t.Address
+				}
+				bad = append(bad, strings.TrimSuffix(name+" ("+t.Last+")", " ()"))
+			}
+			row[4] = strings.Join(bad, ", ")
+		}
+		rows = append(rows, row)
+	}
+	if len(rows) > 0 {
+		fmt.Fprintln(out, "\nWhat gateways believe of their targets:")
+		table(out, "NAMESPACE SERVICE STATE USABLE UNHEALTHY", rows)
+	}
 }
 
 func milliseconds(s float64) string {
@@ -268,6 +327,14 @@ func joinExplanations(answers []answer[api.Explanation]) explained {
 			if x.Drain == nil {
 				x.Drain = a.said.Drain
 			}
+			if b, said := x.Barrier, a.said.Barrier; b != nil && said != nil {
+				if !b.Connected && said.Connected {
+					b.Agent, b.Connected = said.Agent, true
+				}
+				if b.Open == nil {
+					b.Open = said.Open
+				}
+			}
 			// An agent that one coordinator lacks may be connected to another.
 			for _, g := range a.said.Gates {
 				i := slices.IndexFunc(x.Gates, func(h api.Gate) bool { return h.Agent == g.Agent && h.Gate == g.Gate })
@@ -284,7 +351,54 @@ func joinExplanations(answers []answer[api.Explanation]) explained {
 			}
 		}
 	}
+	if x.Barrier != nil && x.Barrier.Connected {
+		// It is connected to one of them, which is enough.
+		x.Uncovered = slices.DeleteFunc(x.Uncovered, func(u api.Uncovered) bool { return u.What == api.BarrierItself })
+	}
 	return x
+}
+
+// gatesShown bounds the gateways that explain lists: a barrier may ask hundreds of nodes. --output json has them all.
+const gatesShown = 30
+
+// writeBarrier tells what the pod and its node have for the second gate.
+func writeBarrier(b *api.ExplainedBarrier, out io.Writer) {
+	if b == nil {
+		return
+	}
+	fmt.Fprintln(out, "\nAt the barrier, before SIGTERM:")
+	for _, h := range b.Hooks {
+		fmt.Fprintf(out, "  container %s, hook %s\n", h.Container, h.Kind)
+	}
+	if b.BoundSeconds > 0 {
+		fmt.Fprintf(out, "  hooks last %s at most", seconds(b.BoundSeconds))
+		if b.GraceSeconds > 0 {
+			fmt.Fprintf(out, "; the application then has %s", seconds(b.GraceSeconds))
+		}
+		fmt.Fprintln(out)
+	}
+	switch {
+	case b.Node == "":
+	case b.Agent == "":
+		fmt.Fprintf(out, "  on %s nobody answers them\n", b.Node)
+	case b.Connected:
+		fmt.Fprintf(out, "  on %s %s answers them, and is connected\n", b.Node, b.Agent)
+	default:
+		fmt.Fprintf(out, "  on %s %s answers them, and is not connected\n", b.Node, b.Agent)
+	}
+	for _, s := range b.Stated {
+		switch {
+		case s.Error != "":
+			fmt.Fprintf(out, "  %s/%s states a wait that cannot be read: %s\n", s.Namespace, s.Service, s.Error)
+		case s.Cut:
+			fmt.Fprintf(out, "  %s/%s states a wait of %s, which the bound cuts\n", s.Namespace, s.Service, seconds(s.Seconds))
+		default:
+			fmt.Fprintf(out, "  %s/%s states a wait of %s\n", s.Namespace, s.Service, seconds(s.Seconds))
+		}
+	}
+	if o := b.Open; o != nil {
+		fmt.Fprintf(out, "  it waits there now: %s, %d of %d have let go\n", o.Phase, o.Owed-o.Waiting, o.Owed)
+	}
 }
 
 func writeExplanation(x explained, out io.Writer) {
@@ -301,7 +415,11 @@ func writeExplanation(x explained, out io.Writer) {
 	}
 	if len(x.Gates) > 0 {
 		fmt.Fprintln(out, "\nWould have to acknowledge:")
-		for _, g := range x.Gates {
+		for i, g := range x.Gates {
+			if i == gatesShown {
+				fmt.Fprintf(out, "  and %d more\n", len(x.Gates)-i)
+				break
+			}
 			what := g.Gateway
 			if what == "" {
 				what = "gateway"
@@ -312,6 +430,7 @@ func writeExplanation(x explained, out io.Writer) {
 			fmt.Fprintf(out, "  %s (%s), at the %s: %s\n", g.Agent, what, g.Gate, g.Why)
 		}
 	}
+	writeBarrier(x.Barrier, out)
 	if len(x.Uncovered) > 0 {
 		fmt.Fprintln(out, "\nNot covered:")
 		for _, u := range x.Uncovered {
@@ -406,7 +525,7 @@ func (w *watcher) take(a answer[api.View]) error {
 			continue
 		}
 		delete(w.shown, uid)
-		if i := slices.IndexFunc(all.Outcomes, func(o oneOutcome) bool { return o.UID == uid }); i >= 0 {
+		if i := slices.IndexFunc(all.Outcomes, func(o oneOutcome) bool { return o.UID == uid && o.Gate != "barrier" }); i >= 0 {
 			rows = append(rows, event{"outcome", all.Outcomes[i]})
 		}
 	}

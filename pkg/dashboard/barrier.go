@@ -138,9 +138,9 @@ func explainBarrier(pod *corev1.Pod, asked []drain.Party, node func(drain.Party)
 	switch {
 	case pod.Spec.NodeName == "":
 	case x.Agent == "":
-		uncovered("the barrier itself", "no node agent is known on %s: the pod's hooks would be refused there, and it would be told to stop at once", pod.Spec.NodeName)
+		uncovered(api.BarrierItself, "no node agent is known on %s: the pod's hooks would be refused there, and it would be told to stop at once", pod.Spec.NodeName)
 	case !x.Connected:
-		uncovered("the barrier itself", "%s, which has the pod's hooks, is not connected here: if it runs, it asks another coordinator or waits for its own kernel alone", x.Agent)
+		uncovered(api.BarrierItself, "%s, which has the pod's hooks, is not connected here: if it runs, it asks another coordinator or waits for its own kernel alone", x.Agent)
 	}
 	for _, c := range consumers {
 		if c.Stated == 0 && c.Error == "" {

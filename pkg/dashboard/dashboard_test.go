@@ -11,6 +11,8 @@ import (
 	"net"
 	"net/http"
 	"net/http/httptest"
+	"os"
+	"regexp"
 	"strings"
 	"sync"
 	"testing"
@@ -456,4 +458,25 @@ func TestViewsAreRestedFrom(t *testing.T) {
 		cancel()
 		running.Wait()
 	})
+}
+
+// Whom the page sends to the runbook finds the entry.
+func TestTheRunbookHasWhatThePageNames(t *testing.T) {
+	script, err := os.ReadFile("page/app.js")
+	if err != nil {
+		t.Fatal(err)
+	}
+	runbook, err := os.ReadFile("../../docs/runbook.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	names := regexp.MustCompile(`Lameduck[A-Z][A-Za-z]+`).FindAllString(string(script), -1)
+	if len(names) < 4 {
+		t.Errorf("the page names %q", names)
+	}
+	for _, name := range names {
+		if !strings.Contains(string(runbook), "\n## "+name+"\n") {
+			t.Errorf("the runbook has no %s", name)
+		}
+	}
 }

@@ -177,7 +177,11 @@ func why(p drain.Party) string {
 func routed(p drain.Party) string {
 	var parts []string
 	for _, r := range p.Routes {
-		parts = append(parts, fmt.Sprintf("%s via %s", r.Service, r.Via))
+		what := r.Service.String()
+		if r.Service == drain.EveryService {
+			what = "every Service"
+		}
+		parts = append(parts, fmt.Sprintf("%s via %s", what, r.Via))
 	}
 	return strings.Join(parts, ", ")
 }

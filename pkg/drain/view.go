@@ -164,7 +164,7 @@ func (l *Ledger) Parties(now time.Time, services []Service) []Party {
 		if p.Undeclared {
 			p.Hold, p.Barrier = a.label != LabelFollowing, a.label != LabelDirected
 		}
-		for _, s := range services {
+		for _, s := range slices.Concat(services, []Service{EveryService}) {
 			r, ok := a.routes[s]
 			if !ok {
 				continue

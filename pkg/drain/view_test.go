@@ -84,6 +84,8 @@ func TestParties(t *testing.T) {
 	w.join("hap", web)
 	w.sessions["kp"] = w.Connect(w.now, "kp")
 	w.Declare("kp", w.sessions["kp"], []Route{{web, Endpoints, Observe, PerConnection}})
+	w.sessions["node"] = w.Connect(w.now, "node")
+	w.Declare("node", w.sessions["node"], []Route{{EveryService, Endpoints, Observe, PerConnection}})
 	w.sessions["mesh"] = w.Connect(w.now, "mesh")
 	w.Declare("mesh", w.sessions["mesh"], []Route{{web, ClusterIP, Direct, PerRequest}})
 	w.join("left", web)
@@ -101,7 +103,8 @@ edge/following hold=false barrier=true undeclared=true
 edge/unlabelled hold=true barrier=true undeclared=true
 hap hold=true barrier=false undeclared=false
 kp hold=false barrier=true undeclared=false
-mesh hold=false barrier=false undeclared=false`
+mesh hold=false barrier=false undeclared=false
+node hold=false barrier=true undeclared=false`
 	if got := see(); got != want {
 		t.Errorf("got\n%s\nwant\n%s", got, want)
 	}

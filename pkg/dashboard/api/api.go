@@ -427,6 +427,9 @@ type StatedWait struct {
 	Error string `json:"error,omitempty"`
 }
 
+// BarrierItself is what [Uncovered.What] names where the pod's own node has nobody who answers its hooks, or nobody who is connected.
+const BarrierItself = "the barrier itself"
+
 // Uncovered is one way to the pod for which nobody can or will acknowledge.
 type Uncovered struct {
 	What string `json:"what"`

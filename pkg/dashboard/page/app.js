@@ -12,6 +12,7 @@ let skew = 0; // the replica's clock minus ours
 let seen = 0; // our clock, when the last word came
 let live = false;
 let allOutcomes = false;
+let allHealth = false;
 let waiting = null; // what ends the wait before the next try
 
 // --- the stream
@@ -203,8 +204,11 @@ function draw() {
   set('replica', 'Answered by ' + v.replica.name + (v.replica.stopping ? ', which is shutting down' : ''));
   $('replica').title = 'Other replicas have views of their own. This one began ' + new Date(v.replica.started).toLocaleString();
   document.title = (v.drains.open ? '(' + v.drains.open + ') ' : '') + 'Lameduck';
+  drawVerdict(v);
   drawTiles(v);
   drawDrains(v);
+  drawBarriers(v);
+  drawHealth(v);
   drawOutcomes(v);
   drawSpeed(v);
   drawAgents(v);
@@ -212,24 +216,120 @@ function draw() {
   announce(v);
 }
 
+// owing lists what is still waited for at either gate: each word with its pod, the gate and whether it is late.
+function owing(v) {
+  const all = [];
+  for (const [gate, items] of [['hold', v.drains.items], ['barrier', v.barriers.items]]) {
+    for (const d of items) {
+      if (d.phase === 'Queued' || d.phase === 'Released') continue;
+      const half = (Date.parse(d.deadline) - Date.parse(d.since)) / 2;
+      for (const w of d.words) {
+        if (w.state === 'idle' || w.suspended) continue;
+        all.push({ gate, d, w, late: Date.parse(v.at) - Date.parse(d.since) > half || !w.connected });
+      }
+    }
+  }
+  return all;
+}
+
+// say fills a line with texts, elements and what ticks, if it is another than before.
+function say(id, sign, ...parts) {
+  const line = $(id);
+  if (line.dataset.sign === sign) return;
+  line.dataset.sign = sign;
+  line.replaceChildren(...parts);
+}
+
+const podOf = (agent) => { const [namespace, name] = agent.includes('/') ? agent.split('/') : ['', agent]; return { namespace, name }; };
+const command = (text) => el('code', null, text);
+
+// advice is what to do about a gateway that is late.
+function advice({ w }) {
+  const { namespace, name } = podOf(w.agent);
+  if (!w.connected) return ['Is its pod running, and does it reach this coordinator? ', command('kubectl -n ' + namespace + ' describe pod ' + name), ' (runbook: LameduckAgentMissing)'];
+  if (w.state === 'removed') return ['Nothing new is sent to the pod; requests still run on it. They are waited for a while and then cut: nothing has to be done, unless they should be shorter.'];
+  if (w.state === 'kept') return ['The gateway has nobody else to send to: are other pods of its Service ready?'];
+  return ['Its gateway does not let go: what does its agent say? ', command('kubectl -n ' + namespace + ' logs ' + name + ' --all-containers'), ' (runbook: LameduckGatewayFails)'];
+}
+
+const recent = 10 * 60 * 1000; // ms for which an end that was not right stays in the verdict
+
+// drawVerdict says the one thing that people should know first: whether something is late, who, since when, and what to do.
+function drawVerdict(v) {
+  const late = owing(v).filter((o) => o.late).sort((a, b) => Date.parse(a.d.since) - Date.parse(b.d.since));
+  const agents = v.agents.items.filter((a) => a.state === 'missing' || a.state === 'suspended');
+  const open = v.targetHealth.services.filter((s) => s.failingOpen);
+  const bad = v.outcomes.filter((o) => o.abnormal && Date.parse(v.at) - Date.parse(o.at) < recent);
+  let kind, text, todo = [];
+  if (late.length) {
+    const o = late[0];
+    kind = 'bad';
+    text = [o.d.namespace + '/' + o.d.pod + ' has waited ', age(o.d.since), ' for ' + o.w.agent + (o.w.connected ? ', which ' + (verbs[o.w.state] || o.w.state) : ', which is not connected'),
+      late.length > 1 ? '; ' + plural(late.length - 1, 'more word is', 'more words are') + ' late' : '', '.'];
+    todo = advice(o);
+  } else if (agents.length) {
+    const a = agents[0], { namespace, name } = podOf(a.name);
+    kind = 'bad';
+    text = [a.name + (a.state === 'missing' ? ' is not connected' : ' is suspended: deletions no longer wait for it'), a.since && a.state === 'missing' ? [', for ', age(a.since)] : '',
+      agents.length > 1 ? ', and ' + (agents.length - 1) + ' more' : '', a.state === 'missing' ? '. Deletions of what it routes wait for it.' : '.'].flat();
+    todo = ['Its pod: ', command('kubectl -n ' + namespace + ' describe pod ' + name), ' (runbook: ' + (a.state === 'missing' ? 'LameduckAgentMissing' : 'LameduckAgentSuspended') + ')'];
+  } else if (open.length) {
+    const s = open[0];
+    kind = 'warn';
+    text = [s.namespace + '/' + s.name + ' fails open at ' + s.failingOpen + ' of ' + plural(s.gateways, 'gateway', 'gateways') + ': too few of its targets are healthy, so that all get traffic.'];
+    todo = ['Is the check right, or something broken on which all targets depend? Below is what the checks got (runbook: LameduckFailingOpen).'];
+  } else if (bad.length) {
+    kind = 'warn';
+    text = [bad[0].namespace + '/' + bad[0].pod + ' went ', age(bad[0].at), ' ago without the word of every gateway: ' + bad[0].reason + (bad.length > 1 ? ', and ' + (bad.length - 1) + ' more' : '') + '.'];
+    todo = [bad[0].silent.length ? 'Silent: ' + bad[0].silent.join(', ') + '. ' : '', 'Its requests may have been lost. See "How they ended" (runbook: LameduckDeadline).'];
+  } else if (v.drains.open || v.barriers.open) {
+    kind = 'calm';
+    const parts = [];
+    if (v.drains.open) parts.push(plural(v.drains.open, 'pod is', 'pods are') + ' draining');
+    if (v.barriers.open) parts.push(plural(v.barriers.open, 'pod waits', 'pods wait') + ' to stop');
+    text = [parts.join(', ') + ', nobody is late.'];
+  } else if (!v.agents.expected && !v.agents.known) {
+    kind = 'warn';
+    text = ['No agent is known: deletions go on as without Lameduck.'];
+    todo = ['An agent stands beside a gateway. Its pod has the label ', command('lameduck.io/agent'), '.'];
+  } else {
+    kind = 'good';
+    text = ['Nothing is draining, and all is well: ' + plural(v.agents.expected - v.agents.missing, 'gateway is', 'gateways are') + ' connected.'];
+  }
+  if ($('verdict').dataset.kind !== kind) $('verdict').dataset.kind = kind;
+  const sign = (parts) => JSON.stringify(parts.map((p) => p.dataset ? p.dataset.since || p.textContent : p));
+  say('verdict-text', sign(text), ...text);
+  say('verdict-todo', sign(todo), ...todo);
+  $('verdict-todo').hidden = todo.length === 0;
+}
+
 function drawTiles(v) {
   set('tile-drains', v.drains.open);
   set('tile-drains-note', v.drains.elsewhere ? 'and ' + v.drains.elsewhere + ' through other replicas' : v.replica.holds ? plural(v.replica.holds, 'call held', 'calls held') : '');
   $('tile-drains').closest('.tile').classList.toggle('notice', v.drains.open > 0);
-  const late = new Set();
-  for (const d of v.drains.items) for (const w of d.words) if (w.state !== 'idle' && !w.suspended && d.phase !== 'Queued' && d.phase !== 'Released') late.add(w.agent);
-  set('tile-late', late.size);
-  const oldest = v.drains.items.find((d) => d.phase !== 'Released');
+  const waits = v.barriers.items.filter((b) => b.phase !== 'Released').length;
+  set('tile-barriers', v.barriers.open - (v.barriers.items.length - waits));
+  set('tile-barriers-note', v.barriers.items.length > waits ? v.barriers.items.length - waits + ' may stop' : '');
+  $('tile-barriers').closest('.tile').classList.toggle('notice', waits > 0);
+  const owed = owing(v);
+  const late = owed.filter((o) => o.late);
+  set('tile-late', new Set(owed.map((o) => o.w.agent)).size);
+  const oldest = owed.map((o) => o.d).sort((a, b) => Date.parse(a.since) - Date.parse(b.since))[0];
   const note = $('tile-late-note');
-  if (late.size && oldest) {
+  if (oldest) {
     if (!note.firstChild || note.firstChild.dataset?.since !== oldest.since) note.replaceChildren(age(oldest.since, ' at most'));
   } else note.replaceChildren();
+  $('tile-late-box').classList.toggle('trouble', late.length > 0);
   set('tile-agents', v.agents.expected - v.agents.missing + ' of ' + v.agents.expected);
   const trouble = [];
   if (v.agents.missing) trouble.push(v.agents.missing + ' missing');
   if (v.agents.suspended) trouble.push(v.agents.suspended + ' suspended');
   set('tile-agents-note', trouble.join(', '));
   $('tile-agents-box').classList.toggle('trouble', trouble.length > 0);
+  const health = v.targetHealth, open = health.services.filter((s) => s.failingOpen).length;
+  set('tile-health', health.reported ? health.all.unhealthy : '–');
+  set('tile-health-note', open ? plural(open, 'Service fails', 'Services fail') + ' open' : health.reported ? 'seen by ' + plural(health.agents, 'gateway', 'gateways') : 'nobody tells');
+  $('tile-health-box').classList.toggle('trouble', health.all.unhealthy > 0 || open > 0);
   const bad = v.outcomes.filter((o) => o.abnormal).length;
   set('tile-bad', bad);
   set('tile-bad-note', v.outcomes.length ? 'of the last ' + v.outcomes.length : '');
@@ -244,25 +344,34 @@ const phases = {
 };
 
 const states = { unknown: 'silent', routing: 'still routes', kept: 'keeps it as the last one', removed: 'removed, requests still run', idle: 'idle' };
+const verbs = { unknown: 'is silent', routing: 'still routes to it', kept: 'keeps it as the last one', removed: 'still runs requests on it' };
+
+// words lists those who have not let go, and how many have.
+function words(d) {
+  const waits = d.words.filter((w) => w.state !== 'idle');
+  const list = el('ul', { class: 'words' }, ...waits.slice(0, 4).map((w) => el('li', null,
+    w.agent, ' ', el('span', { class: 'sub' }, (w.suspended ? 'suspended, ' : '') + (w.connected ? states[w.state] || w.state : 'not connected'), w.since ? ', for ' : '', w.since ? age(w.since) : ''))));
+  const more = Math.max(d.waiting, waits.length) - Math.min(waits.length, 4);
+  if (more > 0) list.append(el('li', { class: 'sub' }, 'and ' + more + ' more'));
+  if (d.owed > 1) list.append(el('li', null, el('span', { class: 'sub' }, d.owed - d.waiting + ' of ' + d.owed + ' have let go')));
+  return list;
+}
+
+function time(d) {
+  return el('span', null, age(d.since), el('progress', { max: Date.parse(d.deadline) - Date.parse(d.since), value: 0, 'data-from': d.since, 'aria-label': d.pod + ': of the time until its deadline' }));
+}
 
 function drawDrains(v) {
   rows($('drains-table'), v.drains.items, (d) => d.uid, (d) => {
     const [kind, says] = phases[d.phase] || ['', ''];
-    const waits = d.words.filter((w) => w.state !== 'idle');
     let list;
     if (d.phase === 'Released') list = d.reason;
     else if (d.phase === 'Queued') list = el('span', { class: 'sub' }, 'room in its Service');
-    else {
-      list = el('ul', { class: 'words' }, ...waits.slice(0, 4).map((w) => el('li', null,
-        w.agent, ' ', el('span', { class: 'sub' }, (w.suspended ? 'suspended, ' : '') + (w.connected ? states[w.state] || w.state : 'not connected'), w.since ? ', for ' : '', w.since ? age(w.since) : ''))));
-      const more = Math.max(d.waiting, waits.length) - Math.min(waits.length, 4);
-      if (more > 0) list.append(el('li', { class: 'sub' }, 'and ' + more + ' more'));
-      if (d.owed > 1) list.append(el('li', null, el('span', { class: 'sub' }, d.owed - d.waiting + ' of ' + d.owed + ' have let go')));
-    }
+    else list = words(d);
     return [
       head(...podName(d)),
       cell('Phase', '', el('span', null, chip(kind, d.phase, says), el('span', { class: 'sub' }, says))),
-      cell('For', '', el('span', null, age(d.since), el('progress', { max: Date.parse(d.deadline) - Date.parse(d.since), value: 0, 'data-from': d.since, 'aria-label': 'of the time until the deadline' }))),
+      cell('For', '', time(d)),
       cell('Waits for', '', list),
     ];
   });
@@ -272,6 +381,84 @@ function drawDrains(v) {
   if (v.drains.elsewhere) notes.push(plural(v.drains.elsewhere, 'pod is', 'pods are') + ' drained through other replicas: kubectl lameduck drains shows all.');
   set('drains-note', notes.join(' '));
   $('drains-note').hidden = notes.length === 0;
+}
+
+const barrierPhases = {
+  Unrouting: ['calm', 'it is terminating; gateways let go by themselves'],
+  Quiescing: ['calm', 'nothing new is sent to it; connections end, or a stated wait'],
+  Released: ['good', 'its hooks were answered: it stops'],
+};
+
+function drawBarriers(v) {
+  rows($('barriers-table'), v.barriers.items, (b) => b.uid, (b) => {
+    const [kind, says] = barrierPhases[b.phase] || ['', ''];
+    const list = b.phase === 'Released' ? el('ul', { class: 'words' }, el('li', null, b.reason)) : words(b);
+    const also = [];
+    if (b.statedUntil && b.phase !== 'Released') also.push('a stated wait of ' + duration(b.statedSeconds) + (b.cut ? ', which its bound cuts' : ''));
+    if (b.last) also.push('no other endpoint is ready: gateways may keep it, and it only has to be quiet');
+    if (b.sampled) also.push('a sample of nodes is asked');
+    also.push((b.hook ? 'hook ' + b.hook.replace(',', ' and ') : 'hook') + ', asked by ' + b.askedBy);
+    if (b.uncovered.length) also.push('not covered: ' + b.uncovered.join(', '));
+    for (const text of also) list.append(el('li', { class: 'sub' }, text));
+    return [
+      head(...podName(b), b.node ? el('span', { class: 'sub' }, 'on ' + b.node) : ''),
+      cell('Phase', '', el('span', null, chip(kind, b.phase, says), el('span', { class: 'sub' }, says))),
+      cell('For', '', time(b)),
+      cell('Waits for', '', list),
+    ];
+  });
+  $('barriers-empty').hidden = v.barriers.items.length > 0;
+  const note = v.barriers.open > v.barriers.items.length ? 'The oldest ' + v.barriers.items.length + ' of ' + v.barriers.open + '.' : '';
+  set('barriers-note', note);
+  $('barriers-note').hidden = !note;
+}
+
+function targetCounts(c) {
+  const parts = [];
+  for (const [n, text] of [[c.usable, 'healthy'], [c.unhealthy, 'unhealthy'], [c.unknown, 'not judged'], [c.tombstoned, 'let go'], [c.doubtful, 'in doubt']]) if (n) parts.push(n + ' ' + text);
+  return parts.join(', ') || 'none';
+}
+
+const targetWhys = { unhealthy: 'gets no traffic', 'failing-open': 'gets traffic all the same', 'held-back': 'gets traffic until another is routed', pending: 'is to get traffic all the same' };
+
+function drawHealth(v) {
+  const h = v.targetHealth;
+  const items = allHealth ? h.services : h.services.filter((s, i) => i < shown || s.trouble);
+  rows($('health-table'), items, (s) => s.namespace + '/' + s.name, (s) => {
+    const checked = s.says.some((g) => g.checked);
+    let state = chip(checked ? 'good' : '', checked ? 'well' : 'not checked', checked ? '' : 'its Service has no check, or none has ended yet');
+    if (s.failingOpen) state = chip('bad', 'fails open');
+    else if (s.unwell) state = chip('warn', 'unhealthy targets');
+    else if (s.trouble) state = chip('warn', 'in doubt');
+    const counts = new Set(s.says.map(targetCounts));
+    const alike = counts.size === 1;
+    const list = el('ul', { class: 'words' });
+    if (alike && !s.trouble) list.append(el('li', { class: 'sub' }, s.gateways === 1 ? s.says[0].agent : 'all ' + s.gateways + ' gateways'));
+    else {
+      for (const g of s.says.slice(0, 4)) {
+        list.append(el('li', null, g.agent, ' ', el('span', { class: 'sub' }, (g.failingOpen ? 'fails open: ' : '') + targetCounts(g)),
+          g.targets.length ? el('ul', { class: 'targets' }, ...g.targets.slice(0, 3).map((t) => el('li', { class: 'sub' },
+            t.pod || t.address, t.pod ? ' (' + t.address + ')' : '', ' ' + (targetWhys[t.why] || t.why), t.last ? ': ' + t.last : '', t.since ? ', for ' : '', t.since ? age(t.since) : ''))) : ''));
+      }
+      if (s.gateways > 4) list.append(el('li', { class: 'sub' }, 'and ' + (s.gateways - 4) + ' more gateways'));
+    }
+    return [
+      head(el('span', { class: 'ns' }, s.namespace + '/'), s.name),
+      cell('State', '', el('span', null, state, s.failingOpen || s.unwell ? el('span', { class: 'sub' }, 'at ' + (s.failingOpen || s.unwell) + ' of ' + plural(s.gateways, 'gateway', 'gateways')) : '')),
+      cell('Targets', '', alike ? targetCounts(s.says[0]) : 'gateways differ'),
+      cell('Says', '', list),
+    ];
+  });
+  $('health-empty').hidden = h.services.length > 0;
+  const more = $('health-more');
+  more.hidden = !allHealth && items.length === h.services.length || h.services.length <= shown;
+  more.setAttribute('aria-expanded', allHealth);
+  set('health-more', allHealth ? 'Show fewer' : 'Show all ' + h.services.length);
+  const notes = [];
+  if (h.known > h.services.length) notes.push('The first ' + h.services.length + ' of ' + h.known + ' Services, those with trouble before the others.');
+  if (h.untold) notes.push('Of ' + h.untold + ' more there was no room to tell.');
+  notes.push(h.where);
+  set('health-note', notes.join(' '));
 }
 
 const reasons = {
@@ -290,14 +477,14 @@ const reasons = {
 
 function drawOutcomes(v) {
   const items = allOutcomes ? v.outcomes : v.outcomes.slice(0, shown);
-  rows($('outcomes-table'), items, (o) => o.uid + o.at, (o) => {
+  rows($('outcomes-table'), items, (o) => o.uid + o.gate + o.at, (o) => {
     const [kind, says] = reasons[o.reason] || [o.abnormal ? 'warn' : '', ''];
     let why = o.message || says;
     if (!o.message && o.silent.length) why += ': ' + o.silent.join(', ') + (o.moreSilent ? ' and ' + o.moreSilent + ' more' : '');
     return [
       cell('When', 'when', clock(o.at)),
       el('th', { role: 'rowheader', scope: 'row' }, ...podName(o)),
-      cell('Why', 'why', el('span', null, chip(kind, o.reason), el('span', { class: 'sub' }, why))),
+      cell('Why', 'why', el('span', null, chip(kind, o.reason), el('span', { class: 'sub' }, (o.gate === 'barrier' ? 'SIGTERM, at the barrier: ' : '') + why))),
       cell('Waited', 'number', o.tookSeconds === undefined ? '' : duration(o.tookSeconds)),
     ];
   });
@@ -371,7 +558,6 @@ function drawAgents(v) {
   const cutNote = v.agents.known > v.agents.items.length ? 'The first ' + v.agents.items.length + ' of ' + v.agents.known + ', those with trouble before the others.' : '';
   set('agents-note', cutNote);
   $('agents-note').hidden = !cutNote;
-  set('health-note', v.agents.items.length ? 'Health of targets: ' + v.targetHealth.where : '');
 }
 
 // tick brings what grows with time up to date.
@@ -395,21 +581,25 @@ function tick() {
 }
 
 // announce tells those who listen when the number of drains has changed or something went wrong, and not more often than every 5 s.
-let told = { drains: 0, bad: null, at: 0 }, later = null;
+let told = { drains: 0, barriers: 0, bad: null, open: '', at: 0 }, later = null;
 function announce(v) {
   const bad = v.outcomes.filter((o) => o.abnormal);
   const newest = bad.length ? bad[0].uid + bad[0].at : '';
   if (told.bad === null) told.bad = newest;
-  if (v.drains.open === told.drains && newest === told.bad) return;
+  const waits = v.barriers.items.filter((b) => b.phase !== 'Released').length;
+  const open = v.targetHealth.services.filter((s) => s.failingOpen).map((s) => s.namespace + '/' + s.name).join(', ');
+  if (v.drains.open === told.drains && waits === told.barriers && newest === told.bad && open === told.open) return;
   const rest = told.at + 5000 - Date.now();
   if (rest > 0) {
     if (!later) later = setTimeout(() => { later = null; announce(view); }, rest);
     return;
   }
-  let text = v.drains.open ? plural(v.drains.open, 'pod is', 'pods are') + ' draining.' : 'Nothing is draining any more.';
+  let text = v.drains.open ? plural(v.drains.open, 'pod is', 'pods are') + ' draining.' : told.drains ? 'Nothing is draining any more.' : '';
+  if (waits !== told.barriers) text += waits ? ' ' + plural(waits, 'pod waits', 'pods wait') + ' to stop.' : ' No pod waits to stop any more.';
+  if (open !== told.open) text += open ? ' ' + open + ' fails open.' : ' No Service fails open any more.';
   if (newest && newest !== told.bad) text += ' ' + bad[0].pod + ' went without the word of every gateway: ' + bad[0].reason + '.';
-  told = { drains: v.drains.open, bad: newest, at: Date.now() };
-  set('announce', text);
+  told = { drains: v.drains.open, barriers: waits, bad: newest, open, at: Date.now() };
+  set('announce', text.trim());
 }
 
 // --- what if
@@ -433,11 +623,28 @@ function explained(x) {
   const list = (title, items) => {
     if (items.length) parts.push(el('h3', null, title), el('ul', null, ...items.map((i) => el('li', null, ...i))));
   };
-  list('Would have to acknowledge', x.gates.map((g) => [el('strong', null, g.agent), g.gateway ? ' (' + g.gateway + (g.node ? ' on ' + g.node : '') + ')' : '', ', at the ' + g.gate, el('span', { class: 'sub' }, g.why)]));
+  const most = 12; // of gateways: a barrier may ask hundreds of nodes
+  const gates = x.gates.slice(0, most).map((g) => [el('strong', null, g.agent), g.gateway ? ' (' + g.gateway + (g.node ? ' on ' + g.node : '') + ')' : '', ', at the ' + g.gate, el('span', { class: 'sub' }, g.why)]);
+  if (x.gates.length > most) gates.push(['and ' + (x.gates.length - most) + ' more']);
+  list('Would have to acknowledge', gates);
+  const b = x.barrier;
+  if (b) {
+    const facts = [['Hooks: ' + (b.hooks.map((h) => h.container + ' ' + h.kind).join(', ') || 'none')]];
+    if (b.boundSeconds) facts.push(['They last ' + duration(b.boundSeconds) + ' at most' + (b.graceSeconds ? '; the application then has ' + duration(b.graceSeconds) : '')]);
+    if (b.node) facts.push([b.agent ? 'On ' + b.node + ' ' + b.agent + ' answers them' + (b.connected ? ', and is connected' : ', and is not connected here') : 'On ' + b.node + ' nobody answers them']);
+    for (const s of b.stated) facts.push([s.namespace + '/' + s.service + (s.error ? ' states a wait that cannot be read: ' + s.error : ' states a wait of ' + duration(s.seconds) + (s.cut ? ', which the bound cuts' : ''))]);
+    if (b.open) facts.push(['It waits there now: ' + b.open.phase]);
+    list('At the barrier, before SIGTERM', facts);
+  }
   list('Not covered', x.uncovered.map((u) => [el('strong', null, u.what), el('span', { class: 'sub' }, u.why)]));
   list('Services that list it', x.services.map((s) => [s.namespace + '/' + s.name, ', ' + plural(s.usable, 'usable target', 'usable targets')]));
   return parts;
 }
+
+$('health-more').addEventListener('click', () => {
+  allHealth = !allHealth;
+  if (view) drawHealth(view);
+});
 
 $('outcomes-more').addEventListener('click', () => {
   allOutcomes = !allOutcomes;

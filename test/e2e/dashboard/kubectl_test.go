@@ -115,6 +115,9 @@ func TestKubectl(t *testing.T) {
 	s := open(t)
 	serveKubelet(t)
 	const ns = "kubectl"
+	if err := s.CreateNamespace(t.Context(), ns); err != nil {
+		t.Fatal(err)
+	}
 	shop(t, s, ns, 1500*time.Millisecond)
 	admin := s.Cluster.Kubeconfig()
 	say := func(args ...string) string {

@@ -9,6 +9,7 @@ import (
 	"net"
 	"net/http"
 	"net/http/httptest"
+	"net/netip"
 	"strings"
 	"sync"
 	"testing"
@@ -25,6 +26,7 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/dashboard"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/drain/coordinator"
+	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 	"github.com/lameduck-io/lameduck/test/cluster"
 )
 
@@ -144,6 +146,37 @@ func busy() *made {
 		}
 		v.Outcomes = append(v.Outcomes, o)
 	}
+	v.OpenBarriers, v.Barred = 2, 1
+	node := func(name string, state drain.State, since time.Duration) coordinator.Word {
+		w := word(name, state, since)
+		w.Gateway = "kube-proxy"
+		return w
+	}
+	v.Barriers = []coordinator.Barrier{
+		{Facing: drain.Facing{Status: drain.Status{Pod: pod(41, "cart-75c8d9f7b-tt2xz"), Phase: drain.Unrouting, Since: ago(4 * time.Second), Deadline: now.Add(26 * time.Second), Owed: 3,
+			Waiting: []drain.Waiting{{Name: "lameduck-node/agent-7kq2x"}}, Stated: 25 * time.Second}, ByName: "lameduck-node/agent-4s8mf", Last: true},
+			Words: []coordinator.Word{node("lameduck-node/agent-7kq2x", drain.Routing, 3*time.Second), node("lameduck-node/agent-4s8mf", drain.Idle, time.Second)}, Entered: ago(4 * time.Second)},
+		{Facing: drain.Facing{Status: drain.Status{Pod: pod(42, "cart-75c8d9f7b-9mhd4"), Phase: drain.Released, Reason: drain.Acknowledged, Since: ago(6 * time.Second), Deadline: now.Add(24 * time.Second), Owed: 3},
+			ByName: "lameduck-node/agent-7kq2x"}, Entered: ago(5 * time.Second)},
+	}
+	believe := func(name string, c wire.TargetCounts, open bool, targets ...wire.TargetHealth) coordinator.Believer {
+		return coordinator.Believer{Name: name, Gateway: "haproxy", At: now, ServiceHealth: wire.ServiceHealth{TargetCounts: c, FailingOpen: open, Checked: true, Targets: targets}}
+	}
+	broken := wire.TargetHealth{Address: netip.MustParseAddrPort("10.244.3.17:8080"), Pod: "shop/checkout-6f7f9c5d8b-9d2zk", Why: "failing-open", Last: "http failure: 503", Since: ago(5 * time.Minute)}
+	sick := broken
+	sick.Pod, sick.Why = "shop/web-7d9c5b6f4-x2x8q", "unhealthy"
+	v.Beliefs = coordinator.Beliefs{
+		Agents: 3, Known: 14, Troubled: 2, All: wire.TargetCounts{Usable: 31, Unhealthy: 4, Tombstoned: 2},
+		Services: []coordinator.ServiceBelief{
+			{Service: drain.Service{Namespace: "shop", Name: "checkout"}, Gateways: 3, Open: 1, Unwell: 1, Believers: []coordinator.Believer{
+				believe("edge/haproxy-0", wire.TargetCounts{Usable: 1, Unhealthy: 3}, true, broken, broken, broken), believe("edge/haproxy-eu-west-1", wire.TargetCounts{Usable: 4}, false)}},
+			{Service: drain.Service{Namespace: "shop", Name: "web"}, Gateways: 1, Unwell: 1, Believers: []coordinator.Believer{believe("edge/haproxy-0", wire.TargetCounts{Usable: 3, Unhealthy: 1, Tombstoned: 1}, false, sick)}},
+		},
+	}
+	for i := range 12 {
+		v.Beliefs.Services = append(v.Beliefs.Services, coordinator.ServiceBelief{Service: drain.Service{Namespace: "shop", Name: fmt.Sprintf("service-%02d", i)}, Gateways: 2,
+			Believers: []coordinator.Believer{believe("edge/haproxy-0", wire.TargetCounts{Usable: 2}, false), believe("edge/haproxy-eu-west-1", wire.TargetCounts{Usable: 2}, false)}})
+	}
 	ms := time.Millisecond
 	v.Propagation = []coordinator.Propagation{
 		{Gateway: "haproxy", What: drain.Removed, All: 2381, Samples: 1000, P50: 4 * ms, P90: 9 * ms, P99: 38 * ms, Max: 410 * ms},
@@ -160,6 +193,16 @@ func serve(t *testing.T, m *made, address string) (url string, end func()) {
 	d := dashboard.New(dashboard.Options{
 		Coordinator: m, Explainer: m, Reviewer: m, Log: slog.New(slog.DiscardHandler),
 		Node: func(name string, _ drain.AgentID) string { return "node-" + name[len(name)-1:] },
+		Pod: func(of drain.Pod) *corev1.Pod {
+			hook := func(h corev1.LifecycleHandler) *corev1.Lifecycle { return &corev1.Lifecycle{PreStop: &h} }
+			return &corev1.Pod{
+				ObjectMeta: metav1.ObjectMeta{Annotations: map[string]string{admission.BarrierIDAnnotation: "id", admission.BarrierUncoveredAnnotation: "tls"}},
+				Spec: corev1.PodSpec{NodeName: "node-b", Containers: []corev1.Container{
+					{Name: "app", Lifecycle: hook(corev1.LifecycleHandler{HTTPGet: &corev1.HTTPGetAction{Path: "/v1/wait/id"}})},
+					{Name: "log", Lifecycle: hook(corev1.LifecycleHandler{Exec: &corev1.ExecAction{Command: []string{"lameduck-wait", "id"}}})},
+				}},
+			}
+		},
 	})
 	listener, err := net.Listen("tcp", address)
 	if err != nil {
@@ -199,10 +242,15 @@ func TestThePageShowsEverything(t *testing.T) {
 	b.open(url)
 	b.await("#connection", "Live")
 	for selector, texts := range map[string][]string{
-		"#replica":        {"lameduck-webhook-5c9f7d4b8-mk2vp"},
-		".tiles":          {"Draining now 3", "and 2 through other replicas", "4 of 5", "1 missing, 1 suspended"},
-		"#drains-table":   {"checkout-6f7f9c5d8b-l4kzt", "Unrouting", "edge/haproxy-eu-west-2 not connected", "removed, requests still run", "1 of 3 have let go", "Quiescing", "Queued", "waits for room"},
-		"#drains-note":    {"2 pods are drained through other replicas"},
+		"#replica":      {"lameduck-webhook-5c9f7d4b8-mk2vp"},
+		".tiles":        {"Draining now 3", "and 2 through other replicas", "4 of 5", "1 missing, 1 suspended", "Waiting to stop 1", "1 may stop", "Targets unhealthy 4", "1 Service fails open"},
+		"#drains-table": {"checkout-6f7f9c5d8b-l4kzt", "Unrouting", "edge/haproxy-eu-west-2 not connected", "removed, requests still run", "1 of 3 have let go", "Quiescing", "Queued", "waits for room"},
+		"#drains-note":  {"2 pods are drained through other replicas"},
+		"#verdict":      {"shop/checkout-6f7f9c5d8b-l4kzt has waited ", "s for edge/haproxy-eu-west-2, which is not connected", "kubectl -n edge describe pod haproxy-eu-west-2", "LameduckAgentMissing"},
+		"#barriers-table": {"cart-75c8d9f7b-tt2xz on node-b", "Unrouting", "lameduck-node/agent-7kq2x still routes, for ", "2 of 3 have let go", "a stated wait of 25.0 s", "no other endpoint is ready",
+			"hook httpGet and exec, asked by lameduck-node/agent-4s8mf", "not covered: tls", "Released", "its hooks were answered"},
+		"#health-table": {"shop/checkout fails open at 1 of 3 gateways", "edge/haproxy-0 fails open: 1 healthy, 3 unhealthy", "shop/checkout-6f7f9c5d8b-9d2zk (10.244.3.17:8080) gets traffic all the same: http failure: 503, for 5 min",
+			"edge/haproxy-eu-west-1 4 healthy", "gateways differ", "shop/web unhealthy targets", "3 healthy, 1 unhealthy, 1 let go", "gets no traffic", "shop/service-00 well", "all 2 gateways"},
 		"#outcomes-table": {"Deadline", "edge/haproxy-canary", "30.0 s", "Abandoned", "it lives on", "IdleBound"},
 		"#speed-table":    {"haproxy removed 4.0 ms 9.0 ms 38 ms 410 ms 1000 (of 2381)", "kube-proxy idle 340 ms"},
 		"#agents-table":   {"edge/haproxy-canary", "suspended", "missing", "for 50 min", "node-1"},
@@ -259,7 +307,7 @@ func TestThePageTeachesAndAdmits(t *testing.T) {
 	b.look(wide, "light")
 	b.open(url)
 	b.await("#connection", "Live")
-	for _, selector := range []string{"#drains-empty", "#outcomes-empty", "#speed-empty", "#agents-empty"} {
+	for _, selector := range []string{"#drains-empty", "#barriers-empty", "#outcomes-empty", "#speed-empty", "#health-empty", "#agents-empty"} {
 		if b.text(selector) == "" {
 			t.Errorf("%s is not shown", selector)
 		}
@@ -270,7 +318,7 @@ func TestThePageTeachesAndAdmits(t *testing.T) {
 	if got := b.text("#drains-empty"); got != "" {
 		t.Errorf("with drains it still says %q", got)
 	}
-	b.await("#announce", "3 pods are draining.")
+	b.await("#announce", "3 pods are draining. 1 pod waits to stop. shop/checkout fails open.")
 	b.expectLoss()
 	end()
 	b.await("#connection", "Connection lost, last seen")
@@ -309,12 +357,12 @@ func TestThePageIsReachedByKeyboard(t *testing.T) {
 	b.open(url)
 	b.await("#drains-table", "checkout")
 	var reached []string
-	for range 8 {
+	for range 9 {
 		b.do(chromedp.KeyEvent(kb.Tab))
 		at := of[string](b, `(() => { const e = document.activeElement; const s = getComputedStyle(e); return (e.id || e.className || e.tagName) + (s.outlineStyle !== 'none' && parseFloat(s.outlineWidth) >= 2 ? '' : ' UNSEEN'); })()`)
 		reached = append(reached, at)
 	}
-	want := []string{"skip", "outcomes-more", "explain-namespace", "explain-pod", "explain-operation", "BUTTON", "A"}
+	want := []string{"skip", "outcomes-more", "health-more", "explain-namespace", "explain-pod", "explain-operation", "BUTTON", "A"}
 	for i := range want {
 		if reached[i] != want[i] {
 			t.Fatalf("reached %q, want %q", reached, want)
@@ -325,6 +373,16 @@ func TestThePageIsReachedByKeyboard(t *testing.T) {
 		+ [...document.querySelectorAll('table')].filter((e) => !e.caption || !e.querySelector('th[scope=col]')).map((e) => e.id).join()
 		+ [...document.querySelectorAll('button')].filter((e) => !e.textContent.trim() && !e.hidden).length * 1 || ''`); bad != "" && bad != "0" {
 		t.Errorf("without name: %s", bad)
+	}
+	// Who listens instead of looking hears each part and each bar by a name of its own, and the sentence that comes first before all else.
+	if bad := of[string](b, `[...document.querySelectorAll('section')].filter((e) => !(e.getAttribute('aria-label') || document.getElementById(e.getAttribute('aria-labelledby'))?.textContent.trim())).map((e) => e.id || e.className).join()`); bad != "" {
+		t.Errorf("parts without name: %s", bad)
+	}
+	if bad := of[string](b, `((all) => all.filter((n, i) => !n || all.indexOf(n) !== i).join())([...document.querySelectorAll('progress')].map((e) => e.getAttribute('aria-label')))`); bad != "" {
+		t.Errorf("bars without a name of their own: %s", bad)
+	}
+	if got := of[string](b, `document.querySelector('main h2').id + ' ' + document.querySelector('main h2 + p').id`); got != "verdict-h verdict-text" {
+		t.Errorf("the first heading and what follows it: %s", got)
 	}
 	for _, landmark := range []string{"header", "main", "footer"} {
 		if of[int](b, fmt.Sprintf("document.querySelectorAll('body > %s').length", landmark)) != 1 {

@@ -59,13 +59,10 @@ func open(t *testing.T) *stage.Stage {
 	return opened
 }
 
-// shop installs an application of four pods, behind HAProxy and its agent, with clients whose requests take their time, so that drains last long
+// shop installs into a namespace an application of four pods, behind HAProxy and its agent, with clients whose requests take their time, so that drains last long
 // enough to be looked at.
 func shop(t *testing.T, s *stage.Stage, ns string, work time.Duration) {
 	t.Helper()
-	if err := s.CreateNamespace(t.Context(), ns); err != nil {
-		t.Fatal(err)
-	}
 	if err := s.InstallApp(t.Context(), stage.App{Namespace: ns, Replicas: 4, StartDelay: 300 * time.Millisecond, Work: work}); err != nil {
 		t.Fatal(err)
 	}
@@ -104,6 +101,9 @@ window.lost = 0; new MutationObserver(() => { lost++; }).observe(document.queryS
 func TestARollingUpdateIsSeen(t *testing.T) {
 	b := start(t)
 	s := open(t)
+	if err := s.CreateNamespace(t.Context(), "shop"); err != nil {
+		t.Fatal(err)
+	}
 	shop(t, s, "shop", 1500*time.Millisecond)
 	old, err := s.Pods(t.Context(), "shop", "app=web")
 	if err != nil {
@@ -128,7 +128,7 @@ func TestARollingUpdateIsSeen(t *testing.T) {
 	if got := b.text("#drains-empty"); !strings.Contains(got, "Nothing is draining") {
 		t.Errorf("before: %q", got)
 	}
-	b.do(chromedp.SetValue("#explain-namespace", "shop"), chromedp.SetValue("#explain-pod", old[0].Name), chromedp.Click("#explain-form button"))
+	explain(b, "shop", old[0].Name)
 	b.await("#explain-result", "It would be deleted when 1 gateway that routes to it has let go.")
 	b.await("#explain-result", gateway)
 	b.pictureOf("page-explain", "#explain")
@@ -180,7 +180,6 @@ func TestARollingUpdateIsSeen(t *testing.T) {
 			t.Errorf("the end of %s is not shown: %q", pod.Name, outcomes)
 		}
 	}
-	pictures(b, s)
 	log, err := s.Logs(t.Context(), stage.System, "app.kubernetes.io/component=webhook", "webhook")
 	if err != nil {
 		t.Fatal(err)
@@ -190,26 +189,25 @@ func TestARollingUpdateIsSeen(t *testing.T) {
 	}
 }
 
-// pictures are for the documents: the page during another rolling update, in both colours and on a phone.
-func pictures(b *browser, s *stage.Stage) {
+// explain asks the page what would become of a pod.
+func explain(b *browser, namespace, pod string) {
+	b.t.Helper()
+	b.do(chromedp.SetValue("#explain-namespace", namespace), chromedp.SetValue("#explain-pod", pod), chromedp.Click("#explain-form button"))
+}
+
+// pictures are for the documents: the page during a rolling update, in both colours and on a phone, each when it shows what it should.
+func pictures(b *browser, shows func() bool) {
 	if os.Getenv("LAMEDUCK_SCREENSHOTS") == "" {
 		return
 	}
-	done := make(chan error, 1)
-	go func() {
-		_, err := s.Restart(context.WithoutCancel(b.t.Context()), "shop", "web")
-		done <- err
-	}()
 	for _, c := range []struct {
 		name, scheme string
 		width        int64
 	}{{"page-light", "light", wide}, {"page-dark", "dark", wide}, {"page-phone", "light", phone}} {
 		b.look(c.width, c.scheme)
 		of[bool](b, "scrollTo(0, 0), true")
-		b.await("#drains-table", "Quiescing")
+		b.awaitThat("what is to be in the picture", shows)
 		b.picture(c.name, false)
 	}
-	if err := <-done; err != nil {
-		b.t.Fatal(err)
-	}
+	b.look(wide, "light")
 }

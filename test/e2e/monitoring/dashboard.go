@@ -27,11 +27,13 @@ type Panel struct {
 type Row struct {
 	Title  string
 	Panels []Panel
+	// Barrier says that there is data only where pods wait at the barrier: where node agents are.
+	Barrier bool
 }
 
 // Rows are the dashboard's. $__rate_interval is Grafana's.
 var Rows = []Row{
-	{"What it does", []Panel{
+	{Title: "What it does", Panels: []Panel{
 		{
 			"Deletions now waiting", "Calls that are held, in all replicas.", "short", true,
 			[]Query{{`sum(lameduck_holds)`, "held"}},
@@ -57,7 +59,7 @@ var Rows = []Row{
 			[]Query{{`sum by (reason) (rate(lameduck_admission_answers_total{answer="deny"}[$__rate_interval]))`, "{{reason}}"}},
 		},
 	}},
-	{"How long it takes", []Panel{
+	{Title: "How long it takes", Panels: []Panel{
 		{
 			"From the first call until released", "What a preStop sleep would have to be. By quantile, over all drains.", "s", false,
 			[]Query{
@@ -78,7 +80,7 @@ var Rows = []Row{
 			[]Query{{`sum by (phase) (lameduck_drains)`, "{{phase}}"}},
 		},
 	}},
-	{"Coordinators and their agents", []Panel{
+	{Title: "Coordinators and their agents", Panels: []Panel{
 		{
 			"Agents", "Expected, connected, missing, suspended: the most that one replica says.", "short", false,
 			[]Query{{`max by (state) (lameduck_agents)`, "{{state}}"}},
@@ -104,7 +106,7 @@ var Rows = []Row{
 			[]Query{{`process_resident_memory_bytes and on (instance) (lameduck_holds or lameduck_agent_streams)`, "{{instance}}"}},
 		},
 	}},
-	{"Gateways", []Panel{
+	{Title: "Gateways", Panels: []Panel{
 		{
 			"Targets", "Of all agents, by backend: claimed by EndpointSlices, routed by the gateway, buried (taken out), unusable (unhealthy).", "short", false,
 			[]Query{{`sum by (pool, state) (lameduck_agent_targets)`, "{{pool}} {{state}}"}},
@@ -142,6 +144,48 @@ var Rows = []Row{
 		{
 			"Streams to coordinators", "Of each agent: as many as there are replicas.", "short", false,
 			[]Query{{`lameduck_agent_streams`, "{{instance}}"}},
+		},
+		{
+			"Propagation, by gateway", "From when a pod began to go until a gateway had let go of it (removed), and until nothing ran there any more (idle): what a sleep before SIGTERM would have to cover.", "s", false,
+			[]Query{
+				{`histogram_quantile(0.5, sum by (le, gateway, what) (rate(lameduck_propagation_seconds_bucket[$__rate_interval])))`, "p50 {{gateway}} {{what}}"},
+				{`histogram_quantile(0.99, sum by (le, gateway, what) (rate(lameduck_propagation_seconds_bucket[$__rate_interval])))`, "p99 {{gateway}} {{what}}"},
+			},
+		},
+	}},
+	{Title: "The barrier", Barrier: true, Panels: []Panel{
+		{
+			"Waits at the barrier, by result", "Pods each second that were told to stop, by why: Acknowledged is what is wanted, Deadline is not.", "ops", false,
+			[]Query{{`sum by (reason) (rate(lameduck_barrier_duration_seconds_count[$__rate_interval])) > 0`, "{{reason}}"}},
+		},
+		{
+			"From the deletion to SIGTERM, by result", "What the barrier costs each pod.", "s", false,
+			[]Query{
+				{`histogram_quantile(0.5, sum by (le, reason) (rate(lameduck_barrier_duration_seconds_bucket[$__rate_interval]))) >= 0`, "p50 {{reason}}"},
+				{`histogram_quantile(0.99, sum by (le, reason) (rate(lameduck_barrier_duration_seconds_bucket[$__rate_interval]))) >= 0`, "p99 {{reason}}"},
+			},
+		},
+		{
+			"Hooks, by outcome", "Answers of node agents each second. Local, Stopping, NoTime, NoTargets and TooMany are uncovered: nobody else was asked.", "ops", false,
+			[]Query{{`sum by (outcome) (rate(lameduck_barrier_waits_total[$__rate_interval])) > 0`, "{{outcome}}"}},
+		},
+		{
+			"Hooks that wait now", "At coordinators, and at node agents.", "short", false,
+			[]Query{{`sum(lameduck_barriers_waiting)`, "coordinators"}, {`sum(lameduck_barrier_waiting)`, "nodes"}},
+		},
+		{
+			"Propagation, by node", "Of kube-proxy, until it had let go: half of the pods took less, and 99 of 100. The ten slowest nodes.", "s", false,
+			[]Query{
+				{`topk(10, histogram_quantile(0.5, sum by (le, node) (rate(lameduck_propagation_seconds_bucket{gateway="kube-proxy",what="removed"}[$__rate_interval]))) >= 0)`, "p50 {{node}}"},
+				{`topk(10, histogram_quantile(0.99, sum by (le, node) (rate(lameduck_propagation_seconds_bucket{gateway="kube-proxy",what="removed"}[$__rate_interval]))) >= 0)`, "p99 {{node}}"},
+			},
+		},
+		{
+			"Stated waits that were cut, and restarts", "Pods each second whose bound was shorter than what a Service states, and stops of containers whose pod stays.", "ops", false,
+			[]Query{
+				{`sum(rate(lameduck_barrier_stated_waits_cut_total[$__rate_interval]))`, "cut"},
+				{`sum(rate(lameduck_barrier_restarts_total[$__rate_interval]))`, "restarts"},
+			},
 		},
 	}},
 }
