@@ -49,6 +49,8 @@ type observation struct {
 	watch   kernelWatch
 	// removed and idle say that the time until then was written down.
 	removed, idle bool
+	// sent says that the kernel was seen to send to the pod.
+	sent bool
 }
 
 type cleanable struct {
@@ -73,6 +75,7 @@ func (o *observed) Watch(w drain.Watch, holder string) {
 		}
 		of = &observation{pod: w.Pod, since: w.Since, targets: slices.Clone(w.Targets), holders: map[string]time.Time{}}
 		of.watch = o.kernel.Watch(of.targets, o.changed)
+		of.look()
 		o.pods[w.Pod.UID] = of
 	} else if !slices.Equal(of.targets, w.Targets) && len(w.Targets) > 0 {
 		of.watch.Close()
@@ -133,9 +136,9 @@ func (o *observed) Reports() []drain.Report {
 		if !of.wanted(now) {
 			continue
 		}
-		is := of.watch.Reading()
+		is := of.look()
 		o.measure(of, is, now)
-		r := drain.Report{UID: uid, Generation: is.Generation, State: is.State, Since: of.since.UTC().Round(0), Quiet: is.quiet()}
+		r := drain.Report{UID: uid, Generation: is.Generation, State: is.State, Since: of.since.UTC().Round(0), Quiet: is.quiet(), Sent: of.sent}
 		if is.State >= drain.Removed {
 			r.Proof = drain.Runtime
 		}
@@ -143,6 +146,13 @@ func (o *observed) Reports() []drain.Report {
 	}
 	slices.SortFunc(reports, func(a, b drain.Report) int { return strings.Compare(string(a.UID), string(b.UID)) })
 	return reports
+}
+
+// look reads the kernel. What it sends to at the time of the first look, when the pod is being deleted, it knows of: reports may come later.
+func (of *observation) look() reading {
+	is := of.watch.Reading()
+	of.sent = of.sent || is.State == drain.Routing || is.State == drain.Kept
+	return is
 }
 
 // wanted says whether somebody may still wait.

@@ -24,13 +24,10 @@ import (
 // statedWait is an annotation of a Service: how long those of its consumers that can never acknowledge need to let go of a pod.
 const statedWait = "lameduck.io/stated-wait"
 
-// A kernel that has not heard of a pod yet does not send to it, and may begin to after it was seen so: kube-proxy writes its rules once a
-// second, and each time what it had heard by then. So the barrier of a pod that became ready less than youngMost before its deletion lasts
-// youngWait at least.
-const (
-	youngMost = 3 * time.Second
-	youngWait = 2 * time.Second
-)
+// A kernel that has not heard yet that a pod is ready does not send to it, and will when it hears, perhaps after its node's agent has said that
+// nothing is sent. heardBy is how long after a pod became ready all have heard. It is the time that gateways have to hear that a pod is listed
+// no more, or not ready any more: the same news, on the same way. Who has been seen to send to the pod since needs no such time.
+const heardBy = endpoints.Linger
 
 // grace is that of a deletion.
 func grace(p *corev1.Pod) time.Duration {
@@ -81,8 +78,8 @@ func (v *vicinity) Surroundings(ctx context.Context, agent string, pod drain.Pod
 		return s, fmt.Errorf("read agent's pod %s from the cache: %w", agent, err)
 	}
 	s.Here = is.Spec.NodeName != "" && asks.Spec.NodeName == is.Spec.NodeName
-	if at, ready := readySince(&is); s.Terminating && ready && is.DeletionTimestamp.Sub(at)-grace(&is) < youngMost {
-		s.Stated = youngWait
+	if at, ready := readySince(&is); s.Terminating && ready {
+		s.Young = max(0, heardBy-max(0, is.DeletionTimestamp.Sub(at)-grace(&is)))
 	}
 	uid := health.UID(pod.UID)
 	for _, l := range v.index.Pod(time.Now(), uid) {

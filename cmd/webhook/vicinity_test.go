@@ -100,9 +100,9 @@ func TestSurroundings(t *testing.T) {
 		"in no Service":        {want: coordinator.Surroundings{Known: true, Terminating: true, Here: true}},
 		"ready for a moment": {
 			pod: func(p *corev1.Pod) {
-				p.Status.Conditions[0].LastTransitionTime = metav1.NewTime(time.Now().Add(-time.Second))
+				p.Status.Conditions[0].LastTransitionTime = metav1.NewTime(p.DeletionTimestamp.Add(-grace(p) - 2*time.Second))
 			},
-			want: coordinator.Surroundings{Known: true, Terminating: true, Here: true, Stated: youngWait},
+			want: coordinator.Surroundings{Known: true, Terminating: true, Here: true, Young: 8 * time.Second},
 		},
 		"unready since the deletion": {
 			pod: func(p *corev1.Pod) {
@@ -139,7 +139,7 @@ func TestSurroundings(t *testing.T) {
 			}
 			listed := len(got.Targets) == 1
 			got.Targets = nil
-			if got.Known != c.want.Known || got.Terminating != c.want.Terminating || got.Here != c.want.Here || got.Stated != c.want.Stated ||
+			if got.Known != c.want.Known || got.Terminating != c.want.Terminating || got.Here != c.want.Here || got.Stated != c.want.Stated || got.Young != c.want.Young ||
 				got.Last != c.want.Last || got.LastHere != c.want.LastHere || got.Known && listed != (len(c.with) > 0) {
 				t.Errorf("%+v, listed %t; want %+v", got, listed, c.want)
 			}

@@ -31,8 +31,9 @@ type Ledger struct {
 	numbers uint64
 	touched [gates]map[UID]bool
 	// scope says who is asked at the barrier, learnt how long those take who are. See barrier.go.
-	scope  Scope
-	learnt durations
+	scope    Scope
+	sampling Sampling
+	learnt   durations
 	// queued are the open drains that wait for room, usable what was last said of each Service's targets. See queue.go.
 	queued map[*drain]struct{}
 	usable map[Service][]UID
@@ -162,7 +163,7 @@ type drain struct {
 // NewLedger returns the empty ledger of one replica's present life.
 func NewLedger(self Lease, times Times) *Ledger {
 	return &Ledger{
-		self: self, times: times,
+		self: self, times: times, sampling: DefaultSampling(),
 		agents: map[AgentID]*agent{}, drains: map[key]*drain{}, changes: list.New(), touched: [gates]map[UID]bool{{}, {}},
 		services: map[Service]*service{}, everything: [gates]map[*agent]struct{}{{}, {}}, heard: map[key]map[*agent]struct{}{}, rosterRev: 1, queued: map[*drain]struct{}{}, usable: map[Service][]UID{}, concerned: map[*agent]struct{}{},
 	}
