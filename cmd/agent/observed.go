@@ -138,7 +138,7 @@ func (o *observed) Reports() []drain.Report {
 		}
 		is := of.look()
 		o.measure(of, is, now)
-		r := drain.Report{UID: uid, Generation: is.Generation, State: is.State, Since: of.since.UTC().Round(0), Quiet: is.quiet(), Sent: of.sent}
+		r := drain.Report{UID: uid, Generation: is.Generation, State: is.State, Since: of.since.UTC().Round(0), Quiet: is.Quiet, Sent: of.sent}
 		if is.State >= drain.Removed {
 			r.Proof = drain.Runtime
 		}

@@ -358,7 +358,7 @@ func letGo(is reading, now, since, removedAt time.Time) bool {
 	case drain.Removed:
 		return now.Sub(removedAt) >= localIdle
 	case drain.Kept:
-		return is.quiet() && late
+		return is.Quiet && late
 	case drain.StateUnknown:
 		return late
 	default:

@@ -62,7 +62,7 @@ func (k *fakeKernel) Clean(targets []netip.AddrPort) error {
 // is makes the kernel do something with the connections to target.
 func (k *fakeKernel) is(target netip.AddrPort, s drain.State, connections int) {
 	k.mu.Lock()
-	k.readings[target] = reading{State: s, Connections: connections, Since: time.Now(), Generation: "1"}
+	k.readings[target] = reading{State: s, Quiet: s != drain.StateUnknown && connections == 0, Since: time.Now(), Generation: "1"}
 	var tell []func()
 	for w := range k.watches {
 		tell = append(tell, w.changed)
