@@ -207,6 +207,14 @@ func (o *observed) clean(pod drain.Pod, targets []netip.AddrPort) {
 	}
 }
 
+// taken says that the kernel sends to one of the addresses of a pod that is gone: on another node another pod has it.
+func (o *observed) taken(targets []netip.AddrPort) bool {
+	w := o.kernel.Watch(targets, func() {})
+	defer w.Close()
+	is := w.Reading().State
+	return is == drain.Routing || is == drain.Kept
+}
+
 // run cleans, until ctx is done.
 func (o *observed) run(ctx context.Context) error {
 	ticker := time.NewTicker(time.Minute)
@@ -225,7 +233,7 @@ func (o *observed) run(ctx context.Context) error {
 			o.expire(now)
 		case c := <-o.cleaning:
 			switch {
-			case len(c.targets) == 0 || time.Since(c.at) > cleanLate || !o.free(c.targets):
+			case len(c.targets) == 0 || time.Since(c.at) > cleanLate || !o.free(c.targets) || o.taken(c.targets):
 				o.m.cleaned.WithLabelValues("skipped").Inc()
 			default:
 				if err := o.kernel.Clean(c.targets); err != nil {
