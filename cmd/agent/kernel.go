@@ -28,11 +28,8 @@ type reading struct {
 	// State is StateUnknown, Routing, Kept, Removed or Idle.
 	State      drain.State
 	Generation string
-	// Connections are open or being opened.
-	Connections int
+	// Quiet says that none is open or being opened, whatever may come.
+	Quiet bool
 	// Since is when State was entered.
 	Since time.Time
 }
-
-// quiet says that no connection is open or being opened, whatever may come.
-func (r reading) quiet() bool { return r.State != drain.StateUnknown && r.Connections == 0 }

@@ -236,7 +236,7 @@ type kernelView struct{ *kubeproxy.Watch }
 // Reading implements kernelWatch.
 func (v kernelView) Reading() reading {
 	is := v.Watch.Reading()
-	r := reading{Generation: is.Generation, Connections: is.Connections, Since: is.Since}
+	r := reading{Generation: is.Generation, Quiet: is.Quiet, Since: is.Since}
 	switch is.State {
 	case kubeproxy.Routing:
 		r.State = drain.Routing

@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+	"go.uber.org/goleak"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes/fake"
@@ -39,8 +40,13 @@ func (trusting) Surroundings(context.Context, string, drain.Pod) (coordinator.Su
 }
 
 // The whole of a node agent, but for its kernel: what the API server says of a pod, a hook that asks, a coordinator that is asked, the word
-// of the kernel that lets it go; and the end of the agent while a hook waits.
+// of the kernel that lets it go; and the end of the agent while a hook waits. Nothing of it is left then.
 func TestANodeAgent(t *testing.T) {
+	before := goleak.IgnoreCurrent()
+	defer func() {
+		http.DefaultClient.CloseIdleConnections()
+		goleak.VerifyNone(t, before)
+	}()
 	coord := coordinator.New(drain.Lease{Replica: "replica-0", Epoch: "a"}, drain.DefaultTimes(), coordinator.Options{
 		MaxHolds: 1, Pods: trusting{}, Authenticate: trusting{}, Vicinity: trusting{}, Log: slog.New(slog.DiscardHandler),
 		Metrics: coordinator.NewMetrics(prometheus.NewRegistry()),

@@ -49,6 +49,8 @@ type observation struct {
 	watch   kernelWatch
 	// removed and idle say that the time until then was written down.
 	removed, idle bool
+	// sent says that the kernel was seen to send to the pod.
+	sent bool
 }
 
 type cleanable struct {
@@ -73,6 +75,7 @@ func (o *observed) Watch(w drain.Watch, holder string) {
 		}
 		of = &observation{pod: w.Pod, since: w.Since, targets: slices.Clone(w.Targets), holders: map[string]time.Time{}}
 		of.watch = o.kernel.Watch(of.targets, o.changed)
+		of.look()
 		o.pods[w.Pod.UID] = of
 	} else if !slices.Equal(of.targets, w.Targets) && len(w.Targets) > 0 {
 		of.watch.Close()
@@ -133,9 +136,9 @@ func (o *observed) Reports() []drain.Report {
 		if !of.wanted(now) {
 			continue
 		}
-		is := of.watch.Reading()
+		is := of.look()
 		o.measure(of, is, now)
-		r := drain.Report{UID: uid, Generation: is.Generation, State: is.State, Since: of.since.UTC().Round(0), Quiet: is.quiet()}
+		r := drain.Report{UID: uid, Generation: is.Generation, State: is.State, Since: of.since.UTC().Round(0), Quiet: is.Quiet, Sent: of.sent}
 		if is.State >= drain.Removed {
 			r.Proof = drain.Runtime
 		}
@@ -143,6 +146,13 @@ func (o *observed) Reports() []drain.Report {
 	}
 	slices.SortFunc(reports, func(a, b drain.Report) int { return strings.Compare(string(a.UID), string(b.UID)) })
 	return reports
+}
+
+// look reads the kernel. What it sends to at the time of the first look, when the pod is being deleted, it knows of: reports may come later.
+func (of *observation) look() reading {
+	is := of.watch.Reading()
+	of.sent = of.sent || is.State == drain.Routing || is.State == drain.Kept
+	return is
 }
 
 // wanted says whether somebody may still wait.
@@ -197,6 +207,14 @@ func (o *observed) clean(pod drain.Pod, targets []netip.AddrPort) {
 	}
 }
 
+// taken says that the kernel sends to one of the addresses of a pod that is gone: on another node another pod has it.
+func (o *observed) taken(targets []netip.AddrPort) bool {
+	w := o.kernel.Watch(targets, func() {})
+	defer w.Close()
+	is := w.Reading().State
+	return is == drain.Routing || is == drain.Kept
+}
+
 // run cleans, until ctx is done.
 func (o *observed) run(ctx context.Context) error {
 	ticker := time.NewTicker(time.Minute)
@@ -215,7 +233,7 @@ func (o *observed) run(ctx context.Context) error {
 			o.expire(now)
 		case c := <-o.cleaning:
 			switch {
-			case len(c.targets) == 0 || time.Since(c.at) > cleanLate || !o.free(c.targets):
+			case len(c.targets) == 0 || time.Since(c.at) > cleanLate || !o.free(c.targets) || o.taken(c.targets):
 				o.m.cleaned.WithLabelValues("skipped").Inc()
 			default:
 				if err := o.kernel.Clean(c.targets); err != nil {

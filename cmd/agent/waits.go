@@ -168,6 +168,9 @@ func (s *waits) join(p nodePod) (*wait, error) {
 	s.running.Go(func() {
 		began := time.Now()
 		why, detail := s.wait(p)
+		for !s.leave(&p, why) {
+			why, detail = s.wait(p)
+		}
 		took := time.Since(began)
 		s.m.waits.WithLabelValues(string(why)).Inc()
 		s.m.waited.Observe(took.Seconds())
@@ -177,12 +180,28 @@ func (s *waits) join(p nodePod) (*wait, error) {
 		if detail != "" {
 			one.text += ": " + detail
 		}
-		s.mu.Lock()
-		delete(s.open, p.pod.UID)
-		s.mu.Unlock()
 		close(one.done)
 	})
 	return one, nil
+}
+
+// leave ends the wait of p, so that hooks which come from now on begin another one. If it was for a container, and the pod itself has been deleted
+// meanwhile, hooks of the deletion may have joined it: then p is the pod that is going, and it has to wait again.
+func (s *waits) leave(p *nodePod, why outcome) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if is, ok := s.going(*p); ok && why == outRestart {
+		*p = is
+		return false
+	}
+	delete(s.open, p.pod.UID)
+	return true
+}
+
+// going returns p as it is known now, if it has been deleted and is not gone.
+func (s *waits) going(p nodePod) (is nodePod, ok bool) {
+	is, ok, _ = s.pods.find(p.id)
+	return is, ok && is.pod.UID == p.pod.UID && !is.since.IsZero()
 }
 
 // count returns how many pods wait.
@@ -212,6 +231,9 @@ func (s *waits) wait(p nodePod) (why outcome, detail string) {
 		if p.since.IsZero() {
 			return s.restart(p, began.Add(restartMost), detail)
 		}
+	}
+	if p.began().After(began) {
+		p.seen = began // the API server's clock is ahead: what lies ahead of this node's has just been
 	}
 	deadline := p.deadline()
 	switch {
@@ -245,17 +267,28 @@ func (s *waits) deletion(p nodePod, until time.Time) nodePod {
 }
 
 // restart tells directed gateways of a container that is about to be stopped though its pod stays: the kubelet restarts it, evicts the pod
-// or shuts the node down. It returns by until.
+// or shuts the node down. It returns by until, and at once when the pod is deleted.
 func (s *waits) restart(p nodePod, until time.Time, detail string) (outcome, string) {
 	ctx, cancel := context.WithDeadline(context.Background(), until)
+	var looking sync.WaitGroup
+	defer looking.Wait()
 	defer cancel()
-	go func() {
-		select {
-		case <-s.stopping:
-			cancel()
-		case <-ctx.Done():
+	looking.Go(func() {
+		defer cancel()
+		for {
+			is, ok, changed := s.pods.find(p.id)
+			if ok && is.pod.UID == p.pod.UID && !is.since.IsZero() {
+				return
+			}
+			select {
+			case <-changed:
+			case <-s.stopping:
+				return
+			case <-ctx.Done():
+				return
+			}
 		}
-	}()
+	})
 	passed, err := s.ask(ctx, wire.Barrier{Pod: p.pod, Targets: p.targets, Since: time.Now().UTC(), BoundMillis: time.Until(until).Milliseconds()})
 	switch {
 	case err == nil:
@@ -308,7 +341,7 @@ func (s *waits) barrier(ctx context.Context, p nodePod, deadline time.Time) (out
 		case removedAt.IsZero():
 			removedAt = now
 		}
-		if alone && letGo(is, now, p.since, removedAt) {
+		if alone && letGo(is, now, p.began(), removedAt) {
 			return outLocal, "this node's kernel is " + is.State.String() + "; " + trouble
 		}
 		// While a coordinator is being asked, its answer wakes. Alone, coordinators are tried again.
@@ -349,16 +382,16 @@ func (s *waits) barrier(ctx context.Context, p nodePod, deadline time.Time) (out
 	}
 }
 
-// letGo says whether this node's kernel alone is enough, when nobody else can be asked.
-func letGo(is reading, now, since, removedAt time.Time) bool {
-	late := now.Sub(since) >= localKept
+// letGo says whether this node's kernel alone is enough, when nobody else can be asked. All times are by this node's clock.
+func letGo(is reading, now, began, removedAt time.Time) bool {
+	late := now.Sub(began) >= localKept
 	switch is.State {
 	case drain.Idle:
 		return true
 	case drain.Removed:
 		return now.Sub(removedAt) >= localIdle
 	case drain.Kept:
-		return is.quiet() && late
+		return is.Quiet && late
 	case drain.StateUnknown:
 		return late
 	default:

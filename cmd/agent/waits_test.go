@@ -62,7 +62,7 @@ func (k *fakeKernel) Clean(targets []netip.AddrPort) error {
 // is makes the kernel do something with the connections to target.
 func (k *fakeKernel) is(target netip.AddrPort, s drain.State, connections int) {
 	k.mu.Lock()
-	k.readings[target] = reading{State: s, Connections: connections, Since: time.Now(), Generation: "1"}
+	k.readings[target] = reading{State: s, Quiet: s != drain.StateUnknown && connections == 0, Since: time.Now(), Generation: "1"}
 	var tell []func()
 	for w := range k.watches {
 		tell = append(tell, w.changed)
@@ -484,6 +484,16 @@ func TestConnectionsAreForgottenOnlyWhereNobodyHasTheAddress(t *testing.T) {
 		if len(k.cleaned) > 0 {
 			t.Errorf("connections of b are forgotten")
 		}
+		// Nor where another node's pod has got it: the kernel sends there again.
+		k.is(podTarget, drain.Routing, 0)
+		o.clean(drain.Pod{Namespace: "shop", Name: "c", UID: "uid-c"}, []netip.AddrPort{podTarget})
+		pods.set(b, true)
+		synctest.Wait()
+		if len(k.cleaned) > 0 {
+			t.Errorf("connections of another node's pod are forgotten")
+		}
+		k.is(podTarget, drain.Idle, 0)
+		pods.set(b, false)
 		pods.set(b, true)
 		synctest.Wait()
 		if len(k.cleaned) != 1 || k.cleaned[0] != podTarget {
@@ -492,6 +502,102 @@ func TestConnectionsAreForgottenOnlyWhereNobodyHasTheAddress(t *testing.T) {
 		cancel()
 		synctest.Wait()
 	})
+}
+
+// A kernel that has not heard of a pod looks as if it had let go: what counts is whether it was seen to send to it.
+func TestWhatTheKernelWasSeenToSendTo(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		k := newFakeKernel()
+		o := newObserved(k, func([]netip.AddrPort) bool { return true }, newNodeMetrics(prometheus.NewRegistry(), "n1"), slog.New(slog.DiscardHandler))
+		sent := func(want bool) {
+			t.Helper()
+			if rs := o.Reports(); len(rs) != 1 || rs[0].Sent != want {
+				t.Errorf("reports %+v, want sent=%t", rs, want)
+			}
+		}
+		watch := drain.Watch{
+			Pod: drain.Pod{Namespace: "shop", Name: "a", UID: "uid-a"}, Since: time.Now(), Deadline: time.Now().Add(30 * time.Second), Targets: []netip.AddrPort{podTarget},
+		}
+		k.is(podTarget, drain.Idle, 0)
+		o.Watch(watch, "r/1")
+		sent(false)
+		k.is(podTarget, drain.StateUnknown, 0)
+		sent(false)
+		k.is(podTarget, drain.Routing, 0)
+		sent(true)
+		k.is(podTarget, drain.Idle, 0)
+		sent(true)
+		// It sent to the pod when the agent was told, and not any more when it first reports.
+		o.Unwatch("uid-a", "r/1", false)
+		k.is(podTarget, drain.Kept, 0)
+		o.Watch(watch, "r/1")
+		k.is(podTarget, drain.Idle, 0)
+		sent(true)
+		// What was so of one barrier says nothing of another one.
+		o.Unwatch("uid-a", "r/1", false)
+		o.Watch(watch, "r/1")
+		sent(false)
+		o.Unwatch("uid-a", "r/1", true)
+		if k.open() != 0 {
+			t.Error("a watch of the kernel is left")
+		}
+	})
+}
+
+// A probe has failed, and while the hook of that container waits the pod is deleted. Without this the hooks of the deletion share the answer of that
+// one, and the pod is stopped without a barrier.
+func TestADeletionWhileAContainerIsBeingStopped(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t)
+		n.k.is(podTarget, drain.Routing, 0)
+		p := hooked("a")
+		n.pods.set(p, false)
+		n.liven = func() (nodePod, bool, error) { is, _ := readNodePod(p); return is, false, nil }
+		n.ask = func(ctx context.Context, b wire.Barrier) (wire.Passed, error) {
+			n.asked = append(n.asked, b)
+			if b.Terminating {
+				time.Sleep(5 * time.Second)
+				return wire.Passed{Phase: "Released", Reason: "Acknowledged"}, nil
+			}
+			<-ctx.Done()
+			return wire.Passed{}, ctx.Err()
+		}
+		first := n.hook("id-a")
+		time.Sleep(time.Second)
+		n.pods.set(deleted(p, 35*time.Second), false)
+		second := n.hook("id-a")
+		n.answered(second, 200, "Acknowledged", 5*time.Second, 5*time.Second)
+		n.answered(first, 200, "Acknowledged", 6*time.Second, 6*time.Second)
+		if len(n.asked) != 2 || n.asked[0].Terminating || !n.asked[1].Terminating {
+			t.Errorf("asked %+v", n.asked)
+		}
+	})
+}
+
+// Clocks of nodes are wrong, and no coordinator is there: what the kernel says counts by this node's clock, too. An agent that has started since the
+// deletion knows its time by the API server's clock alone, which may lie ahead.
+func TestTheKernelAloneByThisNodesClock(t *testing.T) {
+	for name, known := range map[string]bool{"it has heard of the deletion": true, "it has started since": false} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				n := newTestNode(t)
+				n.k.is(podTarget, drain.Kept, 0)
+				p := hooked("a")
+				if known {
+					n.pods.set(p, false)
+				}
+				gone := deleted(p, 35*time.Second)
+				ahead := metav1.NewTime(gone.DeletionTimestamp.Add(time.Hour))
+				gone.DeletionTimestamp = &ahead
+				n.pods.set(gone, false)
+				n.answered(n.hook("id-a"), 200, "Local", localKept, localKept+askAgain)
+				n.k.is(podTarget, drain.Routing, 0)
+				if !known {
+					n.answered(n.hook("id-a"), 200, "Bound", 30*time.Second, 30*time.Second)
+				}
+			})
+		})
+	}
 }
 
 // Clocks of nodes are wrong: what counts is when this node heard of the deletion.

@@ -24,13 +24,10 @@ import (
 // statedWait is an annotation of a Service: how long those of its consumers that can never acknowledge need to let go of a pod.
 const statedWait = "lameduck.io/stated-wait"
 
-// A kernel that has not heard of a pod yet does not send to it, and may begin to after it was seen so: kube-proxy writes its rules once a
-// second, and each time what it had heard by then. So the barrier of a pod that became ready less than youngMost before its deletion lasts
-// youngWait at least.
-const (
-	youngMost = 3 * time.Second
-	youngWait = 2 * time.Second
-)
+// A kernel that has not heard yet that a pod is ready does not send to it, and will when it hears, perhaps after its node's agent has said that
+// nothing is sent. heardBy is how long after a pod became ready all have heard. It is the time that gateways have to hear that a pod is listed
+// no more, or not ready any more: the same news, on the same way. Who has been seen to send to the pod since needs no such time.
+const heardBy = endpoints.Linger
 
 // grace is that of a deletion.
 func grace(p *corev1.Pod) time.Duration {
@@ -64,12 +61,11 @@ func (v *vicinity) Surroundings(ctx context.Context, agent string, pod drain.Pod
 	}
 	var is corev1.Pod
 	switch err := v.reader.Get(ctx, types.NamespacedName{Namespace: pod.Namespace, Name: pod.Name}, &is); {
-	case apierrors.IsNotFound(err):
+	case apierrors.IsNotFound(err), err == nil && drain.UID(is.UID) != pod.UID:
+		s.Young = heardBy // this cache has not heard of it either
 		return s, nil
 	case err != nil:
 		return s, fmt.Errorf("read pod %s from the cache: %w", pod, err)
-	case drain.UID(is.UID) != pod.UID:
-		return s, nil
 	}
 	s.Known, s.Terminating = true, is.DeletionTimestamp != nil
 	if agent == "" {
@@ -81,8 +77,12 @@ func (v *vicinity) Surroundings(ctx context.Context, agent string, pod drain.Pod
 		return s, fmt.Errorf("read agent's pod %s from the cache: %w", agent, err)
 	}
 	s.Here = is.Spec.NodeName != "" && asks.Spec.NodeName == is.Spec.NodeName
-	if at, ready := readySince(&is); s.Terminating && ready && is.DeletionTimestamp.Sub(at)-grace(&is) < youngMost {
-		s.Stated = youngWait
+	if at, ready := readySince(&is); ready {
+		deleted := time.Now() // or a moment ago: who asks has heard of it earlier
+		if s.Terminating {
+			deleted = is.DeletionTimestamp.Add(-grace(&is))
+		}
+		s.Young = max(0, heardBy-max(0, deleted.Sub(at)))
 	}
 	uid := health.UID(pod.UID)
 	for _, l := range v.index.Pod(time.Now(), uid) {
@@ -127,25 +127,42 @@ func (v *vicinity) service(ctx context.Context, name types.NamespacedName, pod *
 		s.Stated = max(s.Stated, wait)
 	}
 	s.Last = s.Last || of.Spec.PublishNotReadyAddresses
-	local := of.Spec.ExternalTrafficPolicy == corev1.ServiceExternalTrafficPolicyLocal ||
-		of.Spec.InternalTrafficPolicy != nil && *of.Spec.InternalTrafficPolicy == corev1.ServiceInternalTrafficPolicyLocal
-	if !local || s.Last || s.LastHere {
+	fromInside := of.Spec.InternalTrafficPolicy != nil && *of.Spec.InternalTrafficPolicy == corev1.ServiceInternalTrafficPolicyLocal
+	fromOutside := of.Spec.ExternalTrafficPolicy == corev1.ServiceExternalTrafficPolicyLocal
+	if !fromInside && !fromOutside || s.Last || s.LastHere {
 		return nil
 	}
 	var slices discovery.EndpointSliceList
 	if err := v.reader.List(ctx, &slices, client.InNamespace(name.Namespace), client.MatchingLabels{discovery.LabelServiceName: name.Name}); err != nil {
 		return fmt.Errorf("list EndpointSlices of %s from the cache: %w", name, err)
 	}
+	// What the node's kernel keeps for its own traffic says nothing of what it sends to endpoints of all nodes, if it does so as well: one that is
+	// late keeps the pod there too, for want of another that it has heard of. So there must be one of which it must have heard.
+	heard := fromInside && (fromOutside || of.Spec.Type == corev1.ServiceTypeClusterIP || of.Spec.Type == "")
 	for i := range slices.Items {
 		for _, e := range slices.Items[i].Endpoints {
 			ready := (e.Conditions.Ready == nil || *e.Conditions.Ready) && (e.Conditions.Terminating == nil || !*e.Conditions.Terminating)
-			if ready && e.NodeName != nil && *e.NodeName == pod.Spec.NodeName && (e.TargetRef == nil || e.TargetRef.UID != pod.UID) {
+			if !ready || e.TargetRef != nil && e.TargetRef.UID == pod.UID {
+				continue
+			}
+			if e.NodeName != nil && *e.NodeName == pod.Spec.NodeName {
 				return nil
 			}
+			heard = heard || v.heard(ctx, e.TargetRef)
 		}
 	}
-	s.LastHere = true
+	s.LastHere = heard
 	return nil
+}
+
+// heard says whether a pod has been ready for so long that every kernel has heard so.
+func (v *vicinity) heard(ctx context.Context, ref *corev1.ObjectReference) bool {
+	var is corev1.Pod
+	if ref == nil || v.reader.Get(ctx, types.NamespacedName{Namespace: ref.Namespace, Name: ref.Name}, &is) != nil || is.UID != ref.UID {
+		return false
+	}
+	at, ready := readySince(&is)
+	return ready && time.Since(at) >= heardBy
 }
 
 // complain logs an annotation that cannot be read, once.

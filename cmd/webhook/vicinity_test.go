@@ -48,13 +48,17 @@ func TestSurroundings(t *testing.T) {
 		return &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: "lameduck-node", Name: "agent-x", UID: "x"}, Spec: corev1.PodSpec{NodeName: node}}
 	}
 	self := entry("uid-a", "n1", false, true)
-	local := corev1.ServiceSpec{ExternalTrafficPolicy: corev1.ServiceExternalTrafficPolicyLocal}
+	local := corev1.ServiceSpec{Type: corev1.ServiceTypeNodePort, ExternalTrafficPolicy: corev1.ServiceExternalTrafficPolicyLocal}
+	inside := corev1.ServiceSpec{Type: corev1.ServiceTypeClusterIP, InternalTrafficPolicy: ptr.To(corev1.ServiceInternalTrafficPolicyLocal)}
+	mixed := corev1.ServiceSpec{Type: corev1.ServiceTypeNodePort, InternalTrafficPolicy: ptr.To(corev1.ServiceInternalTrafficPolicyLocal)}
 	for name, c := range map[string]struct {
 		pod   func(*corev1.Pod)
 		node  string
 		with  []discovery.Endpoint
 		spec  corev1.ServiceSpec
 		state string
+		// other is for how long the pod of the other endpoint has been ready; 0: nobody knows.
+		other time.Duration
 		// unsynced: Services cannot be read.
 		unsynced bool
 		want     coordinator.Surroundings
@@ -73,15 +77,31 @@ func TestSurroundings(t *testing.T) {
 			want: coordinator.Surroundings{Known: true, Terminating: true, Here: true, Last: true},
 		},
 		"local, another node has one": {
-			with: []discovery.Endpoint{self, entry("uid-b", "n2", true, false)}, spec: local,
+			with: []discovery.Endpoint{self, entry("uid-b", "n2", true, false)}, spec: local, other: time.Minute,
 			want: coordinator.Surroundings{Known: true, Terminating: true, Here: true, LastHere: true},
 		},
+		"local, another node has one of which this one may not have heard": {
+			with: []discovery.Endpoint{self, entry("uid-b", "n2", true, false)}, spec: local, other: 2 * time.Second,
+			want: coordinator.Surroundings{Known: true, Terminating: true, Here: true},
+		},
+		"local, another node has one of which nothing is known": {
+			with: []discovery.Endpoint{self, entry("uid-b", "n2", true, false)}, spec: local,
+			want: coordinator.Surroundings{Known: true, Terminating: true, Here: true},
+		},
+		"nothing is sent to other nodes": {
+			with: []discovery.Endpoint{self, entry("uid-b", "n2", true, false)}, spec: inside,
+			want: coordinator.Surroundings{Known: true, Terminating: true, Here: true, LastHere: true},
+		},
+		"only what comes from outside is sent to other nodes": {
+			with: []discovery.Endpoint{self, entry("uid-b", "n2", true, false)}, spec: mixed, other: 2 * time.Second,
+			want: coordinator.Surroundings{Known: true, Terminating: true, Here: true},
+		},
 		"local, this node has another": {
-			with: []discovery.Endpoint{self, entry("uid-b", "n1", true, false)}, spec: local,
+			with: []discovery.Endpoint{self, entry("uid-b", "n1", true, false)}, spec: local, other: time.Minute,
 			want: coordinator.Surroundings{Known: true, Terminating: true, Here: true},
 		},
 		"local, nobody knows": {
-			with: []discovery.Endpoint{self, entry("uid-b", "n2", true, false)}, spec: local, unsynced: true,
+			with: []discovery.Endpoint{self, entry("uid-b", "n2", true, false)}, spec: local, other: time.Minute, unsynced: true,
 			want: coordinator.Surroundings{Known: true, Terminating: true, Here: true},
 		},
 		"a wait is stated": {
@@ -95,14 +115,21 @@ func TestSurroundings(t *testing.T) {
 		"of another node": {
 			node: "n2", with: []discovery.Endpoint{self, entry("uid-b", "n2", true, false)}, want: coordinator.Surroundings{Known: true, Terminating: true},
 		},
-		"another of its name":  {pod: func(p *corev1.Pod) { p.UID = "uid-z" }, want: coordinator.Surroundings{}},
+		"another of its name":  {pod: func(p *corev1.Pod) { p.UID = "uid-z" }, want: coordinator.Surroundings{Young: 10 * time.Second}},
 		"not terminating here": {pod: func(p *corev1.Pod) { p.DeletionTimestamp, p.DeletionGracePeriodSeconds = nil, nil }, want: coordinator.Surroundings{Known: true, Here: true}},
 		"in no Service":        {want: coordinator.Surroundings{Known: true, Terminating: true, Here: true}},
 		"ready for a moment": {
 			pod: func(p *corev1.Pod) {
-				p.Status.Conditions[0].LastTransitionTime = metav1.NewTime(time.Now().Add(-time.Second))
+				p.Status.Conditions[0].LastTransitionTime = metav1.NewTime(p.DeletionTimestamp.Add(-grace(p) - 2*time.Second))
 			},
-			want: coordinator.Surroundings{Known: true, Terminating: true, Here: true, Stated: youngWait},
+			want: coordinator.Surroundings{Known: true, Terminating: true, Here: true, Young: 8 * time.Second},
+		},
+		"ready for a moment, and its deletion not heard of here": {
+			pod: func(p *corev1.Pod) {
+				p.DeletionTimestamp, p.DeletionGracePeriodSeconds = nil, nil
+				p.Status.Conditions[0].LastTransitionTime = metav1.NewTime(time.Now().Add(time.Minute)) // its clock is ahead
+			},
+			want: coordinator.Surroundings{Known: true, Here: true, Young: 10 * time.Second},
 		},
 		"unready since the deletion": {
 			pod: func(p *corev1.Pod) {
@@ -128,6 +155,12 @@ func TestSurroundings(t *testing.T) {
 				service.Annotations = map[string]string{statedWait: c.state}
 			}
 			objects := []client.Object{pod, agent(node), service, slice}
+			if c.other > 0 {
+				other := going()
+				other.Name, other.UID, other.DeletionTimestamp, other.DeletionGracePeriodSeconds = "uid-b", "uid-b", nil, nil
+				other.Status.Conditions[0].LastTransitionTime = metav1.NewTime(time.Now().Add(-c.other))
+				objects = append(objects, other)
+			}
 			v := &vicinity{
 				reader: fake.NewClientBuilder().WithObjects(objects...).Build(), index: endpoints.NewIndex(), log: slog.New(slog.DiscardHandler),
 				known: func() bool { return true }, synced: func() bool { return !c.unsynced },
@@ -139,7 +172,7 @@ func TestSurroundings(t *testing.T) {
 			}
 			listed := len(got.Targets) == 1
 			got.Targets = nil
-			if got.Known != c.want.Known || got.Terminating != c.want.Terminating || got.Here != c.want.Here || got.Stated != c.want.Stated ||
+			if got.Known != c.want.Known || got.Terminating != c.want.Terminating || got.Here != c.want.Here || got.Stated != c.want.Stated || got.Young != c.want.Young ||
 				got.Last != c.want.Last || got.LastHere != c.want.LastHere || got.Known && listed != (len(c.with) > 0) {
 				t.Errorf("%+v, listed %t; want %+v", got, listed, c.want)
 			}

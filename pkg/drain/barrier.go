@@ -25,6 +25,9 @@ import (
 // target of a Service that has another one. So the word of those who say Kept or Routing counts for more only while the replica sees no
 // ready endpoint, and has seen none for [lastSettle], for it may be late too.
 //
+// A gateway that has not heard yet that a pod is ready looks as if it had let go of it, and will send to it when it hears. So the word of one
+// that was not seen to send to the pod while the barrier stood counts only when it must have heard ([Barrier.Young]).
+//
 // Waits that Services state for those who can never acknowledge run beside the acknowledgements, from the deletion on, and so does the
 // wait for agents that were not in the sample.
 //
@@ -47,6 +50,8 @@ type Barrier struct {
 	// Last says that one of Services has no ready endpoint, or lists those that are not too. LastHere says that it has none on the pod's node,
 	// and that traffic of the node stays there: then only the agent that asks is taken at its word.
 	Last, LastHere bool
+	// Young is how long after the deletion a gateway may still not have heard that the pod is ready.
+	Young time.Duration
 }
 
 // barrier is what a drain has at the barrier besides.
@@ -64,6 +69,8 @@ type barrier struct {
 	others map[AgentID]struct{}
 	// last and lastHere are as in Barrier, each at the time since which it is so; zero: it is not.
 	last, lastHere time.Time
+	// young is as in Barrier: the longest that was told.
+	young time.Duration
 }
 
 const (
@@ -99,7 +106,7 @@ func (l *Ledger) OpenBarrier(now time.Time, b Barrier) Status {
 		return l.status(now, d)
 	}
 	if !d.open {
-		*is = barrier{by: b.By, bound: b.Bound, targets: slices.Clone(b.Targets), stated: b.Stated}
+		*is = barrier{by: b.By, bound: b.Bound, targets: slices.Clone(b.Targets), stated: b.Stated, young: b.Young}
 		is.hold(l, now, b.Pod.UID)
 		if h := l.drain(b.Pod, AtHold); h.reason != Dead {
 			// Nothing opens it from now on: what comes to be asked about this pod, is asked here.
@@ -129,8 +136,8 @@ func (l *Ledger) OpenBarrier(now time.Time, b Barrier) Status {
 		d.since = b.Since
 		l.touch(d)
 	}
-	if b.Bound < is.bound || b.Stated > is.stated {
-		is.bound, is.stated = min(is.bound, b.Bound), max(is.stated, b.Stated)
+	if b.Bound < is.bound || b.Stated > is.stated || b.Young > is.young {
+		is.bound, is.stated, is.young = min(is.bound, b.Bound), max(is.stated, b.Stated), max(is.young, b.Young)
 		l.touch(d)
 	}
 	l.see(now, d, b)
@@ -185,6 +192,9 @@ func (l *Ledger) draw(d *drain) {
 	b := &d.barrier
 	if l.scope == ScopeLocal {
 		b.sample = map[AgentID]struct{}{b.by: {}}
+		if brokenRule == 15 {
+			clear(b.sample)
+		}
 		return
 	}
 	var all []*agent
@@ -207,6 +217,9 @@ func (l *Ledger) draw(d *drain) {
 	slices.SortFunc(all, func(x, y *agent) int {
 		return cmp.Or(number(x.session == 0)-number(y.session == 0), cmp.Compare(ranks[x], ranks[y]), cmp.Compare(x.id, y.id))
 	})
+	if brokenRule == 12 {
+		b.rest = 0
+	}
 	for _, a := range all[:l.sampling.Size] {
 		b.sample[a.id] = struct{}{}
 	}
@@ -269,11 +282,17 @@ func (s *subject) about(a *agent, r Report) *drain {
 
 // counts is what r counts for in d, whether that is more than it says, and, if time alone may change that, when.
 func (l *Ledger) counts(now time.Time, d *drain, a *agent, r Report) (state State, last bool, until time.Time) {
-	if r.Gate != AtBarrier || d.gate != AtBarrier || r.State != Routing && r.State != Kept {
+	if r.Gate != AtBarrier || d.gate != AtBarrier {
+		return r.State, false, time.Time{}
+	}
+	if heard := d.since.Add(d.barrier.young); r.State >= Removed && !r.Sent && now.Before(heard) && brokenRule != 14 {
+		return StateUnknown, false, heard
+	}
+	if r.State != Routing && r.State != Kept {
 		return r.State, false, time.Time{}
 	}
 	since := d.barrier.last
-	if since.IsZero() && a.id == d.barrier.by && r.State == Kept {
+	if since.IsZero() && (a.id == d.barrier.by && r.State == Kept || brokenRule == 13) {
 		since = d.barrier.lastHere
 	}
 	switch {
@@ -304,6 +323,12 @@ func (l *Ledger) stated(now time.Time, d *drain, s Status, kept bool) Status {
 		s.Reason = LastTarget
 	}
 	s.Stated = max(d.barrier.stated, d.barrier.rest)
+	if d.barrier.rest > 0 {
+		s.Stated = max(s.Stated, d.barrier.young) // nobody is asked whether those that are not in the sample have heard
+	}
+	if brokenRule == 11 {
+		s.Stated = 0
+	}
 	until := d.since.Add(s.Stated)
 	s.Cut = until.After(s.Deadline)
 	if s.Phase != Released || s.Reason == Deadline || !now.Before(until) {
@@ -362,7 +387,7 @@ func (l *Ledger) Restart(now time.Time, pod Pod, targets []Targets) Status {
 // there was such a one.
 func (l *Ledger) Back(now time.Time, uid UID, ready time.Time) bool {
 	d := l.at(AtHold, uid)
-	if d == nil || !d.open || !d.restart || !ready.After(d.begun) || d.inFlight > 0 {
+	if d == nil || !d.open || !d.restart || !ready.After(d.begun) || d.inFlight > 0 || brokenRule == 16 {
 		return false
 	}
 	l.close(now, d, Abandoned)

@@ -85,6 +85,39 @@ func TestGatesHaveWordsOfTheirOwn(t *testing.T) {
 	w.wantBarrier(p, "Released Acknowledged")
 }
 
+// Without this, a pod that was deleted in the moment when it became ready is stopped, and then a kernel that hears of both in turn sends to it.
+func TestWhoHasNotHeardOfAPod(t *testing.T) {
+	w := newWorld(t)
+	p := pod("a")
+	for _, id := range []AgentID{"node-1", "node-2", "node-3"} {
+		w.observe(id)
+	}
+	sent := func(id AgentID, s State) {
+		w.Report(w.now, id, w.sessions[id], []Report{{UID: p.UID, State: s, Proof: Runtime, Held: true, Gate: AtBarrier, Quiet: true, Sent: true}})
+	}
+	w.open(p, "node-1", func(b *Barrier) { b.Young = 4 * time.Second })
+	sent("node-1", Idle)
+	w.see("node-2", p, Idle, true)
+	w.see("node-3", p, Removed, false)
+	w.wantBarrier(p, "Unrouting node-2:unknown node-3:unknown")
+	if s := w.BarrierStatus(w.now, p.UID); !s.Recheck.Equal(w.now.Add(4 * time.Second)) {
+		t.Errorf("looked at again at %s", s.Recheck.Sub(w.now))
+	}
+	w.pass(time.Second)
+	sent("node-2", Routing)
+	w.wantBarrier(p, "Unrouting node-2:routing node-3:unknown")
+	sent("node-2", Idle)
+	w.wantBarrier(p, "Unrouting node-3:unknown")
+	// Another replica, or one that knows it later, makes it longer, not shorter.
+	w.open(p, "node-1", func(b *Barrier) { b.Young = time.Second })
+	w.pass(2999 * time.Millisecond)
+	w.wantBarrier(p, "Unrouting node-3:unknown")
+	w.pass(time.Millisecond)
+	w.wantBarrier(p, "Quiescing node-3:removed")
+	w.see("node-3", p, Idle, true)
+	w.wantBarrier(p, "Released Acknowledged")
+}
+
 // Directed agents owe the barrier if they have not let go at the hold, and only then.
 func TestWhoDirectsOwesWhatItDidNotAtTheHold(t *testing.T) {
 	p := pod("a")

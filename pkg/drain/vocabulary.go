@@ -296,6 +296,9 @@ type Report struct {
 	// Quiet says that no connection to the pod is open or being opened, whatever State is. It is only said at the barrier, where it is what
 	// is owed of a pod to which the gateway has to keep sending.
 	Quiet bool `json:"quiet,omitempty"`
+	// Sent says that the gateway was seen to send to the pod since the agent was told of this barrier. Without it, one that has let go
+	// looks like one that has not heard yet that the pod is ready.
+	Sent bool `json:"sent,omitempty"`
 }
 
 // Open is a drain as agents see it: let go of this pod, in every Service, at every address.

@@ -45,9 +45,12 @@ type agent struct {
 	// hooks wait, watched are the pods that each holder wants to be observed.
 	hooks   []*hook
 	watched map[string]map[drain.UID]bool
-	gw      *gw
-	links   []*link
-	known   map[health.UID]health.State
+	// sent are those to which the kernel was seen to send, broken is told when the connections of hooks break that are not among hooks.
+	sent   map[drain.UID]bool
+	broken []func()
+	gw     *gw
+	links  []*link
+	known  map[health.UID]health.State
 	// programming: the director runs. learned: every replica has answered a declaration. unlearned: it runs without.
 	programming, learned, unlearned bool
 
@@ -127,7 +130,7 @@ func (a *agent) start() {
 		return
 	}
 	a.up, a.started, a.left = true, w.at, false
-	a.hooks, a.watched = nil, map[string]map[drain.UID]bool{}
+	a.hooks, a.watched, a.sent, a.broken = nil, map[string]map[drain.UID]bool{}, map[drain.UID]bool{}, nil
 	a.set = health.NewSet()
 	a.dead = map[drain.UID]bool{}
 	a.known, a.leases = map[health.UID]health.State{}, map[drain.UID]map[string]time.Time{}
@@ -241,6 +244,10 @@ func (a *agent) crash(lost bool) {
 	for _, h := range slices.Clone(a.hooks) {
 		h.finish(pass{reason: "AgentDown"}) // the connection is closed
 	}
+	for _, broken := range a.broken {
+		broken()
+	}
+	a.broken = nil
 }
 
 // lapse is cmd/agent's: time alone lets no pod back in. A lease that is over stands until a list says that the watch is not behind.
@@ -640,6 +647,9 @@ func (l *link) receive(k *conn, at time.Time, session uint64, lease drain.Lease,
 		if r.Gate == drain.AtBarrier {
 			a.observe(r.UID, holder, false)
 			delete(l.numbers, r.UID)
+			if l.released != nil {
+				l.released[r.UID] = true
+			}
 			continue
 		}
 		delete(l.numbers, r.UID)
@@ -726,13 +736,13 @@ func (l *link) declare(k *conn) {
 	l.post(k, func() (ok bool) { open, ok = c.declare(a, session, routes); return ok }, func() {
 		settled, holder, expires := true, l.lease.String(), a.w.now.Add(a.w.times.Lease)
 		for _, d := range open {
+			if l.released[d.Pod.UID] {
+				settled = false
+				continue
+			}
 			if d.Watch != nil {
 				a.observe(d.Pod.UID, holder, true)
 				l.numbers[d.Pod.UID] = max(l.numbers[d.Pod.UID], d.Number)
-				continue
-			}
-			if l.released[d.Pod.UID] {
-				settled = false
 				continue
 			}
 			if !a.bury(d.Pod, holder, d.Since, expires) {
@@ -813,7 +823,7 @@ func (l *link) reports(k *conn) {
 	for _, uid := range sorted(a.watched[l.lease.String()]) {
 		r := drain.Report{
 			UID: uid, State: a.kernel.state(uid), Gate: drain.AtBarrier, Held: true, Number: l.numbers[uid],
-			Quiet: a.kernel.synced && a.kernel.active[uid] == 0,
+			Quiet: a.kernel.synced && a.kernel.active[uid] == 0, Sent: a.sent[uid],
 		}
 		if r.State >= drain.Removed {
 			r.Proof = drain.Runtime
@@ -843,11 +853,32 @@ func (l *link) reports(k *conn) {
 func (a *agent) observe(uid drain.UID, holder string, begin bool) {
 	switch {
 	case !begin:
-		delete(a.watched[holder], uid)
+		if delete(a.watched[holder], uid); !a.observes(uid) {
+			delete(a.sent, uid)
+		}
+		return
 	case a.watched[holder] == nil:
 		a.watched[holder] = map[drain.UID]bool{uid: true}
 	default:
 		a.watched[holder][uid] = true
+	}
+	a.look(uid)
+}
+
+// observes says whether somebody wants a pod to be observed.
+func (a *agent) observes(uid drain.UID) bool {
+	for _, uids := range a.watched {
+		if uids[uid] {
+			return true
+		}
+	}
+	return false
+}
+
+// look notes whether the kernel sends to a pod that is observed.
+func (a *agent) look(uid drain.UID) {
+	if a.kernel.synced && a.kernel.routes(uid) {
+		a.sent[uid] = true
 	}
 }
 

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"fmt"
 	"net/netip"
 	"slices"
@@ -29,9 +30,16 @@ type pod struct {
 	refused time.Duration
 	// sick is until when it refuses connections, though it is ready.
 	sick time.Duration
-	// host is the node agent of its node, if it has a barrier; passed is why its hooks were answered.
+	// readyAt is when it became ready, lostAt when it was not any more, each the last time.
+	readyAt, lostAt time.Duration
+	// host is the node agent of its node, if it has a barrier; passed is why its hooks were answered. run counts how often the kubelet has run
+	// them.
 	host   *agent
 	passed *pass
+	run    int
+	// halted is why its container does not run, though nobody has deleted the pod; failed: it never will again.
+	halted string
+	failed bool
 	// calls counts deletions that are under way.
 	calls int
 }
@@ -45,6 +53,8 @@ type endpoint struct {
 	uid                drain.UID
 	addr               netip.AddrPort
 	ready, terminating bool
+	// host is the node it is on.
+	host *agent
 }
 
 // slice is what the EndpointSlices of one Service say at one time.
@@ -81,7 +91,38 @@ type watcher struct {
 }
 
 // podView is a pod as it was at one time.
-type podView struct{ ready, terminating, gone, target bool }
+type podView struct {
+	ready, terminating, gone, target, failed bool
+	readyAt, committed                       time.Duration
+}
+
+func (p *pod) view() podView {
+	return podView{p.ready, p.terminating, p.gone, p.target, p.failed, p.readyAt, p.committed}
+}
+
+// setReady is what the kubelet says of a pod.
+func (a *api) setReady(p *pod, ready bool) {
+	if p.ready == ready {
+		return
+	}
+	p.ready = ready
+	if ready {
+		p.readyAt = a.w.at
+	} else {
+		p.lostAt = a.w.at
+	}
+	a.podChanged(p)
+}
+
+// policy is a Service's traffic policy: from where its endpoints must be.
+type policy int
+
+const (
+	everywhere policy = iota
+	// localFromOutside: what comes from outside stays on the node. localAlways: nothing leaves it.
+	localFromOutside
+	localAlways
+)
 
 // api is the API server, the EndpointSlice controller, the kubelets and those who want pods deleted.
 type api struct {
@@ -100,7 +141,10 @@ type api struct {
 	next int
 	// budget: minAvailable of Service 0 is its size - 1.
 	budget bool
-	other  struct{ deny, sleep int } // of a thousand calls
+	// policies and stated are what the Services say of themselves.
+	policies []policy
+	stated   []time.Duration
+	other    struct{ deny, sleep int } // of a thousand calls
 }
 
 func (a *api) log(format string, args ...any) { a.w.logf("api", format, args...) }
@@ -131,16 +175,15 @@ func (a *api) create(services []int) {
 	a.log("create %s at %s in %v", p.uid, p.addr, services)
 	a.podChanged(p)
 	a.w.after(nil, a.w.between(50*time.Millisecond, 2*time.Second), func() {
-		if !p.terminating {
-			p.ready = true
-			a.podChanged(p)
+		if !p.terminating && p.halted == "" {
+			a.setReady(p, true)
 		}
 	})
 }
 
 // podChanged tells those who watch, and the slice controller.
 func (a *api) podChanged(p *pod) {
-	v := podView{p.ready, p.terminating, p.gone, p.target}
+	v := p.view()
 	for _, x := range a.watchers {
 		if x.pods != nil {
 			a.tell(x, func() { x.pods(p, v) })
@@ -163,8 +206,8 @@ func (a *api) reslice(service int) {
 	a.dirty[service] = false
 	s := slice{version: a.slices[service].version + 1}
 	for _, p := range a.pods {
-		if !p.gone && slices.Contains(p.services, service) {
-			s.endpoints = append(s.endpoints, endpoint{p.uid, p.addr, p.ready && !p.terminating, p.terminating})
+		if !p.gone && !p.failed && slices.Contains(p.services, service) {
+			s.endpoints = append(s.endpoints, endpoint{p.uid, p.addr, p.ready && !p.terminating, p.terminating, p.host})
 		}
 	}
 	a.slices[service] = s
@@ -189,7 +232,7 @@ func (a *api) tell(x *watcher, do func()) {
 // list brings everything to a watcher that starts, as it was at one moment not long ago, then done.
 func (a *api) list(x *watcher, done func()) {
 	for _, p := range a.pods {
-		if v := (podView{p.ready, p.terminating, p.gone, p.target}); x.pods != nil && !p.gone {
+		if v := p.view(); x.pods != nil && !p.gone {
 			a.tell(x, func() { x.pods(p, v) })
 		}
 	}
@@ -245,29 +288,36 @@ func (a *api) commit(p *pod, w *word) {
 	p.terminating, p.committed, p.word = true, a.w.at, w
 	a.log("%s is terminating: %s", p.uid, w.reason)
 	a.podChanged(p)
-	if p.host != nil {
+	if p.host != nil && p.halted == "" { // what does not run has no hooks
 		a.hooks(p)
 	} else {
 		a.w.after(nil, a.w.between(time.Millisecond, 30*time.Millisecond), func() { a.stop(p) })
 	}
-	a.w.after(nil, a.w.between(5*time.Millisecond, 1500*time.Millisecond), func() { a.create(p.services) })
+	if !p.failed {
+		a.w.after(nil, a.w.between(5*time.Millisecond, 1500*time.Millisecond), func() { a.create(p.services) })
+	}
 }
 
 // stop ends the process of a pod.
 func (a *api) stop(p *pod) {
 	p.stopped = true
 	a.log("%s has stopped", p.uid)
+	a.interrupt(p)
+	a.w.after(nil, a.w.between(10*time.Millisecond, time.Second), func() {
+		p.gone = true
+		a.free = append(a.free, p.addr)
+		a.podChanged(p)
+	})
+}
+
+// interrupt ends what is in flight to a pod.
+func (a *api) interrupt(p *pod) {
 	for _, g := range a.w.agents {
 		g.gw.podStopped(p)
 		if g.kernel != nil {
 			g.kernel.podStopped(p)
 		}
 	}
-	a.w.after(nil, a.w.between(10*time.Millisecond, time.Second), func() {
-		p.gone = true
-		a.free = append(a.free, p.addr)
-		a.podChanged(p)
-	})
 }
 
 func (a *api) readyOf(service int) (n int) {
@@ -304,6 +354,9 @@ func (a *api) deletion() {
 		return
 	}
 	c := &caller{p: alive[a.w.rng.IntN(len(alive))], backoff: 5 * time.Millisecond}
+	if a.w.chance(150) {
+		c.p = slices.MaxFunc(alive, func(x, y *pod) int { return cmp.Compare(x.readyAt, y.readyAt) })
+	}
 	switch n := a.w.rng.IntN(20); {
 	case n < 6:
 		c.evict = true

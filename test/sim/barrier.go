@@ -17,19 +17,24 @@ const (
 	localIdle    = 10 * time.Second
 	localKept    = 2 * time.Second
 	kubeletMost  = 40 * time.Second
+	// heardBy is how long kernels have to hear of an endpoint (cmd/webhook).
+	heardBy = 10 * time.Second
 )
+
+// sampling is that of clusters of a few nodes.
+var sampling = drain.Sampling{AllMost: 2, Size: 2, Learn: 5}
 
 // kernel is a node's, kube-proxy included: it follows EndpointSlices, late, and takes no orders.
 type kernel struct {
-	w     *world
-	a     *agent
-	proxy proc
-	watch *watcher
-	// slices are as kube-proxy heard them, and chosen what it last made of each Service of them: the ready endpoints or, without any, the
-	// terminating ones (KEP-1669).
+	w      *world
+	a      *agent
+	proxy  proc
+	watch  *watcher
 	slices []slice
+	// chosen is what kube-proxy last made of slices, which are as it heard them: the ready endpoints or, without any, the
+	// terminating ones (KEP-1669). Twice for each: of all nodes, and of this one for those that have a Local policy.
 	chosen [][]drain.UID
-	// without says of which Services there was no ready endpoint then.
+	// without says of which of these there was no ready endpoint then.
 	without []bool
 	synced  bool
 	dirty   bool
@@ -43,7 +48,7 @@ type kernel struct {
 func newKernel(w *world, a *agent) *kernel {
 	k := &kernel{
 		w: w, a: a, proxy: proc{node: a.node, name: "proxy-" + a.name, up: true}, active: map[drain.UID]int{}, added: map[drain.UID]time.Duration{},
-		slices: make([]slice, w.api.services), chosen: make([][]drain.UID, w.api.services), without: make([]bool, w.api.services),
+		slices: make([]slice, w.api.services), chosen: make([][]drain.UID, 2*w.api.services), without: make([]bool, 2*w.api.services),
 	}
 	k.watch = &watcher{p: &k.proxy, slice: k.sliceSeen}
 	w.api.watchers = append(w.api.watchers, k.watch)
@@ -76,19 +81,12 @@ func (k *kernel) sync() {
 		}
 	}
 	for i, s := range k.slices {
-		k.chosen[i] = nil
-		for _, e := range s.endpoints {
-			if e.ready && !e.terminating {
-				k.chosen[i] = append(k.chosen[i], e.uid)
-			}
+		k.chosen[2*i], k.without[2*i], k.chosen[2*i+1], k.without[2*i+1] = nil, false, nil, false
+		if k.w.api.policies[i] != localAlways {
+			k.chosen[2*i], k.without[2*i] = choose(s.endpoints, nil)
 		}
-		if k.without[i] = len(k.chosen[i]) == 0; !k.without[i] {
-			continue
-		}
-		for _, e := range s.endpoints {
-			if e.terminating {
-				k.chosen[i] = append(k.chosen[i], e.uid)
-			}
+		if k.w.api.policies[i] != everywhere {
+			k.chosen[2*i+1], k.without[2*i+1] = choose(s.endpoints, k.a)
 		}
 	}
 	for _, c := range k.chosen {
@@ -96,13 +94,68 @@ func (k *kernel) sync() {
 			if !before[uid] {
 				k.added[uid] = k.w.at
 			}
+			if k.a.observes(uid) {
+				k.a.sent[uid] = true
+			}
 		}
 	}
 	k.changed()
 }
 
-// late says that the kernel had not heard yet that a pod is ready when that was deleted: it came in after it had been seen to be out.
-func (k *kernel) late(p *pod) bool { return k.added[p.uid] >= p.committed }
+// choose is what kube-proxy makes of endpoints, of one node if here is not nil.
+func choose(endpoints []endpoint, here *agent) (chosen []drain.UID, without bool) {
+	for _, e := range endpoints {
+		if e.ready && !e.terminating && (here == nil || e.host == here) {
+			chosen = append(chosen, e.uid)
+		}
+	}
+	if len(chosen) > 0 {
+		return chosen, false
+	}
+	for _, e := range endpoints {
+		if e.terminating && (here == nil || e.host == here) {
+			chosen = append(chosen, e.uid)
+		}
+	}
+	return chosen, true
+}
+
+// late says why the kernel began to send to a pod after that was deleted, and perhaps after it had been seen to be out, if it was because it
+// had not heard yet that it is ready. Nobody can know that of a kernel that is later than gateways have to hear, or that hears then that
+// the pod lost its readiness before it got it back.
+func (k *kernel) late(p *pod) string {
+	switch added := k.added[p.uid]; {
+	case added < p.committed:
+		return ""
+	case added-p.readyAt > heardBy:
+		return "it heard more than 10 s late that the pod was ready"
+	case p.lostAt > 0 && p.committed-p.lostAt < heardBy:
+		return "it had not heard that the pod was not ready, and ready again"
+	default:
+		return ""
+	}
+}
+
+// checkEnd: after quiet the kernel sends where EndpointSlices say, and its agent observes nothing for anybody.
+func (k *kernel) checkEnd() {
+	w := k.w
+	for i, s := range w.api.slices {
+		for n, here := range []*agent{nil, k.a} {
+			want, _ := choose(s.endpoints, here)
+			if n == 0 && w.api.policies[i] == localAlways || n == 1 && w.api.policies[i] == everywhere {
+				want = nil
+			}
+			if got := k.chosen[2*i+n]; !slices.Equal(got, want) {
+				w.fail(checkRoutes, "the kernel of %s sends to %v of %s, EndpointSlices say %v", k.a.name, got, service(i), want)
+			}
+		}
+	}
+	for _, l := range k.a.links {
+		if uids := k.a.watched[l.lease.String()]; l.conn != nil && len(uids) > 0 {
+			w.fail(checkStone, "%s observes %v for %s", k.a.name, sorted(uids), l.c.name)
+		}
+	}
+}
 
 // changed tells the agent, soon.
 func (k *kernel) changed() {
@@ -122,10 +175,13 @@ func (k *kernel) state(uid drain.UID) drain.State {
 	switch {
 	case !k.synced:
 		return drain.StateUnknown
-	case slices.ContainsFunc(k.chosen, func(c []drain.UID) bool { return len(c) == 1 && c[0] == uid }):
-		return drain.Kept
 	case k.routes(uid):
-		return drain.Routing
+		for _, c := range k.chosen {
+			if slices.Contains(c, uid) && slices.ContainsFunc(c, func(o drain.UID) bool { return o != uid && !k.a.observes(o) }) {
+				return drain.Routing
+			}
+		}
+		return drain.Kept
 	case k.active[uid] > 0:
 		return drain.Removed
 	default:
@@ -141,6 +197,38 @@ func (k *kernel) kept(uid drain.UID) bool {
 		}
 	}
 	return true
+}
+
+// stays says whether the kernel goes on sending to uid wherever it does, once it has heard of all.
+func (k *kernel) stays(uid drain.UID, all []slice) bool {
+	for i, s := range all {
+		for n, here := range []*agent{nil, k.a} {
+			if !slices.Contains(k.chosen[2*i+n], uid) {
+				continue
+			}
+			if is, _ := choose(s.endpoints, here); !slices.Contains(is, uid) {
+				return false
+			}
+		}
+	}
+	return true
+}
+
+// staysInOne says whether the kernel goes on sending to p in one of its several Services, which covers the others as well.
+func (k *kernel) staysInOne(p *pod, all []slice) bool {
+	for _, i := range p.services {
+		for _, here := range []*agent{nil, p.host} {
+			listed, other := false, false
+			for _, e := range all[i].endpoints {
+				listed = listed || e.uid == p.uid
+				other = other || e.uid != p.uid && e.ready && !e.terminating && (here == nil || e.host == here)
+			}
+			if len(p.services) > 1 && listed && !other && (here == nil || k.w.api.policies[i] != everywhere) {
+				return true
+			}
+		}
+	}
+	return false
 }
 
 // clients open connections through the kernel.
@@ -199,6 +287,9 @@ type hook struct {
 	p    *pod
 	a    *agent
 	done bool
+	// run is that of the kubelet that waits for the answer, began when its clock began.
+	run   int
+	began time.Duration
 	// alone: no coordinator could be asked since the last one failed.
 	alone     bool
 	try       int
@@ -206,30 +297,50 @@ type hook struct {
 }
 
 // hooks runs the preStop hook of a pod that is terminating.
-func (a *api) hooks(p *pod) {
+func (a *api) hooks(p *pod) { a.runHooks(p, a.w.between(time.Millisecond, 100*time.Millisecond)) }
+
+// runHooks runs them, in a while. Whoever ran them before has forgotten it.
+func (a *api) runHooks(p *pod, pause time.Duration) {
 	w := a.w
-	w.after(nil, w.between(time.Millisecond, 100*time.Millisecond), func() {
-		if g := p.host; g.up && g.listed {
-			g.wait(p)
-		} else {
-			a.sigterm(p, pass{reason: "AgentDown"})
+	p.run++
+	run := p.run
+	w.after(nil, pause, func() {
+		switch g := p.host; {
+		case p.run != run:
+		case g.up && g.listed:
+			g.wait(p, run)
+		default:
+			a.sigterm(p, run, pass{reason: "AgentDown"})
 		}
 	})
-	w.after(nil, kubeletMost, func() { a.sigterm(p, pass{reason: "GraceOver"}) })
+	w.after(nil, pause+kubeletMost, func() { a.sigterm(p, run, pass{reason: "GraceOver"}) })
 }
 
 // wait is cmd/agent's waits.
-func (a *agent) wait(p *pod) {
+func (a *agent) wait(p *pod, run int) {
 	w := a.w
-	h := &hook{p: p, a: a}
+	for _, h := range a.hooks {
+		if h.p == p && brokenRule() != 18 {
+			h.run = run // all hooks of a pod share one wait
+			return
+		}
+	}
+	h := &hook{p: p, a: a, run: run, began: p.committed}
+	if brokenRule() == 18 {
+		h.began = w.at
+	}
 	a.hooks = append(a.hooks, h)
-	left := p.committed + barrierBound - w.at
 	life := a.life
-	w.after(nil, left+50*time.Millisecond, func() {
+	w.after(nil, max(0, p.committed+barrierBound-w.at)+50*time.Millisecond, func() {
 		if !h.done && a.up && a.life == life && a.frozen <= w.at {
 			w.fail(checkHook, "the hook of %s is not answered by %s when its bound is over", p.uid, a.name)
 		}
 	})
+	left := h.began + barrierBound - w.at
+	if left <= 0 {
+		h.finish(pass{reason: "NoTime"})
+		return
+	}
 	w.after(&a.proc, left, func() { h.finish(pass{reason: "Bound"}) })
 	h.ask(0)
 }
@@ -241,7 +352,7 @@ func (h *hook) finish(why pass) {
 	h.done = true
 	h.a.hooks = slices.DeleteFunc(h.a.hooks, func(o *hook) bool { return o == h })
 	h.a.log("the hook of %s is answered: %s", h.p.uid, why.reason)
-	h.a.w.api.sigterm(h.p, why)
+	h.a.w.api.sigterm(h.p, h.run, why)
 }
 
 // ask asks the replicas one after the other, from the i-th on, and then the kernel.
@@ -261,7 +372,7 @@ func (h *hook) ask(i int) {
 				}
 			}
 			l.asks = append(l.asks, fail)
-			c, session, elapsed := l.c, l.session, w.at-h.p.committed
+			c, session, elapsed := l.c, l.session, w.at-h.began
 			if !c.up {
 				w.after(&a.proc, time.Millisecond, fail)
 				return
@@ -305,8 +416,8 @@ func (h *hook) local() {
 }
 
 // sigterm is the moment of truth: the application ends at once.
-func (a *api) sigterm(p *pod, why pass) {
-	if p.stopped || p.passed != nil {
+func (a *api) sigterm(p *pod, run int, why pass) {
+	if p.stopped || p.passed != nil || p.run != run {
 		return
 	}
 	why.at = a.w.at
@@ -357,23 +468,38 @@ func (c *coord) barTurn(x *barred) {
 		return
 	}
 	services, _, _ := c.listings(p.uid)
-	last := false
+	last, lastHere, stated := false, false, time.Duration(0)
 	for i, s := range c.slices {
-		listed, others := false, 0
+		listed, others, here, heard := false, 0, 0, false
 		for _, e := range s.endpoints {
 			listed = listed || e.uid == p.uid
-			others += number(e.uid != p.uid && e.ready && !e.terminating)
+			other := e.uid != p.uid && e.ready && !e.terminating
+			others += number(other)
+			here += number(other && e.host == x.h.a)
+			v := c.pods[e.uid]
+			heard = heard || other && v.ready && w.at-v.readyAt >= heardBy
 		}
-		last = last || listed && others == 0 && slices.Contains(services, service(i))
+		if !listed {
+			continue
+		}
+		last = last || others == 0
+		// That this node has no other says nothing of what it sends to all nodes, unless it must have heard of another one.
+		lastHere = lastHere || here == 0 && (w.api.policies[i] == localAlways || w.api.policies[i] == localFromOutside && (heard || brokenRule() == 19))
+		stated = max(stated, w.api.stated[i])
+	}
+	if s := c.ledger.BarrierStatus(w.now, p.uid); s.Phase == drain.PhaseUnknown {
+		c.rested[p.uid] = c.took
 	}
 	s := c.ledger.OpenBarrier(w.now, drain.Barrier{
-		Pod: p.drainPod(), By: x.h.a.id, Services: services, Since: x.since, Bound: barrierBound - answerMargin, Last: last,
+		Pod: p.drainPod(), By: x.h.a.id, Services: services, Since: x.since, Bound: barrierBound - answerMargin, Last: last, LastHere: lastHere,
+		Stated: stated, Young: c.young(p.uid),
 	})
 	c.closed(p.uid) // it is known to be dead from then on
 	if !s.Waits() {
 		c.unbar(x)
 		why := pass{reason: s.Reason.String(), excused: map[*agent]string{}}
-		c.checkPass(p, s, &why, last)
+		c.checkPass(p, s, &why)
+		c.checkStated(p, s, stated)
 		c.log("barrier of %s: %s", p.uid, s.Reason)
 		c.settle()
 		x.answer(true, why)
@@ -442,8 +568,89 @@ func (c *coord) acknowledgedAtBarrier(a *agent, asOf time.Time, reports []drain.
 	return false
 }
 
+// young is what Surroundings says of it.
+func (c *coord) young(uid drain.UID) time.Duration {
+	v, known := c.pods[uid]
+	switch {
+	case !known:
+		return heardBy // this replica is behind, or it has just come
+	case !v.ready:
+		return 0
+	}
+	deleted := c.w.at
+	if v.terminating {
+		deleted = v.committed
+	}
+	return max(0, heardBy-max(0, deleted-v.readyAt))
+}
+
+// learn notes how long a kernel has taken to let go: a plain record beside the ledger's.
+func (c *coord) learn(a *agent, r drain.Report) {
+	s := c.ledger.BarrierStatus(c.w.now, r.UID)
+	if r.State < drain.Removed || c.let[r.UID][a] || s.Phase == drain.PhaseUnknown || s.Phase == drain.Closed {
+		return
+	}
+	if c.let[r.UID] == nil {
+		c.let[r.UID] = map[*agent]bool{}
+	}
+	c.let[r.UID][a] = true
+	if c.watched[a.id][r.UID] != r.Number || !c.w.now.Before(s.Deadline) {
+		return
+	}
+	c.took = max(c.took, c.w.now.Sub(s.Since))
+}
+
+// asked says whether a had to be asked at the barrier of a pod, or why not.
+func (c *coord) toldAtBarrier(p *pod, a *agent) (why string) {
+	if _, told := c.watched[a.id][p.uid]; told || a == p.host {
+		return ""
+	}
+	switch c.w.scope {
+	case drain.ScopeLocal:
+		return "not asked: the scope is local"
+	case drain.ScopeAll:
+		return ""
+	}
+	told, nodes := 0, 0
+	for _, o := range c.w.agents {
+		if o.kernel != nil {
+			nodes++
+			_, is := c.watched[o.id][p.uid]
+			told += number(is || !c.streaming(o))
+		}
+	}
+	if c.w.scope == drain.ScopeAuto && nodes <= sampling.AllMost || told < sampling.Size {
+		return ""
+	}
+	return "not asked: not in the sample"
+}
+
+// streaming says whether an agent has a stream here.
+func (c *coord) streaming(a *agent) bool {
+	return slices.ContainsFunc(c.streams, func(st *stream) bool { return st.link.a == a && c.ledger.Current(a.id, st.session) })
+}
+
+// checkStated looks at the times of a barrier that is passed before its deadline.
+func (c *coord) checkStated(p *pod, s drain.Status, stated time.Duration) {
+	w := c.w
+	switch s.Reason {
+	case drain.Acknowledged, drain.IdleBound, drain.LastTarget, drain.NoAgents, drain.Suspended:
+	default:
+		return
+	}
+	who := "one of its Services states"
+	for _, a := range w.agents {
+		if rest := c.rested[p.uid]; a.kernel != nil && c.streaming(a) && c.toldAtBarrier(p, a) == "not asked: not in the sample" && rest > stated {
+			stated, who = rest, "those have taken that were asked, for "+a.name
+		}
+	}
+	if over := w.now.Sub(s.Since); over < stated && w.now.Before(s.Deadline) {
+		w.fail(checkStated, "%s lets %s stop by %s after %s, and %s is the wait that %s", c.name, p.uid, s.Reason, over, stated, who)
+	}
+}
+
 // checkPass looks at every node when a barrier is passed, and remembers in why who was not owed.
-func (c *coord) checkPass(p *pod, s drain.Status, why *pass, last bool) {
+func (c *coord) checkPass(p *pod, s drain.Status, why *pass) {
 	w := c.w
 	switch s.Reason {
 	case drain.Acknowledged, drain.IdleBound, drain.LastTarget, drain.NoAgents, drain.Suspended:
@@ -466,17 +673,24 @@ func (c *coord) checkPass(p *pod, s drain.Status, why *pass, last bool) {
 		switch {
 		case suspended:
 			why.excused[a] = "Suspended"
+		case c.toldAtBarrier(p, a) != "":
+			why.excused[a] = c.toldAtBarrier(p, a)
+			if a.kernel.routes(p.uid) {
+				w.excuse("routed by a kernel: " + why.excused[a])
+			}
 		case connected || listed && ready:
 			switch {
 			case !a.kernel.routes(p.uid):
-			case a.kernel.kept(p.uid):
+			case a.kernel.kept(p.uid), s.Reason == drain.LastTarget && a.kernel.stays(p.uid, w.api.slices):
 				w.excuse("routed by a kernel: LastTarget")
-			case a.kernel.late(p):
-				w.excuse("routed by a kernel: it had not heard of the pod before")
+			case a.kernel.late(p) != "":
+				w.excuse("routed by a kernel: " + a.kernel.late(p))
 			case a.kernel.travelled:
 				w.excuse("routed by a kernel: told an old list")
-			case s.Reason == drain.LastTarget && last:
+			case s.Reason == drain.LastTarget && a.kernel.stays(p.uid, c.slices):
 				w.excuse("routed by a kernel: LastTarget, and another endpoint is just becoming ready")
+			case s.Reason == drain.LastTarget && a.kernel.staysInOne(p, c.slices):
+				w.excuse("routed by a kernel: LastTarget of another of its Services")
 			default:
 				w.fail(checkBarrier, "%s lets %s stop by %s, but the kernel of %s sends to it", c.name, p.uid, s.Reason, a.name)
 			}
@@ -511,16 +725,18 @@ func (w *world) lostAtKernel(k *kernel, p *pod, how string) {
 	w.logf(k.a.name, "a connection to %s is lost in the kernel (%s)", p.uid, how)
 	why := p.passed
 	switch {
+	case p.halted != "":
+		w.excuse("lost in a kernel: " + p.halted)
 	case why == nil:
 		w.excuse("lost in a kernel: no barrier")
 	case why.reason != drain.Acknowledged.String() && (why.reason != drain.IdleBound.String() || how == "in flight"):
 		w.excuse("lost in a kernel: " + why.reason)
 	case why.excused[k.a] != "":
 		w.excuse("lost in a kernel: " + why.excused[k.a])
-	case k.kept(p.uid):
+	case k.kept(p.uid), k.stays(p.uid, w.api.slices):
 		w.excuse("lost in a kernel: LastTarget since")
-	case k.late(p):
-		w.excuse("lost in a kernel: it had not heard of the pod before")
+	case k.late(p) != "":
+		w.excuse("lost in a kernel: " + k.late(p))
 	case k.travelled:
 		w.excuse("lost in a kernel: told an old list")
 	default:

@@ -51,6 +51,12 @@ const (
 	// bound.
 	checkBarrier = "barrier"
 	checkHook    = "hook"
+	// checkStated: a pod is let stop before the wait is over that one of its Services states, or that is made for the nodes that are not asked.
+	checkStated = "stated"
+	// checkAsked: a barrier is passed, and a node was not asked that had to be.
+	checkAsked = "asked"
+	// checkBack: a pod whose container was stopped, and which is ready again, is not routed again.
+	checkBack = "back"
 	// checkOpen, checkStone and checkRoutes: after quiet, a drain is open, a living pod has a tombstone, or a gateway does not route what
 	// EndpointSlices say.
 	checkOpen   = "open"
@@ -166,6 +172,10 @@ func (w *world) lost(g *gw, p *pod, how string) {
 	a := g.a
 	w.logf(a.name, "a request to %s is lost (%s)", p.uid, how)
 	wd := p.word
+	if p.halted != "" {
+		w.excuse("lost: " + p.halted)
+		return
+	}
 	acknowledged := wd.by != nil && (wd.reason == drain.Acknowledged.String() || wd.reason == drain.IdleBound.String())
 	b, known := wd.agents[a]
 	switch {
@@ -500,8 +510,15 @@ func (w *world) checkEnd() {
 		for _, s := range c.ledger.All(w.now) {
 			w.fail(checkOpen, "%s has an open drain of %s: %s", c.name, s.Pod.UID, s.Phase)
 		}
+		if len(c.rests) > 0 {
+			w.fail(checkOpen, "%s has %d hooks that wait, of pods that stay", c.name, len(c.rests))
+		}
 		if len(c.bars) > 0 || len(c.ledger.Barriers(w.now)) > 0 {
-			w.fail(checkOpen, "%s has %d barriers, and %d hooks wait", c.name, len(c.ledger.Barriers(w.now)), len(c.bars))
+			open := []drain.UID{}
+			for _, s := range c.ledger.Barriers(w.now) {
+				open = append(open, s.Pod.UID)
+			}
+			w.fail(checkOpen, "%s has barriers of %v, and %d hooks wait", c.name, open, len(c.bars))
 		}
 		if len(c.holds) > 0 {
 			w.fail(checkOpen, "%s holds %d calls", c.name, len(c.holds))
@@ -510,6 +527,9 @@ func (w *world) checkEnd() {
 	for _, a := range w.agents {
 		if !a.listed {
 			continue
+		}
+		if a.kernel != nil {
+			a.kernel.checkEnd()
 		}
 		for _, s := range a.set.Tombstones() {
 			if p := w.api.find(drain.UID(s.UID)); !p.terminating {

@@ -44,7 +44,15 @@ type coord struct {
 	holds   []*held
 	inbound []*call
 	// bars are the hooks that wait, watched which barriers of this life each agent was told of, by their number.
-	bars    []*barred
+	bars []*barred
+	// rests are those of pods that stay, restarted the drains of this life that were opened for them, and for no deletion.
+	rests     []*rested
+	restarted map[drain.UID]bool
+	// took is how long kernels took to let go, in barriers of this life, and let of which that is known.
+	took time.Duration
+	let  map[drain.UID]map[*agent]bool
+	// rested is what took was when a barrier was opened.
+	rested  map[drain.UID]time.Duration
 	watched map[drain.AgentID]map[drain.UID]uint64
 
 	// heard is what the last word of each agent on its present session was, for the checks: a plain record beside the ledger.
@@ -153,6 +161,10 @@ func (c *coord) start() {
 	}
 	c.streams, c.holds, c.inbound = nil, nil, nil
 	c.bars, c.watched = nil, map[drain.AgentID]map[drain.UID]uint64{}
+	c.rests, c.restarted = nil, map[drain.UID]bool{}
+	c.took, c.let, c.rested = 0, map[drain.UID]map[*agent]bool{}, map[drain.UID]time.Duration{}
+	c.ledger.SetScope(w.scope)
+	c.ledger.SetSampling(sampling)
 	c.heard, c.lost = map[drain.AgentID]map[drain.UID]said{}, map[drain.AgentID]time.Duration{}
 	c.numbers = map[drain.UID]uint64{}
 	c.targets, c.room = map[drain.Service][]drain.UID{}, map[drain.UID]*admitted{}
@@ -193,6 +205,9 @@ func (c *coord) stop(down time.Duration) {
 	}
 	for _, x := range slices.Clone(c.bars) {
 		c.barTurn(x) // and it is answered
+	}
+	for _, x := range slices.Clone(c.rests) {
+		c.restTurn(x)
 	}
 	for _, s := range slices.Clone(c.streams) {
 		c.end(s, false)
@@ -284,6 +299,7 @@ func (c *coord) closed(uid drain.UID) {
 	}
 	delete(c.begun, uid)
 	delete(c.room, uid)
+	delete(c.restarted, uid)
 }
 
 // What the watch brings.
@@ -299,6 +315,8 @@ func (c *coord) podSeen(p *pod, v podView) {
 	}
 	if v.terminating || v.gone {
 		c.gone(p.uid)
+	} else if v.ready {
+		c.back(p.uid, v.readyAt)
 	}
 	if v.gone && c.ledger.Deleted(c.w.now, p.uid) {
 		c.settle()
@@ -345,6 +363,7 @@ func (c *coord) settle() {
 					c.wake(h)
 				}
 			}
+			c.wakeRests(uid)
 		}
 	}
 	for _, s := range c.ledger.Suspensions() {
@@ -489,6 +508,7 @@ func (c *coord) open(p *pod, services []drain.Service) drain.Status {
 		}
 	}
 	s := c.ledger.AskBounded(c.w.now, p.drainPod(), targets)
+	delete(c.restarted, p.uid)
 	if s.Phase != drain.Closed {
 		c.asked(p.uid, targets)
 	}
@@ -778,7 +798,8 @@ func (c *coord) report(a *agent, asOf time.Time, session uint64, reports []said)
 		plain = append(plain, r.Report)
 		r.at = asOf.Sub(epoch)
 		if r.Gate == drain.AtBarrier {
-			c.log("%s reports %s %s quiet=%t at the barrier", a.name, r.UID, r.State, r.Quiet)
+			c.log("%s reports %s %s quiet=%t sent=%t at the barrier", a.name, r.UID, r.State, r.Quiet, r.Sent)
+			c.learn(a, r.Report)
 			continue
 		}
 		if had, known := c.heard[a.id][r.UID]; known && r.at < had.at {

@@ -3,6 +3,8 @@ package main
 import (
 	"fmt"
 	"time"
+
+	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
 // kind is one kind of fault. Each seed has some of them, and not others: a fault that hides another must not be everywhere.
@@ -31,6 +33,10 @@ const (
 	deafAgent
 	agentLeave
 	podSick
+	livenessRestart
+	softEviction
+	oomKill
+	kubeletRestart
 	faultKinds
 )
 
@@ -38,6 +44,7 @@ var kindNames = [faultKinds]string{
 	"coordCrash", "coordRoll", "agentCrash", "agentReplace", "agentAdd", "agentUnready", "gatewayReload", "gatewayCrash", "partition",
 	"freezeCoord", "freezeAgent", "streamCut", "watchStall", "timeTravel", "slowSlices", "opErrors", "podUnready",
 	"slowGateway", "stubborn", "deafAgent", "agentLeave", "podSick",
+	"livenessRestart", "softEviction", "oomKill", "kubeletRestart",
 }
 
 // watchStallMost bounds how long a watch brings nothing. A watch that is silent for longer than a lease minus the 34 s of the API server,
@@ -83,8 +90,18 @@ func (w *world) build() {
 		w.coords = append(w.coords, c)
 	}
 	if w.barriers = w.chance(500); w.barriers {
-		for range 1 + w.rng.IntN(3) {
+		w.scope = [...]drain.Scope{drain.ScopeAuto, drain.ScopeAuto, drain.ScopeAll, drain.ScopeAll, drain.ScopeQuorum, drain.ScopeLocal}[w.rng.IntN(6)]
+		for range 1 + w.rng.IntN(4) {
 			w.newNodeAgent(w.between(0, 100*time.Millisecond))
+		}
+	}
+	a.policies, a.stated = make([]policy, a.services), make([]time.Duration, a.services)
+	for i := range a.services {
+		if w.chance(300) {
+			a.policies[i] = policy(1 + w.rng.IntN(2))
+		}
+		if w.chance(200) {
+			a.stated[i] = w.between(time.Second, 40*time.Second)
 		}
 	}
 	for range 2 + w.rng.IntN(3) {
@@ -285,12 +302,10 @@ func (w *world) fault(k kind) {
 	case podUnready:
 		p := w.api.pods[w.rng.IntN(len(w.api.pods))]
 		if p.ready && !p.terminating {
-			p.ready = false
-			w.api.podChanged(p)
+			w.api.setReady(p, false)
 			w.after(nil, w.between(100*time.Millisecond, 15*time.Second), func() {
-				if !p.terminating {
-					p.ready = true
-					w.api.podChanged(p)
+				if !p.terminating && p.halted == "" {
+					w.api.setReady(p, true)
 				}
 			})
 		}
@@ -308,6 +323,21 @@ func (w *world) fault(k kind) {
 					}
 				}
 			})
+		}
+	case livenessRestart, softEviction:
+		if p := w.anyRunning(); p != nil {
+			w.api.restart(p, k == softEviction)
+		}
+	case oomKill:
+		if p := w.anyRunning(); p != nil {
+			w.api.halt(p, "the kernel killed it", false)
+		}
+	case kubeletRestart:
+		for _, p := range w.api.pods {
+			if a := p.host; a != nil && p.terminating && !p.stopped && p.passed == nil {
+				w.api.rerun(a)
+				return
+			}
 		}
 	case slowSlices, opErrors, slowGateway, stubborn:
 		// They happen by themselves.
@@ -334,9 +364,8 @@ func (w *world) calm() {
 		}
 	}
 	for _, p := range w.api.pods {
-		if !p.terminating && !p.ready && w.at-p.born > 5*time.Second {
-			p.ready = true
-			w.api.podChanged(p)
+		if !p.terminating && p.halted == "" && w.at-p.born > 5*time.Second {
+			w.api.setReady(p, true)
 		}
 	}
 	w.after(nil, 25*time.Second, func() {

@@ -25,6 +25,15 @@ var rules = [...]string{
 	8:  "declare before you program: the agent programs at once",
 	9:  "the barrier: a node that keeps the pod is believed although another endpoint is ready",
 	10: "the barrier: who directs owes nothing there",
+	11: "the barrier: what Services state is not waited for",
+	12: "the barrier: nodes that are not in the sample get no time",
+	13: "the barrier: that no endpoint is left on one node is believed of every node, whatever it says",
+	14: "the barrier: who has not heard of a young pod is believed",
+	15: "the barrier: with scope local, not even the pod's own node is asked",
+	16: "restarts: a pod that is ready again is not routed again",
+	17: "restarts: a container is kept from being stopped for as long as a pod",
+	18: "the barrier: a hook that is run again begins the clock again",
+	19: "the barrier: that no endpoint is left on one node is believed though its kernel may not have heard of the other nodes'",
 }
 
 func mutate(from uint64, most int) error {

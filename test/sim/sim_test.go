@@ -60,8 +60,9 @@ func TestCalmWorldsLoseNothing(t *testing.T) {
 			case "Forced", "LastTarget", "DisruptionTarget", "Deadline", "NoAgents", "UnknownPod", "NotListed":
 			case "lost: IdleBound":
 			case "lost in a kernel: no barrier", "lost in a kernel: Deadline", "lost in a kernel: IdleBound", "lost in a kernel: LastTarget", "lost in a kernel: LastTarget since",
-				"lost in a kernel: it had not heard of the pod before", "routed by a kernel: it had not heard of the pod before",
-				"routed by a kernel: LastTarget", "routed by a kernel: LastTarget, and another endpoint is just becoming ready":
+				"routed by a kernel: LastTarget", "routed by a kernel: LastTarget of another of its Services",
+				"lost in a kernel: not asked: the scope is local", "routed by a kernel: not asked: the scope is local",
+				"lost in a kernel: not asked: not in the sample", "routed by a kernel: not asked: not in the sample", "routed by a kernel: LastTarget, and another endpoint is just becoming ready":
 			default:
 				t.Errorf("seed %d: %s", seed, reason)
 			}

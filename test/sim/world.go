@@ -123,6 +123,8 @@ type world struct {
 
 	// barriers: there are nodes whose agents observe, and pods with hooks.
 	barriers bool
+	// scope says which of their agents are asked.
+	scope drain.Scope
 
 	// blind switches the checks off that look inside.
 	blind bool

@@ -533,12 +533,8 @@ func (r *replica) declare(ctx context.Context, hello wire.Hello) (settled bool, 
 	if err != nil {
 		return false, err
 	}
-	if r.client.Watches != nil {
-		for _, w := range declared.Watches {
-			r.watch(w, hello.Lease.String())
-		}
-	}
-	if settled = r.bury(declared.Drains, hello); settled {
+	watching := r.begin(declared.Watches, hello.Lease.String())
+	if settled = r.bury(declared.Drains, hello) && watching; settled {
 		r.setDeclared(true)
 	}
 	return settled, nil
@@ -578,11 +574,32 @@ func (r *replica) watch(w drain.Watch, holder string) {
 	r.watches[w.Pod.UID] = max(w.Number, r.watches[w.Pod.UID])
 }
 
-// unwatch ends it. An answer to a declaration that is older than this may begin it again: it ends then with the stream's next list, or by
-// its deadline.
+// begin is [replica.bury] for what is to be observed.
+func (r *replica) begin(watches []drain.Watch, holder string) bool {
+	if r.client.Watches == nil {
+		return true
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	settled := true
+	for _, w := range watches {
+		if r.released[w.Pod.UID] {
+			settled = false
+			continue
+		}
+		r.client.Watches.Watch(w, holder)
+		r.watches[w.Pod.UID] = max(w.Number, r.watches[w.Pod.UID])
+	}
+	return settled
+}
+
+// unwatch ends it, and remembers that while a declaration is under way.
 func (r *replica) unwatch(release drain.Release, holder string) {
 	r.mu.Lock()
 	delete(r.watches, release.UID)
+	if r.released != nil {
+		r.released[release.UID] = true
+	}
 	r.mu.Unlock()
 	if r.client.Watches != nil {
 		r.client.Watches.Unwatch(release.UID, holder, release.Dead)

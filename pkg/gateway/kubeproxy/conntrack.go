@@ -48,7 +48,7 @@ const (
 	ctGet, ctDelete = 1, 2 // IPCTNL_MSG_CT_GET, IPCTNL_MSG_CT_DELETE
 )
 
-// How often connections are counted while a Watch is Removed and not yet Idle. The kernel goes through its whole table for each
+// How often connections are counted while a Watch is Removed and not yet Idle; where the kernel still sends, every countMost. The kernel goes through its whole table for each
 // request, of all network namespaces together: 9 ms of CPU with the 262,144 buckets that are usual, even if they are empty. Telling a connection takes
 // 3 us beyond that. Therefore it is bounded by its own cost, and there is none while nobody waits. Events of connections would come
 // sooner, but the kernel makes them for all connections of the node: 10 to 20 us of CPU for each new one, also if the socket's
@@ -315,8 +315,13 @@ func (o *Observer) count(ctx context.Context) {
 	counter := counter{dial: o.dial, walk: walkCost}
 	defer counter.close()
 	failed := false
+	var slowly time.Time // when those were last counted to which the kernel still sends
 	for pause := countFirst; ; {
-		waiting := o.waiting()
+		slow := time.Since(slowly) >= countMost
+		waiting, others := o.waiting(slow)
+		if slow {
+			slowly = time.Now()
+		}
 		wait := (<-chan time.Time)(nil)
 		if len(waiting) > 0 {
 			open, took, err := counter.open(addresses(waiting))
@@ -333,6 +338,8 @@ func (o *Observer) count(ctx context.Context) {
 				wait = time.After(max(pause, countShare*took))
 				pause = min(pause*3/2, countMost)
 			}
+		} else if others {
+			pause, wait = countFirst, time.After(countMost-time.Since(slowly))
 		} else {
 			pause = countFirst
 		}
@@ -364,17 +371,23 @@ func addresses(of map[*Watch]int) map[netip.Addr]bool {
 	return all
 }
 
-// waiting returns the watches that are Removed and not yet Idle, with the number of the period for which they are.
-func (o *Observer) waiting() map[*Watch]int {
+// waiting returns the watches that are Removed and not yet Idle, with the number of the period for which they are, and if all is set also those
+// to whose targets the kernel still sends. It reports whether there are such.
+func (o *Observer) waiting(all bool) (waiting map[*Watch]int, others bool) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	waiting := map[*Watch]int{}
+	waiting = map[*Watch]int{}
 	for w := range o.watches {
-		if w.reading.State == Removed {
+		switch w.reading.State {
+		case Removed:
 			waiting[w] = w.period
+		case Routing, Kept:
+			if others = true; all {
+				waiting[w] = w.period
+			}
 		}
 	}
-	return waiting
+	return waiting, others
 }
 
 // counted takes a count in, for the watches that were waiting when it began and are still. It reports whether the next one may make
@@ -383,7 +396,7 @@ func (o *Observer) counted(waiting map[*Watch]int, open map[netip.AddrPort]int, 
 	o.mu.Lock()
 	var told []*Watch
 	for w, period := range waiting {
-		if _, ok := o.watches[w]; !ok || w.reading.State != Removed || w.period != period {
+		if _, ok := o.watches[w]; !ok || w.period != period {
 			continue
 		}
 		n := 0
@@ -396,9 +409,17 @@ func (o *Observer) counted(waiting map[*Watch]int, open map[netip.AddrPort]int, 
 		if w.empty++; n > 0 {
 			w.empty = 0
 		}
-		almost = almost || w.empty == 1
-		if w.empty >= emptyCounts && w.enter(Idle, now) {
+		quiet := w.empty >= emptyCounts
+		switch {
+		case w.reading.State != Removed:
+			if w.reading.Quiet != quiet {
+				w.reading.Quiet = quiet
+				told = append(told, w)
+			}
+		case quiet && w.enter(Idle, now):
 			told = append(told, w)
+		default:
+			almost = almost || w.empty == 1
 		}
 	}
 	o.mu.Unlock()

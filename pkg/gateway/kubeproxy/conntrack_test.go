@@ -135,6 +135,48 @@ func TestIdle(t *testing.T) {
 	}
 }
 
+// A pod that the kernel keeps, for want of another one, is asked to be quiet. Without this it counts as quiet whatever is open to it.
+func TestQuietThoughItIsSentTo(t *testing.T) {
+	empty(t)
+	network(t)
+	s, a, b := service{"web", "10.96.0.1", false}, "10.244.0.1:8080", "10.244.0.2:8080"
+	pod(t, a)
+	nft(t, append(setUp(s.family()), s.sync([]string{a})...)...)
+	o := start(t, Options{})
+	through := connect(t, net.JoinHostPort(s.clusterIP, "80"))
+	w := watch(t, o, a)
+	if r := w.wait(Kept); r.Quiet {
+		t.Errorf("at first it is %+v", r)
+	}
+	until(t, "a connection that is counted", func() bool { return w.Reading().Connections == 1 })
+	time.Sleep(3 * countMost)
+	if r := w.Reading(); r.State != Kept || r.Quiet {
+		t.Errorf("with an open connection it is %+v", r)
+	}
+	through.Close()
+	for len(w.news) > 0 {
+		<-w.news
+	}
+	until(t, "no connection", func() bool { return w.Reading().Quiet })
+	select {
+	case <-w.news:
+	case <-time.After(time.Second):
+		t.Error("that it is quiet is not told")
+	}
+	again := connect(t, net.JoinHostPort(s.clusterIP, "80"))
+	until(t, "a new connection", func() bool { return !w.Reading().Quiet })
+	again.Close()
+	// Another one comes: what was counted before is not known of the new state.
+	nft(t, s.sync([]string{a, b})...)
+	w.wait(Routing)
+	until(t, "no connection, to one of two", func() bool { return w.Reading().Quiet })
+	nft(t, s.sync([]string{b}, a)...)
+	w.wait(Idle)
+	if !w.Reading().Quiet {
+		t.Error("what is Idle is not quiet")
+	}
+}
+
 // Clean deletes the connections of the pod, and no other.
 func TestClean(t *testing.T) {
 	empty(t)

@@ -55,9 +55,8 @@ type change struct {
 	// base is of a chain: the kernel enters it at a hook.
 	base bool
 	rule rule
-	// sends is of a set: a map to verdicts, or to addresses. One that is constant has its elements for life.
+	// sends is of a set: a map to verdicts, or to addresses.
 	sends    bool
-	constant bool
 	elements []element
 	// generation is of a newGen, which ends a commit.
 	generation uint32
@@ -123,8 +122,6 @@ func decode(m netlink.Message, ours func(tableID) bool) (change, bool, error) {
 		}
 		if c.kind == newSet {
 			c.sends = sends(c.table.family, attributes)
-			flags, _ := attributes.uint32(unix.NFTA_SET_FLAGS)
-			c.constant = flags&unix.NFT_SET_ANONYMOUS != 0 && flags&unix.NFT_SET_CONSTANT != 0
 		}
 	case newElem, delElem:
 		c.name = attributes.string(unix.NFTA_SET_ELEM_LIST_SET)

@@ -43,7 +43,9 @@
 // While a watch is [Removed] the connections to its targets are counted in conntrack of the node's network: those whose answers come
 // from the target, whatever address the client asked for, in SYN_SENT, SYN_RECV or ESTABLISHED (and the like of SCTP). Twice in a row
 // none, 10 ms apart or more, is [Idle]: the first count may miss a packet that has chosen its way and is still on it. Idle
-// lasts as long as Removed does. It is bounded polling, see countShare; where nobody waits there is none.
+// lasts as long as Removed does. It is bounded polling, see countShare; where nobody waits there is none. While the kernel still sends to the
+// targets they are counted ten times a second, so that a reading says whether it is quiet: of a pod that the kernel keeps for want of another one, that
+// is all that can be asked.
 //
 // All connections that pass the node are counted, whether kube-proxy sent them or not: on the pod's own node these are also those that other
 // nodes sent, and those to the pod's own address. So a client that keeps a connection to the pod's address delays Idle, and
@@ -60,8 +62,9 @@
 //   - The health-check node port of a Service with externalTrafficPolicy Local is answered by kube-proxy itself after it has written
 //     the rules. A load balancer that relies on it sends to the node for as long as its own checks take; then the kernel drops what comes if no
 //     endpoint is left there, or goes on sending to the terminating one. That is what a stated wait is for.
-//   - Reading what is there takes a pause between two transactions of kube-proxy that is as long as it takes: with 10,000 endpoints some 100
-//     ms, and kube-proxy makes one a second at most by default. Where there is none it stays Unknown.
+//   - What is there is read in several dumps; what changes meanwhile is made again on top of them, so that reading comes to an end whoever writes
+//     how often. Only a single dump must not be interrupted: where no pause between two transactions is as long as the longest takes, which is the dump of a
+//     table's rules, 100 tries long, it stays Unknown.
 //   - Ports of hosts that a network plugin maps to a pod (hostPort) are rules of the plugin, and go with the pod.
 //   - Rules that are there do not say that kube-proxy runs. If it is dead it lets go of nothing, and the target stays Routing.
 //   - Flows that hardware, or the flowtable, has taken over are counted as conntrack has them.

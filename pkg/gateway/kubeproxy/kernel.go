@@ -6,7 +6,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"slices"
 	"time"
 
 	"github.com/mdlayher/netlink"
@@ -24,7 +23,7 @@ const (
 	dumpTries = 100
 )
 
-// errChanged means that what was being read has changed: read it again.
+// errChanged means that what was being read changed each time that it was read.
 var errChanged = errors.New("the tables changed while they were read")
 
 // commit is what one transaction did to the tables that concern us.
@@ -91,20 +90,10 @@ func (s *subscription) close() { _ = s.conn.Close() }
 type dumper struct {
 	conn *netlink.Conn
 	ours func(tableID) bool
-	// elements are those of constant sets that were read before, by their sets. Each set takes a request of its own, and there is one for
-	// each Service: without this there would be no end to reading where something changes all the time.
-	elements map[setID][]change
-}
-
-// setID names a set for ever: handles are not used again, names are.
-type setID struct {
-	table  tableID
-	name   string
-	handle uint64
 }
 
 func newDumper(conn *netlink.Conn, ours func(tableID) bool) *dumper {
-	return &dumper{conn: conn, ours: ours, elements: map[setID][]change{}}
+	return &dumper{conn: conn, ours: ours}
 }
 
 // request makes a message to the subsystem, about one address family.
@@ -213,23 +202,13 @@ func (d *dumper) tables(ctx context.Context, families []uint8) ([]change, error)
 			return nil, err
 		}
 		for _, set := range all[first:] {
-			// If the set of that handle was listed before these were read, and is now, they are of it and no other.
-			id := setID{set.table, set.name, set.handle}
-			if elements, ok := d.elements[id]; ok {
-				all = append(all, elements...)
-				continue
-			}
-			before := len(all)
 			name := append(of(t.table.name), encodeString(unix.NFTA_SET_ELEM_LIST_SET, set.name)...)
 			err := d.dump(ctx, unix.NFT_MSG_GETSETELEM, t.table.family, name, add)
 			if errors.Is(err, unix.ENOENT) {
-				return nil, errChanged
+				continue // it is gone, and what has made it so is made again, see snapshot
 			}
 			if err != nil {
 				return nil, err
-			}
-			if set.constant {
-				d.elements[id] = slices.Clone(all[before:])
 			}
 		}
 		if err := d.dump(ctx, unix.NFT_MSG_GETRULE, t.table.family, of(t.table.name), func(c change) {
@@ -245,43 +224,28 @@ func (d *dumper) tables(ctx context.Context, families []uint8) ([]change, error)
 
 func (d *dumper) close() { _ = d.conn.Close() }
 
-// snapshot reads the tables and the generation they are of, in the way that changes which s receives fit to it: those of later
-// generations, and no others, are to be made. It reads again as long as they change meanwhile.
-func snapshot(ctx context.Context, s *subscription, d *dumper, families []uint8) ([]change, uint32, error) {
-	for {
-		if err := ctx.Err(); err != nil {
-			return nil, 0, err
-		}
-		before, err := d.generation()
-		if err != nil {
-			return nil, 0, err
-		}
-		all, err := d.tables(ctx, families)
-		if errors.Is(err, errChanged) {
-			continue
-		}
-		if err != nil {
-			return nil, 0, err
-		}
-		generation, err := d.generation()
-		if err != nil {
-			return nil, 0, err
-		}
-		concerned, err := s.drain(before, generation)
-		if err != nil {
-			return nil, 0, err
-		}
-		if !concerned {
-			return all, generation, nil
-		}
+// snapshot reads the tables, in several dumps, and returns them with the transactions that ended since it began, up to a generation. The dumps are of
+// different moments. But each is of one moment; what no transaction touched is the same in all; and what one touched is, once that is made on top, as it
+// left it, whether the dump had it already or not: every change of a transaction names what it makes and unmakes, and making it twice is making
+// it once. So made in order, they make the tables of that generation, and what s receives from then on follows.
+func snapshot(ctx context.Context, s *subscription, d *dumper, families []uint8) (all []change, since []commit, generation uint32, err error) {
+	before, err := d.generation()
+	if err != nil {
+		return nil, nil, 0, err
 	}
+	if all, err = d.tables(ctx, families); err != nil {
+		return nil, nil, 0, err
+	}
+	if generation, err = d.generation(); err != nil {
+		return nil, nil, 0, err
+	}
+	since, err = s.drain(before, generation)
+	return all, since, generation, err
 }
 
-// drain takes what was received up to a generation, and reports whether any of it concerns us. That the kernel names a
-// generation does not mean that it has finished its commit, nor that we have been told of it. So a commit that ends now counts even if it has
-// the number from before.
-func (s *subscription) drain(before, generation uint32) (bool, error) {
-	concerned := false
+// drain takes what was received from a generation on, up to another one. That the kernel names a generation does not mean that it has
+// finished its commit, nor that we have been told of it. So a commit that ends now counts even if it has the number from before.
+func (s *subscription) drain(before, generation uint32) (commits []commit, err error) {
 	deadline := time.Now().Add(answerTimeout)
 	wait := before != generation
 	for {
@@ -292,17 +256,19 @@ func (s *subscription) drain(before, generation uint32) (bool, error) {
 		c, err := s.next(d)
 		if !wait && isTimeout(err) {
 			// What may follow with this very number is seen by the reader, see follow.
-			return concerned, nil
+			return commits, nil
 		}
 		if err != nil {
-			return false, fmt.Errorf("wait for generation %d of nftables: %w", generation, err)
+			return nil, fmt.Errorf("wait for generation %d of nftables: %w", generation, err)
 		}
 		if after(c.generation, generation) {
 			// It began after the last dump had ended: it is the reader's to make.
 			s.ready = append([]commit{c}, s.ready...)
-			return concerned, nil
+			return commits, nil
 		}
-		concerned = concerned || len(c.changes) > 0
+		if !after(before, c.generation) {
+			commits = append(commits, c)
+		}
 		wait = wait && c.generation != generation
 	}
 }

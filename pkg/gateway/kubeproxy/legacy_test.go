@@ -75,7 +75,7 @@ func TestLegacy(t *testing.T) {
 		now := time.Now()
 		o.lose(now)
 		wa.wait(Unknown)
-		o.adopt(nil, now)
+		o.adopt(nil, nil, now)
 		wa.wait(Routing)
 		run(t, "", map[bool]string{false: "iptables-legacy", true: "ip6tables-legacy"}[s.v6()], "-t", "nat", "-F", "KUBE-SERVICES")
 		wa.wait(Unknown)

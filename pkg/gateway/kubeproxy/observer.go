@@ -36,6 +36,10 @@ type Observer struct {
 	// followed is whether nftables have been read, and all changes since.
 	followed bool
 	wake     chan struct{}
+	// generation is that of readings, see Reading.
+	generation string
+	// regroup says that the targets which are going have become others, so that Kept may be Routing, and Routing Kept.
+	regroup chan struct{}
 	// legacy is what is known of the legacy iptables, by family.
 	legacy     map[uint8]legacyState
 	wakeLegacy chan struct{}
@@ -52,7 +56,7 @@ type source struct {
 func New(options Options) *Observer {
 	o := &Observer{
 		log: options.Log, boot: rand.Text()[:8], netns: options.NetNS, buffer: buffer, watches: map[*Watch]struct{}{}, going: map[netip.AddrPort]int{}, wake: make(chan struct{}, 1),
-		sources: map[tableID]*source{}, legacy: map[uint8]legacyState{}, wakeLegacy: make(chan struct{}, 1),
+		sources: map[tableID]*source{}, regroup: make(chan struct{}, 1), legacy: map[uint8]legacyState{}, wakeLegacy: make(chan struct{}, 1),
 	}
 	if o.log == nil {
 		o.log = slog.New(slog.DiscardHandler)
@@ -64,6 +68,7 @@ func New(options Options) *Observer {
 		o.families = []uint8{unix.NFPROTO_IPV4, unix.NFPROTO_IPV6}
 	}
 	o.forget()
+	o.renew()
 	for _, family := range o.families {
 		id := tableID{family, legacyTable}
 		o.sources[id] = &source{graph: newTableGraph(id)}
@@ -81,6 +86,7 @@ func (o *Observer) Run(ctx context.Context) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	wg.Go(func() { o.count(ctx) })
+	wg.Go(func() { o.group(ctx) })
 	if o.netns == 0 {
 		wg.Go(func() { o.pollLegacy(ctx) })
 	}
@@ -137,12 +143,12 @@ func (o *Observer) follow(ctx context.Context) error {
 	defer stop()
 
 	began := time.Now()
-	all, generation, err := snapshot(ctx, s, d, o.families)
+	all, since, generation, err := snapshot(ctx, s, d, o.families)
 	if err != nil {
 		return err
 	}
 	d.close()
-	o.adopt(all, time.Now())
+	o.adopt(all, since, time.Now())
 	o.log.Info("kube-proxy's rules are read", "changes", len(all), "kernelGeneration", generation, "took", time.Since(began))
 	for {
 		c, err := s.next(time.Time{})
@@ -163,12 +169,12 @@ func (o *Observer) follow(ctx context.Context) error {
 	}
 }
 
-// follows reports whether c is to be made now that all up to a generation is: it is an error if something is missing in between.
+// follows reports whether c is to be made now that all up to a generation is: it is an error if something is missing in between. One of
+// that very generation had begun, but not ended, when the tables were read: they may be those before it, or after it, or in between.
 func (c commit) follows(generation uint32) (bool, error) {
 	switch {
-	case c.generation == generation && len(c.changes) > 0:
-		// It had begun, but not ended, when the tables were read: they may be those before it, or after it, or in between.
-		return false, errChanged
+	case c.generation == generation:
+		return true, nil
 	case !after(c.generation, generation):
 		return false, nil
 	case c.generation != successor(generation):
@@ -203,14 +209,19 @@ func (o *Observer) lose(now time.Time) {
 	o.evaluate(now)
 }
 
-// adopt replaces what is known by what was read.
-func (o *Observer) adopt(all []change, now time.Time) {
+// adopt replaces what is known by what was read, and what has changed since the reading began.
+func (o *Observer) adopt(all []change, since []commit, now time.Time) {
 	o.mu.Lock()
 	o.forget()
 	o.followed = true
-	o.reads++
+	o.renew()
 	for i := range all {
 		o.sources[all[i].table].graph.apply(&all[i])
+	}
+	for _, c := range since {
+		for i := range c.changes {
+			o.sources[c.changes[i].table].graph.apply(&c.changes[i])
+		}
 	}
 	o.judge()
 	o.evaluate(now)
@@ -248,10 +259,16 @@ func (o *Observer) judge() {
 			}
 		case !complete && s.complete:
 			s.lost = true
-			o.reads++ // what was acknowledged before is void
+			o.renew() // what was acknowledged before is void
 		}
 		s.complete = complete
 	}
+}
+
+// renew begins another generation.
+func (o *Observer) renew() {
+	o.generation = fmt.Sprintf("%s.%d", o.boot, o.reads)
+	o.reads++
 }
 
 // known reports whether it is known where kube-proxy sends packets of the family.
@@ -294,12 +311,45 @@ type Watch struct {
 	closed  sync.Once
 
 	reading Reading // o.mu
-	// period counts how often the state became Removed; empty how many times in a row no connection was counted since.
+	// period counts how often the state became another one; empty how many times in a row no connection was counted since.
 	period, empty int // o.mu
 }
 
+// groupPause is how long after the targets that are going have become others the watches are evaluated again: many come and go at once, and each
+// concerns each.
+const groupPause = 10 * time.Millisecond
+
+// group evaluates watches again when others have come or gone, until ctx is done. It takes a fifth of a core at most.
+func (o *Observer) group(ctx context.Context) {
+	pause := groupPause
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-o.regroup:
+		}
+		select {
+		case <-ctx.Done():
+			return
+		case <-time.After(pause):
+		}
+		began := time.Now()
+		o.mu.Lock()
+		o.evaluate(began)
+		pause = max(groupPause, 4*time.Since(began))
+	}
+}
+
+// regrouped wakes group.
+func (o *Observer) regrouped() {
+	select {
+	case o.regroup <- struct{}{}:
+	default:
+	}
+}
+
 // Watch asks about targets, of a pod that is to end: port 0 is every port of the address. Changed is called when the state or the
-// generation of the reading has become another one, perhaps by several goroutines at once, which have others to serve: it must not
+// generation of the reading has become another one, or whether it is quiet, perhaps by several goroutines at once, which have others to serve: it must not
 // block. It may be called once more while Close is being called. The first reading is there at once. Targets without a valid address are
 // Unknown.
 func (o *Observer) Watch(targets []netip.AddrPort, changed func()) *Watch {
@@ -315,9 +365,9 @@ func (o *Observer) Watch(targets []netip.AddrPort, changed func()) *Watch {
 	if len(o.watches) == 1 {
 		o.lookForLegacy()
 	}
-	now := time.Now()
-	w.update(now)
-	o.evaluate(now)
+	w.update(time.Now())
+	o.mu.Unlock()
+	o.regrouped()
 	return w
 }
 
@@ -332,13 +382,14 @@ func (w *Watch) Reading() Reading {
 func (w *Watch) Close() {
 	w.closed.Do(func() {
 		w.o.mu.Lock()
+		defer w.o.regrouped()
+		defer w.o.mu.Unlock()
 		delete(w.o.watches, w)
 		for _, t := range w.targets {
 			if w.o.going[t]--; w.o.going[t] == 0 {
 				delete(w.o.going, t)
 			}
 		}
-		w.o.evaluate(time.Now())
 	})
 }
 
@@ -353,24 +404,22 @@ func (w *Watch) update(now time.Time) bool {
 
 // enter makes state the state. The caller holds o.mu.
 func (w *Watch) enter(state State, now time.Time) bool {
-	generation := fmt.Sprintf("%s.%d", w.o.boot, w.o.reads)
-	if state == w.reading.State && generation == w.reading.Generation {
+	if state == w.reading.State && w.o.generation == w.reading.Generation {
 		return false
 	}
-	if state != w.reading.State {
-		w.reading.Since = now
+	w.reading.Generation = w.o.generation
+	if state == w.reading.State && state != Removed {
+		return true
 	}
-	w.reading.State, w.reading.Generation = state, generation
-	if state == Removed {
-		w.period++
-		w.empty = 0
+	w.reading.State, w.reading.Since = state, now
+	w.reading.Connections, w.reading.Quiet = 0, state == Idle
+	w.period++
+	w.empty = 0
+	if state != Idle {
 		select {
 		case w.o.wake <- struct{}{}:
 		default:
 		}
-	}
-	if state != Removed {
-		w.reading.Connections = 0
 	}
 	return true
 }

@@ -1,0 +1,272 @@
+package main
+
+import (
+	"slices"
+	"time"
+
+	"github.com/lameduck-io/lameduck/pkg/drain"
+)
+
+// restartMost is that of the real shells: how long the stop of a container waits whose pod stays.
+const restartMost = 2 * time.Second
+
+// What stops containers although nobody has asked for the deletion of their pods, and the kubelets that forget what they were doing.
+
+// anyRunning finds a pod whose container runs, and which is not terminating.
+func (w *world) anyRunning() *pod {
+	var some []*pod
+	for _, p := range w.api.pods {
+		if p.ready && !p.terminating && p.halted == "" {
+			some = append(some, p)
+		}
+	}
+	if len(some) == 0 {
+		return nil
+	}
+	return some[w.rng.IntN(len(some))]
+}
+
+// restart stops the container of a pod: a probe has failed, or, if it is evicted, the node needs its memory. Its hook runs first.
+func (a *api) restart(p *pod, evicted bool) {
+	w := a.w
+	why := "its container is started again"
+	if evicted {
+		why = "its node evicts it"
+	}
+	a.log("%s: %s", p.uid, why)
+	then := func() { a.halt(p, why, evicted) }
+	w.after(nil, w.between(time.Millisecond, 100*time.Millisecond), func() {
+		if g := p.host; g != nil && g.up && g.listed {
+			g.waitRestart(p, then)
+		} else {
+			then()
+		}
+	})
+}
+
+// halt ends the process of a pod that stays, for good or until its container is started again.
+func (a *api) halt(p *pod, why string, forGood bool) {
+	w := a.w
+	if p.terminating || p.stopped || p.failed {
+		return // its deletion has other hooks
+	}
+	p.halted, p.stopped, p.failed = why, true, forGood
+	a.log("the container of %s has stopped: %s", p.uid, why)
+	w.measure("containers that were stopped though their pods stayed: " + why)
+	a.interrupt(p)
+	w.after(nil, w.between(time.Millisecond, 50*time.Millisecond), func() { a.setReady(p, false) })
+	if forGood {
+		w.after(nil, w.between(time.Second, 20*time.Second), func() {
+			if !p.terminating {
+				a.commit(p, &word{reason: "Failed", at: w.at})
+			}
+		})
+		return
+	}
+	w.after(nil, w.between(300*time.Millisecond, 5*time.Second), func() {
+		if p.terminating {
+			return // nothing is started any more
+		}
+		p.halted, p.stopped = "", false
+		a.log("the container of %s runs again", p.uid)
+		w.after(nil, w.between(60*time.Millisecond, 2*time.Second), func() {
+			if !p.terminating && p.halted == "" {
+				a.setReady(p, true)
+			}
+		})
+	})
+}
+
+// rerun is a kubelet that is started again: it has forgotten which hooks it runs, and runs them again.
+func (a *api) rerun(of *agent) {
+	w := a.w
+	a.log("the kubelet of %s is started again", of.name)
+	pause := w.between(100*time.Millisecond, 5*time.Second)
+	for _, p := range a.pods {
+		if p.host == of && p.terminating && !p.stopped && p.passed == nil {
+			w.measure("hooks that were run again")
+			a.runHooks(p, pause)
+		}
+	}
+}
+
+// waitRestart is cmd/agent's waits for a pod that is not terminating. then is told when the hook is answered.
+func (a *agent) waitRestart(p *pod, then func()) {
+	w := a.w
+	began, done, life := w.at, false, a.life
+	bound := restartMost
+	if brokenRule() == 17 {
+		bound = barrierBound
+	}
+	finish := func(how string) {
+		if done {
+			return
+		}
+		done = true
+		a.log("the hook of %s, which stays, is answered: %s", p.uid, how)
+		w.measure("hooks of pods that stayed that were answered: " + how)
+		then()
+	}
+	w.after(nil, restartMost+50*time.Millisecond, func() {
+		if !done && a.up && a.life == life && a.frozen <= began {
+			w.fail(checkHook, "the hook of %s, which stays, is not answered by %s after %s", p.uid, a.name, restartMost)
+		}
+	})
+	// The connection breaks with the agent.
+	a.broken = append(a.broken, func() { finish("AgentDown") })
+	w.after(&a.proc, bound, func() { finish("Bound") })
+	var ask func(i int)
+	ask = func(i int) {
+		if done {
+			return
+		}
+		for ; i < len(a.links); i++ {
+			l := a.links[i]
+			if l.conn == nil || !l.synced {
+				continue
+			}
+			failed := false
+			fail := func() {
+				if !failed {
+					failed = true
+					ask(i + 1)
+				}
+			}
+			l.asks = append(l.asks, fail)
+			c, session := l.c, l.session
+			if !c.up {
+				w.after(&a.proc, time.Millisecond, fail)
+				return
+			}
+			left := bound - (w.at - began)
+			w.send(&a.proc, &c.proc, nil, 0, func() {
+				c.rest(&rested{p: p, a: a, session: session, until: w.now.Add(left), answer: func(ok bool, how string) {
+					w.send(&c.proc, &a.proc, nil, 0, func() {
+						switch {
+						case failed:
+						case ok:
+							finish(how)
+						default:
+							fail()
+						}
+					})
+				}})
+			})
+			return
+		}
+		finish("nobody can be asked")
+	}
+	ask(0)
+}
+
+// rested is a hook of a pod that stays, at a replica.
+type rested struct {
+	p       *pod
+	a       *agent
+	session uint64
+	until   time.Time
+	answer  func(ok bool, how string)
+	turn    int
+}
+
+// rest is Coordinator.restart.
+func (c *coord) rest(x *rested) {
+	view, known := c.pods[x.p.uid]
+	if c.stopping || !known || view.terminating || !c.ledger.Current(x.a.id, x.session) {
+		x.answer(false, "")
+		return
+	}
+	services, _, _ := c.listings(x.p.uid)
+	targets := make([]drain.Targets, 0, len(services))
+	for i := range c.slices {
+		if slices.Contains(services, service(i)) {
+			targets = append(targets, drain.Targets{Service: service(i), Usable: c.usable(i)})
+		}
+	}
+	s := c.ledger.Restart(c.w.now, x.p.drainPod(), targets)
+	if s.Phase == drain.Closed {
+		x.answer(true, s.Reason.String())
+		return
+	}
+	c.asked(x.p.uid, targets)
+	if _, ok := c.begun[x.p.uid]; !ok {
+		c.begun[x.p.uid], c.answered[x.p.uid] = c.w.at, c.w.at
+		delete(c.numbers, x.p.uid)
+		c.restarted[x.p.uid] = true
+		c.log("drain of %s, which stays, begins", x.p.uid)
+	}
+	c.rests = append(c.rests, x)
+	c.settle()
+	c.restTurn(x)
+}
+
+func (c *coord) restTurn(x *rested) {
+	w := c.w
+	if !slices.Contains(c.rests, x) {
+		return
+	}
+	s := c.ledger.Status(w.now, x.p.uid)
+	over := func() { c.rests = slices.DeleteFunc(c.rests, func(o *rested) bool { return o == x }) }
+	switch {
+	case c.stopping:
+		over()
+		x.answer(false, "")
+		return
+	case !s.Waits() || !w.now.Before(x.until):
+		over()
+		if s.Phase == drain.Released && s.Reason == drain.Acknowledged && !x.p.terminating {
+			for _, a := range w.agents {
+				if a.kernel == nil {
+					c.checkDirected(x.p, s, a)
+				}
+			}
+		}
+		how := s.Phase.String()
+		if !s.Waits() {
+			how = s.Reason.String()
+		}
+		x.answer(true, how)
+		return
+	}
+	at := x.until
+	if !s.Recheck.IsZero() && s.Recheck.Before(at) {
+		at = s.Recheck
+	}
+	x.turn++
+	turn := x.turn
+	w.after(&c.proc, at.Sub(w.now), func() {
+		if x.turn == turn {
+			c.restTurn(x)
+		}
+	})
+}
+
+// wakeRests wakes those who wait for a pod's drain.
+func (c *coord) wakeRests(uid drain.UID) {
+	for _, x := range c.rests {
+		if x.p.uid == uid {
+			x.turn++
+			turn := x.turn
+			c.w.after(&c.proc, c.w.between(0, 200*time.Microsecond), func() {
+				if x.turn == turn {
+					c.restTurn(x)
+				}
+			})
+		}
+	}
+}
+
+// back hears that a pod has become ready, so that it is routed again if it was let go of for a restart before.
+func (c *coord) back(uid drain.UID, at time.Duration) {
+	begun, open := c.begun[uid]
+	if c.ledger.Back(c.w.now, uid, epoch.Add(at)) {
+		c.log("%s is ready again", uid)
+		c.w.measure("pods that were routed again because they were ready again")
+		c.closed(uid)
+		c.settle()
+		return
+	}
+	if open && c.restarted[uid] && at > begun {
+		c.w.fail(checkBack, "%s does not let %s be routed again, which has become ready after its container was stopped", c.name, uid)
+	}
+}
