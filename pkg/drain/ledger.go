@@ -748,6 +748,11 @@ func (l *Ledger) Since(id AgentID, rev uint64) (open []Open, released []Release,
 		return nil, nil, rev
 	}
 	next = rev
+	news := 0
+	for e := l.changes.Front(); e != nil && e.Value.(*drain).rev > rev; e = e.Next() {
+		news += number(e.Value.(*drain).open)
+	}
+	open = slices.Grow(open, news)
 	for e := l.changes.Front(); e != nil && e.Value.(*drain).rev > rev; e = e.Next() {
 		d := e.Value.(*drain)
 		next = max(next, d.rev)

@@ -31,6 +31,9 @@ const writeTimeout = 5 * time.Second
 // linesKept is how many bytes a stream keeps to write into again. It needs more when many drains begin at one time, which is seldom.
 const linesKept = 4 << 10
 
+// drainSize is about what it takes to tell of one drain, in bytes: room is made once for all that are told at one time.
+const drainSize = 256
+
 // bodyTimeout is how long an agent may take to send the body of a post. A slower one is cut.
 const bodyTimeout = 5 * time.Second
 
@@ -351,6 +354,7 @@ func (c *Coordinator) listen(ctx context.Context, from *bufio.Reader, conn net.C
 		line, err := from.ReadSlice('\n')
 		if errors.Is(err, bufio.ErrBufferFull) {
 			if len(long) == 0 {
+				long = slices.Grow(long, 4*len(line))
 				_ = conn.SetReadDeadline(time.Now().Add(bodyTimeout))
 			}
 			if long = append(long, line...); len(long) > wire.MaxBody {
@@ -513,6 +517,7 @@ func (c *Coordinator) stream(w http.ResponseWriter, r *http.Request, who Identit
 			return nil, errWritten
 		}
 		sent = next
+		lines = slices.Grow(lines, len(open)*drainSize)
 		for _, d := range open {
 			if d.Watch != nil {
 				say(wire.Message{Type: wire.TypeWatch, Watch: d.Watch})
