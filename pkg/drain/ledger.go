@@ -107,7 +107,7 @@ type agent struct {
 	countedExpected, countedMissing bool
 }
 
-// heard is a report, by whom it is, and as of when it counts. at its place in the list of its subject, by which it is taken out of that.
+// heard is a report, by whom it is, and as of when it counts. place is its index in the list of its subject.
 type heard struct {
 	Report
 	by    *agent
@@ -281,8 +281,8 @@ func (l *Ledger) subject(uid UID) *subject {
 	return of
 }
 
-// leave forgets a pod of which nothing is known any more.
-func (l *Ledger) leave(of *subject) {
+// spare forgets a pod of which nothing is known any more.
+func (l *Ledger) spare(of *subject) {
 	if of.drains == [gates]*drain{} && len(of.heard[AtHold]) == 0 && len(of.heard[AtBarrier]) == 0 {
 		delete(l.subjects, of.uid)
 	}
@@ -507,7 +507,7 @@ func (l *Ledger) Tick(now time.Time) []Pod {
 		case !d.open && now.Sub(d.closedAt) >= l.times.Memory:
 			l.changes.Remove(d.element)
 			d.of.drains[d.gate] = nil
-			l.leave(d.of)
+			l.spare(d.of)
 		}
 	})
 	slices.SortFunc(forgotten, func(a, b *drain) int { return cmp.Compare(a.pod.UID, b.pod.UID) })
@@ -749,6 +749,11 @@ func (l *Ledger) Since(id AgentID, rev uint64) (open []Open, released []Release,
 		return nil, nil, rev
 	}
 	next = rev
+	news := 0
+	for e := l.changes.Front(); e != nil && e.Value.(*drain).rev > rev; e = e.Next() {
+		news += number(e.Value.(*drain).open)
+	}
+	open = slices.Grow(open, news)
 	for e := l.changes.Front(); e != nil && e.Value.(*drain).rev > rev; e = e.Next() {
 		d := e.Value.(*drain)
 		next = max(next, d.rev)
@@ -864,7 +869,7 @@ func (l *Ledger) unhear(of *subject, r *heard) {
 	all[last] = nil
 	of.heard[r.Gate] = all[:last]
 	delete(r.by.reports[r.Gate], of)
-	l.leave(of)
+	l.spare(of)
 }
 
 func (l *Ledger) void(a *agent) {

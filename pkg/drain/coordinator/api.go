@@ -31,6 +31,9 @@ const writeTimeout = 5 * time.Second
 // linesKept is how many bytes a stream keeps to write into again. It needs more when many drains begin at one time, which is seldom.
 const linesKept = 4 << 10
 
+// drainSize is about what it takes to tell of one drain, in bytes: room is made once for all that are told at one time.
+const drainSize = 256
+
 // bodyTimeout is how long an agent may take to send the body of a post. A slower one is cut.
 const bodyTimeout = 5 * time.Second
 
@@ -352,6 +355,7 @@ func (c *Coordinator) listen(ctx context.Context, from *bufio.Reader, conn net.C
 		line, err := from.ReadSlice('\n')
 		if errors.Is(err, bufio.ErrBufferFull) {
 			if len(long) == 0 {
+				long = slices.Grow(long, 4*len(line))
 				_ = conn.SetReadDeadline(time.Now().Add(bodyTimeout))
 			}
 			if long = append(long, line...); len(long) > wire.MaxBody {
@@ -510,22 +514,25 @@ func (c *Coordinator) stream(w http.ResponseWriter, r *http.Request, who Identit
 	heartbeat := time.NewTicker(c.times.Heartbeat)
 	defer heartbeat.Stop()
 	var sent uint64
+	var told [][]byte
 	over := false
 	for first := true; ; first = false {
 		c.mu.Lock()
 		current := c.ledger.Current(who.Agent, session)
 		open, released, next := c.ledger.Since(who.Agent, sent)
+		told = c.tellOf(told[:0], open)
 		c.mu.Unlock()
 		if !current {
 			return nil, errWritten
 		}
 		sent = next
-		for _, d := range open {
+		lines = slices.Grow(lines, len(open)*drainSize)
+		for i, d := range open {
 			if d.Watch != nil {
 				say(wire.Message{Type: wire.TypeWatch, Watch: d.Watch})
 				continue
 			}
-			say(wire.Message{Type: wire.TypeDrain, Drain: &d})
+			lines = wire.AppendTold(lines, c.clock(time.Now()), told[i])
 		}
 		for _, d := range released {
 			say(wire.Message{Type: wire.TypeRelease, Release: &d})
@@ -538,7 +545,7 @@ func (c *Coordinator) stream(w http.ResponseWriter, r *http.Request, who Identit
 				return nil, errWritten
 			}
 			if lines = lines[:0]; cap(lines) > linesKept {
-				lines = nil
+				lines, told = nil, nil
 			}
 		}
 		select {
@@ -561,6 +568,35 @@ func (c *Coordinator) stream(w http.ResponseWriter, r *http.Request, who Identit
 			return nil, errWritten
 		}
 	}
+}
+
+// telling is what a drain is told as depends on. See [drain.Open.Number].
+type telling struct {
+	number uint64
+	since  time.Time
+}
+
+// tellingsMost bounds the drains of which is kept how they are told.
+const tellingsMost = 1024
+
+// tellOf, called with the lock, appends how agents are told of drains, which is the same for all of them. A Watch is not told so: nil.
+func (c *Coordinator) tellOf(told [][]byte, open []drain.Open) [][]byte {
+	for _, d := range open {
+		if d.Watch != nil {
+			told = append(told, nil)
+			continue
+		}
+		text, known := c.told[telling{d.Number, d.Since}]
+		if !known {
+			if len(c.told) >= tellingsMost {
+				clear(c.told) // and they are written again
+			}
+			text = wire.Told(d)
+			c.told[telling{d.Number, d.Since}] = text
+		}
+		told = append(told, text)
+	}
+	return told
 }
 
 // upgraded is the answer to an agent that wants to write into its stream.

@@ -87,6 +87,8 @@ type Coordinator struct {
 	// barred are the hooks that wait at the barrier, barriers counts them.
 	barred   map[drain.UID]chan struct{}
 	barriers int
+	// told holds how agents are told of drains, each written once. See [Coordinator.tellOf].
+	told map[telling][]byte
 	// streams holds each agent's newest.
 	streams map[drain.AgentID]*stream
 	holds   int
@@ -124,6 +126,7 @@ func New(self drain.Lease, times drain.Times, o Options) *Coordinator {
 		began:  time.Now(),
 		stop:   make(chan struct{}),
 		barred: map[drain.UID]chan struct{}{},
+		told:   map[telling][]byte{},
 	}
 	c.ledger.SetScope(o.Scope)
 	if o.Sampling != (drain.Sampling{}) {

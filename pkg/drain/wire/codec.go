@@ -20,6 +20,15 @@ func AppendMessage(b []byte, m Message) []byte {
 	return appendJSON(b, m)
 }
 
+// Told returns a Message of type drain without its time: what all agents are told of a drain is written once. See [AppendTold].
+func Told(d drain.Open) []byte { return AppendMessage(nil, Message{Type: TypeDrain, Drain: &d})[1:] }
+
+// AppendTold appends the line of a message that Told wrote, at is its time, which must not be 0.
+func AppendTold(b []byte, at int64, told []byte) []byte {
+	b = strconv.AppendInt(append(b, `{"at":`...), at, 10)
+	return append(append(b, ','), told...)
+}
+
 func appendMessage(b []byte, m Message) ([]byte, bool) {
 	b = append(b, '{')
 	if m.At != 0 {

@@ -201,3 +201,14 @@ func FuzzReports(f *testing.F) {
 		}
 	})
 }
+
+// What is written once for all is what would be written for each.
+func TestToldIsTheMessage(t *testing.T) {
+	for _, name := range []string{"web-1", "with \"quotes\" <and> more"} {
+		d := drain.Open{Pod: drain.Pod{Namespace: "shop", Name: name, UID: "u"}, Since: time.Date(2026, 1, 2, 3, 4, 5, 6, time.UTC), Number: 7}
+		want := AppendMessage(nil, Message{At: 20117, Type: TypeDrain, Drain: &d})
+		if got := AppendTold(nil, 20117, Told(d)); string(got) != string(want) {
+			t.Errorf("%s, want %s", got, want)
+		}
+	}
+}
