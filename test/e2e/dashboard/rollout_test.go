@@ -131,7 +131,6 @@ func TestARollingUpdateIsSeen(t *testing.T) {
 	explain(b, "shop", old[0].Name)
 	b.await("#explain-result", "It would be deleted when 1 gateway that routes to it has let go.")
 	b.await("#explain-result", gateway)
-	b.pictureOf("page-explain", "#explain")
 	if got := b.text("#drains-table"); got != "" {
 		t.Errorf("to ask has opened a drain: %q", got)
 	}
