@@ -124,12 +124,12 @@ func TestBothGatesAndHealthAreSeen(t *testing.T) {
 	if got := b.text("#barriers-table"); !strings.Contains(got, "hook httpGet") || !strings.Contains(got, "a stated wait of 2.0 s") || !strings.Contains(got, "on node-1") {
 		t.Errorf("at the barrier: %q", got)
 	}
-	pictures(b, func() bool { return b.text("#barriers-table") != "" })
+	pictures(b, func() bool { return b.text("#barriers-table") != "" && b.text("#drains-table") != "" })
 	if err := <-done; err != nil {
 		t.Fatal(err)
 	}
 	b.await("#barriers-empty", "No pod waits at the barrier")
-	b.await("#speed-table", "kube-proxy idle")
+	b.await("#speed-table", "kube-proxy removed")
 	outcomes := view(t).Outcomes
 	for _, pod := range old {
 		var gates []string
