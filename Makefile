@@ -117,7 +117,7 @@ chromium: ## Chromium, if it is missing and may be installed; the page's tests a
 
 .PHONY: screenshots
 screenshots: haproxy chromium kubernetes ## docs/images, taken of the page during a rolling update
-	@mkdir -p docs/images && cd test/e2e && REQUIRE_REAL=1 LAMEDUCK_SCREENSHOTS=$(CURDIR)/docs/images go test -count=1 -run '^TestARollingUpdateIsSeen$$' ./dashboard
+	@mkdir -p docs/images && cd test/e2e && REQUIRE_REAL=1 LAMEDUCK_SCREENSHOTS=$(CURDIR)/docs/images go test -count=1 -run '^TestBothGatesAndHealthAreSeen$$' ./dashboard
 
 .PHONY: prometheus
 prometheus: ## Prometheus and promtool, if they are missing and may be installed; their tests are skipped on a laptop without them

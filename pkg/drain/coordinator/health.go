@@ -6,7 +6,6 @@ import (
 	"slices"
 	"strconv"
 	"sync"
-	"time"
 
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
@@ -29,7 +28,6 @@ type beliefs struct {
 // belief is one agent's.
 type belief struct {
 	session  uint64
-	at       time.Time
 	services int
 	all      wire.TargetCounts
 	told     map[drain.Service]*wire.ServiceHealth
@@ -37,8 +35,8 @@ type belief struct {
 	size int
 }
 
-// take takes in what is new. What the agent has not declared, and what there is no room for, is left out: may says the former.
-func (b *beliefs) take(now time.Time, id drain.AgentID, h wire.Health, may func(drain.Service) bool) {
+// take takes in what is new. What may says no to, because the agent has not declared it, and what there is no room for, is left out.
+func (b *beliefs) take(id drain.AgentID, h wire.Health, may func(drain.Service) bool) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	is := b.of[id]
@@ -52,7 +50,7 @@ func (b *beliefs) take(now time.Time, id drain.AgentID, h wire.Health, may func(
 	case is == nil || is.session != h.Session:
 		return // it is a difference to something that is not known
 	}
-	is.at, is.services, is.all = now, h.Services, h.All
+	is.services, is.all = h.Services, h.All
 	forget := func(s drain.Service) {
 		if had, ok := is.told[s]; ok {
 			is.size -= had.Size()
@@ -94,7 +92,7 @@ func (c *Coordinator) believe(who Identity, h wire.Health) bool {
 	if !ok {
 		return false
 	}
-	c.beliefs.take(time.Now(), who.Agent, h, func(s drain.Service) bool { return routed[s] })
+	c.beliefs.take(who.Agent, h, func(s drain.Service) bool { return routed[s] })
 	c.mu.Lock()
 	ok = current()
 	c.mu.Unlock()
@@ -160,8 +158,6 @@ type Believer struct {
 	Agent   drain.AgentID
 	Name    string
 	Gateway string
-	// At is when it last told of anything.
-	At time.Time
 	wire.ServiceHealth
 }
 
@@ -212,7 +208,7 @@ func (b *beliefs) view(agents []Agent) Beliefs {
 				trouble = 0
 			}
 			if len(s.of[trouble]) < believersMost {
-				s.of[trouble] = append(s.of[trouble], Believer{Agent: a.ID, Name: a.Name, Gateway: a.Gateway, At: is.at, ServiceHealth: *told})
+				s.of[trouble] = append(s.of[trouble], Believer{Agent: a.ID, Name: a.Name, Gateway: a.Gateway, ServiceHealth: *told})
 			}
 		}
 	}

@@ -184,7 +184,7 @@ func TestWhatOneAgentTakesIsBounded(t *testing.T) {
 				}
 				h.Changed = append(h.Changed, one)
 			}
-			b.take(time.Now(), drain.AgentID(fmt.Sprint(id)), h, func(drain.Service) bool { return true })
+			b.take(drain.AgentID(fmt.Sprint(id)), h, func(drain.Service) bool { return true })
 		}
 	}
 	if each := (heap() - before) / agents; each > 44<<10 || each < 8<<10 {
@@ -200,7 +200,7 @@ func TestWhatOneAgentTakesIsBounded(t *testing.T) {
 	for s := range is.told {
 		gone.Gone = append(gone.Gone, s)
 	}
-	b.take(time.Now(), "7", gone, func(drain.Service) bool { return true })
+	b.take("7", gone, func(drain.Service) bool { return true })
 	if is.size != 0 || len(is.told) != 0 {
 		t.Errorf("%d bytes in %d Services are left", is.size, len(is.told))
 	}
@@ -226,7 +226,7 @@ func BenchmarkBeliefs(b *testing.B) {
 		}
 		id := drain.AgentID(fmt.Sprint(a))
 		agents = append(agents, Agent{Known: drain.Known{ID: id, Name: string(id)}})
-		all.take(time.Now(), id, h, func(drain.Service) bool { return true })
+		all.take(id, h, func(drain.Service) bool { return true })
 	}
 	for b.Loop() {
 		all.view(agents)

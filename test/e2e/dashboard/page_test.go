@@ -160,7 +160,7 @@ func busy() *made {
 			ByName: "lameduck-node/agent-7kq2x"}, Entered: ago(5 * time.Second)},
 	}
 	believe := func(name string, c wire.TargetCounts, open bool, targets ...wire.TargetHealth) coordinator.Believer {
-		return coordinator.Believer{Name: name, Gateway: "haproxy", At: now, ServiceHealth: wire.ServiceHealth{TargetCounts: c, FailingOpen: open, Checked: true, Targets: targets}}
+		return coordinator.Believer{Name: name, Gateway: "haproxy", ServiceHealth: wire.ServiceHealth{TargetCounts: c, FailingOpen: open, Checked: true, Targets: targets}}
 	}
 	broken := wire.TargetHealth{Address: netip.MustParseAddrPort("10.244.3.17:8080"), Pod: "shop/checkout-6f7f9c5d8b-9d2zk", Why: "failing-open", Last: "http failure: 503", Since: ago(5 * time.Minute)}
 	sick := broken
