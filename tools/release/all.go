@@ -46,21 +46,27 @@ func makeAll(ctx context.Context, s source, o options, out io.Writer) error {
 	if err := makePlugins(ctx, s, o, out); err != nil {
 		return err
 	}
-	if entries, err = os.ReadDir(o.out); err != nil {
+	return writeSums(o.out, out)
+}
+
+// writeSums writes the checksums of all files of a folder, but not of its folders: each file of the images' is called by its digest.
+func writeSums(dir string, out io.Writer) error {
+	entries, err := os.ReadDir(dir)
+	if err != nil {
 		return err
 	}
 	var sums bytes.Buffer
 	for _, e := range entries {
-		if e.IsDir() { // the layout: every file of it is called by its digest
+		if e.IsDir() {
 			continue
 		}
-		content, err := os.ReadFile(filepath.Join(o.out, e.Name()))
+		content, err := os.ReadFile(filepath.Join(dir, e.Name()))
 		if err != nil {
 			return err
 		}
 		fmt.Fprintf(&sums, "%x  %s\n", sha256.Sum256(content), e.Name())
 	}
-	return writeAll(o.out, map[string][]byte{"SHA256SUMS": sums.Bytes()}, out)
+	return writeAll(dir, map[string][]byte{"SHA256SUMS": sums.Bytes()}, out)
 }
 
 // makePlugins writes kubectl lameduck for people's computers, with its licences, and what is in it.
@@ -69,34 +75,39 @@ func makePlugins(ctx context.Context, s source, o options, out io.Writer) error 
 	if err != nil {
 		return err
 	}
-	defer os.RemoveAll(built)
+	defer func() { _ = os.RemoveAll(built) }()
 	for _, on := range plugins {
 		dir := filepath.Join(built, on.String())
 		if err := s.build(ctx, on, dir, plugin); err != nil {
 			return err
 		}
-		p, err := readProgram(plugin, filepath.Join(dir, plugin))
-		if err != nil {
-			return err
-		}
-		content, err := licenses(ctx, s, p)
-		if err != nil {
-			return err
-		}
-		content[plugin] = file{p.content, true}
-		packed, err := compressed(content, s.created)
-		if err != nil {
-			return err
-		}
-		listed, err := bom(s, p, on)
-		if err != nil {
-			return err
-		}
-		if err := writeAll(o.out, map[string][]byte{
-			plugin + "-" + s.version + "-" + on.String() + ".tar.gz": packed, bomFile(plugin, s.version, on): listed,
-		}, out); err != nil {
+		if err := packPlugin(ctx, s, o, on, filepath.Join(dir, plugin), out); err != nil {
 			return err
 		}
 	}
 	return nil
+}
+
+// packPlugin is makePlugins for one platform, of a program that was built.
+func packPlugin(ctx context.Context, s source, o options, on platform, path string, out io.Writer) error {
+	p, err := readProgram(plugin, path)
+	if err != nil {
+		return err
+	}
+	content, err := licenses(ctx, s, p)
+	if err != nil {
+		return err
+	}
+	content[plugin] = file{p.content, true}
+	packed, err := compressed(content, s.created)
+	if err != nil {
+		return err
+	}
+	listed, err := bom(s, p, on)
+	if err != nil {
+		return err
+	}
+	return writeAll(o.out, map[string][]byte{
+		plugin + "-" + s.version + "-" + on.String() + ".tar.gz": packed, bomFile(plugin, s.version, on): listed,
+	}, out)
 }

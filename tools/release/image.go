@@ -60,7 +60,7 @@ func makeImages(ctx context.Context, s source, o options, out io.Writer) error {
 	if err != nil {
 		return err
 	}
-	defer os.RemoveAll(built)
+	defer func() { _ = os.RemoveAll(built) }()
 	// One after another: each build uses all processors.
 	for _, p := range o.platforms {
 		if err := s.build(ctx, p, filepath.Join(built, p.String()), programs...); err != nil {
@@ -258,7 +258,7 @@ func (m made) write(all layout.Path, o options, s source, out io.Writer) error {
 	if err != nil {
 		return err
 	}
-	defer os.RemoveAll(dir)
+	defer func() { _ = os.RemoveAll(dir) }()
 	one, err := layout.Write(dir, empty.Index)
 	if err != nil {
 		return err

@@ -181,8 +181,10 @@ func makeManifests(s source, o options, out io.Writer) error {
 	}
 	write["images.txt"] = list.Bytes()
 	for name, content := range write {
-		if left := placeholder.Find(content); left != nil {
-			return fmt.Errorf("%s still names %s", name, left)
+		for _, found := range placeholder.FindAllIndex(content, -1) {
+			if !bytes.HasPrefix(content[found[1]:], []byte("@sha256:")) {
+				return fmt.Errorf("%s still names %s", name, content[found[0]:found[1]])
+			}
 		}
 	}
 	return writeAll(o.out, write, out)

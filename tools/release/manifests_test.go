@@ -116,6 +116,25 @@ func TestManifests(t *testing.T) {
 	}
 }
 
+// make images by itself makes images of the names that are in the tree, which by digest are no names to be left out.
+func TestManifestsOfTheTreesNames(t *testing.T) {
+	if os.Getenv("LAMEDUCK_DIST") != "" {
+		t.Skip("makes images of its own")
+	}
+	o, s := fixture(t)
+	o.out, o.registry, o.version, s.version = t.TempDir(), "docker.io/lameduck", "dev", "dev"
+	if err := packImages(t.Context(), s, o, filepath.Join(madeDir, "built"), io.Discard); err != nil {
+		t.Fatal(err)
+	}
+	if err := makeManifests(s, o, io.Discard); err != nil {
+		t.Fatal(err)
+	}
+	content, err := os.ReadFile(filepath.Join(o.out, "install.yaml"))
+	if want := "image: docker.io/lameduck/webhook:dev@" + digests(t, o)["webhook"] + "\n"; err != nil || !strings.Contains(string(content), want) {
+		t.Errorf("no %s in %s (%v)", want, content, err)
+	}
+}
+
 // A tree that names an image in a way that is not known here must not go out with a name that nobody can pull.
 func TestManifestsOfAChangedTree(t *testing.T) {
 	refs := map[string]string{"webhook": "r/webhook:v1@sha256:1", "agent": "r/agent:v1@sha256:2", "lameduck-wait": "r/lameduck-wait:v1@sha256:3"}

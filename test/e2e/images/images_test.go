@@ -170,21 +170,25 @@ func TestARelease(t *testing.T) {
 		}
 	}
 	kubectl("label", "namespace", namespace, "lameduck.io/barrier=enabled")
-	// A while later the API server knows that.
-	for i := 0; ; i++ {
-		name := fmt.Sprint("hooked-", i)
-		run(name, refs["agent"])
-		if init := kubectl("get", "pod", "-n", namespace, name, "-o", "jsonpath={.spec.initContainers[*].image}"); init != "" {
-			if want := refs["lameduck-wait-by-digest"]; init != want {
-				t.Errorf("a new pod has %q before it, want %s", init, want)
-			}
-			ended(name, "a pod with the hook")
-			return
+	// Not one that is to end by itself, which is not for the barrier. A while later the API server knows of the namespace's label.
+	hooked := strings.Replace(fmt.Sprintf(pod, "hooked", refs["agent"]), "restartPolicy: Never", "restartPolicy: Always", 1)
+	for began := time.Now(); ; time.Sleep(100 * time.Millisecond) {
+		init, err := c.KubectlInput(t.Context(), hooked, "create", "--dry-run=server", "-o", "jsonpath={.spec.initContainers[*].image}", "-f", "-")
+		if err != nil {
+			t.Fatalf("%v: %s", err, init)
 		}
-		if i > 100 {
-			t.Fatal("new pods do not get the hook")
+		if init == refs["lameduck-wait-by-digest"] {
+			break
 		}
-		time.Sleep(100 * time.Millisecond)
+		if init != "" || time.Since(began) > 30*time.Second {
+			t.Fatalf("a new pod has %q before it, want %s", init, refs["lameduck-wait-by-digest"])
+		}
+	}
+	if out, err := c.KubectlInput(t.Context(), hooked, "create", "-f", "-"); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	if out, err := c.Kubectl(t.Context(), "wait", "-n", namespace, "pod/hooked", "--for=jsonpath={.status.initContainerStatuses[0].state.terminated.reason}=Completed", "--timeout=60s"); err != nil {
+		t.Errorf("lameduck-wait does not copy itself: %v: %s\n%s", err, out, kubectl("describe", "pod", "-n", namespace, "hooked"))
 	}
 }
 
@@ -197,7 +201,7 @@ func objects(t *testing.T, texts ...string) map[string]object {
 	for _, text := range texts {
 		for _, document := range strings.Split("\n"+text, "\n---\n") {
 			var o object
-			if err := yaml.Unmarshal([]byte(document), &o); err != nil {
+			if err := yaml.Unmarshal([]byte(document+"\n"), &o); err != nil {
 				t.Fatalf("%v in %s", err, document)
 			}
 			if meta, ok := o["metadata"].(object); ok {
