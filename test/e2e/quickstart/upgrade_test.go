@@ -142,7 +142,8 @@ func (l *lab) testUpgrade(t *testing.T) {
 			l.explain(t)
 			t.FailNow()
 		}
-	} // And other certificates, at leisure and at once: the API server is heard again after it.
+	}
+	// And other certificates, at leisure and at once: the API server is heard again after it.
 	for _, block := range find(t, "operations.md", "Certificates").blocks {
 		l.sh(t, block)
 	}
