@@ -3,7 +3,6 @@ package main
 import (
 	"context"
 	"errors"
-	"fmt"
 	"log/slog"
 	"net"
 	"syscall"
@@ -85,16 +84,16 @@ func (b beside) wait(ctx context.Context) (net.Listener, error) {
 }
 
 // listenShared listens on an address beside those who do the same, as the same user.
+//
+// Known flaw: a connection that is in the queue of the other at the moment in which that closes it is reset. Which of the two gets a connection a program in the
+// kernel could say (SO_ATTACH_REUSEPORT_CBPF), but not every kernel takes one; handing the one socket over would end it.
 func listenShared(address string) (net.Listener, error) {
 	config := net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) error {
 		var err error
 		if e := c.Control(func(fd uintptr) { err = unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_REUSEPORT, 1) }); e != nil {
 			return e
 		}
-		if err != nil {
-			return fmt.Errorf("share an address: %w", err)
-		}
-		return nil
+		return err
 	}}
 	return config.Listen(context.Background(), "tcp", address)
 }

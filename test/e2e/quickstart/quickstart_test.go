@@ -19,6 +19,7 @@ import (
 func TestInstalled(t *testing.T) {
 	l := newLab(t)
 	t.Run("QuickStart", l.testQuickStart)
+	t.Run("OwnCertificates", l.testOwnCertificates)
 	t.Run("Upgrade", l.testUpgrade)
 }
 
