@@ -604,7 +604,7 @@ func (c *coord) learn(a *agent, r drain.Report) {
 	c.took = max(c.took, c.w.now.Sub(s.Since))
 }
 
-// asked says whether a had to be asked at the barrier of a pod, or why not.
+// toldAtBarrier says why a need not have been asked at the barrier of a pod. Empty: it had to be, or was.
 func (c *coord) toldAtBarrier(p *pod, a *agent) (why string) {
 	if _, told := c.watched[a.id][p.uid]; told || a == p.host {
 		return ""
