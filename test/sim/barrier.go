@@ -206,7 +206,7 @@ func (k *kernel) stays(uid drain.UID, all []slice) bool {
 			if !slices.Contains(k.chosen[2*i+n], uid) {
 				continue
 			}
-			if is, _ := choose(s.endpoints, here); !slices.Contains(is, uid) {
+			if listed, other := others(s, uid, here); !listed || other {
 				return false
 			}
 		}
@@ -214,16 +214,20 @@ func (k *kernel) stays(uid drain.UID, all []slice) bool {
 	return true
 }
 
+// others says whether a slice lists uid, and another endpoint that is ready, on one node if here is not nil.
+func others(s slice, uid drain.UID, here *agent) (listed, other bool) {
+	for _, e := range s.endpoints {
+		listed = listed || e.uid == uid
+		other = other || e.uid != uid && e.ready && !e.terminating && (here == nil || e.host == here)
+	}
+	return listed, other
+}
+
 // staysInOne says whether the kernel goes on sending to p in one of its several Services, which covers the others as well.
 func (k *kernel) staysInOne(p *pod, all []slice) bool {
 	for _, i := range p.services {
 		for _, here := range []*agent{nil, p.host} {
-			listed, other := false, false
-			for _, e := range all[i].endpoints {
-				listed = listed || e.uid == p.uid
-				other = other || e.uid != p.uid && e.ready && !e.terminating && (here == nil || e.host == here)
-			}
-			if len(p.services) > 1 && listed && !other && (here == nil || k.w.api.policies[i] != everywhere) {
+			if listed, other := others(all[i], p.uid, here); len(p.services) > 1 && listed && !other && (here == nil || k.w.api.policies[i] != everywhere) {
 				return true
 			}
 		}
@@ -600,7 +604,7 @@ func (c *coord) learn(a *agent, r drain.Report) {
 	c.took = max(c.took, c.w.now.Sub(s.Since))
 }
 
-// asked says whether a had to be asked at the barrier of a pod, or why not.
+// toldAtBarrier says why a need not have been asked at the barrier of a pod. Empty: it had to be, or was.
 func (c *coord) toldAtBarrier(p *pod, a *agent) (why string) {
 	if _, told := c.watched[a.id][p.uid]; told || a == p.host {
 		return ""

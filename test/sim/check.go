@@ -53,8 +53,6 @@ const (
 	checkHook    = "hook"
 	// checkStated: a pod is let stop before the wait is over that one of its Services states, or that is made for the nodes that are not asked.
 	checkStated = "stated"
-	// checkAsked: a barrier is passed, and a node was not asked that had to be.
-	checkAsked = "asked"
 	// checkBack: a pod whose container was stopped, and which is ready again, is not routed again.
 	checkBack = "back"
 	// checkOpen, checkStone and checkRoutes: after quiet, a drain is open, a living pod has a tombstone, or a gateway does not route what
