@@ -305,6 +305,15 @@ func (m *Machine) Restart(name string) error {
 	return m.start(name, command...)
 }
 
+// Reconfigure has the kubelet start anew with further lines in its configuration, in place of those of [Options]. It does not wait until it is
+// ready.
+func (m *Machine) Reconfigure(kubelet ...string) error {
+	if err := os.WriteFile(filepath.Join(m.dir, "kubelet.yaml"), []byte(kubeletConfig(m, kubelet)), 0o644); err != nil {
+		return fmt.Errorf("configure machine %s: %w", m.Name, err)
+	}
+	return m.Restart("kubelet")
+}
+
 // Kill kills containerd, kubelet or kube-proxy with SIGKILL and waits until it is gone. Killed again, nothing happens.
 func (m *Machine) Kill(name string) error {
 	m.mu.Lock()

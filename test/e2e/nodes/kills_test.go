@@ -231,10 +231,7 @@ func (l *lab) addresses(t *testing.T, namespace, node string) []string {
 // Soft node-pressure eviction stops pods without deleting them, too.
 func TestSoftEviction(t *testing.T) {
 	cluster.Entered(t)
-	// All of the computer's memory is too little, once the grace period of the threshold is over: by then the pod runs.
-	l := newLab(t, 1, machine.Options{Kubelet: []string{
-		"evictionSoft: {memory.available: 4Ti}", "evictionSoftGracePeriod: {memory.available: 75s}", "evictionMaxPodGracePeriod: 60",
-	}})
+	l := newLab(t, 1, machine.Options{})
 	l.namespace(t, "lameduck", map[string]string{"lameduck.io/barrier": "enabled"})
 	l.addWebhooks(t)
 	l.start(t, "lameduck", pod("victim", "node-1"))
@@ -244,6 +241,10 @@ func TestSoftEviction(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer events.Stop()
+	// All of the computer's memory is too little.
+	if err := l.set.Machines[0].Reconfigure("evictionSoft: {memory.available: 4Ti}", "evictionSoftGracePeriod: {memory.available: 2s}", "evictionMaxPodGracePeriod: 60"); err != nil {
+		t.Fatal(err)
+	}
 	var killing time.Time
 	// Only an Event tells: a pod whose app exits with 0 is shown as Completed, evicted or not.
 	evicted := false

@@ -303,7 +303,7 @@ func (l *lab) testNoAgents(t *testing.T) {
 	}
 }
 
-// configure has coordinators start anew with a configuration, which goes on below its kind.
+// configure has coordinators start anew with more keys in their configuration.
 func (l *lab) configure(t *testing.T, more string) {
 	t.Helper()
 	for _, o := range l.manifests(t) {
@@ -323,7 +323,24 @@ type passed struct {
 	Pod    string    `json:"pod"`
 	Reason string    `json:"reason"`
 	Owed   int       `json:"owed"`
+	Since  float64   `json:"sinceSeconds"`
 	Stated float64   `json:"statedSeconds"`
+	// Waiting are the agents that were still waited for.
+	Waiting []string `json:"waitingFor"`
+}
+
+// passed returns what coordinators have written of pods whose names, with the namespace, begin like this.
+func (l *lab) passed(t *testing.T, since time.Time, prefix string) ([]passed, error) {
+	t.Helper()
+	out, err := l.Kubectl(t.Context(), "logs", "-n", system, "-l", "app.kubernetes.io/component=webhook", "--tail=-1", "--since-time="+since.Add(-time.Second).Format(time.RFC3339))
+	var all []passed
+	for line := range strings.Lines(out) {
+		var one passed
+		if json.Unmarshal([]byte(line), &one) == nil && one.Msg == "barrier passed" && strings.HasPrefix(one.Pod, prefix) {
+			all = append(all, one)
+		}
+	}
+	return all, err
 }
 
 // replace starts a pod on each node, deletes all at once, and returns what coordinators wrote of them.
@@ -334,25 +351,16 @@ func (l *lab) replace(t *testing.T, namespace, name string) []passed {
 		pods = append(pods, pod(name+"-"+m.Name, m.Name))
 	}
 	l.start(t, namespace, pods...)
+	time.Sleep(4 * time.Second) // younger ones wait for kernels that may not have heard of them
 	began := time.Now()
 	l.kubectl(t, "delete", "pods", "-n", namespace, "--all", "--timeout=60s")
 	var all []passed
 	l.until(t, "what coordinators say of "+name, func() error {
-		all = nil
-		out, err := l.Kubectl(t.Context(), "logs", "-n", system, "-l", "app.kubernetes.io/component=webhook", "--tail=-1", "--since-time="+began.Add(-time.Second).Format(time.RFC3339))
-		if err != nil {
-			return err
+		var err error
+		if all, err = l.passed(t, began, namespace+"/"+name); err == nil && len(all) != len(pods) {
+			err = fmt.Errorf("%d barriers", len(all))
 		}
-		for line := range strings.Lines(out) {
-			var one passed
-			if json.Unmarshal([]byte(line), &one) == nil && one.Msg == "barrier passed" && strings.HasPrefix(one.Pod, namespace+"/"+name) {
-				all = append(all, one)
-			}
-		}
-		if len(all) != len(pods) {
-			return fmt.Errorf("%d barriers", len(all))
-		}
-		return nil
+		return err
 	})
 	return all
 }
@@ -373,10 +381,10 @@ func (l *lab) testScopes(t *testing.T) {
 	}
 	// Each replica learns by itself, and which one is asked follows from the pod's UID: it is made to be one.
 	l.kubectl(t, "scale", "-n", system, "deployment/lameduck-webhook", "--replicas=1")
-	l.configure(t, "    barrier: {ask: quorum, sampling: {size: 1, learnFrom: 9}}\n")
+	l.configure(t, "barrier: {ask: quorum, sampling: {size: 1, learnFrom: 9}}\n")
 	check("quorum, nothing learnt yet", l.replace(t, namespace, "first"), 3, 3, false)
 	check("quorum", l.replace(t, namespace, "then"), 1, 2, true)
-	l.configure(t, "    barrier: {ask: local}\n")
+	l.configure(t, "barrier: {ask: local}\n")
 	check("local", l.replace(t, namespace, "local"), 1, 1, false)
 	l.kubectl(t, "scale", "-n", system, "deployment/lameduck-webhook", "--replicas=2")
 	l.configure(t, "")

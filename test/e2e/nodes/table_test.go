@@ -412,6 +412,9 @@ func (l *lab) measureCut(t *testing.T, all []mode, haproxy string) []row {
 				return restart(ctx, l, w)
 			},
 			after: func(ctx context.Context, l *lab) error {
+				if m.name == lameduck {
+					l.checkCut(t, m.work.Namespace, node.Name)
+				}
 				if err := node.Heal(); err != nil {
 					return err
 				}
@@ -423,13 +426,45 @@ func (l *lab) measureCut(t *testing.T, all []mode, haproxy string) []row {
 		if m.name == lameduck {
 			rows = append(rows, l.measure(t, s, m, keptAlive, address)...)
 		}
-		if m.name == lameduck {
-			events := l.kubectl(t, "get", "events", "-n", m.work.Namespace, "-o", "jsonpath={range .items[*]}{.reason}: {.message}{.note}{\"\\n\"}{end}")
-			if !strings.Contains(events, node.Name) && !strings.Contains(events, "lameduck-node") {
-				t.Errorf("no Event names the agent of %s:\n%s", node.Name, events)
-			}
-		}
 		l.deploy(t, m.work.with("Deployment", 0))
 	}
 	return rows
+}
+
+// checkCut looks at how the barriers ended while a node is cut off: none after its bound, and who ran to it names the agent of that node. It is not
+// waited for once the API server says that it is not ready.
+func (l *lab) checkCut(t *testing.T, namespace, name string) {
+	t.Helper()
+	node, err := l.kube.CoreV1().Nodes().Get(t.Context(), name, metav1.GetOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	known := !slices.ContainsFunc(node.Status.Conditions, func(c corev1.NodeCondition) bool {
+		return c.Type == corev1.NodeReady && c.Status == corev1.ConditionTrue
+	})
+	pods, err := l.kube.CoreV1().Pods(agents).List(t.Context(), metav1.ListOptions{FieldSelector: "spec.nodeName=" + name})
+	if err != nil || len(pods.Items) != 1 {
+		t.Fatalf("agents of %s: %v, %v", name, pods, err)
+	}
+	all, err := l.passed(t, time.Now().Add(-4*time.Minute), namespace+"/")
+	if err != nil || len(all) == 0 {
+		t.Fatalf("coordinators say nothing of barriers: %v", err)
+	}
+	waited := 0
+	for _, one := range all {
+		if one.Since > barrierBound+1 {
+			t.Errorf("the barrier of pod %s took %.1f s, its bound is %.0f s", one.Pod, one.Since, barrierBound)
+		}
+		if one.Reason != "Deadline" {
+			continue
+		}
+		waited++
+		if !slices.ContainsFunc(one.Waiting, func(who string) bool { return strings.Contains(who, pods.Items[0].Name) }) {
+			t.Errorf("the barrier of pod %s ended at its bound and names %v, not the agent of %s", one.Pod, one.Waiting, name)
+		}
+	}
+	t.Logf("%d of %d barriers ended at their bound; the API server knows that %s is not ready: %t", waited, len(all), name, known)
+	if waited == 0 && !known {
+		t.Errorf("no barrier has waited for the agent of %s, which counts as ready", name)
+	}
 }
