@@ -121,7 +121,7 @@ func build(t *testing.T, tree, into string) {
 	}
 }
 
-// addClients gives clients addresses beside the nodes, and a way to ClusterIPs: the first half of them by node-1, the others by node-2.
+// addClients gives clients addresses beside the nodes, and a way to ClusterIPs, by node-1.
 func (l *lab) addClients(t *testing.T) {
 	t.Helper()
 	bridge, err := netlink.LinkByName("machines")
