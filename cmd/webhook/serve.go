@@ -108,7 +108,7 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 	if err != nil {
 		return fmt.Errorf("watch Services: %w", err)
 	}
-	around.known, around.synced = watch.synced, services.HasSynced
+	around.known, around.synced, around.going = watch.synced, services.HasSynced, coord.Going
 	events := newEvents(kube, o.replica, log)
 	notes := &dashboard.Notes{Next: events}
 	started := time.Now()

@@ -48,7 +48,9 @@ type vicinity struct {
 	known func() bool
 	// synced says that Services can be read from reader; nothing waits for that.
 	synced func() bool
-	log    *slog.Logger
+	// going says that a pod is known to be going, whatever EndpointSlices say.
+	going func(drain.UID) bool
+	log   *slog.Logger
 
 	mu    sync.Mutex
 	wrong map[string]bool
@@ -155,14 +157,15 @@ func (v *vicinity) service(ctx context.Context, name types.NamespacedName, pod *
 	return nil
 }
 
-// heard says whether a pod has been ready for so long that every kernel has heard so.
+// heard says whether a pod has been ready for so long that every kernel has heard so. One that is going does not count: an agent that knows so keeps
+// another beside it as the last, and this cache may be behind.
 func (v *vicinity) heard(ctx context.Context, ref *corev1.ObjectReference) bool {
 	var is corev1.Pod
 	if ref == nil || v.reader.Get(ctx, types.NamespacedName{Namespace: ref.Namespace, Name: ref.Name}, &is) != nil || is.UID != ref.UID {
 		return false
 	}
 	at, ready := readySince(&is)
-	return ready && time.Since(at) >= heardBy
+	return ready && time.Since(at) >= heardBy && !v.going(drain.UID(ref.UID))
 }
 
 // complain logs an annotation that cannot be read, once.

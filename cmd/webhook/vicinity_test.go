@@ -61,7 +61,9 @@ func TestSurroundings(t *testing.T) {
 		other time.Duration
 		// unsynced: Services cannot be read.
 		unsynced bool
-		want     coordinator.Surroundings
+		// otherGoes: the pod of the other endpoint is being drained.
+		otherGoes bool
+		want      coordinator.Surroundings
 	}{
 		"another is ready": {
 			with: []discovery.Endpoint{self, entry("uid-b", "n2", true, false)}, want: coordinator.Surroundings{Known: true, Terminating: true, Here: true},
@@ -82,6 +84,10 @@ func TestSurroundings(t *testing.T) {
 		},
 		"local, another node has one of which this one may not have heard": {
 			with: []discovery.Endpoint{self, entry("uid-b", "n2", true, false)}, spec: local, other: 2 * time.Second,
+			want: coordinator.Surroundings{Known: true, Terminating: true, Here: true},
+		},
+		"local, another node has one that is going, which EndpointSlices do not say yet": {
+			with: []discovery.Endpoint{self, entry("uid-b", "n2", true, false)}, spec: local, other: time.Minute, otherGoes: true,
 			want: coordinator.Surroundings{Known: true, Terminating: true, Here: true},
 		},
 		"local, another node has one of which nothing is known": {
@@ -164,6 +170,7 @@ func TestSurroundings(t *testing.T) {
 			v := &vicinity{
 				reader: fake.NewClientBuilder().WithObjects(objects...).Build(), index: endpoints.NewIndex(), log: slog.New(slog.DiscardHandler),
 				known: func() bool { return true }, synced: func() bool { return !c.unsynced },
+				going: func(uid drain.UID) bool { return c.otherGoes && uid == "uid-b" },
 			}
 			v.index.Apply(time.Now(), slice)
 			got, err := v.Surroundings(t.Context(), "lameduck-node/agent-x", drain.Pod{Namespace: "shop", Name: "a", UID: "uid-a"})

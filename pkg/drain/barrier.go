@@ -163,13 +163,16 @@ func (l *Ledger) see(now time.Time, d *drain, b Barrier) {
 
 // hold finds who of those that direct has let go of the pod already.
 func (b *barrier) hold(l *Ledger, now time.Time, uid UID) {
-	if d := l.at(AtHold, uid); d != nil && d.reason == Dead {
+	d := l.at(AtHold, uid)
+	if d != nil && d.reason == Dead {
 		b.held, b.others = true, d.silent
 		return
 	}
 	b.others = map[AgentID]struct{}{}
 	for _, r := range l.subject(uid).heard[AtHold] {
-		if r.State >= Removed && l.fresh(now, r) {
+		// What was said of a drain of this replica's own that has ended since, was said of a tombstone that it has lifted.
+		lifted := r.Held && (d == nil || !d.open || !r.tells(d))
+		if r.State >= Removed && !lifted && l.fresh(now, r) {
 			b.others[r.by.id] = struct{}{}
 		}
 	}
@@ -359,6 +362,21 @@ func (l *Ledger) Barriers(now time.Time) []Status { return l.all(now, AtBarrier)
 
 // TouchedBarriers returns the UIDs whose barrier's status may have changed since it was last called.
 func (l *Ledger) TouchedBarriers() []UID { return l.touchedAt(AtBarrier) }
+
+// Going reports whether the pod is being drained, as far as is known here, or dead: agents that observe may know that it goes although EndpointSlices
+// do not say so yet.
+func (l *Ledger) Going(now time.Time, uid UID) bool {
+	of := l.subjects[uid]
+	if of == nil {
+		return false
+	}
+	for _, d := range of.drains {
+		if d != nil && (d.open || d.reason == Dead) {
+			return true
+		}
+	}
+	return l.elsewhere(now, uid)
+}
 
 // Deleted records that the pod is gone: its barrier is over, and what is left of it can be cleaned away. It reports whether there was one.
 func (l *Ledger) Deleted(now time.Time, uid UID) bool {

@@ -125,10 +125,16 @@ func TestWhoDirectsOwesWhatItDidNotAtTheHold(t *testing.T) {
 		hold func(w *world)
 		want string
 	}{
-		"it was never asked":                {func(*world) {}, "Unrouting edge:unknown"},
-		"it has let go":                     {func(w *world) { w.Ask(w.now, p, []Service{web}); w.say("edge", p, Idle) }, "Released NoAgents"},
-		"it has let go, and requests ran":   {func(w *world) { w.Ask(w.now, p, []Service{web}); w.say("edge", p, Removed) }, "Released NoAgents"},
-		"it kept the pod as the last":       {func(w *world) { w.Ask(w.now, p, []Service{web}); w.say("edge", p, Kept) }, "Unrouting edge:unknown"},
+		"it was never asked":              {func(*world) {}, "Unrouting edge:unknown"},
+		"it has let go":                   {func(w *world) { w.Ask(w.now, p, []Service{web}); w.say("edge", p, Idle) }, "Released NoAgents"},
+		"it has let go, and requests ran": {func(w *world) { w.Ask(w.now, p, []Service{web}); w.say("edge", p, Removed) }, "Released NoAgents"},
+		"it kept the pod as the last":     {func(w *world) { w.Ask(w.now, p, []Service{web}); w.say("edge", p, Kept) }, "Unrouting edge:unknown"},
+		"it has let go, and routes again: its container was started again": {func(w *world) {
+			w.Restart(w.now, p, []Targets{{Service: web, Usable: []UID{p.UID, "other"}}})
+			w.say("edge", p, Idle)
+			w.pass(time.Second)
+			w.Back(w.now, p.UID, w.now)
+		}, "Unrouting edge:unknown"},
 		"it was silent until the deadline":  {func(w *world) { w.Ask(w.now, p, []Service{web}); w.pass(30 * time.Second) }, "Unrouting edge:unknown"},
 		"it has let go for another replica": {func(w *world) { w.hearsay("edge", p, Idle) }, "Released NoAgents"},
 		"it routes for another replica":     {func(w *world) { w.hearsay("edge", p, Routing) }, "Unrouting edge:unknown"},
@@ -151,6 +157,33 @@ func TestWhoDirectsOwesWhatItDidNotAtTheHold(t *testing.T) {
 				t.Errorf("in the end it is told %q", text)
 			}
 		})
+	}
+}
+
+// A pod is known to be going as soon as anybody drains it, and not for ever if it lives.
+func TestWhoIsGoing(t *testing.T) {
+	w := newWorld(t)
+	w.join("edge", web)
+	p, q, r := pod("a"), pod("b"), pod("c")
+	w.wantGoing(map[UID]bool{p.UID: false, q.UID: false, r.UID: false})
+	w.Restart(w.now, p, []Targets{{Service: web, Usable: []UID{p.UID, "other"}}})
+	w.hearsay("edge", q, Idle)
+	w.open(r, "node-1")
+	w.wantGoing(map[UID]bool{p.UID: true, q.UID: true, r.UID: true})
+	w.pass(time.Second)
+	w.Back(w.now, p.UID, w.now)
+	w.Deleted(w.now, r.UID)
+	w.wantGoing(map[UID]bool{p.UID: false, q.UID: true, r.UID: true})
+	w.pass(16 * time.Second)
+	w.wantGoing(map[UID]bool{p.UID: false, q.UID: false, r.UID: true})
+}
+
+func (w *world) wantGoing(want map[UID]bool) {
+	w.Helper()
+	for uid, is := range want {
+		if w.Going(w.now, uid) != is {
+			w.Errorf("that %s is going is %t, want %t", uid, !is, is)
+		}
 	}
 }
 

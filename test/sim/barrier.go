@@ -481,7 +481,7 @@ func (c *coord) barTurn(x *barred) {
 			others += number(other)
 			here += number(other && e.host == x.h.a)
 			v := c.pods[e.uid]
-			heard = heard || other && v.ready && w.at-v.readyAt >= heardBy
+			heard = heard || other && v.ready && w.at-v.readyAt >= heardBy && !c.ledger.Going(w.now, e.uid)
 		}
 		if !listed {
 			continue

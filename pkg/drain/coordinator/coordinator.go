@@ -389,6 +389,13 @@ func (c *Coordinator) Queued(uid drain.UID) bool {
 	return c.ledger.Queued(uid)
 }
 
+// Going reports whether uid is being drained, as far as is known here, or dead.
+func (c *Coordinator) Going(uid drain.UID) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.ledger.Going(time.Now(), uid)
+}
+
 // Refused returns how many drains of uid were allowed in the last window although the pod lives on.
 func (c *Coordinator) Refused(uid drain.UID, window time.Duration) int {
 	c.mu.Lock()
