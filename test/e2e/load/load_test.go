@@ -399,8 +399,8 @@ func TestContextEnds(t *testing.T) {
 	}
 }
 
-// A port that comes twice meets what the kernels on the way remember of its first connection. Chosen at random, 1,000 of 28,000 ports
-// repeat 18 times.
+// A port that comes twice meets what the kernels on the way remember of its first connection. Chosen at random, 500 of 28,000 ports of each address repeat 9
+// times in all. The kernel's order may jump once, rarely, for it is shared with whatever else connects; never three times in a row.
 func TestSourcePortsDoNotRepeat(t *testing.T) {
 	var mu sync.Mutex
 	seen := map[string]int{}
@@ -414,15 +414,24 @@ func TestSourcePortsDoNotRepeat(t *testing.T) {
 		say(c, ok)
 	})
 	sources := []netip.Addr{netip.MustParseAddr("127.0.0.2"), netip.MustParseAddr("127.0.0.3")}
-	res := after(t, time.Second, Options{Target: url, Rate: 1000, Timeout: 5 * time.Second, SourceAddrs: sources})
-	mu.Lock()
-	defer mu.Unlock()
-	if len(seen) != res.Total || res.Failed > 0 {
-		t.Errorf("%d requests from %d ports, failed by %v", res.Total, len(seen), res.FailedBy)
+	for try := range 3 {
+		mu.Lock()
+		clear(seen)
+		clear(hosts)
+		mu.Unlock()
+		res := after(t, time.Second, Options{Target: url, Rate: 1000, Timeout: 5 * time.Second, SourceAddrs: sources})
+		mu.Lock()
+		ports, d := len(seen), hosts["127.0.0.2"]-hosts["127.0.0.3"]
+		mu.Unlock()
+		if res.Failed > 0 || len(hosts) != 2 || d < 0 || d > 1 {
+			t.Fatalf("failed by %v; connections by source address %v, want half each", res.FailedBy, hosts)
+		}
+		if ports == res.Total {
+			return
+		}
+		t.Logf("try %d: %d requests from %d ports", try+1, res.Total, ports)
 	}
-	if d := hosts["127.0.0.2"] - hosts["127.0.0.3"]; len(hosts) != 2 || d < 0 || d > 1 {
-		t.Errorf("connections by source address %v, want half each", hosts)
-	}
+	t.Error("ports repeat, each time")
 }
 
 func TestRequestAsSent(t *testing.T) {
