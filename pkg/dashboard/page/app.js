@@ -80,6 +80,10 @@ function take(message) {
     view = said;
     // A fault of ours must not look like a connection that is lost.
     try { draw(); } catch (e) { reportError(e); }
+  } else if (view) {
+    // Nothing is new, but time passes: somebody becomes late, and what went wrong is long ago.
+    view.at = said.at;
+    try { drawVerdict(view); drawTiles(view); } catch (e) { reportError(e); }
   }
 }
 
@@ -288,9 +292,9 @@ function drawVerdict(v) {
     if (v.drains.open) parts.push(plural(v.drains.open, 'pod is', 'pods are') + ' draining');
     if (v.barriers.open) parts.push(plural(v.barriers.open, 'pod waits', 'pods wait') + ' to stop');
     text = [parts.join(', ') + ', nobody is late.'];
-  } else if (!v.agents.expected && !v.agents.known) {
+  } else if (!v.agents.expected && !v.agents.items.some((a) => a.connected)) {
     kind = 'warn';
-    text = ['No agent is known: deletions go on as without Lameduck.'];
+    text = ['No agent is ' + (v.agents.known ? 'left' : 'known') + ': deletions go on as without Lameduck.'];
     todo = ['An agent stands beside a gateway. Its pod has the label ', command('lameduck.io/agent'), '.'];
   } else {
     kind = 'good';

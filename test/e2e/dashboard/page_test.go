@@ -335,6 +335,37 @@ func TestThePageTeachesAndAdmits(t *testing.T) {
 	b.awaitThat("end of the banner", func() bool { return b.text("#lost") == "" })
 }
 
+// Where nothing is new time passes all the same: what went wrong is not told of for ever, who becomes late is, and agents that are gone do not count as well.
+func TestThePageKnowsTheTime(t *testing.T) {
+	m := empty()
+	now := time.Now()
+	m.set(func(v *coordinator.View) {
+		v.Expected = 1
+		v.Agents = []coordinator.Agent{{Known: drain.Known{ID: "a", Name: "edge/haproxy-0", Expected: true, Ready: true, Connected: true, Declared: true}, Connected: now.Add(-time.Hour)}}
+		v.Outcomes = []coordinator.Outcome{{Pod: drain.Pod{Namespace: "shop", Name: "web-1", UID: "u"}, At: now.Add(8*time.Second - 10*time.Minute), Reason: drain.Deadline, End: drain.Dead, Took: 30 * time.Second}}
+	})
+	url, _ := serve(t, m, "127.0.0.1:0")
+	b := start(t)
+	b.open(url)
+	b.await("#verdict", "shop/web-1 went")
+	b.await("#verdict", "all is well: 1 gateway is connected")
+	m.set(func(v *coordinator.View) {
+		now := time.Now()
+		v.Open = 1
+		v.Drains = []coordinator.Drain{{
+			Status:  drain.Status{Pod: drain.Pod{Namespace: "shop", Name: "web-2", UID: "w"}, Phase: drain.Unrouting, Since: now, Deadline: now.Add(10 * time.Second), Begun: now, Owed: 1, Waiting: []drain.Waiting{{Name: "edge/haproxy-0"}}},
+			Entered: now, Told: now, Parties: 1, Words: []coordinator.Word{{Word: drain.Word{Agent: "a", Name: "edge/haproxy-0", State: drain.Routing, Connected: true}, Since: now}},
+		}}
+	})
+	b.await("#verdict", "1 pod is draining, nobody is late")
+	b.await("#verdict", "shop/web-2 has waited")
+	m.set(func(v *coordinator.View) {
+		v.Expected, v.Open, v.Drains = 0, 0, nil
+		v.Agents[0].Expected, v.Agents[0].Known.Connected = false, false
+	})
+	b.await("#verdict", "No agent is left: deletions go on as without Lameduck.")
+}
+
 // Rows that say the same are left alone: a selection stays, and nothing is read out again.
 func TestThePageLeavesAloneWhatIsTheSame(t *testing.T) {
 	m := busy()
