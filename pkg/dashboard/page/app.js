@@ -77,7 +77,7 @@ function take(message) {
   skew = Date.parse(said.at) - seen;
   setLive(true);
   if (event === 'view') {
-    view = said;
+    view = filled(said);
     // A fault of ours must not look like a connection that is lost.
     try { draw(); } catch (e) { reportError(e); }
   } else if (view) {
@@ -85,6 +85,13 @@ function take(message) {
     view.at = said.at;
     try { drawVerdict(view); drawTiles(view); } catch (e) { reportError(e); }
   }
+}
+
+// filled gives a view what a replica of the version before does not tell: a page outlives its replica, and goes on with another one.
+function filled(v) {
+  v.barriers ??= { open: 0, items: [], hooks: 0 };
+  v.targetHealth = { reported: false, agents: 0, untold: 0, known: 0, all: {}, services: [], ...v.targetHealth };
+  return v;
 }
 
 function setLive(now) {
