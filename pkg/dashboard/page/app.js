@@ -263,6 +263,8 @@ function advice({ w }) {
   return ['Its gateway does not let go: what does its agent say? ', command('kubectl -n ' + namespace + ' logs ' + name + ' --all-containers'), ' (runbook: LameduckGatewayFails)'];
 }
 
+// entries are those of the runbook, for reasons that have one; docs/reasons.md has all.
+const entries = { Deadline: 'LameduckDeadline', Suspended: 'LameduckAgentSuspended', Cold: 'LameduckBlind', NoFacts: 'LameduckBlind' };
 const recent = 10 * 60 * 1000; // ms for which an end that was not right stays in the verdict
 
 // drawVerdict says the one thing that people should know first: whether something is late, who, since when, and what to do.
@@ -292,7 +294,7 @@ function drawVerdict(v) {
   } else if (bad.length) {
     kind = 'warn';
     text = [bad[0].namespace + '/' + bad[0].pod + ' went ', age(bad[0].at), ' ago without the word of every gateway: ' + bad[0].reason + (bad.length > 1 ? ', and ' + (bad.length - 1) + ' more' : '') + '.'];
-    todo = [bad[0].silent.length ? 'Silent: ' + bad[0].silent.join(', ') + '. ' : '', 'Its requests may have been lost. See "How they ended" (runbook: LameduckDeadline).'];
+    todo = [bad[0].silent.length ? 'Silent: ' + bad[0].silent.join(', ') + '. ' : '', 'Its requests may have been lost. See "How they ended" (' + (entries[bad[0].reason] ? 'runbook: ' + entries[bad[0].reason] : 'docs/reasons.md: ' + bad[0].reason) + ').'];
   } else if (v.drains.open || v.barriers.open) {
     kind = 'calm';
     const parts = [];
