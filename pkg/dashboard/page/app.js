@@ -604,7 +604,7 @@ function announce(v) {
   if (v.drains.open === told.drains && waits === told.barriers && newest === told.bad && open === told.open) return;
   const rest = told.at + 5000 - Date.now();
   if (rest > 0) {
-    if (!later) later = setTimeout(() => { later = null; announce(view); }, rest);
+    if (!later) later = setTimeout(() => { later = null; if (view) announce(view); }, rest); // there is none where a token has expired meanwhile
     return;
   }
   let text = v.drains.open ? plural(v.drains.open, 'pod is', 'pods are') + ' draining.' : told.drains ? 'Nothing is draining any more.' : '';
