@@ -182,3 +182,34 @@ func TestBarriersAndHealthOverHTTP(t *testing.T) {
 		t.Errorf("%+v", x.Barrier)
 	}
 }
+
+// A pod that no Service lists waits at the barrier all the same: node agents observe every Service, and the one on its node answers its hooks.
+func TestTheBarrierOfAPodInNoServiceIsExplained(t *testing.T) {
+	w := &world{}
+	kp, hap := party("kp", drain.Endpoints, drain.Observe), party("hap", drain.Endpoints, drain.Direct)
+	w.parties = []drain.Party{kp, hap}
+	w.explain.Verdict = admission.Verdict{Action: admission.Allow, Reason: admission.NotListed}
+	w.explain.Pod = barred("30s", container("app", byHTTP))
+	d := newDashboard(w)
+	d.Node = func(name string, _ drain.AgentID) string { return map[string]string{kp.Name: "node-1"}[name] }
+	explained := func() (x api.Explanation) {
+		t.Helper()
+		if err := json.NewDecoder(get(d.Handler(loopback), api.ExplainPath+"/shop/a").Body).Decode(&x); err != nil {
+			t.Fatal(err)
+		}
+		return x
+	}
+	x := explained()
+	if x.Barrier == nil || x.Barrier.Agent != kp.Name || x.Barrier.Asked != 1 || len(x.Gates) != 1 || x.Gates[0].Agent != kp.Name {
+		t.Errorf("barrier %+v, gates %+v", x.Barrier, x.Gates)
+	}
+	for _, u := range x.Uncovered {
+		if u.What != "container tls" {
+			t.Errorf("not covered: %+v", u)
+		}
+	}
+	w.explain.Pod = nil // one without a hook
+	if x := explained(); x.Barrier != nil || len(x.Gates) > 0 || len(x.Uncovered) > 0 {
+		t.Errorf("without a hook: %+v", x)
+	}
+}

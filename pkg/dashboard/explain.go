@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
+	"slices"
 	"strings"
 	"time"
 
@@ -47,7 +48,9 @@ func (d *Dashboard) explain(_ http.ResponseWriter, r *http.Request) (any, error)
 	}
 	parties, gateways := d.Coordinator.Parties(services)
 	if len(services) == 0 {
-		parties = nil // nobody is known to send to it
+		// Nobody is known to send to it; but who observes everything is asked at the barrier, if it has one.
+		barrier := e.Pod.Annotations[admission.BarrierIDAnnotation] != ""
+		parties = slices.DeleteFunc(parties, func(p drain.Party) bool { return !barrier || p.Hold || !p.Barrier })
 	}
 	var consumers []Consumers
 	if d.Consumers != nil {
