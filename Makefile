@@ -56,11 +56,11 @@ sim: ## the deterministic simulation: SEEDS of them FROM one, and with each rule
 .PHONY: e2e
 e2e: haproxy node-packages kubernetes build ## three real nodes, as root, and Lameduck's images on them: the table, e2e.json (RUNS=5); skipped on a laptop without root or packages
 	@$(MAKE) --no-print-directory images VERSION=dev REGISTRY=docker.io/lameduck
-	@cd tools/release && LAMEDUCK_DIST=$(DIST) LAMEDUCK_VERSION=dev go test -count=1 -timeout 10m -run '^(TestImages|TestTheSameEverywhere|TestArchive|TestPush)$$' .
+	@cd tools/release && LAMEDUCK_DIST=$(DIST) LAMEDUCK_VERSION=dev go test -count=1 -timeout 20m -run '^(TestImages|TestTheSameEverywhere|TestArchive|TestPush)$$' .
 	@cd test/cluster && go vet -tags e2e ./... && go test -tags e2e -count=1 -timeout 15m -v ./machine
 	@cd test/e2e && go vet -tags e2e ./... && go test -tags e2e -count=1 -timeout 10m ./kubeproxy
-	@cd test/e2e && go vet -tags e2e ./images && LAMEDUCK_DIST=$(DIST) go test -tags e2e -count=1 -timeout 5m ./images
-	@cd test/e2e && LAMEDUCK_BIN=$(BIN) go test -tags e2e -count=1 -timeout 12m -v ./quickstart
+	@cd test/e2e && go vet -tags e2e ./images && LAMEDUCK_DIST=$(DIST) go test -tags e2e -count=1 -timeout 10m ./images
+	@cd test/e2e && LAMEDUCK_BIN=$(BIN) go test -tags e2e -count=1 -timeout 20m -v ./quickstart
 	@cd test/e2e && RUNS=$(RUNS) LAMEDUCK_DIST=$(DIST) LAMEDUCK_BIN=$(BIN) go test -tags e2e -count=1 -timeout $$((10 + 20 * $(RUNS)))m -v ./nodes
 
 .PHONY: build

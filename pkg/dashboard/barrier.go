@@ -103,9 +103,9 @@ func hooksOf(pod *corev1.Pod) []api.Hook {
 	return hooks
 }
 
-// explainBarrier tells what a pod has for the second gate, and what is missing there. Nil: it has no hook. asked are those who would be asked,
-// node names their pods' nodes.
-func explainBarrier(pod *corev1.Pod, asked []drain.Party, node func(drain.Party) string, consumers []Consumers) (x *api.ExplainedBarrier, missing []api.Uncovered) {
+// explainBarrier tells what a pod has for the second gate, and what is missing there. Nil: it has no hook. observers are the agents that
+// observe, also who is suspended: he answers hooks all the same. asked of them may be asked; node names their pods' nodes.
+func explainBarrier(pod *corev1.Pod, observers []drain.Party, asked int, node func(drain.Party) string, consumers []Consumers) (x *api.ExplainedBarrier, missing []api.Uncovered) {
 	uncovered := func(what, format string, args ...any) {
 		missing = append(missing, api.Uncovered{What: what, Why: fmt.Sprintf(format, args...)})
 	}
@@ -117,7 +117,7 @@ func explainBarrier(pod *corev1.Pod, asked []drain.Party, node func(drain.Party)
 		}
 		return nil, missing
 	}
-	x = &api.ExplainedBarrier{Hooks: hooksOf(pod), Node: pod.Spec.NodeName, Asked: len(asked), Stated: []api.StatedWait{}}
+	x = &api.ExplainedBarrier{Hooks: hooksOf(pod), Node: pod.Spec.NodeName, Asked: asked, Stated: []api.StatedWait{}}
 	bound, err := time.ParseDuration(pod.Annotations[admission.BarrierBoundAnnotation])
 	if err == nil {
 		x.BoundSeconds = bound.Seconds()
@@ -130,7 +130,7 @@ func explainBarrier(pod *corev1.Pod, asked []drain.Party, node func(drain.Party)
 			uncovered("container "+h.Container, "it gets SIGTERM without waiting for the barrier: its own hook cannot be wrapped")
 		}
 	}
-	for _, p := range asked {
+	for _, p := range observers {
 		if pod.Spec.NodeName != "" && node(p) == pod.Spec.NodeName && (x.Agent == "" || p.Connected && !x.Connected) {
 			x.Agent, x.Connected = p.Name, p.Connected
 		}

@@ -56,6 +56,8 @@ func TestTheBarrierIsExplained(t *testing.T) {
 		return []Consumers{{Service: web, Stated: stated, Error: err, Headless: headless}}
 	}
 	here, away, other := observer("node-1", true), observer("node-1", false), observer("node-2", true)
+	suspended := here
+	suspended.Suspended = true
 	for name, c := range map[string]struct {
 		pod       *corev1.Pod
 		parties   []drain.Party
@@ -73,7 +75,11 @@ func TestTheBarrierIsExplained(t *testing.T) {
 		"its node agent is away": {barred("30s"), []drain.Party{away, other}, clients(0, "", false), "tls none; 30s + 20s on node-1 by edge/node-1 false of 2",
 			[]string{"container tls", "the barrier itself: edge/node-1, which has the pod's hooks, is not connected here"}, ""},
 		"its new node agent is there": {barred("30s"), []drain.Party{away, here}, clients(0, "", false), "tls none; 30s + 20s on node-1 by edge/node-1 true of 2", []string{"container tls"}, ""},
-		"a stated wait":               {barred("30s"), []drain.Party{here}, clients(25*time.Second, "", true), "tls none; 30s + 20s on node-1 by edge/node-1 true of 1; shop/web 25s", []string{"container tls"}, ""},
+		"its node agent is suspended": {barred("30s"), []drain.Party{suspended, other}, clients(0, "", false), "tls none; 30s + 20s on node-1 by edge/node-1 true of 1",
+			[]string{"gateway of edge/node-1: it is suspended", "container tls"}, "1 gateway that follows has let go, 30s"},
+		"all who observe are suspended": {barred("30s"), []drain.Party{suspended}, clients(0, "", false), "tls none; 30s + 20s on node-1 by edge/node-1 true of 0",
+			[]string{"gateway of edge/node-1: it is suspended", "container tls"}, ""},
+		"a stated wait": {barred("30s"), []drain.Party{here}, clients(25*time.Second, "", true), "tls none; 30s + 20s on node-1 by edge/node-1 true of 1; shop/web 25s", []string{"container tls"}, ""},
 		"one that is longer than the bound": {barred("20s"), []drain.Party{here}, clients(25*time.Second, "", false), "tls none; 20s + 20s on node-1 by edge/node-1 true of 1; shop/web 25s cut",
 			[]string{"container tls", "the stated wait of shop/web: it states 25s, and the pod's hooks last 20s at most"}, ""},
 		"one that cannot be read": {barred("30s"), []drain.Party{here}, clients(0, "nonsense", false), "tls none; 30s + 20s on node-1 by edge/node-1 true of 1; shop/web 0s nonsense",
@@ -174,5 +180,36 @@ func TestBarriersAndHealthOverHTTP(t *testing.T) {
 	}
 	if x.Barrier == nil || x.Barrier.Open == nil || x.Barrier.Open.Phase != "Unrouting" {
 		t.Errorf("%+v", x.Barrier)
+	}
+}
+
+// A pod that no Service lists waits at the barrier all the same: node agents observe every Service, and the one on its node answers its hooks.
+func TestTheBarrierOfAPodInNoServiceIsExplained(t *testing.T) {
+	w := &world{}
+	kp, hap := party("kp", drain.Endpoints, drain.Observe), party("hap", drain.Endpoints, drain.Direct)
+	w.parties = []drain.Party{kp, hap}
+	w.explain.Verdict = admission.Verdict{Action: admission.Allow, Reason: admission.NotListed}
+	w.explain.Pod = barred("30s", container("app", byHTTP))
+	d := newDashboard(w)
+	d.Node = func(name string, _ drain.AgentID) string { return map[string]string{kp.Name: "node-1"}[name] }
+	explained := func() (x api.Explanation) {
+		t.Helper()
+		if err := json.NewDecoder(get(d.Handler(loopback), api.ExplainPath+"/shop/a").Body).Decode(&x); err != nil {
+			t.Fatal(err)
+		}
+		return x
+	}
+	x := explained()
+	if x.Barrier == nil || x.Barrier.Agent != kp.Name || x.Barrier.Asked != 1 || len(x.Gates) != 1 || x.Gates[0].Agent != kp.Name {
+		t.Errorf("barrier %+v, gates %+v", x.Barrier, x.Gates)
+	}
+	for _, u := range x.Uncovered {
+		if u.What != "container tls" {
+			t.Errorf("not covered: %+v", u)
+		}
+	}
+	w.explain.Pod = nil // one without a hook
+	if x := explained(); x.Barrier != nil || len(x.Gates) > 0 || len(x.Uncovered) > 0 {
+		t.Errorf("without a hook: %+v", x)
 	}
 }

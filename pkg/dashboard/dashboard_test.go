@@ -479,4 +479,26 @@ func TestTheRunbookHasWhatThePageNames(t *testing.T) {
 			t.Errorf("the runbook has no %s", name)
 		}
 	}
+	// For each reason it is the entry that docs/reasons.md names, and none for those that have none there.
+	reasons, err := os.ReadFile("../../docs/reasons.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	told := map[string]string{}
+	for _, m := range regexp.MustCompile("(?m)^\\| `(\\w+)` \\*\\*W\\*\\*.*?(?:\\[(Lameduck\\w+)\\].*)?$").FindAllStringSubmatch(string(reasons), -1) {
+		if m[2] != "" {
+			told[m[1]] = m[2]
+		}
+	}
+	entries := regexp.MustCompile(`(?m)^const entries = \{(.*)\};$`).FindStringSubmatch(string(script))
+	if entries == nil {
+		t.Fatal("the page has no entries")
+	}
+	named := map[string]string{}
+	for _, m := range regexp.MustCompile(`(\w+): '(\w+)'`).FindAllStringSubmatch(entries[1], -1) {
+		named[m[1]] = m[2]
+	}
+	if diff := cmp.Diff(told, named); diff != "" || len(named) == 0 {
+		t.Errorf("docs/reasons.md (-) and the page (+): %s", diff)
+	}
 }

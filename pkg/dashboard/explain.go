@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
+	"slices"
 	"strings"
 	"time"
 
@@ -47,7 +48,9 @@ func (d *Dashboard) explain(_ http.ResponseWriter, r *http.Request) (any, error)
 	}
 	parties, gateways := d.Coordinator.Parties(services)
 	if len(services) == 0 {
-		parties = nil // nobody is known to send to it
+		// Nobody is known to send to it; but who observes everything is asked at the barrier, if it has one.
+		barrier := e.Pod.Annotations[admission.BarrierIDAnnotation] != ""
+		parties = slices.DeleteFunc(parties, func(p drain.Party) bool { return !barrier || p.Hold || !p.Barrier })
 	}
 	var consumers []Consumers
 	if d.Consumers != nil {
@@ -97,14 +100,19 @@ func explanation(e admission.Explanation, parties []drain.Party, gateways map[dr
 	uncovered := func(what, format string, args ...any) {
 		x.Uncovered = append(x.Uncovered, api.Uncovered{What: what, Why: fmt.Sprintf(format, args...)})
 	}
-	observers := 0
-	var asked []drain.Party
+	// observers are there, asked at the barrier are those of them that are not suspended.
+	var observers []drain.Party
+	asked := 0
 	for _, p := range parties {
 		gateway := gateways[p.ID]
 		if gateway == "" {
 			gateway = "gateway"
 		}
 		what := gateway + " of " + p.Name
+		observes := p.Barrier && !(p.Undeclared && p.Hold) // an agent that may be either is asked first as a directed one
+		if observes {
+			observers = append(observers, p)
+		}
 		switch {
 		case p.Suspended && (p.Hold || p.Barrier):
 			uncovered(what, "it is suspended: it has let drain after drain expire, so that it is told and not waited for")
@@ -114,12 +122,9 @@ func explanation(e admission.Explanation, parties []drain.Party, gateways map[dr
 		case p.Hold:
 			uncovered(what, "the deletion does not wait (%s)", e.Verdict.Reason)
 		}
-		if p.Barrier && !(p.Undeclared && p.Hold) { // an agent that may be either is asked first as a directed one
-			observers++
-			if barrier {
-				asked = append(asked, p)
-				x.Gates = append(x.Gates, api.Gate{Agent: p.Name, Node: node(p), Gateway: gateways[p.ID], Gate: gateBarrier, Connected: p.Connected, Why: why(p)})
-			}
+		if observes && barrier {
+			asked++
+			x.Gates = append(x.Gates, api.Gate{Agent: p.Name, Node: node(p), Gateway: gateways[p.ID], Gate: gateBarrier, Connected: p.Connected, Why: why(p)})
 		}
 		if !p.Hold && !p.Barrier {
 			switch {
@@ -135,15 +140,15 @@ func explanation(e admission.Explanation, parties []drain.Party, gateways map[dr
 	if len(e.Targets) > 0 {
 		services := strings.Join(names, ", ")
 		switch {
-		case observers > 0 && !barrier:
-			uncovered("kube-proxy and others that follow", "%d agents observe what lets go of %s by itself, but only once the deletion has begun, and this pod has no barrier that makes SIGTERM wait for it", observers, services)
-		case observers == 0:
+		case len(observers) > 0 && !barrier:
+			uncovered("kube-proxy and others that follow", "%d agents observe what lets go of %s by itself, but only once the deletion has begun, and this pod has no barrier that makes SIGTERM wait for it", len(observers), services)
+		case len(observers) == 0:
 			uncovered("kube-proxy", "no agent observes it for %s: who connects through a ClusterIP or a NodePort may be cut", services)
 		}
 		x.Uncovered = append(x.Uncovered, unacknowledged(consumers, barrier)...)
 	}
 	var missing []api.Uncovered
-	x.Barrier, missing = explainBarrier(e.Pod, asked, node, consumers)
+	x.Barrier, missing = explainBarrier(e.Pod, observers, asked, node, consumers)
 	x.Uncovered = append(x.Uncovered, missing...)
 	x.Summary = summary(x, e)
 	if b := x.Barrier; b != nil && b.Asked > 0 && e.Verdict.Action != admission.Deny {

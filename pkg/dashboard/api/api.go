@@ -402,7 +402,8 @@ type ExplainedBarrier struct {
 	Node      string `json:"node,omitempty"`
 	Agent     string `json:"agent,omitempty"`
 	Connected bool   `json:"connected"`
-	// Asked is how many agents would be asked.
+	// Asked is how many agents may be asked: those that observe. The coordinator may ask a sample of them, or the one on the pod's node alone
+	// (barrier.ask).
 	Asked int `json:"asked"`
 	// Stated are the waits for those who can never acknowledge.
 	Stated []StatedWait `json:"stated"`

@@ -77,10 +77,21 @@ function take(message) {
   skew = Date.parse(said.at) - seen;
   setLive(true);
   if (event === 'view') {
-    view = said;
+    view = filled(said);
     // A fault of ours must not look like a connection that is lost.
     try { draw(); } catch (e) { reportError(e); }
+  } else if (view) {
+    // Nothing is new, but time passes: somebody becomes late, and what went wrong is long ago.
+    view.at = said.at;
+    try { drawVerdict(view); drawTiles(view); } catch (e) { reportError(e); }
   }
+}
+
+// filled gives a view what a replica of the version before does not tell: a page outlives its replica, and goes on with another one.
+function filled(v) {
+  v.barriers ??= { open: 0, items: [], hooks: 0 };
+  v.targetHealth = { reported: false, agents: 0, untold: 0, known: 0, all: {}, services: [], ...v.targetHealth };
+  return v;
 }
 
 function setLive(now) {
@@ -252,6 +263,8 @@ function advice({ w }) {
   return ['Its gateway does not let go: what does its agent say? ', command('kubectl -n ' + namespace + ' logs ' + name + ' --all-containers'), ' (runbook: LameduckGatewayFails)'];
 }
 
+// entries are those of the runbook, for reasons that have one; docs/reasons.md has all.
+const entries = { Deadline: 'LameduckDeadline', Suspended: 'LameduckAgentSuspended', Cold: 'LameduckBlind', NoFacts: 'LameduckBlind' };
 const recent = 10 * 60 * 1000; // ms for which an end that was not right stays in the verdict
 
 // drawVerdict says the one thing that people should know first: whether something is late, who, since when, and what to do.
@@ -281,16 +294,16 @@ function drawVerdict(v) {
   } else if (bad.length) {
     kind = 'warn';
     text = [bad[0].namespace + '/' + bad[0].pod + ' went ', age(bad[0].at), ' ago without the word of every gateway: ' + bad[0].reason + (bad.length > 1 ? ', and ' + (bad.length - 1) + ' more' : '') + '.'];
-    todo = [bad[0].silent.length ? 'Silent: ' + bad[0].silent.join(', ') + '. ' : '', 'Its requests may have been lost. See "How they ended" (runbook: LameduckDeadline).'];
+    todo = [bad[0].silent.length ? 'Silent: ' + bad[0].silent.join(', ') + '. ' : '', 'Its requests may have been lost. See "How they ended" (' + (entries[bad[0].reason] ? 'runbook: ' + entries[bad[0].reason] : 'docs/reasons.md: ' + bad[0].reason) + ').'];
   } else if (v.drains.open || v.barriers.open) {
     kind = 'calm';
     const parts = [];
     if (v.drains.open) parts.push(plural(v.drains.open, 'pod is', 'pods are') + ' draining');
     if (v.barriers.open) parts.push(plural(v.barriers.open, 'pod waits', 'pods wait') + ' to stop');
     text = [parts.join(', ') + ', nobody is late.'];
-  } else if (!v.agents.expected && !v.agents.known) {
+  } else if (!v.agents.expected && !v.agents.items.some((a) => a.connected)) {
     kind = 'warn';
-    text = ['No agent is known: deletions go on as without Lameduck.'];
+    text = ['No agent is ' + (v.agents.known ? 'left' : 'known') + ': deletions go on as without Lameduck.'];
     todo = ['An agent stands beside a gateway. Its pod has the label ', command('lameduck.io/agent'), '.'];
   } else {
     kind = 'good';
@@ -591,7 +604,7 @@ function announce(v) {
   if (v.drains.open === told.drains && waits === told.barriers && newest === told.bad && open === told.open) return;
   const rest = told.at + 5000 - Date.now();
   if (rest > 0) {
-    if (!later) later = setTimeout(() => { later = null; announce(view); }, rest);
+    if (!later) later = setTimeout(() => { later = null; if (view) announce(view); }, rest); // there is none where a token has expired meanwhile
     return;
   }
   let text = v.drains.open ? plural(v.drains.open, 'pod is', 'pods are') + ' draining.' : told.drains ? 'Nothing is draining any more.' : '';

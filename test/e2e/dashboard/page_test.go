@@ -3,13 +3,16 @@ package dashboard
 import (
 	"context"
 	"crypto/tls"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"log/slog"
 	"net"
 	"net/http"
 	"net/http/httptest"
+	"net/http/httputil"
 	"net/netip"
+	neturl "net/url"
 	"strings"
 	"sync"
 	"testing"
@@ -24,6 +27,7 @@ import (
 
 	"github.com/lameduck-io/lameduck/pkg/admission"
 	"github.com/lameduck-io/lameduck/pkg/dashboard"
+	"github.com/lameduck-io/lameduck/pkg/dashboard/api"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/drain/coordinator"
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
@@ -333,6 +337,83 @@ func TestThePageTeachesAndAdmits(t *testing.T) {
 	serve(t, m, strings.TrimSuffix(strings.TrimPrefix(url, "http://"), "/"))
 	b.await("#connection", "Live")
 	b.awaitThat("end of the banner", func() bool { return b.text("#lost") == "" })
+}
+
+// Where nothing is new time passes all the same: what went wrong is not told of for ever, who becomes late is, and agents that are gone do not count as well.
+func TestThePageKnowsTheTime(t *testing.T) {
+	m := empty()
+	now := time.Now()
+	m.set(func(v *coordinator.View) {
+		v.Expected = 1
+		v.Agents = []coordinator.Agent{{Known: drain.Known{ID: "a", Name: "edge/haproxy-0", Expected: true, Ready: true, Connected: true, Declared: true}, Connected: now.Add(-time.Hour)}}
+		v.Outcomes = []coordinator.Outcome{{Pod: drain.Pod{Namespace: "shop", Name: "web-1", UID: "u"}, At: now.Add(8*time.Second - 10*time.Minute), Reason: drain.Deadline, End: drain.Dead, Took: 30 * time.Second}}
+	})
+	url, _ := serve(t, m, "127.0.0.1:0")
+	b := start(t)
+	b.open(url)
+	b.await("#verdict", "shop/web-1 went")
+	b.await("#verdict", "all is well: 1 gateway is connected")
+	m.set(func(v *coordinator.View) {
+		now := time.Now()
+		v.Open = 1
+		v.Drains = []coordinator.Drain{{
+			Status:  drain.Status{Pod: drain.Pod{Namespace: "shop", Name: "web-2", UID: "w"}, Phase: drain.Unrouting, Since: now, Deadline: now.Add(10 * time.Second), Begun: now, Owed: 1, Waiting: []drain.Waiting{{Name: "edge/haproxy-0"}}},
+			Entered: now, Told: now, Parties: 1, Words: []coordinator.Word{{Word: drain.Word{Agent: "a", Name: "edge/haproxy-0", State: drain.Routing, Connected: true}, Since: now}},
+		}}
+	})
+	b.await("#verdict", "1 pod is draining, nobody is late")
+	b.await("#verdict", "shop/web-2 has waited")
+	m.set(func(v *coordinator.View) {
+		v.Expected, v.Open, v.Drains = 0, 0, nil
+		v.Agents[0].Expected, v.Agents[0].Known.Connected = false, false
+	})
+	b.await("#verdict", "No agent is left: deletions go on as without Lameduck.")
+}
+
+// A page outlives its replica, and goes on with one of the version before: what that does not tell is not there, and all else is.
+func TestThePageSpeaksWithAnOlderReplica(t *testing.T) {
+	url, _ := serve(t, busy(), "127.0.0.1:0")
+	to, err := neturl.Parse(url)
+	if err != nil {
+		t.Fatal(err)
+	}
+	response, err := http.Get(url + strings.TrimPrefix(api.ViewPath, "/"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer response.Body.Close()
+	var old map[string]any
+	if err := json.NewDecoder(response.Body).Decode(&old); err != nil {
+		t.Fatal(err)
+	}
+	delete(old, "barriers")
+	old["targetHealth"] = map[string]any{"reported": false, "where": "at each agent"}
+	for _, o := range old["outcomes"].([]any) {
+		delete(o.(map[string]any), "gate")
+	}
+	view, err := json.Marshal(old)
+	if err != nil {
+		t.Fatal(err)
+	}
+	rest := httputil.NewSingleHostReverseProxy(to)
+	older := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.URL.Path != api.EventsPath {
+			rest.ServeHTTP(w, r)
+			return
+		}
+		w.Header().Set("Content-Type", "text/event-stream")
+		fmt.Fprintf(w, "event: view\ndata: %s\n\n", view)
+		_ = http.NewResponseController(w).Flush()
+		<-r.Context().Done()
+	}))
+	t.Cleanup(func() { older.CloseClientConnections(); older.Close() })
+	b := start(t)
+	b.expectLoss()
+	b.open(older.URL)
+	b.await("#drains-table", "checkout-6f7f9c5d8b-l4kzt")
+	b.await("#agents-table", "edge/haproxy-canary")
+	b.await("#health-note", "at each agent")
+	b.await("#barriers-empty", "No pod waits at the barrier.")
 }
 
 // Rows that say the same are left alone: a selection stays, and nothing is read out again.

@@ -287,8 +287,8 @@ func (l *lab) testOOM(t *testing.T) {
 	w := modes()[2].work.with("Deployment", 2)
 	namespace := w.Namespace
 	l.deploy(t, w)
-	// It listens again only long after everybody has let go of it.
-	const back = 8
+	// It listens again only long after everybody has let go of it: 5 s after EndpointSlices have it, which takes a busy kubelet seconds.
+	const back = 15
 	l.start(t, namespace, pod("hog", "node-2", func(p *corev1.Pod) {
 		p.Labels["app"] = "exit"
 		c := &p.Spec.Containers[0]

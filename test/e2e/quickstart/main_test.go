@@ -294,7 +294,8 @@ func (l *lab) waited(t *testing.T) map[string]float64 {
 // failedHooks are the Events of hooks that found no agent.
 func (l *lab) failedHooks(t *testing.T) string {
 	t.Helper()
-	out, err := l.Kubectl(t.Context(), "get", "events", "-A", "--field-selector=reason=FailedPreStopHook", "-o", "wide", "--no-headers", "--ignore-not-found")
+	out, err := l.Kubectl(t.Context(), "get", "events", "-A", "--field-selector=reason=FailedPreStopHook", "--no-headers", "--ignore-not-found",
+		"-o", "custom-columns=:metadata.namespace,:involvedObject.name,:metadata.name,:message") // no ages: what there is is compared with what there was
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -157,7 +157,7 @@ func surges(t *testing.T, tree string) bool {
 	if err != nil {
 		t.Fatal(err)
 	}
-	return strings.Contains(string(text), "maxSurge: 10%")
+	return strings.Contains(string(text), "\n      maxSurge: ")
 }
 
 // updates makes rolling updates of the application, one after the other, until stop is closed, two at least.
