@@ -387,12 +387,17 @@ func (o *Observer) waiting(all bool) (waiting map[*Watch]int, others bool) {
 			}
 		}
 	}
+	o.others = others
 	return waiting, others
 }
 
 // counted takes a count in, for the watches that were waiting when it began and are still. It reports whether the next one may make
 // one of them Idle for which this one was the first that found nothing.
 func (o *Observer) counted(waiting map[*Watch]int, open map[netip.AddrPort]int, now time.Time) (almost bool) {
+	all := map[netip.Addr]int{} // to every port
+	for to, connections := range open {
+		all[to.Addr()] += connections
+	}
 	o.mu.Lock()
 	var told []*Watch
 	for w, period := range waiting {
@@ -400,9 +405,14 @@ func (o *Observer) counted(waiting map[*Watch]int, open map[netip.AddrPort]int, 
 			continue
 		}
 		n := 0
-		for to, connections := range open {
-			if slices.ContainsFunc(w.targets, func(t netip.AddrPort) bool { return t == to || t.Port() == 0 && t.Addr() == to.Addr() }) {
-				n += connections
+		for i, t := range w.targets {
+			if slices.Contains(w.targets[:i], t) {
+				continue // it is counted already
+			}
+			if t.Port() == 0 {
+				n += all[t.Addr()]
+			} else if !slices.Contains(w.targets, netip.AddrPortFrom(t.Addr(), 0)) {
+				n += open[t]
 			}
 		}
 		w.reading.Connections = n
