@@ -205,9 +205,10 @@ func dumpConnections(conn *netlink.Conn, family uint8, filter []byte, addrs map[
 type counter struct {
 	dial func() (*netlink.Conn, error)
 	conn *netlink.Conn
-	// walk is what going through the table costs, as learnt; six is how many connections with IPv6 there were when they were last asked for alone.
-	walk time.Duration
-	six  int
+	// walk is what going through the table costs, tell what telling one connection does, both as learnt; six is how many connections with IPv6 there were
+	// when they were last asked for alone.
+	walk, tell time.Duration
+	six        int
 }
 
 // singly reports whether asking for each of n IPv4 addresses, and for all connections with IPv6 if six is true, costs no more than asking
@@ -221,7 +222,21 @@ func (c *counter) singly(n int, six bool, entries int) bool {
 }
 
 func (c *counter) cost(walks, told int) time.Duration {
-	return time.Duration(walks)*c.walk + time.Duration(told)*tellCost
+	return time.Duration(walks)*c.walk + time.Duration(told)*c.tell
+}
+
+// learn takes in what going through the table so many times, and being told of so many connections, has cost. The last ones count most: tables grow, and
+// computers get other work. What was expected of a single walk and is not so is laid to whatever should have cost more: where telling is laid to walking, a
+// computer that tells faster makes walks look as if they cost nothing, until each address of thousands is asked for alone.
+func (c *counter) learn(walks, told int, took time.Duration) {
+	if walks == 0 {
+		return
+	}
+	if walks == 1 && c.walk < time.Duration(told)*c.tell {
+		c.tell = (3*c.tell + max(0, took-c.walk)/time.Duration(told)) / 4
+		return
+	}
+	c.walk = (3*c.walk + max(0, took-time.Duration(told)*c.tell)/time.Duration(walks)) / 4
 }
 
 // open returns how many connections to each destination with one of addrs are open, and how long the CPU has worked for that.
@@ -256,30 +271,29 @@ func (c *counter) open(addrs map[netip.Addr]bool) (open map[netip.AddrPort]int, 
 			six = true
 		}
 	}
-	walks, told := 0, 0
 	if c.singly(len(four), six, entries()) {
+		told := 0
 		for _, addr := range four {
 			n, err := connections(c.conn, addr, add)
 			if err != nil {
 				return nil, 0, err
 			}
-			walks, told = walks+1, told+n
+			told += n
 		}
+		then := worked()
+		c.learn(len(four), told, then-began)
 		if six {
 			if c.six, err = dumpConnections(c.conn, unix.AF_INET6, nil, addrs, add); err != nil {
 				return nil, 0, err
 			}
-			walks, told = walks+1, told+c.six
+			c.learn(1, c.six, worked()-then)
 		}
 	} else {
-		if told, err = dumpConnections(c.conn, unix.AF_UNSPEC, nil, addrs, add); err != nil {
+		told, err := dumpConnections(c.conn, unix.AF_UNSPEC, nil, addrs, add)
+		if err != nil {
 			return nil, 0, err
 		}
-		walks = 1
-	}
-	if walks > 0 {
-		// The last ones count most: tables grow, and computers get other work.
-		c.walk = (3*c.walk + max(0, (worked()-began-time.Duration(told)*tellCost)/time.Duration(walks))) / 4
+		c.learn(1, told, worked()-began)
 	}
 	return open, 0, nil
 }
@@ -312,7 +326,7 @@ func entries() int {
 
 // count counts connections while somebody waits for them to end, until ctx is done.
 func (o *Observer) count(ctx context.Context) {
-	counter := counter{dial: o.dial, walk: walkCost}
+	counter := counter{dial: o.dial, walk: walkCost, tell: tellCost}
 	defer counter.close()
 	failed := false
 	var slowly time.Time // when those were last counted to which the kernel still sends
