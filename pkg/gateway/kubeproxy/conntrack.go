@@ -209,6 +209,8 @@ type counter struct {
 	// when they were last asked for alone.
 	walk, tell time.Duration
 	six        int
+	// deaf says that the kernel tells all connections whatever address it is asked for: asking for each costs as much as asking for all.
+	deaf bool
 }
 
 // singly reports whether asking for each of n IPv4 addresses, and for all connections with IPv6 if six is true, costs no more than asking
@@ -217,6 +219,9 @@ func (c *counter) singly(n int, six bool, entries int) bool {
 	walks, told := n, 0
 	if six {
 		walks, told = n+1, c.six
+	}
+	if c.deaf && n > 0 && walks > 1 {
+		return false
 	}
 	return c.cost(walks, told) <= c.cost(1, entries)
 }
@@ -274,11 +279,13 @@ func (c *counter) open(addrs map[netip.Addr]bool) (open map[netip.AddrPort]int, 
 	if c.singly(len(four), six, entries()) {
 		told := 0
 		for _, addr := range four {
-			n, err := connections(c.conn, addr, add)
+			wanted := 0
+			n, err := connections(c.conn, addr, func(one connection) { wanted++; add(one) })
 			if err != nil {
 				return nil, 0, err
 			}
 			told += n
+			c.deaf = c.deaf || n > wanted
 		}
 		then := worked()
 		c.learn(len(four), told, then-began)

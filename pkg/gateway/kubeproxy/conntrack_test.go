@@ -305,6 +305,9 @@ func TestCounter(t *testing.T) {
 			if took <= 0 || took > time.Minute {
 				t.Errorf("%s: the CPU has worked for %s", name, took)
 			}
+			if c.deaf {
+				t.Errorf("%s: this kernel tells more than it is asked for", name)
+			}
 			if c.walk == walk {
 				t.Errorf("%s: nothing is learnt of what it costs", name)
 			}
@@ -320,6 +323,7 @@ func TestCounterChoice(t *testing.T) {
 		six     bool
 		sixes   int
 		entries int
+		deaf    bool
 		want    bool
 	}{
 		{n: 1, entries: 100, want: true},
@@ -330,8 +334,14 @@ func TestCounterChoice(t *testing.T) {
 		{n: 1, six: true, entries: 100_000, want: true},
 		{n: 1, six: true, sixes: 99_000, entries: 100_000, want: false},
 		{n: 0, six: true, sixes: 100, entries: 100, want: true},
+		// A kernel before 5.8 would tell 100,000 connections 12 times.
+		{n: 12, entries: 100_000, want: true},
+		{n: 12, entries: 100_000, deaf: true, want: false},
+		{n: 1, entries: 100_000, deaf: true, want: true},
+		{n: 1, six: true, entries: 100_000, deaf: true, want: false},
+		{n: 0, six: true, sixes: 100, entries: 100_000, deaf: true, want: true},
 	} {
-		c := counter{walk: walkCost, tell: tellCost, six: test.sixes}
+		c := counter{walk: walkCost, tell: tellCost, six: test.sixes, deaf: test.deaf}
 		if got := c.singly(test.n, test.six, test.entries); got != test.want {
 			t.Errorf("%+v: %t", test, got)
 		}
