@@ -105,8 +105,8 @@ func runNode(ctx context.Context, o options, kube kubernetes.Interface, trusted 
 		log.Warn("no coordinators are configured: hooks wait for this node's kernel alone")
 	}
 	// Whoever else has an address of hooks, and keeps it, need not be an agent.
-	var missing atomic.Int32
-	missing.Store(int32(len(o.file.KubeProxy.WaitAddresses)))
+	var missing atomic.Int64
+	missing.Store(int64(len(o.file.KubeProxy.WaitAddresses)))
 	for _, address := range o.file.KubeProxy.WaitAddresses {
 		// It goes on for as long as hooks wait: those that come then would be refused, and end at once.
 		task, err := beside{address: address, shared: true, ready: pods.synced, got: func() { missing.Add(-1) }, log: log}.task(serve.Server{
