@@ -24,7 +24,9 @@ type beside struct {
 	shared bool
 	// ready says that this agent can answer as well as the other.
 	ready func() bool
-	log   *slog.Logger
+	// got is called when this agent listens. May be nil.
+	got func()
+	log *slog.Logger
 }
 
 // task returns server as a task, which begins when the address is to be had. If nobody else has it, that is now, and an address that cannot be listened on is
@@ -33,6 +35,7 @@ func (b beside) task(server serve.Server) (serve.Task, error) {
 	listener, err := b.alone()
 	switch {
 	case err == nil:
+		b.tell()
 		server.Listener = listener
 		task := server.Task()
 		task.Last = true
@@ -47,9 +50,16 @@ func (b beside) task(server serve.Server) (serve.Task, error) {
 			return err
 		}
 		b.log.Info("the address is ours too", "address", b.address, "shared", b.shared)
+		b.tell()
 		server.Listener = listener
 		return server.Task().Run(ctx)
 	}}, nil
+}
+
+func (b beside) tell() {
+	if b.got != nil {
+		b.got()
+	}
 }
 
 // alone listens if nobody else does.

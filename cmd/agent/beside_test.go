@@ -7,10 +7,13 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
+
+	"k8s.io/client-go/kubernetes/fake"
 
 	"github.com/lameduck-io/lameduck/pkg/serve"
 )
@@ -133,6 +136,37 @@ func TestAnAddressIsTakenOver(t *testing.T) {
 		listener.Close()
 		answeredBy(t, address, "new")
 		a.end(t)
+	}
+}
+
+// Some other program has the address of hooks. Without this the agent is ready, gateways are asked for the pods of its node, and their hooks are told nothing.
+func TestAnAgentThatNobodyCanAskIsNotReady(t *testing.T) {
+	listener, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer listener.Close()
+	o := options{people: freeAddress(t), nodeName: "n1"}
+	if err := o.file.read([]byte(fmt.Sprintf("apiVersion: lameduck.io/v1alpha1\nkind: AgentConfiguration\nkubeProxy: {waitAddresses: [\"%s\", \"%s\"]}\n", freeAddress(t), listener.Addr())), nil); err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	ended := make(chan error, 1)
+	go func() {
+		ended <- runNode(ctx, o, fake.NewClientset(), nil, newFakeKernel(), slog.New(slog.DiscardHandler))
+	}()
+	says := func(want string) func() bool {
+		return func() bool {
+			text, err := hook(o.people + "/readyz")
+			return err == nil && strings.Contains(text, want)
+		}
+	}
+	until(t, "it says why it is not ready", says("another process"))
+	listener.Close()
+	until(t, "it is ready", says("ok"))
+	cancel()
+	if err := <-ended; err != nil {
+		t.Error(err)
 	}
 }
 

@@ -10,6 +10,7 @@ import (
 	"net/netip"
 	"strconv"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/gorilla/mux"
@@ -103,9 +104,12 @@ func runNode(ctx context.Context, o options, kube kubernetes.Interface, trusted 
 	} else {
 		log.Warn("no coordinators are configured: hooks wait for this node's kernel alone")
 	}
+	// Whoever else has an address of hooks, and keeps it, need not be an agent.
+	var missing atomic.Int64
+	missing.Store(int64(len(o.file.KubeProxy.WaitAddresses)))
 	for _, address := range o.file.KubeProxy.WaitAddresses {
 		// It goes on for as long as hooks wait: those that come then would be refused, and end at once.
-		task, err := beside{address: address, shared: true, ready: pods.synced, log: log}.task(serve.Server{
+		task, err := beside{address: address, shared: true, ready: pods.synced, got: func() { missing.Add(-1) }, log: log}.task(serve.Server{
 			Name: "wait " + address, Handler: hooks.handler(), Conns: waitConns, ReadTime: headerTime, Grace: shutdownGrace, Log: log,
 		})
 		if err != nil {
@@ -115,7 +119,7 @@ func runNode(ctx context.Context, o options, kube kubernetes.Interface, trusted 
 	}
 	// Not shared: who asks how this agent is must not be told how the other is by chance. While it has the address, it is the other.
 	metrics, err := beside{address: o.people, log: log}.task(serve.Server{
-		Name: "metrics", Handler: nodePeople(registry, following, pods), Grace: shutdownGrace,
+		Name: "metrics", Handler: nodePeople(registry, following, pods, func() bool { return missing.Load() == 0 }), Grace: shutdownGrace,
 	})
 	if err != nil {
 		return fmt.Errorf("listen: %w", err)
@@ -128,7 +132,7 @@ func runNode(ctx context.Context, o options, kube kubernetes.Interface, trusted 
 const headerTime = 5 * time.Second
 
 // nodePeople serves what is for people and their tools.
-func nodePeople(registry *prometheus.Registry, following *serving.Health, pods *nodePods) http.Handler {
+func nodePeople(registry *prometheus.Registry, following *serving.Health, pods *nodePods, listening func() bool) http.Handler {
 	r := mux.NewRouter()
 	r.Methods(http.MethodGet).Path("/metrics").Handler(promhttp.HandlerFor(registry, promhttp.HandlerOpts{}))
 	r.Methods(http.MethodGet, http.MethodHead).Path("/livez").Handler(serving.Handler(following.Livez))
@@ -136,6 +140,10 @@ func nodePeople(registry *prometheus.Registry, following *serving.Health, pods *
 	r.Methods(http.MethodGet).Path("/readyz").HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		if !pods.synced() {
 			http.Error(w, "the pods of this node are not known yet", http.StatusServiceUnavailable)
+			return
+		}
+		if !listening() {
+			http.Error(w, "another process has an address of hooks, and does not share it", http.StatusServiceUnavailable)
 			return
 		}
 		fmt.Fprintln(w, "ok")

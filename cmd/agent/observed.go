@@ -19,6 +19,8 @@ const (
 	// another pod's.
 	cleanBacklog = 1000
 	cleanLate    = 2 * time.Second
+	// cleanAgain is how soon it is looked again whether the kernel still sends to the address.
+	cleanAgain = 200 * time.Millisecond
 	// afterwards is how long after its deadline a barrier is still reported.
 	afterwards = 2 * time.Second
 )
@@ -200,14 +202,19 @@ func (o *observed) expire(now time.Time) {
 
 // clean has the connections to a pod forgotten that is gone.
 func (o *observed) clean(pod drain.Pod, targets []netip.AddrPort) {
+	o.enqueue(cleanable{pod, targets, time.Now()})
+}
+
+func (o *observed) enqueue(c cleanable) {
 	select {
-	case o.cleaning <- cleanable{pod, targets, time.Now()}:
+	case o.cleaning <- c:
 	default:
 		o.m.cleaned.WithLabelValues("skipped").Inc()
 	}
 }
 
-// taken says that the kernel sends to one of the addresses of a pod that is gone: on another node another pod has it.
+// taken says that the kernel sends to one of the addresses of a pod that is gone: on another node another pod has it, or the kernel has not let go of this
+// one yet, as of the last of a Service.
 func (o *observed) taken(targets []netip.AddrPort) bool {
 	w := o.kernel.Watch(targets, func() {})
 	defer w.Close()
@@ -233,8 +240,10 @@ func (o *observed) run(ctx context.Context) error {
 			o.expire(now)
 		case c := <-o.cleaning:
 			switch {
-			case len(c.targets) == 0 || time.Since(c.at) > cleanLate || !o.free(c.targets) || o.taken(c.targets):
+			case len(c.targets) == 0 || time.Since(c.at) > cleanLate || !o.free(c.targets):
 				o.m.cleaned.WithLabelValues("skipped").Inc()
+			case o.taken(c.targets):
+				time.AfterFunc(cleanAgain, func() { o.enqueue(c) })
 			default:
 				if err := o.kernel.Clean(c.targets); err != nil {
 					o.m.cleaned.WithLabelValues("error").Inc()

@@ -488,6 +488,7 @@ func TestConnectionsAreForgottenOnlyWhereNobodyHasTheAddress(t *testing.T) {
 		k.is(podTarget, drain.Routing, 0)
 		o.clean(drain.Pod{Namespace: "shop", Name: "c", UID: "uid-c"}, []netip.AddrPort{podTarget})
 		pods.set(b, true)
+		time.Sleep(cleanLate + 2*cleanAgain)
 		synctest.Wait()
 		if len(k.cleaned) > 0 {
 			t.Errorf("connections of another node's pod are forgotten")
@@ -498,6 +499,32 @@ func TestConnectionsAreForgottenOnlyWhereNobodyHasTheAddress(t *testing.T) {
 		synctest.Wait()
 		if len(k.cleaned) != 1 || k.cleaned[0] != podTarget {
 			t.Errorf("forgotten are %v", k.cleaned)
+		}
+		cancel()
+		synctest.Wait()
+	})
+}
+
+// The kernel keeps the last pod of a Service until kube-proxy hears that it is gone, which is later than the node's agent does. Without this nothing of
+// such pods is forgotten, and a client that uses a port again is sent to nobody.
+func TestConnectionsAreForgottenOnceTheKernelLetsGo(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		k := newFakeKernel()
+		o := newObserved(k, func([]netip.AddrPort) bool { return true }, newNodeMetrics(prometheus.NewRegistry(), "n1"), slog.New(slog.DiscardHandler))
+		ctx, cancel := context.WithCancel(t.Context())
+		go func() { _ = o.run(ctx) }()
+		k.is(podTarget, drain.Kept, 0)
+		o.clean(drain.Pod{Namespace: "shop", Name: "a", UID: "uid-a"}, []netip.AddrPort{podTarget})
+		time.Sleep(cleanLate / 2)
+		synctest.Wait()
+		if len(k.cleaned) > 0 {
+			t.Error("forgotten while the kernel makes new ones")
+		}
+		k.is(podTarget, drain.Removed, 0)
+		time.Sleep(2 * 200 * time.Millisecond)
+		synctest.Wait()
+		if len(k.cleaned) != 1 || k.open() != 0 {
+			t.Errorf("forgotten are %v, %d watches are open", k.cleaned, k.open())
 		}
 		cancel()
 		synctest.Wait()

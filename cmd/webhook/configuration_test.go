@@ -66,6 +66,7 @@ func TestBadFiles(t *testing.T) {
 		"names":               {head + "certificates: {names: [a_b]}", []string{`certificates.names[0] "a_b"`}},
 		"no secret":           {head + "certificates: {secret: ''}", []string{`certificates.secret ""`}},
 		"no sample":           {head + "barrier: {sampling: {size: 0}}", []string{"barrier.sampling.size 0"}},
+		"no end of learning":  {head + "barrier: {sampling: {learnFrom: 20000}}", []string{"barrier.sampling.learnFrom 20000"}},
 		"overlap":             {head + "certificates: {overlap: 0s}", []string{"certificates.overlap 0s"}},
 		"rotates too soon":    {head + "certificates: {rotateEvery: 2h}", []string{"certificates.rotateEvery 2h0m0s", "certificates.overlap 1h0m0s"}},
 	} {

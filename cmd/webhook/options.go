@@ -22,6 +22,10 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
+// learnMost is how many of the times that agents took a replica still knows when it forgets some: it halves them when they are 20,000. With more to learn
+// from, samples would come and go, or never come.
+const learnMost = 9000
+
 // options are the command line and the configuration file, checked.
 type options struct {
 	kubeconfig   string
@@ -222,6 +226,7 @@ func (o options) check() error {
 	}{{"allUpTo", o.sampling.AllMost}, {"size", o.sampling.Size}, {"learnFrom", o.sampling.Learn}} {
 		must(of.value > 0, "barrier.sampling.%s %d: must be at least 1", of.key, of.value)
 	}
+	must(o.sampling.Learn <= learnMost, "barrier.sampling.learnFrom %d: must be at most %d: a replica forgets what is older", o.sampling.Learn, learnMost)
 	must(o.maxHolds > 0, "--max-holds %d: must be at least 1", o.maxHolds)
 	must(o.maxHoldsPerOwner > 0, "--max-holds-per-owner %d: must be at least 1", o.maxHoldsPerOwner)
 	for _, name := range o.excluded {

@@ -41,6 +41,9 @@ const (
 	lookBurst = 10
 	// callTimeout bounds one call.
 	callTimeout = 10 * time.Second
+	// otherCA is how long another CA in the ConfigMap than that which this replica has told is left there: it is that of a replica whose file has changed
+	// sooner, until this one's does too, which takes a kubelet a minute and a half. Else both write over each other's all that time.
+	otherCA = 3 * time.Minute
 )
 
 // Options of a [Keeper].
@@ -75,6 +78,9 @@ type Keeper struct {
 	serving atomic.Pointer[tls.Certificate]
 	// secret is that of the set which is served, for the log.
 	secret string
+	// told is the CA that was last seen in the ConfigMap, or written, as this replica has it; other is since when there has been another one.
+	told  string
+	other time.Time
 }
 
 // New returns a Keeper that has nothing to serve until it has run for a moment.
@@ -322,12 +328,19 @@ func (k *Keeper) tellCA(ctx context.Context) error {
 	case err != nil:
 		return fmt.Errorf("read ConfigMap %s/%s: %w", k.Namespace, k.ConfigMap, err)
 	case bundle.Data[CAKey] == string(text):
+		k.told, k.other = string(text), time.Time{}
+		return nil
+	case k.told == string(text) && k.other.IsZero():
+		k.other = time.Now()
+		return nil
+	case k.told == string(text) && time.Since(k.other) < otherCA:
 		return nil
 	}
 	bundle.Data = map[string]string{CAKey: string(text)}
 	if _, err := k.Kube.CoreV1().ConfigMaps(k.Namespace).Update(ctx, bundle, metav1.UpdateOptions{}); err != nil {
 		return fmt.Errorf("write ConfigMap %s/%s: %w", k.Namespace, k.ConfigMap, err)
 	}
+	k.told, k.other = string(text), time.Time{}
 	k.Log.Info("agents are told another CA", "configMap", k.Namespace+"/"+k.ConfigMap)
 	return nil
 }

@@ -250,6 +250,66 @@ func TestAgentsAreToldTheCAOfAnother(t *testing.T) {
 	})
 }
 
+// The file of one replica changes a minute before that of another one. Without this they write over each other's CA for all that time, and agents that
+// connect trust now the one and now the other.
+func TestReplicasDoNotWriteOverEachOthersCA(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		kube := fake.NewClientset(installed()...)
+		written := []string{}
+		kube.PrependReactor("update", "configmaps", func(action clienttesting.Action) (bool, runtime.Object, error) {
+			written = append(written, action.(clienttesting.UpdateAction).GetObject().(*corev1.ConfigMap).Data[CAKey])
+			return false, nil, nil
+		})
+		var files [3]atomic.Pointer[string]
+		first, second := "first", "second"
+		for i := range files {
+			files[i].Store(&first)
+			k, _ := keeperWith(t, kube, func(o *Options) {
+				o.Bundle = false
+				o.CA = func() ([]byte, error) { return []byte(*files[i].Load()), nil }
+			})
+			// A fake cannot watch.
+			done := t.Context().Done()
+			go func() {
+				for {
+					select {
+					case <-done:
+						return
+					case <-time.After(time.Second):
+						select {
+						case k.wake <- struct{}{}:
+						default:
+						}
+					}
+				}
+			}()
+			time.Sleep(5 * time.Second)
+		}
+		for i := range files {
+			files[i].Store(&second)
+			time.Sleep(40 * time.Second)
+		}
+		synctest.Wait()
+		if !slices.Equal(written, []string{"first", "second"}) {
+			t.Errorf("written are %d: %q", len(written), written[:min(len(written), 10)])
+		}
+		// What nobody has is not left there.
+		m, err := kube.CoreV1().ConfigMaps("system").Get(t.Context(), "ca", metav1.GetOptions{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		m.Data = nil
+		if _, err := kube.CoreV1().ConfigMaps("system").Update(t.Context(), m, metav1.UpdateOptions{}); err != nil {
+			t.Fatal(err)
+		}
+		time.Sleep(otherCA + time.Minute)
+		synctest.Wait()
+		if last := written[len(written)-1]; last != "second" || len(written) > 6 {
+			t.Errorf("written are %q", written)
+		}
+	})
+}
+
 // With cert-manager the CA is somebody else's, with a secret of one's own the path is.
 func TestWhatIsNotOursIsNotWritten(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

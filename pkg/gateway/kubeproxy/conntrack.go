@@ -205,9 +205,12 @@ func dumpConnections(conn *netlink.Conn, family uint8, filter []byte, addrs map[
 type counter struct {
 	dial func() (*netlink.Conn, error)
 	conn *netlink.Conn
-	// walk is what going through the table costs, as learnt; six is how many connections with IPv6 there were when they were last asked for alone.
-	walk time.Duration
-	six  int
+	// walk is what going through the table costs, tell what telling one connection does, both as learnt; six is how many connections with IPv6 there were
+	// when they were last asked for alone.
+	walk, tell time.Duration
+	six        int
+	// deaf says that the kernel tells all connections whatever address it is asked for: asking for each costs as much as asking for all.
+	deaf bool
 }
 
 // singly reports whether asking for each of n IPv4 addresses, and for all connections with IPv6 if six is true, costs no more than asking
@@ -217,11 +220,28 @@ func (c *counter) singly(n int, six bool, entries int) bool {
 	if six {
 		walks, told = n+1, c.six
 	}
+	if c.deaf && n > 0 && walks > 1 {
+		return false
+	}
 	return c.cost(walks, told) <= c.cost(1, entries)
 }
 
 func (c *counter) cost(walks, told int) time.Duration {
-	return time.Duration(walks)*c.walk + time.Duration(told)*tellCost
+	return time.Duration(walks)*c.walk + time.Duration(told)*c.tell
+}
+
+// learn takes in what going through the table so many times, and being told of so many connections, has cost. The last ones count most: tables grow, and
+// computers get other work. What was expected of a single walk and is not so is laid to whatever should have cost more: where telling is laid to walking, a
+// computer that tells faster makes walks look as if they cost nothing, until each address of thousands is asked for alone.
+func (c *counter) learn(walks, told int, took time.Duration) {
+	if walks == 0 {
+		return
+	}
+	if walks == 1 && c.walk < time.Duration(told)*c.tell {
+		c.tell = (3*c.tell + max(0, took-c.walk)/time.Duration(told)) / 4
+		return
+	}
+	c.walk = (3*c.walk + max(0, took-time.Duration(told)*c.tell)/time.Duration(walks)) / 4
 }
 
 // open returns how many connections to each destination with one of addrs are open, and how long the CPU has worked for that.
@@ -256,30 +276,31 @@ func (c *counter) open(addrs map[netip.Addr]bool) (open map[netip.AddrPort]int, 
 			six = true
 		}
 	}
-	walks, told := 0, 0
 	if c.singly(len(four), six, entries()) {
+		told := 0
 		for _, addr := range four {
-			n, err := connections(c.conn, addr, add)
+			wanted := 0
+			n, err := connections(c.conn, addr, func(one connection) { wanted++; add(one) })
 			if err != nil {
 				return nil, 0, err
 			}
-			walks, told = walks+1, told+n
+			told += n
+			c.deaf = c.deaf || n > wanted
 		}
+		then := worked()
+		c.learn(len(four), told, then-began)
 		if six {
 			if c.six, err = dumpConnections(c.conn, unix.AF_INET6, nil, addrs, add); err != nil {
 				return nil, 0, err
 			}
-			walks, told = walks+1, told+c.six
+			c.learn(1, c.six, worked()-then)
 		}
 	} else {
-		if told, err = dumpConnections(c.conn, unix.AF_UNSPEC, nil, addrs, add); err != nil {
+		told, err := dumpConnections(c.conn, unix.AF_UNSPEC, nil, addrs, add)
+		if err != nil {
 			return nil, 0, err
 		}
-		walks = 1
-	}
-	if walks > 0 {
-		// The last ones count most: tables grow, and computers get other work.
-		c.walk = (3*c.walk + max(0, (worked()-began-time.Duration(told)*tellCost)/time.Duration(walks))) / 4
+		c.learn(1, told, worked()-began)
 	}
 	return open, 0, nil
 }
@@ -312,7 +333,7 @@ func entries() int {
 
 // count counts connections while somebody waits for them to end, until ctx is done.
 func (o *Observer) count(ctx context.Context) {
-	counter := counter{dial: o.dial, walk: walkCost}
+	counter := counter{dial: o.dial, walk: walkCost, tell: tellCost}
 	defer counter.close()
 	failed := false
 	var slowly time.Time // when those were last counted to which the kernel still sends
@@ -387,12 +408,17 @@ func (o *Observer) waiting(all bool) (waiting map[*Watch]int, others bool) {
 			}
 		}
 	}
+	o.others = others
 	return waiting, others
 }
 
 // counted takes a count in, for the watches that were waiting when it began and are still. It reports whether the next one may make
 // one of them Idle for which this one was the first that found nothing.
 func (o *Observer) counted(waiting map[*Watch]int, open map[netip.AddrPort]int, now time.Time) (almost bool) {
+	all := map[netip.Addr]int{} // to every port
+	for to, connections := range open {
+		all[to.Addr()] += connections
+	}
 	o.mu.Lock()
 	var told []*Watch
 	for w, period := range waiting {
@@ -400,9 +426,14 @@ func (o *Observer) counted(waiting map[*Watch]int, open map[netip.AddrPort]int, 
 			continue
 		}
 		n := 0
-		for to, connections := range open {
-			if slices.ContainsFunc(w.targets, func(t netip.AddrPort) bool { return t == to || t.Port() == 0 && t.Addr() == to.Addr() }) {
-				n += connections
+		for i, t := range w.targets {
+			if slices.Contains(w.targets[:i], t) {
+				continue // it is counted already
+			}
+			if t.Port() == 0 {
+				n += all[t.Addr()]
+			} else if !slices.Contains(w.targets, netip.AddrPortFrom(t.Addr(), 0)) {
+				n += open[t]
 			}
 		}
 		w.reading.Connections = n

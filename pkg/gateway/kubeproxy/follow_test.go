@@ -7,6 +7,7 @@ import (
 	"maps"
 	"math/rand/v2"
 	"net/netip"
+	"runtime"
 	"slices"
 	"strings"
 	"sync"
@@ -233,6 +234,82 @@ func TestManyWatchesAtOnce(t *testing.T) {
 	}
 	if took := time.Since(began); took > 5*time.Second {
 		t.Errorf("%d watches took %s to come and go", many, took)
+	}
+}
+
+// Many pods are deleted at once, and connections to each are open. Without this a count takes the square of their number, with all others kept waiting. What it
+// takes is what the CPU works, whatever else that does.
+func TestManyAreCountedAtOnce(t *testing.T) {
+	o := New(Options{})
+	const many = 10_000
+	waiting, open := map[*Watch]int{}, map[netip.AddrPort]int{}
+	for i := range many {
+		addr := netip.AddrFrom4([4]byte{10, 1, byte(i >> 8), byte(i)})
+		w := o.Watch([]netip.AddrPort{netip.AddrPortFrom(addr, 80)}, func() {})
+		defer w.Close()
+		w.reading.State = Routing
+		waiting[w], open[netip.AddrPortFrom(addr, 80)] = w.period, 1
+	}
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	began := worked()
+	o.counted(waiting, open, time.Now())
+	if took := worked() - began; took > 200*time.Millisecond {
+		t.Errorf("%d watches and as many connections took %s", many, took)
+	}
+	for w := range waiting {
+		if n := w.Reading().Connections; n != 1 {
+			t.Fatalf("%d connections", n)
+		}
+	}
+}
+
+// A connection counts once for a watch, whichever of its targets it is of.
+func TestCountedOnce(t *testing.T) {
+	target := netip.MustParseAddrPort
+	open := map[netip.AddrPort]int{target("10.1.0.1:80"): 1, target("10.1.0.1:81"): 2, target("10.1.0.2:80"): 4}
+	for want, targets := range map[int][]netip.AddrPort{
+		0: {target("10.1.0.3:80"), target("10.1.0.1:82")},
+		1: {target("10.1.0.1:80"), target("10.1.0.1:80")},
+		3: {target("10.1.0.1:80"), target("10.1.0.1:0"), target("10.1.0.1:0"), target("10.1.0.1:81")},
+		5: {target("10.1.0.1:80"), target("10.1.0.2:0")},
+	} {
+		o := New(Options{})
+		w := o.Watch(targets, func() {})
+		w.reading.State = Removed
+		o.counted(map[*Watch]int{w: w.period}, open, time.Now())
+		if n := w.Reading().Connections; n != want {
+			t.Errorf("to %v there are %d, want %d", targets, n, want)
+		}
+		w.Close()
+	}
+}
+
+// Who comes while count looks at others from time to time does not wake it: it would look at all of them each time. Who is let go of does.
+func TestWhoWakesCount(t *testing.T) {
+	for _, test := range []struct {
+		state         State
+		others, wakes bool
+	}{
+		{Routing, false, true}, {Routing, true, false}, {Kept, false, true}, {Kept, true, false},
+		{Removed, false, true}, {Removed, true, true}, {Idle, false, false}, {Unknown, false, false},
+	} {
+		o := New(Options{})
+		w := &Watch{o: o, changed: func() {}}
+		o.watches[w] = struct{}{}
+		if test.others {
+			other := &Watch{o: o, changed: func() {}}
+			o.watches[other] = struct{}{}
+			other.enter(Routing, time.Now())
+			<-o.wake
+		}
+		if _, others := o.waiting(false); others != test.others {
+			t.Fatal(others)
+		}
+		w.enter(test.state, time.Now())
+		if woken := len(o.wake) > 0; woken != test.wakes {
+			t.Errorf("%+v: %t", test, woken)
+		}
 	}
 }
 

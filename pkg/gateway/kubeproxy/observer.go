@@ -36,6 +36,8 @@ type Observer struct {
 	// followed is whether nftables have been read, and all changes since.
 	followed bool
 	wake     chan struct{}
+	// others says that count comes again without being woken, for those to whose targets the kernel still sends.
+	others bool
 	// generation is that of readings, see Reading.
 	generation string
 	// regroup says that the targets which are going have become others, so that Kept may be Routing, and Routing Kept.
@@ -415,7 +417,8 @@ func (w *Watch) enter(state State, now time.Time) bool {
 	w.reading.Connections, w.reading.Quiet = 0, state == Idle
 	w.period++
 	w.empty = 0
-	if state != Idle {
+	// Else each of many that come at once has count look at all the others.
+	if state == Removed || (state == Routing || state == Kept) && !w.o.others {
 		select {
 		case w.o.wake <- struct{}{}:
 		default:
