@@ -66,6 +66,11 @@ func (b *beliefs) take(id drain.AgentID, h wire.Health, may func(drain.Service) 
 			continue
 		}
 		is.size += s.Size()
+		// What was read may be kept in more room than it takes.
+		s.Targets = slices.Clip(slices.Clone(s.Targets))
+		for i := range s.Targets {
+			s.Targets[i].Since = s.Targets[i].Since.UTC()
+		}
 		is.told[s.Service] = &s
 	}
 }

@@ -207,6 +207,29 @@ func TestWhatOneAgentTakesIsBounded(t *testing.T) {
 	runtime.KeepAlive(&b)
 }
 
+// What a liar writes so that it takes more room than it says takes no more either: a list that comes after a longer one of the same name is kept
+// in the room of that.
+func TestWhatALiarTakesIsBounded(t *testing.T) {
+	const agents = 2
+	var b beliefs
+	long := strings.Repeat("{},", 4000) + "{}"
+	before := heap()
+	for id := range agents {
+		for n := range 50 {
+			h, err := wire.ParseHealth(fmt.Appendf(nil,
+				`{"health":{"session":1,"first":%t,"changed":[{"service":{"namespace":"shop","name":"%d"},"targets":[%s],"targets":[{"since":"2026-01-02T03:04:05+01:23"}]}]}}`, n == 0, n, long))
+			if err != nil {
+				t.Fatal(err)
+			}
+			b.take(drain.AgentID(fmt.Sprint(id)), h, func(drain.Service) bool { return true })
+		}
+	}
+	if each := (heap() - before) / agents; each > 64<<10 {
+		t.Errorf("each agent takes %d bytes", each)
+	}
+	runtime.KeepAlive(&b)
+}
+
 func heap() int {
 	runtime.GC()
 	runtime.GC()
