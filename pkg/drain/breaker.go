@@ -21,8 +21,9 @@ const strikesOut = 3
 // deadline: one that this replica met late, one that goes on with the little time that an abandoned one has left, one that was
 // older than the agent, or one that had waited for room until late.
 //
-// What does not count: Kept, which is an answer, and Removed without Idle, which is the clients' doing. What does not reset: a new
-// session and a new life of the agent. One that crashes every twenty seconds answers nothing either.
+// What does not count: Kept, which is an answer, as is the word on a young pod that is not believed yet, and Removed without Idle, which is
+// the clients' doing. What does not reset: a new session and a new life of the agent. One that crashes every twenty seconds answers nothing
+// either.
 //
 // Silence may be ours. Where most of the agents that the API lists have no stream here, it is this replica that is cut off, and
 // agents without a stream are not suspended: drains wait for the deadline, and another replica may hear what this one cannot. An
@@ -72,13 +73,18 @@ func (l *Ledger) expire(now time.Time, d *drain) {
 		return
 	}
 	l.touch(d)
+	said := l.hearing(d)
 	for _, w := range s.Waiting {
+		a := l.agents[w.Agent]
+		if r := said[a.slot]; r != nil && r.State >= Removed && r.Held && r.tells(d) && l.fresh(now, r) {
+			continue // it has answered: that this does not count yet, for the pod is young, is not its fault
+		}
 		if d.gate == AtBarrier && w.Connected && w.State < Removed {
 			l.learnt.add(l.length(d)) // it takes that long at least
 		}
 		// Of a drain that is queued nobody was told.
 		if !d.queued && w.State < Removed && w.State != Kept {
-			l.strike(l.agents[w.Agent], d)
+			l.strike(a, d)
 		}
 	}
 }

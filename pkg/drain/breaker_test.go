@@ -291,3 +291,37 @@ func TestAnAgentIsNotSuspendedForDrainsItWasToldOfLate(t *testing.T) {
 		w.wantSuspensions(late.want...)
 	}
 }
+
+// A pod that was deleted with a short grace, just after it became ready: those who have let go are not believed in time, which is nobody's fault.
+// Without this, three of them suspend every node agent, and no barrier waits for anybody any more.
+func TestWhoIsNotBelievedOfAYoungPodIsNotToBlame(t *testing.T) {
+	w := newWorld(t)
+	w.observe("node-1")
+	w.observe("node-2")
+	learnt := w.learnt.n
+	for _, name := range []string{"a", "b", "c", "d"} {
+		p := pod(name)
+		w.open(p, "node-1", func(b *Barrier) { b.Young, b.Bound = 10*time.Second, 5*time.Second })
+		w.see("node-1", p, Idle, true)
+		w.pass(time.Second)
+		w.see("node-2", p, Removed, false)
+		w.pass(4 * time.Second)
+		w.Tick(w.now)
+		w.wantBarrier(p, "Released Deadline node-1:unknown node-2:unknown")
+		w.Deleted(w.now, p.UID)
+	}
+	w.wantSuspensions()
+	if got := w.learnt.n - learnt; got != 8 {
+		t.Errorf("%d times were learnt of 8", got)
+	}
+	// Who says nothing is.
+	for _, name := range []string{"e", "f", "g"} {
+		p := pod(name)
+		w.open(p, "node-1", func(b *Barrier) { b.Young, b.Bound = 10*time.Second, 5*time.Second })
+		w.see("node-1", p, Idle, true)
+		w.pass(5 * time.Second)
+		w.Tick(w.now)
+		w.Deleted(w.now, p.UID)
+	}
+	w.wantSuspensions("-node-2")
+}

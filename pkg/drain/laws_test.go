@@ -77,6 +77,83 @@ func TestIndexesNeverShow(t *testing.T) {
 	}
 }
 
+// Whoever waits looks at a drain when it is touched, and when time may have changed it, and not in between: of many words in a row all but the
+// last are taken without that anybody looks. Still no change of a phase may be missed.
+func TestNoChangeIsMissedByWhoLooksOnlyWhenTouched(t *testing.T) {
+	unseen := 0
+	for seed := range uint64(300) {
+		r := rand.New(rand.NewPCG(seed, 2))
+		w := newWorld(t)
+		services := []Service{web, api}
+		some := func() []Service {
+			return slices.DeleteFunc(slices.Clone(services), func(Service) bool { return r.IntN(3) == 0 })
+		}
+		for i := range 5 {
+			id := AgentID(fmt.Sprint("agent-", i))
+			w.sessions[id] = w.ConnectWith(w.now, id, Hail{Observes: true})
+			w.Declare(id, w.sessions[id], []Route{{web, Endpoints, Observe, PerConnection}, {api, Endpoints, Direct, PerRequest}})
+		}
+		known := map[*drain]Phase{}
+		look := func(d *drain) {
+			if d != nil && d.open {
+				known[d] = w.status(w.now, d).Phase
+			}
+		}
+		for step := range 200 {
+			p := pod(fmt.Sprint(r.IntN(3)))
+			id := AgentID(fmt.Sprint("agent-", r.IntN(5)))
+			did := ""
+			if n := r.IntN(10); n < 7 {
+				report := Report{UID: p.UID, State: State(r.IntN(5)), Held: r.IntN(9) > 0, Since: w.now, Gate: Gate(r.IntN(2)), Quiet: r.IntN(2) == 0, Sent: r.IntN(2) == 0}
+				if r.IntN(2) == 0 {
+					report.State = max(report.State, Removed)
+				}
+				w.Report(w.now, id, w.sessions[id], []Report{report})
+				did = fmt.Sprintf("%s reports %v", id, report)
+			} else if n == 7 {
+				w.OpenBarrier(w.now, Barrier{
+					Pod: p, By: id, Services: some(), Since: w.now, Bound: 30 * time.Second, Last: r.IntN(4) == 0, Young: time.Duration(r.IntN(3)) * time.Second,
+				})
+				did = "barrier"
+			} else {
+				did = w.step(r, id, p, some)
+			}
+			for touched := true; touched; {
+				holds, barriers := w.Touched(), w.TouchedBarriers()
+				for _, uid := range holds {
+					look(w.at(AtHold, uid))
+				}
+				for _, uid := range barriers {
+					look(w.at(AtBarrier, uid))
+				}
+				touched = len(holds)+len(barriers) > 0
+			}
+			w.each(func(d *drain) {
+				if !d.open {
+					return
+				}
+				was := *d
+				was.blocking = slices.Clone(d.blocking)
+				is := w.derive(w.now, d).Phase
+				d.blocking, d.blocked, d.phase, d.quiescingAt = was.blocking, was.blocked, was.phase, was.quiescingAt
+				if is != known[d] {
+					t.Fatalf("seed %d step %d, %s: %s at the %s is %s, and was %s when it was last touched", seed, step, did, d.pod.UID, d.gate, is, known[d])
+				}
+				if d.blocked > 0 && len(d.agents)-d.blocked > 1 {
+					unseen++
+				}
+			})
+			if r.IntN(12) == 0 {
+				w.pass(time.Duration(r.IntN(4000)) * time.Millisecond)
+				w.each(look)
+			}
+		}
+	}
+	if unseen < 1000 {
+		t.Errorf("%d drains were looked at that had heard several words", unseen)
+	}
+}
+
 // cross reports what the ledger's indexes do not agree on.
 func (w *world) cross() error {
 	said := 0

@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"maps"
 	"net"
 	"net/http"
 	"slices"
@@ -455,6 +456,68 @@ func TestAnAnswerToADeclarationDoesNotBuryWhatWasReleasedMeanwhile(t *testing.T)
 		time.Sleep(time.Second)
 		if got := stones.Held("r/e"); !slices.Equal(got, []drain.UID{"b"}) {
 			t.Errorf("buried: %q, want b alone", got)
+		}
+		if times != 2 || !learned(c) {
+			t.Errorf("declared %d times, learned %t", times, learned(c))
+		}
+	})
+}
+
+// sights is a Watches of one holder.
+type sights struct {
+	mu sync.Mutex
+	of map[drain.UID]bool
+}
+
+func (s *sights) Watch(w drain.Watch, _ string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.of[w.Pod.UID] = true
+}
+
+func (s *sights) Unwatch(uid drain.UID, _ string, _ bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	delete(s.of, uid)
+}
+
+func (s *sights) Watched(string) []drain.UID {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return slices.Sorted(maps.Keys(s.of))
+}
+
+func (s *sights) Reports() []drain.Report { return nil }
+
+// Without this, a pod that has gone while a declaration is under way is observed for twenty minutes more.
+func TestAnAnswerToADeclarationDoesNotObserveWhatWasReleasedMeanwhile(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := newScript(t)
+		release, released := make(chan struct{}), make(chan struct{})
+		s.stream = func(s *session) {
+			s.say(hello)
+			s.say(`{"type":"synced"}`)
+			<-release
+			s.say(`{"type":"release","release":{"uid":"a","dead":true,"gate":"barrier"}}`)
+			close(released)
+			<-s.done
+		}
+		times := 0
+		s.declare = func(wire.Declaration) (int, any) {
+			watches := []drain.Watch{{Pod: drain.Pod{UID: "b"}, Number: 2}}
+			if times++; times == 1 {
+				watches = append(watches, drain.Watch{Pod: drain.Pod{UID: "a"}, Number: 1})
+				close(release)
+				<-released
+				time.Sleep(time.Millisecond)
+			}
+			return http.StatusOK, wire.Declared{Drains: []drain.Open{}, Watches: watches}
+		}
+		seen := &sights{of: map[drain.UID]bool{}}
+		c, _, _ := runWith(t, func(c *Client) { c.Watches = seen }, s)
+		time.Sleep(time.Second)
+		if got := seen.Watched(""); !slices.Equal(got, []drain.UID{"b"}) {
+			t.Errorf("observed: %q, want b alone", got)
 		}
 		if times != 2 || !learned(c) {
 			t.Errorf("declared %d times, learned %t", times, learned(c))

@@ -360,6 +360,40 @@ func TestAPodThatIsGoingIsReadLive(t *testing.T) {
 	})
 }
 
+// Who has let go of a young pod is believed at once if it was seen to send to it, and else when it must have heard of it: no later, and not as
+// soon as this replica has heard of other things.
+func TestAHookOfAYoungPodWaitsForThoseWhoMayNotHaveHeardOfIt(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n, near := newNetwork(t), newNearby()
+		near.Young = 4 * time.Second
+		n.replica("replica-0", "a", with(near))
+		one, two := n.nodeAgent("node-1", "replica-0"), n.nodeAgent("node-2", "replica-0")
+		sent := func(a *nodeAgent, p drain.Pod) {
+			a.eyes.mu.Lock()
+			a.eyes.of[p.UID].report.Sent = true
+			a.eyes.mu.Unlock()
+		}
+		p, q := pod("a"), pod("b")
+		hook := one.hook(p)
+		sent(one, p)
+		one.see(t, p, drain.Idle, true)
+		two.see(t, p, drain.Idle, true)
+		near.set(func(s *Surroundings) { s.Young = 0 })
+		time.Sleep(3999 * time.Millisecond)
+		waits(t, hook)
+		time.Sleep(time.Millisecond)
+		passed(t, hook, "Acknowledged after 4s")
+
+		near.set(func(s *Surroundings) { s.Young = 4 * time.Second })
+		hook = one.hook(q)
+		sent(one, q)
+		one.see(t, q, drain.Idle, true)
+		sent(two, q)
+		two.see(t, q, drain.Idle, true)
+		passed(t, hook, "Acknowledged after 0s")
+	})
+}
+
 // Without this, a Service with one pod that is replaced loses its requests: its kernels say Kept, and the new one is ready.
 func TestOtherEndpointsAreLookedAtWhileAHookWaits(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

@@ -41,6 +41,8 @@ func (b *beliefs) take(id drain.AgentID, h wire.Health, may func(drain.Service) 
 	defer b.mu.Unlock()
 	is := b.of[id]
 	switch {
+	case is != nil && is.session > h.Session:
+		return // it was under way while the agent came anew
 	case h.First:
 		is = &belief{session: h.Session, told: map[drain.Service]*wire.ServiceHealth{}}
 		if b.of == nil {
@@ -66,6 +68,11 @@ func (b *beliefs) take(id drain.AgentID, h wire.Health, may func(drain.Service) 
 			continue
 		}
 		is.size += s.Size()
+		// What was read may be kept in more room than it takes.
+		s.Targets = slices.Clip(slices.Clone(s.Targets))
+		for i := range s.Targets {
+			s.Targets[i].Since = s.Targets[i].Since.UTC()
+		}
 		is.told[s.Service] = &s
 	}
 }

@@ -207,6 +207,46 @@ func TestWhatOneAgentTakesIsBounded(t *testing.T) {
 	runtime.KeepAlive(&b)
 }
 
+// Without this, what comes late from a session that was current a moment ago takes the place of what the next one tells, and goes with that session:
+// the next one tells differences only, and those are to nothing then.
+func TestAFormerSessionTakesNothing(t *testing.T) {
+	var b beliefs
+	all := func(drain.Service) bool { return true }
+	b.take("one", wire.Health{Session: 8, First: true, Services: 2}, all)
+	b.take("one", wire.Health{Session: 7, First: true, Services: 1}, all)
+	b.end("one", 7)
+	if is := b.of["one"]; is == nil || is.session != 8 || is.services != 2 {
+		t.Errorf("%+v", is)
+	}
+	b.take("one", wire.Health{Session: 9, First: true, Services: 3}, all)
+	if is := b.of["one"]; is.session != 9 || is.services != 3 {
+		t.Errorf("%+v", is)
+	}
+}
+
+// What a liar writes so that it takes more room than it says takes no more either: a list that comes after a longer one of the same name is kept
+// in the room of that.
+func TestWhatALiarTakesIsBounded(t *testing.T) {
+	const agents = 2
+	var b beliefs
+	long := strings.Repeat("{},", 4000) + "{}"
+	before := heap()
+	for id := range agents {
+		for n := range 50 {
+			h, err := wire.ParseHealth(fmt.Appendf(nil,
+				`{"health":{"session":1,"first":%t,"changed":[{"service":{"namespace":"shop","name":"%d"},"targets":[%s],"targets":[{"since":"2026-01-02T03:04:05+01:23"}]}]}}`, n == 0, n, long))
+			if err != nil {
+				t.Fatal(err)
+			}
+			b.take(drain.AgentID(fmt.Sprint(id)), h, func(drain.Service) bool { return true })
+		}
+	}
+	if each := (heap() - before) / agents; each > 64<<10 {
+		t.Errorf("each agent takes %d bytes", each)
+	}
+	runtime.KeepAlive(&b)
+}
+
 func heap() int {
 	runtime.GC()
 	runtime.GC()

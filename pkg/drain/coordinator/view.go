@@ -109,16 +109,23 @@ func newHistory() *history {
 	return &history{introduced: map[drain.AgentID]*introduced{}, open: map[drain.UID]*course{}, kinds: map[string]*times{}}
 }
 
-// connected notes a new stream.
-func (h *history) connected(now time.Time, id drain.AgentID, protocol int, offer wire.Offer, address string) {
-	was := h.introduced[id]
-	if was == nil {
+// introduce returns what is remembered of an agent, and makes room for it. It is one and the same for as long as it is remembered: what agents
+// say of a drain is kept by it.
+func (h *history) introduce(id drain.AgentID) *introduced {
+	of := h.introduced[id]
+	if of == nil {
 		if len(h.introduced) >= introducedMost {
 			clear(h.introduced) // they introduce themselves again
 		}
-		was = &introduced{}
-		h.introduced[id] = was
+		of = &introduced{}
+		h.introduced[id] = of
 	}
+	return of
+}
+
+// connected notes a new stream.
+func (h *history) connected(now time.Time, id drain.AgentID, protocol int, offer wire.Offer, address string) {
+	was := h.introduce(id)
 	was.protocol, was.features, was.address, was.connected = protocol, offer.Features[:min(len(offer.Features), featuresShown)], address, now
 }
 
@@ -131,10 +138,7 @@ func (h *history) declared(id drain.AgentID, gateway string) {
 
 // reported notes what an agent that has a session says, as of asOf.
 func (h *history) reported(l *drain.Ledger, now, asOf time.Time, id drain.AgentID, reports []drain.Report) {
-	of := h.introduced[id]
-	if of == nil {
-		of = &introduced{}
-	}
+	of := h.introduce(id)
 	of.posted, of.age = now, now.Sub(asOf)
 	for _, r := range reports {
 		if r.Gate == drain.AtBarrier {

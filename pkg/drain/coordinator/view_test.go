@@ -209,3 +209,37 @@ func TestAbandonedIsHowItEnded(t *testing.T) {
 		}
 	})
 }
+
+// Who is not remembered any more, for want of room, is remembered as one agent by what it says. Without this, each repeat of a word is another
+// agent's: kept beside the others, and counted among the times that gateways take.
+func TestViewCountsOnceWhoIsForgotten(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNetwork(t)
+		r := n.replica("replica-0", "a")
+		one := n.agent("one", []drain.Service{web}, "replica-0")
+		n.agent("two", []drain.Service{web}, "replica-0")
+		synctest.Wait()
+		p := pod("a")
+		r.hold(p, web)
+		synctest.Wait()
+		r.mu.Lock()
+		clear(r.seen.introduced)
+		r.mu.Unlock()
+		for _, s := range []drain.State{drain.Removed, drain.Idle, drain.Removed, drain.Idle} {
+			one.say(p, s)
+			synctest.Wait()
+		}
+		time.Sleep(11 * time.Second) // and it repeats that
+		synctest.Wait()
+		for _, q := range r.View(10, 10).Propagation {
+			if q.All != 1 {
+				t.Errorf("%s %s was measured %d times", q.Gateway, q.What, q.All)
+			}
+		}
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		if kept := len(r.seen.open[p.UID].said); kept > 4 { // before and after
+			t.Errorf("the words of %d agents are kept", kept)
+		}
+	})
+}

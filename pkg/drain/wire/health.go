@@ -144,6 +144,9 @@ func (h Health) Check() error {
 			return fmt.Errorf("health: changed[%d].targets: %d are more than %d", i, len(s.Targets), MaxHealthTargets)
 		}
 		for j, t := range s.Targets {
+			if t.Address.Addr().Zone() != "" {
+				return fmt.Errorf("health: changed[%d].targets[%d].address: no endpoint has a zone", i, j)
+			}
 			if len(t.Pod) > 2*MaxName+1 || max(len(t.Why), len(t.Last)) > maxHealthWord {
 				return fmt.Errorf("health: changed[%d].targets[%d]: a text is too long", i, j)
 			}

@@ -125,6 +125,7 @@ func TestHealthThatIsRefused(t *testing.T) {
 		`{"health":{"changed":[{"service":{"namespace":"a","name":"b"},"targets":[` + many(6, `{"address":"1.2.3.4:5"}`) + `]}]}}`:   "targets: 6 are more than 5",
 		`{"health":{"changed":[{"service":{"namespace":"a","name":"b"},"targets":[{"address":"x"}]}]}}`:                              "not an ip:port",
 		`{"health":{"changed":[{"service":{"namespace":"a","name":"b"},"targets":[{"address":"1.2.3.4:5","why":"` + long + `"}]}]}}`: "targets[0]: a text",
+		`{"health":{"changed":[{"service":{"namespace":"a","name":"b"},"targets":[{"address":"[fe80::1%` + long + `]:5"}]}]}}`:       "targets[0].address: no endpoint has a zone",
 		`{"health":{"gone":[` + many(MaxHealthServices+1, `{"namespace":"a","name":"b"}`) + `]}}`:                                    "are more than 128",
 		`{"health":{"x":"` + strings.Repeat("x", MaxHealth) + `"}}`:                                                                  "are more than 16384",
 	} {
