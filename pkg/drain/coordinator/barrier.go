@@ -4,6 +4,8 @@ import (
 	"context"
 	"fmt"
 	"net/http"
+	"net/netip"
+	"slices"
 	"time"
 
 	"github.com/lameduck-io/lameduck/pkg/drain"
@@ -54,6 +56,8 @@ func (c *Coordinator) barrier(w http.ResponseWriter, r *http.Request, who Identi
 		return nil, refusal{http.StatusBadRequest, fmt.Sprintf("pod: a name is longer than %d bytes", wire.MaxName)}
 	case len(asked.Targets) > wire.MaxTargets:
 		return nil, refusal{http.StatusBadRequest, fmt.Sprintf("targets: %d are more than %d", len(asked.Targets), wire.MaxTargets)}
+	case slices.ContainsFunc(asked.Targets, func(t netip.AddrPort) bool { return t.Addr().Zone() != "" }):
+		return nil, refusal{http.StatusBadRequest, "targets: no pod's address has a zone"} // it may be of any length, and all who observe are told
 	case asked.BoundMillis < 0 || bound > wire.MaxBound:
 		return nil, refusal{http.StatusBadRequest, fmt.Sprintf("boundMillis %d: must be 0 to %d", asked.BoundMillis, wire.MaxBound.Milliseconds())}
 	case asked.ElapsedMillis < 0 || elapsed > 10*wire.MaxBound:

@@ -346,6 +346,30 @@ func TestHooksThatCannotBeAsked(t *testing.T) {
 	}
 }
 
+// Without this, one agent that writes a zone as long as it may post has every other agent that observes lose its stream, again and again until the
+// barrier is over: a message is larger than what they read.
+func TestOneAgentCannotCutTheStreamsOfAll(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNetwork(t)
+		n.replica("replica-0", "a", with(newNearby()))
+		one, two := n.nodeAgent("node-1", "replica-0"), n.nodeAgent("node-2", "replica-0")
+		liar := n.nodeAgent("liar", "replica-0")
+		bad := liar.hook(pod("b"), func(b *wire.Barrier) {
+			b.Targets = []netip.AddrPort{netip.AddrPortFrom(netip.MustParseAddr("fe80::1%"+strings.Repeat("x", 2<<20)), 0)}
+		})
+		time.Sleep(time.Second)
+		p := pod("a")
+		hook := one.hook(p)
+		for _, a := range []*nodeAgent{one, two, liar} {
+			a.see(t, p, drain.Idle, true)
+		}
+		passed(t, hook, "Acknowledged after 0s")
+		if is := <-bad; is.err == nil || !strings.Contains(is.err.Error(), "no pod's address has a zone") {
+			t.Errorf("the liar is told %.200v", is)
+		}
+	})
+}
+
 // A watch of the agent may be ahead of the coordinator's.
 func TestAPodThatIsGoingIsReadLive(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
