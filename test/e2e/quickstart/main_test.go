@@ -181,9 +181,9 @@ func (l *lab) explain(t *testing.T) {
 	for _, args := range [][]string{
 		{"get", "pods", "-A", "-o", "wide"},
 		{"get", "events", "-A", "--sort-by=.lastTimestamp"},
-		{"logs", "-n", "lameduck-system", "-l", "app.kubernetes.io/component=webhook", "--prefix", "--tail=30"},
-		{"logs", "-n", "lameduck-node", "-l", "app.kubernetes.io/component=node", "--prefix", "--tail=30"},
-		{"logs", "-n", shop, "-l", "app.kubernetes.io/name=gateway", "--all-containers", "--prefix", "--tail=30"},
+		{"logs", "-n", "lameduck-system", "-l", "app.kubernetes.io/component=webhook", "--prefix", "--tail=400"},
+		{"logs", "-n", "lameduck-node", "-l", "app.kubernetes.io/component=node", "--prefix", "--tail=400"},
+		{"logs", "-n", shop, "-l", "app.kubernetes.io/name=gateway", "--all-containers", "--prefix", "--tail=400"},
 	} {
 		out, _ := l.Kubectl(ctx, args...)
 		lines := strings.Split(out, "\n")
