@@ -187,8 +187,8 @@ func (l *lab) explain(t *testing.T) {
 	} {
 		out, _ := l.Kubectl(ctx, args...)
 		lines := strings.Split(out, "\n")
-		if len(lines) > 80 {
-			lines = lines[len(lines)-80:]
+		if len(lines) > 1000 {
+			lines = lines[len(lines)-1000:]
 		}
 		t.Logf("kubectl %s\n%s", strings.Join(args, " "), strings.Join(lines, "\n"))
 	}
