@@ -106,6 +106,7 @@ func (l *lab) testUpgrade(t *testing.T) {
 	l.run(t, "previous")
 	l.sh(t, "kubectl -n shop rollout restart deployment/web && kubectl -n shop rollout status deployment/web --timeout=120s")
 	l.until(t, "every pod has its hook", time.Minute, l.hooked)
+	time.Sleep(3 * time.Second) // kernels hear up to a second late that the pods without a hook are gone, which nobody waited for
 
 	for _, way := range []struct {
 		name, tag string
