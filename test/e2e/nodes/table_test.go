@@ -149,6 +149,9 @@ func (l *lab) measure(t *testing.T, s scenario, m mode, how traffic, address fun
 		l.deploy(t, w.with(w.Kind, 0))
 	}
 	l.deploy(t, w)
+	if m.name == lameduck {
+		l.age(t, w.Namespace) // nobody else looks at it
+	}
 	running := map[string]*clients{}
 	for _, app := range apps {
 		running[app] = l.startClients(t, w.Namespace, app, address(app), how)

@@ -19,6 +19,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 
+	"github.com/lameduck-io/lameduck/pkg/endpoints"
 	"github.com/lameduck-io/lameduck/test/e2e/load"
 )
 
@@ -286,6 +287,25 @@ func (l *lab) pods(t *testing.T, namespace string, keep func(*corev1.Pod) bool) 
 		}
 	}
 	return all
+}
+
+// age waits until every pod has been ready for as long as kernels are given to hear of it. Younger ones may wait for the rest of that time (decision 24), as the
+// pods of a test do that makes them a moment before, and hardly any others.
+func (l *lab) age(t *testing.T, namespace string) {
+	t.Helper()
+	list, err := l.kube.CoreV1().Pods(namespace).List(t.Context(), metav1.ListOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	var youngest time.Time
+	for _, p := range list.Items {
+		for _, c := range p.Status.Conditions {
+			if c.Type == corev1.PodReady && c.LastTransitionTime.After(youngest) {
+				youngest = c.LastTransitionTime.Time
+			}
+		}
+	}
+	time.Sleep(time.Until(youngest.Add(endpoints.Linger + time.Second))) // conditions have whole seconds
 }
 
 // gone waits until at most left of the pods of each app are there any more, and returns when that was.
