@@ -54,10 +54,12 @@ func TestLegacy(t *testing.T) {
 		s, a, b := test.service, test.a, test.b
 		restore(t, "legacy", s.v6(), iptablesSetUp...)
 		restore(t, "legacy", s.v6(), s.iptables([]string{a, b}, false)...)
-		wa := watch(t, o, a)
-		if r := wa.Reading(); r.State != Unknown {
-			t.Fatalf("before anybody has read the rules it is %s", r.State)
+		o.mu.Lock()
+		if o.legacy[map[bool]uint8{false: unix.NFPROTO_IPV4, true: unix.NFPROTO_IPV6}[s.v6()]] == legacyRead {
+			t.Fatal("the rules are read while nobody watches")
 		}
+		o.mu.Unlock()
+		wa := watch(t, o, a)
 		wa.wait(Routing)
 		// What follows is unseen while nobody watches.
 		wa.Close()
