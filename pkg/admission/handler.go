@@ -179,6 +179,8 @@ func (h *Handler) released(s subject, status drain.Status, elapsed time.Duration
 		// Whoever else has acknowledged: this gateway may route to the pod when it stops.
 		o.reason, o.warn = drain.Suspended.String(), true
 		o.message = "deleted without waiting for gateways that have let one drain after the other expire (Suspended): " + list(status.Suspended)
+	case len(status.Away) > 0:
+		o.message = "deleted without waiting for gateways that are away, with pods that are not ready: " + list(status.Away)
 	}
 	return o
 }
@@ -233,7 +235,7 @@ func seconds(d time.Duration) string { return fmt.Sprintf("%.1fs", d.Seconds()) 
 
 // tell writes Events and the log: one line for each answer that was held, denied or abnormal.
 func (h *Handler) tell(q *request, s subject, o outcome) {
-	if o.allowed && !o.warn && o.reason != drain.Acknowledged.String() {
+	if o.allowed && !o.warn && o.message == "" && o.reason != drain.Acknowledged.String() {
 		h.Log.Debug("deletion", "operation", q.operation, "namespace", q.namespace, "pod", q.name, "user", q.username, "allowed", true, "reason", o.reason)
 		return
 	}

@@ -1,6 +1,7 @@
 package admission
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -389,6 +390,29 @@ func TestQueuedAndSuspendedAreSaid(t *testing.T) {
 		}
 		if want := []string{"delete " + c.counted + " 1"}; !slices.Equal(w.counted(), want) {
 			t.Errorf("%s: counted %q, want %q", name, w.counted(), want)
+		}
+	}
+}
+
+// A gateway that is away and not waited for is named in the log, for whoever looks for the reason of a lost request. It is no warning: a cluster with
+// a node that is not ready would have one at each deletion.
+func TestWhoIsAwayIsNamed(t *testing.T) {
+	for _, reason := range []drain.Reason{drain.Acknowledged, drain.NoAgents} {
+		w := newWorld(t)
+		var log bytes.Buffer
+		w.Log = slog.New(slog.NewTextHandler(&log, nil))
+		w.status(drain.Released, reason, 0, false, nil)
+		answer := w.ledger.answer
+		w.ledger.answer = func(until time.Time) (drain.Status, bool, error) {
+			status, held, err := answer(until)
+			status.Away = []drain.Waiting{{Agent: "agent-2", Name: "edge/haproxy-2"}}
+			return status, held, err
+		}
+		if got := w.ask(deletion(w.a)); !got.Allowed || len(got.Warnings) != 0 || len(w.events) != 0 {
+			t.Errorf("%s: %+v, events %v", reason, got, w.events)
+		}
+		if !strings.Contains(log.String(), "edge/haproxy-2 (not connected)") || !strings.Contains(log.String(), "reason="+reason.String()) {
+			t.Errorf("%s: the log says %s", reason, log.String())
 		}
 	}
 }

@@ -379,6 +379,26 @@ func TestWhoIsAwayAtTheBarrier(t *testing.T) {
 	w.wantBarrier(p, "Unrouting node-2:unknown")
 	w.Expect(w.now, []Expected{node("node-1", true), node("node-2", false), node("node-3", false)})
 	w.wantBarrier(p, "Released Acknowledged")
+	// It is named all the same, until it is there again or nobody expects it.
+	away := func(want ...AgentID) {
+		t.Helper()
+		s := w.BarrierStatus(w.now, p.UID)
+		var got []AgentID
+		for _, a := range s.Away {
+			got = append(got, a.Agent)
+		}
+		if !slices.Equal(got, want) || len(s.Silent()) != len(want) {
+			t.Errorf("away are %v, silent %v, want %v", got, s.Silent(), want)
+		}
+	}
+	away("node-2", "node-3")
+	w.Expect(w.now, []Expected{node("node-1", true), node("node-2", false)})
+	away("node-2")
+	w.Expect(w.now, []Expected{node("node-1", true), node("node-2", true)})
+	w.wantBarrier(p, "Unrouting node-2:unknown")
+	if s := w.BarrierStatus(w.now, p.UID); len(s.Away) != 0 {
+		t.Errorf("away are %v, of which one is waited for", s.Away)
+	}
 
 	w.observe("node-2")
 	for i := range 3 {

@@ -207,12 +207,18 @@ type Status struct {
 	Waiting []Waiting
 	// Suspended are those that would owe it and have not said Idle, were they not suspended. See [Suspension].
 	Suspended []Waiting
+	// Away are those that would owe it and have not said Idle, had they not been away for too long, with pods that are not ready: nobody knows what their
+	// gateways do. See [Ledger.Disconnect].
+	Away []Waiting
 	// Recheck is when Status may change by time alone. Zero: never.
 	Recheck time.Time
 	// Stated is the wait from Since on that a barrier makes for those who cannot acknowledge. Cut says that it is beyond the deadline.
 	Stated time.Duration
 	Cut    bool
 }
+
+// Silent returns who had not let go when the drain was released, whether or not it waited for them.
+func (s Status) Silent() []Waiting { return slices.Concat(s.Waiting, s.Suspended, s.Away) }
 
 // Waits reports whether the drain still waits for gateways.
 func (s Status) Waits() bool {
@@ -1141,6 +1147,9 @@ func (l *Ledger) derive(now time.Time, d *drain) Status {
 			recheck(until)
 		}
 		if !owes {
+			if a.expected {
+				s.Away = append(s.Away, Waiting{a.id, a.name, StateUnknown, false}) // what was said on a session that has ended is void
+			}
 			continue
 		}
 		state, last, until := l.word(now, said[a.slot], d)

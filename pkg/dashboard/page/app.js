@@ -493,7 +493,7 @@ function drawOutcomes(v) {
   rows($('outcomes-table'), items, (o) => o.uid + o.gate + o.at, (o) => {
     const [kind, says] = reasons[o.reason] || [o.abnormal ? 'warn' : '', ''];
     let why = o.message || says;
-    if (!o.message && o.silent.length) why += ': ' + o.silent.join(', ') + (o.moreSilent ? ' and ' + o.moreSilent + ' more' : '');
+    if (!o.message && o.silent.length) why += (o.abnormal ? ': ' : '; not waited for: ') + o.silent.join(', ') + (o.moreSilent ? ' and ' + o.moreSilent + ' more' : '');
     return [
       cell('When', 'when', clock(o.at)),
       el('th', { role: 'rowheader', scope: 'row' }, ...podName(o)),

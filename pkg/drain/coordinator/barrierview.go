@@ -1,7 +1,6 @@
 package coordinator
 
 import (
-	"slices"
 	"time"
 
 	"github.com/lameduck-io/lameduck/pkg/drain"
@@ -61,14 +60,12 @@ func (h *history) passed(now time.Time, s drain.Status) {
 	}
 	b.passed = true
 	o := Outcome{Pod: s.Pod, Gate: drain.AtBarrier, At: now, Reason: s.Reason, End: s.Reason, Took: now.Sub(s.Since)}
-	if s.Reason.Abnormal() {
-		for _, w := range slices.Concat(s.Waiting, s.Suspended) {
-			if len(o.Silent) == silentMost {
-				o.More++
-				continue
-			}
-			o.Silent = append(o.Silent, w.Name)
+	for _, w := range s.Silent() {
+		if len(o.Silent) == silentMost {
+			o.More++
+			continue
 		}
+		o.Silent = append(o.Silent, w.Name)
 	}
 	h.outcomes.add(o, outcomesMost)
 }

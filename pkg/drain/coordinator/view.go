@@ -197,14 +197,12 @@ func (h *history) turned(now time.Time, s drain.Status) {
 	case drain.Released:
 		c.released, c.reason = now, s.Reason
 		c.silent, c.more = nil, 0
-		if s.Reason.Abnormal() {
-			for _, w := range slices.Concat(s.Waiting, s.Suspended) {
-				if len(c.silent) == silentMost {
-					c.more++
-					continue
-				}
-				c.silent = append(c.silent, w.Name)
+		for _, w := range s.Silent() {
+			if len(c.silent) == silentMost {
+				c.more++
+				continue
 			}
+			c.silent = append(c.silent, w.Name)
 		}
 	case drain.Closed, drain.PhaseUnknown:
 		delete(h.open, s.Pod.UID)
@@ -291,7 +289,7 @@ type Outcome struct {
 	Reason, End drain.Reason
 	// Took is how long it was until the deletion could go on or, if it never could, until the end.
 	Took time.Duration
-	// Silent names gateways that had not let go when the deletion went on, and More says how many more there were.
+	// Silent names gateways that had not let go when the deletion went on, waited for or not, and More says how many more there were.
 	Silent []string
 	More   int
 }

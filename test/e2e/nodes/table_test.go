@@ -406,17 +406,19 @@ func (l *lab) measureCut(t *testing.T, all []mode, haproxy string) []row {
 			return fmt.Sprintf("http://%s:%d/", haproxy, 8000+10*i+slices.Index(apps, app))
 		}
 		node := l.set.Machines[2]
+		var cut time.Time
 		s := scenario{
 			name: cutOff, notOn: node.Name, old: everyPod, limit: 4 * time.Minute,
 			cause: func(ctx context.Context, l *lab, w work) error {
 				if err := node.Cut(); err != nil {
 					return err
 				}
+				cut = time.Now()
 				return restart(ctx, l, w)
 			},
 			after: func(ctx context.Context, l *lab) error {
 				if m.name == lameduck {
-					l.checkCut(t, m.work.Namespace, node.Name)
+					l.checkCut(t, m.work.Namespace, node.Name, cut)
 				}
 				if err := node.Heal(); err != nil {
 					return err
@@ -434,9 +436,9 @@ func (l *lab) measureCut(t *testing.T, all []mode, haproxy string) []row {
 	return rows
 }
 
-// checkCut looks at how the barriers ended while a node is cut off: none after its bound, and who ran to it names the agent of that node. It is not
-// waited for once the API server says that it is not ready.
-func (l *lab) checkCut(t *testing.T, namespace, name string) {
+// checkCut looks at how the barriers ended while a node is cut off: none after its bound, and each names the agent of that node: as the one
+// it waited for, or, once the API server says that the node is not ready, as one that is away.
+func (l *lab) checkCut(t *testing.T, namespace, name string, cut time.Time) {
 	t.Helper()
 	node, err := l.kube.CoreV1().Nodes().Get(t.Context(), name, metav1.GetOptions{})
 	if err != nil {
@@ -449,21 +451,25 @@ func (l *lab) checkCut(t *testing.T, namespace, name string) {
 	if err != nil || len(pods.Items) != 1 {
 		t.Fatalf("agents of %s: %v, %v", name, pods, err)
 	}
-	all, err := l.passed(t, time.Now().Add(-4*time.Minute), namespace+"/")
+	all, err := l.passed(t, cut, namespace+"/")
 	if err != nil || len(all) == 0 {
 		t.Fatalf("coordinators say nothing of barriers: %v", err)
 	}
 	waited := 0
 	for _, one := range all {
+		if one.Time.Before(cut) {
+			continue
+		}
 		if one.Since > barrierBound+1 {
 			t.Errorf("the barrier of pod %s took %.1f s, its bound is %.0f s", one.Pod, one.Since, barrierBound)
 		}
-		if one.Reason != "Deadline" {
-			continue
+		said := one.Away
+		if one.Reason == "Deadline" {
+			waited++
+			said = one.Waiting
 		}
-		waited++
-		if !slices.ContainsFunc(one.Waiting, func(who string) bool { return strings.Contains(who, pods.Items[0].Name) }) {
-			t.Errorf("the barrier of pod %s ended at its bound and names %v, not the agent of %s", one.Pod, one.Waiting, name)
+		if !slices.ContainsFunc(said, func(who string) bool { return strings.Contains(who, pods.Items[0].Name) }) {
+			t.Errorf("the barrier of pod %s ended (%s) and names %v, not the agent of %s", one.Pod, one.Reason, said, name)
 		}
 	}
 	t.Logf("%d of %d barriers ended at their bound; the API server knows that %s is not ready: %t", waited, len(all), name, known)
