@@ -48,14 +48,19 @@ const (
 	ctGet, ctDelete = 1, 2 // IPCTNL_MSG_CT_GET, IPCTNL_MSG_CT_DELETE
 )
 
-// How often connections are counted while a Watch is Removed and not yet Idle; where the kernel still sends, every countMost. The kernel goes through its whole table for each
-// request, of all network namespaces together: 9 ms of CPU with the 262,144 buckets that are usual, even if they are empty. Telling a connection takes
-// 3 us beyond that. Therefore it is bounded by its own cost, and there is none while nobody waits. Events of connections would come
-// sooner, but the kernel makes them for all connections of the node: 10 to 20 us of CPU for each new one, also if the socket's
-// filter then drops them (all measured on one machine of 2 cores, with Linux 6.18).
+// How often connections are counted while a Watch is Removed and not yet Idle. The kernel goes through its whole table for each request, of all network namespaces together:
+// 9 ms of CPU with the 262,144 buckets that are usual, even if they are empty. Telling a connection takes 3 us beyond that. Therefore it is bounded by its own cost, and
+// there is none while nobody waits. Events of connections would come sooner, but the kernel makes them for all connections of the node: 10 to 20 us of
+// CPU for each new one, also if the socket's filter then drops them (all measured on one machine of 2 cores, with Linux 6.18).
 const (
 	countFirst = 10 * time.Millisecond
-	countMost  = 100 * time.Millisecond
+	// countLate is what part of the time since a watch became Removed the next pause is: so much later than it was so is it seen to be Idle at most, and a
+	// client that keeps its connection for seconds costs some counts each second, not a hundred.
+	countLate = 5
+	// Where the kernel still sends, every countKept if to nobody else, and then whether there are connections is all that can be asked; else every
+	// countSent: it may be so soon that there is nobody else. Most do not stay so for longer than kube-proxy takes to write.
+	countKept = 100 * time.Millisecond
+	countSent = 500 * time.Millisecond
 	// countShare bounds the cost: after a count comes a pause this many times as long as the CPU worked for it, so that it is a fifth of a core at
 	// most. Not as it took: where others want the CPU too that is many times more, and pods would wait for seconds to be seen Idle.
 	countShare = 4
@@ -336,46 +341,31 @@ func (o *Observer) count(ctx context.Context) {
 	counter := counter{dial: o.dial, walk: walkCost, tell: tellCost}
 	defer counter.close()
 	failed := false
-	var slowly time.Time // when those were last counted to which the kernel still sends
-	for pause := countFirst; ; {
-		slow := time.Since(slowly) >= countMost
-		waiting, others := o.waiting(slow)
-		if slow {
-			slowly = time.Now()
-		}
+	for {
+		due, next := o.due(time.Now())
 		wait := (<-chan time.Time)(nil)
-		if len(waiting) > 0 {
-			open, took, err := counter.open(addresses(waiting))
+		wake := o.wake
+		switch {
+		case len(due) > 0:
+			open, took, err := counter.open(addresses(due))
 			if err != nil && ctx.Err() == nil && !failed {
 				o.log.Warn("connections are not counted: no target becomes Idle", "error", err)
 			}
-			almost := false
-			if failed = err != nil; !failed {
-				almost = o.counted(waiting, open, time.Now())
+			rest := countShare * took
+			if failed = err != nil; failed {
+				rest = countKept
+			} else if o.counted(due, open, time.Now()) {
+				rest = took
 			}
-			if almost {
-				wait = time.After(max(countFirst, took))
-			} else {
-				wait = time.After(max(pause, countShare*took))
-				pause = min(pause*3/2, countMost)
-			}
-		} else if others {
-			pause, wait = countFirst, time.After(countMost-time.Since(slowly))
-		} else {
-			pause = countFirst
+			// Who comes last is not to be counted more often than the others.
+			wait, wake = time.After(max(countFirst, rest)), nil
+		case !next.IsZero():
+			wait = time.After(time.Until(next))
 		}
 		select {
 		case <-ctx.Done():
 			return
-		case <-o.wake:
-			if len(waiting) > 0 { // who came last is not to be counted more often than the others
-				pause = countFirst
-				select {
-				case <-ctx.Done():
-					return
-				case <-wait:
-				}
-			}
+		case <-wake:
 		case <-wait:
 		}
 	}
@@ -392,24 +382,46 @@ func addresses(of map[*Watch]int) map[netip.Addr]bool {
 	return all
 }
 
-// waiting returns the watches that are Removed and not yet Idle, with the number of the period for which they are, and if all is set also those
-// to whose targets the kernel still sends. It reports whether there are such.
-func (o *Observer) waiting(all bool) (waiting map[*Watch]int, others bool) {
+// due returns the watches whose connections are to be counted now, with the number of the period for which they are, and when the next ones are, if
+// there are any.
+func (o *Observer) due(now time.Time) (due map[*Watch]int, next time.Time) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	waiting = map[*Watch]int{}
+	due = map[*Watch]int{}
+	o.others = false
 	for w := range o.watches {
 		switch w.reading.State {
 		case Removed:
-			waiting[w] = w.period
 		case Routing, Kept:
-			if others = true; all {
-				waiting[w] = w.period
-			}
+			o.others = true
+		default:
+			continue
+		}
+		if !w.next.After(now) {
+			due[w] = w.period
+		} else if next.IsZero() || w.next.Before(next) {
+			next = w.next
 		}
 	}
-	o.others = others
-	return waiting, others
+	// Those who come while there are others of their kind wake nobody.
+	if soon := now.Add(countKept); o.others && (next.IsZero() || soon.Before(next)) {
+		next = soon
+	}
+	return due, next
+}
+
+// pause is how long after a count that ended now the next one is to be. The caller holds o.mu.
+func (w *Watch) pause(now time.Time) time.Duration {
+	switch w.reading.State {
+	case Routing:
+		return countSent
+	case Kept:
+		return countKept
+	}
+	if w.empty > 0 {
+		return 0 // as soon as may be
+	}
+	return max(countFirst, now.Sub(w.entered)/countLate)
 }
 
 // counted takes a count in, for the watches that were waiting when it began and are still. It reports whether the next one may make
@@ -440,6 +452,7 @@ func (o *Observer) counted(waiting map[*Watch]int, open map[netip.AddrPort]int, 
 		if w.empty++; n > 0 {
 			w.empty = 0
 		}
+		w.next = now.Add(w.pause(now))
 		quiet := w.empty >= emptyCounts
 		switch {
 		case w.reading.State != Removed:

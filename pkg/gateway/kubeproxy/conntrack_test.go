@@ -149,7 +149,7 @@ func TestQuietThoughItIsSentTo(t *testing.T) {
 		t.Errorf("at first it is %+v", r)
 	}
 	until(t, "a connection that is counted", func() bool { return w.Reading().Connections == 1 })
-	time.Sleep(3 * countMost)
+	time.Sleep(3 * countKept)
 	if r := w.Reading(); r.State != Kept || r.Quiet {
 		t.Errorf("with an open connection it is %+v", r)
 	}

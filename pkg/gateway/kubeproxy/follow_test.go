@@ -303,13 +303,69 @@ func TestWhoWakesCount(t *testing.T) {
 			other.enter(Routing, time.Now())
 			<-o.wake
 		}
-		if _, others := o.waiting(false); others != test.others {
-			t.Fatal(others)
+		if o.due(time.Now()); o.others != test.others {
+			t.Fatal(o.others)
 		}
 		w.enter(test.state, time.Now())
 		if woken := len(o.wake) > 0; woken != test.wakes {
 			t.Errorf("%+v: %t", test, woken)
 		}
+	}
+}
+
+// Counting costs the CPU: those who go on sending, and clients that keep their connections, are counted ever more seldom, and who is about to be Idle at once.
+func TestWhenConnectionsAreCounted(t *testing.T) {
+	o := New(Options{})
+	w := &Watch{o: o, changed: func() {}, targets: []netip.AddrPort{netip.MustParseAddrPort("10.1.0.1:80")}}
+	o.watches[w] = struct{}{}
+	var now time.Time
+	enter := func(state State) {
+		w.enter(state, time.Now())
+		now = w.entered
+	}
+	// after checks that it is counted that long after the last time, and not before, and takes that in.
+	after := func(want time.Duration, connections int) {
+		t.Helper()
+		if due, next := o.due(now.Add(want - 1)); want > 0 && (len(due) != 0 || next.IsZero()) {
+			t.Fatalf("%s: it is counted before %s have passed, or never: next %s", w.reading.State, want, next.Sub(now))
+		}
+		now = now.Add(want)
+		due, _ := o.due(now)
+		if len(due) != 1 {
+			t.Fatalf("%s: it is not counted after %s", w.reading.State, want)
+		}
+		o.counted(due, map[netip.AddrPort]int{w.targets[0]: connections}, now)
+	}
+	enter(Routing)
+	after(countKept, 1)
+	after(countSent, 1)
+	after(countSent, 0)
+	enter(Kept)
+	after(0, 1)
+	after(countKept, 1)
+	enter(Removed)
+	after(0, 1)
+	for range 6 {
+		after(countFirst, 1)
+	}
+	after(6*countFirst/countLate, 1)
+	began := now
+	counts := 0
+	for ; now.Sub(began) < 10*time.Second; counts++ {
+		now = w.next
+		after(0, 1)
+	}
+	if counts > 30 {
+		t.Errorf("a connection that is kept for 10 s is counted %d times", counts)
+	}
+	now = w.next
+	after(0, 0)
+	after(0, 0)
+	if w.reading.State != Idle {
+		t.Errorf("it is %s", w.reading.State)
+	}
+	if due, next := o.due(now.Add(time.Hour)); len(due) != 0 || !next.IsZero() {
+		t.Errorf("an Idle watch is counted, next %s", next)
 	}
 }
 

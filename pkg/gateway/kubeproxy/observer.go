@@ -315,6 +315,8 @@ type Watch struct {
 	reading Reading // o.mu
 	// period counts how often the state became another one; empty how many times in a row no connection was counted since.
 	period, empty int // o.mu
+	// entered is when the state was entered, by this process, and next when connections are to be counted again.
+	entered, next time.Time // o.mu
 }
 
 // groupPause is how long after the targets that are going have become others the watches are evaluated again: many come and go at once, and each
@@ -417,6 +419,11 @@ func (w *Watch) enter(state State, now time.Time) bool {
 	w.reading.Connections, w.reading.Quiet = 0, state == Idle
 	w.period++
 	w.empty = 0
+	w.entered = time.Now()
+	w.next = w.entered
+	if state == Routing {
+		w.next = w.entered.Add(countKept)
+	}
 	// Else each of many that come at once has count look at all the others.
 	if state == Removed || (state == Routing || state == Kept) && !w.o.others {
 		select {
