@@ -58,14 +58,15 @@ const (
 	// client that keeps its connection for seconds costs some counts each second, not a hundred.
 	countLate = 5
 	// Where the kernel still sends, every countKept if to nobody else, and then whether there are connections is all that can be asked; else every
-	// countSent: it may be so soon that there is nobody else. Most do not stay so for longer than kube-proxy takes to write.
+	// countSent: nobody asks, unless endpoints that are not ready are all the others. Most do not stay so for longer than kube-proxy takes to write.
 	countKept = 100 * time.Millisecond
-	countSent = 500 * time.Millisecond
+	countSent = time.Second
 	// countShare bounds the cost: after a count comes a pause this many times as long as the CPU worked for it, so that it is a fifth of a core at
 	// most. Not as it took: where others want the CPU too that is many times more, and pods would wait for seconds to be seen Idle.
 	countShare = 4
-	// emptyCounts is how many counts in a row must find nothing. A packet for which the kernel chose the target before the commit is in
-	// its table when it leaves, which may be after the first.
+	// emptyCounts is how many counts in a row must find nothing for a watch to be quiet to which the kernel still sends. One that is Removed is Idle at once: it is first
+	// counted countFirst after the commit was read, and a packet for which the kernel chose the target before the commit is in its table when it has
+	// left, microseconds after.
 	emptyCounts = 2
 	// walkCost is what going through the table is taken to cost until that is known, tellCost what telling one connection costs.
 	walkCost = 9 * time.Millisecond
@@ -351,14 +352,13 @@ func (o *Observer) count(ctx context.Context) {
 			if err != nil && ctx.Err() == nil && !failed {
 				o.log.Warn("connections are not counted: no target becomes Idle", "error", err)
 			}
-			rest := countShare * took
 			if failed = err != nil; failed {
-				rest = countKept
-			} else if o.counted(due, open, time.Now()) {
-				rest = took
+				took = countKept
+			} else {
+				o.counted(due, open, time.Now())
 			}
 			// Who comes last is not to be counted more often than the others.
-			wait, wake = time.After(max(countFirst, rest)), nil
+			wait, wake = time.After(max(countFirst, countShare*took)), nil
 		case !next.IsZero():
 			wait = time.After(time.Until(next))
 		}
@@ -412,21 +412,17 @@ func (o *Observer) due(now time.Time) (due map[*Watch]int, next time.Time) {
 
 // pause is how long after a count that ended now the next one is to be. The caller holds o.mu.
 func (w *Watch) pause(now time.Time) time.Duration {
-	switch w.reading.State {
-	case Routing:
+	switch {
+	case w.reading.State == Removed:
+		return max(countFirst, now.Sub(w.entered)/countLate)
+	case w.reading.State == Routing && (w.empty == 0 || w.empty >= emptyCounts):
 		return countSent
-	case Kept:
-		return countKept
 	}
-	if w.empty > 0 {
-		return 0 // as soon as may be
-	}
-	return max(countFirst, now.Sub(w.entered)/countLate)
+	return countKept
 }
 
-// counted takes a count in, for the watches that were waiting when it began and are still. It reports whether the next one may make
-// one of them Idle for which this one was the first that found nothing.
-func (o *Observer) counted(waiting map[*Watch]int, open map[netip.AddrPort]int, now time.Time) (almost bool) {
+// counted takes a count in, for the watches that were waiting when it began and are still.
+func (o *Observer) counted(waiting map[*Watch]int, open map[netip.AddrPort]int, now time.Time) {
 	all := map[netip.Addr]int{} // to every port
 	for to, connections := range open {
 		all[to.Addr()] += connections
@@ -455,22 +451,19 @@ func (o *Observer) counted(waiting map[*Watch]int, open map[netip.AddrPort]int, 
 		w.next = now.Add(w.pause(now))
 		quiet := w.empty >= emptyCounts
 		switch {
-		case w.reading.State != Removed:
-			if w.reading.Quiet != quiet {
-				w.reading.Quiet = quiet
+		case w.reading.State == Removed:
+			if n == 0 && w.enter(Idle, now) {
 				told = append(told, w)
 			}
-		case quiet && w.enter(Idle, now):
+		case w.reading.Quiet != quiet:
+			w.reading.Quiet = quiet
 			told = append(told, w)
-		default:
-			almost = almost || w.empty == 1
 		}
 	}
 	o.mu.Unlock()
 	for _, w := range told {
 		w.changed()
 	}
-	return almost
 }
 
 // Clean deletes all connections to the targets, of whatever protocol and state, from the kernel's table, so that a client

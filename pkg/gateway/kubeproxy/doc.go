@@ -41,11 +41,11 @@
 // # Connections
 //
 // While a watch is [Removed] the connections to its targets are counted in conntrack of the node's network: those whose answers come
-// from the target, whatever address the client asked for, in SYN_SENT, SYN_RECV or ESTABLISHED (and the like of SCTP). Twice in a row
-// none, 10 ms apart or more, is [Idle]: the first count may miss a packet that has chosen its way and is still on it. Idle
-// lasts as long as Removed does. It is bounded polling, see countShare, and the longer connections stay the rarer; where nobody waits there is none. While the kernel
-// still sends to the targets they are counted twice a second, or ten times if it sends to nobody else, so that a reading says whether it is quiet: of a pod
-// that the kernel keeps for want of another one, that is all that can be asked.
+// from the target, whatever address the client asked for, in SYN_SENT, SYN_RECV or ESTABLISHED (and the like of SCTP). None, 10 ms after the commit was read or
+// later, is [Idle]: by then a packet that had chosen its way before is in the table. Idle lasts as long as Removed does. It is bounded polling, see countShare, and the longer
+// connections stay the rarer; where nobody waits there is none. While the kernel still sends to the targets they are counted once a second, or ten times
+// if it sends to nobody else, so that a reading says whether it is quiet, which is twice in a row none: of a pod that the kernel keeps for want of another
+// one, that is all that can be asked.
 //
 // All connections that pass the node are counted, whether kube-proxy sent them or not: on the pod's own node these are also those that other
 // nodes sent, and those to the pod's own address. So a client that keeps a connection to the pod's address delays Idle, and

@@ -337,14 +337,21 @@ func TestWhenConnectionsAreCounted(t *testing.T) {
 		o.counted(due, map[netip.AddrPort]int{w.targets[0]: connections}, now)
 	}
 	enter(Routing)
-	after(countKept, 1)
 	after(countSent, 1)
 	after(countSent, 0)
+	after(countKept, 0)
+	after(countSent, 1)
 	enter(Kept)
-	after(0, 1)
 	after(countKept, 1)
+	after(countKept, 0)
+	if w.reading.Quiet {
+		t.Error("it is quiet after one look")
+	}
+	after(countKept, 0)
+	if !w.reading.Quiet {
+		t.Error("it is not quiet after two looks")
+	}
 	enter(Removed)
-	after(0, 1)
 	for range 6 {
 		after(countFirst, 1)
 	}
@@ -359,7 +366,6 @@ func TestWhenConnectionsAreCounted(t *testing.T) {
 		t.Errorf("a connection that is kept for 10 s is counted %d times", counts)
 	}
 	now = w.next
-	after(0, 0)
 	after(0, 0)
 	if w.reading.State != Idle {
 		t.Errorf("it is %s", w.reading.State)

@@ -420,10 +420,7 @@ func (w *Watch) enter(state State, now time.Time) bool {
 	w.period++
 	w.empty = 0
 	w.entered = time.Now()
-	w.next = w.entered
-	if state == Routing {
-		w.next = w.entered.Add(countKept)
-	}
+	w.next = w.entered.Add(w.pause(w.entered))
 	// Else each of many that come at once has count look at all the others.
 	if state == Removed || (state == Routing || state == Kept) && !w.o.others {
 		select {

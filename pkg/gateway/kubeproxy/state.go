@@ -48,7 +48,7 @@ type Reading struct {
 	// Generation is of the kernel's tables as a whole and of this reader's life. What was read in another one proves nothing.
 	Generation string
 	// Connections is how many are open or being opened to the targets, as last counted in this state. Quiet says that twice in a row there were
-	// none, as is so in state Idle; in Routing and Kept new ones may come at any time, and it is looked at twice and ten times a second.
+	// none, as is so in state Idle; in Routing and Kept new ones may come at any time, and it is looked at once and ten times a second.
 	Connections int
 	Quiet       bool
 	// Since is when State was entered, as far as the kernel's notifications tell: when the end of the commit was read.
