@@ -2,9 +2,15 @@ package main
 
 import (
 	"context"
+	"encoding/binary"
 	"errors"
+	"fmt"
 	"log/slog"
 	"net"
+	"net/netip"
+	"os"
+	"slices"
+	"strings"
 	"syscall"
 	"time"
 
@@ -26,7 +32,9 @@ type beside struct {
 	ready func() bool
 	// got is called when this agent listens. May be nil.
 	got func()
-	log *slog.Logger
+	// leave is closed when this agent is told to stop: if another one listens, what comes from then on is for that. Nil: never.
+	leave <-chan struct{}
+	log   *slog.Logger
 }
 
 // task returns server as a task, which begins when the address is to be had. If nobody else has it, that is now, and an address that cannot be listened on is
@@ -37,9 +45,7 @@ func (b beside) task(server serve.Server) (serve.Task, error) {
 	case err == nil:
 		b.tell()
 		server.Listener = listener
-		task := server.Task()
-		task.Last = true
-		return task, nil
+		return serve.Task{Name: server.Name, Last: true, Run: func(ctx context.Context) error { return b.run(ctx, server) }}, nil
 	case !errors.Is(err, syscall.EADDRINUSE):
 		return serve.Task{}, err
 	}
@@ -52,8 +58,61 @@ func (b beside) task(server serve.Server) (serve.Task, error) {
 		b.log.Info("the address is ours too", "address", b.address, "shared", b.shared)
 		b.tell()
 		server.Listener = listener
-		return server.Task().Run(ctx)
+		return b.run(ctx, server)
 	}}, nil
+}
+
+// run serves until ctx is done or, if another listens, until this agent is told to stop. What runs then has the server's grace to end.
+func (b beside) run(ctx context.Context, server serve.Server) error {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	if b.shared {
+		go func() {
+			select {
+			case <-ctx.Done():
+				return
+			case <-b.leave:
+			}
+			at, err := netip.ParseAddrPort(server.Listener.Addr().String())
+			if err != nil {
+				return
+			}
+			switch many, err := listeners(at); {
+			case err != nil:
+				b.log.Warn("hooks are taken to the end, also those that another agent could take", "address", b.address, "error", err)
+			case many > 1:
+				b.log.Info("another agent takes the hooks that come now", "address", b.address)
+				cancel()
+			}
+		}()
+	}
+	return server.Task().Run(ctx)
+}
+
+// listeners is how many sockets of this process's network namespace listen on an address.
+func listeners(at netip.AddrPort) (int, error) {
+	file, addr := "tcp", at.Addr().Unmap().AsSlice()
+	if len(addr) == net.IPv6len {
+		file = "tcp6"
+	}
+	text, err := os.ReadFile("/proc/thread-self/net/" + file)
+	if err != nil {
+		return 0, err
+	}
+	// As tcp4_seq_show and tcp6_seq_show in the kernel write it: words of 32 bits, as this computer has them.
+	var local strings.Builder
+	for word := range slices.Chunk(addr, 4) {
+		fmt.Fprintf(&local, "%08X", binary.NativeEndian.Uint32(word))
+	}
+	fmt.Fprintf(&local, ":%04X", at.Port())
+	const listen = "0A" // TCP_LISTEN
+	many := 0
+	for line := range strings.Lines(string(text)) {
+		if fields := strings.Fields(line); len(fields) > 3 && fields[1] == local.String() && fields[3] == listen {
+			many++
+		}
+	}
+	return many, nil
 }
 
 func (b beside) tell() {
@@ -96,7 +155,8 @@ func (b beside) wait(ctx context.Context) (net.Listener, error) {
 // listenShared listens on an address beside those who do the same, as the same user.
 //
 // Known flaw: a connection that is in the queue of the other at the moment in which that closes it is reset. Which of the two gets a connection a program in the
-// kernel could say (SO_ATTACH_REUSEPORT_CBPF), but not every kernel takes one; handing the one socket over would end it.
+// kernel could say (SO_ATTACH_REUSEPORT_CBPF), but not every kernel takes one: that on which this is tested says EOPNOTSUPP. Handing the one socket over
+// would end it.
 func listenShared(address string) (net.Listener, error) {
 	config := net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) error {
 		var err error

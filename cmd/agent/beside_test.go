@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
+	"net/netip"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -187,4 +188,72 @@ func TestAnAddressOfNobody(t *testing.T) {
 			t.Errorf("%s can be listened on", address)
 		}
 	}
+}
+
+// An agent that is told to stop while hooks wait at it goes on answering those, and leaves what comes then to the one that listens beside it. Alone it takes
+// whatever comes: who is refused is stopped under its clients.
+func TestWhoLeavesTakesNoMoreHooks(t *testing.T) {
+	for _, host := range []string{"127.0.0.1", "[::1]"} {
+		address := host + freeAddress(t)[len("127.0.0.1"):]
+		leave, release := make(chan struct{}), make(chan struct{})
+		var waiting atomic.Int64
+		handler := http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			if r.URL.Path == "/wait" {
+				waiting.Add(1)
+				<-release
+			}
+			fmt.Fprint(w, "old")
+		})
+		b := beside{address: address, shared: true, leave: leave, log: slog.New(slog.DiscardHandler)}
+		task, err := b.task(serve.Server{Name: "old", Handler: handler, Grace: 10 * time.Second})
+		if err != nil {
+			t.Fatal(err)
+		}
+		alone, stop := context.WithCancel(t.Context())
+		ended := make(chan error, 1)
+		go func() { ended <- task.Run(alone) }()
+		answeredBy(t, address, "old")
+		answers := make(chan string, 1)
+		go func() {
+			got, err := hook(address + "/wait")
+			answers <- fmt.Sprint(got, err)
+		}()
+		until(t, "a hook waits", func() bool { return waiting.Load() == 1 })
+		if host == "127.0.0.1" {
+			startBeside(t, "new", address, true, func() bool { return true })
+			answeredBy(t, address, "new")
+			close(leave)
+			until(t, "the old one listens no more", func() bool { return countListeners(t, address) == 1 })
+			for range 50 {
+				if got, err := hook(address); err != nil || got != "new" {
+					t.Fatalf("%q answers, %v: want new", got, err)
+				}
+			}
+		} else {
+			close(leave)
+			time.Sleep(100 * time.Millisecond)
+			for range 50 {
+				if got, err := hook(address); err != nil || got != "old" {
+					t.Fatalf("%q answers, %v: want old, which is alone", got, err)
+				}
+			}
+		}
+		close(release)
+		if got := <-answers; got != "old<nil>" {
+			t.Errorf("who waited got %s", got)
+		}
+		stop()
+		if err := <-ended; err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+func countListeners(t *testing.T, address string) int {
+	t.Helper()
+	many, err := listeners(netip.MustParseAddrPort(address))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return many
 }

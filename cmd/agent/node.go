@@ -36,7 +36,8 @@ import (
 
 const (
 	// waitGrace is how long hooks that wait are still served once the node agent is told to stop.
-	waitGrace = 10 * time.Second
+	// It is longer than hooks wait for connections that stay, and shorter than the time that the manifests give the agent to stop.
+	waitGrace = 25 * time.Second
 	// waitConns bounds the connections of hooks: each hook has one.
 	waitConns = 2048
 )
@@ -104,13 +105,19 @@ func runNode(ctx context.Context, o options, kube kubernetes.Interface, trusted 
 	} else {
 		log.Warn("no coordinators are configured: hooks wait for this node's kernel alone")
 	}
+	leave := make(chan struct{})
+	tasks = append(tasks, serve.Task{Name: "leave", Run: func(ctx context.Context) error {
+		<-ctx.Done()
+		close(leave)
+		return nil
+	}})
 	// Whoever else has an address of hooks, and keeps it, need not be an agent.
 	var missing atomic.Int64
 	missing.Store(int64(len(o.file.KubeProxy.WaitAddresses)))
 	for _, address := range o.file.KubeProxy.WaitAddresses {
 		// It goes on for as long as hooks wait: those that come then would be refused, and end at once.
-		task, err := beside{address: address, shared: true, ready: pods.synced, got: func() { missing.Add(-1) }, log: log}.task(serve.Server{
-			Name: "wait " + address, Handler: hooks.handler(), Conns: waitConns, ReadTime: headerTime, Grace: shutdownGrace, Log: log,
+		task, err := beside{address: address, shared: true, ready: pods.synced, got: func() { missing.Add(-1) }, leave: leave, log: log}.task(serve.Server{
+			Name: "wait " + address, Handler: hooks.handler(), Conns: waitConns, ReadTime: headerTime, Grace: waitGrace + shutdownGrace, Log: log,
 		})
 		if err != nil {
 			return fmt.Errorf("listen for hooks: %w", err)
