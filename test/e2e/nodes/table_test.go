@@ -162,10 +162,16 @@ func (l *lab) measure(t *testing.T, s scenario, m mode, how traffic, address fun
 	if line != nil {
 		time.Sleep(200 * time.Millisecond)
 	}
+	worked := l.agentsWorked(m)
 	began := time.Now()
 	caused := make(chan error, 1)
 	go func() { caused <- s.cause(t.Context(), l, w) }()
 	when, err := l.gone(t, w.Namespace, old, s.left, s.limit)
+	if worked >= 0 {
+		if now := l.agentsWorked(m); now >= 0 {
+			t.Logf("%s, %s, %s: the node agents took %.2f of a core, all together", s.name, m.name, how, (now-worked)/time.Since(began).Seconds())
+		}
+	}
 	if err != nil {
 		l.explain(t)
 		t.Errorf("%s, %s, %s: %v", s.name, m.name, how, err)
@@ -202,6 +208,22 @@ func (l *lab) measure(t *testing.T, s scenario, m mode, how traffic, address fun
 		}
 	}
 	return rows
+}
+
+// agentsWorked returns the seconds for which CPUs have worked for the node agents, or -1 if Lameduck is not compared or an agent cannot be asked.
+func (l *lab) agentsWorked(m mode) float64 {
+	if m.name != lameduck {
+		return -1
+	}
+	var sum float64
+	for _, node := range l.set.Machines {
+		var one float64
+		if _, err := fmt.Sscanf(l.tryMetrics(node.Name, "process_cpu_seconds_total"), "process_cpu_seconds_total %g", &one); err != nil {
+			return -1
+		}
+		sum += one
+	}
+	return sum
 }
 
 // Everything that three nodes with Lameduck are good for, in one start of them. What takes parts of Lameduck away comes last.
