@@ -501,6 +501,20 @@ func TestRetryAfter(t *testing.T) {
 	}
 }
 
+// client-go asks ten times again. A caller that is never held, as of hundreds that come at one moment, is let through with two of them to spare: a busy API server,
+// or a replica that goes, costs one.
+func TestWhoIsNeverHeldGetsThere(t *testing.T) {
+	for _, late := range []time.Duration{0, 300 * time.Millisecond, 900 * time.Millisecond} {
+		elapsed, again := time.Duration(0), 0
+		for deadline := DefaultTimes().Deadline; elapsed < deadline; again++ {
+			elapsed += RetryAfter(elapsed, false, deadline-elapsed) + late
+		}
+		if again > 8 {
+			t.Errorf("%s late each time, it asks %d times again", late, again)
+		}
+	}
+}
+
 func TestWords(t *testing.T) {
 	var s State
 	if err := s.UnmarshalText([]byte("removed")); err != nil || s != Removed {
