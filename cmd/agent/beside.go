@@ -5,6 +5,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"net"
 	"net/netip"
@@ -65,28 +66,61 @@ func (b beside) task(server serve.Server) (serve.Task, error) {
 // run serves until ctx is done or, if another listens, until this agent is told to stop. What runs then has the server's grace to end.
 func (b beside) run(ctx context.Context, server serve.Server) error {
 	ctx, cancel := context.WithCancel(ctx)
-	defer cancel()
-	if b.shared {
-		go func() {
-			select {
-			case <-ctx.Done():
-				return
-			case <-b.leave:
-			}
-			at, err := netip.ParseAddrPort(server.Listener.Addr().String())
-			if err != nil {
-				return
-			}
-			switch many, err := listeners(at); {
-			case err != nil:
-				b.log.Warn("hooks are taken to the end, also those that another agent could take", "address", b.address, "error", err)
-			case many > 1:
-				b.log.Info("another agent takes the hooks that come now", "address", b.address)
-				cancel()
-			}
-		}()
+	claim := make(chan io.Closer, 1)
+	go func() {
+		select {
+		case <-ctx.Done():
+			claim <- nil
+		case <-b.leave:
+			claim <- b.hand(ctx, server.Listener.Addr())
+			cancel()
+		}
+	}()
+	err := server.Task().Run(ctx)
+	cancel()
+	if held := <-claim; held != nil {
+		held.Close()
 	}
-	return server.Task().Run(ctx)
+	return err
+}
+
+// leaveEvery is how often an agent that ends looks whether another one listens.
+const leaveEvery = 200 * time.Millisecond
+
+// hand waits until another agent listens at the address, or ctx is done. Of two that are told to stop at one time the second stays: who leaves has a claim,
+// which it is to keep for as long as it runs. Nil: ctx is done.
+func (b beside) hand(ctx context.Context, address net.Addr) (claim io.Closer) {
+	at, err := netip.ParseAddrPort(address.String())
+	if err != nil {
+		<-ctx.Done()
+		return nil
+	}
+	ticker := time.NewTicker(leaveEvery)
+	defer ticker.Stop()
+	for said := false; ; {
+		many, err := listeners(at)
+		if err != nil && !said {
+			b.log.Warn("hooks are taken to the end, also those that another agent could take", "address", b.address, "error", err)
+			said = true
+		}
+		if many > 1 {
+			// A name of this network namespace, without a file, which goes with the process.
+			claim, err := net.Listen("unix", "@lameduck/leaves/"+at.String())
+			if err == nil {
+				// The other one may have left between the look and the claim.
+				if many, err = listeners(at); err == nil && many > 1 {
+					b.log.Info("another agent takes the hooks that come now", "address", b.address)
+					return claim
+				}
+				claim.Close()
+			}
+		}
+		select {
+		case <-ticker.C:
+		case <-ctx.Done():
+			return nil
+		}
+	}
 }
 
 // listeners is how many sockets of this process's network namespace listen on an address.
@@ -105,14 +139,14 @@ func listeners(at netip.AddrPort) (int, error) {
 		fmt.Fprintf(&local, "%08X", binary.NativeEndian.Uint32(word))
 	}
 	fmt.Fprintf(&local, ":%04X", at.Port())
-	const listen = "0A" // TCP_LISTEN
-	many := 0
+	const listen = "0A"         // TCP_LISTEN
+	inodes := map[string]bool{} // what changes while it is read may be told twice
 	for line := range strings.Lines(string(text)) {
-		if fields := strings.Fields(line); len(fields) > 3 && fields[1] == local.String() && fields[3] == listen {
-			many++
+		if fields := strings.Fields(line); len(fields) > 9 && fields[1] == local.String() && fields[3] == listen {
+			inodes[fields[9]] = true
 		}
 	}
-	return many, nil
+	return len(inodes), nil
 }
 
 func (b beside) tell() {

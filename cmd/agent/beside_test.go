@@ -220,9 +220,10 @@ func TestWhoLeavesTakesNoMoreHooks(t *testing.T) {
 		}()
 		until(t, "a hook waits", func() bool { return waiting.Load() == 1 })
 		if host == "127.0.0.1" {
+			close(leave) // and the new one is late
+			time.Sleep(2 * leaveEvery)
 			startBeside(t, "new", address, true, func() bool { return true })
 			answeredBy(t, address, "new")
-			close(leave)
 			until(t, "the old one listens no more", func() bool { return countListeners(t, address) == 1 })
 			for range 50 {
 				if got, err := hook(address); err != nil || got != "new" {
@@ -243,6 +244,37 @@ func TestWhoLeavesTakesNoMoreHooks(t *testing.T) {
 			t.Errorf("who waited got %s", got)
 		}
 		stop()
+		if err := <-ended; err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// Both agents of a node are told to stop in the middle of an upgrade. Without this each leaves the hooks to the other, and they are refused until both have ended.
+func TestOneOfTwoThatLeaveStays(t *testing.T) {
+	address := freeAddress(t)
+	leave := make(chan struct{})
+	ctx, stop := context.WithCancel(t.Context())
+	ended := make(chan error, 2)
+	for i, name := range []string{"one", "two"} {
+		handler := http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, name) })
+		b := beside{address: address, shared: true, leave: leave, ready: func() bool { return true }, log: slog.New(slog.DiscardHandler)}
+		task, err := b.task(serve.Server{Name: name, Handler: handler, Grace: time.Second})
+		if err != nil {
+			t.Fatal(err)
+		}
+		go func() { ended <- task.Run(ctx) }()
+		until(t, name+" listens", func() bool { return countListeners(t, address) == i+1 })
+	}
+	close(leave)
+	until(t, "one leaves", func() bool { return countListeners(t, address) == 1 })
+	for end := time.Now().Add(3 * leaveEvery); time.Now().Before(end); {
+		if _, err := hook(address); err != nil {
+			t.Fatal(err)
+		}
+	}
+	stop()
+	for range 2 {
 		if err := <-ended; err != nil {
 			t.Error(err)
 		}

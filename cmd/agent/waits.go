@@ -427,6 +427,7 @@ func (s *waits) run(ctx context.Context, grace time.Duration) error {
 	defer timer.Stop()
 	ticker := time.NewTicker(50 * time.Millisecond)
 	defer ticker.Stop()
+	<-time.After(min(grace, leaveEvery)) // somebody may have connected, and not asked yet
 	for over := false; !over && s.count() > 0; {
 		select {
 		case <-timer.C:
