@@ -53,9 +53,9 @@ const (
 // there is none while nobody waits. Events of connections would come sooner, but the kernel makes them for all connections of the node: 10 to 20 us of
 // CPU for each new one, also if the socket's filter then drops them (all measured on one machine of 2 cores, with Linux 6.18).
 const (
-	countFirst = 10 * time.Millisecond
+	countFirst = 20 * time.Millisecond
 	// countLate is what part of the time since a watch became Removed the next pause is: so much later than it was so is it seen to be Idle at most, and a
-	// client that keeps its connection for seconds costs some counts each second, not a hundred.
+	// client that keeps its connection for seconds costs some counts each second, not a hundred. It is not more than countSent.
 	countLate = 5
 	// Where the kernel still sends, every countKept if to nobody else, and then whether there are connections is all that can be asked; else every
 	// countSent: nobody asks, unless endpoints that are not ready are all the others. Most do not stay so for longer than kube-proxy takes to write.
@@ -66,7 +66,7 @@ const (
 	countShare = 4
 	// emptyCounts is how many counts in a row must find nothing for a watch to be quiet to which the kernel still sends. One that is Removed is Idle at once: it is first
 	// counted countFirst after the commit was read, and a packet for which the kernel chose the target before the commit is in its table when it has
-	// left, microseconds after.
+	// left, microseconds after unless something queues it in between.
 	emptyCounts = 2
 	// walkCost is what going through the table is taken to cost until that is known, tellCost what telling one connection costs.
 	walkCost = 9 * time.Millisecond
@@ -352,13 +352,14 @@ func (o *Observer) count(ctx context.Context) {
 			if err != nil && ctx.Err() == nil && !failed {
 				o.log.Warn("connections are not counted: no target becomes Idle", "error", err)
 			}
+			rest := max(countFirst, countShare*took)
 			if failed = err != nil; failed {
-				took = countKept
+				rest = max(rest, countKept)
 			} else {
 				o.counted(due, open, time.Now())
 			}
 			// Who comes last is not to be counted more often than the others.
-			wait, wake = time.After(max(countFirst, countShare*took)), nil
+			wait, wake = time.After(rest), nil
 		case !next.IsZero():
 			wait = time.After(time.Until(next))
 		}
@@ -414,8 +415,8 @@ func (o *Observer) due(now time.Time) (due map[*Watch]int, next time.Time) {
 func (w *Watch) pause(now time.Time) time.Duration {
 	switch {
 	case w.reading.State == Removed:
-		return max(countFirst, now.Sub(w.entered)/countLate)
-	case w.reading.State == Routing && (w.empty == 0 || w.empty >= emptyCounts):
+		return min(max(countFirst, now.Sub(w.entered)/countLate), countSent)
+	case w.reading.State == Routing && w.empty == 0:
 		return countSent
 	}
 	return countKept

@@ -41,8 +41,8 @@
 // # Connections
 //
 // While a watch is [Removed] the connections to its targets are counted in conntrack of the node's network: those whose answers come
-// from the target, whatever address the client asked for, in SYN_SENT, SYN_RECV or ESTABLISHED (and the like of SCTP). None, 10 ms after the commit was read or
-// later, is [Idle]: by then a packet that had chosen its way before is in the table. Idle lasts as long as Removed does. It is bounded polling, see countShare, and the longer
+// from the target, whatever address the client asked for, in SYN_SENT, SYN_RECV or ESTABLISHED (and the like of SCTP). None, 20 ms after the commit was read or
+// later, is [Idle]: by then a packet that had chosen its way before is in the table, see the holes. Idle lasts as long as Removed does. It is bounded polling, see countShare, and the longer
 // connections stay the rarer; where nobody waits there is none. While the kernel still sends to the targets they are counted once a second, or ten times
 // if it sends to nobody else, so that a reading says whether it is quiet, which is twice in a row none: of a pod that the kernel keeps for want of another
 // one, that is all that can be asked.
@@ -62,6 +62,8 @@
 //   - The health-check node port of a Service with externalTrafficPolicy Local is answered by kube-proxy itself after it has written
 //     the rules. A load balancer that relies on it sends to the node for as long as its own checks take; then the kernel drops what comes if no
 //     endpoint is left there, or goes on sending to the terminating one. That is what a stated wait is for.
+//   - A new connection is in the table when its first packet has passed the last hook. One that waits in between for more than 20 ms is not counted: in a
+//     queue to a program that judges packets (NFQUEUE), or on a computer that stands still.
 //   - What is there is read in several dumps; what changes meanwhile is made again on top of them, so that reading comes to an end whoever writes
 //     how often. Only a single dump must not be interrupted: where no pause between two transactions is as long as the longest takes, which is the dump of a
 //     table's rules, 100 tries long, it stays Unknown.

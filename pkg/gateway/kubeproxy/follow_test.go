@@ -340,6 +340,8 @@ func TestWhenConnectionsAreCounted(t *testing.T) {
 	after(countSent, 1)
 	after(countSent, 0)
 	after(countKept, 0)
+	after(countKept, 0)
+	after(countKept, 1)
 	after(countSent, 1)
 	enter(Kept)
 	after(countKept, 1)
@@ -356,13 +358,15 @@ func TestWhenConnectionsAreCounted(t *testing.T) {
 		after(countFirst, 1)
 	}
 	after(6*countFirst/countLate, 1)
-	began := now
-	counts := 0
-	for ; now.Sub(began) < 10*time.Second; counts++ {
+	counts := 7
+	for ; now.Sub(w.entered) < 10*time.Second; counts++ {
+		if w.next.Sub(now) > countSent {
+			t.Fatalf("it is seen to be Idle after another %s", w.next.Sub(now))
+		}
 		now = w.next
 		after(0, 1)
 	}
-	if counts > 30 {
+	if counts > 35 {
 		t.Errorf("a connection that is kept for 10 s is counted %d times", counts)
 	}
 	now = w.next
