@@ -196,6 +196,7 @@ func (r *roster) run(ctx context.Context) error {
 			}
 			expected = append(expected, drain.Expected{
 				ID: drain.AgentID(p.UID), Name: p.Namespace + "/" + p.Name, Ready: isReady(p), Label: drain.ParseLabel(p.Labels[agentLabel]),
+				Pending: p.Status.Phase == corev1.PodPending,
 			})
 		}
 		slices.SortFunc(expected, func(a, b drain.Expected) int { return strings.Compare(a.Name, b.Name) })

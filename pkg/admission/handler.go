@@ -181,6 +181,9 @@ func (h *Handler) released(s subject, status drain.Status, elapsed time.Duration
 		o.message = "deleted without waiting for gateways that have let one drain after the other expire (Suspended): " + list(status.Suspended)
 	case len(status.Away) > 0:
 		o.message = "deleted without waiting for gateways that are away, with pods that are not ready: " + list(status.Away)
+		if status.MoreAway > 0 {
+			o.message += fmt.Sprintf(", and %d besides", status.MoreAway)
+		}
 	}
 	return o
 }

@@ -76,11 +76,12 @@ type agent struct {
 	id AgentID
 	// slot is its number, which another agent may have when this one is forgotten.
 	slot int
-	// expected says that the API lists it; name, ready and label are from there.
+	// expected says that the API lists it; name, ready, label and pending are from there.
 	expected bool
 	name     string
 	ready    bool
 	label    Label
+	pending  bool
 	// session is not zero while a stream is open. Sessions count up and are never used twice.
 	session uint64
 	// lostAt is when the last session ended or, never connected, when the API first listed it.
@@ -183,6 +184,9 @@ func NewLedger(self Lease, times Times) *Ledger {
 // Self is the lease under which this ledger's tombstones stand.
 func (l *Ledger) Self() Lease { return l.self }
 
+// awayMost bounds those who are named as away.
+const awayMost = 20
+
 // Waiting is one agent that a drain waits for, and what it last said.
 type Waiting struct {
 	Agent AgentID
@@ -208,17 +212,15 @@ type Status struct {
 	// Suspended are those that would owe it and have not said Idle, were they not suspended. See [Suspension].
 	Suspended []Waiting
 	// Away are those that would owe it and have not said Idle, had they not been away for too long, with pods that are not ready: nobody knows what their
-	// gateways do. See [Ledger.Disconnect].
-	Away []Waiting
+	// gateways do. See [Ledger.Disconnect]. They are 20 at most, and MoreAway is how many more there are: a zone may be cut off.
+	Away     []Waiting
+	MoreAway int
 	// Recheck is when Status may change by time alone. Zero: never.
 	Recheck time.Time
 	// Stated is the wait from Since on that a barrier makes for those who cannot acknowledge. Cut says that it is beyond the deadline.
 	Stated time.Duration
 	Cut    bool
 }
-
-// Silent returns who had not let go when the drain was released, whether or not it waited for them.
-func (s Status) Silent() []Waiting { return slices.Concat(s.Waiting, s.Suspended, s.Away) }
 
 // Waits reports whether the drain still waits for gateways.
 func (s Status) Waits() bool {
@@ -530,14 +532,14 @@ func (l *Ledger) Expect(now time.Time, expected []Expected) {
 	for _, e := range expected {
 		listed[e.ID] = true
 		a := l.agent(now, e.ID)
-		if a.expected && a.name == e.Name && a.ready == e.Ready && a.label == e.Label {
+		if a.expected && a.name == e.Name && a.ready == e.Ready && a.label == e.Label && a.pending == e.Pending {
 			continue
 		}
 		l.touchFor(a)
 		if a.name != e.Name {
 			l.unindex(a) // lists are in the order of names
 		}
-		a.expected, a.name, a.ready, a.label = true, e.Name, e.Ready, e.Label
+		a.expected, a.name, a.ready, a.label, a.pending = true, e.Name, e.Ready, e.Label, e.Pending
 		l.index(a)
 		l.recount(a)
 		l.touchFor(a)
@@ -1147,7 +1149,11 @@ func (l *Ledger) derive(now time.Time, d *drain) Status {
 			recheck(until)
 		}
 		if !owes {
-			if a.expected {
+			switch {
+			case !a.expected || a.pending:
+			case len(s.Away) == awayMost:
+				s.MoreAway++
+			default:
 				s.Away = append(s.Away, Waiting{a.id, a.name, StateUnknown, false}) // what was said on a session that has ended is void
 			}
 			continue

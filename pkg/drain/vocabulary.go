@@ -401,6 +401,8 @@ type Expected struct {
 	// Ready is the condition of its pod.
 	Ready bool
 	Label Label
+	// Pending says that its containers have not started yet: it routes nothing so far.
+	Pending bool
 }
 
 func name(names []string, n int) string {

@@ -210,7 +210,7 @@ type Outcome struct {
 	Abnormal bool `json:"abnormal"`
 	// TookSeconds is how long it waited. Not there: there was no drain.
 	TookSeconds *float64 `json:"tookSeconds,omitempty"`
-	// Silent names gateways that had not let go, if only because they are away and not waited for; MoreSilent is how many more there were.
+	// Silent names gateways that had not let go, and those that were away and not waited for, marked "(away)"; MoreSilent is how many more there were.
 	Silent     []string `json:"silent"`
 	MoreSilent int      `json:"moreSilent,omitempty"`
 	// Message is what the API server was told, if that was a warning.

@@ -60,13 +60,7 @@ func (h *history) passed(now time.Time, s drain.Status) {
 	}
 	b.passed = true
 	o := Outcome{Pod: s.Pod, Gate: drain.AtBarrier, At: now, Reason: s.Reason, End: s.Reason, Took: now.Sub(s.Since)}
-	for _, w := range s.Silent() {
-		if len(o.Silent) == silentMost {
-			o.More++
-			continue
-		}
-		o.Silent = append(o.Silent, w.Name)
-	}
+	o.Silent, o.More = silent(s)
 	h.outcomes.add(o, outcomesMost)
 }
 

@@ -480,7 +480,7 @@ func (c *Coordinator) observe(s drain.Status) {
 	c.unsaid = append(c.unsaid, func() {
 		c.Log.Info("drain", "pod", s.Pod.String(), "uid", s.Pod.UID, "phase", s.Phase.String(), "reason", s.Reason.String(),
 			"sinceSeconds", took.Seconds(), "owed", s.Owed, "waitingFor", names(s.Waiting),
-			"suspended", names(s.Suspended), "away", names(s.Away))
+			"suspended", names(s.Suspended), "away", names(s.Away), "moreAway", s.MoreAway)
 	})
 }
 

@@ -185,6 +185,20 @@ func (h *history) of(kind string) *times {
 	return t
 }
 
+// silent names those who had not let go when a drain was released, and says how many more there were. Who is away and was not waited for is marked.
+func silent(s drain.Status) (all []string, more int) {
+	if s.Reason.Abnormal() {
+		for _, w := range slices.Concat(s.Waiting, s.Suspended) {
+			all = append(all, w.Name)
+		}
+	}
+	for _, w := range s.Away {
+		all = append(all, w.Name+" (away)")
+	}
+	few := min(len(all), silentMost)
+	return all[:few], len(all) - few + s.MoreAway
+}
+
 // turned notes that a drain has entered another phase.
 func (h *history) turned(now time.Time, s drain.Status) {
 	c := h.open[s.Pod.UID]
@@ -196,14 +210,7 @@ func (h *history) turned(now time.Time, s drain.Status) {
 	switch s.Phase {
 	case drain.Released:
 		c.released, c.reason = now, s.Reason
-		c.silent, c.more = nil, 0
-		for _, w := range s.Silent() {
-			if len(c.silent) == silentMost {
-				c.more++
-				continue
-			}
-			c.silent = append(c.silent, w.Name)
-		}
+		c.silent, c.more = silent(s)
 	case drain.Closed, drain.PhaseUnknown:
 		delete(h.open, s.Pod.UID)
 		o := Outcome{Pod: s.Pod, At: now, Reason: s.Reason, End: s.Reason, Took: now.Sub(s.Begun)}
@@ -289,7 +296,7 @@ type Outcome struct {
 	Reason, End drain.Reason
 	// Took is how long it was until the deletion could go on or, if it never could, until the end.
 	Took time.Duration
-	// Silent names gateways that had not let go when the deletion went on, waited for or not, and More says how many more there were.
+	// Silent names gateways that had not let go when the deletion went on, those that were away and not waited for marked so, and More says how many more there were.
 	Silent []string
 	More   int
 }

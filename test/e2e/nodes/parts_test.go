@@ -327,8 +327,9 @@ type passed struct {
 	Stated float64   `json:"statedSeconds"`
 	// Waiting are the agents that were still waited for.
 	Waiting []string `json:"waitingFor"`
-	// Away are those that were not, as their nodes are not ready.
-	Away []string `json:"away"`
+	// Suspended are those that were not, as they had let one drain after the other expire; Away those whose nodes are not ready.
+	Suspended []string `json:"suspended"`
+	Away      []string `json:"away"`
 }
 
 // passed returns what coordinators have written of pods whose names, with the namespace, begin like this.
