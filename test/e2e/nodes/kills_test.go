@@ -234,7 +234,11 @@ func TestSoftEviction(t *testing.T) {
 	l := newLab(t, 1, machine.Options{})
 	l.namespace(t, "lameduck", map[string]string{"lameduck.io/barrier": "enabled"})
 	l.addWebhooks(t)
-	l.start(t, "lameduck", pod("victim", "node-1"))
+	// A kubelet that starts, as it does to read its configuration, may see the pressure before it sees the pods. It refuses those then that have asked for no
+	// memory, and kills them without a hook.
+	l.start(t, "lameduck", pod("victim", "node-1", func(p *corev1.Pod) {
+		p.Spec.Containers[0].Resources.Requests = corev1.ResourceList{corev1.ResourceMemory: resource.MustParse("1Mi")}
+	}))
 	before := l.metrics(t, "node-1", `lameduck_barrier_waits_total{outcome="Restart"}`)
 	events, err := l.kube.CoreV1().Events("lameduck").Watch(t.Context(), metav1.ListOptions{FieldSelector: "involvedObject.name=victim"})
 	if err != nil {
