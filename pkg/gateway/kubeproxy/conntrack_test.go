@@ -149,7 +149,15 @@ func TestQuietThoughItIsSentTo(t *testing.T) {
 		t.Errorf("at first it is %+v", r)
 	}
 	until(t, "a connection that is counted", func() bool { return w.Reading().Connections == 1 })
-	time.Sleep(3 * countKept)
+	next := func() time.Time {
+		o.mu.Lock()
+		defer o.mu.Unlock()
+		return w.next
+	}
+	for range emptyCounts + 1 {
+		before := next()
+		until(t, "another count", func() bool { return next() != before })
+	}
 	if r := w.Reading(); r.State != Kept || r.Quiet {
 		t.Errorf("with an open connection it is %+v", r)
 	}

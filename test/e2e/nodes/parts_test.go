@@ -354,7 +354,7 @@ func (l *lab) replace(t *testing.T, namespace, name string) []passed {
 		pods = append(pods, pod(name+"-"+m.Name, m.Name))
 	}
 	l.start(t, namespace, pods...)
-	time.Sleep(10 * time.Second) // younger ones wait for kernels that may not have heard of them (decision 24)
+	l.age(t, namespace)
 	began := time.Now()
 	l.kubectl(t, "delete", "pods", "-n", namespace, "--all", "--timeout=60s")
 	var all []passed
