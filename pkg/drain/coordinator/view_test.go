@@ -243,3 +243,23 @@ func TestViewCountsOnceWhoIsForgotten(t *testing.T) {
 		}
 	})
 }
+
+// Who has not let go is named; who is away was not waited for, is named whatever the reason, and marked.
+func TestWhoIsSilentIsNamed(t *testing.T) {
+	waiting := func(names ...string) (all []drain.Waiting) {
+		for _, name := range names {
+			all = append(all, drain.Waiting{Name: name})
+		}
+		return all
+	}
+	for reason, want := range map[drain.Reason]string{drain.Acknowledged: "[c (away)] 30", drain.Deadline: "[a b c (away)] 30"} {
+		all, more := silent(drain.Status{Reason: reason, Waiting: waiting("a"), Suspended: waiting("b"), Away: waiting("c"), MoreAway: 30})
+		if got := fmt.Sprint(all, more); got != want {
+			t.Errorf("%s: %s, want %s", reason, got, want)
+		}
+	}
+	many := make([]string, silentMost+5)
+	if all, more := silent(drain.Status{Reason: drain.Deadline, Waiting: waiting(many...), MoreAway: 2}); len(all) != silentMost || more != 7 {
+		t.Errorf("%d are named and %d more, want %d and 7", len(all), more, silentMost)
+	}
+}
