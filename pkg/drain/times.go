@@ -89,8 +89,8 @@ func (t Times) HoldUntil(now time.Time, timeout time.Duration) time.Time {
 }
 
 // RetryAfter is what a denied caller is told to wait, a whole number of seconds from 1 to 20: 0.15 of the elapsed time if
-// it was held already, rounded down, 0.6 if it was not, rounded to the next one. remaining, if it is given (more than 0), is the time left to the deadline: nobody is
-// sent beyond the first whole second after it, nor comes just before it, which would cost one of the ten retries that client-go has.
+// it was held already, rounded down, 0.6 if it was not, rounded to the nearest. remaining, if it is given (more than 0), is the time left to
+// the deadline: nobody is sent beyond the first whole second after it, nor comes just before it, which would cost one of the ten retries that client-go has.
 func RetryAfter(elapsed time.Duration, held bool, remaining time.Duration) time.Duration {
 	wait := (elapsed * 60 / 100).Round(time.Second)
 	if held {
