@@ -215,8 +215,14 @@ func TestReadingWhileWriting(t *testing.T) {
 	}
 	end()
 	want := all(afresh(t))
-	for _, o := range observers {
-		until(t, "what is there to be known", func() bool { return all(o) == want })
+	for i, o := range observers {
+		began := time.Now()
+		for all(o) != want {
+			if time.Since(began) > 5*time.Second {
+				t.Fatalf("observer %d does not know what is there (-), but (+):\n%s", i, cmp.Diff(want, all(o)))
+			}
+			time.Sleep(5 * time.Millisecond)
+		}
 	}
 }
 

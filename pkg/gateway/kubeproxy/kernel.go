@@ -129,6 +129,11 @@ func (d *dumper) generation() (uint32, error) {
 	return 0, errors.New("read the generation of nftables: no answer")
 }
 
+// elementDumps is how often the elements of a set are read. Some time after a transaction the kernel gives the set's table another size, and a dump that is
+// under way leaves out elements that nobody has touched, and is not marked as interrupted. What only one dump has counts: if it is gone meanwhile, that is made again
+// on top, see snapshot.
+const elementDumps = 3
+
 // dump calls add with all that the kernel tells about what message asks for. A dump that was interrupted is read again.
 func (d *dumper) dump(ctx context.Context, message int, family uint8, attributes []byte, add func(change)) error {
 	var all []change
@@ -203,7 +208,12 @@ func (d *dumper) tables(ctx context.Context, families []uint8) ([]change, error)
 		}
 		for _, set := range all[first:] {
 			name := append(of(t.table.name), encodeString(unix.NFTA_SET_ELEM_LIST_SET, set.name)...)
-			err := d.dump(ctx, unix.NFT_MSG_GETSETELEM, t.table.family, name, add)
+			var err error
+			for range elementDumps {
+				if err = d.dump(ctx, unix.NFT_MSG_GETSETELEM, t.table.family, name, add); err != nil {
+					break
+				}
+			}
 			if errors.Is(err, unix.ENOENT) {
 				continue // it is gone, and what has made it so is made again, see snapshot
 			}
