@@ -31,6 +31,8 @@ const (
 type proof struct {
 	door        *admission.Door
 	certificate func(*tls.ClientHelloInfo) (*tls.Certificate, error)
+	// trusted returns the CAs of the certificates of all replicas.
+	trusted func() (*x509.CertPool, error)
 	// ready is why there is no certificate yet.
 	ready func() error
 	run   func(context.Context) error
@@ -72,12 +74,23 @@ func newProof(o options, kube kubernetes.Interface, metrics *admission.Metrics, 
 		}
 	}
 	keeper := certs.New(made)
+	p.trusted = func() (*x509.CertPool, error) { return poolOf(keeper.Trusted()) }
 	if conf.Dir != "" {
 		watcher, err := certwatcher.New(filepath.Join(conf.Dir, "tls.crt"), filepath.Join(conf.Dir, "tls.key"))
 		if err != nil {
 			return nil, fmt.Errorf("certificate in %s: %w", conf.Dir, err)
 		}
 		p.certificate = watcher.GetCertificate
+		p.trusted = func() (*x509.CertPool, error) {
+			text, err := made.CA()
+			if err == nil && len(text) == 0 {
+				return nil, nil // signed by a CA of the system
+			}
+			if err != nil {
+				return nil, err
+			}
+			return poolOf(text)
+		}
 		tasks = append(tasks, serve.Task{Name: "certificate", Run: watcher.Start})
 	} else {
 		p.certificate = keeper.GetCertificate

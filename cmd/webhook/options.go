@@ -28,9 +28,12 @@ const learnMost = 9000
 
 // options are the command line and the configuration file, checked.
 type options struct {
-	kubeconfig   string
-	namespace    string
-	replica      string
+	kubeconfig string
+	namespace  string
+	replica    string
+	// ordinal is that of this replica's entry in the webhook configuration. tokenFile proves to the others who it is. Empty: it asks none.
+	ordinal      int
+	tokenFile    string
 	certificates credentials
 	// The addresses of the three listeners. people serves metrics and probes without TLS.
 	admission, agents, people string
@@ -62,6 +65,8 @@ func flags(o *options, conf *configuration, getenv func(string) string) (f *flag
 	f.StringVar(&o.kubeconfig, "kubeconfig", getenv("KUBECONFIG"), "file to reach the API server with; empty: as a pod does")
 	f.StringVar(&o.namespace, "namespace", getenv("POD_NAMESPACE"), "the namespace this runs in; pods there never wait (default $POD_NAMESPACE)")
 	f.StringVar(&o.replica, "replica", getenv("POD_NAME"), "the name of this replica, unique among all (default $POD_NAME)")
+	f.IntVar(&o.ordinal, "ordinal", 0, "the number of this replica's entry in the webhook configuration, from 0; the label "+ordinalLabel+" of its pod")
+	f.StringVar(&o.tokenFile, "token-file", "", "projected service account token for the audience lameduck.io, by which the replicas know each other; empty: this one asks no other")
 	f.StringVar(&conf.Certificates.Dir, "cert-dir", conf.Certificates.Dir, "certificates.dir: directory with tls.crt and tls.key; empty: the replicas make them")
 	f.StringVar(&conf.Certificates.AdmissionSecretFile, "admission-secret-file", conf.Certificates.AdmissionSecretFile, "certificates.admissionSecretFile: file with the secret that ends the webhook's path; empty: the replicas make it")
 	f.StringVar(&conf.Addresses.Admission, "admission-address", conf.Addresses.Admission, "addresses.admission: host:port where the API server asks")
@@ -181,6 +186,7 @@ func (o options) check() error {
 	}
 	must(o.namespace != "", "--namespace %q: required, or set POD_NAMESPACE", o.namespace)
 	must(o.namespace == "" || len(validation.IsDNS1123Label(o.namespace)) == 0, "--namespace %q: not a namespace's name", o.namespace)
+	must(o.ordinal >= 0, "--ordinal %d: must not be negative", o.ordinal)
 	must(o.replica != "", "--replica %q: required, or set POD_NAME", o.replica)
 	for _, a := range []struct{ flag, value string }{
 		{"--admission-address", o.admission}, {"--agents-address", o.agents}, {"--metrics-address", o.people},

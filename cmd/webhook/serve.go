@@ -94,12 +94,28 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 	self := drain.Lease{Replica: o.replica, Epoch: rand.Text()}
 	index := endpoints.NewIndex()
 	around := &vicinity{reader: known, index: index, log: log}
+	metrics := admission.NewMetrics(registry)
+	proof, err := newProof(o, kube, metrics, registry, log)
+	if err != nil {
+		return err
+	}
+	others, err := newReplicas(o, proof, log)
+	if err != nil {
+		return err
+	}
+	if others != nil {
+		who.Replicas = others.username
+	}
+	started := time.Now()
+	ready := &readiness{certificate: proof.ready, known: others.known, sees: others.sees, up: func() time.Duration { return time.Since(started) }}
 	coord := coordinator.New(self, o.times, coordinator.Options{
+		Ordinal: o.ordinal, Able: ready.check,
 		MaxHolds: o.maxHolds, MaxHoldsPerOwner: o.maxHoldsPerOwner, Pods: pods{live}, Authenticate: who, Log: log, Metrics: coordinator.NewMetrics(registry),
 		Vicinity: around, Scope: o.scope, Sampling: o.sampling,
 	})
 	roster := newRoster(coord, who, log)
-	watch := watches{coord: coord, index: index, roster: roster}
+	watch := watches{coord: coord, index: index, roster: roster, others: others}
+	ready.synced, ready.expecting = watch.synced, coord.Expecting
 	if err := watch.register(ctx, known); err != nil {
 		return err
 	}
@@ -111,19 +127,14 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 	around.known, around.synced, around.going = watch.synced, services.HasSynced, coord.Going
 	events := newEvents(kube, o.replica, log)
 	notes := &dashboard.Notes{Next: events}
-	started := time.Now()
-	metrics := admission.NewMetrics(registry)
 	handler := &admission.Handler{
 		Cluster: &admission.Cluster{
 			Reader: known, Slices: index, Ledger: coord, Synced: watch.synced, Excluded: o.excluded, Started: started,
 		},
-		Times: o.times, Events: notes, Log: log, Metrics: metrics, Replica: o.replica,
+		Times: o.times, Events: notes, Log: log, Metrics: metrics, Replica: o.replica, Others: others.others(),
 	}
+	coord.Claimant = handler
 	mutator := &admission.Mutator{Reader: known, Excluded: o.excluded, Barrier: o.barrier, Log: log, Metrics: metrics}
-	proof, err := newProof(o, kube, metrics, registry, log)
-	if err != nil {
-		return err
-	}
 	door := proof.door
 	secure := &tls.Config{MinVersion: tls.VersionTLS12, GetCertificate: proof.certificate}
 	var listeners [3]net.Listener
@@ -151,7 +162,6 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 	log.Info("started", "lease", self.String(), "admission", listeners[0].Addr().String(), "agents", listeners[1].Addr().String(),
 		"metrics", listeners[2].Addr().String(), "hold", o.times.Hold.String(), "deadline", o.times.Deadline.String())
 
-	ready := readiness{certificate: proof.ready, synced: watch.synced, expecting: coord.Expecting, up: func() time.Duration { return time.Since(started) }}
 	stop := func() {
 		ready.stopping.Store(true)
 		coord.Stop()
@@ -163,10 +173,11 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 		serve.Task{Name: "slices", Run: watch.run, Last: true},
 		serve.Task{Name: "coordinator", Run: coord.Run, Last: true},
 		serve.Task{Name: "roster", Run: roster.run, Last: true},
+		serve.Task{Name: "replicas", Run: func(ctx context.Context) error { return others.run(ctx, coord, watch.synced, started) }, Last: true},
 		serve.Task{Name: "events", Run: events.run, Last: true},
 		serve.Server{
 			Name: "admission", Listener: listeners[0], TLS: secure, Handler: door.GuardBoth(handler, mutator), Conns: admissionConns, ReadTime: o.times.Webhook,
-			WriteTime: o.times.Webhook + writeMargin, Stop: stop, Delay: o.shutdownDelay, Grace: shutdownGrace, Log: log,
+			WriteTime: o.times.Webhook + writeMargin, Stop: stop, Delay: o.shutdownDelay, Grace: shutdownGrace, Keep: func() bool { return ready.check() == nil }, Log: log,
 		}.Task(),
 		serve.Server{
 			Name: "agents", Listener: listeners[1], TLS: secure, Handler: coord.Handler(), Conns: agentConns, ReadTime: agentRead,
@@ -186,33 +197,42 @@ func metricsTask(listener net.Listener, handler http.Handler, log *slog.Logger) 
 	return task
 }
 
-// readiness is whether Services should send reviews to this replica.
+// readiness is whether the API server should ask this replica.
 type readiness struct {
 	certificate func() error
 	synced      func() bool
-	expecting   func() (expected, missing int)
-	up          func() time.Duration
-	// settled: it was ready once. An agent that comes later connects when it can: were the replica unready until then, a cluster with one
-	// replica would delete pods without asking anybody whenever it starts beside a gateway that is being rolled out.
+	// known is why the open drains of other replicas are not known yet, sees names one that could judge deletions instead of this one.
+	known     func() error
+	sees      func() (name string, ok bool)
+	expecting func() (expected, missing int)
+	up        func() time.Duration
+	// settled: it has waited for its agents once. stopping: it is shutting down.
 	settled, stopping atomic.Bool
 }
 
-// check returns why this replica cannot answer for the cluster. Nil: it can.
+// check returns why this replica cannot judge deletions. Nil: it can. One that lost the streams of most of its agents abstains only while another
+// replica has them: with nobody else to ask, waiting for agents that may come back ends, and losing requests does not.
 func (r *readiness) check() error {
 	switch {
 	case r.stopping.Load():
 		return errors.New("this replica is shutting down")
-	case r.settled.Load():
-		return nil
 	case r.certificate() != nil:
 		return r.certificate()
 	case !r.synced():
 		return errors.New("the view of the cluster is not complete yet")
+	case r.known() != nil:
+		return r.known()
 	}
-	if expected, missing := r.expecting(); missing > 0 && r.up() < settle {
+	expected, missing := r.expecting()
+	if missing > 0 && r.up() < settle && !r.settled.Load() {
 		return fmt.Errorf("%d of %d agents are not connected yet", missing, expected)
 	}
 	r.settled.Store(true)
+	if 2*missing > expected {
+		if name, ok := r.sees(); ok {
+			return fmt.Errorf("%d of %d agents are not connected here, and replica %s has most of them", missing, expected, name)
+		}
+	}
 	return nil
 }
 
@@ -254,6 +274,7 @@ type watches struct {
 	coord  *coordinator.Coordinator
 	index  *endpoints.Index
 	roster *roster
+	others *replicas
 	has    []func() bool
 	// reached is the last resourceVersion that the watch of EndpointSlices has seen, "" if it cannot be told.
 	reached func() string
@@ -270,10 +291,12 @@ func (w *watches) register(ctx context.Context, known cache.Cache) error {
 				w.coord.Ready(drain.UID(p.UID), at)
 			}
 			w.roster.set(p)
+			w.others.set(p)
 		},
 		gone: func(p *corev1.Pod) {
 			w.coord.Deleted(drain.UID(p.UID))
 			w.roster.gone(p)
+			w.others.gone(p)
 		},
 	}
 	for _, of := range []struct {

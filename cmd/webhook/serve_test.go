@@ -12,7 +12,13 @@ func TestReadiness(t *testing.T) {
 	var missing int
 	var up time.Duration
 	cert := errors.New("there is no certificate yet")
-	r := readiness{certificate: func() error { return cert }, synced: func() bool { return synced }, expecting: func() (int, int) { return 5, missing }, up: func() time.Duration { return up }}
+	var known error
+	other := ""
+	r := readiness{
+		certificate: func() error { return cert }, synced: func() bool { return synced }, known: func() error { return known },
+		sees:      func() (string, bool) { return other, other != "" },
+		expecting: func() (int, int) { return 5, missing }, up: func() time.Duration { return up },
+	}
 	check := func(when, want string) {
 		t.Helper()
 		got := ""
@@ -41,6 +47,15 @@ func TestReadiness(t *testing.T) {
 	check("all there", "")
 	missing = 1
 	check("an agent that comes later", "")
+	missing = 3
+	check("most streams lost, and no other replica has them", "")
+	other = "webhook-1"
+	check("most streams lost", "3 of 5 agents are not connected here, and replica webhook-1 has most of them")
+	missing = 2
+	check("most streams are back", "")
+	known = errors.New("the open drains of the other replicas are not known yet")
+	check("before it knows what is open", known.Error())
+	known = nil
 	r.stopping.Store(true)
 	check("at its end", "this replica is shutting down")
 }

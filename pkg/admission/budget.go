@@ -53,8 +53,7 @@ func (c *Cluster) settled(s *subject) {
 // budget says whether the pod's PodDisruptionBudget has room for its eviction, as the API server will after the webhooks
 // (k8s.io/kubernetes/pkg/registry/core/pod/storage/eviction.go, 1.36). Other pods of the budget that have an open drain count as used: they are
 // disruptions that the budget's controller has not seen yet, deletions too. Room that was found is promised to this call, so that
-// of several at one moment only as many find it as there is. That holds within a replica; evictions that reach two replicas at one moment
-// are told apart by the API server, after the gateways have let go of both.
+// of several at one moment only as many find it as there is. Only the opener calls it: see package peers.
 func (c *Cluster) budget(ctx context.Context, pod *corev1.Pod, ready bool) (room, error) {
 	of, err := c.budgetsOf(ctx, pod)
 	switch {
@@ -144,25 +143,21 @@ func (c *Cluster) othersOf(ctx context.Context, pod *corev1.Pod, b *policyv1.Pod
 	return others, nil
 }
 
-// take promises uid a place among those that may be disrupted, and returns -1, if fewer than allowed of others are ahead of it: those that have
-// an open drain or a promise and, if uid drains already, an older drain than it has; of evictions on two replicas that each found room,
-// the younger gives way. Without a place it returns how many are ahead.
+// take promises uid a place among those that may be disrupted, and returns -1, if it has an open drain, or if fewer than allowed of others have one or a
+// promise. Without a place it returns how many have.
 func (c *Cluster) take(uid drain.UID, others []drain.UID, allowed int) (ahead int) {
 	c.promises.mu.Lock()
 	defer c.promises.mu.Unlock()
 	open := c.Ledger.Draining(append([]drain.UID{uid}, others...))
-	own, drains := open[uid]
-	for _, other := range others {
-		since, draining := open[other]
-		switch {
-		case !draining && (c.promises.of[other] == 0 || drains):
-		case draining && drains && (own.Before(since) || own.Equal(since) && uid < other):
-		default:
-			ahead++
+	if _, drains := open[uid]; !drains {
+		for _, other := range others {
+			if _, draining := open[other]; draining || c.promises.of[other] > 0 {
+				ahead++
+			}
 		}
-	}
-	if ahead >= allowed {
-		return ahead
+		if ahead >= allowed {
+			return ahead
+		}
 	}
 	if c.promises.of == nil {
 		c.promises.of = map[drain.UID]int{}

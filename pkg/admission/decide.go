@@ -129,6 +129,8 @@ const (
 	TooManyOfOwner Reason = "TooManyOfOwner"
 	Stopping       Reason = "Stopping"
 	CallerGone     Reason = "CallerGone"
+	// Abstained: this replica stops, and another one answers the same call.
+	Abstained Reason = "Abstained"
 	// NoFacts: they could not be read.
 	NoFacts Reason = "NoFacts"
 )
@@ -137,7 +139,7 @@ const (
 var reasons = []Reason{
 	DryRun, Excluded, OptedOut, BreakGlass, UnknownPod, Terminating, Finished, NotRunning, MirrorPod, ByNode, Forced,
 	NamespaceTerminating, DisruptionTarget, NodeLost, Starting, Cold, NotListed, NoAgents, NotRouted, NotReady, Budget, BudgetBroken,
-	CoolOff, LastTarget, Draining, Queued, TooManyHolds, TooManyOfOwner, Stopping, CallerGone, NoFacts,
+	CoolOff, LastTarget, Draining, Queued, TooManyHolds, TooManyOfOwner, Stopping, CallerGone, Abstained, NoFacts,
 }
 
 const (

@@ -44,7 +44,11 @@ func (c *Cluster) Explain(ctx context.Context, now time.Time, operation Operatio
 	if s.pod == nil {
 		return Explanation{}, fmt.Errorf("%w: %s/%s", ErrNoPod, namespace, name)
 	}
-	e := Explanation{Pod: s.pod, Facts: facts, Verdict: Decide(facts), Targets: s.targets}
+	verdict, err := aside.judge(ctx, &request{operation: operation}, &facts, &s)
+	if err != nil {
+		return Explanation{}, err
+	}
+	e := Explanation{Pod: s.pod, Facts: facts, Verdict: verdict, Targets: s.targets}
 	if e.Verdict.Action == Drain {
 		if is := c.crowded(s); is.service != "" && is.draining >= max(1, is.usable/2) {
 			e.Crowded = is.String()

@@ -33,6 +33,8 @@ const outOfService = "node.kubernetes.io/out-of-service"
 type Ledger interface {
 	DrainFor(ctx context.Context, request coordinator.Request, until time.Time) (status drain.Status, held bool, err error)
 	UnrouteFor(request coordinator.Request)
+	// ClaimFor opens a drain for another replica, without waiting. hold reports whether a call for it may wait.
+	ClaimFor(request coordinator.Request) (status drain.Status, hold bool)
 	Expecting() (expected, missing int)
 	CouldRoute(services []drain.Service) bool
 	// Draining returns which of uids have an open drain, queued or not, and since when.
@@ -68,6 +70,9 @@ type subject struct {
 	pod *corev1.Pod
 	// targets are the Services that list the pod, with their usable targets. Nil if nobody routes it.
 	targets []drain.Targets
+	// place is what the opener says of its drain, turn whether its call may wait. The zero values: this replica decides.
+	place drain.Place
+	turn  coordinator.Turn
 	// promised says that this call holds a promise of its budget's room, until [Cluster.settled].
 	promised bool
 }
@@ -78,7 +83,7 @@ func (s subject) drainPod() drain.Pod {
 
 // request is what the ledger is asked.
 func (s subject) request() coordinator.Request {
-	r := coordinator.Request{Pod: s.drainPod(), Targets: s.targets}
+	r := coordinator.Request{Pod: s.drainPod(), Targets: s.targets, Place: s.place, Turn: s.turn}
 	if owner := metav1.GetControllerOf(s.pod); owner != nil {
 		r.Owner = owner.Kind + "/" + string(owner.UID)
 	}
@@ -133,14 +138,21 @@ func (c *Cluster) gather(ctx context.Context, now time.Time, q *request) (Facts,
 		return f, s, nil
 	}
 	c.ofRouting(now, &s, &f)
-	if q.operation == Evict && f.CouldRoute && !q.dryRun {
-		room, err := c.budget(ctx, s.pod, f.NotReadyFor == 0)
-		if err != nil {
-			return f, s, err
-		}
-		f.Budget, f.BudgetBroken, s.promised = room.refusal, room.broken, room.promised
-	}
 	return f, s, nil
+}
+
+// judge decides about an eviction by its budget too, where no row before that decides: room that is found there is promised.
+func (c *Cluster) judge(ctx context.Context, q *request, f *Facts, s *subject) (Verdict, error) {
+	v := Decide(*f)
+	if q.operation != Evict || v.Reason != Draining && v.Reason != CoolOff && v.Reason != LastTarget {
+		return v, nil
+	}
+	room, err := c.budget(ctx, s.pod, f.NotReadyFor == 0)
+	if err != nil {
+		return v, err
+	}
+	f.Budget, f.BudgetBroken, s.promised = room.refusal, room.broken, room.promised
+	return Decide(*f), nil
 }
 
 // graceless reports whether the pod's own grace period is 0. The API server writes that into every deletion of it before the webhook sees

@@ -17,6 +17,7 @@ import (
 
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/drain/coordinator"
+	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 )
 
 // Workload controllers are told to come back inside the same call in the first controllerPatience of a drain: for that long they keep the
@@ -25,6 +26,14 @@ import (
 const (
 	controllerPatience = 5 * time.Second
 	controllerFinish   = 15 * time.Second
+)
+
+// A replica that stops allows a call if another one was asked about the same pod since sameCall before the call began. It looks every
+// abstainEvery, for abstainWithin: calls to several replicas do not arrive at once.
+const (
+	abstainWithin = 500 * time.Millisecond
+	abstainEvery  = 50 * time.Millisecond
+	sameCall      = 250 * time.Millisecond
 )
 
 // lookAround is how often a held call looks whether its pod has become the last of a Service.
@@ -44,6 +53,18 @@ type Handler struct {
 	Metrics *Metrics
 	// Replica is the name of this one.
 	Replica string
+	// Others are the other replicas. Nil: there are none.
+	Others Others
+}
+
+// Others are the other replicas, as [peers.Peers] knows them.
+type Others interface {
+	// Opener reports whether this replica decides what takes capacity.
+	Opener() bool
+	// Claim asks the opener about a deletion. ok is false if this replica is the opener.
+	Claim(ctx context.Context, claim wire.Claim) (claimed wire.Claimed, ok bool)
+	// Asked reports whether the API server has asked another replica about the pod within the last time.
+	Asked(ctx context.Context, pod drain.Pod, within time.Duration) bool
 }
 
 // outcome is a verdict carried out.
@@ -80,8 +101,14 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	if o.allowed {
 		answer = "allow"
 	}
-	h.Metrics.answered(q.operation, answer, o.reason, time.Since(began))
-	h.tell(q, s, o)
+	role := opener
+	if h.Others != nil && !h.Others.Opener() {
+		role = witness
+	}
+	h.Metrics.answered(role, q.operation, answer, o.reason, time.Since(began))
+	// One of the replicas that were asked about this deletion tells people about it.
+	h.tell(role, q, s, o)
+	o.warn = o.warn && role == opener
 	h.write(w, q, o)
 }
 
@@ -89,12 +116,23 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 func (h *Handler) decide(ctx context.Context, began time.Time, q *request) (outcome, subject) {
 	facts, s, err := h.Cluster.gather(ctx, began, q)
 	if err != nil {
-		// Availability first: what cannot be found out must not keep a pod.
-		h.Log.Error("gather facts", "namespace", q.namespace, "pod", q.name, "error", err)
-		return outcome{allowed: true, reason: string(NoFacts), warn: true, message: "deleted without asking gateways: " + err.Error()}, s
+		return h.noFacts(q, err), s
 	}
 	defer h.Cluster.settled(&s)
 	v := Decide(facts)
+	claimed, witness := wire.Claimed{}, false
+	if v.Action == Drain {
+		claimed, witness = h.claim(ctx, q, &s)
+	}
+	switch {
+	case witness && claimed.Verdict == wire.VerdictDeny:
+		return outcome{reason: claimed.Reason, message: claimed.Message, budget: claimed.Budget}, s
+	case witness:
+	case v.Action == Drain || h.Others == nil || h.Others.Opener():
+		if v, err = h.Cluster.judge(ctx, q, &facts, &s); err != nil {
+			return h.noFacts(q, err), s
+		}
+	}
 	if v.Unroute && s.pod != nil {
 		h.Cluster.Ledger.UnrouteFor(s.request())
 	}
@@ -115,6 +153,78 @@ func (h *Handler) decide(ctx context.Context, began time.Time, q *request) (outc
 	return o, s
 }
 
+// noFacts allows: what cannot be found out must not keep a pod.
+func (h *Handler) noFacts(q *request, err error) outcome {
+	h.Log.Error("gather facts", "namespace", q.namespace, "pod", q.name, "error", err)
+	return outcome{allowed: true, reason: string(NoFacts), warn: true, message: "deleted without asking gateways: " + err.Error()}
+}
+
+// claim asks the opener about a deletion that has to wait, and takes over what it says. ok is false if this replica is the opener.
+func (h *Handler) claim(ctx context.Context, q *request, s *subject) (claimed wire.Claimed, ok bool) {
+	s.place, s.turn = drain.Place{}, coordinator.TurnJudged
+	if h.Others == nil {
+		return wire.Claimed{}, false
+	}
+	claim := wire.Claim{Operation: string(q.operation), Pod: s.drainPod()}
+	if since, draining := h.Cluster.Ledger.Draining([]drain.UID{claim.Pod.UID})[claim.Pod.UID]; draining {
+		claim.ElapsedMillis = time.Since(since).Milliseconds()
+	}
+	claimed, ok = h.Others.Claim(ctx, claim)
+	if !ok {
+		return claimed, false
+	}
+	s.place = drain.Place{Is: drain.Granted, Elapsed: time.Duration(claimed.ElapsedMillis) * time.Millisecond}
+	if claimed.Queued || claimed.Verdict != wire.VerdictDrain {
+		s.place.Is = drain.Deferred
+	}
+	s.turn = coordinator.TurnUnheld
+	if claimed.Hold {
+		s.turn = coordinator.TurnHeld
+	}
+	return claimed, true
+}
+
+// Claim implements [coordinator.Claimant]: it decides for a witness as it would if the API server asked.
+func (h *Handler) Claim(ctx context.Context, claim wire.Claim) wire.Claimed {
+	now := time.Now()
+	q := &request{operation: Operation(claim.Operation), namespace: claim.Pod.Namespace, name: claim.Pod.Name}
+	facts, s, err := h.Cluster.gather(ctx, now, q)
+	if err != nil || s.pod == nil || drain.UID(s.pod.UID) != claim.Pod.UID {
+		return wire.Claimed{}
+	}
+	v, err := h.Cluster.judge(ctx, q, &facts, &s)
+	defer h.Cluster.settled(&s)
+	switch {
+	case err != nil:
+		return wire.Claimed{}
+	case v.Action == Deny && v.Reason == Budget:
+		return wire.Claimed{Verdict: wire.VerdictDeny, Reason: string(Budget), Message: v.Message, Budget: facts.Budget}
+	case v.Action != Drain:
+		return wire.Claimed{}
+	}
+	s.place.Elapsed = time.Duration(claim.ElapsedMillis) * time.Millisecond
+	status, hold := h.Cluster.Ledger.ClaimFor(s.request())
+	return wire.Claimed{
+		Verdict: wire.VerdictDrain, Queued: status.Phase == drain.Queued, Hold: hold, ElapsedMillis: now.Sub(status.Since).Milliseconds(),
+	}
+}
+
+// abstains reports whether another replica answers this call, which began so long ago, so that one that stops need not.
+func (h *Handler) abstains(ctx context.Context, s subject, began time.Time) bool {
+	if h.Others == nil {
+		return false
+	}
+	ctx, cancel := context.WithTimeout(ctx, abstainWithin)
+	defer cancel()
+	for ctx.Err() == nil {
+		if h.Others.Asked(ctx, s.drainPod(), time.Since(began)+sameCall) {
+			return true
+		}
+		time.Sleep(abstainEvery)
+	}
+	return false
+}
+
 // hold waits for the drain and words what came of it.
 func (h *Handler) hold(ctx context.Context, began time.Time, q *request, s subject) outcome {
 	end := h.Times.HoldUntil(began, q.timeout)
@@ -128,6 +238,9 @@ func (h *Handler) hold(ctx context.Context, began time.Time, q *request, s subje
 		held = held || waited
 		if err != nil || !status.Waits() || !time.Now().Before(end) {
 			break
+		}
+		if status.Phase == drain.Queued && s.place.Is == drain.Deferred {
+			h.claim(ctx, q, &s)
 		}
 		// The pods that it waits with may have gone meanwhile: that makes room or none, and gateways keep the last one.
 		if service := h.Cluster.look(time.Now(), &s); service != "" {
@@ -155,6 +268,8 @@ func (h *Handler) hold(ctx context.Context, began time.Time, q *request, s subje
 		o.reason = string(TooManyOfOwner)
 	case errors.Is(err, coordinator.ErrTooManyHolds):
 		o.reason = string(TooManyHolds)
+	case errors.Is(err, coordinator.ErrStopping) && h.abstains(ctx, s, began):
+		return outcome{allowed: true, reason: string(Abstained)}
 	case errors.Is(err, coordinator.ErrStopping):
 		o.reason, o.retryAfter = string(Stopping), time.Second
 		o.message = fmt.Sprintf("Lameduck: %v; ask again", err)
@@ -237,9 +352,9 @@ func list(waiting []drain.Waiting) string {
 func seconds(d time.Duration) string { return fmt.Sprintf("%.1fs", d.Seconds()) }
 
 // tell writes Events and the log: one line for each answer that was held, denied or abnormal.
-func (h *Handler) tell(q *request, s subject, o outcome) {
-	if o.allowed && !o.warn && o.message == "" && o.reason != drain.Acknowledged.String() {
-		h.Log.Debug("deletion", "operation", q.operation, "namespace", q.namespace, "pod", q.name, "user", q.username, "allowed", true, "reason", o.reason)
+func (h *Handler) tell(role string, q *request, s subject, o outcome) {
+	if role == witness || o.allowed && !o.warn && o.message == "" && o.reason != drain.Acknowledged.String() {
+		h.Log.Debug("deletion", "operation", q.operation, "namespace", q.namespace, "pod", q.name, "user", q.username, "allowed", o.allowed, "reason", o.reason, "role", role)
 		return
 	}
 	attrs := []any{"operation", q.operation, "namespace", q.namespace, "pod", q.name, "user", q.username, "allowed", o.allowed, "reason", o.reason}

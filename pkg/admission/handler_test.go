@@ -369,7 +369,7 @@ func TestSeriesExistFromTheStart(t *testing.T) {
 		case Draining, Budget, Starting, Queued, TooManyHolds, TooManyOfOwner, Stopping, CallerGone:
 			answer = "deny"
 		}
-		w.Metrics.answered(Delete, answer, string(r), 0)
+		w.Metrics.answered(opener, Delete, answer, string(r), 0)
 	}
 	families, _ = w.registry.Gather()
 	for _, f := range families {

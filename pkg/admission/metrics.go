@@ -29,8 +29,8 @@ func NewMetrics(r prometheus.Registerer) *Metrics {
 	m := &Metrics{
 		answers: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "lameduck_admission_answers_total",
-			Help: "Answers to deletions and evictions of pods, by operation, answer and reason.",
-		}, []string{"operation", "answer", "reason"}),
+			Help: "Answers to deletions and evictions of pods, by role, operation, answer and reason. Each deletion is answered by every replica, once as the opener.",
+		}, []string{"role", "operation", "answer", "reason"}),
 		duration: prometheus.NewHistogramVec(prometheus.HistogramOpts{
 			Name:    "lameduck_admission_duration_seconds",
 			Help:    "Time from the arrival of a review to its answer, holding included.",
@@ -53,26 +53,39 @@ func NewMetrics(r prometheus.Registerer) *Metrics {
 		m.bad.WithLabelValues(strconv.Itoa(code))
 	}
 	for _, op := range []Operation{Delete, Evict} {
+		for _, role := range []string{opener, witness} {
+			m.series(role, op)
+		}
 		for _, answer := range []string{"allow", "deny"} {
 			m.duration.WithLabelValues(string(op), answer)
-		}
-		for _, reason := range reasons {
-			switch reason {
-			case Draining, Budget, Starting, Queued, TooManyHolds, TooManyOfOwner, Stopping, CallerGone:
-				m.answers.WithLabelValues(string(op), "deny", string(reason))
-			default:
-				m.answers.WithLabelValues(string(op), "allow", string(reason))
-			}
-		}
-		for _, reason := range []drain.Reason{drain.Acknowledged, drain.IdleBound, drain.Deadline, drain.NoAgents, drain.Dead, drain.Suspended} {
-			m.answers.WithLabelValues(string(op), "allow", reason.String())
 		}
 	}
 	return m
 }
 
-func (m *Metrics) answered(op Operation, answer, reason string, took time.Duration) {
-	m.answers.WithLabelValues(string(op), answer, reason).Inc()
+// series makes all series of answers exist.
+func (m *Metrics) series(role string, op Operation) {
+	for _, reason := range reasons {
+		switch reason {
+		case Draining, Budget, Starting, Queued, TooManyHolds, TooManyOfOwner, Stopping, CallerGone:
+			m.answers.WithLabelValues(role, string(op), "deny", string(reason))
+		default:
+			m.answers.WithLabelValues(role, string(op), "allow", string(reason))
+		}
+	}
+	for _, reason := range []drain.Reason{drain.Acknowledged, drain.IdleBound, drain.Deadline, drain.NoAgents, drain.Dead, drain.Suspended} {
+		m.answers.WithLabelValues(role, string(op), "allow", reason.String())
+	}
+}
+
+// The roles of a replica in one deletion, as metrics and logs name them. See package peers.
+const (
+	opener  = "opener"
+	witness = "witness"
+)
+
+func (m *Metrics) answered(role string, op Operation, answer, reason string, took time.Duration) {
+	m.answers.WithLabelValues(role, string(op), answer, reason).Inc()
 	m.duration.WithLabelValues(string(op), answer).Observe(took.Seconds())
 }
 

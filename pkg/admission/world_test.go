@@ -132,6 +132,12 @@ func (l *ledger) DrainFor(_ context.Context, r coordinator.Request, until time.T
 
 func (l *ledger) UnrouteFor(r coordinator.Request) { l.note("unroute", r) }
 
+func (l *ledger) ClaimFor(r coordinator.Request) (drain.Status, bool) {
+	l.note("claim", r)
+	status, held, _ := l.answer(time.Now())
+	return status, held
+}
+
 func (l *ledger) note(what string, r coordinator.Request) {
 	l.mu.Lock()
 	defer l.mu.Unlock()

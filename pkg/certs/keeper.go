@@ -76,6 +76,7 @@ type Keeper struct {
 	// pace is for somebody who writes another thing again and again.
 	pace    *rate.Limiter
 	serving atomic.Pointer[tls.Certificate]
+	trusted atomic.Pointer[[]byte]
 	// secret is that of the set which is served, for the log.
 	secret string
 	// told is the CA that was last seen in the ConfigMap, or written, as this replica has it; other is since when there has been another one.
@@ -102,6 +103,14 @@ func (k *Keeper) GetCertificate(*tls.ClientHelloInfo) (*tls.Certificate, error) 
 func (k *Keeper) Ready() error {
 	_, err := k.GetCertificate(nil)
 	return err
+}
+
+// Trusted returns the CAs that may have signed what the replicas serve. Nil: none is known yet.
+func (k *Keeper) Trusted() []byte {
+	if trusted := k.trusted.Load(); trusted != nil {
+		return *trusted
+	}
+	return nil
 }
 
 // Run works until ctx is done. What does not work is tried again, and what is served stays.
@@ -241,6 +250,8 @@ func (k *Keeper) use(s State) error {
 	if k.Let != nil {
 		k.Let(s.Secrets())
 	}
+	trusted := s.Trusted()
+	k.trusted.Store(&trusted)
 	if k.secret != s.Current.Secret {
 		k.secret = s.Current.Secret
 		k.serving.Store(pair)

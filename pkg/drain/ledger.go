@@ -148,6 +148,8 @@ type drain struct {
 	lastAnswer time.Time
 	// queued says that it waits for room, and that no agent was told.
 	queued bool
+	// place says who judges whether there is capacity for it.
+	place Placing
 	// toldAt is when there was room, so that agents were told.
 	toldAt time.Time
 	// restart says that nobody wants the pod deleted: a container of it is being stopped. See [Ledger.Restart].
@@ -231,6 +233,10 @@ func (s Status) Waits() bool {
 // add to what earlier calls named. A pod that is dead has no drain: the status is Closed, Dead. What is known of the Services' targets
 // bounds it; see [Ledger.AskBounded].
 func (l *Ledger) Ask(now time.Time, pod Pod, services []Service) Status {
+	return l.ask(now, pod, services, Place{})
+}
+
+func (l *Ledger) ask(now time.Time, pod Pod, services []Service, place Place) Status {
 	d := l.drain(pod, AtHold)
 	if !d.open && d.reason == Dead {
 		return l.status(now, d)
@@ -245,6 +251,8 @@ func (l *Ledger) Ask(now time.Time, pod Pod, services []Service) Status {
 		d.queued = true
 		l.queued[d] = struct{}{}
 	}
+	d.place = place.Is
+	l.adopt(d, now.Add(-place.Elapsed))
 	l.admit(now)
 	return l.status(now, d)
 }

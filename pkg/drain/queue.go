@@ -2,6 +2,7 @@ package drain
 
 import (
 	"cmp"
+	"maps"
 	"slices"
 	"time"
 )
@@ -32,6 +33,31 @@ type Targets struct {
 // AskBounded is [Ledger.Ask] for one who knows the targets of the Services: the drain is Queued while one of them has no room. What is
 // said of a Service's targets holds for all of its drains, until somebody says it anew.
 func (l *Ledger) AskBounded(now time.Time, pod Pod, targets []Targets) Status {
+	return l.AskPlaced(now, pod, targets, Place{})
+}
+
+// Placing says who judges whether a drain has the capacity that it needs.
+type Placing uint8
+
+const (
+	// Judged: this replica does, which is the opener or has none.
+	Judged Placing = iota
+	// Granted: the opener has given it capacity.
+	Granted
+	// Deferred: the opener has it wait for capacity.
+	Deferred
+)
+
+// Place is what another replica knows of a drain.
+type Place struct {
+	Is Placing
+	// Elapsed is how long the drain has run there. 0: it is not known there.
+	Elapsed time.Duration
+}
+
+// AskPlaced is [Ledger.AskBounded] for a replica that knows what another one says of the drain: a witness, which leaves capacity to the opener's
+// judgment, or the opener, which a witness asks. The drain's clock starts at the earlier of the two starts.
+func (l *Ledger) AskPlaced(now time.Time, pod Pod, targets []Targets, place Place) Status {
 	d := l.at(AtHold, pod.UID)
 	dead := d != nil && !d.open && d.reason == Dead // there will be no drain that needs to know
 	services := make([]Service, 0, len(targets))
@@ -41,7 +67,7 @@ func (l *Ledger) AskBounded(now time.Time, pod Pod, targets []Targets) Status {
 			l.usable[t.Service] = t.Usable
 		}
 	}
-	return l.Ask(now, pod, services)
+	return l.ask(now, pod, services, place)
 }
 
 // admit unqueues the drains for which there is room, the oldest first.
@@ -69,8 +95,11 @@ func (l *Ledger) admit(now time.Time) {
 			full = full || room[s] <= 0
 		}
 		// What another replica has unrouted has taken its room already.
+		if d.place == Deferred {
+			continue
+		}
 		if !l.elsewhere(now, d.pod.UID) {
-			if full {
+			if full && d.place != Granted {
 				continue
 			}
 			for s := range room {
@@ -113,6 +142,47 @@ func (l *Ledger) room(now time.Time, s Service) int {
 func (l *Ledger) elsewhere(now time.Time, uid UID) bool {
 	of := l.subjects[uid]
 	return of != nil && slices.ContainsFunc(of.heard[AtHold], func(r *heard) bool { return !r.Held && l.fresh(now, r) })
+}
+
+// Claim is an open drain as one replica tells it to another.
+type Claim struct {
+	Pod      Pod       `json:"pod"`
+	Services []Service `json:"services"`
+	// ElapsedMillis is how long it has run.
+	ElapsedMillis int64 `json:"elapsedMillis"`
+	Queued        bool  `json:"queued,omitempty"`
+}
+
+// Claims returns the open drains at the hold, the oldest first.
+func (l *Ledger) Claims(now time.Time) []Claim {
+	claims := []Claim{}
+	l.each(func(d *drain) {
+		if d.open && d.gate == AtHold && !d.restart {
+			claims = append(claims, Claim{
+				Pod: d.pod, Services: slices.SortedFunc(maps.Keys(d.services), byService), ElapsedMillis: now.Sub(d.since).Milliseconds(), Queued: d.queued,
+			})
+		}
+	})
+	slices.SortFunc(claims, func(a, b Claim) int {
+		return cmp.Or(cmp.Compare(b.ElapsedMillis, a.ElapsedMillis), cmp.Compare(a.Pod.UID, b.Pod.UID))
+	})
+	return claims
+}
+
+func byService(a, b Service) int {
+	return cmp.Or(cmp.Compare(a.Namespace, b.Namespace), cmp.Compare(a.Name, b.Name))
+}
+
+// Adopt opens the drains that another replica has open, so that a replica which starts goes on where it was. Those that have a drain
+// here keep it; their clock starts at the earlier of the two starts.
+func (l *Ledger) Adopt(now time.Time, claims []Claim) {
+	for _, c := range claims {
+		place := Place{Granted, time.Duration(c.ElapsedMillis) * time.Millisecond}
+		if c.Queued {
+			place.Is = Judged
+		}
+		l.ask(now, c.Pod, c.Services, place)
+	}
 }
 
 // Queued reports whether uid has an open drain that waits for room, so that its pod is still routed.

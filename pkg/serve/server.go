@@ -44,11 +44,17 @@ type Server struct {
 	// Delay is how long after that it still takes connections and requests, because those who ask do not know yet that it is to end. Each
 	// answer asks to close its connection.
 	Delay time.Duration
+	// Keep reports whether connections may stay open between requests. While it is false, unused ones are closed: those who ask are to find another server. It
+	// is called every [keepEvery]. Nil: always.
+	Keep func() bool
 	// Grace is how long requests that run may take then, before they are cut.
 	Grace time.Duration
 	// Log is told of connections that are too many and, at debug, what net/http has to say. Nil: nobody is.
 	Log *slog.Logger
 }
+
+// keepEvery is how often Keep is called.
+const keepEvery = 250 * time.Millisecond
 
 // Task returns the task. It ends when its context is done, and Delay and the last request, or Grace, are over.
 func (s Server) Task() Task {
@@ -90,10 +96,19 @@ func (s Server) run(ctx context.Context) error {
 	}
 	served := make(chan error, 1)
 	go func() { served <- server.Serve(listener) }()
-	select {
-	case err := <-served:
-		return err
-	case <-ctx.Done():
+	keep := time.NewTicker(keepEvery)
+	defer keep.Stop()
+	for running := true; running; {
+		select {
+		case err := <-served:
+			return err
+		case <-keep.C:
+			if s.Keep != nil {
+				server.SetKeepAlivesEnabled(s.Keep())
+			}
+		case <-ctx.Done():
+			running = false
+		}
 	}
 	if s.Stop != nil {
 		s.Stop()

@@ -55,6 +55,8 @@ type Identity struct {
 	Username string
 	// Everywhere says that it may acknowledge drains in every namespace. If not, an [Authorizer] is asked for each.
 	Everywhere bool
+	// Replica says that it is not an agent but a replica of the coordinator.
+	Replica bool
 }
 
 // ErrUnauthenticated and ErrForbidden are what an Authenticator's errors may wrap: the token proves nothing, or it proves someone
@@ -82,6 +84,9 @@ type access string
 // agents may call: those whom the Authenticator knows.
 const agents access = "agents"
 
+// replicas may call: other replicas of the coordinator.
+const replicas access = "replicas"
+
 // route is one row of the API's table.
 type route struct {
 	method, path string
@@ -97,6 +102,8 @@ var routes = []route{
 	{http.MethodPost, wire.LeavePath, agents, (*Coordinator).leave},
 	{http.MethodPost, wire.BarriersPath, agents, (*Coordinator).barrier},
 	{http.MethodPost, wire.HealthPath, agents, (*Coordinator).health},
+	{http.MethodPost, wire.ClaimsPath, replicas, (*Coordinator).claim},
+	{http.MethodGet, wire.ReplicaPath, replicas, (*Coordinator).replica},
 }
 
 // refusal is an error with an HTTP status.
@@ -146,6 +153,9 @@ func (c *Coordinator) serve(row route, w http.ResponseWriter, r *http.Request) {
 		return
 	case err != nil:
 		c.answer(w, row.path, nil, refusal{http.StatusServiceUnavailable, err.Error()})
+		return
+	case who.Replica != (row.access == replicas):
+		c.answer(w, row.path, nil, refusal{http.StatusForbidden, fmt.Sprintf("this path is for %s", row.access)})
 		return
 	}
 	r.Body = http.MaxBytesReader(w, r.Body, wire.MaxBody)

@@ -48,11 +48,13 @@ func (b *bench) ask(method, path, authorization string, body io.Reader) (int, st
 func TestEveryRouteHasAccess(t *testing.T) {
 	for _, row := range routes {
 		t.Run(row.method+" "+row.path, func(t *testing.T) {
-			if row.access != agents {
+			other := map[access]string{agents: "Bearer replica", replicas: "Bearer agent one"}[row.access]
+			if other == "" {
 				t.Fatalf("access %q is not known to serve", row.access)
 			}
 			b := newBench()
 			for authorization, want := range map[string]int{
+				other:                    http.StatusForbidden,
 				"":                       http.StatusUnauthorized,
 				"Basic b25lOnNlY3JldA==": http.StatusUnauthorized,
 				"Bearer ":                http.StatusUnauthorized,

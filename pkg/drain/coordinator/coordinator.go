@@ -69,6 +69,11 @@ type Options struct {
 	Scope       drain.Scope
 	Sampling    drain.Sampling
 	MaxBarriers int
+	// Ordinal is this replica's place among all. Claimant judges deletions for the others; nil: none asks. Able is why this replica cannot judge
+	// deletions now; nil: it always can.
+	Ordinal  int
+	Claimant Claimant
+	Able     func() error
 	// Authenticate tells who an agent is by its bearer token.
 	Authenticate Authenticator
 	Log          *slog.Logger
@@ -95,8 +100,10 @@ type Coordinator struct {
 	// began is the zero of the clock that goes over the wire.
 	began time.Time
 
-	// heldOf counts the holds of each owner that has any.
-	heldOf map[string]int
+	// turns holds, for each owner, its pods that are asked for, in the order in which they may be held.
+	turns map[string][]turn
+	// asked is when the API server last asked about each pod that has an open drain.
+	asked map[drain.UID]time.Time
 	// phases holds the last phase that was written down of each open drain.
 	phases map[drain.UID]drain.Phase
 	// seen is for people.
@@ -121,12 +128,15 @@ func New(self drain.Lease, times drain.Times, o Options) *Coordinator {
 	c := &Coordinator{
 		Options: o, times: times, ledger: drain.NewLedger(self, times),
 		waiting: map[drain.UID]*wait{}, streams: map[drain.AgentID]*stream{}, phases: map[drain.UID]drain.Phase{},
-		heldOf: map[string]int{},
+		turns: map[string][]turn{}, asked: map[drain.UID]time.Time{},
 		seen:   newHistory(),
 		began:  time.Now(),
 		stop:   make(chan struct{}),
 		barred: map[drain.UID]chan struct{}{},
 		told:   map[telling][]byte{},
+	}
+	if c.Able == nil {
+		c.Able = func() error { return nil }
 	}
 	c.ledger.SetScope(o.Scope)
 	if o.Sampling != (drain.Sampling{}) {
@@ -177,6 +187,7 @@ func (c *Coordinator) Stop() {
 func (c *Coordinator) look(ctx context.Context) {
 	c.mu.Lock()
 	pods := c.ledger.Tick(time.Now())
+	c.dropTurns(time.Now())
 	c.settle()
 	over := c.overdue()
 	c.unlock()
@@ -208,6 +219,9 @@ type Request struct {
 	Owner string
 	// Targets are the Services that list the pod, with their usable targets.
 	Targets []drain.Targets
+	// Place is what another replica says of the drain, Turn whether its call may wait.
+	Place drain.Place
+	Turn  Turn
 }
 
 // Drain is [Coordinator.DrainFor] of a pod without owner, in Services whose targets are not known.
@@ -230,10 +244,15 @@ func (c *Coordinator) DrainFor(ctx context.Context, request Request, until time.
 	pod := request.Pod
 	c.mu.Lock()
 	defer c.unlock()
-	status = c.ledger.AskBounded(time.Now(), pod, request.Targets)
+	now := time.Now()
+	status = c.ledger.AskPlaced(now, pod, request.Targets, request.Place)
 	c.note()
 	defer c.tell()
 	c.observe(status)
+	if c.phases[pod.UID] != drain.PhaseUnknown {
+		c.asked[pod.UID] = now
+	}
+	inTurn := request.Turn == TurnHeld || request.Turn == TurnJudged && c.inTurn(now, request)
 	c.ledger.Hold(pod.UID)
 	defer func() {
 		allowed := err == nil && (status.Phase == drain.Released || status.Phase == drain.Closed)
@@ -248,17 +267,13 @@ func (c *Coordinator) DrainFor(ctx context.Context, request Request, until time.
 	if c.holds >= c.MaxHolds {
 		return status, false, ErrTooManyHolds
 	}
-	if request.Owner != "" && c.MaxHoldsPerOwner > 0 && c.heldOf[request.Owner] >= c.MaxHoldsPerOwner {
+	if !inTurn {
 		return status, false, ErrTooManyOfOwner
 	}
 	c.holds++
-	c.heldOf[request.Owner]++
 	c.Metrics.holds.Inc()
 	defer func() {
 		c.holds--
-		if c.heldOf[request.Owner]--; c.heldOf[request.Owner] == 0 {
-			delete(c.heldOf, request.Owner)
-		}
 		c.Metrics.holds.Dec()
 	}()
 	w := c.waiting[pod.UID]
@@ -470,6 +485,7 @@ func (c *Coordinator) observe(s drain.Status) {
 	}
 	if over {
 		delete(c.phases, s.Pod.UID)
+		delete(c.asked, s.Pod.UID)
 	} else {
 		c.Metrics.drains.WithLabelValues(s.Phase.String()).Inc()
 		c.phases[s.Pod.UID] = s.Phase

@@ -56,6 +56,8 @@ const (
 // Kubernetes asks the API server, and remembers its answers. Safe for concurrent use.
 type Kubernetes struct {
 	Client kubernetes.Interface
+	// Replicas is the user name of the coordinator's own service account. Who has it needs no right: it is a replica.
+	Replicas string
 
 	// strangers is how often the API server may be asked about what it has not said yes to lately.
 	strangers *rate.Limiter
@@ -181,6 +183,9 @@ func (k *Kubernetes) identify(ctx context.Context, status authenticationv1.Token
 		return coordinator.Identity{}, refusal{coordinator.ErrUnauthenticated, fmt.Sprintf("the token of %s names no pod: use a projected token, not a secret", user.Username)}
 	}
 	namespace := namespaceOf(user.Username)
+	if user.Username == k.Replicas {
+		return coordinator.Identity{Agent: drain.AgentID(uid), Name: namespace + "/" + name, Username: user.Username, Replica: true}, nil
+	}
 	everywhere, err := k.ask(ctx, right{user.Username, ""}, user.Groups)
 	if err != nil {
 		return coordinator.Identity{}, err

@@ -1,0 +1,185 @@
+package main
+
+import (
+	"context"
+	"crypto/tls"
+	"crypto/x509"
+	"encoding/base64"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/http"
+	"os"
+	"strconv"
+	"strings"
+	"sync/atomic"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+
+	"github.com/lameduck-io/lameduck/pkg/admission"
+	"github.com/lameduck-io/lameduck/pkg/drain/coordinator"
+	"github.com/lameduck-io/lameduck/pkg/drain/identity"
+	"github.com/lameduck-io/lameduck/pkg/drain/peers"
+)
+
+// ordinalLabel on a pod of a replica is its ordinal: the number of its entry in the webhook configuration.
+const ordinalLabel = "lameduck.io/ordinal"
+
+const (
+	// peerConnect bounds the time to connect to another replica, peerConns the unused connections that are kept to it.
+	peerConnect = 500 * time.Millisecond
+	peerConns   = 100
+	// adoptEvery is how often a replica that starts asks the others for their open drains until they have told.
+	adoptEvery = 250 * time.Millisecond
+)
+
+// replicas are the other replicas of the coordinator, found by their pods.
+type replicas struct {
+	*peers.Peers
+	namespace, self string
+	// username is that of the service account that all replicas share. port is that of the API for agents.
+	username, port string
+	adopted        atomic.Bool
+}
+
+// newReplicas returns nil without a token file: this replica then asks no other.
+func newReplicas(o options, certificates *proof, log *slog.Logger) (*replicas, error) {
+	if o.tokenFile == "" {
+		return nil, nil
+	}
+	token := func() (string, error) {
+		text, err := os.ReadFile(o.tokenFile)
+		return strings.TrimSpace(string(text)), err
+	}
+	first, err := token()
+	if err != nil {
+		return nil, fmt.Errorf("%w: --token-file: %w", errUsage, err)
+	}
+	username, err := subject(first)
+	if err != nil {
+		return nil, fmt.Errorf("%w: --token-file %q: %w", errUsage, o.tokenFile, err)
+	}
+	_, port, err := net.SplitHostPort(o.agents)
+	if err != nil {
+		return nil, fmt.Errorf("%w: --agents-address %q: %w", errUsage, o.agents, err)
+	}
+	dialer := &net.Dialer{Timeout: peerConnect}
+	client := &http.Client{Transport: &http.Transport{
+		DialTLSContext: func(ctx context.Context, network, address string) (net.Conn, error) {
+			roots, err := certificates.trusted()
+			if err != nil {
+				return nil, err
+			}
+			secure := tls.Dialer{NetDialer: dialer, Config: &tls.Config{
+				MinVersion: tls.VersionTLS12, RootCAs: roots, ServerName: agentsService + "." + o.namespace + ".svc", NextProtos: []string{"http/1.1"},
+			}}
+			return secure.DialContext(ctx, network, address)
+		},
+		MaxIdleConnsPerHost: peerConns, IdleConnTimeout: time.Minute,
+	}}
+	return &replicas{
+		Peers: peers.New(o.ordinal, client, token, log), namespace: o.namespace, self: o.replica, username: username, port: port,
+	}, nil
+}
+
+// subject returns who a JSON Web Token is for. It is not verified: it is this replica's own.
+func subject(token string) (string, error) {
+	parts := strings.Split(token, ".")
+	if len(parts) != 3 {
+		return "", errors.New("not a JSON Web Token")
+	}
+	text, err := base64.RawURLEncoding.DecodeString(parts[1])
+	if err != nil {
+		return "", fmt.Errorf("claims: %w", err)
+	}
+	var claims struct {
+		Subject string `json:"sub"`
+	}
+	if err := json.Unmarshal(text, &claims); err != nil {
+		return "", fmt.Errorf("claims: %w", err)
+	}
+	if claims.Subject == "" {
+		return "", errors.New("it names nobody")
+	}
+	return claims.Subject, nil
+}
+
+// set takes in a pod of the cluster, which may be a replica's.
+func (r *replicas) set(p *corev1.Pod) {
+	if r == nil || p.Namespace != r.namespace || p.Name == r.self {
+		return
+	}
+	ordinal, err := strconv.Atoi(p.Labels[ordinalLabel])
+	over := p.Status.Phase == corev1.PodSucceeded || p.Status.Phase == corev1.PodFailed
+	if err != nil || over || p.Status.PodIP == "" || identity.Username(p.Namespace, p.Spec.ServiceAccountName) != r.username {
+		r.gone(p)
+		return
+	}
+	r.Set(peers.Peer{Ordinal: ordinal, Name: p.Name, URL: "https://" + net.JoinHostPort(p.Status.PodIP, r.port), Ready: isReady(p)})
+}
+
+func (r *replicas) gone(p *corev1.Pod) {
+	if r != nil && p.Namespace == r.namespace {
+		r.Remove(p.Name)
+	}
+}
+
+// others is what the handler asks.
+func (r *replicas) others() admission.Others {
+	if r == nil {
+		return nil
+	}
+	return r.Peers
+}
+
+// run adopts the open drains of the other replicas as soon as these are known, and then polls them. Without any it only waits.
+func (r *replicas) run(ctx context.Context, coord *coordinator.Coordinator, synced func() bool, started time.Time) error {
+	if r == nil {
+		<-ctx.Done()
+		return nil
+	}
+	ticker := time.NewTicker(adoptEvery)
+	defer ticker.Stop()
+	for !r.adopted.Load() {
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-ticker.C:
+		}
+		if !synced() {
+			continue
+		}
+		claims, silent := r.Open(ctx)
+		coord.Adopt(claims)
+		r.adopted.Store(len(silent) == 0 || time.Since(started) >= settle)
+	}
+	return r.Run(ctx)
+}
+
+// known is nil when the open drains of the other replicas are.
+func (r *replicas) known() error {
+	if r == nil || r.adopted.Load() {
+		return nil
+	}
+	return errors.New("the open drains of the other replicas are not known yet")
+}
+
+// sees returns another replica that could judge deletions, see [peers.Peers.Sees].
+func (r *replicas) sees() (name string, ok bool) {
+	if r == nil {
+		return "", false
+	}
+	return r.Sees()
+}
+
+// poolOf returns what is in a file of certificates.
+func poolOf(pem []byte) (*x509.CertPool, error) {
+	pool := x509.NewCertPool()
+	if !pool.AppendCertsFromPEM(pem) {
+		return nil, errors.New("no CA of the coordinators' certificates is known yet")
+	}
+	return pool, nil
+}

@@ -1,0 +1,145 @@
+package admission
+
+import (
+	"context"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/drain/coordinator"
+	"github.com/lameduck-io/lameduck/pkg/drain/wire"
+)
+
+// replicas is an Others that a test sets.
+type replicas struct {
+	claimed []wire.Claimed
+	claims  []wire.Claim
+	asked   bool
+}
+
+func (r *replicas) Opener() bool { return len(r.claimed) == 0 }
+
+func (r *replicas) Claim(_ context.Context, claim wire.Claim) (wire.Claimed, bool) {
+	r.claims = append(r.claims, claim)
+	if len(r.claimed) == 0 {
+		return wire.Claimed{}, false
+	}
+	claimed := r.claimed[0]
+	if len(r.claimed) > 1 {
+		r.claimed = r.claimed[1:]
+	}
+	return claimed, true
+}
+
+func (r *replicas) Asked(context.Context, drain.Pod, time.Duration) bool { return r.asked }
+
+// Budgets are the opener's to judge: a witness whose cache is ahead or behind must not refuse what the opener lets go, nor the reverse.
+func TestAWitnessLeavesBudgetsToTheOpener(t *testing.T) {
+	w := newWorld(t)
+	w.add(budget("pdb", 0, map[string]string{"app": "web"}))
+	others := &replicas{claimed: []wire.Claimed{{Verdict: wire.VerdictDrain, Hold: true, ElapsedMillis: 12_000}}}
+	w.Others = others
+	w.ledger.draining["uid-a"] = time.Now().Add(-time.Second)
+	if o, _ := w.decide(t.Context(), time.Now(), w.evictA()); !o.allowed || o.reason != "Acknowledged" {
+		t.Errorf("the opener lets it drain, the witness answers %+v", o)
+	}
+	if c := others.claims[0]; c.Operation != "evict" || c.Pod.UID != "uid-a" || c.ElapsedMillis < 1000 {
+		t.Errorf("it claims %+v", c)
+	}
+	want := drain.Place{Is: drain.Granted, Elapsed: 12 * time.Second}
+	if got := w.ledger.requests[0]; got.Place != want || got.Turn != coordinator.TurnHeld {
+		t.Errorf("it opens its drain with %+v, turn %d", got.Place, got.Turn)
+	}
+	others.claimed = []wire.Claimed{{Verdict: wire.VerdictDeny, Reason: "Budget", Message: "used up", Budget: "used up"}}
+	before := len(w.ledger.calls)
+	if o, _ := w.decide(t.Context(), time.Now(), w.evictA()); o.allowed || o.reason != "Budget" || o.budget != "used up" || o.retryAfter != 0 {
+		t.Errorf("the opener refuses, the witness answers %+v", o)
+	}
+	if len(w.ledger.calls) != before {
+		t.Errorf("and yet it opens a drain: %v", w.ledger.calls[before:])
+	}
+}
+
+// A drain that waits at the opener waits at the witness too, until the opener has given it capacity.
+func TestAWitnessWaitsForTheOpenersTurn(t *testing.T) {
+	w := newWorld(t)
+	w.Others = &replicas{claimed: []wire.Claimed{{Verdict: wire.VerdictDrain, Hold: true, Queued: true}, {Verdict: wire.VerdictDrain, Hold: true}}}
+	w.ledger.answer = func(time.Time) (drain.Status, bool, error) {
+		if w.ledger.requests[len(w.ledger.requests)-1].Place.Is == drain.Deferred {
+			return drain.Status{Phase: drain.Queued}, true, nil
+		}
+		return drain.Status{Phase: drain.Released, Reason: drain.Acknowledged}, true, nil
+	}
+	if o, _ := w.decide(t.Context(), time.Now(), w.deleteA()); !o.allowed {
+		t.Errorf("%+v", o)
+	}
+	if n := len(w.ledger.requests); n != 2 || w.ledger.requests[1].Place.Is != drain.Granted {
+		t.Errorf("%d requests, the last with %+v", n, w.ledger.requests[n-1].Place)
+	}
+}
+
+// Without a replica before it that answers, a witness acts as the opener: it judges budgets too.
+func TestAWitnessAlone(t *testing.T) {
+	w := newWorld(t)
+	w.add(budget("pdb", 0, map[string]string{"app": "web"}))
+	w.Others = &replicas{}
+	if o, _ := w.decide(t.Context(), time.Now(), w.evictA()); o.allowed || o.reason != "Budget" {
+		t.Errorf("%+v", o)
+	}
+}
+
+// What a replica tells a witness is what it would answer the API server.
+func TestClaim(t *testing.T) {
+	claim := wire.Claim{Operation: "evict", Pod: drain.Pod{Namespace: "shop", Name: "a", UID: "uid-a"}, ElapsedMillis: 3000}
+	w := newWorld(t)
+	w.status(drain.Queued, drain.ReasonNone, 12*time.Second, true, nil)
+	if got := w.Claim(t.Context(), claim); got.Verdict != wire.VerdictDrain || !got.Queued || !got.Hold || got.ElapsedMillis < 11_900 {
+		t.Errorf("a drain: %+v", got)
+	}
+	if got := w.ledger.requests[0].Place; got != (drain.Place{Elapsed: 3 * time.Second}) {
+		t.Errorf("it is opened with %+v", got)
+	}
+	w.add(budget("pdb", 0, map[string]string{"app": "web"}))
+	if got := w.Claim(t.Context(), claim); got.Verdict != wire.VerdictDeny || got.Reason != "Budget" || !strings.HasPrefix(got.Message, violates) || got.Budget == "" {
+		t.Errorf("no room: %+v", got)
+	}
+	claim.Pod.UID = "another"
+	if got := w.Claim(t.Context(), claim); got != (wire.Claimed{}) {
+		t.Errorf("a pod that is not known here: %+v", got)
+	}
+	w.cold = true
+	claim.Pod.UID = "uid-a"
+	if got := w.Claim(t.Context(), claim); got != (wire.Claimed{}) {
+		t.Errorf("a replica that knows nothing yet: %+v", got)
+	}
+}
+
+// A replica that stops must not answer "ask again" where another one has been asked as well and says yes; where none was, it must.
+func TestAReplicaThatStopsAbstains(t *testing.T) {
+	for asked, want := range map[bool]string{true: string(Abstained), false: string(Stopping)} {
+		w := newWorld(t)
+		w.Others = &replicas{asked: asked}
+		w.status(drain.Unrouting, drain.ReasonNone, 0, true, coordinator.ErrStopping)
+		if o, _ := w.decide(t.Context(), time.Now(), w.deleteA()); o.allowed != asked || o.reason != want {
+			t.Errorf("asked %t: %+v", asked, o)
+		}
+	}
+}
+
+// One replica tells people about a deletion: else each would be said twice.
+func TestAWitnessIsQuiet(t *testing.T) {
+	w := newWorld(t)
+	others := &replicas{claimed: []wire.Claimed{{Verdict: wire.VerdictDrain, Hold: true}}}
+	w.Others = others
+	w.status(drain.Released, drain.Deadline, 30*time.Second, true, nil, drain.Waiting{Name: "edge/one"})
+	w.tell(witness, w.deleteA(), subject{pod: w.a}, outcome{allowed: true, warn: true, reason: "Deadline", message: "late"})
+	if len(w.events) != 0 {
+		t.Errorf("Events of a witness: %v", w.events)
+	}
+	w.tell(opener, w.deleteA(), subject{pod: w.a}, outcome{allowed: true, warn: true, reason: "Deadline", message: "late"})
+	if got := []string{w.events[0].reason}; !slices.Equal(got, []string{"LameduckDeadline"}) {
+		t.Errorf("Events of the opener: %v", got)
+	}
+}

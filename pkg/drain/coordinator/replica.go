@@ -1,0 +1,119 @@
+package coordinator
+
+import (
+	"context"
+	"fmt"
+	"net/http"
+	"slices"
+	"time"
+
+	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/drain/wire"
+)
+
+// Claimant judges deletions for other replicas of the coordinator.
+type Claimant interface {
+	Claim(ctx context.Context, claim wire.Claim) wire.Claimed
+}
+
+// claim answers another replica that was asked about a deletion.
+func (c *Coordinator) claim(w http.ResponseWriter, r *http.Request, _ Identity) (any, error) {
+	var claim wire.Claim
+	if err := decode(w, r, &claim); err != nil {
+		return nil, err
+	}
+	if claim.Pod.UID == "" || max(len(claim.Pod.UID), len(claim.Pod.Name), len(claim.Pod.Namespace)) > wire.MaxName {
+		return nil, refusal{http.StatusBadRequest, fmt.Sprintf("pod: uid is required, and each name at most %d bytes", wire.MaxName)}
+	}
+	claimed := wire.Claimed{}
+	if !claim.OnlyAsked && c.Claimant != nil && c.Able() == nil {
+		claimed = c.Claimant.Claim(r.Context(), claim)
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	claimed.AskedMillis = -1
+	if at, asked := c.asked[claim.Pod.UID]; asked {
+		claimed.AskedMillis = time.Since(at).Milliseconds()
+	}
+	return claimed, nil
+}
+
+// replica tells another one what it needs to go on where this one is.
+func (c *Coordinator) replica(http.ResponseWriter, *http.Request, Identity) (any, error) {
+	ready := c.Able() == nil
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	is := wire.Replica{Ordinal: c.Ordinal, Ready: ready, Drains: c.ledger.Claims(time.Now())}
+	is.Expected, is.Missing = c.ledger.Expecting()
+	return is, nil
+}
+
+// Adopt opens the drains that another replica has open. See [drain.Ledger.Adopt].
+func (c *Coordinator) Adopt(claims []drain.Claim) {
+	c.mu.Lock()
+	defer c.unlock()
+	c.ledger.Adopt(time.Now(), claims)
+	c.settle()
+}
+
+// ClaimFor opens a drain of a pod for a witness, or joins the open one, as [Coordinator.DrainFor] does for the API server. It does not wait. hold
+// reports whether a call for it may.
+func (c *Coordinator) ClaimFor(request Request) (status drain.Status, hold bool) {
+	c.mu.Lock()
+	defer c.unlock()
+	now := time.Now()
+	status = c.ledger.AskPlaced(now, request.Pod, request.Targets, request.Place)
+	c.ledger.Hold(request.Pod.UID)
+	c.ledger.Answered(now, request.Pod.UID, false)
+	c.settle()
+	c.observe(status)
+	return status, c.inTurn(now, request)
+}
+
+// Turn says whether a call may wait, or who decides that.
+type Turn uint8
+
+const (
+	// TurnJudged: this replica decides.
+	TurnJudged Turn = iota
+	// TurnHeld and TurnUnheld: the opener has decided.
+	TurnHeld
+	TurnUnheld
+)
+
+// turnKept is how long a pod that nobody asks for keeps its turn.
+const turnKept = 5 * time.Second
+
+// turn is one pod's among those of its owner.
+type turn struct {
+	uid   drain.UID
+	asked time.Time
+}
+
+// inTurn, called with the lock after the drain was observed, reports whether a call for the pod may wait: it is among the first MaxHoldsPerOwner of
+// its owner's pods that are asked for and still drain.
+func (c *Coordinator) inTurn(now time.Time, request Request) bool {
+	if request.Owner == "" || c.MaxHoldsPerOwner <= 0 {
+		return true
+	}
+	turns := slices.DeleteFunc(c.turns[request.Owner], func(t turn) bool {
+		return t.uid != request.Pod.UID && (now.Sub(t.asked) > turnKept || !drain.Status{Phase: c.phases[t.uid]}.Waits())
+	})
+	i := slices.IndexFunc(turns, func(t turn) bool { return t.uid == request.Pod.UID })
+	if i < 0 {
+		i = len(turns)
+		turns = append(turns, turn{uid: request.Pod.UID})
+	}
+	turns[i].asked = now
+	c.turns[request.Owner] = turns
+	return i < c.MaxHoldsPerOwner
+}
+
+// dropTurns, called with the lock, forgets the turns of owners none of whose pods is asked for any more.
+func (c *Coordinator) dropTurns(now time.Time) {
+	for owner, turns := range c.turns {
+		if !slices.ContainsFunc(turns, func(t turn) bool { return now.Sub(t.asked) <= turnKept }) {
+			delete(c.turns, owner)
+		}
+	}
+}

@@ -1,0 +1,249 @@
+// Package peers asks the other replicas of the coordinator.
+//
+// Each replica is an entry of the webhook configuration, so the API server asks all of them about every deletion, and one denial denies. What takes capacity (a
+// place in a PodDisruptionBudget, half of a Service, the last target) must be decided in one order, or two evictions lock each other out: each would be
+// let go by one replica and refused by the other. So one replica decides that: the opener, the ready one with the lowest ordinal. The others are
+// witnesses: a witness asks the opener before it opens a drain of its own, and then waits for the gateways by itself.
+//
+// A replica that does not answer is not asked again until a poll has reached it, so it delays one call by [claimTime] at most. A witness that
+// cannot reach any replica before it decides for itself: what is lost then is the common order, not the acknowledgements.
+package peers
+
+import (
+	"bytes"
+	"cmp"
+	"context"
+	"encoding/json"
+	"fmt"
+	"log/slog"
+	"net/http"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/drain/wire"
+)
+
+const (
+	// claimTime is how long a claim may take. A hold is longer by more than that.
+	claimTime = time.Second
+	// pollEvery is how often each replica is polled, pollTime how long that may take.
+	pollEvery = time.Second
+	pollTime  = time.Second
+	// answerMost bounds an answer, in bytes.
+	answerMost = 16 << 20
+)
+
+// Peer is another replica, as its pod says.
+type Peer struct {
+	Ordinal int
+	// Name is that of its pod.
+	Name string
+	// URL is where its API for agents is, such as https://10.0.0.1:9444.
+	URL string
+	// Ready is the condition of its pod.
+	Ready bool
+}
+
+// Peers are the other replicas. Make it with New. Safe for concurrent use.
+type Peers struct {
+	// Self is the ordinal of this replica.
+	Self int
+	// Client reaches the others, Token returns what proves who this one is.
+	Client *http.Client
+	Token  func() (string, error)
+	Log    *slog.Logger
+
+	mu    sync.Mutex
+	peers map[string]*peer
+}
+
+// peer is what is known of one.
+type peer struct {
+	Peer
+	// silent says that the last question got no answer, polled that one was asked. state is its last answer to a poll.
+	silent, polled bool
+	state          wire.Replica
+}
+
+// New returns Peers without any.
+func New(self int, client *http.Client, token func() (string, error), log *slog.Logger) *Peers {
+	return &Peers{Self: self, Client: client, Token: token, Log: log, peers: map[string]*peer{}}
+}
+
+// Set adds a replica, or changes what is known of it.
+func (p *Peers) Set(of Peer) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if known := p.peers[of.Name]; known != nil {
+		known.Peer = of
+		return
+	}
+	p.peers[of.Name] = &peer{Peer: of}
+}
+
+// Remove forgets a replica whose pod is gone.
+func (p *Peers) Remove(name string) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	delete(p.peers, name)
+}
+
+// Run polls the others until ctx is done.
+func (p *Peers) Run(ctx context.Context) error {
+	ticker := time.NewTicker(pollEvery)
+	defer ticker.Stop()
+	for {
+		p.poll(ctx)
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-ticker.C:
+		}
+	}
+}
+
+// poll asks each replica how it is.
+func (p *Peers) poll(ctx context.Context) {
+	var asking sync.WaitGroup
+	for _, of := range p.list(func(*peer) bool { return true }) {
+		asking.Go(func() {
+			var state wire.Replica
+			err := p.ask(ctx, of, http.MethodGet, wire.ReplicaPath, nil, &state, pollTime)
+			p.heard(ctx, of, err, func(known *peer) { known.polled, known.state = true, state })
+		})
+	}
+	asking.Wait()
+}
+
+// Opener reports whether this replica decides what takes capacity: no replica before it is ready and answers.
+func (p *Peers) Opener() bool { return len(p.before()) == 0 }
+
+// Claim asks the opener about a deletion. ok is false if this replica is the opener, or must act as one: none that is before it answers.
+func (p *Peers) Claim(ctx context.Context, claim wire.Claim) (claimed wire.Claimed, ok bool) {
+	for _, of := range p.before() {
+		claimed = wire.Claimed{}
+		err := p.ask(ctx, of, http.MethodPost, wire.ClaimsPath, claim, &claimed, claimTime)
+		p.heard(ctx, of, err, nil)
+		if err == nil && claimed.Verdict != "" {
+			return claimed, true
+		}
+	}
+	return wire.Claimed{}, false
+}
+
+// Asked reports whether the API server has asked another replica about the pod within the last time.
+func (p *Peers) Asked(ctx context.Context, pod drain.Pod, within time.Duration) bool {
+	for _, of := range p.list(func(of *peer) bool { return !of.silent }) {
+		var claimed wire.Claimed
+		err := p.ask(ctx, of, http.MethodPost, wire.ClaimsPath, wire.Claim{Pod: pod, OnlyAsked: true}, &claimed, claimTime)
+		p.heard(ctx, of, err, nil)
+		if err == nil && claimed.AskedMillis >= 0 && claimed.AskedMillis <= within.Milliseconds() {
+			return true
+		}
+	}
+	return false
+}
+
+// Open returns the open drains of the other replicas. silent names those that are ready and did not tell.
+func (p *Peers) Open(ctx context.Context) (claims []drain.Claim, silent []string) {
+	p.poll(ctx)
+	for _, of := range p.list(func(*peer) bool { return true }) {
+		switch {
+		case !of.silent && of.polled:
+			claims = append(claims, of.state.Drains...)
+		case of.Ready:
+			silent = append(silent, of.Name)
+		}
+	}
+	return claims, silent
+}
+
+// Sees returns a ready replica that has streams of at least half of the agents it expects. ok is false if there is none.
+func (p *Peers) Sees() (name string, ok bool) {
+	for _, of := range p.list(func(of *peer) bool { return of.Ready && !of.silent && of.polled && of.state.Ready }) {
+		if of.state.Expected > 0 && 2*of.state.Missing <= of.state.Expected {
+			return of.Name, true
+		}
+	}
+	return "", false
+}
+
+// before returns the replicas that come before this one and can be asked, the first one first.
+func (p *Peers) before() []peer {
+	return p.list(func(of *peer) bool { return of.Ordinal < p.Self && of.Ready && !of.silent })
+}
+
+// list returns copies of those replicas that are so, by their ordinals.
+func (p *Peers) list(is func(*peer) bool) []peer {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	var all []peer
+	for _, of := range p.peers {
+		if is(of) {
+			all = append(all, *of)
+		}
+	}
+	slices.SortFunc(all, func(a, b peer) int { return cmp.Or(cmp.Compare(a.Ordinal, b.Ordinal), cmp.Compare(a.Name, b.Name)) })
+	return all
+}
+
+// heard notes whether a replica has answered, unless the caller had gone away.
+func (p *Peers) heard(ctx context.Context, of peer, err error, then func(*peer)) {
+	if ctx.Err() != nil {
+		return
+	}
+	p.mu.Lock()
+	known := p.peers[of.Name]
+	if known == nil || known.URL != of.URL {
+		p.mu.Unlock()
+		return
+	}
+	changed := known.silent != (err != nil)
+	known.silent = err != nil
+	if err == nil && then != nil {
+		then(known)
+	}
+	p.mu.Unlock()
+	switch {
+	case !changed:
+	case err != nil:
+		p.Log.Warn("replica does not answer", "replica", of.Name, "ordinal", of.Ordinal, "ready", of.Ready, "error", err)
+	default:
+		p.Log.Info("replica answers again", "replica", of.Name, "ordinal", of.Ordinal)
+	}
+}
+
+// ask sends one request.
+func (p *Peers) ask(ctx context.Context, of peer, method, path string, say, answer any, most time.Duration) error {
+	ctx, cancel := context.WithTimeout(ctx, most)
+	defer cancel()
+	token, err := p.Token()
+	if err != nil {
+		return err
+	}
+	var body bytes.Buffer
+	if say != nil {
+		if err := json.NewEncoder(&body).Encode(say); err != nil {
+			return err
+		}
+	}
+	request, err := http.NewRequestWithContext(ctx, method, of.URL+path, &body)
+	if err != nil {
+		return err
+	}
+	request.Header.Set("Authorization", "Bearer "+token)
+	response, err := p.Client.Do(request)
+	if err != nil {
+		return err
+	}
+	defer response.Body.Close()
+	decoder := json.NewDecoder(http.MaxBytesReader(nil, response.Body, answerMost))
+	if response.StatusCode != http.StatusOK {
+		var refused wire.Error
+		_ = decoder.Decode(&refused)
+		return fmt.Errorf("%s %s: %s: %s", method, path, response.Status, refused.Error)
+	}
+	return decoder.Decode(answer)
+}

@@ -1,0 +1,161 @@
+package peers
+
+import (
+	"context"
+	"encoding/json"
+	"io"
+	"log/slog"
+	"net/http"
+	"net/http/httptest"
+	"slices"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/drain/wire"
+)
+
+// replica is another one, served for real.
+type replica struct {
+	*httptest.Server
+	claimed wire.Claimed
+	state   wire.Replica
+	// claims counts what it was asked, frozen has it answer nothing.
+	claims atomic.Int32
+	frozen atomic.Bool
+}
+
+func newReplica(t *testing.T) *replica {
+	r := &replica{claimed: wire.Claimed{Verdict: wire.VerdictDrain, AskedMillis: -1}, state: wire.Replica{Ready: true}}
+	r.Server = httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, q *http.Request) {
+		if q.Header.Get("Authorization") != "Bearer mine" {
+			w.WriteHeader(http.StatusUnauthorized)
+			return
+		}
+		_, _ = io.Copy(io.Discard, q.Body) // until then the end of the caller is not noticed
+		if r.frozen.Load() {
+			<-q.Context().Done()
+			return
+		}
+		if q.URL.Path == wire.ReplicaPath {
+			_ = json.NewEncoder(w).Encode(r.state)
+			return
+		}
+		r.claims.Add(1)
+		_ = json.NewEncoder(w).Encode(r.claimed)
+	}))
+	t.Cleanup(r.Close)
+	return r
+}
+
+func witness(t *testing.T, self int, of ...*replica) *Peers {
+	p := New(self, &http.Client{}, func() (string, error) { return "mine", nil }, slog.New(slog.DiscardHandler))
+	for i, r := range of {
+		p.Set(Peer{Ordinal: i, Name: string(rune('a' + i)), URL: r.URL, Ready: true})
+	}
+	return p
+}
+
+// The opener is the ready replica with the lowest ordinal that answers. Without one before it, a replica decides for itself: no deletion waits for a
+// replica that is gone.
+func TestWhoIsTheOpener(t *testing.T) {
+	first, second := newReplica(t), newReplica(t)
+	claim := func(p *Peers) (ok bool) {
+		_, ok = p.Claim(t.Context(), wire.Claim{Pod: drain.Pod{UID: "u"}})
+		return ok
+	}
+	asked := func(want1, want2 int32) {
+		t.Helper()
+		if a, b := first.claims.Load(), second.claims.Load(); a != want1 || b != want2 {
+			t.Errorf("asked %d and %d times, want %d and %d", a, b, want1, want2)
+		}
+	}
+	if p := witness(t, 0, first, second); !p.Opener() || claim(p) {
+		t.Error("replica 0 asks another one")
+	}
+	p := witness(t, 2, first, second)
+	if p.Opener() || !claim(p) {
+		t.Error("replica 2 decides by itself")
+	}
+	asked(1, 0)
+	first.claimed.Verdict = "" // it has no opinion
+	if !claim(p) {
+		t.Error("the second one was not asked")
+	}
+	asked(2, 1)
+	p.Set(Peer{Ordinal: 0, Name: "a", URL: first.URL, Ready: false})
+	if !claim(p) {
+		t.Error("the second one was not asked where the first one is not ready")
+	}
+	asked(2, 2)
+	second.Close()
+	if claim(p) || !p.Opener() {
+		t.Error("a replica that is gone is still the opener")
+	}
+	p.Remove("a")
+	p.Remove("b")
+	if claim(p) || !p.Opener() {
+		t.Error("alone, and not the opener")
+	}
+}
+
+// A replica that is frozen delays one call, not each: it is asked again when a poll has reached it.
+func TestAFrozenReplicaDelaysOneCall(t *testing.T) {
+	r := newReplica(t)
+	p := witness(t, 1, r)
+	r.frozen.Store(true)
+	began := time.Now()
+	if _, ok := p.Claim(t.Context(), wire.Claim{}); ok || time.Since(began) < claimTime {
+		t.Errorf("claimed %t after %s", ok, time.Since(began))
+	}
+	began = time.Now()
+	if _, ok := p.Claim(t.Context(), wire.Claim{}); ok || time.Since(began) > claimTime/2 {
+		t.Errorf("the second call: claimed %t after %s", ok, time.Since(began))
+	}
+	r.frozen.Store(false)
+	p.poll(t.Context())
+	if _, ok := p.Claim(t.Context(), wire.Claim{}); !ok {
+		t.Error("it answers again, and is not asked")
+	}
+	// A caller that goes away says nothing about the replica.
+	gone, cancel := context.WithCancel(t.Context())
+	cancel()
+	p.Claim(gone, wire.Claim{})
+	if p.Opener() {
+		t.Error("a caller that went away has made the replica silent")
+	}
+}
+
+func TestWhatOthersKnow(t *testing.T) {
+	r := newReplica(t)
+	p := witness(t, 1, r)
+	if _, ok := p.Sees(); ok {
+		t.Error("a replica that was never polled sees the agents")
+	}
+	if claims, silent := p.Open(t.Context()); len(claims) != 0 || len(silent) != 0 {
+		t.Errorf("%v, silent %v", claims, silent)
+	}
+	r.state = wire.Replica{Ready: true, Expected: 4, Missing: 2, Drains: []drain.Claim{{Pod: drain.Pod{UID: "u"}, ElapsedMillis: 12}}}
+	if claims, silent := p.Open(t.Context()); len(claims) != 1 || claims[0].ElapsedMillis != 12 || len(silent) != 0 {
+		t.Errorf("%v, silent %v", claims, silent)
+	}
+	if name, ok := p.Sees(); !ok || name != "a" {
+		t.Errorf("sees: %q, %t", name, ok)
+	}
+	r.state.Missing = 3
+	p.poll(t.Context())
+	if _, ok := p.Sees(); ok {
+		t.Error("a replica without most of its agents sees them")
+	}
+	for asked, want := range map[int64]bool{-1: false, 0: true, 250: true, 251: false} {
+		r.claimed.AskedMillis = asked
+		if got := p.Asked(t.Context(), drain.Pod{UID: "u"}, 250*time.Millisecond); got != want {
+			t.Errorf("asked %d ms ago: %t", asked, got)
+		}
+	}
+	r.Close()
+	if _, silent := p.Open(t.Context()); !slices.Equal(silent, []string{"a"}) {
+		t.Errorf("silent: %v, want a ready replica that does not answer", silent)
+	}
+}
