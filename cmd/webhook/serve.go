@@ -129,7 +129,7 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 	notes := &dashboard.Notes{Next: events}
 	handler := &admission.Handler{
 		Cluster: &admission.Cluster{
-			Reader: known, Slices: index, Ledger: coord, Synced: watch.synced, Excluded: o.excluded, Started: started,
+			Reader: known, Live: live, Slices: index, Ledger: coord, Synced: watch.synced, Excluded: o.excluded, Started: started,
 		},
 		Times: o.times, Events: notes, Log: log, Metrics: metrics, Replica: o.replica, Others: others.others(),
 	}

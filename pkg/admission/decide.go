@@ -27,7 +27,7 @@ type Facts struct {
 	// OptedOut and BreakGlass: the pod's annotations say so.
 	OptedOut, BreakGlass bool
 
-	// Unknown: no such pod, or another UID, in the cache.
+	// Unknown: no such pod, or it has another UID, or another resourceVersion than an eviction's preconditions.
 	Unknown bool
 	// Terminating: the pod has a deletionTimestamp.
 	Terminating bool

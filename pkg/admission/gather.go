@@ -10,6 +10,7 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/utils/ptr"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/lameduck-io/lameduck/pkg/drain"
@@ -51,9 +52,15 @@ type Slices interface {
 	Usable(service types.NamespacedName) []health.UID
 }
 
-// Cluster is where facts come from. Reader is a cache: it is asked on every deletion, and must not do I/O.
+// liveRead bounds a read from Cluster.Live. It counts toward the hold.
+const liveRead = time.Second
+
+// Cluster is where facts come from.
 type Cluster struct {
+	// Reader is a cache. It is asked on every deletion, and must not do I/O.
 	Reader client.Reader
+	// Live reads pods from the API server where the cache alone must not decide. Nil: the cache decides.
+	Live   client.Reader
 	Slices Slices
 	Ledger Ledger
 	// Synced reports whether Reader and Slices know the cluster.
@@ -114,17 +121,13 @@ func (c *Cluster) gather(ctx context.Context, now time.Time, q *request) (Facts,
 	if err := c.ofNamespace(ctx, q, &f); err != nil {
 		return f, s, err
 	}
-	var cached corev1.Pod
-	err := c.Reader.Get(ctx, types.NamespacedName{Namespace: q.namespace, Name: q.name}, &cached)
-	switch {
-	case apierrors.IsNotFound(err):
-		f.Unknown = true
-	case err != nil:
-		return f, s, fmt.Errorf("read pod %s/%s from the cache: %w", q.namespace, q.name, err)
-	case s.pod == nil:
-		s.pod = &cached
-	case s.pod.UID != cached.UID:
-		f.Unknown = true
+	pod, err := c.pod(ctx, q)
+	if err != nil {
+		return f, s, err
+	}
+	f.Unknown = pod == nil
+	if s.pod == nil {
+		s.pod = pod
 	}
 	if s.pod == nil {
 		return f, s, nil
@@ -153,6 +156,35 @@ func (c *Cluster) judge(ctx context.Context, q *request, f *Facts, s *subject) (
 	}
 	f.Budget, f.BudgetBroken, s.promised = room.refusal, room.broken, room.promised
 	return Decide(*f), nil
+}
+
+// pod returns the pod that q concerns, nil if there is none. The cache may be behind and show the former pod of the
+// same name. The API server is asked where that would let a deletion pass: if the cache has no such pod, or if it shows
+// the pod of an eviction as not running.
+func (c *Cluster) pod(ctx context.Context, q *request) (*corev1.Pod, error) {
+	pod, err := q.find(ctx, c.Reader)
+	runs := pod != nil && pod.DeletionTimestamp == nil && pod.Status.Phase == corev1.PodRunning
+	if err != nil || c.Live == nil || q.dryRun || runs || pod != nil && q.operation == Delete {
+		return pod, err
+	}
+	ctx, cancel := context.WithTimeout(ctx, liveRead)
+	defer cancel()
+	return q.find(ctx, c.Live)
+}
+
+// find reads the pod that q concerns. Nil: no pod has this name, or the one that has it is another one than q means, by
+// its UID or by the preconditions.
+func (q *request) find(ctx context.Context, from client.Reader) (*corev1.Pod, error) {
+	var pod corev1.Pod
+	err := from.Get(ctx, types.NamespacedName{Namespace: q.namespace, Name: q.name}, &pod)
+	if client.IgnoreNotFound(err) != nil {
+		return nil, fmt.Errorf("read pod %s/%s: %w", q.namespace, q.name, err)
+	}
+	uid, version := ptr.Deref(q.preconditions.UID, ""), ptr.Deref(q.preconditions.ResourceVersion, "")
+	if err != nil || q.pod != nil && q.pod.UID != pod.UID || uid != "" && uid != pod.UID || version != "" && version != pod.ResourceVersion {
+		return nil, nil
+	}
+	return &pod, nil
 }
 
 // graceless reports whether the pod's own grace period is 0. The API server writes that into every deletion of it before the webhook sees

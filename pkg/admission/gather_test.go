@@ -191,6 +191,85 @@ func TestGatherLooksUpThePodOfAnEviction(t *testing.T) {
 	}
 }
 
+// The watch of pods is behind: a pod of a StatefulSet has come back under its name and is routed, and the cache shows the
+// former one, or none. Without a live look at which pod has the name, the new one goes while gateways route to it.
+func TestTheFormerPodOfANameAnswersNothing(t *testing.T) {
+	const drained = "drain shop/a uid-new [shop/web]"
+	for name, c := range map[string]struct {
+		cache func(w *world)
+		live  func(w *world, live *reader)
+		want  string // what is counted
+		calls []string
+	}{
+		"terminating":  {func(w *world) { w.a.DeletionTimestamp = &metav1.Time{Time: time.Now()} }, nil, "Acknowledged", []string{drained}},
+		"finished":     {func(w *world) { w.a.Status.Phase = corev1.PodFailed }, nil, "Acknowledged", []string{drained}},
+		"not started":  {func(w *world) { w.a.Status.Phase = corev1.PodPending }, nil, "Acknowledged", []string{drained}},
+		"not there":    {func(w *world) { w.a.Name = "z" }, nil, "Acknowledged", []string{drained}},
+		"really over":  {func(w *world) { w.a.Status.Phase = corev1.PodFailed }, func(w *world, live *reader) { live.objects[0] = w.a }, "Finished", []string{"unroute shop/a uid-a [shop/web]"}},
+		"really gone":  {func(w *world) { w.a.DeletionTimestamp = &metav1.Time{Time: time.Now()} }, func(_ *world, live *reader) { live.objects = nil }, "UnknownPod", nil},
+		"not readable": {func(w *world) { w.a.DeletionTimestamp = &metav1.Time{Time: time.Now()} }, func(_ *world, live *reader) { live.broken = "*v1.Pod" }, "NoFacts", nil},
+		"running, and the API server is not asked": {func(*world) {}, func(_ *world, live *reader) { live.broken = "*v1.Pod" }, "Acknowledged", []string{"drain shop/a uid-a [shop/web]"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t)
+			now := runningPod("a")
+			now.UID = "uid-new"
+			w.slices.of["uid-new"], w.slices.usable[webService] = w.slices.of["uid-a"], []health.UID{"uid-b", "uid-new"}
+			live := &reader{objects: []client.Object{now}}
+			w.Cluster.Live = live
+			c.cache(w)
+			if c.live != nil {
+				c.live(w, live)
+			}
+			w.ask(eviction(now, "policy/v1", ""))
+			if want := []string{"evict allow " + c.want + " 1"}; !slices.Equal(w.counted(), want) || !slices.Equal(w.ledger.calls, c.calls) {
+				t.Errorf("counted %q, want %q; calls %q, want %q", w.counted(), want, w.ledger.calls, c.calls)
+			}
+		})
+	}
+	// A deletion brings its pod, and the cache may not have that UID yet.
+	w := newWorld(t)
+	now := runningPod("a")
+	now.UID = "uid-new"
+	w.slices.of["uid-new"], w.Cluster.Live = w.slices.of["uid-a"], &reader{objects: []client.Object{now}}
+	w.ask(deletion(now))
+	if want := []string{drained}; !slices.Equal(w.ledger.calls, want) {
+		t.Errorf("a deletion: calls %q, want %q", w.ledger.calls, want)
+	}
+}
+
+// The API server answers such an eviction with 409, after the webhook. A drain would take a pod that lives on out of
+// traffic until it is abandoned, and two of them count as refused.
+func TestAnEvictionWhosePreconditionsDoNotHoldStartsNoDrain(t *testing.T) {
+	for options, want := range map[string]string{
+		`{"preconditions":{"uid":"uid-former"}}`:                   "UnknownPod",
+		`{"preconditions":{"resourceVersion":"6"}}`:                "UnknownPod",
+		`{"preconditions":{"uid":"uid-a","resourceVersion":"6"}}`:  "UnknownPod",
+		`{"preconditions":{"uid":"uid-a","resourceVersion":"7"}}`:  "Acknowledged",
+		`{"preconditions":{"uid":"uid-a","resourceVersion":"8"}}`:  "Acknowledged", // newer than the cache
+		`{"preconditions":{"uid":"","resourceVersion":""}}`:        "Acknowledged",
+		`{"preconditions":null}`:                                   "Acknowledged",
+		`{"preconditions":{"uid":"uid-x"},"gracePeriodSeconds":0}`: "Forced",
+	} {
+		w := newWorld(t)
+		w.a.ResourceVersion = "7"
+		live := w.a.DeepCopy()
+		if strings.Contains(options, `"8"`) {
+			live.ResourceVersion = "8"
+		}
+		w.Cluster.Live = &reader{objects: []client.Object{live}}
+		if got := w.ask(eviction(w.a, "policy/v1", options)); !got.Allowed {
+			t.Errorf("%s: %+v", options, got)
+		}
+		if counted := []string{"evict allow " + want + " 1"}; !slices.Equal(w.counted(), counted) {
+			t.Errorf("%s: counted %q, want %q", options, w.counted(), counted)
+		}
+		if drains := want == "Acknowledged"; drains != (len(w.ledger.calls) == 1) {
+			t.Errorf("%s: calls %q", options, w.ledger.calls)
+		}
+	}
+}
+
 // budget is one of the namespace shop.
 func budget(name string, allowed int32, selector map[string]string) *policyv1.PodDisruptionBudget {
 	return &policyv1.PodDisruptionBudget{

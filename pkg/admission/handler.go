@@ -142,13 +142,11 @@ func (h *Handler) decide(ctx context.Context, began time.Time, q *request) (outc
 	case Drain:
 		o = h.hold(ctx, began, q, s)
 	default:
-		o.retryAfter = drain.RetryAfter(0, false, 0)
-		if v.Reason == Budget {
-			o.budget = facts.Budget
+		// With Retry-After, client-go would ask ten times more within one call. The API server sends none for a budget.
+		if v.Reason != Budget {
+			o.retryAfter = drain.RetryAfter(0, false, 0)
 		}
-		if v.Reason == Budget && isController(q.username) {
-			o.retryAfter = 0
-		}
+		o.budget = facts.Budget
 	}
 	return o, s
 }

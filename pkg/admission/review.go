@@ -32,9 +32,11 @@ type request struct {
 	pod    *corev1.Pod
 	dryRun bool
 	// grace is the grace period that was asked for. Nil: the pod's own.
-	grace    *int64
-	username string
-	groups   []string
+	grace *int64
+	// preconditions are those of an eviction: the API server checks them after the webhook, those of a DELETE before it.
+	preconditions metav1.Preconditions
+	username      string
+	groups        []string
 	// collection: no name was given, so this is one of a DELETECOLLECTION.
 	collection bool
 	// timeout is how long the API server waits for the answer. Zero: it did not say.
@@ -162,6 +164,9 @@ func (q *request) readEviction(ask *reviewedRequest) error {
 			q.name = eviction.Metadata.Name
 		}
 		q.takeOptions(eviction.DeleteOptions)
+		if o := eviction.DeleteOptions; o != nil {
+			q.preconditions = o.Preconditions
+		}
 		return nil
 	}
 }
@@ -206,6 +211,7 @@ type reviewedEviction struct {
 type reviewedOptions struct {
 	GracePeriodSeconds *int64
 	DryRun             []string
+	Preconditions      metav1.Preconditions
 }
 
 type reviewedPod struct {
