@@ -35,7 +35,7 @@ const (
 var outcomes = []outcome{
 	outBound, outLocal, outRestart, outGone, outNoTime, outNoTargets, outStopping, outUnknown, outTooMany,
 	outcome(drain.Acknowledged.String()), outcome(drain.IdleBound.String()), outcome(drain.Deadline.String()), outcome(drain.NoAgents.String()),
-	outcome(drain.LastTarget.String()), outcome(drain.Suspended.String()), outcome(drain.Dead.String()),
+	outcome(drain.LastTarget.String()), outcome(drain.Suspended.String()), outcome(drain.AgentsLost.String()), outcome(drain.Dead.String()),
 }
 
 // nodeMetrics are the node agent's. They observe the client too.

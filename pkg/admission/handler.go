@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"log/slog"
 	"net/http"
+	"slices"
 	"strings"
 	"time"
 
@@ -287,7 +288,9 @@ func (h *Handler) released(s subject, status drain.Status, elapsed time.Duration
 	case status.Reason == drain.Deadline && h.Cluster.Ledger.Queued(status.Pod.UID):
 		o.message = fmt.Sprintf("deleted after %s while gateways still route to it (%s): it waited for room: %s", seconds(elapsed), status.Reason, h.Cluster.crowded(s))
 	case status.Reason == drain.Deadline || status.Reason == drain.IdleBound:
-		o.message = fmt.Sprintf("deleted after %s although not every gateway has let go (%s): %s", seconds(elapsed), status.Reason, list(status.Waiting))
+		o.message = fmt.Sprintf("deleted after %s although not every gateway has let go (%s): %s", seconds(elapsed), status.Reason, list(slices.Concat(status.Waiting, status.Lost)))
+	case status.Reason == drain.AgentsLost:
+		o.message = fmt.Sprintf("deleted after %s although gateways were lost that had not let go (AgentsLost): %s", seconds(elapsed), list(status.Lost))
 	case len(status.Suspended) > 0:
 		// Whoever else has acknowledged: this gateway may route to the pod when it stops.
 		o.reason, o.warn = drain.Suspended.String(), true

@@ -196,6 +196,15 @@ func TestWarningsAndEventsOnlyWhenAbnormal(t *testing.T) {
 			"Lameduck: pod shop/a deleted after 30.0s although not every gateway has let go (Deadline): edge/haproxy-1 (routing)", "LameduckDeadline"},
 		"idle bound": {func(w *world) { w.status(drain.Released, drain.IdleBound, 12*time.Second, true, nil, silent) }, true, "IdleBound",
 			"although not every gateway has let go (IdleBound)", "LameduckIdleBound"},
+		"an agent lost": {func(w *world) {
+			w.status(drain.Released, drain.AgentsLost, 6*time.Second, true, nil)
+			answer := w.ledger.answer
+			w.ledger.answer = func(until time.Time) (drain.Status, bool, error) {
+				status, held, err := answer(until)
+				status.Lost = []drain.Waiting{{Agent: "agent-1", Name: "edge/haproxy-1"}}
+				return status, held, err
+			}
+		}, true, "AgentsLost", "deleted after 6.0s although gateways were lost that had not let go (AgentsLost): edge/haproxy-1 (not connected)", "LameduckAgentsLost"},
 		"last target": {func(w *world) { w.slices.usable[webService] = []health.UID{"uid-a"} }, true, "LastTarget",
 			"no other pod of Service shop/web is ready", "LameduckLastTarget"},
 		"cool-off": {func(w *world) { w.ledger.refused = 2 }, true, "CoolOff", "let go 2 times", "LameduckCoolOff"},

@@ -86,6 +86,8 @@ type agent struct {
 	session uint64
 	// lostAt is when the last session ended or, never connected, when the API first listed it.
 	lostAt time.Time
+	// unreadyAt is when its pod was last said to be no longer ready.
+	unreadyAt time.Time
 	// knownAt is when it was first heard of.
 	knownAt time.Time
 	// declared says that routes is known, if only from an earlier session.
@@ -213,7 +215,9 @@ type Status struct {
 	Waiting []Waiting
 	// Suspended are those that would owe it and have not said Idle, were they not suspended. See [Suspension].
 	Suspended []Waiting
-	// Away are those that would owe it and have not said Idle, had they not been away for too long, with pods that are not ready: nobody knows what their
+	// Lost are those that have owed it, and have been away for too long since. See [AgentsLost].
+	Lost []Waiting
+	// Away are the others that would owe it and have not said Idle, had they not been away for too long, with pods that are not ready: nobody knows what their
 	// gateways do. See [Ledger.Disconnect]. They are 20 at most, and MoreAway is how many more there are: a zone may be cut off.
 	Away     []Waiting
 	MoreAway int
@@ -544,6 +548,9 @@ func (l *Ledger) Expect(now time.Time, expected []Expected) {
 			continue
 		}
 		l.touchFor(a)
+		if a.ready && !e.Ready {
+			a.unreadyAt = now
+		}
 		if a.name != e.Name {
 			l.unindex(a) // lists are in the order of names
 		}
@@ -1159,6 +1166,8 @@ func (l *Ledger) derive(now time.Time, d *drain) Status {
 		if !owes {
 			switch {
 			case !a.expected || a.pending:
+			case a.met && later(until, a.unreadyAt).After(d.begun):
+				s.Lost = append(s.Lost, Waiting{a.id, a.name, StateUnknown, false})
 			case len(s.Away) == awayMost:
 				s.MoreAway++
 			default:
@@ -1218,6 +1227,9 @@ func (l *Ledger) derive(now time.Time, d *drain) Status {
 		if !s.Recheck.IsZero() && !s.Recheck.After(now) {
 			s.Recheck = time.Time{}
 		}
+	}
+	if len(s.Lost) > 0 && (s.Reason == Acknowledged || s.Reason == NoAgents || s.Reason == LastTarget) {
+		s.Reason = AgentsLost
 	}
 	l.block(d, s)
 	return s

@@ -215,6 +215,95 @@ func (w *world) declare(id AgentID, routes ...Route) {
 	w.Declare(id, w.sessions[id], routes)
 }
 
+// An agent that owed a drain and is lost has not acknowledged: its gateway may route to the pod until the pod stops.
+func TestAgentsThatAreLostDuringADrainAreNamed(t *testing.T) {
+	agents := func(ready bool) []Expected {
+		return []Expected{{ID: "good", Name: "good", Ready: true}, {ID: "lost", Name: "lost", Ready: ready}}
+	}
+	for name, c := range map[string]struct {
+		before func(w *world)        // the drain
+		during func(w *world, p Pod) // the drain, and 10 s after it pass
+		want   string
+		lost   bool
+	}{
+		"it was routing": {nil, func(w *world, p Pod) {
+			w.say("lost", p, Routing)
+			w.Disconnect(w.now, "lost", w.sessions["lost"])
+			w.Expect(w.now, agents(false))
+		}, "Released AgentsLost", true},
+		"its stream broke just before": {func(w *world) {
+			w.Disconnect(w.now, "lost", w.sessions["lost"])
+			w.Expect(w.now, agents(false))
+			w.pass(4 * time.Second)
+		}, nil, "Released AgentsLost", true},
+		"its stream broke long before, and its pod was ready": {func(w *world) {
+			w.Disconnect(w.now, "lost", w.sessions["lost"])
+			w.pass(40 * time.Second)
+		}, func(w *world, _ Pod) {
+			w.pass(time.Second)
+			w.Expect(w.now, agents(false))
+		}, "Released AgentsLost", true},
+		"it never owed the drain": {func(w *world) {
+			w.Disconnect(w.now, "lost", w.sessions["lost"])
+			w.Expect(w.now, agents(false))
+			w.pass(5 * time.Second)
+		}, nil, "Released Acknowledged", false},
+		"it has left": {nil, func(w *world, _ Pod) {
+			w.Leave("lost", w.sessions["lost"])
+			w.Disconnect(w.now, "lost", w.sessions["lost"])
+			w.Expect(w.now, agents(false))
+		}, "Released Acknowledged", false},
+		"its pod does not exist any more": {nil, func(w *world, _ Pod) {
+			w.Disconnect(w.now, "lost", w.sessions["lost"])
+			w.Expect(w.now, agents(false)[:1])
+		}, "Released Acknowledged", false},
+		"it came back": {nil, func(w *world, p Pod) {
+			w.Disconnect(w.now, "lost", w.sessions["lost"])
+			w.Expect(w.now, agents(false))
+			w.pass(10 * time.Second)
+			w.join("lost", web)
+			w.say("lost", p, Idle)
+		}, "Released Acknowledged", false},
+		"all are lost": {nil, func(w *world, _ Pod) {
+			for id := range w.sessions {
+				w.Disconnect(w.now, id, w.sessions[id])
+			}
+			all := agents(false)
+			all[0].Ready = false
+			w.Expect(w.now, all)
+		}, "Released AgentsLost", true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t)
+			w.Expect(w.now, agents(true))
+			w.join("good", web)
+			w.join("lost", web)
+			w.pass(time.Minute)
+			if c.before != nil {
+				c.before(w)
+			}
+			p := pod("a")
+			w.Ask(w.now, p, []Service{web})
+			w.say("good", p, Idle)
+			if c.during != nil {
+				c.during(w, p)
+			}
+			w.pass(10 * time.Second)
+			w.Tick(w.now)
+			w.say("good", p, Idle)
+			if c.want == "Released Acknowledged" {
+				w.say("lost", p, Idle)
+			}
+			w.want(p, c.want)
+			s := w.Status(w.now, p.UID)
+			lost := slices.ContainsFunc(s.Lost, func(w Waiting) bool { return w.Agent == "lost" })
+			if lost != c.lost || s.Reason.Abnormal() != c.lost {
+				t.Errorf("lost are %v, away are %v, abnormal %t", s.Lost, s.Away, s.Reason.Abnormal())
+			}
+		})
+	}
+}
+
 func TestTimeReleasesAndNamesTheSilent(t *testing.T) {
 	t.Run("deadline", func(t *testing.T) {
 		w := newWorld(t)

@@ -116,15 +116,20 @@ const (
 	// LastTarget: at the barrier, every agent that owes has said Idle, or that the pod is quiet although its gateway still sends to it,
 	// because no ready endpoint is left to send to.
 	LastTarget
+	// AgentsLost: every agent that still owes has said Idle, but the drain had waited for others, of which each lost its
+	// stream and, with a pod that is not ready, did not come back in time. What their gateways do is not known.
+	AgentsLost
 )
 
 // String prints the reason as the metrics and messages name it.
 func (r Reason) String() string { return name(reasonNames[:], int(r)) }
 
-var reasonNames = [...]string{"None", "Acknowledged", "IdleBound", "Deadline", "NoAgents", "Dead", "Suspended", "Abandoned", "LastTarget"}
+var reasonNames = [...]string{"None", "Acknowledged", "IdleBound", "Deadline", "NoAgents", "Dead", "Suspended", "Abandoned", "LastTarget", "AgentsLost"}
 
 // Abnormal says whether people should be warned: the deletion went on without every gateway's word.
-func (r Reason) Abnormal() bool { return r == Deadline || r == IdleBound || r == Suspended }
+func (r Reason) Abnormal() bool {
+	return r == Deadline || r == IdleBound || r == Suspended || r == AgentsLost
+}
 
 // State is what an agent says of one pod in its gateway.
 type State uint8

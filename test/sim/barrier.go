@@ -638,7 +638,7 @@ func (c *coord) streaming(a *agent) bool {
 func (c *coord) checkStated(p *pod, s drain.Status, stated time.Duration) {
 	w := c.w
 	switch s.Reason {
-	case drain.Acknowledged, drain.IdleBound, drain.LastTarget, drain.NoAgents, drain.Suspended:
+	case drain.Acknowledged, drain.IdleBound, drain.LastTarget, drain.NoAgents, drain.Suspended, drain.AgentsLost:
 	default:
 		return
 	}
@@ -657,7 +657,7 @@ func (c *coord) checkStated(p *pod, s drain.Status, stated time.Duration) {
 func (c *coord) checkPass(p *pod, s drain.Status, why *pass) {
 	w := c.w
 	switch s.Reason {
-	case drain.Acknowledged, drain.IdleBound, drain.LastTarget, drain.NoAgents, drain.Suspended:
+	case drain.Acknowledged, drain.IdleBound, drain.LastTarget, drain.NoAgents, drain.Suspended, drain.AgentsLost:
 	default:
 		return
 	}
@@ -733,7 +733,7 @@ func (w *world) lostAtKernel(k *kernel, p *pod, how string) {
 		w.excuse("lost in a kernel: " + p.halted)
 	case why == nil:
 		w.excuse("lost in a kernel: no barrier")
-	case why.reason != drain.Acknowledged.String() && (why.reason != drain.IdleBound.String() || how == "in flight"):
+	case why.reason != drain.Acknowledged.String() && why.reason != drain.AgentsLost.String() && (why.reason != drain.IdleBound.String() || how == "in flight"):
 		w.excuse("lost in a kernel: " + why.reason)
 	case why.excused[k.a] != "":
 		w.excuse("lost in a kernel: " + why.excused[k.a])

@@ -82,7 +82,7 @@ func (c *coord) checkAllow(p *pod, s drain.Status, wd *word, services []drain.Se
 	w := c.w
 	least := drain.Idle
 	switch s.Reason {
-	case drain.Acknowledged:
+	case drain.Acknowledged, drain.AgentsLost:
 	case drain.IdleBound:
 		least = drain.Removed
 	case drain.NoAgents, drain.Suspended:
@@ -174,7 +174,7 @@ func (w *world) lost(g *gw, p *pod, how string) {
 		w.excuse("lost: " + p.halted)
 		return
 	}
-	acknowledged := wd.by != nil && (wd.reason == drain.Acknowledged.String() || wd.reason == drain.IdleBound.String())
+	acknowledged := wd.by != nil && slices.Contains([]string{drain.Acknowledged.String(), drain.IdleBound.String(), drain.AgentsLost.String()}, wd.reason)
 	b, known := wd.agents[a]
 	switch {
 	case !acknowledged:

@@ -264,7 +264,7 @@ function advice({ w }) {
 }
 
 // entries are those of the runbook, for reasons that have one; docs/reasons.md has all.
-const entries = { Deadline: 'LameduckDeadline', Suspended: 'LameduckAgentSuspended', Cold: 'LameduckBlind', NoFacts: 'LameduckBlind' };
+const entries = { Deadline: 'LameduckDeadline', Suspended: 'LameduckAgentSuspended', AgentsLost: 'LameduckDeadline', Cold: 'LameduckBlind', NoFacts: 'LameduckBlind' };
 const recent = 10 * 60 * 1000; // ms for which an end that was not right stays in the verdict
 
 // drawVerdict says the one thing that people should know first: whether something is late, who, since when, and what to do.
@@ -479,6 +479,7 @@ const reasons = {
   IdleBound: ['warn', 'requests still ran on it when the bound had passed'],
   Deadline: ['bad', 'not every gateway had let go'],
   Suspended: ['bad', 'a gateway that is not waited for any more may still route to it'],
+  AgentsLost: ['bad', 'a gateway that was lost meanwhile may still route to it'],
   NoAgents: ['', 'nobody owed an answer'],
   LastTarget: ['warn', 'no other pod of its Service was ready'],
   CoolOff: ['warn', 'something else kept it again and again'],

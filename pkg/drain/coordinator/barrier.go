@@ -237,7 +237,7 @@ func (c *Coordinator) passed(s drain.Status) {
 	}
 	c.unsaid = append(c.unsaid, func() {
 		c.Log.Info("barrier passed", "pod", s.Pod.String(), "uid", s.Pod.UID, "phase", s.Phase.String(), "reason", s.Reason.String(),
-			"sinceSeconds", took.Seconds(), "owed", s.Owed, "waitingFor", names(s.Waiting), "suspended", names(s.Suspended), "away", names(s.Away), "moreAway", s.MoreAway,
+			"sinceSeconds", took.Seconds(), "owed", s.Owed, "waitingFor", names(s.Waiting), "suspended", names(s.Suspended), "lost", names(s.Lost), "away", names(s.Away), "moreAway", s.MoreAway,
 			"statedSeconds", s.Stated.Seconds(), "cut", s.Cut)
 	})
 }

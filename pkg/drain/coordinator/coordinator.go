@@ -496,7 +496,7 @@ func (c *Coordinator) observe(s drain.Status) {
 	c.unsaid = append(c.unsaid, func() {
 		c.Log.Info("drain", "pod", s.Pod.String(), "uid", s.Pod.UID, "phase", s.Phase.String(), "reason", s.Reason.String(),
 			"sinceSeconds", took.Seconds(), "owed", s.Owed, "waitingFor", names(s.Waiting),
-			"suspended", names(s.Suspended), "away", names(s.Away), "moreAway", s.MoreAway)
+			"suspended", names(s.Suspended), "lost", names(s.Lost), "away", names(s.Away), "moreAway", s.MoreAway)
 	})
 }
 

@@ -188,7 +188,7 @@ func (h *history) of(kind string) *times {
 // silent names those who had not let go when a drain was released, and says how many more there were. Who is away and was not waited for is marked.
 func silent(s drain.Status) (all []string, more int) {
 	if s.Reason.Abnormal() {
-		for _, w := range slices.Concat(s.Waiting, s.Suspended) {
+		for _, w := range slices.Concat(s.Waiting, s.Suspended, s.Lost) {
 			all = append(all, w.Name)
 		}
 	}

@@ -44,7 +44,7 @@ var Rows = []Row{
 		},
 		{
 			"Not saved in the last hour", "Deletions that went on although not every gateway had said so, and calls of the API server that failed. 0 is normal.", "short", true,
-			[]Query{{`sum(increase(lameduck_admission_answers_total{answer="allow",reason=~"Deadline|IdleBound|Suspended|NoFacts|Cold"}[1h]))`, "too late"}},
+			[]Query{{`sum(increase(lameduck_admission_answers_total{answer="allow",reason=~"Deadline|IdleBound|Suspended|AgentsLost|NoFacts|Cold"}[1h]))`, "too late"}},
 		},
 		{
 			"Gateways missing", "Agents that the API says exist and that are not connected, by the replica that misses most.", "short", true,
