@@ -318,6 +318,9 @@ func (c *Coordinator) take(ctx context.Context, who Identity, said wire.Reports)
 	if len(said.Boot) > wire.MaxName {
 		return refusal{http.StatusBadRequest, fmt.Sprintf("boot: longer than %d bytes", wire.MaxName)}
 	}
+	if said.At < 0 {
+		return refusal{http.StatusBadRequest, fmt.Sprintf("at %d: must not be negative", said.At)}
+	}
 	for i, r := range said.Reports {
 		switch {
 		case max(len(r.UID), len(r.Generation)) > wire.MaxName:

@@ -138,6 +138,7 @@ func TestPosts(t *testing.T) {
 		"report without uid":                {wire.ReportsPath, `{"session":SESSION,"reports":[{"state":"routing"}]}`, 400, "reports[0].uid is required"},
 		"report with another session":       {wire.ReportsPath, `{"session":99,"reports":[{"uid":"uid-a","state":"idle","proof":"runtime"}]}`, 409, "open a new stream"},
 		"report with a time that is none":   {wire.ReportsPath, `{"session":SESSION,"reports":[{"uid":"uid-a","state":"routing","since":"noon"}]}`, 400, "noon"},
+		"report as of before the clock":     {wire.ReportsPath, `{"session":SESSION,"at":-1,"reports":[{"uid":"uid-a","state":"idle","proof":"runtime","held":true}]}`, 400, "at -1: must not be negative"},
 		"report that is too large":          {wire.ReportsPath, `{"boot":"` + large + `"}`, 413, "body is larger than 4194304 bytes"},
 		"report with a number for a string": {wire.ReportsPath, `{"session":SESSION,"reports":[{"uid":7}]}`, 400, "cannot unmarshal number"},
 	} {

@@ -166,7 +166,7 @@ func (c *Coordinator) clock(now time.Time) int64 { return now.Sub(c.began).Milli
 
 // asOf is when the message was written that an agent had taken in last when it read what it reports. Nobody's word is from the future.
 func (c *Coordinator) asOf(now time.Time, at int64) time.Time {
-	if at <= 0 || at > c.clock(now) {
+	if at == 0 || at > c.clock(now) {
 		return now
 	}
 	return c.began.Add(time.Duration(at-1) * time.Millisecond)
