@@ -101,12 +101,12 @@ const (
 	DryRun               Reason = "DryRun"
 	Excluded             Reason = "Excluded"
 	OptedOut             Reason = "OptedOut"
+	MirrorPod            Reason = "MirrorPod"
 	BreakGlass           Reason = "BreakGlass"
 	UnknownPod           Reason = "UnknownPod"
 	Terminating          Reason = "Terminating"
 	Finished             Reason = "Finished"
 	NotRunning           Reason = "NotRunning"
-	MirrorPod            Reason = "MirrorPod"
 	ByNode               Reason = "ByNode"
 	Forced               Reason = "Forced"
 	NamespaceTerminating Reason = "NamespaceTerminating"
@@ -137,7 +137,7 @@ const (
 
 // reasons lists all that Decide and the handler use, so that every series exists from the start.
 var reasons = []Reason{
-	DryRun, Excluded, OptedOut, BreakGlass, UnknownPod, Terminating, Finished, NotRunning, MirrorPod, ByNode, Forced,
+	DryRun, Excluded, OptedOut, MirrorPod, BreakGlass, UnknownPod, Terminating, Finished, NotRunning, ByNode, Forced,
 	NamespaceTerminating, DisruptionTarget, NodeLost, Starting, Cold, NotListed, NoAgents, NotRouted, NotReady, Budget, BudgetBroken,
 	CoolOff, LastTarget, Draining, Queued, TooManyHolds, TooManyOfOwner, Stopping, CallerGone, Abstained, NoFacts,
 }
@@ -178,6 +178,9 @@ func Decide(f Facts) Verdict {
 		return now(Excluded)
 	case f.OptedOut:
 		return now(OptedOut)
+	case f.Mirror:
+		// The static pod lives on, and the kubelet creates its mirror pod again: no agent is told, whatever else holds.
+		return now(MirrorPod)
 	case f.BreakGlass:
 		return unroute(BreakGlass)
 
@@ -188,9 +191,6 @@ func Decide(f Facts) Verdict {
 		return unroute(Finished)
 	case f.NotRunning:
 		return unroute(NotRunning)
-	case f.Mirror:
-		// The pod does not end by this, and the kubelet makes its image anew: nothing to unroute.
-		return now(MirrorPod)
 	case f.ByNode:
 		return unroute(ByNode)
 	case f.Forced:

@@ -24,14 +24,15 @@ var table = []row{
 	// Whoever breaks the glass wants the pod gone, not its requests lost: gateways are told.
 	{"excluded", func(f *Facts) { f.Excluded = true }, Verdict{Action: Allow, Reason: Excluded}, ""},
 	{"opted out", func(f *Facts) { f.OptedOut = true }, Verdict{Action: Allow, Reason: OptedOut}, ""},
+	// Deleting a mirror pod does not stop its static pod: nothing that is said of it unroutes it.
+	{"mirror pod", func(f *Facts) { f.Mirror = true }, Verdict{Action: Allow, Reason: MirrorPod}, ""},
 	{"break glass", func(f *Facts) { f.BreakGlass = true }, Verdict{Action: Allow, Reason: BreakGlass, Unroute: true}, ""},
 
-	// terminating, Succeeded, Failed, Pending, unscheduled, mirror pod, group system:nodes, grace 0: now; unroute in the background if routed.
-	// A terminating pod is known to agents as such, and deleting a mirror pod ends nothing: these two are not unrouted.
+	// terminating, Succeeded, Failed, Pending, unscheduled, group system:nodes, grace 0: now; unroute in the background if routed.
+	// A terminating pod is known to agents as such: it is not unrouted.
 	{"terminating", func(f *Facts) { f.Terminating = true }, Verdict{Action: Allow, Reason: Terminating}, ""},
 	{"finished", func(f *Facts) { f.Finished = true }, Verdict{Action: Allow, Reason: Finished, Unroute: true}, ""},
 	{"not running", func(f *Facts) { f.NotRunning = true }, Verdict{Action: Allow, Reason: NotRunning, Unroute: true}, ""},
-	{"mirror pod", func(f *Facts) { f.Mirror = true }, Verdict{Action: Allow, Reason: MirrorPod}, ""},
 	{"by node", func(f *Facts) { f.ByNode = true }, Verdict{Action: Allow, Reason: ByNode, Unroute: true}, ""},
 	{"forced", func(f *Facts) { f.Forced = true }, Verdict{Action: Allow, Reason: Forced, Unroute: true}, ""},
 

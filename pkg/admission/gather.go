@@ -162,6 +162,9 @@ func (c *Cluster) judge(ctx context.Context, q *request, f *Facts, s *subject) (
 // same name. The API server is asked where that would let a deletion pass: if the cache has no such pod, or if it shows
 // the pod of an eviction as not running.
 func (c *Cluster) pod(ctx context.Context, q *request) (*corev1.Pod, error) {
+	if q.name == "" {
+		return nil, nil
+	}
 	pod, err := q.find(ctx, c.Reader)
 	runs := pod != nil && pod.DeletionTimestamp == nil && pod.Status.Phase == corev1.PodRunning
 	if err != nil || c.Live == nil || q.dryRun || runs || pod != nil && q.operation == Delete {

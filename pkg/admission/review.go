@@ -37,7 +37,7 @@ type request struct {
 	preconditions metav1.Preconditions
 	username      string
 	groups        []string
-	// collection: no name was given, so this is one of a DELETECOLLECTION.
+	// collection: no name was given, so this is one of a DELETECOLLECTION. It concerns no pod if it brings none.
 	collection bool
 	// timeout is how long the API server waits for the answer. Zero: it did not say.
 	timeout time.Duration
@@ -97,7 +97,7 @@ func read(w http.ResponseWriter, r *http.Request) (*request, error) {
 	if err != nil {
 		return nil, err
 	}
-	if q.namespace == "" || q.name == "" {
+	if (q.namespace == "" || q.name == "") && !(q.collection && q.pod == nil) {
 		return nil, bad("the review names no pod: namespace %q, name %q", q.namespace, q.name)
 	}
 	return q, nil
@@ -136,6 +136,8 @@ func (q *request) readDelete(ask *reviewedRequest) error {
 	q.operation = Delete
 	q.collection = ask.Name == ""
 	switch old := ask.OldObject; {
+	case old == nil && q.collection:
+		return nil // q names no pod
 	case old == nil:
 		return bad("request.oldObject is empty")
 	case old.Kind != "Pod":

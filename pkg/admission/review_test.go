@@ -6,6 +6,7 @@ import (
 	"io"
 	"net/http"
 	"net/http/httptest"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -233,4 +234,14 @@ func FuzzRead(f *testing.F) {
 			t.Errorf("understood as %+v", q)
 		}
 	})
+}
+
+// The API server may ask about a collection before it knows what is in it. Its pods follow, one by one.
+func TestACollectionWithoutObjectIsAnUnknownPod(t *testing.T) {
+	w := newWorld(t)
+	w.Cluster.Live = &reader{broken: "*v1.Pod"} // must not be asked for a pod without name
+	got := w.ask(deletion(w.a, func(r *admissionv1.AdmissionRequest) { r.Name, r.OldObject.Raw = "", nil }))
+	if want := []string{"delete allow UnknownPod 1"}; !got.Allowed || !slices.Equal(w.counted(), want) || len(w.ledger.calls) != 0 {
+		t.Errorf("%+v, counted %q, want %q; calls %q", got, w.counted(), want, w.ledger.calls)
+	}
 }

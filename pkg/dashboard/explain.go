@@ -248,7 +248,7 @@ var reasons = map[admission.Reason]string{
 	admission.Terminating:          "it is terminating already",
 	admission.Finished:             "it has finished",
 	admission.NotRunning:           "it does not run yet",
-	admission.MirrorPod:            "it is the image of a static pod",
+	admission.MirrorPod:            "it is the mirror of a static pod, which lives on",
 	admission.NamespaceTerminating: "its namespace is being deleted",
 	admission.DisruptionTarget:     "it is being disrupted already",
 	admission.NodeLost:             "its node is lost",
