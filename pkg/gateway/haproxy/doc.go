@@ -20,8 +20,10 @@
 // counts, what was given to a server before it was taken out is counted. Active is scur + qcur of "show stat": requests
 // connecting, connected and waiting in the server's own queue. HAProxy leaves out of both a request that failed to connect and
 // waits, up to a second, to try *the same server again, maintenance or not* (back_handle_st_cer in its src/backend.c), and
-// one that has just left the queue. Where the server's history says that this is possible (wretr or qmax is not zero), a
-// count of zero is believed only if "show sess" has no stream for the server either.
+// one that has just left the queue. So the first count of zero of a target that was taken out is believed only if "show sess"
+// has no stream for its servers either. No stream begins for them after that, while the target stays taken out and the list of
+// processes is the same, so that later readings need the counts only. The history of a server (wretr, qmax) does not tell
+// whether "show sess" is needed: "clear counters all" resets it. Active of a target that is routed is the counts alone.
 //
 // The generation is made of the master's pid and number of reloads, all workers' pids and start times, and the time the socket was
 // made: in a container a restarted HAProxy usually has the pids it had.

@@ -39,6 +39,9 @@ type Gateway struct {
 	backends []Backend
 	byPool   map[health.Pool]*Backend
 	wanted   wanted // what the servers file lists
+	// unused holds the targets that the last reading found taken out and without a stream in any process, with the list of
+	// processes of that reading: while they stay taken out there, no stream can begin for them.
+	unused map[health.Key]string
 }
 
 // New checks the configuration, and reads the servers file, or writes one without servers if there is none. Servers that an
@@ -257,6 +260,7 @@ func (g *Gateway) resolve(k health.Key) (*Backend, string, error) {
 // removals are carried out there; HAProxy refuses even these once the worker has stopped its proxies, which is an error
 // (KindStopping) while a client is still connected to that worker.
 func (g *Gateway) Apply(ctx context.Context, ops []health.Op) error {
+	g.unused = nil
 	steps := make([]*step, len(ops))
 	last := map[health.Key]*step{}
 	for i, op := range ops {
@@ -687,8 +691,13 @@ func (g *Gateway) observe(ctx context.Context, keys []health.Key) (o health.Obse
 	if !before.current() {
 		return o, true, &Error{Command: "show proc", Kind: KindGone, Text: "no worker takes new requests"}
 	}
+	unused := map[health.Key]bool{}
+	for k, in := range g.unused {
+		unused[k] = in == listed
+	}
+	g.unused = map[health.Key]string{}
 	for _, p := range before.Workers {
-		start, err := g.observeProcess(ctx, p, byBackend, o.Seen)
+		start, err := g.observeProcess(ctx, p, byBackend, unused, o.Seen)
 		if err != nil {
 			return o, gone(err) || errors.Is(err, KindChanging), err
 		}
@@ -701,6 +710,11 @@ func (g *Gateway) observe(ctx context.Context, keys []health.Key) (o health.Obse
 	if listed != listedAfter {
 		return o, true, &Error{Command: "show proc", Kind: KindChanging, Text: before.String() + ", then " + after.String()}
 	}
+	for k, is := range o.Seen {
+		if !is.Routed && is.Active == 0 {
+			g.unused[k] = listed
+		}
+	}
 	return o, false, nil
 }
 
@@ -712,9 +726,11 @@ type asked struct {
 
 // observeProcess adds what one process does with the keys to seen, and returns when the process was started.
 //
-// The order of the readings matters: first the servers' states and whether anything new can come in at all, then the counts. What
-// was given to a server before it was taken out is in the counts that are read after it, and later nothing is given to it.
-func (g *Gateway) observeProcess(ctx context.Context, p process, byBackend map[*Backend][]asked, seen map[health.Key]health.Seen) (start string, err error) {
+// The order of the readings matters: first the servers' states and whether anything new can come in at all, then the counts,
+// then the streams. What was given to a server before it was taken out is in the counts or the streams that are read after
+// it, and later nothing is given to it. The streams are listed only for a target that is taken out, has a count of zero and
+// is not known to be unused.
+func (g *Gateway) observeProcess(ctx context.Context, p process, byBackend map[*Backend][]asked, unused map[health.Key]bool, seen map[health.Key]health.Seen) (start string, err error) {
 	in, err := g.info(ctx, p.PID)
 	if err != nil {
 		return "", err
@@ -742,7 +758,10 @@ func (g *Gateway) observeProcess(ctx context.Context, p process, byBackend map[*
 		}
 	}
 	counts := map[*Backend]map[string]traffic{}
-	unsure := false
+	unsure := func(b *Backend, a asked, srv *server) bool {
+		return counts[b][srv.Name] == traffic{} && (srv.takenOut() || sealed) && !unused[a.key]
+	}
+	listing := false
 	for b, list := range byBackend {
 		if len(states[b].byName) == 0 {
 			continue
@@ -754,16 +773,15 @@ func (g *Gateway) observeProcess(ctx context.Context, p process, byBackend map[*
 		counts[b] = count
 		for _, a := range list {
 			for _, srv := range states[b].of(b, a.key, a.name) {
-				t, ok := count[srv.Name]
-				if !ok {
+				if _, ok := count[srv.Name]; !ok {
 					return "", &Error{Command: "show stat " + b.Backend, Process: p.PID, Kind: KindChanging, Text: "no line for server " + srv.Name}
 				}
-				unsure = unsure || t.uncertain()
+				listing = listing || unsure(b, a, srv)
 			}
 		}
 	}
 	var streams map[string]int
-	if unsure {
+	if listing {
 		if streams, err = g.streams(ctx, p.PID); err != nil {
 			return "", err
 		}
@@ -778,7 +796,7 @@ func (g *Gateway) observeProcess(ctx context.Context, p process, byBackend map[*
 				serving = serving || srv.balanced()
 				t := counts[b][srv.Name]
 				active := t.Current + t.Queued
-				if active == 0 && t.uncertain() {
+				if unsure(b, a, srv) {
 					active = streams[b.Backend+"/"+srv.Name] + streams[unattributed]
 				}
 				is.Active += active

@@ -17,6 +17,7 @@ import (
 
 	"github.com/lameduck-io/lameduck/pkg/gateway"
 	"github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest"
+	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
 var _ gateway.Gateway = (*Gateway)(nil)
@@ -154,6 +155,16 @@ func (p *proxy) until(what string, ok func() bool) {
 			p.t.Fatalf("not within 10 s: %s\n%s", what, p.out)
 		}
 	}
+}
+
+// untilStream waits until a request is bound to the server of t, connected or between two tries.
+func (p *proxy) untilStream(t health.Target) {
+	p.t.Helper()
+	name, err := serverName(t)
+	if err != nil {
+		p.t.Fatal(err)
+	}
+	p.until("the request is there", func() bool { return strings.Contains(p.ask(p.worker(), "show sess"), "srv="+name+" ") })
 }
 
 // ask sends one command as the gateway would.

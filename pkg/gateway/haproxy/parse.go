@@ -175,16 +175,8 @@ func parseState(s, backend string) ([]server, error) {
 
 // traffic is what one line of "show stat" says of one server.
 type traffic struct {
-	Current  int   // scur: assigned and connecting, or connected
-	Queued   int   // qcur: waiting for this server
-	QueueMax int   // qmax
-	Retries  int64 // wretr
-}
-
-// uncertain says that counts of zero may hide a request: one that waits a second before it tries the same server again, or one
-// that was just given a place from the queue. The list of streams has both.
-func (t traffic) uncertain() bool {
-	return t.Current+t.Queued == 0 && (t.Retries > 0 || t.QueueMax > 0)
+	Current int // scur: assigned and connecting, or connected
+	Queued  int // qcur: waiting for this server
 }
 
 // parseStat reads "show stat <backend> 4 -1", by server name.
@@ -204,8 +196,8 @@ func parseStat(s, backend string) (map[string]traffic, error) {
 			index[c] = i
 		}
 	}
-	cols := make([]int, 0, 6)
-	for _, name := range []string{"pxname", "svname", "qcur", "qmax", "scur", "wretr"} {
+	cols := make([]int, 0, 4)
+	for _, name := range []string{"pxname", "svname", "qcur", "scur"} {
 		i, ok := index[name]
 		if !ok {
 			return nil, fmt.Errorf("no column %s", name)
@@ -220,8 +212,8 @@ func parseStat(s, backend string) (map[string]traffic, error) {
 			}
 			return ""
 		}
-		num := func(i int) int64 {
-			v, e := strconv.ParseInt(get(i), 10, 64)
+		num := func(i int) int {
+			v, e := strconv.Atoi(get(i))
 			if e != nil || v < 0 {
 				err = fmt.Errorf("line %d: column %s is %q", n+2, rows[0][cols[i]], get(i))
 			}
@@ -230,7 +222,7 @@ func parseStat(s, backend string) (map[string]traffic, error) {
 		if get(0) != backend {
 			return nil, fmt.Errorf("line %d is of proxy %q, not %q", n+2, get(0), backend)
 		}
-		t := traffic{Queued: int(num(2)), QueueMax: int(num(3)), Current: int(num(4)), Retries: num(5)}
+		t := traffic{Queued: num(2), Current: num(3)}
 		if err != nil {
 			return nil, err
 		}

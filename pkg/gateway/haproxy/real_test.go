@@ -54,15 +54,22 @@ func TestContractWithChecks(t *testing.T) {
 	})
 }
 
-// HAProxy no longer counts a request for a server while it waits to try the same server once more, up to a second, and it
-// does so although the server has been put into maintenance. The counts alone would say that the target is idle.
+// HAProxy does not count a request for a server while it waits to try the same server again, up to a second, and it tries
+// again although the server has been put into maintenance. The counts alone would say that the target is idle. Nor does the
+// history of the server help: an operator may clear it at any time.
 func TestRetryingRequestIsActive(t *testing.T) {
+	for name, clears := range map[string]bool{"with its history": false, "with cleared counters": true} {
+		t.Run(name, func(t *testing.T) { retryingRequest(t, clears) })
+	}
+}
+
+func retryingRequest(t *testing.T, clears bool) {
 	t.Parallel()
 	p := newProxy(t, strings.Replace(userFile, "mode http\n", "mode http\n    retries 4\n", 1)+"backend people\n    server s0 127.0.0.2:9\n",
 		Backend{Pool: "owned", Backend: "agent", Owned: true, Lines: []string{"balance roundrobin"}})
 	g := p.gateway()
 	p.start()
-	// A port that nobody listens on.
+	// A port that nothing listens on.
 	l, err := net.Listen("tcp", "127.0.0.9:0")
 	if err != nil {
 		t.Fatal(err)
@@ -86,10 +93,13 @@ func TestRetryingRequestIsActive(t *testing.T) {
 			return false
 		}
 	}
-	p.until("the request is there", func() bool { return see(t, g, op.Key).Active == 1 })
+	p.untilStream(op.Target)
 	apply(t, g, removed("owned", "u", addr))
 	n, hidden := 0, 0
 	for !ended(0) {
+		if clears {
+			p.ask(p.worker(), "clear counters all")
+		}
 		got := see(t, g, op.Key)
 		x, err := g.state(t.Context(), p.worker(), "agent")
 		if err != nil {
@@ -450,7 +460,8 @@ func TestCommandsOfABatch(t *testing.T) {
 		{"route them again", func() error { return g.Apply(t.Context(), in) }, 3},
 		{"remove 50", func() error { return g.Apply(t.Context(), out) }, 4 + 50},
 		{"remove them again", func() error { return g.Apply(t.Context(), out) }, 3},
-		{"observe 50", func() error { _, err := g.Observe(t.Context(), keys); return err }, 5},
+		{"observe 50", func() error { _, err := g.Observe(t.Context(), keys); return err }, 6},
+		{"observe them again", func() error { _, err := g.Observe(t.Context(), keys); return err }, 5},
 	} {
 		count.Store(0)
 		if err := c.do(); err != nil {
@@ -687,7 +698,7 @@ func TestDeletingWaitsForStreams(t *testing.T) {
 			t.Errorf("the request that tries again is answered %s", resp.Status)
 		}
 	})
-	p.until("the request is there", func() bool { return see(t, g, refuses.Key).Active == 1 })
+	p.untilStream(refuses.Target)
 	gone := health.Op{Key: refuses.Key, Want: health.WantGone}
 	waited := false
 	p.until("the server is gone", func() bool {
