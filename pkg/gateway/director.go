@@ -2,7 +2,10 @@ package gateway
 
 import (
 	"context"
+	"errors"
+	"fmt"
 	"log/slog"
+	"maps"
 	"slices"
 	"sync/atomic"
 	"time"
@@ -42,7 +45,8 @@ type Progress struct {
 	Err error
 	// Behind is what was pending at AsOf and is not done by the last reading of it, refused or not. Done is: to be routed, that new
 	// requests may go there, although the gateway itself may pass it over for now, for a failed check of its own; to be removed or
-	// forgotten, that no new ones do, whatever still runs there. How backends and clients are must not make a gateway look behind.
+	// forgotten, that no new ones do, whatever still runs there. How backends and clients are must not make a gateway look behind, nor
+	// must a pool that it has not loaded.
 	Behind []health.Op
 	// Came is what has become pending since.
 	Came []health.Op
@@ -172,6 +176,7 @@ func (d *Director) step(ctx context.Context) (read, again bool, err error) {
 		err = d.refusal
 	default:
 		d.retry = retryFirst
+		err = unread(seen)
 	}
 	if !moved && d.Set.HasSynced() && !slices.ContainsFunc(pending, func(op health.Op) bool { return op.Want == health.WantRouted && !d.refused[op] }) {
 		d.programmed.Store(true)
@@ -223,9 +228,18 @@ func (d *Director) observe(ctx context.Context, ops []health.Op) (health.Observa
 	began := time.Now()
 	seen, err := d.Gateway.Observe(ctx, keys)
 	if d.Observer != nil {
-		d.Observer.Read(time.Since(began), err)
+		d.Observer.Read(time.Since(began), errors.Join(err, unread(seen)))
 	}
 	return seen, err
+}
+
+// unread names the pools that a reading knows nothing of.
+func unread(seen health.Observation) error {
+	var errs []error
+	for _, pool := range slices.Sorted(maps.Keys(seen.Unread)) {
+		errs = append(errs, fmt.Errorf("pool %s: %w", pool, seen.Unread[pool]))
+	}
+	return errors.Join(errs...)
 }
 
 // due returns what is pending and does not wait for another try.
@@ -283,8 +297,7 @@ func (d *Director) progress(asOf time.Time, tried []health.Op, applied error, se
 	for _, op := range tried {
 		is, read := seen.Seen[op.Key]
 		switch {
-		case !read:
-			was[op] = true
+		case !read: // its pool is unread
 		case op.Want == health.WantRouted:
 			was[op] = !is.Routed || is.Missing && applied != nil
 		default:

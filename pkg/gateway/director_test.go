@@ -29,6 +29,8 @@ type plane struct {
 	// applyErr is asked before each op, and lost after it; readErr before each reading, ownedErr before each list.
 	applyErr, lost    func(health.Op) error
 	readErr, ownedErr func() error
+	// unread are pools that cannot be read.
+	unread map[health.Pool]error
 	// hang makes Apply wait for its context.
 	hang bool
 	// before is called at the beginning of Apply, without the mutex.
@@ -107,10 +109,13 @@ func (p *plane) Observe(ctx context.Context, keys []health.Key) (health.Observat
 			return health.Observation{}, err
 		}
 	}
-	o := health.Observation{Generation: fmt.Sprint("g", p.generation), At: time.Now(), Seen: map[health.Key]health.Seen{}}
+	o := health.Observation{Generation: fmt.Sprint("g", p.generation), At: time.Now(), Seen: map[health.Key]health.Seen{}, Unread: maps.Clone(p.unread)}
 	for _, k := range keys {
 		if _, twice := o.Seen[k]; twice {
 			panic("asked twice for " + k.String())
+		}
+		if p.unread[k.Pool] != nil {
+			continue
 		}
 		routed, present := p.routed[k]
 		seen := health.Seen{Present: present, Routed: routed, Missing: !routed}
@@ -773,6 +778,53 @@ func TestProgress(t *testing.T) {
 		check("and goes on being refused", false, "[routed web/10.0.0.3:80@c]")
 		r.plane.with(func() { r.plane.applyErr = nil })
 		check("and no longer", false, "[]")
+	})
+}
+
+// A backend that the gateway has not loaded is named in the log, and nothing is acknowledged for its targets. It does not make
+// the gateway look late, for that moves a healthy address, and it holds up no other pool.
+func TestAnUnreadPoolIsItsOwnAffair(t *testing.T) {
+	directed(t, func(r *rig) {
+		var mu sync.Mutex
+		var last Progress
+		r.d.Followed = func(p Progress) {
+			mu.Lock()
+			defer mu.Unlock()
+			last = p
+		}
+		other := key("c")
+		other.Pool = "other"
+		no := errors.New("no such backend")
+		r.plane.with(func() {
+			r.plane.unread = map[health.Pool]error{"other": no}
+			r.plane.applyErr = func(op health.Op) error { return r.plane.unread[op.Pool] }
+		})
+		r.d.Set.Replace(time.Now(), "other", []health.Endpoint{{Target: other.Target, Routable: true}})
+		follows := func() {
+			t.Helper()
+			time.Sleep(time.Minute)
+			mu.Lock()
+			defer mu.Unlock()
+			if last.Err != nil || len(last.Behind) > 0 || len(last.Came) > 0 || !r.d.Programmed() {
+				t.Errorf("progress is %+v", last)
+			}
+		}
+		r.serving("a b")
+		follows()
+		r.bury("a")
+		r.bury("c")
+		follows()
+		r.stones("a:idle c:unknown")
+		if n := r.log.count("level=WARN"); n > 3 || r.log.count("pool other: no such backend") == 0 {
+			t.Errorf("the log should name the pool, a few times:\n%s", r.log.b.String())
+		}
+		r.plane.with(func() { r.plane.unread = nil; r.plane.generation++; r.plane.routed[other] = true })
+		time.Sleep(time.Minute)
+		r.stones("a:idle c:kept")
+
+		r.plane.with(func() { r.plane.unread = map[health.Pool]error{"web": no} })
+		time.Sleep(time.Minute)
+		r.stones("a:unknown c:kept")
 	})
 }
 

@@ -29,7 +29,8 @@ type Gateway interface {
 	Apply(ctx context.Context, ops []health.Op) error
 
 	// Observe reads what every live process does with keys. It is an error if one live process could not be read:
-	// an unread process could be routing.
+	// an unread process could be routing. A pool that the process taking new requests has not loaded is no error: the
+	// Observation names it as unread and says nothing of its keys.
 	Observe(ctx context.Context, keys []health.Key) (health.Observation, error)
 
 	// Owned lists the keys that an agent (this one or an earlier one) made in the gateway, whether routed or not. Servers that people

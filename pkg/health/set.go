@@ -355,7 +355,7 @@ func (s *Set) AppendWatched(keys []Key) []Key {
 }
 
 // Observe takes in a reading. Readings of keys that the set no longer has change nothing, nor does a reading that began before
-// the last one. A new generation voids what was seen of all others.
+// the last one. A new generation voids what was seen of all others, an unread pool what was seen of its own targets.
 //
 // In the first generation that the set is told of, a target of a pool with a check that the gateway knows and does not route to was taken out
 // by an agent before this one, whose verdicts are not known. It stays out until a probe of it has succeeded, its check has a verdict, or no other is routable.
@@ -412,6 +412,16 @@ func (s *Set) Observe(now time.Time, o Observation) {
 		}
 	}
 	s.seen = s.seen[:0]
+	if len(o.Unread) > 0 {
+		for _, p := range s.all {
+			for _, i := range p.members.all {
+				if r := s.at(i); o.Unread[p.name] != nil && r.seenIn == s.generation {
+					r.seenIn = 0
+					s.refresh(i, r)
+				}
+			}
+		}
+	}
 	if moved {
 		s.refreshAll()
 	}

@@ -90,6 +90,8 @@ type Observation struct {
 	Generation string
 	// At is when the reading began.
 	At time.Time
-	// Seen has one entry for each key that was asked for.
+	// Seen has one entry for each key that was asked for, but for those of unread pools.
 	Seen map[Key]Seen
+	// Unread are the pools of which nothing is known, each with the reason: the gateway has not loaded them.
+	Unread map[Pool]error
 }

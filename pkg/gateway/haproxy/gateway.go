@@ -679,7 +679,7 @@ func (g *Gateway) observe(ctx context.Context, keys []health.Key) (o health.Obse
 		byBackend[b] = append(byBackend[b], asked{k, name})
 	}
 	o.At = time.Now()
-	o.Seen = make(map[health.Key]health.Seen, len(keys))
+	o.Seen, o.Unread = make(map[health.Key]health.Seen, len(keys)), map[health.Pool]error{}
 	for _, k := range unnamed {
 		o.Seen[k] = health.Seen{Missing: true}
 	}
@@ -697,7 +697,7 @@ func (g *Gateway) observe(ctx context.Context, keys []health.Key) (o health.Obse
 	}
 	g.unused = map[health.Key]string{}
 	for _, p := range before.Workers {
-		start, err := g.observeProcess(ctx, p, byBackend, unused, o.Seen)
+		start, err := g.observeProcess(ctx, p, byBackend, unused, &o)
 		if err != nil {
 			return o, gone(err) || errors.Is(err, KindChanging), err
 		}
@@ -711,7 +711,10 @@ func (g *Gateway) observe(ctx context.Context, keys []health.Key) (o health.Obse
 		return o, true, &Error{Command: "show proc", Kind: KindChanging, Text: before.String() + ", then " + after.String()}
 	}
 	for k, is := range o.Seen {
-		if !is.Routed && is.Active == 0 {
+		switch {
+		case o.Unread[k.Pool] != nil:
+			delete(o.Seen, k)
+		case !is.Routed && is.Active == 0:
 			g.unused[k] = listed
 		}
 	}
@@ -724,13 +727,14 @@ type asked struct {
 	name string
 }
 
-// observeProcess adds what one process does with the keys to seen, and returns when the process was started.
+// observeProcess adds what one process does with the keys to o, and returns when the process was started. If the process takes
+// new requests and has not loaded a backend, the backend's pool is unread.
 //
 // The order of the readings matters: first the servers' states and whether anything new can come in at all, then the counts,
 // then the streams. What was given to a server before it was taken out is in the counts or the streams that are read after
 // it, and later nothing is given to it. The streams are listed only for a target that is taken out, has a count of zero and
 // is not known to be unused.
-func (g *Gateway) observeProcess(ctx context.Context, p process, byBackend map[*Backend][]asked, unused map[health.Key]bool, seen map[health.Key]health.Seen) (start string, err error) {
+func (g *Gateway) observeProcess(ctx context.Context, p process, byBackend map[*Backend][]asked, unused map[health.Key]bool, o *health.Observation) (start string, err error) {
 	in, err := g.info(ctx, p.PID)
 	if err != nil {
 		return "", err
@@ -739,8 +743,11 @@ func (g *Gateway) observeProcess(ctx context.Context, p process, byBackend map[*
 	open := false // an old process has a server that is not taken out
 	for b, list := range byBackend {
 		x, err := g.state(ctx, p.PID, b.Backend)
-		if p.Old && errors.Is(err, KindNoBackend) {
-			x, err = newIndex(nil), nil // it is newer than this worker
+		if errors.Is(err, KindNoBackend) {
+			if !p.Old { // else the backend is newer than this worker
+				o.Unread[b.Pool] = err
+			}
+			x, err = newIndex(nil), nil
 		}
 		if err != nil {
 			return "", err
@@ -788,7 +795,7 @@ func (g *Gateway) observeProcess(ctx context.Context, p process, byBackend map[*
 	}
 	for b, list := range byBackend {
 		for _, a := range list {
-			is := seen[a.key]
+			is := o.Seen[a.key]
 			serving := false
 			for _, srv := range states[b].of(b, a.key, a.name) {
 				routed := !srv.takenOut() && !sealed
@@ -806,7 +813,7 @@ func (g *Gateway) observeProcess(ctx context.Context, p process, byBackend map[*
 			if !p.Old && !serving {
 				is.Missing = true
 			}
-			seen[a.key] = is
+			o.Seen[a.key] = is
 		}
 	}
 	return in.Start, nil
@@ -851,8 +858,8 @@ func (g *Gateway) owned(ctx context.Context, keys map[health.Key]bool) error {
 				continue
 			}
 			x, err := g.state(ctx, p.PID, b.Backend)
-			if p.Old && errors.Is(err, KindNoBackend) {
-				continue
+			if errors.Is(err, KindNoBackend) {
+				continue // HAProxy has not loaded it yet
 			}
 			if err != nil {
 				return err

@@ -11,6 +11,7 @@ import (
 	"net/http"
 	"net/netip"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -714,6 +715,49 @@ func TestDeletingWaitsForStreams(t *testing.T) {
 	if got := p.worker(); got != worker {
 		t.Fatalf("worker %d is gone, %d has come", worker, got)
 	}
+}
+
+// A backend is often configured for the agent before HAProxy has loaded it. That one pool is not known then; what is known of
+// the others is what they are drained by.
+func TestABackendThatIsNotLoadedIsUnreadAlone(t *testing.T) {
+	t.Parallel()
+	p := newProxy(t, userFile+"backend people\n    server s0 127.0.0.2:9\n",
+		Backend{Pool: "owned", Backend: "agent", Owned: true}, Backend{Pool: "static", Backend: "people"})
+	p.gateway()
+	p.start()
+	p.cfg.Backends = append(p.cfg.Backends, Backend{Pool: "later", Backend: "later", Owned: true}, Backend{Pool: "nowhere", Backend: "nowhere"})
+	g := p.gateway()
+	good, static := routed("owned", "u", "127.0.0.3:9"), key("static", "u", "127.0.0.2:9")
+	later, nowhere := routed("later", "u", "127.0.0.4:9"), key("nowhere", "u", "127.0.0.5:9")
+	keys := []health.Key{good.Key, static, later.Key, nowhere}
+	if err := g.Apply(t.Context(), []health.Op{later, good}); !errors.Is(err, KindNoBackend) {
+		t.Errorf("the op on a backend that is not loaded: %v", err)
+	}
+	check := func(unread ...health.Pool) {
+		t.Helper()
+		o, err := g.Observe(t.Context(), keys)
+		if err != nil {
+			t.Fatal(err)
+		}
+		want := map[health.Key]health.Seen{}
+		for _, k := range keys {
+			if !slices.Contains(unread, k.Pool) {
+				want[k] = health.Seen{Present: true, Routed: true}
+			} else if !errors.Is(o.Unread[k.Pool], KindNoBackend) {
+				t.Errorf("pool %s is unread for %v", k.Pool, o.Unread[k.Pool])
+			}
+		}
+		if diff := cmp.Diff(want, o.Seen, cmpopts.EquateComparable(health.Key{})); diff != "" || len(o.Unread) != len(unread) {
+			t.Errorf("unread are %v:\n%s", o.Unread, diff)
+		}
+		owned, err := g.Owned(t.Context())
+		if diff := cmp.Diff([]health.Key{later.Key, good.Key}, owned, cmpopts.EquateComparable(health.Key{})); diff != "" || err != nil {
+			t.Errorf("owned: %v\n%s", err, diff)
+		}
+	}
+	check("later", "nowhere")
+	p.reload()
+	check("nowhere")
 }
 
 // Whoever may write EndpointSlices may write any UID into them. A key that no server can be named after must not keep the others
