@@ -62,7 +62,7 @@ type Check struct {
 	Path string
 	// Host is the Host header. Empty: the target's address.
 	Host string
-	// Headers are further request headers, each "Name: value\r\n", sorted.
+	// Headers are further request headers, each "Name: value\r\n", sorted. User-Agent and Accept replace those of the agent.
 	Headers string
 	// ServerName is what HTTPS sends as SNI and verifies. Empty: Host without its port.
 	ServerName string

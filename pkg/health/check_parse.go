@@ -131,7 +131,7 @@ func plain(err error) string {
 		if kind, path, ok := strings.Cut(field, " into Go struct field "); ok {
 			path, _, _ = strings.Cut(path, " of type ")
 			_, path, _ = strings.Cut(path, ".")
-			return fmt.Sprintf("%s: a %s is not allowed there", path, kind)
+			return fmt.Sprintf("%s: no %s is allowed there", path, kind)
 		}
 	}
 	return s
@@ -246,7 +246,10 @@ func joinHeaders(c *Check, headers map[string]string) error {
 		names = append(names, name)
 	}
 	slices.Sort(names)
-	for _, name := range names {
+	for i, name := range names {
+		if n := slices.IndexFunc(names[:i], func(other string) bool { return strings.EqualFold(other, name) }); n >= 0 {
+			return fmt.Errorf("headers: %s and %s are the same header, which is sent once", names[n], name)
+		}
 		switch strings.ToLower(name) {
 		case "host":
 			return fmt.Errorf("headers: %s has a key of its own, host", name)

@@ -85,6 +85,8 @@ func TestParseCheckRefuses(t *testing.T) {
 		"headers: {host: a}":                          {"headers", "a key of its own, host"},
 		"headers: {Connection: close}":                {"headers", "keepAlive"},
 		"headers: {Content-Length: '1'}":              {"headers", "Content-Length"},
+		"headers: {X-A: a, x-a: b}":                   {"headers", "x-a", "X-A"},
+		"headers: {X-A: [a, b]}":                      {"headers", "array"},
 		"protocol: https\nserverName: 10.0.0.1":       {"serverName", "a name"},
 		"protocol: https\nserverName: a:443":          {"serverName", "without a port"},
 		"serverName: a":                               {"serverName", "https, not for http"},

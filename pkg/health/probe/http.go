@@ -5,6 +5,7 @@ import (
 	"errors"
 	"net/netip"
 	"strconv"
+	"strings"
 
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
@@ -40,12 +41,28 @@ func appendGet(b []byte, job *health.Job) []byte {
 	b = append(b, c.Path...)
 	b = append(b, " HTTP/1.1\r\nHost: "...)
 	b = appendHost(b, job)
-	b = append(b, "\r\nUser-Agent: lameduck-health\r\nAccept: */*\r\n"...)
+	b = append(b, "\r\n"...)
+	if !has(c.Headers, "User-Agent") {
+		b = append(b, "User-Agent: lameduck-health\r\n"...)
+	}
+	if !has(c.Headers, "Accept") {
+		b = append(b, "Accept: */*\r\n"...)
+	}
 	if !c.KeepAlive {
 		b = append(b, "Connection: close\r\n"...)
 	}
 	b = append(b, c.Headers...)
 	return append(b, "\r\n"...)
+}
+
+// has reports whether headers, lines as of [health.Check], have one of that name.
+func has(headers, name string) bool {
+	for line := range strings.SplitSeq(headers, "\r\n") {
+		if of, _, _ := strings.Cut(line, ":"); strings.EqualFold(of, name) {
+			return true
+		}
+	}
+	return false
 }
 
 func appendHost(b []byte, job *health.Job) []byte {

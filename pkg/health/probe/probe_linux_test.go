@@ -297,6 +297,23 @@ func TestWhatIsSent(t *testing.T) {
 	}
 }
 
+// A backend may refuse a request that has a header twice, and need not take the one that the check says.
+func TestAHeaderIsSentOnce(t *testing.T) {
+	for _, header := range []string{"User-Agent", "user-agent", "Accept", "ACCEPT", "Accept-Encoding"} {
+		c, err := health.ParseCheck(`{headers: {` + header + `: "5"}}`)
+		if err != nil {
+			t.Fatal(err)
+		}
+		sent := string(appendGet(nil, &health.Job{Key: health.Key{Target: health.Target{Addr: netip.MustParseAddrPort("127.0.0.1:80")}}, Check: &c}))
+		if strings.Count(strings.ToLower(sent), "\r\n"+strings.ToLower(header)+": ") != 1 || !strings.Contains(sent, "\r\n"+header+": 5\r\n") {
+			t.Errorf("%s: sent is\n%s", header, sent)
+		}
+		if n := strings.Count(sent, "\r\n"); n < 6 {
+			t.Errorf("%s: a default of another name is left out:\n%s", header, sent)
+		}
+	}
+}
+
 func TestIPv6(t *testing.T) {
 	l, err := net.Listen("tcp", "[::1]:0")
 	if err != nil {
