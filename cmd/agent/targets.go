@@ -14,6 +14,7 @@ import (
 	"text/tabwriter"
 	"time"
 
+	"github.com/lameduck-io/lameduck/pkg/endpoints"
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
@@ -138,9 +139,9 @@ func (h *heard) pods() map[health.UID]string {
 	defer h.mu.Unlock()
 	names := map[health.UID]string{}
 	for _, s := range h.slices {
-		for _, e := range s.Endpoints {
-			if ref := e.TargetRef; ref != nil && ref.Kind == "Pod" {
-				names[health.UID(ref.UID)] = s.Namespace + "/" + ref.Name
+		for i := range s.Endpoints {
+			if uid := endpoints.PodOf(s, &s.Endpoints[i]); uid != "" {
+				names[uid] = s.Namespace + "/" + s.Endpoints[i].TargetRef.Name
 			}
 		}
 	}

@@ -87,7 +87,7 @@ func (v *vicinity) Surroundings(ctx context.Context, agent string, pod drain.Pod
 		s.Young = max(0, heardBy-max(0, deleted.Sub(at)))
 	}
 	uid := health.UID(pod.UID)
-	for _, l := range v.index.Pod(time.Now(), uid) {
+	for _, l := range v.index.Pod(time.Now(), pod.Namespace, uid) {
 		usable := v.index.Usable(l.Service)
 		t := drain.Targets{Service: drain.Service{Namespace: l.Service.Namespace, Name: l.Service.Name}, Usable: make([]drain.UID, len(usable))}
 		others := 0

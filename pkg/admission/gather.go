@@ -47,7 +47,7 @@ type Ledger interface {
 
 // Slices is what the handler needs to know of EndpointSlices.
 type Slices interface {
-	Pod(now time.Time, uid health.UID) []endpoints.Listing
+	Pod(now time.Time, namespace string, uid health.UID) []endpoints.Listing
 	// Usable is sorted, and belongs to the caller.
 	Usable(service types.NamespacedName) []health.UID
 }
@@ -262,7 +262,7 @@ func (c *Cluster) ofNode(ctx context.Context, name string, f *Facts) error {
 // ofRouting reads which Services list the pod, who may route them, and who else could take its traffic.
 func (c *Cluster) ofRouting(now time.Time, s *subject, f *Facts) {
 	uid := health.UID(s.pod.UID)
-	listings := c.Slices.Pod(now, uid)
+	listings := c.Slices.Pod(now, s.pod.Namespace, uid)
 	f.Listed = len(listings) > 0
 	services := make([]drain.Service, 0, len(listings))
 	for _, l := range listings {
@@ -304,7 +304,7 @@ func (c *Cluster) targets(listings []endpoints.Listing, uid health.UID) (all []d
 // look brings the targets of s up to date. It names a Service of which the pod has become the last one.
 func (c *Cluster) look(now time.Time, s *subject) (lastOf string) {
 	uid := health.UID(s.pod.UID)
-	s.targets, lastOf = c.targets(c.Slices.Pod(now, uid), uid)
+	s.targets, lastOf = c.targets(c.Slices.Pod(now, s.pod.Namespace, uid), uid)
 	return lastOf
 }
 

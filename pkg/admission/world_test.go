@@ -107,8 +107,8 @@ type listings struct {
 	usable map[types.NamespacedName][]health.UID
 }
 
-func (l *listings) Pod(_ time.Time, uid health.UID) []endpoints.Listing { return l.of[uid] }
-func (l *listings) Usable(service types.NamespacedName) []health.UID    { return l.usable[service] }
+func (l *listings) Pod(_ time.Time, _ string, uid health.UID) []endpoints.Listing { return l.of[uid] }
+func (l *listings) Usable(service types.NamespacedName) []health.UID              { return l.usable[service] }
 
 // ledger is a Ledger that writes down each call that changes something.
 type ledger struct {

@@ -182,16 +182,16 @@ func (x *Index) walk(c *slice, s *discovery.EndpointSlice) {
 	}
 	was, is := c.last.Endpoints, s.Endpoints
 	if len(was) != len(is) {
-		for len(was) > 0 && len(is) > 0 && same(&was[0], &is[0]) {
+		for len(was) > 0 && len(is) > 0 && same(s, &was[0], &is[0]) {
 			was, is = was[1:], is[1:]
 		}
-		for len(was) > 0 && len(is) > 0 && same(&was[len(was)-1], &is[len(is)-1]) {
+		for len(was) > 0 && len(is) > 0 && same(s, &was[len(was)-1], &is[len(is)-1]) {
 			was, is = was[:len(was)-1], is[:len(is)-1]
 		}
 	}
 	n := min(len(was), len(is))
 	for i := range n {
-		if !same(&was[i], &is[i]) {
+		if !same(s, &was[i], &is[i]) {
 			x.count(c, &was[i], -1)
 			x.count(c, &is[i], +1)
 		}
@@ -328,17 +328,21 @@ type Listing struct {
 	Left bool
 }
 
-// Pod returns the Services that list the pod at now, or did until less than Linger ago, sorted.
-func (x *Index) Pod(now time.Time, uid health.UID) []Listing {
+// Pod returns the Services of the pod's namespace that list the pod at now, or did until less than Linger ago, sorted. A Service of
+// another namespace does not count: its EndpointSlices may name any UID.
+func (x *Index) Pod(now time.Time, namespace string, uid health.UID) []Listing {
 	x.mu.RLock()
 	defer x.mu.RUnlock()
 	all := x.pods[uid]
 	listings := make([]Listing, 0, len(all))
 	for _, s := range all {
+		if s.service.Namespace != namespace {
+			continue
+		}
 		listings = append(listings, Listing{Service: s.service, Ready: s.ready > 0, Terminating: s.terminating > 0})
 	}
 	for service, at := range x.left[uid] {
-		if now.Sub(at) < Linger && !slices.ContainsFunc(all, func(s standing) bool { return s.service == service }) {
+		if service.Namespace == namespace && now.Sub(at) < Linger && !slices.ContainsFunc(all, func(s standing) bool { return s.service == service }) {
 			listings = append(listings, Listing{Service: service, Left: true})
 		}
 	}
@@ -399,14 +403,16 @@ func read(s *discovery.EndpointSlice, e *discovery.Endpoint) (r endpoint, ok boo
 	if err != nil {
 		return r, false
 	}
-	return endpoint{uid: podOf(e), addr: addr, ready: isReady(e), terminating: isTerminating(e)}, true
+	return endpoint{uid: PodOf(s, e), addr: addr, ready: isReady(e), terminating: isTerminating(e)}, true
 }
 
-func podOf(e *discovery.Endpoint) health.UID {
-	if e.TargetRef == nil || e.TargetRef.Kind != "Pod" {
+// PodOf returns the pod that an endpoint of a slice is, or "" if it is none of the slice's namespace.
+func PodOf(s *discovery.EndpointSlice, e *discovery.Endpoint) health.UID {
+	ref := e.TargetRef
+	if ref == nil || ref.Kind != "Pod" || ref.Namespace != "" && ref.Namespace != s.Namespace {
 		return ""
 	}
-	return health.UID(e.TargetRef.UID)
+	return health.UID(ref.UID)
 }
 
 // isReady and isTerminating: a condition that is not given counts as ready, and as not terminating (discovery/v1, EndpointConditions).
@@ -418,12 +424,12 @@ func isTerminating(e *discovery.Endpoint) bool {
 	return e.Conditions.Terminating != nil && *e.Conditions.Terminating
 }
 
-// same says whether two endpoints are read alike.
-func same(a, b *discovery.Endpoint) bool {
+// same says whether two endpoints of a slice are read alike.
+func same(s *discovery.EndpointSlice, a, b *discovery.Endpoint) bool {
 	if len(a.Addresses) == 0 || len(b.Addresses) == 0 {
 		return len(a.Addresses) == len(b.Addresses)
 	}
-	return a.Addresses[0] == b.Addresses[0] && podOf(a) == podOf(b) && isReady(a) == isReady(b) && isTerminating(a) == isTerminating(b)
+	return a.Addresses[0] == b.Addresses[0] && PodOf(s, a) == PodOf(s, b) && isReady(a) == isReady(b) && isTerminating(a) == isTerminating(b)
 }
 
 // samePorts says whether two versions of a slice have the same ports, and addresses of the same type.

@@ -100,7 +100,7 @@ func wantSaid(t *testing.T, x *Index, service types.NamespacedName, port, want s
 // listings prints which Services list a pod, as "shop/web:ready shop/api:left".
 func listings(x *Index, now time.Time, uid health.UID) string {
 	var all []string
-	for _, l := range x.Pod(now, uid) {
+	for _, l := range x.Pod(now, web.Namespace, uid) {
 		text := l.Service.String()
 		for _, flag := range []struct {
 			set  bool
@@ -249,6 +249,31 @@ func TestPodIsListedByItsServices(t *testing.T) {
 	wantListings(t, x, t0, "b", "shop/web:terminating")
 	wantListings(t, x, t0, "c", "shop/web:ready:terminating")
 	wantListings(t, x, t0, "nobody", "")
+}
+
+// A tenant that may write EndpointSlices may write any pod into them. A Service selects pods of its own namespace only, so that
+// a pod of another is not listed, whatever the reference says.
+func TestASliceListsNoPodOfAnotherNamespace(t *testing.T) {
+	for name, says := range map[string]string{"it names the other namespace": "bank", "it hides it": web.Namespace, "it names none": ""} {
+		t.Run(name, func(t *testing.T) {
+			x := NewIndex()
+			s := made("forged", web, "10.0.0.1@core-1 ready", "10.0.0.2@a ready")
+			s.Endpoints[0].TargetRef.Namespace = says
+			x.Apply(t0, s)
+			if l := x.Pod(t0, "bank", "core-1"); len(l) != 0 {
+				t.Errorf("the pod of bank is listed by %+v", l)
+			}
+			want := "10.0.0.1:80@core-1+ 10.0.0.2:80@a+"
+			if says == "bank" {
+				want = "10.0.0.1:80@+ 10.0.0.2:80@a+"
+			}
+			wantSaid(t, x, web, "http", want)
+			x.Apply(t0, made("forged", web))
+			if l := x.Pod(t0, "bank", "core-1"); len(l) != 0 {
+				t.Errorf("the pod of bank is listed by %+v when it has left", l)
+			}
+		})
+	}
 }
 
 func TestUsable(t *testing.T) {
