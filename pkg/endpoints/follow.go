@@ -47,8 +47,8 @@ func (t *tally) word() health.Change {
 	}
 }
 
-// Follow makes Apply, Delete and Tick tell what changes for a port. Endpoints that are no pods are not told: there is nothing to
-// tell them apart by when their address is used again. Call it before the first slice.
+// Follow makes Apply, Delete and Tick tell what changes for a port. An endpoint without a pod, as of a Service without a
+// selector, is told with the UID "": its address is all that it is known by. Call Follow before the first slice.
 func (x *Index) Follow(p Port) {
 	x.mu.Lock()
 	defer x.mu.Unlock()

@@ -75,7 +75,9 @@ func TestOnlyWhatChangesIsTold(t *testing.T) {
 		{"and no longer", take, made("one", web, "10.0.0.1@z ready"), "shop/web http: 10.0.0.3:80@c+"},
 		{"another number", take, ported(made("two", web, "10.0.0.3@c ready"), "http:81"), "shop/web http: 10.0.0.3:80@c gone 10.0.0.3:81@c+"},
 		{"another name", take, ported(made("two", web, "10.0.0.3@c ready"), "https:81"), "shop/web http: 10.0.0.3:81@c gone"},
-		{"not a pod", take, made("two", web, "10.0.0.7 ready"), ""},
+		{"not a pod", take, made("two", web, "10.0.0.7 ready"), "shop/web http: 10.0.0.7:80@+"},
+		{"not a pod, and not ready", take, made("two", web, "10.0.0.7 unready"), "shop/web http: 10.0.0.7:80@-"},
+		{"it is gone", take, made("two", web), "shop/web http: 10.0.0.7:80@ gone"},
 		{"of nobody's concern", take, made("else", types.NamespacedName{Namespace: "shop", Name: "else"}, "10.0.0.1@z ready"), ""},
 		{"another Service", take, made("one", api, "10.0.0.1@z ready"), "shop/api : 10.0.0.1:80@z+; shop/web http: 10.0.0.1:80@z gone"},
 		{"deleted", missed, made("one", web), "shop/api : 10.0.0.1:80@z gone"},
@@ -131,7 +133,6 @@ func (w *world) check(present map[string]*discovery.EndpointSlice) {
 	}
 	for _, p := range []Port{{web, "http"}, {api, ""}} {
 		want := naive.Endpoints(p.Service, p.Name)
-		want = slices.DeleteFunc(want, func(e health.Endpoint) bool { return e.UID == "" })
 		if len(want) != len(w.known[p]) {
 			w.t.Fatalf("%v: told %v, want %v (index %q, aside %v)", p, w.known[p], want, said(w.x, p.Service, p.Name), w.x.aside)
 		}

@@ -216,6 +216,11 @@ func (x *Index) count(c *slice, of *discovery.Endpoint, by int) {
 			delete(usable, e.uid)
 		}
 	}
+	for i, v := range x.views[c.service] {
+		if n := c.numbers[i]; n != 0 {
+			v.count(e, n, by)
+		}
+	}
 	if e.uid == "" {
 		return
 	}
@@ -236,11 +241,6 @@ func (x *Index) count(c *slice, of *discovery.Endpoint, by int) {
 	}
 	if st.listed == 0 {
 		x.unlisted = append(x.unlisted, leaver{uid: e.uid, service: c.service})
-	}
-	for i, v := range x.views[c.service] {
-		if n := c.numbers[i]; n != 0 {
-			v.count(e, n, by)
-		}
 	}
 }
 

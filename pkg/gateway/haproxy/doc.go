@@ -56,6 +56,8 @@
 //     latter. In other backends the agent cannot see them. The same goes for dispatch, and for on-marked-down
 //     shutdown-sessions, which ends requests in flight the moment a server is taken out.
 //   - An agent-check can lift maintenance. Owned servers may not have one.
+//   - An endpoint without a pod, as of a Service without a selector, has a server with an empty UID. If a pod has the same address,
+//     nothing says so, and the server stays in service when the pod is taken out.
 //   - A backend that is not a pool may have a server at the same address. So may a server with a mapped port (":+1000").
 //   - default-server lines in a defaults section apply to servers from the file and not to those added at run time. HAProxy 2.6
 //     even leaves out its own defaults for the latter: without pool-max-conn and pool-purge-delay, which the agent therefore gives to

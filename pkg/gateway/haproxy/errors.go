@@ -63,7 +63,7 @@ const (
 	KindChanging
 	// KindNoPool: no such pool is configured.
 	KindNoPool
-	// KindBadKey: the key cannot be written as a server (empty or strange UID, invalid address, IPv6 zone).
+	// KindBadKey: the key cannot be written as a server (strange UID, invalid address, IPv6 zone).
 	KindBadKey
 	// KindFile: the servers file could not be read or written.
 	KindFile

@@ -14,11 +14,11 @@ const namePrefix = "ld-"
 // maxUID bounds a UID in a server's name. Kubernetes' are 36 characters; static pods' are 32 hexadecimal digits.
 const maxUID = 128
 
-// serverName writes a target as the name of a server: ld-<uid>-<ip>-<port>. HAProxy allows letters, digits and . : _ - in
-// names (invalid_char in its src/tools.c) and sets no limit on their length.
+// serverName writes a target as the name of a server: ld-<uid>-<ip>-<port>. The UID is empty for an endpoint without a pod.
+// HAProxy allows letters, digits and . : _ - in names (invalid_char in its src/tools.c) and sets no limit on their length.
 func serverName(t health.Target) (string, error) {
-	if len(t.UID) == 0 || len(t.UID) > maxUID || !nameChars(string(t.UID)) {
-		return "", fmt.Errorf("pod UID %q: want 1 to %d letters, digits and . : _ -", t.UID, maxUID)
+	if len(t.UID) > maxUID || t.UID != "" && !nameChars(string(t.UID)) {
+		return "", fmt.Errorf("pod UID %q: want at most %d letters, digits and . : _ -", t.UID, maxUID)
 	}
 	a := t.Addr
 	if !a.IsValid() || a.Port() == 0 || a.Addr().IsUnspecified() {

@@ -717,6 +717,35 @@ func TestDeletingWaitsForStreams(t *testing.T) {
 	}
 }
 
+// The endpoints of a Service without a selector are no pods. Traffic is meant for them all the same.
+func TestAnEndpointWithoutAPodHasAServer(t *testing.T) {
+	t.Parallel()
+	b := gatewaytest.StartBackend(t, "127.0.0.81")
+	p := newProxy(t, userFile+"backend people\n    server s0 127.0.0.2:9\n",
+		Backend{Pool: "owned", Backend: "agent", Owned: true, Lines: []string{"balance roundrobin"}})
+	g := p.gateway()
+	p.start()
+	op := routed("owned", "", b.Addr.String())
+	apply(t, g, op)
+	p.reload()
+	c := gatewaytest.NewHTTPClient(p.url)
+	t.Cleanup(c.Close)
+	if addr, err := c.Get(t.Context(), "owned", "/", 0); addr != b.Addr || err != nil {
+		t.Errorf("a request went to %s, %v", addr, err)
+	}
+	if owned, err := p.gateway().Owned(t.Context()); len(owned) != 1 || owned[0] != op.Key || err != nil {
+		t.Errorf("owned: %v, %v", owned, err)
+	}
+	apply(t, g, removed("owned", "", b.Addr.String()))
+	if got := see(t, g, op.Key); got.Routed || !got.Present {
+		t.Errorf("removed, it is seen as %+v", got)
+	}
+	p.until("the server is gone", func() bool {
+		apply(t, g, health.Op{Key: op.Key, Want: health.WantGone})
+		return !see(t, g, op.Key).Present
+	})
+}
+
 // A backend is often configured for the agent before HAProxy has loaded it. That one pool is not known then; what is known of
 // the others is what they are drained by.
 func TestABackendThatIsNotLoadedIsUnreadAlone(t *testing.T) {
