@@ -51,6 +51,56 @@ func TestVerdictsAreThoseOfLuaRestyHealthcheck(t *testing.T) {
 	}
 }
 
+// restyTarget is the state of one target by the rules of lua-resty-healthcheck 3.1.2 (incr_counter): an outcome without a
+// threshold, or one that agrees with the verdict, changes nothing.
+type restyTarget struct {
+	verdict  Verdict
+	counters [4]int // of Success, HTTPFailure, TCPFailure and Timeout
+}
+
+func (r *restyTarget) count(limits [4]uint8, kind int) {
+	toward, between := Unhealthy, MostlyHealthy
+	if kind == 0 {
+		toward, between = Healthy, MostlyUnhealthy
+	}
+	if limits[kind] == 0 || r.verdict == toward {
+		return
+	}
+	if r.counters[kind]++; kind == 0 {
+		r.counters[1], r.counters[2], r.counters[3] = 0, 0, 0
+	} else {
+		r.counters[0] = 0
+	}
+	switch opposite := Healthy + Unhealthy - toward; {
+	case r.counters[kind] >= int(limits[kind]):
+		r.verdict = toward
+	case r.verdict == opposite:
+		r.verdict = between
+	}
+}
+
+// Every sequence of up to six outcomes, from healthy on, has the verdicts of lua-resty-healthcheck. From unknown on, where it
+// begins as healthy, a target is usable after the same outcomes.
+func TestEverySequenceIsThatOfLuaRestyHealthcheck(t *testing.T) {
+	for _, l := range [][4]uint8{{3, 3, 2, 2}, {2, 2, 2, 2}, {1, 1, 1, 1}, {3, 0, 2, 0}, {2, 3, 0, 1}, {0, 2, 2, 2}, {1, 2, 3, 3}} {
+		limits := Thresholds{Successes: l[0], HTTPFailures: l[1], TCPFailures: l[2], Timeouts: l[3]}
+		for word := range 1 << 12 { // two bits for each outcome
+			resty := restyTarget{verdict: Healthy}
+			known, unknown := &record{pool: &pool{}, verdict: Healthy}, &record{pool: &pool{}}
+			known.set(own, true)
+			for n := range 6 {
+				kind := word >> (2 * n) & 3
+				resty.count(l, kind)
+				known.count(limits, Success+OutcomeKind(kind))
+				unknown.count(limits, Success+OutcomeKind(kind))
+				if known.verdict != resty.verdict || unknown.verdict.Usable() != resty.verdict.Usable() {
+					t.Fatalf("%+v: outcome %d of %012b: %s, and %s from unknown on; want %s", limits, n+1, word, known.verdict, unknown.verdict, resty.verdict)
+				}
+			}
+		}
+	}
+}
+
 func TestACounterDoesNotOverflowIntoAnother(t *testing.T) {
 	r := &record{pool: &pool{}}
 	for range 1000 {

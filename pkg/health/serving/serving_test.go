@@ -47,6 +47,48 @@ func eligible(at time.Duration, is bool) step {
 	return step{at, func(h *Health, _ time.Time) { h.SetEligible(is) }}
 }
 
+// The checks of kube-proxy's TestHealthzServer and TestLivezServer (pkg/proxy/healthcheck), in their order and on one server.
+func TestTheSequenceOfKubeProxysTest(t *testing.T) {
+	both := []Family{IPv4, IPv6}
+	now, h, checks := time.Now(), New(timeout), 0
+	want := func(livez, healthz bool) {
+		t.Helper()
+		checks++
+		_, l := h.Livez(now)
+		_, z := h.Healthz(now)
+		if l != livez || z != healthz {
+			t.Errorf("check %d: livez %t, healthz %t; want %t, %t", checks, l, z, livez, healthz)
+		}
+	}
+	do := func(s step) { s.do(h, now) }
+	want(true, true)
+	do(updated(0, both...))
+	want(true, true)
+	now = now.Add(late)
+	want(true, true)
+	for _, families := range [][]Family{{IPv4}, {IPv6}, both} {
+		do(queued(0, families...))
+		now = now.Add(late)
+		want(false, false)
+		do(updated(0, both...))
+		now = now.Add(timeout / 2)
+		want(true, true)
+	}
+	for _, families := range [][]Family{{IPv6}, both} {
+		do(queued(0, families...))
+		now = now.Add(late)
+		want(false, false)
+		do(updated(0, IPv4))
+		want(false, false)
+		do(updated(0, IPv6))
+		want(true, true)
+	}
+	for _, is := range []bool{true, false, true, false} {
+		do(eligible(0, is))
+		want(true, is)
+	}
+}
+
 // The cases are those of kube-proxy's test, by meaning, and what an agent adds to them.
 func TestWhoeverAsksIsTold(t *testing.T) {
 	for name, c := range map[string]struct {
