@@ -429,18 +429,22 @@ func TestLostAnswers(t *testing.T) {
 	}
 }
 
-// The cost of a batch: a fixed number of readings for each worker and at most three commands for each op.
+// The cost of a batch: a fixed number of readings for each worker and at most three commands for each op. The streams, of which
+// there may be many, are listed once after a change, not at each reading.
 func TestCommandsOfABatch(t *testing.T) {
 	t.Parallel()
 	p := newProxy(t, userFile+"backend people\n    server s0 127.0.0.2:9\n",
 		Backend{Pool: "owned", Backend: "agent", Owned: true, Lines: []string{"balance roundrobin"}})
 	p.gateway()
 	p.start()
-	var count atomic.Int64
+	var count, lists atomic.Int64
 	p.cfg.Socket = listenUnix(t, func(conn net.Conn) {
 		cmd, err := io.ReadAll(conn)
 		if err == nil {
 			count.Add(1)
+			if strings.Contains(string(cmd), "show sess") {
+				lists.Add(1)
+			}
 			io.WriteString(conn, rawAsk(t, p.socket, string(cmd)))
 		}
 	})
@@ -452,21 +456,30 @@ func TestCommandsOfABatch(t *testing.T) {
 		in, out = append(in, routed("owned", "u", addr)), append(out, removed("owned", "u", addr))
 		keys = append(keys, key("owned", "u", addr))
 	}
+	observe := func() error { _, err := g.Observe(t.Context(), keys); return err }
 	for _, c := range []struct {
-		what string
-		do   func() error
-		most int64
+		what        string
+		do          func() error
+		most, lists int64
 	}{
-		{"route 50", func() error { return g.Apply(t.Context(), in) }, 4 + 2*50},
-		{"route them again", func() error { return g.Apply(t.Context(), in) }, 3},
-		{"remove 50", func() error { return g.Apply(t.Context(), out) }, 4 + 50},
-		{"remove them again", func() error { return g.Apply(t.Context(), out) }, 3},
-		{"observe 50", func() error { _, err := g.Observe(t.Context(), keys); return err }, 6},
-		{"observe them again", func() error { _, err := g.Observe(t.Context(), keys); return err }, 5},
+		{"route 50", func() error { return g.Apply(t.Context(), in) }, 4 + 2*50, 0},
+		{"observe 50 that are routed", observe, 5, 0},
+		{"route them again", func() error { return g.Apply(t.Context(), in) }, 3, 0},
+		{"remove 50", func() error { return g.Apply(t.Context(), out) }, 4 + 50, 0},
+		{"remove them again", func() error { return g.Apply(t.Context(), out) }, 3, 0},
+		{"observe 50", observe, 6, 1},
+		{"observe them again", observe, 5, 0},
+		{"route and remove one", func() error { return g.Apply(t.Context(), []health.Op{in[0], out[0]}) }, 6, 0},
+		{"observe 50 after a change", observe, 6, 1},
+		{"observe them again", observe, 5, 0},
 	} {
 		count.Store(0)
+		lists.Store(0)
 		if err := c.do(); err != nil {
 			t.Fatal(err)
+		}
+		if n := lists.Load(); n != c.lists {
+			t.Errorf("%s: streams were listed %d times, want %d", c.what, n, c.lists)
 		}
 		if n := count.Load(); n > c.most {
 			t.Errorf("%s: %d commands, want at most %d", c.what, n, c.most)
