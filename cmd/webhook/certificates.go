@@ -21,12 +21,6 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/serve"
 )
 
-// The names of the Services in front of the two listeners. Their certificate is one.
-const (
-	admissionService = "lameduck-webhook"
-	agentsService    = "lameduck-agents"
-)
-
 // proof is how this replica shows who it is, and knows the API server.
 type proof struct {
 	door        *admission.Door
@@ -45,7 +39,8 @@ func newProof(o options, kube kubernetes.Interface, metrics *admission.Metrics, 
 	tasks := []serve.Task{}
 	made := certs.Options{
 		Kube: kube, Namespace: o.namespace, Secret: conf.Secret, ConfigMap: conf.ConfigMap, WebhookConfiguration: conf.WebhookConfiguration,
-		Names: append([]string{admissionService + "." + o.namespace + ".svc", agentsService + "." + o.namespace + ".svc"}, conf.Names...),
+		// Every Service of the namespace: that of each entry of the webhook configuration, however many there are, and that of the agents.
+		Names: append([]string{"*." + o.namespace + ".svc"}, conf.Names...),
 		Times: certs.Times{RotateEvery: conf.RotateEvery.Duration, Overlap: conf.Overlap.Duration}, Log: log,
 	}
 	var err error

@@ -74,7 +74,7 @@ func newReplicas(o options, certificates *proof, log *slog.Logger) (*replicas, e
 				return nil, err
 			}
 			secure := tls.Dialer{NetDialer: dialer, Config: &tls.Config{
-				MinVersion: tls.VersionTLS12, RootCAs: roots, ServerName: agentsService + "." + o.namespace + ".svc", NextProtos: []string{"http/1.1"},
+				MinVersion: tls.VersionTLS12, RootCAs: roots, ServerName: "lameduck-agents." + o.namespace + ".svc", NextProtos: []string{"http/1.1"},
 			}}
 			return secure.DialContext(ctx, network, address)
 		},

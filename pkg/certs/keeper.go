@@ -74,10 +74,11 @@ type Keeper struct {
 	Options
 	wake chan struct{}
 	// pace is for somebody who writes another thing again and again.
-	pace    *rate.Limiter
-	serving atomic.Pointer[tls.Certificate]
+	pace *rate.Limiter
+	// serving is what is served: of the current set and, while there is one, of the next.
+	serving atomic.Pointer[[]*tls.Certificate]
 	trusted atomic.Pointer[[]byte]
-	// secret is that of the set which is served, for the log.
+	// secret is that of the current set, for the log.
 	secret string
 	// told is the CA that was last seen in the ConfigMap, or written, as this replica has it; other is since when there has been another one.
 	told  string
@@ -91,12 +92,19 @@ func New(o Options) *Keeper {
 
 var errNone = errors.New("there is no certificate yet: the Secret could not be read or written")
 
-// GetCertificate is for tls.Config.
-func (k *Keeper) GetCertificate(*tls.ClientHelloInfo) (*tls.Certificate, error) {
-	if c := k.serving.Load(); c != nil {
-		return c, nil
+// GetCertificate is for tls.Config. A caller that asks for a name which the current certificate lacks, and the next one has, gets the next one: it would refuse
+// the current one, and without this a Service that an upgrade adds could not be called until the next set is the current one. A nil hello asks for no name.
+func (k *Keeper) GetCertificate(hello *tls.ClientHelloInfo) (*tls.Certificate, error) {
+	all := k.serving.Load()
+	if all == nil {
+		return nil, errNone
 	}
-	return nil, errNone
+	for _, c := range *all {
+		if hello != nil && c.Leaf.VerifyHostname(hello.ServerName) == nil {
+			return c, nil
+		}
+	}
+	return (*all)[0], nil
 }
 
 // Ready reports why nothing can be served. Nil: it can.
@@ -252,9 +260,15 @@ func (k *Keeper) use(s State) error {
 	}
 	trusted := s.Trusted()
 	k.trusted.Store(&trusted)
+	serving := []*tls.Certificate{pair}
+	if s.Next != nil {
+		if next, err := s.Next.pair(); err == nil { // a damaged one is replaced when its turn comes
+			serving = append(serving, next)
+		}
+	}
+	k.serving.Store(&serving)
 	if k.secret != s.Current.Secret {
 		k.secret = s.Current.Secret
-		k.serving.Store(pair)
 		k.Log.Info("certificate changed", "serial", pair.Leaf.SerialNumber.Text(16), "until", pair.Leaf.NotAfter.UTC().Format(time.RFC3339))
 	}
 	return nil

@@ -2,6 +2,8 @@ package certs
 
 import (
 	"context"
+	"crypto/tls"
+	"crypto/x509"
 	"encoding/json"
 	"errors"
 	"log/slog"
@@ -331,4 +333,52 @@ func TestWhatIsNotOursIsNotWritten(t *testing.T) {
 			t.Errorf("%+v", w)
 		}
 	})
+}
+
+// An upgrade that adds a Service asks for a name that the current certificate does not have. The set with that name becomes current only after the overlap, an
+// hour by default; until then the API server could not call the new Service, and deletions would not wait.
+func TestANameThatIsAddedIsServedAtOnce(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		kube := fake.NewClientset(installed()...)
+		set, err := newSet(time.Now(), []string{"old.system.svc"}, short)
+		if err != nil {
+			t.Fatal(err)
+		}
+		text, err := json.Marshal(State{Current: set})
+		if err != nil {
+			t.Fatal(err)
+		}
+		secret := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: "system", Name: "kept"}, Data: map[string][]byte{stateKey: text}}
+		if _, err := kube.CoreV1().Secrets("system").Update(t.Context(), secret, metav1.UpdateOptions{}); err != nil {
+			t.Fatal(err)
+		}
+		k, _ := keeperWith(t, kube, func(o *Options) { o.Names = []string{"*.system.svc"} })
+		time.Sleep(5 * time.Second)
+		roots := x509.NewCertPool()
+		roots.AppendCertsFromPEM(webhooks(t, kube)[0].ClientConfig.CABundle)
+		for _, name := range []string{"old.system.svc", "new-0.system.svc", "new-1.system.svc"} {
+			got, err := k.GetCertificate(&tls.ClientHelloInfo{ServerName: name})
+			if err != nil {
+				t.Fatal(err)
+			}
+			if _, err := got.Leaf.Verify(x509.VerifyOptions{DNSName: name, Roots: roots}); err != nil {
+				t.Errorf("what is served for %s: %v", name, err)
+			}
+			if current := string(got.Certificate[0]) == string(mustPair(t, set).Certificate[0]); current != (name == "old.system.svc") {
+				t.Errorf("for %s the current certificate is served: %v", name, current)
+			}
+		}
+		if got, err := k.GetCertificate(nil); err != nil || string(got.Certificate[0]) != string(mustPair(t, set).Certificate[0]) {
+			t.Errorf("without a name another certificate than the current one is served (%v)", err)
+		}
+	})
+}
+
+func mustPair(t *testing.T, s *Set) *tls.Certificate {
+	t.Helper()
+	pair, err := s.pair()
+	if err != nil {
+		t.Fatal(err)
+	}
+	return pair
 }
