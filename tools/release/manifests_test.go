@@ -53,9 +53,9 @@ func TestManifests(t *testing.T) {
 	ref := func(program string) string { return o.name(program) + "@" + want[program] }
 	images := regexp.MustCompile(`(?m)\bimage: (\S+)$`)
 	for file, wants := range map[string][]string{
-		"install.yaml":                  {ref("lameduck-wait"), ref("webhook")},
-		"install-cert-manager.yaml":     {ref("lameduck-wait"), ref("webhook")},
-		"install-own-certificates.yaml": {ref("lameduck-wait"), ref("webhook")},
+		"install.yaml":                  {ref("lameduck-wait"), ref("webhook"), ref("webhook")},
+		"install-cert-manager.yaml":     {ref("lameduck-wait"), ref("webhook"), ref("webhook")},
+		"install-own-certificates.yaml": {ref("lameduck-wait"), ref("webhook"), ref("webhook")},
 		"barrier.yaml":                  {ref("agent")},
 		"check.yaml":                    {ref("webhook")},
 	} {

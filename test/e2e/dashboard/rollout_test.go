@@ -51,7 +51,7 @@ func open(t *testing.T) *stage.Stage {
 		if errOpen = opened.InstallCoordinator(ctx); errOpen != nil {
 			return
 		}
-		errOpen = opened.InstallWebhook(ctx)
+		errOpen = opened.InstallWebhook(ctx, 1)
 	})
 	if errOpen != nil {
 		t.Fatal(errOpen)

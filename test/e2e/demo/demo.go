@@ -136,7 +136,7 @@ func (d *demo) perform(ctx context.Context) (report.Demo, error) {
 	if err := d.stage.InstallApp(ctx, app); err != nil {
 		return result, err
 	}
-	if err := d.stage.InstallWebhook(ctx); err != nil {
+	if err := d.stage.InstallWebhook(ctx, 1); err != nil {
 		return result, err
 	}
 	var drained []types.UID

@@ -161,7 +161,7 @@ func TestARelease(t *testing.T) {
 		}
 	}
 	for _, wait := range [][]string{
-		{"rollout", "status", "-n", "lameduck-system", "deployment/lameduck-webhook", "--timeout=120s"},
+		{"rollout", "status", "-n", "lameduck-system", "deployment", "-l", "app.kubernetes.io/component=webhook", "--timeout=120s"},
 		{"rollout", "status", "-n", "lameduck-node", "daemonset/lameduck-node", "--timeout=60s"},
 		{"wait", "-n", "lameduck-system", "--for=condition=Complete", "--timeout=150s", "job/lameduck-check"},
 	} {
@@ -235,7 +235,9 @@ func sameAsTheChart(t *testing.T, c *cluster.Cluster, dir string) {
 	}
 	got := objects(t, charted...)
 	// By it a change of the configuration starts other pods; a release is another pod anyway.
-	delete(got["Deployment lameduck-system/lameduck-webhook"]["spec"].(object)["template"].(object)["metadata"].(object), "annotations")
+	for _, entry := range []string{"0", "1"} {
+		delete(got["Deployment lameduck-system/lameduck-webhook-"+entry]["spec"].(object)["template"].(object)["metadata"].(object), "annotations")
+	}
 	file := func(name string) string {
 		content, err := os.ReadFile(filepath.Join(dir, name))
 		if err != nil {

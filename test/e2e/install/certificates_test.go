@@ -48,7 +48,7 @@ func calls(t *testing.T, s *stage.Stage) (all, failed int) {
 		t.Fatal(err)
 	}
 	sum := func(metric string) (n int) {
-		for _, line := range regexp.MustCompile(`(?m)^`+metric+`\{[^}]*name="pods\.lameduck\.io"[^}]*\} (\S+)$`).FindAllStringSubmatch(string(text), -1) {
+		for _, line := range regexp.MustCompile(`(?m)^`+metric+`\{[^}]*name="pods-\d+\.lameduck\.io"[^}]*\} (\S+)$`).FindAllStringSubmatch(string(text), -1) {
 			value, err := strconv.ParseFloat(line[1], 64)
 			if err != nil {
 				t.Fatal(err)
@@ -98,7 +98,7 @@ func slowCaller(t *testing.T, s *stage.Stage, stopped *atomic.Bool) (all int, fa
 	return all, failures
 }
 
-// Certificate, CA and secret are replaced three times by three replicas, while pods are deleted and coordinators come and go. Were there a moment at which
+// Certificate, CA and secret are replaced three times by two replicas, while pods are deleted and coordinators come and go. Were there a moment at which
 // a caller and a replica do not fit together, a deletion would go on unasked.
 func TestRotationFailsNoCall(t *testing.T) {
 	s := open(t)
@@ -166,7 +166,7 @@ func TestRotationFailsNoCall(t *testing.T) {
 		t.Logf("rotation %d took %s", n+1, time.Since(asked).Round(100*time.Millisecond))
 		if n == 1 {
 			// A new replica reads what the others have made.
-			if _, err := s.Restart(t.Context(), stage.System, "lameduck-webhook"); err != nil {
+			if err := s.RestartCoordinators(t.Context()); err != nil {
 				t.Fatal(err)
 			}
 		}
@@ -179,8 +179,11 @@ func TestRotationFailsNoCall(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			c := config.Webhooks[0].ClientConfig
-			return strings.HasSuffix(*c.URL, "/v1/admit/"+now.Current.Secret) && string(c.CABundle) == now.Current.CA && bundle.Data["ca.crt"] == now.Current.CA
+			same := bundle.Data["ca.crt"] == now.Current.CA
+			for _, w := range config.Webhooks {
+				same = same && strings.HasSuffix(*w.ClientConfig.URL, "/v1/admit/"+now.Current.Secret) && string(w.ClientConfig.CABundle) == now.Current.CA
+			}
+			return same
 		})
 	}
 	stopped.Store(true)
@@ -216,14 +219,15 @@ func TestRotationFailsNoCall(t *testing.T) {
 // Somebody applies manifests by force, so that path and CA are lost: they come back at once.
 func TestLostPathAndCAComeBack(t *testing.T) {
 	s := open(t)
-	patch := `[{"op":"remove","path":"/webhooks/0/clientConfig/caBundle"},{"op":"replace","path":"/webhooks/0/clientConfig/url","value":"https://` + stage.CoordinatorAddress.String() + `:9443"}]`
+	// Of the second entry: each is looked at.
+	patch := `[{"op":"remove","path":"/webhooks/1/clientConfig/caBundle"},{"op":"replace","path":"/webhooks/1/clientConfig/url","value":"https://10.244.250.2:9443"}]`
 	if _, err := s.Kube.AdmissionregistrationV1().ValidatingWebhookConfigurations().Patch(t.Context(), "lameduck", types.JSONPatchType, []byte(patch), metav1.PatchOptions{}); err != nil {
 		t.Fatal(err)
 	}
 	began := time.Now()
 	until(t, "the path and the CA are back", 5*time.Second, func() bool {
 		got, err := s.Kube.AdmissionregistrationV1().ValidatingWebhookConfigurations().Get(t.Context(), "lameduck", metav1.GetOptions{})
-		return err == nil && len(got.Webhooks[0].ClientConfig.CABundle) > 0 && strings.Contains(*got.Webhooks[0].ClientConfig.URL, "/v1/admit/")
+		return err == nil && len(got.Webhooks[1].ClientConfig.CABundle) > 0 && strings.Contains(*got.Webhooks[1].ClientConfig.URL, "/v1/admit/")
 	})
 	t.Logf("after %s", time.Since(began).Round(time.Millisecond))
 }

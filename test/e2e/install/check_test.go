@@ -3,6 +3,7 @@ package install
 import (
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"strings"
 	"testing"
 
@@ -25,11 +26,15 @@ func check(t *testing.T, s *stage.Stage, as string, args ...string) (string, err
 	return string(out), err
 }
 
-// The check says yes if and only if the API server asks a coordinator, with the one right that it is given.
+// The check says yes if and only if the API server asks a coordinator by each entry, with the one right that it is given.
 func TestCheck(t *testing.T) {
 	s := open(t)
-	if out, err := check(t, s, ""); err != nil || !strings.HasPrefix(out, "Lameduck answers: replica lameduck-webhook-") {
+	if out, err := check(t, s, ""); err != nil || !regexp.MustCompile(`^pods-0.lameduck.io: Lameduck answers: replica lameduck-webhook-0-.*\npods-1.lameduck.io: Lameduck answers: replica lameduck-webhook-1-.*\n$`).MatchString(out) {
 		t.Errorf("%v: %s", err, out)
+	}
+	// One entry that does not work is not hidden by another that does.
+	if out, err := check(t, s, "", "--entries=3", "--wait=1s"); err == nil || !strings.Contains(out, "pods-2.lameduck.io, within 1s: deletions in namespace default do not wait") {
+		t.Errorf("an entry that is not there: %v: %s", err, out)
 	}
 	const account = "system:serviceaccount:lameduck-system:lameduck-check"
 	if out, err := check(t, s, account); err == nil || !strings.Contains(out, "needs the right to create pods/eviction with the name lameduck-check in namespace default") {
@@ -44,7 +49,7 @@ func TestCheck(t *testing.T) {
 	if err := s.Apply(t.Context(), rights); err != nil {
 		t.Fatal(err)
 	}
-	if out, err := check(t, s, account); err != nil || !strings.HasPrefix(out, "Lameduck answers") {
+	if out, err := check(t, s, account); err != nil || !strings.HasPrefix(out, "pods-0.lameduck.io: Lameduck answers") {
 		t.Errorf("with the right alone: %v: %s", err, out)
 	}
 	if out, err := check(t, s, "", "--namespace=kube-system", "--wait=1s"); err == nil || !strings.Contains(out, "deletions in namespace kube-system do not wait") {

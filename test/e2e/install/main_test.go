@@ -24,7 +24,7 @@ var (
 	errOpen  error
 )
 
-// open returns the stage that all tests of this package share: one node, three coordinators with short times for certificates, the webhook.
+// open returns the stage that all tests of this package share: one node, two coordinators with short times for certificates, the webhook.
 func open(t *testing.T) *stage.Stage {
 	t.Helper()
 	if _, err := stage.HAProxy(); err != nil {
@@ -40,13 +40,13 @@ func open(t *testing.T) *stage.Stage {
 		if c, errOpen = audited(); errOpen != nil {
 			return
 		}
-		if opened, errOpen = stage.Open(ctx, c, stage.Options{Bin: bin, Dir: filepath.Join(os.TempDir(), "n"), Replicas: 3, Overlap: overlap}); errOpen != nil {
+		if opened, errOpen = stage.Open(ctx, c, stage.Options{Bin: bin, Dir: filepath.Join(os.TempDir(), "n"), Entries: 2, Overlap: overlap}); errOpen != nil {
 			return
 		}
 		if errOpen = opened.InstallCoordinator(ctx); errOpen != nil {
 			return
 		}
-		errOpen = opened.InstallWebhook(ctx)
+		errOpen = opened.InstallWebhook(ctx, 2)
 	})
 	if errOpen != nil {
 		t.Fatal(errOpen)

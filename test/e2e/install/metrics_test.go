@@ -77,7 +77,7 @@ func TestEveryPanelHasData(t *testing.T) {
 		}
 	}
 	until(t, "Prometheus has scraped the last of it", 30*time.Second, func() bool {
-		return len(series(t, base, `lameduck_holds`)) == 3 && len(series(t, base, `lameduck_agent_streams`)) == 1
+		return len(series(t, base, `lameduck_holds`)) == 2 && len(series(t, base, `lameduck_agent_streams`)) == 1
 	})
 	for _, row := range monitoring.Rows {
 		if row.Barrier {

@@ -130,7 +130,7 @@ func TestTheChartIsTheManifests(t *testing.T) {
 func TestTheChartsValues(t *testing.T) {
 	s := open(t)
 	text, err := charted(t, map[string]any{
-		"replicas": 5, "image": map[string]any{"repository": "registry.example/lameduck", "tag": "v1", "pullPolicy": "Always"},
+		"webhook": map[string]any{"entries": 3}, "image": map[string]any{"repository": "registry.example/lameduck", "tag": "v1", "pullPolicy": "Always"},
 		"config":             map[string]any{"times": map[string]any{"deadline": "20s"}, "logLevel": "debug"},
 		"excludedNamespaces": []any{"kube-system", "ci"}, "priorityClassName": "", "nodeSelector": map[string]any{"role": "infra"},
 		"tolerations": []any{map[string]any{"key": "infra", "operator": "Exists"}}, "resources": map[string]any{"requests": map[string]any{"cpu": "1"}},
@@ -151,10 +151,11 @@ func TestTheChartsValues(t *testing.T) {
 		return string(out)
 	}
 	for key, wants := range map[string][]string{
-		"Deployment lameduck-system/lameduck-webhook": {`"replicas":5`, `"image":"registry.example/lameduck:v1"`, `"imagePullPolicy":"Always"`, `"nodeSelector":{"role":"infra"}`,
+		"Deployment lameduck-system/lameduck-webhook-2": {`"replicas":1`, `"lameduck.io/ordinal":"2"`, `"--ordinal=2"`, `"image":"registry.example/lameduck:v1"`, `"imagePullPolicy":"Always"`, `"nodeSelector":{"role":"infra"}`,
 			`"tolerations":[{"key":"infra"`, `"resources":{"requests":{"cpu":"1","memory":"64Mi"}}`, `"lameduck.io/config":"`},
 		"ConfigMap lameduck-system/lameduck-coordinator":    {`kind: CoordinatorConfiguration\nlogLevel: debug\ntimes:\n  deadline: 20s`},
-		"ValidatingWebhookConfiguration <nil>/lameduck":     {`"values":["kube-system","ci","lameduck-system"]`},
+		"Service lameduck-system/lameduck-webhook-2":        {`"lameduck.io/ordinal":"2"`},
+		"ValidatingWebhookConfiguration <nil>/lameduck":     {`"name":"pods-2.lameduck.io"`, `"name":"lameduck-webhook-2"`, `['lameduck.io/entry'] == '2'`, `"values":["kube-system","ci","lameduck-system"]`},
 		"ClusterRoleBinding <nil>/lameduck-certificates":    {`"namespace":"lameduck-system"`},
 		"RoleBinding lameduck-system/lameduck-certificates": nil,
 	} {
@@ -164,11 +165,24 @@ func TestTheChartsValues(t *testing.T) {
 			}
 		}
 	}
-	if strings.Contains(marshal("Deployment lameduck-system/lameduck-webhook"), "priorityClassName") || all["Namespace <nil>/lameduck-system"] != nil {
+	if strings.Contains(marshal("Deployment lameduck-system/lameduck-webhook-0"), "priorityClassName") || all["Namespace <nil>/lameduck-system"] != nil {
 		t.Error("priorityClassName or the namespace is there although it was switched off")
 	}
-	if _, err := charted(t, map[string]any{"certificates": "letsEncrypt"}); err == nil || !strings.Contains(err.Error(), `"letsEncrypt" is none of`) {
-		t.Errorf("certificates: letsEncrypt: %v", err)
+	for want, values := range map[string]map[string]any{
+		`certificates: "letsEncrypt" is none of`: {"certificates": "letsEncrypt"},
+		"webhook.entries: 0: must be 1 to 9":     {"webhook": map[string]any{"entries": 0}},
+		"set webhook.entries":                    {"replicas": 3},
+	} {
+		if _, err := charted(t, values); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%v: %v", values, err)
+		}
+	}
+	one, err := charted(t, map[string]any{"webhook": map[string]any{"entries": 1}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if hooks := objects(t, one)["ValidatingWebhookConfiguration <nil>/lameduck"]["webhooks"].([]any); len(hooks) != 1 || strings.Count(one, "kind: Deployment\n") != 1 {
+		t.Errorf("with webhook.entries=1: %v", hooks)
 	}
 	if out, err := s.Cluster.KubectlInput(t.Context(), text, "apply", "--dry-run=server", "--validate=strict", "-f", "-"); err != nil {
 		t.Errorf("%v: %s", err, out)
@@ -266,7 +280,9 @@ func TestApplyingAgainChangesNothing(t *testing.T) {
 	for key, o := range objects(t, chart) {
 		if strings.HasPrefix(key, "ValidatingWebhookConfiguration") {
 			o["metadata"].(object)["name"] = "applied-again"
-			o["webhooks"].([]any)[0].(object)["namespaceSelector"] = object{"matchLabels": object{"no-such-label": "x"}}
+			for _, w := range o["webhooks"].([]any) {
+				w.(object)["namespaceSelector"] = object{"matchLabels": object{"no-such-label": "x"}}
+			}
 			text, err := yaml.Marshal(o)
 			if err != nil {
 				t.Fatal(err)
@@ -288,7 +304,9 @@ func TestApplyingAgainChangesNothing(t *testing.T) {
 			t.Fatal(err)
 		}
 		path := "/v1/admit/0123456789abcdef"
-		got.Webhooks[0].ClientConfig.Service.Path, got.Webhooks[0].ClientConfig.CABundle = &path, []byte(pem)
+		for i := range got.Webhooks {
+			got.Webhooks[i].ClientConfig.Service.Path, got.Webhooks[i].ClientConfig.CABundle = &path, []byte(pem)
+		}
 		if _, err := webhooks.Update(t.Context(), got, metav1.UpdateOptions{FieldManager: "lameduck-webhook"}); err != nil {
 			t.Fatal(err)
 		}
@@ -296,8 +314,10 @@ func TestApplyingAgainChangesNothing(t *testing.T) {
 		if got, err = webhooks.Get(t.Context(), "applied-again", metav1.GetOptions{}); err != nil {
 			t.Fatal(err)
 		}
-		if c := got.Webhooks[0].ClientConfig; c.Service.Path == nil || *c.Service.Path != path || len(c.CABundle) == 0 {
-			t.Errorf("%q: %+v", how, c)
+		for _, w := range got.Webhooks {
+			if c := w.ClientConfig; c.Service.Path == nil || *c.Service.Path != path || len(c.CABundle) == 0 {
+				t.Errorf("%q: %+v", how, c)
+			}
 		}
 		if err := webhooks.Delete(t.Context(), "applied-again", metav1.DeleteOptions{}); err != nil {
 			t.Fatal(err)

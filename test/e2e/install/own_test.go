@@ -76,7 +76,7 @@ subjects: [{apiGroup: rbac.authorization.k8s.io, kind: User, name: "` + account 
 		}
 		return string(text)
 	}
-	cmd := exec.Command(filepath.Join(stage.Programs(t), "webhook"), "--kubeconfig="+kubeconfig, "--namespace=own", "--replica=brought-along", "--cert-dir="+tls,
+	cmd := exec.Command(filepath.Join(stage.Programs(t), "webhook"), "--kubeconfig="+kubeconfig, "--namespace=own", "--replica=brought-along", "--ordinal=0", "--cert-dir="+tls,
 		"--admission-secret-file="+secret, "--admission-address="+address, "--agents-address=127.0.0.1:0", "--metrics-address="+people, "--shutdown-delay=0s")
 	cmd.Stderr = log
 	if err := cmd.Start(); err != nil {
@@ -98,7 +98,7 @@ subjects: [{apiGroup: rbac.authorization.k8s.io, kind: User, name: "` + account 
 		config := &admissionv1.ValidatingWebhookConfiguration{
 			ObjectMeta: metav1.ObjectMeta{Name: "own-certificates"},
 			Webhooks: []admissionv1.ValidatingWebhook{{
-				Name: "pods.own.lameduck.io", SideEffects: &none, FailurePolicy: &ignore, TimeoutSeconds: &seconds, AdmissionReviewVersions: []string{"v1"},
+				Name: "pods-0.lameduck.io", SideEffects: &none, FailurePolicy: &ignore, TimeoutSeconds: &seconds, AdmissionReviewVersions: []string{"v1"},
 				ClientConfig:      admissionv1.WebhookClientConfig{URL: &url, CABundle: bundle},
 				NamespaceSelector: &metav1.LabelSelector{MatchLabels: map[string]string{"kubernetes.io/metadata.name": ns}},
 				Rules: []admissionv1.RuleWithOperations{{
@@ -126,7 +126,7 @@ subjects: [{apiGroup: rbac.authorization.k8s.io, kind: User, name: "` + account 
 	}
 	answers := func(when string) {
 		t.Helper()
-		if out, err := check(t, s, "", "--namespace="+ns, "--wait=30s"); err != nil || !strings.Contains(out, "replica brought-along") {
+		if out, err := check(t, s, "", "--namespace="+ns, "--entries=1", "--wait=30s"); err != nil || !strings.Contains(out, "replica brought-along") {
 			t.Errorf("%s: %v: %s", when, err, out)
 		}
 	}

@@ -128,7 +128,7 @@ func TestEveryRightIsUsedAndNoOtherAskedFor(t *testing.T) {
 		// virtual ones are asked for by coordinators.
 		virtual []string
 	}{
-		{webhook, nil},
+		{webhook, []string{"witness lameduck.io/drains"}},
 		{rights.Account{Namespace: ns, Name: "gateway"}, []string{"acknowledge lameduck.io/drains"}},
 	} {
 		all, refused := used(t, of.account)

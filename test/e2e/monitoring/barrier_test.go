@@ -47,7 +47,7 @@ func TestThePanelsOfTheBarrierHaveData(t *testing.T) {
 		}
 	}
 	must(s.InstallCoordinator(t.Context()))
-	must(s.InstallWebhook(t.Context()))
+	must(s.InstallWebhook(t.Context(), 1))
 	if err := s.InstallFollowing(t.Context()); errors.Is(err, stage.ErrNoPacketFilter) {
 		cluster.Missing(t, "nft", "apt-get install nftables")
 	} else if err != nil {

@@ -194,11 +194,9 @@ func (l *lab) install(t *testing.T) {
 		switch {
 		case isWebhook(o):
 		case o["kind"] == "Deployment":
-			// Two, so that one may go with its node; not on node-3, which is drained and cut off.
-			spec := o["spec"].(object)
-			spec["replicas"] = 2
-			pod := spec["template"].(object)["spec"].(object)
-			pod["affinity"] = notOn("node-3")
+			// Not on node-3, which is drained and cut off.
+			pod := o["spec"].(object)["template"].(object)["spec"].(object)
+			maps.Copy(pod["affinity"].(object), notOn("node-3"))
 			entitle(pod)
 			if timed() {
 				container := pod["containers"].([]any)[0].(object)
@@ -215,7 +213,7 @@ func (l *lab) install(t *testing.T) {
 	l.apply(t, objects...)
 	l.namespace(t, gateway, map[string]string{"lameduck.io/drain": "disabled"})
 	l.apply(t, workloads...)
-	l.kubectl(t, "rollout", "status", "-n", system, "deployment/lameduck-webhook", "--timeout=60s")
+	l.kubectl(t, "rollout", "status", "-n", system, "deployment", "-l", "app.kubernetes.io/component=webhook", "--timeout=60s")
 	l.kubectl(t, "rollout", "status", "-n", agents, "daemonset/lameduck-node", "--timeout=60s")
 }
 

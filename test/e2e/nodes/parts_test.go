@@ -312,8 +312,8 @@ func (l *lab) configure(t *testing.T, more string) {
 			l.apply(t, o)
 		}
 	}
-	l.kubectl(t, "rollout", "restart", "-n", system, "deployment/lameduck-webhook")
-	l.kubectl(t, "rollout", "status", "-n", system, "deployment/lameduck-webhook", "--timeout=90s")
+	l.kubectl(t, "rollout", "restart", "-n", system, "deployment", "-l", "app.kubernetes.io/component=webhook")
+	l.kubectl(t, "rollout", "status", "-n", system, "deployment", "-l", "app.kubernetes.io/component=webhook", "--timeout=90s")
 }
 
 // passed is what a coordinator has written when it let a pod go.
@@ -382,13 +382,13 @@ func (l *lab) testScopes(t *testing.T) {
 			}
 		}
 	}
-	// Each replica learns by itself, and which one is asked follows from the pod's UID: it is made to be one.
-	l.kubectl(t, "scale", "-n", system, "deployment/lameduck-webhook", "--replicas=1")
+	// Each replica learns by itself, and which one is asked follows from the pod's UID: one is left.
+	l.kubectl(t, "scale", "-n", system, "deployment/lameduck-webhook-1", "--replicas=0")
 	l.configure(t, "barrier: {ask: quorum, sampling: {size: 1, learnFrom: 9}}\n")
 	check("quorum, nothing learnt yet", l.replace(t, namespace, "first"), 3, 3, false)
 	check("quorum", l.replace(t, namespace, "then"), 1, 2, true)
 	l.configure(t, "barrier: {ask: local}\n")
 	check("local", l.replace(t, namespace, "local"), 1, 1, false)
-	l.kubectl(t, "scale", "-n", system, "deployment/lameduck-webhook", "--replicas=2")
+	l.kubectl(t, "scale", "-n", system, "deployment/lameduck-webhook-1", "--replicas=1")
 	l.configure(t, "")
 }

@@ -63,7 +63,7 @@ func (l *lab) testOwnCertificates(t *testing.T) {
 	}
 	ca, err := cluster.NewCA()
 	if err == nil {
-		err = ca.IssueFiles(dir, "lameduck-webhook.lameduck-system.svc", "lameduck-agents.lameduck-system.svc")
+		err = ca.IssueFiles(dir, "*.lameduck-system.svc")
 	}
 	if err != nil {
 		t.Fatal(err)
@@ -83,11 +83,11 @@ func (l *lab) testOwnCertificates(t *testing.T) {
 	l.sh(t, in+"kubectl apply --validate=strict -f lameduck.yaml")
 	l.sh(t, in+blocks[1])
 	l.sh(t, in+blocks[2])
-	l.sh(t, in+`kubectl -n lameduck-system rollout status deployment/lameduck-webhook --timeout=120s
+	l.sh(t, in+`kubectl -n lameduck-system rollout status deployment -l app.kubernetes.io/component=webhook --timeout=120s
 kubectl -n lameduck-node rollout status daemonset/lameduck-node --timeout=120s
 kubectl apply -f check.yaml
 kubectl -n lameduck-system wait --for=condition=Complete --timeout=150s job/lameduck-check`)
-	l.connected(t, 3)
+	l.connected(t, 3, entries)
 	namespace := &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: "hooked", Labels: map[string]string{"lameduck.io/barrier": "enabled"}}}
 	if _, err := l.kube.CoreV1().Namespaces().Create(t.Context(), namespace, metav1.CreateOptions{}); err != nil {
 		t.Fatal(err)

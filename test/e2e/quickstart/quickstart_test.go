@@ -38,8 +38,10 @@ func (l *lab) testQuickStart(t *testing.T) {
 	}
 	ended := map[string]func(out []string){
 		"Install the coordinator": func(out []string) {
-			if !strings.Contains(strings.Join(out, ""), "Lameduck answers: replica lameduck-webhook-") {
-				t.Error("the check does not say that Lameduck answers")
+			for _, entry := range []string{"0", "1"} {
+				if want := "pods-" + entry + ".lameduck.io: Lameduck answers: replica lameduck-webhook-" + entry; !strings.Contains(strings.Join(out, ""), want) {
+					t.Errorf("the check does not say %q", want)
+				}
 			}
 		},
 		"Opt in to the barrier": func(out []string) {

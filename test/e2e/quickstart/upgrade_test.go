@@ -9,12 +9,16 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
+	policyv1 "k8s.io/api/policy/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/rest"
 )
 
 // previous is the commit that is upgraded from: UPGRADE_FROM, or the one before this.
@@ -54,7 +58,7 @@ func archive(t *testing.T, commit string) string {
 func retagged(t *testing.T, tree, tag string) string {
 	t.Helper()
 	dir := t.TempDir()
-	for _, folder := range []string{"base", "barrier", "haproxy"} {
+	for _, folder := range []string{"base", "barrier", "haproxy", "check"} {
 		// kustomize takes no absolute paths.
 		path, err := filepath.Rel(filepath.Join(dir, folder), filepath.Join(tree, "manifests", folder))
 		if err == nil {
@@ -99,25 +103,40 @@ func (l *lab) testUpgrade(t *testing.T) {
 		}
 		return all
 	}
+	upgrade, rollback, coordinators := from("manifests"), from(old), entries
+	if oneEntry(t, tree) {
+		coordinators = 3
+		blocks := find(t, "operations.md", "Upgrade from one entry").blocks
+		if len(blocks) != 3 {
+			t.Fatalf("the page has %d blocks: want the copy of the old entry, the new ones, and the end of the old", len(blocks))
+		}
+		upgrade = slices.Concat(blocks, upgrade[1:])
+		rollback = slices.Concat(blocks[:1], []string{
+			"kubectl apply -k " + old + "/base\nkubectl -n lameduck-system rollout status deployment/lameduck-webhook --timeout=180s\nsleep 5",
+			"kubectl delete validatingwebhookconfiguration lameduck-former\nkubectl -n lameduck-system delete deployment,service lameduck-webhook-0 lameduck-webhook-1",
+		}, rollback[1:])
+	}
 	l.sh(t, "kubectl apply -k manifests/quickstart && kubectl label namespace shop lameduck.io/barrier=enabled")
 	for _, step := range from(old) {
 		l.sh(t, step)
 	}
-	l.run(t, "previous")
+	l.run(t, "previous", coordinators)
 	l.sh(t, "kubectl -n shop rollout restart deployment/web && kubectl -n shop rollout status deployment/web --timeout=120s")
 	l.until(t, "every pod has its hook", time.Minute, l.hooked)
 	time.Sleep(3 * time.Second) // kernels hear up to a second late that the pods without a hook are gone, which nobody waited for
 
 	for _, way := range []struct {
-		name, tag string
-		steps     []string
-	}{{"upgrade", "dev", from("manifests")}, {"rollback", "previous", from(old)}} {
+		name, tag    string
+		steps        []string
+		coordinators int
+	}{{"upgrade", "dev", upgrade, entries}, {"rollback", "previous", rollback, coordinators}} {
 		if way.name == "rollback" && !surges(t, tree) {
 			t.Logf("%s stops a node agent before it starts the next one: the way back to it cannot be without loss, and is not tried", previous())
 			break
 		}
 		load := l.startClients(t, "web", "gateway")
 		before := l.failedHooks(t)
+		asked := l.startAsking(t)
 		time.Sleep(time.Second)
 		stop, updated := make(chan struct{}), make(chan error, 1)
 		ctx, cancel := context.WithCancel(t.Context())
@@ -125,7 +144,8 @@ func (l *lab) testUpgrade(t *testing.T) {
 		for _, step := range way.steps {
 			l.sh(t, step)
 		}
-		l.run(t, way.tag)
+		l.run(t, way.tag, way.coordinators)
+		asked(way.name)
 		close(stop)
 		err := <-updated
 		cancel()
@@ -138,7 +158,7 @@ func (l *lab) testUpgrade(t *testing.T) {
 		if after := l.failedHooks(t); after != before {
 			t.Errorf("%s: hooks failed: %s", way.name, after)
 		}
-		l.connected(t, 5)
+		l.connected(t, 5, way.coordinators)
 		if t.Failed() {
 			l.explain(t)
 			t.FailNow()
@@ -149,6 +169,58 @@ func (l *lab) testUpgrade(t *testing.T) {
 		l.sh(t, block)
 	}
 	l.sh(t, find(t, "quickstart.md", "Install the coordinator").blocks[1])
+}
+
+// entries are those of the manifests.
+const entries = 2
+
+// oneEntry reports whether a tree's webhook configuration has one entry in front of all replicas, as it was before each replica became its own.
+func oneEntry(t *testing.T, tree string) bool {
+	t.Helper()
+	text, err := os.ReadFile(filepath.Join(tree, "manifests", "base", "webhook-configuration.yaml"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return strings.Contains(string(text), "\n  - name: pods.lameduck.io\n")
+}
+
+// startAsking evicts, as a dry run, a pod that does not exist, again and again: a coordinator that is asked refuses. What it returns stops that, and fails if at any
+// moment none was asked.
+func (l *lab) startAsking(t *testing.T) (stop func(when string)) {
+	t.Helper()
+	config := rest.CopyConfig(l.Config())
+	config.QPS = -1
+	kube, err := kubernetes.NewForConfig(config)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	asked, done := 0, make(chan struct{})
+	var unasked []string
+	go func() {
+		defer close(done)
+		for ctx.Err() == nil {
+			err := kube.PolicyV1().Evictions(shop).Evict(ctx, &policyv1.Eviction{
+				ObjectMeta: metav1.ObjectMeta{Name: "lameduck-check", Namespace: shop}, DeleteOptions: &metav1.DeleteOptions{DryRun: []string{metav1.DryRunAll}},
+			})
+			switch {
+			case ctx.Err() != nil:
+			case err != nil && strings.Contains(err.Error(), "Lameduck answers"):
+				asked++
+			default:
+				unasked = append(unasked, fmt.Sprintf("%s: %v", time.Now().Format("15:04:05.000"), err))
+			}
+			time.Sleep(20 * time.Millisecond)
+		}
+	}()
+	return func(when string) {
+		cancel()
+		<-done
+		t.Logf("%s: %d of %d evictions were asked about by no entry", when, len(unasked), asked+len(unasked))
+		if len(unasked) > 0 || asked == 0 {
+			t.Errorf("%s: no entry was asked: %q", when, unasked[:min(len(unasked), 20)])
+		}
+	}
 }
 
 // surges reports whether a tree's node agents are replaced by starting the new one first.
@@ -186,8 +258,8 @@ func (l *lab) updates(ctx context.Context, t *testing.T, stop <-chan struct{}) e
 	}
 }
 
-// run asserts that coordinators and agents are those of a tag.
-func (l *lab) run(t *testing.T, tag string) {
+// run asserts that coordinators, so many, and agents are those of a tag.
+func (l *lab) run(t *testing.T, tag string, coordinators int) {
 	t.Helper()
 	l.until(t, "coordinators and agents with the tag "+tag, 90*time.Second, func() error {
 		pods, err := l.kube.CoreV1().Pods("").List(t.Context(), metav1.ListOptions{})
@@ -207,7 +279,7 @@ func (l *lab) run(t *testing.T, tag string) {
 				n[name]++
 			}
 		}
-		if n["lameduck/webhook"] != 3 || n["lameduck/agent"] != 5 {
+		if n["lameduck/webhook"] != coordinators || n["lameduck/agent"] != 5 {
 			return fmt.Errorf("%v", n)
 		}
 		return nil
@@ -229,7 +301,7 @@ func (l *lab) hooked() error {
 }
 
 // connected asserts by the plugin that so many agents speak with every coordinator, and all that are there.
-func (l *lab) connected(t *testing.T, agents int) {
+func (l *lab) connected(t *testing.T, agents, coordinators int) {
 	t.Helper()
 	l.until(t, "every agent is connected to every coordinator", 30*time.Second, func() error {
 		out, err := l.trySh(t.Context(), "kubectl lameduck status -o json")
@@ -242,7 +314,7 @@ func (l *lab) connected(t *testing.T, agents int) {
 		if err := json.Unmarshal([]byte(out), &status); err != nil {
 			return fmt.Errorf("%w: %s", err, out)
 		}
-		if len(status.Coordinators) != 3 {
+		if len(status.Coordinators) != coordinators {
 			return fmt.Errorf("%d coordinators: %s", len(status.Coordinators), out)
 		}
 		for _, c := range status.Coordinators {

@@ -84,7 +84,7 @@ func failedOpen(t *testing.T, s *stage.Stage) (n int) {
 	return n
 }
 
-var failOpenCount = regexp.MustCompile(`(?m)^apiserver_admission_webhook_fail_open_count\{[^}]*name="pods\.lameduck\.io"[^}]*\} (\S+)$`)
+var failOpenCount = regexp.MustCompile(`(?m)^apiserver_admission_webhook_fail_open_count\{[^}]*name="pods-\d+\.lameduck\.io"[^}]*\} (\S+)$`)
 
 // deletions notes each pod of a namespace that is terminating, and when it was first seen to be, until the test ends.
 type deletions struct {

@@ -64,11 +64,11 @@ func TestTombstoneLapsesWithoutCoordinator(t *testing.T) {
 	if got := why(); got != "tombstoned" {
 		t.Fatalf("while it is drained the agent says %q", got)
 	}
-	if out, err := s.Cluster.Kubectl(t.Context(), "-n", stage.System, "scale", "deployment/lameduck-webhook", "--replicas=0"); err != nil {
+	if out, err := s.Cluster.Kubectl(t.Context(), "-n", stage.System, "scale", "deployment/lameduck-webhook-0", "--replicas=0"); err != nil {
 		t.Fatalf("%v: %s", err, out)
 	}
 	began := time.Now()
-	if err := s.Await(t.Context(), stage.System, "lameduck-webhook"); err != nil {
+	if err := s.Await(t.Context(), stage.System, "lameduck-webhook-0"); err != nil {
 		t.Fatal(err)
 	}
 	for why() != "chosen" {
@@ -82,10 +82,10 @@ func TestTombstoneLapsesWithoutCoordinator(t *testing.T) {
 	} else {
 		t.Logf("in again after %s", took)
 	}
-	if out, err := s.Cluster.Kubectl(t.Context(), "-n", stage.System, "scale", "deployment/lameduck-webhook", "--replicas=1"); err != nil {
+	if out, err := s.Cluster.Kubectl(t.Context(), "-n", stage.System, "scale", "deployment/lameduck-webhook-0", "--replicas=1"); err != nil {
 		t.Fatalf("%v: %s", err, out)
 	}
-	if err := s.Await(t.Context(), stage.System, "lameduck-webhook"); err != nil {
+	if err := s.Await(t.Context(), stage.System, "lameduck-webhook-0"); err != nil {
 		t.Fatal(err)
 	}
 	noRaces(t, s, ns)

@@ -38,13 +38,13 @@ func open(t *testing.T) *stage.Stage {
 		// Like the shared cluster, it lives until the program ends.
 		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 		defer cancel()
-		if opened, errOpen = stage.Open(ctx, c, stage.Options{Bin: bin, Dir: filepath.Join(os.TempDir(), "n"), Replicas: 1}); errOpen != nil {
+		if opened, errOpen = stage.Open(ctx, c, stage.Options{Bin: bin, Dir: filepath.Join(os.TempDir(), "n"), Entries: 1}); errOpen != nil {
 			return
 		}
 		if errOpen = opened.InstallCoordinator(ctx); errOpen != nil {
 			return
 		}
-		errOpen = opened.InstallWebhook(ctx)
+		errOpen = opened.InstallWebhook(ctx, 1)
 	})
 	if errOpen != nil {
 		t.Fatal(errOpen)

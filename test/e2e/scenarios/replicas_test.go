@@ -1,6 +1,8 @@
 package scenarios
 
 import (
+	"context"
+	"errors"
 	"sync"
 	"testing"
 	"time"
@@ -10,13 +12,12 @@ import (
 	"github.com/lameduck-io/lameduck/test/e2e/stage"
 )
 
-// scale sets how many coordinators there are, and waits.
-func scale(t *testing.T, s *stage.Stage, replicas string) {
+// entries sets how many coordinators there are, each with its entry of the webhook configuration, and waits. An entry comes after its coordinator, and goes before it.
+func entries(t *testing.T, s *stage.Stage, n int) {
 	t.Helper()
-	if out, err := s.Cluster.Kubectl(t.Context(), "-n", stage.System, "scale", "deployment/lameduck-webhook", "--replicas="+replicas); err != nil {
-		t.Fatalf("%v: %s", err, out)
-	}
-	if err := s.Await(t.Context(), stage.System, "lameduck-webhook"); err != nil {
+	ctx := context.WithoutCancel(t.Context())
+	most := max(n, 2)
+	if err := errors.Join(s.SetEntries(ctx, most), s.InstallWebhook(ctx, n), s.SetEntries(ctx, n)); err != nil {
 		t.Fatal(err)
 	}
 }
@@ -26,8 +27,8 @@ func scale(t *testing.T, s *stage.Stage, replicas string) {
 func TestReplicasComeAndGo(t *testing.T) {
 	// Not parallel: it changes the coordinators of all.
 	s := open(t)
-	scale(t, s, "2")
-	defer scale(t, s, "1")
+	entries(t, s, 2)
+	defer entries(t, s, 1)
 	ns := namespace(t, s, "replicas")
 	if err := s.InstallApp(t.Context(), stage.App{Namespace: ns, Replicas: 4, StartDelay: 300 * time.Millisecond, Work: 20 * time.Millisecond}); err != nil {
 		t.Fatal(err)
@@ -57,14 +58,14 @@ func TestReplicasComeAndGo(t *testing.T) {
 					err = s.Kube.CoreV1().Pods(stage.System).Delete(t.Context(), pods[0].Name, metav1.DeleteOptions{})
 				}
 				if err == nil {
-					err = s.Await(t.Context(), stage.System, "lameduck-webhook")
+					err = s.AwaitCoordinators(t.Context())
 				}
 				if err != nil {
 					t.Error(err)
 				}
 				continue
 			}
-			if _, err := s.Restart(t.Context(), stage.System, "lameduck-webhook"); err != nil {
+			if err := s.RestartCoordinators(t.Context()); err != nil {
 				t.Error(err)
 				return
 			}

@@ -46,10 +46,10 @@ func TestWithoutCoordinatorDeletionsWork(t *testing.T) {
 	if err := s.InstallApp(t.Context(), stage.App{Namespace: ns, Replicas: 2}); err != nil {
 		t.Fatal(err)
 	}
-	if out, err := s.Cluster.Kubectl(t.Context(), "-n", stage.System, "scale", "deployment/lameduck-webhook", "--replicas=0"); err != nil {
+	if out, err := s.Cluster.Kubectl(t.Context(), "-n", stage.System, "scale", "deployment/lameduck-webhook-0", "--replicas=0"); err != nil {
 		t.Fatalf("%v: %s", err, out)
 	}
-	if err := s.Await(t.Context(), stage.System, "lameduck-webhook"); err != nil {
+	if err := s.Await(t.Context(), stage.System, "lameduck-webhook-0"); err != nil {
 		t.Fatal(err)
 	}
 	began := time.Now()
@@ -59,10 +59,10 @@ func TestWithoutCoordinatorDeletionsWork(t *testing.T) {
 	if took := time.Since(began); took > 5*time.Second {
 		t.Errorf("two deletions took %s without a coordinator", took)
 	}
-	if out, err := s.Cluster.Kubectl(t.Context(), "-n", stage.System, "scale", "deployment/lameduck-webhook", "--replicas=1"); err != nil {
+	if out, err := s.Cluster.Kubectl(t.Context(), "-n", stage.System, "scale", "deployment/lameduck-webhook-0", "--replicas=1"); err != nil {
 		t.Fatalf("%v: %s", err, out)
 	}
-	if err := s.Await(t.Context(), stage.System, "lameduck-webhook"); err != nil {
+	if err := s.Await(t.Context(), stage.System, "lameduck-webhook-0"); err != nil {
 		t.Fatal(err)
 	}
 }

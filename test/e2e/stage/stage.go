@@ -35,9 +35,16 @@ var sheets embed.FS
 
 var sheet = template.Must(template.ParseFS(sheets, "*.yaml"))
 
-// CoordinatorAddress is what the API server is told, because there is no kube-proxy: where the coordinator's pod is or, with Options.Replicas, a
-// stand-in of the Service.
+// CoordinatorAddress is what the API server is told of the first entry, because there is no kube-proxy: where the coordinator's pod is or, with Options.Entries, a
+// stand-in of its Service. The other entries have the addresses that follow.
 var CoordinatorAddress = netip.MustParseAddr("10.244.250.1")
+
+// address is that of an entry.
+func address(entry int) netip.Addr {
+	a := CoordinatorAddress.As4()
+	a[3] += byte(entry)
+	return netip.AddrFrom4(a)
+}
 
 // System is the namespace of the coordinator.
 const System = "lameduck-system"
@@ -46,8 +53,8 @@ const System = "lameduck-system"
 type Options struct {
 	// Bin is the directory with the programs webhook, agent and app.
 	Bin string
-	// Replicas of the coordinator, behind a stand-in of its Service. 0: one, which has the Service's address itself.
-	Replicas int
+	// Entries of the webhook configuration, each with one coordinator behind a stand-in of its Service. 0: one, which has the Service's address itself.
+	Entries int
 	// Overlap is certificates.overlap of the coordinator. 0: the default.
 	Overlap time.Duration
 	// WebhookArgs are more flags of the coordinator.
@@ -72,6 +79,8 @@ type Stage struct {
 	running context.Context
 	stop    context.CancelFunc
 	nodes   sync.WaitGroup
+	// entries are those that coordinators run for, balanced those whose Service has its stand-in.
+	entries, balanced int
 }
 
 // Open starts a node in c and waits until it is ready. Close it.
@@ -83,7 +92,7 @@ func Open(ctx context.Context, c *cluster.Cluster, o Options) (*Stage, error) {
 	n, err := node.New(c.Config(), node.Options{
 		Name: "node-1", PodRange: netip.MustParsePrefix("10.244.1.0/24"), Dir: o.Dir, Observe: o.Observe, Logger: o.Log,
 		Address: func(p *corev1.Pod) netip.Addr {
-			if o.Replicas == 0 && p.Namespace == System && p.Labels["app.kubernetes.io/component"] == "webhook" {
+			if o.Entries == 0 && p.Namespace == System && p.Labels["app.kubernetes.io/component"] == "webhook" {
 				return CoordinatorAddress
 			}
 			return netip.Addr{}
@@ -218,43 +227,92 @@ func (s *Stage) InstallCoordinator(ctx context.Context) error {
 	if err := s.Apply(ctx, manifests); err != nil {
 		return err
 	}
-	if s.Replicas > 0 {
-		if err := s.balance(netip.AddrPortFrom(CoordinatorAddress, admissionPort), "lameduck-webhook"); err != nil {
-			return err
+	return s.SetEntries(ctx, max(s.Entries, 1))
+}
+
+// SetEntries has so many coordinators run, and waits for them. The webhook configuration stays as it is.
+func (s *Stage) SetEntries(ctx context.Context, n int) error {
+	type entry struct {
+		Ordinal int
+		Address netip.Addr
+	}
+	var all []entry
+	for i := range n {
+		all = append(all, entry{i, address(i)})
+		if s.Entries > 0 && i >= s.balanced {
+			if err := s.balance(netip.AddrPortFrom(address(i), admissionPort), fmt.Sprint("lameduck-webhook-", i)); err != nil {
+				return err
+			}
+			s.balanced++
 		}
 	}
-	manifests, err = render("coordinator.yaml", struct {
+	manifests, err := render("coordinator.yaml", struct {
 		Options
-		Address netip.Addr
-	}{s.Options, CoordinatorAddress})
+		All []entry
+	}{s.Options, all})
 	if err != nil {
 		return err
 	}
 	if err := s.Apply(ctx, manifests); err != nil {
 		return err
 	}
-	return s.Await(ctx, System, "lameduck-webhook")
+	for i := n; i < s.entries; i++ {
+		if err := s.Kube.AppsV1().Deployments(System).Delete(ctx, fmt.Sprint("lameduck-webhook-", i), metav1.DeleteOptions{}); err != nil {
+			return err
+		}
+	}
+	s.entries = n
+	return s.AwaitCoordinators(ctx)
 }
 
-// InstallWebhook installs the webhook configuration of the manifests that holds deletions, with the coordinator's address in the place of its
-// Service's, and waits until the coordinator has written its CA and the path into it.
-func (s *Stage) InstallWebhook(ctx context.Context) error {
-	return s.installWebhook(ctx, "base", "ValidatingWebhookConfiguration", "/v1/admit/")
+// AwaitCoordinators waits until the coordinators of all entries are ready and no others are left.
+func (s *Stage) AwaitCoordinators(ctx context.Context) error {
+	for i := range s.entries {
+		if err := s.Await(ctx, System, fmt.Sprint("lameduck-webhook-", i)); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// RestartCoordinators restarts those of all entries at the same time, as kubectl rollout restart does with a selector.
+func (s *Stage) RestartCoordinators(ctx context.Context) error {
+	for i := range s.entries {
+		if err := s.restart(ctx, System, fmt.Sprint("lameduck-webhook-", i)); err != nil {
+			return err
+		}
+	}
+	return s.AwaitCoordinators(ctx)
+}
+
+// InstallWebhook installs the first entries of the webhook configuration of the manifests that holds deletions, with the coordinators' addresses in the place of
+// their Services', and waits until a coordinator has written its CA and the path into each.
+func (s *Stage) InstallWebhook(ctx context.Context, entries int) error {
+	return s.installWebhook(ctx, "base", "ValidatingWebhookConfiguration", "/v1/admit/", entries)
 }
 
 // InstallBarrier installs the one that gives new pods the barrier's hook.
 func (s *Stage) InstallBarrier(ctx context.Context) error {
-	return s.installWebhook(ctx, "barrier", "MutatingWebhookConfiguration", "/v1/mutate/")
+	return s.installWebhook(ctx, "barrier", "MutatingWebhookConfiguration", "/v1/mutate/", 0)
 }
 
-func (s *Stage) installWebhook(ctx context.Context, folder, kind, path string) error {
+func (s *Stage) installWebhook(ctx context.Context, folder, kind, path string, entries int) error {
 	objects, err := s.installed(ctx, folder, kind)
 	if err != nil {
 		return err
 	}
 	for _, o := range objects {
-		for _, w := range o["webhooks"].([]any) {
-			w.(object)["clientConfig"] = object{"url": fmt.Sprintf("https://%s:%d", CoordinatorAddress, admissionPort)}
+		hooks := o["webhooks"].([]any)
+		if entries > 0 {
+			hooks = hooks[:entries]
+			o["webhooks"] = hooks
+		}
+		for i, w := range hooks {
+			to := CoordinatorAddress // the barrier's have one Service
+			if entries > 0 {
+				to = address(i)
+			}
+			w.(object)["clientConfig"] = object{"url": fmt.Sprintf("https://%s:%d", to, admissionPort)}
 		}
 	}
 	manifests, err := join(objects)
@@ -267,36 +325,44 @@ func (s *Stage) installWebhook(ctx context.Context, folder, kind, path string) e
 	ctx, cancel := context.WithTimeout(ctx, awaitMost)
 	defer cancel()
 	for {
-		c, err := s.clientConfig(ctx, kind)
+		all, err := s.clientConfigs(ctx, kind)
 		if err != nil {
 			return err
 		}
-		if len(c.CABundle) > 0 && strings.Contains(*c.URL, path) {
+		if !slices.ContainsFunc(all, func(c admissionv1.WebhookClientConfig) bool {
+			return len(c.CABundle) == 0 || !strings.Contains(*c.URL, path)
+		}) {
 			return nil
 		}
 		select {
 		case <-ctx.Done():
-			return fmt.Errorf("%s lameduck: the coordinator writes no CA and no path: %+v", kind, c)
+			return fmt.Errorf("%s lameduck: the coordinator writes no CA and no path: %+v", kind, all)
 		case <-time.After(awaitEvery):
 		}
 	}
 }
 
-// clientConfig is that of the first webhook in a configuration.
-func (s *Stage) clientConfig(ctx context.Context, kind string) (admissionv1.WebhookClientConfig, error) {
+// clientConfigs are those of all entries of a configuration.
+func (s *Stage) clientConfigs(ctx context.Context, kind string) (all []admissionv1.WebhookClientConfig, err error) {
 	api := s.Kube.AdmissionregistrationV1()
 	if kind == "MutatingWebhookConfiguration" {
 		got, err := api.MutatingWebhookConfigurations().Get(ctx, "lameduck", metav1.GetOptions{})
 		if err != nil {
-			return admissionv1.WebhookClientConfig{}, err
+			return nil, err
 		}
-		return got.Webhooks[0].ClientConfig, nil
+		for _, w := range got.Webhooks {
+			all = append(all, w.ClientConfig)
+		}
+		return all, nil
 	}
 	got, err := api.ValidatingWebhookConfigurations().Get(ctx, "lameduck", metav1.GetOptions{})
 	if err != nil {
-		return admissionv1.WebhookClientConfig{}, err
+		return nil, err
 	}
-	return got.Webhooks[0].ClientConfig, nil
+	for _, w := range got.Webhooks {
+		all = append(all, w.ClientConfig)
+	}
+	return all, nil
 }
 
 // RemoveWebhook deletes the webhook configuration.
@@ -396,13 +462,20 @@ func (s *Stage) Logs(ctx context.Context, namespace, selector, container string)
 // Restart changes the template of a Deployment as kubectl rollout restart does, and returns how long it took until the Deployment was
 // complete and the last old pod was gone.
 func (s *Stage) Restart(ctx context.Context, namespace, name string) (time.Duration, error) {
-	patch := fmt.Sprintf(`{"spec":{"template":{"metadata":{"annotations":{"kubectl.kubernetes.io/restartedAt":%q}}}}}`, time.Now().Format(time.RFC3339Nano))
 	began := time.Now()
-	if _, err := s.Kube.AppsV1().Deployments(namespace).Patch(ctx, name, types.StrategicMergePatchType, []byte(patch), metav1.PatchOptions{}); err != nil {
-		return 0, fmt.Errorf("restart %s/%s: %w", namespace, name, err)
+	if err := s.restart(ctx, namespace, name); err != nil {
+		return 0, err
 	}
 	err := s.Await(ctx, namespace, name)
 	return time.Since(began), err
+}
+
+func (s *Stage) restart(ctx context.Context, namespace, name string) error {
+	patch := fmt.Sprintf(`{"spec":{"template":{"metadata":{"annotations":{"kubectl.kubernetes.io/restartedAt":%q}}}}}`, time.Now().Format(time.RFC3339Nano))
+	if _, err := s.Kube.AppsV1().Deployments(namespace).Patch(ctx, name, types.StrategicMergePatchType, []byte(patch), metav1.PatchOptions{}); err != nil {
+		return fmt.Errorf("restart %s/%s: %w", namespace, name, err)
+	}
+	return nil
 }
 
 const (
