@@ -1,11 +1,8 @@
 package scenarios
 
 import (
-	"bytes"
 	"context"
 	"maps"
-	"os"
-	"path/filepath"
 	"regexp"
 	"slices"
 	"strconv"
@@ -30,28 +27,8 @@ const unnoticed = 4 * time.Second
 // kill ends the process of a coordinator's pod as nothing else would, and waits until the pod is ready again.
 func kill(t *testing.T, s *stage.Stage, pod *corev1.Pod) {
 	t.Helper()
-	processes, err := filepath.Glob("/proc/[0-9]*/cmdline")
-	if err != nil {
+	if err := s.Signal(pod, "webhook", syscall.SIGKILL); err != nil {
 		t.Fatal(err)
-	}
-	killed := 0
-	for _, path := range processes {
-		text, err := os.ReadFile(path)
-		args := bytes.Split(text, []byte{0})
-		if err != nil || string(args[0]) != filepath.Join(s.Bin, "webhook") || !bytes.Contains(text, []byte("--admission-address="+pod.Status.PodIP+":")) {
-			continue
-		}
-		pid, err := strconv.Atoi(filepath.Base(filepath.Dir(path)))
-		if err != nil {
-			t.Fatal(err)
-		}
-		if err := syscall.Kill(pid, syscall.SIGKILL); err != nil {
-			t.Fatal(err)
-		}
-		killed++
-	}
-	if killed != 1 {
-		t.Fatalf("%d processes of %s were killed, want 1", killed, pod.Name)
 	}
 	for end := time.Now().Add(30 * time.Second); ; settle(t, 50*time.Millisecond) {
 		p, err := s.Kube.CoreV1().Pods(stage.System).Get(t.Context(), pod.Name, metav1.GetOptions{})
@@ -134,8 +111,8 @@ func (d *deletions) all() map[types.UID]deletion {
 func TestOneOfTwoCoordinatorsIsKilled(t *testing.T) {
 	// Not parallel: it changes the coordinators of all.
 	s := open(t)
-	scale(t, s, "2")
-	defer scale(t, s, "1")
+	entries(t, s, 2)
+	defer entries(t, s, 1)
 	ns := namespace(t, s, "killed")
 	if err := s.InstallApp(t.Context(), stage.App{Namespace: ns, Replicas: 4, StartDelay: 300 * time.Millisecond, Work: 5 * time.Millisecond}); err != nil {
 		t.Fatal(err)

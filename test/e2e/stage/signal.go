@@ -1,0 +1,38 @@
+package stage
+
+import (
+	"bytes"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strconv"
+	"syscall"
+
+	corev1 "k8s.io/api/core/v1"
+)
+
+// Signal sends a signal to the process of a pod that runs a program of Bin and has the pod's address in its arguments. It is an error if there is
+// not exactly one.
+func (s *Stage) Signal(pod *corev1.Pod, program string, signal syscall.Signal) error {
+	processes, err := filepath.Glob("/proc/[0-9]*/cmdline")
+	if err != nil {
+		return err
+	}
+	var found []int
+	for _, path := range processes {
+		text, err := os.ReadFile(path)
+		name, _, _ := bytes.Cut(text, []byte{0})
+		if err != nil || string(name) != filepath.Join(s.Bin, program) || !bytes.Contains(text, []byte("-address="+pod.Status.PodIP+":")) {
+			continue
+		}
+		pid, err := strconv.Atoi(filepath.Base(filepath.Dir(path)))
+		if err != nil {
+			return err
+		}
+		found = append(found, pid)
+	}
+	if len(found) != 1 {
+		return fmt.Errorf("%d processes %s of pod %s, want one", len(found), program, pod.Name)
+	}
+	return syscall.Kill(found[0], signal)
+}

@@ -1,0 +1,143 @@
+package witness
+
+import (
+	"context"
+	"fmt"
+	"os/exec"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/lameduck-io/lameduck/test/cluster"
+	"github.com/lameduck-io/lameduck/test/e2e/stage"
+)
+
+// calls is how many deletions are held when a coordinator is lost.
+const calls = 20
+
+// A coordinator that is lost lets nothing through: the other one holds the same calls. With one entry for all replicas, 12 of 20 went unasked at
+// SIGKILL, and 20 of 20 at SIGSTOP.
+func TestNoLossLetsAHeldDeletionThrough(t *testing.T) {
+	s := open(t)
+	through, all := 0, 0
+	for _, loss := range []struct {
+		name string
+		lose func(t *testing.T, s *stage.Stage, pod *corev1.Pod) (back func() error)
+	}{
+		{"SIGKILL", func(t *testing.T, s *stage.Stage, pod *corev1.Pod) func() error {
+			must(t, s.Signal(pod, "webhook", syscall.SIGKILL))
+			return nil
+		}},
+		{"SIGSTOP", func(t *testing.T, s *stage.Stage, pod *corev1.Pod) func() error {
+			must(t, s.Signal(pod, "webhook", syscall.SIGSTOP))
+			return func() error { return s.Signal(pod, "webhook", syscall.SIGCONT) }
+		}},
+		{"SIGTERM", func(t *testing.T, s *stage.Stage, pod *corev1.Pod) func() error {
+			must(t, s.Kube.CoreV1().Pods(stage.System).Delete(t.Context(), pod.Name, metav1.DeleteOptions{}))
+			return nil
+		}},
+		{"NodeLoss", func(t *testing.T, s *stage.Stage, pod *corev1.Pod) func() error {
+			cut(t, pod.Status.PodIP)
+			return func() error { return nft("delete table inet lost") }
+		}},
+	} {
+		for victim := range 2 {
+			t.Run(fmt.Sprintf("%s-%d", loss.name, victim), func(t *testing.T) {
+				must(t, s.AwaitCoordinators(t.Context()))
+				ns := scene(t, s, calls)
+				ctx, cancel := context.WithCancel(t.Context())
+				var deletions sync.WaitGroup
+				for i := range calls {
+					deletions.Go(func() {
+						// It is denied until the test is over, or fails where client-go has no retries left.
+						_ = s.Kube.CoreV1().Pods(ns).Delete(ctx, fmt.Sprintf("held-%d", i), metav1.DeleteOptions{})
+					})
+				}
+				time.Sleep(time.Second)
+				back := loss.lose(t, s, &coordinators(t, s)[victim])
+				gone := 0
+				for end := time.Now().Add(8 * time.Second); time.Now().Before(end); time.Sleep(100 * time.Millisecond) {
+					gone = calls - alive(t, s, ns)
+				}
+				cancel()
+				deletions.Wait()
+				if back != nil {
+					must(t, back())
+				}
+				through, all = through+gone, all+calls
+				if gone > 0 {
+					t.Errorf("%d of %d deletions went through", gone, calls)
+				}
+			})
+		}
+	}
+	t.Logf("allowed without acknowledgement: %d of %d", through, all)
+}
+
+func must(t *testing.T, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+// alive counts the held pods that are not terminating.
+func alive(t *testing.T, s *stage.Stage, ns string) (n int) {
+	t.Helper()
+	pods, err := s.Pods(t.Context(), ns, "app=held")
+	must(t, err)
+	for _, p := range pods {
+		if p.DeletionTimestamp == nil {
+			n++
+		}
+	}
+	return n
+}
+
+// cut drops what goes to an address and what comes from it, as if its node were lost.
+func cut(t *testing.T, address string) {
+	t.Helper()
+	if _, err := exec.LookPath("nft"); err != nil {
+		cluster.Missing(t, "nft", "apt-get install nftables")
+	}
+	for _, command := range []string{
+		"add table inet lost", "add chain inet lost in { type filter hook input priority 0; }",
+		"add rule inet lost in ip daddr " + address + " drop", "add rule inet lost in ip saddr " + address + " drop",
+	} {
+		must(t, nft(command))
+	}
+}
+
+func nft(command string) error {
+	if out, err := exec.Command("nft", command).CombinedOutput(); err != nil {
+		return fmt.Errorf("nft %s: %w: %s", command, err, out)
+	}
+	return nil
+}
+
+// A deletion beside a gateway that never says a word takes the deadline, also if a coordinator is killed on the way: the other one has the drain's clock. It was 44
+// s, and client-go gave up.
+func TestADeadlineDoesNotBeginAgain(t *testing.T) {
+	s := open(t)
+	for victim := range 2 {
+		t.Run(fmt.Sprint(victim), func(t *testing.T) {
+			must(t, s.AwaitCoordinators(t.Context()))
+			ns := scene(t, s, 2)
+			killed := make(chan error, 1)
+			pod := coordinators(t, s)[victim]
+			time.AfterFunc(12*time.Second, func() { killed <- s.Signal(&pod, "webhook", syscall.SIGKILL) })
+			began := time.Now()
+			err := s.Kube.CoreV1().Pods(ns).Delete(t.Context(), "held-0", metav1.DeleteOptions{})
+			took := time.Since(began)
+			must(t, <-killed)
+			t.Logf("%.1f s, %v", took.Seconds(), err)
+			if err != nil || took < 29*time.Second || took > 32*time.Second {
+				t.Errorf("it took %s, want 30 s: %v", took, err)
+			}
+		})
+	}
+}
