@@ -35,28 +35,28 @@ type Row struct {
 var Rows = []Row{
 	{Title: "What it does", Panels: []Panel{
 		{
-			"Deletions now waiting", "Calls that are held, in all replicas.", "short", true,
-			[]Query{{`sum(lameduck_holds)`, "held"}},
+			"Deletions now waiting", "Deletions that are held, by the replica that holds most: each one holds the same.", "short", true,
+			[]Query{{`max(lameduck_holds)`, "held"}},
 		},
 		{
 			"Saved in the last hour", "Deletions that went on after every gateway had let go. Without Lameduck each is a race.", "short", true,
-			[]Query{{`sum(increase(lameduck_admission_answers_total{answer="allow",reason="Acknowledged"}[1h]))`, "acknowledged"}},
+			[]Query{{`max(sum by (instance) (increase(lameduck_admission_answers_total{answer="allow",reason="Acknowledged"}[1h])))`, "acknowledged"}},
 		},
 		{
 			"Not saved in the last hour", "Deletions that went on although not every gateway had said so, and calls of the API server that failed. 0 is normal.", "short", true,
-			[]Query{{`sum(increase(lameduck_admission_answers_total{answer="allow",reason=~"Deadline|IdleBound|Suspended|AgentsLost|NoFacts|Cold"}[1h]))`, "too late"}},
+			[]Query{{`max(sum by (instance) (increase(lameduck_admission_answers_total{answer="allow",reason=~"Deadline|IdleBound|Suspended|AgentsLost|NoFacts|Cold"}[1h])))`, "too late"}},
 		},
 		{
 			"Gateways missing", "Agents that the API says exist and that are not connected, by the replica that misses most.", "short", true,
 			[]Query{{`max(lameduck_agents{state="missing"})`, "missing"}},
 		},
 		{
-			"Answers: go", "Why deletions went on, each second.", "ops", false,
-			[]Query{{`sum by (reason) (rate(lameduck_admission_answers_total{answer="allow"}[$__rate_interval])) > 0`, "{{reason}}"}},
+			"Answers: go", "Why deletions went on, each second, by the replica that says so most: each one answers every deletion.", "ops", false,
+			[]Query{{`max by (reason) (sum by (instance, reason) (rate(lameduck_admission_answers_total{answer="allow"}[$__rate_interval]))) > 0`, "{{reason}}"}},
 		},
 		{
-			"Answers: ask again", "Why deletions were told to come back, each second.", "ops", false,
-			[]Query{{`sum by (reason) (rate(lameduck_admission_answers_total{answer="deny"}[$__rate_interval]))`, "{{reason}}"}},
+			"Answers: ask again", "Why deletions were told to come back, each second, by the replica that says so most.", "ops", false,
+			[]Query{{`max by (reason) (sum by (instance, reason) (rate(lameduck_admission_answers_total{answer="deny"}[$__rate_interval])))`, "{{reason}}"}},
 		},
 	}},
 	{Title: "How long it takes", Panels: []Panel{
@@ -76,8 +76,8 @@ var Rows = []Row{
 			[]Query{{`histogram_quantile(0.99, sum by (le, answer) (rate(lameduck_admission_duration_seconds_bucket[$__rate_interval])))`, "p99 {{answer}}"}},
 		},
 		{
-			"Open drains", "By phase, in all replicas. Queued ones wait for room in their Service.", "short", false,
-			[]Query{{`sum by (phase) (lameduck_drains)`, "{{phase}}"}},
+			"Open drains", "By phase, of the replica that has most: each one has the same. Queued ones wait for room in their Service.", "short", false,
+			[]Query{{`max by (phase) (lameduck_drains)`, "{{phase}}"}},
 		},
 	}},
 	{Title: "Coordinators and their agents", Panels: []Panel{
