@@ -79,6 +79,8 @@ type barrier struct {
 	Port int `json:"port"`
 	// Image has /lameduck-wait, for pods whose hook cannot be an httpGet.
 	Image string `json:"image"`
+	// ImagePullSecrets are names of Secrets to pull that image with. They must be in each namespace with such pods.
+	ImagePullSecrets []string `json:"imagePullSecrets"`
 	// Ask is which node agents are asked: all, quorum (a sample; the others by the time that they were seen to take), local (the pod's own node), or
 	// auto: all, up to 200.
 	Ask drain.Scope `json:"ask"`
@@ -134,7 +136,7 @@ func defaults() configuration {
 		},
 		Holds: holds{Most: 32, PerOwner: 8},
 		Barrier: barrier{
-			Bound: d(30 * time.Second), Port: 9447, Image: "lameduck/lameduck-wait:dev", Ask: drain.ScopeAuto, Sampling: sampling{s.AllMost, s.Size, s.Learn},
+			Bound: d(30 * time.Second), Port: 9447, Image: "lameduck/lameduck-wait:dev", ImagePullSecrets: []string{}, Ask: drain.ScopeAuto, Sampling: sampling{s.AllMost, s.Size, s.Learn},
 		},
 		ExcludedNamespaces: []string{"kube-system"},
 		Certificates: credentials{

@@ -169,7 +169,7 @@ func (o *options) take(conf configuration) {
 	o.shutdownDelay = conf.Times.ShutdownDelay.Duration
 	o.maxHolds, o.maxHoldsPerOwner = conf.Holds.Most, conf.Holds.PerOwner
 	o.excluded = slices.Clone(conf.ExcludedNamespaces)
-	o.barrier = admission.Barrier{Bound: conf.Barrier.Bound.Duration, Port: conf.Barrier.Port, Image: conf.Barrier.Image, ExecOnly: conf.Barrier.ExecOnly}
+	o.barrier = admission.Barrier{Bound: conf.Barrier.Bound.Duration, Port: conf.Barrier.Port, Image: conf.Barrier.Image, PullSecrets: conf.Barrier.ImagePullSecrets, ExecOnly: conf.Barrier.ExecOnly}
 	o.scope = conf.Barrier.Ask
 	o.sampling = drain.Sampling{AllMost: conf.Barrier.Sampling.AllUpTo, Size: conf.Barrier.Sampling.Size, Learn: conf.Barrier.Sampling.LearnFrom}
 	o.certificates = conf.Certificates

@@ -58,6 +58,8 @@ type Barrier struct {
 	Port int
 	// Image has lameduck-wait as /lameduck-wait.
 	Image string
+	// PullSecrets are names of Secrets to pull Image with, in the namespace of each pod.
+	PullSecrets []string
 	// ExecOnly leaves out hooks of kind httpGet, for clusters that forbid their host by other means than a namespace's label.
 	ExecOnly bool
 }
@@ -431,6 +433,13 @@ func (m *mutator) addProgram() {
 			Capabilities:   &corev1.Capabilities{Drop: []corev1.Capability{"ALL"}},
 			SeccompProfile: &corev1.SeccompProfile{Type: corev1.SeccompProfileTypeRuntimeDefault},
 		},
+	}
+	empty := len(spec.ImagePullSecrets) == 0
+	for _, name := range m.barrier.PullSecrets {
+		if secret := (corev1.LocalObjectReference{Name: name}); !slices.Contains(spec.ImagePullSecrets, secret) {
+			m.appendTo("/spec/imagePullSecrets", empty, secret)
+			empty = false
+		}
 	}
 	if len(spec.InitContainers) == 0 {
 		m.do("add", "/spec/initContainers", []any{c})

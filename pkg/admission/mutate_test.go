@@ -320,3 +320,24 @@ func TestExecOnly(t *testing.T) {
 		t.Errorf("hook %+v", got.Spec.Containers[0].Lifecycle.PreStop)
 	}
 }
+
+// A private image is pulled with the Secrets that the coordinator is told of, besides those that the pod has.
+func TestPullSecrets(t *testing.T) {
+	b := testBarrier
+	b.PullSecrets = []string{"own", "mirror", "other"}
+	for _, has := range [][]corev1.LocalObjectReference{nil, {{Name: "own"}}} {
+		pod := webPod(func(p *corev1.Pod) { p.Spec.ImagePullSecrets = has })
+		once := apply(t, pod, mutate(pod, in("restricted"), "X", b))
+		if diff := cmp.Diff([]corev1.LocalObjectReference{{Name: "own"}, {Name: "mirror"}, {Name: "other"}}, once.Spec.ImagePullSecrets); diff != "" {
+			t.Errorf("a pod that has %v: %s", has, diff)
+		}
+		again := apply(t, once, mutate(once, in("restricted"), "X", b))
+		if diff := cmp.Diff(once.Spec.ImagePullSecrets, again.Spec.ImagePullSecrets); diff != "" {
+			t.Errorf("asked again: %s", diff)
+		}
+	}
+	hooked := apply(t, webPod(), mutate(webPod(), in(""), "X", b))
+	if len(hooked.Spec.InitContainers) == 0 && len(hooked.Spec.ImagePullSecrets) > 0 {
+		t.Errorf("a pod without the init container gets %v", hooked.Spec.ImagePullSecrets)
+	}
+}
