@@ -1,9 +1,11 @@
 package install
 
 import (
+	"context"
 	"encoding/json"
 	"fmt"
 	"io"
+	"maps"
 	"net"
 	"net/http"
 	"net/url"
@@ -127,7 +129,6 @@ func TestEveryPanelHasData(t *testing.T) {
 // startPrometheus scrapes targets and the API server until the test ends.
 func startPrometheus(t *testing.T, s *stage.Stage, program string, targets []string) (base string) {
 	t.Helper()
-	dir := t.TempDir()
 	server, err := url.Parse(s.Cluster.Server())
 	if err != nil {
 		t.Fatal(err)
@@ -146,6 +147,13 @@ scrape_configs:
     authorization: {credentials: %q}
     static_configs: [{targets: [%q]}]
 `, manifests("monitoring/rules.yaml"), `"`+strings.Join(targets, `", "`)+`"`, s.Cluster.Config().BearerToken, server.Host)
+	return runPrometheus(t, program, config)
+}
+
+// runPrometheus starts one with a configuration, and waits until it is ready.
+func runPrometheus(t *testing.T, program, config string) (base string) {
+	t.Helper()
+	dir := t.TempDir()
 	path := filepath.Join(dir, "prometheus.yml")
 	if err := os.WriteFile(path, []byte(config), 0o600); err != nil {
 		t.Fatal(err)
@@ -217,4 +225,74 @@ func series(t *testing.T, base, expr string) (with []map[string]string) {
 		}
 	}
 	return with
+}
+
+// What the operations page says to scrape finds coordinators by the name of their port, and node agents, which declare none, by the address of their node.
+func TestTheDocumentedScrapeConfiguration(t *testing.T) {
+	prometheus, err := exec.LookPath("prometheus")
+	if err != nil {
+		cluster.Missing(t, "prometheus", "apt-get install prometheus")
+	}
+	s := open(t)
+	ns := namespace(t, s, "scraped")
+	want := map[string]bool{"http://192.0.2.7:9101/metrics": true}
+	pods, err := s.Pods(t.Context(), stage.System, "app.kubernetes.io/component=webhook")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, p := range pods {
+		want["http://"+net.JoinHostPort(p.Status.PodIP, "8080")+"/metrics"] = true
+	}
+	// A pod as the DaemonSet makes it, as far as a scrape can tell, on a node of its own.
+	template := objects(t, kustomized(t, s, "barrier"))["DaemonSet lameduck-node/lameduck-node"]["spec"].(object)["template"].(object)
+	spec := template["spec"].(object)
+	ports := spec["containers"].([]any)[0].(object)["ports"]
+	pod := object{
+		"apiVersion": "v1", "kind": "Pod", "metadata": object{"name": "node-agent", "namespace": ns, "labels": template["metadata"].(object)["labels"]},
+		"spec": object{"nodeName": "nowhere", "hostNetwork": spec["hostNetwork"], "containers": []any{object{"name": "agent", "image": "none", "ports": ports}}},
+	}
+	if err := s.Apply(t.Context(), text(t, pod)); err != nil {
+		t.Fatal(err)
+	}
+	status := []byte(`{"status":{"phase":"Running","hostIP":"192.0.2.7","podIP":"192.0.2.7"}}`)
+	if _, err := s.Kube.CoreV1().Pods(ns).Patch(t.Context(), "node-agent", types.MergePatchType, status, metav1.PatchOptions{}, "status"); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		_ = s.Kube.CoreV1().Pods(ns).Delete(context.WithoutCancel(t.Context()), "node-agent", *metav1.NewDeleteOptions(0))
+	})
+	page, err := os.ReadFile(manifests("../docs/operations.md"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, config, ok := strings.Cut(string(page), "```yaml\nscrape_configs:\n")
+	if !ok {
+		t.Fatal("the operations page has no scrape configuration")
+	}
+	config, _, _ = strings.Cut(config, "```")
+	role := "{role: pod}"
+	if strings.Count(config, role) != 1 {
+		t.Fatalf("not one %s in %s", role, config)
+	}
+	config = strings.Replace(config, role, fmt.Sprintf("{role: pod, api_server: %q, tls_config: {insecure_skip_verify: true}, authorization: {credentials: %q}}", s.Cluster.Server(), s.Cluster.Config().BearerToken), 1)
+	base := runPrometheus(t, prometheus, "scrape_configs:\n"+config)
+	var got map[string]bool
+	until(t, fmt.Sprintf("Prometheus scrapes %v", want), 30*time.Second, func() bool {
+		response, err := http.Get(base + "/api/v1/targets?state=active")
+		if err != nil {
+			return false
+		}
+		defer response.Body.Close()
+		var targets struct {
+			Data struct{ ActiveTargets []struct{ ScrapeURL string } }
+		}
+		if err := json.NewDecoder(response.Body).Decode(&targets); err != nil {
+			t.Fatal(err)
+		}
+		got = map[string]bool{}
+		for _, target := range targets.Data.ActiveTargets {
+			got[target.ScrapeURL] = true
+		}
+		return maps.Equal(got, want)
+	})
 }
