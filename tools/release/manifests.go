@@ -76,7 +76,7 @@ func (all files) edit(name string, change func(text string) (string, error)) err
 	return nil
 }
 
-// manifests are those of the tree, naming images by digest. The coordinator is told of the one that it puts into pods.
+// manifests are those of the tree, naming images by digest, that of what the coordinator puts into pods included.
 func manifests(root string, refs map[string]string) (files, error) {
 	all, err := readTree(filepath.Join(root, "manifests"))
 	if err != nil {
@@ -87,11 +87,10 @@ func manifests(root string, refs map[string]string) (files, error) {
 			return []byte(refs[string(placeholder.FindSubmatch(found)[1])])
 		})}
 	}
-	const said = "    kind: CoordinatorConfiguration\n"
-	err = all.edit("base/webhook.yaml", func(text string) (string, error) {
-		return replaceOnce(text, said, said+"    barrier:\n      image: "+refs["lameduck-wait"]+"\n")
-	})
-	return all, err
+	if said := "    barrier:\n      image: " + refs["lameduck-wait"] + "\n"; !bytes.Contains(all["base/webhook.yaml"].content, []byte(said)) {
+		return nil, fmt.Errorf("base/webhook.yaml does not name what is put into pods: %q", said)
+	}
+	return all, nil
 }
 
 // render is kubectl kustomize.
@@ -134,7 +133,7 @@ func chart(root string, o options, refs map[string]string) (files, string, error
 			image, tag, _ := strings.Cut(refs["webhook"], ":"+o.version+"@")
 			text, err1 := replaceOnce(text, "repository: lameduck/webhook\n  tag: dev\n", "repository: "+image+"\n  tag: "+o.version+"@"+tag+"\n")
 			text, err2 := replaceOnce(text, "agentImage: lameduck/agent:dev\n", "agentImage: "+refs["agent"]+"\n")
-			text, err3 := replaceOnce(text, "\nconfig: {}\n", "\nconfig:\n  barrier:\n    image: "+refs["lameduck-wait"]+"\n")
+			text, err3 := replaceOnce(text, "waitImage: lameduck/lameduck-wait:dev\n", "waitImage: "+refs["lameduck-wait"]+"\n")
 			return text, errors.Join(err1, err2, err3)
 		}),
 	)

@@ -96,11 +96,10 @@ func TestManifests(t *testing.T) {
 	}
 	var values struct {
 		Image   struct{ Repository, Tag string }
-		Barrier struct{ AgentImage string }
-		Config  struct{ Barrier struct{ Image string } }
+		Barrier struct{ AgentImage, WaitImage string }
 	}
 	if err := yaml.Unmarshal([]byte(chart["lameduck/values.yaml"]), &values); err != nil || values.Image.Repository+":"+values.Image.Tag != ref("webhook") ||
-		values.Barrier.AgentImage != ref("agent") || values.Config.Barrier.Image != ref("lameduck-wait") {
+		values.Barrier.AgentImage != ref("agent") || values.Barrier.WaitImage != ref("lameduck-wait") {
 		t.Errorf("the chart's values are %+v, %v", values, err)
 	}
 	if len(chart["lameduck/templates/webhook.yaml"]) == 0 {
@@ -140,8 +139,8 @@ func TestManifestsOfAChangedTree(t *testing.T) {
 	refs := map[string]string{"webhook": "r/webhook:v1@sha256:1", "agent": "r/agent:v1@sha256:2", "lameduck-wait": "r/lameduck-wait:v1@sha256:3"}
 	o := options{registry: "r", version: "v1.0.0"}
 	for file, change := range map[string][2]string{
-		"manifests/base/webhook.yaml":    {"    kind: CoordinatorConfiguration\n", ""},
-		"charts/lameduck/values.yaml":    {"config: {}\n", "config:\n  logLevel: debug\n"},
+		"manifests/base/webhook.yaml":    {"lameduck/lameduck-wait:dev", "lameduck/lameduck-wait:latest"},
+		"charts/lameduck/values.yaml":    {"lameduck/lameduck-wait:dev", "lameduck/lameduck-wait:latest"},
 		"charts/lameduck/Chart.yaml":     {"appVersion: dev", "appVersion: v0"},
 		"charts/lameduck/values.yaml ":   {"lameduck/agent:dev", "lameduck/agent:latest"},
 		"charts/lameduck/values.yaml  ":  {"tag: dev", "tag: main"},

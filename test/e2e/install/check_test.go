@@ -40,6 +40,9 @@ func TestCheck(t *testing.T) {
 	if out, err := check(t, s, account); err == nil || !strings.Contains(out, "needs the right to create pods/eviction with the name lameduck-check in namespace default") {
 		t.Errorf("without the right: %v: %s", err, out)
 	}
+	if err := s.CreateNamespace(t.Context(), "lameduck-check"); err != nil {
+		t.Fatal(err)
+	}
 	rights := ""
 	for key, o := range objects(t, kustomized(t, s, "check")) {
 		if !strings.HasPrefix(key, "Job") {
@@ -49,7 +52,7 @@ func TestCheck(t *testing.T) {
 	if err := s.Apply(t.Context(), rights); err != nil {
 		t.Fatal(err)
 	}
-	if out, err := check(t, s, account); err != nil || !strings.HasPrefix(out, "pods-0.lameduck.io: Lameduck answers") {
+	if out, err := check(t, s, account, "--namespace=lameduck-check"); err != nil || !strings.HasPrefix(out, "pods-0.lameduck.io: Lameduck answers") {
 		t.Errorf("with the right alone: %v: %s", err, out)
 	}
 	if out, err := check(t, s, "", "--namespace=kube-system", "--wait=1s"); err == nil || !strings.Contains(out, "deletions in namespace kube-system do not wait") {

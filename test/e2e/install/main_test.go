@@ -65,6 +65,21 @@ rules:
   - level: None
 `
 
+// priorityLimits has the API server refuse pods of the classes of the system where no ResourceQuota allows them, as GKE does.
+const priorityLimits = `
+apiVersion: apiserver.config.k8s.io/v1
+kind: AdmissionConfiguration
+plugins:
+  - name: ResourceQuota
+    configuration:
+      apiVersion: apiserver.config.k8s.io/v1
+      kind: ResourceQuotaConfiguration
+      limitedResources:
+        - resource: pods
+          matchScopes:
+            - {scopeName: PriorityClass, operator: In, values: [system-node-critical, system-cluster-critical]}
+`
+
 // auditLog is where.
 func auditLog() string { return filepath.Join(os.TempDir(), "audit.log") }
 
@@ -74,8 +89,13 @@ func audited() (*cluster.Cluster, error) {
 	if err := os.WriteFile(policy, []byte(auditPolicy), 0o600); err != nil {
 		return nil, err
 	}
+	limits := filepath.Join(os.TempDir(), "limits.yaml")
+	if err := os.WriteFile(limits, []byte(priorityLimits), 0o600); err != nil {
+		return nil, err
+	}
 	return cluster.Start(context.Background(), cluster.Options{
-		LogDir: os.Getenv("LAMEDUCK_LOGS"), APIServer: []string{"--audit-policy-file=" + policy, "--audit-log-path=" + auditLog()},
+		LogDir:    os.Getenv("LAMEDUCK_LOGS"),
+		APIServer: []string{"--audit-policy-file=" + policy, "--audit-log-path=" + auditLog(), "--admission-control-config-file=" + limits},
 	})
 }
 

@@ -9,6 +9,7 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/google/go-cmp/cmp"
 	"helm.sh/helm/v4/pkg/chart/common"
@@ -88,6 +89,16 @@ func rendered(t *testing.T, values map[string]any, which func(path string) bool)
 	return text.String(), nil
 }
 
+// plain leaves out the annotation by which the chart has another configuration start other pods.
+func plain(all map[string]object) map[string]object {
+	for key, o := range all {
+		if strings.HasPrefix(key, "Deployment ") {
+			delete(o["spec"].(object)["template"].(object)["metadata"].(object), "annotations")
+		}
+	}
+	return all
+}
+
 // People may choose between kustomize and Helm, and get the same.
 func TestTheChartIsTheManifests(t *testing.T) {
 	s := open(t)
@@ -96,7 +107,7 @@ func TestTheChartIsTheManifests(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if diff := cmp.Diff(objects(t, kustomized(t, s, path)), objects(t, chart)); diff != "" {
+		if diff := cmp.Diff(objects(t, kustomized(t, s, path)), plain(objects(t, chart))); diff != "" {
 			t.Errorf("%s (-) and certificates=%s (+): %s", path, certificates, diff)
 		}
 	}
@@ -106,7 +117,7 @@ func TestTheChartIsTheManifests(t *testing.T) {
 	}
 	both := objects(t, kustomized(t, s, "base"))
 	maps.Copy(both, objects(t, kustomized(t, s, "barrier")))
-	if diff := cmp.Diff(both, objects(t, chart)); diff != "" {
+	if diff := cmp.Diff(both, plain(objects(t, chart))); diff != "" {
 		t.Errorf("base and barrier (-) and barrier.enabled=true (+): %s", diff)
 	}
 	text, err := rendered(t, nil, func(path string) bool { return strings.Contains(path, "/tests/") })
@@ -119,10 +130,82 @@ func TestTheChartIsTheManifests(t *testing.T) {
 		if !strings.Contains(fmt.Sprint(meta["annotations"]), "helm.sh/hook:post-install,post-upgrade,test") {
 			t.Errorf("%s is no hook", key)
 		}
+		// However it ends, nothing of it is left.
+		if !strings.Contains(fmt.Sprint(meta["annotations"]), "helm.sh/hook-delete-policy:before-hook-creation,hook-succeeded,hook-failed") {
+			t.Errorf("%s stays: %v", key, meta["annotations"])
+		}
+		if meta["namespace"] == "default" {
+			t.Errorf("%s is in other people's namespace", key)
+		}
 		delete(meta, "annotations")
 	}
 	if diff := cmp.Diff(objects(t, kustomized(t, s, "check")), hooks); diff != "" {
 		t.Errorf("manifests/check (-) and the chart's hooks (+): %s", diff)
+	}
+}
+
+// Lameduck may be installed into a namespace that others use, too: its policies select its own pods alone. And a quota for a priority class goes with the class.
+func TestTheChartTouchesItsOwnPodsAlone(t *testing.T) {
+	for class, quotas := range map[string]int{"system-node-critical": 2, "mine": 0, "": 0} {
+		values := map[string]any{"barrier": map[string]any{"enabled": true, "priorityClassName": class}, "priorityClassName": class}
+		text, err := charted(t, values)
+		if err != nil {
+			t.Fatal(err)
+		}
+		policies, found := 0, 0
+		for key, o := range objects(t, text) {
+			spec, _ := o["spec"].(object)
+			switch o["kind"] {
+			case "ResourceQuota":
+				found++
+				if !strings.Contains(fmt.Sprint(spec["scopeSelector"]), "operator:In scopeName:PriorityClass values:["+class+"]") {
+					t.Errorf("%s is for %v", key, spec)
+				}
+			case "NetworkPolicy":
+				policies++
+				if labels, _ := spec["podSelector"].(object)["matchLabels"].(object); labels["app.kubernetes.io/name"] != "lameduck" {
+					t.Errorf("%s selects pods of others: %v", key, spec["podSelector"])
+				}
+			case "Deployment", "DaemonSet":
+				if got, _ := spec["template"].(object)["spec"].(object)["priorityClassName"].(string); got != class {
+					t.Errorf("%s has the priority %q, want %q", key, got, class)
+				}
+			}
+		}
+		if policies != 2 || found != quotas {
+			t.Errorf("priority %q: %d quotas, want %d; %d policies", class, found, quotas, policies)
+		}
+	}
+}
+
+// A mirror and its pull secrets are for all images, that of the init container included: without it the pods of others hang in Init.
+func TestTheChartsImages(t *testing.T) {
+	digest := "sha256:" + strings.Repeat("0", 64)
+	values := map[string]any{
+		"image":   map[string]any{"registry": "mirror.example:5000/x", "pullSecrets": []any{"pull"}},
+		"barrier": map[string]any{"enabled": true, "agentImage": "docker.io/lameduck/agent:v1@" + digest, "waitImage": "ghcr.io/lameduck/lameduck-wait:v1@" + digest},
+	}
+	text, err := rendered(t, values, func(string) bool { return true })
+	if err != nil {
+		t.Fatal(err)
+	}
+	all := objects(t, text)
+	for key, image := range map[string]string{
+		"Deployment lameduck-system/lameduck-webhook-0": "lameduck/webhook:dev", "Job lameduck-system/lameduck-check": "lameduck/webhook:dev",
+		"DaemonSet lameduck-node/lameduck-node": "lameduck/agent:v1@" + digest,
+	} {
+		spec := all[key]["spec"].(object)["template"].(object)["spec"].(object)
+		if got := spec["containers"].([]any)[0].(object)["image"]; got != "mirror.example:5000/x/"+image || fmt.Sprint(spec["imagePullSecrets"]) != "[map[name:pull]]" {
+			t.Errorf("%s has the image %v, with %v", key, got, spec["imagePullSecrets"])
+		}
+	}
+	want := "barrier:\n  image: mirror.example:5000/x/lameduck/lameduck-wait:v1@" + digest + "\n  imagePullSecrets:\n  - pull\n"
+	if got := all["ConfigMap lameduck-system/lameduck-coordinator"]["data"].(object)["coordinator.yaml"].(string); !strings.Contains(got, want) {
+		t.Errorf("the coordinator is configured by %s, want %s", got, want)
+	}
+	values["config"] = map[string]any{"barrier": map[string]any{"image": "mine/wait:1"}}
+	if text, err = charted(t, values); err != nil || !strings.Contains(text, "image: mine/wait:1\n") || strings.Contains(text, "lameduck-wait:v1") {
+		t.Errorf("config.barrier.image does not win: %v", err)
 	}
 }
 
@@ -153,7 +236,7 @@ func TestTheChartsValues(t *testing.T) {
 	for key, wants := range map[string][]string{
 		"Deployment lameduck-system/lameduck-webhook-2": {`"replicas":1`, `"lameduck.io/ordinal":"2"`, `"--ordinal=2"`, `"image":"registry.example/lameduck:v1"`, `"imagePullPolicy":"Always"`, `"nodeSelector":{"role":"infra"}`,
 			`"tolerations":[{"key":"infra"`, `"resources":{"requests":{"cpu":"1","memory":"64Mi"}}`, `"lameduck.io/config":"`},
-		"ConfigMap lameduck-system/lameduck-coordinator":    {`kind: CoordinatorConfiguration\nlogLevel: debug\ntimes:\n  deadline: 20s`},
+		"ConfigMap lameduck-system/lameduck-coordinator":    {`kind: CoordinatorConfiguration\nbarrier:\n  image: lameduck/lameduck-wait:dev\nlogLevel: debug\ntimes:\n  deadline: 20s`},
 		"Service lameduck-system/lameduck-webhook-2":        {`"lameduck.io/ordinal":"2"`},
 		"ValidatingWebhookConfiguration <nil>/lameduck":     {`"name":"pods-2.lameduck.io"`, `"name":"lameduck-webhook-2"`, `['lameduck.io/entry'] == '2'`, `"values":["kube-system","ci","lameduck-system"]`},
 		"ClusterRoleBinding <nil>/lameduck-certificates":    {`"namespace":"lameduck-system"`},
@@ -231,6 +314,18 @@ func TestEveryObjectIsAccepted(t *testing.T) {
 	if _, err := s.Kube.CoreV1().Namespaces().Create(t.Context(), nodes, metav1.CreateOptions{}); err != nil {
 		t.Fatal(err)
 	}
+	// Without the quotas of the manifests the API server refuses their priority classes.
+	for key, o := range objects(t, kustomized(t, s, "barrier")) {
+		if strings.HasPrefix(key, "ResourceQuota ") {
+			if err := s.Apply(t.Context(), text(t, o)); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	until(t, "the quota is counted", 30*time.Second, func() bool {
+		got, err := s.Kube.CoreV1().ResourceQuotas("lameduck-node").Get(t.Context(), "lameduck-priority", metav1.GetOptions{})
+		return err == nil && len(got.Status.Hard) > 0
+	})
 	for _, path := range []string{"base", "overlays/cert-manager", "overlays/own-certificates", "haproxy", "check", "barrier", "quickstart"} {
 		t.Run(path, func(t *testing.T) {
 			out, err := s.Cluster.Kubectl(t.Context(), "apply", "--dry-run=server", "--validate=strict", "-k", manifests(path))

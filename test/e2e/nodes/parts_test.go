@@ -303,7 +303,7 @@ func (l *lab) testNoAgents(t *testing.T) {
 	}
 }
 
-// configure has coordinators start anew with more keys in their configuration.
+// configure has coordinators start anew with more keys of barrier, the last section of their configuration.
 func (l *lab) configure(t *testing.T, more string) {
 	t.Helper()
 	for _, o := range l.manifests(t) {
@@ -384,10 +384,10 @@ func (l *lab) testScopes(t *testing.T) {
 	}
 	// Each replica learns by itself, and which one is asked follows from the pod's UID: one is left.
 	l.kubectl(t, "scale", "-n", system, "deployment/lameduck-webhook-1", "--replicas=0")
-	l.configure(t, "barrier: {ask: quorum, sampling: {size: 1, learnFrom: 9}}\n")
+	l.configure(t, "  ask: quorum\n  sampling: {size: 1, learnFrom: 9}\n")
 	check("quorum, nothing learnt yet", l.replace(t, namespace, "first"), 3, 3, false)
 	check("quorum", l.replace(t, namespace, "then"), 1, 2, true)
-	l.configure(t, "barrier: {ask: local}\n")
+	l.configure(t, "  ask: local\n")
 	check("local", l.replace(t, namespace, "local"), 1, 1, false)
 	l.kubectl(t, "scale", "-n", system, "deployment/lameduck-webhook-1", "--replicas=1")
 	l.configure(t, "")

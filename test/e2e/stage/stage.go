@@ -216,7 +216,7 @@ func join(objects []object) (string, error) {
 // coordinator runs.
 func (s *Stage) InstallCoordinator(ctx context.Context) error {
 	objects, err := s.installed(ctx, "base", "Namespace", "ServiceAccount", "ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding", "Secret", "ConfigMap", "Service", "PriorityLevelConfiguration", "FlowSchema",
-		"PodDisruptionBudget", "NetworkPolicy")
+		"PodDisruptionBudget", "NetworkPolicy", "ResourceQuota")
 	if err != nil {
 		return err
 	}
