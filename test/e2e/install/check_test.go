@@ -40,7 +40,7 @@ func TestCheck(t *testing.T) {
 	if out, err := check(t, s, account); err == nil || !strings.Contains(out, "needs the right to create pods/eviction with the name lameduck-check in namespace default") {
 		t.Errorf("without the right: %v: %s", err, out)
 	}
-	if err := s.CreateNamespace(t.Context(), "lameduck-check"); err != nil {
+	if err := s.Apply(t.Context(), "{apiVersion: v1, kind: Namespace, metadata: {name: lameduck-check}}"); err != nil {
 		t.Fatal(err)
 	}
 	rights := ""

@@ -1,7 +1,6 @@
 package install
 
 import (
-	"context"
 	"encoding/json"
 	"fmt"
 	"io"
@@ -13,6 +12,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -227,72 +227,93 @@ func series(t *testing.T, base, expr string) (with []map[string]string) {
 	return with
 }
 
-// What the operations page says to scrape finds coordinators by the name of their port, and node agents, which declare none, by the address of their node.
+// What the operations page says to scrape finds coordinators and agents by the names of their ports, and node agents, which declare none, by the address of their node.
+// Debian's Prometheus cannot discover pods: it is given what it would find, and relabels that.
 func TestTheDocumentedScrapeConfiguration(t *testing.T) {
 	prometheus, err := exec.LookPath("prometheus")
 	if err != nil {
 		cluster.Missing(t, "prometheus", "apt-get install prometheus")
 	}
 	s := open(t)
-	ns := namespace(t, s, "scraped")
-	want := map[string]bool{"http://192.0.2.7:9101/metrics": true}
-	pods, err := s.Pods(t.Context(), stage.System, "app.kubernetes.io/component=webhook")
-	if err != nil {
-		t.Fatal(err)
-	}
-	for _, p := range pods {
-		want["http://"+net.JoinHostPort(p.Status.PodIP, "8080")+"/metrics"] = true
-	}
-	// A pod as the DaemonSet makes it, as far as a scrape can tell, on a node of its own.
-	template := objects(t, kustomized(t, s, "barrier"))["DaemonSet lameduck-node/lameduck-node"]["spec"].(object)["template"].(object)
-	spec := template["spec"].(object)
-	ports := spec["containers"].([]any)[0].(object)["ports"]
-	pod := object{
-		"apiVersion": "v1", "kind": "Pod", "metadata": object{"name": "node-agent", "namespace": ns, "labels": template["metadata"].(object)["labels"]},
-		"spec": object{"nodeName": "nowhere", "hostNetwork": spec["hostNetwork"], "containers": []any{object{"name": "agent", "image": "none", "ports": ports}}},
-	}
-	if err := s.Apply(t.Context(), text(t, pod)); err != nil {
-		t.Fatal(err)
-	}
-	status := []byte(`{"status":{"phase":"Running","hostIP":"192.0.2.7","podIP":"192.0.2.7"}}`)
-	if _, err := s.Kube.CoreV1().Pods(ns).Patch(t.Context(), "node-agent", types.MergePatchType, status, metav1.PatchOptions{}, "status"); err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		_ = s.Kube.CoreV1().Pods(ns).Delete(context.WithoutCancel(t.Context()), "node-agent", *metav1.NewDeleteOptions(0))
-	})
-	page, err := os.ReadFile(manifests("../docs/operations.md"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	_, config, ok := strings.Cut(string(page), "```yaml\nscrape_configs:\n")
-	if !ok {
-		t.Fatal("the operations page has no scrape configuration")
-	}
-	config, _, _ = strings.Cut(config, "```")
-	role := "{role: pod}"
-	if strings.Count(config, role) != 1 {
-		t.Fatalf("not one %s in %s", role, config)
-	}
-	config = strings.Replace(config, role, fmt.Sprintf("{role: pod, api_server: %q, tls_config: {insecure_skip_verify: true}, authorization: {credentials: %q}}", s.Cluster.Server(), s.Cluster.Config().BearerToken), 1)
-	base := runPrometheus(t, prometheus, "scrape_configs:\n"+config)
-	var got map[string]bool
-	until(t, fmt.Sprintf("Prometheus scrapes %v", want), 30*time.Second, func() bool {
-		response, err := http.Get(base + "/api/v1/targets?state=active")
-		if err != nil {
-			return false
+	var static strings.Builder
+	for _, of := range []struct{ folder, key, address string }{
+		{"base", "Deployment lameduck-system/lameduck-webhook-0", "10.0.0.1"},
+		{"haproxy", "Deployment shop/gateway", "10.0.0.2"},
+		{"barrier", "DaemonSet lameduck-node/lameduck-node", "192.0.2.7"},
+		{"quickstart", "Deployment shop/web", "10.0.0.3"},
+	} {
+		for _, target := range discovered(objects(t, kustomized(t, s, of.folder))[of.key], of.address) {
+			fmt.Fprintf(&static, "{targets: [%q], labels: %s}, ", target["__address__"], labels(t, target))
 		}
-		defer response.Body.Close()
+	}
+	operations, err := os.ReadFile(manifests("../docs/operations.md"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, config, _ := strings.Cut(string(operations), "```yaml\nscrape_configs:\n")
+	config, _, _ = strings.Cut(config, "```")
+	const discovery = "kubernetes_sd_configs: [{role: pod}]"
+	if strings.Count(config, discovery) != 1 {
+		t.Fatalf("not one %s in the scrape configuration of the operations page: %s", discovery, config)
+	}
+	base := runPrometheus(t, prometheus, "scrape_configs:\n"+strings.Replace(config, discovery, "static_configs: ["+static.String()+"]", 1))
+	want := []string{"http://10.0.0.1:8080/metrics", "http://10.0.0.2:9101/metrics", "http://192.0.2.7:9101/metrics"}
+	var got []string
+	until(t, "Prometheus has targets", 30*time.Second, func() bool {
+		fetched := page(t, strings.TrimPrefix(base, "http://")+"/api/v1/targets?state=active")
 		var targets struct {
 			Data struct{ ActiveTargets []struct{ ScrapeURL string } }
 		}
-		if err := json.NewDecoder(response.Body).Decode(&targets); err != nil {
+		if err := json.Unmarshal([]byte(fetched), &targets); err != nil {
 			t.Fatal(err)
 		}
-		got = map[string]bool{}
+		got = nil
 		for _, target := range targets.Data.ActiveTargets {
-			got[target.ScrapeURL] = true
+			got = append(got, target.ScrapeURL)
 		}
-		return maps.Equal(got, want)
+		slices.Sort(got)
+		return len(got) > 0
 	})
+	if !slices.Equal(got, want) {
+		t.Errorf("scraped are %q, want %q", got, want)
+	}
+}
+
+// discovered is what Prometheus finds of one pod of a workload: a target for each port of a container, and one for a container without.
+func discovered(workload object, address string) (all []map[string]string) {
+	template := workload["spec"].(object)["template"].(object)
+	spec := template["spec"].(object)
+	inits, _ := spec["initContainers"].([]any)
+	for _, c := range slices.Concat(inits, spec["containers"].([]any)) {
+		target := func() map[string]string {
+			meta := map[string]string{"__address__": address, "__meta_kubernetes_pod_ip": address, "__meta_kubernetes_pod_host_ip": "192.0.2.7", "__meta_kubernetes_pod_name": "pod"}
+			for name, value := range template["metadata"].(object)["labels"].(object) {
+				meta["__meta_kubernetes_pod_label_"+strings.NewReplacer(".", "_", "/", "_", "-", "_").Replace(name)] = value.(string)
+			}
+			return meta
+		}
+		ports, _ := c.(object)["ports"].([]any)
+		for _, p := range ports {
+			one := target()
+			one["__address__"] = fmt.Sprintf("%s:%v", address, p.(object)["containerPort"])
+			one["__meta_kubernetes_pod_container_port_name"] = p.(object)["name"].(string)
+			all = append(all, one)
+		}
+		if len(ports) == 0 {
+			all = append(all, target())
+		}
+	}
+	return all
+}
+
+// labels writes those of a target, but its address.
+func labels(t *testing.T, target map[string]string) string {
+	t.Helper()
+	target = maps.Clone(target)
+	delete(target, "__address__")
+	text, err := json.Marshal(target)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return string(text)
 }

@@ -314,6 +314,10 @@ func TestEveryObjectIsAccepted(t *testing.T) {
 	if _, err := s.Kube.CoreV1().Namespaces().Create(t.Context(), nodes, metav1.CreateOptions{}); err != nil {
 		t.Fatal(err)
 	}
+	// A dry run makes no namespace.
+	if err := s.Apply(t.Context(), "{apiVersion: v1, kind: Namespace, metadata: {name: lameduck-check}}"); err != nil {
+		t.Fatal(err)
+	}
 	// Without the quotas of the manifests the API server refuses their priority classes.
 	for key, o := range objects(t, kustomized(t, s, "barrier")) {
 		if strings.HasPrefix(key, "ResourceQuota ") {
