@@ -286,7 +286,7 @@ func TestStatusTellsOfBarriersAndHealth(t *testing.T) {
 	}
 	w := merge([]answer[api.View]{
 		{replica: &replica{name: "a"}, said: api.View{At: now, Barriers: api.Barriers{Items: []api.Barrier{barrier("Released", 3*time.Second)}}}},
-		{replica: &replica{name: "b"}, said: api.View{At: now, Barriers: api.Barriers{Items: []api.Barrier{barrier("Unrouting", time.Second)}},
+		{replica: &replica{name: "b"}, said: api.View{At: now, Barriers: api.Barriers{Items: []api.Barrier{barrier("Unrouting", time.Second)}, Missing: 25, MissingPods: strings.Fields("shop/a shop/b shop/c shop/d")},
 			TargetHealth: api.TargetHealth{Agents: 3, Services: []api.ServiceHealth{service("api", 1, 2), service("web", 0, 1), service("well", 0, 0)}}}},
 	})
 	if len(w.Barriers) != 1 {
@@ -297,6 +297,7 @@ func TestStatusTellsOfBarriersAndHealth(t *testing.T) {
 	text := strings.Join(strings.Fields(out.String()), " ")
 	for _, want := range []string{
 		"Waiting to stop, at the barrier: NAMESPACE POD PHASE AGE HOOK WAITS-FOR shop web-1 Unrouting 3.0s exec lameduck-node/b (routing), and a stated wait of 25s",
+		"Pods that ask for the barrier and were created without it: shop/a, shop/b, shop/c and 22 more. They stop without waiting until they are created again.",
 		"shop api fails-open (1/3) 2/5 shop/web-9 (timeout), 10.0.0.1:80", "shop web unhealthy (1/3) 2/4",
 	} {
 		if !strings.Contains(text, want) {

@@ -20,6 +20,9 @@ type whole struct {
 	Propagation []onePropagation `json:"propagation"`
 	// Barriers are the pods that wait to be told to stop, the oldest first.
 	Barriers []api.Barrier `json:"barriers"`
+	// BarrierMissing is how many pods ask for the barrier and were created without it, BarrierMissingPods the first of them.
+	BarrierMissing     int      `json:"barrierMissing"`
+	BarrierMissingPods []string `json:"barrierMissingPods"`
 	// TargetHealth is that of the coordinator that most agents tell: each tells all of them.
 	TargetHealth api.TargetHealth `json:"targetHealth"`
 }
@@ -80,7 +83,7 @@ func far(order []string, name string) int { return slices.Index(order, name) }
 
 // merge joins the coordinators' views.
 func merge(answers []answer[api.View]) whole {
-	w := whole{Coordinators: []coordinator{}, Drains: []oneDrain{}, Agents: []oneAgent{}, Outcomes: []oneOutcome{}, Propagation: []onePropagation{}, Barriers: []api.Barrier{}, TargetHealth: api.TargetHealth{Services: []api.ServiceHealth{}}}
+	w := whole{Coordinators: []coordinator{}, Drains: []oneDrain{}, Agents: []oneAgent{}, Outcomes: []oneOutcome{}, Propagation: []onePropagation{}, Barriers: []api.Barrier{}, BarrierMissingPods: []string{}, TargetHealth: api.TargetHealth{Services: []api.ServiceHealth{}}}
 	drains, agents := map[string]*oneDrain{}, map[string]*oneAgent{}
 	for _, a := range answers {
 		c := coordinator{Name: a.replica.name, Ready: a.replica.ready}
@@ -122,6 +125,9 @@ func merge(answers []answer[api.View]) whole {
 			} else if b.PhaseSince.After(w.Barriers[i].PhaseSince) {
 				w.Barriers[i] = b
 			}
+		}
+		if v.Barriers.Missing > w.BarrierMissing {
+			w.BarrierMissing, w.BarrierMissingPods = v.Barriers.Missing, v.Barriers.MissingPods
 		}
 		if v.TargetHealth.Agents > w.TargetHealth.Agents {
 			w.TargetHealth = v.TargetHealth

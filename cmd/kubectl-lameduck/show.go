@@ -90,6 +90,9 @@ func status(ctx context.Context, o options, all replicas, out, stderr io.Writer)
 // outcomesShown is how many outcomes status lists if not everything is asked for.
 const outcomesShown = 5
 
+// missingShown is how many pods without the barrier are named if not everything is asked for.
+const missingShown = 3
+
 func writeStatus(w whole, wide bool, out io.Writer) {
 	now := time.Now()
 	var rows [][]string
@@ -146,6 +149,16 @@ func writeStatus(w whole, wide bool, out io.Writer) {
 	}
 
 	writeBarriers(w.Barriers, now, out)
+	if named := w.BarrierMissingPods; w.BarrierMissing > 0 {
+		if !wide {
+			named = named[:min(len(named), missingShown)]
+		}
+		fmt.Fprintf(out, "\nPods that ask for the barrier and were created without it: %s", strings.Join(named, ", "))
+		if more := w.BarrierMissing - len(named); more > 0 {
+			fmt.Fprintf(out, " and %d more", more)
+		}
+		fmt.Fprintln(out, ". They stop without waiting until they are created again.")
+	}
 	writeHealth(w.TargetHealth, wide, out)
 	shown := w.Outcomes
 	title := "Last outcomes:"

@@ -7,12 +7,14 @@ import (
 	"log/slog"
 	"net"
 	"strings"
+	"sync"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
+	"github.com/lameduck-io/lameduck/pkg/admission"
 	"github.com/lameduck-io/lameduck/pkg/dashboard"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/serve"
@@ -75,6 +77,27 @@ func podOf(known client.Reader, synced func() bool) func(drain.Pod) *corev1.Pod 
 			return nil
 		}
 		return &pod
+	}
+}
+
+// missingEvery is how often pods without the barrier are looked for at most: all pods of the cache are.
+const missingEvery = 15 * time.Second
+
+// missingOf returns the pods that ask for the barrier and were created without it, some seconds ago at most.
+func missingOf(mutator *admission.Mutator, synced func() bool) func() []string {
+	var mu sync.Mutex
+	var at time.Time
+	var missing []string
+	return func() []string {
+		mu.Lock()
+		defer mu.Unlock()
+		if !synced() || time.Since(at) < missingEvery {
+			return missing
+		}
+		if now, err := mutator.Missing(context.Background()); err == nil { // a cache that is there answers
+			at, missing = time.Now(), now
+		}
+		return missing
 	}
 }
 

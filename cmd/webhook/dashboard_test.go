@@ -12,13 +12,16 @@ import (
 	"net/http/httptest"
 	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/client/fake"
 
+	"github.com/lameduck-io/lameduck/pkg/admission"
 	"github.com/lameduck-io/lameduck/pkg/dashboard"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/drain/coordinator"
@@ -102,4 +105,30 @@ func TestNodeOf(t *testing.T) {
 			t.Errorf("%s: %q, want %q", name, got, want)
 		}
 	}
+}
+
+// All pods of the cache are read: readers and scrapes share what was found, and an unsynced cache is not asked.
+func TestPodsWithoutTheBarrierAreLookedForSeldom(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		synced := false
+		reader := fake.NewClientBuilder().WithObjects(&corev1.Pod{ObjectMeta: metav1.ObjectMeta{
+			Namespace: "shop", Name: "a", Labels: map[string]string{admission.BarrierLabel: admission.BarrierEnabled},
+		}}).Build()
+		missing := missingOf(&admission.Mutator{Reader: reader}, func() bool { return synced })
+		want := func(what string, n int) {
+			t.Helper()
+			if got := missing(); len(got) != n {
+				t.Errorf("%s: %q", what, got)
+			}
+		}
+		want("not synced", 0)
+		synced = true
+		want("synced", 1)
+		if err := reader.DeleteAllOf(t.Context(), &corev1.Pod{}, client.InNamespace("shop")); err != nil {
+			t.Fatal(err)
+		}
+		want("at once again", 1)
+		time.Sleep(missingEvery)
+		want("later", 0)
+	})
 }

@@ -135,6 +135,10 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 	}
 	coord.Claimant = handler
 	mutator := &admission.Mutator{Reader: known, Excluded: o.excluded, Barrier: o.barrier, Log: log, Metrics: metrics}
+	missing := missingOf(mutator, watch.synced)
+	registry.MustRegister(prometheus.NewGaugeFunc(prometheus.GaugeOpts{
+		Name: "lameduck_barrier_missing_pods", Help: "Pods that ask for the barrier and were created without it, as while no coordinator answered.",
+	}, func() float64 { return float64(len(missing())) }))
 	door := proof.door
 	secure := &tls.Config{MinVersion: tls.VersionTLS12, GetCertificate: proof.certificate}
 	var listeners [3]net.Listener
@@ -157,7 +161,7 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 	}
 	view := dashboard.New(dashboard.Options{
 		Coordinator: coord, Explainer: handler.Cluster, Reviewer: dashboard.NewKubernetes(kube), Notes: notes, Node: nodeOf(known, watch.synced),
-		Pod: podOf(known, watch.synced), Consumers: consumersOf(known, services.HasSynced), Log: log,
+		Pod: podOf(known, watch.synced), Consumers: consumersOf(known, services.HasSynced), Missing: missing, Log: log,
 	})
 	log.Info("started", "lease", self.String(), "admission", listeners[0].Addr().String(), "agents", listeners[1].Addr().String(),
 		"metrics", listeners[2].Addr().String(), "hold", o.times.Hold.String(), "deadline", o.times.Deadline.String())

@@ -89,6 +89,35 @@ func (m *Mutator) place(ctx context.Context, name string) Place {
 	return p
 }
 
+// Missing returns, as namespace/name and in order, the pods that ask for the barrier and were created without it: no
+// coordinator answered, or the namespace was labeled later. They stay without it until they are created again.
+func (m *Mutator) Missing(ctx context.Context) ([]string, error) {
+	var pods corev1.PodList
+	if err := m.Reader.List(ctx, &pods); err != nil {
+		return nil, fmt.Errorf("list pods from the cache: %w", err)
+	}
+	var missing []string
+	places := map[string]Place{}
+	for i := range pods.Items {
+		pod := &pods.Items[i]
+		answered := pod.Annotations[BarrierIDAnnotation] != "" || pod.Annotations[BarrierUncoveredAnnotation] != ""
+		over := pod.DeletionTimestamp != nil || pod.Status.Phase == corev1.PodSucceeded || pod.Status.Phase == corev1.PodFailed
+		if answered || over {
+			continue
+		}
+		place, known := places[pod.Namespace]
+		if !known {
+			place = m.place(ctx, pod.Namespace)
+			places[pod.Namespace] = place
+		}
+		if spared(pod, place) == "" {
+			missing = append(missing, pod.Namespace+"/"+pod.Name)
+		}
+	}
+	slices.Sort(missing)
+	return missing, nil
+}
+
 // warnings are what whoever creates the pod is shown. Pods that were not meant to have the barrier, or never have it, need none.
 func (m mutation) warnings() []string {
 	switch m.coverage {

@@ -6,8 +6,10 @@ import (
 	"log/slog"
 	"net/http"
 	"net/http/httptest"
+	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
@@ -132,4 +134,30 @@ func FuzzMutator(f *testing.F) {
 			t.Errorf("%d %s", w.Code, w.Body)
 		}
 	})
+}
+
+// What was created while no coordinator answered has neither the hook nor a word about it, and looks like any other pod.
+func TestPodsThatMissedTheBarrierAreFound(t *testing.T) {
+	w := newWorld(t)
+	w.ns.Labels[BarrierLabel] = BarrierEnabled
+	pod := func(name string, set func(*corev1.Pod)) {
+		p := runningPod(name)
+		set(p)
+		w.reader.objects = append(w.reader.objects, p)
+	}
+	pod("covered", func(p *corev1.Pod) { p.Annotations[BarrierIDAnnotation] = "id" })
+	pod("uncoverable", func(p *corev1.Pod) { p.Annotations[BarrierUncoveredAnnotation] = "app" })
+	pod("opted-out", func(p *corev1.Pod) { p.Labels[BarrierLabel] = BarrierDisabled })
+	pod("host", func(p *corev1.Pod) { p.Spec.HostNetwork = true })
+	pod("terminating", func(p *corev1.Pod) { p.DeletionTimestamp = &metav1.Time{Time: time.Now()} })
+	pod("finished", func(p *corev1.Pod) { p.Status.Phase = corev1.PodFailed })
+	pod("elsewhere", func(p *corev1.Pod) { p.Namespace = "other" })
+	pod("opted-in", func(p *corev1.Pod) { p.Namespace, p.Labels[BarrierLabel] = "other", BarrierEnabled })
+	other := w.ns.DeepCopy()
+	other.Name, other.Labels = "other", nil
+	w.reader.objects = append(w.reader.objects, other)
+	m := &Mutator{Reader: w.reader}
+	if got, err := m.Missing(t.Context()); err != nil || !slices.Equal(got, []string{"other/opted-in", "shop/a", "shop/b"}) {
+		t.Errorf("missing %q, %v", got, err)
+	}
 }

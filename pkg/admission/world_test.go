@@ -82,7 +82,7 @@ func (r *reader) List(_ context.Context, into client.ObjectList, options ...clie
 		selector = labels.Everything()
 	}
 	for _, object := range r.objects {
-		if object.GetNamespace() != o.Namespace || !selector.Matches(labels.Set(object.GetLabels())) {
+		if o.Namespace != "" && object.GetNamespace() != o.Namespace || !selector.Matches(labels.Set(object.GetLabels())) {
 			continue
 		}
 		switch into := into.(type) {

@@ -16,6 +16,9 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain/coordinator"
 )
 
+// missingMost bounds the pods without the barrier that are named.
+const missingMost = 20
+
 // Kinds of hooks, as they are shown.
 const (
 	hookHTTP = "httpGet"
@@ -39,7 +42,11 @@ func (d *Dashboard) barriers(http.ResponseWriter, *http.Request) (any, error) {
 }
 
 func (d *Dashboard) barriersOf(of coordinator.View) api.Barriers {
-	all := api.Barriers{Open: of.OpenBarriers, Hooks: of.Barred, Items: []api.Barrier{}}
+	all := api.Barriers{Open: of.OpenBarriers, Hooks: of.Barred, Items: []api.Barrier{}, MissingPods: []string{}}
+	if d.Missing != nil {
+		missing := d.Missing()
+		all.Missing, all.MissingPods = len(missing), append(all.MissingPods, missing[:min(len(missing), missingMost)]...)
+	}
 	for _, b := range of.Barriers {
 		all.Items = append(all.Items, d.barrierOf(b))
 	}

@@ -147,6 +147,7 @@ func TestBarriersAndHealthOverHTTP(t *testing.T) {
 		}}},
 	}}}
 	d := newDashboard(w)
+	d.Missing = func() []string { return make([]string, missingMost+1) }
 	d.Pod = func(of drain.Pod) *corev1.Pod {
 		if of.UID != "uid-a" {
 			return nil
@@ -159,7 +160,7 @@ func TestBarriersAndHealthOverHTTP(t *testing.T) {
 		t.Fatal(err)
 	}
 	b := barriers.Items[0]
-	if barriers.Open != 3 || barriers.Hooks != 2 || b.Hook != "httpGet" || b.Node != "node-1" || b.AskedBy != "lameduck-node/x" || !b.Last || b.Owed != 2 || b.Waiting != 1 ||
+	if barriers.Open != 3 || barriers.Hooks != 2 || barriers.Missing != missingMost+1 || len(barriers.MissingPods) != missingMost || b.Hook != "httpGet" || b.Node != "node-1" || b.AskedBy != "lameduck-node/x" || !b.Last || b.Owed != 2 || b.Waiting != 1 ||
 		!b.StatedUntil.Equal(now.Add(25*time.Second)) || strings.Join(b.Uncovered, " ") != "tls" || b.Words[0].Agent != "lameduck-node/y" || b.Words[0].State != "routing" {
 		t.Errorf("%+v", barriers)
 	}

@@ -69,7 +69,7 @@ type Reviewer interface {
 	Review(ctx context.Context, token string) error
 }
 
-// Options of a Dashboard. All but Notes, Node, Pod and Consumers are required.
+// Options of a Dashboard. All but Notes, Node, Pod, Consumers and Missing are required.
 type Options struct {
 	Coordinator Coordinator
 	Explainer   Explainer
@@ -82,7 +82,9 @@ type Options struct {
 	Pod func(pod drain.Pod) *corev1.Pod
 	// Consumers returns what Services say, those that are known. Nil: nothing is.
 	Consumers func(services []drain.Service) []Consumers
-	Log       *slog.Logger
+	// Missing returns the pods that ask for the barrier and were created without it. Nil: it is not known.
+	Missing func() []string
+	Log     *slog.Logger
 }
 
 // Dashboard is one replica's. Make it with New, then Run it.

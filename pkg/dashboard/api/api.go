@@ -101,6 +101,9 @@ type Barriers struct {
 	Items []Barrier `json:"items"`
 	// Hooks is how many hooks wait at this replica now: one for each container.
 	Hooks int `json:"hooks"`
+	// Missing is how many pods ask for the barrier and were created without it. MissingPods are the first of them.
+	Missing     int      `json:"missing"`
+	MissingPods []string `json:"missingPods"`
 }
 
 // Barrier is one pod that is being deleted and is told to stop only when the gateways that follow have let go.
