@@ -100,7 +100,8 @@ func (s State) step(now time.Time, known bool, asked string, names []string, t T
 	}
 	changed := false
 	stamp := func(set *Set) *Set {
-		if set == nil || !set.Known.IsZero() || !known {
+		// A time to come was written by a replica whose clock is ahead. It would delay the next step until then.
+		if set == nil || !known || !set.Known.IsZero() && !set.Known.After(now) {
 			return set
 		}
 		changed = true
@@ -147,7 +148,7 @@ func (s State) wait(now time.Time, t Times) time.Duration {
 // usable reports whether the set can be served now.
 func (s *Set) usable(now time.Time) bool {
 	pair, err := s.pair()
-	return err == nil && s.Secret != "" && now.Before(pair.Leaf.NotAfter)
+	return err == nil && s.Secret != "" && !now.Before(pair.Leaf.NotBefore) && now.Before(pair.Leaf.NotAfter)
 }
 
 // has reports whether the certificate is for all of names.
@@ -176,18 +177,19 @@ func (s *Set) pair() (*tls.Certificate, error) {
 	return &pair, nil
 }
 
-// backdate is for clocks that differ.
-const backdate = time.Hour
+// validFrom is the start of every set's validity, long ago: a replica whose clock is ahead must not make a certificate that is not valid
+// yet by the clocks of its callers. The key of the CA is thrown away, so that an early start lets nobody sign anything.
+var validFrom = time.Unix(0, 0)
 
 // newSet makes a set.
 func newSet(now time.Time, names []string, t Times) (*Set, error) {
-	from, until := now.Add(-backdate), now.Add(3*t.RotateEvery)
+	until := now.Add(3 * t.RotateEvery)
 	authority := &x509.Certificate{
-		Subject: pkix.Name{CommonName: "lameduck"}, NotBefore: from, NotAfter: until,
+		Subject: pkix.Name{CommonName: "lameduck"}, NotBefore: validFrom, NotAfter: until,
 		IsCA: true, BasicConstraintsValid: true, MaxPathLenZero: true, KeyUsage: x509.KeyUsageCertSign | x509.KeyUsageDigitalSignature,
 	}
 	leaf := &x509.Certificate{
-		Subject: pkix.Name{CommonName: names[0]}, NotBefore: from, NotAfter: until,
+		Subject: pkix.Name{CommonName: names[0]}, NotBefore: validFrom, NotAfter: until,
 		KeyUsage: x509.KeyUsageDigitalSignature, ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth},
 	}
 	for _, name := range names {
