@@ -27,13 +27,15 @@ const (
 	outStopping outcome = "Stopping"
 	// outUnknown: no pod of this node has the id.
 	outUnknown outcome = "Unknown"
+	// outForeign: the hook came from an address that is neither this node's nor the pod's.
+	outForeign outcome = "Foreign"
 	// outTooMany: too many waits are open. Uncovered.
 	outTooMany outcome = "TooMany"
 )
 
 // outcomes lists what the metric begins with.
 var outcomes = []outcome{
-	outBound, outLocal, outRestart, outGone, outNoTime, outNoTargets, outStopping, outUnknown, outTooMany,
+	outBound, outLocal, outRestart, outGone, outNoTime, outNoTargets, outStopping, outUnknown, outForeign, outTooMany,
 	outcome(drain.Acknowledged.String()), outcome(drain.IdleBound.String()), outcome(drain.Deadline.String()), outcome(drain.NoAgents.String()),
 	outcome(drain.LastTarget.String()), outcome(drain.Suspended.String()), outcome(drain.AgentsLost.String()), outcome(drain.Dead.String()),
 }

@@ -5,7 +5,10 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"net"
 	"net/http"
+	"net/netip"
+	"slices"
 	"sync"
 	"time"
 
@@ -18,9 +21,11 @@ import (
 const (
 	// waitPath is what the hooks of a pod ask.
 	waitPath = "/v1/wait/{id}"
-	// waitsMost bounds the pods that wait at one time, strangersMost the hooks whose pod is not known yet. More are answered 429.
-	waitsMost     = 512
-	strangersMost = 64
+	// waitsMost bounds the pods that wait at one time, strangersMost the hooks from this node whose pod is not known yet, and the hooks of this
+	// kind from all other addresses together; strangersOfOne those from one of these. More are answered 429.
+	waitsMost      = 512
+	strangersMost  = 64
+	strangersOfOne = 4
 	// findMost is how long a hook waits for its pod to be known.
 	findMost = 2 * time.Second
 	// restartMost is how long a container is kept from being stopped while its pod stays, liveMost what the live look at the pod may take of
@@ -48,16 +53,19 @@ type waits struct {
 	live func(ctx context.Context, pod drain.Pod) (p nodePod, gone bool, err error)
 	// ask asks a coordinator, see [client.Client.Barrier].
 	ask func(context.Context, wire.Barrier) (wire.Passed, error)
-	m   *nodeMetrics
-	log *slog.Logger
+	// addresses are this node's.
+	addresses func() ([]net.Addr, error)
+	m         *nodeMetrics
+	log       *slog.Logger
 
 	// stopping is closed when what waits must be answered.
 	stopping chan struct{}
 	stopOnce sync.Once
 
-	mu        sync.Mutex
-	open      map[drain.UID]*wait
-	strangers int
+	mu   sync.Mutex
+	open map[drain.UID]*wait
+	// strangers counts the hooks whose pod is not known yet, by their address. This node's have one entry, the zero address.
+	strangers map[netip.Addr]int
 	running   sync.WaitGroup
 }
 
@@ -69,7 +77,10 @@ type wait struct {
 }
 
 func newWaits(pods *nodePods, k kernel, m *nodeMetrics, log *slog.Logger) *waits {
-	return &waits{pods: pods, kernel: k, m: m, log: log, stopping: make(chan struct{}), open: map[drain.UID]*wait{}}
+	return &waits{
+		pods: pods, kernel: k, addresses: net.InterfaceAddrs, m: m, log: log, stopping: make(chan struct{}),
+		open: map[drain.UID]*wait{}, strangers: map[netip.Addr]int{},
+	}
 }
 
 // handler serves the hooks.
@@ -80,14 +91,19 @@ func (s *waits) handler() http.Handler {
 }
 
 func (s *waits) serve(w http.ResponseWriter, r *http.Request) {
-	id := mux.Vars(r)["id"]
-	p, err := s.find(r.Context(), id)
+	from := s.source(r)
+	p, err := s.find(r.Context(), mux.Vars(r)["id"], from)
 	switch {
 	case errors.Is(err, errTooMany):
 		s.refuse(w, http.StatusTooManyRequests, outTooMany)
 		return
 	case err != nil:
 		s.refuse(w, http.StatusNotFound, outUnknown)
+		return
+	case from.IsValid() && !slices.ContainsFunc(p.targets, func(t netip.AddrPort) bool { return t.Addr().Unmap() == from }):
+		// The id is an annotation, which many may read: a hook from elsewhere would have a pod that nobody deletes taken out of gateways.
+		s.refuse(w, http.StatusForbidden, outForeign)
+		s.log.Debug("hook of another address", "pod", p.pod.String(), "from", from.String())
 		return
 	}
 	one, err := s.join(p)
@@ -104,6 +120,28 @@ func (s *waits) serve(w http.ResponseWriter, r *http.Request) {
 	}
 }
 
+// source returns the address that a hook comes from: the zero address if that is the node's own.
+func (s *waits) source(r *http.Request) netip.Addr {
+	remote, err := netip.ParseAddrPort(r.RemoteAddr)
+	from := remote.Addr().Unmap().WithZone("")
+	switch {
+	case err != nil:
+		return netip.IPv6Unspecified() // of no pod and no node
+	case from.IsLoopback():
+		return netip.Addr{}
+	}
+	addresses, err := s.addresses()
+	if err != nil {
+		s.log.Warn("read the addresses of this node", "error", err)
+	}
+	for _, a := range addresses {
+		if own, err := netip.ParsePrefix(a.String()); err == nil && own.Addr().Unmap().WithZone("") == from {
+			return netip.Addr{}
+		}
+	}
+	return from
+}
+
 func (s *waits) refuse(w http.ResponseWriter, code int, why outcome) {
 	s.m.waits.WithLabelValues(string(why)).Inc()
 	http.Error(w, string(why), code)
@@ -114,8 +152,8 @@ var (
 	errUnknown = errors.New("no pod of this node has this id")
 )
 
-// find waits for the pod with an id to be known.
-func (s *waits) find(ctx context.Context, id string) (nodePod, error) {
+// find waits for the pod with an id to be known. from is where the hook comes from.
+func (s *waits) find(ctx context.Context, id string, from netip.Addr) (nodePod, error) {
 	if len(id) > idMost {
 		return nodePod{}, errUnknown
 	}
@@ -123,18 +161,10 @@ func (s *waits) find(ctx context.Context, id string) (nodePod, error) {
 	if ok {
 		return p, nil
 	}
-	s.mu.Lock()
-	if s.strangers >= strangersMost {
-		s.mu.Unlock()
+	if !s.admit(from) {
 		return nodePod{}, errTooMany
 	}
-	s.strangers++
-	s.mu.Unlock()
-	defer func() {
-		s.mu.Lock()
-		s.strangers--
-		s.mu.Unlock()
-	}()
+	defer s.forget(from)
 	timer := time.NewTimer(findMost)
 	defer timer.Stop()
 	for !ok {
@@ -150,6 +180,38 @@ func (s *waits) find(ctx context.Context, id string) (nodePod, error) {
 		p, ok, changed = s.pods.find(id)
 	}
 	return p, nil
+}
+
+// admit counts a hook from an address whose pod is not known yet. It reports false if there are too many.
+func (s *waits) admit(from netip.Addr) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	all := s.strangers[from]
+	if from.IsValid() {
+		if all >= strangersOfOne {
+			return false
+		}
+		all = 0
+		for of, n := range s.strangers {
+			if of.IsValid() {
+				all += n
+			}
+		}
+	}
+	if all >= strangersMost {
+		return false
+	}
+	s.strangers[from]++
+	return true
+}
+
+// forget takes back an admit.
+func (s *waits) forget(from netip.Addr) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.strangers[from]--; s.strangers[from] == 0 {
+		delete(s.strangers, from)
+	}
 }
 
 // join returns the wait of a pod, which it begins if there is none.

@@ -3,8 +3,10 @@ package main
 import (
 	"context"
 	"errors"
+	"fmt"
 	"io"
 	"log/slog"
+	"net"
 	"net/http"
 	"net/http/httptest"
 	"net/netip"
@@ -161,13 +163,18 @@ type got struct {
 	took time.Duration
 }
 
-// hook is one hook's request.
-func (n *testNode) hook(id string) chan got {
+// hook is one hook's request, from the node itself.
+func (n *testNode) hook(id string) chan got { return n.hookFrom(id, "127.0.0.1") }
+
+// hookFrom is one hook's request from an address.
+func (n *testNode) hookFrom(id, from string) chan got {
 	out := make(chan got, 1)
 	go func() {
 		began := time.Now()
 		w := httptest.NewRecorder()
-		n.handler().ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/v1/wait/"+id+"?container=app", nil))
+		r := httptest.NewRequest(http.MethodGet, "/v1/wait/"+id+"?container=app", nil)
+		r.RemoteAddr = net.JoinHostPort(from, "4711")
+		n.handler().ServeHTTP(w, r)
 		body, _ := io.ReadAll(w.Result().Body)
 		out <- got{w.Code, strings.TrimSpace(string(body)), time.Since(began)}
 	}()
@@ -462,6 +469,64 @@ func TestWaitsAreBounded(t *testing.T) {
 		n.pods.set(deleted(hooked("a"), 35*time.Second), false)
 		if g := <-n.hook("id-a"); g.code != http.StatusTooManyRequests {
 			t.Errorf("one more than the bound is answered %d %s", g.code, g.text)
+		}
+	})
+}
+
+// Without this, whoever can read a pod's annotation and reach the node's port has a pod that nobody deletes taken out of every directed
+// gateway. Kubelets call from the node's own addresses, hooks of kind exec from their pod's.
+func TestHooksComeFromTheNodeOrTheirPod(t *testing.T) {
+	for from, code := range map[string]int{
+		"127.0.0.1": 200, "127.9.9.9": 200, "::1": 200, "192.0.2.7": 200, "::ffff:192.0.2.7": 200, "2001:db8::7": 200, podTarget.Addr().String(): 200,
+		"203.0.113.9": 403, "2001:db8::8": 403,
+	} {
+		t.Run(from, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				n := newTestNode(t)
+				n.addresses = func() ([]net.Addr, error) {
+					return []net.Addr{
+						&net.IPNet{IP: net.ParseIP("192.0.2.7"), Mask: net.CIDRMask(24, 32)}, &net.IPNet{IP: net.ParseIP("2001:db8::7"), Mask: net.CIDRMask(64, 128)},
+					}, nil
+				}
+				p := hooked("web")
+				n.pods.set(p, false)
+				n.liven = func() (nodePod, bool, error) { is, _ := readNodePod(p); return is, false, nil }
+				n.ask = func(_ context.Context, b wire.Barrier) (wire.Passed, error) {
+					n.asked = append(n.asked, b)
+					return wire.Passed{Phase: "Released", Reason: "Acknowledged"}, nil
+				}
+				if g := <-n.hookFrom("id-web", from); g.code != code || len(n.asked) != 0 && code != 200 {
+					t.Errorf("answered %d %s, and coordinators were asked %d times, want %d", g.code, g.text, len(n.asked), code)
+				}
+			})
+		})
+	}
+}
+
+// Strangers ask for ids that do not exist, from one address and from many. The hook of a pod that the watch does not know yet still finds room.
+func TestStrangersDoNotFillThePlacesForUnknownIDs(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t)
+		n.addresses = func() ([]net.Addr, error) { return nil, nil }
+		for range 100 {
+			n.hookFrom("nobody", "203.0.113.9")
+		}
+		other := n.hookFrom("id-b", "203.0.113.10")
+		for i := range 100 {
+			n.hookFrom("nobody", fmt.Sprintf("198.51.100.%d", i))
+		}
+		local := n.hook("id-a")
+		n.pods.set(deleted(hooked("a"), 35*time.Second), false)
+		if g := <-local; g.code != http.StatusOK {
+			t.Errorf("a hook from the node is answered %d %s", g.code, g.text)
+		}
+		if g := <-other; g.code != http.StatusNotFound {
+			t.Errorf("a hook from a second address is answered %d %s", g.code, g.text)
+		}
+		time.Sleep(2 * findMost)
+		synctest.Wait()
+		if len(n.strangers) > 0 {
+			t.Errorf("places stay taken: %v", n.strangers)
 		}
 	})
 }
