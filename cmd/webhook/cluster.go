@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"log/slog"
@@ -95,6 +96,10 @@ func (p pods) Life(ctx context.Context, pod drain.Pod) (coordinator.Life, error)
 // rosterRetry is how often the right of agents is asked for again.
 const rosterRetry = 30 * time.Second
 
+// accountsMost bounds the service accounts of one namespace whose right is asked for: whoever may create pods can put the agent's label on
+// them, and replicas are not ready before they know who is an agent.
+const accountsMost = 20
+
 // roster keeps the list of agents that the API says exist: pods with the agent's label that are not over, whose service account may
 // acknowledge drains.
 type roster struct {
@@ -105,12 +110,13 @@ type roster struct {
 
 	mu     sync.Mutex
 	agents map[types.UID]*corev1.Pod
-	// version counts the changes of agents. handed is the version that was last handed over, -1 before the first.
-	version, handed int
+	// version counts the changes of agents. handed is the version that was last handed over, -1 before the first. first is what version was
+	// when listed was first asked, -1 before that.
+	version, handed, first int
 }
 
 func newRoster(coord *coordinator.Coordinator, who *identity.Kubernetes, log *slog.Logger) *roster {
-	return &roster{coord: coord, who: who, log: log, wake: make(chan struct{}, 1), agents: map[types.UID]*corev1.Pod{}, handed: -1}
+	return &roster{coord: coord, who: who, log: log, wake: make(chan struct{}, 1), agents: map[types.UID]*corev1.Pod{}, handed: -1, first: -1}
 }
 
 func (r *roster) set(p *corev1.Pod) {
@@ -147,14 +153,18 @@ func (r *roster) poke() {
 	}
 }
 
-// listed reports whether everything that the watch has delivered was handed over.
+// listed reports whether everything was handed over that the watch had delivered when listed was first called. What comes later does not
+// count: a pod that changes every second would keep the list from ever being complete.
 func (r *roster) listed() bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if r.handed != r.version {
+	if r.first < 0 {
+		r.first = r.version
+	}
+	if r.handed < r.first {
 		r.poke()
 	}
-	return r.handed == r.version
+	return r.handed >= r.first
 }
 
 // run hands the list to the coordinator whenever it has changed.
@@ -175,15 +185,24 @@ func (r *roster) run(ctx context.Context) error {
 		}
 		version := r.version
 		r.mu.Unlock()
+		// Those that came first are asked about first.
+		slices.SortFunc(agents, func(a, b *corev1.Pod) int {
+			return cmp.Or(a.CreationTimestamp.Compare(b.CreationTimestamp.Time), strings.Compare(a.Namespace+"/"+a.Name, b.Namespace+"/"+b.Name))
+		})
 		expected := make([]drain.Expected, 0, len(agents))
+		accounts := map[string]int{}
 		// Each service account is asked about once, so that an API server that does not answer delays the list once.
 		rights := map[string]bool{}
 		for _, p := range agents {
 			username := identity.Username(p.Namespace, p.Spec.ServiceAccountName)
 			allowed, asked := rights[username]
 			if !asked {
+				if accounts[p.Namespace]++; accounts[p.Namespace] > accountsMost {
+					r.log.Debug("too many service accounts in one namespace have pods with the agent's label", "serviceAccount", username, "most", accountsMost)
+					continue
+				}
 				var err error
-				if allowed, err = r.who.Allowed(ctx, username, identity.Groups(p.Namespace)); err != nil {
+				if allowed, err = r.who.Allowed(ctx, username); err != nil {
 					// Who cannot be asked about is expected: waiting for an agent too many ends, losing requests does not.
 					r.log.Warn("agents' right is unknown", "serviceAccount", username, "error", err)
 					allowed = true
@@ -200,6 +219,7 @@ func (r *roster) run(ctx context.Context) error {
 			})
 		}
 		slices.SortFunc(expected, func(a, b drain.Expected) int { return strings.Compare(a.Name, b.Name) })
+		r.who.Expect(expected)
 		r.coord.Expect(expected)
 		r.mu.Lock()
 		r.handed = version

@@ -2,6 +2,7 @@ package coordinator
 
 import (
 	"bufio"
+	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -57,6 +58,8 @@ type Identity struct {
 	Everywhere bool
 	// Replica says that it is not an agent but a replica of the coordinator.
 	Replica bool
+	// Until is when the token ends, and the agent's stream with it. Zero: this is not known.
+	Until time.Time
 }
 
 // ErrUnauthenticated and ErrForbidden are what an Authenticator's errors may wrap: the token proves nothing, or it proves someone
@@ -74,7 +77,8 @@ type Authenticator interface {
 // Authorizer is an Authenticator that also tells who may acknowledge what. A coordinator whose Authenticator is none lets nobody declare
 // Services who has no right everywhere.
 type Authorizer interface {
-	// MayAcknowledge reports whether who may acknowledge drains of the pods of namespace.
+	// MayAcknowledge reports whether who may acknowledge drains of the pods of namespace; "" is every namespace. It is asked again for as
+	// long as the agent has a stream.
 	MayAcknowledge(ctx context.Context, who Identity, namespace string) (bool, error)
 }
 
@@ -250,13 +254,17 @@ func (c *Coordinator) declare(w http.ResponseWriter, r *http.Request, who Identi
 	if err := c.authorize(r.Context(), who, d.Routes); err != nil {
 		return nil, err
 	}
-	c.mu.Lock()
-	open, ok := c.ledger.Declare(who.Agent, d.Session, d.Routes)
-	if ok {
+	var open []drain.Open
+	ok := false
+	c.change(func() {
+		if open, ok = c.ledger.Declare(who.Agent, d.Session, d.Routes); !ok {
+			return
+		}
 		c.seen.declared(who.Agent, d.Gateway)
-	}
-	c.settle()
-	c.unlock()
+		if s := c.streams[who.Agent]; s != nil && !who.Everywhere {
+			s.namespaces = namespacesOf(d.Routes)
+		}
+	})
 	if !ok {
 		return nil, errStale
 	}
@@ -277,17 +285,12 @@ func (c *Coordinator) authorize(ctx context.Context, who Identity, routes []drai
 	if who.Everywhere {
 		return nil
 	}
-	first := map[string]int{}
-	for i, r := range routes {
-		if _, seen := first[r.Service.Namespace]; !seen {
-			first[r.Service.Namespace] = i
-		}
-	}
-	if len(first) > namespacesMost {
-		return refusal{http.StatusForbidden, fmt.Sprintf("routes: in %d namespaces, more than %d need the right to acknowledge in all", len(first), namespacesMost)}
+	namespaces := namespacesOf(routes)
+	if len(namespaces) > namespacesMost {
+		return refusal{http.StatusForbidden, fmt.Sprintf("routes: in %d namespaces, more than %d need the right to acknowledge in all", len(namespaces), namespacesMost)}
 	}
 	authorizer, can := c.Authenticate.(Authorizer)
-	for _, namespace := range slices.Sorted(maps.Keys(first)) {
+	for _, namespace := range namespaces {
 		allowed := false
 		if can {
 			var err error
@@ -296,10 +299,76 @@ func (c *Coordinator) authorize(ctx context.Context, who Identity, routes []drai
 			}
 		}
 		if !allowed {
-			return refusal{http.StatusForbidden, fmt.Sprintf("routes[%d].service: %s may not acknowledge drains in namespace %q", first[namespace], who.Username, namespace)}
+			first := slices.IndexFunc(routes, func(r drain.Route) bool { return r.Service.Namespace == namespace })
+			return refusal{http.StatusForbidden, fmt.Sprintf("routes[%d].service: %s may not acknowledge drains in namespace %q", first, who.Username, namespace)}
 		}
 	}
 	return nil
+}
+
+// namespacesOf lists the namespaces of routes, sorted.
+func namespacesOf(routes []drain.Route) []string {
+	all := map[string]bool{}
+	for _, r := range routes {
+		all[r.Service.Namespace] = true
+	}
+	return slices.Sorted(maps.Keys(all))
+}
+
+// watchRights ends the streams of agents whose right was taken, until ctx is done. What cannot be asked ends none.
+func (c *Coordinator) watchRights(ctx context.Context) {
+	authorizer, can := c.Authenticate.(Authorizer)
+	if !can {
+		return
+	}
+	ticker := time.NewTicker(rightsEvery)
+	defer ticker.Stop()
+	type right struct{ username, namespace string }
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-ticker.C:
+		}
+		rights, of := map[right]Identity{}, map[right][]*stream{}
+		c.locked(func() {
+			for _, s := range c.streams {
+				for _, namespace := range s.namespaces {
+					what := right{s.who.Username, namespace}
+					rights[what], of[what] = s.who, append(of[what], s)
+				}
+			}
+		})
+		for what, who := range rights {
+			if allowed, err := authorizer.MayAcknowledge(ctx, who, what.namespace); err != nil || allowed {
+				continue
+			}
+			c.change(func() {
+				for _, s := range of[what] {
+					if c.streams[s.who.Agent] == s {
+						c.cut(time.Now(), s.who.Agent, "the right to acknowledge was taken")
+					}
+				}
+			})
+		}
+	}
+}
+
+// podDeleted is why a stream ends, or is refused, when the watch shows the agent's pod deleted.
+const podDeleted = "the agent's pod is deleted"
+
+// cut, called with the lock, ends the stream of an agent and voids what it has reported, at once: the stream's own goroutine may hang in a
+// write. Without a stream it does nothing.
+func (c *Coordinator) cut(now time.Time, id drain.AgentID, why string) {
+	s := c.streams[id]
+	if s == nil {
+		return
+	}
+	delete(c.streams, id)
+	c.ledger.Disconnect(now, id, s.session)
+	c.connected()
+	s.wake() // and it ends
+	c.unsaid = append(c.unsaid, func() { c.Log.Info("stream is ended", "agent", s.who.Name, "id", id, "why", why) })
 }
 
 func (c *Coordinator) report(w http.ResponseWriter, r *http.Request, who Identity) (any, error) {
@@ -331,16 +400,16 @@ func (c *Coordinator) take(ctx context.Context, who Identity, said wire.Reports)
 			return refusal{http.StatusBadRequest, fmt.Sprintf("reports[%d].proof is required with state %q", i, r.State)}
 		}
 	}
-	c.mu.Lock()
-	current := c.ledger.Current(who.Agent, said.Session)
-	now := time.Now()
-	asOf := c.asOf(now, said.At)
-	news := c.ledger.ReportAsOf(now, asOf, who.Agent, said.Session, said.Reports)
-	if current {
-		c.seen.reported(c.ledger, now, asOf, who.Agent, said.Reports)
-	}
-	c.settle()
-	c.unlock()
+	current, news := false, false
+	c.change(func() {
+		current = c.ledger.Current(who.Agent, said.Session)
+		now := time.Now()
+		asOf := c.asOf(now, said.At)
+		news = c.ledger.ReportAsOf(now, asOf, who.Agent, said.Session, said.Reports)
+		if current {
+			c.seen.reported(c.ledger, now, asOf, who.Agent, said.Reports)
+		}
+	})
 	if !current {
 		return errStale
 	}
@@ -360,21 +429,24 @@ func (c *Coordinator) take(ctx context.Context, who Identity, said wire.Reports)
 	return nil
 }
 
-// listen takes in what an agent writes into its stream until that ends, and returns why. A line that is longer than the room that each
-// stream has must be there in time.
+// listen takes in what an agent writes into its stream until that ends, and returns why. Once a line has begun, it must be there in time.
 func (c *Coordinator) listen(ctx context.Context, from *bufio.Reader, conn net.Conn, who Identity) error {
 	var long []byte
 	for {
+		// A line may take its time to begin, and then no longer than a body.
+		if _, err := from.Peek(1); err != nil {
+			return err
+		}
+		begun, _ := from.Peek(from.Buffered())
+		whole := bytes.IndexByte(begun, '\n') >= 0
+		if !whole {
+			_ = conn.SetReadDeadline(time.Now().Add(bodyTimeout))
+		}
 		line, err := from.ReadSlice('\n')
-		if errors.Is(err, bufio.ErrBufferFull) {
-			if len(long) == 0 {
-				long = slices.Grow(long, 4*len(line))
-				_ = conn.SetReadDeadline(time.Now().Add(bodyTimeout))
-			}
+		for ; errors.Is(err, bufio.ErrBufferFull); line, err = from.ReadSlice('\n') {
 			if long = append(long, line...); len(long) > wire.MaxBody {
 				return refusal{http.StatusRequestEntityTooLarge, fmt.Sprintf("a line is larger than %d bytes", wire.MaxBody)}
 			}
-			continue
 		}
 		if errors.Is(err, os.ErrDeadlineExceeded) {
 			return refusal{http.StatusRequestTimeout, fmt.Sprintf("a line was not sent within %s", bodyTimeout)}
@@ -382,8 +454,10 @@ func (c *Coordinator) listen(ctx context.Context, from *bufio.Reader, conn net.C
 		if err != nil {
 			return err
 		}
-		if len(long) > 0 {
+		if !whole {
 			_ = conn.SetReadDeadline(time.Time{})
+		}
+		if len(long) > 0 {
 			long = append(long, line...)
 			line = long
 		}
@@ -414,11 +488,11 @@ func (c *Coordinator) leave(w http.ResponseWriter, r *http.Request, who Identity
 	if len(said.Boot) > wire.MaxName {
 		return nil, refusal{http.StatusBadRequest, fmt.Sprintf("boot: longer than %d bytes", wire.MaxName)}
 	}
-	c.mu.Lock()
-	ok := c.ledger.Leave(who.Agent, said.Session)
-	c.settle()
-	c.connected()
-	c.unlock()
+	ok := false
+	c.change(func() {
+		ok = c.ledger.Leave(who.Agent, said.Session)
+		c.connected()
+	})
 	if !ok {
 		return nil, errStale
 	}
@@ -428,7 +502,11 @@ func (c *Coordinator) leave(w http.ResponseWriter, r *http.Request, who Identity
 
 // stream is one agent's open stream.
 type stream struct {
-	woken chan struct{}
+	who     Identity
+	session uint64
+	// namespaces are those in which the agent must have the right to acknowledge; "" is all of them.
+	namespaces []string
+	woken      chan struct{}
 }
 
 func (s *stream) wake() {
@@ -452,37 +530,21 @@ func (c *Coordinator) stream(w http.ResponseWriter, r *http.Request, who Identit
 	if r.ContentLength != 0 {
 		return nil, refusal{http.StatusBadRequest, "body: a stream is opened without"}
 	}
-	s := &stream{woken: make(chan struct{}, 1)}
-	c.mu.Lock()
-	if c.stopped {
-		c.mu.Unlock()
-		return nil, refusal{http.StatusServiceUnavailable, ErrStopping.Error()}
+	s, self, err := c.connect(r, who, offer, protocol)
+	if err != nil {
+		return nil, err
 	}
-	session := c.ledger.ConnectWith(time.Now(), who.Agent, drain.Hail{Boot: offer.Boot, Observes: slices.Contains(offer.Features, wire.FeatureBarrier)})
-	if !who.Everywhere && !c.ledger.Declared(who.Agent) {
-		// Who has not declared may route everything, and is waited for by every deletion. That takes the right everywhere.
-		c.ledger.Declare(who.Agent, session, nil)
-	}
-	self := c.ledger.Self()
-	if former := c.streams[who.Agent]; former != nil {
-		former.wake() // and it ends
-	}
-	c.streams[who.Agent] = s
-	c.seen.connected(time.Now(), who.Agent, protocol, offer, r.RemoteAddr)
-	c.settle()
-	c.connected()
-	c.unlock()
+	session := s.session
 	c.Log.Info("agent connected", "agent", who.Name, "id", who.Agent, "session", session, "address", r.RemoteAddr,
 		"protocol", protocol, "features", offer.Features, "boot", offer.Boot)
 	defer func() {
-		c.mu.Lock()
-		if c.streams[who.Agent] == s {
-			delete(c.streams, who.Agent)
-		}
-		c.ledger.Disconnect(time.Now(), who.Agent, session)
-		c.settle()
-		c.connected()
-		c.unlock()
+		c.change(func() {
+			if c.streams[who.Agent] == s {
+				delete(c.streams, who.Agent)
+			}
+			c.ledger.Disconnect(time.Now(), who.Agent, session)
+			c.connected()
+		})
 		c.beliefs.end(who.Agent, session)
 		c.Log.Info("agent disconnected", "agent", who.Name, "id", who.Agent, "session", session)
 	}()
@@ -530,15 +592,17 @@ func (c *Coordinator) stream(w http.ResponseWriter, r *http.Request, who Identit
 	var told [][]byte
 	over := false
 	for first := true; ; first = false {
-		c.mu.Lock()
-		current := c.ledger.Current(who.Agent, session)
-		open, released, next := c.ledger.Since(who.Agent, sent)
-		told = c.tellOf(told[:0], open)
-		c.mu.Unlock()
+		var open []drain.Open
+		var released []drain.Release
+		current := false
+		c.locked(func() {
+			current = c.ledger.Current(who.Agent, session)
+			open, released, sent = c.ledger.Since(who.Agent, sent)
+			told = c.tellOf(told[:0], open)
+		})
 		if !current {
 			return nil, errWritten
 		}
-		sent = next
 		lines = slices.Grow(lines, len(open)*drainSize)
 		for i, d := range open {
 			if d.Watch != nil {
@@ -581,6 +645,36 @@ func (c *Coordinator) stream(w http.ResponseWriter, r *http.Request, who Identit
 			return nil, errWritten
 		}
 	}
+}
+
+// connect begins an agent's stream, and ends its former one.
+func (c *Coordinator) connect(r *http.Request, who Identity, offer wire.Offer, protocol int) (s *stream, self drain.Lease, err error) {
+	c.mu.Lock()
+	defer c.unlock()
+	if c.stopped {
+		return nil, self, refusal{http.StatusServiceUnavailable, ErrStopping.Error()}
+	}
+	if _, deleted := c.deleted[drain.UID(who.Agent)]; deleted {
+		return nil, self, refusal{http.StatusUnauthorized, podDeleted}
+	}
+	now := time.Now()
+	s = &stream{who: who, namespaces: []string{""}, woken: make(chan struct{}, 1)}
+	s.session = c.ledger.ConnectWith(now, who.Agent, drain.Hail{Boot: offer.Boot, Observes: slices.Contains(offer.Features, wire.FeatureBarrier)})
+	if !who.Everywhere {
+		s.namespaces = nil
+		if !c.ledger.Declared(who.Agent) {
+			// Who has not declared may route everything, and is waited for by every deletion. That takes the right everywhere.
+			c.ledger.Declare(who.Agent, s.session, nil)
+		}
+	}
+	if former := c.streams[who.Agent]; former != nil {
+		former.wake() // and it ends
+	}
+	c.streams[who.Agent] = s
+	c.seen.connected(now, who.Agent, protocol, offer, r.RemoteAddr)
+	c.settle()
+	c.connected()
+	return s, c.ledger.Self(), nil
 }
 
 // telling is what a drain is told as depends on. See [drain.Open.Number].

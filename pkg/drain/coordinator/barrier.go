@@ -65,10 +65,7 @@ func (c *Coordinator) barrier(w http.ResponseWriter, r *http.Request, who Identi
 	case c.Vicinity == nil:
 		return nil, refusal{http.StatusServiceUnavailable, "this replica knows nothing of pods"}
 	}
-	c.mu.Lock()
-	current := c.ledger.Current(who.Agent, asked.Session)
-	c.mu.Unlock()
-	if !current {
+	if !c.current(who.Agent, asked.Session) {
 		return nil, errStale
 	}
 	arrived := time.Now()
@@ -265,7 +262,7 @@ func (c *Coordinator) overdue() []drain.Pod {
 	now := time.Now()
 	var pods []drain.Pod
 	for _, s := range c.ledger.Barriers(now) {
-		if !now.Before(s.Deadline) && len(pods) < lookAtMost {
+		if !now.Before(s.Deadline) {
 			pods = append(pods, s.Pod)
 		}
 	}
@@ -291,6 +288,8 @@ func (c *Coordinator) Deleted(uid drain.UID) {
 	c.ledger.Gone(time.Now(), uid)
 	c.ledger.Deleted(time.Now(), uid)
 	delete(c.seen.barred, uid)
+	c.deleted[uid] = time.Now()
+	c.cut(time.Now(), drain.AgentID(uid), podDeleted)
 	c.settle()
 }
 
@@ -298,6 +297,7 @@ func (c *Coordinator) Deleted(uid drain.UID) {
 func (c *Coordinator) Ready(uid drain.UID, at time.Time) {
 	c.mu.Lock()
 	defer c.unlock()
+	delete(c.deleted, uid) // the list that lacked it was old
 	if c.ledger.Back(time.Now(), uid, at) {
 		c.settle()
 	}

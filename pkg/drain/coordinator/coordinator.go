@@ -7,11 +7,14 @@
 package coordinator
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"runtime"
+	"slices"
 	"sync"
 	"time"
 
@@ -21,10 +24,17 @@ import (
 // tick is how often the ledger is asked which drains nobody asks for.
 const tick = time.Second
 
-// lookTimeout bounds the live read of one pod, lookAtMost how many are read a tick.
 const (
+	// lookTimeout bounds the live read of one pod, lookAtMost how many are read a tick.
 	lookTimeout = 5 * time.Second
 	lookAtMost  = 50
+	// lockMost and tickMost are how long [Coordinator.Live] waits for the lock, and for the last tick.
+	lockMost = time.Second
+	tickMost = 10 * time.Second
+	// rightsEvery is how often the rights of agents with a stream are looked at.
+	rightsEvery = 10 * time.Second
+	// deletedFor is how long agents are refused whose pod is deleted: no answer about their token is remembered for longer.
+	deletedFor = 2 * time.Minute
 )
 
 // Life is what a live read says of a pod UID.
@@ -96,7 +106,12 @@ type Coordinator struct {
 	told map[telling][]byte
 	// streams holds each agent's newest.
 	streams map[drain.AgentID]*stream
-	holds   int
+	// deleted holds the pods that the watch has lately shown deleted, and when.
+	deleted map[drain.UID]time.Time
+	// looked holds the pod of a drain, and that of a barrier, that were read last. ticked is when the ledger was last looked at.
+	looked [2]drain.UID
+	ticked time.Time
+	holds  int
 	// began is the zero of the clock that goes over the wire.
 	began time.Time
 
@@ -129,8 +144,8 @@ func New(self drain.Lease, times drain.Times, o Options) *Coordinator {
 		Options: o, times: times, ledger: drain.NewLedger(self, times),
 		waiting: map[drain.UID]*wait{}, streams: map[drain.AgentID]*stream{}, phases: map[drain.UID]drain.Phase{},
 		turns: map[string][]turn{}, asked: map[drain.UID]time.Time{},
-		seen:   newHistory(),
-		began:  time.Now(),
+		seen:  newHistory(),
+		began: time.Now(), ticked: time.Now(), deleted: map[drain.UID]time.Time{},
 		stop:   make(chan struct{}),
 		barred: map[drain.UID]chan struct{}{},
 		told:   map[telling][]byte{},
@@ -145,11 +160,17 @@ func New(self drain.Lease, times drain.Times, o Options) *Coordinator {
 	return c
 }
 
-// Run looks after drains that nobody asks for until ctx is done. It returns nil then. Calls that wait at that moment
-// return ErrStopping.
+// Run looks after drains that nobody asks for, and after the rights of agents, until ctx is done. It returns nil then. Calls that wait at
+// that moment return ErrStopping.
 func (c *Coordinator) Run(ctx context.Context) error {
 	ticker := time.NewTicker(tick)
 	defer ticker.Stop()
+	var asking sync.WaitGroup
+	defer asking.Wait()
+	asking.Go(func() { c.watchRights(ctx) })
+	// An API server that does not answer must not keep the ledger from being looked at.
+	free := make(chan struct{}, 1)
+	free <- struct{}{}
 	for {
 		select {
 		case <-ctx.Done():
@@ -157,7 +178,37 @@ func (c *Coordinator) Run(ctx context.Context) error {
 			return nil
 		case <-ticker.C:
 		}
-		c.look(ctx)
+		pods, over := c.tick(time.Now())
+		select {
+		case <-free:
+			asking.Go(func() {
+				c.lookAtBarriers(ctx, over)
+				c.look(ctx, pods)
+				free <- struct{}{}
+			})
+		default: // the ledger names them again
+		}
+	}
+}
+
+// Live reports why this replica has to be started again. It does not depend on agents or on the API server.
+func (c *Coordinator) Live() error {
+	ticked := make(chan time.Time, 1)
+	go func() {
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		ticked <- c.ticked
+	}()
+	timer := time.NewTimer(lockMost)
+	defer timer.Stop()
+	select {
+	case at := <-ticked:
+		if since := time.Since(at); since > tickMost {
+			return fmt.Errorf("no tick of the ledger for %s", since.Round(time.Second))
+		}
+		return nil
+	case <-timer.C:
+		return fmt.Errorf("the lock of the ledger was not free within %s", lockMost)
 	}
 }
 
@@ -183,16 +234,42 @@ func (c *Coordinator) Stop() {
 	}
 }
 
-// look reads the pods of drains that nobody has asked for lately.
-func (c *Coordinator) look(ctx context.Context) {
+// tick is one turn of Run. It returns the pods of drains that nobody has asked for lately, and those of barriers that are overdue, as many
+// as are to be read now.
+func (c *Coordinator) tick(now time.Time) (pods, over []drain.Pod) {
 	c.mu.Lock()
-	pods := c.ledger.Tick(time.Now())
-	c.dropTurns(time.Now())
+	defer c.unlock()
+	c.ticked = now
+	pods = c.ledger.Tick(now)
+	c.dropTurns(now)
+	over = c.overdue()
+	for i, of := range []*[]drain.Pod{&pods, &over} {
+		*of = following(*of, c.looked[i])
+		if n := len(*of); n > 0 {
+			c.looked[i] = (*of)[n-1].UID
+		}
+	}
+	for id, s := range c.streams {
+		if !s.who.Until.IsZero() && !now.Before(s.who.Until) {
+			c.cut(now, id, "the token has ended")
+		}
+	}
+	maps.DeleteFunc(c.deleted, func(_ drain.UID, at time.Time) bool { return now.Sub(at) >= deletedFor })
 	c.settle()
-	over := c.overdue()
-	c.unlock()
-	c.lookAtBarriers(ctx, over)
-	for _, pod := range pods[:min(len(pods), lookAtMost)] {
+	return pods, over
+}
+
+// following sorts pods and returns those that come after last, then those before, [lookAtMost] at most.
+func following(pods []drain.Pod, last drain.UID) []drain.Pod {
+	slices.SortFunc(pods, func(a, b drain.Pod) int {
+		return cmp.Or(first(a.UID > last, b.UID > last), cmp.Compare(a.UID, b.UID))
+	})
+	return pods[:min(len(pods), lookAtMost)]
+}
+
+// look reads the pods of drains.
+func (c *Coordinator) look(ctx context.Context, pods []drain.Pod) {
+	for _, pod := range pods {
 		lookCtx, cancel := context.WithTimeout(ctx, lookTimeout)
 		life, err := c.Pods.Life(lookCtx, pod)
 		cancel()
@@ -202,10 +279,7 @@ func (c *Coordinator) look(ctx context.Context) {
 		}
 		switch life {
 		case Living:
-			c.mu.Lock()
-			c.ledger.Alive(time.Now(), pod.UID)
-			c.settle()
-			c.unlock()
+			c.change(func() { c.ledger.Alive(time.Now(), pod.UID) })
 		case Leaving:
 			c.Gone(pod.UID)
 		}
@@ -416,6 +490,21 @@ func (c *Coordinator) Refused(uid drain.UID, window time.Duration) int {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.ledger.Refused(time.Now(), uid, window)
+}
+
+// change changes the ledger with the lock, and settles what follows.
+func (c *Coordinator) change(how func()) {
+	c.mu.Lock()
+	defer c.unlock()
+	how()
+	c.settle()
+}
+
+// locked reads with the lock.
+func (c *Coordinator) locked(how func()) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	how()
 }
 
 // settle, called with the lock after every change, writes down transitions and wakes those whom they may concern.

@@ -89,24 +89,28 @@ func (b *beliefs) end(id drain.AgentID, session uint64) {
 // believe takes in what an agent says of the health of its targets. It reports false if session is not the agent's present one.
 func (c *Coordinator) believe(who Identity, h wire.Health) bool {
 	routed := make(map[drain.Service]bool, len(h.Changed))
-	current := func() bool { return c.ledger.Current(who.Agent, h.Session) }
-	c.mu.Lock()
-	ok := current()
-	for _, s := range h.Changed {
-		routed[s.Service] = c.ledger.Routes(who.Agent, s.Service)
-	}
-	c.mu.Unlock()
+	ok := false
+	c.locked(func() {
+		ok = c.ledger.Current(who.Agent, h.Session)
+		for _, s := range h.Changed {
+			routed[s.Service] = c.ledger.Routes(who.Agent, s.Service)
+		}
+	})
 	if !ok {
 		return false
 	}
 	c.beliefs.take(who.Agent, h, func(s drain.Service) bool { return routed[s] })
-	c.mu.Lock()
-	ok = current()
-	c.mu.Unlock()
-	if !ok {
+	if ok = c.current(who.Agent, h.Session); !ok {
 		c.beliefs.end(who.Agent, h.Session) // it ended meanwhile, and nobody else would
 	}
 	return ok
+}
+
+// current reports whether session is the present one of an agent.
+func (c *Coordinator) current(id drain.AgentID, session uint64) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.ledger.Current(id, session)
 }
 
 // health is a POST of it, by an agent whose stream is not upgraded.

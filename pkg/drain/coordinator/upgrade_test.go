@@ -125,6 +125,7 @@ func TestWhatIsRefusedInTheStreamEndsIt(t *testing.T) {
 		"a long boot":      {`{"session":SESSION,"boot":"` + strings.Repeat("b", wire.MaxName+1) + `","reports":[]}` + "\n", "boot: longer than 253 bytes", 0},
 		"a line too long":  {strings.Repeat(" ", wire.MaxBody+8192), "a line is larger than 4194304 bytes", 0},
 		"a line too slow":  {strings.Repeat(" ", 8192), "a line was not sent within 5s", bodyTimeout},
+		"half a line":      {`{"session":1`, "a line was not sent within 5s", bodyTimeout},
 		"the agent's end":  {"", "", 0},
 		"an end in a line": {`{"session":1`, "", 0},
 	} {

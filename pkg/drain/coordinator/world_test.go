@@ -43,11 +43,16 @@ func routesOf(services ...drain.Service) []drain.Route {
 }
 
 // tokens is an Authenticator: "agent x" proves agent x, the others are refused each in its way.
-type tokens struct{}
+type tokens struct {
+	// until is when they end.
+	until time.Time
+	// revoked holds the namespaces in which no agent has the right any more; "" is all of them.
+	revoked *sync.Map
+}
 
-func (tokens) Authenticate(_ context.Context, token string) (Identity, error) {
+func (k tokens) Authenticate(_ context.Context, token string) (Identity, error) {
 	if id, ok := strings.CutPrefix(token, "agent "); ok {
-		return Identity{Agent: drain.AgentID(id), Name: "edge/" + id, Username: "edge", Everywhere: !strings.HasPrefix(id, "local ")}, nil
+		return Identity{Agent: drain.AgentID(id), Name: "edge/" + id, Username: "edge", Everywhere: !strings.HasPrefix(id, "local "), Until: k.until}, nil
 	}
 	switch token {
 	case "replica":
@@ -62,11 +67,16 @@ func (tokens) Authenticate(_ context.Context, token string) (Identity, error) {
 }
 
 // MayAcknowledge implements Authorizer: agents may in the namespace shop, and nothing is known of the namespace hidden.
-func (tokens) MayAcknowledge(_ context.Context, _ Identity, namespace string) (bool, error) {
+func (k tokens) MayAcknowledge(_ context.Context, _ Identity, namespace string) (bool, error) {
+	if k.revoked != nil {
+		if _, revoked := k.revoked.Load(namespace); revoked {
+			return false, nil
+		}
+	}
 	if namespace == "hidden" {
 		return false, errors.New("the API server does not answer")
 	}
-	return namespace == "shop", nil
+	return namespace == "shop" || namespace == "", nil
 }
 
 // lives is a Pods whose answers a test sets. Pods that are not in it cannot be read.

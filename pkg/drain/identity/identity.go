@@ -6,11 +6,14 @@
 // (RoleBinding). The right everywhere decides also which pods with the agent's label are expected to answer before they were
 // ever heard ([Kubernetes.Allowed]), so that nobody can delay deletions by putting a label on a pod.
 //
-// Answers are remembered: yes for a minute and never beyond the token's own end, no for [rememberNo], so that somebody who was just given
-// the right, or a token that the API server did not know yet, waits no longer. What is not remembered is asked about at a bounded
-// rate, so that whoever presents made-up tokens does not keep the API server busy; a token that was good before has a rate of its own,
-// which strangers cannot use up. A token whose pod is deleted may be good for the minute. It proves what it always did, of an agent that
-// the API no longer lists.
+// Answers are remembered: that a token is valid for a minute and never beyond the token's own end, that somebody has the right for
+// [rememberRight], no for [rememberNo], so that somebody who was just given the right, or a token that the API server did not know yet, waits
+// no longer. A token whose pod is deleted may be valid for the minute.
+//
+// Questions are asked in lanes, each with a rate of its own, so that made-up tokens neither keep the API server busy nor keep agents out. A
+// token that was valid before waits in none. A new one waits in the lane of the pod that its claims name, if that pod is an expected
+// agent ([Kubernetes.Expect]): the claims are not verified yet, but a stranger has to know the pod's UID, and delays that one agent alone. All
+// other tokens share the lane of strangers.
 package identity
 
 import (
@@ -18,7 +21,6 @@ import (
 	"crypto/sha256"
 	"encoding/base64"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"slices"
 	"strings"
@@ -39,15 +41,22 @@ import (
 const Audience = "lameduck.io"
 
 const (
-	// remember is how long a yes of the API server is used again, rememberNo how long a no, rememberMost how many of them.
-	remember     = time.Minute
-	rememberNo   = 5 * time.Second
-	rememberMost = 20_000
-	askTimeout   = 5 * time.Second
-	// strangersRate and strangersBurst bound the questions about what is not remembered, in a second and at once. With the webhook's own
-	// limit of 50 requests a second they leave room for its live reads and for what is known to be good.
-	strangersRate  = 40
-	strangersBurst = 100
+	// remember is how long a token is valid without another question, rememberRight how long a right, rememberNo how long a no, and
+	// rememberNoLabel that of the account of a pod with the agent's label; rememberMost is how many answers are remembered.
+	remember        = time.Minute
+	rememberRight   = 45 * time.Second
+	rememberNo      = 5 * time.Second
+	rememberNoLabel = 30 * time.Second
+	rememberMost    = 20_000
+	askTimeout      = 5 * time.Second
+	// strangersRate and strangersBurst bound the questions of the lane of strangers, in a second and at once; agentsRate and agentsBurst those
+	// of all agents, and those about rights; oneBurst those of one agent, with one a second. With the webhook's own limit of 50 requests a second
+	// strangers leave room for all others.
+	strangersRate  = 20
+	strangersBurst = 50
+	agentsRate     = 40
+	agentsBurst    = 100
+	oneBurst       = 5
 
 	extraPodUID  = "authentication.kubernetes.io/pod-uid"
 	extraPodName = "authentication.kubernetes.io/pod-name"
@@ -59,12 +68,15 @@ type Kubernetes struct {
 	// Replicas is the user name of the coordinator's own service account. Who has it needs no right: it is a replica.
 	Replicas string
 
-	// strangers is how often the API server may be asked about what it has not said yes to lately.
-	strangers *rate.Limiter
+	// strangers, agents and rights are how often the API server may be asked about tokens of strangers, about those of agents, and about rights
+	// of accounts and of agents that it knows.
+	strangers, agents, rights *rate.Limiter
 
-	mu      sync.Mutex
-	tokens  map[[sha256.Size]byte]answer[coordinator.Identity]
-	allowed map[right]answer[bool]
+	mu sync.Mutex
+	// expected holds the lane of each expected agent.
+	expected map[drain.AgentID]*rate.Limiter
+	tokens   map[[sha256.Size]byte]answer[coordinator.Identity]
+	allowed  map[right]answer[bool]
 }
 
 // right is what is asked about: of username, in namespace, or everywhere if that is empty.
@@ -81,12 +93,76 @@ func New(client kubernetes.Interface) *Kubernetes {
 	return &Kubernetes{
 		Client: client,
 		tokens: map[[sha256.Size]byte]answer[coordinator.Identity]{}, allowed: map[right]answer[bool]{},
-		strangers: rate.NewLimiter(strangersRate, strangersBurst),
+		strangers: rate.NewLimiter(strangersRate, strangersBurst), agents: rate.NewLimiter(agentsRate, agentsBurst), rights: rate.NewLimiter(agentsRate, agentsBurst),
 	}
+}
+
+// Expect sets which agents have a lane of their own: all that the API says exist.
+func (k *Kubernetes) Expect(agents []drain.Expected) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	former := k.expected
+	k.expected = make(map[drain.AgentID]*rate.Limiter, len(agents))
+	for _, a := range agents {
+		if k.expected[a.ID] = former[a.ID]; k.expected[a.ID] == nil {
+			k.expected[a.ID] = rate.NewLimiter(1, oneBurst)
+		}
+	}
+}
+
+// lane is where questions wait, one limiter after the other.
+type lane []*rate.Limiter
+
+// laneOf returns the lane of a token that nobody has verified.
+func (k *Kubernetes) laneOf(token string) lane {
+	claims, _ := claimsOf(token)
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if own := k.expected[claims.Kubernetes.Pod.UID]; own != nil {
+		return lane{own, k.agents}
+	}
+	return lane{k.strangers}
+}
+
+func (l lane) wait(ctx context.Context) error {
+	for _, limiter := range l {
+		if err := limiter.Wait(ctx); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // Authenticate implements [coordinator.Authenticator].
 func (k *Kubernetes) Authenticate(ctx context.Context, token string) (coordinator.Identity, error) {
+	if len(token) > tokenMost {
+		return coordinator.Identity{}, refusal{coordinator.ErrUnauthenticated, fmt.Sprintf("%v: longer than %d bytes", coordinator.ErrUnauthenticated, tokenMost)}
+	}
+	l := k.laneOf(token)
+	who, err := k.review(ctx, token, l)
+	if err != nil {
+		return coordinator.Identity{}, err
+	}
+	if who.Username == k.Replicas {
+		who.Replica = true
+		return who, nil
+	}
+	who.Everywhere, err = k.ask(ctx, right{who.Username, ""}, rememberNo, l)
+	allowed := who.Everywhere
+	if namespace := namespaceOf(who.Username); err == nil && !allowed && namespace != "" {
+		allowed, err = k.ask(ctx, right{who.Username, namespace}, rememberNo, l)
+	}
+	switch {
+	case err != nil:
+		return coordinator.Identity{}, err
+	case !allowed:
+		return coordinator.Identity{}, refusal{coordinator.ErrForbidden, fmt.Sprintf("%s may not acknowledge drains: grant the verb acknowledge on drains.lameduck.io", who.Username)}
+	}
+	return who, nil
+}
+
+// review returns whom a token proves.
+func (k *Kubernetes) review(ctx context.Context, token string, l lane) (coordinator.Identity, error) {
 	key := sha256.Sum256([]byte(token))
 	k.mu.Lock()
 	known, ok := k.tokens[key]
@@ -94,14 +170,10 @@ func (k *Kubernetes) Authenticate(ctx context.Context, token string) (coordinato
 	if ok && time.Now().Before(known.until) {
 		return known.value, known.err
 	}
-	if len(token) > tokenMost {
-		return coordinator.Identity{}, refusal{coordinator.ErrUnauthenticated, fmt.Sprintf("%v: longer than %d bytes", coordinator.ErrUnauthenticated, tokenMost)}
-	}
 	ctx, cancel := context.WithTimeout(ctx, askTimeout)
 	defer cancel()
-	// A token that was good a minute ago and is to be looked at again does not queue with strangers.
 	if !ok || known.err != nil {
-		if err := k.strangers.Wait(ctx); err != nil {
+		if err := l.wait(ctx); err != nil {
 			return coordinator.Identity{}, fmt.Errorf("too many unknown tokens to ask about: %v", err)
 		}
 	}
@@ -111,18 +183,18 @@ func (k *Kubernetes) Authenticate(ctx context.Context, token string) (coordinato
 	if err != nil {
 		return coordinator.Identity{}, fmt.Errorf("review the agent's token: %w", err)
 	}
-	who, err := k.identify(ctx, review.Status)
-	if err != nil && !final(err) {
-		return who, err
-	}
+	who, err := identify(review.Status)
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	now := time.Now()
 	until := now.Add(remember)
 	if err != nil {
 		until = now.Add(rememberNo)
-	} else if end, ok := expires(token); ok && end.Before(until) {
-		until = end
+	} else if claims, ok := claimsOf(token); ok {
+		who.Until = claims.end(now)
+		if who.Until.Before(until) {
+			until = who.Until
+		}
 	}
 	makeRoom(k.tokens, now)
 	k.tokens[key] = answer[coordinator.Identity]{who, err, until}
@@ -150,26 +222,42 @@ func makeRoom[K comparable, V any](answers map[K]answer[V], now time.Time) {
 // tokenMost bounds a token that is asked about, in bytes.
 const tokenMost = 16 << 10
 
-// expires returns the end that a JSON Web Token names. It is not verified: it is used only to forget a good answer sooner.
-func expires(token string) (time.Time, bool) {
-	parts := strings.Split(token, ".")
-	if len(parts) != 3 {
-		return time.Time{}, false
-	}
-	text, err := base64.RawURLEncoding.DecodeString(parts[1])
-	if err != nil {
-		return time.Time{}, false
-	}
-	var claims struct {
-		Expires int64 `json:"exp"`
-	}
-	if json.Unmarshal(text, &claims) != nil || claims.Expires == 0 {
-		return time.Time{}, false
-	}
-	return time.Unix(claims.Expires, 0), true
+// claims are what a JSON Web Token says of itself.
+type claims struct {
+	Expires    int64 `json:"exp"`
+	Issued     int64 `json:"iat"`
+	Kubernetes struct {
+		Pod struct {
+			UID drain.AgentID `json:"uid"`
+		} `json:"pod"`
+	} `json:"kubernetes.io"`
 }
 
-func (k *Kubernetes) identify(ctx context.Context, status authenticationv1.TokenReviewStatus) (coordinator.Identity, error) {
+// claimsOf reads the claims of a token, and verifies nothing. ok is false if they name no end.
+func claimsOf(token string) (c claims, ok bool) {
+	parts := strings.Split(token, ".")
+	if len(parts) != 3 {
+		return claims{}, false
+	}
+	text, err := base64.RawURLEncoding.DecodeString(parts[1])
+	if err != nil || json.Unmarshal(text, &c) != nil {
+		return claims{}, false
+	}
+	return c, c.Expires != 0
+}
+
+// end is when a token ends that the API server has just called valid. If that time is over, this replica's clock is ahead: the token is then
+// taken to last from now for as long as it was made for.
+func (c claims) end(now time.Time) time.Time {
+	end := time.Unix(c.Expires, 0)
+	if !end.After(now) && c.Issued > 0 && c.Issued < c.Expires {
+		return now.Add(end.Sub(time.Unix(c.Issued, 0)))
+	}
+	return end
+}
+
+// identify reads what a review says of an agent's token.
+func identify(status authenticationv1.TokenReviewStatus) (coordinator.Identity, error) {
 	if !status.Authenticated {
 		return coordinator.Identity{}, refusal{coordinator.ErrUnauthenticated, fmt.Sprintf("%v (audience must be %q): %s", coordinator.ErrUnauthenticated, Audience, status.Error)}
 	}
@@ -182,63 +270,46 @@ func (k *Kubernetes) identify(ctx context.Context, status authenticationv1.Token
 	if uid == "" {
 		return coordinator.Identity{}, refusal{coordinator.ErrUnauthenticated, fmt.Sprintf("the token of %s names no pod: use a projected token, not a secret", user.Username)}
 	}
-	namespace := namespaceOf(user.Username)
-	if user.Username == k.Replicas {
-		return coordinator.Identity{Agent: drain.AgentID(uid), Name: namespace + "/" + name, Username: user.Username, Replica: true}, nil
-	}
-	everywhere, err := k.ask(ctx, right{user.Username, ""}, user.Groups)
-	if err != nil {
-		return coordinator.Identity{}, err
-	}
-	if !everywhere {
-		allowed := false
-		if namespace != "" {
-			if allowed, err = k.ask(ctx, right{user.Username, namespace}, user.Groups); err != nil {
-				return coordinator.Identity{}, err
-			}
-		}
-		if !allowed {
-			return coordinator.Identity{}, refusal{coordinator.ErrForbidden, fmt.Sprintf("%s may not acknowledge drains: grant the verb acknowledge on drains.lameduck.io", user.Username)}
-		}
-	}
-	return coordinator.Identity{
-		Agent: drain.AgentID(uid), Name: namespace + "/" + name, Username: user.Username, Everywhere: everywhere,
-	}, nil
+	return coordinator.Identity{Agent: drain.AgentID(uid), Name: namespaceOf(user.Username) + "/" + name, Username: user.Username}, nil
 }
 
 // MayAcknowledge implements [coordinator.Authorizer].
 func (k *Kubernetes) MayAcknowledge(ctx context.Context, who coordinator.Identity, namespace string) (bool, error) {
-	if who.Everywhere {
-		return true, nil
-	}
-	if namespace == "" {
-		return false, nil // that would be a question about every namespace
-	}
-	return k.ask(ctx, right{who.Username, namespace}, Groups(namespaceOf(who.Username)))
+	return k.ask(ctx, right{who.Username, namespace}, rememberNo, lane{k.rights})
 }
 
-// Allowed reports whether username may acknowledge drains everywhere.
-func (k *Kubernetes) Allowed(ctx context.Context, username string, groups []string) (bool, error) {
-	return k.ask(ctx, right{username, ""}, groups)
+// Allowed reports whether username may acknowledge drains everywhere. A no may be older than one for an agent that presents its token, and
+// stays while there is hardly room to ask: accounts without the right must not delay a new one.
+func (k *Kubernetes) Allowed(ctx context.Context, username string) (bool, error) {
+	no := rememberNoLabel
+	if k.rights.Tokens() < agentsBurst/2 {
+		no = time.Hour
+	}
+	return k.ask(ctx, right{username, ""}, no, lane{k.rights})
 }
 
-func (k *Kubernetes) ask(ctx context.Context, what right, groups []string) (bool, error) {
+// ask returns an answer that is remembered, or asks the API server. A no is used again for as long as no.
+func (k *Kubernetes) ask(ctx context.Context, what right, no time.Duration, l lane) (bool, error) {
 	k.mu.Lock()
 	known, ok := k.allowed[what]
 	k.mu.Unlock()
-	if ok && time.Now().Before(known.until) {
+	until := known.until
+	if !known.value {
+		until = until.Add(no)
+	}
+	if ok && time.Now().Before(until) {
 		return known.value, nil
 	}
 	ctx, cancel := context.WithTimeout(ctx, askTimeout)
 	defer cancel()
 	if !ok || !known.value {
-		if err := k.strangers.Wait(ctx); err != nil {
+		if err := l.wait(ctx); err != nil {
 			return false, fmt.Errorf("too many unknown rights to ask about: %v", err)
 		}
 	}
 	review, err := k.Client.AuthorizationV1().SubjectAccessReviews().Create(ctx, &authorizationv1.SubjectAccessReview{
 		Spec: authorizationv1.SubjectAccessReviewSpec{
-			User: what.username, Groups: groups,
+			User: what.username, Groups: groups(namespaceOf(what.username)),
 			ResourceAttributes: &authorizationv1.ResourceAttributes{
 				Namespace: what.namespace, Verb: "acknowledge", Group: "lameduck.io", Resource: "drains",
 			},
@@ -250,9 +321,9 @@ func (k *Kubernetes) ask(ctx context.Context, what right, groups []string) (bool
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	now := time.Now()
-	until := now.Add(remember)
-	if !review.Status.Allowed {
-		until = now.Add(rememberNo)
+	until = now
+	if review.Status.Allowed {
+		until = now.Add(rememberRight)
 	}
 	makeRoom(k.allowed, now)
 	k.allowed[what] = answer[bool]{review.Status.Allowed, nil, until}
@@ -268,18 +339,13 @@ type refusal struct {
 func (r refusal) Error() string { return r.text }
 func (r refusal) Unwrap() error { return r.kind }
 
-func final(err error) bool {
-	var r refusal
-	return errors.As(err, &r)
-}
-
 // Username is how a service account is called in reviews.
 func Username(namespace, serviceAccount string) string {
 	return "system:serviceaccount:" + namespace + ":" + serviceAccount
 }
 
-// Groups are the groups that every service account of namespace is in.
-func Groups(namespace string) []string {
+// groups are those that every service account of namespace is in.
+func groups(namespace string) []string {
 	return []string{"system:serviceaccounts", "system:serviceaccounts:" + namespace, "system:authenticated"}
 }
 
