@@ -117,7 +117,7 @@ func runNode(ctx context.Context, o options, kube kubernetes.Interface, trusted 
 	for _, address := range o.file.KubeProxy.WaitAddresses {
 		// It goes on for as long as hooks wait: those that come then would be refused, and end at once.
 		task, err := beside{address: address, shared: true, ready: pods.synced, got: func() { missing.Add(-1) }, leave: leave, log: log}.task(serve.Server{
-			Name: "wait " + address, Handler: hooks.handler(), Conns: waitConns, ReadTime: headerTime, Grace: waitGrace + shutdownGrace, Log: log,
+			Name: "wait " + address, Handler: hooks.handler(), Conns: waitConns, ReadTime: headerTime, WriteTime: headerTime, Grace: waitGrace + shutdownGrace, Log: log,
 		})
 		if err != nil {
 			return fmt.Errorf("listen for hooks: %w", err)
@@ -125,9 +125,8 @@ func runNode(ctx context.Context, o options, kube kubernetes.Interface, trusted 
 		tasks = append(tasks, task)
 	}
 	// Not shared: who asks how this agent is must not be told how the other is by chance. While it has the address, it is the other.
-	metrics, err := beside{address: o.people, log: log}.task(serve.Server{
-		Name: "metrics", Handler: nodePeople(registry, following, pods, func() bool { return missing.Load() == 0 }), Grace: shutdownGrace,
-	})
+	metrics, err := beside{address: o.people, log: log}.task(
+		peopleServer(nodePeople(registry, following, pods, func() bool { return missing.Load() == 0 }), log))
 	if err != nil {
 		return fmt.Errorf("listen: %w", err)
 	}

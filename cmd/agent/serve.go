@@ -39,6 +39,8 @@ const (
 	// connectTimeout bounds a TCP handshake with a coordinator.
 	connectTimeout = 3 * time.Second
 	shutdownGrace  = 2 * time.Second
+	// peopleWrite is how long an answer to people may take.
+	peopleWrite = 30 * time.Second
 )
 
 // serveAll builds everything in the order of dependency and runs it until ctx is done.
@@ -139,6 +141,8 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 		return fmt.Errorf("listen: %w", err)
 	}
 	log.Info("started", "metrics", listener.Addr().String(), "routes", len(routes.pools), "endpointsLag", o.file.EndpointsLag.String())
+	server := peopleServer(people(registry, following, &learnt, routes, director, set), log)
+	server.Listener = listener
 	tasks = append(tasks,
 		serve.Task{Name: "endpoints", Run: func(ctx context.Context) error { return routes.run(ctx, kube) }},
 		serve.Task{Name: "gateway", Run: func(ctx context.Context) error {
@@ -153,7 +157,7 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 			return director.Run(ctx)
 		}},
 		serve.Task{Name: "leases", Run: leases.run},
-		serve.HTTP("metrics", listener, nil, people(registry, following, &learnt, routes, director, set), shutdownGrace, nil),
+		server.Task(),
 	)
 	if o.nodeName != "" {
 		tasks = append(tasks, serve.Task{Name: "node", Run: func(ctx context.Context) error {
@@ -179,6 +183,13 @@ func waitFor(ctx context.Context, c <-chan struct{}, most time.Duration) bool {
 	case <-ctx.Done():
 	}
 	return false
+}
+
+// peopleServer bounds those who read metrics and ask for health.
+func peopleServer(handler http.Handler, log *slog.Logger) serve.Server {
+	return serve.Server{
+		Name: "metrics", Handler: handler, Conns: 100, ReadTime: headerTime, WriteTime: peopleWrite, Grace: shutdownGrace, Log: log,
+	}
 }
 
 // people serves what is for people and their tools.

@@ -16,6 +16,7 @@ import (
 
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
+	"github.com/lameduck-io/lameduck/pkg/serve"
 )
 
 const (
@@ -111,13 +112,16 @@ func (s *waits) serve(w http.ResponseWriter, r *http.Request) {
 		s.refuse(w, http.StatusTooManyRequests, outTooMany)
 		return
 	}
-	select {
-	case <-one.done:
-		w.Header().Set("Content-Type", "text/plain; charset=utf-8")
-		fmt.Fprintln(w, one.text)
-	case <-r.Context().Done():
-		// The kubelet has given up. Another container of the pod may still wait.
-	}
+	serve.Kept(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		select {
+		case <-one.done:
+			_ = http.NewResponseController(w).SetWriteDeadline(time.Now().Add(headerTime))
+			w.Header().Set("Content-Type", "text/plain; charset=utf-8")
+			fmt.Fprintln(w, one.text)
+		case <-r.Context().Done():
+			// The kubelet has given up. Another container of the pod may still wait.
+		}
+	})).ServeHTTP(w, r)
 }
 
 // source returns the address that a hook comes from: the zero address if that is the node's own.

@@ -41,8 +41,10 @@ type addresses struct {
 	Admission string `json:"admission"`
 	// Agents is host:port where agents connect, with TLS.
 	Agents string `json:"agents"`
-	// Metrics is host:port of /metrics, /livez and /readyz, without TLS.
+	// Metrics is host:port of /metrics, without TLS.
 	Metrics string `json:"metrics"`
+	// Probes is host:port of /livez and /readyz, without TLS. Only the kubelet needs to reach it.
+	Probes string `json:"probes"`
 	// Dashboard is host:port of the live page and its API: plain and open on a loopback address, as behind kubectl port-forward, else with TLS
 	// and bearer tokens. Empty: not served.
 	Dashboard string `json:"dashboard"`
@@ -130,7 +132,7 @@ func defaults() configuration {
 	s := drain.DefaultSampling()
 	return configuration{
 		APIVersion: config.APIVersion, Kind: kind,
-		Addresses: addresses{Admission: ":9443", Agents: ":9444", Metrics: ":8080", Dashboard: fmt.Sprintf("127.0.0.1:%d", api.Port)},
+		Addresses: addresses{Admission: ":9443", Agents: ":9444", Metrics: ":8080", Probes: ":8081", Dashboard: fmt.Sprintf("127.0.0.1:%d", api.Port)},
 		Times: times{
 			Webhook: d(t.Webhook), Hold: d(t.Hold), Deadline: d(t.Deadline), IdleBound: d(t.IdleBound), ShutdownDelay: d(5 * time.Second),
 		},

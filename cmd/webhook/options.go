@@ -35,8 +35,8 @@ type options struct {
 	ordinal      int
 	tokenFile    string
 	certificates credentials
-	// The addresses of the three listeners. people serves metrics and probes without TLS.
-	admission, agents, people string
+	// The addresses of the listeners. people serves metrics and probes those of the kubelet, without TLS.
+	admission, agents, people, probes string
 	// dashboard is where people look. Empty: nowhere.
 	dashboard        string
 	times            drain.Times
@@ -71,7 +71,8 @@ func flags(o *options, conf *configuration, getenv func(string) string) (f *flag
 	f.StringVar(&conf.Certificates.AdmissionSecretFile, "admission-secret-file", conf.Certificates.AdmissionSecretFile, "certificates.admissionSecretFile: file with the secret that ends the webhook's path; empty: the replicas make it")
 	f.StringVar(&conf.Addresses.Admission, "admission-address", conf.Addresses.Admission, "addresses.admission: host:port where the API server asks")
 	f.StringVar(&conf.Addresses.Agents, "agents-address", conf.Addresses.Agents, "addresses.agents: host:port where agents connect")
-	f.StringVar(&conf.Addresses.Metrics, "metrics-address", conf.Addresses.Metrics, "addresses.metrics: host:port of /metrics, /livez and /readyz, without TLS")
+	f.StringVar(&conf.Addresses.Metrics, "metrics-address", conf.Addresses.Metrics, "addresses.metrics: host:port of /metrics, without TLS")
+	f.StringVar(&conf.Addresses.Probes, "probes-address", conf.Addresses.Probes, "addresses.probes: host:port of /livez and /readyz, without TLS")
 	f.StringVar(&conf.Addresses.Dashboard, "dashboard-address", conf.Addresses.Dashboard, "addresses.dashboard: host:port of the live page and its API: plain and open on a loopback address, as behind kubectl port-forward, else with TLS and bearer tokens; empty: not served")
 	f.DurationVar(&conf.Times.Webhook.Duration, "webhook-timeout", conf.Times.Webhook.Duration, "times.webhook: timeoutSeconds of the webhook configuration")
 	f.DurationVar(&conf.Times.Hold.Duration, "hold", conf.Times.Hold.Duration, "times.hold: how long one call waits at most")
@@ -163,6 +164,7 @@ func parse(args []string, getenv func(string) string, out io.Writer) (options, e
 // take takes in what conf says.
 func (o *options) take(conf configuration) {
 	o.admission, o.agents, o.people, o.dashboard = conf.Addresses.Admission, conf.Addresses.Agents, conf.Addresses.Metrics, conf.Addresses.Dashboard
+	o.probes = conf.Addresses.Probes
 	o.times = drain.DefaultTimes()
 	o.times.Webhook, o.times.Hold = conf.Times.Webhook.Duration, conf.Times.Hold.Duration
 	o.times.Deadline, o.times.IdleBound = conf.Times.Deadline.Duration, conf.Times.IdleBound.Duration
@@ -189,7 +191,7 @@ func (o options) check() error {
 	must(o.ordinal >= 0, "--ordinal %d: must not be negative", o.ordinal)
 	must(o.replica != "", "--replica %q: required, or set POD_NAME", o.replica)
 	for _, a := range []struct{ flag, value string }{
-		{"--admission-address", o.admission}, {"--agents-address", o.agents}, {"--metrics-address", o.people},
+		{"--admission-address", o.admission}, {"--agents-address", o.agents}, {"--metrics-address", o.people}, {"--probes-address", o.probes},
 	} {
 		_, err := net.ResolveTCPAddr("tcp", a.value)
 		must(err == nil && strings.Contains(a.value, ":"), "%s %q: not a host:port: %v", a.flag, a.value, err)

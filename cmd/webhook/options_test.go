@@ -105,7 +105,7 @@ func TestBadFlags(t *testing.T) {
 			defer listener.Close()
 			// What would listen would fail otherwise: the address is taken.
 			taken := listener.Addr().String()
-			args := slices.Concat(good, []string{"--admission-address", taken, "--agents-address", taken, "--metrics-address", taken, "--dashboard-address", ""}, c.args)
+			args := slices.Concat(good, []string{"--admission-address", taken, "--agents-address", taken, "--metrics-address", taken, "--probes-address", taken, "--dashboard-address", ""}, c.args)
 			var stdout, stderr bytes.Buffer
 			err = run(t.Context(), args, env, &stdout, &stderr)
 			if !errors.Is(err, errUsage) {
@@ -131,7 +131,7 @@ func TestHelp(t *testing.T) {
 			t.Errorf("%s: %v, stderr %q", arg, err, &stderr)
 		}
 		for _, want := range []string{"holds deletions of pods", "-admission-address", "-admission-secret-file", "-agents-address", "-barrier-ask", "-barrier-bound", "-barrier-exec-only", "-barrier-image", "-barrier-port", "-cert-dir", "-dashboard-address", "-deadline", "-exclude-namespaces",
-			"-hold", "-config", "-print-config", "-idle-bound", "-kubeconfig", "-log-level", "-max-holds", "-max-holds-per-owner", "-metrics-address", "-namespace", "-replica", "-shutdown-delay", "-version", "-webhook-timeout"} {
+			"-hold", "-config", "-print-config", "-idle-bound", "-kubeconfig", "-log-level", "-max-holds", "-max-holds-per-owner", "-metrics-address", "-namespace", "-probes-address", "-replica", "-shutdown-delay", "-version", "-webhook-timeout"} {
 			if !strings.Contains(stdout.String(), want) {
 				t.Errorf("%s does not tell of %s", arg, want)
 			}

@@ -50,15 +50,17 @@ const (
 	// readTime is how long a request of people may take to arrive. A review may take as long as the API server waits for its answer: cut
 	// earlier, it would be a deletion that goes on unasked, and in a burst it is this process that reads late.
 	readTime = 5 * time.Second
-	// agentConns bounds the connections of agents. Each keeps a stream, and one more while it posts: room for 2,000 agents. agentRead is how long
-	// a post of one may take to arrive; it has given up by then. There is no bound for writing: a stream is one answer.
+	// agentConns bounds the connections of agents. Each keeps a stream, and one more while it posts: room for 2,000 agents. agentTime is how long
+	// a post of one may take to arrive; it has given up by then. An answer may take as long, unless the handler sets the time of each write, as
+	// streams do.
 	agentConns = 4096
-	agentRead  = 10 * time.Second
+	agentTime  = 10 * time.Second
 	// writeMargin is added to the webhook's time, after which the API server has given up.
 	writeMargin = 5 * time.Second
-	// peopleConns and peopleWrite bound those who read metrics and ask for health.
+	// peopleConns and peopleWrite bound those who read metrics, probeTime what a kubelet asks.
 	peopleConns = 100
 	peopleWrite = 30 * time.Second
+	probeTime   = 5 * time.Second
 )
 
 // serveAll builds everything in the order of dependency and runs it until ctx is done.
@@ -141,11 +143,11 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 	}, func() float64 { return float64(len(missing())) }))
 	door := proof.door
 	secure := &tls.Config{MinVersion: tls.VersionTLS12, GetCertificate: proof.certificate}
-	var listeners [3]net.Listener
+	var listeners [4]net.Listener
 	for i, of := range []struct {
 		address string
 		config  net.ListenConfig
-	}{{address: o.admission}, {o.agents, coordinator.ListenConfig(o.times.Away)}, {address: o.people}} {
+	}{{address: o.admission}, {o.agents, coordinator.ListenConfig(o.times.Away)}, {address: o.people}, {address: o.probes}} {
 		if listeners[i], err = of.config.Listen(ctx, "tcp", of.address); err != nil {
 			return fmt.Errorf("listen: %w", err)
 		}
@@ -164,7 +166,7 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 		Pod: podOf(known, watch.synced), Consumers: consumersOf(known, services.HasSynced), Missing: missing, Log: log,
 	})
 	log.Info("started", "lease", self.String(), "admission", listeners[0].Addr().String(), "agents", listeners[1].Addr().String(),
-		"metrics", listeners[2].Addr().String(), "hold", o.times.Hold.String(), "deadline", o.times.Deadline.String())
+		"metrics", listeners[2].Addr().String(), "probes", listeners[3].Addr().String(), "hold", o.times.Hold.String(), "deadline", o.times.Deadline.String())
 
 	stop := func() {
 		ready.stopping.Store(true)
@@ -180,23 +182,23 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 		serve.Task{Name: "replicas", Run: func(ctx context.Context) error { return others.run(ctx, coord, watch.synced, started) }, Last: true},
 		serve.Task{Name: "events", Run: events.run, Last: true},
 		serve.Server{
-			Name: "admission", Listener: listeners[0], TLS: secure, Handler: door.GuardBoth(handler, mutator), Conns: admissionConns, ReadTime: o.times.Webhook,
+			Name: "admission", Listener: listeners[0], TLS: secure, Handler: door.GuardBoth(serve.Kept(handler), serve.Kept(mutator)), Conns: admissionConns, ReadTime: o.times.Webhook,
 			WriteTime: o.times.Webhook + writeMargin, Stop: stop, Delay: o.shutdownDelay, Grace: shutdownGrace, Keep: func() bool { return ready.check() == nil }, Log: log,
 		}.Task(),
 		serve.Server{
-			Name: "agents", Listener: listeners[1], TLS: secure, Handler: coord.Handler(), Conns: agentConns, ReadTime: agentRead,
+			Name: "agents", Listener: listeners[1], TLS: secure, Handler: coord.Handler(), Conns: agentConns, ReadTime: agentTime, WriteTime: agentTime,
 			Stop: stop, Grace: shutdownGrace, Log: log,
 		}.Task(),
-		metricsTask(listeners[2], people(registry, ready.check), log),
+		lastTask(serve.Server{Name: "metrics", Listener: listeners[2], Handler: people(registry), ReadTime: readTime, WriteTime: peopleWrite, Log: log}),
+		lastTask(serve.Server{Name: "probes", Listener: listeners[3], Handler: probes(coord.Live, ready.check), ReadTime: probeTime, WriteTime: probeTime, Log: log}),
 		dashboardTask(looks, secure, view, log),
 	)
 }
 
-// metricsTask serves people until everything else has ended, so that a replica that ends says so.
-func metricsTask(listener net.Listener, handler http.Handler, log *slog.Logger) serve.Task {
-	task := serve.Server{
-		Name: "metrics", Listener: listener, Handler: handler, Conns: peopleConns, ReadTime: readTime, WriteTime: peopleWrite, Log: log,
-	}.Task()
+// lastTask serves people until everything else has ended, so that a replica that ends says so.
+func lastTask(s serve.Server) serve.Task {
+	s.Conns = peopleConns
+	task := s.Task()
 	task.Last = true
 	return task
 }
@@ -241,19 +243,25 @@ func (r *readiness) check() error {
 }
 
 // people serves what is for people and their tools.
-func people(registry *prometheus.Registry, ready func() error) http.Handler {
+func people(registry *prometheus.Registry) http.Handler {
 	r := mux.NewRouter()
 	r.Methods(http.MethodGet).Path("/metrics").Handler(promhttp.HandlerFor(registry, promhttp.HandlerOpts{}))
-	r.Methods(http.MethodGet).Path("/livez").HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
-		fmt.Fprintln(w, "ok")
-	})
-	r.Methods(http.MethodGet).Path("/readyz").HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
-		if err := ready(); err != nil {
-			http.Error(w, err.Error(), http.StatusServiceUnavailable)
-			return
-		}
-		fmt.Fprintln(w, "ok")
-	})
+	return r
+}
+
+// probes serves kubelets, on a port of its own: no other pod has to reach it, and who reads metrics cannot fill it.
+func probes(live, ready func() error) http.Handler {
+	r := mux.NewRouter()
+	for path, check := range map[string]func() error{"/livez": live, "/readyz": ready} {
+		r.Methods(http.MethodGet).Path(path).HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+			w.Header().Set("Connection", "close")
+			if err := check(); err != nil {
+				http.Error(w, err.Error(), http.StatusServiceUnavailable)
+				return
+			}
+			fmt.Fprintln(w, "ok")
+		})
+	}
 	return r
 }
 

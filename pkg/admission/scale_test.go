@@ -213,7 +213,7 @@ func newReplicaSet(t *testing.T, n int) *replicaSet {
 	ctx, cancel := context.WithCancel(context.Background())
 	var running sync.WaitGroup
 	running.Go(func() {
-		_ = serve.All(ctx, serve.Task{Name: "coordinator", Run: r.coord.Run}, serve.HTTP("agents", listener, nil, r.coord.Handler(), time.Second, r.coord.Stop))
+		_ = serve.All(ctx, serve.Task{Name: "coordinator", Run: r.coord.Run}, serve.Server{Name: "agents", Listener: listener, Handler: r.coord.Handler(), Grace: time.Second, Stop: r.coord.Stop}.Task())
 	})
 	running.Go(func() { _ = agent.Run(ctx) })
 	t.Cleanup(func() {

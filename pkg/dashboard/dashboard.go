@@ -40,6 +40,7 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/dashboard/api"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/drain/coordinator"
+	"github.com/lameduck-io/lameduck/pkg/serve"
 )
 
 //go:embed page
@@ -165,13 +166,20 @@ func (d *Dashboard) Handler(address net.Addr) http.Handler {
 	open := Loopback(address)
 	r := mux.NewRouter()
 	for _, row := range routes {
+		var known http.Handler = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			result, err := row.serve(d, w, r)
+			d.answer(w, result, err)
+		})
+		if row.access == readers {
+			known = serve.Kept(known)
+		}
 		r.Methods(http.MethodGet, http.MethodHead).Path(row.path).HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 			if err := d.admit(row.access, open, r); err != nil {
+				w.Header().Set("Connection", "close")
 				d.answer(w, nil, err)
 				return
 			}
-			result, err := row.serve(d, w, r)
-			d.answer(w, result, err)
+			known.ServeHTTP(w, r)
 		})
 	}
 	r.NotFoundHandler = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {

@@ -2,76 +2,92 @@ package serve
 
 import (
 	"container/list"
+	"context"
 	"crypto/tls"
 	"log/slog"
 	"net"
 	"net/http"
+	"net/netip"
 	"sync"
 	"time"
 
 	"golang.org/x/time/rate"
 )
 
-// crowd bounds how many connections there are. The one that has been without a request for longest makes room, so that somebody who opens
-// many and says nothing keeps nobody out who has something to ask.
+// crowd bounds how many connections there are. Where one more comes, the source address with the most connections that nobody vouches for
+// (see [Kept]) makes room, with the one that has been without a new request for longest. So strangers who open many keep others out neither
+// by silence, nor by requests that they send slowly, nor by answers that they do not read.
 type crowd struct {
 	most int
 
-	mu sync.Mutex
-	// waiting holds the connections without a request, the longest at the front. all says where in it each is; nil: it has a request.
-	waiting *list.List
-	all     map[net.Conn]*list.Element
+	mu  sync.Mutex
+	all int
+	// waiting holds the connections of each source that may be closed, the longest without a new request at the front.
+	waiting map[netip.Addr]*list.List
 }
 
 func newCrowd(most int) *crowd {
-	return &crowd{most: most, waiting: list.New(), all: map[net.Conn]*list.Element{}}
+	return &crowd{most: most, waiting: map[netip.Addr]*list.List{}}
 }
 
 // enter takes in a new connection, and returns the one that has to be closed for it: nil, another, or this one.
-func (c *crowd) enter(conn net.Conn) (out net.Conn) {
+func (c *crowd) enter(conn *crowdConn) (out *crowdConn) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if len(c.all) >= c.most {
-		oldest := c.waiting.Front()
-		if oldest == nil {
+	if c.all >= c.most {
+		source, most := conn.source, 0
+		if own := c.waiting[source]; own != nil {
+			most = own.Len() + 1
+		}
+		for of, conns := range c.waiting {
+			if conns.Len() > most {
+				source, most = of, conns.Len()
+			}
+		}
+		if most == 0 {
 			return conn
 		}
-		out = oldest.Value.(net.Conn)
+		out = c.waiting[source].Front().Value.(*crowdConn)
 		c.forget(out)
 	}
-	c.all[conn] = c.waiting.PushBack(conn)
+	conn.in = true
+	c.all++
+	c.push(conn)
 	return out
 }
 
-// leave forgets a connection. A repeat changes nothing.
-func (c *crowd) leave(conn net.Conn) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	c.forget(conn)
+// push, called with the lock, puts a connection at the end of its source's, unless it has left.
+func (c *crowd) push(conn *crowdConn) {
+	if !conn.in {
+		return
+	}
+	conns := c.waiting[conn.source]
+	if conns == nil {
+		conns = list.New()
+		c.waiting[conn.source] = conns
+	}
+	conn.at = conns.PushBack(conn)
 }
 
-func (c *crowd) forget(conn net.Conn) {
-	if e := c.all[conn]; e != nil {
-		c.waiting.Remove(e)
+// pull, called with the lock, takes a connection from those of its source. A repeat changes nothing.
+func (c *crowd) pull(conn *crowdConn) {
+	if conn.at == nil {
+		return
 	}
-	delete(c.all, conn)
+	conns := c.waiting[conn.source]
+	conns.Remove(conn.at)
+	conn.at = nil
+	if conns.Len() == 0 {
+		delete(c.waiting, conn.source)
+	}
 }
 
-// turn is a server's ConnState.
-func (c *crowd) turn(conn net.Conn, state http.ConnState) {
-	if secure, ok := conn.(*tls.Conn); ok {
-		conn = secure.NetConn()
-	}
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	e, known := c.all[conn]
-	switch {
-	case !known:
-	case state == http.StateActive && e != nil:
-		c.waiting.Remove(e)
-		c.all[conn] = nil
-	case state == http.StateIdle && e == nil:
-		c.all[conn] = c.waiting.PushBack(conn)
+// forget, called with the lock, forgets a connection. A repeat changes nothing.
+func (c *crowd) forget(conn *crowdConn) {
+	if conn.in {
+		conn.in = false
+		c.all--
+		c.pull(conn)
 	}
 }
 
@@ -93,13 +109,16 @@ func (l *crowdListener) Accept() (net.Conn, error) {
 		if err != nil {
 			return nil, err
 		}
-		member := &crowdConn{conn, l.crowd}
+		member := &crowdConn{Conn: conn, crowd: l.crowd}
+		if from, err := netip.ParseAddrPort(conn.RemoteAddr().String()); err == nil {
+			member.source = from.Addr().Unmap()
+		}
 		out := l.crowd.enter(member)
 		if out == nil {
 			return member, nil
 		}
 		l.said.Do(func() {
-			l.log.Warn("too many connections: closed the one without a request for longest", "most", l.crowd.most, "closed", out.RemoteAddr().String())
+			l.log.Warn("too many connections: closed one of the source with the most", "most", l.crowd.most, "closed", out.RemoteAddr().String())
 		})
 		out.Close()
 		if out != member {
@@ -111,11 +130,48 @@ func (l *crowdListener) Accept() (net.Conn, error) {
 // crowdConn leaves the crowd when it is closed.
 type crowdConn struct {
 	net.Conn
-	crowd *crowd
+	crowd  *crowd
+	source netip.Addr
+	// in: the crowd counts it. at is where it waits; nil: somebody vouches for it.
+	in bool
+	at *list.Element
 }
 
 // Close implements net.Conn.
 func (c *crowdConn) Close() error {
-	c.crowd.leave(c)
+	c.crowd.mu.Lock()
+	c.crowd.forget(c)
+	c.crowd.mu.Unlock()
 	return c.Conn.Close()
+}
+
+// turn is called when a request begins, and with kept when its handler vouches for it; the end of that is a turn again.
+func (c *crowdConn) turn(kept bool) {
+	c.crowd.mu.Lock()
+	defer c.crowd.mu.Unlock()
+	if c.crowd.pull(c); !kept {
+		c.crowd.push(c)
+	}
+}
+
+// connKey is where a request's context has its crowdConn.
+type connKey struct{}
+
+// connContext is a server's ConnContext.
+func connContext(ctx context.Context, conn net.Conn) context.Context {
+	if secure, ok := conn.(*tls.Conn); ok {
+		conn = secure.NetConn()
+	}
+	return context.WithValue(ctx, connKey{}, conn)
+}
+
+// Kept vouches for whom it serves: while next handles a request, its connection is closed for no other. Put it behind what proves who asks.
+func Kept(next http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if conn, ok := r.Context().Value(connKey{}).(*crowdConn); ok {
+			conn.turn(true)
+			defer conn.turn(false)
+		}
+		next.ServeHTTP(w, r)
+	})
 }

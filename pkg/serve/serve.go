@@ -3,12 +3,8 @@ package serve
 
 import (
 	"context"
-	"crypto/tls"
 	"fmt"
-	"net"
-	"net/http"
 	"sync"
-	"time"
 )
 
 // Task is a part that runs until its context is done, and then returns nil. Any other return ends the whole process.
@@ -54,10 +50,4 @@ func All(ctx context.Context, tasks ...Task) error {
 	cancelLast()
 	lastWG.Wait()
 	return first
-}
-
-// HTTP returns a [Server]'s task without bounds of connections and without delay: when its context is done it calls stop, if that is not
-// nil, stops listening, and gives the requests that run grace to end before it cuts them.
-func HTTP(name string, listener net.Listener, config *tls.Config, handler http.Handler, grace time.Duration, stop func()) Task {
-	return Server{Name: name, Listener: listener, TLS: config, Handler: handler, Grace: grace, Stop: stop}.Task()
 }

@@ -106,7 +106,7 @@ func TestHTTPAnswersWhatRunsBeforeItEnds(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan error, 1)
 	go func() {
-		done <- HTTP("x", l, nil, handler, 10*time.Second, func() { close(stopped) }).Run(ctx)
+		done <- Server{Name: "x", Listener: l, Handler: handler, Grace: 10 * time.Second, Stop: func() { close(stopped) }}.Task().Run(ctx)
 	}()
 	body := make(chan string, 1)
 	go func() {
@@ -141,7 +141,9 @@ func TestHTTPCutsWhatDoesNotEnd(t *testing.T) {
 	})
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan error, 1)
-	go func() { done <- HTTP("x", l, nil, handler, 50*time.Millisecond, nil).Run(ctx) }()
+	go func() {
+		done <- Server{Name: "x", Listener: l, Handler: handler, Grace: 50 * time.Millisecond}.Task().Run(ctx)
+	}()
 	failed := make(chan error, 1)
 	go func() {
 		_, err := http.Get("http://" + l.Addr().String())
@@ -160,7 +162,8 @@ func TestHTTPCutsWhatDoesNotEnd(t *testing.T) {
 func TestHTTPFailsWithItsListener(t *testing.T) {
 	l := listen(t)
 	l.Close()
-	if err := HTTP("x", l, nil, http.NotFoundHandler(), time.Second, nil).Run(t.Context()); err == nil || !strings.Contains(err.Error(), "closed") {
+	err := Server{Name: "x", Listener: l, Handler: http.NotFoundHandler(), Grace: time.Second}.Task().Run(t.Context())
+	if err == nil || !strings.Contains(err.Error(), "closed") {
 		t.Errorf("%v", err)
 	}
 }
@@ -175,7 +178,9 @@ func TestHTTPSpeaksHTTP1OverTLS(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan error, 1)
 	handler := http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { fmt.Fprint(w, r.Proto) })
-	go func() { done <- HTTP("x", l, config, handler, time.Second, nil).Run(ctx) }()
+	go func() {
+		done <- Server{Name: "x", Listener: l, TLS: config, Handler: handler, Grace: time.Second}.Task().Run(ctx)
+	}()
 	client := &http.Client{Transport: &http.Transport{
 		TLSClientConfig: &tls.Config{InsecureSkipVerify: true}, ForceAttemptHTTP2: true,
 	}}

@@ -4,9 +4,11 @@ import (
 	"context"
 	"crypto/tls"
 	"errors"
+	"fmt"
 	"log/slog"
 	"net"
 	"net/http"
+	"runtime/debug"
 	"sync/atomic"
 	"time"
 
@@ -30,8 +32,9 @@ type Server struct {
 	// TLS is nil for plain HTTP.
 	TLS     *tls.Config
 	Handler http.Handler
-	// Conns bounds the connections at one time. Where one more comes, the one that has been without a request for longest is closed; if
-	// all have one, the newcomer. 0: no bound.
+	// Conns bounds the connections at one time. Where one more comes, the source address with the most connections loses the one that has been
+	// without a new request for longest, whether that is being answered or not, but none that its handler has [Kept]; if all are kept, the
+	// newcomer is closed. 0: no bound.
 	Conns int
 	// ReadTime is how long a request may take to arrive, with its body; a read fails then with os.ErrDeadlineExceeded, and the connection
 	// is closed. A body that nobody reads is waited for no longer either. What a handler does once it has read everything is not
@@ -56,7 +59,8 @@ type Server struct {
 // keepEvery is how often Keep is called.
 const keepEvery = 250 * time.Millisecond
 
-// Task returns the task. It ends when its context is done, and Delay and the last request, or Grace, are over.
+// Task returns the task. It ends when its context is done, and Delay and the last request, or Grace, are over. A handler that panics is
+// logged with its stack and ends it too, without Delay, with an error: what the handler had begun to change may be half done.
 func (s Server) Task() Task {
 	return Task{Name: s.Name, Run: s.run}
 }
@@ -67,11 +71,30 @@ func (s Server) run(ctx context.Context) error {
 	if log == nil {
 		log = slog.New(slog.DiscardHandler)
 	}
+	panicked := make(chan error, 1)
 	// Requests outlive ctx: a deletion that waits must be answered, not dropped.
 	server := &http.Server{
 		Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			defer func() {
+				// net/http would log it at debug and serve on.
+				v := recover()
+				if v == nil {
+					return
+				}
+				if v != http.ErrAbortHandler {
+					log.Error("a handler panicked: this process ends", "server", s.Name, "panic", fmt.Sprint(v), "stack", string(debug.Stack()))
+					select {
+					case panicked <- fmt.Errorf("a handler panicked: %v", v):
+					default:
+					}
+				}
+				panic(http.ErrAbortHandler) // the caller gets no half of an answer
+			}()
 			if ending.Load() {
 				w.Header().Set("Connection", "close")
+			}
+			if conn, ok := r.Context().Value(connKey{}).(*crowdConn); ok {
+				conn.turn(false)
 			}
 			s.Handler.ServeHTTP(w, r)
 		}),
@@ -85,9 +108,8 @@ func (s Server) run(ctx context.Context) error {
 	}
 	listener := s.Listener
 	if s.Conns > 0 {
-		crowd := newCrowd(s.Conns)
-		server.ConnState = crowd.turn
-		listener = &crowdListener{Listener: listener, crowd: crowd, log: log.With("server", s.Name), said: rate.Sometimes{Interval: crowdedEvery}}
+		server.ConnContext = connContext
+		listener = &crowdListener{Listener: listener, crowd: newCrowd(s.Conns), log: log.With("server", s.Name), said: rate.Sometimes{Interval: crowdedEvery}}
 	}
 	if s.TLS != nil {
 		config := s.TLS.Clone()
@@ -98,6 +120,8 @@ func (s Server) run(ctx context.Context) error {
 	go func() { served <- server.Serve(listener) }()
 	keep := time.NewTicker(keepEvery)
 	defer keep.Stop()
+	var broken error
+	delay := s.Delay
 	for running := true; running; {
 		select {
 		case err := <-served:
@@ -106,6 +130,8 @@ func (s Server) run(ctx context.Context) error {
 			if s.Keep != nil {
 				server.SetKeepAlivesEnabled(s.Keep())
 			}
+		case broken = <-panicked:
+			delay, running = 0, false
 		case <-ctx.Done():
 			running = false
 		}
@@ -114,7 +140,7 @@ func (s Server) run(ctx context.Context) error {
 		s.Stop()
 	}
 	ending.Store(true)
-	timer := time.NewTimer(s.Delay)
+	timer := time.NewTimer(delay)
 	defer timer.Stop()
 	select {
 	case err := <-served:
@@ -129,5 +155,5 @@ func (s Server) run(ctx context.Context) error {
 	if err := <-served; !errors.Is(err, http.ErrServerClosed) {
 		return err
 	}
-	return nil
+	return broken
 }

@@ -184,13 +184,13 @@ func TestServerMakesRoom(t *testing.T) {
 	held.Add(2)
 	address, _ := start(t, Server{
 		TLS: secure, Conns: most, Grace: 5 * time.Second,
-		Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		Handler: Kept(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 			if r.URL.Path == "/hold" {
 				held.Done()
 				<-release
 			}
 			fmt.Fprint(w, "ok")
-		}),
+		})),
 	})
 	ask := func(path string) error {
 		conn, err := tls.Dial("tcp", address, trust)
@@ -241,18 +241,18 @@ func TestServerMakesRoom(t *testing.T) {
 	waits.Wait()
 }
 
-// Where all connections have a request the newcomer is turned away, and there is room again when one ends.
+// Where all connections are kept the newcomer is turned away, and there is room again when one ends.
 func TestServerTurnsAwayWhatIsTooMuch(t *testing.T) {
 	release, held := make(chan struct{}), make(chan struct{}, 1)
 	address, _ := start(t, Server{
 		Conns: 1, Grace: 5 * time.Second,
-		Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		Handler: Kept(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 			if r.URL.Path == "/hold" {
 				held <- struct{}{}
 				<-release
 			}
 			fmt.Fprint(w, "ok")
-		}),
+		})),
 	})
 	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true}}
 	done := make(chan error, 1)

@@ -24,6 +24,7 @@ import (
 
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
+	"github.com/lameduck-io/lameduck/pkg/serve"
 )
 
 // writeTimeout is how long an agent may take to read what one wake-up has for it. A slower one is cut and starts again.
@@ -131,9 +132,11 @@ func (c *Coordinator) Handler() http.Handler {
 		r.Methods(row.method).Path(row.path).HandlerFunc(func(w http.ResponseWriter, r *http.Request) { c.serve(row, w, r) })
 	}
 	r.NotFoundHandler = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		w.Header().Set("Connection", "close")
 		c.answer(w, "other", nil, refusal{http.StatusNotFound, fmt.Sprintf("no such path: %.200q", r.URL.Path)})
 	})
 	r.MethodNotAllowedHandler = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		w.Header().Set("Connection", "close")
 		c.answer(w, "other", nil, refusal{http.StatusMethodNotAllowed, fmt.Sprintf("method %s is not allowed for %s", r.Method, r.URL.Path)})
 	})
 	return r
@@ -142,6 +145,7 @@ func (c *Coordinator) Handler() http.Handler {
 func (c *Coordinator) serve(row route, w http.ResponseWriter, r *http.Request) {
 	// A body that nobody reads is read to its end by the server before it goes on.
 	cutBodyAt(w, r, time.Now().Add(authTimeout+bodyTimeout))
+	w.Header().Set("Connection", "close") // until it is known who asks
 	token, bearer := strings.CutPrefix(r.Header.Get("Authorization"), "Bearer ")
 	if !bearer {
 		c.answer(w, row.path, nil, refusal{http.StatusUnauthorized, "no bearer token: send the projected service account token"})
@@ -162,14 +166,17 @@ func (c *Coordinator) serve(row route, w http.ResponseWriter, r *http.Request) {
 		c.answer(w, row.path, nil, refusal{http.StatusForbidden, fmt.Sprintf("this path is for %s", row.access)})
 		return
 	}
-	r.Body = http.MaxBytesReader(w, r.Body, wire.MaxBody)
-	cutBodyAt(w, r, time.Now().Add(bodyTimeout))
-	result, err := row.serve(c, w, r, who)
-	if errors.Is(err, errWritten) {
-		c.Metrics.api.WithLabelValues(row.path, "200").Inc()
-		return
-	}
-	c.answer(w, row.path, result, err)
+	w.Header().Del("Connection")
+	serve.Kept(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		r.Body = http.MaxBytesReader(w, r.Body, wire.MaxBody)
+		cutBodyAt(w, r, time.Now().Add(bodyTimeout))
+		result, err := row.serve(c, w, r, who)
+		if errors.Is(err, errWritten) {
+			c.Metrics.api.WithLabelValues(row.path, "200").Inc()
+			return
+		}
+		c.answer(w, row.path, result, err)
+	})).ServeHTTP(w, r)
 }
 
 // cutBodyAt sets when a body that is not there yet is given up; at the zero time, never. What cannot have a deadline, such as a recorder
@@ -192,6 +199,8 @@ func (c *Coordinator) answer(w http.ResponseWriter, path string, result any, err
 		code = http.StatusNoContent
 	}
 	c.Metrics.api.WithLabelValues(path, strconv.Itoa(code)).Inc()
+	// The server's own deadline runs from the request on, and a barrier waits for longer. A body that was not read is read before the write.
+	_ = http.NewResponseController(w).SetWriteDeadline(time.Now().Add(bodyTimeout + writeTimeout))
 	if result == nil {
 		w.WriteHeader(code)
 		return

@@ -72,6 +72,21 @@ func TestEveryRouteHasAccess(t *testing.T) {
 	}
 }
 
+// Without this, connections of strangers stay for two minutes each, ready for the next made-up token.
+func TestOnlyAgentsKeepTheirConnection(t *testing.T) {
+	for authorization, want := range map[string]string{"": "close", "Bearer nonsense": "close", "Bearer stranger": "close", "Bearer no answer": "close", "Bearer agent one": ""} {
+		for _, path := range []string{wire.ReportsPath, "/v1/nothing"} {
+			request := httptest.NewRequest(http.MethodPost, path, strings.NewReader("{}"))
+			request.Header.Set("Authorization", authorization)
+			w := httptest.NewRecorder()
+			newBench().Handler().ServeHTTP(w, request)
+			if got := w.Header().Get("Connection"); got != want && path == wire.ReportsPath || got != "close" && path != wire.ReportsPath {
+				t.Errorf("%q to %s: Connection %q", authorization, path, got)
+			}
+		}
+	}
+}
+
 func TestWhatIsNotInTheTableIsRefused(t *testing.T) {
 	b := newBench()
 	if code, body := b.ask(http.MethodGet, "/v1/nothing", "Bearer agent one", nil); code != http.StatusNotFound || !strings.Contains(body, `/v1/nothing`) {

@@ -231,7 +231,7 @@ func (n *network) replica(host, epoch string, options ...func(*Options)) *replic
 	go func() {
 		r.done <- serve.All(ctx,
 			serve.Task{Name: "coordinator", Run: r.Run},
-			serve.HTTP("agents", l, nil, r.Handler(), 5*time.Second, r.Stop))
+			serve.Server{Name: "agents", Listener: l, Handler: r.Handler(), Grace: 5 * time.Second, Stop: r.Stop}.Task())
 	}()
 	n.t.Cleanup(r.end)
 	return r

@@ -77,7 +77,7 @@ subjects: [{apiGroup: rbac.authorization.k8s.io, kind: User, name: "` + account 
 		return string(text)
 	}
 	cmd := exec.Command(filepath.Join(stage.Programs(t), "webhook"), "--kubeconfig="+kubeconfig, "--namespace=own", "--replica=brought-along", "--ordinal=0", "--cert-dir="+tls,
-		"--admission-secret-file="+secret, "--admission-address="+address, "--agents-address=127.0.0.1:0", "--metrics-address="+people, "--shutdown-delay=0s")
+		"--admission-secret-file="+secret, "--admission-address="+address, "--agents-address=127.0.0.1:0", "--metrics-address="+people, "--probes-address=127.0.0.1:0", "--shutdown-delay=0s")
 	cmd.Stderr = log
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
