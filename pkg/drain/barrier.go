@@ -16,9 +16,10 @@ import (
 // The barrier is the second gate of a pod: it is asked for when the pod is terminating and its containers wait to be told to stop. It is a
 // drain like that at the hold, with the same levels, freshness, sessions and suspensions, and differs in these points.
 //
-// Asked are the agents that observe ([Watch]), and those that direct and have not let go at the hold: pods whose deletion did not wait, or
-// did not wait for them. What one of the latter has said here of the drain at the hold, at its end, or of another replica's, is enough: that
-// pod is terminating since. They are told by an ordinary Open and say nothing of gates.
+// The agents that observe are asked ([Watch]), and the directed agents that had not stopped routing to the pod when the drain at the hold
+// ended here: the deletion did not wait, or did not wait for them. Without such a drain, all directed agents are asked. What they report
+// about the drain of another replica is not enough: that replica may have abandoned it before the deletion, and nothing revokes the
+// report here. Directed agents are told by an ordinary Open and do not name a gate.
 //
 // A gateway that has nobody else to send to goes on sending to a terminating pod (KEP-1669). It is asked to be quiet then, not to let go,
 // and the drain is released with the reason LastTarget. Whether that is so, agents cannot know: one whose kernel is late sees the last
@@ -63,10 +64,9 @@ type barrier struct {
 	// rest is the wait for the agents that observe and are not in sample. Nil: all are asked.
 	rest   time.Duration
 	sample map[AgentID]struct{}
-	// held says that a drain at the hold ended here with the pod's end: those who direct owe if they are among others. If not, they owe if they
-	// are not.
-	held   bool
-	others map[AgentID]struct{}
+	// silent are the directed agents that must acknowledge: those of drain.silent, of the drain at the hold that ended here with the pod. Nil:
+	// there was no such drain, and all of them must.
+	silent map[AgentID]struct{}
 	// last and lastHere are as in Barrier, each at the time since which it is so; zero: it is not.
 	last, lastHere time.Time
 	// young is as in Barrier: the longest that was told.
@@ -106,9 +106,9 @@ func (l *Ledger) OpenBarrier(now time.Time, b Barrier) Status {
 		return l.status(now, d)
 	}
 	if !d.open {
-		*is = barrier{by: b.By, bound: b.Bound, targets: slices.Clone(b.Targets), stated: b.Stated, young: b.Young}
-		is.hold(l, now, b.Pod.UID)
-		if h := l.drain(b.Pod, AtHold); h.reason != Dead {
+		h := l.drain(b.Pod, AtHold)
+		*is = barrier{by: b.By, bound: b.Bound, targets: slices.Clone(b.Targets), stated: b.Stated, young: b.Young, silent: h.silent}
+		if h.reason != Dead {
 			// Nothing opens it from now on: what comes to be asked about this pod, is asked here.
 			l.close(now, h, Dead)
 			h.silent = nil
@@ -157,23 +157,6 @@ func (l *Ledger) see(now time.Time, d *drain, b Barrier) {
 		case !of.is && !of.since.IsZero():
 			*of.since = time.Time{}
 			l.touch(d)
-		}
-	}
-}
-
-// hold finds who of those that direct has let go of the pod already.
-func (b *barrier) hold(l *Ledger, now time.Time, uid UID) {
-	d := l.at(AtHold, uid)
-	if d != nil && d.reason == Dead {
-		b.held, b.others = true, d.silent
-		return
-	}
-	b.others = map[AgentID]struct{}{}
-	for _, r := range l.subject(uid).heard[AtHold] {
-		// What was said of a drain of this replica's own that has ended since, was said of a tombstone that it has lifted.
-		lifted := r.Held && (d == nil || !d.open || !r.tells(d))
-		if r.State >= Removed && !lifted && l.fresh(now, r) {
-			b.others[r.by.id] = struct{}{}
 		}
 	}
 }
@@ -238,8 +221,8 @@ func (l *Ledger) owesBarrier(a *agent, d *drain) bool {
 	if !a.may(AtHold, d) {
 		return false
 	}
-	_, other := b.others[a.id]
-	return other == b.held && brokenRule != 10
+	_, silent := b.silent[a.id]
+	return (silent || b.silent == nil) && brokenRule != 10
 }
 
 // directs says whether a is told of an open barrier of uid by an Open.
