@@ -302,10 +302,10 @@ func (l *Ledger) length(d *drain) time.Duration {
 	return l.times.Deadline
 }
 
-// stated adds to the status of a barrier what is waited for besides acknowledgements. kept says that some of these were of a gateway that
-// has nobody else to send to.
+// stated adds to the status of a barrier what is waited for besides acknowledgements. kept reports whether some of these are of a gateway
+// that still sends to the pod because no other endpoint is ready: the reason is LastTarget then, also where connections outlast the Idle bound.
 func (l *Ledger) stated(now time.Time, d *drain, s Status, kept bool) Status {
-	if s.Phase == Released && s.Reason == Acknowledged && kept {
+	if s.Phase == Released && (s.Reason == Acknowledged || s.Reason == IdleBound) && kept {
 		s.Reason = LastTarget
 	}
 	s.Stated = max(d.barrier.stated, d.barrier.rest)

@@ -303,6 +303,24 @@ func TestTheLastTarget(t *testing.T) {
 	}
 }
 
+// A gateway that keeps the last target still sends to it. Without this, the Idle bound claims that all gateways have stopped.
+func TestTheLastTargetIsNamedAtTheIdleBound(t *testing.T) {
+	w := newWorld(t)
+	p := pod("a")
+	w.observe("node-1")
+	w.observe("node-2")
+	w.open(p, "node-1", func(b *Barrier) { b.Last = true })
+	w.pass(time.Second)
+	w.see("node-1", p, Kept, false)
+	w.see("node-2", p, Idle, true)
+	w.wantBarrier(p, "Quiescing node-1:removed")
+	w.pass(10 * time.Second)
+	w.wantBarrier(p, "Released LastTarget node-1:removed")
+	// It has heard of another endpoint since, and of connections that go on.
+	w.see("node-1", p, Removed, false)
+	w.wantBarrier(p, "Released IdleBound node-1:removed")
+}
+
 func TestStatedWaitsRunBesideTheAcknowledgements(t *testing.T) {
 	w := newWorld(t)
 	p := pod("a")

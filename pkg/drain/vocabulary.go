@@ -113,8 +113,7 @@ const (
 	Suspended
 	// Abandoned: nobody asks for the deletion any more and the pod lives.
 	Abandoned
-	// LastTarget: at the barrier, every agent that owes has said Idle, or that the pod is quiet although its gateway still sends to it,
-	// because no ready endpoint is left to send to.
+	// LastTarget: at the barrier, as Acknowledged or IdleBound, but some gateway still sends to the pod, because no ready endpoint is left.
 	LastTarget
 	// AgentsLost: every agent that still owes has said Idle, but the drain had waited for others, of which each lost its
 	// stream and, with a pod that is not ready, did not come back in time. What their gateways do is not known.
