@@ -79,12 +79,16 @@ func (v *vicinity) Surroundings(ctx context.Context, agent string, pod drain.Pod
 		return s, fmt.Errorf("read agent's pod %s from the cache: %w", agent, err)
 	}
 	s.Here = is.Spec.NodeName != "" && asks.Spec.NodeName == is.Spec.NodeName
-	if at, ready := readySince(&is); ready {
+	at, ready := readySince(&is)
+	switch {
+	case ready:
 		deleted := time.Now() // or a moment ago: who asks has heard of it earlier
 		if s.Terminating {
 			deleted = is.DeletionTimestamp.Add(-grace(&is))
 		}
 		s.Young = max(0, heardBy-max(0, deleted.Sub(at)))
+	case !s.Terminating:
+		s.Young = heardBy // this cache is behind: the pod may have become ready just before its deletion
 	}
 	uid := health.UID(pod.UID)
 	for _, l := range v.index.Pod(time.Now(), pod.Namespace, uid) {

@@ -123,7 +123,15 @@ func TestSurroundings(t *testing.T) {
 		},
 		"another of its name":  {pod: func(p *corev1.Pod) { p.UID = "uid-z" }, want: coordinator.Surroundings{Young: 10 * time.Second}},
 		"not terminating here": {pod: func(p *corev1.Pod) { p.DeletionTimestamp, p.DeletionGracePeriodSeconds = nil, nil }, want: coordinator.Surroundings{Known: true, Here: true}},
-		"in no Service":        {want: coordinator.Surroundings{Known: true, Terminating: true, Here: true}},
+		// Without this, a pod that became ready and was deleted at once counts as one that no gateway has ever routed to.
+		"neither terminating nor ready here": {
+			pod: func(p *corev1.Pod) {
+				p.DeletionTimestamp, p.DeletionGracePeriodSeconds = nil, nil
+				p.Status.Conditions[0].Status = corev1.ConditionFalse
+			},
+			want: coordinator.Surroundings{Known: true, Here: true, Young: 10 * time.Second},
+		},
+		"in no Service": {want: coordinator.Surroundings{Known: true, Terminating: true, Here: true}},
 		"ready for a moment": {
 			pod: func(p *corev1.Pod) {
 				p.Status.Conditions[0].LastTransitionTime = metav1.NewTime(p.DeletionTimestamp.Add(-grace(p) - 2*time.Second))
