@@ -236,6 +236,7 @@ func (a *agent) crash(lost bool) {
 				// The kernel of the other side gives up some time.
 				w.after(&c.proc, w.between(5*time.Second, 30*time.Second), func() { c.endOf(k) })
 			}
+			l.conn = nil // an answer that is under way does not reach the next life
 		}
 	}
 	a.up = false
@@ -574,7 +575,8 @@ func (l *link) connect() {
 		w.after(&a.proc, time.Millisecond, func() { l.lost(k) })
 		return
 	}
-	w.send(&a.proc, &c.proc, k, 0, func() { c.connect(l, k) })
+	boot := fmt.Sprint(a.life) // that in which the agent connects, whatever its life when the replica accepts
+	w.send(&a.proc, &c.proc, k, 0, func() { c.connect(l, k, boot) })
 	l.watchdog(k)
 }
 
@@ -715,9 +717,9 @@ func (a *agent) leave() {
 	a.left = true
 	for _, l := range a.links {
 		if k := l.conn; k != nil && l.session != 0 && l.synced {
-			c, session := l.c, l.session
+			c, session, boot := l.c, l.session, fmt.Sprint(a.life)
 			a.w.measure("leaves that were sent to a replica")
-			l.post(k, func() bool { return c.leave(a, session) }, func() {})
+			l.post(k, func() bool { return c.leave(a, session, boot) }, func() {})
 		}
 	}
 }

@@ -59,7 +59,9 @@ type endpoint struct {
 
 // slice is what the EndpointSlices of one Service say at one time.
 type slice struct {
-	version   int
+	version int
+	// at is when the API server had it.
+	at        time.Duration
 	endpoints []endpoint
 }
 
@@ -204,7 +206,7 @@ func (a *api) podChanged(p *pod) {
 
 func (a *api) reslice(service int) {
 	a.dirty[service] = false
-	s := slice{version: a.slices[service].version + 1}
+	s := slice{version: a.slices[service].version + 1, at: a.w.at}
 	for _, p := range a.pods {
 		if !p.gone && !p.failed && slices.Contains(p.services, service) {
 			s.endpoints = append(s.endpoints, endpoint{p.uid, p.addr, p.ready && !p.terminating, p.terminating, p.host})

@@ -31,6 +31,8 @@ type kernel struct {
 	proxy  proc
 	watch  *watcher
 	slices []slice
+	// written are the versions of slices at the last sync.
+	written []int
 	// chosen is what kube-proxy last made of slices, which are as it heard them: the ready endpoints or, without any, the
 	// terminating ones (KEP-1669). Twice for each: of all nodes, and of this one for those that have a Local policy.
 	chosen [][]drain.UID
@@ -48,7 +50,7 @@ type kernel struct {
 func newKernel(w *world, a *agent) *kernel {
 	k := &kernel{
 		w: w, a: a, proxy: proc{node: a.node, name: "proxy-" + a.name, up: true}, active: map[drain.UID]int{}, added: map[drain.UID]time.Duration{},
-		slices: make([]slice, w.api.services), chosen: make([][]drain.UID, 2*w.api.services), without: make([]bool, 2*w.api.services),
+		slices: make([]slice, w.api.services), written: make([]int, w.api.services), chosen: make([][]drain.UID, 2*w.api.services), without: make([]bool, 2*w.api.services),
 	}
 	k.watch = &watcher{p: &k.proxy, slice: k.sliceSeen}
 	w.api.watchers = append(w.api.watchers, k.watch)
@@ -81,6 +83,7 @@ func (k *kernel) sync() {
 		}
 	}
 	for i, s := range k.slices {
+		k.written[i] = s.version
 		k.chosen[2*i], k.without[2*i], k.chosen[2*i+1], k.without[2*i+1] = nil, false, nil, false
 		if k.w.api.policies[i] != localAlways {
 			k.chosen[2*i], k.without[2*i] = choose(s.endpoints, nil)
@@ -134,6 +137,17 @@ func (k *kernel) late(p *pod) string {
 	default:
 		return ""
 	}
+}
+
+// behind reports whether the kernel has not taken in for more than heardBy what the API server says. A coordinator that takes the last target of
+// a node at its word cannot know that.
+func (k *kernel) behind() bool {
+	for i, all := range k.w.api.history {
+		if next := k.written[i]; next < len(all) && k.w.at-all[next].at > heardBy {
+			return true
+		}
+	}
+	return false
 }
 
 // checkEnd: after quiet the kernel sends where EndpointSlices say, and its agent observes nothing for anybody.
@@ -578,8 +592,11 @@ func (c *coord) young(uid drain.UID) time.Duration {
 	switch {
 	case !known:
 		return heardBy // this replica is behind, or it has just come
-	case !v.ready:
+	case v.ready:
+	case v.terminating:
 		return 0
+	default:
+		return heardBy // this replica is behind
 	}
 	deleted := c.w.at
 	if v.terminating {
@@ -691,6 +708,8 @@ func (c *coord) checkPass(p *pod, s drain.Status, why *pass) {
 				w.excuse("routed by a kernel: " + a.kernel.late(p))
 			case a.kernel.travelled:
 				w.excuse("routed by a kernel: told an old list")
+			case s.Reason == drain.LastTarget && a.kernel.behind():
+				w.excuse("routed by a kernel: it hears more than 10 s late")
 			case s.Reason == drain.LastTarget && a.kernel.stays(p.uid, c.slices):
 				w.excuse("routed by a kernel: LastTarget, and another endpoint is just becoming ready")
 			case s.Reason == drain.LastTarget && a.kernel.staysInOne(p, c.slices):

@@ -643,7 +643,7 @@ func (c *coord) reply(x *call, v verdict, reason string) {
 // The agents' API.
 
 // connect serves a new stream.
-func (c *coord) connect(l *link, k *conn) {
+func (c *coord) connect(l *link, k *conn, boot string) {
 	w := c.w
 	if c.stopping {
 		w.cut(&c.proc, &l.a.proc, k, 1, false, func() { l.lost(k) })
@@ -656,10 +656,10 @@ func (c *coord) connect(l *link, k *conn) {
 			c.wakeStream(former) // and it ends
 		}
 	}
-	if boot := fmt.Sprint(l.a.life); boot != c.departed[id] {
+	if boot != c.departed[id] {
 		delete(c.departed, id)
 	}
-	s.session = c.ledger.ConnectWith(w.now, id, drain.Hail{Boot: fmt.Sprint(l.a.life), Observes: l.a.kernel != nil})
+	s.session = c.ledger.ConnectWith(w.now, id, drain.Hail{Boot: boot, Observes: l.a.kernel != nil})
 	c.heard[id] = map[drain.UID]said{}
 	c.meet(id)
 	c.streams = append(c.streams, s)
@@ -771,14 +771,14 @@ func (c *coord) declare(a *agent, session uint64, routes []drain.Route) ([]drain
 }
 
 // leave hears that an agent's gateway accepts nothing any more.
-func (c *coord) leave(a *agent, session uint64) bool {
+func (c *coord) leave(a *agent, session uint64, boot string) bool {
 	ok := c.ledger.Leave(a.id, session)
 	if ok {
 		c.log("%s leaves", a.name)
 		if c.departed[a.id] == "" {
 			c.w.measure("leaves that a replica heard")
 		}
-		c.departed[a.id] = fmt.Sprint(a.life)
+		c.departed[a.id] = boot
 		for _, s := range c.ledger.All(c.w.now) {
 			c.checkDeparted(s)
 		}

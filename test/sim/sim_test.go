@@ -3,6 +3,7 @@ package main
 import (
 	"strings"
 	"testing"
+	"time"
 )
 
 // A seed that fails must fail again when it is replayed: neither the order of maps nor an address may leak into what happens.
@@ -20,6 +21,62 @@ func TestTheSameSeedIsTheSameWorld(t *testing.T) {
 			}
 		}
 		t.Fatalf("seed %d: %d and %d steps", seed, first.steps, second.steps)
+	}
+}
+
+// calmWorld returns a world without faults.
+func calmWorld(t *testing.T) *world {
+	t.Helper()
+	for seed := uint64(1); seed <= 400; seed++ {
+		if w := newWorld(seed, false, false); w.isCalm {
+			return w
+		}
+	}
+	t.Fatal("no world is calm")
+	return nil
+}
+
+// An agent that dies leaves its streams behind. Without this, the answer to a call of a former life opens a second stream to the replica in
+// the next life, and two streams in turn take the session from each other: what the one has heard, the other undoes.
+func TestAnAnswerDoesNotReachTheNextLife(t *testing.T) {
+	w := calmWorld(t)
+	a := w.agents[len(w.agents)-1]
+	w.after(nil, 5*time.Second, func() {
+		l := a.links[0]
+		l.post(l.conn, func() bool { a.crash(false); a.start(); return false }, func() {})
+		w.after(nil, 5*time.Second, func() {
+			if began := a.links[0].began; began > 6*time.Second {
+				t.Errorf("the stream of an agent that started at 5s was opened again at %s", began)
+			}
+		})
+	})
+	w.run()
+	if w.violation != "" {
+		t.Error(w.violation)
+	}
+}
+
+// A replica that was frozen reads the Leave of a former life when the next one is there already. Without this, the checks call an agent
+// departed that has come back.
+func TestALateLeaveIsOfTheLifeThatSentIt(t *testing.T) {
+	w := calmWorld(t)
+	a, c := w.agents[len(w.agents)-1], w.coords[0]
+	w.after(nil, 5*time.Second, func() {
+		c.frozen = w.at + 2*time.Second
+		a.leave()
+		a.crash(true) // so that the end of the stream does not overtake the Leave
+		a.start()
+		w.after(nil, time.Second, func() { a.crash(true) }) // it has connected, and declared nothing
+		w.after(nil, 3*time.Second, func() {
+			if c.departed[a.id] != "" {
+				t.Errorf("%s calls the life of %s departed that has connected last", c.name, a.name)
+			}
+			a.start()
+		})
+	})
+	w.run()
+	if w.violation != "" {
+		t.Error(w.violation)
 	}
 }
 
