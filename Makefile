@@ -25,9 +25,10 @@ VERSION ?= $(or $(shell git describe --tags --exact-match --dirty 2> /dev/null),
 REGISTRY ?= docker.io/lameduck
 PLATFORMS ?= linux/amd64,linux/arm64
 DIST := $(CURDIR)/dist
-# make sim SEEDS=1 FROM=1234
+# make sim SEEDS=1 FROM=1234, make sim DRAWN=5000
 SEEDS ?= 20000
 FROM ?= 1
+DRAWN ?= 0
 
 .PHONY: help
 help: ## what there is
@@ -47,11 +48,11 @@ bench: haproxy ## every promise of speed, each against its floor in the same run
 	@go run ./test/bench -run '$(SUITES)' -out bench.json
 
 .PHONY: sim
-sim: ## the deterministic simulation: SEEDS of them FROM one, and with each rule switched off (SEEDS=1 FROM=1234 replays)
+sim: ## the deterministic simulation: SEEDS of them FROM one, those that once failed, DRAWN new ones, and with each rule switched off (SEEDS=1 FROM=1234 replays)
 	@mkdir -p $(BIN)
 	@CGO_ENABLED=0 go build -o $(BIN)/sim ./test/sim && CGO_ENABLED=0 go build -tags lameduckmutation -o $(BIN)/sim-mutated ./test/sim
 	@if [ "$(SEEDS)" -gt 1 ]; then $(BIN)/sim-mutated -mutations 2000; fi
-	@$(BIN)/sim -seeds $(SEEDS) -from $(FROM)
+	@$(BIN)/sim -seeds $(SEEDS) -from $(FROM) -drawn $(DRAWN)
 
 .PHONY: e2e
 e2e: haproxy node-packages kubernetes build ## three real nodes, as root, and Lameduck's images on them: the table, e2e.json (RUNS=5); skipped on a laptop without root or packages

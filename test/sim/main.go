@@ -3,13 +3,17 @@
 package main
 
 import (
+	_ "embed"
 	"errors"
 	"flag"
 	"fmt"
+	"math/rand/v2"
 	"os"
 	"runtime"
 	"runtime/debug"
 	"sort"
+	"strconv"
+	"strings"
 	"sync"
 	"sync/atomic"
 )
@@ -17,6 +21,7 @@ import (
 func main() {
 	seeds := flag.Int("seeds", 20000, "how many seeds to run")
 	from := flag.Uint64("from", 1, "the first of them")
+	drawn := flag.Int("drawn", 0, "how many seeds to run besides, from one that is drawn")
 	mutations := flag.Int("mutations", 0, "instead, switch each rule off and run at most this many seeds until it is caught")
 	verbose := flag.Bool("v", false, "print the trace of every seed")
 	flag.Parse()
@@ -26,12 +31,47 @@ func main() {
 	if *mutations > 0 {
 		err = mutate(*from, *mutations)
 	} else {
-		err = simulate(*from, *seeds, *verbose)
+		all := sequence(*from, *seeds)
+		if *seeds > 1 {
+			all = append(corpus(), all...)
+		}
+		if *drawn > 0 {
+			first := uint64(rand.Uint32()) + 1<<32 // no fixed range reaches there
+			fmt.Printf("sim: drawn range: make sim SEEDS=%d FROM=%d\n", *drawn, first)
+			all = append(all, sequence(first, *drawn)...)
+		}
+		err = simulate(all, *verbose)
 	}
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "sim:", err)
 		os.Exit(1)
 	}
+}
+
+//go:embed corpus.txt
+var corpusText string
+
+// corpus returns the seeds of corpus.txt.
+func corpus() (seeds []uint64) {
+	for line := range strings.Lines(corpusText) {
+		if number, _, _ := strings.Cut(line, " "); number != "#" {
+			seed, err := strconv.ParseUint(number, 10, 64)
+			if err != nil {
+				panic(fmt.Sprintf("corpus.txt: %v", err))
+			}
+			seeds = append(seeds, seed)
+		}
+	}
+	return seeds
+}
+
+// sequence returns n seeds, the first of which is from.
+func sequence(from uint64, n int) []uint64 {
+	seeds := make([]uint64, n)
+	for i := range seeds {
+		seeds[i] = from + uint64(i)
+	}
+	return seeds
 }
 
 // totals are what all seeds of a run add up to.
@@ -44,7 +84,7 @@ type totals struct {
 }
 
 // sweep runs seeds on all processors. It stops soon after the first violation if once is set.
-func sweep(from uint64, seeds int, once, blind bool, each func(*world)) totals {
+func sweep(seeds []uint64, once, blind bool, each func(*world)) totals {
 	t := totals{excused: map[string]int{}, allowed: map[string]int{}, measured: map[string]int{}}
 	var next atomic.Uint64
 	var stop atomic.Bool
@@ -54,10 +94,10 @@ func sweep(from uint64, seeds int, once, blind bool, each func(*world)) totals {
 		wg.Go(func() {
 			for !stop.Load() {
 				n := next.Add(1) - 1
-				if n >= uint64(seeds) {
+				if n >= uint64(len(seeds)) {
 					return
 				}
-				w := newWorld(from+n, false, blind)
+				w := newWorld(seeds[n], false, blind)
 				w.run()
 				mu.Lock()
 				t.seeds++
@@ -94,9 +134,9 @@ func sweep(from uint64, seeds int, once, blind bool, each func(*world)) totals {
 
 var errViolations = errors.New("something is wrong that has no name")
 
-func simulate(from uint64, seeds int, verbose bool) error {
+func simulate(seeds []uint64, verbose bool) error {
 	shown := 0
-	t := sweep(from, seeds, false, false, func(w *world) {
+	t := sweep(seeds, false, false, func(w *world) {
 		if shown++; shown <= 20 {
 			fmt.Printf("seed %d: %s: %s\n", w.seed, w.check, w.violation)
 		}
@@ -104,7 +144,7 @@ func simulate(from uint64, seeds int, verbose bool) error {
 	if t.violations > 0 || verbose {
 		seed := t.first
 		if seed == 0 {
-			seed = from
+			seed = seeds[0]
 		}
 		w := newWorld(seed, true, false)
 		w.run()

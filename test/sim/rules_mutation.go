@@ -37,13 +37,13 @@ var rules = [...]string{
 }
 
 func mutate(from uint64, most int) error {
-	missed := 0
+	missed, seeds := 0, sequence(from, most)
 	for rule := 1; rule < len(rules); rule++ {
 		broken = rule
 		drain.BreakRule(rule)
 		health.BreakRule(rule)
-		all := sweep(from, most, true, false, nil)
-		outside := sweep(from, most, true, true, nil)
+		all := sweep(seeds, true, false, nil)
+		outside := sweep(seeds, true, true, nil)
 		if all.violations == 0 {
 			missed++
 		}

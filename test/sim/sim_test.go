@@ -93,7 +93,7 @@ func TestTracingChangesNothing(t *testing.T) {
 }
 
 func TestSeeds(t *testing.T) {
-	got := sweep(1, 100, false, false, func(w *world) { t.Errorf("seed %d: %s: %s", w.seed, w.check, w.violation) })
+	got := sweep(sequence(1, 100), false, false, func(w *world) { t.Errorf("seed %d: %s: %s", w.seed, w.check, w.violation) })
 	if got.seeds != 100 || got.faults == 0 || got.allowed["Acknowledged"] == 0 {
 		t.Errorf("the worlds are empty: %+v", got)
 	}
