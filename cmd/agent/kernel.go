@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/gateway/kubeproxy"
 )
 
 // kernel is what a node agent needs of the node's kernel, see package kubeproxy.
@@ -16,6 +17,8 @@ type kernel interface {
 	Watch(targets []netip.AddrPort, changed func()) kernelWatch
 	// Clean forgets the connections to a pod that is gone.
 	Clean(targets []netip.AddrPort) error
+	// Audits returns how often what is known was compared with the kernel, by result.
+	Audits() kubeproxy.Audits
 }
 
 type kernelWatch interface {

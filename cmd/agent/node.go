@@ -67,6 +67,7 @@ func runNode(ctx context.Context, o options, kube kubernetes.Interface, trusted 
 	registry := prometheus.NewRegistry()
 	registry.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	m := newNodeMetrics(registry, o.nodeName)
+	registerAudits(registry, k)
 	pods := newNodePods(log)
 	watched := newObserved(k, func(targets []netip.AddrPort) bool { return !pods.owned(targets) }, m, log)
 	pods.left = func(p nodePod) { watched.clean(p.pod, p.targets) }

@@ -130,6 +130,7 @@ kubeProxy: {waitAddresses: ["%s"]}
 	_, metrics := get(people + "/metrics")
 	for _, want := range []string{
 		`lameduck_barrier_waits_total{outcome="Acknowledged"} 1`,
+		`lameduck_agent_audits_total{result="same"} 1`,
 		`lameduck_propagation_seconds_count{gateway="kube-proxy",node="n1",what="removed"} 1`,
 		`lameduck_propagation_seconds_count{gateway="kube-proxy",node="n1",what="idle"} 1`,
 	} {

@@ -5,6 +5,7 @@ import (
 
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
+	"github.com/lameduck-io/lameduck/pkg/gateway/kubeproxy"
 )
 
 // outcome is how a wait ended, as the metric names it. Most are the reasons of the ledger.
@@ -101,6 +102,20 @@ func newNodeMetrics(r prometheus.Registerer, node string) *nodeMetrics {
 		m.posts.WithLabelValues(p, "error")
 	}
 	return m
+}
+
+// registerAudits makes the metric of the kernel's audits.
+func registerAudits(r prometheus.Registerer, k kernel) {
+	for result, n := range map[string]func(kubeproxy.Audits) uint64{
+		"same":      func(a kubeproxy.Audits) uint64 { return a.Same },
+		"corrected": func(a kubeproxy.Audits) uint64 { return a.Corrected },
+		"error":     func(a kubeproxy.Audits) uint64 { return a.Failed },
+	} {
+		r.MustRegister(prometheus.NewCounterFunc(prometheus.CounterOpts{
+			Name: "lameduck_agent_audits_total", ConstLabels: prometheus.Labels{"result": result},
+			Help: "Comparisons of what the agent knows of kube-proxy's rules with the kernel, by result. Corrected: they differed, and reports of before may have been wrong.",
+		}, func() float64 { return float64(n(k.Audits())) }))
+	}
 }
 
 // Connected implements client.Observer.

@@ -24,6 +24,7 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/drain/client"
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
+	"github.com/lameduck-io/lameduck/pkg/gateway/kubeproxy"
 )
 
 // fakeKernel does what a test says.
@@ -60,6 +61,8 @@ func (k *fakeKernel) Clean(targets []netip.AddrPort) error {
 	k.cleaned = append(k.cleaned, targets...)
 	return nil
 }
+
+func (k *fakeKernel) Audits() kubeproxy.Audits { return kubeproxy.Audits{Same: 1} }
 
 // is makes the kernel do something with the connections to target.
 func (k *fakeKernel) is(target netip.AddrPort, s drain.State, connections int) {

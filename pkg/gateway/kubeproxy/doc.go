@@ -7,10 +7,11 @@
 //
 // # Model
 //
-// An [Observer] subscribes to the kernel's notifications of nftables, then reads the tables that kube-proxy may have written, then makes each
-// transaction that it is told of. The kernel numbers them; what was read has a number too, and one that is missing, or an overrun of
-// the socket's buffer, makes everything Unknown until all has been read again. So the cost of a change is that of the change. Nothing is polled, with
-// the two exceptions below.
+// An [Observer] subscribes to the kernel's notifications of nftables, then reads the tables that kube-proxy may have
+// written, then makes each transaction that it is told of. The kernel numbers transactions, and what was read has a
+// number too. One that is missing, or an overrun of the socket's buffer, makes everything Unknown until all has been read
+// again. So the cost of a change is that of the change. Nothing is polled, with the two exceptions below, and an audit:
+// every 5 minutes all is read again, compared, and corrected if it differs, see [Observer.Audits].
 //
 // The rules are a graph. Chains lead to chains by jumps and gotos, and to maps; maps lead to chains by verdicts; rules and
 // maps lead to destinations by DNAT. A target is sent to if a way leads from one of the kernel's hooks to a destination that is it. That is what
@@ -64,9 +65,11 @@
 //     endpoint is left there, or goes on sending to the terminating one. That is what a stated wait is for.
 //   - A new connection is in the table when its first packet has passed the last hook. One that waits in between for more than 20 ms is not counted: in a
 //     queue to a program that judges packets (NFQUEUE), or on a computer that stands still.
-//   - What is there is read in several dumps; what changes meanwhile is made again on top of them, so that reading comes to an end whoever writes
-//     how often. Only a single dump must not be interrupted: where no pause between two transactions is as long as the longest takes, which is the dump of a
-//     table's rules, 100 tries long, it stays Unknown.
+//   - What is there is read in several dumps. What changes meanwhile is made again on top of them, so that reading comes
+//     to an end whoever writes how often. Only a single dump must not be interrupted: where no pause between two
+//     transactions is as long as the longest dump, which is that of a table's rules, 100 tries long, it stays Unknown.
+//   - A transaction that adds elements to a set and is then refused by the kernel, at the time of a dump that is longer
+//     than a page, can hide as many elements. The next audit corrects that.
 //   - Ports of hosts that a network plugin maps to a pod (hostPort) are rules of the plugin, and go with the pod.
 //   - Rules that are there do not say that kube-proxy runs. If it is dead it lets go of nothing, and the target stays Routing.
 //   - Flows that hardware, or the flowtable, has taken over are counted as conntrack has them.

@@ -75,17 +75,11 @@ func all(o *Observer) string {
 func afresh(t testing.TB) *Observer {
 	t.Helper()
 	o := New(Options{})
-	conn, err := o.dial()
-	if err != nil {
-		t.Fatal(err)
+	r := o.read(t.Context())
+	if r.err != nil {
+		t.Fatal(r.err)
 	}
-	d := newDumper(conn, o.ours)
-	defer d.close()
-	changes, err := d.tables(t.Context(), o.families)
-	if err != nil {
-		t.Fatal(err)
-	}
-	o.adopt(changes, nil, time.Now())
+	o.adopt(r.all, nil, time.Now())
 	return o
 }
 
@@ -390,7 +384,7 @@ func TestOverrun(t *testing.T) {
 	empty(t)
 	s := service{"web", "10.96.0.1", false}
 	nft(t, append(setUp("ip"), s.sync([]string{"10.244.0.1:8080", "10.244.0.2:8080"})...)...)
-	o := startWith(t, Options{}, 1<<16)
+	o := startWith(t, Options{}, func(o *Observer) { o.buffer = 1 << 16 })
 	w := watch(t, o, "10.244.0.1:8080")
 	before := w.wait(Routing)
 	told := make(chan struct{}, 100)
@@ -420,23 +414,20 @@ func TestGenerations(t *testing.T) {
 	if !after(2, 1) || after(1, 1) || after(1, 2) || !after(1, 0xffffffff) || successor(0xffffffff) != 1 || successor(7) != 8 {
 		t.Error("generations are not in their order")
 	}
-	some := []change{{}}
 	for _, test := range []struct {
 		name          string
-		c             commit
-		at            uint32
+		generation    uint32
+		last          uint32
 		follows, fail bool
 	}{
-		{"the next one", commit{generation: 8, changes: some}, 7, true, false},
-		{"the next one, of others", commit{generation: 8}, 7, true, false},
-		{"the next one after the last", commit{generation: 1}, 0xffffffff, true, false},
-		{"one is missing", commit{generation: 9, changes: some}, 7, false, true},
-		{"one is missing, and others are told of", commit{generation: 9}, 7, false, true},
-		{"read already", commit{generation: 6, changes: some}, 7, false, false},
-		{"ended while it was read", commit{generation: 7, changes: some}, 7, true, false},
-		{"of others, and ended while it was read", commit{generation: 7}, 7, true, false},
+		{"the first one", 8, 0, true, false},
+		{"the next one", 8, 7, true, false},
+		{"the next one after the largest number", 1, 0xffffffff, true, false},
+		{"one is missing", 9, 7, false, true},
+		{"read already, long ago", 6, 7, false, false},
+		{"read already", 7, 7, false, false},
 	} {
-		if follows, err := test.c.follows(test.at); follows != test.follows || (err != nil) != test.fail {
+		if follows, err := (commit{generation: test.generation}).follows(test.last); follows != test.follows || (err != nil) != test.fail {
 			t.Errorf("%s: %v, %v", test.name, follows, err)
 		}
 	}

@@ -4,8 +4,10 @@ package kubeproxy
 
 import (
 	"context"
+	"encoding/binary"
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/mdlayher/netlink"
@@ -19,11 +21,19 @@ const (
 	buffer = 64 << 20
 	// answerTimeout is for one answer of the kernel.
 	answerTimeout = 5 * time.Second
-	// dumpTries is how often one dump that others' changes interrupt is read again.
+	// pageSize is how much of a dump the kernel hands over at one time, at most. To continue behind the first n
+	// entries of a list takes the kernel n steps, so that small pages make the dump of a long list quadratic.
+	pageSize = 32 << 10
+	// auditEvery is how often what was followed is compared with the kernel's tables: reading 3,000 Services takes half a
+	// second of CPU.
+	auditEvery = 5 * time.Minute
+	// readLook is how often it is looked whether reading has ended, while it goes on.
+	readLook = 10 * time.Millisecond
+	// dumpTries is how often a dump is read until no transaction has ended meanwhile.
 	dumpTries = 100
 )
 
-// errChanged means that what was being read changed each time that it was read.
+// errChanged means that a transaction ended during each try to read a dump.
 var errChanged = errors.New("the tables changed while they were read")
 
 // commit is what one transaction did to the tables that concern us.
@@ -86,14 +96,14 @@ func (s *subscription) next(deadline time.Time) (commit, error) {
 
 func (s *subscription) close() { _ = s.conn.Close() }
 
-// dumper reads what is there.
+// dumper reads the tables of the kernel.
 type dumper struct {
 	conn *netlink.Conn
 	ours func(tableID) bool
-}
-
-func newDumper(conn *netlink.Conn, ours func(tableID) bool) *dumper {
-	return &dumper{conn: conn, ours: ours}
+	// generation is the number of the last transaction that d has seen. If steady is true, no transaction was
+	// under way, nor had a later one ended, at a moment after the last dump.
+	generation uint32
+	steady     bool
 }
 
 // request makes a message to the subsystem, about one address family.
@@ -104,71 +114,67 @@ func request(subsystem, message int, flags netlink.HeaderFlags, family uint8, at
 	}
 }
 
-// generation returns the number of the last transaction.
-func (d *dumper) generation() (uint32, error) {
+// settle waits until the transaction that is under way, if there is one, has ended and its notifications are on their
+// way, and sets d.generation and d.steady: d is steady if the generation is the one of the last call.
+//
+// The kernel raises the generation before a commit ends, and marks dumps that the commit interrupts only in part:
+// dumps of elements never, others perhaps only in their last message. What it offers instead is the lock of its
+// transactions, which an empty transaction takes as well. The empty one names d.generation. The kernel refuses it
+// if that is no longer the number, and otherwise does nothing: the generation stays as it is.
+func (d *dumper) settle() error {
 	if err := d.conn.SetDeadline(time.Now().Add(answerTimeout)); err != nil {
-		return 0, err
+		return err
 	}
-	// No acknowledgement is asked for: the answer is one.
+	edge := func(kind int, attributes []byte) netlink.Message {
+		return netlink.Message{
+			Header: netlink.Header{Type: netlink.HeaderType(kind), Flags: netlink.Request},
+			Data:   append([]byte{unix.AF_UNSPEC, unix.NFNETLINK_V0, 0, unix.NFNL_SUBSYS_NFTABLES}, attributes...),
+		}
+	}
+	expected := encode(unix.NFNL_BATCH_GENID, binary.BigEndian.AppendUint32(nil, d.generation))
+	if _, err := d.conn.SendMessages([]netlink.Message{
+		edge(unix.NFNL_MSG_BATCH_BEGIN, expected), edge(unix.NFNL_MSG_BATCH_END, nil),
+	}); err != nil {
+		return fmt.Errorf("wait for transactions of nftables: %w", err)
+	}
 	if _, err := d.conn.Send(request(unix.NFNL_SUBSYS_NFTABLES, unix.NFT_MSG_GETGEN, 0, unix.AF_UNSPEC, nil)); err != nil {
-		return 0, fmt.Errorf("ask for the generation of nftables: %w", err)
+		return fmt.Errorf("ask for the generation of nftables: %w", err)
 	}
 	messages, err := d.conn.Receive()
+	if errors.Is(err, unix.ERESTART) {
+		messages, err = d.conn.Receive() // the empty transaction is refused; the generation is the next answer
+	}
 	if err != nil {
-		return 0, fmt.Errorf("read the generation of nftables: %w", err)
+		return fmt.Errorf("read the generation of nftables: %w", err)
 	}
 	for _, m := range messages {
-		c, _, err := decode(m, d.ours)
-		if err != nil {
-			return 0, err
-		}
-		if c.kind == newGen {
-			return c.generation, nil
+		if c, _, err := decode(m, d.ours); err != nil || c.kind == newGen {
+			d.steady = err == nil && c.generation == d.generation
+			d.generation = c.generation
+			return err
 		}
 	}
-	return 0, errors.New("read the generation of nftables: no answer")
+	return errors.New("read the generation of nftables: no answer")
 }
 
-// elementDumps is how often the elements of a set are read. Some time after a transaction the kernel gives the set's table another size, and a dump that is
-// under way leaves out elements that nobody has touched, and is not marked as interrupted. What only one dump has counts: if it is gone meanwhile, that is made again
-// on top, see snapshot.
-const elementDumps = 3
-
-// dump calls add with all that the kernel tells about what message asks for. A dump that was interrupted is read again.
+// dump calls add with all that the kernel tells about what message asks for, at one generation: d.generation.
 func (d *dumper) dump(ctx context.Context, message int, family uint8, attributes []byte, add func(change)) error {
 	var all []change
 	for range dumpTries {
 		if err := ctx.Err(); err != nil {
 			return err
 		}
-		if err := d.conn.SetDeadline(time.Now().Add(answerTimeout)); err != nil {
-			return err
-		}
-		if _, err := d.conn.Send(request(unix.NFNL_SUBSYS_NFTABLES, message, netlink.Dump, family, attributes)); err != nil {
-			return fmt.Errorf("ask for a dump of nftables (%d): %w", message, err)
-		}
-		all = all[:0]
-		interrupted := false
-		for m, err := range d.conn.ReceiveIter() {
-			if err != nil {
-				if errors.Is(err, unix.EINTR) {
-					interrupted = true
-					break
-				}
-				return fmt.Errorf("dump nftables (%d): %w", message, err)
-			}
-			if m.Header.Flags&netlink.DumpInterrupted != 0 {
-				interrupted = true
-			}
-			c, concerns, err := decode(m, d.ours)
-			if err != nil {
+		whole := d.steady
+		if whole {
+			var err error
+			if all, whole, err = d.once(message, family, attributes); err != nil {
 				return err
 			}
-			if concerns {
-				all = append(all, c)
-			}
 		}
-		if !interrupted {
+		if err := d.settle(); err != nil {
+			return err
+		}
+		if whole && d.steady {
 			for _, c := range all {
 				add(c)
 			}
@@ -178,110 +184,85 @@ func (d *dumper) dump(ctx context.Context, message int, family uint8, attributes
 	return errChanged
 }
 
-// tables reads the tables of the families, as changes that make them out of nothing.
-func (d *dumper) tables(ctx context.Context, families []uint8) ([]change, error) {
-	var all []change
+// once reads a dump. It reports false if the kernel tells an element twice: it gives the table of a set another size
+// at any time after a transaction, and then the dump lacks as many elements as it has twice.
+func (d *dumper) once(message int, family uint8, attributes []byte) (all []change, whole bool, err error) {
+	if err := d.conn.SetDeadline(time.Now().Add(answerTimeout)); err != nil {
+		return nil, false, err
+	}
+	if _, err := d.conn.Send(request(unix.NFNL_SUBSYS_NFTABLES, message, netlink.Dump, family, attributes)); err != nil {
+		return nil, false, fmt.Errorf("ask for a dump of nftables (%d): %w", message, err)
+	}
+	whole = true
+	keys := map[string]bool{}
+	for m, err := range d.conn.ReceiveIter() {
+		if err != nil {
+			return nil, false, fmt.Errorf("dump nftables (%d): %w", message, err)
+		}
+		c, concerns, err := decode(m, d.ours)
+		if err != nil {
+			return nil, false, err
+		}
+		if concerns {
+			all = append(all, c)
+		}
+		for _, e := range c.elements {
+			whole = whole && !keys[e.key]
+			keys[e.key] = true
+		}
+	}
+	return all, whole, nil
+}
+
+// tables reads the tables of the families, as changes that make them out of nothing, in several dumps, each of one
+// generation. from is the generation of the first dump, d.generation that of the last.
+//
+// What no transaction between them touched is the same in all dumps. What one touched is, once that transaction is made
+// on top, as the transaction left it, whether the dump had it already or not: each change names what it makes or
+// unmakes, and making it twice is making it once. So all transactions after from, made in their order, bring the
+// tables to the generation of the last one, if that is d.generation or later.
+func (d *dumper) tables(ctx context.Context, families []uint8) (all []change, from uint32, err error) {
+	var tables, sets []change
 	add := func(c change) { all = append(all, c) }
 	for _, family := range families {
-		if err := d.dump(ctx, unix.NFT_MSG_GETTABLE, family, nil, add); err != nil {
-			return nil, err
+		if err := d.dump(ctx, unix.NFT_MSG_GETTABLE, family, nil, func(c change) { tables = append(tables, c) }); err != nil {
+			return nil, 0, err
+		}
+		if from == 0 {
+			from = d.generation
 		}
 	}
-	tables := all
+	all = slices.Clone(tables)
+	for _, family := range families {
+		if err := d.dump(ctx, unix.NFT_MSG_GETCHAIN, family, nil, add); err != nil {
+			return nil, 0, err
+		}
+		if err := d.dump(ctx, unix.NFT_MSG_GETSET, family, nil, func(c change) {
+			if c.sends {
+				sets = append(sets, c)
+			}
+		}); err != nil {
+			return nil, 0, err
+		}
+	}
+	all = append(all, sets...)
+	of := func(c change) []byte { return encodeString(unix.NFTA_TABLE_NAME, c.table.name) }
+	for _, set := range sets {
+		name := append(of(set), encodeString(unix.NFTA_SET_ELEM_LIST_SET, set.name)...)
+		err := d.dump(ctx, unix.NFT_MSG_GETSETELEM, set.table.family, name, add)
+		if err != nil && !errors.Is(err, unix.ENOENT) { // without a set, the transaction that deleted it is made on top
+			return nil, 0, err
+		}
+	}
 	for _, t := range tables {
-		if err := d.dump(ctx, unix.NFT_MSG_GETCHAIN, t.table.family, nil, func(c change) {
-			if c.table == t.table {
-				add(c)
-			}
-		}); err != nil {
-			return nil, err
-		}
-		first := len(all)
-		of := func(name string) []byte { return encodeString(unix.NFTA_TABLE_NAME, name) }
-		// The kernel leaves out other tables; that it does so is not relied on.
-		if err := d.dump(ctx, unix.NFT_MSG_GETSET, t.table.family, of(t.table.name), func(c change) {
-			if c.table == t.table && c.sends {
-				add(c)
-			}
-		}); err != nil {
-			return nil, err
-		}
-		for _, set := range all[first:] {
-			name := append(of(t.table.name), encodeString(unix.NFTA_SET_ELEM_LIST_SET, set.name)...)
-			var err error
-			for range elementDumps {
-				if err = d.dump(ctx, unix.NFT_MSG_GETSETELEM, t.table.family, name, add); err != nil {
-					break
-				}
-			}
-			if errors.Is(err, unix.ENOENT) {
-				continue // it is gone, and what has made it so is made again, see snapshot
-			}
-			if err != nil {
-				return nil, err
-			}
-		}
-		if err := d.dump(ctx, unix.NFT_MSG_GETRULE, t.table.family, of(t.table.name), func(c change) {
-			if c.table == t.table {
-				add(c)
-			}
-		}); err != nil {
-			return nil, err
+		if err := d.dump(ctx, unix.NFT_MSG_GETRULE, t.table.family, of(t), add); err != nil {
+			return nil, 0, err
 		}
 	}
-	return all, nil
+	return all, from, nil
 }
 
 func (d *dumper) close() { _ = d.conn.Close() }
-
-// snapshot reads the tables, in several dumps, and returns them with the transactions that ended since it began, up to a generation. The dumps are of
-// different moments. But each is of one moment; what no transaction touched is the same in all; and what one touched is, once that is made on top, as it
-// left it, whether the dump had it already or not: every change of a transaction names what it makes and unmakes, and making it twice is making
-// it once. So made in order, they make the tables of that generation, and what s receives from then on follows.
-func snapshot(ctx context.Context, s *subscription, d *dumper, families []uint8) (all []change, since []commit, generation uint32, err error) {
-	before, err := d.generation()
-	if err != nil {
-		return nil, nil, 0, err
-	}
-	if all, err = d.tables(ctx, families); err != nil {
-		return nil, nil, 0, err
-	}
-	if generation, err = d.generation(); err != nil {
-		return nil, nil, 0, err
-	}
-	since, err = s.drain(before, generation)
-	return all, since, generation, err
-}
-
-// drain takes what was received from a generation on, up to another one. That the kernel names a generation does not mean that it has
-// finished its commit, nor that we have been told of it. So a commit that ends now counts even if it has the number from before.
-func (s *subscription) drain(before, generation uint32) (commits []commit, err error) {
-	deadline := time.Now().Add(answerTimeout)
-	wait := before != generation
-	for {
-		d := deadline
-		if !wait {
-			d = time.Now().Add(time.Millisecond) // only what is there
-		}
-		c, err := s.next(d)
-		if !wait && isTimeout(err) {
-			// What may follow with this very number is seen by the reader, see follow.
-			return commits, nil
-		}
-		if err != nil {
-			return nil, fmt.Errorf("wait for generation %d of nftables: %w", generation, err)
-		}
-		if after(c.generation, generation) {
-			// It began after the last dump had ended: it is the reader's to make.
-			s.ready = append([]commit{c}, s.ready...)
-			return commits, nil
-		}
-		if !after(before, c.generation) {
-			commits = append(commits, c)
-		}
-		wait = wait && c.generation != generation
-	}
-}
 
 // after reports whether generation a is later than b. The numbers wrap around.
 func after(a, b uint32) bool { return int32(a-b) > 0 }

@@ -115,18 +115,16 @@ func empty(t testing.TB) {
 }
 
 // start runs an Observer until the test ends.
-func start(t *testing.T, options Options) *Observer { return startWith(t, options, 0) }
+func start(t *testing.T, options Options) *Observer { return startWith(t, options, func(*Observer) {}) }
 
-// startWith is start with a buffer of that size for notifications, if it is not 0.
-func startWith(t *testing.T, options Options, buffer int) *Observer {
+// startWith is start of an Observer that set has changed.
+func startWith(t *testing.T, options Options, set func(*Observer)) *Observer {
 	t.Helper()
 	if options.Log == nil {
 		options.Log = slog.New(slog.NewTextHandler(t.Output(), nil))
 	}
 	o := New(options)
-	if buffer > 0 {
-		o.buffer = buffer
-	}
+	set(o)
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan error)
 	go func() { done <- o.Run(ctx) }()

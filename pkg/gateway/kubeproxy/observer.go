@@ -8,10 +8,12 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"net/netip"
 	"os"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/mdlayher/netlink"
@@ -25,7 +27,9 @@ type Observer struct {
 	families []uint8
 	boot     string
 	netns    int
-	buffer   int // for notifications
+	buffer   int           // for notifications
+	every    time.Duration // between the beginnings of audits
+	audits   struct{ same, corrected, failed atomic.Uint64 }
 
 	mu      sync.Mutex
 	sources map[tableID]*source
@@ -57,8 +61,8 @@ type source struct {
 // New returns an Observer that knows nothing until Run runs.
 func New(options Options) *Observer {
 	o := &Observer{
-		log: options.Log, boot: rand.Text()[:8], netns: options.NetNS, buffer: buffer, watches: map[*Watch]struct{}{}, going: map[netip.AddrPort]int{}, wake: make(chan struct{}, 1),
-		sources: map[tableID]*source{}, regroup: make(chan struct{}, 1), legacy: map[uint8]legacyState{}, wakeLegacy: make(chan struct{}, 1),
+		log: options.Log, boot: rand.Text()[:8], netns: options.NetNS, buffer: buffer, every: auditEvery, watches: map[*Watch]struct{}{}, going: map[netip.AddrPort]int{}, wake: make(chan struct{}, 1),
+		regroup: make(chan struct{}, 1), legacy: map[uint8]legacyState{}, wakeLegacy: make(chan struct{}, 1),
 	}
 	if o.log == nil {
 		o.log = slog.New(slog.DiscardHandler)
@@ -69,7 +73,7 @@ func New(options Options) *Observer {
 	if len(o.families) == 0 {
 		o.families = []uint8{unix.NFPROTO_IPV4, unix.NFPROTO_IPV6}
 	}
-	o.forget()
+	o.sources = o.unknown()
 	o.renew()
 	for _, family := range o.families {
 		id := tableID{family, legacyTable}
@@ -78,9 +82,10 @@ func New(options Options) *Observer {
 	return o
 }
 
-// Run subscribes to the kernel's notifications, reads what is there, and follows until ctx is done; then it returns nil. When
-// notifications were lost (the kernel had more than its buffer) it begins anew, and everything is Unknown meanwhile. It must be called
-// once.
+// Run subscribes to the kernel's notifications, reads what is there, and follows until ctx is done; then it returns nil.
+// When notifications are lost (the kernel has more than its buffer) it begins again, and everything is Unknown meanwhile.
+// Every 5 minutes an audit reads what is there again, without an interruption, and corrects what is known. Run must be
+// called once.
 func (o *Observer) Run(ctx context.Context) error {
 	const first, most = 20 * time.Millisecond, 5 * time.Second
 	var wg sync.WaitGroup
@@ -113,9 +118,17 @@ func (o *Observer) Run(ctx context.Context) error {
 	}
 }
 
+// Audits returns how many audits there were, by result, see [Observer.Run].
+func (o *Observer) Audits() Audits {
+	return Audits{o.audits.same.Load(), o.audits.corrected.Load(), o.audits.failed.Load()}
+}
+
 // dial opens a socket to the kernel.
-func (o *Observer) dial() (*netlink.Conn, error) {
-	conn, err := netlink.Dial(unix.NETLINK_NETFILTER, &netlink.Config{NetNS: o.netns})
+func (o *Observer) dial() (*netlink.Conn, error) { return o.dialWith(netlink.Config{}) }
+
+func (o *Observer) dialWith(config netlink.Config) (*netlink.Conn, error) {
+	config.NetNS = o.netns
+	conn, err := netlink.Dial(unix.NETLINK_NETFILTER, &config)
 	if err != nil {
 		return nil, fmt.Errorf("open a netlink socket: %w", err)
 	}
@@ -125,7 +138,30 @@ func (o *Observer) dial() (*netlink.Conn, error) {
 // ours reports whether changes of a table are to be followed.
 func (o *Observer) ours(id tableID) bool { return ours(id) && slices.Contains(o.families, id.family) }
 
-// follow subscribes, reads and follows. It returns when something went wrong, or ctx is done.
+// dumped is what the tables were, see [dumper.tables].
+type dumped struct {
+	all      []change
+	from, to uint32
+	took     time.Duration
+	err      error
+}
+
+// read reads the tables.
+func (o *Observer) read(ctx context.Context) *dumped {
+	began := time.Now()
+	conn, err := o.dialWith(netlink.Config{MessageBufferSize: pageSize})
+	if err != nil {
+		return &dumped{err: err}
+	}
+	d := dumper{conn: conn, ours: o.ours}
+	defer d.close()
+	defer context.AfterFunc(ctx, d.close)()
+	all, from, err := d.tables(ctx, o.families)
+	return &dumped{all, from, d.generation, time.Since(began), err}
+}
+
+// follow subscribes, reads and follows. After that it audits: at intervals it reads again, while it follows, and what was
+// read replaces what was followed if the two differ. It returns when something went wrong, or ctx is done.
 func (o *Observer) follow(ctx context.Context) error {
 	conn, err := o.dial()
 	if err != nil {
@@ -136,53 +172,98 @@ func (o *Observer) follow(ctx context.Context) error {
 		return err
 	}
 	defer s.close()
-	if conn, err = o.dial(); err != nil {
-		return err
-	}
-	d := newDumper(conn, o.ours)
-	defer d.close()
-	stop := context.AfterFunc(ctx, func() { s.close(); d.close() })
-	defer stop()
+	defer context.AfterFunc(ctx, s.close)()
+	ctx, cancel := context.WithCancel(ctx)
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	defer cancel()
 
-	began := time.Now()
-	all, since, generation, err := snapshot(ctx, s, d, o.families)
-	if err != nil {
-		return err
-	}
-	d.close()
-	o.adopt(all, since, time.Now())
-	o.log.Info("kube-proxy's rules are read", "changes", len(all), "kernelGeneration", generation, "took", time.Since(began))
+	var (
+		followed bool
+		last     uint32 // the generation up to which all is received, or read
+		due      = time.Now()
+		done     chan *dumped // nil while nothing is being read
+		r        *dumped      // what was read, while it is ahead of last
+		since    []commit     // all that were received since that began
+	)
 	for {
-		c, err := s.next(time.Time{})
-		if errors.Is(err, unix.ENOBUFS) {
+		deadline := due
+		switch now := time.Now(); {
+		case done != nil:
+			deadline = now.Add(readLook)
+		case !now.Before(due):
+			done, since = make(chan *dumped, 1), nil
+			deadline, due = now.Add(readLook), now.Add(o.every)
+			wg.Go(func() { done <- o.read(ctx) })
+		}
+		c, err := s.next(deadline)
+		switch {
+		case isTimeout(err):
+		case errors.Is(err, unix.ENOBUFS):
 			return fmt.Errorf("more changes of nftables than the buffer holds: %w", err)
-		}
-		if err != nil {
+		case err != nil:
 			return fmt.Errorf("read changes of nftables: %w", err)
+		default:
+			follows, err := c.follows(last)
+			if err != nil {
+				return err
+			}
+			if !follows {
+				continue
+			}
+			if last = c.generation; done != nil {
+				since = append(since, c)
+			}
+			if followed {
+				o.make(c)
+			}
 		}
-		follows, err := c.follows(generation)
-		if err != nil {
-			return err
+		if r == nil {
+			select {
+			case r = <-done:
+			default:
+			}
 		}
-		if follows {
-			generation = c.generation
-			o.make(c)
+		if r == nil || r.err == nil && (last == 0 && r.from != r.to || last != 0 && after(r.to, last)) {
+			continue // what was read is ahead of what was received
 		}
+		switch {
+		case r.err == nil:
+			since = slices.DeleteFunc(since, func(c commit) bool { return !after(c.generation, r.from) })
+			replaced := o.adopt(r.all, since, time.Now())
+			if last == 0 || after(r.to, last) {
+				last = r.to
+			}
+			switch {
+			case !followed:
+				followed = true
+				o.log.Info("kube-proxy's rules are read", "changes", len(r.all), "kernelGeneration", last, "took", r.took)
+			case replaced:
+				o.audits.corrected.Add(1)
+				o.log.Error("kube-proxy's rules were followed wrongly, and are corrected", "kernelGeneration", last)
+			default:
+				o.audits.same.Add(1)
+			}
+		case !followed:
+			return r.err
+		default:
+			o.audits.failed.Add(1)
+			o.log.Warn("kube-proxy's rules are not audited", "error", r.err)
+		}
+		r, done, since = nil, nil, nil
 	}
 }
 
-// follows reports whether c is to be made now that all up to a generation is: it is an error if something is missing in between. One of
-// that very generation had begun, but not ended, when the tables were read: they may be those before it, or after it, or in between.
-func (c commit) follows(generation uint32) (bool, error) {
+// follows reports whether c is to be made now that all transactions up to a generation are, 0 if none is. It is an error if
+// one is missing in between.
+func (c commit) follows(last uint32) (bool, error) {
 	switch {
-	case c.generation == generation:
+	case last == 0 || c.generation == successor(last):
 		return true, nil
-	case !after(c.generation, generation):
-		return false, nil
-	case c.generation != successor(generation):
-		return false, fmt.Errorf("generation %d of nftables follows %d: notifications are missing", c.generation, generation)
+	case after(c.generation, last):
+		return false, fmt.Errorf("generation %d of nftables follows %d: notifications are missing", c.generation, last)
 	}
-	return true, nil
+	return false, nil
 }
 
 // successor is the generation after g; the kernel leaves out 0.
@@ -193,40 +274,49 @@ func successor(g uint32) uint32 {
 	return g
 }
 
-// forget makes all tables of nftables unknown. The caller holds mu, or is alone.
-func (o *Observer) forget() {
+// unknown returns the tables of nftables as they are before they are read.
+func (o *Observer) unknown() map[tableID]*source {
+	all := map[tableID]*source{}
 	for _, family := range o.families {
 		for _, name := range []string{proxyTable, natTable} {
 			id := tableID{family, name}
-			o.sources[id] = &source{graph: newTableGraph(id)}
+			all[id] = &source{graph: newTableGraph(id)}
 		}
 	}
+	return all
 }
 
 // lose makes everything Unknown.
 func (o *Observer) lose(now time.Time) {
 	o.mu.Lock()
-	o.forget()
+	maps.Copy(o.sources, o.unknown())
 	o.followed = false
 	o.evaluate(now)
 }
 
-// adopt replaces what is known by what was read, and what has changed since the reading began.
-func (o *Observer) adopt(all []change, since []commit, now time.Time) {
-	o.mu.Lock()
-	o.forget()
-	o.followed = true
-	o.renew()
-	for i := range all {
-		o.sources[all[i].table].graph.apply(&all[i])
-	}
-	for _, c := range since {
+// adopt replaces what is known by what was read, and the transactions since, and reports true, unless it is the same.
+func (o *Observer) adopt(all []change, since []commit, now time.Time) bool {
+	fresh := o.unknown()
+	for _, c := range append([]commit{{changes: all}}, since...) {
 		for i := range c.changes {
-			o.sources[c.changes[i].table].graph.apply(&c.changes[i])
+			fresh[c.changes[i].table].graph.apply(&c.changes[i])
 		}
 	}
+	o.mu.Lock()
+	same := o.followed
+	for id, s := range fresh {
+		same = same && s.graph.equal(o.sources[id].graph)
+	}
+	if same {
+		o.mu.Unlock()
+		return false
+	}
+	maps.Copy(o.sources, fresh)
+	o.followed = true
+	o.renew()
 	o.judge()
 	o.evaluate(now)
+	return true
 }
 
 // make makes the changes of a commit.

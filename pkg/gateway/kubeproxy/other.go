@@ -22,6 +22,9 @@ func New(Options) *Observer { return &Observer{} }
 // Run fails.
 func (o *Observer) Run(context.Context) error { return errLinux }
 
+// Audits returns none.
+func (o *Observer) Audits() Audits { return Audits{} }
+
 // Watch returns a Watch that stays Unknown.
 func (o *Observer) Watch([]netip.AddrPort, func()) *Watch { return &Watch{} }
 

@@ -3,7 +3,9 @@
 package kubeproxy
 
 import (
+	"maps"
 	"net/netip"
+	"slices"
 	"strings"
 
 	"golang.org/x/sys/unix"
@@ -67,6 +69,17 @@ type table struct {
 
 func newTableGraph(id tableID) *table {
 	return &table{id: id, chains: map[string]*node{}, maps: map[string]*node{}, dests: map[netip.Addr]map[uint16]*node{}}
+}
+
+// equal reports whether two tables do the same with packets.
+func (t *table) equal(u *table) bool {
+	return t.exists == u.exists && maps.EqualFunc(t.chains, u.chains, (*node).equal) && maps.EqualFunc(t.maps, u.maps, (*node).equal)
+}
+
+func (n *node) equal(m *node) bool {
+	same := func(a, b *node) bool { return a.kind == b.kind && a.name == b.name && a.dest == b.dest }
+	rules := func(a, b []*node) bool { return slices.EqualFunc(a, b, same) }
+	return n.defined == m.defined && n.base == m.base && maps.EqualFunc(n.rules, m.rules, rules) && maps.EqualFunc(n.elements, m.elements, same)
 }
 
 // iptables reports whether the table is the one that iptables-nft and kube-proxy share with everybody else.

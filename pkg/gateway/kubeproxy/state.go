@@ -55,6 +55,13 @@ type Reading struct {
 	Since time.Time
 }
 
+// Audits counts comparisons of what an Observer has followed with the kernel's tables.
+type Audits struct {
+	// Same found no difference. Corrected found one: readings since the last audit may have been wrong. Failed could not
+	// read the tables.
+	Same, Corrected, Failed uint64
+}
+
 // Family is an address family.
 type Family uint8
 
