@@ -35,9 +35,10 @@
 //     of the time, which with 10,000 endpoints is some 10 MB each time; a removal is noticed that much later. Nothing is known while nobody
 //     watches, so a new watch is Unknown until then. It is seen in the process's own network namespace only.
 //
-// Which of them kube-proxy uses is not configured. Whatever is complete counts, all of it: a target is Removed when none sends to it. If one that
-// was complete is gone, its family is Unknown until one becomes complete: kube-proxy waits for all Services and EndpointSlices before
-// its first transaction, and writes all of them with it. IPVS, and what replaces kube-proxy (Cilium's eBPF among others), is Unknown for ever.
+// Which of them kube-proxy uses is not configured. Whatever is complete counts, all of it: a target is Removed when none
+// sends to it. If one that was complete is gone, its family is Unknown until kube-proxy has written to a complete one. That
+// may be another one, which was complete before, as where an operator deletes what a former mode has left behind. IPVS,
+// and what replaces kube-proxy (Cilium's eBPF among others), is Unknown for ever.
 //
 // # Connections
 //
@@ -70,7 +71,8 @@
 //     transactions is as long as the longest dump, which is that of a table's rules, 100 tries long, it stays Unknown.
 //   - A transaction that adds elements to a set and is then refused by the kernel, at the time of a dump that is longer
 //     than a page, can hide as many elements. The next audit corrects that.
-//   - Ports of hosts that a network plugin maps to a pod (hostPort) are rules of the plugin, and go with the pod.
+//   - Ports of hosts that a network plugin or CRI-O maps to a pod (hostPort) are rules of theirs, and are deleted with
+//     the pod's sandbox.
 //   - Rules that are there do not say that kube-proxy runs. If it is dead it lets go of nothing, and the target stays Routing.
 //   - Flows that hardware, or the flowtable, has taken over are counted as conntrack has them.
 //   - A pod's own network namespace may have rules, such as those of a service mesh. They are not looked at.

@@ -226,7 +226,7 @@ func (o *Observer) readLegacyOnce() (watched, exist bool) {
 		if o.legacy[family] = state; state == legacyUnread {
 			s.complete, s.lost = false, false // what was there is not known to be gone
 		}
-		o.judge()
+		o.judge(nil)
 		o.evaluate(time.Now())
 	}
 	return watched, exist

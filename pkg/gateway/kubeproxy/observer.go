@@ -54,7 +54,8 @@ type Observer struct {
 // source is one table that kube-proxy may write.
 type source struct {
 	graph *table
-	// complete is whether it is all there; lost whether it was, and no table of its family has come up since.
+	// complete is whether it is all there. lost is whether it was, and kube-proxy has not written to a complete table of
+	// the family since.
 	complete, lost bool
 }
 
@@ -314,7 +315,7 @@ func (o *Observer) adopt(all []change, since []commit, now time.Time) bool {
 	maps.Copy(o.sources, fresh)
 	o.followed = true
 	o.renew()
-	o.judge()
+	o.judge(nil)
 	o.evaluate(now)
 	return true
 }
@@ -325,35 +326,34 @@ func (o *Observer) make(c commit) {
 		return
 	}
 	o.mu.Lock()
-	changed := false
+	written := map[tableID]bool{}
 	for i := range c.changes {
-		changed = o.sources[c.changes[i].table].graph.apply(&c.changes[i]) || changed
+		if id := c.changes[i].table; o.sources[id].graph.apply(&c.changes[i]) {
+			written[id] = true
+		}
 	}
-	if !changed {
+	if len(written) == 0 {
 		o.mu.Unlock()
 		return
 	}
-	o.judge()
+	o.judge(written)
 	o.evaluate(c.at)
 }
 
-// judge says which sources are complete.
-func (o *Observer) judge() {
+// judge says which sources are complete, and which are lost, now that some were written to.
+func (o *Observer) judge(written map[tableID]bool) {
+	used := map[uint8]bool{} // families of which it is known where kube-proxy writes
 	for id, s := range o.sources {
 		complete := s.graph.complete()
-		switch {
-		case complete && !s.complete:
-			// Whatever wrote another table has been replaced by what writes this one.
-			for other, t := range o.sources {
-				if other.family == id.family {
-					t.lost = false
-				}
-			}
-		case !complete && s.complete:
+		if s.complete && !complete {
 			s.lost = true
 			o.renew() // what was acknowledged before is void
 		}
+		used[id.family] = used[id.family] || complete && (!s.complete || written[id])
 		s.complete = complete
+	}
+	for id, s := range o.sources {
+		s.lost = s.lost && !used[id.family]
 	}
 }
 

@@ -129,11 +129,35 @@ func TestLeftBehind(t *testing.T) {
 	restore(t, "nft", false, s.iptables([]string{b}, false, a)...)
 	w.wait(Removed)
 	generation := w.Reading().Generation
-	// One of them goes: who has followed it cannot tell who takes its place.
+	// One table is deleted: nothing says which of them kube-proxy writes.
 	nft(t, "delete table ip kube-proxy")
 	if r := w.wait(Unknown); r.Generation == generation {
 		t.Error("the generation is the same when the rules were deleted:", r)
 	}
+	// What others write in the table that is left is no answer, what kube-proxy writes is.
+	restore(t, "nft", false, ":CNI-DN-1 - [0:0]", "-A CNI-DN-1 -p tcp --dport 9000 -j DNAT --to-destination "+a)
+	w.stays(Unknown)
+	restore(t, "nft", false, s.iptables([]string{a, b}, false)...)
+	w.wait(Routing)
+	restore(t, "nft", false, s.iptables([]string{b}, false, a)...)
+	w.wait(Removed)
+}
+
+// A node changes from iptables to nftables mode, and its operator deletes what the former has left behind. kube-proxy's
+// next change proves that it writes the other table.
+func TestLeftBehindAndDeletedByHand(t *testing.T) {
+	empty(t)
+	s, a, b := service{"web", "10.96.0.1", false}, "10.244.0.1:8080", "10.244.0.2:8080"
+	restore(t, "nft", false, iptablesSetUp...)
+	restore(t, "nft", false, s.iptables([]string{a, b}, false)...)
+	nft(t, append(setUp("ip"), s.sync([]string{a, b})...)...)
+	o := start(t, Options{})
+	w := watch(t, o, a)
+	w.wait(Routing)
+	restore(t, "nft", false, "-F KUBE-SERVICES", "-F PREROUTING", "-F OUTPUT")
+	w.wait(Unknown)
+	nft(t, s.sync([]string{b})...)
+	w.wait(Removed)
 }
 
 // A table that is not kube-proxy's yet, and a family that nobody follows, are Unknown.

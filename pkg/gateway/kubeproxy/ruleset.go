@@ -85,10 +85,11 @@ func (n *node) equal(m *node) bool {
 // iptables reports whether the table is the one that iptables-nft and kube-proxy share with everybody else.
 func (t *table) iptables() bool { return t.id.name != proxyTable }
 
-// follows reports whether chains of that name say where kube-proxy sends. In the table of iptables others write too, such as
-// those who map ports of hosts.
+// follows reports whether chains of that name say where kube-proxy sends. Others write to the table of iptables as well.
+// CRI-O maps the ports of hosts by chains with kube-proxy's prefix, which stay until the pod's sandbox is deleted.
 func (t *table) follows(chain string, base bool) bool {
-	return !t.iptables() || base || strings.HasPrefix(chain, "KUBE-")
+	return !t.iptables() || base ||
+		strings.HasPrefix(chain, "KUBE-") && chain != "KUBE-HOSTPORTS" && !strings.HasPrefix(chain, "KUBE-HP-")
 }
 
 func (t *table) chain(name string) *node {

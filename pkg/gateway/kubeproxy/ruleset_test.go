@@ -57,3 +57,39 @@ func TestChainThatNothingLeadsTo(t *testing.T) {
 		t.Error("something is left of a table that was deleted")
 	}
 }
+
+// CRI-O maps the ports of hosts by chains that begin like kube-proxy's. They stay until the sandbox is deleted, which is
+// after SIGTERM: a pod whose barrier waited for them would never get it.
+func TestHostPortsOfCRIO(t *testing.T) {
+	id := tableID{unix.NFPROTO_IPV4, natTable}
+	g := newTableGraph(id)
+	pod := netip.MustParseAddrPort("10.244.0.7:8080")
+	for _, chain := range []string{"PREROUTING", "KUBE-SERVICES", "KUBE-NODEPORTS", "KUBE-HOSTPORTS", "KUBE-HP-ABCDEFGHIJKLMNOP", "KUBE-SVC-A", "KUBE-SEP-A"} {
+		g.apply(&change{kind: newChain, table: id, name: chain, base: chain == "PREROUTING"})
+	}
+	for i, r := range []struct {
+		chain string
+		rule  rule
+	}{
+		{"PREROUTING", rule{jumps: []string{"KUBE-SERVICES"}}},
+		{"PREROUTING", rule{jumps: []string{"KUBE-HOSTPORTS"}}},
+		{"KUBE-SERVICES", rule{jumps: []string{"KUBE-NODEPORTS"}}},
+		{"KUBE-HOSTPORTS", rule{jumps: []string{"KUBE-HP-ABCDEFGHIJKLMNOP"}}},
+		{"KUBE-HP-ABCDEFGHIJKLMNOP", rule{dests: []netip.AddrPort{pod}}},
+		{"KUBE-SVC-A", rule{jumps: []string{"KUBE-SEP-A"}}},
+		{"KUBE-SEP-A", rule{dests: []netip.AddrPort{pod}}},
+	} {
+		g.apply(&change{kind: newRule, table: id, name: r.chain, handle: uint64(i), rule: r.rule})
+	}
+	if !g.complete() {
+		t.Fatal("the rules are not complete")
+	}
+	going := func(netip.AddrPort) bool { return false }
+	if got := g.sending(pod, going); got != sendsNothing {
+		t.Errorf("kube-proxy does not send to the pod, and it is %d", got)
+	}
+	g.apply(&change{kind: newRule, table: id, name: "KUBE-SERVICES", handle: 9, rule: rule{jumps: []string{"KUBE-SVC-A"}}})
+	if got := g.sending(pod, going); got != sendsToo && got != sendsLast {
+		t.Errorf("kube-proxy sends to the pod, and it is %d", got)
+	}
+}
