@@ -44,27 +44,19 @@ type nodePod struct {
 	id  string
 	// bound is how long its hooks may last, by its annotation; grace what its application is to have after them.
 	bound, grace time.Duration
-	// since is when it was deleted, by the API server's clock. Zero: it was not.
-	since time.Time
-	// seen is when that was heard of, by this node's clock, if it was heard when it happened.
-	seen time.Time
+	// since is when it was deleted, by the API server's clock, and seen when this agent first saw that, by the node's
+	// clock. Zero: it was not deleted.
+	since, seen time.Time
 	// allowed is the grace that the deletion gave.
 	allowed time.Duration
 	// targets are its addresses.
 	targets []netip.AddrPort
 }
 
-// began is when it was deleted by this node's clock, as far as that is known.
-func (p nodePod) began() time.Time {
-	if !p.seen.IsZero() {
-		return p.seen
-	}
-	return p.since
-}
-
-// deadline is when its hooks must have ended, by this node's clock: the bound is cut so that the application has its own grace.
+// deadline is when its hooks must have ended, by this node's clock, which may differ from the API server's: the bound is
+// cut so that the application has its own grace.
 func (p nodePod) deadline() time.Time {
-	return p.began().Add(min(p.bound, p.allowed-p.grace))
+	return p.seen.Add(min(p.bound, p.allowed-p.grace))
 }
 
 // readNodePod reads what there is to know. ok is false if the pod has no barrier.
@@ -187,7 +179,7 @@ func (n *nodePods) set(p *corev1.Pod, gone bool) {
 			case is.since.IsZero():
 			case !former.since.IsZero():
 				is.seen = former.seen // the clock began then
-			case was != nil:
+			default:
 				is.seen = time.Now()
 			}
 			if n.byID[is.id] == nil {

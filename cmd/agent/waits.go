@@ -61,7 +61,6 @@ type waits struct {
 
 	// stopping is closed when what waits must be answered.
 	stopping chan struct{}
-	stopOnce sync.Once
 
 	mu   sync.Mutex
 	open map[drain.UID]*wait
@@ -229,6 +228,15 @@ func (s *waits) join(p nodePod) (*wait, error) {
 		return nil, errTooMany
 	}
 	one := &wait{done: make(chan struct{})}
+	select {
+	case <-s.stopping:
+		// running may be waited for already, and nothing may be added to it then.
+		s.m.waits.WithLabelValues(string(outStopping)).Inc()
+		one.text = string(outStopping)
+		close(one.done)
+		return one, nil
+	default:
+	}
 	s.open[p.pod.UID] = one
 	s.m.waiting.Inc()
 	s.running.Go(func() {
@@ -297,9 +305,6 @@ func (s *waits) wait(p nodePod) (why outcome, detail string) {
 		if p.since.IsZero() {
 			return s.restart(p, began.Add(restartMost), detail)
 		}
-	}
-	if p.began().After(began) {
-		p.seen = began // the API server's clock is ahead: what lies ahead of this node's has just been
 	}
 	deadline := p.deadline()
 	switch {
@@ -385,7 +390,7 @@ func (s *waits) barrier(ctx context.Context, p nodePod, deadline time.Time) (out
 	ask := func() {
 		passed, err := s.ask(ctx, wire.Barrier{
 			Pod: p.pod, Targets: p.targets, Since: p.since, Terminating: true,
-			BoundMillis: max(0, deadline.Sub(p.began())-answerMargin).Milliseconds(), ElapsedMillis: time.Since(p.began()).Milliseconds(),
+			BoundMillis: max(0, deadline.Sub(p.seen)-answerMargin).Milliseconds(), ElapsedMillis: time.Since(p.seen).Milliseconds(),
 		})
 		answers <- answer{passed, err}
 	}
@@ -407,7 +412,7 @@ func (s *waits) barrier(ctx context.Context, p nodePod, deadline time.Time) (out
 		case removedAt.IsZero():
 			removedAt = now
 		}
-		if alone && letGo(is, now, p.began(), removedAt) {
+		if alone && letGo(is, now, p.seen, removedAt) {
 			return outLocal, "this node's kernel is " + is.State.String() + "; " + trouble
 		}
 		// While a coordinator is being asked, its answer wakes. Alone, coordinators are tried again.
@@ -482,9 +487,6 @@ func said(p wire.Passed) string {
 	return text
 }
 
-// stop answers everybody who waits, and everybody who comes.
-func (s *waits) stop() { s.stopOnce.Do(func() { close(s.stopping) }) }
-
 // run holds the agent up while hooks wait, for grace at most once ctx is done, and then answers what is left. Hooks that come meanwhile
 // are served: refused, they would end at once.
 func (s *waits) run(ctx context.Context, grace time.Duration) error {
@@ -501,7 +503,9 @@ func (s *waits) run(ctx context.Context, grace time.Duration) error {
 		case <-ticker.C:
 		}
 	}
-	s.stop()
+	s.mu.Lock() // see join
+	close(s.stopping)
+	s.mu.Unlock()
 	s.running.Wait()
 	return nil
 }

@@ -669,8 +669,8 @@ func TestADeletionWhileAContainerIsBeingStopped(t *testing.T) {
 	})
 }
 
-// Clocks of nodes are wrong, and no coordinator is there: what the kernel says counts by this node's clock, too. An agent that has started since the
-// deletion knows its time by the API server's clock alone, which may lie ahead.
+// Clocks of nodes are wrong, and no coordinator is there: what the kernel says counts by this node's clock, too, also if
+// the agent has started since the deletion.
 func TestTheKernelAloneByThisNodesClock(t *testing.T) {
 	for name, known := range map[string]bool{"it has heard of the deletion": true, "it has started since": false} {
 		t.Run(name, func(t *testing.T) {
@@ -687,11 +687,45 @@ func TestTheKernelAloneByThisNodesClock(t *testing.T) {
 				n.pods.set(gone, false)
 				n.answered(n.hook("id-a"), 200, "Local", localKept, localKept+askAgain)
 				n.k.is(podTarget, drain.Routing, 0)
-				if !known {
-					n.answered(n.hook("id-a"), 200, "Bound", 30*time.Second, 30*time.Second)
-				}
+				n.answered(n.hook("id-a"), 200, "Bound", 30*time.Second-localKept-askAgain, 30*time.Second-localKept)
 			})
 		})
+	}
+}
+
+// Hooks that come while the agent ends are answered at once, and no wait begins that the agent would not wait for: the race
+// detector finds those.
+func TestHooksThatComeAtTheEnd(t *testing.T) {
+	n := newTestNode(t)
+	n.k.is(podTarget, drain.Routing, 1)
+	for _, name := range []string{"a", "b"} {
+		n.pods.set(deleted(hooked(name), 35*time.Second), false)
+	}
+	ask := func(name string) string {
+		w := httptest.NewRecorder()
+		n.handler().ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/v1/wait/id-"+name, nil))
+		return w.Body.String()
+	}
+	first := make(chan string, 1)
+	go func() { first <- ask("a") }()
+	for n.count() == 0 {
+		time.Sleep(time.Millisecond)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	ended := make(chan error, 1)
+	go func() { ended <- n.run(ctx, 0) }()
+	if text := <-first; !strings.HasPrefix(text, "Stopping") {
+		t.Errorf("the hook that waited is told %q", text)
+	}
+	if text := ask("b"); !strings.HasPrefix(text, "Stopping") {
+		t.Errorf("the hook that came late is told %q", text)
+	}
+	if err := <-ended; err != nil {
+		t.Error(err)
+	}
+	if got := n.ended(outStopping); got != 2 {
+		t.Errorf("%v hooks are counted, want 2", got)
 	}
 }
 
@@ -715,6 +749,15 @@ func TestTheBoundRunsByThisNodesClock(t *testing.T) {
 		n.answered(h, 200, "NoTime", 0, 0)
 		if b := n.asked[0]; b.BoundMillis != 29_750 || b.ElapsedMillis != 0 || !b.Terminating {
 			t.Errorf("asked %+v", b)
+		}
+		// So it does if the agent has not known the pod before. Its hook is not over at once because the clocks differ.
+		for uid, apart := range map[types.UID]time.Duration{"behind": time.Hour, "ahead": -time.Hour} {
+			p := deleted(hooked("b"), 35*time.Second)
+			p.UID, p.Annotations[barrierID] = uid, string(uid)
+			at := metav1.NewTime(p.DeletionTimestamp.Add(apart))
+			p.DeletionTimestamp = &at
+			n.pods.set(p, false)
+			n.answered(n.hook(string(uid)), 200, "Bound", 30*time.Second, 30*time.Second)
 		}
 	})
 }
