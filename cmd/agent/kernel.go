@@ -17,6 +17,8 @@ type kernel interface {
 	Watch(targets []netip.AddrPort, changed func()) kernelWatch
 	// Clean forgets the connections to a pod that is gone.
 	Clean(targets []netip.AddrPort) error
+	// Absent reports whether there is no kube-proxy that can be observed.
+	Absent() bool
 	// Audits returns how often what is known was compared with the kernel, by result.
 	Audits() kubeproxy.Audits
 }

@@ -91,11 +91,12 @@ func runNode(ctx context.Context, o options, kube kubernetes.Interface, trusted 
 	if o.file.Coordinators != nil {
 		c := connector(o.file.Coordinators, trusted)
 		c.Gateway, c.Observer, c.Log, c.Watches = "kube-proxy", m, log, watched
-		c.Routes = []drain.Route{{Service: drain.EveryService, Via: drain.Endpoints, Can: drain.Observe, Grain: drain.PerConnection}}
+		c.Routes = nodeRoutes(drain.Endpoints)
 		watched.changed = c.Wake
 		hooks.ask = c.Barrier
 		tasks = append(tasks,
 			serve.Task{Name: "coordinators", Run: c.Run, Last: true},
+			serve.Task{Name: "kube-proxy", Run: func(ctx context.Context) error { return followProxy(ctx, k, c.Declare, log) }, Last: true},
 			serve.Task{Name: "roots", Run: func(ctx context.Context) error { return trusted.run(ctx, kube) }, Last: true},
 		)
 		if o.file.Coordinators.Service != "" {
@@ -177,6 +178,38 @@ func livePod(ctx context.Context, kube kubernetes.Interface, pod drain.Pod) (n n
 		n.seen = time.Now()
 	}
 	return n, false, nil
+}
+
+// nodeRoutes is what a node agent declares.
+func nodeRoutes(via drain.Via) []drain.Route {
+	return []drain.Route{{Service: drain.EveryService, Via: via, Can: drain.Observe, Grain: drain.PerConnection}}
+}
+
+// proxyLook is how often it is looked whether kube-proxy can be observed.
+const proxyLook = 200 * time.Millisecond
+
+// followProxy declares, until ctx is done, whether this agent can observe what sends to pods. Where kube-proxy cannot be
+// observed, something else chooses the pod behind a Service's address, which proves nothing and is not waited for.
+func followProxy(ctx context.Context, k kernel, declare func([]drain.Route), log *slog.Logger) error {
+	ticker := time.NewTicker(proxyLook)
+	defer ticker.Stop()
+	for was := false; ; {
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-ticker.C:
+		}
+		is := k.Absent()
+		switch {
+		case is && !was:
+			log.Warn("no rules of kube-proxy in nftables or iptables on this node: what sends to pods cannot be observed here, and no barrier waits for this node")
+			declare(nodeRoutes(drain.ClusterIP))
+		case was && !is:
+			log.Info("kube-proxy has written its rules: barriers wait for this node")
+			declare(nodeRoutes(drain.Endpoints))
+		}
+		was = is
+	}
 }
 
 // followReplicas tells which coordinator replicas there are, ready or not, until ctx is done.

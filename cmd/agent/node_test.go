@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"net/http"
 	"net/http/httptest"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"strings"
@@ -22,6 +23,7 @@ import (
 
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/drain/coordinator"
+	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 )
 
 // trusting is an Authenticator, a Pods and a Vicinity to which everybody is the agent of the node.
@@ -79,7 +81,9 @@ kubeProxy: {waitAddresses: ["%s"]}
 	}
 	a, b := hooked("a"), hooked("b")
 	b.Status.PodIPs = []corev1.PodIP{{IP: "10.1.0.8"}}
-	kube := fake.NewClientset(a, b)
+	c := hooked("c")
+	c.Status.PodIPs = []corev1.PodIP{{IP: "10.1.0.9"}}
+	kube := fake.NewClientset(a, b, c)
 	k := newFakeKernel()
 	k.is(podTarget, drain.Routing, 0)
 	ctx, cancel := context.WithCancel(t.Context())
@@ -146,6 +150,34 @@ kubeProxy: {waitAddresses: ["%s"]}
 		defer k.mu.Unlock()
 		return len(k.cleaned) > 0
 	})
+
+	// Something else than kube-proxy sends on this node, as Cilium does: the kernel is unknown, and is not waited for.
+	declared := func(n int) {
+		t.Helper()
+		until(t, fmt.Sprintf("it has declared %d times", n), func() bool {
+			_, metrics := get(people + "/metrics")
+			return strings.Contains(metrics, fmt.Sprintf("lameduck_agent_posts_total{path=%q,result=\"ok\"} %d\n", wire.DeclarationsPath, n))
+		})
+	}
+	k.is(netip.MustParseAddrPort("10.1.0.9:0"), drain.StateUnknown, 0)
+	remove(c)
+	go func() {
+		code, text := get(waitAt + "/v1/wait/id-c")
+		answers <- fmt.Sprintf("%d %s", code, text)
+	}()
+	until(t, "the pod is watched for the coordinator", func() bool { return k.open() >= 2 })
+	k.absent.Store(true)
+	select {
+	case text := <-answers:
+		if !strings.HasPrefix(text, "200 NoAgents") {
+			t.Errorf("the hook is told %q", text)
+		}
+	case <-time.After(5 * time.Second):
+		t.Fatal("the hook waits for a node that has no kube-proxy")
+	}
+	declared(2)
+	k.absent.Store(false)
+	declared(3)
 
 	// It is told to stop while another hook waits: that one is finished.
 	k.is(b8, drain.Routing, 0)

@@ -12,6 +12,7 @@ import (
 	"net/netip"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -29,6 +30,8 @@ import (
 
 // fakeKernel does what a test says.
 type fakeKernel struct {
+	absent atomic.Bool
+
 	mu       sync.Mutex
 	readings map[netip.AddrPort]reading
 	watches  map[*fakeWatch]struct{}
@@ -61,6 +64,8 @@ func (k *fakeKernel) Clean(targets []netip.AddrPort) error {
 	k.cleaned = append(k.cleaned, targets...)
 	return nil
 }
+
+func (k *fakeKernel) Absent() bool { return k.absent.Load() }
 
 func (k *fakeKernel) Audits() kubeproxy.Audits { return kubeproxy.Audits{Same: 1} }
 

@@ -110,9 +110,10 @@ func hooksOf(pod *corev1.Pod) []api.Hook {
 	return hooks
 }
 
-// explainBarrier tells what a pod has for the second gate, and what is missing there. Nil: it has no hook. observers are the agents that
-// observe, also who is suspended: he answers hooks all the same. asked of them may be asked; node names their pods' nodes.
-func explainBarrier(pod *corev1.Pod, observers []drain.Party, asked int, node func(drain.Party) string, consumers []Consumers) (x *api.ExplainedBarrier, missing []api.Uncovered) {
+// explainBarrier tells what a pod has for the second gate, and what is missing there. Nil: it has no hook. agents are those
+// that answer hooks, suspended or not, and whether or not they can observe anything. asked of them may be asked; node names
+// their pods' nodes.
+func explainBarrier(pod *corev1.Pod, agents []drain.Party, asked int, node func(drain.Party) string, consumers []Consumers) (x *api.ExplainedBarrier, missing []api.Uncovered) {
 	uncovered := func(what, format string, args ...any) {
 		missing = append(missing, api.Uncovered{What: what, Why: fmt.Sprintf(format, args...)})
 	}
@@ -137,7 +138,7 @@ func explainBarrier(pod *corev1.Pod, observers []drain.Party, asked int, node fu
 			uncovered("container "+h.Container, "it gets SIGTERM without waiting for the barrier: its own hook cannot be wrapped")
 		}
 	}
-	for _, p := range observers {
+	for _, p := range agents {
 		if pod.Spec.NodeName != "" && node(p) == pod.Spec.NodeName && (x.Agent == "" || p.Connected && !x.Connected) {
 			x.Agent, x.Connected = p.Name, p.Connected
 		}

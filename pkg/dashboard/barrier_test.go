@@ -58,6 +58,8 @@ func TestTheBarrierIsExplained(t *testing.T) {
 	here, away, other := observer("node-1", true), observer("node-1", false), observer("node-2", true)
 	suspended := here
 	suspended.Suspended = true
+	unable := observer("node-1", true)
+	unable.Routes, unable.Barrier = []drain.Route{{Service: drain.EveryService, Via: drain.ClusterIP, Can: drain.Observe, Grain: drain.PerConnection}}, false
 	for name, c := range map[string]struct {
 		pod       *corev1.Pod
 		parties   []drain.Party
@@ -77,6 +79,8 @@ func TestTheBarrierIsExplained(t *testing.T) {
 		"its new node agent is there": {barred("30s"), []drain.Party{away, here}, clients(0, "", false), "tls none; 30s + 20s on node-1 by edge/node-1 true of 2", []string{"container tls"}, ""},
 		"its node agent is suspended": {barred("30s"), []drain.Party{suspended, other}, clients(0, "", false), "tls none; 30s + 20s on node-1 by edge/node-1 true of 1",
 			[]string{"gateway of edge/node-1: it is suspended", "container tls"}, "1 gateway that follows has let go, 30s"},
+		"its node has no kube-proxy": {barred("30s"), []drain.Party{unable, other}, clients(0, "", false), "tls none; 30s + 20s on node-1 by edge/node-1 true of 1",
+			[]string{"gateway of edge/node-1: it sees no rules of kube-proxy", "container tls"}, "1 gateway that follows has let go, 30s"},
 		"all who observe are suspended": {barred("30s"), []drain.Party{suspended}, clients(0, "", false), "tls none; 30s + 20s on node-1 by edge/node-1 true of 0",
 			[]string{"gateway of edge/node-1: it is suspended", "container tls"}, ""},
 		"a stated wait": {barred("30s"), []drain.Party{here}, clients(25*time.Second, "", true), "tls none; 30s + 20s on node-1 by edge/node-1 true of 1; shop/web 25s", []string{"container tls"}, ""},

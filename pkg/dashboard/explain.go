@@ -100,8 +100,9 @@ func explanation(e admission.Explanation, parties []drain.Party, gateways map[dr
 	uncovered := func(what, format string, args ...any) {
 		x.Uncovered = append(x.Uncovered, api.Uncovered{What: what, Why: fmt.Sprintf(format, args...)})
 	}
-	// observers are there, asked at the barrier are those of them that are not suspended.
-	var observers []drain.Party
+	// observers are there, asked at the barrier are those of them that are not suspended. unable have pods' hooks and
+	// cannot observe what sends to pods on their nodes.
+	var observers, unable []drain.Party
 	asked := 0
 	for _, p := range parties {
 		gateway := gateways[p.ID]
@@ -132,6 +133,9 @@ func explanation(e admission.Explanation, parties []drain.Party, gateways map[dr
 				uncovered(what, "it is not connected, and its pod is not ready: it is not waited for")
 			case !p.Until.IsZero():
 				uncovered(what, "it is not connected and not ready any more, and has declared that it routes %s: it is not waited for", routed(p))
+			case slices.ContainsFunc(p.Routes, func(r drain.Route) bool { return r.Service == drain.EveryService && r.Can == drain.Observe }):
+				unable = append(unable, p)
+				uncovered(what, "it sees no rules of kube-proxy: what sends to pods on its node cannot be observed, and is not waited for")
 			default:
 				uncovered(what, "it routes %s: that tells nothing of a single pod", routed(p))
 			}
@@ -148,7 +152,7 @@ func explanation(e admission.Explanation, parties []drain.Party, gateways map[dr
 		x.Uncovered = append(x.Uncovered, unacknowledged(consumers, barrier)...)
 	}
 	var missing []api.Uncovered
-	x.Barrier, missing = explainBarrier(e.Pod, observers, asked, node, consumers)
+	x.Barrier, missing = explainBarrier(e.Pod, append(observers, unable...), asked, node, consumers)
 	x.Uncovered = append(x.Uncovered, missing...)
 	x.Summary = summary(x, e)
 	if b := x.Barrier; b != nil && b.Asked > 0 && e.Verdict.Action != admission.Deny {

@@ -103,11 +103,13 @@ type Client struct {
 	// left says that Leave was called.
 	left atomic.Bool
 
-	mu        sync.Mutex
-	addresses []string
-	replicas  map[string]*replica
-	running   sync.WaitGroup
-	changed   chan struct{}
+	mu sync.Mutex
+	// declarations counts calls of Declare.
+	declarations int
+	addresses    []string
+	replicas     map[string]*replica
+	running      sync.WaitGroup
+	changed      chan struct{}
 	// learned is closed when each replica that was known at one time had answered our declaration.
 	learned     chan struct{}
 	learnedOnce sync.Once
@@ -153,6 +155,21 @@ func (c *Client) Replicas(addresses []string) {
 	c.addresses = slices.Clone(addresses)
 	c.mu.Unlock()
 	poke(c.changed)
+}
+
+// Declare replaces Routes, and tells every replica. It never blocks.
+func (c *Client) Declare(routes []drain.Route) {
+	c.mu.Lock()
+	c.Routes, c.declarations = routes, c.declarations+1
+	c.mu.Unlock()
+	c.Wake()
+}
+
+// routes returns what is to be declared, and which declaration that is.
+func (c *Client) routes() ([]drain.Route, int) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.Routes, c.declarations
 }
 
 // Wake says that reports may have changed. It never blocks.
@@ -450,18 +467,21 @@ func (r *replica) receive(lines *lines, hello wire.Hello, heard, complete func()
 
 // post declares, and then calls report with whatever changed, until ctx is done or that fails.
 func (r *replica) post(ctx context.Context, hello wire.Hello, report func(wire.Reports) error) error {
-	for settled := false; !settled; {
-		var err error
-		if settled, err = r.declare(ctx, hello); err != nil {
-			return err
-		}
-	}
-
 	renewal := time.NewTicker(time.Duration(hello.RenewalMillis) * time.Millisecond / 2)
 	defer renewal.Stop()
 	// What was said last, at each gate.
 	var said [2]map[drain.UID]drain.Report
+	declared := -1
 	for everything := true; ; {
+		for routes, n := r.client.routes(); declared != n; routes, n = r.client.routes() {
+			settled, err := r.declare(ctx, hello, routes)
+			if err != nil {
+				return err
+			}
+			if settled {
+				declared = n
+			}
+		}
 		var news []drain.Report
 		now := [2]map[drain.UID]drain.Report{{}, {}}
 		// Asked before the reports: what they say then was read while the lease stood, and for this drain.
@@ -513,7 +533,7 @@ func (r *replica) post(ctx context.Context, hello wire.Hello, report func(wire.R
 
 // declare says what the gateway routes, and buries what the coordinator answers. It reports false if that has to be done again. An agent
 // that has left declares nothing: it would be waited for again.
-func (r *replica) declare(ctx context.Context, hello wire.Hello) (settled bool, err error) {
+func (r *replica) declare(ctx context.Context, hello wire.Hello, routes []drain.Route) (settled bool, err error) {
 	select {
 	case r.saying <- struct{}{}:
 		defer func() { <-r.saying }()
@@ -528,7 +548,7 @@ func (r *replica) declare(ctx context.Context, hello wire.Hello) (settled bool, 
 	r.mu.Unlock()
 	var declared wire.Declared
 	err = r.send(ctx, wire.DeclarationsPath, wire.Declaration{
-		Session: hello.Session, Gateway: r.client.Gateway, Routes: r.client.Routes,
+		Session: hello.Session, Gateway: r.client.Gateway, Routes: routes,
 	}, &declared)
 	if err != nil {
 		return false, err

@@ -31,14 +31,16 @@
 //   - nftables (table kube-proxy, families ip and ip6): complete since the transaction in which the chain services leads to the Services.
 //   - iptables-nft (table nat): the same notifications. Only chains whose names begin with KUBE- count, and what leads to them; others map
 //     ports there. Complete since the transaction that has rules in KUBE-SERVICES.
-//   - iptables-legacy: the kernel tells nobody of changes. All rules are read anew while somebody watches, at most every 100 ms and a twentieth
-//     of the time, which with 10,000 endpoints is some 10 MB each time; a removal is noticed that much later. Nothing is known while nobody
-//     watches, so a new watch is Unknown until then. It is seen in the process's own network namespace only.
+//   - iptables-legacy: the kernel does not notify of changes. All rules are read again while there is a watch, at most
+//     every 100 ms and a twentieth of the time, which with 10,000 endpoints is some 10 MB each time; a removal is noticed
+//     that much later. Without a watch, they are only looked for. So a new watch is Unknown at first. It is seen in the
+//     process's own network namespace only.
 //
 // Which of them kube-proxy uses is not configured. Whatever is complete counts, all of it: a target is Removed when none
 // sends to it. If one that was complete is gone, its family is Unknown until kube-proxy has written to a complete one. That
-// may be another one, which was complete before, as where an operator deletes what a former mode has left behind. IPVS,
-// and what replaces kube-proxy (Cilium's eBPF among others), is Unknown for ever.
+// may be another one, which was complete before, as where an operator deletes what a former mode has left behind. Where
+// kube-proxy runs in ipvs mode, or something else replaces it (Cilium among others), everything is Unknown, and
+// [Observer.Absent] reports so.
 //
 // # Connections
 //

@@ -27,6 +27,9 @@ const (
 	// auditEvery is how often what was followed is compared with the kernel's tables: reading 3,000 Services takes half a
 	// second of CPU.
 	auditEvery = 5 * time.Minute
+	// absentAfter is how long rules that were deleted may stay away until it is clear that they are not being written again,
+	// as when kube-proxy changes its mode.
+	absentAfter = 10 * time.Second
 	// readLook is how often it is looked whether reading has ended, while it goes on.
 	readLook = 10 * time.Millisecond
 	// dumpTries is how often a dump is read until no transaction has ended meanwhile.

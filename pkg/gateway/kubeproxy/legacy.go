@@ -8,6 +8,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"maps"
 	"os"
 	"runtime"
 	"strings"
@@ -17,8 +18,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// The legacy iptables tell nobody of changes. So they are read again and again while somebody watches, and only then: at most every
-// legacyPause, and not more than a twentieth of the time. Where there are none, one looks every legacyLook whether some have come.
+// The legacy iptables have no notifications. So they are read again and again while there is a watch: at most every
+// legacyPause, and not more than a twentieth of the time. Where there are none, or none of kube-proxy's, or no watch, it is
+// looked every legacyLook whether that has changed.
 const (
 	legacyPause = 100 * time.Millisecond
 	legacyShare = 19
@@ -184,37 +186,40 @@ func decodeLegacy(family uint8, info, b []byte) (*table, error) {
 func (o *Observer) pollLegacy(ctx context.Context) {
 	for {
 		began := time.Now()
-		watched, exist := o.readLegacyOnce()
-		var again <-chan time.Time
-		switch {
-		case watched && exist:
-			again = time.After(max(legacyPause, legacyShare*time.Since(began)))
-		case watched:
-			again = time.After(legacyLook)
+		pause := legacyLook
+		if o.readLegacyOnce() {
+			pause = max(legacyPause, legacyShare*time.Since(began))
 		}
 		select {
 		case <-ctx.Done():
 			return
 		case <-o.wakeLegacy:
-		case <-again:
+		case <-time.After(pause):
 		}
 	}
 }
 
-// readLegacyOnce reads the legacy rules if somebody watches, and reports whether that is so, and whether there are any.
-func (o *Observer) readLegacyOnce() (watched, exist bool) {
+// readLegacyOnce reads the legacy rules if there is a watch, or to see whether kube-proxy has written them. It reports
+// whether there is a watch, and rules.
+func (o *Observer) readLegacyOnce() (again bool) {
 	o.mu.Lock()
-	watched = len(o.watches) > 0
+	watched, whole := len(o.watches) > 0, maps.Clone(o.legacyWhole)
 	o.mu.Unlock()
 	for _, family := range o.families {
 		state, graph := legacyAbsent, newTableGraph(tableID{family, legacyTable})
-		if legacyExists(family) {
-			exist, state = true, legacyUnread
-			if watched {
+		if !legacyExists(family) {
+			whole[family] = false
+		} else {
+			again, state = watched, legacyUnread
+			if watched || !whole[family] {
 				g, err := readLegacy(family)
+				if err == nil {
+					whole[family] = g.complete()
+				}
 				switch {
-				case err == nil:
+				case err == nil && watched:
 					state, graph = legacyRead, g
+				case err == nil:
 				case !errors.Is(err, errMoved):
 					o.log.Warn("the legacy rules of iptables are not read: nothing is known", "error", err)
 				}
@@ -226,10 +231,11 @@ func (o *Observer) readLegacyOnce() (watched, exist bool) {
 		if o.legacy[family] = state; state == legacyUnread {
 			s.complete, s.lost = false, false // what was there is not known to be gone
 		}
+		o.legacyWhole[family] = whole[family]
 		o.judge(nil)
 		o.evaluate(time.Now())
 	}
-	return watched, exist
+	return again
 }
 
 // lookForLegacy makes families Unknown that have legacy rules which nobody has read: as nobody watched. The caller holds mu.

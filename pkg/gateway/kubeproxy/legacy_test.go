@@ -44,6 +44,7 @@ func TestLegacy(t *testing.T) {
 		return
 	}
 	o := start(t, Options{})
+	until(t, "no kube-proxy", o.Absent)
 	for _, test := range []struct {
 		service service
 		a, b    string
@@ -54,6 +55,7 @@ func TestLegacy(t *testing.T) {
 		s, a, b := test.service, test.a, test.b
 		restore(t, "legacy", s.v6(), iptablesSetUp...)
 		restore(t, "legacy", s.v6(), s.iptables([]string{a, b}, false)...)
+		until(t, "kube-proxy's rules are seen", func() bool { return !o.Absent() })
 		o.mu.Lock()
 		if o.legacy[map[bool]uint8{false: unix.NFPROTO_IPV4, true: unix.NFPROTO_IPV6}[s.v6()]] == legacyRead {
 			t.Fatal("the rules are read while nobody watches")

@@ -49,6 +49,11 @@ type Observer struct {
 	// legacy is what is known of the legacy iptables, by family.
 	legacy     map[uint8]legacyState
 	wakeLegacy chan struct{}
+	// legacyWhole is whether kube-proxy had written them when they were last read, by family; it lacks families not looked at.
+	legacyWhole map[uint8]bool
+	// present is when kube-proxy's rules were last there, and absent the last answer of Absent.
+	present time.Time
+	absent  bool
 }
 
 // source is one table that kube-proxy may write.
@@ -63,7 +68,7 @@ type source struct {
 func New(options Options) *Observer {
 	o := &Observer{
 		log: options.Log, boot: rand.Text()[:8], netns: options.NetNS, buffer: buffer, every: auditEvery, watches: map[*Watch]struct{}{}, going: map[netip.AddrPort]int{}, wake: make(chan struct{}, 1),
-		regroup: make(chan struct{}, 1), legacy: map[uint8]legacyState{}, wakeLegacy: make(chan struct{}, 1),
+		regroup: make(chan struct{}, 1), legacy: map[uint8]legacyState{}, legacyWhole: map[uint8]bool{}, wakeLegacy: make(chan struct{}, 1),
 	}
 	if o.log == nil {
 		o.log = slog.New(slog.DiscardHandler)
@@ -122,6 +127,26 @@ func (o *Observer) Run(ctx context.Context) error {
 // Audits returns how many audits there were, by result, see [Observer.Run].
 func (o *Observer) Audits() Audits {
 	return Audits{o.audits.same.Load(), o.audits.corrected.Load(), o.audits.failed.Load()}
+}
+
+// Absent reports whether there is no kube-proxy whose rules this package reads: none has written its rules, or they have
+// been deleted and not written again for 10 s. It is false as long as nothing is read, and may change at any time: it is for
+// callers that ask several times a second. All watches are Unknown then, and what sends to pods, if anything does, is
+// something else: kube-proxy in ipvs mode, or what replaces it.
+func (o *Observer) Absent() bool {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if !o.followed || o.netns == 0 && len(o.legacyWhole) < len(o.families) {
+		return o.absent
+	}
+	now := time.Now()
+	for id, s := range o.sources {
+		if s.complete || o.legacyWhole[id.family] {
+			o.present = now
+		}
+	}
+	o.absent = now.Sub(o.present) >= absentAfter
+	return o.absent
 }
 
 // dial opens a socket to the kernel.

@@ -188,6 +188,42 @@ func TestUnknown(t *testing.T) {
 	w.Close()
 }
 
+// Where something else sends to pods, what this package reads says nothing, and that is known: at once at the start, and
+// some time after kube-proxy's rules were deleted.
+func TestAbsent(t *testing.T) {
+	empty(t)
+	o := start(t, Options{})
+	if o.Absent() {
+		t.Error("kube-proxy is absent before anything is read")
+	}
+	until(t, "no kube-proxy", o.Absent)
+	// kube-proxy in ipvs mode writes to the table nat, too, and no pod is Removed by that.
+	restore(t, "nft", false, ":PREROUTING ACCEPT [0:0]", ":KUBE-SERVICES - [0:0]", ":KUBE-NODE-PORT - [0:0]", ":KUBE-MARK-MASQ - [0:0]", ":KUBE-NODEPORTS - [0:0]",
+		`-A PREROUTING -m comment --comment "kubernetes service portals" -j KUBE-SERVICES`,
+		"-A KUBE-SERVICES -d 10.96.0.0/16 -j KUBE-MARK-MASQ", "-A KUBE-SERVICES -m addrtype --dst-type LOCAL -j KUBE-NODE-PORT",
+		"-A KUBE-MARK-MASQ -j MARK --set-xmark 0x4000/0x4000")
+	w := watch(t, o, "10.244.0.1:8080")
+	w.stays(Unknown)
+	if !o.Absent() {
+		t.Error("kube-proxy in ipvs mode is observed")
+	}
+	s := service{"web", "10.96.0.1", false}
+	nft(t, append(setUp("ip"), s.sync([]string{"10.244.0.1:8080"})...)...)
+	w.wait(Kept)
+	if o.Absent() {
+		t.Error("kube-proxy has written its rules, and is absent")
+	}
+	nft(t, "delete table ip kube-proxy")
+	w.wait(Unknown)
+	if o.Absent() {
+		t.Error("kube-proxy is absent as soon as its rules are deleted")
+	}
+	o.mu.Lock()
+	o.present = o.present.Add(-absentAfter)
+	o.mu.Unlock()
+	until(t, "no kube-proxy", o.Absent)
+}
+
 // A pod with one Service that has nobody else, and another that has: it is still to be let go of by the latter.
 func TestKeptByOneOnly(t *testing.T) {
 	empty(t)

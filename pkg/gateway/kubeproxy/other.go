@@ -25,6 +25,9 @@ func (o *Observer) Run(context.Context) error { return errLinux }
 // Audits returns none.
 func (o *Observer) Audits() Audits { return Audits{} }
 
+// Absent reports true.
+func (o *Observer) Absent() bool { return true }
+
 // Watch returns a Watch that stays Unknown.
 func (o *Observer) Watch([]netip.AddrPort, func()) *Watch { return &Watch{} }
 

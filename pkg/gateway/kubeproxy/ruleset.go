@@ -292,12 +292,13 @@ func (t *table) dropElement(n *node, key string) bool {
 	return ok
 }
 
-// complete reports whether kube-proxy has written the table. It writes all it knows in the transaction that makes this true: it
-// waits for all Services and EndpointSlices before its first, see syncProxyRules.
+// complete reports whether kube-proxy has written the table. It writes all it knows in the transaction that makes this
+// true: it waits for all Services and EndpointSlices before its first, see syncProxyRules. In ipvs mode it writes
+// KUBE-SERVICES as well, but where packets go is elsewhere. Only that mode has KUBE-NODE-PORT.
 func (t *table) complete() bool {
 	if t.iptables() {
 		n := t.chains["KUBE-SERVICES"]
-		return n != nil && n.defined && len(n.rules) > 0 && entered(n, map[*node]bool{})
+		return n != nil && n.defined && len(n.rules) > 0 && n.out[t.chains["KUBE-NODE-PORT"]] == 0 && entered(n, map[*node]bool{})
 	}
 	n := t.chains["services"]
 	return t.exists && n != nil && n.defined && len(n.rules) > 0
