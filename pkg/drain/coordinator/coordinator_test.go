@@ -630,7 +630,8 @@ func TestTooManyHoldsOfOneOwner(t *testing.T) {
 			t.Errorf("%d holds are counted at the end", r.holds)
 		}
 		time.Sleep(turnKept + 2*tick)
-		r.look(t.Context())
+		pods, _ := r.tick(time.Now())
+		r.look(t.Context(), pods)
 		if len(r.turns) != 0 {
 			t.Errorf("the turns of owners %v are kept at the end", r.turns)
 		}
