@@ -5,6 +5,7 @@ package nodes
 import (
 	"context"
 	"fmt"
+	"maps"
 	"net"
 	"net/netip"
 	"os"
