@@ -94,7 +94,7 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 	}
 	var learnt atomic.Bool
 	learned := closed()
-	stones := &tombstones{set: set, journal: kept, wake: wake, log: log, known: map[health.UID]health.State{}, propagation: newPropagation(registry, "haproxy", o.nodeName)}
+	stones := &tombstones{set: set, journal: kept, ports: routes.ports, wake: wake, log: log, known: map[health.UID]health.State{}, propagation: newPropagation(registry, "haproxy", o.nodeName)}
 	stones.restore(time.Now())
 	leases := lapses{stones: stones, fresh: func(ctx context.Context) error { return routes.fresh(ctx, kube) }, wake: wake, log: log}
 	if o.file.Coordinators != nil {

@@ -4,6 +4,7 @@ import (
 	"context"
 	"log/slog"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -11,6 +12,8 @@ import (
 
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/drain/journal"
+	"github.com/lameduck-io/lameduck/pkg/drain/wire"
+	"github.com/lameduck-io/lameduck/pkg/endpoints"
 	"github.com/lameduck-io/lameduck/pkg/gateway"
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
@@ -20,8 +23,10 @@ import (
 type tombstones struct {
 	set     *health.Set
 	journal *journal.Journal
-	wake    func()
-	log     *slog.Logger
+	// ports are the Services that feed each pool.
+	ports map[health.Pool]endpoints.Port
+	wake  func()
+	log   *slog.Logger
 
 	// both makes one change of set and journal at a time, so that they say the same.
 	both sync.Mutex
@@ -132,8 +137,24 @@ func (t *tombstones) Reports() []drain.Report {
 		if state >= health.Removed {
 			reports[i].Proof = drain.Runtime
 		}
+		if state == health.Kept {
+			reports[i].Kept, reports[i].Quiet = t.services(s.Kept), s.Quiet
+		}
 	}
 	return reports
+}
+
+// services names those that feed pools, as [drain.Report.Kept] does.
+func (t *tombstones) services(pools []health.Pool) string {
+	var names []string
+	for _, p := range pools {
+		names = append(names, t.ports[p].Service.String())
+	}
+	slices.Sort(names)
+	if kept := strings.Join(slices.Compact(names), ","); len(kept) <= wire.MaxKept {
+		return kept
+	}
+	return "" // and the deletion waits
 }
 
 // proven is the state that may be told: nothing is, of a tombstone that is not on disk yet. A pod that no gateway has heard of is idle at
@@ -158,7 +179,9 @@ func (t *tombstones) changed() bool {
 		now[s.UID] = state
 		furthest[s.UID] = max(state, t.furthest[s.UID])
 		t.measure(s, t.furthest[s.UID], state)
-		if was, known := t.known[s.UID]; !known || was != state {
+		was, known := t.known[s.UID]
+		news = news || state == health.Kept // perhaps in other Services than before
+		if !known || was != state {
 			news = true
 			t.log.Info("tombstone state", "uid", s.UID, "state", state.String(), "targets", s.Targets, "generation", s.Generation)
 		}

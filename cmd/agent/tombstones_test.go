@@ -14,9 +14,11 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/drain/journal"
+	"github.com/lameduck-io/lameduck/pkg/endpoints"
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
@@ -189,6 +191,50 @@ func TestPropagationIsWrittenDownOnce(t *testing.T) {
 	}
 }
 
+// Without this, the coordinator cannot tell a Service whose only target is the pod from one that has another target.
+func TestReportsNameTheServicesThatKeepAPod(t *testing.T) {
+	j, stop := kept(t, "")
+	defer stop()
+	set := health.NewSet()
+	own := endpoints.Port{Service: types.NamespacedName{Namespace: "shop", Name: "own"}}
+	stones := &tombstones{
+		set: set, journal: j, wake: func() {}, log: slog.New(slog.DiscardHandler), known: map[health.UID]health.State{},
+		ports: map[health.Pool]endpoints.Port{"own": own, "own-tls": own, "web": {Service: types.NamespacedName{Namespace: "shop", Name: "web"}}},
+	}
+	now := time.Now()
+	target := func(uid health.UID, addr string) health.Target {
+		return health.Target{UID: uid, Addr: netip.MustParseAddrPort(addr)}
+	}
+	a, b := target("a", "10.0.0.1:80"), target("b", "10.0.0.2:80")
+	seen := map[health.Key]health.Seen{}
+	for pool, targets := range map[health.Pool][]health.Target{"own": {a}, "own-tls": {a}, "web": {a, b}} {
+		var all []health.Endpoint
+		for _, t := range targets {
+			all = append(all, health.Endpoint{Target: t, Routable: true})
+			seen[health.Key{Pool: pool, Target: t}] = health.Seen{Present: true, Routed: true}
+		}
+		set.Replace(now, pool, all)
+	}
+	set.Synced()
+	set.Observe(now, health.Observation{Generation: "g", At: now, Seen: seen})
+	stones.Bury(drain.Pod{Namespace: "shop", Name: "a", UID: "a"}, "r/1", now, now.Add(time.Minute))
+	seen[health.Key{Pool: "web", Target: a}] = health.Seen{Present: true, Active: 1}
+	later := time.Now()
+	set.Observe(later, health.Observation{Generation: "g", At: later, Seen: seen})
+	if got := stones.Reports(); len(got) != 1 || got[0].State != drain.Kept || got[0].Kept != "shop/own" || got[0].Quiet {
+		t.Fatalf("reports %+v, want one that is kept in shop/own, and not quiet", got)
+	}
+	stones.changed()
+	seen[health.Key{Pool: "web", Target: a}] = health.Seen{Present: true}
+	for range 2 {
+		later = later.Add(health.IdleGap)
+		set.Observe(later, health.Observation{Generation: "g", At: later, Seen: seen})
+	}
+	if !stones.changed() || !stones.Reports()[0].Quiet {
+		t.Errorf("reports %+v, want it quiet, and that to be news", stones.Reports())
+	}
+}
+
 // Many call changed at the same time: what the gateway does, what is on disk. Whoever reads a state and writes it down after a newer one leaves
 // the old one behind, and a change back to that is then no news: nobody hears that the pod is routed again.
 func TestTheLastStateWrittenDownIsTheLast(t *testing.T) {
@@ -198,14 +244,14 @@ func TestTheLastStateWrittenDownIsTheLast(t *testing.T) {
 	set := health.NewSet()
 	stones := &tombstones{set: set, journal: j, wake: func() {}, log: slog.New(slog.DiscardHandler), known: map[health.UID]health.State{}}
 	now := time.Now()
-	var endpoints []health.Endpoint
+	var all []health.Endpoint
 	seen := map[health.Key]health.Seen{}
 	for i := range 50 { // so that it takes a while to read and to write them
 		target := health.Target{UID: health.UID(fmt.Sprint("uid-", i)), Addr: netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 0, 0, byte(i)}), 80)}
-		endpoints = append(endpoints, health.Endpoint{Target: target, Routable: true})
+		all = append(all, health.Endpoint{Target: target, Routable: true})
 		seen[health.Key{Pool: "web", Target: target}] = health.Seen{}
 	}
-	set.Replace(now, "web", endpoints)
+	set.Replace(now, "web", all)
 	set.Synced()
 	for key := range seen {
 		stones.Bury(drain.Pod{UID: drain.UID(key.Target.UID)}, "a/1", now, now.Add(time.Minute))

@@ -61,7 +61,7 @@ type Facts struct {
 	BudgetBroken bool
 	// Refused is how many drains of this UID were allowed within 10 minutes although the pod lives on.
 	Refused int
-	// LastOf names a Service of which no other pod is ready and not terminating. Empty: there is none.
+	// LastOf names a Service of the pod, if no other pod is ready and not terminating in any of its Services that a gateway may route.
 	LastOf string
 }
 
@@ -229,12 +229,12 @@ func Decide(f Facts) Verdict {
 			Message: fmt.Sprintf("deleted without asking gateways: they let go %d times within %s, and each time something else kept the pod", f.Refused, RefusedWindow)}
 	case f.LastOf != "":
 		return Verdict{Action: Allow, Reason: LastTarget, Warn: true,
-			Message: lastMessage(f.LastOf)}
+			Message: lastMessage("Service " + f.LastOf)}
 	default:
 		return Verdict{Action: Drain, Reason: Draining}
 	}
 }
 
-func lastMessage(service string) string {
-	return "deleted while gateways still route to it: no other pod of Service " + service + " is ready"
+func lastMessage(of string) string {
+	return "deleted while gateways still route to it: no other pod of " + of + " is ready"
 }

@@ -278,30 +278,37 @@ func (c *Cluster) ofRouting(now time.Time, s *subject, f *Facts) {
 	f.Refused = c.Ledger.Refused(drain.UID(uid), RefusedWindow)
 }
 
-// targets returns the usable targets of the Services in listings, and names a Service that lists the pod as usable, ready and not
-// terminating, and no other; empty: there is none. A pod that is being drained still counts: if its drain is queued, gateways route to it, and if
-// not, it goes before this one or comes back.
-func (c *Cluster) targets(listings []endpoints.Listing, uid health.UID) (all []drain.Targets, lastOf string) {
-	all = make([]drain.Targets, 0, len(listings))
-	for _, l := range listings {
-		usable := c.Slices.Usable(l.Service)
-		t := drain.Targets{Service: drain.Service{Namespace: l.Service.Namespace, Name: l.Service.Name}, Usable: make([]drain.UID, len(usable))}
-		others := 0
-		for i, other := range usable {
-			t.Usable[i] = drain.UID(other)
-			if other != uid {
-				others++
-			}
+// Targets returns the usable targets of the Services in listings, in their order. A pod that is being drained still counts: if its drain is
+// queued, gateways route to it, and if not, it is deleted before the pod in question or readmitted.
+func Targets(from Slices, listings []endpoints.Listing) []drain.Targets {
+	all := make([]drain.Targets, len(listings))
+	for i, l := range listings {
+		usable := from.Usable(l.Service)
+		all[i] = drain.Targets{Service: drain.Service{Namespace: l.Service.Namespace, Name: l.Service.Name}, Usable: make([]drain.UID, len(usable))}
+		for j, uid := range usable {
+			all[i].Usable[j] = drain.UID(uid)
 		}
-		all = append(all, t)
-		if l.Ready && !l.Terminating && others == 0 && lastOf == "" {
+	}
+	return all
+}
+
+// targets returns the usable targets of the Services in listings. If the pod is the only usable one in each of them that a gateway may route,
+// lastOf names one: no gateway could let go of the pod. Where that holds for some of them, agents report it: see [drain.Report.Kept].
+func (c *Cluster) targets(listings []endpoints.Listing, uid health.UID) (all []drain.Targets, lastOf string) {
+	all = Targets(c.Slices, listings)
+	for i, l := range listings {
+		switch {
+		case !c.Ledger.CouldRoute([]drain.Service{all[i].Service}):
+		case !l.Ready || l.Terminating || !all[i].Last(drain.UID(uid)):
+			return all, ""
+		case lastOf == "":
 			lastOf = l.Service.String()
 		}
 	}
 	return all, lastOf
 }
 
-// look brings the targets of s up to date. It names a Service of which the pod has become the last one.
+// look brings the targets of s up to date. It names a Service if the pod has become the last one of all that are routed.
 func (c *Cluster) look(now time.Time, s *subject) (lastOf string) {
 	uid := health.UID(s.pod.UID)
 	s.targets, lastOf = c.targets(c.Slices.Pod(now, s.pod.Namespace, uid), uid)

@@ -12,6 +12,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	policyv1 "k8s.io/api/policy/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/google/go-cmp/cmp"
@@ -474,6 +475,42 @@ func (w *world) add(budget *policyv1.PodDisruptionBudget) {
 }
 
 // What cannot be read is an error, never a fact.
+// A pod is in the Service web, which a gateway routes, and in a Service of its own, as each broker of a StatefulSet or a canary is. Its deletion
+// must wait for the gateway if web has another target, whether or not a gateway routes its own Service as well: of that one, the agent
+// reports that it keeps the pod.
+func TestAPodIsTheLastTargetOfAllItsRoutedServicesOrOfNone(t *testing.T) {
+	own := types.NamespacedName{Namespace: "shop", Name: "web-a"}
+	for name, c := range map[string]struct {
+		set  func(w *world)
+		want string
+	}{
+		"its own Service is not routed": {func(*world) {}, ""},
+		"its own Service is routed": {func(w *world) {
+			w.ledger.routed = append(w.ledger.routed, drain.Service{Namespace: "shop", Name: "web-a"})
+		}, ""},
+		"it is the last of both": {func(w *world) { w.slices.usable[webService] = []health.UID{"uid-a"} }, "shop/web"},
+		"its own Service stopped listing it": {func(w *world) {
+			w.ledger.routed = append(w.ledger.routed, drain.Service{Namespace: "shop", Name: "web-a"})
+			w.slices.usable[webService], w.slices.usable[own] = []health.UID{"uid-a"}, nil
+			w.slices.of["uid-a"] = []endpoints.Listing{{Service: webService, Ready: true}, {Service: own, Left: true}}
+		}, ""},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t)
+			w.slices.of["uid-a"] = []endpoints.Listing{{Service: webService, Ready: true}, {Service: own, Ready: true}}
+			w.slices.usable[own] = []health.UID{"uid-a"}
+			c.set(w)
+			if got := w.gathered(w.deleteA()).LastOf; got != c.want {
+				t.Errorf("the last target of %q, want %q", got, c.want)
+			}
+			w.ask(deletion(w.a))
+			if asked := len(w.ledger.calls) > 0; asked != (c.want == "") {
+				t.Errorf("gateways were asked: %t", asked)
+			}
+		})
+	}
+}
+
 func TestGatherFails(t *testing.T) {
 	for _, kind := range []string{"*v1.Pod", "*v1.Node", "*v1.Namespace", "*v1.PodDisruptionBudgetList"} {
 		w := newWorld(t)

@@ -243,7 +243,7 @@ func (h *Handler) hold(ctx context.Context, began time.Time, q *request, s subje
 		}
 		// The pods that it waits with may have gone meanwhile: that makes room or none, and gateways keep the last one.
 		if service := h.Cluster.look(time.Now(), &s); service != "" {
-			return outcome{allowed: true, reason: string(LastTarget), warn: true, message: lastMessage(service)}
+			return outcome{allowed: true, reason: string(LastTarget), warn: true, message: lastMessage("Service " + service)}
 		}
 	}
 	now := time.Now()
@@ -287,6 +287,8 @@ func (h *Handler) released(s subject, status drain.Status, elapsed time.Duration
 	switch {
 	case status.Reason == drain.Deadline && h.Cluster.Ledger.Queued(status.Pod.UID):
 		o.message = fmt.Sprintf("deleted after %s while gateways still route to it (%s): it waited for room: %s", seconds(elapsed), status.Reason, h.Cluster.crowded(s))
+	case status.Reason == drain.LastTarget:
+		o.warn, o.message = true, lastMessage("one of its Services")
 	case status.Reason == drain.Deadline || status.Reason == drain.IdleBound:
 		o.message = fmt.Sprintf("deleted after %s although not every gateway has let go (%s): %s", seconds(elapsed), status.Reason, list(slices.Concat(status.Waiting, status.Lost)))
 	case status.Reason == drain.AgentsLost:

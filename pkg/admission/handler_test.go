@@ -207,6 +207,8 @@ func TestWarningsAndEventsOnlyWhenAbnormal(t *testing.T) {
 		}, true, "AgentsLost", "deleted after 6.0s although gateways were lost that had not let go (AgentsLost): edge/haproxy-1 (not connected)", "LameduckAgentsLost"},
 		"last target": {func(w *world) { w.slices.usable[webService] = []health.UID{"uid-a"} }, true, "LastTarget",
 			"no other pod of Service shop/web is ready", "LameduckLastTarget"},
+		"last target of one of its Services": {func(w *world) { w.status(drain.Released, drain.LastTarget, 0, true, nil) }, true, "LastTarget",
+			"no other pod of one of its Services is ready", "LameduckLastTarget"},
 		"cool-off": {func(w *world) { w.ledger.refused = 2 }, true, "CoolOff", "let go 2 times", "LameduckCoolOff"},
 		"cold":     {func(w *world) { w.cold = true }, true, "Cold", "no view of the cluster", "LameduckCold"},
 		"unreadable": {func(w *world) { w.reader.broken = "*v1.Namespace" }, true, "NoFacts",

@@ -111,7 +111,7 @@ func (h *haproxy) Reports() []drain.Report {
 		r := drain.Report{UID: uid, Generation: "1", State: drain.Routing, Since: at}
 		switch {
 		case h.kept[uid]:
-			r.State = drain.Kept
+			r.State, r.Kept, r.Quiet = drain.Kept, "shop/web", true
 		case time.Since(at) >= letsGo:
 			r.State, r.Proof = drain.Idle, drain.Runtime
 		}

@@ -166,7 +166,8 @@ func (l *Ledger) silent(now time.Time, d *drain) map[AgentID]struct{} {
 	silent := map[AgentID]struct{}{}
 	said := l.hearing(d)
 	for _, a := range l.owing(d) {
-		if state, _, _ := l.word(now, said[a.slot], d); state < Removed {
+		// A gateway that keeps the last target lets go of it when the pod is terminating.
+		if state, last, _ := l.word(now, said[a.slot], d); state < Removed || last {
 			silent[a.id] = struct{}{}
 		}
 	}
@@ -266,12 +267,28 @@ func (s *subject) about(a *agent, r Report) *drain {
 	return d
 }
 
+// lastIn reports whether the pod of d has no other target in any of the Services in which a gateway keeps it, as named by [Report.Kept].
+// A target that is dead is none.
+func (l *Ledger) lastIn(d *drain, kept string) bool {
+	for name := range strings.SplitSeq(kept, ",") {
+		namespace, name, _ := strings.Cut(name, "/")
+		usable := l.usable[Service{namespace, name}]
+		if usable == nil || slices.ContainsFunc(usable, func(other UID) bool {
+			o := l.at(AtHold, other)
+			return other != d.pod.UID && (o == nil || o.open || o.reason != Dead)
+		}) {
+			return false
+		}
+	}
+	return true
+}
+
 // counts is what r counts for in d, whether that is more than it says, and, if time alone may change that, when.
 func (l *Ledger) counts(now time.Time, d *drain, a *agent, r Report) (state State, last bool, until time.Time) {
-	if r.Gate != AtBarrier || d.gate != AtBarrier {
+	if r.Gate != d.gate {
 		return r.State, false, time.Time{}
 	}
-	if heard := d.since.Add(d.barrier.young); r.State >= Removed && !r.Sent && now.Before(heard) && brokenRule != 14 {
+	if heard := d.since.Add(d.barrier.young); d.gate == AtBarrier && r.State >= Removed && !r.Sent && now.Before(heard) && brokenRule != 14 {
 		return StateUnknown, false, heard
 	}
 	if r.State != Routing && r.State != Kept {
@@ -282,6 +299,9 @@ func (l *Ledger) counts(now time.Time, d *drain, a *agent, r Report) (state Stat
 		since = d.barrier.lastHere
 	}
 	switch {
+	case d.gate == AtHold && r.State == Kept && l.lastIn(d, r.Kept):
+	case d.gate == AtHold:
+		return r.State, false, time.Time{}
 	case brokenRule == 9:
 	case since.IsZero():
 		return r.State, false, time.Time{}
@@ -302,12 +322,8 @@ func (l *Ledger) length(d *drain) time.Duration {
 	return l.times.Deadline
 }
 
-// stated adds to the status of a barrier what is waited for besides acknowledgements. kept reports whether some of these are of a gateway
-// that still sends to the pod because no other endpoint is ready: the reason is LastTarget then, also where connections outlast the Idle bound.
-func (l *Ledger) stated(now time.Time, d *drain, s Status, kept bool) Status {
-	if s.Phase == Released && (s.Reason == Acknowledged || s.Reason == IdleBound) && kept {
-		s.Reason = LastTarget
-	}
+// stated adds to the status of a barrier what is waited for besides acknowledgements.
+func (l *Ledger) stated(now time.Time, d *drain, s Status) Status {
 	s.Stated = max(d.barrier.stated, d.barrier.rest)
 	if d.barrier.rest > 0 {
 		s.Stated = max(s.Stated, d.barrier.young) // nobody is asked whether those that are not in the sample have heard

@@ -1210,12 +1210,16 @@ func (l *Ledger) derive(now time.Time, d *drain) Status {
 		s.Phase, s.Reason = Released, NoAgents
 	case d.queued && now.Before(s.Deadline):
 		s.Phase = Queued
+	case least == Idle && kept:
+		s.Phase, s.Reason = Released, LastTarget
 	case least == Idle:
 		s.Phase, s.Reason = Released, Acknowledged
 	case !now.Before(s.Deadline):
 		s.Phase, s.Reason = Released, Deadline
 	case least == Removed && now.Sub(d.quiescingAt) >= l.times.IdleBound:
-		s.Phase, s.Reason = Released, IdleBound
+		if s.Phase, s.Reason = Released, IdleBound; kept && d.gate == AtBarrier {
+			s.Reason = LastTarget
+		}
 	case least == Removed:
 		s.Phase = Quiescing
 		recheck(d.quiescingAt.Add(l.times.IdleBound))
@@ -1223,7 +1227,7 @@ func (l *Ledger) derive(now time.Time, d *drain) Status {
 		s.Phase = Unrouting
 	}
 	if d.gate == AtBarrier {
-		s = l.stated(now, d, s, kept)
+		s = l.stated(now, d, s)
 		if !s.Recheck.IsZero() && !s.Recheck.After(now) {
 			s.Recheck = time.Time{}
 		}

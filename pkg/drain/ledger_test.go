@@ -106,6 +106,56 @@ func TestDrainWaitsForEveryAgentThatRoutesThePod(t *testing.T) {
 	}
 }
 
+// A pod is the last target of web, and not of api. The gateways of web may keep it there, and must let go of it in api.
+func TestAPodThatIsKeptInOneServiceLeavesTheOthers(t *testing.T) {
+	p := pod("a")
+	both := []Targets{usable(api, "a", "b"), usable(web, "a")}
+	kept := func(in string, quiet bool) Report {
+		return Report{UID: p.UID, State: Kept, Held: true, Kept: in, Quiet: quiet}
+	}
+	for name, c := range map[string]struct {
+		report  Report
+		targets []Targets
+		want    string
+	}{
+		"kept where it is the last, and Idle elsewhere":    {kept("shop/web", true), both, "Released LastTarget"},
+		"kept where it is the last, and Removed elsewhere": {kept("shop/web", false), both, "Quiescing one:removed"},
+		"kept where another is ready":                      {kept("shop/api", true), both, "Unrouting one:kept"},
+		"kept in both":                                     {kept("shop/api,shop/web", true), both, "Unrouting one:kept"},
+		"the last of both, and kept in both":               {kept("shop/api,shop/web", true), []Targets{usable(api, "a"), usable(web, "a")}, "Released LastTarget"},
+		"no Service has a usable target":                   {kept("shop/web", true), []Targets{usable(web)}, "Released LastTarget"},
+		"the targets are not known":                        {kept("shop/web", true), []Targets{{Service: web}}, "Unrouting one:kept"},
+		"a Service that does not list it":                  {kept("shop/other", true), both, "Unrouting one:kept"},
+		"no Service is named":                              {kept("", true), both, "Unrouting one:kept"},
+		"still routed in the other":                        {Report{UID: p.UID, State: Routing, Held: true, Quiet: true}, both, "Unrouting one:routing"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t)
+			w.join("one", web, api)
+			w.AskBounded(w.now, p, c.targets)
+			w.Report(w.now, "one", w.sessions["one"], []Report{c.report})
+			w.want(p, c.want)
+		})
+	}
+	// The other target has gone, or another one has come.
+	w := newWorld(t)
+	w.join("one", web)
+	two := []Targets{usable(web, "a", "b")}
+	w.AskBounded(w.now, p, two)
+	w.Report(w.now, "one", w.sessions["one"], []Report{kept("shop/web", true)})
+	w.want(p, "Unrouting one:kept")
+	w.AskBounded(w.now, pod("b"), two)
+	w.Gone(w.now, pod("b").UID)
+	w.want(p, "Released LastTarget")
+	w.AskBounded(w.now, p, []Targets{usable(web, "a", "c")})
+	w.want(p, "Unrouting one:kept")
+	// At the barrier it is terminating, and the gateway has to let go of it there as well.
+	w.AskBounded(w.now, p, []Targets{usable(web, "a")})
+	w.want(p, "Released LastTarget")
+	w.open(p, "node-1")
+	w.wantBarrier(p, "Unrouting one:unknown")
+}
+
 // Without this, a proxy that is reloaded between the last acknowledgement and the answer gets requests for a pod that goes.
 func TestAcknowledgementsAreLevels(t *testing.T) {
 	p := pod("a")

@@ -7,13 +7,6 @@ import (
 	"time"
 )
 
-// Targets are the pods of a Service that can be used now: ready and not terminating, whether a drain of them is open or not.
-type Targets struct {
-	Service Service
-	// Usable is sorted, and not changed by anybody afterwards. Nil: not known, so that it bounds nothing.
-	Usable []UID
-}
-
 // A drain takes capacity from its Services before anything else does: the pod is still ready, no budget has been asked, and no
 // replacement was started. So that a door left open somewhere cannot empty a Service, at most half of a Service's usable targets
 // are unrouted at one time, and at least one. The drains that must wait for room are Queued: their clock runs, those who ask wait

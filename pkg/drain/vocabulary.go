@@ -3,6 +3,7 @@ package drain
 import (
 	"fmt"
 	"net/netip"
+	"slices"
 	"time"
 )
 
@@ -113,7 +114,8 @@ const (
 	Suspended
 	// Abandoned: nobody asks for the deletion any more and the pod lives.
 	Abandoned
-	// LastTarget: at the barrier, as Acknowledged or IdleBound, but some gateway still sends to the pod, because no ready endpoint is left.
+	// LastTarget: every agent that owes has said Idle, or that its gateway goes on sending to the pod because no other endpoint is ready. At the
+	// barrier also if connections outlast the Idle bound at such a gateway.
 	LastTarget
 	// AgentsLost: every agent that still owes has said Idle, but the drain had waited for others, of which each lost its
 	// stream and, with a pod that is not ready, did not come back in time. What their gateways do is not known.
@@ -138,7 +140,7 @@ const (
 	StateUnknown State = iota
 	// Routing: new requests may still be sent to the pod.
 	Routing
-	// Kept: the pod is the last one that the gateway routes to in some Service, and stays until another is.
+	// Kept: the pod is the last one that the gateway routes to in some Service, and stays there until another is. See [Report.Kept].
 	Kept
 	// Removed: nothing that reaches any process of the gateway from now on is sent to the pod.
 	Removed
@@ -297,8 +299,11 @@ type Report struct {
 	Number uint64 `json:"number,omitempty"`
 	// Gate is that of the drain of which this is said. Agents that answer a Watch say AtBarrier.
 	Gate Gate `json:"gate,omitempty"`
-	// Quiet says that no connection to the pod is open or being opened, whatever State is. It is only said at the barrier, where it is what
-	// is owed of a pod to which the gateway has to keep sending.
+	// Kept names the Services in which the pod is kept, if State is Kept and Gate is AtHold: as namespace/name, sorted and joined by commas,
+	// so that reports can be compared. In its other Services the pod is Removed.
+	Kept string `json:"kept,omitempty"`
+	// Quiet says more of a pod to which the gateway goes on sending. At the hold: it is Idle in the Services where it is not kept. At the
+	// barrier, in any state: no connection to the pod is open or being opened.
 	Quiet bool `json:"quiet,omitempty"`
 	// Sent says that the gateway was seen to send to the pod since the agent was told of this barrier. Without it, one that has let go
 	// looks like one that has not heard yet that the pod is ready.
@@ -338,6 +343,18 @@ type Release struct {
 	Dead bool `json:"dead"`
 	// Gate is AtBarrier at the end of a Watch.
 	Gate Gate `json:"gate,omitempty"`
+}
+
+// Targets are the pods of a Service that can be used now: ready and not terminating, whether a drain of them is open or not.
+type Targets struct {
+	Service Service
+	// Usable is sorted, and not changed by anybody afterwards. Nil: not known, so that it bounds nothing.
+	Usable []UID
+}
+
+// Last reports whether the Service is known to have no target but the pod uid.
+func (t Targets) Last(uid UID) bool {
+	return t.Usable != nil && !slices.ContainsFunc(t.Usable, func(other UID) bool { return other != uid })
 }
 
 // EveryService is what an agent declares that routes, or observes, every Service there is.

@@ -876,6 +876,33 @@ func TestCountsAndUnsettled(t *testing.T) {
 	}
 }
 
+// A pod that is the last one of a pool leaves the others, and the tombstone names the pools that keep it.
+func TestAPodIsKeptInOnePoolAndLeavesTheOthers(t *testing.T) {
+	w := serving(t, "a b")
+	w.list("own", ready("a"))
+	w.settle()
+	w.bury("a", "r")
+	w.settle()
+	w.stones("a:kept")
+	w.routed("web", "b")
+	w.routed("own", "a")
+	if s := w.Tombstones()[0]; !slices.Equal(s.Kept, []Pool{"own"}) || !s.Quiet {
+		t.Errorf("kept in %v, quiet %t; want in own, and Idle in web", s.Kept, s.Quiet)
+	}
+	key := Key{Pool: "web", Target: target("a")}
+	w.proxy.now[key] = &server{active: 1} // a request that runs
+	w.read(nil)
+	if s := w.Tombstones()[0]; s.State != Kept || s.Quiet {
+		t.Errorf("%s, quiet %t; want kept, and a request in web", s.State, s.Quiet)
+	}
+	w.list("own", ready("a c"))
+	w.settle()
+	w.routed("own", "c")
+	if s := w.Tombstones()[0]; len(s.Kept) != 0 || s.Quiet {
+		t.Errorf("%s, kept in %v, quiet %t; want neither", s.State, s.Kept, s.Quiet)
+	}
+}
+
 func TestStateSinceIsWhenTheStateWasEntered(t *testing.T) {
 	w := serving(t, "a b")
 	w.bury("a", "r")

@@ -55,6 +55,9 @@ type Tombstone struct {
 	Generation string
 	// Targets is how many targets of the pod the set knows, over all pools.
 	Targets int
+	// Kept are the pools in which the pod is kept, if State is Kept. Quiet says that it is Idle in its other pools.
+	Kept  []Pool
+	Quiet bool
 }
 
 // pod is a UID with a tombstone, or a dead one. There is one only while that is so.
@@ -305,10 +308,14 @@ func (s *Set) Tombstones() []Tombstone {
 	defer s.mu.Unlock()
 	all := make([]Tombstone, 0, len(s.held))
 	for _, p := range s.held {
-		all = append(all, Tombstone{
+		t := Tombstone{
 			UID: p.uid, Since: p.since, State: p.state, StateSince: p.stateAt,
 			Generation: s.generationName(), Targets: len(p.records),
-		})
+		}
+		if p.state == Kept {
+			t.Kept, t.Quiet = s.kept(p)
+		}
+		all = append(all, t)
 	}
 	slices.SortFunc(all, func(a, b Tombstone) int { return strings.Compare(string(a.UID), string(b.UID)) })
 	return all
@@ -333,6 +340,21 @@ func (s *Set) judge(now time.Time, p *pod) {
 	if state != p.state {
 		p.state, p.stateAt = state, now
 	}
+}
+
+// kept returns the pools that keep p, and whether it is Idle in all others.
+func (s *Set) kept(p *pod) (pools []Pool, quiet bool) {
+	quiet = true
+	for _, i := range p.records {
+		switch s.stateOf(i, p) {
+		case Kept:
+			pools = append(pools, s.at(i).pool.name)
+		case Idle:
+		default:
+			quiet = false
+		}
+	}
+	return pools, quiet
 }
 
 func (s *Set) stateOf(i int32, p *pod) State {

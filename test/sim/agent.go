@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"slices"
 	"strconv"
+	"strings"
 	"time"
 
 	"github.com/lameduck-io/lameduck/pkg/drain"
@@ -546,7 +547,9 @@ func (a *agent) changed() {
 	stones := a.set.Tombstones()
 	news := len(stones) != len(a.known)
 	for _, s := range stones {
-		if was, known := a.known[s.UID]; !known || was != s.State {
+		was, known := a.known[s.UID]
+		news = news || s.State == health.Kept
+		if !known || was != s.State {
 			news = true
 			a.log("%s is %s", s.UID, s.State)
 		}
@@ -813,6 +816,14 @@ func (l *link) reports(k *conn) {
 		r := drain.Report{UID: drain.UID(s.UID), Generation: s.Generation, State: wireState(s.State), Since: s.Since}
 		if s.State >= health.Removed {
 			r.Proof = drain.Runtime
+		}
+		if s.State == health.Kept {
+			var names []string
+			for _, p := range s.Kept {
+				names = append(names, service(int(p[0]-'a')).String())
+			}
+			slices.Sort(names)
+			r.Kept, r.Quiet = strings.Join(names, ","), s.Quiet
 		}
 		if _, r.Held = slices.BinarySearch(held, s.UID); r.Held {
 			r.Number = l.numbers[r.UID]

@@ -3,6 +3,7 @@ package main
 import (
 	"slices"
 	"strconv"
+	"strings"
 	"time"
 
 	"github.com/lameduck-io/lameduck/pkg/drain"
@@ -82,12 +83,18 @@ func (c *coord) checkAllow(p *pod, s drain.Status, wd *word, services []drain.Se
 	w := c.w
 	least := drain.Idle
 	switch s.Reason {
-	case drain.Acknowledged, drain.AgentsLost:
+	case drain.Acknowledged, drain.AgentsLost, drain.LastTarget:
 	case drain.IdleBound:
 		least = drain.Removed
 	case drain.NoAgents, drain.Suspended:
 	default:
 		return
+	}
+	var last []health.Pool // in which it may be kept
+	for i := range c.slices {
+		if usable := c.targets[service(i)]; usable != nil && s.Reason != drain.Acknowledged && c.alive(usable) == number(slices.Contains(usable, p.uid)) {
+			last = append(last, pool(i))
+		}
 	}
 	if p.terminating {
 		return
@@ -104,7 +111,7 @@ func (c *coord) checkAllow(p *pod, s drain.Status, wd *word, services []drain.Se
 			}
 		}
 		r, heard := c.heard[a.id][p.uid]
-		routes := a.gw.routes(p.uid)
+		routes := a.gw.routes(p.uid, last...)
 		suspended := slices.ContainsFunc(s.Suspended, func(x drain.Waiting) bool { return x.Agent == a.id })
 		switch {
 		case !a.share(services):
@@ -121,6 +128,9 @@ func (c *coord) checkAllow(p *pod, s drain.Status, wd *word, services []drain.Se
 			c.checkSilent(p, a)
 			wd.agents[a] = backing{excuse: "Suspended"}
 		case connected || ready:
+			if r.State == drain.Kept && c.keptAsLast(r.Kept, last) {
+				r.State = drain.Removed + drain.State(number(r.Quiet))
+			}
 			if !heard || r.State < least || !r.Held || w.at-r.at > w.times.Freshness || s.Reason == drain.NoAgents || s.Reason == drain.Suspended {
 				w.fail(checkBacking, "%s allows the deletion of %s by %s, but the last word of %s is %s (heard=%t held=%t, %s old)",
 					c.name, p.uid, s.Reason, a.name, r.State, heard, r.Held, w.at-r.at)
@@ -163,6 +173,16 @@ func (c *coord) checkAllow(p *pod, s drain.Status, wd *word, services []drain.Se
 			w.excuse("routed: " + wd.agents[a].excuse)
 		}
 	}
+}
+
+// keptAsLast reports whether all Services in which a gateway keeps a pod are among those whose pools may.
+func (c *coord) keptAsLast(kept string, last []health.Pool) bool {
+	for i := range c.slices {
+		if slices.Contains(strings.Split(kept, ","), service(i).String()) && !slices.Contains(last, pool(i)) {
+			return false
+		}
+	}
+	return kept != ""
 }
 
 // lost judges a request that reached a pod which had stopped, or was in it.

@@ -395,8 +395,9 @@ func (c *coord) wake(h *held) {
 	c.w.after(&c.proc, c.w.between(0, 200*time.Microsecond), func() { c.recheck(h) })
 }
 
-// listings says which Services list a pod here, ready or not, and for how long one that does not any more did.
+// listings returns which Services list a pod here, ready or not, or did until lately, and names one if the pod is the last of all that are routed.
 func (c *coord) listings(uid drain.UID) (services []drain.Service, ready bool, last string) {
+	lasts := true
 	for i, s := range c.slices {
 		listed, usable, others := false, false, 0
 		for _, e := range s.endpoints {
@@ -411,9 +412,16 @@ func (c *coord) listings(uid drain.UID) (services []drain.Service, ready bool, l
 		if at, ok := c.left[i][uid]; listed || ok && c.w.at-at < linger {
 			services = append(services, service(i))
 		}
-		if usable && others == 0 {
-			last = service(i).Name
+		switch of := service(i); {
+		case !slices.Contains(services, of) || !c.ledger.CouldRoute([]drain.Service{of}):
+		case usable && others == 0:
+			last = of.Name
+		default:
+			lasts = false
 		}
+	}
+	if !lasts {
+		last = ""
 	}
 	return services, ready, last
 }

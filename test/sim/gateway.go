@@ -100,14 +100,14 @@ func (g *gw) owned() []health.Key {
 	return keys
 }
 
-// routes says whether a request may be sent to the pod now.
-func (g *gw) routes(uid drain.UID) bool {
+// routes reports whether a request may be sent to the pod now, in pools other than those excepted.
+func (g *gw) routes(uid drain.UID, except ...health.Pool) bool {
 	if !g.up {
 		return false
 	}
 	for _, w := range g.workers {
 		for _, s := range w.servers {
-			if s.routed && s.key.Target.UID == health.UID(uid) {
+			if s.routed && s.key.Target.UID == health.UID(uid) && !slices.Contains(except, s.key.Pool) {
 				return true
 			}
 		}

@@ -405,6 +405,8 @@ func (c *Coordinator) take(ctx context.Context, who Identity, said wire.Reports)
 			return refusal{http.StatusBadRequest, fmt.Sprintf("reports[%d]: uid or generation is longer than %d bytes", i, wire.MaxName)}
 		case r.UID == "":
 			return refusal{http.StatusBadRequest, fmt.Sprintf("reports[%d].uid is required", i)}
+		case len(r.Kept) > wire.MaxKept:
+			return refusal{http.StatusBadRequest, fmt.Sprintf("reports[%d].kept is longer than %d bytes", i, wire.MaxKept)}
 		case r.State >= drain.Removed && r.Proof == drain.ProofNone:
 			return refusal{http.StatusBadRequest, fmt.Sprintf("reports[%d].proof is required with state %q", i, r.State)}
 		}

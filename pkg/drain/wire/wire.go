@@ -154,11 +154,12 @@ const (
 	BarriersPath = "/v1/barriers"
 )
 
-// MaxRoutes and MaxReports bound one post, MaxName the bytes of each name and UID in it.
+// MaxRoutes and MaxReports bound one post, MaxName the bytes of each name and UID in it, MaxKept those of the Services that keep a pod.
 const (
 	MaxRoutes  = 10_000
 	MaxReports = 10_000
 	MaxName    = 253
+	MaxKept    = 4096
 )
 
 // MaxTargets bounds the addresses of one pod, MaxBound how long a barrier may last.
