@@ -15,6 +15,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
+	"github.com/lameduck-io/lameduck/pkg/admission"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/drain/coordinator"
 	"github.com/lameduck-io/lameduck/pkg/endpoints"
@@ -90,75 +91,118 @@ func (v *vicinity) Surroundings(ctx context.Context, agent string, pod drain.Pod
 	case !s.Terminating:
 		s.Young = heardBy // this cache is behind: the pod may have become ready just before its deletion
 	}
-	uid := health.UID(pod.UID)
-	for _, l := range v.index.Pod(time.Now(), pod.Namespace, uid) {
-		usable := v.index.Usable(l.Service)
-		t := drain.Targets{Service: drain.Service{Namespace: l.Service.Namespace, Name: l.Service.Name}, Usable: make([]drain.UID, len(usable))}
-		others := 0
-		for i, other := range usable {
-			t.Usable[i] = drain.UID(other)
-			if other != uid {
-				others++
-			}
-		}
-		s.Targets = append(s.Targets, t)
+	listings := v.index.Pod(time.Now(), pod.Namespace, health.UID(pod.UID))
+	s.Targets = admission.Targets(v.index, listings)
+	var all []standing
+	for i, l := range listings {
 		if l.Left {
 			continue
 		}
-		s.Last = s.Last || others == 0
-		if err := v.service(ctx, l.Service, &is, &s); err != nil {
+		of, stated, err := v.service(ctx, l.Service)
+		if err != nil {
 			return s, err
 		}
+		s.Stated = max(s.Stated, stated)
+		if of.Spec.ClusterIP != corev1.ClusterIPNone {
+			all = append(all, standing{of: of, name: l.Service, last: s.Targets[i].Last(pod.UID)})
+		}
 	}
-	return s, nil
+	return s, v.last(ctx, all, &is, &s)
 }
 
-// service adds what a Service itself says.
-func (v *vicinity) service(ctx context.Context, name types.NamespacedName, pod *corev1.Pod, s *coordinator.Surroundings) error {
+// standing is how a pod stands in a Service for which kernels have rules: one with a cluster IP.
+type standing struct {
+	of   corev1.Service
+	name types.NamespacedName
+	// last says that no other endpoint is ready.
+	last bool
+}
+
+// service returns a Service, empty if it is not known, and the wait that it states.
+func (v *vicinity) service(ctx context.Context, name types.NamespacedName) (of corev1.Service, stated time.Duration, err error) {
 	if !v.synced() {
-		return nil // stated waits and local policies are not known; the bound holds
+		return of, 0, nil // stated waits, headless Services and local policies are not known; the bound holds
 	}
-	var of corev1.Service
-	if err := v.reader.Get(ctx, name, &of); err != nil {
-		if apierrors.IsNotFound(err) {
-			return nil
-		}
-		return fmt.Errorf("read Service %s from the cache: %w", name, err)
+	if err := v.reader.Get(ctx, name, &of); client.IgnoreNotFound(err) != nil {
+		return of, 0, fmt.Errorf("read Service %s from the cache: %w", name, err)
 	}
 	if text, ok := of.Annotations[statedWait]; ok {
-		wait, err := drain.ParseStatedWait(text)
-		if err != nil {
+		if stated, err = drain.ParseStatedWait(text); err != nil {
 			v.complain(name, text, err)
 		}
-		s.Stated = max(s.Stated, wait)
 	}
-	s.Last = s.Last || of.Spec.PublishNotReadyAddresses
-	fromInside := of.Spec.InternalTrafficPolicy != nil && *of.Spec.InternalTrafficPolicy == corev1.ServiceInternalTrafficPolicyLocal
-	fromOutside := of.Spec.ExternalTrafficPolicy == corev1.ServiceExternalTrafficPolicyLocal
-	if !fromInside && !fromOutside || s.Last || s.LastHere {
+	return of, stated, nil
+}
+
+// last finds in which Services kernels may go on sending to the pod.
+func (v *vicinity) last(ctx context.Context, all []standing, pod *corev1.Pod, s *coordinator.Surroundings) error {
+	last, publish, local, rest := false, false, false, false
+	for _, in := range all {
+		switch {
+		case in.last:
+			last = true
+		case in.of.Spec.PublishNotReadyAddresses:
+			publish = true
+		default:
+			rest = true
+			local = local || inside(&in.of) || outside(&in.of)
+		}
+	}
+	switch {
+	case !rest:
+		s.Last = last || publish
+		return nil
+	case publish:
+		// Kernels send to the pod to its end. What they do in the other Services does not show, but by then they have heard.
+		s.Last, s.Stated = true, max(s.Stated, heardBy)
+		return nil
+	case !last && !local:
 		return nil
 	}
+	one, here, lastHere := true, true, last
+	for _, in := range all {
+		if in.last {
+			continue
+		}
+		known, beside, err := v.others(ctx, in.name, pod)
+		if err != nil {
+			return err
+		}
+		// What the node's kernel keeps for its own traffic says nothing of what it sends to endpoints of all nodes, if it does so as well.
+		always := inside(&in.of) && (outside(&in.of) || in.of.Spec.Type == corev1.ServiceTypeClusterIP || in.of.Spec.Type == "")
+		one, here = one && known, here && (known || always && !beside)
+		lastHere = lastHere || !beside && (inside(&in.of) || outside(&in.of))
+	}
+	s.LastOne, s.LastHere = last && one, lastHere && here
+	return nil
+}
+
+func inside(of *corev1.Service) bool {
+	return of.Spec.InternalTrafficPolicy != nil && *of.Spec.InternalTrafficPolicy == corev1.ServiceInternalTrafficPolicyLocal
+}
+
+func outside(of *corev1.Service) bool {
+	return of.Spec.ExternalTrafficPolicy == corev1.ServiceExternalTrafficPolicyLocal
+}
+
+// others reports whether a Service has another ready endpoint of which every kernel must have heard, and whether it has one on the pod's node. A
+// kernel that is late keeps the pod for want of another endpoint that it has heard of.
+func (v *vicinity) others(ctx context.Context, name types.NamespacedName, pod *corev1.Pod) (known, beside bool, err error) {
 	var slices discovery.EndpointSliceList
 	if err := v.reader.List(ctx, &slices, client.InNamespace(name.Namespace), client.MatchingLabels{discovery.LabelServiceName: name.Name}); err != nil {
-		return fmt.Errorf("list EndpointSlices of %s from the cache: %w", name, err)
+		return false, false, fmt.Errorf("list EndpointSlices of %s from the cache: %w", name, err)
 	}
-	// What the node's kernel keeps for its own traffic says nothing of what it sends to endpoints of all nodes, if it does so as well: one that is
-	// late keeps the pod there too, for want of another that it has heard of. So there must be one of which it must have heard.
-	heard := fromInside && (fromOutside || of.Spec.Type == corev1.ServiceTypeClusterIP || of.Spec.Type == "")
 	for i := range slices.Items {
 		for _, e := range slices.Items[i].Endpoints {
 			ready := (e.Conditions.Ready == nil || *e.Conditions.Ready) && (e.Conditions.Terminating == nil || !*e.Conditions.Terminating)
 			if !ready || e.TargetRef != nil && e.TargetRef.UID == pod.UID {
 				continue
 			}
-			if e.NodeName != nil && *e.NodeName == pod.Spec.NodeName {
-				return nil
-			}
-			heard = heard || v.heard(ctx, e.TargetRef)
+			beside = beside || e.NodeName != nil && *e.NodeName == pod.Spec.NodeName
+			known = known || v.heard(ctx, e.TargetRef)
 		}
 	}
-	s.LastHere = heard
-	return nil
+	return known, beside, nil
 }
 
 // heard says whether a pod has been ready for so long that every kernel has heard so. One that is going does not count: an agent that knows so keeps

@@ -195,6 +195,69 @@ func TestSurroundings(t *testing.T) {
 	}
 }
 
+// A pod is in several Services. In those that kernels have rules for, and in which another endpoint is ready, a kernel that still sends to the pod is
+// late and must be waited for. The governing Service of a StatefulSet is headless: kernels have no rules for it.
+func TestTheLastTargetIsJudgedForEachService(t *testing.T) {
+	ip := corev1.ServiceSpec{ClusterIP: "10.96.0.7"}
+	headless := corev1.ServiceSpec{ClusterIP: corev1.ClusterIPNone, PublishNotReadyAddresses: true}
+	publishes := corev1.ServiceSpec{ClusterIP: "10.96.0.8", PublishNotReadyAddresses: true}
+	type service struct {
+		spec  corev1.ServiceSpec
+		alone bool
+	}
+	for name, c := range map[string]struct {
+		in []service
+		// other is for how long the pod of the other endpoint has been ready.
+		other           time.Duration
+		last, one, here bool
+		stated          time.Duration
+	}{
+		"a headless one lists it too":                              {in: []service{{ip, false}, {headless, false}}, other: time.Minute},
+		"it is the last of a headless one":                         {in: []service{{ip, false}, {headless, true}}, other: time.Minute},
+		"the last of the one that is not headless":                 {in: []service{{ip, true}, {headless, false}}, last: true},
+		"in headless ones only":                                    {in: []service{{headless, false}}},
+		"the last of one":                                          {in: []service{{ip, true}, {ip, false}}, other: time.Minute, one: true, here: true},
+		"the last of one, and kernels may not know another":        {in: []service{{ip, true}, {ip, false}}, other: time.Second},
+		"the last of both":                                         {in: []service{{ip, true}, {ip, true}}, last: true},
+		"one publishes those that are not ready":                   {in: []service{{publishes, false}}, last: true},
+		"one publishes those that are not ready, and one does not": {in: []service{{publishes, false}, {ip, false}}, last: true, stated: heardBy},
+	} {
+		t.Run(name, func(t *testing.T) {
+			pod, other := going(), going()
+			other.Name, other.UID, other.DeletionTimestamp, other.DeletionGracePeriodSeconds = "uid-b", "uid-b", nil, nil
+			other.Status.Conditions[0].LastTransitionTime = metav1.NewTime(time.Now().Add(-c.other))
+			objects := []client.Object{pod, other, &corev1.Pod{
+				ObjectMeta: metav1.ObjectMeta{Namespace: "lameduck-node", Name: "agent-x", UID: "x"}, Spec: corev1.PodSpec{NodeName: "n1"},
+			}}
+			v := &vicinity{
+				index: endpoints.NewIndex(), log: slog.New(slog.DiscardHandler), known: func() bool { return true }, synced: func() bool { return true },
+				going: func(drain.UID) bool { return false },
+			}
+			for i, in := range c.in {
+				name := "db-" + string(rune('a'+i))
+				slice := &discovery.EndpointSlice{
+					ObjectMeta:  metav1.ObjectMeta{Namespace: "shop", Name: name + "-1", Labels: map[string]string{discovery.LabelServiceName: name}, ResourceVersion: "7"},
+					AddressType: discovery.AddressTypeIPv4, Ports: []discovery.EndpointPort{{Port: ptr.To(int32(80))}},
+					Endpoints: []discovery.Endpoint{entry("uid-a", "n1", in.spec.PublishNotReadyAddresses, true)},
+				}
+				if !in.alone {
+					slice.Endpoints = append(slice.Endpoints, entry("uid-b", "n2", true, false))
+				}
+				v.index.Apply(time.Now(), slice)
+				objects = append(objects, slice, &corev1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: name}, Spec: in.spec})
+			}
+			v.reader = fake.NewClientBuilder().WithObjects(objects...).Build()
+			got, err := v.Surroundings(t.Context(), "lameduck-node/agent-x", drain.Pod{Namespace: "shop", Name: "a", UID: "uid-a"})
+			if err != nil {
+				t.Fatal(err)
+			}
+			if got.Last != c.last || got.LastOne != c.one || got.LastHere != c.here || got.Stated != c.stated || len(got.Targets) != len(c.in) {
+				t.Errorf("%+v", got)
+			}
+		})
+	}
+}
+
 // Without this, a replica that has just started ends the barriers of pods that it has not heard of yet.
 func TestAColdViewKnowsNothing(t *testing.T) {
 	v := &vicinity{known: func() bool { return false }}

@@ -23,8 +23,9 @@ import (
 //
 // A gateway that has nobody else to send to goes on sending to a terminating pod (KEP-1669). It is asked to be quiet then, not to let go,
 // and the drain is released with the reason LastTarget. Whether that is so, agents cannot know: one whose kernel is late sees the last
-// target of a Service that has another one. So the word of those who say Kept or Routing counts for more only while the replica sees no
-// ready endpoint, and has seen none for [lastSettle], for it may be late too.
+// target of a Service that has another one. So a report of Kept or Routing counts for more only while the replica sees no other ready endpoint
+// ([Barrier.Last]), and has seen none for [lastSettle], because the replica may be late too. Agents report one state for all Services. If only
+// some Services have no other endpoint, Routing may be said of the others, and Kept alone counts ([Barrier.LastOne]).
 //
 // A gateway that has not heard yet that a pod is ready looks as if it had let go of it, and will send to it when it hears. So the word of one
 // that was not seen to send to the pod while the barrier stood counts only when it must have heard ([Barrier.Young]).
@@ -48,9 +49,10 @@ type Barrier struct {
 	Bound time.Duration
 	// Stated is the longest wait, from the deletion on, that one of Services states.
 	Stated time.Duration
-	// Last says that one of Services has no ready endpoint, or lists those that are not too. LastHere says that it has none on the pod's node,
-	// and that traffic of the node stays there: then only the agent that asks is taken at its word.
-	Last, LastHere bool
+	// Last says that in no Service gateways have another endpoint to send to, so that they may go on sending to the pod. LastOne says so of
+	// some Services, and that in each of the others every gateway knows another endpoint: one that says Kept sends to the pod in the former
+	// alone. LastHere is LastOne for the pod's node, by the traffic policy of a Service: only the agent that asks is taken at its word.
+	Last, LastOne, LastHere bool
 	// Young is how long after the deletion a gateway may still not have heard that the pod is ready.
 	Young time.Duration
 }
@@ -67,8 +69,8 @@ type barrier struct {
 	// silent are the directed agents that must acknowledge: those of drain.silent, of the drain at the hold that ended here with the pod. Nil:
 	// there was no such drain, and all of them must.
 	silent map[AgentID]struct{}
-	// last and lastHere are as in Barrier, each at the time since which it is so; zero: it is not.
-	last, lastHere time.Time
+	// last, lastOne and lastHere are as in Barrier, each at the time since which it is so; zero: it is not.
+	last, lastOne, lastHere time.Time
 	// young is as in Barrier: the longest that was told.
 	young time.Duration
 }
@@ -149,7 +151,7 @@ func (l *Ledger) see(now time.Time, d *drain, b Barrier) {
 	for _, of := range []struct {
 		since *time.Time
 		is    bool
-	}{{&d.barrier.last, b.Last}, {&d.barrier.lastHere, b.LastHere}} {
+	}{{&d.barrier.last, b.Last}, {&d.barrier.lastOne, b.LastOne}, {&d.barrier.lastHere, b.LastHere}} {
 		switch {
 		case of.is && of.since.IsZero():
 			*of.since = now
@@ -295,6 +297,9 @@ func (l *Ledger) counts(now time.Time, d *drain, a *agent, r Report) (state Stat
 		return r.State, false, time.Time{}
 	}
 	since := d.barrier.last
+	if since.IsZero() && r.State == Kept {
+		since = d.barrier.lastOne
+	}
 	if since.IsZero() && (a.id == d.barrier.by && r.State == Kept || brokenRule == 13) {
 		since = d.barrier.lastHere
 	}

@@ -258,6 +258,7 @@ func TestEachIsToldItsPart(t *testing.T) {
 func TestTheLastTarget(t *testing.T) {
 	p := pod("a")
 	last := func(b *Barrier) { b.Last = true }
+	one := func(b *Barrier) { b.LastOne = true }
 	here := func(b *Barrier) { b.LastHere = true }
 	for name, c := range map[string]struct {
 		is    func(*Barrier)
@@ -273,6 +274,9 @@ func TestTheLastTarget(t *testing.T) {
 		"another is ready, the kernel is late": {
 			func(*Barrier) {}, "node-1", Kept, true, "Unrouting node-1:kept", "Unrouting node-1:kept",
 		},
+		"the last one of one Service, kept there":            {one, "node-2", Kept, true, "Unrouting node-1:kept", "Released LastTarget"},
+		"the last one of one Service, and routed in another": {one, "node-2", Routing, true, "Unrouting node-1:routing", "Unrouting node-1:routing"},
+
 		"the last one of the node, says it":     {here, "node-1", Kept, true, "Unrouting node-1:kept", "Released LastTarget"},
 		"the last one of another node, says it": {here, "node-2", Kept, true, "Unrouting node-1:kept", "Unrouting node-1:kept"},
 		"the last one of the node, and routing": {here, "node-1", Routing, true, "Unrouting node-1:routing", "Unrouting node-1:routing"},

@@ -237,18 +237,6 @@ func others(s slice, uid drain.UID, here *agent) (listed, other bool) {
 	return listed, other
 }
 
-// staysInOne says whether the kernel goes on sending to p in one of its several Services, which covers the others as well.
-func (k *kernel) staysInOne(p *pod, all []slice) bool {
-	for _, i := range p.services {
-		for _, here := range []*agent{nil, p.host} {
-			if listed, other := others(all[i], p.uid, here); len(p.services) > 1 && listed && !other && (here == nil || k.w.api.policies[i] != everywhere) {
-				return true
-			}
-		}
-	}
-	return false
-}
-
 // clients open connections through the kernel.
 func (k *kernel) clients() {
 	w := k.w
@@ -486,30 +474,36 @@ func (c *coord) barTurn(x *barred) {
 		return
 	}
 	services, _, _ := c.listings(p.uid)
-	last, lastHere, stated := false, false, time.Duration(0)
+	last, lastOne, all, one, here := false, false, true, true, true
+	lastHere, stated := false, time.Duration(0)
 	for i, s := range c.slices {
-		listed, others, here, heard := false, 0, 0, false
+		listed, others, beside, heard := false, 0, 0, brokenRule() == 19
 		for _, e := range s.endpoints {
 			listed = listed || e.uid == p.uid
 			other := e.uid != p.uid && e.ready && !e.terminating
 			others += number(other)
-			here += number(other && e.host == x.h.a)
+			beside += number(other && e.host == x.h.a)
 			v := c.pods[e.uid]
 			heard = heard || other && v.ready && w.at-v.readyAt >= heardBy && !c.ledger.Going(w.now, e.uid)
 		}
 		if !listed {
 			continue
 		}
-		last = last || others == 0
-		// That this node has no other says nothing of what it sends to all nodes, unless it must have heard of another one.
-		lastHere = lastHere || here == 0 && (w.api.policies[i] == localAlways || w.api.policies[i] == localFromOutside && (heard || brokenRule() == 19))
 		stated = max(stated, w.api.stated[i])
+		if others == 0 {
+			lastOne = true
+			continue
+		}
+		// A kernel that has not heard of another endpoint keeps this one as well.
+		all, one, here = false, one && heard, here && (heard || beside == 0 && w.api.policies[i] == localAlways)
+		lastHere = lastHere || beside == 0 && w.api.policies[i] != everywhere
 	}
+	last, lastOne, lastHere = lastOne && all, lastOne && one && !all, (lastOne || lastHere) && here && !all
 	if s := c.ledger.BarrierStatus(w.now, p.uid); s.Phase == drain.PhaseUnknown {
 		c.rested[p.uid] = c.took
 	}
 	s := c.ledger.OpenBarrier(w.now, drain.Barrier{
-		Pod: p.drainPod(), By: x.h.a.id, Services: services, Since: x.since, Bound: barrierBound - answerMargin, Last: last, LastHere: lastHere,
+		Pod: p.drainPod(), By: x.h.a.id, Services: services, Since: x.since, Bound: barrierBound - answerMargin, Last: last, LastOne: lastOne, LastHere: lastHere,
 		Stated: stated, Young: c.young(p.uid),
 	})
 	c.closed(p.uid) // it is known to be dead from then on
@@ -712,8 +706,6 @@ func (c *coord) checkPass(p *pod, s drain.Status, why *pass) {
 				w.excuse("routed by a kernel: it hears more than 10 s late")
 			case s.Reason == drain.LastTarget && a.kernel.stays(p.uid, c.slices):
 				w.excuse("routed by a kernel: LastTarget, and another endpoint is just becoming ready")
-			case s.Reason == drain.LastTarget && a.kernel.staysInOne(p, c.slices):
-				w.excuse("routed by a kernel: LastTarget of another of its Services")
 			default:
 				w.fail(checkBarrier, "%s lets %s stop by %s, but the kernel of %s sends to it", c.name, p.uid, s.Reason, a.name)
 			}

@@ -117,7 +117,7 @@ func TestCalmWorldsLoseNothing(t *testing.T) {
 			case "Forced", "LastTarget", "DisruptionTarget", "Deadline", "NoAgents", "UnknownPod", "NotListed":
 			case "lost: IdleBound":
 			case "lost in a kernel: no barrier", "lost in a kernel: Deadline", "lost in a kernel: IdleBound", "lost in a kernel: LastTarget", "lost in a kernel: LastTarget since",
-				"routed by a kernel: LastTarget", "routed by a kernel: LastTarget of another of its Services",
+				"routed by a kernel: LastTarget",
 				"lost in a kernel: not asked: the scope is local", "routed by a kernel: not asked: the scope is local",
 				"lost in a kernel: not asked: not in the sample", "routed by a kernel: not asked: not in the sample", "routed by a kernel: LastTarget, and another endpoint is just becoming ready":
 			default:

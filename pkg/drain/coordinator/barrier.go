@@ -29,10 +29,10 @@ type Surroundings struct {
 	Here bool
 	// Targets are the Services that list the pod, or did lately, with their usable targets.
 	Targets []drain.Targets
-	// Stated, Last, LastHere and Young are as in [drain.Barrier].
-	Stated         time.Duration
-	Last, LastHere bool
-	Young          time.Duration
+	// The rest is as in [drain.Barrier].
+	Stated                  time.Duration
+	Last, LastOne, LastHere bool
+	Young                   time.Duration
 }
 
 // Vicinity tells what surrounds a pod, from a cache: it is asked four times a second for each barrier that waits.
@@ -93,7 +93,7 @@ func (c *Coordinator) barrier(w http.ResponseWriter, r *http.Request, who Identi
 		for _, t := range s.Targets {
 			b.Services = append(b.Services, t.Service)
 		}
-		b.Stated, b.Last, b.LastHere, b.Young = s.Stated, s.Last, s.LastHere, s.Young
+		b.Stated, b.Last, b.LastOne, b.LastHere, b.Young = s.Stated, s.Last, s.LastOne, s.LastHere, s.Young
 		now := time.Now()
 		status := c.ledger.OpenBarrier(now, b)
 		c.seen.faced(now, status)
