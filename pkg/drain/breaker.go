@@ -25,8 +25,9 @@ const strikesOut = 3
 // the clients' doing. What does not reset: a new session and a new life of the agent. One that crashes every twenty seconds answers nothing
 // either.
 //
-// Silence may be ours. Where most of the agents that the API lists have no stream here, it is this replica that is cut off, and
-// agents without a stream are not suspended: drains wait for the deadline, and another replica may hear what this one cannot. An
+// This replica may be cut off. That is assumed while most of the agents that the API lists have no stream here: agents that lost their
+// stream are then not suspended, drains wait for the deadline, and another replica may hear what this one cannot. An agent that never
+// connected here is suspended all the same: its CA bundle, its token or a NetworkPolicy is wrong, and it may never come. An
 // agent that is connected and does not answer is suspended even if it is the only one, and even if all are: the drains are then released
 // with the reason Suspended, which people are warned of.
 //
@@ -97,7 +98,7 @@ func (l *Ledger) strike(a *agent, d *drain) {
 	}
 	a.breaker.strikes++
 	a.breaker.struckAt = over
-	if a.breaker.strikes >= strikesOut && (a.session != 0 || l.hearsMost()) {
+	if a.breaker.strikes >= strikesOut && (a.session != 0 || !a.met || l.hearsMost()) {
 		l.suspend(a, Suspension{Agent: a.id, Name: a.name})
 	}
 }

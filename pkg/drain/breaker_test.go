@@ -325,3 +325,35 @@ func TestWhoIsNotBelievedOfAYoungPodIsNotToBlame(t *testing.T) {
 	}
 	w.wantSuspensions("-node-2")
 }
+
+// The first agents of a cluster have a wrong CA bundle, or a NetworkPolicy keeps them from the coordinator: their pods are ready, and they never
+// connect. They have not declared, so they may route everything, and every deletion in the cluster waits for them.
+func TestAgentsThatNeverConnectAreSuspended(t *testing.T) {
+	for _, agents := range []int{1, 2} {
+		w := newWorld(t)
+		var all []Expected
+		for i := range agents {
+			all = append(all, Expected{ID: AgentID(fmt.Sprint("a", i)), Name: fmt.Sprint("edge/a", i), Ready: true, Label: LabelDirected})
+		}
+		w.Expect(w.now, all)
+		slow := 0
+		for i := range 100 {
+			p := pod(fmt.Sprint("p", i))
+			w.Ask(w.now, p, []Service{{"another", "service"}})
+			if !w.Status(w.now, p.UID).Waits() {
+				break
+			}
+			slow++
+			for range 30 {
+				w.pass(time.Second)
+				w.Tick(w.now)
+			}
+			w.Gone(w.now, p.UID)
+			w.pass(time.Second)
+		}
+		t.Logf("%d agents that never connected: of 100 deletions, one after the other, %d took 30 s; suspended: %d", agents, slow, w.Suspended())
+		if slow > 3 {
+			t.Error("they delay every deletion")
+		}
+	}
+}
