@@ -51,7 +51,7 @@ bench: haproxy ## every promise of speed, each against its floor in the same run
 sim: ## the deterministic simulation: SEEDS of them FROM one, those that once failed, DRAWN new ones, and with each rule switched off (SEEDS=1 FROM=1234 replays)
 	@mkdir -p $(BIN)
 	@CGO_ENABLED=0 go build -o $(BIN)/sim ./test/sim && CGO_ENABLED=0 go build -tags lameduckmutation -o $(BIN)/sim-mutated ./test/sim
-	@if [ "$(SEEDS)" -gt 1 ]; then $(BIN)/sim-mutated -mutations 2000; fi
+	@if [ "$(SEEDS)" -gt 1 ]; then $(BIN)/sim-mutated -mutations 4000; fi
 	@$(BIN)/sim -seeds $(SEEDS) -from $(FROM) -drawn $(DRAWN)
 
 .PHONY: e2e

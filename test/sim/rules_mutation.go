@@ -37,7 +37,7 @@ var rules = [...]string{
 }
 
 func mutate(from uint64, most int) error {
-	missed, seeds := 0, sequence(from, most)
+	missed, seeds := 0, append(corpus(), sequence(from, most)...)
 	for rule := 1; rule < len(rules); rule++ {
 		broken = rule
 		drain.BreakRule(rule)
