@@ -128,7 +128,9 @@ func (c *coord) checkAllow(p *pod, s drain.Status, wd *word, services []drain.Se
 			c.checkSilent(p, a)
 			wd.agents[a] = backing{excuse: "Suspended"}
 		case connected || ready:
+			excuse := ""
 			if r.State == drain.Kept && c.keptAsLast(r.Kept, last) {
+				excuse = "LastTarget" // whatever the reason is, which is that of the slowest: this gateway sends on
 				r.State = drain.Removed + drain.State(number(r.Quiet))
 			}
 			if !heard || r.State < least || !r.Held || w.at-r.at > w.times.Freshness || s.Reason == drain.NoAgents || s.Reason == drain.Suspended {
@@ -141,7 +143,7 @@ func (c *coord) checkAllow(p *pod, s drain.Status, wd *word, services []drain.Se
 				w.fail(checkBacking, "%s allows the deletion of %s by %s, but the last word of %s is from before this drain: it speaks of a tombstone that is being lifted",
 					c.name, p.uid, s.Reason, a.name)
 			}
-			wd.agents[a] = backing{readAt: r.readAt}
+			wd.agents[a] = backing{readAt: r.readAt, excuse: excuse}
 			switch {
 			case !routes:
 			case a.gw.forgot >= r.readAt && w.at-r.readAt <= w.spentMost():

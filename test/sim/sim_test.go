@@ -115,7 +115,7 @@ func TestCalmWorldsLoseNothing(t *testing.T) {
 		for reason := range w.excused {
 			switch strings.TrimPrefix(reason, "lost: allowed by ") {
 			case "Forced", "LastTarget", "DisruptionTarget", "Deadline", "NoAgents", "UnknownPod", "NotListed":
-			case "lost: IdleBound":
+			case "lost: IdleBound", "lost: LastTarget":
 			case "lost in a kernel: no barrier", "lost in a kernel: Deadline", "lost in a kernel: IdleBound", "lost in a kernel: LastTarget", "lost in a kernel: LastTarget since",
 				"routed by a kernel: LastTarget",
 				"lost in a kernel: not asked: the scope is local", "routed by a kernel: not asked: the scope is local",
