@@ -62,7 +62,7 @@ func TestBadFiles(t *testing.T) {
 		"no unit":             {head + "times: {deadline: '3'}", []string{"times.deadline"}},
 		"a log level":         {head + "logLevel: loud", []string{`"loud"`}},
 		"an unset variable":   {head + "excludedNamespaces: ['${NOWHERE}']", []string{`"NOWHERE"`}},
-		"times":               {head + "times: {hold: 4s}", []string{"webhook timeout 5s must be more than hold 4s"}},
+		"times":               {head + "times: {hold: 4s}", []string{"webhook timeout 4s must be more than hold 4s"}},
 		"names":               {head + "certificates: {names: [a_b]}", []string{`certificates.names[0] "a_b"`}},
 		"no secret":           {head + "certificates: {secret: ''}", []string{`certificates.secret ""`}},
 		"no sample":           {head + "barrier: {sampling: {size: 0}}", []string{"barrier.sampling.size 0"}},

@@ -44,7 +44,7 @@ func TestDefaults(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if o.namespace != "lameduck" || o.replica != "webhook-0" || o.maxHolds != 32 || o.maxHoldsPerOwner != 8 || o.times.Hold != 2*time.Second ||
+	if o.namespace != "lameduck" || o.replica != "webhook-0" || o.maxHolds != 85 || o.maxHoldsPerOwner != 8 || o.times.Hold != 2*time.Second ||
 		!slices.Equal(o.excluded, []string{"kube-system", "lameduck"}) {
 		t.Errorf("%+v", o)
 	}
@@ -68,7 +68,7 @@ func TestBadFlags(t *testing.T) {
 		"unknown":                    {[]string{"--nonsense"}, []string{"-nonsense"}},
 		"an argument":                {[]string{"serve"}, []string{`unexpected argument "serve"`}},
 		"hold that is no duration":   {[]string{"--hold", "2"}, []string{`"2"`, "-hold"}},
-		"hold too long":              {[]string{"--hold", "4s"}, []string{"--hold", "webhook timeout 5s must be more than hold 4s"}},
+		"hold too long":              {[]string{"--hold", "4s"}, []string{"--hold", "webhook timeout 4s must be more than hold 4s"}},
 		"hold negative":              {[]string{"--hold", "-1s"}, []string{"--hold", "hold -1s must be positive"}},
 		"webhook timeout":            {[]string{"--webhook-timeout", "31s"}, []string{"--webhook-timeout", "webhook timeout 31s must be at most 30s"}},
 		"deadline":                   {[]string{"--deadline", "10m"}, []string{"--deadline", "deadline 10m0s"}},

@@ -598,7 +598,7 @@ func TestDefaultTimesHold(t *testing.T) {
 		set  func(*Times)
 		want string
 	}{
-		"hold":             {func(s *Times) { s.Hold = 4 * time.Second }, "webhook timeout 5s must be more than hold 4s + 1.5s"},
+		"hold":             {func(s *Times) { s.Hold = 4 * time.Second }, "webhook timeout 4s must be more than hold 4s + 1.5s"},
 		"deadline":         {func(s *Times) { s.Deadline = time.Minute }, "deadline 1m0s + 5s must be within what one client call waits"},
 		"idle bound":       {func(s *Times) { s.IdleBound = 31 * time.Second }, "idle bound 31s must be positive and at most the deadline 30s"},
 		"heartbeat":        {func(s *Times) { s.Heartbeat = 3 * time.Second }, "heartbeat 3s must be positive and less than half of away 5s"},

@@ -37,7 +37,7 @@ type Times struct {
 // DefaultTimes returns the times that the design was reviewed with.
 func DefaultTimes() Times {
 	return Times{
-		Webhook: 5 * time.Second, Hold: 2 * time.Second, Deadline: 30 * time.Second, IdleBound: 10 * time.Second,
+		Webhook: 4 * time.Second, Hold: 2 * time.Second, Deadline: 30 * time.Second, IdleBound: 10 * time.Second,
 		Heartbeat: 2 * time.Second, Away: 5 * time.Second,
 		Lease: 60 * time.Second, Renewal: 10 * time.Second, Freshness: 15 * time.Second,
 		Abandon: 45 * time.Second, Memory: 10 * time.Minute,
