@@ -4,7 +4,6 @@ import (
 	"context"
 	"maps"
 	"regexp"
-	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -102,12 +101,8 @@ func (d *deletions) all() map[types.UID]deletion {
 	return maps.Clone(d.first)
 }
 
-// One of two coordinators is killed, again and again, while the application is updated and pods are deleted. No deletion fails, and every pod that a
-// coordinator has answered for goes without losing a request.
-//
-// What remains is failurePolicy Ignore, which is what keeps deletions possible without Lameduck: a call that was with the coordinator that died, or that
-// was sent to it until Services no longer routed to it, is answered by nobody, and the API server deletes the pod at once. It is for no other pods
-// that requests may fail, all of these are deleted within [unnoticed] of a kill, and the API server counts each such call.
+// One of two coordinators is killed, again and again, while the application is updated and pods are deleted. No deletion fails, no request is lost, and no
+// pod goes without an answer: the API server asks both, and the one that lives has held the same calls.
 func TestOneOfTwoCoordinatorsIsKilled(t *testing.T) {
 	// Not parallel: it changes the coordinators of all.
 	s := open(t)
@@ -186,33 +181,15 @@ func TestOneOfTwoCoordinatorsIsKilled(t *testing.T) {
 	for _, a := range answers(t, s, ns) {
 		answered[a.Pod] = a.Reason
 	}
-	unanswered := 0
 	for _, d := range gone {
-		if answered[d.pod] != "" {
-			continue
-		}
-		unanswered++
-		if !slices.ContainsFunc(kills, func(k [2]time.Time) bool { return d.at.After(k[0]) && d.at.Before(k[1]) }) {
-			t.Errorf("pod %s was deleted at %s without an answer, and no coordinator had died: %v", d.pod, d.at, kills)
+		if answered[d.pod] == "" {
+			t.Errorf("pod %s was deleted at %s without an answer: %v", d.pod, d.at, kills)
 		}
 	}
-	if failing = failedOpen(t, s) - failing; unanswered > failing {
-		t.Errorf("%d pods were deleted without an answer, and the API server counts %d calls that failed", unanswered, failing)
+	failing = failedOpen(t, s) - failing
+	t.Logf("%d kills, %d pods deleted (%d calls failed), %d requests, of which %d failed", len(kills), len(gone), failing, got.Total, got.Failed)
+	if got.Failed > 0 {
+		t.Errorf("%d of %d requests failed: %v\n%v", got.Failed, got.Total, got.FailedBy, got.FailedAt)
 	}
-	blamed := 0
-	pods := slices.Collect(maps.Keys(gone))
-	for server, n := range got.FailedAt {
-		i := slices.IndexFunc(pods, func(uid types.UID) bool { return strings.Contains(server, string(uid)) })
-		if i < 0 {
-			t.Errorf("%d requests failed at %q, which is no pod that was deleted", n, server)
-			continue
-		}
-		blamed++
-		if pod := gone[pods[i]].pod; answered[pod] != "" {
-			t.Errorf("%d requests failed at pod %s, which a coordinator let go: %s", n, pod, answered[pod])
-		}
-	}
-	t.Logf("%d kills, %d pods deleted, %d of them without an answer (%d calls failed), %d requests, of which %d failed, at %d of these pods",
-		len(kills), len(gone), unanswered, failing, got.Total, got.Failed, blamed)
 	noRaces(t, s, ns)
 }

@@ -24,7 +24,7 @@ import (
 const (
 	// manyDeletions come at one moment, holdsAtMost is how many the coordinator holds.
 	manyDeletions = 500
-	holdsAtMost   = 32
+	holdsAtMost   = 85
 )
 
 // The worst moment for an agent to be silent is when a whole node pool goes. The coordinator must not hold more calls than it may, each caller

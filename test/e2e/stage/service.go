@@ -95,12 +95,29 @@ func (s *Stage) forward(conn net.Conn, to string) {
 	stop := context.AfterFunc(s.running, func() { conn.Close(); server.Close() })
 	defer stop()
 	var both sync.WaitGroup
-	for _, pair := range [][2]net.Conn{{conn, server}, {server, conn}} {
+	for i, pair := range [][2]net.Conn{{conn, server}, {server, conn}} {
 		both.Go(func() {
-			_, _ = io.Copy(pair[0], pair[1])
+			var from io.Reader = pair[1]
+			if i == 1 && s.Delay != nil {
+				from = late{pair[1], s.Delay}
+			}
+			_, _ = io.Copy(pair[0], from)
 			pair[0].Close()
 			pair[1].Close()
 		})
 	}
 	both.Wait()
+}
+
+// late delays what it reads. Its type hides that the connection could be spliced, which would pass everything on at once.
+type late struct {
+	io.Reader
+	delay func() time.Duration
+}
+
+// Read implements io.Reader.
+func (l late) Read(b []byte) (int, error) {
+	n, err := l.Reader.Read(b)
+	time.Sleep(l.delay())
+	return n, err
 }

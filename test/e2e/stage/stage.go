@@ -55,6 +55,8 @@ type Options struct {
 	Bin string
 	// Entries of the webhook configuration, each with one coordinator behind a stand-in of its Service. 0: one, which has the Service's address itself.
 	Entries int
+	// Delay is how much later each piece of what the API server writes to a coordinator arrives, with Entries. Nil: at once.
+	Delay func() time.Duration
 	// Overlap is certificates.overlap of the coordinator. 0: the default.
 	Overlap time.Duration
 	// WebhookArgs are more flags of the coordinator.

@@ -4,10 +4,12 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math/rand/v2"
 	"os"
 	"path/filepath"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -27,6 +29,9 @@ var (
 	errOpen  error
 )
 
+// delayMost is how much later a call may reach a coordinator, at random: two calls then reach two coordinators in opposite orders.
+var delayMost atomic.Int64
+
 // open returns the stage that all tests share: one node, two coordinators, each with an entry of the webhook configuration.
 func open(t *testing.T) *stage.Stage {
 	t.Helper()
@@ -36,7 +41,9 @@ func open(t *testing.T) *stage.Stage {
 		// Like the shared cluster, it lives until the program ends.
 		ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
 		defer cancel()
-		opened, errOpen = stage.Open(ctx, c, stage.Options{Bin: bin, Dir: filepath.Join(os.TempDir(), "n"), Entries: 2})
+		opened, errOpen = stage.Open(ctx, c, stage.Options{Bin: bin, Dir: filepath.Join(os.TempDir(), "n"), Entries: 2, Delay: func() time.Duration {
+			return time.Duration(rand.Int64N(delayMost.Load() + 1))
+		}})
 		if errOpen == nil {
 			errOpen = errors.Join(opened.InstallCoordinator(ctx), opened.InstallWebhook(ctx, 2))
 		}

@@ -1,0 +1,193 @@
+package witness
+
+import (
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"os"
+	"strconv"
+	"sync"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	policyv1 "k8s.io/api/policy/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/util/intstr"
+	"k8s.io/utils/ptr"
+
+	"github.com/lameduck-io/lameduck/test/cluster"
+	"github.com/lameduck-io/lameduck/test/e2e/stage"
+)
+
+// rounds is how often two evictions meet: ROUNDS, or 20.
+func rounds(t *testing.T) int {
+	text := os.Getenv("ROUNDS")
+	if text == "" {
+		return 20
+	}
+	n, err := strconv.Atoi(text)
+	must(t, err)
+	return n
+}
+
+// shop is an application of three pods behind HAProxy, two of which must be there.
+type shop struct {
+	s  *stage.Stage
+	ns string
+	// targets is where the agent tells what HAProxy does.
+	targets string
+}
+
+func newShop(t *testing.T, s *stage.Stage, pods int) *shop {
+	t.Helper()
+	if _, err := stage.HAProxy(); err != nil {
+		cluster.Missing(t, "haproxy", "apt-get install haproxy")
+	}
+	sh := &shop{s: s, ns: fmt.Sprintf("order-%d", time.Now().UnixMilli()%1e6)}
+	must(t, s.CreateNamespace(t.Context(), sh.ns))
+	must(t, s.InstallApp(t.Context(), stage.App{Namespace: sh.ns, Replicas: pods}))
+	_, err := s.InstallGateway(t.Context(), stage.Gateway{Namespace: sh.ns})
+	must(t, err)
+	gateway, err := s.Pods(t.Context(), sh.ns, "app=gateway")
+	must(t, err)
+	sh.targets = "http://" + gateway[0].Status.PodIP + ":9101/v1/targets"
+	return sh
+}
+
+// unrouted counts the pods that HAProxy does not route although nobody has deleted them: those with a tombstone that are not terminating.
+func (sh *shop) unrouted(t *testing.T) (n int) {
+	t.Helper()
+	response, err := http.Get(sh.targets)
+	must(t, err)
+	defer response.Body.Close()
+	var view struct {
+		Targets []struct {
+			UID       string    `json:"uid"`
+			State     string    `json:"state"`
+			Tombstone *struct{} `json:"tombstone"`
+		} `json:"targets"`
+	}
+	must(t, json.NewDecoder(response.Body).Decode(&view))
+	alive := map[string]bool{}
+	pods, err := sh.s.Pods(t.Context(), sh.ns, "app=web")
+	must(t, err)
+	for _, p := range pods {
+		alive[string(p.UID)] = p.DeletionTimestamp == nil
+	}
+	if len(view.Targets) == 0 {
+		t.Fatal("the agent tells of no target")
+	}
+	for _, target := range view.Targets {
+		if target.Tombstone != nil && target.State != "routed" && alive[target.UID] {
+			n++
+		}
+	}
+	return n
+}
+
+// Two evictions of one budget that has room for one reach the two coordinators in opposite orders. One goes at once, the other when the budget has room
+// again, and no two pods are out of traffic at one time. When each coordinator counted the budget for itself, neither went in 4 of 5 rounds.
+func TestTwoEvictionsOfOneBudget(t *testing.T) {
+	s := open(t)
+	must(t, s.AwaitCoordinators(t.Context()))
+	sh := newShop(t, s, 3)
+	budget := &policyv1.PodDisruptionBudget{ObjectMeta: metav1.ObjectMeta{Name: "web"}, Spec: policyv1.PodDisruptionBudgetSpec{
+		MinAvailable: ptr.To(intstr.FromInt32(2)), Selector: &metav1.LabelSelector{MatchLabels: map[string]string{"app": "web"}},
+	}}
+	_, err := s.Kube.PolicyV1().PodDisruptionBudgets(sh.ns).Create(t.Context(), budget, metav1.CreateOptions{})
+	must(t, err)
+	delayMost.Store(int64(50 * time.Millisecond))
+	defer delayMost.Store(0)
+	var longest time.Duration
+	both := 0
+	for round := range rounds(t) {
+		must(t, s.Await(t.Context(), sh.ns, "web"))
+		await(t, t.Context(), "the budget has room", func() bool {
+			b, err := s.Kube.PolicyV1().PodDisruptionBudgets(sh.ns).Get(t.Context(), "web", metav1.GetOptions{})
+			return err == nil && b.Status.DisruptionsAllowed == 1 && b.Status.ObservedGeneration == b.Generation && sh.unrouted(t) == 0
+		})
+		pods, err := s.Pods(t.Context(), sh.ns, "app=web")
+		must(t, err)
+		began := time.Now()
+		first := make(chan time.Duration, 2)
+		var evictions sync.WaitGroup
+		for _, pod := range pods[:2] {
+			evictions.Go(func() { first <- evict(t, s, &pod, began) })
+		}
+		done := make(chan struct{})
+		go func() { evictions.Wait(); close(done) }()
+		for running := true; running; {
+			select {
+			case <-done:
+				running = false
+			case <-time.After(50 * time.Millisecond):
+				if n := sh.unrouted(t); n > 1 {
+					both++
+					t.Errorf("round %d: %d pods of the budget are unrouted at one time", round, n)
+				}
+			}
+		}
+		took := <-first
+		longest = max(longest, took)
+		if took > 10*time.Second {
+			t.Errorf("round %d: neither went within %s", round, took)
+		}
+	}
+	t.Logf("%d rounds, both unrouted %d times, the first gone after %.1f s at the longest", rounds(t), both, longest.Seconds())
+}
+
+// evict asks until the pod is evicted or gone, and returns how long that took since began.
+func evict(t *testing.T, s *stage.Stage, pod *corev1.Pod, began time.Time) time.Duration {
+	eviction := &policyv1.Eviction{ObjectMeta: metav1.ObjectMeta{Namespace: pod.Namespace, Name: pod.Name}, DeleteOptions: &metav1.DeleteOptions{
+		Preconditions: metav1.NewUIDPreconditions(string(pod.UID)),
+	}}
+	for end := began.Add(time.Minute); time.Now().Before(end); time.Sleep(100 * time.Millisecond) {
+		err := s.Kube.PolicyV1().Evictions(pod.Namespace).Evict(t.Context(), eviction)
+		switch {
+		case err == nil, apierrors.IsNotFound(err), apierrors.IsConflict(err):
+			return time.Since(began)
+		case !apierrors.IsTooManyRequests(err):
+			t.Errorf("eviction of %s: %v", pod.Name, err)
+			return time.Since(began)
+		}
+	}
+	t.Errorf("%s is not evicted within a minute", pod.Name)
+	return time.Since(began)
+}
+
+// All pods of a Service are deleted at once: at most half of them are unrouted at one time, by both coordinators together.
+func TestHalfOfAService(t *testing.T) {
+	s := open(t)
+	must(t, s.AwaitCoordinators(t.Context()))
+	const pods = 20
+	sh := newShop(t, s, pods)
+	delayMost.Store(int64(50 * time.Millisecond))
+	defer delayMost.Store(0)
+	all, err := s.Pods(t.Context(), sh.ns, "app=web")
+	must(t, err)
+	var deletions sync.WaitGroup
+	for _, pod := range all {
+		deletions.Go(func() {
+			if err := s.Kube.CoreV1().Pods(sh.ns).Delete(t.Context(), pod.Name, metav1.DeleteOptions{}); err != nil && !apierrors.IsNotFound(err) {
+				t.Errorf("deletion of %s: %v", pod.Name, err)
+			}
+		})
+	}
+	done := make(chan struct{})
+	go func() { deletions.Wait(); close(done) }()
+	most := 0
+	for running := true; running; {
+		select {
+		case <-done:
+			running = false
+		case <-time.After(20 * time.Millisecond):
+			most = max(most, sh.unrouted(t))
+		}
+	}
+	t.Logf("%d of %d pods were unrouted at one time at most", most, pods)
+	if most > pods/2 || most == 0 {
+		t.Errorf("%d of %d pods were unrouted at one time, want 1 to %d", most, pods, pods/2)
+	}
+}
