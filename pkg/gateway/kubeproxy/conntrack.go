@@ -25,6 +25,7 @@ const (
 	ctaTupleOrig  = 1
 	ctaTupleReply = 2
 	ctaProtoInfo  = 4
+	ctaCounters   = 9 // what the client has sent; 10 is what the pod has
 	ctaID         = 12
 	ctaZone       = 18
 	ctaFilter     = 25
@@ -48,29 +49,47 @@ const (
 	ctGet, ctDelete = 1, 2 // IPCTNL_MSG_CT_GET, IPCTNL_MSG_CT_DELETE
 )
 
-// How often connections are counted while a Watch is Removed and not yet Idle. The kernel goes through its whole table for each request, of all network namespaces together:
-// 9 ms of CPU with the 262,144 buckets that are usual, even if they are empty. Telling a connection takes 3 us beyond that. Therefore it is bounded by its own cost, and
-// there is none while nobody waits. Events of connections would come sooner, but the kernel makes them for all connections of the node: 10 to 20 us of
-// CPU for each new one, also if the socket's filter then drops them (all measured on one machine of 2 cores, with Linux 6.18).
+// How often connections are counted. The kernel walks its whole table for each request, that of all network namespaces: 9 ms of
+// CPU with the usual 262,144 buckets, even if they are empty. Each connection that it tells costs 3 us more. Events of connections
+// would come sooner, but the kernel makes them for every connection of the node: 10 to 20 us of CPU each, also if the socket's
+// filter drops them (measured on a machine of 2 cores, Linux 6.18).
 const (
 	countFirst = 20 * time.Millisecond
-	// countLate is what part of the time since a watch became Removed the next pause is: so much later than it was so is it seen to be Idle at most, and a
-	// client that keeps its connection for seconds costs some counts each second, not a hundred. It is not more than countSent.
+	// countLate is the part of the time since a watch became Removed that passes until the next count, countSlow at most. So a watch
+	// becomes Idle late in proportion to how long it waited.
 	countLate = 5
-	// Where the kernel still sends, every countKept if to nobody else, and then whether there are connections is all that can be asked; else every
-	// countSent: nobody asks, unless endpoints that are not ready are all the others. Most do not stay so for longer than kube-proxy takes to write.
+	// countKept is the pause while the kernel sends to the targets and to no other endpoint, and between the two empty counts that
+	// make a watch quiet.
 	countKept = 100 * time.Millisecond
-	countSent = time.Second
-	// countShare bounds the cost: after a count comes a pause this many times as long as the CPU worked for it, so that it is a fifth of a core at
-	// most. Not as it took: where others want the CPU too that is many times more, and pods would wait for seconds to be seen Idle.
+	// A watch that is Idle, and one to whose targets the kernel sends among others, waits for nothing. All of them are counted
+	// together, countSlow apart: longer if that would take more than a hundredth of a core, up to countSlowMost.
+	countSlow, countSlowMost, countSlowShare = time.Second, 10 * time.Second, 150
+	// countShare bounds the cost of counting at a fifth of a core: after a count comes a pause of this many times the CPU time that it
+	// took. Elapsed time would be wrong: on a busy node pods would wait for seconds to become Idle.
 	countShare = 4
-	// emptyCounts is how many counts in a row must find nothing for a watch to be quiet to which the kernel still sends. One that is Removed is Idle at once: it is first
-	// counted countFirst after the commit was read, and a packet for which the kernel chose the target before the commit is in its table when it has
-	// left, microseconds after unless something queues it in between.
+	// emptyCounts is how many counts in a row must be empty for a watch to be quiet to which the kernel still sends. A Removed watch is
+	// Idle after one: it is first counted countFirst after the commit was read, and by then a packet for which the kernel chose the
+	// target before the commit is in the table.
 	emptyCounts = 2
-	// walkCost is what going through the table is taken to cost until that is known, tellCost what telling one connection costs.
+	// walkCost is what a walk through the table is taken to cost until that is known, tellCost what telling one connection costs.
 	walkCost = 9 * time.Millisecond
 	tellCost = 3 * time.Microsecond
+)
+
+// How long connections are waited for that do not end by themselves, see [held].
+const (
+	// keptQuiet is the pause between two requests after which a connection that carries one request after the other is not waited for.
+	// It is about as long as a delayed acknowledgement.
+	keptQuiet = 40 * time.Millisecond
+	// keptMost is how long such a connection is waited for if it never pauses, and how long any other that the pod has answered may be
+	// silent.
+	keptMost = time.Second
+	// accountedFor is how long the kernel must have counted packets until a connection without counters is taken to have been answered:
+	// the connection is older.
+	accountedFor = time.Minute
+	// answerLeast is what the pod sends in an answer at least, beside headers. A TCP header with timestamps and that of IPv4 take
+	// segmentHeader bytes, those of a SYN a few more.
+	answerLeast, segmentHeader, ipv6More = 64, 52, 20
 )
 
 // connection is an entry of the kernel's table.
@@ -81,7 +100,64 @@ type connection struct {
 	to netip.AddrPort
 	// original, zone and id name the entry when it is deleted.
 	original, zone, id []byte
+	// asked and answered are what the client and the pod have sent. Zero: the kernel does not count for this connection.
+	asked, answered traffic
 }
+
+// traffic is what one side of a connection has sent.
+type traffic struct{ packets, bytes int64 }
+
+// since returns what was sent since then.
+func (t traffic) since(then traffic) traffic { return traffic{t.packets - then.packets, t.bytes - then.bytes} }
+
+// payload returns the bytes of t without those of headers, roughly: it is too small where TCP headers carry no timestamps, and too
+// large where they report lost segments.
+func (t traffic) payload(of netip.Addr) int64 {
+	header := int64(segmentHeader)
+	if of.Is6() {
+		header += ipv6More
+	}
+	return t.bytes - t.packets*header
+}
+
+// held is what the counts of one open connection have shown. A client that keeps a connection ends it when it likes: waiting for
+// that is waiting for nothing. So a connection is not waited for once it is [held.kept]. One that the pod has not answered yet carries
+// its first request, and one on which only the pod sends carries a long answer: these are waited for until they end.
+type held struct {
+	// first is when the connection was first counted, moved when it was first counted with the packets that it has now.
+	first, moved    time.Time
+	asked, answered traffic
+	// more says that the client has sent something after the pod had answered, again that the pod has answered that.
+	more, again bool
+	// kept is final.
+	kept bool
+}
+
+// see takes in another count. old says that a connection for which the kernel does not count packets is an old one.
+func (h *held) see(c connection, old bool, now time.Time) {
+	if h.first.IsZero() {
+		h.first, h.moved = now, now
+	} else {
+		addr := c.to.Addr()
+		h.more = h.more || h.answeredOnce(addr) && c.asked.since(h.asked).payload(addr) > 0
+		h.again = h.again || h.more && c.answered.since(h.answered).payload(addr) > 0
+		if c.asked != h.asked || c.answered != h.answered {
+			h.moved = now
+		}
+	}
+	h.asked, h.answered = c.asked, c.answered
+	quiet := now.Sub(h.moved)
+	switch {
+	case c.protocol != unix.IPPROTO_TCP, h.kept:
+	case h.again:
+		h.kept = quiet >= keptQuiet || now.Sub(h.first) >= keptMost
+	case h.answeredOnce(c.to.Addr()), old && c.answered.packets == 0:
+		h.kept = quiet >= keptMost
+	}
+}
+
+// answeredOnce reports whether the pod had sent an answer when h was last counted.
+func (h *held) answeredOnce(to netip.Addr) bool { return h.answered.payload(to) >= answerLeast }
 
 // open reports whether the connection is open or being opened: SYN_SENT, SYN_RECV or ESTABLISHED, and the like of SCTP.
 func (c connection) open() bool {
@@ -155,6 +231,17 @@ func decodeConnection(m netlink.Message) (connection, error) {
 		}
 		if b := state.find(1); len(b) == 1 {
 			c.state = b[0]
+		}
+	}
+	for i, t := range []*traffic{&c.asked, &c.answered} {
+		counters, err := parse(all.find(ctaCounters + uint16(i)))
+		if err != nil {
+			return c, err
+		}
+		for number, n := range map[uint16]*int64{1: &t.packets, 2: &t.bytes} {
+			if b := counters.find(number); len(b) == 8 {
+				*n = int64(binary.BigEndian.Uint64(b))
+			}
 		}
 	}
 	c.original, c.zone, c.id = bytes.Clone(all.find(ctaTupleOrig)), bytes.Clone(all.find(ctaZone)), bytes.Clone(all.find(ctaID))
@@ -250,8 +337,8 @@ func (c *counter) learn(walks, told int, took time.Duration) {
 	c.walk = (3*c.walk + max(0, took-time.Duration(told)*c.tell)/time.Duration(walks)) / 4
 }
 
-// open returns how many connections to each destination with one of addrs are open, and how long the CPU has worked for that.
-func (c *counter) open(addrs map[netip.Addr]bool) (open map[netip.AddrPort]int, took time.Duration, err error) {
+// open returns the open connections to each of addrs, and how long the CPU has worked for that.
+func (c *counter) open(addrs map[netip.Addr]bool) (open map[netip.Addr][]connection, took time.Duration, err error) {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
 	began := worked()
@@ -267,10 +354,10 @@ func (c *counter) open(addrs map[netip.Addr]bool) (open map[netip.AddrPort]int, 
 			return nil, 0, err
 		}
 	}
-	open = map[netip.AddrPort]int{}
+	open = map[netip.Addr][]connection{}
 	add := func(one connection) {
 		if one.open() {
-			open[one.to]++
+			open[one.to.Addr()] = append(open[one.to.Addr()], one)
 		}
 	}
 	var four []netip.Addr
@@ -356,7 +443,7 @@ func (o *Observer) count(ctx context.Context) {
 			if failed = err != nil; failed {
 				rest = max(rest, countKept)
 			} else {
-				o.counted(due, open, time.Now())
+				o.counted(due, open, took, time.Now())
 			}
 			// Who comes last is not to be counted more often than the others.
 			wait, wake = time.After(rest), nil
@@ -390,18 +477,28 @@ func (o *Observer) due(now time.Time) (due map[*Watch]int, next time.Time) {
 	defer o.mu.Unlock()
 	due = map[*Watch]int{}
 	o.others = false
+	var slow []*Watch
+	together := false
 	for w := range o.watches {
 		switch w.reading.State {
-		case Removed:
 		case Routing, Kept:
 			o.others = true
-		default:
+		case Unknown:
 			continue
+		}
+		if w.slow() {
+			slow = append(slow, w)
 		}
 		if !w.next.After(now) {
 			due[w] = w.period
+			together = together || w.slow()
 		} else if next.IsZero() || w.next.Before(next) {
 			next = w.next
+		}
+	}
+	if together {
+		for _, w := range slow {
+			due[w] = w.period
 		}
 	}
 	// Those who come while there are others of their kind wake nobody.
@@ -411,60 +508,147 @@ func (o *Observer) due(now time.Time) (due map[*Watch]int, next time.Time) {
 	return due, next
 }
 
-// pause is how long after a count that ended now the next one is to be. The caller holds o.mu.
-func (w *Watch) pause(now time.Time) time.Duration {
+// slow reports whether w waits for nothing that a count could show. The caller holds o.mu.
+func (w *Watch) slow() bool {
+	return w.reading.State == Idle || w.reading.State == Routing && (w.empty == 0 || w.reading.Quiet)
+}
+
+// pause is how long after a count that ended now, and took so much of the CPU, the next one is to be. The caller holds o.mu.
+func (w *Watch) pause(now time.Time, took time.Duration) time.Duration {
 	switch {
+	case w.slow():
+		return max(countSlow, min(countSlowShare*took, countSlowMost))
 	case w.reading.State == Removed:
-		return min(max(countFirst, now.Sub(w.entered)/countLate), countSent)
-	case w.reading.State == Routing && w.empty == 0:
-		return countSent
+		return min(max(countFirst, now.Sub(w.entered)/countLate), countSlow)
 	}
 	return countKept
 }
 
 // counted takes a count in, for the watches that were waiting when it began and are still.
-func (o *Observer) counted(waiting map[*Watch]int, open map[netip.AddrPort]int, now time.Time) {
-	all := map[netip.Addr]int{} // to every port
-	for to, connections := range open {
-		all[to.Addr()] += connections
-	}
+func (o *Observer) counted(waiting map[*Watch]int, open map[netip.Addr][]connection, took time.Duration, now time.Time) {
 	o.mu.Lock()
 	var told []*Watch
+	old := !o.accounted.IsZero() && now.Sub(o.accounted) >= accountedFor
 	for w, period := range waiting {
 		if _, ok := o.watches[w]; !ok || w.period != period {
 			continue
 		}
-		n := 0
-		for i, t := range w.targets {
-			if slices.Contains(w.targets[:i], t) {
-				continue // it is counted already
-			}
-			if t.Port() == 0 {
-				n += all[t.Addr()]
-			} else if !slices.Contains(w.targets, netip.AddrPortFrom(t.Addr(), 0)) {
-				n += open[t]
-			}
-		}
-		w.reading.Connections = n
+		n, changed := w.see(open, old, now), false
 		if w.empty++; n > 0 {
 			w.empty = 0
 		}
-		w.next = now.Add(w.pause(now))
 		quiet := w.empty >= emptyCounts
 		switch {
-		case w.reading.State == Removed:
-			if n == 0 && w.enter(Idle, now) {
-				told = append(told, w)
-			}
-		case w.reading.Quiet != quiet:
-			w.reading.Quiet = quiet
+		case w.reading.State == Removed && n == 0:
+			changed = w.enter(Idle, now)
+		case w.reading.State == Idle && n > 0:
+			changed = w.enter(Removed, now)
+		case w.reading.State < Removed && w.reading.Quiet != quiet:
+			w.reading.Quiet, changed = quiet, true
+		}
+		if changed {
 			told = append(told, w)
 		}
+		w.reading.Connections, w.reading.Counted = len(w.held), now
+		w.next = now.Add(w.pause(now, took))
 	}
 	o.mu.Unlock()
 	for _, w := range told {
 		w.changed()
 	}
+}
+
+// see takes in the open connections of a count, and returns how many of those to w's targets are to be waited for. The caller holds o.mu.
+func (w *Watch) see(open map[netip.Addr][]connection, old bool, now time.Time) (n int) {
+	held := make(map[string]held, len(w.held))
+	for addr := range addresses(map[*Watch]int{w: 0}) {
+		for _, c := range open[addr] {
+			if !slices.Contains(w.targets, c.to) && !slices.Contains(w.targets, netip.AddrPortFrom(addr, 0)) {
+				continue
+			}
+			key := string(c.id) + string(c.original)
+			h := w.held[key]
+			h.see(c, old, now)
+			if held[key] = h; !h.kept {
+				n++
+			}
+		}
+	}
+	w.held = held
+	return n
+}
+
+// Count has the connections counted again at once: [Reading.Counted] says when that is done.
+func (w *Watch) Count() {
+	w.o.mu.Lock()
+	w.next = time.Time{}
+	w.o.mu.Unlock()
+	w.o.wakeCount()
+}
+
+// wakeCount wakes count.
+func (o *Observer) wakeCount() {
+	select {
+	case o.wake <- struct{}{}:
+	default:
+	}
+}
+
+// account has the kernel count the packets of connections that begin from now on, as the sysctl nf_conntrack_acct does. An agent may not
+// write that in its container, but a rule that asks for the packets of a connection switches it on, and may be gone again when
+// its transaction ends.
+func (o *Observer) account() error {
+	const sysctl, name = "/proc/sys/net/netfilter/nf_conntrack_acct", "lameduck"
+	on := func() bool { text, err := os.ReadFile(sysctl); return err == nil && strings.TrimSpace(string(text)) != "0" }
+	if !on() {
+		conn, err := o.dial()
+		if err != nil {
+			return err
+		}
+		defer func() { _ = conn.Close() }()
+		table := func(number uint16) []byte { return encode(number, []byte(name+"\x00")) }
+		chain := func(number uint16) []byte { return append(table(unix.NFTA_CHAIN_TABLE), encode(number, []byte(name+"\x00"))...) }
+		number := func(n uint16, value uint32) []byte { return encode(n, binary.BigEndian.AppendUint32(nil, value)) }
+		const nested = unix.NLA_F_NESTED
+		packets := append(number(unix.NFTA_CT_DREG, unix.NFT_REG_1), number(unix.NFTA_CT_KEY, unix.NFT_CT_PKTS)...)
+		expression := append(encode(unix.NFTA_EXPR_NAME, []byte("ct\x00")), encode(unix.NFTA_EXPR_DATA|nested, packets)...)
+		rule := append(chain(unix.NFTA_RULE_CHAIN), encode(unix.NFTA_RULE_EXPRESSIONS|nested, encode(unix.NFTA_LIST_ELEM|nested, expression))...)
+		transaction := []netlink.Message{{Header: netlink.Header{Type: unix.NFNL_MSG_BATCH_BEGIN}}}
+		for _, m := range []struct {
+			message    int
+			flags      netlink.HeaderFlags
+			attributes []byte
+		}{
+			{unix.NFT_MSG_NEWTABLE, netlink.Create, table(unix.NFTA_TABLE_NAME)},
+			{unix.NFT_MSG_NEWCHAIN, netlink.Create, chain(unix.NFTA_CHAIN_NAME)},
+			{unix.NFT_MSG_NEWRULE, netlink.Create | netlink.Append, rule},
+			{unix.NFT_MSG_DELTABLE, netlink.Acknowledge, table(unix.NFTA_TABLE_NAME)},
+		} {
+			transaction = append(transaction, request(unix.NFNL_SUBSYS_NFTABLES, m.message, m.flags, unix.NFPROTO_INET, m.attributes))
+		}
+		transaction = append(transaction, netlink.Message{Header: netlink.Header{Type: unix.NFNL_MSG_BATCH_END}})
+		for _, i := range []int{0, len(transaction) - 1} {
+			transaction[i].Header.Flags, transaction[i].Data = netlink.Request, []byte{unix.AF_UNSPEC, unix.NFNETLINK_V0, 0, unix.NFNL_SUBSYS_NFTABLES}
+		}
+		if err := conn.SetDeadline(time.Now().Add(answerTimeout)); err != nil {
+			return err
+		}
+		if _, err := conn.SendMessages(transaction); err != nil {
+			return err
+		}
+		if _, err := conn.Receive(); err != nil {
+			return err
+		}
+		if !on() {
+			return errors.New(sysctl + " is 0 after a rule has asked for packets")
+		}
+	}
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if o.accounted.IsZero() {
+		o.accounted = time.Now()
+	}
+	return nil
 }
 
 // Clean deletes all connections to the targets, of whatever protocol and state, from the kernel's table, so that a client

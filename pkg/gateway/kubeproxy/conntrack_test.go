@@ -3,6 +3,7 @@
 package kubeproxy
 
 import (
+	"fmt"
 	"io"
 	"maps"
 	"net"
@@ -11,6 +12,8 @@ import (
 	"sync"
 	"testing"
 	"time"
+
+	"golang.org/x/sys/unix"
 )
 
 // network makes the ranges of pods and Services this namespace's own, once.
@@ -185,6 +188,197 @@ func TestQuietThoughItIsSentTo(t *testing.T) {
 	}
 }
 
+// Idle is a level: connections that arrive later by ways that this kernel's rules do not show (from a node that is late and was not
+// asked, from a load balancer) are in the table of the pod's node, and end it until they are gone.
+func TestIdleIsCountedAgain(t *testing.T) {
+	empty(t)
+	network(t)
+	s, a := service{"web", "10.96.0.1", false}, "10.244.0.1:8080"
+	pod(t, a)
+	nft(t, append(setUp("ip"), s.sync([]string{"10.244.0.2:8080"})...)...)
+	o := start(t, Options{})
+	w := watch(t, o, a)
+	since := w.wait(Idle).Since
+	var late []net.Conn
+	for range 5 {
+		late = append(late, connect(t, a)) // stays open
+	}
+	until(t, "5 connections", func() bool { r := w.Reading(); return r.State == Removed && r.Connections == 5 })
+	for _, one := range late {
+		one.Close()
+	}
+	if again := w.wait(Idle).Since; !again.After(since) {
+		t.Errorf("Idle since %s, and before since %s", again, since)
+	}
+	// Who cannot wait for the next count has it made.
+	late = append(late, connect(t, a))
+	w.Count()
+	until(t, "a count", func() bool { return w.Reading().State == Removed })
+	if took := time.Since(w.Reading().Counted); took > 500*time.Millisecond {
+		t.Errorf("counted %s ago", took)
+	}
+}
+
+// exchange sends a request and waits for the answer, each as long as the smallest of HTTP.
+func exchange(t *testing.T, conn net.Conn) {
+	t.Helper()
+	conn.SetDeadline(time.Now().Add(time.Second))
+	message := make([]byte, 120)
+	if _, err := conn.Write(message); err != nil {
+		t.Error(err)
+	} else if _, err := io.ReadFull(conn, message); err != nil {
+		t.Error(err)
+	}
+}
+
+// A client that keeps its connection is waited for until a pause between two requests, or for a second; a connection whose first
+// request runs until it ends.
+func TestKeptConnections(t *testing.T) {
+	for _, family := range []struct {
+		service        service
+		a, b, silentAt string
+	}{
+		{service{"web", "10.96.0.1", false}, "10.244.0.1:8080", "10.244.0.2:8080", "10.244.0.1:9090"},
+		{service{"web", "fd10::1", false}, "[fd00::1]:8080", "[fd00::2]:8080", "[fd00::1]:9090"},
+	} {
+		for _, test := range []struct {
+			name        string
+			every       time.Duration // between two requests; 0: after one, none
+			least, most time.Duration
+		}{
+			{"idle", 0, keptMost, keptMost + 800*time.Millisecond},
+			{"used now and then", 130 * time.Millisecond, 100 * time.Millisecond, keptMost},
+			{"used all the time", time.Millisecond, keptMost, keptMost + 800*time.Millisecond},
+		} {
+			t.Run(family.service.family()+" "+test.name, func(t *testing.T) {
+				empty(t)
+				network(t)
+				s := family.service
+				pod(t, family.a)
+				nft(t, append(setUp(s.family()), s.sync([]string{family.a})...)...)
+				o := start(t, Options{})
+				w := watch(t, o, family.a)
+				w.wait(Kept) // and so packets are counted
+				conn := connect(t, net.JoinHostPort(s.clusterIP, "80"))
+				exchange(t, conn)
+				done := make(chan struct{})
+				var wg sync.WaitGroup
+				defer wg.Wait()
+				defer close(done)
+				if test.every > 0 {
+					wg.Go(func() {
+						for {
+							exchange(t, conn)
+							select {
+							case <-done:
+								return
+							case <-time.After(test.every):
+							}
+						}
+					})
+				}
+				w.Close() // else it is known for some time already when the kernel lets go of it
+				w = watch(t, o, family.a)
+				nft(t, s.sync([]string{family.b}, family.a)...)
+				removed := w.wait(Removed).Since
+				is := w.wait(Idle)
+				if took := is.Since.Sub(removed); took < test.least || took > test.most {
+					t.Errorf("Idle after %s, want %s to %s", took, test.least, test.most)
+				}
+				if is.Connections != 1 {
+					t.Errorf("%d connections are open, want 1", is.Connections)
+				}
+				// It stays so while the client goes on.
+				time.Sleep(countSlow + countSlow/2)
+				if is = w.Reading(); is.State != Idle || is.Connections != 1 {
+					t.Errorf("later it is %+v", is)
+				}
+			})
+		}
+	}
+}
+
+// Of each connection the counts show what is to be waited for.
+func TestHeld(t *testing.T) {
+	const ms = time.Millisecond
+	four, six := netip.MustParseAddrPort("10.244.0.1:80"), netip.MustParseAddrPort("[fd00::1]:80")
+	// One side has sent a SYN, acknowledgements of 52 bytes, and what is said besides.
+	sent := func(packets, payload int64) traffic { return traffic{packets, 8 + 52*packets + payload} }
+	type count struct {
+		at              time.Duration
+		asked, answered traffic
+	}
+	every := func(pause time.Duration, n int, next func(i int64) count) []count {
+		var all []count
+		for i := range int64(n) {
+			c := next(i)
+			c.at = time.Duration(i) * pause
+			all = append(all, c)
+		}
+		return all
+	}
+	for _, test := range []struct {
+		name   string
+		counts []count
+		udp    bool
+		old    bool
+		kept   time.Duration // -1: never
+	}{
+		{name: "the first request waits for its answer", kept: -1,
+			counts: every(100*ms, 100, func(int64) count { return count{asked: sent(3, 200), answered: sent(2, 0)} })},
+		{name: "the first request is uploaded", kept: -1,
+			counts: every(100*ms, 100, func(i int64) count { return count{asked: sent(3+2*i, 3000*i), answered: sent(2+i, 0)} })},
+		{name: "after Continue the first request is uploaded", kept: -1,
+			counts: every(100*ms, 100, func(i int64) count { return count{asked: sent(3+2*i, 3000*i), answered: sent(3+i, 25)} })},
+		{name: "the first answer is long", kept: -1,
+			counts: every(100*ms, 100, func(i int64) count { return count{asked: sent(3+i, 200), answered: sent(3+2*i, 100+3000*i)} })},
+		{name: "the last answer is long, then it is quiet", kept: 2000 * ms,
+			counts: every(100*ms, 100, func(i int64) count {
+				i = min(i, 10)
+				return count{asked: sent(30+i, 2000), answered: sent(30+2*i, 2000+3000*i)}
+			})},
+		{name: "quiet since it was answered", kept: 1000 * ms,
+			counts: every(100*ms, 100, func(int64) count { return count{asked: sent(4, 200), answered: sent(3, 100)} })},
+		{name: "requests with pauses", kept: 150 * ms, // 100 ms: the first that is seen is answered
+			counts: every(50*ms, 100, func(i int64) count {
+				return count{asked: sent(4+i/4, 200+200*((i+3)/4)), answered: sent(3+i/4, 100+100*((i+2)/4))}
+			})},
+		{name: "requests without pauses", kept: 1000 * ms,
+			counts: every(10*ms, 200, func(i int64) count { return count{asked: sent(4+i, 200+200*i), answered: sent(3+i, 100+100*i)} })},
+		{name: "a later request waits for its answer", kept: 1100 * ms,
+			counts: every(100*ms, 100, func(i int64) count { return count{asked: sent(4+min(i, 1), 200+200*min(i, 1)), answered: sent(3, 100)} })},
+		{name: "without counters", kept: -1, counts: every(100*ms, 100, func(int64) count { return count{} })},
+		{name: "older than counters", old: true, kept: 1000 * ms, counts: every(100*ms, 100, func(int64) count { return count{} })},
+		{name: "the first request is younger than counters", old: true, kept: -1,
+			counts: every(100*ms, 100, func(int64) count { return count{asked: sent(3, 200), answered: sent(2, 0)} })},
+		{name: "not TCP", udp: true, kept: -1,
+			counts: every(100*ms, 100, func(int64) count { return count{asked: sent(4, 200), answered: sent(3, 100)} })},
+	} {
+		for _, to := range []netip.AddrPort{four, six} {
+			t.Run(fmt.Sprint(test.name, to), func(t *testing.T) {
+				began, kept := time.Now(), time.Duration(-1)
+				var h held
+				for _, c := range test.counts {
+					one := connection{protocol: unix.IPPROTO_TCP, to: to, asked: c.asked, answered: c.answered}
+					if test.udp {
+						one.protocol = unix.IPPROTO_SCTP
+					}
+					if to == six {
+						one.asked.bytes += 20 * one.asked.packets
+						one.answered.bytes += 20 * one.answered.packets
+					}
+					if h.see(one, test.old, began.Add(c.at)); h.kept && kept < 0 {
+						kept = c.at
+					}
+				}
+				if kept != test.kept {
+					t.Errorf("not waited for from %s on, want %s", kept, test.kept)
+				}
+			})
+		}
+	}
+}
+
 // Clean deletes the connections of the pod, and no other.
 func TestClean(t *testing.T) {
 	empty(t)
@@ -307,8 +501,14 @@ func TestCounter(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			if !maps.Equal(open, want) {
-				t.Errorf("%s: %v are open, want %v", name, open, want)
+			got := map[netip.AddrPort]int{}
+			for _, all := range open {
+				for _, one := range all {
+					got[one.to]++
+				}
+			}
+			if !maps.Equal(got, want) {
+				t.Errorf("%s: %v are open, want %v", name, got, want)
 			}
 			if took <= 0 || took > time.Minute {
 				t.Errorf("%s: the CPU has worked for %s", name, took)

@@ -237,23 +237,31 @@ func TestManyWatchesAtOnce(t *testing.T) {
 	}
 }
 
+// opened adds so many connections to a target to what a count has found.
+func opened(open map[netip.Addr][]connection, to netip.AddrPort, n int) {
+	for i := range n {
+		open[to.Addr()] = append(open[to.Addr()], connection{protocol: unix.IPPROTO_TCP, state: tcpEstablished, to: to, id: fmt.Append(nil, to, i)})
+	}
+}
+
 // Many pods are deleted at once, and connections to each are open. Without this a count takes the square of their number, with all others kept waiting. What it
 // takes is what the CPU works, whatever else that does.
 func TestManyAreCountedAtOnce(t *testing.T) {
 	o := New(Options{})
 	const many = 10_000
-	waiting, open := map[*Watch]int{}, map[netip.AddrPort]int{}
+	waiting, open := map[*Watch]int{}, map[netip.Addr][]connection{}
 	for i := range many {
 		addr := netip.AddrFrom4([4]byte{10, 1, byte(i >> 8), byte(i)})
 		w := o.Watch([]netip.AddrPort{netip.AddrPortFrom(addr, 80)}, func() {})
 		defer w.Close()
 		w.reading.State = Routing
-		waiting[w], open[netip.AddrPortFrom(addr, 80)] = w.period, 1
+		waiting[w] = w.period
+		opened(open, w.targets[0], 1)
 	}
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
 	began := worked()
-	o.counted(waiting, open, time.Now())
+	o.counted(waiting, open, 0, time.Now())
 	if took := worked() - began; took > 200*time.Millisecond {
 		t.Errorf("%d watches and as many connections took %s", many, took)
 	}
@@ -267,7 +275,10 @@ func TestManyAreCountedAtOnce(t *testing.T) {
 // A connection counts once for a watch, whichever of its targets it is of.
 func TestCountedOnce(t *testing.T) {
 	target := netip.MustParseAddrPort
-	open := map[netip.AddrPort]int{target("10.1.0.1:80"): 1, target("10.1.0.1:81"): 2, target("10.1.0.2:80"): 4}
+	open := map[netip.Addr][]connection{}
+	for to, n := range map[string]int{"10.1.0.1:80": 1, "10.1.0.1:81": 2, "10.1.0.2:80": 4} {
+		opened(open, target(to), n)
+	}
 	for want, targets := range map[int][]netip.AddrPort{
 		0: {target("10.1.0.3:80"), target("10.1.0.1:82")},
 		1: {target("10.1.0.1:80"), target("10.1.0.1:80")},
@@ -277,7 +288,7 @@ func TestCountedOnce(t *testing.T) {
 		o := New(Options{})
 		w := o.Watch(targets, func() {})
 		w.reading.State = Removed
-		o.counted(map[*Watch]int{w: w.period}, open, time.Now())
+		o.counted(map[*Watch]int{w: w.period}, open, 0, time.Now())
 		if n := w.Reading().Connections; n != want {
 			t.Errorf("to %v there are %d, want %d", targets, n, want)
 		}
@@ -319,6 +330,7 @@ func TestWhenConnectionsAreCounted(t *testing.T) {
 	w := &Watch{o: o, changed: func() {}, targets: []netip.AddrPort{netip.MustParseAddrPort("10.1.0.1:80")}}
 	o.watches[w] = struct{}{}
 	var now time.Time
+	var took time.Duration
 	enter := func(state State) {
 		w.enter(state, time.Now())
 		now = w.entered
@@ -331,18 +343,28 @@ func TestWhenConnectionsAreCounted(t *testing.T) {
 		}
 		now = now.Add(want)
 		due, _ := o.due(now)
-		if len(due) != 1 {
+		if _, ok := due[w]; !ok {
 			t.Fatalf("%s: it is not counted after %s", w.reading.State, want)
 		}
-		o.counted(due, map[netip.AddrPort]int{w.targets[0]: connections}, now)
+		open := map[netip.Addr][]connection{}
+		opened(open, w.targets[0], connections)
+		o.counted(due, open, took, now)
 	}
 	enter(Routing)
-	after(countSent, 1)
-	after(countSent, 0)
+	after(countSlow, 1)
+	after(countSlow, 0)
 	after(countKept, 0)
-	after(countKept, 0)
-	after(countKept, 1)
-	after(countSent, 1)
+	after(countSlow, 0)
+	after(countSlow, 1)
+	after(countSlow, 1)
+	took = 10 * time.Millisecond // of a core that idle pods take a hundredth of at most
+	after(countSlow, 1)
+	after(countSlowShare*took, 1)
+	took = time.Second
+	after(countSlowShare*10*time.Millisecond, 1)
+	after(countSlowMost, 1)
+	took = 0
+	after(countSlowMost, 1)
 	enter(Kept)
 	after(countKept, 1)
 	after(countKept, 0)
@@ -360,7 +382,7 @@ func TestWhenConnectionsAreCounted(t *testing.T) {
 	after(6*countFirst/countLate, 1)
 	counts := 7
 	for ; now.Sub(w.entered) < 10*time.Second; counts++ {
-		if w.next.Sub(now) > countSent {
+		if w.next.Sub(now) > countSlow {
 			t.Fatalf("it is seen to be Idle after another %s", w.next.Sub(now))
 		}
 		now = w.next
@@ -374,8 +396,24 @@ func TestWhenConnectionsAreCounted(t *testing.T) {
 	if w.reading.State != Idle {
 		t.Errorf("it is %s", w.reading.State)
 	}
-	if due, next := o.due(now.Add(time.Hour)); len(due) != 0 || !next.IsZero() {
-		t.Errorf("an Idle watch is counted, next %s", next)
+	// Idle pods are counted together, however many there are and whenever they became so.
+	later := &Watch{o: o, changed: func() {}, targets: w.targets}
+	later.reading.State, later.next = Idle, now.Add(countSlow+countSlow/2)
+	o.watches[later] = struct{}{}
+	if due, _ := o.due(now.Add(countSlow - 1)); len(due) != 0 {
+		t.Errorf("%d Idle watches are counted too soon", len(due))
+	}
+	due, _ := o.due(now.Add(countSlow))
+	if len(due) != 2 {
+		t.Errorf("%d Idle watches are counted, want 2", len(due))
+	}
+	o.counted(due, nil, 0, now.Add(countSlow))
+	if due, next := o.due(now.Add(2*countSlow - 1)); len(due) != 0 || !next.Equal(now.Add(2*countSlow)) {
+		t.Errorf("%d Idle watches are counted again too soon, next %s", len(due), next)
+	}
+	after(2*countSlow, 1)
+	if w.reading.State != Removed {
+		t.Errorf("a connection has come, and it is %s", w.reading.State)
 	}
 }
 

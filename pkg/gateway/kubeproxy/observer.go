@@ -40,6 +40,8 @@ type Observer struct {
 	// followed is whether nftables have been read, and all changes since.
 	followed bool
 	wake     chan struct{}
+	// accounted is since when the kernel is known to count the packets of new connections; zero: it does not.
+	accounted time.Time
 	// others says that count comes again without being woken, for those to whose targets the kernel still sends.
 	others bool
 	// generation is that of readings, see Reading.
@@ -204,6 +206,12 @@ func (o *Observer) follow(ctx context.Context) error {
 	defer wg.Wait()
 	defer cancel()
 
+	// In another network namespace nothing says whether it is done.
+	if o.netns == 0 {
+		if err := o.account(); err != nil {
+			o.log.Warn("packets of connections are not counted: connections that clients keep are waited for until the Idle bound", "error", err)
+		}
+	}
 	var (
 		followed bool
 		last     uint32 // the generation up to which all is received, or read
@@ -428,6 +436,8 @@ type Watch struct {
 	closed  sync.Once
 
 	reading Reading // o.mu
+	// held are the open connections, as last counted.
+	held map[string]held // o.mu
 	// period counts how often the state became another one; empty how many times in a row no connection was counted since.
 	period, empty int // o.mu
 	// entered is when the state was entered, by this process, and next when connections are to be counted again.
@@ -535,13 +545,10 @@ func (w *Watch) enter(state State, now time.Time) bool {
 	w.period++
 	w.empty = 0
 	w.entered = time.Now()
-	w.next = w.entered.Add(w.pause(w.entered))
+	w.next = w.entered.Add(w.pause(w.entered, 0))
 	// Else each of many that come at once has count look at all the others.
 	if state == Removed || (state == Routing || state == Kept) && !w.o.others {
-		select {
-		case w.o.wake <- struct{}{}:
-		default:
-		}
+		w.o.wakeCount()
 	}
 	return true
 }

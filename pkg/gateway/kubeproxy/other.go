@@ -37,5 +37,8 @@ func (o *Observer) Clean([]netip.AddrPort) error { return errLinux }
 // Reading returns the zero Reading.
 func (w *Watch) Reading() Reading { return Reading{} }
 
+// Count does nothing.
+func (w *Watch) Count() {}
+
 // Close does nothing.
 func (w *Watch) Close() {}

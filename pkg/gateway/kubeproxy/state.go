@@ -21,7 +21,8 @@ const (
 	Kept
 	// Removed is when no rule sends new connections to any target.
 	Removed
-	// Idle is Removed, and no connection is open or being opened to any target. It lasts as long as Removed does.
+	// Idle is Removed, and no connection to any target is open or being opened but those that their clients keep, see Reading. It is a
+	// level: when another connection comes, the state is Removed again.
 	Idle
 )
 
@@ -47,9 +48,13 @@ type Reading struct {
 	State State
 	// Generation is of the kernel's tables as a whole and of this reader's life. What was read in another one proves nothing.
 	Generation string
-	// Connections is how many are open or being opened to the targets, as last counted in this state. Quiet says that twice in a row there were
-	// none, as is so in state Idle; in Routing and Kept new ones may come at any time, and it is looked at once and ten times a second.
+	// Connections is how many connections to the targets are open or being opened, as last counted at Counted in this state. A
+	// connection that its client keeps from one request to the next is among them, but is waited for only until a moment without
+	// packets: 40 ms if requests were seen to follow each other, else 1 s, and in the former case for 1 s at most. Quiet says that
+	// two counts in a row found no connection to wait for, as in state Idle. In Routing it is counted every second or less often, in
+	// Kept ten times a second.
 	Connections int
+	Counted     time.Time
 	Quiet       bool
 	// Since is when State was entered, as far as the kernel's notifications tell: when the end of the commit was read.
 	Since time.Time
