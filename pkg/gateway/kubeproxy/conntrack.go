@@ -62,8 +62,8 @@ const (
 	// make a watch quiet.
 	countKept = 100 * time.Millisecond
 	// A watch that is Idle, and one to whose targets the kernel sends among others, waits for nothing. All of them are counted
-	// together, countSlow apart: longer if that would take more than a hundredth of a core, up to countSlowMost.
-	countSlow, countSlowMost, countSlowShare = time.Second, 10 * time.Second, 150
+	// together, countSlow apart: longer if that would take more than half a hundredth of a core, up to countSlowMost.
+	countSlow, countSlowMost, countSlowShare = time.Second, 10 * time.Second, 200
 	// countShare bounds the cost of counting at a fifth of a core: after a count comes a pause of this many times the CPU time that it
 	// took. Elapsed time would be wrong: on a busy node pods would wait for seconds to become Idle.
 	countShare = 4
@@ -108,7 +108,9 @@ type connection struct {
 type traffic struct{ packets, bytes int64 }
 
 // since returns what was sent since then.
-func (t traffic) since(then traffic) traffic { return traffic{t.packets - then.packets, t.bytes - then.bytes} }
+func (t traffic) since(then traffic) traffic {
+	return traffic{t.packets - then.packets, t.bytes - then.bytes}
+}
 
 // payload returns the bytes of t without those of headers, roughly: it is too small where TCP headers carry no timestamps, and too
 // large where they report lost segments.
@@ -599,7 +601,10 @@ func (o *Observer) wakeCount() {
 // its transaction ends.
 func (o *Observer) account() error {
 	const sysctl, name = "/proc/sys/net/netfilter/nf_conntrack_acct", "lameduck"
-	on := func() bool { text, err := os.ReadFile(sysctl); return err == nil && strings.TrimSpace(string(text)) != "0" }
+	on := func() bool {
+		text, err := os.ReadFile(sysctl)
+		return err == nil && strings.TrimSpace(string(text)) != "0"
+	}
 	if !on() {
 		conn, err := o.dial()
 		if err != nil {
@@ -607,7 +612,9 @@ func (o *Observer) account() error {
 		}
 		defer func() { _ = conn.Close() }()
 		table := func(number uint16) []byte { return encode(number, []byte(name+"\x00")) }
-		chain := func(number uint16) []byte { return append(table(unix.NFTA_CHAIN_TABLE), encode(number, []byte(name+"\x00"))...) }
+		chain := func(number uint16) []byte {
+			return append(table(unix.NFTA_CHAIN_TABLE), encode(number, []byte(name+"\x00"))...)
+		}
 		number := func(n uint16, value uint32) []byte { return encode(n, binary.BigEndian.AppendUint32(nil, value)) }
 		const nested = unix.NLA_F_NESTED
 		packets := append(number(unix.NFTA_CT_DREG, unix.NFT_REG_1), number(unix.NFTA_CT_KEY, unix.NFT_CT_PKTS)...)

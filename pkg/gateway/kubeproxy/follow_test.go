@@ -357,7 +357,7 @@ func TestWhenConnectionsAreCounted(t *testing.T) {
 	after(countSlow, 0)
 	after(countSlow, 1)
 	after(countSlow, 1)
-	took = 10 * time.Millisecond // of a core that idle pods take a hundredth of at most
+	took = 10 * time.Millisecond // of which a count every 2 s takes half a hundredth of a core
 	after(countSlow, 1)
 	after(countSlowShare*took, 1)
 	took = time.Second
