@@ -349,6 +349,28 @@ func TestStatedWaitsRunBesideTheAcknowledgements(t *testing.T) {
 	}
 }
 
+// The Idle bound runs while connections are open, not from the first time that all agents said Removed: connections that come during a
+// stated wait would be cut at its end.
+func TestConnectionsThatComeDuringAStatedWait(t *testing.T) {
+	w := newWorld(t)
+	p := pod("a")
+	w.observe("node-1")
+	w.open(p, "node-1", func(b *Barrier) { b.Stated = 15 * time.Second })
+	w.pass(time.Second)
+	w.see("node-1", p, Removed, false)
+	w.wantBarrier(p, "Quiescing node-1:removed")
+	w.pass(time.Second)
+	w.see("node-1", p, Idle, true)
+	w.wantBarrier(p, "Quiescing")
+	w.pass(12 * time.Second)
+	w.see("node-1", p, Removed, false)
+	w.wantBarrier(p, "Quiescing node-1:removed")
+	w.pass(9 * time.Second)
+	w.wantBarrier(p, "Quiescing node-1:removed")
+	w.pass(time.Second)
+	w.wantBarrier(p, "Released IdleBound node-1:removed")
+}
+
 func TestTheBoundsOfTheBarrier(t *testing.T) {
 	w := newWorld(t)
 	p := pod("a")

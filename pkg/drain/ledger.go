@@ -158,7 +158,7 @@ type drain struct {
 	restart bool
 	// expired says that the deadline has passed, and that those who were silent then have been noted.
 	expired bool
-	// quiescingAt is when all that owe had said Removed. Zero while they have not.
+	// quiescingAt is since when all agents that owe say Removed, and not all Idle. Zero: it is not so.
 	quiescingAt time.Time
 	// agents are those that may route the pod, in the order of their names, and roster their slots, as of rosterAt. See [Ledger.owing].
 	agents   []*agent
@@ -1195,7 +1195,7 @@ func (l *Ledger) derive(now time.Time, d *drain) Status {
 			l.waiting = append(l.waiting, a)
 		}
 	}
-	if least < Removed {
+	if least != Removed {
 		d.quiescingAt = time.Time{}
 	} else if d.quiescingAt.IsZero() {
 		d.quiescingAt = now
