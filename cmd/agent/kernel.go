@@ -25,6 +25,8 @@ type kernel interface {
 
 type kernelWatch interface {
 	Reading() reading
+	// Count has connections counted again at once.
+	Count()
 	Close()
 }
 
@@ -33,8 +35,12 @@ type reading struct {
 	// State is StateUnknown, Routing, Kept, Removed or Idle.
 	State      drain.State
 	Generation string
-	// Quiet says that none is open or being opened, whatever may come.
+	// Quiet says that there is no connection to wait for, whatever may come.
 	Quiet bool
+	// Connections is how many were open when they were counted at Counted, with those that are not waited for because their clients
+	// keep them.
+	Connections int
+	Counted     time.Time
 	// Since is when State was entered.
 	Since time.Time
 }

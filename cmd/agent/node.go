@@ -284,7 +284,7 @@ type kernelView struct{ *kubeproxy.Watch }
 // Reading implements kernelWatch.
 func (v kernelView) Reading() reading {
 	is := v.Watch.Reading()
-	r := reading{Generation: is.Generation, Quiet: is.Quiet, Since: is.Since}
+	r := reading{Generation: is.Generation, Quiet: is.Quiet, Connections: is.Connections, Counted: is.Counted, Since: is.Since}
 	switch is.State {
 	case kubeproxy.Routing:
 		r.State = drain.Routing

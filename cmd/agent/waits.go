@@ -40,6 +40,10 @@ const (
 	// localKept is how long after the deletion this node's kernel, when nobody else can be asked, is taken at its word that it has nowhere else
 	// to send to, or cannot be read: until then it may only be late.
 	localKept = 2 * time.Second
+	// countedFresh is how old the last count of connections may be when a coordinator lets a pod go, countedLate how long another one
+	// is waited for.
+	countedFresh = time.Second
+	countedLate  = 500 * time.Millisecond
 	// answerMargin is how much earlier than the hook must end a coordinator has to answer, so that it can still say whom it waited for.
 	answerMargin = 250 * time.Millisecond
 	// idMost is the longest id that is looked up.
@@ -401,7 +405,8 @@ func (s *waits) barrier(ctx context.Context, p nodePod, deadline time.Time) (out
 	asking.Go(ask)
 	alone := false
 	trouble := ""
-	var removedAt time.Time
+	var removedAt, passedAt time.Time
+	var passed wire.Passed
 	for {
 		// Looked at on every turn, so that a state which was entered while a coordinator answered is not missed.
 		now := time.Now()
@@ -415,18 +420,28 @@ func (s *waits) barrier(ctx context.Context, p nodePod, deadline time.Time) (out
 		if alone && letGo(is, now, p.seen, removedAt) {
 			return outLocal, "this node's kernel is " + is.State.String() + "; " + trouble
 		}
-		// While a coordinator is being asked, its answer wakes. Alone, coordinators are tried again.
+		if !passedAt.IsZero() {
+			if why, over := mayStop(is, passed, now, passedAt, removedAt); over {
+				return why, said(passed)
+			}
+			if now.Sub(is.Counted) > countedFresh {
+				local.Count()
+			}
+		}
+		// While a coordinator is being asked, its answer wakes. Alone, coordinators are tried again; a count wakes only if it changes the state.
 		pause := time.Until(deadline)
-		if alone {
+		switch {
+		case alone:
 			pause = min(pause, askAgain)
+		case !passedAt.IsZero():
+			pause = min(pause, countedLate/20)
 		}
 		timer := time.NewTimer(pause)
 		select {
 		case a := <-answers:
 			switch {
 			case a.err == nil:
-				timer.Stop()
-				return outcome(a.passed.Reason), said(a.passed)
+				passed, passedAt, alone = a.passed, time.Now(), false
 			case ctx.Err() == nil:
 				alone, trouble = true, a.err.Error()
 				asking.Go(func() {
@@ -447,10 +462,32 @@ func (s *waits) barrier(ctx context.Context, p nodePod, deadline time.Time) (out
 			return outStopping, ""
 		case <-ctx.Done():
 			timer.Stop()
+			if !passedAt.IsZero() {
+				return outcome(drain.IdleBound.String()), said(passed)
+			}
 			return outBound, trouble
 		}
 		timer.Stop()
 	}
+}
+
+// mayStop reports whether a pod may be told to stop, and with which outcome, that a coordinator has let go at passedAt. The kernel of the
+// pod's own node sees every connection to it: also those that came since that agent last reported Idle, from nodes that are not asked
+// or by a load balancer, and those that the pod or one of its Services wants waited for.
+func mayStop(is reading, passed wire.Passed, now, passedAt, removedAt time.Time) (outcome, bool) {
+	why := outcome(passed.Reason)
+	acknowledged := passed.Reason == drain.Acknowledged.String()
+	switch {
+	case !acknowledged && passed.Reason != drain.IdleBound.String(), is.State < drain.Removed:
+		return why, true
+	case is.Connections > 0 && now.Sub(removedAt) < time.Duration(passed.IdleBoundMillis)*time.Millisecond:
+		return "", false
+	case !acknowledged:
+		return why, true
+	case is.State == drain.Removed:
+		return outcome(drain.IdleBound.String()), now.Sub(is.Since) >= localIdle
+	}
+	return why, now.Sub(is.Counted) <= countedFresh || now.Sub(passedAt) >= countedLate
 }
 
 // letGo says whether this node's kernel alone is enough, when nobody else can be asked. All times are by this node's clock.

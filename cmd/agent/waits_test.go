@@ -36,6 +36,8 @@ type fakeKernel struct {
 	readings map[netip.AddrPort]reading
 	watches  map[*fakeWatch]struct{}
 	cleaned  []netip.AddrPort
+	// count is called, if it is not nil, when connections are to be counted again.
+	count func()
 }
 
 type fakeWatch struct {
@@ -72,7 +74,9 @@ func (k *fakeKernel) Audits() kubeproxy.Audits { return kubeproxy.Audits{Same: 1
 // is makes the kernel do something with the connections to target.
 func (k *fakeKernel) is(target netip.AddrPort, s drain.State, connections int) {
 	k.mu.Lock()
-	k.readings[target] = reading{State: s, Quiet: s != drain.StateUnknown && connections == 0, Since: time.Now(), Generation: "1"}
+	k.readings[target] = reading{
+		State: s, Quiet: s != drain.StateUnknown && connections == 0, Since: time.Now(), Generation: "1", Connections: connections, Counted: time.Now(),
+	}
 	var tell []func()
 	for w := range k.watches {
 		tell = append(tell, w.changed)
@@ -99,6 +103,12 @@ func (w *fakeWatch) Reading() reading {
 		}
 	}
 	return least
+}
+
+func (w *fakeWatch) Count() {
+	if w.k.count != nil {
+		w.k.count()
+	}
 }
 
 func (w *fakeWatch) Close() {
@@ -341,6 +351,100 @@ func TestHooksEnd(t *testing.T) {
 				n.pods.set(deleted(hooked("a"), 35*time.Second), false)
 			},
 			code: 200, prefix: "LastTarget", counts: "LastTarget", least: 3 * askAgain, most: 3 * askAgain,
+		},
+		"a connection has come during a stated wait": {
+			before: func(n *testNode) {
+				n.k.is(podTarget, drain.Idle, 0)
+				n.k.count = func() { n.k.is(podTarget, drain.Removed, 1) }
+				n.ask = func(context.Context, wire.Barrier) (wire.Passed, error) {
+					time.Sleep(5 * time.Second)
+					return wire.Passed{Reason: "Acknowledged"}, nil
+				}
+				n.pods.set(hooked("a"), false)
+				n.pods.set(deleted(hooked("a"), 35*time.Second), false)
+			},
+			after: func(n *testNode) {
+				time.Sleep(8 * time.Second)
+				n.k.is(podTarget, drain.Idle, 0)
+			},
+			code: 200, prefix: "Acknowledged", counts: "Acknowledged", least: 8 * time.Second, most: 8 * time.Second,
+		},
+		"a connection has come during a stated wait, and stays": {
+			before: func(n *testNode) {
+				n.k.is(podTarget, drain.Idle, 0)
+				n.k.count = func() { n.k.is(podTarget, drain.Removed, 1); n.k.count = nil }
+				n.ask = func(context.Context, wire.Barrier) (wire.Passed, error) {
+					time.Sleep(5 * time.Second)
+					return wire.Passed{Reason: "Acknowledged"}, nil
+				}
+				n.pods.set(hooked("a"), false)
+				n.pods.set(deleted(hooked("a"), 35*time.Second), false)
+			},
+			code: 200, prefix: "IdleBound", counts: "IdleBound", least: 15 * time.Second, most: 15*time.Second + countedLate,
+		},
+		"none has come during a stated wait": {
+			before: func(n *testNode) {
+				n.k.is(podTarget, drain.Idle, 1)
+				n.k.count = func() { n.k.is(podTarget, drain.Idle, 1) }
+				n.ask = func(context.Context, wire.Barrier) (wire.Passed, error) {
+					time.Sleep(5 * time.Second)
+					return wire.Passed{Reason: "Acknowledged"}, nil
+				}
+				n.pods.set(hooked("a"), false)
+				n.pods.set(deleted(hooked("a"), 35*time.Second), false)
+			},
+			code: 200, prefix: "Acknowledged", counts: "Acknowledged", least: 5 * time.Second, most: 5*time.Second + countedLate/10,
+		},
+		"connections cannot be counted": {
+			before: func(n *testNode) {
+				n.k.is(podTarget, drain.Idle, 0)
+				n.ask = func(context.Context, wire.Barrier) (wire.Passed, error) {
+					time.Sleep(5 * time.Second)
+					return wire.Passed{Reason: "Acknowledged"}, nil
+				}
+				n.pods.set(hooked("a"), false)
+				n.pods.set(deleted(hooked("a"), 35*time.Second), false)
+			},
+			code: 200, prefix: "Acknowledged", counts: "Acknowledged", least: 5 * time.Second, most: 5*time.Second + countedLate,
+		},
+		"kept connections are to be waited for": {
+			before: func(n *testNode) {
+				n.k.is(podTarget, drain.Idle, 1)
+				n.ask = func(context.Context, wire.Barrier) (wire.Passed, error) {
+					time.Sleep(time.Second)
+					return wire.Passed{Reason: "Acknowledged", IdleBoundMillis: 20_000}, nil
+				}
+				n.pods.set(hooked("a"), false)
+				n.pods.set(deleted(hooked("a"), 35*time.Second), false)
+			},
+			after: func(n *testNode) {
+				time.Sleep(14 * time.Second)
+				n.k.is(podTarget, drain.Idle, 0)
+			},
+			code: 200, prefix: "Acknowledged", counts: "Acknowledged", least: 14 * time.Second, most: 14 * time.Second,
+		},
+		"kept connections are to be waited for, and stay": {
+			before: func(n *testNode) {
+				n.k.is(podTarget, drain.Removed, 1)
+				n.ask = func(context.Context, wire.Barrier) (wire.Passed, error) {
+					time.Sleep(10 * time.Second)
+					return wire.Passed{Reason: "IdleBound", IdleBoundMillis: 20_000}, nil
+				}
+				n.pods.set(hooked("a"), false)
+				n.pods.set(deleted(hooked("a"), 35*time.Second), false)
+			},
+			code: 200, prefix: "IdleBound", counts: "IdleBound", least: 20 * time.Second, most: 20*time.Second + countedLate,
+		},
+		"kept connections are to be waited for beyond the bound": {
+			before: func(n *testNode) {
+				n.k.is(podTarget, drain.Idle, 1)
+				n.ask = func(context.Context, wire.Barrier) (wire.Passed, error) {
+					return wire.Passed{Reason: "Acknowledged", IdleBoundMillis: 60_000}, nil
+				}
+				n.pods.set(hooked("a"), false)
+				n.pods.set(deleted(hooked("a"), 35*time.Second), false)
+			},
+			code: 200, prefix: "IdleBound", counts: "IdleBound", least: 30 * time.Second, most: 30 * time.Second,
 		},
 		"the watch is late for the pod": {
 			after: func(n *testNode) {

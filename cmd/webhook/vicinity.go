@@ -25,6 +25,9 @@ import (
 // statedWait is an annotation of a Service: how long those of its consumers that can never acknowledge need to let go of a pod.
 const statedWait = "lameduck.io/stated-wait"
 
+// idleBound is an annotation of a pod or a Service: how long connections to the pod are waited for, also those that clients keep.
+const idleBound = "lameduck.io/idle-bound"
+
 // A kernel that has not heard yet that a pod is ready does not send to it, and will when it hears, perhaps after its node's agent has said that
 // nothing is sent. heardBy is how long after a pod became ready all have heard. It is the time that gateways have to hear that a pod is listed
 // no more, or not ready any more: the same news, on the same way. Who has been seen to send to the pod since needs no such time.
@@ -71,6 +74,7 @@ func (v *vicinity) Surroundings(ctx context.Context, agent string, pod drain.Pod
 		return s, fmt.Errorf("read pod %s from the cache: %w", pod, err)
 	}
 	s.Known, s.Terminating = true, is.DeletionTimestamp != nil
+	s.IdleBound = v.duration(&is, idleBound, time.ParseDuration)
 	if agent == "" {
 		return s, nil
 	}
@@ -98,11 +102,12 @@ func (v *vicinity) Surroundings(ctx context.Context, agent string, pod drain.Pod
 		if l.Left {
 			continue
 		}
-		of, stated, err := v.service(ctx, l.Service)
+		of, err := v.service(ctx, l.Service)
 		if err != nil {
 			return s, err
 		}
-		s.Stated = max(s.Stated, stated)
+		s.Stated = max(s.Stated, v.duration(&of, statedWait, drain.ParseStatedWait))
+		s.IdleBound = max(s.IdleBound, v.duration(&of, idleBound, time.ParseDuration))
 		if of.Spec.ClusterIP != corev1.ClusterIPNone {
 			all = append(all, standing{of: of, name: l.Service, last: s.Targets[i].Last(pod.UID)})
 		}
@@ -118,20 +123,15 @@ type standing struct {
 	last bool
 }
 
-// service returns a Service, empty if it is not known, and the wait that it states.
-func (v *vicinity) service(ctx context.Context, name types.NamespacedName) (of corev1.Service, stated time.Duration, err error) {
+// service returns a Service, empty if it is not known.
+func (v *vicinity) service(ctx context.Context, name types.NamespacedName) (of corev1.Service, err error) {
 	if !v.synced() {
-		return of, 0, nil // stated waits, headless Services and local policies are not known; the bound holds
+		return of, nil // stated waits, headless Services and local policies are not known; the bound holds
 	}
 	if err := v.reader.Get(ctx, name, &of); client.IgnoreNotFound(err) != nil {
-		return of, 0, fmt.Errorf("read Service %s from the cache: %w", name, err)
+		return of, fmt.Errorf("read Service %s from the cache: %w", name, err)
 	}
-	if text, ok := of.Annotations[statedWait]; ok {
-		if stated, err = drain.ParseStatedWait(text); err != nil {
-			v.complain(name, text, err)
-		}
-	}
-	return of, stated, nil
+	return of, nil
 }
 
 // last finds in which Services kernels may go on sending to the pod.
@@ -216,10 +216,18 @@ func (v *vicinity) heard(ctx context.Context, ref *corev1.ObjectReference) bool 
 	return ready && time.Since(at) >= heardBy && !v.going(drain.UID(ref.UID))
 }
 
-// complain logs an annotation that cannot be read, once.
-func (v *vicinity) complain(name types.NamespacedName, text string, err error) {
+// duration reads an annotation of an object. One that cannot be read states nothing, and is logged once.
+func (v *vicinity) duration(of client.Object, annotation string, parse func(string) (time.Duration, error)) time.Duration {
+	text, ok := of.GetAnnotations()[annotation]
+	if !ok {
+		return 0
+	}
+	d, err := parse(text)
+	if err == nil {
+		return max(0, d)
+	}
 	v.mu.Lock()
-	key := name.String() + " " + text
+	key := fmt.Sprintf("%T %s/%s %s %s", of, of.GetNamespace(), of.GetName(), annotation, text)
 	said := v.wrong[key]
 	if v.wrong == nil || len(v.wrong) >= statedWrongMost {
 		v.wrong = map[string]bool{}
@@ -227,6 +235,7 @@ func (v *vicinity) complain(name types.NamespacedName, text string, err error) {
 	v.wrong[key] = true
 	v.mu.Unlock()
 	if !said {
-		v.log.Warn("Service states no wait that can be read: none is made", "service", name.String(), "annotation", statedWait, "error", err)
+		v.log.Warn("annotation cannot be read: it states nothing", "kind", fmt.Sprintf("%T", of), "namespace", of.GetNamespace(), "name", of.GetName(), "annotation", annotation, "error", err)
 	}
+	return 0
 }

@@ -52,11 +52,11 @@ func TestSurroundings(t *testing.T) {
 	inside := corev1.ServiceSpec{Type: corev1.ServiceTypeClusterIP, InternalTrafficPolicy: ptr.To(corev1.ServiceInternalTrafficPolicyLocal)}
 	mixed := corev1.ServiceSpec{Type: corev1.ServiceTypeNodePort, InternalTrafficPolicy: ptr.To(corev1.ServiceInternalTrafficPolicyLocal)}
 	for name, c := range map[string]struct {
-		pod   func(*corev1.Pod)
-		node  string
-		with  []discovery.Endpoint
-		spec  corev1.ServiceSpec
-		state string
+		pod         func(*corev1.Pod)
+		node        string
+		with        []discovery.Endpoint
+		spec        corev1.ServiceSpec
+		state, idle string
 		// other is for how long the pod of the other endpoint has been ready; 0: nobody knows.
 		other time.Duration
 		// unsynced: Services cannot be read.
@@ -118,6 +118,20 @@ func TestSurroundings(t *testing.T) {
 			with: []discovery.Endpoint{self, entry("uid-b", "n2", true, false)}, state: "soon",
 			want: coordinator.Surroundings{Known: true, Terminating: true, Here: true},
 		},
+		"connections are to be waited for, says the pod": {
+			pod:  func(p *corev1.Pod) { p.Annotations = map[string]string{idleBound: "25s"} },
+			want: coordinator.Surroundings{Known: true, Terminating: true, Here: true, IdleBound: 25 * time.Second},
+		},
+		"connections are to be waited for, says the Service more": {
+			pod:  func(p *corev1.Pod) { p.Annotations = map[string]string{idleBound: "5s"} },
+			with: []discovery.Endpoint{self, entry("uid-b", "n2", true, false)}, idle: "25s",
+			want: coordinator.Surroundings{Known: true, Terminating: true, Here: true, IdleBound: 25 * time.Second},
+		},
+		"connections are to be waited for, for a time that cannot be read": {
+			pod:  func(p *corev1.Pod) { p.Annotations = map[string]string{idleBound: "long"} },
+			with: []discovery.Endpoint{self, entry("uid-b", "n2", true, false)}, idle: "-1s",
+			want: coordinator.Surroundings{Known: true, Terminating: true, Here: true},
+		},
 		"of another node": {
 			node: "n2", with: []discovery.Endpoint{self, entry("uid-b", "n2", true, false)}, want: coordinator.Surroundings{Known: true, Terminating: true},
 		},
@@ -168,6 +182,9 @@ func TestSurroundings(t *testing.T) {
 			if c.state != "" {
 				service.Annotations = map[string]string{statedWait: c.state}
 			}
+			if c.idle != "" {
+				service.Annotations = map[string]string{idleBound: c.idle}
+			}
 			objects := []client.Object{pod, agent(node), service, slice}
 			if c.other > 0 {
 				other := going()
@@ -187,7 +204,7 @@ func TestSurroundings(t *testing.T) {
 			}
 			listed := len(got.Targets) == 1
 			got.Targets = nil
-			if got.Known != c.want.Known || got.Terminating != c.want.Terminating || got.Here != c.want.Here || got.Stated != c.want.Stated || got.Young != c.want.Young ||
+			if got.Known != c.want.Known || got.Terminating != c.want.Terminating || got.Here != c.want.Here || got.Stated != c.want.Stated || got.IdleBound != c.want.IdleBound || got.Young != c.want.Young ||
 				got.Last != c.want.Last || got.LastHere != c.want.LastHere || got.Known && listed != (len(c.with) > 0) {
 				t.Errorf("%+v, listed %t; want %+v", got, listed, c.want)
 			}

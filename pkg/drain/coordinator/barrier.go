@@ -29,10 +29,12 @@ type Surroundings struct {
 	Here bool
 	// Targets are the Services that list the pod, or did lately, with their usable targets.
 	Targets []drain.Targets
-	// The rest is as in [drain.Barrier].
+	// Stated to Young are as in [drain.Barrier].
 	Stated                  time.Duration
 	Last, LastOne, LastHere bool
 	Young                   time.Duration
+	// IdleBound is the longest time for which the pod, or one of its Services, wants connections waited for that clients keep.
+	IdleBound time.Duration
 }
 
 // Vicinity tells what surrounds a pod, from a cache: it is asked four times a second for each barrier that waits.
@@ -100,7 +102,9 @@ func (c *Coordinator) barrier(w http.ResponseWriter, r *http.Request, who Identi
 		c.settle()
 		if !status.Waits() {
 			c.passed(status)
-			return passedAs(status), nil
+			passed := passedAs(status)
+			passed.IdleBoundMillis = s.IdleBound.Milliseconds()
+			return passed, nil
 		}
 		wake := now.Add(lookAround)
 		if !status.Recheck.IsZero() && status.Recheck.Before(wake) {

@@ -276,6 +276,9 @@ type Passed struct {
 	Waiting []string `json:"waiting"`
 	// Cut says that a stated wait was longer than the bound.
 	Cut bool `json:"cut,omitempty"`
+	// IdleBoundMillis is how long after the pod's own node has stopped routing to it the agent there is to wait for every connection, also
+	// for those that clients keep. 0: neither the pod nor one of its Services wants that.
+	IdleBoundMillis int64 `json:"idleBoundMillis,omitempty"`
 }
 
 // Error is the body of every answer that is not a success.
