@@ -58,8 +58,9 @@ const (
 	// countLate is the part of the time since a watch became Removed that passes until the next count, countSlow at most. So a watch
 	// becomes Idle late in proportion to how long it waited.
 	countLate = 5
-	// countKept is the pause while the kernel sends to the targets and to no other endpoint, and between the two empty counts that
-	// make a watch quiet.
+	// countKept is the pause while the kernel sends to the targets and to no other endpoint, between the two empty counts that make a
+	// watch quiet, and before the first count of one to whose targets the kernel still sends: from then on it is known which
+	// connections are silent.
 	countKept = 100 * time.Millisecond
 	// A watch that is Idle, and one to whose targets the kernel sends among others, waits for nothing. All of them are counted
 	// together, countSlow apart: longer if that would take more than half a hundredth of a core, up to countSlowMost.
@@ -131,12 +132,13 @@ type held struct {
 	asked, answered traffic
 	// more says that the client has sent something after the pod had answered, again that the pod has answered that.
 	more, again bool
-	// kept is final.
+	// kept is final for as long as the kernel does not send to the pod.
 	kept bool
 }
 
-// see takes in another count. old says that a connection for which the kernel does not count packets is an old one.
-func (h *held) see(c connection, old bool, now time.Time) {
+// see takes in another count. old says that a connection for which the kernel does not count packets is an old one. A connection
+// that never pauses is waited for from waiting on.
+func (h *held) see(c connection, old bool, waiting, now time.Time) {
 	if h.first.IsZero() {
 		h.first, h.moved = now, now
 	} else {
@@ -152,7 +154,7 @@ func (h *held) see(c connection, old bool, now time.Time) {
 	switch {
 	case c.protocol != unix.IPPROTO_TCP, h.kept:
 	case h.again:
-		h.kept = quiet >= keptQuiet || now.Sub(h.first) >= keptMost
+		h.kept = quiet >= keptQuiet || min(now.Sub(h.first), now.Sub(waiting)) >= keptMost
 	case h.answeredOnce(c.to.Addr()), old && c.answered.packets == 0:
 		h.kept = quiet >= keptMost
 	}
@@ -570,7 +572,7 @@ func (w *Watch) see(open map[netip.Addr][]connection, old bool, now time.Time) (
 			}
 			key := string(c.id) + string(c.original)
 			h := w.held[key]
-			h.see(c, old, now)
+			h.see(c, old, w.entered, now)
 			if held[key] = h; !h.kept {
 				n++
 			}

@@ -322,7 +322,9 @@ func TestHeld(t *testing.T) {
 		counts []count
 		udp    bool
 		old    bool
-		kept   time.Duration // -1: never
+		// waiting is when the kernel lets go of the pod.
+		waiting time.Duration
+		kept    time.Duration // -1: never
 	}{
 		{name: "the first request waits for its answer", kept: -1,
 			counts: every(100*ms, 100, func(int64) count { return count{asked: sent(3, 200), answered: sent(2, 0)} })},
@@ -345,6 +347,10 @@ func TestHeld(t *testing.T) {
 			})},
 		{name: "requests without pauses", kept: 1000 * ms,
 			counts: every(10*ms, 200, func(i int64) count { return count{asked: sent(4+i, 200+200*i), answered: sent(3+i, 100+100*i)} })},
+		{name: "requests without pauses since long before", waiting: 500 * ms, kept: 1500 * ms,
+			counts: every(10*ms, 200, func(i int64) count { return count{asked: sent(4+i, 200+200*i), answered: sent(3+i, 100+100*i)} })},
+		{name: "quiet since long before", waiting: 500 * ms, kept: 1000 * ms,
+			counts: every(100*ms, 100, func(int64) count { return count{asked: sent(4, 200), answered: sent(3, 100)} })},
 		{name: "a later request waits for its answer", kept: 1100 * ms,
 			counts: every(100*ms, 100, func(i int64) count { return count{asked: sent(4+min(i, 1), 200+200*min(i, 1)), answered: sent(3, 100)} })},
 		{name: "without counters", kept: -1, counts: every(100*ms, 100, func(int64) count { return count{} })},
@@ -367,7 +373,7 @@ func TestHeld(t *testing.T) {
 						one.asked.bytes += 20 * one.asked.packets
 						one.answered.bytes += 20 * one.answered.packets
 					}
-					if h.see(one, test.old, began.Add(c.at)); h.kept && kept < 0 {
+					if h.see(one, test.old, began.Add(test.waiting), began.Add(c.at)); h.kept && kept < 0 {
 						kept = c.at
 					}
 				}

@@ -351,7 +351,7 @@ func TestWhenConnectionsAreCounted(t *testing.T) {
 		o.counted(due, open, took, now)
 	}
 	enter(Routing)
-	after(countSlow, 1)
+	after(countKept, 1)
 	after(countSlow, 0)
 	after(countKept, 0)
 	after(countSlow, 0)

@@ -540,12 +540,20 @@ func (w *Watch) enter(state State, now time.Time) bool {
 	if state == w.reading.State && state != Removed {
 		return true
 	}
+	if w.reading.State < Removed {
+		for key, h := range w.held {
+			h.kept = false // it may have been used since
+			w.held[key] = h
+		}
+	}
 	w.reading.State, w.reading.Since = state, now
 	w.reading.Connections, w.reading.Quiet = 0, state == Idle
 	w.period++
 	w.empty = 0
 	w.entered = time.Now()
-	w.next = w.entered.Add(w.pause(w.entered, 0))
+	if w.next = w.entered.Add(countKept); state == Removed {
+		w.next = w.entered.Add(countFirst)
+	}
 	// Else each of many that come at once has count look at all the others.
 	if state == Removed || (state == Routing || state == Kept) && !w.o.others {
 		w.o.wakeCount()
