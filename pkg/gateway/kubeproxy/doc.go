@@ -44,16 +44,19 @@
 //
 // # Connections
 //
-// While a watch is [Removed] the connections to its targets are counted in conntrack of the node's network: those whose answers come
-// from the target, whatever address the client asked for, in SYN_SENT, SYN_RECV or ESTABLISHED (and the like of SCTP). None, 20 ms after the commit was read or
-// later, is [Idle]: by then a packet that had chosen its way before is in the table, see the holes. Idle lasts as long as Removed does. It is bounded polling, see countShare, and the longer
-// connections stay the rarer; where nobody waits there is none. While the kernel still sends to the targets they are counted once a second, or ten times
-// if it sends to nobody else, so that a reading says whether it is quiet, which is twice in a row none: of a pod that the kernel keeps for want of another
-// one, that is all that can be asked.
+// While a watch is open the connections to its targets are counted in conntrack of the node's network: those whose answers come
+// from the target, whatever address the client asked for, in SYN_SENT, SYN_RECV or ESTABLISHED (and the like of SCTP). If there is
+// none to wait for 20 ms after the commit was read, or later, the watch is [Idle]: by then a packet that had chosen its way before
+// is in the table, see the holes. Idle is a level: when a connection arrives later, the watch is Removed again. While the kernel
+// still sends to the targets, a reading says whether it is quiet, which is twice in a row none: of a pod that the kernel keeps for
+// want of another one, that is all that can be asked. Counting is bounded polling, see countShare and countSlow.
+//
+// A connection that its client keeps from one request to the next is waited for only until a quiet moment. The Observer has the kernel
+// count the packets of connections, and tells such a connection by them: see held, and decision 29.
 //
 // All connections that pass the node are counted, whether kube-proxy sent them or not: on the pod's own node these are also those that other
-// nodes sent, and those to the pod's own address. So a client that keeps a connection to the pod's address delays Idle, and
-// whoever waits for it sets a bound.
+// nodes sent, and those to the pod's own address. A client that opens one connection after the other to the pod's address prevents
+// Idle, and whoever waits for it sets a bound.
 //
 // [Observer.Clean] deletes what is left of a pod that is gone. Else a client that uses its port again within the
 // time that conntrack remembers it, hours or days, would be sent to the dead address.
@@ -62,6 +65,8 @@
 //
 //   - UDP has no connections: Removed says that no new flow is sent to the pod, Idle says nothing more. A flow that conntrack knows is sent on to the
 //     pod until kube-proxy deletes it, which it does when the endpoint is no longer serving, or Clean does.
+//   - A TLS handshake looks like a request and its answer: a first request over TLS, or an answer, that pauses for a second is not
+//     waited for any longer.
 //   - A client that has closed its half and waits for the answer is in CLOSE_WAIT, and not counted.
 //   - The health-check node port of a Service with externalTrafficPolicy Local is answered by kube-proxy itself after it has written
 //     the rules. A load balancer that relies on it sends to the node for as long as its own checks take; then the kernel drops what comes if no
