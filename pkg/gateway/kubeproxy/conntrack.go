@@ -88,9 +88,10 @@ const (
 	// accountedFor is how long the kernel must have counted packets until a connection without counters is taken to have been answered:
 	// the connection is older.
 	accountedFor = time.Minute
-	// answerLeast is what the pod sends in an answer at least, beside headers. A TCP header with timestamps and that of IPv4 take
-	// segmentHeader bytes, those of a SYN a few more.
-	answerLeast, segmentHeader, ipv6More = 64, 52, 20
+	// answerLeast is what the pod sends in an answer at least, beside headers. The headers of a segment without data take headerUsual
+	// bytes with IPv4 and timestamps, those of a SYN a few more, and headerMost where it reports lost segments; ipv6More more with IPv6.
+	answerLeast                       = 64
+	headerUsual, headerMost, ipv6More = 52, 80, 20
 )
 
 // connection is an entry of the kernel's table.
@@ -113,11 +114,9 @@ func (t traffic) since(then traffic) traffic {
 	return traffic{t.packets - then.packets, t.bytes - then.bytes}
 }
 
-// payload returns the bytes of t without those of headers, roughly: it is too small where TCP headers carry no timestamps, and too
-// large where they report lost segments.
-func (t traffic) payload(of netip.Addr) int64 {
-	header := int64(segmentHeader)
-	if of.Is6() {
+// payload returns the bytes of t, to or from a pod, beyond so long a header for each packet.
+func (t traffic) payload(header int64, pod netip.Addr) int64 {
+	if pod.Is6() {
 		header += ipv6More
 	}
 	return t.bytes - t.packets*header
@@ -130,7 +129,8 @@ type held struct {
 	// first is when the connection was first counted, moved when it was first counted with the packets that it has now.
 	first, moved    time.Time
 	asked, answered traffic
-	// more says that the client has sent something after the pod had answered, again that the pod has answered that.
+	// more says that the client has sent data after the pod had answered, again that the pod has answered that. No number of
+	// acknowledgements is taken for data, or a long answer on a line that loses segments would count as a second request.
 	more, again bool
 	// kept is final for as long as the kernel does not send to the pod.
 	kept bool
@@ -143,8 +143,8 @@ func (h *held) see(c connection, old bool, waiting, now time.Time) {
 		h.first, h.moved = now, now
 	} else {
 		addr := c.to.Addr()
-		h.more = h.more || h.answeredOnce(addr) && c.asked.since(h.asked).payload(addr) > 0
-		h.again = h.again || h.more && c.answered.since(h.answered).payload(addr) > 0
+		h.more = h.more || h.answeredOnce(addr) && c.asked.since(h.asked).payload(headerMost, addr) > 0
+		h.again = h.again || h.more && c.answered.since(h.answered).payload(headerUsual, addr) > 0
 		if c.asked != h.asked || c.answered != h.answered {
 			h.moved = now
 		}
@@ -161,7 +161,9 @@ func (h *held) see(c connection, old bool, waiting, now time.Time) {
 }
 
 // answeredOnce reports whether the pod had sent an answer when h was last counted.
-func (h *held) answeredOnce(to netip.Addr) bool { return h.answered.payload(to) >= answerLeast }
+func (h *held) answeredOnce(pod netip.Addr) bool {
+	return h.answered.payload(headerUsual, pod) >= answerLeast
+}
 
 // open reports whether the connection is open or being opened: SYN_SENT, SYN_RECV or ESTABLISHED, and the like of SCTP.
 func (c connection) open() bool {

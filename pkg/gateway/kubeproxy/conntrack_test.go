@@ -334,6 +334,8 @@ func TestHeld(t *testing.T) {
 			counts: every(100*ms, 100, func(i int64) count { return count{asked: sent(3+2*i, 3000*i), answered: sent(3+i, 25)} })},
 		{name: "the first answer is long", kept: -1,
 			counts: every(100*ms, 100, func(i int64) count { return count{asked: sent(3+i, 200), answered: sent(3+2*i, 100+3000*i)} })},
+		{name: "the first answer is long, and segments are lost", kept: -1,
+			counts: every(100*ms, 100, func(i int64) count { return count{asked: sent(3+i, 200+28*i), answered: sent(3+2*i, 100+3000*i)} })},
 		{name: "the last answer is long, then it is quiet", kept: 2000 * ms,
 			counts: every(100*ms, 100, func(i int64) count {
 				i = min(i, 10)
