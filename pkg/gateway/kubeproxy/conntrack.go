@@ -600,11 +600,11 @@ func (o *Observer) wakeCount() {
 	}
 }
 
-// account has the kernel count the packets of connections that begin from now on, as the sysctl nf_conntrack_acct does. An agent may not
-// write that in its container, but a rule that asks for the packets of a connection switches it on, and may be gone again when
-// its transaction ends.
+// account has the kernel count the packets of connections that begin from now on, as the sysctl nf_conntrack_acct does. An agent may
+// not write that in its container. But the kernel switches it on for a rule that asks for the packets of a connection, when it reads
+// the rule: the transaction has no end, so the kernel makes none of it.
 func (o *Observer) account() error {
-	const sysctl, name = "/proc/sys/net/netfilter/nf_conntrack_acct", "lameduck"
+	const sysctl = "/proc/sys/net/netfilter/nf_conntrack_acct"
 	on := func() bool {
 		text, err := os.ReadFile(sysctl)
 		return err == nil && strings.TrimSpace(string(text)) != "0"
@@ -615,36 +615,27 @@ func (o *Observer) account() error {
 			return err
 		}
 		defer func() { _ = conn.Close() }()
-		table := func(number uint16) []byte { return encode(number, []byte(name+"\x00")) }
-		chain := func(number uint16) []byte {
-			return append(table(unix.NFTA_CHAIN_TABLE), encode(number, []byte(name+"\x00"))...)
-		}
-		number := func(n uint16, value uint32) []byte { return encode(n, binary.BigEndian.AppendUint32(nil, value)) }
 		const nested = unix.NLA_F_NESTED
-		packets := append(number(unix.NFTA_CT_DREG, unix.NFT_REG_1), number(unix.NFTA_CT_KEY, unix.NFT_CT_PKTS)...)
-		expression := append(encode(unix.NFTA_EXPR_NAME, []byte("ct\x00")), encode(unix.NFTA_EXPR_DATA|nested, packets)...)
-		rule := append(chain(unix.NFTA_RULE_CHAIN), encode(unix.NFTA_RULE_EXPRESSIONS|nested, encode(unix.NFTA_LIST_ELEM|nested, expression))...)
-		transaction := []netlink.Message{{Header: netlink.Header{Type: unix.NFNL_MSG_BATCH_BEGIN}}}
-		for _, m := range []struct {
-			message    int
-			flags      netlink.HeaderFlags
-			attributes []byte
-		}{
-			{unix.NFT_MSG_NEWTABLE, netlink.Create, table(unix.NFTA_TABLE_NAME)},
-			{unix.NFT_MSG_NEWCHAIN, netlink.Create, chain(unix.NFTA_CHAIN_NAME)},
-			{unix.NFT_MSG_NEWRULE, netlink.Create | netlink.Append, rule},
-			{unix.NFT_MSG_DELTABLE, netlink.Acknowledge, table(unix.NFTA_TABLE_NAME)},
-		} {
-			transaction = append(transaction, request(unix.NFNL_SUBSYS_NFTABLES, m.message, m.flags, unix.NFPROTO_INET, m.attributes))
+		name := func(number uint16) []byte { return encode(number, []byte("lameduck\x00")) }
+		value := func(number uint16, n uint32) []byte { return encode(number, binary.BigEndian.AppendUint32(nil, n)) }
+		packets := encode(unix.NFTA_LIST_ELEM|nested, append(encode(unix.NFTA_EXPR_NAME, []byte("ct\x00")),
+			encode(unix.NFTA_EXPR_DATA|nested, append(value(unix.NFTA_CT_DREG, unix.NFT_REG_1), value(unix.NFTA_CT_KEY, unix.NFT_CT_PKTS)...))...))
+		send := func(message int, flags netlink.HeaderFlags, attributes ...[]byte) netlink.Message {
+			return request(unix.NFNL_SUBSYS_NFTABLES, message, flags, unix.NFPROTO_INET, slices.Concat(attributes...))
 		}
-		transaction = append(transaction, netlink.Message{Header: netlink.Header{Type: unix.NFNL_MSG_BATCH_END}})
-		for _, i := range []int{0, len(transaction) - 1} {
-			transaction[i].Header.Flags, transaction[i].Data = netlink.Request, []byte{unix.AF_UNSPEC, unix.NFNETLINK_V0, 0, unix.NFNL_SUBSYS_NFTABLES}
+		begin := netlink.Message{
+			Header: netlink.Header{Type: unix.NFNL_MSG_BATCH_BEGIN, Flags: netlink.Request},
+			Data:   []byte{unix.AF_UNSPEC, unix.NFNETLINK_V0, 0, unix.NFNL_SUBSYS_NFTABLES},
 		}
 		if err := conn.SetDeadline(time.Now().Add(answerTimeout)); err != nil {
 			return err
 		}
-		if _, err := conn.SendMessages(transaction); err != nil {
+		if _, err := conn.SendMessages([]netlink.Message{
+			begin, send(unix.NFT_MSG_NEWTABLE, netlink.Create, name(unix.NFTA_TABLE_NAME)),
+			send(unix.NFT_MSG_NEWCHAIN, netlink.Create, name(unix.NFTA_CHAIN_TABLE), name(unix.NFTA_CHAIN_NAME)),
+			send(unix.NFT_MSG_NEWRULE, netlink.Create|netlink.Append|netlink.Acknowledge,
+				name(unix.NFTA_RULE_TABLE), name(unix.NFTA_RULE_CHAIN), encode(unix.NFTA_RULE_EXPRESSIONS|nested, packets)),
+		}); err != nil {
 			return err
 		}
 		if _, err := conn.Receive(); err != nil {
