@@ -144,7 +144,8 @@ const (
 	Kept
 	// Removed: nothing that reaches any process of the gateway from now on is sent to the pod.
 	Removed
-	// Idle: Removed, and no request or connection is queued, retrying or in flight to the pod.
+	// Idle: Removed, and no request or connection is queued, retrying or in flight to the pod. Connections that clients keep from one
+	// request to the next do not count where they can be told from others. It is a level: the state may be Removed again.
 	Idle
 )
 
@@ -303,7 +304,7 @@ type Report struct {
 	// so that reports can be compared. In its other Services the pod is Removed.
 	Kept string `json:"kept,omitempty"`
 	// Quiet says more of a pod to which the gateway goes on sending. At the hold: it is Idle in the Services where it is not kept. At the
-	// barrier, in any state: no connection to the pod is open or being opened.
+	// barrier, in any state: there is no connection to the pod to wait for.
 	Quiet bool `json:"quiet,omitempty"`
 	// Sent says that the gateway was seen to send to the pod since the agent was told of this barrier. Without it, one that has let go
 	// looks like one that has not heard yet that the pod is ready.
