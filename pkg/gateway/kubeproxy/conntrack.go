@@ -56,7 +56,7 @@ const (
 const (
 	countFirst = 20 * time.Millisecond
 	// countLate is the part of the time since a watch became Removed that passes until the next count, countSlow at most. So a watch
-	// becomes Idle late in proportion to how long it waited.
+	// becomes Idle late in proportion to how long it waited. In the first second it is keptQuiet at most, so that such a pause is seen.
 	countLate = 5
 	// countKept is the pause while the kernel sends to the targets and to no other endpoint, between the two empty counts that make a
 	// watch quiet, and before the first count of one to whose targets the kernel still sends: from then on it is known which
@@ -525,7 +525,12 @@ func (w *Watch) pause(now time.Time, took time.Duration) time.Duration {
 	case w.slow():
 		return max(countSlow, min(countSlowShare*took, countSlowMost))
 	case w.reading.State == Removed:
-		return min(max(countFirst, now.Sub(w.entered)/countLate), countSlow)
+		since := now.Sub(w.entered)
+		most := countSlow
+		if since < keptMost {
+			most = keptQuiet
+		}
+		return min(max(countFirst, since/countLate), most)
 	}
 	return countKept
 }

@@ -388,7 +388,7 @@ func TestWhenConnectionsAreCounted(t *testing.T) {
 		now = w.next
 		after(0, 1)
 	}
-	if counts > 35 {
+	if counts > 48 {
 		t.Errorf("a connection that is kept for 10 s is counted %d times", counts)
 	}
 	now = w.next
