@@ -811,8 +811,9 @@ func TestHooksThatComeAtTheEnd(t *testing.T) {
 		n.pods.set(deleted(hooked(name), 35*time.Second), false)
 	}
 	ask := func(name string) string {
-		w := httptest.NewRecorder()
-		n.handler().ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/v1/wait/id-"+name, nil))
+		w, r := httptest.NewRecorder(), httptest.NewRequest(http.MethodGet, "/v1/wait/id-"+name, nil)
+		r.RemoteAddr = "127.0.0.1:4711"
+		n.handler().ServeHTTP(w, r)
 		return w.Body.String()
 	}
 	first := make(chan string, 1)

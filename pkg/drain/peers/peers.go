@@ -1,12 +1,15 @@
 // Package peers asks the other replicas of the coordinator.
 //
-// Each replica is an entry of the webhook configuration, so the API server asks all of them about every deletion, and one denial denies. What takes capacity (a
-// place in a PodDisruptionBudget, half of a Service, the last target) must be decided in one order, or two evictions lock each other out: each would be
-// let go by one replica and refused by the other. So one replica decides that: the opener, the ready one with the lowest ordinal. The others are
-// witnesses: a witness asks the opener before it opens a drain of its own, and then waits for the gateways by itself.
+// Each replica is an entry of the webhook configuration, so the API server asks all of them about every deletion, and one
+// denial denies. What takes capacity (a place in a PodDisruptionBudget, half of a Service) must be decided in one order, or
+// two evictions lock each other out: one replica lets the first go and refuses the second, the other one the reverse. So one
+// replica decides that: the opener, the ready one with the lowest ordinal. The others are witnesses: a witness asks the
+// opener before it opens a drain of its own, and then waits for the gateways by itself. Which pod is the last target
+// follows from EndpointSlices and from this order, and each replica reads it for itself.
 //
-// A replica that does not answer is not asked again until a poll has reached it, so it delays one call by [claimTime] at most. A witness that
-// cannot reach any replica before it decides for itself: what is lost then is the common order, not the acknowledgements.
+// A replica that does not answer is not asked again until a poll has reached it, so it delays the calls of one moment by
+// [claimTime] at most. A witness that cannot reach any replica before it decides for itself: what is lost then is the
+// common order, not the acknowledgements.
 package peers
 
 import (
@@ -126,7 +129,7 @@ func (p *Peers) Claim(ctx context.Context, claim wire.Claim) (claimed wire.Claim
 		claimed = wire.Claimed{}
 		err := p.ask(ctx, of, http.MethodPost, wire.ClaimsPath, claim, &claimed, claimTime)
 		p.heard(ctx, of, err, nil)
-		if err == nil && claimed.Verdict != "" {
+		if err == nil && (claimed.Verdict == wire.VerdictDrain || claimed.Verdict == wire.VerdictDeny) {
 			return claimed, true
 		}
 	}

@@ -22,7 +22,8 @@ type Claim struct {
 	OnlyAsked bool `json:"onlyAsked,omitempty"`
 }
 
-// The verdicts of a Claimed. An empty or unknown verdict means that the replica has no opinion: the one that asks decides for itself.
+// The verdicts of a Claimed. Any other verdict, and none, means that the replica has no opinion: the replica that asks
+// goes on to the next one, and decides for itself if there is none.
 const (
 	VerdictDrain = "drain"
 	VerdictDeny  = "deny"
