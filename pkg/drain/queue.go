@@ -13,9 +13,9 @@ import (
 // or come again, and no agent hears of them.
 //
 // What takes room in a Service is a usable target of it that is unrouted by an open drain here, or by another replica's, as
-// far as agents have told: their reports name the pods, and the lists of usable targets tell whose they are. Replicas that are asked at
-// the same moment do not know of each other's drains yet, and may together go beyond the bound until the first of them close. A pod that
-// is not among the usable targets, or whose Services' targets are not known, needs no room.
+// far as agents have reported. All replicas are asked about every deletion, and one of them, the opener, judges for all: see
+// package peers and [Placing]. A pod that is not among the usable targets, or whose Services' targets are not known, needs no
+// room.
 //
 // The oldest drain goes first. One that waits for room in one Service does not keep it free in another: a younger drain that has room
 // everywhere goes before it. No drain that is not queued ever becomes so: agents have been told.

@@ -1,6 +1,6 @@
 // Package api is what a coordinator tells people and their tools: the paths of its read API and the types of its answers, as JSON.
 //
-// Everything is read with GET, and changes nothing. Each replica tells its own view: a deletion is a drain in the replica that the API server
+// Everything is read with GET, and changes nothing. Each replica tells its own view: a deletion is a drain in each replica that the API server
 // asked. Times are of the replica's clock, and [View.At] says what it shows, so that nobody has to compare clocks.
 //
 // Compatibility: within v1 fields are added, never repurposed. Readers ignore fields that they do not know, and show words that they do not
