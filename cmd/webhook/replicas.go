@@ -39,7 +39,7 @@ const (
 // replicas are the other replicas of the coordinator, found by their pods.
 type replicas struct {
 	*peers.Peers
-	namespace, self string
+	namespace string
 	// username is that of the service account that all replicas share. port is that of the API for agents.
 	username, port string
 	adopted        atomic.Bool
@@ -81,7 +81,7 @@ func newReplicas(o options, certificates *proof, log *slog.Logger) (*replicas, e
 		MaxIdleConnsPerHost: peerConns, IdleConnTimeout: time.Minute,
 	}}
 	return &replicas{
-		Peers: peers.New(o.ordinal, client, token, log), namespace: o.namespace, self: o.replica, username: username, port: port,
+		Peers: peers.New(o.ordinal, o.replica, client, token, log), namespace: o.namespace, username: username, port: port,
 	}, nil
 }
 
@@ -109,7 +109,7 @@ func subject(token string) (string, error) {
 
 // set takes in a pod of the cluster, which may be a replica's.
 func (r *replicas) set(p *corev1.Pod) {
-	if r == nil || p.Namespace != r.namespace || p.Name == r.self {
+	if r == nil || p.Namespace != r.namespace || p.Name == r.Name {
 		return
 	}
 	ordinal, err := strconv.Atoi(p.Labels[ordinalLabel])

@@ -51,8 +51,9 @@ type Peer struct {
 
 // Peers are the other replicas. Make it with New. Safe for concurrent use.
 type Peers struct {
-	// Self is the ordinal of this replica.
-	Self int
+	// Ordinal and Name are those of this replica.
+	Ordinal int
+	Name    string
 	// Client reaches the others, Token returns what proves who this one is.
 	Client *http.Client
 	Token  func() (string, error)
@@ -71,8 +72,8 @@ type peer struct {
 }
 
 // New returns Peers without any.
-func New(self int, client *http.Client, token func() (string, error), log *slog.Logger) *Peers {
-	return &Peers{Self: self, Client: client, Token: token, Log: log, peers: map[string]*peer{}}
+func New(ordinal int, name string, client *http.Client, token func() (string, error), log *slog.Logger) *Peers {
+	return &Peers{Ordinal: ordinal, Name: name, Client: client, Token: token, Log: log, peers: map[string]*peer{}}
 }
 
 // Set adds a replica, or changes what is known of it.
@@ -173,9 +174,12 @@ func (p *Peers) Sees() (name string, ok bool) {
 	return "", false
 }
 
-// before returns the replicas that come before this one and can be asked, the first one first.
+// before returns the replicas that come before this one and can be asked, the first one first. While a replica is being
+// replaced there are two of one ordinal: their names decide.
 func (p *Peers) before() []peer {
-	return p.list(func(of *peer) bool { return of.Ordinal < p.Self && of.Ready && !of.silent })
+	return p.list(func(of *peer) bool {
+		return of.Ready && !of.silent && (of.Ordinal < p.Ordinal || of.Ordinal == p.Ordinal && of.Name < p.Name)
+	})
 }
 
 // list returns copies of those replicas that are so, by their ordinals.

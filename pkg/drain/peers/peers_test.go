@@ -50,7 +50,7 @@ func newReplica(t *testing.T) *replica {
 }
 
 func witness(t *testing.T, self int, of ...*replica) *Peers {
-	p := New(self, &http.Client{}, func() (string, error) { return "mine", nil }, slog.New(slog.DiscardHandler))
+	p := New(self, "A", &http.Client{}, func() (string, error) { return "mine", nil }, slog.New(slog.DiscardHandler))
 	for i, r := range of {
 		p.Set(Peer{Ordinal: i, Name: string(rune('a' + i)), URL: r.URL, Ready: true})
 	}
@@ -95,6 +95,11 @@ func TestWhoIsTheOpener(t *testing.T) {
 	}
 	p.Remove("a")
 	p.Remove("b")
+	p.Set(Peer{Ordinal: 2, Name: "0-new", URL: first.URL, Ready: true})
+	if first.claimed.Verdict = wire.VerdictDrain; !claim(p) || p.Opener() {
+		t.Error("of two with one ordinal, the name does not decide")
+	}
+	p.Remove("0-new")
 	if claim(p) || !p.Opener() {
 		t.Error("alone, and not the opener")
 	}
