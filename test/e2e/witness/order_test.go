@@ -1,6 +1,7 @@
 package witness
 
 import (
+	"context"
 	"encoding/json"
 	"fmt"
 	"net/http"
@@ -50,6 +51,10 @@ func newShop(t *testing.T, s *stage.Stage, pods int) *shop {
 	must(t, s.InstallApp(t.Context(), stage.App{Namespace: sh.ns, Replicas: pods}))
 	_, err := s.InstallGateway(t.Context(), stage.Gateway{Namespace: sh.ns})
 	must(t, err)
+	t.Cleanup(func() {
+		// Other tests evict whatever is called web.
+		_ = s.Kube.CoreV1().Namespaces().Delete(context.Background(), sh.ns, metav1.DeleteOptions{})
+	})
 	gateway, err := s.Pods(t.Context(), sh.ns, "app=gateway")
 	must(t, err)
 	sh.targets = "http://" + gateway[0].Status.PodIP + ":9101/v1/targets"
@@ -57,7 +62,14 @@ func newShop(t *testing.T, s *stage.Stage, pods int) *shop {
 }
 
 // unrouted counts the pods that HAProxy does not route although nobody has deleted them: those with a tombstone that are not terminating.
-func (sh *shop) unrouted(t *testing.T) (n int) {
+func (sh *shop) unrouted(t *testing.T) int {
+	t.Helper()
+	unrouted, _ := sh.traffic(t)
+	return unrouted
+}
+
+// traffic counts the pods that HAProxy does not route although nobody has deleted them, and those that are ready and that it routes.
+func (sh *shop) traffic(t *testing.T) (unrouted, serving int) {
 	t.Helper()
 	response, err := http.Get(sh.targets)
 	must(t, err)
@@ -70,21 +82,41 @@ func (sh *shop) unrouted(t *testing.T) (n int) {
 		} `json:"targets"`
 	}
 	must(t, json.NewDecoder(response.Body).Decode(&view))
-	alive := map[string]bool{}
+	alive, ready := map[string]bool{}, map[string]bool{}
 	pods, err := sh.s.Pods(t.Context(), sh.ns, "app=web")
 	must(t, err)
 	for _, p := range pods {
-		alive[string(p.UID)] = p.DeletionTimestamp == nil
+		alive[string(p.UID)], ready[string(p.UID)] = p.DeletionTimestamp == nil, isReady(&p)
 	}
 	if len(view.Targets) == 0 {
 		t.Fatal("the agent tells of no target")
 	}
 	for _, target := range view.Targets {
-		if target.Tombstone != nil && target.State != "routed" && alive[target.UID] {
-			n++
+		switch {
+		case target.Tombstone != nil && target.State != "routed" && alive[target.UID]:
+			unrouted++
+		case target.State == "routed" && ready[target.UID]:
+			serving++
 		}
 	}
-	return n
+	return unrouted, serving
+}
+
+// budget makes a PodDisruptionBudget.
+func (sh *shop) budget(t *testing.T, minAvailable int32) {
+	t.Helper()
+	budget := &policyv1.PodDisruptionBudget{ObjectMeta: metav1.ObjectMeta{Name: "web"}, Spec: policyv1.PodDisruptionBudgetSpec{
+		MinAvailable: ptr.To(intstr.FromInt32(minAvailable)), Selector: &metav1.LabelSelector{MatchLabels: map[string]string{"app": "web"}},
+	}}
+	_, err := sh.s.Kube.PolicyV1().PodDisruptionBudgets(sh.ns).Create(t.Context(), budget, metav1.CreateOptions{})
+	must(t, err)
+}
+
+// hasRoom reports whether the budget allows one disruption now.
+func (sh *shop) hasRoom(t *testing.T) bool {
+	t.Helper()
+	b, err := sh.s.Kube.PolicyV1().PodDisruptionBudgets(sh.ns).Get(t.Context(), "web", metav1.GetOptions{})
+	return err == nil && b.Status.DisruptionsAllowed == 1 && b.Status.ObservedGeneration == b.Generation
 }
 
 // Two evictions of one budget that has room for one reach the two coordinators in opposite orders. One goes at once, the other when the budget has room
@@ -93,11 +125,7 @@ func TestTwoEvictionsOfOneBudget(t *testing.T) {
 	s := open(t)
 	must(t, s.AwaitCoordinators(t.Context()))
 	sh := newShop(t, s, 3)
-	budget := &policyv1.PodDisruptionBudget{ObjectMeta: metav1.ObjectMeta{Name: "web"}, Spec: policyv1.PodDisruptionBudgetSpec{
-		MinAvailable: ptr.To(intstr.FromInt32(2)), Selector: &metav1.LabelSelector{MatchLabels: map[string]string{"app": "web"}},
-	}}
-	_, err := s.Kube.PolicyV1().PodDisruptionBudgets(sh.ns).Create(t.Context(), budget, metav1.CreateOptions{})
-	must(t, err)
+	sh.budget(t, 2)
 	delayMost.Store(int64(50 * time.Millisecond))
 	defer delayMost.Store(0)
 	var longest time.Duration
@@ -105,8 +133,7 @@ func TestTwoEvictionsOfOneBudget(t *testing.T) {
 	for round := range rounds(t) {
 		must(t, s.Await(t.Context(), sh.ns, "web"))
 		await(t, t.Context(), "the budget has room", func() bool {
-			b, err := s.Kube.PolicyV1().PodDisruptionBudgets(sh.ns).Get(t.Context(), "web", metav1.GetOptions{})
-			return err == nil && b.Status.DisruptionsAllowed == 1 && b.Status.ObservedGeneration == b.Generation && sh.unrouted(t) == 0
+			return sh.hasRoom(t) && sh.unrouted(t) == 0
 		})
 		pods, err := s.Pods(t.Context(), sh.ns, "app=web")
 		must(t, err)
@@ -189,5 +216,52 @@ func TestHalfOfAService(t *testing.T) {
 	t.Logf("%d of %d pods were unrouted at one time at most", most, pods)
 	if most > pods/2 || most == 0 {
 		t.Errorf("%d of %d pods were unrouted at one time, want 1 to %d", most, pods, pods/2)
+	}
+}
+
+// kubectl drain takes one pod after the other out of traffic where the budget says so. With a budget that each coordinator counted for itself, two or three
+// were out of traffic at one time, for 9 s.
+func TestKubectlDrain(t *testing.T) {
+	s := open(t)
+	must(t, s.AwaitCoordinators(t.Context()))
+	const pods, least = 6, 5
+	sh := newShop(t, s, pods)
+	sh.budget(t, least)
+	await(t, t.Context(), "the budget has room", func() bool { return sh.hasRoom(t) })
+	began := time.Now()
+	drained := make(chan error, 1)
+	go func() {
+		out, err := s.Cluster.Kubectl(t.Context(), "drain", "node-1", "--pod-selector=app=web", "--timeout=90s")
+		if err != nil {
+			err = fmt.Errorf("%w: %s", err, out)
+		}
+		drained <- err
+	}()
+	// There is one node. The new pods run there too.
+	await(t, t.Context(), "the node is cordoned", func() bool {
+		n, err := s.Kube.CoreV1().Nodes().Get(t.Context(), "node-1", metav1.GetOptions{})
+		return err == nil && n.Spec.Unschedulable
+	})
+	if out, err := s.Cluster.Kubectl(t.Context(), "uncordon", "node-1"); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	fewest := pods
+	for running := true; running; {
+		select {
+		case err := <-drained:
+			must(t, err)
+			running = false
+		case <-time.After(50 * time.Millisecond):
+			_, serving := sh.traffic(t)
+			fewest = min(fewest, serving)
+		}
+	}
+	took := time.Since(began)
+	t.Logf("%.1f s, at least %d of %d pods ready and routed", took.Seconds(), fewest, pods)
+	if fewest < least {
+		t.Errorf("%d pods were ready and routed at one time, want at least %d", fewest, least)
+	}
+	if took > 30*time.Second {
+		t.Errorf("it took %s, want at most 30 s", took)
 	}
 }
