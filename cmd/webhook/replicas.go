@@ -20,6 +20,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 
 	"github.com/lameduck-io/lameduck/pkg/admission"
+	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/drain/coordinator"
 	"github.com/lameduck-io/lameduck/pkg/drain/identity"
 	"github.com/lameduck-io/lameduck/pkg/drain/peers"
@@ -40,13 +41,14 @@ const (
 type replicas struct {
 	*peers.Peers
 	namespace string
+	who       *identity.Kubernetes
 	// username is that of the service account that all replicas share. port is that of the API for agents.
 	username, port string
 	adopted        atomic.Bool
 }
 
 // newReplicas returns nil without a token file: this replica then asks no other.
-func newReplicas(o options, certificates *proof, log *slog.Logger) (*replicas, error) {
+func newReplicas(o options, who *identity.Kubernetes, certificates *proof, log *slog.Logger) (*replicas, error) {
 	if o.tokenFile == "" {
 		return nil, nil
 	}
@@ -66,6 +68,7 @@ func newReplicas(o options, certificates *proof, log *slog.Logger) (*replicas, e
 	if err != nil {
 		return nil, fmt.Errorf("%w: --agents-address %q: %w", errUsage, o.agents, err)
 	}
+	who.Replicas = username
 	dialer := &net.Dialer{Timeout: peerConnect}
 	client := &http.Client{Transport: &http.Transport{
 		DialTLSContext: func(ctx context.Context, network, address string) (net.Conn, error) {
@@ -81,7 +84,7 @@ func newReplicas(o options, certificates *proof, log *slog.Logger) (*replicas, e
 		MaxIdleConnsPerHost: peerConns, IdleConnTimeout: time.Minute,
 	}}
 	return &replicas{
-		Peers: peers.New(o.ordinal, o.replica, client, token, log), namespace: o.namespace, username: username, port: port,
+		Peers: peers.New(o.ordinal, o.replica, client, token, log), namespace: o.namespace, who: who, username: username, port: port,
 	}, nil
 }
 
@@ -118,11 +121,13 @@ func (r *replicas) set(p *corev1.Pod) {
 		r.gone(p)
 		return
 	}
+	r.who.ExpectReplica(drain.AgentID(p.UID), true)
 	r.Set(peers.Peer{Ordinal: ordinal, Name: p.Name, URL: "https://" + net.JoinHostPort(p.Status.PodIP, r.port), Ready: isReady(p)})
 }
 
 func (r *replicas) gone(p *corev1.Pod) {
 	if r != nil && p.Namespace == r.namespace {
+		r.who.ExpectReplica(drain.AgentID(p.UID), false)
 		r.Remove(p.Name)
 	}
 }

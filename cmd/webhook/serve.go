@@ -101,12 +101,9 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 	if err != nil {
 		return err
 	}
-	others, err := newReplicas(o, proof, log)
+	others, err := newReplicas(o, who, proof, log)
 	if err != nil {
 		return err
-	}
-	if others != nil {
-		who.Replicas = others.username
 	}
 	started := time.Now()
 	ready := &readiness{certificate: proof.ready, known: others.known, sees: others.sees, up: func() time.Duration { return time.Since(started) }}

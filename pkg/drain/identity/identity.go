@@ -17,6 +17,7 @@
 package identity
 
 import (
+	"cmp"
 	"context"
 	"crypto/sha256"
 	"encoding/base64"
@@ -73,10 +74,10 @@ type Kubernetes struct {
 	strangers, agents, rights *rate.Limiter
 
 	mu sync.Mutex
-	// expected holds the lane of each expected agent.
-	expected map[drain.AgentID]*rate.Limiter
-	tokens   map[[sha256.Size]byte]answer[coordinator.Identity]
-	allowed  map[right]answer[bool]
+	// expected holds the lane of each expected agent, replicas that of each other replica.
+	expected, replicas map[drain.AgentID]*rate.Limiter
+	tokens             map[[sha256.Size]byte]answer[coordinator.Identity]
+	allowed            map[right]answer[bool]
 }
 
 // right is what is asked about: of username, in namespace, or everywhere if that is empty.
@@ -91,7 +92,7 @@ type answer[T any] struct {
 // New returns a Kubernetes that asks with client.
 func New(client kubernetes.Interface) *Kubernetes {
 	return &Kubernetes{
-		Client: client,
+		Client: client, replicas: map[drain.AgentID]*rate.Limiter{},
 		tokens: map[[sha256.Size]byte]answer[coordinator.Identity]{}, allowed: map[right]answer[bool]{},
 		strangers: rate.NewLimiter(strangersRate, strangersBurst), agents: rate.NewLimiter(agentsRate, agentsBurst), rights: rate.NewLimiter(agentsRate, agentsBurst),
 	}
@@ -110,6 +111,18 @@ func (k *Kubernetes) Expect(agents []drain.Expected) {
 	}
 }
 
+// ExpectReplica gives another replica of the coordinator, by its pod's UID, a lane of its own, or takes it away.
+func (k *Kubernetes) ExpectReplica(id drain.AgentID, expected bool) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	switch {
+	case !expected:
+		delete(k.replicas, id)
+	case k.replicas[id] == nil:
+		k.replicas[id] = rate.NewLimiter(1, oneBurst)
+	}
+}
+
 // lane is where questions wait, one limiter after the other.
 type lane []*rate.Limiter
 
@@ -118,7 +131,7 @@ func (k *Kubernetes) laneOf(token string) lane {
 	claims, _ := claimsOf(token)
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	if own := k.expected[claims.Kubernetes.Pod.UID]; own != nil {
+	if own := cmp.Or(k.expected[claims.Kubernetes.Pod.UID], k.replicas[claims.Kubernetes.Pod.UID]); own != nil {
 		return lane{own, k.agents}
 	}
 	return lane{k.strangers}
