@@ -167,12 +167,13 @@ func byService(a, b Service) int {
 }
 
 // Adopt opens the drains that another replica has open, so that a replica which starts goes on where it was. Those that have a drain
-// here keep it; their clock starts at the earlier of the two starts.
+// here keep it; their clock starts at the earlier of the two starts. A drain that waits for capacity there waits here until it is asked for: how many
+// targets its Services have is not known yet.
 func (l *Ledger) Adopt(now time.Time, claims []Claim) {
 	for _, c := range claims {
 		place := Place{Granted, time.Duration(c.ElapsedMillis) * time.Millisecond}
 		if c.Queued {
-			place.Is = Judged
+			place.Is = Deferred
 		}
 		l.ask(now, c.Pod, c.Services, place)
 	}

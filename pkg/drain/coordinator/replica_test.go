@@ -97,7 +97,7 @@ func TestAReplicaThatStartsAdoptsWhatIsOpen(t *testing.T) {
 		}
 		started.Adopt(told.Drains)
 		started.Adopt(told.Drains) // twice changes nothing
-		if diff := cmp.Diff(want[0], started.ledger.Claims(time.Now())[0]); diff != "" {
+		if diff := cmp.Diff(want, started.ledger.Claims(time.Now())); diff != "" {
 			t.Errorf("adopted (-want +got):\n%s", diff)
 		}
 		status, _, _ := started.Drain(t.Context(), pod("a"), []drain.Service{web}, time.Now())
