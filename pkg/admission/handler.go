@@ -204,7 +204,7 @@ func (h *Handler) Claim(ctx context.Context, claim wire.Claim) wire.Claimed {
 	s.place.Elapsed = time.Duration(claim.ElapsedMillis) * time.Millisecond
 	status, hold := h.Cluster.Ledger.ClaimFor(s.request())
 	return wire.Claimed{
-		Verdict: wire.VerdictDrain, Queued: status.Phase == drain.Queued, Hold: hold, ElapsedMillis: now.Sub(status.Since).Milliseconds(),
+		Verdict: wire.VerdictDrain, Queued: h.Cluster.Ledger.Queued(claim.Pod.UID), Hold: hold, ElapsedMillis: now.Sub(status.Since).Milliseconds(),
 	}
 }
 

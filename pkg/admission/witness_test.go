@@ -95,11 +95,17 @@ func TestClaim(t *testing.T) {
 	claim := wire.Claim{Operation: "evict", Pod: drain.Pod{Namespace: "shop", Name: "a", UID: "uid-a"}, ElapsedMillis: 3000}
 	w := newWorld(t)
 	w.status(drain.Queued, drain.ReasonNone, 12*time.Second, true, nil)
+	w.ledger.queued = map[drain.UID]bool{"uid-a": true}
 	if got := w.Claim(t.Context(), claim); got.Verdict != wire.VerdictDrain || !got.Queued || !got.Hold || got.ElapsedMillis < 11_900 {
 		t.Errorf("a drain: %+v", got)
 	}
 	if got := w.ledger.requests[0].Place; got != (drain.Place{Elapsed: 3 * time.Second}) {
 		t.Errorf("it is opened with %+v", got)
+	}
+	// Past its deadline the deletion may go on, and still no agent is to be told.
+	w.status(drain.Released, drain.Deadline, 31*time.Second, true, nil)
+	if got := w.Claim(t.Context(), claim); got.Verdict != wire.VerdictDrain || !got.Queued {
+		t.Errorf("a drain that had no room until its deadline: %+v", got)
 	}
 	w.add(budget("pdb", 0, map[string]string{"app": "web"}))
 	if got := w.Claim(t.Context(), claim); got.Verdict != wire.VerdictDeny || got.Reason != "Budget" || !strings.HasPrefix(got.Message, violates) || got.Budget == "" {

@@ -7,6 +7,7 @@ import (
 	"slices"
 	"time"
 
+	"github.com/lameduck-io/lameduck/pkg/admission"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
@@ -19,9 +20,9 @@ type pod struct {
 	ready    bool
 	// terminating: it has a deletionTimestamp. stopped: its process ended. gone: the API server has forgotten it.
 	terminating, stopped, gone bool
-	// committed is when it became terminating, and by what word.
+	// committed is when it became terminating, and by what words: one of each replica that answered.
 	committed time.Duration
-	word      *word
+	words     []*word
 	// born is when it was created.
 	born time.Duration
 	// target has the condition DisruptionTarget.
@@ -146,6 +147,8 @@ type api struct {
 	// policies and stated are what the Services say of themselves.
 	policies []policy
 	stated   []time.Duration
+	// refusals are those of evictions that the one budget concerns.
+	refusals map[*pod]*refusal
 	other    struct{ deny, sleep int } // of a thousand calls
 }
 
@@ -283,12 +286,15 @@ func (a *api) expected() []drain.Expected {
 }
 
 // commit makes a pod terminating. Its application ends at SIGTERM, at once.
-func (a *api) commit(p *pod, w *word) {
+func (a *api) commit(p *pod, words []*word) {
 	if p.terminating {
 		return
 	}
-	p.terminating, p.committed, p.word = true, a.w.at, w
-	a.log("%s is terminating: %s", p.uid, w.reason)
+	p.terminating, p.committed, p.words = true, a.w.at, words
+	for _, wd := range words {
+		a.log("%s is terminating: %s", p.uid, wd.reason)
+	}
+	a.unlocked(p)
 	a.podChanged(p)
 	if p.host != nil && p.halted == "" { // what does not run has no hooks
 		a.hooks(p)
@@ -339,9 +345,17 @@ type caller struct {
 	forced  bool
 	tries   int
 	backoff time.Duration
-	// denials counts the refusals in a row, for its drain, by one life of one replica.
-	by            *coord
-	life, denials int
+	// denials counts, of each replica, the reviews in a row that one life of it has refused for its drain.
+	denials map[*coord]denials
+}
+
+type denials struct{ life, n int }
+
+func (x *caller) operation() admission.Operation {
+	if x.evict {
+		return admission.Evict
+	}
+	return admission.Delete
 }
 
 // deletion starts a caller on some pod.
@@ -371,6 +385,7 @@ func (a *api) deletion() {
 		c.evict = true
 		a.podChanged(c.p)
 	}
+	c.denials = map[*coord]denials{}
 	a.log("somebody wants %s deleted (evict=%t controller=%t forced=%t)", c.p.uid, c.evict, c.ctrl, c.forced)
 	if a.w.kinds[stubborn] && a.w.chance(500) {
 		c.p.refused = max(c.p.refused, a.w.at+a.w.between(10*time.Second, 80*time.Second))
@@ -384,7 +399,7 @@ func (a *api) reask(uid drain.UID) {
 	if p := a.find(uid); !p.terminating {
 		a.log("somebody wants %s deleted after all", uid)
 		p.calls++
-		a.attempt(&caller{p: p, backoff: 5 * time.Millisecond})
+		a.attempt(&caller{p: p, backoff: 5 * time.Millisecond, denials: map[*coord]denials{}})
 	}
 }
 
@@ -402,8 +417,10 @@ func (a *api) attempt(c *caller) {
 // verdict is what came back from the webhooks.
 type verdict struct {
 	allowed    bool
-	word       *word
+	words      []*word
 	retryAfter time.Duration
+	// waits is the replica whose drain is why it is refused, if that is why.
+	waits *coord
 }
 
 // review asks both webhooks at once and goes on when both have answered.
@@ -420,6 +437,7 @@ func (a *api) review(c *caller, limit time.Duration, first bool) {
 			a.log("504 for %s", c.p.uid)
 			a.again(c, 0, true)
 		case !ours.allowed:
+			a.refused(c)
 			a.again(c, ours.retryAfter, false)
 		case otherDenies:
 			a.log("another webhook denies the deletion of %s", c.p.uid)
@@ -434,7 +452,7 @@ func (a *api) review(c *caller, limit time.Duration, first bool) {
 			a.again(c, time.Second, false)
 		default:
 			c.p.calls--
-			a.commit(c.p, ours.word)
+			a.commit(c.p, ours.words)
 		}
 	}
 	sleep := time.Duration(0)
@@ -446,46 +464,63 @@ func (a *api) review(c *caller, limit time.Duration, first bool) {
 	a.webhook(c, limit, func(v verdict) { ours = &v; finish() })
 }
 
-// webhook calls one coordinator. failurePolicy is Ignore.
+// webhook calls all replicas at once, each of which is an entry of the webhook configuration, and goes on when all have answered or failed. failurePolicy
+// is Ignore: a call that fails counts for nothing. One that denies denies, and the first of these is passed on.
 func (a *api) webhook(c *caller, limit time.Duration, done func(verdict)) {
 	w := a.w
+	left, answers := len(w.coords), []verdict{}
+	join := func(v verdict, ok bool) {
+		if ok {
+			answers = append(answers, v)
+		}
+		if left--; left == 0 {
+			c.denied(answers)
+			done(a.together(answers))
+		}
+	}
+	for _, r := range w.coords {
+		a.call(c, r, min(w.times.Webhook, limit-w.at), join)
+	}
+}
+
+// together is what several answers come to.
+func (a *api) together(answers []verdict) verdict {
+	all := verdict{allowed: true}
+	for _, v := range answers {
+		if !v.allowed {
+			return v
+		}
+		all.words = append(all.words, v.words...)
+	}
+	if len(answers) == 0 {
+		all.words = []*word{{reason: "Unreachable", at: a.w.at}}
+	}
+	return all
+}
+
+// call calls one replica. ok is false if it has not answered.
+func (a *api) call(c *caller, r *coord, timeout time.Duration, done func(v verdict, ok bool)) {
+	w := a.w
 	answered := false
-	answer := func(v verdict) {
+	answer := func(v verdict, ok bool) {
 		if !answered {
 			answered = true
-			done(v)
+			done(v, ok)
 		}
 	}
-	ignored := func(why string) verdict { return verdict{allowed: true, word: &word{reason: why, at: w.at}} }
-	var ready []*coord
-	for _, r := range w.coords {
-		if r.inService() {
-			ready = append(ready, r)
-		}
-	}
-	if len(ready) == 0 {
-		w.after(nil, time.Millisecond, func() { answer(ignored("Unreachable")) })
-		return
-	}
-	r := ready[w.rng.IntN(len(ready))]
-	timeout := min(w.times.Webhook, limit-w.at)
-	if timeout <= 0 {
-		answer(ignored("Unreachable"))
+	if !r.listed || !r.up || timeout <= 0 {
+		w.after(nil, time.Millisecond, func() { answer(verdict{}, false) })
 		return
 	}
 	timeout = (timeout + time.Second - 1).Truncate(time.Second)
-	if !r.up {
-		w.after(nil, time.Millisecond, func() { answer(ignored("Unreachable")) })
-		return
-	}
 	x := &call{caller: c, timeout: timeout, sent: w.at, life: r.life}
-	x.answer = func(v verdict) { w.send(&r.proc, &a.node, nil, 0, func() { answer(v) }) }
-	x.reset = func() { answer(ignored("Reset")) }
+	x.answer = func(v verdict) { w.send(&r.proc, &a.node, nil, 0, func() { answer(v, true) }) }
+	x.reset = func() { answer(verdict{}, false) }
 	r.inbound = append(r.inbound, x)
 	w.send(&a.node, &r.proc, nil, 0, func() { r.admit(x) })
 	w.after(nil, min(timeout, w.times.Webhook), func() {
 		if !answered {
-			answer(ignored("Timeout"))
+			answer(verdict{}, false)
 			if r.up && r.life == x.life {
 				w.send(&a.node, &r.proc, nil, 0, func() { r.hangUp(x) })
 			}

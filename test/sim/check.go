@@ -44,6 +44,8 @@ const (
 	checkBound = "bound"
 	// checkQueuedName: an agent is told of a drain that waits for room, or one waits for room beyond its deadline, or where there is some.
 	checkQueuedName = "queued"
+	// checkOrder: what takes capacity is not decided in one order. All replicas together unroute more than one of them may, or evictions lock each other out.
+	checkOrder = "order"
 	// checkSuspended: a deletion waits for an agent that has let three drains in a row expire, or does not wait for one that has not.
 	checkSuspended = "suspended"
 	// checkLeft: a drain waits for an agent that has left.
@@ -191,32 +193,48 @@ func (c *coord) keptAsLast(kept string, last []health.Pool) bool {
 func (w *world) lost(g *gw, p *pod, how string) {
 	a := g.a
 	w.logf(a.name, "a request to %s is lost (%s)", p.uid, how)
-	wd := p.word
 	if p.halted != "" {
 		w.excuse("lost: " + p.halted)
 		return
 	}
-	acknowledged := wd.by != nil && slices.Contains([]string{drain.Acknowledged.String(), drain.IdleBound.String(), drain.AgentsLost.String()}, wd.reason)
+	// Whatever the other replicas answered: one that let the pod go by acknowledgement vouches for that.
+	excuse, vouched := "", false
+	for _, wd := range p.words {
+		why, vouches := w.excuseOf(g, p, wd, how)
+		if why == "" {
+			w.fail(checkLost, "a request to %s through the gateway of %s is lost (%s): %s allowed it at %s by %s", p.uid, a.name, how, wd.by.name, wd.at, wd.reason)
+			return
+		}
+		if excuse == "" || vouches && !vouched {
+			excuse, vouched = why, vouches
+		}
+	}
+	w.excuse("lost: " + excuse)
+}
+
+// excuseOf says why the word of one replica does not keep the gateway from losing a request. vouches says that it was one by acknowledgement.
+func (w *world) excuseOf(g *gw, p *pod, wd *word, how string) (why string, vouches bool) {
+	a := g.a
+	if wd.by == nil || !slices.Contains([]string{drain.Acknowledged.String(), drain.IdleBound.String(), drain.AgentsLost.String()}, wd.reason) {
+		return "allowed by " + wd.reason, false
+	}
 	b, known := wd.agents[a]
 	switch {
-	case !acknowledged:
-		w.excuse("lost: allowed by " + wd.reason)
 	case how == "in flight" && wd.reason == drain.IdleBound.String():
-		w.excuse("lost: IdleBound")
+		return "IdleBound", true
 	case b.excuse != "":
-		w.excuse("lost: " + b.excuse)
+		return b.excuse, true
 	case g.forgot >= 0 && g.forgot >= b.readAt:
-		w.excuse("lost: gateway reloaded since")
+		return "gateway reloaded since", true
 	case !known && a.unlearned:
-		w.excuse("lost: Unlearned")
+		return "Unlearned", true
 	case !known && (!wd.by.up || wd.by.life != wd.life):
 		// Who let it go has died, and this agent was not there to hear of it.
-		w.excuse("lost: allowed by a replica that died since, and the agent is new")
+		return "allowed by a replica that died since, and the agent is new", true
 	case a.started > p.committed && w.kinds[timeTravel]:
-		w.excuse("lost: the agent started with an old list")
-	default:
-		w.fail(checkLost, "a request to %s through the gateway of %s is lost (%s): it was allowed at %s by %s", p.uid, a.name, how, wd.at, wd.reason)
+		return "the agent started with an old list", true
 	}
+	return "", true
 }
 
 // checkTruth: what the set says after a reading is what the gateway does.
@@ -279,7 +297,8 @@ func (c *coord) checkInTime(x *call) {
 	if h == nil || c.frozen > 0 && epoch.Add(c.frozen).After(h.began) {
 		return
 	}
-	if late := c.w.now.Sub(h.end); late > 10*time.Millisecond {
+	// A question to the opener that was asked before the end may be answered after it.
+	if late := min(c.w.now.Sub(h.end), c.w.at-x.claimed); late > 10*time.Millisecond {
 		c.w.fail(checkLate, "%s answers for %s %s after the hold's end", c.name, x.caller.p.uid, late)
 	}
 }
@@ -289,7 +308,6 @@ func (c *coord) checkDeny(h *held, s drain.Status, err string) {
 		return
 	}
 	w, uid := c.w, h.caller.p.uid
-	h.caller.denied(c)
 	if len(s.Waiting) == 0 {
 		w.fail(checkNobody, "%s denies the deletion of %s, and waits for nobody", c.name, uid)
 	}
@@ -304,18 +322,27 @@ func (c *coord) checkDeny(h *held, s drain.Status, err string) {
 	}
 }
 
-// denied counts the refusals of one life of one replica.
-func (x *caller) denied(c *coord) {
-	if x.by != c || x.life != c.life {
-		x.by, x.life, x.denials = c, c.life, 0
+// denied counts the reviews in a row that one life of each replica has refused for its drain.
+func (x *caller) denied(answers []verdict) {
+	had := x.denials
+	x.denials = map[*coord]denials{}
+	for _, v := range answers {
+		if c := v.waits; c != nil {
+			n := 1
+			if had[c].life == c.life {
+				n += had[c].n
+			}
+			x.denials[c] = denials{c.life, n}
+		}
 	}
-	x.denials++
 }
 
 // checkPatience: eleven holds and ten waits are longer than a drain.
 func (w *world) checkPatience(x *caller) {
-	if x.denials == 11 && x.by.life == x.life && x.by.frozen == 0 {
-		w.fail(checkGaveUp, "a client has asked %d times for the deletion of %s, and was denied by the drain each time", x.denials, x.p.uid)
+	for c, d := range x.denials {
+		if d.n == 11 && d.life == c.life && c.frozen == 0 {
+			w.fail(checkGaveUp, "a client has asked %d times for the deletion of %s, and was denied by the drain each time", d.n, x.p.uid)
+		}
 	}
 }
 
@@ -405,15 +432,41 @@ func (c *coord) checkSilent(p *pod, a *agent) {
 	}
 }
 
-// asked records what the ledger was told of the Services' targets.
-func (c *coord) asked(uid drain.UID, targets []drain.Targets) {
+// asking records what the ledger was told of the Services' targets, and of who judges whether there is room.
+func (c *coord) asking(uid drain.UID, targets []drain.Targets, place drain.Placing) *admitted {
 	d := c.room[uid]
 	if d == nil {
 		d = &admitted{services: map[drain.Service]bool{}}
 		c.room[uid] = d
 	}
+	d.place, d.askedAt = place, c.w.at
 	for _, t := range targets {
-		c.targets[t.Service], d.services[t.Service] = t.Usable, true
+		d.services[t.Service] = true
+		if t.Usable != nil {
+			c.targets[t.Service] = t.Usable
+		}
+	}
+	return d
+}
+
+// noteAdopted records a drain that another replica has told of.
+func (c *coord) noteAdopted(claim drain.Claim) {
+	uid := claim.Pod.UID
+	if _, open := c.ledger.Draining(uid); !open {
+		return
+	}
+	targets := make([]drain.Targets, len(claim.Services))
+	for i, s := range claim.Services {
+		targets[i].Service = s
+	}
+	place := drain.Granted
+	if claim.Queued {
+		place = drain.Deferred
+	}
+	c.asking(uid, targets, place)
+	if _, ok := c.begun[uid]; !ok {
+		c.begins(uid)
+		c.w.measure("drains that were adopted")
 	}
 }
 
@@ -436,11 +489,13 @@ func (c *coord) checkRoom() {
 		if d.told || c.ledger.Queued(uid) {
 			continue
 		}
-		d.told, d.toldAt, d.exempt = true, w.at, c.elsewhere(uid)
+		d.told, d.toldAt, d.exempt = true, w.at, d.place == drain.Granted || c.elsewhere(uid)
 		w.measure("drains that agents were told of")
-		c.measureTogether(uid)
+		if d.place == drain.Deferred {
+			w.fail(checkOrder, "%s unroutes %s, which has to wait at the opener", c.name, uid)
+		}
 		if d.exempt {
-			w.measure("drains that agents were told of without room: another replica had unrouted the pod already")
+			w.measure("drains that agents were told of because another replica had room, or had unrouted the pod already")
 			continue
 		}
 		for s := range d.services {
@@ -448,6 +503,7 @@ func (c *coord) checkRoom() {
 				if n, most := c.unrouted(usable, false), max(1, len(usable)/2); n > most {
 					w.fail(checkBound, "%s unroutes %s, the %dth of %d usable targets of %s, at most %d may be", c.name, uid, n, len(usable), s, most)
 				}
+				c.checkTogether(d, s)
 			}
 		}
 	}
@@ -474,23 +530,65 @@ func (c *coord) alive(usable []drain.UID) (n int) {
 	return n
 }
 
-// measureTogether counts how often all replicas together unroute more than half of what is usable, as the API server has it. They do not ask
-// each other.
-func (c *coord) measureTogether(uid drain.UID) {
-	for _, i := range c.w.api.find(uid).services {
-		usable, n := 0, 0
-		for _, p := range c.w.api.pods {
-			if !p.ready || p.terminating || !slices.Contains(p.services, i) {
-				continue
-			}
-			usable++
-			if slices.ContainsFunc(c.w.coords, func(o *coord) bool { return o.up && o.room[p.uid] != nil && o.room[p.uid].told }) {
-				n++
-			}
+// agreed is how long replicas must have known of each other for what they do to be in one order: a poll and a claim may be under way.
+const agreed = 2500 * time.Millisecond
+
+// checkTogether counts how many of a Service's targets, as this replica knows them, all replicas together unroute, since a moment after which they have known of
+// each other. What was not held, and what is only started again, is asked for at one replica. What ends does not end everywhere at one moment.
+func (c *coord) checkTogether(d *admitted, s drain.Service) {
+	w, n := c.w, 0
+	if d.background || d.askedAt <= w.parted+agreed {
+		return
+	}
+	usable := c.targets[s]
+	for _, uid := range usable {
+		if !w.api.find(uid).terminating && slices.ContainsFunc(w.coords, func(o *coord) bool {
+			d := o.room[uid]
+			return o.up && d != nil && d.told && !d.background && !o.restarted[uid] && d.askedAt > w.parted+agreed && w.at-o.answered[uid] < w.times.Abandon-agreed
+		}) {
+			n++
 		}
-		if n > max(1, usable/2) {
-			c.w.measure("drains that agents were told of beyond half of what is usable, all replicas together")
-		}
+	}
+	if n > max(1, len(usable)/2) {
+		w.fail(checkOrder, "%s unroutes one more of %d usable targets of %s: all replicas together %d", c.name, len(usable), s, n)
+	}
+}
+
+// refusal is the time in which all evictions of a pod were refused, whatever they were refused for.
+type refusal struct{ since, last time.Duration }
+
+// refused looks for two pods of the one budget that lock each other out: both are asked for, and both have been refused for longer than one drain may
+// take, while nothing else took the budget's room.
+func (a *api) refused(c *caller) {
+	w := a.w
+	if !a.budget || !c.evict || !slices.Contains(c.p.services, 0) {
+		return
+	}
+	const again = 25 * time.Second // RetryAfter and a hold
+	if a.readyOf(0) < a.want[0] {
+		clear(a.refusals)
+		return
+	}
+	r := a.refusals[c.p]
+	if r == nil || w.at-r.last > again {
+		r = &refusal{since: w.at}
+		a.refusals[c.p] = r
+	}
+	r.last = w.at
+	locked := 0
+	for _, r := range a.refusals {
+		since := max(r.since, w.parted+agreed)
+		locked += number(w.at-r.last <= again && w.at-since > w.times.Deadline+again)
+	}
+	if locked > 1 {
+		w.fail(checkOrder, "the evictions of %d pods of one budget have all been refused for longer than %s", locked, w.times.Deadline+again)
+	}
+}
+
+// unlocked: a pod of the budget is let go.
+func (a *api) unlocked(p *pod) {
+	if slices.Contains(p.services, 0) {
+		clear(a.refusals)
 	}
 }
 
@@ -509,6 +607,9 @@ func (c *coord) checkQueued() {
 			continue
 		}
 		s := c.ledger.Status(w.now, uid)
+		if d.place == drain.Deferred {
+			continue // the opener knows
+		}
 		w.measure("seconds that drains were queued")
 		if s.Phase == drain.Queued && !w.now.Before(s.Deadline) {
 			w.fail(checkQueuedName, "%s keeps the drain of %s queued %s beyond its deadline", c.name, uid, w.now.Sub(s.Deadline))

@@ -7,11 +7,12 @@ import (
 
 	"github.com/lameduck-io/lameduck/pkg/admission"
 	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 )
 
 const (
 	// maxHolds, ownerHolds, lookAround, lookTimeout and settleTime are those of the real shells (cmd/webhook, pkg/admission, pkg/drain/coordinator).
-	maxHolds    = 32
+	maxHolds    = 85
 	ownerHolds  = 8
 	lookAround  = 250 * time.Millisecond
 	lookTimeout = 5 * time.Second
@@ -34,6 +35,15 @@ type coord struct {
 	// stopping: it answers every call with 429 and ends.
 	stopping bool
 	looking  bool
+	// adopted: it knows the open drains of the others. settled: it has waited for its agents once.
+	adopted, settled bool
+	// listed: its entry has an endpoint. failed counts probes.
+	listed bool
+	failed int
+	peers  []*peer
+	// turns are those of the pods of each owner, asked is when the API server asked about a pod last.
+	turns map[string][]asking
+	asked map[drain.UID]time.Duration
 
 	pods    map[drain.UID]podView
 	ended   map[drain.UID]bool
@@ -85,9 +95,12 @@ type silence struct {
 // admitted is an open drain, as far as its Services' room goes.
 type admitted struct {
 	services map[drain.Service]bool
-	// told: it is not queued. exempt: another replica had unrouted the pod already.
-	told, exempt bool
-	toldAt       time.Duration
+	// told: it is not queued. exempt: another replica had unrouted the pod already, or has granted its room. background: it was not held.
+	told, exempt, background bool
+	toldAt                   time.Duration
+	// place is what was last said of who judges its room, at askedAt.
+	place   drain.Placing
+	askedAt time.Duration
 }
 
 // said is a report, and what it rested on.
@@ -114,43 +127,42 @@ type call struct {
 	caller  *caller
 	timeout time.Duration
 	sent    time.Duration
+	began   time.Time
 	life    int
 	answer  func(verdict)
 	reset   func()
 	held    *held
+	// place and turn are what the opener says. claimed is when it last was asked, or could not be, cancel ends a question that is under way.
+	place   drain.Place
+	turn    turn
+	claimed time.Duration
+	cancel  func()
+	// gone: the API server does not wait any more.
+	gone bool
 }
 
 // held is a call that waits.
 type held struct {
 	*call
-	services   []drain.Service
-	began, end time.Time
-	until      time.Time
-	waited     bool
-	waiting    bool
-	woken      bool
-	turn       int
+	services []drain.Service
+	end      time.Time
+	until    time.Time
+	waited   bool
+	waiting  bool
+	woken    bool
+	turnOf   int
 }
 
 func (c *coord) log(format string, args ...any) { c.w.logf(c.name, format, args...) }
-
-// inService says whether the API server's list of the webhook's endpoints has it.
-func (c *coord) inService() bool {
-	if !c.up {
-		return c.w.at-c.started < time.Second // it has not heard yet
-	}
-	if !c.synced || c.stopping {
-		return false
-	}
-	_, missing := c.ledger.Expecting()
-	return missing == 0 || c.w.at-c.started >= settleTime
-}
 
 // start begins a new life.
 func (c *coord) start() {
 	w := c.w
 	c.epoch++
-	c.up, c.stopping, c.synced, c.looking = true, false, false, false
+	c.up, c.stopping, c.synced, c.looking, c.adopted, c.settled = true, false, false, false, false, false
+	c.turns, c.asked = map[string][]asking{}, map[drain.UID]time.Duration{}
+	c.setListed(false)
+	c.meetPeers()
 	c.started = w.at
 	c.ledger = drain.NewLedger(drain.Lease{Replica: c.name, Epoch: fmt.Sprint(c.epoch)}, w.times)
 	c.pods, c.ended, c.roster = map[drain.UID]podView{}, map[drain.UID]bool{}, nil
@@ -172,8 +184,15 @@ func (c *coord) start() {
 	c.begun, c.answered = map[drain.UID]time.Duration{}, map[drain.UID]time.Duration{}
 	c.log("starts, epoch %d", c.epoch)
 	w.after(&c.proc, w.between(10*time.Millisecond, 500*time.Millisecond), func() {
-		w.api.list(c.watch, func() { c.synced = true; c.log("has synced") })
+		w.api.list(c.watch, func() {
+			c.synced = true
+			for _, p := range c.peers {
+				p.listed = p.of.listed
+			}
+			c.log("has synced")
+		})
 	})
+	c.adopt()
 	c.tick()
 }
 
@@ -200,6 +219,11 @@ func (c *coord) stop(down time.Duration) {
 	w := c.w
 	c.log("is told to stop")
 	c.stopping = true
+	w.after(nil, w.between(time.Millisecond, 300*time.Millisecond), func() {
+		if c.stopping {
+			c.setListed(false)
+		}
+	})
 	for _, h := range slices.Clone(c.holds) {
 		c.wake(h)
 	}
@@ -300,6 +324,7 @@ func (c *coord) closed(uid drain.UID) {
 	delete(c.begun, uid)
 	delete(c.room, uid)
 	delete(c.restarted, uid)
+	delete(c.asked, uid)
 }
 
 // What the watch brings.
@@ -442,23 +467,14 @@ func service(i int) drain.Service {
 	return drain.Service{Namespace: "shop", Name: string(rune('a' + i))}
 }
 
-// admit is Handler.decide.
-func (c *coord) admit(x *call) {
-	w, p := c.w, x.caller.p
-	if c.stopping {
-		c.reply(x, verdict{retryAfter: time.Second}, "Stopping")
-		return
-	}
+// facts is Cluster.gather of what no review says.
+func (c *coord) facts(p *pod, operation admission.Operation) (admission.Facts, []drain.Service) {
+	w := c.w
 	view, known := c.pods[p.uid]
 	services, ready, last := c.listings(p.uid)
 	f := admission.Facts{
-		Operation: admission.Delete, Terminating: p.terminating, Forced: x.caller.forced, Unknown: !known,
-		DisruptionTarget: p.target, Cold: !c.synced, Up: w.at - c.started, Listed: len(services) > 0, Ready: ready, LastOf: last,
-	}
-	if x.caller.evict {
-		// An Eviction review has no pod with it.
-		f.Operation, f.Terminating, f.DisruptionTarget = admission.Evict, view.terminating, view.target
-		f.Budget = c.budget(p)
+		Operation: operation, Terminating: view.terminating, Unknown: !known, DisruptionTarget: view.target, Cold: !c.synced, Up: w.at - c.started,
+		Listed: len(services) > 0, Ready: ready, LastOf: last,
 	}
 	if !view.ready {
 		f.NotReadyFor = time.Second
@@ -466,20 +482,64 @@ func (c *coord) admit(x *call) {
 	f.Agents, _ = c.ledger.Expecting()
 	f.CouldRoute = c.ledger.CouldRoute(services)
 	f.Refused = c.ledger.Refused(w.now, p.uid, admission.RefusedWindow)
+	return f, services
+}
+
+// judge is Cluster.judge.
+func (c *coord) judge(f admission.Facts, p *pod) admission.Verdict {
 	v := admission.Decide(f)
+	if f.Operation != admission.Evict || v.Reason != admission.Draining && v.Reason != admission.CoolOff && v.Reason != admission.LastTarget {
+		return v
+	}
+	f.Budget = c.budget(p)
+	return admission.Decide(f)
+}
+
+// admit is Handler.decide.
+func (c *coord) admit(x *call) {
+	p := x.caller.p
+	x.began = c.w.now
+	f, services := c.facts(p, x.caller.operation())
+	if !x.caller.evict {
+		// An Eviction review has no pod with it.
+		f.Terminating, f.DisruptionTarget, f.Forced = p.terminating, p.target, x.caller.forced
+	}
+	v := admission.Decide(f)
+	if v.Action == admission.Drain {
+		c.claim(x, func(claimed wire.Claimed, witness bool) {
+			switch {
+			case !witness:
+				v = c.judge(f, p)
+			case claimed.Verdict == wire.VerdictDeny:
+				c.reply(x, verdict{}, claimed.Reason)
+				return
+			}
+			c.decided(x, v, services)
+		})
+		return
+	}
+	if c.opener() {
+		v = c.judge(f, p)
+	}
+	c.decided(x, v, services)
+}
+
+// decided carries out a verdict.
+func (c *coord) decided(x *call, v admission.Verdict, services []drain.Service) {
+	w, p := c.w, x.caller.p
 	if v.Unroute {
-		c.open(p, services)
+		c.open(p, services, drain.Place{}, true)
 	}
 	switch v.Action {
 	case admission.Allow:
-		c.reply(x, verdict{allowed: true, word: &word{reason: string(v.Reason), at: w.at}}, string(v.Reason))
+		c.reply(x, verdict{allowed: true, words: []*word{{reason: string(v.Reason), at: w.at}}}, string(v.Reason))
 	case admission.Drain:
-		h := &held{call: x, services: services, began: w.now, end: w.times.HoldUntil(w.now, x.timeout)}
+		h := &held{call: x, services: services, end: w.times.HoldUntil(x.began, x.timeout)}
 		x.held = h
 		c.drain(h)
 	default:
 		retry := drain.RetryAfter(0, false, 0)
-		if v.Reason == admission.Budget && x.caller.ctrl {
+		if v.Reason == admission.Budget {
 			retry = 0
 		}
 		c.reply(x, verdict{retryAfter: retry}, string(v.Reason))
@@ -491,58 +551,78 @@ func (c *coord) budget(p *pod) string {
 	if !c.w.api.budget || !slices.Contains(p.services, 0) {
 		return ""
 	}
-	own, drains := c.ledger.Draining(p.uid)
-	ready, ahead := 0, 0
+	healthy, ahead, desired := 0, 0, c.w.api.want[0]-1
 	for _, e := range c.slices[0].endpoints {
 		if !e.ready || e.terminating {
 			continue
 		}
-		ready++
-		if since, ok := c.ledger.Draining(e.uid); ok && e.uid != p.uid && (!drains || since.Before(own) || since.Equal(own) && e.uid < p.uid) {
+		healthy++
+		if _, drains := c.ledger.Draining(e.uid); drains && e.uid != p.uid {
 			ahead++
 		}
 	}
-	if ready-(c.w.api.want[0]-1) > ahead {
+	_, drains := c.ledger.Draining(p.uid)
+	switch allowed := healthy - desired; {
+	case !c.pods[p.uid].ready && allowed >= 0 && desired > 0:
 		return ""
+	case allowed <= 0:
+		return "exhausted"
+	case drains || ahead < allowed:
+		return ""
+	default:
+		return "no room"
 	}
-	return "no room"
 }
 
-func (c *coord) open(p *pod, services []drain.Service) drain.Status {
+func (c *coord) open(p *pod, services []drain.Service, place drain.Place, background bool) drain.Status {
 	targets := make([]drain.Targets, 0, len(services))
 	for i := range c.slices {
 		if slices.Contains(services, service(i)) {
 			targets = append(targets, drain.Targets{Service: service(i), Usable: c.usable(i)})
 		}
 	}
-	s := c.ledger.AskBounded(c.w.now, p.drainPod(), targets)
+	s := c.ledger.AskPlaced(c.w.now, p.drainPod(), targets, place)
 	delete(c.restarted, p.uid)
 	if s.Phase != drain.Closed {
-		c.asked(p.uid, targets)
+		d := c.asking(p.uid, targets, place.Is)
+		d.background = d.background || background
 	}
 	if _, ok := c.begun[p.uid]; !ok && s.Phase != drain.Closed {
-		c.begun[p.uid], c.answered[p.uid] = c.w.at, c.w.at
-		delete(c.numbers, p.uid)
+		c.begins(p.uid)
 		c.log("drain of %s begins, since %s", p.uid, s.Since.Sub(epoch))
 	}
 	c.settle()
 	return s
 }
 
-// drain is one turn of Handler.hold: Coordinator.Drain up to where it waits.
+// begins records that a drain was opened.
+func (c *coord) begins(uid drain.UID) {
+	c.begun[uid], c.answered[uid] = c.w.at, c.w.at
+	delete(c.numbers, uid)
+}
+
+// drain is one turn of Handler.hold: Coordinator.DrainFor up to where it waits.
 func (c *coord) drain(h *held) {
-	w := c.w
+	w, p := c.w, h.caller.p
 	h.until = h.end
 	if t := w.now.Add(lookAround); t.Before(h.until) {
 		h.until = t
 	}
-	s := c.open(h.caller.p, h.services)
-	c.ledger.Hold(h.caller.p.uid)
+	s := c.open(p, h.services, h.place, false)
+	if s.Phase != drain.Closed {
+		c.asked[p.uid] = w.at
+	}
+	inTurn := h.turn == turnHeld || h.turn == turnJudged && c.inTurn(p)
+	c.ledger.Hold(p.uid)
 	switch {
+	case c.stopping:
+		c.wakes(h, s, string(admission.Stopping))
 	case !s.Waits() || !w.now.Before(h.until):
 		c.wakes(h, s, "")
-	case len(c.holds) >= maxHolds || c.holdsOf(h.caller.p) >= w.ownerHolds:
+	case len(c.holds) >= maxHolds || !inTurn:
 		c.wakes(h, s, string(admission.TooManyHolds))
+	case h.gone:
+		c.wakes(h, s, string(admission.CallerGone))
 	default:
 		h.waited, h.waiting = true, true
 		c.holds = append(c.holds, h)
@@ -550,25 +630,15 @@ func (c *coord) drain(h *held) {
 	}
 }
 
-// holdsOf counts the calls that wait for pods of p's owner.
-func (c *coord) holdsOf(p *pod) (n int) {
-	for _, h := range c.holds {
-		if slices.Equal(h.caller.p.services, p.services) {
-			n++
-		}
-	}
-	return n
-}
-
 func (c *coord) sleep(h *held, s drain.Status) {
 	at := h.until
 	if !s.Recheck.IsZero() && s.Recheck.Before(at) {
 		at = s.Recheck
 	}
-	h.turn++
-	turn := h.turn
+	h.turnOf++
+	turn := h.turnOf
 	c.w.after(&c.proc, at.Sub(c.w.now), func() {
-		if h.turn == turn {
+		if h.turnOf == turn {
 			c.recheck(h)
 		}
 	})
@@ -593,6 +663,10 @@ func (c *coord) recheck(h *held) {
 
 // hangUp says that the API server does not wait any more.
 func (c *coord) hangUp(x *call) {
+	x.gone = true
+	if x.cancel != nil {
+		x.cancel()
+	}
 	if h := x.held; h != nil && h.waiting {
 		s := c.ledger.Status(c.w.now, h.caller.p.uid)
 		c.settle()
@@ -604,37 +678,57 @@ func (c *coord) hangUp(x *call) {
 func (c *coord) wakes(h *held, s drain.Status, err string) {
 	w, p := c.w, h.caller.p
 	h.waiting = false
-	h.turn++
+	h.turnOf++
 	c.holds = slices.DeleteFunc(c.holds, func(o *held) bool { return o == h })
 	released := s.Phase == drain.Released || s.Phase == drain.Closed
 	c.ledger.Answered(w.now, p.uid, err == "" && released)
 	c.answered[p.uid] = w.at
-	if err == "" && !released && w.now.Before(h.end) {
-		if _, _, last := c.listings(p.uid); last != "" {
-			c.reply(h.call, verdict{allowed: true, word: &word{reason: string(admission.LastTarget), at: w.at}}, string(admission.LastTarget))
-			return
-		}
-		c.drain(h)
-		return
-	}
-	if err == "" && released {
+	switch {
+	case err == "" && released:
 		c.expired(s)
-		v := verdict{allowed: true, word: &word{reason: s.Reason.String(), at: w.at, by: c, life: c.life}}
-		c.checkAllow(p, s, v.word, h.services)
-		c.reply(h.call, v, s.Reason.String())
+		wd := &word{reason: s.Reason.String(), at: w.at, by: c, life: c.life}
+		c.checkAllow(p, s, wd, h.services)
+		c.reply(h.call, verdict{allowed: true, words: []*word{wd}}, s.Reason.String())
+	case err == "" && w.now.Before(h.end) && s.Phase == drain.Queued && h.place.Is == drain.Deferred:
+		c.claim(h.call, func(wire.Claimed, bool) { c.looks(h) })
+	case err == "" && w.now.Before(h.end):
+		c.looks(h)
+	case err == string(admission.Stopping):
+		c.abstains(h, func(yes bool) {
+			if yes {
+				c.reply(h.call, verdict{allowed: true, words: []*word{{reason: string(admission.Abstained), at: w.at}}}, string(admission.Abstained))
+				return
+			}
+			c.refuse(h, s, err, time.Second)
+		})
+	default:
+		c.refuse(h, s, err, drain.RetryAfter(w.now.Sub(s.Since), h.waited, s.Deadline.Sub(w.now)))
+	}
+}
+
+// looks is what is done between two turns.
+func (c *coord) looks(h *held) {
+	if _, _, last := c.listings(h.caller.p.uid); last != "" {
+		reason := string(admission.LastTarget)
+		c.reply(h.call, verdict{allowed: true, words: []*word{{reason: reason, at: c.w.at}}}, reason)
 		return
 	}
-	elapsed, remaining := w.now.Sub(s.Since), s.Deadline.Sub(w.now)
-	retry := drain.RetryAfter(elapsed, h.waited, remaining)
-	if err == string(admission.Stopping) {
-		retry = time.Second
-	}
+	c.drain(h)
+}
+
+// refuse answers that a drain is not over.
+func (c *coord) refuse(h *held, s drain.Status, err string, retry time.Duration) {
+	elapsed, remaining := c.w.now.Sub(s.Since), s.Deadline.Sub(c.w.now)
 	if h.caller.ctrl && elapsed > patience && remaining > finishing {
 		retry = 0
 	}
 	c.expired(s)
 	c.checkDeny(h, s, err)
-	c.reply(h.call, verdict{retryAfter: retry}, "Draining "+err)
+	v := verdict{retryAfter: retry}
+	if err == "" {
+		v.waits = c
+	}
+	c.reply(h.call, v, "Draining "+err)
 }
 
 func (c *coord) reply(x *call, v verdict, reason string) {

@@ -95,6 +95,7 @@ func (w *world) build() {
 			w.newNodeAgent(w.between(0, 100*time.Millisecond))
 		}
 	}
+	a.refusals = map[*pod]*refusal{}
 	a.policies, a.stated = make([]policy, a.services), make([]time.Duration, a.services)
 	for i := range a.services {
 		if w.chance(300) {
@@ -116,6 +117,7 @@ func (w *world) build() {
 	}
 	for _, c := range w.coords {
 		c.start()
+		c.probed()
 	}
 	for range 1 + w.rng.IntN(3) {
 		w.newAgent(w.between(0, 100*time.Millisecond))

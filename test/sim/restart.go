@@ -58,7 +58,7 @@ func (a *api) halt(p *pod, why string, forGood bool) {
 	if forGood {
 		w.after(nil, w.between(time.Second, 20*time.Second), func() {
 			if !p.terminating {
-				a.commit(p, &word{reason: "Failed", at: w.at})
+				a.commit(p, []*word{{reason: "Failed", at: w.at}})
 			}
 		})
 		return
@@ -188,10 +188,9 @@ func (c *coord) rest(x *rested) {
 		x.answer(true, s.Reason.String())
 		return
 	}
-	c.asked(x.p.uid, targets)
+	c.asking(x.p.uid, targets, drain.Judged)
 	if _, ok := c.begun[x.p.uid]; !ok {
-		c.begun[x.p.uid], c.answered[x.p.uid] = c.w.at, c.w.at
-		delete(c.numbers, x.p.uid)
+		c.begins(x.p.uid)
 		c.restarted[x.p.uid] = true
 		c.log("drain of %s, which stays, begins", x.p.uid)
 	}

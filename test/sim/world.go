@@ -128,6 +128,8 @@ type world struct {
 
 	// blind switches the checks off that look inside.
 	blind bool
+	// parted is when replicas were last seen not to know of each other: one was not answered, or acted as the opener without being it.
+	parted time.Duration
 	// ownerHolds is how many calls for pods of one owner may wait at one replica.
 	ownerHolds int
 
