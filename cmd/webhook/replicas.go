@@ -148,7 +148,9 @@ func (r *replicas) run(ctx context.Context, coord *coordinator.Coordinator, sync
 	}
 	ticker := time.NewTicker(adoptEvery)
 	defer ticker.Stop()
-	for !r.adopted.Load() {
+	r.Again = coord.Adopt
+	// What is opened elsewhere until the API server asks this replica is adopted too.
+	for !r.adopted.Load() || r.Able() != nil && time.Since(started) < 2*settle {
 		select {
 		case <-ctx.Done():
 			return nil

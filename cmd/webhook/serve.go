@@ -107,6 +107,9 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 	}
 	started := time.Now()
 	ready := &readiness{certificate: proof.ready, known: others.known, sees: others.sees, up: func() time.Duration { return time.Since(started) }}
+	if others != nil {
+		others.Able = ready.check
+	}
 	coord := coordinator.New(self, o.times, coordinator.Options{
 		Ordinal: o.ordinal, Able: ready.check,
 		MaxHolds: o.maxHolds, MaxHoldsPerOwner: o.maxHoldsPerOwner, Pods: pods{live}, Authenticate: who, Log: log, Metrics: coordinator.NewMetrics(registry),

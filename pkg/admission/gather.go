@@ -38,6 +38,8 @@ type Ledger interface {
 	ClaimFor(request coordinator.Request) (status drain.Status, hold bool)
 	Expecting() (expected, missing int)
 	CouldRoute(services []drain.Service) bool
+	// ReliedOn reports whether another replica, which stops, may have left a call about the pod to this one.
+	ReliedOn(uid drain.UID) bool
 	// Draining returns which of uids have an open drain, queued or not, and since when.
 	Draining(uids []drain.UID) map[drain.UID]time.Time
 	// Queued reports whether the open drain of uid waits for room, so that gateways still route its pod.
@@ -80,6 +82,8 @@ type subject struct {
 	// place is what the opener says of its drain, turn whether its call may wait. The zero values: this replica decides.
 	place drain.Place
 	turn  coordinator.Turn
+	// role is opener or witness. Empty: nobody was asked.
+	role string
 	// promised says that this call holds a promise of its budget's room, until [Cluster.settled].
 	promised bool
 }

@@ -102,9 +102,13 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	if o.allowed {
 		answer = "allow"
 	}
-	role := opener
-	if h.Others != nil && !h.Others.Opener() {
+	role := s.role
+	switch {
+	case role != "":
+	case h.Others != nil && !h.Others.Opener():
 		role = witness
+	default:
+		role = opener
 	}
 	h.Metrics.answered(role, q.operation, answer, o.reason, time.Since(began))
 	// One of the replicas that were asked about this deletion tells people about it.
@@ -129,6 +133,8 @@ func (h *Handler) decide(ctx context.Context, began time.Time, q *request) (outc
 	case witness && claimed.Verdict == wire.VerdictDeny:
 		return outcome{reason: claimed.Reason, message: claimed.Message, budget: claimed.Budget}, s
 	case witness:
+	case v.Action == Drain && ctx.Err() != nil:
+		return outcome{reason: string(CallerGone), message: "Lameduck: the caller has gone"}, s
 	case v.Action == Drain || h.Others == nil || h.Others.Opener():
 		if v, err = h.Cluster.judge(ctx, q, &facts, &s); err != nil {
 			return h.noFacts(q, err), s
@@ -141,7 +147,7 @@ func (h *Handler) decide(ctx context.Context, began time.Time, q *request) (outc
 	switch v.Action {
 	case Allow:
 	case Drain:
-		o = h.hold(ctx, began, q, s)
+		o = h.hold(ctx, began, q, &s)
 	default:
 		// With Retry-After, client-go would ask ten times more within one call. The API server sends none for a budget.
 		if v.Reason != Budget {
@@ -160,7 +166,6 @@ func (h *Handler) noFacts(q *request, err error) outcome {
 
 // claim asks the opener about a deletion that has to wait, and takes over what it says. ok is false if this replica is the opener.
 func (h *Handler) claim(ctx context.Context, q *request, s *subject) (claimed wire.Claimed, ok bool) {
-	s.place, s.turn = drain.Place{}, coordinator.TurnJudged
 	if h.Others == nil {
 		return wire.Claimed{}, false
 	}
@@ -169,7 +174,13 @@ func (h *Handler) claim(ctx context.Context, q *request, s *subject) (claimed wi
 		claim.ElapsedMillis = time.Since(since).Milliseconds()
 	}
 	claimed, ok = h.Others.Claim(ctx, claim)
-	if !ok {
+	switch {
+	case ok:
+		s.role = witness
+	case ctx.Err() != nil:
+		return claimed, false // what the opener said before stands
+	default:
+		s.place, s.turn, s.role = drain.Place{}, coordinator.TurnJudged, opener
 		return claimed, false
 	}
 	s.place = drain.Place{Is: drain.Granted, Elapsed: time.Duration(claimed.ElapsedMillis) * time.Millisecond}
@@ -208,9 +219,10 @@ func (h *Handler) Claim(ctx context.Context, claim wire.Claim) wire.Claimed {
 	}
 }
 
-// abstains reports whether another replica answers this call, which began so long ago, so that one that stops need not.
+// abstains reports whether another replica answers this call, which began so long ago, so that one that stops need not. A replica on which
+// another one relies does not abstain: of two that stop, one answers.
 func (h *Handler) abstains(ctx context.Context, s subject, began time.Time) bool {
-	if h.Others == nil {
+	if h.Others == nil || h.Cluster.Ledger.ReliedOn(s.drainPod().UID) {
 		return false
 	}
 	ctx, cancel := context.WithTimeout(ctx, abstainWithin)
@@ -225,7 +237,7 @@ func (h *Handler) abstains(ctx context.Context, s subject, began time.Time) bool
 }
 
 // hold waits for the drain and words what came of it.
-func (h *Handler) hold(ctx context.Context, began time.Time, q *request, s subject) outcome {
+func (h *Handler) hold(ctx context.Context, began time.Time, q *request, s *subject) outcome {
 	end := h.Times.HoldUntil(began, q.timeout)
 	var status drain.Status
 	var held bool
@@ -239,17 +251,19 @@ func (h *Handler) hold(ctx context.Context, began time.Time, q *request, s subje
 			break
 		}
 		if status.Phase == drain.Queued && s.place.Is == drain.Deferred {
-			h.claim(ctx, q, &s)
+			within, cancel := context.WithDeadline(ctx, end)
+			h.claim(within, q, s)
+			cancel()
 		}
 		// The pods that it waits with may have gone meanwhile: that makes room or none, and gateways keep the last one.
-		if service := h.Cluster.look(time.Now(), &s); service != "" {
+		if service := h.Cluster.look(time.Now(), s); service != "" {
 			return outcome{allowed: true, reason: string(LastTarget), warn: true, message: lastMessage("Service " + service)}
 		}
 	}
 	now := time.Now()
 	elapsed, remaining := now.Sub(status.Since), status.Deadline.Sub(now)
 	if err == nil && (status.Phase == drain.Released || status.Phase == drain.Closed) {
-		return h.released(s, status, elapsed)
+		return h.released(*s, status, elapsed)
 	}
 	o := outcome{reason: string(Draining), retryAfter: drain.RetryAfter(elapsed, held, remaining)}
 	rest := fmt.Sprintf("in %s at the latest. To delete it now: kubectl annotate pod -n %s %s %s=true",
@@ -257,7 +271,7 @@ func (h *Handler) hold(ctx context.Context, began time.Time, q *request, s subje
 	if status.Phase == drain.Queued {
 		o.reason = string(Queued)
 		o.message = fmt.Sprintf("Lameduck: pod %s waits for room, since %s: %s. It is deleted when it had its turn and the gateways have let go, %s",
-			s.drainPod(), seconds(elapsed), h.Cluster.crowded(s), rest)
+			s.drainPod(), seconds(elapsed), h.Cluster.crowded(*s), rest)
 	} else {
 		o.message = fmt.Sprintf("Lameduck: pod %s is still routed by %d of %d gateways, since %s: %s. It is deleted when they have let go, %s",
 			s.drainPod(), len(status.Waiting), status.Owed, seconds(elapsed), list(status.Waiting), rest)
@@ -267,7 +281,7 @@ func (h *Handler) hold(ctx context.Context, began time.Time, q *request, s subje
 		o.reason = string(TooManyOfOwner)
 	case errors.Is(err, coordinator.ErrTooManyHolds):
 		o.reason = string(TooManyHolds)
-	case errors.Is(err, coordinator.ErrStopping) && h.abstains(ctx, s, began):
+	case errors.Is(err, coordinator.ErrStopping) && h.abstains(ctx, *s, began):
 		return outcome{allowed: true, reason: string(Abstained)}
 	case errors.Is(err, coordinator.ErrStopping):
 		o.reason, o.retryAfter = string(Stopping), time.Second

@@ -134,6 +134,28 @@ func TestAReplicaThatStopsAbstains(t *testing.T) {
 	}
 }
 
+// Of two replicas that stop at one moment, one answers "ask again".
+func TestAReplicaOnWhichAnotherReliesDoesNotAbstain(t *testing.T) {
+	w := newWorld(t)
+	w.Others = &replicas{asked: true}
+	w.ledger.relied = true
+	w.status(drain.Unrouting, drain.ReasonNone, 0, true, coordinator.ErrStopping)
+	if o, _ := w.decide(t.Context(), time.Now(), w.deleteA()); o.allowed || o.reason != string(Stopping) {
+		t.Errorf("%+v", o)
+	}
+}
+
+// A caller that has gone is no reason to judge what the opener has not: its pod would be out of traffic until the drain is abandoned.
+func TestACallerThatHasGoneOpensNoDrain(t *testing.T) {
+	w := newWorld(t)
+	w.Others = &replicas{}
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if o, _ := w.decide(ctx, time.Now(), w.deleteA()); o.allowed || o.reason != string(CallerGone) || len(w.ledger.calls) != 0 {
+		t.Errorf("%+v, and %v", o, w.ledger.calls)
+	}
+}
+
 // One replica tells people about a deletion: else each would be said twice.
 func TestAWitnessIsQuiet(t *testing.T) {
 	w := newWorld(t)

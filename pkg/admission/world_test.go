@@ -118,6 +118,7 @@ type ledger struct {
 	routed   []drain.Service
 	draining map[drain.UID]time.Time
 	queued   map[drain.UID]bool
+	relied   bool
 	refused  int
 	// requests are those that came with the calls.
 	requests []coordinator.Request
@@ -137,6 +138,8 @@ func (l *ledger) ClaimFor(r coordinator.Request) (drain.Status, bool) {
 	status, held, _ := l.answer(time.Now())
 	return status, held
 }
+
+func (l *ledger) ReliedOn(drain.UID) bool { return l.relied }
 
 func (l *ledger) note(what string, r coordinator.Request) {
 	l.mu.Lock()

@@ -117,8 +117,10 @@ type Coordinator struct {
 
 	// turns holds, for each owner, its pods that are asked for, in the order in which they may be held.
 	turns map[string][]turn
-	// asked is when the API server last asked about each pod that has an open drain.
-	asked map[drain.UID]time.Time
+	// asked is when the API server last asked about each pod that has an open drain. reliedOn are those of them that another replica has left
+	// to this one.
+	asked    map[drain.UID]time.Time
+	reliedOn map[drain.UID]struct{}
 	// phases holds the last phase that was written down of each open drain.
 	phases map[drain.UID]drain.Phase
 	// seen is for people.
@@ -143,7 +145,7 @@ func New(self drain.Lease, times drain.Times, o Options) *Coordinator {
 	c := &Coordinator{
 		Options: o, times: times, ledger: drain.NewLedger(self, times),
 		waiting: map[drain.UID]*wait{}, streams: map[drain.AgentID]*stream{}, phases: map[drain.UID]drain.Phase{},
-		turns: map[string][]turn{}, asked: map[drain.UID]time.Time{},
+		turns: map[string][]turn{}, asked: map[drain.UID]time.Time{}, reliedOn: map[drain.UID]struct{}{},
 		seen:  newHistory(),
 		began: time.Now(), ticked: time.Now(), deleted: map[drain.UID]time.Time{},
 		stop:   make(chan struct{}),
@@ -575,6 +577,7 @@ func (c *Coordinator) observe(s drain.Status) {
 	if over {
 		delete(c.phases, s.Pod.UID)
 		delete(c.asked, s.Pod.UID)
+		delete(c.reliedOn, s.Pod.UID)
 	} else {
 		c.Metrics.drains.WithLabelValues(s.Phase.String()).Inc()
 		c.phases[s.Pod.UID] = s.Phase

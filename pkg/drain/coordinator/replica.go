@@ -32,10 +32,21 @@ func (c *Coordinator) claim(w http.ResponseWriter, r *http.Request, _ Identity) 
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	claimed.AskedMillis = -1
-	if at, asked := c.asked[claim.Pod.UID]; asked {
+	if at, asked := c.asked[claim.Pod.UID]; asked && !c.stopped {
 		claimed.AskedMillis = time.Since(at).Milliseconds()
+		if claim.OnlyAsked {
+			c.reliedOn[claim.Pod.UID] = struct{}{}
+		}
 	}
 	return claimed, nil
+}
+
+// ReliedOn reports whether another replica, which stops, may have left a call about the pod to this one.
+func (c *Coordinator) ReliedOn(uid drain.UID) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	_, relied := c.reliedOn[uid]
+	return relied
 }
 
 // replica tells another one what it needs to go on where this one is.

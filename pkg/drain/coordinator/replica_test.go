@@ -67,6 +67,23 @@ func TestAClaimCarriesTheClockBothWays(t *testing.T) {
 		if got := b.ledger.Status(time.Now(), pod("a").UID); got.Deadline.Sub(time.Now()) != 16700*time.Millisecond {
 			t.Errorf("the deadline is in %s", time.Until(got.Deadline))
 		}
+		// Another one that stops leaves a call to this one, unless this one stops too: one of them answers.
+		onlyAsked := func() int64 {
+			t.Helper()
+			_, text := b.ask(http.MethodPost, wire.ClaimsPath, "Bearer replica", strings.NewReader(`{"pod":{"uid":"uid-a"},"onlyAsked":true}`))
+			var claimed wire.Claimed
+			if err := json.Unmarshal([]byte(text), &claimed); err != nil {
+				t.Fatal(err)
+			}
+			return claimed.AskedMillis
+		}
+		if b.ReliedOn("uid-a") || onlyAsked() < 0 || !b.ReliedOn("uid-a") {
+			t.Error("a call that was left to this replica is not remembered")
+		}
+		b.Stop()
+		if asked := onlyAsked(); asked >= 0 {
+			t.Errorf("a replica that stops says that it was asked %d ms ago", asked)
+		}
 		// A replica that cannot judge has no opinion, and opens nothing.
 		b.Able = func() error { return errors.New("just started") }
 		if got := claim(0); got.Verdict != "" {

@@ -17,7 +17,6 @@
 package identity
 
 import (
-	"cmp"
 	"context"
 	"crypto/sha256"
 	"encoding/base64"
@@ -58,6 +57,10 @@ const (
 	agentsRate     = 40
 	agentsBurst    = 100
 	oneBurst       = 5
+	// replicaRate and replicaBurst bound those of another replica of the coordinator: as many calls as the API server has seats may be the first to
+	// use a new token.
+	replicaRate  = 10
+	replicaBurst = 100
 
 	extraPodUID  = "authentication.kubernetes.io/pod-uid"
 	extraPodName = "authentication.kubernetes.io/pod-name"
@@ -119,7 +122,7 @@ func (k *Kubernetes) ExpectReplica(id drain.AgentID, expected bool) {
 	case !expected:
 		delete(k.replicas, id)
 	case k.replicas[id] == nil:
-		k.replicas[id] = rate.NewLimiter(1, oneBurst)
+		k.replicas[id] = rate.NewLimiter(replicaRate, replicaBurst)
 	}
 }
 
@@ -131,7 +134,11 @@ func (k *Kubernetes) laneOf(token string) lane {
 	claims, _ := claimsOf(token)
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	if own := cmp.Or(k.expected[claims.Kubernetes.Pod.UID], k.replicas[claims.Kubernetes.Pod.UID]); own != nil {
+	// A replica does not queue with agents: after a restart all of them come at once, and without the other replicas there is no common order.
+	if own := k.replicas[claims.Kubernetes.Pod.UID]; own != nil {
+		return lane{own}
+	}
+	if own := k.expected[claims.Kubernetes.Pod.UID]; own != nil {
 		return lane{own, k.agents}
 	}
 	return lane{k.strangers}

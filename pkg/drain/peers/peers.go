@@ -18,6 +18,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"io"
 	"log/slog"
 	"net/http"
 	"slices"
@@ -58,6 +59,10 @@ type Peers struct {
 	Client *http.Client
 	Token  func() (string, error)
 	Log    *slog.Logger
+	// Able is why this replica cannot judge deletions now: it then leaves capacity to any other. Nil: it always can. Again is
+	// given the open drains of a replica that answers again, after it did not. May be nil.
+	Able  func() error
+	Again func([]drain.Claim)
 
 	mu    sync.Mutex
 	peers map[string]*peer
@@ -124,11 +129,17 @@ func (p *Peers) poll(ctx context.Context) {
 // Opener reports whether this replica decides what takes capacity: no replica before it is ready and answers.
 func (p *Peers) Opener() bool { return len(p.before()) == 0 }
 
-// Claim asks the opener about a deletion. ok is false if this replica is the opener, or must act as one: none that is before it answers.
+// Claim asks the opener about a deletion, and takes [claimTime] at most. ok is false if this replica is the opener, or must act as one: none that is
+// before it answers.
 func (p *Peers) Claim(ctx context.Context, claim wire.Claim) (claimed wire.Claimed, ok bool) {
+	within, cancel := context.WithTimeout(ctx, claimTime)
+	defer cancel()
 	for _, of := range p.before() {
+		if within.Err() != nil {
+			break // nothing is known of those that were not asked
+		}
 		claimed = wire.Claimed{}
-		err := p.ask(ctx, of, http.MethodPost, wire.ClaimsPath, claim, &claimed, claimTime)
+		err := p.ask(within, of, http.MethodPost, wire.ClaimsPath, claim, &claimed, claimTime)
 		p.heard(ctx, of, err, nil)
 		if err == nil && (claimed.Verdict == wire.VerdictDrain || claimed.Verdict == wire.VerdictDeny) {
 			return claimed, true
@@ -137,9 +148,10 @@ func (p *Peers) Claim(ctx context.Context, claim wire.Claim) (claimed wire.Claim
 	return wire.Claimed{}, false
 }
 
-// Asked reports whether the API server has asked another replica about the pod within the last time.
+// Asked reports whether the API server has asked the replica of another entry about the pod within the last time. Of two pods of one entry, a call reaches
+// one.
 func (p *Peers) Asked(ctx context.Context, pod drain.Pod, within time.Duration) bool {
-	for _, of := range p.list(func(of *peer) bool { return !of.silent }) {
+	for _, of := range p.list(func(of *peer) bool { return !of.silent && of.Ordinal != p.Ordinal }) {
 		var claimed wire.Claimed
 		err := p.ask(ctx, of, http.MethodPost, wire.ClaimsPath, wire.Claim{Pod: pod, OnlyAsked: true}, &claimed, claimTime)
 		p.heard(ctx, of, err, nil)
@@ -175,10 +187,12 @@ func (p *Peers) Sees() (name string, ok bool) {
 }
 
 // before returns the replicas that come before this one and can be asked, the first one first. While a replica is being
-// replaced there are two of one ordinal: their names decide.
+// replaced there are two of one ordinal: their names decide. All come before a replica that cannot judge.
 func (p *Peers) before() []peer {
+	able := p.Able == nil || p.Able() == nil
 	return p.list(func(of *peer) bool {
-		return of.Ready && !of.silent && (of.Ordinal < p.Ordinal || of.Ordinal == p.Ordinal && of.Name < p.Name)
+		first := of.Ordinal < p.Ordinal || of.Ordinal == p.Ordinal && of.Name < p.Name
+		return of.Ready && !of.silent && (first || !able)
 	})
 }
 
@@ -209,10 +223,15 @@ func (p *Peers) heard(ctx context.Context, of peer, err error, then func(*peer))
 	}
 	changed := known.silent != (err != nil)
 	known.silent = err != nil
+	var again []drain.Claim
 	if err == nil && then != nil {
 		then(known)
+		again = known.state.Drains
 	}
 	p.mu.Unlock()
+	if changed && again != nil && p.Again != nil {
+		p.Again(again)
+	}
 	switch {
 	case !changed:
 	case err != nil:
@@ -252,5 +271,7 @@ func (p *Peers) ask(ctx context.Context, of peer, method, path string, say, answ
 		_ = decoder.Decode(&refused)
 		return fmt.Errorf("%s %s: %s: %s", method, path, response.Status, refused.Error)
 	}
-	return decoder.Decode(answer)
+	err = decoder.Decode(answer)
+	_, _ = io.Copy(io.Discard, response.Body) // a connection is used again only after the end of what it brought
+	return err
 }

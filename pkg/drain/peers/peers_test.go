@@ -3,6 +3,7 @@ package peers
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"io"
 	"log/slog"
 	"net/http"
@@ -100,6 +101,17 @@ func TestWhoIsTheOpener(t *testing.T) {
 		t.Error("of two with one ordinal, the name does not decide")
 	}
 	p.Remove("0-new")
+	// One that cannot judge leaves it to any other.
+	unable := witness(t, 0, first)
+	unable.Remove("a")
+	unable.Set(Peer{Ordinal: 1, Name: "b", URL: first.URL, Ready: true})
+	if claim(unable) {
+		t.Error("replica 0 asks replica 1")
+	}
+	unable.Able = func() error { return errors.New("no streams") }
+	if !claim(unable) || unable.Opener() {
+		t.Error("a replica that cannot judge decides by itself")
+	}
 	if claim(p) || !p.Opener() {
 		t.Error("alone, and not the opener")
 	}
@@ -122,6 +134,16 @@ func TestAFrozenReplicaDelaysOneCall(t *testing.T) {
 	p.poll(t.Context())
 	if _, ok := p.Claim(t.Context(), wire.Claim{}); !ok {
 		t.Error("it answers again, and is not asked")
+	}
+	// What was opened without it is told when it answers again.
+	var again []drain.Claim
+	p.Again = func(claims []drain.Claim) { again = claims }
+	r.state.Drains = []drain.Claim{{Pod: drain.Pod{UID: "u"}}}
+	r.frozen.Store(true)
+	p.poll(t.Context())
+	r.frozen.Store(false)
+	if p.poll(t.Context()); len(again) != 1 {
+		t.Errorf("told %v after it answers again", again)
 	}
 	// A caller that goes away says nothing about the replica.
 	gone, cancel := context.WithCancel(t.Context())
@@ -153,6 +175,14 @@ func TestWhatOthersKnow(t *testing.T) {
 	if _, ok := p.Sees(); ok {
 		t.Error("a replica without most of its agents sees them")
 	}
+	p.Set(Peer{Ordinal: 1, Name: "of the same entry", URL: r.URL, Ready: true})
+	p.Remove("a")
+	r.claimed.AskedMillis = 0
+	if p.Asked(t.Context(), drain.Pod{UID: "u"}, time.Second) {
+		t.Error("a call that another pod of the same entry got is not this one's")
+	}
+	p.Remove("of the same entry")
+	p.Set(Peer{Ordinal: 0, Name: "a", URL: r.URL, Ready: true})
 	for asked, want := range map[int64]bool{-1: false, 0: true, 250: true, 251: false} {
 		r.claimed.AskedMillis = asked
 		if got := p.Asked(t.Context(), drain.Pod{UID: "u"}, 250*time.Millisecond); got != want {
