@@ -4,6 +4,7 @@ package install
 import (
 	"context"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"sync"
 	"testing"
@@ -13,7 +14,16 @@ import (
 	"github.com/lameduck-io/lameduck/test/e2e/stage"
 )
 
-func TestMain(m *testing.M) { cluster.Main(m) }
+// certManager is whose definitions the API server is given.
+const certManager = "github.com/cert-manager/cert-manager@v1.18.2"
+
+func TestMain(m *testing.M) {
+	if !cluster.Inside() {
+		// The test that needs it says so where it cannot be had. Inside there is no network.
+		_ = exec.Command("go", "mod", "download", certManager).Run()
+	}
+	cluster.Main(m)
+}
 
 // overlap is that of certificates: as short as it can be while every replica and agent hears of a change in time.
 const overlap = 3 * time.Second

@@ -275,7 +275,7 @@ func TestTheChartsValues(t *testing.T) {
 // installCertManager gives the API server cert-manager's own definitions, for its objects in the manifests.
 func installCertManager(t *testing.T, s *stage.Stage) {
 	t.Helper()
-	out, err := exec.Command("go", "mod", "download", "-json", "github.com/cert-manager/cert-manager@v1.18.2").Output()
+	out, err := exec.Command("go", "mod", "download", "-json", certManager).Output()
 	var module struct{ Dir string }
 	if err != nil || json.Unmarshal(out, &module) != nil {
 		cluster.Missing(t, "cert-manager's definitions", fmt.Sprintf("go mod download: %v: %s", err, out))
