@@ -294,7 +294,9 @@ func (a *api) commit(p *pod, words []*word) {
 	for _, wd := range words {
 		a.log("%s is terminating: %s", p.uid, wd.reason)
 	}
-	a.unlocked(p)
+	if slices.Contains(p.services, 0) {
+		clear(a.refusals)
+	}
 	a.podChanged(p)
 	if p.host != nil && p.halted == "" { // what does not run has no hooks
 		a.hooks(p)

@@ -464,6 +464,7 @@ func (c *coord) noteAdopted(claim drain.Claim) {
 		place = drain.Deferred
 	}
 	c.asking(uid, targets, place)
+	delete(c.restarted, uid)
 	if _, ok := c.begun[uid]; !ok {
 		c.begins(uid)
 		c.w.measure("drains that were adopted")
@@ -533,24 +534,30 @@ func (c *coord) alive(usable []drain.UID) (n int) {
 // agreed is how long replicas must have known of each other for what they do to be in one order: a poll and a claim may be under way.
 const agreed = 2500 * time.Millisecond
 
-// checkTogether counts how many of a Service's targets, as this replica knows them, all replicas together unroute, since a moment after which they have known of
-// each other. What was not held, and what is only started again, is asked for at one replica. What ends does not end everywhere at one moment.
+// checkTogether counts how many of a Service's targets, as this replica knows them, all replicas together unroute. What was asked for while they did not know of
+// each other is only measured. What was not held, and what is only started again, is asked for at one replica. What ends does not end everywhere at one moment.
 func (c *coord) checkTogether(d *admitted, s drain.Service) {
-	w, n := c.w, 0
-	if d.background || d.askedAt <= w.parted+agreed {
+	w := c.w
+	if d.background {
 		return
 	}
-	usable := c.targets[s]
+	usable, all, ordered := c.targets[s], 0, 0
 	for _, uid := range usable {
-		if !w.api.find(uid).terminating && slices.ContainsFunc(w.coords, func(o *coord) bool {
+		any, inOrder := false, false
+		for _, o := range w.coords {
 			d := o.room[uid]
-			return o.up && d != nil && d.told && !d.background && !o.restarted[uid] && d.askedAt > w.parted+agreed && w.at-o.answered[uid] < w.times.Abandon-agreed
-		}) {
-			n++
+			if o.up && d != nil && d.told && !d.background && !o.restarted[uid] && w.at-o.answered[uid] < w.times.Abandon-agreed && !w.api.find(uid).terminating {
+				any, inOrder = true, inOrder || d.askedAt > w.parted+agreed
+			}
 		}
+		all, ordered = all+number(any), ordered+number(inOrder)
 	}
-	if n > max(1, len(usable)/2) {
-		w.fail(checkOrder, "%s unroutes one more of %d usable targets of %s: all replicas together %d", c.name, len(usable), s, n)
+	most := max(1, len(usable)/2)
+	if ordered > most && d.askedAt > w.parted+agreed {
+		w.fail(checkOrder, "%s unroutes one more of %d usable targets of %s: all replicas together %d", c.name, len(usable), s, ordered)
+	}
+	if all > most {
+		w.measure("drains beyond half of what is usable, all replicas together, asked for while they did not know of each other")
 	}
 }
 
@@ -582,13 +589,6 @@ func (a *api) refused(c *caller) {
 	}
 	if locked > 1 {
 		w.fail(checkOrder, "the evictions of %d pods of one budget have all been refused for longer than %s", locked, w.times.Deadline+again)
-	}
-}
-
-// unlocked: a pod of the budget is let go.
-func (a *api) unlocked(p *pod) {
-	if slices.Contains(p.services, 0) {
-		clear(a.refusals)
 	}
 }
 

@@ -292,7 +292,7 @@ func (c *coord) claimed(claim wire.Claim, p *pod) wire.Claimed {
 		c.ledger.Hold(p.uid)
 		c.ledger.Answered(c.w.now, p.uid, false)
 		c.answered[p.uid] = c.w.at
-		is.Verdict, is.Queued, is.Hold = wire.VerdictDrain, s.Phase == drain.Queued, c.inTurn(p)
+		is.Verdict, is.Queued, is.Hold = wire.VerdictDrain, c.ledger.Queued(p.uid), c.inTurn(p)
 		is.ElapsedMillis = c.w.now.Sub(s.Since).Milliseconds()
 	}
 	return is
