@@ -447,7 +447,7 @@ type barred struct {
 
 func (c *coord) bar(x *barred) {
 	w, uid := c.w, x.h.p.uid
-	if c.stopping || !c.ledger.Current(x.h.a.id, x.session) {
+	if c.stopping || !c.synced || !c.ledger.Current(x.h.a.id, x.session) {
 		x.answer(false, pass{})
 		return
 	}

@@ -172,7 +172,7 @@ type rested struct {
 // rest is Coordinator.restart.
 func (c *coord) rest(x *rested) {
 	view, known := c.pods[x.p.uid]
-	if c.stopping || !known || view.terminating || !c.ledger.Current(x.a.id, x.session) {
+	if c.stopping || !c.synced || !known || view.terminating || !c.ledger.Current(x.a.id, x.session) {
 		x.answer(false, "")
 		return
 	}
