@@ -310,6 +310,19 @@ func TestWhomAnEarlierAgentTookOutStaysOutUntilAProbeSucceeds(t *testing.T) {
 	w.settle()
 	w.routed("web", "a b c d")
 
+	// It was probed before the gateway was first read, as by an agent that waits for its coordinators: it fails open like the others.
+	w = newWorld(t)
+	w.SetCheck(w.now, "web", everySecond)
+	w.list("web", ready("a b c d"))
+	w.Synced()
+	w.probe(2, "a b c")
+	for _, text := range []string{"a", "b", "c"} {
+		w.proxy.now[Key{"web", target(text)}] = &server{routed: text != "a"}
+	}
+	w.Adopt(w.now, slices.Collect(maps.Keys(w.proxy.now)))
+	w.settle()
+	w.routed("web", "a b c d")
+
 	// Nobody else is routable: it is better than nothing.
 	w = start(everySecond)
 	w.list("web", ready("a"))

@@ -388,7 +388,7 @@ func (s *Set) Observe(now time.Time, o Observation) {
 		r := s.at(i)
 		if s.last == 1 && r.seenIn == 0 && seen.Present && !seen.Routed && !r.is(asked) && !r.buried() && (r.is(claimed) || !s.synced) {
 			// The agent before this one took it out, and may have known why: what the gateway does is all that is left of its verdicts.
-			r.set(found, p.probing())
+			r.set(found, p.probing() && !r.is(own))
 		}
 		quiet := !seen.Routed && seen.Active == 0
 		switch {
