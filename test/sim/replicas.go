@@ -215,6 +215,11 @@ func (c *coord) before() (all []*peer) {
 	return all
 }
 
+// opener is the replica that decides what takes capacity, as the API server knows them.
+func (w *world) opener() int {
+	return max(0, slices.IndexFunc(w.coords, func(c *coord) bool { return c.listed }))
+}
+
 // opener says whether this replica decides what takes capacity.
 func (c *coord) opener() bool { return len(c.before()) == 0 }
 
@@ -223,8 +228,10 @@ func (c *coord) opener() bool { return len(c.before()) == 0 }
 func (c *coord) claim(x *call, then func(claimed wire.Claimed, witness bool)) {
 	x.place, x.turn = drain.Place{}, turnJudged
 	before := c.before()
-	if brokenRule() == 20 {
+	if first := c.w.coords[c.w.opener()]; brokenRule() == 20 {
 		before = nil
+	} else if len(before) == 0 && first != c || len(before) > 0 && first != before[0].of {
+		c.w.parted = c.w.at
 	}
 	p := x.caller.p
 	claim := wire.Claim{Operation: string(x.caller.operation()), Pod: p.drainPod()}
@@ -253,9 +260,6 @@ func (c *coord) claim(x *call, then func(claimed wire.Claimed, witness bool)) {
 	var next func(i int)
 	next = func(i int) {
 		if i >= len(before) {
-			if brokenRule() != 20 && slices.ContainsFunc(c.w.coords[:c.ordinal()], func(o *coord) bool { return o.listed }) {
-				c.w.parted = c.w.at // another one is the opener, and this one acts as one
-			}
 			finish(wire.Claimed{}, false)
 			return
 		}
@@ -268,6 +272,7 @@ func (c *coord) claim(x *call, then func(claimed wire.Claimed, witness bool)) {
 				finish(claimed, true)
 				return
 			}
+			c.w.parted = c.w.at
 			next(i + 1)
 		})
 	}
