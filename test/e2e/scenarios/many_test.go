@@ -32,6 +32,8 @@ const (
 func TestManyDeletionsAndOneSilentAgent(t *testing.T) {
 	// Not parallel with other tests: everything is owed by an agent that does not answer.
 	s := open(t)
+	entries(t, s, 2)
+	defer entries(t, s, 1)
 	agents, ns := namespace(t, s, "many-agent"), namespace(t, s, "many")
 	if err := s.Apply(t.Context(), fmt.Sprintf(silentAgent, agents)); err != nil {
 		t.Fatal(err)
