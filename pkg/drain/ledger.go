@@ -331,15 +331,6 @@ func (l *Ledger) begin(now time.Time, d *drain, since time.Time) {
 	d.since = since
 	l.numbers++
 	d.number = l.numbers
-	if d.gate == AtBarrier {
-		return // who asks tells how much time is over
-	}
-	// Whoever it is that knows of it: another replica may have asked agents that do not owe it here.
-	for _, r := range d.of.heard[AtHold] {
-		if r.tells(d) && l.fresh(now, r) {
-			l.adopt(d, r.Since)
-		}
-	}
 }
 
 // adopt brings the drain's clock forward to since if that is older. Never by more than the deadline: a clock that runs wild on
@@ -752,13 +743,9 @@ func (l *Ledger) ReportAsOf(now, asOf time.Time, id AgentID, session uint64, rep
 		if open && d.queued && !r.Held {
 			l.admit(now)
 		}
-		if open && r.tells(d) {
-			if a.breaker.strikes > 0 && l.acknowledges(now, d, a, r) && now.Sub(asOf) <= l.times.Freshness && now.Before(l.deadline(d)) && l.routes(a, d) {
-				l.acknowledged(a)
-			}
-			if d.gate == AtHold {
-				l.adopt(d, r.Since)
-			}
+		if open && r.tells(d) && a.breaker.strikes > 0 && l.acknowledges(now, d, a, r) && now.Sub(asOf) <= l.times.Freshness &&
+			now.Before(l.deadline(d)) && l.routes(a, d) {
+			l.acknowledged(a)
 		}
 	}
 	return news

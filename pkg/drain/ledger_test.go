@@ -469,41 +469,30 @@ func TestRefusedCountsWhatWasAllowedInVain(t *testing.T) {
 	}
 }
 
-// A replica that has never heard of a drain goes on from where the others are: the agents tell it.
-func TestClockIsAdoptedFromReports(t *testing.T) {
+// A replica that has never heard of a drain goes on from where the others are.
+func TestClockIsAdoptedFromOtherReplicas(t *testing.T) {
 	p := pod("a")
-	report := func(w *world, since time.Time) {
-		w.Report(w.now, "one", w.sessions["one"], []Report{{UID: p.UID, State: Routing, Since: since}})
+	at := func(elapsed time.Duration) Place { return Place{Elapsed: elapsed} }
+	for name, c := range map[string]struct {
+		asked []Place
+		left  time.Duration
+	}{
+		"known there before":        {[]Place{at(20 * time.Second)}, 10 * time.Second},
+		"learned later":             {[]Place{{}, at(5 * time.Second)}, 25 * time.Second},
+		"younger there":             {[]Place{at(5 * time.Second), at(time.Second)}, 25 * time.Second},
+		"a clock that has run wild": {[]Place{at(time.Hour)}, 2 * time.Second}, // one hold
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t)
+			w.join("one", web)
+			for _, place := range c.asked {
+				w.AskPlaced(w.now, p, []Targets{{Service: web}}, place)
+			}
+			if s := w.Status(w.now, p.UID); s.Deadline.Sub(w.now) != c.left {
+				t.Errorf("deadline in %s, want %s", s.Deadline.Sub(w.now), c.left)
+			}
+		})
 	}
-	t.Run("reported before the first question", func(t *testing.T) {
-		w := newWorld(t)
-		w.join("one", web)
-		report(w, t0.Add(-20*time.Second))
-		if s := w.Ask(w.now, p, []Service{web}); s.Deadline.Sub(w.now) != 10*time.Second {
-			t.Fatalf("deadline in %s, want 10s", s.Deadline.Sub(w.now))
-		}
-	})
-	t.Run("reported later", func(t *testing.T) {
-		w := newWorld(t)
-		w.join("one", web)
-		w.Ask(w.now, p, []Service{web})
-		report(w, t0.Add(-5*time.Second))
-		if s := w.Status(w.now, p.UID); s.Deadline.Sub(w.now) != 25*time.Second {
-			t.Fatalf("deadline in %s, want 25s", s.Deadline.Sub(w.now))
-		}
-		report(w, t0.Add(time.Hour))
-		if s := w.Status(w.now, p.UID); s.Deadline.Sub(w.now) != 25*time.Second {
-			t.Fatalf("put back to %s", s.Deadline.Sub(w.now))
-		}
-	})
-	t.Run("a clock from another age", func(t *testing.T) {
-		w := newWorld(t)
-		w.join("one", web)
-		report(w, time.Unix(0, 0))
-		if s := w.Ask(w.now, p, []Service{web}); s.Deadline.Sub(w.now) != 2*time.Second {
-			t.Fatalf("deadline in %s, want one hold", s.Deadline.Sub(w.now))
-		}
-	})
 }
 
 func TestSince(t *testing.T) {
@@ -720,9 +709,6 @@ func TestAWordOfAFormerDrainThatComesLateDoesNotCount(t *testing.T) {
 	w.want(p, "Unrouting one:unknown")
 	report(former, since) // and after
 	w.want(p, "Unrouting one:unknown")
-	if s := w.Status(w.now, p.UID); s.Deadline.Sub(w.now) != 30*time.Second {
-		t.Errorf("deadline in %s: the former drain's clock was adopted again", s.Deadline.Sub(w.now))
-	}
 	report(number(), w.now)
 	w.want(p, "Released Acknowledged")
 	report(0, w.now) // an agent that tells no number is believed
@@ -730,7 +716,7 @@ func TestAWordOfAFormerDrainThatComesLateDoesNotCount(t *testing.T) {
 }
 
 // Without this, a replica spends an acknowledgement of a tombstone that another replica is about to lift.
-func TestReportsOfAnotherReplicasTombstoneTellTheTimeOnly(t *testing.T) {
+func TestReportsOfAnotherReplicasTombstoneAcknowledgeNothing(t *testing.T) {
 	w := newWorld(t)
 	p := pod("a")
 	w.join("one", web)
@@ -740,9 +726,6 @@ func TestReportsOfAnotherReplicasTombstoneTellTheTimeOnly(t *testing.T) {
 	report(false)
 	w.Ask(w.now, p, []Service{web})
 	w.want(p, "Unrouting one:unknown")
-	if s := w.Status(w.now, p.UID); s.Deadline.Sub(w.now) != 25*time.Second {
-		t.Errorf("deadline in %s, want 25s", s.Deadline.Sub(w.now))
-	}
 	report(true)
 	w.want(p, "Released Acknowledged")
 	report(false)
@@ -845,7 +828,7 @@ func TestAnOlderClockDoesNotMoveANearerDeadlineBack(t *testing.T) {
 		}
 	}
 	before := w.Ask(w.now, p, []Service{web})
-	w.Report(w.now, "one", w.sessions["one"], []Report{{UID: p.UID, State: Routing, Since: before.Since.Add(-time.Hour)}})
+	w.AskPlaced(w.now, p, nil, Place{Elapsed: time.Hour})
 	if after := w.Status(w.now, p.UID); !after.Since.Equal(before.Since) {
 		t.Errorf("since moved by %s", after.Since.Sub(before.Since))
 	}

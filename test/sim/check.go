@@ -28,7 +28,7 @@ const (
 	checkNobody = "nobody"
 	// checkDeadline: a deletion is denied beyond the deadline of its drain.
 	checkDeadline = "deadline"
-	// checkClockName: a drain's clock is younger than an agent has said it is.
+	// checkClockName: a drain's clock is younger than this replica knew, or another one has said.
 	checkClockName = "clock"
 	// checkEarly: a drain was abandoned before its time.
 	checkEarly = "abandoned"
@@ -346,21 +346,21 @@ func (w *world) checkPatience(x *caller) {
 	}
 }
 
-func (c *coord) checkClock(reports []drain.Report) {
-	for _, r := range reports {
-		begun, ok := c.begun[r.UID]
-		if !ok {
-			continue
-		}
-		s := c.ledger.Status(c.w.now, r.UID)
-		oldest := epoch.Add(begun - c.w.times.Deadline)
-		if r.Since.After(oldest) {
-			oldest = r.Since
-		}
-		if s.Waits() && s.Since.After(oldest) {
-			c.w.fail(checkClockName, "%s counts the drain of %s from %s, and has heard of %s", c.name, r.UID, s.Since.Sub(epoch), r.Since.Sub(epoch))
-		}
+// checkClock: nothing that is asked, or that another replica has told, makes a drain younger.
+func (c *coord) checkClock(s drain.Status, elapsed time.Duration) {
+	uid := s.Pod.UID
+	begun, ok := c.begun[uid]
+	if !ok {
+		return
 	}
+	told := c.w.now.Add(-min(elapsed, c.w.times.Deadline+c.w.at-begun))
+	if oldest, known := c.oldest[uid]; known && oldest.Before(told) {
+		told = oldest
+	}
+	if s.Since.After(told) {
+		c.w.fail(checkClockName, "%s counts the drain of %s from %s, and has heard of %s", c.name, uid, s.Since.Sub(epoch), told.Sub(epoch))
+	}
+	c.oldest[uid] = s.Since
 }
 
 func (c *coord) checkAbandoned(uid drain.UID) {
@@ -469,6 +469,7 @@ func (c *coord) noteAdopted(claim drain.Claim) {
 		c.begins(uid)
 		c.w.measure("drains that were adopted")
 	}
+	c.checkClock(c.ledger.Status(c.w.now, uid), time.Duration(claim.ElapsedMillis)*time.Millisecond)
 }
 
 // elsewhere says whether an agent has told of another replica's tombstone.

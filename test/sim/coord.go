@@ -71,6 +71,8 @@ type coord struct {
 	lost map[drain.AgentID]time.Duration
 	// begun and answered are when each open drain began here and when the last call for it was answered.
 	begun, answered map[drain.UID]time.Duration
+	// oldest is the oldest start of each open drain that this life has known.
+	oldest map[drain.UID]time.Time
 	// numbers are those of the drains that agents were told of since they began.
 	numbers map[drain.UID]uint64
 	// targets are what was last said of each Service's targets, and room which open drains may be told to agents: plain records beside the
@@ -181,7 +183,7 @@ func (c *coord) start() {
 	c.numbers = map[drain.UID]uint64{}
 	c.targets, c.room = map[drain.Service][]drain.UID{}, map[drain.UID]*admitted{}
 	c.silence, c.departed = map[drain.AgentID]*silence{}, map[drain.AgentID]string{}
-	c.begun, c.answered = map[drain.UID]time.Duration{}, map[drain.UID]time.Duration{}
+	c.begun, c.answered, c.oldest = map[drain.UID]time.Duration{}, map[drain.UID]time.Duration{}, map[drain.UID]time.Time{}
 	c.log("starts, epoch %d", c.epoch)
 	w.after(&c.proc, w.between(10*time.Millisecond, 500*time.Millisecond), func() {
 		w.api.list(c.watch, func() {
@@ -322,6 +324,7 @@ func (c *coord) closed(uid drain.UID) {
 		delete(words, uid)
 	}
 	delete(c.begun, uid)
+	delete(c.oldest, uid)
 	delete(c.room, uid)
 	delete(c.restarted, uid)
 	delete(c.asked, uid)
@@ -591,6 +594,7 @@ func (c *coord) open(p *pod, services []drain.Service, place drain.Place, backgr
 		c.begins(p.uid)
 		c.log("drain of %s begins, since %s", p.uid, s.Since.Sub(epoch))
 	}
+	c.checkClock(s, place.Elapsed)
 	c.settle()
 	return s
 }
@@ -918,7 +922,6 @@ func (c *coord) report(a *agent, asOf time.Time, session uint64, reports []said)
 	if before {
 		c.silence[a.id] = &silence{endedAt: c.w.at}
 	}
-	c.checkClock(telling)
 	c.settle()
 	return true
 }
