@@ -66,9 +66,9 @@ type barrier struct {
 	// rest is the wait for the agents that observe and are not in sample. Nil: all are asked.
 	rest   time.Duration
 	sample map[AgentID]struct{}
-	// silent are the directed agents that must acknowledge: those of drain.silent, of the drain at the hold that ended here with the pod. Nil:
-	// there was no such drain, and all of them must.
-	silent map[AgentID]struct{}
+	// letGo are the directed agents that need not acknowledge: those of drain.letGo, of the drain at the hold that ended here with the pod. Nil:
+	// there was no such drain.
+	letGo map[AgentID]struct{}
 	// last, lastOne and lastHere are as in Barrier, each at the time since which it is so; zero: it is not.
 	last, lastOne, lastHere time.Time
 	// young is as in Barrier: the longest that was told.
@@ -109,11 +109,11 @@ func (l *Ledger) OpenBarrier(now time.Time, b Barrier) Status {
 	}
 	if !d.open {
 		h := l.drain(b.Pod, AtHold)
-		*is = barrier{by: b.By, bound: b.Bound, targets: slices.Clone(b.Targets), stated: b.Stated, young: b.Young, silent: h.silent}
+		*is = barrier{by: b.By, bound: b.Bound, targets: slices.Clone(b.Targets), stated: b.Stated, young: b.Young, letGo: h.letGo}
 		if h.reason != Dead {
 			// Nothing opens it from now on: what comes to be asked about this pod, is asked here.
 			l.close(now, h, Dead)
-			h.silent = nil
+			h.letGo = nil
 		}
 		for _, s := range b.Services {
 			d.services[s] = true
@@ -163,17 +163,17 @@ func (l *Ledger) see(now time.Time, d *drain, b Barrier) {
 	}
 }
 
-// silent lists those who owe d, at the hold, and have not let go of its pod.
-func (l *Ledger) silent(now time.Time, d *drain) map[AgentID]struct{} {
-	silent := map[AgentID]struct{}{}
+// letGo lists the agents that have let go of the pod of d, at the hold. Others may route one of its Services that was not known then to list the pod.
+func (l *Ledger) letGo(now time.Time, d *drain) map[AgentID]struct{} {
+	letGo := map[AgentID]struct{}{}
 	said := l.hearing(d)
 	for _, a := range l.owing(d) {
 		// A gateway that keeps the last target lets go of it when the pod is terminating.
-		if state, last, _ := l.word(now, said[a.slot], d); state < Removed || last {
-			silent[a.id] = struct{}{}
+		if state, last, _ := l.word(now, said[a.slot], d); state >= Removed && !last {
+			letGo[a.id] = struct{}{}
 		}
 	}
-	return silent
+	return letGo
 }
 
 // draw chooses who is asked of those that observe.
@@ -224,8 +224,8 @@ func (l *Ledger) owesBarrier(a *agent, d *drain) bool {
 	if !a.may(AtHold, d) {
 		return false
 	}
-	_, silent := b.silent[a.id]
-	return (silent || b.silent == nil) && brokenRule != 10
+	_, letGo := b.letGo[a.id]
+	return !letGo && brokenRule != 10
 }
 
 // directs says whether a is told of an open barrier of uid by an Open.

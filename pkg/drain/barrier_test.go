@@ -135,7 +135,8 @@ func TestWhoDirectsOwesWhatItDidNotAtTheHold(t *testing.T) {
 			w.pass(time.Second)
 			w.Back(w.now, p.UID, w.now)
 		}, "Unrouting edge:unknown"},
-		"it was silent until the deadline": {func(w *world) { w.Ask(w.now, p, []Service{web}); w.pass(30 * time.Second) }, "Unrouting edge:unknown"},
+		"its Service was not known to list the pod": {func(w *world) { w.Ask(w.now, p, []Service{api}) }, "Unrouting edge:unknown"},
+		"it was silent until the deadline":          {func(w *world) { w.Ask(w.now, p, []Service{web}); w.pass(30 * time.Second) }, "Unrouting edge:unknown"},
 		// The other replica may have abandoned its drain since, and then the agent routes to the pod again and reports nothing about it.
 		"it reported about the drain of another replica": {func(w *world) { w.hearsay("edge", p, Idle) }, "Unrouting edge:unknown"},
 	} {

@@ -130,8 +130,8 @@ type drain struct {
 	services map[Service]bool
 	// barrier is what there is besides at that gate.
 	barrier barrier
-	// silent are, of a drain at the hold that ended with the pod's, those who had not let go of it.
-	silent map[AgentID]struct{}
+	// letGo are, of a drain at the hold that ended with the pod's, the agents that had let go of it.
+	letGo map[AgentID]struct{}
 	// open: neither dead nor abandoned. While it is, since is its start, moved back by the time earlier drains of this UID used.
 	open  bool
 	since time.Time
@@ -451,7 +451,7 @@ func (l *Ledger) suspect(now time.Time, d *drain) bool {
 // says nothing of the pod any more.
 func (l *Ledger) close(now time.Time, d *drain, reason Reason) {
 	if d.gate == AtHold && reason == Dead {
-		d.silent = l.silent(now, d)
+		d.letGo = l.letGo(now, d)
 	}
 	d.open, d.reason, d.closedAt = false, reason, now
 	for g := AtHold; g <= d.gate; g++ {
@@ -504,8 +504,8 @@ func (l *Ledger) Tick(now time.Time) []Pod {
 	var look []Pod
 	var forgotten []*drain
 	l.each(func(d *drain) {
-		if d.silent != nil && now.Sub(d.closedAt) >= 2*l.times.Deadline {
-			d.silent = nil // a barrier that came now would be over
+		if d.letGo != nil && now.Sub(d.closedAt) >= 2*l.times.Deadline {
+			d.letGo = nil // a barrier that came now would be over
 		}
 		switch {
 		case d.open && d.gate == AtBarrier:
