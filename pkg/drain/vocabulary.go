@@ -294,7 +294,7 @@ type Report struct {
 	// Held says that the replica to which this is said holds a lease on the tombstone. Without it, the report tells of another
 	// replica's drain, which may be lifted at any moment, and acknowledges nothing.
 	Held bool `json:"held"`
-	// Since is when the pod's drain began, as the agent knows it: the oldest over all replicas.
+	// Since is when the pod's drain began, as the agent knows it. Coordinators of the first release go by it, later ones do not.
 	Since time.Time `json:"since"`
 	// Number is that of the drain for which this replica holds its lease, as it said in Open. 0: the agent does not tell.
 	Number uint64 `json:"number,omitempty"`
