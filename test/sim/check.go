@@ -463,7 +463,7 @@ func (c *coord) noteAdopted(claim drain.Claim) {
 	if claim.Queued {
 		place = drain.Deferred
 	}
-	c.asking(uid, targets, place)
+	c.asking(uid, targets, place).askedAt = -agreed // nobody has asked for it here: it lasts for up to 45 s more than at the others
 	delete(c.restarted, uid)
 	if _, ok := c.begun[uid]; !ok {
 		c.begins(uid)
