@@ -147,8 +147,6 @@ type api struct {
 	// policies and stated are what the Services say of themselves.
 	policies []policy
 	stated   []time.Duration
-	// refusals are those of evictions that the one budget concerns.
-	refusals map[*pod]*refusal
 	other    struct{ deny, sleep int } // of a thousand calls
 }
 
@@ -294,9 +292,6 @@ func (a *api) commit(p *pod, words []*word) {
 	for _, wd := range words {
 		a.log("%s is terminating: %s", p.uid, wd.reason)
 	}
-	if slices.Contains(p.services, 0) {
-		clear(a.refusals)
-	}
 	a.podChanged(p)
 	if p.host != nil && p.halted == "" { // what does not run has no hooks
 		a.hooks(p)
@@ -439,7 +434,6 @@ func (a *api) review(c *caller, limit time.Duration, first bool) {
 			a.log("504 for %s", c.p.uid)
 			a.again(c, 0, true)
 		case !ours.allowed:
-			a.refused(c)
 			a.again(c, ours.retryAfter, false)
 		case otherDenies:
 			a.log("another webhook denies the deletion of %s", c.p.uid)

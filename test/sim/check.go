@@ -44,7 +44,7 @@ const (
 	checkBound = "bound"
 	// checkQueuedName: an agent is told of a drain that waits for room, or one waits for room beyond its deadline, or where there is some.
 	checkQueuedName = "queued"
-	// checkOrder: what takes capacity is not decided in one order. All replicas together unroute more than one of them may, or evictions lock each other out.
+	// checkOrder: what takes capacity is not decided in one order. All replicas together unroute more than one of them may, or drain more of a budget.
 	checkOrder = "order"
 	// checkSuspended: a deletion waits for an agent that has let three drains in a row expire, or does not wait for one that has not.
 	checkSuspended = "suspended"
@@ -544,13 +544,7 @@ func (c *coord) checkTogether(d *admitted, s drain.Service) {
 	}
 	usable, all, ordered := c.targets[s], 0, 0
 	for _, uid := range usable {
-		any, inOrder := false, false
-		for _, o := range w.coords {
-			d := o.room[uid]
-			if o.up && d != nil && d.told && !d.background && !o.restarted[uid] && w.at-o.answered[uid] < w.times.Abandon-agreed && !w.api.find(uid).terminating {
-				any, inOrder = true, inOrder || d.askedAt > w.parted+agreed
-			}
-		}
+		any, inOrder := w.drained(uid, true)
 		all, ordered = all+number(any), ordered+number(inOrder)
 	}
 	most := max(1, len(usable)/2)
@@ -562,34 +556,37 @@ func (c *coord) checkTogether(d *admitted, s drain.Service) {
 	}
 }
 
-// refusal is the time in which all evictions of a pod were refused, whatever they were refused for.
-type refusal struct{ since, last time.Duration }
+// drained says whether some replica has a drain of a pod open, which agents were told of if told is set. inOrder says that it was asked for while replicas
+// knew of each other.
+func (w *world) drained(uid drain.UID, told bool) (any, inOrder bool) {
+	if w.api.find(uid).terminating {
+		return false, false
+	}
+	for _, o := range w.coords {
+		d := o.room[uid]
+		if o.up && d != nil && (d.told || !told) && !d.background && !o.restarted[uid] && w.at-o.answered[uid] < w.times.Abandon-agreed {
+			any, inOrder = true, inOrder || d.askedAt > w.parted+agreed
+		}
+	}
+	return any, inOrder
+}
 
-// refused looks for two pods of the one budget that lock each other out: both are asked for, and both have been refused for longer than one drain may
-// take, while nothing else took the budget's room.
-func (a *api) refused(c *caller) {
-	w := a.w
-	if !a.budget || !c.evict || !slices.Contains(c.p.services, 0) {
+// checkBudget looks at an eviction that this replica is about to let drain: of one budget, all replicas together drain no more pods than it allows. Else two
+// evictions would refuse each other, each with its pod unrouted.
+func (c *coord) checkBudget(p *pod) {
+	w, allowed, ahead := c.w, 1-c.w.api.want[0], 0
+	_, drains := c.ledger.Draining(p.uid)
+	if !w.api.budget || !slices.Contains(p.services, 0) || drains || !c.pods[p.uid].ready || w.at <= w.parted+agreed {
 		return
 	}
-	const again = 25 * time.Second // RetryAfter and a hold
-	if a.readyOf(0) < a.want[0] {
-		clear(a.refusals)
-		return
+	for _, e := range c.slices[0].endpoints {
+		if e.ready && !e.terminating {
+			_, inOrder := w.drained(e.uid, false)
+			allowed, ahead = allowed+1, ahead+number(inOrder && e.uid != p.uid)
+		}
 	}
-	r := a.refusals[c.p]
-	if r == nil || w.at-r.last > again {
-		r = &refusal{since: w.at}
-		a.refusals[c.p] = r
-	}
-	r.last = w.at
-	locked := 0
-	for _, r := range a.refusals {
-		since := max(r.since, w.parted+agreed)
-		locked += number(w.at-r.last <= again && w.at-since > w.times.Deadline+again)
-	}
-	if locked > 1 {
-		w.fail(checkOrder, "the evictions of %d pods of one budget have all been refused for longer than %s", locked, w.times.Deadline+again)
+	if ahead > 0 && ahead >= allowed {
+		w.fail(checkOrder, "%s lets the eviction of %s drain, and %d other pods of its budget are being drained, which allows %d", c.name, p.uid, ahead, allowed)
 	}
 }
 

@@ -537,6 +537,9 @@ func (c *coord) decided(x *call, v admission.Verdict, services []drain.Service) 
 	case admission.Allow:
 		c.reply(x, verdict{allowed: true, words: []*word{{reason: string(v.Reason), at: w.at}}}, string(v.Reason))
 	case admission.Drain:
+		if x.caller.evict && x.turn == turnJudged {
+			c.checkBudget(p)
+		}
 		h := &held{call: x, services: services, end: w.times.HoldUntil(x.began, x.timeout)}
 		x.held = h
 		c.drain(h)

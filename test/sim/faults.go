@@ -95,7 +95,6 @@ func (w *world) build() {
 			w.newNodeAgent(w.between(0, 100*time.Millisecond))
 		}
 	}
-	a.refusals = map[*pod]*refusal{}
 	a.policies, a.stated = make([]policy, a.services), make([]time.Duration, a.services)
 	for i := range a.services {
 		if w.chance(300) {

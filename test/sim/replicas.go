@@ -293,6 +293,9 @@ func (c *coord) claimed(claim wire.Claim, p *pod) wire.Claimed {
 	case v.Action == admission.Deny && v.Reason == admission.Budget:
 		is.Verdict, is.Reason = wire.VerdictDeny, string(v.Reason)
 	case v.Action == admission.Drain:
+		if f.Operation == admission.Evict {
+			c.checkBudget(p)
+		}
 		s := c.open(p, services, drain.Place{Elapsed: time.Duration(claim.ElapsedMillis) * time.Millisecond}, false)
 		c.ledger.Hold(p.uid)
 		c.ledger.Answered(c.w.now, p.uid, false)
