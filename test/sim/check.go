@@ -219,6 +219,7 @@ func (w *world) excuseOf(g *gw, p *pod, wd *word, how string) (why string, vouch
 		return "allowed by " + wd.reason, false
 	}
 	b, known := wd.agents[a]
+	known = known && a.started <= wd.at // what an agent answers for ends with its life
 	switch {
 	case how == "in flight" && wd.reason == drain.IdleBound.String():
 		return "IdleBound", true

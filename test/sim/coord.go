@@ -511,6 +511,9 @@ func (c *coord) admit(x *call) {
 	if v.Action == admission.Drain {
 		c.claim(x, func(claimed wire.Claimed, witness bool) {
 			switch {
+			case x.gone:
+				c.reply(x, verdict{}, string(admission.CallerGone))
+				return
 			case !witness:
 				v = c.judge(f, p)
 			case claimed.Verdict == wire.VerdictDeny:

@@ -205,10 +205,11 @@ func (c *coord) adopt() {
 	})
 }
 
-// before returns the replicas that come before this one and can be asked, the first one first.
+// before returns the replicas that come before this one and can be asked, the first one first. All come before one that cannot judge.
 func (c *coord) before() (all []*peer) {
+	able := c.able()
 	for _, p := range c.peers {
-		if p.of.ordinal() < c.ordinal() && p.listed && !p.silent {
+		if (p.of.ordinal() < c.ordinal() || !able) && p.listed && !p.silent {
 			all = append(all, p)
 		}
 	}
@@ -226,7 +227,6 @@ func (c *coord) opener() bool { return len(c.before()) == 0 }
 // claim is Handler.claim: it asks the opener about a deletion that has to wait, and notes what that says. witness is false if this replica is the
 // opener, or must act as one.
 func (c *coord) claim(x *call, then func(claimed wire.Claimed, witness bool)) {
-	x.place, x.turn = drain.Place{}, turnJudged
 	before := c.before()
 	if first := c.w.coords[c.w.opener()]; brokenRule() == 20 {
 		before = nil
@@ -244,7 +244,11 @@ func (c *coord) claim(x *call, then func(claimed wire.Claimed, witness bool)) {
 			return
 		}
 		over, x.cancel, x.claimed = true, nil, c.w.at
-		if witness {
+		switch {
+		case x.gone: // what the opener said before stands
+		case !witness:
+			x.place, x.turn = drain.Place{}, turnJudged
+		default:
 			x.place = drain.Place{Is: drain.Granted, Elapsed: time.Duration(claimed.ElapsedMillis) * time.Millisecond}
 			if claimed.Queued || claimed.Verdict != wire.VerdictDrain {
 				x.place.Is = drain.Deferred
