@@ -490,7 +490,7 @@ func (l *lab) checkCut(t *testing.T, namespace, name string, cut time.Time) {
 		if one.Reason == "Deadline" {
 			waited++
 		}
-		said := slices.Concat(one.Waiting, one.Suspended, one.Away)
+		said := slices.Concat(one.Waiting, one.Suspended, one.Away, one.Lost)
 		if !slices.ContainsFunc(said, func(who string) bool { return strings.Contains(who, pods.Items[0].Name) }) {
 			t.Errorf("the barrier of pod %s ended (%s) and names %v, not the agent of %s", one.Pod, one.Reason, said, name)
 		}
