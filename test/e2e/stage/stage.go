@@ -483,7 +483,7 @@ func (s *Stage) restart(ctx context.Context, namespace, name string) error {
 const (
 	// awaitEvery is how often Await looks, awaitMost how long.
 	awaitEvery = 25 * time.Millisecond
-	awaitMost  = 60 * time.Second
+	awaitMost  = 2 * time.Minute
 )
 
 // Await waits until a Deployment is complete and has no pods but the ready ones of its present template. The error says how far it
