@@ -105,7 +105,7 @@ func subject(token string) (string, error) {
 		return "", fmt.Errorf("claims: %w", err)
 	}
 	if claims.Subject == "" {
-		return "", errors.New("it names nobody")
+		return "", errors.New("it has no subject")
 	}
 	return claims.Subject, nil
 }

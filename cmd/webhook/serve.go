@@ -217,7 +217,7 @@ type readiness struct {
 }
 
 // check returns why this replica cannot judge deletions. Nil: it can. One that lost the streams of most of its agents abstains only while another
-// replica has them: with nobody else to ask, waiting for agents that may come back ends, and losing requests does not.
+// replica has them: with no other replica to ask, waiting for agents ends at the deadline, and a lost request stays lost.
 func (r *readiness) check() error {
 	switch {
 	case r.stopping.Load():

@@ -82,7 +82,7 @@ type subject struct {
 	// place is what the opener says of its drain, turn whether its call may wait. The zero values: this replica decides.
 	place drain.Place
 	turn  coordinator.Turn
-	// role is opener or witness. Empty: nobody was asked.
+	// role is opener or witness. Empty: this replica has not asked.
 	role string
 	// promised says that this call holds a promise of its budget's room, until [Cluster.settled].
 	promised bool

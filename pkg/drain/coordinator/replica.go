@@ -92,7 +92,7 @@ const (
 	TurnUnheld
 )
 
-// turnKept is how long a pod that nobody asks for keeps its turn.
+// turnKept is how long a pod keeps its turn after the last call for it.
 const turnKept = 5 * time.Second
 
 // turn is one pod's among those of its owner.

@@ -33,7 +33,7 @@ func TestTombstoneLapsesWithoutCoordinator(t *testing.T) {
 		t.Fatal(err)
 	}
 	// Without it the drain would be over before the coordinator is.
-	if err := s.Apply(t.Context(), fmt.Sprintf(silentAgent, agents)); err != nil {
+	if err := s.Apply(t.Context(), fmt.Sprintf(stage.SilentAgent, agents)); err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { endSilentAgent(t, s, agents) })

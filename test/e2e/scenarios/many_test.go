@@ -35,7 +35,7 @@ func TestManyDeletionsAndOneSilentAgent(t *testing.T) {
 	entries(t, s, 2)
 	defer entries(t, s, 1)
 	agents, ns := namespace(t, s, "many-agent"), namespace(t, s, "many")
-	if err := s.Apply(t.Context(), fmt.Sprintf(silentAgent, agents)); err != nil {
+	if err := s.Apply(t.Context(), fmt.Sprintf(stage.SilentAgent, agents)); err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { endSilentAgent(t, s, agents) })

@@ -16,37 +16,13 @@ import (
 	"github.com/lameduck-io/lameduck/test/e2e/stage"
 )
 
-// silentAgent is a pod that has an agent's label and right, is ready, and never connects: everything is owed by it.
-const silentAgent = `
-apiVersion: v1
-kind: ServiceAccount
-metadata: {name: silent, namespace: %[1]s}
----
-apiVersion: rbac.authorization.k8s.io/v1
-kind: ClusterRoleBinding
-metadata: {name: %[1]s-silent}
-roleRef: {apiGroup: rbac.authorization.k8s.io, kind: ClusterRole, name: lameduck-agent}
-subjects: [{kind: ServiceAccount, name: silent, namespace: %[1]s}]
----
-apiVersion: v1
-kind: Pod
-metadata:
-  name: silent
-  namespace: %[1]s
-  labels: {lameduck.io/agent: directed}
-  annotations: {lameduck.io/drain: disabled}
-spec:
-  serviceAccountName: silent
-  containers: [{name: agent, image: none, command: [sleep, "3600"]}]
-`
-
 // The worst that an agent can do is to say nothing. Whatever people do then, no pod waits longer than its deadline and 5 s, and each
 // says why.
 func TestSilentAgentKeepsNoPod(t *testing.T) {
 	// Not parallel with other tests: in this one everything is owed by an agent that does not answer.
 	s := open(t)
 	agents := namespace(t, s, "silent-agent")
-	if err := s.Apply(t.Context(), fmt.Sprintf(silentAgent, agents)); err != nil {
+	if err := s.Apply(t.Context(), fmt.Sprintf(stage.SilentAgent, agents)); err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { endSilentAgent(t, s, agents) })
@@ -133,7 +109,7 @@ func TestSilentAgentKeepsNoPod(t *testing.T) {
 	})
 }
 
-// endSilentAgent takes away the agent of silentAgent, and waits until it is gone: everything is owed by it in tests that come later, too.
+// endSilentAgent takes away the agent of stage.SilentAgent, and waits until it is gone: everything is owed by it in tests that come later, too.
 func endSilentAgent(t *testing.T, s *stage.Stage, ns string) {
 	t.Helper()
 	// The test's own context is over.

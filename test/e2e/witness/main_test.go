@@ -54,30 +54,6 @@ func open(t *testing.T) *stage.Stage {
 	return opened
 }
 
-// mute is a pod that has an agent's label and right, is ready, and never connects: every drain waits for it.
-const mute = `
-apiVersion: v1
-kind: ServiceAccount
-metadata: {name: mute, namespace: %[1]s}
----
-apiVersion: rbac.authorization.k8s.io/v1
-kind: ClusterRoleBinding
-metadata: {name: %[1]s-mute}
-roleRef: {apiGroup: rbac.authorization.k8s.io, kind: ClusterRole, name: lameduck-agent}
-subjects: [{kind: ServiceAccount, name: mute, namespace: %[1]s}]
----
-apiVersion: v1
-kind: Pod
-metadata:
-  name: mute
-  namespace: %[1]s
-  labels: {lameduck.io/agent: directed}
-  annotations: {lameduck.io/drain: disabled}
-spec:
-  serviceAccountName: mute
-  containers: [{name: agent, image: none, command: [sleep, "3600"]}]
-`
-
 // held is a pod of the Service held, without an owner.
 const held = `
 ---
@@ -106,7 +82,7 @@ func scene(t *testing.T, s *stage.Stage, pods int) (ns string) {
 		t.Fatal(err)
 	}
 	var manifests strings.Builder
-	fmt.Fprintf(&manifests, mute+heldService, ns)
+	fmt.Fprintf(&manifests, stage.SilentAgent+heldService, ns)
 	for i := range pods {
 		fmt.Fprintf(&manifests, held, ns, i)
 	}
@@ -116,7 +92,7 @@ func scene(t *testing.T, s *stage.Stage, pods int) (ns string) {
 	t.Cleanup(func() {
 		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 		defer cancel()
-		_ = s.Kube.RbacV1().ClusterRoleBindings().Delete(ctx, ns+"-mute", metav1.DeleteOptions{})
+		_ = s.Kube.RbacV1().ClusterRoleBindings().Delete(ctx, ns+"-silent", metav1.DeleteOptions{})
 		if err := s.Kube.CoreV1().Pods(ns).DeleteCollection(ctx, metav1.DeleteOptions{GracePeriodSeconds: ptr.To[int64](0)}, metav1.ListOptions{}); err != nil {
 			t.Error(err)
 		}
@@ -138,7 +114,7 @@ func scene(t *testing.T, s *stage.Stage, pods int) (ns string) {
 				}
 			}
 		}
-		gateway, err := s.Kube.CoreV1().Pods(ns).Get(t.Context(), "mute", metav1.GetOptions{})
+		gateway, err := s.Kube.CoreV1().Pods(ns).Get(t.Context(), "silent", metav1.GetOptions{})
 		return err == nil && ready == pods && isReady(gateway)
 	})
 	// The coordinators know of the gateway when a deletion waits for it.

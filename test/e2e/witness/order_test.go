@@ -61,14 +61,14 @@ func newShop(t *testing.T, s *stage.Stage, pods int) *shop {
 	return sh
 }
 
-// unrouted counts the pods that HAProxy does not route although nobody has deleted them: those with a tombstone that are not terminating.
+// unrouted counts the pods that HAProxy does not route although they are not deleted: those that are excluded and not terminating.
 func (sh *shop) unrouted(t *testing.T) int {
 	t.Helper()
 	unrouted, _ := sh.traffic(t)
 	return unrouted
 }
 
-// traffic counts the pods that HAProxy does not route although nobody has deleted them, and those that are ready and that it routes.
+// traffic counts the pods that HAProxy does not route although they are not deleted, and those that are ready and routed.
 func (sh *shop) traffic(t *testing.T) (unrouted, serving int) {
 	t.Helper()
 	response, err := http.Get(sh.targets)
