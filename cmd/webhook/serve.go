@@ -111,7 +111,7 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 		others.Able = ready.check
 	}
 	coord := coordinator.New(self, o.times, coordinator.Options{
-		Ordinal: o.ordinal, Able: ready.check,
+		Able:     ready.check,
 		MaxHolds: o.maxHolds, MaxHoldsPerOwner: o.maxHoldsPerOwner, Pods: pods{live}, Authenticate: who, Log: log, Metrics: coordinator.NewMetrics(registry),
 		Vicinity: around, Scope: o.scope, Sampling: o.sampling,
 	})

@@ -153,7 +153,7 @@ func (c *coord) poll(then func()) {
 		var state wire.Replica
 		serve := func() {
 			o := p.of
-			state = wire.Replica{Ordinal: o.ordinal(), Ready: o.able(), Drains: o.ledger.Claims(c.w.now)}
+			state = wire.Replica{Ready: o.able(), Drains: o.ledger.Claims(c.w.now)}
 			state.Expected, state.Missing = o.ledger.Expecting()
 		}
 		c.ask(p, pollTime, serve, func(ok bool) {

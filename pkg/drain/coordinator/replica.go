@@ -54,7 +54,7 @@ func (c *Coordinator) replica(http.ResponseWriter, *http.Request, Identity) (any
 	ready := c.Able() == nil
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	is := wire.Replica{Ordinal: c.Ordinal, Ready: ready, Drains: c.ledger.Claims(time.Now())}
+	is := wire.Replica{Ready: ready, Drains: c.ledger.Claims(time.Now())}
 	is.Expected, is.Missing = c.ledger.Expecting()
 	return is, nil
 }

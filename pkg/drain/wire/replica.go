@@ -47,7 +47,6 @@ type Claimed struct {
 
 // Replica is what a replica tells the others of itself.
 type Replica struct {
-	Ordinal int `json:"ordinal"`
 	// Ready says that it can judge deletions: the API server should ask it.
 	Ready bool `json:"ready"`
 	// Expected is how many agents it expects, Missing how many of these have no stream to it.
