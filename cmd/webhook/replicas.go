@@ -26,14 +26,17 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain/peers"
 )
 
-// ordinalLabel on a pod of a replica is its ordinal: the number of its entry in the webhook configuration.
+// ordinalLabel on a pod of a replica is its ordinal: the number of its entry in the webhook
+// configuration.
 const ordinalLabel = "lameduck.io/ordinal"
 
 const (
-	// peerConnect bounds the time to connect to another replica, peerConns the unused connections that are kept to it.
+	// peerConnect bounds the time to connect to another replica, peerConns the unused connections
+	// that are kept to it.
 	peerConnect = 500 * time.Millisecond
 	peerConns   = 100
-	// adoptEvery is how often a replica that starts asks the others for their open drains until they have told.
+	// adoptEvery is how often a replica that starts asks the others for their open drains until
+	// they have told.
 	adoptEvery = 250 * time.Millisecond
 )
 
@@ -42,7 +45,8 @@ type replicas struct {
 	*peers.Peers
 	namespace string
 	who       *identity.Kubernetes
-	// username is that of the service account that all replicas share. port is that of the API for agents.
+	// username is that of the service account that all replicas share. port is that of the API for
+	// agents.
 	username, port string
 	adopted        atomic.Bool
 }
@@ -140,7 +144,8 @@ func (r *replicas) others() admission.Others {
 	return r.Peers
 }
 
-// run adopts the open drains of the other replicas as soon as these are known, and then polls them. Without any it only waits.
+// run adopts the open drains of the other replicas as soon as these are known, and then polls them.
+// Without any it only waits.
 func (r *replicas) run(ctx context.Context, coord *coordinator.Coordinator, synced func() bool, started time.Time) error {
 	if r == nil {
 		<-ctx.Done()

@@ -20,9 +20,10 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain/identity"
 )
 
-// A tenant who may create pods and service accounts makes 600 pods with the agent's label, each of a service account of its own without any
-// right, in one namespace or in many, and one of them changes once a second, as in a crash loop. A replica that starts then must be ready
-// within 15 s, and an agent that comes later must be expected within 5 s.
+// A tenant who may create pods and service accounts makes 600 pods with the agent's label, each of
+// a service account of its own without any right, in one namespace or in many, and one of them
+// changes once a second, as in a crash loop. A replica that starts then must be ready within 15 s,
+// and an agent that comes later must be expected within 5 s.
 func TestLabelsOfStrangersDoNotDelayTheRoster(t *testing.T) {
 	for name, namespaces := range map[string]int{"one namespace": 1, "many": 60} {
 		t.Run(name, func(t *testing.T) {

@@ -35,7 +35,8 @@ func (r *replicas) Claim(_ context.Context, claim wire.Claim) (wire.Claimed, boo
 
 func (r *replicas) Asked(context.Context, drain.Pod, time.Duration) bool { return r.asked }
 
-// Budgets are the opener's to judge: a witness whose cache is ahead or behind must not refuse what the opener lets go, nor the reverse.
+// Budgets are the opener's to judge: a witness whose cache is ahead or behind must not refuse what
+// the opener lets go, nor the reverse.
 func TestAWitnessLeavesBudgetsToTheOpener(t *testing.T) {
 	w := newWorld(t)
 	w.add(budget("pdb", 0, map[string]string{"app": "web"}))
@@ -62,7 +63,8 @@ func TestAWitnessLeavesBudgetsToTheOpener(t *testing.T) {
 	}
 }
 
-// A drain that waits at the opener waits at the witness too, until the opener has given it capacity.
+// A drain that waits at the opener waits at the witness too, until the opener has given it
+// capacity.
 func TestAWitnessWaitsForTheOpenersTurn(t *testing.T) {
 	w := newWorld(t)
 	w.Others = &replicas{claimed: []wire.Claimed{{Verdict: wire.VerdictDrain, Hold: true, Queued: true}, {Verdict: wire.VerdictDrain, Hold: true}}}
@@ -122,7 +124,8 @@ func TestClaim(t *testing.T) {
 	}
 }
 
-// A replica that stops must not answer "ask again" where another one has been asked as well and says yes; where none was, it must.
+// A replica that stops must not answer "ask again" where another one has been asked as well and
+// says yes; where none was, it must.
 func TestAReplicaThatStopsAbstains(t *testing.T) {
 	for asked, want := range map[bool]string{true: string(Abstained), false: string(Stopping)} {
 		w := newWorld(t)
@@ -145,7 +148,8 @@ func TestAReplicaOnWhichAnotherReliesDoesNotAbstain(t *testing.T) {
 	}
 }
 
-// A caller that has gone is no reason to judge what the opener has not: its pod would be out of traffic until the drain is abandoned.
+// A caller that has gone is no reason to judge what the opener has not: its pod would be out of
+// traffic until the drain is abandoned.
 func TestACallerThatHasGoneOpensNoDrain(t *testing.T) {
 	w := newWorld(t)
 	w.Others = &replicas{}

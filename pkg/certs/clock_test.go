@@ -5,8 +5,9 @@ import (
 	"time"
 )
 
-// The clock of one replica's node is ahead: by more than a set is valid, or by more than a set is used. The clocks of all other replicas and
-// of the callers are right. What the one replica writes must work for all.
+// The clock of one replica's node is ahead: by more than a set is valid, or by more than a set is
+// used. The clocks of all other replicas and of the callers are right. What the one replica writes
+// must work for all.
 func TestAClockThatWasAheadDoesNotBreakTheCertificate(t *testing.T) {
 	now := time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)
 	for name, ahead := range map[string]time.Duration{"more than it is good for": 400 * time.Hour, "more than it is used": 101 * time.Hour} {
@@ -39,7 +40,8 @@ func TestAClockThatWasAheadDoesNotBreakTheCertificate(t *testing.T) {
 	}
 }
 
-// A set of an earlier version starts an hour before it was made. Replicas whose clocks are right replace one that a clock ahead has made.
+// A set of an earlier version starts an hour before it was made. Replicas whose clocks are right
+// replace one that a clock ahead has made.
 func TestASetThatIsNotValidYetIsReplaced(t *testing.T) {
 	now := time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)
 	defer func(from time.Time) { validFrom = from }(validFrom)
@@ -58,7 +60,8 @@ func TestASetThatIsNotValidYetIsReplaced(t *testing.T) {
 	}
 }
 
-// The step of a set is complete at a time that lies ahead, written by a replica whose clock is: the others do not wait for that time.
+// The step of a set is complete at a time that lies ahead, written by a replica whose clock is: the
+// others do not wait for that time.
 func TestATimeToComeDoesNotDelayASet(t *testing.T) {
 	now := time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)
 	current, err := newSet(now, names, times)

@@ -17,11 +17,12 @@ import (
 	"time"
 )
 
-// Strangers open as many connections as there may be, send one request behind the other, and read none of the answers: the server hangs in
-// its writes. They connect again as soon as they are closed. Whoever asks once, from the same address, has to be answered all the same.
+// Strangers open as many connections as there may be, send one request behind the other, and read
+// none of the answers: the server hangs in its writes. They connect again as soon as they are
+// closed. Whoever asks once, from the same address, has to be answered all the same.
 //
-// The kernel's send buffer of a loopback connection is megabytes; over a network, to a peer that closes its window at once, it is about
-// 64 KiB. narrow sets that.
+// The kernel's send buffer of a loopback connection is megabytes; over a network, to a peer that
+// closes its window at once, it is about 64 KiB. narrow sets that.
 func TestWhoReadsNoAnswersKeepsNobodyOut(t *testing.T) {
 	for name, c := range map[string]struct {
 		server Server
@@ -95,8 +96,8 @@ func (n narrow) Accept() (net.Conn, error) {
 	return conn, err
 }
 
-// Strangers of one address send their requests slowly, or their handler takes its time. One of another address is answered, and what is kept
-// is not closed, from whatever address it comes.
+// Strangers of one address send their requests slowly, or their handler takes its time. One of
+// another address is answered, and what is kept is not closed, from whatever address it comes.
 func TestTheSourceWithTheMostMakesRoom(t *testing.T) {
 	const most = 10
 	release := make(chan struct{})
@@ -151,7 +152,8 @@ func TestTheSourceWithTheMostMakesRoom(t *testing.T) {
 	close(release)
 }
 
-// A handler that panics may have left what it changed half done: the process must not serve on from that, and the log must say where it was.
+// A handler that panics may have left what it changed half done: the process must not serve on from
+// that, and the log must say where it was.
 func TestAPanicEndsTheServer(t *testing.T) {
 	var log bytes.Buffer
 	var mu sync.Mutex

@@ -10,7 +10,8 @@ import (
 )
 
 const (
-	// These are those of the real shells (pkg/drain/peers, cmd/webhook, pkg/admission, pkg/drain/coordinator).
+	// These are those of the real shells (pkg/drain/peers, cmd/webhook, pkg/admission,
+	// pkg/drain/coordinator).
 	claimTime     = time.Second
 	pollTime      = time.Second
 	pollEvery     = time.Second
@@ -171,7 +172,8 @@ func (c *coord) polls() {
 	c.poll(func() { c.w.after(&c.proc, pollEvery, c.polls) })
 }
 
-// adopt takes over the open drains of the others, until all that are ready have told: replicas.run of cmd/webhook.
+// adopt takes over the open drains of the others, until all that are ready have told: replicas.run
+// of cmd/webhook.
 func (c *coord) adopt() {
 	w := c.w
 	w.after(&c.proc, adoptEvery, func() {
@@ -205,7 +207,8 @@ func (c *coord) adopt() {
 	})
 }
 
-// before returns the replicas that come before this one and can be asked, the first one first. All come before one that cannot judge.
+// before returns the replicas that come before this one and can be asked, the first one first. All
+// come before one that cannot judge.
 func (c *coord) before() (all []*peer) {
 	able := c.able()
 	for _, p := range c.peers {
@@ -224,8 +227,8 @@ func (w *world) opener() int {
 // opener says whether this replica decides what takes capacity.
 func (c *coord) opener() bool { return len(c.before()) == 0 }
 
-// claim is Handler.claim: it asks the opener about a deletion that has to wait, and notes what that says. witness is false if this replica is the
-// opener, or must act as one.
+// claim is Handler.claim: it asks the opener about a deletion that has to wait, and notes what that
+// says. witness is false if this replica is the opener, or must act as one.
 func (c *coord) claim(x *call, then func(claimed wire.Claimed, witness bool)) {
 	before := c.before()
 	if first := c.w.coords[c.w.opener()]; brokenRule() == 20 {
@@ -283,7 +286,8 @@ func (c *coord) claim(x *call, then func(claimed wire.Claimed, witness bool)) {
 	next(0)
 }
 
-// claimed is what a replica answers to a claim: Coordinator.claim, Handler.Claim and Coordinator.ClaimFor.
+// claimed is what a replica answers to a claim: Coordinator.claim, Handler.Claim and
+// Coordinator.ClaimFor.
 func (c *coord) claimed(claim wire.Claim, p *pod) wire.Claimed {
 	is := wire.Claimed{AskedMillis: -1}
 	if at, asked := c.asked[p.uid]; asked {
@@ -310,7 +314,8 @@ func (c *coord) claimed(claim wire.Claim, p *pod) wire.Claimed {
 	return is
 }
 
-// inTurn says whether a call for the pod may wait: it is among the first of its owner's pods that are asked for.
+// inTurn says whether a call for the pod may wait: it is among the first of its owner's pods that
+// are asked for.
 func (c *coord) inTurn(p *pod) bool {
 	w, owner := c.w, ""
 	for _, i := range p.services {
@@ -329,7 +334,8 @@ func (c *coord) inTurn(p *pod) bool {
 	return i < w.ownerHolds
 }
 
-// abstains is Handler.abstains: one that stops need not answer if another replica was asked as well.
+// abstains is Handler.abstains: one that stops need not answer if another replica was asked as
+// well.
 func (c *coord) abstains(h *held, then func(yes bool)) {
 	w, over, until := c.w, false, c.w.at+abstainWithin
 	finish := func(yes bool) {

@@ -41,7 +41,8 @@ func (c *Coordinator) claim(w http.ResponseWriter, r *http.Request, _ Identity) 
 	return claimed, nil
 }
 
-// ReliedOn reports whether another replica, which stops, may have left a call about the pod to this one.
+// ReliedOn reports whether another replica, which stops, may have left a call about the pod to this
+// one.
 func (c *Coordinator) ReliedOn(uid drain.UID) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -67,8 +68,8 @@ func (c *Coordinator) Adopt(claims []drain.Claim) {
 	c.settle()
 }
 
-// ClaimFor opens a drain of a pod for a witness, or joins the open one, as [Coordinator.DrainFor] does for the API server. It does not wait. hold
-// reports whether a call for it may.
+// ClaimFor opens a drain of a pod for a witness, or joins the open one, as [Coordinator.DrainFor]
+// does for the API server. It does not wait. hold reports whether a call for it may.
 func (c *Coordinator) ClaimFor(request Request) (status drain.Status, hold bool) {
 	c.mu.Lock()
 	defer c.unlock()
@@ -101,8 +102,9 @@ type turn struct {
 	asked time.Time
 }
 
-// inTurn, called with the lock after the drain was observed, reports whether a call for the pod may wait: it is among the first MaxHoldsPerOwner of
-// its owner's pods that are asked for and still drain.
+// inTurn, called with the lock after the drain was observed, reports whether a call for the pod may
+// wait: it is among the first MaxHoldsPerOwner of its owner's pods that are asked for and still
+// drain.
 func (c *Coordinator) inTurn(now time.Time, request Request) bool {
 	if request.Owner == "" || c.MaxHoldsPerOwner <= 0 {
 		return true
@@ -120,7 +122,8 @@ func (c *Coordinator) inTurn(now time.Time, request Request) bool {
 	return i < c.MaxHoldsPerOwner
 }
 
-// dropTurns, called with the lock, forgets the turns of owners none of whose pods is asked for any more.
+// dropTurns, called with the lock, forgets the turns of owners none of whose pods is asked for any
+// more.
 func (c *Coordinator) dropTurns(now time.Time) {
 	for owner, turns := range c.turns {
 		if !slices.ContainsFunc(turns, func(t turn) bool { return now.Sub(t.asked) <= turnKept }) {

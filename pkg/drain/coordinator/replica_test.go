@@ -27,8 +27,8 @@ func (c claimant) Claim(_ context.Context, claim wire.Claim) wire.Claimed {
 	return wire.Claimed{Verdict: wire.VerdictDrain, Queued: status.Phase == drain.Queued, Hold: hold, ElapsedMillis: time.Since(status.Since).Milliseconds()}
 }
 
-// A witness and the opener each know how long a drain has run: both count from the earlier start. Without that the deadline would begin again when one
-// of them is replaced.
+// A witness and the opener each know how long a drain has run: both count from the earlier start.
+// Without that the deadline would begin again when one of them is replaced.
 func TestAClaimCarriesTheClockBothWays(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := newBench()
@@ -67,7 +67,8 @@ func TestAClaimCarriesTheClockBothWays(t *testing.T) {
 		if got := b.ledger.Status(time.Now(), pod("a").UID); got.Deadline.Sub(time.Now()) != 16700*time.Millisecond {
 			t.Errorf("the deadline is in %s", time.Until(got.Deadline))
 		}
-		// Another one that stops leaves a call to this one, unless this one stops too: one of them answers.
+		// Another one that stops leaves a call to this one, unless this one stops too: one of them
+		// answers.
 		onlyAsked := func() int64 {
 			t.Helper()
 			_, text := b.ask(http.MethodPost, wire.ClaimsPath, "Bearer replica", strings.NewReader(`{"pod":{"uid":"uid-a"},"onlyAsked":true}`))
@@ -124,7 +125,8 @@ func TestAReplicaThatStartsAdoptsWhatIsOpen(t *testing.T) {
 	})
 }
 
-// The opener decides which pods of an owner are held; a witness does as it says, so that not one holds these and the other those.
+// The opener decides which pods of an owner are held; a witness does as it says, so that not one
+// holds these and the other those.
 func TestAWitnessHoldsWhomTheOpenerHolds(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := newBench()

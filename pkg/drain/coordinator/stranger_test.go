@@ -24,8 +24,8 @@ func (r *replica) ask(method, agent, path, body string) (int, string) {
 	return w.Code, w.Body.String()
 }
 
-// Without this, an agent whose pod is deleted, whose token has ended or whose right was taken acknowledges drains for as long as it keeps
-// its stream open.
+// Without this, an agent whose pod is deleted, whose token has ended or whose right was taken
+// acknowledges drains for as long as it keeps its stream open.
 func TestAStreamEndsWithWhatItRestsOn(t *testing.T) {
 	for name, c := range map[string]struct {
 		agent string
@@ -67,8 +67,9 @@ func TestAStreamEndsWithWhatItRestsOn(t *testing.T) {
 	}
 }
 
-// An answer about a token is remembered for up to a minute: the agent of a pod that is deleted must not come back meanwhile. A list that was
-// older than the pod may have lacked it: once the pod is seen again its agent is let in.
+// An answer about a token is remembered for up to a minute: the agent of a pod that is deleted must
+// not come back meanwhile. A list that was older than the pod may have lacked it: once the pod is
+// seen again its agent is let in.
 func TestADeletedAgentDoesNotComeBack(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newNetwork(t)
@@ -88,7 +89,8 @@ func TestADeletedAgentDoesNotComeBack(t *testing.T) {
 	})
 }
 
-// A stream whose agent does not read hangs in a write for seconds. What it has reported is void at once.
+// A stream whose agent does not read hangs in a write for seconds. What it has reported is void at
+// once.
 func TestAReportIsVoidWhenItsAgentIsDeleted(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newNetwork(t)
@@ -102,7 +104,8 @@ func TestAReportIsVoidWhenItsAgentIsDeleted(t *testing.T) {
 	})
 }
 
-// More drains than are read in a tick, of pods that live on: each is read in turn, whatever its UID.
+// More drains than are read in a tick, of pods that live on: each is read in turn, whatever its
+// UID.
 func TestEachPodIsReadInTurn(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newNetwork(t)
@@ -134,7 +137,8 @@ func (stuckPods) Life(ctx context.Context, _ drain.Pod) (Life, error) {
 	return LifeUnknown, ctx.Err()
 }
 
-// The kubelet starts a replica again whose ledger is stuck, and none because the API server does not answer.
+// The kubelet starts a replica again whose ledger is stuck, and none because the API server does
+// not answer.
 func TestLive(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newNetwork(t)

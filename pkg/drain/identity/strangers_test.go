@@ -11,15 +11,17 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
-// tokenOf is a token for the pod with a UID. The fake API server calls each token valid that begins so.
+// tokenOf is a token for the pod with a UID. The fake API server calls each token valid that begins
+// so.
 func tokenOf(uid string, n int) string {
 	claims := fmt.Sprintf(`{"exp":4000000000,"kubernetes.io":{"namespace":"edge","pod":{"name":"p","uid":%q}}}`, uid)
 	return fmt.Sprintf("token%d.%s.x", n, base64.RawURLEncoding.EncodeToString([]byte(claims)))
 }
 
-// One pod of the cluster sends made-up tokens to the agents' port, which the NetworkPolicy leaves open to all; they name no pod, a pod that
-// does not exist, or one that does. An agent whose token is new, because it, the replica or the token has just begun, tries about once a
-// second, and is let in within 5 s.
+// One pod of the cluster sends made-up tokens to the agents' port, which the NetworkPolicy leaves
+// open to all; they name no pod, a pod that does not exist, or one that does. An agent whose token
+// is new, because it, the replica or the token has just begun, tries about once a second, and is
+// let in within 5 s.
 func TestMadeUpTokensDoNotKeepNewTokensOut(t *testing.T) {
 	const agents = 5
 	for name, madeUp := range map[string]func(i int) string{
@@ -92,7 +94,8 @@ func TestARightThatIsTakenIsNotRememberedByItsTokens(t *testing.T) {
 	})
 }
 
-// The stream of an agent ends with its token. A replica whose clock is ahead must not end all of them at once.
+// The stream of an agent ends with its token. A replica whose clock is ahead must not end all of
+// them at once.
 func TestUntilIsTheEndOfTheToken(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := newAPIServer(t)

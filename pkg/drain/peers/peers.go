@@ -1,15 +1,17 @@
 // Package peers asks the other replicas of the coordinator.
 //
-// Each replica is an entry of the webhook configuration, so the API server asks all of them about every deletion, and one
-// denial denies. What takes capacity (a place in a PodDisruptionBudget, half of a Service) must be decided in one order, or
-// two evictions lock each other out: one replica lets the first go and refuses the second, the other one the reverse. So one
-// replica decides that: the opener, the ready one with the lowest ordinal. The others are witnesses: a witness asks the
-// opener before it opens a drain of its own, and then waits for the gateways by itself. Which pod is the last target
-// follows from EndpointSlices and from this order, and each replica reads it for itself.
+// Each replica is an entry of the webhook configuration, so the API server asks all of them about
+// every deletion, and one denial denies. What takes capacity (a place in a PodDisruptionBudget,
+// half of a Service) must be decided in one order, or two evictions lock each other out: one
+// replica lets the first go and refuses the second, the other one the reverse. So one replica
+// decides that: the opener, the ready one with the lowest ordinal. The others are witnesses: a
+// witness asks the opener before it opens a drain of its own, and then waits for the gateways by
+// itself. Which pod is the last target follows from EndpointSlices and from this order, and each
+// replica reads it for itself.
 //
-// A replica that does not answer is not asked again until a poll has reached it, so it delays the calls of one moment by
-// [claimTime] at most. A witness that cannot reach any replica before it decides for itself: what is lost then is the
-// common order, not the acknowledgements.
+// A replica that does not answer is not asked again until a poll has reached it, so it delays the
+// calls of one moment by [claimTime] at most. A witness that cannot reach any replica before it
+// decides for itself: what is lost then is the common order, not the acknowledgements.
 package peers
 
 import (
@@ -59,8 +61,9 @@ type Peers struct {
 	Client *http.Client
 	Token  func() (string, error)
 	Log    *slog.Logger
-	// Able is why this replica cannot judge deletions now: it then leaves capacity to any other. Nil: it always can. Again is
-	// given the open drains of a replica that answers again, after it did not. May be nil.
+	// Able is why this replica cannot judge deletions now: it then leaves capacity to any other.
+	// Nil: it always can. Again is given the open drains of a replica that answers again, after it
+	// did not. May be nil.
 	Able  func() error
 	Again func([]drain.Claim)
 
@@ -71,7 +74,8 @@ type Peers struct {
 // peer is what is known of one.
 type peer struct {
 	Peer
-	// silent says that the last question got no answer, polled that one was asked. state is its last answer to a poll.
+	// silent says that the last question got no answer, polled that one was asked. state is its
+	// last answer to a poll.
 	silent, polled bool
 	state          wire.Replica
 }
@@ -126,11 +130,12 @@ func (p *Peers) poll(ctx context.Context) {
 	asking.Wait()
 }
 
-// Opener reports whether this replica decides what takes capacity: no replica before it is ready and answers.
+// Opener reports whether this replica decides what takes capacity: no replica before it is ready
+// and answers.
 func (p *Peers) Opener() bool { return len(p.before()) == 0 }
 
-// Claim asks the opener about a deletion, and takes [claimTime] at most. ok is false if this replica is the opener, or must act as one: none that is
-// before it answers.
+// Claim asks the opener about a deletion, and takes [claimTime] at most. ok is false if this
+// replica is the opener, or must act as one: none that is before it answers.
 func (p *Peers) Claim(ctx context.Context, claim wire.Claim) (claimed wire.Claimed, ok bool) {
 	within, cancel := context.WithTimeout(ctx, claimTime)
 	defer cancel()
@@ -148,8 +153,8 @@ func (p *Peers) Claim(ctx context.Context, claim wire.Claim) (claimed wire.Claim
 	return wire.Claimed{}, false
 }
 
-// Asked reports whether the API server has asked the replica of another entry about the pod within the last time. Of two pods of one entry, a call reaches
-// one.
+// Asked reports whether the API server has asked the replica of another entry about the pod within
+// the last time. Of two pods of one entry, a call reaches one.
 func (p *Peers) Asked(ctx context.Context, pod drain.Pod, within time.Duration) bool {
 	for _, of := range p.list(func(of *peer) bool { return !of.silent && of.Ordinal != p.Ordinal }) {
 		var claimed wire.Claimed
@@ -162,7 +167,8 @@ func (p *Peers) Asked(ctx context.Context, pod drain.Pod, within time.Duration) 
 	return false
 }
 
-// Open returns the open drains of the other replicas. silent names those that are ready and did not tell.
+// Open returns the open drains of the other replicas. silent names those that are ready and did not
+// tell.
 func (p *Peers) Open(ctx context.Context) (claims []drain.Claim, silent []string) {
 	p.poll(ctx)
 	for _, of := range p.list(func(*peer) bool { return true }) {
@@ -176,7 +182,8 @@ func (p *Peers) Open(ctx context.Context) (claims []drain.Claim, silent []string
 	return claims, silent
 }
 
-// Sees returns a ready replica that has streams of at least half of the agents it expects. ok is false if there is none.
+// Sees returns a ready replica that has streams of at least half of the agents it expects. ok is
+// false if there is none.
 func (p *Peers) Sees() (name string, ok bool) {
 	for _, of := range p.list(func(of *peer) bool { return of.Ready && !of.silent && of.polled && of.state.Ready }) {
 		if of.state.Expected > 0 && 2*of.state.Missing <= of.state.Expected {
@@ -186,8 +193,9 @@ func (p *Peers) Sees() (name string, ok bool) {
 	return "", false
 }
 
-// before returns the replicas that come before this one and can be asked, the first one first. While a replica is being
-// replaced there are two of one ordinal: their names decide. All come before a replica that cannot judge.
+// before returns the replicas that come before this one and can be asked, the first one first.
+// While a replica is being replaced there are two of one ordinal: their names decide. All come
+// before a replica that cannot judge.
 func (p *Peers) before() []peer {
 	able := p.Able == nil || p.Able() == nil
 	return p.list(func(of *peer) bool {

@@ -58,8 +58,8 @@ func witness(t *testing.T, self int, of ...*replica) *Peers {
 	return p
 }
 
-// The opener is the ready replica with the lowest ordinal that answers. Without one before it, a replica decides for itself: no deletion waits for a
-// replica that is gone.
+// The opener is the ready replica with the lowest ordinal that answers. Without one before it, a
+// replica decides for itself: no deletion waits for a replica that is gone.
 func TestWhoIsTheOpener(t *testing.T) {
 	first, second := newReplica(t), newReplica(t)
 	claim := func(p *Peers) (ok bool) {

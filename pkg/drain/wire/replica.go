@@ -2,8 +2,9 @@ package wire
 
 import "github.com/lameduck-io/lameduck/pkg/drain"
 
-// The paths of the API between the replicas of the coordinator. The API server asks all replicas about every deletion; who may take capacity is
-// decided by one of them, the opener, so that all decide alike whatever order the calls come in.
+// The paths of the API between the replicas of the coordinator. The API server asks all replicas
+// about every deletion; who may take capacity is decided by one of them, the opener, so that all
+// decide alike whatever order the calls come in.
 const (
 	// ClaimsPath takes a POST of Claim and answers Claimed.
 	ClaimsPath = "/v1/claims"
@@ -16,14 +17,15 @@ type Claim struct {
 	// Operation is "delete" or "evict".
 	Operation string    `json:"operation"`
 	Pod       drain.Pod `json:"pod"`
-	// ElapsedMillis is how long the drain of the pod has run on the replica that asks. 0: it has none.
+	// ElapsedMillis is how long the drain of the pod has run on the replica that asks. 0: it has
+	// none.
 	ElapsedMillis int64 `json:"elapsedMillis,omitempty"`
 	// OnlyAsked asks for Claimed.AskedMillis alone and changes nothing.
 	OnlyAsked bool `json:"onlyAsked,omitempty"`
 }
 
-// The verdicts of a Claimed. Any other verdict, and none, means that the replica has no opinion: the replica that asks
-// goes on to the next one, and decides for itself if there is none.
+// The verdicts of a Claimed. Any other verdict, and none, means that the replica has no opinion:
+// the replica that asks goes on to the next one, and decides for itself if there is none.
 const (
 	VerdictDrain = "drain"
 	VerdictDeny  = "deny"
@@ -41,7 +43,8 @@ type Claimed struct {
 	Hold   bool `json:"hold,omitempty"`
 	// ElapsedMillis is how long the drain has run.
 	ElapsedMillis int64 `json:"elapsedMillis,omitempty"`
-	// AskedMillis is how long ago the API server last asked this replica about the pod. Negative: not since its drain was opened.
+	// AskedMillis is how long ago the API server last asked this replica about the pod. Negative:
+	// not since its drain was opened.
 	AskedMillis int64 `json:"askedMillis"`
 }
 

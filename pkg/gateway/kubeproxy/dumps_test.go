@@ -14,8 +14,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// An Observer that starts while kube-proxy writes must not call pods Removed to which the kernel sends. 200 Services lose
-// their only endpoint and get it back, as fast as nft can write; 100 others are never touched.
+// An Observer that starts while kube-proxy writes must not call pods Removed to which the kernel
+// sends. 200 Services lose their only endpoint and get it back, as fast as nft can write; 100
+// others are never touched.
 func TestWholeDumps(t *testing.T) {
 	empty(t)
 	const touched, all, readings = 200, 300, 55
@@ -86,8 +87,8 @@ func TestWholeDumps(t *testing.T) {
 	}
 }
 
-// dumpDuring reads a dump of table kube-proxy and makes a transaction when its first message has come, once. It returns the
-// chains that are named in what was read.
+// dumpDuring reads a dump of table kube-proxy and makes a transaction when its first message has
+// come, once. It returns the chains that are named in what was read.
 func dumpDuring(t *testing.T, message int, attributes []byte, lines []string) map[string]bool {
 	t.Helper()
 	o := New(Options{})
@@ -117,8 +118,9 @@ func dumpDuring(t *testing.T, message int, attributes []byte, lines []string) ma
 	return have
 }
 
-// A transaction that deletes what the first pages of a dump have told makes the kernel leave out others, which it does not
-// touch. Dumps of elements are not marked then, and those of rules perhaps in their last message only.
+// A transaction that deletes what the first pages of a dump have told makes the kernel leave out
+// others, which it does not touch. Dumps of elements are not marked then, and those of rules
+// perhaps in their last message only.
 func TestNothingIsLeftOutByACommit(t *testing.T) {
 	for _, test := range []struct {
 		what       string
@@ -163,7 +165,8 @@ func TestNothingIsLeftOutByACommit(t *testing.T) {
 	}
 }
 
-// What was followed wrongly, for whatever reason, is corrected by the next audit, and acknowledgements of before are void.
+// What was followed wrongly, for whatever reason, is corrected by the next audit, and
+// acknowledgements of before are void.
 func TestAudit(t *testing.T) {
 	empty(t)
 	s, a, b := service{"web", "10.96.0.1", true}, "10.244.0.1:8080", "10.244.0.2:8080"

@@ -11,8 +11,8 @@ import (
 	corev1 "k8s.io/api/core/v1"
 )
 
-// Signal sends a signal to the process of a pod that runs a program of Bin and has the pod's address in its arguments. It is an error if there is
-// not exactly one.
+// Signal sends a signal to the process of a pod that runs a program of Bin and has the pod's
+// address in its arguments. It is an error if there is not exactly one.
 func (s *Stage) Signal(pod *corev1.Pod, program string, signal syscall.Signal) error {
 	processes, err := filepath.Glob("/proc/[0-9]*/cmdline")
 	if err != nil {

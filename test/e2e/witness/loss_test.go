@@ -19,8 +19,8 @@ import (
 // calls is how many deletions are held when a coordinator is lost.
 const calls = 20
 
-// A coordinator that is lost lets nothing through: the other one holds the same calls. With one entry for all replicas, 12 of 20 went unasked at
-// SIGKILL, and 20 of 20 at SIGSTOP.
+// A coordinator that is lost lets nothing through: the other one holds the same calls. With one
+// entry for all replicas, 12 of 20 went unasked at SIGKILL, and 20 of 20 at SIGSTOP.
 func TestNoLossLetsAHeldDeletionThrough(t *testing.T) {
 	s := open(t)
 	through, all := 0, 0
@@ -53,7 +53,8 @@ func TestNoLossLetsAHeldDeletionThrough(t *testing.T) {
 				var deletions sync.WaitGroup
 				for i := range calls {
 					deletions.Go(func() {
-						// It is denied until the test is over, or fails where client-go has no retries left.
+						// It is denied until the test is over, or fails where client-go has no
+						// retries left.
 						_ = s.Kube.CoreV1().Pods(ns).Delete(ctx, fmt.Sprintf("held-%d", i), metav1.DeleteOptions{})
 					})
 				}
@@ -119,8 +120,8 @@ func nft(command string) error {
 	return nil
 }
 
-// A deletion beside a gateway that never says a word takes the deadline, also if a coordinator is killed on the way: the other one has the drain's clock. It was 44
-// s, and client-go gave up.
+// A deletion beside a gateway that never says a word takes the deadline, also if a coordinator is
+// killed on the way: the other one has the drain's clock. It was 44 s, and client-go gave up.
 func TestADeadlineDoesNotBeginAgain(t *testing.T) {
 	s := open(t)
 	for victim := range 2 {

@@ -29,10 +29,12 @@ var (
 	errOpen  error
 )
 
-// delayMost is how much later a call may reach a coordinator, at random: two calls then reach two coordinators in opposite orders.
+// delayMost is how much later a call may reach a coordinator, at random: two calls then reach two
+// coordinators in opposite orders.
 var delayMost atomic.Int64
 
-// open returns the stage that all tests share: one node, two coordinators, each with an entry of the webhook configuration.
+// open returns the stage that all tests share: one node, two coordinators, each with an entry of
+// the webhook configuration.
 func open(t *testing.T) *stage.Stage {
 	t.Helper()
 	c := cluster.Shared(t)
@@ -74,7 +76,8 @@ spec:
   ports: [{port: 80}]
 `
 
-// scene makes a namespace with so many pods behind one Service, and a gateway that never says a word. What is left of them is deleted at the end.
+// scene makes a namespace with so many pods behind one Service, and a gateway that never says a
+// word. What is left of them is deleted at the end.
 func scene(t *testing.T, s *stage.Stage, pods int) (ns string) {
 	t.Helper()
 	ns = fmt.Sprintf("%s-%d", strings.ToLower(strings.NewReplacer("/", "-", "_", "-").Replace(t.Name())), time.Now().UnixMilli()%1e6)

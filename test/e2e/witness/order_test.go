@@ -61,14 +61,16 @@ func newShop(t *testing.T, s *stage.Stage, pods int) *shop {
 	return sh
 }
 
-// unrouted counts the pods that HAProxy does not route although they are not deleted: those that are excluded and not terminating.
+// unrouted counts the pods that HAProxy does not route although they are not deleted: those that
+// are excluded and not terminating.
 func (sh *shop) unrouted(t *testing.T) int {
 	t.Helper()
 	unrouted, _ := sh.traffic(t)
 	return unrouted
 }
 
-// traffic counts the pods that HAProxy does not route although they are not deleted, and those that are ready and routed.
+// traffic counts the pods that HAProxy does not route although they are not deleted, and those that
+// are ready and routed.
 func (sh *shop) traffic(t *testing.T) (unrouted, serving int) {
 	t.Helper()
 	response, err := http.Get(sh.targets)
@@ -119,8 +121,9 @@ func (sh *shop) hasRoom(t *testing.T) bool {
 	return err == nil && b.Status.DisruptionsAllowed == 1 && b.Status.ObservedGeneration == b.Generation
 }
 
-// Two evictions of one budget that has room for one reach the two coordinators in opposite orders. One goes at once, the other when the budget has room
-// again, and no two pods are out of traffic at one time. When each coordinator counted the budget for itself, neither went in 4 of 5 rounds.
+// Two evictions of one budget that has room for one reach the two coordinators in opposite orders.
+// One goes at once, the other when the budget has room again, and no two pods are out of traffic at
+// one time. When each coordinator counted the budget for itself, neither went in 4 of 5 rounds.
 func TestTwoEvictionsOfOneBudget(t *testing.T) {
 	s := open(t)
 	must(t, s.AwaitCoordinators(t.Context()))
@@ -184,7 +187,8 @@ func evict(t *testing.T, s *stage.Stage, pod *corev1.Pod, began time.Time) time.
 	return time.Since(began)
 }
 
-// All pods of a Service are deleted at once: at most half of them are unrouted at one time, by both coordinators together.
+// All pods of a Service are deleted at once: at most half of them are unrouted at one time, by both
+// coordinators together.
 func TestHalfOfAService(t *testing.T) {
 	s := open(t)
 	must(t, s.AwaitCoordinators(t.Context()))
@@ -219,8 +223,9 @@ func TestHalfOfAService(t *testing.T) {
 	}
 }
 
-// kubectl drain takes one pod after the other out of traffic where the budget says so. With a budget that each coordinator counted for itself, two or three
-// were out of traffic at one time, for 9 s.
+// kubectl drain takes one pod after the other out of traffic where the budget says so. With a
+// budget that each coordinator counted for itself, two or three were out of traffic at one time,
+// for 9 s.
 func TestKubectlDrain(t *testing.T) {
 	s := open(t)
 	must(t, s.AwaitCoordinators(t.Context()))
