@@ -369,17 +369,16 @@ func (l *Ledger) TouchedBarriers() []UID { return l.touchedAt(AtBarrier) }
 
 // Going reports whether the pod is being drained, as far as is known here, or dead: agents that observe may know that it goes although EndpointSlices
 // do not say so yet.
-func (l *Ledger) Going(now time.Time, uid UID) bool {
-	of := l.subjects[uid]
-	if of == nil {
-		return false
-	}
-	for _, d := range of.drains {
-		if d != nil && (d.open || d.reason == Dead) {
-			return true
+func (l *Ledger) Going(uid UID) bool {
+	if of := l.subjects[uid]; of != nil {
+		for _, d := range of.drains {
+			if d != nil && (d.open || d.reason == Dead) {
+				return true
+			}
 		}
 	}
-	return l.elsewhere(now, uid)
+	_, elsewhere := l.elsewhere[uid]
+	return elsewhere
 }
 
 // Deleted records that the pod is gone: its barrier is over, and what is left of it can be cleaned away. It reports whether there was one.
@@ -394,11 +393,15 @@ func (l *Ledger) Deleted(now time.Time, uid UID) bool {
 }
 
 // Restart is [Ledger.AskBounded] for a container that is about to be stopped although nobody wants its pod deleted. The drain is one that is not
-// counted against the pod: it takes nothing of the time of a later one, and says nothing about whether deletions are refused.
+// counted against the pod: it takes nothing of the time of a later one, and says nothing about whether deletions are refused. Where the opener has the
+// pod's drain wait for capacity, that holds.
 func (l *Ledger) Restart(now time.Time, pod Pod, targets []Targets) Status {
 	d := l.at(AtHold, pod.UID)
-	restart := d == nil || !d.open || d.restart
-	s := l.AskBounded(now, pod, targets)
+	restart, place := d == nil || !d.open || d.restart, Place{}
+	if d != nil && d.open {
+		place.Is = d.place
+	}
+	s := l.AskPlaced(now, pod, targets, place)
 	if d = l.at(AtHold, pod.UID); d.open {
 		d.restart = restart
 	}

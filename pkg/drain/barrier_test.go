@@ -167,21 +167,21 @@ func TestWhoIsGoing(t *testing.T) {
 	p, q, r := pod("a"), pod("b"), pod("c")
 	w.wantGoing(map[UID]bool{p.UID: false, q.UID: false, r.UID: false})
 	w.Restart(w.now, p, []Targets{{Service: web, Usable: []UID{p.UID, "other"}}})
-	w.hearsay("edge", q, Idle)
+	w.Elsewhere(w.now, []Claim{{Pod: q}})
 	w.open(r, "node-1")
 	w.wantGoing(map[UID]bool{p.UID: true, q.UID: true, r.UID: true})
 	w.pass(time.Second)
 	w.Back(w.now, p.UID, w.now)
 	w.Deleted(w.now, r.UID)
 	w.wantGoing(map[UID]bool{p.UID: false, q.UID: true, r.UID: true})
-	w.pass(16 * time.Second)
+	w.Elsewhere(w.now, nil)
 	w.wantGoing(map[UID]bool{p.UID: false, q.UID: false, r.UID: true})
 }
 
 func (w *world) wantGoing(want map[UID]bool) {
 	w.Helper()
 	for uid, is := range want {
-		if w.Going(w.now, uid) != is {
+		if w.Going(uid) != is {
 			w.Errorf("that %s is going is %t, want %t", uid, !is, is)
 		}
 	}

@@ -38,6 +38,8 @@ type Ledger struct {
 	// queued are the open drains that wait for room, usable what was last said of each Service's targets. See queue.go.
 	queued map[*drain]struct{}
 	usable map[Service][]UID
+	// elsewhere are the pods that other replicas unroute.
+	elsewhere map[UID]struct{}
 	// concerned are the agents that must hear now of what changed, each once. See [Ledger.Concerned].
 	concerned []*agent
 	// waiting are the agents of Status.Waiting while that is derived, said what agents say by their slots. See [Ledger.hearing].
@@ -739,9 +741,6 @@ func (l *Ledger) ReportAsOf(now, asOf time.Time, id AgentID, session uint64, rep
 		}
 		if open && fresher && l.matters(now, d, a, r) {
 			l.touch(d)
-		}
-		if open && d.queued && !r.Held {
-			l.admit(now)
 		}
 		if open && r.tells(d) && a.breaker.strikes > 0 && l.acknowledges(now, d, a, r) && now.Sub(asOf) <= l.times.Freshness &&
 			now.Before(l.deadline(d)) && l.routes(a, d) {

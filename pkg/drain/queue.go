@@ -12,10 +12,9 @@ import (
 // are unrouted at one time, and at least one. The drains that must wait for room are Queued: their clock runs, those who ask wait
 // or come again, and no agent hears of them.
 //
-// What takes room in a Service is a usable target of it that is unrouted by an open drain here, or by another replica's, as
-// far as agents have reported. All replicas are asked about every deletion, and one of them, the opener, judges for all: see
-// package peers and [Placing]. A pod that is not among the usable targets, or whose Services' targets are not known, needs no
-// room.
+// What takes room in a Service is a usable target of it that is unrouted by an open drain here or, as they say, of another replica.
+// All replicas are asked about every deletion, and one of them, the opener, judges for all: see package peers and [Placing]. A pod
+// that is not among the usable targets, or whose Services' targets are not known, needs no room.
 //
 // The oldest drain goes first. One that waits for room in one Service does not keep it free in another: a younger drain that has room
 // everywhere goes before it. No drain that is not queued ever becomes so: agents have been told.
@@ -83,15 +82,15 @@ func (l *Ledger) admit(now time.Time) {
 				continue
 			}
 			if _, counted := room[s]; !counted {
-				room[s] = l.room(now, s)
+				room[s] = l.room(s)
 			}
 			full = full || room[s] <= 0
 		}
-		// What another replica has unrouted has taken its room already.
 		if d.place == Deferred {
 			continue
 		}
-		if !l.elsewhere(now, d.pod.UID) {
+		// What another replica has unrouted has taken its room already.
+		if _, taken := l.elsewhere[d.pod.UID]; !taken {
 			if full && d.place != Granted {
 				continue
 			}
@@ -113,8 +112,27 @@ func (l *Ledger) needsRoom(d *drain, s Service) bool {
 	return usable
 }
 
+// Elsewhere tells which pods other replicas unroute, as they last said. These take room here as well. Replicas do not always agree:
+// one that the opener did not answer decides for itself.
+func (l *Ledger) Elsewhere(now time.Time, claims []Claim) {
+	l.elsewhere = map[UID]struct{}{}
+	for _, c := range claims {
+		if !c.Queued {
+			l.elsewhere[c.Pod.UID] = struct{}{}
+		}
+	}
+	l.admit(now)
+}
+
+// unrouted reports whether agents take a pod out of routing for this replica's drain, or another's.
+func (l *Ledger) unrouted(uid UID) bool {
+	d := l.at(AtHold, uid)
+	_, elsewhere := l.elsewhere[uid]
+	return elsewhere || d != nil && d.open && !d.queued
+}
+
 // room returns how many more targets of s may be unrouted now. It may be negative.
-func (l *Ledger) room(now time.Time, s Service) int {
+func (l *Ledger) room(s Service) int {
 	alive, taken := 0, 0
 	for _, uid := range l.usable[s] {
 		d := l.at(AtHold, uid)
@@ -122,19 +140,13 @@ func (l *Ledger) room(now time.Time, s Service) int {
 		case d != nil && !d.open && d.reason == Dead:
 			// Who said that it is usable had not heard yet.
 			continue
-		case d != nil && d.open && !d.queued || l.elsewhere(now, uid):
+		case l.unrouted(uid):
 			// Agents take a pod out of every Service, also of one that was not known to list it when its drain was asked for.
 			taken++
 		}
 		alive++
 	}
 	return max(1, alive/2) - taken
-}
-
-// elsewhere reports whether an agent tells of another replica's tombstone on the pod.
-func (l *Ledger) elsewhere(now time.Time, uid UID) bool {
-	of := l.subjects[uid]
-	return of != nil && slices.ContainsFunc(of.heard[AtHold], func(r *heard) bool { return !r.Held && l.fresh(now, r) })
 }
 
 // Claim is an open drain as one replica tells it to another.

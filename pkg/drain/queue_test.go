@@ -279,23 +279,18 @@ func TestWhatTakesNoRoom(t *testing.T) {
 	}
 }
 
-// Replicas that do not talk to each other keep the bound together: agents tell each of the others' drains.
+// Replicas that did not agree for a while keep the bound together: each tells the others what it unroutes.
 func TestOtherReplicasDrainsTakeRoom(t *testing.T) {
 	w := newWorld(t)
 	w.join("one", web)
-	foreign := func(name string) {
-		w.Report(w.now, "one", w.sessions["one"], []Report{{UID: pod(name).UID, State: Idle, Proof: Runtime, Since: w.now}})
-	}
 	targets := usable(web, "a", "b", "c", "d", "e")
-	foreign("a")
-	foreign("stranger")
-	w.say("one", pod("d"), Idle) // of a tombstone that this replica has never laid
+	w.Elsewhere(w.now, []Claim{{Pod: pod("a")}, {Pod: pod("stranger")}, {Pod: pod("e"), Queued: true}})
 	w.AskBounded(w.now, pod("b"), []Targets{targets})
 	w.AskBounded(w.now, pod("c"), []Targets{targets})
 	w.wantPhases("b:Unrouting c:Queued")
 	// Another replica unroutes what is queued here: it costs no more room, and those who ask here wait for it.
 	w.Touched()
-	foreign("c")
+	w.Elsewhere(w.now, []Claim{{Pod: pod("a")}, {Pod: pod("c")}})
 	w.wantPhases("b:Unrouting c:Unrouting")
 	if got := w.Touched(); !slices.Contains(got, pod("c").UID) {
 		t.Errorf("touched %v", got)
@@ -304,10 +299,19 @@ func TestOtherReplicasDrainsTakeRoom(t *testing.T) {
 	w.wantPhases("b:Unrouting c:Unrouting d:Queued")
 	w.Gone(w.now, pod("b").UID)
 	w.wantPhases("c:Unrouting d:Queued")
-	// What an agent does not repeat is over there.
-	w.pass(15*time.Second + 1)
-	w.Tick(w.now)
+	// What another replica does not tell any more is over there.
+	w.Elsewhere(w.now, nil)
 	w.wantPhases("c:Unrouting d:Unrouting")
+}
+
+// A container that is about to be stopped goes by what the opener has said of the pod's drain.
+func TestARestartLeavesThePlaceAsItIs(t *testing.T) {
+	w := newWorld(t)
+	w.join("one", web)
+	targets := []Targets{usable(web, "a", "b")}
+	w.AskPlaced(w.now, pod("a"), targets, Place{Is: Deferred})
+	w.Restart(w.now, pod("a"), targets)
+	w.wantPhases("a:Queued")
 }
 
 // After whatever happens: no drain waits that has room, none goes while an older one of the same Services waits, and whoever is let in
@@ -330,15 +334,12 @@ func TestTheBoundHolds(t *testing.T) {
 			p := pod(all[r.IntN(len(all))])
 			p.UID += UID(fmt.Sprint("-", step/20))
 			var did string
-			switch r.IntN(5) {
+			switch r.IntN(4) {
 			case 0:
 				did = fmt.Sprint("gone ", p.UID, w.Gone(w.now, p.UID))
 			case 1:
 				w.Tick(w.now)
 				did = "tick"
-			case 2:
-				w.Report(w.now, "one", w.sessions["one"], []Report{{UID: p.UID, State: Idle, Proof: Runtime, Since: w.now}})
-				did = fmt.Sprint("elsewhere ", p.UID)
 			default:
 				var targets []Targets
 				for _, s := range []Service{web, api}[r.IntN(2):] {
@@ -355,10 +356,10 @@ func TestTheBoundHolds(t *testing.T) {
 			for _, s := range w.All(w.now) {
 				d := w.at(AtHold, s.Pod.UID)
 				for of := range d.services {
-					room := w.room(w.now, of)
+					room := w.room(of)
 					switch {
 					case !w.needsRoom(d, of):
-					case !d.queued && was[d.pod.UID] && room < 0 && !w.elsewhere(w.now, d.pod.UID) && d.begun.Equal(w.now):
+					case !d.queued && was[d.pod.UID] && room < 0 && d.begun.Equal(w.now):
 						t.Fatalf("seed %d step %d, %s: %s was let in, and %s is beyond its bound by %d", seed, step, did, d.pod.UID, of, -room)
 					}
 				}
@@ -367,9 +368,9 @@ func TestTheBoundHolds(t *testing.T) {
 				}
 				full := false
 				for of := range d.services {
-					full = full || w.needsRoom(d, of) && w.room(w.now, of) <= 0
+					full = full || w.needsRoom(d, of) && w.room(of) <= 0
 				}
-				if !full || w.elsewhere(w.now, d.pod.UID) {
+				if !full {
 					t.Fatalf("seed %d step %d, %s: %s waits and need not", seed, step, did, d.pod.UID)
 				}
 			}

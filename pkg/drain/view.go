@@ -84,11 +84,10 @@ func (l *Ledger) vouches(gate Gate, r Report) bool {
 	return d != nil && d.open && r.tells(d)
 }
 
-// Elsewhere returns how many pods agents tell of that are drained through other replicas and not through this one.
-func (l *Ledger) Elsewhere(now time.Time) int {
-	n := 0
-	for uid, of := range l.subjects {
-		if d := of.drains[AtHold]; (d == nil || !d.open) && l.elsewhere(now, uid) {
+// OnlyElsewhere returns how many pods other replicas unroute and this one does not.
+func (l *Ledger) OnlyElsewhere() (n int) {
+	for uid := range l.elsewhere {
+		if d := l.at(AtHold, uid); d == nil || !d.open {
 			n++
 		}
 	}

@@ -59,17 +59,15 @@ func TestAcknowledges(t *testing.T) {
 	}
 }
 
-func TestElsewhereCountsWhatOthersDrain(t *testing.T) {
+func TestOnlyElsewhere(t *testing.T) {
 	w := newWorld(t)
-	w.join("a", web)
 	w.Ask(w.now, pod("here"), []Service{web})
-	w.Report(w.now, "a", w.sessions["a"], []Report{{UID: "uid-here", State: Removed}, {UID: "uid-there", State: Removed}, {UID: "uid-held", State: Idle, Held: true}})
-	if got := w.Elsewhere(w.now); got != 1 {
-		t.Errorf("%d pods are drained elsewhere, want there", got)
+	w.Elsewhere(w.now, []Claim{{Pod: pod("here")}, {Pod: pod("there")}, {Pod: pod("waits there"), Queued: true}})
+	if got := w.OnlyElsewhere(); got != 1 {
+		t.Errorf("%d pods are unrouted by other replicas alone, want there", got)
 	}
-	w.pass(w.times.Freshness + 1)
-	if got := w.Elsewhere(w.now); got != 0 {
-		t.Errorf("%d, of old reports", got)
+	if w.Elsewhere(w.now, nil); w.OnlyElsewhere() != 0 {
+		t.Errorf("%d pods after the others have closed their drains", w.OnlyElsewhere())
 	}
 }
 

@@ -484,7 +484,7 @@ func (c *coord) barTurn(x *barred) {
 			others += number(other)
 			beside += number(other && e.host == x.h.a)
 			v := c.pods[e.uid]
-			heard = heard || other && v.ready && w.at-v.readyAt >= heardBy && !c.ledger.Going(w.now, e.uid)
+			heard = heard || other && v.ready && w.at-v.readyAt >= heardBy && !c.ledger.Going(e.uid)
 		}
 		if !listed {
 			continue

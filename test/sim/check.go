@@ -473,18 +473,13 @@ func (c *coord) noteAdopted(claim drain.Claim) {
 	c.checkClock(c.ledger.Status(c.w.now, uid), time.Duration(claim.ElapsedMillis)*time.Millisecond)
 }
 
-// elsewhere says whether an agent has told of another replica's tombstone.
-func (c *coord) elsewhere(uid drain.UID) bool {
-	for _, words := range c.heard {
-		if r, ok := words[uid]; ok && !r.Held && c.w.at-r.at <= c.w.times.Freshness {
-			return true
-		}
-	}
-	return false
+// taken says whether another replica has said that it unroutes the pod.
+func (c *coord) taken(uid drain.UID) bool {
+	return slices.ContainsFunc(c.others, func(claim drain.Claim) bool { return claim.Pod.UID == uid && !claim.Queued })
 }
 
 // checkRoom looks at the drains that are not queued any more: of no Service does this replica unroute more than half of what it was told is
-// usable, but for what another replica had unrouted already.
+// usable, but for what another replica had room for, or had unrouted already.
 func (c *coord) checkRoom() {
 	w := c.w
 	for _, uid := range sorted(c.room) {
@@ -492,7 +487,7 @@ func (c *coord) checkRoom() {
 		if d.told || c.ledger.Queued(uid) {
 			continue
 		}
-		d.told, d.toldAt, d.exempt = true, w.at, d.place == drain.Granted || c.elsewhere(uid)
+		d.told, d.toldAt, d.exempt = true, w.at, d.place == drain.Granted || c.taken(uid)
 		w.measure("drains that agents were told of")
 		if d.place == drain.Deferred {
 			w.fail(checkOrder, "%s unroutes %s, which has to wait at the opener", c.name, uid)
@@ -512,11 +507,10 @@ func (c *coord) checkRoom() {
 	}
 }
 
-// unrouted counts the usable targets that this replica unroutes and, if all is set, those of which it has heard that another one does.
+// unrouted counts the usable targets that this replica unroutes and, if all is set, those that another one does, or had room for.
 func (c *coord) unrouted(usable []drain.UID, all bool) (n int) {
 	for _, uid := range usable {
-		d := c.room[uid]
-		if d != nil && d.told && (all || !d.exempt) || all && c.elsewhere(uid) {
+		if d := c.room[uid]; d != nil && d.told && (all || !d.exempt) || all && c.taken(uid) {
 			n++
 		}
 	}
@@ -618,7 +612,7 @@ func (c *coord) checkQueued() {
 			usable := c.targets[s]
 			room = room && (!slices.Contains(usable, uid) || c.unrouted(usable, true) < max(1, c.alive(usable)/2))
 		}
-		if room || c.elsewhere(uid) {
+		if room || c.taken(uid) {
 			w.fail(checkQueuedName, "%s keeps the drain of %s queued, and there is room", c.name, uid)
 		}
 	}

@@ -41,6 +41,8 @@ type coord struct {
 	listed bool
 	failed int
 	peers  []*peer
+	// others are the open drains of the other replicas, as the last poll told.
+	others []drain.Claim
 	// turns are those of the pods of each owner, asked is when the API server asked about a pod last.
 	turns map[string][]asking
 	asked map[drain.UID]time.Duration
@@ -97,7 +99,7 @@ type silence struct {
 // admitted is an open drain, as far as its Services' room goes.
 type admitted struct {
 	services map[drain.Service]bool
-	// told: it is not queued. exempt: another replica had unrouted the pod already, or has granted its room. background: it was not held.
+	// told: it is not queued. exempt: another replica had room, or had unrouted the pod already. background: it was not held.
 	told, exempt, background bool
 	toldAt                   time.Duration
 	// place is what was last said of who judges its room, at askedAt.

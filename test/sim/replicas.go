@@ -53,7 +53,7 @@ func (c *coord) ordinal() int { return slices.Index(c.w.coords, c) }
 
 // meetPeers begins to know the other replicas.
 func (c *coord) meetPeers() {
-	c.peers = nil
+	c.peers, c.others = nil, nil
 	for _, o := range c.w.coords {
 		if o != c {
 			c.peers = append(c.peers, &peer{of: o, listed: o.listed})
@@ -162,10 +162,23 @@ func (c *coord) poll(then func()) {
 				p.polled, p.state = true, state
 			}
 			if left--; left == 0 {
+				c.others = c.elsewhere()
+				c.ledger.Elsewhere(c.w.now, c.others)
+				c.settle()
 				then()
 			}
 		})
 	}
+}
+
+// elsewhere returns the open drains of the others, as each one that answers told last.
+func (c *coord) elsewhere() (claims []drain.Claim) {
+	for _, p := range c.peers {
+		if !p.silent && p.polled {
+			claims = append(claims, p.state.Drains...)
+		}
+	}
+	return claims
 }
 
 func (c *coord) polls() {
@@ -182,17 +195,8 @@ func (c *coord) adopt() {
 			return
 		}
 		c.poll(func() {
-			silent := false
-			var claims []drain.Claim
-			for _, p := range c.peers {
-				switch {
-				case !p.silent && p.polled:
-					claims = append(claims, p.state.Drains...)
-				case p.listed:
-					silent = true
-				}
-			}
-			for _, claim := range claims {
+			silent := slices.ContainsFunc(c.peers, func(p *peer) bool { return p.listed && (p.silent || !p.polled) })
+			for _, claim := range c.elsewhere() {
 				c.ledger.Adopt(w.now, []drain.Claim{claim})
 				c.noteAdopted(claim)
 				c.settle()

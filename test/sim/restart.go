@@ -188,7 +188,11 @@ func (c *coord) rest(x *rested) {
 		x.answer(true, s.Reason.String())
 		return
 	}
-	c.asking(x.p.uid, targets, drain.Judged)
+	place := drain.Judged
+	if d := c.room[x.p.uid]; d != nil {
+		place = d.place
+	}
+	c.asking(x.p.uid, targets, place)
 	if _, ok := c.begun[x.p.uid]; !ok {
 		c.begins(x.p.uid)
 		c.restarted[x.p.uid] = true

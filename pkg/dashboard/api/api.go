@@ -69,7 +69,7 @@ type Drains struct {
 	// Open is how many they are. Items are the oldest of them, if they are too many to be listed.
 	Open  int     `json:"open"`
 	Items []Drain `json:"items"`
-	// Elsewhere is how many pods are drained through other replicas alone, as far as agents tell this one.
+	// Elsewhere is how many pods other replicas alone unroute, as they last told this one.
 	Elsewhere int `json:"elsewhere"`
 }
 

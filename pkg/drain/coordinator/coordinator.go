@@ -483,7 +483,7 @@ func (c *Coordinator) Queued(uid drain.UID) bool {
 func (c *Coordinator) Going(uid drain.UID) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return c.ledger.Going(time.Now(), uid)
+	return c.ledger.Going(uid)
 }
 
 // Refused returns how many drains of uid were allowed in the last window although the pod lives on.

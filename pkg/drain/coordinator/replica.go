@@ -68,6 +68,14 @@ func (c *Coordinator) Adopt(claims []drain.Claim) {
 	c.settle()
 }
 
+// Elsewhere takes in the open drains of the other replicas. See [drain.Ledger.Elsewhere].
+func (c *Coordinator) Elsewhere(claims []drain.Claim) {
+	c.mu.Lock()
+	defer c.unlock()
+	c.ledger.Elsewhere(time.Now(), claims)
+	c.settle()
+}
+
 // ClaimFor opens a drain of a pod for a witness, or joins the open one, as [Coordinator.DrainFor]
 // does for the API server. It does not wait. hold reports whether a call for it may.
 func (c *Coordinator) ClaimFor(request Request) (status drain.Status, hold bool) {

@@ -241,7 +241,7 @@ type View struct {
 	// Barriers are the open ones, the oldest first: at most [barriersMost] of OpenBarriers. Hooks wait there, Barred of them.
 	Barriers             []Barrier
 	OpenBarriers, Barred int
-	// Elsewhere is how many pods are drained through other replicas alone, as far as agents tell.
+	// Elsewhere is how many pods other replicas alone unroute, as they last said.
 	Elsewhere int
 	// Agents are in the order of their names.
 	Agents []Agent
@@ -319,7 +319,7 @@ func (c *Coordinator) View(drains, words int) View {
 	now := time.Now()
 	v := View{
 		At: now, Began: c.began, Lease: c.ledger.Self(), Times: c.times, Stopping: c.stopped,
-		Holds: c.holds, MaxHolds: c.MaxHolds, Suspended: c.ledger.Suspended(), Elsewhere: c.ledger.Elsewhere(now),
+		Holds: c.holds, MaxHolds: c.MaxHolds, Suspended: c.ledger.Suspended(), Elsewhere: c.ledger.OnlyElsewhere(),
 		Drains: []Drain{}, Agents: []Agent{}, Outcomes: c.seen.outcomes.newest(), Propagation: c.seen.propagation(),
 	}
 	v.Expected, v.Missing = c.ledger.Expecting()

@@ -62,10 +62,10 @@ type Peers struct {
 	Token  func() (string, error)
 	Log    *slog.Logger
 	// Able is why this replica cannot judge deletions now: it then leaves capacity to any other.
-	// Nil: it always can. Again is given the open drains of a replica that answers again, after it
-	// did not. May be nil.
-	Able  func() error
-	Again func([]drain.Claim)
+	// Nil: it always can. Polled is given the open drains of the other replicas, as each one that
+	// answers told last. Nil: nobody wants to know.
+	Able   func() error
+	Polled func([]drain.Claim)
 
 	mu    sync.Mutex
 	peers map[string]*peer
@@ -128,6 +128,17 @@ func (p *Peers) poll(ctx context.Context) {
 		})
 	}
 	asking.Wait()
+	if p.Polled != nil {
+		p.Polled(p.drains())
+	}
+}
+
+// drains returns the open drains of the others, as each one that answers told last.
+func (p *Peers) drains() (claims []drain.Claim) {
+	for _, of := range p.list(func(of *peer) bool { return !of.silent && of.polled }) {
+		claims = append(claims, of.state.Drains...)
+	}
+	return claims
 }
 
 // Opener reports whether this replica decides what takes capacity: no replica before it is ready
@@ -171,15 +182,10 @@ func (p *Peers) Asked(ctx context.Context, pod drain.Pod, within time.Duration) 
 // tell.
 func (p *Peers) Open(ctx context.Context) (claims []drain.Claim, silent []string) {
 	p.poll(ctx)
-	for _, of := range p.list(func(*peer) bool { return true }) {
-		switch {
-		case !of.silent && of.polled:
-			claims = append(claims, of.state.Drains...)
-		case of.Ready:
-			silent = append(silent, of.Name)
-		}
+	for _, of := range p.list(func(of *peer) bool { return of.Ready && (of.silent || !of.polled) }) {
+		silent = append(silent, of.Name)
 	}
-	return claims, silent
+	return p.drains(), silent
 }
 
 // Sees returns a ready replica that has streams of at least half of the agents it expects. ok is
@@ -231,15 +237,10 @@ func (p *Peers) heard(ctx context.Context, of peer, err error, then func(*peer))
 	}
 	changed := known.silent != (err != nil)
 	known.silent = err != nil
-	var again []drain.Claim
 	if err == nil && then != nil {
 		then(known)
-		again = known.state.Drains
 	}
 	p.mu.Unlock()
-	if changed && again != nil && p.Again != nil {
-		p.Again(again)
-	}
 	switch {
 	case !changed:
 	case err != nil:

@@ -135,16 +135,19 @@ func TestAFrozenReplicaDelaysOneCall(t *testing.T) {
 	if _, ok := p.Claim(t.Context(), wire.Claim{}); !ok {
 		t.Error("it answers again, and is not asked")
 	}
-	// What was opened without it is told when it answers again.
-	var again []drain.Claim
-	p.Again = func(claims []drain.Claim) { again = claims }
+	// Its open drains are told while it answers.
+	var told []drain.Claim
+	p.Polled = func(claims []drain.Claim) { told = claims }
 	r.state.Drains = []drain.Claim{{Pod: drain.Pod{UID: "u"}}}
-	r.frozen.Store(true)
-	p.poll(t.Context())
-	r.frozen.Store(false)
-	if p.poll(t.Context()); len(again) != 1 {
-		t.Errorf("told %v after it answers again", again)
+	if p.poll(t.Context()); len(told) != 1 {
+		t.Errorf("told %v of one drain", told)
 	}
+	r.frozen.Store(true)
+	if p.poll(t.Context()); len(told) != 0 {
+		t.Errorf("told %v of a replica that does not answer", told)
+	}
+	r.frozen.Store(false)
+	p.poll(t.Context())
 	// A caller that goes away says nothing about the replica.
 	gone, cancel := context.WithCancel(t.Context())
 	cancel()
