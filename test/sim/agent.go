@@ -242,7 +242,7 @@ func (a *agent) crash(lost bool) {
 	}
 	a.up = false
 	a.life++
-	a.watch.last = 0
+	a.watch.line = line{}
 	for _, h := range slices.Clone(a.hooks) {
 		h.finish(pass{reason: "AgentDown"}) // the connection is closed
 	}

@@ -89,7 +89,7 @@ type watcher struct {
 	slice func(service int, s slice)
 	// roster hears of agents.
 	roster func([]drain.Expected)
-	last   time.Duration
+	line   line
 	stall  time.Duration
 }
 
@@ -227,9 +227,8 @@ func (a *api) tell(x *watcher, do func()) {
 	if !x.p.up {
 		return
 	}
-	at := max(a.w.at+a.w.delay(), x.last, x.stall)
-	x.last = at
-	a.w.arrive(at, a.node.node, x.p, x.p.life, nil, 0, do)
+	at, next := x.line.put(max(a.w.at+a.w.delay(), x.stall), do)
+	a.w.arrive(at, a.node.node, x.p, x.p.life, next)
 }
 
 // list brings everything to a watcher that starts, as it was at one moment not long ago, then done.

@@ -220,7 +220,7 @@ func (k *kernel) stays(uid drain.UID, all []slice) bool {
 			if !slices.Contains(k.chosen[2*i+n], uid) {
 				continue
 			}
-			if listed, other := others(s, uid, here); !listed || other {
+			if listed, other := k.w.others(s, uid, here); !listed || other {
 				return false
 			}
 		}
@@ -228,11 +228,12 @@ func (k *kernel) stays(uid drain.UID, all []slice) bool {
 	return true
 }
 
-// others says whether a slice lists uid, and another endpoint that is ready, on one node if here is not nil.
-func others(s slice, uid drain.UID, here *agent) (listed, other bool) {
+// others says whether a slice lists uid, and another endpoint that is ready, on one node if here is not nil. One whose pod is terminating is not
+// another: the slice will say so.
+func (w *world) others(s slice, uid drain.UID, here *agent) (listed, other bool) {
 	for _, e := range s.endpoints {
 		listed = listed || e.uid == uid
-		other = other || e.uid != uid && e.ready && !e.terminating && (here == nil || e.host == here)
+		other = other || e.uid != uid && e.ready && !e.terminating && !w.api.find(e.uid).terminating && (here == nil || e.host == here)
 	}
 	return listed, other
 }

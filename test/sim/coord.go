@@ -215,7 +215,7 @@ func (c *coord) crash(lost bool) {
 	c.up = false
 	c.life++
 	c.started = w.at
-	c.watch.last = 0
+	c.watch.line = line{}
 }
 
 // stop ends the life as cmd/webhook does on SIGTERM.

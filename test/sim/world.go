@@ -248,28 +248,47 @@ func (w *world) delay() time.Duration {
 
 // conn is one TCP connection: what is sent on it arrives in order, late, or not at all.
 type conn struct {
-	last [2]time.Duration
+	lines [2]line
 	// closed says that the end of that side is closed: it neither sends nor hears any more.
 	closed [2]bool
+}
+
+// line brings messages to another process in order, whichever of them a fault holds up.
+type line struct {
+	last time.Duration
+	// sent are those that are under way.
+	sent []func()
+}
+
+// put sends do, which arrives at a time at the earliest: then, next brings whatever message is first.
+func (q *line) put(at time.Duration, do func()) (arrives time.Duration, next func()) {
+	q.last = max(at, q.last)
+	q.sent = append(q.sent, do)
+	return q.last, func() {
+		first := q.sent[0]
+		q.sent = q.sent[1:]
+		first()
+	}
 }
 
 // send brings do to another process, on c if that is not nil. dir is the side that sends.
 func (w *world) send(from, to *proc, c *conn, dir int, do func()) {
 	at := w.at + w.delay()
 	if c != nil {
-		at = max(at, c.last[dir])
-		c.last[dir] = at
+		message := do
+		at, do = c.lines[dir].put(at, func() {
+			if !c.closed[1-dir] {
+				message()
+			}
+		})
 	}
-	w.arrive(at, from.node, to, to.life, c, dir, do)
+	w.arrive(at, from.node, to, to.life, do)
 }
 
-func (w *world) arrive(at time.Duration, from int, to *proc, life int, c *conn, dir int, do func()) {
+func (w *world) arrive(at time.Duration, from int, to *proc, life int, do func()) {
 	w.push(at, to, life, func() {
 		if until := w.blocked[from][to.node]; until > w.at {
-			w.arrive(until, from, to, life, c, dir, do)
-			return
-		}
-		if c != nil && c.closed[1-dir] {
+			w.arrive(until, from, to, life, do)
 			return
 		}
 		do()
