@@ -1,54 +1,14 @@
 package main
 
 import (
-	"context"
-	"log/slog"
 	"os"
 	"path/filepath"
-	"slices"
 	"strings"
 	"testing"
 	"time"
 
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
-
-func TestAddressesAreKept(t *testing.T) {
-	dir := t.TempDir()
-	log := slog.New(slog.DiscardHandler)
-	a := rememberIn(dir, log)
-	if got := a.read(); got != nil {
-		t.Errorf("a new folder has %q", got)
-	}
-	ctx, cancel := context.WithCancel(t.Context())
-	ended := make(chan error)
-	go func() { ended <- a.run(ctx) }()
-	want := []string{"https://10.0.0.1:9444", "https://[fd00::1]:9444"}
-	a.set(want[:1])
-	a.set(want)
-	a.set(nil) // no coordinator is nothing to come back to
-	for end := time.Now().Add(10 * time.Second); !slices.Equal(rememberIn(dir, log).read(), want); time.Sleep(time.Millisecond) {
-		if time.Now().After(end) {
-			t.Fatalf("kept are %q", rememberIn(dir, log).read())
-		}
-	}
-	cancel()
-	if err := <-ended; err != nil {
-		t.Errorf("ends with %v", err)
-	}
-
-	if err := os.WriteFile(filepath.Join(dir, addressesName), []byte(`["https://10.`), 0o600); err != nil {
-		t.Fatal(err)
-	}
-	if got := rememberIn(dir, log).read(); got != nil {
-		t.Errorf("half a file is %q", got)
-	}
-	nowhere := rememberIn("", log)
-	nowhere.set(want)
-	if got := nowhere.read(); got != nil {
-		t.Errorf("without a folder %q are kept", got)
-	}
-}
 
 // An agent that starts while it cannot ask the API server finds the coordinators where they were: it is waited for, and lets go as soon as it
 // knows what EndpointSlices say. Coordinators that it does not find give it up after 5 s, while its gateway routes.
@@ -61,7 +21,7 @@ func TestCoordinatorsAreFoundWithoutTheAPIServer(t *testing.T) {
 		t.Fatal(err)
 	}
 	w.write("agent.yaml", strings.Replace(string(config), `addresses: ["https://`+w.boss.address+`"]`, "service: shop/coordinators", 1))
-	w.write(addressesName, `["https://`+w.boss.address+`"]`)
+	w.write("coordinators.json", `["https://`+w.boss.address+`"]`)
 	w.api.down()
 	w.live()
 	w.boss.drain(w.pods[0])

@@ -2,32 +2,28 @@ package main
 
 import (
 	"encoding/json"
-	"fmt"
 	"io"
-	"log/slog"
 	"net/http"
-	"net/netip"
 	"slices"
 	"strings"
 	"testing"
 	"time"
 
-	corev1 "k8s.io/api/core/v1"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-
-	"github.com/lameduck-io/lameduck/pkg/health"
+	"github.com/lameduck-io/lameduck/internal/agent/healthview"
 )
 
 // targets returns what /v1/targets says of each pod, as "unhealthy unhealthy removed": verdict, why, state.
 func (w *world) targets() map[string]string {
 	w.Helper()
-	response, err := http.Get("http://" + w.people + targetsPath)
+	response, err := http.Get("http://" + w.people + healthview.Path)
 	if err != nil {
 		return nil
 	}
 	defer response.Body.Close()
 	body, _ := io.ReadAll(response.Body)
-	var answer struct{ Targets []targetView }
+	var answer struct {
+		Targets []struct{ UID, Health, Why, State string }
+	}
 	if err := json.Unmarshal(body, &answer); err != nil {
 		w.Fatalf("%s: %v", body, err)
 	}
@@ -114,82 +110,6 @@ func TestChecks(t *testing.T) {
 		t.Errorf("%s checks are refused", got)
 	}
 	w.mustServe(b)
-}
-
-// Every pool that a Service feeds follows its annotation, and goes back to the file when that is taken away or the Service is deleted, also
-// after an annotation that was refused.
-func TestChecksGoBackToTheFile(t *testing.T) {
-	var f file
-	if err := f.read([]byte(`{apiVersion: lameduck.io/v1alpha1, kind: AgentConfiguration, haproxy: {masterSocket: /s, backends: [
-		{backend: web, service: shop/web, port: http, healthCheck: {path: /web}},
-		{backend: admin, service: shop/web, port: admin, healthCheck: {path: /admin}},
-		{backend: other, service: shop/other, healthCheck: {path: /other}}]}}`), func(string) string { return "" }); err != nil {
-		t.Fatal(err)
-	}
-	set := health.NewSet()
-	for n, pool := range []health.Pool{"web", "admin", "other"} {
-		e := health.Endpoint{Target: health.Target{UID: "a", Addr: netip.AddrPortFrom(netip.MustParseAddr("10.0.0.1"), uint16(80+n))}, Routable: true}
-		set.Replace(time.Now(), pool, []health.Endpoint{e})
-	}
-	routes := newRoutes(f, set, nil)
-	c := newChecks(f, routes.ports, set, func() {}, slog.New(slog.DiscardHandler))
-	at := time.Now()
-	paths := func() string {
-		probed := map[health.Pool]string{}
-		for n := 0; n < 1200 && len(probed) < 3; n++ { // an interval, and some
-			at = at.Add(10 * time.Millisecond)
-			jobs, _ := set.Due(at, nil, 10)
-			for _, j := range jobs {
-				probed[j.Key.Pool] = j.Check.Path
-				set.Report(at, j, health.Outcome{Kind: health.Success, Code: 200})
-			}
-		}
-		return fmt.Sprint(probed)
-	}
-	service := func(check string) *corev1.Service {
-		s := &corev1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: "web"}}
-		if check != "" {
-			s.Annotations = map[string]string{health.CheckAnnotation: check}
-		}
-		return s
-	}
-	// of also has a check of a port's own.
-	of := func(all, port, check string) *corev1.Service {
-		s := service(all)
-		if s.Annotations == nil {
-			s.Annotations = map[string]string{}
-		}
-		s.Annotations[health.CheckAnnotation+"."+port] = check
-		return s
-	}
-	const ofFile, annotated = "map[admin:/admin other:/other web:/web]", "map[admin:/x other:/other web:/x]"
-	for _, step := range []struct {
-		what    string
-		heard   *corev1.Service
-		gone    bool
-		want    string
-		refused int
-	}{
-		{"no annotation", service(""), false, ofFile, 0},
-		{"annotation", service("{path: /x}"), false, annotated, 0},
-		{"refused annotation", service("{path: x}"), false, annotated, 1},
-		{"deleted with a refused annotation", service("{path: x}"), true, ofFile, 0},
-		{"made again", service("{path: /x}"), false, annotated, 0},
-		{"deleted", service("{path: /x}"), true, ofFile, 0},
-		{"annotation again", service("{path: /x}"), false, annotated, 0},
-		{"annotation taken away", service(""), false, ofFile, 0},
-		{"of one port", of("", "admin", "{path: /y}"), false, "map[admin:/y other:/other web:/web]", 0},
-		{"of one port before all", of("{path: /x}", "admin", "{path: /y}"), false, "map[admin:/y other:/other web:/x]", 0},
-		{"of one port, refused", of("{path: /z}", "admin", "{path: y}"), false, "map[admin:/y other:/other web:/z]", 1},
-		{"of all, refused", of("{path: z}", "admin", "{path: /y}"), false, "map[admin:/y other:/other web:/z]", 1},
-		{"of one port, taken away", service("{path: /x}"), false, annotated, 0},
-		{"of one port, that nothing routes to", of("", "metrics", "{path: y}"), false, ofFile, 0},
-	} {
-		c.heard(step.heard, step.gone)
-		if got := paths(); got != step.want || c.refusals() != step.refused {
-			t.Errorf("%s: probed are %s with %d refused, want %s with %d", step.what, got, c.refusals(), step.want, step.refused)
-		}
-	}
 }
 
 // The file is read as strictly as the annotation.

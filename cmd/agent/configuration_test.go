@@ -8,6 +8,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
+	"github.com/lameduck-io/lameduck/internal/cli"
 	"github.com/lameduck-io/lameduck/pkg/config/configtest"
 )
 
@@ -21,7 +22,7 @@ func TestPrintConfig(t *testing.T) {
 	print := func(config string) string {
 		t.Helper()
 		var out bytes.Buffer
-		if err := run(t.Context(), []string{"--config", config, "--print-config"}, getenv, &out, &out); !errors.Is(err, errPrinted) {
+		if err := run(t.Context(), []string{"--config", config, "--print-config"}, getenv, &out, &out); !errors.Is(err, cli.ErrPrinted) {
 			t.Fatal(err)
 		}
 		return out.String()
@@ -39,7 +40,7 @@ func TestPrintConfig(t *testing.T) {
 		t.Error(diff)
 	}
 	var out bytes.Buffer
-	if err := run(t.Context(), []string{"--config", write(t, dir, "colour: red"), "--print-config"}, getenv, &out, &out); !errors.Is(err, errUsage) || !strings.Contains(err.Error(), "colour") {
+	if err := run(t.Context(), []string{"--config", write(t, dir, "colour: red"), "--print-config"}, getenv, &out, &out); !errors.Is(err, cli.ErrUsage) || !strings.Contains(err.Error(), "colour") {
 		t.Error(err)
 	}
 }

@@ -93,7 +93,7 @@ func TestLapsedTombstones(t *testing.T) {
 	w.boss.down()
 	before := w.api.listed()
 	w.until("the API server is asked", func() bool { return w.api.listed() > before })
-	time.Sleep(freshMost + time.Second) // until the question has failed, and longer
+	time.Sleep(11 * time.Second) // longer than source.freshMost: until the question has failed, and longer
 	if w.routedSince(gone, promised) || w.routedSince(back, promised) {
 		t.Fatal("routed again by a watch that hangs")
 	}

@@ -5,35 +5,21 @@ package main
 import (
 	"context"
 	"errors"
-	"flag"
 	"fmt"
 	"io"
 	"log/slog"
-	"os"
-	"os/signal"
-	"syscall"
+
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/clientcmd"
+	"k8s.io/klog/v2"
+
+	"github.com/lameduck-io/lameduck/internal/agent/discovery"
+	"github.com/lameduck-io/lameduck/internal/cli"
+	"github.com/lameduck-io/lameduck/pkg/gateway/kubeproxy"
 )
 
-func main() {
-	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM, os.Interrupt)
-	err := run(ctx, os.Args[1:], os.Getenv, os.Stdout, os.Stderr)
-	stop()
-	switch {
-	case errors.Is(err, flag.ErrHelp), errors.Is(err, errPrinted):
-	case errors.Is(err, errUsage):
-		fmt.Fprintln(os.Stderr, "agent:", err)
-		os.Exit(2)
-	case err != nil:
-		fmt.Fprintln(os.Stderr, "agent:", err)
-		os.Exit(1)
-	}
-}
-
-// errUsage is what every error wraps that the command line or the configuration file caused. Nothing listens yet then.
-var errUsage = errors.New("bad usage")
-
-// errPrinted ends a program that was asked for its configuration or version alone.
-var errPrinted = errors.New("printed")
+func main() { cli.Main("agent", run) }
 
 // run is the whole program. getenv gives KUBECONFIG and what the configuration file refers to as ${NAME}.
 func run(ctx context.Context, args []string, getenv func(string) string, stdout, stderr io.Writer) error {
@@ -42,8 +28,42 @@ func run(ctx context.Context, args []string, getenv func(string) string, stdout,
 		return err
 	}
 	log := slog.New(slog.NewJSONHandler(stderr, &slog.HandlerOptions{Level: o.logLevel}))
-	if o.file.KubeProxy != nil {
-		return serveNode(ctx, o, log)
+	klog.SetSlogLogger(log)
+	kube, err := connect(o.kubeconfig)
+	if err != nil {
+		return err
 	}
-	return serveAll(ctx, o, log)
+	var bundle *discovery.Bundle
+	if o.file.Coordinators != nil {
+		if bundle, err = discovery.NewBundle(*o.file.Coordinators, log); err != nil {
+			return err
+		}
+	}
+	if o.file.KubeProxy != nil {
+		return runObserved(ctx, o, kube, bundle, kubeproxy.NewObserved(kubeproxy.Options{Log: log}), log)
+	}
+	return runDirected(ctx, o, kube, bundle, o.gateway, log)
+}
+
+// connect returns a client for the API server.
+func connect(kubeconfig string) (kubernetes.Interface, error) {
+	var config *rest.Config
+	var err error
+	if kubeconfig == "" {
+		config, err = rest.InClusterConfig()
+	} else {
+		config, err = clientcmd.BuildConfigFromFlags("", kubeconfig)
+	}
+	if errors.Is(err, rest.ErrNotInCluster) {
+		return nil, fmt.Errorf("%w: --kubeconfig %q: not in a cluster, so it is needed", cli.ErrUsage, kubeconfig)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("reach the API server (--kubeconfig %q): %w", kubeconfig, err)
+	}
+	config.UserAgent = "lameduck-agent"
+	kube, err := kubernetes.NewForConfig(config)
+	if err != nil {
+		return nil, fmt.Errorf("client for the API server: %w", err)
+	}
+	return kube, nil
 }

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"net"
 	"net/http"
 	"net/http/httptest"
 	"net/netip"
@@ -21,9 +22,18 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes/fake"
 
+	"github.com/lameduck-io/lameduck/internal/agent/agenttest"
+	"github.com/lameduck-io/lameduck/internal/agent/discovery"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/drain/coordinator"
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
+	"github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest"
+	"github.com/lameduck-io/lameduck/pkg/health"
+)
+
+var (
+	podTarget = netip.MustParseAddrPort("10.1.0.7:0")
+	b8        = netip.MustParseAddrPort("10.1.0.8:0")
 )
 
 // trusting is an Authenticator, a Pods and a Vicinity to which everybody is the agent of the node.
@@ -65,7 +75,7 @@ func TestANodeAgent(t *testing.T) {
 	if err := os.WriteFile(token, []byte("token"), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	waitAt, people := freeAddress(t), freeAddress(t)
+	waitAt, people := agenttest.FreeAddress(t), agenttest.FreeAddress(t)
 	o := options{people: people, nodeName: "n1"}
 	if err := o.file.read([]byte(fmt.Sprintf(`
 apiVersion: lameduck.io/v1alpha1
@@ -75,38 +85,29 @@ kubeProxy: {waitAddresses: ["%s"]}
 `, server.URL, ca, token, waitAt)), nil); err != nil {
 		t.Fatal(err)
 	}
-	roots, err := newRoots(o.file.Coordinators, slog.New(slog.DiscardHandler))
+	roots, err := discovery.NewBundle(*o.file.Coordinators, slog.New(slog.DiscardHandler))
 	if err != nil {
 		t.Fatal(err)
 	}
-	a, b := hooked("a"), hooked("b")
+	a, b := agenttest.Hooked("a"), agenttest.Hooked("b")
 	b.Status.PodIPs = []corev1.PodIP{{IP: "10.1.0.8"}}
-	c := hooked("c")
+	c := agenttest.Hooked("c")
 	c.Status.PodIPs = []corev1.PodIP{{IP: "10.1.0.9"}}
 	kube := fake.NewClientset(a, b, c)
-	k := newFakeKernel()
-	k.is(podTarget, drain.Routing, 0)
+	k := gatewaytest.NewFakeObserved()
+	k.Is(podTarget, health.Routing, 0)
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
 	ended := make(chan error, 1)
-	go func() { ended <- runNode(ctx, o, kube, roots, k, slog.New(slog.DiscardHandler)) }()
-	get := func(path string) (int, string) {
-		response, err := http.Get("http://" + path)
-		if err != nil {
-			return 0, err.Error()
-		}
-		defer response.Body.Close()
-		body, _ := io.ReadAll(response.Body)
-		return response.StatusCode, string(body)
-	}
-	until(t, "it is ready and connected", func() bool {
+	go func() { ended <- runObserved(ctx, o, kube, roots, k, slog.New(slog.DiscardHandler)) }()
+	agenttest.Until(t, "it is ready and connected", func() bool {
 		code, _ := get(people + "/readyz")
 		_, metrics := get(people + "/metrics")
 		return code == http.StatusOK && strings.Contains(metrics, "lameduck_agent_streams 1")
 	})
 	remove := func(p *corev1.Pod) {
 		t.Helper()
-		if _, err := kube.CoreV1().Pods("shop").Update(ctx, deleted(p, 35*time.Second), metav1.UpdateOptions{}); err != nil {
+		if _, err := kube.CoreV1().Pods("shop").Update(ctx, agenttest.Deleted(p, 35*time.Second), metav1.UpdateOptions{}); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -116,13 +117,13 @@ kubeProxy: {waitAddresses: ["%s"]}
 		code, text := get(waitAt + "/v1/wait/id-a?container=app")
 		answers <- fmt.Sprintf("%d %s", code, text)
 	}()
-	until(t, "the pod is watched for the coordinator", func() bool { return k.open() == 2 })
+	agenttest.Until(t, "the pod is watched for the coordinator", func() bool { return k.Open() == 2 })
 	select {
 	case text := <-answers:
 		t.Fatalf("the hook is answered while the kernel routes: %s", text)
 	case <-time.After(300 * time.Millisecond):
 	}
-	k.is(podTarget, drain.Idle, 0)
+	k.Is(podTarget, health.Idle, 0)
 	select {
 	case text := <-answers:
 		if !strings.HasPrefix(text, "200 Acknowledged") {
@@ -145,28 +146,26 @@ kubeProxy: {waitAddresses: ["%s"]}
 	if err := kube.CoreV1().Pods("shop").Delete(ctx, "a", metav1.DeleteOptions{}); err != nil {
 		t.Fatal(err)
 	}
-	until(t, "connections to the pod that is gone are forgotten", func() bool {
-		k.mu.Lock()
-		defer k.mu.Unlock()
-		return len(k.cleaned) > 0
+	agenttest.Until(t, "connections to the pod that is gone are forgotten", func() bool {
+		return len(k.Cleaned()) > 0
 	})
 
 	// Something else than kube-proxy sends on this node, as Cilium does: the kernel is unknown, and is not waited for.
 	declared := func(n int) {
 		t.Helper()
-		until(t, fmt.Sprintf("it has declared %d times", n), func() bool {
+		agenttest.Until(t, fmt.Sprintf("it has declared %d times", n), func() bool {
 			_, metrics := get(people + "/metrics")
 			return strings.Contains(metrics, fmt.Sprintf("lameduck_agent_posts_total{path=%q,result=\"ok\"} %d\n", wire.DeclarationsPath, n))
 		})
 	}
-	k.is(netip.MustParseAddrPort("10.1.0.9:0"), drain.StateUnknown, 0)
+	k.Is(netip.MustParseAddrPort("10.1.0.9:0"), health.Unknown, 0)
 	remove(c)
 	go func() {
 		code, text := get(waitAt + "/v1/wait/id-c")
 		answers <- fmt.Sprintf("%d %s", code, text)
 	}()
-	until(t, "the pod is watched for the coordinator", func() bool { return k.open() >= 2 })
-	k.absent.Store(true)
+	agenttest.Until(t, "the pod is watched for the coordinator", func() bool { return k.Open() >= 2 })
+	k.SetAbsent(true)
 	select {
 	case text := <-answers:
 		if !strings.HasPrefix(text, "200 NoAgents") {
@@ -176,23 +175,23 @@ kubeProxy: {waitAddresses: ["%s"]}
 		t.Fatal("the hook waits for a node that has no kube-proxy")
 	}
 	declared(2)
-	k.absent.Store(false)
+	k.SetAbsent(false)
 	declared(3)
 
 	// It is told to stop while another hook waits: that one is finished.
-	k.is(b8, drain.Routing, 0)
+	k.Is(b8, health.Routing, 0)
 	remove(b)
 	go func() {
 		code, text := get(waitAt + "/v1/wait/id-b")
 		answers <- fmt.Sprintf("%d %s", code, text)
 	}()
-	until(t, "it waits", func() bool {
+	agenttest.Until(t, "it waits", func() bool {
 		_, metrics := get(people + "/metrics")
 		return strings.Contains(metrics, "lameduck_barrier_waiting 1")
 	})
 	cancel()
 	time.Sleep(200 * time.Millisecond)
-	k.is(b8, drain.Idle, 0)
+	k.Is(b8, health.Idle, 0)
 	if text := <-answers; !strings.HasPrefix(text, "200 Acknowledged") {
 		t.Errorf("the hook that waited when the agent was stopped is told %q", text)
 	}
@@ -206,12 +205,44 @@ kubeProxy: {waitAddresses: ["%s"]}
 	}
 }
 
-// until fails the test unless is becomes true within 10 s.
-func until(t *testing.T, what string, is func() bool) {
-	t.Helper()
-	for end := time.Now().Add(10 * time.Second); !is(); time.Sleep(10 * time.Millisecond) {
-		if time.Now().After(end) {
-			t.Fatalf("not so after 10 s: %s", what)
+// Some other program has the address of hooks. Without this the agent is ready, gateways are asked for the pods of its node, and their hooks are told nothing.
+func TestAnAgentThatNobodyCanAskIsNotReady(t *testing.T) {
+	listener, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer listener.Close()
+	o := options{people: agenttest.FreeAddress(t), nodeName: "n1"}
+	if err := o.file.read([]byte(fmt.Sprintf("apiVersion: lameduck.io/v1alpha1\nkind: AgentConfiguration\nkubeProxy: {waitAddresses: [\"%s\", \"%s\"]}\n", agenttest.FreeAddress(t), listener.Addr())), nil); err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	ended := make(chan error, 1)
+	go func() {
+		ended <- runObserved(ctx, o, fake.NewClientset(), nil, gatewaytest.NewFakeObserved(), slog.New(slog.DiscardHandler))
+	}()
+	says := func(want string) func() bool {
+		return func() bool {
+			_, text := get(o.people + "/readyz")
+			return strings.Contains(text, want)
 		}
 	}
+	agenttest.Until(t, "it says why it is not ready", says("another process"))
+	listener.Close()
+	agenttest.Until(t, "it is ready", says("ok"))
+	cancel()
+	if err := <-ended; err != nil {
+		t.Error(err)
+	}
+}
+
+// get asks once, and returns 0 if nothing answers.
+func get(path string) (int, string) {
+	response, err := http.Get("http://" + path)
+	if err != nil {
+		return 0, err.Error()
+	}
+	defer response.Body.Close()
+	body, _ := io.ReadAll(response.Body)
+	return response.StatusCode, string(body)
 }

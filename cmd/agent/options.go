@@ -9,18 +9,15 @@ import (
 	"io"
 	"io/fs"
 	"log/slog"
-	"net"
-	"net/url"
 	"os"
 	"path/filepath"
-	"strconv"
-	"strings"
 	"time"
 
-	"k8s.io/apimachinery/pkg/types"
-
+	"github.com/lameduck-io/lameduck/internal/agent/discovery"
+	"github.com/lameduck-io/lameduck/internal/cli"
 	"github.com/lameduck-io/lameduck/internal/version"
 	"github.com/lameduck-io/lameduck/pkg/config"
+	"github.com/lameduck-io/lameduck/pkg/gateway"
 	"github.com/lameduck-io/lameduck/pkg/gateway/haproxy"
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
@@ -59,7 +56,7 @@ type file struct {
 	// Kind is AgentConfiguration.
 	Kind string `json:"kind"`
 	// Coordinators says where they are. Absent: the agent only follows EndpointSlices, and acknowledges nothing.
-	Coordinators *coordinators `json:"coordinators,omitempty"`
+	Coordinators *discovery.Config `json:"coordinators,omitempty"`
 	// HAProxy is the gateway beside this agent. It or kubeProxy is given, not both.
 	HAProxy *haproxyFile `json:"haproxy,omitempty"`
 	// KubeProxy makes this the agent of a node, which observes what kube-proxy wrote into the kernel.
@@ -74,25 +71,6 @@ type file struct {
 	HealthTimeout duration `json:"healthTimeout,omitempty"`
 	// MinHealthyPercent of the routable targets of a backend must be healthy, or all of them get traffic. 0: 50.
 	MinHealthyPercent int `json:"minHealthyPercent,omitempty"`
-}
-
-// coordinators says where they are and how to trust them.
-type coordinators struct {
-	// Service is namespace/name of the headless Service in front of all replicas.
-	Service string `json:"service,omitempty"`
-	// Port is the name of that Service's port.
-	Port string `json:"port,omitempty"`
-	// Addresses are base URLs, instead of Service.
-	Addresses []string `json:"addresses,omitempty"`
-	// ServerName is the name in their certificate.
-	ServerName string `json:"serverName"`
-	// CAFile holds the certificates of those who may sign theirs, PEM. Read again for each connection.
-	CAFile string `json:"caFile,omitempty"`
-	// CAConfigMap is namespace/name of a ConfigMap that has these certificates as ca.crt, in place of CAFile: lameduck-system/lameduck-ca, where
-	// coordinators write them that make their certificates themselves.
-	CAConfigMap string `json:"caConfigMap,omitempty"`
-	// TokenFile is a projected service account token for the audience lameduck.io. Read again at each request.
-	TokenFile string `json:"tokenFile"`
 }
 
 // haproxyFile configures the HAProxy gateway.
@@ -136,7 +114,7 @@ type backendFile struct {
 
 type duration = config.Duration
 
-// parse reads the command line and the file that it names. Its errors wrap errUsage and name field and value, or are flag.ErrHelp.
+// parse reads the command line and the file that it names. Its errors wrap cli.ErrUsage and name field and value, or are flag.ErrHelp.
 func parse(args []string, getenv func(string) string, help io.Writer) (options, error) {
 	var o options
 	var path string
@@ -157,41 +135,41 @@ func parse(args []string, getenv func(string) string, help io.Writer) (options, 
 			f.PrintDefaults()
 			return o, err
 		}
-		return o, fmt.Errorf("%w: %w", errUsage, err)
+		return o, fmt.Errorf("%w: %w", cli.ErrUsage, err)
 	}
 	if f.NArg() > 0 {
-		return o, fmt.Errorf("%w: unexpected argument %q", errUsage, f.Arg(0))
+		return o, fmt.Errorf("%w: unexpected argument %q", cli.ErrUsage, f.Arg(0))
 	}
 	if which {
 		fmt.Fprintln(help, version.String("agent"))
-		return o, errPrinted
+		return o, cli.ErrPrinted
 	}
 	if print {
 		return o, o.file.print(path, getenv, help)
 	}
-	if err := hostPort(o.people); err != nil {
-		return o, fmt.Errorf("%w: --metrics-address %q: must be host:port: %w", errUsage, o.people, err)
+	if err := cli.HostPort(o.people); err != nil {
+		return o, fmt.Errorf("%w: --metrics-address %q: must be host:port: %w", cli.ErrUsage, o.people, err)
 	}
 	if o.kubeconfig != "" {
 		if _, err := os.Stat(o.kubeconfig); err != nil {
-			return o, fmt.Errorf("%w: --kubeconfig %q: %w", errUsage, o.kubeconfig, err)
+			return o, fmt.Errorf("%w: --kubeconfig %q: %w", cli.ErrUsage, o.kubeconfig, err)
 		}
 	}
 	content, err := os.ReadFile(path)
 	if err != nil {
-		return o, fmt.Errorf("%w: --config %q: %w", errUsage, path, err)
+		return o, fmt.Errorf("%w: --config %q: %w", cli.ErrUsage, path, err)
 	}
 	if err := o.file.read(content, getenv); err != nil {
-		return o, fmt.Errorf("%w: --config %q: %w", errUsage, path, err)
+		return o, fmt.Errorf("%w: --config %q: %w", cli.ErrUsage, path, err)
 	}
 	if o.file.KubeProxy != nil {
 		if o.nodeName == "" {
-			return o, fmt.Errorf("%w: --node-name %q: required with kubeProxy, or set NODE_NAME", errUsage, o.nodeName)
+			return o, fmt.Errorf("%w: --node-name %q: required with kubeProxy, or set NODE_NAME", cli.ErrUsage, o.nodeName)
 		}
 		return o, nil
 	}
 	if o.gateway, err = haproxy.New(o.file.HAProxy.gateway()); err != nil {
-		return o, fmt.Errorf("%w: --config %q: %w", errUsage, path, err)
+		return o, fmt.Errorf("%w: --config %q: %w", cli.ErrUsage, path, err)
 	}
 	return o, nil
 }
@@ -215,10 +193,10 @@ func (f *file) complete() {
 func (f file) print(path string, getenv func(string) string, out io.Writer) error {
 	content, err := os.ReadFile(path)
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return fmt.Errorf("%w: --config %q: %w", errUsage, path, err)
+		return fmt.Errorf("%w: --config %q: %w", cli.ErrUsage, path, err)
 	}
 	if err := config.Read(content, getenv, &f); err != nil {
-		return fmt.Errorf("%w: --config %q: %w", errUsage, path, err)
+		return fmt.Errorf("%w: --config %q: %w", cli.ErrUsage, path, err)
 	}
 	f.APIVersion, f.Kind = apiVersion, kind
 	f.complete()
@@ -228,7 +206,7 @@ func (f file) print(path string, getenv func(string) string, out io.Writer) erro
 		return err
 	}
 	fmt.Fprint(out, text)
-	return errPrinted
+	return cli.ErrPrinted
 }
 
 // check reports everything that is wrong, not only the first.
@@ -246,25 +224,8 @@ func (f *file) check() error {
 	must(f.HealthTimeout.Err == nil, "healthTimeout: %w", f.HealthTimeout.Err)
 	must(f.HealthTimeout.Duration >= 0, "healthTimeout %q: must not be negative", f.HealthTimeout)
 	must(f.MinHealthyPercent >= 0 && f.MinHealthyPercent <= 100, "minHealthyPercent %d: must be 0 to 100", f.MinHealthyPercent)
-	if c := f.Coordinators; c != nil {
-		_, err := namespacedName(c.Service)
-		must((c.Service == "") != (len(c.Addresses) == 0), "coordinators: exactly one of service %q and addresses %q is needed", c.Service, c.Addresses)
-		must(c.Service == "" || err == nil, "coordinators.service %q: must be namespace/name", c.Service)
-		for i, a := range c.Addresses {
-			u, err := url.Parse(a)
-			must(err == nil && u.Hostname() != "" && a == "https://"+u.Host, "coordinators.addresses[%d] %q: must be https://host:port", i, a)
-		}
-		must(c.ServerName != "", "coordinators.serverName %q: required", c.ServerName)
-		must((c.CAFile == "") != (c.CAConfigMap == ""), "coordinators: exactly one of caFile %q and caConfigMap %q is needed", c.CAFile, c.CAConfigMap)
-		_, err = namespacedName(c.CAConfigMap)
-		must(c.CAConfigMap == "" || err == nil, "coordinators.caConfigMap %q: must be namespace/name", c.CAConfigMap)
-		for _, of := range []struct{ field, path string }{{"caFile", c.CAFile}, {"tokenFile", c.TokenFile}} {
-			if of.field == "caFile" && of.path == "" {
-				continue
-			}
-			_, err := os.Stat(of.path)
-			must(err == nil, "coordinators.%s %q: %v", of.field, of.path, err)
-		}
+	if f.Coordinators != nil {
+		f.Coordinators.Check(must)
 	}
 	if f.StateDir != "" {
 		info, err := os.Stat(f.StateDir)
@@ -278,7 +239,7 @@ func (f *file) check() error {
 			f.KubeProxy.WaitAddresses = []string{defaultWaitAddress}
 		}
 		for i, a := range f.KubeProxy.WaitAddresses {
-			err := hostPort(a)
+			err := cli.HostPort(a)
 			must(err == nil, "kubeProxy.waitAddresses[%d] %q: must be host:port: %v", i, a, err)
 		}
 		must(f.StateDir == "", "stateDir %q: an agent that only observes has nothing to keep", f.StateDir)
@@ -290,7 +251,7 @@ func (f *file) check() error {
 	must(len(f.HAProxy.Backends) > 0, "haproxy.backends: at least one is needed")
 	first := map[string]int{}
 	for i, b := range f.HAProxy.Backends {
-		_, err := namespacedName(b.Service)
+		_, _, err := gateway.ParseService(b.Service)
 		must(err == nil, "haproxy.backends[%d].service %q: must be namespace/name", i, b.Service)
 		must(b.Backend != "", "haproxy.backends[%d].backend %q: required", i, b.Backend)
 		if j, twice := first[b.Backend]; twice {
@@ -319,16 +280,6 @@ func (f *file) journalDir() string {
 	}
 }
 
-// hostPort checks the syntax of an address to listen at, without asking anybody for names.
-func hostPort(text string) error {
-	_, port, err := net.SplitHostPort(text)
-	if err != nil {
-		return err
-	}
-	_, err = strconv.ParseUint(port, 10, 16)
-	return err
-}
-
 // gateway is the configuration of the gateway.
 func (h *haproxyFile) gateway() haproxy.Config {
 	c := haproxy.Config{Socket: h.MasterSocket, ServersFile: h.ServersFile}
@@ -340,10 +291,11 @@ func (h *haproxyFile) gateway() haproxy.Config {
 	return c
 }
 
-func namespacedName(text string) (types.NamespacedName, error) {
-	namespace, name, ok := strings.Cut(text, "/")
-	if !ok || namespace == "" || name == "" || strings.Contains(name, "/") {
-		return types.NamespacedName{}, fmt.Errorf("%q is not namespace/name", text)
+// routes are what HAProxy routes.
+func (h *haproxyFile) routes() []gateway.Route {
+	var routes []gateway.Route
+	for _, b := range h.Backends {
+		routes = append(routes, gateway.Route{Service: b.Service, Port: b.Port, Pool: health.Pool(b.Backend), HealthCheck: string(b.HealthCheck)})
 	}
-	return types.NamespacedName{Namespace: namespace, Name: name}, nil
+	return routes
 }

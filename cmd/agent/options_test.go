@@ -11,6 +11,8 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"github.com/lameduck-io/lameduck/internal/cli"
 )
 
 // good is a configuration file in which ${DIR} is a directory with the files it names.
@@ -68,7 +70,7 @@ func mustRefuse(t *testing.T, args []string, getenv func(string) string, want ..
 	defer cancel()
 	var stderr bytes.Buffer
 	err := run(ctx, args, getenv, io.Discard, &stderr)
-	if !errors.Is(err, errUsage) {
+	if !errors.Is(err, cli.ErrUsage) {
 		t.Fatalf("run(%q) returns %v, want bad usage", args, err)
 	}
 	if stderr.Len() > 0 {
@@ -253,7 +255,7 @@ func TestANodeAgentsFile(t *testing.T) {
 // It is asked of images, where there is no configuration.
 func TestVersion(t *testing.T) {
 	var stdout, stderr bytes.Buffer
-	if err := run(t.Context(), []string{"--version"}, func(string) string { return "" }, &stdout, &stderr); !errors.Is(err, errPrinted) {
+	if err := run(t.Context(), []string{"--version"}, func(string) string { return "" }, &stdout, &stderr); !errors.Is(err, cli.ErrPrinted) {
 		t.Errorf("%v, stderr %q", err, &stderr)
 	}
 	if !strings.HasPrefix(stdout.String(), "agent dev, commit ") {

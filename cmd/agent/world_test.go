@@ -25,6 +25,7 @@ import (
 	discovery "k8s.io/api/discovery/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
+	"github.com/lameduck-io/lameduck/internal/agent/agenttest"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 	"github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest"
@@ -110,7 +111,7 @@ func (a *api) set(pods ...string) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	a.version += 7
-	s := made("web-1", "shop", "web", pods...)
+	s := agenttest.Slice("web-1", "shop", "web", pods...)
 	s.APIVersion, s.Kind = "discovery.k8s.io/v1", "EndpointSlice"
 	s.ResourceVersion, s.UID = fmt.Sprint(a.version), "slice"
 	port := int32(podPort)
@@ -435,7 +436,7 @@ func newWorld(t *testing.T, n int, lease time.Duration) *world {
 	}
 	w.api, w.boss = newAPI(t, w.list...), newBoss(t, lease)
 
-	w.proxy, w.people = freeAddress(t), freeAddress(t)
+	w.proxy, w.people = agenttest.FreeAddress(t), agenttest.FreeAddress(t)
 	w.write("haproxy.cfg", fmt.Sprintf(`
 defaults
     mode http
@@ -493,16 +494,6 @@ var podPort = func() int {
 	defer l.Close()
 	return l.Addr().(*net.TCPAddr).Port
 }()
-
-func freeAddress(t testing.TB) string {
-	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer l.Close()
-	return l.Addr().String()
-}
 
 func (w *world) serversFile() string { return filepath.Join(w.dir, "servers.cfg") }
 

@@ -5,35 +5,24 @@ package main
 import (
 	"context"
 	"errors"
-	"fmt"
 	"io"
-	"os"
-	"os/signal"
-	"syscall"
 
 	"github.com/spf13/pflag"
+
+	"github.com/lameduck-io/lameduck/internal/cli"
 )
 
 func main() {
-	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM, os.Interrupt)
-	err := run(ctx, os.Args[1:], os.Stdout, os.Stderr)
-	stop()
-	switch {
-	case err == nil, errors.Is(err, pflag.ErrHelp), errors.Is(err, errPrinted):
-	case errors.Is(err, errUsage):
-		fmt.Fprintln(os.Stderr, "kubectl lameduck:", err)
-		os.Exit(2)
-	default:
-		fmt.Fprintln(os.Stderr, "kubectl lameduck:", err)
-		os.Exit(1)
-	}
+	cli.Main("kubectl lameduck", func(ctx context.Context, args []string, _ func(string) string, stdout, stderr io.Writer) error {
+		err := run(ctx, args, stdout, stderr)
+		if errors.Is(err, pflag.ErrHelp) {
+			return errPrinted
+		}
+		return err
+	})
 }
 
-// errUsage is what every error wraps that the command line caused.
-var errUsage = errors.New("bad usage")
-
-// errPrinted ends a program that was asked for its version alone.
-var errPrinted = errors.New("printed")
+var errUsage, errPrinted = cli.ErrUsage, cli.ErrPrinted
 
 // run is the whole program.
 func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {

@@ -4,36 +4,15 @@ package main
 
 import (
 	"context"
-	"errors"
-	"flag"
-	"fmt"
 	"io"
 	"log/slog"
-	"os"
-	"os/signal"
-	"syscall"
+
+	"github.com/lameduck-io/lameduck/internal/cli"
 )
 
-func main() {
-	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM, os.Interrupt)
-	err := run(ctx, os.Args[1:], os.Getenv, os.Stdout, os.Stderr)
-	stop()
-	switch {
-	case errors.Is(err, flag.ErrHelp), errors.Is(err, errPrinted):
-	case errors.Is(err, errUsage):
-		fmt.Fprintln(os.Stderr, "webhook:", err)
-		os.Exit(2)
-	case err != nil:
-		fmt.Fprintln(os.Stderr, "webhook:", err)
-		os.Exit(1)
-	}
-}
+func main() { cli.Main("webhook", run) }
 
-// errUsage is what every error wraps that the command line caused. Nothing listens yet then.
-var errUsage = errors.New("bad usage")
-
-// errPrinted ends a program that was asked for its configuration or version alone.
-var errPrinted = errors.New("printed")
+var errUsage, errPrinted = cli.ErrUsage, cli.ErrPrinted
 
 // run is the whole program. getenv gives POD_NAME, POD_NAMESPACE and KUBECONFIG, the defaults of the flags of like meaning.
 func run(ctx context.Context, args []string, getenv func(string) string, stdout, stderr io.Writer) error {

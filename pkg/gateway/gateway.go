@@ -12,6 +12,8 @@ package gateway
 
 import (
 	"context"
+	"fmt"
+	"strings"
 
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
@@ -37,4 +39,23 @@ type Gateway interface {
 	// configured are not among them. The Director uses it at start and for each new generation, to
 	// remove what nobody wants any more.
 	Owned(ctx context.Context) ([]health.Key, error)
+}
+
+// Route is one port of a Service, and the pool of a gateway that it feeds.
+type Route struct {
+	// Service is namespace/name. Port is the name of its port; empty is the only one.
+	Service, Port string
+	Pool          health.Pool
+	// HealthCheck is how the agent probes the pool's targets unless the Service's annotation says otherwise: JSON, as
+	// [health.ParseCheck] reads it. Empty: not at all.
+	HealthCheck string
+}
+
+// ParseService splits namespace/name.
+func ParseService(text string) (namespace, name string, err error) {
+	namespace, name, ok := strings.Cut(text, "/")
+	if !ok || namespace == "" || name == "" || strings.Contains(name, "/") {
+		return "", "", fmt.Errorf("%q is not namespace/name", text)
+	}
+	return namespace, name, nil
 }

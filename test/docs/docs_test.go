@@ -98,7 +98,7 @@ func TestReasons(t *testing.T) {
 		ofDrains = append(ofDrains, m[1])
 	}
 	decided := constants(t, "pkg/admission/decide.go", "Reason")
-	outcomes := constants(t, "cmd/agent/nodemetrics.go", "outcome")
+	outcomes := constants(t, "internal/agent/hooks/metrics.go", "outcome")
 	for heading, want := range map[string]struct{ all, may []string }{
 		"A deletion or eviction":      {decided, ofDrains},
 		"The end of a drain":          {[]string{"Dead", "Abandoned"}, nil},
@@ -145,7 +145,7 @@ func TestLabelsAndAnnotations(t *testing.T) {
 	table := pages(t)["docs/configuration.md"]
 	key := regexp.MustCompile(`^lameduck\.io/[a-z][a-z-]*$`)
 	code := map[string]bool{}
-	for _, folder := range []string{"pkg/", "cmd/", "charts/", "manifests/"} {
+	for _, folder := range []string{"pkg/", "cmd/", "internal/", "charts/", "manifests/"} {
 		for _, suffix := range []string{".go", ".yaml", ".tpl"} {
 			walk(t, suffix, func(path, text string) {
 				if !strings.HasPrefix(path, folder) || strings.HasSuffix(path, "_test.go") {
@@ -221,7 +221,7 @@ func TestNames(t *testing.T) {
 		t.Fatal(err)
 	}
 	target := regexp.MustCompile("(?m)(?:^|`|    )make ([a-z0-9][a-z0-9-]*)")
-	file := regexp.MustCompile("`((?:cmd|pkg|manifests|charts|test|docs|schemas)/[A-Za-z0-9_./-]+)`")
+	file := regexp.MustCompile("`((?:cmd|pkg|internal|manifests|charts|test|docs|schemas)/[A-Za-z0-9_./-]+)`")
 	for path, text := range pages(t) {
 		for _, m := range target.FindAllStringSubmatch(text, -1) {
 			if !regexp.MustCompile(`(?m)^` + regexp.QuoteMeta(m[1]) + `:`).Match(makefile) {

@@ -9,6 +9,7 @@ import (
 	"go/parser"
 	"go/token"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"reflect"
 	"strings"
@@ -20,10 +21,10 @@ import (
 )
 
 // Check compares the schema of value with the committed one, file, and fails if they differ or if a key has no comment. With UPDATE=1 in the environment
-// it writes the file instead. The types of value are declared in the Go files of the test's own folder.
+// it writes the file instead.
 func Check(t *testing.T, value any, kind, file string) {
 	t.Helper()
-	docs := comments(t)
+	docs := map[string]map[string]string{} // by package
 	reflector := jsonschema.Reflector{
 		Anonymous: true, DoNotReference: true,
 		Mapper: func(of reflect.Type) *jsonschema.Schema {
@@ -41,7 +42,10 @@ func Check(t *testing.T, value any, kind, file string) {
 			if field == "" {
 				return ""
 			}
-			text := docs[of.Name()+"."+field]
+			if docs[of.PkgPath()] == nil {
+				docs[of.PkgPath()] = comments(t, of.PkgPath())
+			}
+			text := docs[of.PkgPath()][of.Name()+"."+field]
 			if text == "" {
 				t.Errorf("%s.%s has no comment", of.Name(), field)
 			}
@@ -84,10 +88,14 @@ func optional(s *jsonschema.Schema) {
 	}
 }
 
-// comments maps Type.Field to the field's comment, on one line.
-func comments(t *testing.T) map[string]string {
+// comments maps Type.Field to the field's comment, on one line, for the types of a package of this module.
+func comments(t *testing.T, path string) map[string]string {
 	t.Helper()
-	files, err := filepath.Glob("*.go")
+	dir, err := exec.Command("go", "list", "-f", "{{.Dir}}", path).Output()
+	if err != nil {
+		t.Fatalf("go list %s: %v", path, err)
+	}
+	files, err := filepath.Glob(filepath.Join(strings.TrimSpace(string(dir)), "*.go"))
 	if err != nil {
 		t.Fatal(err)
 	}

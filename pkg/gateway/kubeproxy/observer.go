@@ -128,7 +128,7 @@ func (o *Observer) Run(ctx context.Context) error {
 
 // Audits returns how many audits there were, by result, see [Observer.Run].
 func (o *Observer) Audits() Audits {
-	return Audits{o.audits.same.Load(), o.audits.corrected.Load(), o.audits.failed.Load()}
+	return Audits{Same: o.audits.same.Load(), Corrected: o.audits.corrected.Load(), Failed: o.audits.failed.Load()}
 }
 
 // Absent reports whether there is no kube-proxy whose rules this package reads: none has written its rules, or they have

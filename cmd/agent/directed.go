@@ -1,0 +1,165 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/http"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"k8s.io/client-go/kubernetes"
+
+	"github.com/lameduck-io/lameduck/internal/agent/discovery"
+	"github.com/lameduck-io/lameduck/internal/agent/exclusion"
+	"github.com/lameduck-io/lameduck/internal/agent/healthview"
+	"github.com/lameduck-io/lameduck/internal/agent/liveness"
+	"github.com/lameduck-io/lameduck/internal/agent/metrics"
+	"github.com/lameduck-io/lameduck/internal/agent/source"
+	"github.com/lameduck-io/lameduck/internal/signal"
+	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/drain/journal"
+	"github.com/lameduck-io/lameduck/pkg/gateway"
+	"github.com/lameduck-io/lameduck/pkg/health"
+	"github.com/lameduck-io/lameduck/pkg/health/probe"
+	"github.com/lameduck-io/lameduck/pkg/health/serving"
+	"github.com/lameduck-io/lameduck/pkg/serve"
+)
+
+const (
+	// learnMost is how long the gateway is not programmed while coordinators have not said which drains are open.
+	learnMost = 3 * time.Second
+	// servicesMost is how long the gateway waits for the Services' annotations when the agent starts: without them nobody is known to be probed, so
+	// that those whom an earlier agent had taken out for their health would come back.
+	servicesMost = time.Second
+)
+
+// runDirected builds everything in the order of dependency and runs it until ctx is done.
+func runDirected(ctx context.Context, o options, kube kubernetes.Interface, bundle *discovery.Bundle, g gateway.Gateway, log *slog.Logger) error {
+	registry := newRegistry()
+	set := health.New(health.Options{UsablePercent: o.file.MinHealthyPercent})
+	m := metrics.NewDirected(registry, set)
+	news := signal.New() // what coordinators are told may have changed
+	kept, err := journal.Open(ctx, o.file.journalDir(), log)
+	switch {
+	case errors.Is(err, journal.ErrLocked):
+		return fmt.Errorf("%w: give each agent a stateDir of its own", err)
+	case err != nil:
+		return err
+	}
+	defer kept.Close()
+	kept.Wrote = func(took time.Duration, err error) {
+		m.Wrote(took, err)
+		news.Raise() // what is on disk may be told
+	}
+	m.Failing(registry, kept.Err)
+
+	following := serving.New(o.file.HealthTimeout.Duration)
+	director := gateway.NewDirector(exclusion.WriteAhead{Gateway: g, Journal: kept}, set, log)
+	director.Observer, director.Followed, director.Changed = m, liveness.Follow(following), news.Raise
+	probes := &probe.Runner{Source: set, Observer: m}
+	wake := func() {
+		liveness.Queue(following)
+		director.Wake()
+	}
+	routes := o.file.HAProxy.routes()
+	ports := source.Ports(routes)
+	endpoints, err := source.New(kube, ports, o.file.EndpointsLag.Duration, set, func(families []serving.Family) {
+		for _, f := range families {
+			following.Queued(f, time.Now())
+		}
+		director.Wake()
+		probes.Wake()
+	})
+	if err != nil {
+		return err
+	}
+	checks, err := source.NewChecks(kube, routes, set, probes.Wake, log)
+	if err != nil {
+		return err
+	}
+	m.Refusals(registry, checks.Refusals)
+	exclusions := exclusion.New(set, kept, ports, wake, metrics.NewPropagation(registry, "haproxy", o.nodeName), log)
+	tasks := []serve.Task{
+		{Name: "journal", Run: kept.Run},
+		{Name: "probes", Run: probes.Run},
+		{Name: "checks", Run: checks.Run},
+		{Name: "endpoints", Run: endpoints.Run},
+		{Name: "leases", Run: func(ctx context.Context) error { return exclusions.Expire(ctx, endpoints.Fresh) }},
+	}
+	var learned <-chan struct{}
+	if conf := o.file.Coordinators; conf != nil {
+		if o.file.journalDir() == "" {
+			log.Warn("tombstones are not kept on disk: neither stateDir nor haproxy.serversFile is set")
+		}
+		believed := healthview.NewSummary(set, ports, endpoints.Names)
+		c := discovery.Connect(*conf, bundle)
+		c.Gateway, c.Tombstones, c.Health, c.Observer, c.Log = "haproxy", exclusions, believed.Last, m, log
+		c.Routes = declared(routes, drain.PerRequest)
+		learned = c.Learned()
+		ends := leaving{gateway: g, programmed: director.Programmed, leave: c.Leave, log: log}
+		tasks = append(tasks,
+			serve.Task{Name: "coordinators", Last: true, Run: func(ctx context.Context) error { return ends.outlive(ctx, c.Run) }},
+			serve.Task{Name: "reports", Run: func(ctx context.Context) error {
+				return news.Follow(ctx, func() {
+					if exclusions.Changed() {
+						c.Wake()
+					}
+				})
+			}},
+			serve.Task{Name: "beliefs", Run: believed.Run},
+			serve.Task{Name: "replicas", Run: func(ctx context.Context) error {
+				return discovery.Follow(ctx, kube, *conf, o.file.journalDir(), c.Replicas, log)
+			}},
+			serve.Task{Name: "roots", Run: func(ctx context.Context) error { return bundle.Run(ctx, kube) }},
+		)
+	}
+	start := &starting{director: director, learned: learned, checks: checks.Known(), unlearned: m.Unlearned, log: log}
+	tasks = append(tasks, serve.Task{Name: "gateway", Run: start.run})
+	if o.nodeName != "" {
+		tasks = append(tasks, serve.Task{Name: "node", Run: func(ctx context.Context) error {
+			return liveness.WatchNode(ctx, kube, o.nodeName, following.SetEligible, log)
+		}})
+	}
+	listener, err := net.Listen("tcp", o.people)
+	if err != nil {
+		return fmt.Errorf("listen: %w", err)
+	}
+	log.Info("started", "metrics", listener.Addr().String(), "routes", len(ports), "endpointsLag", o.file.EndpointsLag.String())
+	server := opsServer(directedOps(registry, following, start, endpoints, healthview.Targets(set, ports, endpoints.Names)), log)
+	server.Listener = listener
+	return serve.All(ctx, append(tasks, server.Task())...)
+}
+
+// declared returns what coordinators are told of routes.
+func declared(routes []gateway.Route, grain drain.Grain) []drain.Route {
+	var all []drain.Route
+	seen := map[string]bool{}
+	for _, r := range routes {
+		if !seen[r.Service] {
+			seen[r.Service] = true
+			namespace, name, _ := gateway.ParseService(r.Service) // checked with the configuration
+			all = append(all, drain.Route{Service: drain.Service{Namespace: namespace, Name: name}, Via: drain.Endpoints, Can: drain.Direct, Grain: grain})
+		}
+	}
+	return all
+}
+
+// directedOps answers operators and their tools.
+func directedOps(registry *prometheus.Registry, following *serving.Health, start *starting, endpoints *source.Endpoints, targets http.Handler) http.Handler {
+	r := opsRouter(registry, following, func() string {
+		switch {
+		case !start.learnt.Load():
+			return "open drains are not known yet"
+		case !endpoints.Synced():
+			return "EndpointSlices are not known yet"
+		case !start.director.Programmed():
+			return "the gateway does not route to what EndpointSlices say yet"
+		}
+		return ""
+	})
+	r.Methods(http.MethodGet).Path(healthview.Path).Handler(targets)
+	return r
+}

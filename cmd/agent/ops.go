@@ -1,0 +1,52 @@
+package main
+
+import (
+	"fmt"
+	"log/slog"
+	"net/http"
+	"time"
+
+	"github.com/gorilla/mux"
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/collectors"
+	"github.com/prometheus/client_golang/prometheus/promhttp"
+
+	"github.com/lameduck-io/lameduck/internal/agent/hooks"
+	"github.com/lameduck-io/lameduck/pkg/health/serving"
+	"github.com/lameduck-io/lameduck/pkg/serve"
+)
+
+const (
+	shutdownGrace = 2 * time.Second
+	// opsWrite is how long an answer to an operator may take.
+	opsWrite = 30 * time.Second
+)
+
+func newRegistry() *prometheus.Registry {
+	registry := prometheus.NewRegistry()
+	registry.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+	return registry
+}
+
+// opsRouter answers operators and their tools. missing says what the agent is not ready for; empty: it is ready.
+func opsRouter(registry *prometheus.Registry, following *serving.Health, missing func() string) *mux.Router {
+	r := mux.NewRouter()
+	r.Methods(http.MethodGet).Path("/metrics").Handler(promhttp.HandlerFor(registry, promhttp.HandlerOpts{}))
+	r.Methods(http.MethodGet, http.MethodHead).Path("/livez").Handler(serving.Handler(following.Livez))
+	r.Methods(http.MethodGet, http.MethodHead).Path("/healthz").Handler(serving.Handler(following.Healthz))
+	r.Methods(http.MethodGet).Path("/readyz").HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		if text := missing(); text != "" {
+			http.Error(w, text, http.StatusServiceUnavailable)
+			return
+		}
+		fmt.Fprintln(w, "ok")
+	})
+	return r
+}
+
+// opsServer bounds those who read metrics and ask for health.
+func opsServer(handler http.Handler, log *slog.Logger) serve.Server {
+	return serve.Server{
+		Name: "metrics", Handler: handler, Conns: 100, ReadTime: hooks.HeaderTime, WriteTime: opsWrite, Grace: shutdownGrace, Log: log,
+	}
+}

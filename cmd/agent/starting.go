@@ -1,0 +1,50 @@
+package main
+
+import (
+	"context"
+	"log/slog"
+	"sync/atomic"
+	"time"
+
+	"github.com/lameduck-io/lameduck/pkg/gateway"
+)
+
+// starting programs the gateway no sooner than it is known what must not be in it.
+type starting struct {
+	director *gateway.Director
+	// learned is closed when every coordinator has said which drains are open. Nil: there is no coordinator.
+	learned <-chan struct{}
+	// checks is closed when it is known how targets are probed.
+	checks <-chan struct{}
+	// unlearned counts starts without learned.
+	unlearned func()
+	log       *slog.Logger
+
+	learnt atomic.Bool
+}
+
+func (s *starting) run(ctx context.Context) error {
+	switch {
+	case s.learned == nil:
+	case waitFor(ctx, s.learned, learnMost):
+		s.log.Info("open drains are known: programming the gateway")
+	case ctx.Err() == nil:
+		s.unlearned()
+		s.log.Warn("programming the gateway without knowing which drains are open: no answer from every coordinator", "waited", learnMost.String())
+	}
+	s.learnt.Store(true)
+	waitFor(ctx, s.checks, servicesMost)
+	return s.director.Run(ctx)
+}
+
+func waitFor(ctx context.Context, c <-chan struct{}, most time.Duration) bool {
+	timer := time.NewTimer(most)
+	defer timer.Stop()
+	select {
+	case <-c:
+		return true
+	case <-timer.C:
+	case <-ctx.Done():
+	}
+	return false
+}

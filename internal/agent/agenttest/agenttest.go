@@ -1,0 +1,74 @@
+// Package agenttest has what the tests of an agent's parts share. Only tests import it.
+package agenttest
+
+import (
+	"net"
+	"strings"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	discovery "k8s.io/api/discovery/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+)
+
+// Hooked is a pod as the webhook leaves it.
+func Hooked(name string) *corev1.Pod {
+	return &corev1.Pod{
+		ObjectMeta: metav1.ObjectMeta{
+			Namespace: "shop", Name: name, UID: types.UID("uid-" + name),
+			Annotations: map[string]string{"lameduck.io/barrier-id": "id-" + name, "lameduck.io/barrier-bound": "30s", "lameduck.io/barrier-grace": "5"},
+		},
+		Status: corev1.PodStatus{PodIPs: []corev1.PodIP{{IP: "10.1.0.7"}}},
+	}
+}
+
+// Deleted is the pod once it has been deleted with a grace.
+func Deleted(p *corev1.Pod, grace time.Duration) *corev1.Pod {
+	p = p.DeepCopy()
+	seconds := int64(grace.Seconds())
+	at := metav1.NewTime(time.Now().Add(grace).Truncate(time.Second))
+	p.DeletionTimestamp, p.DeletionGracePeriodSeconds = &at, &seconds
+	return p
+}
+
+// Slice makes a slice of namespace/service with port 80 and ready endpoints, written "10.0.0.1@a", or "10.0.0.1" without a pod.
+func Slice(name, namespace, service string, list ...string) *discovery.EndpointSlice {
+	port, portName := int32(80), "http"
+	s := &discovery.EndpointSlice{
+		ObjectMeta:  metav1.ObjectMeta{Namespace: namespace, Name: name, Labels: map[string]string{discovery.LabelServiceName: service}},
+		AddressType: discovery.AddressTypeIPv4,
+		Ports:       []discovery.EndpointPort{{Name: &portName, Port: &port}},
+	}
+	for _, text := range list {
+		addr, uid, ok := strings.Cut(text, "@")
+		e := discovery.Endpoint{Addresses: []string{addr}}
+		if ok {
+			e.TargetRef = &corev1.ObjectReference{Kind: "Pod", UID: types.UID(uid)}
+		}
+		s.Endpoints = append(s.Endpoints, e)
+	}
+	return s
+}
+
+// FreeAddress returns an address of the loopback with a port that was free.
+func FreeAddress(t testing.TB) string {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	return l.Addr().String()
+}
+
+// Until fails the test unless is becomes true within 10 s.
+func Until(t *testing.T, what string, is func() bool) {
+	t.Helper()
+	for end := time.Now().Add(10 * time.Second); !is(); time.Sleep(10 * time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatalf("not so after 10 s: %s", what)
+		}
+	}
+}

@@ -1,0 +1,158 @@
+// Package discovery finds the coordinators, trusts them, and gives an agent its connection to them.
+package discovery
+
+import (
+	"context"
+	"crypto/rand"
+	"crypto/tls"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/http"
+	"net/url"
+	"os"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	discovery "k8s.io/api/discovery/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/kubernetes"
+
+	"github.com/lameduck-io/lameduck/internal/watch"
+	"github.com/lameduck-io/lameduck/pkg/drain/client"
+	"github.com/lameduck-io/lameduck/pkg/endpoints"
+	"github.com/lameduck-io/lameduck/pkg/gateway"
+)
+
+// tickEvery is how often the index is asked for what it has set aside.
+const tickEvery = 250 * time.Millisecond
+
+// Config says where coordinators are and how to trust them.
+type Config struct {
+	// Service is namespace/name of the headless Service in front of all replicas.
+	Service string `json:"service,omitempty"`
+	// Port is the name of that Service's port.
+	Port string `json:"port,omitempty"`
+	// Addresses are base URLs, instead of Service.
+	Addresses []string `json:"addresses,omitempty"`
+	// ServerName is the name in their certificate.
+	ServerName string `json:"serverName"`
+	// CAFile holds the certificates of those who may sign theirs, PEM. Read again for each connection.
+	CAFile string `json:"caFile,omitempty"`
+	// CAConfigMap is namespace/name of a ConfigMap that has these certificates as ca.crt, in place of CAFile: lameduck-system/lameduck-ca, where
+	// coordinators write them that make their certificates themselves.
+	CAConfigMap string `json:"caConfigMap,omitempty"`
+	// TokenFile is a projected service account token for the audience lameduck.io. Read again at each request.
+	TokenFile string `json:"tokenFile"`
+}
+
+// Check reports each thing that is wrong to must, which takes what has to hold and what to say if it does not.
+func (c Config) Check(must func(ok bool, format string, args ...any)) {
+	must((c.Service == "") != (len(c.Addresses) == 0), "coordinators: exactly one of service %q and addresses %q is needed", c.Service, c.Addresses)
+	_, _, err := gateway.ParseService(c.Service)
+	must(c.Service == "" || err == nil, "coordinators.service %q: must be namespace/name", c.Service)
+	for i, a := range c.Addresses {
+		u, err := url.Parse(a)
+		must(err == nil && u.Hostname() != "" && a == "https://"+u.Host, "coordinators.addresses[%d] %q: must be https://host:port", i, a)
+	}
+	must(c.ServerName != "", "coordinators.serverName %q: required", c.ServerName)
+	must((c.CAFile == "") != (c.CAConfigMap == ""), "coordinators: exactly one of caFile %q and caConfigMap %q is needed", c.CAFile, c.CAConfigMap)
+	_, _, err = gateway.ParseService(c.CAConfigMap)
+	must(c.CAConfigMap == "" || err == nil, "coordinators.caConfigMap %q: must be namespace/name", c.CAConfigMap)
+	for _, of := range []struct{ field, path string }{{"caFile", c.CAFile}, {"tokenFile", c.TokenFile}} {
+		if of.field == "caFile" && of.path == "" {
+			continue
+		}
+		_, err := os.Stat(of.path)
+		must(err == nil, "coordinators.%s %q: %v", of.field, of.path, err)
+	}
+}
+
+// Connect returns a client that reaches coordinators, and trusts those that bundle does.
+func Connect(conf Config, bundle *Bundle) *client.Client {
+	c := client.New()
+	c.HTTP = &http.Client{Transport: &http.Transport{
+		DialTLSContext: bundle.dial,
+		// An empty map switches HTTP/2 off: one stream is one connection.
+		TLSNextProto:        map[string]func(string, *tls.Conn) http.RoundTripper{},
+		MaxIdleConnsPerHost: 2,
+		IdleConnTimeout:     time.Minute,
+	}}
+	c.Token = func() (string, error) {
+		token, err := os.ReadFile(conf.TokenFile)
+		return strings.TrimSpace(string(token)), err
+	}
+	c.Boot = rand.Text()
+	c.Replicas(conf.Addresses)
+	return c
+}
+
+// Follow calls tell with the base URLs of all coordinator replicas, ready or not, because one that is starting or stopping has drains too. It does so each
+// time that they change, until ctx is done: first with those that were kept in dir by an earlier life of the agent, so that it finds coordinators while the
+// API server cannot be asked. An empty dir keeps none. Where conf names no Service it only waits.
+func Follow(ctx context.Context, kube kubernetes.Interface, conf Config, dir string, tell func(addresses []string), log *slog.Logger) error {
+	if conf.Service == "" {
+		<-ctx.Done()
+		return nil
+	}
+	remembered := rememberIn(dir, log)
+	if last := remembered.read(); len(last) > 0 {
+		tell(last)
+	}
+	namespace, name, err := gateway.ParseService(conf.Service)
+	if err != nil {
+		return err
+	}
+	service := types.NamespacedName{Namespace: namespace, Name: name}
+	index := endpoints.NewIndex()
+	index.Follow(endpoints.Port{Service: service, Name: conf.Port})
+	// The index is told by the watch and by the clock, and the last word must be the newest.
+	var mu sync.Mutex
+	told := func(changed []endpoints.PortChange) {
+		if len(changed) == 0 {
+			return
+		}
+		addresses := []string{}
+		for _, e := range index.Endpoints(service, conf.Port) {
+			addresses = append(addresses, "https://"+net.JoinHostPort(e.Addr.Addr().String(), strconv.Itoa(int(e.Addr.Port()))))
+		}
+		remembered.set(addresses)
+		tell(addresses)
+	}
+	w, err := watch.New(kube, watch.Options[*discovery.EndpointSlice]{
+		Informer: watch.EndpointSlices, Namespace: namespace, Labels: discovery.LabelServiceName + "=" + name,
+		Changed: func(was, is *discovery.EndpointSlice, missed bool) {
+			mu.Lock()
+			defer mu.Unlock()
+			switch now := time.Now(); {
+			case is != nil:
+				told(index.Apply(now, is))
+			case missed:
+				told(index.Missed(now, was))
+			default:
+				told(index.Delete(now, was))
+			}
+		},
+	})
+	if err != nil {
+		return fmt.Errorf("find coordinators: %w", err)
+	}
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	wg.Go(func() { _ = w.Run(ctx) })          // it has no error
+	wg.Go(func() { _ = remembered.run(ctx) }) // nor has this
+	ticker := time.NewTicker(tickEvery)
+	defer ticker.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-ticker.C:
+			mu.Lock()
+			told(index.Tick(time.Now(), func(string) string { return w.Version() }))
+			mu.Unlock()
+		}
+	}
+}

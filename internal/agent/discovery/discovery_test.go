@@ -1,0 +1,104 @@
+package discovery
+
+import (
+	"context"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"slices"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/kubernetes/fake"
+
+	"github.com/lameduck-io/lameduck/internal/agent/agenttest"
+)
+
+func TestAddressesAreKept(t *testing.T) {
+	dir := t.TempDir()
+	log := slog.New(slog.DiscardHandler)
+	a := rememberIn(dir, log)
+	if got := a.read(); got != nil {
+		t.Errorf("a new folder has %q", got)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	ended := make(chan error)
+	go func() { ended <- a.run(ctx) }()
+	want := []string{"https://10.0.0.1:9444", "https://[fd00::1]:9444"}
+	a.set(want[:1])
+	a.set(want)
+	a.set(nil) // no coordinator is nothing to come back to
+	for end := time.Now().Add(10 * time.Second); !slices.Equal(rememberIn(dir, log).read(), want); time.Sleep(time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatalf("kept are %q", rememberIn(dir, log).read())
+		}
+	}
+	cancel()
+	if err := <-ended; err != nil {
+		t.Errorf("ends with %v", err)
+	}
+
+	if err := os.WriteFile(filepath.Join(dir, addressesName), []byte(`["https://10.`), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if got := rememberIn(dir, log).read(); got != nil {
+		t.Errorf("half a file is %q", got)
+	}
+	nowhere := rememberIn("", log)
+	nowhere.set(want)
+	if got := nowhere.read(); got != nil {
+		t.Errorf("without a folder %q are kept", got)
+	}
+}
+
+func TestCoordinatorsAreFollowed(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		kube := fake.NewClientset(agenttest.Slice("coord-1", "lameduck", "agents", "10.1.0.1@x"))
+		var mu sync.Mutex
+		var replicas []string
+		expect := func(want ...string) {
+			t.Helper()
+			synctest.Wait()
+			mu.Lock()
+			defer mu.Unlock()
+			if !slices.Equal(replicas, want) {
+				t.Fatalf("coordinators are %v, want %v", replicas, want)
+			}
+		}
+		ctx, cancel := context.WithCancel(t.Context())
+		ended := make(chan error, 1)
+		go func() {
+			ended <- Follow(ctx, kube, Config{Service: "lameduck/agents", Port: "http"}, "", func(addresses []string) {
+				mu.Lock()
+				defer mu.Unlock()
+				replicas = addresses
+			}, slog.New(slog.DiscardHandler))
+		}()
+		time.Sleep(time.Second)
+		expect("https://10.1.0.1:80")
+		slicesOf := kube.DiscoveryV1().EndpointSlices("lameduck")
+		if _, err := slicesOf.Create(ctx, agenttest.Slice("coord-2", "lameduck", "other", "10.1.0.2@y"), metav1.CreateOptions{}); err != nil {
+			t.Fatal(err)
+		}
+		expect("https://10.1.0.1:80")
+		for _, change := range []struct {
+			name, service, address string
+			want                   []string
+		}{
+			{"coord-2", "agents", "10.1.0.2@y", []string{"https://10.1.0.1:80", "https://10.1.0.2:80"}},
+			{"coord-1", "former", "10.1.0.1@x", []string{"https://10.1.0.2:80"}},
+		} {
+			if _, err := slicesOf.Update(ctx, agenttest.Slice(change.name, "lameduck", change.service, change.address), metav1.UpdateOptions{}); err != nil {
+				t.Fatal(err)
+			}
+			expect(change.want...)
+		}
+		cancel()
+		if err := <-ended; err != nil {
+			t.Fatalf("Follow returns %v", err)
+		}
+	})
+}

@@ -1,0 +1,233 @@
+// Package exclusion keeps the exclusions of an agent that directs a gateway: between the wire, the set of targets, and the journal.
+package exclusion
+
+import (
+	"context"
+	"log/slog"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/lameduck-io/lameduck/internal/agent/report"
+	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/drain/journal"
+	"github.com/lameduck-io/lameduck/pkg/drain/wire"
+	"github.com/lameduck-io/lameduck/pkg/endpoints"
+	"github.com/lameduck-io/lameduck/pkg/gateway"
+	"github.com/lameduck-io/lameduck/pkg/health"
+)
+
+// Exclusions speaks between the wire and the set: it implements [client.Tombstones]. What the set is told of leases the journal is told
+// too, and before: by the time the set asks the gateway for anything, [WriteAhead] finds the tombstone in the journal.
+type Exclusions struct {
+	set     *health.Set
+	journal *journal.Journal
+	// ports are the Services that feed each pool.
+	ports map[health.Pool]endpoints.Port
+	wake  func()
+	log   *slog.Logger
+
+	// both makes one change of set and journal at a time, so that they say the same.
+	both sync.Mutex
+
+	mu sync.Mutex
+	// known holds the last state that was written down of each tombstone.
+	known map[health.UID]health.State
+	// furthest is how far each of them has ever come. propagation is told how long that took, once; nil: nobody is.
+	furthest    map[health.UID]health.State
+	propagation *prometheus.HistogramVec
+}
+
+// New returns the exclusions of set, with those that journal has from an earlier life of the agent, each until its lease ends. Leases that are
+// over are among them too: what ends them is not time alone, see Expire. ports are the Services that feed each pool, and wake is called
+// when the gateway is to be directed again. propagation, which may be nil, is told how long each exclusion took.
+func New(set *health.Set, kept *journal.Journal, ports map[health.Pool]endpoints.Port, wake func(), propagation *prometheus.HistogramVec, log *slog.Logger) *Exclusions {
+	t := &Exclusions{
+		set: set, journal: kept, ports: ports, wake: wake, propagation: propagation, log: log,
+		known: map[health.UID]health.State{}, furthest: map[health.UID]health.State{},
+	}
+	t.restore(time.Now())
+	return t
+}
+
+func (t *Exclusions) restore(now time.Time) {
+	t.both.Lock()
+	defer t.both.Unlock()
+	for _, s := range t.journal.Tombstones() {
+		uid := health.UID(s.Pod.UID)
+		for holder, expires := range s.Leases {
+			t.set.Bury(now, uid, holder, s.Since, expires)
+			t.log.Info("tombstone restored", "pod", s.Pod.String(), "uid", s.Pod.UID, "holder", holder, "since", s.Since, "lease", expires.Sub(now).String())
+		}
+		if s.Dead {
+			t.set.Kill(now, uid)
+		}
+	}
+}
+
+// expired lists the pods that would be routed again if every lease that is over at now were ended.
+func (t *Exclusions) expired(now time.Time) []drain.UID { return t.journal.Expired(now) }
+
+// lapse ends the leases that are over at now, and lists the pods that are routed again, where their pool has a check after a probe that
+// succeeds. EndpointSlices are known to be as fresh as now.
+func (t *Exclusions) lapse(now time.Time) []health.UID {
+	t.both.Lock()
+	defer t.both.Unlock()
+	uids := t.set.Lapse(now)
+	t.set.Refreshed(now)
+	t.journal.Lapse(now)
+	return uids
+}
+
+// Bury implements client.Tombstones. A pod without UID cannot be meant.
+func (t *Exclusions) Bury(pod drain.Pod, holder string, since, expires time.Time) {
+	if pod.UID == "" {
+		t.log.Warn("coordinator named a pod without UID", "pod", pod.String(), "holder", holder)
+		return
+	}
+	t.both.Lock()
+	now := time.Now()
+	t.journal.Bury(now, pod, holder, since, expires)
+	news := t.set.Bury(now, health.UID(pod.UID), holder, since, expires)
+	if news {
+		t.set.Renew(holder, expires) // as in the journal, where each lease is that of all its holder's tombstones
+	}
+	t.both.Unlock()
+	if news {
+		t.log.Info("tombstone", "pod", pod.String(), "uid", pod.UID, "holder", holder, "since", since)
+		t.wake()
+	}
+}
+
+// Lift implements client.Tombstones.
+func (t *Exclusions) Lift(uid drain.UID, holder string, dead bool) {
+	if uid == "" {
+		return
+	}
+	t.both.Lock()
+	if now := time.Now(); dead {
+		t.journal.Kill(now, uid)
+		t.set.Kill(now, health.UID(uid))
+	}
+	t.journal.Lift(uid, holder)
+	had := t.set.Lift(health.UID(uid), holder)
+	t.both.Unlock()
+	if had {
+		t.log.Info("tombstone lifted", "uid", uid, "holder", holder, "dead", dead)
+	}
+	t.wake()
+}
+
+// Renew implements client.Tombstones.
+func (t *Exclusions) Renew(holder string, expires time.Time) {
+	t.both.Lock()
+	defer t.both.Unlock()
+	t.journal.Renew(time.Now(), holder, expires)
+	t.set.Renew(holder, expires)
+}
+
+// Held implements client.Tombstones.
+func (t *Exclusions) Held(holder string) []drain.UID {
+	held := t.set.Held(holder)
+	uids := make([]drain.UID, len(held))
+	for i, uid := range held {
+		uids[i] = drain.UID(uid)
+	}
+	return uids
+}
+
+// Reports implements client.Tombstones.
+func (t *Exclusions) Reports() []drain.Report {
+	stones := t.set.Tombstones()
+	reports := make([]drain.Report, len(stones))
+	for i, s := range stones {
+		state := t.proven(s)
+		reports[i] = drain.Report{UID: drain.UID(s.UID), Generation: s.Generation, State: report.State(state), Since: s.Since.UTC().Round(0)}
+		if state >= health.Removed {
+			reports[i].Proof = drain.Runtime
+		}
+		if state == health.Kept {
+			reports[i].Kept, reports[i].Quiet = t.services(s.Kept), s.Quiet
+		}
+	}
+	return reports
+}
+
+// services names those that feed pools, as [drain.Report.Kept] does.
+func (t *Exclusions) services(pools []health.Pool) string {
+	var names []string
+	for _, p := range pools {
+		names = append(names, t.ports[p].Service.String())
+	}
+	slices.Sort(names)
+	if kept := strings.Join(slices.Compact(names), ","); len(kept) <= wire.MaxKept {
+		return kept
+	}
+	return "" // and the deletion waits
+}
+
+// proven is the state that may be told: nothing is, of a tombstone that is not on disk yet. A pod that no gateway has heard of is idle at
+// once; an agent that said so and died would route to it when it comes.
+func (t *Exclusions) proven(s health.Tombstone) health.State {
+	if !t.journal.Settled(drain.UID(s.UID)) {
+		return health.Unknown
+	}
+	return s.State
+}
+
+// Changed writes down each tombstone's new state, and reports whether there was one.
+func (t *Exclusions) Changed() bool {
+	// Read inside: who read earlier and writes later would leave an old state behind, and a change back to that would be no news.
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	stones := t.set.Tombstones()
+	news := len(stones) != len(t.known)
+	now, furthest := make(map[health.UID]health.State, len(stones)), make(map[health.UID]health.State, len(stones))
+	for _, s := range stones {
+		state := t.proven(s)
+		now[s.UID] = state
+		furthest[s.UID] = max(state, t.furthest[s.UID])
+		t.measure(s, t.furthest[s.UID], state)
+		was, known := t.known[s.UID]
+		news = news || state == health.Kept // perhaps in other Services than before
+		if !known || was != state {
+			news = true
+			t.log.Info("tombstone state", "uid", s.UID, "state", state.String(), "targets", s.Targets, "generation", s.Generation)
+		}
+	}
+	t.known, t.furthest = now, furthest
+	return news
+}
+
+// measure writes down how long it took to come from before to state, if that is further. What is Idle at once was never routed here, or
+// was let go of in another life: it says nothing of the gateway.
+func (t *Exclusions) measure(s health.Tombstone, before, state health.State) {
+	if t.propagation == nil || s.Targets == 0 {
+		return
+	}
+	took := max(0, s.StateSince.Sub(s.Since)).Seconds()
+	if before < health.Removed && state >= health.Removed {
+		t.propagation.WithLabelValues("removed").Observe(took)
+	}
+	if before < health.Idle && state == health.Idle {
+		t.propagation.WithLabelValues("idle").Observe(took)
+	}
+}
+
+// WriteAhead is a gateway in which a pod is taken out only when the journal has its tombstone on disk, or cannot have it. A batch waits
+// once, at most a second, and only if a tombstone came that is not on disk yet.
+type WriteAhead struct {
+	gateway.Gateway
+	Journal *journal.Journal
+}
+
+// Apply implements gateway.Gateway.
+func (g WriteAhead) Apply(ctx context.Context, ops []health.Op) error {
+	if slices.ContainsFunc(ops, func(op health.Op) bool { return op.Want != health.WantRouted }) {
+		_ = g.Journal.Sync(ctx) // availability first; the journal says what is wrong
+	}
+	return g.Gateway.Apply(ctx, ops)
+}

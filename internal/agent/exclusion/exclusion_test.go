@@ -1,0 +1,326 @@
+package exclusion
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/lameduck-io/lameduck/internal/agent/metrics"
+	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/drain/journal"
+	"github.com/lameduck-io/lameduck/pkg/endpoints"
+	"github.com/lameduck-io/lameduck/pkg/health"
+)
+
+// kept opens a journal in dir and runs it until the test ends, or stop is called.
+func kept(t *testing.T, dir string) (j *journal.Journal, stop func()) {
+	t.Helper()
+	j, err := journal.Open(t.Context(), dir, slog.New(slog.DiscardHandler))
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		_ = j.Run(ctx)
+	}()
+	stop = func() {
+		cancel()
+		<-ended
+		j.Close()
+	}
+	return j, stop
+}
+
+// checked is a gateway in which a pod is taken out only if the file names it at that moment.
+type checked struct {
+	*testing.T
+	file    string
+	applied int
+}
+
+func (c *checked) Apply(_ context.Context, ops []health.Op) error {
+	for _, op := range ops {
+		data, err := os.ReadFile(c.file)
+		if on := err == nil && strings.Contains(string(data), string(op.Key.Target.UID)); op.Want == health.WantRemoved && !on {
+			c.Errorf("%s is asked for before the tombstone is on disk", op)
+		}
+		c.applied++
+	}
+	return nil
+}
+
+func (c *checked) Observe(context.Context, []health.Key) (health.Observation, error) {
+	return health.Observation{}, nil
+}
+
+func (c *checked) Owned(context.Context) ([]health.Key, error) { return nil, nil }
+
+func TestNothingIsTakenOutBeforeItIsOnDisk(t *testing.T) {
+	dir := t.TempDir()
+	j, stop := kept(t, dir)
+	defer stop()
+	set := health.NewSet()
+	stones := New(set, j, nil, func() {}, nil, slog.New(slog.DiscardHandler))
+	c := &checked{T: t, file: filepath.Join(dir, "tombstones.json")}
+	g := WriteAhead{c, j}
+	for i := range 100 {
+		uid := "uid-" + strings.Repeat("x", i+1) + "-"
+		now := time.Now()
+		stones.Bury(drain.Pod{Namespace: "shop", Name: "web", UID: drain.UID(uid)}, "a/1", now, now.Add(time.Minute))
+		key := health.Key{Pool: "web", Target: health.Target{UID: health.UID(uid), Addr: netip.MustParseAddrPort("10.0.0.1:80")}}
+		if err := g.Apply(t.Context(), []health.Op{{Key: key, Want: health.WantRemoved}}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if c.applied != 100 {
+		t.Errorf("%d of 100 were applied", c.applied)
+	}
+}
+
+// A pod of which the gateway has no server is idle at once. Nobody may hear that before the tombstone is on disk.
+func TestNothingIsReportedBeforeItIsOnDisk(t *testing.T) {
+	dir := t.TempDir()
+	j, err := journal.Open(t.Context(), dir, slog.New(slog.DiscardHandler)) // it does not run, and writes nothing
+	if err != nil {
+		t.Fatal(err)
+	}
+	set := health.NewSet()
+	stones := New(set, j, nil, func() {}, nil, slog.New(slog.DiscardHandler))
+	now := time.Now()
+	set.Synced()
+	stones.Bury(drain.Pod{UID: "a"}, "a/1", now, now.Add(time.Minute))
+	set.Observe(time.Now(), health.Observation{Generation: "g", At: time.Now()})
+	if got := stones.Reports(); got[0].State != drain.StateUnknown || got[0].Proof != drain.ProofNone {
+		t.Errorf("before it is on disk the report is %+v", got[0])
+	}
+	stones.Changed()
+	j.Wrote = func(time.Duration, error) {
+		if !stones.Changed() {
+			t.Error("that it is on disk is no news")
+		}
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if err := j.Run(ctx); err != nil { // writes once
+		t.Fatal(err)
+	}
+	if got := stones.Reports(); got[0].State != drain.Idle || got[0].Proof != drain.Runtime {
+		t.Errorf("once it is on disk the report is %+v", got[0])
+	}
+	j.Close()
+
+	// The next life has it, whatever it is told, until the holder lifts it; and knows who is dead.
+	again, stop := kept(t, dir)
+	later := New(health.NewSet(), again, nil, func() {}, nil, slog.New(slog.DiscardHandler))
+	if got := later.Held("a/1"); len(got) != 1 || got[0] != "a" {
+		t.Errorf("restored are %v", got)
+	}
+	if got := later.set.Tombstones(); len(got) != 1 || !got[0].Since.Equal(now.Round(0)) {
+		t.Errorf("restored are %+v, want since %s", got, now)
+	}
+	later.Lift("a", "a/1", true)
+	stop()
+	last, stop := kept(t, dir)
+	defer stop()
+	third := New(health.NewSet(), last, nil, func() {}, nil, slog.New(slog.DiscardHandler))
+	third.set.Replace(time.Now(), "web", []health.Endpoint{{Target: health.Target{UID: "a", Addr: netip.MustParseAddrPort("10.0.0.1:80")}, Routable: true}})
+	third.set.Synced()
+	if got := third.set.Targets(); len(got) != 1 || got[0].Why != health.WhyDead {
+		t.Errorf("a dead pod that a late EndpointSlice calls ready is %+v", got)
+	}
+}
+
+// The answer to a declaration lays a tombstone and is no message of the stream. Where the set ended the leases of the others before the
+// journal does, they would end without anybody asking whether EndpointSlices are fresh.
+func TestALeaseEndsInTheSetWhenItDoesInTheJournal(t *testing.T) {
+	j, stop := kept(t, "")
+	defer stop()
+	set := health.NewSet()
+	stones := New(set, j, nil, func() {}, nil, slog.New(slog.DiscardHandler))
+	began := time.Now()
+	stones.Bury(drain.Pod{UID: "a"}, "r/1", began, began.Add(60*time.Second))
+	stones.Bury(drain.Pod{UID: "b"}, "r/1", began, began.Add(62*time.Second))
+	now := began.Add(61 * time.Second)
+	if expired := stones.expired(now); len(expired) > 0 {
+		t.Fatalf("expired is %v", expired)
+	}
+	if lapsed := stones.lapse(now); len(lapsed) > 0 {
+		t.Errorf("%v is routed again, and nobody was asked whether EndpointSlices are fresh", lapsed)
+	}
+	now = began.Add(63 * time.Second)
+	if expired, lapsed := stones.expired(now), stones.lapse(now); len(expired) != 2 || len(lapsed) != 2 {
+		t.Errorf("expired is %v, lapsed %v, want both twice", expired, lapsed)
+	}
+}
+
+// Without this, a pod that is routed again after a reload counts twice, and one that was never routed counts as quick.
+func TestPropagationIsWrittenDownOnce(t *testing.T) {
+	registry := prometheus.NewRegistry()
+	stones := &Exclusions{propagation: metrics.NewPropagation(registry, "fake", "")}
+	since := time.Now()
+	s := health.Tombstone{UID: "a", Since: since, StateSince: since.Add(40 * time.Millisecond), Targets: 1}
+	stones.measure(s, health.Unknown, health.Routing)
+	stones.measure(s, health.Routing, health.Removed)
+	stones.measure(s, health.Removed, health.Routing)
+	stones.measure(s, health.Removed, health.Removed)
+	stones.measure(s, health.Removed, health.Idle)
+	s.Targets = 0
+	stones.measure(s, health.Unknown, health.Idle)
+	families, err := registry.Gather()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, m := range families[0].GetMetric() {
+		if h := m.GetHistogram(); h.GetSampleCount() != 1 || h.GetSampleSum() < 0.039 || h.GetSampleSum() > 0.041 {
+			t.Errorf("%s: %d times, %v s in all", m.GetLabel(), h.GetSampleCount(), h.GetSampleSum())
+		}
+	}
+}
+
+// Without this, the coordinator cannot tell a Service whose only target is the pod from one that has another target.
+func TestReportsNameTheServicesThatKeepAPod(t *testing.T) {
+	j, stop := kept(t, "")
+	defer stop()
+	set := health.NewSet()
+	own := endpoints.Port{Service: types.NamespacedName{Namespace: "shop", Name: "own"}}
+	stones := New(set, j, map[health.Pool]endpoints.Port{"own": own, "own-tls": own, "web": {Service: types.NamespacedName{Namespace: "shop", Name: "web"}}}, func() {}, nil, slog.New(slog.DiscardHandler))
+	now := time.Now()
+	target := func(uid health.UID, addr string) health.Target {
+		return health.Target{UID: uid, Addr: netip.MustParseAddrPort(addr)}
+	}
+	a, b := target("a", "10.0.0.1:80"), target("b", "10.0.0.2:80")
+	seen := map[health.Key]health.Seen{}
+	for pool, targets := range map[health.Pool][]health.Target{"own": {a}, "own-tls": {a}, "web": {a, b}} {
+		var all []health.Endpoint
+		for _, t := range targets {
+			all = append(all, health.Endpoint{Target: t, Routable: true})
+			seen[health.Key{Pool: pool, Target: t}] = health.Seen{Present: true, Routed: true}
+		}
+		set.Replace(now, pool, all)
+	}
+	set.Synced()
+	set.Observe(now, health.Observation{Generation: "g", At: now, Seen: seen})
+	stones.Bury(drain.Pod{Namespace: "shop", Name: "a", UID: "a"}, "r/1", now, now.Add(time.Minute))
+	seen[health.Key{Pool: "web", Target: a}] = health.Seen{Present: true, Active: 1}
+	later := time.Now()
+	set.Observe(later, health.Observation{Generation: "g", At: later, Seen: seen})
+	if got := stones.Reports(); len(got) != 1 || got[0].State != drain.Kept || got[0].Kept != "shop/own" || got[0].Quiet {
+		t.Fatalf("reports %+v, want one that is kept in shop/own, and not quiet", got)
+	}
+	stones.Changed()
+	seen[health.Key{Pool: "web", Target: a}] = health.Seen{Present: true}
+	for range 2 {
+		later = later.Add(health.IdleGap)
+		set.Observe(later, health.Observation{Generation: "g", At: later, Seen: seen})
+	}
+	if !stones.Changed() || !stones.Reports()[0].Quiet {
+		t.Errorf("reports %+v, want it quiet, and that to be news", stones.Reports())
+	}
+}
+
+// Many call changed at the same time: what the gateway does, what is on disk. Whoever reads a state and writes it down after a newer one leaves
+// the old one behind, and a change back to that is then no news: nobody hears that the pod is routed again.
+func TestTheLastStateWrittenDownIsTheLast(t *testing.T) {
+	t.Parallel()
+	j, stop := kept(t, "")
+	defer stop()
+	set := health.NewSet()
+	stones := New(set, j, nil, func() {}, nil, slog.New(slog.DiscardHandler))
+	now := time.Now()
+	var all []health.Endpoint
+	seen := map[health.Key]health.Seen{}
+	for i := range 50 { // so that it takes a while to read and to write them
+		target := health.Target{UID: health.UID(fmt.Sprint("uid-", i)), Addr: netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 0, 0, byte(i)}), 80)}
+		all = append(all, health.Endpoint{Target: target, Routable: true})
+		seen[health.Key{Pool: "web", Target: target}] = health.Seen{}
+	}
+	set.Replace(now, "web", all)
+	set.Synced()
+	for key := range seen {
+		stones.Bury(drain.Pod{UID: drain.UID(key.Target.UID)}, "a/1", now, now.Add(time.Minute))
+	}
+	var generation atomic.Int64
+	states := map[health.State]bool{}
+	for round := range 10_000 { // the wrong order shows seldom
+		var all sync.WaitGroup
+		for caller := range 4 {
+			all.Go(func() {
+				// In a new generation nothing is known but what is read there.
+				o := health.Observation{Generation: fmt.Sprint(generation.Add(1)), At: time.Now()}
+				if caller%2 == 0 {
+					o.Seen = seen
+				}
+				set.Observe(o.At, o)
+				stones.Changed()
+			})
+		}
+		all.Wait()
+		for _, s := range set.Tombstones() {
+			states[s.State] = true
+			if was := stones.known[s.UID]; was != s.State {
+				t.Fatalf("round %d: %s is %s, and %s was written down last", round, s.UID, s.State, was)
+			}
+		}
+	}
+	if len(states) < 2 {
+		t.Errorf("states are %v: nothing changes here", states)
+	}
+}
+
+func TestTombstonesBetweenTheWireAndTheSet(t *testing.T) {
+	set, woken := health.NewSet(), 0
+	kept, err := journal.Open(t.Context(), "", slog.New(slog.DiscardHandler))
+	if err != nil {
+		t.Fatal(err)
+	}
+	stones := New(set, kept, nil, func() { woken++ }, nil, slog.New(slog.DiscardHandler))
+	now := time.Now()
+	set.Synced()
+	set.Replace(now, "web", []health.Endpoint{{Target: health.Target{UID: "a", Addr: netip.MustParseAddrPort("10.0.0.1:80")}, Routable: true}})
+	pod := func(uid string) drain.Pod {
+		return drain.Pod{Namespace: "shop", Name: "web-" + uid, UID: drain.UID(uid)}
+	}
+
+	stones.Bury(pod(""), "r", now, now.Add(time.Hour))
+	stones.Lift("", "r", true)
+	if woken != 0 || len(stones.Reports()) != 0 {
+		t.Fatal("a pod without UID has a tombstone")
+	}
+	stones.Bury(pod("a"), "r", now, now.Add(time.Hour))
+	stones.Bury(pod("a"), "r", now, now.Add(time.Hour))
+	if woken != 1 {
+		t.Fatalf("woken %d times, want once: a renewal is no news", woken)
+	}
+	if !stones.Changed() || stones.Changed() {
+		t.Fatal("a new tombstone is not news once")
+	}
+	// One goes and another comes, between two looks, and the state is the same.
+	stones.Lift("a", "r", false)
+	stones.Bury(pod("b"), "r", now, now.Add(time.Hour))
+	if !stones.Changed() {
+		t.Fatal("another tombstone is no news")
+	}
+	stones.Bury(pod("a"), "r2", now, now.Add(time.Hour))
+	set.Observe(time.Now(), health.Observation{Generation: "g", At: time.Now()})
+	reports := stones.Reports()
+	if len(reports) != 2 || reports[0].State != drain.StateUnknown || reports[0].Proof != drain.ProofNone || reports[1].State != drain.Idle || reports[1].Proof != drain.Runtime {
+		t.Fatalf("reports are %+v", reports)
+	}
+	if got := stones.Held("r"); !slices.Equal(got, []drain.UID{"b"}) {
+		t.Fatalf("r holds %v", got)
+	}
+}

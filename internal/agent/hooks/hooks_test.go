@@ -1,0 +1,660 @@
+package hooks
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"net/netip"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/drain/client"
+	"github.com/lameduck-io/lameduck/pkg/drain/wire"
+
+	"github.com/lameduck-io/lameduck/internal/agent/agenttest"
+	"github.com/lameduck-io/lameduck/internal/agent/nodepods"
+	"github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest"
+	"github.com/lameduck-io/lameduck/pkg/health"
+)
+
+var (
+	podTarget = netip.MustParseAddrPort("10.1.0.7:0")
+	b8        = netip.MustParseAddrPort("10.1.0.8:0")
+)
+
+// node is a node agent's inner parts in a bubble.
+type testNode struct {
+	*testing.T
+	*Server
+	k        *gatewaytest.FakeObserved
+	registry *prometheus.Registry
+	// asked holds what coordinators were asked.
+	asked []wire.Barrier
+	liven func() (nodepods.Pod, bool, error)
+}
+
+func newTestNode(t *testing.T) *testNode {
+	k := gatewaytest.NewFakeObserved()
+	n := &testNode{T: t, k: k, registry: prometheus.NewRegistry()}
+	live := func(context.Context, drain.Pod) (nodepods.Pod, bool, error) {
+		if n.liven == nil {
+			return nodepods.Pod{}, false, errors.New("nobody is there")
+		}
+		return n.liven()
+	}
+	n.Server = New(nodepods.New(nil, slog.New(slog.DiscardHandler)), k, live, nil, n.registry, slog.New(slog.DiscardHandler))
+	n.nobody()
+	return n
+}
+
+// nobody: no coordinator can be asked.
+func (n *testNode) nobody() {
+	n.ask = func(_ context.Context, b wire.Barrier) (wire.Passed, error) {
+		n.asked = append(n.asked, b)
+		return wire.Passed{}, client.ErrNoCoordinator
+	}
+}
+
+type got struct {
+	code int
+	text string
+	took time.Duration
+}
+
+// hook is one hook's request, from the node itself.
+func (n *testNode) hook(id string) chan got { return n.hookFrom(id, "127.0.0.1") }
+
+// hookFrom is one hook's request from an address.
+func (n *testNode) hookFrom(id, from string) chan got {
+	out := make(chan got, 1)
+	go func() {
+		began := time.Now()
+		w := httptest.NewRecorder()
+		r := httptest.NewRequest(http.MethodGet, "/v1/wait/"+id+"?container=app", nil)
+		r.RemoteAddr = net.JoinHostPort(from, "4711")
+		n.Handler().ServeHTTP(w, r)
+		body, _ := io.ReadAll(w.Result().Body)
+		out <- got{w.Code, strings.TrimSpace(string(body)), time.Since(began)}
+	}()
+	synctest.Wait()
+	return out
+}
+
+func (n *testNode) answered(h chan got, code int, prefix string, least, most time.Duration) {
+	n.Helper()
+	select {
+	case g := <-h:
+		if g.code != code || !strings.HasPrefix(g.text, prefix) || g.took < least || g.took > most {
+			n.Errorf("%d %q after %s, want %d %q after %s to %s", g.code, g.text, g.took, code, prefix, least, most)
+		}
+	case <-time.After(time.Minute):
+		n.Errorf("the hook hangs")
+	}
+	if open := n.k.Open(); open != 0 {
+		n.Errorf("%d watches of the kernel are left", open)
+	}
+}
+
+// count is how many waits ended so.
+func (n *testNode) ended(o outcome) float64 {
+	n.Helper()
+	families, err := n.registry.Gather()
+	if err != nil {
+		n.Fatal(err)
+	}
+	for _, f := range families {
+		for _, m := range f.GetMetric() {
+			if f.GetName() == "lameduck_barrier_waits_total" && m.GetLabel()[0].GetValue() == string(o) {
+				return m.GetCounter().GetValue()
+			}
+		}
+	}
+	n.Fatalf("no waits are counted as %s", o)
+	return 0
+}
+
+func (n *testNode) counted(o outcome, want float64) {
+	n.Helper()
+	if got := n.ended(o); got != want {
+		n.Errorf("%v waits ended by %s, want %v", got, o, want)
+	}
+}
+
+// Every way in which a hook ends, and by when: none hangs.
+func TestHooksEnd(t *testing.T) {
+	for name, c := range map[string]struct {
+		// before prepares the node; hooks then ask; after happens while they wait.
+		before func(n *testNode)
+		after  func(n *testNode)
+		id     string
+		code   int
+		prefix string
+		counts outcome
+		least  time.Duration
+		most   time.Duration
+	}{
+		"the coordinator says when": {
+			before: func(n *testNode) {
+				n.ask = func(ctx context.Context, b wire.Barrier) (wire.Passed, error) {
+					time.Sleep(700 * time.Millisecond)
+					return wire.Passed{Phase: "Released", Reason: "Acknowledged"}, nil
+				}
+				n.pods.Set(agenttest.Hooked("a"), false)
+				n.pods.Set(agenttest.Deleted(agenttest.Hooked("a"), 35*time.Second), false)
+			},
+			code: 200, prefix: "Acknowledged", counts: "Acknowledged", least: 700 * time.Millisecond, most: 700 * time.Millisecond,
+		},
+		"the coordinator says nothing": {
+			before: func(n *testNode) {
+				n.ask = func(ctx context.Context, _ wire.Barrier) (wire.Passed, error) {
+					<-ctx.Done()
+					return wire.Passed{}, ctx.Err()
+				}
+				n.pods.Set(agenttest.Hooked("a"), false)
+				n.pods.Set(agenttest.Deleted(agenttest.Hooked("a"), 35*time.Second), false)
+			},
+			code: 200, prefix: "Bound", counts: outBound, least: 30 * time.Second, most: 30 * time.Second,
+		},
+		"somebody deletes with less grace": {
+			before: func(n *testNode) {
+				n.ask = func(ctx context.Context, _ wire.Barrier) (wire.Passed, error) {
+					<-ctx.Done()
+					return wire.Passed{}, ctx.Err()
+				}
+				n.pods.Set(agenttest.Hooked("a"), false)
+				n.pods.Set(agenttest.Deleted(agenttest.Hooked("a"), 8*time.Second), false)
+			},
+			code: 200, prefix: "Bound", counts: outBound, least: 3 * time.Second, most: 3 * time.Second,
+		},
+		"the grace is all the application's": {
+			before: func(n *testNode) {
+				n.pods.Set(agenttest.Hooked("a"), false)
+				n.pods.Set(agenttest.Deleted(agenttest.Hooked("a"), 5*time.Second), false)
+			},
+			code: 200, prefix: "NoTime", counts: outNoTime,
+		},
+		"no coordinator: the kernel lets go": {
+			before: func(n *testNode) {
+				n.k.Is(podTarget, health.Routing, 1)
+				n.pods.Set(agenttest.Hooked("a"), false)
+				n.pods.Set(agenttest.Deleted(agenttest.Hooked("a"), 35*time.Second), false)
+			},
+			after: func(n *testNode) {
+				time.Sleep(600 * time.Millisecond)
+				n.k.Is(podTarget, health.Removed, 1)
+				time.Sleep(600 * time.Millisecond)
+				n.k.Is(podTarget, health.Idle, 0)
+			},
+			code: 200, prefix: "Local", counts: outLocal, least: 1200 * time.Millisecond, most: 1200 * time.Millisecond,
+		},
+		"no coordinator: connections stay": {
+			before: func(n *testNode) {
+				n.k.Is(podTarget, health.Removed, 1)
+				n.pods.Set(agenttest.Hooked("a"), false)
+				n.pods.Set(agenttest.Deleted(agenttest.Hooked("a"), 35*time.Second), false)
+			},
+			code: 200, prefix: "Local", counts: outLocal, least: 10 * time.Second, most: 10*time.Second + askAgain,
+		},
+		"no coordinator: the kernel has nowhere else to send to": {
+			before: func(n *testNode) {
+				n.k.Is(podTarget, health.Kept, 0)
+				n.pods.Set(agenttest.Hooked("a"), false)
+				n.pods.Set(agenttest.Deleted(agenttest.Hooked("a"), 35*time.Second), false)
+			},
+			code: 200, prefix: "Local", counts: outLocal, least: 2 * time.Second, most: 2*time.Second + askAgain,
+		},
+		"no coordinator: the kernel cannot be read": {
+			before: func(n *testNode) {
+				n.pods.Set(agenttest.Hooked("a"), false)
+				n.pods.Set(agenttest.Deleted(agenttest.Hooked("a"), 35*time.Second), false)
+			},
+			code: 200, prefix: "Local", counts: outLocal, least: 2 * time.Second, most: 2*time.Second + askAgain,
+		},
+		"no coordinator, and the kernel does not let go": {
+			before: func(n *testNode) {
+				n.k.Is(podTarget, health.Routing, 0)
+				n.pods.Set(agenttest.Hooked("a"), false)
+				n.pods.Set(agenttest.Deleted(agenttest.Hooked("a"), 35*time.Second), false)
+			},
+			code: 200, prefix: "Bound", counts: outBound, least: 30 * time.Second, most: 30 * time.Second,
+		},
+		"a coordinator comes": {
+			before: func(n *testNode) {
+				n.k.Is(podTarget, health.Routing, 0)
+				n.ask = func(context.Context, wire.Barrier) (wire.Passed, error) {
+					if n.asked = append(n.asked, wire.Barrier{}); len(n.asked) < 4 {
+						return wire.Passed{}, client.ErrNoCoordinator
+					}
+					return wire.Passed{Reason: "LastTarget"}, nil
+				}
+				n.pods.Set(agenttest.Hooked("a"), false)
+				n.pods.Set(agenttest.Deleted(agenttest.Hooked("a"), 35*time.Second), false)
+			},
+			code: 200, prefix: "LastTarget", counts: "LastTarget", least: 3 * askAgain, most: 3 * askAgain,
+		},
+		"a connection has come during a stated wait": {
+			before: func(n *testNode) {
+				n.k.Is(podTarget, health.Idle, 0)
+				n.k.OnCount(func() { n.k.Is(podTarget, health.Removed, 1) })
+				n.ask = func(context.Context, wire.Barrier) (wire.Passed, error) {
+					time.Sleep(5 * time.Second)
+					return wire.Passed{Reason: "Acknowledged"}, nil
+				}
+				n.pods.Set(agenttest.Hooked("a"), false)
+				n.pods.Set(agenttest.Deleted(agenttest.Hooked("a"), 35*time.Second), false)
+			},
+			after: func(n *testNode) {
+				time.Sleep(8 * time.Second)
+				n.k.Is(podTarget, health.Idle, 0)
+			},
+			code: 200, prefix: "Acknowledged", counts: "Acknowledged", least: 8 * time.Second, most: 8 * time.Second,
+		},
+		"a connection has come during a stated wait, and stays": {
+			before: func(n *testNode) {
+				n.k.Is(podTarget, health.Idle, 0)
+				n.k.OnCount(func() { n.k.Is(podTarget, health.Removed, 1); n.k.OnCount(nil) })
+				n.ask = func(context.Context, wire.Barrier) (wire.Passed, error) {
+					time.Sleep(5 * time.Second)
+					return wire.Passed{Reason: "Acknowledged"}, nil
+				}
+				n.pods.Set(agenttest.Hooked("a"), false)
+				n.pods.Set(agenttest.Deleted(agenttest.Hooked("a"), 35*time.Second), false)
+			},
+			code: 200, prefix: "IdleBound", counts: "IdleBound", least: 15 * time.Second, most: 15*time.Second + countedLate,
+		},
+		"none has come during a stated wait": {
+			before: func(n *testNode) {
+				n.k.Is(podTarget, health.Idle, 1)
+				n.k.OnCount(func() { n.k.Is(podTarget, health.Idle, 1) })
+				n.ask = func(context.Context, wire.Barrier) (wire.Passed, error) {
+					time.Sleep(5 * time.Second)
+					return wire.Passed{Reason: "Acknowledged"}, nil
+				}
+				n.pods.Set(agenttest.Hooked("a"), false)
+				n.pods.Set(agenttest.Deleted(agenttest.Hooked("a"), 35*time.Second), false)
+			},
+			code: 200, prefix: "Acknowledged", counts: "Acknowledged", least: 5 * time.Second, most: 5*time.Second + countedLate/10,
+		},
+		"connections cannot be counted": {
+			before: func(n *testNode) {
+				n.k.Is(podTarget, health.Idle, 0)
+				n.ask = func(context.Context, wire.Barrier) (wire.Passed, error) {
+					time.Sleep(5 * time.Second)
+					return wire.Passed{Reason: "Acknowledged"}, nil
+				}
+				n.pods.Set(agenttest.Hooked("a"), false)
+				n.pods.Set(agenttest.Deleted(agenttest.Hooked("a"), 35*time.Second), false)
+			},
+			code: 200, prefix: "Acknowledged", counts: "Acknowledged", least: 5 * time.Second, most: 5*time.Second + countedLate,
+		},
+		"kept connections are to be waited for": {
+			before: func(n *testNode) {
+				n.k.Is(podTarget, health.Idle, 1)
+				n.ask = func(context.Context, wire.Barrier) (wire.Passed, error) {
+					time.Sleep(time.Second)
+					return wire.Passed{Reason: "Acknowledged", IdleBoundMillis: 20_000}, nil
+				}
+				n.pods.Set(agenttest.Hooked("a"), false)
+				n.pods.Set(agenttest.Deleted(agenttest.Hooked("a"), 35*time.Second), false)
+			},
+			after: func(n *testNode) {
+				time.Sleep(14 * time.Second)
+				n.k.Is(podTarget, health.Idle, 0)
+			},
+			code: 200, prefix: "Acknowledged", counts: "Acknowledged", least: 14 * time.Second, most: 14 * time.Second,
+		},
+		"kept connections are to be waited for, and stay": {
+			before: func(n *testNode) {
+				n.k.Is(podTarget, health.Removed, 1)
+				n.ask = func(context.Context, wire.Barrier) (wire.Passed, error) {
+					time.Sleep(10 * time.Second)
+					return wire.Passed{Reason: "IdleBound", IdleBoundMillis: 20_000}, nil
+				}
+				n.pods.Set(agenttest.Hooked("a"), false)
+				n.pods.Set(agenttest.Deleted(agenttest.Hooked("a"), 35*time.Second), false)
+			},
+			code: 200, prefix: "IdleBound", counts: "IdleBound", least: 20 * time.Second, most: 20*time.Second + countedLate,
+		},
+		"kept connections are to be waited for beyond the bound": {
+			before: func(n *testNode) {
+				n.k.Is(podTarget, health.Idle, 1)
+				n.ask = func(context.Context, wire.Barrier) (wire.Passed, error) {
+					return wire.Passed{Reason: "Acknowledged", IdleBoundMillis: 60_000}, nil
+				}
+				n.pods.Set(agenttest.Hooked("a"), false)
+				n.pods.Set(agenttest.Deleted(agenttest.Hooked("a"), 35*time.Second), false)
+			},
+			code: 200, prefix: "IdleBound", counts: "IdleBound", least: 30 * time.Second, most: 30 * time.Second,
+		},
+		"the watch is late for the pod": {
+			after: func(n *testNode) {
+				time.Sleep(time.Second)
+				n.k.Is(podTarget, health.Routing, 0)
+				n.pods.Set(agenttest.Hooked("a"), false)
+				n.pods.Set(agenttest.Deleted(agenttest.Hooked("a"), 35*time.Second), false)
+				time.Sleep(100 * time.Millisecond)
+				n.k.Is(podTarget, health.Idle, 0)
+			},
+			code: 200, prefix: "Local", counts: outLocal, least: 1100 * time.Millisecond, most: 1100 * time.Millisecond,
+		},
+		"no such pod": {id: "id-b", code: 404, prefix: "Unknown", counts: outUnknown, least: 2 * time.Second, most: 2 * time.Second},
+		"an id that is too long": {
+			id: strings.Repeat("x", 65), code: 404, prefix: "Unknown", counts: outUnknown,
+		},
+		"the watch is late for the deletion": {
+			before: func(n *testNode) {
+				n.k.Is(podTarget, health.Idle, 0)
+				n.pods.Set(agenttest.Hooked("a"), false)
+				n.liven = func() (nodepods.Pod, bool, error) {
+					p, _ := nodepods.Read(agenttest.Deleted(agenttest.Hooked("a"), 35*time.Second))
+					p.Seen = time.Now()
+					return p, false, nil
+				}
+			},
+			code: 200, prefix: "Local", counts: outLocal,
+		},
+		"the pod is gone": {
+			before: func(n *testNode) {
+				n.pods.Set(agenttest.Hooked("a"), false)
+				n.liven = func() (nodepods.Pod, bool, error) { return nodepods.Pod{}, true, nil }
+			},
+			code: 200, prefix: "Gone", counts: outGone,
+		},
+		"a container is restarted: told": {
+			before: func(n *testNode) {
+				n.pods.Set(agenttest.Hooked("a"), false)
+				n.liven = func() (nodepods.Pod, bool, error) { p, _ := nodepods.Read(agenttest.Hooked("a")); return p, false, nil }
+				n.ask = func(_ context.Context, b wire.Barrier) (wire.Passed, error) {
+					if b.Terminating {
+						n.Errorf("the pod is called terminating: %+v", b)
+					}
+					return wire.Passed{Reason: "Acknowledged"}, nil
+				}
+			},
+			code: 200, prefix: "Restart", counts: outRestart,
+		},
+		"a container is restarted, and nobody answers": {
+			before: func(n *testNode) {
+				n.pods.Set(agenttest.Hooked("a"), false)
+				n.live = func(ctx context.Context, _ drain.Pod) (nodepods.Pod, bool, error) {
+					<-ctx.Done()
+					return nodepods.Pod{}, false, ctx.Err()
+				}
+				n.ask = func(ctx context.Context, _ wire.Barrier) (wire.Passed, error) {
+					<-ctx.Done()
+					return wire.Passed{}, ctx.Err()
+				}
+			},
+			code: 200, prefix: "Restart", counts: outRestart, least: 2 * time.Second, most: 2 * time.Second,
+		},
+		"the agent stops": {
+			before: func(n *testNode) {
+				n.k.Is(podTarget, health.Routing, 0)
+				n.pods.Set(agenttest.Hooked("a"), false)
+				n.pods.Set(agenttest.Deleted(agenttest.Hooked("a"), 35*time.Second), false)
+			},
+			after: func(n *testNode) {
+				ctx, cancel := context.WithCancel(context.Background())
+				cancel()
+				_ = n.Server.Run(ctx, 4*time.Second)
+			},
+			code: 200, prefix: "Stopping", counts: outStopping, least: 4 * time.Second, most: 4 * time.Second,
+		},
+		"the pod has no address": {
+			before: func(n *testNode) {
+				p := agenttest.Hooked("a")
+				p.Status.PodIPs = nil
+				n.pods.Set(p, false)
+				n.pods.Set(agenttest.Deleted(p, 35*time.Second), false)
+			},
+			code: 200, prefix: "NoTargets", counts: outNoTargets,
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				n := newTestNode(t)
+				if c.before != nil {
+					c.before(n)
+				}
+				id := c.id
+				if id == "" {
+					id = "id-a"
+				}
+				first, second := n.hook(id), n.hook(id)
+				if c.after != nil {
+					c.after(n)
+				}
+				n.answered(first, c.code, c.prefix, c.least, c.most)
+				n.answered(second, c.code, c.prefix, c.least, c.most)
+				want := 1.0
+				if c.code != 200 {
+					want = 2
+				}
+				if c.most == 0 && c.code == 200 {
+					want = n.ended(c.counts) // the first may be over before the second comes
+				}
+				n.counted(c.counts, want)
+			})
+		})
+	}
+}
+
+// Without this, whoever can reach the node's address keeps its agent busy without end.
+func TestWaitsAreBounded(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t)
+		var all []chan got
+		for range strangersMost + 5 {
+			all = append(all, n.hook("nobody"))
+		}
+		codes := map[int]int{}
+		for _, h := range all {
+			codes[(<-h).code]++
+		}
+		if codes[429] != 5 || codes[404] != strangersMost {
+			t.Errorf("answers to strangers: %v", codes)
+		}
+		for i := range waitsMost {
+			n.open[drain.UID(rune('a'+i))] = &wait{}
+		}
+		n.pods.Set(agenttest.Hooked("a"), false)
+		n.pods.Set(agenttest.Deleted(agenttest.Hooked("a"), 35*time.Second), false)
+		if g := <-n.hook("id-a"); g.code != http.StatusTooManyRequests {
+			t.Errorf("one more than the bound is answered %d %s", g.code, g.text)
+		}
+	})
+}
+
+// Without this, whoever can read a pod's annotation and reach the node's port has a pod that nobody deletes taken out of every directed
+// gateway. Kubelets call from the node's own addresses, hooks of kind exec from their pod's.
+func TestHooksComeFromTheNodeOrTheirPod(t *testing.T) {
+	for from, code := range map[string]int{
+		"127.0.0.1": 200, "127.9.9.9": 200, "::1": 200, "192.0.2.7": 200, "::ffff:192.0.2.7": 200, "2001:db8::7": 200, podTarget.Addr().String(): 200,
+		"203.0.113.9": 403, "2001:db8::8": 403,
+	} {
+		t.Run(from, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				n := newTestNode(t)
+				n.addresses = func() ([]net.Addr, error) {
+					return []net.Addr{
+						&net.IPNet{IP: net.ParseIP("192.0.2.7"), Mask: net.CIDRMask(24, 32)}, &net.IPNet{IP: net.ParseIP("2001:db8::7"), Mask: net.CIDRMask(64, 128)},
+					}, nil
+				}
+				p := agenttest.Hooked("web")
+				n.pods.Set(p, false)
+				n.liven = func() (nodepods.Pod, bool, error) { is, _ := nodepods.Read(p); return is, false, nil }
+				n.ask = func(_ context.Context, b wire.Barrier) (wire.Passed, error) {
+					n.asked = append(n.asked, b)
+					return wire.Passed{Phase: "Released", Reason: "Acknowledged"}, nil
+				}
+				if g := <-n.hookFrom("id-web", from); g.code != code || len(n.asked) != 0 && code != 200 {
+					t.Errorf("answered %d %s, and coordinators were asked %d times, want %d", g.code, g.text, len(n.asked), code)
+				}
+			})
+		})
+	}
+}
+
+// Strangers ask for ids that do not exist, from one address and from many. The hook of a pod that the watch does not know yet still finds room.
+func TestStrangersDoNotFillThePlacesForUnknownIDs(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t)
+		n.addresses = func() ([]net.Addr, error) { return nil, nil }
+		for range 100 {
+			n.hookFrom("nobody", "203.0.113.9")
+		}
+		other := n.hookFrom("id-b", "203.0.113.10")
+		for i := range 100 {
+			n.hookFrom("nobody", fmt.Sprintf("198.51.100.%d", i))
+		}
+		local := n.hook("id-a")
+		n.pods.Set(agenttest.Deleted(agenttest.Hooked("a"), 35*time.Second), false)
+		if g := <-local; g.code != http.StatusOK {
+			t.Errorf("a hook from the node is answered %d %s", g.code, g.text)
+		}
+		if g := <-other; g.code != http.StatusNotFound {
+			t.Errorf("a hook from a second address is answered %d %s", g.code, g.text)
+		}
+		time.Sleep(2 * findMost)
+		synctest.Wait()
+		if len(n.strangers) > 0 {
+			t.Errorf("places stay taken: %v", n.strangers)
+		}
+	})
+}
+
+// A probe has failed, and while the hook of that container waits the pod is deleted. Without this the hooks of the deletion share the answer of that
+// one, and the pod is stopped without a barrier.
+func TestADeletionWhileAContainerIsBeingStopped(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t)
+		n.k.Is(podTarget, health.Routing, 0)
+		p := agenttest.Hooked("a")
+		n.pods.Set(p, false)
+		n.liven = func() (nodepods.Pod, bool, error) { is, _ := nodepods.Read(p); return is, false, nil }
+		n.ask = func(ctx context.Context, b wire.Barrier) (wire.Passed, error) {
+			n.asked = append(n.asked, b)
+			if b.Terminating {
+				time.Sleep(5 * time.Second)
+				return wire.Passed{Phase: "Released", Reason: "Acknowledged"}, nil
+			}
+			<-ctx.Done()
+			return wire.Passed{}, ctx.Err()
+		}
+		first := n.hook("id-a")
+		time.Sleep(time.Second)
+		n.pods.Set(agenttest.Deleted(p, 35*time.Second), false)
+		second := n.hook("id-a")
+		n.answered(second, 200, "Acknowledged", 5*time.Second, 5*time.Second)
+		n.answered(first, 200, "Acknowledged", 6*time.Second, 6*time.Second)
+		if len(n.asked) != 2 || n.asked[0].Terminating || !n.asked[1].Terminating {
+			t.Errorf("asked %+v", n.asked)
+		}
+	})
+}
+
+// Clocks of nodes are wrong, and no coordinator is there: what the kernel says counts by this node's clock, too, also if
+// the agent has started since the deletion.
+func TestTheKernelAloneByThisNodesClock(t *testing.T) {
+	for name, known := range map[string]bool{"it has heard of the deletion": true, "it has started since": false} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				n := newTestNode(t)
+				n.k.Is(podTarget, health.Kept, 0)
+				p := agenttest.Hooked("a")
+				if known {
+					n.pods.Set(p, false)
+				}
+				gone := agenttest.Deleted(p, 35*time.Second)
+				ahead := metav1.NewTime(gone.DeletionTimestamp.Add(time.Hour))
+				gone.DeletionTimestamp = &ahead
+				n.pods.Set(gone, false)
+				n.answered(n.hook("id-a"), 200, "Local", localKept, localKept+askAgain)
+				n.k.Is(podTarget, health.Routing, 0)
+				n.answered(n.hook("id-a"), 200, "Bound", 30*time.Second-localKept-askAgain, 30*time.Second-localKept)
+			})
+		})
+	}
+}
+
+// Hooks that come while the agent ends are answered at once, and no wait begins that the agent would not wait for: the race
+// detector finds those.
+func TestHooksThatComeAtTheEnd(t *testing.T) {
+	n := newTestNode(t)
+	n.k.Is(podTarget, health.Routing, 1)
+	for _, name := range []string{"a", "b"} {
+		n.pods.Set(agenttest.Deleted(agenttest.Hooked(name), 35*time.Second), false)
+	}
+	ask := func(name string) string {
+		w, r := httptest.NewRecorder(), httptest.NewRequest(http.MethodGet, "/v1/wait/id-"+name, nil)
+		r.RemoteAddr = "127.0.0.1:4711"
+		n.Handler().ServeHTTP(w, r)
+		return w.Body.String()
+	}
+	first := make(chan string, 1)
+	go func() { first <- ask("a") }()
+	for n.count() == 0 {
+		time.Sleep(time.Millisecond)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	ended := make(chan error, 1)
+	go func() { ended <- n.Server.Run(ctx, 0) }()
+	if text := <-first; !strings.HasPrefix(text, "Stopping") {
+		t.Errorf("the hook that waited is told %q", text)
+	}
+	if text := ask("b"); !strings.HasPrefix(text, "Stopping") {
+		t.Errorf("the hook that came late is told %q", text)
+	}
+	if err := <-ended; err != nil {
+		t.Error(err)
+	}
+	if got := n.ended(outStopping); got != 2 {
+		t.Errorf("%v hooks are counted, want 2", got)
+	}
+}
+
+// Clocks of nodes are wrong: what counts is when this node heard of the deletion.
+func TestTheBoundRunsByThisNodesClock(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t)
+		n.k.Is(podTarget, health.Routing, 0)
+		p := agenttest.Hooked("a")
+		n.pods.Set(p, false)
+		gone := agenttest.Deleted(p, 35*time.Second)
+		ahead := metav1.NewTime(gone.DeletionTimestamp.Add(-time.Hour))
+		gone.DeletionTimestamp = &ahead
+		n.pods.Set(gone, false)
+		h := n.hook("id-a")
+		time.Sleep(10 * time.Second)
+		// Repeated by the watch, it does not begin again.
+		n.pods.Set(gone.DeepCopy(), false)
+		n.answered(h, 200, "Bound", 30*time.Second, 30*time.Second)
+		h = n.hook("id-a")
+		n.answered(h, 200, "NoTime", 0, 0)
+		if b := n.asked[0]; b.BoundMillis != 29_750 || b.ElapsedMillis != 0 || !b.Terminating {
+			t.Errorf("asked %+v", b)
+		}
+		// So it does if the agent has not known the pod before. Its hook is not over at once because the clocks differ.
+		for uid, apart := range map[types.UID]time.Duration{"behind": time.Hour, "ahead": -time.Hour} {
+			p := agenttest.Deleted(agenttest.Hooked("b"), 35*time.Second)
+			p.UID, p.Annotations["lameduck.io/barrier-id"] = uid, string(uid)
+			at := metav1.NewTime(p.DeletionTimestamp.Add(apart))
+			p.DeletionTimestamp = &at
+			n.pods.Set(p, false)
+			n.answered(n.hook(string(uid)), 200, "Bound", 30*time.Second, 30*time.Second)
+		}
+	})
+}

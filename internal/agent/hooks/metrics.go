@@ -1,0 +1,65 @@
+package hooks
+
+import (
+	"github.com/prometheus/client_golang/prometheus"
+
+	agentmetrics "github.com/lameduck-io/lameduck/internal/agent/metrics"
+	"github.com/lameduck-io/lameduck/pkg/drain"
+)
+
+// outcome is how a wait ended, as the metric names it. Most are the reasons of the ledger.
+type outcome string
+
+const (
+	// outBound: the bound came before an answer.
+	outBound outcome = "Bound"
+	// outLocal: no coordinator could be asked; this node's kernel alone has let go. Uncovered.
+	outLocal outcome = "Local"
+	// outRestart: not the pod is stopped, but a container of it, or its node. Directed gateways were told.
+	outRestart outcome = "Restart"
+	// outGone: the pod does not exist any more.
+	outGone outcome = "Gone"
+	// outNoTime: the deletion leaves no more than the application's own grace. Uncovered.
+	outNoTime outcome = "NoTime"
+	// outNoTargets: the pod has no address that could be watched. Uncovered.
+	outNoTargets outcome = "NoTargets"
+	// outStopping: this agent had to stop. Uncovered.
+	outStopping outcome = "Stopping"
+	// outUnknown: no pod of this node has the id.
+	outUnknown outcome = "Unknown"
+	// outForeign: the hook came from an address that is neither this node's nor the pod's.
+	outForeign outcome = "Foreign"
+	// outTooMany: too many waits are open. Uncovered.
+	outTooMany outcome = "TooMany"
+)
+
+// outcomes lists what the metric begins with.
+var outcomes = []outcome{
+	outBound, outLocal, outRestart, outGone, outNoTime, outNoTargets, outStopping, outUnknown, outForeign, outTooMany,
+	outcome(drain.Acknowledged.String()), outcome(drain.IdleBound.String()), outcome(drain.Deadline.String()), outcome(drain.NoAgents.String()),
+	outcome(drain.LastTarget.String()), outcome(drain.Suspended.String()), outcome(drain.AgentsLost.String()), outcome(drain.Dead.String()),
+}
+
+// metrics are those of hooks.
+type metrics struct {
+	waits   *prometheus.CounterVec
+	waiting prometheus.Gauge
+	waited  prometheus.Histogram
+}
+
+func newMetrics(r prometheus.Registerer) *metrics {
+	m := &metrics{
+		waits: prometheus.NewCounterVec(prometheus.CounterOpts{
+			Name: "lameduck_barrier_waits_total", Help: "Waits of hooks that ended, by outcome. Repeats and several containers of one pod at one time are one.",
+		}, []string{"outcome"}),
+		waiting: prometheus.NewGauge(prometheus.GaugeOpts{Name: "lameduck_barrier_waiting", Help: "Pods whose hooks wait now."}),
+		waited: prometheus.NewHistogram(prometheus.HistogramOpts{
+			Name: "lameduck_barrier_wait_seconds", Help: "Time that hooks waited.", Buckets: agentmetrics.PropagationBuckets,
+		}),
+	}
+	r.MustRegister(m.waits, m.waiting, m.waited)
+	for _, o := range outcomes {
+		m.waits.WithLabelValues(string(o))
+	}
+	return m
+}

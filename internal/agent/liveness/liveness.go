@@ -1,0 +1,96 @@
+// Package liveness tells [serving.Health] what /livez and /healthz depend on: how far the gateway follows, and the node.
+package liveness
+
+import (
+	"cmp"
+	"context"
+	"log/slog"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/client-go/informers"
+	"k8s.io/client-go/kubernetes"
+	toolscache "k8s.io/client-go/tools/cache"
+
+	"github.com/lameduck-io/lameduck/internal/watch"
+	"github.com/lameduck-io/lameduck/pkg/gateway"
+	"github.com/lameduck-io/lameduck/pkg/health/serving"
+)
+
+// toBeDeleted is the taint that the cluster autoscaler puts on a node before it deletes it.
+const toBeDeleted = "ToBeDeletedByClusterAutoscaler"
+
+// Follow carries the gateway's progress to what /livez and /healthz say. A gateway that cannot be read is behind with everything: it has
+// died or is starting, and what it had been told is to be told again. That is how HAProxy's death gets there.
+func Follow(h *serving.Health) func(gateway.Progress) {
+	return func(p gateway.Progress) {
+		behind := map[serving.Family]bool{}
+		for _, op := range p.Behind {
+			behind[serving.Of(op.Key.Target.Addr.Addr())] = true
+		}
+		for _, f := range serving.Families {
+			if behind[f] || p.Err != nil {
+				h.Queued(f, p.AsOf)
+			} else {
+				h.Updated(f, p.AsOf)
+			}
+		}
+		for _, op := range p.Came {
+			h.Queued(serving.Of(op.Key.Target.Addr.Addr()), time.Now())
+		}
+	}
+}
+
+// Queue records a change that may be of any family: a tombstone names a pod, not an address.
+func Queue(h *serving.Health) {
+	now := time.Now()
+	for _, f := range serving.Families {
+		h.Queued(f, now)
+	}
+}
+
+// eligible says whether new traffic may come to a node, as kube-proxy decides it. gone says that the API server has deleted it.
+func eligible(node *corev1.Node, gone bool) bool {
+	if gone || !node.DeletionTimestamp.IsZero() {
+		return false
+	}
+	for _, taint := range node.Spec.Taints {
+		if taint.Key == toBeDeleted {
+			return false
+		}
+	}
+	return true
+}
+
+// WatchNode tells set whether the node of that name is eligible, until ctx is done. It says nothing of a node that it has not seen, so that the
+// node stays what it was last known to be: eligible at first. Neither a missing right nor an API server that is away changes that.
+func WatchNode(ctx context.Context, kube kubernetes.Interface, name string, set func(bool), log *slog.Logger) error {
+	last := true
+	w, err := watch.New(kube, watch.Options[*corev1.Node]{
+		Informer: func(f informers.SharedInformerFactory) toolscache.SharedIndexInformer {
+			return f.Core().V1().Nodes().Informer()
+		},
+		Fields: fields.OneTermEqualSelector(metav1.ObjectNameField, name).String(),
+		Changed: func(was, is *corev1.Node, _ bool) {
+			node := cmp.Or(is, was)
+			if node.Name != name {
+				return
+			}
+			eligible := eligible(node, is == nil)
+			set(eligible)
+			if eligible != last {
+				log.Info("node eligibility", "node", name, "eligible", eligible)
+			}
+			last = eligible
+		},
+		Trouble: func(err error) {
+			log.Warn("node cannot be watched: it counts as what it was last known to be, eligible at first", "node", name, "error", err)
+		},
+	})
+	if err != nil {
+		return err
+	}
+	return w.Run(ctx)
+}

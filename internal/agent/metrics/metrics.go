@@ -1,0 +1,276 @@
+// Package metrics has the metrics of agents that are not of one part alone.
+package metrics
+
+import (
+	"strings"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/lameduck-io/lameduck/pkg/drain/wire"
+	"github.com/lameduck-io/lameduck/pkg/gateway"
+	"github.com/lameduck-io/lameduck/pkg/health"
+)
+
+// Directed are the metrics of an agent that directs a gateway. It observes the director, the probes and the client.
+type Directed struct {
+	operations *prometheus.CounterVec
+	applying   prometheus.Histogram
+	reading    prometheus.Histogram
+	failed     *prometheus.CounterVec
+	Client
+	unlearned prometheus.Counter
+	journal   *prometheus.CounterVec
+	writing   prometheus.Histogram
+	probes    *prometheus.CounterVec
+	probing   *prometheus.HistogramVec
+	lateness  prometheus.Histogram
+	flying    *prometheus.GaugeVec
+	full      prometheus.Gauge
+}
+
+// NewDirected registers the metrics of an agent that directs a gateway.
+func NewDirected(r prometheus.Registerer, set *health.Set) *Directed {
+	buckets := []float64{.0001, .00025, .0005, .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5}
+	m := &Directed{
+		operations: prometheus.NewCounterVec(prometheus.CounterOpts{
+			Name: "lameduck_agent_operations_total", Help: "Operations sent to the gateway, by what was wanted.",
+		}, []string{"want"}),
+		applying: prometheus.NewHistogram(prometheus.HistogramOpts{
+			Name: "lameduck_agent_apply_duration_seconds", Help: "Time to apply one batch of operations to the gateway.", Buckets: buckets,
+		}),
+		reading: prometheus.NewHistogram(prometheus.HistogramOpts{
+			Name: "lameduck_agent_read_duration_seconds", Help: "Time to read the gateway once.", Buckets: buckets,
+		}),
+		failed: prometheus.NewCounterVec(prometheus.CounterOpts{
+			Name: "lameduck_agent_gateway_errors_total", Help: "Batches and readings that the gateway did not carry out.",
+		}, []string{"call"}),
+		Client: NewClient(r, wire.DeclarationsPath, wire.ReportsPath),
+		unlearned: prometheus.NewCounter(prometheus.CounterOpts{
+			Name: "lameduck_agent_unlearned_starts_total",
+			Help: "Starts at which the gateway was programmed without every coordinator having said which drains are open.",
+		}),
+	}
+	m.journal = prometheus.NewCounterVec(prometheus.CounterOpts{
+		Name: "lameduck_agent_journal_writes_total", Help: "Attempts to write the tombstones to disk, by result.",
+	}, []string{"result"})
+	m.writing = prometheus.NewHistogram(prometheus.HistogramOpts{
+		Name: "lameduck_agent_journal_write_duration_seconds", Help: "Time of one attempt to write the tombstones to disk.", Buckets: buckets,
+	})
+	m.probes = prometheus.NewCounterVec(prometheus.CounterOpts{
+		Name: "lameduck_agent_probes_total", Help: "Probes of targets that ended, by protocol and outcome.",
+	}, []string{"protocol", "outcome"})
+	m.probing = prometheus.NewHistogramVec(prometheus.HistogramOpts{
+		Name: "lameduck_agent_probe_duration_seconds", Help: "Time of one probe, by protocol.", Buckets: buckets,
+	}, []string{"protocol"})
+	m.lateness = prometheus.NewHistogram(prometheus.HistogramOpts{
+		Name: "lameduck_agent_probe_lateness_seconds", Help: "How late probes began, by their schedule.", Buckets: buckets,
+	})
+	m.flying = prometheus.NewGaugeVec(prometheus.GaugeOpts{
+		Name: "lameduck_agent_probes_in_flight", Help: "Probes by state: flying, waiting for room, and idle connections that are kept alive.",
+	}, []string{"state"})
+	m.full = prometheus.NewGauge(prometheus.GaugeOpts{
+		Name: "lameduck_agent_probes_overloaded", Help: "1 while no more probes are begun because too many are in flight: verdicts come late.",
+	})
+	r.MustRegister(m.probes, m.probing, m.lateness, m.flying, m.full)
+	for _, p := range []health.Protocol{health.HTTP, health.HTTPS, health.TCP, health.GRPC} {
+		m.probing.WithLabelValues(p.String())
+		for _, o := range []health.OutcomeKind{health.Success, health.HTTPFailure, health.TCPFailure, health.Timeout} {
+			m.probes.WithLabelValues(p.String(), outcomeLabel(o))
+		}
+	}
+	r.MustRegister(m.journal, m.writing, m.operations, m.applying, m.reading, m.failed, m.unlearned, targets{set})
+	for _, w := range []health.Want{health.WantRouted, health.WantRemoved, health.WantGone} {
+		m.operations.WithLabelValues(w.String())
+	}
+	for _, result := range []string{"ok", "error"} {
+		m.journal.WithLabelValues(result)
+	}
+	for _, c := range []string{"apply", "read"} {
+		m.failed.WithLabelValues(c)
+	}
+	return m
+}
+
+// Applied implements gateway.Observer.
+func (m *Directed) Applied(ops []health.Op, took time.Duration, err error) {
+	for _, op := range ops {
+		m.operations.WithLabelValues(op.Want.String()).Inc()
+	}
+	m.applying.Observe(took.Seconds())
+	if err != nil {
+		m.failed.WithLabelValues("apply").Inc()
+	}
+}
+
+// Read implements gateway.Observer.
+func (m *Directed) Read(took time.Duration, err error) {
+	m.reading.Observe(took.Seconds())
+	if err != nil {
+		m.failed.WithLabelValues("read").Inc()
+	}
+}
+
+// Wrote is told of each attempt to write the journal.
+func (m *Directed) Wrote(took time.Duration, err error) {
+	m.journal.WithLabelValues(result(err)).Inc()
+	m.writing.Observe(took.Seconds())
+}
+
+// Failing registers whether the journal is in trouble.
+func (m *Directed) Failing(r prometheus.Registerer, trouble func() error) {
+	r.MustRegister(prometheus.NewGaugeFunc(prometheus.GaugeOpts{
+		Name: "lameduck_agent_journal_failing",
+		Help: "1 while tombstones are not kept on disk, because it fails or hangs: they are forgotten if the agent dies. Also until the first write after a file that could not be read.",
+	}, func() float64 {
+		if trouble() != nil {
+			return 1
+		}
+		return 0
+	}))
+}
+
+// Refusals registers how many Services have a check that cannot be read.
+func (m *Directed) Refusals(r prometheus.Registerer, count func() int) {
+	r.MustRegister(prometheus.NewGaugeFunc(prometheus.GaugeOpts{
+		Name: "lameduck_agent_refused_checks", Help: "Services whose annotation lameduck.io/health-check cannot be read. The log names them.",
+	}, func() float64 { return float64(count()) }))
+}
+
+// Unlearned counts a start at which coordinators had not said which drains are open.
+func (m *Directed) Unlearned() { m.unlearned.Inc() }
+
+// Started implements probe.Observer.
+func (m *Directed) Started(lateness time.Duration) { m.lateness.Observe(lateness.Seconds()) }
+
+// Finished implements probe.Observer.
+func (m *Directed) Finished(protocol health.Protocol, outcome health.Outcome, took time.Duration) {
+	m.probes.WithLabelValues(protocol.String(), outcomeLabel(outcome.Kind)).Inc()
+	m.probing.WithLabelValues(protocol.String()).Observe(took.Seconds())
+}
+
+// InFlight implements probe.Observer.
+func (m *Directed) InFlight(flying, waiting, idle int, full bool) {
+	m.flying.WithLabelValues("flying").Set(float64(flying))
+	m.flying.WithLabelValues("waiting").Set(float64(waiting))
+	m.flying.WithLabelValues("idle").Set(float64(idle))
+	m.full.Set(0)
+	if full {
+		m.full.Set(1)
+	}
+}
+
+func outcomeLabel(k health.OutcomeKind) string { return strings.ReplaceAll(k.String(), " ", "_") }
+
+// targets collects what the set holds when it is asked.
+type targets struct{ set *health.Set }
+
+var (
+	targetsDesc = prometheus.NewDesc("lameduck_agent_targets",
+		"Targets by pool and state: claimed by EndpointSlices, routed by the gateway, buried (claimed and tombstoned), unusable (routable and unhealthy).", []string{"pool", "state"}, nil)
+	openDesc = prometheus.NewDesc("lameduck_agent_pool_failing_open",
+		"1 while too few of a pool's routable targets are healthy, so that all of them get traffic.", []string{"pool"}, nil)
+	tombstonesDesc = prometheus.NewDesc("lameduck_agent_tombstones", "Tombstones by state.", []string{"state"}, nil)
+)
+
+// Describe implements prometheus.Collector.
+func (t targets) Describe(out chan<- *prometheus.Desc) {
+	out <- targetsDesc
+	out <- openDesc
+	out <- tombstonesDesc
+}
+
+// Collect implements prometheus.Collector.
+func (t targets) Collect(out chan<- prometheus.Metric) {
+	for pool, c := range t.set.Counts() {
+		for state, n := range map[string]int{"claimed": c.Claimed, "routed": c.Routed, "buried": c.Buried, "unusable": c.Unusable} {
+			out <- prometheus.MustNewConstMetric(targetsDesc, prometheus.GaugeValue, float64(n), string(pool), state)
+		}
+		open := 0.0
+		if c.FailingOpen {
+			open = 1
+		}
+		out <- prometheus.MustNewConstMetric(openDesc, prometheus.GaugeValue, open, string(pool))
+	}
+	counts := map[health.State]int{}
+	for _, s := range t.set.Tombstones() {
+		counts[s.State]++
+	}
+	for s := health.Unknown; s <= health.Idle; s++ {
+		out <- prometheus.MustNewConstMetric(tombstonesDesc, prometheus.GaugeValue, float64(counts[s]), s.String())
+	}
+}
+
+// Client counts what happens between an agent and coordinators. It implements client.Observer.
+type Client struct {
+	streams prometheus.Gauge
+	posts   *prometheus.CounterVec
+}
+
+// NewClient registers the metrics of a client that posts to paths.
+func NewClient(r prometheus.Registerer, paths ...string) Client {
+	c := Client{
+		streams: prometheus.NewGauge(prometheus.GaugeOpts{Name: "lameduck_agent_streams", Help: "Open streams to coordinators."}),
+		posts: prometheus.NewCounterVec(prometheus.CounterOpts{
+			Name: "lameduck_agent_posts_total", Help: "Posts to coordinators, by path and result.",
+		}, []string{"path", "result"}),
+	}
+	r.MustRegister(c.streams, c.posts)
+	for _, p := range paths {
+		c.posts.WithLabelValues(p, "ok")
+		c.posts.WithLabelValues(p, "error")
+	}
+	return c
+}
+
+// Connected implements client.Observer.
+func (c Client) Connected(string) { c.streams.Inc() }
+
+// Disconnected implements client.Observer.
+func (c Client) Disconnected(string) { c.streams.Dec() }
+
+// Posted implements client.Observer.
+func (c Client) Posted(path string, err error) {
+	c.posts.WithLabelValues(path, result(err)).Inc()
+}
+
+func result(err error) string {
+	if err != nil {
+		return "error"
+	}
+	return "ok"
+}
+
+// Audits registers how often what an agent knows was compared with the data plane.
+func Audits(r prometheus.Registerer, audits func() gateway.Audits) {
+	for result, n := range map[string]func(gateway.Audits) uint64{
+		"same":      func(a gateway.Audits) uint64 { return a.Same },
+		"corrected": func(a gateway.Audits) uint64 { return a.Corrected },
+		"error":     func(a gateway.Audits) uint64 { return a.Failed },
+	} {
+		r.MustRegister(prometheus.NewCounterFunc(prometheus.CounterOpts{
+			Name: "lameduck_agent_audits_total", ConstLabels: prometheus.Labels{"result": result},
+			Help: "Comparisons of what the agent knows of kube-proxy's rules with the kernel, by result. Corrected: they differed, and reports of before may have been wrong.",
+		}, func() float64 { return float64(n(audits())) }))
+	}
+}
+
+// PropagationBuckets are finer where a kernel is quick, and reach beyond a barrier's bound.
+var PropagationBuckets = []float64{.005, .01, .025, .05, .1, .25, .5, .75, 1, 1.5, 2, 3, 5, 7.5, 10, 15, 30, 60}
+
+// NewPropagation registers the histogram of how long a gateway takes to stop routing to a pod.
+func NewPropagation(r prometheus.Registerer, gateway, node string) *prometheus.HistogramVec {
+	labels := prometheus.Labels{"gateway": gateway}
+	if node != "" {
+		labels["node"] = node
+	}
+	h := prometheus.NewHistogramVec(prometheus.HistogramOpts{
+		Name:    "lameduck_propagation_seconds",
+		Help:    "Time from when a pod began to go until this gateway was Removed, and Idle: what a sleep before SIGTERM would have to cover.",
+		Buckets: PropagationBuckets, ConstLabels: labels,
+	}, []string{"what"})
+	r.MustRegister(h)
+	h.WithLabelValues("removed")
+	h.WithLabelValues("idle")
+	return h
+}

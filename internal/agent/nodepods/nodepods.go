@@ -1,0 +1,312 @@
+// Package nodepods knows the pods of one node that have a barrier.
+package nodepods
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/netip"
+	"slices"
+	"strconv"
+	"sync"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/informers"
+	"k8s.io/client-go/kubernetes"
+	toolscache "k8s.io/client-go/tools/cache"
+
+	"github.com/lameduck-io/lameduck/internal/watch"
+	"github.com/lameduck-io/lameduck/pkg/drain"
+)
+
+// What the mutating webhook writes on a pod.
+const (
+	// idKey is the random id that the pod's hooks name.
+	idKey = "lameduck.io/barrier-id"
+	// boundKey is how long they may last.
+	boundKey = "lameduck.io/barrier-bound"
+	// graceKey is the application's own grace in seconds, which is left when they have lasted that long.
+	graceKey = "lameduck.io/barrier-grace"
+)
+
+// boundDefault is the bound of a pod that does not say.
+const boundDefault = 30 * time.Second
+
+// BoundMost is the longest bound that a pod may have.
+const BoundMost = 10 * time.Minute
+
+// Pod is a pod of this node that has a barrier, as far as that needs it.
+type Pod struct {
+	drain.Pod
+	// ID is the random id that its hooks name.
+	ID string
+	// Bound is how long its hooks may last, by its annotation. Grace is what its application is to have after them.
+	Bound, Grace time.Duration
+	// Since is when it was deleted, by the API server's clock, and Seen when this agent first saw that, by the node's
+	// clock. Zero: it was not deleted.
+	Since, Seen time.Time
+	// Allowed is the grace that the deletion gave.
+	Allowed time.Duration
+	// Targets are its addresses.
+	Targets []netip.AddrPort
+}
+
+// Deadline is when its hooks must have ended, by this node's clock, which may differ from the API server's: the bound is
+// cut so that the application has its own grace.
+func (p Pod) Deadline() time.Time {
+	return p.Seen.Add(min(p.Bound, p.Allowed-p.Grace))
+}
+
+// Read reads what there is to know. ok is false if the pod has no barrier.
+func Read(p *corev1.Pod) (n Pod, ok bool) {
+	n = Pod{
+		Pod: drain.Pod{Namespace: p.Namespace, Name: p.Name, UID: drain.UID(p.UID)},
+		ID:  p.Annotations[idKey], Bound: boundDefault,
+	}
+	if n.ID == "" {
+		return n, false
+	}
+	if d, err := time.ParseDuration(p.Annotations[boundKey]); err == nil && d >= 0 {
+		n.Bound = min(d, BoundMost)
+	}
+	if s, err := strconv.Atoi(p.Annotations[graceKey]); err == nil && s >= 0 {
+		n.Grace = time.Duration(s) * time.Second
+	}
+	if p.DeletionTimestamp != nil {
+		n.Allowed = n.Bound + n.Grace
+		if p.DeletionGracePeriodSeconds != nil {
+			n.Allowed = time.Duration(*p.DeletionGracePeriodSeconds) * time.Second
+		}
+		n.Since = p.DeletionTimestamp.Add(-n.Allowed)
+	}
+	for _, ip := range p.Status.PodIPs {
+		addr, err := netip.ParseAddr(ip.IP)
+		if err != nil {
+			continue
+		}
+		if !p.Spec.HostNetwork {
+			n.Targets = append(n.Targets, netip.AddrPortFrom(addr, 0))
+			continue
+		}
+		// The address is the node's: only the ports are the pod's.
+		for _, c := range p.Spec.Containers {
+			for _, port := range c.Ports {
+				n.Targets = append(n.Targets, netip.AddrPortFrom(addr, uint16(port.ContainerPort)))
+			}
+		}
+	}
+	return n, true
+}
+
+// Pods knows the pods of one node that have a barrier.
+type Pods struct {
+	left func(Pod)
+	log  *slog.Logger
+
+	mu     sync.Mutex
+	byID   map[string]map[types.UID]Pod
+	owner  map[netip.Addr]map[types.UID]struct{}
+	known  map[types.UID]*corev1.Pod
+	listed bool
+	// changed is closed when something has.
+	changed chan struct{}
+}
+
+// New returns an empty set of pods. left, which may be nil, is called for each pod that is gone, if nobody on the node has its addresses.
+func New(left func(Pod), log *slog.Logger) *Pods {
+	return &Pods{
+		left: left, log: log, byID: map[string]map[types.UID]Pod{}, owner: map[netip.Addr]map[types.UID]struct{}{}, known: map[types.UID]*corev1.Pod{},
+		changed: make(chan struct{}),
+	}
+}
+
+// Find returns the pod with an id. Ids are random; of several pods which have one all the same, somebody has copied it, and the one that
+// is going is meant. changed is closed when there may be another answer.
+func (n *Pods) Find(id string) (p Pod, ok bool, changed <-chan struct{}) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	all := make([]Pod, 0, 1)
+	for _, p := range n.byID[id] {
+		all = append(all, p)
+	}
+	if len(all) == 0 {
+		return Pod{}, false, n.changed
+	}
+	return slices.MinFunc(all, func(a, b Pod) int {
+		switch {
+		case a.Since.IsZero() != b.Since.IsZero() && b.Since.IsZero():
+			return -1
+		case a.Since.IsZero() != b.Since.IsZero():
+			return 1
+		}
+		return cmp.Compare(a.UID, b.UID)
+	}), true, n.changed
+}
+
+// Synced reports whether the first list is complete.
+func (n *Pods) Synced() bool {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return n.listed
+}
+
+// Set takes in a pod, or its end.
+func (n *Pods) Set(p *corev1.Pod, gone bool) {
+	n.mu.Lock()
+	was := n.known[p.UID]
+	var former Pod
+	if was != nil {
+		former = n.byID[was.Annotations[idKey]][p.UID]
+		n.drop(was)
+	}
+	free := false
+	if gone {
+		free = former.ID != "" && !slices.ContainsFunc(former.Targets, func(t netip.AddrPort) bool { return len(n.owner[t.Addr()]) > 0 })
+	} else {
+		n.known[p.UID] = p
+		for _, ip := range p.Status.PodIPs {
+			if addr, err := netip.ParseAddr(ip.IP); err == nil && p.Status.Phase != corev1.PodSucceeded && p.Status.Phase != corev1.PodFailed {
+				if n.owner[addr] == nil {
+					n.owner[addr] = map[types.UID]struct{}{}
+				}
+				n.owner[addr][p.UID] = struct{}{}
+			}
+		}
+		if is, ok := Read(p); ok {
+			switch {
+			case is.Since.IsZero():
+			case !former.Since.IsZero():
+				is.Seen = former.Seen // the clock began then
+			default:
+				is.Seen = time.Now()
+			}
+			if n.byID[is.ID] == nil {
+				n.byID[is.ID] = map[types.UID]Pod{}
+			}
+			n.byID[is.ID][p.UID] = is
+		}
+	}
+	close(n.changed)
+	n.changed = make(chan struct{})
+	n.mu.Unlock()
+	if free && n.left != nil {
+		n.left(former)
+	}
+}
+
+// drop, called with the lock, forgets a pod as it was.
+func (n *Pods) drop(p *corev1.Pod) {
+	delete(n.known, p.UID)
+	if of := n.byID[p.Annotations[idKey]]; of != nil {
+		if delete(of, p.UID); len(of) == 0 {
+			delete(n.byID, p.Annotations[idKey])
+		}
+	}
+	for _, ip := range p.Status.PodIPs {
+		addr, err := netip.ParseAddr(ip.IP)
+		if err != nil {
+			continue
+		}
+		if of := n.owner[addr]; of != nil {
+			if delete(of, p.UID); len(of) == 0 {
+				delete(n.owner, addr)
+			}
+		}
+	}
+}
+
+// Owned reports whether a pod of this node has one of the addresses.
+func (n *Pods) Owned(targets []netip.AddrPort) bool {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return slices.ContainsFunc(targets, func(t netip.AddrPort) bool { return len(n.owner[t.Addr()]) > 0 })
+}
+
+// Run watches the pods of node until ctx is done. Only what is needed of them is kept.
+func (n *Pods) Run(ctx context.Context, kube kubernetes.Interface, node string) error {
+	w, err := watch.New(kube, watch.Options[*corev1.Pod]{
+		Informer: func(f informers.SharedInformerFactory) toolscache.SharedIndexInformer {
+			return f.Core().V1().Pods().Informer()
+		},
+		Fields: fields.OneTermEqualSelector("spec.nodeName", node).String(),
+		Reduce: lean,
+		Changed: func(was, is *corev1.Pod, _ bool) {
+			if was != nil && (is == nil || was.UID != is.UID) {
+				n.Set(was, true)
+			}
+			if is != nil {
+				n.Set(is, false)
+			}
+		},
+		Trouble: func(err error) {
+			n.log.Warn("pods of this node cannot be watched: hooks of pods that are not known yet are not answered", "node", node, "error", err)
+		},
+	})
+	if err != nil {
+		return err
+	}
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		if w.Synced(ctx) {
+			n.mu.Lock()
+			n.listed = true
+			n.mu.Unlock()
+		}
+	})
+	defer wg.Wait()
+	return w.Run(ctx)
+}
+
+// lean keeps of a pod what its barrier needs.
+func lean(p *corev1.Pod) *corev1.Pod {
+	slim := &corev1.Pod{
+		ObjectMeta: metav1.ObjectMeta{
+			Namespace: p.Namespace, Name: p.Name, UID: p.UID, ResourceVersion: p.ResourceVersion,
+			DeletionTimestamp: p.DeletionTimestamp, DeletionGracePeriodSeconds: p.DeletionGracePeriodSeconds,
+		},
+		Spec:   corev1.PodSpec{NodeName: p.Spec.NodeName, HostNetwork: p.Spec.HostNetwork},
+		Status: corev1.PodStatus{Phase: p.Status.Phase, PodIPs: p.Status.PodIPs},
+	}
+	for _, key := range []string{idKey, boundKey, graceKey} {
+		if value, ok := p.Annotations[key]; ok {
+			if slim.Annotations == nil {
+				slim.Annotations = map[string]string{}
+			}
+			slim.Annotations[key] = value
+		}
+	}
+	if p.Spec.HostNetwork {
+		for _, c := range p.Spec.Containers {
+			slim.Spec.Containers = append(slim.Spec.Containers, corev1.Container{Name: c.Name, Ports: c.Ports})
+		}
+	}
+	return slim
+}
+
+// Live reads a pod from the API server, not from a watch. gone reports that no pod has this UID.
+func Live(ctx context.Context, kube kubernetes.Interface, pod drain.Pod) (n Pod, gone bool, err error) {
+	p, err := kube.CoreV1().Pods(pod.Namespace).Get(ctx, pod.Name, metav1.GetOptions{})
+	switch {
+	case apierrors.IsNotFound(err):
+		return n, true, nil
+	case err != nil:
+		return n, false, fmt.Errorf("read pod %s: %w", pod, err)
+	case drain.UID(p.UID) != pod.UID:
+		return n, true, nil
+	}
+	n, ok := Read(p)
+	if !ok {
+		return n, false, errors.New("the pod has lost its annotation " + idKey)
+	}
+	if !n.Since.IsZero() {
+		n.Seen = time.Now()
+	}
+	return n, false, nil
+}

@@ -1,0 +1,131 @@
+package observation
+
+import (
+	"context"
+	"log/slog"
+	"net/netip"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/lameduck-io/lameduck/internal/agent/agenttest"
+	"github.com/lameduck-io/lameduck/internal/agent/metrics"
+	"github.com/lameduck-io/lameduck/internal/agent/nodepods"
+	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/gateway"
+	"github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest"
+	"github.com/lameduck-io/lameduck/pkg/health"
+)
+
+var podTarget = netip.MustParseAddrPort("10.1.0.7:0")
+
+func newPods(g gateway.Observed, log *slog.Logger) *Pods {
+	r := prometheus.NewRegistry()
+	return New(g, func() {}, metrics.NewPropagation(r, "fake", "n1"), r, log)
+}
+
+// Without this, a pod that comes to the address of one that has gone loses its connections.
+func TestConnectionsAreForgottenOnlyWhereNobodyHasTheAddress(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		k := gatewaytest.NewFakeObserved()
+		log := slog.New(slog.DiscardHandler)
+		o := newPods(k, log)
+		pods := nodepods.New(func(p nodepods.Pod) { o.Clean(p.Pod, p.Targets) }, log)
+		ctx, cancel := context.WithCancel(t.Context())
+		go func() { _ = o.Run(ctx, func(ts []netip.AddrPort) bool { return !pods.Owned(ts) }) }()
+		a, b := agenttest.Hooked("a"), agenttest.Hooked("b")
+		pods.Set(a, false)
+		pods.Set(b, false) // at the same address
+		pods.Set(a, true)
+		synctest.Wait()
+		if len(k.Cleaned()) > 0 {
+			t.Errorf("connections of b are forgotten")
+		}
+		// Nor where another node's pod has got it: the kernel sends there again.
+		k.Is(podTarget, health.Routing, 0)
+		o.Clean(drain.Pod{Namespace: "shop", Name: "c", UID: "uid-c"}, []netip.AddrPort{podTarget})
+		pods.Set(b, true)
+		time.Sleep(cleanLate + 2*cleanAgain)
+		synctest.Wait()
+		if len(k.Cleaned()) > 0 {
+			t.Errorf("connections of another node's pod are forgotten")
+		}
+		k.Is(podTarget, health.Idle, 0)
+		pods.Set(b, false)
+		pods.Set(b, true)
+		synctest.Wait()
+		if len(k.Cleaned()) != 1 || k.Cleaned()[0] != podTarget {
+			t.Errorf("forgotten are %v", k.Cleaned())
+		}
+		cancel()
+		synctest.Wait()
+	})
+}
+
+// The kernel keeps the last pod of a Service until kube-proxy hears that it is gone, which is later than the node's agent does. Without this nothing of
+// such pods is forgotten, and a client that uses a port again is sent to nobody.
+func TestConnectionsAreForgottenOnceTheKernelLetsGo(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		k := gatewaytest.NewFakeObserved()
+		o := newPods(k, slog.New(slog.DiscardHandler))
+		ctx, cancel := context.WithCancel(t.Context())
+		go func() { _ = o.Run(ctx, func([]netip.AddrPort) bool { return true }) }()
+		k.Is(podTarget, health.Kept, 0)
+		o.Clean(drain.Pod{Namespace: "shop", Name: "a", UID: "uid-a"}, []netip.AddrPort{podTarget})
+		time.Sleep(cleanLate / 2)
+		synctest.Wait()
+		if len(k.Cleaned()) > 0 {
+			t.Error("forgotten while the kernel makes new ones")
+		}
+		k.Is(podTarget, health.Removed, 0)
+		time.Sleep(2 * 200 * time.Millisecond)
+		synctest.Wait()
+		if len(k.Cleaned()) != 1 || k.Open() != 0 {
+			t.Errorf("forgotten are %v, %d watches are open", k.Cleaned(), k.Open())
+		}
+		cancel()
+		synctest.Wait()
+	})
+}
+
+// A kernel that has not heard of a pod looks as if it had let go: what counts is whether it was seen to send to it.
+func TestWhatTheKernelWasSeenToSendTo(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		k := gatewaytest.NewFakeObserved()
+		o := newPods(k, slog.New(slog.DiscardHandler))
+		sent := func(want bool) {
+			t.Helper()
+			if rs := o.Reports(); len(rs) != 1 || rs[0].Sent != want {
+				t.Errorf("reports %+v, want sent=%t", rs, want)
+			}
+		}
+		watch := drain.Watch{
+			Pod: drain.Pod{Namespace: "shop", Name: "a", UID: "uid-a"}, Since: time.Now(), Deadline: time.Now().Add(30 * time.Second), Targets: []netip.AddrPort{podTarget},
+		}
+		k.Is(podTarget, health.Idle, 0)
+		o.Watch(watch, "r/1")
+		sent(false)
+		k.Is(podTarget, health.Unknown, 0)
+		sent(false)
+		k.Is(podTarget, health.Routing, 0)
+		sent(true)
+		k.Is(podTarget, health.Idle, 0)
+		sent(true)
+		// It sent to the pod when the agent was told, and not any more when it first reports.
+		o.Unwatch("uid-a", "r/1", false)
+		k.Is(podTarget, health.Kept, 0)
+		o.Watch(watch, "r/1")
+		k.Is(podTarget, health.Idle, 0)
+		sent(true)
+		// What was so of one barrier says nothing of another one.
+		o.Unwatch("uid-a", "r/1", false)
+		o.Watch(watch, "r/1")
+		sent(false)
+		o.Unwatch("uid-a", "r/1", true)
+		if k.Open() != 0 {
+			t.Error("a watch of the kernel is left")
+		}
+	})
+}

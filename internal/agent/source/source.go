@@ -1,0 +1,207 @@
+// Package source carries what the API server says of endpoints, and of how to probe them, to the set of targets.
+package source
+
+import (
+	"cmp"
+	"context"
+	"maps"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	discovery "k8s.io/api/discovery/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/kubernetes"
+
+	"github.com/lameduck-io/lameduck/internal/watch"
+	"github.com/lameduck-io/lameduck/pkg/endpoints"
+	"github.com/lameduck-io/lameduck/pkg/gateway"
+	"github.com/lameduck-io/lameduck/pkg/health"
+	"github.com/lameduck-io/lameduck/pkg/health/serving"
+)
+
+// backlog bounds the changes of EndpointSlices that wait; the watch waits when it is full.
+const backlog = 10_000
+
+// tickEvery is how often the index is asked for what it has set aside.
+const tickEvery = 250 * time.Millisecond
+
+// Endpoints carries EndpointSlices to the set. Make it with New, then run it with Run.
+type Endpoints struct {
+	kube kubernetes.Interface
+	// lag delays what changes after the first list.
+	lag   time.Duration
+	set   *health.Set
+	index *endpoints.Index
+	// pools are those that one port of a Service feeds.
+	pools    map[endpoints.Port][]health.Pool
+	changes  chan change
+	ended    chan struct{}
+	isSynced atomic.Bool
+	// heard is what the watch has delivered, for Fresh and for the names of pods.
+	heard heard
+	// told is called after the set was told of changes of targets of some families, or that it has synced.
+	told func([]serving.Family)
+	// watches are those of each namespace.
+	watches map[string]*watch.Watch
+}
+
+// change is one event of the watch.
+type change struct {
+	at    time.Time
+	slice *discovery.EndpointSlice
+	gone  bool
+	// missed: a list lacks it after an interruption, see [endpoints.Index.Missed].
+	missed bool
+	// synced marks the end of the first list.
+	synced bool
+	// reached is closed when the change's turn comes, if it is not nil; there is nothing else to the change then.
+	reached chan struct{}
+}
+
+// Ports returns which port of a Service feeds each pool.
+func Ports(routes []gateway.Route) map[health.Pool]endpoints.Port {
+	ports := map[health.Pool]endpoints.Port{}
+	for _, r := range routes {
+		namespace, name, _ := gateway.ParseService(r.Service) // checked with the configuration
+		ports[r.Pool] = endpoints.Port{Service: types.NamespacedName{Namespace: namespace, Name: name}, Name: r.Port}
+	}
+	return ports
+}
+
+// New returns the source of set's targets: those of ports. Changes after the first list are delayed by lag. told is called after the set was
+// told of changes of targets of some families, or, without any, that it knows the first list. It must not block.
+func New(kube kubernetes.Interface, ports map[health.Pool]endpoints.Port, lag time.Duration, set *health.Set, told func([]serving.Family)) (*Endpoints, error) {
+	r := &Endpoints{
+		kube: kube, lag: lag, set: set, index: endpoints.NewIndex(), pools: map[endpoints.Port][]health.Pool{}, changes: make(chan change, backlog), ended: make(chan struct{}),
+		told: told, watches: map[string]*watch.Watch{},
+	}
+	for pool, port := range ports {
+		r.pools[port] = append(r.pools[port], pool)
+		r.index.Follow(port)
+	}
+	for port := range r.pools {
+		namespace := port.Service.Namespace
+		if r.watches[namespace] != nil {
+			continue
+		}
+		w, err := watch.New(kube, watch.Options[*discovery.EndpointSlice]{
+			Informer: watch.EndpointSlices, Namespace: namespace,
+			Changed: func(was, is *discovery.EndpointSlice, missed bool) {
+				r.push(change{slice: cmp.Or(is, was), gone: is == nil && !missed, missed: missed})
+			},
+		})
+		if err != nil {
+			return nil, err
+		}
+		r.watches[namespace] = w
+	}
+	return r, nil
+}
+
+// Synced reports whether the first complete list has been handed to the set.
+func (r *Endpoints) Synced() bool { return r.isSynced.Load() }
+
+// Run watches the EndpointSlices of every namespace that a route is in, until ctx is done.
+func (r *Endpoints) Run(ctx context.Context) error {
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	defer close(r.ended)
+	for _, w := range r.watches {
+		wg.Go(func() { _ = w.Run(ctx) }) // it has no error
+	}
+	wg.Go(func() {
+		for _, w := range r.watches {
+			if !w.Synced(ctx) {
+				return
+			}
+		}
+		r.send(ctx, change{at: time.Now(), synced: true})
+	})
+	ticker := time.NewTicker(tickEvery)
+	defer ticker.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-ticker.C:
+			now := time.Now()
+			r.tell(now, r.index.Tick(now, func(namespace string) string { return r.watches[namespace].Version() }))
+		case c := <-r.changes:
+			if r.lag > 0 && r.Synced() {
+				wait(ctx, time.Until(c.at.Add(r.lag)))
+			}
+			if c.reached != nil {
+				close(c.reached)
+				continue
+			}
+			r.apply(c)
+		}
+	}
+}
+
+// wait returns false if ctx is done first.
+func wait(ctx context.Context, pause time.Duration) bool {
+	timer := time.NewTimer(pause)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+		return true
+	case <-ctx.Done():
+		return false
+	}
+}
+
+func (r *Endpoints) push(c change) {
+	c.at = time.Now()
+	select {
+	case r.changes <- c:
+	case <-r.ended:
+	}
+	r.heard.hear(c.slice, c.gone || c.missed) // not before it is on its way: see Fresh
+}
+
+func (r *Endpoints) send(ctx context.Context, c change) {
+	select {
+	case r.changes <- c:
+	case <-ctx.Done():
+	}
+}
+
+// apply takes in one change.
+func (r *Endpoints) apply(c change) {
+	now := time.Now()
+	if c.synced {
+		r.set.Synced()
+		r.isSynced.Store(true)
+		r.told(nil)
+		return
+	}
+	take := r.index.Apply
+	switch {
+	case c.gone:
+		take = r.index.Delete
+	case c.missed:
+		take = r.index.Missed
+	}
+	r.tell(now, take(now, c.slice))
+}
+
+// tell hands differences to the set.
+func (r *Endpoints) tell(now time.Time, changed []endpoints.PortChange) {
+	if len(changed) == 0 {
+		return
+	}
+	families := map[serving.Family]bool{}
+	for _, p := range changed {
+		for _, pool := range r.pools[p.Port] {
+			r.set.Change(now, pool, p.Changes)
+		}
+		for _, c := range p.Changes {
+			families[serving.Of(c.Addr.Addr())] = true
+		}
+	}
+	// After the set, so that no reading which began before counts, and before the look that may find it done.
+	r.told(slices.Collect(maps.Keys(families)))
+}

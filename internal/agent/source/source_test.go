@@ -1,0 +1,158 @@
+package source
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	discovery "k8s.io/api/discovery/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/kubernetes/fake"
+
+	"github.com/lameduck-io/lameduck/internal/agent/agenttest"
+	"github.com/lameduck-io/lameduck/pkg/gateway"
+	"github.com/lameduck-io/lameduck/pkg/health"
+	"github.com/lameduck-io/lameduck/pkg/health/serving"
+)
+
+func newEndpoints(t *testing.T, kube kubernetes.Interface, lag time.Duration, set *health.Set, routes ...gateway.Route) *Endpoints {
+	t.Helper()
+	r, err := New(kube, Ports(routes), lag, set, func([]serving.Family) {})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return r
+}
+
+// claims waits until the bubble is quiet, and prints what EndpointSlices claim in each pool, as "api:0 web:2".
+func claims(set *health.Set) string {
+	synctest.Wait()
+	var all []string
+	for pool, c := range set.Counts() {
+		all = append(all, fmt.Sprintf("%s:%d", pool, c.Claimed))
+	}
+	slices.Sort(all)
+	return strings.Join(all, " ")
+}
+
+func TestEndpointsFollowEndpointSlices(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		kube := fake.NewClientset(
+			agenttest.Slice("web-1", "shop", "web", "10.0.0.1@a"), agenttest.Slice("web-2", "shop", "web", "10.0.0.2@b", "10.0.0.9"),
+			agenttest.Slice("else", "shop", "else", "10.0.0.3@c"),
+		)
+		set := health.NewSet()
+		r := newEndpoints(t, kube, 0, set, gateway.Route{Service: "shop/web", Port: "http", Pool: "web"}, gateway.Route{Service: "shop/api", Pool: "api"})
+		expect := func(want string) {
+			t.Helper()
+			if got := claims(set); got != want {
+				t.Fatalf("claims are %q, want %q", got, want)
+			}
+		}
+		ctx, cancel := context.WithCancel(t.Context())
+		ended := make(chan error, 1)
+		go func() { ended <- r.Run(ctx) }()
+		time.Sleep(time.Second)
+		if !r.Synced() {
+			t.Fatal("the first list is not handed on")
+		}
+		expect("web:3") // one of them is no pod
+		slicesOf := kube.DiscoveryV1().EndpointSlices("shop")
+		// Another Service's from now on.
+		if _, err := slicesOf.Update(ctx, agenttest.Slice("web-2", "shop", "api", "10.0.0.2@b"), metav1.UpdateOptions{}); err != nil {
+			t.Fatal(err)
+		}
+		expect("api:1 web:1")
+		if err := slicesOf.Delete(ctx, "web-1", metav1.DeleteOptions{}); err != nil {
+			t.Fatal(err)
+		}
+		expect("api:1 web:0")
+		cancel()
+		if err := <-ended; err != nil {
+			t.Fatalf("Run returns %v", err)
+		}
+	})
+}
+
+func TestTheLagDelaysChangesAndNotTheFirstList(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		kube := fake.NewClientset(agenttest.Slice("web-1", "shop", "web", "10.0.0.1@a"))
+		set := health.NewSet()
+		r := newEndpoints(t, kube, time.Minute, set, gateway.Route{Service: "shop/web", Pool: "web"})
+		ctx, cancel := context.WithCancel(t.Context())
+		ended := make(chan error, 1)
+		go func() { ended <- r.Run(ctx) }()
+		time.Sleep(time.Second)
+		if got := claims(set); got != "web:1" || !r.Synced() {
+			t.Fatalf("claims are %q, want web:1 after the first list", got)
+		}
+		for i, name := range []string{"web-2", "web-3"} {
+			s := agenttest.Slice(name, "shop", "web", fmt.Sprintf("10.0.1.%d@%d", i, i))
+			if _, err := kube.DiscoveryV1().EndpointSlices("shop").Create(ctx, s, metav1.CreateOptions{}); err != nil {
+				t.Fatal(err)
+			}
+		}
+		time.Sleep(time.Minute - time.Second)
+		if got := claims(set); got != "web:1" {
+			t.Fatalf("claims are %q before the lag is over", got)
+		}
+		time.Sleep(2 * time.Second)
+		if got := claims(set); got != "web:3" {
+			t.Fatalf("claims are %q after it, want web:3: each change waits for itself only", got)
+		}
+		cancel()
+		<-ended
+	})
+}
+
+// What a watch has delivered against a list as of now.
+func TestWhatAWatchIsMissing(t *testing.T) {
+	slice := func(name, version string) *discovery.EndpointSlice {
+		return &discovery.EndpointSlice{ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: name, ResourceVersion: version}}
+	}
+	list := func(version string, of ...*discovery.EndpointSlice) *discovery.EndpointSliceList {
+		l := &discovery.EndpointSliceList{ListMeta: metav1.ListMeta{ResourceVersion: version}}
+		for _, s := range of {
+			l.Items = append(l.Items, *s)
+		}
+		return l
+	}
+	for name, c := range map[string]struct {
+		heard []*discovery.EndpointSlice
+		gone  []*discovery.EndpointSlice
+		list  *discovery.EndpointSliceList
+		want  string
+		bad   bool
+	}{
+		"nothing at all":                  {list: list("10")},
+		"the same":                        {heard: []*discovery.EndpointSlice{slice("a", "9")}, list: list("10", slice("a", "9"))},
+		"newer":                           {heard: []*discovery.EndpointSlice{slice("a", "11")}, list: list("10", slice("a", "9"))},
+		"older":                           {heard: []*discovery.EndpointSlice{slice("a", "9")}, list: list("10", slice("a", "10")), want: "a"},
+		"one that was never heard of":     {heard: []*discovery.EndpointSlice{slice("a", "9")}, list: list("10", slice("a", "9"), slice("b", "8")), want: "b"},
+		"one that is deleted":             {heard: []*discovery.EndpointSlice{slice("a", "9"), slice("b", "8")}, list: list("10", slice("a", "9")), want: "b"},
+		"one that is deleted, and it was": {heard: []*discovery.EndpointSlice{slice("a", "9"), slice("b", "8")}, gone: []*discovery.EndpointSlice{slice("b", "8")}, list: list("10", slice("a", "9"))},
+		"one that came after the list":    {heard: []*discovery.EndpointSlice{slice("b", "11")}, list: list("10")},
+		"a watch that went back in time":  {heard: []*discovery.EndpointSlice{slice("a", "9"), slice("a", "7")}, list: list("10", slice("a", "9")), want: "a"},
+		"no version":                      {heard: []*discovery.EndpointSlice{slice("a", "")}, list: list("10", slice("a", "9")), bad: true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			var h heard
+			for _, s := range c.heard {
+				h.hear(s, false)
+			}
+			for _, s := range c.gone {
+				h.hear(s, true)
+			}
+			h.hear(&discovery.EndpointSlice{ObjectMeta: metav1.ObjectMeta{Namespace: "elsewhere", Name: "z", ResourceVersion: "1"}}, false)
+			got, err := h.missing("shop", c.list)
+			if got != c.want || (err != nil) != c.bad {
+				t.Errorf("missing is %q, %v; want %q", got, err, c.want)
+			}
+		})
+	}
+}

@@ -1,0 +1,50 @@
+// Package cli is what Lameduck's commands have in common.
+package cli
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"os/signal"
+	"strconv"
+	"syscall"
+)
+
+var (
+	// ErrUsage wraps errors in flags or in the configuration file. They are reported before anything listens, with exit code 2.
+	ErrUsage = errors.New("bad usage")
+	// ErrPrinted ends a command that was asked for its configuration or version alone.
+	ErrPrinted = errors.New("printed")
+)
+
+// Run is a whole command. getenv gives the environment.
+type Run func(ctx context.Context, args []string, getenv func(string) string, stdout, stderr io.Writer) error
+
+// Main runs the command of that name until SIGTERM or an interrupt, and exits with 2 after an [ErrUsage] and 1 after any other error.
+func Main(name string, run Run) {
+	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM, os.Interrupt)
+	err := run(ctx, os.Args[1:], os.Getenv, os.Stdout, os.Stderr)
+	stop()
+	if err == nil || errors.Is(err, flag.ErrHelp) || errors.Is(err, ErrPrinted) {
+		return
+	}
+	fmt.Fprintf(os.Stderr, "%s: %v\n", name, err)
+	if errors.Is(err, ErrUsage) {
+		os.Exit(2)
+	}
+	os.Exit(1)
+}
+
+// HostPort checks the syntax of an address to listen at, without asking anybody for names.
+func HostPort(text string) error {
+	_, port, err := net.SplitHostPort(text)
+	if err != nil {
+		return err
+	}
+	_, err = strconv.ParseUint(port, 10, 16)
+	return err
+}

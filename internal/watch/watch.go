@@ -1,0 +1,121 @@
+// Package watch follows objects of one type in the API server. It is the one place that sets up informers.
+package watch
+
+import (
+	"context"
+	"fmt"
+	"reflect"
+	"sync"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/informers"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/tools/cache"
+)
+
+// Object is a type of the API server's: *corev1.Pod for example.
+type Object interface {
+	comparable
+	metav1.Object
+}
+
+// Options say which objects are watched, and what happens to them.
+type Options[T Object] struct {
+	// Informer chooses the type of T: informers.SharedInformerFactory.Core().V1().Pods().Informer() for example.
+	Informer func(informers.SharedInformerFactory) cache.SharedIndexInformer
+	// Namespace, Labels and Fields narrow down what is watched. Empty: everything.
+	Namespace, Labels, Fields string
+	// Reduce returns what is to be kept of an object. Nil: all of it.
+	Reduce func(T) T
+	// Changed is called for each object, one at a time: was is nil for one that is new, is nil for one that was deleted. missed reports
+	// that the deletion itself was not seen, and that was may therefore be old.
+	Changed func(was, is T, missed bool)
+	// Trouble is called when the watch fails, and not again for the same error before it has delivered an object. May be nil.
+	Trouble func(error)
+}
+
+// Watch is a watch of the API server. Make it with New, then Run it.
+type Watch struct {
+	factory  informers.SharedInformerFactory
+	informer cache.SharedIndexInformer
+	handler  cache.ResourceEventHandlerRegistration
+}
+
+// New returns a watch that does nothing until Run.
+func New[T Object](kube kubernetes.Interface, o Options[T]) (*Watch, error) {
+	var none T
+	options := []informers.SharedInformerOption{
+		informers.WithNamespace(o.Namespace),
+		informers.WithTweakListOptions(func(list *metav1.ListOptions) { list.LabelSelector, list.FieldSelector = o.Labels, o.Fields }),
+	}
+	if o.Reduce != nil {
+		options = append(options, informers.WithTransform(func(object any) (any, error) {
+			if t, ok := object.(T); ok {
+				return o.Reduce(t), nil
+			}
+			return object, nil
+		}))
+	}
+	w := &Watch{factory: informers.NewSharedInformerFactoryWithOptions(kube, 0, options...)}
+	w.informer = o.Informer(w.factory)
+	var mu sync.Mutex
+	trouble := ""
+	changed := func(was, is any, missed bool) {
+		mu.Lock()
+		trouble = ""
+		mu.Unlock()
+		before, _ := was.(T)
+		after, _ := is.(T)
+		if before != none || after != none {
+			o.Changed(before, after, missed)
+		}
+	}
+	var err error
+	w.handler, err = w.informer.AddEventHandler(cache.ResourceEventHandlerFuncs{
+		AddFunc:    func(is any) { changed(nil, is, false) },
+		UpdateFunc: func(was, is any) { changed(was, is, false) },
+		DeleteFunc: func(was any) {
+			last, missed := was.(cache.DeletedFinalStateUnknown)
+			if missed {
+				was = last.Obj
+			}
+			changed(was, nil, missed)
+		},
+	})
+	if err == nil && o.Trouble != nil {
+		err = w.informer.SetWatchErrorHandlerWithContext(func(ctx context.Context, _ *cache.Reflector, err error) {
+			mu.Lock()
+			known := trouble == err.Error() || ctx.Err() != nil
+			trouble = err.Error()
+			mu.Unlock()
+			if !known {
+				o.Trouble(err)
+			}
+		})
+	}
+	if err != nil {
+		return nil, fmt.Errorf("watch %s: %w", reflect.TypeFor[T]().Elem().Name(), err)
+	}
+	return w, nil
+}
+
+// Run watches until ctx is done. It returns once nothing of the watch runs.
+func (w *Watch) Run(ctx context.Context) error {
+	w.factory.Start(ctx.Done())
+	<-ctx.Done()
+	w.factory.Shutdown()
+	return nil
+}
+
+// Synced waits until ctx is done, and reports whether before that Changed was called for everything that the first list held.
+func (w *Watch) Synced(ctx context.Context) bool {
+	return cache.WaitForCacheSync(ctx.Done(), w.handler.HasSynced)
+}
+
+// Version returns the resource version that the watch has come to. Empty: none yet.
+func (w *Watch) Version() string { return w.informer.LastSyncResourceVersion() }
+
+// EndpointSlices chooses them.
+func EndpointSlices(f informers.SharedInformerFactory) cache.SharedIndexInformer {
+	return f.Discovery().V1().EndpointSlices().Informer()
+}

@@ -1,0 +1,70 @@
+package gateway
+
+import (
+	"context"
+	"net/netip"
+	"time"
+
+	"github.com/lameduck-io/lameduck/pkg/health"
+)
+
+// Observed is one running data plane that stops routing to a pod by itself once EndpointSlices call the pod terminating. An agent
+// cannot direct it. It can only see that the data plane has stopped.
+//
+// Methods may be called from several goroutines.
+type Observed interface {
+	// Run follows the data plane until ctx is done, and returns nil then. Before Run, and after it, readings are Unknown.
+	Run(ctx context.Context) error
+
+	// Watch begins to observe the targets of one pod. Port 0 is every port of the address. changed is called when the reading may
+	// have changed. It must not block, and may be called before Watch returns.
+	Watch(targets []netip.AddrPort, changed func()) Watch
+
+	// Absent reports whether there is no data plane that can be observed here. The agent then declares that it cannot acknowledge.
+	Absent() bool
+}
+
+// Watch is an observation of the targets of one pod.
+type Watch interface {
+	// Reading returns what was last seen. It does not block.
+	Reading() Reading
+	// Count has connections counted again at once. It does not block.
+	Count()
+	// Close ends the observation. A repeat does nothing.
+	Close()
+}
+
+// Reading is what an observed data plane was seen to do with the targets of a Watch.
+type Reading struct {
+	// State is Unknown when the data plane could not be read. Unknown says nothing about the targets. Kept is when it sends to a
+	// target because it has no other one. Idle is a level: with another connection the state is Removed again.
+	State health.State
+	// Generation names the life of the data plane that was read. A reading of another generation proves nothing.
+	Generation string
+	// Connections is how many were open or being opened when they were counted at Counted. It includes connections that are not
+	// waited for because their clients keep them from one request to the next.
+	Connections int
+	Counted     time.Time
+	// Quiet reports whether there is no connection to wait for, whatever State is.
+	Quiet bool
+	// Since is when State was entered.
+	Since time.Time
+}
+
+// Cleaner is an [Observed] that keeps connections to pods which no longer exist.
+type Cleaner interface {
+	// Clean forgets the connections to targets. The agent calls it once nothing is sent to them and no pod has their addresses.
+	Clean(targets []netip.AddrPort) error
+}
+
+// Auditor is an [Observed] that follows changes, and compares what it has followed with the data plane from time to time.
+type Auditor interface {
+	Audits() Audits
+}
+
+// Audits counts comparisons of what an [Auditor] has followed with the data plane.
+type Audits struct {
+	// Same found no difference. Corrected found one: readings since the last audit may have been wrong. Failed could not read the
+	// data plane.
+	Same, Corrected, Failed uint64
+}
