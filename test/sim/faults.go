@@ -290,15 +290,20 @@ func (w *world) fault(k kind) {
 		x := w.api.watchers[w.rng.IntN(len(w.api.watchers))]
 		x.stall = w.at + w.between(500*time.Millisecond, watchStallMost)
 	case timeTravel:
-		// A watch breaks and goes on with a server that is behind.
+		// A watch breaks and goes on with a server that is behind, until that has caught up: what comes later comes after that.
 		x := w.api.watchers[w.rng.IntN(len(w.api.watchers))]
+		var caughtUp []func()
 		for service, h := range w.api.history {
 			if len(h) < 2 || x.slice == nil {
 				continue
 			}
 			old, last := h[len(h)-2], w.api.slices[service]
 			w.api.tell(x, func() { x.slice(service, old) })
-			w.after(nil, w.between(10*time.Millisecond, 3*time.Second), func() { w.api.tell(x, func() { x.slice(service, last) }) })
+			caughtUp = append(caughtUp, func() { x.slice(service, last) })
+		}
+		x.stall = max(x.stall, w.at+w.between(10*time.Millisecond, 3*time.Second))
+		for _, do := range caughtUp {
+			w.api.tell(x, do)
 		}
 	case podUnready:
 		p := w.api.pods[w.rng.IntN(len(w.api.pods))]
