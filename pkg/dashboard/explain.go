@@ -211,7 +211,7 @@ func summary(x api.Explanation, e admission.Explanation) string {
 	case admission.Drain:
 		text := fmt.Sprintf("It would be %s when %s to it %s.", verb, count(holds, "gateway that routes", "gateways that route"), choose(holds, "has let go", "have let go"))
 		if holds == 0 {
-			text = fmt.Sprintf("It would be %s at once: everybody who would be asked is suspended.", verb)
+			text = fmt.Sprintf("It would be %s within 2 s: every agent that would be asked is suspended.", verb)
 		}
 		if x.Queued != "" {
 			text += " First it would wait for room: " + x.Queued + "."

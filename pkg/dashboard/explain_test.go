@@ -48,7 +48,7 @@ func TestExplanation(t *testing.T) {
 		"following, with a barrier": {drains, map[string]string{admission.BarrierIDAnnotation: "x", admission.BarrierUncoveredAnnotation: "istio-proxy, log"}, []drain.Party{hap, kp}, web,
 			[]string{"edge/hap hold", "edge/kp barrier"}, []string{"clients", "container istio-proxy", "container log"}, "1 gateway"},
 		"by the Service's address": {drains, nil, []drain.Party{mesh, hap}, web, []string{"edge/hap hold"}, []string{"envoy of edge/mesh: it routes shop/web via clusterIP", "kube-proxy", "clients"}, "1 gateway"},
-		"suspended":                {drains, nil, []drain.Party{suspended}, web, nil, []string{"haproxy of edge/hap: it is suspended", "kube-proxy", "clients"}, "at once: everybody who would be asked is suspended"},
+		"suspended":                {drains, nil, []drain.Party{suspended}, web, nil, []string{"haproxy of edge/hap: it is suspended", "kube-proxy", "clients"}, "within 2 s: every agent that would be asked is suspended"},
 		"away for long":            {drains, nil, []drain.Party{away, hap}, web, []string{"edge/hap hold"}, []string{"haproxy of edge/hap: it is not connected and not ready any more", "kube-proxy", "clients"}, "1 gateway"},
 		"not declared":             {drains, nil, []drain.Party{undeclared}, web, []string{"edge/hap hold"}, []string{"kube-proxy", "clients"}, "1 gateway"},
 		"the last one": {admission.Verdict{Action: admission.Allow, Reason: admission.LastTarget}, nil, []drain.Party{hap}, web, nil,

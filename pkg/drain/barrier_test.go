@@ -476,6 +476,8 @@ func TestWhoIsAwayAtTheBarrier(t *testing.T) {
 	q := pod("c")
 	w.open(q, "node-1")
 	w.see("node-1", q, Idle, true)
+	w.wantBarrier(q, "Unrouting node-2:unknown")
+	w.pass(2 * time.Second)
 	w.wantBarrier(q, "Released Acknowledged")
 	if s := w.BarrierStatus(w.now, q.UID); len(s.Suspended) != 1 || s.Suspended[0].Agent != "node-2" {
 		t.Errorf("suspended are %v", s.Suspended)

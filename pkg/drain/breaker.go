@@ -9,6 +9,9 @@ import (
 // strikesOut is how many drains in a row an agent lets expire before it is suspended.
 const strikesOut = 3
 
+// trialEvery is the time in which one drain waits for an agent that is suspended.
+const trialEvery = 5 * time.Second
+
 // breaker is what keeps an agent that does not answer from delaying every deletion by the whole deadline.
 //
 // A strike is a drain that ended by its deadline while the agent owed it and had said neither Removed nor Idle. Three in a row open the
@@ -31,14 +34,20 @@ const strikesOut = 3
 // agent that is connected and does not answer is suspended even if it is the only one, and even if all are: the drains are then released
 // with the reason Suspended, which people are warned of.
 //
-// A suspended agent that recovers may find no drain that stays open long enough to be acknowledged, since nobody waits. So the
-// breaker closes by half after the memory bound: the agent is waited for again, and one more strike suspends it again.
+// A drain that does not wait for an agent is closed before the agent can acknowledge it. So one drain in each [trialEvery] of the
+// clock waits for a suspended agent, less than one hold. Agents that are suspended share that drain, and so do replicas. For agents
+// that need longer, the breaker closes by half after the memory bound: the agent is waited for again, and one more strike
+// suspends it again.
 type breaker struct {
 	strikes int
 	// struckAt is when the drain of the last strike expired.
 	struckAt time.Time
 	// open means suspended.
 	open bool
+	// trial is the number of the drain that last waited for the agent while it was suspended. It was told of that drain in the
+	// trialEvery that began at triedAt.
+	trial   uint64
+	triedAt time.Time
 }
 
 // Suspension says that an agent was suspended, or, if Over, that it is waited for again.
@@ -122,6 +131,33 @@ func (l *Ledger) readmit(now time.Time) {
 			l.suspend(a, Suspension{Agent: a.id, Name: a.name, Over: true})
 		}
 	}
+}
+
+// told records that agents are told of d from now on. d waits for those agents that are suspended and were not waited for
+// lately, if they are connected: without a stream they cannot answer.
+func (l *Ledger) told(now time.Time, d *drain) {
+	d.toldAt = now
+	if began := now.Truncate(trialEvery); l.suspended > 0 {
+		for _, a := range l.owing(d) {
+			if b := &a.breaker; b.open && a.session != 0 && !b.triedAt.Equal(began) {
+				b.trial, b.triedAt = d.number, began
+			}
+		}
+	}
+	l.change(d)
+}
+
+// waived reports whether d does not wait for a because a is suspended and, if d still does, until when. That is less than a
+// hold, so that a call which waits for d is answered by its end. An agent that owed d at its deadline owes it still, so that
+// the drain which suspends an agent names it.
+func (l *Ledger) waived(now time.Time, a *agent, d *drain) (waived bool, until time.Time) {
+	if !a.breaker.open || d.expired {
+		return false, time.Time{}
+	}
+	if until = d.toldAt.Add(l.times.Hold * 3 / 4); a.breaker.trial == d.number && now.Before(until) && now.Before(l.deadline(d)) {
+		return false, until
+	}
+	return true, time.Time{}
 }
 
 func (l *Ledger) suspend(a *agent, what Suspension) {

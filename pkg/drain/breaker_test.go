@@ -77,21 +77,24 @@ func TestAnAgentThatLetsThreeDrainsExpireIsSuspended(t *testing.T) {
 	// It is told of what comes.
 	d := pod("d")
 	w.Ask(w.now, d, []Service{web})
-	w.want(d, "Unrouting good:unknown")
+	w.want(d, "Unrouting bad:unknown good:unknown")
 	if open, _, _ := w.Since("bad", 0); len(open) != 3 {
 		t.Errorf("told of %v", open)
 	}
 	// Who waits is woken by the last of those that are waited for.
 	g := pod("g")
 	w.Ask(w.now, g, []Service{web})
+	w.want(g, "Unrouting good:unknown")
 	w.Touched()
 	w.say("good", g, Idle)
 	if got := w.Touched(); !slices.Contains(got, g.UID) {
 		t.Errorf("touched %v", got)
 	}
 	w.Gone(w.now, g.UID)
+	w.pass(2 * time.Second)
+	w.want(d, "Unrouting good:unknown")
 	// It acknowledges one in time, and is owed again.
-	w.pass(5 * time.Second)
+	w.pass(3 * time.Second)
 	w.say("bad", d, Removed)
 	w.wantSuspensions("+bad")
 	w.want(d, "Unrouting bad:removed good:unknown")
@@ -244,13 +247,16 @@ func TestWhereAllAreSuspendedTheReasonSaysSo(t *testing.T) {
 	}
 	w.wantSuspensions("-one", "-two")
 	p := pod("p")
-	s := w.Ask(w.now, p, []Service{web})
+	w.Ask(w.now, p, []Service{web})
+	w.want(p, "Unrouting one:unknown two:unknown")
+	w.pass(2 * time.Second)
+	s := w.Status(w.now, p.UID)
 	if line(s) != "Released Suspended" || !s.Reason.Abnormal() || s.Owed != 0 || len(s.Suspended) != 2 {
 		t.Fatalf("%s, owed %d, suspended %v", line(s), s.Owed, s.Suspended)
 	}
 	// They get another chance, and one more strike ends it.
 	w.Gone(w.now, p.UID)
-	w.pass(10*time.Minute - time.Second)
+	w.pass(10*time.Minute - 3*time.Second)
 	w.Tick(w.now)
 	w.wantSuspensions()
 	w.pass(time.Second)
@@ -264,6 +270,100 @@ func TestWhereAllAreSuspendedTheReasonSaysSo(t *testing.T) {
 	w.Tick(w.now)
 	if w.Suspended() != 0 {
 		t.Error("an agent that is gone is suspended")
+	}
+}
+
+// A gateway was away for three deadlines and answers again, 50 ms after it is told. Pods are seen terminating 10 ms after the
+// allow. Without a drain that waits for the agent, each of its answers comes to a drain that is closed.
+func TestASuspendedAgentThatAnswersIsWaitedForAgain(t *testing.T) {
+	w := newWorld(t)
+	w.join("one", web)
+	for i := range strikesOut {
+		w.expireOne(pod(fmt.Sprint("before", i)))
+	}
+	w.wantSuspensions("-one")
+	for i := range 5 {
+		p := pod(fmt.Sprint("after", i))
+		w.Ask(w.now, p, []Service{web})
+		w.pass(50 * time.Millisecond)
+		if !w.Status(w.now, p.UID).Waits() {
+			w.Gone(w.now, p.UID)
+		}
+		w.say("one", p, Idle)
+		w.pass(time.Second)
+		w.Tick(w.now)
+		w.Gone(w.now, p.UID)
+	}
+	w.wantSuspensions("+one")
+}
+
+// Deletions come every 100 ms, beside an agent that is suspended and stays silent.
+func TestASilentSuspendedAgentCostsOneHoldInFiveSeconds(t *testing.T) {
+	for name, c := range map[string]struct {
+		before    func(w *world)
+		wantTried int
+	}{
+		"connected": {func(*world) {}, 12},
+		// It cannot answer.
+		"without a stream": {func(w *world) {
+			w.Expect(w.now, []Expected{{ID: "one", Ready: true}})
+			w.Disconnect(w.now, "one", w.sessions["one"])
+			w.join("two")
+			w.join("three")
+		}, 0},
+	} {
+		w := newWorld(t)
+		w.join("one", web)
+		for i := range strikesOut {
+			w.expireOne(pod(fmt.Sprint("before", i)))
+		}
+		c.before(w)
+		tried := 0
+		for i := range 600 {
+			p := pod(fmt.Sprint("after", i))
+			s := w.Ask(w.now, p, []Service{web})
+			if s.Waits() {
+				tried++
+				// The call that waits is answered within its hold.
+				if took := s.Recheck.Sub(w.now); took <= 0 || took >= w.times.Hold {
+					t.Errorf("%s: a drain waits for %s", name, took)
+				}
+				w.pass(s.Recheck.Sub(w.now))
+			}
+			w.want(p, "Released Suspended")
+			w.Gone(w.now, p.UID)
+			w.now = t0.Add(w.now.Sub(t0).Truncate(100 * time.Millisecond))
+			w.pass(100 * time.Millisecond)
+			if w.now.Sub(t0) >= 150*time.Second {
+				break
+			}
+		}
+		if tried != c.wantTried {
+			t.Errorf("%s: %d drains waited for it within a minute, want %d", name, tried, c.wantTried)
+		}
+	}
+}
+
+// A drain that is short must not end by its deadline, which would be a strike, while it waits for an agent that is suspended.
+func TestAShortBarrierGivesASuspendedAgentNoStrike(t *testing.T) {
+	w := newWorld(t)
+	w.observe("node-1")
+	for i := range strikesOut {
+		p := pod(fmt.Sprint("before", i))
+		w.open(p, "node-1", func(*Barrier) {})
+		w.pass(30 * time.Second)
+		w.Tick(w.now)
+		w.Deleted(w.now, p.UID)
+	}
+	w.wantSuspensions("-node-1")
+	p := pod("short")
+	w.open(p, "node-1", func(b *Barrier) { b.Bound = time.Second })
+	w.wantBarrier(p, "Unrouting node-1:unknown")
+	w.pass(time.Second)
+	w.wantBarrier(p, "Released Deadline node-1:unknown")
+	w.wantSuspensions()
+	if w.Suspended() != 1 {
+		t.Errorf("%d agents are suspended, want 1", w.Suspended())
 	}
 }
 

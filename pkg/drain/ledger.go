@@ -1166,11 +1166,12 @@ func (l *Ledger) derive(now time.Time, d *drain) Status {
 		if !until.IsZero() {
 			recheck(until)
 		}
-		// What it owed when its time was up it owes still, so that the drain which suspended it names it.
-		if a.breaker.open && !d.expired && state < Idle {
+		waived, until := l.waived(now, a, d)
+		if waived && state < Idle {
 			s.Suspended = append(s.Suspended, Waiting{a.id, a.name, state, a.session != 0})
 			continue
 		}
+		recheck(until)
 		s.Owed++
 		least = min(least, state)
 		if state < Idle {

@@ -100,9 +100,9 @@ func (l *Ledger) admit(now time.Time) {
 				}
 			}
 		}
-		d.queued, d.toldAt = false, now
+		d.queued = false
 		delete(l.queued, d)
-		l.change(d)
+		l.told(now, d)
 	}
 }
 

@@ -46,7 +46,8 @@ func (l *Ledger) words(now time.Time, d *drain, most int) (words []Word, owed in
 		if state > Idle || len(of[state]) >= most {
 			continue
 		}
-		w := Word{Agent: a.id, Name: a.name, State: state, Connected: a.session != 0, Suspended: a.breaker.open && !d.expired}
+		w := Word{Agent: a.id, Name: a.name, State: state, Connected: a.session != 0}
+		w.Suspended, _ = l.waived(now, a, d)
 		if state != StateUnknown {
 			w.Proof, w.Heard = r.Proof, r.at
 		}

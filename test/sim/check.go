@@ -314,7 +314,7 @@ func (c *coord) checkDeny(h *held, s drain.Status, err string) {
 	}
 	c.checkDeparted(s)
 	for _, x := range s.Waiting {
-		if quiet := c.silence[x.Agent]; quiet != nil && quiet.expired >= strikesOut {
+		if quiet := c.silence[x.Agent]; quiet != nil && quiet.expired >= strikesOut && !c.tries(quiet, uid) {
 			w.fail(checkSuspended, "%s denies the deletion of %s for %s, which has let %d drains in a row expire", c.name, uid, x.Name, quiet.expired)
 		}
 	}
@@ -364,6 +364,22 @@ func (c *coord) checkClock(s drain.Status, elapsed time.Duration) {
 	c.oldest[uid] = s.Since
 }
 
+// tries reports whether the drain of a pod may wait for an agent that let drains expire: for one hold after agents were told, and as
+// the only one in each 5 s of the clock.
+func (c *coord) tries(quiet *silence, uid drain.UID) bool {
+	d := c.room[uid]
+	if d == nil || !d.told || c.w.at-d.toldAt > c.w.times.Hold {
+		return false
+	}
+	c.w.measure("denials for an agent that is suspended")
+	began := d.toldAt.Truncate(trialEvery)
+	if quiet.tried != uid && quiet.triedAt == began {
+		return false
+	}
+	quiet.tried, quiet.triedAt = uid, began
+	return true
+}
+
 func (c *coord) checkAbandoned(uid drain.UID) {
 	if since := c.w.at - c.answered[uid]; since < c.w.times.Abandon {
 		c.w.fail(checkEarly, "%s abandons the drain of %s %s after the last answer", c.name, uid, since)
@@ -372,6 +388,9 @@ func (c *coord) checkAbandoned(uid drain.UID) {
 
 // strikesOut is how many drains in a row an agent lets expire before nobody waits for it any more.
 const strikesOut = 3
+
+// trialEvery is the time in which one drain waits for an agent all the same.
+const trialEvery = 5 * time.Second
 
 // acknowledged says whether one of reports, which a has just made, is certainly an acknowledgement in time of an open drain.
 func (c *coord) acknowledged(a *agent, asOf time.Time, reports []drain.Report) bool {

@@ -94,6 +94,9 @@ type silence struct {
 	// expired is at least how many drains in a row have ended by their deadline without its word, the last one at lastAt.
 	expired int
 	lastAt  time.Duration
+	// tried is the last pod whose deletion was denied for it since, triedAt the 5 s of the clock in which agents were told.
+	tried   drain.UID
+	triedAt time.Duration
 }
 
 // admitted is an open drain, as far as its Services' room goes.
