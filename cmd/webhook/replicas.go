@@ -153,7 +153,7 @@ func (r *replicas) run(ctx context.Context, coord *coordinator.Coordinator, sync
 	}
 	ticker := time.NewTicker(adoptEvery)
 	defer ticker.Stop()
-	r.Polled = coord.Elsewhere
+	r.Polled = coord.Polled
 	// What is opened elsewhere until the API server asks this replica is adopted too.
 	for !r.adopted.Load() || r.Able() != nil && time.Since(started) < 2*settle {
 		select {

@@ -40,8 +40,10 @@ const trialEvery = 5 * time.Second
 // suspends it again.
 type breaker struct {
 	strikes int
-	// struckAt is when the drain of the last strike expired.
-	struckAt time.Time
+	// since is when the first of these drains was opened, struckAt when the last of them expired.
+	since, struckAt time.Time
+	// clearedAt is when the agent last acknowledged a drain in time here, or was given another chance.
+	clearedAt time.Time
 	// open means suspended.
 	open bool
 	// trial is the number of the drain that last waited for the agent while it was suspended. It was told of that drain in the
@@ -105,16 +107,64 @@ func (l *Ledger) strike(a *agent, d *drain) {
 	if over.Sub(later(d.toldAt, a.knownAt)) < l.length(d)/2 || d.begun.Before(a.breaker.struckAt) {
 		return
 	}
-	a.breaker.strikes++
-	a.breaker.struckAt = over
-	if a.breaker.strikes >= strikesOut && (a.session != 0 || !a.met || l.hearsMost()) {
+	b := &a.breaker
+	if !b.since.After(b.clearedAt) {
+		b.since = d.begun
+	}
+	b.strikes, b.struckAt = b.strikes+1, over
+	l.judge(a)
+}
+
+// judge suspends a if it has let enough drains expire.
+func (l *Ledger) judge(a *agent) {
+	if a.breaker.strikes >= strikesOut && !a.breaker.open && (a.session != 0 || !a.met || l.hearsMost()) {
 		l.suspend(a, Suspension{Agent: a.id, Name: a.name})
 	}
 }
 
+// Silence is an agent that let drains expire, as one replica tells it to another. One denial denies, so replicas that do not
+// agree would all wait for it.
+type Silence struct {
+	Agent AgentID `json:"agent"`
+	// Strikes is how many drains in a row it let expire. SinceMillis is how long ago the first of them was opened, LastMillis
+	// how long ago the last one expired.
+	Strikes     int   `json:"strikes"`
+	SinceMillis int64 `json:"sinceMillis"`
+	LastMillis  int64 `json:"lastMillis"`
+}
+
+// Silences returns the agents that let the last drains expire, in the order of their IDs.
+func (l *Ledger) Silences(now time.Time) []Silence {
+	all := []Silence{}
+	for id, a := range l.agents {
+		if b := a.breaker; b.strikes > 0 {
+			all = append(all, Silence{id, b.strikes, now.Sub(b.since).Milliseconds(), now.Sub(b.struckAt).Milliseconds()})
+		}
+	}
+	slices.SortFunc(all, func(a, b Silence) int { return cmp.Compare(a.Agent, b.Agent) })
+	return all
+}
+
+// Believe takes over the strikes that another replica has counted, if they are more than were counted here and the agent has
+// acknowledged nothing here since the first of those drains was opened there.
+func (l *Ledger) Believe(now time.Time, silences []Silence) {
+	for _, s := range silences {
+		a := l.agents[s.Agent]
+		since := now.Add(-time.Duration(s.SinceMillis) * time.Millisecond)
+		if a == nil || s.Strikes < a.breaker.strikes || !since.After(a.breaker.clearedAt) {
+			continue
+		}
+		if s.Strikes > a.breaker.strikes {
+			last := now.Add(-time.Duration(s.LastMillis) * time.Millisecond)
+			a.breaker.strikes, a.breaker.since, a.breaker.struckAt = s.Strikes, since, later(a.breaker.struckAt, last)
+		}
+		l.judge(a)
+	}
+}
+
 // acknowledged notes that a acknowledged a drain in time.
-func (l *Ledger) acknowledged(a *agent) {
-	a.breaker.strikes = 0
+func (l *Ledger) acknowledged(now time.Time, a *agent) {
+	a.breaker.strikes, a.breaker.clearedAt = 0, now
 	if a.breaker.open {
 		l.suspend(a, Suspension{Agent: a.id, Name: a.name, Over: true, Acknowledged: true})
 	}
@@ -127,7 +177,7 @@ func (l *Ledger) readmit(now time.Time) {
 	}
 	for _, a := range l.agents {
 		if a.breaker.open && now.Sub(a.breaker.struckAt) >= l.times.Memory {
-			a.breaker.strikes = strikesOut - 1
+			a.breaker.strikes, a.breaker.clearedAt = strikesOut-1, now
 			l.suspend(a, Suspension{Agent: a.id, Name: a.name, Over: true})
 		}
 	}

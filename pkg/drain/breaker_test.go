@@ -367,6 +367,99 @@ func TestAShortBarrierGivesASuspendedAgentNoStrike(t *testing.T) {
 	}
 }
 
+// Two replicas are asked about every deletion, and one denial denies. If one of them waits for an agent that the other has
+// suspended, the deletion waits.
+func TestReplicasAgreeOnWhoIsSuspended(t *testing.T) {
+	for name, c := range map[string]struct {
+		// there is what happens at the other replica while three drains expire here.
+		there func(w *world)
+		// expire is how many expire.
+		expire int
+		want   []string
+	}{
+		"the other one has just started": {func(*world) {}, 3, []string{"-one"}},
+		"two strikes are not enough":     {func(*world) {}, 2, nil},
+		"its stream broke, as most did": {func(w *world) {
+			w.Expect(w.now, []Expected{{ID: "one", Ready: true}, {ID: "two", Ready: true}, {ID: "three", Ready: true}})
+			w.Disconnect(w.now, "one", w.sessions["one"])
+		}, 3, nil},
+		"it has acknowledged a drain there": {func(w *world) {
+			w.Ask(w.now, pod("there"), []Service{web})
+			w.say("one", pod("there"), Idle)
+		}, 3, nil},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w, other := newWorld(t), newWorld(t)
+			w.join("one", web)
+			other.join("one", web)
+			for i := range c.expire {
+				w.expireOne(pod(fmt.Sprint("before", i)))
+				if other.now = w.now; i == 0 {
+					c.there(other)
+				}
+			}
+			other.Believe(other.now, w.Silences(w.now))
+			other.wantSuspensions(c.want...)
+			if c.want == nil {
+				return
+			}
+			// What one replica has from the other is not news to that.
+			w.suspensions()
+			w.Believe(w.now, other.Silences(other.now))
+			// It acknowledges a drain here, and the other replica has not heard of that yet.
+			p := pod("after")
+			other.Ask(other.now, p, []Service{web})
+			other.say("one", p, Removed)
+			other.Believe(other.now, w.Silences(w.now))
+			other.wantSuspensions("+one")
+			w.wantSuspensions()
+		})
+	}
+}
+
+// The drains of both replicas expire at the same moment: that is one strike, whoever counts it first. Nor does the chance that
+// an agent gets after the memory bound end because the other replica gives it a second later.
+func TestReplicasCountAStrikeOnce(t *testing.T) {
+	w, other := newWorld(t), newWorld(t)
+	exchange := func() {
+		other.now = w.now
+		w.Tick(w.now)
+		other.Believe(other.now, w.Silences(w.now))
+		other.Tick(other.now)
+		w.Believe(w.now, other.Silences(other.now))
+	}
+	w.join("one", web)
+	other.join("one", web)
+	expire := func(name string) {
+		p := pod(name)
+		w.Ask(w.now, p, []Service{web})
+		other.Ask(other.now, p, []Service{web})
+		for range 30 {
+			w.pass(time.Second)
+			exchange()
+		}
+		w.Gone(w.now, p.UID)
+		other.Gone(other.now, p.UID)
+	}
+	expire("a")
+	expire("b")
+	w.wantSuspensions()
+	other.wantSuspensions()
+	expire("c")
+	w.wantSuspensions("-one")
+	other.wantSuspensions("-one")
+	w.pass(10 * time.Minute)
+	w.Tick(w.now)
+	exchange()
+	w.pass(time.Second)
+	exchange()
+	w.wantSuspensions("+one")
+	other.wantSuspensions("+one")
+	expire("d")
+	w.wantSuspensions("-one")
+	other.wantSuspensions("-one")
+}
+
 // Three drains that had waited for room until shortly before their deadlines say nothing of an agent that takes two seconds to answer.
 func TestAnAgentIsNotSuspendedForDrainsItWasToldOfLate(t *testing.T) {
 	for _, late := range []struct {

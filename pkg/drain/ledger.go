@@ -742,9 +742,9 @@ func (l *Ledger) ReportAsOf(now, asOf time.Time, id AgentID, session uint64, rep
 		if open && fresher && l.matters(now, d, a, r) {
 			l.touch(d)
 		}
-		if open && r.tells(d) && a.breaker.strikes > 0 && l.acknowledges(now, d, a, r) && now.Sub(asOf) <= l.times.Freshness &&
+		if open && r.tells(d) && l.acknowledges(now, d, a, r) && now.Sub(asOf) <= l.times.Freshness &&
 			now.Before(l.deadline(d)) && l.routes(a, d) {
-			l.acknowledged(a)
+			l.acknowledged(now, a)
 		}
 	}
 	return news

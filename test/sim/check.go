@@ -314,7 +314,7 @@ func (c *coord) checkDeny(h *held, s drain.Status, err string) {
 	}
 	c.checkDeparted(s)
 	for _, x := range s.Waiting {
-		if quiet := c.silence[x.Agent]; quiet != nil && quiet.expired >= strikesOut && !c.tries(quiet, uid) {
+		if quiet := c.silence[x.Agent]; quiet != nil && x.Connected && quiet.expired >= strikesOut && !c.tries(quiet, uid) {
 			w.fail(checkSuspended, "%s denies the deletion of %s for %s, which has let %d drains in a row expire", c.name, uid, x.Name, quiet.expired)
 		}
 	}
@@ -432,6 +432,26 @@ func (c *coord) expired(s drain.Status) {
 		}
 		quiet.expired++
 		quiet.lastAt = deadline
+	}
+}
+
+// noteSilent records who has let drains expire at another replica, as that has told.
+func (c *coord) noteSilent(silent []drain.Silence) {
+	for _, s := range silent {
+		quiet := c.silence[s.Agent]
+		since := c.w.at - time.Duration(s.SinceMillis)*time.Millisecond
+		if quiet == nil || quiet.acknowledged && quiet.endedAt >= since {
+			continue
+		}
+		quiet.endedAt = min(quiet.endedAt, since)
+		if quiet.spokeAt >= since {
+			continue
+		}
+		if s.Strikes >= strikesOut && quiet.expired < strikesOut {
+			c.w.measure("agents whose third strike another replica told")
+		}
+		quiet.expired = max(quiet.expired, s.Strikes)
+		quiet.lastAt = max(quiet.lastAt, c.w.at-time.Duration(s.LastMillis)*time.Millisecond)
 	}
 }
 

@@ -89,8 +89,11 @@ type coord struct {
 
 // silence is what an agent has left unanswered since it last acknowledged a drain.
 type silence struct {
-	// endedAt is when it last acknowledged one, or was first heard of.
-	endedAt time.Duration
+	// endedAt is when it last acknowledged one or, if it has not, was first heard of.
+	endedAt      time.Duration
+	acknowledged bool
+	// spokeAt is when it last may have acknowledged one: Kept and, at the barrier, Routing count for more where there is no other endpoint.
+	spokeAt time.Duration
 	// expired is at least how many drains in a row have ended by their deadline without its word, the last one at lastAt.
 	expired int
 	lastAt  time.Duration
@@ -931,7 +934,13 @@ func (c *coord) report(a *agent, asOf time.Time, session uint64, reports []said)
 	before := c.acknowledged(a, asOf, telling) || c.acknowledgedAtBarrier(a, asOf, plain)
 	c.ledger.ReportAsOf(c.w.now, asOf, a.id, session, plain)
 	if before {
-		c.silence[a.id] = &silence{endedAt: c.w.at}
+		c.silence[a.id] = &silence{endedAt: c.w.at, acknowledged: true}
+	}
+	mayAcknowledge := func(r drain.Report) bool {
+		return r.Held && (r.State >= drain.Kept || r.Gate == drain.AtBarrier && r.State == drain.Routing)
+	}
+	if quiet := c.silence[a.id]; quiet != nil && slices.ContainsFunc(plain, mayAcknowledge) {
+		quiet.expired, quiet.spokeAt = 0, c.w.at
 	}
 	c.settle()
 	return true

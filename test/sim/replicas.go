@@ -127,6 +127,7 @@ func (c *coord) ask(p *peer, most time.Duration, serve func(), done func(ok bool
 		if p.silent == ok {
 			c.log("%s answers: %t", p.of.name, ok)
 			p.silent = !ok
+			p.polled = p.polled && ok
 		}
 		if !ok {
 			w.parted = w.at
@@ -154,7 +155,7 @@ func (c *coord) poll(then func()) {
 		var state wire.Replica
 		serve := func() {
 			o := p.of
-			state = wire.Replica{Ready: o.able(), Drains: o.ledger.Claims(c.w.now)}
+			state = wire.Replica{Ready: o.able(), Drains: o.ledger.Claims(c.w.now), Silent: o.ledger.Silences(c.w.now)}
 			state.Expected, state.Missing = o.ledger.Expecting()
 		}
 		c.ask(p, pollTime, serve, func(ok bool) {
@@ -162,12 +163,26 @@ func (c *coord) poll(then func()) {
 				p.polled, p.state = true, state
 			}
 			if left--; left == 0 {
+				c.believe()
 				c.others = c.elsewhere()
 				c.ledger.Elsewhere(c.w.now, c.others)
 				c.settle()
 				then()
 			}
 		})
+	}
+}
+
+// believe takes over the strikes that the others have counted.
+func (c *coord) believe() {
+	for _, p := range c.peers {
+		if p.silent || !p.polled {
+			continue
+		}
+		if brokenRule() != 21 {
+			c.ledger.Believe(c.w.now, p.state.Silent)
+		}
+		c.noteSilent(p.state.Silent)
 	}
 }
 

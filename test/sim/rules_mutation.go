@@ -35,6 +35,7 @@ var rules = [...]string{
 	18: "the barrier: a hook that is run again begins the clock again",
 	19: "the barrier: that no endpoint is left on one node is believed though its kernel may not have heard of the other nodes'",
 	20: "one order: a witness judges capacity for itself",
+	21: "suspension: what another replica has counted is not believed",
 }
 
 func mutate(from uint64, most int) error {

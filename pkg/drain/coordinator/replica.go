@@ -55,7 +55,8 @@ func (c *Coordinator) replica(http.ResponseWriter, *http.Request, Identity) (any
 	ready := c.Able() == nil
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	is := wire.Replica{Ready: ready, Drains: c.ledger.Claims(time.Now())}
+	now := time.Now()
+	is := wire.Replica{Ready: ready, Drains: c.ledger.Claims(now), Silent: c.ledger.Silences(now)}
 	is.Expected, is.Missing = c.ledger.Expecting()
 	return is, nil
 }
@@ -68,11 +69,18 @@ func (c *Coordinator) Adopt(claims []drain.Claim) {
 	c.settle()
 }
 
-// Elsewhere takes in the open drains of the other replicas. See [drain.Ledger.Elsewhere].
-func (c *Coordinator) Elsewhere(claims []drain.Claim) {
+// Polled takes in what the other replicas told last: their open drains and the agents that let
+// drains expire. See [drain.Ledger.Elsewhere] and [drain.Ledger.Believe].
+func (c *Coordinator) Polled(states []wire.Replica) {
 	c.mu.Lock()
 	defer c.unlock()
-	c.ledger.Elsewhere(time.Now(), claims)
+	now := time.Now()
+	var claims []drain.Claim
+	for _, of := range states {
+		claims = append(claims, of.Drains...)
+		c.ledger.Believe(now, of.Silent)
+	}
+	c.ledger.Elsewhere(now, claims)
 	c.settle()
 }
 

@@ -125,6 +125,40 @@ func TestAReplicaThatStartsAdoptsWhatIsOpen(t *testing.T) {
 	})
 }
 
+// One denial denies. A replica that is polled tells which agents let drains expire, and a replica that has just started does
+// not wait for an agent that the other one has suspended.
+func TestAReplicaThatStartsLearnsWhoIsSuspended(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		old, started := newBench(), newBench()
+		all := []drain.Expected{{ID: "silent", Name: "edge/silent", Ready: true}}
+		old.Expect(all)
+		for _, name := range []string{"a", "b", "c"} {
+			_, _, _ = old.Drain(t.Context(), pod(name), []drain.Service{web}, time.Now().Add(31*time.Second))
+			old.Gone(pod(name).UID)
+		}
+		time.Sleep(time.Second)
+		_, text := old.ask(http.MethodGet, wire.ReplicaPath, "Bearer replica", nil)
+		var told wire.Replica
+		if err := json.Unmarshal([]byte(text), &told); err != nil {
+			t.Fatal(err)
+		}
+		want := []drain.Silence{
+			{Agent: "one", Strikes: 3, SinceMillis: 91_000, LastMillis: 1000}, {Agent: "silent", Strikes: 3, SinceMillis: 91_000, LastMillis: 1000},
+		}
+		if diff := cmp.Diff(want, told.Silent); diff != "" {
+			t.Fatalf("silent (-want +got):\n%s", diff)
+		}
+		started.Expect(all)
+		if status, _, _ := started.Drain(t.Context(), pod("d"), []drain.Service{web}, time.Now()); !status.Waits() {
+			t.Fatalf("%s %s before it was told", status.Phase, status.Reason)
+		}
+		started.Polled([]wire.Replica{told})
+		if status, _, _ := started.Drain(t.Context(), pod("d"), []drain.Service{web}, time.Now()); status.Reason != drain.Suspended {
+			t.Errorf("%s %s", status.Phase, status.Reason)
+		}
+	})
+}
+
 // The opener decides which pods of an owner are held; a witness does as it says, so that not one
 // holds these and the other those.
 func TestAWitnessHoldsWhomTheOpenerHolds(t *testing.T) {

@@ -62,10 +62,10 @@ type Peers struct {
 	Token  func() (string, error)
 	Log    *slog.Logger
 	// Able is why this replica cannot judge deletions now: it then leaves capacity to any other.
-	// Nil: it always can. Polled is given the open drains of the other replicas, as each one that
-	// answers told last. Nil: nobody wants to know.
+	// Nil: it always can. Polled is given, after each poll, what each replica that answers told
+	// last. May be nil.
 	Able   func() error
-	Polled func([]drain.Claim)
+	Polled func([]wire.Replica)
 
 	mu    sync.Mutex
 	peers map[string]*peer
@@ -74,8 +74,8 @@ type Peers struct {
 // peer is what is known of one.
 type peer struct {
 	Peer
-	// silent says that the last question got no answer, polled that one was asked. state is its
-	// last answer to a poll.
+	// silent says that the last question got no answer, polled that it has answered a poll and each
+	// question since. state is its last answer to a poll.
 	silent, polled bool
 	state          wire.Replica
 }
@@ -129,16 +129,16 @@ func (p *Peers) poll(ctx context.Context) {
 	}
 	asking.Wait()
 	if p.Polled != nil {
-		p.Polled(p.drains())
+		p.Polled(p.told())
 	}
 }
 
-// drains returns the open drains of the others, as each one that answers told last.
-func (p *Peers) drains() (claims []drain.Claim) {
+// told returns what each replica that answers told last.
+func (p *Peers) told() (states []wire.Replica) {
 	for _, of := range p.list(func(of *peer) bool { return !of.silent && of.polled }) {
-		claims = append(claims, of.state.Drains...)
+		states = append(states, of.state)
 	}
-	return claims
+	return states
 }
 
 // Opener reports whether this replica decides what takes capacity: no replica before it is ready
@@ -185,7 +185,10 @@ func (p *Peers) Open(ctx context.Context) (claims []drain.Claim, silent []string
 	for _, of := range p.list(func(of *peer) bool { return of.Ready && (of.silent || !of.polled) }) {
 		silent = append(silent, of.Name)
 	}
-	return p.drains(), silent
+	for _, state := range p.told() {
+		claims = append(claims, state.Drains...)
+	}
+	return claims, silent
 }
 
 // Sees returns a ready replica that has streams of at least half of the agents it expects. ok is
@@ -236,7 +239,7 @@ func (p *Peers) heard(ctx context.Context, of peer, err error, then func(*peer))
 		return
 	}
 	changed := known.silent != (err != nil)
-	known.silent = err != nil
+	known.silent, known.polled = err != nil, known.polled && err == nil
 	if err == nil && then != nil {
 		then(known)
 	}

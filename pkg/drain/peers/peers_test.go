@@ -135,18 +135,23 @@ func TestAFrozenReplicaDelaysOneCall(t *testing.T) {
 	if _, ok := p.Claim(t.Context(), wire.Claim{}); !ok {
 		t.Error("it answers again, and is not asked")
 	}
-	// Its open drains are told while it answers.
-	var told []drain.Claim
-	p.Polled = func(claims []drain.Claim) { told = claims }
-	r.state.Drains = []drain.Claim{{Pod: drain.Pod{UID: "u"}}}
-	if p.poll(t.Context()); len(told) != 1 {
-		t.Errorf("told %v of one drain", told)
+	// What it knows is told while it answers.
+	var told []wire.Replica
+	p.Polled = func(states []wire.Replica) { told = states }
+	r.state.Silent = []drain.Silence{{Agent: "a", Strikes: 1}}
+	if p.poll(t.Context()); len(told) != 1 || len(told[0].Silent) != 1 {
+		t.Errorf("told %v", told)
 	}
 	r.frozen.Store(true)
 	if p.poll(t.Context()); len(told) != 0 {
 		t.Errorf("told %v of a replica that does not answer", told)
 	}
 	r.frozen.Store(false)
+	// What it told before it was silent has old times in it.
+	p.heard(t.Context(), p.list(func(*peer) bool { return true })[0], nil, nil)
+	if states := p.told(); len(states) != 0 {
+		t.Errorf("told %v before it was polled again", states)
+	}
 	p.poll(t.Context())
 	// A caller that goes away says nothing about the replica.
 	gone, cancel := context.WithCancel(t.Context())

@@ -57,4 +57,6 @@ type Replica struct {
 	Missing  int `json:"missing"`
 	// Drains are its open drains.
 	Drains []drain.Claim `json:"drains"`
+	// Silent are the agents that let its last drains expire.
+	Silent []drain.Silence `json:"silent,omitempty"`
 }
