@@ -121,6 +121,7 @@ func (l *Ledger) OpenBarrier(now time.Time, b Barrier) Status {
 		l.draw(d)
 		l.see(now, d, b)
 		l.begin(now, d, b.Since)
+		d.former = h.former
 		l.told(now, d)
 		return l.status(now, d)
 	}

@@ -95,8 +95,10 @@ type agent struct {
 	// declared says that routes is known, if only from an earlier session.
 	declared bool
 	routes   map[Service]Route
-	reports  [gates]map[*subject]*heard
-	breaker  breaker
+	// former reports whether some drain may have it in drain.former.
+	former  bool
+	reports [gates]map[*subject]*heard
+	breaker breaker
 	// concerned says that it is in the ledger's list of these.
 	concerned bool
 	// met says that it has had a session, observes that the last one understood [Watch].
@@ -166,6 +168,9 @@ type drain struct {
 	agents   []*agent
 	roster   bits
 	rosterAt uint64
+	// former are agents that routed the pod, declared again without its Services while the drain was open, and must acknowledge it all the
+	// same, each with the gate at which it does.
+	former map[*agent]Gate
 	// blocking are the slots of those who kept the drain in phase, Unrouting or Quiescing, when status was last derived, and have not let go
 	// since, and blocked is how many these are: while one is left, what others say changes nothing. 0: whatever is said may matter.
 	blocking  bits
@@ -328,7 +333,7 @@ func (l *Ledger) serve(d *drain, services []Service) {
 // begin opens d.
 func (l *Ledger) begin(now time.Time, d *drain, since time.Time) {
 	l.enlist(d)
-	d.open, d.reason, d.begun, d.lastAnswer = true, ReasonNone, now, now
+	d.open, d.reason, d.begun, d.lastAnswer, d.former = true, ReasonNone, now, now, nil
 	d.quiescingAt, d.allowed, d.expired = time.Time{}, false, false
 	d.since = since
 	l.numbers++
@@ -646,19 +651,34 @@ func (l *Ledger) Declared(id AgentID) bool {
 }
 
 // Declare sets the whole of what an agent's gateway routes, and returns the open drains of that: the agent must know them before it
-// programs its gateway. ok is false, and nothing changed, if session is not the agent's open one.
+// programs its gateway. ok is false, and nothing changed, if session is not the agent's open one. An agent that no longer names any
+// Service of an open drain that it had to acknowledge must still do so, or leave.
 func (l *Ledger) Declare(id AgentID, session uint64, routes []Route) (open []Open, ok bool) {
 	if !l.Current(id, session) {
 		return nil, false
 	}
 	a := l.agents[id]
 	l.touchFor(a)
+	former := map[*drain]Gate{}
+	l.each(func(d *drain) {
+		if a.declared && d.open && l.routes(a, d) && brokenRule != 22 {
+			former[d] = a.gateOf(d)
+		}
+	})
 	a.declared, a.left = true, false
 	l.recount(a)
 	a.routes = make(map[Service]Route, len(routes))
 	for _, r := range routes {
 		if have, twice := a.routes[r.Service]; !twice || owesAt(AtHold, r) || owesAt(AtBarrier, r) && !owesAt(AtHold, have) {
 			a.routes[r.Service] = r
+		}
+	}
+	for d, g := range former {
+		if !a.names(d) {
+			if d.former == nil {
+				d.former = map[*agent]Gate{}
+			}
+			d.former[a], d.rosterAt, a.former = g, 0, true
 		}
 	}
 	l.index(a)
@@ -1036,6 +1056,11 @@ func (l *Ledger) enroll(d *drain) {
 			}
 		}
 	}
+	for a, g := range d.former {
+		if l.slots[a.slot] == a && a.can(g) {
+			d.agents = append(d.agents, a)
+		}
+	}
 	if d.gate == AtBarrier {
 		d.agents = slices.DeleteFunc(d.agents, func(a *agent) bool { return !l.owesBarrier(a, d) })
 	}
@@ -1058,6 +1083,16 @@ func (l *Ledger) routes(a *agent, d *drain) bool {
 	return d.roster.has(a.slot)
 }
 
+// names reports whether a has declared one of the Services of d, whatever it can do there.
+func (a *agent) names(d *drain) bool {
+	_, names := a.routes[EveryService]
+	for s := range d.services {
+		_, ok := a.routes[s]
+		names = names || ok
+	}
+	return names
+}
+
 // may says whether a routes the pod of d so that it may be asked at a gate: an agent that has not declared may route everything, except
 // that its label may say at which gate alone. One that has left routes nothing.
 func (a *agent) may(g Gate, d *drain) bool {
@@ -1066,6 +1101,9 @@ func (a *agent) may(g Gate, d *drain) bool {
 	}
 	if !a.can(g) {
 		return false
+	}
+	if at, former := d.former[a]; former && at == g {
+		return true
 	}
 	for s := range d.services {
 		if r, ok := a.routes[s]; ok && owesAt(g, r) {
@@ -1323,9 +1361,13 @@ func (l *Ledger) touch(d *drain) {
 
 // touchFor touches the drains that a may owe.
 func (l *Ledger) touchFor(a *agent) {
-	if a.inEverything[AtHold] || a.inEverything[AtBarrier] {
+	if a.inEverything[AtHold] || a.inEverything[AtBarrier] || a.former {
 		l.each(func(d *drain) {
-			if d.open && (a.inEverything[AtHold] || d.gate == AtBarrier) {
+			_, former := d.former[a]
+			if former {
+				d.rosterAt = 0 // it may be about to leave
+			}
+			if d.open && (former || a.inEverything[AtHold] || d.gate == AtBarrier) {
 				l.touch(d)
 			}
 		})

@@ -871,3 +871,82 @@ func TestLeave(t *testing.T) {
 		})
 	}
 }
+
+// An agent whose configuration loses a Service in the middle of a drain may still route the pod: its
+// gateway has old processes, or was not reloaded.
+func TestADeclarationWithoutTheServiceDischargesNobody(t *testing.T) {
+	p := pod("a")
+	for name, c := range map[string]struct {
+		then func(w *world)
+		want string
+	}{
+		"silence":             {func(*world) {}, "Unrouting one:unknown"},
+		"requests still run":  {func(w *world) { w.say("one", p, Removed) }, "Quiescing one:removed"},
+		"an acknowledgement":  {func(w *world) { w.say("one", p, Idle) }, "Released Acknowledged"},
+		"it leaves":           {func(w *world) { w.Leave("one", w.sessions["one"]) }, "Released NoAgents"},
+		"a third declaration": {func(w *world) { w.Declare("one", w.sessions["one"], nil) }, "Unrouting one:unknown"},
+		"a new session":       {func(w *world) { w.join("one", api) }, "Unrouting one:unknown"},
+		"it vouches no more":  {func(w *world) { w.declare("one", Route{web, ClusterIP, Direct, PerRequest}) }, "Unrouting one:unknown"},
+		"it goes away": {func(w *world) {
+			w.Disconnect(w.now, "one", w.sessions["one"])
+			w.Touched()
+			w.pass(w.times.Away + time.Second)
+		}, "Released NoAgents"},
+		"the API forgets it": {func(w *world) {
+			w.Expect(w.now, []Expected{{ID: "one"}})
+			w.Disconnect(w.now, "one", w.sessions["one"])
+			w.Expect(w.now, nil)
+		}, "Released NoAgents"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t)
+			w.join("one", web)
+			w.Ask(w.now, p, []Service{web})
+			open, _ := w.Declare("one", w.sessions["one"], routes(api))
+			if len(open) != 1 {
+				t.Errorf("the answer tells of %v", open)
+			}
+			w.want(p, "Unrouting one:unknown")
+			w.Touched()
+			c.then(w)
+			w.want(p, c.want)
+			w.Gone(w.now, p.UID)
+			w.Ask(w.now, pod("b"), []Service{web})
+			w.want(pod("b"), "Released NoAgents")
+		})
+	}
+}
+
+// An agent that says for the first time what it routes, and one that says that it cannot vouch for
+// a Service, are not waited for.
+func TestWhatDischargesAnAgent(t *testing.T) {
+	p := pod("a")
+	w := newWorld(t)
+	w.Ask(w.now, p, []Service{web})
+	w.sessions["one"] = w.Connect(w.now, "one")
+	w.want(p, "Unrouting one:unknown")
+	w.declare("one", routes(api)...)
+	w.want(p, "Released NoAgents")
+	w.declare("one", routes(web)...)
+	w.want(p, "Unrouting one:unknown")
+	w.declare("one", Route{web, ClusterIP, Direct, PerRequest})
+	w.want(p, "Released NoAgents")
+}
+
+// What a directed agent had to acknowledge at the hold, and an observing one at the barrier, it still
+// has to when it has declared otherwise since.
+func TestADeclarationWithoutTheServiceAtTheBarrier(t *testing.T) {
+	w := newWorld(t)
+	p := pod("a")
+	w.observe("node")
+	w.join("edge", web)
+	w.Ask(w.now, p, []Service{web})
+	w.Declare("edge", w.sessions["edge"], nil)
+	w.open(p, "node")
+	w.Declare("node", w.sessions["node"], nil)
+	w.wantBarrier(p, "Unrouting edge:unknown node:unknown")
+	w.see("node", p, Idle, true)
+	w.wantBarrier(p, "Unrouting edge:unknown")
+	w.say("edge", p, Idle)
+	w.wantBarrier(p, "Released Acknowledged")
+}

@@ -199,7 +199,7 @@ func TestQueuedDrainsEndLikeEveryOther(t *testing.T) {
 	})
 	t.Run("nobody owes it", func(t *testing.T) {
 		w := setup(t)
-		w.Declare("one", w.sessions["one"], routes(api))
+		w.Leave("one", w.sessions["one"])
 		w.wantPhases("a:Released/NoAgents b:Released/NoAgents")
 	})
 	t.Run("a dead pod leaves nothing behind", func(t *testing.T) {
