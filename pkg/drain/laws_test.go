@@ -158,7 +158,7 @@ func TestNoChangeIsMissedByWhoLooksOnlyWhenTouched(t *testing.T) {
 func (w *world) cross() error {
 	said := 0
 	for uid, of := range w.subjects {
-		if of.uid != uid || of.drains == [gates]*drain{} && len(of.heard[AtHold])+len(of.heard[AtBarrier]) == 0 {
+		if of.uid != uid || of.drains == [gates]*drain{} {
 			return fmt.Errorf("nothing is known of %s, and it is kept", uid)
 		}
 		for g := range gates {
@@ -167,6 +167,9 @@ func (w *world) cross() error {
 			}
 			for i, r := range of.heard[g] {
 				said++
+				if !slices.ContainsFunc(of.drains[:], func(d *drain) bool { return d != nil && d.open }) {
+					return fmt.Errorf("%s is heard of %s, which has no open drain", r.by.id, uid)
+				}
 				if r.place != i || r.by.reports[g][of] != r || w.agents[r.by.id] != r.by || r.UID != uid || r.Gate != g {
 					return fmt.Errorf("%s is heard of %s, and has said nothing", r.by.id, uid)
 				}

@@ -15,7 +15,7 @@ type Ledger struct {
 	agents map[AgentID]*agent
 	// slots holds the agents by their numbers, nil where nobody has one: lists of agents are sets of these.
 	slots []*agent
-	// subjects are the pods that have a drain, or of which an agent has said something.
+	// subjects are the pods that have a drain.
 	subjects map[UID]*subject
 	// services holds who is concerned by each Service: an event costs those whom it concerns, not everybody.
 	services map[Service]*service
@@ -54,7 +54,7 @@ type Ledger struct {
 	sweptAt time.Time
 }
 
-// subject is a pod: its drain at each gate, nil if there is none, and what agents say of it there, who need not owe it.
+// subject is a pod: its drain at each gate, nil if there is none, and what agents say of it there while that is open.
 type subject struct {
 	uid    UID
 	drains [gates]*drain
@@ -95,6 +95,11 @@ type agent struct {
 	// declared says that routes is known, if only from an earlier session.
 	declared bool
 	routes   map[Service]Route
+	// namespaces are those in which it has routed a Service on its present session, "*" all of them:
+	// the releases of their pods are sent to it. widened is the revision at which the last one was
+	// added.
+	namespaces map[string]bool
+	widened    uint64
 	// former reports whether some drain may have it in drain.former.
 	former  bool
 	reports [gates]map[*subject]*heard
@@ -168,8 +173,8 @@ type drain struct {
 	agents   []*agent
 	roster   bits
 	rosterAt uint64
-	// former are agents that routed the pod, declared again without its Services while the drain was open, and must acknowledge it all the
-	// same, each with the gate at which it does.
+	// former are agents that routed the pod and declared again without its Services while the drain
+	// was open. Each must still acknowledge the drain, at this gate.
 	former map[*agent]Gate
 	// blocking are the slots of those who kept the drain in phase, Unrouting or Quiescing, when status was last derived, and have not let go
 	// since, and blocked is how many these are: while one is left, what others say changes nothing. 0: whatever is said may matter.
@@ -310,7 +315,7 @@ func (l *Ledger) subject(uid UID) *subject {
 
 // spare forgets a pod of which nothing is known any more.
 func (l *Ledger) spare(of *subject) {
-	if of.drains == [gates]*drain{} && len(of.heard[AtHold]) == 0 && len(of.heard[AtBarrier]) == 0 {
+	if of.drains == [gates]*drain{} {
 		delete(l.subjects, of.uid)
 	}
 }
@@ -615,7 +620,10 @@ func (l *Ledger) ConnectWith(now time.Time, id AgentID, h Hail) (session uint64)
 	if !a.met || a.observes != h.Observes {
 		l.touchFor(a) // it may be asked elsewhere from now on
 	}
-	a.boot, a.met, a.observes = h.Boot, true, h.Observes
+	a.boot, a.met, a.observes, a.namespaces = h.Boot, true, h.Observes, map[string]bool{}
+	for s := range a.routes {
+		a.namespaces[s.Namespace] = true
+	}
 	l.rev++
 	a.session = l.rev
 	l.void(a)
@@ -650,9 +658,15 @@ func (l *Ledger) Declared(id AgentID) bool {
 	return a != nil && a.declared
 }
 
-// Declare sets the whole of what an agent's gateway routes, and returns the open drains of that: the agent must know them before it
-// programs its gateway. ok is false, and nothing changed, if session is not the agent's open one. An agent that no longer names any
-// Service of an open drain that it had to acknowledge must still do so, or leave.
+// Namespaces returns the namespaces whose releases are sent to a connected agent, "*" for all.
+func (l *Ledger) Namespaces(id AgentID) []string {
+	return slices.Sorted(maps.Keys(l.agents[id].namespaces))
+}
+
+// Declare sets the whole of what an agent's gateway routes, and returns the open drains of that:
+// the agent must know them before it programs its gateway. ok is false, and nothing changed, if
+// session is not the agent's open one. An agent that no longer names any Service of an open drain
+// that it had to acknowledge must still do so, or leave.
 func (l *Ledger) Declare(id AgentID, session uint64, routes []Route) (open []Open, ok bool) {
 	if !l.Current(id, session) {
 		return nil, false
@@ -669,6 +683,12 @@ func (l *Ledger) Declare(id AgentID, session uint64, routes []Route) (open []Ope
 	l.recount(a)
 	a.routes = make(map[Service]Route, len(routes))
 	for _, r := range routes {
+		if !a.namespaces["*"] && !a.namespaces[r.Service.Namespace] {
+			a.namespaces[r.Service.Namespace] = true
+			l.rev++
+			a.widened = l.rev
+			l.concern(a)
+		}
 		if have, twice := a.routes[r.Service]; !twice || owesAt(AtHold, r) || owesAt(AtBarrier, r) && !owesAt(AtHold, have) {
 			a.routes[r.Service] = r
 		}
@@ -707,12 +727,9 @@ func (l *Ledger) Leave(id AgentID, session uint64) (ok bool) {
 	return true
 }
 
-// reportsMost bounds the pods of which an agent's word is kept.
-const reportsMost = 10_000
-
-// Report takes in what an agent says on its open session. It reports whether any of it was news: a repeat of what still counts is
-// not. A session that is not the open one changes nothing. Of an agent that speaks of more pods than an honest one can have
-// tombstones on, what it says of more is not heard.
+// Report takes in what an agent says on its open session. It reports whether any of it was news: a
+// repeat of what still counts is not. A session that is not the open one changes nothing, nor does
+// what an agent says of a pod without an open drain that it may have to acknowledge.
 func (l *Ledger) Report(now time.Time, id AgentID, session uint64, reports []Report) (news bool) {
 	return l.ReportAsOf(now, now, id, session, reports)
 }
@@ -727,12 +744,11 @@ func (l *Ledger) ReportAsOf(now, asOf time.Time, id AgentID, session uint64, rep
 	for _, r := range reports {
 		of := l.subjects[r.UID]
 		d := of.about(a, r)
-		open := d != nil && d.open
+		if d == nil || !d.open || !l.routes(a, d) {
+			continue // it was not asked
+		}
 		was := a.reports[r.Gate][of]
 		known := was != nil
-		if !known && len(a.reports[AtHold])+len(a.reports[AtBarrier]) >= reportsMost {
-			continue
-		}
 		if known && asOf.Before(was.at) {
 			continue
 		}
@@ -741,9 +757,7 @@ func (l *Ledger) ReportAsOf(now, asOf time.Time, id AgentID, session uint64, rep
 			had = was.State
 		}
 		// Before it counts: what comes too late does not undo that it was missing.
-		if open {
-			l.expire(now, d)
-		}
+		l.expire(now, d)
 		if brokenRule == 1 && known && had > r.State {
 			r = was.Report
 		}
@@ -756,28 +770,35 @@ func (l *Ledger) ReportAsOf(now, asOf time.Time, id AgentID, session uint64, rep
 		} else {
 			l.hear(asOf, a, r, len(reports))
 		}
-		if open && r.Gate == AtBarrier {
+		if r.Gate == AtBarrier {
 			l.learn(now, a, d, had, r)
 		}
-		if open && fresher && l.matters(now, d, a, r) {
+		if fresher && l.matters(now, d, a, r) {
 			l.touch(d)
 		}
-		if open && r.tells(d) && l.acknowledges(now, d, a, r) && now.Sub(asOf) <= l.times.Freshness &&
-			now.Before(l.deadline(d)) && l.routes(a, d) {
+		if r.tells(d) && l.acknowledges(now, d, a, r) && now.Sub(asOf) <= l.times.Freshness && now.Before(l.deadline(d)) {
 			l.acknowledged(now, a)
 		}
 	}
 	return news
 }
 
-// Since returns what an agent must hear that changed after revision rev, the oldest first, and the revision to ask with next.
-// Ask with 0 for everything. Only drains of Services that the agent may route are opened; releases it hears of all.
+// Since returns what must be sent to an agent that changed after revision rev, the oldest first, and
+// the revision to ask with next. Ask with 0 for everything. That is the drains that the agent may
+// have to acknowledge, and the releases of pods in the namespaces in which it routes Services, or has
+// routed some on this session. After a declaration that adds a namespace, it is everything again.
 func (l *Ledger) Since(id AgentID, rev uint64) (open []Open, released []Release, next uint64) {
 	a := l.agents[id]
 	if a == nil {
 		return nil, nil, rev
 	}
-	next = rev
+	if !a.declared {
+		a.namespaces["*"] = true // it may route everything
+	}
+	next = max(rev, a.widened)
+	if rev < a.widened {
+		rev = 0
+	}
 	news := 0
 	for e := l.changes.Front(); e != nil && e.Value.(*drain).rev > rev; e = e.Next() {
 		news += number(e.Value.(*drain).open)
@@ -789,13 +810,14 @@ func (l *Ledger) Since(id AgentID, rev uint64) (open []Open, released []Release,
 		switch {
 		case d.open && !d.queued && l.routes(a, d):
 			open = append(open, l.opened(a, d))
-		case !d.open && d.gate == AtBarrier:
+		case d.open || !a.mayKnow(d):
+		case d.gate == AtBarrier:
 			if a.gateOf(d) == AtBarrier {
 				released = append(released, Release{UID: d.pod.UID, Dead: d.reason == Dead, Gate: AtBarrier})
 			} else {
 				released = append(released, Release{UID: d.pod.UID, Dead: true}) // it was deleted, whatever has become of it
 			}
-		case !d.open && !l.directs(a, d.pod.UID):
+		case !l.directs(a, d.pod.UID):
 			released = append(released, Release{UID: d.pod.UID, Dead: d.reason == Dead || brokenRule == 4})
 		}
 	}
@@ -841,6 +863,14 @@ func (l *Ledger) Concerned() []AgentID {
 	l.concerned = l.concerned[:0]
 	slices.Sort(ids)
 	return ids
+}
+
+// concern notes that there is something to send to a. See [Ledger.Concerned].
+func (l *Ledger) concern(a *agent) {
+	if a.session != 0 && !a.concerned {
+		a.concerned = true
+		l.concerned = append(l.concerned, a)
+	}
 }
 
 // CouldRoute reports whether some agent may route one of services: it declared so, or has not been heard.
@@ -898,7 +928,6 @@ func (l *Ledger) unhear(of *subject, r *heard) {
 	all[last] = nil
 	of.heard[r.Gate] = all[:last]
 	delete(r.by.reports[r.Gate], of)
-	l.spare(of)
 }
 
 func (l *Ledger) void(a *agent) {
@@ -1083,7 +1112,7 @@ func (l *Ledger) routes(a *agent, d *drain) bool {
 	return d.roster.has(a.slot)
 }
 
-// names reports whether a has declared one of the Services of d, whatever it can do there.
+// names reports whether a has declared one of the Services of d, with any ability.
 func (a *agent) names(d *drain) bool {
 	_, names := a.routes[EveryService]
 	for s := range d.services {
@@ -1091,6 +1120,12 @@ func (a *agent) names(d *drain) bool {
 		names = names || ok
 	}
 	return names
+}
+
+// mayKnow reports whether the release of d is sent to a.
+func (a *agent) mayKnow(d *drain) bool {
+	_, former := d.former[a]
+	return former || a.namespaces["*"] || a.namespaces[d.pod.Namespace] || brokenRule == 21
 }
 
 // may says whether a routes the pod of d so that it may be asked at a gate: an agent that has not declared may route everything, except
@@ -1346,10 +1381,7 @@ func (l *Ledger) change(d *drain) {
 	}
 	l.touch(d)
 	for _, a := range l.owing(d) {
-		if a.session != 0 && !a.concerned {
-			a.concerned = true
-			l.concerned = append(l.concerned, a)
-		}
+		l.concern(a)
 	}
 }
 

@@ -950,3 +950,50 @@ func TestADeclarationWithoutTheServiceAtTheBarrier(t *testing.T) {
 	w.say("edge", p, Idle)
 	w.wantBarrier(p, "Released Acknowledged")
 }
+
+// An agent is told of pods in the namespaces in which it routes, or has routed on its session, and in
+// no others. What it says of others counts for nothing.
+func TestAnAgentIsToldOfItsNamespaces(t *testing.T) {
+	w := newWorld(t)
+	bank := Service{"bank", "core"}
+	purse := Pod{"bank", "core-1", "uid-core-1"}
+	told := func(id AgentID, rev uint64, want string) uint64 {
+		t.Helper()
+		_, next, text := w.hears(id, rev)
+		if text != want {
+			t.Errorf("%s is told %q, want %q", id, text, want)
+		}
+		return next
+	}
+	w.join("bank", bank)
+	w.join("shop", web)
+	w.Ask(w.now, purse, []Service{bank})
+	w.Ask(w.now, pod("a"), []Service{web})
+	w.say("shop", purse, Idle)
+	if w.Acknowledges("shop", Report{UID: purse.UID, State: Idle, Held: true}) || len(w.subjects[purse.UID].heard[AtHold]) > 0 {
+		t.Error("a report counts of an agent that was not asked")
+	}
+	shop := told("shop", 0, "drain uid-a")
+	w.Gone(w.now, purse.UID)
+	shop = told("shop", shop, "")
+	// It must not route a pod that is dead because it heard of it too early.
+	w.Concerned()
+	w.Declare("shop", w.sessions["shop"], routes(web, bank))
+	if got := w.Concerned(); !slices.Equal(got, []AgentID{"shop"}) {
+		t.Errorf("%v are woken", got)
+	}
+	shop = told("shop", shop, "drain uid-a release uid-core-1 dead")
+	// The exclusion of a drain that it was told of is lifted, whatever it has declared since.
+	w.Declare("shop", w.sessions["shop"], routes(bank))
+	w.Gone(w.now, "uid-a")
+	told("shop", shop, "release uid-a dead")
+	w.join("shop", bank)
+	told("shop", 0, "release uid-core-1 dead release uid-a dead")
+	w.Ask(w.now, pod("b"), []Service{web})
+	w.Gone(w.now, "uid-b")
+	told("shop", 0, "release uid-core-1 dead release uid-a dead")
+	// One that has not declared may route everything.
+	w.Connect(w.now, "new")
+	told("new", 0, "release uid-core-1 dead release uid-a dead release uid-b dead")
+	told("bank", 0, "release uid-core-1 dead")
+}

@@ -74,15 +74,15 @@ func (l *Ledger) oldest(gate Gate, most int) (oldest []UID, open int) {
 	return oldest, len(all)
 }
 
-// Acknowledges reports whether r is a word on the open drain of its pod that counts here, as Removed and Idle do for those who wait.
-func (l *Ledger) Acknowledges(r Report) bool { return l.vouches(AtHold, r) }
+// Acknowledges reports whether r, by an agent, is about the open drain of its pod and counts here.
+func (l *Ledger) Acknowledges(id AgentID, r Report) bool { return l.vouches(AtHold, id, r) }
 
-func (l *Ledger) vouches(gate Gate, r Report) bool {
+func (l *Ledger) vouches(gate Gate, id AgentID, r Report) bool {
 	if !r.Held || r.Gate != gate {
 		return false
 	}
 	d := l.at(gate, r.UID)
-	return d != nil && d.open && r.tells(d)
+	return d != nil && d.open && r.tells(d) && l.routes(l.agents[id], d)
 }
 
 // OnlyElsewhere returns how many pods other replicas unroute and this one does not.

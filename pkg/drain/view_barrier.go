@@ -37,4 +37,6 @@ func (l *Ledger) Barrier(now time.Time, uid UID, most int) (f Facing, ok bool) {
 }
 
 // AcknowledgesBarrier is [Ledger.Acknowledges] of the barrier.
-func (l *Ledger) AcknowledgesBarrier(r Report) bool { return l.vouches(AtBarrier, r) }
+func (l *Ledger) AcknowledgesBarrier(id AgentID, r Report) bool {
+	return l.vouches(AtBarrier, id, r)
+}

@@ -41,6 +41,7 @@ func TestWordsAreOfThoseWhoOwe(t *testing.T) {
 func TestAcknowledges(t *testing.T) {
 	w := newWorld(t)
 	w.join("a", web)
+	w.join("b", api)
 	p := pod("x")
 	w.Ask(w.now, p, []Service{web})
 	for name, c := range map[string]struct {
@@ -53,8 +54,11 @@ func TestAcknowledges(t *testing.T) {
 		"this drain":              {Report{UID: p.UID, State: Removed, Held: true, Number: 1}, true},
 		"a pod that has no drain": {Report{UID: "other", State: Removed, Held: true}, false},
 	} {
-		if got := w.Acknowledges(c.report); got != c.want {
+		if got := w.Acknowledges("a", c.report); got != c.want {
 			t.Errorf("%s: %t", name, got)
+		}
+		if w.Acknowledges("b", c.report) {
+			t.Errorf("%s, by an agent that was not asked", name)
 		}
 	}
 }

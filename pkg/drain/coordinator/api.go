@@ -270,9 +270,6 @@ func (c *Coordinator) declare(w http.ResponseWriter, r *http.Request, who Identi
 			return
 		}
 		c.seen.declared(who.Agent, d.Gateway)
-		if s := c.streams[who.Agent]; s != nil && !who.Everywhere {
-			s.namespaces = namespacesOf(d.Routes)
-		}
 	})
 	if !ok {
 		return nil, errStale
@@ -342,7 +339,11 @@ func (c *Coordinator) watchRights(ctx context.Context) {
 		rights, of := map[right]Identity{}, map[right][]*stream{}
 		c.locked(func() {
 			for _, s := range c.streams {
-				for _, namespace := range s.namespaces {
+				namespaces := []string{""}
+				if !s.who.Everywhere {
+					namespaces = c.ledger.Namespaces(s.who.Agent)
+				}
+				for _, namespace := range namespaces {
 					what := right{s.who.Username, namespace}
 					rights[what], of[what] = s.who, append(of[what], s)
 				}
@@ -515,9 +516,7 @@ func (c *Coordinator) leave(w http.ResponseWriter, r *http.Request, who Identity
 type stream struct {
 	who     Identity
 	session uint64
-	// namespaces are those in which the agent must have the right to acknowledge; "" is all of them.
-	namespaces []string
-	woken      chan struct{}
+	woken   chan struct{}
 }
 
 func (s *stream) wake() {
@@ -669,14 +668,11 @@ func (c *Coordinator) connect(r *http.Request, who Identity, offer wire.Offer, p
 		return nil, self, refusal{http.StatusUnauthorized, podDeleted}
 	}
 	now := time.Now()
-	s = &stream{who: who, namespaces: []string{""}, woken: make(chan struct{}, 1)}
+	s = &stream{who: who, woken: make(chan struct{}, 1)}
 	s.session = c.ledger.ConnectWith(now, who.Agent, drain.Hail{Boot: offer.Boot, Observes: slices.Contains(offer.Features, wire.FeatureBarrier)})
-	if !who.Everywhere {
-		s.namespaces = nil
-		if !c.ledger.Declared(who.Agent) {
-			// Who has not declared may route everything, and is waited for by every deletion. That takes the right everywhere.
-			c.ledger.Declare(who.Agent, s.session, nil)
-		}
+	if !who.Everywhere && !c.ledger.Declared(who.Agent) {
+		// Who has not declared may route everything, and is waited for by every deletion. That takes the right everywhere.
+		c.ledger.Declare(who.Agent, s.session, nil)
 	}
 	if former := c.streams[who.Agent]; former != nil {
 		former.wake() // and it ends

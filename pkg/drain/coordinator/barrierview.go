@@ -67,7 +67,7 @@ func (h *history) passed(now time.Time, s drain.Status) {
 // watched notes what an agent says of a barrier.
 func (h *history) watched(l *drain.Ledger, now time.Time, id drain.AgentID, of *introduced, r drain.Report) {
 	b := h.barred[r.UID]
-	if b == nil || !l.AcknowledgesBarrier(r) {
+	if b == nil || !l.AcknowledgesBarrier(id, r) {
 		return
 	}
 	was, known := b.said[id]

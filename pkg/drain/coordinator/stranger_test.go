@@ -33,11 +33,15 @@ func TestAStreamEndsWithWhatItRestsOn(t *testing.T) {
 		// least and most are when the stream ends after that.
 		least, most time.Duration
 	}{
-		"the pod is deleted":        {"one", func(r *replica, _ *sync.Map) { r.Deleted("one") }, 0, 2 * time.Second},
-		"another pod is deleted":    {"one", func(r *replica, _ *sync.Map) { r.Deleted("two") }, time.Hour, 2 * time.Hour},
-		"the token ends":            {"one", func(*replica, *sync.Map) {}, time.Hour, time.Hour + 2*time.Second},
-		"the right is taken":        {"one", func(_ *replica, revoked *sync.Map) { revoked.Store("", 1) }, 0, time.Minute},
-		"that of a namespace":       {"local one", func(_ *replica, revoked *sync.Map) { revoked.Store("shop", 1) }, 0, time.Minute},
+		"the pod is deleted":     {"one", func(r *replica, _ *sync.Map) { r.Deleted("one") }, 0, 2 * time.Second},
+		"another pod is deleted": {"one", func(r *replica, _ *sync.Map) { r.Deleted("two") }, time.Hour, 2 * time.Hour},
+		"the token ends":         {"one", func(*replica, *sync.Map) {}, time.Hour, time.Hour + 2*time.Second},
+		"the right is taken":     {"one", func(_ *replica, revoked *sync.Map) { revoked.Store("", 1) }, 0, time.Minute},
+		"that of a namespace":    {"local one", func(_ *replica, revoked *sync.Map) { revoked.Store("shop", 1) }, 0, time.Minute},
+		"that of a namespace that it declared before": {"local one", func(r *replica, revoked *sync.Map) {
+			r.change(func() { r.ledger.Declare("local one", r.streams["local one"].session, nil) })
+			revoked.Store("shop", 1)
+		}, 0, time.Minute},
 		"that of another namespace": {"local one", func(_ *replica, revoked *sync.Map) { revoked.Store("bank", 1) }, time.Hour, 2 * time.Hour},
 	} {
 		t.Run(name, func(t *testing.T) {

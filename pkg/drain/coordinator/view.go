@@ -146,7 +146,7 @@ func (h *history) reported(l *drain.Ledger, now, asOf time.Time, id drain.AgentI
 			continue
 		}
 		c := h.open[r.UID]
-		if c == nil || c.told.IsZero() || !l.Acknowledges(r) {
+		if c == nil || c.told.IsZero() || !l.Acknowledges(id, r) {
 			continue
 		}
 		was, known := c.said[of]
