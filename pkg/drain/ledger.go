@@ -675,7 +675,7 @@ func (l *Ledger) Declare(id AgentID, session uint64, routes []Route) (open []Ope
 	l.touchFor(a)
 	former := map[*drain]Gate{}
 	l.each(func(d *drain) {
-		if a.declared && d.open && l.routes(a, d) && brokenRule != 22 {
+		if a.declared && d.open && l.routes(a, d) && brokenRule != 23 {
 			former[d] = a.gateOf(d)
 		}
 	})
@@ -1125,7 +1125,7 @@ func (a *agent) names(d *drain) bool {
 // mayKnow reports whether the release of d is sent to a.
 func (a *agent) mayKnow(d *drain) bool {
 	_, former := d.former[a]
-	return former || a.namespaces["*"] || a.namespaces[d.pod.Namespace] || brokenRule == 21
+	return former || a.namespaces["*"] || a.namespaces[d.pod.Namespace] || brokenRule == 22
 }
 
 // may says whether a routes the pod of d so that it may be asked at a gate: an agent that has not declared may route everything, except

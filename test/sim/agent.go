@@ -36,6 +36,8 @@ type agent struct {
 	w        *world
 	id       drain.AgentID
 	services []int
+	// right is the namespace in which alone it may route; empty: everywhere.
+	right string
 	// listed and ready: its pod, in the API server.
 	listed, ready bool
 	started       time.Duration
@@ -727,6 +729,25 @@ func (a *agent) leave() {
 	}
 }
 
+// forsake has an agent route a Service no more, as after a change of its configuration.
+func (a *agent) forsake() {
+	w := a.w
+	if !a.up || a.left || a.kernel != nil || len(a.services) < 2 {
+		return
+	}
+	i := w.rng.IntN(len(a.services))
+	s := a.services[i]
+	a.log("does not route %s any more", service(s))
+	a.services = slices.Delete(slices.Clone(a.services), i, i+1)
+	a.set.Replace(w.now, pool(s), nil)
+	for _, l := range a.links {
+		if l.declared {
+			l.declare(l.conn)
+		}
+	}
+	w.after(&a.proc, w.between(0, time.Second), a.wake)
+}
+
 func (l *link) declare(k *conn) {
 	a, c, session := l.a, l.c, l.session
 	routes := make([]drain.Route, 0, len(a.services))
@@ -930,6 +951,10 @@ func (w *world) addAgent(lag time.Duration, observes bool) {
 		if !observes && (s == 0 || w.chance(700)) {
 			a.services = append(a.services, s)
 		}
+	}
+	if w.namespaces() && !observes && w.chance(500) {
+		a.right = service(2 * w.rng.IntN(2)).Namespace
+		a.services = slices.DeleteFunc([]int{0, 1, 2}, func(i int) bool { return service(i).Namespace != a.right })
 	}
 	a.gw = newGateway(w, a)
 	a.watch = &watcher{p: &a.proc, slice: func(service int, s slice) {

@@ -46,7 +46,7 @@ type pod struct {
 }
 
 func (p *pod) drainPod() drain.Pod {
-	return drain.Pod{Namespace: "shop", Name: string(p.uid), UID: p.uid}
+	return drain.Pod{Namespace: service(p.services[0]).Namespace, Name: string(p.uid), UID: p.uid}
 }
 
 // endpoint is one line of an EndpointSlice.
@@ -271,7 +271,7 @@ func (a *api) rosterChanged() {
 func (a *api) expected() []drain.Expected {
 	var all []drain.Expected
 	for _, g := range a.w.agents {
-		if g.listed {
+		if g.listed && g.right == "" { // others are not expected before they declare
 			label := drain.LabelDirected
 			if g.kernel != nil {
 				label = drain.LabelFollowing

@@ -725,6 +725,8 @@ func (c *coord) checkDirected(p *pod, s drain.Status, a *agent) {
 	case !a.gw.routes(p.uid) || !a.share(services) || !connected || c.departed[a.id] != "":
 	case slices.ContainsFunc(s.Suspended, func(x drain.Waiting) bool { return x.Agent == a.id }):
 		w.excuse("routed at SIGTERM: Suspended")
+	case a.right != "" && len(c.declared[a]) == 0:
+		w.excuse("routed at SIGTERM: Undeclared")
 	case a.gw.forgot >= 0 && w.at-a.gw.forgot <= w.spentMost():
 		w.excuse("routed at SIGTERM: gateway reloaded since")
 	case a.unlearned:

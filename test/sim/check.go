@@ -48,6 +48,8 @@ const (
 	checkOrder = "order"
 	// checkSuspended: a deletion waits for an agent that has let three drains in a row expire, or does not wait for one that has not.
 	checkSuspended = "suspended"
+	// checkRightName: an agent is told of a pod in a namespace in which it has no right.
+	checkRightName = "right"
 	// checkLeft: a drain waits for an agent that has left.
 	checkLeft = "left"
 	// checkBarrier: a pod is let stop by acknowledgement while the kernel of a live node sends to it. checkHook: a hook is not answered by its
@@ -116,7 +118,7 @@ func (c *coord) checkAllow(p *pod, s drain.Status, wd *word, services []drain.Se
 		routes := a.gw.routes(p.uid, last...)
 		suspended := slices.ContainsFunc(s.Suspended, func(x drain.Waiting) bool { return x.Agent == a.id })
 		switch {
-		case !a.share(services):
+		case !a.share(services) && !c.room[p.uid].owedBy(a):
 			wd.agents[a] = backing{excuse: "ServiceUnknown"}
 		case c.departed[a.id] != "":
 			// What it does in its next life is another matter, if it has not learned in it.
@@ -129,6 +131,8 @@ func (c *coord) checkAllow(p *pod, s drain.Status, wd *word, services []drain.Se
 		case suspended:
 			c.checkSilent(p, a)
 			wd.agents[a] = backing{excuse: "Suspended"}
+		case a.right != "" && (!connected || len(c.declared[a]) == 0):
+			wd.agents[a] = backing{excuse: "Undeclared"} // without the right everywhere it is not expected before it declares
 		case connected || ready:
 			excuse := ""
 			if r.State == drain.Kept && c.keptAsLast(r.Kept, last) {
@@ -455,6 +459,29 @@ func (c *coord) noteSilent(silent []drain.Silence) {
 	}
 }
 
+// checkRight looks at each pod of which an agent is told.
+func (c *coord) checkRight(a *agent, uid drain.UID) {
+	if p := c.w.api.find(uid); a.right != "" && p.drainPod().Namespace != a.right {
+		c.w.fail(checkRightName, "%s tells %s of %s, which is in namespace %s", c.name, a.name, uid, p.drainPod().Namespace)
+	}
+}
+
+// noteDeclared records who must acknowledge a drain although it does not declare a Service of it any more.
+func (c *coord) noteDeclared(a *agent, routes []drain.Route) {
+	routed := func(d *admitted, routes []drain.Route) bool {
+		return slices.ContainsFunc(routes, func(r drain.Route) bool { return d.services[r.Service] })
+	}
+	for _, d := range c.room {
+		if routed(d, c.declared[a]) && !routed(d, routes) {
+			d.former[a] = true
+		}
+	}
+	c.declared[a] = routes
+}
+
+// owedBy says whether a must acknowledge the drain, which may be nil, by what it has declared before.
+func (d *admitted) owedBy(a *agent) bool { return d != nil && d.former[a] }
+
 func (c *coord) checkDeparted(s drain.Status) {
 	for _, x := range slices.Concat(s.Waiting, s.Suspended) {
 		if c.departed[x.Agent] != "" {
@@ -476,7 +503,7 @@ func (c *coord) checkSilent(p *pod, a *agent) {
 func (c *coord) asking(uid drain.UID, targets []drain.Targets, place drain.Placing) *admitted {
 	d := c.room[uid]
 	if d == nil {
-		d = &admitted{services: map[drain.Service]bool{}}
+		d = &admitted{services: map[drain.Service]bool{}, former: map[*agent]bool{}}
 		c.room[uid] = d
 	}
 	d.place, d.askedAt = place, c.w.at

@@ -85,6 +85,8 @@ type coord struct {
 	silence map[drain.AgentID]*silence
 	// departed are the lives of agents that have left, as was heard here.
 	departed map[drain.AgentID]string
+	// declared are the Services that each agent has declared here.
+	declared map[*agent][]drain.Route
 }
 
 // silence is what an agent has left unanswered since it last acknowledged a drain.
@@ -105,6 +107,8 @@ type silence struct {
 // admitted is an open drain, as far as its Services' room goes.
 type admitted struct {
 	services map[drain.Service]bool
+	// former are the agents that have declared otherwise since it was opened, and must acknowledge it all the same.
+	former map[*agent]bool
 	// told: it is not queued. exempt: another replica had room, or had unrouted the pod already. background: it was not held.
 	told, exempt, background bool
 	toldAt                   time.Duration
@@ -190,7 +194,7 @@ func (c *coord) start() {
 	c.heard, c.lost = map[drain.AgentID]map[drain.UID]said{}, map[drain.AgentID]time.Duration{}
 	c.numbers = map[drain.UID]uint64{}
 	c.targets, c.room = map[drain.Service][]drain.UID{}, map[drain.UID]*admitted{}
-	c.silence, c.departed = map[drain.AgentID]*silence{}, map[drain.AgentID]string{}
+	c.silence, c.departed, c.declared = map[drain.AgentID]*silence{}, map[drain.AgentID]string{}, map[*agent][]drain.Route{}
 	c.begun, c.answered, c.oldest = map[drain.UID]time.Duration{}, map[drain.UID]time.Duration{}, map[drain.UID]time.Time{}
 	c.log("starts, epoch %d", c.epoch)
 	w.after(&c.proc, w.between(10*time.Millisecond, 500*time.Millisecond), func() {
@@ -474,8 +478,13 @@ func (c *coord) usable(i int) []drain.UID {
 	return uids
 }
 
+// service returns the i-th Service. The third one is in a namespace of its own.
 func service(i int) drain.Service {
-	return drain.Service{Namespace: "shop", Name: string(rune('a' + i))}
+	namespace := "shop"
+	if i == 2 {
+		namespace = "bank"
+	}
+	return drain.Service{Namespace: namespace, Name: string(rune('a' + i))}
 }
 
 // facts is Cluster.gather of what no review says.
@@ -780,6 +789,13 @@ func (c *coord) connect(l *link, k *conn, boot string) {
 		delete(c.departed, id)
 	}
 	s.session = c.ledger.ConnectWith(w.now, id, drain.Hail{Boot: boot, Observes: l.a.kernel != nil})
+	if l.a.right != "" && !c.ledger.Declared(id) {
+		c.ledger.Declare(id, s.session, nil)
+		delete(c.declared, l.a)
+		for _, d := range c.room {
+			delete(d.former, l.a) // it was forgotten
+		}
+	}
 	c.heard[id] = map[drain.UID]said{}
 	c.meet(id)
 	c.streams = append(c.streams, s)
@@ -821,6 +837,9 @@ func (c *coord) say(s *stream, first, beat bool) {
 	open, released, next := c.ledger.Since(id, s.sent)
 	s.sent = next
 	c.tell(id, open)
+	for _, r := range released {
+		c.checkRight(s.link.a, r.UID)
+	}
 	if first || beat || len(open)+len(released) > 0 {
 		c.write(s, open, released, first)
 	}
@@ -837,6 +856,11 @@ func (c *coord) tell(id drain.AgentID, open []drain.Open) {
 		}
 		c.numbers[d.Pod.UID] = d.Number
 		c.checkTold(d.Pod.UID)
+		for _, a := range c.w.agents {
+			if a.id == id {
+				c.checkRight(a, d.Pod.UID)
+			}
+		}
 	}
 }
 
@@ -883,7 +907,11 @@ func (c *coord) endOf(k *conn) {
 func (c *coord) declare(a *agent, session uint64, routes []drain.Route) ([]drain.Open, bool) {
 	open, ok := c.ledger.Declare(a.id, session, routes)
 	if ok {
+		if c.departed[a.id] != "" {
+			delete(c.declared, a) // it had left, and owed nothing
+		}
 		delete(c.departed, a.id)
+		c.noteDeclared(a, routes)
 	}
 	c.tell(a.id, open)
 	c.settle()

@@ -57,6 +57,9 @@ func (w *world) build() {
 	w.nodes = 1
 	a := w.api
 	a.services = 1 + w.rng.IntN(2)
+	if w.namespaces() {
+		a.services = 3
+	}
 	a.slices, a.history = make([]slice, a.services), make([][]slice, a.services)
 	a.dirty, a.want = make([]bool, a.services), make([]int, a.services)
 	a.budget = w.chance(500)
@@ -126,7 +129,15 @@ func (w *world) build() {
 		w.after(nil, w.between(5*time.Second, 15*time.Second), w.nextFault)
 	}
 	w.after(nil, w.active, w.calm)
+	if w.namespaces() {
+		for range w.rng.IntN(4) {
+			w.after(nil, w.between(12*time.Second, w.active), func() { w.anyAgent().forsake() })
+		}
+	}
 }
+
+// namespaces says whether there are two namespaces, and agents that have rights in one of them.
+func (w *world) namespaces() bool { return w.seed%7 == 5 } // none of corpus.txt
 
 // deletions asks for deletions, one after the other and some at once.
 func (w *world) deletions() {

@@ -36,6 +36,8 @@ var rules = [...]string{
 	19: "the barrier: that no endpoint is left on one node is believed though its kernel may not have heard of the other nodes'",
 	20: "one order: a witness judges capacity for itself",
 	21: "suspension: what another replica has counted is not believed",
+	22: "namespaces: all agents are told of the end of all drains",
+	23: "owed: an agent that declares again without a Service is not waited for any more",
 }
 
 func mutate(from uint64, most int) error {
