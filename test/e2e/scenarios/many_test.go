@@ -11,11 +11,7 @@ import (
 	"testing"
 	"time"
 
-	corev1 "k8s.io/api/core/v1"
-	discovery "k8s.io/api/discovery/v1"
-	rbacv1 "k8s.io/api/rbac/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/client-go/kubernetes"
 
 	"github.com/lameduck-io/lameduck/test/cluster/node"
 	"github.com/lameduck-io/lameduck/test/e2e/stage"
@@ -46,7 +42,7 @@ func TestManyDeletionsAndOneSilentAgent(t *testing.T) {
 	if _, err := s.Node.Wait(t.Context(), silent.UID, node.Ready); err != nil {
 		t.Fatal(err)
 	}
-	pods := paperPods(t, s, ns)
+	pods := s.PaperPods(t, ns, manyDeletions)
 
 	// What the coordinator says of itself all the while.
 	coordinators, err := s.Pods(t.Context(), stage.System, "app.kubernetes.io/component=webhook")
@@ -66,7 +62,7 @@ func TestManyDeletionsAndOneSilentAgent(t *testing.T) {
 		}
 	})
 
-	people := somebody(t, s, ns)
+	people := s.Somebody(t, ns)
 	began := time.Now()
 	var deletions sync.WaitGroup
 	var mu sync.Mutex
@@ -100,138 +96,6 @@ func TestManyDeletionsAndOneSilentAgent(t *testing.T) {
 	if most.Load() == 0 || most.Load() > holdsAtMost {
 		t.Errorf("%d calls were held at one time, want 1 to %d", most.Load(), holdsAtMost)
 	}
-}
-
-// somebody may do everything in a namespace, and is not exempt from the API server's flow control as its administrator is: the seats of
-// manifests/base/flow-control.yaml keep all of it from arriving at the coordinator at one moment.
-func somebody(t *testing.T, s *stage.Stage, ns string) *kubernetes.Clientset {
-	t.Helper()
-	const user = "somebody"
-	if _, err := s.Kube.RbacV1().RoleBindings(ns).Create(t.Context(), &rbacv1.RoleBinding{
-		ObjectMeta: metav1.ObjectMeta{Name: user},
-		RoleRef:    rbacv1.RoleRef{APIGroup: rbacv1.GroupName, Kind: "ClusterRole", Name: "admin"},
-		Subjects:   []rbacv1.Subject{{APIGroup: rbacv1.GroupName, Kind: rbacv1.UserKind, Name: user}},
-	}, metav1.CreateOptions{}); err != nil {
-		t.Fatal(err)
-	}
-	kube, err := kubernetes.NewForConfig(s.Cluster.ConfigFor(user, "system:authenticated"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	for end := time.Now().Add(10 * time.Second); ; settle(t, 50*time.Millisecond) {
-		if _, err := kube.CoreV1().Pods(ns).List(t.Context(), metav1.ListOptions{Limit: 1}); err == nil {
-			return kube
-		} else if time.Now().After(end) {
-			t.Fatal(err)
-		}
-	}
-}
-
-// paperPods makes pods that a Service lists as ready and that nobody runs, on a node that says it is well for as long as the test takes.
-func paperPods(t *testing.T, s *stage.Stage, ns string) []*corev1.Pod {
-	t.Helper()
-	name := "paper-" + ns
-	ready := func() *corev1.Node {
-		now := metav1.Now()
-		return &corev1.Node{
-			ObjectMeta: metav1.ObjectMeta{Name: name},
-			// Nobody else's pods.
-			Spec: corev1.NodeSpec{Unschedulable: true},
-			Status: corev1.NodeStatus{Conditions: []corev1.NodeCondition{
-				{Type: corev1.NodeReady, Status: corev1.ConditionTrue, Reason: "Paper", LastHeartbeatTime: now, LastTransitionTime: now},
-			}},
-		}
-	}
-	nodes := s.Kube.CoreV1().Nodes()
-	if _, err := nodes.Create(t.Context(), ready(), metav1.CreateOptions{}); err != nil {
-		t.Fatal(err)
-	}
-	ctx, cancel := context.WithCancel(t.Context())
-	var beating sync.WaitGroup
-	beating.Go(func() {
-		for ctx.Err() == nil {
-			if have, err := nodes.Get(ctx, name, metav1.GetOptions{}); err == nil {
-				have.Status = ready().Status
-				_, _ = nodes.UpdateStatus(ctx, have, metav1.UpdateOptions{})
-			}
-			select {
-			case <-time.After(5 * time.Second):
-			case <-ctx.Done():
-			}
-		}
-	})
-	t.Cleanup(func() {
-		cancel()
-		beating.Wait()
-		ctx, cancel := context.WithTimeout(context.Background(), 60*time.Second)
-		defer cancel()
-		now := int64(0)
-		_ = s.Kube.CoreV1().Pods(ns).DeleteCollection(ctx, metav1.DeleteOptions{GracePeriodSeconds: &now}, metav1.ListOptions{})
-		_ = nodes.Delete(ctx, name, metav1.DeleteOptions{})
-	})
-	service := &corev1.Service{
-		ObjectMeta: metav1.ObjectMeta{Name: "web"},
-		Spec:       corev1.ServiceSpec{Selector: map[string]string{"app": "web"}, Ports: []corev1.ServicePort{{Port: 80}}},
-	}
-	if _, err := s.Kube.CoreV1().Services(ns).Create(t.Context(), service, metav1.CreateOptions{}); err != nil {
-		t.Fatal(err)
-	}
-	pods := make([]*corev1.Pod, manyDeletions)
-	var making sync.WaitGroup
-	turns := make(chan struct{}, 16)
-	for i := range pods {
-		making.Go(func() {
-			turns <- struct{}{}
-			defer func() { <-turns }()
-			var err error
-			if pods[i], err = paperPod(t.Context(), s.Kube, ns, name, i); err != nil {
-				t.Errorf("pod %d: %v", i, err)
-			}
-		})
-	}
-	making.Wait()
-	for end := time.Now().Add(30 * time.Second); ; {
-		slices, err := s.Kube.DiscoveryV1().EndpointSlices(ns).List(t.Context(), metav1.ListOptions{LabelSelector: discovery.LabelServiceName + "=web"})
-		if err != nil {
-			t.Fatal(err)
-		}
-		listed := 0
-		for _, slice := range slices.Items {
-			for _, e := range slice.Endpoints {
-				if e.Conditions.Ready != nil && *e.Conditions.Ready {
-					listed++
-				}
-			}
-		}
-		if listed == manyDeletions {
-			settle(t, time.Second) // the coordinator watches the same
-			return pods
-		}
-		if t.Failed() || time.Now().After(end) {
-			t.Fatalf("%d of %d pods are listed", listed, manyDeletions)
-		}
-		settle(t, 100*time.Millisecond)
-	}
-}
-
-func paperPod(ctx context.Context, kube kubernetes.Interface, ns, nodeName string, n int) (*corev1.Pod, error) {
-	pod, err := kube.CoreV1().Pods(ns).Create(ctx, &corev1.Pod{
-		ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprintf("paper-%d", n), Labels: map[string]string{"app": "web"}},
-		Spec: corev1.PodSpec{
-			NodeName: nodeName, Containers: []corev1.Container{{Name: "app", Image: "none"}},
-			Tolerations: []corev1.Toleration{{Operator: corev1.TolerationOpExists}},
-		},
-	}, metav1.CreateOptions{})
-	if err != nil {
-		return nil, err
-	}
-	now := metav1.Now()
-	ip := fmt.Sprintf("10.245.%d.%d", n/250, n%250+1)
-	pod.Status = corev1.PodStatus{
-		Phase: corev1.PodRunning, StartTime: &now, PodIP: ip, PodIPs: []corev1.PodIP{{IP: ip}},
-		Conditions: []corev1.PodCondition{{Type: corev1.PodReady, Status: corev1.ConditionTrue, LastTransitionTime: now}},
-	}
-	return kube.CoreV1().Pods(ns).UpdateStatus(ctx, pod, metav1.UpdateOptions{})
 }
 
 // metric reads one value from a page of metrics.

@@ -81,6 +81,8 @@ type Stage struct {
 	running context.Context
 	stop    context.CancelFunc
 	nodes   sync.WaitGroup
+	// lose ends a node of AddNode, by its name.
+	lose map[string]context.CancelFunc
 	// entries are those that coordinators run for, balanced those whose Service has its stand-in.
 	entries, balanced int
 }
@@ -103,19 +105,19 @@ func Open(ctx context.Context, c *cluster.Cluster, o Options) (*Stage, error) {
 	if err != nil {
 		return nil, err
 	}
-	s := &Stage{Options: o, Cluster: c, Node: n, Kube: kube}
+	s := &Stage{Options: o, Cluster: c, Node: n, Kube: kube, lose: map[string]context.CancelFunc{}}
 	s.running, s.stop = context.WithCancel(context.WithoutCancel(ctx))
-	if err := s.run(ctx, n); err != nil {
+	if err := s.run(ctx, s.running, n); err != nil {
 		s.Close()
 		return nil, err
 	}
 	return s, nil
 }
 
-// run runs a node until Close, and waits until it is ready.
-func (s *Stage) run(ctx context.Context, n *node.Node) error {
+// run runs a node until running ends, and waits until it is ready.
+func (s *Stage) run(ctx, running context.Context, n *node.Node) error {
 	failed := make(chan error, 1)
-	s.nodes.Go(func() { failed <- n.Run(s.running) })
+	s.nodes.Go(func() { failed <- n.Run(running) })
 	select {
 	case <-n.Ready():
 		return nil
@@ -126,7 +128,7 @@ func (s *Stage) run(ctx context.Context, n *node.Node) error {
 	}
 }
 
-// AddNode adds a node for the pods of one App alone.
+// AddNode adds a node for pods that select it and tolerate its taint, such as those of an App.
 func (s *Stage) AddNode(ctx context.Context, name string, pods netip.Prefix) error {
 	n, err := node.New(s.Cluster.Config(), node.Options{
 		Name: name, PodRange: pods, Observe: s.Observe, Logger: s.Log,
@@ -135,8 +137,14 @@ func (s *Stage) AddNode(ctx context.Context, name string, pods netip.Prefix) err
 	if err != nil {
 		return err
 	}
-	return s.run(ctx, n)
+	running, lose := context.WithCancel(s.running)
+	s.lose[name] = lose
+	return s.run(ctx, running, n)
 }
+
+// LoseNode ends a node of AddNode without a word to the API server: its pods' processes are killed, its Lease is
+// not renewed, and its objects stay.
+func (s *Stage) LoseNode(name string) { s.lose[name]() }
 
 // Close kills all pods' processes. The cluster stays.
 func (s *Stage) Close() {
@@ -267,6 +275,9 @@ func (s *Stage) SetEntries(ctx context.Context, n int) error {
 	return s.AwaitCoordinators(ctx)
 }
 
+// Running is how many coordinators SetEntries has set.
+func (s *Stage) Running() int { return s.entries }
+
 // AwaitCoordinators waits until the coordinators of all entries are ready and no others are left.
 func (s *Stage) AwaitCoordinators(ctx context.Context) error {
 	for i := range s.entries {
@@ -288,7 +299,7 @@ func (s *Stage) RestartCoordinators(ctx context.Context) error {
 }
 
 // InstallWebhook installs the first entries of the webhook configuration of the manifests that holds deletions, with the coordinators' addresses in the place of
-// their Services', and waits until a coordinator has written its CA and the path into each.
+// their Services', and waits until a coordinator has written its CA and the path into each. Entries that the manifests do not have are like their last.
 func (s *Stage) InstallWebhook(ctx context.Context, entries int) error {
 	return s.installWebhook(ctx, "base", "ValidatingWebhookConfiguration", "/v1/admit/", entries)
 }
@@ -306,6 +317,13 @@ func (s *Stage) installWebhook(ctx context.Context, folder, kind, path string, e
 	for _, o := range objects {
 		hooks := o["webhooks"].([]any)
 		if entries > 0 {
+			for last := len(hooks) - 1; len(hooks) < entries; {
+				more, err := another(hooks[last], last, len(hooks))
+				if err != nil {
+					return err
+				}
+				hooks = append(hooks, more)
+			}
 			hooks = hooks[:entries]
 			o["webhooks"] = hooks
 		}
@@ -342,6 +360,21 @@ func (s *Stage) installWebhook(ctx context.Context, folder, kind, path string, e
 		case <-time.After(awaitEvery):
 		}
 	}
+}
+
+// another returns an entry of a webhook configuration with another ordinal, as the chart makes it.
+func another(entry any, ordinal, another int) (more object, err error) {
+	text, err := yaml.Marshal(entry)
+	if err != nil {
+		return nil, err
+	}
+	of := func(n int) []string {
+		return []string{fmt.Sprintf("pods-%d.", n), fmt.Sprintf("webhook-%d", n), fmt.Sprintf("== '%d'", n)}
+	}
+	for i, from := range of(ordinal) {
+		text = bytes.ReplaceAll(text, []byte(from), []byte(of(another)[i]))
+	}
+	return more, yaml.Unmarshal(text, &more)
 }
 
 // clientConfigs are those of all entries of a configuration.

@@ -7,6 +7,7 @@ import (
 	"math/rand/v2"
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -33,21 +34,37 @@ var (
 // coordinators in opposite orders.
 var delayMost atomic.Int64
 
-// open returns the stage that all tests share: one node, two coordinators, each with an entry of
-// the webhook configuration.
+// entries is how many coordinators there are, each with an entry of the webhook configuration:
+// ENTRIES, or 2.
+func entries(t *testing.T) int { return number(t, "ENTRIES", 2) }
+
+// number is that in an environment variable, or the default.
+func number(t *testing.T, variable string, otherwise int) int {
+	t.Helper()
+	text := os.Getenv(variable)
+	if text == "" {
+		return otherwise
+	}
+	n, err := strconv.Atoi(text)
+	must(t, err)
+	return n
+}
+
+// open returns the stage that all tests share: one node, the coordinators, and an entry of the
+// webhook configuration for each.
 func open(t *testing.T) *stage.Stage {
 	t.Helper()
 	c := cluster.Shared(t)
-	bin := stage.Programs(t)
+	bin, n := stage.Programs(t), entries(t)
 	openOnce.Do(func() {
 		// Like the shared cluster, it lives until the program ends.
 		ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
 		defer cancel()
-		opened, errOpen = stage.Open(ctx, c, stage.Options{Bin: bin, Dir: filepath.Join(os.TempDir(), "n"), Entries: 2, Delay: func() time.Duration {
+		opened, errOpen = stage.Open(ctx, c, stage.Options{Bin: bin, Dir: filepath.Join(os.TempDir(), "n"), Entries: n, Delay: func() time.Duration {
 			return time.Duration(rand.Int64N(delayMost.Load() + 1))
 		}})
 		if errOpen == nil {
-			errOpen = errors.Join(opened.InstallCoordinator(ctx), opened.InstallWebhook(ctx, 2))
+			errOpen = errors.Join(opened.InstallCoordinator(ctx), opened.InstallWebhook(ctx, n))
 		}
 	})
 	if errOpen != nil {
@@ -149,7 +166,7 @@ func await(t *testing.T, ctx context.Context, what string, is func() bool) {
 // coordinators returns the pods of the coordinators by their ordinals.
 func coordinators(t *testing.T, s *stage.Stage) (all []corev1.Pod) {
 	t.Helper()
-	for ordinal := range 2 {
+	for ordinal := range s.Running() {
 		pods, err := s.Pods(t.Context(), stage.System, fmt.Sprintf("lameduck.io/ordinal=%d", ordinal))
 		if err != nil || len(pods) != 1 {
 			t.Fatalf("%d pods of coordinator %d: %v", len(pods), ordinal, err)

@@ -5,8 +5,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"net/http"
-	"os"
-	"strconv"
+	"slices"
 	"sync"
 	"testing"
 	"time"
@@ -21,17 +20,6 @@ import (
 	"github.com/lameduck-io/lameduck/test/cluster"
 	"github.com/lameduck-io/lameduck/test/e2e/stage"
 )
-
-// rounds is how often two evictions meet: ROUNDS, or 20.
-func rounds(t *testing.T) int {
-	text := os.Getenv("ROUNDS")
-	if text == "" {
-		return 20
-	}
-	n, err := strconv.Atoi(text)
-	must(t, err)
-	return n
-}
 
 // shop is an application of three pods behind HAProxy, two of which must be there.
 type shop struct {
@@ -61,17 +49,16 @@ func newShop(t *testing.T, s *stage.Stage, pods int) *shop {
 	return sh
 }
 
-// unrouted counts the pods that HAProxy does not route although they are not deleted: those that
-// are excluded and not terminating.
-func (sh *shop) unrouted(t *testing.T) int {
+// unrouted returns the UIDs of the pods that HAProxy does not route although they are not deleted:
+// those that are excluded and not terminating.
+func (sh *shop) unrouted(t *testing.T) []string {
 	t.Helper()
 	unrouted, _ := sh.traffic(t)
 	return unrouted
 }
 
-// traffic counts the pods that HAProxy does not route although they are not deleted, and those that
-// are ready and routed.
-func (sh *shop) traffic(t *testing.T) (unrouted, serving int) {
+// traffic returns unrouted, and counts the pods that are ready and routed.
+func (sh *shop) traffic(t *testing.T) (unrouted []string, serving int) {
 	t.Helper()
 	response, err := http.Get(sh.targets)
 	must(t, err)
@@ -96,7 +83,7 @@ func (sh *shop) traffic(t *testing.T) (unrouted, serving int) {
 	for _, target := range view.Targets {
 		switch {
 		case target.Tombstone != nil && target.State != "routed" && alive[target.UID]:
-			unrouted++
+			unrouted = append(unrouted, target.UID)
 		case target.State == "routed" && ready[target.UID]:
 			serving++
 		}
@@ -121,9 +108,10 @@ func (sh *shop) hasRoom(t *testing.T) bool {
 	return err == nil && b.Status.DisruptionsAllowed == 1 && b.Status.ObservedGeneration == b.Generation
 }
 
-// Two evictions of one budget that has room for one reach the two coordinators in opposite orders.
-// One goes at once, the other when the budget has room again, and no two pods are out of traffic at
-// one time. When each coordinator counted the budget for itself, neither went in 4 of 5 rounds.
+// Two evictions of one budget that has room for one reach the coordinators in opposite orders. One
+// goes after one drain, its own: both are refused for no longer. The other goes when the budget has
+// room again, and no two pods are out of traffic at one time. When each coordinator counted the
+// budget for itself, neither went in 4 of 5 rounds.
 func TestTwoEvictionsOfOneBudget(t *testing.T) {
 	s := open(t)
 	must(t, s.AwaitCoordinators(t.Context()))
@@ -131,45 +119,76 @@ func TestTwoEvictionsOfOneBudget(t *testing.T) {
 	sh.budget(t, 2)
 	delayMost.Store(int64(50 * time.Millisecond))
 	defer delayMost.Store(0)
-	var longest time.Duration
-	both := 0
-	for round := range rounds(t) {
+	// round evicts the first n pods at once.
+	round := func(n int, look func(at time.Time, unrouted []string)) (first evicted) {
 		must(t, s.Await(t.Context(), sh.ns, "web"))
 		await(t, t.Context(), "the budget has room", func() bool {
-			return sh.hasRoom(t) && sh.unrouted(t) == 0
+			return sh.hasRoom(t) && len(sh.unrouted(t)) == 0
 		})
 		pods, err := s.Pods(t.Context(), sh.ns, "app=web")
 		must(t, err)
 		began := time.Now()
-		first := make(chan time.Duration, 2)
+		all := make(chan evicted, n)
 		var evictions sync.WaitGroup
-		for _, pod := range pods[:2] {
-			evictions.Go(func() { first <- evict(t, s, &pod, began) })
+		for _, pod := range pods[:n] {
+			evictions.Go(func() { all <- evict(t, s, &pod, began) })
 		}
 		done := make(chan struct{})
 		go func() { evictions.Wait(); close(done) }()
-		for running := true; running; {
+		for {
 			select {
 			case <-done:
-				running = false
+				return <-all
 			case <-time.After(50 * time.Millisecond):
-				if n := sh.unrouted(t); n > 1 {
-					both++
-					t.Errorf("round %d: %d pods of the budget are unrouted at one time", round, n)
-				}
+				look(time.Now(), sh.unrouted(t))
 			}
 		}
-		took := <-first
-		longest = max(longest, took)
-		if took > 10*time.Second {
-			t.Errorf("round %d: neither went within %s", round, took)
+	}
+	// What one drain takes where no other eviction competes.
+	var alone, longest time.Duration
+	for range 3 {
+		alone = max(alone, round(1, func(time.Time, []string) {}).took)
+	}
+	rounds, both, changed := number(t, "ROUNDS", 20), 0, 0
+	for i := range rounds {
+		type sample struct {
+			at       time.Time
+			unrouted []string
+		}
+		var samples []sample
+		first := round(2, func(at time.Time, unrouted []string) {
+			samples = append(samples, sample{at, unrouted})
+			if len(unrouted) > 1 {
+				both++
+				t.Errorf("round %d: %d pods of the budget are unrouted at one time", i, len(unrouted))
+			}
+		})
+		for _, s := range samples {
+			if s.at.Before(first.at) && slices.ContainsFunc(s.unrouted, func(uid string) bool { return uid != first.uid }) {
+				changed++
+				t.Errorf("round %d: another pod than the first one to go was drained before it", i)
+				break
+			}
+		}
+		longest = max(longest, first.took)
+		if first.took > 10*time.Second {
+			t.Errorf("round %d: neither went within %s", i, first.took)
 		}
 	}
-	t.Logf("%d rounds, both unrouted %d times, the first gone after %.1f s at the longest", rounds(t), both, longest.Seconds())
+	t.Logf("%d coordinators, %d rounds: both unrouted %d times; both refused for %.1f s at the longest, for more than one drain %d times; one eviction alone: up to %.1f s",
+		s.Running(), rounds, both, longest.Seconds(), changed, alone.Seconds())
 }
 
-// evict asks until the pod is evicted or gone, and returns how long that took since began.
-func evict(t *testing.T, s *stage.Stage, pod *corev1.Pod, began time.Time) time.Duration {
+// evicted says when a pod was evicted, and how long after its round began.
+type evicted struct {
+	uid  string
+	at   time.Time
+	took time.Duration
+}
+
+// evict asks until the pod is evicted or gone.
+func evict(t *testing.T, s *stage.Stage, pod *corev1.Pod, began time.Time) evicted {
+	now := func() evicted { return evicted{string(pod.UID), time.Now(), time.Since(began)} }
 	eviction := &policyv1.Eviction{ObjectMeta: metav1.ObjectMeta{Namespace: pod.Namespace, Name: pod.Name}, DeleteOptions: &metav1.DeleteOptions{
 		Preconditions: metav1.NewUIDPreconditions(string(pod.UID)),
 	}}
@@ -177,14 +196,14 @@ func evict(t *testing.T, s *stage.Stage, pod *corev1.Pod, began time.Time) time.
 		err := s.Kube.PolicyV1().Evictions(pod.Namespace).Evict(t.Context(), eviction)
 		switch {
 		case err == nil, apierrors.IsNotFound(err), apierrors.IsConflict(err):
-			return time.Since(began)
+			return now()
 		case !apierrors.IsTooManyRequests(err):
 			t.Errorf("eviction of %s: %v", pod.Name, err)
-			return time.Since(began)
+			return now()
 		}
 	}
 	t.Errorf("%s is not evicted within a minute", pod.Name)
-	return time.Since(began)
+	return now()
 }
 
 // All pods of a Service are deleted at once: at most half of them are unrouted at one time, by both
@@ -214,7 +233,7 @@ func TestHalfOfAService(t *testing.T) {
 		case <-done:
 			running = false
 		case <-time.After(20 * time.Millisecond):
-			most = max(most, sh.unrouted(t))
+			most = max(most, len(sh.unrouted(t)))
 		}
 	}
 	t.Logf("%d of %d pods were unrouted at one time at most", most, pods)
