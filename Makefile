@@ -20,6 +20,8 @@ SUITES ?=
 # make e2e RUNS=5 UPGRADE_FROM=COMMIT
 RUNS ?= 1
 export UPGRADE_FROM ?= HEAD~1
+# make e2e-long PARTS='losses|table'
+PARTS ?=
 # make images VERSION=v1.2.3 REGISTRY=registry.example/lameduck PLATFORMS=linux/amd64
 VERSION ?= $(or $(shell git describe --tags --exact-match --dirty 2> /dev/null),dev)
 REGISTRY ?= docker.io/lameduck
@@ -59,10 +61,14 @@ e2e: haproxy node-packages kubernetes build ## three real nodes, as root, and La
 	@$(MAKE) --no-print-directory images VERSION=dev REGISTRY=docker.io/lameduck
 	@cd tools/release && LAMEDUCK_DIST=$(DIST) LAMEDUCK_VERSION=dev go test -count=1 -timeout 20m -run '^(TestImages|TestTheSameEverywhere|TestArchive|TestPush)$$' .
 	@cd test/cluster && go vet -tags e2e ./... && go test -tags e2e -count=1 -timeout 15m -v ./machine
-	@cd test/e2e && go vet -tags e2e ./... && go test -tags e2e -count=1 -timeout 10m ./kubeproxy
+	@cd test/e2e && go vet -tags e2e,long ./... && go test -tags e2e -count=1 -timeout 10m ./kubeproxy
 	@cd test/e2e && go vet -tags e2e ./images && LAMEDUCK_DIST=$(DIST) go test -tags e2e -count=1 -timeout 10m ./images
 	@cd test/e2e && LAMEDUCK_BIN=$(BIN) go test -tags e2e -count=1 -timeout 20m -v ./quickstart
 	@cd test/e2e && RUNS=$(RUNS) LAMEDUCK_DIST=$(DIST) LAMEDUCK_BIN=$(BIN) go test -tags e2e -count=1 -timeout $$((10 + 20 * $(RUNS)))m -v ./nodes
+
+.PHONY: e2e-long
+e2e-long: haproxy node-packages kubernetes build ## what is too long for CI, some hours: losses and races many times, and a table of what entries cost (PARTS=regexp)
+	@BIN=$(BIN) PARTS='$(PARTS)' test/e2e/long.sh
 
 .PHONY: build
 build: ## the programs, into bin/

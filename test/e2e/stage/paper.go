@@ -12,6 +12,7 @@ import (
 	rbacv1 "k8s.io/api/rbac/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/rest"
 )
 
 // Somebody returns a client of a user who may do everything in a namespace. Unlike the administrator,
@@ -27,7 +28,9 @@ func (s *Stage) Somebody(t testing.TB, ns string) *kubernetes.Clientset {
 	}, metav1.CreateOptions{}); err != nil {
 		t.Fatal(err)
 	}
-	kube, err := kubernetes.NewForConfig(s.Cluster.ConfigFor(user, "system:authenticated"))
+	config := s.Cluster.ConfigFor(user, "system:authenticated")
+	config.WarningHandler = rest.NoWarnings{} // one for each deletion that reaches its deadline
+	kube, err := kubernetes.NewForConfig(config)
 	if err != nil {
 		t.Fatal(err)
 	}

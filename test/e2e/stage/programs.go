@@ -25,9 +25,13 @@ var build = sync.OnceValues(func() (string, error) {
 	return dir, nil
 })
 
-// Programs builds what is tested, with the race detector, once in a test program, and returns the folder.
+// Programs returns the folder with what is tested: that of make build, if LAMEDUCK_BIN names it. Otherwise it builds the
+// programs, with the race detector, once in a test program.
 func Programs(t testing.TB) string {
 	t.Helper()
+	if dir := os.Getenv("LAMEDUCK_BIN"); dir != "" {
+		return dir
+	}
 	dir, err := build()
 	if err != nil {
 		t.Fatal(err)

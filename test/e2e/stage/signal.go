@@ -11,12 +11,21 @@ import (
 	corev1 "k8s.io/api/core/v1"
 )
 
-// Signal sends a signal to the process of a pod that runs a program of Bin and has the pod's
-// address in its arguments. It is an error if there is not exactly one.
+// Signal sends a signal to the process of a pod that Process finds.
 func (s *Stage) Signal(pod *corev1.Pod, program string, signal syscall.Signal) error {
-	processes, err := filepath.Glob("/proc/[0-9]*/cmdline")
+	pid, err := s.Process(pod, program)
 	if err != nil {
 		return err
+	}
+	return syscall.Kill(pid, signal)
+}
+
+// Process returns the process id of a pod's process that runs a program of Bin and has the pod's
+// address in its arguments. It is an error if there is not exactly one.
+func (s *Stage) Process(pod *corev1.Pod, program string) (int, error) {
+	processes, err := filepath.Glob("/proc/[0-9]*/cmdline")
+	if err != nil {
+		return 0, err
 	}
 	var found []int
 	for _, path := range processes {
@@ -27,12 +36,12 @@ func (s *Stage) Signal(pod *corev1.Pod, program string, signal syscall.Signal) e
 		}
 		pid, err := strconv.Atoi(filepath.Base(filepath.Dir(path)))
 		if err != nil {
-			return err
+			return 0, err
 		}
 		found = append(found, pid)
 	}
 	if len(found) != 1 {
-		return fmt.Errorf("%d processes %s of pod %s, want one", len(found), program, pod.Name)
+		return 0, fmt.Errorf("%d processes %s of pod %s, want one", len(found), program, pod.Name)
 	}
-	return syscall.Kill(found[0], signal)
+	return found[0], nil
 }

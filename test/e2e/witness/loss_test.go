@@ -102,14 +102,19 @@ func alive(t *testing.T, s *stage.Stage, ns string) (n int) {
 // cut drops what goes to an address and what comes from it, as if its node were lost.
 func cut(t *testing.T, address string) {
 	t.Helper()
+	drop(t, "ip daddr "+address, "ip saddr "+address)
+}
+
+// drop drops the packets that match any of these, until the table inet lost is deleted.
+func drop(t *testing.T, matches ...string) {
+	t.Helper()
 	if _, err := exec.LookPath("nft"); err != nil {
 		cluster.Missing(t, "nft", "apt-get install nftables")
 	}
-	for _, command := range []string{
-		"add table inet lost", "add chain inet lost in { type filter hook input priority 0; }",
-		"add rule inet lost in ip daddr " + address + " drop", "add rule inet lost in ip saddr " + address + " drop",
-	} {
-		must(t, nft(command))
+	must(t, nft("add table inet lost"))
+	must(t, nft("add chain inet lost in { type filter hook input priority 0; }"))
+	for _, match := range matches {
+		must(t, nft("add rule inet lost in "+match+" drop"))
 	}
 }
 

@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# What is too long for CI, for `make e2e-long`: parts of test/e2e, one after the other, whatever becomes of each. PARTS is a
+# regular expression for the names of those that run. BIN is where make build has put the programs.
+set -uo pipefail
+cd "$(dirname "$0")"
+export REQUIRE_REAL=1
+began="commit $(git describe --always --dirty 2> /dev/null || echo unknown), begun $(date -u +%FT%TZ)"
+summary= failed=
+
+# part NAME [VARIABLE=VALUE...] go test's arguments
+part() {
+	local name=$1 variables=() log result=ok from=$SECONDS
+	shift
+	[[ $name =~ ${PARTS:-} ]] || return 0
+	while [[ $1 == [A-Z]*=* ]]; do variables+=("$1"); shift; done
+	echo "=== $name: ${variables[*]} go test -v $*"
+	log=$(mktemp)
+	env "${variables[@]}" go test -v "$@" 2>&1 | tee "$log" || result=FAILED
+	if grep -q 'no tests to run' "$log"; then result="FAILED: no tests to run"; fi
+	rm "$log"
+	[ "$result" = ok ] || failed="$failed $name"
+	summary+=$(printf '  %-12s %5d s  %s' "$name" $((SECONDS - from)) "$result")$'\n'
+}
+
+part losses -count=20 -timeout 3h -run '^TestNoLossLetsAHeldDeletionThrough$' ./witness
+part evictions-2 ENTRIES=2 ROUNDS=200 -count=1 -timeout 2h -run '^TestTwoEvictionsOfOneBudget$' ./witness
+part evictions-3 ENTRIES=3 ROUNDS=200 -count=1 -timeout 2h -run '^TestTwoEvictionsOfOneBudget$' ./witness
+part half -count=10 -timeout 1h -run '^TestHalfOfAService$' ./witness
+part deadline -count=5 -timeout 1h -run '^TestADeadlineDoesNotBeginAgain$' ./witness
+part drain -count=10 -timeout 1h -run '^TestKubectlDrain$' ./witness
+part many -count=10 -timeout 2h -run '^TestManyDeletionsAndOneSilentAgent$' ./scenarios
+part table LAMEDUCK_BIN="$BIN" -tags long -count=1 -timeout 1h -run '^TestTable$' ./witness
+
+printf '\n%s\n%s' "$began" "$summary"
+[ -n "$summary" ] || failed=" no part matches PARTS=$PARTS"
+[ -z "$failed" ] || { echo "failed:$failed"; exit 1; }
