@@ -21,14 +21,6 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 )
 
-// Workload controllers are told to come back inside the same call in the first controllerPatience of a drain: for that long they keep the
-// same victim and one of their workers is busy with it. Then they come back by their own back-off, which doubles; in the last
-// controllerFinish before the deadline they are told again, because by then the back-off would lead far beyond it.
-const (
-	controllerPatience = 5 * time.Second
-	controllerFinish   = 15 * time.Second
-)
-
 // A replica that stops allows a call if another one was asked about the same pod since sameCall before the call began. It looks every
 // abstainEvery, for abstainWithin: calls to several replicas do not arrive at once.
 const (
@@ -289,9 +281,6 @@ func (h *Handler) hold(ctx context.Context, began time.Time, q *request, s *subj
 	case err != nil:
 		o.reason = string(CallerGone)
 	}
-	if isController(q.username) && elapsed > controllerPatience && remaining > controllerFinish {
-		o.retryAfter = 0
-	}
 	return o
 }
 
@@ -325,13 +314,6 @@ func earlier(a, b time.Time) time.Time {
 		return a
 	}
 	return b
-}
-
-// isController says whether a workload controller asks, or the garbage collector that deletes the pods of what is gone: these have queues of
-// their own and come back by themselves.
-func isController(username string) bool {
-	name, ok := strings.CutPrefix(username, "system:serviceaccount:kube-system:")
-	return ok && (strings.HasSuffix(name, "-controller") || name == "generic-garbage-collector") || username == "system:kube-controller-manager"
 }
 
 // String says why there is no room.

@@ -17,8 +17,6 @@ const (
 	lookAround  = 250 * time.Millisecond
 	lookTimeout = 5 * time.Second
 	settleTime  = 10 * time.Second
-	patience    = 5 * time.Second
-	finishing   = 15 * time.Second
 	linger      = 10 * time.Second
 )
 
@@ -745,10 +743,6 @@ func (c *coord) looks(h *held) {
 
 // refuse answers that a drain is not over.
 func (c *coord) refuse(h *held, s drain.Status, err string, retry time.Duration) {
-	elapsed, remaining := c.w.now.Sub(s.Since), s.Deadline.Sub(c.w.now)
-	if h.caller.ctrl && elapsed > patience && remaining > finishing {
-		retry = 0
-	}
 	c.expired(s)
 	c.checkDeny(h, s, err)
 	v := verdict{retryAfter: retry}

@@ -74,15 +74,14 @@ func TestSilentAgentKeepsNoPod(t *testing.T) {
 				awaitGone(t, s, ns, pods, c.goes)
 				last := 0
 				for _, w := range waits(t, s, ns) {
-					t.Logf("%s waited %s, %s of them unasked: %s", w.pod, w.took, w.unasked, w.message)
-					if w.took-w.unasked > deadline+5*time.Second {
-						t.Errorf("%s waited %s, %s of them unasked", w.pod, w.took, w.unasked)
+					t.Logf("%s waited %s: %s", w.pod, w.took, w.message)
+					if w.took > deadline+5*time.Second {
+						t.Errorf("%s waited %s", w.pod, w.took)
 					}
 					switch {
 					case w.reason == "Deadline" && strings.Contains(w.message, "silent-agent/silent (not connected)"):
 					case w.reason == "LastTarget":
-						// A ReplicaSet may choose other victims when it comes back, and people may delete all.
-						last++
+						last++ // an operator may delete all
 					default:
 						t.Errorf("%s: allowed for %q: %q", w.pod, w.reason, w.message)
 					}
@@ -152,9 +151,6 @@ func awaitGone(t *testing.T, s *stage.Stage, ns string, pods []corev1.Pod, n int
 type wait struct {
 	pod, reason, message string
 	took                 time.Duration
-	// unasked is the part of took in which nobody wanted the pod to go: a ReplicaSet chooses other victims now and then, and comes back
-	// to the first ones later. It is counted from unaskedAfter after an answer.
-	unasked time.Duration
 }
 
 // logged is a line of the coordinator's log, as far as tests go by it.
@@ -171,9 +167,6 @@ func parseLogged(line string) (l logged, ok bool) {
 	return l, err == nil
 }
 
-// unaskedAfter is longer than any caller is told to wait before it asks again.
-const unaskedAfter = 6 * time.Second
-
 // waits reads from the coordinator's log how long the deletions of a namespace's pods waited, from the first question to the allowing
 // answer. The Event on the pod has to say the same.
 func waits(t *testing.T, s *stage.Stage, ns string) []wait {
@@ -186,7 +179,7 @@ func waits(t *testing.T, s *stage.Stage, ns string) []wait {
 	if err != nil {
 		t.Fatal(err)
 	}
-	first, last, unasked := map[string]time.Time{}, map[string]time.Time{}, map[string]time.Duration{}
+	first := map[string]time.Time{}
 	var all []wait
 	for line := range strings.Lines(log) {
 		l, ok := parseLogged(line)
@@ -199,18 +192,13 @@ func waits(t *testing.T, s *stage.Stage, ns string) []wait {
 		if l.Msg != "deletion" || l.Namespace != ns || first[l.UID].IsZero() {
 			continue
 		}
-		if before := last[l.UID]; !before.IsZero() {
-			// An answer comes up to a hold after its question.
-			unasked[l.UID] += max(0, l.Time.Sub(before)-unaskedAfter)
-		}
-		last[l.UID] = l.Time
 		if !l.Allowed {
 			if kept := l.Time.Sub(first[l.UID]); kept > deadline+time.Second {
 				t.Errorf("%s was denied after %s", l.Pod, kept)
 			}
 			continue
 		}
-		all = append(all, wait{l.Pod, l.Reason, l.Message, l.Time.Sub(first[l.UID]), unasked[l.UID]})
+		all = append(all, wait{l.Pod, l.Reason, l.Message, l.Time.Sub(first[l.UID])})
 		said := false
 		for _, e := range events.Items {
 			said = said || string(e.Regarding.UID) == l.UID && e.Reason == "Lameduck"+l.Reason && e.Note == l.Message

@@ -25,19 +25,20 @@ import (
 type shop struct {
 	s  *stage.Stage
 	ns string
-	// targets is where the agent tells what HAProxy does.
-	targets string
+	// url is HAProxy's, targets is where the agent tells what HAProxy does.
+	url, targets string
 }
 
-func newShop(t *testing.T, s *stage.Stage, pods int) *shop {
+func newShop(t *testing.T, s *stage.Stage, app stage.App) *shop {
 	t.Helper()
 	if _, err := stage.HAProxy(); err != nil {
 		cluster.Missing(t, "haproxy", "apt-get install haproxy")
 	}
 	sh := &shop{s: s, ns: fmt.Sprintf("order-%d", time.Now().UnixMilli()%1e6)}
 	must(t, s.CreateNamespace(t.Context(), sh.ns))
-	must(t, s.InstallApp(t.Context(), stage.App{Namespace: sh.ns, Replicas: pods}))
-	_, err := s.InstallGateway(t.Context(), stage.Gateway{Namespace: sh.ns})
+	app.Namespace = sh.ns
+	must(t, s.InstallApp(t.Context(), app))
+	address, err := s.InstallGateway(t.Context(), stage.Gateway{Namespace: sh.ns})
 	must(t, err)
 	t.Cleanup(func() {
 		// Other tests evict whatever is called web.
@@ -45,6 +46,7 @@ func newShop(t *testing.T, s *stage.Stage, pods int) *shop {
 	})
 	gateway, err := s.Pods(t.Context(), sh.ns, "app=gateway")
 	must(t, err)
+	sh.url = "http://" + address + "/"
 	sh.targets = "http://" + gateway[0].Status.PodIP + ":9101/v1/targets"
 	return sh
 }
@@ -115,7 +117,7 @@ func (sh *shop) hasRoom(t *testing.T) bool {
 func TestTwoEvictionsOfOneBudget(t *testing.T) {
 	s := open(t)
 	must(t, s.AwaitCoordinators(t.Context()))
-	sh := newShop(t, s, 3)
+	sh := newShop(t, s, stage.App{Replicas: 3})
 	sh.budget(t, 2)
 	delayMost.Store(int64(50 * time.Millisecond))
 	defer delayMost.Store(0)
@@ -212,7 +214,7 @@ func TestHalfOfAService(t *testing.T) {
 	s := open(t)
 	must(t, s.AwaitCoordinators(t.Context()))
 	const pods = 20
-	sh := newShop(t, s, pods)
+	sh := newShop(t, s, stage.App{Replicas: pods})
 	delayMost.Store(int64(50 * time.Millisecond))
 	defer delayMost.Store(0)
 	all, err := s.Pods(t.Context(), sh.ns, "app=web")
@@ -249,7 +251,7 @@ func TestKubectlDrain(t *testing.T) {
 	s := open(t)
 	must(t, s.AwaitCoordinators(t.Context()))
 	const pods, least = 6, 5
-	sh := newShop(t, s, pods)
+	sh := newShop(t, s, stage.App{Replicas: pods})
 	sh.budget(t, least)
 	await(t, t.Context(), "the budget has room", func() bool { return sh.hasRoom(t) })
 	began := time.Now()

@@ -59,7 +59,7 @@ func TestTable(t *testing.T) {
 		t.Fatal("LAMEDUCK_BIN is not set: programs with the race detector are not to be measured")
 	}
 	s := open(t)
-	sh := newShop(t, s, 3)
+	sh := newShop(t, s, stage.App{Replicas: 3})
 	// The table is of one number of coordinators after the other.
 	t.Cleanup(func() { setEntries(t, s, entries(t)) })
 	var rows []measured
