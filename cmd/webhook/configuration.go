@@ -136,7 +136,7 @@ func defaults() configuration {
 		Times: times{
 			Webhook: d(t.Webhook), Hold: d(t.Hold), Deadline: d(t.Deadline), IdleBound: d(t.IdleBound), ShutdownDelay: d(5 * time.Second),
 		},
-		Holds: holds{Most: 85, PerOwner: 8},
+		Holds: holds{Most: 64, PerOwner: 8},
 		Barrier: barrier{
 			Bound: d(30 * time.Second), Port: 9447, Image: "lameduck/lameduck-wait:dev", ImagePullSecrets: []string{}, Ask: drain.ScopeAuto, Sampling: sampling{s.AllMost, s.Size, s.Learn},
 		},

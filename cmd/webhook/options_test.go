@@ -44,7 +44,7 @@ func TestDefaults(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if o.namespace != "lameduck" || o.replica != "webhook-0" || o.maxHolds != 85 || o.maxHoldsPerOwner != 8 || o.times.Hold != 2*time.Second ||
+	if o.namespace != "lameduck" || o.replica != "webhook-0" || o.maxHolds != 64 || o.maxHoldsPerOwner != 8 || o.times.Hold != 2*time.Second ||
 		!slices.Equal(o.excluded, []string{"kube-system", "lameduck"}) {
 		t.Errorf("%+v", o)
 	}

@@ -45,7 +45,7 @@ const (
 	// shutdownGrace is how long requests that run at the end may take.
 	shutdownGrace = 5 * time.Second
 	// admissionConns bounds the connections of API servers. Each keeps one for every call that it has open, and 25 unused ones; a replica
-	// holds 85 calls by default and answers the others in milliseconds.
+	// holds 64 calls by default and answers the others in milliseconds.
 	admissionConns = 1000
 	// readTime is how long a request of people may take to arrive. A review may take as long as the API server waits for its answer: cut
 	// earlier, it would be a deletion that goes on unasked, and in a burst it is this process that reads late.

@@ -12,7 +12,7 @@ import (
 
 const (
 	// maxHolds, ownerHolds, lookAround, lookTimeout and settleTime are those of the real shells (cmd/webhook, pkg/admission, pkg/drain/coordinator).
-	maxHolds    = 85
+	maxHolds    = 64
 	ownerHolds  = 8
 	lookAround  = 250 * time.Millisecond
 	lookTimeout = 5 * time.Second

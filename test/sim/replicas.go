@@ -333,24 +333,30 @@ func (c *coord) claimed(claim wire.Claim, p *pod) wire.Claimed {
 	return is
 }
 
-// inTurn says whether a call for the pod may wait: it is among the first of its owner's pods that
-// are asked for.
+// inTurn is Coordinator.inTurn.
 func (c *coord) inTurn(p *pod) bool {
-	w, owner := c.w, ""
+	owner := ""
 	for _, i := range p.services {
 		owner += service(i).Name
 	}
+	return c.takeTurn(owner, p.uid, c.w.ownerHolds) && c.takeTurn("", p.uid, maxHolds)
+}
+
+// takeTurn is Coordinator.takeTurn.
+func (c *coord) takeTurn(owner string, uid drain.UID, most int) bool {
+	w := c.w
 	turns := slices.DeleteFunc(c.turns[owner], func(t asking) bool {
-		return t.uid != p.uid && (w.at-t.at > turnKept || !c.ledger.Status(w.now, t.uid).Waits())
+		return t.uid != uid && (w.at-t.at > turnKept || !c.ledger.Status(w.now, t.uid).Waits())
 	})
-	i := slices.IndexFunc(turns, func(t asking) bool { return t.uid == p.uid })
-	if i < 0 {
-		i = len(turns)
-		turns = append(turns, asking{uid: p.uid})
+	i := slices.IndexFunc(turns, func(t asking) bool { return t.uid == uid })
+	switch {
+	case i >= 0:
+		turns[i].at = w.at
+	case len(turns) < most:
+		i, turns = len(turns), append(turns, asking{uid, w.at})
 	}
-	turns[i].at = w.at
 	c.turns[owner] = turns
-	return i < w.ownerHolds
+	return i >= 0
 }
 
 // abstains is Handler.abstains: one that stops need not answer if another replica was asked as

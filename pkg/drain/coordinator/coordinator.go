@@ -114,7 +114,7 @@ type Coordinator struct {
 	// began is the zero of the clock that goes over the wire.
 	began time.Time
 
-	// turns holds, for each owner, its pods that are asked for, in the order in which they may be held.
+	// turns holds, for each owner and for all, the pods that calls may wait for.
 	turns map[string][]turn
 	// asked is when the API server last asked about each pod that has an open drain. reliedOn are those of them that another replica has left
 	// to this one.
@@ -327,7 +327,13 @@ func (c *Coordinator) DrainFor(ctx context.Context, request Request, until time.
 	if c.phases[pod.UID] != drain.PhaseUnknown {
 		c.asked[pod.UID] = now
 	}
-	inTurn := request.Turn == TurnHeld || request.Turn == TurnJudged && c.inTurn(now, request)
+	var crowded error
+	switch request.Turn {
+	case TurnJudged:
+		crowded = c.inTurn(now, request)
+	case TurnUnheld:
+		crowded = ErrTooManyHolds
+	}
 	c.ledger.Hold(pod.UID)
 	defer func() {
 		allowed := err == nil && (status.Phase == drain.Released || status.Phase == drain.Closed)
@@ -339,11 +345,11 @@ func (c *Coordinator) DrainFor(ctx context.Context, request Request, until time.
 	if !status.Waits() || !time.Now().Before(until) {
 		return status, false, nil
 	}
-	if c.holds >= c.MaxHolds {
-		return status, false, ErrTooManyHolds
+	if crowded == nil && c.holds >= c.MaxHolds {
+		crowded = ErrTooManyHolds
 	}
-	if !inTurn {
-		return status, false, ErrTooManyOfOwner
+	if crowded != nil {
+		return status, false, crowded
 	}
 	c.holds++
 	c.Metrics.holds.Inc()

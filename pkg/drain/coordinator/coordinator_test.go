@@ -290,6 +290,33 @@ func TestTooManyHolds(t *testing.T) {
 	})
 }
 
+// The API server has a few more seats for deletions than a replica holds calls. If each replica held those that it meets first, their
+// calls together would take all seats, and of 500 deletions at one moment the last would be known here after 12 s.
+func TestReplicasHoldTheSamePods(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNetwork(t)
+		opener := n.replica("replica-0", "a", func(o *Options) { o.MaxHolds = 2 })
+		n.agent("one", []drain.Service{web}, "replica-0")
+		claim := func(name string) bool {
+			_, hold := opener.ClaimFor(Request{Pod: pod(name), Targets: targetsOf([]drain.Service{web})})
+			return hold
+		}
+		// A witness meets them in this order, the opener's own calls come in another one.
+		if !claim("a") || !claim("b") || claim("c") {
+			t.Error("the first two that are asked for are to be held")
+		}
+		for _, name := range []string{"c", "d"} {
+			answered(t, opener.hold(pod(name), web), "Unrouting None held=false after 0s: too many deletions are held by this replica")
+		}
+		stillHeld(t, opener.hold(pod("b"), web))
+		stillHeld(t, opener.hold(pod("a"), web))
+		time.Sleep(turnKept + 2*time.Second)
+		if !claim("c") {
+			t.Error("the turn of a pod that is asked for no more is kept")
+		}
+	})
+}
+
 func TestReplicasReleaseTheirOwnLeasesOnly(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newNetwork(t)

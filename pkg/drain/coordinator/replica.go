@@ -95,7 +95,7 @@ func (c *Coordinator) ClaimFor(request Request) (status drain.Status, hold bool)
 	c.ledger.Answered(now, request.Pod.UID, false)
 	c.settle()
 	c.observe(status)
-	return status, c.inTurn(now, request)
+	return status, c.inTurn(now, request) == nil
 }
 
 // Turn says whether a call may wait, or who decides that.
@@ -112,30 +112,43 @@ const (
 // turnKept is how long a pod keeps its turn after the last call for it.
 const turnKept = 5 * time.Second
 
+// everyOwner is where the turns of all pods are kept, with or without an owner.
+const everyOwner = ""
+
 // turn is one pod's among those of its owner.
 type turn struct {
 	uid   drain.UID
 	asked time.Time
 }
 
-// inTurn, called with the lock after the drain was observed, reports whether a call for the pod may
-// wait: it is among the first MaxHoldsPerOwner of its owner's pods that are asked for and still
-// drain.
-func (c *Coordinator) inTurn(now time.Time, request Request) bool {
-	if request.Owner == "" || c.MaxHoldsPerOwner <= 0 {
-		return true
+// inTurn, called with the lock after the drain was observed, returns why a call for the pod may not wait: as many pods of its owner,
+// or of all, as may have their turn. Every replica holds the calls for the same pods: if each one chose for itself, all of them
+// together would hold more calls than the API server has seats for, and those that come later would queue there.
+func (c *Coordinator) inTurn(now time.Time, request Request) error {
+	if request.Owner != "" && c.MaxHoldsPerOwner > 0 && !c.takeTurn(now, request.Owner, request.Pod.UID, c.MaxHoldsPerOwner) {
+		return ErrTooManyOfOwner
 	}
-	turns := slices.DeleteFunc(c.turns[request.Owner], func(t turn) bool {
-		return t.uid != request.Pod.UID && (now.Sub(t.asked) > turnKept || !drain.Status{Phase: c.phases[t.uid]}.Waits())
+	if !c.takeTurn(now, everyOwner, request.Pod.UID, c.MaxHolds) {
+		return ErrTooManyHolds
+	}
+	return nil
+}
+
+// takeTurn reports whether a pod is among the most of an owner that may have their turn. Those that drain no more, or are not asked
+// for any more, have lost theirs.
+func (c *Coordinator) takeTurn(now time.Time, owner string, uid drain.UID, most int) bool {
+	turns := slices.DeleteFunc(c.turns[owner], func(t turn) bool {
+		return t.uid != uid && (now.Sub(t.asked) > turnKept || !drain.Status{Phase: c.phases[t.uid]}.Waits())
 	})
-	i := slices.IndexFunc(turns, func(t turn) bool { return t.uid == request.Pod.UID })
-	if i < 0 {
-		i = len(turns)
-		turns = append(turns, turn{uid: request.Pod.UID})
+	i := slices.IndexFunc(turns, func(t turn) bool { return t.uid == uid })
+	switch {
+	case i >= 0:
+		turns[i].asked = now
+	case len(turns) < most:
+		i, turns = len(turns), append(turns, turn{uid, now})
 	}
-	turns[i].asked = now
-	c.turns[request.Owner] = turns
-	return i < c.MaxHoldsPerOwner
+	c.turns[owner] = turns
+	return i >= 0
 }
 
 // dropTurns, called with the lock, forgets the turns of owners none of whose pods is asked for any

@@ -164,12 +164,12 @@ func TestAReplicaThatStartsLearnsWhoIsSuspended(t *testing.T) {
 func TestAWitnessHoldsWhomTheOpenerHolds(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := newBench()
-		b.MaxHoldsPerOwner = 1
+		b.MaxHolds, b.MaxHoldsPerOwner = 2, 1
 		drainAs := func(name string, turn Turn) error {
 			_, _, err := b.DrainFor(t.Context(), Request{Pod: pod(name), Owner: "ReplicaSet/1", Targets: targetsOf([]drain.Service{web}), Turn: turn}, time.Now().Add(time.Second))
 			return err
 		}
-		if err := drainAs("a", TurnUnheld); !errors.Is(err, ErrTooManyOfOwner) {
+		if err := drainAs("a", TurnUnheld); !errors.Is(err, ErrTooManyHolds) {
 			t.Errorf("unheld by the opener: %v", err)
 		}
 		if err := drainAs("b", TurnJudged); err != nil {

@@ -20,7 +20,7 @@ import (
 const (
 	// manyDeletions come at one moment, holdsAtMost is how many the coordinator holds.
 	manyDeletions = 500
-	holdsAtMost   = 85
+	holdsAtMost   = 64
 )
 
 // The worst moment for an agent to be silent is when a whole node pool goes. The coordinator must not hold more calls than it may, each caller
@@ -84,18 +84,41 @@ func TestManyDeletionsAndOneSilentAgent(t *testing.T) {
 	deletions.Wait()
 	cancel()
 	watching.Wait()
-	t.Logf("%d deletions were carried out %s to %s after they were asked for; %d calls were held at most", manyDeletions, first, last, most.Load())
+	t.Logf("%d deletions were carried out %s to %s after they were asked for; the coordinator knew of all after %s; %d calls were held at most",
+		manyDeletions, first, last, known(t, s, ns, began), most.Load())
 	reasons := map[string]int{}
 	for _, a := range answers(t, s, ns) {
 		reasons[a.Reason]++
 	}
 	t.Logf("allowed by reason: %v", reasons)
+	goal := "pass"
+	if last > deadline+10*time.Second {
+		goal = "MISS" // with the race detector, on a machine that does other work
+	}
+	t.Logf("goal: the last at most 10s after the deadline of %s: %s", deadline, goal)
 	if first < deadline-time.Second || last > deadline+25*time.Second {
 		t.Errorf("carried out from %s to %s, want from the deadline of %s on, and all within one call of client-go", first, last, deadline)
 	}
 	if most.Load() == 0 || most.Load() > holdsAtMost {
 		t.Errorf("%d calls were held at one time, want 1 to %d", most.Load(), holdsAtMost)
 	}
+}
+
+// known returns how long after began a coordinator was asked about the last of the pods of a namespace. A drain's clock begins then.
+func known(t *testing.T, s *stage.Stage, ns string, began time.Time) (last time.Duration) {
+	t.Helper()
+	log, err := s.Logs(t.Context(), stage.System, "app.kubernetes.io/component=webhook", "webhook")
+	if err != nil {
+		t.Fatal(err)
+	}
+	seen := map[string]bool{}
+	for line := range strings.Lines(log) {
+		if l, ok := parseLogged(line); ok && l.Msg == "drain" && strings.HasPrefix(l.Pod, ns+"/") && !seen[l.UID] {
+			seen[l.UID] = true
+			last = max(last, l.Time.Sub(began))
+		}
+	}
+	return last
 }
 
 // metric reads one value from a page of metrics.
