@@ -26,7 +26,8 @@ const (
 	// another pod's.
 	cleanBacklog = 1000
 	cleanLate    = 2 * time.Second
-	// cleanAgain is how soon it is looked again whether the kernel still sends to the address.
+	// cleanAgain is how soon it is looked again whether the kernel still sends to the address, and how long a pod waits for
+	// others that are deleted with it.
 	cleanAgain = 200 * time.Millisecond
 	// afterwards is how long after its deadline a barrier is still reported.
 	afterwards = 2 * time.Second
@@ -260,23 +261,44 @@ func (o *Pods) Run(ctx context.Context, free func([]netip.AddrPort) bool) error 
 		case now := <-ticker.C:
 			o.expire(now)
 		case c := <-o.cleaning:
-			switch {
-			case len(c.targets) == 0 || time.Since(c.at) > cleanLate || !free(c.targets):
-				o.cleaned.WithLabelValues("skipped").Inc()
-			case o.taken(c.targets):
-				time.AfterFunc(cleanAgain, func() { o.enqueue(c) })
-			default:
-				cleaner, ok := o.gateway.(gateway.Cleaner)
-				if !ok {
-					continue
-				}
-				if err := cleaner.Clean(c.targets); err != nil {
-					o.cleaned.WithLabelValues("error").Inc()
-					o.log.Warn("forget connections to a pod that is gone", "pod", c.pod.String(), "uid", c.pod.UID, "error", err)
-					continue
-				}
-				o.cleaned.WithLabelValues("ok").Inc()
+			select {
+			case <-ctx.Done():
+			case <-time.After(cleanAgain):
+				o.forget(c, free)
 			}
 		}
 	}
+}
+
+// forget has the connections to c and to all pods that wait behind it forgotten. That costs about as much as for one.
+func (o *Pods) forget(c cleanable, free func([]netip.AddrPort) bool) {
+	var targets []netip.AddrPort
+	pods := 0.0
+	for more := true; more; {
+		switch {
+		case len(c.targets) == 0 || time.Since(c.at) > cleanLate || !free(c.targets):
+			o.cleaned.WithLabelValues("skipped").Inc()
+		case o.taken(c.targets):
+			again := c
+			time.AfterFunc(cleanAgain, func() { o.enqueue(again) })
+		default:
+			targets = append(targets, c.targets...)
+			pods++
+		}
+		select {
+		case c = <-o.cleaning:
+		default:
+			more = false
+		}
+	}
+	cleaner, ok := o.gateway.(gateway.Cleaner)
+	if !ok || pods == 0 {
+		return
+	}
+	result := "ok"
+	if err := cleaner.Clean(targets); err != nil {
+		result = "error"
+		o.log.Warn("forget connections to pods that are gone", "targets", targets, "error", err)
+	}
+	o.cleaned.WithLabelValues(result).Add(pods)
 }

@@ -39,6 +39,7 @@ func TestConnectionsAreForgottenOnlyWhereNobodyHasTheAddress(t *testing.T) {
 		pods.Set(a, false)
 		pods.Set(b, false) // at the same address
 		pods.Set(a, true)
+		time.Sleep(2 * cleanAgain)
 		synctest.Wait()
 		if len(k.Cleaned()) > 0 {
 			t.Errorf("connections of b are forgotten")
@@ -55,6 +56,7 @@ func TestConnectionsAreForgottenOnlyWhereNobodyHasTheAddress(t *testing.T) {
 		k.Is(podTarget, health.Idle, 0)
 		pods.Set(b, false)
 		pods.Set(b, true)
+		time.Sleep(2 * cleanAgain)
 		synctest.Wait()
 		if len(k.Cleaned()) != 1 || k.Cleaned()[0] != podTarget {
 			t.Errorf("forgotten are %v", k.Cleaned())

@@ -8,6 +8,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"maps"
 	"net/netip"
 	"os"
 	"runtime"
@@ -50,14 +51,12 @@ const (
 )
 
 // How often connections are counted. The kernel walks its whole table for each request, that of all network namespaces: 9 ms of
-// CPU with the usual 262,144 buckets, even if they are empty. Each connection that it tells costs 3 us more. Events of connections
+// CPU with the usual 262,144 buckets, even if they are empty. Each connection that it tells costs 1.7 us more. So while a connection
+// is waited for, the known ones alone are asked for, and all again when none of these is left, or after countSlow. Events of connections
 // would come sooner, but the kernel makes them for every connection of the node: 10 to 20 us of CPU each, also if the socket's
 // filter drops them (measured on a machine of 2 cores, Linux 6.18).
 const (
 	countFirst = 20 * time.Millisecond
-	// countLate is the part of the time since a watch became Removed that passes until the next count, countSlow at most. So a watch
-	// becomes Idle late in proportion to how long it waited. In the first second it is keptQuiet at most, so that such a pause is seen.
-	countLate = 5
 	// countKept is the pause while the kernel sends to the targets and to no other endpoint, between the two empty counts that make a
 	// watch quiet, and before the first count of one to whose targets the kernel still sends: from then on it is known which
 	// connections are silent.
@@ -72,9 +71,8 @@ const (
 	// Idle after one: it is first counted countFirst after the commit was read, and by then a packet for which the kernel chose the
 	// target before the commit is in the table.
 	emptyCounts = 2
-	// walkCost is what a walk through the table is taken to cost until that is known, tellCost what telling one connection costs.
-	walkCost = 9 * time.Millisecond
-	tellCost = 3 * time.Microsecond
+	// messageCost is how many buckets of the table the kernel walks through in the time that it takes to send one entry, and to read it.
+	messageCost = 50
 )
 
 // How long connections are waited for that do not end by themselves, see [held].
@@ -126,9 +124,9 @@ func (t traffic) payload(header int64, pod netip.Addr) int64 {
 // that is waiting for nothing. So a connection is not waited for once it is [held.kept]. One that the pod has not answered yet carries
 // its first request, and one on which only the pod sends carries a long answer: these are waited for until they end.
 type held struct {
+	connection // as last counted
 	// first is when the connection was first counted, moved when it was first counted with the packets that it has now.
-	first, moved    time.Time
-	asked, answered traffic
+	first, moved time.Time
 	// more says that the client has sent data after the pod had answered, again that the pod has answered that. No number of
 	// acknowledgements is taken for data, or a long answer on a line that loses segments would count as a second request.
 	more, again bool
@@ -149,7 +147,7 @@ func (h *held) see(c connection, old bool, waiting, now time.Time) {
 			h.moved = now
 		}
 	}
-	h.asked, h.answered = c.asked, c.answered
+	h.connection = c
 	quiet := now.Sub(h.moved)
 	switch {
 	case c.protocol != unix.IPPROTO_TCP, h.kept:
@@ -176,232 +174,186 @@ func (c connection) open() bool {
 	return false
 }
 
-// answerer returns the address of who answers on the connection that m tells, without a look at the rest.
-func answerer(m netlink.Message) (netip.Addr, bool) {
-	if len(m.Data) < 4 {
-		return netip.Addr{}, false
-	}
-	address := attributeAt(attributeAt(m.Data[4:], ctaTupleReply), ctaTupleIP)
-	from := attributeAt(address, ctaIPv4Src)
+// answerer returns the address of who answers on the connection that b, the attributes of a message, describes.
+func answerer(b []byte) netip.Addr {
+	tuple := attribute(b, ctaTupleReply, ctaTupleIP)
+	from := attribute(tuple, ctaIPv4Src)
 	if from == nil {
-		from = attributeAt(address, ctaIPv6Src)
+		from = attribute(tuple, ctaIPv6Src)
 	}
-	return netip.AddrFromSlice(from)
+	addr, _ := netip.AddrFromSlice(from)
+	return addr
 }
 
-func decodeConnection(m netlink.Message) (connection, error) {
-	var c connection
-	if len(m.Data) < 4 {
-		return c, errShort
+// decodeConnection returns the entry that b, the attributes of a message, describes.
+func decodeConnection(b []byte) (c connection, err error) {
+	c.original, c.zone, c.id = bytes.Clone(attribute(b, ctaTupleOrig)), bytes.Clone(attribute(b, ctaZone)), bytes.Clone(attribute(b, ctaID))
+	addr := answerer(b)
+	if !addr.IsValid() || len(c.original) == 0 || len(c.id) == 0 {
+		return c, fmt.Errorf("connection without an address or a name: %w", errShort)
 	}
-	all, err := parse(m.Data[4:])
-	if err != nil {
-		return c, err
-	}
-	reply, err := parse(all.find(ctaTupleReply))
-	if err != nil {
-		return c, err
-	}
-	address, err := parse(reply.find(ctaTupleIP))
-	if err != nil {
-		return c, err
-	}
-	from := address.find(ctaIPv4Src)
-	if from == nil {
-		from = address.find(ctaIPv6Src)
-	}
-	addr, ok := netip.AddrFromSlice(from)
-	if !ok {
-		return c, fmt.Errorf("connection without an address: %w", errShort)
-	}
-	protocol, err := parse(reply.find(ctaTupleProto))
-	if err != nil {
-		return c, err
-	}
-	if b := protocol.find(ctaProtoNum); len(b) == 1 {
-		c.protocol = b[0]
-	}
-	var port uint16
-	if b := protocol.find(ctaProtoSrc); len(b) == 2 {
-		port = binary.BigEndian.Uint16(b)
-	}
-	c.to = netip.AddrPortFrom(addr, port)
-	info, err := parse(all.find(ctaProtoInfo))
-	if err != nil {
-		return c, err
-	}
-	for _, number := range []uint16{ctaInfoTCP, ctaInfoSCTP} {
-		state, err := parse(info.find(number))
-		if err != nil {
-			return c, err
-		}
-		if b := state.find(1); len(b) == 1 {
-			c.state = b[0]
-		}
+	protocol := attribute(b, ctaTupleReply, ctaTupleProto)
+	c.to = netip.AddrPortFrom(addr, uint16(number(attribute(protocol, ctaProtoSrc))))
+	c.protocol = uint8(number(attribute(protocol, ctaProtoNum)))
+	for _, of := range []uint16{ctaInfoTCP, ctaInfoSCTP} {
+		c.state |= uint8(number(attribute(b, ctaProtoInfo, of, 1)))
 	}
 	for i, t := range []*traffic{&c.asked, &c.answered} {
-		counters, err := parse(all.find(ctaCounters + uint16(i)))
-		if err != nil {
-			return c, err
-		}
-		for number, n := range map[uint16]*int64{1: &t.packets, 2: &t.bytes} {
-			if b := counters.find(number); len(b) == 8 {
-				*n = int64(binary.BigEndian.Uint64(b))
-			}
-		}
+		counters := attribute(b, ctaCounters+uint16(i))
+		t.packets, t.bytes = int64(number(attribute(counters, 1))), int64(number(attribute(counters, 2)))
 	}
-	c.original, c.zone, c.id = bytes.Clone(all.find(ctaTupleOrig)), bytes.Clone(all.find(ctaZone)), bytes.Clone(all.find(ctaID))
 	return c, nil
 }
 
-// connections calls f with all entries to addr. A table that is written to all the time cannot be read at one
-// moment: an entry that came meanwhile may be missing, one that was there the whole time is not. It returns how many the kernel has told.
-//
-// With IPv6 the kernel tells all: its filter of addresses is inverted there (ctnetlink_filter_match_tuple, seen in
-// 6.18: it leaves out those that match), and may be mended some day.
-func connections(conn *netlink.Conn, addr netip.Addr, f func(connection)) (told int, err error) {
-	only := map[netip.Addr]bool{addr: true}
-	if addr.Is6() {
-		return dumpConnections(conn, unix.AF_INET6, nil, only, f)
+// about returns a message about this entry alone. Without a tuple the kernel would take it to be about all.
+func (c connection) about(message int, flags netlink.HeaderFlags, more ...[]byte) netlink.Message {
+	if c.zone != nil {
+		more = append(more, encode(ctaZone, c.zone))
 	}
-	// A kernel before 5.8 does not know the filter, and tells all.
-	filter := append(encode(ctaTupleReply|unix.NLA_F_NESTED, encode(ctaTupleIP|unix.NLA_F_NESTED, encode(ctaIPv4Src, addr.AsSlice()))),
-		encode(ctaFilter|unix.NLA_F_NESTED, append(
-			encode(ctaFilterOrig, binary.NativeEndian.AppendUint32(nil, 0)),
-			encode(ctaFilterReply, binary.NativeEndian.AppendUint32(nil, filterIPSrc))...))...)
-	return dumpConnections(conn, unix.AF_INET, filter, only, f)
+	family := uint8(unix.AF_INET)
+	if c.to.Addr().Is6() {
+		family = unix.AF_INET6
+	}
+	return request(unix.NFNL_SUBSYS_CTNETLINK, message, flags, family, append(more, nest(ctaTupleOrig, c.original))...)
 }
 
-// dumpConnections calls f with those entries to one of addrs that the kernel tells, of one family or, with AF_UNSPEC, of all.
-func dumpConnections(conn *netlink.Conn, family uint8, filter []byte, addrs map[netip.Addr]bool, f func(connection)) (told int, err error) {
-	if err := conn.SetDeadline(time.Now().Add(answerTimeout)); err != nil {
+// counter reads the kernel's table of connections, in the way that costs the CPU least.
+type counter struct {
+	dial func() (*netlink.Conn, error)
+	conn *netlink.Conn
+	// deaf says that the kernel sends all connections whatever address it is asked for, as before 5.8.
+	deaf bool
+}
+
+// walk calls f with all entries to addrs. A table that is written to all the time cannot be read at one moment: an entry
+// that came meanwhile may be missing, one that was there the whole time is not.
+//
+// With IPv6 the kernel sends all entries: its filter of addresses is inverted there (ctnetlink_filter_match_tuple, in
+// 5.8 to 6.18 at least: it leaves out those that match), and may be mended some day.
+func (c *counter) walk(addrs map[netip.Addr]bool, f func(connection)) (err error) {
+	var four []netip.Addr
+	six := 0
+	for addr := range addrs {
+		if addr.Is4() {
+			four = append(four, addr)
+		} else {
+			six = 1
+		}
+	}
+	// Asking for one address after the other costs walks, asking for all costs messages.
+	walks := len(four) + six
+	if walks > 1 && (c.deaf || (walks-1)*sysctl("nf_conntrack_buckets")/messageCost >= sysctl("nf_conntrack_count")) {
+		_, err = c.dump(unix.AF_UNSPEC, addrs, f)
+		return err
+	}
+	flags := func(number uint16, flags uint32) []byte {
+		return encode(number, binary.NativeEndian.AppendUint32(nil, flags))
+	}
+	for _, addr := range four {
+		wanted := 0
+		told, err := c.dump(unix.AF_INET, map[netip.Addr]bool{addr: true}, func(one connection) { wanted++; f(one) },
+			nest(ctaTupleReply, nest(ctaTupleIP, encode(ctaIPv4Src, addr.AsSlice()))),
+			nest(ctaFilter, flags(ctaFilterOrig, 0), flags(ctaFilterReply, filterIPSrc)))
+		if err != nil {
+			return err
+		}
+		c.deaf = c.deaf || told > wanted
+	}
+	if six > 0 {
+		_, err = c.dump(unix.AF_INET6, addrs, f)
+	}
+	return err
+}
+
+// dump calls f with those entries to one of addrs that the kernel sends, of one family or, with AF_UNSPEC, of all. It
+// returns how many the kernel has sent.
+func (c *counter) dump(family uint8, addrs map[netip.Addr]bool, f func(connection), filter ...[]byte) (told int, err error) {
+	if err := c.ask(request(unix.NFNL_SUBSYS_CTNETLINK, ctGet, netlink.Dump, family, filter...)); err != nil {
 		return 0, err
 	}
-	if _, err := conn.Send(request(unix.NFNL_SUBSYS_CTNETLINK, ctGet, netlink.Dump, family, filter)); err != nil {
-		return 0, fmt.Errorf("ask for connections: %w", err)
-	}
-	for m, err := range conn.ReceiveIter() {
+	for m, err := range c.conn.ReceiveIter() {
 		if err != nil {
 			return told, fmt.Errorf("read connections: %w", err)
 		}
 		told++
-		// Most are others', of which the rest need not be understood.
-		if to, ok := answerer(m); ok && !addrs[to] {
+		// Most are to other addresses, and the rest of them need not be understood.
+		if to := answerer(body(m)); to.IsValid() && !addrs[to] {
 			continue
 		}
-		c, err := decodeConnection(m)
+		one, err := decodeConnection(body(m))
 		if err != nil {
 			return told, fmt.Errorf("read connections: %w", err)
 		}
-		if addrs[c.to.Addr()] {
-			f(c)
-		}
+		f(one)
 	}
 	return told, nil
 }
 
-// counter counts open connections, in the way that costs the CPU least.
-type counter struct {
-	dial func() (*netlink.Conn, error)
-	conn *netlink.Conn
-	// walk is what going through the table costs, tell what telling one connection does, both as learnt; six is how many connections with IPv6 there were
-	// when they were last asked for alone.
-	walk, tell time.Duration
-	six        int
-	// deaf says that the kernel tells all connections whatever address it is asked for: asking for each costs as much as asking for all.
-	deaf bool
+// again calls f with those of known that are still there. That costs microseconds for each, and no walk.
+//
+// The kernel marks each answer as one of several, and does not say which is the last. So an empty dump, of expected
+// connections, comes behind the questions. Few are asked together: the socket's buffer has to hold the answers.
+func (c *counter) again(known []connection, f func(connection)) error {
+	for some := range slices.Chunk(known, 16) {
+		var messages []netlink.Message
+		for _, one := range some {
+			messages = append(messages, one.about(ctGet, 0))
+		}
+		if err := c.ask(append(messages, request(unix.NFNL_SUBSYS_CTNETLINK_EXP, ctGet, netlink.Dump, unix.AF_UNSPEC))...); err != nil {
+			return err
+		}
+		for more := true; more; {
+			more = false
+			for m, err := range c.conn.ReceiveIter() {
+				if more = errors.Is(err, unix.ENOENT); more {
+					break
+				}
+				if err != nil {
+					return fmt.Errorf("read connections: %w", err)
+				}
+				if m.Header.Type>>8 != unix.NFNL_SUBSYS_CTNETLINK {
+					continue
+				}
+				one, err := decodeConnection(body(m))
+				if err != nil {
+					return fmt.Errorf("read connections: %w", err)
+				}
+				f(one)
+			}
+		}
+	}
+	return nil
 }
 
-// singly reports whether asking for each of n IPv4 addresses, and for all connections with IPv6 if six is true, costs no more than asking
-// for all that there are.
-func (c *counter) singly(n int, six bool, entries int) bool {
-	walks, told := n, 0
-	if six {
-		walks, told = n+1, c.six
-	}
-	if c.deaf && n > 0 && walks > 1 {
-		return false
-	}
-	return c.cost(walks, told) <= c.cost(1, entries)
-}
-
-func (c *counter) cost(walks, told int) time.Duration {
-	return time.Duration(walks)*c.walk + time.Duration(told)*c.tell
-}
-
-// learn takes in what going through the table so many times, and being told of so many connections, has cost. The last ones count most: tables grow, and
-// computers get other work. What was expected of a single walk and is not so is laid to whatever should have cost more: where telling is laid to walking, a
-// computer that tells faster makes walks look as if they cost nothing, until each address of thousands is asked for alone.
-func (c *counter) learn(walks, told int, took time.Duration) {
-	if walks == 0 {
-		return
-	}
-	if walks == 1 && c.walk < time.Duration(told)*c.tell {
-		c.tell = (3*c.tell + max(0, took-c.walk)/time.Duration(told)) / 4
-		return
-	}
-	c.walk = (3*c.walk + max(0, took-time.Duration(told)*c.tell)/time.Duration(walks)) / 4
-}
-
-// open returns the open connections to each of addrs, and how long the CPU has worked for that.
-func (c *counter) open(addrs map[netip.Addr]bool) (open map[netip.Addr][]connection, took time.Duration, err error) {
+// open returns the open connections to each of addrs, those of known that are still open, and how long the CPU has worked
+// for that.
+func (c *counter) open(addrs map[netip.Addr]bool, known []connection) (open map[netip.Addr][]connection, took time.Duration, err error) {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
 	began := worked()
-	defer func() {
-		took = worked() - began
-		if err != nil {
-			// What is left of an answer would be taken for the next one.
-			c.close()
-		}
-	}()
-	if c.conn == nil {
-		if c.conn, err = c.dial(); err != nil {
-			return nil, 0, err
-		}
-	}
 	open = map[netip.Addr][]connection{}
 	add := func(one connection) {
 		if one.open() {
 			open[one.to.Addr()] = append(open[one.to.Addr()], one)
 		}
 	}
-	var four []netip.Addr
-	six := false
-	for addr := range addrs {
-		if addr.Is4() {
-			four = append(four, addr)
-		} else {
-			six = true
+	if err = c.walk(addrs, add); err == nil {
+		err = c.again(known, add)
+	}
+	if err != nil {
+		c.close() // what is left of an answer would be taken for the next one
+	}
+	return open, worked() - began, err
+}
+
+// ask sends messages. It opens the socket if it is not open.
+func (c *counter) ask(messages ...netlink.Message) (err error) {
+	if c.conn == nil {
+		if c.conn, err = c.dial(); err != nil {
+			return err
 		}
 	}
-	if c.singly(len(four), six, entries()) {
-		told := 0
-		for _, addr := range four {
-			wanted := 0
-			n, err := connections(c.conn, addr, func(one connection) { wanted++; add(one) })
-			if err != nil {
-				return nil, 0, err
-			}
-			told += n
-			c.deaf = c.deaf || n > wanted
-		}
-		then := worked()
-		c.learn(len(four), told, then-began)
-		if six {
-			if c.six, err = dumpConnections(c.conn, unix.AF_INET6, nil, addrs, add); err != nil {
-				return nil, 0, err
-			}
-			c.learn(1, c.six, worked()-then)
-		}
-	} else {
-		told, err := dumpConnections(c.conn, unix.AF_UNSPEC, nil, addrs, add)
-		if err != nil {
-			return nil, 0, err
-		}
-		c.learn(1, told, worked()-began)
-	}
-	return open, 0, nil
+	return ask(c.conn, messages...)
 }
 
 func (c *counter) close() {
@@ -419,20 +371,17 @@ func worked() time.Duration {
 	return time.Duration(usage.Utime.Nano() + usage.Stime.Nano())
 }
 
-// entries is how many connections the kernel's table has, of the network namespace of this process, or 0. It decides what is cheaper, no more. It is
+// sysctl returns a number of the network namespace of this process, 0 if it cannot be read. The number of connections is
 // not asked for by netlink: there the answer is marked as one of several, and nothing says that it was the last.
-func entries() int {
-	text, err := os.ReadFile("/proc/sys/net/netfilter/nf_conntrack_count")
-	if err != nil {
-		return 0
-	}
+func sysctl(name string) int {
+	text, _ := os.ReadFile("/proc/sys/net/netfilter/" + name)
 	n, _ := strconv.Atoi(strings.TrimSpace(string(text)))
 	return n
 }
 
 // count counts connections while somebody waits for them to end, until ctx is done.
 func (o *Observer) count(ctx context.Context) {
-	counter := counter{dial: o.dial, walk: walkCost, tell: tellCost}
+	counter := counter{dial: o.dial}
 	defer counter.close()
 	failed := false
 	for {
@@ -441,7 +390,7 @@ func (o *Observer) count(ctx context.Context) {
 		wake := o.wake
 		switch {
 		case len(due) > 0:
-			open, took, err := counter.open(addresses(due))
+			open, took, err := counter.open(o.questions(due))
 			if err != nil && ctx.Err() == nil && !failed {
 				o.log.Warn("connections are not counted: no target becomes Idle", "error", err)
 			}
@@ -465,23 +414,17 @@ func (o *Observer) count(ctx context.Context) {
 	}
 }
 
-// addresses are those of the watches.
-func addresses(of map[*Watch]int) map[netip.Addr]bool {
-	all := map[netip.Addr]bool{}
-	for w := range of {
-		for _, t := range w.targets {
-			all[t.Addr()] = true
-		}
-	}
-	return all
+// counting is how a watch is to be counted.
+type counting struct {
+	period int  // of the watch, when that began
+	walk   bool // all connections, and not only those that are known
 }
 
-// due returns the watches whose connections are to be counted now, with the number of the period for which they are, and when the next ones are, if
-// there are any.
-func (o *Observer) due(now time.Time) (due map[*Watch]int, next time.Time) {
+// due returns the watches whose connections are to be counted now, and when the next ones are, if there are any.
+func (o *Observer) due(now time.Time) (due map[*Watch]counting, next time.Time) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	due = map[*Watch]int{}
+	due = map[*Watch]counting{}
 	o.others = false
 	var slow []*Watch
 	together := false
@@ -496,7 +439,7 @@ func (o *Observer) due(now time.Time) (due map[*Watch]int, next time.Time) {
 			slow = append(slow, w)
 		}
 		if !w.next.After(now) {
-			due[w] = w.period
+			due[w] = counting{w.period, w.slow() || !w.busy || now.Sub(w.walked) >= countSlow}
 			together = together || w.slow()
 		} else if next.IsZero() || w.next.Before(next) {
 			next = w.next
@@ -504,7 +447,7 @@ func (o *Observer) due(now time.Time) (due map[*Watch]int, next time.Time) {
 	}
 	if together {
 		for _, w := range slow {
-			due[w] = w.period
+			due[w] = counting{w.period, true}
 		}
 	}
 	// Those who come while there are others of their kind wake nobody.
@@ -514,45 +457,71 @@ func (o *Observer) due(now time.Time) (due map[*Watch]int, next time.Time) {
 	return due, next
 }
 
+// questions returns the addresses and the connections for which watches that are due are to be counted.
+func (o *Observer) questions(due map[*Watch]counting) (addrs map[netip.Addr]bool, known []connection) {
+	addrs = map[netip.Addr]bool{}
+	for w, how := range due {
+		for _, t := range w.targets {
+			if how.walk {
+				addrs[t.Addr()] = true
+			}
+		}
+	}
+	all := map[string]connection{}
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	for w := range due {
+		for key, h := range w.held {
+			if !h.kept && !addrs[h.to.Addr()] {
+				all[key] = h.connection
+			}
+		}
+	}
+	return addrs, slices.Collect(maps.Values(all))
+}
+
 // slow reports whether w waits for nothing that a count could show. The caller holds o.mu.
 func (w *Watch) slow() bool {
 	return w.reading.State == Idle || w.reading.State == Routing && (w.empty == 0 || w.reading.Quiet)
 }
 
 // pause is how long after a count that ended now, and took so much of the CPU, the next one is to be. The caller holds o.mu.
-func (w *Watch) pause(now time.Time, took time.Duration) time.Duration {
+func (w *Watch) pause(took time.Duration) time.Duration {
 	switch {
 	case w.slow():
 		return max(countSlow, min(countSlowShare*took, countSlowMost))
 	case w.reading.State == Removed:
-		since := now.Sub(w.entered)
-		most := countSlow
-		if since < keptMost {
-			most = keptQuiet
-		}
-		return min(max(countFirst, since/countLate), most)
+		return keptQuiet
 	}
 	return countKept
 }
 
 // counted takes a count in, for the watches that were waiting when it began and are still.
-func (o *Observer) counted(waiting map[*Watch]int, open map[netip.Addr][]connection, took time.Duration, now time.Time) {
+func (o *Observer) counted(due map[*Watch]counting, open map[netip.Addr][]connection, took time.Duration, now time.Time) {
 	o.mu.Lock()
 	var told []*Watch
 	old := !o.accounted.IsZero() && now.Sub(o.accounted) >= accountedFor
-	for w, period := range waiting {
-		if _, ok := o.watches[w]; !ok || w.period != period {
+	for w, how := range due {
+		if _, ok := o.watches[w]; !ok || w.period != how.period {
 			continue
 		}
-		n, changed := w.see(open, old, now), false
-		if w.empty++; n > 0 {
+		w.busy = w.see(open, old, how.walk, now)
+		w.reading.Connections, w.reading.Counted = len(w.held), now
+		if how.walk {
+			w.walked = now
+		} else if !w.busy {
+			w.next = now // others may have come
+			continue
+		}
+		changed := false
+		if w.empty++; w.busy {
 			w.empty = 0
 		}
 		quiet := w.empty >= emptyCounts
 		switch {
-		case w.reading.State == Removed && n == 0:
+		case w.reading.State == Removed && !w.busy:
 			changed = w.enter(Idle, now)
-		case w.reading.State == Idle && n > 0:
+		case w.reading.State == Idle && w.busy:
 			changed = w.enter(Removed, now)
 		case w.reading.State < Removed && w.reading.Quiet != quiet:
 			w.reading.Quiet, changed = quiet, true
@@ -561,7 +530,7 @@ func (o *Observer) counted(waiting map[*Watch]int, open map[netip.Addr][]connect
 			told = append(told, w)
 		}
 		w.reading.Connections, w.reading.Counted = len(w.held), now
-		w.next = now.Add(w.pause(now, took))
+		w.next = now.Add(w.pause(took))
 	}
 	o.mu.Unlock()
 	for _, w := range told {
@@ -569,30 +538,35 @@ func (o *Observer) counted(waiting map[*Watch]int, open map[netip.Addr][]connect
 	}
 }
 
-// see takes in the open connections of a count, and returns how many of those to w's targets are to be waited for. The caller holds o.mu.
-func (w *Watch) see(open map[netip.Addr][]connection, old bool, now time.Time) (n int) {
-	held := make(map[string]held, len(w.held))
-	for addr := range addresses(map[*Watch]int{w: 0}) {
-		for _, c := range open[addr] {
-			if !slices.Contains(w.targets, c.to) && !slices.Contains(w.targets, netip.AddrPortFrom(addr, 0)) {
+// see takes in the open connections of a count, all or those known that were not kept, and reports whether some of those to
+// w's targets are to be waited for. The caller holds o.mu.
+func (w *Watch) see(open map[netip.Addr][]connection, old, all bool, now time.Time) (busy bool) {
+	was := w.held
+	w.held = map[string]held{}
+	for key, h := range was {
+		if !all && h.kept {
+			w.held[key] = h
+		}
+	}
+	for _, t := range w.targets {
+		for _, c := range open[t.Addr()] {
+			if t.Port() != 0 && t != c.to {
 				continue
 			}
 			key := string(c.id) + string(c.original)
-			h := w.held[key]
+			h := was[key]
 			h.see(c, old, w.entered, now)
-			if held[key] = h; !h.kept {
-				n++
-			}
+			w.held[key] = h
+			busy = busy || !h.kept
 		}
 	}
-	w.held = held
-	return n
+	return busy
 }
 
 // Count has the connections counted again at once: [Reading.Counted] says when that is done.
 func (w *Watch) Count() {
 	w.o.mu.Lock()
-	w.next = time.Time{}
+	w.next, w.busy = time.Time{}, false
 	w.o.mu.Unlock()
 	w.o.wakeCount()
 }
@@ -609,45 +583,32 @@ func (o *Observer) wakeCount() {
 // not write that in its container. But the kernel switches it on for a rule that asks for the packets of a connection, when it reads
 // the rule: the transaction has no end, so the kernel makes none of it.
 func (o *Observer) account() error {
-	const sysctl = "/proc/sys/net/netfilter/nf_conntrack_acct"
-	on := func() bool {
-		text, err := os.ReadFile(sysctl)
-		return err == nil && strings.TrimSpace(string(text)) != "0"
-	}
-	if !on() {
+	const acct = "nf_conntrack_acct"
+	if sysctl(acct) == 0 {
 		conn, err := o.dial()
 		if err != nil {
 			return err
 		}
 		defer func() { _ = conn.Close() }()
-		const nested = unix.NLA_F_NESTED
-		name := func(number uint16) []byte { return encode(number, []byte("lameduck\x00")) }
-		value := func(number uint16, n uint32) []byte { return encode(number, binary.BigEndian.AppendUint32(nil, n)) }
-		packets := encode(unix.NFTA_LIST_ELEM|nested, append(encode(unix.NFTA_EXPR_NAME, []byte("ct\x00")),
-			encode(unix.NFTA_EXPR_DATA|nested, append(value(unix.NFTA_CT_DREG, unix.NFT_REG_1), value(unix.NFTA_CT_KEY, unix.NFT_CT_PKTS)...))...))
+		name := func(number uint16) []byte { return encodeString(number, "lameduck") }
+		packets := nest(unix.NFTA_LIST_ELEM, encodeString(unix.NFTA_EXPR_NAME, "ct"),
+			nest(unix.NFTA_EXPR_DATA, encode32(unix.NFTA_CT_DREG, unix.NFT_REG_1), encode32(unix.NFTA_CT_KEY, unix.NFT_CT_PKTS)))
 		send := func(message int, flags netlink.HeaderFlags, attributes ...[]byte) netlink.Message {
-			return request(unix.NFNL_SUBSYS_NFTABLES, message, flags, unix.NFPROTO_INET, slices.Concat(attributes...))
+			return request(unix.NFNL_SUBSYS_NFTABLES, message, netlink.Create|flags, unix.NFPROTO_INET, attributes...)
 		}
-		begin := netlink.Message{
-			Header: netlink.Header{Type: unix.NFNL_MSG_BATCH_BEGIN, Flags: netlink.Request},
-			Data:   []byte{unix.AF_UNSPEC, unix.NFNETLINK_V0, 0, unix.NFNL_SUBSYS_NFTABLES},
-		}
-		if err := conn.SetDeadline(time.Now().Add(answerTimeout)); err != nil {
-			return err
-		}
-		if _, err := conn.SendMessages([]netlink.Message{
-			begin, send(unix.NFT_MSG_NEWTABLE, netlink.Create, name(unix.NFTA_TABLE_NAME)),
-			send(unix.NFT_MSG_NEWCHAIN, netlink.Create, name(unix.NFTA_CHAIN_TABLE), name(unix.NFTA_CHAIN_NAME)),
-			send(unix.NFT_MSG_NEWRULE, netlink.Create|netlink.Append|netlink.Acknowledge,
-				name(unix.NFTA_RULE_TABLE), name(unix.NFTA_RULE_CHAIN), encode(unix.NFTA_RULE_EXPRESSIONS|nested, packets)),
-		}); err != nil {
+		if err := ask(conn, request(0, unix.NFNL_MSG_BATCH_BEGIN, 0, unix.AF_UNSPEC),
+			send(unix.NFT_MSG_NEWTABLE, 0, name(unix.NFTA_TABLE_NAME)),
+			send(unix.NFT_MSG_NEWCHAIN, 0, name(unix.NFTA_CHAIN_TABLE), name(unix.NFTA_CHAIN_NAME)),
+			send(unix.NFT_MSG_NEWRULE, netlink.Append|netlink.Acknowledge,
+				name(unix.NFTA_RULE_TABLE), name(unix.NFTA_RULE_CHAIN), nest(unix.NFTA_RULE_EXPRESSIONS, packets)),
+		); err != nil {
 			return err
 		}
 		if _, err := conn.Receive(); err != nil {
 			return err
 		}
-		if !on() {
-			return errors.New(sysctl + " is 0 after a rule has asked for packets")
+		if sysctl(acct) == 0 {
+			return errors.New(acct + " is 0 after a rule has asked for packets")
 		}
 	}
 	o.mu.Lock()
@@ -659,65 +620,36 @@ func (o *Observer) account() error {
 }
 
 // Clean deletes all connections to the targets, of whatever protocol and state, from the kernel's table, so that a client
-// that uses a port again is sent to a pod that is there. It is for a pod that is gone: what its connections still had to say is cut
-// off, and so is another pod that has got the address since. Nothing there is no error, and neither is a connection that ended meanwhile.
-func (o *Observer) Clean(targets []netip.AddrPort) error {
-	conn, err := o.dial()
-	if err != nil {
-		return err
-	}
-	defer func() { _ = conn.Close() }()
+// that uses a port again is sent to a pod that is there. It is for pods that are gone: what their connections still had to say is cut
+// off, and so is another pod that has got the address since. Nothing there is no error, and neither is a connection that ended
+// meanwhile. It costs about as much for many targets as for one.
+func (o *Observer) Clean(targets []netip.AddrPort) (err error) {
+	c := counter{dial: o.dial}
+	defer c.close()
+	addrs, wanted := map[netip.Addr]bool{}, map[netip.AddrPort]bool{}
 	for _, t := range targets {
-		t = netip.AddrPortFrom(t.Addr().Unmap().WithZone(""), t.Port())
 		if !t.Addr().IsValid() {
-			return fmt.Errorf("clean connections to %v: no address", t)
+			err = fmt.Errorf("clean connections to %v: no address", t)
+			continue
 		}
-		var stale []connection
-		if _, err := connections(conn, t.Addr(), func(c connection) {
-			if t.Port() == 0 || t.Port() == c.to.Port() {
-				stale = append(stale, c)
-			}
-		}); err != nil {
-			return fmt.Errorf("clean connections to %v: %w", t, err)
+		t = netip.AddrPortFrom(t.Addr().Unmap().WithZone(""), t.Port())
+		addrs[t.Addr()], wanted[t] = true, true
+	}
+	var stale []connection
+	if err := c.walk(addrs, func(one connection) {
+		if wanted[one.to] || wanted[netip.AddrPortFrom(one.to.Addr(), 0)] {
+			stale = append(stale, one)
 		}
-		for _, c := range stale {
-			if err := deleteConnection(conn, c); err != nil {
-				return fmt.Errorf("clean connections to %v: %w", t, err)
-			}
+	}); err != nil {
+		return fmt.Errorf("clean connections: %w", err)
+	}
+	for _, one := range stale {
+		if err := c.ask(one.about(ctDelete, netlink.Acknowledge, encode(ctaID, one.id))); err != nil {
+			return fmt.Errorf("clean connections to %v: %w", one.to, err)
 		}
-	}
-	return nil
-}
-
-// deleteConnection deletes exactly this one: without a tuple the kernel would delete all.
-func deleteConnection(conn *netlink.Conn, c connection) error {
-	if len(c.original) == 0 || len(c.id) == 0 {
-		return errors.New("a connection without a name")
-	}
-	attributes := append(encode(ctaTupleOrig|unix.NLA_F_NESTED, c.original), encode(ctaID, c.id)...)
-	if c.zone != nil {
-		attributes = append(attributes, encode(ctaZone, c.zone)...)
-	}
-	family := uint8(unix.AF_INET)
-	if c.to.Addr().Is6() {
-		family = unix.AF_INET6
-	}
-	if err := conn.SetDeadline(time.Now().Add(answerTimeout)); err != nil {
-		return err
-	}
-	_, err := conn.Execute(request(unix.NFNL_SUBSYS_CTNETLINK, ctDelete, netlink.Acknowledge, family, attributes))
-	if errors.Is(err, unix.ENOENT) {
-		return nil
+		if _, err := c.conn.Receive(); err != nil && !errors.Is(err, unix.ENOENT) {
+			return fmt.Errorf("clean connections to %v: %w", one.to, err)
+		}
 	}
 	return err
-}
-
-// encode makes an attribute.
-func encode(number uint16, data []byte) []byte {
-	b := binary.NativeEndian.AppendUint16(nil, uint16(unix.NLA_HDRLEN+len(data)))
-	b = append(binary.NativeEndian.AppendUint16(b, number), data...)
-	for len(b)%4 != 0 {
-		b = append(b, 0)
-	}
-	return b
 }

@@ -3,17 +3,21 @@
 package kubeproxy
 
 import (
+	"bytes"
+	"encoding/binary"
 	"fmt"
 	"io"
 	"maps"
 	"net"
 	"net/netip"
 	"os"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
 	"time"
 
+	"github.com/mdlayher/netlink"
 	"golang.org/x/sys/unix"
 )
 
@@ -439,13 +443,10 @@ func TestClean(t *testing.T) {
 	udp.Write([]byte("x"))
 	counts := func(target string) int {
 		var n int
-		conn, err := o.dial()
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer conn.Close()
+		c := counter{dial: o.dial}
+		defer c.close()
 		want := netip.MustParseAddrPort(target)
-		if _, err := connections(conn, want.Addr(), func(c connection) {
+		if err := c.walk(map[netip.Addr]bool{want.Addr(): true}, func(c connection) {
 			if c.to == want {
 				n++
 			}
@@ -505,7 +506,38 @@ func TestManyAddresses(t *testing.T) {
 	w.wait(Idle)
 }
 
-// However they are counted, the connections are the same: one by one, or all that there are.
+// flood fills the kernel's table with connections to other pods.
+func flood(t testing.TB, o *Observer, n int) {
+	t.Helper()
+	conn, err := o.dial()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	const ctNew, ctaStatus, ctaTimeout, ctaIPv4Dst, ctaProtoDst = 0, 3, 7, 2, 3
+	port := func(kind, port uint16) []byte { return encode(kind, binary.BigEndian.AppendUint16(nil, port)) }
+	tuple := func(kind uint16, from, to []byte, fromPort, toPort uint16) []byte {
+		return nest(kind, nest(ctaTupleIP, encode(ctaIPv4Src, from), encode(ctaIPv4Dst, to)),
+			nest(ctaTupleProto, encode(ctaProtoNum, []byte{unix.IPPROTO_TCP}), port(ctaProtoSrc, fromPort), port(ctaProtoDst, toPort)))
+	}
+	var all []netlink.Message
+	for i := range n {
+		client, pod, at := []byte{10, 250, byte(i >> 12), byte(i >> 4)}, []byte{10, 251, 0, byte(i % 200)}, uint16(20000+i%16)
+		all = append(all, request(unix.NFNL_SUBSYS_CTNETLINK, ctNew, netlink.Create, unix.AF_INET,
+			tuple(ctaTupleOrig, client, pod, at, 8080), tuple(ctaTupleReply, pod, client, 8080, at),
+			encode32(ctaTimeout, 60), encode32(ctaStatus, 0xe), nest(ctaProtoInfo, nest(ctaInfoTCP, encode(1, []byte{tcpEstablished})))))
+	}
+	for some := range slices.Chunk(all, 100) {
+		if err := ask(conn, some...); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if sysctl("nf_conntrack_count") < n {
+		t.Fatalf("%d connections, want %d", sysctl("nf_conntrack_count"), n)
+	}
+}
+
+// However they are counted, the connections are the same: one address after the other, all that there are, or the known ones alone.
 func TestCounter(t *testing.T) {
 	empty(t)
 	network(t)
@@ -518,8 +550,9 @@ func TestCounter(t *testing.T) {
 	nft(t, append(setUp("ip6"), six.sync(pods[3:])...)...)
 	o := New(Options{})
 	want := map[netip.AddrPort]int{}
+	var clients []net.Conn
 	for i, address := range []string{"10.96.0.1:80", pods[1], pods[2], pods[2], "[fd10::1]:80"} {
-		connect(t, address)
+		clients = append(clients, connect(t, address))
 		want[netip.MustParseAddrPort([]string{pods[0], pods[1], pods[2], pods[2], pods[3]}[i])]++
 	}
 	connect(t, pods[0]).Close()
@@ -527,107 +560,48 @@ func TestCounter(t *testing.T) {
 	for _, p := range pods {
 		addrs[netip.MustParseAddrPort(p).Addr()] = true
 	}
-	for name, walk := range map[string]time.Duration{"singly": 0, "all": time.Hour} {
-		c := counter{dial: o.dial, walk: walk, tell: tellCost}
-		defer c.close()
-		for range 2 {
-			if got := c.singly(2, true, 1000); got != (name == "singly") {
-				t.Fatalf("%s: singly %t", name, got)
-			}
-			open, took, err := c.open(addrs)
-			if err != nil {
-				t.Fatal(err)
-			}
-			got := map[netip.AddrPort]int{}
-			for _, all := range open {
-				for _, one := range all {
-					got[one.to]++
-				}
-			}
-			if !maps.Equal(got, want) {
-				t.Errorf("%s: %v are open, want %v", name, got, want)
-			}
-			if took <= 0 || took > time.Minute {
-				t.Errorf("%s: the CPU has worked for %s", name, took)
-			}
-			if c.deaf {
-				t.Errorf("%s: this kernel tells more than it is asked for", name)
-			}
-			if c.walk == walk {
-				t.Errorf("%s: nothing is learnt of what it costs", name)
-			}
-			c.walk = walk
+	c := counter{dial: o.dial}
+	defer c.close()
+	var known []connection
+	check := func(name string, addrs map[netip.Addr]bool, ask []connection) {
+		t.Helper()
+		open, took, err := c.open(addrs, ask)
+		if err != nil {
+			t.Fatal(err)
+		}
+		known = slices.Concat(slices.Collect(maps.Values(open))...)
+		got := map[netip.AddrPort]int{}
+		for _, one := range known {
+			got[one.to]++
+		}
+		if !maps.Equal(got, want) {
+			t.Errorf("%s: %v are open, want %v", name, got, want)
+		}
+		if took <= 0 || took > time.Minute {
+			t.Errorf("%s: the CPU has worked for %s", name, took)
 		}
 	}
-}
-
-// What is cheaper follows from what there is.
-func TestCounterChoice(t *testing.T) {
-	for _, test := range []struct {
-		n       int
-		six     bool
-		sixes   int
-		entries int
-		deaf    bool
-		want    bool
-	}{
-		{n: 1, entries: 100, want: true},
-		{n: 2, entries: 100, want: false},
-		{n: 2, entries: 10_000, want: true},
-		{n: 30, entries: 10_000, want: false},
-		{n: 1, six: true, entries: 100, want: false},
-		{n: 1, six: true, entries: 100_000, want: true},
-		{n: 1, six: true, sixes: 99_000, entries: 100_000, want: false},
-		{n: 0, six: true, sixes: 100, entries: 100, want: true},
-		// A kernel before 5.8 would tell 100,000 connections 12 times.
-		{n: 12, entries: 100_000, want: true},
-		{n: 12, entries: 100_000, deaf: true, want: false},
-		{n: 1, entries: 100_000, deaf: true, want: true},
-		{n: 1, six: true, entries: 100_000, deaf: true, want: false},
-		{n: 0, six: true, sixes: 100, entries: 100_000, deaf: true, want: true},
-	} {
-		c := counter{walk: walkCost, tell: tellCost, six: test.sixes, deaf: test.deaf}
-		if got := c.singly(test.n, test.six, test.entries); got != test.want {
-			t.Errorf("%+v: %t", test, got)
-		}
+	check("all, because there are few", addrs, nil)
+	check("the known ones", nil, known)
+	check("again", nil, known)
+	flood(t, o, 2*sysctl("nf_conntrack_buckets")/messageCost+1)
+	check("one address after the other", addrs, nil)
+	if c.deaf {
+		t.Error("this kernel sends more than it is asked for")
 	}
-}
-
-// Computers are faster or slower than what is taken for granted at first. Once that is learnt no count costs much more than the better way does; without this, where
-// telling costs less than was thought, each of 1,000 addresses was asked for alone every few counts, and nothing was counted for 15 s.
-func TestCounterLearns(t *testing.T) {
-	for _, real := range []struct{ walk, tell time.Duration }{
-		{walkCost, tellCost}, {walkCost / 3, tellCost / 3}, {walkCost, tellCost / 5}, {walkCost / 5, tellCost}, {8 * walkCost, tellCost}, {walkCost, 4 * tellCost},
-	} {
-		for _, entries := range []int{100, 5000, 100_000} {
-			for _, n := range []int{1, 2, 12, 100, 1000} {
-				for _, sixes := range []int{0, entries / 2} {
-					c, six := counter{walk: walkCost, tell: tellCost}, sixes > 0
-					one := real.walk + time.Duration(sixes)*real.tell
-					four, all := time.Duration(n)*real.walk, real.walk+time.Duration(entries)*real.tell
-					singly := four
-					if six {
-						singly += one
-					}
-					for i := range 200 {
-						cost := all
-						if !c.singly(n, six, entries) {
-							c.learn(1, entries, all)
-						} else {
-							cost = singly
-							c.learn(n, 0, four)
-							if six {
-								c.six = sixes
-								c.learn(1, sixes, one)
-							}
-						}
-						if i > 20 && cost > 10*min(singly, all) {
-							t.Errorf("%v, %d addresses, %d connections, %d of IPv6: count %d costs %s, singly %s, all %s", real, n, entries, sixes, i, cost, singly, all)
-							break
-						}
-					}
-				}
-			}
-		}
-	}
+	c.deaf = true
+	check("all, because the kernel sends them anyway", addrs, nil)
+	// Questions about what has ended are answered, too, wherever they stand.
+	none := known[0]
+	none.original = bytes.Clone(none.original)
+	none.original[len(none.original)-4] ^= 0xff // its port
+	many := slices.Repeat([]connection{none}, 20)
+	check("the known ones between others", nil, slices.Concat(many, known[:2], many, known[2:], many))
+	clients[1].Close()
+	delete(want, netip.MustParseAddrPort(pods[1]))
+	until(t, "the end of a connection", func() bool {
+		open, _, err := c.open(nil, known)
+		return err == nil && len(slices.Concat(slices.Collect(maps.Values(open))...)) == len(known)-1
+	})
+	check("the known ones, after one has ended", nil, known)
 }

@@ -4,10 +4,8 @@ package kubeproxy
 
 import (
 	"encoding/binary"
-	"errors"
 	"fmt"
 	"net/netip"
-	"strings"
 
 	"github.com/mdlayher/netlink"
 	"golang.org/x/sys/unix"
@@ -76,8 +74,6 @@ type element struct {
 	dest  netip.AddrPort
 }
 
-var errShort = errors.New("message is too short")
-
 // decode returns what a message says. It reports false for messages that do not concern us. The tables that do are those for
 // which ours is true.
 func decode(m netlink.Message, ours func(tableID) bool) (change, bool, error) {
@@ -88,44 +84,38 @@ func decode(m netlink.Message, ours func(tableID) bool) (change, bool, error) {
 		return change{}, false, errShort
 	}
 	c := change{kind: kind(m.Header.Type & 0xff), table: tableID{family: m.Data[0]}}
-	attributes, err := parse(m.Data[4:])
-	if err != nil {
-		return change{}, false, err
-	}
-	if c.kind == newGen {
-		c.generation, err = attributes.uint32(unix.NFTA_GEN_ID)
-		return c, err == nil, err
-	}
+	b := body(m)
 	switch c.kind {
+	case newGen:
+		c.generation = uint32(number(attribute(b, unix.NFTA_GEN_ID)))
+		return c, true, nil
 	case newTable, delTable, newChain, delChain, newRule, delRule, newSet, delSet, newElem, delElem:
 	default:
 		return change{}, false, nil
 	}
 	// The table's name has the same number in all of them.
-	c.table.name = attributes.string(unix.NFTA_TABLE_NAME)
+	c.table.name = text(b, unix.NFTA_TABLE_NAME)
 	if !ours(c.table) {
 		return change{}, false, nil
 	}
+	var err error
 	switch c.kind {
 	case newChain, delChain:
-		c.name = attributes.string(unix.NFTA_CHAIN_NAME)
-		c.base = attributes.find(unix.NFTA_CHAIN_HOOK) != nil
+		c.name = text(b, unix.NFTA_CHAIN_NAME)
+		c.base = attribute(b, unix.NFTA_CHAIN_HOOK) != nil
 	case newRule, delRule:
-		c.name = attributes.string(unix.NFTA_RULE_CHAIN)
-		if c.handle, err = attributes.uint64(unix.NFTA_RULE_HANDLE); err == nil && c.kind == newRule {
-			c.rule, err = decodeRule(c.table.family, attributes.find(unix.NFTA_RULE_EXPRESSIONS))
+		c.name = text(b, unix.NFTA_RULE_CHAIN)
+		if c.handle = number(attribute(b, unix.NFTA_RULE_HANDLE)); c.handle == 0 {
+			err = errShort
+		} else if c.kind == newRule {
+			c.rule, err = decodeRule(c.table.family, attribute(b, unix.NFTA_RULE_EXPRESSIONS))
 		}
 	case newSet, delSet:
-		c.name = attributes.string(unix.NFTA_SET_NAME)
-		if b := attributes.find(setHandle); len(b) == 8 {
-			c.handle = binary.BigEndian.Uint64(b)
-		}
-		if c.kind == newSet {
-			c.sends = sends(c.table.family, attributes)
-		}
+		c.name, c.handle = text(b, unix.NFTA_SET_NAME), number(attribute(b, setHandle))
+		c.sends = c.kind == newSet && sends(c.table.family, b)
 	case newElem, delElem:
-		c.name = attributes.string(unix.NFTA_SET_ELEM_LIST_SET)
-		c.elements, err = decodeElements(c.table.family, attributes.find(unix.NFTA_SET_ELEM_LIST_ELEMENTS))
+		c.name = text(b, unix.NFTA_SET_ELEM_LIST_SET)
+		c.elements, err = decodeElements(c.table.family, attribute(b, unix.NFTA_SET_ELEM_LIST_ELEMENTS))
 	}
 	if err != nil {
 		return change{}, false, fmt.Errorf("message %d of table %s: %w", c.kind, c.table.name, err)
@@ -134,16 +124,10 @@ func decode(m netlink.Message, ours func(tableID) bool) (change, bool, error) {
 }
 
 // sends reports whether a set is a map that says where packets go.
-func sends(family uint8, set attributes) bool {
-	flags, _ := set.uint32(unix.NFTA_SET_FLAGS)
-	if flags&unix.NFT_SET_MAP == 0 {
-		return false
-	}
-	if data, _ := set.uint32(unix.NFTA_SET_DATA_TYPE); data == dataVerdict {
-		return true
-	}
-	length, _ := set.uint32(unix.NFTA_SET_DATA_LEN)
-	return int(length) == addressLen(family) || int(length) == addressLen(family)+4
+func sends(family uint8, set []byte) bool {
+	length := int(number(attribute(set, unix.NFTA_SET_DATA_LEN)))
+	return number(attribute(set, unix.NFTA_SET_FLAGS))&unix.NFT_SET_MAP != 0 &&
+		(number(attribute(set, unix.NFTA_SET_DATA_TYPE)) == dataVerdict || length == addressLen(family) || length == addressLen(family)+4)
 }
 
 func addressLen(family uint8) int {
@@ -160,136 +144,65 @@ func decodeDest(family uint8, b []byte) netip.AddrPort {
 		return netip.AddrPort{}
 	}
 	addr, _ := netip.AddrFromSlice(b[:n])
-	var port uint16
-	if len(b) > n {
-		port = binary.BigEndian.Uint16(b[n:])
-	}
-	return netip.AddrPortFrom(addr, port)
+	return netip.AddrPortFrom(addr, uint16(number(b[n:min(n+2, len(b))])))
 }
 
 func decodeElements(family uint8, b []byte) ([]element, error) {
-	list, err := parse(b)
-	if err != nil {
-		return nil, err
+	all, err := list(b)
+	elements := make([]element, 0, len(all))
+	for _, b := range all {
+		data := attribute(b, unix.NFTA_SET_ELEM_DATA)
+		elements = append(elements, element{
+			key:   string(attribute(b, unix.NFTA_SET_ELEM_KEY, unix.NFTA_DATA_VALUE)) + string(attribute(b, setElemKeyEnd, unix.NFTA_DATA_VALUE)),
+			chain: decodeVerdict(data), dest: decodeDest(family, attribute(data, unix.NFTA_DATA_VALUE)),
+		})
 	}
-	elements := make([]element, 0, len(list))
-	for _, item := range list {
-		attributes, err := parse(item.data)
-		if err != nil {
-			return nil, err
-		}
-		var e element
-		for _, t := range []uint16{unix.NFTA_SET_ELEM_KEY, setElemKeyEnd} {
-			key, err := parse(attributes.find(t))
-			if err != nil {
-				return nil, err
-			}
-			e.key += string(key.find(unix.NFTA_DATA_VALUE))
-		}
-		data, err := parse(attributes.find(unix.NFTA_SET_ELEM_DATA))
-		if err != nil {
-			return nil, err
-		}
-		if e.chain, err = decodeVerdict(data); err != nil {
-			return nil, err
-		}
-		e.dest = decodeDest(family, data.find(unix.NFTA_DATA_VALUE))
-		elements = append(elements, e)
-	}
-	return elements, nil
+	return elements, err
 }
 
 // decodeVerdict returns the chain that data, a verdict or something else, leads to.
-func decodeVerdict(data attributes) (string, error) {
-	verdict, err := parse(data.find(unix.NFTA_DATA_VERDICT))
-	return verdict.string(unix.NFTA_VERDICT_CHAIN), err
+func decodeVerdict(data []byte) string {
+	return text(data, unix.NFTA_DATA_VERDICT, unix.NFTA_VERDICT_CHAIN)
 }
 
-func decodeRule(family uint8, b []byte) (rule, error) {
-	var r rule
-	expressions, err := parse(b)
-	if err != nil {
-		return r, err
-	}
+func decodeRule(family uint8, b []byte) (r rule, err error) {
+	expressions, err := list(b)
 	registers := map[uint32][]byte{}
+	register := func(b []byte, attr uint16) uint32 { return word(uint32(number(attribute(b, attr)))) }
 	for _, expression := range expressions {
-		outer, err := parse(expression.data)
-		if err != nil {
-			return r, err
-		}
-		inner := func() (attributes, error) { return parse(outer.find(unix.NFTA_EXPR_DATA)) }
-		switch outer.string(unix.NFTA_EXPR_NAME) {
+		b := attribute(expression, unix.NFTA_EXPR_DATA)
+		switch text(expression, unix.NFTA_EXPR_NAME) {
 		case "immediate":
-			in, err := inner()
-			if err != nil {
-				return r, err
-			}
-			data, err := parse(in.find(unix.NFTA_IMMEDIATE_DATA))
-			if err != nil {
-				return r, err
-			}
-			register, err := in.uint32(unix.NFTA_IMMEDIATE_DREG)
-			if err != nil {
-				return r, err
-			}
-			if register != unix.NFT_REG_VERDICT {
-				registers[word(register)] = data.find(unix.NFTA_DATA_VALUE)
-				continue
-			}
-			chain, err := decodeVerdict(data)
-			if err != nil {
-				return r, err
-			}
-			if chain != "" {
+			data := attribute(b, unix.NFTA_IMMEDIATE_DATA)
+			if to := register(b, unix.NFTA_IMMEDIATE_DREG); to != word(unix.NFT_REG_VERDICT) {
+				registers[to] = attribute(data, unix.NFTA_DATA_VALUE)
+			} else if chain := decodeVerdict(data); chain != "" {
 				r.jumps = append(r.jumps, chain)
 			}
 		case "lookup":
-			in, err := inner()
-			if err != nil {
-				return r, err
-			}
 			// Without a register for the result it only asks whether something is in the set.
-			if in.find(unix.NFTA_LOOKUP_DREG) != nil {
-				r.maps = append(r.maps, in.string(unix.NFTA_LOOKUP_SET))
+			if attribute(b, unix.NFTA_LOOKUP_DREG) != nil {
+				r.maps = append(r.maps, text(b, unix.NFTA_LOOKUP_SET))
 			}
 		case "nat":
-			in, err := inner()
-			if err != nil {
-				return r, err
+			// There is no address if only a port is changed, or if a map put it into the register: that is the map's to say.
+			addr, ok := netip.AddrFromSlice(registers[register(b, unix.NFTA_NAT_REG_ADDR_MIN)])
+			if ok && number(attribute(b, unix.NFTA_NAT_TYPE)) == natDNAT {
+				port := registers[register(b, unix.NFTA_NAT_REG_PROTO_MIN)]
+				r.dests = append(r.dests, netip.AddrPortFrom(addr, uint16(number(port[:min(2, len(port))]))))
 			}
-			if t, err := in.uint32(unix.NFTA_NAT_TYPE); err != nil || t != natDNAT {
-				continue
-			}
-			address, err := in.uint32(unix.NFTA_NAT_REG_ADDR_MIN)
-			if err != nil {
-				continue // only a port is changed
-			}
-			// What a map put into the register is not there: that is the map's to say.
-			addr, ok := netip.AddrFromSlice(registers[word(address)])
-			if !ok {
-				continue
-			}
-			var port uint16
-			if p, err := in.uint32(unix.NFTA_NAT_REG_PROTO_MIN); err == nil && len(registers[word(p)]) >= 2 {
-				port = binary.BigEndian.Uint16(registers[word(p)])
-			}
-			r.dests = append(r.dests, netip.AddrPortFrom(addr, port))
 		case "target":
-			in, err := inner()
-			if err != nil {
-				return r, err
-			}
-			if in.string(unix.NFTA_TARGET_NAME) != "DNAT" {
+			if text(b, unix.NFTA_TARGET_NAME) != "DNAT" {
 				continue
 			}
-			dest, err := decodeTarget(family, in.find(unix.NFTA_TARGET_INFO))
+			dest, err := decodeTarget(family, attribute(b, unix.NFTA_TARGET_INFO))
 			if err != nil {
 				return r, err
 			}
 			r.dests = append(r.dests, dest)
 		}
 	}
-	return r, nil
+	return r, err
 }
 
 // word is the place of a register: four of 16 bytes have names of their own beside those of their 4 bytes each.
@@ -324,76 +237,4 @@ func decodeTarget(family uint8, b []byte) (netip.AddrPort, error) {
 		return netip.AddrPort{}, errShort
 	}
 	return netip.AddrPortFrom(a, binary.BigEndian.Uint16(b[port:])), nil
-}
-
-// attributes are those of one level of a message, in its order.
-type attributes []attribute
-
-type attribute struct {
-	number uint16
-	data   []byte
-}
-
-// parse splits b, without copying.
-func parse(b []byte) (attributes, error) {
-	var list attributes
-	for len(b) >= unix.NLA_HDRLEN {
-		length := int(binary.NativeEndian.Uint16(b))
-		if length < unix.NLA_HDRLEN || length > len(b) {
-			return nil, errShort
-		}
-		// The highest two bits are flags.
-		list = append(list, attribute{binary.NativeEndian.Uint16(b[2:]) & 0x3fff, b[unix.NLA_HDRLEN:length]})
-		b = b[min((length+3)&^3, len(b)):]
-	}
-	if len(b) != 0 {
-		return nil, errShort
-	}
-	return list, nil
-}
-
-// attributeAt returns the data of an attribute in b, nil if it is not there, without making anything of the others.
-func attributeAt(b []byte, number uint16) []byte {
-	for len(b) >= unix.NLA_HDRLEN {
-		length := int(binary.NativeEndian.Uint16(b))
-		if length < unix.NLA_HDRLEN || length > len(b) {
-			return nil
-		}
-		if binary.NativeEndian.Uint16(b[2:])&0x3fff == number {
-			return b[unix.NLA_HDRLEN:length]
-		}
-		b = b[min((length+3)&^3, len(b)):]
-	}
-	return nil
-}
-
-// find returns the data of the first attribute with the number, or nil.
-func (l attributes) find(number uint16) []byte {
-	for _, a := range l {
-		if a.number == number {
-			return a.data
-		}
-	}
-	return nil
-}
-
-func (l attributes) string(number uint16) string {
-	text, _, _ := strings.Cut(string(l.find(number)), "\x00")
-	return text
-}
-
-func (l attributes) uint32(number uint16) (uint32, error) {
-	b := l.find(number)
-	if len(b) != 4 {
-		return 0, fmt.Errorf("attribute %d: %w", number, errShort)
-	}
-	return binary.BigEndian.Uint32(b), nil
-}
-
-func (l attributes) uint64(number uint16) (uint64, error) {
-	b := l.find(number)
-	if len(b) != 8 {
-		return 0, fmt.Errorf("attribute %d: %w", number, errShort)
-	}
-	return binary.BigEndian.Uint64(b), nil
 }

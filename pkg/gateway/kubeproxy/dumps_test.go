@@ -89,7 +89,7 @@ func TestWholeDumps(t *testing.T) {
 
 // dumpDuring reads a dump of table kube-proxy and makes a transaction when its first message has
 // come, once. It returns the chains that are named in what was read.
-func dumpDuring(t *testing.T, message int, attributes []byte, lines []string) map[string]bool {
+func dumpDuring(t *testing.T, message int, lines []string, attributes ...[]byte) map[string]bool {
 	t.Helper()
 	o := New(Options{})
 	conn, err := o.dial()
@@ -105,14 +105,14 @@ func dumpDuring(t *testing.T, message int, attributes []byte, lines []string) ma
 	}}
 	defer d.close()
 	have := map[string]bool{}
-	if err := d.dump(t.Context(), message, unix.NFPROTO_IPV4, attributes, func(c change) {
+	if err := d.dump(t.Context(), message, unix.NFPROTO_IPV4, func(c change) {
 		if c.kind == newRule {
 			have[c.name] = true
 		}
 		for _, e := range c.elements {
 			have[e.chain] = true
 		}
-	}); err != nil {
+	}, attributes...); err != nil {
 		t.Fatal(err)
 	}
 	return have
@@ -126,10 +126,10 @@ func TestNothingIsLeftOutByACommit(t *testing.T) {
 		what       string
 		many       int
 		message    int
-		attributes []byte
+		attributes [][]byte
 	}{
-		{"elements", 600, unix.NFT_MSG_GETSETELEM, append(encodeString(unix.NFTA_TABLE_NAME, proxyTable), encodeString(unix.NFTA_SET_ELEM_LIST_SET, "service-ips")...)},
-		{"rules", 60, unix.NFT_MSG_GETRULE, encodeString(unix.NFTA_TABLE_NAME, proxyTable)},
+		{"elements", 600, unix.NFT_MSG_GETSETELEM, [][]byte{encodeString(unix.NFTA_TABLE_NAME, proxyTable), encodeString(unix.NFTA_SET_ELEM_LIST_SET, "service-ips")}},
+		{"rules", 60, unix.NFT_MSG_GETRULE, [][]byte{encodeString(unix.NFTA_TABLE_NAME, proxyTable)}},
 	} {
 		for share := 2; share <= 10; share += 2 {
 			t.Run(fmt.Sprintf("%s, %d of 12 are deleted", test.what, share), func(t *testing.T) {
@@ -150,7 +150,7 @@ func TestNothingIsLeftOutByACommit(t *testing.T) {
 					}
 				}
 				nft(t, append(lines, "add element ip kube-proxy service-ips { "+strings.Join(items, ", ")+" }")...)
-				have := dumpDuring(t, test.message, test.attributes, append(remove, "delete element ip kube-proxy service-ips { "+strings.Join(deleted, ", ")+" }"))
+				have := dumpDuring(t, test.message, append(remove, "delete element ip kube-proxy service-ips { "+strings.Join(deleted, ", ")+" }"), test.attributes...)
 				missing := 0
 				for _, chain := range untouched {
 					if !have[chain] {

@@ -110,8 +110,8 @@ func record(t *testing.T, file string) {
 	}
 	defer conn.Close()
 	var all []byte
-	dump := func(subsystem, message int, family uint8, attributes []byte, most int) (names [][2]string) {
-		if _, err := conn.Send(request(subsystem, message, netlink.Dump, family, attributes)); err != nil {
+	dump := func(subsystem, message int, family uint8, most int, attributes ...[]byte) (names [][2]string) {
+		if _, err := conn.Send(request(subsystem, message, netlink.Dump, family, attributes...)); err != nil {
 			t.Fatal(err)
 		}
 		messages, err := conn.Receive()
@@ -122,22 +122,20 @@ func record(t *testing.T, file string) {
 			if b, err := m.MarshalBinary(); err == nil && i < most {
 				all = append(all, b...)
 			}
-			if a, err := parse(m.Data[4:]); err == nil {
-				names = append(names, [2]string{a.string(unix.NFTA_SET_TABLE), a.string(unix.NFTA_SET_NAME)})
-			}
+			names = append(names, [2]string{text(body(m), unix.NFTA_SET_TABLE), text(body(m), unix.NFTA_SET_NAME)})
 		}
 		return names
 	}
 	for _, family := range []uint8{unix.NFPROTO_IPV4, unix.NFPROTO_IPV6} {
 		for _, message := range []int{unix.NFT_MSG_GETTABLE, unix.NFT_MSG_GETCHAIN} {
-			dump(unix.NFNL_SUBSYS_NFTABLES, message, family, nil, 3)
+			dump(unix.NFNL_SUBSYS_NFTABLES, message, family, 3)
 		}
-		dump(unix.NFNL_SUBSYS_NFTABLES, unix.NFT_MSG_GETRULE, family, nil, 1000)
-		for _, set := range dump(unix.NFNL_SUBSYS_NFTABLES, unix.NFT_MSG_GETSET, family, nil, 20) {
+		dump(unix.NFNL_SUBSYS_NFTABLES, unix.NFT_MSG_GETRULE, family, 1000)
+		for _, set := range dump(unix.NFNL_SUBSYS_NFTABLES, unix.NFT_MSG_GETSET, family, 20) {
 			dump(unix.NFNL_SUBSYS_NFTABLES, unix.NFT_MSG_GETSETELEM, family,
-				append(encodeString(unix.NFTA_SET_ELEM_LIST_TABLE, set[0]), encodeString(unix.NFTA_SET_ELEM_LIST_SET, set[1])...), 1)
+				1, encodeString(unix.NFTA_SET_ELEM_LIST_TABLE, set[0]), encodeString(unix.NFTA_SET_ELEM_LIST_SET, set[1]))
 		}
-		dump(unix.NFNL_SUBSYS_CTNETLINK, ctGet, family, nil, 5)
+		dump(unix.NFNL_SUBSYS_CTNETLINK, ctGet, family, 5)
 	}
 	if err := os.WriteFile(file, all, 0o644); err != nil {
 		t.Fatal(err)

@@ -4,7 +4,6 @@ package kubeproxy
 
 import (
 	"context"
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"slices"
@@ -19,10 +18,11 @@ const (
 	// is 14,000 messages, 1.6 MB. The
 	// kernel takes the memory only when it is needed. Without CAP_NET_ADMIN over the node it gives net.core.rmem_max at most.
 	buffer = 64 << 20
-	// answerTimeout is for one answer of the kernel.
-	answerTimeout = 5 * time.Second
+	// answerTimeout is for one answer of the kernel. Five million connections take half of it.
+	answerTimeout = 20 * time.Second
 	// pageSize is how much of a dump the kernel hands over at one time, at most. To continue behind the first n
-	// entries of a list takes the kernel n steps, so that small pages make the dump of a long list quadratic.
+	// entries of a list takes the kernel n steps, so that small pages make the dump of a long list quadratic. Notifications
+	// are smaller, see NLMSG_GOODSIZE.
 	pageSize = 32 << 10
 	// auditEvery is how often what was followed is compared with the kernel's tables: reading 3,000 Services takes half a
 	// second of CPU.
@@ -109,14 +109,6 @@ type dumper struct {
 	steady     bool
 }
 
-// request makes a message to the subsystem, about one address family.
-func request(subsystem, message int, flags netlink.HeaderFlags, family uint8, attributes []byte) netlink.Message {
-	return netlink.Message{
-		Header: netlink.Header{Type: netlink.HeaderType(subsystem<<8 | message), Flags: netlink.Request | flags},
-		Data:   append([]byte{family, unix.NFNETLINK_V0, 0, 0}, attributes...),
-	}
-}
-
 // settle waits until the transaction that is under way, if there is one, has ended and its notifications are on their
 // way, and sets d.generation and d.steady: d is steady if the generation is the one of the last call.
 //
@@ -125,22 +117,11 @@ func request(subsystem, message int, flags netlink.HeaderFlags, family uint8, at
 // transactions, which an empty transaction takes as well. The empty one names d.generation. The kernel refuses it
 // if that is no longer the number, and otherwise does nothing: the generation stays as it is.
 func (d *dumper) settle() error {
-	if err := d.conn.SetDeadline(time.Now().Add(answerTimeout)); err != nil {
-		return err
-	}
-	edge := func(kind int, attributes []byte) netlink.Message {
-		return netlink.Message{
-			Header: netlink.Header{Type: netlink.HeaderType(kind), Flags: netlink.Request},
-			Data:   append([]byte{unix.AF_UNSPEC, unix.NFNETLINK_V0, 0, unix.NFNL_SUBSYS_NFTABLES}, attributes...),
-		}
-	}
-	expected := encode(unix.NFNL_BATCH_GENID, binary.BigEndian.AppendUint32(nil, d.generation))
-	if _, err := d.conn.SendMessages([]netlink.Message{
-		edge(unix.NFNL_MSG_BATCH_BEGIN, expected), edge(unix.NFNL_MSG_BATCH_END, nil),
-	}); err != nil {
+	if err := ask(d.conn, request(0, unix.NFNL_MSG_BATCH_BEGIN, 0, unix.AF_UNSPEC, encode32(unix.NFNL_BATCH_GENID, d.generation)),
+		request(0, unix.NFNL_MSG_BATCH_END, 0, unix.AF_UNSPEC)); err != nil {
 		return fmt.Errorf("wait for transactions of nftables: %w", err)
 	}
-	if _, err := d.conn.Send(request(unix.NFNL_SUBSYS_NFTABLES, unix.NFT_MSG_GETGEN, 0, unix.AF_UNSPEC, nil)); err != nil {
+	if err := ask(d.conn, request(unix.NFNL_SUBSYS_NFTABLES, unix.NFT_MSG_GETGEN, 0, unix.AF_UNSPEC)); err != nil {
 		return fmt.Errorf("ask for the generation of nftables: %w", err)
 	}
 	messages, err := d.conn.Receive()
@@ -161,7 +142,7 @@ func (d *dumper) settle() error {
 }
 
 // dump calls add with all that the kernel tells about what message asks for, at one generation: d.generation.
-func (d *dumper) dump(ctx context.Context, message int, family uint8, attributes []byte, add func(change)) error {
+func (d *dumper) dump(ctx context.Context, message int, family uint8, add func(change), attributes ...[]byte) error {
 	var all []change
 	for range dumpTries {
 		if err := ctx.Err(); err != nil {
@@ -170,7 +151,7 @@ func (d *dumper) dump(ctx context.Context, message int, family uint8, attributes
 		whole := d.steady
 		if whole {
 			var err error
-			if all, whole, err = d.once(message, family, attributes); err != nil {
+			if all, whole, err = d.once(message, family, attributes...); err != nil {
 				return err
 			}
 		}
@@ -189,11 +170,8 @@ func (d *dumper) dump(ctx context.Context, message int, family uint8, attributes
 
 // once reads a dump. It reports false if the kernel tells an element twice: it gives the table of a set another size
 // at any time after a transaction, and then the dump lacks as many elements as it has twice.
-func (d *dumper) once(message int, family uint8, attributes []byte) (all []change, whole bool, err error) {
-	if err := d.conn.SetDeadline(time.Now().Add(answerTimeout)); err != nil {
-		return nil, false, err
-	}
-	if _, err := d.conn.Send(request(unix.NFNL_SUBSYS_NFTABLES, message, netlink.Dump, family, attributes)); err != nil {
+func (d *dumper) once(message int, family uint8, attributes ...[]byte) (all []change, whole bool, err error) {
+	if err := ask(d.conn, request(unix.NFNL_SUBSYS_NFTABLES, message, netlink.Dump, family, attributes...)); err != nil {
 		return nil, false, fmt.Errorf("ask for a dump of nftables (%d): %w", message, err)
 	}
 	whole = true
@@ -228,7 +206,7 @@ func (d *dumper) tables(ctx context.Context, families []uint8) (all []change, fr
 	var tables, sets []change
 	add := func(c change) { all = append(all, c) }
 	for _, family := range families {
-		if err := d.dump(ctx, unix.NFT_MSG_GETTABLE, family, nil, func(c change) { tables = append(tables, c) }); err != nil {
+		if err := d.dump(ctx, unix.NFT_MSG_GETTABLE, family, func(c change) { tables = append(tables, c) }); err != nil {
 			return nil, 0, err
 		}
 		if from == 0 {
@@ -237,10 +215,10 @@ func (d *dumper) tables(ctx context.Context, families []uint8) (all []change, fr
 	}
 	all = slices.Clone(tables)
 	for _, family := range families {
-		if err := d.dump(ctx, unix.NFT_MSG_GETCHAIN, family, nil, add); err != nil {
+		if err := d.dump(ctx, unix.NFT_MSG_GETCHAIN, family, add); err != nil {
 			return nil, 0, err
 		}
-		if err := d.dump(ctx, unix.NFT_MSG_GETSET, family, nil, func(c change) {
+		if err := d.dump(ctx, unix.NFT_MSG_GETSET, family, func(c change) {
 			if c.sends {
 				sets = append(sets, c)
 			}
@@ -251,14 +229,13 @@ func (d *dumper) tables(ctx context.Context, families []uint8) (all []change, fr
 	all = append(all, sets...)
 	of := func(c change) []byte { return encodeString(unix.NFTA_TABLE_NAME, c.table.name) }
 	for _, set := range sets {
-		name := append(of(set), encodeString(unix.NFTA_SET_ELEM_LIST_SET, set.name)...)
-		err := d.dump(ctx, unix.NFT_MSG_GETSETELEM, set.table.family, name, add)
+		err := d.dump(ctx, unix.NFT_MSG_GETSETELEM, set.table.family, add, of(set), encodeString(unix.NFTA_SET_ELEM_LIST_SET, set.name))
 		if err != nil && !errors.Is(err, unix.ENOENT) { // without a set, the transaction that deleted it is made on top
 			return nil, 0, err
 		}
 	}
 	for _, t := range tables {
-		if err := d.dump(ctx, unix.NFT_MSG_GETRULE, t.table.family, of(t), add); err != nil {
+		if err := d.dump(ctx, unix.NFT_MSG_GETRULE, t.table.family, add, of(t)); err != nil {
 			return nil, 0, err
 		}
 	}
@@ -269,5 +246,3 @@ func (d *dumper) close() { _ = d.conn.Close() }
 
 // after reports whether generation a is later than b. The numbers wrap around.
 func after(a, b uint32) bool { return int32(a-b) > 0 }
-
-func encodeString(number uint16, text string) []byte { return encode(number, append([]byte(text), 0)) }

@@ -152,11 +152,8 @@ func (o *Observer) Absent() bool {
 }
 
 // dial opens a socket to the kernel.
-func (o *Observer) dial() (*netlink.Conn, error) { return o.dialWith(netlink.Config{}) }
-
-func (o *Observer) dialWith(config netlink.Config) (*netlink.Conn, error) {
-	config.NetNS = o.netns
-	conn, err := netlink.Dial(unix.NETLINK_NETFILTER, &config)
+func (o *Observer) dial() (*netlink.Conn, error) {
+	conn, err := netlink.Dial(unix.NETLINK_NETFILTER, &netlink.Config{NetNS: o.netns, MessageBufferSize: pageSize})
 	if err != nil {
 		return nil, fmt.Errorf("open a netlink socket: %w", err)
 	}
@@ -177,7 +174,7 @@ type dumped struct {
 // read reads the tables.
 func (o *Observer) read(ctx context.Context) *dumped {
 	began := time.Now()
-	conn, err := o.dialWith(netlink.Config{MessageBufferSize: pageSize})
+	conn, err := o.dial()
 	if err != nil {
 		return &dumped{err: err}
 	}
@@ -440,8 +437,11 @@ type Watch struct {
 	held map[string]held // o.mu
 	// period counts how often the state became another one; empty how many times in a row no connection was counted since.
 	period, empty int // o.mu
-	// entered is when the state was entered, by this process, and next when connections are to be counted again.
-	entered, next time.Time // o.mu
+	// busy says that a connection to be waited for was counted last.
+	busy bool // o.mu
+	// entered is when the state was entered, by this process, walked when all connections were last counted, and next when
+	// they are to be counted again.
+	entered, walked, next time.Time // o.mu
 }
 
 // groupPause is how long after the targets that are going have become others the watches are evaluated again: many come and go at once, and each
@@ -549,7 +549,7 @@ func (w *Watch) enter(state State, now time.Time) bool {
 	w.reading.State, w.reading.Since = state, now
 	w.reading.Connections, w.reading.Quiet = 0, state == Idle
 	w.period++
-	w.empty = 0
+	w.empty, w.busy = 0, false
 	w.entered = time.Now()
 	if w.next = w.entered.Add(countKept); state == Removed {
 		w.next = w.entered.Add(countFirst)
