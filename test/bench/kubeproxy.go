@@ -28,7 +28,9 @@ const (
 	proxyRemovals  = 40
 	proxyIdle      = 5 * time.Second
 	proxyGoal      = 10 * time.Millisecond
-	proxyInside    = "kubeproxy-inside"
+	// proxyConnections are in the kernel's table, of each family.
+	proxyConnections = 100_000
+	proxyInside      = "kubeproxy-inside"
 )
 
 // proxyFigures is what is measured in the network namespace.
@@ -39,6 +41,10 @@ type proxyFigures struct {
 	Notice, Bare, Commit []time.Duration
 	// Idle is the CPU time of the observer, user and system, in proxyIdle without changes, Busy in as long with a change each second.
 	Idle, Busy time.Duration
+	// ReadCPU is the CPU time of the first reading, ReadKernel the part of it that the kernel took.
+	ReadCPU, ReadKernel time.Duration
+	// Four and Six are the CPU time of one look at the connections to one address, by family, with proxyConnections of each.
+	Four, Six time.Duration
 }
 
 // The rules are written, and followed, in a network namespace of its own, by a process that does nothing else.
@@ -95,6 +101,14 @@ func kubeProxy() ([]Result, error) {
 			Name: "kubeproxy/idle-cpu", Ratio: share(f.Idle), Goal: 1,
 			Note: fmt.Sprintf("%% of a core with %d endpoints and no change, by 1 %%; with one change a second %.2f %%", proxyServices*proxyEndpoints, share(f.Busy)),
 		},
+		{
+			Name: "kubeproxy/dump", Ratio: float64(f.ReadCPU) / float64(f.ReadKernel), Goal: 2.5,
+			Note: fmt.Sprintf("the CPU time of the first reading of %d endpoints, %.0f ms, by the %.0f ms of it that the kernel took", proxyServices*proxyEndpoints, ms(f.ReadCPU), ms(f.ReadKernel)),
+		},
+		{
+			Name: "kubeproxy/count-ipv6", Ratio: float64(f.Six) / float64(f.Four), Goal: 6,
+			Note: fmt.Sprintf("connections to one address with IPv6, %.0f ms of CPU, by the same with IPv4, %.0f ms, where there are %d of each", ms(f.Six), ms(f.Four), proxyConnections),
+		},
 	}, nil
 }
 
@@ -123,9 +137,16 @@ add rule ip kube-proxy services ip daddr . meta l4proto . th dport vmap @service
 		return f, err
 	}
 	o := kubeproxy.New(kubeproxy.Options{})
+	if f.Four, f.Six, err = lookAtConnections(o); err != nil {
+		return f, err
+	}
 	ctx, cancel := context.WithCancel(context.Background())
 	defer cancel()
 	done := make(chan error, 1)
+	var before, after unix.Rusage
+	if err := unix.Getrusage(unix.RUSAGE_SELF, &before); err != nil {
+		return f, err
+	}
 	began := time.Now()
 	go func() { done <- o.Run(ctx) }()
 	defer func() {
@@ -153,6 +174,11 @@ add rule ip kube-proxy services ip daddr . meta l4proto . th dport vmap @service
 		time.Sleep(time.Millisecond)
 	}
 	f.Read = time.Since(began)
+	if err := unix.Getrusage(unix.RUSAGE_SELF, &after); err != nil {
+		return f, err
+	}
+	f.ReadKernel = time.Duration(after.Stime.Nano() - before.Stime.Nano())
+	f.ReadCPU = f.ReadKernel + time.Duration(after.Utime.Nano()-before.Utime.Nano())
 	if f.Idle, err = used(nil); err != nil {
 		return f, err
 	}
@@ -221,6 +247,87 @@ add rule ip kube-proxy services ip daddr . meta l4proto . th dport vmap @service
 		f.Notice, f.Bare = append(f.Notice, changed.Sub(began)), append(f.Bare, noticed.Sub(began))
 	}
 	return f, nil
+}
+
+// lookAtConnections fills the kernel's table of connections, looks for those to an address that has none, in each family, and
+// empties the table.
+func lookAtConnections(o *kubeproxy.Observer) (four, six time.Duration, err error) {
+	conn, err := netlink.Dial(unix.NETLINK_NETFILTER, nil)
+	if err != nil {
+		return 0, 0, err
+	}
+	defer func() { _ = conn.Close() }()
+	const ctNew, ctDelete, tupleOrig, tupleReply, status, protoInfo, timeout = 0, 2, 1, 2, 3, 4, 7
+	var batch []netlink.Message
+	for i := range 2 * proxyConnections {
+		family, kind, size := byte(unix.AF_INET), uint16(1), 4 // the source's address; the destination's is the next
+		if i%2 > 0 {
+			family, kind, size = unix.AF_INET6, 3, 16
+		}
+		addr := func(last byte) []byte {
+			b := make([]byte, size)
+			b[0], b[1], b[size-2], b[size-1] = 10, byte(i>>16), byte(i>>8), last
+			return b
+		}
+		e := netlink.NewAttributeEncoder()
+		e.ByteOrder = binary.BigEndian
+		tuple := func(number uint16, from, to []byte) {
+			e.Nested(number, func(e *netlink.AttributeEncoder) error {
+				e.Nested(1, func(e *netlink.AttributeEncoder) error {
+					e.Bytes(kind, from)
+					e.Bytes(kind+1, to)
+					return nil
+				})
+				e.Nested(2, func(e *netlink.AttributeEncoder) error {
+					e.Uint8(1, unix.IPPROTO_TCP)
+					e.Uint16(2, 8080)
+					e.Uint16(3, 8080)
+					return nil
+				})
+				return nil
+			})
+		}
+		tuple(tupleOrig, addr(byte(i)), addr(0))
+		tuple(tupleReply, addr(0), addr(byte(i)))
+		e.Uint32(timeout, 600)
+		e.Uint32(status, 0xe) // seen, assured, confirmed
+		e.Nested(protoInfo, func(e *netlink.AttributeEncoder) error {
+			e.Nested(1, func(e *netlink.AttributeEncoder) error {
+				e.Uint8(1, 3) // established
+				return nil
+			})
+			return nil
+		})
+		b, err := e.Encode()
+		if err != nil {
+			return 0, 0, err
+		}
+		batch = append(batch, netlink.Message{
+			Header: netlink.Header{Type: unix.NFNL_SUBSYS_CTNETLINK<<8 | ctNew, Flags: netlink.Request | netlink.Create}, Data: append([]byte{family, 0, 0, 0}, b...),
+		})
+		if len(batch) == 100 {
+			if _, err := conn.SendMessages(batch); err != nil {
+				return 0, 0, err
+			}
+			batch = batch[:0]
+		}
+	}
+	look := func(target string) func() time.Duration {
+		return func() time.Duration {
+			return onCPU(func() { err = errors.Join(err, o.Clean([]netip.AddrPort{netip.MustParseAddrPort(target)})) })
+		}
+	}
+	for range 5 {
+		four += look("10.255.0.1:80")() / 5
+		six += look("[fd00::1]:80")() / 5
+	}
+	if err != nil {
+		return 0, 0, err
+	}
+	_, err = conn.Execute(netlink.Message{
+		Header: netlink.Header{Type: unix.NFNL_SUBSYS_CTNETLINK<<8 | ctDelete, Flags: netlink.Request | netlink.Acknowledge}, Data: make([]byte, 4),
+	})
+	return four, six, err
 }
 
 // removeLast does what kube-proxy does when the first Service loses its last endpoint: delete element ip kube-proxy service-ips {

@@ -59,7 +59,7 @@ const (
 	countFirst = 20 * time.Millisecond
 	// countKept is the pause while the kernel sends to the targets and to no other endpoint, between the two empty counts that make a
 	// watch quiet, and before the first count of one to whose targets the kernel still sends: from then on it is known which
-	// connections are silent.
+	// connections are silent. The pause of a Removed watch is keptQuiet.
 	countKept = 100 * time.Millisecond
 	// A watch that is Idle, and one to whose targets the kernel sends among others, waits for nothing. All of them are counted
 	// together, countSlow apart: longer if that would take more than half a hundredth of a core, up to countSlowMost.

@@ -88,5 +88,5 @@
 //
 // Tested with Linux 6.18 and kube-proxy 1.36.3 (testdata has what it wrote); earlier ones wrote a chain for each endpoint
 // also without affinity, which is what it does with affinity now. Kernels before 5.8 do not filter connections: they tell all. That the kernel's filter
-// by IPv6 addresses is inverted is in [connections].
+// by IPv6 addresses is inverted is in [counter.walk].
 package kubeproxy
