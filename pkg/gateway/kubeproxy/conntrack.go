@@ -568,15 +568,7 @@ func (w *Watch) Count() {
 	w.o.mu.Lock()
 	w.next, w.busy = time.Time{}, false
 	w.o.mu.Unlock()
-	w.o.wakeCount()
-}
-
-// wakeCount wakes count.
-func (o *Observer) wakeCount() {
-	select {
-	case o.wake <- struct{}{}:
-	default:
-	}
+	wake(w.o.wake)
 }
 
 // account has the kernel count the packets of connections that begin from now on, as the sysctl nf_conntrack_acct does. An agent may

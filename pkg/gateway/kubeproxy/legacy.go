@@ -245,8 +245,5 @@ func (o *Observer) lookForLegacy() {
 			o.legacy[family] = legacyUnread
 		}
 	}
-	select {
-	case o.wakeLegacy <- struct{}{}:
-	default:
-	}
+	wake(o.wakeLegacy)
 }

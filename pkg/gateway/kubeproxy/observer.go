@@ -469,10 +469,10 @@ func (o *Observer) group(ctx context.Context) {
 	}
 }
 
-// regrouped wakes group.
-func (o *Observer) regrouped() {
+// wake wakes who waits for c, or will.
+func wake(c chan struct{}) {
 	select {
-	case o.regroup <- struct{}{}:
+	case c <- struct{}{}:
 	default:
 	}
 }
@@ -496,7 +496,7 @@ func (o *Observer) Watch(targets []netip.AddrPort, changed func()) *Watch {
 	}
 	w.update(time.Now())
 	o.mu.Unlock()
-	o.regrouped()
+	wake(o.regroup)
 	return w
 }
 
@@ -511,7 +511,7 @@ func (w *Watch) Reading() Reading {
 func (w *Watch) Close() {
 	w.closed.Do(func() {
 		w.o.mu.Lock()
-		defer w.o.regrouped()
+		defer wake(w.o.regroup)
 		defer w.o.mu.Unlock()
 		delete(w.o.watches, w)
 		for _, t := range w.targets {
@@ -556,7 +556,7 @@ func (w *Watch) enter(state State, now time.Time) bool {
 	}
 	// Else each of many that come at once has count look at all the others.
 	if state == Removed || (state == Routing || state == Kept) && !w.o.others {
-		w.o.wakeCount()
+		wake(w.o.wake)
 	}
 	return true
 }

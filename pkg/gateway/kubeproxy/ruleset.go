@@ -92,20 +92,15 @@ func (t *table) follows(chain string, base bool) bool {
 		strings.HasPrefix(chain, "KUBE-") && chain != "KUBE-HOSTPORTS" && !strings.HasPrefix(chain, "KUBE-HP-")
 }
 
-func (t *table) chain(name string) *node {
-	n := t.chains[name]
-	if n == nil {
-		n = &node{kind: chainNode, name: name}
-		t.chains[name] = n
-	}
-	return n
-}
+func (t *table) chain(name string) *node   { return named(t.chains, chainNode, name) }
+func (t *table) mapping(name string) *node { return named(t.maps, mapNode, name) }
 
-func (t *table) mapping(name string) *node {
-	n := t.maps[name]
+// named returns the node of a name, and makes it if it is not there.
+func named(all map[string]*node, kind nodeKind, name string) *node {
+	n := all[name]
 	if n == nil {
-		n = &node{kind: mapNode, name: name}
-		t.maps[name] = n
+		n = &node{kind: kind, name: name}
+		all[name] = n
 	}
 	return n
 }
