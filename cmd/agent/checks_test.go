@@ -114,10 +114,10 @@ func TestChecks(t *testing.T) {
 
 // The file is read as strictly as the annotation.
 func TestHealthCheckOfTheFile(t *testing.T) {
-	const good = `{apiVersion: lameduck.io/v1alpha1, kind: AgentConfiguration, minHealthyPercent: 30, haproxy: {masterSocket: /s,
-		backends: [{backend: web, service: shop/web, healthCheck: {protocol: tcp, interval: 2s}}]}}`
+	const good = `{apiVersion: lameduck.io/v1alpha1, kind: AgentConfiguration, health: {minHealthyPercent: 30},
+		gateway: {haproxy: {masterSocket: /s, backends: [{backend: web, service: shop/web, healthCheck: {protocol: tcp, interval: 2s}}]}}}`
 	var f file
-	if err := f.read([]byte(good), func(string) string { return "" }); err != nil {
+	if _, err := f.read([]byte(good), func(string) string { return "" }); err != nil {
 		t.Fatal(err)
 	}
 	for bad, names := range map[string][]string{
@@ -127,7 +127,7 @@ func TestHealthCheckOfTheFile(t *testing.T) {
 		strings.Replace(good, "{protocol: tcp, interval: 2s}", "tcp", 1): {"backends[0].healthCheck", "object"},
 	} {
 		var f file
-		err := f.read([]byte(bad), func(string) string { return "" })
+		_, err := f.read([]byte(bad), func(string) string { return "" })
 		if err == nil || slices.ContainsFunc(names, func(n string) bool { return !strings.Contains(err.Error(), n) }) {
 			t.Errorf("%s: %v, want %q", bad, err, names)
 		}

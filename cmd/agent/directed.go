@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -37,12 +38,12 @@ const (
 )
 
 // runDirected builds everything in the order of dependency and runs it until ctx is done.
-func runDirected(ctx context.Context, o options, kube kubernetes.Interface, bundle *discovery.Bundle, g gateway.Gateway, log *slog.Logger) error {
+func runDirected(ctx context.Context, o options, kube kubernetes.Interface, bundle *discovery.Bundle, g gateway.Directed, log *slog.Logger) error {
 	registry := newRegistry()
-	set := health.New(health.Options{UsablePercent: o.file.MinHealthyPercent})
+	set := health.New(health.Options{UsablePercent: cmp.Or(o.file.Health, &healthFile{MinHealthyPercent: minHealthyPercent}).MinHealthyPercent})
 	m := metrics.NewDirected(registry, set)
 	news := signal.New() // what coordinators are told may have changed
-	kept, err := journal.Open(ctx, o.file.journalDir(), log)
+	kept, err := journal.Open(ctx, o.file.StateDir, log)
 	switch {
 	case errors.Is(err, journal.ErrLocked):
 		return fmt.Errorf("%w: give each agent a stateDir of its own", err)
@@ -57,14 +58,14 @@ func runDirected(ctx context.Context, o options, kube kubernetes.Interface, bund
 	m.Failing(registry, kept.Err)
 
 	following := serving.New(o.file.HealthTimeout.Duration)
-	director := gateway.NewDirector(exclusion.WriteAhead{Gateway: g, Journal: kept}, set, log)
+	director := gateway.NewDirector(exclusion.WriteAhead{Directed: g, Journal: kept}, set, log)
 	director.Observer, director.Followed, director.Changed = m, liveness.Follow(following), news.Raise
 	probes := &probe.Runner{Source: set, Observer: m}
 	wake := func() {
 		liveness.Queue(following)
 		director.Wake()
 	}
-	routes := o.file.HAProxy.routes()
+	routes := o.kind.Routes()
 	ports := source.Ports(routes)
 	endpoints, err := source.New(kube, ports, o.file.EndpointsLag.Duration, set, func(families []serving.Family) {
 		for _, f := range families {
@@ -81,7 +82,7 @@ func runDirected(ctx context.Context, o options, kube kubernetes.Interface, bund
 		return err
 	}
 	m.Refusals(registry, checks.Refusals)
-	exclusions := exclusion.New(set, kept, ports, wake, metrics.NewPropagation(registry, "haproxy", o.nodeName), log)
+	exclusions := exclusion.New(set, kept, ports, wake, metrics.NewPropagation(registry, o.kind.Name(), o.nodeName), log)
 	tasks := []serve.Task{
 		{Name: "journal", Run: kept.Run},
 		{Name: "probes", Run: probes.Run},
@@ -91,13 +92,13 @@ func runDirected(ctx context.Context, o options, kube kubernetes.Interface, bund
 	}
 	var learned <-chan struct{}
 	if conf := o.file.Coordinators; conf != nil {
-		if o.file.journalDir() == "" {
-			log.Warn("tombstones are not kept on disk: neither stateDir nor haproxy.serversFile is set")
+		if o.file.StateDir == "" {
+			log.Warn("exclusions are not kept on disk: stateDir is not set, and the gateway has no folder that outlives the agent")
 		}
 		believed := healthview.NewSummary(set, ports, endpoints.Names)
 		c := discovery.Connect(*conf, bundle)
-		c.Gateway, c.Tombstones, c.Health, c.Observer, c.Log = "haproxy", exclusions, believed.Last, m, log
-		c.Routes = declared(routes, drain.PerRequest)
+		c.Gateway, c.Tombstones, c.Health, c.Observer, c.Log = o.kind.Name(), exclusions, believed.Last, m, log
+		c.Routes = declared(o.kind, drain.Direct)
 		learned = c.Learned()
 		ends := leaving{gateway: g, programmed: director.Programmed, leave: c.Leave, log: log}
 		tasks = append(tasks,
@@ -111,7 +112,7 @@ func runDirected(ctx context.Context, o options, kube kubernetes.Interface, bund
 			}},
 			serve.Task{Name: "beliefs", Run: believed.Run},
 			serve.Task{Name: "replicas", Run: func(ctx context.Context) error {
-				return discovery.Follow(ctx, kube, *conf, o.file.journalDir(), c.Replicas, log)
+				return discovery.Follow(ctx, kube, *conf, o.file.StateDir, c.Replicas, log)
 			}},
 			serve.Task{Name: "roots", Run: func(ctx context.Context) error { return bundle.Run(ctx, kube) }},
 		)
@@ -131,20 +132,6 @@ func runDirected(ctx context.Context, o options, kube kubernetes.Interface, bund
 	server := opsServer(directedOps(registry, following, start, endpoints, healthview.Targets(set, ports, endpoints.Names)), log)
 	server.Listener = listener
 	return serve.All(ctx, append(tasks, server.Task())...)
-}
-
-// declared returns what coordinators are told of routes.
-func declared(routes []gateway.Route, grain drain.Grain) []drain.Route {
-	var all []drain.Route
-	seen := map[string]bool{}
-	for _, r := range routes {
-		if !seen[r.Service] {
-			seen[r.Service] = true
-			namespace, name, _ := gateway.ParseService(r.Service) // checked with the configuration
-			all = append(all, drain.Route{Service: drain.Service{Namespace: namespace, Name: name}, Via: drain.Endpoints, Can: drain.Direct, Grain: grain})
-		}
-	}
-	return all
 }
 
 // directedOps answers operators and their tools.

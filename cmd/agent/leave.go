@@ -2,12 +2,10 @@ package main
 
 import (
 	"context"
-	"errors"
 	"log/slog"
 	"time"
 
 	"github.com/lameduck-io/lameduck/pkg/gateway"
-	"github.com/lameduck-io/lameduck/pkg/gateway/haproxy"
 )
 
 // leaveMost bounds how long an agent that is told to stop takes to look at its gateway and to tell coordinators that it leaves.
@@ -17,7 +15,7 @@ const leaveMost = 2 * time.Second
 // wait for it no longer.
 type leaving struct {
 	// gateway is called by nobody else by then.
-	gateway gateway.Gateway
+	gateway gateway.Directed
 	// programmed says that the gateway was there once.
 	programmed func() bool
 	leave      func(context.Context) error
@@ -39,7 +37,7 @@ func (l *leaving) outlive(ctx context.Context, streams func(context.Context) err
 		defer stop()
 		bounded, cancel := context.WithTimeout(inner, leaveMost)
 		defer cancel()
-		if !l.gone(bounded) {
+		if !l.programmed() || !l.gateway.Stopped(bounded) {
 			return
 		}
 		if err := l.leave(bounded); err != nil {
@@ -52,15 +50,4 @@ func (l *leaving) outlive(ctx context.Context, streams func(context.Context) err
 	stop()
 	<-said
 	return err
-}
-
-// gone says whether the gateway, which was there, is no more: nobody answers in its place. Nothing less will do: a HAProxy that is told to stop
-// and listens no more goes on to route the requests of the connections that it has. Nor does it do that nobody answers while the agent goes
-// on: what has died is started again, and routes what it finds in its files.
-func (l *leaving) gone(ctx context.Context) bool {
-	if !l.programmed() {
-		return false
-	}
-	_, err := l.gateway.Observe(ctx, nil)
-	return errors.Is(err, haproxy.KindNoSocket) || errors.Is(err, haproxy.KindNotListening)
 }

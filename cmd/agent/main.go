@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"slices"
 
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
@@ -16,7 +17,8 @@ import (
 
 	"github.com/lameduck-io/lameduck/internal/agent/discovery"
 	"github.com/lameduck-io/lameduck/internal/cli"
-	"github.com/lameduck-io/lameduck/pkg/gateway/kubeproxy"
+	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/gateway"
 )
 
 func main() { cli.Main("agent", run) }
@@ -39,10 +41,10 @@ func run(ctx context.Context, args []string, getenv func(string) string, stdout,
 			return err
 		}
 	}
-	if o.file.KubeProxy != nil {
-		return runObserved(ctx, o, kube, bundle, kubeproxy.NewObserved(kubeproxy.Options{Log: log}), log)
+	if kind, ok := o.kind.(gateway.ObservedKind); ok {
+		return runObserved(ctx, o, kube, bundle, kind.Observe(log), log)
 	}
-	return runDirected(ctx, o, kube, bundle, o.gateway, log)
+	return runDirected(ctx, o, kube, bundle, o.directed, log)
 }
 
 // connect returns a client for the API server.
@@ -66,4 +68,24 @@ func connect(kubeconfig string) (kubernetes.Interface, error) {
 		return nil, fmt.Errorf("client for the API server: %w", err)
 	}
 	return kube, nil
+}
+
+// declared returns what coordinators are told of a gateway's routes.
+func declared(kind gateway.Kind, can drain.Can) []drain.Route {
+	every := drain.Route{Service: drain.EveryService, Via: drain.Endpoints, Can: can, Grain: drain.PerConnection}
+	if kind.PerRequest() {
+		every.Grain = drain.PerRequest
+	}
+	var all []drain.Route
+	for _, r := range kind.Routes() {
+		route := every
+		route.Service.Namespace, route.Service.Name, _ = gateway.ParseService(r.Service) // checked with the configuration
+		if !slices.Contains(all, route) {
+			all = append(all, route)
+		}
+	}
+	if len(all) == 0 {
+		return []drain.Route{every}
+	}
+	return all
 }

@@ -77,11 +77,13 @@ func TestANodeAgent(t *testing.T) {
 	}
 	waitAt, people := agenttest.FreeAddress(t), agenttest.FreeAddress(t)
 	o := options{people: people, nodeName: "n1"}
-	if err := o.file.read([]byte(fmt.Sprintf(`
+	var err error
+	if o.kind, err = o.file.read([]byte(fmt.Sprintf(`
 apiVersion: lameduck.io/v1alpha1
 kind: AgentConfiguration
 coordinators: {addresses: ["%s"], serverName: example.com, caFile: %s, tokenFile: %s}
-kubeProxy: {waitAddresses: ["%s"]}
+gateway: {kubeProxy: {}}
+waitAddresses: ["%s"]
 `, server.URL, ca, token, waitAt)), nil); err != nil {
 		t.Fatal(err)
 	}
@@ -213,7 +215,7 @@ func TestAnAgentThatNobodyCanAskIsNotReady(t *testing.T) {
 	}
 	defer listener.Close()
 	o := options{people: agenttest.FreeAddress(t), nodeName: "n1"}
-	if err := o.file.read([]byte(fmt.Sprintf("apiVersion: lameduck.io/v1alpha1\nkind: AgentConfiguration\nkubeProxy: {waitAddresses: [\"%s\", \"%s\"]}\n", agenttest.FreeAddress(t), listener.Addr())), nil); err != nil {
+	if o.kind, err = o.file.read([]byte(fmt.Sprintf("apiVersion: lameduck.io/v1alpha1\nkind: AgentConfiguration\ngateway: {kubeProxy: {}}\nwaitAddresses: [\"%s\", \"%s\"]\n", agenttest.FreeAddress(t), listener.Addr())), nil); err != nil {
 		t.Fatal(err)
 	}
 	ctx, cancel := context.WithCancel(t.Context())

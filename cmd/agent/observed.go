@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"log/slog"
 	"net/netip"
+	"slices"
 	"sync/atomic"
 	"time"
 
@@ -43,14 +44,14 @@ func runObserved(ctx context.Context, o options, kube kubernetes.Interface, bund
 		metrics.Audits(registry, a.Audits)
 	}
 	news := signal.New() // what coordinators are told may have changed
-	watched := observation.New(g, news.Raise, metrics.NewPropagation(registry, "kube-proxy", o.nodeName), registry, log)
+	watched := observation.New(g, news.Raise, metrics.NewPropagation(registry, o.kind.Name(), o.nodeName), registry, log)
 	pods := nodepods.New(func(p nodepods.Pod) { watched.Clean(p.Pod, p.Targets) }, log)
 	following := serving.New(o.file.HealthTimeout.Duration)
 	posts := metrics.NewClient(registry, wire.DeclarationsPath, wire.ReportsPath, wire.BarriersPath)
 
 	// What hooks are answered from ends after them.
 	tasks := []serve.Task{
-		{Name: "kernel", Run: g.Run, Last: true},
+		{Name: "gateway", Run: g.Run, Last: true},
 		{Name: "observed", Last: true, Run: func(ctx context.Context) error {
 			return watched.Run(ctx, func(targets []netip.AddrPort) bool { return !pods.Owned(targets) })
 		}},
@@ -63,21 +64,22 @@ func runObserved(ctx context.Context, o options, kube kubernetes.Interface, bund
 		return wire.Passed{}, client.ErrNoCoordinator
 	}
 	if conf := o.file.Coordinators; conf != nil {
+		routes := declared(o.kind, drain.Observe)
 		c := discovery.Connect(*conf, bundle)
-		c.Gateway, c.Observer, c.Log, c.Watches = "kube-proxy", posts, log, watched
-		c.Routes = everything(drain.Endpoints)
+		c.Gateway, c.Observer, c.Log, c.Watches = o.kind.Name(), posts, log, watched
+		c.Routes = routes
 		ask = c.Barrier
 		tasks = append(tasks,
 			serve.Task{Name: "coordinators", Run: c.Run, Last: true},
 			serve.Task{Name: "reports", Last: true, Run: func(ctx context.Context) error { return news.Follow(ctx, c.Wake) }},
-			serve.Task{Name: "kube-proxy", Run: func(ctx context.Context) error { return followAbsent(ctx, g, c.Declare, log) }, Last: true},
+			serve.Task{Name: "absence", Run: func(ctx context.Context) error { return followAbsent(ctx, g, routes, c.Declare, log) }, Last: true},
 			serve.Task{Name: "roots", Run: func(ctx context.Context) error { return bundle.Run(ctx, kube) }, Last: true},
 			serve.Task{Name: "replicas", Last: true, Run: func(ctx context.Context) error {
 				return discovery.Follow(ctx, kube, *conf, "", c.Replicas, log)
 			}},
 		)
 	} else {
-		log.Warn("no coordinators are configured: hooks wait for this node's kernel alone")
+		log.Warn("no coordinators are configured: hooks wait for this node's gateway alone")
 	}
 	live := func(ctx context.Context, pod drain.Pod) (nodepods.Pod, bool, error) {
 		return nodepods.Live(ctx, kube, pod)
@@ -93,8 +95,8 @@ func runObserved(ctx context.Context, o options, kube kubernetes.Interface, bund
 		}})
 	// Whoever else has an address of hooks, and keeps it, need not be an agent.
 	var missing atomic.Int64
-	missing.Store(int64(len(o.file.KubeProxy.WaitAddresses)))
-	for _, address := range o.file.KubeProxy.WaitAddresses {
+	missing.Store(int64(len(o.file.WaitAddresses)))
+	for _, address := range o.file.WaitAddresses {
 		// It goes on for as long as hooks wait: those that come then would be refused, and end at once.
 		task, err := listen.Address{
 			Address: address, Shared: true, Ready: pods.Synced, Got: func() { missing.Add(-1) }, Leave: leave, Log: log,
@@ -120,18 +122,17 @@ func runObserved(ctx context.Context, o options, kube kubernetes.Interface, bund
 	if err != nil {
 		return fmt.Errorf("listen: %w", err)
 	}
-	log.Info("started", "metrics", o.people, "hooks", o.file.KubeProxy.WaitAddresses, "node", o.nodeName)
+	log.Info("started", "metrics", o.people, "hooks", o.file.WaitAddresses, "node", o.nodeName)
 	return serve.All(ctx, append(tasks, opsTask)...)
 }
 
-// everything is what the agent of a gateway that sends to every Service declares.
-func everything(via drain.Via) []drain.Route {
-	return []drain.Route{{Service: drain.EveryService, Via: via, Can: drain.Observe, Grain: drain.PerConnection}}
-}
-
-// followAbsent declares, until ctx is done, whether this agent can observe what sends to pods. Where kube-proxy cannot be
-// observed, something else chooses the pod behind a Service's address, which proves nothing and is not waited for.
-func followAbsent(ctx context.Context, g gateway.Observed, declare func([]drain.Route), log *slog.Logger) error {
+// followAbsent declares, until ctx is done, whether this agent can observe what sends to pods. Where its gateway is absent, something else chooses the pod
+// behind a Service's address, which proves nothing and is not waited for.
+func followAbsent(ctx context.Context, g gateway.Observed, routes []drain.Route, declare func([]drain.Route), log *slog.Logger) error {
+	absent := slices.Clone(routes)
+	for i := range absent {
+		absent[i].Via = drain.ClusterIP
+	}
 	ticker := time.NewTicker(absentEvery)
 	defer ticker.Stop()
 	for was := false; ; {
@@ -143,11 +144,11 @@ func followAbsent(ctx context.Context, g gateway.Observed, declare func([]drain.
 		is := g.Absent()
 		switch {
 		case is && !was:
-			log.Warn("no rules of kube-proxy in nftables or iptables on this node: what sends to pods cannot be observed here, and no barrier waits for this node")
-			declare(everything(drain.ClusterIP))
+			log.Warn("the gateway is absent from this node: what sends to pods cannot be observed here, and no barrier waits for this node")
+			declare(absent)
 		case was && !is:
-			log.Info("kube-proxy has written its rules: barriers wait for this node")
-			declare(everything(drain.Endpoints))
+			log.Info("the gateway is here: barriers wait for this node")
+			declare(routes)
 		}
 		was = is
 	}

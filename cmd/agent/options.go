@@ -2,7 +2,6 @@ package main
 
 import (
 	"cmp"
-	"encoding/json"
 	"errors"
 	"flag"
 	"fmt"
@@ -10,15 +9,14 @@ import (
 	"io/fs"
 	"log/slog"
 	"os"
-	"path/filepath"
 	"time"
 
 	"github.com/lameduck-io/lameduck/internal/agent/discovery"
+	"github.com/lameduck-io/lameduck/internal/agent/kinds"
 	"github.com/lameduck-io/lameduck/internal/cli"
 	"github.com/lameduck-io/lameduck/internal/version"
 	"github.com/lameduck-io/lameduck/pkg/config"
 	"github.com/lameduck-io/lameduck/pkg/gateway"
-	"github.com/lameduck-io/lameduck/pkg/gateway/haproxy"
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
@@ -45,8 +43,9 @@ type options struct {
 	nodeName   string
 	logLevel   slog.Level
 	file       file
-	// gateway is made from file, if that names HAProxy. Its servers file exists from then on, so that HAProxy can start.
-	gateway *haproxy.Gateway
+	// kind is the file's. directed is made from it if it can be.
+	kind     gateway.Kind
+	directed gateway.Directed
 }
 
 // file is the configuration file. What is said of a key here is said in schemas/agent.json too.
@@ -57,59 +56,27 @@ type file struct {
 	Kind string `json:"kind"`
 	// Coordinators says where they are. Absent: the agent only follows EndpointSlices, and acknowledges nothing.
 	Coordinators *discovery.Config `json:"coordinators,omitempty"`
-	// HAProxy is the gateway beside this agent. It or kubeProxy is given, not both.
-	HAProxy *haproxyFile `json:"haproxy,omitempty"`
-	// KubeProxy makes this the agent of a node, which observes what kube-proxy wrote into the kernel.
-	KubeProxy *kubeProxyFile `json:"kubeProxy,omitempty"`
+	// Gateway is the one that this agent directs or observes: exactly one of its keys is given.
+	Gateway kinds.Gateway `json:"gateway"`
+	// Health is for gateways whose pools the agent owns: haproxy.
+	Health *healthFile `json:"health,omitempty"`
+	// WaitAddresses are where the hooks of a node's pods ask: host:port, on the loopback for the kubelet, at the node's address for the pods. For observed
+	// gateways. Empty: 127.0.0.1:9447.
+	WaitAddresses []string `json:"waitAddresses,omitempty"`
 	// EndpointsLag delays every change of EndpointSlices on its way to the gateway. It imitates a slow control plane, for
-	// demonstrations and tests; tombstones are not delayed.
+	// demonstrations and tests; exclusions are not delayed.
 	EndpointsLag duration `json:"endpointsLag,omitempty"`
-	// StateDir is where tombstones are kept, so that the agent has them when it starts again: a folder that outlives the container, and
-	// that no other agent uses. Empty: the folder of haproxy.serversFile, which has to outlive it too; without one nothing is kept.
+	// StateDir is where exclusions are kept, so that the agent has them when it starts again: a folder that outlives the container, and
+	// that no other agent uses. Empty: the folder of gateway.haproxy.serversFile, which has to outlive it too; without one nothing is kept.
 	StateDir string `json:"stateDir,omitempty"`
 	// HealthTimeout is how long a change may wait for the gateway before /livez and /healthz fail. 0: a minute.
 	HealthTimeout duration `json:"healthTimeout,omitempty"`
-	// MinHealthyPercent of the routable targets of a backend must be healthy, or all of them get traffic. 0: 50.
+}
+
+// healthFile is about the health of targets.
+type healthFile struct {
+	// MinHealthyPercent of the routable targets of a pool must be healthy, or all of them get traffic. 0: 50.
 	MinHealthyPercent int `json:"minHealthyPercent,omitempty"`
-}
-
-// haproxyFile configures the HAProxy gateway.
-type haproxyFile struct {
-	// MasterSocket is the path of HAProxy's master socket: haproxy -W -S PATH.
-	MasterSocket string `json:"masterSocket"`
-	// ServersFile is the file with the sections of owned backends, which the agent writes and HAProxy loads by an additional -f. Required
-	// if a backend is owned.
-	ServersFile string `json:"serversFile,omitempty"`
-	// Backends are those that the agent directs, at least one.
-	Backends []backendFile `json:"backends"`
-}
-
-// kubeProxyFile makes this the agent of a node, which observes the node's kernel and answers the hooks of its pods.
-type kubeProxyFile struct {
-	// WaitAddresses are where hooks ask: host:port, on the loopback for the kubelet, at the node's address for the pods.
-	WaitAddresses []string `json:"waitAddresses,omitempty"`
-}
-
-// backendFile is one backend and the Service port that feeds it.
-type backendFile struct {
-	// Backend is the name of HAProxy's backend section.
-	Backend string `json:"backend"`
-	// Service is namespace/name of the Service that feeds it.
-	Service string `json:"service"`
-	// Port is the name of the Service's port. Empty: the only one.
-	Port string `json:"port,omitempty"`
-	// Owned says that the agent writes the section and makes and deletes its servers. Otherwise people did, and the agent only puts servers into
-	// maintenance and back.
-	Owned bool `json:"owned,omitempty"`
-	// Defaults names the defaults section that the owned section is made from. Empty: the last one above it.
-	Defaults string `json:"defaults,omitempty"`
-	// Lines are more lines of the owned section: balance, options, timeouts. They are written as they are.
-	Lines []string `json:"lines,omitempty"`
-	// ServerOptions are words for every server of the owned backend, such as "maxconn 50".
-	ServerOptions string `json:"serverOptions,omitempty"`
-	// HealthCheck is how the agent probes the targets (docs/health.md); the Service's annotation lameduck.io/health-check wins over it.
-	// Absent: they are not probed.
-	HealthCheck json.RawMessage `json:"healthCheck,omitempty"`
 }
 
 type duration = config.Duration
@@ -130,7 +97,7 @@ func parse(args []string, getenv func(string) string, help io.Writer) (options, 
 	f.BoolVar(&which, "version", false, "print which version this is, and end")
 	if err := f.Parse(args); err != nil {
 		if errors.Is(err, flag.ErrHelp) {
-			fmt.Fprintln(help, "agent directs the gateway beside it and acknowledges to Lameduck's coordinators that pods are let go of.\n\nFlags:")
+			fmt.Fprintln(help, "agent directs or observes the gateway beside it and acknowledges to Lameduck's coordinators that it has stopped routing to a pod.\n\nFlags:")
 			f.SetOutput(help)
 			f.PrintDefaults()
 			return o, err
@@ -159,34 +126,49 @@ func parse(args []string, getenv func(string) string, help io.Writer) (options, 
 	if err != nil {
 		return o, fmt.Errorf("%w: --config %q: %w", cli.ErrUsage, path, err)
 	}
-	if err := o.file.read(content, getenv); err != nil {
+	if o.kind, err = o.file.read(content, getenv); err != nil {
 		return o, fmt.Errorf("%w: --config %q: %w", cli.ErrUsage, path, err)
 	}
-	if o.file.KubeProxy != nil {
-		if o.nodeName == "" {
-			return o, fmt.Errorf("%w: --node-name %q: required with kubeProxy, or set NODE_NAME", cli.ErrUsage, o.nodeName)
+	switch kind := o.kind.(type) {
+	case gateway.DirectedKind:
+		if o.directed, err = kind.Direct(); err != nil {
+			return o, fmt.Errorf("%w: --config %q: %w", cli.ErrUsage, path, err)
 		}
-		return o, nil
-	}
-	if o.gateway, err = haproxy.New(o.file.HAProxy.gateway()); err != nil {
-		return o, fmt.Errorf("%w: --config %q: %w", cli.ErrUsage, path, err)
+	case gateway.ObservedKind:
+		if o.nodeName == "" {
+			return o, fmt.Errorf("%w: --node-name %q: required with a gateway that is observed, or set NODE_NAME", cli.ErrUsage, o.nodeName)
+		}
 	}
 	return o, nil
 }
 
 // read decodes and checks a configuration file. Unknown fields are refused.
-func (f *file) read(content []byte, getenv func(string) string) error {
+func (f *file) read(content []byte, getenv func(string) string) (gateway.Kind, error) {
 	if err := config.Read(content, getenv, f); err != nil {
-		return err
+		return nil, err
 	}
-	f.complete()
-	return f.check()
+	kind, err := f.check()
+	f.complete(kind)
+	return kind, err
 }
 
 // complete fills in what is left to the agent.
-func (f *file) complete() {
+func (f *file) complete(kind gateway.Kind) {
 	f.HealthTimeout.Duration = cmp.Or(f.HealthTimeout.Duration, healthTimeout)
-	f.MinHealthyPercent = cmp.Or(f.MinHealthyPercent, minHealthyPercent)
+	switch kind := kind.(type) {
+	case gateway.DirectedKind:
+		if kind.OwnsPool() {
+			f.Health = cmp.Or(f.Health, &healthFile{})
+			f.Health.MinHealthyPercent = cmp.Or(f.Health.MinHealthyPercent, minHealthyPercent)
+		}
+		if f.Coordinators != nil {
+			f.StateDir = cmp.Or(f.StateDir, kind.StateDir())
+		}
+	case gateway.ObservedKind:
+		if len(f.WaitAddresses) == 0 {
+			f.WaitAddresses = []string{defaultWaitAddress}
+		}
+	}
 }
 
 // print writes the file that this agent runs with, without looking whether it can: what is missing is missing.
@@ -199,8 +181,8 @@ func (f file) print(path string, getenv func(string) string, out io.Writer) erro
 		return fmt.Errorf("%w: --config %q: %w", cli.ErrUsage, path, err)
 	}
 	f.APIVersion, f.Kind = apiVersion, kind
-	f.complete()
-	f.StateDir = f.journalDir()
+	_, kind, _ := f.Gateway.Kind() // what is missing is missing
+	f.complete(kind)
 	text, err := config.Print(f)
 	if err != nil {
 		return err
@@ -209,8 +191,8 @@ func (f file) print(path string, getenv func(string) string, out io.Writer) erro
 	return cli.ErrPrinted
 }
 
-// check reports everything that is wrong, not only the first.
-func (f *file) check() error {
+// check returns the kind of gateway, and reports everything that is wrong, not only the first.
+func (f *file) check() (gateway.Kind, error) {
 	var errs []error
 	must := func(ok bool, format string, args ...any) {
 		if !ok {
@@ -223,7 +205,10 @@ func (f *file) check() error {
 	must(f.EndpointsLag.Duration >= 0, "endpointsLag %q: must not be negative", f.EndpointsLag)
 	must(f.HealthTimeout.Err == nil, "healthTimeout: %w", f.HealthTimeout.Err)
 	must(f.HealthTimeout.Duration >= 0, "healthTimeout %q: must not be negative", f.HealthTimeout)
-	must(f.MinHealthyPercent >= 0 && f.MinHealthyPercent <= 100, "minHealthyPercent %d: must be 0 to 100", f.MinHealthyPercent)
+	if f.Health != nil {
+		percent := f.Health.MinHealthyPercent
+		must(percent >= 0 && percent <= 100, "health.minHealthyPercent %d: must be 0 to 100", percent)
+	}
 	if f.Coordinators != nil {
 		f.Coordinators.Check(must)
 	}
@@ -233,69 +218,33 @@ func (f *file) check() error {
 		must(err != nil || info.IsDir(), "stateDir %q: must be a directory", f.StateDir)
 		must(f.Coordinators != nil, "stateDir %q: without coordinators there is nothing to keep", f.StateDir)
 	}
-	must((f.HAProxy == nil) != (f.KubeProxy == nil), "exactly one of haproxy and kubeProxy is needed: they are the gateways that this version knows")
-	if f.KubeProxy != nil {
-		if len(f.KubeProxy.WaitAddresses) == 0 {
-			f.KubeProxy.WaitAddresses = []string{defaultWaitAddress}
-		}
-		for i, a := range f.KubeProxy.WaitAddresses {
-			err := cli.HostPort(a)
-			must(err == nil, "kubeProxy.waitAddresses[%d] %q: must be host:port: %v", i, a, err)
-		}
+	for i, a := range f.WaitAddresses {
+		err := cli.HostPort(a)
+		must(err == nil, "waitAddresses[%d] %q: must be host:port: %v", i, a, err)
+	}
+	key, kind, err := f.Gateway.Kind()
+	if err != nil {
+		return nil, errors.Join(append(errs, err)...)
+	}
+	for _, err := range kind.Check() {
+		must(false, "gateway.%s.%w", key, err)
+	}
+	owns := false
+	switch kind := kind.(type) {
+	case gateway.DirectedKind:
+		owns = kind.OwnsPool()
+		must(len(f.WaitAddresses) == 0, "waitAddresses %q: gateway.%s is directed, and answers no hooks", f.WaitAddresses, key)
+	case gateway.ObservedKind:
 		must(f.StateDir == "", "stateDir %q: an agent that only observes has nothing to keep", f.StateDir)
 	}
-	if f.HAProxy == nil {
-		return errors.Join(errs...)
+	must(owns || f.Health == nil, "health: the agent does not own the pools of gateway.%s, so health checks are not for it", key)
+	for _, r := range kind.Routes() {
+		at := "gateway." + key + "." + r.Key
+		_, _, err := gateway.ParseService(r.Service)
+		must(err == nil, "%s.service %q: must be namespace/name", at, r.Service)
+		_, err = health.ParseCheck(r.HealthCheck)
+		must(err == nil, "%s.healthCheck: %w", at, err)
+		must(owns || r.HealthCheck == "", "%s.healthCheck: the agent does not own the pools of gateway.%s", at, key)
 	}
-	must(f.HAProxy.MasterSocket != "", "haproxy.masterSocket %q: required", f.HAProxy.MasterSocket)
-	must(len(f.HAProxy.Backends) > 0, "haproxy.backends: at least one is needed")
-	first := map[string]int{}
-	for i, b := range f.HAProxy.Backends {
-		_, _, err := gateway.ParseService(b.Service)
-		must(err == nil, "haproxy.backends[%d].service %q: must be namespace/name", i, b.Service)
-		must(b.Backend != "", "haproxy.backends[%d].backend %q: required", i, b.Backend)
-		if j, twice := first[b.Backend]; twice {
-			must(b.Backend == "", "haproxy.backends[%d].backend %q: is that of backends[%d] too", i, b.Backend, j)
-			continue
-		}
-		first[b.Backend] = i
-		_, err = health.ParseCheck(string(b.HealthCheck))
-		must(err == nil, "haproxy.backends[%d].healthCheck: %w", i, err)
-		must(!b.Owned || f.HAProxy.ServersFile != "", "haproxy.serversFile %q: required, backends[%d] is owned", f.HAProxy.ServersFile, i)
-	}
-	return errors.Join(errs...)
-}
-
-// journalDir is where tombstones are kept. Empty: nowhere.
-func (f *file) journalDir() string {
-	switch {
-	case f.Coordinators == nil || f.HAProxy == nil:
-		return ""
-	case f.StateDir != "":
-		return f.StateDir
-	case f.HAProxy.ServersFile != "":
-		return filepath.Dir(f.HAProxy.ServersFile)
-	default:
-		return ""
-	}
-}
-
-// gateway is the configuration of the gateway.
-func (h *haproxyFile) gateway() haproxy.Config {
-	c := haproxy.Config{Socket: h.MasterSocket, ServersFile: h.ServersFile}
-	for _, b := range h.Backends {
-		c.Backends = append(c.Backends, haproxy.Backend{
-			Pool: health.Pool(b.Backend), Backend: b.Backend, Owned: b.Owned, Defaults: b.Defaults, Lines: b.Lines, ServerOptions: b.ServerOptions,
-		})
-	}
-	return c
-}
-
-// routes are what HAProxy routes.
-func (h *haproxyFile) routes() []gateway.Route {
-	var routes []gateway.Route
-	for _, b := range h.Backends {
-		routes = append(routes, gateway.Route{Service: b.Service, Port: b.Port, Pool: health.Pool(b.Backend), HealthCheck: string(b.HealthCheck)})
-	}
-	return routes
+	return kind, errors.Join(errs...)
 }

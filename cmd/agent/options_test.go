@@ -25,17 +25,18 @@ coordinators:
   serverName: lameduck
   caFile: ${DIR}/ca.crt
   tokenFile: ${DIR}/token
-haproxy:
-  masterSocket: /run/haproxy/master.sock
-  serversFile: ${DIR}/servers.cfg
-  backends:
-  - backend: web
-    service: shop/web
-    port: http
-    owned: true
-    lines: ["http-request deny if { path_reg ^/admin(/.*)?$ }", "http-request set-header X-Was $1"]
-  - backend: api
-    service: shop/api
+gateway:
+  haproxy:
+    masterSocket: /run/haproxy/master.sock
+    serversFile: ${DIR}/servers.cfg
+    backends:
+    - backend: web
+      service: shop/web
+      port: http
+      owned: true
+      lines: ["http-request deny if { path_reg ^/admin(/.*)?$ }", "http-request set-header X-Was $1"]
+    - backend: api
+      service: shop/api
 endpointsLag: 1.5s
 `
 
@@ -115,7 +116,7 @@ func TestBadFieldsAreNamed(t *testing.T) {
 		"version":                    {"lameduck.io/v1alpha1", "lameduck.io/v9", []string{"apiVersion", `"lameduck.io/v9"`}},
 		"kind":                       {"AgentConfiguration", "Pod", []string{"kind", `"Pod"`}},
 		"unknown field":              {"kind:", "colour: red\nkind:", []string{`"colour"`}},
-		"unknown field of a backend": {"    owned: true", "    own: true", []string{`"own"`}},
+		"unknown field of a backend": {"      owned: true", "      own: true", []string{`"own"`}},
 		"field given twice":          {"kind:", "apiVersion: x\nkind:", []string{`"apiVersion"`}},
 		"type":                       {"owned: true", "owned: perhaps", []string{"owned"}},
 		"lag":                        {"1.5s", "soon", []string{"endpointsLag", `"soon"`}},
@@ -140,16 +141,16 @@ func TestBadFieldsAreNamed(t *testing.T) {
 		"CA twice":                   {"  port: agents", "  caConfigMap: a/b", []string{"caFile", `"a/b"`}},
 		"CA's ConfigMap":             {"caFile: ${DIR}/ca.crt", "caConfigMap: ca", []string{"coordinators.caConfigMap", `"ca"`}},
 		"token file":                 {"tokenFile: ${DIR}/token", "tokenFile: /no/token", []string{"coordinators.tokenFile", `"/no/token"`}},
-		"no gateway":                 {good[strings.Index(good, "haproxy:"):strings.Index(good, "endpointsLag")], "", []string{"haproxy"}},
-		"no backends":                {good[strings.Index(good, "  backends:"):strings.Index(good, "endpointsLag")], "", []string{"haproxy.backends"}},
-		"no socket":                  {"masterSocket: /run/haproxy/master.sock", "masterSocket: ''", []string{"haproxy.masterSocket", `""`}},
-		"no servers file":            {"serversFile: ${DIR}/servers.cfg", "serversFile: ''", []string{"haproxy.serversFile", `""`}},
+		"no gateway":                 {good[strings.Index(good, "gateway:"):strings.Index(good, "endpointsLag")], "", []string{"gateway", "haproxy, kubeProxy"}},
+		"no backends":                {good[strings.Index(good, "    backends:"):strings.Index(good, "endpointsLag")], "", []string{"gateway.haproxy.backends"}},
+		"no socket":                  {"masterSocket: /run/haproxy/master.sock", "masterSocket: ''", []string{"gateway.haproxy.masterSocket", `""`}},
+		"no servers file":            {"serversFile: ${DIR}/servers.cfg", "serversFile: ''", []string{"gateway.haproxy.serversFile", `""`}},
 		"servers file in nowhere":    {"serversFile: ${DIR}/servers.cfg", "serversFile: /no/such/dir/servers.cfg", []string{"/no/such/dir"}},
-		"backend's service":          {"service: shop/api", "service: shop/api/v1", []string{"haproxy.backends[1].service", `"shop/api/v1"`}},
-		"no name of a backend":       {"backend: api", "backend: ''", []string{"haproxy.backends[1].backend", `""`}},
-		"bad name of a backend":      {"backend: api", "backend: a pi", []string{"ackends[1].", `"a pi"`}},
-		"backend given twice":        {"backend: api", "backend: web", []string{"haproxy.backends[1].backend", `"web"`}},
-		"line":                       {"http-request set-header X-Was $1", "server x 10.0.0.1", []string{"ackends[0].Lines[1]", `"server x 10.0.0.1"`}},
+		"backend's service":          {"service: shop/api", "service: shop/api/v1", []string{"gateway.haproxy.backends[1].service", `"shop/api/v1"`}},
+		"no name of a backend":       {"backend: api", "backend: ''", []string{"gateway.haproxy.backends[1].backend", `""`}},
+		"bad name of a backend":      {"backend: api", "backend: a pi", []string{"gateway.haproxy.backends[1].backend", `"a pi"`}},
+		"backend given twice":        {"backend: api", "backend: web", []string{"gateway.haproxy.backends[1].backend", `"web"`}},
+		"line":                       {"http-request set-header X-Was $1", "server x 10.0.0.1", []string{"gateway.haproxy.backends[0].lines[1]", `"server x 10.0.0.1"`}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			if !strings.Contains(good, c.old) {
@@ -181,12 +182,12 @@ func TestAGoodFile(t *testing.T) {
 	if got := o.file.EndpointsLag.Duration; got != 1500*time.Millisecond {
 		t.Errorf("endpointsLag is %s", got)
 	}
-	if o.kubeconfig != filepath.Join(dir, "kubeconfig") || o.gateway == nil {
-		t.Errorf("kubeconfig %q, gateway %v", o.kubeconfig, o.gateway)
+	if o.kubeconfig != filepath.Join(dir, "kubeconfig") || o.directed == nil {
+		t.Errorf("kubeconfig %q, gateway %v", o.kubeconfig, o.directed)
 	}
 	// A $ that is no ${NAME} is HAProxy's.
 	for i, want := range []string{"^/admin(/.*)?$ }", "X-Was $1"} {
-		if got := o.file.HAProxy.Backends[0].Lines[i]; !strings.Contains(got, want) {
+		if got := o.file.Gateway.HAProxy.Backends[0].Lines[i]; !strings.Contains(got, want) {
 			t.Errorf("line %d is %q, want %q in it", i, got, want)
 		}
 	}
@@ -228,8 +229,8 @@ const nodeFile = `
 apiVersion: lameduck.io/v1alpha1
 kind: AgentConfiguration
 coordinators: {service: lameduck/agents, port: agents, serverName: lameduck, caFile: "${DIR}/ca.crt", tokenFile: "${DIR}/token"}
-kubeProxy:
-  waitAddresses: ["127.0.0.1:9447", "[2001:db8::1]:9447"]
+gateway: {kubeProxy: {}}
+waitAddresses: ["127.0.0.1:9447", "[2001:db8::1]:9447"]
 `
 
 func TestANodeAgentsFile(t *testing.T) {
@@ -238,17 +239,20 @@ func TestANodeAgentsFile(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if got := o.file.KubeProxy.WaitAddresses; len(got) != 2 || o.gateway != nil {
-		t.Errorf("hooks are answered at %q, gateway %v", got, o.gateway)
+	if got := o.file.WaitAddresses; len(got) != 2 || o.directed != nil {
+		t.Errorf("hooks are answered at %q, gateway %v", got, o.directed)
 	}
-	o, err = parse([]string{"--config", write(t, dir, strings.Replace(nodeFile, "waitAddresses", "waitAddresses: []\n  #", 1)), "--node-name=n1"}, getenv, io.Discard)
-	if err != nil || o.file.KubeProxy.WaitAddresses[0] != defaultWaitAddress {
-		t.Errorf("without addresses: %+v, %v", o.file.KubeProxy, err)
+	o, err = parse([]string{"--config", write(t, dir, strings.Replace(nodeFile, "waitAddresses", "waitAddresses: []\n#", 1)), "--node-name=n1"}, getenv, io.Discard)
+	if err != nil || o.file.WaitAddresses[0] != defaultWaitAddress {
+		t.Errorf("without addresses: %+v, %v", o.file, err)
 	}
 	mustRefuse(t, []string{"--config", write(t, dir, nodeFile)}, getenv, "--node-name")
 	mustRefuse(t, []string{"--config", write(t, dir, strings.Replace(nodeFile, "127.0.0.1:9447", "nowhere", 1)), "--node-name=n1"}, getenv, "waitAddresses[0]", "nowhere")
-	mustRefuse(t, []string{"--config", write(t, dir, good+"kubeProxy: {}\n")}, getenv, "exactly one of haproxy and kubeProxy")
-	mustRefuse(t, []string{"--config", write(t, dir, strings.Replace(nodeFile, "kubeProxy:\n  waitAddresses", "#", 1)), "--node-name=n1"}, getenv, "exactly one of haproxy and kubeProxy")
+	mustRefuse(t, []string{"--config", write(t, dir, strings.Replace(good, "gateway:\n", "gateway:\n  kubeProxy: {}\n", 1))}, getenv, "exactly one of haproxy, kubeProxy")
+	mustRefuse(t, []string{"--config", write(t, dir, strings.Replace(nodeFile, "{kubeProxy: {}}", "{}", 1)), "--node-name=n1"}, getenv, "exactly one of haproxy, kubeProxy")
+	mustRefuse(t, []string{"--config", write(t, dir, strings.Replace(nodeFile, "kubeProxy", "traefik", 1)), "--node-name=n1"}, getenv, "traefik")
+	mustRefuse(t, []string{"--config", write(t, dir, nodeFile+"health: {}\n"), "--node-name=n1"}, getenv, "health", "gateway.kubeProxy")
+	mustRefuse(t, []string{"--config", write(t, dir, good+"waitAddresses: ['127.0.0.1:1']\n")}, getenv, "waitAddresses", "gateway.haproxy")
 	mustRefuse(t, []string{"--config", write(t, dir, nodeFile+"stateDir: ${DIR}\n"), "--node-name=n1"}, getenv, "stateDir")
 }
 

@@ -455,10 +455,11 @@ frontend web
 apiVersion: lameduck.io/v1alpha1
 kind: AgentConfiguration
 coordinators: {addresses: ["https://%[2]s"], serverName: example.com, caFile: %[1]s/ca.crt, tokenFile: %[1]s/token}
-haproxy:
-  masterSocket: %[1]s/m.sock
-  serversFile: %[1]s/servers.cfg
-  backends: [{backend: web, service: shop/web, owned: true, lines: [balance roundrobin]}]
+gateway:
+  haproxy:
+    masterSocket: %[1]s/m.sock
+    serversFile: %[1]s/servers.cfg
+    backends: [{backend: web, service: shop/web, owned: true, lines: [balance roundrobin]}]
 `, dir, w.boss.address))
 	w.live()
 	w.haproxy = exec.Command(path, "-W", "-S", filepath.Join(dir, "m.sock"), "-f", filepath.Join(dir, "haproxy.cfg"), "-f", w.serversFile())

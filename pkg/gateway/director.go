@@ -54,7 +54,7 @@ type Progress struct {
 
 // Director makes a gateway do what a set wants, and tells the set what the gateway does.
 type Director struct {
-	Gateway Gateway
+	Gateway Directed
 	Set     *health.Set
 	Log     *slog.Logger
 	// Observer may be nil.
@@ -82,7 +82,7 @@ type Director struct {
 }
 
 // NewDirector returns a director that does nothing until Run.
-func NewDirector(g Gateway, set *health.Set, log *slog.Logger) *Director {
+func NewDirector(g Directed, set *health.Set, log *slog.Logger) *Director {
 	return &Director{Gateway: g, Set: set, Log: log, wake: make(chan struct{}, 1), retry: retryFirst}
 }
 

@@ -128,6 +128,8 @@ func (p *plane) Observe(ctx context.Context, keys []health.Key) (health.Observat
 }
 
 // Owned implements Gateway.
+func (p *plane) Stopped(context.Context) bool { return false }
+
 func (p *plane) Owned(context.Context) ([]health.Key, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()

@@ -1,6 +1,7 @@
-// Package gateway is what the agent asks of a data plane, and the loop that asks it.
+// Package gateway is what the agent asks of a data plane, and the loop that asks it. A data plane that stops routing to a pod by itself is
+// an [Observed].
 //
-// A [Gateway] is told by [health.Op]s what to route and what not, and is then *read*: an Op that returned without an error proves
+// A [Directed] is told by [health.Op]s what to route and what not, and is then *read*: an Op that returned without an error proves
 // nothing, only an [health.Observation] does. That is so because data planes are reloaded behind our back, run
 // several processes at once (an old one finishes its requests with the configuration it had), and accept commands they do not
 // carry out. The [Director] therefore never believes its own commands. It applies the difference between what the set wants
@@ -18,10 +19,10 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
-// Gateway is one running data plane that can be directed.
+// Directed is one running data plane that an agent can direct.
 //
 // Methods are called by one goroutine at a time. Each call ends by its context's deadline.
-type Gateway interface {
+type Directed interface {
 	// Apply carries out ops in the order given, each in every live process of the gateway, and makes them last over a reload
 	// where the data plane allows it. An op that fails does not stop the others; the error joins all that failed, each naming
 	// its op. An op that is already true costs no change and is no error.
@@ -39,10 +40,16 @@ type Gateway interface {
 	// configured are not among them. The Director uses it at start and for each new generation, to
 	// remove what nobody wants any more.
 	Owned(ctx context.Context) ([]health.Key, error)
+
+	// Stopped reports whether the data plane has ended: nothing answers in its place, and nothing routes. An agent that outlives its
+	// data plane tells coordinators so. An error or a timeout is not evidence.
+	Stopped(ctx context.Context) bool
 }
 
 // Route is one port of a Service, and the pool of a gateway that it feeds.
 type Route struct {
+	// Key is where the configuration says so: backends[0] for example.
+	Key string
 	// Service is namespace/name. Port is the name of its port; empty is the only one.
 	Service, Port string
 	Pool          health.Pool

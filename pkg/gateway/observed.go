@@ -3,6 +3,7 @@ package gateway
 import (
 	"context"
 	"net/netip"
+	"sync"
 	"time"
 
 	"github.com/lameduck-io/lameduck/pkg/health"
@@ -19,6 +20,9 @@ type Observed interface {
 	// Watch begins to observe the targets of one pod. Port 0 is every port of the address. changed is called when the reading may
 	// have changed. It must not block, and may be called before Watch returns.
 	Watch(targets []netip.AddrPort, changed func()) Watch
+
+	// Settle is how long after a worker of the data plane was seen to have stopped routing to a pod that is true of every worker.
+	Settle() time.Duration
 
 	// Absent reports whether there is no data plane that can be observed here. The agent then declares that it cannot acknowledge.
 	Absent() bool
@@ -49,6 +53,55 @@ type Reading struct {
 	Quiet bool
 	// Since is when State was entered.
 	Since time.Time
+}
+
+// WatchSettled is [Observed.Watch] with readings that are true of every worker. Until o's settle time has passed, Removed is read as
+// Routing. changed is called when it has passed.
+func WatchSettled(o Observed, targets []netip.AddrPort, changed func()) Watch {
+	w := o.Watch(targets, changed)
+	if o.Settle() == 0 {
+		return w
+	}
+	s := &settling{Watch: w, settle: o.Settle(), timer: time.AfterFunc(time.Hour, changed)}
+	s.timer.Stop()
+	return s
+}
+
+type settling struct {
+	Watch
+	settle time.Duration
+	timer  *time.Timer
+
+	mu sync.Mutex
+	// removed is the generation for which a Removed that had settled was read last. A later Idle settles again, and is Removed meanwhile.
+	removed string
+}
+
+func (s *settling) Reading() Reading {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	r := s.Watch.Reading()
+	left := s.settle - time.Since(r.Since)
+	switch {
+	case r.State < health.Removed:
+		s.removed = ""
+	case left <= 0:
+		s.removed = r.Generation
+	default:
+		s.timer.Reset(left)
+		if r.State == health.Idle && s.removed == r.Generation {
+			r.State = health.Removed
+		} else {
+			r.State = health.Routing
+		}
+		r.Quiet = false
+	}
+	return r
+}
+
+func (s *settling) Close() {
+	s.timer.Stop()
+	s.Watch.Close()
 }
 
 // Cleaner is an [Observed] that keeps connections to pods which no longer exist.

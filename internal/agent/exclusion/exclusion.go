@@ -220,14 +220,14 @@ func (t *Exclusions) measure(s health.Tombstone, before, state health.State) {
 // WriteAhead is a gateway in which a pod is taken out only when the journal has its tombstone on disk, or cannot have it. A batch waits
 // once, at most a second, and only if a tombstone came that is not on disk yet.
 type WriteAhead struct {
-	gateway.Gateway
+	gateway.Directed
 	Journal *journal.Journal
 }
 
-// Apply implements gateway.Gateway.
+// Apply implements gateway.Directed.
 func (g WriteAhead) Apply(ctx context.Context, ops []health.Op) error {
 	if slices.ContainsFunc(ops, func(op health.Op) bool { return op.Want != health.WantRouted }) {
 		_ = g.Journal.Sync(ctx) // availability first; the journal says what is wrong
 	}
-	return g.Gateway.Apply(ctx, ops)
+	return g.Directed.Apply(ctx, ops)
 }

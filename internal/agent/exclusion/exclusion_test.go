@@ -69,6 +69,8 @@ func (c *checked) Observe(context.Context, []health.Key) (health.Observation, er
 
 func (c *checked) Owned(context.Context) ([]health.Key, error) { return nil, nil }
 
+func (c *checked) Stopped(context.Context) bool { return false }
+
 func TestNothingIsTakenOutBeforeItIsOnDisk(t *testing.T) {
 	dir := t.TempDir()
 	j, stop := kept(t, dir)

@@ -393,7 +393,7 @@ type answer struct {
 // barrier asks a coordinator, and this node's kernel for as long as there is none. It returns at the deadline of ctx at the latest.
 func (s *Server) barrier(ctx context.Context, p nodepods.Pod, deadline time.Time) (outcome, string) {
 	changed := make(chan struct{}, 1)
-	local := s.gateway.Watch(p.Targets, func() {
+	local := gateway.WatchSettled(s.gateway, p.Targets, func() {
 		select {
 		case changed <- struct{}{}:
 		default:

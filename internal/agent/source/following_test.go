@@ -37,7 +37,7 @@ type memory struct {
 
 var errMemory = errors.New("no")
 
-// Apply implements gateway.Gateway.
+// Apply implements gateway.Directed.
 func (m *memory) Apply(_ context.Context, ops []health.Op) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -58,7 +58,7 @@ func (m *memory) Apply(_ context.Context, ops []health.Op) error {
 	return err
 }
 
-// Observe implements gateway.Gateway.
+// Observe implements gateway.Directed.
 func (m *memory) Observe(_ context.Context, keys []health.Key) (health.Observation, error) {
 	m.mu.Lock()
 	hang := m.hang
@@ -78,8 +78,11 @@ func (m *memory) Observe(_ context.Context, keys []health.Key) (health.Observati
 	return o, nil
 }
 
-// Owned implements gateway.Gateway.
+// Owned implements gateway.Directed.
 func (m *memory) Owned(context.Context) ([]health.Key, error) { return nil, nil }
+
+// Stopped implements gateway.Directed.
+func (m *memory) Stopped(context.Context) bool { return false }
 
 func (m *memory) with(change func()) {
 	m.mu.Lock()

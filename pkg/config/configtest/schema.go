@@ -20,7 +20,7 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/config"
 )
 
-// Check compares the schema of value with the committed one, file, and fails if they differ or if a key has no comment. With UPDATE=1 in the environment
+// Check compares the schema of value with the committed one, file, and fails if they differ or if a key has no comment: that of the field, or of the struct that it points to. With UPDATE=1 in the environment
 // it writes the file instead.
 func Check(t *testing.T, value any, kind, file string) {
 	t.Helper()
@@ -46,6 +46,9 @@ func Check(t *testing.T, value any, kind, file string) {
 				docs[of.PkgPath()] = comments(t, of.PkgPath())
 			}
 			text := docs[of.PkgPath()][of.Name()+"."+field]
+			if f, ok := of.FieldByName(field); ok && text == "" && f.Type.Kind() == reflect.Pointer {
+				text = comments(t, f.Type.Elem().PkgPath())[f.Type.Elem().Name()]
+			}
 			if text == "" {
 				t.Errorf("%s.%s has no comment", of.Name(), field)
 			}
@@ -88,7 +91,7 @@ func optional(s *jsonschema.Schema) {
 	}
 }
 
-// comments maps Type.Field to the field's comment, on one line, for the types of a package of this module.
+// comments maps Type to its comment and Type.Field to the field's, on one line, for the types of a package of this module.
 func comments(t *testing.T, path string) map[string]string {
 	t.Helper()
 	dir, err := exec.Command("go", "list", "-f", "{{.Dir}}", path).Output()
@@ -106,6 +109,11 @@ func comments(t *testing.T, path string) map[string]string {
 			t.Fatal(err)
 		}
 		ast.Inspect(file, func(n ast.Node) bool {
+			if decl, ok := n.(*ast.GenDecl); ok && len(decl.Specs) == 1 {
+				if spec, ok := decl.Specs[0].(*ast.TypeSpec); ok {
+					docs[spec.Name.Name] = strings.Join(strings.Fields(decl.Doc.Text()), " ")
+				}
+			}
 			spec, ok := n.(*ast.TypeSpec)
 			if !ok {
 				return true

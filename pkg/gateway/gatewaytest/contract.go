@@ -25,9 +25,9 @@ type Client interface {
 // the contract that need it are skipped.
 type Harness struct {
 	// Gateway is the one under test.
-	Gateway gateway.Gateway
+	Gateway gateway.Directed
 	// Open makes another gateway object before the same proxy, as an agent does that was restarted.
-	Open func(t testing.TB) gateway.Gateway
+	Open func(t testing.TB) gateway.Directed
 	// Owned is a pool whose targets the agent makes and deletes.
 	Owned health.Pool
 	// Static is a pool whose targets people configured, routed at the start: those of StaticBackends.
@@ -657,7 +657,13 @@ func hanging(t *testing.T, s *suite) {
 func dead(t *testing.T, s *suite) {
 	s.needs("Kill", s.Kill != nil)
 	_, ks := s.backends(1)
+	if s.Gateway.Stopped(s.ctx()) {
+		t.Error("a live proxy has stopped")
+	}
 	s.Kill(s)
+	if !s.Gateway.Stopped(s.ctx()) {
+		t.Error("a dead proxy has not stopped")
+	}
 	if o, err := s.Gateway.Observe(s.ctx(), ks); err == nil {
 		t.Errorf("a dead proxy was observed: %+v", o)
 	}

@@ -1,4 +1,4 @@
-// Package gatewaytest is the contract of gateway.Gateway as a test, which every data plane passes on the real proxy, and a
+// Package gatewaytest is the contract of gateway.Directed as a test, which every data plane passes on the real proxy, and a
 // [Fake] that passes it too.
 //
 // [Run] is given a function that starts one proxy with one gateway before it, as a [Harness]. Requests are real HTTP requests

@@ -209,7 +209,7 @@ func (f *Fake) resolve(k health.Key) health.Key {
 	return k
 }
 
-// Apply implements gateway.Gateway.
+// Apply implements gateway.Directed.
 func (f *Fake) Apply(ctx context.Context, ops []health.Op) error {
 	if err := f.ready(ctx); err != nil {
 		return fmt.Errorf("apply %d ops: %w", len(ops), err)
@@ -270,7 +270,7 @@ func (f *Fake) apply(op health.Op) error {
 	return nil
 }
 
-// Observe implements gateway.Gateway.
+// Observe implements gateway.Directed.
 func (f *Fake) Observe(ctx context.Context, keys []health.Key) (health.Observation, error) {
 	at := time.Now()
 	if err := f.ready(ctx); err != nil {
@@ -313,7 +313,14 @@ func (f *Fake) Observe(ctx context.Context, keys []health.Key) (health.Observati
 	return o, nil
 }
 
-// Owned implements gateway.Gateway.
+// Stopped implements gateway.Directed.
+func (f *Fake) Stopped(context.Context) bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.dead
+}
+
+// Owned implements gateway.Directed.
 func (f *Fake) Owned(ctx context.Context) ([]health.Key, error) {
 	if err := f.ready(ctx); err != nil {
 		return nil, fmt.Errorf("list owned: %w", err)

@@ -61,6 +61,9 @@ func (f *FakeObserved) Cleaned() []netip.AddrPort {
 	return slices.Clone(f.cleaned)
 }
 
+// Settle implements gateway.Observed.
+func (f *FakeObserved) Settle() time.Duration { return 0 }
+
 // Absent implements gateway.Observed.
 func (f *FakeObserved) Absent() bool { return f.absent.Load() }
 

@@ -9,7 +9,7 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
-var _ gateway.Gateway = (*Fake)(nil)
+var _ gateway.Directed = (*Fake)(nil)
 
 func TestFakeContract(t *testing.T) {
 	Run(t, func(t *testing.T) *Harness {
@@ -20,7 +20,7 @@ func TestFakeContract(t *testing.T) {
 		})
 		return &Harness{
 			Gateway:        f,
-			Open:           func(testing.TB) gateway.Gateway { return f },
+			Open:           func(testing.TB) gateway.Directed { return f },
 			Owned:          "owned",
 			Static:         "static",
 			StaticBackends: static,

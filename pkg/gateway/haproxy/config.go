@@ -1,6 +1,8 @@
 package haproxy
 
 import (
+	"cmp"
+	"encoding/json"
 	"fmt"
 	"path/filepath"
 	"slices"
@@ -21,34 +23,46 @@ const (
 
 // Config says where HAProxy is and which of its backends are pools.
 type Config struct {
-	// Socket is the path of the master socket: haproxy -W -S <path>,level,admin. The default level is admin.
-	Socket string
-	// ServersFile is the file with the backend sections of owned backends, which HAProxy loads by an additional -f. New
-	// writes it if it does not exist, so it must run before HAProxy's first start. Required if a backend is Owned.
-	ServersFile string
-	// Backends are the pools. Pools and backends are one to one.
-	Backends []Backend
+	// MasterSocket is the path of HAProxy's master socket: haproxy -W -S PATH. Its level must be admin, which is the default.
+	MasterSocket string `json:"masterSocket"`
+	// ServersFile is the file with the sections of owned backends, which the agent writes and HAProxy loads by an additional -f. Required
+	// if a backend is owned. It is written at the agent's start if it does not exist, so the agent must start before HAProxy.
+	ServersFile string `json:"serversFile,omitempty"`
+	// Backends are those that the agent directs, at least one.
+	Backends []Backend `json:"backends"`
 	// Timeout bounds each command; 0 means DefaultTimeout.
-	Timeout time.Duration
+	Timeout time.Duration `json:"-"`
 }
 
-// Backend is one pool and the HAProxy backend that it is.
+// Backend is one backend, the pool that it is, and the Service port that feeds it.
 type Backend struct {
-	Pool health.Pool
+	// Pool is the pool's name. Empty: that of the backend.
+	Pool health.Pool `json:"-"`
 	// Backend is the name of HAProxy's backend section.
-	Backend string
-	// Owned says that the agent writes the section and makes and deletes its servers. Otherwise people did, and the agent only
-	// puts servers into maintenance and back.
-	Owned bool
-	// Defaults names the defaults section that the owned section is made from; empty means the last one above it. Give it one of
-	// its own: HAProxy warns about a named section that is used both by name and as the last one.
-	Defaults string
+	Backend string `json:"backend"`
+	// Service is namespace/name of the Service that feeds it.
+	Service string `json:"service"`
+	// Port is the name of the Service's port. Empty: the only one.
+	Port string `json:"port,omitempty"`
+	// Owned reports whether the agent writes the section and makes and deletes its servers. Otherwise an operator did, and the agent only puts servers into
+	// maintenance and back.
+	Owned bool `json:"owned,omitempty"`
+	// Defaults names the defaults section that the owned section is made from. Empty: the last one above it. Give it one of its own: HAProxy warns about a
+	// named section that is used both by name and as the last one.
+	Defaults string `json:"defaults,omitempty"`
 	// Lines are more lines of the owned section: balance, options, timeouts. They are written as they are.
-	Lines []string
-	// ServerOptions are words for every server of the owned backend, such as "check inter 2s maxconn 50". HAProxy takes fewer
-	// words for servers added at run time than in the configuration; it says so by KindRefused.
-	ServerOptions string
+	Lines []string `json:"lines,omitempty"`
+	// ServerOptions are words for every server of the owned backend, such as "maxconn 50". HAProxy takes fewer words for servers added at run time than in
+	// the configuration.
+	ServerOptions string `json:"serverOptions,omitempty"`
+	// HealthCheck is how the agent probes the targets (docs/health.md); the Service's annotation lameduck.io/health-check wins over it.
+	// Absent: they are not probed.
+	HealthCheck json.RawMessage `json:"healthCheck,omitempty"`
 }
+
+func (b Backend) pool() health.Pool { return cmp.Or(b.Pool, health.Pool(b.Backend)) }
+
+func keyOf(i int) string { return fmt.Sprintf("backends[%d]", i) }
 
 // sectionWords begin a section in HAProxy's configuration, or reach from the backend section into what it is.
 var sectionWords = []string{
@@ -60,7 +74,7 @@ var sectionWords = []string{
 var lineWords = map[string]string{
 	"server":                      "the agent writes the servers",
 	"server-template":             "the agent writes the servers",
-	"default-server":              "servers added at run time do not take it; use ServerOptions",
+	"default-server":              "servers added at run time do not take it; use serverOptions",
 	"dispatch":                    "it sends to an address whatever the servers' states are",
 	"force-persist":               "it sends to servers in maintenance",
 	"load-server-state-from-file": "the servers file is the state",
@@ -80,71 +94,48 @@ var optionWords = map[string]string{
 	"init-addr":      "targets are addresses",
 }
 
-func (c *Config) validate() error {
-	bad := func(field string, value any, why string) error {
-		return fmt.Errorf("haproxy config: %s %q: %s", field, fmt.Sprint(value), why)
+// Check implements gateway.Kind.
+func (c *Config) Check() []error {
+	var errs []error
+	must := func(ok bool, field string, value any, why string) {
+		if !ok {
+			errs = append(errs, fmt.Errorf("%s %q: %s", field, fmt.Sprint(value), why))
+		}
 	}
-	switch {
-	case c.Socket == "":
-		return bad("Socket", "", "want the path of the master socket")
-	case len(c.Socket) > maxSocketPath:
-		return bad("Socket", c.Socket, fmt.Sprintf("%d bytes, a unix socket's path has at most %d", len(c.Socket), maxSocketPath))
-	case strings.ContainsRune(c.Socket, 0):
-		return bad("Socket", c.Socket, "holds a NUL byte")
-	case c.Timeout < 0:
-		return bad("Timeout", c.Timeout, "is negative")
-	case len(c.Backends) == 0:
-		return bad("Backends", "", "want at least one")
-	case strings.ContainsRune(c.ServersFile, 0):
-		return bad("ServersFile", c.ServersFile, "holds a NUL byte")
-	}
+	must(c.MasterSocket != "", "masterSocket", "", "required")
+	must(len(c.MasterSocket) <= maxSocketPath, "masterSocket", c.MasterSocket,
+		fmt.Sprintf("%d bytes, a unix socket's path has at most %d", len(c.MasterSocket), maxSocketPath))
+	must(!strings.ContainsRune(c.MasterSocket, 0), "masterSocket", c.MasterSocket, "holds a NUL byte")
+	must(!strings.ContainsRune(c.ServersFile, 0), "serversFile", c.ServersFile, "holds a NUL byte")
+	must(c.Timeout >= 0, "timeout", c.Timeout, "is negative")
+	must(len(c.Backends) > 0, "backends", "", "at least one is needed")
 	pools, names := map[health.Pool]int{}, map[string]int{}
 	for i, b := range c.Backends {
-		at := func(f string) string { return fmt.Sprintf("Backends[%d].%s", i, f) }
-		if b.Pool == "" {
-			return bad(at("Pool"), b.Pool, "is empty")
-		}
-		if j, ok := pools[b.Pool]; ok {
-			return bad(at("Pool"), b.Pool, fmt.Sprintf("is that of Backends[%d] too", j))
-		}
-		pools[b.Pool] = i
-		if !nameChars(b.Backend) {
-			return bad(at("Backend"), b.Backend, "want letters, digits and . : _ -")
-		}
-		if j, ok := names[b.Backend]; ok {
-			return bad(at("Backend"), b.Backend, fmt.Sprintf("is that of Backends[%d] too", j))
-		}
+		at := func(f string) string { return keyOf(i) + "." + f }
+		j, twice := names[b.Backend]
+		must(nameChars(b.Backend), at("backend"), b.Backend, "want letters, digits and . : _ -")
+		must(!twice, at("backend"), b.Backend, "is that of "+keyOf(j)+" too")
 		names[b.Backend] = i
+		j, twice = pools[b.pool()]
+		must(!twice || b.Pool == "", at("pool"), b.Pool, "is that of "+keyOf(j)+" too")
+		pools[b.pool()] = i
 		if !b.Owned {
-			switch {
-			case b.Defaults != "":
-				return bad(at("Defaults"), b.Defaults, "only an owned backend's section is written")
-			case len(b.Lines) > 0:
-				return bad(at("Lines"), b.Lines[0], "only an owned backend's section is written")
-			case b.ServerOptions != "":
-				return bad(at("ServerOptions"), b.ServerOptions, "only an owned backend's servers are written")
-			}
+			must(b.Defaults == "", at("defaults"), b.Defaults, "only an owned backend's section is written")
+			must(len(b.Lines) == 0, at("lines"), b.Lines, "only an owned backend's section is written")
+			must(b.ServerOptions == "", at("serverOptions"), b.ServerOptions, "only an owned backend's servers are written")
 			continue
 		}
-		if c.ServersFile == "" {
-			return bad("ServersFile", "", fmt.Sprintf("is needed, %s is owned", at("Backend")))
-		}
-		if filepath.Base(c.ServersFile) == "." || strings.HasSuffix(c.ServersFile, string(filepath.Separator)) {
-			return bad("ServersFile", c.ServersFile, "want a file, not a directory")
-		}
-		if b.Defaults != "" && !nameChars(b.Defaults) {
-			return bad(at("Defaults"), b.Defaults, "want letters, digits and . : _ -")
-		}
+		must(c.ServersFile != "", "serversFile", "", "required, "+keyOf(i)+" is owned")
+		must(c.ServersFile == "" || filepath.Base(c.ServersFile) != "." && !strings.HasSuffix(c.ServersFile, string(filepath.Separator)), "serversFile", c.ServersFile, "want a file, not a directory")
+		must(b.Defaults == "" || nameChars(b.Defaults), at("defaults"), b.Defaults, "want letters, digits and . : _ -")
 		for j, l := range b.Lines {
-			if why := badLine(l); why != "" {
-				return bad(fmt.Sprintf("%s[%d]", at("Lines"), j), l, why)
-			}
+			why := badLine(l)
+			must(why == "", fmt.Sprintf("%s[%d]", at("lines"), j), l, why)
 		}
-		if why := badOptions(b.ServerOptions); why != "" {
-			return bad(at("ServerOptions"), b.ServerOptions, why)
-		}
+		why := badOptions(b.ServerOptions)
+		must(why == "", at("serverOptions"), b.ServerOptions, why)
 	}
-	return nil
+	return errs
 }
 
 func badLine(l string) string {

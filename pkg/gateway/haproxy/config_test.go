@@ -19,7 +19,7 @@ func TestConfig(t *testing.T) {
 	owned := func(change func(*Backend)) Config {
 		b := Backend{Pool: "p", Backend: "b", Owned: true}
 		change(&b)
-		return Config{Socket: "/run/m.sock", ServersFile: file, Backends: []Backend{b}}
+		return Config{MasterSocket: "/run/m.sock", ServersFile: file, Backends: []Backend{b}}
 	}
 	line := func(l string) Config { return owned(func(b *Backend) { b.Lines = []string{l} }) }
 	options := func(o string) Config { return owned(func(b *Backend) { b.ServerOptions = o }) }
@@ -35,32 +35,32 @@ func TestConfig(t *testing.T) {
 			b.ServerOptions = "check inter 2s maxconn 50 sni str(a.example)"
 		}), nil},
 		{"no socket", Config{Backends: []Backend{{Pool: "p", Backend: "b"}}}, []string{"Socket"}},
-		{"socket too long", Config{Socket: "/" + strings.Repeat("x", 110), Backends: []Backend{{Pool: "p", Backend: "b"}}}, []string{"Socket", "107"}},
-		{"no backends", Config{Socket: "/s"}, []string{"Backends"}},
-		{"no pool", owned(func(b *Backend) { b.Pool = "" }), []string{"Backends[0].Pool"}},
-		{"backend with a line break", owned(func(b *Backend) { b.Backend = "b\nglobal" }), []string{"Backends[0].Backend", `b\nglobal`}},
-		{"backend with a semicolon", owned(func(b *Backend) { b.Backend = "b;reload" }), []string{"Backends[0].Backend", "b;reload"}},
+		{"socket too long", Config{MasterSocket: "/" + strings.Repeat("x", 110), Backends: []Backend{{Pool: "p", Backend: "b"}}}, []string{"Socket", "107"}},
+		{"no backends", Config{MasterSocket: "/s"}, []string{"backends"}},
+		{"no pool", owned(func(b *Backend) { b.Pool = "" }), nil},
+		{"backend with a line break", owned(func(b *Backend) { b.Backend = "b\nglobal" }), []string{"backends[0].backend", `b\nglobal`}},
+		{"backend with a semicolon", owned(func(b *Backend) { b.Backend = "b;reload" }), []string{"backends[0].backend", "b;reload"}},
 		{"backend with a slash", owned(func(b *Backend) { b.Backend = "b/s" }), []string{"b/s"}},
-		{"pool twice", Config{Socket: "/s", Backends: []Backend{{Pool: "p", Backend: "b"}, {Pool: "p", Backend: "c"}}}, []string{"Backends[1].Pool", `"p"`}},
-		{"backend twice", Config{Socket: "/s", Backends: []Backend{{Pool: "p", Backend: "b"}, {Pool: "q", Backend: "b"}}}, []string{"Backends[1].Backend", `"b"`}},
-		{"owned without a file", Config{Socket: "/s", Backends: []Backend{{Pool: "p", Backend: "b", Owned: true}}}, []string{"ServersFile"}},
-		{"lines where not owned", Config{Socket: "/s", Backends: []Backend{{Pool: "p", Backend: "b", Lines: []string{"balance random"}}}}, []string{"Lines", "balance random"}},
-		{"defaults with a space", owned(func(b *Backend) { b.Defaults = "a b" }), []string{"Defaults", "a b"}},
-		{"line with a line break", line("balance random\nserver x 1.2.3.4:5"), []string{"Lines[0]"}},
-		{"line with a carriage return", line("balance random\r"), []string{"Lines[0]"}},
-		{"empty line", line("  "), []string{"Lines[0]"}},
-		{"line that begins a section", line("  backend evil"), []string{"Lines[0]", "section"}},
-		{"line that begins a section, quoted", line(`"backend" evil`), []string{"Lines[0]", "quoted"}},
-		{"line that begins a section, escaped", line(`b\ackend evil`), []string{"Lines[0]", "escaped"}},
-		{"server line", line("server s 1.2.3.4:5"), []string{"Lines[0]", "server"}},
-		{"default-server", line("default-server check"), []string{"ServerOptions"}},
+		{"pool twice", Config{MasterSocket: "/s", Backends: []Backend{{Pool: "p", Backend: "b"}, {Pool: "p", Backend: "c"}}}, []string{"backends[1].pool", `"p"`}},
+		{"backend twice", Config{MasterSocket: "/s", Backends: []Backend{{Pool: "p", Backend: "b"}, {Pool: "q", Backend: "b"}}}, []string{"backends[1].backend", `"b"`}},
+		{"owned without a file", Config{MasterSocket: "/s", Backends: []Backend{{Pool: "p", Backend: "b", Owned: true}}}, []string{"serversFile"}},
+		{"lines where not owned", Config{MasterSocket: "/s", Backends: []Backend{{Pool: "p", Backend: "b", Lines: []string{"balance random"}}}}, []string{"lines", "balance random"}},
+		{"defaults with a space", owned(func(b *Backend) { b.Defaults = "a b" }), []string{"defaults", "a b"}},
+		{"line with a line break", line("balance random\nserver x 1.2.3.4:5"), []string{"lines[0]"}},
+		{"line with a carriage return", line("balance random\r"), []string{"lines[0]"}},
+		{"empty line", line("  "), []string{"lines[0]"}},
+		{"line that begins a section", line("  backend evil"), []string{"lines[0]", "section"}},
+		{"line that begins a section, quoted", line(`"backend" evil`), []string{"lines[0]", "quoted"}},
+		{"line that begins a section, escaped", line(`b\ackend evil`), []string{"lines[0]", "escaped"}},
+		{"server line", line("server s 1.2.3.4:5"), []string{"lines[0]", "server"}},
+		{"default-server", line("default-server check"), []string{"serverOptions"}},
 		{"persist", line("option persist"), []string{"maintenance"}},
 		{"force-persist", line("force-persist if TRUE"), []string{"maintenance"}},
-		{"directive", line(".if defined(X)"), []string{"Lines[0]"}},
-		{"options with a semicolon", options("check;reload"), []string{"ServerOptions", "';'"}},
-		{"options with a line break", options("check\nglobal"), []string{"ServerOptions"}},
-		{"options with a payload", options("check <<"), []string{"ServerOptions"}},
-		{"options with a comment", options("check # x"), []string{"ServerOptions"}},
+		{"directive", line(".if defined(X)"), []string{"lines[0]"}},
+		{"options with a semicolon", options("check;reload"), []string{"serverOptions", "';'"}},
+		{"options with a line break", options("check\nglobal"), []string{"serverOptions"}},
+		{"options with a payload", options("check <<"), []string{"serverOptions"}},
+		{"options with a comment", options("check # x"), []string{"serverOptions"}},
 		{"agent-check", options("check agent-check agent-port 1"), []string{"agent-check"}},
 		{"on-marked-down", options("on-marked-down shutdown-sessions"), []string{"on-marked-down"}},
 		{"too many words", options(strings.Repeat("a ", 60)), []string{"48 words"}},
@@ -85,7 +85,7 @@ func TestConfig(t *testing.T) {
 
 func TestServersFile(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "servers.cfg")
-	cfg := Config{Socket: "/nowhere", ServersFile: file, Backends: []Backend{
+	cfg := Config{MasterSocket: "/nowhere", ServersFile: file, Backends: []Backend{
 		{Pool: "web", Backend: "be_web", Owned: true, Defaults: "agents", Lines: []string{"balance leastconn"}, ServerOptions: " check  inter 2s "},
 		{Pool: "api", Backend: "be_api", Owned: true},
 		{Pool: "people", Backend: "be_people"},
@@ -156,7 +156,7 @@ backend be_api
 // acknowledged.
 func TestNoRemovalWithoutTheFile(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "servers.cfg")
-	g, err := New(Config{Socket: "/nowhere", ServersFile: file, Backends: []Backend{{Pool: "web", Backend: "b", Owned: true}}})
+	g, err := New(Config{MasterSocket: "/nowhere", ServersFile: file, Backends: []Backend{{Pool: "web", Backend: "b", Owned: true}}})
 	if err != nil {
 		t.Fatal(err)
 	}

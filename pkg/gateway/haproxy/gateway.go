@@ -32,7 +32,7 @@ func pause(ctx context.Context, round int) bool {
 	}
 }
 
-// Gateway is one running HAProxy in master-worker mode. It implements gateway.Gateway and is not safe for concurrent use.
+// Gateway is one running HAProxy in master-worker mode. It implements gateway.Directed and is not safe for concurrent use.
 type Gateway struct {
 	cli      cli
 	file     string
@@ -48,14 +48,14 @@ type Gateway struct {
 // existing file lists are kept: they are Owned, and nothing but an op removes them. If the sections of the file differ from the
 // configuration they are written anew; HAProxy takes that up with its next reload. New does not talk to HAProxy.
 func New(c Config) (*Gateway, error) {
-	if err := c.validate(); err != nil {
-		return nil, err
+	if err := errors.Join(c.Check()...); err != nil {
+		return nil, fmt.Errorf("haproxy config: %w", err)
 	}
 	if c.Timeout == 0 {
 		c.Timeout = DefaultTimeout
 	}
 	g := &Gateway{
-		cli:      cli{path: c.Socket, timeout: c.Timeout},
+		cli:      cli{path: c.MasterSocket, timeout: c.Timeout},
 		backends: slices.Clone(c.Backends),
 		byPool:   map[health.Pool]*Backend{},
 		wanted:   wanted{},
@@ -63,7 +63,7 @@ func New(c Config) (*Gateway, error) {
 	owned := false
 	for i := range g.backends {
 		b := &g.backends[i]
-		b.Lines = slices.Clone(b.Lines)
+		b.Lines, b.Pool = slices.Clone(b.Lines), b.pool()
 		g.byPool[b.Pool] = b
 		owned = owned || b.Owned
 	}
@@ -255,7 +255,7 @@ func (g *Gateway) resolve(k health.Key) (*Backend, string, error) {
 	return b, name, nil
 }
 
-// Apply implements gateway.Gateway. For owned backends it first writes the servers file, once, then changes each live process,
+// Apply implements gateway.Directed. For owned backends it first writes the servers file, once, then changes each live process,
 // then asks whether there are new ones, and changes these. An old worker takes nothing new from listeners, so that only
 // removals are carried out there; HAProxy refuses even these once the worker has stopped its proxies, which is an error
 // (KindStopping) while a client is still connected to that worker.
@@ -644,7 +644,7 @@ func (s *sealing) is(ctx context.Context) (bool, error) {
 	return s.yes, s.err
 }
 
-// Observe implements gateway.Gateway. The list of processes is read before and after the processes; if it changed, everything
+// Observe implements gateway.Directed. The list of processes is read before and after the processes; if it changed, everything
 // is read again.
 func (g *Gateway) Observe(ctx context.Context, keys []health.Key) (health.Observation, error) {
 	var err error
@@ -819,7 +819,7 @@ func (g *Gateway) observeProcess(ctx context.Context, p process, byBackend map[*
 	return in.Start, nil
 }
 
-// Owned implements gateway.Gateway: the servers that the file lists, and those with an agent's name in any live process. It
+// Owned implements gateway.Directed: the servers that the file lists, and those with an agent's name in any live process. It
 // lists those of the file even if HAProxy cannot be reached, with the error.
 func (g *Gateway) Owned(ctx context.Context) ([]health.Key, error) {
 	keys := map[health.Key]bool{}

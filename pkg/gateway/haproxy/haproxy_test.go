@@ -20,7 +20,7 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
-var _ gateway.Gateway = (*Gateway)(nil)
+var _ gateway.Directed = (*Gateway)(nil)
 
 // proxy is one real HAProxy in master-worker mode with files of its own.
 type proxy struct {
@@ -69,7 +69,7 @@ func newProxy(t testing.TB, userFile string, backends ...Backend) *proxy {
 	port := l.Addr().(*net.TCPAddr).Port
 	l.Close()
 	p := &proxy{t: t, path: path, dir: dir, port: port, socket: filepath.Join(dir, "m.sock")}
-	p.cfg = Config{Socket: p.socket, ServersFile: filepath.Join(dir, "servers.cfg"), Backends: backends}
+	p.cfg = Config{MasterSocket: p.socket, ServersFile: filepath.Join(dir, "servers.cfg"), Backends: backends}
 	p.write("user.cfg", strings.ReplaceAll(userFile, "%PORT%", fmt.Sprint(port)))
 	return p
 }
@@ -259,7 +259,7 @@ func harness(t *testing.T, b Backend) *gatewaytest.Harness {
 	p.start()
 	return &gatewaytest.Harness{
 		Gateway:        g,
-		Open:           func(testing.TB) gateway.Gateway { return p.gateway() },
+		Open:           func(testing.TB) gateway.Directed { return p.gateway() },
 		Owned:          "owned",
 		Static:         "static",
 		StaticBackends: static,

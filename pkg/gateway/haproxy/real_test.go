@@ -391,7 +391,7 @@ func TestLostAnswers(t *testing.T) {
 	p.start()
 	var count atomic.Int64
 	var lose atomic.Int64
-	p.cfg.Socket = listenUnix(t, func(conn net.Conn) {
+	p.cfg.MasterSocket = listenUnix(t, func(conn net.Conn) {
 		cmd, err := io.ReadAll(conn)
 		if err != nil {
 			return
@@ -438,7 +438,7 @@ func TestCommandsOfABatch(t *testing.T) {
 	p.gateway()
 	p.start()
 	var count, lists atomic.Int64
-	p.cfg.Socket = listenUnix(t, func(conn net.Conn) {
+	p.cfg.MasterSocket = listenUnix(t, func(conn net.Conn) {
 		cmd, err := io.ReadAll(conn)
 		if err == nil {
 			count.Add(1)

@@ -1,16 +1,36 @@
 package kubeproxy
 
 import (
+	"log/slog"
 	"net/netip"
+	"time"
 
 	"github.com/lameduck-io/lameduck/pkg/gateway"
 )
 
+// Config makes the agent that of a node, which observes what kube-proxy wrote into the node's kernel.
+type Config struct{}
+
+// Name implements gateway.Kind.
+func (*Config) Name() string { return "kube-proxy" }
+
+// PerRequest implements gateway.Kind.
+func (*Config) PerRequest() bool { return false }
+
+// Routes implements gateway.Kind: every Service.
+func (*Config) Routes() []gateway.Route { return nil }
+
+// Check implements gateway.Kind.
+func (*Config) Check() []error { return nil }
+
+// Observe implements gateway.ObservedKind. What it returns is also a [gateway.Cleaner] and a [gateway.Auditor].
+func (*Config) Observe(log *slog.Logger) gateway.Observed { return observed{New(Options{Log: log})} }
+
 // observed is an Observer as an agent knows it.
 type observed struct{ *Observer }
 
-// NewObserved returns the kube-proxy of this node as a gateway that can be observed. It is a [gateway.Cleaner] and a [gateway.Auditor].
-func NewObserved(o Options) gateway.Observed { return observed{New(o)} }
+// Settle implements gateway.Observed: a transaction of nftables is true of every CPU once it has ended.
+func (o observed) Settle() time.Duration { return 0 }
 
 // Watch implements gateway.Observed.
 func (o observed) Watch(targets []netip.AddrPort, changed func()) gateway.Watch {

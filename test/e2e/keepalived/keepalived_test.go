@@ -80,11 +80,12 @@ frontend web
 const agentConf = `
 apiVersion: lameduck.io/v1alpha1
 kind: AgentConfiguration
-haproxy:
-  masterSocket: %[1]s/master.sock
-  serversFile: %[1]s/servers.cfg
-  backends:
-    - {backend: web, service: default/web, port: http, owned: true}
+gateway:
+  haproxy:
+    masterSocket: %[1]s/master.sock
+    serversFile: %[1]s/servers.cfg
+    backends:
+      - {backend: web, service: default/web, port: http, owned: true}
 healthTimeout: %[2]s
 `
 

@@ -1,0 +1,37 @@
+// Package kinds is the registry of the kinds of gateways that an agent knows.
+package kinds
+
+import (
+	"fmt"
+	"reflect"
+	"strings"
+
+	"github.com/lameduck-io/lameduck/pkg/gateway"
+	"github.com/lameduck-io/lameduck/pkg/gateway/haproxy"
+	"github.com/lameduck-io/lameduck/pkg/gateway/kubeproxy"
+)
+
+// Gateway is the gateway of an agent, by its kind: exactly one is given. Each kind is one line, a pointer that implements gateway.Kind.
+type Gateway struct {
+	HAProxy   *haproxy.Config   `json:"haproxy,omitempty"`
+	KubeProxy *kubeproxy.Config `json:"kubeProxy,omitempty"`
+}
+
+// Kind returns the kind that is given, and its key.
+func (g Gateway) Kind() (key string, kind gateway.Kind, err error) {
+	fields := reflect.ValueOf(g)
+	var known []string
+	given := 0
+	for i := range fields.NumField() {
+		name, _, _ := strings.Cut(fields.Type().Field(i).Tag.Get("json"), ",")
+		known = append(known, name)
+		if !fields.Field(i).IsNil() {
+			given++
+			key, kind = name, fields.Field(i).Interface().(gateway.Kind) //nolint:forcetypeassert // a test looks at each
+		}
+	}
+	if given != 1 {
+		return "", nil, fmt.Errorf("gateway: exactly one of %s is needed: they are the kinds that this version knows", strings.Join(known, ", "))
+	}
+	return key, kind, nil
+}

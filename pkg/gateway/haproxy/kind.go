@@ -1,0 +1,45 @@
+package haproxy
+
+import (
+	"context"
+	"errors"
+	"path/filepath"
+
+	"github.com/lameduck-io/lameduck/pkg/gateway"
+)
+
+// Name implements gateway.Kind.
+func (c *Config) Name() string { return "haproxy" }
+
+// PerRequest implements gateway.Kind.
+func (c *Config) PerRequest() bool { return true }
+
+// Routes implements gateway.Kind.
+func (c *Config) Routes() []gateway.Route {
+	var routes []gateway.Route
+	for i, b := range c.Backends {
+		routes = append(routes, gateway.Route{Key: keyOf(i), Service: b.Service, Port: b.Port, Pool: b.pool(), HealthCheck: string(b.HealthCheck)})
+	}
+	return routes
+}
+
+// OwnsPool implements gateway.DirectedKind.
+func (c *Config) OwnsPool() bool { return true }
+
+// StateDir implements gateway.DirectedKind. HAProxy reads the servers file there when it starts.
+func (c *Config) StateDir() string {
+	if c.ServersFile == "" {
+		return ""
+	}
+	return filepath.Dir(c.ServersFile)
+}
+
+// Direct implements gateway.DirectedKind: see [New]. The servers file exists from then on, so that HAProxy can start.
+func (c *Config) Direct() (gateway.Directed, error) { return New(*c) }
+
+// Stopped implements gateway.Directed. A HAProxy that is told to stop and no longer listens is not enough: it still routes the requests
+// of the connections that it has.
+func (g *Gateway) Stopped(ctx context.Context) bool {
+	_, err := g.Observe(ctx, nil)
+	return errors.Is(err, KindNoSocket) || errors.Is(err, KindNotListening)
+}
