@@ -5,6 +5,8 @@ import (
 	"fmt"
 	"io"
 	"net/http"
+	"os"
+	"path/filepath"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -91,6 +93,9 @@ func TestManyDeletionsAndOneSilentAgent(t *testing.T) {
 		reasons[a.Reason]++
 	}
 	t.Logf("allowed by reason: %v", reasons)
+	if calls := failedCalls(t, s); len(calls) > 0 {
+		t.Logf("%d calls of the API server failed, the first: %s", len(calls), calls[0])
+	}
 	goal := "pass"
 	if last > deadline+10*time.Second {
 		goal = "MISS" // with the race detector, on a machine that does other work
@@ -102,6 +107,21 @@ func TestManyDeletionsAndOneSilentAgent(t *testing.T) {
 	if most.Load() == 0 || most.Load() > holdsAtMost {
 		t.Errorf("%d calls were held at one time, want 1 to %d", most.Load(), holdsAtMost)
 	}
+}
+
+// failedCalls returns what the API server has logged of calls to coordinators that failed.
+func failedCalls(t *testing.T, s *stage.Stage) (calls []string) {
+	t.Helper()
+	log, err := os.ReadFile(filepath.Join(s.Cluster.LogDir(), "kube-apiserver.log"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for line := range strings.Lines(string(log)) {
+		if strings.Contains(line, "failing open") {
+			calls = append(calls, line)
+		}
+	}
+	return calls
 }
 
 // known returns how long after began a coordinator was asked about the last of the pods of a namespace. A drain's clock begins then.
