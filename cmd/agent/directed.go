@@ -30,10 +30,12 @@ import (
 )
 
 const (
-	// learnMost is how long the gateway is not programmed while coordinators have not said which drains are open.
+	// learnMost is how long the gateway is not programmed while coordinators have not said which
+	// drains are open.
 	learnMost = 3 * time.Second
-	// servicesMost is how long the gateway waits for the Services' annotations when the agent starts: without them nobody is known to be probed, so
-	// that those whom an earlier agent had taken out for their health would come back.
+	// servicesMost is how long the gateway waits for the Services' annotations when the agent
+	// starts: without them nobody is known to be probed, so that those whom an earlier agent had
+	// taken out for their health would come back.
 	servicesMost = time.Second
 )
 

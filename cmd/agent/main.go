@@ -1,5 +1,5 @@
-// Command agent stands beside a gateway: it directs what the gateway routes by EndpointSlices, takes pods out of it when a
-// coordinator asks, and acknowledges what the gateway proves.
+// Command agent stands beside a gateway: it directs what the gateway routes by EndpointSlices,
+// takes pods out of it when a coordinator asks, and acknowledges what the gateway proves.
 package main
 
 import (
@@ -23,7 +23,8 @@ import (
 
 func main() { cli.Main("agent", run) }
 
-// run is the whole program. getenv gives KUBECONFIG and what the configuration file refers to as ${NAME}.
+// run is the whole program. getenv gives KUBECONFIG and what the configuration file refers to as
+// ${NAME}.
 func run(ctx context.Context, args []string, getenv func(string) string, stdout, stderr io.Writer) error {
 	o, err := parse(args, getenv, stdout)
 	if err != nil {

@@ -29,7 +29,8 @@ import (
 
 const (
 	// waitGrace is how long hooks that wait are still served once the node agent is told to stop.
-	// It is longer than hooks wait for connections that stay, and shorter than the time that the manifests give the agent to stop.
+	// It is longer than hooks wait for connections that stay, and shorter than the time that the
+	// manifests give the agent to stop.
 	waitGrace = 25 * time.Second
 	// waitConns bounds the connections of hooks: each hook has one.
 	waitConns = 2048
@@ -97,7 +98,8 @@ func runObserved(ctx context.Context, o options, kube kubernetes.Interface, bund
 	var missing atomic.Int64
 	missing.Store(int64(len(o.file.WaitAddresses)))
 	for _, address := range o.file.WaitAddresses {
-		// It goes on for as long as hooks wait: those that come then would be refused, and end at once.
+		// It goes on for as long as hooks wait: those that come then would be refused, and end at
+		// once.
 		task, err := listen.Address{
 			Address: address, Shared: true, Ready: pods.Synced, Got: func() { missing.Add(-1) }, Leave: leave, Log: log,
 		}.Task(serve.Server{
@@ -117,7 +119,8 @@ func runObserved(ctx context.Context, o options, kube kubernetes.Interface, bund
 		}
 		return ""
 	})
-	// Not shared: who asks how this agent is must not be told how the other is by chance. While it has the address, it is the other.
+	// Not shared: who asks how this agent is must not be told how the other is by chance. While it
+	// has the address, it is the other.
 	opsTask, err := listen.Address{Address: o.people, Log: log}.Task(opsServer(ops, log))
 	if err != nil {
 		return fmt.Errorf("listen: %w", err)
@@ -126,8 +129,9 @@ func runObserved(ctx context.Context, o options, kube kubernetes.Interface, bund
 	return serve.All(ctx, append(tasks, opsTask)...)
 }
 
-// followAbsent declares, until ctx is done, whether this agent can observe what sends to pods. Where its gateway is absent, something else chooses the pod
-// behind a Service's address, which proves nothing and is not waited for.
+// followAbsent declares, until ctx is done, whether this agent can observe what sends to pods.
+// Where its gateway is absent, something else chooses the pod behind a Service's address, which
+// proves nothing and is not waited for.
 func followAbsent(ctx context.Context, g gateway.Observed, routes []drain.Route, declare func([]drain.Route), log *slog.Logger) error {
 	absent := slices.Clone(routes)
 	for i := range absent {

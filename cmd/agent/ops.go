@@ -28,7 +28,8 @@ func newRegistry() *prometheus.Registry {
 	return registry
 }
 
-// opsRouter answers operators and their tools. missing says what the agent is not ready for; empty: it is ready.
+// opsRouter answers operators and their tools. missing says what the agent is not ready for; empty:
+// it is ready.
 func opsRouter(registry *prometheus.Registry, following *serving.Health, missing func() string) *mux.Router {
 	r := mux.NewRouter()
 	r.Methods(http.MethodGet).Path("/metrics").Handler(promhttp.HandlerFor(registry, promhttp.HandlerOpts{}))

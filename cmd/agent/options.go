@@ -26,11 +26,12 @@ const (
 	kind       = "AgentConfiguration"
 )
 
-// healthTimeout is how long a change may wait for the gateway, unless the file says otherwise: twice the 30 s in which kube-proxy
-// synchronises, which is kube-proxy's own limit.
+// healthTimeout is how long a change may wait for the gateway, unless the file says otherwise:
+// twice the 30 s in which kube-proxy synchronises, which is kube-proxy's own limit.
 const healthTimeout = 2 * 30 * time.Second
 
-// defaultWaitAddress is where hooks ask, unless the file says otherwise: the kubelet, on the loopback.
+// defaultWaitAddress is where hooks ask, unless the file says otherwise: the kubelet, on the
+// loopback.
 const defaultWaitAddress = "127.0.0.1:9447"
 
 // minHealthyPercent is health.Options.UsablePercent, unless the file says otherwise.
@@ -54,34 +55,39 @@ type file struct {
 	APIVersion string `json:"apiVersion"`
 	// Kind is AgentConfiguration.
 	Kind string `json:"kind"`
-	// Coordinators says where they are. Absent: the agent only follows EndpointSlices, and acknowledges nothing.
+	// Coordinators says where they are. Absent: the agent only follows EndpointSlices, and
+	// acknowledges nothing.
 	Coordinators *discovery.Config `json:"coordinators,omitempty"`
 	// Gateway is the one that this agent directs or observes: exactly one of its keys is given.
 	Gateway kinds.Gateway `json:"gateway"`
 	// Health is for gateways whose pools the agent owns: haproxy.
 	Health *healthFile `json:"health,omitempty"`
-	// WaitAddresses are where the hooks of a node's pods ask: host:port, on the loopback for the kubelet, at the node's address for the pods. For observed
-	// gateways. Empty: 127.0.0.1:9447.
+	// WaitAddresses are where the hooks of a node's pods ask: host:port, on the loopback for the
+	// kubelet, at the node's address for the pods. For observed gateways. Empty: 127.0.0.1:9447.
 	WaitAddresses []string `json:"waitAddresses,omitempty"`
-	// EndpointsLag delays every change of EndpointSlices on its way to the gateway. It imitates a slow control plane, for
-	// demonstrations and tests; exclusions are not delayed.
+	// EndpointsLag delays every change of EndpointSlices on its way to the gateway. It imitates a
+	// slow control plane, for demonstrations and tests; exclusions are not delayed.
 	EndpointsLag duration `json:"endpointsLag,omitempty"`
-	// StateDir is where exclusions are kept, so that the agent has them when it starts again: a folder that outlives the container, and
-	// that no other agent uses. Empty: the folder of gateway.haproxy.serversFile, which has to outlive it too; without one nothing is kept.
+	// StateDir is where exclusions are kept, so that the agent has them when it starts again: a
+	// folder that outlives the container, and that no other agent uses. Empty: the folder of
+	// gateway.haproxy.serversFile, which has to outlive it too; without one nothing is kept.
 	StateDir string `json:"stateDir,omitempty"`
-	// HealthTimeout is how long a change may wait for the gateway before /livez and /healthz fail. 0: a minute.
+	// HealthTimeout is how long a change may wait for the gateway before /livez and /healthz fail.
+	// 0: a minute.
 	HealthTimeout duration `json:"healthTimeout,omitempty"`
 }
 
 // healthFile is about the health of targets.
 type healthFile struct {
-	// MinHealthyPercent of the routable targets of a pool must be healthy, or all of them get traffic. 0: 50.
+	// MinHealthyPercent of the routable targets of a pool must be healthy, or all of them get
+	// traffic. 0: 50.
 	MinHealthyPercent int `json:"minHealthyPercent,omitempty"`
 }
 
 type duration = config.Duration
 
-// parse reads the command line and the file that it names. Its errors wrap cli.ErrUsage and name field and value, or are flag.ErrHelp.
+// parse reads the command line and the file that it names. Its errors wrap cli.ErrUsage and name
+// field and value, or are flag.ErrHelp.
 func parse(args []string, getenv func(string) string, help io.Writer) (options, error) {
 	var o options
 	var path string
@@ -171,7 +177,8 @@ func (f *file) complete(kind gateway.Kind) {
 	}
 }
 
-// print writes the file that this agent runs with, without looking whether it can: what is missing is missing.
+// print writes the file that this agent runs with, without looking whether it can: what is missing
+// is missing.
 func (f file) print(path string, getenv func(string) string, out io.Writer) error {
 	content, err := os.ReadFile(path)
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {

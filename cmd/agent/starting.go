@@ -12,7 +12,8 @@ import (
 // starting programs the gateway no sooner than it is known what must not be in it.
 type starting struct {
 	director *gateway.Director
-	// learned is closed when every coordinator has said which drains are open. Nil: there is no coordinator.
+	// learned is closed when every coordinator has said which drains are open. Nil: there is no
+	// coordinator.
 	learned <-chan struct{}
 	// checks is closed when it is known how targets are probed.
 	checks <-chan struct{}

@@ -15,7 +15,8 @@ import (
 )
 
 var (
-	// ErrUsage wraps errors in flags or in the configuration file. They are reported before anything listens, with exit code 2.
+	// ErrUsage wraps errors in flags or in the configuration file. They are reported before
+	// anything listens, with exit code 2.
 	ErrUsage = errors.New("bad usage")
 	// ErrPrinted ends a command that was asked for its configuration or version alone.
 	ErrPrinted = errors.New("printed")
@@ -24,7 +25,8 @@ var (
 // Run is a whole command. getenv gives the environment.
 type Run func(ctx context.Context, args []string, getenv func(string) string, stdout, stderr io.Writer) error
 
-// Main runs the command of that name until SIGTERM or an interrupt, and exits with 2 after an [ErrUsage] and 1 after any other error.
+// Main runs the command of that name until SIGTERM or an interrupt, and exits with 2 after an
+// [ErrUsage] and 1 after any other error.
 func Main(name string, run Run) {
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM, os.Interrupt)
 	err := run(ctx, os.Args[1:], os.Getenv, os.Stdout, os.Stderr)

@@ -3,7 +3,8 @@ package signal
 
 import "context"
 
-// Signal is raised by any goroutine, and followed by one. Any number of calls of Raise before the follower looks are one.
+// Signal is raised by any goroutine, and followed by one. Any number of calls of Raise before the
+// follower looks are one.
 type Signal chan struct{}
 
 // New returns a signal that is not raised.

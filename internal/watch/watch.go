@@ -1,4 +1,5 @@
-// Package watch follows objects of one type in the API server. It is the one place that sets up informers.
+// Package watch follows objects of one type in the API server. It is the one place that sets up
+// informers.
 package watch
 
 import (
@@ -21,16 +22,19 @@ type Object interface {
 
 // Options say which objects are watched, and what happens to them.
 type Options[T Object] struct {
-	// Informer chooses the type of T: informers.SharedInformerFactory.Core().V1().Pods().Informer() for example.
+	// Informer chooses the type of T: informers.SharedInformerFactory.Core().V1().Pods().Informer()
+	// for example.
 	Informer func(informers.SharedInformerFactory) cache.SharedIndexInformer
 	// Namespace, Labels and Fields narrow down what is watched. Empty: everything.
 	Namespace, Labels, Fields string
 	// Reduce returns what is to be kept of an object. Nil: all of it.
 	Reduce func(T) T
-	// Changed is called for each object, one at a time: was is nil for one that is new, is nil for one that was deleted. missed reports
-	// that the deletion itself was not seen, and that was may therefore be old.
+	// Changed is called for each object, one at a time: was is nil for one that is new, is nil for
+	// one that was deleted. missed reports that the deletion itself was not seen, and that was may
+	// therefore be old.
 	Changed func(was, is T, missed bool)
-	// Trouble is called when the watch fails, and not again for the same error before it has delivered an object. May be nil.
+	// Trouble is called when the watch fails, and not again for the same error before it has
+	// delivered an object. May be nil.
 	Trouble func(error)
 }
 
@@ -107,7 +111,8 @@ func (w *Watch) Run(ctx context.Context) error {
 	return nil
 }
 
-// Synced waits until ctx is done, and reports whether before that Changed was called for everything that the first list held.
+// Synced waits until ctx is done, and reports whether before that Changed was called for everything
+// that the first list held.
 func (w *Watch) Synced(ctx context.Context) bool {
 	return cache.WaitForCacheSync(ctx.Done(), w.handler.HasSynced)
 }

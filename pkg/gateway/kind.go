@@ -2,12 +2,14 @@ package gateway
 
 import "log/slog"
 
-// Kind is the configuration of one gateway in an agent's file. The package of each kind implements it, as a [DirectedKind] or as an
-// [ObservedKind] and not both, on a pointer to the struct that the file is decoded into.
+// Kind is the configuration of one gateway in an agent's file. The package of each kind implements
+// it, as a [DirectedKind] or as an [ObservedKind] and not both, on a pointer to the struct that the
+// file is decoded into.
 type Kind interface {
 	// Name is what the kind is called on the wire, in metrics and in logs.
 	Name() string
-	// PerRequest reports whether the gateway counts requests to tell whether it is Idle. Otherwise it counts connections.
+	// PerRequest reports whether the gateway counts requests to tell whether it is Idle. Otherwise
+	// it counts connections.
 	PerRequest() bool
 	// Routes are what the gateway routes. None: every Service. The agent checks them.
 	Routes() []Route
@@ -18,9 +20,11 @@ type Kind interface {
 // DirectedKind is a [Kind] of gateway that an agent can direct.
 type DirectedKind interface {
 	Kind
-	// OwnsPool reports whether the agent decides which targets of a pool get traffic. Health checks are for these kinds only.
+	// OwnsPool reports whether the agent decides which targets of a pool get traffic. Health checks
+	// are for these kinds only.
 	OwnsPool() bool
-	// StateDir is a folder that outlives the agent's container, where the agent can keep its exclusions. Empty: there is none.
+	// StateDir is a folder that outlives the agent's container, where the agent can keep its
+	// exclusions. Empty: there is none.
 	StateDir() string
 	// Direct returns the gateway. The configuration has passed Check.
 	Direct() (Directed, error)

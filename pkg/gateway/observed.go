@@ -9,22 +9,26 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
-// Observed is one running data plane that stops routing to a pod by itself once EndpointSlices call the pod terminating. An agent
-// cannot direct it. It can only see that the data plane has stopped.
+// Observed is one running data plane that stops routing to a pod by itself once EndpointSlices call
+// the pod terminating. An agent cannot direct it. It can only see that the data plane has stopped.
 //
 // Methods may be called from several goroutines.
 type Observed interface {
-	// Run follows the data plane until ctx is done, and returns nil then. Before Run, and after it, readings are Unknown.
+	// Run follows the data plane until ctx is done, and returns nil then. Before Run, and after it,
+	// readings are Unknown.
 	Run(ctx context.Context) error
 
-	// Watch begins to observe the targets of one pod. Port 0 is every port of the address. changed is called when the reading may
-	// have changed. It must not block, and may be called before Watch returns.
+	// Watch begins to observe the targets of one pod. Port 0 is every port of the address. changed
+	// is called when the reading may have changed. It must not block, and may be called before
+	// Watch returns.
 	Watch(targets []netip.AddrPort, changed func()) Watch
 
-	// Settle is how long after a worker of the data plane was seen to have stopped routing to a pod that is true of every worker.
+	// Settle is how long after a worker of the data plane was seen to have stopped routing to a pod
+	// that is true of every worker.
 	Settle() time.Duration
 
-	// Absent reports whether there is no data plane that can be observed here. The agent then declares that it cannot acknowledge.
+	// Absent reports whether there is no data plane that can be observed here. The agent then
+	// declares that it cannot acknowledge.
 	Absent() bool
 }
 
@@ -40,13 +44,16 @@ type Watch interface {
 
 // Reading is what an observed data plane was seen to do with the targets of a Watch.
 type Reading struct {
-	// State is Unknown when the data plane could not be read. Unknown says nothing about the targets. Kept is when it sends to a
-	// target because it has no other one. Idle is a level: with another connection the state is Removed again.
+	// State is Unknown when the data plane could not be read. Unknown says nothing about the
+	// targets. Kept is when it sends to a target because it has no other one. Idle is a level: with
+	// another connection the state is Removed again.
 	State health.State
-	// Generation names the life of the data plane that was read. A reading of another generation proves nothing.
+	// Generation names the life of the data plane that was read. A reading of another generation
+	// proves nothing.
 	Generation string
-	// Connections is how many were open or being opened when they were counted at Counted. It includes connections that are not
-	// waited for because their clients keep them from one request to the next.
+	// Connections is how many were open or being opened when they were counted at Counted. It
+	// includes connections that are not waited for because their clients keep them from one request
+	// to the next.
 	Connections int
 	Counted     time.Time
 	// Quiet reports whether there is no connection to wait for, whatever State is.
@@ -55,8 +62,8 @@ type Reading struct {
 	Since time.Time
 }
 
-// WatchSettled is [Observed.Watch] with readings that are true of every worker. Until o's settle time has passed, Removed is read as
-// Routing. changed is called when it has passed.
+// WatchSettled is [Observed.Watch] with readings that are true of every worker. Until o's settle
+// time has passed, Removed is read as Routing. changed is called when it has passed.
 func WatchSettled(o Observed, targets []netip.AddrPort, changed func()) Watch {
 	w := o.Watch(targets, changed)
 	if o.Settle() == 0 {
@@ -73,7 +80,8 @@ type settling struct {
 	timer  *time.Timer
 
 	mu sync.Mutex
-	// removed is the generation for which a Removed that had settled was read last. A later Idle settles again, and is Removed meanwhile.
+	// removed is the generation for which a Removed that had settled was read last. A later Idle
+	// settles again, and is Removed meanwhile.
 	removed string
 }
 
@@ -106,18 +114,20 @@ func (s *settling) Close() {
 
 // Cleaner is an [Observed] that keeps connections to pods which no longer exist.
 type Cleaner interface {
-	// Clean forgets the connections to targets. The agent calls it once nothing is sent to them and no pod has their addresses.
+	// Clean forgets the connections to targets. The agent calls it once nothing is sent to them and
+	// no pod has their addresses.
 	Clean(targets []netip.AddrPort) error
 }
 
-// Auditor is an [Observed] that follows changes, and compares what it has followed with the data plane from time to time.
+// Auditor is an [Observed] that follows changes, and compares what it has followed with the data
+// plane from time to time.
 type Auditor interface {
 	Audits() Audits
 }
 
 // Audits counts comparisons of what an [Auditor] has followed with the data plane.
 type Audits struct {
-	// Same found no difference. Corrected found one: readings since the last audit may have been wrong. Failed could not read the
-	// data plane.
+	// Same found no difference. Corrected found one: readings since the last audit may have been
+	// wrong. Failed could not read the data plane.
 	Same, Corrected, Failed uint64
 }

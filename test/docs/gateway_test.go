@@ -10,7 +10,8 @@ import (
 	"testing"
 )
 
-// The toys of docs/contributing/add-a-gateway.md are packages, and with the lines of its diff the agent and the registry's test take them.
+// The toys of docs/contributing/add-a-gateway.md are packages, and with the lines of its diff the
+// agent and the registry's test take them.
 func TestTheToyGatewaysCompile(t *testing.T) {
 	page := pages(t)["docs/contributing/add-a-gateway.md"]
 	dir, overlay := t.TempDir(), map[string]string{}

@@ -33,7 +33,8 @@ func Deleted(p *corev1.Pod, grace time.Duration) *corev1.Pod {
 	return p
 }
 
-// Slice makes a slice of namespace/service with port 80 and ready endpoints, written "10.0.0.1@a", or "10.0.0.1" without a pod.
+// Slice makes a slice of namespace/service with port 80 and ready endpoints, written "10.0.0.1@a",
+// or "10.0.0.1" without a pod.
 func Slice(name, namespace, service string, list ...string) *discovery.EndpointSlice {
 	port, portName := int32(80), "http"
 	s := &discovery.EndpointSlice{

@@ -39,16 +39,20 @@ type Config struct {
 	Addresses []string `json:"addresses,omitempty"`
 	// ServerName is the name in their certificate.
 	ServerName string `json:"serverName"`
-	// CAFile holds the certificates of those who may sign theirs, PEM. Read again for each connection.
+	// CAFile holds the certificates of those who may sign theirs, PEM. Read again for each
+	// connection.
 	CAFile string `json:"caFile,omitempty"`
-	// CAConfigMap is namespace/name of a ConfigMap that has these certificates as ca.crt, in place of CAFile: lameduck-system/lameduck-ca, where
-	// coordinators write them that make their certificates themselves.
+	// CAConfigMap is namespace/name of a ConfigMap that has these certificates as ca.crt, in place
+	// of CAFile: lameduck-system/lameduck-ca, where coordinators write them that make their
+	// certificates themselves.
 	CAConfigMap string `json:"caConfigMap,omitempty"`
-	// TokenFile is a projected service account token for the audience lameduck.io. Read again at each request.
+	// TokenFile is a projected service account token for the audience lameduck.io. Read again at
+	// each request.
 	TokenFile string `json:"tokenFile"`
 }
 
-// Check reports each thing that is wrong to must, which takes what has to hold and what to say if it does not.
+// Check reports each thing that is wrong to must, which takes what has to hold and what to say if
+// it does not.
 func (c Config) Check(must func(ok bool, format string, args ...any)) {
 	must((c.Service == "") != (len(c.Addresses) == 0), "coordinators: exactly one of service %q and addresses %q is needed", c.Service, c.Addresses)
 	_, _, err := gateway.ParseService(c.Service)
@@ -89,9 +93,11 @@ func Connect(conf Config, bundle *Bundle) *client.Client {
 	return c
 }
 
-// Follow calls tell with the base URLs of all coordinator replicas, ready or not, because one that is starting or stopping has drains too. It does so each
-// time that they change, until ctx is done: first with those that were kept in dir by an earlier life of the agent, so that it finds coordinators while the
-// API server cannot be asked. An empty dir keeps none. Where conf names no Service it only waits.
+// Follow calls tell with the base URLs of all coordinator replicas, ready or not, because one that
+// is starting or stopping has drains too. It does so each time that they change, until ctx is done:
+// first with those that were kept in dir by an earlier life of the agent, so that it finds
+// coordinators while the API server cannot be asked. An empty dir keeps none. Where conf names no
+// Service it only waits.
 func Follow(ctx context.Context, kube kubernetes.Interface, conf Config, dir string, tell func(addresses []string), log *slog.Logger) error {
 	if conf.Service == "" {
 		<-ctx.Done()

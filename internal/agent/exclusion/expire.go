@@ -9,17 +9,19 @@ import (
 const (
 	// lapseEvery is how often leases are looked at.
 	lapseEvery = time.Second
-	// lapseSpread is over how long agents whose leases end together spread their question to the API server.
+	// lapseSpread is over how long agents whose leases end together spread their question to the
+	// API server.
 	lapseSpread = 5 * time.Second
 	// freshRetryFirst and freshRetryMost bound the pause after one that failed.
 	freshRetryFirst = time.Second
 	freshRetryMost  = 30 * time.Second
 )
 
-// Expire ends leases that no coordinator renews, until ctx is done. fresh returns nil if what the set knows of EndpointSlices is not older
-// than the call. Time alone lets no pod back in: a lease that is over stands until EndpointSlices are known to be fresh, because
-// when all coordinators are away the API server may be, too, and the pod may be dead by now. An outage of both keeps the pod out as long as it lasts; the
-// last target of a pool is kept in any case.
+// Expire ends leases that no coordinator renews, until ctx is done. fresh returns nil if what the
+// set knows of EndpointSlices is not older than the call. Time alone lets no pod back in: a lease
+// that is over stands until EndpointSlices are known to be fresh, because when all coordinators are
+// away the API server may be, too, and the pod may be dead by now. An outage of both keeps the pod
+// out as long as it lasts; the last target of a pool is kept in any case.
 func (t *Exclusions) Expire(ctx context.Context, fresh func(context.Context) error) error {
 	ticker := time.NewTicker(lapseEvery)
 	defer ticker.Stop()

@@ -29,10 +29,7 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
-var (
-	podTarget = netip.MustParseAddrPort("10.1.0.7:0")
-	b8        = netip.MustParseAddrPort("10.1.0.8:0")
-)
+var podTarget = netip.MustParseAddrPort("10.1.0.7:0")
 
 // node is a node agent's inner parts in a bubble.
 type testNode struct {

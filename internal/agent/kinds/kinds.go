@@ -11,7 +11,8 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/gateway/kubeproxy"
 )
 
-// Gateway is the gateway of an agent, by its kind: exactly one is given. Each kind is one line, a pointer that implements gateway.Kind.
+// Gateway is the gateway of an agent, by its kind: exactly one is given. Each kind is one line, a
+// pointer that implements gateway.Kind.
 type Gateway struct {
 	HAProxy   *haproxy.Config   `json:"haproxy,omitempty"`
 	KubeProxy *kubeproxy.Config `json:"kubeProxy,omitempty"`

@@ -7,7 +7,8 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/gateway"
 )
 
-// A kind that is neither directed nor observed would be accepted in a file, and nothing would be done with it.
+// A kind that is neither directed nor observed would be accepted in a file, and nothing would be
+// done with it.
 func TestEachKindIsDirectedOrObserved(t *testing.T) {
 	of := reflect.TypeFor[Gateway]()
 	names := map[string]bool{}

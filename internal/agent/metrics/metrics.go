@@ -6,13 +6,15 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/promauto"
 
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 	"github.com/lameduck-io/lameduck/pkg/gateway"
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
-// Directed are the metrics of an agent that directs a gateway. It observes the director, the probes and the client.
+// Directed are the metrics of an agent that directs a gateway. It observes the director, the probes
+// and the client.
 type Directed struct {
 	operations *prometheus.CounterVec
 	applying   prometheus.Histogram
@@ -32,54 +34,44 @@ type Directed struct {
 // NewDirected registers the metrics of an agent that directs a gateway.
 func NewDirected(r prometheus.Registerer, set *health.Set) *Directed {
 	buckets := []float64{.0001, .00025, .0005, .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5}
+	factory := promauto.With(r)
+	counters := func(name, help string, labels ...string) *prometheus.CounterVec {
+		return factory.NewCounterVec(prometheus.CounterOpts{Name: name, Help: help}, labels)
+	}
+	times := func(name, help string) prometheus.Histogram {
+		return factory.NewHistogram(prometheus.HistogramOpts{Name: name, Help: help, Buckets: buckets})
+	}
 	m := &Directed{
-		operations: prometheus.NewCounterVec(prometheus.CounterOpts{
-			Name: "lameduck_agent_operations_total", Help: "Operations sent to the gateway, by what was wanted.",
-		}, []string{"want"}),
-		applying: prometheus.NewHistogram(prometheus.HistogramOpts{
-			Name: "lameduck_agent_apply_duration_seconds", Help: "Time to apply one batch of operations to the gateway.", Buckets: buckets,
-		}),
-		reading: prometheus.NewHistogram(prometheus.HistogramOpts{
-			Name: "lameduck_agent_read_duration_seconds", Help: "Time to read the gateway once.", Buckets: buckets,
-		}),
-		failed: prometheus.NewCounterVec(prometheus.CounterOpts{
-			Name: "lameduck_agent_gateway_errors_total", Help: "Batches and readings that the gateway did not carry out.",
-		}, []string{"call"}),
-		Client: NewClient(r, wire.DeclarationsPath, wire.ReportsPath),
-		unlearned: prometheus.NewCounter(prometheus.CounterOpts{
+		Client:     NewClient(r, wire.DeclarationsPath, wire.ReportsPath),
+		operations: counters("lameduck_agent_operations_total", "Operations sent to the gateway, by what was wanted.", "want"),
+		applying:   times("lameduck_agent_apply_duration_seconds", "Time to apply one batch of operations to the gateway."),
+		reading:    times("lameduck_agent_read_duration_seconds", "Time to read the gateway once."),
+		failed:     counters("lameduck_agent_gateway_errors_total", "Batches and readings that the gateway did not carry out.", "call"),
+		unlearned: factory.NewCounter(prometheus.CounterOpts{
 			Name: "lameduck_agent_unlearned_starts_total",
 			Help: "Starts at which the gateway was programmed without every coordinator having said which drains are open.",
 		}),
+		journal: counters("lameduck_agent_journal_writes_total", "Attempts to write the tombstones to disk, by result.", "result"),
+		writing: times("lameduck_agent_journal_write_duration_seconds", "Time of one attempt to write the tombstones to disk."),
+		probes:  counters("lameduck_agent_probes_total", "Probes of targets that ended, by protocol and outcome.", "protocol", "outcome"),
+		probing: factory.NewHistogramVec(prometheus.HistogramOpts{
+			Name: "lameduck_agent_probe_duration_seconds", Help: "Time of one probe, by protocol.", Buckets: buckets,
+		}, []string{"protocol"}),
+		lateness: times("lameduck_agent_probe_lateness_seconds", "How late probes began, by their schedule."),
+		flying: factory.NewGaugeVec(prometheus.GaugeOpts{
+			Name: "lameduck_agent_probes_in_flight", Help: "Probes by state: flying, waiting for room, and idle connections that are kept alive.",
+		}, []string{"state"}),
+		full: factory.NewGauge(prometheus.GaugeOpts{
+			Name: "lameduck_agent_probes_overloaded", Help: "1 while no more probes are begun because too many are in flight: verdicts come late.",
+		}),
 	}
-	m.journal = prometheus.NewCounterVec(prometheus.CounterOpts{
-		Name: "lameduck_agent_journal_writes_total", Help: "Attempts to write the tombstones to disk, by result.",
-	}, []string{"result"})
-	m.writing = prometheus.NewHistogram(prometheus.HistogramOpts{
-		Name: "lameduck_agent_journal_write_duration_seconds", Help: "Time of one attempt to write the tombstones to disk.", Buckets: buckets,
-	})
-	m.probes = prometheus.NewCounterVec(prometheus.CounterOpts{
-		Name: "lameduck_agent_probes_total", Help: "Probes of targets that ended, by protocol and outcome.",
-	}, []string{"protocol", "outcome"})
-	m.probing = prometheus.NewHistogramVec(prometheus.HistogramOpts{
-		Name: "lameduck_agent_probe_duration_seconds", Help: "Time of one probe, by protocol.", Buckets: buckets,
-	}, []string{"protocol"})
-	m.lateness = prometheus.NewHistogram(prometheus.HistogramOpts{
-		Name: "lameduck_agent_probe_lateness_seconds", Help: "How late probes began, by their schedule.", Buckets: buckets,
-	})
-	m.flying = prometheus.NewGaugeVec(prometheus.GaugeOpts{
-		Name: "lameduck_agent_probes_in_flight", Help: "Probes by state: flying, waiting for room, and idle connections that are kept alive.",
-	}, []string{"state"})
-	m.full = prometheus.NewGauge(prometheus.GaugeOpts{
-		Name: "lameduck_agent_probes_overloaded", Help: "1 while no more probes are begun because too many are in flight: verdicts come late.",
-	})
-	r.MustRegister(m.probes, m.probing, m.lateness, m.flying, m.full)
+	r.MustRegister(targets{set})
 	for _, p := range []health.Protocol{health.HTTP, health.HTTPS, health.TCP, health.GRPC} {
 		m.probing.WithLabelValues(p.String())
 		for _, o := range []health.OutcomeKind{health.Success, health.HTTPFailure, health.TCPFailure, health.Timeout} {
 			m.probes.WithLabelValues(p.String(), outcomeLabel(o))
 		}
 	}
-	r.MustRegister(m.journal, m.writing, m.operations, m.applying, m.reading, m.failed, m.unlearned, targets{set})
 	for _, w := range []health.Want{health.WantRouted, health.WantRemoved, health.WantGone} {
 		m.operations.WithLabelValues(w.String())
 	}
@@ -210,12 +202,11 @@ type Client struct {
 // NewClient registers the metrics of a client that posts to paths.
 func NewClient(r prometheus.Registerer, paths ...string) Client {
 	c := Client{
-		streams: prometheus.NewGauge(prometheus.GaugeOpts{Name: "lameduck_agent_streams", Help: "Open streams to coordinators."}),
-		posts: prometheus.NewCounterVec(prometheus.CounterOpts{
+		streams: promauto.With(r).NewGauge(prometheus.GaugeOpts{Name: "lameduck_agent_streams", Help: "Open streams to coordinators."}),
+		posts: promauto.With(r).NewCounterVec(prometheus.CounterOpts{
 			Name: "lameduck_agent_posts_total", Help: "Posts to coordinators, by path and result.",
 		}, []string{"path", "result"}),
 	}
-	r.MustRegister(c.streams, c.posts)
 	for _, p := range paths {
 		c.posts.WithLabelValues(p, "ok")
 		c.posts.WithLabelValues(p, "error")

@@ -22,8 +22,8 @@ import (
 const (
 	// observedMost bounds the pods that are observed at one time, over all coordinators.
 	observedMost = 10_000
-	// cleanBacklog bounds the pods whose connections wait to be forgotten, cleanLate how long one may have waited: later, its address may be
-	// another pod's.
+	// cleanBacklog bounds the pods whose connections wait to be forgotten, cleanLate how long one
+	// may have waited: later, its address may be another pod's.
 	cleanBacklog = 1000
 	cleanLate    = 2 * time.Second
 	// cleanAgain is how soon it is looked again whether the kernel still sends to the address, and how long a pod waits for
@@ -33,8 +33,8 @@ const (
 	afterwards = 2 * time.Second
 )
 
-// Pods are those for which coordinators want to know what an observed gateway does: it implements [client.Watches]. Make it with New, then
-// run it with Run.
+// Pods are those for which coordinators want to know what an observed gateway does: it implements
+// [client.Watches]. Make it with New, then run it with Run.
 type Pods struct {
 	gateway     gateway.Observed
 	propagation *prometheus.HistogramVec
@@ -70,8 +70,8 @@ type cleanable struct {
 	at      time.Time
 }
 
-// New returns the pods, none yet, that g is observed for. changed is called when there may be something to report, and
-// must not block. propagation is told how long each took.
+// New returns the pods, none yet, that g is observed for. changed is called when there may be
+// something to report, and must not block. propagation is told how long each took.
 func New(g gateway.Observed, changed func(), propagation *prometheus.HistogramVec, r prometheus.Registerer, log *slog.Logger) *Pods {
 	o := &Pods{
 		gateway: g, propagation: propagation, log: log, changed: changed,
@@ -172,7 +172,8 @@ func (o *Pods) Reports() []drain.Report {
 	return reports
 }
 
-// look reads the kernel. What it sends to at the time of the first look, when the pod is being deleted, it knows of: reports may come later.
+// look reads the kernel. What it sends to at the time of the first look, when the pod is being
+// deleted, it knows of: reports may come later.
 func (of *observation) look() gateway.Reading {
 	is := of.watch.Reading()
 	of.sent = of.sent || is.State == health.Routing || is.State == health.Kept
@@ -235,8 +236,8 @@ func (o *Pods) enqueue(c cleanable) {
 	}
 }
 
-// taken says that the kernel sends to one of the addresses of a pod that is gone: on another node another pod has it, or the kernel has not let go of this
-// one yet, as of the last of a Service.
+// taken says that the kernel sends to one of the addresses of a pod that is gone: on another node
+// another pod has it, or the kernel has not let go of this one yet, as of the last of a Service.
 func (o *Pods) taken(targets []netip.AddrPort) bool {
 	w := gateway.WatchSettled(o.gateway, targets, func() {})
 	defer w.Close()
@@ -244,7 +245,8 @@ func (o *Pods) taken(targets []netip.AddrPort) bool {
 	return is == health.Routing || is == health.Kept
 }
 
-// Run cleans, until ctx is done. free reports whether no pod of this node has one of some addresses.
+// Run cleans, until ctx is done. free reports whether no pod of this node has one of some
+// addresses.
 func (o *Pods) Run(ctx context.Context, free func([]netip.AddrPort) bool) error {
 	ticker := time.NewTicker(time.Minute)
 	defer ticker.Stop()

@@ -1,4 +1,5 @@
-// Package source carries what the API server says of endpoints, and of how to probe them, to the set of targets.
+// Package source carries what the API server says of endpoints, and of how to probe them, to the
+// set of targets.
 package source
 
 import (
@@ -41,7 +42,8 @@ type Endpoints struct {
 	isSynced atomic.Bool
 	// heard is what the watch has delivered, for Fresh and for the names of pods.
 	heard heard
-	// told is called after the set was told of changes of targets of some families, or that it has synced.
+	// told is called after the set was told of changes of targets of some families, or that it has
+	// synced.
 	told func([]serving.Family)
 	// watches are those of each namespace.
 	watches map[string]*watch.Watch
@@ -56,7 +58,8 @@ type change struct {
 	missed bool
 	// synced marks the end of the first list.
 	synced bool
-	// reached is closed when the change's turn comes, if it is not nil; there is nothing else to the change then.
+	// reached is closed when the change's turn comes, if it is not nil; there is nothing else to
+	// the change then.
 	reached chan struct{}
 }
 
@@ -70,8 +73,9 @@ func Ports(routes []gateway.Route) map[health.Pool]endpoints.Port {
 	return ports
 }
 
-// New returns the source of set's targets: those of ports. Changes after the first list are delayed by lag. told is called after the set was
-// told of changes of targets of some families, or, without any, that it knows the first list. It must not block.
+// New returns the source of set's targets: those of ports. Changes after the first list are delayed
+// by lag. told is called after the set was told of changes of targets of some families, or, without
+// any, that it knows the first list. It must not block.
 func New(kube kubernetes.Interface, ports map[health.Pool]endpoints.Port, lag time.Duration, set *health.Set, told func([]serving.Family)) (*Endpoints, error) {
 	r := &Endpoints{
 		kube: kube, lag: lag, set: set, index: endpoints.NewIndex(), pools: map[endpoints.Port][]health.Pool{}, changes: make(chan change, backlog), ended: make(chan struct{}),
@@ -202,6 +206,7 @@ func (r *Endpoints) tell(now time.Time, changed []endpoints.PortChange) {
 			families[serving.Of(c.Addr.Addr())] = true
 		}
 	}
-	// After the set, so that no reading which began before counts, and before the look that may find it done.
+	// After the set, so that no reading which began before counts, and before the look that may
+	// find it done.
 	r.told(slices.Collect(maps.Keys(families)))
 }

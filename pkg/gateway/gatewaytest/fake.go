@@ -34,12 +34,9 @@ type Fake struct {
 	old        []*fakeProcess
 	promised   map[health.Key]bool // observed as not routed, and not asked for since
 	turn       int
-	applied    []health.Op
 
-	fail       func(health.Op) error
-	lose       func(health.Op) bool
-	observeErr func() error
-	forgetful  bool
+	fail func(health.Op) error
+	lose func(health.Op) bool
 }
 
 type fakeProcess struct {
@@ -81,9 +78,6 @@ func (f *Fake) boot() {
 			delete(f.promised, k) // nobody promises anything of a static target over a reload
 		}
 	}
-	if f.forgetful {
-		clear(f.promised)
-	}
 }
 
 // FailOps makes every op fail, unchanged, for which fail returns an error. nil ends it.
@@ -100,38 +94,12 @@ func (f *Fake) LoseAnswers(lose func(health.Op) bool) {
 	f.lose = lose
 }
 
-// FailObserve makes Observe fail while fail returns an error. nil ends it.
-func (f *Fake) FailObserve(fail func() error) {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	f.observeErr = fail
-}
-
-// Forgetful makes reloads forget all targets of owned pools, as those of a data plane without a file do.
-func (f *Fake) Forgetful(yes bool) {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	f.forgetful = yes
-}
-
-// Applied returns the ops that were carried out since the last call, in order.
-func (f *Fake) Applied() []health.Op {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	list := f.applied
-	f.applied = nil
-	return list
-}
-
 // Reload makes another generation from what is saved. If requests are open, the process they are in goes on as an old one.
 func (f *Fake) Reload() {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if f.now.active() > 0 {
 		f.old = append(f.old, f.now)
-	}
-	if f.forgetful {
-		clear(f.saved)
 	}
 	f.boot()
 }
@@ -141,9 +109,6 @@ func (f *Fake) Restart() {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.old = nil
-	if f.forgetful {
-		clear(f.saved)
-	}
 	f.dead = false
 	f.boot()
 }
@@ -263,7 +228,6 @@ func (f *Fake) apply(op health.Op) error {
 			}
 		}
 	}
-	f.applied = append(f.applied, op)
 	if f.lose != nil && f.lose(op) {
 		return errors.New("fake gateway: the answer was lost")
 	}
@@ -277,11 +241,6 @@ func (f *Fake) Observe(ctx context.Context, keys []health.Key) (health.Observati
 		return health.Observation{}, fmt.Errorf("observe %d keys: %w", len(keys), err)
 	}
 	defer f.mu.Unlock()
-	if f.observeErr != nil {
-		if err := f.observeErr(); err != nil {
-			return health.Observation{}, err
-		}
-	}
 	f.old = slices.DeleteFunc(f.old, func(p *fakeProcess) bool { return p.active() == 0 })
 	o := health.Observation{Generation: fmt.Sprintf("fake %d", f.generation), At: at, Seen: map[health.Key]health.Seen{}}
 	for _, k := range keys {

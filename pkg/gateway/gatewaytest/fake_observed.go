@@ -12,7 +12,8 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
-// FakeObserved is a gateway.Observed in memory that does what a test says. It is safe for concurrent use.
+// FakeObserved is a gateway.Observed in memory that does what a test says. It is safe for
+// concurrent use.
 type FakeObserved struct {
 	absent atomic.Bool
 

@@ -16,7 +16,8 @@ import (
 type ObservedHarness struct {
 	// Gateway is the one under test. It runs until the test ends.
 	Gateway gateway.Observed
-	// Target is a target of the data plane, which is not routed at the start. There is another target, which always is.
+	// Target is a target of the data plane, which is not routed at the start. There is another
+	// target, which always is.
 	Target netip.AddrPort
 	// Route has the data plane send to Target too, Unroute only to the other one.
 	Route, Unroute func()
@@ -120,8 +121,8 @@ var observedParts = map[string]func(*ObservedHarness) error{
 	},
 }
 
-// watch returns a watch, and what waits for a state without looking but when it was told of a change. Where Removed is waited for Idle
-// will do.
+// watch returns a watch, and what waits for a state without looking but when it was told of a
+// change. Where Removed is waited for Idle will do.
 func (h *ObservedHarness) watch() (gateway.Watch, func(health.State) error) {
 	news := make(chan struct{}, 1)
 	w := gateway.WatchSettled(h.Gateway, []netip.AddrPort{h.Target}, func() {

@@ -34,11 +34,12 @@ func (c *Config) StateDir() string {
 	return filepath.Dir(c.ServersFile)
 }
 
-// Direct implements gateway.DirectedKind: see [New]. The servers file exists from then on, so that HAProxy can start.
+// Direct implements gateway.DirectedKind: see [New]. The servers file exists from then on, so that
+// HAProxy can start.
 func (c *Config) Direct() (gateway.Directed, error) { return New(*c) }
 
-// Stopped implements gateway.Directed. A HAProxy that is told to stop and no longer listens is not enough: it still routes the requests
-// of the connections that it has.
+// Stopped implements gateway.Directed. A HAProxy that is told to stop and no longer listens is not
+// enough: it still routes the requests of the connections that it has.
 func (g *Gateway) Stopped(ctx context.Context) bool {
 	_, err := g.Observe(ctx, nil)
 	return errors.Is(err, KindNoSocket) || errors.Is(err, KindNotListening)

@@ -8,7 +8,8 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/gateway"
 )
 
-// Config makes the agent that of a node, which observes what kube-proxy wrote into the node's kernel.
+// Config makes the agent that of a node, which observes what kube-proxy wrote into the node's
+// kernel.
 type Config struct{}
 
 // Name implements gateway.Kind.
@@ -23,13 +24,15 @@ func (*Config) Routes() []gateway.Route { return nil }
 // Check implements gateway.Kind.
 func (*Config) Check() []error { return nil }
 
-// Observe implements gateway.ObservedKind. What it returns is also a [gateway.Cleaner] and a [gateway.Auditor].
+// Observe implements gateway.ObservedKind. What it returns is also a [gateway.Cleaner] and a
+// [gateway.Auditor].
 func (*Config) Observe(log *slog.Logger) gateway.Observed { return observed{New(Options{Log: log})} }
 
 // observed is an Observer as an agent knows it.
 type observed struct{ *Observer }
 
-// Settle implements gateway.Observed: a transaction of nftables is true of every CPU once it has ended.
+// Settle implements gateway.Observed: a transaction of nftables is true of every CPU once it has
+// ended.
 func (o observed) Settle() time.Duration { return 0 }
 
 // Watch implements gateway.Observed.

@@ -7,17 +7,21 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
-// State is what the kernel does with the targets of a Watch, Reading what is known of them, and Audits counts comparisons of what an
-// Observer has followed with the kernel's tables. Unknown is the state at the start, after an overrun, and when the rules were deleted.
-// Kept is also the state before kube-proxy has written that there is another endpoint: whoever asks must know from EndpointSlices
-// whether there is one. A connection that its client keeps from one request to the next is counted in Reading.Connections, but is
-// waited for only until a moment without packets: 40 ms if requests were seen to follow each other, else 1 s, and in the former case
-// for 1 s at most. Reading.Quiet reports that two counts in a row found no connection to wait for. In Routing connections are counted
-// every second or less often, in Kept ten times a second. Reading.Since is when the end of the commit was read.
 type (
-	State   = health.State
+	// State is what the kernel does with the targets of a Watch. Unknown is the state at the start,
+	// after an overrun, and when the rules were deleted. Kept is also the state before kube-proxy
+	// has written that there is another endpoint: whoever asks must know from EndpointSlices
+	// whether there is one.
+	State = health.State
+	// Reading is what is known of the targets of a Watch. A connection that its client keeps from
+	// one request to the next is among Connections, but is waited for only until a moment without
+	// packets: 40 ms if requests were seen to follow each other, else 1 s, and in the former case
+	// for 1 s at most. Quiet reports that two counts in a row found no connection to wait for. In
+	// Routing connections are counted every second or less often, in Kept ten times a second. Since
+	// is when the end of the commit was read.
 	Reading = gateway.Reading
-	Audits  = gateway.Audits
+	// Audits counts comparisons of what an Observer has followed with the kernel's tables.
+	Audits = gateway.Audits
 )
 
 // The states of [health.State].
@@ -44,7 +48,7 @@ type Options struct {
 	Log *slog.Logger
 	// Families are those to follow; none is both. Targets of another one stay Unknown.
 	Families []Family
-	// NetNS is an open file of the network namespace to observe; 0 is that of this process. In another one the legacy iptables are not
-	// seen.
+	// NetNS is an open file of the network namespace to observe; 0 is that of this process. In
+	// another one the legacy iptables are not seen.
 	NetNS int
 }
