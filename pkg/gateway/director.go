@@ -10,6 +10,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/lameduck-io/lameduck/internal/signal"
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
@@ -65,7 +66,7 @@ type Director struct {
 	// about another. It must not block. May be nil.
 	Followed func(Progress)
 
-	wake       chan struct{}
+	wake       signal.Signal
 	programmed atomic.Bool
 	// failing is the last error that was logged: one line a change, not one a try.
 	failing string
@@ -83,16 +84,11 @@ type Director struct {
 
 // NewDirector returns a director that does nothing until Run.
 func NewDirector(g Directed, set *health.Set, log *slog.Logger) *Director {
-	return &Director{Gateway: g, Set: set, Log: log, wake: make(chan struct{}, 1), retry: retryFirst}
+	return &Director{Gateway: g, Set: set, Log: log, wake: signal.New(), retry: retryFirst}
 }
 
 // Wake makes the director look at its set now. It never blocks; any number of calls before the look are one.
-func (d *Director) Wake() {
-	select {
-	case d.wake <- struct{}{}:
-	default:
-	}
-}
+func (d *Director) Wake() { d.wake.Raise() }
 
 // Programmed reports whether the gateway has been read to route to all that the set wanted routed at one time after it had synced,
 // but for what it refused. Once it has, it stays so: until then a gateway may answer for Services that it does not know yet.

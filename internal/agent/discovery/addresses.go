@@ -10,7 +10,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
-	"sync"
+	"sync/atomic"
 
 	"github.com/lameduck-io/lameduck/internal/signal"
 )
@@ -24,9 +24,7 @@ type addresses struct {
 	path string
 	log  *slog.Logger
 	wake signal.Signal
-
-	mu   sync.Mutex
-	last []string
+	last atomic.Pointer[[]string]
 }
 
 // rememberIn returns what keeps addresses in dir. An empty dir means that nothing is kept.
@@ -55,14 +53,12 @@ func (a *addresses) read() []string {
 	return kept
 }
 
-// set notes the addresses. It never blocks. That there is none is not worth knowing later.
+// set notes the addresses, which must not be changed afterwards. It never blocks. That there is none is not worth knowing later.
 func (a *addresses) set(all []string) {
 	if a.path == "" || len(all) == 0 {
 		return
 	}
-	a.mu.Lock()
-	a.last = slices.Clone(all)
-	a.mu.Unlock()
+	a.last.Store(&all)
 	a.wake.Raise()
 }
 
@@ -70,9 +66,7 @@ func (a *addresses) set(all []string) {
 func (a *addresses) run(ctx context.Context) error {
 	had := a.read()
 	return a.wake.Follow(ctx, func() {
-		a.mu.Lock()
-		last := a.last
-		a.mu.Unlock()
+		last := *a.last.Load()
 		if slices.Equal(last, had) {
 			return
 		}
