@@ -16,7 +16,7 @@ import (
 )
 
 const (
-	// headerTime is how long a TLS handshake, and then a request's header, may take.
+	// headerTime is how long a TLS handshake, and then a request's header, may take on a server without Conns.
 	headerTime = 5 * time.Second
 	// idleTime is how long an unused connection is kept. The API server closes its own after 90 s: were that the longer one, its next
 	// review could be written to a connection that is just being closed, and a webhook call is not repeated.
@@ -34,10 +34,11 @@ type Server struct {
 	Handler http.Handler
 	// Conns bounds the connections at one time. Where one more comes, the source address with the most connections loses the one that has been
 	// without a new request for longest, whether that is being answered or not, but none that its handler has [Kept]; if all are kept, the
-	// newcomer is closed. 0: no bound.
+	// newcomer is closed. A new connection may then be without a request for as long as any other: an HTTP client opens one for a request that
+	// another connection takes meanwhile, and uses it later. 0: no bound.
 	Conns int
-	// ReadTime is how long a request may take to arrive, with its body; a read fails then with os.ErrDeadlineExceeded, and the connection
-	// is closed. A body that nobody reads is waited for no longer either. What a handler does once it has read everything is not
+	// ReadTime is how long after its header the body of a request may take to arrive; a read fails then with os.ErrDeadlineExceeded, and the connection
+	// is closed. It does not run from the start of the connection, as http.Server.ReadTimeout does for the first request on one. A body that nobody reads is waited for no longer either. What a handler does once it has read everything is not
 	// bounded. 0: a body may take as long as it likes.
 	ReadTime time.Duration
 	// WriteTime is how long an answer may take from the end of its request's header on. 0: as long as it likes.
@@ -96,10 +97,12 @@ func (s Server) run(ctx context.Context) error {
 			if conn, ok := r.Context().Value(connKey{}).(*crowdConn); ok {
 				conn.turn(false)
 			}
+			if s.ReadTime > 0 && r.ContentLength != 0 {
+				_ = http.NewResponseController(w).SetReadDeadline(time.Now().Add(s.ReadTime))
+			}
 			s.Handler.ServeHTTP(w, r)
 		}),
 		ReadHeaderTimeout: headerTime,
-		ReadTimeout:       s.ReadTime,
 		IdleTimeout:       idleTime,
 		WriteTimeout:      s.WriteTime,
 		MaxHeaderBytes:    headerBytes,
@@ -108,7 +111,7 @@ func (s Server) run(ctx context.Context) error {
 	}
 	listener := s.Listener
 	if s.Conns > 0 {
-		server.ConnContext = connContext
+		server.ConnContext, server.ReadHeaderTimeout = connContext, idleTime
 		listener = &crowdListener{Listener: listener, crowd: newCrowd(s.Conns), log: log.With("server", s.Name), said: rate.Sometimes{Interval: crowdedEvery}}
 	}
 	if s.TLS != nil {
