@@ -238,17 +238,13 @@ func (a *api) list(x *watcher, done func()) {
 			a.tell(x, func() { x.pods(p, v) })
 		}
 	}
+	known := a.slices
+	if a.w.faulty() && a.w.kinds[timeTravel] && a.w.chance(300) {
+		known = a.past()
+	}
 	for service := range a.services {
-		s := a.slices[service]
-		if a.w.faulty() && a.w.kinds[timeTravel] && len(a.history[service]) > 2 && a.w.chance(300) {
-			s = a.history[service][len(a.history[service])-2]
-		}
-		if x.slice != nil {
+		if s := known[service]; x.slice != nil {
 			a.tell(x, func() { x.slice(service, s) })
-			if s.version != a.slices[service].version {
-				later := a.slices[service]
-				a.w.after(nil, a.w.between(10*time.Millisecond, 2*time.Second), func() { a.tell(x, func() { x.slice(service, later) }) })
-			}
 		}
 	}
 	if x.roster != nil {
@@ -256,6 +252,35 @@ func (a *api) list(x *watcher, done func()) {
 		a.tell(x, func() { x.roster(e) })
 	}
 	a.tell(x, done)
+	a.catchUp(x, known)
+}
+
+// past returns the slices as they were at one moment not long ago: a server of the API may be behind.
+func (a *api) past() []slice {
+	at := time.Duration(0)
+	for _, h := range a.history {
+		if len(h) > 1 {
+			at = max(at, h[len(h)-2].at)
+		}
+	}
+	known := slices.Clone(a.slices)
+	for service, h := range a.history {
+		for i := len(h) - 1; i >= 0 && known[service].at > at; i-- {
+			known[service] = h[i]
+		}
+	}
+	return known
+}
+
+// catchUp brings a watcher that knows older slices the present ones. What comes later comes after that.
+func (a *api) catchUp(x *watcher, known []slice) {
+	for service, s := range a.slices {
+		if x.slice == nil || s.version == known[service].version {
+			continue
+		}
+		x.stall = max(x.stall, a.w.at+a.w.between(10*time.Millisecond, 3*time.Second))
+		a.tell(x, func() { x.slice(service, s) })
+	}
 }
 
 // rosterChanged tells the coordinators which agents there are.

@@ -303,19 +303,13 @@ func (w *world) fault(k kind) {
 	case timeTravel:
 		// A watch breaks and goes on with a server that is behind, until that has caught up: what comes later comes after that.
 		x := w.api.watchers[w.rng.IntN(len(w.api.watchers))]
-		var caughtUp []func()
-		for service, h := range w.api.history {
-			if len(h) < 2 || x.slice == nil {
-				continue
+		known := w.api.past()
+		for service, s := range known {
+			if x.slice != nil {
+				w.api.tell(x, func() { x.slice(service, s) })
 			}
-			old, last := h[len(h)-2], w.api.slices[service]
-			w.api.tell(x, func() { x.slice(service, old) })
-			caughtUp = append(caughtUp, func() { x.slice(service, last) })
 		}
-		x.stall = max(x.stall, w.at+w.between(10*time.Millisecond, 3*time.Second))
-		for _, do := range caughtUp {
-			w.api.tell(x, do)
-		}
+		w.api.catchUp(x, known)
 	case podUnready:
 		p := w.api.pods[w.rng.IntN(len(w.api.pods))]
 		if p.ready && !p.terminating {
