@@ -94,7 +94,7 @@ func Open(ctx context.Context, c *cluster.Cluster, o Options) (*Stage, error) {
 		return nil, err
 	}
 	n, err := node.New(c.Config(), node.Options{
-		Name: "node-1", PodRange: netip.MustParsePrefix("10.244.1.0/24"), Dir: o.Dir, Observe: o.Observe, Logger: o.Log,
+		Name: "node-1", PodRange: netip.MustParsePrefix("10.244.64.0/18"), Dir: o.Dir, Observe: o.Observe, Logger: o.Log,
 		Address: func(p *corev1.Pod) netip.Addr {
 			if o.Entries == 0 && p.Namespace == System && p.Labels["app.kubernetes.io/component"] == "webhook" {
 				return CoordinatorAddress
