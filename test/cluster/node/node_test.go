@@ -501,7 +501,7 @@ func TestInitAndSidecars(t *testing.T) {
 		RestartPolicy:  v1.RestartPolicyNever,
 		Volumes:        []v1.Volume{{Name: "shared", VolumeSource: v1.VolumeSource{EmptyDir: &v1.EmptyDirVolumeSource{}}}},
 		InitContainers: []v1.Container{shell("first", "test ! -e $(VOLUME_SHARED)/log"), side, shell("second", "echo second >> $VOLUME_SHARED/log")},
-		Containers:     []v1.Container{shell("app", "echo app >> $VOLUME_SHARED/log; cat $VOLUME_SHARED/log"), shell("slow", "sleep 0.3; echo slow >> $VOLUME_SHARED/log")},
+		Containers:     []v1.Container{shell("app", "echo app >> $VOLUME_SHARED/log; cat $VOLUME_SHARED/log"), shell("slow", "until grep -q app $VOLUME_SHARED/log; do sleep 0.05; done; sleep 0.5; echo slow >> $VOLUME_SHARED/log")},
 	}
 	pod, err := client.CoreV1().Pods(namespace).Create(ctx, &v1.Pod{ObjectMeta: metav1.ObjectMeta{Name: "ordered"}, Spec: s}, metav1.CreateOptions{})
 	if err != nil {
