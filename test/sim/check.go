@@ -553,7 +553,7 @@ func (c *coord) checkRoom() {
 		if d.told || c.ledger.Queued(uid) {
 			continue
 		}
-		d.told, d.toldAt, d.exempt = true, w.at, d.place == drain.Granted || c.taken(uid)
+		d.told, d.toldAt, d.ordered, d.exempt = true, w.at, d.askedAt > w.parted+agreed, d.place == drain.Granted || c.taken(uid)
 		w.measure("drains that agents were told of")
 		if d.place == drain.Deferred {
 			w.fail(checkOrder, "%s unroutes %s, which has to wait at the opener", c.name, uid)
@@ -626,7 +626,7 @@ func (w *world) drained(uid drain.UID, told bool) (any, inOrder bool) {
 	for _, o := range w.coords {
 		d := o.room[uid]
 		if o.up && d != nil && (d.told || !told) && !d.background && !o.restarted[uid] && w.at-o.answered[uid] < w.times.Abandon-agreed {
-			any, inOrder = true, inOrder || d.askedAt > w.parted+agreed
+			any, inOrder = true, inOrder || d.askedAt > w.parted+agreed && (d.ordered || !d.told)
 		}
 	}
 	return any, inOrder

@@ -110,6 +110,8 @@ type admitted struct {
 	// told: it is not queued. exempt: another replica had room, or had unrouted the pod already. background: it was not held.
 	told, exempt, background bool
 	toldAt                   time.Duration
+	// ordered: when agents were told, it had been asked for while replicas knew of each other.
+	ordered bool
 	// place is what was last said of who judges its room, at askedAt.
 	place   drain.Placing
 	askedAt time.Duration
