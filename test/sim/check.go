@@ -494,7 +494,8 @@ func (c *coord) checkDeparted(s drain.Status) {
 // have begun before. Of its last word another may have been older.
 func (c *coord) checkSilent(p *pod, a *agent) {
 	w := c.w
-	if quiet := c.silence[a.id]; quiet != nil && w.at-quiet.endedAt < w.times.Deadline {
+	// An agent that is not listed may be forgotten, or not: what it let expire is then not known here.
+	if quiet := c.silence[a.id]; a.right == "" && quiet != nil && w.at-quiet.endedAt < w.times.Deadline {
 		w.fail(checkSuspended, "%s does not wait for %s, which has acknowledged a drain %s ago, to delete %s", c.name, a.name, w.at-quiet.endedAt, p.uid)
 	}
 }
