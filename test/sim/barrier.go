@@ -679,6 +679,7 @@ func (c *coord) checkPass(p *pod, s drain.Status, why *pass) {
 			continue
 		}
 		connected := slices.ContainsFunc(c.streams, func(st *stream) bool { return st.link.a == a && c.ledger.Current(a.id, st.session) })
+		last := s.Reason == drain.LastTarget || s.Reason == drain.AgentsLost // which says less, and takes its place
 		listed, ready := false, false
 		for _, e := range c.roster {
 			if e.ID == a.id {
@@ -697,15 +698,15 @@ func (c *coord) checkPass(p *pod, s drain.Status, why *pass) {
 		case connected || listed && ready:
 			switch {
 			case !a.kernel.routes(p.uid):
-			case a.kernel.kept(p.uid), s.Reason == drain.LastTarget && a.kernel.stays(p.uid, w.api.slices):
+			case a.kernel.kept(p.uid), last && a.kernel.stays(p.uid, w.api.slices):
 				w.excuse("routed by a kernel: LastTarget")
 			case a.kernel.late(p) != "":
 				w.excuse("routed by a kernel: " + a.kernel.late(p))
 			case a.kernel.travelled:
 				w.excuse("routed by a kernel: told an old list")
-			case s.Reason == drain.LastTarget && a.kernel.behind():
+			case last && a.kernel.behind():
 				w.excuse("routed by a kernel: it hears more than 10 s late")
-			case s.Reason == drain.LastTarget && a.kernel.stays(p.uid, c.slices):
+			case last && a.kernel.stays(p.uid, c.slices):
 				w.excuse("routed by a kernel: LastTarget, and another endpoint is just becoming ready")
 			default:
 				w.fail(checkBarrier, "%s lets %s stop by %s, but the kernel of %s sends to it", c.name, p.uid, s.Reason, a.name)
