@@ -700,6 +700,9 @@ func (c *coord) checkPass(p *pod, s drain.Status, why *pass) {
 			case !a.kernel.routes(p.uid):
 			case a.kernel.kept(p.uid), last && a.kernel.stays(p.uid, w.api.slices):
 				w.excuse("routed by a kernel: LastTarget")
+				if s.Reason == drain.AgentsLost {
+					why.excused[a] = "LastTarget"
+				}
 			case a.kernel.late(p) != "":
 				w.excuse("routed by a kernel: " + a.kernel.late(p))
 			case a.kernel.travelled:
@@ -708,6 +711,9 @@ func (c *coord) checkPass(p *pod, s drain.Status, why *pass) {
 				w.excuse("routed by a kernel: it hears more than 10 s late")
 			case last && a.kernel.stays(p.uid, c.slices):
 				w.excuse("routed by a kernel: LastTarget, and another endpoint is just becoming ready")
+				if s.Reason == drain.AgentsLost {
+					why.excused[a] = "LastTarget"
+				}
 			default:
 				w.fail(checkBarrier, "%s lets %s stop by %s, but the kernel of %s sends to it", c.name, p.uid, s.Reason, a.name)
 			}
