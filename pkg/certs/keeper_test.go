@@ -39,6 +39,9 @@ func keeperWith(t *testing.T, kube *fake.Clientset, change func(*Options)) (*Kee
 		change(&o)
 	}
 	k := New(o)
+	if k.Ready() == nil {
+		t.Error("ready before anything was made")
+	}
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan error, 1)
 	go func() { done <- k.Run(ctx) }()
@@ -76,9 +79,6 @@ func TestEverythingIsWrittenAndKept(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		kube := fake.NewClientset(installed()...)
 		k, let := keeperWith(t, kube, nil)
-		if k.Ready() == nil {
-			t.Error("ready before anything was made")
-		}
 		time.Sleep(5 * time.Second)
 		if err := k.Ready(); err != nil {
 			t.Fatal(err)

@@ -679,7 +679,7 @@ func (c *coord) checkPass(p *pod, s drain.Status, why *pass) {
 			continue
 		}
 		connected := slices.ContainsFunc(c.streams, func(st *stream) bool { return st.link.a == a && c.ledger.Current(a.id, st.session) })
-		last := s.Reason == drain.LastTarget || s.Reason == drain.AgentsLost // which says less, and takes its place
+		last := s.Reason == drain.LastTarget || s.Reason == drain.AgentsLost // takes its place
 		listed, ready := false, false
 		for _, e := range c.roster {
 			if e.ID == a.id {

@@ -494,7 +494,7 @@ func (c *coord) checkDeparted(s drain.Status) {
 // have begun before. Of its last word another may have been older.
 func (c *coord) checkSilent(p *pod, a *agent) {
 	w := c.w
-	// An agent that is not listed may be forgotten, or not: what it let expire is then not known here.
+	// An agent that is not listed may be forgotten, or not: what it let expire is not known here.
 	if quiet := c.silence[a.id]; a.right == "" && quiet != nil && w.at-quiet.endedAt < w.times.Deadline {
 		w.fail(checkSuspended, "%s does not wait for %s, which has acknowledged a drain %s ago, to delete %s", c.name, a.name, w.at-quiet.endedAt, p.uid)
 	}
@@ -554,7 +554,8 @@ func (c *coord) checkRoom() {
 		if d.told || c.ledger.Queued(uid) {
 			continue
 		}
-		d.told, d.toldAt, d.ordered, d.exempt = true, w.at, d.askedAt > w.parted+agreed, d.place == drain.Granted || c.taken(uid)
+		d.told, d.toldAt, d.ordered = true, w.at, d.askedAt > w.parted+agreed
+		d.exempt = d.place == drain.Granted || c.taken(uid)
 		w.measure("drains that agents were told of")
 		if d.place == drain.Deferred {
 			w.fail(checkOrder, "%s unroutes %s, which has to wait at the opener", c.name, uid)

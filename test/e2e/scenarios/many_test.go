@@ -95,7 +95,8 @@ func TestManyDeletionsAndOneSilentAgent(t *testing.T) {
 		reasons[a.Reason]++
 	}
 	t.Logf("allowed by reason: %v", reasons)
-	// A deletion goes unasked if the calls of both entries take longer than timeoutSeconds: where the machine has no time for them.
+	// A deletion goes unasked if the calls of both entries take longer than timeoutSeconds, as they do
+	// where the machine has no time for them.
 	late, failed := failedCalls(apiServerLog(t, s)[logged:])
 	t.Logf("%d calls of the API server took longer than 4 s", late)
 	if len(failed) > 0 {
@@ -126,8 +127,8 @@ func apiServerLog(t *testing.T, s *stage.Stage) string {
 	return string(log)
 }
 
-// failedCalls returns how many calls to coordinators the API server gave up, and what its log says of those that failed in
-// another way.
+// failedCalls returns how many calls to coordinators the API server gave up, and what its log says
+// of those that failed in another way.
 func failedCalls(log string) (late int, failed []string) {
 	for line := range strings.Lines(log) {
 		switch {
