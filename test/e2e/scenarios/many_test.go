@@ -142,7 +142,8 @@ func failedCalls(log string) (late int, failed []string) {
 	return late, failed
 }
 
-// known returns how long after began a coordinator was asked about the last of the pods of a namespace. A drain's clock begins then.
+// known returns how long after began a coordinator was asked about the last of the pods of a
+// namespace. A drain's clock begins then.
 func known(t *testing.T, s *stage.Stage, ns string, began time.Time) (last time.Duration) {
 	t.Helper()
 	log, err := s.Logs(t.Context(), stage.System, "app.kubernetes.io/component=webhook", "webhook")
