@@ -28,7 +28,10 @@ part evictions-3 ENTRIES=3 ROUNDS=200 -count=1 -timeout 2h -run '^TestTwoEvictio
 part half -count=10 -timeout 1h -run '^TestHalfOfAService$' ./witness
 part deadline -count=5 -timeout 1h -run '^TestADeadlineDoesNotBeginAgain$' ./witness
 part drain -count=10 -timeout 1h -run '^TestKubectlDrain$' ./witness
-part many -count=10 -timeout 2h -run '^TestManyDeletionsAndOneSilentAgent$' ./scenarios
+part slow ROUNDS=10 -count=1 -timeout 1h -run '^TestScaleInWithSlowAcknowledgements$' ./witness
+for i in {1..10}; do # its namespaces stay until the cluster ends
+	part "many-$i" -count=1 -timeout 1h -run '^TestManyDeletionsAndOneSilentAgent$' ./scenarios
+done
 part table LAMEDUCK_BIN="$BIN" -tags long -count=1 -timeout 1h -run '^TestTable$' ./witness
 
 printf '\n%s\n%s' "$began" "$summary"
