@@ -182,7 +182,7 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 		serve.Task{Name: "replicas", Run: func(ctx context.Context) error { return others.run(ctx, coord, watch.synced, started) }, Last: true},
 		serve.Task{Name: "events", Run: events.run, Last: true},
 		serve.Server{
-			Name: "admission", Listener: listeners[0], TLS: secure, Handler: door.GuardBoth(serve.Kept(handler), serve.Kept(mutator)), Conns: admissionConns, ReadTime: o.times.Webhook,
+			Name: "admission", Listener: listeners[0], TLS: secure, Handler: door.Guard(serve.Kept(handler), serve.Kept(mutator)), Conns: admissionConns, ReadTime: o.times.Webhook,
 			WriteTime: o.times.Webhook + writeMargin, Stop: stop, Delay: o.shutdownDelay, Grace: shutdownGrace, Keep: func() bool { return ready.check() == nil }, Log: log,
 		}.Task(),
 		serve.Server{
@@ -217,7 +217,8 @@ type readiness struct {
 }
 
 // check returns why this replica cannot judge deletions. Nil: it can. One that lost the streams of most of its agents abstains only while another
-// replica has them: with no other replica to ask, waiting for agents ends at the deadline, and a lost request stays lost.
+// replica has them: with no other replica to ask, waiting for agents ends at the deadline, and a
+// lost request stays lost.
 func (r *readiness) check() error {
 	switch {
 	case r.stopping.Load():

@@ -168,19 +168,11 @@ func (d *Door) knows(now time.Time, secret string) bool {
 	return known == 1
 }
 
-// Guard returns a handler that passes to next what comes on [Path] with a secret that is good. Everything else gets the same 404, whether the
-// path is unknown or the secret wrong, before anything of its body is read.
-func (d *Door) Guard(next http.Handler) http.Handler {
-	return d.guard(map[string]http.Handler{Path: next})
-}
-
-// GuardBoth is Guard for reviews of deletions and, on [MutatePath], of creations.
-func (d *Door) GuardBoth(deletions, creations http.Handler) http.Handler {
-	return d.guard(map[string]http.Handler{Path: deletions, MutatePath: creations})
-}
-
-// guard passes to the handler of its path what comes with a secret.
-func (d *Door) guard(paths map[string]http.Handler) http.Handler {
+// Guard returns a handler that passes on what comes with a good secret: on [Path] reviews of
+// deletions, on [MutatePath] reviews of creations. Everything else gets the same 404, whether the path
+// is unknown or the secret wrong, before anything of its body is read.
+func (d *Door) Guard(deletions, creations http.Handler) http.Handler {
+	paths := map[string]http.Handler{Path: deletions, MutatePath: creations}
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		at := strings.LastIndexByte(r.URL.Path, '/') + 1
 		next, ok := paths[r.URL.Path[:at]]

@@ -56,7 +56,7 @@ func (w *doorWorld) write(text string) {
 func (w *doorWorld) get(path string, body io.Reader) (code int, answer string) {
 	inside := http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { _, _ = io.WriteString(w, "inside") })
 	recorder := httptest.NewRecorder()
-	w.Guard(inside).ServeHTTP(recorder, httptest.NewRequest(http.MethodPost, path, body))
+	w.Guard(inside, inside).ServeHTTP(recorder, httptest.NewRequest(http.MethodPost, path, body))
 	response := recorder.Result()
 	defer response.Body.Close()
 	var all bytes.Buffer
@@ -206,7 +206,7 @@ func TestBothDoors(t *testing.T) {
 	says := func(text string) http.Handler {
 		return http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { _, _ = io.WriteString(w, text) })
 	}
-	both := d.GuardBoth(says("deletions"), says("creations"))
+	both := d.Guard(says("deletions"), says("creations"))
 	for path, want := range map[string]string{
 		Path + secretOne: "deletions", MutatePath + secretOne: "creations",
 		MutatePath + secretTwo: "404 page not found\n", MutatePath: "404 page not found\n", "/v1/" + secretOne: "404 page not found\n",
