@@ -207,7 +207,8 @@ waitAddresses: ["%s"]
 	}
 }
 
-// Some other program has the address of hooks. Without this the agent is ready, gateways are asked for the pods of its node, and their hooks are told nothing.
+// Some other program has the address of hooks. Without this the agent is ready, gateways are asked
+// for the pods of its node, and their hooks are told nothing.
 func TestAnAgentThatNobodyCanAskIsNotReady(t *testing.T) {
 	listener, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {

@@ -178,7 +178,8 @@ func (s *Set) pair() (*tls.Certificate, error) {
 }
 
 // validFrom is the start of every set's validity, long ago: a replica whose clock is ahead must not make a certificate that is not valid
-// yet by the clocks of its callers. The key of the CA is thrown away, so an early start does not allow another signature.
+// yet by the clocks of its callers. The key of the CA is thrown away, so an early start does not
+// allow another signature.
 var validFrom = time.Unix(0, 0)
 
 // newSet makes a set.

@@ -393,8 +393,9 @@ func (l *Ledger) Deleted(now time.Time, uid UID) bool {
 }
 
 // Restart is [Ledger.AskBounded] for a container that is about to be stopped although nobody wants its pod deleted. The drain is one that is not
-// counted against the pod: it takes nothing of the time of a later one, and says nothing about whether deletions are refused. Where the opener has the
-// pod's drain wait for capacity, that holds.
+// counted against the pod: it takes nothing of the time of a later one, and says nothing about
+// whether deletions are refused. Where the opener has the pod's drain wait for capacity, that
+// holds.
 func (l *Ledger) Restart(now time.Time, pod Pod, targets []Targets) Status {
 	d := l.at(AtHold, pod.UID)
 	restart, place := d == nil || !d.open || d.restart, Place{}

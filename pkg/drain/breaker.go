@@ -34,20 +34,22 @@ const trialEvery = 5 * time.Second
 // agent that is connected and does not answer is suspended even if it is the only one, and even if all are: the drains are then released
 // with the reason Suspended, which people are warned of.
 //
-// A drain that does not wait for an agent is closed before the agent can acknowledge it. So one drain in each [trialEvery] of the
-// clock waits for a suspended agent, less than one hold. Agents that are suspended share that drain, and so do replicas. For agents
-// that need longer, the breaker closes by half after the memory bound: the agent is waited for again, and one more strike
+// A drain that does not wait for an agent is closed before the agent can acknowledge it. So one
+// drain in each [trialEvery] of the clock waits for a suspended agent, less than one hold. Agents
+// that are suspended share that drain, and so do replicas. For agents that need longer, the breaker
+// closes by half after the memory bound: the agent is waited for again, and one more strike
 // suspends it again.
 type breaker struct {
 	strikes int
 	// since is when the first of these drains was opened, struckAt when the last of them expired.
 	since, struckAt time.Time
-	// clearedAt is when the agent last acknowledged a drain in time here, or was given another chance.
+	// clearedAt is when the agent last acknowledged a drain in time here, or was given another
+	// chance.
 	clearedAt time.Time
 	// open means suspended.
 	open bool
-	// trial is the number of the drain that last waited for the agent while it was suspended. It was told of that drain in the
-	// trialEvery that began at triedAt.
+	// trial is the number of the drain that last waited for the agent while it was suspended. It
+	// was told of that drain in the trialEvery that began at triedAt.
 	trial   uint64
 	triedAt time.Time
 }
@@ -122,12 +124,12 @@ func (l *Ledger) judge(a *agent) {
 	}
 }
 
-// Silence is an agent that let drains expire, as one replica tells it to another. One denial denies, so replicas that do not
-// agree would all wait for it.
+// Silence is an agent that let drains expire, as one replica tells it to another. One denial
+// denies, so replicas that do not agree would all wait for it.
 type Silence struct {
 	Agent AgentID `json:"agent"`
-	// Strikes is how many drains in a row it let expire. SinceMillis is how long ago the first of them was opened, LastMillis
-	// how long ago the last one expired.
+	// Strikes is how many drains in a row it let expire. SinceMillis is how long ago the first of
+	// them was opened, LastMillis how long ago the last one expired.
 	Strikes     int   `json:"strikes"`
 	SinceMillis int64 `json:"sinceMillis"`
 	LastMillis  int64 `json:"lastMillis"`
@@ -145,8 +147,9 @@ func (l *Ledger) Silences(now time.Time) []Silence {
 	return all
 }
 
-// Believe takes over the strikes that another replica has counted, if they are more than were counted here and the agent has
-// acknowledged nothing here since the first of those drains was opened there.
+// Believe takes over the strikes that another replica has counted, if they are more than were
+// counted here and the agent has acknowledged nothing here since the first of those drains was
+// opened there.
 func (l *Ledger) Believe(now time.Time, silences []Silence) {
 	for _, s := range silences {
 		a := l.agents[s.Agent]
@@ -183,8 +186,8 @@ func (l *Ledger) readmit(now time.Time) {
 	}
 }
 
-// told records that agents are told of d from now on. d waits for those agents that are suspended and were not waited for
-// lately, if they are connected: without a stream they cannot answer.
+// told records that agents are told of d from now on. d waits for those agents that are suspended
+// and were not waited for lately, if they are connected: without a stream they cannot answer.
 func (l *Ledger) told(now time.Time, d *drain) {
 	d.toldAt = now
 	if began := now.Truncate(trialEvery); l.suspended > 0 {
@@ -197,9 +200,9 @@ func (l *Ledger) told(now time.Time, d *drain) {
 	l.change(d)
 }
 
-// waived reports whether d does not wait for a because a is suspended and, if d still does, until when. That is less than a
-// hold, so that a call which waits for d is answered by its end. An agent that owed d at its deadline owes it still, so that
-// the drain which suspends an agent names it.
+// waived reports whether d does not wait for a because a is suspended and, if d still does, until
+// when. That is less than a hold, so that a call which waits for d is answered by its end. An agent
+// that owed d at its deadline owes it still, so that the drain which suspends an agent names it.
 func (l *Ledger) waived(now time.Time, a *agent, d *drain) (waived bool, until time.Time) {
 	if !a.breaker.open || d.expired {
 		return false, time.Time{}

@@ -273,8 +273,9 @@ func TestWhereAllAreSuspendedTheReasonSaysSo(t *testing.T) {
 	}
 }
 
-// A gateway was away for three deadlines and answers again, 50 ms after it is told. Pods are seen terminating 10 ms after the
-// allow. Without a drain that waits for the agent, each of its answers comes to a drain that is closed.
+// A gateway was away for three deadlines and answers again, 50 ms after it is told. Pods are seen
+// terminating 10 ms after the allow. Without a drain that waits for the agent, each of its answers
+// comes to a drain that is closed.
 func TestASuspendedAgentThatAnswersIsWaitedForAgain(t *testing.T) {
 	w := newWorld(t)
 	w.join("one", web)
@@ -344,7 +345,8 @@ func TestASilentSuspendedAgentCostsOneHoldInFiveSeconds(t *testing.T) {
 	}
 }
 
-// A drain that is short must not end by its deadline, which would be a strike, while it waits for an agent that is suspended.
+// A drain that is short must not end by its deadline, which would be a strike, while it waits for
+// an agent that is suspended.
 func TestAShortBarrierGivesASuspendedAgentNoStrike(t *testing.T) {
 	w := newWorld(t)
 	w.observe("node-1")
@@ -367,8 +369,8 @@ func TestAShortBarrierGivesASuspendedAgentNoStrike(t *testing.T) {
 	}
 }
 
-// Two replicas are asked about every deletion, and one denial denies. If one of them waits for an agent that the other has
-// suspended, the deletion waits.
+// Two replicas are asked about every deletion, and one denial denies. If one of them waits for an
+// agent that the other has suspended, the deletion waits.
 func TestReplicasAgreeOnWhoIsSuspended(t *testing.T) {
 	for name, c := range map[string]struct {
 		// there is what happens at the other replica while three drains expire here.
@@ -417,8 +419,9 @@ func TestReplicasAgreeOnWhoIsSuspended(t *testing.T) {
 	}
 }
 
-// The drains of both replicas expire at the same moment: that is one strike, whoever counts it first. Nor does the chance that
-// an agent gets after the memory bound end because the other replica gives it a second later.
+// The drains of both replicas expire at the same moment: that is one strike, whoever counts it
+// first. Nor does the chance that an agent gets after the memory bound end because the other
+// replica gives it a second later.
 func TestReplicasCountAStrikeOnce(t *testing.T) {
 	w, other := newWorld(t), newWorld(t)
 	exchange := func() {

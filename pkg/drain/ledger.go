@@ -54,7 +54,8 @@ type Ledger struct {
 	sweptAt time.Time
 }
 
-// subject is a pod: its drain at each gate, nil if there is none, and what agents say of it there while that is open.
+// subject is a pod: its drain at each gate, nil if there is none, and what agents say of it there
+// while that is open.
 type subject struct {
 	uid    UID
 	drains [gates]*drain
@@ -95,9 +96,9 @@ type agent struct {
 	// declared says that routes is known, if only from an earlier session.
 	declared bool
 	routes   map[Service]Route
-	// namespaces are those in which it has routed a Service on its present session, "*" all of them:
-	// the releases of their pods are sent to it. widened is the revision at which the last one was
-	// added.
+	// namespaces are those in which it has routed a Service on its present session, "*" all of
+	// them: the releases of their pods are sent to it. widened is the revision at which the last
+	// one was added.
 	namespaces map[string]bool
 	widened    uint64
 	// former reports whether some drain may have it in drain.former.
@@ -783,10 +784,11 @@ func (l *Ledger) ReportAsOf(now, asOf time.Time, id AgentID, session uint64, rep
 	return news
 }
 
-// Since returns what must be sent to an agent that changed after revision rev, the oldest first, and
-// the revision to ask with next. Ask with 0 for everything. That is the drains that the agent may
-// have to acknowledge, and the releases of pods in the namespaces in which it routes Services, or has
-// routed some on this session. After a declaration that adds a namespace, it is everything again.
+// Since returns what must be sent to an agent that changed after revision rev, the oldest first,
+// and the revision to ask with next. Ask with 0 for everything. That is the drains that the agent
+// may have to acknowledge, and the releases of pods in the namespaces in which it routes Services,
+// or has routed some on this session. After a declaration that adds a namespace, it is everything
+// again.
 func (l *Ledger) Since(id AgentID, rev uint64) (open []Open, released []Release, next uint64) {
 	a := l.agents[id]
 	if a == nil {

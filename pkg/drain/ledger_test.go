@@ -872,8 +872,8 @@ func TestLeave(t *testing.T) {
 	}
 }
 
-// An agent whose configuration loses a Service in the middle of a drain may still route the pod: its
-// gateway has old processes, or was not reloaded.
+// An agent whose configuration loses a Service in the middle of a drain may still route the pod:
+// its gateway has old processes, or was not reloaded.
 func TestADeclarationWithoutTheServiceDischargesNobody(t *testing.T) {
 	p := pod("a")
 	for name, c := range map[string]struct {
@@ -933,8 +933,8 @@ func TestWhatDischargesAnAgent(t *testing.T) {
 	w.want(p, "Released NoAgents")
 }
 
-// What a directed agent had to acknowledge at the hold, and an observing one at the barrier, it still
-// has to when it has declared otherwise since.
+// What a directed agent had to acknowledge at the hold, and an observing one at the barrier, it
+// still has to when it has declared otherwise since.
 func TestADeclarationWithoutTheServiceAtTheBarrier(t *testing.T) {
 	w := newWorld(t)
 	p := pod("a")
@@ -951,8 +951,8 @@ func TestADeclarationWithoutTheServiceAtTheBarrier(t *testing.T) {
 	w.wantBarrier(p, "Released Acknowledged")
 }
 
-// An agent is told of pods in the namespaces in which it routes, or has routed on its session, and in
-// no others. What it says of others counts for nothing.
+// An agent is told of pods in the namespaces in which it routes, or has routed on its session, and
+// in no others. What it says of others counts for nothing.
 func TestAnAgentIsToldOfItsNamespaces(t *testing.T) {
 	w := newWorld(t)
 	bank := Service{"bank", "core"}

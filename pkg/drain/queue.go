@@ -12,9 +12,10 @@ import (
 // are unrouted at one time, and at least one. The drains that must wait for room are Queued: their clock runs, those who ask wait
 // or come again, and no agent hears of them.
 //
-// What takes room in a Service is a usable target of it that is unrouted by an open drain here or, as they say, of another replica.
-// All replicas are asked about every deletion, and one of them, the opener, judges for all: see package peers and [Placing]. A pod
-// that is not among the usable targets, or whose Services' targets are not known, needs no room.
+// What takes room in a Service is a usable target of it that is unrouted by an open drain here or,
+// as they say, of another replica. All replicas are asked about every deletion, and one of them,
+// the opener, judges for all: see package peers and [Placing]. A pod that is not among the usable
+// targets, or whose Services' targets are not known, needs no room.
 //
 // The oldest drain goes first. One that waits for room in one Service does not keep it free in another: a younger drain that has room
 // everywhere goes before it. No drain that is not queued ever becomes so: agents have been told.
@@ -112,8 +113,8 @@ func (l *Ledger) needsRoom(d *drain, s Service) bool {
 	return usable
 }
 
-// Elsewhere tells which pods other replicas unroute, as they last said. These take room here as well. Replicas do not always agree:
-// one that the opener did not answer decides for itself.
+// Elsewhere tells which pods other replicas unroute, as they last said. These take room here as
+// well. Replicas do not always agree: one that the opener did not answer decides for itself.
 func (l *Ledger) Elsewhere(now time.Time, claims []Claim) {
 	l.elsewhere = map[UID]struct{}{}
 	for _, c := range claims {

@@ -279,7 +279,8 @@ func TestWhatTakesNoRoom(t *testing.T) {
 	}
 }
 
-// Replicas that did not agree for a while keep the bound together: each tells the others what it unroutes.
+// Replicas that did not agree for a while keep the bound together: each tells the others what it
+// unroutes.
 func TestOtherReplicasDrainsTakeRoom(t *testing.T) {
 	w := newWorld(t)
 	w.join("one", web)

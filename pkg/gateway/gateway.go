@@ -1,11 +1,13 @@
-// Package gateway is what the agent asks of a data plane, and the loop that asks it. A data plane that stops routing to a pod by itself is
-// an [Observed].
+// Package gateway is what the agent asks of a data plane, and the loop that asks it. A data plane
+// that stops routing to a pod by itself is an [Observed].
 //
-// A [Directed] is told by [health.Op]s what to route and what not, and is then *read*: an Op that returned without an error proves
-// nothing, only an [health.Observation] does. That is so because data planes are reloaded behind our back, run
-// several processes at once (an old one finishes its requests with the configuration it had), and accept commands they do not
-// carry out. The [Director] therefore never believes its own commands. It applies the difference between what the set wants
-// and what was last seen, reads, and hands the reading to the set, which decides what is acknowledged.
+// A [Directed] is told by [health.Op]s what to route and what not, and is then *read*: an Op that
+// returned without an error proves nothing, only an [health.Observation] does. That is so because
+// data planes are reloaded behind our back, run several processes at once (an old one finishes its
+// requests with the configuration it had), and accept commands they do not carry out. The
+// [Director] therefore never believes its own commands. It applies the difference between what the
+// set wants and what was last seen, reads, and hands the reading to the set, which decides what is
+// acknowledged.
 //
 // Each data plane has a package of its own below this one, and passes [github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest],
 // on the real proxy.
@@ -41,8 +43,9 @@ type Directed interface {
 	// remove what nobody wants any more.
 	Owned(ctx context.Context) ([]health.Key, error)
 
-	// Stopped reports whether the data plane has ended: nothing answers in its place, and nothing routes. An agent that outlives its
-	// data plane tells coordinators so. An error or a timeout is not evidence.
+	// Stopped reports whether the data plane has ended: nothing answers in its place, and nothing
+	// routes. An agent that outlives its data plane tells coordinators so. An error or a timeout is
+	// not evidence.
 	Stopped(ctx context.Context) bool
 }
 
@@ -53,8 +56,8 @@ type Route struct {
 	// Service is namespace/name. Port is the name of its port; empty is the only one.
 	Service, Port string
 	Pool          health.Pool
-	// HealthCheck is how the agent probes the pool's targets unless the Service's annotation says otherwise: JSON, as
-	// [health.ParseCheck] reads it. Empty: not at all.
+	// HealthCheck is how the agent probes the pool's targets unless the Service's annotation says
+	// otherwise: JSON, as [health.ParseCheck] reads it. Empty: not at all.
 	HealthCheck string
 }
 

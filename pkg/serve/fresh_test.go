@@ -10,9 +10,9 @@ import (
 	"time"
 )
 
-// An HTTP client opens a connection for a request that another connection then takes, and uses the new
-// one later. Its age is no reason to refuse the first request on it: the API server does not repeat a
-// webhook call, and a deletion whose calls all fail is carried out unasked.
+// An HTTP client opens a connection for a request that another connection then takes, and uses the
+// new one later. Its age is no reason to refuse the first request on it: the API server does not
+// repeat a webhook call, and a deletion whose calls all fail is carried out unasked.
 func TestTheFirstRequestOfAnOldConnection(t *testing.T) {
 	const most = 300 * time.Millisecond
 	secure, trust := certified(t)

@@ -16,7 +16,8 @@ import (
 )
 
 const (
-	// headerTime is how long a TLS handshake, and then a request's header, may take on a server without Conns.
+	// headerTime is how long a TLS handshake, and then a request's header, may take on a server
+	// without Conns.
 	headerTime = 5 * time.Second
 	// idleTime is how long an unused connection is kept. The API server closes its own after 90 s: were that the longer one, its next
 	// review could be written to a connection that is just being closed, and a webhook call is not repeated.
@@ -34,12 +35,15 @@ type Server struct {
 	Handler http.Handler
 	// Conns bounds the connections at one time. Where one more comes, the source address with the most connections loses the one that has been
 	// without a new request for longest, whether that is being answered or not, but none that its handler has [Kept]; if all are kept, the
-	// newcomer is closed. A new connection may then be without a request for as long as any other: an HTTP client opens one for a request that
-	// another connection takes meanwhile, and uses it later. 0: no bound.
+	// newcomer is closed. A new connection may then be without a request for as long as any other:
+	// an HTTP client opens one for a request that another connection takes meanwhile, and uses it
+	// later. 0: no bound.
 	Conns int
-	// ReadTime is how long after its header the body of a request may take to arrive; a read fails then with os.ErrDeadlineExceeded, and the connection
-	// is closed. It does not run from the start of the connection, as http.Server.ReadTimeout does for the first request on one. A body that nobody reads is waited for no longer either. What a handler does once it has read everything is not
-	// bounded. 0: a body may take as long as it likes.
+	// ReadTime is how long after its header the body of a request may take to arrive; a read fails
+	// then with os.ErrDeadlineExceeded, and the connection is closed. It does not run from the
+	// start of the connection, as http.Server.ReadTimeout does for the first request on one. A body
+	// that nobody reads is waited for no longer either. What a handler does once it has read
+	// everything is not bounded. 0: a body may take as long as it likes.
 	ReadTime time.Duration
 	// WriteTime is how long an answer may take from the end of its request's header on. 0: as long as it likes.
 	WriteTime time.Duration

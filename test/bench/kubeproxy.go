@@ -43,7 +43,8 @@ type proxyFigures struct {
 	Idle, Busy time.Duration
 	// ReadCPU is the CPU time of the first reading, ReadKernel the part of it that the kernel took.
 	ReadCPU, ReadKernel time.Duration
-	// Four and Six are the CPU time of one look at the connections to one address, by family, with proxyConnections of each.
+	// Four and Six are the CPU time of one look at the connections to one address, by family, with
+	// proxyConnections of each.
 	Four, Six time.Duration
 }
 
@@ -249,8 +250,8 @@ add rule ip kube-proxy services ip daddr . meta l4proto . th dport vmap @service
 	return f, nil
 }
 
-// lookAtConnections fills the kernel's table of connections, looks for those to an address that has none, in each family, and
-// empties the table.
+// lookAtConnections fills the kernel's table of connections, looks for those to an address that has
+// none, in each family, and empties the table.
 func lookAtConnections(o *kubeproxy.Observer) (four, six time.Duration, err error) {
 	conn, err := netlink.Dial(unix.NETLINK_NETFILTER, nil)
 	if err != nil {

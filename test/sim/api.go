@@ -255,7 +255,8 @@ func (a *api) list(x *watcher, done func()) {
 	a.catchUp(x, known)
 }
 
-// past returns the slices as they were at one moment not long ago: a server of the API may be behind.
+// past returns the slices as they were at one moment not long ago: a server of the API may be
+// behind.
 func (a *api) past() []slice {
 	at := time.Duration(0)
 	for _, h := range a.history {
@@ -272,7 +273,8 @@ func (a *api) past() []slice {
 	return known
 }
 
-// catchUp brings a watcher that knows older slices the present ones. What comes later comes after that.
+// catchUp brings a watcher that knows older slices the present ones. What comes later comes after
+// that.
 func (a *api) catchUp(x *watcher, known []slice) {
 	for service, s := range a.slices {
 		if x.slice == nil || s.version == known[service].version {

@@ -228,8 +228,8 @@ func (k *kernel) stays(uid drain.UID, all []slice) bool {
 	return true
 }
 
-// others says whether a slice lists uid, and another endpoint that is ready, on one node if here is not nil. One whose pod is terminating is not
-// another: the slice will say so.
+// others says whether a slice lists uid, and another endpoint that is ready, on one node if here is
+// not nil. One whose pod is terminating is not another: the slice will say so.
 func (w *world) others(s slice, uid drain.UID, here *agent) (listed, other bool) {
 	for _, e := range s.endpoints {
 		listed = listed || e.uid == uid

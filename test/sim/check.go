@@ -368,8 +368,8 @@ func (c *coord) checkClock(s drain.Status, elapsed time.Duration) {
 	c.oldest[uid] = s.Since
 }
 
-// tries reports whether the drain of a pod may wait for an agent that let drains expire: for one hold after agents were told, and as
-// the only one in each 5 s of the clock.
+// tries reports whether the drain of a pod may wait for an agent that let drains expire: for one
+// hold after agents were told, and as the only one in each 5 s of the clock.
 func (c *coord) tries(quiet *silence, uid drain.UID) bool {
 	d := c.room[uid]
 	if d == nil || !d.told || c.w.at-d.toldAt > c.w.times.Hold {
@@ -466,7 +466,8 @@ func (c *coord) checkRight(a *agent, uid drain.UID) {
 	}
 }
 
-// noteDeclared records who must acknowledge a drain although it does not declare a Service of it any more.
+// noteDeclared records who must acknowledge a drain although it does not declare a Service of it
+// any more.
 func (c *coord) noteDeclared(a *agent, routes []drain.Route) {
 	routed := func(d *admitted, routes []drain.Route) bool {
 		return slices.ContainsFunc(routes, func(r drain.Route) bool { return d.services[r.Service] })
@@ -479,7 +480,8 @@ func (c *coord) noteDeclared(a *agent, routes []drain.Route) {
 	c.declared[a] = routes
 }
 
-// owedBy says whether a must acknowledge the drain, which may be nil, by what it has declared before.
+// owedBy says whether a must acknowledge the drain, which may be nil, by what it has declared
+// before.
 func (d *admitted) owedBy(a *agent) bool { return d != nil && d.former[a] }
 
 func (c *coord) checkDeparted(s drain.Status) {
@@ -575,7 +577,8 @@ func (c *coord) checkRoom() {
 	}
 }
 
-// unrouted counts the usable targets that this replica unroutes and, if all is set, those that another one does, or had room for.
+// unrouted counts the usable targets that this replica unroutes and, if all is set, those that
+// another one does, or had room for.
 func (c *coord) unrouted(usable []drain.UID, all bool) (n int) {
 	for _, uid := range usable {
 		if d := c.room[uid]; d != nil && d.told && (all || !d.exempt) || all && c.taken(uid) {

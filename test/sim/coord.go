@@ -92,12 +92,14 @@ type silence struct {
 	// endedAt is when it last acknowledged one or, if it has not, was first heard of.
 	endedAt      time.Duration
 	acknowledged bool
-	// spokeAt is when it last may have acknowledged one: Kept and, at the barrier, Routing count for more where there is no other endpoint.
+	// spokeAt is when it last may have acknowledged one: Kept and, at the barrier, Routing count
+	// for more where there is no other endpoint.
 	spokeAt time.Duration
 	// expired is at least how many drains in a row have ended by their deadline without its word, the last one at lastAt.
 	expired int
 	lastAt  time.Duration
-	// tried is the last pod whose deletion was denied for it since, triedAt the 5 s of the clock in which agents were told.
+	// tried is the last pod whose deletion was denied for it since, triedAt the 5 s of the clock in
+	// which agents were told.
 	tried   drain.UID
 	triedAt time.Duration
 }
@@ -105,9 +107,11 @@ type silence struct {
 // admitted is an open drain, as far as its Services' room goes.
 type admitted struct {
 	services map[drain.Service]bool
-	// former are the agents that have declared otherwise since it was opened, and must acknowledge it all the same.
+	// former are the agents that have declared otherwise since it was opened, and must acknowledge
+	// it all the same.
 	former map[*agent]bool
-	// told: it is not queued. exempt: another replica had room, or had unrouted the pod already. background: it was not held.
+	// told: it is not queued. exempt: another replica had room, or had unrouted the pod already.
+	// background: it was not held.
 	told, exempt, background bool
 	toldAt                   time.Duration
 	// ordered: when agents were told, it had been asked for while replicas knew of each other.

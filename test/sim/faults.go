@@ -301,7 +301,8 @@ func (w *world) fault(k kind) {
 		x := w.api.watchers[w.rng.IntN(len(w.api.watchers))]
 		x.stall = w.at + w.between(500*time.Millisecond, watchStallMost)
 	case timeTravel:
-		// A watch breaks and goes on with a server that is behind, until that has caught up: what comes later comes after that.
+		// A watch breaks and goes on with a server that is behind, until that has caught up: what
+		// comes later comes after that.
 		x := w.api.watchers[w.rng.IntN(len(w.api.watchers))]
 		known := w.api.past()
 		for service, s := range known {

@@ -260,7 +260,8 @@ type line struct {
 	sent []func()
 }
 
-// put sends do, which arrives at a time at the earliest: then, next brings whatever message is first.
+// put sends do, which arrives at a time at the earliest: then, next brings whatever message is
+// first.
 func (q *line) put(at time.Duration, do func()) (arrives time.Duration, next func()) {
 	q.last = max(at, q.last)
 	q.sent = append(q.sent, do)

@@ -53,7 +53,8 @@ func (a *addresses) read() []string {
 	return kept
 }
 
-// set notes the addresses, which must not be changed afterwards. It never blocks. That there is none is not worth knowing later.
+// set notes the addresses, which must not be changed afterwards. It never blocks. That there is
+// none is not worth knowing later.
 func (a *addresses) set(all []string) {
 	if a.path == "" || len(all) == 0 {
 		return

@@ -31,8 +31,8 @@ const (
 // caKey is the key of the certificates in the ConfigMap.
 const caKey = "ca.crt"
 
-// Bundle is the certificates of those who may sign the coordinators' certificates. They change while the agent runs: a connection is checked against those that are known when
-// it is made.
+// Bundle is the certificates of those who may sign the coordinators' certificates. They change
+// while the agent runs: a connection is checked against those that are known when it is made.
 type Bundle struct {
 	conf Config
 	log  *slog.Logger

@@ -1,4 +1,5 @@
-// Package exclusion keeps the exclusions of an agent that directs a gateway: between the wire, the set of targets, and the journal.
+// Package exclusion keeps the exclusions of an agent that directs a gateway: between the wire, the
+// set of targets, and the journal.
 package exclusion
 
 import (
@@ -20,8 +21,9 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
-// Exclusions speaks between the wire and the set: it implements [client.Tombstones]. What the set is told of leases the journal is told
-// too, and before: by the time the set asks the gateway for anything, [WriteAhead] finds the tombstone in the journal.
+// Exclusions speaks between the wire and the set: it implements [client.Tombstones]. What the set
+// is told of leases the journal is told too, and before: by the time the set asks the gateway for
+// anything, [WriteAhead] finds the tombstone in the journal.
 type Exclusions struct {
 	set     *health.Set
 	journal *journal.Journal
@@ -41,9 +43,11 @@ type Exclusions struct {
 	propagation *prometheus.HistogramVec
 }
 
-// New returns the exclusions of set, with those that journal has from an earlier life of the agent, each until its lease ends. Leases that are
-// over are among them too: what ends them is not time alone, see Expire. ports are the Services that feed each pool, and wake is called
-// when the gateway is to be directed again. propagation, which may be nil, is told how long each exclusion took.
+// New returns the exclusions of set, with those that journal has from an earlier life of the agent,
+// each until its lease ends. Leases that are over are among them too: what ends them is not time
+// alone, see Expire. ports are the Services that feed each pool, and wake is called when the
+// gateway is to be directed again. propagation, which may be nil, is told how long each exclusion
+// took.
 func New(set *health.Set, kept *journal.Journal, ports map[health.Pool]endpoints.Port, wake func(), propagation *prometheus.HistogramVec, log *slog.Logger) *Exclusions {
 	t := &Exclusions{
 		set: set, journal: kept, ports: ports, wake: wake, propagation: propagation, log: log,
@@ -217,8 +221,9 @@ func (t *Exclusions) measure(s health.Tombstone, before, state health.State) {
 	}
 }
 
-// WriteAhead is a gateway in which a pod is taken out only when the journal has its tombstone on disk, or cannot have it. A batch waits
-// once, at most a second, and only if a tombstone came that is not on disk yet.
+// WriteAhead is a gateway in which a pod is taken out only when the journal has its tombstone on
+// disk, or cannot have it. A batch waits once, at most a second, and only if a tombstone came that
+// is not on disk yet.
 type WriteAhead struct {
 	gateway.Directed
 	Journal *journal.Journal

@@ -18,13 +18,15 @@ import (
 )
 
 const (
-	// summaryEvery is how often the health of all targets is looked at for those who look at coordinators, at most. A look that took long is
-	// rested from for summaryRest times as long: it is not what the agent is for.
+	// summaryEvery is how often the health of all targets is looked at for those who look at
+	// coordinators, at most. A look that took long is rested from for summaryRest times as long: it
+	// is not what the agent is for.
 	summaryEvery = time.Second
 	summaryRest  = 50
 )
 
-// Summary tells coordinators, for operators, what is believed of the health of targets. Make it with NewSummary, then run it with Run.
+// Summary tells coordinators, for operators, what is believed of the health of targets. Make it
+// with NewSummary, then run it with Run.
 type Summary struct {
 	set   *health.Set
 	ports map[health.Pool]endpoints.Port
@@ -33,12 +35,14 @@ type Summary struct {
 	last atomic.Pointer[wire.Summary]
 }
 
-// NewSummary returns a summary of nothing until Run. ports are the Services that feed each pool, names returns namespace/name of pods.
+// NewSummary returns a summary of nothing until Run. ports are the Services that feed each pool,
+// names returns namespace/name of pods.
 func NewSummary(set *health.Set, ports map[health.Pool]endpoints.Port, names func() map[health.UID]string) *Summary {
 	return &Summary{set: set, ports: ports, names: names}
 }
 
-// Last is what was last found: the same pointer as long as it is the same. Nil: nothing was looked at yet.
+// Last is what was last found: the same pointer as long as it is the same. Nil: nothing was looked
+// at yet.
 func (b *Summary) Last() *wire.Summary { return b.last.Load() }
 
 // Run looks until ctx is done.

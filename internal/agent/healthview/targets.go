@@ -1,4 +1,5 @@
-// Package healthview shows what an agent knows of the health of its targets: to operators on the spot, and to coordinators as a summary.
+// Package healthview shows what an agent knows of the health of its targets: to operators on the
+// spot, and to coordinators as a summary.
 package healthview
 
 import (
@@ -194,7 +195,8 @@ func accepts(header, want string) bool {
 	return false
 }
 
-// Targets answers GET /v1/targets. ports are the Services that feed each pool, names returns namespace/name of pods.
+// Targets answers GET /v1/targets. ports are the Services that feed each pool, names returns
+// namespace/name of pods.
 func Targets(set *health.Set, ports map[health.Pool]endpoints.Port, names func() map[health.UID]string) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		q, err := parseTargetsQuery(r)

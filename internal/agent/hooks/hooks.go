@@ -1,4 +1,5 @@
-// Package hooks answers the preStop hooks of a node's pods: it asks a coordinator, and the node's own gateway for as long as there is none.
+// Package hooks answers the preStop hooks of a node's pods: it asks a coordinator, and the node's
+// own gateway for as long as there is none.
 package hooks
 
 import (
@@ -58,7 +59,8 @@ const (
 	HeaderTime = 5 * time.Second
 )
 
-// Server answers the hooks of this node's pods. Make it with New, serve its Handler, and run it with Run.
+// Server answers the hooks of this node's pods. Make it with New, serve its Handler, and run it
+// with Run.
 type Server struct {
 	pods    *nodepods.Pods
 	gateway gateway.Observed
@@ -86,8 +88,9 @@ type wait struct {
 	text string
 }
 
-// New returns a server for the hooks of pods. g is the node's gateway, ask asks a coordinator, see [client.Client.Barrier], and live reads a
-// pod that the watch may be late for, see [nodepods.Live].
+// New returns a server for the hooks of pods. g is the node's gateway, ask asks a coordinator, see
+// [client.Client.Barrier], and live reads a pod that the watch may be late for, see
+// [nodepods.Live].
 func New(pods *nodepods.Pods, g gateway.Observed, live func(context.Context, drain.Pod) (nodepods.Pod, bool, error),
 	ask func(context.Context, wire.Barrier) (wire.Passed, error), r prometheus.Registerer, log *slog.Logger,
 ) *Server {
@@ -534,8 +537,8 @@ func said(p wire.Passed) string {
 	return text
 }
 
-// Run holds the agent up while hooks wait, for grace at most once ctx is done, and then answers what is left. Hooks that come meanwhile
-// are served: refused, they would end at once.
+// Run holds the agent up while hooks wait, for grace at most once ctx is done, and then answers
+// what is left. Hooks that come meanwhile are served: refused, they would end at once.
 func (s *Server) Run(ctx context.Context, grace time.Duration) error {
 	<-ctx.Done()
 	timer := time.NewTimer(grace)

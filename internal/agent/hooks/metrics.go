@@ -15,7 +15,8 @@ const (
 	outBound outcome = "Bound"
 	// outLocal: no coordinator could be asked; this node's kernel alone has let go. Uncovered.
 	outLocal outcome = "Local"
-	// outRestart: not the pod is stopped, but a container of it, or its node. Directed gateways were told.
+	// outRestart: not the pod is stopped, but a container of it, or its node. Directed gateways
+	// were told.
 	outRestart outcome = "Restart"
 	// outGone: the pod does not exist any more.
 	outGone outcome = "Gone"

@@ -21,27 +21,32 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/serve"
 )
 
-// tryEvery is how often an address is tried that another agent has: for so long hooks are refused if the other does not share it.
+// tryEvery is how often an address is tried that another agent has: for so long hooks are refused
+// if the other does not share it.
 const tryEvery = 5 * time.Millisecond
 
-// Address is an address of the node that the agent before this one may still have. A new agent is started before the old one is stopped, and from
-// the first moment of the one to the last of the other somebody must listen: a hook that is refused ends at once, and its pod is stopped under its clients.
+// Address is an address of the node that the agent before this one may still have. A new agent is
+// started before the old one is stopped, and from the first moment of the one to the last of the
+// other somebody must listen: a hook that is refused ends at once, and its pod is stopped under its
+// clients.
 type Address struct {
 	// Address is host:port.
 	Address string
-	// Shared: both may have it, and the kernel gives each connection to one of them. Else it is taken over when the other is gone.
+	// Shared: both may have it, and the kernel gives each connection to one of them. Else it is
+	// taken over when the other is gone.
 	Shared bool
 	// Ready reports whether this agent can answer as well as the other.
 	Ready func() bool
 	// Got is called when this agent listens. May be nil.
 	Got func()
-	// Leave is closed when this agent is told to stop: if another one listens, what comes from then on is for that. Nil: never.
+	// Leave is closed when this agent is told to stop: if another one listens, what comes from then
+	// on is for that. Nil: never.
 	Leave <-chan struct{}
 	Log   *slog.Logger
 }
 
-// Task returns server as a task, which begins when the address is to be had. If nobody else has it, that is now, and an address that cannot be listened on is
-// an error.
+// Task returns server as a task, which begins when the address is to be had. If nobody else has it,
+// that is now, and an address that cannot be listened on is an error.
 func (b Address) Task(server serve.Server) (serve.Task, error) {
 	listener, err := b.alone()
 	switch {

@@ -1,4 +1,5 @@
-// Package liveness tells [serving.Health] what /livez and /healthz depend on: how far the gateway follows, and the node.
+// Package liveness tells [serving.Health] what /livez and /healthz depend on: how far the gateway
+// follows, and the node.
 package liveness
 
 import (
@@ -22,8 +23,9 @@ import (
 // toBeDeleted is the taint that the cluster autoscaler puts on a node before it deletes it.
 const toBeDeleted = "ToBeDeletedByClusterAutoscaler"
 
-// Follow carries the gateway's progress to what /livez and /healthz say. A gateway that cannot be read is behind with everything: it has
-// died or is starting, and what it had been told is to be told again. That is how HAProxy's death gets there.
+// Follow carries the gateway's progress to what /livez and /healthz say. A gateway that cannot be
+// read is behind with everything: it has died or is starting, and what it had been told is to be
+// told again. That is how HAProxy's death gets there.
 func Follow(h *serving.Health) func(gateway.Progress) {
 	return func(p gateway.Progress) {
 		behind := map[serving.Family]bool{}
@@ -64,8 +66,9 @@ func eligible(node *corev1.Node, gone bool) bool {
 	return true
 }
 
-// WatchNode tells set whether the node of that name is eligible, until ctx is done. It says nothing of a node that it has not seen, so that the
-// node stays what it was last known to be: eligible at first. Neither a missing right nor an API server that is away changes that.
+// WatchNode tells set whether the node of that name is eligible, until ctx is done. It says nothing
+// of a node that it has not seen, so that the node stays what it was last known to be: eligible at
+// first. Neither a missing right nor an API server that is away changes that.
 func WatchNode(ctx context.Context, kube kubernetes.Interface, name string, set func(bool), log *slog.Logger) error {
 	last := true
 	w, err := watch.New(kube, watch.Options[*corev1.Node]{

@@ -32,7 +32,8 @@ const (
 	idKey = "lameduck.io/barrier-id"
 	// boundKey is how long they may last.
 	boundKey = "lameduck.io/barrier-bound"
-	// graceKey is the application's own grace in seconds, which is left when they have lasted that long.
+	// graceKey is the application's own grace in seconds, which is left when they have lasted that
+	// long.
 	graceKey = "lameduck.io/barrier-grace"
 )
 
@@ -47,10 +48,11 @@ type Pod struct {
 	drain.Pod
 	// ID is the random id that its hooks name.
 	ID string
-	// Bound is how long its hooks may last, by its annotation. Grace is what its application is to have after them.
+	// Bound is how long its hooks may last, by its annotation. Grace is what its application is to
+	// have after them.
 	Bound, Grace time.Duration
-	// Since is when it was deleted, by the API server's clock, and Seen when this agent first saw that, by the node's
-	// clock. Zero: it was not deleted.
+	// Since is when it was deleted, by the API server's clock, and Seen when this agent first saw
+	// that, by the node's clock. Zero: it was not deleted.
 	Since, Seen time.Time
 	// Allowed is the grace that the deletion gave.
 	Allowed time.Duration
@@ -58,8 +60,8 @@ type Pod struct {
 	Targets []netip.AddrPort
 }
 
-// Deadline is when its hooks must have ended, by this node's clock, which may differ from the API server's: the bound is
-// cut so that the application has its own grace.
+// Deadline is when its hooks must have ended, by this node's clock, which may differ from the API
+// server's: the bound is cut so that the application has its own grace.
 func (p Pod) Deadline() time.Time {
 	return p.Seen.Add(min(p.Bound, p.Allowed-p.Grace))
 }
@@ -119,7 +121,8 @@ type Pods struct {
 	changed chan struct{}
 }
 
-// New returns an empty set of pods. left, which may be nil, is called for each pod that is gone, if nobody on the node has its addresses.
+// New returns an empty set of pods. left, which may be nil, is called for each pod that is gone, if
+// nobody on the node has its addresses.
 func New(left func(Pod), log *slog.Logger) *Pods {
 	return &Pods{
 		left: left, log: log, byID: map[string]map[types.UID]Pod{}, owner: map[netip.Addr]map[types.UID]struct{}{}, known: map[types.UID]*corev1.Pod{},
@@ -127,8 +130,9 @@ func New(left func(Pod), log *slog.Logger) *Pods {
 	}
 }
 
-// Find returns the pod with an id. Ids are random; of several pods which have one all the same, somebody has copied it, and the one that
-// is going is meant. changed is closed when there may be another answer.
+// Find returns the pod with an id. Ids are random; of several pods which have one all the same,
+// somebody has copied it, and the one that is going is meant. changed is closed when there may be
+// another answer.
 func (n *Pods) Find(id string) (p Pod, ok bool, changed <-chan struct{}) {
 	n.mu.Lock()
 	defer n.mu.Unlock()

@@ -26,8 +26,8 @@ const (
 	// may have waited: later, its address may be another pod's.
 	cleanBacklog = 1000
 	cleanLate    = 2 * time.Second
-	// cleanAgain is how soon it is looked again whether the kernel still sends to the address, and how long a pod waits for
-	// others that are deleted with it.
+	// cleanAgain is how soon it is looked again whether the kernel still sends to the address, and
+	// how long a pod waits for others that are deleted with it.
 	cleanAgain = 200 * time.Millisecond
 	// afterwards is how long after its deadline a barrier is still reported.
 	afterwards = 2 * time.Second
@@ -272,7 +272,8 @@ func (o *Pods) Run(ctx context.Context, free func([]netip.AddrPort) bool) error 
 	}
 }
 
-// forget has the connections to c and to all pods that wait behind it forgotten. That costs about as much as for one.
+// forget has the connections to c and to all pods that wait behind it forgotten. That costs about
+// as much as for one.
 func (o *Pods) forget(c cleanable, free func([]netip.AddrPort) bool) {
 	var targets []netip.AddrPort
 	pods := 0.0

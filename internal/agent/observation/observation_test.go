@@ -66,8 +66,9 @@ func TestConnectionsAreForgottenOnlyWhereNobodyHasTheAddress(t *testing.T) {
 	})
 }
 
-// The kernel keeps the last pod of a Service until kube-proxy hears that it is gone, which is later than the node's agent does. Without this nothing of
-// such pods is forgotten, and a client that uses a port again is sent to nobody.
+// The kernel keeps the last pod of a Service until kube-proxy hears that it is gone, which is later
+// than the node's agent does. Without this nothing of such pods is forgotten, and a client that
+// uses a port again is sent to nobody.
 func TestConnectionsAreForgottenOnceTheKernelLetsGo(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		k := gatewaytest.NewFakeObserved()
@@ -92,7 +93,8 @@ func TestConnectionsAreForgottenOnceTheKernelLetsGo(t *testing.T) {
 	})
 }
 
-// A kernel that has not heard of a pod looks as if it had let go: what counts is whether it was seen to send to it.
+// A kernel that has not heard of a pod looks as if it had let go: what counts is whether it was
+// seen to send to it.
 func TestWhatTheKernelWasSeenToSendTo(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		k := gatewaytest.NewFakeObserved()

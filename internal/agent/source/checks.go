@@ -19,8 +19,8 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
-// Checks tells the set how to probe: each pool as the annotation of its Service says, that of its port before the one of all ports, or
-// where there is none as the file says.
+// Checks tells the set how to probe: each pool as the annotation of its Service says, that of its
+// port before the one of all ports, or where there is none as the file says.
 type Checks struct {
 	set  *health.Set
 	log  *slog.Logger
@@ -43,7 +43,8 @@ type annotation struct {
 	key     string
 }
 
-// NewChecks returns the checks of the pools of routes, and tells set what the routes say. wake is called when set was told more.
+// NewChecks returns the checks of the pools of routes, and tells set what the routes say. wake is
+// called when set was told more.
 func NewChecks(kube kubernetes.Interface, routes []gateway.Route, set *health.Set, wake func(), log *slog.Logger) (*Checks, error) {
 	c := &Checks{
 		set: set, log: log, wake: wake, ofFile: map[health.Pool]health.Check{}, pools: map[types.NamespacedName][]health.Pool{},
@@ -79,7 +80,8 @@ func NewChecks(kube kubernetes.Interface, routes []gateway.Route, set *health.Se
 // Known is closed once the annotations of all Services were heard.
 func (c *Checks) Known() <-chan struct{} { return c.known }
 
-// Run follows the annotations of the Services until ctx is done. Where the agent may not read Services, the file counts.
+// Run follows the annotations of the Services until ctx is done. Where the agent may not read
+// Services, the file counts.
 func (c *Checks) Run(ctx context.Context) error {
 	var wg sync.WaitGroup
 	defer wg.Wait()
@@ -96,7 +98,8 @@ func (c *Checks) Run(ctx context.Context) error {
 	return nil
 }
 
-// heard takes in what a Service says. A check that cannot be read changes nothing: what was said before, or the file, still counts.
+// heard takes in what a Service says. A check that cannot be read changes nothing: what was said
+// before, or the file, still counts.
 func (c *Checks) heard(s *corev1.Service, gone bool) {
 	name := types.NamespacedName{Namespace: s.Namespace, Name: s.Name}
 	pools := c.pools[name]

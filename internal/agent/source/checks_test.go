@@ -15,8 +15,8 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
-// Every pool that a Service feeds follows its annotation, and goes back to the file when that is taken away or the Service is deleted, also
-// after an annotation that was refused.
+// Every pool that a Service feeds follows its annotation, and goes back to the file when that is
+// taken away or the Service is deleted, also after an annotation that was refused.
 func TestChecksGoBackToTheFile(t *testing.T) {
 	routes := []gateway.Route{
 		{Service: "shop/web", Port: "http", Pool: "web", HealthCheck: "{path: /web}"},

@@ -144,7 +144,8 @@ func followed(t *testing.T, test func(m *memory, r *Endpoints, wake func(), expe
 	})
 }
 
-// A native sidecar whose startup probe fails is killed and started for ever, and HAProxy with it never runs.
+// A native sidecar whose startup probe fails is killed and started for ever, and HAProxy with it
+// never runs.
 func TestHealthyWhileTheGatewayHasNotStarted(t *testing.T) {
 	followed(t, func(m *memory, r *Endpoints, _ func(), expect func(string, int, int)) {
 		expect("at once", 200, 200)
@@ -158,7 +159,8 @@ func TestHealthyWhileTheGatewayHasNotStarted(t *testing.T) {
 	})
 }
 
-// What keepalived and load balancers act on: the gateway, and neither those behind it nor those who speak to the agent.
+// What keepalived and load balancers act on: the gateway, and neither those behind it nor those who
+// speak to the agent.
 func TestHealthFollowsTheGatewayOnly(t *testing.T) {
 	followed(t, func(m *memory, r *Endpoints, wake func(), expect func(string, int, int)) {
 		m.restart()
@@ -211,7 +213,8 @@ func TestHealthFollowsTheGatewayOnly(t *testing.T) {
 	})
 }
 
-// An agent that hangs is what a liveness probe is for. Then nobody but the one who queues a change can say that it waits.
+// An agent that hangs is what a liveness probe is for. Then nobody but the one who queues a change
+// can say that it waits.
 func TestAHangingDirectorIsNoticed(t *testing.T) {
 	followed(t, func(m *memory, r *Endpoints, wake func(), expect func(string, int, int)) {
 		m.restart()

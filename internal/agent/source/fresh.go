@@ -78,11 +78,12 @@ func (h *heard) missing(namespace string, list *discovery.EndpointSliceList) (st
 	return "", nil
 }
 
-// Fresh returns nil once the set knows everything that the API server could tell at some moment after the call. A watch does not say how old it
-// is: one whose connection is dead is as silent as one in which nothing happens, a bookmark comes once a minute, and a reflector that opens its
-// watch again tells nobody. So the API server is asked for a list as of now, not one from a cache of an unknown age, and the watch must have delivered
-// each slice of it, or a newer version. A slice that is deleted meanwhile makes it fail by its deadline; the next call
-// will not see it.
+// Fresh returns nil once the set knows everything that the API server could tell at some moment
+// after the call. A watch does not say how old it is: one whose connection is dead is as silent as
+// one in which nothing happens, a bookmark comes once a minute, and a reflector that opens its
+// watch again tells nobody. So the API server is asked for a list as of now, not one from a cache
+// of an unknown age, and the watch must have delivered each slice of it, or a newer version. A
+// slice that is deleted meanwhile makes it fail by its deadline; the next call will not see it.
 func (r *Endpoints) Fresh(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, freshMost)
 	defer cancel()

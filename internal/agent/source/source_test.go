@@ -29,7 +29,8 @@ func newEndpoints(t *testing.T, kube kubernetes.Interface, lag time.Duration, se
 	return r
 }
 
-// claims waits until the bubble is quiet, and prints what EndpointSlices claim in each pool, as "api:0 web:2".
+// claims waits until the bubble is quiet, and prints what EndpointSlices claim in each pool, as
+// "api:0 web:2".
 func claims(set *health.Set) string {
 	synctest.Wait()
 	var all []string

@@ -671,7 +671,8 @@ func (c *Coordinator) connect(r *http.Request, who Identity, offer wire.Offer, p
 	s = &stream{who: who, woken: make(chan struct{}, 1)}
 	s.session = c.ledger.ConnectWith(now, who.Agent, drain.Hail{Boot: offer.Boot, Observes: slices.Contains(offer.Features, wire.FeatureBarrier)})
 	if !who.Everywhere && !c.ledger.Declared(who.Agent) {
-		// Who has not declared may route everything, and is waited for by every deletion. That takes the right everywhere.
+		// Who has not declared may route everything, and is waited for by every deletion. That
+		// takes the right everywhere.
 		c.ledger.Declare(who.Agent, s.session, nil)
 	}
 	if former := c.streams[who.Agent]; former != nil {

@@ -79,8 +79,8 @@ type Options struct {
 	Scope       drain.Scope
 	Sampling    drain.Sampling
 	MaxBarriers int
-	// Claimant judges deletions for the others; nil: none asks. Able is why this replica cannot judge
-	// deletions now; nil: it always can.
+	// Claimant judges deletions for the others; nil: none asks. Able is why this replica cannot
+	// judge deletions now; nil: it always can.
 	Claimant Claimant
 	Able     func() error
 	// Authenticate tells who an agent is by its bearer token.

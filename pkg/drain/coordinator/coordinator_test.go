@@ -290,8 +290,9 @@ func TestTooManyHolds(t *testing.T) {
 	})
 }
 
-// The API server has a few more seats for deletions than a replica holds calls. If each replica held those that it meets first, their
-// calls together would take all seats, and of 500 deletions at one moment the last would be known here after 12 s.
+// The API server has a few more seats for deletions than a replica holds calls. If each replica
+// held those that it meets first, their calls together would take all seats, and of 500 deletions
+// at one moment the last would be known here after 12 s.
 func TestReplicasHoldTheSamePods(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newNetwork(t)

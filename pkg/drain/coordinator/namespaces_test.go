@@ -39,8 +39,8 @@ func postAs(t *testing.T, n *network, r *replica, id drain.AgentID, path, text s
 	}
 }
 
-// The agents whose names begin with "local" may acknowledge drains in the namespace shop alone. What
-// one says of a pod of the namespace bank moves neither its clock nor its phase, and takes no
+// The agents whose names begin with "local" may acknowledge drains in the namespace shop alone.
+// What one says of a pod of the namespace bank moves neither its clock nor its phase, and takes no
 // capacity of its Service.
 func TestAnAgentOfOneNamespaceChangesNoDrainOfAnother(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
@@ -71,8 +71,8 @@ func TestAnAgentOfOneNamespaceChangesNoDrainOfAnother(t *testing.T) {
 	})
 }
 
-// An agent is told of no pod in a namespace in which it has no right, whether that pod is deleted or
-// lives on, and of the pods of a Service that it declares later.
+// An agent is told of no pod in a namespace in which it has no right, whether that pod is deleted
+// or lives on, and of the pods of a Service that it declares later.
 func TestAnAgentOfOneNamespaceIsToldNoUIDOfAnother(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newNetwork(t)

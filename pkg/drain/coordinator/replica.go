@@ -121,9 +121,10 @@ type turn struct {
 	asked time.Time
 }
 
-// inTurn, called with the lock after the drain was observed, returns why a call for the pod may not wait: as many pods of its owner,
-// or of all, as may have their turn. Every replica holds the calls for the same pods: if each one chose for itself, all of them
-// together would hold more calls than the API server has seats for, and those that come later would queue there.
+// inTurn, called with the lock after the drain was observed, returns why a call for the pod may not
+// wait: as many pods of its owner, or of all, as may have their turn. Every replica holds the calls
+// for the same pods: if each one chose for itself, all of them together would hold more calls than
+// the API server has seats for, and those that come later would queue there.
 func (c *Coordinator) inTurn(now time.Time, request Request) error {
 	if request.Owner != "" && c.MaxHoldsPerOwner > 0 && !c.takeTurn(now, request.Owner, request.Pod.UID, c.MaxHoldsPerOwner) {
 		return ErrTooManyOfOwner
@@ -134,8 +135,8 @@ func (c *Coordinator) inTurn(now time.Time, request Request) error {
 	return nil
 }
 
-// takeTurn reports whether a pod is among the most of an owner that may have their turn. Those that drain no more, or are not asked
-// for any more, have lost theirs.
+// takeTurn reports whether a pod is among the most of an owner that may have their turn. Those that
+// drain no more, or are not asked for any more, have lost theirs.
 func (c *Coordinator) takeTurn(now time.Time, owner string, uid drain.UID, most int) bool {
 	turns := slices.DeleteFunc(c.turns[owner], func(t turn) bool {
 		return t.uid != uid && (now.Sub(t.asked) > turnKept || !drain.Status{Phase: c.phases[t.uid]}.Waits())

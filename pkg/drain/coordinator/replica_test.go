@@ -125,8 +125,8 @@ func TestAReplicaThatStartsAdoptsWhatIsOpen(t *testing.T) {
 	})
 }
 
-// One denial denies. A replica that is polled tells which agents let drains expire, and a replica that has just started does
-// not wait for an agent that the other one has suspended.
+// One denial denies. A replica that is polled tells which agents let drains expire, and a replica
+// that has just started does not wait for an agent that the other one has suspended.
 func TestAReplicaThatStartsLearnsWhoIsSuspended(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		old, started := newBench(), newBench()

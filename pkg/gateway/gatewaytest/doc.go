@@ -1,5 +1,5 @@
-// Package gatewaytest is the contract of gateway.Directed as a test, which every data plane passes on the real proxy, and a
-// [Fake] that passes it too.
+// Package gatewaytest is the contract of gateway.Directed as a test, which every data plane passes
+// on the real proxy, and a [Fake] that passes it too.
 //
 // [Run] is given a function that starts one proxy with one gateway before it, as a [Harness]. Requests are real HTTP requests
 // to real servers, so that what the gateway says of itself is compared with what arrived. "Nothing is sent to a removed target"

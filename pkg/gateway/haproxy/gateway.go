@@ -32,7 +32,8 @@ func pause(ctx context.Context, round int) bool {
 	}
 }
 
-// Gateway is one running HAProxy in master-worker mode. It implements gateway.Directed and is not safe for concurrent use.
+// Gateway is one running HAProxy in master-worker mode. It implements gateway.Directed and is not
+// safe for concurrent use.
 type Gateway struct {
 	cli      cli
 	file     string
@@ -255,10 +256,11 @@ func (g *Gateway) resolve(k health.Key) (*Backend, string, error) {
 	return b, name, nil
 }
 
-// Apply implements gateway.Directed. For owned backends it first writes the servers file, once, then changes each live process,
-// then asks whether there are new ones, and changes these. An old worker takes nothing new from listeners, so that only
-// removals are carried out there; HAProxy refuses even these once the worker has stopped its proxies, which is an error
-// (KindStopping) while a client is still connected to that worker.
+// Apply implements gateway.Directed. For owned backends it first writes the servers file, once,
+// then changes each live process, then asks whether there are new ones, and changes these. An old
+// worker takes nothing new from listeners, so that only removals are carried out there; HAProxy
+// refuses even these once the worker has stopped its proxies, which is an error (KindStopping)
+// while a client is still connected to that worker.
 func (g *Gateway) Apply(ctx context.Context, ops []health.Op) error {
 	g.unused = nil
 	steps := make([]*step, len(ops))
@@ -644,8 +646,8 @@ func (s *sealing) is(ctx context.Context) (bool, error) {
 	return s.yes, s.err
 }
 
-// Observe implements gateway.Directed. The list of processes is read before and after the processes; if it changed, everything
-// is read again.
+// Observe implements gateway.Directed. The list of processes is read before and after the
+// processes; if it changed, everything is read again.
 func (g *Gateway) Observe(ctx context.Context, keys []health.Key) (health.Observation, error) {
 	var err error
 	for round := range maxRounds {
@@ -819,8 +821,9 @@ func (g *Gateway) observeProcess(ctx context.Context, p process, byBackend map[*
 	return in.Start, nil
 }
 
-// Owned implements gateway.Directed: the servers that the file lists, and those with an agent's name in any live process. It
-// lists those of the file even if HAProxy cannot be reached, with the error.
+// Owned implements gateway.Directed: the servers that the file lists, and those with an agent's
+// name in any live process. It lists those of the file even if HAProxy cannot be reached, with the
+// error.
 func (g *Gateway) Owned(ctx context.Context) ([]health.Key, error) {
 	keys := map[health.Key]bool{}
 	for _, b := range g.backends {

@@ -51,10 +51,11 @@ const (
 )
 
 // How often connections are counted. The kernel walks its whole table for each request, that of all network namespaces: 9 ms of
-// CPU with the usual 262,144 buckets, even if they are empty. Each connection that it tells costs 1.7 us more. So while a connection
-// is waited for, the known ones alone are asked for, and all again when none of these is left, or after countSlow. Events of connections
-// would come sooner, but the kernel makes them for every connection of the node: 10 to 20 us of CPU each, also if the socket's
-// filter drops them (measured on a machine of 2 cores, Linux 6.18).
+// CPU with the usual 262,144 buckets, even if they are empty. Each connection that it tells costs
+// 1.7 us more. So while a connection is waited for, the known ones alone are asked for, and all
+// again when none of these is left, or after countSlow. Events of connections would come sooner,
+// but the kernel makes them for every connection of the node: 10 to 20 us of CPU each, also if the
+// socket's filter drops them (measured on a machine of 2 cores, Linux 6.18).
 const (
 	countFirst = 20 * time.Millisecond
 	// countKept is the pause while the kernel sends to the targets and to no other endpoint, between the two empty counts that make a
@@ -71,7 +72,8 @@ const (
 	// Idle after one: it is first counted countFirst after the commit was read, and by then a packet for which the kernel chose the
 	// target before the commit is in the table.
 	emptyCounts = 2
-	// messageCost is how many buckets of the table the kernel walks through in the time that it takes to send one entry, and to read it.
+	// messageCost is how many buckets of the table the kernel walks through in the time that it
+	// takes to send one entry, and to read it.
 	messageCost = 50
 )
 
@@ -174,7 +176,8 @@ func (c connection) open() bool {
 	return false
 }
 
-// answerer returns the address of who answers on the connection that b, the attributes of a message, describes.
+// answerer returns the address of who answers on the connection that b, the attributes of a
+// message, describes.
 func answerer(b []byte) netip.Addr {
 	tuple := attribute(b, ctaTupleReply, ctaTupleIP)
 	from := attribute(tuple, ctaIPv4Src)
@@ -205,7 +208,8 @@ func decodeConnection(b []byte) (c connection, err error) {
 	return c, nil
 }
 
-// about returns a message about this entry alone. Without a tuple the kernel would take it to be about all.
+// about returns a message about this entry alone. Without a tuple the kernel would take it to be
+// about all.
 func (c connection) about(message int, flags netlink.HeaderFlags, more ...[]byte) netlink.Message {
 	if c.zone != nil {
 		more = append(more, encode(ctaZone, c.zone))
@@ -221,15 +225,18 @@ func (c connection) about(message int, flags netlink.HeaderFlags, more ...[]byte
 type counter struct {
 	dial func() (*netlink.Conn, error)
 	conn *netlink.Conn
-	// deaf says that the kernel sends all connections whatever address it is asked for, as before 5.8.
+	// deaf says that the kernel sends all connections whatever address it is asked for, as before
+	// 5.8.
 	deaf bool
 }
 
-// walk calls f with all entries to addrs. A table that is written to all the time cannot be read at one moment: an entry
-// that came meanwhile may be missing, one that was there the whole time is not.
+// walk calls f with all entries to addrs. A table that is written to all the time cannot be read at
+// one moment: an entry that came meanwhile may be missing, one that was there the whole time is
+// not.
 //
-// With IPv6 the kernel sends all entries: its filter of addresses is inverted there (ctnetlink_filter_match_tuple, in
-// 5.8 to 6.18 at least: it leaves out those that match), and may be mended some day.
+// With IPv6 the kernel sends all entries: its filter of addresses is inverted there
+// (ctnetlink_filter_match_tuple, in 5.8 to 6.18 at least: it leaves out those that match), and may
+// be mended some day.
 func (c *counter) walk(addrs map[netip.Addr]bool, f func(connection)) (err error) {
 	var four []netip.Addr
 	six := 0
@@ -265,8 +272,8 @@ func (c *counter) walk(addrs map[netip.Addr]bool, f func(connection)) (err error
 	return err
 }
 
-// dump calls f with those entries to one of addrs that the kernel sends, of one family or, with AF_UNSPEC, of all. It
-// returns how many the kernel has sent.
+// dump calls f with those entries to one of addrs that the kernel sends, of one family or, with
+// AF_UNSPEC, of all. It returns how many the kernel has sent.
 func (c *counter) dump(family uint8, addrs map[netip.Addr]bool, f func(connection), filter ...[]byte) (told int, err error) {
 	if err := c.ask(request(unix.NFNL_SUBSYS_CTNETLINK, ctGet, netlink.Dump, family, filter...)); err != nil {
 		return 0, err
@@ -289,10 +296,12 @@ func (c *counter) dump(family uint8, addrs map[netip.Addr]bool, f func(connectio
 	return told, nil
 }
 
-// again calls f with those of known that are still there. That costs microseconds for each, and no walk.
+// again calls f with those of known that are still there. That costs microseconds for each, and no
+// walk.
 //
-// The kernel marks each answer as one of several, and does not say which is the last. So an empty dump, of expected
-// connections, comes behind the questions. Few are asked together: the socket's buffer has to hold the answers.
+// The kernel marks each answer as one of several, and does not say which is the last. So an empty
+// dump, of expected connections, comes behind the questions. Few are asked together: the socket's
+// buffer has to hold the answers.
 func (c *counter) again(known []connection, f func(connection)) error {
 	for some := range slices.Chunk(known, 16) {
 		var messages []netlink.Message
@@ -325,8 +334,8 @@ func (c *counter) again(known []connection, f func(connection)) error {
 	return nil
 }
 
-// open returns the open connections to each of addrs, those of known that are still open, and how long the CPU has worked
-// for that.
+// open returns the open connections to each of addrs, those of known that are still open, and how
+// long the CPU has worked for that.
 func (c *counter) open(addrs map[netip.Addr]bool, known []connection) (open map[netip.Addr][]connection, took time.Duration, err error) {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
@@ -371,8 +380,9 @@ func worked() time.Duration {
 	return time.Duration(usage.Utime.Nano() + usage.Stime.Nano())
 }
 
-// sysctl returns a number of the network namespace of this process, 0 if it cannot be read. The number of connections is
-// not asked for by netlink: there the answer is marked as one of several, and nothing says that it was the last.
+// sysctl returns a number of the network namespace of this process, 0 if it cannot be read. The
+// number of connections is not asked for by netlink: there the answer is marked as one of several,
+// and nothing says that it was the last.
 func sysctl(name string) int {
 	text, _ := os.ReadFile("/proc/sys/net/netfilter/" + name)
 	n, _ := strconv.Atoi(strings.TrimSpace(string(text)))
@@ -420,7 +430,8 @@ type counting struct {
 	walk   bool // all connections, and not only those that are known
 }
 
-// due returns the watches whose connections are to be counted now, and when the next ones are, if there are any.
+// due returns the watches whose connections are to be counted now, and when the next ones are, if
+// there are any.
 func (o *Observer) due(now time.Time) (due map[*Watch]counting, next time.Time) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -457,7 +468,8 @@ func (o *Observer) due(now time.Time) (due map[*Watch]counting, next time.Time) 
 	return due, next
 }
 
-// questions returns the addresses and the connections for which watches that are due are to be counted.
+// questions returns the addresses and the connections for which watches that are due are to be
+// counted.
 func (o *Observer) questions(due map[*Watch]counting) (addrs map[netip.Addr]bool, known []connection) {
 	addrs = map[netip.Addr]bool{}
 	for w, how := range due {
@@ -538,8 +550,8 @@ func (o *Observer) counted(due map[*Watch]counting, open map[netip.Addr][]connec
 	}
 }
 
-// see takes in the open connections of a count, all or those known that were not kept, and reports whether some of those to
-// w's targets are to be waited for. The caller holds o.mu.
+// see takes in the open connections of a count, all or those known that were not kept, and reports
+// whether some of those to w's targets are to be waited for. The caller holds o.mu.
 func (w *Watch) see(open map[netip.Addr][]connection, old, all bool, now time.Time) (busy bool) {
 	was := w.held
 	w.held = map[string]held{}
@@ -612,9 +624,10 @@ func (o *Observer) account() error {
 }
 
 // Clean deletes all connections to the targets, of whatever protocol and state, from the kernel's table, so that a client
-// that uses a port again is sent to a pod that is there. It is for pods that are gone: what their connections still had to say is cut
-// off, and so is another pod that has got the address since. Nothing there is no error, and neither is a connection that ended
-// meanwhile. It costs about as much for many targets as for one.
+// that uses a port again is sent to a pod that is there. It is for pods that are gone: what their
+// connections still had to say is cut off, and so is another pod that has got the address since.
+// Nothing there is no error, and neither is a connection that ended meanwhile. It costs about as
+// much for many targets as for one.
 func (o *Observer) Clean(targets []netip.AddrPort) (err error) {
 	c := counter{dial: o.dial}
 	defer c.close()

@@ -537,7 +537,8 @@ func flood(t testing.TB, o *Observer, n int) {
 	}
 }
 
-// However they are counted, the connections are the same: one address after the other, all that there are, or the known ones alone.
+// However they are counted, the connections are the same: one address after the other, all that
+// there are, or the known ones alone.
 func TestCounter(t *testing.T) {
 	empty(t)
 	network(t)

@@ -33,7 +33,8 @@ func TestContract(t *testing.T) {
 				if err := echo(conn); err != nil {
 					return false, func() {}, err
 				}
-				// The client's end has the Service's address. Who answered is in the table of connections.
+				// The client's end has the Service's address. Who answered is in the table of
+				// connections.
 				at := strings.Contains(run(t, "", "ss", "-Htn", "state", "established", "src", a), conn.LocalAddr().String())
 				return at, func() { conn.Close() }, nil
 			},

@@ -185,7 +185,8 @@ func decodeRule(family uint8, b []byte) (r rule, err error) {
 				r.maps = append(r.maps, text(b, unix.NFTA_LOOKUP_SET))
 			}
 		case "nat":
-			// There is no address if only a port is changed, or if a map put it into the register: that is the map's to say.
+			// There is no address if only a port is changed, or if a map put it into the register:
+			// that is the map's to say.
 			addr, ok := netip.AddrFromSlice(registers[register(b, unix.NFTA_NAT_REG_ADDR_MIN)])
 			if ok && number(attribute(b, unix.NFTA_NAT_TYPE)) == natDNAT {
 				port := registers[register(b, unix.NFTA_NAT_REG_PROTO_MIN)]

@@ -21,8 +21,8 @@ const (
 	// answerTimeout is for one answer of the kernel. Five million connections take half of it.
 	answerTimeout = 20 * time.Second
 	// pageSize is how much of a dump the kernel hands over at one time, at most. To continue behind the first n
-	// entries of a list takes the kernel n steps, so that small pages make the dump of a long list quadratic. Notifications
-	// are smaller, see NLMSG_GOODSIZE.
+	// entries of a list takes the kernel n steps, so that small pages make the dump of a long list
+	// quadratic. Notifications are smaller, see NLMSG_GOODSIZE.
 	pageSize = 32 << 10
 	// auditEvery is how often what was followed is compared with the kernel's tables: reading 3,000 Services takes half a
 	// second of CPU.

@@ -15,8 +15,8 @@ import (
 
 var errShort = errors.New("message is too short")
 
-// request returns a message to the subsystem, about one address family. Subsystem 0 has the beginning and the end of a
-// transaction of nftables.
+// request returns a message to the subsystem, about one address family. Subsystem 0 has the
+// beginning and the end of a transaction of nftables.
 func request(subsystem, message int, flags netlink.HeaderFlags, family uint8, attributes ...[]byte) netlink.Message {
 	return netlink.Message{
 		Header: netlink.Header{Type: netlink.HeaderType(subsystem<<8 | message), Flags: netlink.Request | flags},
@@ -70,8 +70,8 @@ func next(b []byte) (number uint16, data, rest []byte, ok bool) {
 	return binary.NativeEndian.Uint16(b[2:]) & 0x3fff, b[unix.NLA_HDRLEN:length], b[min((length+3)&^3, len(b)):], true
 }
 
-// attribute returns the data of the first attribute in b that has the number, nil if there is none. More numbers lead into
-// it. Nothing is copied.
+// attribute returns the data of the first attribute in b that has the number, nil if there is none.
+// More numbers lead into it. Nothing is copied.
 func attribute(b []byte, path ...uint16) []byte {
 	for _, wanted := range path {
 		number, data, rest, ok := next(b)

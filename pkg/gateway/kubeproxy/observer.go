@@ -439,8 +439,8 @@ type Watch struct {
 	period, empty int // o.mu
 	// busy says that a connection to be waited for was counted last.
 	busy bool // o.mu
-	// entered is when the state was entered, by this process, walked when all connections were last counted, and next when
-	// they are to be counted again.
+	// entered is when the state was entered, by this process, walked when all connections were last
+	// counted, and next when they are to be counted again.
 	entered, walked, next time.Time // o.mu
 }
 

@@ -139,9 +139,10 @@ func TestKubectlDeleteWithoutRetryAfter(t *testing.T) {
 	h.want(s, "DELETE pods", 1)
 }
 
-// F4. The ReplicaSet controller comes back by itself, so a denied scale-down or rollout goes on. With Retry-After it waits inside
-// its call and with it one of its 5 workers; without, it requeues within milliseconds and ever more slowly, and chooses its
-// victims again, which is why Lameduck always sends it.
+// F4. The ReplicaSet controller comes back by itself, so a denied scale-down or rollout goes on.
+// With Retry-After it waits inside its call and with it one of its 5 workers; without, it requeues
+// within milliseconds and ever more slowly, and chooses its victims again, which is why Lameduck
+// always sends it.
 func TestReplicaSetControllerRetries(t *testing.T) {
 	t.Parallel()
 	tests := []struct {

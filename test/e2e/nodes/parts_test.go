@@ -327,8 +327,8 @@ type passed struct {
 	Stated float64   `json:"statedSeconds"`
 	// Waiting are the agents that were still waited for.
 	Waiting []string `json:"waitingFor"`
-	// Suspended are those that were not, as they had let one drain after the other expire; Away those whose nodes are not ready,
-	// Lost those of them that were waited for before.
+	// Suspended are those that were not, as they had let one drain after the other expire; Away
+	// those whose nodes are not ready, Lost those of them that were waited for before.
 	Suspended []string `json:"suspended"`
 	Away      []string `json:"away"`
 	Lost      []string `json:"lost"`

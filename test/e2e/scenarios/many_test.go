@@ -95,8 +95,8 @@ func TestManyDeletionsAndOneSilentAgent(t *testing.T) {
 		reasons[a.Reason]++
 	}
 	t.Logf("allowed by reason: %v", reasons)
-	// A deletion goes unasked if the calls of both entries take longer than timeoutSeconds, as they do
-	// where the machine has no time for them.
+	// A deletion goes unasked if the calls of both entries take longer than timeoutSeconds, as they
+	// do where the machine has no time for them.
 	late, failed := failedCalls(apiServerLog(t, s)[logged:])
 	t.Logf("%d calls of the API server took longer than 4 s", late)
 	if len(failed) > 0 {

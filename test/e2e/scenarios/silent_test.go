@@ -108,7 +108,8 @@ func TestSilentAgentKeepsNoPod(t *testing.T) {
 	})
 }
 
-// endSilentAgent takes away the agent of stage.SilentAgent, and waits until it is gone: everything is owed by it in tests that come later, too.
+// endSilentAgent takes away the agent of stage.SilentAgent, and waits until it is gone: everything
+// is owed by it in tests that come later, too.
 func endSilentAgent(t *testing.T, s *stage.Stage, ns string) {
 	t.Helper()
 	// The test's own context is over.

@@ -15,8 +15,8 @@ import (
 	"k8s.io/client-go/rest"
 )
 
-// Somebody returns a client of a user who may do everything in a namespace. Unlike the administrator,
-// the user is not exempt from the flow control of the API server: the seats of
+// Somebody returns a client of a user who may do everything in a namespace. Unlike the
+// administrator, the user is not exempt from the flow control of the API server: the seats of
 // manifests/base/flow-control.yaml bound how many deletions reach a coordinator at one moment.
 func (s *Stage) Somebody(t testing.TB, ns string) *kubernetes.Clientset {
 	t.Helper()
@@ -43,8 +43,8 @@ func (s *Stage) Somebody(t testing.TB, ns string) *kubernetes.Clientset {
 	}
 }
 
-// PaperPods makes n pods that the Service web lists as ready and that no kubelet runs, on a node that
-// reports itself ready until the test ends. The pods are removed then.
+// PaperPods makes n pods that the Service web lists as ready and that no kubelet runs, on a node
+// that reports itself ready until the test ends. The pods are removed then.
 func (s *Stage) PaperPods(t testing.TB, ns string, n int) []*corev1.Pod {
 	t.Helper()
 	name := "paper-" + ns

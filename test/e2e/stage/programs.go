@@ -25,8 +25,8 @@ var build = sync.OnceValues(func() (string, error) {
 	return dir, nil
 })
 
-// Programs returns the folder with what is tested: that of make build, if LAMEDUCK_BIN names it. Otherwise it builds the
-// programs, with the race detector, once in a test program.
+// Programs returns the folder with what is tested: that of make build, if LAMEDUCK_BIN names it.
+// Otherwise it builds the programs, with the race detector, once in a test program.
 func Programs(t testing.TB) string {
 	t.Helper()
 	if dir := os.Getenv("LAMEDUCK_BIN"); dir != "" {

@@ -1,7 +1,7 @@
 package stage
 
-// SilentAgent is the manifest, for a namespace, of a pod that has the label and the right of an agent, is ready, and never
-// connects: every drain waits for it.
+// SilentAgent is the manifest, for a namespace, of a pod that has the label and the right of an
+// agent, is ready, and never connects: every drain waits for it.
 const SilentAgent = `
 apiVersion: v1
 kind: ServiceAccount

@@ -142,8 +142,8 @@ func (s *Stage) AddNode(ctx context.Context, name string, pods netip.Prefix) err
 	return s.run(ctx, running, n)
 }
 
-// LoseNode ends a node of AddNode without a word to the API server: its pods' processes are killed, its Lease is
-// not renewed, and its objects stay.
+// LoseNode ends a node of AddNode without a word to the API server: its pods' processes are killed,
+// its Lease is not renewed, and its objects stay.
 func (s *Stage) LoseNode(name string) { s.lose[name]() }
 
 // Close kills all pods' processes. The cluster stays.
@@ -299,7 +299,8 @@ func (s *Stage) RestartCoordinators(ctx context.Context) error {
 }
 
 // InstallWebhook installs the first entries of the webhook configuration of the manifests that holds deletions, with the coordinators' addresses in the place of
-// their Services', and waits until a coordinator has written its CA and the path into each. Entries that the manifests do not have are like their last.
+// their Services', and waits until a coordinator has written its CA and the path into each. Entries
+// that the manifests do not have are like their last.
 func (s *Stage) InstallWebhook(ctx context.Context, entries int) error {
 	return s.installWebhook(ctx, "base", "ValidatingWebhookConfiguration", "/v1/admit/", entries)
 }

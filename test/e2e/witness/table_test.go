@@ -37,8 +37,8 @@ const (
 // measured is a row of the table.
 type measured struct {
 	name string
-	// took is how long each deletion of a pod took that concerns no agent. Each of them follows one in
-	// a namespace for which no webhook is called: the floor, under the same load of the machine.
+	// took is how long each deletion of a pod took that concerns no agent. Each of them follows one
+	// in a namespace for which no webhook is called: the floor, under the same load of the machine.
 	took, floor []time.Duration
 	// slowCount of them were slow. The last one began this long after the loss.
 	slowCount int
@@ -99,8 +99,8 @@ func TestTable(t *testing.T) {
 			cut(t, pod.Status.PodIP)
 			return func() error { return nft("delete table inet lost") }
 		}},
-		// The kubelet that would see the probe fail is lost, too. The API server learns of it from the
-		// Lease of the node.
+		// The kubelet that would see the probe fail is lost, too. The API server learns of it from
+		// the Lease of the node.
 		{"node of one lost", 80 * time.Second, func(t *testing.T) { moveToAnotherNode(t, s) }, func(t *testing.T, pod *corev1.Pod) func() error {
 			cut(t, pod.Status.PodIP)
 			s.LoseNode(another)
@@ -159,8 +159,8 @@ func unconcerned(t *testing.T, s *stage.Stage, n int) (pods, floor []*corev1.Pod
 	return s.PaperPods(t, namespace(t, s, "none"), n), floor
 }
 
-// delete deletes pods one after the other for some time, at most one every pace, and before each one
-// of the floor.
+// delete deletes pods one after the other for some time, at most one every pace, and before each
+// one of the floor.
 func (m *measured) delete(t *testing.T, s *stage.Stage, pods, floor []*corev1.Pod, pace, lasts time.Duration) {
 	t.Helper()
 	lost := time.Now()
@@ -272,8 +272,8 @@ func resident(t *testing.T, pid int) (kib int) {
 // another is the node that is lost.
 const another = "node-9"
 
-// moveToAnotherNode moves the first coordinator to a node of its own. The coordinator's Deployment is
-// deleted at the end, because its pod would stay on the lost node for minutes.
+// moveToAnotherNode moves the first coordinator to a node of its own. The coordinator's Deployment
+// is deleted at the end, because its pod would stay on the lost node for minutes.
 func moveToAnotherNode(t *testing.T, s *stage.Stage) {
 	t.Helper()
 	const name = "lameduck-webhook-0"
