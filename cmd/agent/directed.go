@@ -16,17 +16,17 @@ import (
 	"github.com/lameduck-io/lameduck/internal/agent/discovery"
 	"github.com/lameduck-io/lameduck/internal/agent/exclusion"
 	"github.com/lameduck-io/lameduck/internal/agent/healthview"
+	"github.com/lameduck-io/lameduck/internal/agent/journal"
 	"github.com/lameduck-io/lameduck/internal/agent/liveness"
 	"github.com/lameduck-io/lameduck/internal/agent/metrics"
+	"github.com/lameduck-io/lameduck/internal/agent/serving"
 	"github.com/lameduck-io/lameduck/internal/agent/source"
+	"github.com/lameduck-io/lameduck/internal/serve"
 	"github.com/lameduck-io/lameduck/internal/signal"
 	"github.com/lameduck-io/lameduck/pkg/drain"
-	"github.com/lameduck-io/lameduck/pkg/drain/journal"
 	"github.com/lameduck-io/lameduck/pkg/gateway"
 	"github.com/lameduck-io/lameduck/pkg/health"
 	"github.com/lameduck-io/lameduck/pkg/health/probe"
-	"github.com/lameduck-io/lameduck/pkg/health/serving"
-	"github.com/lameduck-io/lameduck/pkg/serve"
 )
 
 const (

@@ -24,8 +24,8 @@ import (
 
 	"github.com/lameduck-io/lameduck/internal/agent/agenttest"
 	"github.com/lameduck-io/lameduck/internal/agent/discovery"
+	"github.com/lameduck-io/lameduck/internal/coordinator"
 	"github.com/lameduck-io/lameduck/pkg/drain"
-	"github.com/lameduck-io/lameduck/pkg/drain/coordinator"
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 	"github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest"
 	"github.com/lameduck-io/lameduck/pkg/health"

@@ -11,6 +11,7 @@ import (
 
 	"k8s.io/client-go/kubernetes"
 
+	"github.com/lameduck-io/lameduck/internal/agent/client"
 	"github.com/lameduck-io/lameduck/internal/agent/discovery"
 	"github.com/lameduck-io/lameduck/internal/agent/hooks"
 	"github.com/lameduck-io/lameduck/internal/agent/listen"
@@ -18,13 +19,12 @@ import (
 	"github.com/lameduck-io/lameduck/internal/agent/metrics"
 	"github.com/lameduck-io/lameduck/internal/agent/nodepods"
 	"github.com/lameduck-io/lameduck/internal/agent/observation"
+	"github.com/lameduck-io/lameduck/internal/agent/serving"
+	"github.com/lameduck-io/lameduck/internal/serve"
 	"github.com/lameduck-io/lameduck/internal/signal"
 	"github.com/lameduck-io/lameduck/pkg/drain"
-	"github.com/lameduck-io/lameduck/pkg/drain/client"
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 	"github.com/lameduck-io/lameduck/pkg/gateway"
-	"github.com/lameduck-io/lameduck/pkg/health/serving"
-	"github.com/lameduck-io/lameduck/pkg/serve"
 )
 
 const (

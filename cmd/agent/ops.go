@@ -12,8 +12,8 @@ import (
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 
 	"github.com/lameduck-io/lameduck/internal/agent/hooks"
-	"github.com/lameduck-io/lameduck/pkg/health/serving"
-	"github.com/lameduck-io/lameduck/pkg/serve"
+	"github.com/lameduck-io/lameduck/internal/agent/serving"
+	"github.com/lameduck-io/lameduck/internal/serve"
 )
 
 const (

@@ -4,7 +4,7 @@ import (
 	"net/http/httptest"
 	"testing"
 
-	"github.com/lameduck-io/lameduck/pkg/health/serving"
+	"github.com/lameduck-io/lameduck/internal/agent/serving"
 )
 
 // Whoever points a probe at the agent finds three answers to three questions.

@@ -14,8 +14,8 @@ import (
 	"github.com/lameduck-io/lameduck/internal/agent/discovery"
 	"github.com/lameduck-io/lameduck/internal/agent/kinds"
 	"github.com/lameduck-io/lameduck/internal/cli"
+	"github.com/lameduck-io/lameduck/internal/config"
 	"github.com/lameduck-io/lameduck/internal/version"
-	"github.com/lameduck-io/lameduck/pkg/config"
 	"github.com/lameduck-io/lameduck/pkg/gateway"
 	"github.com/lameduck-io/lameduck/pkg/health"
 )

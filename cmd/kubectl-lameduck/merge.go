@@ -6,7 +6,7 @@ import (
 	"strings"
 	"time"
 
-	"github.com/lameduck-io/lameduck/pkg/dashboard/api"
+	"github.com/lameduck-io/lameduck/internal/dashboard/api"
 )
 
 // whole is what all coordinators say together. Its fields are added to, never repurposed: people read it with --output json.

@@ -12,8 +12,8 @@ import (
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
 
+	"github.com/lameduck-io/lameduck/internal/dashboard/api"
 	"github.com/lameduck-io/lameduck/internal/version"
-	"github.com/lameduck-io/lameduck/pkg/dashboard/api"
 )
 
 const help = `kubectl lameduck shows what Lameduck's coordinators know.

@@ -17,7 +17,7 @@ import (
 
 	"sigs.k8s.io/yaml"
 
-	"github.com/lameduck-io/lameduck/pkg/dashboard/api"
+	"github.com/lameduck-io/lameduck/internal/dashboard/api"
 )
 
 func count(n int) string { return strconv.Itoa(n) }

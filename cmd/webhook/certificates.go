@@ -16,9 +16,9 @@ import (
 	"k8s.io/client-go/kubernetes"
 	"sigs.k8s.io/controller-runtime/pkg/certwatcher"
 
+	"github.com/lameduck-io/lameduck/internal/certs"
+	"github.com/lameduck-io/lameduck/internal/serve"
 	"github.com/lameduck-io/lameduck/pkg/admission"
-	"github.com/lameduck-io/lameduck/pkg/certs"
-	"github.com/lameduck-io/lameduck/pkg/serve"
 )
 
 // proof is how this replica shows who it is, and knows the API server.

@@ -5,8 +5,8 @@ import (
 	"log/slog"
 	"time"
 
-	"github.com/lameduck-io/lameduck/pkg/config"
-	"github.com/lameduck-io/lameduck/pkg/dashboard/api"
+	"github.com/lameduck-io/lameduck/internal/config"
+	"github.com/lameduck-io/lameduck/internal/dashboard/api"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 

@@ -16,9 +16,9 @@ import (
 
 	"k8s.io/apimachinery/pkg/util/validation"
 
+	"github.com/lameduck-io/lameduck/internal/config"
 	"github.com/lameduck-io/lameduck/internal/version"
 	"github.com/lameduck-io/lameduck/pkg/admission"
-	"github.com/lameduck-io/lameduck/pkg/config"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 

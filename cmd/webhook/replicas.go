@@ -19,11 +19,11 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 
+	"github.com/lameduck-io/lameduck/internal/coordinator"
+	"github.com/lameduck-io/lameduck/internal/identity"
+	"github.com/lameduck-io/lameduck/internal/peers"
 	"github.com/lameduck-io/lameduck/pkg/admission"
 	"github.com/lameduck-io/lameduck/pkg/drain"
-	"github.com/lameduck-io/lameduck/pkg/drain/coordinator"
-	"github.com/lameduck-io/lameduck/pkg/drain/identity"
-	"github.com/lameduck-io/lameduck/pkg/drain/peers"
 )
 
 // ordinalLabel on a pod of a replica is its ordinal: the number of its entry in the webhook

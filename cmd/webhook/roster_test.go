@@ -15,9 +15,9 @@ import (
 	"k8s.io/client-go/kubernetes/fake"
 	clienttesting "k8s.io/client-go/testing"
 
+	"github.com/lameduck-io/lameduck/internal/coordinator"
+	"github.com/lameduck-io/lameduck/internal/identity"
 	"github.com/lameduck-io/lameduck/pkg/drain"
-	"github.com/lameduck-io/lameduck/pkg/drain/coordinator"
-	"github.com/lameduck-io/lameduck/pkg/drain/identity"
 )
 
 // A tenant who may create pods and service accounts makes 600 pods with the agent's label, each of

@@ -14,9 +14,9 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/client/fake"
 
+	"github.com/lameduck-io/lameduck/internal/coordinator"
+	"github.com/lameduck-io/lameduck/internal/endpoints"
 	"github.com/lameduck-io/lameduck/pkg/drain"
-	"github.com/lameduck-io/lameduck/pkg/drain/coordinator"
-	"github.com/lameduck-io/lameduck/pkg/endpoints"
 )
 
 // going is shop/a on node n1, terminating since now with a grace of 35 s, ready for long.

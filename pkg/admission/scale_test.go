@@ -22,13 +22,13 @@ import (
 	"k8s.io/utils/ptr"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
+	"github.com/lameduck-io/lameduck/internal/coordinator"
+	"github.com/lameduck-io/lameduck/internal/endpoints"
+	"github.com/lameduck-io/lameduck/internal/serve"
 	"github.com/lameduck-io/lameduck/pkg/drain"
-	"github.com/lameduck-io/lameduck/pkg/drain/coordinator"
-	"github.com/lameduck-io/lameduck/pkg/endpoints"
 	"github.com/lameduck-io/lameduck/pkg/health"
-	"github.com/lameduck-io/lameduck/pkg/serve"
 
-	agentclient "github.com/lameduck-io/lameduck/pkg/drain/client"
+	agentclient "github.com/lameduck-io/lameduck/internal/agent/client"
 )
 
 // pipes is a listener of pipes.

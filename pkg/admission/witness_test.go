@@ -7,8 +7,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/lameduck-io/lameduck/internal/coordinator"
 	"github.com/lameduck-io/lameduck/pkg/drain"
-	"github.com/lameduck-io/lameduck/pkg/drain/coordinator"
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 )
 

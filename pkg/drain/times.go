@@ -7,7 +7,7 @@ import (
 )
 
 // requestLimit is what the API server gives one DELETE or eviction in all
-// (k8s.io/apiserver/pkg/endpoints/handlers/rest.go, requestTimeoutUpperBound).
+// (k8s.io/apiserver/internal/endpoints/handlers/rest.go, requestTimeoutUpperBound).
 const requestLimit = 34 * time.Second
 
 // answerMargin is what a hold leaves of the webhook's time for the answer to arrive. The API server rounds ?timeout= up.

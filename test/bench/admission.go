@@ -27,11 +27,11 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
+	"github.com/lameduck-io/lameduck/internal/coordinator"
+	"github.com/lameduck-io/lameduck/internal/endpoints"
+	"github.com/lameduck-io/lameduck/internal/serve"
 	"github.com/lameduck-io/lameduck/pkg/admission"
 	"github.com/lameduck-io/lameduck/pkg/drain"
-	"github.com/lameduck-io/lameduck/pkg/drain/coordinator"
-	"github.com/lameduck-io/lameduck/pkg/endpoints"
-	"github.com/lameduck-io/lameduck/pkg/serve"
 )
 
 const (

@@ -21,8 +21,8 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 
+	"github.com/lameduck-io/lameduck/internal/coordinator"
 	"github.com/lameduck-io/lameduck/pkg/drain"
-	"github.com/lameduck-io/lameduck/pkg/drain/coordinator"
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 )
 

@@ -12,7 +12,7 @@ import (
 )
 
 const (
-	// These are those of the real shells (cmd/agent, pkg/gateway, pkg/drain/client).
+	// These are those of the real shells (cmd/agent, pkg/gateway, internal/agent/client).
 	learnMost       = 3 * time.Second
 	lapseEvery      = time.Second
 	fastest         = 10 * time.Millisecond

@@ -8,7 +8,7 @@ import (
 )
 
 const (
-	// barrierBound, answerMargin, barrierLook, askAgain, localIdle, localKept are those of the real shells (cmd/agent, pkg/drain/coordinator). kubeletMost is
+	// barrierBound, answerMargin, barrierLook, askAgain, localIdle, localKept are those of the real shells (cmd/agent, internal/coordinator). kubeletMost is
 	// when the kubelet goes on whatever the hook does.
 	barrierBound = 30 * time.Second
 	answerMargin = 250 * time.Millisecond

@@ -11,7 +11,7 @@ import (
 )
 
 const (
-	// maxHolds, ownerHolds, lookAround, lookTimeout and settleTime are those of the real shells (cmd/webhook, pkg/admission, pkg/drain/coordinator).
+	// maxHolds, ownerHolds, lookAround, lookTimeout and settleTime are those of the real shells (cmd/webhook, pkg/admission, internal/coordinator).
 	maxHolds    = 64
 	ownerHolds  = 8
 	lookAround  = 250 * time.Millisecond

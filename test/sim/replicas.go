@@ -10,8 +10,8 @@ import (
 )
 
 const (
-	// These are those of the real shells (pkg/drain/peers, cmd/webhook, pkg/admission,
-	// pkg/drain/coordinator).
+	// These are those of the real shells (internal/peers, cmd/webhook, pkg/admission,
+	// internal/coordinator).
 	claimTime     = time.Second
 	pollTime      = time.Second
 	pollEvery     = time.Second

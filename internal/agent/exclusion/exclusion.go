@@ -12,11 +12,11 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 
+	"github.com/lameduck-io/lameduck/internal/agent/journal"
 	"github.com/lameduck-io/lameduck/internal/agent/report"
+	"github.com/lameduck-io/lameduck/internal/endpoints"
 	"github.com/lameduck-io/lameduck/pkg/drain"
-	"github.com/lameduck-io/lameduck/pkg/drain/journal"
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
-	"github.com/lameduck-io/lameduck/pkg/endpoints"
 	"github.com/lameduck-io/lameduck/pkg/gateway"
 	"github.com/lameduck-io/lameduck/pkg/health"
 )

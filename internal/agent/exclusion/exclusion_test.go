@@ -17,10 +17,10 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"k8s.io/apimachinery/pkg/types"
 
+	"github.com/lameduck-io/lameduck/internal/agent/journal"
 	"github.com/lameduck-io/lameduck/internal/agent/metrics"
+	"github.com/lameduck-io/lameduck/internal/endpoints"
 	"github.com/lameduck-io/lameduck/pkg/drain"
-	"github.com/lameduck-io/lameduck/pkg/drain/journal"
-	"github.com/lameduck-io/lameduck/pkg/endpoints"
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 

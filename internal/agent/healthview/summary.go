@@ -11,9 +11,9 @@ import (
 
 	"k8s.io/apimachinery/pkg/types"
 
+	"github.com/lameduck-io/lameduck/internal/endpoints"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
-	"github.com/lameduck-io/lameduck/pkg/endpoints"
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 

@@ -6,8 +6,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/lameduck-io/lameduck/internal/endpoints"
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
-	"github.com/lameduck-io/lameduck/pkg/endpoints"
 	"github.com/lameduck-io/lameduck/pkg/health"
 
 	"k8s.io/apimachinery/pkg/types"

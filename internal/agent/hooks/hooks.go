@@ -19,11 +19,11 @@ import (
 
 	"github.com/lameduck-io/lameduck/internal/agent/listen"
 	"github.com/lameduck-io/lameduck/internal/agent/nodepods"
+	"github.com/lameduck-io/lameduck/internal/serve"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 	"github.com/lameduck-io/lameduck/pkg/gateway"
 	"github.com/lameduck-io/lameduck/pkg/health"
-	"github.com/lameduck-io/lameduck/pkg/serve"
 )
 
 const (

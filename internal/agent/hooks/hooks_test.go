@@ -19,8 +19,8 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 
+	"github.com/lameduck-io/lameduck/internal/agent/client"
 	"github.com/lameduck-io/lameduck/pkg/drain"
-	"github.com/lameduck-io/lameduck/pkg/drain/client"
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 
 	"github.com/lameduck-io/lameduck/internal/agent/agenttest"

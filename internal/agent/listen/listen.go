@@ -18,7 +18,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/lameduck-io/lameduck/pkg/serve"
+	"github.com/lameduck-io/lameduck/internal/serve"
 )
 
 // tryEvery is how often an address is tried that another agent has: for so long hooks are refused

@@ -15,7 +15,7 @@ import (
 	"time"
 
 	"github.com/lameduck-io/lameduck/internal/agent/agenttest"
-	"github.com/lameduck-io/lameduck/pkg/serve"
+	"github.com/lameduck-io/lameduck/internal/serve"
 )
 
 // agentBeside is a server that says its name, at an address that others may have.

@@ -15,9 +15,9 @@ import (
 	"k8s.io/client-go/kubernetes"
 	toolscache "k8s.io/client-go/tools/cache"
 
+	"github.com/lameduck-io/lameduck/internal/agent/serving"
 	"github.com/lameduck-io/lameduck/internal/watch"
 	"github.com/lameduck-io/lameduck/pkg/gateway"
-	"github.com/lameduck-io/lameduck/pkg/health/serving"
 )
 
 // toBeDeleted is the taint that the cluster autoscaler puts on a node before it deletes it.

@@ -20,9 +20,9 @@ import (
 	"k8s.io/client-go/kubernetes/fake"
 	clienttesting "k8s.io/client-go/testing"
 
+	"github.com/lameduck-io/lameduck/internal/agent/serving"
 	"github.com/lameduck-io/lameduck/pkg/gateway"
 	"github.com/lameduck-io/lameduck/pkg/health"
-	"github.com/lameduck-io/lameduck/pkg/health/serving"
 )
 
 var errGateway = errors.New("no")

@@ -13,8 +13,8 @@ import (
 	"k8s.io/client-go/kubernetes"
 	toolscache "k8s.io/client-go/tools/cache"
 
+	"github.com/lameduck-io/lameduck/internal/endpoints"
 	"github.com/lameduck-io/lameduck/internal/watch"
-	"github.com/lameduck-io/lameduck/pkg/endpoints"
 	"github.com/lameduck-io/lameduck/pkg/gateway"
 	"github.com/lameduck-io/lameduck/pkg/health"
 )

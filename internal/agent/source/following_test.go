@@ -16,9 +16,9 @@ import (
 
 	"github.com/lameduck-io/lameduck/internal/agent/agenttest"
 	"github.com/lameduck-io/lameduck/internal/agent/liveness"
+	"github.com/lameduck-io/lameduck/internal/agent/serving"
 	"github.com/lameduck-io/lameduck/pkg/gateway"
 	"github.com/lameduck-io/lameduck/pkg/health"
-	"github.com/lameduck-io/lameduck/pkg/health/serving"
 )
 
 // healthTimeout is that of these tests.

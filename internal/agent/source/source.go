@@ -15,11 +15,11 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/kubernetes"
 
+	"github.com/lameduck-io/lameduck/internal/agent/serving"
+	"github.com/lameduck-io/lameduck/internal/endpoints"
 	"github.com/lameduck-io/lameduck/internal/watch"
-	"github.com/lameduck-io/lameduck/pkg/endpoints"
 	"github.com/lameduck-io/lameduck/pkg/gateway"
 	"github.com/lameduck-io/lameduck/pkg/health"
-	"github.com/lameduck-io/lameduck/pkg/health/serving"
 )
 
 // backlog bounds the changes of EndpointSlices that wait; the watch waits when it is full.

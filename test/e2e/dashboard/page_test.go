@@ -25,11 +25,11 @@ import (
 	"github.com/chromedp/chromedp"
 	"github.com/chromedp/chromedp/kb"
 
+	"github.com/lameduck-io/lameduck/internal/coordinator"
+	"github.com/lameduck-io/lameduck/internal/dashboard"
+	"github.com/lameduck-io/lameduck/internal/dashboard/api"
 	"github.com/lameduck-io/lameduck/pkg/admission"
-	"github.com/lameduck-io/lameduck/pkg/dashboard"
-	"github.com/lameduck-io/lameduck/pkg/dashboard/api"
 	"github.com/lameduck-io/lameduck/pkg/drain"
-	"github.com/lameduck-io/lameduck/pkg/drain/coordinator"
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 	"github.com/lameduck-io/lameduck/test/cluster"
 )

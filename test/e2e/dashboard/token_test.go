@@ -7,7 +7,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/lameduck-io/lameduck/pkg/dashboard"
+	"github.com/lameduck-io/lameduck/internal/dashboard"
 )
 
 // What docs/dashboard.md tells people to do for a token, by the real API server: it lets the page be looked at, and is good for nothing else.

@@ -15,7 +15,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/lameduck-io/lameduck/pkg/dashboard/api"
+	"github.com/lameduck-io/lameduck/internal/dashboard/api"
 	"github.com/lameduck-io/lameduck/test/cluster"
 	"github.com/lameduck-io/lameduck/test/e2e/stage"
 )

@@ -36,11 +36,11 @@ import (
 	"github.com/gorilla/mux"
 	corev1 "k8s.io/api/core/v1"
 
+	"github.com/lameduck-io/lameduck/internal/coordinator"
+	"github.com/lameduck-io/lameduck/internal/dashboard/api"
+	"github.com/lameduck-io/lameduck/internal/serve"
 	"github.com/lameduck-io/lameduck/pkg/admission"
-	"github.com/lameduck-io/lameduck/pkg/dashboard/api"
 	"github.com/lameduck-io/lameduck/pkg/drain"
-	"github.com/lameduck-io/lameduck/pkg/drain/coordinator"
-	"github.com/lameduck-io/lameduck/pkg/serve"
 )
 
 //go:embed page

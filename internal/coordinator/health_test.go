@@ -12,8 +12,8 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/lameduck-io/lameduck/internal/agent/client"
 	"github.com/lameduck-io/lameduck/pkg/drain"
-	"github.com/lameduck-io/lameduck/pkg/drain/client"
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 )
 

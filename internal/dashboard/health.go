@@ -3,8 +3,8 @@ package dashboard
 import (
 	"net/http"
 
-	"github.com/lameduck-io/lameduck/pkg/dashboard/api"
-	"github.com/lameduck-io/lameduck/pkg/drain/coordinator"
+	"github.com/lameduck-io/lameduck/internal/coordinator"
+	"github.com/lameduck-io/lameduck/internal/dashboard/api"
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 )
 

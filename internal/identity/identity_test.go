@@ -20,7 +20,7 @@ import (
 	"k8s.io/client-go/kubernetes/fake"
 	clienttesting "k8s.io/client-go/testing"
 
-	"github.com/lameduck-io/lameduck/pkg/drain/coordinator"
+	"github.com/lameduck-io/lameduck/internal/coordinator"
 )
 
 // apiServer answers reviews, and checks what it is asked.

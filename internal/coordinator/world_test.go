@@ -19,10 +19,10 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 
+	"github.com/lameduck-io/lameduck/internal/agent/client"
+	"github.com/lameduck-io/lameduck/internal/serve"
 	"github.com/lameduck-io/lameduck/pkg/drain"
-	"github.com/lameduck-io/lameduck/pkg/drain/client"
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
-	"github.com/lameduck-io/lameduck/pkg/serve"
 )
 
 var (

@@ -22,9 +22,9 @@ import (
 
 	"github.com/gorilla/mux"
 
+	"github.com/lameduck-io/lameduck/internal/serve"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
-	"github.com/lameduck-io/lameduck/pkg/serve"
 )
 
 // writeTimeout is how long an agent may take to read what one wake-up has for it. A slower one is cut and starts again.

@@ -17,7 +17,7 @@ import (
 
 	"github.com/invopop/jsonschema"
 
-	"github.com/lameduck-io/lameduck/pkg/config"
+	"github.com/lameduck-io/lameduck/internal/config"
 )
 
 // Check compares the schema of value with the committed one, file, and fails if they differ or if a key has no comment: that of the field, or of the struct that it points to. With UPDATE=1 in the environment

@@ -5,9 +5,9 @@ import (
 	"slices"
 	"time"
 
-	"github.com/lameduck-io/lameduck/pkg/dashboard/api"
+	"github.com/lameduck-io/lameduck/internal/coordinator"
+	"github.com/lameduck-io/lameduck/internal/dashboard/api"
 	"github.com/lameduck-io/lameduck/pkg/drain"
-	"github.com/lameduck-io/lameduck/pkg/drain/coordinator"
 )
 
 const (

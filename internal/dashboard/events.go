@@ -9,7 +9,7 @@ import (
 	"sync"
 	"time"
 
-	"github.com/lameduck-io/lameduck/pkg/dashboard/api"
+	"github.com/lameduck-io/lameduck/internal/dashboard/api"
 )
 
 const (

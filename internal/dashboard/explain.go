@@ -12,8 +12,8 @@ import (
 	"github.com/gorilla/mux"
 	"k8s.io/apimachinery/pkg/util/validation"
 
+	"github.com/lameduck-io/lameduck/internal/dashboard/api"
 	"github.com/lameduck-io/lameduck/pkg/admission"
-	"github.com/lameduck-io/lameduck/pkg/dashboard/api"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
