@@ -59,7 +59,7 @@ func (w *world) untilTargets(want map[string]string) {
 }
 
 // The real HAProxy, probes over the network, and the annotation of a Service: the sick are taken out, too many sick are not, a
-// tombstone is not a matter of health, and what cannot be read changes nothing.
+// exclusion is not a matter of health, and what cannot be read changes nothing.
 func TestChecks(t *testing.T) {
 	w := newWorld(t, 3, time.Minute)
 	a, b, c := w.pods[0], w.pods[1], w.pods[2]
@@ -92,7 +92,7 @@ func TestChecks(t *testing.T) {
 	}
 	// But not one that is drained. It is not counted either: of the other two, half are healthy.
 	w.boss.drain(b)
-	w.untilTargets(map[string]string{a: "unhealthy unhealthy removed", b: "unhealthy tombstoned removed"})
+	w.untilTargets(map[string]string{a: "unhealthy unhealthy removed", b: "unhealthy excluded removed"})
 	since = time.Now()
 	w.mustServe(a, b)
 	if w.routedSince(a, since) || w.routedSince(b, since) {

@@ -62,8 +62,8 @@ func TestKilledAgentKeepsItsPromises(t *testing.T) {
 	}
 }
 
-// When leases are over, time alone lets no pod back in: the watch must be fresh.
-func TestLapsedTombstones(t *testing.T) {
+// When expiries are over, time alone lets no pod back in: the watch must be fresh.
+func TestLapsedExclusions(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, 4, 2*time.Second)
 	gone, back := w.pods[0], w.pods[1]
@@ -74,7 +74,7 @@ func TestLapsedTombstones(t *testing.T) {
 	w.api.down()
 	w.die()
 	w.live()
-	time.Sleep(5 * time.Second) // stored leases are at most 3 s
+	time.Sleep(5 * time.Second) // stored expiries are at most 3 s
 	if w.routedSince(gone, promised) || w.routedSince(back, promised) {
 		t.Fatal("routed again while nobody knows what EndpointSlices say")
 	}
@@ -111,7 +111,7 @@ func TestAJournalThatFailsStopsNoDrain(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, 3, time.Minute)
 	// A folder in the place of the new file: no attempt can create it.
-	if err := os.MkdirAll(filepath.Join(w.dir, "tombstones.json.new", "x"), 0o700); err != nil {
+	if err := os.MkdirAll(filepath.Join(w.dir, "exclusions.json.new", "x"), 0o700); err != nil {
 		t.Fatal(err)
 	}
 	began := time.Now()
@@ -126,7 +126,7 @@ func TestAJournalThatFailsStopsNoDrain(t *testing.T) {
 	if v := w.metric("lameduck_agent_journal_failing"); v != "1" {
 		t.Errorf("lameduck_agent_journal_failing is %q", v)
 	}
-	if err := os.RemoveAll(filepath.Join(w.dir, "tombstones.json.new")); err != nil {
+	if err := os.RemoveAll(filepath.Join(w.dir, "exclusions.json.new")); err != nil {
 		t.Fatal(err)
 	}
 	w.boss.drain(w.pods[1])

@@ -90,7 +90,7 @@ func runDirected(ctx context.Context, o options, kube kubernetes.Interface, bund
 		{Name: "probes", Run: probes.Run},
 		{Name: "checks", Run: checks.Run},
 		{Name: "endpoints", Run: endpoints.Run},
-		{Name: "leases", Run: func(ctx context.Context) error { return exclusions.Expire(ctx, endpoints.Fresh) }},
+		{Name: "expiries", Run: func(ctx context.Context) error { return exclusions.Expire(ctx, endpoints.Fresh) }},
 	}
 	var learned <-chan struct{}
 	if conf := o.file.Coordinators; conf != nil {
@@ -99,7 +99,7 @@ func runDirected(ctx context.Context, o options, kube kubernetes.Interface, bund
 		}
 		believed := healthview.NewSummary(set, ports, endpoints.Names)
 		c := discovery.Connect(*conf, bundle)
-		c.Gateway, c.Tombstones, c.Health, c.Observer, c.Log = o.kind.Name(), exclusions, believed.Last, m, log
+		c.Gateway, c.Exclusions, c.Health, c.Observer, c.Log = o.kind.Name(), exclusions, believed.Last, m, log
 		c.Routes = declared(o.kind, drain.Direct)
 		learned = c.Learned()
 		ends := leaving{gateway: g, programmed: director.Programmed, leave: c.Leave, log: log}

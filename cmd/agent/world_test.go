@@ -254,7 +254,7 @@ func (a *api) serve(w http.ResponseWriter, r *http.Request) {
 // boss is a coordinator: it drains what it is told to, and remembers what agents have said.
 type boss struct {
 	server
-	lease time.Duration
+	expiry time.Duration
 
 	mu      sync.Mutex
 	changed chan struct{}
@@ -265,8 +265,8 @@ type boss struct {
 	said map[drain.UID]drain.State
 }
 
-func newBoss(t testing.TB, lease time.Duration) *boss {
-	b := &boss{lease: lease, changed: make(chan struct{}), said: map[drain.UID]drain.State{}}
+func newBoss(t testing.TB, expiry time.Duration) *boss {
+	b := &boss{expiry: expiry, changed: make(chan struct{}), said: map[drain.UID]drain.State{}}
 	b.server = server{t: t, tls: true, handler: http.HandlerFunc(b.serve)}
 	b.up()
 	t.Cleanup(b.down)
@@ -327,11 +327,11 @@ func (b *boss) serve(w http.ResponseWriter, r *http.Request) {
 			w.(http.Flusher).Flush()
 		}
 		b.mu.Lock()
-		lease := drain.Lease{Replica: "boss", Epoch: fmt.Sprint(b.epoch)}
+		expiry := drain.Lease{Replica: "boss", Epoch: fmt.Sprint(b.epoch)}
 		b.mu.Unlock()
 		send(wire.Message{Type: wire.TypeHello, Hello: &wire.Hello{
-			Protocol: wire.Protocol, Features: wire.Features(), Lease: lease, Session: 1,
-			HeartbeatMillis: 100, AwayMillis: 1000, LeaseMillis: b.lease.Milliseconds(), RenewalMillis: 500,
+			Protocol: wire.Protocol, Features: wire.Features(), Lease: expiry, Session: 1,
+			HeartbeatMillis: 100, AwayMillis: 1000, LeaseMillis: b.expiry.Milliseconds(), RenewalMillis: 500,
 		}})
 		sent, synced := 0, false
 		for {
@@ -402,7 +402,7 @@ var nextHost struct {
 }
 
 // newWorld starts HAProxy and n pods, and a client that never stops asking. The agent is started with live.
-func newWorld(t *testing.T, n int, lease time.Duration) *world {
+func newWorld(t *testing.T, n int, expiry time.Duration) *world {
 	t.Helper()
 	path := gatewaytest.LookPath(t, "haproxy")
 	dir, err := os.MkdirTemp("", "ag") // short: it is in a unix socket's address
@@ -434,7 +434,7 @@ func newWorld(t *testing.T, n int, lease time.Duration) *world {
 		w.pods = append(w.pods, uid)
 		w.list = append(w.list, host+"@"+uid)
 	}
-	w.api, w.boss = newAPI(t, w.list...), newBoss(t, lease)
+	w.api, w.boss = newAPI(t, w.list...), newBoss(t, expiry)
 
 	w.proxy, w.people = agenttest.FreeAddress(t), agenttest.FreeAddress(t)
 	w.write("haproxy.cfg", fmt.Sprintf(`

@@ -281,7 +281,7 @@ func TestStatusTellsOfBarriersAndHealth(t *testing.T) {
 	}
 	service := func(name string, open, unwell int) api.ServiceHealth {
 		return api.ServiceHealth{Namespace: "shop", Name: name, Gateways: 3, FailingOpen: open, Unwell: unwell, Trouble: open+unwell > 0, Says: []api.GatewayHealth{{
-			Agent: "edge/hap", Checked: true, TargetCounts: api.TargetCounts{Usable: 1, Unknown: 1, Unhealthy: unwell, Tombstoned: 1}, Targets: []api.UnhealthyTarget{{Pod: "shop/web-9", Last: "timeout"}, {Address: "10.0.0.1:80"}},
+			Agent: "edge/hap", Checked: true, TargetCounts: api.TargetCounts{Usable: 1, Unknown: 1, Unhealthy: unwell, Excluded: 1}, Targets: []api.UnhealthyTarget{{Pod: "shop/web-9", Last: "timeout"}, {Address: "10.0.0.1:80"}},
 		}}}
 	}
 	w := merge([]answer[api.View]{

@@ -226,7 +226,7 @@ func writeHealth(h api.TargetHealth, wide bool, out io.Writer) {
 		row := []string{s.Namespace, s.Name, state, "", ""}
 		if len(s.Says) > 0 {
 			g := s.Says[0]
-			row[3] = fmt.Sprintf("%d/%d", g.Usable+g.Unknown, g.Usable+g.Unknown+g.Unhealthy+g.Tombstoned+g.Doubtful)
+			row[3] = fmt.Sprintf("%d/%d", g.Usable+g.Unknown, g.Usable+g.Unknown+g.Unhealthy+g.Excluded+g.Doubtful)
 			var bad []string
 			for _, t := range g.Targets {
 				name := t.Pod

@@ -211,7 +211,8 @@ func (c *Coordinator) answer(w http.ResponseWriter, path string, result any, err
 	_ = json.NewEncoder(w).Encode(result)
 }
 
-// decode reads a request body, and lifts the deadline of it: from then on the connection is only watched for its end. Unknown fields are accepted, since newer agents send more than we know.
+// decode reads a request body, and readmits the deadline of it: from then on the connection is only
+// watched for its end. Unknown fields are accepted, since newer agents send more than we know.
 func decode(w http.ResponseWriter, r *http.Request, into any) error {
 	decoder := json.NewDecoder(r.Body)
 	err := decoder.Decode(into)

@@ -439,7 +439,7 @@ func TestOtherEndpointsAreLookedAtWhileAHookWaits(t *testing.T) {
 	})
 }
 
-// A liveness restart is delayed by 2 s at most, and ends the tombstone when the container is back.
+// A liveness restart is delayed by 2 s at most, and ends the exclusion when the container is back.
 func TestAContainerThatIsRestarted(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n, near := newNetwork(t), newNearby()

@@ -31,7 +31,7 @@ func TestAHeldCallIsReleasedByTheLastAcknowledgement(t *testing.T) {
 		held := r.hold(p, web)
 		for _, a := range []*agent{one, two} {
 			if got := a.stones.holders(p); got != "replica-0/a" {
-				t.Fatalf("the tombstone is held by %q", got)
+				t.Fatalf("the exclusion is held by %q", got)
 			}
 		}
 		if got := r.metric("lameduck_holds"); got != 1 {
@@ -145,7 +145,7 @@ func TestALostStreamVoidsWhatWasReported(t *testing.T) {
 			t.Errorf("%v agents are missing", got)
 		}
 		if one.stones.holders(p) == "" {
-			t.Error("the tombstone went with the stream")
+			t.Error("the exclusion went with the stream")
 		}
 		time.Sleep(100 * time.Millisecond) // the first pause is shorter
 		if a := taken(t, held); a.Reason != drain.Acknowledged || a.took > 100*time.Millisecond {
@@ -171,12 +171,12 @@ func TestTheEndsOfADrainReachTheAgents(t *testing.T) {
 		r.Gone(dead.UID)
 		synctest.Wait()
 		if one.stones.holders(dead) != "" || !one.stones.isDead(dead) {
-			t.Error("dead: still buried, or not dead")
+			t.Error("dead: still excluded, or not dead")
 		}
 		// Nobody asks any more, and the API server does not answer: nothing is concluded, and leases are renewed.
 		time.Sleep(2 * time.Minute)
 		if one.stones.holders(kept) == "" || one.stones.holders(gone) == "" {
-			t.Fatal("a tombstone was lifted without knowledge")
+			t.Fatal("an exclusion was readmitted without knowledge")
 		}
 		if until := time.Until(one.stones.expires(kept, "replica-0/a")); until < 58*time.Second {
 			t.Errorf("the lease has only %s left", until)
@@ -185,10 +185,10 @@ func TestTheEndsOfADrainReachTheAgents(t *testing.T) {
 		r.lives.set(gone.UID, Leaving)
 		time.Sleep(3 * time.Second)
 		if one.stones.holders(kept) != "" || one.stones.isDead(kept) {
-			t.Error("kept: still buried, or dead")
+			t.Error("kept: still excluded, or dead")
 		}
 		if one.stones.holders(gone) != "" || !one.stones.isDead(gone) {
-			t.Error("gone: still buried, or not dead")
+			t.Error("gone: still excluded, or not dead")
 		}
 		if got := r.Refused(kept.UID, time.Hour); got != 1 {
 			t.Errorf("%d drains of a pod that lives on were allowed", got)
@@ -241,7 +241,7 @@ func TestStopAnswersWhatIsHeld(t *testing.T) {
 		r.Stop()
 		r.end()
 		if one.stones.holders(p) != "replica-0/a" {
-			t.Error("the tombstone went with the replica")
+			t.Error("the exclusion went with the replica")
 		}
 		if opened, ended := one.streams(); opened != ended {
 			t.Errorf("%d of %d streams have ended", ended, opened)
@@ -332,7 +332,7 @@ func TestReplicasReleaseTheirOwnLeasesOnly(t *testing.T) {
 		// The other replica sees the drains in the reports. It counts them only once its own lease stands, which takes one
 		// exchange and no time.
 		if status := b.drainOnce(p); status.Phase != drain.Unrouting {
-			t.Errorf("replica-1 spends an acknowledgement of replica-0's tombstone: %s", status.Phase)
+			t.Errorf("replica-1 spends an acknowledgement of replica-0's exclusion: %s", status.Phase)
 		}
 		if a := taken(t, b.hold(p, web)); a.Reason != drain.Acknowledged || a.took != 0 {
 			t.Errorf("replica-1 is told %s", a)
@@ -341,7 +341,7 @@ func TestReplicasReleaseTheirOwnLeasesOnly(t *testing.T) {
 			t.Errorf("held by %q", got)
 		}
 
-		// replica-0 starts anew. It knows of no drain, and lifts nothing of its former life.
+		// replica-0 starts anew. It knows of no drain, and readmits nothing of its former life.
 		a.end()
 		a = n.replica("replica-0", "a2")
 		time.Sleep(3 * time.Second)

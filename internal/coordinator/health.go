@@ -197,7 +197,7 @@ func (b *beliefs) view(agents []Agent) Beliefs {
 		v.All.Usable += is.all.Usable
 		v.All.Unknown += is.all.Unknown
 		v.All.Unhealthy += is.all.Unhealthy
-		v.All.Tombstoned += is.all.Tombstoned
+		v.All.Excluded += is.all.Excluded
 		v.All.Doubtful += is.all.Doubtful
 		v.Untold += max(0, is.services-len(is.told))
 		for name, told := range is.told {

@@ -334,7 +334,8 @@ func stillHeld(t *testing.T, answers <-chan answer) {
 	}
 }
 
-// agent is a client with tombstones of its own, and no gateway: a test says what state each pod is in.
+// agent is a client with exclusions of its own, and no gateway: a test says what state each pod is
+// in.
 type agent struct {
 	*client.Client
 	stones    *stones
@@ -381,7 +382,7 @@ func (n *network) agentWith(id string, set func(*client.Client), hosts ...string
 	a.HTTP = &http.Client{Transport: a.transport}
 	a.Token = func() (string, error) { return "agent " + id, nil }
 	a.Boot, a.Gateway = "boot-1", "fake"
-	a.Tombstones, a.Observer, a.Log = a.stones, a, quiet()
+	a.Exclusions, a.Observer, a.Log = a.stones, a, quiet()
 	set(a.Client)
 	a.know(hosts...)
 	ctx, cancel := context.WithCancel(n.t.Context())
@@ -418,14 +419,14 @@ func (a *agent) learned() bool {
 	}
 }
 
-// say sets the state of a pod that is buried, and tells the coordinators.
+// say sets the state of a pod that is excluded, and tells the coordinators.
 func (a *agent) say(p drain.Pod, state drain.State) {
 	a.stones.say(p.UID, state)
 	a.Wake()
 	synctest.Wait()
 }
 
-// stones implements client.Tombstones, and checks on each call what every agent may rely on.
+// stones implements client.Exclusions, and checks on each call what every agent may rely on.
 type stones struct {
 	t  *testing.T
 	mu sync.Mutex
@@ -441,11 +442,11 @@ type stone struct {
 	state   drain.State
 }
 
-func (s *stones) Bury(pod drain.Pod, holder string, since, expires time.Time) {
+func (s *stones) Exclude(pod drain.Pod, holder string, since, expires time.Time) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if pod.UID == "" || holder == "" || since.IsZero() || !expires.After(time.Now()) {
-		s.t.Errorf("bad tombstone: %+v of %q, since %s, until %s", pod, holder, since, expires)
+		s.t.Errorf("bad exclusion: %+v of %q, since %s, until %s", pod, holder, since, expires)
 	}
 	of := s.of[pod.UID]
 	if of == nil {
@@ -458,7 +459,7 @@ func (s *stones) Bury(pod drain.Pod, holder string, since, expires time.Time) {
 	of.holders[holder] = expires
 }
 
-func (s *stones) Lift(uid drain.UID, holder string, dead bool) {
+func (s *stones) Readmit(uid drain.UID, holder string, dead bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if dead && !slices.Contains(s.dead, uid) {
@@ -512,13 +513,13 @@ func (s *stones) say(uid drain.UID, state drain.State) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.of[uid] == nil {
-		s.t.Errorf("%s has no tombstone", uid)
+		s.t.Errorf("%s has no exclusion", uid)
 		return
 	}
 	s.of[uid].state = state
 }
 
-// holders lists who holds the tombstone of p, "" if it has none.
+// holders lists who holds the exclusion of p, "" if it has none.
 func (s *stones) holders(p drain.Pod) string {
 	s.mu.Lock()
 	defer s.mu.Unlock()

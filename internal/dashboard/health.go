@@ -41,5 +41,5 @@ func healthOf(of coordinator.Beliefs) api.TargetHealth {
 }
 
 func countsOf(c wire.TargetCounts) api.TargetCounts {
-	return api.TargetCounts{Usable: c.Usable, Unknown: c.Unknown, Unhealthy: c.Unhealthy, Tombstoned: c.Tombstoned, Doubtful: c.Doubtful}
+	return api.TargetCounts{Usable: c.Usable, Unknown: c.Unknown, Unhealthy: c.Unhealthy, Excluded: c.Excluded, Doubtful: c.Doubtful}
 }

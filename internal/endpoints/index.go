@@ -30,8 +30,8 @@ type Index struct {
 	leaving []leaver
 
 	// aside are views of slices that are older than what is known, graves the versions at which slices were deleted. See order.go.
-	aside  map[types.NamespacedName]aside
-	graves map[types.NamespacedName]grave
+	aside   map[types.NamespacedName]aside
+	deleted map[types.NamespacedName]deletedSlice
 
 	// unlisted is scratch: the pods that lost their last endpoint in a Service during one event.
 	unlisted []leaver
@@ -84,7 +84,7 @@ func NewIndex() *Index {
 		views:    map[types.NamespacedName][]*view{},
 		left:     map[health.UID]map[types.NamespacedName]time.Time{},
 		aside:    map[types.NamespacedName]aside{},
-		graves:   map[types.NamespacedName]grave{},
+		deleted:  map[types.NamespacedName]deletedSlice{},
 	}
 }
 
@@ -99,10 +99,10 @@ func (x *Index) Apply(now time.Time, s *discovery.EndpointSlice) []PortChange {
 		return nil
 	}
 	if _, listed := ServiceOf(s); !listed {
-		return x.bury(now, name, s.ResourceVersion)
+		return x.exclude(now, name, s.ResourceVersion)
 	}
 	delete(x.aside, name)
-	delete(x.graves, name)
+	delete(x.deleted, name)
 	return x.take(now, name, s)
 }
 
@@ -116,7 +116,7 @@ func (x *Index) Delete(now time.Time, s *discovery.EndpointSlice) []PortChange {
 		x.setAside(now, name, nil, known)
 		return nil
 	}
-	return x.bury(now, name, s.ResourceVersion)
+	return x.exclude(now, name, s.ResourceVersion)
 }
 
 // take makes s, or nothing if it is nil, what is known of the slice.

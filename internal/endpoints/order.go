@@ -27,8 +27,8 @@ type aside struct {
 	since time.Time
 }
 
-// grave is what is remembered of a deleted slice.
-type grave struct {
+// deletedSlice is what is remembered of a deleted slice.
+type deletedSlice struct {
 	version string
 	at      time.Time
 }
@@ -41,7 +41,7 @@ func (x *Index) Missed(now time.Time, s *discovery.EndpointSlice) []PortChange {
 	name := types.NamespacedName{Namespace: s.Namespace, Name: s.Name}
 	known := x.known(name)
 	if !ordered(known) {
-		return x.bury(now, name, "")
+		return x.exclude(now, name, "")
 	}
 	x.setAside(now, name, nil, known)
 	return nil
@@ -54,9 +54,9 @@ func (x *Index) Missed(now time.Time, s *discovery.EndpointSlice) []PortChange {
 func (x *Index) Tick(now time.Time, at func(namespace string) string) []PortChange {
 	x.mu.Lock()
 	defer x.mu.Unlock()
-	for name, g := range x.graves {
+	for name, g := range x.deleted {
 		if now.Sub(g.at) >= graveMemory {
-			delete(x.graves, name)
+			delete(x.deleted, name)
 		}
 	}
 	var all []PortChange
@@ -65,14 +65,14 @@ func (x *Index) Tick(now time.Time, at func(namespace string) string) []PortChan
 		if reached := at(name.Namespace); waited >= settle && ordered(reached) && !older(reached, a.known) {
 			if a.slice == nil {
 				// It was not there at that version: a list that goes back before it must not bring it again.
-				all = append(all, x.bury(now, name, reached)...)
+				all = append(all, x.exclude(now, name, reached)...)
 				continue
 			}
 		} else if waited < Patience {
 			continue
 		}
 		delete(x.aside, name)
-		delete(x.graves, name)
+		delete(x.deleted, name)
 		all = append(all, x.take(now, name, a.slice)...)
 	}
 	return all
@@ -94,11 +94,11 @@ func (x *Index) setAside(now time.Time, name types.NamespacedName, s *discovery.
 	x.aside[name] = aside{slice: s, known: known, since: since}
 }
 
-// bury forgets a slice that was deleted at version, and remembers that.
-func (x *Index) bury(now time.Time, name types.NamespacedName, version string) []PortChange {
+// exclude forgets a slice that was deleted at version, and remembers that.
+func (x *Index) exclude(now time.Time, name types.NamespacedName, version string) []PortChange {
 	delete(x.aside, name)
 	if ordered(version) {
-		x.graves[name] = grave{version, now}
+		x.deleted[name] = deletedSlice{version, now}
 	}
 	if x.slices[name] == nil {
 		return nil
@@ -111,7 +111,7 @@ func (x *Index) known(name types.NamespacedName) string {
 	if c := x.slices[name]; c != nil {
 		return c.last.ResourceVersion
 	}
-	return x.graves[name].version
+	return x.deleted[name].version
 }
 
 // older says whether resourceVersion a is older than b. Those of one resource can be compared (KEP-5504). One that cannot be is not

@@ -63,7 +63,7 @@ func (p *pipes) dial(context.Context, string, string) (net.Conn, error) {
 // haproxy is an agent whose gateway lets go of a pod in a tenth of a second, and keeps the last one.
 type haproxy struct {
 	*agentclient.Client
-	// unrouted is told of each pod that is buried, and says whether it can be let go of.
+	// unrouted is told of each pod that is excluded, and says whether it can be let go of.
 	unrouted func(drain.UID) bool
 
 	mu   sync.Mutex
@@ -73,7 +73,7 @@ type haproxy struct {
 
 const letsGo = 100 * time.Millisecond
 
-func (h *haproxy) Bury(pod drain.Pod, _ string, _, _ time.Time) {
+func (h *haproxy) Exclude(pod drain.Pod, _ string, _, _ time.Time) {
 	h.mu.Lock()
 	_, known := h.of[pod.UID]
 	if !known {
@@ -85,7 +85,7 @@ func (h *haproxy) Bury(pod drain.Pod, _ string, _, _ time.Time) {
 	}
 }
 
-func (h *haproxy) Lift(uid drain.UID, _ string, _ bool) {
+func (h *haproxy) Readmit(uid drain.UID, _ string, _ bool) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	delete(h.of, uid)
@@ -135,12 +135,12 @@ type replicaSet struct {
 	coord *coordinator.Coordinator
 	index *endpoints.Index
 
-	mu      sync.Mutex
-	pods    []*corev1.Pod
-	going   map[drain.UID]bool
-	buried  map[drain.UID]bool
-	rounds  []string
-	version int
+	mu       sync.Mutex
+	pods     []*corev1.Pod
+	going    map[drain.UID]bool
+	excluded map[drain.UID]bool
+	rounds   []string
+	version  int
 }
 
 func (r *replicaSet) apply() {
@@ -167,13 +167,13 @@ func (r *replicaSet) unrouted(uid drain.UID) bool {
 	defer r.mu.Unlock()
 	if !slices.ContainsFunc(r.pods, func(p *corev1.Pod) bool {
 		other := drain.UID(p.UID)
-		return other != uid && !r.buried[other] && !r.going[other]
+		return other != uid && !r.excluded[other] && !r.going[other]
 	}) {
 		return false
 	}
-	r.buried[uid] = true
+	r.excluded[uid] = true
 	unrouted := 0
-	for of := range r.buried {
+	for of := range r.excluded {
 		if !r.going[of] {
 			unrouted++
 		}
@@ -189,7 +189,7 @@ func (r *replicaSet) unrouted(uid drain.UID) bool {
 func newReplicaSet(t *testing.T, n int) *replicaSet {
 	w := newWorld(t)
 	log := slog.New(slog.DiscardHandler)
-	r := &replicaSet{Handler: w.Handler, t: t, index: endpoints.NewIndex(), going: map[drain.UID]bool{}, buried: map[drain.UID]bool{}}
+	r := &replicaSet{Handler: w.Handler, t: t, index: endpoints.NewIndex(), going: map[drain.UID]bool{}, excluded: map[drain.UID]bool{}}
 	w.reader.objects = []client.Object{w.ns, w.node}
 	for i := range n {
 		p := runningPod(fmt.Sprint("p", i))
@@ -206,7 +206,7 @@ func newReplicaSet(t *testing.T, n int) *replicaSet {
 	listener := &pipes{accept: make(chan net.Conn), closed: make(chan struct{})}
 	transport := &http.Transport{DialContext: listener.dial}
 	agent := &haproxy{Client: agentclient.New(), of: map[drain.UID]time.Time{}, kept: map[drain.UID]bool{}, unrouted: r.unrouted}
-	agent.HTTP, agent.Log, agent.Tombstones = &http.Client{Transport: transport}, log, agent
+	agent.HTTP, agent.Log, agent.Exclusions = &http.Client{Transport: transport}, log, agent
 	agent.Token = func() (string, error) { return "t", nil }
 	agent.Boot, agent.Gateway = "1", "haproxy"
 	agent.Routes = []drain.Route{{Service: drain.Service{Namespace: "shop", Name: "web"}, Via: drain.Endpoints, Can: drain.Direct, Grain: drain.PerRequest}}

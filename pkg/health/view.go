@@ -53,7 +53,7 @@ func (w Why) String() string {
 	case WhyUnhealthy:
 		return "unhealthy"
 	case WhyTombstoned:
-		return "tombstoned"
+		return "excluded"
 	case WhyLapsed:
 		return "lapsed"
 	case WhyUnproven:

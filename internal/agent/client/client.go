@@ -1,11 +1,13 @@
 // Package client is an agent's side of the wire: one stream to each coordinator replica, kept open, and the posts that go with it.
 //
-// Each replica has a goroutine of its own that knows one address. It opens the stream, declares what the gateway routes, buries
-// what is being drained, and from then on carries words both ways until the stream is lost; then it starts over, after a pause that
-// grows to [pauseMost], below the time after which the coordinator calls an agent lost.
+// Each replica has a goroutine of its own that knows one address. It opens the stream, declares
+// what the gateway routes, excludes what is being drained, and from then on carries words both ways
+// until the stream is lost; then it starts over, after a pause that grows to [pauseMost], below the
+// time after which the coordinator calls an agent lost.
 //
-// A tombstone has a lease for each replica's life that asks for it. Every message of a stream renews that life's leases. A list of
-// open drains that is complete ([wire.TypeSynced]) ends the leases of *that* life that are not in it, and of no other.
+// An exclusion has an expiry for each replica's life that asks for it. Every message of a stream
+// renews that life's expiries. A list of open drains that is complete ([wire.TypeSynced]) ends the
+// expiries of *that* life that are not in it, and of no other.
 package client
 
 import (
@@ -39,17 +41,19 @@ const (
 	maxLine = 1 << 20
 )
 
-// Tombstones are what the client lays, renews and lifts, and what it reports. Its methods must not block.
-type Tombstones interface {
-	// Bury lays or renews a tombstone for holder until expires.
-	Bury(pod drain.Pod, holder string, since, expires time.Time)
-	// Lift ends holder's lease. dead says that the pod is terminating or gone.
-	Lift(uid drain.UID, holder string, dead bool)
-	// Renew extends all of holder's leases.
+// Exclusions are what the client lays, renews and readmits, and what it reports. Its methods must
+// not block.
+type Exclusions interface {
+	// Exclude lays or renews an exclusion for holder until expires.
+	Exclude(pod drain.Pod, holder string, since, expires time.Time)
+	// Readmit ends holder's expiry. dead says that the pod is terminating or gone.
+	Readmit(uid drain.UID, holder string, dead bool)
+	// Renew extends all of holder's expiries.
 	Renew(holder string, expires time.Time)
-	// Held lists what holder has a lease on.
+	// Held lists what holder has an expiry on.
 	Held(holder string) []drain.UID
-	// Reports returns the present state of every tombstone, whoever holds it. The client fills in Held.
+	// Reports returns the present state of every exclusion, whoever holds it. The client fills in
+	// Held.
 	Reports() []drain.Report
 }
 
@@ -65,14 +69,14 @@ type Watches interface {
 	Reports() []drain.Report
 }
 
-// nothing is the Tombstones of an agent that directs no gateway.
+// nothing is the Exclusions of an agent that directs no gateway.
 type nothing struct{}
 
-func (nothing) Bury(drain.Pod, string, time.Time, time.Time) {}
-func (nothing) Lift(drain.UID, string, bool)                 {}
-func (nothing) Renew(string, time.Time)                      {}
-func (nothing) Held(string) []drain.UID                      { return nil }
-func (nothing) Reports() []drain.Report                      { return nil }
+func (nothing) Exclude(drain.Pod, string, time.Time, time.Time) {}
+func (nothing) Readmit(drain.UID, string, bool)                 {}
+func (nothing) Renew(string, time.Time)                         {}
+func (nothing) Held(string) []drain.UID                         { return nil }
+func (nothing) Reports() []drain.Report                         { return nil }
 
 // Observer is told what happens to streams. Its methods must not block.
 type Observer interface {
@@ -90,8 +94,9 @@ type Client struct {
 	// Boot names this life of the agent, Gateway its kind, Routes what it routes.
 	Boot, Gateway string
 	Routes        []drain.Route
-	// Tombstones may be left as it is by an agent that directs nothing, Watches by one that observes nothing.
-	Tombstones Tombstones
+	// Exclusions may be left as it is by an agent that directs nothing, Watches by one that
+	// observes nothing.
+	Exclusions Exclusions
 	Watches    Watches
 	// Health returns what the gateway believes of its targets: the same pointer as long as that is the same, nil if it is not known yet. It must
 	// not block. An agent that leaves it nil tells nothing of that.
@@ -146,7 +151,7 @@ type replica struct {
 
 // New returns a client without any replica.
 func New() *Client {
-	return &Client{Tombstones: nothing{}, replicas: map[string]*replica{}, changed: make(chan struct{}, 1), learned: make(chan struct{})}
+	return &Client{Exclusions: nothing{}, replicas: map[string]*replica{}, changed: make(chan struct{}, 1), learned: make(chan struct{})}
 }
 
 // Replicas sets the base URLs of all coordinator replicas, such as https://10.1.2.3:9444. Streams to others end, and new ones begin.
@@ -183,8 +188,9 @@ func (c *Client) Wake() {
 
 // Leave tells every replica that the gateway accepts nothing any more, for good, so that no deletion waits for this agent. Call it when
 // that is so and not before: an agent that is told to stop outlives its gateway. Streams that are open go on, for what is
-// buried, until Run ends; none is opened any more. A replica that is not reached finds out by itself when this agent's pod is no
-// longer ready. Leave returns what went wrong, after 5 s at most, and no error needs to be acted on.
+// excluded, until Run ends; none is opened any more. A replica that is not reached finds out by
+// itself when this agent's pod is no longer ready. Leave returns what went wrong, after 5 s at
+// most, and no error needs to be acted on.
 func (c *Client) Leave(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, postTimeout)
 	defer cancel()
@@ -223,7 +229,8 @@ func (r *replica) leave(ctx context.Context) error {
 	return nil
 }
 
-// Learned is closed once every replica known at one time has answered our declaration: all open drains are buried.
+// Learned is closed once every replica known at one time has answered our declaration: all open
+// drains are excluded.
 func (c *Client) Learned() <-chan struct{} { return c.learned }
 
 // Run keeps the streams open until ctx is done, and returns nil when all have ended.
@@ -360,7 +367,7 @@ func (r *replica) stream(ctx context.Context) error {
 		r.client.Observer.Connected(r.address)
 		defer r.client.Observer.Disconnected(r.address)
 	}
-	r.client.Log.Info("stream to coordinator opened", "address", r.address, "lease", hello.Lease.String(), "session", hello.Session)
+	r.client.Log.Info("stream to coordinator opened", "address", r.address, "holder", hello.Lease.String(), "session", hello.Session)
 
 	r.opened = true
 	r.setHello(ctx, hello)
@@ -371,7 +378,8 @@ func (r *replica) stream(ctx context.Context) error {
 	synced, posted := make(chan struct{}), make(chan struct{})
 	go func() {
 		defer close(posted)
-		// What the answer to the declaration buries must not be lifted by a list that is older. See bury for releases.
+		// What the answer to the declaration excludes must not be readmitted by a list that is
+		// older. See exclude for releases.
 		select {
 		case <-synced:
 		case <-ctx.Done():
@@ -404,9 +412,9 @@ func (r *replica) stream(ctx context.Context) error {
 // receive carries out what the stream says until it ends. It calls heard at each message, and complete once, when the list of open
 // drains is.
 func (r *replica) receive(lines *lines, hello wire.Hello, heard, complete func()) error {
-	t := r.client.Tombstones
+	t := r.client.Exclusions
 	holder := hello.Lease.String()
-	lease := time.Duration(hello.LeaseMillis) * time.Millisecond
+	expiry := time.Duration(hello.LeaseMillis) * time.Millisecond
 	listed, watched := map[drain.UID]bool{}, map[drain.UID]bool{}
 	synced, news := false, false
 	for {
@@ -415,20 +423,21 @@ func (r *replica) receive(lines *lines, hello wire.Hello, heard, complete func()
 			return err
 		}
 		heard()
-		expires := time.Now().Add(lease)
+		expires := time.Now().Add(expiry)
 		t.Renew(holder, expires)
-		// Not before the leases are renewed: what is reported from now on holds as long as they do.
+		// Not before the expiries are renewed: what is reported from now on holds as long as they
+		// do.
 		r.mu.Lock()
 		r.at = m.At
 		r.mu.Unlock()
 		switch {
 		case m.Type == wire.TypeDrain && m.Drain != nil:
-			t.Bury(m.Drain.Pod, holder, m.Drain.Since, expires)
+			t.Exclude(m.Drain.Pod, holder, m.Drain.Since, expires)
 			r.number(*m.Drain)
 			if !synced {
 				listed[m.Drain.Pod.UID] = true
 			}
-			news = true // a tombstone that another replica's lease has laid is news to this one
+			news = true // an exclusion that another replica's expiry has laid is news to this one
 		case m.Type == wire.TypeWatch && m.Watch != nil && r.client.Watches != nil:
 			r.watch(*m.Watch, holder)
 			if !synced {
@@ -438,12 +447,12 @@ func (r *replica) receive(lines *lines, hello wire.Hello, heard, complete func()
 		case m.Type == wire.TypeRelease && m.Release != nil && m.Release.Gate == drain.AtBarrier:
 			r.unwatch(*m.Release, holder)
 		case m.Type == wire.TypeRelease && m.Release != nil:
-			r.lift(*m.Release, holder)
+			r.readmit(*m.Release, holder)
 		case m.Type == wire.TypeSynced && !synced:
 			synced = true
 			for _, uid := range t.Held(holder) {
 				if !listed[uid] {
-					t.Lift(uid, holder, false)
+					t.Readmit(uid, holder, false)
 				}
 			}
 			if r.client.Watches != nil {
@@ -484,15 +493,16 @@ func (r *replica) post(ctx context.Context, hello wire.Hello, report func(wire.R
 		}
 		var news []drain.Report
 		now := [2]map[drain.UID]drain.Report{{}, {}}
-		// Asked before the reports: what they say then was read while the lease stood, and for this drain.
+		// Asked before the reports: what they say then was read while the expiry stood, and for
+		// this drain.
 		r.mu.Lock()
 		numbers, watches, at := maps.Clone(r.numbers), maps.Clone(r.watches), r.at
 		r.mu.Unlock()
 		held := map[drain.UID]bool{}
-		for _, uid := range r.client.Tombstones.Held(hello.Lease.String()) {
+		for _, uid := range r.client.Exclusions.Held(hello.Lease.String()) {
 			held[uid] = true
 		}
-		for _, word := range r.client.Tombstones.Reports() {
+		for _, word := range r.client.Exclusions.Reports() {
 			if word.Held = held[word.UID]; word.Held {
 				word.Number = numbers[word.UID]
 			}
@@ -531,8 +541,9 @@ func (r *replica) post(ctx context.Context, hello wire.Hello, report func(wire.R
 	}
 }
 
-// declare says what the gateway routes, and buries what the coordinator answers. It reports false if that has to be done again. An agent
-// that has left declares nothing: it would be waited for again.
+// declare says what the gateway routes, and excludes what the coordinator answers. It reports false
+// if that has to be done again. An agent that has left declares nothing: it would be waited for
+// again.
 func (r *replica) declare(ctx context.Context, hello wire.Hello, routes []drain.Route) (settled bool, err error) {
 	select {
 	case r.saying <- struct{}{}:
@@ -554,15 +565,16 @@ func (r *replica) declare(ctx context.Context, hello wire.Hello, routes []drain.
 		return false, err
 	}
 	watching := r.begin(declared.Watches, hello.Lease.String())
-	if settled = r.bury(declared.Drains, hello) && watching; settled {
+	if settled = r.exclude(declared.Drains, hello) && watching; settled {
 		r.setDeclared(true)
 	}
 	return settled, nil
 }
 
-// bury lays the tombstones of the answer to a declaration. It reports false if the stream has released one of them meanwhile: which
-// of the two is the later word cannot be told, and a tombstone laid after its release would never be lifted. Declare again then.
-func (r *replica) bury(drains []drain.Open, hello wire.Hello) bool {
+// exclude lays the exclusions of the answer to a declaration. It reports false if the stream has
+// released one of them meanwhile: which of the two is the later word cannot be told, and an
+// exclusion laid after its release would never be readmitted. Declare again then.
+func (r *replica) exclude(drains []drain.Open, hello wire.Hello) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	settled := true
@@ -572,14 +584,14 @@ func (r *replica) bury(drains []drain.Open, hello wire.Hello) bool {
 			settled = false
 			continue
 		}
-		r.client.Tombstones.Bury(d.Pod, hello.Lease.String(), d.Since, expires)
+		r.client.Exclusions.Exclude(d.Pod, hello.Lease.String(), d.Since, expires)
 		r.numbers[d.Pod.UID] = max(r.numbers[d.Pod.UID], d.Number)
 	}
 	r.released = nil
 	return settled
 }
 
-// number notes which drain of a pod this is, once its tombstone stands.
+// number notes which drain of a pod this is, once its exclusion stands.
 func (r *replica) number(d drain.Open) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -594,7 +606,7 @@ func (r *replica) watch(w drain.Watch, holder string) {
 	r.watches[w.Pod.UID] = max(w.Number, r.watches[w.Pod.UID])
 }
 
-// begin is [replica.bury] for what is to be observed.
+// begin is [replica.exclude] for what is to be observed.
 func (r *replica) begin(watches []drain.Watch, holder string) bool {
 	if r.client.Watches == nil {
 		return true
@@ -626,15 +638,15 @@ func (r *replica) unwatch(release drain.Release, holder string) {
 	}
 }
 
-// lift carries out a release, and remembers it while a declaration is under way.
-func (r *replica) lift(release drain.Release, holder string) {
+// readmit carries out a release, and remembers it while a declaration is under way.
+func (r *replica) readmit(release drain.Release, holder string) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.released != nil {
 		r.released[release.UID] = true
 	}
 	delete(r.numbers, release.UID)
-	r.client.Tombstones.Lift(release.UID, holder, release.Dead)
+	r.client.Exclusions.Readmit(release.UID, holder, release.Dead)
 }
 
 // send posts body and decodes the answer into result, if that is not nil.

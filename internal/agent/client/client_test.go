@@ -165,11 +165,11 @@ func (s *script) heard() []string {
 	return posts
 }
 
-// stones is a Tombstones.
+// stones is a Exclusions.
 type stones struct {
 	mu  sync.Mutex
 	log []string
-	// of holds the holders and the state of each tombstone.
+	// of holds the holders and the state of each exclusion.
 	of     map[drain.UID]map[string]bool
 	states map[drain.UID]drain.State
 }
@@ -178,20 +178,20 @@ func (s *stones) write(format string, args ...any) {
 	s.log = append(s.log, fmt.Sprintf(format, args...))
 }
 
-func (s *stones) Bury(pod drain.Pod, holder string, _, _ time.Time) {
+func (s *stones) Exclude(pod drain.Pod, holder string, _, _ time.Time) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.write("bury %s %s", pod.UID, holder)
+	s.write("exclude %s %s", pod.UID, holder)
 	if s.of[pod.UID] == nil {
 		s.of[pod.UID] = map[string]bool{}
 	}
 	s.of[pod.UID][holder] = true
 }
 
-func (s *stones) Lift(uid drain.UID, holder string, dead bool) {
+func (s *stones) Readmit(uid drain.UID, holder string, dead bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.write("lift %s %s dead=%t", uid, holder, dead)
+	s.write("readmit %s %s dead=%t", uid, holder, dead)
 	if delete(s.of[uid], holder); len(s.of[uid]) == 0 {
 		delete(s.of, uid)
 	}
@@ -275,7 +275,7 @@ func runWith(t *testing.T, set func(*Client), scripts ...*script) (*Client, *sto
 	c := New()
 	c.HTTP = &http.Client{Transport: transport}
 	c.Token = func() (string, error) { return "secret", nil }
-	c.Boot, c.Gateway, c.Tombstones, c.Log = "boot", "fake", s, slog.New(log)
+	c.Boot, c.Gateway, c.Exclusions, c.Log = "boot", "fake", s, slog.New(log)
 	c.Routes = []drain.Route{{Service: drain.Service{Namespace: "shop", Name: "web"}, Via: drain.Endpoints, Can: drain.Direct, Grain: drain.PerRequest}}
 	c.Replicas(addresses(len(scripts)))
 	set(c)
@@ -367,7 +367,7 @@ func TestNewerCoordinatorsAreUnderstood(t *testing.T) {
 		if !learned(c) || log.last() != "" {
 			t.Errorf("learned %t, error %q", learned(c), log.last())
 		}
-		if got := stones.did(); !slices.Equal(got, []string{"bury a r/e"}) {
+		if got := stones.did(); !slices.Equal(got, []string{"exclude a r/e"}) {
 			t.Errorf("did %q", got)
 		}
 	})
@@ -455,7 +455,7 @@ func TestAnAnswerToADeclarationDoesNotBuryWhatWasReleasedMeanwhile(t *testing.T)
 		c, stones, _ := run(t, s)
 		time.Sleep(time.Second)
 		if got := stones.Held("r/e"); !slices.Equal(got, []drain.UID{"b"}) {
-			t.Errorf("buried: %q, want b alone", got)
+			t.Errorf("excluded: %q, want b alone", got)
 		}
 		if times != 2 || !learned(c) {
 			t.Errorf("declared %d times, learned %t", times, learned(c))
@@ -545,11 +545,11 @@ func TestACompleteListLiftsWhatIsNotInIt(t *testing.T) {
 			<-s.done
 		}
 		_, stones, _ := run(t, s)
-		stones.Bury(drain.Pod{UID: "c"}, "another/e", time.Now(), time.Now())
+		stones.Exclude(drain.Pod{UID: "c"}, "another/e", time.Now(), time.Now())
 		stones.did()
 		close(end)
 		time.Sleep(time.Second)
-		if got := stones.did(); !slices.Equal(got, []string{"bury b r/e", "lift a r/e dead=false"}) {
+		if got := stones.did(); !slices.Equal(got, []string{"exclude b r/e", "readmit a r/e dead=false"}) {
 			t.Errorf("did %q", got)
 		}
 	})
@@ -572,7 +572,7 @@ func TestReportsSayNewsAtOnceAndEverythingInTime(t *testing.T) {
 			}
 		}
 		c, stones, _ := run(t, s)
-		stones.Bury(drain.Pod{UID: "other"}, "another/e", time.Now(), time.Now())
+		stones.Exclude(drain.Pod{UID: "other"}, "another/e", time.Now(), time.Now())
 		lines <- drainLine("a")
 		synctest.Wait()
 		want := func(posts ...string) {
@@ -588,7 +588,7 @@ func TestReportsSayNewsAtOnceAndEverythingInTime(t *testing.T) {
 		want("a idle held=true")
 		c.Wake()
 		want()
-		// The other replica's tombstone becomes ours too: that is news although nobody says Wake.
+		// The other replica's exclusion becomes ours too: that is news although nobody says Wake.
 		lines <- drainLine("other")
 		want("other unknown held=true")
 		time.Sleep(2 * time.Second)
@@ -625,7 +625,7 @@ func TestReportsRepeatTheNumberOfTheDrain(t *testing.T) {
 			return http.StatusOK, wire.Declared{Drains: []drain.Open{{Pod: drain.Pod{UID: "a"}, Since: time.Now(), Number: 3}}}
 		}
 		_, stones, _ := run(t, s)
-		stones.Bury(drain.Pod{UID: "other"}, "another/e", time.Now(), time.Now())
+		stones.Exclude(drain.Pod{UID: "other"}, "another/e", time.Now(), time.Now())
 		last := func() map[drain.UID]uint64 {
 			s.mu.Lock()
 			defer s.mu.Unlock()
@@ -715,7 +715,8 @@ func TestLearnedWhenTheLastThatHadNotAnsweredIsNoLongerKnown(t *testing.T) {
 	})
 }
 
-// The answer to a declaration is newer than the list that the stream begins with, and must not be lifted by it.
+// The answer to a declaration is newer than the list that the stream begins with, and must not be
+// readmitted by it.
 func TestADeclarationWaitsForTheCompleteList(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := newScript(t)
@@ -731,7 +732,7 @@ func TestADeclarationWaitsForTheCompleteList(t *testing.T) {
 		_, stones, _ := run(t, s)
 		time.Sleep(2 * time.Second)
 		if got := stones.Held("r/e"); !slices.Equal(got, []drain.UID{"b"}) {
-			t.Errorf("buried: %q, want b", got)
+			t.Errorf("excluded: %q, want b", got)
 		}
 	})
 }

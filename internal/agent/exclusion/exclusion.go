@@ -21,9 +21,9 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
-// Exclusions speaks between the wire and the set: it implements [client.Tombstones]. What the set
-// is told of leases the journal is told too, and before: by the time the set asks the gateway for
-// anything, [WriteAhead] finds the tombstone in the journal.
+// Exclusions speaks between the wire and the set: it implements [client.Exclusions]. What the set
+// is told of expiries the journal is told too, and before: by the time the set asks the gateway for
+// anything, [WriteAhead] finds the exclusion in the journal.
 type Exclusions struct {
 	set     *health.Set
 	journal *journal.Journal
@@ -36,7 +36,7 @@ type Exclusions struct {
 	both sync.Mutex
 
 	mu sync.Mutex
-	// known holds the last state that was written down of each tombstone.
+	// known holds the last state that was written down of each exclusion.
 	known map[health.UID]health.State
 	// furthest is how far each of them has ever come. propagation is told how long that took, once; nil: nobody is.
 	furthest    map[health.UID]health.State
@@ -44,7 +44,7 @@ type Exclusions struct {
 }
 
 // New returns the exclusions of set, with those that journal has from an earlier life of the agent,
-// each until its lease ends. Leases that are over are among them too: what ends them is not time
+// each until its expiry ends. Expiries that are over are among them too: what ends them is not time
 // alone, see Expire. ports are the Services that feed each pool, and wake is called when the
 // gateway is to be directed again. propagation, which may be nil, is told how long each exclusion
 // took.
@@ -60,23 +60,24 @@ func New(set *health.Set, kept *journal.Journal, ports map[health.Pool]endpoints
 func (t *Exclusions) restore(now time.Time) {
 	t.both.Lock()
 	defer t.both.Unlock()
-	for _, s := range t.journal.Tombstones() {
+	for _, s := range t.journal.Exclusions() {
 		uid := health.UID(s.Pod.UID)
-		for holder, expires := range s.Leases {
+		for holder, expires := range s.Expiries {
 			t.set.Bury(now, uid, holder, s.Since, expires)
-			t.log.Info("tombstone restored", "pod", s.Pod.String(), "uid", s.Pod.UID, "holder", holder, "since", s.Since, "lease", expires.Sub(now).String())
+			t.log.Info("exclusion restored", "pod", s.Pod.String(), "uid", s.Pod.UID, "holder", holder, "since", s.Since, "expiry", expires.Sub(now).String())
 		}
-		if s.Dead {
+		if s.Terminating {
 			t.set.Kill(now, uid)
 		}
 	}
 }
 
-// expired lists the pods that would be routed again if every lease that is over at now were ended.
+// expired lists the pods that would be routed again if every expiry that is over at now were ended.
 func (t *Exclusions) expired(now time.Time) []drain.UID { return t.journal.Expired(now) }
 
-// lapse ends the leases that are over at now, and lists the pods that are routed again, where their pool has a check after a probe that
-// succeeds. EndpointSlices are known to be as fresh as now.
+// lapse ends the expiries that are over at now, and lists the pods that are routed again, where
+// their pool has a check after a probe that succeeds. EndpointSlices are known to be as fresh as
+// now.
 func (t *Exclusions) lapse(now time.Time) []health.UID {
 	t.both.Lock()
 	defer t.both.Unlock()
@@ -86,46 +87,46 @@ func (t *Exclusions) lapse(now time.Time) []health.UID {
 	return uids
 }
 
-// Bury implements client.Tombstones. A pod without UID cannot be meant.
-func (t *Exclusions) Bury(pod drain.Pod, holder string, since, expires time.Time) {
+// Exclude implements client.Exclusions. A pod without UID cannot be meant.
+func (t *Exclusions) Exclude(pod drain.Pod, holder string, since, expires time.Time) {
 	if pod.UID == "" {
 		t.log.Warn("coordinator named a pod without UID", "pod", pod.String(), "holder", holder)
 		return
 	}
 	t.both.Lock()
 	now := time.Now()
-	t.journal.Bury(now, pod, holder, since, expires)
+	t.journal.Exclude(now, pod, holder, since, expires)
 	news := t.set.Bury(now, health.UID(pod.UID), holder, since, expires)
 	if news {
-		t.set.Renew(holder, expires) // as in the journal, where each lease is that of all its holder's tombstones
+		t.set.Renew(holder, expires) // as in the journal, where each expiry is that of all its holder's exclusions
 	}
 	t.both.Unlock()
 	if news {
-		t.log.Info("tombstone", "pod", pod.String(), "uid", pod.UID, "holder", holder, "since", since)
+		t.log.Info("exclusion", "pod", pod.String(), "uid", pod.UID, "holder", holder, "since", since)
 		t.wake()
 	}
 }
 
-// Lift implements client.Tombstones.
-func (t *Exclusions) Lift(uid drain.UID, holder string, dead bool) {
+// Readmit implements client.Exclusions.
+func (t *Exclusions) Readmit(uid drain.UID, holder string, dead bool) {
 	if uid == "" {
 		return
 	}
 	t.both.Lock()
 	if now := time.Now(); dead {
-		t.journal.Kill(now, uid)
+		t.journal.Terminate(now, uid)
 		t.set.Kill(now, health.UID(uid))
 	}
-	t.journal.Lift(uid, holder)
+	t.journal.Readmit(uid, holder)
 	had := t.set.Lift(health.UID(uid), holder)
 	t.both.Unlock()
 	if had {
-		t.log.Info("tombstone lifted", "uid", uid, "holder", holder, "dead", dead)
+		t.log.Info("exclusion readmitted", "uid", uid, "holder", holder, "dead", dead)
 	}
 	t.wake()
 }
 
-// Renew implements client.Tombstones.
+// Renew implements client.Exclusions.
 func (t *Exclusions) Renew(holder string, expires time.Time) {
 	t.both.Lock()
 	defer t.both.Unlock()
@@ -133,7 +134,7 @@ func (t *Exclusions) Renew(holder string, expires time.Time) {
 	t.set.Renew(holder, expires)
 }
 
-// Held implements client.Tombstones.
+// Held implements client.Exclusions.
 func (t *Exclusions) Held(holder string) []drain.UID {
 	held := t.set.Held(holder)
 	uids := make([]drain.UID, len(held))
@@ -143,7 +144,7 @@ func (t *Exclusions) Held(holder string) []drain.UID {
 	return uids
 }
 
-// Reports implements client.Tombstones.
+// Reports implements client.Exclusions.
 func (t *Exclusions) Reports() []drain.Report {
 	stones := t.set.Tombstones()
 	reports := make([]drain.Report, len(stones))
@@ -173,8 +174,9 @@ func (t *Exclusions) services(pools []health.Pool) string {
 	return "" // and the deletion waits
 }
 
-// proven is the state that may be told: nothing is, of a tombstone that is not on disk yet. A pod that no gateway has heard of is idle at
-// once; an agent that said so and died would route to it when it comes.
+// proven is the state that may be told: nothing is, of an exclusion that is not on disk yet. A pod
+// that no gateway has heard of is idle at once; an agent that said so and died would route to it
+// when it comes.
 func (t *Exclusions) proven(s health.Tombstone) health.State {
 	if !t.journal.Settled(drain.UID(s.UID)) {
 		return health.Unknown
@@ -182,7 +184,7 @@ func (t *Exclusions) proven(s health.Tombstone) health.State {
 	return s.State
 }
 
-// Changed writes down each tombstone's new state, and reports whether there was one.
+// Changed writes down each exclusion's new state, and reports whether there was one.
 func (t *Exclusions) Changed() bool {
 	// Read inside: who read earlier and writes later would leave an old state behind, and a change back to that would be no news.
 	t.mu.Lock()
@@ -199,7 +201,7 @@ func (t *Exclusions) Changed() bool {
 		news = news || state == health.Kept // perhaps in other Services than before
 		if !known || was != state {
 			news = true
-			t.log.Info("tombstone state", "uid", s.UID, "state", state.String(), "targets", s.Targets, "generation", s.Generation)
+			t.log.Info("exclusion state", "uid", s.UID, "state", state.String(), "targets", s.Targets, "generation", s.Generation)
 		}
 	}
 	t.known, t.furthest = now, furthest
@@ -221,8 +223,8 @@ func (t *Exclusions) measure(s health.Tombstone, before, state health.State) {
 	}
 }
 
-// WriteAhead is a gateway in which a pod is taken out only when the journal has its tombstone on
-// disk, or cannot have it. A batch waits once, at most a second, and only if a tombstone came that
+// WriteAhead is a gateway in which a pod is taken out only when the journal has its exclusion on
+// disk, or cannot have it. A batch waits once, at most a second, and only if an exclusion came that
 // is not on disk yet.
 type WriteAhead struct {
 	gateway.Directed

@@ -56,7 +56,7 @@ func (c *checked) Apply(_ context.Context, ops []health.Op) error {
 	for _, op := range ops {
 		data, err := os.ReadFile(c.file)
 		if on := err == nil && strings.Contains(string(data), string(op.Key.Target.UID)); op.Want == health.WantRemoved && !on {
-			c.Errorf("%s is asked for before the tombstone is on disk", op)
+			c.Errorf("%s is asked for before the exclusion is on disk", op)
 		}
 		c.applied++
 	}
@@ -77,12 +77,12 @@ func TestNothingIsTakenOutBeforeItIsOnDisk(t *testing.T) {
 	defer stop()
 	set := health.NewSet()
 	stones := New(set, j, nil, func() {}, nil, slog.New(slog.DiscardHandler))
-	c := &checked{T: t, file: filepath.Join(dir, "tombstones.json")}
+	c := &checked{T: t, file: filepath.Join(dir, "exclusions.json")}
 	g := WriteAhead{c, j}
 	for i := range 100 {
 		uid := "uid-" + strings.Repeat("x", i+1) + "-"
 		now := time.Now()
-		stones.Bury(drain.Pod{Namespace: "shop", Name: "web", UID: drain.UID(uid)}, "a/1", now, now.Add(time.Minute))
+		stones.Exclude(drain.Pod{Namespace: "shop", Name: "web", UID: drain.UID(uid)}, "a/1", now, now.Add(time.Minute))
 		key := health.Key{Pool: "web", Target: health.Target{UID: health.UID(uid), Addr: netip.MustParseAddrPort("10.0.0.1:80")}}
 		if err := g.Apply(t.Context(), []health.Op{{Key: key, Want: health.WantRemoved}}); err != nil {
 			t.Fatal(err)
@@ -93,7 +93,8 @@ func TestNothingIsTakenOutBeforeItIsOnDisk(t *testing.T) {
 	}
 }
 
-// A pod of which the gateway has no server is idle at once. Nobody may hear that before the tombstone is on disk.
+// A pod of which the gateway has no server is idle at once. Nobody may hear that before the
+// exclusion is on disk.
 func TestNothingIsReportedBeforeItIsOnDisk(t *testing.T) {
 	dir := t.TempDir()
 	j, err := journal.Open(t.Context(), dir, slog.New(slog.DiscardHandler)) // it does not run, and writes nothing
@@ -104,7 +105,7 @@ func TestNothingIsReportedBeforeItIsOnDisk(t *testing.T) {
 	stones := New(set, j, nil, func() {}, nil, slog.New(slog.DiscardHandler))
 	now := time.Now()
 	set.Synced()
-	stones.Bury(drain.Pod{UID: "a"}, "a/1", now, now.Add(time.Minute))
+	stones.Exclude(drain.Pod{UID: "a"}, "a/1", now, now.Add(time.Minute))
 	set.Observe(time.Now(), health.Observation{Generation: "g", At: time.Now()})
 	if got := stones.Reports(); got[0].State != drain.StateUnknown || got[0].Proof != drain.ProofNone {
 		t.Errorf("before it is on disk the report is %+v", got[0])
@@ -125,7 +126,8 @@ func TestNothingIsReportedBeforeItIsOnDisk(t *testing.T) {
 	}
 	j.Close()
 
-	// The next life has it, whatever it is told, until the holder lifts it; and knows who is dead.
+	// The next life has it, whatever it is told, until the holder readmits it; and knows who is
+	// dead.
 	again, stop := kept(t, dir)
 	later := New(health.NewSet(), again, nil, func() {}, nil, slog.New(slog.DiscardHandler))
 	if got := later.Held("a/1"); len(got) != 1 || got[0] != "a" {
@@ -134,7 +136,7 @@ func TestNothingIsReportedBeforeItIsOnDisk(t *testing.T) {
 	if got := later.set.Tombstones(); len(got) != 1 || !got[0].Since.Equal(now.Round(0)) {
 		t.Errorf("restored are %+v, want since %s", got, now)
 	}
-	later.Lift("a", "a/1", true)
+	later.Readmit("a", "a/1", true)
 	stop()
 	last, stop := kept(t, dir)
 	defer stop()
@@ -146,16 +148,17 @@ func TestNothingIsReportedBeforeItIsOnDisk(t *testing.T) {
 	}
 }
 
-// The answer to a declaration lays a tombstone and is no message of the stream. Where the set ended the leases of the others before the
-// journal does, they would end without anybody asking whether EndpointSlices are fresh.
+// The answer to a declaration lays an exclusion and is no message of the stream. Where the set
+// ended the expiries of the others before the journal does, they would end without anybody asking
+// whether EndpointSlices are fresh.
 func TestALeaseEndsInTheSetWhenItDoesInTheJournal(t *testing.T) {
 	j, stop := kept(t, "")
 	defer stop()
 	set := health.NewSet()
 	stones := New(set, j, nil, func() {}, nil, slog.New(slog.DiscardHandler))
 	began := time.Now()
-	stones.Bury(drain.Pod{UID: "a"}, "r/1", began, began.Add(60*time.Second))
-	stones.Bury(drain.Pod{UID: "b"}, "r/1", began, began.Add(62*time.Second))
+	stones.Exclude(drain.Pod{UID: "a"}, "r/1", began, began.Add(60*time.Second))
+	stones.Exclude(drain.Pod{UID: "b"}, "r/1", began, began.Add(62*time.Second))
 	now := began.Add(61 * time.Second)
 	if expired := stones.expired(now); len(expired) > 0 {
 		t.Fatalf("expired is %v", expired)
@@ -216,7 +219,7 @@ func TestReportsNameTheServicesThatKeepAPod(t *testing.T) {
 	}
 	set.Synced()
 	set.Observe(now, health.Observation{Generation: "g", At: now, Seen: seen})
-	stones.Bury(drain.Pod{Namespace: "shop", Name: "a", UID: "a"}, "r/1", now, now.Add(time.Minute))
+	stones.Exclude(drain.Pod{Namespace: "shop", Name: "a", UID: "a"}, "r/1", now, now.Add(time.Minute))
 	seen[health.Key{Pool: "web", Target: a}] = health.Seen{Present: true, Active: 1}
 	later := time.Now()
 	set.Observe(later, health.Observation{Generation: "g", At: later, Seen: seen})
@@ -253,7 +256,7 @@ func TestTheLastStateWrittenDownIsTheLast(t *testing.T) {
 	set.Replace(now, "web", all)
 	set.Synced()
 	for key := range seen {
-		stones.Bury(drain.Pod{UID: drain.UID(key.Target.UID)}, "a/1", now, now.Add(time.Minute))
+		stones.Exclude(drain.Pod{UID: drain.UID(key.Target.UID)}, "a/1", now, now.Add(time.Minute))
 	}
 	var generation atomic.Int64
 	states := map[health.State]bool{}
@@ -297,26 +300,26 @@ func TestTombstonesBetweenTheWireAndTheSet(t *testing.T) {
 		return drain.Pod{Namespace: "shop", Name: "web-" + uid, UID: drain.UID(uid)}
 	}
 
-	stones.Bury(pod(""), "r", now, now.Add(time.Hour))
-	stones.Lift("", "r", true)
+	stones.Exclude(pod(""), "r", now, now.Add(time.Hour))
+	stones.Readmit("", "r", true)
 	if woken != 0 || len(stones.Reports()) != 0 {
-		t.Fatal("a pod without UID has a tombstone")
+		t.Fatal("a pod without UID has an exclusion")
 	}
-	stones.Bury(pod("a"), "r", now, now.Add(time.Hour))
-	stones.Bury(pod("a"), "r", now, now.Add(time.Hour))
+	stones.Exclude(pod("a"), "r", now, now.Add(time.Hour))
+	stones.Exclude(pod("a"), "r", now, now.Add(time.Hour))
 	if woken != 1 {
 		t.Fatalf("woken %d times, want once: a renewal is no news", woken)
 	}
 	if !stones.Changed() || stones.Changed() {
-		t.Fatal("a new tombstone is not news once")
+		t.Fatal("a new exclusion is not news once")
 	}
 	// One goes and another comes, between two looks, and the state is the same.
-	stones.Lift("a", "r", false)
-	stones.Bury(pod("b"), "r", now, now.Add(time.Hour))
+	stones.Readmit("a", "r", false)
+	stones.Exclude(pod("b"), "r", now, now.Add(time.Hour))
 	if !stones.Changed() {
-		t.Fatal("another tombstone is no news")
+		t.Fatal("another exclusion is no news")
 	}
-	stones.Bury(pod("a"), "r2", now, now.Add(time.Hour))
+	stones.Exclude(pod("a"), "r2", now, now.Add(time.Hour))
 	set.Observe(time.Now(), health.Observation{Generation: "g", At: time.Now()})
 	reports := stones.Reports()
 	if len(reports) != 2 || reports[0].State != drain.StateUnknown || reports[0].Proof != drain.ProofNone || reports[1].State != drain.Idle || reports[1].Proof != drain.Runtime {

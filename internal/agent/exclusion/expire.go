@@ -7,9 +7,9 @@ import (
 )
 
 const (
-	// lapseEvery is how often leases are looked at.
+	// lapseEvery is how often expiries are looked at.
 	lapseEvery = time.Second
-	// lapseSpread is over how long agents whose leases end together spread their question to the
+	// lapseSpread is over how long agents whose expiries end together spread their question to the
 	// API server.
 	lapseSpread = 5 * time.Second
 	// freshRetryFirst and freshRetryMost bound the pause after one that failed.
@@ -17,8 +17,8 @@ const (
 	freshRetryMost  = 30 * time.Second
 )
 
-// Expire ends leases that no coordinator renews, until ctx is done. fresh returns nil if what the
-// set knows of EndpointSlices is not older than the call. Time alone lets no pod back in: a lease
+// Expire ends expiries that no coordinator renews, until ctx is done. fresh returns nil if what the
+// set knows of EndpointSlices is not older than the call. Time alone lets no pod back in: an expiry
 // that is over stands until EndpointSlices are known to be fresh, because when all coordinators are
 // away the API server may be, too, and the pod may be dead by now. An outage of both keeps the pod
 // out as long as it lasts; the last target of a pool is kept in any case.
@@ -39,7 +39,7 @@ func (t *Exclusions) Expire(ctx context.Context, fresh func(context.Context) err
 		case len(expired) == 0:
 			next, pause, failing = time.Time{}, freshRetryFirst, ""
 		case next.IsZero():
-			t.log.Warn("no coordinator has renewed these tombstones: they end when EndpointSlices are known to be fresh", "uids", expired)
+			t.log.Warn("no coordinator has renewed these exclusions: they end when EndpointSlices are known to be fresh", "uids", expired)
 			next = now.Add(rand.N(lapseSpread))
 			continue
 		case now.Before(next):
@@ -49,7 +49,7 @@ func (t *Exclusions) Expire(ctx context.Context, fresh func(context.Context) err
 				next = time.Now().Add(pause/2 + rand.N(pause))
 				pause = min(2*pause, freshRetryMost)
 				if text := err.Error(); text != failing && ctx.Err() == nil {
-					t.log.Warn("EndpointSlices may be old: tombstones stand although their leases are over", "uids", expired, "error", err)
+					t.log.Warn("EndpointSlices may be old: exclusions stand although their expiries are over", "uids", expired, "error", err)
 					failing = text
 				}
 				continue
@@ -57,7 +57,7 @@ func (t *Exclusions) Expire(ctx context.Context, fresh func(context.Context) err
 		}
 		// As of then: what has expired since was not asked about.
 		if uids := t.lapse(now); len(uids) > 0 {
-			t.log.Warn("tombstones lapsed: no coordinator has renewed them", "uids", uids)
+			t.log.Warn("exclusions lapsed: no coordinator has renewed them", "uids", uids)
 			t.wake()
 		}
 	}

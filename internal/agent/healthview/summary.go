@@ -96,7 +96,7 @@ func summarize(all []health.Detail, pools map[health.Pool]health.Count, ports ma
 		case t.Why == health.WhyDead || t.Why == health.WhyNotReady || t.Why == health.WhyNotSynced:
 			continue // EndpointSlices want nothing of it
 		case t.Tombstone != nil:
-			s.Tombstoned++
+			s.Excluded++
 		case t.Why == health.WhyLapsed || t.Why == health.WhyUnproven:
 			s.Doubtful++
 		case !t.Verdict.Usable():
@@ -123,7 +123,7 @@ func summarize(all []health.Detail, pools map[health.Pool]health.Count, ports ma
 		sum.All.Usable += s.Usable
 		sum.All.Unknown += s.Unknown
 		sum.All.Unhealthy += s.Unhealthy
-		sum.All.Tombstoned += s.Tombstoned
+		sum.All.Excluded += s.Excluded
 		sum.All.Doubtful += s.Doubtful
 		sum.Told = append(sum.Told, *s)
 	}

@@ -54,7 +54,7 @@ func TestSummariesCountEachTargetOnce(t *testing.T) {
 	if got == nil || got.Services != 2 || len(got.Told) != 2 {
 		t.Fatalf("%+v", got)
 	}
-	if want := (wire.TargetCounts{Usable: 1, Unknown: 2, Unhealthy: 1, Tombstoned: 1}); got.All != want || got.Told[0].TargetCounts != want {
+	if want := (wire.TargetCounts{Usable: 1, Unknown: 2, Unhealthy: 1, Excluded: 1}); got.All != want || got.Told[0].TargetCounts != want {
 		t.Errorf("%+v, %+v, want %+v", got.All, got.Told[0].TargetCounts, want)
 	}
 	first := got.Told[0]

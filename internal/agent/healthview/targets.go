@@ -48,8 +48,8 @@ type targetView struct {
 	LastOutcome   string         `json:"lastOutcome,omitempty"`
 	LastOutcomeAt *time.Time     `json:"lastOutcomeAt,omitempty"`
 	Counters      targetCounters `json:"counters"`
-	// Tombstone is there while the pod has one.
-	Tombstone *tombstoneView `json:"tombstone,omitempty"`
+	// Exclusion is there while the pod has one.
+	Exclusion *exclusionView `json:"exclusion,omitempty"`
 }
 
 // targetCounters are those of one target.
@@ -63,8 +63,8 @@ type targetCounters struct {
 	Timeouts     uint8 `json:"timeouts"`
 }
 
-// tombstoneView is how far a tombstone has come.
-type tombstoneView struct {
+// exclusionView is how far an exclusion has come.
+type exclusionView struct {
 	State string    `json:"state"`
 	Since time.Time `json:"since"`
 }
@@ -106,7 +106,7 @@ func viewTargets(all []health.Detail, q targetsQuery, ports map[health.Pool]endp
 		switch {
 		case t.Tombstone != nil:
 			v.Since = utc(t.Tombstone.Since)
-			v.Tombstone = &tombstoneView{State: t.Tombstone.State.String(), Since: *utc(t.Tombstone.StateSince)}
+			v.Exclusion = &exclusionView{State: t.Tombstone.State.String(), Since: *utc(t.Tombstone.StateSince)}
 		case !t.Verdict.Usable():
 			v.Since = v.HealthSince
 		}

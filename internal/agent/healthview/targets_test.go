@@ -69,7 +69,7 @@ func TestTargetsSayWhy(t *testing.T) {
 		want  []string
 	}{
 		"all": {"", []string{
-			"api 10.1.0.1:80 - routed kept 2", "web 10.0.0.1:80 shop/web-a routed chosen 2", "web 10.0.0.2:80 shop/web-b removed tombstoned 0",
+			"api 10.1.0.1:80 - routed kept 2", "web 10.0.0.1:80 shop/web-a routed chosen 2", "web 10.0.0.2:80 shop/web-b removed excluded 0",
 			"web 10.0.0.3:80 - routed dead 2", "web 10.0.0.4:80 - routed not-ready 2", "web 10.0.0.5:80 - absent pending 0", "web [fd00::6]:80 - unread pending 0",
 		}},
 		"service": {"?service=shop/api", []string{"api 10.1.0.1:80 - routed kept 2"}},
@@ -99,8 +99,8 @@ func TestTargetsSayWhy(t *testing.T) {
 					}
 				}
 				got = append(got, strings.Join(line, " "))
-				if buried := v.Why == "tombstoned" || v.Why == "kept" || v.Why == "dead"; buried != (v.Tombstone != nil && v.Since != nil) {
-					t.Errorf("%s: tombstone %+v, since %v", v.Address, v.Tombstone, v.Since)
+				if excluded := v.Why == "excluded" || v.Why == "kept" || v.Why == "dead"; excluded != (v.Exclusion != nil && v.Since != nil) {
+					t.Errorf("%s: exclusion %+v, since %v", v.Address, v.Exclusion, v.Since)
 				}
 			}
 			if diff := cmp.Diff(c.want, got); diff != "" {
@@ -115,7 +115,7 @@ func TestTargetsAsText(t *testing.T) {
 	for _, c := range []struct{ query, accept string }{{"", "text/plain"}, {"?output=text", "*/*"}, {"?output=text", "application/json"}} {
 		w := ask(h, Path+c.query, c.accept)
 		lines := strings.Split(strings.TrimSpace(w.Body.String()), "\n")
-		if !strings.HasPrefix(w.Header().Get("Content-Type"), "text/plain") || len(lines) != 8 || !strings.HasPrefix(lines[0], "POOL") || !strings.Contains(lines[3], "tombstoned  3s") {
+		if !strings.HasPrefix(w.Header().Get("Content-Type"), "text/plain") || len(lines) != 8 || !strings.HasPrefix(lines[0], "POOL") || !strings.Contains(lines[3], "excluded   3s") {
 			t.Errorf("%s, Accept %s:\n%s", c.query, c.accept, w.Body)
 		}
 	}

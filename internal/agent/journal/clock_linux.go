@@ -8,7 +8,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// stampNow reads both clocks. The time since boot goes on while the machine sleeps, as leases do.
+// stampNow reads both clocks. The time since boot goes on while the machine sleeps, as expiries do.
 func stampNow() stamp {
 	s := stamp{Wall: time.Now().Round(0)}
 	id, err := os.ReadFile("/proc/sys/kernel/random/boot_id")

@@ -50,7 +50,7 @@ func (s stamp) since(then stamp) time.Duration {
 
 // head is the file's first line. The rest of the file is what it counts and sums.
 type head struct {
-	Version int    `json:"lameduckTombstones"`
+	Version int    `json:"lameduckExclusions"`
 	Bytes   int    `json:"bytes"`
 	CRC32C  uint32 `json:"crc32c"`
 }
@@ -58,39 +58,39 @@ type head struct {
 // body is the rest. Its times are by the wall clock of Written.
 type body struct {
 	Written stamp `json:"written"`
-	// Leases says when each holder's ends.
-	Leases     map[string]time.Time `json:"leases"`
-	Tombstones []line               `json:"tombstones"`
+	// Expiries says when each holder's ends.
+	Expiries   map[string]time.Time `json:"expiries"`
+	Exclusions []line               `json:"exclusions"`
 }
 
 type line struct {
 	drain.Pod
 	Since   time.Time `json:"since,omitzero"`
 	Holders []string  `json:"holders,omitempty"`
-	// DeadAt is when the pod was first said to be dead.
-	DeadAt time.Time `json:"deadAt,omitzero"`
+	// TerminatingAt is when the pod was first said to be dead.
+	TerminatingAt time.Time `json:"terminatingAt,omitzero"`
 }
 
 // body copies the book. Times of now's clock become times of the wall clock of at, the same moment.
 func (b *book) body(now time.Time, at stamp) body {
 	wall := func(t time.Time) time.Time { return at.Wall.Add(t.Sub(now)).UTC() }
-	out := body{Written: at, Leases: make(map[string]time.Time, len(b.holders)), Tombstones: make([]line, 0, len(b.stones))}
+	out := body{Written: at, Expiries: make(map[string]time.Time, len(b.holders)), Exclusions: make([]line, 0, len(b.byUID))}
 	for holder, l := range b.holders {
-		out.Leases[holder] = wall(l.stored)
+		out.Expiries[holder] = wall(l.stored)
 	}
-	for _, s := range b.stones {
+	for _, s := range b.byUID {
 		l := line{Pod: s.pod, Since: s.since.UTC().Round(0), Holders: slices.Sorted(maps.Keys(s.holders))}
-		if !s.deadAt.IsZero() {
-			l.DeadAt = wall(s.deadAt)
+		if !s.terminatingAt.IsZero() {
+			l.TerminatingAt = wall(s.terminatingAt)
 		}
-		out.Tombstones = append(out.Tombstones, l)
+		out.Exclusions = append(out.Exclusions, l)
 	}
 	return out
 }
 
 // encode makes the bytes of a file.
 func (b body) encode() ([]byte, error) {
-	slices.SortFunc(b.Tombstones, func(x, y line) int { return strings.Compare(string(x.UID), string(y.UID)) })
+	slices.SortFunc(b.Exclusions, func(x, y line) int { return strings.Compare(string(x.UID), string(y.UID)) })
 	rest, err := json.MarshalIndent(b, "", " ") // people read it when something is wrong
 	if err != nil {
 		return nil, err
@@ -127,21 +127,22 @@ func decode(data []byte, now time.Time, at stamp) (book, error) {
 	passed := at.since(in.Written)
 	here := func(t time.Time) time.Time { return now.Add(t.Sub(in.Written.Wall) - passed) }
 	b := newBook()
-	for _, l := range in.Tombstones {
+	for _, l := range in.Exclusions {
 		if l.UID == "" {
 			continue
 		}
 		for _, holder := range l.Holders {
-			// A holder without a lease, which we never write, holds nothing any more; ending it is for the rule that ends all.
-			b.bury(now, l.Pod, holder, l.Since, here(in.Leases[holder]))
+			// A holder without an expiry, which we never write, holds nothing any more; ending it
+			// is for the rule that ends all.
+			b.exclude(now, l.Pod, holder, l.Since, here(in.Expiries[holder]))
 		}
-		if !l.DeadAt.IsZero() {
-			b.kill(here(l.DeadAt), l.UID)
-			b.stones[l.UID].pod = l.Pod
+		if !l.TerminatingAt.IsZero() {
+			b.terminate(here(l.TerminatingAt), l.UID)
+			b.byUID[l.UID].pod = l.Pod
 		}
 	}
 	for holder, l := range b.holders {
-		l.stored = here(in.Leases[holder]) // it is what the file says
+		l.stored = here(in.Expiries[holder]) // it is what the file says
 	}
 	return b, nil
 }

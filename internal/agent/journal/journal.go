@@ -17,8 +17,8 @@ import (
 )
 
 const (
-	fileName = "tombstones.json"
-	lockName = "tombstones.lock"
+	fileName = "exclusions.json"
+	lockName = "exclusions.lock"
 	// newSuffix is on the file that is being written, asideSuffix on the last one that could not be read.
 	newSuffix   = ".new"
 	asideSuffix = ".unreadable"
@@ -40,8 +40,8 @@ var ErrLocked = errors.New("another agent uses it")
 // errStuck says that a write does not come to an end.
 var errStuck = fmt.Errorf("a write has not ended within %s", syncMost)
 
-// Journal is the tombstones of one agent, in memory and on disk. Make it with Open, run it with Run. Its other methods may be called from any
-// goroutine; only Sync waits.
+// Journal is the exclusions of one agent, in memory and on disk. Make it with Open, run it with
+// Run. Its other methods may be called from any goroutine; only Sync waits.
 type Journal struct {
 	// Wrote is called after each attempt to write, from Run. It must not block. May be nil. Set it before Run.
 	Wrote func(took time.Duration, err error)
@@ -85,13 +85,13 @@ func Open(ctx context.Context, dir string, log *slog.Logger) (*Journal, error) {
 	}
 	switch {
 	case err == nil:
-		log.Info("journal read", "dir", dir, "tombstones", len(j.book.stones))
+		log.Info("journal read", "dir", dir, "exclusions", len(j.book.byUID))
 	case errors.Is(err, fs.ErrNotExist):
 		log.Info("journal is new", "dir", dir)
 	default:
 		j.book, j.err = newBook(), err
 		aside := os.Rename(j.path(), j.path()+asideSuffix)
-		log.Error("journal cannot be read: starting without the tombstones in it", "path", j.path(), "error", err, "setAside", aside == nil)
+		log.Error("journal cannot be read: starting without the exclusions in it", "path", j.path(), "error", err, "setAside", aside == nil)
 	}
 	// The first write shows at once whether the disk takes one.
 	j.version, j.urgent = 1, 1
@@ -106,46 +106,49 @@ func (j *Journal) Close() {
 	}
 }
 
-// Tombstones lists all that the journal holds, sorted by UID.
-func (j *Journal) Tombstones() []Tombstone {
+// Exclusions lists all that the journal holds, sorted by UID.
+func (j *Journal) Exclusions() []Exclusion {
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	return j.book.tombstones()
+	return j.book.exclusions()
 }
 
-// Bury records a tombstone of holder on pod, or renews all of holder's leases. The oldest since of all holders is kept. A repeat costs no write.
-func (j *Journal) Bury(now time.Time, pod drain.Pod, holder string, since, expires time.Time) {
+// Exclude records an exclusion of holder on pod, or renews all of holder's expiries. The oldest
+// since of all holders is kept. A repeat costs no write.
+func (j *Journal) Exclude(now time.Time, pod drain.Pod, holder string, since, expires time.Time) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	laid, changed := j.book.bury(now, pod, holder, since, expires)
+	added, changed := j.book.exclude(now, pod, holder, since, expires)
 	j.change(changed)
-	if laid {
-		j.book.stones[pod.UID].laid, j.urgent = j.version, j.version
+	if added {
+		j.book.byUID[pod.UID].added, j.urgent = j.version, j.version
 	}
 }
 
-// Renew extends all of holder's leases until expires at least.
+// Renew extends all of holder's expiries until expires at least.
 func (j *Journal) Renew(now time.Time, holder string, expires time.Time) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	j.change(j.book.renew(now, holder, expires))
 }
 
-// Lift records that holder's lease on uid has ended.
-func (j *Journal) Lift(uid drain.UID, holder string) {
+// Readmit records that holder's expiry on uid has ended.
+func (j *Journal) Readmit(uid drain.UID, holder string) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	j.change(j.book.lift(uid, holder))
+	j.change(j.book.readmit(uid, holder))
 }
 
-// Kill records that the pod is terminating or gone. It is remembered for drain.Times.Memory, leases or not.
-func (j *Journal) Kill(now time.Time, uid drain.UID) {
+// Terminate records that the pod is terminating or gone. It is remembered for drain.Times.Memory,
+// expiries or not.
+func (j *Journal) Terminate(now time.Time, uid drain.UID) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	j.change(j.book.kill(now, uid))
+	j.change(j.book.terminate(now, uid))
 }
 
-// Lapse ends every lease that is over at now, and returns the UIDs of living pods whose last one ended, sorted.
+// Lapse ends every expiry that is over at now, and returns the UIDs of living pods whose last one
+// ended, sorted.
 func (j *Journal) Lapse(now time.Time) []drain.UID {
 	j.mu.Lock()
 	defer j.mu.Unlock()
@@ -170,8 +173,9 @@ func (j *Journal) change(changed bool) {
 	}
 }
 
-// Sync waits until the tombstones that were buried before the call are on disk. An error says that they are not, and that the
-// caller should go on without: the attempt that had them failed, or a write does not come to an end.
+// Sync waits until the exclusions that were excluded before the call are on disk. An error says
+// that they are not, and that the caller should go on without: the attempt that had them failed, or
+// a write does not come to an end.
 func (j *Journal) Sync(ctx context.Context) error {
 	timer := time.NewTimer(syncMost)
 	defer timer.Stop()
@@ -202,12 +206,13 @@ func (j *Journal) Sync(ctx context.Context) error {
 	}
 }
 
-// Settled reports whether the tombstone of uid is on disk, or will not be for now: whether it is as safe as it can be.
+// Settled reports whether the exclusion of uid is on disk, or will not be for now: whether it is as
+// safe as it can be.
 func (j *Journal) Settled(uid drain.UID) bool {
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	s := j.book.stones[uid]
-	return s == nil || j.dir == "" || max(j.written, j.tried) >= s.laid || j.stuck()
+	s := j.book.byUID[uid]
+	return s == nil || j.dir == "" || max(j.written, j.tried) >= s.added || j.stuck()
 }
 
 // Err says what is wrong with the disk: why the last attempt to write failed, or the reading of what an earlier agent left. Nil: nothing is.
@@ -277,7 +282,7 @@ func (j *Journal) report(err error, failing string) string {
 	switch {
 	case text == failing:
 	case err != nil:
-		j.log.Error("journal cannot be written: going on without; tombstones are forgotten if the agent dies", "dir", j.dir, "error", err)
+		j.log.Error("journal cannot be written: going on without; exclusions are forgotten if the agent dies", "dir", j.dir, "error", err)
 	default:
 		j.log.Info("journal is written again", "dir", j.dir)
 	}

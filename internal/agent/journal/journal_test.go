@@ -26,7 +26,7 @@ import (
 )
 
 // roles are what a child of this test program does instead of testing.
-var roles = map[string]func(dir string) error{"bury": buryForEver, "small disk": onSmallDisk}
+var roles = map[string]func(dir string) error{"exclude": buryForEver, "small disk": onSmallDisk}
 
 func TestMain(m *testing.M) {
 	if role := roles[os.Getenv("JOURNAL_TEST_ROLE")]; role != nil {
@@ -83,15 +83,15 @@ func pod(i int) drain.Pod {
 
 func uid(i int) drain.UID { return drain.UID(fmt.Sprintf("uid-%06d", i)) }
 
-func uids(stones []Tombstone) (all []drain.UID) {
-	for _, s := range stones {
+func uids(exclusions []Exclusion) (all []drain.UID) {
+	for _, s := range exclusions {
 		all = append(all, s.Pod.UID)
 	}
 	return all
 }
 
 // left reads what an agent that starts now would find.
-func left(t testing.TB, dir string) []Tombstone {
+func left(t testing.TB, dir string) []Exclusion {
 	t.Helper()
 	data, err := read(filepath.Join(dir, fileName))
 	if errors.Is(err, os.ErrNotExist) {
@@ -104,7 +104,7 @@ func left(t testing.TB, dir string) []Tombstone {
 	if err != nil {
 		t.Fatalf("the file that is left cannot be read: %v\n%s", err, data)
 	}
-	return b.tombstones()
+	return b.exclusions()
 }
 
 func mustSync(t testing.TB, j *Journal) {
@@ -119,38 +119,38 @@ func TestWhatIsSyncedIsThereAfterRestart(t *testing.T) {
 	j, stop := open(t, dir)
 	now := time.Now()
 	since := now.Add(-5 * time.Second)
-	j.Bury(now, pod(1), "a/1", since, now.Add(time.Minute))
-	j.Bury(now, pod(1), "b/1", since.Add(-time.Second), now.Add(time.Minute))
-	j.Bury(now, pod(2), "a/1", since, now.Add(time.Minute))
-	j.Bury(now, pod(3), "a/1", since, now.Add(time.Minute))
+	j.Exclude(now, pod(1), "a/1", since, now.Add(time.Minute))
+	j.Exclude(now, pod(1), "b/1", since.Add(-time.Second), now.Add(time.Minute))
+	j.Exclude(now, pod(2), "a/1", since, now.Add(time.Minute))
+	j.Exclude(now, pod(3), "a/1", since, now.Add(time.Minute))
 	mustSync(t, j)
 	for i := 1; i <= 3; i++ {
 		if !j.Settled(uid(i)) {
 			t.Errorf("pod %d is not settled after Sync", i)
 		}
 	}
-	j.Lift(uid(2), "a/1")
-	j.Kill(now, uid(3))
-	j.Lift(uid(3), "a/1")
-	j.Lift(uid(3), "nobody/1")
-	want := j.Tombstones()
+	j.Readmit(uid(2), "a/1")
+	j.Terminate(now, uid(3))
+	j.Readmit(uid(3), "a/1")
+	j.Readmit(uid(3), "nobody/1")
+	want := j.Exclusions()
 	stop()
 
 	again, _ := open(t, dir)
-	got := again.Tombstones()
+	got := again.Exclusions()
 	if diff := cmp.Diff(uids(want), uids(got)); diff != "" {
 		t.Fatalf("after restart (-before +after):\n%s", diff)
 	}
 	first := got[0]
-	if first.Pod != pod(1) || !first.Since.Equal(since.Add(-time.Second).Round(0)) || first.Dead || len(first.Leases) != 2 {
+	if first.Pod != pod(1) || !first.Since.Equal(since.Add(-time.Second).Round(0)) || first.Terminating || len(first.Expiries) != 2 {
 		t.Errorf("pod 1 is %+v", first)
 	}
-	for holder, expires := range first.Leases {
+	for holder, expires := range first.Expiries {
 		if in := expires.Sub(now); in < time.Minute || in > 90*time.Second+time.Second {
-			t.Errorf("%s's lease ends in %s, want a minute, and at most half as much more", holder, in)
+			t.Errorf("%s's expiry ends in %s, want a minute, and at most half as much more", holder, in)
 		}
 	}
-	if last := got[1]; last.Pod != pod(3) || !last.Dead || len(last.Leases) != 0 {
+	if last := got[1]; last.Pod != pod(3) || !last.Terminating || len(last.Expiries) != 0 {
 		t.Errorf("pod 3 is %+v, want dead", last)
 	}
 }
@@ -171,13 +171,13 @@ func TestABurstIsNotAWriteEach(t *testing.T) {
 	var wg sync.WaitGroup
 	for i := range 100 {
 		wg.Go(func() {
-			j.Bury(now, pod(i), "a/1", now, now.Add(time.Minute))
+			j.Exclude(now, pod(i), "a/1", now, now.Add(time.Minute))
 			mustSync(t, j)
 		})
 	}
 	wg.Wait()
 	if n := writes.Load(); n > 5 {
-		t.Errorf("100 tombstones at once cost %d writes", n)
+		t.Errorf("100 exclusions at once cost %d writes", n)
 	}
 	if n := len(left(t, j.dir)); n != 100 {
 		t.Errorf("%d of 100 are on disk", n)
@@ -185,7 +185,7 @@ func TestABurstIsNotAWriteEach(t *testing.T) {
 	// Ten thousand repeats are none.
 	before := writes.Load()
 	for i := range 10_000 {
-		j.Bury(now, pod(i%100), "a/1", now, now.Add(time.Minute))
+		j.Exclude(now, pod(i%100), "a/1", now, now.Add(time.Minute))
 		mustSync(t, j)
 	}
 	if n := writes.Load(); n != before {
@@ -193,8 +193,8 @@ func TestABurstIsNotAWriteEach(t *testing.T) {
 	}
 }
 
-// An hour of renewals, each 2 s, of 50 tombstones: what the disk says must never be less than the truth, never much more, and must
-// not be written each time.
+// An hour of renewals, each 2 s, of 50 exclusions: what the disk says must never be less than the
+// truth, never much more, and must not be written each time.
 func TestRenewalsAreWrittenNowAndThen(t *testing.T) {
 	dir := t.TempDir()
 	synctest.Test(t, func(t *testing.T) {
@@ -209,7 +209,7 @@ func TestRenewalsAreWrittenNowAndThen(t *testing.T) {
 		go func() { defer close(ended); _ = j.Run(ctx) }()
 		began := time.Now()
 		for i := range 50 {
-			j.Bury(began, pod(i), "a/1", began, began.Add(time.Minute))
+			j.Exclude(began, pod(i), "a/1", began, began.Add(time.Minute))
 		}
 		mustSync(t, j)
 		var in body
@@ -221,9 +221,9 @@ func TestRenewalsAreWrittenNowAndThen(t *testing.T) {
 			j.mu.Lock()
 			in = j.book.body(time.Now(), stamp{Wall: time.Now()})
 			j.mu.Unlock()
-			ahead := in.Leases["a/1"].Sub(expires)
+			ahead := in.Expiries["a/1"].Sub(expires)
 			if ahead < 0 || ahead > 30*time.Second {
-				t.Fatalf("the stored lease ends %s after the true one", ahead)
+				t.Fatalf("the stored expiry ends %s after the true one", ahead)
 			}
 		}
 		synctest.Wait()
@@ -232,10 +232,10 @@ func TestRenewalsAreWrittenNowAndThen(t *testing.T) {
 			t.Errorf("%d writes in an hour of renewals, want one each 20 s", writes)
 		}
 		if writes < 100 {
-			t.Errorf("%d writes in an hour: the leases on disk have lapsed", writes)
+			t.Errorf("%d writes in an hour: the expiries on disk have lapsed", writes)
 		}
-		if stones := left(t, dir); len(stones) != 50 || stones[0].Leases["a/1"].Before(time.Now().Add(time.Minute-3*time.Second)) {
-			t.Errorf("on disk are %d, the first is %+v", len(stones), stones[0])
+		if exclusions := left(t, dir); len(exclusions) != 50 || exclusions[0].Expiries["a/1"].Before(time.Now().Add(time.Minute-3*time.Second)) {
+			t.Errorf("on disk are %d, the first is %+v", len(exclusions), exclusions[0])
 		}
 		cancel()
 		<-ended
@@ -243,7 +243,8 @@ func TestRenewalsAreWrittenNowAndThen(t *testing.T) {
 	})
 }
 
-// What a file says of leases is by the clock since boot where that goes on, and by the wall where it does not.
+// What a file says of expiries is by the clock since boot where that goes on, and by the wall where
+// it does not.
 func TestClocksThatJump(t *testing.T) {
 	wall := time.Date(2026, 3, 1, 12, 0, 0, 0, time.UTC)
 	written := stamp{Wall: wall, Boot: "boot-1", SinceBoot: time.Hour}
@@ -264,8 +265,8 @@ func TestClocksThatJump(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			before := time.Now()
 			b := newBook()
-			b.bury(before, pod(1), "a/1", before, before.Add(time.Minute)) // and half of it
-			b.kill(before, uid(2))
+			b.exclude(before, pod(1), "a/1", before, before.Add(time.Minute)) // and half of it
+			b.terminate(before, uid(2))
 			data, err := b.body(before, written).encode()
 			if err != nil {
 				t.Fatal(err)
@@ -275,11 +276,11 @@ func TestClocksThatJump(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			stones := got.tombstones()
-			if left := stones[0].Leases["a/1"].Sub(now); left != c.left {
-				t.Errorf("the lease has %s left, want %s", left, c.left)
+			exclusions := got.exclusions()
+			if left := exclusions[0].Expiries["a/1"].Sub(now); left != c.left {
+				t.Errorf("the expiry has %s left, want %s", left, c.left)
 			}
-			if dead := got.stones[uid(2)].deadAt; dead.After(now) {
+			if dead := got.byUID[uid(2)].terminatingAt; dead.After(now) {
 				t.Errorf("a pod died in the future: %s", dead.Sub(now))
 			}
 		})
@@ -290,7 +291,7 @@ func TestEveryDamageIsFound(t *testing.T) {
 	now, at := time.Now(), stampNow()
 	b := newBook()
 	for i := range 3 {
-		b.bury(now, pod(i), "a/1", now, now.Add(time.Minute))
+		b.exclude(now, pod(i), "a/1", now, now.Add(time.Minute))
 	}
 	data, err := b.body(now, at).encode()
 	if err != nil {
@@ -306,8 +307,8 @@ func TestEveryDamageIsFound(t *testing.T) {
 		// A flipped bit in the head may make it another version, or spell a field that we do not know.
 		bad := slices.Clone(data)
 		bad[n] ^= 1 << rand.N(8)
-		if got, err := decode(bad, now, at); err == nil && !cmp.Equal(got.tombstones(), b.tombstones(), cmpopts.EquateApproxTime(time.Minute)) {
-			t.Fatalf("byte %d changed to %q: read as %+v", n, bad[n], got.tombstones())
+		if got, err := decode(bad, now, at); err == nil && !cmp.Equal(got.exclusions(), b.exclusions(), cmpopts.EquateApproxTime(time.Minute)) {
+			t.Fatalf("byte %d changed to %q: read as %+v", n, bad[n], got.exclusions())
 		}
 	}
 }
@@ -315,19 +316,19 @@ func TestEveryDamageIsFound(t *testing.T) {
 func FuzzDecode(f *testing.F) {
 	now, at := time.Now(), stampNow()
 	b := newBook()
-	b.bury(now, pod(1), "a/1", now, now.Add(time.Minute))
-	b.kill(now, uid(2))
+	b.exclude(now, pod(1), "a/1", now, now.Add(time.Minute))
+	b.terminate(now, uid(2))
 	good, err := b.body(now, at).encode()
 	if err != nil {
 		f.Fatal(err)
 	}
 	_, rest, _ := strings.Cut(string(good), "\n")
 	f.Add(rest)
-	f.Add(`{"written":{},"tombstones":[{"uid":"x","holders":["a","a",""]},{"uid":"x","deadAt":"0001-01-01T00:00:00Z"}]}`)
-	f.Add(`{"leases":{"a":"9999-12-31T23:59:59Z"},"tombstones":[{"uid":"x","holders":["a"]}]}`)
+	f.Add(`{"written":{},"exclusions":[{"uid":"x","holders":["a","a",""]},{"uid":"x","terminatingAt":"0001-01-01T00:00:00Z"}]}`)
+	f.Add(`{"expiries":{"a":"9999-12-31T23:59:59Z"},"exclusions":[{"uid":"x","holders":["a"]}]}`)
 	f.Fuzz(func(t *testing.T, rest string) {
 		_, _ = decode([]byte(rest), now, at)
-		file := fmt.Sprintf("{\"lameduckTombstones\":1,\"bytes\":%d,\"crc32c\":%d}\n%s", len(rest), sum(rest), rest)
+		file := fmt.Sprintf("{\"lameduckExclusions\":1,\"bytes\":%d,\"crc32c\":%d}\n%s", len(rest), sum(rest), rest)
 		got, err := decode([]byte(file), now, at)
 		if err != nil {
 			return
@@ -341,7 +342,7 @@ func FuzzDecode(f *testing.F) {
 		if err != nil {
 			t.Fatalf("what was written cannot be read: %v", err)
 		}
-		if diff := cmp.Diff(uids(got.tombstones()), uids(again.tombstones())); diff != "" {
+		if diff := cmp.Diff(uids(got.exclusions()), uids(again.exclusions())); diff != "" {
 			t.Fatal(diff)
 		}
 		got.lapse(now.Add(time.Hour))
@@ -352,9 +353,9 @@ func FuzzDecode(f *testing.F) {
 func TestWhatCannotBeReadIsSetAside(t *testing.T) {
 	for name, content := range map[string]string{
 		"empty":           "",
-		"torn":            `{"lameduckTombstones":1,"bytes":400,"crc32c":1}` + "\n{\"wri",
+		"torn":            `{"lameduckExclusions":1,"bytes":400,"crc32c":1}` + "\n{\"wri",
 		"not ours":        "# comment\n",
-		"a newer version": `{"lameduckTombstones":2,"words":"unknown"}` + "\nwho knows",
+		"a newer version": `{"lameduckExclusions":2,"words":"unknown"}` + "\nwho knows",
 	} {
 		t.Run(name, func(t *testing.T) {
 			dir := t.TempDir()
@@ -367,8 +368,8 @@ func TestWhatCannotBeReadIsSetAside(t *testing.T) {
 				t.Fatal(err)
 			}
 			defer j.Close()
-			if j.Err() == nil || len(j.Tombstones()) > 0 {
-				t.Errorf("Err is %v, tombstones are %v", j.Err(), j.Tombstones())
+			if j.Err() == nil || len(j.Exclusions()) > 0 {
+				t.Errorf("Err is %v, exclusions are %v", j.Err(), j.Exclusions())
 			}
 			if kept, _ := os.ReadFile(path + asideSuffix); string(kept) != content {
 				t.Errorf("set aside is %q", kept)
@@ -379,15 +380,15 @@ func TestWhatCannotBeReadIsSetAside(t *testing.T) {
 
 // The file of a later release of the same version may have more in it.
 func TestMoreThanWeKnowIsNoDamage(t *testing.T) {
-	rest := `{"written":{"wall":"2026-01-01T00:00:00Z","sun":"high"},"leases":{"a/1":"2026-01-01T00:01:00Z"},` +
-		`"tombstones":[{"namespace":"shop","name":"web-1","uid":"u","since":"2026-01-01T00:00:00Z","holders":["a/1"],"colour":"red"}],"more":1}`
-	file := fmt.Sprintf("{\"lameduckTombstones\":1,\"bytes\":%d,\"crc32c\":%d,\"by\":\"later\"}\n%s", len(rest), sum(rest), rest)
+	rest := `{"written":{"wall":"2026-01-01T00:00:00Z","sun":"high"},"expiries":{"a/1":"2026-01-01T00:01:00Z"},` +
+		`"exclusions":[{"namespace":"shop","name":"web-1","uid":"u","since":"2026-01-01T00:00:00Z","holders":["a/1"],"colour":"red"}],"more":1}`
+	file := fmt.Sprintf("{\"lameduckExclusions\":1,\"bytes\":%d,\"crc32c\":%d,\"by\":\"later\"}\n%s", len(rest), sum(rest), rest)
 	now := time.Now()
 	b, err := decode([]byte(file), now, stamp{Wall: time.Date(2026, 1, 1, 0, 0, 10, 0, time.UTC)})
 	if err != nil {
 		t.Fatal(err)
 	}
-	if got := b.tombstones(); len(got) != 1 || got[0].Leases["a/1"].Sub(now) != 50*time.Second {
+	if got := b.exclusions(); len(got) != 1 || got[0].Expiries["a/1"].Sub(now) != 50*time.Second {
 		t.Errorf("read %+v", got)
 	}
 }
@@ -396,7 +397,8 @@ var steps = []string{"create", "write", "sync", "rename", "sync directory"}
 
 var errDisk = errors.New("the disk says no")
 
-// The agent dies before, in and after each step of a write. What was synced before must be there, and nothing else than what was buried.
+// The agent dies before, in and after each step of a write. What was synced before must be there,
+// and nothing else than what was excluded.
 func TestDeathAtEachStep(t *testing.T) {
 	for _, at := range steps {
 		t.Run(at, func(t *testing.T) {
@@ -420,22 +422,22 @@ func TestDeathAtEachStep(t *testing.T) {
 			}
 			go func() { _ = j.Run(context.WithoutCancel(t.Context())) }()
 			now := time.Now()
-			j.Bury(now, pod(1), "a/1", now, now.Add(time.Minute))
+			j.Exclude(now, pod(1), "a/1", now, now.Add(time.Minute))
 			mustSync(t, j)
 			dying.Store(true)
-			j.Bury(now, pod(2), "a/1", now, now.Add(time.Minute))
+			j.Exclude(now, pod(2), "a/1", now, now.Add(time.Minute))
 			<-dead
 			j.lock.Close() // as the kernel does
 
 			again, _ := open(t, dir)
-			got := uids(again.Tombstones())
+			got := uids(again.Exclusions())
 			if !slices.Equal(got, []drain.UID{uid(1)}) && !slices.Equal(got, []drain.UID{uid(1), uid(2)}) {
 				t.Errorf("left are %v", got)
 			}
 			if err := again.Err(); err != nil {
 				t.Errorf("what is left is not whole: %v", err)
 			}
-			again.Bury(now, pod(3), "a/1", now, now.Add(time.Minute))
+			again.Exclude(now, pod(3), "a/1", now, now.Add(time.Minute))
 			mustSync(t, again)
 		})
 	}
@@ -456,10 +458,10 @@ func TestADiskThatFailsStopsNothing(t *testing.T) {
 				}
 			})
 			now := time.Now()
-			j.Bury(now, pod(1), "a/1", now, now.Add(time.Minute))
+			j.Exclude(now, pod(1), "a/1", now, now.Add(time.Minute))
 			mustSync(t, j)
 			failing.Store(true)
-			j.Bury(now, pod(2), "a/1", now, now.Add(time.Minute))
+			j.Exclude(now, pod(2), "a/1", now, now.Add(time.Minute))
 			if err := j.Sync(t.Context()); !errors.Is(err, errDisk) {
 				t.Fatalf("Sync returns %v", err)
 			}
@@ -473,7 +475,7 @@ func TestADiskThatFailsStopsNothing(t *testing.T) {
 				t.Errorf("what was on disk before is lost: %v", got)
 			}
 			failing.Store(false)
-			j.Bury(now, pod(3), "a/1", now, now.Add(time.Minute))
+			j.Exclude(now, pod(3), "a/1", now, now.Add(time.Minute))
 			mustSync(t, j)
 			if got := uids(left(t, dir)); j.Err() != nil || !slices.Equal(got, []drain.UID{uid(1), uid(2), uid(3)}) {
 				t.Errorf("Err is %v, on disk are %v", j.Err(), got)
@@ -501,7 +503,7 @@ func TestAFailedWriteIsTriedAgain(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
 		ended := make(chan struct{})
 		go func() { defer close(ended); _ = j.Run(ctx) }()
-		j.Bury(time.Now(), pod(1), "a/1", time.Now(), time.Now().Add(time.Minute))
+		j.Exclude(time.Now(), pod(1), "a/1", time.Now(), time.Now().Add(time.Minute))
 		time.Sleep(10 * time.Minute)
 		synctest.Wait()
 		if writes := writes.Load(); writes < 10 || writes > 30 {
@@ -534,7 +536,7 @@ func TestAStuckDiskHoldsNobodyForLong(t *testing.T) {
 	mustSync(t, j)
 	stuck.Store(true)
 	now := time.Now()
-	j.Bury(now, pod(1), "a/1", now, now.Add(time.Minute))
+	j.Exclude(now, pod(1), "a/1", now, now.Add(time.Minute))
 	if j.Settled(uid(1)) {
 		t.Error("settled at once")
 	}
@@ -543,7 +545,7 @@ func TestAStuckDiskHoldsNobodyForLong(t *testing.T) {
 		t.Errorf("the first Sync returns %v after %s", err, time.Since(began))
 	}
 	time.Sleep(50 * time.Millisecond) // the write began a moment later
-	j.Bury(now, pod(2), "a/1", now, now.Add(time.Minute))
+	j.Exclude(now, pod(2), "a/1", now, now.Add(time.Minute))
 	began = time.Now()
 	if err := j.Sync(t.Context()); !errors.Is(err, errStuck) || time.Since(began) > syncMost/2 {
 		t.Errorf("the second Sync returns %v after %s", err, time.Since(began))
@@ -584,15 +586,15 @@ func TestTwoAgentsDoNotShareADirectory(t *testing.T) {
 	}
 }
 
-// The lease of a restored holder goes on where its coordinator lives, and ends where not.
+// The expiry of a restored holder goes on where its coordinator lives, and ends where not.
 func TestRestoredLeases(t *testing.T) {
 	now := time.Now()
 	b := newBook()
-	b.bury(now, pod(1), "a/1", now, now.Add(time.Minute))
-	b.bury(now, pod(2), "b/1", now, now.Add(time.Minute))
-	b.bury(now, pod(2), "a/1", now, now.Add(time.Minute))
-	b.bury(now, pod(3), "b/1", now, now.Add(time.Minute))
-	b.kill(now, uid(3))
+	b.exclude(now, pod(1), "a/1", now, now.Add(time.Minute))
+	b.exclude(now, pod(2), "b/1", now, now.Add(time.Minute))
+	b.exclude(now, pod(2), "a/1", now, now.Add(time.Minute))
+	b.exclude(now, pod(3), "b/1", now, now.Add(time.Minute))
+	b.terminate(now, uid(3))
 	at := stampNow()
 	data, err := b.body(now, at).encode()
 	if err != nil {
@@ -616,11 +618,11 @@ func TestRestoredLeases(t *testing.T) {
 	if e := got.lapse(now.Add(4 * time.Minute)); !slices.Equal(e, []drain.UID{uid(2)}) {
 		t.Errorf("lapsed are %v, want the one that lives", e)
 	}
-	if all := uids(got.tombstones()); !slices.Equal(all, []drain.UID{uid(3)}) || len(got.holders) != 0 {
+	if all := uids(got.exclusions()); !slices.Equal(all, []drain.UID{uid(3)}) || len(got.holders) != 0 {
 		t.Errorf("left are %v, held by %v", all, got.holders)
 	}
-	got.prune(now.Add(deadMemory + time.Second))
-	if all := uids(got.tombstones()); len(all) != 0 {
+	got.prune(now.Add(terminatingMemory + time.Second))
+	if all := uids(got.exclusions()); len(all) != 0 {
 		t.Errorf("left are %v", all)
 	}
 }
@@ -628,29 +630,29 @@ func TestRestoredLeases(t *testing.T) {
 func TestTheDeadAreBounded(t *testing.T) {
 	b := newBook()
 	now := time.Now()
-	for i := range deadMost + 100 {
-		b.kill(now.Add(time.Duration(i)*time.Microsecond), uid(i))
+	for i := range maxTerminating + 100 {
+		b.terminate(now.Add(time.Duration(i)*time.Microsecond), uid(i))
 	}
-	b.bury(now, pod(0), "a/1", now, now.Add(time.Minute))
+	b.exclude(now, pod(0), "a/1", now, now.Add(time.Minute))
 	b.prune(now.Add(time.Second))
-	if n := len(b.stones); n != deadMost+1 {
+	if n := len(b.byUID); n != maxTerminating+1 {
 		t.Errorf("%d are kept", n)
 	}
-	if b.stones[uid(0)] == nil || b.stones[uid(1)] != nil || b.stones[uid(deadMost+99)] == nil {
+	if b.byUID[uid(0)] == nil || b.byUID[uid(1)] != nil || b.byUID[uid(maxTerminating+99)] == nil {
 		t.Error("not the oldest were forgotten, or one that is held")
 	}
 }
 
-// buryForEver buries one pod after the other, and prints the UID of each once it is on disk.
+// buryForEver excludes one pod after the other, and prints the UID of each once it is on disk.
 func buryForEver(dir string) error {
 	j, err := Open(context.Background(), dir, quiet)
 	if err != nil {
 		return err
 	}
 	go func() { _ = j.Run(context.Background()) }()
-	for i := len(j.Tombstones()); ; i++ {
+	for i := len(j.Exclusions()); ; i++ {
 		now := time.Now()
-		j.Bury(now, pod(i), "a/1", now, now.Add(time.Hour))
+		j.Exclude(now, pod(i), "a/1", now, now.Add(time.Hour))
 		if err := j.Sync(context.Background()); err != nil {
 			return err
 		}
@@ -663,7 +665,7 @@ func TestKilledAtRandomMoments(t *testing.T) {
 	dir := t.TempDir()
 	safe := map[drain.UID]bool{}
 	for round := range 15 {
-		cmd := child(t, "bury", dir)
+		cmd := child(t, "exclude", dir)
 		out, err := cmd.StdoutPipe()
 		if err != nil {
 			t.Fatal(err)
@@ -691,10 +693,10 @@ func TestKilledAtRandomMoments(t *testing.T) {
 			}
 		}
 		if len(have) > len(safe)+round+1 {
-			t.Fatalf("round %d: %d tombstones are left of %d", round, len(have), len(safe))
+			t.Fatalf("round %d: %d exclusions are left of %d", round, len(have), len(safe))
 		}
 	}
-	t.Logf("%d tombstones, none lost", len(safe))
+	t.Logf("%d exclusions, none lost", len(safe))
 }
 
 // onSmallDisk fills a disk of its own, makes it read-only, and sees what the journal does.
@@ -715,35 +717,35 @@ func onSmallDisk(dir string) error {
 	ended := make(chan error)
 	go func() { ended <- j.Run(running) }()
 	now := time.Now()
-	bury := func(i int) error {
-		j.Bury(now, pod(i), "a/1", now, now.Add(time.Hour))
+	exclude := func(i int) error {
+		j.Exclude(now, pod(i), "a/1", now, now.Add(time.Hour))
 		return j.Sync(ctx)
 	}
-	if err := bury(1); err != nil {
+	if err := exclude(1); err != nil {
 		return fmt.Errorf("on an empty disk: %w", err)
 	}
 	filler := filepath.Join(dir, "filler")
 	if err := os.WriteFile(filler, make([]byte, 1<<20), 0o600); !errors.Is(err, syscall.ENOSPC) {
 		return fmt.Errorf("fill the disk: %w", err)
 	}
-	if err := bury(2); !errors.Is(err, syscall.ENOSPC) {
+	if err := exclude(2); !errors.Is(err, syscall.ENOSPC) {
 		return fmt.Errorf("on a full disk: %v", err)
 	}
 	if data, err := read(j.path()); err != nil {
 		return err
-	} else if b, err := decode(data, now, stampNow()); err != nil || b.stones[uid(1)] == nil {
+	} else if b, err := decode(data, now, stampNow()); err != nil || b.byUID[uid(1)] == nil {
 		return fmt.Errorf("the old file is gone: %v", err)
 	}
 	if err := os.Remove(filler); err != nil {
 		return err
 	}
-	if err := bury(3); err != nil {
+	if err := exclude(3); err != nil {
 		return fmt.Errorf("with room again: %w", err)
 	}
 	if err := syscall.Mount("none", dir, "", syscall.MS_REMOUNT|syscall.MS_RDONLY, ""); err != nil {
 		return err
 	}
-	if err := bury(4); !errors.Is(err, syscall.EROFS) {
+	if err := exclude(4); !errors.Is(err, syscall.EROFS) {
 		return fmt.Errorf("on a read-only disk: %v", err)
 	}
 	cancel()
@@ -756,11 +758,11 @@ func onSmallDisk(dir string) error {
 	if err != nil {
 		return fmt.Errorf("open on a read-only disk: %w", err)
 	}
-	if got := uids(j.Tombstones()); !slices.Equal(got, []drain.UID{uid(1), uid(2), uid(3)}) {
+	if got := uids(j.Exclusions()); !slices.Equal(got, []drain.UID{uid(1), uid(2), uid(3)}) {
 		return fmt.Errorf("on the read-only disk are %v", got)
 	}
 	go func() { ended <- j.Run(ctx) }()
-	if err := bury(5); !errors.Is(err, syscall.EROFS) || !errors.Is(j.Err(), syscall.EROFS) {
+	if err := exclude(5); !errors.Is(err, syscall.EROFS) || !errors.Is(j.Err(), syscall.EROFS) {
 		return fmt.Errorf("after a start on a read-only disk: %v", err)
 	}
 	return nil
@@ -788,11 +790,11 @@ func BenchmarkTenThousand(b *testing.B) {
 	j, _ := open(b, b.TempDir())
 	now := time.Now()
 	for i := range 10_000 {
-		j.Bury(now, pod(i), "a/1", now, now.Add(time.Hour))
+		j.Exclude(now, pod(i), "a/1", now, now.Add(time.Hour))
 	}
 	mustSync(b, j)
 	for i := 0; b.Loop(); i++ {
-		j.Bury(now, pod(10_000+i), "a/1", now, now.Add(time.Hour))
+		j.Exclude(now, pod(10_000+i), "a/1", now, now.Add(time.Hour))
 		mustSync(b, j)
 	}
 }

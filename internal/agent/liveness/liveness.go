@@ -45,7 +45,7 @@ func Follow(h *serving.Health) func(gateway.Progress) {
 	}
 }
 
-// Queue records a change that may be of any family: a tombstone names a pod, not an address.
+// Queue records a change that may be of any family: an exclusion names a pod, not an address.
 func Queue(h *serving.Health) {
 	now := time.Now()
 	for _, f := range serving.Families {

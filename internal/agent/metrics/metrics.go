@@ -51,8 +51,8 @@ func NewDirected(r prometheus.Registerer, set *health.Set) *Directed {
 			Name: "lameduck_agent_unlearned_starts_total",
 			Help: "Starts at which the gateway was programmed without every coordinator having said which drains are open.",
 		}),
-		journal: counters("lameduck_agent_journal_writes_total", "Attempts to write the tombstones to disk, by result.", "result"),
-		writing: times("lameduck_agent_journal_write_duration_seconds", "Time of one attempt to write the tombstones to disk."),
+		journal: counters("lameduck_agent_journal_writes_total", "Attempts to write the exclusions to disk, by result.", "result"),
+		writing: times("lameduck_agent_journal_write_duration_seconds", "Time of one attempt to write the exclusions to disk."),
 		probes:  counters("lameduck_agent_probes_total", "Probes of targets that ended, by protocol and outcome.", "protocol", "outcome"),
 		probing: factory.NewHistogramVec(prometheus.HistogramOpts{
 			Name: "lameduck_agent_probe_duration_seconds", Help: "Time of one probe, by protocol.", Buckets: buckets,
@@ -113,7 +113,7 @@ func (m *Directed) Wrote(took time.Duration, err error) {
 func (m *Directed) Failing(r prometheus.Registerer, trouble func() error) {
 	r.MustRegister(prometheus.NewGaugeFunc(prometheus.GaugeOpts{
 		Name: "lameduck_agent_journal_failing",
-		Help: "1 while tombstones are not kept on disk, because it fails or hangs: they are forgotten if the agent dies. Also until the first write after a file that could not be read.",
+		Help: "1 while exclusions are not kept on disk, because it fails or hangs: they are forgotten if the agent dies. Also until the first write after a file that could not be read.",
 	}, func() float64 {
 		if trouble() != nil {
 			return 1
@@ -159,23 +159,23 @@ type targets struct{ set *health.Set }
 
 var (
 	targetsDesc = prometheus.NewDesc("lameduck_agent_targets",
-		"Targets by pool and state: claimed by EndpointSlices, routed by the gateway, buried (claimed and tombstoned), unusable (routable and unhealthy).", []string{"pool", "state"}, nil)
+		"Targets by pool and state: claimed by EndpointSlices, routed by the gateway, excluded (claimed and excluded), unusable (routable and unhealthy).", []string{"pool", "state"}, nil)
 	openDesc = prometheus.NewDesc("lameduck_agent_pool_failing_open",
 		"1 while too few of a pool's routable targets are healthy, so that all of them get traffic.", []string{"pool"}, nil)
-	tombstonesDesc = prometheus.NewDesc("lameduck_agent_tombstones", "Tombstones by state.", []string{"state"}, nil)
+	exclusionsDesc = prometheus.NewDesc("lameduck_agent_exclusions", "Exclusions by state.", []string{"state"}, nil)
 )
 
 // Describe implements prometheus.Collector.
 func (t targets) Describe(out chan<- *prometheus.Desc) {
 	out <- targetsDesc
 	out <- openDesc
-	out <- tombstonesDesc
+	out <- exclusionsDesc
 }
 
 // Collect implements prometheus.Collector.
 func (t targets) Collect(out chan<- prometheus.Metric) {
 	for pool, c := range t.set.Counts() {
-		for state, n := range map[string]int{"claimed": c.Claimed, "routed": c.Routed, "buried": c.Buried, "unusable": c.Unusable} {
+		for state, n := range map[string]int{"claimed": c.Claimed, "routed": c.Routed, "excluded": c.Buried, "unusable": c.Unusable} {
 			out <- prometheus.MustNewConstMetric(targetsDesc, prometheus.GaugeValue, float64(n), string(pool), state)
 		}
 		open := 0.0
@@ -189,7 +189,7 @@ func (t targets) Collect(out chan<- prometheus.Metric) {
 		counts[s.State]++
 	}
 	for s := health.Unknown; s <= health.Idle; s++ {
-		out <- prometheus.MustNewConstMetric(tombstonesDesc, prometheus.GaugeValue, float64(counts[s]), s.String())
+		out <- prometheus.MustNewConstMetric(exclusionsDesc, prometheus.GaugeValue, float64(counts[s]), s.String())
 	}
 }
 

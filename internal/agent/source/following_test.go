@@ -204,9 +204,9 @@ func TestHealthFollowsTheGatewayOnly(t *testing.T) {
 		r.set.Bury(time.Now(), "a", "coordinator", time.Now(), time.Now().Add(time.Hour))
 		wake()
 		time.Sleep(healthTimeout / 2)
-		expect("a tombstone cannot be applied, for now", 200, 200)
+		expect("an exclusion cannot be applied, for now", 200, 200)
 		time.Sleep(healthTimeout)
-		expect("a tombstone cannot be applied", 503, 503)
+		expect("an exclusion cannot be applied", 503, 503)
 		m.with(func() { m.refuses = nil })
 		time.Sleep(5 * time.Second)
 		expect("it can", 200, 200)
@@ -222,8 +222,8 @@ func TestAHangingDirectorIsNoticed(t *testing.T) {
 		r.apply(change{synced: true})
 		time.Sleep(time.Minute)
 		for name, queue := range map[string]func(){
-			"a slice":     func() { r.apply(change{slice: agenttest.Slice("web-1", "shop", "web", "10.0.0.1@a", "10.0.0.2@b")}) },
-			"a tombstone": wake,
+			"a slice":      func() { r.apply(change{slice: agenttest.Slice("web-1", "shop", "web", "10.0.0.1@a", "10.0.0.2@b")}) },
+			"an exclusion": wake,
 		} {
 			hang := make(chan struct{})
 			m.with(func() { m.hang = hang })

@@ -250,15 +250,16 @@ type TargetHealth struct {
 	Services []ServiceHealth `json:"services"`
 }
 
-// TargetCounts count targets. Each is counted once: as tombstoned or doubtful, or else by its health.
+// TargetCounts count targets. Each is counted once: as excluded or doubtful, or else by its health.
 type TargetCounts struct {
 	// Usable pass their checks, Unhealthy fail them. Unknown were not judged yet, or are not checked; they are usable too.
 	Usable    int `json:"usable"`
 	Unknown   int `json:"unknown"`
 	Unhealthy int `json:"unhealthy"`
-	// Tombstoned are of pods that are drained. Doubtful have no traffic until it is known whether they may.
-	Tombstoned int `json:"tombstoned"`
-	Doubtful   int `json:"doubtful"`
+	// Excluded are of pods that are drained. Doubtful have no traffic until it is known whether
+	// they may.
+	Excluded int `json:"excluded"`
+	Doubtful int `json:"doubtful"`
 }
 
 // ServiceHealth is what gateways believe of the targets of one Service.

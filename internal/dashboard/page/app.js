@@ -428,7 +428,7 @@ function drawBarriers(v) {
 
 function targetCounts(c) {
   const parts = [];
-  for (const [n, text] of [[c.usable, 'healthy'], [c.unhealthy, 'unhealthy'], [c.unknown, 'not judged'], [c.tombstoned, 'let go'], [c.doubtful, 'in doubt']]) if (n) parts.push(n + ' ' + text);
+  for (const [n, text] of [[c.usable, 'healthy'], [c.unhealthy, 'unhealthy'], [c.unknown, 'not judged'], [c.excluded, 'let go'], [c.doubtful, 'in doubt']]) if (n) parts.push(n + ' ' + text);
   return parts.join(', ') || 'none';
 }
 

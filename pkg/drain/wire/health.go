@@ -51,8 +51,8 @@ type TargetCounts struct {
 	Unknown int `json:"unknown"`
 	// Unhealthy fail them.
 	Unhealthy int `json:"unhealthy"`
-	// Tombstoned are of pods that a coordinator wants to be let go.
-	Tombstoned int `json:"tombstoned"`
+	// Excluded are of pods that a coordinator wants to be let go.
+	Excluded int `json:"excluded"`
 	// Doubtful have no traffic because the agent does not know yet whether they may: it has just started, or its coordinators have been away.
 	Doubtful int `json:"doubtful,omitempty"`
 }
@@ -156,7 +156,7 @@ func (h Health) Check() error {
 }
 
 func (c TargetCounts) negative() bool {
-	return min(c.Usable, c.Unknown, c.Unhealthy, c.Tombstoned, c.Doubtful) < 0
+	return min(c.Usable, c.Unknown, c.Unhealthy, c.Excluded, c.Doubtful) < 0
 }
 
 // Teller tells one coordinator, on one session, what is new of a summary. The zero value has told nothing. Not safe for concurrent use.

@@ -160,7 +160,7 @@ func FuzzHealth(f *testing.F) {
 		}
 		size := 0
 		for _, s := range h.Changed {
-			if len(s.Targets) > MaxHealthTargets || min(s.Usable, s.Unknown, s.Unhealthy, s.Tombstoned, s.Doubtful) < 0 || s.Service.Name == "" || s.Service.Namespace == "" {
+			if len(s.Targets) > MaxHealthTargets || min(s.Usable, s.Unknown, s.Unhealthy, s.Excluded, s.Doubtful) < 0 || s.Service.Name == "" || s.Service.Namespace == "" {
 				t.Fatalf("%+v", s)
 			}
 			size += s.Size()

@@ -206,15 +206,15 @@ type Hello struct {
 	Protocol int `json:"protocol"`
 	// Features that the coordinator has.
 	Features []string `json:"features"`
-	// Lease under which the tombstones of this stream stand.
+	// Lease under which the exclusions of this stream stand.
 	Lease drain.Lease `json:"lease"`
 	// Session to name in every post.
 	Session uint64 `json:"session"`
 	// HeartbeatMillis is how often the stream says something at least, AwayMillis how long silence means that it is lost.
 	HeartbeatMillis int64 `json:"heartbeatMillis"`
 	AwayMillis      int64 `json:"awayMillis"`
-	// LeaseMillis is how long a tombstone stands after the last message of the stream. RenewalMillis is how often every
-	// report has to be repeated at least.
+	// LeaseMillis is how long an exclusion stands after the last message of the stream.
+	// RenewalMillis is how often every report has to be repeated at least.
 	LeaseMillis   int64 `json:"leaseMillis"`
 	RenewalMillis int64 `json:"renewalMillis"`
 }
@@ -226,14 +226,17 @@ type Declaration struct {
 	Routes  []drain.Route `json:"routes"`
 }
 
-// Declared answers a Declaration: the open drains of what was declared. The agent buries these before it programs its gateway.
+// Declared answers a Declaration: the open drains of what was declared. The agent excludes these
+// before it programs its gateway.
 type Declared struct {
 	Drains []drain.Open `json:"drains"`
 	// Watches are the open barriers of it, for an agent that observes.
 	Watches []drain.Watch `json:"watches,omitempty"`
 }
 
-// Reports are an agent's present words, on the tombstones of all replicas; [drain.Report.Held] marks those that count here. Pods that are not among them are as they were reported before on this session.
+// Reports are an agent's present words, on the exclusions of all replicas; [drain.Report.Held]
+// marks those that count here. Pods that are not among them are as they were reported before on
+// this session.
 type Reports struct {
 	Session uint64 `json:"session"`
 	// At is that of the last message which was taken in before the states were read. 0: the agent does not tell, and the reports count as

@@ -425,8 +425,8 @@ func (n *Node) podSeen(ctx context.Context, object *v1.Pod) {
 
 // podGone tells the pod's worker that the pod is no more.
 func (n *Node) podGone(object any) {
-	if tombstone, ok := object.(cache.DeletedFinalStateUnknown); ok {
-		object = tombstone.Obj
+	if exclusion, ok := object.(cache.DeletedFinalStateUnknown); ok {
+		object = exclusion.Obj
 	}
 	gone, ok := object.(*v1.Pod)
 	if !ok {
@@ -449,8 +449,8 @@ func (n *Node) vanished(worker *pod) {
 
 // configChanged wakes the pods that may have a changed Secret or ConfigMap in a volume.
 func (n *Node) configChanged(object any) {
-	if tombstone, ok := object.(cache.DeletedFinalStateUnknown); ok {
-		object = tombstone.Obj
+	if exclusion, ok := object.(cache.DeletedFinalStateUnknown); ok {
+		object = exclusion.Obj
 	}
 	changed, ok := object.(metav1.Object)
 	if !ok {

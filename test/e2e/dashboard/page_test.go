@@ -170,11 +170,11 @@ func busy() *made {
 	sick := broken
 	sick.Pod, sick.Why = "shop/web-7d9c5b6f4-x2x8q", "unhealthy"
 	v.Beliefs = coordinator.Beliefs{
-		Agents: 3, Known: 14, Troubled: 2, All: wire.TargetCounts{Usable: 31, Unhealthy: 4, Tombstoned: 2},
+		Agents: 3, Known: 14, Troubled: 2, All: wire.TargetCounts{Usable: 31, Unhealthy: 4, Excluded: 2},
 		Services: []coordinator.ServiceBelief{
 			{Service: drain.Service{Namespace: "shop", Name: "checkout"}, Gateways: 3, Open: 1, Unwell: 1, Believers: []coordinator.Believer{
 				believe("edge/haproxy-0", wire.TargetCounts{Usable: 1, Unhealthy: 3}, true, broken, broken, broken), believe("edge/haproxy-eu-west-1", wire.TargetCounts{Usable: 4}, false)}},
-			{Service: drain.Service{Namespace: "shop", Name: "web"}, Gateways: 1, Unwell: 1, Believers: []coordinator.Believer{believe("edge/haproxy-0", wire.TargetCounts{Usable: 3, Unhealthy: 1, Tombstoned: 1}, false, sick)}},
+			{Service: drain.Service{Namespace: "shop", Name: "web"}, Gateways: 1, Unwell: 1, Believers: []coordinator.Believer{believe("edge/haproxy-0", wire.TargetCounts{Usable: 3, Unhealthy: 1, Excluded: 1}, false, sick)}},
 		},
 	}
 	for i := range 12 {

@@ -152,12 +152,12 @@ func logged(log string, uid types.UID, who string) []step {
 			}
 		case "agent reports":
 			what = "hears: " + l.State
-		case "tombstone":
-			what = "lays a tombstone"
-		case "tombstone state":
+		case "exclusion":
+			what = "lays an exclusion"
+		case "exclusion state":
 			what = "HAProxy shows the pod " + l.State
-		case "tombstone lifted":
-			what = "forgets the tombstone: the pod is dead"
+		case "exclusion readmitted":
+			what = "forgets the exclusion: the pod is dead"
 		}
 		if what != "" {
 			steps = append(steps, step{l.Time, who, what})

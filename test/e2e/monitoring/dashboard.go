@@ -108,12 +108,12 @@ var Rows = []Row{
 	}},
 	{Title: "Gateways", Panels: []Panel{
 		{
-			"Targets", "Of all agents, by backend: claimed by EndpointSlices, routed by the gateway, buried (taken out), unusable (unhealthy).", "short", false,
+			"Targets", "Of all agents, by backend: claimed by EndpointSlices, routed by the gateway, excluded (taken out), unusable (unhealthy).", "short", false,
 			[]Query{{`sum by (pool, state) (lameduck_agent_targets)`, "{{pool}} {{state}}"}},
 		},
 		{
-			"Taken out now", "Tombstones by what the gateway proves of them.", "short", false,
-			[]Query{{`sum by (state) (lameduck_agent_tombstones)`, "{{state}}"}},
+			"Taken out now", "Exclusions by what the gateway proves of them.", "short", false,
+			[]Query{{`sum by (state) (lameduck_agent_exclusions)`, "{{state}}"}},
 		},
 		{
 			"Work on the gateway", "Operations each second, by what was wanted, and calls that failed.", "ops", false,
@@ -138,7 +138,7 @@ var Rows = []Row{
 			[]Query{{`max by (pool) (lameduck_agent_pool_failing_open)`, "{{pool}}"}},
 		},
 		{
-			"Journal", "Writes of tombstones to disk, by result.", "ops", false,
+			"Journal", "Writes of exclusions to disk, by result.", "ops", false,
 			[]Query{{`sum by (result) (rate(lameduck_agent_journal_writes_total[$__rate_interval]))`, "{{result}}"}},
 		},
 		{

@@ -16,12 +16,12 @@ import (
 	"github.com/lameduck-io/lameduck/test/e2e/stage"
 )
 
-// lease is how long a tombstone stands without a coordinator.
+// lease is how long an exclusion stands without a coordinator.
 const lease = 60 * time.Second
 
 // A coordinator dies in the middle of a drain, and nobody comes back for the pod. It is out while the lease stands, and in again once the
 // agent has found its EndpointSlices fresh at the API server.
-func TestTombstoneLapsesWithoutCoordinator(t *testing.T) {
+func TestAnExclusionLapsesWithoutACoordinator(t *testing.T) {
 	// Not parallel: it takes the coordinator from all, and has an agent that does not answer.
 	s := open(t)
 	agents, ns := namespace(t, s, "lapse-agents"), namespace(t, s, "lapse")
@@ -61,7 +61,7 @@ func TestTombstoneLapsesWithoutCoordinator(t *testing.T) {
 	if err := s.Kube.CoreV1().Pods(ns).Delete(ctx, pod.Name, metav1.DeleteOptions{}); err == nil {
 		t.Fatal("the pod is deleted although an agent is silent")
 	}
-	if got := why(); got != "tombstoned" {
+	if got := why(); got != "excluded" {
 		t.Fatalf("while it is drained the agent says %q", got)
 	}
 	if out, err := s.Cluster.Kubectl(t.Context(), "-n", stage.System, "scale", "deployment/lameduck-webhook-0", "--replicas=0"); err != nil {

@@ -69,7 +69,7 @@ func (sh *shop) traffic(t *testing.T) (unrouted []string, serving int) {
 		Targets []struct {
 			UID       string    `json:"uid"`
 			State     string    `json:"state"`
-			Tombstone *struct{} `json:"tombstone"`
+			Exclusion *struct{} `json:"exclusion"`
 		} `json:"targets"`
 	}
 	must(t, json.NewDecoder(response.Body).Decode(&view))
@@ -84,7 +84,7 @@ func (sh *shop) traffic(t *testing.T) (unrouted []string, serving int) {
 	}
 	for _, target := range view.Targets {
 		switch {
-		case target.Tombstone != nil && target.State != "routed" && alive[target.UID]:
+		case target.Exclusion != nil && target.State != "routed" && alive[target.UID]:
 			unrouted = append(unrouted, target.UID)
 		case target.State == "routed" && ready[target.UID]:
 			serving++
