@@ -15,7 +15,7 @@ import (
 // targets returns what /v1/targets says of each pod, as "unhealthy unhealthy removed": verdict, why, state.
 func (w *world) targets() map[string]string {
 	w.Helper()
-	response, err := http.Get("http://" + w.people + healthview.Path)
+	response, err := http.Get("http://" + w.metrics + healthview.Path)
 	if err != nil {
 		return nil
 	}

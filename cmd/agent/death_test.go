@@ -41,7 +41,7 @@ func TestKilledAgentKeepsItsPromises(t *testing.T) {
 					w.reload()
 				}
 				w.live()
-				time.Sleep(learnMost + time.Second) // it gives up on coordinators
+				time.Sleep(learnTimeout + time.Second) // it gives up on coordinators
 				w.api.up()
 				w.until("the agent is ready", w.ready)
 				time.Sleep(500 * time.Millisecond) // for what it might do wrong
@@ -93,7 +93,7 @@ func TestLapsedExclusions(t *testing.T) {
 	w.boss.down()
 	before := w.api.listed()
 	w.until("the API server is asked", func() bool { return w.api.listed() > before })
-	time.Sleep(11 * time.Second) // longer than source.freshMost: until the question has failed, and longer
+	time.Sleep(11 * time.Second) // longer than source.freshTimeout: until the question has failed, and longer
 	if w.routedSince(gone, promised) || w.routedSince(back, promised) {
 		t.Fatal("routed again by a watch that hangs")
 	}

@@ -30,13 +30,13 @@ import (
 )
 
 const (
-	// learnMost is how long the gateway is not programmed while coordinators have not said which
+	// learnTimeout is how long the gateway is not programmed while coordinators have not said which
 	// drains are open.
-	learnMost = 3 * time.Second
-	// servicesMost is how long the gateway waits for the Services' annotations when the agent
+	learnTimeout = 3 * time.Second
+	// servicesTimeout is how long the gateway waits for the Services' annotations when the agent
 	// starts: without them nobody is known to be probed, so that those whom an earlier agent had
 	// taken out for their health would come back.
-	servicesMost = time.Second
+	servicesTimeout = time.Second
 )
 
 // runDirected builds everything in the order of dependency and runs it until ctx is done.
@@ -126,7 +126,7 @@ func runDirected(ctx context.Context, o options, kube kubernetes.Interface, bund
 			return liveness.WatchNode(ctx, kube, o.nodeName, following.SetEligible, log)
 		}})
 	}
-	listener, err := net.Listen("tcp", o.people)
+	listener, err := net.Listen("tcp", o.metrics)
 	if err != nil {
 		return fmt.Errorf("listen: %w", err)
 	}

@@ -8,8 +8,9 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/gateway"
 )
 
-// leaveMost bounds how long an agent that is told to stop takes to look at its gateway and to tell coordinators that it leaves.
-const leaveMost = 2 * time.Second
+// leaveTimeout bounds how long an agent that is told to stop takes to look at its gateway and to
+// tell coordinators that it leaves.
+const leaveTimeout = 2 * time.Second
 
 // leaving is how an agent goes: where its gateway has gone before it, as it has where the agent is a native sidecar, coordinators are told to
 // wait for it no longer.
@@ -35,7 +36,7 @@ func (l *leaving) outlive(ctx context.Context, streams func(context.Context) err
 			return
 		}
 		defer stop()
-		bounded, cancel := context.WithTimeout(inner, leaveMost)
+		bounded, cancel := context.WithTimeout(inner, leaveTimeout)
 		defer cancel()
 		if !l.programmed() || !l.gateway.Stopped(bounded) {
 			return

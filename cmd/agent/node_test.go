@@ -47,8 +47,8 @@ func (trusting) Life(context.Context, drain.Pod) (coordinator.Life, error) {
 	return coordinator.Leaving, nil
 }
 
-func (trusting) Surroundings(context.Context, string, drain.Pod) (coordinator.Surroundings, error) {
-	return coordinator.Surroundings{Known: true, Terminating: true, Here: true}, nil
+func (trusting) Surroundings(context.Context, string, drain.Pod) (coordinator.PodContext, error) {
+	return coordinator.PodContext{Known: true, Terminating: true, Here: true}, nil
 }
 
 // The whole of a node agent, but for its kernel: what the API server says of a pod, a hook that asks, a coordinator that is asked, the word
@@ -60,7 +60,7 @@ func TestANodeAgent(t *testing.T) {
 		goleak.VerifyNone(t, before)
 	}()
 	coord := coordinator.New(drain.Lease{Replica: "replica-0", Epoch: "a"}, drain.DefaultTimes(), coordinator.Options{
-		MaxHolds: 1, Pods: trusting{}, Authenticate: trusting{}, Vicinity: trusting{}, Log: slog.New(slog.DiscardHandler),
+		MaxHolds: 1, Pods: trusting{}, Authenticate: trusting{}, PodContexts: trusting{}, Log: slog.New(slog.DiscardHandler),
 		Metrics: coordinator.NewMetrics(prometheus.NewRegistry()),
 	})
 	server := httptest.NewTLSServer(coord.Handler())
@@ -76,7 +76,7 @@ func TestANodeAgent(t *testing.T) {
 		t.Fatal(err)
 	}
 	waitAt, people := agenttest.FreeAddress(t), agenttest.FreeAddress(t)
-	o := options{people: people, nodeName: "n1"}
+	o := options{metrics: people, nodeName: "n1"}
 	var err error
 	if o.kind, err = o.file.read([]byte(fmt.Sprintf(`
 apiVersion: lameduck.io/v1alpha1
@@ -215,7 +215,7 @@ func TestAnAgentThatNobodyCanAskIsNotReady(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer listener.Close()
-	o := options{people: agenttest.FreeAddress(t), nodeName: "n1"}
+	o := options{metrics: agenttest.FreeAddress(t), nodeName: "n1"}
 	if o.kind, err = o.file.read([]byte(fmt.Sprintf("apiVersion: lameduck.io/v1alpha1\nkind: AgentConfiguration\ngateway: {kubeProxy: {}}\nwaitAddresses: [\"%s\", \"%s\"]\n", agenttest.FreeAddress(t), listener.Addr())), nil); err != nil {
 		t.Fatal(err)
 	}
@@ -226,7 +226,7 @@ func TestAnAgentThatNobodyCanAskIsNotReady(t *testing.T) {
 	}()
 	says := func(want string) func() bool {
 		return func() bool {
-			_, text := get(o.people + "/readyz")
+			_, text := get(o.metrics + "/readyz")
 			return strings.Contains(text, want)
 		}
 	}

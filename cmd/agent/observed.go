@@ -121,11 +121,11 @@ func runObserved(ctx context.Context, o options, kube kubernetes.Interface, bund
 	})
 	// Not shared: who asks how this agent is must not be told how the other is by chance. While it
 	// has the address, it is the other.
-	opsTask, err := listen.Address{Address: o.people, Log: log}.Task(opsServer(ops, log))
+	opsTask, err := listen.Address{Address: o.metrics, Log: log}.Task(opsServer(ops, log))
 	if err != nil {
 		return fmt.Errorf("listen: %w", err)
 	}
-	log.Info("started", "metrics", o.people, "hooks", o.file.WaitAddresses, "node", o.nodeName)
+	log.Info("started", "metrics", o.metrics, "hooks", o.file.WaitAddresses, "node", o.nodeName)
 	return serve.All(ctx, append(tasks, opsTask)...)
 }
 

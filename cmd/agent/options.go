@@ -40,7 +40,7 @@ const minHealthyPercent = 50
 // options are the command line and the configuration file, checked.
 type options struct {
 	kubeconfig string
-	people     string
+	metrics    string
 	nodeName   string
 	logLevel   slog.Level
 	file       file
@@ -96,7 +96,7 @@ func parse(args []string, getenv func(string) string, help io.Writer) (options, 
 	f.SetOutput(io.Discard)
 	f.StringVar(&path, "config", "/etc/lameduck/agent.yaml", "configuration file; ${NAME} in it is replaced by the environment")
 	f.StringVar(&o.kubeconfig, "kubeconfig", getenv("KUBECONFIG"), "file to reach the API server with; empty: as a pod does")
-	f.StringVar(&o.people, "metrics-address", ":9101", "host:port of /metrics, /livez, /healthz, /readyz and /v1/targets, without TLS")
+	f.StringVar(&o.metrics, "metrics-address", ":9101", "host:port of /metrics, /livez, /healthz, /readyz and /v1/targets, without TLS")
 	f.StringVar(&o.nodeName, "node-name", getenv("NODE_NAME"), "the node this runs on: /healthz fails while it is being deleted; empty: it is not watched")
 	f.TextVar(&o.logLevel, "log-level", slog.LevelInfo, "debug, info, warn or error")
 	f.BoolVar(&print, "print-config", false, "print the configuration with its defaults, and end")
@@ -120,8 +120,8 @@ func parse(args []string, getenv func(string) string, help io.Writer) (options, 
 	if print {
 		return o, o.file.print(path, getenv, help)
 	}
-	if err := cli.HostPort(o.people); err != nil {
-		return o, fmt.Errorf("%w: --metrics-address %q: must be host:port: %w", cli.ErrUsage, o.people, err)
+	if err := cli.HostPort(o.metrics); err != nil {
+		return o, fmt.Errorf("%w: --metrics-address %q: must be host:port: %w", cli.ErrUsage, o.metrics, err)
 	}
 	if o.kubeconfig != "" {
 		if _, err := os.Stat(o.kubeconfig); err != nil {

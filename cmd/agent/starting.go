@@ -27,14 +27,14 @@ type starting struct {
 func (s *starting) run(ctx context.Context) error {
 	switch {
 	case s.learned == nil:
-	case waitFor(ctx, s.learned, learnMost):
+	case waitFor(ctx, s.learned, learnTimeout):
 		s.log.Info("open drains are known: programming the gateway")
 	case ctx.Err() == nil:
 		s.unlearned()
-		s.log.Warn("programming the gateway without knowing which drains are open: no answer from every coordinator", "waited", learnMost.String())
+		s.log.Warn("programming the gateway without knowing which drains are open: no answer from every coordinator", "waited", learnTimeout.String())
 	}
 	s.learnt.Store(true)
-	waitFor(ctx, s.checks, servicesMost)
+	waitFor(ctx, s.checks, servicesTimeout)
 	return s.director.Run(ctx)
 }
 

@@ -370,7 +370,7 @@ type world struct {
 	haproxy *exec.Cmd
 	agent   *exec.Cmd
 	log     *safeBuffer
-	people  string
+	metrics string
 
 	mu      sync.Mutex
 	answers map[string][]time.Time // when requests began that a pod has answered
@@ -436,7 +436,7 @@ func newWorld(t *testing.T, n int, expiry time.Duration) *world {
 	}
 	w.api, w.boss = newAPI(t, w.list...), newBoss(t, expiry)
 
-	w.proxy, w.people = agenttest.FreeAddress(t), agenttest.FreeAddress(t)
+	w.proxy, w.metrics = agenttest.FreeAddress(t), agenttest.FreeAddress(t)
 	w.write("haproxy.cfg", fmt.Sprintf(`
 defaults
     mode http
@@ -508,7 +508,7 @@ func (w *world) write(name, content string) {
 // live starts the agent, and waits until it has written the servers file.
 func (w *world) live() {
 	w.Helper()
-	w.agent = exec.Command(os.Args[0], "--config", filepath.Join(w.dir, "agent.yaml"), "--kubeconfig", filepath.Join(w.dir, "kubeconfig"), "--metrics-address", w.people)
+	w.agent = exec.Command(os.Args[0], "--config", filepath.Join(w.dir, "agent.yaml"), "--kubeconfig", filepath.Join(w.dir, "kubeconfig"), "--metrics-address", w.metrics)
 	w.agent.Env = append(os.Environ(), asAgent+"=1")
 	w.agent.Stdout, w.agent.Stderr = w.log, w.log
 	w.agent.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
@@ -525,7 +525,7 @@ func (w *world) die() {
 }
 
 func (w *world) get(path string) int {
-	response, err := http.Get("http://" + w.people + path)
+	response, err := http.Get("http://" + w.metrics + path)
 	if err != nil {
 		return 0
 	}
@@ -608,7 +608,7 @@ func (w *world) reload() {
 
 // metric reads one metric without labels.
 func (w *world) metric(name string) string {
-	response, err := http.Get("http://" + w.people + "/metrics")
+	response, err := http.Get("http://" + w.metrics + "/metrics")
 	if err != nil {
 		return err.Error()
 	}

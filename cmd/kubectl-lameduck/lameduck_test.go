@@ -36,7 +36,7 @@ func drainOf(pod, phase string, since int, words ...string) api.Drain {
 	d.Deadline = d.Since.Add(30 * time.Second)
 	for _, w := range words {
 		agent, state, _ := strings.Cut(w, " ")
-		d.Words = append(d.Words, api.Word{Agent: agent, State: state, Connected: true})
+		d.Reports = append(d.Reports, api.AgentReport{Agent: agent, State: state, Connected: true})
 		if state != "idle" {
 			d.Waiting++
 		}
@@ -44,7 +44,8 @@ func drainOf(pod, phase string, since int, words ...string) api.Drain {
 	return d
 }
 
-// A pod may be drained through several coordinators. What people must see is one pod, as far as it is where it is least far: all have to let it go.
+// A pod may be drained through several coordinators. What operators must see is one pod, as far as
+// it is where it is least far: all have to let it go.
 func TestMergeOfDrains(t *testing.T) {
 	// The clocks of the coordinators are an hour apart, which must not show.
 	w := merge([]answer[api.View]{
@@ -71,7 +72,7 @@ func TestMergeOfDrains(t *testing.T) {
 	other := merge([]answer[api.View]{
 		said("two", 3610, drainOf("a", "Unrouting", 3602, "hap unknown", "third routing")), said("one", 10, drainOf("a", "Quiescing", 4, "hap removed", "other idle")),
 	})
-	if d := other.Drains[0]; d.Phase != "Unrouting" || d.waitsFor(5) != "hap (unknown), third (routing)" || d.AgeSeconds != 8 || len(d.Words) != 3 {
+	if d := other.Drains[0]; d.Phase != "Unrouting" || d.waitsFor(5) != "hap (unknown), third (routing)" || d.AgeSeconds != 8 || len(d.Reports) != 3 {
 		t.Errorf("in another order: %+v", d)
 	}
 }
@@ -92,7 +93,7 @@ func TestMergeOfAgents(t *testing.T) {
 
 func TestWaitsFor(t *testing.T) {
 	d := oneDrain{Drain: drainOf("a", "Unrouting", 0, "one unknown", "two routing", "three removed", "four idle")}
-	d.Words[0].Connected, d.Words[1].Suspended = false, true
+	d.Reports[0].Connected, d.Reports[1].Suspended = false, true
 	if got, want := d.waitsFor(5), "one (not connected), three (removed)"; got != want {
 		t.Errorf("%q, want %q", got, want)
 	}
@@ -277,7 +278,7 @@ func TestStatusTellsOfBarriersAndHealth(t *testing.T) {
 	now := time.Now()
 	barrier := func(phase string, since time.Duration) api.Barrier {
 		return api.Barrier{Namespace: "shop", Pod: "web-1", UID: "u", Phase: phase, Since: now.Add(-3 * time.Second), PhaseSince: now.Add(-since), Hook: "exec", Waiting: 1, StatedSeconds: 25,
-			StatedUntil: now.Add(22 * time.Second), Words: []api.Word{{Agent: "lameduck-node/b", State: "routing", Connected: true}, {Agent: "lameduck-node/a", State: "idle", Connected: true}}}
+			StatedUntil: now.Add(22 * time.Second), Reports: []api.AgentReport{{Agent: "lameduck-node/b", State: "routing", Connected: true}, {Agent: "lameduck-node/a", State: "idle", Connected: true}}}
 	}
 	service := func(name string, open, unwell int) api.ServiceHealth {
 		return api.ServiceHealth{Namespace: "shop", Name: name, Gateways: 3, FailingOpen: open, Unwell: unwell, Trouble: open+unwell > 0, Says: []api.GatewayHealth{{

@@ -9,7 +9,8 @@ import (
 	"github.com/lameduck-io/lameduck/internal/dashboard/api"
 )
 
-// whole is what all coordinators say together. Its fields are added to, never repurposed: people read it with --output json.
+// whole is what all coordinators say together. Its fields are added to, never repurposed: operators
+// read it with --output json.
 type whole struct {
 	Coordinators []coordinator `json:"coordinators"`
 	Drains       []oneDrain    `json:"drains"`
@@ -71,7 +72,8 @@ type onePropagation struct {
 	Coordinator string `json:"coordinator"`
 }
 
-// phases are in the order in which a drain goes through them, agentStates those that people should know of first.
+// phases are in the order in which a drain goes through them, agentStates those that operators
+// should know of first.
 var (
 	phases      = []string{"Queued", "Unrouting", "Quiescing", "Released"}
 	agentStates = []string{"suspended", "missing", "connected", "left", "gone"}
@@ -155,9 +157,9 @@ func merge(answers []answer[api.View]) whole {
 
 // join takes in what another coordinator says of the drain: it is as far as where it is least far, because all have to release it.
 func (d *oneDrain) join(other oneDrain) {
-	words := d.Words
-	for _, o := range other.Words {
-		i := slices.IndexFunc(words, func(w api.Word) bool { return w.Agent == o.Agent })
+	words := d.Reports
+	for _, o := range other.Reports {
+		i := slices.IndexFunc(words, func(w api.AgentReport) bool { return w.Agent == o.Agent })
 		switch {
 		case i < 0:
 			words = append(words, o)
@@ -165,13 +167,13 @@ func (d *oneDrain) join(other oneDrain) {
 			words[i] = o
 		}
 	}
-	slices.SortStableFunc(words, func(a, b api.Word) int { return cmp.Compare(far(wordStates, a.State), far(wordStates, b.State)) })
+	slices.SortStableFunc(words, func(a, b api.AgentReport) int { return cmp.Compare(far(wordStates, a.State), far(wordStates, b.State)) })
 	coordinators := append(d.Coordinators, other.Coordinators...)
 	age, remaining := max(d.AgeSeconds, other.AgeSeconds), min(d.RemainingSeconds, other.RemainingSeconds)
 	if far(phases, other.Phase) < far(phases, d.Phase) {
 		*d = other
 	}
-	d.Words, d.Coordinators, d.AgeSeconds, d.RemainingSeconds = words, coordinators, age, remaining
+	d.Reports, d.Coordinators, d.AgeSeconds, d.RemainingSeconds = words, coordinators, age, remaining
 }
 
 func (g *oneAgent) join(other oneAgent) {
@@ -199,7 +201,7 @@ func (d oneDrain) waitsFor(most int) string {
 		return "room in its Service"
 	}
 	var parts []string
-	for _, w := range d.Words {
+	for _, w := range d.Reports {
 		if w.State == "idle" || w.Suspended {
 			continue
 		}

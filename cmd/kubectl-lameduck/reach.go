@@ -270,7 +270,7 @@ func (r *replica) get(ctx context.Context, path string) (*http.Response, error) 
 	return nil, fmt.Errorf("coordinator %s: %s", r.name, said.Error)
 }
 
-// fault words why a coordinator could not be reached, so that people know what to do.
+// fault words why a coordinator could not be reached, so that operators know what to do.
 func (r *replica) fault(err error) error {
 	text := err.Error()
 	switch {

@@ -192,7 +192,7 @@ func writeStatus(w whole, wide bool, out io.Writer) {
 func writeBarriers(all []api.Barrier, now time.Time, out io.Writer) {
 	var rows [][]string
 	for _, b := range all {
-		d := oneDrain{Drain: api.Drain{Phase: b.Phase, Reason: b.Reason, Words: b.Words, Waiting: b.Waiting}}
+		d := oneDrain{Drain: api.Drain{Phase: b.Phase, Reason: b.Reason, Reports: b.Reports, Waiting: b.Waiting}}
 		waits := d.waitsFor(2)
 		if b.Phase != "Released" && b.StatedUntil.After(now) {
 			waits += ", and a stated wait of " + seconds(b.StatedSeconds)

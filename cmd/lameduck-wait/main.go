@@ -1,6 +1,6 @@
 // Command lameduck-wait is a preStop hook: it asks the node's agent whether the pod may stop, waits for the answer, and then does what the
-// container's own hook did. It runs in other people's containers, so it is one static file, needs nothing there, and takes little of their
-// memory: no TLS, no HTTP library.
+// container's own hook did. It runs in users' containers, so it is one static file, needs nothing
+// there, and takes little of their memory: no TLS, no HTTP library.
 //
 //	lameduck-wait --agent='$(LAMEDUCK_HOST_IP):9447' --id=ID --container=NAME --bound=30s [--sleep=5s | --http-get=URL | -- COMMAND...]
 //	lameduck-wait --install PATH

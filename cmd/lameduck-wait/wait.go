@@ -17,8 +17,8 @@ import (
 const (
 	// dialTime is how long a connection to the agent may take. It is on this node: one that does not accept by then is away.
 	dialTime = 2 * time.Second
-	// answerMost is how much of an answer is read, in bytes.
-	answerMost = 4 << 10
+	// maxAnswer is how much of an answer is read, in bytes.
+	maxAnswer = 4 << 10
 )
 
 // wait asks the agent whether the pod may stop, and returns what it says. An error says why there is no answer, within o.bound.
@@ -76,10 +76,10 @@ func has(headers []string, line string) bool {
 	return false
 }
 
-// read reads a response as far as it is of interest. What it takes for the body ends with the connection or answerMost: a chunked one has
-// its sizes before it, and is not of the agent.
+// read reads a response as far as it is of interest. What it takes for the body ends with the
+// connection or maxAnswer: a chunked one has its sizes before it, and is not of the agent.
 func read(conn io.Reader) (string, error) {
-	r := bufio.NewReader(io.LimitReader(conn, answerMost))
+	r := bufio.NewReader(io.LimitReader(conn, maxAnswer))
 	status, err := r.ReadString('\n')
 	switch {
 	case errors.Is(err, io.EOF):

@@ -21,9 +21,9 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/admission"
 )
 
-// proof is how this replica shows who it is, and knows the API server.
-type proof struct {
-	door        *admission.Door
+// servingTLS is how this replica shows who it is, and knows the API server.
+type servingTLS struct {
+	door        *admission.SecretPath
 	certificate func(*tls.ClientHelloInfo) (*tls.Certificate, error)
 	// trusted returns the CAs of the certificates of all replicas.
 	trusted func() (*x509.CertPool, error)
@@ -32,10 +32,11 @@ type proof struct {
 	run   func(context.Context) error
 }
 
-// newProof reads certificate and secret from files, where the configuration names some, and has a keeper for the rest.
-func newProof(o options, kube kubernetes.Interface, metrics *admission.Metrics, registry *prometheus.Registry, log *slog.Logger) (*proof, error) {
+// newServingTLS reads certificate and secret from files, where the configuration names some, and
+// has a keeper for the rest.
+func newServingTLS(o options, kube kubernetes.Interface, metrics *admission.Metrics, registry *prometheus.Registry, log *slog.Logger) (*servingTLS, error) {
 	conf := o.certificates
-	p := &proof{ready: func() error { return nil }}
+	p := &servingTLS{ready: func() error { return nil }}
 	tasks := []serve.Task{}
 	made := certs.Options{
 		Kube: kube, Namespace: o.namespace, Secret: conf.Secret, ConfigMap: conf.ConfigMap, WebhookConfiguration: conf.WebhookConfiguration,
@@ -45,11 +46,11 @@ func newProof(o options, kube kubernetes.Interface, metrics *admission.Metrics, 
 	}
 	var err error
 	if conf.AdmissionSecretFile != "" {
-		if p.door, err = admission.OpenDoor(conf.AdmissionSecretFile, log, metrics); err != nil {
+		if p.door, err = admission.OpenSecretPath(conf.AdmissionSecretFile, log, metrics); err != nil {
 			return nil, err
 		}
 	} else {
-		p.door = admission.NewDoor(log, metrics)
+		p.door = admission.NewSecretPath(log, metrics)
 		made.AdmitPath, made.MutatePath = admission.Path, admission.MutatePath
 		made.Let = func(secrets []string) {
 			if p.door.Set(secrets) {

@@ -96,9 +96,10 @@ func (p pods) Life(ctx context.Context, pod drain.Pod) (coordinator.Life, error)
 // rosterRetry is how often the right of agents is asked for again.
 const rosterRetry = 30 * time.Second
 
-// accountsMost bounds the service accounts of one namespace whose right is asked for: whoever may create pods can put the agent's label on
-// them, and replicas are not ready before they know who is an agent.
-const accountsMost = 20
+// maxAccounts bounds the service accounts of one namespace whose right is asked for: whoever may
+// create pods can put the agent's label on them, and replicas are not ready before they know who is
+// an agent.
+const maxAccounts = 20
 
 // roster keeps the list of agents that the API says exist: pods with the agent's label that are not over, whose service account may
 // acknowledge drains.
@@ -197,8 +198,8 @@ func (r *roster) run(ctx context.Context) error {
 			username := identity.Username(p.Namespace, p.Spec.ServiceAccountName)
 			allowed, asked := rights[username]
 			if !asked {
-				if accounts[p.Namespace]++; accounts[p.Namespace] > accountsMost {
-					r.log.Debug("too many service accounts in one namespace have pods with the agent's label", "serviceAccount", username, "most", accountsMost)
+				if accounts[p.Namespace]++; accounts[p.Namespace] > maxAccounts {
+					r.log.Debug("too many service accounts in one namespace have pods with the agent's label", "serviceAccount", username, "most", maxAccounts)
 					continue
 				}
 				var err error

@@ -50,7 +50,7 @@ type addresses struct {
 	Dashboard string `json:"dashboard"`
 }
 
-// times are those of [drain.Times] that people may choose.
+// times are those of [drain.Times] that operators may choose.
 type times struct {
 	// Webhook is timeoutSeconds of the webhook configuration. More than hold + 1.5 s.
 	Webhook config.Duration `json:"webhook"`

@@ -23,7 +23,7 @@ import (
 // dashboardConns bounds the connections of those who look: each that follows keeps one.
 const dashboardConns = 200
 
-// listenDashboard listens where people look. Nil: they may not.
+// listenDashboard listens where operators look. Nil: they may not.
 func listenDashboard(ctx context.Context, address string) (net.Listener, error) {
 	if address == "" {
 		return nil, nil
@@ -36,8 +36,8 @@ func listenDashboard(ctx context.Context, address string) (net.Listener, error) 
 	return listener, nil
 }
 
-// dashboardTask serves people on listener: by plain HTTP on a loopback address, else by TLS and those alone who have the right. To the end: a replica
-// that ends shows what it still holds.
+// dashboardTask serves operators on listener: by plain HTTP on a loopback address, else by TLS and
+// those alone who have the right. To the end: a replica that ends shows what it still holds.
 func dashboardTask(listener net.Listener, secure *tls.Config, d *dashboard.Dashboard, log *slog.Logger) serve.Task {
 	return serve.Task{Name: "dashboard", Last: true, Run: func(ctx context.Context) error {
 		if listener == nil {

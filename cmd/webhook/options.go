@@ -22,9 +22,10 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
-// learnMost is how many of the times that agents took a replica still knows when it forgets some: it halves them when they are 20,000. With more to learn
-// from, samples would come and go, or never come.
-const learnMost = 9000
+// maxLearnFrom is how many of the times that agents took a replica still knows when it forgets
+// some: it halves them when they are 20,000. With more to learn from, samples would come and go, or
+// never come.
+const maxLearnFrom = 9000
 
 // options are the command line and the configuration file, checked.
 type options struct {
@@ -35,9 +36,10 @@ type options struct {
 	ordinal      int
 	tokenFile    string
 	certificates credentials
-	// The addresses of the listeners. people serves metrics and probes those of the kubelet, without TLS.
-	admission, agents, people, probes string
-	// dashboard is where people look. Empty: nowhere.
+	// The addresses of the listeners. metrics serves metrics and probes those of the kubelet,
+	// without TLS.
+	admission, agents, metrics, probes string
+	// dashboard is where operators look. Empty: nowhere.
 	dashboard        string
 	times            drain.Times
 	maxHolds         int
@@ -163,7 +165,7 @@ func parse(args []string, getenv func(string) string, out io.Writer) (options, e
 
 // take takes in what conf says.
 func (o *options) take(conf configuration) {
-	o.admission, o.agents, o.people, o.dashboard = conf.Addresses.Admission, conf.Addresses.Agents, conf.Addresses.Metrics, conf.Addresses.Dashboard
+	o.admission, o.agents, o.metrics, o.dashboard = conf.Addresses.Admission, conf.Addresses.Agents, conf.Addresses.Metrics, conf.Addresses.Dashboard
 	o.probes = conf.Addresses.Probes
 	o.times = drain.DefaultTimes()
 	o.times.Webhook, o.times.Hold = conf.Times.Webhook.Duration, conf.Times.Hold.Duration
@@ -191,7 +193,7 @@ func (o options) check() error {
 	must(o.ordinal >= 0, "--ordinal %d: must not be negative", o.ordinal)
 	must(o.replica != "", "--replica %q: required, or set POD_NAME", o.replica)
 	for _, a := range []struct{ flag, value string }{
-		{"--admission-address", o.admission}, {"--agents-address", o.agents}, {"--metrics-address", o.people}, {"--probes-address", o.probes},
+		{"--admission-address", o.admission}, {"--agents-address", o.agents}, {"--metrics-address", o.metrics}, {"--probes-address", o.probes},
 	} {
 		_, err := net.ResolveTCPAddr("tcp", a.value)
 		must(err == nil && strings.Contains(a.value, ":"), "%s %q: not a host:port: %v", a.flag, a.value, err)
@@ -234,7 +236,7 @@ func (o options) check() error {
 	}{{"allUpTo", o.sampling.AllMost}, {"size", o.sampling.Size}, {"learnFrom", o.sampling.Learn}} {
 		must(of.value > 0, "barrier.sampling.%s %d: must be at least 1", of.key, of.value)
 	}
-	must(o.sampling.Learn <= learnMost, "barrier.sampling.learnFrom %d: must be at most %d: a replica forgets what is older", o.sampling.Learn, learnMost)
+	must(o.sampling.Learn <= maxLearnFrom, "barrier.sampling.learnFrom %d: must be at most %d: a replica forgets what is older", o.sampling.Learn, maxLearnFrom)
 	must(o.maxHolds > 0, "--max-holds %d: must be at least 1", o.maxHolds)
 	must(o.maxHoldsPerOwner > 0, "--max-holds-per-owner %d: must be at least 1", o.maxHoldsPerOwner)
 	for _, name := range o.excluded {

@@ -52,7 +52,7 @@ type replicas struct {
 }
 
 // newReplicas returns nil without a token file: this replica then asks no other.
-func newReplicas(o options, who *identity.Kubernetes, certificates *proof, log *slog.Logger) (*replicas, error) {
+func newReplicas(o options, who *identity.Kubernetes, certificates *servingTLS, log *slog.Logger) (*replicas, error) {
 	if o.tokenFile == "" {
 		return nil, nil
 	}

@@ -47,8 +47,9 @@ const (
 	// admissionConns bounds the connections of API servers. Each keeps one for every call that it has open, and 25 unused ones; a replica
 	// holds 64 calls by default and answers the others in milliseconds.
 	admissionConns = 1000
-	// readTime is how long a request of people may take to arrive. A review may take as long as the API server waits for its answer: cut
-	// earlier, it would be a deletion that goes on unasked, and in a burst it is this process that reads late.
+	// readTime is how long a request of operators may take to arrive. A review may take as long as
+	// the API server waits for its answer: cut earlier, it would be a deletion that goes on
+	// unasked, and in a burst it is this process that reads late.
 	readTime = 5 * time.Second
 	// agentConns bounds the connections of agents. Each keeps a stream, and one more while it posts: room for 2,000 agents. agentTime is how long
 	// a post of one may take to arrive; it has given up by then. An answer may take as long, unless the handler sets the time of each write, as
@@ -57,10 +58,10 @@ const (
 	agentTime  = 10 * time.Second
 	// writeMargin is added to the webhook's time, after which the API server has given up.
 	writeMargin = 5 * time.Second
-	// peopleConns and peopleWrite bound those who read metrics, probeTime what a kubelet asks.
-	peopleConns = 100
-	peopleWrite = 30 * time.Second
-	probeTime   = 5 * time.Second
+	// opsConns and peopleWrite bound those who read metrics, probeTime what a kubelet asks.
+	opsConns  = 100
+	opsWrite  = 30 * time.Second
+	probeTime = 5 * time.Second
 )
 
 // serveAll builds everything in the order of dependency and runs it until ctx is done.
@@ -95,9 +96,9 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 	who := identity.New(kube)
 	self := drain.Lease{Replica: o.replica, Epoch: rand.Text()}
 	index := endpoints.NewIndex()
-	around := &vicinity{reader: known, index: index, log: log}
+	around := &podContexts{reader: known, index: index, log: log}
 	metrics := admission.NewMetrics(registry)
-	proof, err := newProof(o, kube, metrics, registry, log)
+	proof, err := newServingTLS(o, kube, metrics, registry, log)
 	if err != nil {
 		return err
 	}
@@ -113,7 +114,7 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 	coord := coordinator.New(self, o.times, coordinator.Options{
 		Able:     ready.check,
 		MaxHolds: o.maxHolds, MaxHoldsPerOwner: o.maxHoldsPerOwner, Pods: pods{live}, Authenticate: who, Log: log, Metrics: coordinator.NewMetrics(registry),
-		Vicinity: around, Scope: o.scope, Sampling: o.sampling,
+		PodContexts: around, Scope: o.scope, Sampling: o.sampling,
 	})
 	roster := newRoster(coord, who, log)
 	watch := watches{coord: coord, index: index, roster: roster, others: others}
@@ -147,7 +148,7 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 	for i, of := range []struct {
 		address string
 		config  net.ListenConfig
-	}{{address: o.admission}, {o.agents, coordinator.ListenConfig(o.times.Away)}, {address: o.people}, {address: o.probes}} {
+	}{{address: o.admission}, {o.agents, coordinator.ListenConfig(o.times.Away)}, {address: o.metrics}, {address: o.probes}} {
 		if listeners[i], err = of.config.Listen(ctx, "tcp", of.address); err != nil {
 			return fmt.Errorf("listen: %w", err)
 		}
@@ -182,22 +183,22 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 		serve.Task{Name: "replicas", Run: func(ctx context.Context) error { return others.run(ctx, coord, watch.synced, started) }, Last: true},
 		serve.Task{Name: "events", Run: events.run, Last: true},
 		serve.Server{
-			Name: "admission", Listener: listeners[0], TLS: secure, Handler: door.Guard(serve.Kept(handler), serve.Kept(mutator)), Conns: admissionConns, ReadTime: o.times.Webhook,
+			Name: "admission", Listener: listeners[0], TLS: secure, Handler: door.Guard(serve.KeepConn(handler), serve.KeepConn(mutator)), Conns: admissionConns, ReadTime: o.times.Webhook,
 			WriteTime: o.times.Webhook + writeMargin, Stop: stop, Delay: o.shutdownDelay, Grace: shutdownGrace, Keep: func() bool { return ready.check() == nil }, Log: log,
 		}.Task(),
 		serve.Server{
 			Name: "agents", Listener: listeners[1], TLS: secure, Handler: coord.Handler(), Conns: agentConns, ReadTime: agentTime, WriteTime: agentTime,
 			Stop: stop, Grace: shutdownGrace, Log: log,
 		}.Task(),
-		lastTask(serve.Server{Name: "metrics", Listener: listeners[2], Handler: people(registry), ReadTime: readTime, WriteTime: peopleWrite, Log: log}),
+		lastTask(serve.Server{Name: "metrics", Listener: listeners[2], Handler: opsHandler(registry), ReadTime: readTime, WriteTime: opsWrite, Log: log}),
 		lastTask(serve.Server{Name: "probes", Listener: listeners[3], Handler: probes(coord.Live, ready.check), ReadTime: probeTime, WriteTime: probeTime, Log: log}),
 		dashboardTask(looks, secure, view, log),
 	)
 }
 
-// lastTask serves people until everything else has ended, so that a replica that ends says so.
+// lastTask serves operators until everything else has ended, so that a replica that ends says so.
 func lastTask(s serve.Server) serve.Task {
-	s.Conns = peopleConns
+	s.Conns = opsConns
 	task := s.Task()
 	task.Last = true
 	return task
@@ -243,8 +244,8 @@ func (r *readiness) check() error {
 	return nil
 }
 
-// people serves what is for people and their tools.
-func people(registry *prometheus.Registry) http.Handler {
+// opsHandler serves what is for opsHandler and their tools.
+func opsHandler(registry *prometheus.Registry) http.Handler {
 	r := mux.NewRouter()
 	r.Methods(http.MethodGet).Path("/metrics").Handler(promhttp.HandlerFor(registry, promhttp.HandlerOpts{}))
 	return r

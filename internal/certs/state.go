@@ -92,7 +92,8 @@ func (s State) sets() []*Set {
 }
 
 // step returns the state that should follow at now, and whether it is another one. known says that the API server had all of s when it was read; asked
-// is what people ask for. names are those that the certificate must have; another list is a reason for another set.
+// is what operators ask for. names are those that the certificate must have; another list is a
+// reason for another set.
 func (s State) step(now time.Time, known bool, asked string, names []string, t Times) (State, bool, error) {
 	if s.Current == nil || !s.Current.usable(now) {
 		set, err := newSet(now, names, t)

@@ -45,8 +45,9 @@ const noContent = "204"
 // authTimeout is how long an Authenticator may take, twice what it waits for one answer.
 const authTimeout = 10 * time.Second
 
-// namespacesMost bounds the namespaces in one declaration of an agent that has no right everywhere: each is a question to the API server.
-const namespacesMost = 100
+// maxNamespaces bounds the namespaces in one declaration of an agent that has no right everywhere:
+// each is a question to the API server.
+const maxNamespaces = 100
 
 // Identity is who an agent is, as its token proves.
 type Identity struct {
@@ -167,7 +168,7 @@ func (c *Coordinator) serve(row route, w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	w.Header().Del("Connection")
-	serve.Kept(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+	serve.KeepConn(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		r.Body = http.MaxBytesReader(w, r.Body, wire.MaxBody)
 		cutBodyAt(w, r, time.Now().Add(bodyTimeout))
 		result, err := row.serve(c, w, r, who)
@@ -293,8 +294,8 @@ func (c *Coordinator) authorize(ctx context.Context, who Identity, routes []drai
 		return nil
 	}
 	namespaces := namespacesOf(routes)
-	if len(namespaces) > namespacesMost {
-		return refusal{http.StatusForbidden, fmt.Sprintf("routes: in %d namespaces, more than %d need the right to acknowledge in all", len(namespaces), namespacesMost)}
+	if len(namespaces) > maxNamespaces {
+		return refusal{http.StatusForbidden, fmt.Sprintf("routes: in %d namespaces, more than %d need the right to acknowledge in all", len(namespaces), maxNamespaces)}
 	}
 	authorizer, can := c.Authenticate.(Authorizer)
 	for _, namespace := range namespaces {
@@ -475,7 +476,7 @@ func (c *Coordinator) listen(ctx context.Context, from *bufio.Reader, conn net.C
 			line = long
 		}
 		if wire.IsHealth(line) {
-			c.hear(who, line)
+			c.receive(who, line)
 			long = nil // few are that long
 			continue
 		}
@@ -556,7 +557,7 @@ func (c *Coordinator) stream(w http.ResponseWriter, r *http.Request, who Identit
 			c.ledger.Disconnect(time.Now(), who.Agent, session)
 			c.connected()
 		})
-		c.beliefs.end(who.Agent, session)
+		c.targetHealth.end(who.Agent, session)
 		c.Log.Info("agent disconnected", "agent", who.Name, "id", who.Agent, "session", session)
 	}()
 
@@ -686,14 +687,14 @@ func (c *Coordinator) connect(r *http.Request, who Identity, offer wire.Offer, p
 	return s, c.ledger.Self(), nil
 }
 
-// telling is what a drain is told as depends on. See [drain.Open.Number].
-type telling struct {
+// openArgs is what a drain is told as depends on. See [drain.Open.Number].
+type openArgs struct {
 	number uint64
 	since  time.Time
 }
 
-// tellingsMost bounds the drains of which is kept how they are told.
-const tellingsMost = 1024
+// maxOpens bounds the drains of which is kept how they are told.
+const maxOpens = 1024
 
 // tellOf, called with the lock, appends how agents are told of drains, which is the same for all of them. A Watch is not told so: nil.
 func (c *Coordinator) tellOf(told [][]byte, open []drain.Open) [][]byte {
@@ -702,13 +703,13 @@ func (c *Coordinator) tellOf(told [][]byte, open []drain.Open) [][]byte {
 			told = append(told, nil)
 			continue
 		}
-		text, known := c.told[telling{d.Number, d.Since}]
+		text, known := c.told[openArgs{d.Number, d.Since}]
 		if !known {
-			if len(c.told) >= tellingsMost {
+			if len(c.told) >= maxOpens {
 				clear(c.told) // and they are written again
 			}
 			text = wire.Told(d)
-			c.told[telling{d.Number, d.Since}] = text
+			c.told[openArgs{d.Number, d.Since}] = text
 		}
 		told = append(told, text)
 	}

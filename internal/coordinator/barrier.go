@@ -15,14 +15,14 @@ import (
 const (
 	// lookAround is how often a barrier that waits looks at what surrounds its pod: whether another endpoint has become ready.
 	lookAround = 250 * time.Millisecond
-	// restartMost is how long the stop of a container waits whose pod stays.
-	restartMost = 2 * time.Second
+	// restartTimeout is how long the stop of a container waits whose pod stays.
+	restartTimeout = 2 * time.Second
 	// maxBarriers bounds the barriers that wait at one time, unless Options say otherwise.
 	maxBarriers = 2048
 )
 
-// Surroundings are what a replica knows of a pod whose barrier is asked for.
-type Surroundings struct {
+// PodContext are what a replica knows of a pod whose barrier is asked for.
+type PodContext struct {
 	// Known: there is such a pod, with this UID. Terminating: it has a deletionTimestamp, as far as is known here.
 	Known, Terminating bool
 	// Here: the agent that asks is on the pod's node.
@@ -37,11 +37,12 @@ type Surroundings struct {
 	IdleBound time.Duration
 }
 
-// Vicinity tells what surrounds a pod, from a cache: it is asked four times a second for each barrier that waits.
-type Vicinity interface {
+// PodContexts tells what surrounds a pod, from a cache: it is asked four times a second for each
+// barrier that waits.
+type PodContexts interface {
 	// Surroundings is asked by the agent whose pod is called agent, namespace/name; by the replica itself, which asks whether the pod is known,
 	// as "". A cache that has not synced is an error.
-	Surroundings(ctx context.Context, agent string, pod drain.Pod) (Surroundings, error)
+	Surroundings(ctx context.Context, agent string, pod drain.Pod) (PodContext, error)
 }
 
 // barrier answers when a pod may be told to stop.
@@ -64,14 +65,14 @@ func (c *Coordinator) barrier(w http.ResponseWriter, r *http.Request, who Identi
 		return nil, refusal{http.StatusBadRequest, fmt.Sprintf("boundMillis %d: must be 0 to %d", asked.BoundMillis, wire.MaxBound.Milliseconds())}
 	case asked.ElapsedMillis < 0 || elapsed > 10*wire.MaxBound:
 		return nil, refusal{http.StatusBadRequest, fmt.Sprintf("elapsedMillis %d: must be 0 to %d", asked.ElapsedMillis, 10*wire.MaxBound.Milliseconds())}
-	case c.Vicinity == nil:
+	case c.PodContexts == nil:
 		return nil, refusal{http.StatusServiceUnavailable, "this replica knows nothing of pods"}
 	}
 	if !c.current(who.Agent, asked.Session) {
 		return nil, errStale
 	}
 	arrived := time.Now()
-	s, err := c.surroundings(r.Context(), who, &asked)
+	s, err := c.podContext(r.Context(), who, &asked)
 	if err != nil {
 		return nil, err
 	}
@@ -87,7 +88,7 @@ func (c *Coordinator) barrier(w http.ResponseWriter, r *http.Request, who Identi
 		c.Metrics.waiting.Dec()
 	}()
 	if !asked.Terminating {
-		return c.restart(r.Context(), asked.Pod, s, arrived.Add(min(bound, restartMost)))
+		return c.restart(r.Context(), asked.Pod, s, arrived.Add(min(bound, restartTimeout)))
 	}
 	b := drain.Barrier{Pod: asked.Pod, By: who.Agent, Targets: asked.Targets, Since: arrived.Add(-elapsed), Bound: bound}
 	for {
@@ -98,7 +99,7 @@ func (c *Coordinator) barrier(w http.ResponseWriter, r *http.Request, who Identi
 		b.Stated, b.Last, b.LastOne, b.LastHere, b.Young = s.Stated, s.Last, s.LastOne, s.LastHere, s.Young
 		now := time.Now()
 		status := c.ledger.OpenBarrier(now, b)
-		c.seen.faced(now, status)
+		c.seen.barrierSeen(now, status)
 		c.settle()
 		if !status.Waits() {
 			c.passed(status)
@@ -116,9 +117,9 @@ func (c *Coordinator) barrier(w http.ResponseWriter, r *http.Request, who Identi
 		if woken := time.Now(); !woken.Before(now.Add(lookAround)) || woken.Before(wake) {
 			// What has changed may be that another endpoint is ready.
 			c.unlock()
-			is, err := c.Vicinity.Surroundings(r.Context(), who.Name, asked.Pod)
+			is, err := c.PodContexts.Surroundings(r.Context(), who.Name, asked.Pod)
 			c.mu.Lock()
-			// A pod that is not known any more has the surroundings that it had.
+			// A pod that is not known any more has the context that it had.
 			if err == nil && is.Known {
 				s = is
 			}
@@ -126,9 +127,10 @@ func (c *Coordinator) barrier(w http.ResponseWriter, r *http.Request, who Identi
 	}
 }
 
-// surroundings finds out whether who may ask, and whether the pod is really terminating: a barrier declares it dead, for good.
-func (c *Coordinator) surroundings(ctx context.Context, who Identity, asked *wire.Barrier) (Surroundings, error) {
-	s, err := c.Vicinity.Surroundings(ctx, who.Name, asked.Pod)
+// podContext finds out whether who may ask, and whether the pod is really terminating: a barrier
+// declares it dead, for good.
+func (c *Coordinator) podContext(ctx context.Context, who Identity, asked *wire.Barrier) (PodContext, error) {
+	s, err := c.PodContexts.Surroundings(ctx, who.Name, asked.Pod)
 	if err != nil {
 		return s, refusal{http.StatusServiceUnavailable, err.Error()}
 	}
@@ -170,7 +172,7 @@ func (c *Coordinator) surroundings(ctx context.Context, who Identity, asked *wir
 }
 
 // restart, called with the lock, has directed gateways let go of a pod whose container is stopped, and answers by until.
-func (c *Coordinator) restart(ctx context.Context, pod drain.Pod, s Surroundings, until time.Time) (any, error) {
+func (c *Coordinator) restart(ctx context.Context, pod drain.Pod, s PodContext, until time.Time) (any, error) {
 	status := c.ledger.Restart(time.Now(), pod, s.Targets)
 	for {
 		c.settle()
@@ -276,10 +278,10 @@ func (c *Coordinator) overdue() []drain.Pod {
 // lookAtBarriers ends those of pods that are not known any more: their end may have been missed, or was before they were asked for.
 func (c *Coordinator) lookAtBarriers(ctx context.Context, pods []drain.Pod) {
 	for _, pod := range pods {
-		if c.Vicinity == nil {
+		if c.PodContexts == nil {
 			return
 		}
-		if s, err := c.Vicinity.Surroundings(ctx, "", pod); err == nil && !s.Known {
+		if s, err := c.PodContexts.Surroundings(ctx, "", pod); err == nil && !s.Known {
 			c.Deleted(pod.UID)
 		}
 	}
@@ -291,7 +293,7 @@ func (c *Coordinator) Deleted(uid drain.UID) {
 	defer c.unlock()
 	c.ledger.Gone(time.Now(), uid)
 	c.ledger.Deleted(time.Now(), uid)
-	delete(c.seen.barred, uid)
+	delete(c.seen.barriers, uid)
 	c.deleted[uid] = time.Now()
 	c.cut(time.Now(), drain.AgentID(uid), podDeleted)
 	c.settle()

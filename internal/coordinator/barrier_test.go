@@ -21,30 +21,30 @@ import (
 // nearby is a Vicinity whose answers a test sets.
 type nearby struct {
 	mu sync.Mutex
-	Surroundings
+	PodContext
 	err error
 }
 
-func (n *nearby) set(f func(s *Surroundings)) {
+func (n *nearby) set(f func(s *PodContext)) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	f(&n.Surroundings)
+	f(&n.PodContext)
 }
 
 type vicinity struct{ *nearby }
 
-func (v vicinity) Surroundings(context.Context, string, drain.Pod) (Surroundings, error) {
+func (v vicinity) Surroundings(context.Context, string, drain.Pod) (PodContext, error) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	return v.nearby.Surroundings, v.err
+	return v.nearby.PodContext, v.err
 }
 
 func newNearby() *nearby {
-	return &nearby{Surroundings: Surroundings{Known: true, Terminating: true, Here: true, Targets: []drain.Targets{{Service: web}}}}
+	return &nearby{PodContext: PodContext{Known: true, Terminating: true, Here: true, Targets: []drain.Targets{{Service: web}}}}
 }
 
-// with gives a replica surroundings.
-func with(n *nearby) func(*Options) { return func(o *Options) { o.Vicinity = vicinity{n} } }
+// with gives a replica a pod context.
+func with(n *nearby) func(*Options) { return func(o *Options) { o.PodContexts = vicinity{n} } }
 
 // eyes implements client.Watches: a test says what is seen of each pod.
 type eyes struct {
@@ -330,7 +330,7 @@ func TestHooksThatCannotBeAsked(t *testing.T) {
 				n, near := newNetwork(t), newNearby()
 				r := n.replica("replica-0", "a", with(near))
 				one := n.nodeAgent("node-1", "replica-0")
-				near.set(func(*Surroundings) { c.change(near, r) })
+				near.set(func(*PodContext) { c.change(near, r) })
 				synctest.Wait()
 				is := <-one.hook(pod("a"))
 				if !errors.Is(is.err, client.ErrNoCoordinator) || !strings.Contains(is.err.Error(), c.want) || is.took != 0 {
@@ -402,13 +402,13 @@ func TestAHookOfAYoungPodWaitsForThoseWhoMayNotHaveHeardOfIt(t *testing.T) {
 		sent(one, p)
 		one.see(t, p, drain.Idle, true)
 		two.see(t, p, drain.Idle, true)
-		near.set(func(s *Surroundings) { s.Young = 0 })
+		near.set(func(s *PodContext) { s.Young = 0 })
 		time.Sleep(3999 * time.Millisecond)
 		waits(t, hook)
 		time.Sleep(time.Millisecond)
 		passed(t, hook, "Acknowledged after 4s")
 
-		near.set(func(s *Surroundings) { s.Young = 4 * time.Second })
+		near.set(func(s *PodContext) { s.Young = 4 * time.Second })
 		hook = one.hook(q)
 		sent(one, q)
 		one.see(t, q, drain.Idle, true)
@@ -429,10 +429,10 @@ func TestOtherEndpointsAreLookedAtWhileAHookWaits(t *testing.T) {
 		hook := one.hook(p)
 		one.see(t, p, drain.Kept, true)
 		time.Sleep(600 * time.Millisecond)
-		near.set(func(s *Surroundings) { s.Last = false })
+		near.set(func(s *PodContext) { s.Last = false })
 		time.Sleep(3 * time.Second)
 		waits(t, hook)
-		near.set(func(s *Surroundings) { s.Last = true })
+		near.set(func(s *PodContext) { s.Last = true })
 		time.Sleep(lookAround + time.Second)
 		synctest.Wait()
 		passed(t, hook, "LastTarget after 4.75s")

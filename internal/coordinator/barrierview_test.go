@@ -10,13 +10,14 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
-// What people see of one barrier from the deletion to the pod's end: who is asked, who is late, since when, what is waited for besides.
+// What operators see of one barrier from the deletion to the pod's end: who is asked, who is late,
+// since when, what is waited for besides.
 func TestViewFollowsABarrier(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newNetwork(t)
 		near := newNearby()
 		r := n.replica("replica-0", "a", with(near))
-		near.set(func(s *Surroundings) { s.Stated = 2 * time.Second })
+		near.set(func(s *PodContext) { s.Stated = 2 * time.Second })
 		one, two := n.nodeAgent("node-1", "replica-0"), n.nodeAgent("node-2", "replica-0")
 		p := pod("a")
 		hook := one.hook(p)
@@ -27,7 +28,7 @@ func TestViewFollowsABarrier(t *testing.T) {
 			got := []string{fmt.Sprintf("%d open, %d hooks", v.OpenBarriers, v.Barred)}
 			for _, b := range v.Barriers {
 				got = append(got, fmt.Sprintf("%s %s %s for %s by %s stated %s", b.Pod, b.Phase, b.Reason, v.At.Sub(b.Entered), b.ByName, b.Stated))
-				for _, w := range b.Words {
+				for _, w := range b.Reports {
 					since := "never"
 					if !w.Since.IsZero() {
 						since = v.At.Sub(w.Since).String()
@@ -58,8 +59,8 @@ func TestViewFollowsABarrier(t *testing.T) {
 		passed(t, one.hook(p), "Acknowledged after 0s")
 		r.Deleted(p.UID)
 		see("it is gone", `0 open, 0 hooks; shop/a 1 Acknowledged after 2s []`)
-		if len(r.seen.barred) != 0 {
-			t.Errorf("%d are remembered", len(r.seen.barred))
+		if len(r.seen.barriers) != 0 {
+			t.Errorf("%d are remembered", len(r.seen.barriers))
 		}
 		var times []string
 		for _, q := range r.View(0, 0).Propagation {
@@ -74,7 +75,7 @@ func TestViewFollowsABarrier(t *testing.T) {
 		late := pod("gone")
 		late.UID = p.UID
 		passed(t, one.hook(late), "Dead after 0s")
-		if v := r.View(1, 1); len(v.Outcomes) != 1 || len(r.seen.barred) != 0 {
+		if v := r.View(1, 1); len(v.Outcomes) != 1 || len(r.seen.barriers) != 0 {
 			t.Errorf("%+v", v.Outcomes)
 		}
 	})

@@ -25,12 +25,13 @@ import (
 const tick = time.Second
 
 const (
-	// lookTimeout bounds the live read of one pod, lookAtMost how many are read a tick.
+	// lookTimeout bounds the live read of one pod, maxLookups how many are read a tick.
 	lookTimeout = 5 * time.Second
-	lookAtMost  = 50
-	// lockMost and tickMost are how long [Coordinator.Live] waits for the lock, and for the last tick.
-	lockMost = time.Second
-	tickMost = 10 * time.Second
+	maxLookups  = 50
+	// maxLockHeld and maxTickGap are how long [Coordinator.Live] waits for the lock, and for the
+	// last tick.
+	maxLockHeld = time.Second
+	maxTickGap  = 10 * time.Second
 	// rightsEvery is how often the rights of agents with a stream are looked at.
 	rightsEvery = 10 * time.Second
 	// deletedFor is how long agents are refused whose pod is deleted: no answer about their token is remembered for longer.
@@ -72,8 +73,8 @@ type Options struct {
 	// bound but MaxHolds.
 	MaxHoldsPerOwner int
 	Pods             Pods
-	// Vicinity is asked at the barrier. Nil: this replica serves none.
-	Vicinity Vicinity
+	// PodContexts is asked at the barrier. Nil: this replica serves none.
+	PodContexts PodContexts
 	// Scope says who is asked there, Sampling when that is a sample; the zero value is the default. MaxBarriers bounds those that wait at one
 	// time. 0: 2048.
 	Scope       drain.Scope
@@ -102,7 +103,7 @@ type Coordinator struct {
 	barred   map[drain.UID]chan struct{}
 	barriers int
 	// told holds how agents are told of drains, each written once. See [Coordinator.tellOf].
-	told map[telling][]byte
+	told map[openArgs][]byte
 	// streams holds each agent's newest.
 	streams map[drain.AgentID]*stream
 	// deleted holds the pods that the watch has lately shown deleted, and when.
@@ -122,9 +123,9 @@ type Coordinator struct {
 	reliedOn map[drain.UID]struct{}
 	// phases holds the last phase that was written down of each open drain.
 	phases map[drain.UID]drain.Phase
-	// seen is for people.
-	seen    *history
-	beliefs beliefs
+	// seen is for operators.
+	seen         *history
+	targetHealth healthReports
 	// unsaid holds the transitions that unlock has to log.
 	unsaid  []func()
 	stop    chan struct{}
@@ -149,7 +150,7 @@ func New(self drain.Lease, times drain.Times, o Options) *Coordinator {
 		began: time.Now(), ticked: time.Now(), deleted: map[drain.UID]time.Time{},
 		stop:   make(chan struct{}),
 		barred: map[drain.UID]chan struct{}{},
-		told:   map[telling][]byte{},
+		told:   map[openArgs][]byte{},
 	}
 	if c.Able == nil {
 		c.Able = func() error { return nil }
@@ -200,16 +201,16 @@ func (c *Coordinator) Live() error {
 		defer c.mu.Unlock()
 		ticked <- c.ticked
 	}()
-	timer := time.NewTimer(lockMost)
+	timer := time.NewTimer(maxLockHeld)
 	defer timer.Stop()
 	select {
 	case at := <-ticked:
-		if since := time.Since(at); since > tickMost {
+		if since := time.Since(at); since > maxTickGap {
 			return fmt.Errorf("no tick of the ledger for %s", since.Round(time.Second))
 		}
 		return nil
 	case <-timer.C:
-		return fmt.Errorf("the lock of the ledger was not free within %s", lockMost)
+		return fmt.Errorf("the lock of the ledger was not free within %s", maxLockHeld)
 	}
 }
 
@@ -260,12 +261,13 @@ func (c *Coordinator) tick(now time.Time) (pods, over []drain.Pod) {
 	return pods, over
 }
 
-// following sorts pods and returns those that come after last, then those before, [lookAtMost] at most.
+// following sorts pods and returns those that come after last, then those before, [maxLookups] at
+// most.
 func following(pods []drain.Pod, last drain.UID) []drain.Pod {
 	slices.SortFunc(pods, func(a, b drain.Pod) int {
 		return cmp.Or(first(a.UID > last, b.UID > last), cmp.Compare(a.UID, b.UID))
 	})
-	return pods[:min(len(pods), lookAtMost)]
+	return pods[:min(len(pods), maxLookups)]
 }
 
 // look reads the pods of drains.

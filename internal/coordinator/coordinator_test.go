@@ -95,7 +95,8 @@ func TestACallIsHeldNoLongerThanItMay(t *testing.T) {
 	})
 }
 
-// Without this, the metric and the log of the one release that people must know of stay silent: nobody says anything when time is up.
+// Without this, the metric and the log of the one release that operators must know of stay silent:
+// nobody says anything when time is up.
 func TestTheDeadlineReleasesAndIsWrittenDown(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newNetwork(t)

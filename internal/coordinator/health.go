@@ -12,21 +12,23 @@ import (
 )
 
 const (
-	// beliefsMost bounds the Services of which a view shows what gateways believe, believersMost the gateways of each.
-	beliefsMost   = 200
-	believersMost = 20
+	// maxHealthServices bounds the Services of which a view shows what gateways believe,
+	// maxHealthReports the gateways of each.
+	maxHealthServices = 200
+	maxHealthReports  = 20
 )
 
-// beliefs are what agents say of the health of their targets, for people: nothing is decided by it. They live as long as the stream on which
-// they were told, because nobody says when they stop being so. The mutex is never waited for while the coordinator's is held: a view takes its
-// time.
-type beliefs struct {
+// healthReports are what agents say of the health of their targets, for operators: nothing is
+// decided by it. They live as long as the stream on which they were told, because nobody says when
+// they stop being so. The mutex is never waited for while the coordinator's is held: a view takes
+// its time.
+type healthReports struct {
 	mu sync.Mutex
-	of map[drain.AgentID]*belief
+	of map[drain.AgentID]*healthReport
 }
 
-// belief is one agent's.
-type belief struct {
+// healthReport is one agent's.
+type healthReport struct {
 	session  uint64
 	services int
 	all      wire.TargetCounts
@@ -36,7 +38,7 @@ type belief struct {
 }
 
 // take takes in what is new. What may says no to, because the agent has not declared it, and what there is no room for, is left out.
-func (b *beliefs) take(id drain.AgentID, h wire.Health, may func(drain.Service) bool) {
+func (b *healthReports) take(id drain.AgentID, h wire.Health, may func(drain.Service) bool) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	is := b.of[id]
@@ -44,9 +46,9 @@ func (b *beliefs) take(id drain.AgentID, h wire.Health, may func(drain.Service) 
 	case is != nil && is.session > h.Session:
 		return // it was under way while the agent came anew
 	case h.First:
-		is = &belief{session: h.Session, told: map[drain.Service]*wire.ServiceHealth{}}
+		is = &healthReport{session: h.Session, told: map[drain.Service]*wire.ServiceHealth{}}
 		if b.of == nil {
-			b.of = map[drain.AgentID]*belief{}
+			b.of = map[drain.AgentID]*healthReport{}
 		}
 		b.of[id] = is
 	case is == nil || is.session != h.Session:
@@ -78,7 +80,7 @@ func (b *beliefs) take(id drain.AgentID, h wire.Health, may func(drain.Service) 
 }
 
 // end forgets what was told on a session.
-func (b *beliefs) end(id drain.AgentID, session uint64) {
+func (b *healthReports) end(id drain.AgentID, session uint64) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if is := b.of[id]; is != nil && is.session == session {
@@ -86,8 +88,9 @@ func (b *beliefs) end(id drain.AgentID, session uint64) {
 	}
 }
 
-// believe takes in what an agent says of the health of its targets. It reports false if session is not the agent's present one.
-func (c *Coordinator) believe(who Identity, h wire.Health) bool {
+// applyHealth takes in what an agent says of the health of its targets. It reports false if session
+// is not the agent's present one.
+func (c *Coordinator) applyHealth(who Identity, h wire.Health) bool {
 	routed := make(map[drain.Service]bool, len(h.Changed))
 	ok := false
 	c.locked(func() {
@@ -99,9 +102,9 @@ func (c *Coordinator) believe(who Identity, h wire.Health) bool {
 	if !ok {
 		return false
 	}
-	c.beliefs.take(who.Agent, h, func(s drain.Service) bool { return routed[s] })
+	c.targetHealth.take(who.Agent, h, func(s drain.Service) bool { return routed[s] })
 	if ok = c.current(who.Agent, h.Session); !ok {
-		c.beliefs.end(who.Agent, h.Session) // it ended meanwhile, and nobody else would
+		c.targetHealth.end(who.Agent, h.Session) // it ended meanwhile, and nobody else would
 	}
 	return ok
 }
@@ -123,18 +126,19 @@ func (c *Coordinator) health(w http.ResponseWriter, r *http.Request, who Identit
 	if err := h.Check(); err != nil {
 		return nil, refusal{http.StatusBadRequest, err.Error()}
 	}
-	if !c.believe(who, h) {
+	if !c.applyHealth(who, h) {
 		return nil, errStale
 	}
 	return nil, nil
 }
 
-// hear takes in a line of health. What cannot be read is counted and logged: reports come by the same stream, and it goes on.
-func (c *Coordinator) hear(who Identity, line []byte) {
+// receive takes in a line of health. What cannot be read is counted and logged: reports come by the
+// same stream, and it goes on.
+func (c *Coordinator) receive(who Identity, line []byte) {
 	h, err := wire.ParseHealth(line)
 	code := noContent
 	switch {
-	case err == nil && !c.believe(who, h):
+	case err == nil && !c.applyHealth(who, h):
 		code = strconv.Itoa(http.StatusConflict) // the stream ends
 	case err != nil:
 		code = strconv.Itoa(http.StatusBadRequest)
@@ -143,48 +147,49 @@ func (c *Coordinator) hear(who Identity, line []byte) {
 	c.Metrics.api.WithLabelValues(wire.HealthPath, code).Inc()
 }
 
-// Beliefs are what gateways believe of the health of their targets.
-type Beliefs struct {
+// TargetHealth are what gateways believe of the health of their targets.
+type TargetHealth struct {
 	// Agents is how many tell of it, All what their targets count together: one that several route counts for each.
 	Agents int
 	All    wire.TargetCounts
 	// Untold is how many Services there was no room for, over all agents.
 	Untold int
-	// Services are those of which some gateway tells, those with trouble first: at most [beliefsMost] of Known. Troubled is how many have some.
-	Services        []ServiceBelief
+	// Services are those of which some gateway tells, those with trouble first: at most
+	// [maxHealthServices] of Known. Troubled is how many have some.
+	Services        []ServiceHealth
 	Known, Troubled int
 }
 
-// ServiceBelief is what gateways believe of the targets of one Service.
-type ServiceBelief struct {
+// ServiceHealth is what gateways believe of the targets of one Service.
+type ServiceHealth struct {
 	Service drain.Service
 	// Gateways is how many tell of it. Open is how many of them fail open, Unwell how many call a target unhealthy.
 	Gateways, Open, Unwell int
-	// Believers are the gateways, those with trouble first: at most [believersMost].
-	Believers []Believer
+	// Reports are the gateways, those with trouble first: at most [maxHealthReports].
+	Reports []HealthReport
 }
 
-// Believer is what one gateway believes of one Service.
-type Believer struct {
+// HealthReport is what one gateway believes of one Service.
+type HealthReport struct {
 	Agent   drain.AgentID
 	Name    string
 	Gateway string
 	wire.ServiceHealth
 }
 
-// Trouble says whether people should look.
-func (s ServiceBelief) Trouble() bool {
-	return s.Open+s.Unwell > 0 || len(s.Believers) > 0 && s.Believers[0].Trouble()
+// Trouble says whether operators should look.
+func (s ServiceHealth) Trouble() bool {
+	return s.Open+s.Unwell > 0 || len(s.Reports) > 0 && s.Reports[0].Trouble()
 }
 
 // view joins what is told by Services. agents are those that are known, in the order in which gateways are to be listed.
-func (b *beliefs) view(agents []Agent) Beliefs {
+func (b *healthReports) view(agents []Agent) TargetHealth {
 	// Those of a Service are kept apart by how much trouble they have, and of each only as many as are shown.
 	type joined struct {
-		ServiceBelief
-		of [3][]Believer
+		ServiceHealth
+		of [3][]HealthReport
 	}
-	v := Beliefs{Services: []ServiceBelief{}}
+	v := TargetHealth{Services: []ServiceHealth{}}
 	of := map[drain.Service]*joined{}
 	b.mu.Lock()
 	for i := range agents {
@@ -203,7 +208,7 @@ func (b *beliefs) view(agents []Agent) Beliefs {
 		for name, told := range is.told {
 			s := of[name]
 			if s == nil {
-				s = &joined{ServiceBelief: ServiceBelief{Service: name}}
+				s = &joined{ServiceHealth: ServiceHealth{Service: name}}
 				of[name] = s
 			}
 			s.Gateways++
@@ -218,25 +223,25 @@ func (b *beliefs) view(agents []Agent) Beliefs {
 				s.Open++
 				trouble = 0
 			}
-			if len(s.of[trouble]) < believersMost {
-				s.of[trouble] = append(s.of[trouble], Believer{Agent: a.ID, Name: a.Name, Gateway: a.Gateway, ServiceHealth: *told})
+			if len(s.of[trouble]) < maxHealthReports {
+				s.of[trouble] = append(s.of[trouble], HealthReport{Agent: a.ID, Name: a.Name, Gateway: a.Gateway, ServiceHealth: *told})
 			}
 		}
 	}
 	b.mu.Unlock()
 	v.Known = len(of)
 	for _, s := range of {
-		s.Believers = slices.Concat(s.of[:]...)
-		s.Believers = s.Believers[:min(len(s.Believers), believersMost)]
-		v.Services = append(v.Services, s.ServiceBelief)
+		s.Reports = slices.Concat(s.of[:]...)
+		s.Reports = s.Reports[:min(len(s.Reports), maxHealthReports)]
+		v.Services = append(v.Services, s.ServiceHealth)
 		if s.Trouble() {
 			v.Troubled++
 		}
 	}
-	slices.SortFunc(v.Services, func(a, b ServiceBelief) int {
+	slices.SortFunc(v.Services, func(a, b ServiceHealth) int {
 		return cmp.Or(first(a.Open > 0, b.Open > 0), first(a.Trouble(), b.Trouble()), cmp.Compare(a.Service.Namespace, b.Service.Namespace), cmp.Compare(a.Service.Name, b.Service.Name))
 	})
-	v.Services = v.Services[:min(len(v.Services), beliefsMost)]
+	v.Services = v.Services[:min(len(v.Services), maxHealthServices)]
 	return v
 }
 

@@ -40,11 +40,11 @@ func unhealthy(services ...drain.Service) *wire.Summary {
 // believed is what a view shows of health, one line a Service.
 func believed(r *replica) string {
 	synctest.Wait()
-	b := r.View(0, 0).Beliefs
+	b := r.View(0, 0).TargetHealth
 	lines := []string{fmt.Sprintf("%d agents, %d usable, %d unhealthy, %d untold", b.Agents, b.All.Usable, b.All.Unhealthy, b.Untold)}
 	for _, s := range b.Services {
 		line := fmt.Sprintf("%s: %d gateways, %d open, %d unwell:", s.Service, s.Gateways, s.Open, s.Unwell)
-		for _, w := range s.Believers {
+		for _, w := range s.Reports {
 			line += fmt.Sprintf(" %s %d/%d", w.Agent, w.Usable, w.Usable+w.Unhealthy)
 			for _, one := range w.Targets {
 				line += fmt.Sprintf(" %s(%s, %s)", one.Pod, one.Why, one.Last)
@@ -163,7 +163,7 @@ func TestAgentsWithoutHealthAreKnown(t *testing.T) {
 		n.agent("one", []drain.Service{web}, "replica-0")
 		time.Sleep(5 * time.Second)
 		v := r.View(1, 1)
-		if len(v.Agents) != 1 || v.Beliefs.Agents != 0 || strings.Contains(strings.Join(v.Agents[0].Features, " "), wire.FeatureHealth) {
+		if len(v.Agents) != 1 || v.TargetHealth.Agents != 0 || strings.Contains(strings.Join(v.Agents[0].Features, " "), wire.FeatureHealth) {
 			t.Errorf("%+v", v)
 		}
 	})
@@ -172,7 +172,7 @@ func TestAgentsWithoutHealthAreKnown(t *testing.T) {
 // An agent that says all that it can say, and more, takes no more than the bound, which leaves room in the 64 KiB that an agent may take.
 func TestWhatOneAgentTakesIsBounded(t *testing.T) {
 	const agents = 200
-	var b beliefs
+	var b healthReports
 	before := heap()
 	for id := range agents {
 		for n := range 4 {
@@ -210,7 +210,7 @@ func TestWhatOneAgentTakesIsBounded(t *testing.T) {
 // Without this, what comes late from a session that was current a moment ago takes the place of what the next one tells, and goes with that session:
 // the next one tells differences only, and those are to nothing then.
 func TestAFormerSessionTakesNothing(t *testing.T) {
-	var b beliefs
+	var b healthReports
 	all := func(drain.Service) bool { return true }
 	b.take("one", wire.Health{Session: 8, First: true, Services: 2}, all)
 	b.take("one", wire.Health{Session: 7, First: true, Services: 1}, all)
@@ -228,7 +228,7 @@ func TestAFormerSessionTakesNothing(t *testing.T) {
 // in the room of that.
 func TestWhatALiarTakesIsBounded(t *testing.T) {
 	const agents = 2
-	var b beliefs
+	var b healthReports
 	long := strings.Repeat("{},", 4000) + "{}"
 	before := heap()
 	for id := range agents {
@@ -257,7 +257,7 @@ func heap() int {
 
 // BenchmarkBeliefs is a view of a thousand gateways with a hundred Services each, which is made four times a second while somebody looks.
 func BenchmarkBeliefs(b *testing.B) {
-	var all beliefs
+	var all healthReports
 	var agents []Agent
 	for a := range 1000 {
 		h := wire.Health{Session: 1, First: true, Services: 100}

@@ -13,8 +13,9 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 )
 
-// What liars, strangers and broken agents send is refused by name and counted, and a deletion beside a crowd of them takes as long as its own
-// gateway does. What an agent may say and what is not so, counts for nothing.
+// What liars, strangers and broken agents send is refused by name and counted, and a deletion
+// beside many of them takes as long as its own gateway does. What an agent may say and what is not
+// so, counts for nothing.
 func TestLiarsDelayNobody(t *testing.T) {
 	const crowd = 8
 	post := func(path, token, body string) string {

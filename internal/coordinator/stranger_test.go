@@ -155,7 +155,7 @@ func TestLive(t *testing.T) {
 			t.Errorf("the API server does not answer: %v", err)
 		}
 		c := newBench().Coordinator
-		time.Sleep(tickMost + time.Second)
+		time.Sleep(maxTickGap + time.Second)
 		if err := c.Live(); err == nil || !strings.Contains(err.Error(), "no tick") {
 			t.Errorf("nothing ticks: %v", err)
 		}
@@ -169,7 +169,7 @@ func TestLiveWhenTheLockIsKept(t *testing.T) {
 	defer c.mu.Unlock()
 	began := time.Now()
 	err := c.Live()
-	if took := time.Since(began); err == nil || !strings.Contains(err.Error(), "lock") || took < lockMost || took > 5*lockMost {
+	if took := time.Since(began); err == nil || !strings.Contains(err.Error(), "lock") || took < maxLockHeld || took > 5*maxLockHeld {
 		t.Errorf("%v after %s", err, took)
 	}
 }

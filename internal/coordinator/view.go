@@ -11,32 +11,32 @@ import (
 )
 
 const (
-	// outcomesMost is how many drains that ended are remembered.
-	outcomesMost = 200
-	// samplesMost is how many times of each kind of gateway quantiles are taken from, the newest. kindsMost bounds the kinds, kindMost the
-	// letters of their names: agents choose them.
-	samplesMost = 1000
-	kindsMost   = 16
-	kindMost    = 40
-	// introducedMost bounds the agents of which is remembered how they introduced themselves.
-	introducedMost = 20_000
-	// silentMost bounds the gateways that an outcome names.
-	silentMost = 5
+	// maxOutcomes is how many drains that ended are remembered.
+	maxOutcomes = 200
+	// maxSamples is how many times of each kind of gateway quantiles are taken from, the newest.
+	// maxKinds bounds the kinds, maxKindLength the letters of their names: agents choose them.
+	maxSamples    = 1000
+	maxKinds      = 16
+	maxKindLength = 40
+	// maxIntroduced bounds the agents of which is remembered how they introduced themselves.
+	maxIntroduced = 20_000
+	// maxSilent bounds the gateways that an outcome names.
+	maxSilent = 5
 	// featuresShown bounds the features of an agent that are remembered.
 	featuresShown = 16
 	// otherKind is what gateways are called when there are too many kinds, unnamedKind if their agent does not say.
 	otherKind, unnamedKind = "other", "unnamed"
 )
 
-// history is what a coordinator remembers for people beyond what the ledger needs. It belongs to the coordinator's mutex. Everything in
-// it is bounded, and nothing is decided by it.
+// history is what a coordinator remembers for operators beyond what the ledger needs. It belongs to
+// the coordinator's mutex. Everything in it is bounded, and nothing is decided by it.
 type history struct {
 	introduced map[drain.AgentID]*introduced
 	open       map[drain.UID]*course
 	// outcomes and what next points to are a ring, as in times.
 	outcomes ring[Outcome]
 	kinds    map[string]*times
-	barred   map[drain.UID]*barred
+	barriers map[drain.UID]*barrierProgress
 }
 
 // introduced is how an agent introduced itself, and how it did since.
@@ -59,7 +59,7 @@ type course struct {
 	at    time.Time
 	// told is when agents were told. Zero: they were not, for want of room.
 	told time.Time
-	said map[*introduced]said
+	said map[*introduced]reported
 	// released is when it was, for reason, without the word of silent and more.
 	released time.Time
 	reason   drain.Reason
@@ -67,8 +67,8 @@ type course struct {
 	more     int
 }
 
-// said is what an agent says of a drain, since when.
-type said struct {
+// reported is what an agent says of a drain, since when.
+type reported struct {
 	state drain.State
 	since time.Time
 	// removed and idle were said before, so that they are not counted twice.
@@ -114,7 +114,7 @@ func newHistory() *history {
 func (h *history) introduce(id drain.AgentID) *introduced {
 	of := h.introduced[id]
 	if of == nil {
-		if len(h.introduced) >= introducedMost {
+		if len(h.introduced) >= maxIntroduced {
 			clear(h.introduced) // they introduce themselves again
 		}
 		of = &introduced{}
@@ -132,7 +132,7 @@ func (h *history) connected(now time.Time, id drain.AgentID, protocol int, offer
 // declared notes what kind of gateway an agent has.
 func (h *history) declared(id drain.AgentID, gateway string) {
 	if of := h.introduced[id]; of != nil {
-		of.gateway = gateway[:min(len(gateway), kindMost)]
+		of.gateway = gateway[:min(len(gateway), maxKindLength)]
 	}
 }
 
@@ -157,11 +157,11 @@ func (h *history) reported(l *drain.Ledger, now, asOf time.Time, id drain.AgentI
 		took := now.Sub(c.told)
 		if r.State >= drain.Removed && !was.removed {
 			is.removed, of.removed, of.idle = true, took, 0
-			h.of(of.gateway).removed.add(took, samplesMost)
+			h.of(of.gateway).removed.add(took, maxSamples)
 		}
 		if r.State == drain.Idle && !was.idle {
 			is.idle, of.idle = true, took
-			h.of(of.gateway).idle.add(took, samplesMost)
+			h.of(of.gateway).idle.add(took, maxSamples)
 		}
 		if is != was {
 			c.said[of] = is
@@ -174,7 +174,7 @@ func (h *history) of(kind string) *times {
 	if kind == "" {
 		kind = unnamedKind
 	}
-	if h.kinds[kind] == nil && len(h.kinds) >= kindsMost {
+	if h.kinds[kind] == nil && len(h.kinds) >= maxKinds {
 		kind = otherKind
 	}
 	t := h.kinds[kind]
@@ -195,7 +195,7 @@ func silent(s drain.Status) (all []string, more int) {
 	for _, w := range s.Away {
 		all = append(all, w.Name+" (away)")
 	}
-	few := min(len(all), silentMost)
+	few := min(len(all), maxSilent)
 	return all[:few], len(all) - few + s.MoreAway
 }
 
@@ -203,7 +203,7 @@ func silent(s drain.Status) (all []string, more int) {
 func (h *history) turned(now time.Time, s drain.Status) {
 	c := h.open[s.Pod.UID]
 	if c == nil {
-		c = &course{said: make(map[*introduced]said, s.Owed)}
+		c = &course{said: make(map[*introduced]reported, s.Owed)}
 		h.open[s.Pod.UID] = c
 	}
 	c.phase, c.at = s.Phase, now
@@ -217,7 +217,7 @@ func (h *history) turned(now time.Time, s drain.Status) {
 		if !c.released.IsZero() && s.Reason != drain.Abandoned {
 			o.Reason, o.Took, o.Silent, o.More = c.reason, c.released.Sub(s.Begun), c.silent, c.more
 		}
-		h.outcomes.add(o, outcomesMost)
+		h.outcomes.add(o, maxOutcomes)
 		return
 	}
 	if c.told.IsZero() && s.Phase != drain.Queued {
@@ -225,7 +225,7 @@ func (h *history) turned(now time.Time, s drain.Status) {
 	}
 }
 
-// View is what one replica knows at one moment, for people.
+// View is what one replica knows at one moment, for operators.
 type View struct {
 	At, Began time.Time
 	Lease     drain.Lease
@@ -238,7 +238,8 @@ type View struct {
 	// Drains are the open ones, the oldest first: at most those that were asked for, of Open.
 	Drains []Drain
 	Open   int
-	// Barriers are the open ones, the oldest first: at most [barriersMost] of OpenBarriers. Hooks wait there, Barred of them.
+	// Barriers are the open ones, the oldest first: at most [maxShownBarriers] of OpenBarriers.
+	// Hooks wait there, Barred of them.
 	Barriers             []Barrier
 	OpenBarriers, Barred int
 	// Elsewhere is how many pods other replicas alone unroute, as they last said.
@@ -248,8 +249,8 @@ type View struct {
 	// Outcomes are the newest first.
 	Outcomes    []Outcome
 	Propagation []Propagation
-	// Beliefs are what gateways believe of the health of their targets.
-	Beliefs Beliefs
+	// TargetHealth are what gateways believe of the health of their targets.
+	TargetHealth TargetHealth
 }
 
 // Drain is an open drain.
@@ -257,13 +258,14 @@ type Drain struct {
 	drain.Status
 	// Entered is when its phase began, Told when agents were told of it; zero: they were not, for want of room.
 	Entered, Told time.Time
-	// Words are what those say who owe it, those who are least far first: at most those that were asked for, of Parties.
-	Words   []Word
+	// Reports are what those say who owe it, those who are least far first: at most those that were
+	// asked for, of Parties.
+	Reports []AgentReport
 	Parties int
 }
 
-// Word is what one agent says of a drain.
-type Word struct {
+// AgentReport is what one agent says of a drain.
+type AgentReport struct {
 	drain.Word
 	// Since is when it began to say so. Zero: it has not said anything that counts.
 	Since time.Time
@@ -326,7 +328,7 @@ func (c *Coordinator) View(drains, words int) View {
 	var oldest []drain.UID
 	oldest, v.Open = c.ledger.Oldest(drains)
 	var facing []drain.UID
-	facing, v.OpenBarriers = c.ledger.OldestBarriers(barriersMost)
+	facing, v.OpenBarriers = c.ledger.OldestBarriers(maxShownBarriers)
 	v.Barred = c.barriers
 	for _, k := range c.ledger.Agents() {
 		v.Agents = append(v.Agents, c.agent(k))
@@ -337,7 +339,7 @@ func (c *Coordinator) View(drains, words int) View {
 			v.Barriers = append(v.Barriers, b)
 		}
 	}
-	v.Beliefs = c.beliefs.view(v.Agents)
+	v.TargetHealth = c.targetHealth.view(v.Agents)
 	for _, uid := range oldest {
 		if d := c.drain(uid, words); d.Waits() || d.Phase == drain.Released {
 			v.Drains = append(v.Drains, d)
@@ -360,11 +362,11 @@ func (c *Coordinator) drain(uid drain.UID, words int) Drain {
 	var said []drain.Word
 	said, d.Parties = c.ledger.Words(now, uid, words)
 	for _, w := range said {
-		word := Word{Word: w, Gateway: c.seen.gateway(w.Agent)}
+		word := AgentReport{Word: w, Gateway: c.seen.gateway(w.Agent)}
 		if course != nil && w.State != drain.StateUnknown {
 			word.Since = course.said[c.seen.introduced[w.Agent]].since
 		}
-		d.Words = append(d.Words, word)
+		d.Reports = append(d.Reports, word)
 	}
 	c.settle()
 	return d

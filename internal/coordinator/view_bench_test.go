@@ -12,7 +12,8 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 )
 
-// What is remembered for people is paid with every report. The floor is what the ledger itself does with it.
+// What is remembered for operators is paid with every report. The floor is what the ledger itself
+// does with it.
 func BenchmarkReported(b *testing.B) {
 	for _, noted := range []bool{false, true} {
 		b.Run(map[bool]string{false: "ledger", true: "ledger and history"}[noted], func(b *testing.B) {

@@ -11,7 +11,7 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
-// What people see of one drain from its beginning to its end, step by step.
+// What operators see of one drain from its beginning to its end, step by step.
 func TestViewFollowsADrain(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newNetwork(t)
@@ -27,7 +27,7 @@ func TestViewFollowsADrain(t *testing.T) {
 			var got []string
 			for _, d := range v.Drains {
 				got = append(got, fmt.Sprintf("%s %s for %s", d.Pod, d.Phase, v.At.Sub(d.Entered)))
-				for _, w := range d.Words {
+				for _, w := range d.Reports {
 					since := "never"
 					if !w.Since.IsZero() {
 						since = v.At.Sub(w.Since).String()
@@ -98,14 +98,14 @@ func TestViewNamesTheSilent(t *testing.T) {
 	})
 }
 
-// Whatever comes, what is remembered for people stays small.
+// Whatever comes, what is remembered for operators stays small.
 func TestHistoryIsBounded(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newNetwork(t)
 		r := n.replica("replica-0", "a")
 		one := n.agent("one", []drain.Service{web}, "replica-0")
 		synctest.Wait()
-		for i := range outcomesMost + 20 {
+		for i := range maxOutcomes + 20 {
 			p := pod(fmt.Sprint(i))
 			held := r.hold(p, web)
 			one.say(p, drain.Idle)
@@ -113,23 +113,23 @@ func TestHistoryIsBounded(t *testing.T) {
 			r.Gone(p.UID)
 		}
 		v := r.View(10, 10)
-		if len(v.Outcomes) != outcomesMost || v.Outcomes[0].Pod.Name != fmt.Sprint(outcomesMost+19) || v.Outcomes[outcomesMost-1].Pod.Name != "20" {
+		if len(v.Outcomes) != maxOutcomes || v.Outcomes[0].Pod.Name != fmt.Sprint(maxOutcomes+19) || v.Outcomes[maxOutcomes-1].Pod.Name != "20" {
 			t.Errorf("%d outcomes, from %s to %s", len(v.Outcomes), v.Outcomes[0].Pod, v.Outcomes[len(v.Outcomes)-1].Pod)
 		}
 		if len(r.seen.open) != 0 {
 			t.Errorf("%d drains are remembered as open", len(r.seen.open))
 		}
 		h := newHistory()
-		for i := range 2 * kindsMost {
-			h.of(fmt.Sprint("kind-", i)).idle.add(time.Second, samplesMost)
+		for i := range 2 * maxKinds {
+			h.of(fmt.Sprint("kind-", i)).idle.add(time.Second, maxSamples)
 		}
-		if len(h.kinds) != kindsMost+1 {
+		if len(h.kinds) != maxKinds+1 {
 			t.Errorf("%d kinds of gateways", len(h.kinds))
 		}
-		for i := range 2 * samplesMost {
-			h.of("kind-0").removed.add(time.Duration(i), samplesMost)
+		for i := range 2 * maxSamples {
+			h.of("kind-0").removed.add(time.Duration(i), maxSamples)
 		}
-		if q := quantiles("kind-0", drain.Removed, &h.of("kind-0").removed); q.Samples != samplesMost || q.All != 2*samplesMost || q.P50 != samplesMost+samplesMost/2-1 {
+		if q := quantiles("kind-0", drain.Removed, &h.of("kind-0").removed); q.Samples != maxSamples || q.All != 2*maxSamples || q.P50 != maxSamples+maxSamples/2-1 {
 			t.Errorf("quantiles %+v", q)
 		}
 	})
@@ -149,7 +149,7 @@ func TestViewIsCut(t *testing.T) {
 			time.Sleep(time.Second)
 		}
 		v := r.View(2, 3)
-		if len(v.Drains) != 2 || v.Open != 3 || v.Drains[0].Pod.Name != "a" || len(v.Drains[0].Words) != 3 || v.Drains[0].Parties != 5 {
+		if len(v.Drains) != 2 || v.Open != 3 || v.Drains[0].Pod.Name != "a" || len(v.Drains[0].Reports) != 3 || v.Drains[0].Parties != 5 {
 			t.Errorf("%+v", v.Drains)
 		}
 	})
@@ -258,8 +258,8 @@ func TestWhoIsSilentIsNamed(t *testing.T) {
 			t.Errorf("%s: %s, want %s", reason, got, want)
 		}
 	}
-	many := make([]string, silentMost+5)
-	if all, more := silent(drain.Status{Reason: drain.Deadline, Waiting: waiting(many...), MoreAway: 2}); len(all) != silentMost || more != 7 {
-		t.Errorf("%d are named and %d more, want %d and 7", len(all), more, silentMost)
+	many := make([]string, maxSilent+5)
+	if all, more := silent(drain.Status{Reason: drain.Deadline, Waiting: waiting(many...), MoreAway: 2}); len(all) != maxSilent || more != 7 {
+		t.Errorf("%d are named and %d more, want %d and 7", len(all), more, maxSilent)
 	}
 }

@@ -27,16 +27,17 @@ var (
 )
 
 const (
-	// rememberYes is how long a yes of the API server is used again, rememberNo how long a no, rememberMost how many answers.
-	rememberYes  = time.Minute
-	rememberNo   = 5 * time.Second
-	rememberMost = 1000
+	// rememberYes is how long a yes of the API server is used again, rememberNo how long a no,
+	// maxRemembered how many answers.
+	rememberYes   = time.Minute
+	rememberNo    = 5 * time.Second
+	maxRemembered = 1000
 	// askTimeout bounds one question, askRate and askBurst all of them, in a second and at once.
 	askTimeout = 5 * time.Second
 	askRate    = 5
 	askBurst   = 20
-	// tokenMost bounds a token, in bytes.
-	tokenMost = 16 << 10
+	// maxToken bounds a token, in bytes.
+	maxToken = 16 << 10
 )
 
 // Kubernetes asks the API server who has a token (TokenReview) and whether he may "get" drains.lameduck.io (SubjectAccessReview), and remembers the
@@ -61,8 +62,8 @@ func NewKubernetes(client kubernetes.Interface) *Kubernetes {
 
 // Review implements [Reviewer].
 func (k *Kubernetes) Review(ctx context.Context, token string) error {
-	if len(token) > tokenMost {
-		return fmt.Errorf("%w: longer than %d bytes", ErrUnauthenticated, tokenMost)
+	if len(token) > maxToken {
+		return fmt.Errorf("%w: longer than %d bytes", ErrUnauthenticated, maxToken)
 	}
 	key := sha256.Sum256([]byte(token))
 	now := time.Now()
@@ -88,7 +89,7 @@ func (k *Kubernetes) Review(ctx context.Context, token string) error {
 	}
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	if len(k.known) >= rememberMost {
+	if len(k.known) >= maxRemembered {
 		clear(k.known)
 	}
 	k.known[key] = verdict{err, now.Add(remember)}

@@ -57,7 +57,7 @@ func newServer(t *testing.T) (*server, *Kubernetes) {
 func TestReview(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s, k := newServer(t)
-		for token, want := range map[string]error{"jane": nil, "joe": ErrForbidden, "other": ErrUnauthenticated, "nobody": ErrUnauthenticated, strings.Repeat("x", tokenMost+1): ErrUnauthenticated} {
+		for token, want := range map[string]error{"jane": nil, "joe": ErrForbidden, "other": ErrUnauthenticated, "nobody": ErrUnauthenticated, strings.Repeat("x", maxToken+1): ErrUnauthenticated} {
 			if err := k.Review(t.Context(), token); !errors.Is(err, want) || want == nil && err != nil {
 				t.Errorf("%.20s: %v, want %v", token, err, want)
 			}
@@ -99,11 +99,11 @@ func TestReviewIsBounded(t *testing.T) {
 		if most := askBurst + int(askRate*time.Since(began).Seconds()) + 1; s.reviews > most || time.Since(began) < 30*time.Second {
 			t.Errorf("%d questions in %s", s.reviews, time.Since(began))
 		}
-		for i := range 2 * rememberMost {
+		for i := range 2 * maxRemembered {
 			k.known[[32]byte{byte(i), byte(i >> 8)}] = verdict{}
 		}
 		_ = k.Review(t.Context(), "jane")
-		if len(k.known) > rememberMost {
+		if len(k.known) > maxRemembered {
 			t.Errorf("%d answers are remembered", len(k.known))
 		}
 	})

@@ -16,8 +16,8 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
-// missingMost bounds the pods without the barrier that are named.
-const missingMost = 20
+// maxMissing bounds the pods without the barrier that are named.
+const maxMissing = 20
 
 // Kinds of hooks, as they are shown.
 const (
@@ -45,7 +45,7 @@ func (d *Dashboard) barriersOf(of coordinator.View) api.Barriers {
 	all := api.Barriers{Open: of.OpenBarriers, Hooks: of.Barred, Items: []api.Barrier{}, MissingPods: []string{}}
 	if d.Missing != nil {
 		missing := d.Missing()
-		all.Missing, all.MissingPods = len(missing), append(all.MissingPods, missing[:min(len(missing), missingMost)]...)
+		all.Missing, all.MissingPods = len(missing), append(all.MissingPods, missing[:min(len(missing), maxMissing)]...)
 	}
 	for _, b := range of.Barriers {
 		all.Items = append(all.Items, d.barrierOf(b))
@@ -56,7 +56,7 @@ func (d *Dashboard) barriersOf(of coordinator.View) api.Barriers {
 func (d *Dashboard) barrierOf(b coordinator.Barrier) api.Barrier {
 	one := api.Barrier{
 		Namespace: b.Pod.Namespace, Pod: b.Pod.Name, UID: string(b.Pod.UID), Phase: b.Phase.String(), PhaseSince: b.Entered, Reason: b.Reason.String(),
-		Since: b.Since, Deadline: b.Deadline, AskedBy: b.ByName, Owed: b.Owed, Waiting: len(b.Waiting), Words: wordsOf(b.Words),
+		Since: b.Since, Deadline: b.Deadline, AskedBy: b.ByName, Owed: b.Owed, Waiting: len(b.Waiting), Reports: reportsOf(b.Reports),
 		StatedSeconds: b.Stated.Seconds(), Cut: b.Cut, Last: b.Last || b.LastHere, Sampled: b.Sampled, Uncovered: []string{},
 	}
 	if b.Stated > 0 {

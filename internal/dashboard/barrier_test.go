@@ -142,16 +142,16 @@ func TestBarriersAndHealthOverHTTP(t *testing.T) {
 	w.view.Barriers = []coordinator.Barrier{{
 		Facing: drain.Facing{Status: drain.Status{Pod: drain.Pod{Namespace: "shop", Name: "a", UID: "uid-a"}, Phase: drain.Unrouting, Since: now, Deadline: now.Add(30 * time.Second), Owed: 2,
 			Waiting: []drain.Waiting{{}}, Stated: 25 * time.Second}, ByName: "lameduck-node/x", LastHere: true},
-		Words: []coordinator.Word{{Word: drain.Word{Name: "lameduck-node/y", Connected: true, State: drain.Routing}, Gateway: "kube-proxy"}},
+		Reports: []coordinator.AgentReport{{Word: drain.Word{Name: "lameduck-node/y", Connected: true, State: drain.Routing}, Gateway: "kube-proxy"}},
 	}}
-	w.view.Beliefs = coordinator.Beliefs{Agents: 1, Known: 9, Troubled: 1, Untold: 4, All: wire.TargetCounts{Usable: 5, Unhealthy: 1}, Services: []coordinator.ServiceBelief{{
-		Service: drain.Service{Namespace: "shop", Name: "web"}, Gateways: 2, Open: 1, Unwell: 1, Believers: []coordinator.Believer{{Name: "edge/hap", Gateway: "haproxy", ServiceHealth: wire.ServiceHealth{
+	w.view.TargetHealth = coordinator.TargetHealth{Agents: 1, Known: 9, Troubled: 1, Untold: 4, All: wire.TargetCounts{Usable: 5, Unhealthy: 1}, Services: []coordinator.ServiceHealth{{
+		Service: drain.Service{Namespace: "shop", Name: "web"}, Gateways: 2, Open: 1, Unwell: 1, Reports: []coordinator.HealthReport{{Name: "edge/hap", Gateway: "haproxy", ServiceHealth: wire.ServiceHealth{
 			TargetCounts: wire.TargetCounts{Usable: 1, Unhealthy: 1}, FailingOpen: true, Checked: true,
 			Targets: []wire.TargetHealth{{Address: netip.MustParseAddrPort("10.0.0.1:80"), Pod: "shop/web-1", Why: "failing-open", Last: "timeout", Since: now}},
 		}}},
 	}}}
 	d := newDashboard(w)
-	d.Missing = func() []string { return make([]string, missingMost+1) }
+	d.Missing = func() []string { return make([]string, maxMissing+1) }
 	d.Pod = func(of drain.Pod) *corev1.Pod {
 		if of.UID != "uid-a" {
 			return nil
@@ -164,8 +164,8 @@ func TestBarriersAndHealthOverHTTP(t *testing.T) {
 		t.Fatal(err)
 	}
 	b := barriers.Items[0]
-	if barriers.Open != 3 || barriers.Hooks != 2 || barriers.Missing != missingMost+1 || len(barriers.MissingPods) != missingMost || b.Hook != "httpGet" || b.Node != "node-1" || b.AskedBy != "lameduck-node/x" || !b.Last || b.Owed != 2 || b.Waiting != 1 ||
-		!b.StatedUntil.Equal(now.Add(25*time.Second)) || strings.Join(b.Uncovered, " ") != "tls" || b.Words[0].Agent != "lameduck-node/y" || b.Words[0].State != "routing" {
+	if barriers.Open != 3 || barriers.Hooks != 2 || barriers.Missing != maxMissing+1 || len(barriers.MissingPods) != maxMissing || b.Hook != "httpGet" || b.Node != "node-1" || b.AskedBy != "lameduck-node/x" || !b.Last || b.Owed != 2 || b.Waiting != 1 ||
+		!b.StatedUntil.Equal(now.Add(25*time.Second)) || strings.Join(b.Uncovered, " ") != "tls" || b.Reports[0].Agent != "lameduck-node/y" || b.Reports[0].State != "routing" {
 		t.Errorf("%+v", barriers)
 	}
 	var targets api.TargetList

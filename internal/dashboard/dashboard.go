@@ -1,4 +1,5 @@
-// Package dashboard shows people what one coordinator knows: a read API as JSON, and a live page that is made of it.
+// Package dashboard shows operators what one coordinator knows: a read API as JSON, and a live page
+// that is made of it.
 //
 // It only reads. Nothing that comes in has a body, and no answer depends on who asks, but for whether he may. What is shown is the whole
 // cluster's: pods and gateways of all namespaces.
@@ -171,7 +172,7 @@ func (d *Dashboard) Handler(address net.Addr) http.Handler {
 			d.answer(w, result, err)
 		})
 		if row.access == readers {
-			known = serve.Kept(known)
+			known = serve.KeepConn(known)
 		}
 		r.Methods(http.MethodGet, http.MethodHead).Path(row.path).HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 			if err := d.admit(row.access, open, r); err != nil {

@@ -196,7 +196,7 @@ func TestNothingIsNull(t *testing.T) {
 	w.view.Began, w.view.At = time.Now(), time.Now()
 	check("empty")
 	now := time.Now()
-	w.view.Drains = []coordinator.Drain{{Status: drain.Status{Pod: drain.Pod{Namespace: "shop", Name: "a", UID: "uid-a"}, Since: now, Deadline: now}, Words: []coordinator.Word{{}}}}
+	w.view.Drains = []coordinator.Drain{{Status: drain.Status{Pod: drain.Pod{Namespace: "shop", Name: "a", UID: "uid-a"}, Since: now, Deadline: now}, Reports: []coordinator.AgentReport{{}}}}
 	w.view.Agents = []coordinator.Agent{{}}
 	w.view.Outcomes = []coordinator.Outcome{{At: now}}
 	w.view.Propagation = []coordinator.Propagation{{}}
@@ -272,13 +272,13 @@ func TestOutcomesJoinNotes(t *testing.T) {
 		if diff := cmp.Diff(want, got); diff != "" {
 			t.Error(diff)
 		}
-		for i := range 2 * notesMost {
+		for i := range 2 * maxNotes {
 			say(fmt.Sprint("many-", i), "Cold", true)
 		}
-		if n := d.Notes.newest(); len(n) != notesMost || n[0].pod.Name != fmt.Sprint("many-", 2*notesMost-1) {
+		if n := d.Notes.newest(); len(n) != maxNotes || n[0].pod.Name != fmt.Sprint("many-", 2*maxNotes-1) {
 			t.Errorf("%d notes, the newest of %s", len(n), n[0].pod.Name)
 		}
-		if n := len(d.view().Outcomes); n != outcomesMost {
+		if n := len(d.view().Outcomes); n != maxOutcomes {
 			t.Errorf("%d outcomes", n)
 		}
 	})
@@ -361,7 +361,7 @@ func TestEventsTellWhatHasChanged(t *testing.T) {
 		}
 		// Nothing changes: it is only said that it lives.
 		began := time.Now()
-		if event, _ := f.next(t); event != "alive" || time.Since(began) > aliveEvery {
+		if event, _ := f.next(t); event != "alive" || time.Since(began) > heartbeatEvery {
 			t.Errorf("then %s after %s", event, time.Since(began))
 		}
 		w.set(func(v *coordinator.View) { v.Open = 7 })
@@ -431,7 +431,7 @@ func TestEventsDoNotWaitForAnybody(t *testing.T) {
 func TestEventsAreBounded(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		d := newDashboard(&world{})
-		for range readersMost {
+		for range maxReaders {
 			if d.feed.join() == nil {
 				t.Fatal("refused")
 			}

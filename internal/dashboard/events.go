@@ -16,10 +16,10 @@ const (
 	// viewEvery is how often a view is made for those who follow, at most. One that took long is rested from for restFactor times as long.
 	viewEvery  = 250 * time.Millisecond
 	restFactor = 20
-	// aliveEvery is how often a reader hears something at least.
-	aliveEvery = 2 * time.Second
-	// readersMost bounds those who follow.
-	readersMost = 64
+	// heartbeatEvery is how often a reader hears something at least.
+	heartbeatEvery = 2 * time.Second
+	// maxReaders bounds those who follow.
+	maxReaders = 64
 )
 
 // feed makes views for those who follow, one for all.
@@ -110,7 +110,7 @@ func (r *reader) wake() {
 func (f *feed) join() *reader {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	if len(f.readers) >= readersMost {
+	if len(f.readers) >= maxReaders {
 		return nil
 	}
 	if len(f.readers) == 0 {
@@ -156,7 +156,7 @@ func (d *Dashboard) events(w http.ResponseWriter, r *http.Request) (any, error) 
 	}
 	follower := d.feed.join()
 	if follower == nil {
-		return nil, refusal{http.StatusServiceUnavailable, fmt.Sprintf("%d readers follow this replica already, as many as may", readersMost)}
+		return nil, refusal{http.StatusServiceUnavailable, fmt.Sprintf("%d readers follow this replica already, as many as may", maxReaders)}
 	}
 	defer d.feed.leave(follower)
 	control := http.NewResponseController(w)
@@ -168,7 +168,7 @@ func (d *Dashboard) events(w http.ResponseWriter, r *http.Request) (any, error) 
 		}
 		return control.Flush()
 	}
-	alive := time.NewTicker(aliveEvery)
+	alive := time.NewTicker(heartbeatEvery)
 	defer alive.Stop()
 	for {
 		select {
@@ -177,10 +177,10 @@ func (d *Dashboard) events(w http.ResponseWriter, r *http.Request) (any, error) 
 				if send("view", view) != nil {
 					return nil, errWritten
 				}
-				alive.Reset(aliveEvery)
+				alive.Reset(heartbeatEvery)
 			}
 		case <-alive.C:
-			at, _ := json.Marshal(api.Alive{At: time.Now()})
+			at, _ := json.Marshal(api.Heartbeat{At: time.Now()})
 			if send("alive", at) != nil {
 				return nil, errWritten
 			}

@@ -57,7 +57,7 @@ func (d *Dashboard) explain(_ http.ResponseWriter, r *http.Request) (any, error)
 		consumers = d.Consumers(services)
 	}
 	x := explanation(e, parties, gateways, d.nodeOf, consumers)
-	v := d.Coordinator.View(drainsMost, wordsMost)
+	v := d.Coordinator.View(maxDrains, maxReports)
 	x.At, x.Replica = v.At, v.Lease.Replica
 	for _, one := range v.Drains {
 		if one.Pod.UID == drain.UID(e.Pod.UID) {
@@ -86,7 +86,7 @@ func (d *Dashboard) nodeOf(p drain.Party) string {
 func explanation(e admission.Explanation, parties []drain.Party, gateways map[drain.AgentID]string, node func(drain.Party) string, consumers []Consumers) api.Explanation {
 	x := api.Explanation{
 		Namespace: e.Pod.Namespace, Pod: e.Pod.Name, UID: string(e.Pod.UID), Operation: string(e.Facts.Operation),
-		Answer: e.Verdict.Action.String(), Reason: string(e.Verdict.Reason), Unroute: e.Verdict.Unroute, Queued: e.Crowded,
+		Answer: e.Verdict.Action.String(), Reason: string(e.Verdict.Reason), Unroute: e.Verdict.Unroute, Queued: e.Full,
 		Services: []api.ExplainedService{}, Gates: []api.Gate{}, Uncovered: []api.Uncovered{},
 	}
 	var names []string

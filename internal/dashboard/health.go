@@ -16,7 +16,7 @@ func (d *Dashboard) targets(http.ResponseWriter, *http.Request) (any, error) {
 	return api.TargetList{At: v.At, Replica: v.Replica.Name, TargetHealth: v.TargetHealth}, nil
 }
 
-func healthOf(of coordinator.Beliefs) api.TargetHealth {
+func healthOf(of coordinator.TargetHealth) api.TargetHealth {
 	h := api.TargetHealth{
 		Reported: of.Agents > 0, Where: healthElsewhere, Agents: of.Agents, Untold: of.Untold, All: countsOf(of.All), Known: of.Known, Troubled: of.Troubled,
 		Services: []api.ServiceHealth{},
@@ -26,7 +26,7 @@ func healthOf(of coordinator.Beliefs) api.TargetHealth {
 			Namespace: s.Service.Namespace, Name: s.Service.Name, Gateways: s.Gateways, FailingOpen: s.Open, Unwell: s.Unwell, Trouble: s.Trouble(),
 			Says: []api.GatewayHealth{},
 		}
-		for _, b := range s.Believers {
+		for _, b := range s.Reports {
 			says := api.GatewayHealth{
 				Agent: b.Name, Gateway: b.Gateway, TargetCounts: countsOf(b.TargetCounts), FailingOpen: b.FailingOpen, Checked: b.Checked, Targets: []api.UnhealthyTarget{},
 			}

@@ -11,8 +11,8 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
-// notesMost is how many notes are remembered.
-const notesMost = 200
+// maxNotes is how many notes are remembered.
+const maxNotes = 200
 
 // Notes remembers the last warnings on their way to Next: each is of a deletion that went on without every gateway's word, often without a
 // drain. Safe for concurrent use.
@@ -35,7 +35,7 @@ func (n *Notes) Event(pod *corev1.Pod, warning bool, reason, message string) {
 	if warning {
 		of := note{time.Now(), drain.Pod{Namespace: pod.Namespace, Name: pod.Name, UID: drain.UID(pod.UID)}, strings.TrimPrefix(reason, "Lameduck"), message}
 		n.mu.Lock()
-		if len(n.kept) == notesMost {
+		if len(n.kept) == maxNotes {
 			n.kept = append(n.kept[:0], n.kept[1:]...)
 		}
 		n.kept = append(n.kept, of)

@@ -11,20 +11,20 @@ import (
 )
 
 const (
-	// drainsMost, wordsMost and agentsMost bound what a view lists, outcomesMost how many outcomes it tells. agentsAll bounds the list of agents
-	// where nothing else is asked for.
-	drainsMost   = 200
-	wordsMost    = 20
-	agentsMost   = 200
-	agentsAll    = 10_000
-	outcomesMost = 100
+	// maxDrains, maxReports and maxAgents bound what a view lists, maxOutcomes how many outcomes it
+	// tells. agentsAll bounds the list of agents where nothing else is asked for.
+	maxDrains   = 200
+	maxReports  = 20
+	maxAgents   = 200
+	agentsAll   = 10_000
+	maxOutcomes = 100
 )
 
-func (d *Dashboard) view() api.View { return d.viewOf(agentsMost) }
+func (d *Dashboard) view() api.View { return d.viewOf(maxAgents) }
 
 // viewOf makes a view with at most so many agents.
 func (d *Dashboard) viewOf(agents int) api.View {
-	of := d.Coordinator.View(drainsMost, wordsMost)
+	of := d.Coordinator.View(maxDrains, maxReports)
 	v := api.View{
 		At: of.At,
 		Replica: api.Replica{
@@ -34,7 +34,7 @@ func (d *Dashboard) viewOf(agents int) api.View {
 		Drains:      api.Drains{Open: of.Open, Items: []api.Drain{}, Elsewhere: of.Elsewhere},
 		Agents:      api.Agents{Expected: of.Expected, Missing: of.Missing, Suspended: of.Suspended, Known: len(of.Agents), Items: []api.Agent{}},
 		Outcomes:    d.outcomesOf(of),
-		Propagation: []api.Propagation{}, TargetHealth: healthOf(of.Beliefs),
+		Propagation: []api.Propagation{}, TargetHealth: healthOf(of.TargetHealth),
 		Barriers: d.barriersOf(of),
 	}
 	for _, one := range of.Drains {
@@ -62,23 +62,23 @@ func (d *Dashboard) viewOf(agents int) api.View {
 func drainOf(d coordinator.Drain) api.Drain {
 	one := api.Drain{
 		Namespace: d.Pod.Namespace, Pod: d.Pod.Name, UID: string(d.Pod.UID), Phase: d.Phase.String(), PhaseSince: d.Entered, Reason: d.Reason.String(),
-		Since: d.Since, Deadline: d.Deadline, Told: d.Told, Owed: d.Owed, Waiting: len(d.Waiting), Words: wordsOf(d.Words),
+		Since: d.Since, Deadline: d.Deadline, Told: d.Told, Owed: d.Owed, Waiting: len(d.Waiting), Reports: reportsOf(d.Reports),
 	}
 	return one
 }
 
-func wordsOf(words []coordinator.Word) []api.Word {
-	all := []api.Word{}
+func reportsOf(words []coordinator.AgentReport) []api.AgentReport {
+	all := []api.AgentReport{}
 	for _, w := range words {
-		all = append(all, api.Word{
-			Agent: w.Name, Gateway: w.Gateway, State: w.State.String(), Proof: w.Proof.String(), Since: w.Since, Heard: w.Heard,
+		all = append(all, api.AgentReport{
+			Agent: w.Name, Gateway: w.Gateway, State: w.State.String(), Proof: w.Proof.String(), Since: w.Since, Received: w.Heard,
 			Connected: w.Connected, Suspended: w.Suspended,
 		})
 	}
 	return all
 }
 
-// Agents' states, those that people should look at first.
+// Agents' states, those that operators should look at first.
 const (
 	stateSuspended = "suspended"
 	stateMissing   = "missing"
@@ -172,7 +172,7 @@ func (d *Dashboard) outcomesOf(of coordinator.View) []api.Outcome {
 		})
 	}
 	slices.SortStableFunc(all, func(a, b api.Outcome) int { return cmp.Or(b.At.Compare(a.At), cmp.Compare(a.UID, b.UID)) })
-	return all[:min(len(all), outcomesMost)]
+	return all[:min(len(all), maxOutcomes)]
 }
 
 // noteOfDrain is how long after its answer a drain may still be open: until the pod is seen terminating.

@@ -39,8 +39,8 @@ type tally struct {
 	was     health.Change
 }
 
-// word is what a tally says.
-func (t *tally) word() health.Change {
+// change is what a tally says.
+func (t *tally) change() health.Change {
 	return health.Change{
 		Endpoint: health.Endpoint{Target: t.target, Routable: t.ready > 0 && t.terminating == 0, Terminating: t.terminating > 0},
 		Gone:     t.listed == 0,
@@ -69,7 +69,7 @@ func (v *view) count(e endpoint, number uint16, by int) {
 		v.tallies[target] = t
 	}
 	if !t.touched {
-		t.touched, t.was = true, t.word()
+		t.touched, t.was = true, t.change()
 		v.touched = append(v.touched, t)
 	}
 	t.listed += by
@@ -106,7 +106,7 @@ func (v *view) settle() []health.Change {
 	var changes []health.Change
 	for _, t := range v.touched {
 		t.touched = false
-		is := t.word()
+		is := t.change()
 		if is != t.was {
 			changes = append(changes, is)
 		}

@@ -99,7 +99,7 @@ func (x *Index) Apply(now time.Time, s *discovery.EndpointSlice) []PortChange {
 		return nil
 	}
 	if _, listed := ServiceOf(s); !listed {
-		return x.exclude(now, name, s.ResourceVersion)
+		return x.forget(now, name, s.ResourceVersion)
 	}
 	delete(x.aside, name)
 	delete(x.deleted, name)
@@ -116,7 +116,7 @@ func (x *Index) Delete(now time.Time, s *discovery.EndpointSlice) []PortChange {
 		x.setAside(now, name, nil, known)
 		return nil
 	}
-	return x.exclude(now, name, s.ResourceVersion)
+	return x.forget(now, name, s.ResourceVersion)
 }
 
 // take makes s, or nothing if it is nil, what is known of the slice.

@@ -14,8 +14,8 @@ const (
 	Patience = 30 * time.Second
 	// settle is how long one is set aside at least, because a watch tells how far it is a moment after it has delivered a list.
 	settle = 100 * time.Millisecond
-	// graveMemory is how long the version at which a slice was deleted is remembered.
-	graveMemory = 10 * time.Minute
+	// deletedMemory is how long the version at which a slice was deleted is remembered.
+	deletedMemory = 10 * time.Minute
 )
 
 // aside is a view of a slice that is older than what is known of it.
@@ -41,7 +41,7 @@ func (x *Index) Missed(now time.Time, s *discovery.EndpointSlice) []PortChange {
 	name := types.NamespacedName{Namespace: s.Namespace, Name: s.Name}
 	known := x.known(name)
 	if !ordered(known) {
-		return x.exclude(now, name, "")
+		return x.forget(now, name, "")
 	}
 	x.setAside(now, name, nil, known)
 	return nil
@@ -55,7 +55,7 @@ func (x *Index) Tick(now time.Time, at func(namespace string) string) []PortChan
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	for name, g := range x.deleted {
-		if now.Sub(g.at) >= graveMemory {
+		if now.Sub(g.at) >= deletedMemory {
 			delete(x.deleted, name)
 		}
 	}
@@ -65,7 +65,7 @@ func (x *Index) Tick(now time.Time, at func(namespace string) string) []PortChan
 		if reached := at(name.Namespace); waited >= settle && ordered(reached) && !older(reached, a.known) {
 			if a.slice == nil {
 				// It was not there at that version: a list that goes back before it must not bring it again.
-				all = append(all, x.exclude(now, name, reached)...)
+				all = append(all, x.forget(now, name, reached)...)
 				continue
 			}
 		} else if waited < Patience {
@@ -94,8 +94,8 @@ func (x *Index) setAside(now time.Time, name types.NamespacedName, s *discovery.
 	x.aside[name] = aside{slice: s, known: known, since: since}
 }
 
-// exclude forgets a slice that was deleted at version, and remembers that.
-func (x *Index) exclude(now time.Time, name types.NamespacedName, version string) []PortChange {
+// forget forgets a slice that was deleted at version, and remembers that.
+func (x *Index) forget(now time.Time, name types.NamespacedName, version string) []PortChange {
 	delete(x.aside, name)
 	if ordered(version) {
 		x.deleted[name] = deletedSlice{version, now}

@@ -42,12 +42,13 @@ const Audience = "lameduck.io"
 
 const (
 	// remember is how long a token is valid without another question, rememberRight how long a right, rememberNo how long a no, and
-	// rememberNoLabel that of the account of a pod with the agent's label; rememberMost is how many answers are remembered.
+	// rememberNoLabel that of the account of a pod with the agent's label; maxRemembered is how
+	// many answers are remembered.
 	remember        = time.Minute
 	rememberRight   = 45 * time.Second
 	rememberNo      = 5 * time.Second
 	rememberNoLabel = 30 * time.Second
-	rememberMost    = 20_000
+	maxRemembered   = 20_000
 	askTimeout      = 5 * time.Second
 	// strangersRate and strangersBurst bound the questions of the lane of strangers, in a second and at once; agentsRate and agentsBurst those
 	// of all agents, and those about rights; oneBurst those of one agent, with one a second. With the webhook's own limit of 50 requests a second
@@ -155,8 +156,8 @@ func (l lane) wait(ctx context.Context) error {
 
 // Authenticate implements [coordinator.Authenticator].
 func (k *Kubernetes) Authenticate(ctx context.Context, token string) (coordinator.Identity, error) {
-	if len(token) > tokenMost {
-		return coordinator.Identity{}, refusal{coordinator.ErrUnauthenticated, fmt.Sprintf("%v: longer than %d bytes", coordinator.ErrUnauthenticated, tokenMost)}
+	if len(token) > maxToken {
+		return coordinator.Identity{}, refusal{coordinator.ErrUnauthenticated, fmt.Sprintf("%v: longer than %d bytes", coordinator.ErrUnauthenticated, maxToken)}
 	}
 	l := k.laneOf(token)
 	who, err := k.review(ctx, token, l)
@@ -224,12 +225,12 @@ func (k *Kubernetes) review(ctx context.Context, token string, l lane) (coordina
 // makeRoom forgets, when as many answers are remembered as may be, first those that are old and then, if these are not half, any: strangers
 // must not make us forget all agents at once.
 func makeRoom[K comparable, V any](answers map[K]answer[V], now time.Time) {
-	if len(answers) < rememberMost {
+	if len(answers) < maxRemembered {
 		return
 	}
 	for _, stale := range []bool{true, false} {
 		for key, a := range answers {
-			if !stale && len(answers) <= rememberMost/2 {
+			if !stale && len(answers) <= maxRemembered/2 {
 				return
 			}
 			if !stale || a.err != nil || now.After(a.until.Add(remember)) {
@@ -239,8 +240,8 @@ func makeRoom[K comparable, V any](answers map[K]answer[V], now time.Time) {
 	}
 }
 
-// tokenMost bounds a token that is asked about, in bytes.
-const tokenMost = 16 << 10
+// maxToken bounds a token that is asked about, in bytes.
+const maxToken = 16 << 10
 
 // claims are what a JSON Web Token says of itself.
 type claims struct {

@@ -167,12 +167,12 @@ func TestErrorsAreNotRemembered(t *testing.T) {
 func TestWhatIsRememberedIsBounded(t *testing.T) {
 	s := newAPIServer(t)
 	s.strangers.SetLimit(rate.Inf)
-	for i := range rememberMost + 1 {
+	for i := range maxRemembered + 1 {
 		if _, err := s.Authenticate(context.Background(), fmt.Sprint("token ", i)); err != nil {
 			t.Fatal(err)
 		}
 	}
-	if n := len(s.Kubernetes.tokens); n > rememberMost {
+	if n := len(s.Kubernetes.tokens); n > maxRemembered {
 		t.Errorf("%d tokens are remembered", n)
 	}
 }
@@ -286,7 +286,7 @@ func TestStrangersDoNotKeepAgentsOut(t *testing.T) {
 		if refused.Load() == 0 {
 			t.Error("nobody is refused")
 		}
-		if _, err := s.Authenticate(t.Context(), strings.Repeat("x", tokenMost+1)); !errors.Is(err, coordinator.ErrUnauthenticated) {
+		if _, err := s.Authenticate(t.Context(), strings.Repeat("x", maxToken+1)); !errors.Is(err, coordinator.ErrUnauthenticated) {
 			t.Errorf("a token as long as a book: %v", err)
 		}
 	})

@@ -37,8 +37,8 @@ const (
 	// pollEvery is how often each replica is polled, pollTime how long that may take.
 	pollEvery = time.Second
 	pollTime  = time.Second
-	// answerMost bounds an answer, in bytes.
-	answerMost = 16 << 20
+	// maxAnswer bounds an answer, in bytes.
+	maxAnswer = 16 << 20
 )
 
 // Peer is another replica, as its pod says.
@@ -277,7 +277,7 @@ func (p *Peers) ask(ctx context.Context, of peer, method, path string, say, answ
 		return err
 	}
 	defer response.Body.Close()
-	decoder := json.NewDecoder(http.MaxBytesReader(nil, response.Body, answerMost))
+	decoder := json.NewDecoder(http.MaxBytesReader(nil, response.Body, maxAnswer))
 	if response.StatusCode != http.StatusOK {
 		var refused wire.Error
 		_ = decoder.Decode(&refused)

@@ -98,7 +98,7 @@ func (s Server) run(ctx context.Context) error {
 			if ending.Load() {
 				w.Header().Set("Connection", "close")
 			}
-			if conn, ok := r.Context().Value(connKey{}).(*crowdConn); ok {
+			if conn, ok := r.Context().Value(connKey{}).(*limitedConn); ok {
 				conn.turn(false)
 			}
 			if s.ReadTime > 0 && r.ContentLength != 0 {
@@ -116,7 +116,7 @@ func (s Server) run(ctx context.Context) error {
 	listener := s.Listener
 	if s.Conns > 0 {
 		server.ConnContext, server.ReadHeaderTimeout = connContext, idleTime
-		listener = &crowdListener{Listener: listener, crowd: newCrowd(s.Conns), log: log.With("server", s.Name), said: rate.Sometimes{Interval: crowdedEvery}}
+		listener = &limitedListener{Listener: listener, crowd: newConnLimiter(s.Conns), log: log.With("server", s.Name), said: rate.Sometimes{Interval: limitedEvery}}
 	}
 	if s.TLS != nil {
 		config := s.TLS.Clone()

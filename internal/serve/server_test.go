@@ -184,7 +184,7 @@ func TestServerMakesRoom(t *testing.T) {
 	held.Add(2)
 	address, _ := start(t, Server{
 		TLS: secure, Conns: most, Grace: 5 * time.Second,
-		Handler: Kept(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		Handler: KeepConn(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 			if r.URL.Path == "/hold" {
 				held.Done()
 				<-release
@@ -246,7 +246,7 @@ func TestServerTurnsAwayWhatIsTooMuch(t *testing.T) {
 	release, held := make(chan struct{}), make(chan struct{}, 1)
 	address, _ := start(t, Server{
 		Conns: 1, Grace: 5 * time.Second,
-		Handler: Kept(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		Handler: KeepConn(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 			if r.URL.Path == "/hold" {
 				held <- struct{}{}
 				<-release

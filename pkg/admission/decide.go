@@ -161,9 +161,9 @@ type Verdict struct {
 	Reason Reason
 	// Unroute asks agents in the background to let go, although the answer does not wait.
 	Unroute bool
-	// Warn says that people should see Message with an Allow: something is not as it should be.
+	// Warn says that operators should see Message with an Allow: something is not as it should be.
 	Warn bool
-	// Message is for people. A Deny always has one.
+	// Message is for operators. A Deny always has one.
 	Message string
 }
 

@@ -25,8 +25,8 @@ type Explanation struct {
 	Verdict Verdict
 	// Targets are the Services that list the pod, with their usable targets. Nil if nobody routes it.
 	Targets []drain.Targets
-	// Crowded is why the drain would have to wait for room. Empty: it would not.
-	Crowded string
+	// Full is why the drain would have to wait for room. Empty: it would not.
+	Full string
 }
 
 // Explain decides what a deletion of the pod by anybody would lead to, or an eviction, and carries nothing of it out: no drain is opened,
@@ -50,8 +50,8 @@ func (c *Cluster) Explain(ctx context.Context, now time.Time, operation Operatio
 	}
 	e := Explanation{Pod: s.pod, Facts: facts, Verdict: verdict, Targets: s.targets}
 	if e.Verdict.Action == Drain {
-		if is := c.crowded(s); is.service != "" && is.draining >= max(1, is.usable/2) {
-			e.Crowded = is.String()
+		if is := c.fullService(s); is.service != "" && is.draining >= max(1, is.usable/2) {
+			e.Full = is.String()
 		}
 	}
 	return e, nil

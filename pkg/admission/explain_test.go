@@ -45,8 +45,8 @@ func TestExplain(t *testing.T) {
 				if err != nil {
 					t.Fatal(err)
 				}
-				if e.Verdict.Action != c.action || e.Verdict.Reason != c.reason || e.Crowded != "" != c.crowded || e.Pod.UID != "uid-a" {
-					t.Errorf("%+v, crowded %q", e.Verdict, e.Crowded)
+				if e.Verdict.Action != c.action || e.Verdict.Reason != c.reason || e.Full != "" != c.crowded || e.Pod.UID != "uid-a" {
+					t.Errorf("%+v, crowded %q", e.Verdict, e.Full)
 				}
 			}
 			if len(w.ledger.calls) > 0 || len(w.events) > 0 || len(w.Cluster.promises.of) > 0 {

@@ -19,7 +19,7 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
-// Annotations and labels that people write.
+// Annotations and labels that operators write.
 const (
 	// OptOut, with the value "disabled" as an annotation of a pod or a label of a namespace: deletions there never wait.
 	OptOut = "lameduck.io/drain"
@@ -27,7 +27,7 @@ const (
 	BreakGlassAnnotation = "lameduck.io/break-glass"
 )
 
-// outOfService is the taint by which people declare a node dead.
+// outOfService is the taint by which operators declare a node dead.
 const outOfService = "node.kubernetes.io/out-of-service"
 
 // Ledger is what the handler needs of the coordinator.
@@ -312,28 +312,31 @@ func (c *Cluster) targets(listings []endpoints.Listing, uid health.UID) (all []d
 	return all, lastOf
 }
 
-// look brings the targets of s up to date. It names a Service if the pod has become the last one of all that are routed.
-func (c *Cluster) look(now time.Time, s *subject) (lastOf string) {
+// live brings the targets of s up to date. It names a Service if the pod has become the last one of
+// all that are routed.
+func (c *Cluster) live(now time.Time, s *subject) (lastOf string) {
 	uid := health.UID(s.pod.UID)
 	s.targets, lastOf = c.targets(c.Slices.Pod(now, s.pod.Namespace, uid), uid)
 	return lastOf
 }
 
-// crowd is a Service whose room is taken: of the usable targets so many are being drained through this replica.
-type crowd struct {
+// fullService is a Service whose room is taken: of the usable targets so many are being drained
+// through this replica.
+type fullService struct {
 	service          string
 	draining, usable int
 }
 
-// crowded names the Service that a queued drain of the pod waits for: the one with the least room.
-func (c *Cluster) crowded(s subject) (least crowd) {
+// fullService names the Service that a queued drain of the pod waits for: the one with the least
+// room.
+func (c *Cluster) fullService(s subject) (least fullService) {
 	uid := drain.UID(s.pod.UID)
 	room := 0
 	for _, t := range s.targets {
 		if _, usable := slices.BinarySearch(t.Usable, uid); !usable {
 			continue // it takes nothing from this one
 		}
-		is := crowd{service: t.Service.String(), usable: len(t.Usable)}
+		is := fullService{service: t.Service.String(), usable: len(t.Usable)}
 		for other := range c.Ledger.Draining(t.Usable) {
 			if !c.Ledger.Queued(other) {
 				is.draining++

@@ -32,7 +32,7 @@ const (
 // lookAround is how often a held call looks whether its pod has become the last of a Service.
 const lookAround = 250 * time.Millisecond
 
-// Events tells people about a pod. It must not block.
+// Events tells operators about a pod. It must not block.
 type Events interface {
 	Event(pod *corev1.Pod, warning bool, reason, message string)
 }
@@ -64,7 +64,7 @@ type Others interface {
 type outcome struct {
 	allowed bool
 	reason  string
-	// message is for people: why not, or what was abnormal.
+	// message is for operators: why not, or what was abnormal.
 	message    string
 	warn       bool
 	retryAfter time.Duration
@@ -103,7 +103,7 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		role = opener
 	}
 	h.Metrics.answered(role, q.operation, answer, o.reason, time.Since(began))
-	// One of the replicas that were asked about this deletion tells people about it.
+	// One of the replicas that were asked about this deletion tells operators about it.
 	h.tell(role, q, s, o)
 	o.warn = o.warn && role == opener
 	h.write(w, q, o)
@@ -248,7 +248,7 @@ func (h *Handler) hold(ctx context.Context, began time.Time, q *request, s *subj
 			cancel()
 		}
 		// The pods that it waits with may have gone meanwhile: that makes room or none, and gateways keep the last one.
-		if service := h.Cluster.look(time.Now(), s); service != "" {
+		if service := h.Cluster.live(time.Now(), s); service != "" {
 			return outcome{allowed: true, reason: string(LastTarget), warn: true, message: lastMessage("Service " + service)}
 		}
 	}
@@ -263,7 +263,7 @@ func (h *Handler) hold(ctx context.Context, began time.Time, q *request, s *subj
 	if status.Phase == drain.Queued {
 		o.reason = string(Queued)
 		o.message = fmt.Sprintf("Lameduck: pod %s waits for room, since %s: %s. It is deleted when it had its turn and the gateways have let go, %s",
-			s.drainPod(), seconds(elapsed), h.Cluster.crowded(*s), rest)
+			s.drainPod(), seconds(elapsed), h.Cluster.fullService(*s), rest)
 	} else {
 		o.message = fmt.Sprintf("Lameduck: pod %s is still routed by %d of %d gateways, since %s: %s. It is deleted when they have let go, %s",
 			s.drainPod(), len(status.Waiting), status.Owed, seconds(elapsed), list(status.Waiting), rest)
@@ -289,7 +289,7 @@ func (h *Handler) released(s subject, status drain.Status, elapsed time.Duration
 	o := outcome{allowed: true, reason: status.Reason.String(), warn: status.Reason.Abnormal()}
 	switch {
 	case status.Reason == drain.Deadline && h.Cluster.Ledger.Queued(status.Pod.UID):
-		o.message = fmt.Sprintf("deleted after %s while gateways still route to it (%s): it waited for room: %s", seconds(elapsed), status.Reason, h.Cluster.crowded(s))
+		o.message = fmt.Sprintf("deleted after %s while gateways still route to it (%s): it waited for room: %s", seconds(elapsed), status.Reason, h.Cluster.fullService(s))
 	case status.Reason == drain.LastTarget:
 		o.warn, o.message = true, lastMessage("one of its Services")
 	case status.Reason == drain.Deadline || status.Reason == drain.IdleBound:
@@ -317,7 +317,7 @@ func earlier(a, b time.Time) time.Time {
 }
 
 // String says why there is no room.
-func (c crowd) String() string {
+func (c fullService) String() string {
 	if c.service == "" {
 		return "too many targets of its Services are being drained"
 	}

@@ -15,7 +15,8 @@ import (
 	"k8s.io/utils/ptr"
 )
 
-// What people write to have the barrier, on a namespace or a pod. A pod's own word counts more than its namespace's.
+// What operators write to have the barrier, on a namespace or a pod. A pod's own word counts more
+// than its namespace's.
 const (
 	BarrierLabel    = "lameduck.io/barrier"
 	BarrierEnabled  = "enabled"
@@ -45,7 +46,7 @@ const (
 	hostField     = "status.hostIP"
 	podField      = "status.podIP"
 	loopback      = "127.0.0.1"
-	nobody        = 65532
+	noAgents      = 65532
 	defaultGrace  = int64(corev1.DefaultTerminationGracePeriodSeconds)
 	waitVolumeMax = "16Mi"
 )
@@ -419,7 +420,7 @@ func (m *mutator) addProgram() {
 			return
 		}
 	}
-	user := int64(nobody)
+	user := int64(noAgents)
 	if s := spec.SecurityContext; s != nil && ptr.Deref(s.RunAsUser, 0) != 0 {
 		user = *s.RunAsUser // some clusters allow a namespace some users alone
 	}
@@ -489,7 +490,7 @@ func (m *mutator) growGrace() {
 	}
 }
 
-// annotate says for the agent, and for people, what was done.
+// annotate says for the agent, and for operators, what was done.
 func (m *mutator) annotate(covered bool) {
 	want := map[string]string{}
 	if covered {

@@ -18,7 +18,8 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
 
-// MutatePath is where the API server asks what a new pod needs in order to wait, but for the last segment: the secret. See [Door].
+// MutatePath is where the API server asks what a new pod needs in order to wait, but for the last
+// segment: the secret. See [SecretPath].
 const MutatePath = "/v1/mutate/"
 
 // namespaceTime bounds the look at the pod's namespace. It is answered from memory.

@@ -298,15 +298,15 @@ func TestQueuedDrainsCountForBudgets(t *testing.T) {
 		uids := []drain.UID{"uid-p0", "uid-p1"}
 		for _, p := range r.pods {
 			s := subject{pod: p}
-			r.Cluster.look(time.Now(), &s)
+			r.Cluster.live(time.Now(), &s)
 			r.coord.UnrouteFor(s.request())
 		}
 		if r.coord.Queued(uids[0]) || !r.coord.Queued(uids[1]) || len(r.coord.Draining(uids)) != 2 {
 			t.Errorf("draining: %v", r.coord.Draining(uids))
 		}
 		s := subject{pod: r.pods[1]}
-		r.Cluster.look(time.Now(), &s)
-		if got, want := r.Cluster.crowded(s).String(), "1 of 2 targets of Service shop/web are being drained here"; !strings.HasPrefix(got, want) {
+		r.Cluster.live(time.Now(), &s)
+		if got, want := r.Cluster.fullService(s).String(), "1 of 2 targets of Service shop/web are being drained here"; !strings.HasPrefix(got, want) {
 			t.Errorf("%q, want %q", got, want)
 		}
 	})

@@ -160,7 +160,7 @@ func TestACallerThatHasGoneOpensNoDrain(t *testing.T) {
 	}
 }
 
-// One replica tells people about a deletion: else each would be said twice.
+// One replica tells operators about a deletion: else each would be said twice.
 func TestAWitnessIsQuiet(t *testing.T) {
 	w := newWorld(t)
 	others := &replicas{claimed: []wire.Claimed{{Verdict: wire.VerdictDrain, Hold: true}}}

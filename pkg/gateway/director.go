@@ -23,11 +23,12 @@ const (
 	// watchTombstones and watchReloads are the pauses when nothing is expected to change: how late a reload can be noticed.
 	watchTombstones = 250 * time.Millisecond
 	watchReloads    = time.Second
-	// retryFirst and retryMost bound the pause after an error.
+	// retryFirst and maxRetry bound the pause after an error.
 	retryFirst = 50 * time.Millisecond
-	retryMost  = 2 * time.Second
-	// rushMost bounds the steps without a pause between them. Reapplying after a reload and letting a kept target go need one each.
-	rushMost = 4
+	maxRetry   = 2 * time.Second
+	// maxRush bounds the steps without a pause between them. Reapplying after a reload and letting
+	// a kept target go need one each.
+	maxRush = 4
 )
 
 // Observer is told what the Director did. Its methods must not block.
@@ -101,7 +102,7 @@ func (d *Director) Run(ctx context.Context) error {
 	for ctx.Err() == nil {
 		read, again, err := d.step(ctx)
 		d.report(ctx, err)
-		if again && rush < rushMost {
+		if again && rush < maxRush {
 			rush++
 			continue
 		}
@@ -109,7 +110,7 @@ func (d *Director) Run(ctx context.Context) error {
 		wait := watchReloads
 		switch {
 		case !read:
-			wait, unread = unread, min(2*unread, retryMost)
+			wait, unread = unread, min(2*unread, maxRetry)
 		case d.Set.Unsettled() || len(d.due(time.Now())) > 0:
 			wait, pause = pause, min(pause*3/2, slowest)
 		case len(d.Set.Watched()) > 0:
@@ -279,7 +280,7 @@ func (d *Director) refuse(now time.Time, tried []health.Op, applied error, pendi
 	d.refused = refused
 	if len(refused) > 0 && !waiting {
 		d.retryAt = now.Add(d.retry)
-		d.retry = min(2*d.retry, retryMost)
+		d.retry = min(2*d.retry, maxRetry)
 	}
 }
 

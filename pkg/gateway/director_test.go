@@ -326,7 +326,7 @@ func TestProgrammedOnceTheGatewayRoutesWhatIsWanted(t *testing.T) {
 		r.list("a b")
 		check(false, "while the gateway cannot be read")
 		r.plane.with(func() { r.plane.ownedErr = nil })
-		time.Sleep(retryMost + time.Second)
+		time.Sleep(maxRetry + time.Second)
 		r.routing("a b")
 		check(true, "when all is routed")
 		r.plane.with(func() { r.plane.ownedErr = func() error { return down } })
@@ -351,7 +351,7 @@ func TestNothingIsDoneBeforeWhatTheGatewayHasIsKnown(t *testing.T) {
 			t.Fatalf("%d batches were applied", applies)
 		}
 		r.plane.with(func() { r.plane.ownedErr = nil })
-		time.Sleep(retryMost + time.Second)
+		time.Sleep(maxRetry + time.Second)
 		r.stones("a:idle")
 		r.routing("")
 	})
@@ -363,7 +363,7 @@ func TestAReloadIsNoticedAndAppliedAgain(t *testing.T) {
 		r.bury("a")
 		time.Sleep(time.Minute)
 		r.stones("a:idle")
-		r.plane.with(func() { // the new process has what people configured: a, not b
+		r.plane.with(func() { // the new process has what operators configured: a, not b
 			r.plane.generation++
 			r.plane.routed = map[health.Key]bool{key("a"): true}
 		})
@@ -424,7 +424,7 @@ func TestRefusedOpsAreRetriedWithBackOffAndLoggedOnce(t *testing.T) {
 			t.Errorf("the refusal is logged %d times, want once", got)
 		}
 		r.plane.with(func() { r.plane.applyErr = nil })
-		time.Sleep(retryMost)
+		time.Sleep(maxRetry)
 		synctest.Wait()
 		r.routing("a b")
 		if got := r.log.count("follows again"); got != 1 {
@@ -464,7 +464,7 @@ func TestARefusedOpDelaysNoOther(t *testing.T) {
 		// And what is refused later does not put off the next try of what was refused before.
 		r.plane.with(func() { r.plane.applyErr = nil })
 		for range 4 {
-			time.Sleep(retryMost / 4)
+			time.Sleep(maxRetry / 4)
 			r.list("a b x") // wakes
 		}
 		synctest.Wait()
@@ -548,7 +548,7 @@ func TestAnUnreadableGatewayVoids(t *testing.T) {
 			t.Errorf("the error is logged %d times, want once", got)
 		}
 		r.plane.with(func() { r.plane.readErr = nil })
-		time.Sleep(retryMost + health.IdleGap)
+		time.Sleep(maxRetry + health.IdleGap)
 		synctest.Wait()
 		r.stones("a:idle")
 	})
@@ -662,7 +662,8 @@ func TestTheUnhealthyAreTakenOutAtOnce(t *testing.T) {
 	})
 }
 
-// Two pods are listed at one address of a server that people own. What one wants undoes what the other wants.
+// Two pods are listed at one address of a server that operators own. What one wants undoes what the
+// other wants.
 func TestAContestedServerDoesNotMakeItSpin(t *testing.T) {
 	directed(t, func(r *rig) {
 		r.serving("b")
@@ -679,7 +680,7 @@ func TestAContestedServerDoesNotMakeItSpin(t *testing.T) {
 		_, before := r.plane.counts()
 		time.Sleep(time.Minute)
 		_, reads := r.plane.counts()
-		if reads-before > 620*(rushMost+1) {
+		if reads-before > 620*(maxRush+1) {
 			t.Errorf("%d readings in a minute", reads-before)
 		}
 	})
@@ -743,14 +744,14 @@ func TestProgress(t *testing.T) {
 		}
 		check := func(when string, unread bool, behind string) {
 			t.Helper()
-			time.Sleep(retryMost + time.Second)
+			time.Sleep(maxRetry + time.Second)
 			synctest.Wait()
 			mu.Lock()
 			defer mu.Unlock()
 			if got := fmt.Sprint(last.Behind); got != behind || (last.Err != nil) != unread || len(last.Came) > 0 {
 				t.Fatalf("%s: %+v, want %s behind", when, last, behind)
 			}
-			if age := time.Since(last.AsOf); last.AsOf.IsZero() == r.d.Set.HasSynced() || r.d.Set.HasSynced() && age > 2*retryMost {
+			if age := time.Since(last.AsOf); last.AsOf.IsZero() == r.d.Set.HasSynced() || r.d.Set.HasSynced() && age > 2*maxRetry {
 				t.Fatalf("%s: as of %s ago", when, age)
 			}
 		}

@@ -38,9 +38,9 @@ type Directed interface {
 	// Observation names it as unread and says nothing of its keys.
 	Observe(ctx context.Context, keys []health.Key) (health.Observation, error)
 
-	// Owned lists the keys that an agent (this one or an earlier one) made in the gateway, whether routed or not. Servers that people
-	// configured are not among them. The Director uses it at start and for each new generation, to
-	// remove what nobody wants any more.
+	// Owned lists the keys that an agent (this one or an earlier one) made in the gateway, whether
+	// routed or not. Servers that operators configured are not among them. The Director uses it at
+	// start and for each new generation, to remove what nobody wants any more.
 	Owned(ctx context.Context) ([]health.Key, error)
 
 	// Stopped reports whether the data plane has ended: nothing answers in its place, and nothing

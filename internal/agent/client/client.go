@@ -2,7 +2,7 @@
 //
 // Each replica has a goroutine of its own that knows one address. It opens the stream, declares
 // what the gateway routes, excludes what is being drained, and from then on carries words both ways
-// until the stream is lost; then it starts over, after a pause that grows to [pauseMost], below the
+// until the stream is lost; then it starts over, after a pause that grows to [maxPause], below the
 // time after which the coordinator calls an agent lost.
 //
 // An exclusion has an expiry for each replica's life that asks for it. Every message of a stream
@@ -36,7 +36,7 @@ const (
 	// helloTimeout bounds the wait for the first message of a stream.
 	helloTimeout = 5 * time.Second
 	pauseFirst   = 100 * time.Millisecond
-	pauseMost    = 2 * time.Second
+	maxPause     = 2 * time.Second
 	// maxLine bounds one message of a stream, in bytes.
 	maxLine = 1 << 20
 )
@@ -289,7 +289,7 @@ func (r *replica) run(ctx context.Context) {
 			// What has swallowed the stream has swallowed the connections that wait to be used again.
 			r.client.HTTP.CloseIdleConnections()
 		}
-		if time.Since(began) > pauseMost {
+		if time.Since(began) > maxPause {
 			pause = pauseFirst
 		}
 		timer := time.NewTimer(pause/2 + rand.N(pause/2))
@@ -298,7 +298,7 @@ func (r *replica) run(ctx context.Context) {
 		case <-ctx.Done():
 			timer.Stop()
 		}
-		pause = min(2*pause, pauseMost)
+		pause = min(2*pause, maxPause)
 	}
 }
 
@@ -400,7 +400,7 @@ func (r *replica) stream(ctx context.Context) error {
 			lost(err)
 		}
 	}()
-	told := r.tellHealth(ctx, hello, reports)
+	told := r.sendHealth(ctx, hello, reports)
 	err = r.receive(lines, hello, func() { watchdog.Reset(away) }, func() { close(synced) })
 	err = cause(ctx, err)
 	lost(err)

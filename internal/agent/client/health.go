@@ -12,9 +12,10 @@ import (
 // healthEvery is how often a coordinator is told of the health of targets at most.
 const healthEvery = time.Second
 
-// tellHealth tells the coordinator what is new of the health of targets until ctx is done, and closes what it returns then. It goes beside the
-// reports, one message at a time, so that these wait for one at most. into is where it is written; nil: it is posted.
-func (r *replica) tellHealth(ctx context.Context, hello wire.Hello, into io.Writer) <-chan struct{} {
+// sendHealth tells the coordinator what is new of the health of targets until ctx is done, and
+// closes what it returns then. It goes beside the reports, one message at a time, so that these
+// wait for one at most. into is where it is written; nil: it is posted.
+func (r *replica) sendHealth(ctx context.Context, hello wire.Hello, into io.Writer) <-chan struct{} {
 	over := make(chan struct{})
 	if r.client.Health == nil || !slices.Contains(hello.Features, wire.FeatureHealth) {
 		close(over)
@@ -42,7 +43,7 @@ func (r *replica) tellHealth(ctx context.Context, hello wire.Hello, into io.Writ
 				told = now
 				continue
 			}
-			if err := r.tell(ctx, h, into); err != nil {
+			if err := r.sendReports(ctx, h, into); err != nil {
 				if ctx.Err() != nil {
 					return
 				}
@@ -54,7 +55,7 @@ func (r *replica) tellHealth(ctx context.Context, hello wire.Hello, into io.Writ
 	return over
 }
 
-func (r *replica) tell(ctx context.Context, h wire.Health, into io.Writer) error {
+func (r *replica) sendReports(ctx context.Context, h wire.Health, into io.Writer) error {
 	if into == nil {
 		return r.send(ctx, wire.HealthPath, h, nil)
 	}

@@ -12,9 +12,9 @@ const (
 	// lapseSpread is over how long agents whose expiries end together spread their question to the
 	// API server.
 	lapseSpread = 5 * time.Second
-	// freshRetryFirst and freshRetryMost bound the pause after one that failed.
+	// freshRetryFirst and maxFreshRetry bound the pause after one that failed.
 	freshRetryFirst = time.Second
-	freshRetryMost  = 30 * time.Second
+	maxFreshRetry   = 30 * time.Second
 )
 
 // Expire ends expiries that no coordinator renews, until ctx is done. fresh returns nil if what the
@@ -47,7 +47,7 @@ func (t *Exclusions) Expire(ctx context.Context, fresh func(context.Context) err
 		default:
 			if err := fresh(ctx); err != nil {
 				next = time.Now().Add(pause/2 + rand.N(pause))
-				pause = min(2*pause, freshRetryMost)
+				pause = min(2*pause, maxFreshRetry)
 				if text := err.Error(); text != failing && ctx.Err() == nil {
 					t.log.Warn("EndpointSlices may be old: exclusions stand although their expiries are over", "uids", expired, "error", err)
 					failing = text

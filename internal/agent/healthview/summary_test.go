@@ -14,7 +14,7 @@ import (
 )
 
 // Each target that EndpointSlices want is counted once, as what keeps it from traffic, or else by its health; and a name is given to those that
-// people have to look at.
+// operators have to look at.
 func TestSummariesCountEachTargetOnce(t *testing.T) {
 	set := health.New(health.Options{UsablePercent: 50})
 	web := endpoints.Port{Service: types.NamespacedName{Namespace: "shop", Name: "web"}, Name: "http"}

@@ -29,17 +29,18 @@ import (
 const (
 	// waitPath is what the hooks of a pod ask.
 	waitPath = "/v1/wait/{id}"
-	// waitsMost bounds the pods that wait at one time, strangersMost the hooks from this node whose pod is not known yet, and the hooks of this
-	// kind from all other addresses together; strangersOfOne those from one of these. More are answered 429.
-	waitsMost      = 512
-	strangersMost  = 64
+	// maxWaits bounds the pods that wait at one time, maxUnknown the hooks from this node whose pod
+	// is not known yet, and the hooks of this kind from all other addresses together;
+	// strangersOfOne those from one of these. More are answered 429.
+	maxWaits       = 512
+	maxUnknown     = 64
 	strangersOfOne = 4
-	// findMost is how long a hook waits for its pod to be known.
-	findMost = 2 * time.Second
-	// restartMost is how long a container is kept from being stopped while its pod stays, liveMost what the live look at the pod may take of
-	// that.
-	restartMost = 2 * time.Second
-	liveMost    = time.Second
+	// findTimeout is how long a hook waits for its pod to be known.
+	findTimeout = 2 * time.Second
+	// restartTimeout is how long a container is kept from being stopped while its pod stays,
+	// liveTimeout what the live look at the pod may take of that.
+	restartTimeout = 2 * time.Second
+	liveTimeout    = time.Second
 	// askAgain is how soon coordinators are tried again when there was none.
 	askAgain = 250 * time.Millisecond
 	// localIdle is how long this node's kernel, when nobody else can be asked, is waited for to be Idle once it is Removed.
@@ -53,8 +54,8 @@ const (
 	countedLate  = 500 * time.Millisecond
 	// answerMargin is how much earlier than the hook must end a coordinator has to answer, so that it can still say whom it waited for.
 	answerMargin = 250 * time.Millisecond
-	// idMost is the longest id that is looked up.
-	idMost = 64
+	// maxID is the longest id that is looked up.
+	maxID = 64
 	// HeaderTime is how long a hook's request may take to arrive.
 	HeaderTime = 5 * time.Second
 )
@@ -128,7 +129,7 @@ func (s *Server) serve(w http.ResponseWriter, r *http.Request) {
 		s.refuse(w, http.StatusTooManyRequests, outTooMany)
 		return
 	}
-	serve.Kept(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+	serve.KeepConn(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		select {
 		case <-one.done:
 			_ = http.NewResponseController(w).SetWriteDeadline(time.Now().Add(HeaderTime))
@@ -174,7 +175,7 @@ var (
 
 // find waits for the pod with an id to be known. from is where the hook comes from.
 func (s *Server) find(ctx context.Context, id string, from netip.Addr) (nodepods.Pod, error) {
-	if len(id) > idMost {
+	if len(id) > maxID {
 		return nodepods.Pod{}, errUnknown
 	}
 	p, ok, changed := s.pods.Find(id)
@@ -185,7 +186,7 @@ func (s *Server) find(ctx context.Context, id string, from netip.Addr) (nodepods
 		return nodepods.Pod{}, errTooMany
 	}
 	defer s.forget(from)
-	timer := time.NewTimer(findMost)
+	timer := time.NewTimer(findTimeout)
 	defer timer.Stop()
 	for !ok {
 		select {
@@ -218,7 +219,7 @@ func (s *Server) admit(from netip.Addr) bool {
 			}
 		}
 	}
-	if all >= strangersMost {
+	if all >= maxUnknown {
 		return false
 	}
 	s.strangers[from]++
@@ -241,7 +242,7 @@ func (s *Server) join(p nodepods.Pod) (*wait, error) {
 	if one := s.open[p.Pod.UID]; one != nil {
 		return one, nil
 	}
-	if len(s.open) >= waitsMost {
+	if len(s.open) >= maxWaits {
 		return nil, errTooMany
 	}
 	one := &wait{done: make(chan struct{})}
@@ -307,7 +308,7 @@ func (s *Server) wait(p nodepods.Pod) (why outcome, detail string) {
 	began := time.Now()
 	if p.Since.IsZero() {
 		// The watch may be late: the kubelet has another one.
-		ctx, cancel := context.WithTimeout(context.Background(), liveMost)
+		ctx, cancel := context.WithTimeout(context.Background(), liveTimeout)
 		is, gone, err := s.live(ctx, p.Pod)
 		cancel()
 		switch {
@@ -315,12 +316,12 @@ func (s *Server) wait(p nodepods.Pod) (why outcome, detail string) {
 			return outGone, ""
 		case err != nil:
 			detail = err.Error()
-			p = s.deletion(p, began.Add(liveMost))
+			p = s.deletion(p, began.Add(liveTimeout))
 		default:
 			p = is
 		}
 		if p.Since.IsZero() {
-			return s.restart(p, began.Add(restartMost), detail)
+			return s.restart(p, began.Add(restartTimeout), detail)
 		}
 	}
 	deadline := p.Deadline()
@@ -430,12 +431,12 @@ func (s *Server) barrier(ctx context.Context, p nodepods.Pod, deadline time.Time
 		case removedAt.IsZero():
 			removedAt = now
 		}
-		if alone && letGo(is, now, p.Seen, removedAt) {
+		if alone && stopped(is, now, p.Seen, removedAt) {
 			return outLocal, "this node's kernel is " + is.State.String() + "; " + trouble
 		}
 		if !passedAt.IsZero() {
 			if why, over := mayStop(is, passed, now, passedAt, removedAt); over {
-				return why, said(passed)
+				return why, outcomeText(passed)
 			}
 			if now.Sub(is.Counted) > countedFresh {
 				local.Count()
@@ -476,7 +477,7 @@ func (s *Server) barrier(ctx context.Context, p nodepods.Pod, deadline time.Time
 		case <-ctx.Done():
 			timer.Stop()
 			if !passedAt.IsZero() {
-				return outcome(drain.IdleBound.String()), said(passed)
+				return outcome(drain.IdleBound.String()), outcomeText(passed)
 			}
 			return outBound, trouble
 		}
@@ -503,8 +504,9 @@ func mayStop(is gateway.Reading, passed wire.Passed, now, passedAt, removedAt ti
 	return why, now.Sub(is.Counted) <= countedFresh || now.Sub(passedAt) >= countedLate
 }
 
-// letGo says whether this node's kernel alone is enough, when nobody else can be asked. All times are by this node's clock.
-func letGo(is gateway.Reading, now, began, removedAt time.Time) bool {
+// stopped says whether this node's kernel alone is enough, when nobody else can be asked. All times
+// are by this node's clock.
+func stopped(is gateway.Reading, now, began, removedAt time.Time) bool {
 	late := now.Sub(began) >= localKept
 	switch is.State {
 	case health.Idle:
@@ -520,7 +522,7 @@ func letGo(is gateway.Reading, now, began, removedAt time.Time) bool {
 	}
 }
 
-func said(p wire.Passed) string {
+func outcomeText(p wire.Passed) string {
 	text := ""
 	for i, w := range p.Waiting {
 		if i == 3 {

@@ -453,17 +453,17 @@ func TestWaitsAreBounded(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newTestNode(t)
 		var all []chan got
-		for range strangersMost + 5 {
+		for range maxUnknown + 5 {
 			all = append(all, n.hook("nobody"))
 		}
 		codes := map[int]int{}
 		for _, h := range all {
 			codes[(<-h).code]++
 		}
-		if codes[429] != 5 || codes[404] != strangersMost {
+		if codes[429] != 5 || codes[404] != maxUnknown {
 			t.Errorf("answers to strangers: %v", codes)
 		}
-		for i := range waitsMost {
+		for i := range maxWaits {
 			n.open[drain.UID(rune('a'+i))] = &wait{}
 		}
 		n.pods.Set(agenttest.Hooked("a"), false)
@@ -524,7 +524,7 @@ func TestStrangersDoNotFillThePlacesForUnknownIDs(t *testing.T) {
 		if g := <-other; g.code != http.StatusNotFound {
 			t.Errorf("a hook from a second address is answered %d %s", g.code, g.text)
 		}
-		time.Sleep(2 * findMost)
+		time.Sleep(2 * findTimeout)
 		synctest.Wait()
 		if len(n.strangers) > 0 {
 			t.Errorf("places stay taken: %v", n.strangers)

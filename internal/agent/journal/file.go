@@ -91,7 +91,7 @@ func (b *book) body(now time.Time, at stamp) body {
 // encode makes the bytes of a file.
 func (b body) encode() ([]byte, error) {
 	slices.SortFunc(b.Exclusions, func(x, y line) int { return strings.Compare(string(x.UID), string(y.UID)) })
-	rest, err := json.MarshalIndent(b, "", " ") // people read it when something is wrong
+	rest, err := json.MarshalIndent(b, "", " ") // operators read it when something is wrong
 	if err != nil {
 		return nil, err
 	}

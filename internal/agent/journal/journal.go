@@ -23,22 +23,24 @@ const (
 	newSuffix   = ".new"
 	asideSuffix = ".unreadable"
 
-	// lockMost is how long Open waits for another agent to let go: one that is dying holds the lock until it is dead.
-	lockMost = 5 * time.Second
-	// syncMost is how long anybody waits for one write: long for a disk, short against a drain's deadline.
-	syncMost = time.Second
+	// lockTimeout is how long Open waits for another agent to let go: one that is dying holds the
+	// lock until it is dead.
+	lockTimeout = 5 * time.Second
+	// syncTimeout is how long anybody waits for one write: long for a disk, short against a drain's
+	// deadline.
+	syncTimeout = time.Second
 	// lazy is how long what nobody waits for may wait to be written with other things.
 	lazy = time.Second
-	// retryFirst and retryMost bound the pause after a write that has failed.
+	// retryFirst and maxRetry bound the pause after a write that has failed.
 	retryFirst = time.Second
-	retryMost  = 30 * time.Second
+	maxRetry   = 30 * time.Second
 )
 
 // ErrLocked says that another agent uses the directory.
 var ErrLocked = errors.New("another agent uses it")
 
 // errStuck says that a write does not come to an end.
-var errStuck = fmt.Errorf("a write has not ended within %s", syncMost)
+var errStuck = fmt.Errorf("a write has not ended within %s", syncTimeout)
 
 // Journal is the exclusions of one agent, in memory and on disk. Make it with Open, run it with
 // Run. Its other methods may be called from any goroutine; only Sync waits.
@@ -177,7 +179,7 @@ func (j *Journal) change(changed bool) {
 // that they are not, and that the caller should go on without: the attempt that had them failed, or
 // a write does not come to an end.
 func (j *Journal) Sync(ctx context.Context) error {
-	timer := time.NewTimer(syncMost)
+	timer := time.NewTimer(syncTimeout)
 	defer timer.Stop()
 	j.mu.Lock()
 	want := j.urgent
@@ -225,7 +227,7 @@ func (j *Journal) Err() error {
 	return j.err
 }
 
-func (j *Journal) stuck() bool { return !j.began.IsZero() && time.Since(j.began) > syncMost }
+func (j *Journal) stuck() bool { return !j.began.IsZero() && time.Since(j.began) > syncTimeout }
 
 // Run writes what has changed until ctx is done, and then once more what nobody has waited for. It cannot end while the kernel does not
 // return from a write.
@@ -262,7 +264,7 @@ func (j *Journal) Run(ctx context.Context) error {
 		dirtySince, retryAt = time.Time{}, time.Time{}
 		if err != nil {
 			retryAt = time.Now().Add(retry)
-			retry = min(2*retry, retryMost)
+			retry = min(2*retry, maxRetry)
 		} else {
 			retry = retryFirst
 		}
@@ -406,7 +408,7 @@ func lock(ctx context.Context, path string) (*os.File, error) {
 			return nil, err
 		}
 	}
-	for end := time.Now().Add(lockMost); ; {
+	for end := time.Now().Add(lockTimeout); ; {
 		err := syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB)
 		if err == nil {
 			return f, nil

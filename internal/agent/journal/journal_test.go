@@ -510,7 +510,7 @@ func TestAFailedWriteIsTriedAgain(t *testing.T) {
 			t.Errorf("%d attempts in 10 min", writes)
 		}
 		works.Store(1)
-		time.Sleep(retryMost)
+		time.Sleep(maxRetry)
 		synctest.Wait()
 		if got := uids(left(t, dir)); j.Err() != nil || !slices.Equal(got, []drain.UID{uid(1)}) {
 			t.Errorf("Err is %v, on disk are %v", j.Err(), got)
@@ -541,13 +541,13 @@ func TestAStuckDiskHoldsNobodyForLong(t *testing.T) {
 		t.Error("settled at once")
 	}
 	began := time.Now()
-	if err := j.Sync(t.Context()); !errors.Is(err, errStuck) || time.Since(began) > 3*syncMost {
+	if err := j.Sync(t.Context()); !errors.Is(err, errStuck) || time.Since(began) > 3*syncTimeout {
 		t.Errorf("the first Sync returns %v after %s", err, time.Since(began))
 	}
 	time.Sleep(50 * time.Millisecond) // the write began a moment later
 	j.Exclude(now, pod(2), "a/1", now, now.Add(time.Minute))
 	began = time.Now()
-	if err := j.Sync(t.Context()); !errors.Is(err, errStuck) || time.Since(began) > syncMost/2 {
+	if err := j.Sync(t.Context()); !errors.Is(err, errStuck) || time.Since(began) > syncTimeout/2 {
 		t.Errorf("the second Sync returns %v after %s", err, time.Since(began))
 	}
 	if !j.Settled(uid(1)) || !j.Settled(uid(2)) || !errors.Is(j.Err(), errStuck) {

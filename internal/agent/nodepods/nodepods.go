@@ -40,8 +40,8 @@ const (
 // boundDefault is the bound of a pod that does not say.
 const boundDefault = 30 * time.Second
 
-// BoundMost is the longest bound that a pod may have.
-const BoundMost = 10 * time.Minute
+// MaxBound is the longest bound that a pod may have.
+const MaxBound = 10 * time.Minute
 
 // Pod is a pod of this node that has a barrier, as far as that needs it.
 type Pod struct {
@@ -76,7 +76,7 @@ func Read(p *corev1.Pod) (n Pod, ok bool) {
 		return n, false
 	}
 	if d, err := time.ParseDuration(p.Annotations[boundKey]); err == nil && d >= 0 {
-		n.Bound = min(d, BoundMost)
+		n.Bound = min(d, MaxBound)
 	}
 	if s, err := strconv.Atoi(p.Annotations[graceKey]); err == nil && s >= 0 {
 		n.Grace = time.Duration(s) * time.Second

@@ -20,8 +20,8 @@ import (
 )
 
 const (
-	// observedMost bounds the pods that are observed at one time, over all coordinators.
-	observedMost = 10_000
+	// maxObserved bounds the pods that are observed at one time, over all coordinators.
+	maxObserved = 10_000
 	// cleanBacklog bounds the pods whose connections wait to be forgotten, cleanLate how long one
 	// may have waited: later, its address may be another pod's.
 	cleanBacklog = 1000
@@ -93,7 +93,7 @@ func (o *Pods) Watch(w drain.Watch, holder string) {
 	defer o.mu.Unlock()
 	of := o.pods[w.Pod.UID]
 	if of == nil {
-		if len(o.pods) >= observedMost || w.Pod.UID == "" {
+		if len(o.pods) >= maxObserved || w.Pod.UID == "" {
 			o.log.Warn("pod is not observed", "pod", w.Pod.String(), "uid", w.Pod.UID, "observed", len(o.pods))
 			return
 		}
@@ -214,7 +214,7 @@ func (o *Pods) expire(now time.Time) {
 	for uid, of := range o.pods {
 		old := true
 		for _, deadline := range of.holders {
-			old = old && now.Sub(deadline) > 2*nodepods.BoundMost
+			old = old && now.Sub(deadline) > 2*nodepods.MaxBound
 		}
 		if old {
 			of.watch.Close()
@@ -236,9 +236,9 @@ func (o *Pods) enqueue(c cleanable) {
 	}
 }
 
-// taken says that the kernel sends to one of the addresses of a pod that is gone: on another node
+// reused says that the kernel sends to one of the addresses of a pod that is gone: on another node
 // another pod has it, or the kernel has not let go of this one yet, as of the last of a Service.
-func (o *Pods) taken(targets []netip.AddrPort) bool {
+func (o *Pods) reused(targets []netip.AddrPort) bool {
 	w := gateway.WatchSettled(o.gateway, targets, func() {})
 	defer w.Close()
 	is := w.Reading().State
@@ -281,7 +281,7 @@ func (o *Pods) forget(c cleanable, free func([]netip.AddrPort) bool) {
 		switch {
 		case len(c.targets) == 0 || time.Since(c.at) > cleanLate || !free(c.targets):
 			o.cleaned.WithLabelValues("skipped").Inc()
-		case o.taken(c.targets):
+		case o.reused(c.targets):
 			again := c
 			time.AfterFunc(cleanAgain, func() { o.enqueue(again) })
 		default:

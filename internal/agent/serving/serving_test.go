@@ -154,7 +154,7 @@ func TestWhoeverAsksIsTold(t *testing.T) {
 	}
 }
 
-// Load balancers read the status code, people and dashboards the body.
+// Load balancers read the status code, operators and dashboards the body.
 func TestTheAnswersAreKubeProxys(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		began := time.Now().UTC()

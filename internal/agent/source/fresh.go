@@ -16,19 +16,19 @@ import (
 )
 
 const (
-	// freshMost bounds one such question and the wait for the watch to have come as far.
-	freshMost = 10 * time.Second
+	// freshTimeout bounds one such question and the wait for the watch to have come as far.
+	freshTimeout = 10 * time.Second
 	// freshEvery is how often the watch is looked at meanwhile.
 	freshEvery = 50 * time.Millisecond
 )
 
-// heard is what a watch has delivered last of each EndpointSlice.
-type heard struct {
+// received is what a watch has delivered last of each EndpointSlice.
+type received struct {
 	mu     sync.Mutex
 	slices map[types.NamespacedName]*discovery.EndpointSlice
 }
 
-func (h *heard) hear(s *discovery.EndpointSlice, gone bool) {
+func (h *received) record(s *discovery.EndpointSlice, gone bool) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	name := types.NamespacedName{Namespace: s.Namespace, Name: s.Name}
@@ -44,7 +44,7 @@ func (h *heard) hear(s *discovery.EndpointSlice, gone bool) {
 
 // missing names a slice of namespace by which the watch is behind list, or says "": everything in list has been heard, or something newer of
 // it, and what is not in list has not, unless it is newer than list.
-func (h *heard) missing(namespace string, list *discovery.EndpointSliceList) (string, error) {
+func (h *received) missing(namespace string, list *discovery.EndpointSliceList) (string, error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	listed := make(map[string]bool, len(list.Items))
@@ -85,7 +85,7 @@ func (h *heard) missing(namespace string, list *discovery.EndpointSliceList) (st
 // of an unknown age, and the watch must have delivered each slice of it, or a newer version. A
 // slice that is deleted meanwhile makes it fail by its deadline; the next call will not see it.
 func (r *Endpoints) Fresh(ctx context.Context) error {
-	ctx, cancel := context.WithTimeout(ctx, freshMost)
+	ctx, cancel := context.WithTimeout(ctx, freshTimeout)
 	defer cancel()
 	for namespace := range r.watches {
 		list, err := r.kube.DiscoveryV1().EndpointSlices(namespace).List(ctx, metav1.ListOptions{})

@@ -41,7 +41,7 @@ type Endpoints struct {
 	ended    chan struct{}
 	isSynced atomic.Bool
 	// heard is what the watch has delivered, for Fresh and for the names of pods.
-	heard heard
+	heard received
 	// told is called after the set was told of changes of targets of some families, or that it has
 	// synced.
 	told func([]serving.Family)
@@ -163,7 +163,7 @@ func (r *Endpoints) push(c change) {
 	case r.changes <- c:
 	case <-r.ended:
 	}
-	r.heard.hear(c.slice, c.gone || c.missed) // not before it is on its way: see Fresh
+	r.heard.record(c.slice, c.gone || c.missed) // not before it is on its way: see Fresh
 }
 
 func (r *Endpoints) send(ctx context.Context, c change) {

@@ -142,14 +142,14 @@ func TestWhatAWatchIsMissing(t *testing.T) {
 		"no version":                      {heard: []*discovery.EndpointSlice{slice("a", "")}, list: list("10", slice("a", "9")), bad: true},
 	} {
 		t.Run(name, func(t *testing.T) {
-			var h heard
+			var h received
 			for _, s := range c.heard {
-				h.hear(s, false)
+				h.record(s, false)
 			}
 			for _, s := range c.gone {
-				h.hear(s, true)
+				h.record(s, true)
 			}
-			h.hear(&discovery.EndpointSlice{ObjectMeta: metav1.ObjectMeta{Namespace: "elsewhere", Name: "z", ResourceVersion: "1"}}, false)
+			h.record(&discovery.EndpointSlice{ObjectMeta: metav1.ObjectMeta{Namespace: "elsewhere", Name: "z", ResourceVersion: "1"}}, false)
 			got, err := h.missing("shop", c.list)
 			if got != c.want || (err != nil) != c.bad {
 				t.Errorf("missing is %q, %v; want %q", got, err, c.want)

@@ -1,4 +1,5 @@
-// Package api is what a coordinator tells people and their tools: the paths of its read API and the types of its answers, as JSON.
+// Package api is what a coordinator tells operators and their tools: the paths of its read API and
+// the types of its answers, as JSON.
 //
 // Everything is read with GET, and changes nothing. Each replica tells its own view: a deletion is a drain in each replica that the API server
 // asked. Times are of the replica's clock, and [View.At] says what it shows, so that nobody has to compare clocks.
@@ -89,9 +90,9 @@ type Drain struct {
 	Told time.Time `json:"told,omitzero"`
 	// Owed is how many agents have to acknowledge, Waiting how many of them have not yet. Words are what they say, those who are least far first;
 	// if they are too many to be listed, these.
-	Owed    int    `json:"owed"`
-	Waiting int    `json:"waiting"`
-	Words   []Word `json:"words"`
+	Owed    int           `json:"owed"`
+	Waiting int           `json:"waiting"`
+	Reports []AgentReport `json:"reports"`
 }
 
 // Barriers are those that are open on this replica.
@@ -124,9 +125,9 @@ type Barrier struct {
 	// Hook is the kind of the pod's hooks: httpGet, exec, or both, separated by a comma. Not there: the pod is not known here.
 	Hook string `json:"hook,omitempty"`
 	// Owed, Waiting and Words are as in Drain.
-	Owed    int    `json:"owed"`
-	Waiting int    `json:"waiting"`
-	Words   []Word `json:"words"`
+	Owed    int           `json:"owed"`
+	Waiting int           `json:"waiting"`
+	Reports []AgentReport `json:"reports"`
 	// StatedSeconds is how long, from the deletion on, is waited besides for those who can never acknowledge. StatedUntil is when that is over; Cut
 	// says that the deadline comes before.
 	StatedSeconds float64   `json:"statedSeconds,omitempty"`
@@ -140,16 +141,16 @@ type Barrier struct {
 	Uncovered []string `json:"uncovered"`
 }
 
-// Word is what an agent says of a drain.
-type Word struct {
+// AgentReport is what an agent says of a drain.
+type AgentReport struct {
 	Agent   string `json:"agent"`
 	Gateway string `json:"gateway,omitempty"`
 	// State is unknown, routing, kept, removed or idle, said first at Since and proved by Proof: none, runtime, config or timed.
 	State string    `json:"state"`
 	Proof string    `json:"proof"`
 	Since time.Time `json:"since,omitzero"`
-	// Heard is as of when it last said so.
-	Heard     time.Time `json:"heard,omitzero"`
+	// Received is as of when it last said so.
+	Received  time.Time `json:"received,omitzero"`
 	Connected bool      `json:"connected"`
 	// Suspended says that it is told and not waited for: it has let drain after drain expire.
 	Suspended bool `json:"suspended,omitempty"`
@@ -209,7 +210,7 @@ type Outcome struct {
 	// Reason is why the deletion was let go on: Acknowledged, IdleBound, Deadline, NoAgents, Suspended, LastTarget and more. Dead: the pod went
 	// without its deletion having waited to the end. Abandoned: it lives on and has its traffic back.
 	Reason string `json:"reason"`
-	// Abnormal says that people should look: not every gateway had let go.
+	// Abnormal says that operators should look: not every gateway had let go.
 	Abnormal bool `json:"abnormal"`
 	// TookSeconds is how long it waited. Not there: there was no drain.
 	TookSeconds *float64 `json:"tookSeconds,omitempty"`
@@ -271,7 +272,8 @@ type ServiceHealth struct {
 	Gateways    int `json:"gateways"`
 	FailingOpen int `json:"failingOpen"`
 	Unwell      int `json:"unwell"`
-	// Trouble says that people should look. Says is what each gateway believes, those with trouble first; if they are too many, these.
+	// Trouble says that operators should look. Says is what each gateway believes, those with
+	// trouble first; if they are too many, these.
 	Trouble bool            `json:"trouble"`
 	Says    []GatewayHealth `json:"says"`
 }
@@ -299,8 +301,8 @@ type UnhealthyTarget struct {
 	Since time.Time `json:"since,omitzero"`
 }
 
-// Alive says that there is nothing new.
-type Alive struct {
+// Heartbeat says that there is nothing new.
+type Heartbeat struct {
 	At time.Time `json:"at"`
 }
 

@@ -49,7 +49,7 @@ async function failure(response) {
   try { return (await response.json()).error; } catch { return 'HTTP ' + response.status; }
 }
 
-async function read(body, heard) {
+async function read(body, received) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let text = '';
   for (;;) {
@@ -60,7 +60,7 @@ async function read(body, heard) {
     while ((end = text.indexOf('\n\n')) >= 0) {
       take(text.slice(0, end));
       text = text.slice(end + 2);
-      heard();
+      received();
     }
   }
 }
@@ -234,7 +234,7 @@ function owing(v) {
     for (const d of items) {
       if (d.phase === 'Queued' || d.phase === 'Released') continue;
       const half = (Date.parse(d.deadline) - Date.parse(d.since)) / 2;
-      for (const w of d.words) {
+      for (const w of d.reports) {
         if (w.state === 'idle' || w.suspended) continue;
         all.push({ gate, d, w, late: Date.parse(v.at) - Date.parse(d.since) > half || !w.connected });
       }
@@ -278,7 +278,7 @@ function drawVerdict(v) {
     const o = late[0];
     kind = 'bad';
     text = [o.d.namespace + '/' + o.d.pod + ' has waited ', age(o.d.since), ' for ' + o.w.agent + (o.w.connected ? ', which ' + (verbs[o.w.state] || o.w.state) : ', which is not connected'),
-      late.length > 1 ? '; ' + plural(late.length - 1, 'more word is', 'more words are') + ' late' : '', '.'];
+      late.length > 1 ? '; ' + plural(late.length - 1, 'more report is', 'more reports are') + ' late' : '', '.'];
     todo = advice(o);
   } else if (agents.length) {
     const a = agents[0], { namespace, name } = podOf(a.name);
@@ -359,10 +359,10 @@ const phases = {
 const states = { unknown: 'silent', routing: 'still routes', kept: 'keeps it as the last one', removed: 'removed, requests still run', idle: 'idle' };
 const verbs = { unknown: 'is silent', routing: 'still routes to it', kept: 'keeps it as the last one', removed: 'still runs requests on it' };
 
-// words lists those who have not let go, and how many have.
-function words(d) {
-  const waits = d.words.filter((w) => w.state !== 'idle');
-  const list = el('ul', { class: 'words' }, ...waits.slice(0, 4).map((w) => el('li', null,
+// reportList lists the agents that have not reported Idle, and how many have.
+function reportList(d) {
+  const waits = d.reports.filter((w) => w.state !== 'idle');
+  const list = el('ul', { class: 'reports' }, ...waits.slice(0, 4).map((w) => el('li', null,
     w.agent, ' ', el('span', { class: 'sub' }, (w.suspended ? 'suspended, ' : '') + (w.connected ? states[w.state] || w.state : 'not connected'), w.since ? ', for ' : '', w.since ? age(w.since) : ''))));
   const more = Math.max(d.waiting, waits.length) - Math.min(waits.length, 4);
   if (more > 0) list.append(el('li', { class: 'sub' }, 'and ' + more + ' more'));
@@ -380,7 +380,7 @@ function drawDrains(v) {
     let list;
     if (d.phase === 'Released') list = d.reason;
     else if (d.phase === 'Queued') list = el('span', { class: 'sub' }, 'room in its Service');
-    else list = words(d);
+    else list = reportList(d);
     return [
       head(...podName(d)),
       cell('Phase', '', el('span', null, chip(kind, d.phase, says), el('span', { class: 'sub' }, says))),
@@ -405,7 +405,7 @@ const barrierPhases = {
 function drawBarriers(v) {
   rows($('barriers-table'), v.barriers.items, (b) => b.uid, (b) => {
     const [kind, says] = barrierPhases[b.phase] || ['', ''];
-    const list = b.phase === 'Released' ? el('ul', { class: 'words' }, el('li', null, b.reason)) : words(b);
+    const list = b.phase === 'Released' ? el('ul', { class: 'reports' }, el('li', null, b.reason)) : reportList(b);
     const also = [];
     if (b.statedUntil && b.phase !== 'Released') also.push('a stated wait of ' + duration(b.statedSeconds) + (b.cut ? ', which its bound cuts' : ''));
     if (b.last) also.push('no other endpoint is ready: gateways may keep it, and it only has to be quiet');
@@ -445,7 +445,7 @@ function drawHealth(v) {
     else if (s.trouble) state = chip('warn', 'in doubt');
     const counts = new Set(s.says.map(targetCounts));
     const alike = counts.size === 1;
-    const list = el('ul', { class: 'words' });
+    const list = el('ul', { class: 'reports' });
     if (alike && !s.trouble) list.append(el('li', { class: 'sub' }, s.gateways === 1 ? s.says[0].agent : 'all ' + s.gateways + ' gateways'));
     else {
       for (const g of s.says.slice(0, 4)) {

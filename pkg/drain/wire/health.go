@@ -10,8 +10,9 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
-// What agents say of the health of their targets is for people, and nothing is decided by it. So it must never be in the way: it has lines of
-// its own between those of reports, few and short ones, and what cannot be read of it is left out and costs nobody his stream.
+// What agents say of the health of their targets is for operators, and nothing is decided by it. So
+// it must never be in the way: it has lines of its own between those of reports, few and short
+// ones, and what cannot be read of it is left out and costs nobody his stream.
 
 // FeatureHealth: the coordinator takes Health. Agents that know nothing of health do not offer it.
 const FeatureHealth = "health"
@@ -88,7 +89,7 @@ type Summary struct {
 	Told     []ServiceHealth
 }
 
-// Trouble says whether people should look.
+// Trouble says whether operators should look.
 func (s ServiceHealth) Trouble() bool { return s.FailingOpen || s.Unhealthy > 0 || s.Doubtful > 0 }
 
 // Size is about what s takes in memory, in bytes.

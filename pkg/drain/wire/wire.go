@@ -52,10 +52,11 @@ const (
 // Upgrade is what an agent may ask to upgrade a stream to.
 const Upgrade = "lameduck-stream"
 
-// featuresMost bounds the features of an agent that are kept, nameMost the bytes of a name that an agent gives.
+// maxFeatures bounds the features of an agent that are kept, maxNameLength the bytes of a name that
+// an agent gives.
 const (
-	featuresMost = 64
-	nameMost     = 256
+	maxFeatures   = 64
+	maxNameLength = 256
 )
 
 // Offer is what an agent says of itself when it opens a stream.
@@ -95,12 +96,12 @@ func (o Offer) Query() string {
 func ParseOffer(q url.Values) (Offer, error) {
 	o := Offer{Protocols: q[queryProtocol], Features: q[queryFeature], Boot: q.Get(queryBoot)}
 	switch {
-	case len(o.Boot) > nameMost:
-		return o, fmt.Errorf("%s: longer than %d bytes", queryBoot, nameMost)
-	case len(o.Features) > featuresMost:
-		return o, fmt.Errorf("%s: more than %d", queryFeature, featuresMost)
-	case slices.ContainsFunc(o.Features, func(f string) bool { return len(f) > nameMost }):
-		return o, fmt.Errorf("%s: longer than %d bytes", queryFeature, nameMost)
+	case len(o.Boot) > maxNameLength:
+		return o, fmt.Errorf("%s: longer than %d bytes", queryBoot, maxNameLength)
+	case len(o.Features) > maxFeatures:
+		return o, fmt.Errorf("%s: more than %d", queryFeature, maxFeatures)
+	case slices.ContainsFunc(o.Features, func(f string) bool { return len(f) > maxNameLength }):
+		return o, fmt.Errorf("%s: longer than %d bytes", queryFeature, maxNameLength)
 	}
 	return o, nil
 }

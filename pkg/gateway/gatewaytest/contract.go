@@ -30,7 +30,8 @@ type Harness struct {
 	Open func(t testing.TB) gateway.Directed
 	// Owned is a pool whose targets the agent makes and deletes.
 	Owned health.Pool
-	// Static is a pool whose targets people configured, routed at the start: those of StaticBackends.
+	// Static is a pool whose targets operators configured, routed at the start: those of
+	// StaticBackends.
 	Static         health.Pool
 	StaticBackends []*Backend
 	// NewClient opens a client connection.
@@ -792,7 +793,7 @@ func static(t *testing.T, s *suite) {
 	}
 	gone()
 	if s.Reload != nil {
-		s.Reload(s) // people's configuration has it routed
+		s.Reload(s) // operators' configuration has it routed
 		s.until(5*time.Second, "old processes end", func() (bool, any) {
 			err := s.Gateway.Apply(s.ctx(), ops(health.WantRemoved, a))
 			got := s.see(a)

@@ -164,7 +164,8 @@ func (f *Fake) ready(ctx context.Context) error {
 
 func (f *Fake) isStatic(k health.Key) bool { return slices.Contains(f.pools[k.Pool], k.Target) }
 
-// resolve returns the static key at the address of k, if there is one: people configure addresses, not UIDs.
+// resolve returns the static key at the address of k, if there is one: operators configure
+// addresses, not UIDs.
 func (f *Fake) resolve(k health.Key) health.Key {
 	for _, t := range f.pools[k.Pool] {
 		if t.Addr == k.Target.Addr {

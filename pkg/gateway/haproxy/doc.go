@@ -5,9 +5,9 @@
 // A HAProxy is a master, one worker that takes new connections, and after reloads old workers that finish what they have. Only the
 // master socket reaches all of them: "show proc" lists them, "@!<pid> <command>" is passed on. A [Backend] of the configuration is a
 // pool. In an owned one the agent makes and deletes the servers, one for each pod UID and address, whose names say which
-// (ld-<uid>-<ip>-<port>), so that nothing needs to be remembered. In one that is not owned people wrote the servers; a target is
-// the servers at its address, and they are only put into maintenance and back. Two pods that had one address after another
-// cannot be told apart there.
+// (ld-<uid>-<ip>-<port>), so that nothing needs to be remembered. In one that is not owned
+// operators wrote the servers; a target is the servers at its address, and they are only put into
+// maintenance and back. Two pods that had one address after another cannot be told apart there.
 //
 // Removed means the administrative state "maint" that was asked for. "drain" still serves clients with a persistence cookie;
 // a failed check, maintenance inherited from a tracked server and an unresolved name end by themselves. All these count as Routed,
@@ -47,7 +47,7 @@
 //
 // # Known holes
 //
-//   - A backend that is not owned comes back by a reload as people wrote it, until Apply is called again. The generation
+//   - A backend that is not owned comes back by a reload as operators wrote it, until Apply is called again. The generation
 //     changes, so that nobody relies on what was; but requests reach the target in between. A server-state-file does not help,
 //     it is loaded only if it was written before.
 //   - Between its place in a server's queue and the start of its connection a request is on no list, for one turn of a worker's

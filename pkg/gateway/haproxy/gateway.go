@@ -215,8 +215,8 @@ func (x *index) add(s *server) {
 	}
 }
 
-// of returns the servers that send to the key: in an owned backend the one with its name, and in any backend those that people
-// made at its address.
+// of returns the servers that send to the key: in an owned backend the one with its name, and in
+// any backend those that operators made at its address.
 func (x *index) of(b *Backend, k health.Key, name string) []*server {
 	var out []*server
 	if b.Owned {
@@ -243,7 +243,7 @@ func (s *step) fail(pid int, err error) {
 }
 
 // resolve finds the backend and the server name of a key. With KindBadKey the backend is good: no server can have been made for the
-// key. Servers that people made go by their addresses.
+// key. Servers that operators made go by their addresses.
 func (g *Gateway) resolve(k health.Key) (*Backend, string, error) {
 	b := g.byPool[k.Pool]
 	if b == nil {
@@ -809,7 +809,8 @@ func (g *Gateway) observeProcess(ctx context.Context, p process, byBackend map[*
 					active = streams[b.Backend+"/"+srv.Name] + streams[unattributed]
 				}
 				is.Active += active
-				// A server that people made stays; the key is gone when nothing goes or runs there.
+				// A server that operators made stays; the key is gone when nothing goes or runs
+				// there.
 				is.Present = is.Present || b.Owned && srv.Name == a.name || routed || active > 0
 			}
 			if !p.Old && !serving {

@@ -53,7 +53,7 @@ func (s *syncBuffer) String() string {
 	return s.b.String()
 }
 
-// newProxy writes the people's file, with extra sections, and does not start HAProxy.
+// newProxy writes the user's file, with extra sections, and does not start HAProxy.
 func newProxy(t testing.TB, userFile string, backends ...Backend) *proxy {
 	t.Helper()
 	path := gatewaytest.LookPath(t, "haproxy")

@@ -306,7 +306,8 @@ backend other
 	}
 }
 
-// People may have added a server at a target's address to an owned backend, at run time. A removal means it too.
+// Operators may have added a server at a target's address to an owned backend, at run time. A
+// removal means it too.
 func TestForeignServerInOwnedBackend(t *testing.T) {
 	t.Parallel()
 	target := gatewaytest.StartBackend(t, "127.0.0.31")
@@ -343,8 +344,8 @@ func keyStrings(list []health.Key) []string {
 	return s
 }
 
-// "option persist", which people may have in their defaults, would send clients with an entry in the stick table to a server in
-// maintenance.
+// "option persist", which operators may have in their defaults, would send clients with an entry in
+// the stick table to a server in maintenance.
 func TestPersistenceDoesNotReachRemoved(t *testing.T) {
 	t.Parallel()
 	a, b := gatewaytest.StartBackend(t, "127.0.0.41"), gatewaytest.StartBackend(t, "127.0.0.42")

@@ -63,8 +63,9 @@ const (
 	// connections are silent. The pause of a Removed watch is keptQuiet.
 	countKept = 100 * time.Millisecond
 	// A watch that is Idle, and one to whose targets the kernel sends among others, waits for nothing. All of them are counted
-	// together, countSlow apart: longer if that would take more than half a hundredth of a core, up to countSlowMost.
-	countSlow, countSlowMost, countSlowShare = time.Second, 10 * time.Second, 200
+	// together, countSlow apart: longer if that would take more than half a hundredth of a core, up
+	// to maxCountSlow.
+	countSlow, maxCountSlow, countSlowShare = time.Second, 10 * time.Second, 200
 	// countShare bounds the cost of counting at a fifth of a core: after a count comes a pause of this many times the CPU time that it
 	// took. Elapsed time would be wrong: on a busy node pods would wait for seconds to become Idle.
 	countShare = 4
@@ -82,16 +83,17 @@ const (
 	// keptQuiet is the pause between two requests after which a connection that carries one request after the other is not waited for.
 	// It is about as long as a delayed acknowledgement.
 	keptQuiet = 40 * time.Millisecond
-	// keptMost is how long such a connection is waited for if it never pauses, and how long any other that the pod has answered may be
-	// silent.
-	keptMost = time.Second
+	// maxKept is how long such a connection is waited for if it never pauses, and how long any
+	// other that the pod has answered may be silent.
+	maxKept = time.Second
 	// accountedFor is how long the kernel must have counted packets until a connection without counters is taken to have been answered:
 	// the connection is older.
 	accountedFor = time.Minute
 	// answerLeast is what the pod sends in an answer at least, beside headers. The headers of a segment without data take headerUsual
-	// bytes with IPv4 and timestamps, those of a SYN a few more, and headerMost where it reports lost segments; ipv6More more with IPv6.
+	// bytes with IPv4 and timestamps, those of a SYN a few more, and maxHeader where it reports
+	// lost segments; ipv6Extra more with IPv6.
 	answerLeast                       = 64
-	headerUsual, headerMost, ipv6More = 52, 80, 20
+	headerUsual, maxHeader, ipv6Extra = 52, 80, 20
 )
 
 // connection is an entry of the kernel's table.
@@ -117,7 +119,7 @@ func (t traffic) since(then traffic) traffic {
 // payload returns the bytes of t, to or from a pod, beyond so long a header for each packet.
 func (t traffic) payload(header int64, pod netip.Addr) int64 {
 	if pod.Is6() {
-		header += ipv6More
+		header += ipv6Extra
 	}
 	return t.bytes - t.packets*header
 }
@@ -143,7 +145,7 @@ func (h *held) see(c connection, old bool, waiting, now time.Time) {
 		h.first, h.moved = now, now
 	} else {
 		addr := c.to.Addr()
-		h.more = h.more || h.answeredOnce(addr) && c.asked.since(h.asked).payload(headerMost, addr) > 0
+		h.more = h.more || h.answeredOnce(addr) && c.asked.since(h.asked).payload(maxHeader, addr) > 0
 		h.again = h.again || h.more && c.answered.since(h.answered).payload(headerUsual, addr) > 0
 		if c.asked != h.asked || c.answered != h.answered {
 			h.moved = now
@@ -154,9 +156,9 @@ func (h *held) see(c connection, old bool, waiting, now time.Time) {
 	switch {
 	case c.protocol != unix.IPPROTO_TCP, h.kept:
 	case h.again:
-		h.kept = quiet >= keptQuiet || min(now.Sub(h.first), now.Sub(waiting)) >= keptMost
+		h.kept = quiet >= keptQuiet || min(now.Sub(h.first), now.Sub(waiting)) >= maxKept
 	case h.answeredOnce(c.to.Addr()), old && c.answered.packets == 0:
-		h.kept = quiet >= keptMost
+		h.kept = quiet >= maxKept
 	}
 }
 
@@ -501,7 +503,7 @@ func (w *Watch) slow() bool {
 func (w *Watch) pause(took time.Duration) time.Duration {
 	switch {
 	case w.slow():
-		return max(countSlow, min(countSlowShare*took, countSlowMost))
+		return max(countSlow, min(countSlowShare*took, maxCountSlow))
 	case w.reading.State == Removed:
 		return keptQuiet
 	}

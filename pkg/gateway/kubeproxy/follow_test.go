@@ -362,9 +362,9 @@ func TestWhenConnectionsAreCounted(t *testing.T) {
 	after(countSlowShare*took, 1)
 	took = time.Second
 	after(countSlowShare*10*time.Millisecond, 1)
-	after(countSlowMost, 1)
+	after(maxCountSlow, 1)
 	took = 0
-	after(countSlowMost, 1)
+	after(maxCountSlow, 1)
 	enter(Kept)
 	after(countKept, 1)
 	after(countKept, 0) // of those that were known

@@ -151,7 +151,7 @@ func (b *browser) look(width int64, scheme string) {
 	time.Sleep(300 * time.Millisecond) // until it has drawn the plot anew
 }
 
-// overflows reports what is wider than the window, so that people would have to scroll sideways.
+// overflows reports what is wider than the window, so that operators would have to scroll sideways.
 func (b *browser) overflows() string {
 	return of[string](b, `document.documentElement.scrollWidth <= window.innerWidth ? '' : [...document.querySelectorAll('body *')]
 		.filter((e) => e.getBoundingClientRect().right > window.innerWidth + 1 && !e.closest('pre, .hidden, thead')).map((e) => e.tagName + '.' + e.className + '#' + e.id).join(' ')`)

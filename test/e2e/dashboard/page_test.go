@@ -57,12 +57,15 @@ func (m *made) View(int, int) coordinator.View {
 func (m *made) Parties([]drain.Service) ([]drain.Party, map[drain.AgentID]string) {
 	web := drain.Service{Namespace: "shop", Name: "web"}
 	return []drain.Party{
-		{Known: drain.Known{ID: "a", Name: "edge/haproxy-0", Connected: true, Declared: true}, Hold: true, Routes: []drain.Route{{Service: web, Via: drain.Endpoints, Can: drain.Direct, Grain: drain.PerRequest}}},
-		{Known: drain.Known{ID: "m", Name: "edge/mesh-0", Connected: true, Declared: true}, Routes: []drain.Route{{Service: web, Via: drain.ClusterIP, Can: drain.Direct, Grain: drain.PerRequest}}},
+		{Known: drain.Known{ID: "a", Name: "edge/haproxy-0", Connected: true, Declared: true}, Hold: true,
+			Routes: []drain.Route{{Service: web, Via: drain.Endpoints, Can: drain.Direct, Grain: drain.PerRequest}}},
+		{Known: drain.Known{ID: "m", Name: "edge/mesh-0", Connected: true, Declared: true},
+			Routes: []drain.Route{{Service: web, Via: drain.ClusterIP, Can: drain.Direct, Grain: drain.PerRequest}}},
 	}, map[drain.AgentID]string{"a": "haproxy", "m": "envoy"}
 }
 
-func (m *made) Explain(_ context.Context, _ time.Time, operation admission.Operation, namespace, name string) (admission.Explanation, error) {
+func (m *made) Explain(_ context.Context, _ time.Time, operation admission.Operation, namespace,
+	name string) (admission.Explanation, error) {
 	if name != "web-7d9c5b6f4-x2x8q" {
 		return admission.Explanation{}, fmt.Errorf("%w: %s/%s", admission.ErrNoPod, namespace, name)
 	}
@@ -70,7 +73,8 @@ func (m *made) Explain(_ context.Context, _ time.Time, operation admission.Opera
 		Pod:     &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: name, UID: types.UID("uid-1")}},
 		Facts:   admission.Facts{Operation: operation},
 		Verdict: admission.Verdict{Action: admission.Drain, Reason: admission.Draining},
-		Targets: []drain.Targets{{Service: drain.Service{Namespace: "shop", Name: "web"}, Usable: []drain.UID{"uid-1", "uid-2"}}},
+		Targets: []drain.Targets{{Service: drain.Service{Namespace: "shop", Name: "web"},
+			Usable: []drain.UID{"uid-1", "uid-2"}}},
 	}, nil
 }
 
@@ -91,7 +95,8 @@ func (m *made) Review(_ context.Context, token string) error {
 // empty is a replica that has seen nothing.
 func empty() *made {
 	return &made{view: coordinator.View{
-		Began: time.Now().Add(-time.Hour), Lease: drain.Lease{Replica: "lameduck-webhook-5c9f7d4b8-mk2vp", Epoch: "e"}, Times: drain.DefaultTimes(), MaxHolds: 32,
+		Began: time.Now().Add(-time.Hour), Lease: drain.Lease{Replica: "lameduck-webhook-5c9f7d4b8-mk2vp", Epoch: "e"},
+		Times: drain.DefaultTimes(), MaxHolds: 32,
 	}}
 }
 
@@ -105,8 +110,9 @@ func busy() *made {
 	ago := func(d time.Duration) time.Time { return now.Add(-d) }
 	v := &m.view
 	v.Holds, v.Expected, v.Missing, v.Suspended, v.Elsewhere, v.Open = 2, 5, 1, 1, 2, 3
-	word := func(agent string, state drain.State, since time.Duration) coordinator.Word {
-		w := coordinator.Word{Word: drain.Word{Agent: drain.AgentID(agent), Name: agent, State: state, Connected: true}, Gateway: "haproxy"}
+	word := func(agent string, state drain.State, since time.Duration) coordinator.AgentReport {
+		w := coordinator.AgentReport{Word: drain.Word{Agent: drain.AgentID(agent), Name: agent, State: state,
+			Connected: true}, Gateway: "haproxy"}
 		if since > 0 {
 			w.Since = ago(since)
 		}
@@ -115,12 +121,18 @@ func busy() *made {
 	away := word("edge/haproxy-eu-west-2", drain.StateUnknown, 0)
 	away.Connected = false
 	v.Drains = []coordinator.Drain{
-		{Status: drain.Status{Pod: pod(1, "checkout-6f7f9c5d8b-l4kzt"), Phase: drain.Unrouting, Since: ago(17 * time.Second), Deadline: now.Add(13 * time.Second), Begun: ago(17 * time.Second), Owed: 3,
-			Waiting: []drain.Waiting{{Name: "edge/haproxy-eu-west-2"}, {Name: "edge/haproxy-eu-west-1"}}}, Entered: ago(17 * time.Second), Told: ago(17 * time.Second),
-			Words: []coordinator.Word{away, word("edge/haproxy-eu-west-1", drain.Removed, 14*time.Second), word("edge/haproxy-0", drain.Idle, 16*time.Second)}, Parties: 3},
-		{Status: drain.Status{Pod: pod(2, "web-7d9c5b6f4-x2x8q"), Phase: drain.Quiescing, Since: ago(2 * time.Second), Deadline: now.Add(28 * time.Second), Begun: ago(2 * time.Second), Owed: 1,
-			Waiting: []drain.Waiting{{Name: "edge/haproxy-0"}}}, Entered: ago(time.Second), Told: ago(2 * time.Second), Words: []coordinator.Word{word("edge/haproxy-0", drain.Removed, time.Second)}, Parties: 1},
-		{Status: drain.Status{Pod: pod(3, "web-7d9c5b6f4-9hvdm"), Phase: drain.Queued, Since: ago(time.Second), Deadline: now.Add(29 * time.Second), Begun: ago(time.Second), Owed: 1}, Entered: ago(time.Second)},
+		{Status: drain.Status{Pod: pod(1, "checkout-6f7f9c5d8b-l4kzt"), Phase: drain.Unrouting,
+			Since: ago(17 * time.Second), Deadline: now.Add(13 * time.Second), Begun: ago(17 * time.Second), Owed: 3,
+			Waiting: []drain.Waiting{{Name: "edge/haproxy-eu-west-2"}, {Name: "edge/haproxy-eu-west-1"}}},
+			Entered: ago(17 * time.Second), Told: ago(17 * time.Second),
+			Reports: []coordinator.AgentReport{away, word("edge/haproxy-eu-west-1", drain.Removed, 14*time.Second),
+				word("edge/haproxy-0", drain.Idle, 16*time.Second)}, Parties: 3},
+		{Status: drain.Status{Pod: pod(2, "web-7d9c5b6f4-x2x8q"), Phase: drain.Quiescing, Since: ago(2 * time.Second),
+			Deadline: now.Add(28 * time.Second), Begun: ago(2 * time.Second), Owed: 1,
+			Waiting: []drain.Waiting{{Name: "edge/haproxy-0"}}}, Entered: ago(time.Second), Told: ago(2 * time.Second),
+			Reports: []coordinator.AgentReport{word("edge/haproxy-0", drain.Removed, time.Second)}, Parties: 1},
+		{Status: drain.Status{Pod: pod(3, "web-7d9c5b6f4-9hvdm"), Phase: drain.Queued, Since: ago(time.Second),
+			Deadline: now.Add(29 * time.Second), Begun: ago(time.Second), Owed: 1}, Entered: ago(time.Second)},
 	}
 	for i, a := range []struct {
 		name            string
@@ -128,20 +140,27 @@ func busy() *made {
 		connected, susp bool
 		removed         time.Duration
 	}{
-		{"edge/haproxy-0", "haproxy", true, false, 4200 * time.Microsecond}, {"edge/haproxy-eu-west-1", "haproxy", true, false, 11 * time.Millisecond},
-		{"edge/haproxy-eu-west-2", "haproxy", false, false, 8 * time.Millisecond}, {"lameduck-node/agent-7kq2x", "kube-proxy", true, false, 240 * time.Millisecond},
+		{"edge/haproxy-0", "haproxy", true, false, 4200 * time.Microsecond},
+		{"edge/haproxy-eu-west-1", "haproxy", true, false, 11 * time.Millisecond},
+		{"edge/haproxy-eu-west-2", "haproxy", false, false, 8 * time.Millisecond},
+		{"lameduck-node/agent-7kq2x", "kube-proxy", true, false, 240 * time.Millisecond},
 		{"edge/haproxy-canary", "haproxy", true, true, 0},
 	} {
-		known := drain.Known{ID: drain.AgentID(fmt.Sprint("agent-", i)), Name: a.name, Expected: true, Ready: true, Connected: a.connected, Declared: true, Services: 12 + i, Suspended: a.susp}
+		known := drain.Known{ID: drain.AgentID(fmt.Sprint("agent-", i)), Name: a.name, Expected: true, Ready: true,
+			Connected: a.connected, Declared: true, Services: 12 + i, Suspended: a.susp}
 		if !a.connected {
 			known.Lost = ago(17 * time.Second)
 		}
-		v.Agents = append(v.Agents, coordinator.Agent{Known: known, Gateway: a.gateway, Protocol: 1, Features: []string{"leave"}, Connected: ago(50 * time.Minute), Posted: ago(time.Second),
+		v.Agents = append(v.Agents, coordinator.Agent{Known: known, Gateway: a.gateway, Protocol: 1,
+			Features: []string{"leave"}, Connected: ago(50 * time.Minute), Posted: ago(time.Second),
 			Age: 3 * time.Millisecond, Removed: a.removed, Idle: a.removed * 5})
 	}
-	reasons := []drain.Reason{drain.Acknowledged, drain.Acknowledged, drain.Deadline, drain.Acknowledged, drain.Acknowledged, drain.Abandoned, drain.IdleBound, drain.Dead}
+	reasons := []drain.Reason{drain.Acknowledged, drain.Acknowledged, drain.Deadline, drain.Acknowledged,
+		drain.Acknowledged, drain.Abandoned, drain.IdleBound, drain.Dead}
 	for i := range 14 {
-		o := coordinator.Outcome{Pod: pod(100+i, fmt.Sprintf("web-5b8d6c7f9-%05d", i*7919)), At: ago(time.Duration(i*i+3) * time.Second), Reason: reasons[i%len(reasons)], End: drain.Dead, Took: time.Duration(31+i*17) * time.Millisecond}
+		o := coordinator.Outcome{Pod: pod(100+i, fmt.Sprintf("web-5b8d6c7f9-%05d", i*7919)),
+			At: ago(time.Duration(i*i+3) * time.Second), Reason: reasons[i%len(reasons)], End: drain.Dead,
+			Took: time.Duration(31+i*17) * time.Millisecond}
 		switch o.Reason {
 		case drain.Deadline:
 			o.Took, o.Silent = 30*time.Second, []string{"edge/haproxy-canary"}
@@ -151,42 +170,62 @@ func busy() *made {
 		v.Outcomes = append(v.Outcomes, o)
 	}
 	v.OpenBarriers, v.Barred = 2, 1
-	node := func(name string, state drain.State, since time.Duration) coordinator.Word {
+	node := func(name string, state drain.State, since time.Duration) coordinator.AgentReport {
 		w := word(name, state, since)
 		w.Gateway = "kube-proxy"
 		return w
 	}
 	v.Barriers = []coordinator.Barrier{
-		{Facing: drain.Facing{Status: drain.Status{Pod: pod(41, "cart-75c8d9f7b-tt2xz"), Phase: drain.Unrouting, Since: ago(4 * time.Second), Deadline: now.Add(26 * time.Second), Owed: 3,
-			Waiting: []drain.Waiting{{Name: "lameduck-node/agent-7kq2x"}}, Stated: 25 * time.Second}, ByName: "lameduck-node/agent-4s8mf", Last: true},
-			Words: []coordinator.Word{node("lameduck-node/agent-7kq2x", drain.Routing, 3*time.Second), node("lameduck-node/agent-4s8mf", drain.Idle, time.Second)}, Entered: ago(4 * time.Second)},
-		{Facing: drain.Facing{Status: drain.Status{Pod: pod(42, "cart-75c8d9f7b-9mhd4"), Phase: drain.Released, Reason: drain.Acknowledged, Since: ago(6 * time.Second), Deadline: now.Add(24 * time.Second), Owed: 3},
+		{Facing: drain.Facing{Status: drain.Status{Pod: pod(41, "cart-75c8d9f7b-tt2xz"), Phase: drain.Unrouting,
+			Since: ago(4 * time.Second), Deadline: now.Add(26 * time.Second), Owed: 3,
+			Waiting: []drain.Waiting{{Name: "lameduck-node/agent-7kq2x"}}, Stated: 25 * time.Second},
+			ByName: "lameduck-node/agent-4s8mf", Last: true},
+			Reports: []coordinator.AgentReport{node("lameduck-node/agent-7kq2x", drain.Routing, 3*time.Second),
+				node("lameduck-node/agent-4s8mf", drain.Idle, time.Second)}, Entered: ago(4 * time.Second)},
+		{Facing: drain.Facing{Status: drain.Status{Pod: pod(42, "cart-75c8d9f7b-9mhd4"), Phase: drain.Released,
+			Reason: drain.Acknowledged, Since: ago(6 * time.Second), Deadline: now.Add(24 * time.Second), Owed: 3},
 			ByName: "lameduck-node/agent-7kq2x"}, Entered: ago(5 * time.Second)},
 	}
-	believe := func(name string, c wire.TargetCounts, open bool, targets ...wire.TargetHealth) coordinator.Believer {
-		return coordinator.Believer{Name: name, Gateway: "haproxy", ServiceHealth: wire.ServiceHealth{TargetCounts: c, FailingOpen: open, Checked: true, Targets: targets}}
+	believe := func(name string, c wire.TargetCounts, open bool,
+		targets ...wire.TargetHealth) coordinator.HealthReport {
+		return coordinator.HealthReport{Name: name,
+			Gateway: "haproxy", ServiceHealth: wire.ServiceHealth{TargetCounts: c, FailingOpen: open, Checked: true,
+				Targets: targets}}
 	}
-	broken := wire.TargetHealth{Address: netip.MustParseAddrPort("10.244.3.17:8080"), Pod: "shop/checkout-6f7f9c5d8b-9d2zk", Why: "failing-open", Last: "http failure: 503", Since: ago(5 * time.Minute)}
+	broken := wire.TargetHealth{Address: netip.MustParseAddrPort("10.244.3.17:8080"),
+		Pod: "shop/checkout-6f7f9c5d8b-9d2zk", Why: "failing-open", Last: "http failure: 503",
+		Since: ago(5 * time.Minute)}
 	sick := broken
 	sick.Pod, sick.Why = "shop/web-7d9c5b6f4-x2x8q", "unhealthy"
-	v.Beliefs = coordinator.Beliefs{
+	v.TargetHealth = coordinator.TargetHealth{
 		Agents: 3, Known: 14, Troubled: 2, All: wire.TargetCounts{Usable: 31, Unhealthy: 4, Excluded: 2},
-		Services: []coordinator.ServiceBelief{
-			{Service: drain.Service{Namespace: "shop", Name: "checkout"}, Gateways: 3, Open: 1, Unwell: 1, Believers: []coordinator.Believer{
-				believe("edge/haproxy-0", wire.TargetCounts{Usable: 1, Unhealthy: 3}, true, broken, broken, broken), believe("edge/haproxy-eu-west-1", wire.TargetCounts{Usable: 4}, false)}},
-			{Service: drain.Service{Namespace: "shop", Name: "web"}, Gateways: 1, Unwell: 1, Believers: []coordinator.Believer{believe("edge/haproxy-0", wire.TargetCounts{Usable: 3, Unhealthy: 1, Excluded: 1}, false, sick)}},
+		Services: []coordinator.ServiceHealth{
+			{Service: drain.Service{Namespace: "shop", Name: "checkout"}, Gateways: 3, Open: 1, Unwell: 1,
+				Reports: []coordinator.HealthReport{
+					believe("edge/haproxy-0", wire.TargetCounts{Usable: 1, Unhealthy: 3}, true, broken, broken, broken),
+					believe("edge/haproxy-eu-west-1", wire.TargetCounts{Usable: 4}, false)}},
+			{Service: drain.Service{Namespace: "shop", Name: "web"}, Gateways: 1, Unwell: 1,
+				Reports: []coordinator.HealthReport{believe("edge/haproxy-0",
+					wire.TargetCounts{Usable: 3, Unhealthy: 1, Excluded: 1}, false, sick)}},
 		},
 	}
 	for i := range 12 {
-		v.Beliefs.Services = append(v.Beliefs.Services, coordinator.ServiceBelief{Service: drain.Service{Namespace: "shop", Name: fmt.Sprintf("service-%02d", i)}, Gateways: 2,
-			Believers: []coordinator.Believer{believe("edge/haproxy-0", wire.TargetCounts{Usable: 2}, false), believe("edge/haproxy-eu-west-1", wire.TargetCounts{Usable: 2}, false)}})
+		v.TargetHealth.Services = append(v.TargetHealth.Services,
+			coordinator.ServiceHealth{Service: drain.Service{Namespace: "shop", Name: fmt.Sprintf("service-%02d", i)},
+				Gateways: 2,
+				Reports: []coordinator.HealthReport{believe("edge/haproxy-0", wire.TargetCounts{Usable: 2}, false),
+					believe("edge/haproxy-eu-west-1", wire.TargetCounts{Usable: 2}, false)}})
 	}
 	ms := time.Millisecond
 	v.Propagation = []coordinator.Propagation{
-		{Gateway: "haproxy", What: drain.Removed, All: 2381, Samples: 1000, P50: 4 * ms, P90: 9 * ms, P99: 38 * ms, Max: 410 * ms},
-		{Gateway: "haproxy", What: drain.Idle, All: 2380, Samples: 1000, P50: 27 * ms, P90: 61 * ms, P99: 940 * ms, Max: 10 * time.Second},
-		{Gateway: "kube-proxy", What: drain.Removed, All: 311, Samples: 311, P50: 210 * ms, P90: 730 * ms, P99: 1020 * ms, Max: 1400 * ms},
-		{Gateway: "kube-proxy", What: drain.Idle, All: 311, Samples: 311, P50: 340 * ms, P90: 900 * ms, P99: 2100 * ms, Max: 9 * time.Second},
+		{Gateway: "haproxy", What: drain.Removed, All: 2381, Samples: 1000, P50: 4 * ms, P90: 9 * ms, P99: 38 * ms,
+			Max: 410 * ms},
+		{Gateway: "haproxy", What: drain.Idle, All: 2380, Samples: 1000, P50: 27 * ms, P90: 61 * ms, P99: 940 * ms,
+			Max: 10 * time.Second},
+		{Gateway: "kube-proxy", What: drain.Removed, All: 311, Samples: 311, P50: 210 * ms, P90: 730 * ms,
+			P99: 1020 * ms, Max: 1400 * ms},
+		{Gateway: "kube-proxy", What: drain.Idle, All: 311, Samples: 311, P50: 340 * ms, P90: 900 * ms, P99: 2100 * ms,
+			Max: 9 * time.Second},
 	}
 	return m
 }
@@ -200,7 +239,8 @@ func serve(t *testing.T, m *made, address string) (url string, end func()) {
 		Pod: func(of drain.Pod) *corev1.Pod {
 			hook := func(h corev1.LifecycleHandler) *corev1.Lifecycle { return &corev1.Lifecycle{PreStop: &h} }
 			return &corev1.Pod{
-				ObjectMeta: metav1.ObjectMeta{Annotations: map[string]string{admission.BarrierIDAnnotation: "id", admission.BarrierUncoveredAnnotation: "tls"}},
+				ObjectMeta: metav1.ObjectMeta{Annotations: map[string]string{admission.BarrierIDAnnotation: "id",
+					admission.BarrierUncoveredAnnotation: "tls"}},
 				Spec: corev1.PodSpec{NodeName: "node-b", Containers: []corev1.Container{
 					{Name: "app", Lifecycle: hook(corev1.LifecycleHandler{HTTPGet: &corev1.HTTPGetAction{Path: "/v1/wait/id"}})},
 					{Name: "log", Lifecycle: hook(corev1.LifecycleHandler{Exec: &corev1.ExecAction{Command: []string{"lameduck-wait", "id"}}})},
@@ -246,15 +286,25 @@ func TestThePageShowsEverything(t *testing.T) {
 	b.open(url)
 	b.await("#connection", "Live")
 	for selector, texts := range map[string][]string{
-		"#replica":      {"lameduck-webhook-5c9f7d4b8-mk2vp"},
-		".tiles":        {"Draining now 3", "and 2 through other replicas", "4 of 5", "1 missing, 1 suspended", "Waiting to stop 1", "1 may stop", "Targets unhealthy 4", "1 Service fails open"},
-		"#drains-table": {"checkout-6f7f9c5d8b-l4kzt", "Unrouting", "edge/haproxy-eu-west-2 not connected", "removed, requests still run", "1 of 3 have let go", "Quiescing", "Queued", "waits for room"},
-		"#drains-note":  {"2 pods are drained through other replicas"},
-		"#verdict":      {"shop/checkout-6f7f9c5d8b-l4kzt has waited ", "s for edge/haproxy-eu-west-2, which is not connected", "kubectl -n edge describe pod haproxy-eu-west-2", "LameduckAgentMissing"},
-		"#barriers-table": {"cart-75c8d9f7b-tt2xz on node-b", "Unrouting", "lameduck-node/agent-7kq2x still routes, for ", "2 of 3 have let go", "a stated wait of 25.0 s", "no other endpoint is ready",
-			"hook httpGet and exec, asked by lameduck-node/agent-4s8mf", "not covered: tls", "Released", "its hooks were answered"},
-		"#health-table": {"shop/checkout fails open at 1 of 3 gateways", "edge/haproxy-0 fails open: 1 healthy, 3 unhealthy", "shop/checkout-6f7f9c5d8b-9d2zk (10.244.3.17:8080) gets traffic all the same: http failure: 503, for 5 min",
-			"edge/haproxy-eu-west-1 4 healthy", "gateways differ", "shop/web unhealthy targets", "3 healthy, 1 unhealthy, 1 let go", "gets no traffic", "shop/service-00 well", "all 2 gateways"},
+		"#replica": {"lameduck-webhook-5c9f7d4b8-mk2vp"},
+		".tiles": {"Draining now 3", "and 2 through other replicas", "4 of 5", "1 missing, 1 suspended",
+			"Waiting to stop 1", "1 may stop", "Targets unhealthy 4", "1 Service fails open"},
+		"#drains-table": {"checkout-6f7f9c5d8b-l4kzt", "Unrouting", "edge/haproxy-eu-west-2 not connected",
+			"removed, requests still run", "1 of 3 have let go", "Quiescing", "Queued", "waits for room"},
+		"#drains-note": {"2 pods are drained through other replicas"},
+		"#verdict": {"shop/checkout-6f7f9c5d8b-l4kzt has waited ",
+			"s for edge/haproxy-eu-west-2, which is not connected", "kubectl -n edge describe pod haproxy-eu-west-2",
+			"LameduckAgentMissing"},
+		"#barriers-table": {"cart-75c8d9f7b-tt2xz on node-b",
+			"Unrouting", "lameduck-node/agent-7kq2x still routes, for ", "2 of 3 have let go",
+			"a stated wait of 25.0 s", "no other endpoint is ready",
+			"hook httpGet and exec, asked by lameduck-node/agent-4s8mf", "not covered: tls",
+			"Released", "its hooks were answered"},
+		"#health-table": {"shop/checkout fails open at 1 of 3 gateways",
+			"edge/haproxy-0 fails open: 1 healthy, 3 unhealthy",
+			"shop/checkout-6f7f9c5d8b-9d2zk (10.244.3.17:8080) gets traffic all the same: http failure: 503, for 5 min",
+			"edge/haproxy-eu-west-1 4 healthy", "gateways differ", "shop/web unhealthy targets",
+			"3 healthy, 1 unhealthy, 1 let go", "gets no traffic", "shop/service-00 well", "all 2 gateways"},
 		"#outcomes-table": {"Deadline", "edge/haproxy-canary", "30.0 s", "Abandoned", "it lives on", "IdleBound"},
 		"#speed-table":    {"haproxy removed 4.0 ms 9.0 ms 38 ms 410 ms 1000 (of 2381)", "kube-proxy idle 340 ms"},
 		"#agents-table":   {"edge/haproxy-canary", "suspended", "missing", "for 50 min", "node-1"},
@@ -311,7 +361,8 @@ func TestThePageTeachesAndAdmits(t *testing.T) {
 	b.look(wide, "light")
 	b.open(url)
 	b.await("#connection", "Live")
-	for _, selector := range []string{"#drains-empty", "#barriers-empty", "#outcomes-empty", "#speed-empty", "#health-empty", "#agents-empty"} {
+	for _, selector := range []string{"#drains-empty", "#barriers-empty", "#outcomes-empty", "#speed-empty",
+		"#health-empty", "#agents-empty"} {
 		if b.text(selector) == "" {
 			t.Errorf("%s is not shown", selector)
 		}
@@ -345,8 +396,11 @@ func TestThePageKnowsTheTime(t *testing.T) {
 	now := time.Now()
 	m.set(func(v *coordinator.View) {
 		v.Expected = 1
-		v.Agents = []coordinator.Agent{{Known: drain.Known{ID: "a", Name: "edge/haproxy-0", Expected: true, Ready: true, Connected: true, Declared: true}, Connected: now.Add(-time.Hour)}}
-		v.Outcomes = []coordinator.Outcome{{Pod: drain.Pod{Namespace: "shop", Name: "web-1", UID: "u"}, At: now.Add(8*time.Second - 10*time.Minute), Reason: drain.Deadline, End: drain.Dead, Took: 30 * time.Second}}
+		v.Agents = []coordinator.Agent{{Known: drain.Known{ID: "a", Name: "edge/haproxy-0", Expected: true, Ready: true,
+			Connected: true, Declared: true}, Connected: now.Add(-time.Hour)}}
+		v.Outcomes = []coordinator.Outcome{{Pod: drain.Pod{Namespace: "shop", Name: "web-1", UID: "u"},
+			At: now.Add(8*time.Second - 10*time.Minute), Reason: drain.Deadline, End: drain.Dead,
+			Took: 30 * time.Second}}
 	})
 	url, _ := serve(t, m, "127.0.0.1:0")
 	b := start(t)
@@ -357,8 +411,12 @@ func TestThePageKnowsTheTime(t *testing.T) {
 		now := time.Now()
 		v.Open = 1
 		v.Drains = []coordinator.Drain{{
-			Status:  drain.Status{Pod: drain.Pod{Namespace: "shop", Name: "web-2", UID: "w"}, Phase: drain.Unrouting, Since: now, Deadline: now.Add(10 * time.Second), Begun: now, Owed: 1, Waiting: []drain.Waiting{{Name: "edge/haproxy-0"}}},
-			Entered: now, Told: now, Parties: 1, Words: []coordinator.Word{{Word: drain.Word{Agent: "a", Name: "edge/haproxy-0", State: drain.Routing, Connected: true}, Since: now}},
+			Status: drain.Status{Pod: drain.Pod{Namespace: "shop", Name: "web-2", UID: "w"}, Phase: drain.Unrouting,
+				Since: now, Deadline: now.Add(10 * time.Second), Begun: now, Owed: 1,
+				Waiting: []drain.Waiting{{Name: "edge/haproxy-0"}}},
+			Entered: now, Told: now, Parties: 1,
+			Reports: []coordinator.AgentReport{{Word: drain.Word{Agent: "a", Name: "edge/haproxy-0",
+				State: drain.Routing, Connected: true}, Since: now}},
 		}}
 	})
 	b.await("#verdict", "1 pod is draining, nobody is late")
@@ -425,9 +483,13 @@ func TestThePageLeavesAloneWhatIsTheSame(t *testing.T) {
 	b := start(t)
 	b.open(url)
 	b.await("#drains-table", "checkout-6f7f9c5d8b-l4kzt")
-	of[bool](b, "document.querySelector('#drains-table tbody tr').mark = 1, document.querySelectorAll('#drains-table tbody tr')[1].mark = 2, true")
+	of[bool](b, "document.querySelector('#drains-table tbody tr').mark = 1, "+
+		"document.querySelectorAll('#drains-table tbody tr')[1].mark = 2, true")
 	m.set(func(v *coordinator.View) { v.Drains, v.Open = v.Drains[1:], 2 })
-	b.awaitThat("row less", func() bool { return of[int](b, "document.querySelectorAll('#drains-table tbody tr').length") == 2 })
+	b.awaitThat("row less", func() bool {
+		return of[int](b,
+			"document.querySelectorAll('#drains-table tbody tr').length") == 2
+	})
 	if got := of[int](b, "document.querySelector('#drains-table tbody tr').mark ?? 0"); got != 2 {
 		t.Errorf("the row that stays was made anew: mark %d", got)
 	}
@@ -445,7 +507,8 @@ func TestThePageIsReachedByKeyboard(t *testing.T) {
 		at := of[string](b, `(() => { const e = document.activeElement; const s = getComputedStyle(e); return (e.id || e.className || e.tagName) + (s.outlineStyle !== 'none' && parseFloat(s.outlineWidth) >= 2 ? '' : ' UNSEEN'); })()`)
 		reached = append(reached, at)
 	}
-	want := []string{"skip", "outcomes-more", "health-more", "explain-namespace", "explain-pod", "explain-operation", "BUTTON", "A"}
+	want := []string{"skip", "outcomes-more", "health-more", "explain-namespace", "explain-pod", "explain-operation",
+		"BUTTON", "A"}
 	for i := range want {
 		if reached[i] != want[i] {
 			t.Fatalf("reached %q, want %q", reached, want)
@@ -481,11 +544,13 @@ func TestThePageExplains(t *testing.T) {
 	b.open(url)
 	b.await("#connection", "Live")
 	ask := func(pod string) {
-		b.do(chromedp.SetValue("#explain-namespace", "shop"), chromedp.SetValue("#explain-pod", pod), chromedp.Click("#explain-form button"))
+		b.do(chromedp.SetValue("#explain-namespace", "shop"), chromedp.SetValue("#explain-pod", pod),
+			chromedp.Click("#explain-form button"))
 	}
 	ask("web-7d9c5b6f4-x2x8q")
 	b.await("#explain-result", "It would be deleted when 1 gateway that routes to it has let go.")
-	for _, text := range []string{"edge/haproxy-0", "at the hold", "envoy of edge/mesh-0", "via clusterIP: that tells nothing of a single pod", "kube-proxy", "shop/web, 2 usable targets"} {
+	for _, text := range []string{"edge/haproxy-0", "at the hold", "envoy of edge/mesh-0",
+		"via clusterIP: that tells nothing of a single pod", "kube-proxy", "shop/web, 2 usable targets"} {
 		if got := b.text("#explain-result"); !strings.Contains(got, text) {
 			t.Errorf("it explains %q, want %q", got, text)
 		}
@@ -518,13 +583,15 @@ func TestThePageAsksForAToken(t *testing.T) {
 		t.Errorf("it shows %q", got)
 	}
 	b.picture("made-token", true)
-	for token, says := range map[string]string{"bad": "the token is not valid here", "weak": "jane needs the verb get"} {
+	for token, says := range map[string]string{"bad": "the token is not valid here",
+		"weak": "jane needs the verb get"} {
 		b.do(chromedp.SetValue("#token", token), chromedp.Click("#token-form button"))
 		b.await("#token-error", says)
 	}
 	b.do(chromedp.SetValue("#token", "good"), chromedp.Click("#token-form button"))
 	b.await("#drains-table", "checkout-6f7f9c5d8b-l4kzt")
-	if kept := of[string](b, "JSON.stringify([document.cookie, {...localStorage}, {...sessionStorage}, document.querySelector('#token').value, location.href])"); strings.Contains(kept, "good") {
+	if kept := of[string](b, "JSON.stringify([document.cookie, {...localStorage}, {...sessionStorage}, "+
+		"document.querySelector('#token').value, location.href])"); strings.Contains(kept, "good") {
 		t.Errorf("the token is kept: %s", kept)
 	}
 }

@@ -10,7 +10,8 @@ import (
 	"github.com/lameduck-io/lameduck/internal/dashboard"
 )
 
-// What docs/dashboard.md tells people to do for a token, by the real API server: it lets the page be looked at, and is good for nothing else.
+// What docs/dashboard.md tells operators to do for a token, by the real API server: it lets the
+// page be looked at, and is good for nothing else.
 func TestTokensOfTheDocuments(t *testing.T) {
 	s := open(t)
 	text, err := os.ReadFile("../../../docs/dashboard.md")

@@ -43,7 +43,7 @@ type demo struct {
 	cluster *cluster.Cluster
 	stage   *stage.Stage
 	audit   *audit
-	// page is where people find the live page, if it is to be kept open.
+	// page is where operators find the live page, if it is to be kept open.
 	page string
 	// gateway is where HAProxy listens.
 	gateway string

@@ -21,7 +21,8 @@ import (
 )
 
 // What make demo KEEP=1 does, and Ctrl-C then: the page's address is printed, is reached from outside, shows rolling updates, and afterwards there is
-// no process, no file and no listener left. Without this the demo could leave a control plane behind on people's machines.
+// no process, no file and no listener left. Without this the demo could leave a control plane
+// behind on operators' machines.
 func TestKeepShowsThePageUntilInterrupted(t *testing.T) {
 	if _, err := stage.HAProxy(); err != nil {
 		cluster.Missing(t, "haproxy", "apt-get install haproxy")

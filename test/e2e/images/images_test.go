@@ -212,7 +212,8 @@ func objects(t *testing.T, texts ...string) map[string]object {
 	return all
 }
 
-// sameAsTheChart compares what the chart's archive makes with what people apply otherwise, and that with what kubectl makes of the manifests' archive.
+// sameAsTheChart compares what the chart's archive makes with what operators apply otherwise, and
+// that with what kubectl makes of the manifests' archive.
 func sameAsTheChart(t *testing.T, c *cluster.Cluster, dir string) {
 	t.Helper()
 	chart, err := loader.LoadFile(filepath.Join(dir, "lameduck-0.0.0-dev.tgz"))

@@ -1,4 +1,5 @@
-// Package install tests what people install and how: manifests and chart, certificates, rights, the commands of the documents, metrics.
+// Package install tests what operators install and how: manifests and chart, certificates, rights,
+// the commands of the documents, metrics.
 package install
 
 import (

@@ -99,7 +99,7 @@ func plain(all map[string]object) map[string]object {
 	return all
 }
 
-// People may choose between kustomize and Helm, and get the same.
+// Operators may choose between kustomize and Helm, and get the same.
 func TestTheChartIsTheManifests(t *testing.T) {
 	s := open(t)
 	for path, certificates := range map[string]string{"base": "managed", "overlays/cert-manager": "certManager", "overlays/own-certificates": "own"} {
@@ -300,7 +300,8 @@ func installCertManager(t *testing.T, s *stage.Stage) {
 	}
 }
 
-// Everything that is in manifests, as people apply it, on an API server that knows every field and enforces Pod Security.
+// Everything that is in manifests, as operators apply it, on an API server that knows every field
+// and enforces Pod Security.
 func TestEveryObjectIsAccepted(t *testing.T) {
 	s := open(t)
 	installCertManager(t, s)

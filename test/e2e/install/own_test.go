@@ -19,8 +19,8 @@ import (
 	"github.com/lameduck-io/lameduck/test/e2e/stage"
 )
 
-// With files that are brought along, by people or by cert-manager, the coordinator serves what they have, follows when they change, and writes nothing: the right
-// to is not there.
+// With files that are brought along, by operators or by cert-manager, the coordinator serves what
+// they have, follows when they change, and writes nothing: the right to is not there.
 func TestCertificatesThatAreBroughtAlong(t *testing.T) {
 	s := open(t)
 	ns := namespace(t, s, "own-certificates")

@@ -15,7 +15,7 @@ import (
 	"github.com/lameduck-io/lameduck/test/e2e/stage"
 )
 
-// commands returns what a section of the operations page tells people to type.
+// commands returns what a section of the operations page tells operators to type.
 func commands(t *testing.T, section string) []string {
 	t.Helper()
 	page, err := os.ReadFile(filepath.Join(stage.Manifests(), "..", "..", "docs", "operations.md"))
@@ -38,7 +38,8 @@ func commands(t *testing.T, section string) []string {
 	return all
 }
 
-// shell runs a command of a document in the repository, with kubectl and a kubeconfig as people have them.
+// shell runs a command of a document in the repository, with kubectl and a kubeconfig as operators
+// have them.
 func shell(t *testing.T, s *stage.Stage, command string) string {
 	t.Helper()
 	cmd := exec.Command("bash", "-euo", "pipefail", "-c", command)

@@ -1,4 +1,5 @@
-// Package monitoring is the Grafana dashboard as code, and tests of it, of the alert rules and of the metrics. manifests/monitoring has what people install.
+// Package monitoring is the Grafana dashboard as code, and tests of it, of the alert rules and of
+// the metrics. manifests/monitoring has what operators install.
 package monitoring
 
 import (

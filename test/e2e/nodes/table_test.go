@@ -288,7 +288,8 @@ func (l *lab) testTable(t *testing.T) {
 	promises(t, rows)
 }
 
-// tellWaits logs how hooks ended and how long kube-proxy took on each node: what people could not know when they chose their sleep.
+// tellWaits logs how hooks ended and how long kube-proxy took on each node: what operators could
+// not know when they chose their sleep.
 func (l *lab) tellWaits(t *testing.T) {
 	t.Helper()
 	for _, m := range l.set.Machines {

@@ -52,7 +52,7 @@ func charted(t *testing.T, values map[string]any) (objects, hooks string) {
 // The chart on a real cluster, with certificate, secret and CA brought along by the commands of operations.md: coordinators are asked, and node agents
 // trust them, though nobody has told an agent where the CA is. The release is applied by kubectl: of Helm it is the engine that is here, not the installer.
 func (l *lab) testOwnCertificates(t *testing.T) {
-	// Where people make their certificate, and have the repository.
+	// Where operators make their certificate, and have the repository.
 	dir := t.TempDir()
 	manifests, err := filepath.Abs(filepath.Join(repository, "manifests"))
 	if err == nil {

@@ -145,7 +145,7 @@ func (l *lab) addClients(t *testing.T) {
 	}
 }
 
-// sh runs a block of commands in the repository, as people do, and returns what it printed.
+// sh runs a block of commands in the repository, as operators do, and returns what it printed.
 func (l *lab) sh(t *testing.T, script string, env ...string) string {
 	t.Helper()
 	began := time.Now()

@@ -54,7 +54,8 @@ func archive(t *testing.T, commit string) string {
 	return dir
 }
 
-// retagged writes kustomizations of the folders of a tree's manifests which have other tags, as people do whose images are in a registry of theirs.
+// retagged writes kustomizations of the folders of a tree's manifests which have other tags, as
+// operators do whose images are in a registry of theirs.
 func retagged(t *testing.T, tree, tag string) string {
 	t.Helper()
 	dir := t.TempDir()

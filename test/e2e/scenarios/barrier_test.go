@@ -124,8 +124,8 @@ func (b *barriers) hasHook(p *corev1.Pod, kind string) {
 	}
 }
 
-// What the webhook makes of a pod the API server accepts, whatever Pod Security enforces. Without this, opting in would keep people's pods
-// from being created.
+// What the webhook makes of a pod the API server accepts, whatever Pod Security enforces. Without
+// this, opting in would keep operators' pods from being created.
 func TestBarrierUnderPodSecurity(t *testing.T) {
 	b := openBarriers(t)
 	for _, level := range []string{"", "privileged", "baseline", "restricted"} {
@@ -166,7 +166,7 @@ func TestBarrierGenerateName(t *testing.T) {
 	if len(ids) != 3 {
 		t.Errorf("%d ids for three pods", len(ids))
 	}
-	// A copy of one, as people make with kubectl get -o yaml, does not share its id.
+	// A copy of one, as operators make with kubectl get -o yaml, does not share its id.
 	first, err := b.client.CoreV1().Pods(namespace).List(t.Context(), metav1.ListOptions{Limit: 1})
 	if err != nil || len(first.Items) != 1 {
 		t.Fatal(err)

@@ -16,8 +16,8 @@ import (
 	"github.com/lameduck-io/lameduck/test/e2e/stage"
 )
 
-// The worst that an agent can do is to say nothing. Whatever people do then, no pod waits longer than its deadline and 5 s, and each
-// says why.
+// The worst that an agent can do is to say nothing. Whatever operators do then, no pod waits longer
+// than its deadline and 5 s, and each says why.
 func TestSilentAgentKeepsNoPod(t *testing.T) {
 	// Not parallel with other tests: in this one everything is owed by an agent that does not answer.
 	s := open(t)

@@ -15,14 +15,14 @@ import (
 	"golang.org/x/time/rate"
 )
 
-// Path is where the API server asks, but for the last segment: the secret. See [Door].
+// Path is where the API server asks, but for the last segment: the secret. See [SecretPath].
 const Path = "/v1/admit/"
 
 const (
-	// secretLeast is how many characters a secret has at least.
-	secretLeast = 16
-	// secretMost bounds the file, in bytes.
-	secretMost = 4 << 10
+	// minSecret is how many characters a secret has at least.
+	minSecret = 16
+	// maxSecret bounds the file, in bytes.
+	maxSecret = 4 << 10
 	// secretEvery is how often the file is read. A mounted Secret takes a minute to arrive, so that more haste gains nothing.
 	secretEvery = 5 * time.Second
 	// FormerSecret is how long a secret that has left the file is still good: while it is being changed, the API server's configuration
@@ -32,13 +32,14 @@ const (
 	strangerEvery = 10 * time.Second
 )
 
-// Door lets those through to a handler who know a secret: whoever could post a review could have pods unrouted. The secret is the last
-// segment of the path, because that is all of a call that a webhook configuration chooses, and is known to those alone who may read
-// webhook configurations or the Secret. It is never logged.
+// SecretPath lets those through to a handler who know a secret: whoever could post a review could
+// have pods unrouted. The secret is the last segment of the path, because that is all of a call
+// that a webhook configuration chooses, and is known to those alone who may read webhook
+// configurations or the Secret. It is never logged.
 //
 // The secrets are the lines of a file. Each line is good, so that a new one can be known to all replicas before the API server uses it; a
 // line that is taken out is good for [FormerSecret] more, in this life of the process.
-type Door struct {
+type SecretPath struct {
 	file    string
 	log     *slog.Logger
 	metrics *Metrics
@@ -55,31 +56,32 @@ type key struct {
 	until time.Time
 }
 
-// OpenDoor reads the secrets in file. Its errors say what to write into it.
-func OpenDoor(file string, log *slog.Logger, metrics *Metrics) (*Door, error) {
-	d := &Door{file: file, log: log, metrics: metrics, said: rate.Sometimes{Interval: strangerEvery}}
+// OpenSecretPath reads the secrets in file. Its errors say what to write into it.
+func OpenSecretPath(file string, log *slog.Logger, metrics *Metrics) (*SecretPath, error) {
+	d := &SecretPath{file: file, log: log, metrics: metrics, said: rate.Sometimes{Interval: strangerEvery}}
 	if _, err := d.load(time.Now()); err != nil {
 		return nil, err
 	}
 	return d, nil
 }
 
-// NewDoor returns a door without a file. Until [Door.Set] is called nobody is let through.
-func NewDoor(log *slog.Logger, metrics *Metrics) *Door {
-	return &Door{log: log, metrics: metrics, said: rate.Sometimes{Interval: strangerEvery}}
+// NewSecretPath returns a secret path without a file. Until [SecretPath.Set] is called nobody is
+// let through.
+func NewSecretPath(log *slog.Logger, metrics *Metrics) *SecretPath {
+	return &SecretPath{log: log, metrics: metrics, said: rate.Sometimes{Interval: strangerEvery}}
 }
 
 // Set has secrets be those that are good, as if a file had them. It reports whether they are other than before.
-func (d *Door) Set(secrets []string) (changed bool) { return d.take(time.Now(), secrets) }
+func (d *SecretPath) Set(secrets []string) (changed bool) { return d.take(time.Now(), secrets) }
 
-// CheckSecretFile reports why no [Door] can be made with file. Nil: one can.
+// CheckSecretFile reports why no [SecretPath] can be made with file. Nil: one can.
 func CheckSecretFile(file string) error {
 	_, err := readSecrets(file)
 	return err
 }
 
 // Run reads the file again and again until ctx is done; without one it only waits. A file that cannot be used leaves what is known as it is.
-func (d *Door) Run(ctx context.Context) error {
+func (d *SecretPath) Run(ctx context.Context) error {
 	ticker := time.NewTicker(secretEvery)
 	defer ticker.Stop()
 	bad := false
@@ -104,7 +106,7 @@ func (d *Door) Run(ctx context.Context) error {
 }
 
 // load takes in what stands in the file now, and reports whether that is other than before.
-func (d *Door) load(now time.Time) (changed bool, err error) {
+func (d *SecretPath) load(now time.Time) (changed bool, err error) {
 	secrets, err := readSecrets(d.file)
 	if err != nil {
 		return false, err
@@ -113,7 +115,7 @@ func (d *Door) load(now time.Time) (changed bool, err error) {
 }
 
 // take has secrets be those that stand.
-func (d *Door) take(now time.Time, secrets []string) (changed bool) {
+func (d *SecretPath) take(now time.Time, secrets []string) (changed bool) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	keys := make([]key, 0, len(secrets)+len(d.keys))
@@ -154,7 +156,7 @@ func stands(keys []key, k key) bool {
 }
 
 // knows reports whether secret is good at now. How long that takes tells nothing of the secrets.
-func (d *Door) knows(now time.Time, secret string) bool {
+func (d *SecretPath) knows(now time.Time, secret string) bool {
 	sum := sha256.Sum256([]byte(secret))
 	d.mu.RLock()
 	defer d.mu.RUnlock()
@@ -171,7 +173,7 @@ func (d *Door) knows(now time.Time, secret string) bool {
 // Guard returns a handler that passes on what comes with a good secret: on [Path] reviews of
 // deletions, on [MutatePath] reviews of creations. Everything else gets the same 404, whether the path
 // is unknown or the secret wrong, before anything of its body is read.
-func (d *Door) Guard(deletions, creations http.Handler) http.Handler {
+func (d *SecretPath) Guard(deletions, creations http.Handler) http.Handler {
 	paths := map[string]http.Handler{Path: deletions, MutatePath: creations}
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		at := strings.LastIndexByte(r.URL.Path, '/') + 1
@@ -198,8 +200,8 @@ func readSecrets(file string) ([]string, error) {
 	if err != nil {
 		return nil, fmt.Errorf("admission secret: %w; %s", err, howTo)
 	}
-	if info.Size() > secretMost {
-		return nil, fmt.Errorf("admission secret in %s: the file has %d bytes, more than %d; %s", file, info.Size(), secretMost, howTo)
+	if info.Size() > maxSecret {
+		return nil, fmt.Errorf("admission secret in %s: the file has %d bytes, more than %d; %s", file, info.Size(), maxSecret, howTo)
 	}
 	text, err := os.ReadFile(file)
 	if err != nil {
@@ -211,7 +213,7 @@ func readSecrets(file string) ([]string, error) {
 		switch {
 		case line == "":
 			continue
-		case len(line) < secretLeast:
+		case len(line) < minSecret:
 			return nil, fmt.Errorf("admission secret in %s: line %d has %d characters; %s", file, n+1, len(line), howTo)
 		case strings.Trim(line, unreserved) != "":
 			return nil, fmt.Errorf("admission secret in %s: line %d has a character that is not a letter, a digit, - or _; %s", file, n+1, howTo)
@@ -224,5 +226,6 @@ func readSecrets(file string) ([]string, error) {
 	return secrets, nil
 }
 
-// unreserved are the characters that look the same in a path however it is written. Not . and ~, which some people's tools change.
+// unreserved are the characters that look the same in a path however it is written. Not . and ~,
+// which some tools change.
 const unreserved = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_"

@@ -108,7 +108,7 @@ func TestTheSourceWithTheMostMakesRoom(t *testing.T) {
 		<-release
 	})
 	routes := http.NewServeMux()
-	routes.Handle("/kept", Kept(hold))
+	routes.Handle("/kept", KeepConn(hold))
 	routes.Handle("/unknown", hold)
 	routes.HandleFunc("/", func(w http.ResponseWriter, r *http.Request) { fmt.Fprintln(w, "ok") })
 	address, _ := start(t, Server{Conns: most, Grace: time.Second, Handler: routes})

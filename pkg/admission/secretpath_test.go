@@ -21,27 +21,27 @@ const (
 	secretTwo = "two-0123456789abcdef"
 )
 
-// doorWorld is a door with a file, in front of a handler that says "inside".
-type doorWorld struct {
-	*Door
+// secretPathWorld is a secret path with a file, in front of a handler that says "inside".
+type secretPathWorld struct {
+	*SecretPath
 	t    *testing.T
 	file string
 	log  bytes.Buffer
 	reg  *prometheus.Registry
 }
 
-func newDoor(t *testing.T, text string) *doorWorld {
+func newDoor(t *testing.T, text string) *secretPathWorld {
 	t.Helper()
-	w := &doorWorld{t: t, file: filepath.Join(t.TempDir(), "secret"), reg: prometheus.NewRegistry()}
+	w := &secretPathWorld{t: t, file: filepath.Join(t.TempDir(), "secret"), reg: prometheus.NewRegistry()}
 	w.write(text)
 	var err error
-	if w.Door, err = OpenDoor(w.file, slog.New(slog.NewTextHandler(&w.log, &slog.HandlerOptions{Level: slog.LevelDebug})), NewMetrics(w.reg)); err != nil {
+	if w.SecretPath, err = OpenSecretPath(w.file, slog.New(slog.NewTextHandler(&w.log, &slog.HandlerOptions{Level: slog.LevelDebug})), NewMetrics(w.reg)); err != nil {
 		t.Fatal(err)
 	}
 	return w
 }
 
-func (w *doorWorld) write(text string) {
+func (w *secretPathWorld) write(text string) {
 	w.t.Helper()
 	// As the kubelet does: another file under the same name.
 	if err := os.WriteFile(w.file+".new", []byte(text), 0o600); err != nil {
@@ -53,7 +53,7 @@ func (w *doorWorld) write(text string) {
 }
 
 // get asks for a path and returns the whole of the answer.
-func (w *doorWorld) get(path string, body io.Reader) (code int, answer string) {
+func (w *secretPathWorld) get(path string, body io.Reader) (code int, answer string) {
 	inside := http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { _, _ = io.WriteString(w, "inside") })
 	recorder := httptest.NewRecorder()
 	w.Guard(inside, inside).ServeHTTP(recorder, httptest.NewRequest(http.MethodPost, path, body))
@@ -66,7 +66,7 @@ func (w *doorWorld) get(path string, body io.Reader) (code int, answer string) {
 	return recorder.Code, all.String()
 }
 
-func (w *doorWorld) opens(secret string) bool {
+func (w *secretPathWorld) opens(secret string) bool {
 	code, _ := w.get(Path+secret, nil)
 	return code == http.StatusOK
 }
@@ -176,14 +176,14 @@ func TestDoorNeedsASecret(t *testing.T) {
 		"with a slash":   {"0123456789/0123456789", "line 1 has a character that is not"},
 		"with a percent": {"%30123456789012345", "line 1 has a character that is not"},
 		"with a blank":   {"0123456789 0123456789", "line 1 has a character that is not"},
-		"of a book":      {strings.Repeat("x", secretMost+1), "more than 4096"},
+		"of a book":      {strings.Repeat("x", maxSecret+1), "more than 4096"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			file := filepath.Join(t.TempDir(), "secret")
 			if err := os.WriteFile(file, []byte(c.text), 0o600); err != nil {
 				t.Fatal(err)
 			}
-			_, err := OpenDoor(file, slog.New(slog.DiscardHandler), NewMetrics(prometheus.NewRegistry()))
+			_, err := OpenSecretPath(file, slog.New(slog.DiscardHandler), NewMetrics(prometheus.NewRegistry()))
 			if err == nil || !strings.Contains(err.Error(), c.want) || !strings.Contains(err.Error(), file) || !strings.Contains(err.Error(), "kubectl -n lameduck-system create secret") {
 				t.Errorf("%v, want %q, the file and the way out", err, c.want)
 			}

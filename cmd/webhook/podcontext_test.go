@@ -63,107 +63,107 @@ func TestSurroundings(t *testing.T) {
 		unsynced bool
 		// otherGoes: the pod of the other endpoint is being drained.
 		otherGoes bool
-		want      coordinator.Surroundings
+		want      coordinator.PodContext
 	}{
 		"another is ready": {
-			with: []discovery.Endpoint{self, entry("uid-b", "n2", true, false)}, want: coordinator.Surroundings{Known: true, Terminating: true, Here: true},
+			with: []discovery.Endpoint{self, entry("uid-b", "n2", true, false)}, want: coordinator.PodContext{Known: true, Terminating: true, Here: true},
 		},
 		"no other is ready": {
-			with: []discovery.Endpoint{self, entry("uid-b", "n2", false, false)}, want: coordinator.Surroundings{Known: true, Terminating: true, Here: true, Last: true},
+			with: []discovery.Endpoint{self, entry("uid-b", "n2", false, false)}, want: coordinator.PodContext{Known: true, Terminating: true, Here: true, Last: true},
 		},
 		"all are going": {
-			with: []discovery.Endpoint{self, entry("uid-b", "n2", false, true)}, want: coordinator.Surroundings{Known: true, Terminating: true, Here: true, Last: true},
+			with: []discovery.Endpoint{self, entry("uid-b", "n2", false, true)}, want: coordinator.PodContext{Known: true, Terminating: true, Here: true, Last: true},
 		},
 		"those that are not ready are published": {
 			with: []discovery.Endpoint{self, entry("uid-b", "n2", true, false)}, spec: corev1.ServiceSpec{PublishNotReadyAddresses: true},
-			want: coordinator.Surroundings{Known: true, Terminating: true, Here: true, Last: true},
+			want: coordinator.PodContext{Known: true, Terminating: true, Here: true, Last: true},
 		},
 		"local, another node has one": {
 			with: []discovery.Endpoint{self, entry("uid-b", "n2", true, false)}, spec: local, other: time.Minute,
-			want: coordinator.Surroundings{Known: true, Terminating: true, Here: true, LastHere: true},
+			want: coordinator.PodContext{Known: true, Terminating: true, Here: true, LastHere: true},
 		},
 		"local, another node has one of which this one may not have heard": {
 			with: []discovery.Endpoint{self, entry("uid-b", "n2", true, false)}, spec: local, other: 2 * time.Second,
-			want: coordinator.Surroundings{Known: true, Terminating: true, Here: true},
+			want: coordinator.PodContext{Known: true, Terminating: true, Here: true},
 		},
 		"local, another node has one that is going, which EndpointSlices do not say yet": {
 			with: []discovery.Endpoint{self, entry("uid-b", "n2", true, false)}, spec: local, other: time.Minute, otherGoes: true,
-			want: coordinator.Surroundings{Known: true, Terminating: true, Here: true},
+			want: coordinator.PodContext{Known: true, Terminating: true, Here: true},
 		},
 		"local, another node has one of which nothing is known": {
 			with: []discovery.Endpoint{self, entry("uid-b", "n2", true, false)}, spec: local,
-			want: coordinator.Surroundings{Known: true, Terminating: true, Here: true},
+			want: coordinator.PodContext{Known: true, Terminating: true, Here: true},
 		},
 		"nothing is sent to other nodes": {
 			with: []discovery.Endpoint{self, entry("uid-b", "n2", true, false)}, spec: inside,
-			want: coordinator.Surroundings{Known: true, Terminating: true, Here: true, LastHere: true},
+			want: coordinator.PodContext{Known: true, Terminating: true, Here: true, LastHere: true},
 		},
 		"only what comes from outside is sent to other nodes": {
 			with: []discovery.Endpoint{self, entry("uid-b", "n2", true, false)}, spec: mixed, other: 2 * time.Second,
-			want: coordinator.Surroundings{Known: true, Terminating: true, Here: true},
+			want: coordinator.PodContext{Known: true, Terminating: true, Here: true},
 		},
 		"local, this node has another": {
 			with: []discovery.Endpoint{self, entry("uid-b", "n1", true, false)}, spec: local, other: time.Minute,
-			want: coordinator.Surroundings{Known: true, Terminating: true, Here: true},
+			want: coordinator.PodContext{Known: true, Terminating: true, Here: true},
 		},
 		"local, nobody knows": {
 			with: []discovery.Endpoint{self, entry("uid-b", "n2", true, false)}, spec: local, other: time.Minute, unsynced: true,
-			want: coordinator.Surroundings{Known: true, Terminating: true, Here: true},
+			want: coordinator.PodContext{Known: true, Terminating: true, Here: true},
 		},
 		"a wait is stated": {
 			with: []discovery.Endpoint{self, entry("uid-b", "n2", true, false)}, state: "checkInterval=10s,unhealthyThreshold=2,timeout=1s",
-			want: coordinator.Surroundings{Known: true, Terminating: true, Here: true, Stated: 21 * time.Second},
+			want: coordinator.PodContext{Known: true, Terminating: true, Here: true, Stated: 21 * time.Second},
 		},
 		"a wait that cannot be read": {
 			with: []discovery.Endpoint{self, entry("uid-b", "n2", true, false)}, state: "soon",
-			want: coordinator.Surroundings{Known: true, Terminating: true, Here: true},
+			want: coordinator.PodContext{Known: true, Terminating: true, Here: true},
 		},
 		"connections are to be waited for, says the pod": {
 			pod:  func(p *corev1.Pod) { p.Annotations = map[string]string{idleBound: "25s"} },
-			want: coordinator.Surroundings{Known: true, Terminating: true, Here: true, IdleBound: 25 * time.Second},
+			want: coordinator.PodContext{Known: true, Terminating: true, Here: true, IdleBound: 25 * time.Second},
 		},
 		"connections are to be waited for, says the Service more": {
 			pod:  func(p *corev1.Pod) { p.Annotations = map[string]string{idleBound: "5s"} },
 			with: []discovery.Endpoint{self, entry("uid-b", "n2", true, false)}, idle: "25s",
-			want: coordinator.Surroundings{Known: true, Terminating: true, Here: true, IdleBound: 25 * time.Second},
+			want: coordinator.PodContext{Known: true, Terminating: true, Here: true, IdleBound: 25 * time.Second},
 		},
 		"connections are to be waited for, for a time that cannot be read": {
 			pod:  func(p *corev1.Pod) { p.Annotations = map[string]string{idleBound: "long"} },
 			with: []discovery.Endpoint{self, entry("uid-b", "n2", true, false)}, idle: "-1s",
-			want: coordinator.Surroundings{Known: true, Terminating: true, Here: true},
+			want: coordinator.PodContext{Known: true, Terminating: true, Here: true},
 		},
 		"of another node": {
-			node: "n2", with: []discovery.Endpoint{self, entry("uid-b", "n2", true, false)}, want: coordinator.Surroundings{Known: true, Terminating: true},
+			node: "n2", with: []discovery.Endpoint{self, entry("uid-b", "n2", true, false)}, want: coordinator.PodContext{Known: true, Terminating: true},
 		},
-		"another of its name":  {pod: func(p *corev1.Pod) { p.UID = "uid-z" }, want: coordinator.Surroundings{Young: 10 * time.Second}},
-		"not terminating here": {pod: func(p *corev1.Pod) { p.DeletionTimestamp, p.DeletionGracePeriodSeconds = nil, nil }, want: coordinator.Surroundings{Known: true, Here: true}},
+		"another of its name":  {pod: func(p *corev1.Pod) { p.UID = "uid-z" }, want: coordinator.PodContext{Young: 10 * time.Second}},
+		"not terminating here": {pod: func(p *corev1.Pod) { p.DeletionTimestamp, p.DeletionGracePeriodSeconds = nil, nil }, want: coordinator.PodContext{Known: true, Here: true}},
 		// Without this, a pod that became ready and was deleted at once counts as one that no gateway has ever routed to.
 		"neither terminating nor ready here": {
 			pod: func(p *corev1.Pod) {
 				p.DeletionTimestamp, p.DeletionGracePeriodSeconds = nil, nil
 				p.Status.Conditions[0].Status = corev1.ConditionFalse
 			},
-			want: coordinator.Surroundings{Known: true, Here: true, Young: 10 * time.Second},
+			want: coordinator.PodContext{Known: true, Here: true, Young: 10 * time.Second},
 		},
-		"in no Service": {want: coordinator.Surroundings{Known: true, Terminating: true, Here: true}},
+		"in no Service": {want: coordinator.PodContext{Known: true, Terminating: true, Here: true}},
 		"ready for a moment": {
 			pod: func(p *corev1.Pod) {
 				p.Status.Conditions[0].LastTransitionTime = metav1.NewTime(p.DeletionTimestamp.Add(-grace(p) - 2*time.Second))
 			},
-			want: coordinator.Surroundings{Known: true, Terminating: true, Here: true, Young: 8 * time.Second},
+			want: coordinator.PodContext{Known: true, Terminating: true, Here: true, Young: 8 * time.Second},
 		},
 		"ready for a moment, and its deletion not heard of here": {
 			pod: func(p *corev1.Pod) {
 				p.DeletionTimestamp, p.DeletionGracePeriodSeconds = nil, nil
 				p.Status.Conditions[0].LastTransitionTime = metav1.NewTime(time.Now().Add(time.Minute)) // its clock is ahead
 			},
-			want: coordinator.Surroundings{Known: true, Here: true, Young: 10 * time.Second},
+			want: coordinator.PodContext{Known: true, Here: true, Young: 10 * time.Second},
 		},
 		"unready since the deletion": {
 			pod: func(p *corev1.Pod) {
 				p.Status.Conditions[0].Status, p.Status.Conditions[0].LastTransitionTime = corev1.ConditionFalse, metav1.Now()
 			},
-			want: coordinator.Surroundings{Known: true, Terminating: true, Here: true},
+			want: coordinator.PodContext{Known: true, Terminating: true, Here: true},
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -192,7 +192,7 @@ func TestSurroundings(t *testing.T) {
 				other.Status.Conditions[0].LastTransitionTime = metav1.NewTime(time.Now().Add(-c.other))
 				objects = append(objects, other)
 			}
-			v := &vicinity{
+			v := &podContexts{
 				reader: fake.NewClientBuilder().WithObjects(objects...).Build(), index: endpoints.NewIndex(), log: slog.New(slog.DiscardHandler),
 				known: func() bool { return true }, synced: func() bool { return !c.unsynced },
 				going: func(uid drain.UID) bool { return c.otherGoes && uid == "uid-b" },
@@ -246,7 +246,7 @@ func TestTheLastTargetIsJudgedForEachService(t *testing.T) {
 			objects := []client.Object{pod, other, &corev1.Pod{
 				ObjectMeta: metav1.ObjectMeta{Namespace: "lameduck-node", Name: "agent-x", UID: "x"}, Spec: corev1.PodSpec{NodeName: "n1"},
 			}}
-			v := &vicinity{
+			v := &podContexts{
 				index: endpoints.NewIndex(), log: slog.New(slog.DiscardHandler), known: func() bool { return true }, synced: func() bool { return true },
 				going: func(drain.UID) bool { return false },
 			}
@@ -277,7 +277,7 @@ func TestTheLastTargetIsJudgedForEachService(t *testing.T) {
 
 // Without this, a replica that has just started ends the barriers of pods that it has not heard of yet.
 func TestAColdViewKnowsNothing(t *testing.T) {
-	v := &vicinity{known: func() bool { return false }}
+	v := &podContexts{known: func() bool { return false }}
 	if s, err := v.Surroundings(context.Background(), "", drain.Pod{Namespace: "shop", Name: "a", UID: "uid-a"}); err == nil {
 		t.Errorf("it says %+v", s)
 	}

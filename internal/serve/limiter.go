@@ -14,11 +14,12 @@ import (
 	"golang.org/x/time/rate"
 )
 
-// crowd bounds how many connections there are. Where one more comes, the source address with the most connections that nobody vouches for
-// (see [Kept]) makes room, with the one that has been without a new request for longest. So strangers who open many keep others out neither
-// by silence, nor by requests that they send slowly, nor by answers that they do not read.
-type crowd struct {
-	most int
+// connLimiter bounds how many connections there are. Where one more comes, the source address with
+// the most connections that nobody vouches for (see [KeepConn]) makes room, with the one that has
+// been without a new request for longest. So strangers who open many keep others out neither by
+// silence, nor by requests that they send slowly, nor by answers that they do not read.
+type connLimiter struct {
+	max int
 
 	mu  sync.Mutex
 	all int
@@ -26,15 +27,16 @@ type crowd struct {
 	waiting map[netip.Addr]*list.List
 }
 
-func newCrowd(most int) *crowd {
-	return &crowd{most: most, waiting: map[netip.Addr]*list.List{}}
+func newConnLimiter(most int) *connLimiter {
+	return &connLimiter{max: most, waiting: map[netip.Addr]*list.List{}}
 }
 
-// enter takes in a new connection, and returns the one that has to be closed for it: nil, another, or this one.
-func (c *crowd) enter(conn *crowdConn) (out *crowdConn) {
+// admit takes in a new connection, and returns the one that has to be closed for it: nil, another,
+// or this one.
+func (c *connLimiter) admit(conn *limitedConn) (out *limitedConn) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if c.all >= c.most {
+	if c.all >= c.max {
 		source, most := conn.source, 0
 		if own := c.waiting[source]; own != nil {
 			most = own.Len() + 1
@@ -47,7 +49,7 @@ func (c *crowd) enter(conn *crowdConn) (out *crowdConn) {
 		if most == 0 {
 			return conn
 		}
-		out = c.waiting[source].Front().Value.(*crowdConn)
+		out = c.waiting[source].Front().Value.(*limitedConn)
 		c.forget(out)
 	}
 	conn.in = true
@@ -57,7 +59,7 @@ func (c *crowd) enter(conn *crowdConn) (out *crowdConn) {
 }
 
 // push, called with the lock, puts a connection at the end of its source's, unless it has left.
-func (c *crowd) push(conn *crowdConn) {
+func (c *connLimiter) push(conn *limitedConn) {
 	if !conn.in {
 		return
 	}
@@ -70,7 +72,7 @@ func (c *crowd) push(conn *crowdConn) {
 }
 
 // pull, called with the lock, takes a connection from those of its source. A repeat changes nothing.
-func (c *crowd) pull(conn *crowdConn) {
+func (c *connLimiter) pull(conn *limitedConn) {
 	if conn.at == nil {
 		return
 	}
@@ -83,7 +85,7 @@ func (c *crowd) pull(conn *crowdConn) {
 }
 
 // forget, called with the lock, forgets a connection. A repeat changes nothing.
-func (c *crowd) forget(conn *crowdConn) {
+func (c *connLimiter) forget(conn *limitedConn) {
 	if conn.in {
 		conn.in = false
 		c.all--
@@ -91,34 +93,34 @@ func (c *crowd) forget(conn *crowdConn) {
 	}
 }
 
-// crowdListener lets its connections into a crowd.
-type crowdListener struct {
+// limitedListener lets its connections into the limiter.
+type limitedListener struct {
 	net.Listener
-	crowd *crowd
+	crowd *connLimiter
 	log   *slog.Logger
 	said  rate.Sometimes
 }
 
-// crowdedEvery is how often a line is logged that connections are too many.
-const crowdedEvery = 10 * time.Second
+// limitedEvery is how often a line is logged that connections are too many.
+const limitedEvery = 10 * time.Second
 
 // Accept implements net.Listener.
-func (l *crowdListener) Accept() (net.Conn, error) {
+func (l *limitedListener) Accept() (net.Conn, error) {
 	for {
 		conn, err := l.Listener.Accept()
 		if err != nil {
 			return nil, err
 		}
-		member := &crowdConn{Conn: conn, crowd: l.crowd}
+		member := &limitedConn{Conn: conn, crowd: l.crowd}
 		if from, err := netip.ParseAddrPort(conn.RemoteAddr().String()); err == nil {
 			member.source = from.Addr().Unmap()
 		}
-		out := l.crowd.enter(member)
+		out := l.crowd.admit(member)
 		if out == nil {
 			return member, nil
 		}
 		l.said.Do(func() {
-			l.log.Warn("too many connections: closed one of the source with the most", "most", l.crowd.most, "closed", out.RemoteAddr().String())
+			l.log.Warn("too many connections: closed one of the source with the most", "most", l.crowd.max, "closed", out.RemoteAddr().String())
 		})
 		out.Close()
 		if out != member {
@@ -127,18 +129,18 @@ func (l *crowdListener) Accept() (net.Conn, error) {
 	}
 }
 
-// crowdConn leaves the crowd when it is closed.
-type crowdConn struct {
+// limitedConn leaves the limiter when it is closed.
+type limitedConn struct {
 	net.Conn
-	crowd  *crowd
+	crowd  *connLimiter
 	source netip.Addr
-	// in: the crowd counts it. at is where it waits; nil: somebody vouches for it.
+	// in: the limiter counts it. at is where it waits; nil: somebody vouches for it.
 	in bool
 	at *list.Element
 }
 
 // Close implements net.Conn.
-func (c *crowdConn) Close() error {
+func (c *limitedConn) Close() error {
 	c.crowd.mu.Lock()
 	c.crowd.forget(c)
 	c.crowd.mu.Unlock()
@@ -146,7 +148,7 @@ func (c *crowdConn) Close() error {
 }
 
 // turn is called when a request begins, and with kept when its handler vouches for it; the end of that is a turn again.
-func (c *crowdConn) turn(kept bool) {
+func (c *limitedConn) turn(kept bool) {
 	c.crowd.mu.Lock()
 	defer c.crowd.mu.Unlock()
 	if c.crowd.pull(c); !kept {
@@ -165,10 +167,11 @@ func connContext(ctx context.Context, conn net.Conn) context.Context {
 	return context.WithValue(ctx, connKey{}, conn)
 }
 
-// Kept vouches for whom it serves: while next handles a request, its connection is closed for no other. Put it behind what proves who asks.
-func Kept(next http.Handler) http.Handler {
+// KeepConn vouches for whom it serves: while next handles a request, its connection is closed for
+// no other. Put it behind what proves who asks.
+func KeepConn(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if conn, ok := r.Context().Value(connKey{}).(*crowdConn); ok {
+		if conn, ok := r.Context().Value(connKey{}).(*limitedConn); ok {
 			conn.turn(true)
 			defer conn.turn(false)
 		}

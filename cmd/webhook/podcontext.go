@@ -41,11 +41,12 @@ func grace(p *corev1.Pod) time.Duration {
 	return time.Duration(*p.DeletionGracePeriodSeconds) * time.Second
 }
 
-// statedWrongMost bounds the annotations that cannot be read and were logged.
-const statedWrongMost = 1000
+// maxBadWaits bounds the annotations that cannot be read and were logged.
+const maxBadWaits = 1000
 
-// vicinity tells the coordinator what surrounds a pod, from the cache. It implements [coordinator.Vicinity].
-type vicinity struct {
+// podContexts tells the coordinator what surrounds a pod, from the cache. It implements
+// [coordinator.PodContexts].
+type podContexts struct {
 	reader client.Reader
 	index  *endpoints.Index
 	// known says that everything else can be.
@@ -61,7 +62,7 @@ type vicinity struct {
 }
 
 // Surroundings implements coordinator.Vicinity.
-func (v *vicinity) Surroundings(ctx context.Context, agent string, pod drain.Pod) (s coordinator.Surroundings, err error) {
+func (v *podContexts) Surroundings(ctx context.Context, agent string, pod drain.Pod) (s coordinator.PodContext, err error) {
 	if !v.known() {
 		return s, errors.New("the view of the cluster is not complete yet")
 	}
@@ -124,7 +125,7 @@ type standing struct {
 }
 
 // service returns a Service, empty if it is not known.
-func (v *vicinity) service(ctx context.Context, name types.NamespacedName) (of corev1.Service, err error) {
+func (v *podContexts) service(ctx context.Context, name types.NamespacedName) (of corev1.Service, err error) {
 	if !v.synced() {
 		return of, nil // stated waits, headless Services and local policies are not known; the bound holds
 	}
@@ -135,7 +136,7 @@ func (v *vicinity) service(ctx context.Context, name types.NamespacedName) (of c
 }
 
 // last finds in which Services kernels may go on sending to the pod.
-func (v *vicinity) last(ctx context.Context, all []standing, pod *corev1.Pod, s *coordinator.Surroundings) error {
+func (v *podContexts) last(ctx context.Context, all []standing, pod *corev1.Pod, s *coordinator.PodContext) error {
 	last, publish, local, rest := false, false, false, false
 	for _, in := range all {
 		switch {
@@ -187,7 +188,7 @@ func outside(of *corev1.Service) bool {
 
 // others reports whether a Service has another ready endpoint of which every kernel must have heard, and whether it has one on the pod's node. A
 // kernel that is late keeps the pod for want of another endpoint that it has heard of.
-func (v *vicinity) others(ctx context.Context, name types.NamespacedName, pod *corev1.Pod) (known, beside bool, err error) {
+func (v *podContexts) others(ctx context.Context, name types.NamespacedName, pod *corev1.Pod) (known, beside bool, err error) {
 	var slices discovery.EndpointSliceList
 	if err := v.reader.List(ctx, &slices, client.InNamespace(name.Namespace), client.MatchingLabels{discovery.LabelServiceName: name.Name}); err != nil {
 		return false, false, fmt.Errorf("list EndpointSlices of %s from the cache: %w", name, err)
@@ -199,15 +200,16 @@ func (v *vicinity) others(ctx context.Context, name types.NamespacedName, pod *c
 				continue
 			}
 			beside = beside || e.NodeName != nil && *e.NodeName == pod.Spec.NodeName
-			known = known || v.heard(ctx, e.TargetRef)
+			known = known || v.noteWrong(ctx, e.TargetRef)
 		}
 	}
 	return known, beside, nil
 }
 
-// heard says whether a pod has been ready for so long that every kernel has heard so. One that is going does not count: an agent that knows so keeps
-// another beside it as the last, and this cache may be behind.
-func (v *vicinity) heard(ctx context.Context, ref *corev1.ObjectReference) bool {
+// noteWrong says whether a pod has been ready for so long that every kernel has noteWrong so. One
+// that is going does not count: an agent that knows so keeps another beside it as the last, and
+// this cache may be behind.
+func (v *podContexts) noteWrong(ctx context.Context, ref *corev1.ObjectReference) bool {
 	var is corev1.Pod
 	if ref == nil || v.reader.Get(ctx, types.NamespacedName{Namespace: ref.Namespace, Name: ref.Name}, &is) != nil || is.UID != ref.UID {
 		return false
@@ -217,7 +219,7 @@ func (v *vicinity) heard(ctx context.Context, ref *corev1.ObjectReference) bool 
 }
 
 // duration reads an annotation of an object. One that cannot be read states nothing, and is logged once.
-func (v *vicinity) duration(of client.Object, annotation string, parse func(string) (time.Duration, error)) time.Duration {
+func (v *podContexts) duration(of client.Object, annotation string, parse func(string) (time.Duration, error)) time.Duration {
 	text, ok := of.GetAnnotations()[annotation]
 	if !ok {
 		return 0
@@ -229,7 +231,7 @@ func (v *vicinity) duration(of client.Object, annotation string, parse func(stri
 	v.mu.Lock()
 	key := fmt.Sprintf("%T %s/%s %s %s", of, of.GetNamespace(), of.GetName(), annotation, text)
 	said := v.wrong[key]
-	if v.wrong == nil || len(v.wrong) >= statedWrongMost {
+	if v.wrong == nil || len(v.wrong) >= maxBadWaits {
 		v.wrong = map[string]bool{}
 	}
 	v.wrong[key] = true
