@@ -7,7 +7,9 @@ export GOFLAGS := -buildvcs=false
 export PATH := $(PATH):/usr/sbin:/usr/local/sbin
 BIN := $(CURDIR)/bin
 MODULES := . test/cluster test/e2e tools/release
-GOLANGCI_LINT_VERSION := v2.15.0
+# The module's own go.sum, which the sum covers, pins what it requires.
+GOLANGCI_LINT := github.com/golangci/golangci-lint/v2@v2.15.0
+GOLANGCI_LINT_SUM := h1:w94zf8HAYI7hm3164kwKsvZRuqXvY+YxeFoTbu1OLg8=
 
 # make demo LAG=3s RATE=300 KEEPALIVE=true
 LAG ?= 1s
@@ -17,8 +19,9 @@ KEEPALIVE ?= false
 KEEP ?=
 # make bench SUITES=health
 SUITES ?=
-# make e2e RUNS=5 UPGRADE_FROM=COMMIT
+# make e2e RUNS=5 UPGRADE_FROM=COMMIT, make e2e ONLY= (each scenario of the table)
 RUNS ?= 1
+export ONLY ?= rolling update|node drain
 export UPGRADE_FROM ?= HEAD~1
 # make e2e-long PARTS='losses|table'
 PARTS ?=
@@ -57,17 +60,17 @@ sim: ## the deterministic simulation: SEEDS of them FROM one, those that once fa
 	@$(BIN)/sim -seeds $(SEEDS) -from $(FROM) -drawn $(DRAWN)
 
 .PHONY: e2e
-e2e: haproxy node-packages kubernetes build ## three real nodes, as root, and Lameduck's images on them: the table, e2e.json (RUNS=5); skipped on a laptop without root or packages
-	@$(MAKE) --no-print-directory images VERSION=dev REGISTRY=docker.io/lameduck
-	@cd tools/release && LAMEDUCK_DIST=$(DIST) LAMEDUCK_VERSION=dev go test -count=1 -timeout 20m -run '^(TestImages|TestTheSameEverywhere|TestArchive|TestPush)$$' .
-	@cd test/cluster && go vet -tags e2e ./... && go test -tags e2e -count=1 -timeout 15m -v ./machine
-	@cd test/e2e && go vet -tags e2e,long ./... && go test -tags e2e -count=1 -timeout 10m ./kubeproxy
-	@cd test/e2e && go vet -tags e2e ./images && LAMEDUCK_DIST=$(DIST) go test -tags e2e -count=1 -timeout 10m ./images
-	@cd test/e2e && LAMEDUCK_BIN=$(BIN) go test -tags e2e -count=1 -timeout 20m -v ./quickstart
-	@cd test/e2e && RUNS=$(RUNS) LAMEDUCK_DIST=$(DIST) LAMEDUCK_BIN=$(BIN) go test -tags e2e -count=1 -timeout $$((10 + 20 * $(RUNS)))m -v ./nodes
+e2e: haproxy node-packages kubernetes build ## three real nodes, as root, and Lameduck's images on them: the table, e2e.json (RUNS=5, ONLY=regexp); skipped on a laptop without root or packages
+	@echo "== images, made"; $(MAKE) --no-print-directory images VERSION=dev REGISTRY=docker.io/lameduck
+	@echo "== images, checked"; cd tools/release && LAMEDUCK_DIST=$(DIST) LAMEDUCK_VERSION=dev go test -count=1 -timeout 20m -run '^(TestImages|TestTheSameEverywhere|TestArchive|TestPush)$$' .
+	@echo "== test/cluster/machine"; cd test/cluster && go vet -tags e2e ./... && go test -tags e2e -count=1 -timeout 15m -v ./machine
+	@echo "== test/e2e/kubeproxy"; cd test/e2e && go vet -tags e2e,long ./... && go test -tags e2e -count=1 -timeout 10m ./kubeproxy
+	@echo "== test/e2e/images"; cd test/e2e && LAMEDUCK_DIST=$(DIST) go test -tags e2e -count=1 -timeout 10m ./images
+	@echo "== test/e2e/quickstart"; cd test/e2e && LAMEDUCK_BIN=$(BIN) go test -tags e2e -count=1 -timeout 20m -v ./quickstart
+	@echo "== test/e2e/nodes"; cd test/e2e && RUNS=$(RUNS) LAMEDUCK_DIST=$(DIST) LAMEDUCK_BIN=$(BIN) go test -tags e2e -count=1 -timeout $$((10 + 20 * $(RUNS)))m -v ./nodes
 
 .PHONY: e2e-long
-e2e-long: haproxy node-packages kubernetes build ## what is too long for CI, some hours: losses and races many times, and a table of what entries cost (PARTS=regexp)
+e2e-long: haproxy node-packages kubernetes build ## what is too long for CI, some hours: every scenario on three nodes, losses and races many times, what entries cost (PARTS=regexp); e2e-long.txt says when each part was last green
 	@BIN=$(BIN) PARTS='$(PARTS)' test/e2e/long.sh
 
 .PHONY: build
@@ -151,7 +154,10 @@ node-packages: ## containerd and what else a real node is made of, if it is miss
 
 .PHONY: lint
 lint: ## golangci-lint, at the version this was written with
-	@for m in $(MODULES); do (cd $$m && go run github.com/golangci/golangci-lint/v2/cmd/golangci-lint@$(GOLANGCI_LINT_VERSION) run ./...) || exit 1; done
+	@mkdir -p $(BIN) && module=$$(cd / && go mod download -json $(GOLANGCI_LINT)) || exit 1; \
+	grep -qF '"Sum": "$(GOLANGCI_LINT_SUM)"' <<< "$$module" || { echo "$(GOLANGCI_LINT) is not $(GOLANGCI_LINT_SUM)" >&2; exit 1; }; \
+	cd "$$(sed -n 's/.*"Dir": "\(.*\)".*/\1/p' <<< "$$module")" && go build -mod=readonly -o $(BIN)/golangci-lint ./cmd/golangci-lint
+	@for m in $(MODULES); do (cd $$m && $(BIN)/golangci-lint run ./...) || exit 1; done
 
 .PHONY: clean
 clean: ## what make has put into this directory

@@ -1,10 +1,16 @@
 #!/usr/bin/env bash
-# What is too long for CI, for `make e2e-long`: parts of test/e2e, one after the other, whatever becomes of each. PARTS is a
-# regular expression for the names of those that run. BIN is where make build has put the programs.
+# What is too long for CI, for `make e2e-long`: parts of test/e2e, one after the other. A part that fails
+# does not stop the others. PARTS is a regular expression for the names of those that run. BIN is where
+# make build has put the programs. e2e-long.txt says when each part last passed, and at which commit.
 set -uo pipefail
 cd "$(dirname "$0")"
 export REQUIRE_REAL=1
-began="commit $(git describe --always --dirty 2> /dev/null || echo unknown), begun $(date -u +%FT%TZ)"
+commit=$(git describe --always --dirty 2> /dev/null || echo unknown)
+began="commit $commit, begun $(date -u +%FT%TZ)"
+green=$PWD/../../e2e-long.txt
+touch "$green"
+echo "last green, of each part:"
+cat "$green"
 summary= failed=
 
 # part NAME [VARIABLE=VALUE...] go test's arguments
@@ -18,10 +24,16 @@ part() {
 	env "${variables[@]}" go test -v "$@" 2>&1 | tee "$log" || result=FAILED
 	if grep -q 'no tests to run' "$log"; then result="FAILED: no tests to run"; fi
 	rm "$log"
-	[ "$result" = ok ] || failed="$failed $name"
+	if [ "$result" = ok ]; then
+		{ grep -v "^$name " "$green"; printf '%-12s %s  commit %s  %5d s\n' "$name" "$(date -u +%FT%TZ)" "$commit" $((SECONDS - from)); } | sort > "$green.new"
+		mv "$green.new" "$green"
+	else
+		failed="$failed $name"
+	fi
 	summary+=$(printf '  %-12s %5d s  %s' "$name" $((SECONDS - from)) "$result")$'\n'
 }
 
+part nodes ONLY= LAMEDUCK_BIN="$BIN" -tags e2e -count=1 -timeout 1h -run '^TestNodes$/^Table$' ./nodes
 part losses -count=20 -timeout 3h -run '^TestNoLossLetsAHeldDeletionThrough$' ./witness
 part evictions-2 ENTRIES=2 ROUNDS=200 -count=1 -timeout 2h -run '^TestTwoEvictionsOfOneBudget$' ./witness
 part evictions-3 ENTRIES=3 ROUNDS=200 -count=1 -timeout 2h -run '^TestTwoEvictionsOfOneBudget$' ./witness

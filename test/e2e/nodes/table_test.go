@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"os"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -250,7 +251,7 @@ func (l *lab) testTable(t *testing.T) {
 	runs, _ := strconv.Atoi(os.Getenv("RUNS"))
 	all := modes()
 	haproxy := l.gatewayAddress(t)
-	only := os.Getenv("ONLY") // scenarios whose names contain it, in modes whose names contain MODE
+	only := regexp.MustCompile(os.Getenv("ONLY")) // scenarios, in modes whose names contain MODE
 	var rows []row
 	for range max(runs, 1) {
 		for i, m := range all {
@@ -261,7 +262,7 @@ func (l *lab) testTable(t *testing.T) {
 				return fmt.Sprintf("http://%s:%d/", haproxy, 8000+10*i+slices.Index(apps, app))
 			}
 			for _, s := range scenarios() {
-				if !strings.Contains(s.name, only) {
+				if !only.MatchString(s.name) {
 					continue
 				}
 				for _, how := range []traffic{perRequest, keptAlive} {
@@ -273,7 +274,7 @@ func (l *lab) testTable(t *testing.T) {
 			}
 			l.deploy(t, m.work.with("Deployment", 0))
 		}
-		if strings.Contains(cutOff, only) {
+		if only.MatchString(cutOff) {
 			rows = append(rows, l.measureCut(t, all, haproxy)...)
 		}
 	}
