@@ -13,6 +13,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"sync"
@@ -178,10 +179,21 @@ func (p *place) dial(address string) (net.Conn, error) {
 	return p.m.Dial(ctx, "tcp", address)
 }
 
-// hold opens a connection through address that reaches the pod, and keeps it.
-func (p *place) hold(address, pod string) net.Conn {
+// until fails the test unless is becomes true within 20 s.
+func (p *place) until(what string, is func() bool) {
 	p.Helper()
-	for range 100 {
+	for end := time.Now().Add(20 * time.Second); !is(); time.Sleep(10 * time.Millisecond) {
+		if time.Now().After(end) {
+			p.Fatalf("not so after 20 s: %s", what)
+		}
+	}
+}
+
+// hold opens a connection through address that reaches the pod, and keeps it. kube-proxy adds a pod to one Service after
+// the other, up to a second apart.
+func (p *place) hold(address, pod string) (held net.Conn) {
+	p.Helper()
+	p.until(fmt.Sprintf("%s reaches %s", address, pod), func() bool {
 		conn, err := p.dial(address)
 		if err != nil {
 			p.Fatal(err)
@@ -190,14 +202,15 @@ func (p *place) hold(address, pod string) net.Conn {
 		if err != nil {
 			p.Fatal(err)
 		}
-		if name == pod {
-			p.Cleanup(func() { conn.Close() })
-			return conn
+		if name != pod {
+			conn.Close()
+			return false
 		}
-		conn.Close()
-	}
-	p.Fatalf("%s never reached %s", address, pod)
-	return nil
+		held = conn
+		return true
+	})
+	p.Cleanup(func() { held.Close() })
+	return held
 }
 
 // request sends one on the connection and returns the name of the pod that answered.
@@ -284,7 +297,14 @@ func leave(t *testing.T, mode machine.Proxy) {
 	if err := p.m.Restart("kube-proxy"); err != nil {
 		t.Fatal(err)
 	}
-	time.Sleep(5 * time.Second)
+	p.until("kube-proxy has written its rules again", func() bool {
+		response, err := http.Get(fmt.Sprintf("http://%s:10256/healthz", p.m.Address))
+		if err != nil {
+			return false
+		}
+		response.Body.Close()
+		return response.StatusCode == http.StatusOK
+	})
 	b.is(kubeproxy.Routing)
 	a.is(kubeproxy.Idle)
 	for _, f := range []*follower{a, b} {
@@ -316,7 +336,7 @@ func leave(t *testing.T, mode machine.Proxy) {
 	}
 	// So it does to the one that it had let go of: it is still ready, though terminating.
 	a.wait(kubeproxy.Kept, 15*time.Second)
-	time.Sleep(3 * time.Second)
+	time.Sleep(3 * time.Second) // in which kube-proxy writes again, at most once a second
 	for _, f := range others {
 		f.is(kubeproxy.Kept)
 	}
@@ -328,44 +348,45 @@ func leave(t *testing.T, mode machine.Proxy) {
 		f.wait(kubeproxy.Idle, 15*time.Second)
 	}
 
-	// What conntrack remembers of them goes.
-	remembered := func() int {
-		out, err := p.m.Run(t.Context(), "conntrack", "-L", "--reply-src", gone[0].String())
+	// What conntrack remembers of them goes. The kubelet probes a pod for a second or more after it was deleted by force: what
+	// Clean deletes are the connections that were there before.
+	remembered := func() []string {
+		out, err := p.m.Run(t.Context(), "conntrack", "-L", "--reply-src", gone[0].String(), "-o", "id")
 		if err != nil {
 			t.Fatal(err)
 		}
-		return strings.Count(out, "src="+gone[0].String()+" ")
+		return connectionID.FindAllString(out, -1)
 	}
-	if remembered() == 0 {
+	before := remembered()
+	if len(before) == 0 {
 		t.Errorf("conntrack remembers nothing of %s: what is cleaned is not seen", gone[0])
 	}
 	if err := p.o.Clean([]netip.AddrPort{netip.AddrPortFrom(gone[0], 0), netip.AddrPortFrom(gone[1], 0)}); err != nil {
 		t.Error(err)
 	}
-	if n := remembered(); n != 0 {
-		t.Errorf("%d connections to %s are left", n, gone[0])
+	for _, id := range remembered() {
+		if slices.Contains(before, id) {
+			t.Errorf("the connection to %s with %s is left", gone[0], id)
+		}
 	}
 }
+
+var connectionID = regexp.MustCompile(`\bid=\d+`)
 
 var addresses = []string{"10.96.0.80:80", "[fd10:96::80]:80", "10.96.0.81:80", "[fd10:96::81]:80"}
 
 // settle waits until all Services answer: kube-proxy writes one after another.
 func (p *place) settle() {
 	p.Helper()
-	answers := func(address string) bool {
-		conn, err := p.dial(address)
-		if err == nil {
-			defer conn.Close()
-			_, err = request(conn)
-		}
-		return err == nil
-	}
 	for _, address := range addresses {
-		for end := time.Now().Add(20 * time.Second); !answers(address); time.Sleep(100 * time.Millisecond) {
-			if time.Now().After(end) {
-				p.Fatalf("%s does not answer", address)
+		p.until(address+" answers", func() bool {
+			conn, err := p.dial(address)
+			if err == nil {
+				defer conn.Close()
+				_, err = request(conn)
 			}
-		}
+			return err == nil
+		})
 	}
 }
 
