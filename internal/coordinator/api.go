@@ -419,7 +419,7 @@ func (c *Coordinator) take(ctx context.Context, who Identity, said wire.Reports)
 		current = c.ledger.Current(who.Agent, said.Session)
 		now := time.Now()
 		asOf := c.asOf(now, said.At)
-		news = c.ledger.ReportAsOf(now, asOf, who.Agent, said.Session, said.Reports)
+		news = c.ledger.Report(now, asOf, who.Agent, said.Session, said.Reports)
 		if current {
 			c.seen.reported(c.ledger, now, asOf, who.Agent, said.Reports)
 		}
@@ -430,7 +430,7 @@ func (c *Coordinator) take(ctx context.Context, who Identity, said wire.Reports)
 	if news && c.Log.Enabled(ctx, slog.LevelDebug) {
 		for _, r := range said.Reports {
 			c.Log.Debug("agent reports", "agent", who.Name, "uid", r.UID, "state", r.State.String(),
-				"proof", r.Proof.String(), "held", r.Held, "generation", r.Generation, "boot", said.Boot)
+				"proof", r.Proof.String(), "number", r.Number, "generation", r.Generation, "boot", said.Boot)
 		}
 	}
 	alike := 0

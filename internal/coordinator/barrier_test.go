@@ -100,7 +100,7 @@ func (e *eyes) Reports() []drain.Report {
 	var all []drain.Report
 	for uid, of := range e.of {
 		r := of.report
-		r.UID, r.Since = uid, of.watch.Since
+		r.UID = uid
 		all = append(all, r)
 	}
 	return all

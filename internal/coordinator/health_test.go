@@ -150,7 +150,7 @@ func TestHealthIsNeverInTheWay(t *testing.T) {
 			t.Errorf("%v are counted as refused", got)
 		}
 		held := r.hold(pod("a"), web)
-		say(`{"session":SESSION,"boot":"b","reports":[{"uid":"` + string(pod("a").UID) + `","state":"idle","proof":"runtime","held":true,"since":"2026-01-02T03:04:05Z"}]}`)
+		say(`{"session":SESSION,"boot":"b","reports":[{"uid":"` + string(pod("a").UID) + `","state":"idle","proof":"runtime","number":1}]}`)
 		answered(t, held, "Released Acknowledged held=true after 0s")
 	})
 }

@@ -21,8 +21,8 @@ func TestLiarsDelayNobody(t *testing.T) {
 	post := func(path, token, body string) string {
 		return fmt.Sprintf("POST %s HTTP/1.1\r\nHost: x\r\nConnection: close\r\nAuthorization: Bearer %s\r\nContent-Length: %d\r\n\r\n%s", path, token, len(body), body)
 	}
-	idle := func(session any, more string) string {
-		return fmt.Sprintf(`{"session":%v,"reports":[{"uid":"uid-a","state":"idle","proof":"runtime","held":true%s}]}`, session, more)
+	idle := func(session any, number int) string {
+		return fmt.Sprintf(`{"session":%v,"reports":[{"uid":"uid-a","state":"idle","proof":"runtime","number":%d}]}`, session, number)
 	}
 	services := `{"session":1,"routes":[` + strings.Repeat(`{"service":{"namespace":"shop","name":"web"},"via":"endpoints","can":"direct","grain":"request"},`, 1_000_000)
 	for name, c := range map[string]struct {
@@ -32,13 +32,13 @@ func TestLiarsDelayNobody(t *testing.T) {
 		why  string
 		path string
 	}{
-		"a stranger's report":             {post(wire.ReportsPath, "stranger", idle("ONE", "")), 403, "not allowed to acknowledge drains", wire.ReportsPath},
-		"a token that is no longer valid": {post(wire.ReportsPath, "of a deleted pod", idle("ONE", "")), 401, "the token is not valid here", wire.ReportsPath},
-		"a report for another agent":      {post(wire.ReportsPath, "agent liar", idle("ONE", "")), 409, "not this agent's present one", wire.ReportsPath},
-		"a replayed report":               {post(wire.ReportsPath, "agent one", idle("1", "")), 409, "open a new stream", wire.ReportsPath},
+		"a stranger's report":             {post(wire.ReportsPath, "stranger", idle("ONE", 1)), 403, "not allowed to acknowledge drains", wire.ReportsPath},
+		"a token that is no longer valid": {post(wire.ReportsPath, "of a deleted pod", idle("ONE", 1)), 401, "the token is not valid here", wire.ReportsPath},
+		"a report for another agent":      {post(wire.ReportsPath, "agent liar", idle("ONE", 1)), 409, "not this agent's present one", wire.ReportsPath},
+		"a replayed report":               {post(wire.ReportsPath, "agent one", idle("1", 1)), 409, "open a new stream", wire.ReportsPath},
 		"of a drain that one does not owe": {
-			post(wire.ReportsPath, "agent liar", idle("LIAR", "")), 204, "", wire.ReportsPath},
-		"of an earlier drain":       {post(wire.ReportsPath, "agent one", idle("ONE", `,"number":99`)), 204, "", wire.ReportsPath},
+			post(wire.ReportsPath, "agent liar", idle("LIAR", 1)), 204, "", wire.ReportsPath},
+		"of an earlier drain":       {post(wire.ReportsPath, "agent one", idle("ONE", 99)), 204, "", wire.ReportsPath},
 		"leave in another's name":   {post(wire.LeavePath, "agent liar", `{"session":ONE}`), 409, "not this agent's present one", wire.LeavePath},
 		"declare in another's name": {post(wire.DeclarationsPath, "agent liar", `{"session":ONE,"routes":[]}`), 409, "not this agent's present one", wire.DeclarationsPath},
 		"a million Services":        {post(wire.DeclarationsPath, "agent liar", services+"{}]}"), 413, "body is larger than 4194304 bytes", wire.DeclarationsPath},

@@ -52,8 +52,8 @@ func TestAnAgentOfOneNamespaceChangesNoDrainOfAnother(t *testing.T) {
 		var says []string
 		for i := range 4 {
 			says = append(says,
-				fmt.Sprintf(`{"uid":"uid-core-%d","state":"routing","held":false,"since":"1970-01-01T00:00:00Z"}`, i),
-				fmt.Sprintf(`{"uid":"uid-core-%d","state":"idle","proof":"runtime","held":true}`, i))
+				fmt.Sprintf(`{"uid":"uid-core-%d","state":"routing","number":1}`, i),
+				fmt.Sprintf(`{"uid":"uid-core-%d","state":"idle","proof":"runtime","number":1}`, i))
 		}
 		postAs(t, n, r, "local liar", wire.ReportsPath, `{"session":SESSION,"reports":[`+strings.Join(says, ",")+`]}`)
 		stillHeld(t, held)

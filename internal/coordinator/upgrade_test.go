@@ -97,7 +97,7 @@ func TestALineOfManyReportsIsTaken(t *testing.T) {
 			for i := range 1000 {
 				said.Reports = append(said.Reports, drain.Report{UID: drain.UID(fmt.Sprint("other-", i))})
 			}
-			said.Reports = append(said.Reports, drain.Report{UID: pod("a").UID, State: drain.Idle, Proof: drain.Runtime, Held: true})
+			said.Reports = append(said.Reports, drain.Report{UID: pod("a").UID, State: drain.Idle, Proof: drain.Runtime, Number: 1})
 			held := r.hold(pod("a"), web)
 			text, _ := json.Marshal(said)
 			for piece := range slices.Chunk(append(text, '\n'), 1000) {
@@ -203,7 +203,7 @@ func TestAnUpgradedStreamThatIsNotReadIsCut(t *testing.T) {
 
 // Whatever an agent writes into its stream is taken, or refused as its own fault, and ends.
 func FuzzListen(f *testing.F) {
-	f.Add([]byte(`{"session":1,"boot":"b","reports":[{"uid":"uid-a","state":"idle","proof":"runtime","held":true,"since":"2026-01-02T03:04:05Z"}]}`+"\n"), 1)
+	f.Add([]byte(`{"session":1,"boot":"b","reports":[{"uid":"uid-a","state":"idle","proof":"runtime","number":1}]}`+"\n"), 1)
 	f.Add([]byte("{}\n\nnull\n"), 2)
 	f.Add([]byte(strings.Repeat(" ", 9000)+`{"session":1}`+"\n"), 4096)
 	f.Fuzz(func(t *testing.T, text []byte, room int) {

@@ -175,16 +175,15 @@ func TestHistoryCountsWhatCounts(t *testing.T) {
 			defer r.mu.Unlock()
 			r.seen.reported(r.ledger, time.Now(), time.Now(), "one", []drain.Report{report})
 		}
-		say(drain.Report{UID: a.UID, State: drain.Idle})                         // of another replica's drain
-		say(drain.Report{UID: a.UID, State: drain.Idle, Held: true, Number: 99}) // of an earlier one
-		say(drain.Report{UID: b.UID, State: drain.Idle, Held: true})             // of one that nobody was told of
+		say(drain.Report{UID: a.UID, State: drain.Idle, Number: 99}) // of an earlier one
+		say(drain.Report{UID: b.UID, State: drain.Idle, Number: 2})  // of one that nobody was told of
 		if v := r.View(10, 10); len(v.Propagation) > 0 {
 			t.Errorf("%+v", v.Propagation)
 		}
 		time.Sleep(time.Second)
 		r.Gone(a.UID)
 		time.Sleep(time.Second)
-		say(drain.Report{UID: b.UID, State: drain.Idle, Held: true})
+		say(drain.Report{UID: b.UID, State: drain.Idle, Number: 2})
 		if v := r.View(10, 10); len(v.Propagation) != 2 || v.Propagation[0].P50 != time.Second {
 			t.Errorf("from the moment when there was room: %+v", v.Propagation)
 		}

@@ -500,7 +500,7 @@ func (s *stones) Reports() []drain.Report {
 	defer s.mu.Unlock()
 	reports := []drain.Report{}
 	for uid, of := range s.of {
-		r := drain.Report{UID: uid, Generation: "1", State: of.state, Since: of.since.UTC()}
+		r := drain.Report{UID: uid, Generation: "1", State: of.state}
 		if of.state >= drain.Removed {
 			r.Proof = drain.Runtime
 		}

@@ -108,7 +108,7 @@ func (h *haproxy) Reports() []drain.Report {
 	defer h.mu.Unlock()
 	var all []drain.Report
 	for uid, at := range h.of {
-		r := drain.Report{UID: uid, Generation: "1", State: drain.Routing, Since: at}
+		r := drain.Report{UID: uid, Generation: "1", State: drain.Routing}
 		switch {
 		case h.kept[uid]:
 			r.State, r.Kept, r.Quiet = drain.Kept, "shop/web", true

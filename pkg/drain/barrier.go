@@ -17,9 +17,8 @@ import (
 // drain like that at the hold, with the same levels, freshness, sessions and suspensions, and differs in these points.
 //
 // The agents that observe are asked ([Watch]), and the directed agents that had not stopped routing to the pod when the drain at the hold
-// ended here: the deletion did not wait, or did not wait for them. Without such a drain, all directed agents are asked. What they report
-// about the drain of another replica is not enough: that replica may have abandoned it before the deletion, and nothing revokes the
-// report here. Directed agents are told by an ordinary Open and do not name a gate.
+// ended here: the deletion did not wait, or did not wait for them. Without such a drain, all
+// directed agents are asked. Directed agents are told by an ordinary Open and do not name a gate.
 //
 // A gateway that has nobody else to send to goes on sending to a terminating pod (KEP-1669). It is asked to be quiet then, not to let go,
 // and the drain is released with the reason LastTarget. Whether that is so, agents cannot know: one whose kernel is late sees the last
@@ -462,7 +461,7 @@ func (h *durations) percentile(share float64) time.Duration {
 
 // learn takes in how long the gateway of a has taken to let go, if r, after had, is the first that says so.
 func (l *Ledger) learn(now time.Time, a *agent, d *drain, had State, r Report) {
-	if r.State >= Removed && had < Removed && r.tells(d) && a.gateOf(d) == AtBarrier && now.Before(l.deadline(d)) {
+	if r.State >= Removed && had < Removed && a.gateOf(d) == AtBarrier && now.Before(l.deadline(d)) {
 		l.learnt.add(now.Sub(d.since))
 	}
 }

@@ -21,7 +21,7 @@ func (w *world) observe(id AgentID) {
 // see reports at the barrier.
 func (w *world) see(id AgentID, p Pod, s State, quiet bool) {
 	w.Helper()
-	w.Report(w.now, id, w.sessions[id], []Report{{UID: p.UID, State: s, Proof: Runtime, Held: true, Gate: AtBarrier, Quiet: quiet}})
+	w.report(id, Report{UID: p.UID, State: s, Proof: Runtime, Gate: AtBarrier, Quiet: quiet})
 }
 
 // open opens the barrier of p, which was deleted just now, for its agent by.
@@ -93,7 +93,7 @@ func TestWhoHasNotHeardOfAPod(t *testing.T) {
 		w.observe(id)
 	}
 	sent := func(id AgentID, s State) {
-		w.Report(w.now, id, w.sessions[id], []Report{{UID: p.UID, State: s, Proof: Runtime, Held: true, Gate: AtBarrier, Quiet: true, Sent: true}})
+		w.report(id, Report{UID: p.UID, State: s, Proof: Runtime, Gate: AtBarrier, Quiet: true, Sent: true})
 	}
 	w.open(p, "node-1", func(b *Barrier) { b.Young = 4 * time.Second })
 	sent("node-1", Idle)
@@ -138,7 +138,6 @@ func TestWhoDirectsOwesWhatItDidNotAtTheHold(t *testing.T) {
 		"its Service was not known to list the pod": {func(w *world) { w.Ask(w.now, p, []Service{api}) }, "Unrouting edge:unknown"},
 		"it was silent until the deadline":          {func(w *world) { w.Ask(w.now, p, []Service{web}); w.pass(30 * time.Second) }, "Unrouting edge:unknown"},
 		// The other replica may have abandoned its drain since, and then the agent routes to the pod again and reports nothing about it.
-		"it reported about the drain of another replica": {func(w *world) { w.hearsay("edge", p, Idle) }, "Unrouting edge:unknown"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t)
@@ -185,11 +184,6 @@ func (w *world) wantGoing(want map[UID]bool) {
 			w.Errorf("that %s is going is %t, want %t", uid, !is, is)
 		}
 	}
-}
-
-// hearsay is what an agent says of another replica's drain.
-func (w *world) hearsay(id AgentID, p Pod, s State) {
-	w.Report(w.now, id, w.sessions[id], []Report{{UID: p.UID, State: s, Proof: Runtime, Since: w.now}})
 }
 
 // hears returns what an agent hears after rev, in the order in which it is written.

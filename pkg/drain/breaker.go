@@ -90,7 +90,7 @@ func (l *Ledger) expire(now time.Time, d *drain) {
 	said := l.hearing(d)
 	for _, w := range s.Waiting {
 		a := l.agents[w.Agent]
-		if r := said[a.slot]; r != nil && r.State >= Removed && r.Held && r.tells(d) && l.fresh(now, r) {
+		if r := said[a.slot]; r != nil && r.State >= Removed && l.fresh(now, r) {
 			continue // it has answered: that this does not count yet, for the pod is young, is not its fault
 		}
 		if d.gate == AtBarrier && w.Connected && w.State < Removed {
@@ -230,8 +230,8 @@ func (l *Ledger) hearsMost() bool {
 	return 2*missing <= expected
 }
 
-// acknowledges reports whether a says by r, of a tombstone of this replica, that the gateway has let go of the pod.
+// acknowledges reports whether r says that the gateway of a has stopped routing to the pod of d.
 func (l *Ledger) acknowledges(now time.Time, d *drain, a *agent, r Report) bool {
 	state, _, _ := l.counts(now, d, a, r)
-	return r.Held && state >= Removed
+	return state >= Removed
 }

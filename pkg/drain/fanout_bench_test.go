@@ -34,9 +34,9 @@ func BenchmarkAHundredDrains(b *testing.B) {
 			sent[id] = next
 			reports := make([]Report, 0, len(open))
 			for _, o := range open {
-				reports = append(reports, Report{UID: o.Pod.UID, State: Idle, Proof: Runtime, Held: true, Since: o.Since, Number: o.Number})
+				reports = append(reports, Report{UID: o.Pod.UID, State: Idle, Proof: Runtime, Number: o.Number})
 			}
-			l.Report(now, id, sessions[id], reports)
+			l.Report(now, now, id, sessions[id], reports)
 			for _, uid := range l.Touched() {
 				if s := l.Status(now, uid); s.Phase == Released && s.Reason == Acknowledged {
 					released++

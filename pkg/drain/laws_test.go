@@ -104,11 +104,11 @@ func TestNoChangeIsMissedByWhoLooksOnlyWhenTouched(t *testing.T) {
 			id := AgentID(fmt.Sprint("agent-", r.IntN(5)))
 			did := ""
 			if n := r.IntN(10); n < 7 {
-				report := Report{UID: p.UID, State: State(r.IntN(5)), Held: r.IntN(9) > 0, Since: w.now, Gate: Gate(r.IntN(2)), Quiet: r.IntN(2) == 0, Sent: r.IntN(2) == 0}
+				report := Report{UID: p.UID, State: State(r.IntN(5)), Number: uint64(r.IntN(9) / 8 * 99), Gate: Gate(r.IntN(2)), Quiet: r.IntN(2) == 0, Sent: r.IntN(2) == 0}
 				if r.IntN(2) == 0 {
 					report.State = max(report.State, Removed)
 				}
-				w.Report(w.now, id, w.sessions[id], []Report{report})
+				w.report(id, report)
 				did = fmt.Sprintf("%s reports %v", id, report)
 			} else if n == 7 {
 				w.OpenBarrier(w.now, Barrier{
@@ -269,8 +269,8 @@ func (w *world) step(r *rand.Rand, id AgentID, p Pod, some func() []Service) str
 		w.sessions[id] = w.ConnectAs(w.now, id, fmt.Sprint("boot-", r.IntN(2)))
 		return fmt.Sprintf("connect %s", id)
 	default:
-		report := Report{UID: p.UID, State: State(r.IntN(5)), Held: r.IntN(5) > 0, Since: w.now, Gate: Gate(r.IntN(2)), Quiet: r.IntN(2) == 0}
-		w.Report(w.now, id, session, []Report{report})
+		report := Report{UID: p.UID, State: State(r.IntN(5)), Number: uint64(r.IntN(5) / 4 * 99), Gate: Gate(r.IntN(2)), Quiet: r.IntN(2) == 0}
+		w.report(id, report)
 		return fmt.Sprintf("%s reports %v", id, report)
 	}
 }

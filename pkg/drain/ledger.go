@@ -128,10 +128,6 @@ type heard struct {
 	place int
 }
 
-// tells says whether the report is of d or of another replica's drain, and not of an earlier one of this replica: it may have been
-// under way for longer than it took to abandon that.
-func (r Report) tells(d *drain) bool { return !r.Held || r.Number == 0 || r.Number == d.number }
-
 // drain is one pod's.
 type drain struct {
 	pod      Pod
@@ -731,13 +727,11 @@ func (l *Ledger) Leave(id AgentID, session uint64) (ok bool) {
 // Report takes in what an agent says on its open session. It reports whether any of it was news: a
 // repeat of what still counts is not. A session that is not the open one changes nothing, nor does
 // what an agent says of a pod without an open drain that it may have to acknowledge.
-func (l *Ledger) Report(now time.Time, id AgentID, session uint64, reports []Report) (news bool) {
-	return l.ReportAsOf(now, now, id, session, reports)
-}
-
-// ReportAsOf is [Ledger.Report] of what was read before it was said: asOf is a moment at or before which the agent had renewed the leases of
-// this replica, by this replica's clock. The reports count as old as that. What is older than what was heard already changes nothing.
-func (l *Ledger) ReportAsOf(now, asOf time.Time, id AgentID, session uint64, reports []Report) (news bool) {
+//
+// asOf is a moment, by this replica's clock, at or before which the agent had renewed the leases of
+// this replica and before which it read what it reports. The reports count as old as that. One that
+// is older than the last one about the pod changes nothing.
+func (l *Ledger) Report(now, asOf time.Time, id AgentID, session uint64, reports []Report) (news bool) {
 	if !l.Current(id, session) {
 		return false
 	}
@@ -745,8 +739,8 @@ func (l *Ledger) ReportAsOf(now, asOf time.Time, id AgentID, session uint64, rep
 	for _, r := range reports {
 		of := l.subjects[r.UID]
 		d := of.about(a, r)
-		if d == nil || !d.open || !l.routes(a, d) {
-			continue // it was not asked
+		if d == nil || !d.open || r.Number != d.number || !l.routes(a, d) {
+			continue // it was not asked, or about an earlier drain
 		}
 		was := a.reports[r.Gate][of]
 		known := was != nil
@@ -777,7 +771,7 @@ func (l *Ledger) ReportAsOf(now, asOf time.Time, id AgentID, session uint64, rep
 		if fresher && l.matters(now, d, a, r) {
 			l.touch(d)
 		}
-		if r.tells(d) && l.acknowledges(now, d, a, r) && now.Sub(asOf) <= l.times.Freshness && now.Before(l.deadline(d)) {
+		if l.acknowledges(now, d, a, r) && now.Sub(asOf) <= l.times.Freshness && now.Before(l.deadline(d)) {
 			l.acknowledged(now, a)
 		}
 	}
@@ -1320,7 +1314,7 @@ func (l *Ledger) hearing(d *drain) []*heard {
 // word is what the report of an agent, which may be nil, says of d that counts at now, whether it counts for more than it says because there is
 // nobody else to send to and, if time alone may change that, when.
 func (l *Ledger) word(now time.Time, r *heard, d *drain) (state State, last bool, until time.Time) {
-	if r == nil || !r.Held || !r.tells(d) || !l.fresh(now, r) {
+	if r == nil || !l.fresh(now, r) {
 		return StateUnknown, false, time.Time{}
 	}
 	state, last, until = l.counts(now, d, r.by, r.Report)
@@ -1359,9 +1353,6 @@ func (l *Ledger) matters(now time.Time, d *drain, a *agent, r Report) bool {
 		return true
 	}
 	state, _, _ := l.counts(now, d, a, r)
-	if !r.Held || !r.tells(d) {
-		state = StateUnknown
-	}
 	switch {
 	case d.phase == Quiescing && state < Removed:
 		return true // a step back

@@ -57,7 +57,17 @@ func (w *world) say(id AgentID, p Pod, s State) {
 	if s >= Removed {
 		proof = Runtime
 	}
-	w.Report(w.now, id, w.sessions[id], []Report{{UID: p.UID, State: s, Proof: proof, Held: true, Since: w.now}})
+	w.report(id, Report{UID: p.UID, State: s, Proof: proof})
+}
+
+// report reports on an agent's session, about the drain that is open if r gives no number.
+func (w *world) report(id AgentID, r Report) (news bool) {
+	if a := w.agents[id]; a != nil && r.Number == 0 {
+		if d := w.subjects[r.UID].about(a, r); d != nil {
+			r.Number = d.number
+		}
+	}
+	return w.Report(w.now, w.now, id, w.sessions[id], []Report{r})
 }
 
 // want checks the phase, the reason and who is waited for, written as "Unrouting a:routing b:unknown".
@@ -111,7 +121,7 @@ func TestAPodThatIsKeptInOneServiceLeavesTheOthers(t *testing.T) {
 	p := pod("a")
 	both := []Targets{usable(api, "a", "b"), usable(web, "a")}
 	kept := func(in string, quiet bool) Report {
-		return Report{UID: p.UID, State: Kept, Held: true, Kept: in, Quiet: quiet}
+		return Report{UID: p.UID, State: Kept, Kept: in, Quiet: quiet}
 	}
 	for name, c := range map[string]struct {
 		report  Report
@@ -127,13 +137,13 @@ func TestAPodThatIsKeptInOneServiceLeavesTheOthers(t *testing.T) {
 		"the targets are not known":                        {kept("shop/web", true), []Targets{{Service: web}}, "Unrouting one:kept"},
 		"a Service that does not list it":                  {kept("shop/other", true), both, "Unrouting one:kept"},
 		"no Service is named":                              {kept("", true), both, "Unrouting one:kept"},
-		"still routed in the other":                        {Report{UID: p.UID, State: Routing, Held: true, Quiet: true}, both, "Unrouting one:routing"},
+		"still routed in the other":                        {Report{UID: p.UID, State: Routing, Quiet: true}, both, "Unrouting one:routing"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t)
 			w.join("one", web, api)
 			w.AskBounded(w.now, p, c.targets)
-			w.Report(w.now, "one", w.sessions["one"], []Report{c.report})
+			w.report("one", c.report)
 			w.want(p, c.want)
 		})
 	}
@@ -142,7 +152,7 @@ func TestAPodThatIsKeptInOneServiceLeavesTheOthers(t *testing.T) {
 	w.join("one", web)
 	two := []Targets{usable(web, "a", "b")}
 	w.AskBounded(w.now, p, two)
-	w.Report(w.now, "one", w.sessions["one"], []Report{kept("shop/web", true)})
+	w.report("one", kept("shop/web", true))
 	w.want(p, "Unrouting one:kept")
 	w.AskBounded(w.now, pod("b"), two)
 	w.Gone(w.now, pod("b").UID)
@@ -192,11 +202,11 @@ func TestReportsCountOnlyOnTheOpenSession(t *testing.T) {
 	old := w.sessions["one"]
 	w.join("one", web)
 	w.Ask(w.now, p, []Service{web})
-	idle := []Report{{UID: p.UID, State: Idle, Proof: Runtime, Held: true}}
-	if w.Report(w.now, "one", old, idle) {
+	idle := []Report{{UID: p.UID, State: Idle, Proof: Runtime, Number: 1}}
+	if w.Report(w.now, w.now, "one", old, idle) {
 		t.Error("a report on a former session is news")
 	}
-	if w.Report(w.now, "stranger", 0, idle) || w.Report(w.now, "one", 0, idle) {
+	if w.Report(w.now, w.now, "stranger", 0, idle) || w.Report(w.now, w.now, "one", 0, idle) {
 		t.Error("a report without session is news")
 	}
 	if _, ok := w.Declare("one", old, routes()); ok {
@@ -206,7 +216,7 @@ func TestReportsCountOnlyOnTheOpenSession(t *testing.T) {
 	w.want(p, "Unrouting one:unknown")
 	w.say("one", p, Idle)
 	w.want(p, "Released Acknowledged")
-	if w.Report(w.now, "one", w.sessions["one"], []Report{{UID: p.UID, State: Idle, Proof: Runtime, Held: true, Since: w.now}}) {
+	if w.report("one", Report{UID: p.UID, State: Idle, Proof: Runtime}) {
 		t.Error("a repeated report is news")
 	}
 }
@@ -695,41 +705,24 @@ func TestAWordOfAFormerDrainThatComesLateDoesNotCount(t *testing.T) {
 		}
 		return open[0].Number
 	}
-	report := func(number uint64, since time.Time) {
-		w.Report(w.now, "one", w.sessions["one"], []Report{{UID: p.UID, State: Idle, Proof: Runtime, Held: true, Number: number, Since: since}})
+	report := func(number uint64) {
+		w.report("one", Report{UID: p.UID, State: Idle, Proof: Runtime, Number: number})
 	}
 	w.Ask(w.now, p, []Service{web})
-	former, since := number(), w.now
+	former := number()
 	w.pass(45 * time.Second)
 	if !w.Alive(w.now, p.UID) {
 		t.Fatal("not abandoned")
 	}
-	report(former, since) // before it is asked for again
+	report(former) // before it is asked for again
 	w.Ask(w.now, p, []Service{web})
 	w.want(p, "Unrouting one:unknown")
-	report(former, since) // and after
+	report(former) // and after
 	w.want(p, "Unrouting one:unknown")
-	report(number(), w.now)
-	w.want(p, "Released Acknowledged")
-	report(0, w.now) // an agent that tells no number is believed
-	w.want(p, "Released Acknowledged")
-}
-
-// Without this, a replica spends an acknowledgement of a tombstone that another replica is about to lift.
-func TestReportsOfAnotherReplicasTombstoneAcknowledgeNothing(t *testing.T) {
-	w := newWorld(t)
-	p := pod("a")
-	w.join("one", web)
-	report := func(held bool) {
-		w.Report(w.now, "one", w.sessions["one"], []Report{{UID: p.UID, State: Idle, Proof: Runtime, Held: held, Since: t0.Add(-5 * time.Second)}})
-	}
-	report(false)
-	w.Ask(w.now, p, []Service{web})
+	w.Report(w.now, w.now, "one", w.sessions["one"], []Report{{UID: p.UID, State: Idle, Proof: Runtime}}) // without a number
 	w.want(p, "Unrouting one:unknown")
-	report(true)
+	report(number())
 	w.want(p, "Released Acknowledged")
-	report(false)
-	w.want(p, "Unrouting one:unknown")
 }
 
 // Without this, words that were under way while this replica, the agent or the network stood still count as if they were new: by then the
@@ -745,7 +738,7 @@ func TestReportsCountAsOldAsWhatTheirAgentHadHeard(t *testing.T) {
 		if state < Removed {
 			proof = ProofNone
 		}
-		return w.ReportAsOf(w.now, w.now.Add(-age), "one", w.sessions["one"], []Report{{UID: p.UID, State: state, Proof: proof, Held: true, Since: t0}})
+		return w.Report(w.now, w.now.Add(-age), "one", w.sessions["one"], []Report{{UID: p.UID, State: state, Proof: proof, Number: 1}})
 	}
 	report(16*time.Second, Idle)
 	w.want(p, "Unrouting one:unknown")
@@ -768,16 +761,16 @@ func TestARepeatOfWhatWasTooOldIsNews(t *testing.T) {
 	p := pod("a")
 	w.join("one", web)
 	w.Ask(w.now, p, []Service{web})
-	said := []Report{{UID: p.UID, State: Idle, Proof: Runtime, Held: true, Since: t0}}
-	w.Report(w.now, "one", w.sessions["one"], said)
+	said := Report{UID: p.UID, State: Idle, Proof: Runtime}
+	w.report("one", said)
 	w.pass(5 * time.Second)
 	w.Touched()
-	if w.Report(w.now, "one", w.sessions["one"], said) || w.Touched() != nil {
+	if w.report("one", said) || w.Touched() != nil {
 		t.Error("a repeat in time is news")
 	}
 	w.pass(15*time.Second + 1)
 	w.want(p, "Unrouting one:unknown")
-	if !w.Report(w.now, "one", w.sessions["one"], said) || !slices.Equal(w.Touched(), []UID{p.UID}) {
+	if !w.report("one", said) || !slices.Equal(w.Touched(), []UID{p.UID}) {
 		t.Error("a repeat that counts again is no news")
 	}
 }
@@ -970,7 +963,7 @@ func TestAnAgentIsToldOfItsNamespaces(t *testing.T) {
 	w.Ask(w.now, purse, []Service{bank})
 	w.Ask(w.now, pod("a"), []Service{web})
 	w.say("shop", purse, Idle)
-	if w.Acknowledges("shop", Report{UID: purse.UID, State: Idle, Held: true}) || len(w.subjects[purse.UID].heard[AtHold]) > 0 {
+	if w.Acknowledges("shop", Report{UID: purse.UID, State: Idle}) || len(w.subjects[purse.UID].heard[AtHold]) > 0 {
 		t.Error("a report counts of an agent that was not asked")
 	}
 	shop := told("shop", 0, "drain uid-a")

@@ -78,11 +78,11 @@ func (l *Ledger) oldest(gate Gate, most int) (oldest []UID, open int) {
 func (l *Ledger) Acknowledges(id AgentID, r Report) bool { return l.vouches(AtHold, id, r) }
 
 func (l *Ledger) vouches(gate Gate, id AgentID, r Report) bool {
-	if !r.Held || r.Gate != gate {
+	if r.Gate != gate {
 		return false
 	}
 	d := l.at(gate, r.UID)
-	return d != nil && d.open && r.tells(d) && l.routes(l.agents[id], d)
+	return d != nil && d.open && r.Number == d.number && l.routes(l.agents[id], d)
 }
 
 // OnlyElsewhere returns how many pods other replicas unroute and this one does not.

@@ -48,11 +48,10 @@ func TestAcknowledges(t *testing.T) {
 		report Report
 		want   bool
 	}{
-		"held":                    {Report{UID: p.UID, State: Removed, Held: true}, true},
-		"another replica's":       {Report{UID: p.UID, State: Removed}, false},
-		"an earlier drain":        {Report{UID: p.UID, State: Removed, Held: true, Number: 99}, false},
-		"this drain":              {Report{UID: p.UID, State: Removed, Held: true, Number: 1}, true},
-		"a pod that has no drain": {Report{UID: "other", State: Removed, Held: true}, false},
+		"no number":               {Report{UID: p.UID, State: Removed}, false},
+		"an earlier drain":        {Report{UID: p.UID, State: Removed, Number: 99}, false},
+		"this drain":              {Report{UID: p.UID, State: Removed, Number: 1}, true},
+		"a pod that has no drain": {Report{UID: "other", State: Removed}, false},
 	} {
 		if got := w.Acknowledges("a", c.report); got != c.want {
 			t.Errorf("%s: %t", name, got)

@@ -291,13 +291,10 @@ type Report struct {
 	Generation string `json:"generation,omitempty"`
 	State      State  `json:"state"`
 	Proof      Proof  `json:"proof"`
-	// Held says that the replica to which this is said holds a lease on the tombstone. Without it, the report tells of another
-	// replica's drain, which may be lifted at any moment, and acknowledges nothing.
-	Held bool `json:"held"`
-	// Since is when the pod's drain began, as the agent knows it. Coordinators of the first release go by it, later ones do not.
-	Since time.Time `json:"since"`
-	// Number is that of the drain for which this replica holds its lease, as it said in Open. 0: the agent does not tell.
-	Number uint64 `json:"number,omitempty"`
+	// Number is [Open.Number] or [Watch.Number] of the drain that the report is about. A report
+	// with another number is about an earlier drain of the pod, which was abandoned while the
+	// report was in flight, and changes nothing.
+	Number uint64 `json:"number"`
 	// Gate is that of the drain of which this is said. Agents that answer a Watch say AtBarrier.
 	Gate Gate `json:"gate,omitempty"`
 	// Kept names the Services in which the pod is kept, if State is Kept and Gate is AtHold: as namespace/name, sorted and joined by commas,

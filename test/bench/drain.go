@@ -451,7 +451,7 @@ func (a *benchAgent) serve(lines *bufio.Reader) error {
 			return err
 		}
 		if m.Type == wire.TypeDrain {
-			reports = append(reports, drain.Report{UID: m.Drain.Pod.UID, State: drain.Idle, Proof: drain.Runtime, Held: true, Since: m.Drain.Since, Number: m.Drain.Number})
+			reports = append(reports, drain.Report{UID: m.Drain.Pod.UID, State: drain.Idle, Proof: drain.Runtime, Number: m.Drain.Number})
 		}
 		if len(reports) > 0 && lines.Buffered() == 0 {
 			if a.slow {

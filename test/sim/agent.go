@@ -105,7 +105,8 @@ type link struct {
 	// everything and poked are what the report loop wakes up for.
 	everything, poked bool
 	said              map[drain.UID]drain.Report
-	numbers           map[drain.UID]uint64
+	// numbers are those of the drains that the agent was told of, at each gate.
+	numbers [2]map[drain.UID]uint64
 	// asks are told when the stream is lost.
 	asks []func()
 	// at is when the coordinator wrote what was heard last.
@@ -573,7 +574,7 @@ func (a *agent) changed() {
 func (l *link) connect() {
 	w, a, c := l.a.w, l.a, l.c
 	k := &conn{}
-	l.numbers = map[drain.UID]uint64{}
+	l.numbers = [2]map[drain.UID]uint64{{}, {}}
 	l.conn, l.began, l.heardAt = k, w.at, w.at
 	l.synced, l.declared, l.posting, l.released, l.said = false, false, false, nil, map[drain.UID]drain.Report{}
 	if !c.up {
@@ -647,19 +648,19 @@ func (l *link) receive(k *conn, at time.Time, session uint64, lease drain.Lease,
 		} else if !a.bury(d.Pod, holder, d.Since, expires) {
 			return
 		}
-		l.numbers[d.Pod.UID] = d.Number
+		l.numbers[gateOf(d)][d.Pod.UID] = d.Number
 		l.poke(false)
 	}
 	for _, r := range released {
 		if r.Gate == drain.AtBarrier {
 			a.observe(r.UID, holder, false)
-			delete(l.numbers, r.UID)
+			delete(l.numbers[r.Gate], r.UID)
 			if l.released != nil {
 				l.released[r.UID] = true
 			}
 			continue
 		}
-		delete(l.numbers, r.UID)
+		delete(l.numbers[r.Gate], r.UID)
 		if l.released != nil {
 			l.released[r.UID] = true
 		}
@@ -768,13 +769,11 @@ func (l *link) declare(k *conn) {
 			}
 			if d.Watch != nil {
 				a.observe(d.Pod.UID, holder, true)
-				l.numbers[d.Pod.UID] = max(l.numbers[d.Pod.UID], d.Number)
-				continue
-			}
-			if !a.bury(d.Pod, holder, d.Since, expires) {
+			} else if !a.bury(d.Pod, holder, d.Since, expires) {
 				return
 			}
-			l.numbers[d.Pod.UID] = max(l.numbers[d.Pod.UID], d.Number)
+			numbers := l.numbers[gateOf(d)]
+			numbers[d.Pod.UID] = max(numbers[d.Pod.UID], d.Number)
 		}
 		l.released = nil
 		if !settled {
@@ -787,6 +786,14 @@ func (l *link) declare(k *conn) {
 		l.everything = true
 		l.reports(k)
 	})
+}
+
+// gateOf is the gate at which an agent that is told of d answers.
+func gateOf(d drain.Open) drain.Gate {
+	if d.Watch != nil {
+		return drain.AtBarrier
+	}
+	return drain.AtHold
 }
 
 func (a *agent) learn() {
@@ -834,7 +841,10 @@ func (l *link) reports(k *conn) {
 	now := map[drain.UID]drain.Report{}
 	var news []said
 	for _, s := range a.set.Tombstones() {
-		r := drain.Report{UID: drain.UID(s.UID), Generation: s.Generation, State: wireState(s.State), Since: s.Since}
+		if _, asked := slices.BinarySearch(held, s.UID); !asked {
+			continue
+		}
+		r := drain.Report{UID: drain.UID(s.UID), Generation: s.Generation, State: wireState(s.State), Number: l.numbers[drain.AtHold][drain.UID(s.UID)]}
 		if s.State >= health.Removed {
 			r.Proof = drain.Runtime
 		}
@@ -846,9 +856,6 @@ func (l *link) reports(k *conn) {
 			slices.Sort(names)
 			r.Kept, r.Quiet = strings.Join(names, ","), s.Quiet
 		}
-		if _, r.Held = slices.BinarySearch(held, s.UID); r.Held {
-			r.Number = l.numbers[r.UID]
-		}
 		now[r.UID] = r
 		if l.everything || l.said[r.UID] != r {
 			news = append(news, said{Report: r, readAt: a.readAt})
@@ -856,7 +863,7 @@ func (l *link) reports(k *conn) {
 	}
 	for _, uid := range sorted(a.watched[l.lease.String()]) {
 		r := drain.Report{
-			UID: uid, State: a.kernel.state(uid), Gate: drain.AtBarrier, Held: true, Number: l.numbers[uid],
+			UID: uid, State: a.kernel.state(uid), Gate: drain.AtBarrier, Number: l.numbers[drain.AtBarrier][uid],
 			Quiet: a.kernel.synced && a.kernel.active[uid] == 0, Sent: a.sent[uid],
 		}
 		if r.State >= drain.Removed {

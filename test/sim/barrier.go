@@ -571,7 +571,7 @@ func (c *coord) acknowledgedAtBarrier(a *agent, asOf time.Time, reports []drain.
 	now := c.w.now
 	for _, r := range reports {
 		s := c.ledger.BarrierStatus(now, r.UID)
-		if s.Phase == drain.PhaseUnknown || s.Phase == drain.Closed || !r.Held || r.State < drain.Removed || now.Sub(asOf) > c.w.times.Freshness {
+		if s.Phase == drain.PhaseUnknown || s.Phase == drain.Closed || r.State < drain.Removed || now.Sub(asOf) > c.w.times.Freshness {
 			continue
 		}
 		if c.watched[a.id][r.UID] == r.Number && now.Before(s.Deadline) {

@@ -139,9 +139,9 @@ func (c *coord) checkAllow(p *pod, s drain.Status, wd *word, services []drain.Se
 				excuse = "LastTarget" // whatever the reason is, which is that of the slowest: this gateway sends on
 				r.State = drain.Removed + drain.State(number(r.Quiet))
 			}
-			if !heard || r.State < least || !r.Held || w.at-r.at > w.times.Freshness || s.Reason == drain.NoAgents || s.Reason == drain.Suspended {
-				w.fail(checkBacking, "%s allows the deletion of %s by %s, but the last word of %s is %s (heard=%t held=%t, %s old)",
-					c.name, p.uid, s.Reason, a.name, r.State, heard, r.Held, w.at-r.at)
+			if !heard || r.State < least || w.at-r.at > w.times.Freshness || s.Reason == drain.NoAgents || s.Reason == drain.Suspended {
+				w.fail(checkBacking, "%s allows the deletion of %s by %s, but the last word of %s is %s (heard=%t, %s old)",
+					c.name, p.uid, s.Reason, a.name, r.State, heard, w.at-r.at)
 				// From outside, only what the gateway does says anything. Its reload before now is no excuse.
 				r.readAt = w.at
 			}
@@ -400,7 +400,7 @@ const trialEvery = 5 * time.Second
 func (c *coord) acknowledged(a *agent, asOf time.Time, reports []drain.Report) bool {
 	now := c.w.now
 	for _, r := range reports {
-		if _, open := c.begun[r.UID]; !open || !r.Held || r.State < drain.Removed || now.Sub(asOf) > c.w.times.Freshness {
+		if _, open := c.begun[r.UID]; !open || r.State < drain.Removed || now.Sub(asOf) > c.w.times.Freshness {
 			continue
 		}
 		if d := c.room[r.UID]; d == nil || !slices.ContainsFunc(a.services, func(i int) bool { return d.services[service(i)] }) {

@@ -954,18 +954,18 @@ func (c *coord) report(a *agent, asOf time.Time, session uint64, reports []said)
 			continue
 		}
 		c.heard[a.id][r.UID] = r
-		if !r.Held || r.Number == c.numbers[r.UID] {
+		if r.Number == c.numbers[r.UID] {
 			telling = append(telling, r.Report)
 		}
-		c.log("%s reports %s %s held=%t number=%d since=%s", a.name, r.UID, r.State, r.Held, r.Number, r.Since.Sub(epoch))
+		c.log("%s reports %s %s number=%d", a.name, r.UID, r.State, r.Number)
 	}
 	before := c.acknowledged(a, asOf, telling) || c.acknowledgedAtBarrier(a, asOf, plain)
-	c.ledger.ReportAsOf(c.w.now, asOf, a.id, session, plain)
+	c.ledger.Report(c.w.now, asOf, a.id, session, plain)
 	if before {
 		c.silence[a.id] = &silence{endedAt: c.w.at, acknowledged: true}
 	}
 	mayAcknowledge := func(r drain.Report) bool {
-		return r.Held && (r.State >= drain.Kept || r.Gate == drain.AtBarrier && r.State == drain.Routing)
+		return r.State >= drain.Kept || r.Gate == drain.AtBarrier && r.State == drain.Routing
 	}
 	if quiet := c.silence[a.id]; quiet != nil && slices.ContainsFunc(plain, mayAcknowledge) {
 		quiet.expired, quiet.spokeAt = 0, c.w.at

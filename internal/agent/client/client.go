@@ -53,7 +53,7 @@ type Exclusions interface {
 	// Held lists what holder has an expiry on.
 	Held(holder string) []drain.UID
 	// Reports returns the present state of every exclusion, whoever holds it. The client fills in
-	// Held.
+	// Number, and reports to each replica what that one has asked for.
 	Reports() []drain.Report
 }
 
@@ -65,7 +65,7 @@ type Watches interface {
 	Unwatch(uid drain.UID, holder string, gone bool)
 	// Watched lists what holder wants to be observed.
 	Watched(holder string) []drain.UID
-	// Reports returns the present state of every pod that somebody waits for. The client fills in Held and Number.
+	// Reports is [Tombstones.Reports] of the pods that are observed.
 	Reports() []drain.Report
 }
 
@@ -437,7 +437,7 @@ func (r *replica) receive(lines *lines, hello wire.Hello, heard, complete func()
 			if !synced {
 				listed[m.Drain.Pod.UID] = true
 			}
-			news = true // an exclusion that another replica's expiry has laid is news to this one
+			news = true // the pod may be excluded already, for another replica
 		case m.Type == wire.TypeWatch && m.Watch != nil && r.client.Watches != nil:
 			r.watch(*m.Watch, holder)
 			if !synced {
@@ -502,19 +502,20 @@ func (r *replica) post(ctx context.Context, hello wire.Hello, report func(wire.R
 		for _, uid := range r.client.Exclusions.Held(hello.Lease.String()) {
 			held[uid] = true
 		}
-		for _, word := range r.client.Exclusions.Reports() {
-			if word.Held = held[word.UID]; word.Held {
-				word.Number = numbers[word.UID]
+		for _, report := range r.client.Exclusions.Reports() {
+			var asked bool
+			if report.Number, asked = numbers[report.UID]; !asked || !held[report.UID] {
+				continue
 			}
-			now[drain.AtHold][word.UID] = word
-			if everything || said[drain.AtHold][word.UID] != word {
-				news = append(news, word)
+			now[drain.AtHold][report.UID] = report
+			if everything || said[drain.AtHold][report.UID] != report {
+				news = append(news, report)
 			}
 		}
 		if r.client.Watches != nil {
 			for _, report := range r.client.Watches.Reports() {
-				// Only to those who asked: a barrier is nobody's clock but theirs.
-				if report.Number, report.Held = watches[report.UID]; !report.Held {
+				var asked bool
+				if report.Number, asked = watches[report.UID]; !asked {
 					continue
 				}
 				report.Gate = drain.AtBarrier

@@ -156,7 +156,7 @@ func (s *script) heard() []string {
 	for _, p := range s.reports {
 		var words []string
 		for _, r := range p.Reports {
-			words = append(words, fmt.Sprintf("%s %s held=%t", r.UID, r.State, r.Held))
+			words = append(words, fmt.Sprintf("%s %s", r.UID, r.State))
 		}
 		slices.Sort(words)
 		posts = append(posts, strings.Join(words, ", "))
@@ -582,25 +582,26 @@ func TestReportsSayNewsAtOnceAndEverythingInTime(t *testing.T) {
 				t.Errorf("posts %q, want %q", got, posts)
 			}
 		}
-		want("a unknown held=true, other unknown held=false")
+		want("a unknown")
 		stones.say("a", drain.Idle)
 		c.Wake()
-		want("a idle held=true")
+		want("a idle")
 		c.Wake()
 		want()
-		// The other replica's exclusion becomes ours too: that is news although nobody says Wake.
+		// The pod that another replica excludes is drained by this one too: that is news without
+		// Wake.
 		lines <- drainLine("other")
-		want("other unknown held=true")
+		want("other unknown")
 		time.Sleep(2 * time.Second)
 		lines <- `{"type":"heartbeat"}`
 		time.Sleep(2900 * time.Millisecond)
 		want()
 		time.Sleep(200 * time.Millisecond)
-		want("a idle held=true, other unknown held=true")
+		want("a idle, other unknown")
 		lines <- `{"type":"release","release":{"uid":"other","dead":true}}`
 		synctest.Wait()
 		c.Wake()
-		want("other unknown held=false")
+		want()
 	})
 }
 

@@ -150,7 +150,7 @@ func (t *Exclusions) Reports() []drain.Report {
 	reports := make([]drain.Report, len(stones))
 	for i, s := range stones {
 		state := t.proven(s)
-		reports[i] = drain.Report{UID: drain.UID(s.UID), Generation: s.Generation, State: report.State(state), Since: s.Since.UTC().Round(0)}
+		reports[i] = drain.Report{UID: drain.UID(s.UID), Generation: s.Generation, State: report.State(state)}
 		if state >= health.Removed {
 			reports[i].Proof = drain.Runtime
 		}

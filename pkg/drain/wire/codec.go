@@ -169,7 +169,7 @@ func appendReports(b []byte, said Reports) (_ []byte, ok bool) {
 }
 
 func appendReport(b []byte, r drain.Report) (_ []byte, ok bool) {
-	if (r != drain.Report{UID: r.UID, Generation: r.Generation, State: r.State, Proof: r.Proof, Held: r.Held, Since: r.Since, Number: r.Number}) {
+	if (r != drain.Report{UID: r.UID, Generation: r.Generation, State: r.State, Proof: r.Proof, Number: r.Number}) {
 		return b, false
 	}
 	b = append(b, `{"uid":`...)
@@ -186,18 +186,8 @@ func appendReport(b []byte, r drain.Report) (_ []byte, ok bool) {
 	b = append(b, r.State.String()...)
 	b = append(b, `","proof":"`...)
 	b = append(b, r.Proof.String()...)
-	b = append(b, `","held":`...)
-	b = strconv.AppendBool(b, r.Held)
-	b = append(b, `,"since":"`...)
-	b, err := r.Since.AppendText(b)
-	if err != nil {
-		return b, false
-	}
-	b = append(b, '"')
-	if r.Number != 0 {
-		b = append(b, `,"number":`...)
-		b = strconv.AppendUint(b, r.Number, 10)
-	}
+	b = append(b, `","number":`...)
+	b = strconv.AppendUint(b, r.Number, 10)
 	return append(b, '}'), true
 }
 
@@ -240,13 +230,8 @@ func (s *scanner) reports(said *Reports) bool {
 		s.failed = s.failed || r.State.UnmarshalText(s.text()) != nil
 		s.word(`,"proof":`)
 		s.failed = s.failed || r.Proof.UnmarshalText(s.text()) != nil
-		s.word(`,"held":`)
-		r.Held = s.bool()
-		s.word(`,"since":`)
-		s.value(&r.Since)
-		if s.has(`,"number":`) {
-			r.Number = s.number()
-		}
+		s.word(`,"number":`)
+		r.Number = s.number()
 		s.word("}")
 		said.Reports = append(said.Reports, r)
 	}

@@ -61,10 +61,8 @@ func TestMessagesAreWrittenAsEncodingJSONDoes(t *testing.T) {
 func TestReportsAreWrittenAsEncodingJSONDoes(t *testing.T) {
 	all := []Reports{{}, {Session: math.MaxUint64, At: -1, Boot: "b", Reports: []drain.Report{}}}
 	for _, name := range codecNames {
-		for _, at := range codecTimes {
-			r := drain.Report{UID: drain.UID(name), Generation: name, State: drain.Idle, Proof: drain.Runtime, Held: true, Since: at, Number: 4}
-			all = append(all, Reports{Session: 7, At: 3, Boot: name, Reports: []drain.Report{r, {UID: "2", State: 9, Proof: 9}, r}})
-		}
+		r := drain.Report{UID: drain.UID(name), Generation: name, State: drain.Idle, Proof: drain.Runtime, Number: 4}
+		all = append(all, Reports{Session: 7, At: 3, Boot: name, Reports: []drain.Report{r, {UID: "2", State: 9, Proof: 9}, r}})
 	}
 	for _, said := range all {
 		want := encoded(t, said)
@@ -138,7 +136,7 @@ func TestTheHandReadsWhatItWrites(t *testing.T) {
 			t.Errorf("%+v is not read", m)
 		}
 	}
-	said := Reports{Session: 1, At: 2, Boot: "b", Reports: []drain.Report{{UID: "u", Generation: "g"}, {UID: "v", Held: true, Number: 3}}}
+	said := Reports{Session: 1, At: 2, Boot: "b", Reports: []drain.Report{{UID: "u", Generation: "g"}, {UID: "v", Number: 3}}}
 	var got Reports
 	if s := (scanner{rest: AppendReports(nil, said)}); !s.reports(&got) || !s.end() {
 		t.Errorf("%+v is not read", said)
@@ -188,7 +186,7 @@ func FuzzMessage(f *testing.F) {
 }
 
 func FuzzReports(f *testing.F) {
-	f.Add(string(AppendReports(nil, Reports{Session: 1, At: 2, Boot: "b", Reports: []drain.Report{{UID: "u", Generation: "g"}, {UID: "v", Held: true, Number: 3}}})))
+	f.Add(string(AppendReports(nil, Reports{Session: 1, At: 2, Boot: "b", Reports: []drain.Report{{UID: "u", Generation: "g"}, {UID: "v", Number: 3}}})))
 	f.Add(`{"session":1,"boot":"b","reports":[,]}`)
 	f.Add(strings.Repeat(`{"session":1,"boot":"b","reports":[]}`, 2))
 	f.Fuzz(func(t *testing.T, line string) {

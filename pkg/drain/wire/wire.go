@@ -235,9 +235,8 @@ type Declared struct {
 	Watches []drain.Watch `json:"watches,omitempty"`
 }
 
-// Reports are an agent's present words, on the exclusions of all replicas; [drain.Report.Held]
-// marks those that count here. Pods that are not among them are as they were reported before on
-// this session.
+// Reports are an agent's present reports about the open drains of the replica that they are sent
+// to. Pods that are not among them are as they were reported before on this session.
 type Reports struct {
 	Session uint64 `json:"session"`
 	// At is that of the last message which was taken in before the states were read. 0: the agent does not tell, and the reports count as
