@@ -343,7 +343,7 @@ func (c *Coordinator) watchRights(ctx context.Context) {
 			for _, s := range c.streams {
 				namespaces := []string{""}
 				if !s.who.Everywhere {
-					namespaces = c.ledger.Namespaces(s.who.Agent)
+					namespaces = c.ledger.Agent(s.who.Agent).Namespaces
 				}
 				for _, namespace := range namespaces {
 					what := right{s.who.Username, namespace}
@@ -671,8 +671,8 @@ func (c *Coordinator) connect(r *http.Request, who Identity, offer wire.Offer, p
 	}
 	now := time.Now()
 	s = &stream{who: who, woken: make(chan struct{}, 1)}
-	s.session = c.ledger.ConnectWith(now, who.Agent, drain.Hail{Boot: offer.Boot, Observes: slices.Contains(offer.Features, wire.FeatureBarrier)})
-	if !who.Everywhere && !c.ledger.Declared(who.Agent) {
+	s.session = c.ledger.Connect(now, who.Agent, drain.Hail{Boot: offer.Boot, Observes: slices.Contains(offer.Features, wire.FeatureBarrier)})
+	if !who.Everywhere && !c.ledger.Agent(who.Agent).Declared {
 		// Who has not declared may route everything, and is waited for by every deletion. That
 		// takes the right everywhere.
 		c.ledger.Declare(who.Agent, s.session, nil)
@@ -684,7 +684,7 @@ func (c *Coordinator) connect(r *http.Request, who Identity, offer wire.Offer, p
 	c.seen.connected(now, who.Agent, protocol, offer, r.RemoteAddr)
 	c.settle()
 	c.connected()
-	return s, c.ledger.Self(), nil
+	return s, c.self, nil
 }
 
 // openArgs is what a drain is told as depends on. See [drain.Open.Number].
@@ -727,6 +727,5 @@ func writeTo(w io.Writer, b []byte) error {
 // connected, called with the lock, counts streams.
 func (c *Coordinator) connected() {
 	c.Metrics.agents.WithLabelValues("connected").Set(float64(len(c.streams)))
-	_, missing := c.ledger.Expecting()
-	c.Metrics.agents.WithLabelValues("missing").Set(float64(missing))
+	c.Metrics.agents.WithLabelValues("missing").Set(float64(c.ledger.Counts().Missing))
 }

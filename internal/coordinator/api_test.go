@@ -29,7 +29,7 @@ func newBench() *bench {
 	b := &bench{Coordinator: New(drain.Lease{Replica: "replica-0", Epoch: "a"}, drain.DefaultTimes(), Options{
 		MaxHolds: 32, Pods: &lives{}, Authenticate: tokens{}, Log: quiet(), Metrics: NewMetrics(prometheus.NewRegistry()),
 	})}
-	b.session = b.ledger.Connect(time.Now(), "one")
+	b.session = b.ledger.Connect(time.Now(), "one", drain.Hail{})
 	return b
 }
 
@@ -158,7 +158,7 @@ func TestPosts(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			b := newBench()
-			b.Unroute(pod("a"), []drain.Service{web})
+			b.Unroute(Request{Pod: pod("a"), Targets: targetsOf(web)})
 			body := strings.ReplaceAll(c.body, "SESSION", "1")
 			if b.session != 1 {
 				t.Fatalf("the session is %d", b.session)
@@ -167,7 +167,7 @@ func TestPosts(t *testing.T) {
 			if code != c.code || !strings.Contains(said, c.want) || c.want == "" && said != "" {
 				t.Errorf("%d %.300s, want %d %s", code, said, c.code, c.want)
 			}
-			phase := b.ledger.Status(time.Now(), "uid-a").Phase
+			phase := b.ledger.Status(time.Now(), drain.AtHold, "uid-a").Phase
 			if acknowledged := name == "report"; acknowledged != (phase == drain.Released) && name != "declaration of nothing" {
 				t.Errorf("the drain is %s", phase)
 			}
@@ -194,14 +194,14 @@ func FuzzPosts(f *testing.F) {
 	f.Add(true, []byte(`null`))
 	f.Fuzz(func(t *testing.T, report bool, body []byte) {
 		b := newBench()
-		b.Unroute(pod("a"), []drain.Service{web})
+		b.Unroute(Request{Pod: pod("a"), Targets: targetsOf(web)})
 		path, good := wire.DeclarationsPath, http.StatusOK
 		if report {
 			path, good = wire.ReportsPath, http.StatusNoContent
 		}
-		before := b.ledger.Status(time.Now(), "uid-a")
+		before := b.ledger.Status(time.Now(), drain.AtHold, "uid-a")
 		code, said := b.ask(http.MethodPost, path, "Bearer agent one", bytes.NewReader(body))
-		after := b.ledger.Status(time.Now(), "uid-a")
+		after := b.ledger.Status(time.Now(), drain.AtHold, "uid-a")
 		switch code {
 		case good:
 			if report {
@@ -301,12 +301,12 @@ func TestRoutesInNamespacesWithoutRightAreRefused(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			b := newBench()
-			b.ledger.Connect(time.Now(), "local one")
+			b.ledger.Connect(time.Now(), "local one", drain.Hail{})
 			code, said := b.ask(http.MethodPost, wire.DeclarationsPath, "Bearer agent local one", strings.NewReader(routes(c.namespaces...)))
 			if code != c.code || !strings.Contains(said, c.want) {
 				t.Errorf("%d %s, want %d %s", code, said, c.code, c.want)
 			}
-			if took := b.ledger.Declared("local one"); took != (c.code == 200) {
+			if took := b.ledger.Agent("local one").Declared; took != (c.code == 200) {
 				t.Errorf("declared: %t", took)
 			}
 		})

@@ -173,7 +173,7 @@ func (c *Coordinator) podContext(ctx context.Context, who Identity, asked *wire.
 
 // restart, called with the lock, has directed gateways let go of a pod whose container is stopped, and answers by until.
 func (c *Coordinator) restart(ctx context.Context, pod drain.Pod, s PodContext, until time.Time) (any, error) {
-	status := c.ledger.Restart(time.Now(), pod, s.Targets)
+	status := c.ledger.Ask(time.Now(), pod, s.Targets, drain.Place{Restart: true})
 	for {
 		c.settle()
 		c.observe(status)
@@ -188,7 +188,7 @@ func (c *Coordinator) restart(ctx context.Context, pod drain.Pod, s PodContext, 
 		if err := c.sleep(ctx, pod.UID, wake); err != nil {
 			return nil, err
 		}
-		status = c.ledger.Status(time.Now(), pod.UID)
+		status = c.ledger.Status(time.Now(), drain.AtHold, pod.UID)
 	}
 }
 
@@ -247,9 +247,9 @@ func (c *Coordinator) passed(s drain.Status) {
 
 // settleBarriers, called with the lock, wakes those who wait at barriers that may have changed. It reports whether there were any.
 func (c *Coordinator) settleBarriers() bool {
-	touched := c.ledger.TouchedBarriers()
+	touched := c.ledger.Touched(drain.AtBarrier)
 	for _, uid := range touched {
-		c.ledger.BarrierStatus(time.Now(), uid)
+		c.ledger.Status(time.Now(), drain.AtBarrier, uid)
 		c.wakeBarred(uid)
 	}
 	return len(touched) > 0
@@ -261,18 +261,6 @@ func (c *Coordinator) wakeBarred(uid drain.UID) {
 		close(changed)
 		delete(c.barred, uid)
 	}
-}
-
-// overdue, called with the lock, lists the pods whose barriers are beyond their deadline, and still open.
-func (c *Coordinator) overdue() []drain.Pod {
-	now := time.Now()
-	var pods []drain.Pod
-	for _, s := range c.ledger.Barriers(now) {
-		if !now.Before(s.Deadline) {
-			pods = append(pods, s.Pod)
-		}
-	}
-	return pods
 }
 
 // lookAtBarriers ends those of pods that are not known any more: their end may have been missed, or was before they were asked for.
@@ -291,8 +279,9 @@ func (c *Coordinator) lookAtBarriers(ctx context.Context, pods []drain.Pod) {
 func (c *Coordinator) Deleted(uid drain.UID) {
 	c.mu.Lock()
 	defer c.unlock()
-	c.ledger.Gone(time.Now(), uid)
-	c.ledger.Deleted(time.Now(), uid)
+	for _, gate := range []drain.Gate{drain.AtHold, drain.AtBarrier} {
+		c.ledger.Gone(time.Now(), gate, uid)
+	}
 	delete(c.seen.barriers, uid)
 	c.deleted[uid] = time.Now()
 	c.cut(time.Now(), drain.AgentID(uid), podDeleted)

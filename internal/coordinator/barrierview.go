@@ -18,8 +18,8 @@ const (
 
 // Barrier is an open barrier: the pod is terminating, and its hooks wait, or have been answered.
 type Barrier struct {
-	drain.Facing
-	// Reports shadow those of the ledger.
+	drain.View
+	// Reports replace those of the ledger.
 	Reports []AgentReport
 	// Entered is when its phase began.
 	Entered time.Time
@@ -69,7 +69,7 @@ func (h *history) passed(now time.Time, s drain.Status) {
 // watched notes what an agent says of a barrier.
 func (h *history) watched(l *drain.Ledger, now time.Time, id drain.AgentID, of *introduced, r drain.Report) {
 	b := h.barriers[r.UID]
-	if b == nil || !l.AcknowledgesBarrier(id, r) {
+	if b == nil || !l.Acknowledges(id, r) {
 		return
 	}
 	was, known := b.said[id]
@@ -96,14 +96,14 @@ func (c *Coordinator) barrierOf(uid drain.UID) (b Barrier, ok bool) {
 	c.mu.Lock()
 	defer c.unlock()
 	now := time.Now()
-	facing, ok := c.ledger.Barrier(now, uid, maxBarrierReports)
+	view, ok := c.ledger.View(now, drain.AtBarrier, uid, maxBarrierReports)
 	if !ok {
 		return b, false
 	}
-	b.Facing = facing
-	progress := c.seen.barrierSeen(now, facing.Status)
+	b.View = view
+	progress := c.seen.barrierSeen(now, view.Status)
 	b.Entered = progress.at
-	for _, w := range facing.Words {
+	for _, w := range view.Words {
 		word := AgentReport{Word: w, Gateway: c.seen.gateway(w.Agent)}
 		if w.State != drain.StateUnknown {
 			word.Since = progress.said[w.Agent].since

@@ -93,6 +93,7 @@ type Options struct {
 // Coordinator is one replica. Make it with New, then Run it.
 type Coordinator struct {
 	Options
+	self  drain.Lease
 	times drain.Times
 
 	mu     sync.Mutex
@@ -142,8 +143,11 @@ type wait struct {
 
 // New returns a coordinator with an empty ledger.
 func New(self drain.Lease, times drain.Times, o Options) *Coordinator {
+	if o.Sampling == (drain.Sampling{}) {
+		o.Sampling = drain.DefaultSampling()
+	}
 	c := &Coordinator{
-		Options: o, times: times, ledger: drain.NewLedger(self, times),
+		Options: o, self: self, times: times, ledger: drain.NewLedger(times, o.Scope, o.Sampling),
 		waiting: map[drain.UID]*wait{}, streams: map[drain.AgentID]*stream{}, phases: map[drain.UID]drain.Phase{},
 		turns: map[string][]turn{}, asked: map[drain.UID]time.Time{}, reliedOn: map[drain.UID]struct{}{},
 		seen:  newHistory(),
@@ -154,10 +158,6 @@ func New(self drain.Lease, times drain.Times, o Options) *Coordinator {
 	}
 	if c.Able == nil {
 		c.Able = func() error { return nil }
-	}
-	c.ledger.SetScope(o.Scope)
-	if o.Sampling != (drain.Sampling{}) {
-		c.ledger.SetSampling(o.Sampling)
 	}
 	return c
 }
@@ -242,9 +242,8 @@ func (c *Coordinator) tick(now time.Time) (pods, over []drain.Pod) {
 	c.mu.Lock()
 	defer c.unlock()
 	c.ticked = now
-	pods = c.ledger.Tick(now)
+	pods, over = c.ledger.Tick(now)
 	c.dropTurns(now)
-	over = c.overdue()
 	for i, of := range []*[]drain.Pod{&pods, &over} {
 		*of = following(*of, c.looked[i])
 		if n := len(*of); n > 0 {
@@ -301,28 +300,15 @@ type Request struct {
 	Turn  Turn
 }
 
-// Drain is [Coordinator.DrainFor] of a pod without owner, in Services whose targets are not known.
-func (c *Coordinator) Drain(ctx context.Context, pod drain.Pod, services []drain.Service, until time.Time) (status drain.Status, held bool, err error) {
-	return c.DrainFor(ctx, Request{Pod: pod, Targets: targetsOf(services)}, until)
-}
-
-func targetsOf(services []drain.Service) []drain.Targets {
-	targets := make([]drain.Targets, len(services))
-	for i, s := range services {
-		targets[i].Service = s
-	}
-	return targets
-}
-
-// DrainFor opens a drain of a pod or joins the open one, and waits until it is released, closed, or until comes; the status that it
+// Drain opens a drain of a pod or joins the open one, and waits until it is released, closed, or until comes; the status that it
 // returns is that of this moment. With an error (ErrTooManyHolds, ErrStopping, the context's) the status is good too, and the
 // drain runs on: the caller must not take it for an answer to allow.
-func (c *Coordinator) DrainFor(ctx context.Context, request Request, until time.Time) (status drain.Status, held bool, err error) {
+func (c *Coordinator) Drain(ctx context.Context, request Request, until time.Time) (status drain.Status, held bool, err error) {
 	pod := request.Pod
 	c.mu.Lock()
 	defer c.unlock()
 	now := time.Now()
-	status = c.ledger.AskPlaced(now, pod, request.Targets, request.Place)
+	status = c.ledger.Ask(now, pod, request.Targets, request.Place)
 	c.note()
 	defer c.tell()
 	c.observe(status)
@@ -336,10 +322,9 @@ func (c *Coordinator) DrainFor(ctx context.Context, request Request, until time.
 	case TurnUnheld:
 		crowded = ErrTooManyHolds
 	}
-	c.ledger.Hold(pod.UID)
+	answered := c.ledger.Hold(pod.UID)
 	defer func() {
-		allowed := err == nil && (status.Phase == drain.Released || status.Phase == drain.Closed)
-		c.ledger.Answered(time.Now(), pod.UID, allowed)
+		answered(time.Now(), err == nil && (status.Phase == drain.Released || status.Phase == drain.Closed))
 	}()
 	if c.stopped {
 		return status, false, ErrStopping
@@ -405,7 +390,7 @@ func (c *Coordinator) DrainFor(ctx context.Context, request Request, until time.
 			// To ask the ledger once more would take as long as there are agents.
 			status = w.status
 		} else {
-			status = c.ledger.Status(time.Now(), pod.UID)
+			status = c.ledger.Status(time.Now(), drain.AtHold, pod.UID)
 			c.settle()
 			c.observe(status)
 		}
@@ -420,16 +405,11 @@ func (c *Coordinator) DrainFor(ctx context.Context, request Request, until time.
 	return status, true, nil
 }
 
-// Unroute is [Coordinator.UnrouteFor] of a pod in Services whose targets are not known.
-func (c *Coordinator) Unroute(pod drain.Pod, services []drain.Service) {
-	c.UnrouteFor(Request{Pod: pod, Targets: targetsOf(services)})
-}
-
-// UnrouteFor asks agents to let go of a pod whose deletion does not wait. It never blocks.
-func (c *Coordinator) UnrouteFor(request Request) {
+// Unroute asks agents to let go of a pod whose deletion does not wait. It never blocks.
+func (c *Coordinator) Unroute(request Request) {
 	c.mu.Lock()
 	defer c.unlock()
-	c.ledger.AskBounded(time.Now(), request.Pod, request.Targets)
+	c.ledger.Ask(time.Now(), request.Pod, request.Targets, drain.Place{})
 	c.settle()
 }
 
@@ -437,7 +417,7 @@ func (c *Coordinator) UnrouteFor(request Request) {
 func (c *Coordinator) Gone(uid drain.UID) {
 	c.mu.Lock()
 	defer c.unlock()
-	c.ledger.Gone(time.Now(), uid)
+	c.ledger.Gone(time.Now(), drain.AtHold, uid)
 	c.settle()
 }
 
@@ -446,10 +426,10 @@ func (c *Coordinator) Expect(expected []drain.Expected) {
 	c.mu.Lock()
 	defer c.unlock()
 	c.ledger.Expect(time.Now(), expected)
-	n, missing := c.ledger.Expecting()
-	c.Metrics.agents.WithLabelValues("expected").Set(float64(n))
-	c.Metrics.agents.WithLabelValues("missing").Set(float64(missing))
-	c.Metrics.agents.WithLabelValues("suspended").Set(float64(c.ledger.Suspended()))
+	n := c.ledger.Counts()
+	c.Metrics.agents.WithLabelValues("expected").Set(float64(n.Expected))
+	c.Metrics.agents.WithLabelValues("missing").Set(float64(n.Missing))
+	c.Metrics.agents.WithLabelValues("suspended").Set(float64(n.Suspended))
 	c.settle()
 }
 
@@ -457,7 +437,8 @@ func (c *Coordinator) Expect(expected []drain.Expected) {
 func (c *Coordinator) Expecting() (expected, missing int) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return c.ledger.Expecting()
+	n := c.ledger.Counts()
+	return n.Expected, n.Missing
 }
 
 // CouldRoute reports whether some agent may route one of services, as far as is known.
@@ -473,8 +454,8 @@ func (c *Coordinator) Draining(uids []drain.UID) map[drain.UID]time.Time {
 	defer c.mu.Unlock()
 	open := map[drain.UID]time.Time{}
 	for _, uid := range uids {
-		if since, ok := c.ledger.Draining(uid); ok {
-			open[uid] = since
+		if s := c.ledger.Pod(uid); s.Draining {
+			open[uid] = s.Since
 		}
 	}
 	return open
@@ -484,21 +465,26 @@ func (c *Coordinator) Draining(uids []drain.UID) map[drain.UID]time.Time {
 func (c *Coordinator) Queued(uid drain.UID) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return c.ledger.Queued(uid)
+	return c.ledger.Pod(uid).Queued
 }
 
 // Going reports whether uid is being drained, as far as is known here, or dead.
 func (c *Coordinator) Going(uid drain.UID) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return c.ledger.Going(uid)
+	return c.ledger.Pod(uid).Terminating
 }
 
 // Refused returns how many drains of uid were allowed in the last window although the pod lives on.
-func (c *Coordinator) Refused(uid drain.UID, window time.Duration) int {
+func (c *Coordinator) Refused(uid drain.UID, window time.Duration) (n int) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return c.ledger.Refused(time.Now(), uid, window)
+	for _, at := range c.ledger.Pod(uid).Refused {
+		if time.Since(at) < window {
+			n++
+		}
+	}
+	return n
 }
 
 // change changes the ledger with the lock, and settles what follows.
@@ -534,10 +520,10 @@ func (c *Coordinator) tell() {
 // note, called with the lock, writes down transitions and wakes the calls that wait for them.
 func (c *Coordinator) note() {
 	// To look at one drain may concern others: an agent is suspended by the end of one, and is waited for by none.
-	for touched := c.ledger.Touched(); len(touched) > 0; touched = c.ledger.Touched() {
+	for touched := c.ledger.Touched(drain.AtHold); len(touched) > 0; touched = c.ledger.Touched(drain.AtHold) {
 		now := time.Now()
 		for _, uid := range touched {
-			status := c.ledger.Status(now, uid)
+			status := c.ledger.Status(now, drain.AtHold, uid)
 			c.observe(status)
 			if w := c.waiting[uid]; w != nil {
 				close(w.changed)
@@ -547,7 +533,7 @@ func (c *Coordinator) note() {
 		}
 	}
 	for _, s := range c.ledger.Suspensions() {
-		c.Metrics.agents.WithLabelValues("suspended").Set(float64(c.ledger.Suspended()))
+		c.Metrics.agents.WithLabelValues("suspended").Set(float64(c.ledger.Counts().Suspended))
 		c.unsaid = append(c.unsaid, func() {
 			if s.Over {
 				c.Log.Info("agent is waited for again", "agent", s.Name, "id", s.Agent, "acknowledged", s.Acknowledged)

@@ -80,7 +80,7 @@ func TestACallIsHeldNoLongerThanItMay(t *testing.T) {
 		stillHeld(t, held)
 		time.Sleep(1)
 		answered(t, held, "Unrouting None held=true after 2s")
-		status, wasHeld, err := r.Drain(t.Context(), p, []drain.Service{web}, time.Now())
+		status, wasHeld, err := r.Drain(t.Context(), Request{Pod: p, Targets: targetsOf(web)}, time.Now())
 		if status.Phase != drain.Unrouting || wasHeld || err != nil {
 			t.Errorf("without time: %s, held %t, %v", status.Phase, wasHeld, err)
 		}
@@ -88,7 +88,7 @@ func TestACallIsHeldNoLongerThanItMay(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
 		go func() { time.Sleep(time.Second); cancel() }()
 		began := time.Now()
-		status, _, err = r.Drain(ctx, p, []drain.Service{web}, time.Now().Add(2*time.Second))
+		status, _, err = r.Drain(ctx, Request{Pod: p, Targets: targetsOf(web)}, time.Now().Add(2*time.Second))
 		if status.Phase != drain.Unrouting || !errors.Is(err, context.Canceled) || time.Since(began) != time.Second {
 			t.Errorf("given up: %s, %v after %s", status.Phase, err, time.Since(began))
 		}
@@ -300,7 +300,7 @@ func TestReplicasHoldTheSamePods(t *testing.T) {
 		opener := n.replica("replica-0", "a", func(o *Options) { o.MaxHolds = 2 })
 		n.agent("one", []drain.Service{web}, "replica-0")
 		claim := func(name string) bool {
-			_, hold := opener.ClaimFor(Request{Pod: pod(name), Targets: targetsOf([]drain.Service{web})})
+			_, hold := opener.Claim(Request{Pod: pod(name), Targets: targetsOf(web)})
 			return hold
 		}
 		// A witness meets them in this order, the opener's own calls come in another one.
@@ -356,7 +356,7 @@ func TestReplicasReleaseTheirOwnLeasesOnly(t *testing.T) {
 			t.Errorf("after a restart held by %q", got)
 		}
 		// It adopts the clock.
-		b.locked(func() { a.Adopt(b.ledger.Claims(time.Now())) })
+		b.locked(func() { a.Adopt(b.ledger.Shared(time.Now()).Drains) })
 		status := a.drainOnce(p)
 		if age := time.Since(status.Since).Round(100 * time.Millisecond); age != 3*time.Second {
 			t.Errorf("the drain's clock starts %s ago, want 3s", age)
@@ -379,7 +379,7 @@ func TestReplicasReleaseTheirOwnLeasesOnly(t *testing.T) {
 // drainOnce asks without waiting.
 func (r *replica) drainOnce(p drain.Pod) drain.Status {
 	r.t.Helper()
-	status, _, err := r.Drain(r.t.Context(), p, []drain.Service{web}, time.Now())
+	status, _, err := r.Drain(r.t.Context(), Request{Pod: p, Targets: targetsOf(web)}, time.Now())
 	if err != nil {
 		r.t.Error(err)
 	}
@@ -474,8 +474,8 @@ func TestTheStreamTellsOpenDrainsFirst(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newNetwork(t)
 		r := n.replica("replica-0", "a")
-		r.Unroute(pod("a"), []drain.Service{web})
-		r.Unroute(pod("b"), []drain.Service{web})
+		r.Unroute(Request{Pod: pod("a"), Targets: targetsOf(web)})
+		r.Unroute(Request{Pod: pod("b"), Targets: targetsOf(web)})
 		r.Gone(pod("a").UID)
 		s := n.open("one", "replica-0")
 		var got []wire.Type
@@ -499,7 +499,7 @@ func TestTheStreamTellsOpenDrainsFirst(t *testing.T) {
 		if m := next(); m.Type != wire.TypeHeartbeat || time.Since(began) != 2*time.Second {
 			t.Errorf("%+v after %s", m, time.Since(began))
 		}
-		r.Unroute(pod("c"), []drain.Service{web})
+		r.Unroute(Request{Pod: pod("c"), Targets: targetsOf(web)})
 		if m := next(); m.Type != wire.TypeDrain || m.Drain.Pod != pod("c") {
 			t.Errorf("%+v", m)
 		}
@@ -526,7 +526,7 @@ func TestALogThatBlocksStopsItsWriterOnly(t *testing.T) {
 		began := time.Now()
 		done := make(chan struct{})
 		go func() {
-			r.Unroute(pod("a"), []drain.Service{web})
+			r.Unroute(Request{Pod: pod("a"), Targets: targetsOf(web)})
 			close(done)
 		}()
 		synctest.Wait()
@@ -629,7 +629,7 @@ func TestTooManyHoldsOfOneOwner(t *testing.T) {
 			began := time.Now()
 			go func() {
 				var a answer
-				a.Status, a.held, a.err = r.DrainFor(t.Context(), Request{Pod: pod(name), Owner: owner, Targets: targetsOf([]drain.Service{web})}, began.Add(2*time.Second))
+				a.Status, a.held, a.err = r.Drain(t.Context(), Request{Pod: pod(name), Owner: owner, Targets: targetsOf(web)}, began.Add(2*time.Second))
 				a.took = time.Since(began)
 				answers <- a
 			}()
@@ -674,13 +674,13 @@ func TestAQueuedDrainIsHeldAndTakesItsTurn(t *testing.T) {
 		r := n.replica("replica-0", "a")
 		one := n.agent("one", []drain.Service{web}, "replica-0")
 		targets := []drain.Targets{{Service: web, Usable: []drain.UID{"uid-a", "uid-b"}}}
-		r.UnrouteFor(Request{Pod: pod("a"), Targets: targets})
+		r.Unroute(Request{Pod: pod("a"), Targets: targets})
 		synctest.Wait()
 		held := make(chan answer, 1)
 		go func() {
 			var a answer
 			began := time.Now()
-			a.Status, a.held, a.err = r.DrainFor(t.Context(), Request{Pod: pod("b"), Targets: targets}, began.Add(2*time.Second))
+			a.Status, a.held, a.err = r.Drain(t.Context(), Request{Pod: pod("b"), Targets: targets}, began.Add(2*time.Second))
 			a.took = time.Since(began)
 			held <- a
 		}()

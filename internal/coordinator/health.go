@@ -88,21 +88,22 @@ func (b *healthReports) end(id drain.AgentID, session uint64) {
 	}
 }
 
-// applyHealth takes in what an agent says of the health of its targets. It reports false if session
-// is not the agent's present one.
+// applyHealth takes in what an agent says of the health of its targets. It reports false if session is not the agent's present one.
 func (c *Coordinator) applyHealth(who Identity, h wire.Health) bool {
-	routed := make(map[drain.Service]bool, len(h.Changed))
+	var routes map[drain.Service]drain.Route
 	ok := false
 	c.locked(func() {
 		ok = c.ledger.Current(who.Agent, h.Session)
-		for _, s := range h.Changed {
-			routed[s.Service] = c.ledger.Routes(who.Agent, s.Service)
-		}
+		routes = c.ledger.Agent(who.Agent).Routes
 	})
 	if !ok {
 		return false
 	}
-	c.targetHealth.take(who.Agent, h, func(s drain.Service) bool { return routed[s] })
+	_, every := routes[drain.EveryService]
+	c.targetHealth.take(who.Agent, h, func(s drain.Service) bool {
+		_, named := routes[s]
+		return every || named
+	})
 	if ok = c.current(who.Agent, h.Session); !ok {
 		c.targetHealth.end(who.Agent, h.Session) // it ended meanwhile, and nobody else would
 	}

@@ -59,7 +59,7 @@ func TestAnAgentOfOneNamespaceChangesNoDrainOfAnother(t *testing.T) {
 		stillHeld(t, held)
 		uids := []drain.UID{"uid-core-0", "uid-core-1", "uid-core-2", "uid-core-3"}
 		other := drain.Pod{Namespace: "bank", Name: "core-2", UID: "uid-core-2"}
-		status, _, _ := r.DrainFor(t.Context(), Request{
+		status, _, _ := r.Drain(t.Context(), Request{
 			Pod: other, Targets: []drain.Targets{{Service: bank, Usable: uids}},
 		}, time.Now().Add(time.Millisecond))
 		if status.Phase != drain.Unrouting {

@@ -56,43 +56,39 @@ func (c *Coordinator) replica(http.ResponseWriter, *http.Request, Identity) (any
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	now := time.Now()
-	is := wire.Replica{Ready: ready, Drains: c.ledger.Claims(now), Silent: c.ledger.Silences(now)}
-	is.Expected, is.Missing = c.ledger.Expecting()
-	return is, nil
+	n := c.ledger.Counts()
+	return wire.Replica{Ready: ready, Expected: n.Expected, Missing: n.Missing, Shared: c.ledger.Shared(now)}, nil
 }
 
-// Adopt opens the drains that another replica has open. See [drain.Ledger.Adopt].
+// Adopt opens the drains that the other replicas have open. See [drain.Ledger.Polled].
 func (c *Coordinator) Adopt(claims []drain.Claim) {
 	c.mu.Lock()
 	defer c.unlock()
-	c.ledger.Adopt(time.Now(), claims)
+	c.ledger.Polled(time.Now(), []drain.Shared{{Drains: claims}}, true)
 	c.settle()
 }
 
 // Polled takes in what the other replicas told last: their open drains and the agents that let
-// drains expire. See [drain.Ledger.Elsewhere] and [drain.Ledger.Believe].
+// drains expire. See [drain.Ledger.Polled].
 func (c *Coordinator) Polled(states []wire.Replica) {
 	c.mu.Lock()
 	defer c.unlock()
-	now := time.Now()
-	var claims []drain.Claim
-	for _, of := range states {
-		claims = append(claims, of.Drains...)
-		c.ledger.Believe(now, of.Silent)
+	others := make([]drain.Shared, len(states))
+	for i, of := range states {
+		others[i] = of.Shared
 	}
-	c.ledger.Elsewhere(now, claims)
+	c.ledger.Polled(time.Now(), others, false)
 	c.settle()
 }
 
-// ClaimFor opens a drain of a pod for a witness, or joins the open one, as [Coordinator.DrainFor]
+// Claim opens a drain of a pod for a witness, or joins the open one, as [Coordinator.Drain]
 // does for the API server. It does not wait. hold reports whether a call for it may.
-func (c *Coordinator) ClaimFor(request Request) (status drain.Status, hold bool) {
+func (c *Coordinator) Claim(request Request) (status drain.Status, hold bool) {
 	c.mu.Lock()
 	defer c.unlock()
 	now := time.Now()
-	status = c.ledger.AskPlaced(now, request.Pod, request.Targets, request.Place)
-	c.ledger.Hold(request.Pod.UID)
-	c.ledger.Answered(now, request.Pod.UID, false)
+	status = c.ledger.Ask(now, request.Pod, request.Targets, request.Place)
+	c.ledger.Hold(request.Pod.UID)(now, false)
 	c.settle()
 	c.observe(status)
 	return status, c.inTurn(now, request) == nil

@@ -20,8 +20,8 @@ import (
 type claimant struct{ c *Coordinator }
 
 func (c claimant) Claim(_ context.Context, claim wire.Claim) wire.Claimed {
-	status, hold := c.c.ClaimFor(Request{
-		Pod: claim.Pod, Owner: "ReplicaSet/1", Targets: targetsOf([]drain.Service{web}),
+	status, hold := c.c.Claim(Request{
+		Pod: claim.Pod, Owner: "ReplicaSet/1", Targets: targetsOf(web),
 		Place: drain.Place{Elapsed: time.Duration(claim.ElapsedMillis) * time.Millisecond},
 	})
 	return wire.Claimed{Verdict: wire.VerdictDrain, Queued: status.Phase == drain.Queued, Hold: hold, ElapsedMillis: time.Since(status.Since).Milliseconds()}
@@ -56,7 +56,7 @@ func TestAClaimCarriesTheClockBothWays(t *testing.T) {
 			t.Errorf("a second later, by one that knows nothing of it (-want +got):\n%s", diff)
 		}
 		// Now the API server asks this replica too.
-		if _, _, err := b.Drain(t.Context(), pod("a"), []drain.Service{web}, time.Now()); err != nil {
+		if _, _, err := b.Drain(t.Context(), Request{Pod: pod("a"), Targets: targetsOf(web)}, time.Now()); err != nil {
 			t.Fatal(err)
 		}
 		time.Sleep(300 * time.Millisecond)
@@ -64,7 +64,7 @@ func TestAClaimCarriesTheClockBothWays(t *testing.T) {
 		if diff := cmp.Diff(want, claim(0)); diff != "" {
 			t.Errorf("after the API server asked (-want +got):\n%s", diff)
 		}
-		if got := b.ledger.Status(time.Now(), pod("a").UID); got.Deadline.Sub(time.Now()) != 16700*time.Millisecond {
+		if got := b.ledger.Status(time.Now(), drain.AtHold, pod("a").UID); got.Deadline.Sub(time.Now()) != 16700*time.Millisecond {
 			t.Errorf("the deadline is in %s", time.Until(got.Deadline))
 		}
 		// Another one that stops leaves a call to this one, unless this one stops too: one of them
@@ -99,7 +99,7 @@ func TestAReplicaThatStartsAdoptsWhatIsOpen(t *testing.T) {
 		old, started := newBench(), newBench()
 		for _, name := range []string{"a", "b"} {
 			targets := []drain.Targets{{Service: web, Usable: []drain.UID{"uid-a", "uid-b"}}}
-			old.UnrouteFor(Request{Pod: pod(name), Targets: targets})
+			old.Unroute(Request{Pod: pod(name), Targets: targets})
 		}
 		time.Sleep(12 * time.Second)
 		code, text := old.ask(http.MethodGet, wire.ReplicaPath, "Bearer replica", nil)
@@ -115,10 +115,10 @@ func TestAReplicaThatStartsAdoptsWhatIsOpen(t *testing.T) {
 		}
 		started.Adopt(told.Drains)
 		started.Adopt(told.Drains) // twice changes nothing
-		if diff := cmp.Diff(want, started.ledger.Claims(time.Now())); diff != "" {
+		if diff := cmp.Diff(want, started.ledger.Shared(time.Now()).Drains); diff != "" {
 			t.Errorf("adopted (-want +got):\n%s", diff)
 		}
-		status, _, _ := started.Drain(t.Context(), pod("a"), []drain.Service{web}, time.Now())
+		status, _, _ := started.Drain(t.Context(), Request{Pod: pod("a"), Targets: targetsOf(web)}, time.Now())
 		if status.Deadline.Sub(time.Now()) != 18*time.Second {
 			t.Errorf("the deadline is in %s, want 18s", time.Until(status.Deadline))
 		}
@@ -133,7 +133,7 @@ func TestAReplicaThatStartsLearnsWhoIsSuspended(t *testing.T) {
 		all := []drain.Expected{{ID: "silent", Name: "edge/silent", Ready: true}}
 		old.Expect(all)
 		for _, name := range []string{"a", "b", "c"} {
-			_, _, _ = old.Drain(t.Context(), pod(name), []drain.Service{web}, time.Now().Add(31*time.Second))
+			_, _, _ = old.Drain(t.Context(), Request{Pod: pod(name), Targets: targetsOf(web)}, time.Now().Add(31*time.Second))
 			old.Gone(pod(name).UID)
 		}
 		time.Sleep(time.Second)
@@ -149,11 +149,11 @@ func TestAReplicaThatStartsLearnsWhoIsSuspended(t *testing.T) {
 			t.Fatalf("silent (-want +got):\n%s", diff)
 		}
 		started.Expect(all)
-		if status, _, _ := started.Drain(t.Context(), pod("d"), []drain.Service{web}, time.Now()); !status.Waits() {
+		if status, _, _ := started.Drain(t.Context(), Request{Pod: pod("d"), Targets: targetsOf(web)}, time.Now()); !status.Waits() {
 			t.Fatalf("%s %s before it was told", status.Phase, status.Reason)
 		}
 		started.Polled([]wire.Replica{told})
-		if status, _, _ := started.Drain(t.Context(), pod("d"), []drain.Service{web}, time.Now()); status.Reason != drain.Suspended {
+		if status, _, _ := started.Drain(t.Context(), Request{Pod: pod("d"), Targets: targetsOf(web)}, time.Now()); status.Reason != drain.Suspended {
 			t.Errorf("%s %s", status.Phase, status.Reason)
 		}
 	})
@@ -166,7 +166,7 @@ func TestAWitnessHoldsWhomTheOpenerHolds(t *testing.T) {
 		b := newBench()
 		b.MaxHolds, b.MaxHoldsPerOwner = 2, 1
 		drainAs := func(name string, turn Turn) error {
-			_, _, err := b.DrainFor(t.Context(), Request{Pod: pod(name), Owner: "ReplicaSet/1", Targets: targetsOf([]drain.Service{web}), Turn: turn}, time.Now().Add(time.Second))
+			_, _, err := b.Drain(t.Context(), Request{Pod: pod(name), Owner: "ReplicaSet/1", Targets: targetsOf(web), Turn: turn}, time.Now().Add(time.Second))
 			return err
 		}
 		if err := drainAs("a", TurnUnheld); !errors.Is(err, ErrTooManyHolds) {

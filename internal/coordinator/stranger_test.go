@@ -121,12 +121,12 @@ func TestEachPodIsReadInTurn(t *testing.T) {
 			} else {
 				r.lives.set(p.UID, Living)
 			}
-			r.Unroute(p, []drain.Service{{Namespace: "shop", Name: fmt.Sprint("web-", i)}})
+			r.Unroute(Request{Pod: p, Targets: targetsOf(drain.Service{Namespace: "shop", Name: fmt.Sprint("web-", i)})})
 		}
 		time.Sleep(drain.DefaultTimes().Abandon + 20*time.Second)
 		synctest.Wait()
 		for i := 290; i < 300; i++ {
-			if _, open := r.ledger.Draining(pod(fmt.Sprintf("%03d", i)).UID); open {
+			if r.ledger.Pod(pod(fmt.Sprintf("%03d", i)).UID).Draining {
 				t.Errorf("pod %d was not read in 20 s", i)
 			}
 		}
@@ -148,7 +148,7 @@ func TestLive(t *testing.T) {
 		n := newNetwork(t)
 		r := n.replica("replica-0", "a", func(o *Options) { o.Pods = stuckPods{} })
 		for i := range 20 {
-			r.Unroute(pod(fmt.Sprint(i)), []drain.Service{{Namespace: "shop", Name: fmt.Sprint("web-", i)}})
+			r.Unroute(Request{Pod: pod(fmt.Sprint(i)), Targets: targetsOf(drain.Service{Namespace: "shop", Name: fmt.Sprint("web-", i)})})
 		}
 		time.Sleep(3 * time.Minute)
 		if err := r.Live(); err != nil {

@@ -133,9 +133,9 @@ func TestWhatIsRefusedInTheStreamEndsIt(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				n := newNetwork(t)
 				r := n.replica("replica-0", "a")
-				r.Unroute(pod("a"), []drain.Service{web})
+				r.Unroute(Request{Pod: pod("a"), Targets: targetsOf(web)})
 				s, session := n.upgraded("one", "replica-0")
-				before := r.ledger.Status(time.Now(), pod("a").UID)
+				before := r.ledger.Status(time.Now(), drain.AtHold, pod("a").UID)
 				began := time.Now()
 				go func() {
 					_, _ = io.WriteString(s.conn, strings.ReplaceAll(c.line, "SESSION", fmt.Sprint(session)))
@@ -157,7 +157,7 @@ func TestWhatIsRefusedInTheStreamEndsIt(t *testing.T) {
 				}
 				before.Waiting[0].Connected = false
 				before.Recheck = time.Now().Add(5 * time.Second)
-				if diff := cmp.Diff(before, r.ledger.Status(time.Now(), pod("a").UID)); diff != "" {
+				if diff := cmp.Diff(before, r.ledger.Status(time.Now(), drain.AtHold, pod("a").UID)); diff != "" {
 					t.Errorf("something was taken (-before +after):\n%s", diff)
 				}
 			})
@@ -208,8 +208,8 @@ func FuzzListen(f *testing.F) {
 	f.Add([]byte(strings.Repeat(" ", 9000)+`{"session":1}`+"\n"), 4096)
 	f.Fuzz(func(t *testing.T, text []byte, room int) {
 		b := newBench()
-		b.Unroute(pod("a"), []drain.Service{web})
-		before := b.ledger.Status(time.Now(), "uid-a")
+		b.Unroute(Request{Pod: pod("a"), Targets: targetsOf(web)})
+		before := b.ledger.Status(time.Now(), drain.AtHold, "uid-a")
 		near, far := net.Pipe()
 		defer near.Close()
 		defer far.Close()
@@ -219,7 +219,7 @@ func FuzzListen(f *testing.F) {
 		if !errors.Is(err, io.EOF) && (!errors.As(err, &refused) || refused.code < 400 || refused.code >= 500) {
 			t.Errorf("ends with %v", err)
 		}
-		if after := b.ledger.Status(time.Now(), "uid-a"); after.Since.After(before.Since) || after.Deadline.After(before.Deadline) {
+		if after := b.ledger.Status(time.Now(), drain.AtHold, "uid-a"); after.Since.After(before.Since) || after.Deadline.After(before.Deadline) {
 			t.Errorf("the clock was put back from %s to %s", before.Since, after.Since)
 		}
 	})

@@ -318,17 +318,16 @@ type Propagation struct {
 // for all of them: what is said of one drain was so at one moment, and that of another a moment later.
 func (c *Coordinator) View(drains, words int) View {
 	c.mu.Lock()
-	now := time.Now()
+	now, n := time.Now(), c.ledger.Counts()
 	v := View{
-		At: now, Began: c.began, Lease: c.ledger.Self(), Times: c.times, Stopping: c.stopped,
-		Holds: c.holds, MaxHolds: c.MaxHolds, Suspended: c.ledger.Suspended(), Elsewhere: c.ledger.OnlyElsewhere(),
+		At: now, Began: c.began, Lease: c.self, Times: c.times, Stopping: c.stopped,
+		Holds: c.holds, MaxHolds: c.MaxHolds, Expected: n.Expected, Missing: n.Missing, Suspended: n.Suspended, Elsewhere: n.Elsewhere,
 		Drains: []Drain{}, Agents: []Agent{}, Outcomes: c.seen.outcomes.newest(), Propagation: c.seen.propagation(),
 	}
-	v.Expected, v.Missing = c.ledger.Expecting()
 	var oldest []drain.UID
-	oldest, v.Open = c.ledger.Oldest(drains)
+	oldest, v.Open = c.ledger.Oldest(drain.AtHold, drains)
 	var facing []drain.UID
-	facing, v.OpenBarriers = c.ledger.OldestBarriers(maxShownBarriers)
+	facing, v.OpenBarriers = c.ledger.Oldest(drain.AtBarrier, maxShownBarriers)
 	v.Barred = c.barriers
 	for _, k := range c.ledger.Agents() {
 		v.Agents = append(v.Agents, c.agent(k))
@@ -353,15 +352,14 @@ func (c *Coordinator) drain(uid drain.UID, words int) Drain {
 	c.mu.Lock()
 	defer c.unlock()
 	now := time.Now()
-	d := Drain{Status: c.ledger.Status(now, uid)}
+	is, _ := c.ledger.View(now, drain.AtHold, uid, words)
+	d := Drain{Status: is.Status, Parties: is.Parties}
 	c.observe(d.Status) // time alone may have changed it
 	course := c.seen.open[uid]
 	if course != nil {
 		d.Entered, d.Told = course.at, course.told
 	}
-	var said []drain.Word
-	said, d.Parties = c.ledger.Words(now, uid, words)
-	for _, w := range said {
+	for _, w := range is.Words {
 		word := AgentReport{Word: w, Gateway: c.seen.gateway(w.Agent)}
 		if course != nil && w.State != drain.StateUnknown {
 			word.Since = course.said[c.seen.introduced[w.Agent]].since

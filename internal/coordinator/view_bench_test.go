@@ -51,12 +51,12 @@ func crowd(n int) (c *Coordinator, ids []drain.AgentID, sessions []uint64, p dra
 	now := time.Now()
 	for i := range n {
 		id := drain.AgentID(fmt.Sprint("agent-", i))
-		session := c.ledger.Connect(now, id)
+		session := c.ledger.Connect(now, id, drain.Hail{})
 		c.ledger.Declare(id, session, routesOf(web))
 		c.seen.connected(now, id, 1, wire.Offer{}, "")
 		ids, sessions = append(ids, id), append(sessions, session)
 	}
 	p = pod("a")
-	c.Unroute(p, []drain.Service{web})
+	c.Unroute(Request{Pod: p, Targets: targetsOf(web)})
 	return c, ids, sessions, p
 }

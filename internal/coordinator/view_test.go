@@ -145,7 +145,7 @@ func TestViewIsCut(t *testing.T) {
 		}
 		synctest.Wait()
 		for _, name := range []string{"a", "b", "c"} {
-			r.Unroute(pod(name), []drain.Service{web})
+			r.Unroute(Request{Pod: pod(name), Targets: targetsOf(web)})
 			time.Sleep(time.Second)
 		}
 		v := r.View(2, 3)
@@ -164,9 +164,9 @@ func TestHistoryCountsWhatCounts(t *testing.T) {
 		synctest.Wait()
 		a, b := pod("a"), pod("b")
 		both := []drain.Targets{{Service: web, Usable: []drain.UID{a.UID, b.UID}}}
-		r.UnrouteFor(Request{Pod: a, Targets: both})
+		r.Unroute(Request{Pod: a, Targets: both})
 		time.Sleep(time.Second)
-		r.UnrouteFor(Request{Pod: b, Targets: both})
+		r.Unroute(Request{Pod: b, Targets: both})
 		if v := r.View(10, 10); v.Drains[0].Told.IsZero() || v.Drains[1].Phase != drain.Queued || !v.Drains[1].Told.IsZero() {
 			t.Errorf("%+v", v.Drains)
 		}

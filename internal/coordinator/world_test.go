@@ -295,7 +295,7 @@ func (r *replica) hold(p drain.Pod, services ...drain.Service) <-chan answer {
 	began := time.Now()
 	go func() {
 		var a answer
-		a.Status, a.held, a.err = r.Drain(context.Background(), p, services, began.Add(2*time.Second))
+		a.Status, a.held, a.err = r.Drain(context.Background(), Request{Pod: p, Targets: targetsOf(services...)}, began.Add(2*time.Second))
 		a.took = time.Since(began)
 		answers <- a
 	}()
@@ -595,3 +595,12 @@ func (r *raw) next(t *testing.T) (m wire.Message, ok bool) {
 }
 
 func quiet() *slog.Logger { return slog.New(slog.DiscardHandler) }
+
+// targetsOf are Services whose targets are not known.
+func targetsOf(services ...drain.Service) []drain.Targets {
+	targets := make([]drain.Targets, len(services))
+	for i, s := range services {
+		targets[i].Service = s
+	}
+	return targets
+}

@@ -140,7 +140,7 @@ func TestBarriersAndHealthOverHTTP(t *testing.T) {
 	now := time.Now()
 	w.view.OpenBarriers, w.view.Barred = 3, 2
 	w.view.Barriers = []coordinator.Barrier{{
-		Facing: drain.Facing{Status: drain.Status{Pod: drain.Pod{Namespace: "shop", Name: "a", UID: "uid-a"}, Phase: drain.Unrouting, Since: now, Deadline: now.Add(30 * time.Second), Owed: 2,
+		View: drain.View{Status: drain.Status{Pod: drain.Pod{Namespace: "shop", Name: "a", UID: "uid-a"}, Phase: drain.Unrouting, Since: now, Deadline: now.Add(30 * time.Second), Owed: 2,
 			Waiting: []drain.Waiting{{}}, Stated: 25 * time.Second}, ByName: "lameduck-node/x", LastHere: true},
 		Reports: []coordinator.AgentReport{{Word: drain.Word{Name: "lameduck-node/y", Connected: true, State: drain.Routing}, Gateway: "kube-proxy"}},
 	}}

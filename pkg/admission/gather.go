@@ -32,10 +32,10 @@ const outOfService = "node.kubernetes.io/out-of-service"
 
 // Ledger is what the handler needs of the coordinator.
 type Ledger interface {
-	DrainFor(ctx context.Context, request coordinator.Request, until time.Time) (status drain.Status, held bool, err error)
-	UnrouteFor(request coordinator.Request)
-	// ClaimFor opens a drain for another replica, without waiting. hold reports whether a call for it may wait.
-	ClaimFor(request coordinator.Request) (status drain.Status, hold bool)
+	Drain(ctx context.Context, request coordinator.Request, until time.Time) (status drain.Status, held bool, err error)
+	Unroute(request coordinator.Request)
+	// Claim opens a drain for another replica, without waiting. hold reports whether a call for it may wait.
+	Claim(request coordinator.Request) (status drain.Status, hold bool)
 	Expecting() (expected, missing int)
 	CouldRoute(services []drain.Service) bool
 	// ReliedOn reports whether another replica, which stops, may have left a call about the pod to this one.

@@ -133,7 +133,7 @@ func (h *Handler) decide(ctx context.Context, began time.Time, q *request) (outc
 		}
 	}
 	if v.Unroute && s.pod != nil {
-		h.Cluster.Ledger.UnrouteFor(s.request())
+		h.Cluster.Ledger.Unroute(s.request())
 	}
 	o := outcome{allowed: v.Action == Allow, reason: string(v.Reason), message: v.Message, warn: v.Warn}
 	switch v.Action {
@@ -205,7 +205,7 @@ func (h *Handler) Claim(ctx context.Context, claim wire.Claim) wire.Claimed {
 		return wire.Claimed{}
 	}
 	s.place.Elapsed = time.Duration(claim.ElapsedMillis) * time.Millisecond
-	status, hold := h.Cluster.Ledger.ClaimFor(s.request())
+	status, hold := h.Cluster.Ledger.Claim(s.request())
 	return wire.Claimed{
 		Verdict: wire.VerdictDrain, Queued: h.Cluster.Ledger.Queued(claim.Pod.UID), Hold: hold, ElapsedMillis: now.Sub(status.Since).Milliseconds(),
 	}
@@ -237,7 +237,7 @@ func (h *Handler) hold(ctx context.Context, began time.Time, q *request, s *subj
 	for {
 		now := time.Now()
 		var waited bool
-		status, waited, err = h.Cluster.Ledger.DrainFor(ctx, s.request(), earlier(end, now.Add(lookAround)))
+		status, waited, err = h.Cluster.Ledger.Drain(ctx, s.request(), earlier(end, now.Add(lookAround)))
 		held = held || waited
 		if err != nil || !status.Waits() || !time.Now().Before(end) {
 			break

@@ -299,7 +299,7 @@ func TestQueuedDrainsCountForBudgets(t *testing.T) {
 		for _, p := range r.pods {
 			s := subject{pod: p}
 			r.Cluster.live(time.Now(), &s)
-			r.coord.UnrouteFor(s.request())
+			r.coord.Unroute(s.request())
 		}
 		if r.coord.Queued(uids[0]) || !r.coord.Queued(uids[1]) || len(r.coord.Draining(uids)) != 2 {
 			t.Errorf("draining: %v", r.coord.Draining(uids))

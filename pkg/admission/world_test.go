@@ -122,18 +122,18 @@ type ledger struct {
 	refused  int
 	// requests are those that came with the calls.
 	requests []coordinator.Request
-	// answer is what DrainFor returns.
+	// answer is what Drain returns.
 	answer func(until time.Time) (drain.Status, bool, error)
 }
 
-func (l *ledger) DrainFor(_ context.Context, r coordinator.Request, until time.Time) (drain.Status, bool, error) {
+func (l *ledger) Drain(_ context.Context, r coordinator.Request, until time.Time) (drain.Status, bool, error) {
 	l.note("drain", r)
 	return l.answer(until)
 }
 
-func (l *ledger) UnrouteFor(r coordinator.Request) { l.note("unroute", r) }
+func (l *ledger) Unroute(r coordinator.Request) { l.note("unroute", r) }
 
-func (l *ledger) ClaimFor(r coordinator.Request) (drain.Status, bool) {
+func (l *ledger) Claim(r coordinator.Request) (drain.Status, bool) {
 	l.note("claim", r)
 	status, held, _ := l.answer(time.Now())
 	return status, held

@@ -32,7 +32,7 @@ import (
 // Waits that Services state for those who can never acknowledge run beside the acknowledgements, from the deletion on, and so does the
 // wait for agents that were not in the sample.
 //
-// It is over when the pod is gone ([Ledger.Deleted]), and forgotten when nobody can wait any more.
+// It is over when the pod does not exist any more ([Ledger.Gone]), and forgotten when no call can wait for it any more.
 
 // Barrier is what the agent on the pod's node asks for, with what the replica knows of the pod.
 type Barrier struct {
@@ -85,19 +85,13 @@ type Sampling struct {
 	AllMost, Size, Learn int
 }
 
-// DefaultSampling is that of ledgers which are not told otherwise.
+// DefaultSampling is that of clusters. Worlds that are smaller have another.
 func DefaultSampling() Sampling { return Sampling{AllMost: 200, Size: 50, Learn: 1000} }
-
-// SetScope says which of the agents that observe are asked. It holds for barriers that are opened from then on.
-func (l *Ledger) SetScope(s Scope) { l.scope = s }
-
-// SetSampling is for worlds that are smaller than clusters: see [Sampling].
-func (l *Ledger) SetSampling(s Sampling) { l.sampling = s }
 
 // OpenBarrier opens the barrier of a pod that is terminating, or joins the one that is open, and returns its status. Its deadline may be
 // brought forward, never put back. The barrier of a pod that is gone stays closed: Dead.
 func (l *Ledger) OpenBarrier(now time.Time, b Barrier) Status {
-	l.Gone(now, b.Pod.UID)
+	l.Gone(now, AtHold, b.Pod.UID)
 	d := l.drain(b.Pod, AtBarrier)
 	if b.Since.After(now) {
 		b.Since = now
@@ -351,64 +345,7 @@ func (l *Ledger) stated(now time.Time, d *drain, s Status) Status {
 	return s
 }
 
-// BarrierStatus returns the barrier of uid at now. PhaseUnknown if there is none.
-func (l *Ledger) BarrierStatus(now time.Time, uid UID) Status {
-	d := l.at(AtBarrier, uid)
-	if d == nil {
-		return Status{Pod: Pod{UID: uid}}
-	}
-	return l.status(now, d)
-}
-
-// Barriers returns every barrier that is open, the oldest first.
-func (l *Ledger) Barriers(now time.Time) []Status { return l.all(now, AtBarrier) }
-
-// TouchedBarriers returns the UIDs whose barrier's status may have changed since it was last called.
-func (l *Ledger) TouchedBarriers() []UID { return l.touchedAt(AtBarrier) }
-
-// Going reports whether the pod is being drained, as far as is known here, or dead: agents that observe may know that it goes although EndpointSlices
-// do not say so yet.
-func (l *Ledger) Going(uid UID) bool {
-	if of := l.subjects[uid]; of != nil {
-		for _, d := range of.drains {
-			if d != nil && (d.open || d.reason == Dead) {
-				return true
-			}
-		}
-	}
-	_, elsewhere := l.elsewhere[uid]
-	return elsewhere
-}
-
-// Deleted records that the pod is gone: its barrier is over, and what is left of it can be cleaned away. It reports whether there was one.
-func (l *Ledger) Deleted(now time.Time, uid UID) bool {
-	d := l.at(AtBarrier, uid)
-	if d == nil || !d.open {
-		return false
-	}
-	l.expire(now, d)
-	l.close(now, d, Dead)
-	return true
-}
-
-// Restart is [Ledger.AskBounded] for a container that is about to be stopped although nobody wants its pod deleted. The drain is one that is not
-// counted against the pod: it takes nothing of the time of a later one, and says nothing about
-// whether deletions are refused. Where the opener has the pod's drain wait for capacity, that
-// holds.
-func (l *Ledger) Restart(now time.Time, pod Pod, targets []Targets) Status {
-	d := l.at(AtHold, pod.UID)
-	restart, place := d == nil || !d.open || d.restart, Place{}
-	if d != nil && d.open {
-		place.Is = d.place
-	}
-	s := l.AskPlaced(now, pod, targets, place)
-	if d = l.at(AtHold, pod.UID); d.open {
-		d.restart = restart
-	}
-	return s
-}
-
-// Back records that the pod has become ready at a moment after its drain by [Ledger.Restart] began, which ends with that. It reports whether
+// Back records that the pod has become ready at a moment after its drain for a restart ([Place]) began, which ends with that. It reports whether
 // there was such a one.
 func (l *Ledger) Back(now time.Time, uid UID, ready time.Time) bool {
 	d := l.at(AtHold, uid)

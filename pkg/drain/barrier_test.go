@@ -12,7 +12,7 @@ import (
 // observe connects an agent that observes every Service.
 func (w *world) observe(id AgentID) {
 	w.Helper()
-	w.sessions[id] = w.ConnectWith(w.now, id, Hail{Observes: true})
+	w.sessions[id] = w.Connect(w.now, id, Hail{Observes: true})
 	if _, ok := w.Declare(id, w.sessions[id], []Route{{EveryService, Endpoints, Observe, PerConnection}}); !ok {
 		w.Fatalf("declaration of %s refused", id)
 	}
@@ -39,7 +39,7 @@ func (w *world) open(p Pod, by AgentID, change ...func(*Barrier)) {
 
 func (w *world) wantBarrier(p Pod, want string) {
 	w.Helper()
-	if got := line(w.BarrierStatus(w.now, p.UID)); got != want {
+	if got := line(w.Status(w.now, AtBarrier, p.UID)); got != want {
 		w.Fatalf("at %s: the barrier of %s is %q, want %q", w.now.Sub(t0), p, got, want)
 	}
 }
@@ -61,10 +61,10 @@ func TestTheBarrierWaitsForThoseWhoObserve(t *testing.T) {
 	w.wantBarrier(p, "Released Acknowledged")
 	w.see("node-1", p, Routing, true)
 	w.wantBarrier(p, "Unrouting node-1:routing")
-	if got := line(w.Status(w.now, p.UID)); got != "Closed Dead" {
+	if got := line(w.Status(w.now, AtHold, p.UID)); got != "Closed Dead" {
 		t.Errorf("at the hold: %s", got)
 	}
-	if !w.Deleted(w.now, p.UID) || w.Deleted(w.now, p.UID) {
+	if !w.Gone(w.now, AtBarrier, p.UID) || w.Gone(w.now, AtBarrier, p.UID) {
 		t.Error("the pod's end is no news, or twice")
 	}
 	w.wantBarrier(p, "Closed Dead")
@@ -100,7 +100,7 @@ func TestWhoHasNotHeardOfAPod(t *testing.T) {
 	w.see("node-2", p, Idle, true)
 	w.see("node-3", p, Removed, false)
 	w.wantBarrier(p, "Unrouting node-2:unknown node-3:unknown")
-	if s := w.BarrierStatus(w.now, p.UID); !s.Recheck.Equal(w.now.Add(4 * time.Second)) {
+	if s := w.Status(w.now, AtBarrier, p.UID); !s.Recheck.Equal(w.now.Add(4 * time.Second)) {
 		t.Errorf("looked at again at %s", s.Recheck.Sub(w.now))
 	}
 	w.pass(time.Second)
@@ -126,18 +126,17 @@ func TestWhoDirectsOwesWhatItDidNotAtTheHold(t *testing.T) {
 		want string
 	}{
 		"it was never asked":              {func(*world) {}, "Unrouting edge:unknown"},
-		"it has let go":                   {func(w *world) { w.Ask(w.now, p, []Service{web}); w.say("edge", p, Idle) }, "Released NoAgents"},
-		"it has let go, and requests ran": {func(w *world) { w.Ask(w.now, p, []Service{web}); w.say("edge", p, Removed) }, "Released NoAgents"},
-		"it kept the pod as the last":     {func(w *world) { w.Ask(w.now, p, []Service{web}); w.say("edge", p, Kept) }, "Unrouting edge:unknown"},
+		"it has let go":                   {func(w *world) { w.ask(p, web); w.say("edge", p, Idle) }, "Released NoAgents"},
+		"it has let go, and requests ran": {func(w *world) { w.ask(p, web); w.say("edge", p, Removed) }, "Released NoAgents"},
+		"it kept the pod as the last":     {func(w *world) { w.ask(p, web); w.say("edge", p, Kept) }, "Unrouting edge:unknown"},
 		"it has let go, and routes again: its container was started again": {func(w *world) {
-			w.Restart(w.now, p, []Targets{{Service: web, Usable: []UID{p.UID, "other"}}})
+			w.Ask(w.now, p, []Targets{{Service: web, Usable: []UID{p.UID, "other"}}}, Place{Restart: true})
 			w.say("edge", p, Idle)
 			w.pass(time.Second)
 			w.Back(w.now, p.UID, w.now)
 		}, "Unrouting edge:unknown"},
-		"its Service was not known to list the pod": {func(w *world) { w.Ask(w.now, p, []Service{api}) }, "Unrouting edge:unknown"},
-		"it was silent until the deadline":          {func(w *world) { w.Ask(w.now, p, []Service{web}); w.pass(30 * time.Second) }, "Unrouting edge:unknown"},
-		// The other replica may have abandoned its drain since, and then the agent routes to the pod again and reports nothing about it.
+		"its Service was not known to list the pod": {func(w *world) { w.ask(p, api) }, "Unrouting edge:unknown"},
+		"it was silent until the deadline":          {func(w *world) { w.ask(p, web); w.pass(30 * time.Second) }, "Unrouting edge:unknown"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t)
@@ -151,7 +150,7 @@ func TestWhoDirectsOwesWhatItDidNotAtTheHold(t *testing.T) {
 			}
 			w.say("edge", p, Idle)
 			w.wantBarrier(p, "Released Acknowledged")
-			w.Deleted(w.now, p.UID)
+			w.Gone(w.now, AtBarrier, p.UID)
 			if _, _, text := w.hears("edge", rev); text != "release uid-a dead" {
 				t.Errorf("in the end it is told %q", text)
 			}
@@ -165,22 +164,22 @@ func TestWhoIsGoing(t *testing.T) {
 	w.join("edge", web)
 	p, q, r := pod("a"), pod("b"), pod("c")
 	w.wantGoing(map[UID]bool{p.UID: false, q.UID: false, r.UID: false})
-	w.Restart(w.now, p, []Targets{{Service: web, Usable: []UID{p.UID, "other"}}})
-	w.Elsewhere(w.now, []Claim{{Pod: q}})
+	w.Ask(w.now, p, []Targets{{Service: web, Usable: []UID{p.UID, "other"}}}, Place{Restart: true})
+	w.Polled(w.now, []Shared{{Drains: []Claim{{Pod: q}}}}, false)
 	w.open(r, "node-1")
 	w.wantGoing(map[UID]bool{p.UID: true, q.UID: true, r.UID: true})
 	w.pass(time.Second)
 	w.Back(w.now, p.UID, w.now)
-	w.Deleted(w.now, r.UID)
+	w.Gone(w.now, AtBarrier, r.UID)
 	w.wantGoing(map[UID]bool{p.UID: false, q.UID: true, r.UID: true})
-	w.Elsewhere(w.now, nil)
+	w.Polled(w.now, []Shared{{Drains: nil}}, false)
 	w.wantGoing(map[UID]bool{p.UID: false, q.UID: false, r.UID: true})
 }
 
 func (w *world) wantGoing(want map[UID]bool) {
 	w.Helper()
 	for uid, is := range want {
-		if w.Going(uid) != is {
+		if w.Pod(uid).Terminating != is {
 			w.Errorf("that %s is going is %t, want %t", uid, !is, is)
 		}
 	}
@@ -221,12 +220,12 @@ func TestEachIsToldItsPart(t *testing.T) {
 	w.observe("node-1")
 	old := AgentID("old-node")
 	w.Expect(w.now, []Expected{{ID: "edge", Name: "edge", Ready: true}, {ID: old, Name: "old", Ready: true, Label: LabelFollowing}})
-	w.sessions[old] = w.Connect(w.now, old) // it does not know how
+	w.sessions[old] = w.Connect(w.now, old, Hail{}) // it does not know how
 	revs := map[AgentID]uint64{}
 	for _, id := range []AgentID{"edge", "prompt", "node-1", old} {
 		_, revs[id], _ = w.hears(id, 0)
 	}
-	w.Ask(w.now, p, []Service{web})
+	w.ask(p, web)
 	w.say("prompt", p, Idle)
 	w.open(p, "node-1")
 	for id, want := range map[AgentID]string{
@@ -242,7 +241,7 @@ func TestEachIsToldItsPart(t *testing.T) {
 	if _, _, got := w.hears("edge", 0); got != "drain uid-a" {
 		t.Errorf("anew, it is told %q", got)
 	}
-	w.Deleted(w.now, p.UID)
+	w.Gone(w.now, AtBarrier, p.UID)
 	for id, want := range map[AgentID]string{"edge": "release uid-a dead", "prompt": "release uid-a dead", "node-1": "release uid-a at the barrier dead"} {
 		if _, _, got := w.hears(id, revs[id]); got != want {
 			t.Errorf("in the end %s is told %q, want %q", id, got, want)
@@ -284,7 +283,7 @@ func TestTheLastTarget(t *testing.T) {
 			w.open(p, c.by, c.is)
 			w.see("node-1", p, c.state, c.quiet)
 			w.wantBarrier(p, c.now)
-			if at := w.BarrierStatus(w.now, p.UID).Recheck; c.settled != c.now && !at.Equal(w.now.Add(time.Second)) {
+			if at := w.Status(w.now, AtBarrier, p.UID).Recheck; c.settled != c.now && !at.Equal(w.now.Add(time.Second)) {
 				t.Errorf("nobody looks again when it has settled, but at %s", at.Sub(t0))
 			}
 			w.pass(time.Second)
@@ -295,7 +294,7 @@ func TestTheLastTarget(t *testing.T) {
 			// Another becomes ready: gateways let go now.
 			w.open(p, c.by, func(b *Barrier) { b.Since = t0 })
 			w.wantBarrier(p, c.now)
-			if got := w.TouchedBarriers(); !slices.Equal(got, []UID{p.UID}) {
+			if got := w.Touched(AtBarrier); !slices.Equal(got, []UID{p.UID}) {
 				t.Errorf("touched %v", got)
 			}
 		})
@@ -328,7 +327,7 @@ func TestStatedWaitsRunBesideTheAcknowledgements(t *testing.T) {
 	w.pass(5 * time.Second)
 	w.see("node-1", p, Idle, true)
 	w.wantBarrier(p, "Quiescing")
-	if s := w.BarrierStatus(w.now, p.UID); !s.Recheck.Equal(t0.Add(12*time.Second)) || s.Cut {
+	if s := w.Status(w.now, AtBarrier, p.UID); !s.Recheck.Equal(t0.Add(12*time.Second)) || s.Cut {
 		t.Errorf("looked at again at %s, cut %t", s.Recheck.Sub(t0), s.Cut)
 	}
 	w.pass(7 * time.Second)
@@ -339,7 +338,7 @@ func TestStatedWaitsRunBesideTheAcknowledgements(t *testing.T) {
 	w.wantBarrier(p, "Quiescing")
 	w.pass(30 * time.Second)
 	w.wantBarrier(p, "Released Deadline")
-	if s := w.BarrierStatus(w.now, p.UID); !s.Cut || s.Stated != time.Minute {
+	if s := w.Status(w.now, AtBarrier, p.UID); !s.Cut || s.Stated != time.Minute {
 		t.Errorf("%+v", s)
 	}
 }
@@ -395,7 +394,7 @@ func TestTheBoundsOfTheBarrier(t *testing.T) {
 	// It is forgotten in the end, whether or not somebody tells of the pod's.
 	w.pass(11 * time.Minute)
 	w.Tick(w.now)
-	if all := w.Barriers(w.now); len(all) != 0 {
+	if all := w.all(AtBarrier); len(all) != 0 {
 		t.Errorf("open are %v", all)
 	}
 }
@@ -420,7 +419,7 @@ func TestWhoIsAwayAtTheBarrier(t *testing.T) {
 	// It is named all the same, until it is there again or nobody expects it.
 	away := func(want ...AgentID) {
 		t.Helper()
-		s := w.BarrierStatus(w.now, p.UID)
+		s := w.Status(w.now, AtBarrier, p.UID)
 		var got []AgentID
 		for _, a := range s.Away {
 			got = append(got, a.Agent)
@@ -446,12 +445,12 @@ func TestWhoIsAwayAtTheBarrier(t *testing.T) {
 	w.pass(5 * time.Second)
 	w.see("node-1", p, Idle, true)
 	w.wantBarrier(p, "Released Acknowledged")
-	if s := w.BarrierStatus(w.now, p.UID); len(s.Away) != 20 || s.MoreAway != 30 {
+	if s := w.Status(w.now, AtBarrier, p.UID); len(s.Away) != 20 || s.MoreAway != 30 {
 		t.Errorf("%d are named as away, and %d more", len(s.Away), s.MoreAway)
 	}
 	w.Expect(w.now, []Expected{node("node-1", true), node("node-2", true)})
 	w.wantBarrier(p, "Unrouting node-2:unknown")
-	if s := w.BarrierStatus(w.now, p.UID); len(s.Away) != 0 {
+	if s := w.Status(w.now, AtBarrier, p.UID); len(s.Away) != 0 {
 		t.Errorf("away are %v, of which one is waited for", s.Away)
 	}
 
@@ -473,7 +472,7 @@ func TestWhoIsAwayAtTheBarrier(t *testing.T) {
 	w.wantBarrier(q, "Unrouting node-2:unknown")
 	w.pass(2 * time.Second)
 	w.wantBarrier(q, "Released Acknowledged")
-	if s := w.BarrierStatus(w.now, q.UID); len(s.Suspended) != 1 || s.Suspended[0].Agent != "node-2" {
+	if s := w.Status(w.now, AtBarrier, q.UID); len(s.Suspended) != 1 || s.Suspended[0].Agent != "node-2" {
 		t.Errorf("suspended are %v", s.Suspended)
 	}
 	w.see("node-2", q, Removed, true)
@@ -513,7 +512,7 @@ func TestWhoIsAskedAtTheBarrier(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t)
-			w.SetScope(c.scope)
+			w.scope = c.scope
 			many(w, c.nodes)
 			if c.learn {
 				learn(w)
@@ -523,7 +522,7 @@ func TestWhoIsAskedAtTheBarrier(t *testing.T) {
 			for i := range 20 {
 				p := pod(fmt.Sprint("a", i))
 				w.open(p, by)
-				s := w.BarrierStatus(w.now, p.UID)
+				s := w.Status(w.now, AtBarrier, p.UID)
 				if s.Owed != c.owed && !(c.owed == 51 && s.Owed == 50) {
 					t.Fatalf("%d are asked, want %d", s.Owed, c.owed)
 				}
@@ -572,7 +571,7 @@ func TestRestarts(t *testing.T) {
 	p := pod("a")
 	targets := []Targets{{Service: web, Usable: []UID{p.UID, "other"}}}
 	for range 3 {
-		w.Restart(w.now, p, targets)
+		w.Ask(w.now, p, targets, Place{Restart: true})
 		w.want(p, "Unrouting edge:unknown")
 		w.say("edge", p, Idle)
 		w.want(p, "Released Acknowledged")
@@ -588,12 +587,12 @@ func TestRestarts(t *testing.T) {
 			t.Fatalf("told %q", got)
 		}
 	}
-	w.AskBounded(w.now, p, targets)
-	if s := w.Status(w.now, p.UID); !s.Since.Equal(w.now) || w.Refused(w.now, p.UID, 10*time.Minute) != 0 {
-		t.Errorf("the restarts have used %s and count as %d refusals", w.now.Sub(s.Since), w.Refused(w.now, p.UID, 10*time.Minute))
+	w.Ask(w.now, p, targets, Place{})
+	if s := w.Status(w.now, AtHold, p.UID); !s.Since.Equal(w.now) || w.refused(p.UID) != 0 {
+		t.Errorf("the restarts have used %s and count as %d refusals", w.now.Sub(s.Since), w.refused(p.UID))
 	}
 	// A deletion that meets a restart is a deletion.
-	w.Restart(w.now, p, targets)
+	w.Ask(w.now, p, targets, Place{Restart: true})
 	if w.Back(w.now, p.UID, w.now.Add(time.Second)) {
 		t.Error("a pod that is being deleted is back")
 	}

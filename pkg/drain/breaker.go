@@ -72,9 +72,6 @@ func (l *Ledger) Suspensions() []Suspension {
 	return all
 }
 
-// Suspended returns how many agents are suspended.
-func (l *Ledger) Suspended() int { return l.suspended }
-
 // expire notes who was silent when the deadline of d passed. It does so once for each drain, and before anything else that
 // happens after the deadline: a late acknowledgement does not undo that the deletion had to go on without.
 func (l *Ledger) expire(now time.Time, d *drain) {
@@ -135,8 +132,7 @@ type Silence struct {
 	LastMillis  int64 `json:"lastMillis"`
 }
 
-// Silences returns the agents that let the last drains expire, in the order of their IDs.
-func (l *Ledger) Silences(now time.Time) []Silence {
+func (l *Ledger) silences(now time.Time) []Silence {
 	all := []Silence{}
 	for id, a := range l.agents {
 		if b := a.breaker; b.strikes > 0 {
@@ -147,10 +143,10 @@ func (l *Ledger) Silences(now time.Time) []Silence {
 	return all
 }
 
-// Believe takes over the strikes that another replica has counted, if they are more than were
+// believe takes over the strikes that another replica has counted, if they are more than were
 // counted here and the agent has acknowledged nothing here since the first of those drains was
 // opened there.
-func (l *Ledger) Believe(now time.Time, silences []Silence) {
+func (l *Ledger) believe(now time.Time, silences []Silence) {
 	for _, s := range silences {
 		a := l.agents[s.Agent]
 		since := now.Add(-time.Duration(s.SinceMillis) * time.Millisecond)
@@ -226,8 +222,7 @@ func (l *Ledger) suspend(a *agent, what Suspension) {
 
 // hearsMost reports whether at least half of the agents that the API lists have a stream here.
 func (l *Ledger) hearsMost() bool {
-	expected, missing := l.Expecting()
-	return 2*missing <= expected
+	return 2*l.missing <= l.expected
 }
 
 // acknowledges reports whether r says that the gateway of a has stopped routing to the pod of d.

@@ -10,7 +10,7 @@ import (
 // expireOne opens a drain and lets its time pass; the agents in good acknowledge at once.
 func (w *world) expireOne(p Pod, good ...AgentID) {
 	w.Helper()
-	w.Ask(w.now, p, []Service{web})
+	w.ask(p, web)
 	for _, id := range good {
 		w.say(id, p, Idle)
 	}
@@ -21,7 +21,7 @@ func (w *world) expireOne(p Pod, good ...AgentID) {
 			w.say(id, p, Idle)
 		}
 	}
-	w.Gone(w.now, p.UID)
+	w.Gone(w.now, AtHold, p.UID)
 }
 
 // suspensions lists what Suspensions tells, as "-agent" for a suspension, "+agent" for its end.
@@ -52,14 +52,14 @@ func TestAnAgentThatLetsThreeDrainsExpireIsSuspended(t *testing.T) {
 	w.expireOne(pod("b"), "good")
 	w.wantSuspensions()
 	c := pod("c")
-	w.Ask(w.now, c, []Service{web})
+	w.ask(c, web)
 	later := pod("later")
 	w.pass(29 * time.Second)
-	w.Ask(w.now, later, []Service{web})
+	w.ask(later, web)
 	w.say("good", later, Idle)
 	w.want(later, "Unrouting bad:unknown")
 	w.say("good", c, Idle)
-	w.Touched()
+	w.Touched(AtHold)
 	w.pass(time.Second)
 	// The drain that suspends it names it, also when it is asked about again.
 	w.want(c, "Released Deadline bad:unknown")
@@ -67,30 +67,30 @@ func TestAnAgentThatLetsThreeDrainsExpireIsSuspended(t *testing.T) {
 	w.wantSuspensions("-bad")
 	// A drain that waited for it is released, and those who wait for that are woken.
 	w.want(later, "Released Acknowledged")
-	if got := w.Touched(); !slices.Contains(got, later.UID) {
+	if got := w.Touched(AtHold); !slices.Contains(got, later.UID) {
 		t.Errorf("touched %v", got)
 	}
-	s := w.Status(w.now, later.UID)
+	s := w.Status(w.now, AtHold, later.UID)
 	if s.Owed != 1 || len(s.Suspended) != 1 || s.Suspended[0].Agent != "bad" {
 		t.Errorf("owed %d, suspended %v", s.Owed, s.Suspended)
 	}
 	// It is told of what comes.
 	d := pod("d")
-	w.Ask(w.now, d, []Service{web})
+	w.ask(d, web)
 	w.want(d, "Unrouting bad:unknown good:unknown")
 	if open, _, _ := w.Since("bad", 0); len(open) != 3 {
 		t.Errorf("told of %v", open)
 	}
 	// Who waits is woken by the last of those that are waited for.
 	g := pod("g")
-	w.Ask(w.now, g, []Service{web})
+	w.ask(g, web)
 	w.want(g, "Unrouting good:unknown")
-	w.Touched()
+	w.Touched(AtHold)
 	w.say("good", g, Idle)
-	if got := w.Touched(); !slices.Contains(got, g.UID) {
+	if got := w.Touched(AtHold); !slices.Contains(got, g.UID) {
 		t.Errorf("touched %v", got)
 	}
-	w.Gone(w.now, g.UID)
+	w.Gone(w.now, AtHold, g.UID)
 	w.pass(2 * time.Second)
 	w.want(d, "Unrouting good:unknown")
 	// It acknowledges one in time, and is owed again.
@@ -98,11 +98,11 @@ func TestAnAgentThatLetsThreeDrainsExpireIsSuspended(t *testing.T) {
 	w.say("bad", d, Removed)
 	w.wantSuspensions("+bad")
 	w.want(d, "Unrouting bad:removed good:unknown")
-	if w.Suspended() != 0 {
+	if w.Counts().Suspended != 0 {
 		t.Error("still counted")
 	}
 	// It takes three again.
-	w.Gone(w.now, d.UID)
+	w.Gone(w.now, AtHold, d.UID)
 	w.expireOne(pod("e"), "good")
 	w.expireOne(pod("f"), "good")
 	w.wantSuspensions()
@@ -112,26 +112,26 @@ func TestWhatIsAStrike(t *testing.T) {
 	others := func(w *world, n int, do func(p Pod)) {
 		for i := range n {
 			p := pod(fmt.Sprint("x", i))
-			w.Ask(w.now, p, []Service{web})
+			w.ask(p, web)
 			do(p)
 			for range 30 {
 				w.pass(time.Second)
 				w.Tick(w.now)
 			}
-			w.Gone(w.now, p.UID)
+			w.Gone(w.now, AtHold, p.UID)
 		}
 	}
 	says := func(state State) func(w *world) {
 		return func(w *world) {
 			for i := range 4 {
 				p := pod(fmt.Sprint("x", i))
-				w.Ask(w.now, p, []Service{web})
+				w.ask(p, web)
 				for range 30 {
 					w.say("one", p, state)
 					w.pass(time.Second)
 					w.Tick(w.now)
 				}
-				w.Gone(w.now, p.UID)
+				w.Gone(w.now, AtHold, p.UID)
 			}
 		}
 	}
@@ -154,21 +154,21 @@ func TestWhatIsAStrike(t *testing.T) {
 		// Each takes the whole deadline, and yet it is one failure.
 		"a hundred at one moment": {func(w *world) {
 			for i := range 100 {
-				w.Ask(w.now, pod(fmt.Sprint(i)), []Service{web})
+				w.ask(pod(fmt.Sprint(i)), web)
 			}
 			w.pass(30 * time.Second)
 			w.Tick(w.now)
 		}, nil},
 		"a drain each second, for 89 s": {func(w *world) {
 			for i := range 89 {
-				w.Ask(w.now, pod(fmt.Sprint(i)), []Service{web})
+				w.ask(pod(fmt.Sprint(i)), web)
 				w.pass(time.Second)
 				w.Tick(w.now)
 			}
 		}, nil},
 		"a drain each second, for 91 s": {func(w *world) {
 			for i := range 91 {
-				w.Ask(w.now, pod(fmt.Sprint(i)), []Service{web})
+				w.ask(pod(fmt.Sprint(i)), web)
 				w.pass(time.Second)
 				w.Tick(w.now)
 			}
@@ -176,10 +176,10 @@ func TestWhatIsAStrike(t *testing.T) {
 		"what is left of an abandoned drain": {func(w *world) {
 			p := pod("a")
 			for range 5 {
-				w.Ask(w.now, p, []Service{web})
-				w.Hold(p.UID)
+				w.ask(p, web)
+				answered := w.Hold(p.UID)
 				w.pass(28 * time.Second)
-				w.Answered(w.now, p.UID, false)
+				answered(w.now, false)
 				w.pass(45 * time.Second)
 				w.Tick(w.now)
 				if !w.Alive(w.now, p.UID) {
@@ -196,18 +196,18 @@ func TestWhatIsAStrike(t *testing.T) {
 		"a late acknowledgement": {func(w *world) {
 			for i := range 3 {
 				p := pod(fmt.Sprint(i))
-				w.Ask(w.now, p, []Service{web})
+				w.ask(p, web)
 				w.pass(30 * time.Second)
 				w.say("one", p, Idle) // before anybody looks
-				w.Gone(w.now, p.UID)
+				w.Gone(w.now, AtHold, p.UID)
 			}
 		}, []string{"-one"}},
 		"the pod goes at the deadline, before anybody looks": {func(w *world) {
 			for i := range 3 {
 				p := pod(fmt.Sprint(i))
-				w.Ask(w.now, p, []Service{web})
+				w.ask(p, web)
 				w.pass(30 * time.Second)
-				w.Gone(w.now, p.UID)
+				w.Gone(w.now, AtHold, p.UID)
 			}
 		}, []string{"-one"}},
 		"without a stream, most have one": {func(w *world) {
@@ -247,15 +247,15 @@ func TestWhereAllAreSuspendedTheReasonSaysSo(t *testing.T) {
 	}
 	w.wantSuspensions("-one", "-two")
 	p := pod("p")
-	w.Ask(w.now, p, []Service{web})
+	w.ask(p, web)
 	w.want(p, "Unrouting one:unknown two:unknown")
 	w.pass(2 * time.Second)
-	s := w.Status(w.now, p.UID)
+	s := w.Status(w.now, AtHold, p.UID)
 	if line(s) != "Released Suspended" || !s.Reason.Abnormal() || s.Owed != 0 || len(s.Suspended) != 2 {
 		t.Fatalf("%s, owed %d, suspended %v", line(s), s.Owed, s.Suspended)
 	}
 	// They get another chance, and one more strike ends it.
-	w.Gone(w.now, p.UID)
+	w.Gone(w.now, AtHold, p.UID)
 	w.pass(10*time.Minute - 3*time.Second)
 	w.Tick(w.now)
 	w.wantSuspensions()
@@ -268,7 +268,7 @@ func TestWhereAllAreSuspendedTheReasonSaysSo(t *testing.T) {
 	w.Disconnect(w.now, "one", w.sessions["one"])
 	w.pass(20 * time.Second)
 	w.Tick(w.now)
-	if w.Suspended() != 0 {
+	if w.Counts().Suspended != 0 {
 		t.Error("an agent that is gone is suspended")
 	}
 }
@@ -285,15 +285,15 @@ func TestASuspendedAgentThatAnswersIsWaitedForAgain(t *testing.T) {
 	w.wantSuspensions("-one")
 	for i := range 5 {
 		p := pod(fmt.Sprint("after", i))
-		w.Ask(w.now, p, []Service{web})
+		w.ask(p, web)
 		w.pass(50 * time.Millisecond)
-		if !w.Status(w.now, p.UID).Waits() {
-			w.Gone(w.now, p.UID)
+		if !w.Status(w.now, AtHold, p.UID).Waits() {
+			w.Gone(w.now, AtHold, p.UID)
 		}
 		w.say("one", p, Idle)
 		w.pass(time.Second)
 		w.Tick(w.now)
-		w.Gone(w.now, p.UID)
+		w.Gone(w.now, AtHold, p.UID)
 	}
 	w.wantSuspensions("+one")
 }
@@ -322,7 +322,7 @@ func TestASilentSuspendedAgentCostsOneHoldInFiveSeconds(t *testing.T) {
 		tried := 0
 		for i := range 600 {
 			p := pod(fmt.Sprint("after", i))
-			s := w.Ask(w.now, p, []Service{web})
+			s := w.ask(p, web)
 			if s.Waits() {
 				tried++
 				// The call that waits is answered within its hold.
@@ -332,7 +332,7 @@ func TestASilentSuspendedAgentCostsOneHoldInFiveSeconds(t *testing.T) {
 				w.pass(s.Recheck.Sub(w.now))
 			}
 			w.want(p, "Released Suspended")
-			w.Gone(w.now, p.UID)
+			w.Gone(w.now, AtHold, p.UID)
 			w.now = t0.Add(w.now.Sub(t0).Truncate(100 * time.Millisecond))
 			w.pass(100 * time.Millisecond)
 			if w.now.Sub(t0) >= 150*time.Second {
@@ -355,7 +355,7 @@ func TestAShortBarrierGivesASuspendedAgentNoStrike(t *testing.T) {
 		w.open(p, "node-1", func(*Barrier) {})
 		w.pass(30 * time.Second)
 		w.Tick(w.now)
-		w.Deleted(w.now, p.UID)
+		w.Gone(w.now, AtBarrier, p.UID)
 	}
 	w.wantSuspensions("-node-1")
 	p := pod("short")
@@ -364,8 +364,8 @@ func TestAShortBarrierGivesASuspendedAgentNoStrike(t *testing.T) {
 	w.pass(time.Second)
 	w.wantBarrier(p, "Released Deadline node-1:unknown")
 	w.wantSuspensions()
-	if w.Suspended() != 1 {
-		t.Errorf("%d agents are suspended, want 1", w.Suspended())
+	if w.Counts().Suspended != 1 {
+		t.Errorf("%d agents are suspended, want 1", w.Counts().Suspended)
 	}
 }
 
@@ -386,7 +386,7 @@ func TestReplicasAgreeOnWhoIsSuspended(t *testing.T) {
 			w.Disconnect(w.now, "one", w.sessions["one"])
 		}, 3, nil},
 		"it has acknowledged a drain there": {func(w *world) {
-			w.Ask(w.now, pod("there"), []Service{web})
+			w.ask(pod("there"), web)
 			w.say("one", pod("there"), Idle)
 		}, 3, nil},
 	} {
@@ -400,19 +400,19 @@ func TestReplicasAgreeOnWhoIsSuspended(t *testing.T) {
 					c.there(other)
 				}
 			}
-			other.Believe(other.now, w.Silences(w.now))
+			other.believe(other.now, w.silences(w.now))
 			other.wantSuspensions(c.want...)
 			if c.want == nil {
 				return
 			}
 			// What one replica has from the other is not news to that.
 			w.suspensions()
-			w.Believe(w.now, other.Silences(other.now))
+			w.believe(w.now, other.silences(other.now))
 			// It acknowledges a drain here, and the other replica has not heard of that yet.
 			p := pod("after")
-			other.Ask(other.now, p, []Service{web})
+			other.ask(p, web)
 			other.say("one", p, Removed)
-			other.Believe(other.now, w.Silences(w.now))
+			other.believe(other.now, w.silences(w.now))
 			other.wantSuspensions("+one")
 			w.wantSuspensions()
 		})
@@ -427,22 +427,22 @@ func TestReplicasCountAStrikeOnce(t *testing.T) {
 	exchange := func() {
 		other.now = w.now
 		w.Tick(w.now)
-		other.Believe(other.now, w.Silences(w.now))
+		other.believe(other.now, w.silences(w.now))
 		other.Tick(other.now)
-		w.Believe(w.now, other.Silences(other.now))
+		w.believe(w.now, other.silences(other.now))
 	}
 	w.join("one", web)
 	other.join("one", web)
 	expire := func(name string) {
 		p := pod(name)
-		w.Ask(w.now, p, []Service{web})
-		other.Ask(other.now, p, []Service{web})
+		w.ask(p, web)
+		other.ask(p, web)
 		for range 30 {
 			w.pass(time.Second)
 			exchange()
 		}
-		w.Gone(w.now, p.UID)
-		other.Gone(other.now, p.UID)
+		w.Gone(w.now, AtHold, p.UID)
+		other.Gone(other.now, AtHold, p.UID)
 	}
 	expire("a")
 	expire("b")
@@ -474,15 +474,15 @@ func TestAnAgentIsNotSuspendedForDrainsItWasToldOfLate(t *testing.T) {
 		for n := range strikesOut {
 			first, second := pod(fmt.Sprint("first", n)), pod(fmt.Sprint("second", n))
 			both := []Targets{usable(web, first.Name, second.Name)}
-			w.AskBounded(w.now, first, both)
-			w.AskBounded(w.now, second, both)
+			w.Ask(w.now, first, both, Place{})
+			w.Ask(w.now, second, both, Place{})
 			w.want(second, "Queued slow:unknown")
 			w.pass(late.by)
-			w.Gone(w.now, first.UID)
+			w.Gone(w.now, AtHold, first.UID)
 			w.want(second, "Unrouting slow:unknown")
 			w.pass(30*time.Second - late.by)
 			w.want(second, "Released Deadline slow:unknown")
-			w.Gone(w.now, second.UID)
+			w.Gone(w.now, AtHold, second.UID)
 		}
 		w.wantSuspensions(late.want...)
 	}
@@ -504,7 +504,7 @@ func TestWhoIsNotBelievedOfAYoungPodIsNotToBlame(t *testing.T) {
 		w.pass(4 * time.Second)
 		w.Tick(w.now)
 		w.wantBarrier(p, "Released Deadline node-1:unknown node-2:unknown")
-		w.Deleted(w.now, p.UID)
+		w.Gone(w.now, AtBarrier, p.UID)
 	}
 	w.wantSuspensions()
 	if got := w.learnt.n - learnt; got != 8 {
@@ -517,7 +517,7 @@ func TestWhoIsNotBelievedOfAYoungPodIsNotToBlame(t *testing.T) {
 		w.see("node-1", p, Idle, true)
 		w.pass(5 * time.Second)
 		w.Tick(w.now)
-		w.Deleted(w.now, p.UID)
+		w.Gone(w.now, AtBarrier, p.UID)
 	}
 	w.wantSuspensions("-node-2")
 }
@@ -535,8 +535,8 @@ func TestAgentsThatNeverConnectAreSuspended(t *testing.T) {
 		slow := 0
 		for i := range 100 {
 			p := pod(fmt.Sprint("p", i))
-			w.Ask(w.now, p, []Service{{"another", "service"}})
-			if !w.Status(w.now, p.UID).Waits() {
+			w.ask(p, Service{"another", "service"})
+			if !w.Status(w.now, AtHold, p.UID).Waits() {
 				break
 			}
 			slow++
@@ -544,10 +544,10 @@ func TestAgentsThatNeverConnectAreSuspended(t *testing.T) {
 				w.pass(time.Second)
 				w.Tick(w.now)
 			}
-			w.Gone(w.now, p.UID)
+			w.Gone(w.now, AtHold, p.UID)
 			w.pass(time.Second)
 		}
-		t.Logf("%d agents that never connected: of 100 deletions, one after the other, %d took 30 s; suspended: %d", agents, slow, w.Suspended())
+		t.Logf("%d agents that never connected: of 100 deletions, one after the other, %d took 30 s; suspended: %d", agents, slow, w.Counts().Suspended)
 		if slow > 3 {
 			t.Error("they delay every deletion")
 		}

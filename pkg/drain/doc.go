@@ -22,7 +22,7 @@
 // agent that was never heard owes everything its label says it could route. One whose gateway has gone
 // says so ([Ledger.Leave]) and owes nothing; one that lets drain after drain expire is no longer waited for (breaker.go).
 //
-// The clock of a drain is one: the oldest start that this replica or another one knows of the UID ([Place], [Ledger.Adopt]). Asking again
+// The clock of a drain is one: the oldest start that this replica or another one knows of the UID ([Place], [Ledger.Polled]). Asking again
 // or the restart of one of several replicas does not restart it. Abandonment stops it; the next drain of the same UID goes on from there and
 // gets at least one hold.
 //

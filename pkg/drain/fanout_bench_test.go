@@ -11,12 +11,12 @@ import (
 func BenchmarkAHundredDrains(b *testing.B) {
 	const agents, drains = 1000, 100
 	now := time.Now()
-	l := NewLedger(Lease{"replica", "epoch"}, DefaultTimes())
+	l := NewLedger(DefaultTimes(), ScopeAuto, DefaultSampling())
 	sessions := map[AgentID]uint64{}
 	sent := map[AgentID]uint64{}
 	for i := range agents {
 		id := AgentID(fmt.Sprint("agent-", i))
-		sessions[id] = l.Connect(now, id)
+		sessions[id] = l.Connect(now, id, Hail{})
 		l.Declare(id, sessions[id], []Route{{Service{"shop", "web"}, Endpoints, Direct, PerRequest}})
 	}
 	round := 0
@@ -25,9 +25,9 @@ func BenchmarkAHundredDrains(b *testing.B) {
 		round++
 		for i := range drains {
 			name := fmt.Sprint(round, "-", i)
-			l.Ask(now, Pod{"shop", name, UID(name)}, []Service{{"shop", "web"}})
+			l.Ask(now, Pod{"shop", name, UID(name)}, targetsOf(Service{"shop", "web"}), Place{})
 		}
-		l.Touched()
+		l.Touched(AtHold)
 		released := 0
 		for _, id := range l.Concerned() {
 			open, _, next := l.Since(id, sent[id])
@@ -37,8 +37,8 @@ func BenchmarkAHundredDrains(b *testing.B) {
 				reports = append(reports, Report{UID: o.Pod.UID, State: Idle, Proof: Runtime, Number: o.Number})
 			}
 			l.Report(now, now, id, sessions[id], reports)
-			for _, uid := range l.Touched() {
-				if s := l.Status(now, uid); s.Phase == Released && s.Reason == Acknowledged {
+			for _, uid := range l.Touched(AtHold) {
+				if s := l.Status(now, AtHold, uid); s.Phase == Released && s.Reason == Acknowledged {
 					released++
 				}
 			}
@@ -47,9 +47,9 @@ func BenchmarkAHundredDrains(b *testing.B) {
 			b.Fatalf("%d drains are released, want %d", released, drains)
 		}
 		for i := range drains {
-			l.Gone(now, UID(fmt.Sprint(round, "-", i)))
+			l.Gone(now, AtHold, UID(fmt.Sprint(round, "-", i)))
 		}
-		l.Touched()
+		l.Touched(AtHold)
 		l.Concerned()
 		l.Tick(now)
 	}

@@ -25,12 +25,12 @@ func TestIndexesNeverShow(t *testing.T) {
 			for _, s := range w.both() {
 				before[s.gatedKey] = s.Phase
 			}
-			w.Touched()
-			w.TouchedBarriers()
+			w.Touched(AtHold)
+			w.Touched(AtBarrier)
 			id := AgentID(fmt.Sprint("agent-", r.IntN(5)))
 			p := pod(fmt.Sprint(r.IntN(4)))
 			did := w.step(r, id, p, some)
-			touched := [gates][]UID{w.Touched(), w.TouchedBarriers()}
+			touched := [gates][]UID{w.Touched(AtHold), w.Touched(AtBarrier)}
 			for _, s := range w.both() {
 				d := w.at(s.gate, s.Pod.UID)
 				var slow []AgentID
@@ -61,7 +61,7 @@ func TestIndexesNeverShow(t *testing.T) {
 					missing += number(a.session == 0)
 				}
 			}
-			if e, m := w.Expecting(); e != expected || m != missing {
+			if e, m := w.Counts().Expected, w.Counts().Missing; e != expected || m != missing {
 				t.Fatalf("seed %d step %d, %s: %d agents are expected and %d of them missing, want %d and %d", seed, step, did, e, m, expected, missing)
 			}
 			if err := w.cross(); err != nil {
@@ -90,7 +90,7 @@ func TestNoChangeIsMissedByWhoLooksOnlyWhenTouched(t *testing.T) {
 		}
 		for i := range 5 {
 			id := AgentID(fmt.Sprint("agent-", i))
-			w.sessions[id] = w.ConnectWith(w.now, id, Hail{Observes: true})
+			w.sessions[id] = w.Connect(w.now, id, Hail{Observes: true})
 			w.Declare(id, w.sessions[id], []Route{{web, Endpoints, Observe, PerConnection}, {api, Endpoints, Direct, PerRequest}})
 		}
 		known := map[*drain]Phase{}
@@ -119,7 +119,7 @@ func TestNoChangeIsMissedByWhoLooksOnlyWhenTouched(t *testing.T) {
 				did = w.step(r, id, p, some)
 			}
 			for touched := true; touched; {
-				holds, barriers := w.Touched(), w.TouchedBarriers()
+				holds, barriers := w.Touched(AtHold), w.Touched(AtBarrier)
 				for _, uid := range holds {
 					look(w.at(AtHold, uid))
 				}
@@ -206,10 +206,10 @@ type gatedKey struct {
 
 // both returns every drain that is open, at each gate.
 func (w *world) both() (all []gated) {
-	for _, s := range w.All(w.now) {
+	for _, s := range w.all(AtHold) {
 		all = append(all, gated{gatedKey{s.Pod.UID, AtHold}, s})
 	}
-	for _, s := range w.Barriers(w.now) {
+	for _, s := range w.all(AtBarrier) {
 		all = append(all, gated{gatedKey{s.Pod.UID, AtBarrier}, s})
 	}
 	return all
@@ -224,9 +224,9 @@ func (w *world) step(r *rand.Rand, id AgentID, p Pod, some func() []Service) str
 		w.OpenBarrier(w.now, b)
 		return fmt.Sprintf("barrier %+v", b)
 	case 16:
-		return fmt.Sprintf("deleted %s: %t", p.UID, r.IntN(3) == 0 && w.Deleted(w.now, p.UID))
+		return fmt.Sprintf("deleted %s: %t", p.UID, r.IntN(3) == 0 && w.Gone(w.now, AtBarrier, p.UID))
 	case 17:
-		w.sessions[id] = w.ConnectWith(w.now, id, Hail{Boot: "boot", Observes: r.IntN(3) > 0})
+		w.sessions[id] = w.Connect(w.now, id, Hail{Boot: "boot", Observes: r.IntN(3) > 0})
 		return fmt.Sprintf("connect %s, who may observe", id)
 	case 18:
 		declared := []Route{{EveryService, Endpoints, Observe, PerConnection}}
@@ -236,7 +236,7 @@ func (w *world) step(r *rand.Rand, id AgentID, p Pod, some func() []Service) str
 		w.Declare(id, session, declared)
 		return fmt.Sprintf("%s declares %v", id, declared)
 	case 0:
-		w.sessions[id] = w.Connect(w.now, id)
+		w.sessions[id] = w.Connect(w.now, id, Hail{})
 		return fmt.Sprintf("connect %s", id)
 	case 1:
 		w.Disconnect(w.now, id, session)
@@ -256,17 +256,17 @@ func (w *world) step(r *rand.Rand, id AgentID, p Pod, some func() []Service) str
 		return fmt.Sprintf("expect %v", expected)
 	case 5, 6:
 		listed := some()
-		w.Ask(w.now, p, listed)
+		w.ask(p, listed...)
 		return fmt.Sprintf("ask %s in %v", p.UID, listed)
 	case 7:
-		return fmt.Sprintf("gone %s: %t", p.UID, r.IntN(4) == 0 && w.Gone(w.now, p.UID))
+		return fmt.Sprintf("gone %s: %t", p.UID, r.IntN(4) == 0 && w.Gone(w.now, AtHold, p.UID))
 	case 8:
 		w.Tick(w.now)
 		return fmt.Sprintf("tick, alive %s: %t", p.UID, w.Alive(w.now, p.UID))
 	case 9:
 		return fmt.Sprintf("%s leaves: %t", id, w.Leave(id, session))
 	case 10:
-		w.sessions[id] = w.ConnectAs(w.now, id, fmt.Sprint("boot-", r.IntN(2)))
+		w.sessions[id] = w.Connect(w.now, id, Hail{Boot: fmt.Sprint("boot-", r.IntN(2))})
 		return fmt.Sprintf("connect %s", id)
 	default:
 		report := Report{UID: p.UID, State: State(r.IntN(5)), Number: uint64(r.IntN(5) / 4 * 99), Gate: Gate(r.IntN(2)), Quiet: r.IntN(2) == 0}
@@ -281,17 +281,17 @@ func TestAStepBackOfAnotherAgentIsTouched(t *testing.T) {
 	p := pod("a")
 	w.join("one", web)
 	w.join("two", web)
-	w.Ask(w.now, p, []Service{web})
+	w.ask(p, web)
 	w.say("one", p, Removed)
 	w.say("two", p, Idle)
 	w.want(p, "Quiescing one:removed")
-	w.Touched()
+	w.Touched(AtHold)
 	w.say("two", p, Removed)
-	if got := w.Touched(); got != nil {
+	if got := w.Touched(AtHold); got != nil {
 		t.Errorf("what changes no phase touched %v", got)
 	}
 	w.say("two", p, Routing)
-	if got := w.Touched(); !slices.Equal(got, []UID{p.UID}) {
+	if got := w.Touched(AtHold); !slices.Equal(got, []UID{p.UID}) {
 		t.Errorf("a step back touched %v", got)
 	}
 }
@@ -303,12 +303,12 @@ func TestTheLastWordMattersAfterAnotherHasLeft(t *testing.T) {
 	p := pod("a")
 	w.join("one", web)
 	w.join("two", web)
-	w.Ask(w.now, p, []Service{web})
+	w.ask(p, web)
 	w.want(p, "Unrouting one:unknown two:unknown")
 	w.Leave("one", w.sessions["one"])
-	w.Touched()
+	w.Touched(AtHold)
 	w.say("two", p, Idle)
-	if got := w.Touched(); !slices.Equal(got, []UID{p.UID}) {
+	if got := w.Touched(AtHold); !slices.Equal(got, []UID{p.UID}) {
 		t.Errorf("the last word touched %v", got)
 	}
 }
@@ -319,12 +319,12 @@ func TestTheLastToLetGoIsTouched(t *testing.T) {
 	p := pod("a")
 	w.join("one", web)
 	w.join("two", web)
-	w.Ask(w.now, p, []Service{web})
+	w.ask(p, web)
 	w.say("one", p, Removed)
 	w.want(p, "Unrouting one:removed two:unknown")
-	w.Touched()
+	w.Touched(AtHold)
 	w.say("two", p, Removed)
-	if got := w.Touched(); !slices.Equal(got, []UID{p.UID}) {
+	if got := w.Touched(AtHold); !slices.Equal(got, []UID{p.UID}) {
 		t.Errorf("the last to let go touched %v", got)
 	}
 	w.want(p, "Quiescing one:removed two:removed")

@@ -10,7 +10,6 @@ import (
 
 // Ledger is one replica's record of drains and agents. See the package comment. Not safe for concurrent use.
 type Ledger struct {
-	self   Lease
 	times  Times
 	agents map[AgentID]*agent
 	// slots holds the agents by their numbers, nil where nobody has one: lists of agents are sets of these.
@@ -45,7 +44,7 @@ type Ledger struct {
 	// waiting are the agents of Status.Waiting while that is derived, said what agents say by their slots. See [Ledger.hearing].
 	waiting []*agent
 	said    []*heard
-	// expected and missing are what Expecting returns.
+	// expected and missing are as in Counts.
 	expected, missing int
 	// suspended counts the agents that are; suspensions are the changes that nobody has asked for yet.
 	suspended   int
@@ -116,7 +115,7 @@ type agent struct {
 	// indexed are, for each gate, the Services under which the ledger's index has it, inEverything whether it is in that list.
 	indexed      [gates]map[Service]struct{}
 	inEverything [gates]bool
-	// countedExpected and countedMissing are how Expecting counts it.
+	// countedExpected and countedMissing are how Counts counts it.
 	countedExpected, countedMissing bool
 }
 
@@ -160,7 +159,7 @@ type drain struct {
 	place Placing
 	// toldAt is when there was room, so that agents were told.
 	toldAt time.Time
-	// restart says that nobody wants the pod deleted: a container of it is being stopped. See [Ledger.Restart].
+	// restart is as in Place.
 	restart bool
 	// expired says that the deadline has passed, and that those who were silent then have been noted.
 	expired bool
@@ -185,17 +184,15 @@ type drain struct {
 	element   *list.Element
 }
 
-// NewLedger returns the empty ledger of one replica's present life.
-func NewLedger(self Lease, times Times) *Ledger {
+// NewLedger returns the empty ledger of one replica's present life. scope and sampling say which of the agents that observe are asked at
+// barriers.
+func NewLedger(times Times, scope Scope, sampling Sampling) *Ledger {
 	return &Ledger{
-		self: self, times: times, sampling: DefaultSampling(),
+		times: times, scope: scope, sampling: sampling,
 		agents: map[AgentID]*agent{}, subjects: map[UID]*subject{}, changes: list.New(), touched: [gates]map[UID]bool{{}, {}},
 		services: map[Service]*service{}, everything: [gates]map[*agent]struct{}{{}, {}}, rosterRev: 1, queued: map[*drain]struct{}{}, usable: map[Service][]UID{},
 	}
 }
-
-// Self is the lease under which this ledger's tombstones stand.
-func (l *Ledger) Self() Lease { return l.self }
 
 // awayMost bounds those who are named as away.
 const awayMost = 20
@@ -232,7 +229,7 @@ type Status struct {
 	MoreAway int
 	// Recheck is when Status may change by time alone. Zero: never.
 	Recheck time.Time
-	// Stated is the wait from Since on that a barrier makes for those who cannot acknowledge. Cut says that it is beyond the deadline.
+	// Stated is the wait from Since on that a barrier makes for consumers that cannot acknowledge. Cut says that it is beyond the deadline.
 	Stated time.Duration
 	Cut    bool
 }
@@ -242,20 +239,27 @@ func (s Status) Waits() bool {
 	return s.Phase == Queued || s.Phase == Unrouting || s.Phase == Quiescing
 }
 
-// Ask opens a drain of pod, or joins the one that is open, and returns its status. services are those that list the pod; they
-// add to what earlier calls named. A pod that is dead has no drain: the status is Closed, Dead. What is known of the Services' targets
-// bounds it; see [Ledger.AskBounded].
-func (l *Ledger) Ask(now time.Time, pod Pod, services []Service) Status {
-	return l.ask(now, pod, services, Place{})
-}
-
-func (l *Ledger) ask(now time.Time, pod Pod, services []Service, place Place) Status {
+// Ask opens a drain of pod, or joins the one that is open, and returns its status. targets are the Services that list the pod, which
+// add to what earlier calls named, and the targets of each where they are known: the drain is Queued while one of the Services has no
+// capacity. What is said of a Service's targets holds for all of its drains, until it is said again. place is what another replica knows
+// of the drain, whose clock starts at the earlier of the two starts. A pod that is dead has no drain: the status is Closed, Dead.
+func (l *Ledger) Ask(now time.Time, pod Pod, targets []Targets, place Place) Status {
 	d := l.drain(pod, AtHold)
 	if !d.open && d.reason == Dead {
 		return l.status(now, d)
 	}
+	services := make([]Service, 0, len(targets))
+	for _, t := range targets {
+		services = append(services, t.Service)
+		if t.Usable != nil {
+			l.usable[t.Service] = t.Usable
+		}
+	}
 	l.serve(d, services)
-	d.restart = false
+	if place.Restart && d.open {
+		place.Is = d.place
+	}
+	d.restart = place.Restart && (d.restart || !d.open)
 	if brokenRule == 5 {
 		d.since, d.begun = now, now
 	}
@@ -354,77 +358,33 @@ func (l *Ledger) adopt(d *drain, since time.Time) {
 	}
 }
 
-// Hold and Answered bracket a call that waits for uid. Answered says whether the answer was to allow.
-func (l *Ledger) Hold(uid UID) {
-	if d := l.at(AtHold, uid); d != nil {
-		d.inFlight++
-	}
-}
-
-// Answered records that a held call was answered. See [Ledger.Hold].
-func (l *Ledger) Answered(now time.Time, uid UID, allowed bool) {
+// Hold records that a call waits for the drain of uid. answered records that it was answered, and whether the answer was to allow.
+func (l *Ledger) Hold(uid UID) (answered func(now time.Time, allowed bool)) {
 	d := l.at(AtHold, uid)
 	if d == nil {
-		return
+		return func(time.Time, bool) {}
 	}
-	d.inFlight--
-	d.lastAnswer = now
-	d.allowed = d.allowed || allowed
+	d.inFlight++
+	return func(now time.Time, allowed bool) {
+		d.inFlight--
+		d.lastAnswer = now
+		d.allowed = d.allowed || allowed
+	}
 }
 
-// Status returns the drain of uid at now. PhaseUnknown if there is none.
-func (l *Ledger) Status(now time.Time, uid UID) Status {
-	d := l.at(AtHold, uid)
+// Status returns the drain of uid at a gate. PhaseUnknown if there is none.
+func (l *Ledger) Status(now time.Time, gate Gate, uid UID) Status {
+	d := l.at(gate, uid)
 	if d == nil {
 		return Status{Pod: Pod{UID: uid}}
 	}
 	return l.status(now, d)
 }
 
-// All returns every drain that is open, the oldest first.
-func (l *Ledger) All(now time.Time) []Status { return l.all(now, AtHold) }
-
-func (l *Ledger) all(now time.Time, gate Gate) []Status {
-	all := []Status{}
-	l.each(func(d *drain) {
-		if d.open && d.gate == gate {
-			all = append(all, l.status(now, d))
-		}
-	})
-	slices.SortFunc(all, func(a, b Status) int {
-		return cmp.Or(a.Since.Compare(b.Since), cmp.Compare(a.Pod.UID, b.Pod.UID))
-	})
-	return all
-}
-
-// Draining returns since when uid has an open drain, queued or not. ok is false if it has none.
-func (l *Ledger) Draining(uid UID) (since time.Time, ok bool) {
-	d := l.at(AtHold, uid)
-	if d == nil || !d.open {
-		return time.Time{}, false
-	}
-	return d.since, true
-}
-
-// Refused returns how many drains of uid were allowed and abandoned all the same, in the last window, which is at most Times.Memory.
-func (l *Ledger) Refused(now time.Time, uid UID, window time.Duration) int {
-	d := l.at(AtHold, uid)
-	if d == nil {
-		return 0
-	}
-	n := 0
-	for _, at := range d.allowedAlive {
-		if now.Sub(at) < window {
-			n++
-		}
-	}
-	return n
-}
-
-// Gone records that the pod is terminating or gone, from a watch or a live read. Its drain is closed, and its UID is dead.
-// It reports whether that was news.
-func (l *Ledger) Gone(now time.Time, uid UID) bool {
-	d := l.at(AtHold, uid)
+// Gone records, from a watch or a live read, that the pod is terminating (AtHold), or that it does not exist any more (AtBarrier). Its
+// drain at that gate is closed, and its UID is dead. It reports whether there was an open one.
+func (l *Ledger) Gone(now time.Time, gate Gate, uid UID) bool {
+	d := l.at(gate, uid)
 	if d == nil || !d.open {
 		return false
 	}
@@ -478,8 +438,8 @@ func (l *Ledger) close(now time.Time, d *drain, reason Reason) {
 
 // Tick forgets what is older than the memory bound, reports that are too old to count, and agents that nobody knows any more. It
 // returns the pods whose drains nobody has asked for lately: read each of them live and call [Ledger.Gone] or [Ledger.Alive]. One is
-// named again only after a heartbeat.
-func (l *Ledger) Tick(now time.Time) []Pod {
+// named again only after a heartbeat. overdue are the pods of barriers that are open beyond their deadline: they may not exist any more.
+func (l *Ledger) Tick(now time.Time) (look, overdue []Pod) {
 	if now.Sub(l.sweptAt) >= l.times.Freshness {
 		l.sweptAt = now
 		for _, a := range l.agents {
@@ -510,7 +470,6 @@ func (l *Ledger) Tick(now time.Time) []Pod {
 	for _, d := range over {
 		l.expire(now, d)
 	}
-	var look []Pod
 	var forgotten []*drain
 	l.each(func(d *drain) {
 		if d.letGo != nil && now.Sub(d.closedAt) >= 2*l.times.Deadline {
@@ -518,8 +477,10 @@ func (l *Ledger) Tick(now time.Time) []Pod {
 		}
 		switch {
 		case d.open && d.gate == AtBarrier:
-			if now.Sub(l.deadline(d)) >= l.times.Memory {
+			if over := now.Sub(l.deadline(d)); over >= l.times.Memory {
 				forgotten = append(forgotten, d)
+			} else if over >= 0 {
+				overdue = append(overdue, d.pod)
 			}
 		case d.open && l.suspect(now, d) && now.Sub(d.checkedAt) >= l.times.Heartbeat:
 			d.checkedAt = now
@@ -534,8 +495,10 @@ func (l *Ledger) Tick(now time.Time) []Pod {
 	for _, d := range forgotten {
 		l.close(now, d, Abandoned)
 	}
-	slices.SortFunc(look, func(a, b Pod) int { return cmp.Compare(a.UID, b.UID) })
-	return look
+	for _, pods := range [][]Pod{look, overdue} {
+		slices.SortFunc(pods, func(a, b Pod) int { return cmp.Compare(a.UID, b.UID) })
+	}
+	return look, overdue
 }
 
 // Expect sets the whole list of agents that the API says exist. One that is no longer listed and not connected is forgotten.
@@ -572,10 +535,28 @@ func (l *Ledger) Expect(now time.Time, expected []Expected) {
 	}
 }
 
-// Expecting returns how many agents are expected, those that have left apart, and how many of them have no session here.
-func (l *Ledger) Expecting() (expected, missing int) { return l.expected, l.missing }
+// Counts are numbers of agents and pods.
+type Counts struct {
+	// Expected is how many agents the API lists, without those that have left. Missing is how many of them have no session here.
+	Expected, Missing int
+	// Suspended is how many agents are.
+	Suspended int
+	// Elsewhere is how many pods other replicas unroute and this one does not.
+	Elsewhere int
+}
 
-// recount brings what Expecting returns in line with a.
+// Counts counts.
+func (l *Ledger) Counts() Counts {
+	c := Counts{Expected: l.expected, Missing: l.missing, Suspended: l.suspended}
+	for uid := range l.elsewhere {
+		if d := l.at(AtHold, uid); d == nil || !d.open {
+			c.Elsewhere++
+		}
+	}
+	return c
+}
+
+// recount brings what Counts returns in line with a.
 func (l *Ledger) recount(a *agent) {
 	expected := a.expected && !a.left
 	missing := expected && a.session == 0
@@ -591,25 +572,17 @@ func number(b bool) int {
 	return 0
 }
 
-// Connect is [Ledger.ConnectAs] of an agent that does not name its life.
-func (l *Ledger) Connect(now time.Time, id AgentID) (session uint64) { return l.ConnectAs(now, id, "") }
-
-// ConnectAs opens a session for an agent and ends its former one, if any. What was reported before is void. boot names the life of the
-// agent's process: in another one than that which left, or in one without name, its gateway may accept again, and it is owed.
-func (l *Ledger) ConnectAs(now time.Time, id AgentID, boot string) (session uint64) {
-	return l.ConnectWith(now, id, Hail{Boot: boot})
-}
-
 // Hail is what an agent says of itself when it connects.
 type Hail struct {
-	// Boot names the life of its process.
+	// Boot names the life of its process. In another life than that which left, or in one without a name, its gateway may accept again,
+	// and it must acknowledge.
 	Boot string
 	// Observes says that it understands [Watch]: one that does not cannot be asked at the barrier.
 	Observes bool
 }
 
-// ConnectWith is [Ledger.ConnectAs] of an agent that says more.
-func (l *Ledger) ConnectWith(now time.Time, id AgentID, h Hail) (session uint64) {
+// Connect opens a session for an agent and ends its former one, if any. What was reported before is void.
+func (l *Ledger) Connect(now time.Time, id AgentID, h Hail) (session uint64) {
 	a := l.agent(now, id)
 	if a.left && (h.Boot == "" || h.Boot != a.boot) {
 		a.left = false
@@ -647,17 +620,6 @@ func (l *Ledger) Disconnect(now time.Time, id AgentID, session uint64) {
 func (l *Ledger) Current(id AgentID, session uint64) bool {
 	a := l.agents[id]
 	return a != nil && session != 0 && a.session == session
-}
-
-// Declared reports whether it is known what the agent routes, if only from an earlier session.
-func (l *Ledger) Declared(id AgentID) bool {
-	a := l.agents[id]
-	return a != nil && a.declared
-}
-
-// Namespaces returns the namespaces whose releases are sent to a connected agent, "*" for all.
-func (l *Ledger) Namespaces(id AgentID) []string {
-	return slices.Sorted(maps.Keys(l.agents[id].namespaces))
 }
 
 // Declare sets the whole of what an agent's gateway routes, and returns the open drains of that:
@@ -822,13 +784,8 @@ func (l *Ledger) Since(id AgentID, rev uint64) (open []Open, released []Release,
 	return open, released, next
 }
 
-// Revision counts up whenever there is something new that [Ledger.Since] may return, and when a session opens.
-func (l *Ledger) Revision() uint64 { return l.rev }
-
-// Touched returns the UIDs whose status may have changed since it was last called.
-func (l *Ledger) Touched() []UID { return l.touchedAt(AtHold) }
-
-func (l *Ledger) touchedAt(gate Gate) []UID {
+// Touched returns the UIDs whose status at a gate may have changed since it was last called.
+func (l *Ledger) Touched(gate Gate) []UID {
 	touched := l.touched[gate]
 	if len(touched) == 0 {
 		return nil

@@ -37,7 +37,7 @@ type world struct {
 }
 
 func newWorld(t *testing.T) *world {
-	return &world{t, NewLedger(Lease{"replica-0", "epoch-0"}, DefaultTimes()), t0, map[AgentID]uint64{}}
+	return &world{t, NewLedger(DefaultTimes(), ScopeAuto, DefaultSampling()), t0, map[AgentID]uint64{}}
 }
 
 func (w *world) pass(d time.Duration) { w.now = w.now.Add(d) }
@@ -45,7 +45,7 @@ func (w *world) pass(d time.Duration) { w.now = w.now.Add(d) }
 // join connects an agent that routes services.
 func (w *world) join(id AgentID, services ...Service) {
 	w.Helper()
-	w.sessions[id] = w.Connect(w.now, id)
+	w.sessions[id] = w.Connect(w.now, id, Hail{})
 	if _, ok := w.Declare(id, w.sessions[id], routes(services...)); !ok {
 		w.Fatalf("declaration of %s refused", id)
 	}
@@ -70,10 +70,40 @@ func (w *world) report(id AgentID, r Report) (news bool) {
 	return w.Report(w.now, w.now, id, w.sessions[id], []Report{r})
 }
 
+func (w *world) ask(p Pod, services ...Service) Status {
+	return w.Ask(w.now, p, targetsOf(services...), Place{})
+}
+
+// targetsOf are Services whose targets are not known.
+func targetsOf(services ...Service) []Targets {
+	targets := make([]Targets, len(services))
+	for i, s := range services {
+		targets[i].Service = s
+	}
+	return targets
+}
+
+// all returns the open drains at a gate, the oldest first.
+func (w *world) all(gate Gate) (all []Status) {
+	uids, _ := w.Oldest(gate, 1000)
+	for _, uid := range uids {
+		all = append(all, w.Status(w.now, gate, uid))
+	}
+	return all
+}
+
+// refused counts the drains of a pod that were allowed and abandoned all the same, in 10 minutes.
+func (w *world) refused(uid UID) (n int) {
+	for _, at := range w.Pod(uid).Refused {
+		n += number(w.now.Sub(at) < 10*time.Minute)
+	}
+	return n
+}
+
 // want checks the phase, the reason and who is waited for, written as "Unrouting a:routing b:unknown".
 func (w *world) want(p Pod, want string) {
 	w.Helper()
-	if got := line(w.Status(w.now, p.UID)); got != want {
+	if got := line(w.Status(w.now, AtHold, p.UID)); got != want {
 		w.Fatalf("at %s: %s is %q, want %q", w.now.Sub(t0), p, got, want)
 	}
 }
@@ -95,7 +125,7 @@ func TestDrainWaitsForEveryAgentThatRoutesThePod(t *testing.T) {
 	w.join("one", web)
 	w.join("two", web, api)
 	w.join("other", api)
-	w.Ask(w.now, p, []Service{web})
+	w.ask(p, web)
 	w.want(p, "Unrouting one:unknown two:unknown")
 	w.say("one", p, Routing)
 	w.say("two", p, Idle)
@@ -104,14 +134,14 @@ func TestDrainWaitsForEveryAgentThatRoutesThePod(t *testing.T) {
 	w.want(p, "Quiescing one:removed")
 	w.say("one", p, Idle)
 	w.want(p, "Released Acknowledged")
-	if !w.Gone(w.now, p.UID) {
+	if !w.Gone(w.now, AtHold, p.UID) {
 		t.Fatal("the pod's end is no news")
 	}
 	w.want(p, "Closed Dead")
-	if w.Gone(w.now, p.UID) {
+	if w.Gone(w.now, AtHold, p.UID) {
 		t.Fatal("the pod's end is news twice")
 	}
-	if s := w.Ask(w.now, p, []Service{web}); s.Phase != Closed || s.Reason != Dead {
+	if s := w.ask(p, web); s.Phase != Closed || s.Reason != Dead {
 		t.Fatalf("a dead pod has a drain again: %s", line(s))
 	}
 }
@@ -142,7 +172,7 @@ func TestAPodThatIsKeptInOneServiceLeavesTheOthers(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t)
 			w.join("one", web, api)
-			w.AskBounded(w.now, p, c.targets)
+			w.Ask(w.now, p, c.targets, Place{})
 			w.report("one", c.report)
 			w.want(p, c.want)
 		})
@@ -151,16 +181,16 @@ func TestAPodThatIsKeptInOneServiceLeavesTheOthers(t *testing.T) {
 	w := newWorld(t)
 	w.join("one", web)
 	two := []Targets{usable(web, "a", "b")}
-	w.AskBounded(w.now, p, two)
+	w.Ask(w.now, p, two, Place{})
 	w.report("one", kept("shop/web", true))
 	w.want(p, "Unrouting one:kept")
-	w.AskBounded(w.now, pod("b"), two)
-	w.Gone(w.now, pod("b").UID)
+	w.Ask(w.now, pod("b"), two, Place{})
+	w.Gone(w.now, AtHold, pod("b").UID)
 	w.want(p, "Released LastTarget")
-	w.AskBounded(w.now, p, []Targets{usable(web, "a", "c")})
+	w.Ask(w.now, p, []Targets{usable(web, "a", "c")}, Place{})
 	w.want(p, "Unrouting one:kept")
 	// At the barrier it is terminating, and the gateway has to let go of it there as well.
-	w.AskBounded(w.now, p, []Targets{usable(web, "a")})
+	w.Ask(w.now, p, []Targets{usable(web, "a")}, Place{})
 	w.want(p, "Released LastTarget")
 	w.open(p, "node-1")
 	w.wantBarrier(p, "Unrouting one:unknown")
@@ -175,20 +205,20 @@ func TestAcknowledgementsAreLevels(t *testing.T) {
 	}{
 		"the report gets worse":     {func(w *world) { w.say("one", p, Routing) }, "Unrouting one:routing"},
 		"the session ends":          {func(w *world) { w.Disconnect(w.now, "one", w.sessions["one"]) }, "Unrouting one:unknown"},
-		"the agent comes anew":      {func(w *world) { w.Connect(w.now, "one") }, "Unrouting one:unknown"},
+		"the agent comes anew":      {func(w *world) { w.Connect(w.now, "one", Hail{}) }, "Unrouting one:unknown"},
 		"the report is too old":     {func(w *world) { w.pass(15*time.Second + 1) }, "Unrouting one:unknown"},
 		"another agent declares it": {func(w *world) { w.join("two", web) }, "Unrouting two:unknown"},
-		"a Service is added":        {func(w *world) { w.join("two", api); w.Ask(w.now, p, []Service{api}) }, "Unrouting two:unknown"},
+		"a Service is added":        {func(w *world) { w.join("two", api); w.ask(p, api) }, "Unrouting two:unknown"},
 		"an agent appears":          {func(w *world) { w.Expect(w.now, []Expected{{ID: "one"}, {ID: "new", Ready: true}}) }, "Unrouting new:unknown"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t)
 			w.Expect(w.now, []Expected{{ID: "one", Ready: true}})
 			w.join("one", web)
-			w.Ask(w.now, p, []Service{web})
+			w.ask(p, web)
 			w.say("one", p, Idle)
 			w.want(p, "Released Acknowledged")
-			w.Touched()
+			w.Touched(AtHold)
 			c.worse(w)
 			w.want(p, c.want)
 		})
@@ -201,7 +231,7 @@ func TestReportsCountOnlyOnTheOpenSession(t *testing.T) {
 	w.join("one", web)
 	old := w.sessions["one"]
 	w.join("one", web)
-	w.Ask(w.now, p, []Service{web})
+	w.ask(p, web)
 	idle := []Report{{UID: p.UID, State: Idle, Proof: Runtime, Number: 1}}
 	if w.Report(w.now, w.now, "one", old, idle) {
 		t.Error("a report on a former session is news")
@@ -232,7 +262,7 @@ func TestWhoIsOwed(t *testing.T) {
 		"routes by DNS":                  {func(w *world) { w.declare("one", Route{web, DNS, Direct, PerRequest}) }, "Released NoAgents"},
 		"only observes":                  {func(w *world) { w.declare("one", Route{web, Endpoints, Observe, PerConnection}) }, "Released NoAgents"},
 		"both by clusterIP and directed": {func(w *world) { w.declare("one", append(routes(web), Route{web, ClusterIP, Observe, PerRequest})...) }, "Unrouting one:unknown"},
-		"connected, not declared":        {func(w *world) { w.Connect(w.now, "one") }, "Unrouting one:unknown"},
+		"connected, not declared":        {func(w *world) { w.Connect(w.now, "one", Hail{}) }, "Unrouting one:unknown"},
 		"never heard, ready":             {func(w *world) { w.Expect(w.now, []Expected{{ID: "one", Ready: true}}) }, "Unrouting one:unknown"},
 		"never heard, follows": {func(w *world) { w.Expect(w.now, []Expected{{ID: "one", Ready: true, Label: LabelFollowing}}) },
 			"Released NoAgents"},
@@ -264,14 +294,14 @@ func TestWhoIsOwed(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t)
 			c.set(w)
-			w.Ask(w.now, p, []Service{web})
+			w.ask(p, web)
 			w.want(p, c.want)
 		})
 	}
 }
 
 func (w *world) declare(id AgentID, routes ...Route) {
-	w.sessions[id] = w.Connect(w.now, id)
+	w.sessions[id] = w.Connect(w.now, id, Hail{})
 	w.Declare(id, w.sessions[id], routes)
 }
 
@@ -343,7 +373,7 @@ func TestAgentsThatAreLostDuringADrainAreNamed(t *testing.T) {
 				c.before(w)
 			}
 			p := pod("a")
-			w.Ask(w.now, p, []Service{web})
+			w.ask(p, web)
 			w.say("good", p, Idle)
 			if c.during != nil {
 				c.during(w, p)
@@ -355,7 +385,7 @@ func TestAgentsThatAreLostDuringADrainAreNamed(t *testing.T) {
 				w.say("lost", p, Idle)
 			}
 			w.want(p, c.want)
-			s := w.Status(w.now, p.UID)
+			s := w.Status(w.now, AtHold, p.UID)
 			lost := slices.ContainsFunc(s.Lost, func(w Waiting) bool { return w.Agent == "lost" })
 			if lost != c.lost || s.Reason.Abnormal() != c.lost {
 				t.Errorf("lost are %v, away are %v, abnormal %t", s.Lost, s.Away, s.Reason.Abnormal())
@@ -370,13 +400,13 @@ func TestTimeReleasesAndNamesTheSilent(t *testing.T) {
 		p := pod("a")
 		w.join("silent", web)
 		w.join("good", web)
-		s := w.Ask(w.now, p, []Service{web})
+		s := w.ask(p, web)
 		if want := w.now.Add(30 * time.Second); !s.Deadline.Equal(want) || !s.Recheck.Equal(want) {
 			t.Fatalf("deadline %s, recheck %s, want %s", s.Deadline, s.Recheck, want)
 		}
 		w.pass(20 * time.Second)
 		w.say("good", p, Idle)
-		w.Ask(w.now, p, []Service{web}) // asking again does not restart the clock
+		w.ask(p, web) // asking again does not restart the clock
 		w.pass(10*time.Second - 1)
 		w.want(p, "Unrouting silent:unknown")
 		w.pass(1)
@@ -386,7 +416,7 @@ func TestTimeReleasesAndNamesTheSilent(t *testing.T) {
 		w := newWorld(t)
 		p := pod("a")
 		w.join("one", web)
-		w.Ask(w.now, p, []Service{web})
+		w.ask(p, web)
 		w.pass(3 * time.Second)
 		w.say("one", p, Removed)
 		w.want(p, "Quiescing one:removed")
@@ -400,7 +430,7 @@ func TestTimeReleasesAndNamesTheSilent(t *testing.T) {
 		w := newWorld(t)
 		p := pod("a")
 		w.join("one", web)
-		w.Ask(w.now, p, []Service{web})
+		w.ask(p, web)
 		w.say("one", p, Removed)
 		w.want(p, "Quiescing one:removed")
 		w.pass(9 * time.Second)
@@ -418,31 +448,31 @@ func TestAbandonedOnKnowledgeOnly(t *testing.T) {
 	p := pod("a")
 	w.join("one", web)
 	ask := func(allowed bool) {
-		w.Ask(w.now, p, []Service{web})
-		w.Hold(p.UID)
+		w.ask(p, web)
+		answered := w.Hold(p.UID)
 		w.pass(2 * time.Second)
-		w.Answered(w.now, p.UID, allowed)
+		answered(w.now, allowed)
 	}
 	ask(false)
 	w.pass(44 * time.Second)
-	if got := w.Tick(w.now); got != nil {
+	if got, _ := w.Tick(w.now); got != nil {
 		t.Fatalf("looked into after 44 s: %v", got)
 	}
 	if w.Alive(w.now, p.UID) {
 		t.Fatal("abandoned by a read that nobody needed")
 	}
 	w.pass(time.Second)
-	if got := w.Tick(w.now); len(got) != 1 || got[0] != p {
+	if got, _ := w.Tick(w.now); len(got) != 1 || got[0] != p {
 		t.Fatalf("not looked into after 45 s: %v", got)
 	}
-	if got := w.Tick(w.now); got != nil {
+	if got, _ := w.Tick(w.now); got != nil {
 		t.Fatalf("looked into twice at once: %v", got)
 	}
-	w.Hold(p.UID) // somebody asks while the read is under way
+	answered := w.Hold(p.UID) // somebody asks while the read is under way
 	if w.Alive(w.now, p.UID) {
 		t.Fatal("abandoned while a call is held")
 	}
-	w.Answered(w.now, p.UID, false)
+	answered(w.now, false)
 	w.pass(45 * time.Second)
 	if !w.Alive(w.now, p.UID) {
 		t.Fatal("not abandoned")
@@ -450,7 +480,7 @@ func TestAbandonedOnKnowledgeOnly(t *testing.T) {
 	w.want(p, "Closed Abandoned")
 
 	// The time that was used is not given back, but the next drain gets a hold.
-	s := w.Ask(w.now, p, []Service{web})
+	s := w.ask(p, web)
 	if s.Phase != Unrouting || !s.Deadline.Equal(w.now.Add(2*time.Second)) {
 		t.Fatalf("second drain: %s until %s, want one hold", line(s), s.Deadline.Sub(w.now))
 	}
@@ -461,20 +491,19 @@ func TestRefusedCountsWhatWasAllowedInVain(t *testing.T) {
 	p := pod("a")
 	w.join("one", web)
 	for i := range 3 {
-		w.Ask(w.now, p, []Service{web})
+		w.ask(p, web)
 		w.say("one", p, Idle)
-		w.Hold(p.UID)
-		w.Answered(w.now, p.UID, true)
+		w.Hold(p.UID)(w.now, true)
 		w.pass(45 * time.Second)
 		if !w.Alive(w.now, p.UID) {
 			t.Fatal("not abandoned")
 		}
-		if got := w.Refused(w.now, p.UID, 10*time.Minute); got != i+1 {
+		if got := w.refused(p.UID); got != i+1 {
 			t.Fatalf("refused %d, want %d", got, i+1)
 		}
 	}
 	w.pass(10*time.Minute - 1)
-	if got := w.Refused(w.now, p.UID, 10*time.Minute); got != 1 {
+	if got := w.refused(p.UID); got != 1 {
 		t.Fatalf("refused %d, want the last", got)
 	}
 }
@@ -496,9 +525,9 @@ func TestClockIsAdoptedFromOtherReplicas(t *testing.T) {
 			w := newWorld(t)
 			w.join("one", web)
 			for _, place := range c.asked {
-				w.AskPlaced(w.now, p, []Targets{{Service: web}}, place)
+				w.Ask(w.now, p, []Targets{{Service: web}}, place)
 			}
-			if s := w.Status(w.now, p.UID); s.Deadline.Sub(w.now) != c.left {
+			if s := w.Status(w.now, AtHold, p.UID); s.Deadline.Sub(w.now) != c.left {
 				t.Errorf("deadline in %s, want %s", s.Deadline.Sub(w.now), c.left)
 			}
 		})
@@ -509,9 +538,9 @@ func TestSince(t *testing.T) {
 	w := newWorld(t)
 	w.join("one", web)
 	w.join("two", api)
-	w.Ask(w.now, pod("a"), []Service{web})
-	w.Ask(w.now, pod("b"), []Service{api})
-	w.Ask(w.now, pod("c"), []Service{web, api})
+	w.ask(pod("a"), web)
+	w.ask(pod("b"), api)
+	w.ask(pod("c"), web, api)
 	show := func(id AgentID, rev uint64) (string, uint64) {
 		open, released, next := w.Since(id, rev)
 		var text []string
@@ -534,12 +563,12 @@ func TestSince(t *testing.T) {
 	one := check("one", 0, "+a +c")
 	two := check("two", 0, "+b +c")
 	check("one", one, "")
-	w.Gone(w.now, pod("a").UID)
+	w.Gone(w.now, AtHold, pod("a").UID)
 	one = check("one", one, "-uid-a dead=true")
 	check("two", two, "-uid-a dead=true")
 	check("one", one, "")
 	// A Service that is found later makes another agent owe.
-	w.Ask(w.now, pod("b"), []Service{web})
+	w.ask(pod("b"), web)
 	check("one", one, "+b")
 	check("stranger", 7, "")
 
@@ -556,8 +585,8 @@ func TestSince(t *testing.T) {
 func TestTickForgetsTheOver(t *testing.T) {
 	w := newWorld(t)
 	p := pod("a")
-	w.Ask(w.now, p, []Service{web})
-	w.Gone(w.now, p.UID)
+	w.ask(p, web)
+	w.Gone(w.now, AtHold, p.UID)
 	w.pass(10*time.Minute - 1)
 	w.Tick(w.now)
 	w.want(p, "Closed Dead")
@@ -573,18 +602,18 @@ func TestTouched(t *testing.T) {
 	w := newWorld(t)
 	a, b := pod("a"), pod("b")
 	w.join("one", web)
-	w.Ask(w.now, a, []Service{web})
-	w.Ask(w.now, b, []Service{web})
-	w.Touched()
+	w.ask(a, web)
+	w.ask(b, web)
+	w.Touched(AtHold)
 	w.say("one", b, Idle)
-	if got := w.Touched(); !slices.Equal(got, []UID{b.UID}) {
+	if got := w.Touched(AtHold); !slices.Equal(got, []UID{b.UID}) {
 		t.Errorf("a report on b touched %v", got)
 	}
 	w.Disconnect(w.now, "one", w.sessions["one"])
-	if got := w.Touched(); !slices.Equal(got, []UID{a.UID, b.UID}) {
+	if got := w.Touched(AtHold); !slices.Equal(got, []UID{a.UID, b.UID}) {
 		t.Errorf("a lost agent touched %v", got)
 	}
-	if got := w.Touched(); got != nil {
+	if got := w.Touched(AtHold); got != nil {
 		t.Errorf("nothing touched %v", got)
 	}
 }
@@ -678,16 +707,16 @@ func TestReportsOfAFormerDrainDoNotCount(t *testing.T) {
 	w := newWorld(t)
 	p := pod("a")
 	w.join("one", web)
-	w.Ask(w.now, p, []Service{web})
+	w.ask(p, web)
 	w.pass(44 * time.Second)
 	w.say("one", p, Idle)
 	w.pass(time.Second)
 	if !w.Alive(w.now, p.UID) {
 		t.Fatal("not abandoned")
 	}
-	w.Ask(w.now, p, []Service{web})
+	w.ask(p, web)
 	w.want(p, "Unrouting one:unknown")
-	if s := w.Status(w.now, p.UID); s.Deadline.Sub(w.now) != 30*time.Second {
+	if s := w.Status(w.now, AtHold, p.UID); s.Deadline.Sub(w.now) != 30*time.Second {
 		t.Errorf("deadline in %s: the time between the drains counts", s.Deadline.Sub(w.now))
 	}
 }
@@ -708,14 +737,14 @@ func TestAWordOfAFormerDrainThatComesLateDoesNotCount(t *testing.T) {
 	report := func(number uint64) {
 		w.report("one", Report{UID: p.UID, State: Idle, Proof: Runtime, Number: number})
 	}
-	w.Ask(w.now, p, []Service{web})
+	w.ask(p, web)
 	former := number()
 	w.pass(45 * time.Second)
 	if !w.Alive(w.now, p.UID) {
 		t.Fatal("not abandoned")
 	}
 	report(former) // before it is asked for again
-	w.Ask(w.now, p, []Service{web})
+	w.ask(p, web)
 	w.want(p, "Unrouting one:unknown")
 	report(former) // and after
 	w.want(p, "Unrouting one:unknown")
@@ -731,7 +760,7 @@ func TestReportsCountAsOldAsWhatTheirAgentHadHeard(t *testing.T) {
 	w := newWorld(t)
 	p := pod("a")
 	w.join("one", web)
-	w.Ask(w.now, p, []Service{web})
+	w.ask(p, web)
 	w.pass(20 * time.Second)
 	report := func(age time.Duration, state State) bool {
 		proof := Runtime
@@ -760,17 +789,17 @@ func TestARepeatOfWhatWasTooOldIsNews(t *testing.T) {
 	w := newWorld(t)
 	p := pod("a")
 	w.join("one", web)
-	w.Ask(w.now, p, []Service{web})
+	w.ask(p, web)
 	said := Report{UID: p.UID, State: Idle, Proof: Runtime}
 	w.report("one", said)
 	w.pass(5 * time.Second)
-	w.Touched()
-	if w.report("one", said) || w.Touched() != nil {
+	w.Touched(AtHold)
+	if w.report("one", said) || w.Touched(AtHold) != nil {
 		t.Error("a repeat in time is news")
 	}
 	w.pass(15*time.Second + 1)
 	w.want(p, "Unrouting one:unknown")
-	if !w.report("one", said) || !slices.Equal(w.Touched(), []UID{p.UID}) {
+	if !w.report("one", said) || !slices.Equal(w.Touched(AtHold), []UID{p.UID}) {
 		t.Error("a repeat that counts again is no news")
 	}
 }
@@ -779,7 +808,7 @@ func TestAnAgentThatTheAPIDoesNotListMayComeBack(t *testing.T) {
 	w := newWorld(t)
 	p := pod("a")
 	w.join("one", web)
-	w.Ask(w.now, p, []Service{web})
+	w.ask(p, web)
 	w.Disconnect(w.now, "one", w.sessions["one"])
 	w.pass(5*time.Second - 1)
 	w.want(p, "Unrouting one:unknown")
@@ -811,18 +840,18 @@ func TestAnOlderClockDoesNotMoveANearerDeadlineBack(t *testing.T) {
 	p := pod("a")
 	w.join("one", web)
 	for range 3 { // 3 drains of 20 s each use up more than the deadline
-		w.Ask(w.now, p, []Service{web})
-		w.Hold(p.UID)
+		w.ask(p, web)
+		answered := w.Hold(p.UID)
 		w.pass(20 * time.Second)
-		w.Answered(w.now, p.UID, false)
+		answered(w.now, false)
 		w.pass(45 * time.Second)
 		if !w.Alive(w.now, p.UID) {
 			t.Fatal("not abandoned")
 		}
 	}
-	before := w.Ask(w.now, p, []Service{web})
-	w.AskPlaced(w.now, p, nil, Place{Elapsed: time.Hour})
-	if after := w.Status(w.now, p.UID); !after.Since.Equal(before.Since) {
+	before := w.ask(p, web)
+	w.Ask(w.now, p, nil, Place{Elapsed: time.Hour})
+	if after := w.Status(w.now, AtHold, p.UID); !after.Since.Equal(before.Since) {
 		t.Errorf("since moved by %s", after.Since.Sub(before.Since))
 	}
 }
@@ -835,13 +864,13 @@ func TestLeave(t *testing.T) {
 	}{
 		"no more":                   {func(*world) {}, "Released NoAgents"},
 		"its stream ends":           {func(w *world) { w.Disconnect(w.now, "one", w.sessions["one"]) }, "Released NoAgents"},
-		"it comes back, same life":  {func(w *world) { w.ConnectAs(w.now, "one", "boot-1") }, "Released NoAgents"},
-		"it comes back, other life": {func(w *world) { w.ConnectAs(w.now, "one", "boot-2") }, "Unrouting one:unknown"},
-		"it comes back, no name":    {func(w *world) { w.Connect(w.now, "one") }, "Unrouting one:unknown"},
+		"it comes back, same life":  {func(w *world) { w.Connect(w.now, "one", Hail{Boot: "boot-1"}) }, "Released NoAgents"},
+		"it comes back, other life": {func(w *world) { w.Connect(w.now, "one", Hail{Boot: "boot-2"}) }, "Unrouting one:unknown"},
+		"it comes back, no name":    {func(w *world) { w.Connect(w.now, "one", Hail{}) }, "Unrouting one:unknown"},
 		"it declares again":         {func(w *world) { w.Declare("one", w.sessions["one"], routes(web)) }, "Unrouting one:unknown"},
 		"its pod is seen not ready": {func(w *world) { w.Expect(w.now, []Expected{{ID: "one"}}) }, "Released NoAgents"},
 		"another says so in its name": {func(w *world) {
-			w.ConnectAs(w.now, "one", "boot-2")
+			w.Connect(w.now, "one", Hail{Boot: "boot-2"})
 			if w.Leave("one", w.sessions["two"]) || w.Leave("one", 0) || w.Leave("stranger", 1) {
 				w.Error("left by another's session")
 			}
@@ -850,13 +879,13 @@ func TestLeave(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t)
 			w.Expect(w.now, []Expected{{ID: "one", Ready: true}})
-			w.sessions["one"], w.sessions["two"] = w.ConnectAs(w.now, "one", "boot-1"), w.Connect(w.now, "two")
+			w.sessions["one"], w.sessions["two"] = w.Connect(w.now, "one", Hail{Boot: "boot-1"}), w.Connect(w.now, "two", Hail{})
 			w.Declare("one", w.sessions["one"], routes(web))
 			w.Declare("two", w.sessions["two"], nil)
-			w.Ask(w.now, p, []Service{web})
+			w.ask(p, web)
 			w.want(p, "Unrouting one:unknown")
-			w.Touched()
-			if !w.Leave("one", w.sessions["one"]) || !slices.Equal(w.Touched(), []UID{p.UID}) {
+			w.Touched(AtHold)
+			if !w.Leave("one", w.sessions["one"]) || !slices.Equal(w.Touched(AtHold), []UID{p.UID}) {
 				t.Error("nobody is woken")
 			}
 			c.then(w)
@@ -882,7 +911,7 @@ func TestADeclarationWithoutTheServiceDischargesNobody(t *testing.T) {
 		"it vouches no more":  {func(w *world) { w.declare("one", Route{web, ClusterIP, Direct, PerRequest}) }, "Unrouting one:unknown"},
 		"it goes away": {func(w *world) {
 			w.Disconnect(w.now, "one", w.sessions["one"])
-			w.Touched()
+			w.Touched(AtHold)
 			w.pass(w.times.Away + time.Second)
 		}, "Released NoAgents"},
 		"the API forgets it": {func(w *world) {
@@ -894,17 +923,17 @@ func TestADeclarationWithoutTheServiceDischargesNobody(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t)
 			w.join("one", web)
-			w.Ask(w.now, p, []Service{web})
+			w.ask(p, web)
 			open, _ := w.Declare("one", w.sessions["one"], routes(api))
 			if len(open) != 1 {
 				t.Errorf("the answer tells of %v", open)
 			}
 			w.want(p, "Unrouting one:unknown")
-			w.Touched()
+			w.Touched(AtHold)
 			c.then(w)
 			w.want(p, c.want)
-			w.Gone(w.now, p.UID)
-			w.Ask(w.now, pod("b"), []Service{web})
+			w.Gone(w.now, AtHold, p.UID)
+			w.ask(pod("b"), web)
 			w.want(pod("b"), "Released NoAgents")
 		})
 	}
@@ -915,8 +944,8 @@ func TestADeclarationWithoutTheServiceDischargesNobody(t *testing.T) {
 func TestWhatDischargesAnAgent(t *testing.T) {
 	p := pod("a")
 	w := newWorld(t)
-	w.Ask(w.now, p, []Service{web})
-	w.sessions["one"] = w.Connect(w.now, "one")
+	w.ask(p, web)
+	w.sessions["one"] = w.Connect(w.now, "one", Hail{})
 	w.want(p, "Unrouting one:unknown")
 	w.declare("one", routes(api)...)
 	w.want(p, "Released NoAgents")
@@ -933,7 +962,7 @@ func TestADeclarationWithoutTheServiceAtTheBarrier(t *testing.T) {
 	p := pod("a")
 	w.observe("node")
 	w.join("edge", web)
-	w.Ask(w.now, p, []Service{web})
+	w.ask(p, web)
 	w.Declare("edge", w.sessions["edge"], nil)
 	w.open(p, "node")
 	w.Declare("node", w.sessions["node"], nil)
@@ -960,14 +989,14 @@ func TestAnAgentIsToldOfItsNamespaces(t *testing.T) {
 	}
 	w.join("bank", bank)
 	w.join("shop", web)
-	w.Ask(w.now, purse, []Service{bank})
-	w.Ask(w.now, pod("a"), []Service{web})
+	w.ask(purse, bank)
+	w.ask(pod("a"), web)
 	w.say("shop", purse, Idle)
 	if w.Acknowledges("shop", Report{UID: purse.UID, State: Idle}) || len(w.subjects[purse.UID].heard[AtHold]) > 0 {
 		t.Error("a report counts of an agent that was not asked")
 	}
 	shop := told("shop", 0, "drain uid-a")
-	w.Gone(w.now, purse.UID)
+	w.Gone(w.now, AtHold, purse.UID)
 	shop = told("shop", shop, "")
 	// It must not route a pod that is dead because it heard of it too early.
 	w.Concerned()
@@ -978,15 +1007,15 @@ func TestAnAgentIsToldOfItsNamespaces(t *testing.T) {
 	shop = told("shop", shop, "drain uid-a release uid-core-1 dead")
 	// The exclusion of a drain that it was told of is lifted, whatever it has declared since.
 	w.Declare("shop", w.sessions["shop"], routes(bank))
-	w.Gone(w.now, "uid-a")
+	w.Gone(w.now, AtHold, "uid-a")
 	told("shop", shop, "release uid-a dead")
 	w.join("shop", bank)
 	told("shop", 0, "release uid-core-1 dead release uid-a dead")
-	w.Ask(w.now, pod("b"), []Service{web})
-	w.Gone(w.now, "uid-b")
+	w.ask(pod("b"), web)
+	w.Gone(w.now, AtHold, "uid-b")
 	told("shop", 0, "release uid-core-1 dead release uid-a dead")
 	// One that has not declared may route everything.
-	w.Connect(w.now, "new")
+	w.Connect(w.now, "new", Hail{})
 	told("new", 0, "release uid-core-1 dead release uid-a dead release uid-b dead")
 	told("bank", 0, "release uid-core-1 dead")
 }

@@ -23,12 +23,6 @@ import (
 // A queued drain ends like every other. Past its deadline the deletion is allowed; the gateways then follow the terminating endpoint as
 // they would without Lameduck, and no agent is blamed. It is not unrouted for that: it is the one who asks that is bounded.
 
-// AskBounded is [Ledger.Ask] for one who knows the targets of the Services: the drain is Queued while one of them has no room. What is
-// said of a Service's targets holds for all of its drains, until somebody says it anew.
-func (l *Ledger) AskBounded(now time.Time, pod Pod, targets []Targets) Status {
-	return l.AskPlaced(now, pod, targets, Place{})
-}
-
 // Placing says who judges whether a drain has the capacity that it needs.
 type Placing uint8
 
@@ -41,26 +35,15 @@ const (
 	Deferred
 )
 
-// Place is what another replica knows of a drain.
+// Place is where a drain stands: what another replica knows of it, and whether the pod is to be deleted.
 type Place struct {
 	Is Placing
-	// Elapsed is how long the drain has run there. 0: it is not known there.
+	// Elapsed is how long the drain has run on the other replica. 0: it is not known there.
 	Elapsed time.Duration
-}
-
-// AskPlaced is [Ledger.AskBounded] for a replica that knows what another one says of the drain: a witness, which leaves capacity to the opener's
-// judgment, or the opener, which a witness asks. The drain's clock starts at the earlier of the two starts.
-func (l *Ledger) AskPlaced(now time.Time, pod Pod, targets []Targets, place Place) Status {
-	d := l.at(AtHold, pod.UID)
-	dead := d != nil && !d.open && d.reason == Dead // there will be no drain that needs to know
-	services := make([]Service, 0, len(targets))
-	for _, t := range targets {
-		services = append(services, t.Service)
-		if t.Usable != nil && !dead {
-			l.usable[t.Service] = t.Usable
-		}
-	}
-	return l.ask(now, pod, services, place)
+	// Restart says that a container is about to be stopped and its pod stays. Such a drain is not counted against the pod: it takes
+	// nothing of the time of a later one, and does not say that deletions are refused. The place of the pod's open drain stays, and a
+	// drain that was opened for a deletion stays one. [Ledger.Back] ends it.
+	Restart bool
 }
 
 // admit unqueues the drains for which there is room, the oldest first.
@@ -113,16 +96,51 @@ func (l *Ledger) needsRoom(d *drain, s Service) bool {
 	return usable
 }
 
-// Elsewhere tells which pods other replicas unroute, as they last said. These take room here as
-// well. Replicas do not always agree: one that the opener did not answer decides for itself.
-func (l *Ledger) Elsewhere(now time.Time, claims []Claim) {
+// Shared is what one replica tells the others.
+type Shared struct {
+	// Drains are the open drains at the hold, the oldest first.
+	Drains []Claim `json:"drains"`
+	// Silent are the agents that let its last drains expire, in the order of their IDs.
+	Silent []Silence `json:"silent,omitempty"`
+}
+
+// Shared returns what the other replicas are told.
+func (l *Ledger) Shared(now time.Time) Shared { return Shared{l.claims(now), l.silences(now)} }
+
+// Polled takes in what the other replicas told last. The pods that they unroute take capacity here as well: replicas do not always agree,
+// because one that the opener did not answer decides for itself. If adopt is set, this replica has just started and opens their drains
+// too, so that it continues where it was. A pod that has a drain here keeps it; its clock starts at the earlier of the two starts. A drain
+// that waits for capacity there waits here until it is asked for: how many targets its Services have is not known yet.
+func (l *Ledger) Polled(now time.Time, others []Shared, adopt bool) {
 	l.elsewhere = map[UID]struct{}{}
-	for _, c := range claims {
-		if !c.Queued {
-			l.elsewhere[c.Pod.UID] = struct{}{}
+	for _, of := range others {
+		l.believe(now, of.Silent)
+		for _, c := range of.Drains {
+			if !c.Queued {
+				l.elsewhere[c.Pod.UID] = struct{}{}
+			}
 		}
 	}
 	l.admit(now)
+	for _, of := range others {
+		for _, c := range of.Drains {
+			if adopt {
+				l.adoptClaim(now, c)
+			}
+		}
+	}
+}
+
+func (l *Ledger) adoptClaim(now time.Time, c Claim) {
+	place := Place{Is: Granted, Elapsed: time.Duration(c.ElapsedMillis) * time.Millisecond}
+	if c.Queued {
+		place.Is = Deferred
+	}
+	targets := make([]Targets, len(c.Services))
+	for i, s := range c.Services {
+		targets[i].Service = s
+	}
+	l.Ask(now, c.Pod, targets, place)
 }
 
 // unrouted reports whether agents take a pod out of routing for this replica's drain, or another's.
@@ -159,8 +177,7 @@ type Claim struct {
 	Queued        bool  `json:"queued,omitempty"`
 }
 
-// Claims returns the open drains at the hold, the oldest first.
-func (l *Ledger) Claims(now time.Time) []Claim {
+func (l *Ledger) claims(now time.Time) []Claim {
 	claims := []Claim{}
 	l.each(func(d *drain) {
 		if d.open && d.gate == AtHold && !d.restart {
@@ -179,21 +196,35 @@ func byService(a, b Service) int {
 	return cmp.Or(cmp.Compare(a.Namespace, b.Namespace), cmp.Compare(a.Name, b.Name))
 }
 
-// Adopt opens the drains that another replica has open, so that a replica which starts goes on where it was. Those that have a drain
-// here keep it; their clock starts at the earlier of the two starts. A drain that waits for capacity there waits here until it is asked for: how many
-// targets its Services have is not known yet.
-func (l *Ledger) Adopt(now time.Time, claims []Claim) {
-	for _, c := range claims {
-		place := Place{Granted, time.Duration(c.ElapsedMillis) * time.Millisecond}
-		if c.Queued {
-			place.Is = Deferred
-		}
-		l.ask(now, c.Pod, c.Services, place)
-	}
+// Standing is where a pod stands, as far as is known here.
+type Standing struct {
+	// Draining reports whether it has an open drain at the hold, since Since.
+	Draining bool
+	Since    time.Time
+	// Queued reports whether that drain waits for capacity, so that the pod is still routed.
+	Queued bool
+	// Terminating reports whether the pod is being drained, here or by another replica, or dead: agents that observe may know that it is
+	// going although EndpointSlices do not say so yet.
+	Terminating bool
+	// Refused is when drains of the pod were allowed and abandoned all the same, in the last Times.Memory at least.
+	Refused []time.Time
 }
 
-// Queued reports whether uid has an open drain that waits for room, so that its pod is still routed.
-func (l *Ledger) Queued(uid UID) bool {
-	d := l.at(AtHold, uid)
-	return d != nil && d.open && d.queued
+// Pod returns where a pod stands.
+func (l *Ledger) Pod(uid UID) (s Standing) {
+	_, s.Terminating = l.elsewhere[uid]
+	of := l.subjects[uid]
+	if of == nil {
+		return s
+	}
+	for _, d := range of.drains {
+		s.Terminating = s.Terminating || d != nil && (d.open || d.reason == Dead)
+	}
+	if d := of.drains[AtHold]; d != nil {
+		s.Refused = d.allowedAlive
+		if d.open {
+			s.Draining, s.Since, s.Queued = true, d.since, d.queued
+		}
+	}
+	return s
 }

@@ -22,7 +22,7 @@ func usable(s Service, names ...string) Targets {
 // phases prints the open drains, oldest first, as "a:Unrouting b:Queued".
 func (w *world) phases() string {
 	var all []string
-	for _, s := range w.All(w.now) {
+	for _, s := range w.all(AtHold) {
 		text := s.Pod.Name + ":" + s.Phase.String()
 		if s.Reason != ReasonNone {
 			text += "/" + s.Reason.String()
@@ -54,7 +54,7 @@ func TestHalfOfAServiceIsDrainedAtOneTime(t *testing.T) {
 	w.join("one", web)
 	five := usable(web, "a", "b", "c", "d", "e")
 	for _, name := range []string{"a", "b", "c", "d"} {
-		w.AskBounded(w.now, pod(name), []Targets{five})
+		w.Ask(w.now, pod(name), []Targets{five}, Place{})
 		w.pass(time.Second)
 	}
 	w.wantPhases("a:Unrouting b:Unrouting c:Queued d:Queued")
@@ -64,20 +64,20 @@ func TestHalfOfAServiceIsDrainedAtOneTime(t *testing.T) {
 	if open, _ := w.Declare("one", w.sessions["one"], routes(web)); len(open) != 2 {
 		t.Errorf("the answer to a declaration has %v", open)
 	}
-	if !w.Queued(pod("c").UID) || w.Queued(pod("a").UID) || w.Queued("stranger") {
+	if !w.Pod(pod("c").UID).Queued || w.Pod(pod("a").UID).Queued || w.Pod("stranger").Queued {
 		t.Error("Queued is wrong")
 	}
-	if s := w.Status(w.now, pod("c").UID); !s.Waits() || s.Owed != 1 || !s.Deadline.Equal(t0.Add(32*time.Second)) {
+	if s := w.Status(w.now, AtHold, pod("c").UID); !s.Waits() || s.Owed != 1 || !s.Deadline.Equal(t0.Add(32*time.Second)) {
 		t.Errorf("a queued drain: %+v", s)
 	}
 	// Acknowledged is still unrouted. There is room when the pod is known to go: it is no usable target any more.
 	w.say("one", pod("b"), Idle)
 	w.wantPhases("a:Unrouting b:Released/Acknowledged c:Queued d:Queued")
-	w.Touched()
+	w.Touched(AtHold)
 	w.Concerned()
-	w.Gone(w.now, pod("b").UID)
+	w.Gone(w.now, AtHold, pod("b").UID)
 	w.wantPhases("a:Unrouting c:Unrouting d:Queued")
-	if got := w.Touched(); !slices.Contains(got, pod("c").UID) {
+	if got := w.Touched(AtHold); !slices.Contains(got, pod("c").UID) {
 		t.Errorf("touched %v", got)
 	}
 	if got := w.Concerned(); !slices.Equal(got, []AgentID{"one"}) {
@@ -87,12 +87,12 @@ func TestHalfOfAServiceIsDrainedAtOneTime(t *testing.T) {
 		t.Errorf("told of %q", got)
 	}
 	// Four are left, so two is right. A replacement makes no more room, a second one does.
-	w.AskBounded(w.now, pod("d"), []Targets{usable(web, "a", "c", "d", "e", "new")})
+	w.Ask(w.now, pod("d"), []Targets{usable(web, "a", "c", "d", "e", "new")}, Place{})
 	w.wantPhases("a:Unrouting c:Unrouting d:Queued")
-	w.AskBounded(w.now, pod("d"), []Targets{usable(web, "a", "c", "d", "e", "new", "new2")})
+	w.Ask(w.now, pod("d"), []Targets{usable(web, "a", "c", "d", "e", "new", "new2")}, Place{})
 	w.wantPhases("a:Unrouting c:Unrouting d:Unrouting")
 	// None that agents have been told of is queued, however few targets are left.
-	w.AskBounded(w.now, pod("e"), []Targets{usable(web, "a", "c", "d", "e")})
+	w.Ask(w.now, pod("e"), []Targets{usable(web, "a", "c", "d", "e")}, Place{})
 	w.wantPhases("a:Unrouting c:Unrouting d:Unrouting e:Queued")
 }
 
@@ -103,7 +103,7 @@ func TestTheDeadAreNoTargets(t *testing.T) {
 	w.join("one", web)
 	names := []string{"a", "b", "c", "d", "e", "f", "g", "h", "i", "j"}
 	for _, name := range names {
-		w.AskBounded(w.now, pod(name), []Targets{usable(web, names...)})
+		w.Ask(w.now, pod(name), []Targets{usable(web, names...)}, Place{})
 		w.pass(time.Millisecond)
 	}
 	unrouted := func() int { return strings.Count(w.phases(), "Unrouting") }
@@ -111,7 +111,7 @@ func TestTheDeadAreNoTargets(t *testing.T) {
 		if got := unrouted(); got != want {
 			t.Errorf("after %d have gone, %d of %d are unrouted, want %d", gone, got, len(names)-gone, want)
 		}
-		w.Gone(w.now, pod(names[gone]).UID)
+		w.Gone(w.now, AtHold, pod(names[gone]).UID)
 	}
 	if got := w.phases(); got != "" {
 		t.Errorf("left: %s", got)
@@ -127,7 +127,7 @@ func TestWhatABoundIs(t *testing.T) {
 			names = append(names, fmt.Sprint("p", i))
 		}
 		for _, name := range names {
-			w.AskBounded(w.now, pod(name), []Targets{usable(web, names...)})
+			w.Ask(w.now, pod(name), []Targets{usable(web, names...)}, Place{})
 		}
 		if got := strings.Count(w.phases(), "Unrouting"); got != want {
 			t.Errorf("%d of %d are unrouted, want %d", got, n, want)
@@ -139,8 +139,8 @@ func TestQueuedDrainsEndLikeEveryOther(t *testing.T) {
 	setup := func(t *testing.T) *world {
 		w := newWorld(t)
 		w.join("one", web)
-		w.AskBounded(w.now, pod("a"), []Targets{usable(web, "a", "b")})
-		w.AskBounded(w.now, pod("b"), []Targets{usable(web, "a", "b")})
+		w.Ask(w.now, pod("a"), []Targets{usable(web, "a", "b")}, Place{})
+		w.Ask(w.now, pod("b"), []Targets{usable(web, "a", "b")}, Place{})
 		w.wantPhases("a:Unrouting b:Queued")
 		return w
 	}
@@ -148,11 +148,11 @@ func TestQueuedDrainsEndLikeEveryOther(t *testing.T) {
 		w := setup(t)
 		w.say("one", pod("a"), Idle)
 		w.pass(30*time.Second - 1)
-		if s := w.Status(w.now, pod("b").UID); s.Phase != Queued || !s.Recheck.Equal(s.Deadline) {
+		if s := w.Status(w.now, AtHold, pod("b").UID); s.Phase != Queued || !s.Recheck.Equal(s.Deadline) {
 			t.Errorf("%+v", s)
 		}
 		w.pass(1)
-		if got := w.Status(w.now, pod("b").UID); line(got) != "Released Deadline one:unknown" {
+		if got := w.Status(w.now, AtHold, pod("b").UID); line(got) != "Released Deadline one:unknown" {
 			t.Error(line(got))
 		}
 		if w.agents["one"].breaker.strikes != 0 || w.told("one") != "a" {
@@ -161,32 +161,30 @@ func TestQueuedDrainsEndLikeEveryOther(t *testing.T) {
 	})
 	t.Run("dead", func(t *testing.T) {
 		w := setup(t)
-		w.Gone(w.now, pod("b").UID)
+		w.Gone(w.now, AtHold, pod("b").UID)
 		w.wantPhases("a:Unrouting")
 		if _, released, _ := w.Since("one", 0); len(released) != 1 || !released[0].Dead {
 			t.Errorf("released %v", released)
 		}
-		w.Gone(w.now, pod("a").UID)
+		w.Gone(w.now, AtHold, pod("a").UID)
 		w.pass(10 * time.Minute)
 		w.Tick(w.now)
 		if len(w.queued)+len(w.usable)+len(w.subjects) != 0 {
 			t.Error("something is kept")
 		}
-		w.AskBounded(w.now, pod("c"), []Targets{usable(web, "c", "d")})
+		w.Ask(w.now, pod("c"), []Targets{usable(web, "c", "d")}, Place{})
 		w.wantPhases("c:Unrouting")
 	})
 	t.Run("abandoned, and asked for again", func(t *testing.T) {
 		w := setup(t)
-		w.Hold(pod("b").UID)
-		w.Answered(w.now, pod("b").UID, false)
+		w.Hold(pod("b").UID)(w.now, false)
 		w.pass(10 * time.Second)
-		w.Hold(pod("a").UID)
-		w.Answered(w.now, pod("a").UID, false)
+		w.Hold(pod("a").UID)(w.now, false)
 		w.pass(35 * time.Second)
 		if !w.Alive(w.now, pod("b").UID) {
 			t.Fatal("not abandoned")
 		}
-		w.AskBounded(w.now, pod("b"), []Targets{usable(web, "a", "b")})
+		w.Ask(w.now, pod("b"), []Targets{usable(web, "a", "b")}, Place{})
 		w.wantPhases("a:Released/Deadline b:Queued")
 		if open, _ := w.Declare("one", w.sessions["one"], routes(web)); w.told("one") != "a" || len(open) != 1 {
 			t.Errorf("told of %q, and of %v when it declares", w.told("one"), open)
@@ -204,9 +202,9 @@ func TestQueuedDrainsEndLikeEveryOther(t *testing.T) {
 	})
 	t.Run("a dead pod leaves nothing behind", func(t *testing.T) {
 		w := setup(t)
-		w.Gone(w.now, pod("a").UID)
-		w.Gone(w.now, pod("b").UID)
-		w.AskBounded(w.now, pod("b"), []Targets{usable(web, "b")})
+		w.Gone(w.now, AtHold, pod("a").UID)
+		w.Gone(w.now, AtHold, pod("b").UID)
+		w.Ask(w.now, pod("b"), []Targets{usable(web, "b")}, Place{})
 		if len(w.usable) != 0 {
 			t.Error("targets of a Service without drains are kept")
 		}
@@ -218,7 +216,7 @@ func TestWhoGoesNext(t *testing.T) {
 	w.join("one", web, api)
 	inWeb, inAPI := usable(web, "w1", "w2", "both"), usable(api, "a1", "a2", "both")
 	ask := func(name string, targets ...Targets) {
-		w.AskBounded(w.now, pod(name), targets)
+		w.Ask(w.now, pod(name), targets, Place{})
 		w.pass(time.Second)
 	}
 	ask("w1", inWeb)
@@ -228,53 +226,53 @@ func TestWhoGoesNext(t *testing.T) {
 	ask("a2", inAPI)
 	w.wantPhases("w1:Unrouting a1:Unrouting both:Queued w2:Queued a2:Queued")
 	// One that waits for both keeps no room free in either.
-	w.Gone(w.now, pod("w1").UID)
+	w.Gone(w.now, AtHold, pod("w1").UID)
 	w.wantPhases("a1:Unrouting both:Queued w2:Unrouting a2:Queued")
-	w.Gone(w.now, pod("w2").UID)
+	w.Gone(w.now, AtHold, pod("w2").UID)
 	w.wantPhases("a1:Unrouting both:Queued a2:Queued")
 	// Both have room: the oldest.
-	w.Gone(w.now, pod("a1").UID)
+	w.Gone(w.now, AtHold, pod("a1").UID)
 	w.wantPhases("both:Unrouting a2:Queued")
-	w.Gone(w.now, pod("both").UID)
+	w.Gone(w.now, AtHold, pod("both").UID)
 	w.wantPhases("a2:Unrouting")
 }
 
 func TestWhatTakesNoRoom(t *testing.T) {
 	w := newWorld(t)
 	w.join("one", web, api)
-	w.AskBounded(w.now, pod("a"), []Targets{usable(web, "a", "b")})
+	w.Ask(w.now, pod("a"), []Targets{usable(web, "a", "b")}, Place{})
 	// It is not ready, or its Service's targets are not known.
-	w.AskBounded(w.now, pod("unready"), []Targets{usable(web, "a", "b")})
-	w.Ask(w.now, pod("x"), []Service{api})
-	w.AskBounded(w.now, pod("y"), []Targets{{Service: api}})
+	w.Ask(w.now, pod("unready"), []Targets{usable(web, "a", "b")}, Place{})
+	w.ask(pod("x"), api)
+	w.Ask(w.now, pod("y"), []Targets{{Service: api}}, Place{})
 	w.wantPhases("a:Unrouting unready:Unrouting x:Unrouting y:Unrouting")
 	// It is found in a Service that is full, and is unrouted already.
-	w.AskBounded(w.now, pod("x"), []Targets{usable(web, "a", "b", "x")})
+	w.Ask(w.now, pod("x"), []Targets{usable(web, "a", "b", "x")}, Place{})
 	w.wantPhases("a:Unrouting unready:Unrouting x:Unrouting y:Unrouting")
 	// It takes room there from then on, and so would it if nobody had said so, as agents tell.
-	w.Gone(w.now, pod("a").UID)
-	w.AskBounded(w.now, pod("b"), []Targets{usable(web, "b", "x", "z")})
+	w.Gone(w.now, AtHold, pod("a").UID)
+	w.Ask(w.now, pod("b"), []Targets{usable(web, "b", "x", "z")}, Place{})
 	w.wantPhases("b:Queued unready:Unrouting x:Unrouting y:Unrouting")
-	w.Gone(w.now, pod("x").UID)
+	w.Gone(w.now, AtHold, pod("x").UID)
 	w.wantPhases("b:Unrouting unready:Unrouting y:Unrouting")
-	w.Gone(w.now, pod("b").UID)
+	w.Gone(w.now, AtHold, pod("b").UID)
 	w.say("one", pod("y"), Idle)
-	w.AskBounded(w.now, pod("c"), []Targets{usable(web, "c", "y", "z")})
-	if !w.Queued(pod("c").UID) {
+	w.Ask(w.now, pod("c"), []Targets{usable(web, "c", "y", "z")}, Place{})
+	if !w.Pod(pod("c").UID).Queued {
 		t.Error("a pod that is unrouted for another Service takes no room")
 	}
 	// What is asked for without targets is bounded by those that are known: a door is a door.
-	w.Ask(w.now, pod("z"), []Service{web})
-	if !w.Queued(pod("z").UID) {
+	w.ask(pod("z"), web)
+	if !w.Pod(pod("z").UID).Queued {
 		t.Error("who names no targets is not bounded")
 	}
-	w.Gone(w.now, pod("z").UID)
-	w.Gone(w.now, pod("c").UID)
-	w.Gone(w.now, pod("y").UID)
+	w.Gone(w.now, AtHold, pod("z").UID)
+	w.Gone(w.now, AtHold, pod("c").UID)
+	w.Gone(w.now, AtHold, pod("y").UID)
 	// Its drain began before its Service listed it, and no agent has said anything of it.
-	w.Ask(w.now, pod("early"), []Service{api})
-	w.AskBounded(w.now, pod("d"), []Targets{usable(web, "d", "early", "z")})
-	if !w.Queued(pod("d").UID) {
+	w.ask(pod("early"), api)
+	w.Ask(w.now, pod("d"), []Targets{usable(web, "d", "early", "z")}, Place{})
+	if !w.Pod(pod("d").UID).Queued {
 		t.Error("a pod that is being unrouted for another Service, of which no agent has told yet, takes no room")
 	}
 }
@@ -285,23 +283,23 @@ func TestOtherReplicasDrainsTakeRoom(t *testing.T) {
 	w := newWorld(t)
 	w.join("one", web)
 	targets := usable(web, "a", "b", "c", "d", "e")
-	w.Elsewhere(w.now, []Claim{{Pod: pod("a")}, {Pod: pod("stranger")}, {Pod: pod("e"), Queued: true}})
-	w.AskBounded(w.now, pod("b"), []Targets{targets})
-	w.AskBounded(w.now, pod("c"), []Targets{targets})
+	w.Polled(w.now, []Shared{{Drains: []Claim{{Pod: pod("a")}, {Pod: pod("stranger")}, {Pod: pod("e"), Queued: true}}}}, false)
+	w.Ask(w.now, pod("b"), []Targets{targets}, Place{})
+	w.Ask(w.now, pod("c"), []Targets{targets}, Place{})
 	w.wantPhases("b:Unrouting c:Queued")
 	// Another replica unroutes what is queued here: it costs no more room, and those who ask here wait for it.
-	w.Touched()
-	w.Elsewhere(w.now, []Claim{{Pod: pod("a")}, {Pod: pod("c")}})
+	w.Touched(AtHold)
+	w.Polled(w.now, []Shared{{Drains: []Claim{{Pod: pod("a")}, {Pod: pod("c")}}}}, false)
 	w.wantPhases("b:Unrouting c:Unrouting")
-	if got := w.Touched(); !slices.Contains(got, pod("c").UID) {
+	if got := w.Touched(AtHold); !slices.Contains(got, pod("c").UID) {
 		t.Errorf("touched %v", got)
 	}
-	w.AskBounded(w.now, pod("d"), []Targets{targets})
+	w.Ask(w.now, pod("d"), []Targets{targets}, Place{})
 	w.wantPhases("b:Unrouting c:Unrouting d:Queued")
-	w.Gone(w.now, pod("b").UID)
+	w.Gone(w.now, AtHold, pod("b").UID)
 	w.wantPhases("c:Unrouting d:Queued")
 	// What another replica does not tell any more is over there.
-	w.Elsewhere(w.now, nil)
+	w.Polled(w.now, []Shared{{Drains: nil}}, false)
 	w.wantPhases("c:Unrouting d:Unrouting")
 }
 
@@ -310,8 +308,8 @@ func TestARestartLeavesThePlaceAsItIs(t *testing.T) {
 	w := newWorld(t)
 	w.join("one", web)
 	targets := []Targets{usable(web, "a", "b")}
-	w.AskPlaced(w.now, pod("a"), targets, Place{Is: Deferred})
-	w.Restart(w.now, pod("a"), targets)
+	w.Ask(w.now, pod("a"), targets, Place{Is: Deferred})
+	w.Ask(w.now, pod("a"), targets, Place{Restart: true})
 	w.wantPhases("a:Queued")
 }
 
@@ -337,7 +335,7 @@ func TestTheBoundHolds(t *testing.T) {
 			var did string
 			switch r.IntN(4) {
 			case 0:
-				did = fmt.Sprint("gone ", p.UID, w.Gone(w.now, p.UID))
+				did = fmt.Sprint("gone ", p.UID, w.Gone(w.now, AtHold, p.UID))
 			case 1:
 				w.Tick(w.now)
 				did = "tick"
@@ -351,10 +349,10 @@ func TestTheBoundHolds(t *testing.T) {
 					targets = append(targets, t)
 				}
 				did = fmt.Sprint("ask ", p.UID, targets)
-				w.AskBounded(w.now, p, targets)
+				w.Ask(w.now, p, targets, Place{})
 				was[p.UID] = true
 			}
-			for _, s := range w.All(w.now) {
+			for _, s := range w.all(AtHold) {
 				d := w.at(AtHold, s.Pod.UID)
 				for of := range d.services {
 					room := w.room(of)

@@ -2,6 +2,7 @@ package drain
 
 import (
 	"cmp"
+	"maps"
 	"slices"
 	"time"
 )
@@ -21,15 +22,6 @@ type Word struct {
 	Connected bool
 	// Suspended says that it is told of the drain and not waited for.
 	Suspended bool
-}
-
-// Words returns what the agents that owe the drain of uid say at now, and how many they are. The words are at most most: those who are least
-// far come first, then it goes by names. A drain that is not open has none.
-func (l *Ledger) Words(now time.Time, uid UID, most int) (words []Word, owed int) {
-	if d := l.at(AtHold, uid); d != nil && d.open {
-		return l.words(now, d, most)
-	}
-	return nil, 0
 }
 
 func (l *Ledger) words(now time.Time, d *drain, most int) (words []Word, owed int) {
@@ -57,10 +49,43 @@ func (l *Ledger) words(now time.Time, d *drain, most int) (words []Word, owed in
 	return words[:min(len(words), most)], owed
 }
 
-// Oldest returns the pods of the oldest open drains, at most most, and how many are open.
-func (l *Ledger) Oldest(most int) (oldest []UID, open int) { return l.oldest(AtHold, most) }
+// View is a drain with what agents say of it.
+type View struct {
+	Status
+	// Words are what the agents say that owe it, those that are least far first: at most as many as were asked for, of Parties.
+	Words   []Word
+	Parties int
+	// By is the agent that asks for a barrier, on the pod's node; ByName its pod's namespace/name.
+	By     AgentID
+	ByName string
+	// Last says that no other endpoint is ready, so that gateways may keep the pod at the barrier; LastHere that none is on its node.
+	Last, LastHere bool
+	// Sampled says that not all agents are asked that observe: the others are waited for by the time that they were seen to take.
+	Sampled bool
+}
 
-func (l *Ledger) oldest(gate Gate, most int) (oldest []UID, open int) {
+// View returns the drain of uid at a gate, with at most most words. ok is false if there is none, or at the barrier none that is open.
+func (l *Ledger) View(now time.Time, gate Gate, uid UID, most int) (v View, ok bool) {
+	d := l.at(gate, uid)
+	if d == nil || gate == AtBarrier && !d.open {
+		v.Pod.UID = uid
+		return v, false
+	}
+	v.Status = l.status(now, d)
+	if d.open {
+		v.Words, v.Parties = l.words(now, d, most)
+	}
+	if b := d.barrier; gate == AtBarrier {
+		v.By, v.ByName, v.Last, v.LastHere, v.Sampled = b.by, string(b.by), !b.last.IsZero(), !b.lastHere.IsZero(), b.sample != nil
+		if a := l.agents[b.by]; a != nil && a.name != "" {
+			v.ByName = a.name
+		}
+	}
+	return v, true
+}
+
+// Oldest returns the pods of the oldest open drains at a gate, at most most, and how many are open.
+func (l *Ledger) Oldest(gate Gate, most int) (oldest []UID, open int) {
 	var all []*drain
 	l.each(func(d *drain) {
 		if d.open && d.gate == gate {
@@ -74,25 +99,10 @@ func (l *Ledger) oldest(gate Gate, most int) (oldest []UID, open int) {
 	return oldest, len(all)
 }
 
-// Acknowledges reports whether r, by an agent, is about the open drain of its pod and counts here.
-func (l *Ledger) Acknowledges(id AgentID, r Report) bool { return l.vouches(AtHold, id, r) }
-
-func (l *Ledger) vouches(gate Gate, id AgentID, r Report) bool {
-	if r.Gate != gate {
-		return false
-	}
-	d := l.at(gate, r.UID)
+// Acknowledges reports whether r, by an agent, is about an open drain and counts here.
+func (l *Ledger) Acknowledges(id AgentID, r Report) bool {
+	d := l.at(r.Gate, r.UID)
 	return d != nil && d.open && r.Number == d.number && l.routes(l.agents[id], d)
-}
-
-// OnlyElsewhere returns how many pods other replicas unroute and this one does not.
-func (l *Ledger) OnlyElsewhere() (n int) {
-	for uid := range l.elsewhere {
-		if d := l.at(AtHold, uid); d == nil || !d.open {
-			n++
-		}
-	}
-	return n
 }
 
 // Known is an agent as a ledger knows it.
@@ -106,32 +116,50 @@ type Known struct {
 	// Connected says that it has a session here. If not, Lost is when it ended or, never connected, when the API first listed it.
 	Connected bool
 	Lost      time.Time
-	// Declared says that it is known what it routes: so many Services.
+	// Declared says that it is known what it routes, if only from an earlier session: so many Services.
 	Declared bool
 	Services int
+	// Routes are these, and Namespaces those whose releases are sent to it, "*" for all, sorted. Set by [Ledger.Agent].
+	Routes     map[Service]Route
+	Namespaces []string
 	// Left says that its gateway accepts nothing any more, Suspended that it is not waited for.
 	Left, Suspended bool
 	// Heard is when the newest of its reports that still count was true. Zero: there is none, as when nothing is drained.
 	Heard time.Time
 }
 
+// Agent returns an agent. One that is not known has no ID.
+func (l *Ledger) Agent(id AgentID) Known {
+	a := l.agents[id]
+	if a == nil {
+		return Known{}
+	}
+	k := a.known()
+	k.Routes, k.Namespaces = a.routes, slices.Sorted(maps.Keys(a.namespaces))
+	return k
+}
+
+func (a *agent) known() Known {
+	k := Known{
+		ID: a.id, Name: a.name, Expected: a.expected, Ready: a.ready, Label: a.label, Connected: a.session != 0,
+		Declared: a.declared, Services: len(a.routes), Left: a.left, Suspended: a.breaker.open,
+	}
+	if !k.Connected {
+		k.Lost = a.lostAt
+	}
+	for g := range gates {
+		for _, r := range a.reports[g] {
+			k.Heard = later(k.Heard, r.at)
+		}
+	}
+	return k
+}
+
 // Agents returns every agent that is known, in the order of their names.
 func (l *Ledger) Agents() []Known {
 	all := make([]Known, 0, len(l.agents))
 	for _, a := range l.agents {
-		k := Known{
-			ID: a.id, Name: a.name, Expected: a.expected, Ready: a.ready, Label: a.label, Connected: a.session != 0,
-			Declared: a.declared, Services: len(a.routes), Left: a.left, Suspended: a.breaker.open,
-		}
-		if !k.Connected {
-			k.Lost = a.lostAt
-		}
-		for g := range gates {
-			for _, r := range a.reports[g] {
-				k.Heard = later(k.Heard, r.at)
-			}
-		}
-		all = append(all, k)
+		all = append(all, a.known())
 	}
 	slices.SortFunc(all, func(a, b Known) int { return cmp.Or(cmp.Compare(a.Name, b.Name), cmp.Compare(a.ID, b.ID)) })
 	return all

@@ -13,28 +13,28 @@ func TestWordsAreOfThoseWhoOwe(t *testing.T) {
 	w.join("b", web)
 	w.join("other", api)
 	p := pod("x")
-	w.Ask(w.now, p, []Service{web})
+	w.ask(p, web)
 	w.say("a", p, Idle)
 	w.say("other", p, Removed)
 	see := func(want string) {
 		t.Helper()
-		words, owed := w.Words(w.now, p.UID, 10)
+		v, _ := w.View(w.now, AtHold, p.UID, 10)
 		var got []string
-		for _, word := range words {
+		for _, word := range v.Words {
 			got = append(got, fmt.Sprintf("%s %s %s", word.Agent, word.State, word.Proof))
 		}
-		if text := fmt.Sprint(owed, " ", strings.Join(got, ", ")); text != want {
+		if text := fmt.Sprint(v.Parties, " ", strings.Join(got, ", ")); text != want {
 			t.Errorf("words %q, want %q", text, want)
 		}
 	}
 	see("2 b unknown none, a idle runtime")
-	if words, owed := w.Words(w.now, p.UID, 1); len(words) != 1 || owed != 2 {
-		t.Errorf("cut to one: %v of %d", words, owed)
+	if v, _ := w.View(w.now, AtHold, p.UID, 1); len(v.Words) != 1 || v.Parties != 2 {
+		t.Errorf("cut to one: %v of %d", v.Words, v.Parties)
 	}
 	// What is too old to count is not said any more.
 	w.pass(w.times.Freshness + 1)
 	see("2 a unknown none, b unknown none")
-	w.Gone(w.now, p.UID)
+	w.Gone(w.now, AtHold, p.UID)
 	see("0 ")
 }
 
@@ -43,7 +43,7 @@ func TestAcknowledges(t *testing.T) {
 	w.join("a", web)
 	w.join("b", api)
 	p := pod("x")
-	w.Ask(w.now, p, []Service{web})
+	w.ask(p, web)
 	for name, c := range map[string]struct {
 		report Report
 		want   bool
@@ -64,13 +64,13 @@ func TestAcknowledges(t *testing.T) {
 
 func TestOnlyElsewhere(t *testing.T) {
 	w := newWorld(t)
-	w.Ask(w.now, pod("here"), []Service{web})
-	w.Elsewhere(w.now, []Claim{{Pod: pod("here")}, {Pod: pod("there")}, {Pod: pod("waits there"), Queued: true}})
-	if got := w.OnlyElsewhere(); got != 1 {
+	w.ask(pod("here"), web)
+	w.Polled(w.now, []Shared{{Drains: []Claim{{Pod: pod("here")}, {Pod: pod("there")}, {Pod: pod("waits there"), Queued: true}}}}, false)
+	if got := w.Counts().Elsewhere; got != 1 {
 		t.Errorf("%d pods are unrouted by other replicas alone, want there", got)
 	}
-	if w.Elsewhere(w.now, nil); w.OnlyElsewhere() != 0 {
-		t.Errorf("%d pods after the others have closed their drains", w.OnlyElsewhere())
+	if w.Polled(w.now, []Shared{{Drains: nil}}, false); w.Counts().Elsewhere != 0 {
+		t.Errorf("%d pods after the others have closed their drains", w.Counts().Elsewhere)
 	}
 }
 
@@ -83,11 +83,11 @@ func TestParties(t *testing.T) {
 	})
 	w.join("other", api)
 	w.join("hap", web)
-	w.sessions["kp"] = w.Connect(w.now, "kp")
+	w.sessions["kp"] = w.Connect(w.now, "kp", Hail{})
 	w.Declare("kp", w.sessions["kp"], []Route{{web, Endpoints, Observe, PerConnection}})
-	w.sessions["node"] = w.Connect(w.now, "node")
+	w.sessions["node"] = w.Connect(w.now, "node", Hail{})
 	w.Declare("node", w.sessions["node"], []Route{{EveryService, Endpoints, Observe, PerConnection}})
-	w.sessions["mesh"] = w.Connect(w.now, "mesh")
+	w.sessions["mesh"] = w.Connect(w.now, "mesh", Hail{})
 	w.Declare("mesh", w.sessions["mesh"], []Route{{web, ClusterIP, Direct, PerRequest}})
 	w.join("left", web)
 	w.Leave("left", w.sessions["left"])
@@ -114,7 +114,7 @@ node hold=false barrier=true undeclared=false`
 		t.Errorf("one that is away for long:\n%s", got)
 	}
 	// The same agents owe a drain of such a pod.
-	status := w.Ask(w.now, pod("x"), []Service{web})
+	status := w.ask(pod("x"), web)
 	var owed []string
 	for _, waiting := range status.Waiting {
 		owed = append(owed, waiting.Name)
@@ -128,14 +128,14 @@ func TestOldest(t *testing.T) {
 	w := newWorld(t)
 	w.join("a", web)
 	for _, name := range []string{"c", "a", "b"} {
-		w.Ask(w.now, pod(name), []Service{web})
+		w.ask(pod(name), web)
 		w.pass(time.Second)
 	}
-	w.Gone(w.now, "uid-a")
-	if got, open := w.Oldest(10); fmt.Sprint(got) != "[uid-c uid-b]" || open != 2 {
+	w.Gone(w.now, AtHold, "uid-a")
+	if got, open := w.Oldest(AtHold, 10); fmt.Sprint(got) != "[uid-c uid-b]" || open != 2 {
 		t.Errorf("%v of %d", got, open)
 	}
-	if got, open := w.Oldest(1); fmt.Sprint(got) != "[uid-c]" || open != 2 {
+	if got, open := w.Oldest(AtHold, 1); fmt.Sprint(got) != "[uid-c]" || open != 2 {
 		t.Errorf("cut to one: %v of %d", got, open)
 	}
 }

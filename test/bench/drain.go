@@ -217,7 +217,7 @@ func (f *fleet) drain(service drain.Service, n int) time.Duration {
 	var all sync.WaitGroup
 	for i := range n {
 		all.Go(func() {
-			status, _, err := f.Drain(context.Background(), pod(i), []drain.Service{service}, began.Add(20*time.Second))
+			status, _, err := f.Drain(context.Background(), coordinator.Request{Pod: pod(i), Targets: []drain.Targets{{Service: service}}}, began.Add(20*time.Second))
 			if status.Reason != drain.Acknowledged || err != nil {
 				f.mu.Lock()
 				f.failed = fmt.Errorf("a drain ended as %s, %s, waiting for %d: %w", status.Phase, status.Reason, len(status.Waiting), err)
@@ -242,7 +242,7 @@ func (f *fleet) others(service drain.Service, left int) time.Duration {
 	defer f.Gone(pod.UID)
 	began := time.Now()
 	for {
-		status, _, err := f.Drain(context.Background(), pod, []drain.Service{service}, began)
+		status, _, err := f.Drain(context.Background(), coordinator.Request{Pod: pod, Targets: []drain.Targets{{Service: service}}}, began)
 		took := time.Since(began)
 		if err != nil || took > 20*time.Second {
 			f.failed = fmt.Errorf("a drain is %s, %s, waiting for %d: %w", status.Phase, status.Reason, len(status.Waiting), err)

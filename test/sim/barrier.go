@@ -485,7 +485,7 @@ func (c *coord) barTurn(x *barred) {
 			others += number(other)
 			beside += number(other && e.host == x.h.a)
 			v := c.pods[e.uid]
-			heard = heard || other && v.ready && w.at-v.readyAt >= heardBy && !c.ledger.Going(e.uid)
+			heard = heard || other && v.ready && w.at-v.readyAt >= heardBy && !c.ledger.Pod(e.uid).Terminating
 		}
 		if !listed {
 			continue
@@ -500,7 +500,7 @@ func (c *coord) barTurn(x *barred) {
 		lastHere = lastHere || beside == 0 && w.api.policies[i] != everywhere
 	}
 	last, lastOne, lastHere = lastOne && all, lastOne && one && !all, (lastOne || lastHere) && here && !all
-	if s := c.ledger.BarrierStatus(w.now, p.uid); s.Phase == drain.PhaseUnknown {
+	if s := c.ledger.Status(w.now, drain.AtBarrier, p.uid); s.Phase == drain.PhaseUnknown {
 		c.rested[p.uid] = c.took
 	}
 	s := c.ledger.OpenBarrier(w.now, drain.Barrier{
@@ -538,19 +538,19 @@ func (c *coord) unbar(x *barred) {
 }
 
 // lookBarriers ends those of pods that are gone.
-func (c *coord) lookBarriers() {
-	for _, s := range c.ledger.Barriers(c.w.now) {
-		if _, known := c.pods[s.Pod.UID]; c.synced && !known && !c.w.now.Before(s.Deadline) {
-			c.ledger.Deleted(c.w.now, s.Pod.UID)
+func (c *coord) lookBarriers(overdue []drain.Pod) {
+	for _, pod := range overdue {
+		if _, known := c.pods[pod.UID]; c.synced && !known {
+			c.ledger.Gone(c.w.now, drain.AtBarrier, pod.UID)
 		}
 	}
 }
 
 // settleBarriers wakes those who wait at a barrier that may have changed.
 func (c *coord) settleBarriers() bool {
-	touched := c.ledger.TouchedBarriers()
+	touched := c.ledger.Touched(drain.AtBarrier)
 	for _, uid := range touched {
-		c.ledger.BarrierStatus(c.w.now, uid)
+		c.ledger.Status(c.w.now, drain.AtBarrier, uid)
 		for _, x := range c.bars {
 			if x.h.p.uid == uid {
 				x.turn++
@@ -570,7 +570,7 @@ func (c *coord) settleBarriers() bool {
 func (c *coord) acknowledgedAtBarrier(a *agent, asOf time.Time, reports []drain.Report) bool {
 	now := c.w.now
 	for _, r := range reports {
-		s := c.ledger.BarrierStatus(now, r.UID)
+		s := c.ledger.Status(now, drain.AtBarrier, r.UID)
 		if s.Phase == drain.PhaseUnknown || s.Phase == drain.Closed || r.State < drain.Removed || now.Sub(asOf) > c.w.times.Freshness {
 			continue
 		}
@@ -602,7 +602,7 @@ func (c *coord) young(uid drain.UID) time.Duration {
 
 // learn notes how long a kernel has taken to let go: a plain record beside the ledger's.
 func (c *coord) learn(a *agent, r drain.Report) {
-	s := c.ledger.BarrierStatus(c.w.now, r.UID)
+	s := c.ledger.Status(c.w.now, drain.AtBarrier, r.UID)
 	if r.State < drain.Removed || c.let[r.UID][a] || s.Phase == drain.PhaseUnknown || s.Phase == drain.Closed {
 		return
 	}

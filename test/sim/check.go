@@ -1,6 +1,7 @@
 package main
 
 import (
+	"math"
 	"slices"
 	"strconv"
 	"strings"
@@ -406,7 +407,7 @@ func (c *coord) acknowledged(a *agent, asOf time.Time, reports []drain.Report) b
 		if d := c.room[r.UID]; d == nil || !slices.ContainsFunc(a.services, func(i int) bool { return d.services[service(i)] }) {
 			continue
 		}
-		if s := c.ledger.Status(now, r.UID); now.Before(s.Deadline) {
+		if s := c.ledger.Status(now, drain.AtHold, r.UID); now.Before(s.Deadline) {
 			return true
 		}
 	}
@@ -522,7 +523,7 @@ func (c *coord) asking(uid drain.UID, targets []drain.Targets, place drain.Placi
 // noteAdopted records a drain that another replica has told of.
 func (c *coord) noteAdopted(claim drain.Claim) {
 	uid := claim.Pod.UID
-	if _, open := c.ledger.Draining(uid); !open {
+	if !c.ledger.Pod(uid).Draining {
 		return
 	}
 	targets := make([]drain.Targets, len(claim.Services))
@@ -539,7 +540,7 @@ func (c *coord) noteAdopted(claim drain.Claim) {
 		c.begins(uid)
 		c.w.measure("drains that were adopted")
 	}
-	c.checkClock(c.ledger.Status(c.w.now, uid), time.Duration(claim.ElapsedMillis)*time.Millisecond)
+	c.checkClock(c.ledger.Status(c.w.now, drain.AtHold, uid), time.Duration(claim.ElapsedMillis)*time.Millisecond)
 }
 
 // taken says whether another replica has said that it unroutes the pod.
@@ -553,7 +554,7 @@ func (c *coord) checkRoom() {
 	w := c.w
 	for _, uid := range sorted(c.room) {
 		d := c.room[uid]
-		if d.told || c.ledger.Queued(uid) {
+		if d.told || c.ledger.Pod(uid).Queued {
 			continue
 		}
 		d.told, d.toldAt, d.ordered = true, w.at, d.askedAt > w.parted+agreed
@@ -591,7 +592,7 @@ func (c *coord) unrouted(usable []drain.UID, all bool) (n int) {
 // alive counts the usable targets of which this replica does not know that they are dead.
 func (c *coord) alive(usable []drain.UID) (n int) {
 	for _, uid := range usable {
-		if s := c.ledger.Status(c.w.now, uid); s.Phase != drain.Closed || s.Reason != drain.Dead {
+		if s := c.ledger.Status(c.w.now, drain.AtHold, uid); s.Phase != drain.Closed || s.Reason != drain.Dead {
 			n++
 		}
 	}
@@ -641,7 +642,7 @@ func (w *world) drained(uid drain.UID, told bool) (any, inOrder bool) {
 // evictions would refuse each other, each with its pod unrouted.
 func (c *coord) checkBudget(p *pod) {
 	w, allowed, ahead := c.w, 1-c.w.api.want[0], 0
-	_, drains := c.ledger.Draining(p.uid)
+	drains := c.ledger.Pod(p.uid).Draining
 	if !w.api.budget || !slices.Contains(p.services, 0) || drains || !c.pods[p.uid].ready || w.at <= w.parted+agreed {
 		return
 	}
@@ -657,7 +658,7 @@ func (c *coord) checkBudget(p *pod) {
 }
 
 func (c *coord) checkTold(uid drain.UID) {
-	if c.ledger.Queued(uid) {
+	if c.ledger.Pod(uid).Queued {
 		c.w.fail(checkQueuedName, "%s tells an agent of the drain of %s, which is queued", c.name, uid)
 	}
 }
@@ -670,7 +671,7 @@ func (c *coord) checkQueued() {
 		if d.told {
 			continue
 		}
-		s := c.ledger.Status(w.now, uid)
+		s := c.ledger.Status(w.now, drain.AtHold, uid)
 		if d.place == drain.Deferred {
 			continue // the opener knows
 		}
@@ -689,18 +690,27 @@ func (c *coord) checkQueued() {
 	}
 }
 
+// all returns the open drains at a gate.
+func (c *coord) all(gate drain.Gate) (open []drain.Status) {
+	uids, _ := c.ledger.Oldest(gate, math.MaxInt)
+	for _, uid := range uids {
+		open = append(open, c.ledger.Status(c.w.now, gate, uid))
+	}
+	return open
+}
+
 // checkEnd is for the end of the quiet time: nothing is lost.
 func (w *world) checkEnd() {
 	for _, c := range w.coords {
-		for _, s := range c.ledger.All(w.now) {
+		for _, s := range c.all(drain.AtHold) {
 			w.fail(checkOpen, "%s has an open drain of %s: %s", c.name, s.Pod.UID, s.Phase)
 		}
 		if len(c.rests) > 0 {
 			w.fail(checkOpen, "%s has %d hooks that wait, of pods that stay", c.name, len(c.rests))
 		}
-		if len(c.bars) > 0 || len(c.ledger.Barriers(w.now)) > 0 {
+		if len(c.bars) > 0 || len(c.all(drain.AtBarrier)) > 0 {
 			open := []drain.UID{}
-			for _, s := range c.ledger.Barriers(w.now) {
+			for _, s := range c.all(drain.AtBarrier) {
 				open = append(open, s.Pod.UID)
 			}
 			w.fail(checkOpen, "%s has barriers of %v, and %d hooks wait", c.name, open, len(c.bars))

@@ -169,6 +169,7 @@ type held struct {
 	waiting  bool
 	woken    bool
 	turnOf   int
+	answered func(now time.Time, allowed bool)
 }
 
 func (c *coord) log(format string, args ...any) { c.w.logf(c.name, format, args...) }
@@ -182,7 +183,7 @@ func (c *coord) start() {
 	c.setListed(false)
 	c.meetPeers()
 	c.started = w.at
-	c.ledger = drain.NewLedger(drain.Lease{Replica: c.name, Epoch: fmt.Sprint(c.epoch)}, w.times)
+	c.ledger = drain.NewLedger(w.times, w.scope, sampling)
 	c.pods, c.ended, c.roster = map[drain.UID]podView{}, map[drain.UID]bool{}, nil
 	c.slices = make([]slice, w.api.services)
 	c.left = make([]map[drain.UID]time.Duration, w.api.services)
@@ -193,8 +194,6 @@ func (c *coord) start() {
 	c.bars, c.watched = nil, map[drain.AgentID]map[drain.UID]uint64{}
 	c.rests, c.restarted = nil, map[drain.UID]bool{}
 	c.took, c.let, c.rested = 0, map[drain.UID]map[*agent]bool{}, map[drain.UID]time.Duration{}
-	c.ledger.SetScope(w.scope)
-	c.ledger.SetSampling(sampling)
 	c.heard, c.lost = map[drain.AgentID]map[drain.UID]said{}, map[drain.AgentID]time.Duration{}
 	c.numbers = map[drain.UID]uint64{}
 	c.targets, c.room = map[drain.Service][]drain.UID{}, map[drain.UID]*admitted{}
@@ -265,8 +264,8 @@ func (c *coord) tick() {
 	w := c.w
 	w.after(&c.proc, time.Second, func() {
 		if !c.looking {
-			pods := c.ledger.Tick(w.now)
-			c.lookBarriers()
+			pods, overdue := c.ledger.Tick(w.now)
+			c.lookBarriers(overdue)
 			c.settle()
 			c.checkQueued()
 			c.look(pods)
@@ -327,7 +326,7 @@ func (a *api) find(uid drain.UID) *pod {
 }
 
 func (c *coord) gone(uid drain.UID) {
-	if c.ledger.Gone(c.w.now, uid) {
+	if c.ledger.Gone(c.w.now, drain.AtHold, uid) {
 		c.log("%s is going", uid)
 		c.closed(uid)
 	}
@@ -362,7 +361,7 @@ func (c *coord) podSeen(p *pod, v podView) {
 	} else if v.ready {
 		c.back(p.uid, v.readyAt)
 	}
-	if v.gone && c.ledger.Deleted(c.w.now, p.uid) {
+	if v.gone && c.ledger.Gone(c.w.now, drain.AtBarrier, p.uid) {
 		c.settle()
 	}
 }
@@ -399,9 +398,9 @@ func (c *coord) meet(id drain.AgentID) {
 
 // settle wakes those whom a change may concern.
 func (c *coord) settle() {
-	for touched := c.ledger.Touched(); len(touched) > 0; touched = c.ledger.Touched() {
+	for touched := c.ledger.Touched(drain.AtHold); len(touched) > 0; touched = c.ledger.Touched(drain.AtHold) {
 		for _, uid := range touched {
-			c.ledger.Status(c.w.now, uid)
+			c.ledger.Status(c.w.now, drain.AtHold, uid)
 			for _, h := range c.holds {
 				if h.caller.p.uid == uid {
 					c.wake(h)
@@ -503,9 +502,11 @@ func (c *coord) facts(p *pod, operation admission.Operation) (admission.Facts, [
 	if !view.ready {
 		f.NotReadyFor = time.Second
 	}
-	f.Agents, _ = c.ledger.Expecting()
+	f.Agents = c.ledger.Counts().Expected
 	f.CouldRoute = c.ledger.CouldRoute(services)
-	f.Refused = c.ledger.Refused(w.now, p.uid, admission.RefusedWindow)
+	for _, at := range c.ledger.Pod(p.uid).Refused {
+		f.Refused += number(w.now.Sub(at) < admission.RefusedWindow)
+	}
 	return f, services
 }
 
@@ -587,11 +588,11 @@ func (c *coord) budget(p *pod) string {
 			continue
 		}
 		healthy++
-		if _, drains := c.ledger.Draining(e.uid); drains && e.uid != p.uid {
+		if c.ledger.Pod(e.uid).Draining && e.uid != p.uid {
 			ahead++
 		}
 	}
-	_, drains := c.ledger.Draining(p.uid)
+	drains := c.ledger.Pod(p.uid).Draining
 	switch allowed := healthy - desired; {
 	case !c.pods[p.uid].ready && allowed >= 0 && desired > 0:
 		return ""
@@ -611,7 +612,7 @@ func (c *coord) open(p *pod, services []drain.Service, place drain.Place, backgr
 			targets = append(targets, drain.Targets{Service: service(i), Usable: c.usable(i)})
 		}
 	}
-	s := c.ledger.AskPlaced(c.w.now, p.drainPod(), targets, place)
+	s := c.ledger.Ask(c.w.now, p.drainPod(), targets, place)
 	delete(c.restarted, p.uid)
 	if s.Phase != drain.Closed {
 		d := c.asking(p.uid, targets, place.Is)
@@ -632,7 +633,7 @@ func (c *coord) begins(uid drain.UID) {
 	delete(c.numbers, uid)
 }
 
-// drain is one turn of Handler.hold: Coordinator.DrainFor up to where it waits.
+// drain is one turn of Handler.hold: Coordinator.Drain up to where it waits.
 func (c *coord) drain(h *held) {
 	w, p := c.w, h.caller.p
 	h.until = h.end
@@ -644,7 +645,7 @@ func (c *coord) drain(h *held) {
 		c.asked[p.uid] = w.at
 	}
 	inTurn := h.turn == turnHeld || h.turn == turnJudged && c.inTurn(p)
-	c.ledger.Hold(p.uid)
+	h.answered = c.ledger.Hold(p.uid)
 	switch {
 	case c.stopping:
 		c.wakes(h, s, string(admission.Stopping))
@@ -680,7 +681,7 @@ func (c *coord) recheck(h *held) {
 	if !h.waiting {
 		return
 	}
-	s := c.ledger.Status(c.w.now, h.caller.p.uid)
+	s := c.ledger.Status(c.w.now, drain.AtHold, h.caller.p.uid)
 	c.settle()
 	switch {
 	case c.stopping:
@@ -699,7 +700,7 @@ func (c *coord) hangUp(x *call) {
 		x.cancel()
 	}
 	if h := x.held; h != nil && h.waiting {
-		s := c.ledger.Status(c.w.now, h.caller.p.uid)
+		s := c.ledger.Status(c.w.now, drain.AtHold, h.caller.p.uid)
 		c.settle()
 		c.wakes(h, s, string(admission.CallerGone))
 	}
@@ -712,7 +713,7 @@ func (c *coord) wakes(h *held, s drain.Status, err string) {
 	h.turnOf++
 	c.holds = slices.DeleteFunc(c.holds, func(o *held) bool { return o == h })
 	released := s.Phase == drain.Released || s.Phase == drain.Closed
-	c.ledger.Answered(w.now, p.uid, err == "" && released)
+	h.answered(w.now, err == "" && released)
 	c.answered[p.uid] = w.at
 	switch {
 	case err == "" && released:
@@ -788,8 +789,8 @@ func (c *coord) connect(l *link, k *conn, boot string) {
 	if boot != c.departed[id] {
 		delete(c.departed, id)
 	}
-	s.session = c.ledger.ConnectWith(w.now, id, drain.Hail{Boot: boot, Observes: l.a.kernel != nil})
-	if l.a.right != "" && !c.ledger.Declared(id) {
+	s.session = c.ledger.Connect(w.now, id, drain.Hail{Boot: boot, Observes: l.a.kernel != nil})
+	if l.a.right != "" && !c.ledger.Agent(id).Declared {
 		c.ledger.Declare(id, s.session, nil)
 		delete(c.declared, l.a)
 		for _, d := range c.room {
@@ -848,7 +849,8 @@ func (c *coord) say(s *stream, first, beat bool) {
 // tell records that an agent is told of drains.
 func (c *coord) tell(id drain.AgentID, open []drain.Open) {
 	for _, d := range open {
-		if s := c.ledger.BarrierStatus(c.w.now, d.Pod.UID); s.Phase != drain.PhaseUnknown && s.Phase != drain.Closed {
+		s := c.ledger.Status(c.w.now, drain.AtBarrier, d.Pod.UID)
+		if s.Phase != drain.PhaseUnknown && s.Phase != drain.Closed {
 			if c.watched[id] == nil {
 				c.watched[id] = map[drain.UID]uint64{}
 			}
@@ -865,7 +867,7 @@ func (c *coord) tell(id drain.AgentID, open []drain.Open) {
 }
 
 func (c *coord) write(s *stream, open []drain.Open, released []drain.Release, first bool) {
-	l, session, lease := s.link, s.session, c.ledger.Self()
+	l, session, lease := s.link, s.session, drain.Lease{Replica: c.name, Epoch: fmt.Sprint(c.epoch)}
 	k := s.conn
 	if k.closed[1] {
 		return
@@ -927,7 +929,7 @@ func (c *coord) leave(a *agent, session uint64, boot string) bool {
 			c.w.measure("leaves that a replica heard")
 		}
 		c.departed[a.id] = boot
-		for _, s := range c.ledger.All(c.w.now) {
+		for _, s := range c.all(drain.AtHold) {
 			c.checkDeparted(s)
 		}
 	}

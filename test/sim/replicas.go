@@ -101,12 +101,12 @@ func (c *coord) able() bool {
 	if c.stopping || !c.synced || !c.adopted {
 		return false
 	}
-	expected, missing := c.ledger.Expecting()
-	if missing > 0 && c.w.at-c.started < settleTime && !c.settled {
+	n := c.ledger.Counts()
+	if n.Missing > 0 && c.w.at-c.started < settleTime && !c.settled {
 		return false
 	}
 	c.settled = true
-	return 2*missing <= expected || !c.sees()
+	return 2*n.Missing <= n.Expected || !c.sees()
 }
 
 // sees says whether another replica has streams of most agents.
@@ -155,45 +155,45 @@ func (c *coord) poll(then func()) {
 		var state wire.Replica
 		serve := func() {
 			o := p.of
-			state = wire.Replica{Ready: o.able(), Drains: o.ledger.Claims(c.w.now), Silent: o.ledger.Silences(c.w.now)}
-			state.Expected, state.Missing = o.ledger.Expecting()
+			n := o.ledger.Counts()
+			state = wire.Replica{Ready: o.able(), Expected: n.Expected, Missing: n.Missing, Shared: o.ledger.Shared(c.w.now)}
 		}
 		c.ask(p, pollTime, serve, func(ok bool) {
 			if ok {
 				p.polled, p.state = true, state
 			}
 			if left--; left == 0 {
-				c.believe()
-				c.others = c.elsewhere()
-				c.ledger.Elsewhere(c.w.now, c.others)
-				c.settle()
+				c.polled(false)
 				then()
 			}
 		})
 	}
 }
 
-// believe takes over the strikes that the others have counted.
-func (c *coord) believe() {
+// polled takes in what the others that answer told last: Coordinator.Polled and Coordinator.Adopt.
+func (c *coord) polled(adopt bool) {
+	var others []drain.Shared
+	c.others = nil
 	for _, p := range c.peers {
 		if p.silent || !p.polled {
 			continue
 		}
-		if brokenRule() != 21 {
-			c.ledger.Believe(c.w.now, p.state.Silent)
+		is := p.state.Shared
+		c.noteSilent(is.Silent)
+		if brokenRule() == 21 {
+			is.Silent = nil
 		}
-		c.noteSilent(p.state.Silent)
+		others, c.others = append(others, is), append(c.others, is.Drains...)
 	}
-}
-
-// elsewhere returns the open drains of the others, as each one that answers told last.
-func (c *coord) elsewhere() (claims []drain.Claim) {
-	for _, p := range c.peers {
-		if !p.silent && p.polled {
-			claims = append(claims, p.state.Drains...)
+	c.ledger.Polled(c.w.now, others, adopt)
+	if adopt {
+		// Of two that tell of one drain, it has capacity if one says so.
+		slices.SortStableFunc(c.others, func(a, b drain.Claim) int { return number(b.Queued) - number(a.Queued) })
+		for _, claim := range c.others {
+			c.noteAdopted(claim)
 		}
 	}
-	return claims
+	c.settle()
 }
 
 func (c *coord) polls() {
@@ -211,11 +211,7 @@ func (c *coord) adopt() {
 		}
 		c.poll(func() {
 			silent := slices.ContainsFunc(c.peers, func(p *peer) bool { return p.listed && (p.silent || !p.polled) })
-			for _, claim := range c.elsewhere() {
-				c.ledger.Adopt(w.now, []drain.Claim{claim})
-				c.noteAdopted(claim)
-				c.settle()
-			}
+			c.polled(true)
 			if c.adopted = !silent || w.at-c.started >= settleTime; !c.adopted {
 				c.adopt()
 				return
@@ -257,8 +253,8 @@ func (c *coord) claim(x *call, then func(claimed wire.Claimed, witness bool)) {
 	}
 	p := x.caller.p
 	claim := wire.Claim{Operation: string(x.caller.operation()), Pod: p.drainPod()}
-	if since, draining := c.ledger.Draining(p.uid); draining {
-		claim.ElapsedMillis = c.w.now.Sub(since).Milliseconds()
+	if s := c.ledger.Pod(p.uid); s.Draining {
+		claim.ElapsedMillis = c.w.now.Sub(s.Since).Milliseconds()
 	}
 	over := false
 	finish := func(claimed wire.Claimed, witness bool) {
@@ -306,7 +302,7 @@ func (c *coord) claim(x *call, then func(claimed wire.Claimed, witness bool)) {
 }
 
 // claimed is what a replica answers to a claim: Coordinator.claim, Handler.Claim and
-// Coordinator.ClaimFor.
+// Coordinator.Claim.
 func (c *coord) claimed(claim wire.Claim, p *pod) wire.Claimed {
 	is := wire.Claimed{AskedMillis: -1}
 	if at, asked := c.asked[p.uid]; asked {
@@ -324,10 +320,9 @@ func (c *coord) claimed(claim wire.Claim, p *pod) wire.Claimed {
 			c.checkBudget(p)
 		}
 		s := c.open(p, services, drain.Place{Elapsed: time.Duration(claim.ElapsedMillis) * time.Millisecond}, false)
-		c.ledger.Hold(p.uid)
-		c.ledger.Answered(c.w.now, p.uid, false)
+		c.ledger.Hold(p.uid)(c.w.now, false)
 		c.answered[p.uid] = c.w.at
-		is.Verdict, is.Queued, is.Hold = wire.VerdictDrain, c.ledger.Queued(p.uid), c.inTurn(p)
+		is.Verdict, is.Queued, is.Hold = wire.VerdictDrain, c.ledger.Pod(p.uid).Queued, c.inTurn(p)
 		is.ElapsedMillis = c.w.now.Sub(s.Since).Milliseconds()
 	}
 	return is
@@ -346,7 +341,7 @@ func (c *coord) inTurn(p *pod) bool {
 func (c *coord) takeTurn(owner string, uid drain.UID, most int) bool {
 	w := c.w
 	turns := slices.DeleteFunc(c.turns[owner], func(t asking) bool {
-		return t.uid != uid && (w.at-t.at > turnKept || !c.ledger.Status(w.now, t.uid).Waits())
+		return t.uid != uid && (w.at-t.at > turnKept || !c.ledger.Status(w.now, drain.AtHold, t.uid).Waits())
 	})
 	i := slices.IndexFunc(turns, func(t asking) bool { return t.uid == uid })
 	switch {

@@ -183,7 +183,7 @@ func (c *coord) rest(x *rested) {
 			targets = append(targets, drain.Targets{Service: service(i), Usable: c.usable(i)})
 		}
 	}
-	s := c.ledger.Restart(c.w.now, x.p.drainPod(), targets)
+	s := c.ledger.Ask(c.w.now, x.p.drainPod(), targets, drain.Place{Restart: true})
 	if s.Phase == drain.Closed {
 		x.answer(true, s.Reason.String())
 		return
@@ -208,7 +208,7 @@ func (c *coord) restTurn(x *rested) {
 	if !slices.Contains(c.rests, x) {
 		return
 	}
-	s := c.ledger.Status(w.now, x.p.uid)
+	s := c.ledger.Status(w.now, drain.AtHold, x.p.uid)
 	over := func() { c.rests = slices.DeleteFunc(c.rests, func(o *rested) bool { return o == x }) }
 	switch {
 	case c.stopping:

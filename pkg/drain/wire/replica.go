@@ -55,8 +55,5 @@ type Replica struct {
 	// Expected is how many agents it expects, Missing how many of these have no stream to it.
 	Expected int `json:"expected"`
 	Missing  int `json:"missing"`
-	// Drains are its open drains.
-	Drains []drain.Claim `json:"drains"`
-	// Silent are the agents that let its last drains expire.
-	Silent []drain.Silence `json:"silent,omitempty"`
+	drain.Shared
 }

@@ -176,14 +176,10 @@ func busy() *made {
 		return w
 	}
 	v.Barriers = []coordinator.Barrier{
-		{Facing: drain.Facing{Status: drain.Status{Pod: pod(41, "cart-75c8d9f7b-tt2xz"), Phase: drain.Unrouting,
-			Since: ago(4 * time.Second), Deadline: now.Add(26 * time.Second), Owed: 3,
-			Waiting: []drain.Waiting{{Name: "lameduck-node/agent-7kq2x"}}, Stated: 25 * time.Second},
-			ByName: "lameduck-node/agent-4s8mf", Last: true},
-			Reports: []coordinator.AgentReport{node("lameduck-node/agent-7kq2x", drain.Routing, 3*time.Second),
-				node("lameduck-node/agent-4s8mf", drain.Idle, time.Second)}, Entered: ago(4 * time.Second)},
-		{Facing: drain.Facing{Status: drain.Status{Pod: pod(42, "cart-75c8d9f7b-9mhd4"), Phase: drain.Released,
-			Reason: drain.Acknowledged, Since: ago(6 * time.Second), Deadline: now.Add(24 * time.Second), Owed: 3},
+		{View: drain.View{Status: drain.Status{Pod: pod(41, "cart-75c8d9f7b-tt2xz"), Phase: drain.Unrouting, Since: ago(4 * time.Second), Deadline: now.Add(26 * time.Second), Owed: 3,
+			Waiting: []drain.Waiting{{Name: "lameduck-node/agent-7kq2x"}}, Stated: 25 * time.Second}, ByName: "lameduck-node/agent-4s8mf", Last: true},
+			Reports: []coordinator.AgentReport{node("lameduck-node/agent-7kq2x", drain.Routing, 3*time.Second), node("lameduck-node/agent-4s8mf", drain.Idle, time.Second)}, Entered: ago(4 * time.Second)},
+		{View: drain.View{Status: drain.Status{Pod: pod(42, "cart-75c8d9f7b-9mhd4"), Phase: drain.Released, Reason: drain.Acknowledged, Since: ago(6 * time.Second), Deadline: now.Add(24 * time.Second), Owed: 3},
 			ByName: "lameduck-node/agent-7kq2x"}, Entered: ago(5 * time.Second)},
 	}
 	believe := func(name string, c wire.TargetCounts, open bool,
