@@ -46,7 +46,6 @@ demo: haproxy kubernetes build ## one rolling update under load, three times: un
 .PHONY: test
 test: haproxy keepalived chromium prometheus node-packages kubernetes ## every test, with -race, against the real control plane and the real HAProxy
 	@for m in $(MODULES); do echo "== module $$m"; (cd $$m && go vet ./... && go test -race -count=1 -timeout 20m ./...) || exit 1; done
-	@echo "== what the race detector hides: allocations"; go test -count=1 -run '^TestNothingIsAllocated$$' ./pkg/health
 
 .PHONY: bench
 bench: haproxy ## every promise of speed, each against its floor in the same run; writes bench.json (SUITES=regexp)

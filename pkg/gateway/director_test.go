@@ -216,7 +216,7 @@ func directed(t *testing.T, test func(r *rig)) {
 	synctest.Test(t, func(t *testing.T) {
 		log := &safeBuffer{}
 		p := newPlane()
-		r := &rig{t, NewDirector(p, health.NewSet(), slog.New(slog.NewTextHandler(log, nil))), p, log}
+		r := &rig{t, NewDirector(p, health.New(health.Options{}), slog.New(slog.NewTextHandler(log, nil))), p, log}
 		ctx, cancel := context.WithCancel(t.Context())
 		ended := make(chan error, 1)
 		go func() { ended <- r.d.Run(ctx) }()
@@ -238,11 +238,16 @@ func key(uid string) health.Key {
 
 // list makes uids what EndpointSlices say.
 func (r *rig) list(uids string) {
-	var all []health.Endpoint
+	var all []health.Change
 	for uid := range strings.FieldsSeq(uids) {
-		all = append(all, health.Endpoint{Target: key(uid).Target, Routable: true})
+		all = append(all, health.Change{Endpoint: health.Endpoint{Target: key(uid).Target, Routable: true}})
 	}
-	r.d.Set.Replace(time.Now(), "web", all)
+	for _, d := range r.d.Set.Targets() {
+		if !slices.ContainsFunc(all, func(c health.Change) bool { return c.Target == d.Target }) {
+			all = append(all, health.Change{Endpoint: health.Endpoint{Target: d.Target}, Gone: true})
+		}
+	}
+	r.d.Set.Change(time.Now(), "web", all)
 	r.d.Wake()
 }
 
@@ -651,12 +656,26 @@ func TestItDoesNotSpin(t *testing.T) {
 // Nobody wakes the director for the outcome of a probe: the set does.
 func TestTheUnhealthyAreTakenOutAtOnce(t *testing.T) {
 	directed(t, func(r *rig) {
-		r.d.Set.SetCheck(time.Now(), "web", health.Check{Thresholds: health.Thresholds{Successes: 1, HTTPFailures: 1}})
 		r.serving("a b")
-		r.d.Set.Passive(time.Now(), key("a"), health.Outcome{Kind: health.HTTPFailure, Code: 503})
+		r.d.Set.SetCheck(time.Now(), "web", health.Check{
+			Protocol: health.HTTP, Interval: time.Second, Timeout: time.Second, Thresholds: health.Thresholds{Successes: 1, HTTPFailures: 1},
+		})
+		probe := func(outcome health.Outcome) {
+			for at := time.Now().Add(2 * time.Second); time.Now().Before(at); time.Sleep(10 * time.Millisecond) {
+				jobs, _ := r.d.Set.Due(time.Now(), nil, 10)
+				for _, j := range jobs {
+					if j.Key == key("a") {
+						r.d.Set.Report(time.Now(), j, outcome)
+						return
+					}
+					r.d.Set.Report(time.Now(), j, health.Outcome{Kind: health.Success})
+				}
+			}
+		}
+		probe(health.Outcome{Kind: health.HTTPFailure, Code: 503})
 		synctest.Wait() // not a moment later
 		r.routing("b")
-		r.d.Set.Passive(time.Now(), key("a"), health.Outcome{Kind: health.Success})
+		probe(health.Outcome{Kind: health.Success})
 		synctest.Wait()
 		r.routing("a b")
 	})
@@ -672,8 +691,8 @@ func TestAContestedServerDoesNotMakeItSpin(t *testing.T) {
 		older.Target.Addr, newer.Target.Addr = addr, addr
 		shared := &sharedServer{plane: r.plane, keys: []health.Key{older, newer}}
 		r.plane.with(func() { r.d.Gateway = shared }) // the director sleeps
-		r.d.Set.Replace(time.Now(), "web", []health.Endpoint{
-			{Target: key("b").Target, Routable: true}, {Target: older.Target, Routable: true}, {Target: newer.Target, Routable: true},
+		r.d.Set.Change(time.Now(), "web", []health.Change{
+			{Endpoint: health.Endpoint{Target: older.Target, Routable: true}}, {Endpoint: health.Endpoint{Target: newer.Target, Routable: true}},
 		})
 		r.d.Set.Kill(time.Now(), "a")
 		r.d.Wake()
@@ -802,7 +821,7 @@ func TestAnUnreadPoolIsItsOwnAffair(t *testing.T) {
 			r.plane.unread = map[health.Pool]error{"other": no}
 			r.plane.applyErr = func(op health.Op) error { return r.plane.unread[op.Pool] }
 		})
-		r.d.Set.Replace(time.Now(), "other", []health.Endpoint{{Target: other.Target, Routable: true}})
+		r.d.Set.Change(time.Now(), "other", []health.Change{{Endpoint: health.Endpoint{Target: other.Target, Routable: true}}})
 		follows := func() {
 			t.Helper()
 			time.Sleep(time.Minute)
@@ -846,7 +865,7 @@ func TestAFailedCheckIsNotBehind(t *testing.T) {
 		"taken out where it should run": {health.Seen{Present: true, Missing: true}, nil, 1},
 	} {
 		t.Run(name, func(t *testing.T) {
-			d := NewDirector(newPlane(), health.NewSet(), slog.New(slog.DiscardHandler))
+			d := NewDirector(newPlane(), health.New(health.Options{}), slog.New(slog.DiscardHandler))
 			ops := []health.Op{op}
 			p := d.progress(time.Now(), ops, c.applied, health.Observation{Seen: map[health.Key]health.Seen{op.Key: c.seen}}, ops)
 			if len(p.Behind) != c.behind || len(p.Came) > 0 {

@@ -88,7 +88,7 @@ type Thresholds struct {
 	Successes, HTTPFailures, TCPFailures, Timeouts uint8
 }
 
-// OutcomeKind is how one probe, or one request that a gateway reports, ended.
+// OutcomeKind is how one probe ended.
 type OutcomeKind uint8
 
 const (

@@ -1,6 +1,6 @@
 // Package health is what an agent knows of every target it may route to, and what it wants the gateway to do with it.
 //
-// The [Set] has four inputs and one output. EndpointSlices say which pods claim to be routable ([Set.Replace], [Set.Change]);
+// The [Set] has four inputs and one output. EndpointSlices say which pods claim to be routable ([Set.Change]);
 // coordinators say which pods must be let go ([Set.Bury], [Set.Lift], [Set.Kill]); probes say who is well ([Set.Due],
 // [Set.Report]); the gateway says what it really does ([Set.Observe]). Out come the operations that are still needed
 // ([Set.Pending]) and the state of each tombstone ([Set.Tombstones]), which is what the agent acknowledges.
@@ -27,9 +27,9 @@
 //     asked to route to it. An operation may be on its way while its reason goes.
 //   - The outcome of a probe counts only for the target and the check it was begun for.
 //
-// The set has no clock, no I/O and no goroutine; it is safe for concurrent use. [Set.Lookup] waits for nobody.
+// The set has no clock, no I/O and no goroutine; it is safe for concurrent use.
 //
-// Inside, records lie in slabs, and an open addressing table leads to them; both serve readers without a lock. What is to be done
-// and what is to be read are lists that a record enters and leaves when it changes, probes wait in one timing wheel, and each pool
-// counts its targets by what they are, so that nothing is looked for by walking over all.
+// Inside, each pool is a map of its targets, all under one mutex. What is to be done and what is to be read are lists that a record enters
+// and leaves when it changes, probes wait in a heap, and each pool counts its targets by what they are, so that nothing is looked for by
+// walking over all.
 package health

@@ -75,7 +75,7 @@ func FuzzChangeIsReplace(f *testing.F) {
 					for uid := range maps.Keys(map[UID]bool{"a": true, "b": true}) {
 						for target := range says {
 							if target.UID == uid {
-								w.Passive(w.now, Key{"web", target}, Outcome{Kind: Success + OutcomeKind(lot[1]%4)})
+								w.outcome(Key{"web", target}, Outcome{Kind: Success + OutcomeKind(lot[1]%4)})
 							}
 						}
 					}
@@ -89,9 +89,9 @@ func FuzzChangeIsReplace(f *testing.F) {
 			if diff := cmp.Diff(whole.Pending(), steps.Pending(), cmp.Comparer(func(a, b netip.AddrPort) bool { return a == b })); diff != "" {
 				t.Fatal(diff)
 			}
-			planned, rebuilt := whole.wheel.planned, whole.rebuilds
+			planned := whole.schedule.planned
 			whole.list("web", all)
-			if diff := cmp.Diff(a, whole.Targets(), cmp.Comparer(func(a, b netip.AddrPort) bool { return a == b })); diff != "" || whole.wheel.planned != planned || whole.rebuilds != rebuilt {
+			if diff := cmp.Diff(a, whole.Targets(), cmp.Comparer(func(a, b netip.AddrPort) bool { return a == b })); diff != "" || whole.schedule.planned != planned {
 				t.Fatalf("the same list again changes something:\n%s", diff)
 			}
 			for _, w := range both {

@@ -3,16 +3,14 @@ package health
 import (
 	"cmp"
 	"math/bits"
-	"slices"
 )
 
 // pool is the targets of one pool, what they count to, and what follows for all of them.
 type pool struct {
 	name    Pool
-	id      uint32
-	members bag
+	targets map[Target]*record
 	// graves are the claimed records of living pods that are to be out for a tombstone or a lapsed one.
-	graves bag
+	graves records
 	n      [tallies]int32
 	check  *Check
 	// open says that too few routable targets are usable, so that all are chosen. desperate: that none is routable at all, so that those of
@@ -23,8 +21,8 @@ type pool struct {
 	// hold says that the gateway has not been seen to route to any chosen target: none goes for its health until it does.
 	hold bool
 	// kept is the record that is tombstoned and must stay nevertheless, because the gateway routes to no other that is chosen, or, if it is
-	// usable, to no other that is usable: the one that was buried last, and rather one that no process lacks. nowhere: there is none.
-	kept int32
+	// usable, to no other that is usable: the one that was buried last, and rather one that no process lacks. nil: there is none.
+	kept *record
 	// dirty pools are to be settled.
 	dirty bool
 }
@@ -68,11 +66,11 @@ func (s *Set) serves(r *record) bool {
 }
 
 // want is the one place that decides what a key should be.
-func (s *Set) want(i int32, r *record) Want {
+func (s *Set) want(r *record) Want {
 	switch {
 	case !r.living():
 		return WantGone
-	case i == r.pool.kept:
+	case r == r.pool.kept:
 		return WantRouted
 	case !r.is(claimed) && !s.synced:
 		// Tombstoned or not: without its claim it cannot be told whether it is the last one that may serve.
@@ -89,11 +87,11 @@ func (s *Set) want(i int32, r *record) Want {
 }
 
 // why explains want.
-func (s *Set) why(i int32, r *record) Why {
+func (s *Set) why(r *record) Why {
 	switch {
 	case !r.living():
 		return WhyDead
-	case i == r.pool.kept:
+	case r == r.pool.kept:
 		return WhyKept
 	case !r.is(claimed) && !s.synced:
 		return WhyNotSynced
@@ -109,7 +107,7 @@ func (s *Set) why(i int32, r *record) Why {
 		return WhyHeldBack
 	case !r.chosen():
 		return WhyUnhealthy
-	case !s.detached && !s.serves(r):
+	case !s.serves(r):
 		return WhyPending
 	case !r.verdict.Usable():
 		return WhyFailingOpen
@@ -134,7 +132,7 @@ func (s *Set) done(r *record, want Want) bool {
 }
 
 // refresh counts r as what it is now, and puts it where it belongs. What follows for its pool is left to settle.
-func (s *Set) refresh(i int32, r *record) {
+func (s *Set) refresh(r *record) {
 	p := r.pool
 	var c tally
 	if r.is(routed) {
@@ -166,8 +164,8 @@ func (s *Set) refresh(i int32, r *record) {
 		}
 	}
 	s.count(r, c)
-	s.put(&p.graves, i, r, grave)
-	s.place(i, r)
+	p.graves.put(r, grave)
+	s.place(r)
 	s.soil(p)
 }
 
@@ -192,25 +190,18 @@ func (s *Set) soil(p *pool) {
 	}
 }
 
-// place puts r into the bags, the wheel and the view that follow from what it is.
-func (s *Set) place(i int32, r *record) {
-	if !s.detached {
-		want := s.want(i, r)
-		todo := s.generation != 0 && want != WantUnknown && !s.done(r, want)
-		if todo && want == WantRemoved && (r.seenIn != s.generation || r.buried() && r.seenAt < r.pool.asOf) {
-			todo = false
-		}
-		if todo && r.at[inTodo] == nowhere {
-			s.fresh = true
-		}
-		s.put(&s.todo, i, r, todo)
-		s.put(&s.watched, i, r, s.generation == 0 || r.seenIn != s.generation || r.is(asked) || r.buried() ||
-			r.is(claimed) && r.seenAt < r.pool.asOf)
+// place puts r into the sets and the schedule that follow from what it is.
+func (s *Set) place(r *record) {
+	want := s.want(r)
+	todo := s.generation != 0 && want != WantUnknown && !s.done(r, want)
+	if todo && want == WantRemoved && (r.seenIn != s.generation || r.buried() && r.seenAt < r.pool.asOf) {
+		todo = false
 	}
-	s.plan(i, r, r.is(claimed) && r.living() && r.pool.check != nil)
-	if v := (View{r.verdict, s.why(i, r)}).pack(); v != r.view.Load() {
-		r.view.Store(v)
-	}
+	s.fresh = s.fresh || todo && !s.todo.has(r)
+	s.todo.put(r, todo)
+	s.watched.put(r, s.generation == 0 || r.seenIn != s.generation || r.is(asked) || r.buried() ||
+		r.is(claimed) && r.seenAt < r.pool.asOf)
+	s.plan(r, r.is(claimed) && r.living())
 }
 
 // settle draws for every pool that changed what follows for all of its targets. Each step depends on the ones before it only.
@@ -229,8 +220,8 @@ func (s *Set) settlePool(p *pool) {
 		p.desperate, sweep = desperate, true
 	}
 	asOf := never
-	for _, i := range p.graves.all {
-		if r := s.at(i); r.buried() && s.serves(r) {
+	for _, r := range p.graves.all {
+		if r.buried() && s.serves(r) {
 			asOf = max(asOf, r.pod.buriedAt)
 		}
 	}
@@ -242,8 +233,12 @@ func (s *Set) settlePool(p *pool) {
 	}
 	// A tombstoned target that stays because no other is well is one more that is usable.
 	var leans int32
-	if p.n[isWell] == 0 && slices.ContainsFunc(p.graves.all, func(i int32) bool { return s.mayStay(s.at(i)) && s.at(i).verdict.Usable() }) {
-		leans = 1
+	if p.n[isWell] == 0 {
+		for _, r := range p.graves.all {
+			if s.mayStay(r) && r.verdict.Usable() {
+				leans = 1
+			}
+		}
 	}
 	if open := s.tooFew(p.n[isUsable]+leans, p.n[isRoutable]+leans); open != p.open {
 		p.open = open
@@ -252,25 +247,25 @@ func (s *Set) settlePool(p *pool) {
 	if hold := p.n[isSure] == 0; hold != p.hold {
 		p.hold = hold
 		if p.n[isUsable] < p.n[isRoutable] {
-			for _, i := range p.members.all {
-				s.place(i, s.at(i))
+			for _, r := range p.targets {
+				s.place(r)
 			}
 		}
 	}
-	kept := nowhere
+	var kept *record
 	if p.n[isFresh] == 0 || leans > 0 {
-		for _, i := range p.graves.all {
-			if r := s.at(i); s.mayStay(r) && (kept == nowhere || compareKept(r, s.at(kept), leans > 0) > 0) {
-				kept = i
+		for _, r := range p.graves.all {
+			if s.mayStay(r) && (kept == nil || compareKept(r, kept, leans > 0) > 0) {
+				kept = r
 			}
 		}
 	}
 	if was := p.kept; kept != was {
 		p.kept = kept
-		for _, i := range []int32{was, kept} {
-			// The one that was kept may have been forgotten meanwhile, and its place used for another: that does no harm here.
-			if i != nowhere && s.at(i).pool != nil {
-				s.place(i, s.at(i))
+		for _, r := range []*record{was, kept} {
+			// The one that was kept may have been forgotten meanwhile.
+			if r != nil && p.targets[r.target] == r {
+				s.place(r)
 			}
 		}
 	}
@@ -278,8 +273,8 @@ func (s *Set) settlePool(p *pool) {
 
 // sweep refreshes all of p.
 func (s *Set) sweep(p *pool) {
-	for _, i := range p.members.all {
-		s.refresh(i, s.at(i))
+	for _, r := range p.targets {
+		s.refresh(r)
 	}
 }
 

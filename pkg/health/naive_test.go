@@ -14,31 +14,25 @@ import (
 type naive struct {
 	Todo, Watched map[string]string
 	Pools         map[Pool]string
-	Views         map[string]View
+	Whys          map[string]Why
 	Planned       []string
 	Pods          map[UID]int
 }
 
 func naiveOf(s *Set) naive {
-	n := naive{map[string]string{}, map[string]string{}, map[Pool]string{}, map[string]View{}, nil, map[UID]int{}}
-	for _, p := range s.all {
+	n := naive{map[string]string{}, map[string]string{}, map[Pool]string{}, map[string]Why{}, nil, map[UID]int{}}
+	for _, p := range s.pools {
 		var c struct{ claimed, routed, buried, routable, usable int }
-		var all []int32
-		for i := range int32(len(s.slabs)) << slabBits {
-			if r := s.at(i); r.pool == p {
-				all = append(all, i)
-			}
-		}
+		all := slices.Collect(maps.Values(p.targets))
 		serves := func(r *record) bool {
 			return r.is(claimed) && s.generation != 0 && r.seenIn == s.generation && r.is(routed)
 		}
-		tombstoned := func(r *record) bool { return s.pods[r.uidOf()] != nil }
-		dead := func(r *record) bool { return tombstoned(r) && s.pods[r.uidOf()].dead }
+		tombstoned := func(r *record) bool { return r.target.UID != "" && s.pods[r.target.UID] != nil }
+		dead := func(r *record) bool { return tombstoned(r) && s.pods[r.target.UID].dead }
 		lapsed := func(r *record) bool { return r.is(unlisted) || r.is(unproven) || r.is(found) }
-		for _, i := range all {
-			r := s.at(i)
+		for _, r := range all {
 			if tombstoned(r) {
-				n.Pods[r.uidOf()]++
+				n.Pods[r.target.UID]++
 			}
 			if r.is(routed) {
 				c.routed++
@@ -62,19 +56,17 @@ func naiveOf(s *Set) naive {
 			return r.is(claimed) && !tombstoned(r) && (!lapsed(r) || c.routable == 0) && (r.verdict.Usable() || open || c.routable == 0)
 		}
 		asOf := never
-		for _, i := range all {
-			if r := s.at(i); tombstoned(r) && !dead(r) && serves(r) {
-				asOf = max(asOf, s.pods[r.uidOf()].buriedAt)
+		for _, r := range all {
+			if tombstoned(r) && !dead(r) && serves(r) {
+				asOf = max(asOf, s.pods[r.target.UID].buriedAt)
 			}
 		}
 		// No other is well, and one that is to go, and serves, is.
 		leans := false
-		for _, i := range all {
-			r := s.at(i)
+		for _, r := range all {
 			leans = leans || r.verdict.Usable() && serves(r) && !dead(r) && (tombstoned(r) || lapsed(r) && c.routable > 0)
 		}
-		for _, i := range all {
-			r := s.at(i)
+		for _, r := range all {
 			leans = leans && !(r.verdict.Usable() && chosen(r) && serves(r) && !r.is(missing) && r.seenAt >= asOf)
 		}
 		usable, routable := c.usable, c.routable
@@ -82,37 +74,39 @@ func naiveOf(s *Set) naive {
 			usable, routable = usable+1, routable+1
 		}
 		open = usable < routable && (usable == 0 || 2*usable < routable)
-		hold, kept := true, nowhere
-		for _, i := range all {
-			if r := s.at(i); chosen(r) && serves(r) && !r.is(missing) {
+		hold, another := true, false
+		var kept *record
+		for _, r := range all {
+			if chosen(r) && serves(r) && !r.is(missing) {
 				hold = false
 			}
 		}
-		for _, i := range all {
-			r := s.at(i)
+		for _, r := range all {
 			switch {
 			case !leans && chosen(r) && serves(r) && !r.is(missing) && r.seenAt >= asOf:
-				kept = -2
-			case kept == -2 || dead(r) || !serves(r) || !tombstoned(r) && !(lapsed(r) && c.routable > 0):
+				another = true
+			case dead(r) || !serves(r) || !tombstoned(r) && !(lapsed(r) && c.routable > 0):
 			case leans && !r.verdict.Usable():
-			case kept == nowhere || compareKept(r, s.at(kept), leans) > 0:
-				kept = i
+			case kept == nil || compareKept(r, kept, leans) > 0:
+				kept = r
 			}
 		}
+		if another {
+			kept = nil
+		}
 		keptKey := ""
-		if kept >= 0 {
-			keptKey = s.at(kept).key().String()
+		if kept != nil {
+			keptKey = kept.key().String()
 		}
 		n.Pools[p.name] = fmt.Sprint(c, open, asOf, hold, keptKey)
-		for _, i := range all {
-			r := s.at(i)
+		for _, r := range all {
 			k := r.key().String()
 			read := s.generation != 0 && r.seenIn == s.generation
 			want, why := WantRemoved, WhyUnhealthy
 			switch {
 			case dead(r):
 				want, why = WantGone, WhyDead
-			case i == kept:
+			case r == kept:
 				want, why = WantRouted, WhyKept
 			case !r.is(claimed) && s.synced:
 				want, why = WantGone, WhyNotReady
@@ -135,7 +129,7 @@ func naiveOf(s *Set) naive {
 			case hold && serves(r):
 				want, why = WantRouted, WhyHeldBack
 			}
-			n.Views[k] = View{r.verdict, why}
+			n.Whys[k] = why
 			done := read
 			switch want {
 			case WantRouted:
@@ -152,7 +146,7 @@ func naiveOf(s *Set) naive {
 			if !read || r.is(asked) || tombstoned(r) || r.is(claimed) && r.seenAt < asOf {
 				n.Watched[k] = ""
 			}
-			if r.is(claimed) && !dead(r) && p.check != nil && p.check.Protocol != ProtocolUnknown {
+			if r.is(claimed) && !dead(r) && p.check != nil {
 				n.Planned = append(n.Planned, k)
 			}
 		}
@@ -163,43 +157,38 @@ func naiveOf(s *Set) naive {
 
 // kept reads what the set keeps.
 func keptBy(s *Set) naive {
-	n := naive{map[string]string{}, map[string]string{}, map[Pool]string{}, map[string]View{}, nil, map[UID]int{}}
-	for _, p := range s.all {
+	n := naive{map[string]string{}, map[string]string{}, map[Pool]string{}, map[string]Why{}, nil, map[UID]int{}}
+	for _, p := range s.pools {
 		kept := ""
-		if p.kept != nowhere {
-			kept = s.at(p.kept).key().String()
+		if p.kept != nil {
+			kept = p.kept.key().String()
 		}
 		c := struct{ claimed, routed, buried, routable, usable int }{
 			int(p.n[isClaimed]), int(p.n[isRouted]), int(p.n[isBuried]), int(p.n[isRoutable]), int(p.n[isUsable]),
 		}
 		n.Pools[p.name] = fmt.Sprint(c, p.open, p.asOf, p.hold, kept)
-		for _, i := range p.members.all {
-			n.Views[s.at(i).key().String()] = unpack(s.at(i).view.Load())
+		for _, r := range p.targets {
+			n.Whys[r.key().String()] = s.why(r)
 		}
 	}
-	for _, i := range s.todo.all {
-		n.Todo[s.at(i).key().String()] = s.want(i, s.at(i)).String()
+	for _, r := range s.todo.all {
+		n.Todo[r.key().String()] = s.want(r).String()
 	}
-	for _, i := range s.watched.all {
-		n.Watched[s.at(i).key().String()] = ""
+	for _, r := range s.watched.all {
+		n.Watched[r.key().String()] = ""
 	}
-	for slot, head := range s.wheel.heads {
-		for i := head - 1; i != nowhere; i = s.at(i).next {
-			if s.at(i).due&(wheelSize-1) != int64(slot) || !s.at(i).is(hung) {
-				panic("the wheel is out of order")
-			}
-			if !s.at(i).is(scheduled) {
-				continue
-			}
-			n.Planned = append(n.Planned, s.at(i).key().String())
+	for place, r := range s.schedule.heap {
+		if r.place != place || !r.is(scheduled) {
+			panic("the schedule is out of order")
 		}
+		n.Planned = append(n.Planned, r.key().String())
 	}
 	slices.Sort(n.Planned)
 	for uid, p := range s.pods {
-		if len(p.records) > 0 {
-			n.Pods[uid] = len(p.records)
+		if len(s.ofPod[uid]) > 0 {
+			n.Pods[uid] = len(s.ofPod[uid])
 		}
-		if (len(p.holders) > 0) != (p.held != nowhere) || p.held != nowhere && s.held[p.held] != p {
+		if _, held := s.held[p]; (len(p.holders) > 0) != held {
 			panic("held pods are out of order")
 		}
 		if len(p.holders) == 0 && !p.dead {
@@ -214,7 +203,7 @@ func verify(t testing.TB, s *Set, log func() string) {
 	t.Helper()
 	want, got := naiveOf(s), keptBy(s)
 	if maps.Equal(want.Todo, got.Todo) && maps.Equal(want.Watched, got.Watched) && maps.Equal(want.Pools, got.Pools) &&
-		maps.Equal(want.Views, got.Views) && slices.Equal(want.Planned, got.Planned) && maps.Equal(want.Pods, got.Pods) {
+		maps.Equal(want.Whys, got.Whys) && slices.Equal(want.Planned, got.Planned) && maps.Equal(want.Pods, got.Pods) {
 		return
 	}
 	t.Fatalf("the set differs from the naive walk (-naive +set):\n%s\nafter\n%s", cmp.Diff(want, got), log())

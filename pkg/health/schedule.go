@@ -1,12 +1,15 @@
 package health
 
-import "time"
+import (
+	"container/heap"
+	"maps"
+	"slices"
+	"time"
+)
 
 const (
 	// tick is how fine probes are planned.
 	tick = time.Millisecond
-	// wheelSize is how many ticks the wheel has: a power of two, and longer than common intervals.
-	wheelSize = 1 << 14
 	// jump is how late Due may be called before it counts as a clock that jumped, and how far one may go back before it does.
 	jump = time.Second
 	// askMost bounds how long Due asks its caller to wait: a target that comes meanwhile may be due earlier than all others.
@@ -17,25 +20,42 @@ const (
 	leftMost = 256
 )
 
-// wheel is a hashed timing wheel over records. It has a time of its own, which goes as the caller's does, but neither stands still nor
-// leaps when that one does: the probes of a second at most are due at once then.
-type wheel struct {
-	// present is the wheel's time, offset what it is ahead of the caller's. limit is how far it may go before Due is called again.
+// schedule has the targets that are probed, the one that is due first in front. It has a time of its own, which goes as the caller's does, but
+// neither stands still nor leaps when that one does: the probes of a second at most are due at once then.
+type schedule struct {
+	heap []*record
+	// present is the schedule's time, offset what it is ahead of the caller's. limit is how far it may go before Due is called again.
 	present, offset, limit int64
-	// at is the next tick to look at.
-	at    int64
-	count int
-	// heads are the first records of the lists, plus one.
-	heads []int32
-	// planned counts the targets that were given their time in the interval.
+	// planned counts the targets that were given their time in the interval, tickets the probes that were handed out.
 	planned uint32
+	tickets uint64
 }
 
-// pass lets the wheel's time follow the caller's.
-func (w *wheel) pass(now int64) {
+// The methods of [heap.Interface].
+
+func (w *schedule) Len() int           { return len(w.heap) }
+func (w *schedule) Less(i, j int) bool { return w.heap[i].due < w.heap[j].due }
+func (w *schedule) Swap(i, j int) {
+	w.heap[i], w.heap[j] = w.heap[j], w.heap[i]
+	w.heap[i].place, w.heap[j].place = i, j
+}
+func (w *schedule) Push(r any) {
+	r.(*record).place = len(w.heap)
+	w.heap = append(w.heap, r.(*record))
+}
+func (w *schedule) Pop() any {
+	last := len(w.heap) - 1
+	r := w.heap[last]
+	w.heap[last] = nil
+	w.heap = w.heap[:last]
+	return r
+}
+
+// pass lets the schedule's time follow the caller's.
+func (w *schedule) pass(now int64) {
 	t := now + w.offset
 	switch {
-	case w.count == 0:
+	case len(w.heap) == 0:
 		if t < w.present {
 			w.offset, t = w.offset+w.present-t, w.present
 		}
@@ -50,40 +70,28 @@ func (w *wheel) pass(now int64) {
 	w.present = t
 }
 
-// plan begins or ends the probing of a record. One that takes the place of another in the table of records takes over its time in the
-// interval as well, if theirs are as long: where targets come as others go, nothing is moved, and what was spread evenly stays so.
-func (s *Set) plan(i int32, r *record, want bool) {
-	w := &s.wheel
-	want = want && r.pool.check.Protocol != ProtocolUnknown
+// plan begins or ends the probing of a record. Without a check there is none.
+func (s *Set) plan(r *record, want bool) {
+	w := &s.schedule
+	want = want && r.pool.check != nil
 	switch {
 	case want == r.is(scheduled):
 	case want:
-		r.set(scheduled, true)
-		w.count++
-		interval, from := r.pool.check.ticks(), w.present/int64(tick)+1
-		if r.is(hung) {
-			if w.count > 1 && int64(r.every) == interval && from <= r.due && r.due < from+interval {
-				return
-			}
-			s.unhang(r)
-		}
-		if w.heads == nil {
-			w.heads = make([]int32, wheelSize)
-		}
-		if w.count == 1 {
-			w.at, w.limit = w.present/int64(tick), w.present
+		if len(w.heap) == 0 {
+			w.limit = w.present
 		}
 		// The golden ratio spreads any number of targets evenly over the interval, whenever they come, in the order in which they do.
 		w.planned += 0x9e3779b9
+		interval, from := r.pool.check.ticks(), w.present/int64(tick)+1
 		phase := int64(uint64(w.planned) * uint64(interval) >> 32)
 		r.due = from + ((phase-from)%interval+interval)%interval
-		r.every = int32(interval)
-		s.hang(i, r)
+		r.set(scheduled, true)
+		heap.Push(w, r)
 	default:
 		if r.pool.check.KeepAlive {
 			s.leave(r)
 		}
-		w.count--
+		heap.Remove(w, r.place)
 		r.set(scheduled|inFlight, false)
 		r.missed = 0
 	}
@@ -113,65 +121,40 @@ func (s *Set) Left(keys []Key) (left []Key, all bool) {
 
 func (c *Check) ticks() int64 { return max(1, int64(c.Interval/tick)) }
 
-func (s *Set) hang(i int32, r *record) {
-	head := &s.wheel.heads[r.due&(wheelSize-1)]
-	r.prev, r.next = nowhere, *head-1
-	if r.next != nowhere {
-		s.at(r.next).prev = i
-	}
-	*head = i + 1
-	r.set(hung, true)
-}
-
-func (s *Set) unhang(r *record) {
-	if r.prev == nowhere {
-		s.wheel.heads[r.due&(wheelSize-1)] = r.next + 1
-	} else {
-		s.at(r.prev).next = r.next
-	}
-	if r.next != nowhere {
-		s.at(r.next).prev = r.prev
-	}
-	r.set(hung, false)
-}
-
 // SetCheck says how the targets of pool are probed. A check that equals the last one changes nothing. Another one restarts probing,
-// and every target's last verdict stands until the new check has one. The zero Check ends probing and forgets the verdicts: nobody would ever
-// change them. A check
-// without a protocol probes nothing either, but its thresholds judge what gateways report by [Set.Passive]. The caller wakes who calls
-// [Set.Due].
+// and every target's last verdict stands until the new check has one. A check without a protocol ends probing and forgets the verdicts: nobody
+// would ever change them. The caller wakes who calls [Set.Due].
 func (s *Set) SetCheck(now time.Time, pool Pool, c Check) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	p := s.pool(pool)
-	was := p.check
-	if was == nil && c == (Check{}) || was != nil && *was == c {
+	var check *Check
+	if c.Protocol != ProtocolUnknown {
+		check = &c
+	}
+	if was := p.check; was == check || was != nil && check != nil && *was == c {
 		return
 	}
 	at := s.begin(now)
-	for _, i := range p.members.all {
-		s.plan(i, s.at(i), false)
+	// In an order, so that a simulation that is replayed probes at the same times.
+	all := slices.SortedFunc(maps.Values(p.targets), func(a, b *record) int { return compareKeys(a.key(), b.key()) })
+	for _, r := range all {
+		s.plan(r, false)
 	}
-	p.check = nil
-	if c != (Check{}) {
-		p.check = &c
-	}
-	for _, i := range p.members.all {
-		r := s.at(i)
+	p.check = check
+	for _, r := range all {
 		r.set(own, false)
 		r.counters = [4]uint8{}
-		if !p.probing() {
+		if check == nil {
 			r.set(unproven|found, false)
+			if r.verdict != VerdictUnknown {
+				r.verdict, r.since = VerdictUnknown, at
+			}
 		}
-		if p.check == nil && r.verdict != VerdictUnknown {
-			r.verdict, r.since = VerdictUnknown, at
-		}
-		s.refresh(i, r)
+		s.refresh(r)
 	}
 	s.end(now)
 }
-
-func (p *pool) probing() bool { return p.check != nil && p.check.Protocol != ProtocolUnknown }
 
 // Due appends to jobs no more than most probes that are due at now, each of a target of which no other is in flight, and says when to ask
 // again: the zero time if no target is to be probed at all, so that the caller waits until it is woken. The probes of a check are spread
@@ -183,48 +166,34 @@ func (p *pool) probing() bool { return p.check != nil && p.check.Protocol != Pro
 func (s *Set) Due(now time.Time, jobs []Job, most int) ([]Job, time.Time) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	w := &s.wheel
+	w := &s.schedule
 	w.pass(s.stamp(now))
-	if w.count == 0 {
+	last := w.present / int64(tick)
+	for len(w.heap) > 0 && w.heap[0].due <= last {
+		if most <= 0 {
+			w.limit = w.present
+			return jobs, now
+		}
+		r := w.heap[0]
+		due, interval := r.due, r.pool.check.ticks()
+		r.due += (last - r.due + interval) / interval * interval
+		heap.Fix(w, 0)
+		if r.is(inFlight) && r.missed < lostAfter-1 {
+			r.missed++
+			continue
+		}
+		w.tickets++
+		r.set(inFlight, true)
+		r.ticket, r.missed = w.tickets, 0
+		jobs = append(jobs, Job{
+			Key: r.key(), Check: r.pool.check, Due: now.Add(time.Duration(due*int64(tick) - w.present)), Ticket: r.ticket,
+		})
+		most--
+	}
+	if len(w.heap) == 0 {
 		return jobs, time.Time{}
 	}
-	for last := w.present / int64(tick); w.at <= last; w.at++ {
-		for i := w.heads[w.at&(wheelSize-1)] - 1; i != nowhere; {
-			r := s.at(i)
-			next := r.next
-			if r.due <= w.at && !r.is(scheduled) {
-				s.unhang(r)
-			} else if r.due <= w.at {
-				if most <= 0 {
-					w.limit = w.present
-					return jobs, now
-				}
-				due := r.due
-				interval := r.pool.check.ticks()
-				s.unhang(r)
-				r.due += (last - r.due + interval) / interval * interval
-				s.hang(i, r)
-				if r.is(inFlight) && r.missed < lostAfter-1 {
-					r.missed++
-				} else {
-					r.set(inFlight, true)
-					r.ticket++
-					r.missed = 0
-					jobs = append(jobs, Job{
-						Key: r.key(), Check: r.pool.check, Due: now.Add(time.Duration(due*int64(tick) - w.present)),
-						Ticket: uint64(i)<<32 | uint64(r.ticket),
-					})
-					most--
-				}
-			}
-			i = next
-		}
-	}
-	ask := w.at
-	for end := w.at - 1 + int64(askMost/tick); ask < end && w.heads[ask&(wheelSize-1)] == 0; {
-		ask++
-	}
-	w.limit = ask * int64(tick)
+	w.limit = min(w.heap[0].due, last+int64(askMost/tick)) * int64(tick)
 	return jobs, now.Add(time.Duration(w.limit - w.present))
 }
 
@@ -237,12 +206,12 @@ func (s *Set) Report(now time.Time, job Job, outcome Outcome) bool {
 		s.mu.Unlock()
 		s.tell(fresh)
 	}()
-	i := int32(job.Ticket >> 32)
-	if i < 0 || int(i)>>slabBits >= len(s.slabs) {
+	p := s.pools[job.Key.Pool]
+	if p == nil {
 		return false
 	}
-	r := s.at(i)
-	if !r.is(inFlight) || r.ticket != uint32(job.Ticket) {
+	r := p.targets[job.Key.Target]
+	if r == nil || !r.is(inFlight) || r.ticket != job.Ticket {
 		return false
 	}
 	r.set(inFlight, false)
@@ -251,38 +220,14 @@ func (s *Set) Report(now time.Time, job Job, outcome Outcome) bool {
 	s.fresh = false
 	if outcome.Kind == Success && r.flags&(unproven|found) != 0 {
 		r.set(unproven|found, false)
-		s.refresh(i, r)
+		s.refresh(r)
 	}
-	fresh = s.take(at, i, r, outcome)
-	return true
-}
-
-// Passive takes in how a request ended that a gateway sent to a target. It counts as the outcome of a probe does, towards the thresholds
-// of the pool's check. It reports whether the target is known and claimed.
-func (s *Set) Passive(now time.Time, k Key, outcome Outcome) bool {
-	s.mu.Lock()
-	fresh := false
-	defer func() {
-		s.mu.Unlock()
-		s.tell(fresh)
-	}()
-	p := s.pools[k.Pool]
-	if p == nil {
-		return false
-	}
-	n := nameOf(&k.Target)
-	i := s.find(p, &n, hashOf(s.seed, &n))
-	if i == nowhere || !s.at(i).is(claimed) {
-		return false
-	}
-	at := s.begin(now)
-	s.fresh = false
-	fresh = s.take(at, i, s.at(i), outcome)
+	fresh = s.take(at, r, outcome)
 	return true
 }
 
 // take counts an outcome. It reports whether new work for the gateway has come since fresh was cleared.
-func (s *Set) take(at int64, i int32, r *record, outcome Outcome) bool {
+func (s *Set) take(at int64, r *record, outcome Outcome) bool {
 	if outcome.Kind == OutcomeUnknown {
 		s.settle()
 		return false
@@ -293,13 +238,13 @@ func (s *Set) take(at int64, i int32, r *record, outcome Outcome) bool {
 		if r.is(own) {
 			r.set(found, false) // it has a verdict again
 		}
-		s.refresh(i, r)
+		s.refresh(r)
 	}
 	s.settle()
 	return s.fresh
 }
 
-// Work is signalled when the outcome of a probe, or a result that a gateway reported, has brought something to do: see [Set.Pending]. All
+// Work is signalled when the outcome of a probe has brought something to do: see [Set.Pending]. All
 // other changes are made by somebody who knows whom to wake. One receiver is meant.
 func (s *Set) Work() <-chan struct{} { return s.work }
 

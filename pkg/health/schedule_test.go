@@ -78,10 +78,10 @@ func once(t *testing.T, jobs []Job, want int, text string) {
 
 func TestProbesAreSpread(t *testing.T) {
 	const n, interval = 10_000, 5 * time.Second
-	s, now := New(Options{Detached: true}), t0
+	s, now := New(Options{}), t0
 	s.SetCheck(now, "web", every(interval))
 	all := numbered(0, 3*n)
-	s.Replace(now, "web", all[:n]) // all at once
+	replace(s, now, "web", all[:n]) // all at once
 	jobs := drive(t, s, &now, interval+tick)
 	once(t, jobs, n, "first interval")
 	if b := busiest(jobs, interval); b > 1.5 {
@@ -114,7 +114,7 @@ func TestProbesAreSpread(t *testing.T) {
 	for k := range n / 4 {
 		pool := Pool(fmt.Sprint("pool-", k))
 		s.SetCheck(now, pool, every(interval))
-		s.Replace(now, pool, all[2*k:2*k+2])
+		replace(s, now, pool, all[2*k:2*k+2])
 	}
 	drive(t, s, &now, interval)
 	jobs = drive(t, s, &now, interval)
@@ -124,9 +124,9 @@ func TestProbesAreSpread(t *testing.T) {
 }
 
 func TestIntervalsOfEveryLength(t *testing.T) {
-	for _, interval := range []time.Duration{1, time.Millisecond, 7 * time.Millisecond, time.Second, wheelSize * tick, wheelSize*tick + 1, 5 * time.Minute} {
-		s, now := New(Options{Detached: true}), t0.Add(time.Hour)
-		s.Replace(now, "web", numbered(0, 100))
+	for _, interval := range []time.Duration{1, time.Millisecond, 7 * time.Millisecond, time.Second, 17 * time.Second, 5 * time.Minute} {
+		s, now := New(Options{}), t0.Add(time.Hour)
+		replace(s, now, "web", numbered(0, 100))
 		s.SetCheck(now, "web", every(interval))
 		period := max(interval, tick)
 		drive(t, s, &now, period+tick)
@@ -156,8 +156,8 @@ func TestAClockThatJumps(t *testing.T) {
 	const n, interval = 1000, 10 * time.Second
 	for _, by := range []time.Duration{-time.Hour, -2 * time.Second, -time.Millisecond, 5 * time.Second, time.Hour, 300 * 24 * time.Hour} {
 		t.Run(by.String(), func(t *testing.T) {
-			s, now := New(Options{Detached: true}), t0
-			s.Replace(now, "web", numbered(0, n))
+			s, now := New(Options{}), t0
+			replace(s, now, "web", numbered(0, n))
 			s.SetCheck(now, "web", every(interval))
 			drive(t, s, &now, interval+tick)
 			now = now.Add(by)
@@ -187,8 +187,8 @@ func TestAClockThatJumps(t *testing.T) {
 }
 
 func TestCallersWhoseTimesCrossDoNotDriveTheClock(t *testing.T) {
-	s, now := New(Options{Detached: true}), t0
-	s.Replace(now, "web", numbered(0, 100))
+	s, now := New(Options{}), t0
+	replace(s, now, "web", numbered(0, 100))
 	s.SetCheck(now, "web", every(time.Second))
 	jobs := 0
 	for range 10_000 {
@@ -205,8 +205,8 @@ func TestCallersWhoseTimesCrossDoNotDriveTheClock(t *testing.T) {
 }
 
 func TestNoMoreThanAskedFor(t *testing.T) {
-	s, now := New(Options{Detached: true}), t0
-	s.Replace(now, "web", numbered(0, 1000))
+	s, now := New(Options{}), t0
+	replace(s, now, "web", numbered(0, 1000))
 	s.SetCheck(now, "web", every(100*time.Millisecond))
 	// The first probes are all due after an interval; they come in lots, and each once.
 	now = now.Add(101 * time.Millisecond)
@@ -230,8 +230,8 @@ func TestNoMoreThanAskedFor(t *testing.T) {
 
 // Whoever takes jobs may die with them.
 func TestAJobThatIsNotAnsweredIsGivenUp(t *testing.T) {
-	s, now := New(Options{Detached: true}), t0
-	s.Replace(now, "web", numbered(0, 1))
+	s, now := New(Options{}), t0
+	replace(s, now, "web", numbered(0, 1))
 	s.SetCheck(now, "web", every(time.Second))
 	var at []time.Time
 	var jobs []Job
@@ -254,13 +254,13 @@ func TestAJobThatIsNotAnsweredIsGivenUp(t *testing.T) {
 
 // Who keeps connections is told whose to close, once, and only of checks that keep any.
 func TestWhoLeftIsTold(t *testing.T) {
-	s, all := New(Options{Detached: true}), numbered(0, 4+leftMost)
+	s, all := New(Options{}), numbered(0, 4+leftMost)
 	kept := everySecond
 	kept.KeepAlive = true
 	s.SetCheck(t0, "web", kept)
 	s.SetCheck(t0, "api", everySecond)
-	s.Replace(t0, "web", all)
-	s.Replace(t0, "api", all)
+	replace(s, t0, "web", all)
+	replace(s, t0, "api", all)
 	told := func(want []Key, wantAll bool) {
 		t.Helper()
 		if got, every := s.Left(nil); every != wantAll || !slices.Equal(got, want) {
@@ -272,71 +272,7 @@ func TestWhoLeftIsTold(t *testing.T) {
 	s.Kill(t0, all[1].UID)
 	told([]Key{{"web", all[0].Target}, {"web", all[1].Target}}, false)
 	told(nil, false)
-	s.Replace(t0, "web", nil)
+	replace(s, t0, "web", nil)
 	told(nil, true)
 	told(nil, false)
-}
-
-// Who comes as another goes is probed at the other's time in the interval, so that whatever comes and goes, probes stay spread; and who left
-// is out of the wheel when its time has come.
-func TestThePlaceInTheIntervalIsTakenOver(t *testing.T) {
-	s, all := New(Options{Detached: true}), numbered(0, 2000)
-	s.SetCheck(t0, "web", everySecond)
-	s.Replace(t0, "web", all[:1000])
-	planned := s.wheel.planned
-	for n := range 1000 {
-		s.Change(t0, "web", []Change{{Endpoint: all[n], Gone: true}, {Endpoint: all[1000+n]}})
-	}
-	if s.wheel.planned != planned {
-		t.Error("times were planned anew")
-	}
-	probed, slots := map[Key]int{}, map[int64]int{}
-	for now := t0; now.Before(t0.Add(time.Second)); now = now.Add(time.Millisecond) {
-		jobs, _ := s.Due(now, nil, 1000)
-		for _, j := range jobs {
-			probed[j.Key]++
-			slots[j.Due.Sub(t0).Milliseconds()/10]++
-			s.Report(now, j, Outcome{Kind: Success})
-		}
-	}
-	for slot, n := range slots {
-		if n > 20 {
-			t.Errorf("%d of 1000 probes in the 10 ms after %d ms", n, slot*10)
-		}
-	}
-	if len(probed) < 999 {
-		t.Errorf("%d of 1000 were probed", len(probed))
-	}
-
-	// An interval of another length has times of its own.
-	longer := everySecond
-	longer.Interval = 10 * time.Second
-	s.SetCheck(t0, "api", longer)
-	s.Change(t0, "web", []Change{{Endpoint: all[1000], Gone: true}})
-	s.Change(t0, "api", []Change{{Endpoint: all[0]}})
-	if s.wheel.planned == planned {
-		t.Error("a target takes over the time in an interval that is not its own")
-	}
-
-	s.Replace(t0, "web", nil)
-	s.Replace(t0, "api", nil)
-	s.Replace(t0, "one", all[:1])
-	s.SetCheck(t0, "one", everySecond)
-	for now := t0.Add(time.Second); now.Before(t0.Add(12 * time.Second)); now = now.Add(time.Millisecond) {
-		jobs, _ := s.Due(now, nil, 1000)
-		for _, j := range jobs {
-			if j.Key.Pool != "one" {
-				t.Fatalf("%s is probed after it left", j.Key)
-			}
-		}
-	}
-	hanging := 0
-	for _, head := range s.wheel.heads {
-		for i := head - 1; i != nowhere; i = s.at(i).next {
-			hanging++
-		}
-	}
-	if hanging != 1 {
-		t.Errorf("%d are in the wheel, want one", hanging)
-	}
 }

@@ -2,11 +2,9 @@ package health
 
 import (
 	"cmp"
-	"hash/maphash"
 	"math"
 	"slices"
 	"sync"
-	"sync/atomic"
 	"time"
 )
 
@@ -39,9 +37,6 @@ type Options struct {
 	// UsablePercent of the routable targets of a pool must be usable, or all are chosen: 1 to 100. 0: 50. Where none is usable, all are
 	// chosen in any case.
 	UsablePercent int
-	// Detached sets have no gateway to write to: [Set.Pending] and [Set.Watched] are empty, a target is forgotten as soon as nobody claims
-	// it, and a tombstone is never more than [Unknown].
-	Detached bool
 }
 
 // Set holds every target that EndpointSlices, people or an earlier agent gave the gateway, the tombstones, and the health. See the package
@@ -50,9 +45,6 @@ type Options struct {
 // pool's beginning to fail open (all of its targets).
 type Set struct {
 	usablePercent int
-	detached      bool
-	seed          maphash.Seed
-	dir           atomic.Pointer[directory]
 	work          chan struct{}
 
 	mu     sync.Mutex
@@ -64,46 +56,33 @@ type Set struct {
 	// readAt is when the last reading that was taken in began, or when the gateway was last found unreadable.
 	readAt int64
 	pools  map[Pool]*pool
-	all    []*pool // by id
-
-	// Records lie in slabs; free are the indices of those in which nothing lives. Of the table: how many records live, how many places are
-	// not empty, how many live records have a zone.
-	slabs                       []*slab
-	free                        []int32
-	live, used, zoned, rebuilds int
-	todo, watched               bag
-	dirty                       []*pool
-	mark                        uint32
+	// ofPod has the records of each pod, in the order in which they were made.
+	ofPod         map[UID][]*record
+	todo, watched records
+	dirty         []*pool
 	// fresh says that something has come to todo since it was last cleared.
 	fresh bool
 
 	// pods are those with a tombstone, the dead included; held those with a lease.
-	pods         map[UID]*pod
-	held, unread []*pod
-	// seen is scratch for Observe.
-	seen             []int32
-	eldest, youngest *pod
-	burials          uint64
-	lapsedAt         int64
+	pods     map[UID]*pod
+	held     map[*pod]struct{}
+	unread   []*pod
+	burials  uint64
+	lapsedAt int64
 
-	wheel wheel
+	schedule schedule
 	// left are the targets that are not probed any more, for who keeps connections to them; leftAll: they were too many.
 	left    []Key
 	leftAll bool
 }
 
-// NewSet returns an empty set that has not synced, with the defaults of [Options].
-func NewSet() *Set { return New(Options{}) }
-
 // New returns an empty set that has not synced.
 func New(o Options) *Set {
-	s := &Set{
-		usablePercent: cmp.Or(max(o.UsablePercent, 0), 50), detached: o.Detached, seed: maphash.MakeSeed(), work: make(chan struct{}, 1),
-		pools: map[Pool]*pool{}, pods: map[UID]*pod{}, readAt: never, lapsedAt: never,
-		todo: bag{which: inTodo}, watched: bag{which: inWatched},
+	return &Set{
+		usablePercent: cmp.Or(max(o.UsablePercent, 0), 50), work: make(chan struct{}, 1),
+		pools: map[Pool]*pool{}, ofPod: map[UID][]*record{}, pods: map[UID]*pod{}, held: map[*pod]struct{}{},
+		todo: records{which: inTodo}, watched: records{which: inWatched}, readAt: never, lapsedAt: never,
 	}
-	s.dir.Store(newDirectory(2, nil))
-	return s
 }
 
 // stamp turns a time into nanoseconds since the first that the set was told, by the monotonic clock where there is one.
@@ -118,45 +97,9 @@ func (s *Set) pool(name Pool) *pool {
 	if p := s.pools[name]; p != nil {
 		return p
 	}
-	p := &pool{
-		name: name, id: uint32(len(s.all)), asOf: never, kept: nowhere, hold: true,
-		members: bag{which: inMembers}, graves: bag{which: inGraves},
-	}
+	p := &pool{name: name, targets: map[Target]*record{}, graves: records{which: inGraves}, asOf: never, hold: true}
 	s.pools[name] = p
-	s.all = append(s.all, p)
-	d := *s.dir.Load()
-	d.pools = s.all
-	s.dir.Store(&d)
 	return p
-}
-
-// Replace makes endpoints the whole of what EndpointSlices say of pool. It is applied as a difference: what is listed as
-// before is not touched. Of an address that is listed twice, routable wins. A terminating endpoint's pod is dead from now on.
-func (s *Set) Replace(now time.Time, pool Pool, endpoints []Endpoint) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	at := s.begin(now)
-	p := s.pool(pool)
-	s.mark++
-	for _, e := range endpoints {
-		if e.Terminating && e.UID != "" {
-			s.kill(now, at, e.UID)
-		}
-	}
-	// Routable ones first, so that they win.
-	for _, e := range endpoints {
-		if e.Routable && !e.Terminating {
-			i := s.findOrMake(p, &e.Target)
-			s.at(i).mark = s.mark
-			s.claim(i, true)
-		}
-	}
-	for n := len(p.members.all) - 1; n >= 0; n-- {
-		if i := p.members.all[n]; s.at(i).mark != s.mark {
-			s.claim(i, false)
-		}
-	}
-	s.end(now)
 }
 
 // Change applies a difference to what EndpointSlices say of pool: what changes does not list stays as it was. A terminating endpoint's pod is
@@ -173,12 +116,9 @@ func (s *Set) Change(now time.Time, pool Pool, changes []Change) {
 			s.kill(now, at, c.UID)
 		}
 		if c.Routable && !c.Terminating && !c.Gone {
-			s.claim(s.findOrMake(p, &c.Target), true)
-		} else {
-			n := nameOf(&c.Target)
-			if i := s.find(p, &n, hashOf(s.seed, &n)); i != nowhere {
-				s.claim(i, false)
-			}
+			s.claim(s.findOrMake(p, c.Target), true)
+		} else if r := p.targets[c.Target]; r != nil {
+			s.claim(r, false)
 		}
 	}
 	s.end(now)
@@ -187,22 +127,20 @@ func (s *Set) Change(now time.Time, pool Pool, changes []Change) {
 // begin and end are around what may make targets known or plan probes.
 func (s *Set) begin(now time.Time) int64 {
 	at := s.stamp(now)
-	s.wheel.pass(at)
+	s.schedule.pass(at)
 	return at
 }
 
 func (s *Set) end(now time.Time) {
 	s.settle()
-	for n, p := range s.unread {
+	for _, p := range s.unread {
 		s.judge(now, p)
-		s.unread[n] = nil
 	}
-	s.unread = s.unread[:0]
+	s.unread = nil
 }
 
 // claim records whether EndpointSlices want traffic at a target.
-func (s *Set) claim(i int32, yes bool) {
-	r := s.at(i)
+func (s *Set) claim(r *record, yes bool) {
 	switch {
 	case yes:
 		if r.is(claimed) && !r.is(unlisted) {
@@ -210,60 +148,18 @@ func (s *Set) claim(i int32, yes bool) {
 		}
 		r.set(claimed, true)
 		r.set(unlisted, false)
-		s.refresh(i, r)
+		s.refresh(r)
 	case r.is(claimed):
 		r.set(claimed|doubts, false)
-		if !s.dropIfDone(i, r) {
-			s.refresh(i, r)
+		if !s.dropIfDone(r) {
+			s.refresh(r)
 		}
 	default:
-		s.dropIfDone(i, r)
+		s.dropIfDone(r)
 	}
 }
 
-// findOrMake returns what is known of a target. A new one was never read, so that the tombstone of its pod, if there is one, is judged
-// anew by end. The caller claims or refreshes it.
-func (s *Set) findOrMake(p *pool, t *Target) int32 {
-	n := nameOf(t)
-	h := hashOf(s.seed, &n)
-	if i := s.find(p, &n, h); i != nowhere {
-		return i
-	}
-	i := s.make(p, &n, h)
-	r := s.at(i)
-	if len(s.pods) > 0 {
-		if r.pod = s.pods[t.UID]; r.pod != nil {
-			r.pod.records = append(r.pod.records, i)
-			s.unread = append(s.unread, r.pod)
-		}
-	}
-	s.put(&p.members, i, r, true)
-	return i
-}
-
-// dropIfDone forgets a record that nobody claims and the gateway has forgotten. The gateway is written first, the record
-// dropped after. It reports whether it was forgotten.
-func (s *Set) dropIfDone(i int32, r *record) bool {
-	if r.is(claimed) || !s.detached && (r.is(asked) || !s.done(r, WantGone)) {
-		return false
-	}
-	s.count(r, 0)
-	s.soil(r.pool)
-	s.plan(i, r, false)
-	s.put(&r.pool.graves, i, r, false)
-	s.put(&r.pool.members, i, r, false)
-	s.put(&s.todo, i, r, false)
-	s.put(&s.watched, i, r, false)
-	if p := r.pod; p != nil {
-		n := slices.Index(p.records, i)
-		p.records[n] = p.records[len(p.records)-1]
-		p.records = p.records[:len(p.records)-1]
-	}
-	s.drop(i)
-	return true
-}
-
-// Synced says that every pool was replaced at least once from a complete list. Before it, nothing is taken out for want of a
+// Synced says that every pool was told a complete list. Before it, nothing is taken out for want of a
 // claim, and no tombstone without a known target counts as done.
 func (s *Set) Synced() {
 	s.mu.Lock()
@@ -284,10 +180,8 @@ func (s *Set) HasSynced() bool {
 }
 
 func (s *Set) refreshAll() {
-	for _, p := range s.all {
-		for _, i := range p.members.all {
-			s.refresh(i, s.at(i))
-		}
+	for _, p := range s.pools {
+		s.sweep(p)
 	}
 }
 
@@ -296,13 +190,9 @@ func (s *Set) refreshAll() {
 func (s *Set) Adopt(now time.Time, keys []Key) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.detached {
-		return
-	}
 	s.begin(now)
 	for _, k := range keys {
-		i := s.findOrMake(s.pool(k.Pool), &k.Target)
-		s.refresh(i, s.at(i))
+		s.refresh(s.findOrMake(s.pool(k.Pool), k.Target))
 	}
 	s.end(now)
 }
@@ -312,23 +202,19 @@ func (s *Set) Adopt(now time.Time, keys []Key) {
 // tombstone takes nothing out that was not read in this generation and since the last tombstone in its pool: what the last target
 // is must be known first. The caller applies them and then reads their keys: until then the set does not forget a key that was to be
 // routed.
-func (s *Set) Pending() []Op { return s.AppendPending(nil) }
-
-// AppendPending is Pending into memory that the caller owns: what is pending is appended to ops.
-func (s *Set) AppendPending(ops []Op) []Op {
+func (s *Set) Pending() []Op {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	first := len(ops)
-	for _, i := range s.todo.all {
-		r := s.at(i)
-		want := s.want(i, r)
-		if want == WantRouted && !r.is(asked) {
+	var ops []Op
+	for _, r := range s.todo.all {
+		want := s.want(r)
+		if want == WantRouted {
 			r.set(asked, true)
-			s.put(&s.watched, i, r, true)
+			s.watched.put(r, true)
 		}
 		ops = append(ops, Op{r.key(), want})
 	}
-	slices.SortFunc(ops[first:], func(a, b Op) int {
+	slices.SortFunc(ops, func(a, b Op) int {
 		if a.Want != b.Want {
 			return cmp.Compare(a.Want, b.Want)
 		}
@@ -340,17 +226,14 @@ func (s *Set) AppendPending(ops []Op) []Op {
 // Watched lists the keys to read now: those of tombstoned pods, again and again, because a gateway may change its mind, those
 // that were not read in its present generation, or not since they were to be routed, and those that must be seen routed before a
 // target of their pool may be taken out. Sorted.
-func (s *Set) Watched() []Key { return s.AppendWatched(nil) }
-
-// AppendWatched is Watched into memory that the caller owns: the keys are appended to keys.
-func (s *Set) AppendWatched(keys []Key) []Key {
+func (s *Set) Watched() []Key {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	first := len(keys)
-	for _, i := range s.watched.all {
-		keys = append(keys, s.at(i).key())
+	var keys []Key
+	for _, r := range s.watched.all {
+		keys = append(keys, r.key())
 	}
-	slices.SortFunc(keys[first:], compareKeys)
+	slices.SortFunc(keys, compareKeys)
 	return keys
 }
 
@@ -363,7 +246,7 @@ func (s *Set) Observe(now time.Time, o Observation) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	at := s.stamp(o.At)
-	if at < s.readAt || s.detached {
+	if at < s.readAt {
 		return
 	}
 	s.readAt = at
@@ -373,22 +256,15 @@ func (s *Set) Observe(now time.Time, o Observation) {
 	}
 	moved := s.generation != s.last
 	s.generation = s.last
-	var p *pool
 	for k, seen := range o.Seen {
-		if p == nil || p.name != k.Pool {
-			if p = s.pools[k.Pool]; p == nil {
-				continue
-			}
-		}
-		n := nameOf(&k.Target)
-		i := s.find(p, &n, hashOf(s.seed, &n))
-		if i == nowhere {
+		p := s.pools[k.Pool]
+		if p == nil || p.targets[k.Target] == nil {
 			continue
 		}
-		r := s.at(i)
+		r := p.targets[k.Target]
 		if s.last == 1 && r.seenIn == 0 && seen.Present && !seen.Routed && !r.is(asked) && !r.buried() && (r.is(claimed) || !s.synced) {
 			// The agent before this one took it out, and may have known why: what the gateway does is all that is left of its verdicts.
-			r.set(found, p.probing() && !r.is(own))
+			r.set(found, p.check != nil && !r.is(own))
 		}
 		quiet := !seen.Routed && seen.Active == 0
 		switch {
@@ -402,23 +278,15 @@ func (s *Set) Observe(now time.Time, o Observation) {
 		r.set(missing, seen.Missing)
 		r.set(asked, false)
 		r.active, r.seenAt, r.seenIn = int32(min(seen.Active, math.MaxInt32)), at, s.generation
-		s.seen = append(s.seen, i)
-	}
-	// Not in the order of the map: places that become free are given out again, and with them their time to be probed. A simulation replays that.
-	slices.Sort(s.seen)
-	for _, i := range s.seen {
-		if r := s.at(i); !s.dropIfDone(i, r) {
-			s.refresh(i, r)
+		if !s.dropIfDone(r) {
+			s.refresh(r)
 		}
 	}
-	s.seen = s.seen[:0]
-	if len(o.Unread) > 0 {
-		for _, p := range s.all {
-			for _, i := range p.members.all {
-				if r := s.at(i); o.Unread[p.name] != nil && r.seenIn == s.generation {
-					r.seenIn = 0
-					s.refresh(i, r)
-				}
+	for name := range o.Unread {
+		if p := s.pools[name]; p != nil {
+			for _, r := range p.targets {
+				r.seenIn = 0
+				s.refresh(r)
 			}
 		}
 	}
@@ -467,8 +335,8 @@ type Count struct {
 func (s *Set) Counts() map[Pool]Count {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	counts := make(map[Pool]Count, len(s.all))
-	for _, p := range s.all {
+	counts := make(map[Pool]Count, len(s.pools))
+	for _, p := range s.pools {
 		counts[p.name] = Count{
 			Claimed: int(p.n[isClaimed]), Routed: int(p.n[isRouted]), Buried: int(p.n[isBuried]),
 			Unusable: int(p.n[isRoutable] - p.n[isUsable]), FailingOpen: p.open,

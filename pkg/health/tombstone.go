@@ -62,16 +62,12 @@ type Tombstone struct {
 
 // pod is a UID with a tombstone, or a dead one. There is one only while that is so.
 type pod struct {
-	uid     UID
-	records []int32
+	uid UID
 	// holders are the leases on the tombstone and when each ends. No holder and not dead: no tombstone.
 	holders map[string]time.Time
-	// held is the place among the set's held pods, nowhere without a holder.
-	held int32
-	dead bool
-	// deadAt is when the pod was last said to be dead. The dead are a list in that order.
-	deadAt         int64
-	younger, elder *pod
+	dead    bool
+	// deadAt is when the pod was last said to be dead.
+	deadAt int64
 	// buriedAt is when the present tombstone was laid here, order its rank among all burials.
 	buriedAt int64
 	order    uint64
@@ -91,14 +87,8 @@ func (s *Set) Bury(now time.Time, uid UID, holder string, since, expires time.Ti
 		p.since = since
 	}
 	had, known := p.holders[holder]
-	if p.holders == nil {
-		p.holders = map[string]time.Time{}
-	}
 	p.holders[holder] = later(had, expires)
-	if p.held == nowhere {
-		p.held = int32(len(s.held))
-		s.held = append(s.held, p)
-	}
+	s.held[p] = struct{}{}
 	s.settle()
 	s.judge(now, p)
 	return !known
@@ -110,14 +100,12 @@ func (s *Set) grave(now time.Time, at int64, uid UID, since time.Time) *pod {
 		return p
 	}
 	s.burials++
-	p := &pod{uid: uid, held: nowhere, buriedAt: at, order: s.burials, since: since, stateAt: now}
+	p := &pod{uid: uid, holders: map[string]time.Time{}, buriedAt: at, order: s.burials, since: since, stateAt: now}
 	s.pods[uid] = p
-	p.records = s.ofPod(uid, nil)
-	for _, i := range p.records {
-		r := s.at(i)
+	for _, r := range s.ofPod[uid] {
 		r.pod = p
 		r.set(doubts, false)
-		s.refresh(i, r)
+		s.refresh(r)
 	}
 	return p
 }
@@ -126,7 +114,7 @@ func (s *Set) grave(now time.Time, at int64, uid UID, since time.Time) *pod {
 func (s *Set) Renew(holder string, expires time.Time) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	for _, p := range s.held {
+	for p := range s.held {
 		if had, ok := p.holders[holder]; ok {
 			p.holders[holder] = later(had, expires)
 		}
@@ -157,25 +145,18 @@ func (s *Set) unburyIfFree(p *pod, flags flag) {
 	if len(p.holders) > 0 {
 		return
 	}
-	if p.held != nowhere {
-		last := s.held[len(s.held)-1]
-		s.held[p.held], last.held = last, p.held
-		s.held[len(s.held)-1] = nil
-		s.held = s.held[:len(s.held)-1]
-		p.held = nowhere
-	}
+	delete(s.held, p)
 	if p.dead {
 		return
 	}
 	delete(s.pods, p.uid)
-	for _, i := range p.records {
-		r := s.at(i)
+	for _, r := range s.ofPod[p.uid] {
 		r.pod = nil
 		if r.is(claimed) {
 			r.set(flags&unlisted, true)
-			r.set(flags&unproven, r.pool.probing())
+			r.set(flags&unproven, r.pool.check != nil)
 		}
-		s.refresh(i, r)
+		s.refresh(r)
 	}
 }
 
@@ -184,7 +165,7 @@ func (s *Set) Held(holder string) []UID {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	var held []UID
-	for _, p := range s.held {
+	for p := range s.held {
 		if _, ok := p.holders[holder]; ok {
 			held = append(held, p.uid)
 		}
@@ -203,45 +184,21 @@ func (s *Set) Kill(now time.Time, uid UID) {
 
 func (s *Set) kill(now time.Time, at int64, uid UID) {
 	p := s.grave(now, at, uid, now)
-	if p.dead {
-		s.unlinkDead(p)
-	}
-	// The youngest comes last.
-	p.deadAt, p.elder = at, s.youngest
-	if s.youngest != nil {
-		s.youngest.younger = p
-	} else {
-		s.eldest = p
-	}
-	s.youngest = p
+	p.deadAt = at
 	if p.dead {
 		return
 	}
 	p.dead = true
-	for _, i := range p.records {
-		s.refresh(i, s.at(i))
+	for _, r := range s.ofPod[uid] {
+		s.refresh(r)
 	}
-}
-
-func (s *Set) unlinkDead(p *pod) {
-	if p.elder != nil {
-		p.elder.younger = p.younger
-	} else {
-		s.eldest = p.younger
-	}
-	if p.younger != nil {
-		p.younger.elder = p.elder
-	} else {
-		s.youngest = p.elder
-	}
-	p.elder, p.younger = nil, nil
 }
 
 // Lapse ends the leases that were not renewed in time and forgets the pods that have been dead long enough. It returns the UIDs
 // whose last lease ended, sorted.
 //
 // That nobody renews a lease does not say that the pod lives: whoever could know may be as dead as the coordinators. The targets of such a
-// pod therefore stay out until EndpointSlices have called them ready again ([Set.Replace], [Set.Change]) or a watcher has vouched for what it
+// pod therefore stay out until EndpointSlices have called them ready again ([Set.Change]) or a watcher has vouched for what it
 // said ([Set.Refreshed]), and, where their pool has a check, until a probe has succeeded. If neither comes they stay out, however long:
 // these are pods that somebody was about to delete, and no more than half of a Service's. But in a pool where no other target is routable
 // they are taken back at once, and one that was kept stays.
@@ -250,8 +207,7 @@ func (s *Set) Lapse(now time.Time) []UID {
 	defer s.mu.Unlock()
 	at := s.stamp(now)
 	var lapsed []UID
-	for n := len(s.held) - 1; n >= 0; n-- {
-		p := s.held[n]
+	for p := range s.held {
 		for holder, expires := range p.holders {
 			if now.After(expires) {
 				delete(p.holders, holder)
@@ -265,13 +221,10 @@ func (s *Set) Lapse(now time.Time) []UID {
 			s.unburyIfFree(p, unlisted|unproven)
 		}
 	}
-	for p := s.eldest; p != nil && at-p.deadAt > int64(deadMemory); {
-		next := p.younger
-		if len(p.records) == 0 && len(p.holders) == 0 {
-			s.unlinkDead(p)
-			delete(s.pods, p.uid)
+	for uid, p := range s.pods {
+		if p.dead && at-p.deadAt > int64(deadMemory) && len(s.ofPod[uid]) == 0 && len(p.holders) == 0 {
+			delete(s.pods, uid)
 		}
-		p = next
 	}
 	s.settle()
 	slices.Sort(lapsed)
@@ -291,12 +244,11 @@ func (s *Set) Refreshed(asOf time.Time) {
 
 // confirm takes flags, unlisted or unproven, from all targets that have them.
 func (s *Set) confirm(flags flag) {
-	for _, p := range s.all {
-		for n := len(p.graves.all) - 1; n >= 0; n-- {
-			i := p.graves.all[n]
-			if r := s.at(i); r.flags&flags != 0 {
+	for _, p := range s.pools {
+		for _, r := range slices.Clone(p.graves.all) {
+			if r.flags&flags != 0 {
 				r.set(flags, false)
-				s.refresh(i, r)
+				s.refresh(r)
 			}
 		}
 	}
@@ -307,10 +259,10 @@ func (s *Set) Tombstones() []Tombstone {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	all := make([]Tombstone, 0, len(s.held))
-	for _, p := range s.held {
+	for p := range s.held {
 		t := Tombstone{
 			UID: p.uid, Since: p.since, State: p.state, StateSince: p.stateAt,
-			Generation: s.generationName(), Targets: len(p.records),
+			Generation: s.generationName(), Targets: len(s.ofPod[p.uid]),
 		}
 		if p.state == Kept {
 			t.Kept, t.Quiet = s.kept(p)
@@ -325,7 +277,12 @@ func (s *Set) Tombstones() []Tombstone {
 func (s *Set) Unsettled() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return slices.ContainsFunc(s.held, func(p *pod) bool { return p.state != Idle })
+	for p := range s.held {
+		if p.state != Idle {
+			return true
+		}
+	}
+	return false
 }
 
 // judge recomputes the state of a pod's tombstone: that of its least advanced target.
@@ -334,8 +291,8 @@ func (s *Set) judge(now time.Time, p *pod) {
 	if !s.synced || s.generation == 0 {
 		state = Unknown
 	}
-	for _, i := range p.records {
-		state = min(state, s.stateOf(i, p))
+	for _, r := range s.ofPod[p.uid] {
+		state = min(state, s.stateOf(r, p))
 	}
 	if state != p.state {
 		p.state, p.stateAt = state, now
@@ -345,10 +302,10 @@ func (s *Set) judge(now time.Time, p *pod) {
 // kept returns the pools that keep p, and whether it is Idle in all others.
 func (s *Set) kept(p *pod) (pools []Pool, quiet bool) {
 	quiet = true
-	for _, i := range p.records {
-		switch s.stateOf(i, p) {
+	for _, r := range s.ofPod[p.uid] {
+		switch s.stateOf(r, p) {
 		case Kept:
-			pools = append(pools, s.at(i).pool.name)
+			pools = append(pools, r.pool.name)
 		case Idle:
 		default:
 			quiet = false
@@ -357,12 +314,11 @@ func (s *Set) kept(p *pod) (pools []Pool, quiet bool) {
 	return pools, quiet
 }
 
-func (s *Set) stateOf(i int32, p *pod) State {
-	r := s.at(i)
+func (s *Set) stateOf(r *record, p *pod) State {
 	switch {
 	case s.generation == 0 || r.seenIn != s.generation || r.seenAt < p.buriedAt:
 		return Unknown
-	case r.is(routed) && i == r.pool.kept:
+	case r.is(routed) && r == r.pool.kept:
 		return Kept
 	case r.is(routed):
 		return Routing
@@ -374,7 +330,7 @@ func (s *Set) stateOf(i int32, p *pod) State {
 }
 
 func (s *Set) judgeHeld(now time.Time) {
-	for _, p := range s.held {
+	for p := range s.held {
 		s.judge(now, p)
 	}
 }

@@ -1,6 +1,6 @@
 package health
 
-// Verdict is what probes, and results that a gateway reports, say of a target. The names mean what they mean in
+// Verdict is what probes say of a target. The names mean what they mean in
 // lua-resty-healthcheck, which has no VerdictUnknown: there a target begins as healthy.
 type Verdict uint8
 

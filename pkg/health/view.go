@@ -69,20 +69,11 @@ func (w Why) String() string {
 	}
 }
 
-// View is what [Set.Lookup] tells of a target.
-type View struct {
-	Verdict Verdict
-	Why     Why
-}
-
-func (v View) pack() uint32 { return uint32(v.Verdict) | uint32(v.Why)<<8 }
-
-func unpack(v uint32) View { return View{Verdict(v), Why(v >> 8)} }
-
 // Detail is all that people may want to know of a target.
 type Detail struct {
 	Key
-	View
+	Verdict Verdict
+	Why     Why
 	// Since is when the verdict was entered. The zero time: it never changed.
 	Since time.Time
 	// Counters of the outcomes towards the next verdict.
@@ -103,30 +94,23 @@ type Counters struct {
 	Successes, HTTPFailures, TCPFailures, Timeouts uint8
 }
 
-// Targets returns what is known of every target, sorted by key. It holds up others only for some of them at a time: what changes meanwhile
-// may be seen in part.
+// Targets returns what is known of every target, sorted by key.
 func (s *Set) Targets() []Detail {
 	all := []Detail{}
-	for slab := 0; ; slab++ {
-		s.mu.Lock()
-		if slab >= len(s.slabs) {
-			s.mu.Unlock()
-			break
+	s.mu.Lock()
+	for _, p := range s.pools {
+		for _, r := range p.targets {
+			all = append(all, s.detail(r))
 		}
-		for n := range s.slabs[slab] {
-			if r := &s.slabs[slab][n]; r.pool != nil {
-				all = append(all, s.detail(r))
-			}
-		}
-		s.mu.Unlock()
 	}
+	s.mu.Unlock()
 	slices.SortFunc(all, func(a, b Detail) int { return compareKeys(a.Key, b.Key) })
 	return all
 }
 
 func (s *Set) detail(r *record) Detail {
 	d := Detail{
-		Key: r.key(), View: unpack(r.view.Load()), Last: r.last,
+		Key: r.key(), Verdict: r.verdict, Why: s.why(r), Last: r.last,
 		Counters: Counters{r.counters[0], r.counters[1], r.counters[2], r.counters[3]},
 	}
 	if r.since != never {
@@ -142,7 +126,7 @@ func (s *Set) detail(r *record) Detail {
 	if r.buried() {
 		p := r.pod
 		d.Tombstone = &Tombstone{
-			UID: p.uid, Since: p.since, State: p.state, StateSince: p.stateAt, Generation: s.generationName(), Targets: len(p.records),
+			UID: p.uid, Since: p.since, State: p.state, StateSince: p.stateAt, Generation: s.generationName(), Targets: len(s.ofPod[p.uid]),
 		}
 	}
 	return d

@@ -79,6 +79,8 @@ type agent struct {
 	dead map[drain.UID]bool
 	// seen is the version of each Service's slice that was heard last.
 	seen map[int]int
+	// told is what the set was told of each Service.
+	told map[int][]endpoint
 }
 
 // entry is a tombstone on disk.
@@ -135,10 +137,10 @@ func (a *agent) start() {
 	}
 	a.up, a.started, a.left = true, w.at, false
 	a.hooks, a.watched, a.sent, a.broken = nil, map[string]map[drain.UID]bool{}, map[drain.UID]bool{}, nil
-	a.set = health.NewSet()
+	a.set = health.New(health.Options{})
 	a.dead = map[drain.UID]bool{}
 	a.known, a.leases = map[health.UID]health.State{}, map[drain.UID]map[string]time.Time{}
-	a.seen = map[int]int{}
+	a.seen, a.told = map[int]int{}, map[int][]endpoint{}
 	a.programming, a.learned, a.unlearned = false, false, false
 	a.stepping, a.poked, a.generation = false, false, ""
 	a.pause, a.unread, a.rush = fastest, retryFirst, 0
@@ -313,9 +315,7 @@ func (a *agent) lapsed(now time.Time) {
 }
 
 func (a *agent) sliceSeen(service int, s slice) {
-	endpoints := make([]health.Endpoint, 0, len(s.endpoints))
 	for _, e := range s.endpoints {
-		endpoints = append(endpoints, health.Endpoint{Target: target(e), Routable: e.ready, Terminating: e.terminating})
 		if e.terminating {
 			a.dead[e.uid] = true
 			if a.journal[e.uid] != nil {
@@ -324,8 +324,26 @@ func (a *agent) sliceSeen(service int, s slice) {
 		}
 	}
 	a.seen[service] = s.version
-	a.set.Replace(a.w.now, pool(service), endpoints)
+	a.list(service, s.endpoints)
 	a.wake()
+}
+
+// list hands the set the difference between what it was told of a Service and endpoints.
+func (a *agent) list(service int, endpoints []endpoint) {
+	var changes []health.Change
+	before := a.told[service]
+	for _, e := range endpoints {
+		if !slices.Contains(before, e) {
+			changes = append(changes, health.Change{Endpoint: health.Endpoint{Target: target(e), Routable: e.ready, Terminating: e.terminating}})
+		}
+	}
+	for _, b := range before {
+		if !slices.ContainsFunc(endpoints, func(e endpoint) bool { return target(e) == target(b) }) {
+			changes = append(changes, health.Change{Endpoint: health.Endpoint{Target: target(b)}, Gone: true})
+		}
+	}
+	a.told[service] = endpoints
+	a.set.Change(a.w.now, pool(service), changes)
 }
 
 func pool(service int) health.Pool { return health.Pool(rune('a' + service)) }
@@ -740,7 +758,7 @@ func (a *agent) forsake() {
 	s := a.services[i]
 	a.log("does not route %s any more", service(s))
 	a.services = slices.Delete(slices.Clone(a.services), i, i+1)
-	a.set.Replace(w.now, pool(s), nil)
+	a.list(s, nil)
 	for _, l := range a.links {
 		if l.declared {
 			l.declare(l.conn)

@@ -266,7 +266,7 @@ func (a *agent) checkOps(ops []health.Op) {
 			if !until.After(a.w.now) {
 				continue
 			}
-			if v, known := a.set.Lookup(op.Key); !known || v.Why != health.WhyKept {
+			if a.why(op.Key) != health.WhyKept {
 				a.w.fail(checkBuriedName, "%s asks for %s, and %s holds a lease on a tombstone of it", a.name, op, holder)
 			}
 		}
@@ -774,10 +774,19 @@ func (w *world) checkEnd() {
 	}
 }
 
+// why is what a's set says of a target, unknown if it has none.
+func (a *agent) why(k health.Key) health.Why {
+	for _, d := range a.set.Targets() {
+		if d.Key == k {
+			return d.Why
+		}
+	}
+	return health.WhyUnknown
+}
+
 // lapsedSick says whether a's tombstone on a pod has lapsed, and no probe can succeed: it stays out, and does not count.
 func (a *agent) lapsedSick(service int, e endpoint) bool {
-	v, _ := a.set.Lookup(health.Key{Pool: pool(service), Target: target(e)})
-	return v.Why == health.WhyLapsed && !a.w.well(service, e.uid)
+	return a.why(health.Key{Pool: pool(service), Target: target(e)}) == health.WhyLapsed && !a.w.well(service, e.uid)
 }
 
 // well says whether probes call the pod healthy, if there are any.

@@ -75,7 +75,7 @@ func TestNothingIsTakenOutBeforeItIsOnDisk(t *testing.T) {
 	dir := t.TempDir()
 	j, stop := kept(t, dir)
 	defer stop()
-	set := health.NewSet()
+	set := health.New(health.Options{})
 	stones := New(set, j, nil, func() {}, nil, slog.New(slog.DiscardHandler))
 	c := &checked{T: t, file: filepath.Join(dir, "exclusions.json")}
 	g := WriteAhead{c, j}
@@ -101,7 +101,7 @@ func TestNothingIsReportedBeforeItIsOnDisk(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	set := health.NewSet()
+	set := health.New(health.Options{})
 	stones := New(set, j, nil, func() {}, nil, slog.New(slog.DiscardHandler))
 	now := time.Now()
 	set.Synced()
@@ -129,7 +129,7 @@ func TestNothingIsReportedBeforeItIsOnDisk(t *testing.T) {
 	// The next life has it, whatever it is told, until the holder readmits it; and knows who is
 	// dead.
 	again, stop := kept(t, dir)
-	later := New(health.NewSet(), again, nil, func() {}, nil, slog.New(slog.DiscardHandler))
+	later := New(health.New(health.Options{}), again, nil, func() {}, nil, slog.New(slog.DiscardHandler))
 	if got := later.Held("a/1"); len(got) != 1 || got[0] != "a" {
 		t.Errorf("restored are %v", got)
 	}
@@ -140,8 +140,8 @@ func TestNothingIsReportedBeforeItIsOnDisk(t *testing.T) {
 	stop()
 	last, stop := kept(t, dir)
 	defer stop()
-	third := New(health.NewSet(), last, nil, func() {}, nil, slog.New(slog.DiscardHandler))
-	third.set.Replace(time.Now(), "web", []health.Endpoint{{Target: health.Target{UID: "a", Addr: netip.MustParseAddrPort("10.0.0.1:80")}, Routable: true}})
+	third := New(health.New(health.Options{}), last, nil, func() {}, nil, slog.New(slog.DiscardHandler))
+	third.set.Change(time.Now(), "web", []health.Change{{Endpoint: health.Endpoint{Target: health.Target{UID: "a", Addr: netip.MustParseAddrPort("10.0.0.1:80")}, Routable: true}}})
 	third.set.Synced()
 	if got := third.set.Targets(); len(got) != 1 || got[0].Why != health.WhyDead {
 		t.Errorf("a dead pod that a late EndpointSlice calls ready is %+v", got)
@@ -154,7 +154,7 @@ func TestNothingIsReportedBeforeItIsOnDisk(t *testing.T) {
 func TestALeaseEndsInTheSetWhenItDoesInTheJournal(t *testing.T) {
 	j, stop := kept(t, "")
 	defer stop()
-	set := health.NewSet()
+	set := health.New(health.Options{})
 	stones := New(set, j, nil, func() {}, nil, slog.New(slog.DiscardHandler))
 	began := time.Now()
 	stones.Exclude(drain.Pod{UID: "a"}, "r/1", began, began.Add(60*time.Second))
@@ -200,7 +200,7 @@ func TestPropagationIsWrittenDownOnce(t *testing.T) {
 func TestReportsNameTheServicesThatKeepAPod(t *testing.T) {
 	j, stop := kept(t, "")
 	defer stop()
-	set := health.NewSet()
+	set := health.New(health.Options{})
 	own := endpoints.Port{Service: types.NamespacedName{Namespace: "shop", Name: "own"}}
 	stones := New(set, j, map[health.Pool]endpoints.Port{"own": own, "own-tls": own, "web": {Service: types.NamespacedName{Namespace: "shop", Name: "web"}}}, func() {}, nil, slog.New(slog.DiscardHandler))
 	now := time.Now()
@@ -210,12 +210,12 @@ func TestReportsNameTheServicesThatKeepAPod(t *testing.T) {
 	a, b := target("a", "10.0.0.1:80"), target("b", "10.0.0.2:80")
 	seen := map[health.Key]health.Seen{}
 	for pool, targets := range map[health.Pool][]health.Target{"own": {a}, "own-tls": {a}, "web": {a, b}} {
-		var all []health.Endpoint
+		var all []health.Change
 		for _, t := range targets {
-			all = append(all, health.Endpoint{Target: t, Routable: true})
+			all = append(all, health.Change{Endpoint: health.Endpoint{Target: t, Routable: true}})
 			seen[health.Key{Pool: pool, Target: t}] = health.Seen{Present: true, Routed: true}
 		}
-		set.Replace(now, pool, all)
+		set.Change(now, pool, all)
 	}
 	set.Synced()
 	set.Observe(now, health.Observation{Generation: "g", At: now, Seen: seen})
@@ -243,17 +243,17 @@ func TestTheLastStateWrittenDownIsTheLast(t *testing.T) {
 	t.Parallel()
 	j, stop := kept(t, "")
 	defer stop()
-	set := health.NewSet()
+	set := health.New(health.Options{})
 	stones := New(set, j, nil, func() {}, nil, slog.New(slog.DiscardHandler))
 	now := time.Now()
-	var all []health.Endpoint
+	var all []health.Change
 	seen := map[health.Key]health.Seen{}
 	for i := range 50 { // so that it takes a while to read and to write them
 		target := health.Target{UID: health.UID(fmt.Sprint("uid-", i)), Addr: netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 0, 0, byte(i)}), 80)}
-		all = append(all, health.Endpoint{Target: target, Routable: true})
+		all = append(all, health.Change{Endpoint: health.Endpoint{Target: target, Routable: true}})
 		seen[health.Key{Pool: "web", Target: target}] = health.Seen{}
 	}
-	set.Replace(now, "web", all)
+	set.Change(now, "web", all)
 	set.Synced()
 	for key := range seen {
 		stones.Exclude(drain.Pod{UID: drain.UID(key.Target.UID)}, "a/1", now, now.Add(time.Minute))
@@ -287,7 +287,7 @@ func TestTheLastStateWrittenDownIsTheLast(t *testing.T) {
 }
 
 func TestTombstonesBetweenTheWireAndTheSet(t *testing.T) {
-	set, woken := health.NewSet(), 0
+	set, woken := health.New(health.Options{}), 0
 	kept, err := journal.Open(t.Context(), "", slog.New(slog.DiscardHandler))
 	if err != nil {
 		t.Fatal(err)
@@ -295,7 +295,7 @@ func TestTombstonesBetweenTheWireAndTheSet(t *testing.T) {
 	stones := New(set, kept, nil, func() { woken++ }, nil, slog.New(slog.DiscardHandler))
 	now := time.Now()
 	set.Synced()
-	set.Replace(now, "web", []health.Endpoint{{Target: health.Target{UID: "a", Addr: netip.MustParseAddrPort("10.0.0.1:80")}, Routable: true}})
+	set.Change(now, "web", []health.Change{{Endpoint: health.Endpoint{Target: health.Target{UID: "a", Addr: netip.MustParseAddrPort("10.0.0.1:80")}, Routable: true}}})
 	pod := func(uid string) drain.Pod {
 		return drain.Pod{Namespace: "shop", Name: "web-" + uid, UID: drain.UID(uid)}
 	}

@@ -24,9 +24,9 @@ func TestSummariesCountEachTargetOnce(t *testing.T) {
 	target := func(n int, uid health.UID) health.Target {
 		return health.Target{UID: uid, Addr: netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 0, 0, byte(n)}), 80)}
 	}
-	claim := func(uids ...health.UID) (all []health.Endpoint) {
+	claim := func(uids ...health.UID) (all []health.Change) {
 		for i, uid := range uids {
-			all = append(all, health.Endpoint{Target: target(i+1, uid), Routable: true})
+			all = append(all, health.Change{Endpoint: health.Endpoint{Target: target(i+1, uid), Routable: true}})
 		}
 		return all
 	}
@@ -34,20 +34,26 @@ func TestSummariesCountEachTargetOnce(t *testing.T) {
 	if b.Last() != nil {
 		t.Error("it tells before EndpointSlices are known")
 	}
-	set.Replace(now, "web", append(claim("good", "bad", "new", "let-go"), health.Endpoint{Target: target(9, "unready")}))
-	set.Replace(now, "admin", claim("good"))
+	set.Change(now, "web", append(claim("good", "bad", "new", "let-go"), health.Change{Endpoint: health.Endpoint{Target: target(9, "unready")}}))
+	set.Change(now, "admin", claim("good"))
 	set.Synced()
 	check, err := health.ParseCheck(`{"path": "/", "healthy": {"successes": 1}, "unhealthy": {"httpFailures": 1}}`)
 	if err != nil {
 		t.Fatal(err)
 	}
 	set.SetCheck(now, "web", check)
-	for uid, outcome := range map[health.UID]health.Outcome{"good": {Kind: health.Success, Code: 200}, "bad": {Kind: health.HTTPFailure, Code: 503}} {
-		n := map[health.UID]int{"good": 1, "bad": 2}[uid]
-		if !set.Passive(now, health.Key{Pool: "web", Target: target(n, uid)}, outcome) {
-			t.Fatalf("%s is not judged", uid)
+	at := now
+	// probe ends one probe of each target as outcomes says, that of any other without a result.
+	probe := func(outcomes map[health.UID]health.Outcome) {
+		for range 1001 {
+			jobs, _ := set.Due(at, nil, 10)
+			for _, j := range jobs {
+				set.Report(at, j, outcomes[j.Key.Target.UID])
+			}
+			at = at.Add(10 * time.Millisecond)
 		}
 	}
+	probe(map[health.UID]health.Outcome{"good": {Kind: health.Success, Code: 200}, "bad": {Kind: health.HTTPFailure, Code: 503}})
 	set.Bury(now, "let-go", "a/1", now, now.Add(time.Minute))
 	b.look()
 	got := b.Last()
@@ -70,7 +76,7 @@ func TestSummariesCountEachTargetOnce(t *testing.T) {
 	if b.look(); b.Last() != got {
 		t.Error("the same is told anew")
 	}
-	set.Passive(now, health.Key{Pool: "web", Target: target(1, "good")}, health.Outcome{Kind: health.HTTPFailure, Code: 500})
+	probe(map[health.UID]health.Outcome{"good": {Kind: health.HTTPFailure, Code: 500}})
 	b.look()
 	if is := b.Last(); is == got || is.All.Unhealthy != 2 || !is.Told[0].FailingOpen {
 		t.Errorf("two of three are bad: %+v", is)

@@ -19,7 +19,7 @@ import (
 // shown is a set with one target for each answer to the question why.
 func shown(t *testing.T) http.Handler {
 	t.Helper()
-	set := health.NewSet()
+	set := health.New(health.Options{})
 	ports := map[health.Pool]endpoints.Port{}
 	for pool, name := range map[health.Pool]string{"web": "http", "api": "", "empty": ""} {
 		ports[pool] = endpoints.Port{Service: types.NamespacedName{Namespace: "shop", Name: string(pool)}, Name: name}
@@ -30,15 +30,15 @@ func shown(t *testing.T) http.Handler {
 			"fine": "10.0.0.1:80", "asked": "10.0.0.2:80", "gone": "10.0.0.3:80", "unready": "10.0.0.4:80", "late": "10.0.0.5:80", "new": "[fd00::6]:80", "last": "10.1.0.1:80",
 		}[uid])}
 	}
-	claim := func(uids ...string) (all []health.Endpoint) {
+	claim := func(uids ...string) (all []health.Change) {
 		for _, uid := range uids {
-			all = append(all, health.Endpoint{Target: target(uid), Routable: true})
+			all = append(all, health.Change{Endpoint: health.Endpoint{Target: target(uid), Routable: true}})
 		}
 		return all
 	}
 	key := func(pool health.Pool, uid string) health.Key { return health.Key{Pool: pool, Target: target(uid)} }
-	set.Replace(now, "web", claim("fine", "asked", "gone", "unready", "late"))
-	set.Replace(now, "api", claim("last"))
+	set.Change(now, "web", claim("fine", "asked", "gone", "unready", "late"))
+	set.Change(now, "api", claim("last"))
 	for _, uid := range []health.UID{"asked", "last"} {
 		set.Bury(now, uid, "a/1", now.Add(-3*time.Second), now.Add(time.Minute))
 	}
@@ -47,7 +47,7 @@ func shown(t *testing.T) http.Handler {
 	set.Observe(time.Now(), health.Observation{Generation: "g", At: time.Now(), Seen: map[health.Key]health.Seen{
 		key("web", "fine"): in, key("web", "asked"): out, key("web", "gone"): in, key("web", "unready"): in, key("web", "late"): {Missing: true}, key("api", "last"): in,
 	}})
-	set.Replace(now, "web", append(claim("fine", "asked", "gone", "late", "new"), health.Endpoint{Target: target("unready")}))
+	set.Change(now, "web", append(claim("fine", "asked", "gone", "late", "new"), health.Change{Endpoint: health.Endpoint{Target: target("unready")}}))
 	set.Kill(now, "gone")
 	set.Synced()
 	names := map[health.UID]string{"fine": "shop/web-a", "asked": "shop/web-b"}

@@ -23,10 +23,10 @@ func TestChecksGoBackToTheFile(t *testing.T) {
 		{Service: "shop/web", Port: "admin", Pool: "admin", HealthCheck: "{path: /admin}"},
 		{Service: "shop/other", Pool: "other", HealthCheck: "{path: /other}"},
 	}
-	set := health.NewSet()
+	set := health.New(health.Options{})
 	for n, pool := range []health.Pool{"web", "admin", "other"} {
 		e := health.Endpoint{Target: health.Target{UID: "a", Addr: netip.AddrPortFrom(netip.MustParseAddr("10.0.0.1"), uint16(80+n))}, Routable: true}
-		set.Replace(time.Now(), pool, []health.Endpoint{e})
+		set.Change(time.Now(), pool, []health.Change{{Endpoint: e}})
 	}
 	c, err := NewChecks(fake.NewClientset(), routes, set, func() {}, slog.New(slog.DiscardHandler))
 	if err != nil {

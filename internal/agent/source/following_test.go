@@ -108,7 +108,7 @@ func answers(h http.Handler) (livez, healthz int) {
 // followed runs test beside a director of a gateway in memory, with routes for the pool web.
 func followed(t *testing.T, test func(m *memory, r *Endpoints, wake func(), expect func(when string, livez, healthz int))) {
 	synctest.Test(t, func(t *testing.T) {
-		log, set := slog.New(slog.DiscardHandler), health.NewSet()
+		log, set := slog.New(slog.DiscardHandler), health.New(health.Options{})
 		m := &memory{dead: true, routed: map[health.Key]bool{}}
 		following := serving.New(healthTimeout)
 		director := gateway.NewDirector(m, set, log)

@@ -47,7 +47,7 @@ func TestEndpointsFollowEndpointSlices(t *testing.T) {
 			agenttest.Slice("web-1", "shop", "web", "10.0.0.1@a"), agenttest.Slice("web-2", "shop", "web", "10.0.0.2@b", "10.0.0.9"),
 			agenttest.Slice("else", "shop", "else", "10.0.0.3@c"),
 		)
-		set := health.NewSet()
+		set := health.New(health.Options{})
 		r := newEndpoints(t, kube, 0, set, gateway.Route{Service: "shop/web", Port: "http", Pool: "web"}, gateway.Route{Service: "shop/api", Pool: "api"})
 		expect := func(want string) {
 			t.Helper()
@@ -83,7 +83,7 @@ func TestEndpointsFollowEndpointSlices(t *testing.T) {
 func TestTheLagDelaysChangesAndNotTheFirstList(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		kube := fake.NewClientset(agenttest.Slice("web-1", "shop", "web", "10.0.0.1@a"))
-		set := health.NewSet()
+		set := health.New(health.Options{})
 		r := newEndpoints(t, kube, time.Minute, set, gateway.Route{Service: "shop/web", Pool: "web"})
 		ctx, cancel := context.WithCancel(t.Context())
 		ended := make(chan error, 1)

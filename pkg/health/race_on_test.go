@@ -1,5 +1,0 @@
-//go:build race
-
-package health
-
-const raceEnabled = true

@@ -1,0 +1,150 @@
+package health
+
+import "slices"
+
+// record is what is known of one key.
+type record struct {
+	pool   *pool
+	target Target
+	// pod is set while there is a tombstone on the pod, or it is dead.
+	pod *pod
+	// at has its places in sets, from 1; 0: it is not there.
+	at [sets]int
+	// due is the tick of the next probe, place where in the schedule it is.
+	due    int64
+	place  int
+	ticket uint64
+	missed uint8
+
+	// seenAt and seenIn say when and in which generation the gateway was read; seenIn 0: never.
+	seenAt int64
+	// quietSince is the first of an unbroken run of readings, in one generation, with neither routing nor activity. never: it is not.
+	quietSince int64
+	// since is when verdict was entered, lastAt when the last outcome came.
+	since, lastAt int64
+	active        int32
+	seenIn        uint32
+	flags         flag
+	counted       tally
+	verdict       Verdict
+	counters      [4]uint8
+	last          Outcome
+}
+
+// flag is a fact about a record.
+type flag uint16
+
+const (
+	// claimed by EndpointSlices.
+	claimed flag = 1 << iota
+	// asked says that the gateway may have been asked to route to the key since the last reading: that it was not there then is no
+	// evidence any more.
+	asked
+	// present, routed and missing are of the last reading, see Seen.
+	present
+	routed
+	missing
+	// unlisted says that a lease on the pod lapsed, and that EndpointSlices have not been heard since; unproven, that its check has
+	// not had a success since.
+	unlisted
+	unproven
+	// own says that the verdict was reached under the present check.
+	own
+	// scheduled records are probed, of those in flight the outcome is awaited.
+	scheduled
+	inFlight
+	// found says that the gateway had it taken out when the agent began, and that its check has had neither a success
+	// nor a verdict since.
+	found
+
+	// doubts keep a target out although it is claimed and nobody holds a tombstone on its pod.
+	doubts = unlisted | unproven | found
+)
+
+func (r *record) is(f flag) bool { return r.flags&f != 0 }
+
+func (r *record) set(f flag, on bool) {
+	if on {
+		r.flags |= f
+	} else {
+		r.flags &^= f
+	}
+}
+
+func (r *record) key() Key { return Key{r.pool.name, r.target} }
+
+// records is a set of them in which each knows its place: a map would remember how large it once was, and take as long to walk.
+type records struct {
+	which int
+	all   []*record
+}
+
+// The sets that a record can be in: its pool's graves, and the set's todo and watched.
+const (
+	inGraves = iota
+	inTodo
+	inWatched
+	sets
+)
+
+func (s *records) has(r *record) bool { return r.at[s.which] != 0 }
+
+func (s *records) put(r *record, in bool) {
+	last := len(s.all) - 1
+	switch place := r.at[s.which] - 1; {
+	case in == s.has(r):
+	case in:
+		s.all = append(s.all, r)
+		r.at[s.which] = len(s.all)
+	default:
+		s.all[place] = s.all[last]
+		s.all[place].at[s.which] = place + 1
+		s.all[last] = nil
+		s.all = s.all[:last]
+		r.at[s.which] = 0
+	}
+}
+
+// findOrMake returns the record of a target. A new one was never read, so that end judges the tombstone of its pod again, if there is one. The
+// caller claims or refreshes it.
+func (s *Set) findOrMake(p *pool, t Target) *record {
+	r := p.targets[t]
+	if r != nil {
+		return r
+	}
+	r = &record{pool: p, target: t, seenAt: never, quietSince: never, since: never, lastAt: never}
+	p.targets[t] = r
+	if t.UID == "" {
+		return r // no pod: nothing excludes it
+	}
+	s.ofPod[t.UID] = append(s.ofPod[t.UID], r)
+	if r.pod = s.pods[t.UID]; r.pod != nil {
+		s.unread = append(s.unread, r.pod)
+	}
+	return r
+}
+
+// dropIfDone forgets a record that nobody claims and the gateway has forgotten. The gateway is written first, the record
+// dropped after. It reports whether it was forgotten.
+func (s *Set) dropIfDone(r *record) bool {
+	if r.is(claimed|asked) || !s.done(r, WantGone) {
+		return false
+	}
+	s.count(r, 0)
+	s.soil(r.pool)
+	s.plan(r, false)
+	r.pool.graves.put(r, false)
+	s.todo.put(r, false)
+	s.watched.put(r, false)
+	delete(r.pool.targets, r.target)
+	all := s.ofPod[r.target.UID]
+	if n := slices.Index(all, r); n >= 0 {
+		all = slices.Delete(all, n, n+1)
+	}
+	if len(all) == 0 {
+		delete(s.ofPod, r.target.UID)
+	} else {
+		s.ofPod[r.target.UID] = all
+	}
+	return true
+}
