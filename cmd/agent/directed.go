@@ -100,7 +100,7 @@ func runDirected(ctx context.Context, o options, kube kubernetes.Interface, bund
 		believed := healthview.NewSummary(set, ports, endpoints.Names)
 		c := discovery.Connect(*conf, bundle)
 		c.Gateway, c.Exclusions, c.Health, c.Observer, c.Log = o.kind.Name(), exclusions, believed.Last, m, log
-		c.Routes = declared(o.kind, drain.Direct)
+		c.Routes = declared(o.kind, drain.Directed)
 		learned = c.Learned()
 		ends := leaving{gateway: g, programmed: director.Programmed, leave: c.Leave, log: log}
 		tasks = append(tasks,

@@ -72,10 +72,10 @@ func connect(kubeconfig string) (kubernetes.Interface, error) {
 }
 
 // declared returns what coordinators are told of a gateway's routes.
-func declared(kind gateway.Kind, can drain.Can) []drain.Route {
-	every := drain.Route{Service: drain.EveryService, Via: drain.Endpoints, Can: can, Grain: drain.PerConnection}
+func declared(kind gateway.Kind, can drain.Kind) []drain.Route {
+	every := drain.Route{Service: drain.EveryService, Via: drain.Endpoints, Kind: can, Granularity: drain.PerConnection}
 	if kind.PerRequest() {
-		every.Grain = drain.PerRequest
+		every.Granularity = drain.PerRequest
 	}
 	var all []drain.Route
 	for _, r := range kind.Routes() {

@@ -59,7 +59,7 @@ func TestANodeAgent(t *testing.T) {
 		http.DefaultClient.CloseIdleConnections()
 		goleak.VerifyNone(t, before)
 	}()
-	coord := coordinator.New(drain.Lease{Replica: "replica-0", Epoch: "a"}, drain.DefaultTimes(), coordinator.Options{
+	coord := coordinator.New(drain.Holder{Replica: "replica-0", Epoch: "a"}, drain.DefaultTimes(), coordinator.Options{
 		MaxHolds: 1, Pods: trusting{}, Authenticate: trusting{}, PodContexts: trusting{}, Log: slog.New(slog.DiscardHandler),
 		Metrics: coordinator.NewMetrics(prometheus.NewRegistry()),
 	})

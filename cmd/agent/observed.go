@@ -61,11 +61,11 @@ func runObserved(ctx context.Context, o options, kube kubernetes.Interface, bund
 			return liveness.WatchNode(ctx, kube, o.nodeName, following.SetEligible, log)
 		}},
 	}
-	ask := func(context.Context, wire.Barrier) (wire.Passed, error) {
-		return wire.Passed{}, client.ErrNoCoordinator
+	ask := func(context.Context, wire.Barrier) (wire.BarrierStatus, error) {
+		return wire.BarrierStatus{}, client.ErrNoCoordinator
 	}
 	if conf := o.file.Coordinators; conf != nil {
-		routes := declared(o.kind, drain.Observe)
+		routes := declared(o.kind, drain.Observed)
 		c := discovery.Connect(*conf, bundle)
 		c.Gateway, c.Observer, c.Log, c.Watches = o.kind.Name(), posts, log, watched
 		c.Routes = routes

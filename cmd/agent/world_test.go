@@ -327,11 +327,11 @@ func (b *boss) serve(w http.ResponseWriter, r *http.Request) {
 			w.(http.Flusher).Flush()
 		}
 		b.mu.Lock()
-		expiry := drain.Lease{Replica: "boss", Epoch: fmt.Sprint(b.epoch)}
+		expiry := drain.Holder{Replica: "boss", Epoch: fmt.Sprint(b.epoch)}
 		b.mu.Unlock()
 		send(wire.Message{Type: wire.TypeHello, Hello: &wire.Hello{
-			Protocol: wire.Protocol, Features: wire.Features(), Lease: expiry, Session: 1,
-			HeartbeatMillis: 100, AwayMillis: 1000, LeaseMillis: b.expiry.Milliseconds(), RenewalMillis: 500,
+			Protocol: wire.Protocol, Features: wire.Features(), Holder: expiry, Session: 1,
+			HeartbeatMillis: 100, AwayMillis: 1000, ExpiryMillis: b.expiry.Milliseconds(), RenewalMillis: 500,
 		}})
 		sent, synced := 0, false
 		for {

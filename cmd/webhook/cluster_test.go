@@ -58,7 +58,8 @@ func rosterIn(t *testing.T) (*roster, *coordinator.Coordinator, *int) {
 		return true, review, nil
 	})
 	log := slog.New(slog.DiscardHandler)
-	coord := coordinator.New(drain.Lease{}, drain.DefaultTimes(), coordinator.Options{Log: log, Metrics: coordinator.NewMetrics(prometheus.NewRegistry())})
+	coord := coordinator.New(drain.Holder{}, drain.DefaultTimes(),
+		coordinator.Options{Log: log, Metrics: coordinator.NewMetrics(prometheus.NewRegistry())})
 	r := newRoster(coord, identity.New(client), log)
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan error, 1)

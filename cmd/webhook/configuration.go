@@ -138,7 +138,8 @@ func defaults() configuration {
 		},
 		Holds: holds{Most: 64, PerOwner: 8},
 		Barrier: barrier{
-			Bound: d(30 * time.Second), Port: 9447, Image: "lameduck/lameduck-wait:dev", ImagePullSecrets: []string{}, Ask: drain.ScopeAuto, Sampling: sampling{s.AllMost, s.Size, s.Learn},
+			Bound: d(30 * time.Second), Port: 9447, Image: "lameduck/lameduck-wait:dev", ImagePullSecrets: []string{},
+			Ask: drain.ScopeAuto, Sampling: sampling{s.AllUpTo, s.Size, s.Learn},
 		},
 		ExcludedNamespaces: []string{"kube-system"},
 		Certificates: credentials{

@@ -50,7 +50,9 @@ func TestTheDashboardIsOpenOnLoopbackAlone(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			coord := coordinator.New(drain.Lease{Replica: "r"}, drain.DefaultTimes(), coordinator.Options{Log: slog.New(slog.DiscardHandler), Metrics: coordinator.NewMetrics(prometheus.NewRegistry())})
+			coord := coordinator.New(drain.Holder{Replica: "r"}, drain.DefaultTimes(),
+				coordinator.Options{Log: slog.New(slog.DiscardHandler),
+					Metrics: coordinator.NewMetrics(prometheus.NewRegistry())})
 			d := dashboard.New(dashboard.Options{Coordinator: coord, Reviewer: nobody{}, Log: slog.New(slog.DiscardHandler)})
 			ctx, cancel := context.WithCancel(t.Context())
 			done := make(chan error, 1)

@@ -175,7 +175,8 @@ func (o *options) take(conf configuration) {
 	o.excluded = slices.Clone(conf.ExcludedNamespaces)
 	o.barrier = admission.Barrier{Bound: conf.Barrier.Bound.Duration, Port: conf.Barrier.Port, Image: conf.Barrier.Image, PullSecrets: conf.Barrier.ImagePullSecrets, ExecOnly: conf.Barrier.ExecOnly}
 	o.scope = conf.Barrier.Ask
-	o.sampling = drain.Sampling{AllMost: conf.Barrier.Sampling.AllUpTo, Size: conf.Barrier.Sampling.Size, Learn: conf.Barrier.Sampling.LearnFrom}
+	o.sampling = drain.Sampling{AllUpTo: conf.Barrier.Sampling.AllUpTo, Size: conf.Barrier.Sampling.Size,
+		Learn: conf.Barrier.Sampling.LearnFrom}
 	o.certificates = conf.Certificates
 	o.logLevel = conf.LogLevel
 }
@@ -233,7 +234,7 @@ func (o options) check() error {
 	for _, of := range []struct {
 		key   string
 		value int
-	}{{"allUpTo", o.sampling.AllMost}, {"size", o.sampling.Size}, {"learnFrom", o.sampling.Learn}} {
+	}{{"allUpTo", o.sampling.AllUpTo}, {"size", o.sampling.Size}, {"learnFrom", o.sampling.Learn}} {
 		must(of.value > 0, "barrier.sampling.%s %d: must be at least 1", of.key, of.value)
 	}
 	must(o.sampling.Learn <= maxLearnFrom, "barrier.sampling.learnFrom %d: must be at most %d: a replica forgets what is older", o.sampling.Learn, maxLearnFrom)

@@ -35,7 +35,8 @@ func TestLabelsOfStrangersDoNotDelayTheRoster(t *testing.T) {
 					return true, review, nil
 				})
 				log := slog.New(slog.DiscardHandler)
-				coord := coordinator.New(drain.Lease{}, drain.DefaultTimes(), coordinator.Options{Log: log, Metrics: coordinator.NewMetrics(prometheus.NewRegistry())})
+				coord := coordinator.New(drain.Holder{}, drain.DefaultTimes(),
+					coordinator.Options{Log: log, Metrics: coordinator.NewMetrics(prometheus.NewRegistry())})
 				r := newRoster(coord, identity.New(client), log)
 				stranger := func(i int) *corev1.Pod {
 					p := agentPod(fmt.Sprint("stranger-", i), fmt.Sprint("sa-", i))

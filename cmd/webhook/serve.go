@@ -94,7 +94,7 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 	registry.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 
 	who := identity.New(kube)
-	self := drain.Lease{Replica: o.replica, Epoch: rand.Text()}
+	self := drain.Holder{Replica: o.replica, Epoch: rand.Text()}
 	index := endpoints.NewIndex()
 	around := &podContexts{reader: known, index: index, log: log}
 	metrics := admission.NewMetrics(registry)
@@ -127,7 +127,7 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 	if err != nil {
 		return fmt.Errorf("watch Services: %w", err)
 	}
-	around.known, around.synced, around.going = watch.synced, services.HasSynced, coord.Going
+	around.known, around.synced, around.going = watch.synced, services.HasSynced, coord.Terminating
 	events := newEvents(kube, o.replica, log)
 	notes := &dashboard.Notes{Next: events}
 	handler := &admission.Handler{
@@ -300,7 +300,7 @@ func (w *watches) register(ctx context.Context, known cache.Cache) error {
 	pod := handlers[corev1.Pod]{
 		set: func(p *corev1.Pod) {
 			if p.DeletionTimestamp != nil {
-				w.coord.Gone(drain.UID(p.UID))
+				w.coord.GatePassed(drain.UID(p.UID))
 			} else if at, ready := readySince(p); ready {
 				w.coord.Ready(drain.UID(p.UID), at)
 			}

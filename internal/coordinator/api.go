@@ -256,10 +256,10 @@ func (c *Coordinator) declare(w http.ResponseWriter, r *http.Request, who Identi
 			return nil, refusal{http.StatusForbidden, fmt.Sprintf("routes[%d].service: every Service takes the right to acknowledge in all namespaces", i)}
 		case route.Via == drain.ViaUnknown:
 			return nil, refusal{http.StatusBadRequest, fmt.Sprintf("routes[%d].via is required", i)}
-		case route.Can == drain.CanUnknown:
-			return nil, refusal{http.StatusBadRequest, fmt.Sprintf("routes[%d].can is required", i)}
-		case route.Grain == drain.GrainUnknown:
-			return nil, refusal{http.StatusBadRequest, fmt.Sprintf("routes[%d].grain is required", i)}
+		case route.Kind == drain.KindUnknown:
+			return nil, refusal{http.StatusBadRequest, fmt.Sprintf("routes[%d].kind is required", i)}
+		case route.Granularity == drain.GranularityUnknown:
+			return nil, refusal{http.StatusBadRequest, fmt.Sprintf("routes[%d].granularity is required", i)}
 		}
 	}
 	if err := c.authorize(r.Context(), who, d.Routes); err != nil {
@@ -594,9 +594,9 @@ func (c *Coordinator) stream(w http.ResponseWriter, r *http.Request, who Identit
 		w.Header().Set("Content-Type", "application/json; stream=watch")
 	}
 	say(wire.Message{Type: wire.TypeHello, Hello: &wire.Hello{
-		Protocol: protocol, Features: wire.Features(), Lease: self, Session: session,
+		Protocol: protocol, Features: wire.Features(), Holder: self, Session: session,
 		HeartbeatMillis: c.times.Heartbeat.Milliseconds(), AwayMillis: c.times.Away.Milliseconds(),
-		LeaseMillis: c.times.Lease.Milliseconds(), RenewalMillis: c.times.Renewal.Milliseconds(),
+		ExpiryMillis: c.times.Expiry.Milliseconds(), RenewalMillis: c.times.Renewal.Milliseconds(),
 	}})
 	heartbeat := time.NewTicker(c.times.Heartbeat)
 	defer heartbeat.Stop()
@@ -609,7 +609,7 @@ func (c *Coordinator) stream(w http.ResponseWriter, r *http.Request, who Identit
 		current := false
 		c.locked(func() {
 			current = c.ledger.Current(who.Agent, session)
-			open, released, sent = c.ledger.Since(who.Agent, sent)
+			open, released, sent = c.ledger.ChangesFor(who.Agent, sent)
 			told = c.tellOf(told[:0], open)
 		})
 		if !current {
@@ -660,7 +660,8 @@ func (c *Coordinator) stream(w http.ResponseWriter, r *http.Request, who Identit
 }
 
 // connect begins an agent's stream, and ends its former one.
-func (c *Coordinator) connect(r *http.Request, who Identity, offer wire.Offer, protocol int) (s *stream, self drain.Lease, err error) {
+func (c *Coordinator) connect(r *http.Request, who Identity, offer wire.Offer, protocol int) (s *stream,
+	self drain.Holder, err error) {
 	c.mu.Lock()
 	defer c.unlock()
 	if c.stopped {
@@ -671,7 +672,8 @@ func (c *Coordinator) connect(r *http.Request, who Identity, offer wire.Offer, p
 	}
 	now := time.Now()
 	s = &stream{who: who, woken: make(chan struct{}, 1)}
-	s.session = c.ledger.Connect(now, who.Agent, drain.Hail{Boot: offer.Boot, Observes: slices.Contains(offer.Features, wire.FeatureBarrier)})
+	s.session = c.ledger.Connect(now, who.Agent,
+		drain.Hello{Boot: offer.Boot, Observes: slices.Contains(offer.Features, wire.FeatureBarrier)})
 	if !who.Everywhere && !c.ledger.Agent(who.Agent).Declared {
 		// Who has not declared may route everything, and is waited for by every deletion. That
 		// takes the right everywhere.

@@ -26,10 +26,10 @@ type bench struct {
 }
 
 func newBench() *bench {
-	b := &bench{Coordinator: New(drain.Lease{Replica: "replica-0", Epoch: "a"}, drain.DefaultTimes(), Options{
+	b := &bench{Coordinator: New(drain.Holder{Replica: "replica-0", Epoch: "a"}, drain.DefaultTimes(), Options{
 		MaxHolds: 32, Pods: &lives{}, Authenticate: tokens{}, Log: quiet(), Metrics: NewMetrics(prometheus.NewRegistry()),
 	})}
-	b.session = b.ledger.Connect(time.Now(), "one", drain.Hail{})
+	b.session = b.ledger.Connect(time.Now(), "one", drain.Hello{})
 	return b
 }
 
@@ -114,7 +114,7 @@ func TestStreamsOfOtherProtocolsAreRefused(t *testing.T) {
 }
 
 func TestPosts(t *testing.T) {
-	const route = `{"service":{"namespace":"shop","name":"web"},"via":"endpoints","can":"direct","grain":"request"}`
+	const route = `{"service":{"namespace":"shop","name":"web"},"via":"endpoints","kind":"directed","granularity":"request"}`
 	with := func(old, new string) string {
 		return `{"session":SESSION,"gateway":"g","routes":[` + strings.Replace(route, old, new, 1) + `]}`
 	}
@@ -124,15 +124,23 @@ func TestPosts(t *testing.T) {
 		code       int
 		want       string
 	}{
-		"declaration":                       {wire.DeclarationsPath, with("", ""), 200, `{"drains":[{"pod":{"namespace":"shop","name":"a","uid":"uid-a"},`},
-		"declaration of nothing":            {wire.DeclarationsPath, `{"session":SESSION}`, 200, `{"drains":[]}`},
-		"declaration with unknown fields":   {wire.DeclarationsPath, with(`"via"`, `"weight":7,"via"`), 200, `"drains":[{`},
-		"declaration of another via":        {wire.DeclarationsPath, with("endpoints", "carrier pigeon"), 400, `via \"carrier pigeon\" is not one of [\"endpoints\" \"clusterIP\" \"dns\"]`},
-		"declaration of another can":        {wire.DeclarationsPath, with("direct", "beg"), 400, `can \"beg\" is not one of`},
-		"declaration of another grain":      {wire.DeclarationsPath, with("request", "sand"), 400, `grain \"sand\" is not one of`},
-		"declaration without via":           {wire.DeclarationsPath, with(`"via":"endpoints",`, ""), 400, "routes[0].via is required"},
-		"declaration without can":           {wire.DeclarationsPath, with(`"can":"direct",`, ""), 400, "routes[0].can is required"},
-		"declaration without grain":         {wire.DeclarationsPath, with(`,"grain":"request"`, ""), 400, "routes[0].grain is required"},
+		"declaration": {wire.DeclarationsPath, with("", ""), 200,
+			`{"drains":[{"pod":{"namespace":"shop","name":"a","uid":"uid-a"},`},
+		"declaration of nothing": {wire.DeclarationsPath, `{"session":SESSION}`, 200, `{"drains":[]}`},
+		"declaration with unknown fields": {wire.DeclarationsPath, with(`"via"`, `"weight":7,"via"`), 200,
+			`"drains":[{`},
+		"declaration of another via": {wire.DeclarationsPath, with("endpoints", "carrier pigeon"), 400,
+			`via \"carrier pigeon\" is not one of [\"endpoints\" \"clusterIP\" \"dns\"]`},
+		"declaration of another kind": {wire.DeclarationsPath, with("directed", "beg"), 400,
+			`kind \"beg\" is not one of`},
+		"declaration of another granularity": {wire.DeclarationsPath, with("request", "sand"), 400,
+			`granularity \"sand\" is not one of`},
+		"declaration without via": {wire.DeclarationsPath, with(`"via":"endpoints",`, ""), 400,
+			"routes[0].via is required"},
+		"declaration without kind": {wire.DeclarationsPath, with(`"kind":"directed",`, ""), 400,
+			"routes[0].kind is required"},
+		"declaration without granularity": {wire.DeclarationsPath, with(`,"granularity":"request"`, ""), 400,
+			"routes[0].granularity is required"},
 		"declaration without service":       {wire.DeclarationsPath, with(`"name":"web"`, `"name":""`), 400, "routes[0].service: namespace and name are required"},
 		"declaration with another session":  {wire.DeclarationsPath, `{"session":99}`, 409, "open a new stream"},
 		"declaration without session":       {wire.DeclarationsPath, `{}`, 409, "open a new stream"},
@@ -187,7 +195,7 @@ func TestASessionOfAnotherAgentIsStale(t *testing.T) {
 
 // Whatever an agent posts is taken or refused as its own fault, and what is refused changes nothing.
 func FuzzPosts(f *testing.F) {
-	f.Add(false, []byte(`{"session":1,"gateway":"g","routes":[{"service":{"namespace":"shop","name":"web"},"via":"endpoints","can":"direct","grain":"request"}]}`))
+	f.Add(false, []byte(`{"session":1,"gateway":"g","routes":[{"service":{"namespace":"shop","name":"web"},"via":"endpoints","kind":"directed","granularity":"request"}]}`))
 	f.Add(true, []byte(`{"session":1,"boot":"b","reports":[{"uid":"uid-a","generation":"1","state":"idle","proof":"runtime","number":1}]}`))
 	f.Add(true, []byte(`{"session":1,"reports":[{"uid":"uid-a","since":"-292277022399-01-01T00:00:00Z"}]}`))
 	f.Add(false, []byte(`{"session":1}}`))
@@ -237,7 +245,7 @@ func FuzzPosts(f *testing.F) {
 // A million Services, or a name as long as a book, cost the one who sends them a refusal.
 func TestWhatIsTooMuchIsRefusedByName(t *testing.T) {
 	many := func(n int, one string) string { return strings.TrimSuffix(strings.Repeat(one+",", n), ",") }
-	route := `{"service":{"namespace":"shop","name":"NAME"},"via":"endpoints","can":"direct","grain":"request"}`
+	route := `{"service":{"namespace":"shop","name":"NAME"},"via":"endpoints","kind":"directed","granularity":"request"}`
 	long := strings.Repeat("x", 254)
 	for name, c := range map[string]struct {
 		path, body string
@@ -275,7 +283,8 @@ func TestRoutesInNamespacesWithoutRightAreRefused(t *testing.T) {
 	routes := func(namespaces ...string) string {
 		d := wire.Declaration{Session: 2}
 		for _, ns := range namespaces {
-			d.Routes = append(d.Routes, drain.Route{Service: drain.Service{Namespace: ns, Name: "x"}, Via: drain.Endpoints, Can: drain.Direct, Grain: drain.PerRequest})
+			d.Routes = append(d.Routes, drain.Route{Service: drain.Service{Namespace: ns, Name: "x"},
+				Via: drain.Endpoints, Kind: drain.Directed, Granularity: drain.PerRequest})
 		}
 		text, err := json.Marshal(d)
 		if err != nil {
@@ -301,7 +310,7 @@ func TestRoutesInNamespacesWithoutRightAreRefused(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			b := newBench()
-			b.ledger.Connect(time.Now(), "local one", drain.Hail{})
+			b.ledger.Connect(time.Now(), "local one", drain.Hello{})
 			code, said := b.ask(http.MethodPost, wire.DeclarationsPath, "Bearer agent local one", strings.NewReader(routes(c.namespaces...)))
 			if code != c.code || !strings.Contains(said, c.want) {
 				t.Errorf("%d %s, want %d %s", code, said, c.code, c.want)

@@ -226,8 +226,8 @@ func (c *Coordinator) mostBarriers() int {
 }
 
 // passedAs is what the agent is told.
-func passedAs(s drain.Status) wire.Passed {
-	return wire.Passed{Phase: s.Phase.String(), Reason: s.Reason.String(), Waiting: names(s.Waiting), Cut: s.Cut}
+func passedAs(s drain.Status) wire.BarrierStatus {
+	return wire.BarrierStatus{Phase: s.Phase.String(), Reason: s.Reason.String(), Waiting: names(s.Waiting), Cut: s.Cut}
 }
 
 // passed, called with the lock, writes down that a barrier lets its pod go.
@@ -247,7 +247,7 @@ func (c *Coordinator) passed(s drain.Status) {
 
 // settleBarriers, called with the lock, wakes those who wait at barriers that may have changed. It reports whether there were any.
 func (c *Coordinator) settleBarriers() bool {
-	touched := c.ledger.Touched(drain.AtBarrier)
+	touched := c.ledger.Changed(drain.AtBarrier)
 	for _, uid := range touched {
 		c.ledger.Status(time.Now(), drain.AtBarrier, uid)
 		c.wakeBarred(uid)
@@ -280,7 +280,7 @@ func (c *Coordinator) Deleted(uid drain.UID) {
 	c.mu.Lock()
 	defer c.unlock()
 	for _, gate := range []drain.Gate{drain.AtHold, drain.AtBarrier} {
-		c.ledger.Gone(time.Now(), gate, uid)
+		c.ledger.GatePassed(time.Now(), gate, uid)
 	}
 	delete(c.seen.barriers, uid)
 	c.deleted[uid] = time.Now()
@@ -293,7 +293,7 @@ func (c *Coordinator) Ready(uid drain.UID, at time.Time) {
 	c.mu.Lock()
 	defer c.unlock()
 	delete(c.deleted, uid) // the list that lacked it was old
-	if c.ledger.Back(time.Now(), uid, at) {
+	if c.ledger.ReadyAgain(time.Now(), uid, at) {
 		c.settle()
 	}
 }

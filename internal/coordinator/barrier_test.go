@@ -126,7 +126,8 @@ func (n *network) nodeAgent(id string, hosts ...string) *nodeAgent {
 	a := &nodeAgent{eyes: &eyes{of: map[drain.UID]*seen{}}}
 	a.agent = n.agentWith(id, func(c *client.Client) {
 		c.Watches = a.eyes
-		c.Routes = []drain.Route{{Service: drain.EveryService, Via: drain.Endpoints, Can: drain.Observe, Grain: drain.PerConnection}}
+		c.Routes = []drain.Route{{Service: drain.EveryService, Via: drain.Endpoints, Kind: drain.Observed,
+			Granularity: drain.PerConnection}}
 	}, hosts...)
 	return a
 }
@@ -139,7 +140,7 @@ func (a *nodeAgent) see(t *testing.T, p drain.Pod, s drain.State, quiet bool) {
 		a.eyes.mu.Unlock()
 		t.Fatalf("%s is not watched", p)
 	}
-	of.report.State, of.report.Quiet, of.report.Proof = s, quiet, drain.ProofNone
+	of.report.State, of.report.NoConnections, of.report.Proof = s, quiet, drain.ProofNone
 	if s >= drain.Removed {
 		of.report.Proof = drain.Runtime
 	}
@@ -150,7 +151,7 @@ func (a *nodeAgent) see(t *testing.T, p drain.Pod, s drain.State, quiet bool) {
 
 // passing is what a hook was told.
 type passing struct {
-	wire.Passed
+	wire.BarrierStatus
 	err  error
 	took time.Duration
 }
@@ -176,7 +177,7 @@ func (a *nodeAgent) hook(p drain.Pod, change ...func(*wire.Barrier)) <-chan pass
 	}
 	go func() {
 		var is passing
-		is.Passed, is.err = a.Barrier(context.Background(), b)
+		is.BarrierStatus, is.err = a.Barrier(context.Background(), b)
 		is.took = time.Since(began)
 		out <- is
 	}()
@@ -394,7 +395,7 @@ func TestAHookOfAYoungPodWaitsForThoseWhoMayNotHaveHeardOfIt(t *testing.T) {
 		one, two := n.nodeAgent("node-1", "replica-0"), n.nodeAgent("node-2", "replica-0")
 		sent := func(a *nodeAgent, p drain.Pod) {
 			a.eyes.mu.Lock()
-			a.eyes.of[p.UID].report.Sent = true
+			a.eyes.of[p.UID].report.HasSent = true
 			a.eyes.mu.Unlock()
 		}
 		p, q := pod("a"), pod("b")

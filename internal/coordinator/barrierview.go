@@ -103,8 +103,8 @@ func (c *Coordinator) barrierOf(uid drain.UID) (b Barrier, ok bool) {
 	b.View = view
 	progress := c.seen.barrierSeen(now, view.Status)
 	b.Entered = progress.at
-	for _, w := range view.Words {
-		word := AgentReport{Word: w, Gateway: c.seen.gateway(w.Agent)}
+	for _, w := range view.Reports {
+		word := AgentReport{AgentReport: w, Gateway: c.seen.gateway(w.Agent)}
 		if w.State != drain.StateUnknown {
 			word.Since = progress.said[w.Agent].since
 		}

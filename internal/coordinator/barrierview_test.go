@@ -70,7 +70,7 @@ func TestViewFollowsABarrier(t *testing.T) {
 			t.Errorf("propagation\ngot  %s\nwant %s", got, want)
 		}
 		// A pod that went before its hook was heard of leaves nothing behind.
-		r.Gone("gone")
+		r.GatePassed("gone")
 		r.Deleted("gone")
 		late := pod("gone")
 		late.UID = p.UID

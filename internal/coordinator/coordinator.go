@@ -93,7 +93,7 @@ type Options struct {
 // Coordinator is one replica. Make it with New, then Run it.
 type Coordinator struct {
 	Options
-	self  drain.Lease
+	self  drain.Holder
 	times drain.Times
 
 	mu     sync.Mutex
@@ -142,7 +142,7 @@ type wait struct {
 }
 
 // New returns a coordinator with an empty ledger.
-func New(self drain.Lease, times drain.Times, o Options) *Coordinator {
+func New(self drain.Holder, times drain.Times, o Options) *Coordinator {
 	if o.Sampling == (drain.Sampling{}) {
 		o.Sampling = drain.DefaultSampling()
 	}
@@ -281,9 +281,9 @@ func (c *Coordinator) look(ctx context.Context, pods []drain.Pod) {
 		}
 		switch life {
 		case Living:
-			c.change(func() { c.ledger.Alive(time.Now(), pod.UID) })
+			c.change(func() { c.ledger.NotTerminating(time.Now(), pod.UID) })
 		case Leaving:
-			c.Gone(pod.UID)
+			c.GatePassed(pod.UID)
 		}
 	}
 }
@@ -413,11 +413,11 @@ func (c *Coordinator) Unroute(request Request) {
 	c.settle()
 }
 
-// Gone records that a pod is terminating or gone.
-func (c *Coordinator) Gone(uid drain.UID) {
+// GatePassed records that a pod is terminating or gone.
+func (c *Coordinator) GatePassed(uid drain.UID) {
 	c.mu.Lock()
 	defer c.unlock()
-	c.ledger.Gone(time.Now(), drain.AtHold, uid)
+	c.ledger.GatePassed(time.Now(), drain.AtHold, uid)
 	c.settle()
 }
 
@@ -468,8 +468,8 @@ func (c *Coordinator) Queued(uid drain.UID) bool {
 	return c.ledger.Pod(uid).Queued
 }
 
-// Going reports whether uid is being drained, as far as is known here, or dead.
-func (c *Coordinator) Going(uid drain.UID) bool {
+// Terminating reports whether uid is being drained, as far as is known here, or dead.
+func (c *Coordinator) Terminating(uid drain.UID) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.ledger.Pod(uid).Terminating
@@ -510,7 +510,7 @@ func (c *Coordinator) settle() {
 
 // tell, called with the lock, wakes the streams of those agents that have something to hear.
 func (c *Coordinator) tell() {
-	for _, id := range c.ledger.Concerned() {
+	for _, id := range c.ledger.Affected() {
 		if s := c.streams[id]; s != nil {
 			s.wake()
 		}
@@ -520,7 +520,7 @@ func (c *Coordinator) tell() {
 // note, called with the lock, writes down transitions and wakes the calls that wait for them.
 func (c *Coordinator) note() {
 	// To look at one drain may concern others: an agent is suspended by the end of one, and is waited for by none.
-	for touched := c.ledger.Touched(drain.AtHold); len(touched) > 0; touched = c.ledger.Touched(drain.AtHold) {
+	for touched := c.ledger.Changed(drain.AtHold); len(touched) > 0; touched = c.ledger.Changed(drain.AtHold) {
 		now := time.Now()
 		for _, uid := range touched {
 			status := c.ledger.Status(now, drain.AtHold, uid)

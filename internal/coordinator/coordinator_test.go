@@ -56,7 +56,7 @@ func TestAHeldCallIsReleasedByTheLastAcknowledgement(t *testing.T) {
 			t.Errorf("released %v times", got)
 		}
 
-		r.Gone(p.UID)
+		r.GatePassed(p.UID)
 		synctest.Wait()
 		if one.stones.holders(p) != "" || !one.stones.isDead(p) {
 			t.Error("the agent does not know that the pod is dead")
@@ -169,7 +169,7 @@ func TestTheEndsOfADrainReachTheAgents(t *testing.T) {
 			one.say(p, drain.Idle)
 			answered(t, held, "Released Acknowledged held=true after 0s")
 		}
-		r.Gone(dead.UID)
+		r.GatePassed(dead.UID)
 		synctest.Wait()
 		if one.stones.holders(dead) != "" || !one.stones.isDead(dead) {
 			t.Error("dead: still excluded, or not dead")
@@ -390,7 +390,7 @@ func TestAnAgentThatDoesNotReadIsCutAndDelaysNobody(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newNetwork(t)
 		r := n.replica("replica-0", "a")
-		r.Expect([]drain.Expected{{ID: "stuck", Ready: true, Label: drain.LabelFollowing}})
+		r.Expect([]drain.Expected{{ID: "stuck", Ready: true, Label: drain.LabelObserved}})
 		n.open("stuck", "replica-0")
 		good := n.agent("good", []drain.Service{web}, "replica-0")
 		if got := r.metric("lameduck_agents", "connected"); got != 2 {
@@ -444,7 +444,8 @@ func TestANewerStreamOfAnAgentEndsTheFormer(t *testing.T) {
 		r := n.replica("replica-0", "a")
 		former := n.open("one", "replica-0")
 		hello, _ := former.next(t)
-		if hello.Type != wire.TypeHello || hello.Hello.Lease != (drain.Lease{Replica: "replica-0", Epoch: "a"}) || hello.Hello.Session == 0 {
+		if hello.Type != wire.TypeHello || hello.Hello.Holder != (drain.Holder{Replica: "replica-0", Epoch: "a"}) ||
+			hello.Hello.Session == 0 {
 			t.Fatalf("first message: %+v", hello)
 		}
 		if m, ok := former.next(t); !ok || m.Type != wire.TypeSynced {
@@ -476,7 +477,7 @@ func TestTheStreamTellsOpenDrainsFirst(t *testing.T) {
 		r := n.replica("replica-0", "a")
 		r.Unroute(Request{Pod: pod("a"), Targets: targetsOf(web)})
 		r.Unroute(Request{Pod: pod("b"), Targets: targetsOf(web)})
-		r.Gone(pod("a").UID)
+		r.GatePassed(pod("a").UID)
 		s := n.open("one", "replica-0")
 		var got []wire.Type
 		next := func() wire.Message {
@@ -491,7 +492,7 @@ func TestTheStreamTellsOpenDrainsFirst(t *testing.T) {
 		if m := next(); m.Type != wire.TypeDrain || m.Drain.Pod != pod("b") {
 			t.Errorf("%+v", m)
 		}
-		if m := next(); m.Type != wire.TypeRelease || *m.Release != (drain.Release{UID: "uid-a", Dead: true}) {
+		if m := next(); m.Type != wire.TypeRelease || *m.Release != (drain.Release{UID: "uid-a", Terminating: true}) {
 			t.Errorf("%+v", m)
 		}
 		next()
@@ -689,7 +690,7 @@ func TestAQueuedDrainIsHeldAndTakesItsTurn(t *testing.T) {
 			t.Error("it does not wait for room")
 		}
 		time.Sleep(time.Second)
-		r.Gone("uid-a")
+		r.GatePassed("uid-a")
 		synctest.Wait()
 		if one.stones.holders(pod("b")) == "" || r.metric("lameduck_drains", "Queued") != 0 {
 			t.Error("there is room, and the agent is not told")

@@ -265,7 +265,7 @@ func BenchmarkBeliefs(b *testing.B) {
 			h.Changed = append(h.Changed, wire.ServiceHealth{Service: drain.Service{Namespace: "shop", Name: fmt.Sprint(s)}, TargetCounts: wire.TargetCounts{Usable: 3}})
 		}
 		id := drain.AgentID(fmt.Sprint(a))
-		agents = append(agents, Agent{Known: drain.Known{ID: id, Name: string(id)}})
+		agents = append(agents, Agent{AgentInfo: drain.AgentInfo{ID: id, Name: string(id)}})
 		all.take(id, h, func(drain.Service) bool { return true })
 	}
 	for b.Loop() {

@@ -24,7 +24,7 @@ func TestLiarsDelayNobody(t *testing.T) {
 	idle := func(session any, number int) string {
 		return fmt.Sprintf(`{"session":%v,"reports":[{"uid":"uid-a","state":"idle","proof":"runtime","number":%d}]}`, session, number)
 	}
-	services := `{"session":1,"routes":[` + strings.Repeat(`{"service":{"namespace":"shop","name":"web"},"via":"endpoints","can":"direct","grain":"request"},`, 1_000_000)
+	services := `{"session":1,"routes":[` + strings.Repeat(`{"service":{"namespace":"shop","name":"web"},"via":"endpoints","kind":"directed","granularity":"request"},`, 1_000_000)
 	for name, c := range map[string]struct {
 		// says is what is sent, with the session of agent one and of agent liar in the place of ONE and LIAR.
 		says string

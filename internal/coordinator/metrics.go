@@ -59,7 +59,8 @@ func NewMetrics(r prometheus.Registerer) *Metrics {
 		Name: "lameduck_barrier_restarts_total", Help: "Stops of containers whose pod stays: restarts by liveness, soft evictions, node shutdowns.",
 	})
 	r.MustRegister(m.holds, m.drains, m.phase, m.agents, m.reports, m.api, m.waiting, m.barriers, m.cut, m.restarts)
-	for _, r := range []drain.Reason{drain.Acknowledged, drain.IdleBound, drain.Deadline, drain.NoAgents, drain.Suspended, drain.AgentsLost, drain.LastTarget, drain.Dead} {
+	for _, r := range []drain.Reason{drain.Acknowledged, drain.IdleBound, drain.Deadline, drain.NoAgents,
+		drain.Suspended, drain.AgentsLost, drain.LastTarget, drain.Terminating} {
 		m.barriers.WithLabelValues(r.String())
 	}
 	for _, p := range []drain.Phase{drain.Queued, drain.Unrouting, drain.Quiescing, drain.Released} {

@@ -89,7 +89,7 @@ func TestAnAgentOfOneNamespaceIsToldNoUIDOfAnother(t *testing.T) {
 				}
 				switch m.Type {
 				case wire.TypeRelease:
-					told <- fmt.Sprint(m.Release.UID, " dead=", m.Release.Dead)
+					told <- fmt.Sprint(m.Release.UID, " dead=", m.Release.Terminating)
 				case wire.TypeDrain:
 					told <- string(m.Drain.Pod.UID)
 				}
@@ -99,8 +99,8 @@ func TestAnAgentOfOneNamespaceIsToldNoUIDOfAnother(t *testing.T) {
 		r.hold(purse, bank)
 		r.hold(pod("a"), web)
 		r.hold(drain.Pod{Namespace: "bank", Name: "core-2", UID: "uid-core-2"}, bank)
-		r.Gone("uid-core-2")
-		r.Gone(pod("a").UID)
+		r.GatePassed("uid-core-2")
+		r.GatePassed(pod("a").UID)
 		time.Sleep(60 * time.Second) // the drain of purse is abandoned
 		select {
 		case text := <-told:

@@ -134,7 +134,7 @@ func TestAReplicaThatStartsLearnsWhoIsSuspended(t *testing.T) {
 		old.Expect(all)
 		for _, name := range []string{"a", "b", "c"} {
 			_, _, _ = old.Drain(t.Context(), Request{Pod: pod(name), Targets: targetsOf(web)}, time.Now().Add(31*time.Second))
-			old.Gone(pod(name).UID)
+			old.GatePassed(pod(name).UID)
 		}
 		time.Sleep(time.Second)
 		_, text := old.ask(http.MethodGet, wire.ReplicaPath, "Bearer replica", nil)

@@ -50,7 +50,8 @@ func TestAStreamEndsWithWhatItRestsOn(t *testing.T) {
 				var revoked sync.Map
 				r := n.replica("replica-0", "a", func(o *Options) { o.Authenticate = tokens{until: time.Now().Add(time.Hour), revoked: &revoked} })
 				s, session := n.upgraded(c.agent, "replica-0")
-				if code, text := r.ask(http.MethodPost, c.agent, wire.DeclarationsPath, fmt.Sprintf(`{"session":%d,"routes":[{"service":{"namespace":"shop","name":"web"},"via":"endpoints","can":"direct","grain":"request"}]}`, session)); code != 200 {
+				if code, text := r.ask(http.MethodPost, c.agent, wire.DeclarationsPath,
+					fmt.Sprintf(`{"session":%d,"routes":[{"service":{"namespace":"shop","name":"web"},"via":"endpoints","kind":"directed","granularity":"request"}]}`, session)); code != 200 {
 					t.Fatal(code, text)
 				}
 				began := time.Now()

@@ -228,7 +228,7 @@ func (h *history) turned(now time.Time, s drain.Status) {
 // View is what one replica knows at one moment, for operators.
 type View struct {
 	At, Began time.Time
-	Lease     drain.Lease
+	Lease     drain.Holder
 	Times     drain.Times
 	Stopping  bool
 	// Holds is how many calls wait of MaxHolds.
@@ -259,14 +259,14 @@ type Drain struct {
 	// Entered is when its phase began, Told when agents were told of it; zero: they were not, for want of room.
 	Entered, Told time.Time
 	// Reports are what those say who owe it, those who are least far first: at most those that were
-	// asked for, of Parties.
-	Reports []AgentReport
-	Parties int
+	// asked for, of Acknowledgers.
+	Reports       []AgentReport
+	Acknowledgers int
 }
 
 // AgentReport is what one agent says of a drain.
 type AgentReport struct {
-	drain.Word
+	drain.AgentReport
 	// Since is when it began to say so. Zero: it has not said anything that counts.
 	Since time.Time
 	// Gateway is the kind of its gateway.
@@ -275,7 +275,7 @@ type AgentReport struct {
 
 // Agent is one agent, as it introduced itself and as it did since.
 type Agent struct {
-	drain.Known
+	drain.AgentInfo
 	Gateway, Address string
 	Protocol         int
 	Features         []string
@@ -353,14 +353,14 @@ func (c *Coordinator) drain(uid drain.UID, words int) Drain {
 	defer c.unlock()
 	now := time.Now()
 	is, _ := c.ledger.View(now, drain.AtHold, uid, words)
-	d := Drain{Status: is.Status, Parties: is.Parties}
+	d := Drain{Status: is.Status, Acknowledgers: is.Acknowledgers}
 	c.observe(d.Status) // time alone may have changed it
 	course := c.seen.open[uid]
 	if course != nil {
 		d.Entered, d.Told = course.at, course.told
 	}
-	for _, w := range is.Words {
-		word := AgentReport{Word: w, Gateway: c.seen.gateway(w.Agent)}
+	for _, w := range is.Reports {
+		word := AgentReport{AgentReport: w, Gateway: c.seen.gateway(w.Agent)}
 		if course != nil && w.State != drain.StateUnknown {
 			word.Since = course.said[c.seen.introduced[w.Agent]].since
 		}
@@ -371,8 +371,8 @@ func (c *Coordinator) drain(uid drain.UID, words int) Drain {
 }
 
 // agent, called with the lock, is k as it introduced itself and did since.
-func (c *Coordinator) agent(k drain.Known) Agent {
-	a := Agent{Known: k}
+func (c *Coordinator) agent(k drain.AgentInfo) Agent {
+	a := Agent{AgentInfo: k}
 	if i := c.seen.introduced[k.ID]; i != nil {
 		a.Gateway, a.Address, a.Protocol, a.Features = i.gateway, i.address, i.protocol, i.features
 		a.Posted, a.Age, a.Removed, a.Idle = i.posted, i.age, i.removed, i.idle
@@ -383,11 +383,13 @@ func (c *Coordinator) agent(k drain.Known) Agent {
 	return a
 }
 
-// Parties returns who may send to the pods of services, as [drain.Ledger.Parties] does, with the kinds of their gateways.
-func (c *Coordinator) Parties(services []drain.Service) (parties []drain.Party, gateways map[drain.AgentID]string) {
+// Acknowledgers returns who may send to the pods of services, as [drain.Ledger.Acknowledgers] does,
+// with the kinds of their gateways.
+func (c *Coordinator) Acknowledgers(services []drain.Service) (parties []drain.Acknowledger,
+	gateways map[drain.AgentID]string) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	parties = c.ledger.Parties(time.Now(), services)
+	parties = c.ledger.Acknowledgers(time.Now(), services)
 	gateways = map[drain.AgentID]string{}
 	for _, p := range parties {
 		gateways[p.ID] = c.seen.gateway(p.ID)

@@ -47,11 +47,12 @@ func BenchmarkView(b *testing.B) {
 
 // crowd is a coordinator with so many agents that owe one drain.
 func crowd(n int) (c *Coordinator, ids []drain.AgentID, sessions []uint64, p drain.Pod) {
-	c = New(drain.Lease{Replica: "r"}, drain.DefaultTimes(), Options{MaxHolds: 32, Log: slog.New(slog.DiscardHandler), Metrics: NewMetrics(prometheus.NewRegistry())})
+	c = New(drain.Holder{Replica: "r"}, drain.DefaultTimes(),
+		Options{MaxHolds: 32, Log: slog.New(slog.DiscardHandler), Metrics: NewMetrics(prometheus.NewRegistry())})
 	now := time.Now()
 	for i := range n {
 		id := drain.AgentID(fmt.Sprint("agent-", i))
-		session := c.ledger.Connect(now, id, drain.Hail{})
+		session := c.ledger.Connect(now, id, drain.Hello{})
 		c.ledger.Declare(id, session, routesOf(web))
 		c.seen.connected(now, id, 1, wire.Offer{}, "")
 		ids, sessions = append(ids, id), append(sessions, session)

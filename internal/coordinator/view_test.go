@@ -56,7 +56,7 @@ func TestViewFollowsADrain(t *testing.T) {
 		two.say(p, drain.Idle)
 		answered(t, held, "Released Acknowledged held=true after 800ms")
 		time.Sleep(time.Second)
-		r.Gone(p.UID)
+		r.GatePassed(p.UID)
 		see("at the end", `shop/a ended Acknowledged/Dead after 800ms []`)
 
 		v := r.View(10, 10)
@@ -90,7 +90,7 @@ func TestViewNamesTheSilent(t *testing.T) {
 			r.View(10, 10)
 		}
 		answered(t, r.hold(p, web), "Released Deadline held=false after 0s")
-		r.Gone(p.UID)
+		r.GatePassed(p.UID)
 		v := r.View(10, 10)
 		if len(v.Outcomes) != 1 || v.Outcomes[0].Reason != drain.Deadline || !slices.Equal(v.Outcomes[0].Silent, []string{"one"}) || v.Outcomes[0].Took != 30*time.Second {
 			t.Errorf("outcomes %+v", v.Outcomes)
@@ -110,7 +110,7 @@ func TestHistoryIsBounded(t *testing.T) {
 			held := r.hold(p, web)
 			one.say(p, drain.Idle)
 			taken(t, held)
-			r.Gone(p.UID)
+			r.GatePassed(p.UID)
 		}
 		v := r.View(10, 10)
 		if len(v.Outcomes) != maxOutcomes || v.Outcomes[0].Pod.Name != fmt.Sprint(maxOutcomes+19) || v.Outcomes[maxOutcomes-1].Pod.Name != "20" {
@@ -149,7 +149,8 @@ func TestViewIsCut(t *testing.T) {
 			time.Sleep(time.Second)
 		}
 		v := r.View(2, 3)
-		if len(v.Drains) != 2 || v.Open != 3 || v.Drains[0].Pod.Name != "a" || len(v.Drains[0].Reports) != 3 || v.Drains[0].Parties != 5 {
+		if len(v.Drains) != 2 || v.Open != 3 || v.Drains[0].Pod.Name != "a" || len(v.Drains[0].Reports) != 3 ||
+			v.Drains[0].Acknowledgers != 5 {
 			t.Errorf("%+v", v.Drains)
 		}
 	})
@@ -181,7 +182,7 @@ func TestHistoryCountsWhatCounts(t *testing.T) {
 			t.Errorf("%+v", v.Propagation)
 		}
 		time.Sleep(time.Second)
-		r.Gone(a.UID)
+		r.GatePassed(a.UID)
 		time.Sleep(time.Second)
 		say(drain.Report{UID: b.UID, State: drain.Idle, Number: 2})
 		if v := r.View(10, 10); len(v.Propagation) != 2 || v.Propagation[0].P50 != time.Second {

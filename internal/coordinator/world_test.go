@@ -37,7 +37,8 @@ func pod(name string) drain.Pod {
 func routesOf(services ...drain.Service) []drain.Route {
 	all := []drain.Route{}
 	for _, s := range services {
-		all = append(all, drain.Route{Service: s, Via: drain.Endpoints, Can: drain.Direct, Grain: drain.PerRequest})
+		all = append(all, drain.Route{Service: s, Via: drain.Endpoints, Kind: drain.Directed,
+			Granularity: drain.PerRequest})
 	}
 	return all
 }
@@ -221,7 +222,7 @@ func (n *network) replica(host, epoch string, options ...func(*Options)) *replic
 	for _, set := range options {
 		set(&o)
 	}
-	r.Coordinator = New(drain.Lease{Replica: host, Epoch: epoch}, drain.DefaultTimes(), o)
+	r.Coordinator = New(drain.Holder{Replica: host, Epoch: epoch}, drain.DefaultTimes(), o)
 	l := &listener{accept: make(chan net.Conn), closed: make(chan struct{})}
 	n.mu.Lock()
 	n.listeners[host] = l

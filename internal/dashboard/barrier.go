@@ -113,7 +113,8 @@ func hooksOf(pod *corev1.Pod) []api.Hook {
 // explainBarrier tells what a pod has for the second gate, and what is missing there. Nil: it has no hook. agents are those
 // that answer hooks, suspended or not, and whether or not they can observe anything. asked of them may be asked; node names
 // their pods' nodes.
-func explainBarrier(pod *corev1.Pod, agents []drain.Party, asked int, node func(drain.Party) string, consumers []Consumers) (x *api.ExplainedBarrier, missing []api.Uncovered) {
+func explainBarrier(pod *corev1.Pod, agents []drain.Acknowledger, asked int, node func(drain.Acknowledger) string,
+	consumers []Consumers) (x *api.ExplainedBarrier, missing []api.Uncovered) {
 	uncovered := func(what, format string, args ...any) {
 		missing = append(missing, api.Uncovered{What: what, Why: fmt.Sprintf(format, args...)})
 	}

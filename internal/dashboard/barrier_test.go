@@ -45,12 +45,12 @@ var (
 
 // What is said of the second gate must be what the pod, its node and its Services have. The worst fault is to be silent on a hole.
 func TestTheBarrierIsExplained(t *testing.T) {
-	observer := func(id string, connected bool) drain.Party {
-		p := party(id, drain.Endpoints, drain.Observe)
+	observer := func(id string, connected bool) drain.Acknowledger {
+		p := party(id, drain.Endpoints, drain.Observed)
 		p.Connected = connected
 		return p
 	}
-	node := func(p drain.Party) string { return strings.TrimPrefix(p.Name, "edge/") }
+	node := func(p drain.Acknowledger) string { return strings.TrimPrefix(p.Name, "edge/") }
 	web := drain.Service{Namespace: "shop", Name: "web"}
 	clients := func(stated time.Duration, err string, headless bool) []Consumers {
 		return []Consumers{{Service: web, Stated: stated, Error: err, Headless: headless}}
@@ -59,38 +59,52 @@ func TestTheBarrierIsExplained(t *testing.T) {
 	suspended := here
 	suspended.Suspended = true
 	unable := observer("node-1", true)
-	unable.Routes, unable.Barrier = []drain.Route{{Service: drain.EveryService, Via: drain.ClusterIP, Can: drain.Observe, Grain: drain.PerConnection}}, false
+	unable.Routes, unable.Barrier = []drain.Route{{Service: drain.EveryService, Via: drain.ClusterIP,
+		Kind: drain.Observed, Granularity: drain.PerConnection}}, false
 	for name, c := range map[string]struct {
 		pod       *corev1.Pod
-		parties   []drain.Party
+		parties   []drain.Acknowledger
 		consumers []Consumers
 		// barrier is it on a line, uncovered what each begins with, summary its end.
 		barrier   string
 		uncovered []string
 		summary   string
 	}{
-		"both kinds of hooks": {barred("30s", container("app", byHTTP), container("log", byExec), container("old", itsOwn)), []drain.Party{here, other}, clients(0, "", false),
+		"both kinds of hooks": {barred("30s", container("app", byHTTP), container("log", byExec),
+			container("old", itsOwn)), []drain.Acknowledger{here, other}, clients(0, "", false),
 			"app httpGet, log exec, old none, tls none; 30s + 20s on node-1 by edge/node-1 true of 2", []string{"container old", "container tls"},
 			"Then it would be told to stop when 2 gateways that follow have let go, 30s after the deletion at most."},
-		"nobody on its node": {barred("30s"), []drain.Party{other}, clients(0, "", false), "tls none; 30s + 20s on node-1 by  false of 1",
+		"nobody on its node": {barred("30s"), []drain.Acknowledger{other}, clients(0, "", false),
+			"tls none; 30s + 20s on node-1 by  false of 1",
 			[]string{"container tls", "the barrier itself: no node agent is known on node-1"}, "1 gateway that follows has let go, 30s"},
-		"its node agent is away": {barred("30s"), []drain.Party{away, other}, clients(0, "", false), "tls none; 30s + 20s on node-1 by edge/node-1 false of 2",
+		"its node agent is away": {barred("30s"), []drain.Acknowledger{away, other}, clients(0, "", false),
+			"tls none; 30s + 20s on node-1 by edge/node-1 false of 2",
 			[]string{"container tls", "the barrier itself: edge/node-1, which has the pod's hooks, is not connected here"}, ""},
-		"its new node agent is there": {barred("30s"), []drain.Party{away, here}, clients(0, "", false), "tls none; 30s + 20s on node-1 by edge/node-1 true of 2", []string{"container tls"}, ""},
-		"its node agent is suspended": {barred("30s"), []drain.Party{suspended, other}, clients(0, "", false), "tls none; 30s + 20s on node-1 by edge/node-1 true of 1",
+		"its new node agent is there": {barred("30s"), []drain.Acknowledger{away, here}, clients(0, "", false),
+			"tls none; 30s + 20s on node-1 by edge/node-1 true of 2", []string{"container tls"}, ""},
+		"its node agent is suspended": {barred("30s"), []drain.Acknowledger{suspended, other}, clients(0, "", false),
+			"tls none; 30s + 20s on node-1 by edge/node-1 true of 1",
 			[]string{"gateway of edge/node-1: it is suspended", "container tls"}, "1 gateway that follows has let go, 30s"},
-		"its node has no kube-proxy": {barred("30s"), []drain.Party{unable, other}, clients(0, "", false), "tls none; 30s + 20s on node-1 by edge/node-1 true of 1",
+		"its node has no kube-proxy": {barred("30s"), []drain.Acknowledger{unable, other}, clients(0, "", false),
+			"tls none; 30s + 20s on node-1 by edge/node-1 true of 1",
 			[]string{"gateway of edge/node-1: it sees no rules of kube-proxy", "container tls"}, "1 gateway that follows has let go, 30s"},
-		"all who observe are suspended": {barred("30s"), []drain.Party{suspended}, clients(0, "", false), "tls none; 30s + 20s on node-1 by edge/node-1 true of 0",
+		"all who observe are suspended": {barred("30s"), []drain.Acknowledger{suspended}, clients(0, "", false),
+			"tls none; 30s + 20s on node-1 by edge/node-1 true of 0",
 			[]string{"gateway of edge/node-1: it is suspended", "container tls"}, ""},
-		"a stated wait": {barred("30s"), []drain.Party{here}, clients(25*time.Second, "", true), "tls none; 30s + 20s on node-1 by edge/node-1 true of 1; shop/web 25s", []string{"container tls"}, ""},
-		"one that is longer than the bound": {barred("20s"), []drain.Party{here}, clients(25*time.Second, "", false), "tls none; 20s + 20s on node-1 by edge/node-1 true of 1; shop/web 25s cut",
+		"a stated wait": {barred("30s"), []drain.Acknowledger{here}, clients(25*time.Second, "", true),
+			"tls none; 30s + 20s on node-1 by edge/node-1 true of 1; shop/web 25s", []string{"container tls"}, ""},
+		"one that is longer than the bound": {barred("20s"), []drain.Acknowledger{here},
+			clients(25*time.Second, "", false),
+			"tls none; 20s + 20s on node-1 by edge/node-1 true of 1; shop/web 25s cut",
 			[]string{"container tls", "the stated wait of shop/web: it states 25s, and the pod's hooks last 20s at most"}, ""},
-		"one that cannot be read": {barred("30s"), []drain.Party{here}, clients(0, "nonsense", false), "tls none; 30s + 20s on node-1 by edge/node-1 true of 1; shop/web 0s nonsense",
+		"one that cannot be read": {barred("30s"), []drain.Acknowledger{here}, clients(0, "nonsense", false),
+			"tls none; 30s + 20s on node-1 by edge/node-1 true of 1; shop/web 0s nonsense",
 			[]string{"those who send to shop/web: what it states in lameduck.io/stated-wait cannot be read: nonsense", "container tls"}, ""},
-		"headless, nothing stated": {barred("30s"), []drain.Party{here}, clients(0, "", true), "tls none; 30s + 20s on node-1 by edge/node-1 true of 1",
+		"headless, nothing stated": {barred("30s"), []drain.Acknowledger{here}, clients(0, "", true),
+			"tls none; 30s + 20s on node-1 by edge/node-1 true of 1",
 			[]string{"clients that find pods by themselves: clients that resolve this headless Service, shop/web: nobody can say when they have let go, and no lameduck.io/stated-wait", "container tls"}, ""},
-		"stated, but no hook": {&corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: "a"}}, []drain.Party{here}, clients(25*time.Second, "", true), "none",
+		"stated, but no hook": {&corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: "a"}},
+			[]drain.Acknowledger{here}, clients(25*time.Second, "", true), "none",
 			[]string{"kube-proxy and others that follow: 1 agents observe", "clients that find pods by themselves: clients that resolve this headless Service, shop/web: nobody can say when they have let go, and the pod has no barrier",
 				"the stated wait of shop/web: it states 25s"}, ""},
 	} {
@@ -142,7 +156,8 @@ func TestBarriersAndHealthOverHTTP(t *testing.T) {
 	w.view.Barriers = []coordinator.Barrier{{
 		View: drain.View{Status: drain.Status{Pod: drain.Pod{Namespace: "shop", Name: "a", UID: "uid-a"}, Phase: drain.Unrouting, Since: now, Deadline: now.Add(30 * time.Second), Owed: 2,
 			Waiting: []drain.Waiting{{}}, Stated: 25 * time.Second}, ByName: "lameduck-node/x", LastHere: true},
-		Reports: []coordinator.AgentReport{{Word: drain.Word{Name: "lameduck-node/y", Connected: true, State: drain.Routing}, Gateway: "kube-proxy"}},
+		Reports: []coordinator.AgentReport{{AgentReport: drain.AgentReport{Name: "lameduck-node/y", Connected: true,
+			State: drain.Routing}, Gateway: "kube-proxy"}},
 	}}
 	w.view.TargetHealth = coordinator.TargetHealth{Agents: 1, Known: 9, Troubled: 1, Untold: 4, All: wire.TargetCounts{Usable: 5, Unhealthy: 1}, Services: []coordinator.ServiceHealth{{
 		Service: drain.Service{Namespace: "shop", Name: "web"}, Gateways: 2, Open: 1, Unwell: 1, Reports: []coordinator.HealthReport{{Name: "edge/hap", Gateway: "haproxy", ServiceHealth: wire.ServiceHealth{
@@ -191,8 +206,8 @@ func TestBarriersAndHealthOverHTTP(t *testing.T) {
 // A pod that no Service lists waits at the barrier all the same: node agents observe every Service, and the one on its node answers its hooks.
 func TestTheBarrierOfAPodInNoServiceIsExplained(t *testing.T) {
 	w := &world{}
-	kp, hap := party("kp", drain.Endpoints, drain.Observe), party("hap", drain.Endpoints, drain.Direct)
-	w.parties = []drain.Party{kp, hap}
+	kp, hap := party("kp", drain.Endpoints, drain.Observed), party("hap", drain.Endpoints, drain.Directed)
+	w.parties = []drain.Acknowledger{kp, hap}
 	w.explain.Verdict = admission.Verdict{Action: admission.Allow, Reason: admission.NotListed}
 	w.explain.Pod = barred("30s", container("app", byHTTP))
 	d := newDashboard(w)

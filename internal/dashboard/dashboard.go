@@ -57,7 +57,7 @@ const (
 // Coordinator is what is looked at.
 type Coordinator interface {
 	View(drains, words int) coordinator.View
-	Parties(services []drain.Service) ([]drain.Party, map[drain.AgentID]string)
+	Acknowledgers(services []drain.Service) ([]drain.Acknowledger, map[drain.AgentID]string)
 }
 
 // Explainer tells what would become of a deletion.

@@ -44,7 +44,7 @@ type world struct {
 	takes   time.Duration
 	explain admission.Explanation
 	fails   error
-	parties []drain.Party
+	parties []drain.Acknowledger
 }
 
 func (w *world) View(int, int) coordinator.View {
@@ -69,7 +69,7 @@ func (w *world) made() int {
 	return w.views
 }
 
-func (w *world) Parties([]drain.Service) ([]drain.Party, map[drain.AgentID]string) {
+func (w *world) Acknowledgers([]drain.Service) ([]drain.Acknowledger, map[drain.AgentID]string) {
 	return w.parties, map[drain.AgentID]string{"hap": "haproxy", "kp": "kube-proxy", "mesh": "envoy"}
 }
 
@@ -200,7 +200,7 @@ func TestNothingIsNull(t *testing.T) {
 	w.view.Agents = []coordinator.Agent{{}}
 	w.view.Outcomes = []coordinator.Outcome{{At: now}}
 	w.view.Propagation = []coordinator.Propagation{{}}
-	w.parties = []drain.Party{{}}
+	w.parties = []drain.Acknowledger{{}}
 	w.explain.Targets = []drain.Targets{{}}
 	d.Notes.Event(&corev1.Pod{}, true, "LameduckCold", "it was cold")
 	check("bare")
@@ -255,7 +255,7 @@ func TestOutcomesJoinNotes(t *testing.T) {
 		say("waits", "Waiting", false)
 		say("cold", "Cold", true)
 		say("last", "LastTarget", true)
-		ended("last", drain.Dead)
+		ended("last", drain.Terminating)
 		say("late", "Deadline", true)
 		ended("late", drain.Deadline)
 		ended("good", drain.Acknowledged)

@@ -46,11 +46,13 @@ func (d *Dashboard) explain(_ http.ResponseWriter, r *http.Request) (any, error)
 	for _, t := range e.Targets {
 		services = append(services, t.Service)
 	}
-	parties, gateways := d.Coordinator.Parties(services)
+	parties, gateways := d.Coordinator.Acknowledgers(services)
 	if len(services) == 0 {
 		// Nobody is known to send to it; but who observes everything is asked at the barrier, if it has one.
 		barrier := e.Pod.Annotations[admission.BarrierIDAnnotation] != ""
-		parties = slices.DeleteFunc(parties, func(p drain.Party) bool { return !barrier || p.Hold || !p.Barrier })
+		parties = slices.DeleteFunc(parties, func(p drain.Acknowledger) bool {
+			return !barrier || p.Hold || !p.Barrier
+		})
 	}
 	var consumers []Consumers
 	if d.Consumers != nil {
@@ -75,7 +77,7 @@ func (d *Dashboard) explain(_ http.ResponseWriter, r *http.Request) (any, error)
 }
 
 // nodeOf is the node of an agent's pod, "" if it is not known.
-func (d *Dashboard) nodeOf(p drain.Party) string {
+func (d *Dashboard) nodeOf(p drain.Acknowledger) string {
 	if d.Node == nil {
 		return ""
 	}
@@ -83,7 +85,8 @@ func (d *Dashboard) nodeOf(p drain.Party) string {
 }
 
 // explanation words what would happen. It has no I/O and no clock.
-func explanation(e admission.Explanation, parties []drain.Party, gateways map[drain.AgentID]string, node func(drain.Party) string, consumers []Consumers) api.Explanation {
+func explanation(e admission.Explanation, parties []drain.Acknowledger, gateways map[drain.AgentID]string,
+	node func(drain.Acknowledger) string, consumers []Consumers) api.Explanation {
 	x := api.Explanation{
 		Namespace: e.Pod.Namespace, Pod: e.Pod.Name, UID: string(e.Pod.UID), Operation: string(e.Facts.Operation),
 		Answer: e.Verdict.Action.String(), Reason: string(e.Verdict.Reason), Unroute: e.Verdict.Unroute, Queued: e.Full,
@@ -102,7 +105,7 @@ func explanation(e admission.Explanation, parties []drain.Party, gateways map[dr
 	}
 	// observers are there, asked at the barrier are those of them that are not suspended. unable have pods' hooks and
 	// cannot observe what sends to pods on their nodes.
-	var observers, unable []drain.Party
+	var observers, unable []drain.Acknowledger
 	asked := 0
 	for _, p := range parties {
 		gateway := gateways[p.ID]
@@ -133,7 +136,9 @@ func explanation(e admission.Explanation, parties []drain.Party, gateways map[dr
 				uncovered(what, "it is not connected, and its pod is not ready: it is not waited for")
 			case !p.Until.IsZero():
 				uncovered(what, "it is not connected and not ready any more, and has declared that it routes %s: it is not waited for", routed(p))
-			case slices.ContainsFunc(p.Routes, func(r drain.Route) bool { return r.Service == drain.EveryService && r.Can == drain.Observe }):
+			case slices.ContainsFunc(p.Routes, func(r drain.Route) bool {
+				return r.Service == drain.EveryService && r.Kind == drain.Observed
+			}):
 				unable = append(unable, p)
 				uncovered(what, "it sees no rules of kube-proxy: what sends to pods on its node cannot be observed, and is not waited for")
 			default:
@@ -166,7 +171,7 @@ func explanation(e admission.Explanation, parties []drain.Party, gateways map[dr
 }
 
 // why says why an agent would be asked.
-func why(p drain.Party) string {
+func why(p drain.Acknowledger) string {
 	var text string
 	if p.Undeclared {
 		text = "it has not said what it routes, so it may route everything"
@@ -183,7 +188,7 @@ func why(p drain.Party) string {
 	return text
 }
 
-func routed(p drain.Party) string {
+func routed(p drain.Acknowledger) string {
 	var parts []string
 	for _, r := range p.Routes {
 		what := r.Service.String()

@@ -16,17 +16,21 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
-func party(id string, via drain.Via, can drain.Can) drain.Party {
+func party(id string, via drain.Via, can drain.Kind) drain.Acknowledger {
 	web := drain.Service{Namespace: "shop", Name: "web"}
-	return drain.Party{
-		Known:  drain.Known{ID: drain.AgentID(id), Name: "edge/" + id, Connected: true, Ready: true, Declared: true},
-		Routes: []drain.Route{{Service: web, Via: via, Can: can, Grain: drain.PerRequest}}, Hold: via == drain.Endpoints && can == drain.Direct, Barrier: via == drain.Endpoints && can == drain.Observe,
+	return drain.Acknowledger{
+		AgentInfo: drain.AgentInfo{ID: drain.AgentID(id), Name: "edge/" + id, Connected: true, Ready: true,
+			Declared: true},
+		Routes: []drain.Route{{Service: web, Via: via, Kind: can, Granularity: drain.PerRequest}},
+		Hold:   via == drain.Endpoints && can == drain.Directed, Barrier: via == drain.Endpoints &&
+			can == drain.Observed,
 	}
 }
 
 // What is said must be what would happen: who would be asked, by which gate, and what nobody vouches for. The worst fault is to be silent on a hole.
 func TestExplanation(t *testing.T) {
-	hap, kp, mesh := party("hap", drain.Endpoints, drain.Direct), party("kp", drain.Endpoints, drain.Observe), party("mesh", drain.ClusterIP, drain.Direct)
+	hap, kp, mesh := party("hap", drain.Endpoints, drain.Directed), party("kp", drain.Endpoints, drain.Observed),
+		party("mesh", drain.ClusterIP, drain.Directed)
 	suspended, away, undeclared := hap, hap, hap
 	suspended.Suspended = true
 	away.Connected, away.Ready, away.Hold, away.Until = false, false, false, time.Now()
@@ -36,26 +40,41 @@ func TestExplanation(t *testing.T) {
 	for name, c := range map[string]struct {
 		verdict     admission.Verdict
 		annotations map[string]string
-		parties     []drain.Party
+		parties     []drain.Acknowledger
 		targets     []drain.Targets
 		// gates and uncovered are what they begin with, summary what it contains.
 		gates, uncovered []string
 		summary          string
 	}{
-		"directed":                     {drains, nil, []drain.Party{hap}, web, []string{"edge/hap hold"}, []string{"kube-proxy", "clients"}, "deleted when 1 gateway that routes to it has let go"},
-		"two":                          {drains, nil, []drain.Party{hap, hap}, web, []string{"edge/hap hold", "edge/hap hold"}, []string{"kube-proxy", "clients"}, "deleted when 2 gateways that route to it have let go"},
-		"following, without a barrier": {drains, nil, []drain.Party{hap, kp}, web, []string{"edge/hap hold"}, []string{"kube-proxy and others that follow", "clients"}, "1 gateway"},
-		"following, with a barrier": {drains, map[string]string{admission.BarrierIDAnnotation: "x", admission.BarrierUncoveredAnnotation: "istio-proxy, log"}, []drain.Party{hap, kp}, web,
+		"directed": {drains, nil, []drain.Acknowledger{hap}, web, []string{"edge/hap hold"},
+			[]string{"kube-proxy", "clients"}, "deleted when 1 gateway that routes to it has let go"},
+		"two": {drains, nil, []drain.Acknowledger{hap, hap}, web,
+			[]string{"edge/hap hold", "edge/hap hold"}, []string{"kube-proxy", "clients"},
+			"deleted when 2 gateways that route to it have let go"},
+		"following, without a barrier": {drains, nil, []drain.Acknowledger{hap, kp}, web, []string{"edge/hap hold"},
+			[]string{"kube-proxy and others that follow", "clients"}, "1 gateway"},
+		"following, with a barrier": {drains,
+			map[string]string{admission.BarrierIDAnnotation: "x",
+				admission.BarrierUncoveredAnnotation: "istio-proxy, log"}, []drain.Acknowledger{hap, kp}, web,
 			[]string{"edge/hap hold", "edge/kp barrier"}, []string{"clients", "container istio-proxy", "container log"}, "1 gateway"},
-		"by the Service's address": {drains, nil, []drain.Party{mesh, hap}, web, []string{"edge/hap hold"}, []string{"envoy of edge/mesh: it routes shop/web via clusterIP", "kube-proxy", "clients"}, "1 gateway"},
-		"suspended":                {drains, nil, []drain.Party{suspended}, web, nil, []string{"haproxy of edge/hap: it is suspended", "kube-proxy", "clients"}, "within 2 s: every agent that would be asked is suspended"},
-		"away for long":            {drains, nil, []drain.Party{away, hap}, web, []string{"edge/hap hold"}, []string{"haproxy of edge/hap: it is not connected and not ready any more", "kube-proxy", "clients"}, "1 gateway"},
-		"not declared":             {drains, nil, []drain.Party{undeclared}, web, []string{"edge/hap hold"}, []string{"kube-proxy", "clients"}, "1 gateway"},
-		"the last one": {admission.Verdict{Action: admission.Allow, Reason: admission.LastTarget}, nil, []drain.Party{hap}, web, nil,
+		"by the Service's address": {drains, nil, []drain.Acknowledger{mesh, hap}, web, []string{"edge/hap hold"},
+			[]string{"envoy of edge/mesh: it routes shop/web via clusterIP", "kube-proxy", "clients"}, "1 gateway"},
+		"suspended": {drains, nil, []drain.Acknowledger{suspended}, web, nil,
+			[]string{"haproxy of edge/hap: it is suspended", "kube-proxy", "clients"},
+			"within 2 s: every agent that would be asked is suspended"},
+		"away for long": {drains, nil, []drain.Acknowledger{away, hap}, web, []string{"edge/hap hold"},
+			[]string{"haproxy of edge/hap: it is not connected and not ready any more", "kube-proxy", "clients"},
+			"1 gateway"},
+		"not declared": {drains, nil, []drain.Acknowledger{undeclared}, web, []string{"edge/hap hold"},
+			[]string{"kube-proxy", "clients"}, "1 gateway"},
+		"the last one": {admission.Verdict{Action: admission.Allow, Reason: admission.LastTarget}, nil,
+			[]drain.Acknowledger{hap}, web, nil,
 			[]string{"haproxy of edge/hap: the deletion does not wait (LastTarget)", "kube-proxy", "clients"}, "at once: no other pod of its Service is ready"},
-		"told in the background": {admission.Verdict{Action: admission.Allow, Reason: admission.NodeLost, Unroute: true}, nil, []drain.Party{hap}, web, nil,
+		"told in the background": {admission.Verdict{Action: admission.Allow, Reason: admission.NodeLost,
+			Unroute: true}, nil, []drain.Acknowledger{hap}, web, nil,
 			[]string{"haproxy of edge/hap: the deletion does not wait (NodeLost)", "kube-proxy", "clients"}, "its node is lost. Gateways would be told, and not waited for."},
-		"refused": {admission.Verdict{Action: admission.Deny, Reason: admission.Budget, Message: "Cannot evict pod."}, nil, []drain.Party{hap}, web, []string{"edge/hap hold"},
+		"refused": {admission.Verdict{Action: admission.Deny, Reason: admission.Budget, Message: "Cannot evict pod."},
+			nil, []drain.Acknowledger{hap}, web, []string{"edge/hap hold"},
 			[]string{"kube-proxy", "clients"}, "It would not be deleted now: Cannot evict pod."},
 		"in no Service": {admission.Verdict{Action: admission.Allow, Reason: admission.NotListed}, nil, nil, nil, nil, nil, "at once: no Service lists it"},
 	} {
@@ -63,7 +82,8 @@ func TestExplanation(t *testing.T) {
 			x := explanation(admission.Explanation{
 				Pod:   &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: "a", UID: "a", Annotations: c.annotations}},
 				Facts: admission.Facts{Operation: admission.Delete}, Verdict: c.verdict, Targets: c.targets,
-			}, c.parties, map[drain.AgentID]string{"hap": "haproxy", "kp": "kube-proxy", "mesh": "envoy"}, func(drain.Party) string { return "" }, nil)
+			}, c.parties, map[drain.AgentID]string{"hap": "haproxy", "kp": "kube-proxy", "mesh": "envoy"},
+				func(drain.Acknowledger) string { return "" }, nil)
 			var gates, uncovered []string
 			for _, g := range x.Gates {
 				gates = append(gates, g.Agent+" "+g.Gate)

@@ -71,7 +71,8 @@ func reportsOf(words []coordinator.AgentReport) []api.AgentReport {
 	all := []api.AgentReport{}
 	for _, w := range words {
 		all = append(all, api.AgentReport{
-			Agent: w.Name, Gateway: w.Gateway, State: w.State.String(), Proof: w.Proof.String(), Since: w.Since, Received: w.Heard,
+			Agent: w.Name, Gateway: w.Gateway, State: w.State.String(), Proof: w.Proof.String(), Since: w.Since,
+			Received:  w.Received,
 			Connected: w.Connected, Suspended: w.Suspended,
 		})
 	}
@@ -93,7 +94,8 @@ func worth(a api.Agent) int { return slices.Index(states, a.State) }
 
 func agentOf(a coordinator.Agent) api.Agent {
 	one := api.Agent{
-		ID: string(a.ID), Name: a.Name, Gateway: a.Gateway, Label: labelOf(a.Label), Ready: a.Ready, Connected: a.Known.Connected, Since: a.Connected,
+		ID: string(a.ID), Name: a.Name, Gateway: a.Gateway, Label: labelOf(a.Label), Ready: a.Ready,
+		Connected: a.AgentInfo.Connected, Since: a.Connected,
 		Suspended: a.Suspended, Declared: a.Declared, Services: a.Services, Protocol: a.Protocol, Features: append([]string{}, a.Features...),
 		Address: a.Address, Reported: a.Posted, ReportAgeSeconds: a.Age.Seconds(), RemovedSeconds: a.Removed.Seconds(), IdleSeconds: a.Idle.Seconds(),
 	}
@@ -129,8 +131,8 @@ func labelOf(l drain.Label) string {
 	switch l {
 	case drain.LabelDirected:
 		return "directed"
-	case drain.LabelFollowing:
-		return "following"
+	case drain.LabelObserved:
+		return "observed"
 	default:
 		return "none"
 	}
@@ -156,7 +158,7 @@ func (d *Dashboard) outcomesOf(of coordinator.View) []api.Outcome {
 		// What was said of an earlier drain of the pod, which was abandoned, is not of this one.
 		if n, ok := said[o.Pod.UID]; ok && o.Gate == drain.AtHold && !n.at.Before(o.At.Add(-noteOfDrain)) {
 			one.Message, one.Abnormal = n.message, true
-			if o.Reason == drain.Dead || o.Reason == drain.Abandoned {
+			if o.Reason == drain.Terminating || o.Reason == drain.Abandoned {
 				one.Reason = n.reason
 			}
 			delete(said, o.Pod.UID)

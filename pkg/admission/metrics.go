@@ -73,7 +73,8 @@ func (m *Metrics) series(role string, op Operation) {
 			m.answers.WithLabelValues(role, string(op), "allow", string(reason))
 		}
 	}
-	for _, reason := range []drain.Reason{drain.Acknowledged, drain.IdleBound, drain.Deadline, drain.NoAgents, drain.Dead, drain.Suspended, drain.AgentsLost} {
+	for _, reason := range []drain.Reason{drain.Acknowledged, drain.IdleBound, drain.Deadline, drain.NoAgents,
+		drain.Terminating, drain.Suspended, drain.AgentsLost} {
 		m.answers.WithLabelValues(role, string(op), "allow", reason.String())
 	}
 }

@@ -111,7 +111,7 @@ func (h *haproxy) Reports() []drain.Report {
 		r := drain.Report{UID: uid, Generation: "1", State: drain.Routing}
 		switch {
 		case h.kept[uid]:
-			r.State, r.Kept, r.Quiet = drain.Kept, "shop/web", true
+			r.State, r.Kept, r.NoConnections = drain.Kept, "shop/web", true
 		case time.Since(at) >= letsGo:
 			r.State, r.Proof = drain.Idle, drain.Runtime
 		}
@@ -197,7 +197,7 @@ func newReplicaSet(t *testing.T, n int) *replicaSet {
 		r.pods = append(r.pods, p)
 		w.reader.objects = append(w.reader.objects, p)
 	}
-	r.coord = coordinator.New(drain.Lease{Replica: "r", Epoch: "1"}, drain.DefaultTimes(), coordinator.Options{
+	r.coord = coordinator.New(drain.Holder{Replica: "r", Epoch: "1"}, drain.DefaultTimes(), coordinator.Options{
 		MaxHolds: 32, MaxHoldsPerOwner: 8, Authenticate: anybody{}, Log: log, Metrics: coordinator.NewMetrics(prometheus.NewRegistry()),
 	})
 	r.Cluster.Ledger, r.Cluster.Slices, r.Handler.Events = r.coord, r.index, quiet{}
@@ -209,7 +209,8 @@ func newReplicaSet(t *testing.T, n int) *replicaSet {
 	agent.HTTP, agent.Log, agent.Exclusions = &http.Client{Transport: transport}, log, agent
 	agent.Token = func() (string, error) { return "t", nil }
 	agent.Boot, agent.Gateway = "1", "haproxy"
-	agent.Routes = []drain.Route{{Service: drain.Service{Namespace: "shop", Name: "web"}, Via: drain.Endpoints, Can: drain.Direct, Grain: drain.PerRequest}}
+	agent.Routes = []drain.Route{{Service: drain.Service{Namespace: "shop", Name: "web"}, Via: drain.Endpoints,
+		Kind: drain.Directed, Granularity: drain.PerRequest}}
 	ctx, cancel := context.WithCancel(context.Background())
 	var running sync.WaitGroup
 	running.Go(func() {
@@ -249,7 +250,7 @@ func (r *replicaSet) delete(pod *corev1.Pod) (reason string, took time.Duration,
 		r.mu.Lock()
 		r.going[drain.UID(pod.UID)] = true
 		r.mu.Unlock()
-		r.coord.Gone(drain.UID(pod.UID))
+		r.coord.GatePassed(drain.UID(pod.UID))
 		time.AfterFunc(200*time.Millisecond, r.apply)
 		return o.reason, took, nil
 	}

@@ -81,31 +81,32 @@ const (
 
 // Sampling says when ScopeAuto and ScopeQuorum ask a sample of the agents that observe.
 type Sampling struct {
-	// AllMost is how many ScopeAuto asks, Size how many ScopeQuorum asks, and Learn from how many times it knows how long the others take.
-	AllMost, Size, Learn int
+	// AllUpTo is how many ScopeAuto asks, Size how many ScopeQuorum asks, and Learn from how many
+	// times it knows how long the others take.
+	AllUpTo, Size, Learn int
 }
 
 // DefaultSampling is that of clusters. Worlds that are smaller have another.
-func DefaultSampling() Sampling { return Sampling{AllMost: 200, Size: 50, Learn: 1000} }
+func DefaultSampling() Sampling { return Sampling{AllUpTo: 200, Size: 50, Learn: 1000} }
 
 // OpenBarrier opens the barrier of a pod that is terminating, or joins the one that is open, and returns its status. Its deadline may be
 // brought forward, never put back. The barrier of a pod that is gone stays closed: Dead.
 func (l *Ledger) OpenBarrier(now time.Time, b Barrier) Status {
-	l.Gone(now, AtHold, b.Pod.UID)
+	l.GatePassed(now, AtHold, b.Pod.UID)
 	d := l.drain(b.Pod, AtBarrier)
 	if b.Since.After(now) {
 		b.Since = now
 	}
 	is := &d.barrier
-	if !d.open && d.reason == Dead {
+	if !d.open && d.reason == Terminating {
 		return l.status(now, d)
 	}
 	if !d.open {
 		h := l.drain(b.Pod, AtHold)
 		*is = barrier{by: b.By, bound: b.Bound, targets: slices.Clone(b.Targets), stated: b.Stated, young: b.Young, letGo: h.letGo}
-		if h.reason != Dead {
+		if h.reason != Terminating {
 			// Nothing opens it from now on: what comes to be asked about this pod, is asked here.
-			l.close(now, h, Dead)
+			l.close(now, h, Terminating)
 			h.letGo = nil
 		}
 		for _, s := range b.Services {
@@ -185,7 +186,8 @@ func (l *Ledger) draw(d *drain) {
 			all = append(all, a)
 		}
 	}
-	if l.scope == ScopeAll || l.scope == ScopeAuto && len(all) <= l.sampling.AllMost || len(all) <= l.sampling.Size || l.learnt.n < l.sampling.Learn {
+	if l.scope == ScopeAll || l.scope == ScopeAuto && len(all) <= l.sampling.AllUpTo || len(all) <= l.sampling.Size ||
+		l.learnt.n < l.sampling.Learn {
 		return
 	}
 	b.sample, b.rest = map[AgentID]struct{}{b.by: {}}, l.learnt.percentile(0.999)
@@ -270,7 +272,7 @@ func (l *Ledger) lastIn(d *drain, kept string) bool {
 		usable := l.usable[Service{namespace, name}]
 		if usable == nil || slices.ContainsFunc(usable, func(other UID) bool {
 			o := l.at(AtHold, other)
-			return other != d.pod.UID && (o == nil || o.open || o.reason != Dead)
+			return other != d.pod.UID && (o == nil || o.open || o.reason != Terminating)
 		}) {
 			return false
 		}
@@ -283,7 +285,8 @@ func (l *Ledger) counts(now time.Time, d *drain, a *agent, r Report) (state Stat
 	if r.Gate != d.gate {
 		return r.State, false, time.Time{}
 	}
-	if heard := d.since.Add(d.barrier.young); d.gate == AtBarrier && r.State >= Removed && !r.Sent && now.Before(heard) && brokenRule != 14 {
+	if heard := d.since.Add(d.barrier.young); d.gate == AtBarrier && r.State >= Removed && !r.HasSent &&
+		now.Before(heard) && brokenRule != 14 {
 		return StateUnknown, false, heard
 	}
 	if r.State != Routing && r.State != Kept {
@@ -306,7 +309,7 @@ func (l *Ledger) counts(now time.Time, d *drain, a *agent, r Report) (state Stat
 	case now.Before(since.Add(lastSettle)):
 		return r.State, false, since.Add(lastSettle)
 	}
-	if r.Quiet {
+	if r.NoConnections {
 		return Idle, true, time.Time{}
 	}
 	return Removed, true, time.Time{}
@@ -345,9 +348,9 @@ func (l *Ledger) stated(now time.Time, d *drain, s Status) Status {
 	return s
 }
 
-// Back records that the pod has become ready at a moment after its drain for a restart ([Place]) began, which ends with that. It reports whether
-// there was such a one.
-func (l *Ledger) Back(now time.Time, uid UID, ready time.Time) bool {
+// ReadyAgain records that the pod has become ready at a moment after its drain for a restart
+// ([Place]) began, which ends with that. It reports whether there was such a one.
+func (l *Ledger) ReadyAgain(now time.Time, uid UID, ready time.Time) bool {
 	d := l.at(AtHold, uid)
 	if d == nil || !d.open || !d.restart || !ready.After(d.begun) || d.inFlight > 0 || brokenRule == 16 {
 		return false

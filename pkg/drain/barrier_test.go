@@ -12,8 +12,8 @@ import (
 // observe connects an agent that observes every Service.
 func (w *world) observe(id AgentID) {
 	w.Helper()
-	w.sessions[id] = w.Connect(w.now, id, Hail{Observes: true})
-	if _, ok := w.Declare(id, w.sessions[id], []Route{{EveryService, Endpoints, Observe, PerConnection}}); !ok {
+	w.sessions[id] = w.Connect(w.now, id, Hello{Observes: true})
+	if _, ok := w.Declare(id, w.sessions[id], []Route{{EveryService, Endpoints, Observed, PerConnection}}); !ok {
 		w.Fatalf("declaration of %s refused", id)
 	}
 }
@@ -21,7 +21,7 @@ func (w *world) observe(id AgentID) {
 // see reports at the barrier.
 func (w *world) see(id AgentID, p Pod, s State, quiet bool) {
 	w.Helper()
-	w.report(id, Report{UID: p.UID, State: s, Proof: Runtime, Gate: AtBarrier, Quiet: quiet})
+	w.report(id, Report{UID: p.UID, State: s, Proof: Runtime, Gate: AtBarrier, NoConnections: quiet})
 }
 
 // open opens the barrier of p, which was deleted just now, for its agent by.
@@ -64,7 +64,7 @@ func TestTheBarrierWaitsForThoseWhoObserve(t *testing.T) {
 	if got := line(w.Status(w.now, AtHold, p.UID)); got != "Closed Dead" {
 		t.Errorf("at the hold: %s", got)
 	}
-	if !w.Gone(w.now, AtBarrier, p.UID) || w.Gone(w.now, AtBarrier, p.UID) {
+	if !w.GatePassed(w.now, AtBarrier, p.UID) || w.GatePassed(w.now, AtBarrier, p.UID) {
 		t.Error("the pod's end is no news, or twice")
 	}
 	w.wantBarrier(p, "Closed Dead")
@@ -93,7 +93,7 @@ func TestWhoHasNotHeardOfAPod(t *testing.T) {
 		w.observe(id)
 	}
 	sent := func(id AgentID, s State) {
-		w.report(id, Report{UID: p.UID, State: s, Proof: Runtime, Gate: AtBarrier, Quiet: true, Sent: true})
+		w.report(id, Report{UID: p.UID, State: s, Proof: Runtime, Gate: AtBarrier, NoConnections: true, HasSent: true})
 	}
 	w.open(p, "node-1", func(b *Barrier) { b.Young = 4 * time.Second })
 	sent("node-1", Idle)
@@ -133,7 +133,7 @@ func TestWhoDirectsOwesWhatItDidNotAtTheHold(t *testing.T) {
 			w.Ask(w.now, p, []Targets{{Service: web, Usable: []UID{p.UID, "other"}}}, Place{Restart: true})
 			w.say("edge", p, Idle)
 			w.pass(time.Second)
-			w.Back(w.now, p.UID, w.now)
+			w.ReadyAgain(w.now, p.UID, w.now)
 		}, "Unrouting edge:unknown"},
 		"its Service was not known to list the pod": {func(w *world) { w.ask(p, api) }, "Unrouting edge:unknown"},
 		"it was silent until the deadline":          {func(w *world) { w.ask(p, web); w.pass(30 * time.Second) }, "Unrouting edge:unknown"},
@@ -150,7 +150,7 @@ func TestWhoDirectsOwesWhatItDidNotAtTheHold(t *testing.T) {
 			}
 			w.say("edge", p, Idle)
 			w.wantBarrier(p, "Released Acknowledged")
-			w.Gone(w.now, AtBarrier, p.UID)
+			w.GatePassed(w.now, AtBarrier, p.UID)
 			if _, _, text := w.hears("edge", rev); text != "release uid-a dead" {
 				t.Errorf("in the end it is told %q", text)
 			}
@@ -169,8 +169,8 @@ func TestWhoIsGoing(t *testing.T) {
 	w.open(r, "node-1")
 	w.wantGoing(map[UID]bool{p.UID: true, q.UID: true, r.UID: true})
 	w.pass(time.Second)
-	w.Back(w.now, p.UID, w.now)
-	w.Gone(w.now, AtBarrier, r.UID)
+	w.ReadyAgain(w.now, p.UID, w.now)
+	w.GatePassed(w.now, AtBarrier, r.UID)
 	w.wantGoing(map[UID]bool{p.UID: false, q.UID: true, r.UID: true})
 	w.Polled(w.now, []Shared{{Drains: nil}}, false)
 	w.wantGoing(map[UID]bool{p.UID: false, q.UID: false, r.UID: true})
@@ -187,7 +187,7 @@ func (w *world) wantGoing(want map[UID]bool) {
 
 // hears returns what an agent hears after rev, in the order in which it is written.
 func (w *world) hears(id AgentID, rev uint64) (open []Open, next uint64, text string) {
-	open, released, next := w.Since(id, rev)
+	open, released, next := w.ChangesFor(id, rev)
 	for _, o := range open {
 		if o.Watch != nil {
 			text += fmt.Sprintf("watch %s %v last=%t ", o.Watch.Pod.UID, o.Watch.Targets, o.Watch.Last)
@@ -200,7 +200,7 @@ func (w *world) hears(id AgentID, rev uint64) (open []Open, next uint64, text st
 		if r.Gate == AtBarrier {
 			text += " at the barrier"
 		}
-		if r.Dead {
+		if r.Terminating {
 			text += " dead"
 		}
 		text += " "
@@ -219,8 +219,9 @@ func TestEachIsToldItsPart(t *testing.T) {
 	w.join("prompt", web)
 	w.observe("node-1")
 	old := AgentID("old-node")
-	w.Expect(w.now, []Expected{{ID: "edge", Name: "edge", Ready: true}, {ID: old, Name: "old", Ready: true, Label: LabelFollowing}})
-	w.sessions[old] = w.Connect(w.now, old, Hail{}) // it does not know how
+	w.Expect(w.now, []Expected{{ID: "edge", Name: "edge", Ready: true},
+		{ID: old, Name: "old", Ready: true, Label: LabelObserved}})
+	w.sessions[old] = w.Connect(w.now, old, Hello{}) // it does not know how
 	revs := map[AgentID]uint64{}
 	for _, id := range []AgentID{"edge", "prompt", "node-1", old} {
 		_, revs[id], _ = w.hears(id, 0)
@@ -241,7 +242,7 @@ func TestEachIsToldItsPart(t *testing.T) {
 	if _, _, got := w.hears("edge", 0); got != "drain uid-a" {
 		t.Errorf("anew, it is told %q", got)
 	}
-	w.Gone(w.now, AtBarrier, p.UID)
+	w.GatePassed(w.now, AtBarrier, p.UID)
 	for id, want := range map[AgentID]string{"edge": "release uid-a dead", "prompt": "release uid-a dead", "node-1": "release uid-a at the barrier dead"} {
 		if _, _, got := w.hears(id, revs[id]); got != want {
 			t.Errorf("in the end %s is told %q, want %q", id, got, want)
@@ -294,7 +295,7 @@ func TestTheLastTarget(t *testing.T) {
 			// Another becomes ready: gateways let go now.
 			w.open(p, c.by, func(b *Barrier) { b.Since = t0 })
 			w.wantBarrier(p, c.now)
-			if got := w.Touched(AtBarrier); !slices.Equal(got, []UID{p.UID}) {
+			if got := w.Changed(AtBarrier); !slices.Equal(got, []UID{p.UID}) {
 				t.Errorf("touched %v", got)
 			}
 		})
@@ -404,7 +405,7 @@ func TestTheBoundsOfTheBarrier(t *testing.T) {
 func TestWhoIsAwayAtTheBarrier(t *testing.T) {
 	w := newWorld(t)
 	node := func(id AgentID, ready bool) Expected {
-		return Expected{ID: id, Name: string(id), Ready: ready, Label: LabelFollowing}
+		return Expected{ID: id, Name: string(id), Ready: ready, Label: LabelObserved}
 	}
 	w.observe("node-1")
 	w.Expect(w.now, []Expected{node("node-1", true), node("node-2", true), node("node-3", false)})
@@ -576,10 +577,10 @@ func TestRestarts(t *testing.T) {
 		w.say("edge", p, Idle)
 		w.want(p, "Released Acknowledged")
 		w.pass(3 * time.Second)
-		if w.Back(w.now, p.UID, t0.Add(-time.Hour)) {
+		if w.ReadyAgain(w.now, p.UID, t0.Add(-time.Hour)) {
 			t.Fatal("a pod that has been ready for long is back")
 		}
-		if !w.Back(w.now, p.UID, w.now) || w.Back(w.now, p.UID, w.now) {
+		if !w.ReadyAgain(w.now, p.UID, w.now) || w.ReadyAgain(w.now, p.UID, w.now) {
 			t.Fatal("a pod that is ready again is not back, or twice")
 		}
 		w.want(p, "Closed Abandoned")
@@ -593,7 +594,7 @@ func TestRestarts(t *testing.T) {
 	}
 	// A deletion that meets a restart is a deletion.
 	w.Ask(w.now, p, targets, Place{Restart: true})
-	if w.Back(w.now, p.UID, w.now.Add(time.Second)) {
+	if w.ReadyAgain(w.now, p.UID, w.now.Add(time.Second)) {
 		t.Error("a pod that is being deleted is back")
 	}
 }

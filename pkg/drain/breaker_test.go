@@ -21,7 +21,7 @@ func (w *world) expireOne(p Pod, good ...AgentID) {
 			w.say(id, p, Idle)
 		}
 	}
-	w.Gone(w.now, AtHold, p.UID)
+	w.GatePassed(w.now, AtHold, p.UID)
 }
 
 // suspensions lists what Suspensions tells, as "-agent" for a suspension, "+agent" for its end.
@@ -59,7 +59,7 @@ func TestAnAgentThatLetsThreeDrainsExpireIsSuspended(t *testing.T) {
 	w.say("good", later, Idle)
 	w.want(later, "Unrouting bad:unknown")
 	w.say("good", c, Idle)
-	w.Touched(AtHold)
+	w.Changed(AtHold)
 	w.pass(time.Second)
 	// The drain that suspends it names it, also when it is asked about again.
 	w.want(c, "Released Deadline bad:unknown")
@@ -67,7 +67,7 @@ func TestAnAgentThatLetsThreeDrainsExpireIsSuspended(t *testing.T) {
 	w.wantSuspensions("-bad")
 	// A drain that waited for it is released, and those who wait for that are woken.
 	w.want(later, "Released Acknowledged")
-	if got := w.Touched(AtHold); !slices.Contains(got, later.UID) {
+	if got := w.Changed(AtHold); !slices.Contains(got, later.UID) {
 		t.Errorf("touched %v", got)
 	}
 	s := w.Status(w.now, AtHold, later.UID)
@@ -78,19 +78,19 @@ func TestAnAgentThatLetsThreeDrainsExpireIsSuspended(t *testing.T) {
 	d := pod("d")
 	w.ask(d, web)
 	w.want(d, "Unrouting bad:unknown good:unknown")
-	if open, _, _ := w.Since("bad", 0); len(open) != 3 {
+	if open, _, _ := w.ChangesFor("bad", 0); len(open) != 3 {
 		t.Errorf("told of %v", open)
 	}
 	// Who waits is woken by the last of those that are waited for.
 	g := pod("g")
 	w.ask(g, web)
 	w.want(g, "Unrouting good:unknown")
-	w.Touched(AtHold)
+	w.Changed(AtHold)
 	w.say("good", g, Idle)
-	if got := w.Touched(AtHold); !slices.Contains(got, g.UID) {
+	if got := w.Changed(AtHold); !slices.Contains(got, g.UID) {
 		t.Errorf("touched %v", got)
 	}
-	w.Gone(w.now, AtHold, g.UID)
+	w.GatePassed(w.now, AtHold, g.UID)
 	w.pass(2 * time.Second)
 	w.want(d, "Unrouting good:unknown")
 	// It acknowledges one in time, and is owed again.
@@ -102,7 +102,7 @@ func TestAnAgentThatLetsThreeDrainsExpireIsSuspended(t *testing.T) {
 		t.Error("still counted")
 	}
 	// It takes three again.
-	w.Gone(w.now, AtHold, d.UID)
+	w.GatePassed(w.now, AtHold, d.UID)
 	w.expireOne(pod("e"), "good")
 	w.expireOne(pod("f"), "good")
 	w.wantSuspensions()
@@ -118,7 +118,7 @@ func TestWhatIsAStrike(t *testing.T) {
 				w.pass(time.Second)
 				w.Tick(w.now)
 			}
-			w.Gone(w.now, AtHold, p.UID)
+			w.GatePassed(w.now, AtHold, p.UID)
 		}
 	}
 	says := func(state State) func(w *world) {
@@ -131,7 +131,7 @@ func TestWhatIsAStrike(t *testing.T) {
 					w.pass(time.Second)
 					w.Tick(w.now)
 				}
-				w.Gone(w.now, AtHold, p.UID)
+				w.GatePassed(w.now, AtHold, p.UID)
 			}
 		}
 	}
@@ -182,7 +182,7 @@ func TestWhatIsAStrike(t *testing.T) {
 				answered(w.now, false)
 				w.pass(45 * time.Second)
 				w.Tick(w.now)
-				if !w.Alive(w.now, p.UID) {
+				if !w.NotTerminating(w.now, p.UID) {
 					w.Fatal("not abandoned")
 				}
 			}
@@ -199,7 +199,7 @@ func TestWhatIsAStrike(t *testing.T) {
 				w.ask(p, web)
 				w.pass(30 * time.Second)
 				w.say("one", p, Idle) // before anybody looks
-				w.Gone(w.now, AtHold, p.UID)
+				w.GatePassed(w.now, AtHold, p.UID)
 			}
 		}, []string{"-one"}},
 		"the pod goes at the deadline, before anybody looks": {func(w *world) {
@@ -207,7 +207,7 @@ func TestWhatIsAStrike(t *testing.T) {
 				p := pod(fmt.Sprint(i))
 				w.ask(p, web)
 				w.pass(30 * time.Second)
-				w.Gone(w.now, AtHold, p.UID)
+				w.GatePassed(w.now, AtHold, p.UID)
 			}
 		}, []string{"-one"}},
 		"without a stream, most have one": {func(w *world) {
@@ -221,7 +221,8 @@ func TestWhatIsAStrike(t *testing.T) {
 		// Then it is this replica that hears nothing.
 		"without a stream, and so are most": {func(w *world) {
 			w.join("two", web)
-			w.Expect(w.now, []Expected{{ID: "one", Ready: true}, {ID: "two", Ready: true}, {ID: "three", Ready: true, Label: LabelFollowing}})
+			w.Expect(w.now, []Expected{{ID: "one", Ready: true}, {ID: "two", Ready: true},
+				{ID: "three", Ready: true, Label: LabelObserved}})
 			w.Disconnect(w.now, "one", w.sessions["one"])
 			for i := range 5 {
 				w.expireOne(pod(fmt.Sprint(i)), "two")
@@ -255,7 +256,7 @@ func TestWhereAllAreSuspendedTheReasonSaysSo(t *testing.T) {
 		t.Fatalf("%s, owed %d, suspended %v", line(s), s.Owed, s.Suspended)
 	}
 	// They get another chance, and one more strike ends it.
-	w.Gone(w.now, AtHold, p.UID)
+	w.GatePassed(w.now, AtHold, p.UID)
 	w.pass(10*time.Minute - 3*time.Second)
 	w.Tick(w.now)
 	w.wantSuspensions()
@@ -288,12 +289,12 @@ func TestASuspendedAgentThatAnswersIsWaitedForAgain(t *testing.T) {
 		w.ask(p, web)
 		w.pass(50 * time.Millisecond)
 		if !w.Status(w.now, AtHold, p.UID).Waits() {
-			w.Gone(w.now, AtHold, p.UID)
+			w.GatePassed(w.now, AtHold, p.UID)
 		}
 		w.say("one", p, Idle)
 		w.pass(time.Second)
 		w.Tick(w.now)
-		w.Gone(w.now, AtHold, p.UID)
+		w.GatePassed(w.now, AtHold, p.UID)
 	}
 	w.wantSuspensions("+one")
 }
@@ -332,7 +333,7 @@ func TestASilentSuspendedAgentCostsOneHoldInFiveSeconds(t *testing.T) {
 				w.pass(s.Recheck.Sub(w.now))
 			}
 			w.want(p, "Released Suspended")
-			w.Gone(w.now, AtHold, p.UID)
+			w.GatePassed(w.now, AtHold, p.UID)
 			w.now = t0.Add(w.now.Sub(t0).Truncate(100 * time.Millisecond))
 			w.pass(100 * time.Millisecond)
 			if w.now.Sub(t0) >= 150*time.Second {
@@ -355,7 +356,7 @@ func TestAShortBarrierGivesASuspendedAgentNoStrike(t *testing.T) {
 		w.open(p, "node-1", func(*Barrier) {})
 		w.pass(30 * time.Second)
 		w.Tick(w.now)
-		w.Gone(w.now, AtBarrier, p.UID)
+		w.GatePassed(w.now, AtBarrier, p.UID)
 	}
 	w.wantSuspensions("-node-1")
 	p := pod("short")
@@ -441,8 +442,8 @@ func TestReplicasCountAStrikeOnce(t *testing.T) {
 			w.pass(time.Second)
 			exchange()
 		}
-		w.Gone(w.now, AtHold, p.UID)
-		other.Gone(other.now, AtHold, p.UID)
+		w.GatePassed(w.now, AtHold, p.UID)
+		other.GatePassed(other.now, AtHold, p.UID)
 	}
 	expire("a")
 	expire("b")
@@ -478,11 +479,11 @@ func TestAnAgentIsNotSuspendedForDrainsItWasToldOfLate(t *testing.T) {
 			w.Ask(w.now, second, both, Place{})
 			w.want(second, "Queued slow:unknown")
 			w.pass(late.by)
-			w.Gone(w.now, AtHold, first.UID)
+			w.GatePassed(w.now, AtHold, first.UID)
 			w.want(second, "Unrouting slow:unknown")
 			w.pass(30*time.Second - late.by)
 			w.want(second, "Released Deadline slow:unknown")
-			w.Gone(w.now, AtHold, second.UID)
+			w.GatePassed(w.now, AtHold, second.UID)
 		}
 		w.wantSuspensions(late.want...)
 	}
@@ -504,7 +505,7 @@ func TestWhoIsNotBelievedOfAYoungPodIsNotToBlame(t *testing.T) {
 		w.pass(4 * time.Second)
 		w.Tick(w.now)
 		w.wantBarrier(p, "Released Deadline node-1:unknown node-2:unknown")
-		w.Gone(w.now, AtBarrier, p.UID)
+		w.GatePassed(w.now, AtBarrier, p.UID)
 	}
 	w.wantSuspensions()
 	if got := w.learnt.n - learnt; got != 8 {
@@ -517,7 +518,7 @@ func TestWhoIsNotBelievedOfAYoungPodIsNotToBlame(t *testing.T) {
 		w.see("node-1", p, Idle, true)
 		w.pass(5 * time.Second)
 		w.Tick(w.now)
-		w.Gone(w.now, AtBarrier, p.UID)
+		w.GatePassed(w.now, AtBarrier, p.UID)
 	}
 	w.wantSuspensions("-node-2")
 }
@@ -544,7 +545,7 @@ func TestAgentsThatNeverConnectAreSuspended(t *testing.T) {
 				w.pass(time.Second)
 				w.Tick(w.now)
 			}
-			w.Gone(w.now, AtHold, p.UID)
+			w.GatePassed(w.now, AtHold, p.UID)
 			w.pass(time.Second)
 		}
 		t.Logf("%d agents that never connected: of 100 deletions, one after the other, %d took 30 s; suspended: %d", agents, slow, w.Counts().Suspended)

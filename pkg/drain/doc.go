@@ -14,9 +14,10 @@
 // is younger than the freshness bound; a lost session voids all of its reports, and the end of a drain those on its pod. So an acknowledgement cannot be spent after it stopped being true: if a proxy is reloaded
 // between the last word and the question, the drain is Unrouting again.
 //
-// Only two things end a drain: knowledge that the pod is going or gone ([Ledger.Gone]), and knowledge that nobody wants it deleted
-// any more ([Ledger.Alive], from a live read of the pod that [Ledger.Tick] asked for). Time alone releases, by the deadline, with the
-// silent agents named; it never closes.
+// Only two things end a drain: knowledge that the pod is going or gone ([Ledger.GatePassed]), and
+// knowledge that nobody wants it deleted any more ([Ledger.NotTerminating], from a live read of the
+// pod that [Ledger.Tick] asked for). Time alone releases, by the deadline, with the silent agents
+// named; it never closes.
 //
 // Who owes is computed from what agents declare and from which agents the API says exist ([Ledger.Expect]), never configured. An
 // agent that was never heard owes everything its label says it could route. One whose gateway has gone

@@ -16,8 +16,8 @@ func BenchmarkAHundredDrains(b *testing.B) {
 	sent := map[AgentID]uint64{}
 	for i := range agents {
 		id := AgentID(fmt.Sprint("agent-", i))
-		sessions[id] = l.Connect(now, id, Hail{})
-		l.Declare(id, sessions[id], []Route{{Service{"shop", "web"}, Endpoints, Direct, PerRequest}})
+		sessions[id] = l.Connect(now, id, Hello{})
+		l.Declare(id, sessions[id], []Route{{Service{"shop", "web"}, Endpoints, Directed, PerRequest}})
 	}
 	round := 0
 	for b.Loop() {
@@ -27,17 +27,17 @@ func BenchmarkAHundredDrains(b *testing.B) {
 			name := fmt.Sprint(round, "-", i)
 			l.Ask(now, Pod{"shop", name, UID(name)}, targetsOf(Service{"shop", "web"}), Place{})
 		}
-		l.Touched(AtHold)
+		l.Changed(AtHold)
 		released := 0
-		for _, id := range l.Concerned() {
-			open, _, next := l.Since(id, sent[id])
+		for _, id := range l.Affected() {
+			open, _, next := l.ChangesFor(id, sent[id])
 			sent[id] = next
 			reports := make([]Report, 0, len(open))
 			for _, o := range open {
 				reports = append(reports, Report{UID: o.Pod.UID, State: Idle, Proof: Runtime, Number: o.Number})
 			}
 			l.Report(now, now, id, sessions[id], reports)
-			for _, uid := range l.Touched(AtHold) {
+			for _, uid := range l.Changed(AtHold) {
 				if s := l.Status(now, AtHold, uid); s.Phase == Released && s.Reason == Acknowledged {
 					released++
 				}
@@ -47,10 +47,10 @@ func BenchmarkAHundredDrains(b *testing.B) {
 			b.Fatalf("%d drains are released, want %d", released, drains)
 		}
 		for i := range drains {
-			l.Gone(now, AtHold, UID(fmt.Sprint(round, "-", i)))
+			l.GatePassed(now, AtHold, UID(fmt.Sprint(round, "-", i)))
 		}
-		l.Touched(AtHold)
-		l.Concerned()
+		l.Changed(AtHold)
+		l.Affected()
 		l.Tick(now)
 	}
 	b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(b.N)/agents/drains, "ns/word")

@@ -25,12 +25,12 @@ func TestIndexesNeverShow(t *testing.T) {
 			for _, s := range w.both() {
 				before[s.gatedKey] = s.Phase
 			}
-			w.Touched(AtHold)
-			w.Touched(AtBarrier)
+			w.Changed(AtHold)
+			w.Changed(AtBarrier)
 			id := AgentID(fmt.Sprint("agent-", r.IntN(5)))
 			p := pod(fmt.Sprint(r.IntN(4)))
 			did := w.step(r, id, p, some)
-			touched := [gates][]UID{w.Touched(AtHold), w.Touched(AtBarrier)}
+			touched := [gates][]UID{w.Changed(AtHold), w.Changed(AtBarrier)}
 			for _, s := range w.both() {
 				d := w.at(s.gate, s.Pod.UID)
 				var slow []AgentID
@@ -90,8 +90,9 @@ func TestNoChangeIsMissedByWhoLooksOnlyWhenTouched(t *testing.T) {
 		}
 		for i := range 5 {
 			id := AgentID(fmt.Sprint("agent-", i))
-			w.sessions[id] = w.Connect(w.now, id, Hail{Observes: true})
-			w.Declare(id, w.sessions[id], []Route{{web, Endpoints, Observe, PerConnection}, {api, Endpoints, Direct, PerRequest}})
+			w.sessions[id] = w.Connect(w.now, id, Hello{Observes: true})
+			w.Declare(id, w.sessions[id], []Route{{web, Endpoints, Observed, PerConnection},
+				{api, Endpoints, Directed, PerRequest}})
 		}
 		known := map[*drain]Phase{}
 		look := func(d *drain) {
@@ -104,7 +105,8 @@ func TestNoChangeIsMissedByWhoLooksOnlyWhenTouched(t *testing.T) {
 			id := AgentID(fmt.Sprint("agent-", r.IntN(5)))
 			did := ""
 			if n := r.IntN(10); n < 7 {
-				report := Report{UID: p.UID, State: State(r.IntN(5)), Number: uint64(r.IntN(9) / 8 * 99), Gate: Gate(r.IntN(2)), Quiet: r.IntN(2) == 0, Sent: r.IntN(2) == 0}
+				report := Report{UID: p.UID, State: State(r.IntN(5)), Number: uint64(r.IntN(9) / 8 * 99),
+					Gate: Gate(r.IntN(2)), NoConnections: r.IntN(2) == 0, HasSent: r.IntN(2) == 0}
 				if r.IntN(2) == 0 {
 					report.State = max(report.State, Removed)
 				}
@@ -119,7 +121,7 @@ func TestNoChangeIsMissedByWhoLooksOnlyWhenTouched(t *testing.T) {
 				did = w.step(r, id, p, some)
 			}
 			for touched := true; touched; {
-				holds, barriers := w.Touched(AtHold), w.Touched(AtBarrier)
+				holds, barriers := w.Changed(AtHold), w.Changed(AtBarrier)
 				for _, uid := range holds {
 					look(w.at(AtHold, uid))
 				}
@@ -224,19 +226,19 @@ func (w *world) step(r *rand.Rand, id AgentID, p Pod, some func() []Service) str
 		w.OpenBarrier(w.now, b)
 		return fmt.Sprintf("barrier %+v", b)
 	case 16:
-		return fmt.Sprintf("deleted %s: %t", p.UID, r.IntN(3) == 0 && w.Gone(w.now, AtBarrier, p.UID))
+		return fmt.Sprintf("deleted %s: %t", p.UID, r.IntN(3) == 0 && w.GatePassed(w.now, AtBarrier, p.UID))
 	case 17:
-		w.sessions[id] = w.Connect(w.now, id, Hail{Boot: "boot", Observes: r.IntN(3) > 0})
+		w.sessions[id] = w.Connect(w.now, id, Hello{Boot: "boot", Observes: r.IntN(3) > 0})
 		return fmt.Sprintf("connect %s, who may observe", id)
 	case 18:
-		declared := []Route{{EveryService, Endpoints, Observe, PerConnection}}
+		declared := []Route{{EveryService, Endpoints, Observed, PerConnection}}
 		if r.IntN(2) == 0 {
-			declared = []Route{{web, Endpoints, Observe, PerConnection}, {api, Endpoints, Direct, PerRequest}}
+			declared = []Route{{web, Endpoints, Observed, PerConnection}, {api, Endpoints, Directed, PerRequest}}
 		}
 		w.Declare(id, session, declared)
 		return fmt.Sprintf("%s declares %v", id, declared)
 	case 0:
-		w.sessions[id] = w.Connect(w.now, id, Hail{})
+		w.sessions[id] = w.Connect(w.now, id, Hello{})
 		return fmt.Sprintf("connect %s", id)
 	case 1:
 		w.Disconnect(w.now, id, session)
@@ -259,17 +261,18 @@ func (w *world) step(r *rand.Rand, id AgentID, p Pod, some func() []Service) str
 		w.ask(p, listed...)
 		return fmt.Sprintf("ask %s in %v", p.UID, listed)
 	case 7:
-		return fmt.Sprintf("gone %s: %t", p.UID, r.IntN(4) == 0 && w.Gone(w.now, AtHold, p.UID))
+		return fmt.Sprintf("gone %s: %t", p.UID, r.IntN(4) == 0 && w.GatePassed(w.now, AtHold, p.UID))
 	case 8:
 		w.Tick(w.now)
-		return fmt.Sprintf("tick, alive %s: %t", p.UID, w.Alive(w.now, p.UID))
+		return fmt.Sprintf("tick, alive %s: %t", p.UID, w.NotTerminating(w.now, p.UID))
 	case 9:
 		return fmt.Sprintf("%s leaves: %t", id, w.Leave(id, session))
 	case 10:
-		w.sessions[id] = w.Connect(w.now, id, Hail{Boot: fmt.Sprint("boot-", r.IntN(2))})
+		w.sessions[id] = w.Connect(w.now, id, Hello{Boot: fmt.Sprint("boot-", r.IntN(2))})
 		return fmt.Sprintf("connect %s", id)
 	default:
-		report := Report{UID: p.UID, State: State(r.IntN(5)), Number: uint64(r.IntN(5) / 4 * 99), Gate: Gate(r.IntN(2)), Quiet: r.IntN(2) == 0}
+		report := Report{UID: p.UID, State: State(r.IntN(5)), Number: uint64(r.IntN(5) / 4 * 99), Gate: Gate(r.IntN(2)),
+			NoConnections: r.IntN(2) == 0}
 		w.report(id, report)
 		return fmt.Sprintf("%s reports %v", id, report)
 	}
@@ -285,13 +288,13 @@ func TestAStepBackOfAnotherAgentIsTouched(t *testing.T) {
 	w.say("one", p, Removed)
 	w.say("two", p, Idle)
 	w.want(p, "Quiescing one:removed")
-	w.Touched(AtHold)
+	w.Changed(AtHold)
 	w.say("two", p, Removed)
-	if got := w.Touched(AtHold); got != nil {
+	if got := w.Changed(AtHold); got != nil {
 		t.Errorf("what changes no phase touched %v", got)
 	}
 	w.say("two", p, Routing)
-	if got := w.Touched(AtHold); !slices.Equal(got, []UID{p.UID}) {
+	if got := w.Changed(AtHold); !slices.Equal(got, []UID{p.UID}) {
 		t.Errorf("a step back touched %v", got)
 	}
 }
@@ -306,9 +309,9 @@ func TestTheLastWordMattersAfterAnotherHasLeft(t *testing.T) {
 	w.ask(p, web)
 	w.want(p, "Unrouting one:unknown two:unknown")
 	w.Leave("one", w.sessions["one"])
-	w.Touched(AtHold)
+	w.Changed(AtHold)
 	w.say("two", p, Idle)
-	if got := w.Touched(AtHold); !slices.Equal(got, []UID{p.UID}) {
+	if got := w.Changed(AtHold); !slices.Equal(got, []UID{p.UID}) {
 		t.Errorf("the last word touched %v", got)
 	}
 }
@@ -322,9 +325,9 @@ func TestTheLastToLetGoIsTouched(t *testing.T) {
 	w.ask(p, web)
 	w.say("one", p, Removed)
 	w.want(p, "Unrouting one:removed two:unknown")
-	w.Touched(AtHold)
+	w.Changed(AtHold)
 	w.say("two", p, Removed)
-	if got := w.Touched(AtHold); !slices.Equal(got, []UID{p.UID}) {
+	if got := w.Changed(AtHold); !slices.Equal(got, []UID{p.UID}) {
 		t.Errorf("the last to let go touched %v", got)
 	}
 	w.want(p, "Quiescing one:removed two:removed")

@@ -245,7 +245,7 @@ func (s Status) Waits() bool {
 // of the drain, whose clock starts at the earlier of the two starts. A pod that is dead has no drain: the status is Closed, Dead.
 func (l *Ledger) Ask(now time.Time, pod Pod, targets []Targets, place Place) Status {
 	d := l.drain(pod, AtHold)
-	if !d.open && d.reason == Dead {
+	if !d.open && d.reason == Terminating {
 		return l.status(now, d)
 	}
 	services := make([]Service, 0, len(targets))
@@ -381,21 +381,22 @@ func (l *Ledger) Status(now time.Time, gate Gate, uid UID) Status {
 	return l.status(now, d)
 }
 
-// Gone records, from a watch or a live read, that the pod is terminating (AtHold), or that it does not exist any more (AtBarrier). Its
-// drain at that gate is closed, and its UID is dead. It reports whether there was an open one.
-func (l *Ledger) Gone(now time.Time, gate Gate, uid UID) bool {
+// GatePassed records, from a watch or a live read, that the pod is terminating (AtHold), or that it
+// does not exist any more (AtBarrier). Its drain at that gate is closed, and its UID is dead. It
+// reports whether there was an open one.
+func (l *Ledger) GatePassed(now time.Time, gate Gate, uid UID) bool {
 	d := l.at(gate, uid)
 	if d == nil || !d.open {
 		return false
 	}
 	l.expire(now, d)
-	l.close(now, d, Dead)
+	l.close(now, d, Terminating)
 	return true
 }
 
-// Alive records that a live read showed the pod without deletionTimestamp. The drain is abandoned if nobody has asked for it since
-// [Ledger.Tick] named it. It reports whether it was.
-func (l *Ledger) Alive(now time.Time, uid UID) bool {
+// NotTerminating records that a live read showed the pod without deletionTimestamp. The drain is
+// abandoned if nobody has asked for it since [Ledger.Tick] named it. It reports whether it was.
+func (l *Ledger) NotTerminating(now time.Time, uid UID) bool {
 	d := l.at(AtHold, uid)
 	if d == nil || !d.open || !l.suspect(now, d) {
 		return false
@@ -419,7 +420,7 @@ func (l *Ledger) suspect(now time.Time, d *drain) bool {
 // close ends a drain. What was said of it must not count for the next one of this UID: an agent that has lifted a tombstone
 // says nothing of the pod any more.
 func (l *Ledger) close(now time.Time, d *drain, reason Reason) {
-	if d.gate == AtHold && reason == Dead {
+	if d.gate == AtHold && reason == Terminating {
 		d.letGo = l.letGo(now, d)
 	}
 	d.open, d.reason, d.closedAt = false, reason, now
@@ -437,8 +438,10 @@ func (l *Ledger) close(now time.Time, d *drain, reason Reason) {
 }
 
 // Tick forgets what is older than the memory bound, reports that are too old to count, and agents that nobody knows any more. It
-// returns the pods whose drains nobody has asked for lately: read each of them live and call [Ledger.Gone] or [Ledger.Alive]. One is
-// named again only after a heartbeat. overdue are the pods of barriers that are open beyond their deadline: they may not exist any more.
+// returns the pods whose drains nobody has asked for lately: read each of them live and call
+// [Ledger.GatePassed] or [Ledger.NotTerminating]. One is named again only after a heartbeat.
+// overdue are the pods of barriers that are open beyond their deadline: they may not exist any
+// more.
 func (l *Ledger) Tick(now time.Time) (look, overdue []Pod) {
 	if now.Sub(l.sweptAt) >= l.times.Freshness {
 		l.sweptAt = now
@@ -572,8 +575,8 @@ func number(b bool) int {
 	return 0
 }
 
-// Hail is what an agent says of itself when it connects.
-type Hail struct {
+// Hello is what an agent says of itself when it connects.
+type Hello struct {
 	// Boot names the life of its process. In another life than that which left, or in one without a name, its gateway may accept again,
 	// and it must acknowledge.
 	Boot string
@@ -582,7 +585,7 @@ type Hail struct {
 }
 
 // Connect opens a session for an agent and ends its former one, if any. What was reported before is void.
-func (l *Ledger) Connect(now time.Time, id AgentID, h Hail) (session uint64) {
+func (l *Ledger) Connect(now time.Time, id AgentID, h Hello) (session uint64) {
 	a := l.agent(now, id)
 	if a.left && (h.Boot == "" || h.Boot != a.boot) {
 		a.left = false
@@ -740,12 +743,12 @@ func (l *Ledger) Report(now, asOf time.Time, id AgentID, session uint64, reports
 	return news
 }
 
-// Since returns what must be sent to an agent that changed after revision rev, the oldest first,
-// and the revision to ask with next. Ask with 0 for everything. That is the drains that the agent
-// may have to acknowledge, and the releases of pods in the namespaces in which it routes Services,
-// or has routed some on this session. After a declaration that adds a namespace, it is everything
-// again.
-func (l *Ledger) Since(id AgentID, rev uint64) (open []Open, released []Release, next uint64) {
+// ChangesFor returns what must be sent to an agent that changed after revision rev, the oldest
+// first, and the revision to ask with next. Ask with 0 for everything. That is the drains that the
+// agent may have to acknowledge, and the releases of pods in the namespaces in which it routes
+// Services, or has routed some on this session. After a declaration that adds a namespace, it is
+// everything again.
+func (l *Ledger) ChangesFor(id AgentID, rev uint64) (open []Open, released []Release, next uint64) {
 	a := l.agents[id]
 	if a == nil {
 		return nil, nil, rev
@@ -771,12 +774,15 @@ func (l *Ledger) Since(id AgentID, rev uint64) (open []Open, released []Release,
 		case d.open || !a.mayKnow(d):
 		case d.gate == AtBarrier:
 			if a.gateOf(d) == AtBarrier {
-				released = append(released, Release{UID: d.pod.UID, Dead: d.reason == Dead, Gate: AtBarrier})
+				released = append(released, Release{UID: d.pod.UID, Terminating: d.reason == Terminating,
+					Gate: AtBarrier})
 			} else {
-				released = append(released, Release{UID: d.pod.UID, Dead: true}) // it was deleted, whatever has become of it
+				released = append(released, Release{UID: d.pod.UID,
+					Terminating: true}) // it was deleted, whatever has become of it
 			}
 		case !l.directs(a, d.pod.UID):
-			released = append(released, Release{UID: d.pod.UID, Dead: d.reason == Dead || brokenRule == 4})
+			released = append(released, Release{UID: d.pod.UID, Terminating: d.reason == Terminating ||
+				brokenRule == 4})
 		}
 	}
 	slices.Reverse(open)
@@ -784,8 +790,8 @@ func (l *Ledger) Since(id AgentID, rev uint64) (open []Open, released []Release,
 	return open, released, next
 }
 
-// Touched returns the UIDs whose status at a gate may have changed since it was last called.
-func (l *Ledger) Touched(gate Gate) []UID {
+// Changed returns the UIDs whose status at a gate may have changed since it was last called.
+func (l *Ledger) Changed(gate Gate) []UID {
 	touched := l.touched[gate]
 	if len(touched) == 0 {
 		return nil
@@ -799,9 +805,10 @@ func (l *Ledger) Touched(gate Gate) []UID {
 	return uids
 }
 
-// Concerned returns the agents for which [Ledger.Since] may have something that cannot wait, since it was last called. Of drains that
-// ended and that they did not owe, the others hear whenever they next ask.
-func (l *Ledger) Concerned() []AgentID {
+// Affected returns the agents for which [Ledger.ChangesFor] may have something that cannot wait,
+// since it was last called. Of drains that ended and that they did not owe, the others hear
+// whenever they next ask.
+func (l *Ledger) Affected() []AgentID {
 	if len(l.concerned) == 0 {
 		return nil
 	}
@@ -818,7 +825,7 @@ func (l *Ledger) Concerned() []AgentID {
 	return ids
 }
 
-// concern notes that there is something to send to a. See [Ledger.Concerned].
+// concern notes that there is something to send to a. See [Ledger.Affected].
 func (l *Ledger) concern(a *agent) {
 	if a.session != 0 && !a.concerned {
 		a.concerned = true
@@ -1112,7 +1119,7 @@ func (a *agent) mayEverything(g Gate) bool {
 	case !a.can(g):
 		return false
 	case !a.declared && g == AtHold:
-		return a.label != LabelFollowing
+		return a.label != LabelObserved
 	case !a.declared:
 		return a.label != LabelDirected
 	}
@@ -1122,9 +1129,9 @@ func (a *agent) mayEverything(g Gate) bool {
 
 func owesAt(g Gate, r Route) bool {
 	if g == AtHold {
-		return r.Via == Endpoints && r.Can == Direct
+		return r.Via == Endpoints && r.Kind == Directed
 	}
-	return r.Via == Endpoints && r.Can == Observe
+	return r.Via == Endpoints && r.Kind == Observed
 }
 
 // owes says whether a must acknowledge at now what it may owe and, if time alone may change that, when.

@@ -23,7 +23,7 @@ func pod(name string) Pod { return Pod{"shop", name, UID("uid-" + name)} }
 func routes(services ...Service) []Route {
 	var all []Route
 	for _, s := range services {
-		all = append(all, Route{s, Endpoints, Direct, PerRequest})
+		all = append(all, Route{s, Endpoints, Directed, PerRequest})
 	}
 	return all
 }
@@ -45,7 +45,7 @@ func (w *world) pass(d time.Duration) { w.now = w.now.Add(d) }
 // join connects an agent that routes services.
 func (w *world) join(id AgentID, services ...Service) {
 	w.Helper()
-	w.sessions[id] = w.Connect(w.now, id, Hail{})
+	w.sessions[id] = w.Connect(w.now, id, Hello{})
 	if _, ok := w.Declare(id, w.sessions[id], routes(services...)); !ok {
 		w.Fatalf("declaration of %s refused", id)
 	}
@@ -134,14 +134,14 @@ func TestDrainWaitsForEveryAgentThatRoutesThePod(t *testing.T) {
 	w.want(p, "Quiescing one:removed")
 	w.say("one", p, Idle)
 	w.want(p, "Released Acknowledged")
-	if !w.Gone(w.now, AtHold, p.UID) {
+	if !w.GatePassed(w.now, AtHold, p.UID) {
 		t.Fatal("the pod's end is no news")
 	}
 	w.want(p, "Closed Dead")
-	if w.Gone(w.now, AtHold, p.UID) {
+	if w.GatePassed(w.now, AtHold, p.UID) {
 		t.Fatal("the pod's end is news twice")
 	}
-	if s := w.ask(p, web); s.Phase != Closed || s.Reason != Dead {
+	if s := w.ask(p, web); s.Phase != Closed || s.Reason != Terminating {
 		t.Fatalf("a dead pod has a drain again: %s", line(s))
 	}
 }
@@ -151,7 +151,7 @@ func TestAPodThatIsKeptInOneServiceLeavesTheOthers(t *testing.T) {
 	p := pod("a")
 	both := []Targets{usable(api, "a", "b"), usable(web, "a")}
 	kept := func(in string, quiet bool) Report {
-		return Report{UID: p.UID, State: Kept, Kept: in, Quiet: quiet}
+		return Report{UID: p.UID, State: Kept, Kept: in, NoConnections: quiet}
 	}
 	for name, c := range map[string]struct {
 		report  Report
@@ -167,7 +167,8 @@ func TestAPodThatIsKeptInOneServiceLeavesTheOthers(t *testing.T) {
 		"the targets are not known":                        {kept("shop/web", true), []Targets{{Service: web}}, "Unrouting one:kept"},
 		"a Service that does not list it":                  {kept("shop/other", true), both, "Unrouting one:kept"},
 		"no Service is named":                              {kept("", true), both, "Unrouting one:kept"},
-		"still routed in the other":                        {Report{UID: p.UID, State: Routing, Quiet: true}, both, "Unrouting one:routing"},
+		"still routed in the other": {Report{UID: p.UID, State: Routing, NoConnections: true},
+			both, "Unrouting one:routing"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t)
@@ -185,7 +186,7 @@ func TestAPodThatIsKeptInOneServiceLeavesTheOthers(t *testing.T) {
 	w.report("one", kept("shop/web", true))
 	w.want(p, "Unrouting one:kept")
 	w.Ask(w.now, pod("b"), two, Place{})
-	w.Gone(w.now, AtHold, pod("b").UID)
+	w.GatePassed(w.now, AtHold, pod("b").UID)
 	w.want(p, "Released LastTarget")
 	w.Ask(w.now, p, []Targets{usable(web, "a", "c")}, Place{})
 	w.want(p, "Unrouting one:kept")
@@ -205,7 +206,7 @@ func TestAcknowledgementsAreLevels(t *testing.T) {
 	}{
 		"the report gets worse":     {func(w *world) { w.say("one", p, Routing) }, "Unrouting one:routing"},
 		"the session ends":          {func(w *world) { w.Disconnect(w.now, "one", w.sessions["one"]) }, "Unrouting one:unknown"},
-		"the agent comes anew":      {func(w *world) { w.Connect(w.now, "one", Hail{}) }, "Unrouting one:unknown"},
+		"the agent comes anew":      {func(w *world) { w.Connect(w.now, "one", Hello{}) }, "Unrouting one:unknown"},
 		"the report is too old":     {func(w *world) { w.pass(15*time.Second + 1) }, "Unrouting one:unknown"},
 		"another agent declares it": {func(w *world) { w.join("two", web) }, "Unrouting two:unknown"},
 		"a Service is added":        {func(w *world) { w.join("two", api); w.ask(p, api) }, "Unrouting two:unknown"},
@@ -218,7 +219,7 @@ func TestAcknowledgementsAreLevels(t *testing.T) {
 			w.ask(p, web)
 			w.say("one", p, Idle)
 			w.want(p, "Released Acknowledged")
-			w.Touched(AtHold)
+			w.Changed(AtHold)
 			c.worse(w)
 			w.want(p, c.want)
 		})
@@ -257,14 +258,24 @@ func TestWhoIsOwed(t *testing.T) {
 		set  func(w *world)
 		want string
 	}{
-		"nobody":                         {func(*world) {}, "Released NoAgents"},
-		"routes by clusterIP":            {func(w *world) { w.declare("one", Route{web, ClusterIP, Direct, PerRequest}) }, "Released NoAgents"},
-		"routes by DNS":                  {func(w *world) { w.declare("one", Route{web, DNS, Direct, PerRequest}) }, "Released NoAgents"},
-		"only observes":                  {func(w *world) { w.declare("one", Route{web, Endpoints, Observe, PerConnection}) }, "Released NoAgents"},
-		"both by clusterIP and directed": {func(w *world) { w.declare("one", append(routes(web), Route{web, ClusterIP, Observe, PerRequest})...) }, "Unrouting one:unknown"},
-		"connected, not declared":        {func(w *world) { w.Connect(w.now, "one", Hail{}) }, "Unrouting one:unknown"},
-		"never heard, ready":             {func(w *world) { w.Expect(w.now, []Expected{{ID: "one", Ready: true}}) }, "Unrouting one:unknown"},
-		"never heard, follows": {func(w *world) { w.Expect(w.now, []Expected{{ID: "one", Ready: true, Label: LabelFollowing}}) },
+		"nobody": {func(*world) {}, "Released NoAgents"},
+		"routes by clusterIP": {func(w *world) {
+			w.declare("one", Route{web, ClusterIP, Directed, PerRequest})
+		}, "Released NoAgents"},
+		"routes by DNS": {func(w *world) { w.declare("one", Route{web, DNS, Directed, PerRequest}) },
+			"Released NoAgents"},
+		"only observes": {func(w *world) {
+			w.declare("one", Route{web, Endpoints, Observed, PerConnection})
+		}, "Released NoAgents"},
+		"both by clusterIP and directed": {func(w *world) {
+			w.declare("one", append(routes(web), Route{web, ClusterIP, Observed, PerRequest})...)
+		}, "Unrouting one:unknown"},
+		"connected, not declared": {func(w *world) { w.Connect(w.now, "one", Hello{}) }, "Unrouting one:unknown"},
+		"never heard, ready": {func(w *world) { w.Expect(w.now, []Expected{{ID: "one", Ready: true}}) },
+			"Unrouting one:unknown"},
+		"never heard, follows": {func(w *world) {
+			w.Expect(w.now, []Expected{{ID: "one", Ready: true, Label: LabelObserved}})
+		},
 			"Released NoAgents"},
 		"never heard, not ready, young": {func(w *world) { w.Expect(w.now, []Expected{{ID: "one"}}); w.pass(4 * time.Second) }, "Unrouting one:unknown"},
 		"never heard, not ready, old":   {func(w *world) { w.Expect(w.now, []Expected{{ID: "one"}}); w.pass(5 * time.Second) }, "Released NoAgents"},
@@ -301,7 +312,7 @@ func TestWhoIsOwed(t *testing.T) {
 }
 
 func (w *world) declare(id AgentID, routes ...Route) {
-	w.sessions[id] = w.Connect(w.now, id, Hail{})
+	w.sessions[id] = w.Connect(w.now, id, Hello{})
 	w.Declare(id, w.sessions[id], routes)
 }
 
@@ -458,7 +469,7 @@ func TestAbandonedOnKnowledgeOnly(t *testing.T) {
 	if got, _ := w.Tick(w.now); got != nil {
 		t.Fatalf("looked into after 44 s: %v", got)
 	}
-	if w.Alive(w.now, p.UID) {
+	if w.NotTerminating(w.now, p.UID) {
 		t.Fatal("abandoned by a read that nobody needed")
 	}
 	w.pass(time.Second)
@@ -469,12 +480,12 @@ func TestAbandonedOnKnowledgeOnly(t *testing.T) {
 		t.Fatalf("looked into twice at once: %v", got)
 	}
 	answered := w.Hold(p.UID) // somebody asks while the read is under way
-	if w.Alive(w.now, p.UID) {
+	if w.NotTerminating(w.now, p.UID) {
 		t.Fatal("abandoned while a call is held")
 	}
 	answered(w.now, false)
 	w.pass(45 * time.Second)
-	if !w.Alive(w.now, p.UID) {
+	if !w.NotTerminating(w.now, p.UID) {
 		t.Fatal("not abandoned")
 	}
 	w.want(p, "Closed Abandoned")
@@ -495,7 +506,7 @@ func TestRefusedCountsWhatWasAllowedInVain(t *testing.T) {
 		w.say("one", p, Idle)
 		w.Hold(p.UID)(w.now, true)
 		w.pass(45 * time.Second)
-		if !w.Alive(w.now, p.UID) {
+		if !w.NotTerminating(w.now, p.UID) {
 			t.Fatal("not abandoned")
 		}
 		if got := w.refused(p.UID); got != i+1 {
@@ -542,13 +553,13 @@ func TestSince(t *testing.T) {
 	w.ask(pod("b"), api)
 	w.ask(pod("c"), web, api)
 	show := func(id AgentID, rev uint64) (string, uint64) {
-		open, released, next := w.Since(id, rev)
+		open, released, next := w.ChangesFor(id, rev)
 		var text []string
 		for _, o := range open {
 			text = append(text, "+"+o.Pod.Name)
 		}
 		for _, r := range released {
-			text = append(text, fmt.Sprintf("-%s dead=%t", r.UID, r.Dead))
+			text = append(text, fmt.Sprintf("-%s dead=%t", r.UID, r.Terminating))
 		}
 		return strings.Join(text, " "), next
 	}
@@ -563,7 +574,7 @@ func TestSince(t *testing.T) {
 	one := check("one", 0, "+a +c")
 	two := check("two", 0, "+b +c")
 	check("one", one, "")
-	w.Gone(w.now, AtHold, pod("a").UID)
+	w.GatePassed(w.now, AtHold, pod("a").UID)
 	one = check("one", one, "-uid-a dead=true")
 	check("two", two, "-uid-a dead=true")
 	check("one", one, "")
@@ -586,14 +597,14 @@ func TestTickForgetsTheOver(t *testing.T) {
 	w := newWorld(t)
 	p := pod("a")
 	w.ask(p, web)
-	w.Gone(w.now, AtHold, p.UID)
+	w.GatePassed(w.now, AtHold, p.UID)
 	w.pass(10*time.Minute - 1)
 	w.Tick(w.now)
 	w.want(p, "Closed Dead")
 	w.pass(1)
 	w.Tick(w.now)
 	w.want(p, "Unknown")
-	if open, released, _ := w.Since("x", 0); open != nil || released != nil {
+	if open, released, _ := w.ChangesFor("x", 0); open != nil || released != nil {
 		t.Error("a forgotten drain is still told")
 	}
 }
@@ -604,16 +615,16 @@ func TestTouched(t *testing.T) {
 	w.join("one", web)
 	w.ask(a, web)
 	w.ask(b, web)
-	w.Touched(AtHold)
+	w.Changed(AtHold)
 	w.say("one", b, Idle)
-	if got := w.Touched(AtHold); !slices.Equal(got, []UID{b.UID}) {
+	if got := w.Changed(AtHold); !slices.Equal(got, []UID{b.UID}) {
 		t.Errorf("a report on b touched %v", got)
 	}
 	w.Disconnect(w.now, "one", w.sessions["one"])
-	if got := w.Touched(AtHold); !slices.Equal(got, []UID{a.UID, b.UID}) {
+	if got := w.Changed(AtHold); !slices.Equal(got, []UID{a.UID, b.UID}) {
 		t.Errorf("a lost agent touched %v", got)
 	}
-	if got := w.Touched(AtHold); got != nil {
+	if got := w.Changed(AtHold); got != nil {
 		t.Errorf("nothing touched %v", got)
 	}
 }
@@ -626,12 +637,18 @@ func TestDefaultTimesHold(t *testing.T) {
 		set  func(*Times)
 		want string
 	}{
-		"hold":             {func(s *Times) { s.Hold = 4 * time.Second }, "webhook timeout 4s must be more than hold 4s + 1.5s"},
-		"deadline":         {func(s *Times) { s.Deadline = time.Minute }, "deadline 1m0s + 5s must be within what one client call waits"},
-		"idle bound":       {func(s *Times) { s.IdleBound = 31 * time.Second }, "idle bound 31s must be positive and at most the deadline 30s"},
-		"heartbeat":        {func(s *Times) { s.Heartbeat = 3 * time.Second }, "heartbeat 3s must be positive and less than half of away 5s"},
-		"renewal":          {func(s *Times) { s.Renewal = 15 * time.Second }, "renewal 15s must be positive and less than freshness 15s"},
-		"lease":            {func(s *Times) { s.Lease = 58 * time.Second }, "lease 58s - freshness 15s must be at least 34s + 10s"},
+		"hold": {func(s *Times) { s.Hold = 4 * time.Second },
+			"webhook timeout 4s must be more than hold 4s + 1.5s"},
+		"deadline": {func(s *Times) { s.Deadline = time.Minute },
+			"deadline 1m0s + 5s must be within what one client call waits"},
+		"idle bound": {func(s *Times) { s.IdleBound = 31 * time.Second },
+			"idle bound 31s must be positive and at most the deadline 30s"},
+		"heartbeat": {func(s *Times) { s.Heartbeat = 3 * time.Second },
+			"heartbeat 3s must be positive and less than half of away 5s"},
+		"renewal": {func(s *Times) { s.Renewal = 15 * time.Second },
+			"renewal 15s must be positive and less than freshness 15s"},
+		"holder": {func(s *Times) { s.Expiry = 58 * time.Second },
+			"expiry 58s - freshness 15s must be at least 34s + 10s"},
 		"abandon":          {func(s *Times) { s.Abandon = 34 * time.Second }, "abandon 34s must be more than 34s"},
 		"webhook too long": {func(s *Times) { s.Webhook = 31 * time.Second }, "webhook timeout 31s must be at most 30s"},
 	} {
@@ -711,7 +728,7 @@ func TestReportsOfAFormerDrainDoNotCount(t *testing.T) {
 	w.pass(44 * time.Second)
 	w.say("one", p, Idle)
 	w.pass(time.Second)
-	if !w.Alive(w.now, p.UID) {
+	if !w.NotTerminating(w.now, p.UID) {
 		t.Fatal("not abandoned")
 	}
 	w.ask(p, web)
@@ -728,7 +745,7 @@ func TestAWordOfAFormerDrainThatComesLateDoesNotCount(t *testing.T) {
 	p := pod("a")
 	w.join("one", web)
 	number := func() uint64 {
-		open, _, _ := w.Since("one", 0)
+		open, _, _ := w.ChangesFor("one", 0)
 		if len(open) != 1 || open[0].Number == 0 {
 			t.Fatalf("open drains %+v, want one with a number", open)
 		}
@@ -740,7 +757,7 @@ func TestAWordOfAFormerDrainThatComesLateDoesNotCount(t *testing.T) {
 	w.ask(p, web)
 	former := number()
 	w.pass(45 * time.Second)
-	if !w.Alive(w.now, p.UID) {
+	if !w.NotTerminating(w.now, p.UID) {
 		t.Fatal("not abandoned")
 	}
 	report(former) // before it is asked for again
@@ -793,13 +810,13 @@ func TestARepeatOfWhatWasTooOldIsNews(t *testing.T) {
 	said := Report{UID: p.UID, State: Idle, Proof: Runtime}
 	w.report("one", said)
 	w.pass(5 * time.Second)
-	w.Touched(AtHold)
-	if w.report("one", said) || w.Touched(AtHold) != nil {
+	w.Changed(AtHold)
+	if w.report("one", said) || w.Changed(AtHold) != nil {
 		t.Error("a repeat in time is news")
 	}
 	w.pass(15*time.Second + 1)
 	w.want(p, "Unrouting one:unknown")
-	if !w.report("one", said) || !slices.Equal(w.Touched(AtHold), []UID{p.UID}) {
+	if !w.report("one", said) || !slices.Equal(w.Changed(AtHold), []UID{p.UID}) {
 		t.Error("a repeat that counts again is no news")
 	}
 }
@@ -845,7 +862,7 @@ func TestAnOlderClockDoesNotMoveANearerDeadlineBack(t *testing.T) {
 		w.pass(20 * time.Second)
 		answered(w.now, false)
 		w.pass(45 * time.Second)
-		if !w.Alive(w.now, p.UID) {
+		if !w.NotTerminating(w.now, p.UID) {
 			t.Fatal("not abandoned")
 		}
 	}
@@ -862,15 +879,17 @@ func TestLeave(t *testing.T) {
 		then func(w *world)
 		want string
 	}{
-		"no more":                   {func(*world) {}, "Released NoAgents"},
-		"its stream ends":           {func(w *world) { w.Disconnect(w.now, "one", w.sessions["one"]) }, "Released NoAgents"},
-		"it comes back, same life":  {func(w *world) { w.Connect(w.now, "one", Hail{Boot: "boot-1"}) }, "Released NoAgents"},
-		"it comes back, other life": {func(w *world) { w.Connect(w.now, "one", Hail{Boot: "boot-2"}) }, "Unrouting one:unknown"},
-		"it comes back, no name":    {func(w *world) { w.Connect(w.now, "one", Hail{}) }, "Unrouting one:unknown"},
+		"no more":         {func(*world) {}, "Released NoAgents"},
+		"its stream ends": {func(w *world) { w.Disconnect(w.now, "one", w.sessions["one"]) }, "Released NoAgents"},
+		"it comes back, same life": {func(w *world) { w.Connect(w.now, "one", Hello{Boot: "boot-1"}) },
+			"Released NoAgents"},
+		"it comes back, other life": {func(w *world) { w.Connect(w.now, "one", Hello{Boot: "boot-2"}) },
+			"Unrouting one:unknown"},
+		"it comes back, no name":    {func(w *world) { w.Connect(w.now, "one", Hello{}) }, "Unrouting one:unknown"},
 		"it declares again":         {func(w *world) { w.Declare("one", w.sessions["one"], routes(web)) }, "Unrouting one:unknown"},
 		"its pod is seen not ready": {func(w *world) { w.Expect(w.now, []Expected{{ID: "one"}}) }, "Released NoAgents"},
 		"another says so in its name": {func(w *world) {
-			w.Connect(w.now, "one", Hail{Boot: "boot-2"})
+			w.Connect(w.now, "one", Hello{Boot: "boot-2"})
 			if w.Leave("one", w.sessions["two"]) || w.Leave("one", 0) || w.Leave("stranger", 1) {
 				w.Error("left by another's session")
 			}
@@ -879,13 +898,14 @@ func TestLeave(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t)
 			w.Expect(w.now, []Expected{{ID: "one", Ready: true}})
-			w.sessions["one"], w.sessions["two"] = w.Connect(w.now, "one", Hail{Boot: "boot-1"}), w.Connect(w.now, "two", Hail{})
+			w.sessions["one"], w.sessions["two"] = w.Connect(w.now, "one", Hello{Boot: "boot-1"}),
+				w.Connect(w.now, "two", Hello{})
 			w.Declare("one", w.sessions["one"], routes(web))
 			w.Declare("two", w.sessions["two"], nil)
 			w.ask(p, web)
 			w.want(p, "Unrouting one:unknown")
-			w.Touched(AtHold)
-			if !w.Leave("one", w.sessions["one"]) || !slices.Equal(w.Touched(AtHold), []UID{p.UID}) {
+			w.Changed(AtHold)
+			if !w.Leave("one", w.sessions["one"]) || !slices.Equal(w.Changed(AtHold), []UID{p.UID}) {
 				t.Error("nobody is woken")
 			}
 			c.then(w)
@@ -908,10 +928,11 @@ func TestADeclarationWithoutTheServiceDischargesNobody(t *testing.T) {
 		"it leaves":           {func(w *world) { w.Leave("one", w.sessions["one"]) }, "Released NoAgents"},
 		"a third declaration": {func(w *world) { w.Declare("one", w.sessions["one"], nil) }, "Unrouting one:unknown"},
 		"a new session":       {func(w *world) { w.join("one", api) }, "Unrouting one:unknown"},
-		"it vouches no more":  {func(w *world) { w.declare("one", Route{web, ClusterIP, Direct, PerRequest}) }, "Unrouting one:unknown"},
+		"it vouches no more": {func(w *world) { w.declare("one", Route{web, ClusterIP, Directed, PerRequest}) },
+			"Unrouting one:unknown"},
 		"it goes away": {func(w *world) {
 			w.Disconnect(w.now, "one", w.sessions["one"])
-			w.Touched(AtHold)
+			w.Changed(AtHold)
 			w.pass(w.times.Away + time.Second)
 		}, "Released NoAgents"},
 		"the API forgets it": {func(w *world) {
@@ -929,10 +950,10 @@ func TestADeclarationWithoutTheServiceDischargesNobody(t *testing.T) {
 				t.Errorf("the answer tells of %v", open)
 			}
 			w.want(p, "Unrouting one:unknown")
-			w.Touched(AtHold)
+			w.Changed(AtHold)
 			c.then(w)
 			w.want(p, c.want)
-			w.Gone(w.now, AtHold, p.UID)
+			w.GatePassed(w.now, AtHold, p.UID)
 			w.ask(pod("b"), web)
 			w.want(pod("b"), "Released NoAgents")
 		})
@@ -945,13 +966,13 @@ func TestWhatDischargesAnAgent(t *testing.T) {
 	p := pod("a")
 	w := newWorld(t)
 	w.ask(p, web)
-	w.sessions["one"] = w.Connect(w.now, "one", Hail{})
+	w.sessions["one"] = w.Connect(w.now, "one", Hello{})
 	w.want(p, "Unrouting one:unknown")
 	w.declare("one", routes(api)...)
 	w.want(p, "Released NoAgents")
 	w.declare("one", routes(web)...)
 	w.want(p, "Unrouting one:unknown")
-	w.declare("one", Route{web, ClusterIP, Direct, PerRequest})
+	w.declare("one", Route{web, ClusterIP, Directed, PerRequest})
 	w.want(p, "Released NoAgents")
 }
 
@@ -996,26 +1017,26 @@ func TestAnAgentIsToldOfItsNamespaces(t *testing.T) {
 		t.Error("a report counts of an agent that was not asked")
 	}
 	shop := told("shop", 0, "drain uid-a")
-	w.Gone(w.now, AtHold, purse.UID)
+	w.GatePassed(w.now, AtHold, purse.UID)
 	shop = told("shop", shop, "")
 	// It must not route a pod that is dead because it heard of it too early.
-	w.Concerned()
+	w.Affected()
 	w.Declare("shop", w.sessions["shop"], routes(web, bank))
-	if got := w.Concerned(); !slices.Equal(got, []AgentID{"shop"}) {
+	if got := w.Affected(); !slices.Equal(got, []AgentID{"shop"}) {
 		t.Errorf("%v are woken", got)
 	}
 	shop = told("shop", shop, "drain uid-a release uid-core-1 dead")
 	// The exclusion of a drain that it was told of is lifted, whatever it has declared since.
 	w.Declare("shop", w.sessions["shop"], routes(bank))
-	w.Gone(w.now, AtHold, "uid-a")
+	w.GatePassed(w.now, AtHold, "uid-a")
 	told("shop", shop, "release uid-a dead")
 	w.join("shop", bank)
 	told("shop", 0, "release uid-core-1 dead release uid-a dead")
 	w.ask(pod("b"), web)
-	w.Gone(w.now, AtHold, "uid-b")
+	w.GatePassed(w.now, AtHold, "uid-b")
 	told("shop", 0, "release uid-core-1 dead release uid-a dead")
 	// One that has not declared may route everything.
-	w.Connect(w.now, "new", Hail{})
+	w.Connect(w.now, "new", Hello{})
 	told("new", 0, "release uid-core-1 dead release uid-a dead release uid-b dead")
 	told("bank", 0, "release uid-core-1 dead")
 }

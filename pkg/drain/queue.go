@@ -156,7 +156,7 @@ func (l *Ledger) room(s Service) int {
 	for _, uid := range l.usable[s] {
 		d := l.at(AtHold, uid)
 		switch {
-		case d != nil && !d.open && d.reason == Dead:
+		case d != nil && !d.open && d.reason == Terminating:
 			// Who said that it is usable had not heard yet.
 			continue
 		case l.unrouted(uid):
@@ -218,7 +218,7 @@ func (l *Ledger) Pod(uid UID) (s Standing) {
 		return s
 	}
 	for _, d := range of.drains {
-		s.Terminating = s.Terminating || d != nil && (d.open || d.reason == Dead)
+		s.Terminating = s.Terminating || d != nil && (d.open || d.reason == Terminating)
 	}
 	if d := of.drains[AtHold]; d != nil {
 		s.Refused = d.allowedAlive

@@ -41,7 +41,7 @@ func (w *world) wantPhases(want string) {
 
 // told lists the pods that an agent is told to let go of.
 func (w *world) told(id AgentID) string {
-	open, _, _ := w.Since(id, 0)
+	open, _, _ := w.ChangesFor(id, 0)
 	var names []string
 	for _, o := range open {
 		names = append(names, o.Pod.Name)
@@ -73,14 +73,14 @@ func TestHalfOfAServiceIsDrainedAtOneTime(t *testing.T) {
 	// Acknowledged is still unrouted. There is room when the pod is known to go: it is no usable target any more.
 	w.say("one", pod("b"), Idle)
 	w.wantPhases("a:Unrouting b:Released/Acknowledged c:Queued d:Queued")
-	w.Touched(AtHold)
-	w.Concerned()
-	w.Gone(w.now, AtHold, pod("b").UID)
+	w.Changed(AtHold)
+	w.Affected()
+	w.GatePassed(w.now, AtHold, pod("b").UID)
 	w.wantPhases("a:Unrouting c:Unrouting d:Queued")
-	if got := w.Touched(AtHold); !slices.Contains(got, pod("c").UID) {
+	if got := w.Changed(AtHold); !slices.Contains(got, pod("c").UID) {
 		t.Errorf("touched %v", got)
 	}
-	if got := w.Concerned(); !slices.Equal(got, []AgentID{"one"}) {
+	if got := w.Affected(); !slices.Equal(got, []AgentID{"one"}) {
 		t.Errorf("concerned: %v", got)
 	}
 	if got := w.told("one"); got != "a c" {
@@ -111,7 +111,7 @@ func TestTheDeadAreNoTargets(t *testing.T) {
 		if got := unrouted(); got != want {
 			t.Errorf("after %d have gone, %d of %d are unrouted, want %d", gone, got, len(names)-gone, want)
 		}
-		w.Gone(w.now, AtHold, pod(names[gone]).UID)
+		w.GatePassed(w.now, AtHold, pod(names[gone]).UID)
 	}
 	if got := w.phases(); got != "" {
 		t.Errorf("left: %s", got)
@@ -161,12 +161,12 @@ func TestQueuedDrainsEndLikeEveryOther(t *testing.T) {
 	})
 	t.Run("dead", func(t *testing.T) {
 		w := setup(t)
-		w.Gone(w.now, AtHold, pod("b").UID)
+		w.GatePassed(w.now, AtHold, pod("b").UID)
 		w.wantPhases("a:Unrouting")
-		if _, released, _ := w.Since("one", 0); len(released) != 1 || !released[0].Dead {
+		if _, released, _ := w.ChangesFor("one", 0); len(released) != 1 || !released[0].Terminating {
 			t.Errorf("released %v", released)
 		}
-		w.Gone(w.now, AtHold, pod("a").UID)
+		w.GatePassed(w.now, AtHold, pod("a").UID)
 		w.pass(10 * time.Minute)
 		w.Tick(w.now)
 		if len(w.queued)+len(w.usable)+len(w.subjects) != 0 {
@@ -181,7 +181,7 @@ func TestQueuedDrainsEndLikeEveryOther(t *testing.T) {
 		w.pass(10 * time.Second)
 		w.Hold(pod("a").UID)(w.now, false)
 		w.pass(35 * time.Second)
-		if !w.Alive(w.now, pod("b").UID) {
+		if !w.NotTerminating(w.now, pod("b").UID) {
 			t.Fatal("not abandoned")
 		}
 		w.Ask(w.now, pod("b"), []Targets{usable(web, "a", "b")}, Place{})
@@ -190,7 +190,7 @@ func TestQueuedDrainsEndLikeEveryOther(t *testing.T) {
 			t.Errorf("told of %q, and of %v when it declares", w.told("one"), open)
 		}
 		w.pass(10 * time.Second)
-		if !w.Alive(w.now, pod("a").UID) {
+		if !w.NotTerminating(w.now, pod("a").UID) {
 			t.Fatal("not abandoned")
 		}
 		w.wantPhases("b:Unrouting")
@@ -202,8 +202,8 @@ func TestQueuedDrainsEndLikeEveryOther(t *testing.T) {
 	})
 	t.Run("a dead pod leaves nothing behind", func(t *testing.T) {
 		w := setup(t)
-		w.Gone(w.now, AtHold, pod("a").UID)
-		w.Gone(w.now, AtHold, pod("b").UID)
+		w.GatePassed(w.now, AtHold, pod("a").UID)
+		w.GatePassed(w.now, AtHold, pod("b").UID)
 		w.Ask(w.now, pod("b"), []Targets{usable(web, "b")}, Place{})
 		if len(w.usable) != 0 {
 			t.Error("targets of a Service without drains are kept")
@@ -226,14 +226,14 @@ func TestWhoGoesNext(t *testing.T) {
 	ask("a2", inAPI)
 	w.wantPhases("w1:Unrouting a1:Unrouting both:Queued w2:Queued a2:Queued")
 	// One that waits for both keeps no room free in either.
-	w.Gone(w.now, AtHold, pod("w1").UID)
+	w.GatePassed(w.now, AtHold, pod("w1").UID)
 	w.wantPhases("a1:Unrouting both:Queued w2:Unrouting a2:Queued")
-	w.Gone(w.now, AtHold, pod("w2").UID)
+	w.GatePassed(w.now, AtHold, pod("w2").UID)
 	w.wantPhases("a1:Unrouting both:Queued a2:Queued")
 	// Both have room: the oldest.
-	w.Gone(w.now, AtHold, pod("a1").UID)
+	w.GatePassed(w.now, AtHold, pod("a1").UID)
 	w.wantPhases("both:Unrouting a2:Queued")
-	w.Gone(w.now, AtHold, pod("both").UID)
+	w.GatePassed(w.now, AtHold, pod("both").UID)
 	w.wantPhases("a2:Unrouting")
 }
 
@@ -250,12 +250,12 @@ func TestWhatTakesNoRoom(t *testing.T) {
 	w.Ask(w.now, pod("x"), []Targets{usable(web, "a", "b", "x")}, Place{})
 	w.wantPhases("a:Unrouting unready:Unrouting x:Unrouting y:Unrouting")
 	// It takes room there from then on, and so would it if nobody had said so, as agents tell.
-	w.Gone(w.now, AtHold, pod("a").UID)
+	w.GatePassed(w.now, AtHold, pod("a").UID)
 	w.Ask(w.now, pod("b"), []Targets{usable(web, "b", "x", "z")}, Place{})
 	w.wantPhases("b:Queued unready:Unrouting x:Unrouting y:Unrouting")
-	w.Gone(w.now, AtHold, pod("x").UID)
+	w.GatePassed(w.now, AtHold, pod("x").UID)
 	w.wantPhases("b:Unrouting unready:Unrouting y:Unrouting")
-	w.Gone(w.now, AtHold, pod("b").UID)
+	w.GatePassed(w.now, AtHold, pod("b").UID)
 	w.say("one", pod("y"), Idle)
 	w.Ask(w.now, pod("c"), []Targets{usable(web, "c", "y", "z")}, Place{})
 	if !w.Pod(pod("c").UID).Queued {
@@ -266,9 +266,9 @@ func TestWhatTakesNoRoom(t *testing.T) {
 	if !w.Pod(pod("z").UID).Queued {
 		t.Error("who names no targets is not bounded")
 	}
-	w.Gone(w.now, AtHold, pod("z").UID)
-	w.Gone(w.now, AtHold, pod("c").UID)
-	w.Gone(w.now, AtHold, pod("y").UID)
+	w.GatePassed(w.now, AtHold, pod("z").UID)
+	w.GatePassed(w.now, AtHold, pod("c").UID)
+	w.GatePassed(w.now, AtHold, pod("y").UID)
 	// Its drain began before its Service listed it, and no agent has said anything of it.
 	w.ask(pod("early"), api)
 	w.Ask(w.now, pod("d"), []Targets{usable(web, "d", "early", "z")}, Place{})
@@ -288,15 +288,15 @@ func TestOtherReplicasDrainsTakeRoom(t *testing.T) {
 	w.Ask(w.now, pod("c"), []Targets{targets}, Place{})
 	w.wantPhases("b:Unrouting c:Queued")
 	// Another replica unroutes what is queued here: it costs no more room, and those who ask here wait for it.
-	w.Touched(AtHold)
+	w.Changed(AtHold)
 	w.Polled(w.now, []Shared{{Drains: []Claim{{Pod: pod("a")}, {Pod: pod("c")}}}}, false)
 	w.wantPhases("b:Unrouting c:Unrouting")
-	if got := w.Touched(AtHold); !slices.Contains(got, pod("c").UID) {
+	if got := w.Changed(AtHold); !slices.Contains(got, pod("c").UID) {
 		t.Errorf("touched %v", got)
 	}
 	w.Ask(w.now, pod("d"), []Targets{targets}, Place{})
 	w.wantPhases("b:Unrouting c:Unrouting d:Queued")
-	w.Gone(w.now, AtHold, pod("b").UID)
+	w.GatePassed(w.now, AtHold, pod("b").UID)
 	w.wantPhases("c:Unrouting d:Queued")
 	// What another replica does not tell any more is over there.
 	w.Polled(w.now, []Shared{{Drains: nil}}, false)
@@ -335,7 +335,7 @@ func TestTheBoundHolds(t *testing.T) {
 			var did string
 			switch r.IntN(4) {
 			case 0:
-				did = fmt.Sprint("gone ", p.UID, w.Gone(w.now, AtHold, p.UID))
+				did = fmt.Sprint("gone ", p.UID, w.GatePassed(w.now, AtHold, p.UID))
 			case 1:
 				w.Tick(w.now)
 				did = "tick"

@@ -25,9 +25,9 @@ type Times struct {
 	IdleBound time.Duration
 	// Heartbeat is the interval of them on a stream. Away is how long nothing may come before the other side counts as lost.
 	Heartbeat, Away time.Duration
-	// Lease is how long a tombstone stands without renewal. Renewal is how often it is renewed at least, Freshness how old a
-	// report may be to count.
-	Lease, Renewal, Freshness time.Duration
+	// Expiry is how long a tombstone stands without renewal. Renewal is how often it is renewed at
+	// least, Freshness how old a report may be to count.
+	Expiry, Renewal, Freshness time.Duration
 	// Abandon is how long after the last answer a drain that nobody asks for is looked into.
 	Abandon time.Duration
 	// Memory is how long a dead UID and the time that a drain has used are remembered.
@@ -39,7 +39,7 @@ func DefaultTimes() Times {
 	return Times{
 		Webhook: 4 * time.Second, Hold: 2 * time.Second, Deadline: 30 * time.Second, IdleBound: 10 * time.Second,
 		Heartbeat: 2 * time.Second, Away: 5 * time.Second,
-		Lease: 60 * time.Second, Renewal: 10 * time.Second, Freshness: 15 * time.Second,
+		Expiry: 60 * time.Second, Renewal: 10 * time.Second, Freshness: 15 * time.Second,
 		Abandon: 45 * time.Second, Memory: 10 * time.Minute,
 	}
 }
@@ -62,8 +62,9 @@ func (t Times) Check() error {
 	must(t.IdleBound > 0 && t.IdleBound <= t.Deadline, "idle bound %s must be positive and at most the deadline %s", t.IdleBound, t.Deadline)
 	must(t.Heartbeat > 0 && 2*t.Heartbeat < t.Away, "heartbeat %s must be positive and less than half of away %s", t.Heartbeat, t.Away)
 	must(t.Renewal > 0 && t.Renewal < t.Freshness, "renewal %s must be positive and less than freshness %s", t.Renewal, t.Freshness)
-	must(t.Lease-t.Freshness >= requestLimit+10*time.Second,
-		"lease %s - freshness %s must be at least %s + 10s: an allow may be carried out that late", t.Lease, t.Freshness, requestLimit)
+	must(t.Expiry-t.Freshness >= requestLimit+10*time.Second,
+		"expiry %s - freshness %s must be at least %s + 10s: an allow may be carried out that late", t.Expiry,
+		t.Freshness, requestLimit)
 	must(t.Abandon > requestLimit, "abandon %s must be more than %s, which the API server gives one request", t.Abandon, requestLimit)
 	must(t.Memory > t.Abandon, "memory %s must be more than abandon %s", t.Memory, t.Abandon)
 	return errors.Join(errs...)

@@ -10,23 +10,24 @@ import (
 // What follows is for those who look at a ledger and change nothing. To look costs what there is to see: an agent at each drain that it
 // may owe.
 
-// Word is what one agent that owes a drain says of it.
-type Word struct {
+// AgentReport is what one agent that owes a drain says of it.
+type AgentReport struct {
 	Agent AgentID
 	// Name is namespace/name of the agent's pod, or its ID if the API does not list it.
 	Name  string
 	State State
 	Proof Proof
-	// Heard is as of when the report that counts was true. Zero: none counts, and State is StateUnknown.
-	Heard     time.Time
+	// Received is as of when the report that counts was true. Zero: none counts, and State is
+	// StateUnknown.
+	Received  time.Time
 	Connected bool
 	// Suspended says that it is told of the drain and not waited for.
 	Suspended bool
 }
 
-func (l *Ledger) words(now time.Time, d *drain, most int) (words []Word, owed int) {
+func (l *Ledger) words(now time.Time, d *drain, most int) (words []AgentReport, owed int) {
 	// Of many only a few are asked for: those of each state are kept apart, and no more of them than that.
-	var of [Idle + 1][]Word
+	var of [Idle + 1][]AgentReport
 	said := l.hearing(d)
 	for _, a := range l.owing(d) {
 		if owes, _ := l.owes(now, a); !owes {
@@ -38,10 +39,10 @@ func (l *Ledger) words(now time.Time, d *drain, most int) (words []Word, owed in
 		if state > Idle || len(of[state]) >= most {
 			continue
 		}
-		w := Word{Agent: a.id, Name: a.name, State: state, Connected: a.session != 0}
+		w := AgentReport{Agent: a.id, Name: a.name, State: state, Connected: a.session != 0}
 		w.Suspended, _ = l.waived(now, a, d)
 		if state != StateUnknown {
-			w.Proof, w.Heard = r.Proof, r.at
+			w.Proof, w.Received = r.Proof, r.at
 		}
 		of[state] = append(of[state], w)
 	}
@@ -52,9 +53,10 @@ func (l *Ledger) words(now time.Time, d *drain, most int) (words []Word, owed in
 // View is a drain with what agents say of it.
 type View struct {
 	Status
-	// Words are what the agents say that owe it, those that are least far first: at most as many as were asked for, of Parties.
-	Words   []Word
-	Parties int
+	// Reports are what the agents say that owe it, those that are least far first: at most as many
+	// as were asked for, of Acknowledgers.
+	Reports       []AgentReport
+	Acknowledgers int
 	// By is the agent that asks for a barrier, on the pod's node; ByName its pod's namespace/name.
 	By     AgentID
 	ByName string
@@ -73,7 +75,7 @@ func (l *Ledger) View(now time.Time, gate Gate, uid UID, most int) (v View, ok b
 	}
 	v.Status = l.status(now, d)
 	if d.open {
-		v.Words, v.Parties = l.words(now, d, most)
+		v.Reports, v.Acknowledgers = l.words(now, d, most)
 	}
 	if b := d.barrier; gate == AtBarrier {
 		v.By, v.ByName, v.Last, v.LastHere, v.Sampled = b.by, string(b.by), !b.last.IsZero(), !b.lastHere.IsZero(), b.sample != nil
@@ -105,8 +107,8 @@ func (l *Ledger) Acknowledges(id AgentID, r Report) bool {
 	return d != nil && d.open && r.Number == d.number && l.routes(l.agents[id], d)
 }
 
-// Known is an agent as a ledger knows it.
-type Known struct {
+// AgentInfo is an agent as a ledger knows it.
+type AgentInfo struct {
 	ID AgentID
 	// Name is namespace/name of its pod, or its ID if the API does not list it.
 	Name string
@@ -124,23 +126,24 @@ type Known struct {
 	Namespaces []string
 	// Left says that its gateway accepts nothing any more, Suspended that it is not waited for.
 	Left, Suspended bool
-	// Heard is when the newest of its reports that still count was true. Zero: there is none, as when nothing is drained.
-	Heard time.Time
+	// Received is when the newest of its reports that still count was true. Zero: there is none, as
+	// when nothing is drained.
+	Received time.Time
 }
 
 // Agent returns an agent. One that is not known has no ID.
-func (l *Ledger) Agent(id AgentID) Known {
+func (l *Ledger) Agent(id AgentID) AgentInfo {
 	a := l.agents[id]
 	if a == nil {
-		return Known{}
+		return AgentInfo{}
 	}
 	k := a.known()
 	k.Routes, k.Namespaces = a.routes, slices.Sorted(maps.Keys(a.namespaces))
 	return k
 }
 
-func (a *agent) known() Known {
-	k := Known{
+func (a *agent) known() AgentInfo {
+	k := AgentInfo{
 		ID: a.id, Name: a.name, Expected: a.expected, Ready: a.ready, Label: a.label, Connected: a.session != 0,
 		Declared: a.declared, Services: len(a.routes), Left: a.left, Suspended: a.breaker.open,
 	}
@@ -149,25 +152,28 @@ func (a *agent) known() Known {
 	}
 	for g := range gates {
 		for _, r := range a.reports[g] {
-			k.Heard = later(k.Heard, r.at)
+			k.Received = later(k.Received, r.at)
 		}
 	}
 	return k
 }
 
 // Agents returns every agent that is known, in the order of their names.
-func (l *Ledger) Agents() []Known {
-	all := make([]Known, 0, len(l.agents))
+func (l *Ledger) Agents() []AgentInfo {
+	all := make([]AgentInfo, 0, len(l.agents))
 	for _, a := range l.agents {
 		all = append(all, a.known())
 	}
-	slices.SortFunc(all, func(a, b Known) int { return cmp.Or(cmp.Compare(a.Name, b.Name), cmp.Compare(a.ID, b.ID)) })
+	slices.SortFunc(all, func(a, b AgentInfo) int {
+		return cmp.Or(cmp.Compare(a.Name, b.Name), cmp.Compare(a.ID, b.ID))
+	})
 	return all
 }
 
-// Party is an agent whose gateway may send to the pods of a Service, and what it can vouch for.
-type Party struct {
-	Known
+// Acknowledger is an agent whose gateway may send to the pods of a Service, and what it can vouch
+// for.
+type Acknowledger struct {
+	AgentInfo
 	// Undeclared says that it is not known what it routes, so that it may route everything.
 	Undeclared bool
 	// Routes are what it declared of the Services in question; of an undeclared one there are none.
@@ -179,18 +185,19 @@ type Party struct {
 	Until time.Time
 }
 
-// Parties returns who may send to the pods of services at now, in the order of their names: those who would owe a drain of such a pod, and
-// those who would not. Agents that have left are not among them.
-func (l *Ledger) Parties(now time.Time, services []Service) []Party {
-	parties := []Party{}
+// Acknowledgers returns who may send to the pods of services at now, in the order of their names:
+// those who would owe a drain of such a pod, and those who would not. Agents that have left are not
+// among them.
+func (l *Ledger) Acknowledgers(now time.Time, services []Service) []Acknowledger {
+	parties := []Acknowledger{}
 	for _, k := range l.Agents() {
 		a := l.agents[k.ID]
-		p := Party{Known: k, Undeclared: !a.declared}
+		p := Acknowledger{AgentInfo: k, Undeclared: !a.declared}
 		if a.left {
 			continue
 		}
 		if p.Undeclared {
-			p.Hold, p.Barrier = a.label != LabelFollowing, a.label != LabelDirected
+			p.Hold, p.Barrier = a.label != LabelObserved, a.label != LabelDirected
 		}
 		for _, s := range slices.Concat(services, []Service{EveryService}) {
 			r, ok := a.routes[s]
@@ -199,7 +206,7 @@ func (l *Ledger) Parties(now time.Time, services []Service) []Party {
 			}
 			p.Routes = append(p.Routes, r)
 			p.Hold = p.Hold || owesAt(AtHold, r)
-			p.Barrier = p.Barrier || r.Via == Endpoints && r.Can == Observe
+			p.Barrier = p.Barrier || r.Via == Endpoints && r.Kind == Observed
 		}
 		if !p.Undeclared && len(p.Routes) == 0 {
 			continue

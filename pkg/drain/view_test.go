@@ -20,21 +20,21 @@ func TestWordsAreOfThoseWhoOwe(t *testing.T) {
 		t.Helper()
 		v, _ := w.View(w.now, AtHold, p.UID, 10)
 		var got []string
-		for _, word := range v.Words {
+		for _, word := range v.Reports {
 			got = append(got, fmt.Sprintf("%s %s %s", word.Agent, word.State, word.Proof))
 		}
-		if text := fmt.Sprint(v.Parties, " ", strings.Join(got, ", ")); text != want {
+		if text := fmt.Sprint(v.Acknowledgers, " ", strings.Join(got, ", ")); text != want {
 			t.Errorf("words %q, want %q", text, want)
 		}
 	}
 	see("2 b unknown none, a idle runtime")
-	if v, _ := w.View(w.now, AtHold, p.UID, 1); len(v.Words) != 1 || v.Parties != 2 {
-		t.Errorf("cut to one: %v of %d", v.Words, v.Parties)
+	if v, _ := w.View(w.now, AtHold, p.UID, 1); len(v.Reports) != 1 || v.Acknowledgers != 2 {
+		t.Errorf("cut to one: %v of %d", v.Reports, v.Acknowledgers)
 	}
 	// What is too old to count is not said any more.
 	w.pass(w.times.Freshness + 1)
 	see("2 a unknown none, b unknown none")
-	w.Gone(w.now, AtHold, p.UID)
+	w.GatePassed(w.now, AtHold, p.UID)
 	see("0 ")
 }
 
@@ -78,22 +78,23 @@ func TestOnlyElsewhere(t *testing.T) {
 func TestParties(t *testing.T) {
 	w := newWorld(t)
 	w.Expect(w.now, []Expected{
-		{ID: "directed", Name: "edge/directed", Ready: true, Label: LabelDirected}, {ID: "following", Name: "edge/following", Ready: true, Label: LabelFollowing},
+		{ID: "directed", Name: "edge/directed", Ready: true, Label: LabelDirected},
+		{ID: "observed", Name: "edge/following", Ready: true, Label: LabelObserved},
 		{ID: "unlabelled", Name: "edge/unlabelled", Ready: true}, {ID: "away", Name: "edge/away", Label: LabelDirected},
 	})
 	w.join("other", api)
 	w.join("hap", web)
-	w.sessions["kp"] = w.Connect(w.now, "kp", Hail{})
-	w.Declare("kp", w.sessions["kp"], []Route{{web, Endpoints, Observe, PerConnection}})
-	w.sessions["node"] = w.Connect(w.now, "node", Hail{})
-	w.Declare("node", w.sessions["node"], []Route{{EveryService, Endpoints, Observe, PerConnection}})
-	w.sessions["mesh"] = w.Connect(w.now, "mesh", Hail{})
-	w.Declare("mesh", w.sessions["mesh"], []Route{{web, ClusterIP, Direct, PerRequest}})
+	w.sessions["kp"] = w.Connect(w.now, "kp", Hello{})
+	w.Declare("kp", w.sessions["kp"], []Route{{web, Endpoints, Observed, PerConnection}})
+	w.sessions["node"] = w.Connect(w.now, "node", Hello{})
+	w.Declare("node", w.sessions["node"], []Route{{EveryService, Endpoints, Observed, PerConnection}})
+	w.sessions["mesh"] = w.Connect(w.now, "mesh", Hello{})
+	w.Declare("mesh", w.sessions["mesh"], []Route{{web, ClusterIP, Directed, PerRequest}})
 	w.join("left", web)
 	w.Leave("left", w.sessions["left"])
 	see := func() string {
 		var all []string
-		for _, p := range w.Parties(w.now, []Service{web}) {
+		for _, p := range w.Acknowledgers(w.now, []Service{web}) {
 			all = append(all, fmt.Sprintf("%s hold=%t barrier=%t undeclared=%t", p.Name, p.Hold, p.Barrier, p.Undeclared))
 		}
 		return strings.Join(all, "\n")
@@ -131,7 +132,7 @@ func TestOldest(t *testing.T) {
 		w.ask(pod(name), web)
 		w.pass(time.Second)
 	}
-	w.Gone(w.now, AtHold, "uid-a")
+	w.GatePassed(w.now, AtHold, "uid-a")
 	if got, open := w.Oldest(AtHold, 10); fmt.Sprint(got) != "[uid-c uid-b]" || open != 2 {
 		t.Errorf("%v of %d", got, open)
 	}

@@ -32,15 +32,15 @@ type Service struct {
 // String prints namespace/name.
 func (s Service) String() string { return s.Namespace + "/" + s.Name }
 
-// Lease names who holds a tombstone: one life of one replica. A replica that starts again has another epoch, so that the empty
-// list of a new life lifts nothing that an old one asked for.
-type Lease struct {
+// Holder names who holds a tombstone: one life of one replica. A replica that starts again has
+// another epoch, so that the empty list of a new life lifts nothing that an old one asked for.
+type Holder struct {
 	Replica string `json:"replica"`
 	Epoch   string `json:"epoch"`
 }
 
 // String prints replica/epoch.
-func (l Lease) String() string { return l.Replica + "/" + l.Epoch }
+func (l Holder) String() string { return l.Replica + "/" + l.Epoch }
 
 // Gate is the moment at which gateways are asked to vouch for one pod. A drain is of one pod at one gate.
 type Gate uint8
@@ -108,8 +108,8 @@ const (
 	Deadline
 	// NoAgents: nobody owes this drain.
 	NoAgents
-	// Dead: the pod is terminating or gone.
-	Dead
+	// Terminating: the pod is terminating or gone.
+	Terminating
 	// Suspended: every agent that would owe this drain is suspended: it has let drain after drain expire.
 	Suspended
 	// Abandoned: nobody asks for the deletion any more and the pod lives.
@@ -222,39 +222,39 @@ func (v *Via) UnmarshalText(text []byte) error {
 	return err
 }
 
-// Can is what an agent can do with its gateway.
-type Can uint8
+// Kind is what an agent can do with its gateway.
+type Kind uint8
 
 const (
-	// CanUnknown is refused in a declaration.
-	CanUnknown Can = iota
-	// Direct: take a pod out although EndpointSlices call it ready. Asked before the deletion.
-	Direct
-	// Observe: see it let go by itself. Asked after the deletion began.
-	Observe
+	// KindUnknown is refused in a declaration.
+	KindUnknown Kind = iota
+	// Directed: take a pod out although EndpointSlices call it ready. Asked before the deletion.
+	Directed
+	// Observed: see it let go by itself. Asked after the deletion began.
+	Observed
 )
 
 // String prints the ability as it goes over the wire.
-func (c Can) String() string { return name(canNames[:], int(c)) }
+func (c Kind) String() string { return name(kindNames[:], int(c)) }
 
-var canNames = [...]string{"unknown", "direct", "observe"}
+var kindNames = [...]string{"unknown", "directed", "observed"}
 
 // MarshalText writes the ability's name.
-func (c Can) MarshalText() ([]byte, error) { return []byte(c.String()), nil }
+func (c Kind) MarshalText() ([]byte, error) { return []byte(c.String()), nil }
 
 // UnmarshalText accepts the names of abilities and refuses others by name, "unknown" too.
-func (c *Can) UnmarshalText(text []byte) error {
-	n, err := parse("can", canNames[1:], text)
-	*c = Can(n + 1)
+func (c *Kind) UnmarshalText(text []byte) error {
+	n, err := parse("kind", kindNames[1:], text)
+	*c = Kind(n + 1)
 	return err
 }
 
-// Grain is what a gateway counts for Idle.
-type Grain uint8
+// Granularity is what a gateway counts for Idle.
+type Granularity uint8
 
 const (
-	// GrainUnknown is refused in a declaration.
-	GrainUnknown Grain = iota
+	// GranularityUnknown is refused in a declaration.
+	GranularityUnknown Granularity = iota
 	// PerRequest: requests. A pooled connection without one is idle.
 	PerRequest
 	// PerConnection: connections.
@@ -262,26 +262,26 @@ const (
 )
 
 // String prints the grain as it goes over the wire.
-func (g Grain) String() string { return name(grainNames[:], int(g)) }
+func (g Granularity) String() string { return name(granularityNames[:], int(g)) }
 
-var grainNames = [...]string{"unknown", "request", "connection"}
+var granularityNames = [...]string{"unknown", "request", "connection"}
 
 // MarshalText writes the grain's name.
-func (g Grain) MarshalText() ([]byte, error) { return []byte(g.String()), nil }
+func (g Granularity) MarshalText() ([]byte, error) { return []byte(g.String()), nil }
 
 // UnmarshalText accepts the names of grains and refuses others by name, "unknown" too.
-func (g *Grain) UnmarshalText(text []byte) error {
-	n, err := parse("grain", grainNames[1:], text)
-	*g = Grain(n + 1)
+func (g *Granularity) UnmarshalText(text []byte) error {
+	n, err := parse("granularity", granularityNames[1:], text)
+	*g = Granularity(n + 1)
 	return err
 }
 
 // Route is one thing an agent declares that its gateway routes.
 type Route struct {
-	Service Service `json:"service"`
-	Via     Via     `json:"via"`
-	Can     Can     `json:"can"`
-	Grain   Grain   `json:"grain"`
+	Service     Service     `json:"service"`
+	Via         Via         `json:"via"`
+	Kind        Kind        `json:"kind"`
+	Granularity Granularity `json:"granularity"`
 }
 
 // Report is an agent's present word on one pod.
@@ -300,12 +300,14 @@ type Report struct {
 	// Kept names the Services in which the pod is kept, if State is Kept and Gate is AtHold: as namespace/name, sorted and joined by commas,
 	// so that reports can be compared. In its other Services the pod is Removed.
 	Kept string `json:"kept,omitempty"`
-	// Quiet says more of a pod to which the gateway goes on sending. At the hold: it is Idle in the Services where it is not kept. At the
-	// barrier, in any state: there is no connection to the pod to wait for.
-	Quiet bool `json:"quiet,omitempty"`
-	// Sent says that the gateway was seen to send to the pod since the agent was told of this barrier. Without it, one that has let go
-	// looks like one that has not heard yet that the pod is ready.
-	Sent bool `json:"sent,omitempty"`
+	// NoConnections says more of a pod to which the gateway goes on sending. At the hold: it is
+	// Idle in the Services where it is not kept. At the barrier, in any state: there is no
+	// connection to the pod to wait for.
+	NoConnections bool `json:"noConnections,omitempty"`
+	// HasSent says that the gateway was seen to send to the pod since the agent was told of this
+	// barrier. Without it, one that has let go looks like one that has not heard yet that the pod
+	// is ready.
+	HasSent bool `json:"hasSent,omitempty"`
 }
 
 // Open is a drain as agents see it: let go of this pod, in every Service, at every address.
@@ -336,9 +338,10 @@ type Watch struct {
 // Release ends a replica's lease on a tombstone.
 type Release struct {
 	UID UID `json:"uid"`
-	// Dead says that the pod is terminating or gone, so that it must never be routed again. Otherwise it lives on. At the barrier it says
-	// that the pod is gone, so that what is left of it can be cleaned away.
-	Dead bool `json:"dead"`
+	// Terminating says that the pod is terminating or gone, so that it must never be routed again.
+	// Otherwise it lives on. At the barrier it says that the pod is gone, so that what is left of
+	// it can be cleaned away.
+	Terminating bool `json:"terminating"`
 	// Gate is AtBarrier at the end of a Watch.
 	Gate Gate `json:"gate,omitempty"`
 }
@@ -396,8 +399,8 @@ const (
 	LabelNone Label = iota
 	// LabelDirected: owes at the hold.
 	LabelDirected
-	// LabelFollowing: owes at the barrier, not at the hold.
-	LabelFollowing
+	// LabelObserved: owes at the barrier, not at the hold.
+	LabelObserved
 )
 
 // ParseLabel reads the value of the label lameduck.io/agent.
@@ -405,8 +408,8 @@ func ParseLabel(value string) Label {
 	switch value {
 	case "directed":
 		return LabelDirected
-	case "following":
-		return LabelFollowing
+	case "observed":
+		return LabelObserved
 	default:
 		return LabelNone
 	}

@@ -175,7 +175,9 @@ func (d *Director) step(ctx context.Context) (read, again bool, err error) {
 		d.retry = retryFirst
 		err = unread(seen)
 	}
-	if !moved && d.Set.HasSynced() && !slices.ContainsFunc(pending, func(op health.Op) bool { return op.Want == health.WantRouted && !d.refused[op] }) {
+	if !moved && d.Set.HasSynced() && !slices.ContainsFunc(pending, func(op health.Op) bool {
+		return op.Want == health.WantRouted && !d.refused[op]
+	}) {
 		d.programmed.Store(true)
 	}
 	return true, moved || fresh(ops, d.without(slices.Clone(pending))), err
@@ -285,7 +287,8 @@ func (d *Director) refuse(now time.Time, tried []health.Op, applied error, pendi
 }
 
 // progress judges the ops that were tried by what was seen. One that was not tried, because it was refused before, is as far as it was.
-func (d *Director) progress(asOf time.Time, tried []health.Op, applied error, seen health.Observation, pending []health.Op) Progress {
+func (d *Director) progress(asOf time.Time, tried []health.Op, applied error, seen health.Observation,
+	pending []health.Op) Progress {
 	p := Progress{AsOf: asOf}
 	was := make(map[health.Op]bool, len(tried)+len(d.refused))
 	for op := range d.refused {

@@ -56,8 +56,8 @@ type Reading struct {
 	// to the next.
 	Connections int
 	Counted     time.Time
-	// Quiet reports whether there is no connection to wait for, whatever State is.
-	Quiet bool
+	// NoConnections reports whether there is no connection to wait for, whatever State is.
+	NoConnections bool
 	// Since is when State was entered.
 	Since time.Time
 }
@@ -102,7 +102,7 @@ func (s *settling) Reading() Reading {
 		} else {
 			r.State = health.Routing
 		}
-		r.Quiet = false
+		r.NoConnections = false
 	}
 	return r
 }

@@ -178,7 +178,8 @@ func newBenchWebhook(busy bool) (*benchWebhook, error) {
 	times := drain.DefaultTimes()
 	times.Deadline = 10 * time.Hour
 	times.Abandon = 10 * time.Hour
-	coord := coordinator.New(drain.Lease{Replica: "bench", Epoch: "1"}, times, coordinator.Options{MaxHolds: benchHolds, Log: log, Metrics: coordinator.NewMetrics(registry)})
+	coord := coordinator.New(drain.Holder{Replica: "bench", Epoch: "1"}, times,
+		coordinator.Options{MaxHolds: benchHolds, Log: log, Metrics: coordinator.NewMetrics(registry)})
 	coord.Expect([]drain.Expected{{ID: "silent", Name: "edge/silent", Ready: true, Label: drain.LabelDirected}})
 	world := &benchCluster{pods: map[types.NamespacedName]*corev1.Pod{}}
 	index := endpoints.NewIndex()

@@ -133,9 +133,11 @@ type fleet struct {
 // newFleet starts a coordinator and a crowd of agents.
 func newFleet(c crowd) (*fleet, error) {
 	registry := prometheus.NewRegistry()
-	f := &fleet{Coordinator: coordinator.New(drain.Lease{Replica: "bench", Epoch: "1"}, drain.DefaultTimes(), coordinator.Options{
-		MaxHolds: 1000, Pods: nobody{}, Authenticate: anybody{}, Log: slog.New(slog.DiscardHandler), Metrics: coordinator.NewMetrics(registry),
-	})}
+	f := &fleet{Coordinator: coordinator.New(drain.Holder{Replica: "bench", Epoch: "1"}, drain.DefaultTimes(),
+		coordinator.Options{
+			MaxHolds: 1000, Pods: nobody{}, Authenticate: anybody{}, Log: slog.New(slog.DiscardHandler),
+			Metrics: coordinator.NewMetrics(registry),
+		})}
 	routes := http.NewServeMux()
 	routes.Handle("/", f.Handler())
 	routes.HandleFunc(floorPath, func(w http.ResponseWriter, _ *http.Request) {
@@ -228,7 +230,7 @@ func (f *fleet) drain(service drain.Service, n int) time.Duration {
 	all.Wait()
 	took := time.Since(began)
 	for i := range n {
-		f.Gone(pod(i).UID)
+		f.GatePassed(pod(i).UID)
 	}
 	return took
 }
@@ -239,7 +241,7 @@ func (f *fleet) others(service drain.Service, left int) time.Duration {
 	name := strconv.Itoa(f.pods)
 	f.pods++
 	pod := drain.Pod{Namespace: "bench", Name: name, UID: drain.UID("pod-" + name)}
-	defer f.Gone(pod.UID)
+	defer f.GatePassed(pod.UID)
 	began := time.Now()
 	for {
 		status, _, err := f.Drain(context.Background(), coordinator.Request{Pod: pod, Targets: []drain.Targets{{Service: service}}}, began)
@@ -402,7 +404,8 @@ func (a *benchAgent) open() (*bufio.Reader, error) {
 	}
 	declaration := wire.Declaration{Session: a.session}
 	for _, s := range a.services {
-		declaration.Routes = append(declaration.Routes, drain.Route{Service: s, Via: drain.Endpoints, Can: drain.Direct, Grain: drain.PerRequest})
+		declaration.Routes = append(declaration.Routes,
+			drain.Route{Service: s, Via: drain.Endpoints, Kind: drain.Directed, Granularity: drain.PerRequest})
 	}
 	return lines, a.declare(declaration)
 }

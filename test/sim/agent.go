@@ -101,7 +101,7 @@ type link struct {
 	synced   bool
 	declared bool
 	session  uint64
-	lease    drain.Lease
+	lease    drain.Holder
 	released map[drain.UID]bool
 	posting  bool
 	// everything and poked are what the report loop wakes up for.
@@ -651,13 +651,14 @@ func (l *link) lost(k *conn) {
 }
 
 // receive carries out what came in one write.
-func (l *link) receive(k *conn, at time.Time, session uint64, lease drain.Lease, open []drain.Open, released []drain.Release, first bool) {
+func (l *link) receive(k *conn, at time.Time, session uint64, lease drain.Holder, open []drain.Open,
+	released []drain.Release, first bool) {
 	w, a := l.a.w, l.a
 	if l.conn != k {
 		return
 	}
 	l.heardAt, l.session, l.lease = w.at, session, lease
-	holder, expires := lease.String(), w.now.Add(w.times.Lease)
+	holder, expires := lease.String(), w.now.Add(w.times.Expiry)
 	a.renew(holder, expires)
 	l.at = at
 	for _, d := range open {
@@ -682,7 +683,7 @@ func (l *link) receive(k *conn, at time.Time, session uint64, lease drain.Lease,
 		if l.released != nil {
 			l.released[r.UID] = true
 		}
-		a.lift(r.UID, holder, r.Dead)
+		a.lift(r.UID, holder, r.Terminating)
 	}
 	if !first || l.synced {
 		return
@@ -771,15 +772,17 @@ func (l *link) declare(k *conn) {
 	a, c, session := l.a, l.c, l.session
 	routes := make([]drain.Route, 0, len(a.services))
 	for _, s := range a.services {
-		routes = append(routes, drain.Route{Service: service(s), Via: drain.Endpoints, Can: drain.Direct, Grain: drain.PerRequest})
+		routes = append(routes, drain.Route{Service: service(s), Via: drain.Endpoints, Kind: drain.Directed,
+			Granularity: drain.PerRequest})
 	}
 	if a.kernel != nil {
-		routes = []drain.Route{{Service: drain.EveryService, Via: drain.Endpoints, Can: drain.Observe, Grain: drain.PerConnection}}
+		routes = []drain.Route{{Service: drain.EveryService, Via: drain.Endpoints, Kind: drain.Observed,
+			Granularity: drain.PerConnection}}
 	}
 	l.released = map[drain.UID]bool{}
 	var open []drain.Open
 	l.post(k, func() (ok bool) { open, ok = c.declare(a, session, routes); return ok }, func() {
-		settled, holder, expires := true, l.lease.String(), a.w.now.Add(a.w.times.Lease)
+		settled, holder, expires := true, l.lease.String(), a.w.now.Add(a.w.times.Expiry)
 		for _, d := range open {
 			if l.released[d.Pod.UID] {
 				settled = false
@@ -872,7 +875,7 @@ func (l *link) reports(k *conn) {
 				names = append(names, service(int(p[0]-'a')).String())
 			}
 			slices.Sort(names)
-			r.Kept, r.Quiet = strings.Join(names, ","), s.Quiet
+			r.Kept, r.NoConnections = strings.Join(names, ","), s.Quiet
 		}
 		now[r.UID] = r
 		if l.everything || l.said[r.UID] != r {
@@ -882,7 +885,7 @@ func (l *link) reports(k *conn) {
 	for _, uid := range sorted(a.watched[l.lease.String()]) {
 		r := drain.Report{
 			UID: uid, State: a.kernel.state(uid), Gate: drain.AtBarrier, Number: l.numbers[drain.AtBarrier][uid],
-			Quiet: a.kernel.synced && a.kernel.active[uid] == 0, Sent: a.sent[uid],
+			NoConnections: a.kernel.synced && a.kernel.active[uid] == 0, HasSent: a.sent[uid],
 		}
 		if r.State >= drain.Removed {
 			r.Proof = drain.Runtime

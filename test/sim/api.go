@@ -301,7 +301,7 @@ func (a *api) expected() []drain.Expected {
 		if g.listed && g.right == "" { // others are not expected before they declare
 			label := drain.LabelDirected
 			if g.kernel != nil {
-				label = drain.LabelFollowing
+				label = drain.LabelObserved
 			}
 			all = append(all, drain.Expected{ID: g.id, Name: "shop/" + g.name, Ready: g.ready, Label: label})
 		}

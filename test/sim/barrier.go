@@ -22,7 +22,7 @@ const (
 )
 
 // sampling is that of clusters of a few nodes.
-var sampling = drain.Sampling{AllMost: 2, Size: 2, Learn: 5}
+var sampling = drain.Sampling{AllUpTo: 2, Size: 2, Learn: 5}
 
 // kernel is a node's, kube-proxy included: it follows EndpointSlices, late, and takes no orders.
 type kernel struct {
@@ -541,14 +541,14 @@ func (c *coord) unbar(x *barred) {
 func (c *coord) lookBarriers(overdue []drain.Pod) {
 	for _, pod := range overdue {
 		if _, known := c.pods[pod.UID]; c.synced && !known {
-			c.ledger.Gone(c.w.now, drain.AtBarrier, pod.UID)
+			c.ledger.GatePassed(c.w.now, drain.AtBarrier, pod.UID)
 		}
 	}
 }
 
 // settleBarriers wakes those who wait at a barrier that may have changed.
 func (c *coord) settleBarriers() bool {
-	touched := c.ledger.Touched(drain.AtBarrier)
+	touched := c.ledger.Changed(drain.AtBarrier)
 	for _, uid := range touched {
 		c.ledger.Status(c.w.now, drain.AtBarrier, uid)
 		for _, x := range c.bars {
@@ -635,7 +635,7 @@ func (c *coord) toldAtBarrier(p *pod, a *agent) (why string) {
 			told += number(is || !c.streaming(o))
 		}
 	}
-	if c.w.scope == drain.ScopeAuto && nodes <= sampling.AllMost || told < sampling.Size {
+	if c.w.scope == drain.ScopeAuto && nodes <= sampling.AllUpTo || told < sampling.Size {
 		return ""
 	}
 	return "not asked: not in the sample"

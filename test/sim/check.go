@@ -138,7 +138,7 @@ func (c *coord) checkAllow(p *pod, s drain.Status, wd *word, services []drain.Se
 			excuse := ""
 			if r.State == drain.Kept && c.keptAsLast(r.Kept, last) {
 				excuse = "LastTarget" // whatever the reason is, which is that of the slowest: this gateway sends on
-				r.State = drain.Removed + drain.State(number(r.Quiet))
+				r.State = drain.Removed + drain.State(number(r.NoConnections))
 			}
 			if !heard || r.State < least || w.at-r.at > w.times.Freshness || s.Reason == drain.NoAgents || s.Reason == drain.Suspended {
 				w.fail(checkBacking, "%s allows the deletion of %s by %s, but the last word of %s is %s (heard=%t, %s old)",
@@ -592,7 +592,7 @@ func (c *coord) unrouted(usable []drain.UID, all bool) (n int) {
 // alive counts the usable targets of which this replica does not know that they are dead.
 func (c *coord) alive(usable []drain.UID) (n int) {
 	for _, uid := range usable {
-		if s := c.ledger.Status(c.w.now, drain.AtHold, uid); s.Phase != drain.Closed || s.Reason != drain.Dead {
+		if s := c.ledger.Status(c.w.now, drain.AtHold, uid); s.Phase != drain.Closed || s.Reason != drain.Terminating {
 			n++
 		}
 	}

@@ -297,7 +297,7 @@ func (c *coord) look(pods []drain.Pod) {
 				return
 			}
 			if living {
-				if c.ledger.Alive(w.now, uid) {
+				if c.ledger.NotTerminating(w.now, uid) {
 					c.log("%s lives, and nobody asks for it: abandoned", uid)
 					c.checkAbandoned(uid)
 					if w.faulty() && w.chance(300) {
@@ -326,7 +326,7 @@ func (a *api) find(uid drain.UID) *pod {
 }
 
 func (c *coord) gone(uid drain.UID) {
-	if c.ledger.Gone(c.w.now, drain.AtHold, uid) {
+	if c.ledger.GatePassed(c.w.now, drain.AtHold, uid) {
 		c.log("%s is going", uid)
 		c.closed(uid)
 	}
@@ -361,7 +361,7 @@ func (c *coord) podSeen(p *pod, v podView) {
 	} else if v.ready {
 		c.back(p.uid, v.readyAt)
 	}
-	if v.gone && c.ledger.Gone(c.w.now, drain.AtBarrier, p.uid) {
+	if v.gone && c.ledger.GatePassed(c.w.now, drain.AtBarrier, p.uid) {
 		c.settle()
 	}
 }
@@ -398,7 +398,7 @@ func (c *coord) meet(id drain.AgentID) {
 
 // settle wakes those whom a change may concern.
 func (c *coord) settle() {
-	for touched := c.ledger.Touched(drain.AtHold); len(touched) > 0; touched = c.ledger.Touched(drain.AtHold) {
+	for touched := c.ledger.Changed(drain.AtHold); len(touched) > 0; touched = c.ledger.Changed(drain.AtHold) {
 		for _, uid := range touched {
 			c.ledger.Status(c.w.now, drain.AtHold, uid)
 			for _, h := range c.holds {
@@ -418,7 +418,7 @@ func (c *coord) settle() {
 		c.log("%s: suspended=%t", s.Name, !s.Over)
 	}
 	c.checkRoom()
-	for _, id := range c.ledger.Concerned() {
+	for _, id := range c.ledger.Affected() {
 		for _, s := range c.streams {
 			if s.link.a.id == id {
 				c.wakeStream(s)
@@ -789,7 +789,7 @@ func (c *coord) connect(l *link, k *conn, boot string) {
 	if boot != c.departed[id] {
 		delete(c.departed, id)
 	}
-	s.session = c.ledger.Connect(w.now, id, drain.Hail{Boot: boot, Observes: l.a.kernel != nil})
+	s.session = c.ledger.Connect(w.now, id, drain.Hello{Boot: boot, Observes: l.a.kernel != nil})
 	if l.a.right != "" && !c.ledger.Agent(id).Declared {
 		c.ledger.Declare(id, s.session, nil)
 		delete(c.declared, l.a)
@@ -835,7 +835,7 @@ func (c *coord) say(s *stream, first, beat bool) {
 		c.end(s, false)
 		return
 	}
-	open, released, next := c.ledger.Since(id, s.sent)
+	open, released, next := c.ledger.ChangesFor(id, s.sent)
 	s.sent = next
 	c.tell(id, open)
 	for _, r := range released {
@@ -867,7 +867,7 @@ func (c *coord) tell(id drain.AgentID, open []drain.Open) {
 }
 
 func (c *coord) write(s *stream, open []drain.Open, released []drain.Release, first bool) {
-	l, session, lease := s.link, s.session, drain.Lease{Replica: c.name, Epoch: fmt.Sprint(c.epoch)}
+	l, session, lease := s.link, s.session, drain.Holder{Replica: c.name, Epoch: fmt.Sprint(c.epoch)}
 	k := s.conn
 	if k.closed[1] {
 		return
@@ -948,7 +948,8 @@ func (c *coord) report(a *agent, asOf time.Time, session uint64, reports []said)
 		plain = append(plain, r.Report)
 		r.at = asOf.Sub(epoch)
 		if r.Gate == drain.AtBarrier {
-			c.log("%s reports %s %s quiet=%t sent=%t at the barrier", a.name, r.UID, r.State, r.Quiet, r.Sent)
+			c.log("%s reports %s %s quiet=%t sent=%t at the barrier", a.name, r.UID, r.State, r.NoConnections,
+				r.HasSent)
 			c.learn(a, r.Report)
 			continue
 		}

@@ -262,7 +262,7 @@ func (c *coord) wakeRests(uid drain.UID) {
 // back hears that a pod has become ready, so that it is routed again if it was let go of for a restart before.
 func (c *coord) back(uid drain.UID, at time.Duration) {
 	begun, open := c.begun[uid]
-	if c.ledger.Back(c.w.now, uid, epoch.Add(at)) {
+	if c.ledger.ReadyAgain(c.w.now, uid, epoch.Add(at)) {
 		c.log("%s is ready again", uid)
 		c.w.measure("pods that were routed again because they were ready again")
 		c.closed(uid)

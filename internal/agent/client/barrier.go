@@ -21,7 +21,7 @@ var ErrNoCoordinator = errors.New("no coordinator can be asked")
 // Barrier asks one coordinator when a pod may be told to stop, and waits for the answer until ctx is done. One that stops, is lost or knows
 // this agent by another stream is left for the next; each is asked once. The caller sets everything in b but Session. The error wraps
 // ErrNoCoordinator if all have failed, or there is none with an open stream.
-func (c *Client) Barrier(ctx context.Context, b wire.Barrier) (wire.Passed, error) {
+func (c *Client) Barrier(ctx context.Context, b wire.Barrier) (wire.BarrierStatus, error) {
 	c.mu.Lock()
 	replicas := make([]*replica, 0, len(c.replicas))
 	for _, r := range c.replicas {
@@ -45,7 +45,7 @@ func (c *Client) Barrier(ctx context.Context, b wire.Barrier) (wire.Passed, erro
 			errs = append(errs, err)
 		}
 	}
-	return wire.Passed{}, errors.Join(errs...)
+	return wire.BarrierStatus{}, errors.Join(errs...)
 }
 
 func rank(address string, uid drain.UID) uint64 {
@@ -56,7 +56,7 @@ func rank(address string, uid drain.UID) uint64 {
 
 var errNotOpen = errors.New("no stream is open, or the coordinator knows no barrier")
 
-func (r *replica) barrier(ctx context.Context, b wire.Barrier) (passed wire.Passed, err error) {
+func (r *replica) barrier(ctx context.Context, b wire.Barrier) (passed wire.BarrierStatus, err error) {
 	r.mu.Lock()
 	hello, open := r.hello, r.open
 	r.mu.Unlock()

@@ -358,7 +358,7 @@ func (r *replica) stream(ctx context.Context) error {
 		return fmt.Errorf("first message is not a hello of protocol %s: %+v", wire.Spoken(), first)
 	}
 	hello := *first.Hello
-	if hello.AwayMillis <= 0 || hello.LeaseMillis <= 0 || hello.RenewalMillis <= 0 {
+	if hello.AwayMillis <= 0 || hello.ExpiryMillis <= 0 || hello.RenewalMillis <= 0 {
 		return fmt.Errorf("hello names no times: %+v", hello)
 	}
 	away := time.Duration(hello.AwayMillis) * time.Millisecond
@@ -367,7 +367,8 @@ func (r *replica) stream(ctx context.Context) error {
 		r.client.Observer.Connected(r.address)
 		defer r.client.Observer.Disconnected(r.address)
 	}
-	r.client.Log.Info("stream to coordinator opened", "address", r.address, "holder", hello.Lease.String(), "session", hello.Session)
+	r.client.Log.Info("stream to coordinator opened", "address", r.address, "holder", hello.Holder.String(),
+		"session", hello.Session)
 
 	r.opened = true
 	r.setHello(ctx, hello)
@@ -413,8 +414,8 @@ func (r *replica) stream(ctx context.Context) error {
 // drains is.
 func (r *replica) receive(lines *lines, hello wire.Hello, heard, complete func()) error {
 	t := r.client.Exclusions
-	holder := hello.Lease.String()
-	expiry := time.Duration(hello.LeaseMillis) * time.Millisecond
+	holder := hello.Holder.String()
+	expiry := time.Duration(hello.ExpiryMillis) * time.Millisecond
 	listed, watched := map[drain.UID]bool{}, map[drain.UID]bool{}
 	synced, news := false, false
 	for {
@@ -499,7 +500,7 @@ func (r *replica) post(ctx context.Context, hello wire.Hello, report func(wire.R
 		numbers, watches, at := maps.Clone(r.numbers), maps.Clone(r.watches), r.at
 		r.mu.Unlock()
 		held := map[drain.UID]bool{}
-		for _, uid := range r.client.Exclusions.Held(hello.Lease.String()) {
+		for _, uid := range r.client.Exclusions.Held(hello.Holder.String()) {
 			held[uid] = true
 		}
 		for _, report := range r.client.Exclusions.Reports() {
@@ -565,7 +566,7 @@ func (r *replica) declare(ctx context.Context, hello wire.Hello, routes []drain.
 	if err != nil {
 		return false, err
 	}
-	watching := r.begin(declared.Watches, hello.Lease.String())
+	watching := r.begin(declared.Watches, hello.Holder.String())
 	if settled = r.exclude(declared.Drains, hello) && watching; settled {
 		r.setDeclared(true)
 	}
@@ -579,13 +580,13 @@ func (r *replica) exclude(drains []drain.Open, hello wire.Hello) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	settled := true
-	expires := time.Now().Add(time.Duration(hello.LeaseMillis) * time.Millisecond)
+	expires := time.Now().Add(time.Duration(hello.ExpiryMillis) * time.Millisecond)
 	for _, d := range drains {
 		if r.released[d.Pod.UID] {
 			settled = false
 			continue
 		}
-		r.client.Exclusions.Exclude(d.Pod, hello.Lease.String(), d.Since, expires)
+		r.client.Exclusions.Exclude(d.Pod, hello.Holder.String(), d.Since, expires)
 		r.numbers[d.Pod.UID] = max(r.numbers[d.Pod.UID], d.Number)
 	}
 	r.released = nil
@@ -635,7 +636,7 @@ func (r *replica) unwatch(release drain.Release, holder string) {
 	}
 	r.mu.Unlock()
 	if r.client.Watches != nil {
-		r.client.Watches.Unwatch(release.UID, holder, release.Dead)
+		r.client.Watches.Unwatch(release.UID, holder, release.Terminating)
 	}
 }
 
@@ -647,7 +648,7 @@ func (r *replica) readmit(release drain.Release, holder string) {
 		r.released[release.UID] = true
 	}
 	delete(r.numbers, release.UID)
-	r.client.Exclusions.Readmit(release.UID, holder, release.Dead)
+	r.client.Exclusions.Readmit(release.UID, holder, release.Terminating)
 }
 
 // send posts body and decodes the answer into result, if that is not nil.

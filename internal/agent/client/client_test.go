@@ -26,7 +26,7 @@ import (
 // What a client and a coordinator do together is tested in package coordinator. Here a coordinator is scripted, to do what the
 // real one does seldom or not yet. Each test runs in a bubble of fake time, which fails if a goroutine is left.
 
-const hello = `{"type":"hello","hello":{"protocol":1,"lease":{"replica":"r","epoch":"e"},"session":7,"heartbeatMillis":2000,"awayMillis":5000,"leaseMillis":60000,"renewalMillis":10000}}`
+const hello = `{"type":"hello","hello":{"protocol":1,"holder":{"replica":"r","epoch":"e"},"session":7,"heartbeatMillis":2000,"awayMillis":5000,"expiryMillis":60000,"renewalMillis":10000}}`
 
 // script is a coordinator: each stream is served by stream, each post by the handler of its path.
 type script struct {
@@ -276,7 +276,8 @@ func runWith(t *testing.T, set func(*Client), scripts ...*script) (*Client, *sto
 	c.HTTP = &http.Client{Transport: transport}
 	c.Token = func() (string, error) { return "secret", nil }
 	c.Boot, c.Gateway, c.Exclusions, c.Log = "boot", "fake", s, slog.New(log)
-	c.Routes = []drain.Route{{Service: drain.Service{Namespace: "shop", Name: "web"}, Via: drain.Endpoints, Can: drain.Direct, Grain: drain.PerRequest}}
+	c.Routes = []drain.Route{{Service: drain.Service{Namespace: "shop", Name: "web"}, Via: drain.Endpoints,
+		Kind: drain.Directed, Granularity: drain.PerRequest}}
 	c.Replicas(addresses(len(scripts)))
 	set(c)
 	ctx, cancel := context.WithCancel(t.Context())
@@ -381,12 +382,13 @@ func TestWhatIsNotAStreamIsReportedAndTriedAgain(t *testing.T) {
 		"no hello":          {[]string{`{"type":"synced"}`}, "first message is not a hello of protocol 1"},
 		"another protocol":  {[]string{strings.Replace(hello, `"protocol":1`, `"protocol":2`, 1)}, "first message is not a hello of protocol 1"},
 		"a hello of nobody": {[]string{`{"type":"hello"}`}, "first message is not a hello"},
-		"no times":          {[]string{strings.Replace(hello, `"leaseMillis":60000`, `"leaseMillis":0`, 1)}, "hello names no times"},
-		"no JSON":           {[]string{hello, `<html>`}, `message "<html>"`},
-		"an unknown state":  {[]string{hello, `{"type":"drain","drain":{"since":"noon"}}`}, "noon"},
-		"a line too long":   {[]string{hello, `{"type":"` + strings.Repeat("x", maxLine) + `"}`}, "token too long"},
-		"the end":           {[]string{hello}, "EOF"},
-		"nothing":           {nil, "EOF"},
+		"no times": {[]string{strings.Replace(hello, `"expiryMillis":60000`, `"expiryMillis":0`, 1)},
+			"hello names no times"},
+		"no JSON":          {[]string{hello, `<html>`}, `message "<html>"`},
+		"an unknown state": {[]string{hello, `{"type":"drain","drain":{"since":"noon"}}`}, "noon"},
+		"a line too long":  {[]string{hello, `{"type":"` + strings.Repeat("x", maxLine) + `"}`}, "token too long"},
+		"the end":          {[]string{hello}, "EOF"},
+		"nothing":          {nil, "EOF"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -498,7 +500,7 @@ func TestAnAnswerToADeclarationDoesNotObserveWhatWasReleasedMeanwhile(t *testing
 			s.say(hello)
 			s.say(`{"type":"synced"}`)
 			<-release
-			s.say(`{"type":"release","release":{"uid":"a","dead":true,"gate":"barrier"}}`)
+			s.say(`{"type":"release","release":{"uid":"a","terminating":true,"gate":"barrier"}}`)
 			close(released)
 			<-s.done
 		}
@@ -598,7 +600,7 @@ func TestReportsSayNewsAtOnceAndEverythingInTime(t *testing.T) {
 		want()
 		time.Sleep(200 * time.Millisecond)
 		want("a idle, other unknown")
-		lines <- `{"type":"release","release":{"uid":"other","dead":true}}`
+		lines <- `{"type":"release","release":{"uid":"other","terminating":true}}`
 		synctest.Wait()
 		c.Wake()
 		want()
@@ -910,7 +912,7 @@ func TestALostStreamIsSaidOnce(t *testing.T) {
 // Whatever a coordinator writes on a stream is a message or the end of it, and no line is held beyond its bound.
 func FuzzLines(f *testing.F) {
 	f.Add([]byte(hello + "\n" + drainLine("a") + "\n\n{}\nnull\n"))
-	f.Add([]byte(`{"type":"release","release":{"uid":"a","dead":true}}`))
+	f.Add([]byte(`{"type":"release","release":{"uid":"a","terminating":true}}`))
 	f.Add([]byte("{\"type\":\"drain\",\"drain\":{\"since\":\"0000-01-01T00:00:00Z\"}}\r\n[]"))
 	f.Fuzz(func(t *testing.T, text []byte) {
 		lines := newLines(bytes.NewReader(text))

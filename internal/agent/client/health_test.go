@@ -30,7 +30,7 @@ func TestHealthIsToldToThoseWhoTakeIt(t *testing.T) {
 				var said []line
 				began := time.Now()
 				s.upgraded = func(s *session, from *bufio.Reader) {
-					s.say(strings.Replace(hello, `"lease"`, `"features":`+c.features+`,"lease"`, 1))
+					s.say(strings.Replace(hello, `"holder"`, `"features":`+c.features+`,"holder"`, 1))
 					s.say(drainLine("a") + "\n" + `{"type":"synced"}`)
 					go func() {
 						for range 4 {

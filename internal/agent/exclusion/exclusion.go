@@ -155,7 +155,7 @@ func (t *Exclusions) Reports() []drain.Report {
 			reports[i].Proof = drain.Runtime
 		}
 		if state == health.Kept {
-			reports[i].Kept, reports[i].Quiet = t.services(s.Kept), s.Quiet
+			reports[i].Kept, reports[i].NoConnections = t.services(s.Kept), s.Quiet
 		}
 	}
 	return reports

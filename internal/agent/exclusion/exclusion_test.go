@@ -223,7 +223,8 @@ func TestReportsNameTheServicesThatKeepAPod(t *testing.T) {
 	seen[health.Key{Pool: "web", Target: a}] = health.Seen{Present: true, Active: 1}
 	later := time.Now()
 	set.Observe(later, health.Observation{Generation: "g", At: later, Seen: seen})
-	if got := stones.Reports(); len(got) != 1 || got[0].State != drain.Kept || got[0].Kept != "shop/own" || got[0].Quiet {
+	if got := stones.Reports(); len(got) != 1 || got[0].State != drain.Kept || got[0].Kept != "shop/own" ||
+		got[0].NoConnections {
 		t.Fatalf("reports %+v, want one that is kept in shop/own, and not quiet", got)
 	}
 	stones.Changed()
@@ -232,7 +233,7 @@ func TestReportsNameTheServicesThatKeepAPod(t *testing.T) {
 		later = later.Add(health.IdleGap)
 		set.Observe(later, health.Observation{Generation: "g", At: later, Seen: seen})
 	}
-	if !stones.Changed() || !stones.Reports()[0].Quiet {
+	if !stones.Changed() || !stones.Reports()[0].NoConnections {
 		t.Errorf("reports %+v, want it quiet, and that to be news", stones.Reports())
 	}
 }

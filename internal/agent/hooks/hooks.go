@@ -66,7 +66,7 @@ type Server struct {
 	pods    *nodepods.Pods
 	gateway gateway.Observed
 	live    func(ctx context.Context, pod drain.Pod) (p nodepods.Pod, gone bool, err error)
-	ask     func(context.Context, wire.Barrier) (wire.Passed, error)
+	ask     func(context.Context, wire.Barrier) (wire.BarrierStatus, error)
 	// addresses are this node's.
 	addresses func() ([]net.Addr, error)
 	m         *metrics
@@ -93,7 +93,7 @@ type wait struct {
 // [client.Client.Barrier], and live reads a pod that the watch may be late for, see
 // [nodepods.Live].
 func New(pods *nodepods.Pods, g gateway.Observed, live func(context.Context, drain.Pod) (nodepods.Pod, bool, error),
-	ask func(context.Context, wire.Barrier) (wire.Passed, error), r prometheus.Registerer, log *slog.Logger,
+	ask func(context.Context, wire.Barrier) (wire.BarrierStatus, error), r prometheus.Registerer, log *slog.Logger,
 ) *Server {
 	return &Server{
 		pods: pods, gateway: g, live: live, ask: ask, addresses: net.InterfaceAddrs, m: newMetrics(r), log: log, stopping: make(chan struct{}),
@@ -390,7 +390,7 @@ func (s *Server) restart(p nodepods.Pod, until time.Time, detail string) (outcom
 
 // answer is a coordinator's.
 type answer struct {
-	passed wire.Passed
+	passed wire.BarrierStatus
 	err    error
 }
 
@@ -420,7 +420,7 @@ func (s *Server) barrier(ctx context.Context, p nodepods.Pod, deadline time.Time
 	alone := false
 	trouble := ""
 	var removedAt, passedAt time.Time
-	var passed wire.Passed
+	var passed wire.BarrierStatus
 	for {
 		// Looked at on every turn, so that a state which was entered while a coordinator answered is not missed.
 		now := time.Now()
@@ -488,7 +488,7 @@ func (s *Server) barrier(ctx context.Context, p nodepods.Pod, deadline time.Time
 // mayStop reports whether a pod may be told to stop, and with which outcome, that a coordinator has let go at passedAt. The kernel of the
 // pod's own node sees every connection to it: also those that came since that agent last reported Idle, from nodes that are not asked
 // or by a load balancer, and those that the pod or one of its Services wants waited for.
-func mayStop(is gateway.Reading, passed wire.Passed, now, passedAt, removedAt time.Time) (outcome, bool) {
+func mayStop(is gateway.Reading, passed wire.BarrierStatus, now, passedAt, removedAt time.Time) (outcome, bool) {
 	why := outcome(passed.Reason)
 	acknowledged := passed.Reason == drain.Acknowledged.String()
 	switch {
@@ -514,7 +514,7 @@ func stopped(is gateway.Reading, now, began, removedAt time.Time) bool {
 	case health.Removed:
 		return now.Sub(removedAt) >= localIdle
 	case health.Kept:
-		return is.Quiet && late
+		return is.NoConnections && late
 	case health.Unknown:
 		return late
 	default:
@@ -522,7 +522,7 @@ func stopped(is gateway.Reading, now, began, removedAt time.Time) bool {
 	}
 }
 
-func outcomeText(p wire.Passed) string {
+func outcomeText(p wire.BarrierStatus) string {
 	text := ""
 	for i, w := range p.Waiting {
 		if i == 3 {

@@ -58,9 +58,9 @@ func newTestNode(t *testing.T) *testNode {
 
 // nobody: no coordinator can be asked.
 func (n *testNode) nobody() {
-	n.ask = func(_ context.Context, b wire.Barrier) (wire.Passed, error) {
+	n.ask = func(_ context.Context, b wire.Barrier) (wire.BarrierStatus, error) {
 		n.asked = append(n.asked, b)
-		return wire.Passed{}, client.ErrNoCoordinator
+		return wire.BarrierStatus{}, client.ErrNoCoordinator
 	}
 }
 
@@ -144,9 +144,9 @@ func TestHooksEnd(t *testing.T) {
 	}{
 		"the coordinator says when": {
 			before: func(n *testNode) {
-				n.ask = func(ctx context.Context, b wire.Barrier) (wire.Passed, error) {
+				n.ask = func(ctx context.Context, b wire.Barrier) (wire.BarrierStatus, error) {
 					time.Sleep(700 * time.Millisecond)
-					return wire.Passed{Phase: "Released", Reason: "Acknowledged"}, nil
+					return wire.BarrierStatus{Phase: "Released", Reason: "Acknowledged"}, nil
 				}
 				n.pods.Set(agenttest.Hooked("a"), false)
 				n.pods.Set(agenttest.Deleted(agenttest.Hooked("a"), 35*time.Second), false)
@@ -155,9 +155,9 @@ func TestHooksEnd(t *testing.T) {
 		},
 		"the coordinator says nothing": {
 			before: func(n *testNode) {
-				n.ask = func(ctx context.Context, _ wire.Barrier) (wire.Passed, error) {
+				n.ask = func(ctx context.Context, _ wire.Barrier) (wire.BarrierStatus, error) {
 					<-ctx.Done()
-					return wire.Passed{}, ctx.Err()
+					return wire.BarrierStatus{}, ctx.Err()
 				}
 				n.pods.Set(agenttest.Hooked("a"), false)
 				n.pods.Set(agenttest.Deleted(agenttest.Hooked("a"), 35*time.Second), false)
@@ -166,9 +166,9 @@ func TestHooksEnd(t *testing.T) {
 		},
 		"somebody deletes with less grace": {
 			before: func(n *testNode) {
-				n.ask = func(ctx context.Context, _ wire.Barrier) (wire.Passed, error) {
+				n.ask = func(ctx context.Context, _ wire.Barrier) (wire.BarrierStatus, error) {
 					<-ctx.Done()
-					return wire.Passed{}, ctx.Err()
+					return wire.BarrierStatus{}, ctx.Err()
 				}
 				n.pods.Set(agenttest.Hooked("a"), false)
 				n.pods.Set(agenttest.Deleted(agenttest.Hooked("a"), 8*time.Second), false)
@@ -230,11 +230,11 @@ func TestHooksEnd(t *testing.T) {
 		"a coordinator comes": {
 			before: func(n *testNode) {
 				n.k.Is(podTarget, health.Routing, 0)
-				n.ask = func(context.Context, wire.Barrier) (wire.Passed, error) {
+				n.ask = func(context.Context, wire.Barrier) (wire.BarrierStatus, error) {
 					if n.asked = append(n.asked, wire.Barrier{}); len(n.asked) < 4 {
-						return wire.Passed{}, client.ErrNoCoordinator
+						return wire.BarrierStatus{}, client.ErrNoCoordinator
 					}
-					return wire.Passed{Reason: "LastTarget"}, nil
+					return wire.BarrierStatus{Reason: "LastTarget"}, nil
 				}
 				n.pods.Set(agenttest.Hooked("a"), false)
 				n.pods.Set(agenttest.Deleted(agenttest.Hooked("a"), 35*time.Second), false)
@@ -245,9 +245,9 @@ func TestHooksEnd(t *testing.T) {
 			before: func(n *testNode) {
 				n.k.Is(podTarget, health.Idle, 0)
 				n.k.OnCount(func() { n.k.Is(podTarget, health.Removed, 1) })
-				n.ask = func(context.Context, wire.Barrier) (wire.Passed, error) {
+				n.ask = func(context.Context, wire.Barrier) (wire.BarrierStatus, error) {
 					time.Sleep(5 * time.Second)
-					return wire.Passed{Reason: "Acknowledged"}, nil
+					return wire.BarrierStatus{Reason: "Acknowledged"}, nil
 				}
 				n.pods.Set(agenttest.Hooked("a"), false)
 				n.pods.Set(agenttest.Deleted(agenttest.Hooked("a"), 35*time.Second), false)
@@ -262,9 +262,9 @@ func TestHooksEnd(t *testing.T) {
 			before: func(n *testNode) {
 				n.k.Is(podTarget, health.Idle, 0)
 				n.k.OnCount(func() { n.k.Is(podTarget, health.Removed, 1); n.k.OnCount(nil) })
-				n.ask = func(context.Context, wire.Barrier) (wire.Passed, error) {
+				n.ask = func(context.Context, wire.Barrier) (wire.BarrierStatus, error) {
 					time.Sleep(5 * time.Second)
-					return wire.Passed{Reason: "Acknowledged"}, nil
+					return wire.BarrierStatus{Reason: "Acknowledged"}, nil
 				}
 				n.pods.Set(agenttest.Hooked("a"), false)
 				n.pods.Set(agenttest.Deleted(agenttest.Hooked("a"), 35*time.Second), false)
@@ -275,9 +275,9 @@ func TestHooksEnd(t *testing.T) {
 			before: func(n *testNode) {
 				n.k.Is(podTarget, health.Idle, 1)
 				n.k.OnCount(func() { n.k.Is(podTarget, health.Idle, 1) })
-				n.ask = func(context.Context, wire.Barrier) (wire.Passed, error) {
+				n.ask = func(context.Context, wire.Barrier) (wire.BarrierStatus, error) {
 					time.Sleep(5 * time.Second)
-					return wire.Passed{Reason: "Acknowledged"}, nil
+					return wire.BarrierStatus{Reason: "Acknowledged"}, nil
 				}
 				n.pods.Set(agenttest.Hooked("a"), false)
 				n.pods.Set(agenttest.Deleted(agenttest.Hooked("a"), 35*time.Second), false)
@@ -287,9 +287,9 @@ func TestHooksEnd(t *testing.T) {
 		"connections cannot be counted": {
 			before: func(n *testNode) {
 				n.k.Is(podTarget, health.Idle, 0)
-				n.ask = func(context.Context, wire.Barrier) (wire.Passed, error) {
+				n.ask = func(context.Context, wire.Barrier) (wire.BarrierStatus, error) {
 					time.Sleep(5 * time.Second)
-					return wire.Passed{Reason: "Acknowledged"}, nil
+					return wire.BarrierStatus{Reason: "Acknowledged"}, nil
 				}
 				n.pods.Set(agenttest.Hooked("a"), false)
 				n.pods.Set(agenttest.Deleted(agenttest.Hooked("a"), 35*time.Second), false)
@@ -299,9 +299,9 @@ func TestHooksEnd(t *testing.T) {
 		"kept connections are to be waited for": {
 			before: func(n *testNode) {
 				n.k.Is(podTarget, health.Idle, 1)
-				n.ask = func(context.Context, wire.Barrier) (wire.Passed, error) {
+				n.ask = func(context.Context, wire.Barrier) (wire.BarrierStatus, error) {
 					time.Sleep(time.Second)
-					return wire.Passed{Reason: "Acknowledged", IdleBoundMillis: 20_000}, nil
+					return wire.BarrierStatus{Reason: "Acknowledged", IdleBoundMillis: 20_000}, nil
 				}
 				n.pods.Set(agenttest.Hooked("a"), false)
 				n.pods.Set(agenttest.Deleted(agenttest.Hooked("a"), 35*time.Second), false)
@@ -315,9 +315,9 @@ func TestHooksEnd(t *testing.T) {
 		"kept connections are to be waited for, and stay": {
 			before: func(n *testNode) {
 				n.k.Is(podTarget, health.Removed, 1)
-				n.ask = func(context.Context, wire.Barrier) (wire.Passed, error) {
+				n.ask = func(context.Context, wire.Barrier) (wire.BarrierStatus, error) {
 					time.Sleep(10 * time.Second)
-					return wire.Passed{Reason: "IdleBound", IdleBoundMillis: 20_000}, nil
+					return wire.BarrierStatus{Reason: "IdleBound", IdleBoundMillis: 20_000}, nil
 				}
 				n.pods.Set(agenttest.Hooked("a"), false)
 				n.pods.Set(agenttest.Deleted(agenttest.Hooked("a"), 35*time.Second), false)
@@ -327,8 +327,8 @@ func TestHooksEnd(t *testing.T) {
 		"kept connections are to be waited for beyond the bound": {
 			before: func(n *testNode) {
 				n.k.Is(podTarget, health.Idle, 1)
-				n.ask = func(context.Context, wire.Barrier) (wire.Passed, error) {
-					return wire.Passed{Reason: "Acknowledged", IdleBoundMillis: 60_000}, nil
+				n.ask = func(context.Context, wire.Barrier) (wire.BarrierStatus, error) {
+					return wire.BarrierStatus{Reason: "Acknowledged", IdleBoundMillis: 60_000}, nil
 				}
 				n.pods.Set(agenttest.Hooked("a"), false)
 				n.pods.Set(agenttest.Deleted(agenttest.Hooked("a"), 35*time.Second), false)
@@ -373,11 +373,11 @@ func TestHooksEnd(t *testing.T) {
 			before: func(n *testNode) {
 				n.pods.Set(agenttest.Hooked("a"), false)
 				n.liven = func() (nodepods.Pod, bool, error) { p, _ := nodepods.Read(agenttest.Hooked("a")); return p, false, nil }
-				n.ask = func(_ context.Context, b wire.Barrier) (wire.Passed, error) {
+				n.ask = func(_ context.Context, b wire.Barrier) (wire.BarrierStatus, error) {
 					if b.Terminating {
 						n.Errorf("the pod is called terminating: %+v", b)
 					}
-					return wire.Passed{Reason: "Acknowledged"}, nil
+					return wire.BarrierStatus{Reason: "Acknowledged"}, nil
 				}
 			},
 			code: 200, prefix: "Restart", counts: outRestart,
@@ -389,9 +389,9 @@ func TestHooksEnd(t *testing.T) {
 					<-ctx.Done()
 					return nodepods.Pod{}, false, ctx.Err()
 				}
-				n.ask = func(ctx context.Context, _ wire.Barrier) (wire.Passed, error) {
+				n.ask = func(ctx context.Context, _ wire.Barrier) (wire.BarrierStatus, error) {
 					<-ctx.Done()
-					return wire.Passed{}, ctx.Err()
+					return wire.BarrierStatus{}, ctx.Err()
 				}
 			},
 			code: 200, prefix: "Restart", counts: outRestart, least: 2 * time.Second, most: 2 * time.Second,
@@ -492,9 +492,9 @@ func TestHooksComeFromTheNodeOrTheirPod(t *testing.T) {
 				p := agenttest.Hooked("web")
 				n.pods.Set(p, false)
 				n.liven = func() (nodepods.Pod, bool, error) { is, _ := nodepods.Read(p); return is, false, nil }
-				n.ask = func(_ context.Context, b wire.Barrier) (wire.Passed, error) {
+				n.ask = func(_ context.Context, b wire.Barrier) (wire.BarrierStatus, error) {
 					n.asked = append(n.asked, b)
-					return wire.Passed{Phase: "Released", Reason: "Acknowledged"}, nil
+					return wire.BarrierStatus{Phase: "Released", Reason: "Acknowledged"}, nil
 				}
 				if g := <-n.hookFrom("id-web", from); g.code != code || len(n.asked) != 0 && code != 200 {
 					t.Errorf("answered %d %s, and coordinators were asked %d times, want %d", g.code, g.text, len(n.asked), code)
@@ -541,14 +541,14 @@ func TestADeletionWhileAContainerIsBeingStopped(t *testing.T) {
 		p := agenttest.Hooked("a")
 		n.pods.Set(p, false)
 		n.liven = func() (nodepods.Pod, bool, error) { is, _ := nodepods.Read(p); return is, false, nil }
-		n.ask = func(ctx context.Context, b wire.Barrier) (wire.Passed, error) {
+		n.ask = func(ctx context.Context, b wire.Barrier) (wire.BarrierStatus, error) {
 			n.asked = append(n.asked, b)
 			if b.Terminating {
 				time.Sleep(5 * time.Second)
-				return wire.Passed{Phase: "Released", Reason: "Acknowledged"}, nil
+				return wire.BarrierStatus{Phase: "Released", Reason: "Acknowledged"}, nil
 			}
 			<-ctx.Done()
-			return wire.Passed{}, ctx.Err()
+			return wire.BarrierStatus{}, ctx.Err()
 		}
 		first := n.hook("id-a")
 		time.Sleep(time.Second)

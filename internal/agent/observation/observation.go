@@ -162,7 +162,8 @@ func (o *Pods) Reports() []drain.Report {
 		}
 		is := of.look()
 		o.measure(of, is, now)
-		r := drain.Report{UID: uid, Generation: is.Generation, State: report.State(is.State), Quiet: is.Quiet, Sent: of.sent}
+		r := drain.Report{UID: uid, Generation: is.Generation, State: report.State(is.State),
+			NoConnections: is.NoConnections, HasSent: of.sent}
 		if is.State >= health.Removed {
 			r.Proof = drain.Runtime
 		}

@@ -101,7 +101,7 @@ func TestWhatTheKernelWasSeenToSendTo(t *testing.T) {
 		o := newPods(k, slog.New(slog.DiscardHandler))
 		sent := func(want bool) {
 			t.Helper()
-			if rs := o.Reports(); len(rs) != 1 || rs[0].Sent != want {
+			if rs := o.Reports(); len(rs) != 1 || rs[0].HasSent != want {
 				t.Errorf("reports %+v, want sent=%t", rs, want)
 			}
 		}

@@ -48,15 +48,15 @@ func appendMessage(b []byte, m Message) ([]byte, bool) {
 		}
 	}
 	if r := m.Release; r != nil {
-		if (*r != drain.Release{UID: r.UID, Dead: r.Dead}) {
+		if (*r != drain.Release{UID: r.UID, Terminating: r.Terminating}) {
 			return b, false
 		}
 		b = append(b, `,"release":{"uid":`...)
 		if b, ok = appendString(b, string(r.UID)); !ok {
 			return b, false
 		}
-		b = append(b, `,"dead":`...)
-		b = strconv.AppendBool(b, r.Dead)
+		b = append(b, `,"terminating":`...)
+		b = strconv.AppendBool(b, r.Terminating)
 		b = append(b, '}')
 	}
 	m.At, m.Type, m.Drain, m.Release = 0, "", nil, nil
@@ -128,8 +128,8 @@ func (s *scanner) message(m *Message) bool {
 	case s.has(`,"release":{"uid":`):
 		m.Release = new(drain.Release)
 		m.Release.UID = drain.UID(s.text())
-		s.word(`,"dead":`)
-		m.Release.Dead = s.bool()
+		s.word(`,"terminating":`)
+		m.Release.Terminating = s.bool()
 		s.word("}")
 	}
 	s.word("}")

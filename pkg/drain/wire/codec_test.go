@@ -38,7 +38,8 @@ func TestMessagesAreWrittenAsEncodingJSONDoes(t *testing.T) {
 		{Type: TypeRelease, Release: &drain.Release{}, Drain: &drain.Open{}},
 	}
 	for _, name := range codecNames {
-		messages = append(messages, Message{At: 3, Type: TypeRelease, Release: &drain.Release{UID: drain.UID(name), Dead: true}})
+		messages = append(messages, Message{At: 3, Type: TypeRelease,
+			Release: &drain.Release{UID: drain.UID(name), Terminating: true}})
 		for _, at := range codecTimes {
 			for i := range 3 {
 				pod := [3]string{"x", "y", "z"}
@@ -128,7 +129,8 @@ func fill(v reflect.Value) {
 // Most of what is written must be read by the hand, or there is no use in it.
 func TestTheHandReadsWhatItWrites(t *testing.T) {
 	for _, m := range []Message{
-		{At: 1, Type: TypeHeartbeat}, {Type: TypeSynced}, {At: 3, Type: TypeRelease, Release: &drain.Release{UID: "u", Dead: true}},
+		{At: 1, Type: TypeHeartbeat}, {Type: TypeSynced},
+		{At: 3, Type: TypeRelease, Release: &drain.Release{UID: "u", Terminating: true}},
 		{At: 2, Type: TypeDrain, Drain: &drain.Open{Pod: drain.Pod{Namespace: "a", Name: "b", UID: "c"}, Since: codecTimes[2], Number: 3}},
 	} {
 		var got Message
@@ -169,7 +171,8 @@ func checkReports(t *testing.T, line []byte) {
 
 func FuzzMessage(f *testing.F) {
 	f.Add(string(AppendMessage(nil, Message{At: 1, Type: TypeHeartbeat})))
-	f.Add(string(AppendMessage(nil, Message{At: 3, Type: TypeRelease, Release: &drain.Release{UID: "u", Dead: true}})))
+	f.Add(string(AppendMessage(nil, Message{At: 3, Type: TypeRelease,
+		Release: &drain.Release{UID: "u", Terminating: true}})))
 	f.Add(string(AppendMessage(nil, Message{At: 2, Type: TypeDrain, Drain: &drain.Open{
 		Pod: drain.Pod{Namespace: "a", Name: "b", UID: "c"}, Since: codecTimes[3], Number: 3,
 	}})))

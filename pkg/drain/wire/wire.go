@@ -207,16 +207,16 @@ type Hello struct {
 	Protocol int `json:"protocol"`
 	// Features that the coordinator has.
 	Features []string `json:"features"`
-	// Lease under which the exclusions of this stream stand.
-	Lease drain.Lease `json:"lease"`
+	// Holder under which the exclusions of this stream stand.
+	Holder drain.Holder `json:"holder"`
 	// Session to name in every post.
 	Session uint64 `json:"session"`
 	// HeartbeatMillis is how often the stream says something at least, AwayMillis how long silence means that it is lost.
 	HeartbeatMillis int64 `json:"heartbeatMillis"`
 	AwayMillis      int64 `json:"awayMillis"`
-	// LeaseMillis is how long an exclusion stands after the last message of the stream.
+	// ExpiryMillis is how long an exclusion stands after the last message of the stream.
 	// RenewalMillis is how often every report has to be repeated at least.
-	LeaseMillis   int64 `json:"leaseMillis"`
+	ExpiryMillis  int64 `json:"expiryMillis"`
 	RenewalMillis int64 `json:"renewalMillis"`
 }
 
@@ -270,8 +270,8 @@ type Barrier struct {
 	Terminating bool `json:"terminating"`
 }
 
-// Passed answers a Barrier.
-type Passed struct {
+// BarrierStatus answers a Barrier.
+type BarrierStatus struct {
 	// Phase and Reason are those of [drain.Phase] and [drain.Reason].
 	Phase  string `json:"phase"`
 	Reason string `json:"reason"`

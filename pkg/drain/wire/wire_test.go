@@ -23,19 +23,23 @@ var since = time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC)
 var golden = map[string][]any{
 	"stream.jsonl": {
 		&Message{Type: TypeHello, Hello: &Hello{
-			Protocol: 1, Features: []string{}, Lease: drain.Lease{Replica: "lameduck-webhook-0", Epoch: "e1"}, Session: 7,
-			HeartbeatMillis: 2000, AwayMillis: 5000, LeaseMillis: 60000, RenewalMillis: 10000,
+			Protocol: 1, Features: []string{}, Holder: drain.Holder{Replica: "lameduck-webhook-0", Epoch: "e1"},
+			Session:         7,
+			HeartbeatMillis: 2000, AwayMillis: 5000, ExpiryMillis: 60000, RenewalMillis: 10000,
 		}},
 		&Message{Type: TypeDrain, Drain: &drain.Open{Pod: drain.Pod{Namespace: "shop", Name: "web-1", UID: "4d1c"}, Since: since.Add(123456789)}},
 		&Message{Type: TypeSynced},
-		&Message{Type: TypeRelease, Release: &drain.Release{UID: "4d1c", Dead: true}},
+		&Message{Type: TypeRelease, Release: &drain.Release{UID: "4d1c", Terminating: true}},
 		&Message{Type: TypeRelease, Release: &drain.Release{UID: "4d1d"}},
 		&Message{Type: TypeHeartbeat},
 	},
 	"declaration.json": {&Declaration{Session: 7, Gateway: "haproxy", Routes: []drain.Route{
-		{Service: drain.Service{Namespace: "shop", Name: "web"}, Via: drain.Endpoints, Can: drain.Direct, Grain: drain.PerRequest},
-		{Service: drain.Service{Namespace: "shop", Name: "db"}, Via: drain.ClusterIP, Can: drain.Observe, Grain: drain.PerConnection},
-		{Service: drain.Service{Namespace: "shop", Name: "old"}, Via: drain.DNS, Can: drain.Observe, Grain: drain.PerConnection},
+		{Service: drain.Service{Namespace: "shop", Name: "web"}, Via: drain.Endpoints, Kind: drain.Directed,
+			Granularity: drain.PerRequest},
+		{Service: drain.Service{Namespace: "shop", Name: "db"}, Via: drain.ClusterIP, Kind: drain.Observed,
+			Granularity: drain.PerConnection},
+		{Service: drain.Service{Namespace: "shop", Name: "old"}, Via: drain.DNS, Kind: drain.Observed,
+			Granularity: drain.PerConnection},
 	}}},
 	"declared.json": {&Declared{Drains: []drain.Open{{Pod: drain.Pod{Namespace: "shop", Name: "web-1", UID: "4d1c"}, Since: since}}}},
 	"reports.json": {&Reports{Session: 7, Boot: "b1", Reports: []drain.Report{
@@ -245,7 +249,8 @@ func FuzzMessages(f *testing.F) {
 		}
 	}
 	f.Fuzz(func(t *testing.T, text []byte) {
-		for _, like := range []any{&Message{}, &Declaration{}, &Declared{}, &Reports{}, &Leave{}, &Barrier{}, &Passed{}, &Error{}} {
+		for _, like := range []any{&Message{}, &Declaration{}, &Declared{}, &Reports{}, &Leave{}, &Barrier{},
+			&BarrierStatus{}, &Error{}} {
 			first, second := fresh(like), fresh(like)
 			if json.Unmarshal(text, first) != nil {
 				continue

@@ -79,7 +79,8 @@ func (f *FakeObserved) Is(target netip.AddrPort, s health.State, connections int
 	now := time.Now()
 	f.mu.Lock()
 	f.readings[target] = gateway.Reading{
-		State: s, Quiet: s != health.Unknown && connections == 0, Since: now, Generation: "1", Connections: connections, Counted: now,
+		State: s, NoConnections: s != health.Unknown && connections == 0, Since: now, Generation: "1",
+		Connections: connections, Counted: now,
 	}
 	var tell []func()
 	for w := range f.watches {

@@ -496,7 +496,7 @@ func (o *Observer) questions(due map[*Watch]counting) (addrs map[netip.Addr]bool
 
 // slow reports whether w waits for nothing that a count could show. The caller holds o.mu.
 func (w *Watch) slow() bool {
-	return w.reading.State == Idle || w.reading.State == Routing && (w.empty == 0 || w.reading.Quiet)
+	return w.reading.State == Idle || w.reading.State == Routing && (w.empty == 0 || w.reading.NoConnections)
 }
 
 // pause is how long after a count that ended now, and took so much of the CPU, the next one is to be. The caller holds o.mu.
@@ -537,8 +537,8 @@ func (o *Observer) counted(due map[*Watch]counting, open map[netip.Addr][]connec
 			changed = w.enter(Idle, now)
 		case w.reading.State == Idle && w.busy:
 			changed = w.enter(Removed, now)
-		case w.reading.State < Removed && w.reading.Quiet != quiet:
-			w.reading.Quiet, changed = quiet, true
+		case w.reading.State < Removed && w.reading.NoConnections != quiet:
+			w.reading.NoConnections, changed = quiet, true
 		}
 		if changed {
 			told = append(told, w)

@@ -153,7 +153,7 @@ func TestQuietThoughItIsSentTo(t *testing.T) {
 	o := start(t, Options{})
 	through := connect(t, net.JoinHostPort(s.clusterIP, "80"))
 	w := watch(t, o, a)
-	if r := w.wait(Kept); r.Quiet {
+	if r := w.wait(Kept); r.NoConnections {
 		t.Errorf("at first it is %+v", r)
 	}
 	until(t, "a connection that is counted", func() bool { return w.Reading().Connections == 1 })
@@ -166,29 +166,29 @@ func TestQuietThoughItIsSentTo(t *testing.T) {
 		before := next()
 		until(t, "another count", func() bool { return next() != before })
 	}
-	if r := w.Reading(); r.State != Kept || r.Quiet {
+	if r := w.Reading(); r.State != Kept || r.NoConnections {
 		t.Errorf("with an open connection it is %+v", r)
 	}
 	through.Close()
 	for len(w.news) > 0 {
 		<-w.news
 	}
-	until(t, "no connection", func() bool { return w.Reading().Quiet })
+	until(t, "no connection", func() bool { return w.Reading().NoConnections })
 	select {
 	case <-w.news:
 	case <-time.After(time.Second):
 		t.Error("that it is quiet is not told")
 	}
 	again := connect(t, net.JoinHostPort(s.clusterIP, "80"))
-	until(t, "a new connection", func() bool { return !w.Reading().Quiet })
+	until(t, "a new connection", func() bool { return !w.Reading().NoConnections })
 	again.Close()
 	// Another one comes: what was counted before is not known of the new state.
 	nft(t, s.sync([]string{a, b})...)
 	w.wait(Routing)
-	until(t, "no connection, to one of two", func() bool { return w.Reading().Quiet })
+	until(t, "no connection, to one of two", func() bool { return w.Reading().NoConnections })
 	nft(t, s.sync([]string{b}, a)...)
 	w.wait(Idle)
-	if !w.Reading().Quiet {
+	if !w.Reading().NoConnections {
 		t.Error("what is Idle is not quiet")
 	}
 }

@@ -369,11 +369,11 @@ func TestWhenConnectionsAreCounted(t *testing.T) {
 	after(countKept, 1)
 	after(countKept, 0) // of those that were known
 	after(0, 0)
-	if w.reading.Quiet {
+	if w.reading.NoConnections {
 		t.Error("it is quiet after one look")
 	}
 	after(countKept, 0)
-	if !w.reading.Quiet {
+	if !w.reading.NoConnections {
 		t.Error("it is not quiet after two looks")
 	}
 	enter(Removed)

@@ -547,7 +547,7 @@ func (w *Watch) enter(state State, now time.Time) bool {
 		}
 	}
 	w.reading.State, w.reading.Since = state, now
-	w.reading.Connections, w.reading.Quiet = 0, state == Idle
+	w.reading.Connections, w.reading.NoConnections = 0, state == Idle
 	w.period++
 	w.empty, w.busy = 0, false
 	w.entered = time.Now()

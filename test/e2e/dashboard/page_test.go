@@ -54,13 +54,15 @@ func (m *made) View(int, int) coordinator.View {
 	return v
 }
 
-func (m *made) Parties([]drain.Service) ([]drain.Party, map[drain.AgentID]string) {
+func (m *made) Acknowledgers([]drain.Service) ([]drain.Acknowledger, map[drain.AgentID]string) {
 	web := drain.Service{Namespace: "shop", Name: "web"}
-	return []drain.Party{
-		{Known: drain.Known{ID: "a", Name: "edge/haproxy-0", Connected: true, Declared: true}, Hold: true,
-			Routes: []drain.Route{{Service: web, Via: drain.Endpoints, Can: drain.Direct, Grain: drain.PerRequest}}},
-		{Known: drain.Known{ID: "m", Name: "edge/mesh-0", Connected: true, Declared: true},
-			Routes: []drain.Route{{Service: web, Via: drain.ClusterIP, Can: drain.Direct, Grain: drain.PerRequest}}},
+	return []drain.Acknowledger{
+		{AgentInfo: drain.AgentInfo{ID: "a", Name: "edge/haproxy-0", Connected: true, Declared: true}, Hold: true,
+			Routes: []drain.Route{{Service: web, Via: drain.Endpoints, Kind: drain.Directed,
+				Granularity: drain.PerRequest}}},
+		{AgentInfo: drain.AgentInfo{ID: "m", Name: "edge/mesh-0", Connected: true, Declared: true},
+			Routes: []drain.Route{{Service: web, Via: drain.ClusterIP, Kind: drain.Directed,
+				Granularity: drain.PerRequest}}},
 	}, map[drain.AgentID]string{"a": "haproxy", "m": "envoy"}
 }
 
@@ -95,7 +97,7 @@ func (m *made) Review(_ context.Context, token string) error {
 // empty is a replica that has seen nothing.
 func empty() *made {
 	return &made{view: coordinator.View{
-		Began: time.Now().Add(-time.Hour), Lease: drain.Lease{Replica: "lameduck-webhook-5c9f7d4b8-mk2vp", Epoch: "e"},
+		Began: time.Now().Add(-time.Hour), Lease: drain.Holder{Replica: "lameduck-webhook-5c9f7d4b8-mk2vp", Epoch: "e"},
 		Times: drain.DefaultTimes(), MaxHolds: 32,
 	}}
 }
@@ -111,7 +113,8 @@ func busy() *made {
 	v := &m.view
 	v.Holds, v.Expected, v.Missing, v.Suspended, v.Elsewhere, v.Open = 2, 5, 1, 1, 2, 3
 	word := func(agent string, state drain.State, since time.Duration) coordinator.AgentReport {
-		w := coordinator.AgentReport{Word: drain.Word{Agent: drain.AgentID(agent), Name: agent, State: state,
+		w := coordinator.AgentReport{AgentReport: drain.AgentReport{Agent: drain.AgentID(agent), Name: agent,
+			State:     state,
 			Connected: true}, Gateway: "haproxy"}
 		if since > 0 {
 			w.Since = ago(since)
@@ -126,11 +129,11 @@ func busy() *made {
 			Waiting: []drain.Waiting{{Name: "edge/haproxy-eu-west-2"}, {Name: "edge/haproxy-eu-west-1"}}},
 			Entered: ago(17 * time.Second), Told: ago(17 * time.Second),
 			Reports: []coordinator.AgentReport{away, word("edge/haproxy-eu-west-1", drain.Removed, 14*time.Second),
-				word("edge/haproxy-0", drain.Idle, 16*time.Second)}, Parties: 3},
+				word("edge/haproxy-0", drain.Idle, 16*time.Second)}, Acknowledgers: 3},
 		{Status: drain.Status{Pod: pod(2, "web-7d9c5b6f4-x2x8q"), Phase: drain.Quiescing, Since: ago(2 * time.Second),
 			Deadline: now.Add(28 * time.Second), Begun: ago(2 * time.Second), Owed: 1,
 			Waiting: []drain.Waiting{{Name: "edge/haproxy-0"}}}, Entered: ago(time.Second), Told: ago(2 * time.Second),
-			Reports: []coordinator.AgentReport{word("edge/haproxy-0", drain.Removed, time.Second)}, Parties: 1},
+			Reports: []coordinator.AgentReport{word("edge/haproxy-0", drain.Removed, time.Second)}, Acknowledgers: 1},
 		{Status: drain.Status{Pod: pod(3, "web-7d9c5b6f4-9hvdm"), Phase: drain.Queued, Since: ago(time.Second),
 			Deadline: now.Add(29 * time.Second), Begun: ago(time.Second), Owed: 1}, Entered: ago(time.Second)},
 	}
@@ -146,20 +149,20 @@ func busy() *made {
 		{"lameduck-node/agent-7kq2x", "kube-proxy", true, false, 240 * time.Millisecond},
 		{"edge/haproxy-canary", "haproxy", true, true, 0},
 	} {
-		known := drain.Known{ID: drain.AgentID(fmt.Sprint("agent-", i)), Name: a.name, Expected: true, Ready: true,
+		known := drain.AgentInfo{ID: drain.AgentID(fmt.Sprint("agent-", i)), Name: a.name, Expected: true, Ready: true,
 			Connected: a.connected, Declared: true, Services: 12 + i, Suspended: a.susp}
 		if !a.connected {
 			known.Lost = ago(17 * time.Second)
 		}
-		v.Agents = append(v.Agents, coordinator.Agent{Known: known, Gateway: a.gateway, Protocol: 1,
+		v.Agents = append(v.Agents, coordinator.Agent{AgentInfo: known, Gateway: a.gateway, Protocol: 1,
 			Features: []string{"leave"}, Connected: ago(50 * time.Minute), Posted: ago(time.Second),
 			Age: 3 * time.Millisecond, Removed: a.removed, Idle: a.removed * 5})
 	}
 	reasons := []drain.Reason{drain.Acknowledged, drain.Acknowledged, drain.Deadline, drain.Acknowledged,
-		drain.Acknowledged, drain.Abandoned, drain.IdleBound, drain.Dead}
+		drain.Acknowledged, drain.Abandoned, drain.IdleBound, drain.Terminating}
 	for i := range 14 {
 		o := coordinator.Outcome{Pod: pod(100+i, fmt.Sprintf("web-5b8d6c7f9-%05d", i*7919)),
-			At: ago(time.Duration(i*i+3) * time.Second), Reason: reasons[i%len(reasons)], End: drain.Dead,
+			At: ago(time.Duration(i*i+3) * time.Second), Reason: reasons[i%len(reasons)], End: drain.Terminating,
 			Took: time.Duration(31+i*17) * time.Millisecond}
 		switch o.Reason {
 		case drain.Deadline:
@@ -392,10 +395,11 @@ func TestThePageKnowsTheTime(t *testing.T) {
 	now := time.Now()
 	m.set(func(v *coordinator.View) {
 		v.Expected = 1
-		v.Agents = []coordinator.Agent{{Known: drain.Known{ID: "a", Name: "edge/haproxy-0", Expected: true, Ready: true,
+		v.Agents = []coordinator.Agent{{AgentInfo: drain.AgentInfo{ID: "a", Name: "edge/haproxy-0", Expected: true,
+			Ready:     true,
 			Connected: true, Declared: true}, Connected: now.Add(-time.Hour)}}
 		v.Outcomes = []coordinator.Outcome{{Pod: drain.Pod{Namespace: "shop", Name: "web-1", UID: "u"},
-			At: now.Add(8*time.Second - 10*time.Minute), Reason: drain.Deadline, End: drain.Dead,
+			At: now.Add(8*time.Second - 10*time.Minute), Reason: drain.Deadline, End: drain.Terminating,
 			Took: 30 * time.Second}}
 	})
 	url, _ := serve(t, m, "127.0.0.1:0")
@@ -410,8 +414,8 @@ func TestThePageKnowsTheTime(t *testing.T) {
 			Status: drain.Status{Pod: drain.Pod{Namespace: "shop", Name: "web-2", UID: "w"}, Phase: drain.Unrouting,
 				Since: now, Deadline: now.Add(10 * time.Second), Begun: now, Owed: 1,
 				Waiting: []drain.Waiting{{Name: "edge/haproxy-0"}}},
-			Entered: now, Told: now, Parties: 1,
-			Reports: []coordinator.AgentReport{{Word: drain.Word{Agent: "a", Name: "edge/haproxy-0",
+			Entered: now, Told: now, Acknowledgers: 1,
+			Reports: []coordinator.AgentReport{{AgentReport: drain.AgentReport{Agent: "a", Name: "edge/haproxy-0",
 				State: drain.Routing, Connected: true}, Since: now}},
 		}}
 	})
@@ -420,7 +424,7 @@ func TestThePageKnowsTheTime(t *testing.T) {
 	m.set(func(v *coordinator.View) {
 		v.Expected, v.Open, v.Drains = 0, 0, nil
 		gone := v.Agents[0] // not changed in place: a view that was taken has it
-		gone.Expected, gone.Known.Connected = false, false
+		gone.Expected, gone.AgentInfo.Connected = false, false
 		v.Agents = []coordinator.Agent{gone}
 	})
 	b.await("#verdict", "No agent is left: deletions go on as without Lameduck.")

@@ -17,7 +17,8 @@ func (s *Stage) InstallFollowing(ctx context.Context) error {
 	if _, err := exec.LookPath("nft"); err != nil {
 		return fmt.Errorf("%w: %w", ErrNoPacketFilter, err)
 	}
-	objects, err := s.installed(ctx, "barrier", "Namespace", "ServiceAccount", "ClusterRole", "ClusterRoleBinding", "RoleBinding")
+	objects, err := s.installed(ctx, "barrier", "Namespace", "ServiceAccount", "ClusterRole", "ClusterRoleBinding",
+		"RoleBinding")
 	if err != nil {
 		return err
 	}
@@ -28,7 +29,8 @@ func (s *Stage) InstallFollowing(ctx context.Context) error {
 	if err := s.Apply(ctx, manifests); err != nil {
 		return err
 	}
-	manifests, err = render("following.yaml", struct{ Bin, KubeProxy, Kubeconfig string }{s.Bin, s.Cluster.Binaries().Path("kube-proxy"), s.Cluster.Kubeconfig()})
+	manifests, err = render("observed.yaml", struct{ Bin, KubeProxy, Kubeconfig string }{s.Bin,
+		s.Cluster.Binaries().Path("kube-proxy"), s.Cluster.Kubeconfig()})
 	if err != nil {
 		return err
 	}
