@@ -29,7 +29,7 @@ func TestKilledAgentKeepsItsPromises(t *testing.T) {
 					// Once at least it is killed after the promise.
 					w.until("the pod is idle", func() bool { return w.boss.heard(uid) == drain.Idle })
 				} else {
-					time.Sleep(rand.N(60 * time.Millisecond))
+					time.Sleep(rand.N(60 * time.Millisecond)) // any moment of a drain
 				}
 				w.boss.down()
 				w.api.down()
@@ -99,7 +99,7 @@ func TestLapsedExclusions(t *testing.T) {
 	}
 	w.api.freeze(false)
 	w.until("the pod that is left is routed again", func() bool { return w.routedSince(back, promised) })
-	time.Sleep(time.Second)
+	time.Sleep(time.Second) // nothing follows that could be awaited: it is never routed
 	if w.routedSince(gone, promised) {
 		t.Error("the pod that has gone is routed again")
 	}

@@ -67,7 +67,7 @@ func TestAnAgentThatSawNoGatewayDoesNotLeave(t *testing.T) {
 	w.write("agent.yaml", strings.Replace(string(config), "/m.sock", "/wrong.sock", 1))
 	w.live()
 	w.until("it has looked for the gateway", func() bool { return strings.Contains(w.log.String(), "wrong.sock") })
-	time.Sleep(500 * time.Millisecond)
+	time.Sleep(500 * time.Millisecond) // nothing follows that could be awaited: it never leaves
 	if left := w.stop(); left != 0 {
 		t.Error("it has left a HAProxy that accepts requests")
 	}

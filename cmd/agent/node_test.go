@@ -192,7 +192,7 @@ waitAddresses: ["%s"]
 		return strings.Contains(metrics, "lameduck_barrier_waiting 1")
 	})
 	cancel()
-	time.Sleep(200 * time.Millisecond)
+	time.Sleep(200 * time.Millisecond) // it is being stopped by then
 	k.Is(b8, health.Idle, 0)
 	if text := <-answers; !strings.HasPrefix(text, "200 Acknowledged") {
 		t.Errorf("the hook that waited when the agent was stopped is told %q", text)

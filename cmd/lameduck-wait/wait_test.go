@@ -108,7 +108,7 @@ func TestTheHookGoesOn(t *testing.T) {
 			fmt.Fprintln(w, "Acknowledged", r.URL.Path, r.URL.Query().Get("container"))
 		}), time.Minute, "Acknowledged /v1/wait/THE-ID web", 0, 5 * time.Second},
 		{"slow", agent(t, func(w http.ResponseWriter, _ *http.Request) {
-			time.Sleep(300 * time.Millisecond)
+			time.Sleep(300 * time.Millisecond) // the time that the answer takes is the subject
 			fmt.Fprintln(w, "Acknowledged")
 		}), time.Minute, "Acknowledged", 300 * time.Millisecond, 5 * time.Second},
 		{"hangs", silent(t), 200 * time.Millisecond, "no answer within 200ms", 200 * time.Millisecond, 5 * time.Second},

@@ -400,6 +400,6 @@ func TestASlowAuthenticatorDoesNotCutTheBody(t *testing.T) {
 type slowTokens struct{ tokens }
 
 func (s slowTokens) Authenticate(ctx context.Context, token string) (Identity, error) {
-	time.Sleep(8 * time.Second)
+	time.Sleep(8 * time.Second) // in a bubble
 	return s.tokens.Authenticate(ctx, token)
 }

@@ -515,7 +515,7 @@ type slow struct{ slog.Handler }
 
 func (slow) Enabled(context.Context, slog.Level) bool { return true }
 func (slow) Handle(context.Context, slog.Record) error {
-	time.Sleep(time.Hour)
+	time.Sleep(time.Hour) // in a bubble
 	return nil
 }
 

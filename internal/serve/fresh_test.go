@@ -35,7 +35,7 @@ func TestTheFirstRequestOfAnOldConnection(t *testing.T) {
 				if _, err := fmt.Fprint(conn, part); err != nil {
 					t.Fatal(err)
 				}
-				time.Sleep(most / 10)
+				time.Sleep(most / 10) // the pace of the client is the subject
 			}
 			_ = conn.SetReadDeadline(time.Now().Add(10 * time.Second))
 			status := make([]byte, 12)

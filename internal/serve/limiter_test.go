@@ -12,6 +12,7 @@ import (
 	"os"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
@@ -45,6 +46,7 @@ func TestWhoReadsNoAnswersKeepsNobodyOut(t *testing.T) {
 			c.server.Name, c.server.Listener = "x", narrow{l}
 			c.server.Handler = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { fmt.Fprintln(w, "ok") })
 			go func() { done <- c.server.Task().Run(ctx) }()
+			var dialed atomic.Int32
 			requests := []byte(strings.Repeat("GET /livez HTTP/1.1\r\nHost: x\r\n\r\n", 1000))
 			for range c.server.Conns {
 				go func() {
@@ -53,6 +55,7 @@ func TestWhoReadsNoAnswersKeepsNobodyOut(t *testing.T) {
 						if err != nil {
 							return
 						}
+						dialed.Add(1)
 						_ = conn.(*net.TCPConn).SetReadBuffer(4096)
 						for {
 							_ = conn.SetWriteDeadline(time.Now().Add(60 * time.Second))
@@ -64,7 +67,11 @@ func TestWhoReadsNoAnswersKeepsNobodyOut(t *testing.T) {
 					}
 				}()
 			}
-			time.Sleep(3 * time.Second)
+			for end := time.Now().Add(30 * time.Second); int(dialed.Load()) < c.server.Conns; time.Sleep(time.Millisecond) {
+				if time.Now().After(end) {
+					t.Fatalf("a crowd of %d, want %d", dialed.Load(), c.server.Conns)
+				}
+			}
 			failed, tries := 0, 0
 			client := &http.Client{Timeout: time.Second, Transport: &http.Transport{DisableKeepAlives: true}} // as the kubelet
 			for range 8 {
@@ -75,7 +82,7 @@ func TestWhoReadsNoAnswersKeepsNobodyOut(t *testing.T) {
 				} else {
 					response.Body.Close()
 				}
-				time.Sleep(500 * time.Millisecond)
+				time.Sleep(500 * time.Millisecond) // as a prober does
 			}
 			if failed > tries/2 {
 				t.Errorf("%d of %d probes fail", failed, tries)

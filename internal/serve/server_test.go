@@ -15,6 +15,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 )
 
@@ -65,7 +66,7 @@ func TestServerAnswersForSomeTimeAfterItsEndBegan(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
 	var clients sync.WaitGroup
-	var after, closing atomic.Int32
+	var answered, after, closing atomic.Int32
 	for _, keep := range []bool{true, true, false, false} {
 		clients.Go(func() {
 			client := &http.Client{Transport: &http.Transport{TLSClientConfig: trust.Clone(), DisableKeepAlives: !keep}}
@@ -87,6 +88,7 @@ func TestServerAnswersForSomeTimeAfterItsEndBegan(t *testing.T) {
 				if err != nil || string(text) != "ok" {
 					t.Errorf("%q, %v", text, err)
 				}
+				answered.Add(1)
 				if ending {
 					after.Add(1)
 					if response.Close {
@@ -97,7 +99,11 @@ func TestServerAnswersForSomeTimeAfterItsEndBegan(t *testing.T) {
 			}
 		})
 	}
-	time.Sleep(200 * time.Millisecond)
+	for end := time.Now().Add(10 * time.Second); answered.Load() < 20; time.Sleep(time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatalf("%d requests were answered", answered.Load())
+		}
+	}
 	if err := stop(); err != nil {
 		t.Error(err)
 	}
@@ -287,29 +293,31 @@ func TestServerTurnsAwayWhatIsTooMuch(t *testing.T) {
 
 // What others need to the end must not end before them: a review would be answered from a cache that has stopped.
 func TestAllEndsTheLastAfterTheOthers(t *testing.T) {
-	ctx, cancel := context.WithCancel(t.Context())
-	var mu sync.Mutex
-	var order []string
-	task := func(name string, takes time.Duration, last bool) Task {
-		return Task{Name: name, Last: last, Run: func(ctx context.Context) error {
-			<-ctx.Done()
-			time.Sleep(takes)
-			mu.Lock()
-			defer mu.Unlock()
-			order = append(order, name)
-			return nil
-		}}
-	}
-	time.AfterFunc(10*time.Millisecond, cancel)
-	if err := All(ctx, task("cache", 0, true), task("server", 50*time.Millisecond, false)); err != nil {
-		t.Fatal(err)
-	}
-	if got := strings.Join(order, " "); got != "server cache" {
-		t.Errorf("ended in the order %q", got)
-	}
-	broken := errors.New("broken")
-	err := All(t.Context(), task("server", 0, false), Task{Name: "cache", Last: true, Run: func(context.Context) error { return broken }})
-	if !errors.Is(err, broken) {
-		t.Errorf("%v", err)
-	}
+	synctest.Test(t, func(t *testing.T) {
+		ctx, cancel := context.WithCancel(t.Context())
+		var mu sync.Mutex
+		var order []string
+		task := func(name string, takes time.Duration, last bool) Task {
+			return Task{Name: name, Last: last, Run: func(ctx context.Context) error {
+				<-ctx.Done()
+				time.Sleep(takes)
+				mu.Lock()
+				defer mu.Unlock()
+				order = append(order, name)
+				return nil
+			}}
+		}
+		time.AfterFunc(10*time.Millisecond, cancel)
+		if err := All(ctx, task("cache", 0, true), task("server", 50*time.Millisecond, false)); err != nil {
+			t.Fatal(err)
+		}
+		if got := strings.Join(order, " "); got != "server cache" {
+			t.Errorf("ended in the order %q", got)
+		}
+		broken := errors.New("broken")
+		err := All(t.Context(), task("server", 0, false), Task{Name: "cache", Last: true, Run: func(context.Context) error { return broken }})
+		if !errors.Is(err, broken) {
+			t.Errorf("%v", err)
+		}
+	})
 }

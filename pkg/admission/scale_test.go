@@ -242,11 +242,11 @@ func (r *replicaSet) delete(pod *corev1.Pod) (reason string, took time.Duration,
 			if o.retryAfter == 0 {
 				o.retryAfter = 10 * time.Second // its own back-off
 			}
-			time.Sleep(o.retryAfter)
+			time.Sleep(o.retryAfter) // in a bubble
 			continue
 		}
 		took = time.Since(began)
-		time.Sleep(20 * time.Millisecond)
+		time.Sleep(20 * time.Millisecond) // in a bubble
 		r.mu.Lock()
 		r.going[drain.UID(pod.UID)] = true
 		r.mu.Unlock()

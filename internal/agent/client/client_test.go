@@ -744,7 +744,7 @@ func TestADeclarationWaitsForTheCompleteList(t *testing.T) {
 type lingering struct{ ended int }
 
 func (l *lingering) Connected(string)     {}
-func (l *lingering) Disconnected(string)  { time.Sleep(time.Second); l.ended++ }
+func (l *lingering) Disconnected(string)  { time.Sleep(time.Second); l.ended++ } // in a bubble
 func (l *lingering) Posted(string, error) {}
 
 func TestRunWaitsForStreamsToReplicasThatAreNoLongerKnown(t *testing.T) {

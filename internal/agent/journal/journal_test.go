@@ -159,10 +159,9 @@ func TestABurstIsNotAWriteEach(t *testing.T) {
 	var writes atomic.Int32
 	j, _ := open(t, t.TempDir(), func(j *Journal) {
 		j.Wrote = func(time.Duration, error) { writes.Add(1) }
-		// As slow as a disk, so that they meet.
 		j.step = func(name string) error {
 			if name == "sync" {
-				time.Sleep(5 * time.Millisecond)
+				time.Sleep(5 * time.Millisecond) // as slow as a disk, so that they meet
 			}
 			return nil
 		}
@@ -573,7 +572,7 @@ func TestTwoAgentsDoNotShareADirectory(t *testing.T) {
 	}
 	// One that is dying lets go soon.
 	go func() {
-		time.Sleep(200 * time.Millisecond)
+		time.Sleep(200 * time.Millisecond) // Open has tried in vain by then, many times
 		stop()
 	}()
 	if j, err := Open(t.Context(), dir, quiet); err != nil {

@@ -111,9 +111,10 @@ func TestAgentsShareTheAddressOfHooks(t *testing.T) {
 		name := fmt.Sprint(i + 1)
 		var ready atomic.Bool
 		next := startBeside(t, name, address, true, ready.Load)
-		time.Sleep(20 * time.Millisecond)
-		if got, err := hook(address); err != nil || got != fmt.Sprint(i) {
-			t.Errorf("before %s is ready %q answers, %v", name, got, err)
+		for range 20 {
+			if got, err := hook(address); err != nil || got != fmt.Sprint(i) {
+				t.Errorf("before %s is ready %q answers, %v", name, got, err)
+			}
 		}
 		ready.Store(true)
 		answeredBy(t, address, name)
@@ -142,7 +143,7 @@ func TestAnAddressIsTakenOver(t *testing.T) {
 		}
 		address := listener.Addr().String()
 		a := startBeside(t, "new", address, shared, func() bool { return false })
-		time.Sleep(10 * tryEvery)
+		time.Sleep(10 * tryEvery) // it has tried in vain by then
 		listener.Close()
 		answeredBy(t, address, "new")
 		a.end(t)

@@ -79,7 +79,7 @@ var observedParts = map[string]func(*ObservedHarness) error{
 			if r := w.Reading(); r.State == health.Idle {
 				return fmt.Errorf("%+v while a connection is open", r)
 			}
-			time.Sleep(10 * time.Millisecond)
+			time.Sleep(10 * time.Millisecond) // it is never Idle: nothing follows that could be awaited
 		}
 		end()
 		return follow(health.Idle)

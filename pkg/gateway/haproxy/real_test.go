@@ -524,7 +524,7 @@ func TestReloadsAtAnyMoment(t *testing.T) {
 		for ctx.Err() == nil && reloads.Load() < 20 {
 			// Old workers that still have clients refuse changes: with a reload after another no round would ever end.
 			if w, err := p.workers(); err != nil || !w.current() || len(w.Workers) > 1 {
-				time.Sleep(time.Millisecond)
+				time.Sleep(time.Millisecond) // between two looks
 				continue
 			}
 			time.Sleep(time.Duration(rand.IntN(20)) * time.Millisecond) // any moment of a round

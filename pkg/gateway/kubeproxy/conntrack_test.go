@@ -296,8 +296,9 @@ func TestKeptConnections(t *testing.T) {
 					t.Errorf("%d connections are open, want 1", is.Connections)
 				}
 				// It stays so while the client goes on.
-				time.Sleep(countSlow + countSlow/2)
-				if is = w.Reading(); is.State != Idle || is.Connections != 1 {
+				since := is.Counted
+				until(t, "it is counted again", func() bool { is = w.Reading(); return is.Counted.After(since) })
+				if is.State != Idle || is.Connections != 1 {
 					t.Errorf("later it is %+v", is)
 				}
 			})

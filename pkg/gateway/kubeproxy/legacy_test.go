@@ -65,7 +65,7 @@ func TestLegacy(t *testing.T) {
 		wa.wait(Routing)
 		// What follows is unseen while nobody watches.
 		wa.Close()
-		time.Sleep(2 * legacyPause)
+		time.Sleep(2 * legacyPause) // nothing is read, which is the subject
 		restore(t, "legacy", s.v6(), s.iptables([]string{b}, true, a)...)
 		wa = watch(t, o, a)
 		wa.wait(Removed)

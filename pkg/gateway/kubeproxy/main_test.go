@@ -185,7 +185,7 @@ func (f *follower) wait(state State) Reading {
 // stays checks that a state does not change for a while.
 func (f *follower) stays(state State) {
 	f.t.Helper()
-	time.Sleep(50 * time.Millisecond)
+	time.Sleep(50 * time.Millisecond) // nothing follows that could be awaited
 	if r := f.Reading(); r.State != state {
 		f.t.Fatalf("state of %v is %s, want %s", f.targets, r.State, state)
 	}
