@@ -73,9 +73,9 @@ func app(args []string) error {
 			w.WriteHeader(http.StatusInternalServerError)
 		}
 	})
-	mux.HandleFunc("/stop", func(http.ResponseWriter, *http.Request) { time.Sleep(700 * time.Millisecond) })
+	mux.HandleFunc("/stop", func(http.ResponseWriter, *http.Request) { time.Sleep(700 * time.Millisecond) }) // imitates work
 	if is["late"] {
-		time.Sleep(time.Second)
+		time.Sleep(time.Second) // imitates a slow start
 	}
 	listener, err := net.Listen("tcp", os.Getenv("ADDRESS"))
 	if err != nil {

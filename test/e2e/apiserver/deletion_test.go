@@ -126,7 +126,7 @@ func TestTimeoutOfRepeatedReview(t *testing.T) {
 			s := newScene(t)
 			h := s.hook(func(ctx context.Context, r *review) *admissionv1.AdmissionResponse {
 				if r.number == 1 {
-					time.Sleep(hold)
+					time.Sleep(hold) // the time of a hold is the subject
 					if err := s.touch("web"); err != nil {
 						t.Error(err)
 					}
@@ -187,7 +187,7 @@ func TestDeleteCollectionIsSerial(t *testing.T) {
 	t.Parallel()
 	s := newScene(t)
 	h := s.hook(func(ctx context.Context, r *review) *admissionv1.AdmissionResponse {
-		time.Sleep(50 * time.Millisecond)
+		time.Sleep(50 * time.Millisecond) // calls at the same time would meet
 		return allow(ctx, r)
 	})
 	want := []string{"a", "b", "c"}

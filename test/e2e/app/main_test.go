@@ -90,7 +90,7 @@ func TestOnTerm(t *testing.T) {
 				}
 				result <- err
 			}()
-			time.Sleep(200 * time.Millisecond)
+			time.Sleep(200 * time.Millisecond) // in the middle of its work
 			cmd.Process.Signal(syscall.SIGTERM)
 			began := time.Now()
 			if err := cmd.Wait(); err != nil {

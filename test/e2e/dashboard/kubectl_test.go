@@ -18,6 +18,7 @@ import (
 	"testing"
 	"time"
 
+	corev1 "k8s.io/api/core/v1"
 	rbacv1 "k8s.io/api/rbac/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/cri-streaming/pkg/streaming/portforward"
@@ -165,8 +166,20 @@ func TestKubectl(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	watch := exec.CommandContext(ctx, filepath.Join(stage.Programs(t), "kubectl-lameduck"), "drains", "--watch", "-n", ns, "-o", "json", "--kubeconfig", admin)
 	watch.Cancel = func() error { return watch.Process.Signal(os.Interrupt) }
-	var watched, complaints bytes.Buffer
-	watch.Stdout, watch.Stderr = &watched, &complaints
+	out, err := os.Create(filepath.Join(t.TempDir(), "watched"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer out.Close()
+	watched := func() string {
+		text, err := os.ReadFile(out.Name())
+		if err != nil {
+			t.Fatal(err)
+		}
+		return string(text)
+	}
+	var complaints bytes.Buffer
+	watch.Stdout, watch.Stderr = out, &complaints
 	if err := watch.Start(); err != nil {
 		t.Fatal(err)
 	}
@@ -186,28 +199,36 @@ func TestKubectl(t *testing.T) {
 		t.Fatal(err)
 	}
 	contains(<-seen, "NAMESPACE", "WAITS-FOR", ns, "Quiescing", gateway+" (removed)", "lameduck-webhook-")
-	time.Sleep(time.Second)
-	cancel()
-	if err := watch.Wait(); code(err) != 0 {
-		t.Errorf("--watch ends with %v", err)
-	}
-	t.Logf("--watch said\n%s%s", &watched, &complaints)
-	for _, pod := range pods {
-		var types []string
-		for line := range strings.Lines(watched.String()) {
+	types := func(pod corev1.Pod) (all []string) {
+		for line := range strings.Lines(watched()) {
 			var e struct {
 				Type   string
 				Object struct{ Pod, Phase, Reason string }
 			}
-			if err := json.Unmarshal([]byte(line), &e); err != nil {
+			if err := json.Unmarshal([]byte(line), &e); err != nil && strings.HasSuffix(line, "\n") {
 				t.Fatalf("%s: %v", line, err)
 			}
 			if e.Object.Pod == pod.Name {
-				types = append(types, e.Type+" "+e.Object.Phase+e.Object.Reason)
+				all = append(all, e.Type+" "+e.Object.Phase+e.Object.Reason)
 			}
 		}
-		if !slices.ContainsFunc(types, func(s string) bool { return strings.HasPrefix(s, "drain ") }) || types[len(types)-1] != "outcome Acknowledged" {
-			t.Errorf("--watch says of %s: %q", pod.Name, types)
+		return all
+	}
+	incomplete := func(pod corev1.Pod) bool {
+		all := types(pod)
+		return !slices.ContainsFunc(all, func(s string) bool { return strings.HasPrefix(s, "drain ") }) || all[len(all)-1] != "outcome Acknowledged"
+	}
+	for end := time.Now().Add(most); slices.ContainsFunc(pods, incomplete) && time.Now().Before(end); {
+		time.Sleep(50 * time.Millisecond)
+	}
+	cancel()
+	if err := watch.Wait(); code(err) != 0 {
+		t.Errorf("--watch ends with %v", err)
+	}
+	t.Logf("--watch said\n%s%s", watched(), &complaints)
+	for _, pod := range pods {
+		if incomplete(pod) {
+			t.Errorf("--watch says of %s: %q", pod.Name, types(pod))
 		}
 	}
 }

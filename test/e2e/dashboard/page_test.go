@@ -378,7 +378,7 @@ func TestThePageTeachesAndAdmits(t *testing.T) {
 	b.await("#connection", "Connection lost, last seen")
 	b.await("#lost", "kubectl port-forward")
 	was := b.text("#drains-table")
-	time.Sleep(1500 * time.Millisecond)
+	time.Sleep(1500 * time.Millisecond) // a clock on the page would tick
 	if is := b.text("#drains-table"); is != was {
 		t.Errorf("what is old grows older: %q, then %q", was, is)
 	}

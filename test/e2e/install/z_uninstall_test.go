@@ -6,6 +6,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -68,13 +69,13 @@ func TestUninstall(t *testing.T) {
 		t.Fatalf("to uninstall begins with another command than break glass: %q", steps)
 	}
 	_, failedBefore := calls(t, s)
-	stop, done := make(chan struct{}), make(chan int)
+	var deleted atomic.Int64
+	stop, done := make(chan struct{}), make(chan struct{})
 	go func() {
-		n := 0
+		defer close(done)
 		for {
 			select {
 			case <-stop:
-				done <- n
 				return
 			case <-time.After(20 * time.Millisecond):
 			}
@@ -83,22 +84,27 @@ func TestUninstall(t *testing.T) {
 				continue
 			}
 			began := time.Now()
-			err = s.Kube.CoreV1().Pods(ns).Delete(t.Context(), pods[n%len(pods)].Name, metav1.DeleteOptions{DryRun: []string{metav1.DryRunAll}})
+			err = s.Kube.CoreV1().Pods(ns).Delete(t.Context(), pods[int(deleted.Load())%len(pods)].Name, metav1.DeleteOptions{DryRun: []string{metav1.DryRunAll}})
 			if took := time.Since(began); err != nil && !apierrors.IsNotFound(err) || took > 3*time.Second {
 				t.Errorf("a deletion took %s: %v", took, err)
 			}
-			n++
+			deleted.Add(1)
 		}
 	}()
-	time.Sleep(time.Second)
+	more := func() {
+		for was, end := deleted.Load(), time.Now().Add(30*time.Second); deleted.Load() < was+10; time.Sleep(10 * time.Millisecond) {
+			if time.Now().After(end) {
+				t.Fatalf("%d deletions", deleted.Load())
+			}
+		}
+	}
+	more()
 	for _, step := range steps {
 		t.Log(step + "\n" + shell(t, s, step))
 	}
-	time.Sleep(time.Second)
+	more()
 	close(stop)
-	if n := <-done; n < 20 {
-		t.Errorf("%d deletions in all", n)
-	}
+	<-done
 	if _, failed := calls(t, s); failed != failedBefore {
 		t.Errorf("%d calls failed", failed-failedBefore)
 	}

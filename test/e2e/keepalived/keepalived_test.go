@@ -152,7 +152,7 @@ func TestTheVirtualAddressFollowsTheGatewayOnly(t *testing.T) {
 		moves := n.keepalived(fmt.Sprintf("%s/ask.sh %s %s /healthz", n.dir, host, port))
 		stays := func(when string) {
 			t.Helper()
-			time.Sleep(hold)
+			time.Sleep(hold) // it never moves: nothing follows that could be awaited
 			if got := moves(); got != "" || !n.has(virtual) {
 				t.Fatalf("%s: the address moved: %s", when, got)
 			}

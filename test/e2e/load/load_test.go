@@ -66,7 +66,7 @@ func after(t *testing.T, d time.Duration, opts Options) Result {
 	if err != nil {
 		t.Fatal(err)
 	}
-	time.Sleep(d)
+	time.Sleep(d) // as long as the test says
 	res := l.Stop()
 	check(t, res)
 	return res
@@ -323,7 +323,7 @@ func TestOpenLoop(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	time.Sleep(300 * time.Millisecond)
+	time.Sleep(300 * time.Millisecond) // how long requests wait is the subject
 	close(gate)
 	res := l.Stop() // waits for the requests in flight: all of them
 	check(t, res)
@@ -337,7 +337,7 @@ func TestOpenLoop(t *testing.T) {
 
 func TestSkipped(t *testing.T) {
 	url := serve(t, func(c net.Conn) {
-		time.Sleep(50 * time.Millisecond)
+		time.Sleep(50 * time.Millisecond) // as long as a request takes
 		say(c, ok)
 	})
 	res := after(t, 200*time.Millisecond, Options{Target: url, Rate: 200, Timeout: 5 * time.Second, MaxInFlight: 2})
@@ -359,10 +359,10 @@ func TestPhases(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	time.Sleep(100 * time.Millisecond)
+	time.Sleep(100 * time.Millisecond) // a phase
 	broken.Store(true)
 	l.Mark("rollout")
-	time.Sleep(100 * time.Millisecond)
+	time.Sleep(100 * time.Millisecond) // a phase
 	res := l.Stop()
 	l.Mark("too late")
 	check(t, res)
@@ -383,7 +383,7 @@ func TestPhases(t *testing.T) {
 
 func TestContextEnds(t *testing.T) {
 	url := serve(t, func(c net.Conn) {
-		time.Sleep(100 * time.Millisecond)
+		time.Sleep(100 * time.Millisecond) // as long as a request takes
 		say(c, ok)
 	})
 	ctx, cancel := context.WithCancel(t.Context())
@@ -391,7 +391,7 @@ func TestContextEnds(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	time.Sleep(50 * time.Millisecond)
+	time.Sleep(50 * time.Millisecond) // some requests are in flight by then
 	cancel()
 	res := l.Stop()
 	if check(t, res); res.OK != res.Total || res.Total == 0 || res.Total > 50 {

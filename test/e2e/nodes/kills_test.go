@@ -146,7 +146,7 @@ func TestNodeShutdown(t *testing.T) {
 	for i, app := range apps {
 		running[app] = l.startClients(t, m.work.Namespace, app, fmt.Sprintf("http://%s:%d/", haproxy, 8000+i), how)
 	}
-	time.Sleep(time.Second)
+	time.Sleep(time.Second) // clients ask for a while before
 	const node = "node-3"
 	old := l.pods(t, m.work.Namespace, func(p *corev1.Pod) bool { return p.Spec.NodeName == node })
 	if len(old) != len(apps) {
@@ -188,11 +188,11 @@ func TestNodeShutdown(t *testing.T) {
 	// kube-proxy has heard of nothing but readiness, from the API server: until then, and a sync longer, it sends to pods that have ended.
 	l.unlisted(t, m.work.Namespace, addresses...)
 	t.Logf("EndpointSlices list none of them as ready after %.1f s", time.Since(began).Seconds())
-	time.Sleep(proxySync)
+	time.Sleep(proxySync) // every kernel knows by then
 	for _, c := range running {
 		c.mark("known")
 	}
-	time.Sleep(2 * time.Second)
+	time.Sleep(2 * time.Second) // clients ask for a while after
 	for _, app := range apps {
 		c := running[app].stop()
 		t.Logf("%s: %s", app, c)
@@ -304,11 +304,11 @@ func (l *lab) testOOM(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	time.Sleep(proxySync)
+	time.Sleep(proxySync) // every kernel knows by then
 	haproxy := fmt.Sprintf("http://%s:%d/", l.gatewayAddress(t), 8020)
 	all := l.startClients(t, namespace, "exit", haproxy, perRequest)
 	all.mark("before")
-	time.Sleep(time.Second)
+	time.Sleep(time.Second) // clients ask for a while before
 	all.mark("dies")
 	began := time.Now()
 	direct := &http.Client{Transport: &http.Transport{DisableKeepAlives: true}, Timeout: 30 * time.Second}
@@ -322,9 +322,9 @@ func (l *lab) testOOM(t *testing.T) {
 	known := time.Now()
 	time.Sleep(time.Second) // HAProxy's agent has a watch, and HAProxy is told at run time
 	all.mark("directed")
-	time.Sleep(proxySync - time.Second)
+	time.Sleep(proxySync - time.Second) // every kernel knows by then
 	all.mark("all")
-	time.Sleep(2 * time.Second)
+	time.Sleep(2 * time.Second) // clients ask for a while after
 	if since := time.Since(died); since > (back-1)*time.Second {
 		t.Errorf("it took %s until every gateway must know: the container is about to be back", since)
 	}
@@ -343,9 +343,9 @@ func (l *lab) testOOM(t *testing.T) {
 		}
 		return nil
 	})
-	time.Sleep(proxySync)
+	time.Sleep(proxySync) // every kernel knows by then
 	all.mark("back")
-	time.Sleep(2 * time.Second)
+	time.Sleep(2 * time.Second) // clients ask for a while after
 	all.stop()
 	t.Logf("killed %.1f s after it was asked to take memory, known %.1f s later", died.Sub(began).Seconds(), known.Sub(died).Seconds())
 	for _, way := range ways {

@@ -284,7 +284,7 @@ func (l *lab) testNoAgents(t *testing.T) {
 		}
 		l.start(t, namespace, all...)
 	}
-	time.Sleep(2 * time.Second)
+	time.Sleep(2 * time.Second) // what starting pods leaves behind would be measured too
 	took := map[string][]time.Duration{}
 	for i := range many {
 		// In turn the first, so that what the one leaves behind does not always meet the other.

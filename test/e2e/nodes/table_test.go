@@ -157,11 +157,11 @@ func (l *lab) measure(t *testing.T, s scenario, m mode, how traffic, address fun
 	for _, app := range apps {
 		running[app] = l.startClients(t, w.Namespace, app, address(app), how)
 	}
-	time.Sleep(time.Second)
+	time.Sleep(time.Second) // clients ask for a while before
 	old := l.pods(t, w.Namespace, s.old)
 	line := l.startTimeline(t, w.Namespace)
 	if line != nil {
-		time.Sleep(200 * time.Millisecond)
+		time.Sleep(200 * time.Millisecond) // its watches have begun
 	}
 	worked := l.agentsWorked(m)
 	began := time.Now()

@@ -100,7 +100,7 @@ func (l *lab) settled(t *testing.T, w work) {
 		}
 		return nil
 	})
-	time.Sleep(1500 * time.Millisecond)
+	time.Sleep(1500 * time.Millisecond) // of rules: kube-proxy writes once a second at most
 }
 
 func isReady(p *corev1.Pod) bool {

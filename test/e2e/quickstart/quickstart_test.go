@@ -32,7 +32,7 @@ func (l *lab) testQuickStart(t *testing.T) {
 		"A rolling update that loses nothing": func() {
 			load = l.startClients(t, "web", "gateway")
 			hooksBefore = l.waited(t)
-			time.Sleep(time.Second)
+			time.Sleep(time.Second) // clients ask for a while before
 		},
 		"Uninstall": func() { l.testRights(t) },
 	}

@@ -138,7 +138,7 @@ func (l *lab) testUpgrade(t *testing.T) {
 		load := l.startClients(t, "web", "gateway")
 		before := l.failedHooks(t)
 		asked := l.startAsking(t)
-		time.Sleep(time.Second)
+		time.Sleep(time.Second) // clients ask for a while before
 		stop, updated := make(chan struct{}), make(chan error, 1)
 		ctx, cancel := context.WithCancel(t.Context())
 		go func() { updated <- l.updates(ctx, t, stop) }()

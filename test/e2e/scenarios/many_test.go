@@ -3,8 +3,6 @@ package scenarios
 import (
 	"context"
 	"fmt"
-	"io"
-	"net/http"
 	"os"
 	"path/filepath"
 	"strings"
@@ -51,13 +49,12 @@ func TestManyDeletionsAndOneSilentAgent(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	metrics := "http://" + coordinators[0].Status.PodIP + ":8080/metrics"
 	var most atomic.Int64
 	ctx, cancel := context.WithCancel(t.Context())
 	var watching sync.WaitGroup
 	watching.Go(func() {
 		for ctx.Err() == nil {
-			if n, ok := metric(metrics, "lameduck_holds"); ok {
+			if n, ok := stage.Metric(&coordinators[0], "lameduck_holds"); ok {
 				most.Store(max(most.Load(), int64(n)))
 			}
 			time.Sleep(50 * time.Millisecond)
@@ -158,27 +155,6 @@ func known(t *testing.T, s *stage.Stage, ns string, began time.Time) (last time.
 		}
 	}
 	return last
-}
-
-// metric reads one value from a page of metrics.
-func metric(url, name string) (value float64, ok bool) {
-	client := &http.Client{Timeout: 2 * time.Second}
-	response, err := client.Get(url)
-	if err != nil {
-		return 0, false
-	}
-	defer response.Body.Close()
-	text, err := io.ReadAll(response.Body)
-	if err != nil {
-		return 0, false
-	}
-	for line := range strings.Lines(string(text)) {
-		if rest, found := strings.CutPrefix(line, name+" "); found {
-			_, err := fmt.Sscan(rest, &value)
-			return value, err == nil
-		}
-	}
-	return 0, false
 }
 
 // statefulSet is the application of app.yaml as a StatefulSet with the default policies: pods are replaced one by one, the last first, and each waits

@@ -121,7 +121,7 @@ func (s *Stage) PaperPods(t testing.TB, ns string, n int) []*corev1.Pod {
 			}
 		}
 		if listed == n {
-			time.Sleep(time.Second) // coordinators watch the same
+			time.Sleep(time.Second) // coordinators watch the same, and do not say how far they are
 			return pods
 		}
 		if t.Failed() || time.Now().After(end) {

@@ -118,6 +118,6 @@ type late struct {
 // Read implements io.Reader.
 func (l late) Read(b []byte) (int, error) {
 	n, err := l.Reader.Read(b)
-	time.Sleep(l.delay())
+	time.Sleep(l.delay()) // the delay is what it is for
 	return n, err
 }

@@ -7,7 +7,9 @@ import (
 	"context"
 	"embed"
 	"fmt"
+	"io"
 	"log/slog"
+	"net/http"
 	"net/netip"
 	"os/exec"
 	"path/filepath"
@@ -480,6 +482,27 @@ func (s *Stage) Pods(ctx context.Context, namespace, selector string) ([]corev1.
 		return nil, fmt.Errorf("list pods %q in %s: %w", selector, namespace, err)
 	}
 	return pods.Items, nil
+}
+
+// Metric reads one value, a name and its labels, from the metrics of a coordinator.
+func Metric(coordinator *corev1.Pod, name string) (value float64, ok bool) {
+	client := &http.Client{Timeout: 2 * time.Second}
+	response, err := client.Get("http://" + coordinator.Status.PodIP + ":8080/metrics")
+	if err != nil {
+		return 0, false
+	}
+	defer response.Body.Close()
+	text, err := io.ReadAll(response.Body)
+	if err != nil {
+		return 0, false
+	}
+	for line := range strings.Lines(string(text)) {
+		if rest, found := strings.CutPrefix(line, name+" "); found {
+			_, err := fmt.Sscan(rest, &value)
+			return value, err == nil
+		}
+	}
+	return 0, false
 }
 
 // Logs returns what the containers of that name of all pods that selector matches have written.

@@ -58,7 +58,7 @@ func TestNoLossLetsAHeldDeletionThrough(t *testing.T) {
 						_ = s.Kube.CoreV1().Pods(ns).Delete(ctx, fmt.Sprintf("held-%d", i), metav1.DeleteOptions{})
 					})
 				}
-				time.Sleep(time.Second)
+				time.Sleep(time.Second) // the middle of the first hold, of 2 s
 				back := loss.lose(t, s, &coordinators(t, s)[victim])
 				gone := 0
 				for end := time.Now().Add(8 * time.Second); time.Now().Before(end); time.Sleep(100 * time.Millisecond) {

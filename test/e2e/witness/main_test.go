@@ -137,11 +137,23 @@ func scene(t *testing.T, s *stage.Stage, pods int) (ns string) {
 		gateway, err := s.Kube.CoreV1().Pods(ns).Get(t.Context(), "silent", metav1.GetOptions{})
 		return err == nil && ready == pods && isReady(gateway)
 	})
-	// The coordinators know of the gateway when a deletion waits for it.
-	if pods > 0 {
-		time.Sleep(500 * time.Millisecond)
-	}
+	agents(t, s, "expected")
 	return ns
+}
+
+// agents waits until each coordinator counts as many agents in this state as there are.
+func agents(t *testing.T, s *stage.Stage, state string) {
+	t.Helper()
+	await(t, t.Context(), "all agents are "+state, func() bool {
+		pods, err := s.Pods(t.Context(), "", "lameduck.io/agent")
+		must(t, err)
+		for _, c := range coordinators(t, s) {
+			if n, ok := stage.Metric(&c, fmt.Sprintf("lameduck_agents{state=%q}", state)); !ok || int(n) != len(pods) {
+				return false
+			}
+		}
+		return true
+	})
 }
 
 func isReady(p *corev1.Pod) bool {

@@ -45,8 +45,10 @@ func TestScaleInWithSlowAcknowledgements(t *testing.T) {
 			}
 		}
 		took := time.Since(began)
-		time.Sleep(time.Second) // an exclusion ends when its coordinator has ended it
 		left := len(sh.unrouted(t))
+		for end := time.Now().Add(5 * time.Second); left > 0 && time.Now().Before(end); left = len(sh.unrouted(t)) {
+			time.Sleep(50 * time.Millisecond) // an exclusion ends when its coordinator has ended it
+		}
 		stop()
 		t.Logf("round %d: %.1f s, %d pods were taken out of traffic, %d of them live on without", round, took.Seconds(), len(victims), left)
 		if alive != after || took > longest || len(victims) > most || left > 0 {
@@ -78,6 +80,6 @@ func (sh *shop) busy(t *testing.T, requests int, work time.Duration) (stop func(
 			}
 		})
 	}
-	time.Sleep(work)
+	time.Sleep(work) // as long as a request takes
 	return func() { cancel(); clients.Wait() }
 }

@@ -133,9 +133,9 @@ func setEntries(t *testing.T, s *stage.Stage, n int) {
 		must(t, s.RemoveWebhook(ctx))
 	} else {
 		must(t, errors.Join(s.SetEntries(ctx, max(n, s.Running())), s.InstallWebhook(ctx, n), s.SetEntries(ctx, n), s.RestartCoordinators(ctx)))
+		agents(t, s, "connected")
 	}
-	// Agents connect again, and the API server watches the configuration.
-	time.Sleep(3 * time.Second)
+	time.Sleep(time.Second) // the API server watches the configuration, and does not say how far it is
 }
 
 var namespaces int
@@ -183,7 +183,7 @@ func (m *measured) delete(t *testing.T, s *stage.Stage, pods, floor []*corev1.Po
 			m.slowCount++
 			m.lastSlow = began.Sub(lost)
 		}
-		time.Sleep(time.Until(began.Add(pace)))
+		time.Sleep(time.Until(began.Add(pace))) // the pace is part of what is measured
 	}
 }
 
