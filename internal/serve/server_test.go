@@ -315,7 +315,8 @@ func TestAllEndsTheLastAfterTheOthers(t *testing.T) {
 			t.Errorf("ended in the order %q", got)
 		}
 		broken := errors.New("broken")
-		err := All(t.Context(), task("server", 0, false), Task{Name: "cache", Last: true, Run: func(context.Context) error { return broken }})
+		cache := Task{Name: "cache", Last: true, Run: func(context.Context) error { return broken }}
+		err := All(t.Context(), task("server", 0, false), cache)
 		if !errors.Is(err, broken) {
 			t.Errorf("%v", err)
 		}

@@ -73,7 +73,9 @@ func app(args []string) error {
 			w.WriteHeader(http.StatusInternalServerError)
 		}
 	})
-	mux.HandleFunc("/stop", func(http.ResponseWriter, *http.Request) { time.Sleep(700 * time.Millisecond) }) // imitates work
+	mux.HandleFunc("/stop", func(http.ResponseWriter, *http.Request) {
+		time.Sleep(700 * time.Millisecond) // imitates work
+	})
 	if is["late"] {
 		time.Sleep(time.Second) // imitates a slow start
 	}

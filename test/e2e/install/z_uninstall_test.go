@@ -92,7 +92,8 @@ func TestUninstall(t *testing.T) {
 		}
 	}()
 	more := func() {
-		for was, end := deleted.Load(), time.Now().Add(30*time.Second); deleted.Load() < was+10; time.Sleep(10 * time.Millisecond) {
+		end := time.Now().Add(30 * time.Second)
+		for was := deleted.Load(); deleted.Load() < was+10; time.Sleep(10 * time.Millisecond) {
 			if time.Now().After(end) {
 				t.Fatalf("%d deletions", deleted.Load())
 			}

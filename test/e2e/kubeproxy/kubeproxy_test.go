@@ -189,8 +189,8 @@ func (p *place) until(what string, is func() bool) {
 	}
 }
 
-// hold opens a connection through address that reaches the pod, and keeps it. kube-proxy adds a pod to one Service after
-// the other, up to a second apart.
+// hold opens a connection through address that reaches the pod, and keeps it. kube-proxy adds a pod
+// to one Service after the other, up to a second apart.
 func (p *place) hold(address, pod string) (held net.Conn) {
 	p.Helper()
 	p.until(fmt.Sprintf("%s reaches %s", address, pod), func() bool {
@@ -348,8 +348,8 @@ func leave(t *testing.T, mode machine.Proxy) {
 		f.wait(kubeproxy.Idle, 15*time.Second)
 	}
 
-	// What conntrack remembers of them goes. The kubelet probes a pod for a second or more after it was deleted by force: what
-	// Clean deletes are the connections that were there before.
+	// What conntrack remembers of them goes. The kubelet probes a pod for a second or more after it
+	// was deleted by force: what Clean deletes are the connections that were there before.
 	remembered := func() []string {
 		out, err := p.m.Run(t.Context(), "conntrack", "-L", "--reply-src", gone[0].String(), "-o", "id")
 		if err != nil {
