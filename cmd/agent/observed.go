@@ -67,7 +67,7 @@ func runObserved(ctx context.Context, o options, kube kubernetes.Interface, bund
 	if conf := o.file.Coordinators; conf != nil {
 		routes := declared(o.kind, drain.Observed)
 		c := discovery.Connect(*conf, bundle)
-		c.Gateway, c.Observer, c.Log, c.Watches = o.kind.Name(), posts, log, watched
+		c.Gateway, c.Population, c.Observer, c.Log, c.Watches = o.kind.Name(), g.Population(), posts, log, watched
 		c.Routes = routes
 		ask = c.Barrier
 		tasks = append(tasks,

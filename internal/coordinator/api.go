@@ -244,6 +244,9 @@ func (c *Coordinator) declare(w http.ResponseWriter, r *http.Request, who Identi
 	if len(d.Routes) > wire.MaxRoutes {
 		return nil, refusal{http.StatusRequestEntityTooLarge, fmt.Sprintf("routes: %d are more than %d", len(d.Routes), wire.MaxRoutes)}
 	}
+	if len(d.Population) > wire.MaxName {
+		return nil, refusal{http.StatusBadRequest, fmt.Sprintf("population: longer than %d bytes", wire.MaxName)}
+	}
 	for i, route := range d.Routes {
 		switch {
 		case max(len(route.Service.Namespace), len(route.Service.Name)) > wire.MaxName:
@@ -260,6 +263,8 @@ func (c *Coordinator) declare(w http.ResponseWriter, r *http.Request, who Identi
 			return nil, refusal{http.StatusBadRequest, fmt.Sprintf("routes[%d].kind is required", i)}
 		case route.Granularity == drain.GranularityUnknown:
 			return nil, refusal{http.StatusBadRequest, fmt.Sprintf("routes[%d].granularity is required", i)}
+		case route.Via == drain.Endpoints && route.Kind == drain.Observed && d.Population == "":
+			return nil, refusal{http.StatusBadRequest, fmt.Sprintf("population is required: routes[%d] is observed", i)}
 		}
 	}
 	if err := c.authorize(r.Context(), who, d.Routes); err != nil {
@@ -268,7 +273,7 @@ func (c *Coordinator) declare(w http.ResponseWriter, r *http.Request, who Identi
 	var open []drain.Open
 	ok := false
 	c.change(func() {
-		if open, ok = c.ledger.Declare(who.Agent, d.Session, d.Routes); !ok {
+		if open, ok = c.ledger.Declare(who.Agent, d.Session, d.Population, d.Routes); !ok {
 			return
 		}
 		c.seen.declared(who.Agent, d.Gateway)
@@ -276,7 +281,8 @@ func (c *Coordinator) declare(w http.ResponseWriter, r *http.Request, who Identi
 	if !ok {
 		return nil, errStale
 	}
-	c.Log.Info("agent declared", "agent", who.Name, "gateway", d.Gateway, "routes", len(d.Routes), "openDrains", len(open))
+	c.Log.Info("agent declared", "agent", who.Name, "gateway", d.Gateway, "population", d.Population,
+		"routes", len(d.Routes), "openDrains", len(open))
 	declared := wire.Declared{Drains: []drain.Open{}}
 	for _, o := range open {
 		if o.Watch != nil {
@@ -677,7 +683,7 @@ func (c *Coordinator) connect(r *http.Request, who Identity, offer wire.Offer, p
 	if !who.Everywhere && !c.ledger.Agent(who.Agent).Declared {
 		// Who has not declared may route everything, and is waited for by every deletion. That
 		// takes the right everywhere.
-		c.ledger.Declare(who.Agent, s.session, nil)
+		c.ledger.Declare(who.Agent, s.session, "", nil)
 	}
 	if former := c.streams[who.Agent]; former != nil {
 		former.wake() // and it ends

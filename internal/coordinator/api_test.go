@@ -141,10 +141,19 @@ func TestPosts(t *testing.T) {
 			"routes[0].kind is required"},
 		"declaration without granularity": {wire.DeclarationsPath, with(`,"granularity":"request"`, ""), 400,
 			"routes[0].granularity is required"},
-		"declaration without service":       {wire.DeclarationsPath, with(`"name":"web"`, `"name":""`), 400, "routes[0].service: namespace and name are required"},
-		"declaration with another session":  {wire.DeclarationsPath, `{"session":99}`, 409, "open a new stream"},
-		"declaration without session":       {wire.DeclarationsPath, `{}`, 409, "open a new stream"},
-		"declaration that is no JSON":       {wire.DeclarationsPath, `routes`, 400, "body: invalid character 'r'"},
+		"declaration without service": {wire.DeclarationsPath, with(`"name":"web"`, `"name":""`), 400,
+			"routes[0].service: namespace and name are required"},
+		"declaration with another session": {wire.DeclarationsPath, `{"session":99}`, 409, "open a new stream"},
+		"declaration without session":      {wire.DeclarationsPath, `{}`, 409, "open a new stream"},
+		"declaration that is no JSON":      {wire.DeclarationsPath, `routes`, 400, "body: invalid character 'r'"},
+		"declaration without population": {wire.DeclarationsPath, strings.Replace(
+			`{"session":SESSION,"routes":[ROUTE]}`, "ROUTE",
+			`{"service":{"namespace":"shop","name":"web"},"via":"endpoints","kind":"observed","granularity":"connection"}`, 1,
+		), 400, "population is required: routes[0] is observed"},
+		"declaration of a long population": {
+			wire.DeclarationsPath, `{"session":SESSION,"population":"` + strings.Repeat("x", 254) + `"}`, 400,
+			"population: longer than 253 bytes",
+		},
 		"declaration cut short":             {wire.DeclarationsPath, `{"session":`, 400, "body: unexpected EOF"},
 		"declaration, empty":                {wire.DeclarationsPath, ``, 400, "body: EOF"},
 		"declaration of the wrong type":     {wire.DeclarationsPath, `{"session":"one"}`, 400, "cannot unmarshal string"},
@@ -166,7 +175,7 @@ func TestPosts(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			b := newBench()
-			b.Unroute(Request{Pod: pod("a"), Targets: targetsOf(web)})
+			b.Unroute(requestOf(pod("a"), web))
 			body := strings.ReplaceAll(c.body, "SESSION", "1")
 			if b.session != 1 {
 				t.Fatalf("the session is %d", b.session)
@@ -202,7 +211,7 @@ func FuzzPosts(f *testing.F) {
 	f.Add(true, []byte(`null`))
 	f.Fuzz(func(t *testing.T, report bool, body []byte) {
 		b := newBench()
-		b.Unroute(Request{Pod: pod("a"), Targets: targetsOf(web)})
+		b.Unroute(requestOf(pod("a"), web))
 		path, good := wire.DeclarationsPath, http.StatusOK
 		if report {
 			path, good = wire.ReportsPath, http.StatusNoContent

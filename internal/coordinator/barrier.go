@@ -206,7 +206,7 @@ func (c *Coordinator) sleep(ctx context.Context, uid drain.UID, wake time.Time) 
 	case <-changed:
 	case <-timer.C:
 	case <-ctx.Done():
-		err = errWritten // nobody listens
+		err = errWritten // the agent is gone
 	case <-c.stop:
 		err = refusal{http.StatusServiceUnavailable, ErrStopping.Error()}
 	}

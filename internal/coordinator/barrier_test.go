@@ -126,6 +126,7 @@ func (n *network) nodeAgent(id string, hosts ...string) *nodeAgent {
 	a := &nodeAgent{eyes: &eyes{of: map[drain.UID]*seen{}}}
 	a.agent = n.agentWith(id, func(c *client.Client) {
 		c.Watches = a.eyes
+		c.Population = drain.Nodes
 		c.Routes = []drain.Route{{Service: drain.EveryService, Via: drain.Endpoints, Kind: drain.Observed,
 			Granularity: drain.PerConnection}}
 	}, hosts...)

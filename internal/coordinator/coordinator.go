@@ -300,10 +300,13 @@ type Request struct {
 	Turn  Turn
 }
 
-// Drain opens a drain of a pod or joins the open one, and waits until it is released, closed, or until comes; the status that it
-// returns is that of this moment. With an error (ErrTooManyHolds, ErrStopping, the context's) the status is good too, and the
-// drain runs on: the caller must not take it for an answer to allow.
-func (c *Coordinator) Drain(ctx context.Context, request Request, until time.Time) (status drain.Status, held bool, err error) {
+// Drain opens a drain of a pod or joins the open one, and waits until it is released, closed, or
+// until comes; the status that it returns is that of this moment. With an error (ErrTooManyHolds,
+// ErrStopping, the context's) the status is good too, and the drain runs on: the caller must not
+// take it for an answer to allow.
+func (c *Coordinator) Drain(
+	ctx context.Context, request Request, until time.Time,
+) (status drain.Status, held bool, err error) {
 	pod := request.Pod
 	c.mu.Lock()
 	defer c.unlock()

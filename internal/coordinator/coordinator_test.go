@@ -80,7 +80,7 @@ func TestACallIsHeldNoLongerThanItMay(t *testing.T) {
 		stillHeld(t, held)
 		time.Sleep(1)
 		answered(t, held, "Unrouting None held=true after 2s")
-		status, wasHeld, err := r.Drain(t.Context(), Request{Pod: p, Targets: targetsOf(web)}, time.Now())
+		status, wasHeld, err := r.Drain(t.Context(), requestOf(p, web), time.Now())
 		if status.Phase != drain.Unrouting || wasHeld || err != nil {
 			t.Errorf("without time: %s, held %t, %v", status.Phase, wasHeld, err)
 		}
@@ -88,7 +88,7 @@ func TestACallIsHeldNoLongerThanItMay(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
 		go func() { time.Sleep(time.Second); cancel() }()
 		began := time.Now()
-		status, _, err = r.Drain(ctx, Request{Pod: p, Targets: targetsOf(web)}, time.Now().Add(2*time.Second))
+		status, _, err = r.Drain(ctx, requestOf(p, web), time.Now().Add(2*time.Second))
 		if status.Phase != drain.Unrouting || !errors.Is(err, context.Canceled) || time.Since(began) != time.Second {
 			t.Errorf("given up: %s, %v after %s", status.Phase, err, time.Since(began))
 		}
@@ -300,7 +300,7 @@ func TestReplicasHoldTheSamePods(t *testing.T) {
 		opener := n.replica("replica-0", "a", func(o *Options) { o.MaxHolds = 2 })
 		n.agent("one", []drain.Service{web}, "replica-0")
 		claim := func(name string) bool {
-			_, hold := opener.Claim(Request{Pod: pod(name), Targets: targetsOf(web)})
+			_, hold := opener.Claim(requestOf(pod(name), web))
 			return hold
 		}
 		// A witness meets them in this order, the opener's own calls come in another one.
@@ -379,7 +379,7 @@ func TestReplicasReleaseTheirOwnLeasesOnly(t *testing.T) {
 // drainOnce asks without waiting.
 func (r *replica) drainOnce(p drain.Pod) drain.Status {
 	r.t.Helper()
-	status, _, err := r.Drain(r.t.Context(), Request{Pod: p, Targets: targetsOf(web)}, time.Now())
+	status, _, err := r.Drain(r.t.Context(), requestOf(p, web), time.Now())
 	if err != nil {
 		r.t.Error(err)
 	}
@@ -475,8 +475,8 @@ func TestTheStreamTellsOpenDrainsFirst(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newNetwork(t)
 		r := n.replica("replica-0", "a")
-		r.Unroute(Request{Pod: pod("a"), Targets: targetsOf(web)})
-		r.Unroute(Request{Pod: pod("b"), Targets: targetsOf(web)})
+		r.Unroute(requestOf(pod("a"), web))
+		r.Unroute(requestOf(pod("b"), web))
 		r.GatePassed(pod("a").UID)
 		s := n.open("one", "replica-0")
 		var got []wire.Type
@@ -500,7 +500,7 @@ func TestTheStreamTellsOpenDrainsFirst(t *testing.T) {
 		if m := next(); m.Type != wire.TypeHeartbeat || time.Since(began) != 2*time.Second {
 			t.Errorf("%+v after %s", m, time.Since(began))
 		}
-		r.Unroute(Request{Pod: pod("c"), Targets: targetsOf(web)})
+		r.Unroute(requestOf(pod("c"), web))
 		if m := next(); m.Type != wire.TypeDrain || m.Drain.Pod != pod("c") {
 			t.Errorf("%+v", m)
 		}
@@ -527,7 +527,7 @@ func TestALogThatBlocksStopsItsWriterOnly(t *testing.T) {
 		began := time.Now()
 		done := make(chan struct{})
 		go func() {
-			r.Unroute(Request{Pod: pod("a"), Targets: targetsOf(web)})
+			r.Unroute(requestOf(pod("a"), web))
 			close(done)
 		}()
 		synctest.Wait()

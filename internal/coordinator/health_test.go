@@ -122,7 +122,7 @@ func TestHealthIsNeverInTheWay(t *testing.T) {
 		s, session := n.upgraded("one", "replica-0")
 		go io.Copy(io.Discard, s.conn)
 		r.mu.Lock()
-		r.ledger.Declare("one", session, routesOf(web))
+		r.ledger.Declare("one", session, "", routesOf(web))
 		r.mu.Unlock()
 		say := func(line string) {
 			t.Helper()

@@ -56,7 +56,7 @@ func TestAClaimCarriesTheClockBothWays(t *testing.T) {
 			t.Errorf("a second later, by one that knows nothing of it (-want +got):\n%s", diff)
 		}
 		// Now the API server asks this replica too.
-		if _, _, err := b.Drain(t.Context(), Request{Pod: pod("a"), Targets: targetsOf(web)}, time.Now()); err != nil {
+		if _, _, err := b.Drain(t.Context(), requestOf(pod("a"), web), time.Now()); err != nil {
 			t.Fatal(err)
 		}
 		time.Sleep(300 * time.Millisecond)
@@ -118,7 +118,7 @@ func TestAReplicaThatStartsAdoptsWhatIsOpen(t *testing.T) {
 		if diff := cmp.Diff(want, started.ledger.Shared(time.Now()).Drains); diff != "" {
 			t.Errorf("adopted (-want +got):\n%s", diff)
 		}
-		status, _, _ := started.Drain(t.Context(), Request{Pod: pod("a"), Targets: targetsOf(web)}, time.Now())
+		status, _, _ := started.Drain(t.Context(), requestOf(pod("a"), web), time.Now())
 		if status.Deadline.Sub(time.Now()) != 18*time.Second {
 			t.Errorf("the deadline is in %s, want 18s", time.Until(status.Deadline))
 		}
@@ -133,7 +133,7 @@ func TestAReplicaThatStartsLearnsWhoIsSuspended(t *testing.T) {
 		all := []drain.Expected{{ID: "silent", Name: "edge/silent", Ready: true}}
 		old.Expect(all)
 		for _, name := range []string{"a", "b", "c"} {
-			_, _, _ = old.Drain(t.Context(), Request{Pod: pod(name), Targets: targetsOf(web)}, time.Now().Add(31*time.Second))
+			_, _, _ = old.Drain(t.Context(), requestOf(pod(name), web), time.Now().Add(31*time.Second))
 			old.GatePassed(pod(name).UID)
 		}
 		time.Sleep(time.Second)
@@ -149,11 +149,12 @@ func TestAReplicaThatStartsLearnsWhoIsSuspended(t *testing.T) {
 			t.Fatalf("silent (-want +got):\n%s", diff)
 		}
 		started.Expect(all)
-		if status, _, _ := started.Drain(t.Context(), Request{Pod: pod("d"), Targets: targetsOf(web)}, time.Now()); !status.Waits() {
+		if status, _, _ := started.Drain(t.Context(), requestOf(pod("d"), web), time.Now()); !status.Waits() {
 			t.Fatalf("%s %s before it was told", status.Phase, status.Reason)
 		}
 		started.Polled([]wire.Replica{told})
-		if status, _, _ := started.Drain(t.Context(), Request{Pod: pod("d"), Targets: targetsOf(web)}, time.Now()); status.Reason != drain.Suspended {
+		if status, _, _ := started.Drain(t.Context(), requestOf(pod("d"), web),
+			time.Now()); status.Reason != drain.Suspended {
 			t.Errorf("%s %s", status.Phase, status.Reason)
 		}
 	})

@@ -39,7 +39,7 @@ func TestAStreamEndsWithWhatItRestsOn(t *testing.T) {
 		"the right is taken":     {"one", func(_ *replica, revoked *sync.Map) { revoked.Store("", 1) }, 0, time.Minute},
 		"that of a namespace":    {"local one", func(_ *replica, revoked *sync.Map) { revoked.Store("shop", 1) }, 0, time.Minute},
 		"that of a namespace that it declared before": {"local one", func(r *replica, revoked *sync.Map) {
-			r.change(func() { r.ledger.Declare("local one", r.streams["local one"].session, nil) })
+			r.change(func() { r.ledger.Declare("local one", r.streams["local one"].session, "", nil) })
 			revoked.Store("shop", 1)
 		}, 0, time.Minute},
 		"that of another namespace": {"local one", func(_ *replica, revoked *sync.Map) { revoked.Store("bank", 1) }, time.Hour, 2 * time.Hour},
@@ -122,7 +122,7 @@ func TestEachPodIsReadInTurn(t *testing.T) {
 			} else {
 				r.lives.set(p.UID, Living)
 			}
-			r.Unroute(Request{Pod: p, Targets: targetsOf(drain.Service{Namespace: "shop", Name: fmt.Sprint("web-", i)})})
+			r.Unroute(requestOf(p, drain.Service{Namespace: "shop", Name: fmt.Sprint("web-", i)}))
 		}
 		time.Sleep(drain.DefaultTimes().Abandon + 20*time.Second)
 		synctest.Wait()
@@ -149,7 +149,7 @@ func TestLive(t *testing.T) {
 		n := newNetwork(t)
 		r := n.replica("replica-0", "a", func(o *Options) { o.Pods = stuckPods{} })
 		for i := range 20 {
-			r.Unroute(Request{Pod: pod(fmt.Sprint(i)), Targets: targetsOf(drain.Service{Namespace: "shop", Name: fmt.Sprint("web-", i)})})
+			r.Unroute(requestOf(pod(fmt.Sprint(i)), drain.Service{Namespace: "shop", Name: fmt.Sprint("web-", i)}))
 		}
 		time.Sleep(3 * time.Minute)
 		if err := r.Live(); err != nil {

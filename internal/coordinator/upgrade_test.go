@@ -133,7 +133,7 @@ func TestWhatIsRefusedInTheStreamEndsIt(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				n := newNetwork(t)
 				r := n.replica("replica-0", "a")
-				r.Unroute(Request{Pod: pod("a"), Targets: targetsOf(web)})
+				r.Unroute(requestOf(pod("a"), web))
 				s, session := n.upgraded("one", "replica-0")
 				before := r.ledger.Status(time.Now(), drain.AtHold, pod("a").UID)
 				began := time.Now()
@@ -208,7 +208,7 @@ func FuzzListen(f *testing.F) {
 	f.Add([]byte(strings.Repeat(" ", 9000)+`{"session":1}`+"\n"), 4096)
 	f.Fuzz(func(t *testing.T, text []byte, room int) {
 		b := newBench()
-		b.Unroute(Request{Pod: pod("a"), Targets: targetsOf(web)})
+		b.Unroute(requestOf(pod("a"), web))
 		before := b.ledger.Status(time.Now(), drain.AtHold, "uid-a")
 		near, far := net.Pipe()
 		defer near.Close()

@@ -321,7 +321,8 @@ func (c *Coordinator) View(drains, words int) View {
 	now, n := time.Now(), c.ledger.Counts()
 	v := View{
 		At: now, Began: c.began, Lease: c.self, Times: c.times, Stopping: c.stopped,
-		Holds: c.holds, MaxHolds: c.MaxHolds, Expected: n.Expected, Missing: n.Missing, Suspended: n.Suspended, Elsewhere: n.Elsewhere,
+		Holds: c.holds, MaxHolds: c.MaxHolds,
+		Expected: n.Expected, Missing: n.Missing, Suspended: n.Suspended, Elsewhere: n.Elsewhere,
 		Drains: []Drain{}, Agents: []Agent{}, Outcomes: c.seen.outcomes.newest(), Propagation: c.seen.propagation(),
 	}
 	var oldest []drain.UID

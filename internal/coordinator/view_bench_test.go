@@ -53,11 +53,11 @@ func crowd(n int) (c *Coordinator, ids []drain.AgentID, sessions []uint64, p dra
 	for i := range n {
 		id := drain.AgentID(fmt.Sprint("agent-", i))
 		session := c.ledger.Connect(now, id, drain.Hello{})
-		c.ledger.Declare(id, session, routesOf(web))
+		c.ledger.Declare(id, session, "", routesOf(web))
 		c.seen.connected(now, id, 1, wire.Offer{}, "")
 		ids, sessions = append(ids, id), append(sessions, session)
 	}
 	p = pod("a")
-	c.Unroute(Request{Pod: p, Targets: targetsOf(web)})
+	c.Unroute(requestOf(p, web))
 	return c, ids, sessions, p
 }

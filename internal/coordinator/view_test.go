@@ -145,7 +145,7 @@ func TestViewIsCut(t *testing.T) {
 		}
 		synctest.Wait()
 		for _, name := range []string{"a", "b", "c"} {
-			r.Unroute(Request{Pod: pod(name), Targets: targetsOf(web)})
+			r.Unroute(requestOf(pod(name), web))
 			time.Sleep(time.Second)
 		}
 		v := r.View(2, 3)

@@ -296,7 +296,7 @@ func (r *replica) hold(p drain.Pod, services ...drain.Service) <-chan answer {
 	began := time.Now()
 	go func() {
 		var a answer
-		a.Status, a.held, a.err = r.Drain(context.Background(), Request{Pod: p, Targets: targetsOf(services...)}, began.Add(2*time.Second))
+		a.Status, a.held, a.err = r.Drain(context.Background(), requestOf(p, services...), began.Add(2*time.Second))
 		a.took = time.Since(began)
 		answers <- a
 	}()
@@ -604,4 +604,9 @@ func targetsOf(services ...drain.Service) []drain.Targets {
 		targets[i].Service = s
 	}
 	return targets
+}
+
+// requestOf is one about a pod without an owner.
+func requestOf(pod drain.Pod, services ...drain.Service) Request {
+	return Request{Pod: pod, Targets: targetsOf(services...)}
 }

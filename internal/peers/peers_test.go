@@ -171,7 +171,9 @@ func TestWhatOthersKnow(t *testing.T) {
 	if claims, silent := p.Open(t.Context()); len(claims) != 0 || len(silent) != 0 {
 		t.Errorf("%v, silent %v", claims, silent)
 	}
-	r.state = wire.Replica{Ready: true, Expected: 4, Missing: 2, Shared: drain.Shared{Drains: []drain.Claim{{Pod: drain.Pod{UID: "u"}, ElapsedMillis: 12}}}}
+	r.state = wire.Replica{Ready: true, Expected: 4, Missing: 2, Shared: drain.Shared{
+		Drains: []drain.Claim{{Pod: drain.Pod{UID: "u"}, ElapsedMillis: 12}},
+	}}
 	if claims, silent := p.Open(t.Context()); len(claims) != 1 || claims[0].ElapsedMillis != 12 || len(silent) != 0 {
 		t.Errorf("%v, silent %v", claims, silent)
 	}

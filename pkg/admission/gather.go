@@ -34,7 +34,8 @@ const outOfService = "node.kubernetes.io/out-of-service"
 type Ledger interface {
 	Drain(ctx context.Context, request coordinator.Request, until time.Time) (status drain.Status, held bool, err error)
 	Unroute(request coordinator.Request)
-	// Claim opens a drain for another replica, without waiting. hold reports whether a call for it may wait.
+	// Claim opens a drain for another replica, without waiting. hold reports whether a call for it
+	// may wait.
 	Claim(request coordinator.Request) (status drain.Status, hold bool)
 	Expecting() (expected, missing int)
 	CouldRoute(services []drain.Service) bool

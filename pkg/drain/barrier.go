@@ -32,7 +32,8 @@ import (
 // Waits that Services state for those who can never acknowledge run beside the acknowledgements, from the deletion on, and so does the
 // wait for agents that were not in the sample.
 //
-// It is over when the pod does not exist any more ([Ledger.Gone]), and forgotten when no call can wait for it any more.
+// It is over when the pod does not exist any more ([Ledger.GatePassed]), and forgotten when no call can
+// wait for it any more.
 
 // Barrier is what the agent on the pod's node asks for, with what the replica knows of the pod.
 type Barrier struct {
@@ -62,7 +63,7 @@ type barrier struct {
 	bound   time.Duration
 	targets []netip.AddrPort
 	stated  time.Duration
-	// rest is the wait for the agents that observe and are not in sample. Nil: all are asked.
+	// rest is the wait for the nodes that are not in sample. Nil: all are asked.
 	rest   time.Duration
 	sample map[AgentID]struct{}
 	// letGo are the directed agents that need not acknowledge: those of drain.letGo, of the drain at the hold that ended here with the pod. Nil:
@@ -79,7 +80,7 @@ const (
 	lastSettle = time.Second
 )
 
-// Sampling says when ScopeAuto and ScopeQuorum ask a sample of the agents that observe.
+// Sampling says when ScopeAuto and ScopeQuorum ask a sample of the nodes.
 type Sampling struct {
 	// AllUpTo is how many ScopeAuto asks, Size how many ScopeQuorum asks, and Learn from how many
 	// times it knows how long the others take.
@@ -170,7 +171,7 @@ func (l *Ledger) letGo(now time.Time, d *drain) map[AgentID]struct{} {
 	return letGo
 }
 
-// draw chooses who is asked of those that observe.
+// draw chooses which nodes are asked.
 func (l *Ledger) draw(d *drain) {
 	b := &d.barrier
 	if l.scope == ScopeLocal {
@@ -182,7 +183,7 @@ func (l *Ledger) draw(d *drain) {
 	}
 	var all []*agent
 	for _, a := range l.agents {
-		if a.may(AtBarrier, d) && (a.session != 0 || a.ready) {
+		if a.sampled() && a.may(AtBarrier, d) && (a.session != 0 || a.ready) {
 			all = append(all, a)
 		}
 	}
@@ -209,12 +210,18 @@ func (l *Ledger) draw(d *drain) {
 	}
 }
 
+// sampled reports whether a need not be asked at the barrier if enough others are. One that has not
+// declared may be a replica of a gateway.
+func (a *agent) sampled() bool {
+	return a.declared && a.population == Nodes || brokenRule == 24
+}
+
 // owesBarrier says whether a may owe d, at the barrier.
 func (l *Ledger) owesBarrier(a *agent, d *drain) bool {
 	b := &d.barrier
 	if a.may(AtBarrier, d) {
 		_, drawn := b.sample[a.id]
-		return b.sample == nil || drawn
+		return b.sample == nil || drawn || !a.sampled()
 	}
 	if !a.may(AtHold, d) {
 		return false
@@ -401,7 +408,7 @@ func (h *durations) percentile(share float64) time.Duration {
 
 // learn takes in how long the gateway of a has taken to let go, if r, after had, is the first that says so.
 func (l *Ledger) learn(now time.Time, a *agent, d *drain, had State, r Report) {
-	if r.State >= Removed && had < Removed && a.gateOf(d) == AtBarrier && now.Before(l.deadline(d)) {
+	if r.State >= Removed && had < Removed && a.sampled() && a.gateOf(d) == AtBarrier && now.Before(l.deadline(d)) {
 		l.learnt.add(now.Sub(d.since))
 	}
 }

@@ -13,7 +13,14 @@ import (
 func (w *world) observe(id AgentID) {
 	w.Helper()
 	w.sessions[id] = w.Connect(w.now, id, Hello{Observes: true})
-	if _, ok := w.Declare(id, w.sessions[id], []Route{{EveryService, Endpoints, Observed, PerConnection}}); !ok {
+	w.observeAs(id, Nodes)
+}
+
+// observeAs declares a population.
+func (w *world) observeAs(id AgentID, population string) {
+	w.Helper()
+	if _, ok := w.Declare(id, w.sessions[id], population,
+		[]Route{{EveryService, Endpoints, Observed, PerConnection}}); !ok {
 		w.Fatalf("declaration of %s refused", id)
 	}
 }
@@ -538,6 +545,51 @@ func TestWhoIsAskedAtTheBarrier(t *testing.T) {
 				}
 			}
 		})
+	}
+}
+
+// Without this, a pod is stopped while a replica of an ingress controller routes to it, because
+// enough nodes were asked.
+func TestEveryReplicaOfAGatewayIsAsked(t *testing.T) {
+	for _, scope := range []Scope{ScopeLocal, ScopeAuto, ScopeQuorum} {
+		w := newWorld(t)
+		w.scope = scope
+		for i := range 300 {
+			w.observe(AgentID(fmt.Sprintf("node-%03d", i)))
+		}
+		w.observe("traefik")
+		w.observeAs("traefik", "traefik")
+		for range w.sampling.Learn {
+			w.learnt.add(300 * time.Millisecond)
+		}
+		p := pod("a")
+		w.open(p, "node-000")
+		for _, x := range w.Status(w.now, AtBarrier, p.UID).Waiting {
+			if x.Agent != "traefik" {
+				w.see(x.Agent, p, Idle, true)
+			}
+		}
+		w.wantBarrier(p, "Unrouting traefik:unknown")
+		w.pass(time.Second)
+		learnt := w.learnt.n
+		w.see("traefik", p, Idle, true)
+		w.wantBarrier(p, "Released Acknowledged")
+		if w.learnt.n != learnt {
+			t.Errorf("%s: what the replica took is learnt of nodes", scope)
+		}
+		// One that has not declared yet may be such a replica.
+		q := pod("b")
+		w.sessions["new"] = w.Connect(w.now, "new", Hello{Observes: true})
+		w.open(q, "node-000")
+		if s := w.Status(w.now, AtBarrier, q.UID); !slices.ContainsFunc(s.Waiting, func(x Waiting) bool {
+			return x.Agent == "new"
+		}) {
+			t.Errorf("%s: an agent that has not declared is not asked", scope)
+		}
+		w.observe("new")
+		if s := w.Status(w.now, AtBarrier, q.UID); scope == ScopeLocal && len(s.Waiting) != 2 {
+			t.Errorf("%s: a node is asked: %v", scope, s.Waiting)
+		}
 	}
 }
 

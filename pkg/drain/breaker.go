@@ -90,7 +90,7 @@ func (l *Ledger) expire(now time.Time, d *drain) {
 		if r := said[a.slot]; r != nil && r.State >= Removed && l.fresh(now, r) {
 			continue // it has answered: that this does not count yet, for the pod is young, is not its fault
 		}
-		if d.gate == AtBarrier && w.Connected && w.State < Removed {
+		if d.gate == AtBarrier && a.sampled() && w.Connected && w.State < Removed {
 			l.learnt.add(l.length(d)) // it takes that long at least
 		}
 		// Of a drain that is queued nobody was told.

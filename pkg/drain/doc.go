@@ -23,9 +23,10 @@
 // agent that was never heard owes everything its label says it could route. One whose gateway has gone
 // says so ([Ledger.Leave]) and owes nothing; one that lets drain after drain expire is no longer waited for (breaker.go).
 //
-// The clock of a drain is one: the oldest start that this replica or another one knows of the UID ([Place], [Ledger.Polled]). Asking again
-// or the restart of one of several replicas does not restart it. Abandonment stops it; the next drain of the same UID goes on from there and
-// gets at least one hold.
+// The clock of a drain is one: the oldest start that this replica or another one knows of the UID
+// ([Place], [Ledger.Polled]). Asking again or the restart of one of several replicas does not
+// restart it. Abandonment stops it; the next drain of the same UID goes on from there and gets at
+// least one hold.
 //
 // The [Ledger] has no clock, no goroutine, no Kubernetes and no HTTP: every method takes now and returns what is to be done. It is not
 // safe for concurrent use; package coordinator owns it, and gives it voice.

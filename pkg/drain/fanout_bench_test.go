@@ -17,7 +17,7 @@ func BenchmarkAHundredDrains(b *testing.B) {
 	for i := range agents {
 		id := AgentID(fmt.Sprint("agent-", i))
 		sessions[id] = l.Connect(now, id, Hello{})
-		l.Declare(id, sessions[id], []Route{{Service{"shop", "web"}, Endpoints, Directed, PerRequest}})
+		l.Declare(id, sessions[id], "", []Route{{Service{"shop", "web"}, Endpoints, Directed, PerRequest}})
 	}
 	round := 0
 	for b.Loop() {

@@ -91,8 +91,8 @@ func TestNoChangeIsMissedByWhoLooksOnlyWhenTouched(t *testing.T) {
 		for i := range 5 {
 			id := AgentID(fmt.Sprint("agent-", i))
 			w.sessions[id] = w.Connect(w.now, id, Hello{Observes: true})
-			w.Declare(id, w.sessions[id], []Route{{web, Endpoints, Observed, PerConnection},
-				{api, Endpoints, Directed, PerRequest}})
+			w.Declare(id, w.sessions[id], Nodes,
+				[]Route{{web, Endpoints, Observed, PerConnection}, {api, Endpoints, Directed, PerRequest}})
 		}
 		known := map[*drain]Phase{}
 		look := func(d *drain) {
@@ -235,7 +235,7 @@ func (w *world) step(r *rand.Rand, id AgentID, p Pod, some func() []Service) str
 		if r.IntN(2) == 0 {
 			declared = []Route{{web, Endpoints, Observed, PerConnection}, {api, Endpoints, Directed, PerRequest}}
 		}
-		w.Declare(id, session, declared)
+		w.Declare(id, session, []string{Nodes, "edge"}[r.IntN(2)], declared)
 		return fmt.Sprintf("%s declares %v", id, declared)
 	case 0:
 		w.sessions[id] = w.Connect(w.now, id, Hello{})
@@ -245,7 +245,7 @@ func (w *world) step(r *rand.Rand, id AgentID, p Pod, some func() []Service) str
 		return fmt.Sprintf("disconnect %s", id)
 	case 2, 3:
 		declared := some()
-		w.Declare(id, session, routes(declared...))
+		w.Declare(id, session, "", routes(declared...))
 		return fmt.Sprintf("%s declares %v", id, declared)
 	case 4:
 		var expected []Expected

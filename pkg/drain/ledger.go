@@ -95,6 +95,8 @@ type agent struct {
 	// declared says that routes is known, if only from an earlier session.
 	declared bool
 	routes   map[Service]Route
+	// population is as it declared it. See [Ledger.Declare].
+	population string
 	// namespaces are those in which it has routed a Service on its present session, "*" all of
 	// them: the releases of their pods are sent to it. widened is the revision at which the last
 	// one was added.
@@ -184,8 +186,8 @@ type drain struct {
 	element   *list.Element
 }
 
-// NewLedger returns the empty ledger of one replica's present life. scope and sampling say which of the agents that observe are asked at
-// barriers.
+// NewLedger returns the empty ledger of one replica's present life. scope and sampling say which of
+// the agents that observe are asked at barriers.
 func NewLedger(times Times, scope Scope, sampling Sampling) *Ledger {
 	return &Ledger{
 		times: times, scope: scope, sampling: sampling,
@@ -229,7 +231,8 @@ type Status struct {
 	MoreAway int
 	// Recheck is when Status may change by time alone. Zero: never.
 	Recheck time.Time
-	// Stated is the wait from Since on that a barrier makes for consumers that cannot acknowledge. Cut says that it is beyond the deadline.
+	// Stated is the wait from Since on that a barrier makes for consumers that cannot acknowledge.
+	// Cut says that it is beyond the deadline.
 	Stated time.Duration
 	Cut    bool
 }
@@ -239,10 +242,12 @@ func (s Status) Waits() bool {
 	return s.Phase == Queued || s.Phase == Unrouting || s.Phase == Quiescing
 }
 
-// Ask opens a drain of pod, or joins the one that is open, and returns its status. targets are the Services that list the pod, which
-// add to what earlier calls named, and the targets of each where they are known: the drain is Queued while one of the Services has no
-// capacity. What is said of a Service's targets holds for all of its drains, until it is said again. place is what another replica knows
-// of the drain, whose clock starts at the earlier of the two starts. A pod that is dead has no drain: the status is Closed, Dead.
+// Ask opens a drain of pod, or joins the one that is open, and returns its status. targets are the
+// Services that list the pod, which add to what earlier calls named, and the targets of each where
+// they are known: the drain is Queued while one of the Services has no capacity. What is said of a
+// Service's targets holds for all of its drains, until it is said again. place is what another
+// replica knows of the drain, whose clock starts at the earlier of the two starts. A pod that is
+// dead has no drain: the status is Closed, Dead.
 func (l *Ledger) Ask(now time.Time, pod Pod, targets []Targets, place Place) Status {
 	d := l.drain(pod, AtHold)
 	if !d.open && d.reason == Terminating {
@@ -358,7 +363,8 @@ func (l *Ledger) adopt(d *drain, since time.Time) {
 	}
 }
 
-// Hold records that a call waits for the drain of uid. answered records that it was answered, and whether the answer was to allow.
+// Hold records that a call waits for the drain of uid. answered records that it was answered, and
+// whether the answer was to allow.
 func (l *Ledger) Hold(uid UID) (answered func(now time.Time, allowed bool)) {
 	d := l.at(AtHold, uid)
 	if d == nil {
@@ -540,7 +546,8 @@ func (l *Ledger) Expect(now time.Time, expected []Expected) {
 
 // Counts are numbers of agents and pods.
 type Counts struct {
-	// Expected is how many agents the API lists, without those that have left. Missing is how many of them have no session here.
+	// Expected is how many agents the API lists, without those that have left. Missing is how many
+	// of them have no session here.
 	Expected, Missing int
 	// Suspended is how many agents are.
 	Suspended int
@@ -577,14 +584,15 @@ func number(b bool) int {
 
 // Hello is what an agent says of itself when it connects.
 type Hello struct {
-	// Boot names the life of its process. In another life than that which left, or in one without a name, its gateway may accept again,
-	// and it must acknowledge.
+	// Boot names the life of its process. In another life than that which left, or in one without a
+	// name, its gateway may accept again, and it must acknowledge.
 	Boot string
 	// Observes says that it understands [Watch]: one that does not cannot be asked at the barrier.
 	Observes bool
 }
 
-// Connect opens a session for an agent and ends its former one, if any. What was reported before is void.
+// Connect opens a session for an agent and ends its former one, if any. What was reported before is
+// void.
 func (l *Ledger) Connect(now time.Time, id AgentID, h Hello) (session uint64) {
 	a := l.agent(now, id)
 	if a.left && (h.Boot == "" || h.Boot != a.boot) {
@@ -628,8 +636,10 @@ func (l *Ledger) Current(id AgentID, session uint64) bool {
 // Declare sets the whole of what an agent's gateway routes, and returns the open drains of that:
 // the agent must know them before it programs its gateway. ok is false, and nothing changed, if
 // session is not the agent's open one. An agent that no longer names any Service of an open drain
-// that it had to acknowledge must still do so, or leave.
-func (l *Ledger) Declare(id AgentID, session uint64, routes []Route) (open []Open, ok bool) {
+// that it had to acknowledge must still do so, or leave. population names the agents of which a
+// sample may be asked at the barrier instead of all: [Nodes]. Agents of another one, such as the
+// replicas of one gateway, are all asked.
+func (l *Ledger) Declare(id AgentID, session uint64, population string, routes []Route) (open []Open, ok bool) {
 	if !l.Current(id, session) {
 		return nil, false
 	}
@@ -641,7 +651,10 @@ func (l *Ledger) Declare(id AgentID, session uint64, routes []Route) (open []Ope
 			former[d] = a.gateOf(d)
 		}
 	})
-	a.declared, a.left = true, false
+	if a.population != population {
+		l.unindex(a) // it is asked, or not, for another reason
+	}
+	a.declared, a.left, a.population = true, false, population
 	l.recount(a)
 	a.routes = make(map[Service]Route, len(routes))
 	for _, r := range routes {

@@ -46,7 +46,7 @@ func (w *world) pass(d time.Duration) { w.now = w.now.Add(d) }
 func (w *world) join(id AgentID, services ...Service) {
 	w.Helper()
 	w.sessions[id] = w.Connect(w.now, id, Hello{})
-	if _, ok := w.Declare(id, w.sessions[id], routes(services...)); !ok {
+	if _, ok := w.Declare(id, w.sessions[id], "", routes(services...)); !ok {
 		w.Fatalf("declaration of %s refused", id)
 	}
 }
@@ -240,7 +240,7 @@ func TestReportsCountOnlyOnTheOpenSession(t *testing.T) {
 	if w.Report(w.now, w.now, "stranger", 0, idle) || w.Report(w.now, w.now, "one", 0, idle) {
 		t.Error("a report without session is news")
 	}
-	if _, ok := w.Declare("one", old, routes()); ok {
+	if _, ok := w.Declare("one", old, "", routes()); ok {
 		t.Error("a declaration on a former session counts")
 	}
 	w.Disconnect(w.now, "one", old) // the old connection is noticed to be dead
@@ -313,7 +313,7 @@ func TestWhoIsOwed(t *testing.T) {
 
 func (w *world) declare(id AgentID, routes ...Route) {
 	w.sessions[id] = w.Connect(w.now, id, Hello{})
-	w.Declare(id, w.sessions[id], routes)
+	w.Declare(id, w.sessions[id], "", routes)
 }
 
 // An agent that owed a drain and is lost has not acknowledged: its gateway may route to the pod until the pod stops.
@@ -583,7 +583,7 @@ func TestSince(t *testing.T) {
 	check("one", one, "+b")
 	check("stranger", 7, "")
 
-	open, _ := w.Declare("one", w.sessions["one"], routes(api))
+	open, _ := w.Declare("one", w.sessions["one"], "", routes(api))
 	var names []string
 	for _, o := range open {
 		names = append(names, o.Pod.Name)
@@ -885,8 +885,9 @@ func TestLeave(t *testing.T) {
 			"Released NoAgents"},
 		"it comes back, other life": {func(w *world) { w.Connect(w.now, "one", Hello{Boot: "boot-2"}) },
 			"Unrouting one:unknown"},
-		"it comes back, no name":    {func(w *world) { w.Connect(w.now, "one", Hello{}) }, "Unrouting one:unknown"},
-		"it declares again":         {func(w *world) { w.Declare("one", w.sessions["one"], routes(web)) }, "Unrouting one:unknown"},
+		"it comes back, no name": {func(w *world) { w.Connect(w.now, "one", Hello{}) }, "Unrouting one:unknown"},
+		"it declares again": {func(w *world) { w.Declare("one", w.sessions["one"], "", routes(web)) },
+			"Unrouting one:unknown"},
 		"its pod is seen not ready": {func(w *world) { w.Expect(w.now, []Expected{{ID: "one"}}) }, "Released NoAgents"},
 		"another says so in its name": {func(w *world) {
 			w.Connect(w.now, "one", Hello{Boot: "boot-2"})
@@ -900,8 +901,8 @@ func TestLeave(t *testing.T) {
 			w.Expect(w.now, []Expected{{ID: "one", Ready: true}})
 			w.sessions["one"], w.sessions["two"] = w.Connect(w.now, "one", Hello{Boot: "boot-1"}),
 				w.Connect(w.now, "two", Hello{})
-			w.Declare("one", w.sessions["one"], routes(web))
-			w.Declare("two", w.sessions["two"], nil)
+			w.Declare("one", w.sessions["one"], "", routes(web))
+			w.Declare("two", w.sessions["two"], "", nil)
 			w.ask(p, web)
 			w.want(p, "Unrouting one:unknown")
 			w.Changed(AtHold)
@@ -922,12 +923,13 @@ func TestADeclarationWithoutTheServiceDischargesNobody(t *testing.T) {
 		then func(w *world)
 		want string
 	}{
-		"silence":             {func(*world) {}, "Unrouting one:unknown"},
-		"requests still run":  {func(w *world) { w.say("one", p, Removed) }, "Quiescing one:removed"},
-		"an acknowledgement":  {func(w *world) { w.say("one", p, Idle) }, "Released Acknowledged"},
-		"it leaves":           {func(w *world) { w.Leave("one", w.sessions["one"]) }, "Released NoAgents"},
-		"a third declaration": {func(w *world) { w.Declare("one", w.sessions["one"], nil) }, "Unrouting one:unknown"},
-		"a new session":       {func(w *world) { w.join("one", api) }, "Unrouting one:unknown"},
+		"silence":            {func(*world) {}, "Unrouting one:unknown"},
+		"requests still run": {func(w *world) { w.say("one", p, Removed) }, "Quiescing one:removed"},
+		"an acknowledgement": {func(w *world) { w.say("one", p, Idle) }, "Released Acknowledged"},
+		"it leaves":          {func(w *world) { w.Leave("one", w.sessions["one"]) }, "Released NoAgents"},
+		"a third declaration": {func(w *world) { w.Declare("one", w.sessions["one"], "", nil) },
+			"Unrouting one:unknown"},
+		"a new session": {func(w *world) { w.join("one", api) }, "Unrouting one:unknown"},
 		"it vouches no more": {func(w *world) { w.declare("one", Route{web, ClusterIP, Directed, PerRequest}) },
 			"Unrouting one:unknown"},
 		"it goes away": {func(w *world) {
@@ -945,7 +947,7 @@ func TestADeclarationWithoutTheServiceDischargesNobody(t *testing.T) {
 			w := newWorld(t)
 			w.join("one", web)
 			w.ask(p, web)
-			open, _ := w.Declare("one", w.sessions["one"], routes(api))
+			open, _ := w.Declare("one", w.sessions["one"], "", routes(api))
 			if len(open) != 1 {
 				t.Errorf("the answer tells of %v", open)
 			}
@@ -984,9 +986,9 @@ func TestADeclarationWithoutTheServiceAtTheBarrier(t *testing.T) {
 	w.observe("node")
 	w.join("edge", web)
 	w.ask(p, web)
-	w.Declare("edge", w.sessions["edge"], nil)
+	w.Declare("edge", w.sessions["edge"], "", nil)
 	w.open(p, "node")
-	w.Declare("node", w.sessions["node"], nil)
+	w.Declare("node", w.sessions["node"], "", nil)
 	w.wantBarrier(p, "Unrouting edge:unknown node:unknown")
 	w.see("node", p, Idle, true)
 	w.wantBarrier(p, "Unrouting edge:unknown")
@@ -1021,13 +1023,13 @@ func TestAnAgentIsToldOfItsNamespaces(t *testing.T) {
 	shop = told("shop", shop, "")
 	// It must not route a pod that is dead because it heard of it too early.
 	w.Affected()
-	w.Declare("shop", w.sessions["shop"], routes(web, bank))
+	w.Declare("shop", w.sessions["shop"], "", routes(web, bank))
 	if got := w.Affected(); !slices.Equal(got, []AgentID{"shop"}) {
 		t.Errorf("%v are woken", got)
 	}
 	shop = told("shop", shop, "drain uid-a release uid-core-1 dead")
-	// The exclusion of a drain that it was told of is lifted, whatever it has declared since.
-	w.Declare("shop", w.sessions["shop"], routes(bank))
+	// The exclusion of a drain that it was told of is readmitted, whatever it has declared since.
+	w.Declare("shop", w.sessions["shop"], "", routes(bank))
 	w.GatePassed(w.now, AtHold, "uid-a")
 	told("shop", shop, "release uid-a dead")
 	w.join("shop", bank)

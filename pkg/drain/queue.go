@@ -35,14 +35,16 @@ const (
 	Deferred
 )
 
-// Place is where a drain stands: what another replica knows of it, and whether the pod is to be deleted.
+// Place is where a drain stands: what another replica knows of it, and whether the pod is to be
+// deleted.
 type Place struct {
 	Is Placing
 	// Elapsed is how long the drain has run on the other replica. 0: it is not known there.
 	Elapsed time.Duration
-	// Restart says that a container is about to be stopped and its pod stays. Such a drain is not counted against the pod: it takes
-	// nothing of the time of a later one, and does not say that deletions are refused. The place of the pod's open drain stays, and a
-	// drain that was opened for a deletion stays one. [Ledger.Back] ends it.
+	// Restart says that a container is about to be stopped and its pod stays. Such a drain is not
+	// counted against the pod: it takes nothing of the time of a later one, and does not say that
+	// deletions are refused. The place of the pod's open drain stays, and a drain that was opened
+	// for a deletion stays one. [Ledger.Back] ends it.
 	Restart bool
 }
 
@@ -107,10 +109,12 @@ type Shared struct {
 // Shared returns what the other replicas are told.
 func (l *Ledger) Shared(now time.Time) Shared { return Shared{l.claims(now), l.silences(now)} }
 
-// Polled takes in what the other replicas told last. The pods that they unroute take capacity here as well: replicas do not always agree,
-// because one that the opener did not answer decides for itself. If adopt is set, this replica has just started and opens their drains
-// too, so that it continues where it was. A pod that has a drain here keeps it; its clock starts at the earlier of the two starts. A drain
-// that waits for capacity there waits here until it is asked for: how many targets its Services have is not known yet.
+// Polled takes in what the other replicas told last. The pods that they unroute take capacity here
+// as well: replicas do not always agree, because one that the opener did not answer decides for
+// itself. If adopt is set, this replica has just started and opens their drains too, so that it
+// continues where it was. A pod that has a drain here keeps it; its clock starts at the earlier of
+// the two starts. A drain that waits for capacity there waits here until it is asked for: how many
+// targets its Services have is not known yet.
 func (l *Ledger) Polled(now time.Time, others []Shared, adopt bool) {
 	l.elsewhere = map[UID]struct{}{}
 	for _, of := range others {
@@ -203,10 +207,11 @@ type Standing struct {
 	Since    time.Time
 	// Queued reports whether that drain waits for capacity, so that the pod is still routed.
 	Queued bool
-	// Terminating reports whether the pod is being drained, here or by another replica, or dead: agents that observe may know that it is
-	// going although EndpointSlices do not say so yet.
+	// Terminating reports whether the pod is being drained, here or by another replica, or dead:
+	// agents that observe may know that it is going although EndpointSlices do not say so yet.
 	Terminating bool
-	// Refused is when drains of the pod were allowed and abandoned all the same, in the last Times.Memory at least.
+	// Refused is when drains of the pod were allowed and abandoned all the same, in the last
+	// Times.Memory at least.
 	Refused []time.Time
 }
 

@@ -60,13 +60,16 @@ type View struct {
 	// By is the agent that asks for a barrier, on the pod's node; ByName its pod's namespace/name.
 	By     AgentID
 	ByName string
-	// Last says that no other endpoint is ready, so that gateways may keep the pod at the barrier; LastHere that none is on its node.
+	// Last says that no other endpoint is ready, so that gateways may keep the pod at the barrier;
+	// LastHere that none is on its node.
 	Last, LastHere bool
-	// Sampled says that not all agents are asked that observe: the others are waited for by the time that they were seen to take.
+	// Sampled says that not all agents are asked that observe: the others are waited for by the
+	// time that they were seen to take.
 	Sampled bool
 }
 
-// View returns the drain of uid at a gate, with at most most words. ok is false if there is none, or at the barrier none that is open.
+// View returns the drain of uid at a gate, with at most most words. ok is false if there is none,
+// or at the barrier none that is open.
 func (l *Ledger) View(now time.Time, gate Gate, uid UID, most int) (v View, ok bool) {
 	d := l.at(gate, uid)
 	if d == nil || gate == AtBarrier && !d.open {
@@ -118,10 +121,12 @@ type AgentInfo struct {
 	// Connected says that it has a session here. If not, Lost is when it ended or, never connected, when the API first listed it.
 	Connected bool
 	Lost      time.Time
-	// Declared says that it is known what it routes, if only from an earlier session: so many Services.
+	// Declared says that it is known what it routes, if only from an earlier session: so many
+	// Services.
 	Declared bool
 	Services int
-	// Routes are these, and Namespaces those whose releases are sent to it, "*" for all, sorted. Set by [Ledger.Agent].
+	// Routes are these, and Namespaces those whose releases are sent to it, "*" for all, sorted.
+	// Set by [Ledger.Agent].
 	Routes     map[Service]Route
 	Namespaces []string
 	// Left says that its gateway accepts nothing any more, Suspended that it is not waited for.

@@ -75,7 +75,7 @@ func TestOnlyElsewhere(t *testing.T) {
 }
 
 // Who would be asked, by which gate, and who cannot vouch for anything.
-func TestParties(t *testing.T) {
+func TestAcknowledgers(t *testing.T) {
 	w := newWorld(t)
 	w.Expect(w.now, []Expected{
 		{ID: "directed", Name: "edge/directed", Ready: true, Label: LabelDirected},
@@ -85,11 +85,11 @@ func TestParties(t *testing.T) {
 	w.join("other", api)
 	w.join("hap", web)
 	w.sessions["kp"] = w.Connect(w.now, "kp", Hello{})
-	w.Declare("kp", w.sessions["kp"], []Route{{web, Endpoints, Observed, PerConnection}})
+	w.Declare("kp", w.sessions["kp"], Nodes, []Route{{web, Endpoints, Observed, PerConnection}})
 	w.sessions["node"] = w.Connect(w.now, "node", Hello{})
-	w.Declare("node", w.sessions["node"], []Route{{EveryService, Endpoints, Observed, PerConnection}})
+	w.Declare("node", w.sessions["node"], Nodes, []Route{{EveryService, Endpoints, Observed, PerConnection}})
 	w.sessions["mesh"] = w.Connect(w.now, "mesh", Hello{})
-	w.Declare("mesh", w.sessions["mesh"], []Route{{web, ClusterIP, Directed, PerRequest}})
+	w.Declare("mesh", w.sessions["mesh"], "", []Route{{web, ClusterIP, Directed, PerRequest}})
 	w.join("left", web)
 	w.Leave("left", w.sessions["left"])
 	see := func() string {

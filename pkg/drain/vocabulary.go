@@ -358,10 +358,14 @@ func (t Targets) Last(uid UID) bool {
 	return t.Usable != nil && !slices.ContainsFunc(t.Usable, func(other UID) bool { return other != uid })
 }
 
+// Nodes is the population of the agents of which each node has one.
+const Nodes = "nodes"
+
 // EveryService is what an agent declares that routes, or observes, every Service there is.
 var EveryService = Service{Namespace: "*", Name: "*"}
 
-// Scope says which of the agents that observe are asked at the barrier. Those that direct are always asked.
+// Scope says which of the agents of the population [Nodes] are asked at the barrier. All others are
+// always asked.
 type Scope uint8
 
 const (

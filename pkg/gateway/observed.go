@@ -27,10 +27,18 @@ type Observed interface {
 	// that is true of every worker.
 	Settle() time.Duration
 
+	// Population names the agents that observe the same gateway: [Nodes] if each node has one of
+	// them, or the name of the gateway of which this is a replica. Coordinators may ask a sample of
+	// the nodes, and ask every replica of a gateway.
+	Population() string
+
 	// Absent reports whether there is no data plane that can be observed here. The agent then
 	// declares that it cannot acknowledge.
 	Absent() bool
 }
+
+// Nodes is the population of data planes of which each node has one.
+const Nodes = "nodes"
 
 // Watch is an observation of the targets of one pod.
 type Watch interface {

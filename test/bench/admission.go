@@ -212,10 +212,8 @@ func newBenchWebhook(busy bool) (*benchWebhook, error) {
 	}
 	for i := range benchDrains {
 		pod := world.pods[types.NamespacedName{Namespace: "shop", Name: fmt.Sprintf("web-%d", i)}]
-		coord.Unroute(coordinator.Request{
-			Pod:     drain.Pod{Namespace: pod.Namespace, Name: pod.Name, UID: drain.UID(pod.UID)},
-			Targets: []drain.Targets{{Service: drain.Service{Namespace: "shop", Name: "web"}}},
-		})
+		of := drain.Pod{Namespace: pod.Namespace, Name: pod.Name, UID: drain.UID(pod.UID)}
+		coord.Unroute(request(of, drain.Service{Namespace: "shop", Name: "web"}))
 	}
 	// Callers that come back at once, so that the cap is reached all the time.
 	ctx, cancel := context.WithCancel(context.Background())

@@ -219,7 +219,7 @@ func (f *fleet) drain(service drain.Service, n int) time.Duration {
 	var all sync.WaitGroup
 	for i := range n {
 		all.Go(func() {
-			status, _, err := f.Drain(context.Background(), coordinator.Request{Pod: pod(i), Targets: []drain.Targets{{Service: service}}}, began.Add(20*time.Second))
+			status, _, err := f.Drain(context.Background(), request(pod(i), service), began.Add(20*time.Second))
 			if status.Reason != drain.Acknowledged || err != nil {
 				f.mu.Lock()
 				f.failed = fmt.Errorf("a drain ended as %s, %s, waiting for %d: %w", status.Phase, status.Reason, len(status.Waiting), err)
@@ -244,7 +244,7 @@ func (f *fleet) others(service drain.Service, left int) time.Duration {
 	defer f.GatePassed(pod.UID)
 	began := time.Now()
 	for {
-		status, _, err := f.Drain(context.Background(), coordinator.Request{Pod: pod, Targets: []drain.Targets{{Service: service}}}, began)
+		status, _, err := f.Drain(context.Background(), request(pod, service), began)
 		took := time.Since(began)
 		if err != nil || took > 20*time.Second {
 			f.failed = fmt.Errorf("a drain is %s, %s, waiting for %d: %w", status.Phase, status.Reason, len(status.Waiting), err)
@@ -441,6 +441,11 @@ func message(lines *bufio.Reader) (m wire.Message, err error) {
 	return m, wire.ParseMessage(line, &m)
 }
 
+// request is one in a Service whose targets are not known.
+func request(pod drain.Pod, service drain.Service) coordinator.Request {
+	return coordinator.Request{Pod: pod, Targets: []drain.Targets{{Service: service}}}
+}
+
 // serve reports every pod that it is told of, those of one write in one line.
 func (a *benchAgent) serve(lines *bufio.Reader) error {
 	if a.dead {
@@ -454,7 +459,8 @@ func (a *benchAgent) serve(lines *bufio.Reader) error {
 			return err
 		}
 		if m.Type == wire.TypeDrain {
-			reports = append(reports, drain.Report{UID: m.Drain.Pod.UID, State: drain.Idle, Proof: drain.Runtime, Number: m.Drain.Number})
+			is := drain.Report{UID: m.Drain.Pod.UID, State: drain.Idle, Proof: drain.Runtime, Number: m.Drain.Number}
+			reports = append(reports, is)
 		}
 		if len(reports) > 0 && lines.Buffered() == 0 {
 			if a.slow {

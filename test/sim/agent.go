@@ -44,7 +44,10 @@ type agent struct {
 	watch         *watcher
 	set           *health.Set
 	// kernel is that of the node, of an agent that observes one. It directs nothing then.
-	kernel *kernel
+	// population is drain.Nodes, or the name of a gateway of which the kernel stands for a replica:
+	// no pod is on such a node.
+	kernel     *kernel
+	population string
 	// hooks wait, watched are the pods that each holder wants to be observed.
 	hooks   []*hook
 	watched map[string]map[drain.UID]bool
@@ -865,7 +868,8 @@ func (l *link) reports(k *conn) {
 		if _, asked := slices.BinarySearch(held, s.UID); !asked {
 			continue
 		}
-		r := drain.Report{UID: drain.UID(s.UID), Generation: s.Generation, State: wireState(s.State), Number: l.numbers[drain.AtHold][drain.UID(s.UID)]}
+		r := drain.Report{UID: drain.UID(s.UID), Generation: s.Generation, State: wireState(s.State)}
+		r.Number = l.numbers[drain.AtHold][r.UID]
 		if s.State >= health.Removed {
 			r.Proof = drain.Runtime
 		}
@@ -960,19 +964,19 @@ func wireState(s health.State) drain.State {
 }
 
 // newAgent makes an agent beside a gateway of its own. Its pod is listed from now on, its process starts later.
-func (w *world) newAgent(lag time.Duration) { w.addAgent(lag, false) }
+func (w *world) newAgent(lag time.Duration) { w.addAgent(lag, "") }
 
-// newNodeAgent makes an agent that observes the kernel of a node of its own.
-func (w *world) newNodeAgent(lag time.Duration) { w.addAgent(lag, true) }
+// newObserver makes an agent that observes the kernel of a node of its own.
+func (w *world) newObserver(lag time.Duration, population string) { w.addAgent(lag, population) }
 
-func (w *world) addAgent(lag time.Duration, observes bool) {
+func (w *world) addAgent(lag time.Duration, population string) {
 	if w.nodes >= maxNodes {
 		return
 	}
-	n := len(w.agents) + 1
+	n, observes := len(w.agents)+1, population != ""
 	a := &agent{
 		w: w, id: drain.AgentID(fmt.Sprintf("agent-%d", n)), listed: true, journal: map[drain.UID]*entry{},
-		proc: proc{node: w.nodes, name: fmt.Sprintf("agent-%d", n)},
+		population: population, proc: proc{node: w.nodes, name: fmt.Sprintf("agent-%d", n)},
 	}
 	w.nodes++
 	for s := range w.api.services {

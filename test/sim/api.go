@@ -166,7 +166,7 @@ func (a *api) create(services []int) {
 	if a.w.barriers && a.w.chance(800) {
 		var nodes []*agent
 		for _, g := range a.w.agents {
-			if g.kernel != nil {
+			if g.population == drain.Nodes {
 				nodes = append(nodes, g)
 			}
 		}

@@ -571,10 +571,10 @@ func (c *coord) acknowledgedAtBarrier(a *agent, asOf time.Time, reports []drain.
 	now := c.w.now
 	for _, r := range reports {
 		s := c.ledger.Status(now, drain.AtBarrier, r.UID)
-		if s.Phase == drain.PhaseUnknown || s.Phase == drain.Closed || r.State < drain.Removed || now.Sub(asOf) > c.w.times.Freshness {
+		if s.Phase == drain.PhaseUnknown || s.Phase == drain.Closed || now.Sub(asOf) > c.w.times.Freshness {
 			continue
 		}
-		if c.watched[a.id][r.UID] == r.Number && now.Before(s.Deadline) {
+		if r.State >= drain.Removed && c.watched[a.id][r.UID] == r.Number && now.Before(s.Deadline) {
 			return true
 		}
 	}
@@ -603,7 +603,10 @@ func (c *coord) young(uid drain.UID) time.Duration {
 // learn notes how long a kernel has taken to let go: a plain record beside the ledger's.
 func (c *coord) learn(a *agent, r drain.Report) {
 	s := c.ledger.Status(c.w.now, drain.AtBarrier, r.UID)
-	if r.State < drain.Removed || c.let[r.UID][a] || s.Phase == drain.PhaseUnknown || s.Phase == drain.Closed {
+	if s.Phase == drain.PhaseUnknown || s.Phase == drain.Closed {
+		return
+	}
+	if a.population != drain.Nodes || r.State < drain.Removed || c.let[r.UID][a] {
 		return
 	}
 	if c.let[r.UID] == nil {
@@ -618,7 +621,7 @@ func (c *coord) learn(a *agent, r drain.Report) {
 
 // toldAtBarrier says why a need not have been asked at the barrier of a pod. Empty: it had to be, or was.
 func (c *coord) toldAtBarrier(p *pod, a *agent) (why string) {
-	if _, told := c.watched[a.id][p.uid]; told || a == p.host {
+	if _, told := c.watched[a.id][p.uid]; told || a == p.host || a.population != drain.Nodes {
 		return ""
 	}
 	switch c.w.scope {
@@ -629,7 +632,7 @@ func (c *coord) toldAtBarrier(p *pod, a *agent) (why string) {
 	}
 	told, nodes := 0, 0
 	for _, o := range c.w.agents {
-		if o.kernel != nil {
+		if o.population == drain.Nodes {
 			nodes++
 			_, is := c.watched[o.id][p.uid]
 			told += number(is || !c.streaming(o))

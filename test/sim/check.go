@@ -140,8 +140,10 @@ func (c *coord) checkAllow(p *pod, s drain.Status, wd *word, services []drain.Se
 				excuse = "LastTarget" // whatever the reason is, which is that of the slowest: this gateway sends on
 				r.State = drain.Removed + drain.State(number(r.NoConnections))
 			}
-			if !heard || r.State < least || w.at-r.at > w.times.Freshness || s.Reason == drain.NoAgents || s.Reason == drain.Suspended {
-				w.fail(checkBacking, "%s allows the deletion of %s by %s, but the last word of %s is %s (heard=%t, %s old)",
+			none := s.Reason == drain.NoAgents || s.Reason == drain.Suspended
+			if !heard || r.State < least || w.at-r.at > w.times.Freshness || none {
+				w.fail(checkBacking,
+					"%s allows the deletion of %s by %s, but the last report of %s is %s (heard=%t, %s old)",
 					c.name, p.uid, s.Reason, a.name, r.State, heard, w.at-r.at)
 				// From outside, only what the gateway does says anything. Its reload before now is no excuse.
 				r.readAt = w.at

@@ -791,7 +791,7 @@ func (c *coord) connect(l *link, k *conn, boot string) {
 	}
 	s.session = c.ledger.Connect(w.now, id, drain.Hello{Boot: boot, Observes: l.a.kernel != nil})
 	if l.a.right != "" && !c.ledger.Agent(id).Declared {
-		c.ledger.Declare(id, s.session, nil)
+		c.ledger.Declare(id, s.session, "", nil)
 		delete(c.declared, l.a)
 		for _, d := range c.room {
 			delete(d.former, l.a) // it was forgotten
@@ -848,9 +848,13 @@ func (c *coord) say(s *stream, first, beat bool) {
 
 // tell records that an agent is told of drains.
 func (c *coord) tell(id drain.AgentID, open []drain.Open) {
+	a := c.w.agents[slices.IndexFunc(c.w.agents, func(a *agent) bool { return a.id == id })]
 	for _, d := range open {
-		s := c.ledger.Status(c.w.now, drain.AtBarrier, d.Pod.UID)
-		if s.Phase != drain.PhaseUnknown && s.Phase != drain.Closed {
+		// A node that has not declared is told as a replica of a gateway would be, and is not asked
+		// any more when it declares.
+		declared := a.population != drain.Nodes || c.declared[a] != nil
+		phase := c.ledger.Status(c.w.now, drain.AtBarrier, d.Pod.UID).Phase
+		if declared && phase != drain.PhaseUnknown && phase != drain.Closed {
 			if c.watched[id] == nil {
 				c.watched[id] = map[drain.UID]uint64{}
 			}
@@ -858,11 +862,7 @@ func (c *coord) tell(id drain.AgentID, open []drain.Open) {
 		}
 		c.numbers[d.Pod.UID] = d.Number
 		c.checkTold(d.Pod.UID)
-		for _, a := range c.w.agents {
-			if a.id == id {
-				c.checkRight(a, d.Pod.UID)
-			}
-		}
+		c.checkRight(a, d.Pod.UID)
 	}
 }
 
@@ -907,7 +907,7 @@ func (c *coord) endOf(k *conn) {
 
 // declare answers a declaration. ok is false if the session is not the present one.
 func (c *coord) declare(a *agent, session uint64, routes []drain.Route) ([]drain.Open, bool) {
-	open, ok := c.ledger.Declare(a.id, session, routes)
+	open, ok := c.ledger.Declare(a.id, session, a.population, routes)
 	if ok {
 		if c.departed[a.id] != "" {
 			delete(c.declared, a) // it had left, and owed nothing

@@ -95,7 +95,10 @@ func (w *world) build() {
 	if w.barriers = w.chance(500); w.barriers {
 		w.scope = [...]drain.Scope{drain.ScopeAuto, drain.ScopeAuto, drain.ScopeAll, drain.ScopeAll, drain.ScopeQuorum, drain.ScopeLocal}[w.rng.IntN(6)]
 		for range 1 + w.rng.IntN(4) {
-			w.newNodeAgent(w.between(0, 100*time.Millisecond))
+			w.newObserver(w.between(0, 100*time.Millisecond), drain.Nodes)
+		}
+		if w.seed%4 == 0 {
+			w.newObserver(50*time.Millisecond, "edge")
 		}
 	}
 	a.policies, a.stated = make([]policy, a.services), make([]time.Duration, a.services)

@@ -156,7 +156,9 @@ func (c *coord) poll(then func()) {
 		serve := func() {
 			o := p.of
 			n := o.ledger.Counts()
-			state = wire.Replica{Ready: o.able(), Expected: n.Expected, Missing: n.Missing, Shared: o.ledger.Shared(c.w.now)}
+			state = wire.Replica{
+				Ready: o.able(), Expected: n.Expected, Missing: n.Missing, Shared: o.ledger.Shared(c.w.now),
+			}
 		}
 		c.ask(p, pollTime, serve, func(ok bool) {
 			if ok {

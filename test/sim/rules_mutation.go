@@ -37,6 +37,7 @@ var rules = [...]string{
 	20: "one order: a witness judges capacity for itself",
 	21: "suspension: what another replica has counted is not believed",
 	22: "namespaces: all agents are told of the end of all drains",
+	24: "populations: a replica of a gateway need not be asked where enough nodes are",
 	23: "owed: an agent that declares again without a Service is not waited for any more",
 }
 

@@ -91,9 +91,10 @@ type Client struct {
 	HTTP *http.Client
 	// Token returns the bearer token to use now.
 	Token func() (string, error)
-	// Boot names this life of the agent, Gateway its kind, Routes what it routes.
-	Boot, Gateway string
-	Routes        []drain.Route
+	// Boot names this life of the agent, Gateway its kind, Population what is said in
+	// [wire.Declaration], Routes what it routes.
+	Boot, Gateway, Population string
+	Routes                    []drain.Route
 	// Exclusions may be left as it is by an agent that directs nothing, Watches by one that
 	// observes nothing.
 	Exclusions Exclusions
@@ -561,7 +562,7 @@ func (r *replica) declare(ctx context.Context, hello wire.Hello, routes []drain.
 	r.mu.Unlock()
 	var declared wire.Declared
 	err = r.send(ctx, wire.DeclarationsPath, wire.Declaration{
-		Session: hello.Session, Gateway: r.client.Gateway, Routes: routes,
+		Session: hello.Session, Gateway: r.client.Gateway, Population: r.client.Population, Routes: routes,
 	}, &declared)
 	if err != nil {
 		return false, err

@@ -1,10 +1,13 @@
 package kinds
 
 import (
+	"log/slog"
 	"reflect"
 	"testing"
 
+	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/gateway"
+	"github.com/lameduck-io/lameduck/pkg/gateway/kubeproxy"
 )
 
 // A kind that is neither directed nor observed would be accepted in a file, and nothing would be
@@ -25,5 +28,9 @@ func TestEachKindIsDirectedOrObserved(t *testing.T) {
 			t.Errorf("%s: directed %t, observed %t, key %q, name %q", of.Field(i).Name, directed, observed, key, kind.Name())
 		}
 		names[kind.Name()] = true
+		k, ok := kind.(*kubeproxy.Config)
+		if ok && k.Observe(slog.New(slog.DiscardHandler)).Population() != drain.Nodes {
+			t.Error("kube-proxy is not asked as nodes are")
+		}
 	}
 }

@@ -222,9 +222,12 @@ type Hello struct {
 
 // Declaration is everything an agent's gateway routes.
 type Declaration struct {
-	Session uint64        `json:"session"`
-	Gateway string        `json:"gateway"`
-	Routes  []drain.Route `json:"routes"`
+	Session uint64 `json:"session"`
+	Gateway string `json:"gateway"`
+	// Population names the agents that observe the same gateway: [drain.Nodes], or the gateway of
+	// which this is a replica. Empty for agents that observe nothing.
+	Population string        `json:"population,omitempty"`
+	Routes     []drain.Route `json:"routes"`
 }
 
 // Declared answers a Declaration: the open drains of what was declared. The agent excludes these

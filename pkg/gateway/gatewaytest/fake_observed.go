@@ -65,6 +65,9 @@ func (f *FakeObserved) Cleaned() []netip.AddrPort {
 // Settle implements gateway.Observed.
 func (f *FakeObserved) Settle() time.Duration { return 0 }
 
+// Population implements gateway.Observed.
+func (f *FakeObserved) Population() string { return gateway.Nodes }
+
 // Absent implements gateway.Observed.
 func (f *FakeObserved) Absent() bool { return f.absent.Load() }
 

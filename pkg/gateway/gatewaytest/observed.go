@@ -40,6 +40,12 @@ func RunObserved(t *testing.T, start func(t *testing.T) *ObservedHarness) {
 }
 
 var observedParts = map[string]func(*ObservedHarness) error{
+	"its population has a name": func(h *ObservedHarness) error {
+		if h.Gateway.Population() == "" {
+			return errors.New("it has none")
+		}
+		return nil
+	},
 	"Removed is when nothing new is sent": func(h *ObservedHarness) error {
 		h.Route()
 		w, follow := h.watch()

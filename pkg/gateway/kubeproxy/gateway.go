@@ -35,6 +35,9 @@ type observed struct{ *Observer }
 // ended.
 func (o observed) Settle() time.Duration { return 0 }
 
+// Population implements gateway.Observed.
+func (o observed) Population() string { return gateway.Nodes }
+
 // Watch implements gateway.Observed.
 func (o observed) Watch(targets []netip.AddrPort, changed func()) gateway.Watch {
 	return o.Observer.Watch(targets, changed)
