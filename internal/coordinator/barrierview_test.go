@@ -74,7 +74,7 @@ func TestViewFollowsABarrier(t *testing.T) {
 		r.Deleted("gone")
 		late := pod("gone")
 		late.UID = p.UID
-		passed(t, one.hook(late), "Dead after 0s")
+		passed(t, one.hook(late), "PodDeleted after 0s")
 		if v := r.View(1, 1); len(v.Outcomes) != 1 || len(r.seen.barriers) != 0 {
 			t.Errorf("%+v", v.Outcomes)
 		}

@@ -65,7 +65,7 @@ func TestAHeldCallIsReleasedByTheLastAcknowledgement(t *testing.T) {
 			t.Errorf("%v drains are open at the end", got)
 		}
 		// What follows a death asks nobody.
-		answered(t, r.hold(p, web), "Closed Dead held=false after 0s")
+		answered(t, r.hold(p, web), "Closed PodDeleted held=false after 0s")
 	})
 }
 

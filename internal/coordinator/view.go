@@ -294,7 +294,8 @@ type Outcome struct {
 	// Gate is where it was, AtHold or AtBarrier.
 	Gate drain.Gate
 	At   time.Time
-	// Reason is why the deletion was let go on; if it never was, it is End: Dead, because the pod went all the same, or Abandoned.
+	// Reason is why the deletion was let go on; if it never was, it is End: PodDeleted, because the
+	// pod went all the same, or Abandoned.
 	Reason, End drain.Reason
 	// Took is how long it was until the deletion could go on or, if it never could, until the end.
 	Took time.Duration

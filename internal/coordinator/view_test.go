@@ -57,7 +57,7 @@ func TestViewFollowsADrain(t *testing.T) {
 		answered(t, held, "Released Acknowledged held=true after 800ms")
 		time.Sleep(time.Second)
 		r.GatePassed(p.UID)
-		see("at the end", `shop/a ended Acknowledged/Dead after 800ms []`)
+		see("at the end", `shop/a ended Acknowledged/PodDeleted after 800ms []`)
 
 		v := r.View(10, 10)
 		var times []string

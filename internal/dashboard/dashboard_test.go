@@ -255,7 +255,7 @@ func TestOutcomesJoinNotes(t *testing.T) {
 		say("waits", "Waiting", false)
 		say("cold", "Cold", true)
 		say("last", "LastTarget", true)
-		ended("last", drain.Terminating)
+		ended("last", drain.PodDeleted)
 		say("late", "Deadline", true)
 		ended("late", drain.Deadline)
 		ended("good", drain.Acknowledged)

@@ -158,7 +158,7 @@ func (d *Dashboard) outcomesOf(of coordinator.View) []api.Outcome {
 		// What was said of an earlier drain of the pod, which was abandoned, is not of this one.
 		if n, ok := said[o.Pod.UID]; ok && o.Gate == drain.AtHold && !n.at.Before(o.At.Add(-noteOfDrain)) {
 			one.Message, one.Abnormal = n.message, true
-			if o.Reason == drain.Terminating || o.Reason == drain.Abandoned {
+			if o.Reason == drain.PodDeleted || o.Reason == drain.Abandoned {
 				one.Reason = n.reason
 			}
 			delete(said, o.Pod.UID)

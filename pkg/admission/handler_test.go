@@ -181,8 +181,8 @@ func TestWarningsAndEventsOnlyWhenAbnormal(t *testing.T) {
 	}{
 		"acknowledged": {func(*world) {}, true, "Acknowledged", "", ""},
 		"nobody owes":  {func(w *world) { w.status(drain.Released, drain.NoAgents, 0, false, nil) }, true, "NoAgents", "", ""},
-		"dead": {func(w *world) { w.status(drain.Closed, drain.Terminating, 0, false, nil) }, true,
-			"Dead", "", ""},
+		"dead": {func(w *world) { w.status(drain.Closed, drain.PodDeleted, 0, false, nil) }, true,
+			"PodDeleted", "", ""},
 		"deadline": {func(w *world) { w.status(drain.Released, drain.Deadline, 30*time.Second, true, nil, silent) }, true, "Deadline",
 			"Lameduck: pod shop/a deleted after 30.0s although not every gateway has let go (Deadline): edge/haproxy-1 (routing)", "LameduckDeadline"},
 		"idle bound": {func(w *world) { w.status(drain.Released, drain.IdleBound, 12*time.Second, true, nil, silent) }, true, "IdleBound",

@@ -74,7 +74,7 @@ func (m *Metrics) series(role string, op Operation) {
 		}
 	}
 	for _, reason := range []drain.Reason{drain.Acknowledged, drain.IdleBound, drain.Deadline, drain.NoAgents,
-		drain.Terminating, drain.Suspended, drain.AgentsLost} {
+		drain.PodDeleted, drain.Suspended, drain.AgentsLost} {
 		m.answers.WithLabelValues(role, string(op), "allow", reason.String())
 	}
 }

@@ -66,8 +66,9 @@ type barrier struct {
 	// rest is the wait for the nodes that are not in sample. Nil: all are asked.
 	rest   time.Duration
 	sample map[AgentID]struct{}
-	// letGo are the directed agents that need not acknowledge: those of drain.letGo, of the drain at the hold that ended here with the pod. Nil:
-	// there was no such drain.
+	// letGo are the directed agents that need not acknowledge: they had stopped routing to the pod
+	// when its drain at the hold ended here with the pod. That drain keeps them until the barrier
+	// is opened. Nil: there was no such drain.
 	letGo map[AgentID]struct{}
 	// last, lastOne and lastHere are as in Barrier, each at the time since which it is so; zero: it is not.
 	last, lastOne, lastHere time.Time
@@ -80,6 +81,13 @@ const (
 	lastSettle = time.Second
 )
 
+// sample is which nodes are asked, and learnt how long those take that are.
+type sample struct {
+	scope    Scope
+	sampling Sampling
+	learnt   durations
+}
+
 // Sampling says when ScopeAuto and ScopeQuorum ask a sample of the nodes.
 type Sampling struct {
 	// AllUpTo is how many ScopeAuto asks, Size how many ScopeQuorum asks, and Learn from how many
@@ -91,7 +99,7 @@ type Sampling struct {
 func DefaultSampling() Sampling { return Sampling{AllUpTo: 200, Size: 50, Learn: 1000} }
 
 // OpenBarrier opens the barrier of a pod that is terminating, or joins the one that is open, and returns its status. Its deadline may be
-// brought forward, never put back. The barrier of a pod that is gone stays closed: Dead.
+// brought forward, never put back. The barrier of a pod that is gone stays closed: PodDeleted.
 func (l *Ledger) OpenBarrier(now time.Time, b Barrier) Status {
 	l.GatePassed(now, AtHold, b.Pod.UID)
 	d := l.drain(b.Pod, AtBarrier)
@@ -99,16 +107,17 @@ func (l *Ledger) OpenBarrier(now time.Time, b Barrier) Status {
 		b.Since = now
 	}
 	is := &d.barrier
-	if !d.open && d.reason == Terminating {
+	if !d.open && d.reason == PodDeleted {
 		return l.status(now, d)
 	}
 	if !d.open {
 		h := l.drain(b.Pod, AtHold)
-		*is = barrier{by: b.By, bound: b.Bound, targets: slices.Clone(b.Targets), stated: b.Stated, young: b.Young, letGo: h.letGo}
-		if h.reason != Terminating {
+		*is = barrier{by: b.By, bound: b.Bound, targets: slices.Clone(b.Targets), stated: b.Stated, young: b.Young,
+			letGo: h.barrier.letGo}
+		if h.reason != PodDeleted {
 			// Nothing opens it from now on: what comes to be asked about this pod, is asked here.
-			l.close(now, h, Terminating)
-			h.letGo = nil
+			l.close(now, h, PodDeleted)
+			h.barrier.letGo = nil
 		}
 		for _, s := range b.Services {
 			d.services[s] = true
@@ -127,7 +136,7 @@ func (l *Ledger) OpenBarrier(now time.Time, b Barrier) Status {
 			is.sample[b.By] = struct{}{}
 		}
 		d.rosterAt = 0
-		l.change(d)
+		l.change(d, l.owing(d))
 	}
 	if b.Since.Before(d.since) {
 		d.since = b.Since
@@ -165,7 +174,7 @@ func (l *Ledger) letGo(now time.Time, d *drain) map[AgentID]struct{} {
 	for _, a := range l.owing(d) {
 		// A gateway that keeps the last target lets go of it when the pod is terminating.
 		if state, last, _ := l.word(now, said[a.slot], d); state >= Removed && !last {
-			letGo[a.id] = struct{}{}
+			letGo[a.ID] = struct{}{}
 		}
 	}
 	return letGo
@@ -183,7 +192,7 @@ func (l *Ledger) draw(d *drain) {
 	}
 	var all []*agent
 	for _, a := range l.agents {
-		if a.sampled() && a.may(AtBarrier, d) && (a.session != 0 || a.ready) {
+		if a.sampled() && a.may(AtBarrier, d) && (a.session != 0 || a.Ready) {
 			all = append(all, a)
 		}
 	}
@@ -195,18 +204,19 @@ func (l *Ledger) draw(d *drain) {
 	ranks := make(map[*agent]uint64, len(all))
 	for _, a := range all {
 		h := fnv.New64a()
-		_, _ = io.WriteString(h, string(d.pod.UID)+" "+string(a.id)) // cannot fail
+		_, _ = io.WriteString(h, string(d.pod.UID)+" "+string(a.ID)) // cannot fail
 		ranks[a] = h.Sum64()
 	}
 	// Those who are here first: of the others nobody knows whether they are.
 	slices.SortFunc(all, func(x, y *agent) int {
-		return cmp.Or(number(x.session == 0)-number(y.session == 0), cmp.Compare(ranks[x], ranks[y]), cmp.Compare(x.id, y.id))
+		return cmp.Or(number(x.session == 0)-number(y.session == 0), cmp.Compare(ranks[x], ranks[y]),
+			cmp.Compare(x.ID, y.ID))
 	})
 	if brokenRule == 12 {
 		b.rest = 0
 	}
 	for _, a := range all[:l.sampling.Size] {
-		b.sample[a.id] = struct{}{}
+		b.sample[a.ID] = struct{}{}
 	}
 }
 
@@ -217,23 +227,23 @@ func (a *agent) sampled() bool {
 }
 
 // owesBarrier says whether a may owe d, at the barrier.
-func (l *Ledger) owesBarrier(a *agent, d *drain) bool {
+func (a *agent) owesBarrier(d *drain) bool {
 	b := &d.barrier
 	if a.may(AtBarrier, d) {
-		_, drawn := b.sample[a.id]
+		_, drawn := b.sample[a.ID]
 		return b.sample == nil || drawn || !a.sampled()
 	}
 	if !a.may(AtHold, d) {
 		return false
 	}
-	_, letGo := b.letGo[a.id]
+	_, letGo := b.letGo[a.ID]
 	return !letGo && brokenRule != 10
 }
 
 // directs says whether a is told of an open barrier of uid by an Open.
 func (l *Ledger) directs(a *agent, uid UID) bool {
 	d := l.at(AtBarrier, uid)
-	return d != nil && d.open && !a.may(AtBarrier, d) && l.owesBarrier(a, d)
+	return d != nil && d.open && !a.may(AtBarrier, d) && a.owesBarrier(d)
 }
 
 // gateOf is that at which a speaks of d.
@@ -279,7 +289,7 @@ func (l *Ledger) lastIn(d *drain, kept string) bool {
 		usable := l.usable[Service{namespace, name}]
 		if usable == nil || slices.ContainsFunc(usable, func(other UID) bool {
 			o := l.at(AtHold, other)
-			return other != d.pod.UID && (o == nil || o.open || o.reason != Terminating)
+			return other != d.pod.UID && (o == nil || o.open || o.reason != PodDeleted)
 		}) {
 			return false
 		}
@@ -303,7 +313,7 @@ func (l *Ledger) counts(now time.Time, d *drain, a *agent, r Report) (state Stat
 	if since.IsZero() && r.State == Kept {
 		since = d.barrier.lastOne
 	}
-	if since.IsZero() && (a.id == d.barrier.by && r.State == Kept || brokenRule == 13) {
+	if since.IsZero() && (a.ID == d.barrier.by && r.State == Kept || brokenRule == 13) {
 		since = d.barrier.lastHere
 	}
 	switch {

@@ -68,16 +68,16 @@ func TestTheBarrierWaitsForThoseWhoObserve(t *testing.T) {
 	w.wantBarrier(p, "Released Acknowledged")
 	w.see("node-1", p, Routing, true)
 	w.wantBarrier(p, "Unrouting node-1:routing")
-	if got := line(w.Status(w.now, AtHold, p.UID)); got != "Closed Dead" {
+	if got := line(w.Status(w.now, AtHold, p.UID)); got != "Closed PodDeleted" {
 		t.Errorf("at the hold: %s", got)
 	}
 	if !w.GatePassed(w.now, AtBarrier, p.UID) || w.GatePassed(w.now, AtBarrier, p.UID) {
 		t.Error("the pod's end is no news, or twice")
 	}
-	w.wantBarrier(p, "Closed Dead")
+	w.wantBarrier(p, "Closed PodDeleted")
 	// A hook that is still waiting for a pod that is gone has nothing to wait for, and begins nothing anew.
 	w.open(p, "node-1")
-	w.wantBarrier(p, "Closed Dead")
+	w.wantBarrier(p, "Closed PodDeleted")
 }
 
 // Without this, what an agent said of the pod before its deletion lets the barrier through.

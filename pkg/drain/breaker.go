@@ -117,7 +117,7 @@ func (l *Ledger) strike(a *agent, d *drain) {
 // judge suspends a if it has let enough drains expire.
 func (l *Ledger) judge(a *agent) {
 	if a.breaker.strikes >= strikesOut && !a.breaker.open && (a.session != 0 || !a.met || l.hearsMost()) {
-		l.suspend(a, Suspension{Agent: a.id, Name: a.name})
+		l.suspend(a, Suspension{Agent: a.ID, Name: a.Name})
 	}
 }
 
@@ -165,19 +165,19 @@ func (l *Ledger) believe(now time.Time, silences []Silence) {
 func (l *Ledger) acknowledged(now time.Time, a *agent) {
 	a.breaker.strikes, a.breaker.clearedAt = 0, now
 	if a.breaker.open {
-		l.suspend(a, Suspension{Agent: a.id, Name: a.name, Over: true, Acknowledged: true})
+		l.suspend(a, Suspension{Agent: a.ID, Name: a.Name, Over: true, Acknowledged: true})
 	}
 }
 
 // readmit gives agents that were suspended long ago another chance.
 func (l *Ledger) readmit(now time.Time) {
-	if l.suspended == 0 {
+	if l.total.Suspended == 0 {
 		return
 	}
 	for _, a := range l.agents {
 		if a.breaker.open && now.Sub(a.breaker.struckAt) >= l.times.Memory {
 			a.breaker.strikes, a.breaker.clearedAt = strikesOut-1, now
-			l.suspend(a, Suspension{Agent: a.id, Name: a.name, Over: true})
+			l.suspend(a, Suspension{Agent: a.ID, Name: a.Name, Over: true})
 		}
 	}
 }
@@ -186,14 +186,14 @@ func (l *Ledger) readmit(now time.Time) {
 // and were not waited for lately, if they are connected: without a stream they cannot answer.
 func (l *Ledger) told(now time.Time, d *drain) {
 	d.toldAt = now
-	if began := now.Truncate(trialEvery); l.suspended > 0 {
+	if began := now.Truncate(trialEvery); l.total.Suspended > 0 {
 		for _, a := range l.owing(d) {
 			if b := &a.breaker; b.open && a.session != 0 && !b.triedAt.Equal(began) {
 				b.trial, b.triedAt = d.number, began
 			}
 		}
 	}
-	l.change(d)
+	l.change(d, l.owing(d))
 }
 
 // waived reports whether d does not wait for a because a is suspended and, if d still does, until
@@ -212,9 +212,9 @@ func (l *Ledger) waived(now time.Time, a *agent, d *drain) (waived bool, until t
 func (l *Ledger) suspend(a *agent, what Suspension) {
 	a.breaker.open = !what.Over
 	if a.breaker.open {
-		l.suspended++
+		l.total.Suspended++
 	} else {
-		l.suspended--
+		l.total.Suspended--
 	}
 	l.suspensions = append(l.suspensions, what)
 	l.touchFor(a)
@@ -222,7 +222,7 @@ func (l *Ledger) suspend(a *agent, what Suspension) {
 
 // hearsMost reports whether at least half of the agents that the API lists have a stream here.
 func (l *Ledger) hearsMost() bool {
-	return 2*l.missing <= l.expected
+	return 2*l.total.Missing <= l.total.Expected
 }
 
 // acknowledges reports whether r says that the gateway of a has stopped routing to the pod of d.

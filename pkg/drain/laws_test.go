@@ -10,8 +10,8 @@ import (
 )
 
 // What the ledger keeps so that an event costs only those whom it concerns must never show: the agents that an indexed drain owes are
-// those that a look at every agent finds, and whatever changes a drain's phase other than time names it in Touched, so that
-// those who wait for it are woken.
+// those that a look at every agent finds, and whatever changes a drain's phase other than time
+// names it in Changed, so that those who wait for it are woken.
 func TestIndexesNeverShow(t *testing.T) {
 	for seed := range uint64(200) {
 		r := rand.New(rand.NewPCG(seed, 1))
@@ -35,13 +35,13 @@ func TestIndexesNeverShow(t *testing.T) {
 				d := w.at(s.gate, s.Pod.UID)
 				var slow []AgentID
 				for _, a := range w.agents {
-					if d.gate == AtHold && a.may(AtHold, d) || d.gate == AtBarrier && w.owesBarrier(a, d) {
-						slow = append(slow, a.id)
+					if d.gate == AtHold && a.may(AtHold, d) || d.gate == AtBarrier && a.owesBarrier(d) {
+						slow = append(slow, a.ID)
 					}
 				}
 				var quick []AgentID
 				for _, a := range w.owing(d) {
-					quick = append(quick, a.id)
+					quick = append(quick, a.ID)
 				}
 				slices.Sort(slow)
 				if slices.Sort(quick); !slices.Equal(slow, quick) {
@@ -56,7 +56,7 @@ func TestIndexesNeverShow(t *testing.T) {
 			}
 			expected, missing := 0, 0
 			for _, a := range w.agents {
-				if a.expected && !a.left {
+				if a.listed && !a.left {
 					expected++
 					missing += number(a.session == 0)
 				}
@@ -170,10 +170,11 @@ func (w *world) cross() error {
 			for i, r := range of.heard[g] {
 				said++
 				if !slices.ContainsFunc(of.drains[:], func(d *drain) bool { return d != nil && d.open }) {
-					return fmt.Errorf("%s is heard of %s, which has no open drain", r.by.id, uid)
+					return fmt.Errorf("%s is heard of %s, which has no open drain", r.by.ID, uid)
 				}
-				if r.place != i || r.by.reports[g][of] != r || w.agents[r.by.id] != r.by || r.UID != uid || r.Gate != g {
-					return fmt.Errorf("%s is heard of %s, and has said nothing", r.by.id, uid)
+				if r.place != i || r.by.reports[g][of] != r || w.agents[r.by.ID] != r.by || r.UID != uid ||
+					r.Gate != g {
+					return fmt.Errorf("%s is heard of %s, and has said nothing", r.by.ID, uid)
 				}
 			}
 		}
@@ -182,7 +183,7 @@ func (w *world) cross() error {
 	for _, a := range w.agents {
 		said -= len(a.reports[AtHold]) + len(a.reports[AtBarrier])
 		if w.slots[a.slot] != a {
-			return fmt.Errorf("%s is not in its slot", a.id)
+			return fmt.Errorf("%s is not in its slot", a.ID)
 		}
 	}
 	for _, a := range w.slots {

@@ -2,55 +2,28 @@ package drain
 
 import (
 	"cmp"
-	"container/list"
-	"maps"
 	"slices"
 	"time"
 )
 
-// Ledger is one replica's record of drains and agents. See the package comment. Not safe for concurrent use.
+// Ledger is one replica's record of drains and agents. See the package comment. Not safe for
+// concurrent use.
 type Ledger struct {
-	times  Times
-	agents map[AgentID]*agent
-	// slots holds the agents by their numbers, nil where nobody has one: lists of agents are sets of these.
-	slots []*agent
+	times Times
+	roster
+	changes
+	capacity
+	sample
 	// subjects are the pods that have a drain.
 	subjects map[UID]*subject
-	// services holds who is concerned by each Service: an event costs those whom it concerns, not everybody.
-	services map[Service]*service
-	// everything are, for each gate, the agents that may be asked there about any Service: those that have not declared and are not said to be
-	// asked at the other gate only, and those that declare [EveryService]. everythingRev counts like service.rev.
-	everything    [gates]map[*agent]struct{}
-	everythingRev [gates]uint64
-	// rosterRev is the last rev that was given to a service's or to everything's list of agents, at first 1.
-	rosterRev uint64
-	// changes holds the drains in the order of their last change that agents must hear of, the newest first.
-	changes *list.List
-	rev     uint64
 	// numbers counts the drains that were opened, see Open.Number.
 	numbers uint64
-	touched [gates]map[UID]bool
-	// scope says who is asked at the barrier, learnt how long those take who are. See barrier.go.
-	scope    Scope
-	sampling Sampling
-	learnt   durations
-	// queued are the open drains that wait for room, usable what was last said of each Service's targets. See queue.go.
-	queued map[*drain]struct{}
-	usable map[Service][]UID
-	// elsewhere are the pods that other replicas unroute.
-	elsewhere map[UID]struct{}
-	// concerned are the agents that must hear now of what changed, each once. See [Ledger.Concerned].
-	concerned []*agent
-	// waiting are the agents of Status.Waiting while that is derived, said what agents say by their slots. See [Ledger.hearing].
-	waiting []*agent
-	said    []*heard
-	// expected and missing are as in Counts.
-	expected, missing int
-	// suspended counts the agents that are; suspensions are the changes that nobody has asked for yet.
-	suspended   int
-	suspensions []Suspension
 	// sweptAt is when reports that are too old to count were last forgotten.
 	sweptAt time.Time
+	// said and waiting are used again by each derivation of a status: what agents say of a drain,
+	// by their slots, and the agents of Status.Waiting.
+	said    []*heard
+	waiting []*agent
 }
 
 // subject is a pod: its drain at each gate, nil if there is none, and what agents say of it there
@@ -61,138 +34,66 @@ type subject struct {
 	heard  [gates][]*heard
 }
 
-// service is what one Service concerns.
-type service struct {
-	// agents have declared that they route it so that they owe at a gate. rev is the ledger's rosterRev when that list, or what
-	// orders it, last changed.
-	agents [gates]map[*agent]struct{}
-	rev    [gates]uint64
-	// ordered are these agents in the order of their names. Nil: to be found out.
-	ordered [gates][]*agent
-	// drains are the open ones of its pods.
-	drains map[*drain]struct{}
-}
-
-// agent is what is known of one agent.
-type agent struct {
-	id AgentID
-	// slot is its number, which another agent may have when this one is forgotten.
-	slot int
-	// expected says that the API lists it; name, ready, label and pending are from there.
-	expected bool
-	name     string
-	ready    bool
-	label    Label
-	pending  bool
-	// session is not zero while a stream is open. Sessions count up and are never used twice.
-	session uint64
-	// lostAt is when the last session ended or, never connected, when the API first listed it.
-	lostAt time.Time
-	// unreadyAt is when its pod was last said to be no longer ready.
-	unreadyAt time.Time
-	// knownAt is when it was first heard of.
-	knownAt time.Time
-	// declared says that routes is known, if only from an earlier session.
-	declared bool
-	routes   map[Service]Route
-	// population is as it declared it. See [Ledger.Declare].
-	population string
-	// namespaces are those in which it has routed a Service on its present session, "*" all of
-	// them: the releases of their pods are sent to it. widened is the revision at which the last
-	// one was added.
-	namespaces map[string]bool
-	widened    uint64
-	// former reports whether some drain may have it in drain.former.
-	former  bool
-	reports [gates]map[*subject]*heard
-	breaker breaker
-	// concerned says that it is in the ledger's list of these.
-	concerned bool
-	// met says that it has had a session, observes that the last one understood [Watch].
-	met, observes bool
-	// boot is the life of its process that opened the session, "" if it did not say. left says that this life has left: its
-	// gateway accepts nothing any more.
-	boot string
-	left bool
-	// indexed are, for each gate, the Services under which the ledger's index has it, inEverything whether it is in that list.
-	indexed      [gates]map[Service]struct{}
-	inEverything [gates]bool
-	// countedExpected and countedMissing are how Counts counts it.
-	countedExpected, countedMissing bool
-}
-
-// heard is a report, by whom it is, and as of when it counts. place is its index in the list of its subject.
-type heard struct {
-	Report
-	by    *agent
-	at    time.Time
-	place int
-}
-
-// drain is one pod's.
+// drain is of one pod at one gate.
 type drain struct {
 	pod      Pod
 	of       *subject
 	gate     Gate
 	services map[Service]bool
-	// barrier is what there is besides at that gate.
-	barrier barrier
-	// letGo are, of a drain at the hold that ended with the pod's, the agents that had let go of it.
-	letGo map[AgentID]struct{}
-	// open: neither dead nor abandoned. While it is, since is its start, moved back by the time earlier drains of this UID used.
-	open  bool
-	since time.Time
-	// number is that of the drain that is open, or was last.
-	number uint64
-	// begun is when this drain was opened here, which since may long precede.
-	begun time.Time
-	// spent is the time that drains of this UID have used before this one.
-	spent time.Duration
-	// allowed says that the answer Allow was given since it was opened.
-	allowed bool
-	// allowedAlive counts the drains of this UID that were allowed and abandoned all the same.
-	allowedAlive []time.Time
-	// inFlight counts calls that are being held; lastAnswer is when the last one was answered.
-	inFlight   int
-	lastAnswer time.Time
-	// queued says that it waits for room, and that no agent was told.
-	queued bool
-	// place says who judges whether there is capacity for it.
-	place Placing
-	// toldAt is when there was room, so that agents were told.
-	toldAt time.Time
+	barrier  barrier
+	// open: neither dead nor abandoned. While it is, since is its start, moved back by the time
+	// that earlier drains of this UID used, which is spent; begun is when it was opened here, which
+	// since may long precede. number is that of the drain that is open, or was last.
+	open         bool
+	since, begun time.Time
+	spent        time.Duration
+	number       uint64
+	calls
+	queueing
+	owed
+	progress
+	logged
 	// restart is as in Place.
 	restart bool
-	// expired says that the deadline has passed, and that those who were silent then have been noted.
+	// expired says that the deadline has passed, and that the agents that were silent then were
+	// noted.
 	expired bool
-	// quiescingAt is since when all agents that owe say Removed, and not all Idle. Zero: it is not so.
-	quiescingAt time.Time
-	// agents are those that may route the pod, in the order of their names, and roster their slots, as of rosterAt. See [Ledger.owing].
-	agents   []*agent
-	roster   bits
-	rosterAt uint64
-	// former are agents that routed the pod and declared again without its Services while the drain
-	// was open. Each must still acknowledge the drain, at this gate.
-	former map[*agent]Gate
-	// blocking are the slots of those who kept the drain in phase, Unrouting or Quiescing, when status was last derived, and have not let go
-	// since, and blocked is how many these are: while one is left, what others say changes nothing. 0: whatever is said may matter.
-	blocking  bits
-	blocked   int
-	phase     Phase
-	reason    Reason
-	closedAt  time.Time
-	checkedAt time.Time
-	rev       uint64
-	element   *list.Element
+	// reason is why it is closed, since closedAt. checkedAt is when [Ledger.Tick] last named its
+	// pod.
+	reason              Reason
+	closedAt, checkedAt time.Time
 }
 
-// NewLedger returns the empty ledger of one replica's present life. scope and sampling say which of
-// the agents that observe are asked at barriers.
+// calls are those that the API server makes about a pod.
+type calls struct {
+	// inFlight counts those that are being held; lastAnswer is when the last one was answered.
+	inFlight   int
+	lastAnswer time.Time
+	// allowed says that the answer Allow was given since the drain was opened. allowedAlive is when
+	// drains of this UID were allowed and abandoned all the same.
+	allowed      bool
+	allowedAlive []time.Time
+}
+
+// progress is how far a drain was when its status was last derived.
+type progress struct {
+	phase Phase
+	// quiescingAt is since when all agents that owe say Removed, and not all Idle. Zero: it is not so.
+	quiescingAt time.Time
+	// blocking are the slots of the agents that kept the drain in phase, Unrouting or Quiescing,
+	// and have not let go since. blocked is how many these are: while one is left, what others say
+	// changes nothing. 0: whatever is said may matter.
+	blocking bits
+	blocked  int
+}
+
+// NewLedger returns the empty ledger of one replica's present life. scope and sampling say which
+// nodes are asked at barriers.
 func NewLedger(times Times, scope Scope, sampling Sampling) *Ledger {
 	return &Ledger{
-		times: times, scope: scope, sampling: sampling,
-		agents: map[AgentID]*agent{}, subjects: map[UID]*subject{}, changes: list.New(), touched: [gates]map[UID]bool{{}, {}},
-		services: map[Service]*service{}, everything: [gates]map[*agent]struct{}{{}, {}}, rosterRev: 1, queued: map[*drain]struct{}{}, usable: map[Service][]UID{},
+		times: times, roster: newRoster(), changes: newChanges(), subjects: map[UID]*subject{},
+		capacity: capacity{queued: map[*drain]struct{}{}, usable: map[Service][]UID{}},
+		sample:   sample{scope: scope, sampling: sampling},
 	}
 }
 
@@ -247,10 +148,10 @@ func (s Status) Waits() bool {
 // they are known: the drain is Queued while one of the Services has no capacity. What is said of a
 // Service's targets holds for all of its drains, until it is said again. place is what another
 // replica knows of the drain, whose clock starts at the earlier of the two starts. A pod that is
-// dead has no drain: the status is Closed, Dead.
+// dead has no drain: the status is Closed, PodDeleted.
 func (l *Ledger) Ask(now time.Time, pod Pod, targets []Targets, place Place) Status {
 	d := l.drain(pod, AtHold)
-	if !d.open && d.reason == Terminating {
+	if !d.open && d.reason == PodDeleted {
 		return l.status(now, d)
 	}
 	services := make([]Service, 0, len(targets))
@@ -336,7 +237,7 @@ func (l *Ledger) serve(d *drain, services []Service) {
 	if d.open && grown {
 		l.enlist(d)
 		if !d.queued {
-			l.change(d)
+			l.change(d, l.owing(d))
 		}
 	}
 }
@@ -396,7 +297,7 @@ func (l *Ledger) GatePassed(now time.Time, gate Gate, uid UID) bool {
 		return false
 	}
 	l.expire(now, d)
-	l.close(now, d, Terminating)
+	l.close(now, d, PodDeleted)
 	return true
 }
 
@@ -426,8 +327,8 @@ func (l *Ledger) suspect(now time.Time, d *drain) bool {
 // close ends a drain. What was said of it must not count for the next one of this UID: an agent that has lifted a tombstone
 // says nothing of the pod any more.
 func (l *Ledger) close(now time.Time, d *drain, reason Reason) {
-	if d.gate == AtHold && reason == Terminating {
-		d.letGo = l.letGo(now, d)
+	if d.gate == AtHold && reason == PodDeleted {
+		d.barrier.letGo = l.letGo(now, d)
 	}
 	d.open, d.reason, d.closedAt = false, reason, now
 	for g := AtHold; g <= d.gate; g++ {
@@ -436,9 +337,14 @@ func (l *Ledger) close(now time.Time, d *drain, reason Reason) {
 		}
 		d.of.heard[g] = nil
 	}
-	l.change(d)
+	l.change(d, l.owing(d))
 	l.delist(d)
-	d.queued = false
+	for s := range d.services {
+		if of := l.services[s]; of == nil || len(of.drains) == 0 {
+			delete(l.usable, s)
+		}
+	}
+	d.blocked, d.queued = 0, false
 	delete(l.queued, d)
 	l.admit(now)
 }
@@ -452,7 +358,7 @@ func (l *Ledger) Tick(now time.Time) (look, overdue []Pod) {
 	if now.Sub(l.sweptAt) >= l.times.Freshness {
 		l.sweptAt = now
 		for _, a := range l.agents {
-			if !a.expected && a.session == 0 && now.Sub(a.lostAt) >= l.times.Away {
+			if !a.listed && a.session == 0 && now.Sub(a.lostAt) >= l.times.Away {
 				l.forget(a)
 				continue
 			}
@@ -481,8 +387,8 @@ func (l *Ledger) Tick(now time.Time) (look, overdue []Pod) {
 	}
 	var forgotten []*drain
 	l.each(func(d *drain) {
-		if d.letGo != nil && now.Sub(d.closedAt) >= 2*l.times.Deadline {
-			d.letGo = nil // a barrier that came now would be over
+		if d.gate == AtHold && d.barrier.letGo != nil && now.Sub(d.closedAt) >= 2*l.times.Deadline {
+			d.barrier.letGo = nil // a barrier that came now would be over
 		}
 		switch {
 		case d.open && d.gate == AtBarrier:
@@ -495,7 +401,7 @@ func (l *Ledger) Tick(now time.Time) (look, overdue []Pod) {
 			d.checkedAt = now
 			look = append(look, d.pod)
 		case !d.open && now.Sub(d.closedAt) >= l.times.Memory:
-			l.changes.Remove(d.element)
+			l.log.Remove(d.element)
 			d.of.drains[d.gate] = nil
 			l.spare(d.of)
 		}
@@ -508,198 +414,6 @@ func (l *Ledger) Tick(now time.Time) (look, overdue []Pod) {
 		slices.SortFunc(pods, func(a, b Pod) int { return cmp.Compare(a.UID, b.UID) })
 	}
 	return look, overdue
-}
-
-// Expect sets the whole list of agents that the API says exist. One that is no longer listed and not connected is forgotten.
-func (l *Ledger) Expect(now time.Time, expected []Expected) {
-	listed := make(map[AgentID]bool, len(expected))
-	for _, e := range expected {
-		listed[e.ID] = true
-		a := l.agent(now, e.ID)
-		if a.expected && a.name == e.Name && a.ready == e.Ready && a.label == e.Label && a.pending == e.Pending {
-			continue
-		}
-		l.touchFor(a)
-		if a.ready && !e.Ready {
-			a.unreadyAt = now
-		}
-		if a.name != e.Name {
-			l.unindex(a) // lists are in the order of names
-		}
-		a.expected, a.name, a.ready, a.label, a.pending = true, e.Name, e.Ready, e.Label, e.Pending
-		l.index(a)
-		l.recount(a)
-		l.touchFor(a)
-	}
-	for id, a := range l.agents {
-		if listed[id] || !a.expected {
-			continue
-		}
-		l.touchFor(a)
-		a.expected, a.ready = false, false
-		l.recount(a)
-		if a.session == 0 {
-			l.forget(a)
-		}
-	}
-}
-
-// Counts are numbers of agents and pods.
-type Counts struct {
-	// Expected is how many agents the API lists, without those that have left. Missing is how many
-	// of them have no session here.
-	Expected, Missing int
-	// Suspended is how many agents are.
-	Suspended int
-	// Elsewhere is how many pods other replicas unroute and this one does not.
-	Elsewhere int
-}
-
-// Counts counts.
-func (l *Ledger) Counts() Counts {
-	c := Counts{Expected: l.expected, Missing: l.missing, Suspended: l.suspended}
-	for uid := range l.elsewhere {
-		if d := l.at(AtHold, uid); d == nil || !d.open {
-			c.Elsewhere++
-		}
-	}
-	return c
-}
-
-// recount brings what Counts returns in line with a.
-func (l *Ledger) recount(a *agent) {
-	expected := a.expected && !a.left
-	missing := expected && a.session == 0
-	l.expected += number(expected) - number(a.countedExpected)
-	l.missing += number(missing) - number(a.countedMissing)
-	a.countedExpected, a.countedMissing = expected, missing
-}
-
-func number(b bool) int {
-	if b {
-		return 1
-	}
-	return 0
-}
-
-// Hello is what an agent says of itself when it connects.
-type Hello struct {
-	// Boot names the life of its process. In another life than that which left, or in one without a
-	// name, its gateway may accept again, and it must acknowledge.
-	Boot string
-	// Observes says that it understands [Watch]: one that does not cannot be asked at the barrier.
-	Observes bool
-}
-
-// Connect opens a session for an agent and ends its former one, if any. What was reported before is
-// void.
-func (l *Ledger) Connect(now time.Time, id AgentID, h Hello) (session uint64) {
-	a := l.agent(now, id)
-	if a.left && (h.Boot == "" || h.Boot != a.boot) {
-		a.left = false
-	}
-	if !a.met || a.observes != h.Observes {
-		l.touchFor(a) // it may be asked elsewhere from now on
-	}
-	a.boot, a.met, a.observes, a.namespaces = h.Boot, true, h.Observes, map[string]bool{}
-	for s := range a.routes {
-		a.namespaces[s.Namespace] = true
-	}
-	l.rev++
-	a.session = l.rev
-	l.void(a)
-	l.recount(a)
-	l.index(a)
-	l.touchFor(a)
-	return a.session
-}
-
-// Disconnect ends a session. What was reported on it is void. A session that was ended by a newer one changes nothing. An agent that
-// the API does not list has as long to come back as one that is not ready: its gateway does not stop routing with the stream.
-func (l *Ledger) Disconnect(now time.Time, id AgentID, session uint64) {
-	a := l.agents[id]
-	if a == nil || a.session != session {
-		return
-	}
-	a.session, a.lostAt = 0, now
-	l.void(a)
-	l.recount(a)
-	l.touchFor(a)
-}
-
-// Current reports whether session is the open one of agent.
-func (l *Ledger) Current(id AgentID, session uint64) bool {
-	a := l.agents[id]
-	return a != nil && session != 0 && a.session == session
-}
-
-// Declare sets the whole of what an agent's gateway routes, and returns the open drains of that:
-// the agent must know them before it programs its gateway. ok is false, and nothing changed, if
-// session is not the agent's open one. An agent that no longer names any Service of an open drain
-// that it had to acknowledge must still do so, or leave. population names the agents of which a
-// sample may be asked at the barrier instead of all: [Nodes]. Agents of another one, such as the
-// replicas of one gateway, are all asked.
-func (l *Ledger) Declare(id AgentID, session uint64, population string, routes []Route) (open []Open, ok bool) {
-	if !l.Current(id, session) {
-		return nil, false
-	}
-	a := l.agents[id]
-	l.touchFor(a)
-	former := map[*drain]Gate{}
-	l.each(func(d *drain) {
-		if a.declared && d.open && l.routes(a, d) && brokenRule != 23 {
-			former[d] = a.gateOf(d)
-		}
-	})
-	if a.population != population {
-		l.unindex(a) // it is asked, or not, for another reason
-	}
-	a.declared, a.left, a.population = true, false, population
-	l.recount(a)
-	a.routes = make(map[Service]Route, len(routes))
-	for _, r := range routes {
-		if !a.namespaces["*"] && !a.namespaces[r.Service.Namespace] {
-			a.namespaces[r.Service.Namespace] = true
-			l.rev++
-			a.widened = l.rev
-			l.concern(a)
-		}
-		if have, twice := a.routes[r.Service]; !twice || owesAt(AtHold, r) || owesAt(AtBarrier, r) && !owesAt(AtHold, have) {
-			a.routes[r.Service] = r
-		}
-	}
-	for d, g := range former {
-		if !a.names(d) {
-			if d.former == nil {
-				d.former = map[*agent]Gate{}
-			}
-			d.former[a], d.rosterAt, a.former = g, 0, true
-		}
-	}
-	l.index(a)
-	l.touchFor(a)
-	open = []Open{}
-	for e := l.changes.Back(); e != nil; e = e.Prev() {
-		if d := e.Value.(*drain); d.open && !d.queued && l.routes(a, d) {
-			open = append(open, l.opened(a, d))
-		}
-	}
-	return open, true
-}
-
-// Leave records that an agent's gateway accepts nothing any more, so that nothing is sent to any pod through it: no drain owes the agent
-// from now on, until it declares again or connects in another life. ok is false, and nothing changed, if session is not its open one.
-// That an agent is told to stop is no reason to say so: its gateway outlives it.
-func (l *Ledger) Leave(id AgentID, session uint64) (ok bool) {
-	if !l.Current(id, session) {
-		return false
-	}
-	a := l.agents[id]
-	l.touchFor(a)
-	a.left = true
-	l.recount(a)
-	l.index(a)
-	return true
 }
 
 // Report takes in what an agent says on its open session. It reports whether any of it was news: a
@@ -756,400 +470,9 @@ func (l *Ledger) Report(now, asOf time.Time, id AgentID, session uint64, reports
 	return news
 }
 
-// ChangesFor returns what must be sent to an agent that changed after revision rev, the oldest
-// first, and the revision to ask with next. Ask with 0 for everything. That is the drains that the
-// agent may have to acknowledge, and the releases of pods in the namespaces in which it routes
-// Services, or has routed some on this session. After a declaration that adds a namespace, it is
-// everything again.
-func (l *Ledger) ChangesFor(id AgentID, rev uint64) (open []Open, released []Release, next uint64) {
-	a := l.agents[id]
-	if a == nil {
-		return nil, nil, rev
-	}
-	if !a.declared {
-		a.namespaces["*"] = true // it may route everything
-	}
-	next = max(rev, a.widened)
-	if rev < a.widened {
-		rev = 0
-	}
-	news := 0
-	for e := l.changes.Front(); e != nil && e.Value.(*drain).rev > rev; e = e.Next() {
-		news += number(e.Value.(*drain).open)
-	}
-	open = slices.Grow(open, news)
-	for e := l.changes.Front(); e != nil && e.Value.(*drain).rev > rev; e = e.Next() {
-		d := e.Value.(*drain)
-		next = max(next, d.rev)
-		switch {
-		case d.open && !d.queued && l.routes(a, d):
-			open = append(open, l.opened(a, d))
-		case d.open || !a.mayKnow(d):
-		case d.gate == AtBarrier:
-			if a.gateOf(d) == AtBarrier {
-				released = append(released, Release{UID: d.pod.UID, Terminating: d.reason == Terminating,
-					Gate: AtBarrier})
-			} else {
-				released = append(released, Release{UID: d.pod.UID,
-					Terminating: true}) // it was deleted, whatever has become of it
-			}
-		case !l.directs(a, d.pod.UID):
-			released = append(released, Release{UID: d.pod.UID, Terminating: d.reason == Terminating ||
-				brokenRule == 4})
-		}
-	}
-	slices.Reverse(open)
-	slices.Reverse(released)
-	return open, released, next
-}
-
-// Changed returns the UIDs whose status at a gate may have changed since it was last called.
-func (l *Ledger) Changed(gate Gate) []UID {
-	touched := l.touched[gate]
-	if len(touched) == 0 {
-		return nil
-	}
-	uids := make([]UID, 0, len(touched))
-	for uid := range touched {
-		uids = append(uids, uid)
-	}
-	clear(touched)
-	slices.Sort(uids)
-	return uids
-}
-
-// Affected returns the agents for which [Ledger.ChangesFor] may have something that cannot wait,
-// since it was last called. Of drains that ended and that they did not owe, the others hear
-// whenever they next ask.
-func (l *Ledger) Affected() []AgentID {
-	if len(l.concerned) == 0 {
-		return nil
-	}
-	ids := make([]AgentID, 0, len(l.concerned))
-	for _, a := range l.concerned {
-		a.concerned = false
-		if l.slots[a.slot] == a {
-			ids = append(ids, a.id)
-		}
-	}
-	clear(l.concerned)
-	l.concerned = l.concerned[:0]
-	slices.Sort(ids)
-	return ids
-}
-
-// concern notes that there is something to send to a. See [Ledger.Affected].
-func (l *Ledger) concern(a *agent) {
-	if a.session != 0 && !a.concerned {
-		a.concerned = true
-		l.concerned = append(l.concerned, a)
-	}
-}
-
-// CouldRoute reports whether some agent may route one of services: it declared so, or has not been heard.
-func (l *Ledger) CouldRoute(services []Service) bool {
-	if len(l.everything[AtHold]) > 0 {
-		return true
-	}
-	return slices.ContainsFunc(services, func(s Service) bool {
-		of := l.services[s]
-		return of != nil && len(of.agents[AtHold]) > 0
-	})
-}
-
-func (l *Ledger) agent(now time.Time, id AgentID) *agent {
-	a := l.agents[id]
-	if a == nil {
-		a = &agent{id: id, slot: slices.Index(l.slots, nil), name: string(id), lostAt: now, knownAt: now}
-		if a.slot < 0 {
-			a.slot = len(l.slots)
-			l.slots = append(l.slots, nil)
-		}
-		l.slots[a.slot] = a
-		l.agents[id] = a
-	}
-	return a
-}
-
-// forget drops an agent that nobody knows any more.
-func (l *Ledger) forget(a *agent) {
-	l.touchFor(a)
-	l.unindex(a)
-	l.void(a)
-	if a.breaker.open {
-		l.suspended--
-	}
-	delete(l.agents, a.id)
-	l.slots[a.slot] = nil
-}
-
-// hear keeps the first that a says of a pod, which is one of so many, unhear forgets what it last said, and void all that it has.
-func (l *Ledger) hear(asOf time.Time, a *agent, r Report, many int) {
-	of := l.subject(r.UID)
-	if a.reports[r.Gate] == nil {
-		a.reports[r.Gate] = make(map[*subject]*heard, many)
-	}
-	h := &heard{r, a, asOf, len(of.heard[r.Gate])}
-	a.reports[r.Gate][of] = h
-	of.heard[r.Gate] = append(of.heard[r.Gate], h)
-}
-
-func (l *Ledger) unhear(of *subject, r *heard) {
-	all := of.heard[r.Gate]
-	last := len(all) - 1
-	all[r.place], all[last].place = all[last], r.place
-	all[last] = nil
-	of.heard[r.Gate] = all[:last]
-	delete(r.by.reports[r.Gate], of)
-}
-
-func (l *Ledger) void(a *agent) {
-	for g := range gates {
-		for of, r := range a.reports[g] {
-			l.unhear(of, r)
-		}
-		a.reports[g] = nil
-	}
-}
-
-// index brings the lists of who may route what in line with a. What does not change costs nothing: most agents come back with the
-// routes that they had.
-func (l *Ledger) index(a *agent) {
-	for g := range gates {
-		if everything := a.mayEverything(g); everything != a.inEverything[g] {
-			a.inEverything[g] = everything
-			l.rosterRev++
-			l.everythingRev[g] = l.rosterRev
-			if everything {
-				l.everything[g][a] = struct{}{}
-			} else {
-				delete(l.everything[g], a)
-			}
-		}
-		for s := range a.indexed[g] {
-			if r, ok := a.routes[s]; !a.can(g) || !ok || !owesAt(g, r) {
-				l.drop(a, g, s)
-			}
-		}
-		for s, r := range a.routes {
-			if _, has := a.indexed[g][s]; has || !a.can(g) || !owesAt(g, r) || s == EveryService {
-				continue
-			}
-			if a.indexed[g] == nil {
-				a.indexed[g] = map[Service]struct{}{}
-			}
-			a.indexed[g][s] = struct{}{}
-			of := l.service(s)
-			of.agents[g][a] = struct{}{}
-			l.turn(of, g)
-		}
-	}
-}
-
-// unindex takes a out of all lists.
-func (l *Ledger) unindex(a *agent) {
-	for g := range gates {
-		if a.inEverything[g] {
-			a.inEverything[g] = false
-			delete(l.everything[g], a)
-			l.rosterRev++
-			l.everythingRev[g] = l.rosterRev
-		}
-		for s := range a.indexed[g] {
-			l.drop(a, g, s)
-		}
-	}
-}
-
-func (l *Ledger) drop(a *agent, g Gate, s Service) {
-	delete(a.indexed[g], s)
-	of := l.services[s]
-	delete(of.agents[g], a)
-	l.turn(of, g)
-	l.prune(s)
-}
-
-// turn notes that the agents of a Service have changed.
-func (l *Ledger) turn(of *service, g Gate) {
-	l.rosterRev++
-	of.rev[g], of.ordered[g] = l.rosterRev, nil
-}
-
-// order returns the agents of a Service in the order of their names.
-func (s *service) order(g Gate) []*agent {
-	if s.ordered[g] == nil {
-		s.ordered[g] = slices.SortedFunc(maps.Keys(s.agents[g]), byName)
-	}
-	return s.ordered[g]
-}
-
-func byName(a, b *agent) int { return cmp.Or(cmp.Compare(a.name, b.name), cmp.Compare(a.id, b.id)) }
-
-// service returns what s concerns, and makes room for it.
-func (l *Ledger) service(s Service) *service {
-	of := l.services[s]
-	if of == nil {
-		l.rosterRev++
-		of = &service{agents: [gates]map[*agent]struct{}{{}, {}}, drains: map[*drain]struct{}{}, rev: [gates]uint64{l.rosterRev, l.rosterRev}}
-		l.services[s] = of
-	}
-	return of
-}
-
-// prune forgets a Service that concerns nobody.
-func (l *Ledger) prune(s Service) {
-	of := l.services[s]
-	if of == nil {
-		return
-	}
-	if len(of.drains) == 0 {
-		delete(l.usable, s)
-	}
-	if len(of.agents[AtHold]) == 0 && len(of.agents[AtBarrier]) == 0 && len(of.drains) == 0 {
-		delete(l.services, s)
-	}
-}
-
-// enlist puts d into the lists of all its Services, delist takes it out.
-func (l *Ledger) enlist(d *drain) {
-	for s := range d.services {
-		l.service(s).drains[d] = struct{}{}
-	}
-	d.rosterAt = 0
-}
-
-func (l *Ledger) delist(d *drain) {
-	for s := range d.services {
-		delete(l.service(s).drains, d)
-		l.prune(s)
-	}
-	d.agents, d.roster, d.rosterAt, d.blocking, d.blocked = nil, nil, 0, nil, 0
-}
-
-// owing returns the agents that may route the pod of d, which is open, in the order of their names: all that can owe it.
-func (l *Ledger) owing(d *drain) []*agent {
-	if d.rosterAt == l.rosterRev {
-		return d.agents
-	}
-	newest := uint64(0)
-	for _, g := range d.asks() {
-		newest = max(newest, l.everythingRev[g])
-		for s := range d.services {
-			if of := l.services[s]; of != nil {
-				newest = max(newest, of.rev[g])
-			}
-		}
-	}
-	if d.rosterAt == 0 || newest > d.rosterAt {
-		l.enroll(d)
-	}
-	d.rosterAt = l.rosterRev
-	return d.agents
-}
-
-// enroll finds who may route the pod of d.
-func (l *Ledger) enroll(d *drain) {
-	d.agents = d.agents[:0]
-	for _, g := range d.asks() {
-		d.agents = slices.AppendSeq(d.agents, maps.Keys(l.everything[g]))
-		for s := range d.services {
-			if of := l.services[s]; of != nil {
-				d.agents = append(d.agents, of.order(g)...)
-			}
-		}
-	}
-	for a, g := range d.former {
-		if l.slots[a.slot] == a && a.can(g) {
-			d.agents = append(d.agents, a)
-		}
-	}
-	if d.gate == AtBarrier {
-		d.agents = slices.DeleteFunc(d.agents, func(a *agent) bool { return !l.owesBarrier(a, d) })
-	}
-	slices.SortFunc(d.agents, byName)   // quick where one Service is all
-	d.agents = slices.Compact(d.agents) // one that routes several of the Services
-	d.roster = d.roster.cleared(len(l.slots))
-	for _, a := range d.agents {
-		d.roster.set(a.slot)
-	}
-}
-
-// asks lists the gates whose agents can owe d.
-func (d *drain) asks() []Gate { return asked[d.gate] }
-
-var asked = [gates][]Gate{{AtHold}, {AtHold, AtBarrier}}
-
-// routes says whether a may owe d, which is open, as far as is known.
-func (l *Ledger) routes(a *agent, d *drain) bool {
-	l.owing(d)
-	return d.roster.has(a.slot)
-}
-
-// names reports whether a has declared one of the Services of d, with any ability.
-func (a *agent) names(d *drain) bool {
-	_, names := a.routes[EveryService]
-	for s := range d.services {
-		_, ok := a.routes[s]
-		names = names || ok
-	}
-	return names
-}
-
-// mayKnow reports whether the release of d is sent to a.
-func (a *agent) mayKnow(d *drain) bool {
-	_, former := d.former[a]
-	return former || a.namespaces["*"] || a.namespaces[d.pod.Namespace] || brokenRule == 22
-}
-
-// may says whether a routes the pod of d so that it may be asked at a gate: an agent that has not declared may route everything, except
-// that its label may say at which gate alone. One that has left routes nothing.
-func (a *agent) may(g Gate, d *drain) bool {
-	if a.mayEverything(g) {
-		return true
-	}
-	if !a.can(g) {
-		return false
-	}
-	if at, former := d.former[a]; former && at == g {
-		return true
-	}
-	for s := range d.services {
-		if r, ok := a.routes[s]; ok && owesAt(g, r) {
-			return true
-		}
-	}
-	return false
-}
-
-// can says whether a can be asked at a gate at all. Of one that was never heard nobody knows that it cannot.
-func (a *agent) can(g Gate) bool {
-	return !a.left && (g == AtHold || a.observes || !a.met)
-}
-
-// mayEverything says whether a may be asked at a gate about every Service.
-func (a *agent) mayEverything(g Gate) bool {
-	switch {
-	case !a.can(g):
-		return false
-	case !a.declared && g == AtHold:
-		return a.label != LabelObserved
-	case !a.declared:
-		return a.label != LabelDirected
-	}
-	r, ok := a.routes[EveryService]
-	return ok && owesAt(g, r)
-}
-
-func owesAt(g Gate, r Route) bool {
-	if g == AtHold {
-		return r.Via == Endpoints && r.Kind == Directed
-	}
-	return r.Via == Endpoints && r.Kind == Observed
-}
-
 // owes says whether a must acknowledge at now what it may owe and, if time alone may change that, when.
 func (l *Ledger) owes(now time.Time, a *agent) (owes bool, until time.Time) {
-	if a.session != 0 || a.ready && brokenRule != 7 {
+	if a.session != 0 || a.Ready && brokenRule != 7 {
 		return true, time.Time{}
 	}
 	if brokenRule == 7 {
@@ -1197,13 +520,14 @@ func (l *Ledger) derive(now time.Time, d *drain) Status {
 		}
 		if !owes {
 			switch {
-			case !a.expected || a.pending:
+			case !a.listed || a.Pending:
 			case a.met && later(until, a.unreadyAt).After(d.begun):
-				s.Lost = append(s.Lost, Waiting{a.id, a.name, StateUnknown, false})
+				s.Lost = append(s.Lost, Waiting{a.ID, a.Name, StateUnknown, false})
 			case len(s.Away) == awayMost:
 				s.MoreAway++
 			default:
-				s.Away = append(s.Away, Waiting{a.id, a.name, StateUnknown, false}) // what was said on a session that has ended is void
+				s.Away = append(s.Away, Waiting{a.ID, a.Name, StateUnknown,
+					false}) // what was said on a session that has ended is void
 			}
 			continue
 		}
@@ -1214,7 +538,7 @@ func (l *Ledger) derive(now time.Time, d *drain) Status {
 		}
 		waived, until := l.waived(now, a, d)
 		if waived && state < Idle {
-			s.Suspended = append(s.Suspended, Waiting{a.id, a.name, state, a.session != 0})
+			s.Suspended = append(s.Suspended, Waiting{a.ID, a.Name, state, a.session != 0})
 			continue
 		}
 		recheck(until)
@@ -1224,7 +548,7 @@ func (l *Ledger) derive(now time.Time, d *drain) Status {
 			if s.Waiting == nil {
 				s.Waiting = make([]Waiting, 0, len(agents)-i)
 			}
-			s.Waiting = append(s.Waiting, Waiting{a.id, a.name, state, a.session != 0})
+			s.Waiting = append(s.Waiting, Waiting{a.ID, a.Name, state, a.session != 0})
 			l.waiting = append(l.waiting, a)
 		}
 	}
@@ -1272,6 +596,20 @@ func (l *Ledger) derive(now time.Time, d *drain) Status {
 	return s
 }
 
+// word is what the report of an agent, which may be nil, says of d that counts at now, whether it
+// counts for more than it says because there is nobody else to send to and, if time alone may
+// change that, when.
+func (l *Ledger) word(now time.Time, r *heard, d *drain) (state State, last bool, until time.Time) {
+	if r == nil || !l.fresh(now, r) {
+		return StateUnknown, false, time.Time{}
+	}
+	state, last, until = l.counts(now, d, r.by, r.Report)
+	if old := r.at.Add(l.times.Freshness + 1); until.IsZero() || old.Before(until) {
+		until = old
+	}
+	return state, last, until
+}
+
 // hearing returns, by the slots of agents, what they say of d. It is good until the next call.
 func (l *Ledger) hearing(d *drain) []*heard {
 	if len(l.said) < len(l.slots) {
@@ -1286,19 +624,6 @@ func (l *Ledger) hearing(d *drain) []*heard {
 		}
 	}
 	return l.said
-}
-
-// word is what the report of an agent, which may be nil, says of d that counts at now, whether it counts for more than it says because there is
-// nobody else to send to and, if time alone may change that, when.
-func (l *Ledger) word(now time.Time, r *heard, d *drain) (state State, last bool, until time.Time) {
-	if r == nil || !l.fresh(now, r) {
-		return StateUnknown, false, time.Time{}
-	}
-	state, last, until = l.counts(now, d, r.by, r.Report)
-	if old := r.at.Add(l.times.Freshness + 1); until.IsZero() || old.Before(until) {
-		until = old
-	}
-	return state, last, until
 }
 
 // block notes who of l.waiting keeps d in the phase of s.
@@ -1341,50 +666,6 @@ func (l *Ledger) matters(now time.Time, d *drain, a *agent, r Report) bool {
 	return d.blocked == 0
 }
 
-func (l *Ledger) change(d *drain) {
-	l.rev++
-	d.rev = l.rev
-	if d.element == nil {
-		d.element = l.changes.PushFront(d)
-	} else {
-		l.changes.MoveToFront(d.element)
-	}
-	l.touch(d)
-	for _, a := range l.owing(d) {
-		l.concern(a)
-	}
-}
-
-// touch notes that the status of d may have changed.
-func (l *Ledger) touch(d *drain) {
-	d.blocked = 0
-	l.touched[d.gate][d.pod.UID] = true
-}
-
-// touchFor touches the drains that a may owe.
-func (l *Ledger) touchFor(a *agent) {
-	if a.inEverything[AtHold] || a.inEverything[AtBarrier] || a.former {
-		l.each(func(d *drain) {
-			_, former := d.former[a]
-			if former {
-				d.rosterAt = 0 // it may be about to leave
-			}
-			if d.open && (former || a.inEverything[AtHold] || d.gate == AtBarrier) {
-				l.touch(d)
-			}
-		})
-	}
-	for g := range gates {
-		for s := range a.indexed[g] {
-			for d := range l.services[s].drains {
-				if slices.Contains(d.asks(), g) {
-					l.touch(d)
-				}
-			}
-		}
-	}
-}
-
 func later(a, b time.Time) time.Time {
 	if a.After(b) {
 		return a
@@ -1392,22 +673,9 @@ func later(a, b time.Time) time.Time {
 	return b
 }
 
-// bits is a set of small numbers.
-type bits []uint64
-
-// cleared returns the empty set with room for numbers below n, in the place of b.
-func (b bits) cleared(n int) bits {
-	if words := (n + 63) / 64; words > cap(b) {
-		return make(bits, words)
-	} else {
-		b = b[:words]
+func number(b bool) int {
+	if b {
+		return 1
 	}
-	clear(b)
-	return b
+	return 0
 }
-
-func (b bits) set(n int)   { b[n/64] |= 1 << (n % 64) }
-func (b bits) unset(n int) { b[n/64] &^= 1 << (n % 64) }
-
-// has says whether n is in the set, for which it need not have room.
-func (b bits) has(n int) bool { return n/64 < len(b) && b[n/64]&(1<<(n%64)) != 0 }

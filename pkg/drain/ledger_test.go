@@ -137,11 +137,11 @@ func TestDrainWaitsForEveryAgentThatRoutesThePod(t *testing.T) {
 	if !w.GatePassed(w.now, AtHold, p.UID) {
 		t.Fatal("the pod's end is no news")
 	}
-	w.want(p, "Closed Dead")
+	w.want(p, "Closed PodDeleted")
 	if w.GatePassed(w.now, AtHold, p.UID) {
 		t.Fatal("the pod's end is news twice")
 	}
-	if s := w.ask(p, web); s.Phase != Closed || s.Reason != Terminating {
+	if s := w.ask(p, web); s.Phase != Closed || s.Reason != PodDeleted {
 		t.Fatalf("a dead pod has a drain again: %s", line(s))
 	}
 }
@@ -600,7 +600,7 @@ func TestTickForgetsTheOver(t *testing.T) {
 	w.GatePassed(w.now, AtHold, p.UID)
 	w.pass(10*time.Minute - 1)
 	w.Tick(w.now)
-	w.want(p, "Closed Dead")
+	w.want(p, "Closed PodDeleted")
 	w.pass(1)
 	w.Tick(w.now)
 	w.want(p, "Unknown")

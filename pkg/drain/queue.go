@@ -23,6 +23,25 @@ import (
 // A queued drain ends like every other. Past its deadline the deletion is allowed; the gateways then follow the terminating endpoint as
 // they would without Lameduck, and no agent is blamed. It is not unrouted for that: it is the one who asks that is bounded.
 
+// capacity is what the queue goes by.
+type capacity struct {
+	// queued are the open drains that wait for capacity, usable what was last said of each
+	// Service's targets. elsewhere are the pods that other replicas unroute.
+	queued    map[*drain]struct{}
+	usable    map[Service][]UID
+	elsewhere map[UID]struct{}
+}
+
+// queueing is how a drain stands in the queue.
+type queueing struct {
+	// queued says that it waits for capacity, and that no agent was told.
+	queued bool
+	// place says who judges whether there is capacity for it.
+	place Placing
+	// toldAt is when there was, so that agents were told.
+	toldAt time.Time
+}
+
 // Placing says who judges whether a drain has the capacity that it needs.
 type Placing uint8
 
@@ -160,7 +179,7 @@ func (l *Ledger) room(s Service) int {
 	for _, uid := range l.usable[s] {
 		d := l.at(AtHold, uid)
 		switch {
-		case d != nil && !d.open && d.reason == Terminating:
+		case d != nil && !d.open && d.reason == PodDeleted:
 			// Who said that it is usable had not heard yet.
 			continue
 		case l.unrouted(uid):
@@ -223,7 +242,7 @@ func (l *Ledger) Pod(uid UID) (s Standing) {
 		return s
 	}
 	for _, d := range of.drains {
-		s.Terminating = s.Terminating || d != nil && (d.open || d.reason == Terminating)
+		s.Terminating = s.Terminating || d != nil && (d.open || d.reason == PodDeleted)
 	}
 	if d := of.drains[AtHold]; d != nil {
 		s.Refused = d.allowedAlive

@@ -39,7 +39,7 @@ func (l *Ledger) words(now time.Time, d *drain, most int) (words []AgentReport, 
 		if state > Idle || len(of[state]) >= most {
 			continue
 		}
-		w := AgentReport{Agent: a.id, Name: a.name, State: state, Connected: a.session != 0}
+		w := AgentReport{Agent: a.ID, Name: a.Name, State: state, Connected: a.session != 0}
 		w.Suspended, _ = l.waived(now, a, d)
 		if state != StateUnknown {
 			w.Proof, w.Received = r.Proof, r.at
@@ -82,8 +82,8 @@ func (l *Ledger) View(now time.Time, gate Gate, uid UID, most int) (v View, ok b
 	}
 	if b := d.barrier; gate == AtBarrier {
 		v.By, v.ByName, v.Last, v.LastHere, v.Sampled = b.by, string(b.by), !b.last.IsZero(), !b.lastHere.IsZero(), b.sample != nil
-		if a := l.agents[b.by]; a != nil && a.name != "" {
-			v.ByName = a.name
+		if a := l.agents[b.by]; a != nil && a.Name != "" {
+			v.ByName = a.Name
 		}
 	}
 	return v, true
@@ -149,7 +149,7 @@ func (l *Ledger) Agent(id AgentID) AgentInfo {
 
 func (a *agent) known() AgentInfo {
 	k := AgentInfo{
-		ID: a.id, Name: a.name, Expected: a.expected, Ready: a.ready, Label: a.label, Connected: a.session != 0,
+		ID: a.ID, Name: a.Name, Expected: a.listed, Ready: a.Ready, Label: a.Label, Connected: a.session != 0,
 		Declared: a.declared, Services: len(a.routes), Left: a.left, Suspended: a.breaker.open,
 	}
 	if !k.Connected {
@@ -202,7 +202,7 @@ func (l *Ledger) Acknowledgers(now time.Time, services []Service) []Acknowledger
 			continue
 		}
 		if p.Undeclared {
-			p.Hold, p.Barrier = a.label != LabelObserved, a.label != LabelDirected
+			p.Hold, p.Barrier = a.Label != LabelObserved, a.Label != LabelDirected
 		}
 		for _, s := range slices.Concat(services, []Service{EveryService}) {
 			r, ok := a.routes[s]

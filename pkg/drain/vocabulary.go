@@ -108,8 +108,8 @@ const (
 	Deadline
 	// NoAgents: nobody owes this drain.
 	NoAgents
-	// Terminating: the pod is terminating or gone.
-	Terminating
+	// PodDeleted: the pod is terminating or gone.
+	PodDeleted
 	// Suspended: every agent that would owe this drain is suspended: it has let drain after drain expire.
 	Suspended
 	// Abandoned: nobody asks for the deletion any more and the pod lives.
@@ -125,7 +125,8 @@ const (
 // String prints the reason as the metrics and messages name it.
 func (r Reason) String() string { return name(reasonNames[:], int(r)) }
 
-var reasonNames = [...]string{"None", "Acknowledged", "IdleBound", "Deadline", "NoAgents", "Dead", "Suspended", "Abandoned", "LastTarget", "AgentsLost"}
+var reasonNames = [...]string{"None", "Acknowledged", "IdleBound", "Deadline", "NoAgents", "PodDeleted", "Suspended",
+	"Abandoned", "LastTarget", "AgentsLost"}
 
 // Abnormal says whether people should be warned: the deletion went on without every gateway's word.
 func (r Reason) Abnormal() bool {

@@ -101,7 +101,7 @@ func TestReasons(t *testing.T) {
 	outcomes := constants(t, "internal/agent/hooks/metrics.go", "outcome")
 	for heading, want := range map[string]struct{ all, may []string }{
 		"A deletion or eviction":      {decided, ofDrains},
-		"The end of a drain":          {[]string{"Dead", "Abandoned"}, nil},
+		"The end of a drain":          {[]string{"PodDeleted", "Abandoned"}, nil},
 		"A hook at the barrier":       {outcomes, ofDrains},
 		"A new pod that is asked for": {constants(t, "pkg/admission/mutate.go", "coverage"), nil},
 	} {

@@ -594,7 +594,7 @@ func (c *coord) unrouted(usable []drain.UID, all bool) (n int) {
 // alive counts the usable targets of which this replica does not know that they are dead.
 func (c *coord) alive(usable []drain.UID) (n int) {
 	for _, uid := range usable {
-		if s := c.ledger.Status(c.w.now, drain.AtHold, uid); s.Phase != drain.Closed || s.Reason != drain.Terminating {
+		if s := c.ledger.Status(c.w.now, drain.AtHold, uid); s.Phase != drain.Closed || s.Reason != drain.PodDeleted {
 			n++
 		}
 	}

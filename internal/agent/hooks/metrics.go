@@ -39,7 +39,7 @@ var outcomes = []outcome{
 	outBound, outLocal, outRestart, outGone, outNoTime, outNoTargets, outStopping, outUnknown, outForeign, outTooMany,
 	outcome(drain.Acknowledged.String()), outcome(drain.IdleBound.String()), outcome(drain.Deadline.String()), outcome(drain.NoAgents.String()),
 	outcome(drain.LastTarget.String()), outcome(drain.Suspended.String()), outcome(drain.AgentsLost.String()),
-	outcome(drain.Terminating.String()),
+	outcome(drain.PodDeleted.String()),
 }
 
 // metrics are those of hooks.

@@ -207,8 +207,9 @@ type Outcome struct {
 	UID       string    `json:"uid"`
 	// Gate is where it ended: hold (before the deletion) or barrier (before SIGTERM).
 	Gate string `json:"gate"`
-	// Reason is why the deletion was let go on: Acknowledged, IdleBound, Deadline, NoAgents, Suspended, LastTarget and more. Dead: the pod went
-	// without its deletion having waited to the end. Abandoned: it lives on and has its traffic back.
+	// Reason is why the deletion was let go on: Acknowledged, IdleBound, Deadline, NoAgents,
+	// Suspended, LastTarget and more. PodDeleted: the pod went without its deletion having waited
+	// to the end. Abandoned: it lives on and has its traffic back.
 	Reason string `json:"reason"`
 	// Abnormal says that operators should look: not every gateway had let go.
 	Abnormal bool `json:"abnormal"`

@@ -485,7 +485,7 @@ const reasons = {
   CoolOff: ['warn', 'something else kept it again and again'],
   Cold: ['warn', 'the replica did not know the cluster'],
   NoFacts: ['bad', 'the replica could not find out'],
-  Dead: ['', 'it went without waiting, gateways were told'],
+  PodDeleted: ['', 'it went without waiting, gateways were told'],
   Abandoned: ['calm', 'it lives on, and has its traffic back'],
 };
 

@@ -159,10 +159,10 @@ func busy() *made {
 			Age: 3 * time.Millisecond, Removed: a.removed, Idle: a.removed * 5})
 	}
 	reasons := []drain.Reason{drain.Acknowledged, drain.Acknowledged, drain.Deadline, drain.Acknowledged,
-		drain.Acknowledged, drain.Abandoned, drain.IdleBound, drain.Terminating}
+		drain.Acknowledged, drain.Abandoned, drain.IdleBound, drain.PodDeleted}
 	for i := range 14 {
 		o := coordinator.Outcome{Pod: pod(100+i, fmt.Sprintf("web-5b8d6c7f9-%05d", i*7919)),
-			At: ago(time.Duration(i*i+3) * time.Second), Reason: reasons[i%len(reasons)], End: drain.Terminating,
+			At: ago(time.Duration(i*i+3) * time.Second), Reason: reasons[i%len(reasons)], End: drain.PodDeleted,
 			Took: time.Duration(31+i*17) * time.Millisecond}
 		switch o.Reason {
 		case drain.Deadline:
@@ -399,7 +399,7 @@ func TestThePageKnowsTheTime(t *testing.T) {
 			Ready:     true,
 			Connected: true, Declared: true}, Connected: now.Add(-time.Hour)}}
 		v.Outcomes = []coordinator.Outcome{{Pod: drain.Pod{Namespace: "shop", Name: "web-1", UID: "u"},
-			At: now.Add(8*time.Second - 10*time.Minute), Reason: drain.Deadline, End: drain.Terminating,
+			At: now.Add(8*time.Second - 10*time.Minute), Reason: drain.Deadline, End: drain.PodDeleted,
 			Took: 30 * time.Second}}
 	})
 	url, _ := serve(t, m, "127.0.0.1:0")

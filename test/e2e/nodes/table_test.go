@@ -483,7 +483,7 @@ func (l *lab) checkCut(t *testing.T, namespace, name string, cut time.Time) {
 	}
 	waited := 0
 	for _, one := range all {
-		if one.Time.Before(cut) || one.Reason == "Dead" {
+		if one.Time.Before(cut) || one.Reason == "PodDeleted" {
 			continue
 		}
 		if one.Since > barrierBound+1 {

@@ -234,7 +234,7 @@ func TestAStatefulSetWithSlowAcknowledgements(t *testing.T) {
 	}
 	var order []string
 	for _, a := range answers(t, s, ns) {
-		if strings.HasPrefix(a.Pod, "web-") && a.Reason != "Terminating" && a.Reason != "Dead" {
+		if strings.HasPrefix(a.Pod, "web-") && a.Reason != "Terminating" && a.Reason != "PodDeleted" {
 			t.Logf("%s was allowed after %s: %s", a.Pod, a.took, a.Reason)
 			order = append(order, a.Pod)
 			if a.Reason != "Acknowledged" || a.took < work-time.Second {

@@ -1,0 +1,375 @@
+package drain
+
+import (
+	"slices"
+	"time"
+)
+
+// agent is what is known of one agent.
+type agent struct {
+	// Expected is as the API lists it, if listed is set.
+	Expected
+	listed bool
+	// session is not zero while a stream is open. Sessions count up and are never used twice.
+	session uint64
+	// lostAt is when the last session ended or, never connected, when the API first listed it.
+	lostAt time.Time
+	// unreadyAt is when its pod was last said to be no longer ready, knownAt when it was first
+	// heard of.
+	unreadyAt, knownAt time.Time
+	life
+	declaration
+	audience
+	reports [gates]map[*subject]*heard
+	breaker breaker
+	entry
+	// former says that some drain may have it in owed.former, concerned that it is in
+	// changes.concerned.
+	former, concerned bool
+}
+
+// life is what an agent said when it connected last.
+type life struct {
+	// met says that it has had a session, observes that the last one understood [Watch].
+	met, observes bool
+	// boot is the life of its process, "" if it did not say. left says that this life has left: its
+	// gateway accepts nothing any more.
+	boot string
+	left bool
+}
+
+// declaration is what an agent declared, if only on an earlier session. See [Ledger.Declare].
+type declaration struct {
+	declared   bool
+	population string
+	routes     map[Service]Route
+}
+
+// audience are the namespaces in which an agent has routed a Service on its present session, "*"
+// all of them: the releases of their pods are sent to it. widened is the revision at which the last
+// one was added.
+type audience struct {
+	namespaces map[string]bool
+	widened    uint64
+}
+
+// heard is a report, by whom it is, and as of when it counts. place is its index in the list of its
+// subject.
+type heard struct {
+	Report
+	by    *agent
+	at    time.Time
+	place int
+}
+
+// Expect sets the whole list of agents that the API says exist. One that is no longer listed and
+// not connected is forgotten.
+func (l *Ledger) Expect(now time.Time, expected []Expected) {
+	listed := make(map[AgentID]bool, len(expected))
+	for _, e := range expected {
+		listed[e.ID] = true
+		a := l.agent(now, e.ID)
+		if a.listed && a.Expected == e {
+			continue
+		}
+		l.touchFor(a)
+		if a.Ready && !e.Ready {
+			a.unreadyAt = now
+		}
+		if a.Name != e.Name {
+			l.unindex(a) // lists are in the order of names
+		}
+		a.listed, a.Expected = true, e
+		l.index(a)
+		l.recount(a)
+		l.touchFor(a)
+	}
+	for id, a := range l.agents {
+		if listed[id] || !a.listed {
+			continue
+		}
+		l.touchFor(a)
+		a.listed, a.Ready = false, false
+		l.recount(a)
+		if a.session == 0 {
+			l.forget(a)
+		}
+	}
+}
+
+// Counts are numbers of agents and pods.
+type Counts struct {
+	// Expected is how many agents the API lists, without those that have left. Missing is how many
+	// of them have no session here.
+	Expected, Missing int
+	// Suspended is how many agents are.
+	Suspended int
+	// Elsewhere is how many pods other replicas unroute and this one does not.
+	Elsewhere int
+}
+
+// Counts counts.
+func (l *Ledger) Counts() Counts {
+	c := l.total
+	for uid := range l.elsewhere {
+		if d := l.at(AtHold, uid); d == nil || !d.open {
+			c.Elsewhere++
+		}
+	}
+	return c
+}
+
+// Hello is what an agent says of itself when it connects.
+type Hello struct {
+	// Boot names the life of its process. In another life than that which left, or in one without a
+	// name, its gateway may accept again, and it must acknowledge.
+	Boot string
+	// Observes says that it understands [Watch]: one that does not cannot be asked at the barrier.
+	Observes bool
+}
+
+// Connect opens a session for an agent and ends its former one, if any. What was reported before is
+// void.
+func (l *Ledger) Connect(now time.Time, id AgentID, h Hello) (session uint64) {
+	a := l.agent(now, id)
+	if a.left && (h.Boot == "" || h.Boot != a.boot) {
+		a.left = false
+	}
+	if !a.met || a.observes != h.Observes {
+		l.touchFor(a) // it may be asked elsewhere from now on
+	}
+	a.boot, a.met, a.observes, a.namespaces = h.Boot, true, h.Observes, map[string]bool{}
+	for s := range a.routes {
+		a.namespaces[s.Namespace] = true
+	}
+	l.rev++
+	a.session = l.rev
+	l.void(a)
+	l.recount(a)
+	l.index(a)
+	l.touchFor(a)
+	return a.session
+}
+
+// Disconnect ends a session. What was reported on it is void. A session that was ended by a newer
+// one changes nothing. An agent that the API does not list has as long to come back as one that is
+// not ready: its gateway does not stop routing with the stream.
+func (l *Ledger) Disconnect(now time.Time, id AgentID, session uint64) {
+	a := l.agents[id]
+	if a == nil || a.session != session {
+		return
+	}
+	a.session, a.lostAt = 0, now
+	l.void(a)
+	l.recount(a)
+	l.touchFor(a)
+}
+
+// Current reports whether session is the open one of agent.
+func (l *Ledger) Current(id AgentID, session uint64) bool {
+	a := l.agents[id]
+	return a != nil && session != 0 && a.session == session
+}
+
+// Declare sets the whole of what an agent's gateway routes, and returns the open drains of that:
+// the agent must know them before it programs its gateway. ok is false, and nothing changed, if
+// session is not the agent's open one. An agent that no longer names any Service of an open drain
+// that it had to acknowledge must still do so, or leave. population names the agents of which a
+// sample may be asked at the barrier instead of all: [Nodes]. Agents of another one, such as the
+// replicas of one gateway, are all asked.
+func (l *Ledger) Declare(id AgentID, session uint64, population string, routes []Route) (open []Open, ok bool) {
+	if !l.Current(id, session) {
+		return nil, false
+	}
+	a := l.agents[id]
+	l.touchFor(a)
+	former := map[*drain]Gate{}
+	l.each(func(d *drain) {
+		if a.declared && d.open && l.routes(a, d) && brokenRule != 23 {
+			former[d] = a.gateOf(d)
+		}
+	})
+	if a.population != population {
+		l.unindex(a) // it is asked, or not, for another reason
+	}
+	a.declared, a.left, a.population = true, false, population
+	l.recount(a)
+	a.routes = make(map[Service]Route, len(routes))
+	for _, r := range routes {
+		if !a.namespaces["*"] && !a.namespaces[r.Service.Namespace] {
+			a.namespaces[r.Service.Namespace] = true
+			l.rev++
+			a.widened = l.rev
+			l.concern(a)
+		}
+		if have, twice := a.routes[r.Service]; !twice || owesAt(AtHold, r) || owesAt(AtBarrier, r) &&
+			!owesAt(AtHold, have) {
+			a.routes[r.Service] = r
+		}
+	}
+	for d, g := range former {
+		if !a.names(d) {
+			if d.former == nil {
+				d.former = map[*agent]Gate{}
+			}
+			d.former[a], d.rosterAt, a.former = g, 0, true
+		}
+	}
+	l.index(a)
+	l.touchFor(a)
+	open = []Open{}
+	for e := l.log.Back(); e != nil; e = e.Prev() {
+		if d := e.Value.(*drain); d.open && !d.queued && l.routes(a, d) {
+			open = append(open, l.opened(a, d))
+		}
+	}
+	return open, true
+}
+
+// Leave records that an agent's gateway accepts nothing any more, so that nothing is sent to any
+// pod through it: no drain owes the agent from now on, until it declares again or connects in
+// another life. ok is false, and nothing changed, if session is not its open one. That an agent is
+// told to stop is no reason to say so: its gateway outlives it.
+func (l *Ledger) Leave(id AgentID, session uint64) (ok bool) {
+	if !l.Current(id, session) {
+		return false
+	}
+	a := l.agents[id]
+	l.touchFor(a)
+	a.left = true
+	l.recount(a)
+	l.index(a)
+	return true
+}
+
+func (l *Ledger) agent(now time.Time, id AgentID) *agent {
+	a := l.agents[id]
+	if a == nil {
+		a = &agent{Expected: Expected{ID: id, Name: string(id)}, lostAt: now, knownAt: now}
+		a.slot = slices.Index(l.slots, nil)
+		if a.slot < 0 {
+			a.slot = len(l.slots)
+			l.slots = append(l.slots, nil)
+		}
+		l.slots[a.slot] = a
+		l.agents[id] = a
+	}
+	return a
+}
+
+// forget drops an agent that is neither listed nor connected.
+func (l *Ledger) forget(a *agent) {
+	l.touchFor(a)
+	l.unindex(a)
+	l.void(a)
+	if a.breaker.open {
+		l.total.Suspended--
+	}
+	delete(l.agents, a.ID)
+	l.slots[a.slot] = nil
+}
+
+// hear keeps the first that a says of a pod, which is one of so many, unhear forgets what it last
+// said, and void all that it has.
+func (l *Ledger) hear(asOf time.Time, a *agent, r Report, many int) {
+	of := l.subject(r.UID)
+	if a.reports[r.Gate] == nil {
+		a.reports[r.Gate] = make(map[*subject]*heard, many)
+	}
+	h := &heard{r, a, asOf, len(of.heard[r.Gate])}
+	a.reports[r.Gate][of] = h
+	of.heard[r.Gate] = append(of.heard[r.Gate], h)
+}
+
+func (l *Ledger) unhear(of *subject, r *heard) {
+	all := of.heard[r.Gate]
+	last := len(all) - 1
+	all[r.place], all[last].place = all[last], r.place
+	all[last] = nil
+	of.heard[r.Gate] = all[:last]
+	delete(r.by.reports[r.Gate], of)
+}
+
+func (l *Ledger) void(a *agent) {
+	for g := range gates {
+		for of, r := range a.reports[g] {
+			l.unhear(of, r)
+		}
+		a.reports[g] = nil
+	}
+}
+
+// CouldRoute reports whether some agent may route one of services: it declared so, or has not been
+// heard.
+func (l *Ledger) CouldRoute(services []Service) bool {
+	if len(l.everything[AtHold]) > 0 {
+		return true
+	}
+	return slices.ContainsFunc(services, func(s Service) bool {
+		of := l.services[s]
+		return of != nil && len(of.agents[AtHold]) > 0
+	})
+}
+
+// names reports whether a has declared one of the Services of d, with any ability.
+func (a *agent) names(d *drain) bool {
+	_, names := a.routes[EveryService]
+	for s := range d.services {
+		_, ok := a.routes[s]
+		names = names || ok
+	}
+	return names
+}
+
+// mayKnow reports whether the release of d is sent to a.
+func (a *agent) mayKnow(d *drain) bool {
+	_, former := d.former[a]
+	return former || a.namespaces["*"] || a.namespaces[d.pod.Namespace] || brokenRule == 22
+}
+
+// may says whether a routes the pod of d so that it may be asked at a gate: an agent that has not
+// declared may route everything, except that its label may say at which gate alone. One that has
+// left routes nothing.
+func (a *agent) may(g Gate, d *drain) bool {
+	if a.mayEverything(g) {
+		return true
+	}
+	if !a.can(g) {
+		return false
+	}
+	if at, former := d.former[a]; former && at == g {
+		return true
+	}
+	for s := range d.services {
+		if r, ok := a.routes[s]; ok && owesAt(g, r) {
+			return true
+		}
+	}
+	return false
+}
+
+// can says whether a can be asked at a gate at all. One that was never heard may be able to.
+func (a *agent) can(g Gate) bool {
+	return !a.left && (g == AtHold || a.observes || !a.met)
+}
+
+// mayEverything says whether a may be asked at a gate about every Service.
+func (a *agent) mayEverything(g Gate) bool {
+	switch {
+	case !a.can(g):
+		return false
+	case !a.declared && g == AtHold:
+		return a.Label != LabelObserved
+	case !a.declared:
+		return a.Label != LabelDirected
+	}
+	r, ok := a.routes[EveryService]
+	return ok && owesAt(g, r)
+}
+
+func owesAt(g Gate, r Route) bool {
+	if g == AtHold {
+		return r.Via == Endpoints && r.Kind == Directed
+	}
+	return r.Via == Endpoints && r.Kind == Observed
+}

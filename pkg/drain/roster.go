@@ -1,0 +1,270 @@
+package drain
+
+import (
+	"cmp"
+	"maps"
+	"slices"
+)
+
+// roster says who may have to acknowledge a drain. It is an index of what agents declare: an event
+// costs the agents and drains that it is about, and not all.
+type roster struct {
+	agents map[AgentID]*agent
+	// slots holds the agents by their numbers, nil where a number is free: sets of agents are
+	// [bits].
+	slots []*agent
+	// services are those that an agent has declared, or that list the pod of an open drain.
+	services map[Service]*service
+	// everything are, for each gate, the agents that may be asked there about any Service: those
+	// that declare [EveryService], and those that have not declared and whose label does not name
+	// the other gate only. everythingRev is as service.rev.
+	everything    [gates]map[*agent]struct{}
+	everythingRev [gates]uint64
+	// rosterRev is the last revision that was given to a list of agents, at first 1.
+	rosterRev uint64
+	total     Counts
+}
+
+// service is what is known of one Service.
+type service struct {
+	// agents have declared it so that they are asked at a gate. rev is the revision at which that
+	// list, or what orders it, last changed.
+	agents [gates]map[*agent]struct{}
+	rev    [gates]uint64
+	// ordered are these agents in the order of their names. Nil: it has to be found out.
+	ordered [gates][]*agent
+	// drains are the open ones of its pods.
+	drains map[*drain]struct{}
+}
+
+// entry is where the roster has an agent.
+type entry struct {
+	// slot is its number, which another agent may have when this one is forgotten.
+	slot int
+	// indexed are, for each gate, the Services under which it is listed. inEverything says that it
+	// is listed for every Service.
+	indexed      [gates]map[Service]struct{}
+	inEverything [gates]bool
+	// countedExpected and countedMissing say how [Counts] counts it.
+	countedExpected, countedMissing bool
+}
+
+// owed are the agents that may have to acknowledge a drain.
+type owed struct {
+	// agents are in the order of their names, roster are their slots, both as of rosterAt. 0: they
+	// have to be found out.
+	agents   []*agent
+	roster   bits
+	rosterAt uint64
+	// former are agents that routed the pod and declared again without its Services while the drain
+	// was open. Each must still acknowledge the drain, at this gate.
+	former map[*agent]Gate
+}
+
+func newRoster() roster {
+	return roster{
+		agents: map[AgentID]*agent{}, services: map[Service]*service{},
+		everything: [gates]map[*agent]struct{}{{}, {}}, rosterRev: 1,
+	}
+}
+
+// index brings the lists in line with a. What does not change costs nothing: most agents come back
+// with the routes that they had.
+func (r *roster) index(a *agent) {
+	for g := range gates {
+		if everything := a.mayEverything(g); everything != a.inEverything[g] {
+			a.inEverything[g] = everything
+			r.rosterRev++
+			r.everythingRev[g] = r.rosterRev
+			if everything {
+				r.everything[g][a] = struct{}{}
+			} else {
+				delete(r.everything[g], a)
+			}
+		}
+		for s := range a.indexed[g] {
+			if route, ok := a.routes[s]; !a.can(g) || !ok || !owesAt(g, route) {
+				r.drop(a, g, s)
+			}
+		}
+		for s, route := range a.routes {
+			if _, has := a.indexed[g][s]; has || !a.can(g) || !owesAt(g, route) || s == EveryService {
+				continue
+			}
+			if a.indexed[g] == nil {
+				a.indexed[g] = map[Service]struct{}{}
+			}
+			a.indexed[g][s] = struct{}{}
+			of := r.service(s)
+			of.agents[g][a] = struct{}{}
+			r.turn(of, g)
+		}
+	}
+}
+
+// unindex takes a out of all lists.
+func (r *roster) unindex(a *agent) {
+	for g := range gates {
+		if a.inEverything[g] {
+			a.inEverything[g] = false
+			delete(r.everything[g], a)
+			r.rosterRev++
+			r.everythingRev[g] = r.rosterRev
+		}
+		for s := range a.indexed[g] {
+			r.drop(a, g, s)
+		}
+	}
+}
+
+func (r *roster) drop(a *agent, g Gate, s Service) {
+	delete(a.indexed[g], s)
+	of := r.services[s]
+	delete(of.agents[g], a)
+	r.turn(of, g)
+	r.prune(s)
+}
+
+// turn notes that the agents of a Service have changed.
+func (r *roster) turn(of *service, g Gate) {
+	r.rosterRev++
+	of.rev[g], of.ordered[g] = r.rosterRev, nil
+}
+
+// order returns the agents of a Service in the order of their names.
+func (s *service) order(g Gate) []*agent {
+	if s.ordered[g] == nil {
+		s.ordered[g] = slices.SortedFunc(maps.Keys(s.agents[g]), byName)
+	}
+	return s.ordered[g]
+}
+
+func byName(a, b *agent) int { return cmp.Or(cmp.Compare(a.Name, b.Name), cmp.Compare(a.ID, b.ID)) }
+
+// service returns what s concerns, and makes room for it.
+func (r *roster) service(s Service) *service {
+	of := r.services[s]
+	if of == nil {
+		r.rosterRev++
+		of = &service{agents: [gates]map[*agent]struct{}{{}, {}}, drains: map[*drain]struct{}{},
+			rev: [gates]uint64{r.rosterRev, r.rosterRev}}
+		r.services[s] = of
+	}
+	return of
+}
+
+// prune forgets a Service of which nothing is known any more.
+func (r *roster) prune(s Service) {
+	of := r.services[s]
+	if of == nil {
+		return
+	}
+	if len(of.agents[AtHold]) == 0 && len(of.agents[AtBarrier]) == 0 && len(of.drains) == 0 {
+		delete(r.services, s)
+	}
+}
+
+// enlist puts d into the lists of all its Services, delist takes it out.
+func (r *roster) enlist(d *drain) {
+	for s := range d.services {
+		r.service(s).drains[d] = struct{}{}
+	}
+	d.rosterAt = 0
+}
+
+func (r *roster) delist(d *drain) {
+	for s := range d.services {
+		delete(r.service(s).drains, d)
+		r.prune(s)
+	}
+	d.agents, d.roster, d.rosterAt = nil, nil, 0
+}
+
+// owing returns the agents that may have to acknowledge d, which is open, in the order of their
+// names.
+func (r *roster) owing(d *drain) []*agent {
+	if d.rosterAt == r.rosterRev {
+		return d.agents
+	}
+	newest := uint64(0)
+	for _, g := range d.asks() {
+		newest = max(newest, r.everythingRev[g])
+		for s := range d.services {
+			if of := r.services[s]; of != nil {
+				newest = max(newest, of.rev[g])
+			}
+		}
+	}
+	if d.rosterAt == 0 || newest > d.rosterAt {
+		r.enroll(d)
+	}
+	d.rosterAt = r.rosterRev
+	return d.agents
+}
+
+// enroll finds them.
+func (r *roster) enroll(d *drain) {
+	d.agents = d.agents[:0]
+	for _, g := range d.asks() {
+		d.agents = slices.AppendSeq(d.agents, maps.Keys(r.everything[g]))
+		for s := range d.services {
+			if of := r.services[s]; of != nil {
+				d.agents = append(d.agents, of.order(g)...)
+			}
+		}
+	}
+	for a, g := range d.former {
+		if r.slots[a.slot] == a && a.can(g) {
+			d.agents = append(d.agents, a)
+		}
+	}
+	if d.gate == AtBarrier {
+		d.agents = slices.DeleteFunc(d.agents, func(a *agent) bool { return !a.owesBarrier(d) })
+	}
+	slices.SortFunc(d.agents, byName)   // quick where one Service is all
+	d.agents = slices.Compact(d.agents) // one that routes several of the Services
+	d.roster = d.roster.cleared(len(r.slots))
+	for _, a := range d.agents {
+		d.roster.set(a.slot)
+	}
+}
+
+// asks lists the gates whose agents can owe d.
+func (d *drain) asks() []Gate { return asked[d.gate] }
+
+var asked = [gates][]Gate{{AtHold}, {AtHold, AtBarrier}}
+
+// routes reports whether a may have to acknowledge d, which is open.
+func (r *roster) routes(a *agent, d *drain) bool {
+	r.owing(d)
+	return d.roster.has(a.slot)
+}
+
+// recount brings the counts in line with a.
+func (r *roster) recount(a *agent) {
+	expected := a.listed && !a.left
+	missing := expected && a.session == 0
+	r.total.Expected += number(expected) - number(a.countedExpected)
+	r.total.Missing += number(missing) - number(a.countedMissing)
+	a.countedExpected, a.countedMissing = expected, missing
+}
+
+// bits is a set of small numbers.
+type bits []uint64
+
+// cleared returns the empty set with room for numbers below n, in the place of b.
+func (b bits) cleared(n int) bits {
+	if words := (n + 63) / 64; words > cap(b) {
+		return make(bits, words)
+	} else {
+		b = b[:words]
+	}
+	clear(b)
+	return b
+}
+
+func (b bits) set(n int)   { b[n/64] |= 1 << (n % 64) }
+func (b bits) unset(n int) { b[n/64] &^= 1 << (n % 64) }
+
+// has says whether n is in the set, for which it need not have room.
+func (b bits) has(n int) bool { return n/64 < len(b) && b[n/64]&(1<<(n%64)) != 0 }
