@@ -145,6 +145,8 @@ type Job struct {
 	Check *Check
 	// Due is when it should have begun.
 	Due time.Time
+	// Silent reports that the last probe of the target ended by Timeout.
+	Silent bool
 	// Ticket ties the outcome to this probe: one that comes after its target left, or its check changed, changes nothing.
 	Ticket uint64
 }

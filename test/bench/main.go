@@ -16,11 +16,10 @@ import (
 type Result struct {
 	Name  string  `json:"name"`
 	Ratio float64 `json:"ratio"`
-	// Goal is the bound of Ratio: at most, or at least if AtLeast.
-	Goal    float64 `json:"goal"`
-	Pass    bool    `json:"pass"`
-	AtLeast bool    `json:"-"`
-	// Note says what the ratio is of, for people.
+	// Goal is what Ratio is at most.
+	Goal float64 `json:"goal"`
+	Pass bool    `json:"pass"`
+	// Note says what the ratio is of, for operators.
 	Note string `json:"-"`
 }
 
@@ -56,15 +55,11 @@ func run(out, only string) error {
 		}
 		for _, r := range results {
 			r.Pass = r.Ratio <= r.Goal
-			sign := "<="
-			if r.AtLeast {
-				r.Pass, sign = r.Ratio >= r.Goal, ">="
-			}
 			verdict := "pass"
 			if !r.Pass {
 				verdict = "MISS"
 			}
-			fmt.Printf("%-28s %8.2f  goal %s %-6.2f %s  %s\n", r.Name, r.Ratio, sign, r.Goal, verdict, r.Note)
+			fmt.Printf("%-28s %8.2f  goal <= %-6.2f %s  %s\n", r.Name, r.Ratio, r.Goal, verdict, r.Note)
 			all = append(all, r)
 		}
 	}

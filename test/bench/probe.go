@@ -41,8 +41,8 @@ func init() {
 		switch os.Args[1] {
 		case "child-backend":
 			failed <- serveChecks()
-		case "child-new", "child-kept":
-			failed <- probeAll(os.Args[2], os.Args[1] == "child-kept")
+		case "child-probes":
+			failed <- probeAll(os.Args[2])
 		}
 	}()
 	fmt.Fprintln(os.Stderr, "bench:", os.Args[1], <-failed)
@@ -80,27 +80,20 @@ func probeSpeed() ([]Result, error) {
 	if err := os.WriteFile(config, []byte(haproxyConfig(dir, port)), 0o600); err != nil {
 		return nil, err
 	}
-	var proxies, news, kepts, overProxy, overKept []float64
+	var proxies, ours, over []float64
 	for range probeRounds {
-		var cost [3]float64
-		for i, command := range [][]string{{"haproxy", "-db", "-f", config}, {self, "child-new", port}, {self, "child-kept", port}} {
+		var cost [2]float64
+		for i, command := range [][]string{{"haproxy", "-db", "-f", config}, {self, "child-probes", port}} {
 			if cost[i], err = perProbe(command, port); err != nil {
 				return nil, fmt.Errorf("%s: %w", filepath.Base(command[0])+" "+command[1], err)
 			}
 		}
-		proxies, news, kepts = append(proxies, cost[0]), append(news, cost[1]), append(kepts, cost[2])
-		overProxy, overKept = append(overProxy, cost[1]/cost[0]), append(overKept, cost[1]/cost[2])
+		proxies, ours, over = append(proxies, cost[0]), append(ours, cost[1]), append(over, cost[1]/cost[0])
 	}
-	return []Result{
-		{
-			Name: "health/probe-cpu", Ratio: median(overProxy), Goal: 1,
-			Note: fmt.Sprintf("CPU of an HTTP probe on a new connection, %.1f us, by a check of HAProxy, %.1f us", median(news), median(proxies)),
-		},
-		{
-			Name: "health/probe-keepalive", Ratio: median(overKept), Goal: 3, AtLeast: true,
-			Note: fmt.Sprintf("CPU of a probe on a new connection, %.1f us, by one on a kept connection, %.1f us", median(news), median(kepts)),
-		},
-	}, nil
+	return []Result{{
+		Name: "health/probe-cpu", Ratio: median(over), Goal: 1,
+		Note: fmt.Sprintf("CPU of an HTTP probe on a new connection, %.1f us, over that of a check of HAProxy, %.1f us", median(ours), median(proxies)),
+	}}, nil
 }
 
 // perProbe runs command, which probes the backend, and returns what a probe costs it, in microseconds.
@@ -206,35 +199,28 @@ func serveChecks() error {
 		go func() {
 			defer conn.Close()
 			var b [1024]byte
-			for {
-				n, err := conn.Read(b[:])
-				if err != nil {
-					return
-				}
-				request := string(b[:n])
-				if request == "COUNT" {
-					fmt.Fprint(conn, count.Load())
-					return
-				}
-				count.Add(1)
-				closes := !strings.Contains(request, "User-Agent: lameduck-health") || strings.Contains(request, "Connection: close")
-				io.WriteString(conn, "HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nok\n")
-				if closes {
-					return
-				}
+			n, err := conn.Read(b[:])
+			if err != nil {
+				return
 			}
+			if string(b[:n]) == "COUNT" {
+				fmt.Fprint(conn, count.Load())
+				return
+			}
+			count.Add(1)
+			io.WriteString(conn, "HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nok\n")
 		}()
 	}
 }
 
 // probeAll probes the targets for ever.
-func probeAll(port string, keep bool) error {
+func probeAll(port string) error {
 	n, err := strconv.ParseUint(port, 10, 16)
 	if err != nil {
 		return err
 	}
 	c := health.DefaultCheck(health.HTTP)
-	c.Path, c.Interval, c.KeepAlive = "/healthz", probeInterval, keep
+	c.Path, c.Interval = "/healthz", probeInterval
 	s := &ring{check: &c, from: time.Now()}
 	for i := range probeTargets {
 		s.keys = append(s.keys, health.Key{Pool: "web", Target: health.Target{

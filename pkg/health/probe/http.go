@@ -1,34 +1,152 @@
 package probe
 
 import (
-	"bytes"
-	"errors"
-	"net/netip"
-	"strconv"
+	"bufio"
+	"context"
+	"crypto/tls"
+	"io"
+	"net"
+	"net/http"
 	"strings"
+	"time"
 
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
-const (
-	// maxAnswer bounds what is read of one answer, in bytes. A health page that is longer is judged all the same, and its connection
-	// closed.
-	maxAnswer = 16 << 10
-	// maxLine bounds what is kept of one line of an answer. Of a longer one the rest is skipped; no line that matters is as long.
-	maxLine = 256
-)
+// maxAnswer bounds what is read of one answer, in bytes. A body that is longer does not change the outcome, and its connection is not used
+// again.
+const maxAnswer = 16 << 10
 
-// errMalformed says that an answer is none of its protocol.
-var errMalformed = errors.New("malformed answer")
+// malformed is the outcome of an answer that is none of its protocol.
+var malformed = health.Outcome{Kind: health.HTTPFailure}
 
-// address returns where a job's probe goes.
-func address(job *health.Job) netip.AddrPort {
-	addr := job.Key.Target.Addr
-	port := addr.Port()
-	if job.Check.Port != 0 {
-		port = job.Check.Port
+// conn is a connection of an HTTP or HTTPS check. Nil: none.
+type conn struct {
+	net.Conn // raw, or TLS on it
+	raw      *net.TCPConn
+	check    health.Check
+}
+
+// close closes the connection by RST, without telling TLS.
+func (c *conn) close() {
+	if c != nil {
+		c.raw.Close()
 	}
-	return netip.AddrPortFrom(addr.Addr().Unmap(), port)
+}
+
+// get carries out an HTTP or HTTPS probe.
+func (r *Runner) get(ctx context.Context, job *health.Job, kept *conn) (health.Outcome, *conn) {
+	if kept != nil {
+		if outcome, answered, again := kept.exchange(ctx, job); answered {
+			return outcome, again
+		}
+		// The backend closed it in the meantime. That is no failure.
+	}
+	c, err := r.connect(ctx, job)
+	if err != nil {
+		return failure(err), nil
+	}
+	outcome, _, again := c.exchange(ctx, job)
+	return outcome, again
+}
+
+func (r *Runner) connect(ctx context.Context, job *health.Job) (*conn, error) {
+	raw, err := dial(ctx, address(job))
+	if err != nil {
+		return nil, err
+	}
+	c := &conn{raw, raw, *job.Check}
+	if job.Check.Protocol == health.HTTP {
+		return c, nil
+	}
+	name := job.Check.ServerName
+	if name == "" {
+		name = host(job)
+		if h, _, err := net.SplitHostPort(name); err == nil {
+			name = h
+		}
+	}
+	secure := tls.Client(raw, &tls.Config{
+		ServerName: name, RootCAs: r.Roots, InsecureSkipVerify: !job.Check.Verify, NextProtos: []string{"http/1.1"},
+	})
+	if err := secure.HandshakeContext(ctx); err != nil {
+		raw.Close()
+		return nil, err
+	}
+	c.Conn = secure
+	return c, nil
+}
+
+// exchange sends the request and reads the answer. answered reports whether at least one byte of it came, or the time is up: another try on
+// a new connection is of no use. again is c if the next probe can use it; else c is closed.
+func (c *conn) exchange(ctx context.Context, job *health.Job) (outcome health.Outcome, answered bool, again *conn) {
+	stop := context.AfterFunc(ctx, func() { _ = c.raw.SetDeadline(time.Unix(1, 0)) })
+	defer func() {
+		if !stop() || again == nil {
+			again = nil
+			c.close()
+		}
+	}()
+	in := &answer{from: c}
+	outcome, reusable := in.read(job, c)
+	if reusable {
+		again = c
+	}
+	return outcome, in.n > 0 || outcome.Kind == health.Timeout, again
+}
+
+// answer reads at most maxAnswer bytes, and remembers why there were no more.
+type answer struct {
+	from io.Reader
+	n    int
+	err  error
+}
+
+func (a *answer) Read(b []byte) (int, error) {
+	if a.n >= maxAnswer {
+		return 0, io.EOF
+	}
+	if a.err != nil {
+		return 0, a.err // of a connection that was reset, the next error would be another
+	}
+	n, err := a.from.Read(b[:min(len(b), maxAnswer-a.n)])
+	a.n, a.err = a.n+n, err
+	return n, err
+}
+
+// read sends the request to out and judges the answer. It reports whether the connection can be used again.
+func (a *answer) read(job *health.Job, out io.Writer) (health.Outcome, bool) {
+	if _, err := out.Write(appendGet(nil, job)); err != nil {
+		return failure(err), false
+	}
+	b := bufio.NewReaderSize(a, 1024)
+	// A peer that speaks something else may never send the end of a line.
+	if start, err := b.Peek(5); err == nil && string(start) != "HTTP/" {
+		return malformed, false
+	}
+	for {
+		resp, err := http.ReadResponse(b, nil)
+		switch {
+		case err != nil && a.err != nil:
+			return failure(a.err), false
+		case err != nil || resp.StatusCode < 100:
+			return malformed, false
+		case resp.StatusCode < 200 && resp.StatusCode != http.StatusSwitchingProtocols:
+			continue // the final answer follows
+		}
+		_, err = io.Copy(io.Discard, resp.Body)
+		whole := err == nil && a.n < maxAnswer && b.Buffered() == 0
+		return judge(job.Check, resp.StatusCode), job.Check.KeepAlive && whole && !resp.Close && resp.ProtoMinor > 0 && resp.StatusCode >= 200
+	}
+}
+
+// judge turns a status into an outcome.
+func judge(c *health.Check, status int) health.Outcome {
+	kind := health.HTTPFailure
+	if c.Statuses.Has(status) {
+		kind = health.Success
+	}
+	return health.Outcome{Kind: kind, Code: uint16(status)}
 }
 
 // appendGet appends the request of an HTTP or HTTPS check.
@@ -40,7 +158,7 @@ func appendGet(b []byte, job *health.Job) []byte {
 	}
 	b = append(b, c.Path...)
 	b = append(b, " HTTP/1.1\r\nHost: "...)
-	b = appendHost(b, job)
+	b = append(b, host(job)...)
 	b = append(b, "\r\n"...)
 	if !has(c.Headers, "User-Agent") {
 		b = append(b, "User-Agent: lameduck-health\r\n"...)
@@ -63,271 +181,4 @@ func has(headers, name string) bool {
 		}
 	}
 	return false
-}
-
-func appendHost(b []byte, job *health.Job) []byte {
-	if job.Check.Host != "" {
-		return append(b, job.Check.Host...)
-	}
-	return address(job).AppendTo(b)
-}
-
-// judge turns a status into an outcome.
-func judge(c *health.Check, status int) health.Outcome {
-	kind := health.HTTPFailure
-	if c.Statuses.Has(status) {
-		kind = health.Success
-	}
-	return health.Outcome{Kind: kind, Code: uint16(status)}
-}
-
-// phase is where in an answer a response stands.
-type phase uint8
-
-const (
-	statusLine phase = iota
-	headers
-	fixedBody
-	chunkSize
-	chunkData
-	chunkEnd
-	trailers
-	openBody
-	ended
-)
-
-// response reads an HTTP/1.x answer as it comes, in pieces of any size, and keeps no more of it than the beginning of the present line. The
-// zero value is ready.
-type response struct {
-	phase phase
-	// status is final once it is not 0: what follows cannot change it.
-	status int
-	// close says that the connection cannot be used again: the backend wants it so, or where the answer ends is not certain.
-	close bool
-
-	interim  bool // the present status line is 1xx: another follows
-	length   int64
-	chunked  bool
-	hasLen   bool
-	left     int64
-	read     int
-	partial  [maxLine]byte
-	nPartial int
-}
-
-// reset makes r as new. It spares clearing the buffer.
-func (r *response) reset() {
-	r.phase, r.status, r.close, r.interim = statusLine, 0, false, false
-	r.length, r.chunked, r.hasLen, r.left, r.read, r.nPartial = 0, false, false, 0, 0, 0
-}
-
-// feed takes in the next piece. An error says that this is no HTTP; it comes only before the status is known. After the end, or after
-// maxAnswer bytes, r.phase is ended.
-func (r *response) feed(b []byte) error {
-	r.read += len(b)
-	for len(b) > 0 && r.phase != ended {
-		switch r.phase {
-		case fixedBody, chunkData:
-			n := min(r.left, int64(len(b)))
-			b = b[n:]
-			r.left -= n
-			if r.left == 0 {
-				if r.phase == fixedBody {
-					r.finish(len(b))
-				} else {
-					r.phase = chunkEnd
-				}
-			}
-		case openBody:
-			b = nil
-		default:
-			line, rest, whole := r.line(b)
-			b = rest
-			if !whole {
-				// Whatever is not HTTP is found out by its first bytes: a peer that sends no line end is not waited for.
-				if r.phase == statusLine && !plausible(line) {
-					return errMalformed
-				}
-				continue
-			}
-			if err := r.take(line, len(b)); err != nil {
-				return err
-			}
-		}
-	}
-	if r.read >= maxAnswer && r.phase != ended {
-		if r.status == 0 {
-			return errMalformed
-		}
-		r.close, r.phase = true, ended
-	}
-	return nil
-}
-
-// line returns the present line without its end, as far as it is known and at most maxLine of it, and what comes after it.
-func (r *response) line(b []byte) (line, rest []byte, whole bool) {
-	i := bytes.IndexByte(b, '\n')
-	if i >= 0 && r.nPartial == 0 {
-		return bytes.TrimSuffix(b[:min(i, maxLine)], []byte("\r")), b[i+1:], true
-	}
-	piece := b
-	if i >= 0 {
-		piece, rest = b[:i], b[i+1:]
-	}
-	r.nPartial += copy(r.partial[r.nPartial:], piece)
-	line = r.partial[:r.nPartial]
-	if i < 0 {
-		return line, nil, false
-	}
-	r.nPartial = 0
-	return bytes.TrimSuffix(line, []byte("\r")), rest, true
-}
-
-// take takes in one whole line; more bytes of this piece follow it.
-func (r *response) take(line []byte, more int) error {
-	switch r.phase {
-	case statusLine:
-		status, ok := parseStatusLine(line)
-		if !ok {
-			return errMalformed
-		}
-		// 101 would end HTTP here; nothing comes after it.
-		r.interim = status < 200 && status != 101
-		r.hasLen, r.chunked, r.length = false, false, 0
-		if !r.interim {
-			r.status = status
-			r.close = line[7] == '0'
-		}
-		r.phase = headers
-	case headers:
-		if len(line) > 0 {
-			r.header(line)
-			return nil
-		}
-		r.body(more)
-	case chunkSize:
-		digits, _, _ := bytes.Cut(line, []byte(";"))
-		size, err := strconv.ParseUint(string(bytes.TrimSpace(digits)), 16, 32)
-		switch {
-		case err != nil:
-			r.close, r.phase = true, ended
-		case size == 0:
-			r.phase = trailers
-		default:
-			r.left, r.phase = int64(size), chunkData
-		}
-	case chunkEnd:
-		if len(line) > 0 {
-			r.close, r.phase = true, ended
-			return nil
-		}
-		r.phase = chunkSize
-	case trailers:
-		if len(line) == 0 {
-			r.finish(more)
-		}
-	}
-	return nil
-}
-
-// body decides what follows the empty line after the headers.
-func (r *response) body(more int) {
-	switch {
-	case r.interim:
-		r.phase = statusLine
-	case r.status == 204 || r.status == 304:
-		r.finish(more)
-	case r.status == 101:
-		r.close = true
-		r.finish(more)
-	case r.chunked && r.hasLen:
-		// Two ends: somebody may be smuggling.
-		r.close, r.phase = true, openBody
-	case r.chunked:
-		r.phase = chunkSize
-	case r.hasLen && r.length == 0:
-		r.finish(more)
-	case r.hasLen && r.length > maxAnswer:
-		// Nobody will read all this.
-		r.close, r.phase = true, ended
-	case r.hasLen:
-		r.left, r.phase = r.length, fixedBody
-	default:
-		r.close, r.phase = true, openBody
-	}
-}
-
-// finish ends the answer. More bytes than the answer has are no good beginning for the next one.
-func (r *response) finish(more int) {
-	r.close = r.close || more > 0
-	r.phase = ended
-}
-
-func (r *response) header(line []byte) {
-	name, value, ok := bytes.Cut(line, []byte(":"))
-	if !ok || r.interim {
-		return
-	}
-	value = bytes.TrimSpace(value)
-	switch {
-	case is(name, "content-length"):
-		n, err := strconv.ParseUint(string(value), 10, 62)
-		if err != nil || r.hasLen && int64(n) != r.length {
-			r.close, n = true, maxAnswer+1
-		}
-		r.hasLen, r.length = true, int64(n)
-	case is(name, "transfer-encoding"):
-		r.chunked = is(value, "chunked")
-		if !r.chunked {
-			r.close = true
-		}
-	case is(name, "connection"):
-		for token := range bytes.SplitSeq(value, []byte(",")) {
-			// HTTP/1.0 with keep-alive is closed all the same: it is simple, and rare.
-			if is(bytes.TrimSpace(token), "close") {
-				r.close = true
-			}
-		}
-	}
-}
-
-// is compares without regard to case, and without making anything.
-func is(b []byte, lower string) bool {
-	if len(b) != len(lower) {
-		return false
-	}
-	for i, c := range b {
-		if 'A' <= c && c <= 'Z' {
-			c += 'a' - 'A'
-		}
-		if c != lower[i] {
-			return false
-		}
-	}
-	return true
-}
-
-// plausible reports whether b can be the beginning of a status line.
-func plausible(b []byte) bool {
-	const version = "HTTP/1."
-	n := min(len(b), len(version))
-	return string(b[:n]) == version[:n]
-}
-
-// parseStatusLine reads "HTTP/1.x SSS reason".
-func parseStatusLine(b []byte) (int, bool) {
-	if len(b) < len("HTTP/1.1 200") || !plausible(b) || b[7] < '0' || b[7] > '9' || b[8] != ' ' {
-		return 0, false
-	}
-	status := 0
-	for _, c := range b[9:12] {
-		if c < '0' || c > '9' {
-			return 0, false
-		}
-		status = status*10 + int(c-'0')
-	}
-	if len(b) > 12 && b[12] != ' ' || status < 100 {
-		return 0, false
-	}
-	return status, true
 }

@@ -1,8 +1,10 @@
 package probe
 
 import (
+	"context"
 	"crypto/x509"
 	"sync"
+	"syscall"
 	"time"
 
 	"github.com/lameduck-io/lameduck/pkg/health"
@@ -10,26 +12,32 @@ import (
 
 // Source has the schedule. Its methods are called from the goroutine of [Runner.Run] alone, and must not wait.
 type Source interface {
-	// Due appends to jobs at most max probes that are due at now, and says when to ask again (zero: when woken). It is asked some
-	// milliseconds ahead of the clock, for probes that begin at once.
+	// Due appends to jobs at most max probes that are due at now, and returns when to ask again (zero: when woken).
 	Due(now time.Time, jobs []health.Job, max int) ([]health.Job, time.Time)
-	// Report takes in an outcome; false: too late, its target left or its check changed.
+	// Report takes in an outcome. It reports whether the target is still probed by the same check.
 	Report(now time.Time, job health.Job, outcome health.Outcome) bool
-	// Left appends to keys the targets that are not probed any more and were when it was asked last, so that what is kept for them can be
-	// given up. all: there are too many to name, everything is to be given up.
+	// Left appends to keys the targets that are no longer probed and were at the previous call, so that the runner closes the connections
+	// it keeps for them. If all is true, they are too many to name, and the runner closes every kept connection.
 	Left(keys []health.Key) (left []health.Key, all bool)
 }
 
-// Observer is told what the runner does, for metrics. Its methods are called from the goroutine of [Runner.Run] alone, and must not wait.
+// Observer receives what the runner does, for metrics. Its methods are called from the goroutine of [Runner.Run] alone, and must not wait.
 type Observer interface {
 	// Started is called when a probe begins, late by lateness.
 	Started(lateness time.Duration)
 	// Finished is called when a probe of protocol ended, after took.
 	Finished(protocol health.Protocol, outcome health.Outcome, took time.Duration)
-	// InFlight is called whenever one of the numbers may have changed, once a round: probes in flight, probes that wait for room, and
-	// connections kept alive. full says that no more probes are begun because the bound is reached: schedules slip.
+	// InFlight is called whenever one of the numbers may have changed: probes in flight, probes that wait for capacity, and
+	// connections kept alive. full reports that the bound is reached, so that schedules slip.
 	InFlight(flying, waiting, idle int, full bool)
 }
+
+const (
+	// round is the shortest time between two calls of Source.Due. The probes of a round begin together.
+	round = 8 * time.Millisecond
+	// heldUp is how late a timeout may be noticed. A later one means that this process did not run in time, and says nothing about the target.
+	heldUp = 100 * time.Millisecond
+)
 
 // Runner carries out probes. Its fields must not change once Run was called.
 type Runner struct {
@@ -46,17 +54,217 @@ type Runner struct {
 	// of descriptors.
 	MaxIdle int
 
-	mu sync.Mutex
-	// wake ends the sleep of a running Run. Nil: nothing runs.
+	once sync.Once
 	wake chan struct{}
-	// tlsDone are the HTTPS probes that ended and were not taken in yet.
-	tlsDone []tlsResult
 }
 
-// tlsResult is how an HTTPS probe ended.
-type tlsResult struct {
-	flight  *flight
+// Wake makes the runner ask its source at once. It may be called from any goroutine, also when nothing runs, and never waits.
+func (r *Runner) Wake() {
+	select {
+	case r.woken() <- struct{}{}:
+	default:
+	}
+}
+
+func (r *Runner) woken() chan struct{} {
+	r.once.Do(func() { r.wake = make(chan struct{}, 1) })
+	return r.wake
+}
+
+// flight is one probe in flight, and how it ended.
+type flight struct {
+	job     health.Job
+	began   time.Time
 	outcome health.Outcome
-	// conn can be used again. Nil: it was closed.
-	conn *tlsConn
+	// conn is what the probe may use, and, at its end, what the next one may. Nil: none.
+	conn *conn
+}
+
+// loop is a running Runner. All of it belongs to the goroutine of Run.
+type loop struct {
+	*Runner
+	ctx                  context.Context
+	wg                   sync.WaitGroup
+	maxInFlight, maxIdle int
+
+	flying, silentFlying int
+	// waiting are the probes of targets that did not answer the last time and for which there is no capacity.
+	waiting []health.Job
+	done    chan *flight
+	idle    map[health.Key]*conn
+	// ask is when to ask the source again. The zero time: when woken.
+	ask time.Time
+}
+
+// Run carries out probes until ctx ends, and returns nil then. Probes in flight end without an outcome. A Runner runs once at a time.
+func (r *Runner) Run(ctx context.Context) error {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	l := &loop{
+		Runner: r, ctx: ctx, maxInFlight: r.MaxInFlight, maxIdle: r.MaxIdle,
+		done: make(chan *flight, 64), idle: map[health.Key]*conn{}, ask: time.Now(),
+	}
+	descriptors := 1 << 16
+	var limit syscall.Rlimit
+	if syscall.Getrlimit(syscall.RLIMIT_NOFILE, &limit) == nil {
+		descriptors = int(min(limit.Cur, 1<<24))
+	}
+	if l.maxInFlight == 0 {
+		l.maxInFlight = min(32768, descriptors/4)
+	}
+	if l.maxIdle == 0 {
+		l.maxIdle = descriptors / 2
+	}
+	defer l.close(cancel)
+	timer := time.NewTimer(0)
+	defer timer.Stop()
+	for {
+		l.begin()
+		if r.Observer != nil {
+			r.Observer.InFlight(l.flying, len(l.waiting), len(l.idle), l.flying >= l.maxInFlight)
+		}
+		var after <-chan time.Time
+		if !l.ask.IsZero() && l.flying < l.maxInFlight {
+			timer.Reset(time.Until(l.ask))
+			after = timer.C
+		}
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-r.woken():
+			l.ask = time.Now()
+		case <-after:
+		case f := <-l.done:
+			l.land(f)
+			for range len(l.done) {
+				l.land(<-l.done)
+			}
+		}
+	}
+}
+
+// close waits for the probes in flight and closes every connection.
+func (l *loop) close(cancel func()) {
+	cancel()
+	go func() {
+		l.wg.Wait()
+		close(l.done)
+	}()
+	for f := range l.done {
+		f.conn.close()
+	}
+	for _, c := range l.idle {
+		c.close()
+	}
+}
+
+// begin starts the probes that are due, as far as there is capacity.
+func (l *loop) begin() {
+	for len(l.waiting) > 0 && l.capacityForSilent() {
+		l.start(l.waiting[0])
+		l.waiting = l.waiting[1:]
+	}
+	now, capacity := time.Now(), l.maxInFlight-l.flying
+	if capacity <= 0 || l.ask.IsZero() || now.Before(l.ask) {
+		return
+	}
+	l.leave()
+	jobs, ask := l.Source.Due(now, nil, capacity)
+	for _, job := range jobs {
+		if job.Silent && (len(l.waiting) > 0 || !l.capacityForSilent()) {
+			l.waiting = append(l.waiting, job)
+		} else {
+			l.start(job)
+		}
+	}
+	if earliest := now.Add(round); !ask.IsZero() && ask.Before(earliest) {
+		ask = earliest
+	}
+	l.ask = ask
+}
+
+func (l *loop) capacityForSilent() bool {
+	return l.silentFlying < max(l.maxInFlight/2, 1) && l.flying < l.maxInFlight
+}
+
+// leave closes the connections that are kept for targets that left.
+func (l *loop) leave() {
+	left, all := l.Source.Left(nil)
+	for _, k := range left {
+		l.idle[k].close()
+		delete(l.idle, k)
+	}
+	if all {
+		for _, c := range l.idle {
+			c.close()
+		}
+		clear(l.idle)
+	}
+}
+
+func (l *loop) start(job health.Job) {
+	f := &flight{job: job, began: time.Now(), conn: l.idle[job.Key]}
+	delete(l.idle, job.Key)
+	if f.conn != nil && f.conn.check != *job.Check {
+		f.conn.close()
+		f.conn = nil
+	}
+	l.flying++
+	if job.Silent {
+		l.silentFlying++
+	}
+	if l.Observer != nil {
+		l.Observer.Started(max(0, f.began.Sub(job.Due)))
+	}
+	l.wg.Go(func() {
+		deadline := f.began.Add(job.Check.Timeout)
+		ctx, cancel := context.WithDeadline(l.ctx, deadline)
+		f.outcome, f.conn = l.probe(ctx, &f.job, f.conn)
+		cancel()
+		if f.outcome.Kind == health.Timeout && time.Since(deadline) > heldUp {
+			f.outcome = health.Outcome{}
+		}
+		l.done <- f
+	})
+}
+
+// land takes in a probe that ended.
+func (l *loop) land(f *flight) {
+	l.flying--
+	if f.job.Silent {
+		l.silentFlying--
+	}
+	if l.ctx.Err() != nil {
+		f.conn.close() // the end of Run ended the probe: that is no outcome
+		return
+	}
+	now := time.Now()
+	if l.Observer != nil {
+		l.Observer.Finished(f.job.Check.Protocol, f.outcome, now.Sub(f.began))
+	}
+	probed := l.Source.Report(now, f.job, f.outcome)
+	if probed && f.conn != nil && len(l.idle) < l.maxIdle && l.idle[f.job.Key] == nil {
+		l.idle[f.job.Key] = f.conn
+	} else {
+		f.conn.close()
+	}
+}
+
+// probe carries out job, on kept if that is not nil, and returns a connection that the next probe of the target can use, or nil.
+func (r *Runner) probe(ctx context.Context, job *health.Job, kept *conn) (health.Outcome, *conn) {
+	switch job.Check.Protocol {
+	case health.HTTP, health.HTTPS:
+		return r.get(ctx, job, kept)
+	case health.TCP:
+		c, err := dial(ctx, address(job))
+		if err != nil {
+			return failure(err), nil
+		}
+		c.Close()
+		return health.Outcome{Kind: health.Success}, nil
+	case health.GRPC:
+		return callHealth(ctx, job), nil
+	default:
+		return health.Outcome{}, nil
+	}
 }

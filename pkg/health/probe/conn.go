@@ -1,0 +1,69 @@
+package probe
+
+import (
+	"context"
+	"errors"
+	"net"
+	"net/netip"
+	"os"
+	"syscall"
+
+	"github.com/lameduck-io/lameduck/pkg/health"
+)
+
+// dialer opens the connections of probes. TCP keep-alive would outlive no probe.
+var dialer = net.Dialer{KeepAlive: -1}
+
+// dial opens a connection that ends by RST.
+func dial(ctx context.Context, addr netip.AddrPort) (*net.TCPConn, error) {
+	nc, err := dialer.DialContext(ctx, "tcp", addr.String())
+	if err != nil {
+		return nil, err
+	}
+	c := nc.(*net.TCPConn)
+	_ = c.SetLinger(0) // at worst it ends by FIN
+	return c, nil
+}
+
+// address returns where a job's probe goes.
+func address(job *health.Job) netip.AddrPort {
+	addr := job.Key.Target.Addr
+	port := addr.Port()
+	if job.Check.Port != 0 {
+		port = job.Check.Port
+	}
+	return netip.AddrPortFrom(addr.Addr().Unmap(), port)
+}
+
+// host returns the Host header of a job's probe, which is :authority for gRPC.
+func host(job *health.Job) string {
+	if job.Check.Host != "" {
+		return job.Check.Host
+	}
+	return address(job).String()
+}
+
+// failure turns an error of a connection into an outcome.
+func failure(err error) health.Outcome {
+	if errors.Is(err, os.ErrDeadlineExceeded) || errors.Is(err, context.DeadlineExceeded) {
+		return health.Outcome{Kind: health.Timeout}
+	}
+	if errno, ok := errors.AsType[syscall.Errno](err); ok {
+		return broken(errno)
+	}
+	// Closed before the answer, or no TLS as the check wants it.
+	return health.Outcome{Kind: health.TCPFailure}
+}
+
+// broken turns an errno into an outcome. What this machine lacks is not the target's fault.
+func broken(errno syscall.Errno) health.Outcome {
+	kind := health.TCPFailure
+	switch errno {
+	case syscall.ETIMEDOUT:
+		kind = health.Timeout
+	case syscall.EMFILE, syscall.ENFILE, syscall.ENOMEM, syscall.ENOBUFS, syscall.EADDRNOTAVAIL, syscall.EACCES, syscall.EPERM,
+		syscall.EAFNOSUPPORT, syscall.EINVAL:
+		kind = health.OutcomeUnknown
+	}
+	return health.Outcome{Kind: kind, Code: uint16(errno)}
+}
