@@ -658,7 +658,8 @@ func TestTheUnhealthyAreTakenOutAtOnce(t *testing.T) {
 	directed(t, func(r *rig) {
 		r.serving("a b")
 		r.d.Set.SetCheck(time.Now(), "web", health.Check{
-			Protocol: health.HTTP, Interval: time.Second, Timeout: time.Second, Thresholds: health.Thresholds{Successes: 1, HTTPFailures: 1},
+			Protocol: health.HTTP, Interval: time.Second, Timeout: time.Second,
+			Thresholds: health.Thresholds{Successes: 1, HTTPFailures: 1},
 		})
 		probe := func(outcome health.Outcome) {
 			for at := time.Now().Add(2 * time.Second); time.Now().Before(at); time.Sleep(10 * time.Millisecond) {
@@ -692,7 +693,8 @@ func TestAContestedServerDoesNotMakeItSpin(t *testing.T) {
 		shared := &sharedServer{plane: r.plane, keys: []health.Key{older, newer}}
 		r.plane.with(func() { r.d.Gateway = shared }) // the director sleeps
 		r.d.Set.Change(time.Now(), "web", []health.Change{
-			{Endpoint: health.Endpoint{Target: older.Target, Routable: true}}, {Endpoint: health.Endpoint{Target: newer.Target, Routable: true}},
+			{Endpoint: health.Endpoint{Target: older.Target, Routable: true}},
+			{Endpoint: health.Endpoint{Target: newer.Target, Routable: true}},
 		})
 		r.d.Set.Kill(time.Now(), "a")
 		r.d.Wake()
@@ -821,7 +823,9 @@ func TestAnUnreadPoolIsItsOwnAffair(t *testing.T) {
 			r.plane.unread = map[health.Pool]error{"other": no}
 			r.plane.applyErr = func(op health.Op) error { return r.plane.unread[op.Pool] }
 		})
-		r.d.Set.Change(time.Now(), "other", []health.Change{{Endpoint: health.Endpoint{Target: other.Target, Routable: true}}})
+		r.d.Set.Change(time.Now(), "other", []health.Change{
+			{Endpoint: health.Endpoint{Target: other.Target, Routable: true}},
+		})
 		follows := func() {
 			t.Helper()
 			time.Sleep(time.Minute)

@@ -55,14 +55,16 @@ func (s *Statuses) Has(status int) bool {
 	return i >= 0 && i < 500 && s[i/64]&(1<<(i%64)) != 0
 }
 
-// Check says how the targets of a pool are probed. Two checks are the same if they are equal by ==. The zero Check probes nothing.
+// Check says how the targets of a pool are probed. Two checks are the same if they are equal by ==.
+// The zero Check probes nothing.
 type Check struct {
 	Protocol Protocol
 	// Path of HTTP and HTTPS, beginning with a slash.
 	Path string
 	// Host is the Host header. Empty: the target's address.
 	Host string
-	// Headers are further request headers, each "Name: value\r\n", sorted. User-Agent and Accept replace those of the agent.
+	// Headers are further request headers, each "Name: value\r\n", sorted. User-Agent and Accept
+	// replace those of the agent.
 	Headers string
 	// ServerName is what HTTPS sends as SNI and verifies. Empty: Host without its port.
 	ServerName string
@@ -76,14 +78,16 @@ type Check struct {
 	Port uint16
 	// KeepAlive leaves HTTP connections open from one probe to the next.
 	KeepAlive bool
-	// Interval is the time from one probe of a target to the next, Timeout bounds one probe and is at most Interval.
+	// Interval is the time from one probe of a target to the next, Timeout bounds one probe and is
+	// at most Interval.
 	Interval, Timeout time.Duration
 	// Thresholds turn outcomes into verdicts.
 	Thresholds Thresholds
 }
 
-// Thresholds are how many outcomes of one kind, without one that resets their counter, change a verdict. They mean what they mean in
-// lua-resty-healthcheck: a success resets the counters of all failures, a failure that of successes. 0: never by this kind.
+// Thresholds are how many outcomes of one kind, without one that resets their counter, change a
+// verdict. They mean what they mean in lua-resty-healthcheck: a success resets the counters of all
+// failures, a failure that of successes. 0: never by this kind.
 type Thresholds struct {
 	Successes, HTTPFailures, TCPFailures, Timeouts uint8
 }
@@ -96,7 +100,8 @@ const (
 	OutcomeUnknown OutcomeKind = iota
 	// Success is an answer as expected.
 	Success
-	// HTTPFailure is an answer that was not expected: an HTTP status, a gRPC status or a serving status.
+	// HTTPFailure is an answer that was not expected: an HTTP status, a gRPC status or a serving
+	// status.
 	HTTPFailure
 	// TCPFailure is a connection that could not be opened, or broke before the answer.
 	TCPFailure
@@ -120,14 +125,15 @@ func (k OutcomeKind) String() string {
 	}
 }
 
-// Outcome is the result of one probe. Code says more: the status of Success and HTTPFailure, the errno of TCPFailure, 0 if there is
-// none.
+// Outcome is the result of one probe. Code says more: the status of Success and HTTPFailure, the
+// errno of TCPFailure, 0 if there is none.
 type Outcome struct {
 	Kind OutcomeKind
 	Code uint16
 }
 
-// String prints the outcome for people, as "http failure: 503" or "tcp failure: connection refused".
+// String prints the outcome for operators, as "http failure: 503" or "tcp failure: connection
+// refused".
 func (o Outcome) String() string {
 	switch {
 	case o.Code == 0:
@@ -147,6 +153,7 @@ type Job struct {
 	Due time.Time
 	// Silent reports that the last probe of the target ended by Timeout.
 	Silent bool
-	// Ticket ties the outcome to this probe: one that comes after its target left, or its check changed, changes nothing.
+	// Ticket ties the outcome to this probe: one that comes after its target left, or its check
+	// changed, changes nothing.
 	Ticket uint64
 }

@@ -13,12 +13,13 @@ import (
 	"sigs.k8s.io/yaml"
 )
 
-// CheckAnnotation is the annotation of a Service that holds its check, as [ParseCheck] reads it. The agent's file takes the same.
-// For the targets of one of its named ports, [CheckAnnotationOf] wins over it.
+// CheckAnnotation is the annotation of a Service that holds its check, as [ParseCheck] reads it.
+// The agent's file takes the same. For the targets of one of its named ports, [CheckAnnotationOf]
+// wins over it.
 const CheckAnnotation = "lameduck.io/health-check"
 
-// CheckAnnotationOf is the annotation of a Service that holds the check of the targets of one of its ports. A port without a name has
-// none of its own: [CheckAnnotation].
+// CheckAnnotationOf is the annotation of a Service that holds the check of the targets of one of
+// its ports. A port without a name has none of its own: [CheckAnnotation].
 func CheckAnnotationOf(port string) string {
 	if port == "" {
 		return CheckAnnotation
@@ -64,10 +65,11 @@ type checkText struct {
 	} `json:"unhealthy"`
 }
 
-// DefaultCheck returns the check that an empty object stands for: GET / each 10 s with a timeout of 1 s. Timeout, path, verification
-// and thresholds are lua-resty-healthcheck's defaults. It has no default for the interval. It ignores statuses that are neither among
-// its good ones (200, 302) nor among its bad ones (404, 429, 500 to 505); a check here ignores none: 200 to 399 are good, all others bad,
-// which agrees with it where it judges at all, and with the kubelet.
+// DefaultCheck returns the check that an empty object stands for: GET / each 10 s with a timeout of
+// 1 s. Timeout, path, verification and thresholds are lua-resty-healthcheck's defaults. It has no
+// default for the interval. It ignores statuses that are neither among its good ones (200, 302) nor
+// among its bad ones (404, 429, 500 to 505); a check here ignores none: 200 to 399 are good, all
+// others bad, which agrees with it where it judges at all, and with the kubelet.
 func DefaultCheck(p Protocol) Check {
 	c := Check{
 		Protocol: p, Interval: 10 * time.Second, Timeout: time.Second,
@@ -100,8 +102,8 @@ func DefaultCheck(p Protocol) Check {
 //	healthy     {successes: 2}
 //	unhealthy   {httpFailures: 5, tcpFailures: 2, timeouts: 3}
 //
-// Thresholds are 0 (never) to 254. An unknown key, one that its protocol has no use for, and a value out of bounds are refused by name. The
-// empty text is the zero Check, which probes nothing.
+// Thresholds are 0 (never) to 254. An unknown key, one that its protocol has no use for, and a
+// value out of bounds are refused by name. The empty text is the zero Check, which probes nothing.
 func ParseCheck(text string) (Check, error) {
 	if strings.TrimSpace(text) == "" {
 		return Check{}, nil
@@ -258,7 +260,8 @@ func joinHeaders(c *Check, headers map[string]string) error {
 		case "content-length", "transfer-encoding", "upgrade", "expect", "te", "trailer":
 			return fmt.Errorf("headers: %s has no meaning in a probe, which has no body; leave it out", name)
 		}
-		// Here and not only in Validate: joined, a value with a line end in it looks like two headers.
+		// Here and not only in Validate: joined, a value with a line end in it looks like two
+		// headers.
 		if !token(name) || !printable(headers[name], true) {
 			return fmt.Errorf("headers: %q: a name has letters, digits and dashes, a value printable ASCII", name+": "+headers[name])
 		}
@@ -289,7 +292,8 @@ func parseStatuses(to *Statuses, list []any) error {
 	return nil
 }
 
-// Validate reports what is wrong with c, whoever made it, naming the key and the way out. The zero Check is right.
+// Validate reports what is wrong with c, whoever made it, naming the key and the way out. The zero
+// Check is right.
 func (c Check) Validate() error {
 	if c == (Check{}) {
 		return nil
@@ -336,7 +340,8 @@ func (c Check) Validate() error {
 	return nil
 }
 
-// printable reports whether s has nothing but visible ASCII, and spaces if they are allowed: nothing that could end a line.
+// printable reports whether s has nothing but visible ASCII, and spaces if they are allowed:
+// nothing that could end a line.
 func printable(s string, spaces bool) bool {
 	for _, c := range []byte(s) {
 		if c <= ' ' && (c != ' ' || !spaces) || c >= 0x7f {
@@ -356,7 +361,8 @@ func token(s string) bool {
 	return s != ""
 }
 
-// String prints the check for people, as "http :8080/healthz each 10s within 1s". What is as by default is left out but for these.
+// String prints the check for operators, as "http :8080/healthz each 10s within 1s". What is as by
+// default is left out but for these.
 func (c Check) String() string {
 	if c.Protocol == ProtocolUnknown {
 		return "none"

@@ -23,7 +23,8 @@ func checked(t testing.TB, targets string) *world {
 	return w
 }
 
-// probe lets n intervals pass and answers what is due: with a refused connection for the targets in failing, with a success for all others.
+// probe lets n intervals pass and answers what is due: with a refused connection for the targets in
+// failing, with a success for all others.
 func (w *world) probe(n int, failing string) {
 	w.Helper()
 	for range n * 100 {
@@ -190,7 +191,8 @@ func TestATombstonedTargetIsKeptUntilAChosenOneIsRouted(t *testing.T) {
 	w.routed("web", "c d")
 }
 
-// Both are let go at once, and the sick one was asked for last: kept is the one that answers, and stays so while the other is sick.
+// Both are let go at once, and the sick one was asked for last: kept is the one that answers, and
+// stays so while the other is sick.
 func TestOfTwoBuriedAtOnceTheHealthyOneIsKept(t *testing.T) {
 	w := checked(t, "a b c")
 	w.probe(2, "b c") // failing open, so that b and c are routed still
@@ -208,8 +210,8 @@ func TestOfTwoBuriedAtOnceTheHealthyOneIsKept(t *testing.T) {
 	w.stones("a:kept b:idle c:idle")
 }
 
-// An outage must not begin early: where all others are sick, the last that is well stays, and they stay out for their health, until another
-// one is well or the pod dies.
+// An outage must not begin early: where all others are sick, the last that is well stays, and they
+// stay out for their health, until another one is well or the pod dies.
 func TestTheLastUsableTargetIsKept(t *testing.T) {
 	w := checked(t, "a b")
 	w.probe(2, "b")
@@ -233,7 +235,8 @@ func TestTheLastUsableTargetIsKept(t *testing.T) {
 	w.why("a:tombstoned b:failing-open")
 }
 
-// The same when there are so many sick ones that the pool fails open: beside them the one that is well stays.
+// The same when there are so many sick ones that the pool fails open: beside them the one that is
+// well stays.
 func TestTheLastUsableTargetIsKeptBesideThoseThatFailOpen(t *testing.T) {
 	w := checked(t, "a b c d")
 	w.probe(2, "b c d")
@@ -257,7 +260,8 @@ func TestTheLastUsableTargetIsKeptBesideThoseThatFailOpen(t *testing.T) {
 	w.routed("web", "b c d")
 }
 
-// A new pod is usable until probes say otherwise: a rollout in which all old ones but the last are sick goes on.
+// A new pod is usable until probes say otherwise: a rollout in which all old ones but the last are
+// sick goes on.
 func TestANewPodIsWellEnoughForTheLastToGo(t *testing.T) {
 	w := checked(t, "a b")
 	w.probe(2, "b")
@@ -271,7 +275,8 @@ func TestANewPodIsWellEnoughForTheLastToGo(t *testing.T) {
 	w.routed("web", "c")
 }
 
-// An agent that starts has no verdicts. Whom the one before it had taken out stays out until a probe succeeds, and everybody else goes on.
+// An agent that starts has no verdicts. Whom the one before it had taken out stays out until a
+// probe succeeds, and everybody else goes on.
 func TestWhomAnEarlierAgentTookOutStaysOutUntilAProbeSucceeds(t *testing.T) {
 	start := func(c Check) *world {
 		w := newWorld(t)
@@ -306,7 +311,8 @@ func TestWhomAnEarlierAgentTookOutStaysOutUntilAProbeSucceeds(t *testing.T) {
 	w.settle()
 	w.routed("web", "a b c d")
 
-	// It was probed before the gateway was first read, as by an agent that waits for its coordinators: it fails open like the others.
+	// It was probed before the gateway was first read, as by an agent that waits for its
+	// coordinators: it fails open like the others.
 	w = newWorld(t)
 	w.SetCheck(w.now, "web", everySecond)
 	w.list("web", ready("a b c d"))
@@ -341,7 +347,8 @@ func TestWhomAnEarlierAgentTookOutStaysOutUntilAProbeSucceeds(t *testing.T) {
 	w.routed("web", "b c d")
 }
 
-// Only what was out before this agent could have had a hand in it, and without a tombstone, was taken out for a reason that it does not know.
+// Only what was out before this agent could have had a hand in it, and without a tombstone, was
+// taken out for a reason that it does not know.
 func TestWhoWasTakenOutForAKnownReasonNeedsNoProof(t *testing.T) {
 	w := newWorld(t)
 	w.proxy.now[Key{"web", target("a")}] = &server{}
@@ -374,7 +381,8 @@ func TestWhoWasTakenOutForAKnownReasonNeedsNoProof(t *testing.T) {
 	w.routed("web", "a b c d")
 }
 
-// Where only sick ones would be left, the one that is well is kept, even if some process lacks it and none lacks a sick one.
+// Where only sick ones would be left, the one that is well is kept, even if some process lacks it
+// and none lacks a sick one.
 func TestTheUsableOneIsKeptAlthoughAProcessLacksIt(t *testing.T) {
 	w := checked(t, "a b c")
 	w.probe(2, "b c")
@@ -463,7 +471,8 @@ func TestLateOutcomesChangeNothing(t *testing.T) {
 	}
 }
 
-// APISIX #13029: its checker is made anew whenever endpoints change, and what it knew of an address is lost, or believed of the next pod.
+// APISIX #13029: its checker is made anew whenever endpoints change, and what it knew of an address
+// is lost, or believed of the next pod.
 func TestAPISIX13029(t *testing.T) {
 	const again = "10.0.0.1:80@new"
 	for name, c := range map[string]func(w *world){
@@ -623,7 +632,8 @@ func TestALapsedTombstoneNeedsFreshKnowledge(t *testing.T) {
 	})
 }
 
-// An endpoint of a Service without a selector has no pod: a tombstone on no pod at all does not take it out.
+// An endpoint of a Service without a selector has no pod: a tombstone on no pod at all does not
+// take it out.
 func TestAnEndpointWithoutAPodIsNotTakenOut(t *testing.T) {
 	w := serving(t, "a 10.0.0.9:80@")
 	w.bury("", "r")

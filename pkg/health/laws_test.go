@@ -10,8 +10,9 @@ import (
 	"github.com/google/go-cmp/cmp"
 )
 
-// FuzzChangeIsReplace: whatever EndpointSlices said, the difference to what they say now leads to the same set as the whole list does, in
-// what is wanted, in health, and in what is planned; and a list that is told twice changes nothing.
+// FuzzChangeIsReplace: whatever EndpointSlices said, the difference to what they say now leads to
+// the same set as the whole list does, in what is wanted, in health, and in what is planned; and a
+// list that is told twice changes nothing.
 func FuzzChangeIsReplace(f *testing.F) {
 	for seed := range uint64(20) {
 		f.Add(script(seed, 60))
@@ -98,7 +99,8 @@ func FuzzChangeIsReplace(f *testing.F) {
 				w.pass(time.Second)
 			}
 		}
-		// apply(have, Diff(have, want)) == want: once the gateway has done what is pending, it routes to what is chosen, and to nothing else.
+		// apply(have, Diff(have, want)) == want: once the gateway has done what is pending, it
+		// routes to what is chosen, and to nothing else.
 		for _, w := range both {
 			w.settle()
 			routed := map[Key]bool{}

@@ -9,19 +9,24 @@ import (
 type pool struct {
 	name    Pool
 	targets map[Target]*record
-	// graves are the claimed records of living pods that are to be out for a tombstone or a lapsed one.
+	// graves are the claimed records of living pods that are to be out for a tombstone or a lapsed
+	// one.
 	graves records
 	n      [tallies]int32
 	check  *Check
-	// open says that too few routable targets are usable, so that all are chosen. desperate: that none is routable at all, so that those of
-	// lapsed tombstones, and those that were found out, are.
+	// open says that too few routable targets are usable, so that all are chosen. desperate: that
+	// none is routable at all, so that those of lapsed tombstones, and those that were found out,
+	// are.
 	open, desperate bool
-	// asOf is when the last tombstone was laid on a living pod that the gateway still routes to here. never: there is none.
+	// asOf is when the last tombstone was laid on a living pod that the gateway still routes to
+	// here. never: there is none.
 	asOf int64
-	// hold says that the gateway has not been seen to route to any chosen target: none goes for its health until it does.
+	// hold says that the gateway has not been seen to route to any chosen target: none goes for its
+	// health until it does.
 	hold bool
-	// kept is the record that is tombstoned and must stay nevertheless, because the gateway routes to no other that is chosen, or, if it is
-	// usable, to no other that is usable: the one that was buried last, and rather one that no process lacks. nil: there is none.
+	// kept is the record that is tombstoned and must stay nevertheless, because the gateway routes
+	// to no other that is chosen, or, if it is usable, to no other that is usable: the one that was
+	// buried last, and rather one that no process lacks. nil: there is none.
 	kept *record
 	// dirty pools are to be settled.
 	dirty bool
@@ -37,8 +42,9 @@ const (
 	isBuried // and claimed
 	isRoutable
 	isUsable // and routable
-	// isSure is a chosen target that the gateway routes to in each process, by a reading of the present generation; isFresh one of these
-	// that was read since the last tombstone was laid in the pool; isWell one of these that is usable.
+	// isSure is a chosen target that the gateway routes to in each process, by a reading of the
+	// present generation; isFresh one of these that was read since the last tombstone was laid in
+	// the pool; isWell one of these that is usable.
 	isSure
 	isFresh
 	isWell
@@ -60,7 +66,8 @@ func (r *record) chosen() bool {
 	return r.routable() && (r.verdict.Usable() || r.pool.open || r.pool.desperate)
 }
 
-// serves says that a target is wanted by EndpointSlices and was seen routed in the present generation.
+// serves says that a target is wanted by EndpointSlices and was seen routed in the present
+// generation.
 func (s *Set) serves(r *record) bool {
 	return s.generation != 0 && r.seenIn == s.generation && r.flags&(claimed|routed) == claimed|routed
 }
@@ -73,7 +80,8 @@ func (s *Set) want(r *record) Want {
 	case r == r.pool.kept:
 		return WantRouted
 	case !r.is(claimed) && !s.synced:
-		// Tombstoned or not: without its claim it cannot be told whether it is the last one that may serve.
+		// Tombstoned or not: without its claim it cannot be told whether it is the last one that
+		// may serve.
 		return WantUnknown
 	case !r.is(claimed):
 		return WantGone
@@ -131,7 +139,8 @@ func (s *Set) done(r *record, want Want) bool {
 	}
 }
 
-// refresh counts r as what it is now, and puts it where it belongs. What follows for its pool is left to settle.
+// refresh counts r as what it is now, and puts it where it belongs. What follows for its pool is
+// left to settle.
 func (s *Set) refresh(r *record) {
 	p := r.pool
 	var c tally
@@ -204,7 +213,8 @@ func (s *Set) place(r *record) {
 	s.plan(r, r.is(claimed) && r.living())
 }
 
-// settle draws for every pool that changed what follows for all of its targets. Each step depends on the ones before it only.
+// settle draws for every pool that changed what follows for all of its targets. Each step depends
+// on the ones before it only.
 func (s *Set) settle() {
 	for _, p := range s.dirty {
 		p.dirty = false
@@ -281,8 +291,9 @@ func (s *Set) sweep(p *pool) {
 // mayStay says that r, one of its pool's graves, serves, so that it can be what is kept.
 func (s *Set) mayStay(r *record) bool { return s.serves(r) && !r.routable() }
 
-// compareKept orders the candidates for what is kept: one that is usable, if that is why one is kept; then rather one that no process lacks,
-// then one that is usable, then one that nobody wants away any more, then the one that was buried last.
+// compareKept orders the candidates for what is kept: one that is usable, if that is why one is
+// kept; then rather one that no process lacks, then one that is usable, then one that nobody wants
+// away any more, then the one that was buried last.
 func compareKept(a, b *record, leans bool) int {
 	var x, y uint64
 	if a.pod != nil {

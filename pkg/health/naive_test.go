@@ -9,8 +9,8 @@ import (
 	"github.com/google/go-cmp/cmp"
 )
 
-// naive is what follows from the records alone, by walking over all of them again and again, as the rules are written. The set keeps
-// the same by small steps, and must never differ.
+// naive is what follows from the records alone, by walking over all of them again and again, as the
+// rules are written. The set keeps the same by small steps, and must never differ.
 type naive struct {
 	Todo, Watched map[string]string
 	Pools         map[Pool]string

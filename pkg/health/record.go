@@ -18,7 +18,8 @@ type record struct {
 
 	// seenAt and seenIn say when and in which generation the gateway was read; seenIn 0: never.
 	seenAt int64
-	// quietSince is the first of an unbroken run of readings, in one generation, with neither routing nor activity. never: it is not.
+	// quietSince is the first of an unbroken run of readings, in one generation, with neither
+	// routing nor activity. never: it is not.
 	quietSince int64
 	// since is when verdict was entered, lastAt when the last outcome came.
 	since, lastAt int64
@@ -37,15 +38,15 @@ type flag uint16
 const (
 	// claimed by EndpointSlices.
 	claimed flag = 1 << iota
-	// asked says that the gateway may have been asked to route to the key since the last reading: that it was not there then is no
-	// evidence any more.
+	// asked says that the gateway may have been asked to route to the key since the last reading:
+	// that it was not there then is no evidence any more.
 	asked
 	// present, routed and missing are of the last reading, see Seen.
 	present
 	routed
 	missing
-	// unlisted says that a lease on the pod lapsed, and that EndpointSlices have not been heard since; unproven, that its check has
-	// not had a success since.
+	// unlisted says that a lease on the pod lapsed, and that EndpointSlices have not been heard
+	// since; unproven, that its check has not had a success since.
 	unlisted
 	unproven
 	// own says that the verdict was reached under the present check.
@@ -53,8 +54,8 @@ const (
 	// scheduled records are probed, of those in flight the outcome is awaited.
 	scheduled
 	inFlight
-	// found says that the gateway had it taken out when the agent began, and that its check has had neither a success
-	// nor a verdict since.
+	// found says that the gateway had it taken out when the agent began, and that its check has had
+	// neither a success nor a verdict since.
 	found
 
 	// doubts keep a target out although it is claimed and nobody holds a tombstone on its pod.
@@ -73,7 +74,8 @@ func (r *record) set(f flag, on bool) {
 
 func (r *record) key() Key { return Key{r.pool.name, r.target} }
 
-// records is a set of them in which each knows its place: a map would remember how large it once was, and take as long to walk.
+// records is a set of them in which each knows its place: a map would remember how large it once
+// was, and take as long to walk.
 type records struct {
 	which int
 	all   []*record
@@ -105,8 +107,8 @@ func (s *records) put(r *record, in bool) {
 	}
 }
 
-// findOrMake returns the record of a target. A new one was never read, so that end judges the tombstone of its pod again, if there is one. The
-// caller claims or refreshes it.
+// findOrMake returns the record of a target. A new one was never read, so that end judges the
+// tombstone of its pod again, if there is one. The caller claims or refreshes it.
 func (s *Set) findOrMake(p *pool, t Target) *record {
 	r := p.targets[t]
 	if r != nil {
@@ -124,8 +126,8 @@ func (s *Set) findOrMake(p *pool, t Target) *record {
 	return r
 }
 
-// dropIfDone forgets a record that nobody claims and the gateway has forgotten. The gateway is written first, the record
-// dropped after. It reports whether it was forgotten.
+// dropIfDone forgets a record that nobody claims and the gateway has forgotten. The gateway is
+// written first, the record dropped after. It reports whether it was forgotten.
 func (s *Set) dropIfDone(r *record) bool {
 	if r.is(claimed|asked) || !s.done(r, WantGone) {
 		return false

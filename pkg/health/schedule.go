@@ -10,23 +10,29 @@ import (
 const (
 	// tick is how fine probes are planned.
 	tick = time.Millisecond
-	// jump is how late Due may be called before it counts as a clock that jumped, and how far one may go back before it does.
+	// jump is how late Due may be called before it counts as a clock that jumped, and how far one
+	// may go back before it does.
 	jump = time.Second
-	// askMost bounds how long Due asks its caller to wait: a target that comes meanwhile may be due earlier than all others.
+	// askMost bounds how long Due asks its caller to wait: a target that comes meanwhile may be due
+	// earlier than all others.
 	askMost = 100 * time.Millisecond
-	// lostAfter is how many times a probe may be due while the last one is still in flight, before that one is given up.
+	// lostAfter is how many times a probe may be due while the last one is still in flight, before
+	// that one is given up.
 	lostAfter = 3
 	// leftMost is how many targets that left are remembered by name.
 	leftMost = 256
 )
 
-// schedule has the targets that are probed, the one that is due first in front. It has a time of its own, which goes as the caller's does, but
-// neither stands still nor leaps when that one does: the probes of a second at most are due at once then.
+// schedule has the targets that are probed, the one that is due first in front. It has a time of
+// its own, which goes as the caller's does, but neither stands still nor leaps when that one does:
+// the probes of a second at most are due at once then.
 type schedule struct {
 	heap []*record
-	// present is the schedule's time, offset what it is ahead of the caller's. limit is how far it may go before Due is called again.
+	// present is the schedule's time, offset what it is ahead of the caller's. limit is how far it
+	// may go before Due is called again.
 	present, offset, limit int64
-	// planned counts the targets that were given their time in the interval, tickets the probes that were handed out.
+	// planned counts the targets that were given their time in the interval, tickets the probes
+	// that were handed out.
 	planned uint32
 	tickets uint64
 }
@@ -80,7 +86,8 @@ func (s *Set) plan(r *record, want bool) {
 		if len(w.heap) == 0 {
 			w.limit = w.present
 		}
-		// The golden ratio spreads any number of targets evenly over the interval, whenever they come, in the order in which they do.
+		// The golden ratio spreads any number of targets evenly over the interval, whenever they
+		// come, in the order in which they do.
 		w.planned += 0x9e3779b9
 		interval, from := r.pool.check.ticks(), w.present/int64(tick)+1
 		phase := int64(uint64(w.planned) * uint64(interval) >> 32)
@@ -108,8 +115,9 @@ func (s *Set) leave(r *record) {
 	}
 }
 
-// Left appends to keys the targets, of checks that keep connections, that are not probed any more and were when Left was called last.
-// all says that they are too many to name, and that there may be others: whatever is kept for any target should be given up.
+// Left appends to keys the targets, of checks that keep connections, that are not probed any more
+// and were when Left was called last. all says that they are too many to name, and that there may
+// be others: whatever is kept for any target should be given up.
 func (s *Set) Left(keys []Key) (left []Key, all bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -121,9 +129,10 @@ func (s *Set) Left(keys []Key) (left []Key, all bool) {
 
 func (c *Check) ticks() int64 { return max(1, int64(c.Interval/tick)) }
 
-// SetCheck says how the targets of pool are probed. A check that equals the last one changes nothing. Another one restarts probing,
-// and every target's last verdict stands until the new check has one. A check without a protocol ends probing and forgets the verdicts: nobody
-// would ever change them. The caller wakes who calls [Set.Due].
+// SetCheck says how the targets of pool are probed. A check that equals the last one changes
+// nothing. Another one restarts probing, and every target's last verdict stands until the new check
+// has one. A check without a protocol ends probing and forgets the verdicts: nobody would ever
+// change them. The caller wakes who calls [Set.Due].
 func (s *Set) SetCheck(now time.Time, pool Pool, c Check) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -156,13 +165,15 @@ func (s *Set) SetCheck(now time.Time, pool Pool, c Check) {
 	s.end(now)
 }
 
-// Due appends to jobs no more than most probes that are due at now, each of a target of which no other is in flight, and says when to ask
-// again: the zero time if no target is to be probed at all, so that the caller waits until it is woken. The probes of a check are spread
-// evenly over its interval, the first one of a target too, which comes within one interval. Each has its time in the interval and keeps
-// it, however late it is handed out.
+// Due appends to jobs no more than most probes that are due at now, each of a target of which no
+// other is in flight, and says when to ask again: the zero time if no target is to be probed at
+// all, so that the caller waits until it is woken. The probes of a check are spread evenly over its
+// interval, the first one of a target too, which comes within one interval. Each has its time in
+// the interval and keeps it, however late it is handed out.
 //
-// Every job is to be answered by [Set.Report]. One that is not answered for three intervals is given up, and the target is probed
-// again. A clock that jumps moves the times of all probes, and neither stops them nor makes more than a second's due at once.
+// Every job is to be answered by [Set.Report]. One that is not answered for three intervals is
+// given up, and the target is probed again. A clock that jumps moves the times of all probes, and
+// neither stops them nor makes more than a second's due at once.
 func (s *Set) Due(now time.Time, jobs []Job, most int) ([]Job, time.Time) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -198,8 +209,8 @@ func (s *Set) Due(now time.Time, jobs []Job, most int) ([]Job, time.Time) {
 	return jobs, now.Add(time.Duration(w.limit - w.present))
 }
 
-// Report takes in how a probe ended. It reports whether that counted: not if the job was given up, if its target has left since, or if the
-// check is another one, and not twice.
+// Report takes in how a probe ended. It reports whether that counted: not if the job was given up,
+// if its target has left since, or if the check is another one, and not twice.
 func (s *Set) Report(now time.Time, job Job, outcome Outcome) bool {
 	s.mu.Lock()
 	fresh := false
@@ -227,7 +238,8 @@ func (s *Set) Report(now time.Time, job Job, outcome Outcome) bool {
 	return true
 }
 
-// take counts an outcome. It reports whether new work for the gateway has come since fresh was cleared.
+// take counts an outcome. It reports whether new work for the gateway has come since fresh was
+// cleared.
 func (s *Set) take(at int64, r *record, outcome Outcome) bool {
 	if outcome.Kind == OutcomeUnknown {
 		s.settle()

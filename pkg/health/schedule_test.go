@@ -25,7 +25,8 @@ func every(d time.Duration) Check {
 	return Check{Protocol: TCP, Interval: d, Timeout: d, Thresholds: Thresholds{2, 2, 2, 2}}
 }
 
-// drive calls Due as a runner would, each time when it was asked to, for d, answers everything, and returns the jobs.
+// drive calls Due as a runner would, each time when it was asked to, for d, answers everything, and
+// returns the jobs.
 func drive(t *testing.T, s *Set, now *time.Time, d time.Duration) []Job {
 	t.Helper()
 	var all, jobs []Job
@@ -168,7 +169,8 @@ func TestAClockThatJumps(t *testing.T) {
 			for _, j := range jobs {
 				s.Report(now, j, Outcome{Kind: Success})
 			}
-			// Each is probed once in the next interval, or a second later if the clock was put back by less.
+			// Each is probed once in the next interval, or a second later if the clock was put back
+			// by less.
 			jobs = append(jobs, drive(t, s, &now, interval+jump)...)
 			seen := map[Key]int{}
 			for _, j := range jobs {

@@ -8,8 +8,9 @@ import (
 	"time"
 )
 
-// IdleGap is how far apart two readings must be that both show nothing running on a target, before it counts as [Idle]. A proxy
-// thread that had picked the target just before it was taken out may not be in the counters of the first reading yet.
+// IdleGap is how far apart two readings must be that both show nothing running on a target, before
+// it counts as [Idle]. A proxy thread that had picked the target just before it was taken out may
+// not be in the counters of the first reading yet.
 const IdleGap = 10 * time.Millisecond
 
 // never is the stamp of what has not happened.
@@ -34,15 +35,16 @@ type Change struct {
 
 // Options are what a set can do otherwise.
 type Options struct {
-	// UsablePercent of the routable targets of a pool must be usable, or all are chosen: 1 to 100. 0: 50. Where none is usable, all are
-	// chosen in any case.
+	// UsablePercent of the routable targets of a pool must be usable, or all are chosen: 1 to 100.
+	// 0: 50. Where none is usable, all are chosen in any case.
 	UsablePercent int
 }
 
-// Set holds every target that EndpointSlices, people or an earlier agent gave the gateway, the tombstones, and the health. See the package
-// comment for the rules. Its methods may be called from any goroutine. What a call costs follows what it changes, not what the set
-// holds, except where it changes something for all: another generation of the gateway (all targets), a tombstone, a check, or a
-// pool's beginning to fail open (all of its targets).
+// Set holds every target that EndpointSlices, operators or an earlier agent gave the gateway, the
+// tombstones, and the health. See the package comment for the rules. Its methods may be called from
+// any goroutine. What a call costs follows what it changes, not what the set holds, except where it
+// changes something for all: another generation of the gateway (all targets), a tombstone, a check,
+// or a pool's beginning to fail open (all of its targets).
 type Set struct {
 	usablePercent int
 	work          chan struct{}
@@ -50,10 +52,12 @@ type Set struct {
 	mu     sync.Mutex
 	synced bool
 	epoch  time.Time
-	// generation is a number for what was last read, 0 while the gateway is unread, and last that of lastName.
+	// generation is a number for what was last read, 0 while the gateway is unread, and last that
+	// of lastName.
 	generation, last uint32
 	lastName         string
-	// readAt is when the last reading that was taken in began, or when the gateway was last found unreadable.
+	// readAt is when the last reading that was taken in began, or when the gateway was last found
+	// unreadable.
 	readAt int64
 	pools  map[Pool]*pool
 	// ofPod has the records of each pod, in the order in which they were made.
@@ -71,7 +75,8 @@ type Set struct {
 	lapsedAt int64
 
 	schedule schedule
-	// left are the targets that are not probed any more, for who keeps connections to them; leftAll: they were too many.
+	// left are the targets that are not probed any more, for who keeps connections to them;
+	// leftAll: they were too many.
 	left    []Key
 	leftAll bool
 }
@@ -85,7 +90,8 @@ func New(o Options) *Set {
 	}
 }
 
-// stamp turns a time into nanoseconds since the first that the set was told, by the monotonic clock where there is one.
+// stamp turns a time into nanoseconds since the first that the set was told, by the monotonic clock
+// where there is one.
 func (s *Set) stamp(t time.Time) int64 {
 	if s.epoch.IsZero() {
 		s.epoch = t
@@ -102,9 +108,10 @@ func (s *Set) pool(name Pool) *pool {
 	return p
 }
 
-// Change applies a difference to what EndpointSlices say of pool: what changes does not list stays as it was. A terminating endpoint's pod is
-// dead from now on. Changes are applied in their order, all at once: no operation follows from only some of them. A target is meant to be in
-// changes once; of one that goes and comes in the same call it may be forgotten how its health was.
+// Change applies a difference to what EndpointSlices say of pool: what changes does not list stays
+// as it was. A terminating endpoint's pod is dead from now on. Changes are applied in their order,
+// all at once: no operation follows from only some of them. A target is meant to be in changes
+// once; of one that goes and comes in the same call it may be forgotten how its health was.
 func (s *Set) Change(now time.Time, pool Pool, changes []Change) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -159,8 +166,8 @@ func (s *Set) claim(r *record, yes bool) {
 	}
 }
 
-// Synced says that every pool was told a complete list. Before it, nothing is taken out for want of a
-// claim, and no tombstone without a known target counts as done.
+// Synced says that every pool was told a complete list. Before it, nothing is taken out for want of
+// a claim, and no tombstone without a known target counts as done.
 func (s *Set) Synced() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -185,8 +192,8 @@ func (s *Set) refreshAll() {
 	}
 }
 
-// Adopt tells the set of keys that the gateway has from an earlier agent or configuration. Those that nobody claims go once the
-// set has synced. A key that the set knows already is not touched.
+// Adopt tells the set of keys that the gateway has from an earlier agent or configuration. Those
+// that nobody claims go once the set has synced. A key that the set knows already is not touched.
 func (s *Set) Adopt(now time.Time, keys []Key) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -197,11 +204,12 @@ func (s *Set) Adopt(now time.Time, keys []Key) {
 	s.end(now)
 }
 
-// Pending returns the operations that the last observations do not show as done, in the order to apply them: first what
-// brings targets in, then what takes them out, then what forgets them. There are none while the gateway is unread, and a
-// tombstone takes nothing out that was not read in this generation and since the last tombstone in its pool: what the last target
-// is must be known first. The caller applies them and then reads their keys: until then the set does not forget a key that was to be
-// routed.
+// Pending returns the operations that the last observations do not show as done, in the order to
+// apply them: first what brings targets in, then what takes them out, then what forgets them. There
+// are none while the gateway is unread, and a tombstone takes nothing out that was not read in this
+// generation and since the last tombstone in its pool: what the last target is must be known first.
+// The caller applies them and then reads their keys: until then the set does not forget a key that
+// was to be routed.
 func (s *Set) Pending() []Op {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -223,9 +231,10 @@ func (s *Set) Pending() []Op {
 	return ops
 }
 
-// Watched lists the keys to read now: those of tombstoned pods, again and again, because a gateway may change its mind, those
-// that were not read in its present generation, or not since they were to be routed, and those that must be seen routed before a
-// target of their pool may be taken out. Sorted.
+// Watched lists the keys to read now: those of tombstoned pods, again and again, because a gateway
+// may change its mind, those that were not read in its present generation, or not since they were
+// to be routed, and those that must be seen routed before a target of their pool may be taken out.
+// Sorted.
 func (s *Set) Watched() []Key {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -237,11 +246,14 @@ func (s *Set) Watched() []Key {
 	return keys
 }
 
-// Observe takes in a reading. Readings of keys that the set no longer has change nothing, nor does a reading that began before
-// the last one. A new generation voids what was seen of all others, an unread pool what was seen of its own targets.
+// Observe takes in a reading. Readings of keys that the set no longer has change nothing, nor does
+// a reading that began before the last one. A new generation voids what was seen of all others, an
+// unread pool what was seen of its own targets.
 //
-// In the first generation that the set is told of, a target of a pool with a check that the gateway knows and does not route to was taken out
-// by an agent before this one, whose verdicts are not known. It stays out until a probe of it has succeeded, its check has a verdict, or no other is routable.
+// In the first generation that the set is told of, a target of a pool with a check that the gateway
+// knows and does not route to was taken out by an agent before this one, whose verdicts are not
+// known. It stays out until a probe of it has succeeded, its check has a verdict, or no other is
+// routable.
 func (s *Set) Observe(now time.Time, o Observation) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -263,7 +275,8 @@ func (s *Set) Observe(now time.Time, o Observation) {
 		}
 		r := p.targets[k.Target]
 		if s.last == 1 && r.seenIn == 0 && seen.Present && !seen.Routed && !r.is(asked) && !r.buried() && (r.is(claimed) || !s.synced) {
-			// The agent before this one took it out, and may have known why: what the gateway does is all that is left of its verdicts.
+			// The agent before this one took it out, and may have known why: what the gateway does
+			// is all that is left of its verdicts.
 			r.set(found, p.check != nil && !r.is(own))
 		}
 		quiet := !seen.Routed && seen.Active == 0
@@ -297,7 +310,8 @@ func (s *Set) Observe(now time.Time, o Observation) {
 	s.judgeHeld(now)
 }
 
-// Void says that the gateway could not be read: nothing that was seen, or began to be read before now, is evidence any more.
+// Void says that the gateway could not be read: nothing that was seen, or began to be read before
+// now, is evidence any more.
 func (s *Set) Void(now time.Time) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -327,7 +341,8 @@ type Count struct {
 	Buried int
 	// Unusable: routable, and unhealthy.
 	Unusable int
-	// FailingOpen says that too few of the routable targets are usable, so that all of them have traffic.
+	// FailingOpen says that too few of the routable targets are usable, so that all of them have
+	// traffic.
 	FailingOpen bool
 }
 

@@ -15,7 +15,8 @@ import (
 // t0 is when every test begins.
 var t0 = time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC)
 
-// target makes one from "10.0.0.1:80@a". Without an address it is 10.0.0.<letter>:80, so that "a" is 10.0.0.1:80@a.
+// target makes one from "10.0.0.1:80@a". Without an address it is 10.0.0.<letter>:80, so that "a"
+// is 10.0.0.1:80@a.
 func target(text string) Target {
 	addr, uid, ok := strings.Cut(text, "@")
 	if !ok {
@@ -39,7 +40,8 @@ func endpoints(list string, like Endpoint) []Endpoint {
 	return all
 }
 
-// proxy is a gateway in memory: the process that takes new requests, and old ones that finish theirs.
+// proxy is a gateway in memory: the process that takes new requests, and old ones that finish
+// theirs.
 type proxy struct {
 	generation int
 	now        map[Key]*server
@@ -93,7 +95,8 @@ func (p *proxy) read(at time.Time, keys []Key) Observation {
 	return o
 }
 
-// reload starts a new process. It keeps what the old one had if lasting. If a request is open, the old process stays.
+// reload starts a new process. It keeps what the old one had if lasting. If a request is open, the
+// old process stays.
 func (p *proxy) reload(lasting bool) {
 	before := p.now
 	p.generation++
@@ -133,7 +136,8 @@ func (w *world) list(pool Pool, groups ...[]Endpoint) {
 	replace(w.Set, w.now, pool, slices.Concat(groups...))
 }
 
-// replace makes endpoints the whole of what EndpointSlices say of pool. Of an address that is listed twice, routable wins.
+// replace makes endpoints the whole of what EndpointSlices say of pool. Of an address that is
+// listed twice, routable wins.
 func replace(s *Set, now time.Time, pool Pool, endpoints []Endpoint) {
 	var first, then []Change
 	listed := map[Target]bool{}
@@ -157,7 +161,8 @@ func replace(s *Set, now time.Time, pool Pool, endpoints []Endpoint) {
 	s.Change(now, pool, append(first, then...))
 }
 
-// outcome counts how a probe of k ended, as if one had been due. It reports whether k is known and claimed.
+// outcome counts how a probe of k ended, as if one had been due. It reports whether k is known and
+// claimed.
 func (w *world) outcome(k Key, o Outcome) bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -333,8 +338,8 @@ func TestNothingIsTakenOutForWantOfAClaimBeforeSynced(t *testing.T) {
 	w.routed("web", "b")
 }
 
-// An agent that starts while a drain is open hears of the tombstone before it has EndpointSlices. Without this it empties the gateway
-// of a pod that may be the only one.
+// An agent that starts while a drain is open hears of the tombstone before it has EndpointSlices.
+// Without this it empties the gateway of a pod that may be the only one.
 func TestTombstonesBeforeSyncedLeaveTheLastTarget(t *testing.T) {
 	w := newWorld(t)
 	w.proxy.apply([]Op{{Key{"web", target("a")}, WantRouted}})
@@ -384,7 +389,8 @@ func TestATombstoneTakesThePodOutEverywhere(t *testing.T) {
 	w.stones("a:idle")
 	w.routed("web", "b")
 	w.routed("api", "10.0.0.2:81@b")
-	// And in a pool that begins to list it later: its state gets worse at once, until that pool was read.
+	// And in a pool that begins to list it later: its state gets worse at once, until that pool was
+	// read.
 	w.list("new", ready("a b"))
 	w.stones("a:unknown")
 	w.settle()
@@ -410,7 +416,8 @@ func TestAPodIsAsFarAsItsLeastAdvancedTarget(t *testing.T) {
 	w.stones("a:idle")
 }
 
-// A new pod at the address of an old one is another target: nothing known of the one is believed of the other.
+// A new pod at the address of an old one is another target: nothing known of the one is believed of
+// the other.
 func TestAnAddressIsUsedAgain(t *testing.T) {
 	w := serving(t, "a b")
 	w.bury("a", "r")
@@ -484,7 +491,8 @@ func TestTheDeadAreForgottenInTheEnd(t *testing.T) {
 	}
 }
 
-// A watch can hang for longer than the dead are remembered. As long as it calls the pod ready, at whatever address, the pod is dead.
+// A watch can hang for longer than the dead are remembered. As long as it calls the pod ready, at
+// whatever address, the pod is dead.
 func TestTheDeadAreNotForgottenWhileTheyAreListed(t *testing.T) {
 	w := serving(t, "a b")
 	w.Kill(w.now, "a")
@@ -549,8 +557,8 @@ func TestAPodThatIsNotReadyIsNotKept(t *testing.T) {
 	w.stones("a:idle")
 }
 
-// The others were read once, long before. Without this a gateway that was reloaded, or changed by hand, a moment before the tombstone is
-// emptied.
+// The others were read once, long before. Without this a gateway that was reloaded, or changed by
+// hand, a moment before the tombstone is emptied.
 func TestThatThereIsAnotherIsReadAgainFirst(t *testing.T) {
 	for name, change := range map[string]func(p *proxy){
 		"by hand": func(p *proxy) { p.now[Key{"web", target("a")}].routed = false },
@@ -601,7 +609,8 @@ func TestOfTwoBuriedAtOnceNoneIsTakenOutUnread(t *testing.T) {
 	w.stones("a:kept b:idle")
 }
 
-// After a reload that an old process outlives, what only that one routes to is no reason to empty the new one.
+// After a reload that an old process outlives, what only that one routes to is no reason to empty
+// the new one.
 func TestATargetThatTheNewProcessLacksIsNoOther(t *testing.T) {
 	w := serving(t, "a b")
 	w.proxy.now[Key{"web", target("a")}].active = 1
@@ -797,7 +806,8 @@ func TestAReadingOlderThanTheLastChangesNothing(t *testing.T) {
 	w.pending("removed web/10.0.0.1:80@a")
 }
 
-// An op may be on its way while its reason goes. Without this nobody takes out what it brings in: the set has forgotten the key.
+// An op may be on its way while its reason goes. Without this nobody takes out what it brings in:
+// the set has forgotten the key.
 func TestAKeyIsNotForgottenWhileAnOpIsOnItsWay(t *testing.T) {
 	for name, gone := range map[string]func(w *world){
 		"unlisted":    func(w *world) { w.list("web", ready("b")) },
@@ -921,7 +931,8 @@ func TestCountsAndUnsettled(t *testing.T) {
 	}
 }
 
-// A pod that is the last one of a pool leaves the others, and the tombstone names the pools that keep it.
+// A pod that is the last one of a pool leaves the others, and the tombstone names the pools that
+// keep it.
 func TestAPodIsKeptInOnePoolAndLeavesTheOthers(t *testing.T) {
 	w := serving(t, "a b")
 	w.list("own", ready("a"))
@@ -963,13 +974,16 @@ func TestStateSinceIsWhenTheStateWasEntered(t *testing.T) {
 	}
 }
 
-// random drives a set and a proxy by bytes, and checks after each step what must hold whatever happens:
+// random drives a set and a proxy by bytes, and checks after each step what must hold whatever
+// happens:
 //
-//   - A pod that is acknowledged (removed or idle) is one that the proxy routes to in no process, if the proxy is still the one
-//     that was read.
-//   - If the proxy is as it was last read, no step leaves a pool without a target that may serve if it had one.
-//   - In the end, when the world has gone quiet, the proxy routes to exactly what is claimed by pods without a tombstone. In a pool where
-//     that is nothing it may route to one tombstoned target besides, if that is claimed, alive, and was routed to before.
+//   - A pod that is acknowledged (removed or idle) is one that the proxy routes to in no process,
+//     if the proxy is still the one that was read.
+//   - If the proxy is as it was last read, no step leaves a pool without a target that may serve if
+//     it had one.
+//   - In the end, when the world has gone quiet, the proxy routes to exactly what is claimed by
+//     pods without a tombstone. In a pool where that is nothing it may route to one tombstoned
+//     target besides, if that is claimed, alive, and was routed to before.
 //   - Nothing is remembered in the end that is neither claimed nor tombstoned.
 func random(t testing.TB, script []byte) {
 	w := newWorld(t)

@@ -6,11 +6,12 @@ import (
 	"time"
 )
 
-// UID is a pod's metadata.uid. It names one pod for ever: a pod that is made again under the same name has another.
+// UID is a pod's metadata.uid. It names one pod for ever: a pod that is made again under the same
+// name has another.
 type UID string
 
-// Target is one address of one pod. The same ip:port of another pod is another Target, so that nothing known of the one
-// (health, tombstones, requests in flight) is ever believed of the other.
+// Target is one address of one pod. The same ip:port of another pod is another Target, so that
+// nothing known of the one (health, tombstones, requests in flight) is ever believed of the other.
 type Target struct {
 	UID  UID
 	Addr netip.AddrPort
@@ -19,7 +20,8 @@ type Target struct {
 // String prints the target as ip:port@uid.
 func (t Target) String() string { return fmt.Sprintf("%s@%s", t.Addr, t.UID) }
 
-// Pool names the part of a gateway that one Service port feeds: a HAProxy backend, an nginx upstream, an Envoy cluster.
+// Pool names the part of a gateway that one Service port feeds: a HAProxy backend, an nginx
+// upstream, an Envoy cluster.
 type Pool string
 
 // Key is one target in one pool. A pod behind two Services is in two pools.
@@ -70,28 +72,30 @@ func (o Op) String() string { return o.Want.String() + " " + o.Key.String() }
 
 // Seen is what all live processes of a gateway do with one key, read back from them.
 type Seen struct {
-	// Present says that at least one process has a server for the key. Of a server that people made, and that stays, it says
-	// that something may go there or runs there.
+	// Present says that at least one process has a server for the key. Of a server that operators
+	// made, and that stays, it says that something may go there or runs there.
 	Present bool
-	// Routed says that at least one process may send a new request to it. Present without Routed means taken out.
+	// Routed says that at least one process may send a new request to it. Present without Routed
+	// means taken out.
 	Routed bool
-	// Missing says that a process that takes new requests does not route to it: it is not there, or taken out. A key can be
-	// Routed in one process and Missing in another.
+	// Missing says that a process that takes new requests does not route to it: it is not there, or
+	// taken out. A key can be Routed in one process and Missing in another.
 	Missing bool
-	// Active counts the requests (or connections, by the gateway's grain) queued for it, retrying to it and in flight to it,
-	// over all processes, old ones that finish their work included.
+	// Active counts the requests (or connections, by the gateway's grain) queued for it, retrying
+	// to it and in flight to it, over all processes, old ones that finish their work included.
 	Active int
 }
 
 // Observation is one reading of a gateway.
 type Observation struct {
-	// Generation names the set of processes that was read. A reload or a restart makes another. What was true of one
-	// generation is not evidence for the next. It is never empty.
+	// Generation names the set of processes that was read. A reload or a restart makes another.
+	// What was true of one generation is not evidence for the next. It is never empty.
 	Generation string
 	// At is when the reading began.
 	At time.Time
 	// Seen has one entry for each key that was asked for, but for those of unread pools.
 	Seen map[Key]Seen
-	// Unread are the pools of which nothing is known, each with the reason: the gateway has not loaded them.
+	// Unread are the pools of which nothing is known, each with the reason: the gateway has not
+	// loaded them.
 	Unread map[Pool]error
 }

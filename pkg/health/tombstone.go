@@ -6,22 +6,25 @@ import (
 	"time"
 )
 
-// deadMemory is how long a dead pod's UID is remembered at least, after it was last said to be dead. A lagging EndpointSlice may
-// still call it ready for a while. As long as a target of it is known, or a lease, it is remembered in any case.
+// deadMemory is how long a dead pod's UID is remembered at least, after it was last said to be
+// dead. A lagging EndpointSlice may still call it ready for a while. As long as a target of it is
+// known, or a lease, it is remembered in any case.
 const deadMemory = 10 * time.Minute
 
 // State is how far a tombstone has come. States are ordered: a larger one is further.
 type State uint8
 
 const (
-	// Unknown is the zero value: nothing was read since the tombstone, or what was read is no longer evidence.
+	// Unknown is the zero value: nothing was read since the tombstone, or what was read is no
+	// longer evidence.
 	Unknown State = iota
 	// Routing says that the gateway may still send new requests to the pod.
 	Routing
-	// Kept says that the pod is the last one that the gateway really routes to in some pool, but for those that are out for their health,
-	// and stays until another one is.
+	// Kept says that the pod is the last one that the gateway really routes to in some pool, but
+	// for those that are out for their health, and stays until another one is.
 	Kept
-	// Removed says that nothing which reaches any process of the gateway from now on is sent to the pod.
+	// Removed says that nothing which reaches any process of the gateway from now on is sent to the
+	// pod.
 	Removed
 	// Idle says Removed, and that nothing is queued, retrying or in flight to the pod.
 	Idle
@@ -55,7 +58,8 @@ type Tombstone struct {
 	Generation string
 	// Targets is how many targets of the pod the set knows, over all pools.
 	Targets int
-	// Kept are the pools in which the pod is kept, if State is Kept. Quiet says that it is Idle in its other pools.
+	// Kept are the pools in which the pod is kept, if State is Kept. Quiet says that it is Idle in
+	// its other pools.
 	Kept  []Pool
 	Quiet bool
 }
@@ -63,7 +67,8 @@ type Tombstone struct {
 // pod is a UID with a tombstone, or a dead one. There is one only while that is so.
 type pod struct {
 	uid UID
-	// holders are the leases on the tombstone and when each ends. No holder and not dead: no tombstone.
+	// holders are the leases on the tombstone and when each ends. No holder and not dead: no
+	// tombstone.
 	holders map[string]time.Time
 	dead    bool
 	// deadAt is when the pod was last said to be dead.
@@ -76,8 +81,9 @@ type pod struct {
 	stateAt  time.Time
 }
 
-// Bury lays a tombstone on uid for holder, or renews the holder's lease on it, until expires at least. since is when the holder's
-// drain began; the oldest of all holders counts. It reports whether the holder is new.
+// Bury lays a tombstone on uid for holder, or renews the holder's lease on it, until expires at
+// least. since is when the holder's drain began; the oldest of all holders counts. It reports
+// whether the holder is new.
 func (s *Set) Bury(now time.Time, uid UID, holder string, since, expires time.Time) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -121,8 +127,8 @@ func (s *Set) Renew(holder string, expires time.Time) {
 	}
 }
 
-// Lift ends holder's lease on uid. The pod is routed again when no other holder is left, with whatever health it had. It
-// reports whether there was such a lease.
+// Lift ends holder's lease on uid. The pod is routed again when no other holder is left, with
+// whatever health it had. It reports whether there was such a lease.
 func (s *Set) Lift(uid UID, holder string) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -140,7 +146,8 @@ func (s *Set) Lift(uid UID, holder string) bool {
 	return ok
 }
 
-// unburyIfFree takes p out of the held pods if nobody holds it, and ends its tombstone if it is not dead either. Its targets get flags.
+// unburyIfFree takes p out of the held pods if nobody holds it, and ends its tombstone if it is not
+// dead either. Its targets get flags.
 func (s *Set) unburyIfFree(p *pod, flags flag) {
 	if len(p.holders) > 0 {
 		return
@@ -194,14 +201,16 @@ func (s *Set) kill(now time.Time, at int64, uid UID) {
 	}
 }
 
-// Lapse ends the leases that were not renewed in time and forgets the pods that have been dead long enough. It returns the UIDs
-// whose last lease ended, sorted.
+// Lapse ends the leases that were not renewed in time and forgets the pods that have been dead long
+// enough. It returns the UIDs whose last lease ended, sorted.
 //
-// That nobody renews a lease does not say that the pod lives: whoever could know may be as dead as the coordinators. The targets of such a
-// pod therefore stay out until EndpointSlices have called them ready again ([Set.Change]) or a watcher has vouched for what it
-// said ([Set.Refreshed]), and, where their pool has a check, until a probe has succeeded. If neither comes they stay out, however long:
-// these are pods that somebody was about to delete, and no more than half of a Service's. But in a pool where no other target is routable
-// they are taken back at once, and one that was kept stays.
+// That nobody renews a lease does not say that the pod lives: whoever could know may be as dead as
+// the coordinators. The targets of such a pod therefore stay out until EndpointSlices have called
+// them ready again ([Set.Change]) or a watcher has vouched for what it said ([Set.Refreshed]), and,
+// where their pool has a check, until a probe has succeeded. If neither comes they stay out,
+// however long: these are pods that somebody was about to delete, and no more than half of a
+// Service's. But in a pool where no other target is routable they are taken back at once, and one
+// that was kept stays.
 func (s *Set) Lapse(now time.Time) []UID {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -231,8 +240,9 @@ func (s *Set) Lapse(now time.Time) []UID {
 	return lapsed
 }
 
-// Refreshed says that what EndpointSlices have told so far is what the API server had at asOf, or later: a watch is known to be alive, or a
-// list was made. It confirms the targets of pods whose tombstones lapsed before.
+// Refreshed says that what EndpointSlices have told so far is what the API server had at asOf, or
+// later: a watch is known to be alive, or a list was made. It confirms the targets of pods whose
+// tombstones lapsed before.
 func (s *Set) Refreshed(asOf time.Time) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -7,18 +7,22 @@ type Verdict uint8
 const (
 	// VerdictUnknown is the zero value: no threshold was reached yet. The target is usable.
 	VerdictUnknown Verdict = iota
-	// Healthy is entered by as many successes as the check's threshold. Further successes are not counted.
-	Healthy
-	// Unhealthy is entered by as many failures of one kind as the threshold for it. The target is not usable. Further failures are not
+	// Healthy is entered by as many successes as the check's threshold. Further successes are not
 	// counted.
+	Healthy
+	// Unhealthy is entered by as many failures of one kind as the threshold for it. The target is
+	// not usable. Further failures are not counted.
 	Unhealthy
-	// MostlyHealthy is Healthy and then a failure, until a threshold is reached on either side. The target is usable.
+	// MostlyHealthy is Healthy and then a failure, until a threshold is reached on either side. The
+	// target is usable.
 	MostlyHealthy
-	// MostlyUnhealthy is Unhealthy and then a success, until a threshold is reached on either side. The target is not usable.
+	// MostlyUnhealthy is Unhealthy and then a success, until a threshold is reached on either side.
+	// The target is not usable.
 	MostlyUnhealthy
 )
 
-// String prints the verdict in lower case, words joined by underscores as lua-resty-healthcheck has them.
+// String prints the verdict in lower case, words joined by underscores as lua-resty-healthcheck has
+// them.
 func (v Verdict) String() string {
 	switch v {
 	case Healthy:
@@ -53,9 +57,10 @@ func (t Thresholds) limit(k OutcomeKind) uint8 {
 	}
 }
 
-// count takes one outcome into the counters (of Success, HTTPFailure, TCPFailure and Timeout) and reports whether the verdict is
-// another now. What has no threshold is not counted and resets nothing. Until the present check has a verdict of its own, both sides
-// are counted and the verdict of the last one stands.
+// count takes one outcome into the counters (of Success, HTTPFailure, TCPFailure and Timeout) and
+// reports whether the verdict is another now. What has no threshold is not counted and resets
+// nothing. Until the present check has a verdict of its own, both sides are counted and the verdict
+// of the last one stands.
 func (r *record) count(t Thresholds, k OutcomeKind) bool {
 	limit := t.limit(k)
 	if limit == 0 {

@@ -5,9 +5,9 @@ import (
 	"testing"
 )
 
-// The states are those that lua-resty-healthcheck's documentation and its incr_counter give for the same outcomes: s is a success, h, t
-// and o a failure by HTTP, by TCP and by timeout. There a target begins as healthy, so each sequence that is compared begins with
-// enough successes.
+// The states are those that lua-resty-healthcheck's documentation and its incr_counter give for the
+// same outcomes: s is a success, h, t and o a failure by HTTP, by TCP and by timeout. There a
+// target begins as healthy, so each sequence that is compared begins with enough successes.
 func TestVerdictsAreThoseOfLuaRestyHealthcheck(t *testing.T) {
 	three := Thresholds{Successes: 2, HTTPFailures: 3, TCPFailures: 2, Timeouts: 2}
 	for name, c := range map[string]struct {
@@ -51,8 +51,9 @@ func TestVerdictsAreThoseOfLuaRestyHealthcheck(t *testing.T) {
 	}
 }
 
-// restyTarget is the state of one target by the rules of lua-resty-healthcheck 3.1.2 (incr_counter): an outcome without a
-// threshold, or one that agrees with the verdict, changes nothing.
+// restyTarget is the state of one target by the rules of lua-resty-healthcheck 3.1.2
+// (incr_counter): an outcome without a threshold, or one that agrees with the verdict, changes
+// nothing.
 type restyTarget struct {
 	verdict  Verdict
 	counters [4]int // of Success, HTTPFailure, TCPFailure and Timeout
@@ -79,8 +80,8 @@ func (r *restyTarget) count(limits [4]uint8, kind int) {
 	}
 }
 
-// Every sequence of up to six outcomes, from healthy on, has the verdicts of lua-resty-healthcheck. From unknown on, where it
-// begins as healthy, a target is usable after the same outcomes.
+// Every sequence of up to six outcomes, from healthy on, has the verdicts of lua-resty-healthcheck.
+// From unknown on, where it begins as healthy, a target is usable after the same outcomes.
 func TestEverySequenceIsThatOfLuaRestyHealthcheck(t *testing.T) {
 	for _, l := range [][4]uint8{{3, 3, 2, 2}, {2, 2, 2, 2}, {1, 1, 1, 1}, {3, 0, 2, 0}, {2, 3, 0, 1}, {0, 2, 2, 2}, {1, 2, 3, 3}} {
 		limits := Thresholds{Successes: l[0], HTTPFailures: l[1], TCPFailures: l[2], Timeouts: l[3]}

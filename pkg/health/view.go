@@ -13,25 +13,32 @@ const (
 	WhyUnknown Why = iota
 	// WhyChosen targets have traffic.
 	WhyChosen
-	// WhyFailingOpen targets are unhealthy and have traffic: too few targets of the pool are usable.
+	// WhyFailingOpen targets are unhealthy and have traffic: too few targets of the pool are
+	// usable.
 	WhyFailingOpen
-	// WhyKept targets are tombstoned and have traffic: the gateway has not been seen to route to another.
+	// WhyKept targets are tombstoned and have traffic: the gateway has not been seen to route to
+	// another.
 	WhyKept
-	// WhyHeldBack targets are unhealthy and have traffic: the gateway has not been seen to route to any that is chosen.
+	// WhyHeldBack targets are unhealthy and have traffic: the gateway has not been seen to route to
+	// any that is chosen.
 	WhyHeldBack
-	// WhyPending targets are to have traffic: the gateway has not been seen to route to them yet, or was not read.
+	// WhyPending targets are to have traffic: the gateway has not been seen to route to them yet,
+	// or was not read.
 	WhyPending
 	// WhyUnhealthy targets have no traffic for their health.
 	WhyUnhealthy
 	// WhyTombstoned targets have no traffic because a coordinator wants their pod to be let go.
 	WhyTombstoned
-	// WhyLapsed targets have no traffic because nobody knows any more whether their pod's tombstone still holds, see [Set.Lapse].
+	// WhyLapsed targets have no traffic because nobody knows any more whether their pod's tombstone
+	// still holds, see [Set.Lapse].
 	WhyLapsed
-	// WhyUnproven targets have no traffic because the gateway gave them none when the agent began, and probes have not told yet.
+	// WhyUnproven targets have no traffic because the gateway gave them none when the agent began,
+	// and probes have not told yet.
 	WhyUnproven
 	// WhyNotReady targets have no traffic because EndpointSlices do not want any there.
 	WhyNotReady
-	// WhyNotSynced targets are left as they are in the gateway: EndpointSlices have not been heard yet.
+	// WhyNotSynced targets are left as they are in the gateway: EndpointSlices have not been heard
+	// yet.
 	WhyNotSynced
 	// WhyDead targets have no traffic because their pod is being deleted, or gone.
 	WhyDead
@@ -81,7 +88,8 @@ type Detail struct {
 	// Last is the last outcome, and LastAt when it came. The zero time: never.
 	Last   Outcome
 	LastAt time.Time
-	// Read says that Seen was read in the gateway's present generation, at SeenAt. Else nothing is known.
+	// Read says that Seen was read in the gateway's present generation, at SeenAt. Else nothing is
+	// known.
 	Read   bool
 	Seen   Seen
 	SeenAt time.Time

@@ -337,7 +337,8 @@ func (a *agent) list(service int, endpoints []endpoint) {
 	before := a.told[service]
 	for _, e := range endpoints {
 		if !slices.Contains(before, e) {
-			changes = append(changes, health.Change{Endpoint: health.Endpoint{Target: target(e), Routable: e.ready, Terminating: e.terminating}})
+			now := health.Endpoint{Target: target(e), Routable: e.ready, Terminating: e.terminating}
+			changes = append(changes, health.Change{Endpoint: now})
 		}
 	}
 	for _, b := range before {

@@ -1,7 +1,8 @@
 // Package probe asks targets whether they are well.
 //
-// A [Runner] takes probes that are due from a [Source], carries them out, and returns their outcomes. It knows no schedule, no thresholds
-// and no verdicts; the source has them. Each probe in flight is a goroutine on the standard library's network stack.
+// A [Runner] takes probes that are due from a [Source], carries them out, and returns their
+// outcomes. It knows no schedule, no thresholds and no verdicts; the source has them. Each probe in
+// flight is a goroutine on the standard library's network stack.
 //
 //	            Due                      start
 //	Source ------------> probes due ------------> in flight ------> outcome ----> Source.Report
@@ -10,21 +11,24 @@
 //
 // # A black hole delays no other target
 //
-// A probe that waits for an answer uses no CPU, and the number of probes in flight is bounded. Targets whose last probe ended by timeout
-// share one half of the bound; those that find no capacity there wait in the order in which they were due. However many targets are
-// black-holed, the others have the other half. The exception is the first [health.Check.Timeout] of a new black hole: it delays others if
-// more targets than the bound fall silent within it.
+// A probe that waits for an answer uses no CPU, and the number of probes in flight is bounded.
+// Targets whose last probe ended by timeout share one half of the bound; those that find no
+// capacity there wait in the order in which they were due. However many targets are black-holed,
+// the others have the other half. The exception is the first [health.Check.Timeout] of a new black
+// hole: it delays others if more targets than the bound fall silent within it.
 //
 // # What the target sees
 //
-//   - A TCP check is SYN, SYN+ACK, RST. The program behind the port accepts nothing and logs nothing.
+//   - A TCP check is SYN, SYN+ACK, RST. The program behind the port accepts nothing and logs
+//     nothing.
 //   - The first acknowledgement of an HTTP or gRPC check travels with the request.
-//   - A connection ends by RST after the answer was read to its end (or to maxAnswer), so that neither side keeps it in TIME_WAIT: ten
-//     thousand probes a second would leave six hundred thousand of them. A backend that sends a body without end sees a reset.
+//   - A connection ends by RST after the answer was read to its end (or to maxAnswer), so that
+//     neither side keeps it in TIME_WAIT: ten thousand probes a second would leave six hundred
+//     thousand of them. A backend that sends a body without end sees a reset.
 //
 // # Failures of this machine
 //
-// An outcome is about the target. A probe that this machine could not make (descriptors, memory, ports, permission) is
-// [health.OutcomeUnknown] with the errno, which counts for nothing. So is a timeout that this process notices too late, because it was
-// stopped or starved of CPU.
+// An outcome is about the target. A probe that this machine could not make (descriptors, memory,
+// ports, permission) is [health.OutcomeUnknown] with the errno, which counts for nothing. So is a
+// timeout that this process notices too late, because it was stopped or starved of CPU.
 package probe

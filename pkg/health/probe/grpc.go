@@ -18,9 +18,11 @@ import (
 )
 
 const (
-	// maxMessage bounds what is read of a HealthCheckResponse, which takes 7 bytes with its prefix, and unknown fields.
+	// maxMessage bounds what is read of a HealthCheckResponse, which takes 7 bytes with its prefix,
+	// and unknown fields.
 	maxMessage = 1024
-	// servingBase is added to the serving status in [health.Outcome.Code], to keep it apart from the gRPC statuses 1 to 16.
+	// servingBase is added to the serving status in [health.Outcome.Code], to keep it apart from
+	// the gRPC statuses 1 to 16.
 	servingBase = 100
 	serving     = 1
 )
@@ -87,7 +89,8 @@ func judgeHealth(resp *http.Response, body []byte) health.Outcome {
 	return health.Outcome{Kind: health.HTTPFailure, Code: uint16(code)}
 }
 
-// servingStatus reads a HealthCheckResponse with the prefix of gRPC. Fields that it does not know are skipped.
+// servingStatus reads a HealthCheckResponse with the prefix of gRPC. Fields that it does not know
+// are skipped.
 func servingStatus(b []byte) (int, bool) {
 	if len(b) < 5 || b[0] != 0 || int(binary.BigEndian.Uint32(b[1:])) != len(b)-5 {
 		return 0, false

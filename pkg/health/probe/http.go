@@ -13,8 +13,8 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
-// maxAnswer bounds what is read of one answer, in bytes. A body that is longer does not change the outcome, and its connection is not used
-// again.
+// maxAnswer bounds what is read of one answer, in bytes. A body that is longer does not change the
+// outcome, and its connection is not used again.
 const maxAnswer = 16 << 10
 
 // malformed is the outcome of an answer that is none of its protocol.
@@ -77,8 +77,9 @@ func (r *Runner) connect(ctx context.Context, job *health.Job) (*conn, error) {
 	return c, nil
 }
 
-// exchange sends the request and reads the answer. answered reports whether at least one byte of it came, or the time is up: another try on
-// a new connection is of no use. again is c if the next probe can use it; else c is closed.
+// exchange sends the request and reads the answer. answered reports whether at least one byte of it
+// came, or the time is up: another try on a new connection is of no use. again is c if the next
+// probe can use it; else c is closed.
 func (c *conn) exchange(ctx context.Context, job *health.Job) (outcome health.Outcome, answered bool, again *conn) {
 	stop := context.AfterFunc(ctx, func() { _ = c.raw.SetDeadline(time.Unix(1, 0)) })
 	defer func() {
@@ -114,7 +115,8 @@ func (a *answer) Read(b []byte) (int, error) {
 	return n, err
 }
 
-// read sends the request to out and judges the answer. It reports whether the connection can be used again.
+// read sends the request to out and judges the answer. It reports whether the connection can be
+// used again.
 func (a *answer) read(job *health.Job, out io.Writer) (health.Outcome, bool) {
 	if _, err := out.Write(appendGet(nil, job)); err != nil {
 		return failure(err), false

@@ -10,32 +10,39 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
-// Source has the schedule. Its methods are called from the goroutine of [Runner.Run] alone, and must not wait.
+// Source has the schedule. Its methods are called from the goroutine of [Runner.Run] alone, and
+// must not wait.
 type Source interface {
-	// Due appends to jobs at most max probes that are due at now, and returns when to ask again (zero: when woken).
+	// Due appends to jobs at most max probes that are due at now, and returns when to ask again
+	// (zero: when woken).
 	Due(now time.Time, jobs []health.Job, max int) ([]health.Job, time.Time)
 	// Report takes in an outcome. It reports whether the target is still probed by the same check.
 	Report(now time.Time, job health.Job, outcome health.Outcome) bool
-	// Left appends to keys the targets that are no longer probed and were at the previous call, so that the runner closes the connections
-	// it keeps for them. If all is true, they are too many to name, and the runner closes every kept connection.
+	// Left appends to keys the targets that are no longer probed and were at the previous call, so
+	// that the runner closes the connections it keeps for them. If all is true, they are too many
+	// to name, and the runner closes every kept connection.
 	Left(keys []health.Key) (left []health.Key, all bool)
 }
 
-// Observer receives what the runner does, for metrics. Its methods are called from the goroutine of [Runner.Run] alone, and must not wait.
+// Observer receives what the runner does, for metrics. Its methods are called from the goroutine of
+// [Runner.Run] alone, and must not wait.
 type Observer interface {
 	// Started is called when a probe begins, late by lateness.
 	Started(lateness time.Duration)
 	// Finished is called when a probe of protocol ended, after took.
 	Finished(protocol health.Protocol, outcome health.Outcome, took time.Duration)
-	// InFlight is called whenever one of the numbers may have changed: probes in flight, probes that wait for capacity, and
-	// connections kept alive. full reports that the bound is reached, so that schedules slip.
+	// InFlight is called whenever one of the numbers may have changed: probes in flight, probes
+	// that wait for capacity, and connections kept alive. full reports that the bound is reached,
+	// so that schedules slip.
 	InFlight(flying, waiting, idle int, full bool)
 }
 
 const (
-	// round is the shortest time between two calls of Source.Due. The probes of a round begin together.
+	// round is the shortest time between two calls of Source.Due. The probes of a round begin
+	// together.
 	round = 8 * time.Millisecond
-	// heldUp is how late a timeout may be noticed. A later one means that this process did not run in time, and says nothing about the target.
+	// heldUp is how late a timeout may be noticed. A later one means that this process did not run
+	// in time, and says nothing about the target.
 	heldUp = 100 * time.Millisecond
 )
 
@@ -46,19 +53,21 @@ type Runner struct {
 	Observer Observer
 	// Roots verify HTTPS targets whose check says so. Nil: the system's.
 	Roots *x509.CertPool
-	// MaxInFlight bounds the probes in flight, and so the sockets. Targets that did not answer the last time get half of it. 0: 32768,
-	// or a quarter of the process's limit of descriptors if that is less. That is enough for 100,000 targets each 10 s of which 30 % are
-	// black-holed with a timeout of 5 s.
+	// MaxInFlight bounds the probes in flight, and so the sockets. Targets that did not answer the
+	// last time get half of it. 0: 32768, or a quarter of the process's limit of descriptors if
+	// that is less. That is enough for 100,000 targets each 10 s of which 30 % are black-holed with
+	// a timeout of 5 s.
 	MaxInFlight int
-	// MaxIdle bounds the connections that are kept alive between probes. Beyond it, checks open new ones. 0: half of the process's limit
-	// of descriptors.
+	// MaxIdle bounds the connections that are kept alive between probes. Beyond it, checks open new
+	// ones. 0: half of the process's limit of descriptors.
 	MaxIdle int
 
 	once sync.Once
 	wake chan struct{}
 }
 
-// Wake makes the runner ask its source at once. It may be called from any goroutine, also when nothing runs, and never waits.
+// Wake makes the runner ask its source at once. It may be called from any goroutine, also when
+// nothing runs, and never waits.
 func (r *Runner) Wake() {
 	select {
 	case r.woken() <- struct{}{}:
@@ -88,7 +97,8 @@ type loop struct {
 	maxInFlight, maxIdle int
 
 	flying, silentFlying int
-	// waiting are the probes of targets that did not answer the last time and for which there is no capacity.
+	// waiting are the probes of targets that did not answer the last time and for which there is no
+	// capacity.
 	waiting []health.Job
 	done    chan *flight
 	idle    map[health.Key]*conn
@@ -96,7 +106,8 @@ type loop struct {
 	ask time.Time
 }
 
-// Run carries out probes until ctx ends, and returns nil then. Probes in flight end without an outcome. A Runner runs once at a time.
+// Run carries out probes until ctx ends, and returns nil then. Probes in flight end without an
+// outcome. A Runner runs once at a time.
 func (r *Runner) Run(ctx context.Context) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -250,7 +261,8 @@ func (l *loop) land(f *flight) {
 	}
 }
 
-// probe carries out job, on kept if that is not nil, and returns a connection that the next probe of the target can use, or nil.
+// probe carries out job, on kept if that is not nil, and returns a connection that the next probe
+// of the target can use, or nil.
 func (r *Runner) probe(ctx context.Context, job *health.Job, kept *conn) (health.Outcome, *conn) {
 	switch job.Check.Protocol {
 	case health.HTTP, health.HTTPS:

@@ -300,7 +300,8 @@ func TestWhatIsSent(t *testing.T) {
 	}
 }
 
-// A backend may refuse a request that has a header twice, and need not take the one that the check says.
+// A backend may refuse a request that has a header twice, and need not take the one that the check
+// says.
 func TestAHeaderIsSentOnce(t *testing.T) {
 	for _, header := range []string{"User-Agent", "user-agent", "Accept", "ACCEPT", "Accept-Encoding"} {
 		c, err := health.ParseCheck(`{headers: {` + header + `: "5"}}`)
@@ -512,7 +513,8 @@ func TestKeepAlive(t *testing.T) {
 	}
 }
 
-// A backend may close a kept connection in the moment in which the next probe is sent on it: that is no failure.
+// A backend may close a kept connection in the moment in which the next probe is sent on it: that
+// is no failure.
 func TestKeepAliveRace(t *testing.T) {
 	r := start(t, &Runner{})
 	var conns atomic.Int32
@@ -532,8 +534,9 @@ func TestKeepAliveRace(t *testing.T) {
 	}
 }
 
-// The connection that is kept for a target ends with it, long before the interval does: once the source says that it left, or that whatever is
-// kept is to go, or when the outcome of its last probe comes too late.
+// The connection that is kept for a target ends with it, long before the interval does: once the
+// source says that it left, or that whatever is kept is to go, or when the outcome of its last
+// probe comes too late.
 func TestKeptConnectionsEndWithTheirTarget(t *testing.T) {
 	for name, leave := range map[string]func(*queue, health.Key){
 		"named":    func(q *queue, k health.Key) { q.left = []health.Key{k} },
@@ -683,8 +686,9 @@ func TestGRPC(t *testing.T) {
 	r.want(health.Outcome{Kind: health.HTTPFailure}, says(t, away), check(health.GRPC))
 }
 
-// 200 targets are black-holed, more than the bound. Once each has failed to answer for the first time, the others are probed on time,
-// although more holes wait than there is room for. Without their half of the bound the others would wait for half a second.
+// 200 targets are black-holed, more than the bound. Once each has failed to answer for the first
+// time, the others are probed on time, although more holes wait than there is room for. Without
+// their half of the bound the others would wait for half a second.
 func TestBlackHolesDelayNobody(t *testing.T) {
 	hole := blackHole(t, netip.MustParseAddr("0.0.0.0"))
 	fast := backend(t, func(c net.Conn) {
@@ -774,7 +778,8 @@ func TestOverloadIsSaid(t *testing.T) {
 	}
 }
 
-// Whatever is in flight, Run ends, gives no outcome for what it gave up, and leaves no descriptor behind.
+// Whatever is in flight, Run ends, gives no outcome for what it gave up, and leaves no descriptor
+// behind.
 func TestStops(t *testing.T) {
 	hole := blackHole(t, netip.MustParseAddr("127.0.0.1"))
 	alive := httptest.NewServer(http.NotFoundHandler())
@@ -837,7 +842,8 @@ func TestWhatIsLackingHereIsNobodysFault(t *testing.T) {
 	}
 }
 
-// A process that was stopped, or starved of CPU, notices timeouts late. They say nothing about the targets.
+// A process that was stopped, or starved of CPU, notices timeouts late. They say nothing about the
+// targets.
 func TestATimeoutThatIsNoticedLateCountsForNothing(t *testing.T) {
 	r := start(t, &Runner{})
 	c := check(health.HTTP)
