@@ -58,9 +58,6 @@ type Runner struct {
 	// that is less. That is enough for 100,000 targets each 10 s of which 30 % are black-holed with
 	// a timeout of 5 s.
 	MaxInFlight int
-	// MaxIdle bounds the connections that are kept alive between probes. Beyond it, checks open new
-	// ones. 0: half of the process's limit of descriptors.
-	MaxIdle int
 
 	once sync.Once
 	wake chan struct{}
@@ -92,9 +89,11 @@ type flight struct {
 // loop is a running Runner. All of it belongs to the goroutine of Run.
 type loop struct {
 	*Runner
-	ctx                  context.Context
-	wg                   sync.WaitGroup
-	maxInFlight, maxIdle int
+	ctx         context.Context
+	wg          sync.WaitGroup
+	maxInFlight int
+	// maxIdle bounds the connections that are kept between probes. Beyond it, checks open new ones.
+	maxIdle int
 
 	flying, silentFlying int
 	// waiting are the probes of targets that did not answer the last time and for which there is no
@@ -112,7 +111,7 @@ func (r *Runner) Run(ctx context.Context) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	l := &loop{
-		Runner: r, ctx: ctx, maxInFlight: r.MaxInFlight, maxIdle: r.MaxIdle,
+		Runner: r, ctx: ctx, maxInFlight: r.MaxInFlight,
 		done: make(chan *flight, 64), idle: map[health.Key]*conn{}, ask: time.Now(),
 	}
 	descriptors := 1 << 16
@@ -123,9 +122,7 @@ func (r *Runner) Run(ctx context.Context) error {
 	if l.maxInFlight == 0 {
 		l.maxInFlight = min(32768, descriptors/4)
 	}
-	if l.maxIdle == 0 {
-		l.maxIdle = descriptors / 2
-	}
+	l.maxIdle = descriptors / 2
 	defer l.close(cancel)
 	timer := time.NewTimer(0)
 	defer timer.Stop()
