@@ -43,7 +43,7 @@ type tally struct {
 func (t *tally) change() health.Change {
 	return health.Change{
 		Endpoint: health.Endpoint{Target: t.target, Routable: t.ready > 0 && t.terminating == 0, Terminating: t.terminating > 0},
-		Gone:     t.listed == 0,
+		Unlisted: t.listed == 0,
 	}
 }
 
@@ -110,7 +110,7 @@ func (v *view) settle() []health.Change {
 		if is != t.was {
 			changes = append(changes, is)
 		}
-		if is.Gone {
+		if is.Unlisted {
 			delete(v.tallies, t.target)
 		}
 	}

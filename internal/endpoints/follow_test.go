@@ -24,7 +24,7 @@ func told(changes []PortChange) string {
 		for _, c := range p.Changes {
 			sign := "-"
 			switch {
-			case c.Gone:
+			case c.Unlisted:
 				sign = " gone"
 			case c.Terminating:
 				sign = "!"
@@ -113,9 +113,9 @@ func (w *world) take(changes []PortChange) {
 		for _, c := range p.Changes {
 			was, had := of[c.Target]
 			switch {
-			case c.Gone && !had, !c.Gone && had && was == c.Endpoint:
+			case c.Unlisted && !had, !c.Unlisted && had && was == c.Endpoint:
 				w.t.Fatalf("told of %v, which is as it was", c)
-			case c.Gone:
+			case c.Unlisted:
 				delete(of, c.Target)
 			default:
 				of[c.Target] = c.Endpoint

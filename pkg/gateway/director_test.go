@@ -77,7 +77,7 @@ func (p *plane) Apply(ctx context.Context, ops []health.Op) error {
 			if _, ok := p.routed[op.Key]; ok {
 				p.routed[op.Key] = false
 			}
-		case health.WantGone:
+		case health.WantAbsent:
 			if p.busy[op.Key] {
 				p.routed[op.Key] = false
 			} else {
@@ -244,7 +244,7 @@ func (r *rig) list(uids string) {
 	}
 	for _, d := range r.d.Set.Targets() {
 		if !slices.ContainsFunc(all, func(c health.Change) bool { return c.Target == d.Target }) {
-			all = append(all, health.Change{Endpoint: health.Endpoint{Target: d.Target}, Gone: true})
+			all = append(all, health.Change{Endpoint: health.Endpoint{Target: d.Target}, Unlisted: true})
 		}
 	}
 	r.d.Set.Change(time.Now(), "web", all)
@@ -252,7 +252,7 @@ func (r *rig) list(uids string) {
 }
 
 func (r *rig) bury(uid health.UID) {
-	r.d.Set.Bury(time.Now(), uid, "r", time.Now(), time.Now().Add(time.Hour))
+	r.d.Set.Exclude(time.Now(), uid, "r", time.Now(), time.Now().Add(time.Hour))
 	r.d.Wake()
 }
 
@@ -275,7 +275,7 @@ func (r *rig) routing(want string) {
 func (r *rig) stones(want string) {
 	r.Helper()
 	var got []string
-	for _, s := range r.d.Set.Tombstones() {
+	for _, s := range r.d.Set.Exclusions() {
 		got = append(got, fmt.Sprintf("%s:%s", s.UID, s.State))
 	}
 	if strings.Join(got, " ") != want {
@@ -379,7 +379,7 @@ func TestAReloadIsNoticedAndAppliedAgain(t *testing.T) {
 		synctest.Wait()
 		r.stones("a:idle")
 
-		r.d.Set.Lift("a", "r")
+		r.d.Set.Readmit("a", "r")
 		r.d.Wake()
 		time.Sleep(time.Minute)
 		r.plane.with(func() { r.plane.generation++; r.plane.routed = map[health.Key]bool{} })
@@ -696,7 +696,7 @@ func TestAContestedServerDoesNotMakeItSpin(t *testing.T) {
 			{Endpoint: health.Endpoint{Target: older.Target, Routable: true}},
 			{Endpoint: health.Endpoint{Target: newer.Target, Routable: true}},
 		})
-		r.d.Set.Kill(time.Now(), "a")
+		r.d.Set.MarkTerminating(time.Now(), "a")
 		r.d.Wake()
 		_, before := r.plane.counts()
 		time.Sleep(time.Minute)
@@ -719,7 +719,7 @@ func (s *sharedServer) Apply(ctx context.Context, ops []health.Op) error {
 		if slices.Contains(s.keys, op.Key) {
 			ops = slices.Clone(ops)
 			ops[i].Key = s.keys[0]
-			if op.Want == health.WantGone {
+			if op.Want == health.WantAbsent {
 				ops[i].Want = health.WantRemoved
 			}
 		}

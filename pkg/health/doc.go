@@ -2,10 +2,10 @@
 // gateway to do with it.
 //
 // The [Set] has four inputs and one output. EndpointSlices say which pods claim to be routable
-// ([Set.Change]); coordinators say which pods must be let go ([Set.Bury], [Set.Lift], [Set.Kill]);
-// probes say who is well ([Set.Due], [Set.Report]); the gateway says what it really does
-// ([Set.Observe]). Out come the operations that are still needed ([Set.Pending]) and the state of
-// each tombstone ([Set.Tombstones]), which is what the agent acknowledges.
+// ([Set.Change]); coordinators say which pods must be let go ([Set.Exclude], [Set.Readmit],
+// [Set.MarkTerminating]); probes say who is well ([Set.Due], [Set.Report]); the gateway says what
+// it really does ([Set.Observe]). Out come the operations that are still needed ([Set.Pending]) and
+// the state of each tombstone ([Set.Exclusions]), which is what the agent acknowledges.
 //
 // There are two masks. Routable is what a live UID claims and no tombstone is on. Chosen, and so to
 // be routed, are the usable ones of these, or all of them where too few are usable. A tombstone

@@ -120,7 +120,7 @@ func TestThePercentageOfUsableTargetsIsAParameter(t *testing.T) {
 }
 
 // Without it a pod that is being let go comes back to clients whenever the others are sick.
-func TestFailOpenNeverIncludesTheTombstoned(t *testing.T) {
+func TestFailOpenNeverIncludesTheExcluded(t *testing.T) {
 	w := checked(t, "a b c")
 	w.bury("a", "r")
 	w.settle()
@@ -128,7 +128,7 @@ func TestFailOpenNeverIncludesTheTombstoned(t *testing.T) {
 	w.probe(2, "b c")
 	w.settle()
 	w.routed("web", "b c")
-	w.why("a:tombstoned b:failing-open c:failing-open")
+	w.why("a:excluded b:failing-open c:failing-open")
 	w.stones("a:idle")
 }
 
@@ -143,8 +143,8 @@ func TestATombstoneTouchesNoHealth(t *testing.T) {
 	w.probe(3, "a") // they are probed all the while
 	w.verdict("a", Unhealthy)
 	w.verdict("b", Healthy)
-	w.Lift("a", "r")
-	w.Lift("b", "r")
+	w.Readmit("a", "r")
+	w.Readmit("b", "r")
 	w.settle()
 	w.routed("web", "b c d")
 	w.why("a:unhealthy b:chosen c:chosen d:chosen")
@@ -169,7 +169,7 @@ func TestNothingGoesForItsHealthUntilAChosenOneIsRouted(t *testing.T) {
 }
 
 // The last that works is kept, even beside one that does not.
-func TestATombstonedTargetIsKeptUntilAChosenOneIsRouted(t *testing.T) {
+func TestAExcludedTargetIsKeptUntilAChosenOneIsRouted(t *testing.T) {
 	w := checked(t, "a b c d")
 	for _, text := range []string{"c", "d"} {
 		w.proxy.refuse[Key{"web", target(text)}] = true
@@ -232,7 +232,7 @@ func TestTheLastUsableTargetIsKept(t *testing.T) {
 	w.probe(2, "b")
 	w.settle()
 	w.stones("a:idle") // it is out: nothing brings it back
-	w.why("a:tombstoned b:failing-open")
+	w.why("a:excluded b:failing-open")
 }
 
 // The same when there are so many sick ones that the pool fails open: beside them the one that is
@@ -249,13 +249,13 @@ func TestTheLastUsableTargetIsKeptBesideThoseThatFailOpen(t *testing.T) {
 	w.settle()
 	w.stones("a:idle") // it is no better than the others now
 	w.routed("web", "b c d")
-	w.Lift("a", "r")
+	w.Readmit("a", "r")
 	w.settle()
 	w.probe(2, "b c d")
 	w.bury("a", "r")
 	w.settle()
 	w.stones("a:kept")
-	w.Kill(w.now, "a")
+	w.MarkTerminating(w.now, "a")
 	w.settle()
 	w.routed("web", "b c d")
 }
@@ -358,7 +358,7 @@ func TestWhoWasTakenOutForAKnownReasonNeedsNoProof(t *testing.T) {
 	w.list("web", ready("a b"))
 	w.Synced()
 	w.settle()
-	w.Lift("a", "r")
+	w.Readmit("a", "r")
 	w.settle()
 	w.routed("web", "a b")
 
@@ -394,7 +394,7 @@ func TestTheUsableOneIsKeptAlthoughAProcessLacksIt(t *testing.T) {
 	seen.Missing = true
 	o.Seen[Key{"web", target("a")}] = seen
 	w.Observe(w.now, o)
-	w.why("a:kept b:tombstoned c:held-back")
+	w.why("a:kept b:excluded c:held-back")
 }
 
 func TestAChangedCheckKeepsTheVerdictUntilItHasItsOwn(t *testing.T) {
@@ -495,7 +495,7 @@ func TestAPISIX13029(t *testing.T) {
 		"as a difference": func(w *world) {
 			w.Change(w.now, "web", []Change{
 				{Endpoint: Endpoint{Target: target(again), Routable: true}},
-				{Endpoint: Endpoint{Target: target("a")}, Gone: true},
+				{Endpoint: Endpoint{Target: target("a")}, Unlisted: true},
 			})
 		},
 	} {
@@ -557,7 +557,7 @@ func TestALapsedTombstoneNeedsFreshKnowledge(t *testing.T) {
 		"synced anew":  func(w *world) { w.Synced() },
 		"a coordinator": func(w *world) {
 			w.bury("a", "r2")
-			w.Lift("a", "r2")
+			w.Readmit("a", "r2")
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -622,11 +622,11 @@ func TestALapsedTombstoneNeedsFreshKnowledge(t *testing.T) {
 		w.Lapse(w.now)
 		w.list("web", ready("b"))
 		w.list("web", ready("a b"))
-		w.Bury(w.now, "a", "r", w.now, w.now.Add(time.Second))
+		w.Exclude(w.now, "a", "r", w.now, w.now.Add(time.Second))
 		w.settle()
 		w.pass(2 * time.Second)
 		w.Lapse(w.now)
-		w.Change(w.now, "web", []Change{{Endpoint: Endpoint{Target: target("b")}, Gone: true}})
+		w.Change(w.now, "web", []Change{{Endpoint: Endpoint{Target: target("b")}, Unlisted: true}})
 		w.settle()
 		w.routed("web", "a")
 	})

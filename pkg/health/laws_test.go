@@ -64,7 +64,8 @@ func FuzzChangeIsReplace(f *testing.F) {
 			slices.SortStableFunc(changes, func(a, b Change) int { return compareBools(a.Routable, b.Routable) })
 			for target := range said {
 				if _, still := says[target]; !still {
-					changes = append(changes, Change{Endpoint: Endpoint{Target: target, Routable: true, Terminating: true}, Gone: true})
+					changes = append(changes,
+						Change{Endpoint: Endpoint{Target: target, Routable: true, Terminating: true}, Unlisted: true})
 				}
 			}
 			said = says

@@ -9,11 +9,11 @@ import (
 type pool struct {
 	name    Pool
 	targets map[Target]*record
-	// graves are the claimed records of living pods that are to be out for a tombstone or a lapsed
-	// one.
-	graves records
-	n      [tallies]int32
-	check  *Check
+	// withheld are the claimed records of living pods that are to be out for a tombstone or a
+	// lapsed one.
+	withheld records
+	n        [tallies]int32
+	check    *Check
 	// open says that too few routable targets are usable, so that all are chosen. desperate: that
 	// none is routable at all, so that those of lapsed tombstones, and those that were found out,
 	// are.
@@ -39,7 +39,7 @@ type tally uint8
 const (
 	isClaimed = iota
 	isRouted
-	isBuried // and claimed
+	isExcluded // and claimed
 	isRoutable
 	isUsable // and routable
 	// isSure is a chosen target that the gateway routes to in each process, by a reading of the
@@ -52,13 +52,13 @@ const (
 )
 
 // living says that the pod of r is not known to be dead.
-func (r *record) living() bool { return r.pod == nil || !r.pod.dead }
+func (r *record) living() bool { return r.pod == nil || !r.pod.terminating }
 
-func (r *record) buried() bool { return r.pod != nil }
+func (r *record) excluded() bool { return r.pod != nil }
 
 // routable says that a live UID claims r and that neither a tombstone nor a doubt is in the way.
 func (r *record) routable() bool {
-	return r.is(claimed) && !r.buried() && (r.flags&doubts == 0 || r.pool.desperate)
+	return r.is(claimed) && !r.excluded() && (r.flags&doubts == 0 || r.pool.desperate)
 }
 
 // chosen says that r is to have traffic.
@@ -76,7 +76,7 @@ func (s *Set) serves(r *record) bool {
 func (s *Set) want(r *record) Want {
 	switch {
 	case !r.living():
-		return WantGone
+		return WantAbsent
 	case r == r.pool.kept:
 		return WantRouted
 	case !r.is(claimed) && !s.synced:
@@ -84,7 +84,7 @@ func (s *Set) want(r *record) Want {
 		// may serve.
 		return WantUnknown
 	case !r.is(claimed):
-		return WantGone
+		return WantAbsent
 	case r.chosen():
 		return WantRouted
 	case r.routable() && r.pool.hold && s.serves(r):
@@ -98,15 +98,15 @@ func (s *Set) want(r *record) Want {
 func (s *Set) why(r *record) Why {
 	switch {
 	case !r.living():
-		return WhyDead
+		return WhyTerminating
 	case r == r.pool.kept:
 		return WhyKept
 	case !r.is(claimed) && !s.synced:
 		return WhyNotSynced
 	case !r.is(claimed):
 		return WhyNotReady
-	case r.buried():
-		return WhyTombstoned
+	case r.excluded():
+		return WhyExcluded
 	case !r.routable() && r.is(found):
 		return WhyUnproven
 	case !r.routable():
@@ -151,9 +151,9 @@ func (s *Set) refresh(r *record) {
 	if r.is(claimed) {
 		c |= 1 << isClaimed
 		switch {
-		case r.buried():
-			c |= 1 << isBuried
-			grave = !r.pod.dead
+		case r.excluded():
+			c |= 1 << isExcluded
+			grave = !r.pod.terminating
 		case r.flags&doubts != 0:
 			grave = true
 		default:
@@ -173,7 +173,7 @@ func (s *Set) refresh(r *record) {
 		}
 	}
 	s.count(r, c)
-	p.graves.put(r, grave)
+	p.withheld.put(r, grave)
 	s.place(r)
 	s.soil(p)
 }
@@ -203,12 +203,12 @@ func (s *Set) soil(p *pool) {
 func (s *Set) place(r *record) {
 	want := s.want(r)
 	todo := s.generation != 0 && want != WantUnknown && !s.done(r, want)
-	if todo && want == WantRemoved && (r.seenIn != s.generation || r.buried() && r.seenAt < r.pool.asOf) {
+	if todo && want == WantRemoved && (r.seenIn != s.generation || r.excluded() && r.seenAt < r.pool.asOf) {
 		todo = false
 	}
 	s.fresh = s.fresh || todo && !s.todo.has(r)
 	s.todo.put(r, todo)
-	s.watched.put(r, s.generation == 0 || r.seenIn != s.generation || r.is(asked) || r.buried() ||
+	s.watched.put(r, s.generation == 0 || r.seenIn != s.generation || r.is(asked) || r.excluded() ||
 		r.is(claimed) && r.seenAt < r.pool.asOf)
 	s.plan(r, r.is(claimed) && r.living())
 }
@@ -226,13 +226,13 @@ func (s *Set) settle() {
 
 func (s *Set) settlePool(p *pool) {
 	sweep := false
-	if desperate := p.n[isRoutable] == 0 && len(p.graves.all) > 0; desperate != p.desperate {
+	if desperate := p.n[isRoutable] == 0 && len(p.withheld.all) > 0; desperate != p.desperate {
 		p.desperate, sweep = desperate, true
 	}
 	asOf := never
-	for _, r := range p.graves.all {
-		if r.buried() && s.serves(r) {
-			asOf = max(asOf, r.pod.buriedAt)
+	for _, r := range p.withheld.all {
+		if r.excluded() && s.serves(r) {
+			asOf = max(asOf, r.pod.excludedAt)
 		}
 	}
 	if asOf != p.asOf {
@@ -244,7 +244,7 @@ func (s *Set) settlePool(p *pool) {
 	// A tombstoned target that stays because no other is well is one more that is usable.
 	var leans int32
 	if p.n[isWell] == 0 {
-		for _, r := range p.graves.all {
+		for _, r := range p.withheld.all {
 			if s.mayStay(r) && r.verdict.Usable() {
 				leans = 1
 			}
@@ -264,7 +264,7 @@ func (s *Set) settlePool(p *pool) {
 	}
 	var kept *record
 	if p.n[isFresh] == 0 || leans > 0 {
-		for _, r := range p.graves.all {
+		for _, r := range p.withheld.all {
 			if s.mayStay(r) && (kept == nil || compareKept(r, kept, leans > 0) > 0) {
 				kept = r
 			}
@@ -309,7 +309,7 @@ func compareKept(a, b *record, leans bool) int {
 	return cmp.Or(
 		compareBools(!a.is(missing), !b.is(missing)),
 		usable,
-		compareBools(!a.buried(), !b.buried()),
+		compareBools(!a.excluded(), !b.excluded()),
 		cmp.Compare(x, y),
 		compareKeys(a.key(), b.key()),
 	)

@@ -27,11 +27,11 @@ func naiveOf(s *Set) naive {
 		serves := func(r *record) bool {
 			return r.is(claimed) && s.generation != 0 && r.seenIn == s.generation && r.is(routed)
 		}
-		tombstoned := func(r *record) bool { return r.target.UID != "" && s.pods[r.target.UID] != nil }
-		dead := func(r *record) bool { return tombstoned(r) && s.pods[r.target.UID].dead }
+		excluded := func(r *record) bool { return r.target.UID != "" && s.pods[r.target.UID] != nil }
+		dead := func(r *record) bool { return excluded(r) && s.pods[r.target.UID].terminating }
 		lapsed := func(r *record) bool { return r.is(unlisted) || r.is(unproven) || r.is(found) }
 		for _, r := range all {
-			if tombstoned(r) {
+			if excluded(r) {
 				n.Pods[r.target.UID]++
 			}
 			if r.is(routed) {
@@ -42,7 +42,7 @@ func naiveOf(s *Set) naive {
 			}
 			c.claimed++
 			switch {
-			case tombstoned(r):
+			case excluded(r):
 				c.buried++
 			case !lapsed(r):
 				c.routable++
@@ -53,18 +53,19 @@ func naiveOf(s *Set) naive {
 		}
 		open := false
 		chosen := func(r *record) bool {
-			return r.is(claimed) && !tombstoned(r) && (!lapsed(r) || c.routable == 0) && (r.verdict.Usable() || open || c.routable == 0)
+			return r.is(claimed) && !excluded(r) && (!lapsed(r) || c.routable == 0) &&
+				(r.verdict.Usable() || open || c.routable == 0)
 		}
 		asOf := never
 		for _, r := range all {
-			if tombstoned(r) && !dead(r) && serves(r) {
-				asOf = max(asOf, s.pods[r.target.UID].buriedAt)
+			if excluded(r) && !dead(r) && serves(r) {
+				asOf = max(asOf, s.pods[r.target.UID].excludedAt)
 			}
 		}
 		// No other is well, and one that is to go, and serves, is.
 		leans := false
 		for _, r := range all {
-			leans = leans || r.verdict.Usable() && serves(r) && !dead(r) && (tombstoned(r) || lapsed(r) && c.routable > 0)
+			leans = leans || r.verdict.Usable() && serves(r) && !dead(r) && (excluded(r) || lapsed(r) && c.routable > 0)
 		}
 		for _, r := range all {
 			leans = leans && !(r.verdict.Usable() && chosen(r) && serves(r) && !r.is(missing) && r.seenAt >= asOf)
@@ -85,7 +86,7 @@ func naiveOf(s *Set) naive {
 			switch {
 			case !leans && chosen(r) && serves(r) && !r.is(missing) && r.seenAt >= asOf:
 				another = true
-			case dead(r) || !serves(r) || !tombstoned(r) && !(lapsed(r) && c.routable > 0):
+			case dead(r) || !serves(r) || !excluded(r) && !(lapsed(r) && c.routable > 0):
 			case leans && !r.verdict.Usable():
 			case kept == nil || compareKept(r, kept, leans) > 0:
 				kept = r
@@ -105,15 +106,15 @@ func naiveOf(s *Set) naive {
 			want, why := WantRemoved, WhyUnhealthy
 			switch {
 			case dead(r):
-				want, why = WantGone, WhyDead
+				want, why = WantAbsent, WhyTerminating
 			case r == kept:
 				want, why = WantRouted, WhyKept
 			case !r.is(claimed) && s.synced:
-				want, why = WantGone, WhyNotReady
+				want, why = WantAbsent, WhyNotReady
 			case !r.is(claimed):
 				want, why = WantUnknown, WhyNotSynced
-			case tombstoned(r):
-				why = WhyTombstoned
+			case excluded(r):
+				why = WhyExcluded
 			case r.is(found) && c.routable > 0:
 				why = WhyUnproven
 			case lapsed(r) && c.routable > 0:
@@ -136,14 +137,14 @@ func naiveOf(s *Set) naive {
 				done = done && r.is(routed) && !r.is(missing)
 			case WantRemoved:
 				done = done && !r.is(routed)
-			case WantGone:
+			case WantAbsent:
 				done = done && !r.is(present)
 			}
-			unread := !read || tombstoned(r) && r.seenAt < asOf
+			unread := !read || excluded(r) && r.seenAt < asOf
 			if s.generation != 0 && want != WantUnknown && !done && !(want == WantRemoved && unread) {
 				n.Todo[k] = want.String()
 			}
-			if !read || r.is(asked) || tombstoned(r) || r.is(claimed) && r.seenAt < asOf {
+			if !read || r.is(asked) || excluded(r) || r.is(claimed) && r.seenAt < asOf {
 				n.Watched[k] = ""
 			}
 			if r.is(claimed) && !dead(r) && p.check != nil {
@@ -164,7 +165,7 @@ func keptBy(s *Set) naive {
 			kept = p.kept.key().String()
 		}
 		c := struct{ claimed, routed, buried, routable, usable int }{
-			int(p.n[isClaimed]), int(p.n[isRouted]), int(p.n[isBuried]), int(p.n[isRoutable]), int(p.n[isUsable]),
+			int(p.n[isClaimed]), int(p.n[isRouted]), int(p.n[isExcluded]), int(p.n[isRoutable]), int(p.n[isUsable]),
 		}
 		n.Pools[p.name] = fmt.Sprint(c, p.open, p.asOf, p.hold, kept)
 		for _, r := range p.targets {
@@ -191,7 +192,7 @@ func keptBy(s *Set) naive {
 		if _, held := s.held[p]; (len(p.holders) > 0) != held {
 			panic("held pods are out of order")
 		}
-		if len(p.holders) == 0 && !p.dead {
+		if len(p.holders) == 0 && !p.terminating {
 			panic("a pod without a tombstone is remembered")
 		}
 	}

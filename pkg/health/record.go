@@ -83,7 +83,7 @@ type records struct {
 
 // The sets that a record can be in: its pool's graves, and the set's todo and watched.
 const (
-	inGraves = iota
+	inWithheld = iota
 	inTodo
 	inWatched
 	sets
@@ -129,13 +129,13 @@ func (s *Set) findOrMake(p *pool, t Target) *record {
 // dropIfDone forgets a record that nobody claims and the gateway has forgotten. The gateway is
 // written first, the record dropped after. It reports whether it was forgotten.
 func (s *Set) dropIfDone(r *record) bool {
-	if r.is(claimed|asked) || !s.done(r, WantGone) {
+	if r.is(claimed|asked) || !s.done(r, WantAbsent) {
 		return false
 	}
 	s.count(r, 0)
 	s.soil(r.pool)
 	s.plan(r, false)
-	r.pool.graves.put(r, false)
+	r.pool.withheld.put(r, false)
 	s.todo.put(r, false)
 	s.watched.put(r, false)
 	delete(r.pool.targets, r.target)

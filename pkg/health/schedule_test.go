@@ -90,7 +90,7 @@ func TestProbesAreSpread(t *testing.T) {
 	}
 	// One after the other while time passes, the eldest go.
 	for k := range 2 * n {
-		s.Change(now, "web", []Change{{Endpoint: all[k], Gone: true}, {Endpoint: all[k+n]}})
+		s.Change(now, "web", []Change{{Endpoint: all[k], Unlisted: true}, {Endpoint: all[k+n]}})
 		if k%7 == 0 {
 			now = now.Add(time.Millisecond)
 			jobs, _ = s.Due(now, nil, 1<<20)
@@ -109,7 +109,7 @@ func TestProbesAreSpread(t *testing.T) {
 	seed := script(1, n)
 	for k := range n {
 		if seed[k] < 170 {
-			s.Change(now, "web", []Change{{Endpoint: all[2*n+k], Gone: true}})
+			s.Change(now, "web", []Change{{Endpoint: all[2*n+k], Unlisted: true}})
 		}
 	}
 	for k := range n / 4 {
@@ -270,8 +270,8 @@ func TestWhoLeftIsTold(t *testing.T) {
 		}
 	}
 	told(nil, false)
-	s.Change(t0, "web", []Change{{Endpoint: all[0], Gone: true}})
-	s.Kill(t0, all[1].UID)
+	s.Change(t0, "web", []Change{{Endpoint: all[0], Unlisted: true}})
+	s.MarkTerminating(t0, all[1].UID)
 	told([]Key{{"web", all[0].Target}, {"web", all[1].Target}}, false)
 	told(nil, false)
 	replace(s, t0, "web", nil)

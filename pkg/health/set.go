@@ -29,8 +29,8 @@ type Endpoint struct {
 type Change struct {
 	// Endpoint is what is said now.
 	Endpoint
-	// Gone says that the target is not listed any more. Nothing but its Target counts then.
-	Gone bool
+	// Unlisted says that the target is not listed any more. Nothing but its Target counts then.
+	Unlisted bool
 }
 
 // Options are what a set can do otherwise.
@@ -68,11 +68,11 @@ type Set struct {
 	fresh bool
 
 	// pods are those with a tombstone, the dead included; held those with a lease.
-	pods     map[UID]*pod
-	held     map[*pod]struct{}
-	unread   []*pod
-	burials  uint64
-	lapsedAt int64
+	pods       map[UID]*pod
+	held       map[*pod]struct{}
+	unread     []*pod
+	exclusions uint64
+	lapsedAt   int64
 
 	schedule schedule
 	// left are the targets that are not probed any more, for who keeps connections to them;
@@ -103,7 +103,7 @@ func (s *Set) pool(name Pool) *pool {
 	if p := s.pools[name]; p != nil {
 		return p
 	}
-	p := &pool{name: name, targets: map[Target]*record{}, graves: records{which: inGraves}, asOf: never, hold: true}
+	p := &pool{name: name, targets: map[Target]*record{}, withheld: records{which: inWithheld}, asOf: never, hold: true}
 	s.pools[name] = p
 	return p
 }
@@ -119,10 +119,10 @@ func (s *Set) Change(now time.Time, pool Pool, changes []Change) {
 	p := s.pool(pool)
 	for n := range changes {
 		c := &changes[n]
-		if c.Terminating && !c.Gone && c.UID != "" {
-			s.kill(now, at, c.UID)
+		if c.Terminating && !c.Unlisted && c.UID != "" {
+			s.markTerminating(now, at, c.UID)
 		}
-		if c.Routable && !c.Terminating && !c.Gone {
+		if c.Routable && !c.Terminating && !c.Unlisted {
 			s.claim(s.findOrMake(p, c.Target), true)
 		} else if r := p.targets[c.Target]; r != nil {
 			s.claim(r, false)
@@ -274,7 +274,8 @@ func (s *Set) Observe(now time.Time, o Observation) {
 			continue
 		}
 		r := p.targets[k.Target]
-		if s.last == 1 && r.seenIn == 0 && seen.Present && !seen.Routed && !r.is(asked) && !r.buried() && (r.is(claimed) || !s.synced) {
+		if s.last == 1 && r.seenIn == 0 && seen.Present && !seen.Routed && !r.is(asked) && !r.excluded() &&
+			(r.is(claimed) || !s.synced) {
 			// The agent before this one took it out, and may have known why: what the gateway does
 			// is all that is left of its verdicts.
 			r.set(found, p.check != nil && !r.is(own))
@@ -337,8 +338,8 @@ type Count struct {
 	Claimed int
 	// Routed by the gateway, as last read.
 	Routed int
-	// Buried: claimed, and tombstoned.
-	Buried int
+	// Excluded: claimed, and tombstoned.
+	Excluded int
 	// Unusable: routable, and unhealthy.
 	Unusable int
 	// FailingOpen says that too few of the routable targets are usable, so that all of them have
@@ -353,7 +354,7 @@ func (s *Set) Counts() map[Pool]Count {
 	counts := make(map[Pool]Count, len(s.pools))
 	for _, p := range s.pools {
 		counts[p.name] = Count{
-			Claimed: int(p.n[isClaimed]), Routed: int(p.n[isRouted]), Buried: int(p.n[isBuried]),
+			Claimed: int(p.n[isClaimed]), Routed: int(p.n[isRouted]), Excluded: int(p.n[isExcluded]),
 			Unusable: int(p.n[isRoutable] - p.n[isUsable]), FailingOpen: p.open,
 		}
 	}

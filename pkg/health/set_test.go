@@ -71,7 +71,7 @@ func (p *proxy) apply(ops []Op) {
 		for _, process := range p.processes() {
 			if s := process[op.Key]; s != nil {
 				s.routed = false
-				if op.Want == WantGone && s.active == 0 {
+				if op.Want == WantAbsent && s.active == 0 {
 					delete(process, op.Key)
 				}
 			}
@@ -154,7 +154,7 @@ func replace(s *Set, now time.Time, pool Pool, endpoints []Endpoint) {
 	s.mu.Lock()
 	for t := range s.pool(pool).targets {
 		if _, ok := listed[t]; !ok {
-			first = append(first, Change{Endpoint: Endpoint{Target: t}, Gone: true})
+			first = append(first, Change{Endpoint: Endpoint{Target: t}, Unlisted: true})
 		}
 	}
 	s.mu.Unlock()
@@ -184,7 +184,7 @@ func (w *world) detail(k Key) (Detail, bool) {
 }
 
 func (w *world) bury(uid UID, holder string) bool {
-	return w.Bury(w.now, uid, holder, w.now, w.now.Add(time.Minute))
+	return w.Exclude(w.now, uid, holder, w.now, w.now.Add(time.Minute))
 }
 
 // known counts the targets of pool that the set remembers, knownPods the pods.
@@ -257,7 +257,7 @@ func (w *world) routed(pool Pool, want string) {
 func (w *world) stones(want string) {
 	w.Helper()
 	var got []string
-	for _, s := range w.Tombstones() {
+	for _, s := range w.Exclusions() {
 		got = append(got, fmt.Sprintf("%s:%s", s.UID, s.State))
 	}
 	if strings.Join(got, " ") != want {
@@ -396,7 +396,7 @@ func TestATombstoneTakesThePodOutEverywhere(t *testing.T) {
 	w.settle()
 	w.routed("new", "b")
 	w.stones("a:idle")
-	if got := w.Tombstones()[0].Targets; got != 4 {
+	if got := w.Exclusions()[0].Targets; got != 4 {
 		t.Fatalf("it has %d targets, want 4", got)
 	}
 }
@@ -430,7 +430,7 @@ func TestAnAddressIsUsedAgain(t *testing.T) {
 	w.stones("a:idle new:unknown")
 	w.settle()
 	w.routed("web", "b")
-	w.Lift("new", "r")
+	w.Readmit("new", "r")
 	w.settle()
 	w.routed("web", "b 10.0.0.1:80@new")
 }
@@ -444,7 +444,7 @@ func TestTwoPodsAreListedAtOneAddress(t *testing.T) {
 	w.bury("a", "r")
 	w.settle()
 	w.routed("web", "b 10.0.0.1:80@new")
-	w.Kill(w.now, "a")
+	w.MarkTerminating(w.now, "a")
 	w.settle()
 	w.routed("web", "b 10.0.0.1:80@new")
 	w.list("web", ready("b 10.0.0.1:80@new"))
@@ -495,9 +495,9 @@ func TestTheDeadAreForgottenInTheEnd(t *testing.T) {
 // whatever address, the pod is dead.
 func TestTheDeadAreNotForgottenWhileTheyAreListed(t *testing.T) {
 	w := serving(t, "a b")
-	w.Kill(w.now, "a")
+	w.MarkTerminating(w.now, "a")
 	w.settle()
-	w.pass(deadMemory + time.Minute)
+	w.pass(terminatingMemory + time.Minute)
 	w.Lapse(w.now)
 	w.list("admin", ready("a b"))
 	w.settle()
@@ -542,7 +542,7 @@ func TestADeadPodIsNotKept(t *testing.T) {
 	w.bury("a", "r")
 	w.settle()
 	w.stones("a:kept")
-	w.Kill(w.now, "a")
+	w.MarkTerminating(w.now, "a")
 	w.settle()
 	w.routed("web", "")
 	w.stones("a:idle")
@@ -644,7 +644,7 @@ func TestEachHolderHasItsOwnLease(t *testing.T) {
 		t.Fatal("Bury does not tell a new holder from a renewal")
 	}
 	w.settle()
-	if !w.Lift("a", "r1") || w.Lift("a", "r1") {
+	if !w.Readmit("a", "r1") || w.Readmit("a", "r1") {
 		t.Fatal("Lift does not tell whether there was a lease")
 	}
 	w.settle()
@@ -653,7 +653,7 @@ func TestEachHolderHasItsOwnLease(t *testing.T) {
 	if got := w.Held("r2"); !slices.Equal(got, []UID{"a"}) {
 		t.Fatalf("r2 holds %v", got)
 	}
-	w.Lift("a", "r2")
+	w.Readmit("a", "r2")
 	w.stones("")
 	w.settle()
 	w.routed("web", "a b")
@@ -661,16 +661,16 @@ func TestEachHolderHasItsOwnLease(t *testing.T) {
 
 func TestSinceIsTheOldest(t *testing.T) {
 	w := serving(t, "a b")
-	w.Bury(w.now, "a", "r1", t0.Add(-time.Second), w.now.Add(time.Minute))
-	w.Bury(w.now, "a", "r2", t0.Add(-time.Minute), w.now.Add(time.Minute))
-	w.Bury(w.now, "a", "r1", t0, w.now.Add(time.Minute))
-	if got := w.Tombstones()[0].Since; !got.Equal(t0.Add(-time.Minute)) {
+	w.Exclude(w.now, "a", "r1", t0.Add(-time.Second), w.now.Add(time.Minute))
+	w.Exclude(w.now, "a", "r2", t0.Add(-time.Minute), w.now.Add(time.Minute))
+	w.Exclude(w.now, "a", "r1", t0, w.now.Add(time.Minute))
+	if got := w.Exclusions()[0].Since; !got.Equal(t0.Add(-time.Minute)) {
 		t.Fatalf("since is %s", got)
 	}
-	w.Lift("a", "r1")
-	w.Lift("a", "r2")
-	w.Bury(w.now, "a", "r1", t0, w.now.Add(time.Minute))
-	if got := w.Tombstones()[0].Since; !got.Equal(t0) {
+	w.Readmit("a", "r1")
+	w.Readmit("a", "r2")
+	w.Exclude(w.now, "a", "r1", t0, w.now.Add(time.Minute))
+	if got := w.Exclusions()[0].Since; !got.Equal(t0) {
 		t.Fatalf("since of the next tombstone is %s", got)
 	}
 }
@@ -681,7 +681,7 @@ func TestLeasesLapse(t *testing.T) {
 	w.bury("a", "r2")
 	w.bury("b", "r1")
 	w.bury("c", "r1")
-	w.Kill(w.now, "c")
+	w.MarkTerminating(w.now, "c")
 	w.settle()
 	buried := w.now
 	w.pass(30 * time.Second)
@@ -778,7 +778,7 @@ func TestAReadingThatBeganBeforeTheTombstoneDoesNotCount(t *testing.T) {
 	w := serving(t, "a b")
 	w.bury("a", "r")
 	w.settle()
-	w.Lift("a", "r")
+	w.Readmit("a", "r")
 	w.pass(time.Second)
 	// The reading shows a taken out. It is delivered after the pod was buried again.
 	early := w.proxy.read(w.now, []Key{{"web", target("a")}})
@@ -859,7 +859,7 @@ func TestATargetThatWasBuriedAllTheWhileIsForgotten(t *testing.T) {
 	w.list("web", ready("a b"))
 	w.settle()
 	w.stones("a:idle")
-	w.Lift("a", "r")
+	w.Readmit("a", "r")
 	w.list("web", ready("b"))
 	if w.known("web") != 1 || w.knownPods() != 1 {
 		t.Fatalf("the set knows %d targets of %d pods, want b's only", w.known("web"), w.knownPods())
@@ -925,7 +925,7 @@ func TestCountsAndUnsettled(t *testing.T) {
 	if w.Unsettled() {
 		t.Fatal("an idle tombstone is unsettled")
 	}
-	want := map[Pool]Count{"web": {Claimed: 3, Routed: 2, Buried: 1}}
+	want := map[Pool]Count{"web": {Claimed: 3, Routed: 2, Excluded: 1}}
 	if diff := cmp.Diff(want, w.Counts()); diff != "" {
 		t.Fatal(diff)
 	}
@@ -942,20 +942,20 @@ func TestAPodIsKeptInOnePoolAndLeavesTheOthers(t *testing.T) {
 	w.stones("a:kept")
 	w.routed("web", "b")
 	w.routed("own", "a")
-	if s := w.Tombstones()[0]; !slices.Equal(s.Kept, []Pool{"own"}) || !s.Quiet {
-		t.Errorf("kept in %v, quiet %t; want in own, and Idle in web", s.Kept, s.Quiet)
+	if s := w.Exclusions()[0]; !slices.Equal(s.Kept, []Pool{"own"}) || !s.NoConnections {
+		t.Errorf("kept in %v, quiet %t; want in own, and Idle in web", s.Kept, s.NoConnections)
 	}
 	key := Key{Pool: "web", Target: target("a")}
 	w.proxy.now[key] = &server{active: 1} // a request that runs
 	w.read(nil)
-	if s := w.Tombstones()[0]; s.State != Kept || s.Quiet {
-		t.Errorf("%s, quiet %t; want kept, and a request in web", s.State, s.Quiet)
+	if s := w.Exclusions()[0]; s.State != Kept || s.NoConnections {
+		t.Errorf("%s, quiet %t; want kept, and a request in web", s.State, s.NoConnections)
 	}
 	w.list("own", ready("a c"))
 	w.settle()
 	w.routed("own", "c")
-	if s := w.Tombstones()[0]; len(s.Kept) != 0 || s.Quiet {
-		t.Errorf("%s, kept in %v, quiet %t; want neither", s.State, s.Kept, s.Quiet)
+	if s := w.Exclusions()[0]; len(s.Kept) != 0 || s.NoConnections {
+		t.Errorf("%s, kept in %v, quiet %t; want neither", s.State, s.Kept, s.NoConnections)
 	}
 }
 
@@ -968,7 +968,7 @@ func TestStateSinceIsWhenTheStateWasEntered(t *testing.T) {
 	w.pass(IdleGap / 2)
 	w.step()
 	w.bury("a", "r") // a renewal
-	s := w.Tombstones()[0]
+	s := w.Exclusions()[0]
 	if s.State != Removed || !s.StateSince.Equal(entered) || s.Generation != "g1" {
 		t.Fatalf("%+v, want removed since %s in g1", s, entered)
 	}
@@ -982,9 +982,9 @@ func TestStateSinceIsWhenTheStateWasEntered(t *testing.T) {
 //   - If the proxy is as it was last read, no step leaves a pool without a target that may serve if
 //     it had one.
 //   - In the end, when the world has gone quiet, the proxy routes to exactly what is claimed by
-//     pods without a tombstone. In a pool where that is nothing it may route to one tombstoned
+//     pods without a tombstone. In a pool where that is nothing it may route to one excluded
 //     target besides, if that is claimed, alive, and was routed to before.
-//   - Nothing is remembered in the end that is neither claimed nor tombstoned.
+//   - Nothing is remembered in the end that is neither claimed nor excluded.
 func random(t testing.TB, script []byte) {
 	w := newWorld(t)
 	pools := []Pool{"web", "api"}
@@ -1035,7 +1035,7 @@ func random(t testing.TB, script []byte) {
 			}
 			for t := range said[pool] {
 				if _, still := claims[pool][t]; !still {
-					changes = append(changes, Change{Endpoint: Endpoint{Target: t, Routable: true}, Gone: true})
+					changes = append(changes, Change{Endpoint: Endpoint{Target: t, Routable: true}, Unlisted: true})
 				}
 			}
 			w.Change(w.now, pool, changes)
@@ -1049,7 +1049,7 @@ func random(t testing.TB, script []byte) {
 	}
 	check := func() {
 		t.Helper()
-		for _, s := range w.Tombstones() {
+		for _, s := range w.Exclusions() {
 			if s.State < Removed || s.Generation != fmt.Sprint("g", w.proxy.generation) {
 				continue
 			}
@@ -1141,12 +1141,12 @@ func random(t testing.TB, script []byte) {
 			held[holding{uid, holder}] = true
 		case 7:
 			say("%s lifts %s", holder, uid)
-			w.Lift(uid, holder)
+			w.Readmit(uid, holder)
 			delete(held, holding{uid, holder})
 		case 8:
 			if next()%4 == 0 {
 				say("%s dies", uid)
-				w.Kill(w.now, uid)
+				w.MarkTerminating(w.now, uid)
 				dead[uid] = true
 			}
 		case 9:
@@ -1296,7 +1296,7 @@ func random(t testing.TB, script []byte) {
 			t.Fatalf("pod %s is remembered for nothing, after\n%s", uid, strings.Join(log, "\n"))
 		}
 	}
-	for _, s := range w.Tombstones() {
+	for _, s := range w.Exclusions() {
 		if s.State != Idle && s.State != Kept {
 			t.Fatalf("%s is %s in the end, after\n%s", s.UID, s.State, strings.Join(log, "\n"))
 		}

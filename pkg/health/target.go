@@ -43,8 +43,9 @@ const (
 	WantRouted
 	// WantRemoved asks the gateway to send nothing new to the target. What runs there goes on.
 	WantRemoved
-	// WantGone asks for WantRemoved and then to forget the target once nothing runs on it any more.
-	WantGone
+	// WantAbsent asks for WantRemoved and then to forget the target once nothing runs on it any
+	// more.
+	WantAbsent
 )
 
 // String prints the want in lower case.
@@ -54,7 +55,7 @@ func (w Want) String() string {
 		return "routed"
 	case WantRemoved:
 		return "removed"
-	case WantGone:
+	case WantAbsent:
 		return "gone"
 	default:
 		return "unknown"

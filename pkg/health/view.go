@@ -27,8 +27,8 @@ const (
 	WhyPending
 	// WhyUnhealthy targets have no traffic for their health.
 	WhyUnhealthy
-	// WhyTombstoned targets have no traffic because a coordinator wants their pod to be let go.
-	WhyTombstoned
+	// WhyExcluded targets have no traffic because a coordinator wants their pod to be let go.
+	WhyExcluded
 	// WhyLapsed targets have no traffic because nobody knows any more whether their pod's tombstone
 	// still holds, see [Set.Lapse].
 	WhyLapsed
@@ -40,8 +40,8 @@ const (
 	// WhyNotSynced targets are left as they are in the gateway: EndpointSlices have not been heard
 	// yet.
 	WhyNotSynced
-	// WhyDead targets have no traffic because their pod is being deleted, or gone.
-	WhyDead
+	// WhyTerminating targets have no traffic because their pod is being deleted, or gone.
+	WhyTerminating
 )
 
 // String prints the reason in lower case, words joined by hyphens.
@@ -59,7 +59,7 @@ func (w Why) String() string {
 		return "pending"
 	case WhyUnhealthy:
 		return "unhealthy"
-	case WhyTombstoned:
+	case WhyExcluded:
 		return "excluded"
 	case WhyLapsed:
 		return "lapsed"
@@ -69,7 +69,7 @@ func (w Why) String() string {
 		return "not-ready"
 	case WhyNotSynced:
 		return "not-synced"
-	case WhyDead:
+	case WhyTerminating:
 		return "dead"
 	default:
 		return "unknown"
@@ -93,8 +93,8 @@ type Detail struct {
 	Read   bool
 	Seen   Seen
 	SeenAt time.Time
-	// Tombstone is the one of the target's pod, nil without one. A dead pod has one for ever.
-	Tombstone *Tombstone
+	// Exclusion is the one of the target's pod, nil without one. A dead pod has one for ever.
+	Exclusion *Exclusion
 }
 
 // Counters count outcomes of each kind, see [Thresholds].
@@ -131,9 +131,9 @@ func (s *Set) detail(r *record) Detail {
 		d.Read, d.SeenAt = true, s.epoch.Add(time.Duration(r.seenAt))
 		d.Seen = Seen{Present: r.is(present), Routed: r.is(routed), Missing: r.is(missing), Active: int(r.active)}
 	}
-	if r.buried() {
+	if r.excluded() {
 		p := r.pod
-		d.Tombstone = &Tombstone{
+		d.Exclusion = &Exclusion{
 			UID: p.uid, Since: p.since, State: p.state, StateSince: p.stateAt, Generation: s.generationName(), Targets: len(s.ofPod[p.uid]),
 		}
 	}

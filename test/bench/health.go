@@ -64,7 +64,8 @@ func added(endpoints []health.Endpoint) []health.Change {
 func (r *replacer) follow() {
 	seen := map[health.Key]health.Seen{}
 	for _, op := range r.set.Pending() {
-		seen[op.Key] = health.Seen{Present: op.Want != health.WantGone, Routed: op.Want == health.WantRouted, Missing: op.Want != health.WantRouted}
+		seen[op.Key] = health.Seen{Present: op.Want != health.WantAbsent, Routed: op.Want == health.WantRouted,
+			Missing: op.Want != health.WantRouted}
 	}
 	r.set.Observe(r.now, health.Observation{Generation: "g", At: r.now, Seen: seen})
 }
@@ -79,7 +80,7 @@ func (r *replacer) run(n int) time.Duration {
 				out, in = in, out
 			}
 			r.at++
-			r.set.Change(r.now, "web", []health.Change{{Endpoint: *out, Gone: true}, {Endpoint: *in}})
+			r.set.Change(r.now, "web", []health.Change{{Endpoint: *out, Unlisted: true}, {Endpoint: *in}})
 			r.follow()
 		}
 	})
@@ -216,7 +217,7 @@ func benchSchedule() ([]Result, error) {
 	planned.SetCheck(t, "web", benchCheck)
 	planned.Change(t, "web", added(more[:n]))
 	for i := range n / 3 {
-		planned.Change(t, "web", []health.Change{{Endpoint: more[i*3], Gone: true}, {Endpoint: more[n+i]}})
+		planned.Change(t, "web", []health.Change{{Endpoint: more[i*3], Unlisted: true}, {Endpoint: more[n+i]}})
 	}
 	busy := map[int64]int{}
 	most := 0

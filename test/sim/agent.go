@@ -17,7 +17,7 @@ const (
 	lapseEvery      = time.Second
 	fastest         = 10 * time.Millisecond
 	slowest         = 100 * time.Millisecond
-	watchTombstones = 250 * time.Millisecond
+	watchExclusions = 250 * time.Millisecond
 	watchReloads    = time.Second
 	retryFirst      = 50 * time.Millisecond
 	retryMost       = 2 * time.Second
@@ -26,7 +26,7 @@ const (
 	postTimeout     = 5 * time.Second
 	pauseFirst      = 100 * time.Millisecond
 	pauseMost       = 2 * time.Second
-	// coarse is how far the lease in the journal may lag behind.
+	// coarse is how far the expiry in the journal may lag behind.
 	coarse = 10 * time.Second
 )
 
@@ -76,8 +76,8 @@ type agent struct {
 
 	// journal is on disk: it survives every death.
 	journal map[drain.UID]*entry
-	// leases are who holds what until when, for the checks: a plain record beside the set.
-	leases map[drain.UID]map[string]time.Time
+	// expiries are who holds what until when, for the checks: a plain record beside the set.
+	expiries map[drain.UID]map[string]time.Time
 	// dead are the pods that this life has seen terminating, for the checks.
 	dead map[drain.UID]bool
 	// seen is the version of each Service's slice that was heard last.
@@ -86,7 +86,7 @@ type agent struct {
 	told map[int][]endpoint
 }
 
-// entry is a tombstone on disk.
+// entry is an exclusion on disk.
 type entry struct {
 	since   time.Time
 	holders map[string]time.Time
@@ -104,7 +104,7 @@ type link struct {
 	synced   bool
 	declared bool
 	session  uint64
-	lease    drain.Holder
+	expiry   drain.Holder
 	released map[drain.UID]bool
 	posting  bool
 	// everything and poked are what the report loop wakes up for.
@@ -142,7 +142,7 @@ func (a *agent) start() {
 	a.hooks, a.watched, a.sent, a.broken = nil, map[string]map[drain.UID]bool{}, map[drain.UID]bool{}, nil
 	a.set = health.New(health.Options{})
 	a.dead = map[drain.UID]bool{}
-	a.known, a.leases = map[health.UID]health.State{}, map[drain.UID]map[string]time.Time{}
+	a.known, a.expiries = map[health.UID]health.State{}, map[drain.UID]map[string]time.Time{}
 	a.seen, a.told = map[int]int{}, map[int][]endpoint{}
 	a.programming, a.learned, a.unlearned = false, false, false
 	a.stepping, a.poked, a.generation = false, false, ""
@@ -152,14 +152,14 @@ func (a *agent) start() {
 		e := a.journal[uid]
 		for _, holder := range sorted(e.holders) {
 			if e.holders[holder].After(w.now) {
-				a.set.Bury(w.now, health.UID(uid), holder, e.since, e.holders[holder])
-				a.lease(uid, holder, e.holders[holder])
+				a.set.Exclude(w.now, health.UID(uid), holder, e.since, e.holders[holder])
+				a.expiry(uid, holder, e.holders[holder])
 			} else {
 				delete(e.holders, holder)
 			}
 		}
 		if e.dead {
-			a.set.Kill(w.now, health.UID(uid))
+			a.set.MarkTerminating(w.now, health.UID(uid))
 		} else if len(e.holders) == 0 {
 			delete(a.journal, uid)
 		}
@@ -260,7 +260,8 @@ func (a *agent) crash(lost bool) {
 	a.broken = nil
 }
 
-// lapse is cmd/agent's: time alone lets no pod back in. A lease that is over stands until a list says that the watch is not behind.
+// lapse is cmd/agent's: time alone lets no pod back in. A expiry that is over stands until a list
+// says that the watch is not behind.
 func (a *agent) lapse() {
 	w := a.w
 	w.after(&a.proc, lapseEvery, func() {
@@ -282,9 +283,9 @@ func (a *agent) lapse() {
 	})
 }
 
-// overdue says whether some lease is over.
+// overdue says whether some expiry is over.
 func (a *agent) overdue() bool {
-	for _, holders := range a.leases {
+	for _, holders := range a.expiries {
 		for _, until := range holders {
 			if a.w.now.After(until) {
 				return true
@@ -294,14 +295,15 @@ func (a *agent) overdue() bool {
 	return false
 }
 
-// lapsed ends the leases that were over at now, which everything that the set knows of slices is not older than.
+// lapsed ends the expiries that were over at now, which everything that the set knows of slices is
+// not older than.
 func (a *agent) lapsed(now time.Time) {
 	if uids := a.set.Lapse(now); len(uids) > 0 {
-		a.log("tombstones lapsed: %v", uids)
+		a.log("exclusions lapsed: %v", uids)
 		a.wake()
 	}
 	a.set.Refreshed(now)
-	for uid, holders := range a.leases {
+	for uid, holders := range a.expiries {
 		for holder, until := range holders {
 			if !now.After(until) {
 				continue
@@ -343,7 +345,7 @@ func (a *agent) list(service int, endpoints []endpoint) {
 	}
 	for _, b := range before {
 		if !slices.ContainsFunc(endpoints, func(e endpoint) bool { return target(e) == target(b) }) {
-			changes = append(changes, health.Change{Endpoint: health.Endpoint{Target: target(b)}, Gone: true})
+			changes = append(changes, health.Change{Endpoint: health.Endpoint{Target: target(b)}, Unlisted: true})
 		}
 	}
 	a.told[service] = endpoints
@@ -352,19 +354,19 @@ func (a *agent) list(service int, endpoints []endpoint) {
 
 func pool(service int) health.Pool { return health.Pool(rune('a' + service)) }
 
-// The tombstones: what is persisted, is persisted before the gateway is touched.
+// The exclusions: what is persisted, is persisted before the gateway is touched.
 
-func (a *agent) lease(uid drain.UID, holder string, until time.Time) {
-	if a.leases[uid] == nil {
-		a.leases[uid] = map[string]time.Time{}
+func (a *agent) expiry(uid drain.UID, holder string, until time.Time) {
+	if a.expiries[uid] == nil {
+		a.expiries[uid] = map[string]time.Time{}
 	}
-	if until.After(a.leases[uid][holder]) {
-		a.leases[uid][holder] = until
+	if until.After(a.expiries[uid][holder]) {
+		a.expiries[uid][holder] = until
 	}
 }
 
-// bury reports whether the agent has survived it.
-func (a *agent) bury(p drain.Pod, holder string, since, expires time.Time) bool {
+// exclude reports whether the agent has survived it.
+func (a *agent) exclude(p drain.Pod, holder string, since, expires time.Time) bool {
 	e := a.journal[p.UID]
 	if e == nil {
 		e = &entry{since: since, holders: map[string]time.Time{}}
@@ -376,18 +378,18 @@ func (a *agent) bury(p drain.Pod, holder string, since, expires time.Time) bool 
 	if expires.After(e.holders[holder]) {
 		e.holders[holder] = expires
 	}
-	if a.dies("after it has persisted a tombstone") {
+	if a.dies("after it has persisted an exclusion") {
 		return false
 	}
-	a.lease(p.UID, holder, expires)
-	if a.set.Bury(a.w.now, health.UID(p.UID), holder, since, expires) {
-		a.log("tombstone on %s for %s", p.UID, holder)
+	a.expiry(p.UID, holder, expires)
+	if a.set.Exclude(a.w.now, health.UID(p.UID), holder, since, expires) {
+		a.log("exclusion on %s for %s", p.UID, holder)
 		a.wake()
 	}
 	return true
 }
 
-func (a *agent) lift(uid drain.UID, holder string, dead bool) {
+func (a *agent) readmission(uid drain.UID, holder string, dead bool) {
 	e := a.journal[uid]
 	if dead {
 		a.dead[uid] = true
@@ -396,12 +398,12 @@ func (a *agent) lift(uid drain.UID, holder string, dead bool) {
 			a.journal[uid] = e
 		}
 		e.dead = true
-		a.set.Kill(a.w.now, health.UID(uid))
+		a.set.MarkTerminating(a.w.now, health.UID(uid))
 	}
-	if a.set.Lift(health.UID(uid), holder) {
-		a.log("%s lifts its tombstone on %s, dead=%t", holder, uid, dead)
+	if a.set.Readmit(health.UID(uid), holder) {
+		a.log("%s ends its exclusion on %s, dead=%t", holder, uid, dead)
 	}
-	delete(a.leases[uid], holder)
+	delete(a.expiries[uid], holder)
 	if e != nil {
 		delete(e.holders, holder)
 		if len(e.holders) == 0 && !e.dead {
@@ -414,9 +416,9 @@ func (a *agent) lift(uid drain.UID, holder string, dead bool) {
 
 func (a *agent) renew(holder string, expires time.Time) {
 	a.set.Renew(holder, expires)
-	for uid, holders := range a.leases {
+	for uid, holders := range a.expiries {
 		if _, ok := holders[holder]; ok { // over or not: it stands until it is lapsed
-			a.lease(uid, holder, expires)
+			a.expiry(uid, holder, expires)
 		}
 		if e := a.journal[uid]; e != nil {
 			if until, ok := e.holders[holder]; ok && expires.Sub(until) >= coarse {
@@ -546,7 +548,7 @@ func (a *agent) taken(ops []health.Op, seen health.Observation, sampled time.Dur
 	case a.set.Unsettled() || len(pending) > 0:
 		wait, a.pause = a.pause, min(a.pause*3/2, slowest)
 	case len(a.set.Watched()) > 0:
-		wait, a.pause = watchTombstones, fastest
+		wait, a.pause = watchExclusions, fastest
 	default:
 		a.pause = fastest
 	}
@@ -567,9 +569,9 @@ func (a *agent) sleep(wait time.Duration) {
 	})
 }
 
-// changed tells the streams that a tombstone has another state.
+// changed tells the streams that an exclusion has another state.
 func (a *agent) changed() {
-	stones := a.set.Tombstones()
+	stones := a.set.Exclusions()
 	news := len(stones) != len(a.known)
 	for _, s := range stones {
 		was, known := a.known[s.UID]
@@ -655,20 +657,20 @@ func (l *link) lost(k *conn) {
 }
 
 // receive carries out what came in one write.
-func (l *link) receive(k *conn, at time.Time, session uint64, lease drain.Holder, open []drain.Open,
+func (l *link) receive(k *conn, at time.Time, session uint64, expiry drain.Holder, open []drain.Open,
 	released []drain.Release, first bool) {
 	w, a := l.a.w, l.a
 	if l.conn != k {
 		return
 	}
-	l.heardAt, l.session, l.lease = w.at, session, lease
-	holder, expires := lease.String(), w.now.Add(w.times.Expiry)
+	l.heardAt, l.session, l.expiry = w.at, session, expiry
+	holder, expires := expiry.String(), w.now.Add(w.times.Expiry)
 	a.renew(holder, expires)
 	l.at = at
 	for _, d := range open {
 		if d.Watch != nil {
 			a.observe(d.Pod.UID, holder, true)
-		} else if !a.bury(d.Pod, holder, d.Since, expires) {
+		} else if !a.exclude(d.Pod, holder, d.Since, expires) {
 			return
 		}
 		l.numbers[gateOf(d)][d.Pod.UID] = d.Number
@@ -687,7 +689,7 @@ func (l *link) receive(k *conn, at time.Time, session uint64, lease drain.Holder
 		if l.released != nil {
 			l.released[r.UID] = true
 		}
-		a.lift(r.UID, holder, r.Terminating)
+		a.readmission(r.UID, holder, r.Terminating)
 	}
 	if !first || l.synced {
 		return
@@ -700,7 +702,7 @@ func (l *link) receive(k *conn, at time.Time, session uint64, lease drain.Holder
 	}
 	for _, uid := range a.set.Held(holder) {
 		if !slices.ContainsFunc(open, func(d drain.Open) bool { return d.Pod.UID == drain.UID(uid) }) {
-			a.lift(drain.UID(uid), holder, false)
+			a.readmission(drain.UID(uid), holder, false)
 		}
 	}
 	l.declare(k)
@@ -786,7 +788,7 @@ func (l *link) declare(k *conn) {
 	l.released = map[drain.UID]bool{}
 	var open []drain.Open
 	l.post(k, func() (ok bool) { open, ok = c.declare(a, session, routes); return ok }, func() {
-		settled, holder, expires := true, l.lease.String(), a.w.now.Add(a.w.times.Expiry)
+		settled, holder, expires := true, l.expiry.String(), a.w.now.Add(a.w.times.Expiry)
 		for _, d := range open {
 			if l.released[d.Pod.UID] {
 				settled = false
@@ -794,7 +796,7 @@ func (l *link) declare(k *conn) {
 			}
 			if d.Watch != nil {
 				a.observe(d.Pod.UID, holder, true)
-			} else if !a.bury(d.Pod, holder, d.Since, expires) {
+			} else if !a.exclude(d.Pod, holder, d.Since, expires) {
 				return
 			}
 			numbers := l.numbers[gateOf(d)]
@@ -862,10 +864,10 @@ func (l *link) reports(k *conn) {
 	if a.deaf > a.w.at {
 		return
 	}
-	held := a.set.Held(l.lease.String())
+	held := a.set.Held(l.expiry.String())
 	now := map[drain.UID]drain.Report{}
 	var news []said
-	for _, s := range a.set.Tombstones() {
+	for _, s := range a.set.Exclusions() {
 		if _, asked := slices.BinarySearch(held, s.UID); !asked {
 			continue
 		}
@@ -880,14 +882,14 @@ func (l *link) reports(k *conn) {
 				names = append(names, service(int(p[0]-'a')).String())
 			}
 			slices.Sort(names)
-			r.Kept, r.NoConnections = strings.Join(names, ","), s.Quiet
+			r.Kept, r.NoConnections = strings.Join(names, ","), s.NoConnections
 		}
 		now[r.UID] = r
 		if l.everything || l.said[r.UID] != r {
 			news = append(news, said{Report: r, readAt: a.readAt})
 		}
 	}
-	for _, uid := range sorted(a.watched[l.lease.String()]) {
+	for _, uid := range sorted(a.watched[l.expiry.String()]) {
 		r := drain.Report{
 			UID: uid, State: a.kernel.state(uid), Gate: drain.AtBarrier, Number: l.numbers[drain.AtBarrier][uid],
 			NoConnections: a.kernel.synced && a.kernel.active[uid] == 0, HasSent: a.sent[uid],

@@ -165,8 +165,8 @@ func (k *kernel) checkEnd() {
 		}
 	}
 	for _, l := range k.a.links {
-		if uids := k.a.watched[l.lease.String()]; l.conn != nil && len(uids) > 0 {
-			w.fail(checkStone, "%s observes %v for %s", k.a.name, sorted(uids), l.c.name)
+		if uids := k.a.watched[l.expiry.String()]; l.conn != nil && len(uids) > 0 {
+			w.fail(checkExclusion, "%s observes %v for %s", k.a.name, sorted(uids), l.c.name)
 		}
 	}
 }

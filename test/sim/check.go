@@ -21,7 +21,7 @@ const (
 	checkLost = "lost"
 	// checkTruthName: an agent says Removed of a pod to which its gateway routes.
 	checkTruthName = "truth"
-	// checkHoldersName: a tombstone is gone although somebody has a lease on it.
+	// checkHoldersName: an exclusion is gone although somebody has an expiry on it.
 	checkHoldersName = "holders"
 	// checkLate: a call was answered later than its hold.
 	checkLate = "late"
@@ -35,8 +35,9 @@ const (
 	checkEarly = "abandoned"
 	// checkDeadName: a gateway is asked to route to a pod that its agent has seen terminating.
 	checkDeadName = "dead"
-	// checkBuriedName: a gateway is asked to route to a pod on which somebody has a lease, and which need not be kept.
-	checkBuriedName = "buried"
+	// checkExcludedName: a gateway is asked to route to a pod on which somebody has an expiry, and
+	// which need not be kept.
+	checkExcludedName = "excluded"
 	// checkEmptied: an agent took out the last target of a living pod in a pool.
 	checkEmptied = "emptied"
 	// checkGaveUp: a client gave up, as client-go does after ten retries, before the drain let it through.
@@ -61,16 +62,17 @@ const (
 	checkStated = "stated"
 	// checkBack: a pod whose container was stopped, and which is ready again, is not routed again.
 	checkBack = "back"
-	// checkOpen, checkStone and checkRoutes: after quiet, a drain is open, a living pod has a tombstone, or a gateway does not route what
-	// EndpointSlices say.
-	checkOpen   = "open"
-	checkStone  = "tombstone"
-	checkRoutes = "routes"
+	// checkOpen, checkExclusion and checkRoutes: after quiet, a drain is open, a living pod has an
+	// exclusion, or a gateway does not route what EndpointSlices say.
+	checkOpen      = "open"
+	checkExclusion = "exclusion"
+	checkRoutes    = "routes"
 )
 
 // inside lists the checks that look into coordinators and agents, and say the rules in other words. The others only look at what
 // everybody can see: answers, gateways, requests, and what is left in the end.
-var inside = []string{checkBacking, checkHoldersName, checkClockName, checkEarly, checkDeadName, checkBuriedName, checkBound, checkQueuedName, checkSuspended}
+var inside = []string{checkBacking, checkHoldersName, checkClockName, checkEarly, checkDeadName, checkExcludedName,
+	checkBound, checkQueuedName, checkSuspended}
 
 // spentMost is how long before an allow the reading behind an acknowledgement may have begun: the freshness bound, and the longest that
 // a report may be under way.
@@ -149,7 +151,8 @@ func (c *coord) checkAllow(p *pod, s drain.Status, wd *word, services []drain.Se
 				r.readAt = w.at
 			}
 			if heard && r.Number != c.numbers[p.uid] {
-				w.fail(checkBacking, "%s allows the deletion of %s by %s, but the last word of %s is from before this drain: it speaks of a tombstone that is being lifted",
+				w.fail(checkBacking, "%s allows the deletion of %s by %s, but the last word of %s is from before "+
+					"this drain: it speaks of an exclusion that is being lifted",
 					c.name, p.uid, s.Reason, a.name)
 			}
 			wd.agents[a] = backing{readAt: r.readAt, excuse: excuse}
@@ -247,7 +250,7 @@ func (w *world) excuseOf(g *gw, p *pod, wd *word, how string) (why string, vouch
 
 // checkTruth: what the set says after a reading is what the gateway does.
 func (a *agent) checkTruth(sampled time.Duration) {
-	for _, s := range a.set.Tombstones() {
+	for _, s := range a.set.Exclusions() {
 		if s.State >= health.Removed && a.gw.forgot < sampled && a.gw.routes(drain.UID(s.UID)) {
 			a.w.fail(checkTruthName, "%s says that %s is %s, and its gateway routes to it", a.name, s.UID, s.State)
 		}
@@ -264,12 +267,13 @@ func (a *agent) checkOps(ops []health.Op) {
 		if a.dead[uid] {
 			a.w.fail(checkDeadName, "%s asks for %s, and has seen the pod terminating", a.name, op)
 		}
-		for holder, until := range a.leases[uid] {
+		for holder, until := range a.expiries[uid] {
 			if !until.After(a.w.now) {
 				continue
 			}
 			if a.why(op.Key) != health.WhyKept {
-				a.w.fail(checkBuriedName, "%s asks for %s, and %s holds a lease on a tombstone of it", a.name, op, holder)
+				a.w.fail(checkExcludedName, "%s asks for %s, and %s holds an expiry on an exclusion of it", a.name, op,
+					holder)
 			}
 		}
 	}
@@ -291,11 +295,12 @@ func (a *agent) checkLast(op health.Op) {
 	a.w.fail(checkEmptied, "%s: %s leaves nothing in the pool", a.name, op)
 }
 
-// checkHolders: a lease that nobody has ended and that has not run out stands.
+// checkHolders: an expiry that nobody has ended and that has not run out stands.
 func (a *agent) checkHolders(uid drain.UID) {
-	for holder, until := range a.leases[uid] {
+	for holder, until := range a.expiries[uid] {
 		if until.After(a.w.now) && !slices.Contains(a.set.Held(holder), health.UID(uid)) {
-			a.w.fail(checkHoldersName, "%s has no tombstone on %s any more, and %s holds a lease on it", a.name, uid, holder)
+			a.w.fail(checkHoldersName, "%s has no exclusion on %s any more, and %s holds an expiry on it", a.name, uid,
+				holder)
 		}
 	}
 }
@@ -728,14 +733,14 @@ func (w *world) checkEnd() {
 		if a.kernel != nil {
 			a.kernel.checkEnd()
 		}
-		for _, s := range a.set.Tombstones() {
+		for _, s := range a.set.Exclusions() {
 			if p := w.api.find(drain.UID(s.UID)); !p.terminating {
-				w.fail(checkStone, "%s has a tombstone on %s, which lives", a.name, s.UID)
+				w.fail(checkExclusion, "%s has an exclusion on %s, which lives", a.name, s.UID)
 			}
 		}
 		for uid, e := range a.journal {
 			if p := w.api.find(uid); !p.terminating && (e.dead || len(e.holders) > 0) {
-				w.fail(checkStone, "%s has %s in its journal, which lives", a.name, uid)
+				w.fail(checkExclusion, "%s has %s in its journal, which lives", a.name, uid)
 			}
 		}
 		for _, service := range a.services {
@@ -751,7 +756,7 @@ func (w *world) checkEnd() {
 				k := health.Key{Pool: pool(service), Target: target(e)}
 				want := e.ready && (open || w.well(service, e.uid))
 				if a.lapsedSick(service, e) {
-					w.excuse("not routed: its tombstone lapsed, and no probe has succeeded since")
+					w.excuse("not routed: its exclusion lapsed, and no probe has succeeded since")
 					continue
 				}
 				if routed := a.gw.up && a.gw.read(k).Routed; routed != want {
@@ -786,7 +791,8 @@ func (a *agent) why(k health.Key) health.Why {
 	return health.WhyUnknown
 }
 
-// lapsedSick says whether a's tombstone on a pod has lapsed, and no probe can succeed: it stays out, and does not count.
+// lapsedSick says whether a's exclusion on a pod has lapsed, and no probe can succeed: it stays
+// out, and does not count.
 func (a *agent) lapsedSick(service int, e endpoint) bool {
 	return a.why(health.Key{Pool: pool(service), Target: target(e)}) == health.WhyLapsed && !a.w.well(service, e.uid)
 }

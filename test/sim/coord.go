@@ -867,13 +867,13 @@ func (c *coord) tell(id drain.AgentID, open []drain.Open) {
 }
 
 func (c *coord) write(s *stream, open []drain.Open, released []drain.Release, first bool) {
-	l, session, lease := s.link, s.session, drain.Holder{Replica: c.name, Epoch: fmt.Sprint(c.epoch)}
+	l, session, expiry := s.link, s.session, drain.Holder{Replica: c.name, Epoch: fmt.Sprint(c.epoch)}
 	k := s.conn
 	if k.closed[1] {
 		return
 	}
 	at := c.w.now
-	c.w.send(&c.proc, &l.a.proc, k, 1, func() { l.receive(k, at, session, lease, open, released, first) })
+	c.w.send(&c.proc, &l.a.proc, k, 1, func() { l.receive(k, at, session, expiry, open, released, first) })
 }
 
 // end ends a stream from this side.

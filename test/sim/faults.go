@@ -47,8 +47,9 @@ var kindNames = [faultKinds]string{
 	"livenessRestart", "softEviction", "oomKill", "kubeletRestart",
 }
 
-// watchStallMost bounds how long a watch brings nothing. A watch that is silent for longer than a lease minus the 34 s of the API server,
-// while every coordinator is dead, makes an agent route to a pod that is gone: the set has no fresh list to go by when the lease lapses.
+// watchStallMost bounds how long a watch brings nothing. A watch that is silent for longer than an
+// expiry minus the 34 s of the API server, while every coordinator is dead, makes an agent route to
+// a pod that is gone: the set has no fresh list to go by when the expiry lapses.
 const watchStallMost = 20 * time.Second
 
 // build makes the world as it is at the beginning.

@@ -64,7 +64,7 @@ func (g *gw) apply(op health.Op) {
 		case s == nil:
 		case op.Want == health.WantRouted:
 			s.routed = true
-		case op.Want == health.WantGone && s.active == 0:
+		case op.Want == health.WantAbsent && s.active == 0:
 			w.servers = slices.DeleteFunc(w.servers, func(o *server) bool { return o == s })
 		default:
 			s.routed = false

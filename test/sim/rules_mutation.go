@@ -16,7 +16,7 @@ func brokenRule() int { return broken }
 // rules are those of the design, and what is switched off of each.
 var rules = [...]string{
 	1:  "level, not event: the ledger keeps the best word it has heard",
-	2:  "a tombstone belongs to its holders: one holder's lift ends all leases",
+	2:  "an exclusion belongs to its holders: one holder's readmission ends all expiries",
 	3:  "it ends on knowledge: a drain is abandoned as soon as nobody waits for it",
 	4:  "nothing stays lost: agents are told that a pod which lives is dead",
 	5:  "one clock: asking again starts it again",

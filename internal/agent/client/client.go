@@ -65,7 +65,7 @@ type Watches interface {
 	Unwatch(uid drain.UID, holder string, gone bool)
 	// Watched lists what holder wants to be observed.
 	Watched(holder string) []drain.UID
-	// Reports is [Tombstones.Reports] of the pods that are observed.
+	// Reports is [Exclusions.Reports] of the pods that are observed.
 	Reports() []drain.Report
 }
 

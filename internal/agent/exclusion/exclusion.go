@@ -63,11 +63,11 @@ func (t *Exclusions) restore(now time.Time) {
 	for _, s := range t.journal.Exclusions() {
 		uid := health.UID(s.Pod.UID)
 		for holder, expires := range s.Expiries {
-			t.set.Bury(now, uid, holder, s.Since, expires)
+			t.set.Exclude(now, uid, holder, s.Since, expires)
 			t.log.Info("exclusion restored", "pod", s.Pod.String(), "uid", s.Pod.UID, "holder", holder, "since", s.Since, "expiry", expires.Sub(now).String())
 		}
 		if s.Terminating {
-			t.set.Kill(now, uid)
+			t.set.MarkTerminating(now, uid)
 		}
 	}
 }
@@ -96,7 +96,7 @@ func (t *Exclusions) Exclude(pod drain.Pod, holder string, since, expires time.T
 	t.both.Lock()
 	now := time.Now()
 	t.journal.Exclude(now, pod, holder, since, expires)
-	news := t.set.Bury(now, health.UID(pod.UID), holder, since, expires)
+	news := t.set.Exclude(now, health.UID(pod.UID), holder, since, expires)
 	if news {
 		t.set.Renew(holder, expires) // as in the journal, where each expiry is that of all its holder's exclusions
 	}
@@ -115,10 +115,10 @@ func (t *Exclusions) Readmit(uid drain.UID, holder string, dead bool) {
 	t.both.Lock()
 	if now := time.Now(); dead {
 		t.journal.Terminate(now, uid)
-		t.set.Kill(now, health.UID(uid))
+		t.set.MarkTerminating(now, health.UID(uid))
 	}
 	t.journal.Readmit(uid, holder)
-	had := t.set.Lift(health.UID(uid), holder)
+	had := t.set.Readmit(health.UID(uid), holder)
 	t.both.Unlock()
 	if had {
 		t.log.Info("exclusion readmitted", "uid", uid, "holder", holder, "dead", dead)
@@ -146,7 +146,7 @@ func (t *Exclusions) Held(holder string) []drain.UID {
 
 // Reports implements client.Exclusions.
 func (t *Exclusions) Reports() []drain.Report {
-	stones := t.set.Tombstones()
+	stones := t.set.Exclusions()
 	reports := make([]drain.Report, len(stones))
 	for i, s := range stones {
 		state := t.proven(s)
@@ -155,7 +155,7 @@ func (t *Exclusions) Reports() []drain.Report {
 			reports[i].Proof = drain.Runtime
 		}
 		if state == health.Kept {
-			reports[i].Kept, reports[i].NoConnections = t.services(s.Kept), s.Quiet
+			reports[i].Kept, reports[i].NoConnections = t.services(s.Kept), s.NoConnections
 		}
 	}
 	return reports
@@ -177,7 +177,7 @@ func (t *Exclusions) services(pools []health.Pool) string {
 // proven is the state that may be told: nothing is, of an exclusion that is not on disk yet. A pod
 // that no gateway has heard of is idle at once; an agent that said so and died would route to it
 // when it comes.
-func (t *Exclusions) proven(s health.Tombstone) health.State {
+func (t *Exclusions) proven(s health.Exclusion) health.State {
 	if !t.journal.Settled(drain.UID(s.UID)) {
 		return health.Unknown
 	}
@@ -189,7 +189,7 @@ func (t *Exclusions) Changed() bool {
 	// Read inside: who read earlier and writes later would leave an old state behind, and a change back to that would be no news.
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	stones := t.set.Tombstones()
+	stones := t.set.Exclusions()
 	news := len(stones) != len(t.known)
 	now, furthest := make(map[health.UID]health.State, len(stones)), make(map[health.UID]health.State, len(stones))
 	for _, s := range stones {
@@ -210,7 +210,7 @@ func (t *Exclusions) Changed() bool {
 
 // measure writes down how long it took to come from before to state, if that is further. What is Idle at once was never routed here, or
 // was let go of in another life: it says nothing of the gateway.
-func (t *Exclusions) measure(s health.Tombstone, before, state health.State) {
+func (t *Exclusions) measure(s health.Exclusion, before, state health.State) {
 	if t.propagation == nil || s.Targets == 0 {
 		return
 	}

@@ -133,7 +133,7 @@ func TestNothingIsReportedBeforeItIsOnDisk(t *testing.T) {
 	if got := later.Held("a/1"); len(got) != 1 || got[0] != "a" {
 		t.Errorf("restored are %v", got)
 	}
-	if got := later.set.Tombstones(); len(got) != 1 || !got[0].Since.Equal(now.Round(0)) {
+	if got := later.set.Exclusions(); len(got) != 1 || !got[0].Since.Equal(now.Round(0)) {
 		t.Errorf("restored are %+v, want since %s", got, now)
 	}
 	later.Readmit("a", "a/1", true)
@@ -143,7 +143,7 @@ func TestNothingIsReportedBeforeItIsOnDisk(t *testing.T) {
 	third := New(health.New(health.Options{}), last, nil, func() {}, nil, slog.New(slog.DiscardHandler))
 	third.set.Change(time.Now(), "web", []health.Change{{Endpoint: health.Endpoint{Target: health.Target{UID: "a", Addr: netip.MustParseAddrPort("10.0.0.1:80")}, Routable: true}}})
 	third.set.Synced()
-	if got := third.set.Targets(); len(got) != 1 || got[0].Why != health.WhyDead {
+	if got := third.set.Targets(); len(got) != 1 || got[0].Why != health.WhyTerminating {
 		t.Errorf("a dead pod that a late EndpointSlice calls ready is %+v", got)
 	}
 }
@@ -177,7 +177,7 @@ func TestPropagationIsWrittenDownOnce(t *testing.T) {
 	registry := prometheus.NewRegistry()
 	stones := &Exclusions{propagation: metrics.NewPropagation(registry, "fake", "")}
 	since := time.Now()
-	s := health.Tombstone{UID: "a", Since: since, StateSince: since.Add(40 * time.Millisecond), Targets: 1}
+	s := health.Exclusion{UID: "a", Since: since, StateSince: since.Add(40 * time.Millisecond), Targets: 1}
 	stones.measure(s, health.Unknown, health.Routing)
 	stones.measure(s, health.Routing, health.Removed)
 	stones.measure(s, health.Removed, health.Routing)
@@ -275,7 +275,7 @@ func TestTheLastStateWrittenDownIsTheLast(t *testing.T) {
 			})
 		}
 		all.Wait()
-		for _, s := range set.Tombstones() {
+		for _, s := range set.Exclusions() {
 			states[s.State] = true
 			if was := stones.known[s.UID]; was != s.State {
 				t.Fatalf("round %d: %s is %s, and %s was written down last", round, s.UID, s.State, was)

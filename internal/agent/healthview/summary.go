@@ -93,9 +93,9 @@ func summarize(all []health.Detail, pools map[health.Pool]health.Count, ports ma
 		s := service(t.Pool)
 		s.Checked = s.Checked || !t.LastAt.IsZero()
 		switch {
-		case t.Why == health.WhyDead || t.Why == health.WhyNotReady || t.Why == health.WhyNotSynced:
+		case t.Why == health.WhyTerminating || t.Why == health.WhyNotReady || t.Why == health.WhyNotSynced:
 			continue // EndpointSlices want nothing of it
-		case t.Tombstone != nil:
+		case t.Exclusion != nil:
 			s.Excluded++
 		case t.Why == health.WhyLapsed || t.Why == health.WhyUnproven:
 			s.Doubtful++

@@ -54,7 +54,7 @@ func TestSummariesCountEachTargetOnce(t *testing.T) {
 		}
 	}
 	probe(map[health.UID]health.Outcome{"good": {Kind: health.Success, Code: 200}, "bad": {Kind: health.HTTPFailure, Code: 503}})
-	set.Bury(now, "let-go", "a/1", now, now.Add(time.Minute))
+	set.Exclude(now, "let-go", "a/1", now, now.Add(time.Minute))
 	b.look()
 	got := b.Last()
 	if got == nil || got.Services != 2 || len(got.Told) != 2 {

@@ -104,9 +104,9 @@ func viewTargets(all []health.Detail, q targetsQuery, ports map[health.Pool]endp
 			v.LastOutcome, v.LastOutcomeAt = t.Last.String(), utc(t.LastAt)
 		}
 		switch {
-		case t.Tombstone != nil:
-			v.Since = utc(t.Tombstone.Since)
-			v.Exclusion = &exclusionView{State: t.Tombstone.State.String(), Since: *utc(t.Tombstone.StateSince)}
+		case t.Exclusion != nil:
+			v.Since = utc(t.Exclusion.Since)
+			v.Exclusion = &exclusionView{State: t.Exclusion.State.String(), Since: *utc(t.Exclusion.StateSince)}
 		case !t.Verdict.Usable():
 			v.Since = v.HealthSince
 		}

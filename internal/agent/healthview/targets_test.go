@@ -40,7 +40,7 @@ func shown(t *testing.T) http.Handler {
 	set.Change(now, "web", claim("fine", "asked", "gone", "unready", "late"))
 	set.Change(now, "api", claim("last"))
 	for _, uid := range []health.UID{"asked", "last"} {
-		set.Bury(now, uid, "a/1", now.Add(-3*time.Second), now.Add(time.Minute))
+		set.Exclude(now, uid, "a/1", now.Add(-3*time.Second), now.Add(time.Minute))
 	}
 	in := health.Seen{Present: true, Routed: true, Active: 2}
 	out := health.Seen{Present: true, Missing: true}
@@ -48,7 +48,7 @@ func shown(t *testing.T) http.Handler {
 		key("web", "fine"): in, key("web", "asked"): out, key("web", "gone"): in, key("web", "unready"): in, key("web", "late"): {Missing: true}, key("api", "last"): in,
 	}})
 	set.Change(now, "web", append(claim("fine", "asked", "gone", "late", "new"), health.Change{Endpoint: health.Endpoint{Target: target("unready")}}))
-	set.Kill(now, "gone")
+	set.MarkTerminating(now, "gone")
 	set.Synced()
 	names := map[health.UID]string{"fine": "shop/web-a", "asked": "shop/web-b"}
 	return Targets(set, ports, func() map[health.UID]string { return names })

@@ -72,7 +72,7 @@ func NewDirected(r prometheus.Registerer, set *health.Set) *Directed {
 			m.probes.WithLabelValues(p.String(), outcomeLabel(o))
 		}
 	}
-	for _, w := range []health.Want{health.WantRouted, health.WantRemoved, health.WantGone} {
+	for _, w := range []health.Want{health.WantRouted, health.WantRemoved, health.WantAbsent} {
 		m.operations.WithLabelValues(w.String())
 	}
 	for _, result := range []string{"ok", "error"} {
@@ -175,7 +175,8 @@ func (t targets) Describe(out chan<- *prometheus.Desc) {
 // Collect implements prometheus.Collector.
 func (t targets) Collect(out chan<- prometheus.Metric) {
 	for pool, c := range t.set.Counts() {
-		for state, n := range map[string]int{"claimed": c.Claimed, "routed": c.Routed, "excluded": c.Buried, "unusable": c.Unusable} {
+		for state, n := range map[string]int{"claimed": c.Claimed, "routed": c.Routed, "excluded": c.Excluded,
+			"unusable": c.Unusable} {
 			out <- prometheus.MustNewConstMetric(targetsDesc, prometheus.GaugeValue, float64(n), string(pool), state)
 		}
 		open := 0.0
@@ -185,7 +186,7 @@ func (t targets) Collect(out chan<- prometheus.Metric) {
 		out <- prometheus.MustNewConstMetric(openDesc, prometheus.GaugeValue, open, string(pool))
 	}
 	counts := map[health.State]int{}
-	for _, s := range t.set.Tombstones() {
+	for _, s := range t.set.Exclusions() {
 		counts[s.State]++
 	}
 	for s := health.Unknown; s <= health.Idle; s++ {

@@ -201,7 +201,7 @@ func TestHealthFollowsTheGatewayOnly(t *testing.T) {
 		m.with(func() { m.refuses = func(op health.Op) bool { return op.Want != health.WantRouted } })
 		r.apply(change{slice: agenttest.Slice("web-1", "shop", "web", "10.0.0.1@a", "10.0.0.2@b")})
 		time.Sleep(time.Second)
-		r.set.Bury(time.Now(), "a", "coordinator", time.Now(), time.Now().Add(time.Hour))
+		r.set.Exclude(time.Now(), "a", "coordinator", time.Now(), time.Now().Add(time.Hour))
 		wake()
 		time.Sleep(healthTimeout / 2)
 		expect("an exclusion cannot be applied, for now", 200, 200)

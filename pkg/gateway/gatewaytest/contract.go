@@ -312,7 +312,7 @@ func inFlight(t *testing.T, s *suite) {
 			t.Fatalf("removed target with one open request is seen as %+v", got)
 		}
 	}
-	s.apply(ops(health.WantGone, ks[0])...)
+	s.apply(ops(health.WantAbsent, ks[0])...)
 	if got := s.see(ks[0]); got.Routed || !got.Present || got.Active != 1 {
 		t.Fatalf("target that is to go, with one open request, is seen as %+v", got)
 	}
@@ -387,10 +387,10 @@ func idempotent(t *testing.T, s *suite) {
 	check("routed, removed in one batch", false, true)
 	s.apply(both(health.WantRemoved, health.WantRouted)...)
 	check("removed, routed in one batch", true, true)
-	s.apply(both(health.WantGone, health.WantRouted)...)
+	s.apply(both(health.WantAbsent, health.WantRouted)...)
 	check("gone, routed in one batch", true, true)
-	s.apply(both(health.WantRouted, health.WantGone)...)
-	s.apply(ops(health.WantGone, ks[0])...)
+	s.apply(both(health.WantRouted, health.WantAbsent)...)
+	s.apply(ops(health.WantAbsent, ks[0])...)
 	check("routed, gone in one batch", false, false)
 	s.apply(ops(health.WantRemoved, ks[0])...)
 	check("removed after gone", false, false)
@@ -544,7 +544,7 @@ func gone(t *testing.T, s *suite) {
 		limit = 10 * time.Second
 	}
 	s.until(limit, "the target is gone", func() (bool, any) {
-		s.apply(ops(health.WantGone, ks[0])...)
+		s.apply(ops(health.WantAbsent, ks[0])...)
 		got := s.see(ks[0])
 		if got.Routed {
 			t.Fatalf("target that is to go is seen as %+v", got)
@@ -584,7 +584,7 @@ func twoPods(t *testing.T, s *suite) {
 	if addr, err := s.client().Get(s.ctx(), string(s.Owned), "/", 1); err != nil || addr != bs[0].Addr {
 		t.Fatalf("got %s, %v", addr, err)
 	}
-	s.apply(ops(health.WantGone, old)...)
+	s.apply(ops(health.WantAbsent, old)...)
 	o = s.observe(old, next)
 	if o.Seen[old].Routed || !o.Seen[next].Routed {
 		t.Fatalf("after gone: old %+v, next %+v", o.Seen[old], o.Seen[next])
@@ -617,7 +617,7 @@ func unknownTarget(t *testing.T, s *suite) {
 		t.Errorf("seen as %+v", got)
 	}
 	s.apply(ops(health.WantRemoved, k)...)
-	s.apply(ops(health.WantGone, k)...)
+	s.apply(ops(health.WantAbsent, k)...)
 	if got := s.see(k); got != (health.Seen{Missing: true}) {
 		t.Errorf("after removed and gone seen as %+v", got)
 	}
@@ -723,7 +723,8 @@ func batch(t *testing.T, s *suite) {
 	timed("500 routed", func(s health.Seen) bool { return s.Routed && !s.Missing }, ops(health.WantRouted, ks...))
 	timed("500 routed again", func(s health.Seen) bool { return s.Routed && !s.Missing }, ops(health.WantRouted, ks...))
 	timed("500 removed", func(s health.Seen) bool { return !s.Routed && s.Present }, ops(health.WantRemoved, ks...))
-	timed("500 gone", func(s health.Seen) bool { return s == health.Seen{Missing: true} }, ops(health.WantGone, ks...))
+	timed("500 gone", func(s health.Seen) bool { return s == health.Seen{Missing: true} },
+		ops(health.WantAbsent, ks...))
 }
 
 func owned(t *testing.T, s *suite) {
@@ -758,7 +759,7 @@ func owned(t *testing.T, s *suite) {
 	}
 	check("after the agent's restart")
 	// The new agent's first write must not drop what the earlier one wrote.
-	s.apply(ops(health.WantGone, six)...)
+	s.apply(ops(health.WantAbsent, six)...)
 	if s.Reload != nil {
 		s.Reload(s)
 		check("after the agent's restart and a reload")
@@ -777,7 +778,7 @@ func static(t *testing.T, s *suite) {
 	gone := func() {
 		t.Helper()
 		s.apply(ops(health.WantRemoved, a)...)
-		s.apply(ops(health.WantGone, a)...)
+		s.apply(ops(health.WantAbsent, a)...)
 		o := s.observe(a, b)
 		phase := int(s.phase.Add(1))
 		if got := o.Seen[a]; got.Routed || got.Present != (got.Active > 0) || !got.Missing {
@@ -820,7 +821,7 @@ func staticUnknown(t *testing.T, s *suite) {
 		t.Error("routing to an address that no server has is no error")
 	}
 	s.apply(ops(health.WantRemoved, k)...)
-	s.apply(ops(health.WantGone, k)...)
+	s.apply(ops(health.WantAbsent, k)...)
 	if got := s.see(k); got != (health.Seen{Missing: true}) {
 		t.Errorf("seen as %+v", got)
 	}

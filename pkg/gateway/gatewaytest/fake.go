@@ -216,7 +216,7 @@ func (f *Fake) apply(op health.Op) error {
 			f.now.servers[key] = s
 		}
 		s.routed = true
-	case health.WantRemoved, health.WantGone:
+	case health.WantRemoved, health.WantAbsent:
 		delete(f.saved, key)
 		for _, p := range append([]*fakeProcess{f.now}, f.old...) {
 			s := p.servers[key]
@@ -224,7 +224,7 @@ func (f *Fake) apply(op health.Op) error {
 				continue
 			}
 			s.routed = false
-			if op.Want == health.WantGone && s.active == 0 && !f.isStatic(key) {
+			if op.Want == health.WantAbsent && s.active == 0 && !f.isStatic(key) {
 				delete(p.servers, key)
 			}
 		}

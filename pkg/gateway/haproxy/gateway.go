@@ -313,7 +313,7 @@ func (g *Gateway) persist(steps []*step) []*step {
 		switch s.op.Want {
 		case health.WantRouted:
 			next[s.backend.Backend][s.name] = true
-		case health.WantRemoved, health.WantGone:
+		case health.WantRemoved, health.WantAbsent:
 			delete(next[s.backend.Backend], s.name)
 		}
 	}
@@ -519,7 +519,7 @@ func (g *Gateway) step(ctx context.Context, p process, s *step, x *index) (bool,
 		}
 		return did, set(srv, "ready")
 
-	case health.WantRemoved, health.WantGone:
+	case health.WantRemoved, health.WantAbsent:
 		for _, srv := range x.of(b, s.op.Key, s.name) {
 			if srv.takenOut() {
 				continue

@@ -295,7 +295,7 @@ backend other
 		if c.addr == "127.0.0.99:9" {
 			continue
 		}
-		apply(t, g, health.Op{Key: k(c.addr), Want: health.WantGone})
+		apply(t, g, health.Op{Key: k(c.addr), Want: health.WantAbsent})
 		if got := see(t, g, k(c.addr)); got.Routed || got.Present || !got.Missing {
 			t.Errorf("%s: after gone it is seen as %+v", c.what, got)
 		}
@@ -407,7 +407,8 @@ func TestLostAnswers(t *testing.T) {
 	batches := [][]health.Op{
 		{routed("owned", "u1", "127.0.0.51:1"), routed("owned", "u2", "[::1]:1"), removed("static", "s", "127.0.0.2:9")},
 		{removed("owned", "u1", "127.0.0.51:1"), routed("static", "s", "127.0.0.2:9")},
-		{{Key: key("owned", "u1", "127.0.0.51:1"), Want: health.WantGone}, {Key: key("owned", "u2", "[::1]:1"), Want: health.WantGone}},
+		{{Key: key("owned", "u1", "127.0.0.51:1"), Want: health.WantAbsent},
+			{Key: key("owned", "u2", "[::1]:1"), Want: health.WantAbsent}},
 	}
 	for n := int64(1); n <= 20; n++ {
 		for i, batch := range batches {
@@ -422,7 +423,7 @@ func TestLostAnswers(t *testing.T) {
 			apply(t, g, batch...) // a server is deleted by the op after the one that took it out
 			for _, op := range batch {
 				got := see(t, g, op.Key)
-				if got.Routed != (op.Want == health.WantRouted) || op.Want == health.WantGone && got.Present {
+				if got.Routed != (op.Want == health.WantRouted) || op.Want == health.WantAbsent && got.Present {
 					t.Fatalf("batch %d, answer %d lost: %s is seen as %+v", i, n, op, got)
 				}
 			}
@@ -633,7 +634,7 @@ func TestGoneAfterRequestInFlight(t *testing.T) {
 	if err := b.WaitHeld(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	gone := health.Op{Key: op.Key, Want: health.WantGone}
+	gone := health.Op{Key: op.Key, Want: health.WantAbsent}
 	apply(t, g, gone)
 	b.Release()
 	wg.Wait()
@@ -714,7 +715,7 @@ func TestDeletingWaitsForStreams(t *testing.T) {
 		}
 	})
 	p.untilStream(refuses.Target)
-	gone := health.Op{Key: refuses.Key, Want: health.WantGone}
+	gone := health.Op{Key: refuses.Key, Want: health.WantAbsent}
 	waited := false
 	p.until("the server is gone", func() bool {
 		apply(t, g, gone)
@@ -755,7 +756,7 @@ func TestAnEndpointWithoutAPodHasAServer(t *testing.T) {
 		t.Errorf("removed, it is seen as %+v", got)
 	}
 	p.until("the server is gone", func() bool {
-		apply(t, g, health.Op{Key: op.Key, Want: health.WantGone})
+		apply(t, g, health.Op{Key: op.Key, Want: health.WantAbsent})
 		return !see(t, g, op.Key).Present
 	})
 }

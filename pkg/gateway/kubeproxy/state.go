@@ -16,9 +16,9 @@ type (
 	// Reading is what is known of the targets of a Watch. A connection that its client keeps from
 	// one request to the next is among Connections, but is waited for only until a moment without
 	// packets: 40 ms if requests were seen to follow each other, else 1 s, and in the former case
-	// for 1 s at most. Quiet reports that two counts in a row found no connection to wait for. In
-	// Routing connections are counted every second or less often, in Kept ten times a second. Since
-	// is when the end of the commit was read.
+	// for 1 s at most. NoConnections reports that two counts in a row found no connection to wait
+	// for. In Routing connections are counted every second or less often, in Kept ten times a
+	// second. Since is when the end of the commit was read.
 	Reading = gateway.Reading
 	// Audits counts comparisons of what an Observer has followed with the kernel's tables.
 	Audits = gateway.Audits

@@ -6,10 +6,10 @@ import (
 	"time"
 )
 
-// deadMemory is how long a dead pod's UID is remembered at least, after it was last said to be
-// dead. A lagging EndpointSlice may still call it ready for a while. As long as a target of it is
-// known, or a lease, it is remembered in any case.
-const deadMemory = 10 * time.Minute
+// terminatingMemory is how long a dead pod's UID is remembered at least, after it was last said to
+// be dead. A lagging EndpointSlice may still call it ready for a while. As long as a target of it
+// is known, or a lease, it is remembered in any case.
+const terminatingMemory = 10 * time.Minute
 
 // State is how far a tombstone has come. States are ordered: a larger one is further.
 type State uint8
@@ -46,8 +46,8 @@ func (s State) String() string {
 	}
 }
 
-// Tombstone is the present state of one.
-type Tombstone struct {
+// Exclusion is the present state of one.
+type Exclusion struct {
 	UID UID
 	// Since is the oldest start that any holder gave for the drain. It travels with the tombstone.
 	Since time.Time
@@ -58,10 +58,10 @@ type Tombstone struct {
 	Generation string
 	// Targets is how many targets of the pod the set knows, over all pools.
 	Targets int
-	// Kept are the pools in which the pod is kept, if State is Kept. Quiet says that it is Idle in
-	// its other pools.
-	Kept  []Pool
-	Quiet bool
+	// Kept are the pools in which the pod is kept, if State is Kept. NoConnections says that it is
+	// Idle in its other pools.
+	Kept          []Pool
+	NoConnections bool
 }
 
 // pod is a UID with a tombstone, or a dead one. There is one only while that is so.
@@ -69,26 +69,26 @@ type pod struct {
 	uid UID
 	// holders are the leases on the tombstone and when each ends. No holder and not dead: no
 	// tombstone.
-	holders map[string]time.Time
-	dead    bool
-	// deadAt is when the pod was last said to be dead.
-	deadAt int64
-	// buriedAt is when the present tombstone was laid here, order its rank among all burials.
-	buriedAt int64
-	order    uint64
-	since    time.Time
-	state    State
-	stateAt  time.Time
+	holders     map[string]time.Time
+	terminating bool
+	// terminatingAt is when the pod was last said to be dead.
+	terminatingAt int64
+	// excludedAt is when the present tombstone was laid here, order its rank among all burials.
+	excludedAt int64
+	order      uint64
+	since      time.Time
+	state      State
+	stateAt    time.Time
 }
 
-// Bury lays a tombstone on uid for holder, or renews the holder's lease on it, until expires at
+// Exclude lays a tombstone on uid for holder, or renews the holder's lease on it, until expires at
 // least. since is when the holder's drain began; the oldest of all holders counts. It reports
 // whether the holder is new.
-func (s *Set) Bury(now time.Time, uid UID, holder string, since, expires time.Time) bool {
+func (s *Set) Exclude(now time.Time, uid UID, holder string, since, expires time.Time) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	at := s.stamp(now)
-	p := s.grave(now, at, uid, since)
+	p := s.exclude(now, at, uid, since)
 	if since.Before(p.since) {
 		p.since = since
 	}
@@ -100,13 +100,14 @@ func (s *Set) Bury(now time.Time, uid UID, holder string, since, expires time.Ti
 	return !known
 }
 
-// grave returns the pod of uid, with a tombstone.
-func (s *Set) grave(now time.Time, at int64, uid UID, since time.Time) *pod {
+// exclude returns the pod of uid, with a tombstone.
+func (s *Set) exclude(now time.Time, at int64, uid UID, since time.Time) *pod {
 	if p := s.pods[uid]; p != nil {
 		return p
 	}
-	s.burials++
-	p := &pod{uid: uid, holders: map[string]time.Time{}, buriedAt: at, order: s.burials, since: since, stateAt: now}
+	s.exclusions++
+	p := &pod{uid: uid, holders: map[string]time.Time{}, excludedAt: at, order: s.exclusions, since: since,
+		stateAt: now}
 	s.pods[uid] = p
 	for _, r := range s.ofPod[uid] {
 		r.pod = p
@@ -127,9 +128,9 @@ func (s *Set) Renew(holder string, expires time.Time) {
 	}
 }
 
-// Lift ends holder's lease on uid. The pod is routed again when no other holder is left, with
+// Readmit ends holder's lease on uid. The pod is routed again when no other holder is left, with
 // whatever health it had. It reports whether there was such a lease.
-func (s *Set) Lift(uid UID, holder string) bool {
+func (s *Set) Readmit(uid UID, holder string) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	p := s.pods[uid]
@@ -141,19 +142,19 @@ func (s *Set) Lift(uid UID, holder string) bool {
 	if brokenRule == 2 {
 		clear(p.holders)
 	}
-	s.unburyIfFree(p, 0)
+	s.readmitIfFree(p, 0)
 	s.settle()
 	return ok
 }
 
-// unburyIfFree takes p out of the held pods if nobody holds it, and ends its tombstone if it is not
-// dead either. Its targets get flags.
-func (s *Set) unburyIfFree(p *pod, flags flag) {
+// readmitIfFree takes p out of the held pods if nobody holds it, and ends its tombstone if it is
+// not dead either. Its targets get flags.
+func (s *Set) readmitIfFree(p *pod, flags flag) {
 	if len(p.holders) > 0 {
 		return
 	}
 	delete(s.held, p)
-	if p.dead {
+	if p.terminating {
 		return
 	}
 	delete(s.pods, p.uid)
@@ -181,21 +182,22 @@ func (s *Set) Held(holder string) []UID {
 	return held
 }
 
-// Kill records that the pod is terminating or gone. It is never routed again, leases or not.
-func (s *Set) Kill(now time.Time, uid UID) {
+// MarkTerminating records that the pod is terminating or gone. It is never routed again, leases or
+// not.
+func (s *Set) MarkTerminating(now time.Time, uid UID) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.kill(now, s.stamp(now), uid)
+	s.markTerminating(now, s.stamp(now), uid)
 	s.settle()
 }
 
-func (s *Set) kill(now time.Time, at int64, uid UID) {
-	p := s.grave(now, at, uid, now)
-	p.deadAt = at
-	if p.dead {
+func (s *Set) markTerminating(now time.Time, at int64, uid UID) {
+	p := s.exclude(now, at, uid, now)
+	p.terminatingAt = at
+	if p.terminating {
 		return
 	}
-	p.dead = true
+	p.terminating = true
 	for _, r := range s.ofPod[uid] {
 		s.refresh(r)
 	}
@@ -223,15 +225,16 @@ func (s *Set) Lapse(now time.Time) []UID {
 			}
 		}
 		if len(p.holders) == 0 {
-			if !p.dead {
+			if !p.terminating {
 				lapsed = append(lapsed, p.uid)
 				s.lapsedAt = at
 			}
-			s.unburyIfFree(p, unlisted|unproven)
+			s.readmitIfFree(p, unlisted|unproven)
 		}
 	}
 	for uid, p := range s.pods {
-		if p.dead && at-p.deadAt > int64(deadMemory) && len(s.ofPod[uid]) == 0 && len(p.holders) == 0 {
+		if p.terminating && at-p.terminatingAt > int64(terminatingMemory) && len(s.ofPod[uid]) == 0 &&
+			len(p.holders) == 0 {
 			delete(s.pods, uid)
 		}
 	}
@@ -255,7 +258,7 @@ func (s *Set) Refreshed(asOf time.Time) {
 // confirm takes flags, unlisted or unproven, from all targets that have them.
 func (s *Set) confirm(flags flag) {
 	for _, p := range s.pools {
-		for _, r := range slices.Clone(p.graves.all) {
+		for _, r := range slices.Clone(p.withheld.all) {
 			if r.flags&flags != 0 {
 				r.set(flags, false)
 				s.refresh(r)
@@ -264,22 +267,22 @@ func (s *Set) confirm(flags flag) {
 	}
 }
 
-// Tombstones returns the state of each that has a holder, sorted by UID.
-func (s *Set) Tombstones() []Tombstone {
+// Exclusions returns the state of each that has a holder, sorted by UID.
+func (s *Set) Exclusions() []Exclusion {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	all := make([]Tombstone, 0, len(s.held))
+	all := make([]Exclusion, 0, len(s.held))
 	for p := range s.held {
-		t := Tombstone{
+		t := Exclusion{
 			UID: p.uid, Since: p.since, State: p.state, StateSince: p.stateAt,
 			Generation: s.generationName(), Targets: len(s.ofPod[p.uid]),
 		}
 		if p.state == Kept {
-			t.Kept, t.Quiet = s.kept(p)
+			t.Kept, t.NoConnections = s.kept(p)
 		}
 		all = append(all, t)
 	}
-	slices.SortFunc(all, func(a, b Tombstone) int { return strings.Compare(string(a.UID), string(b.UID)) })
+	slices.SortFunc(all, func(a, b Exclusion) int { return strings.Compare(string(a.UID), string(b.UID)) })
 	return all
 }
 
@@ -326,7 +329,7 @@ func (s *Set) kept(p *pod) (pools []Pool, quiet bool) {
 
 func (s *Set) stateOf(r *record, p *pod) State {
 	switch {
-	case s.generation == 0 || r.seenIn != s.generation || r.seenAt < p.buriedAt:
+	case s.generation == 0 || r.seenIn != s.generation || r.seenAt < p.excludedAt:
 		return Unknown
 	case r.is(routed) && r == r.pool.kept:
 		return Kept
