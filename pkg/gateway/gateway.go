@@ -29,7 +29,7 @@ type Directed interface {
 	// where the data plane allows it. An op that fails does not stop the others; the error joins all that failed, each naming
 	// its op. An op that is already true costs no change and is no error.
 	//
-	// WantGone on a target that still has requests takes it out, keeps it, and returns no error: the Observation says that it
+	// WantAbsent on a target that still has requests takes it out, keeps it, and returns no error: the Observation says that it
 	// is still present, and the op comes again.
 	Apply(ctx context.Context, ops []health.Op) error
 

@@ -44,7 +44,7 @@ type Harness struct {
 	Freeze, Thaw func(t testing.TB)
 	// Kill ends the proxy for good.
 	Kill func(t testing.TB)
-	// GoneWithin bounds how long an idle target may take to be gone after WantGone; 0 means 10 s.
+	// GoneWithin bounds how long an idle target may take to be gone after WantAbsent; 0 means 10 s.
 	GoneWithin time.Duration
 }
 
