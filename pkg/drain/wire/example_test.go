@@ -1,21 +1,16 @@
 package wire_test
 
 import (
-	"encoding/json"
-	"os"
+	"fmt"
 
-	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 )
 
-// What an agent posts after it has opened a stream.
-func ExampleDeclaration() {
-	route := drain.Route{
-		Service: drain.Service{Namespace: "shop", Name: "web"},
-		Via:     drain.Endpoints, Kind: drain.Directed, Granularity: drain.PerRequest,
-	}
-	declaration := wire.Declaration{Session: 7, Gateway: "haproxy", Routes: []drain.Route{route}}
-	_ = json.NewEncoder(os.Stdout).Encode(declaration.Routes)
-	// Output:
-	// [{"service":{"namespace":"shop","name":"web"},"via":"endpoints","kind":"directed","granularity":"request"}]
+// A line of the stream tells the agent that a drain has ended.
+func ExampleParseMessage() {
+	line := `{"type":"release","at":900,"release":{"uid":"4d1c","terminating":true}}`
+	var m wire.Message
+	err := wire.ParseMessage([]byte(line), &m)
+	fmt.Println(m.Type, m.Release.UID, m.Release.Terminating, err)
+	// Output: release 4d1c true <nil>
 }
