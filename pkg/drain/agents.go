@@ -202,8 +202,8 @@ func (l *Ledger) Declare(id AgentID, session uint64, population string, routes [
 			a.widened = l.rev
 			l.concern(a)
 		}
-		if have, twice := a.routes[r.Service]; !twice || owesAt(AtHold, r) || owesAt(AtBarrier, r) &&
-			!owesAt(AtHold, have) {
+		have, twice := a.routes[r.Service]
+		if !twice || owesAt(AtHold, r) || owesAt(AtBarrier, r) && !owesAt(AtHold, have) {
 			a.routes[r.Service] = r
 		}
 	}
@@ -272,7 +272,7 @@ func (l *Ledger) forget(a *agent) {
 // hear keeps the first that a says of a pod, which is one of so many, unhear forgets what it last
 // said, and void all that it has.
 func (l *Ledger) hear(asOf time.Time, a *agent, r Report, many int) {
-	of := l.subject(r.UID)
+	of := l.subjects[r.UID]
 	if a.reports[r.Gate] == nil {
 		a.reports[r.Gate] = make(map[*subject]*heard, many)
 	}

@@ -112,8 +112,10 @@ func (l *Ledger) OpenBarrier(now time.Time, b Barrier) Status {
 	}
 	if !d.open {
 		h := l.drain(b.Pod, AtHold)
-		*is = barrier{by: b.By, bound: b.Bound, targets: slices.Clone(b.Targets), stated: b.Stated, young: b.Young,
-			letGo: h.barrier.letGo}
+		*is = barrier{
+			by: b.By, bound: b.Bound, targets: slices.Clone(b.Targets), stated: b.Stated, young: b.Young,
+			letGo: h.barrier.letGo,
+		}
 		if h.reason != PodDeleted {
 			// Nothing opens it from now on: what comes to be asked about this pod, is asked here.
 			l.close(now, h, PodDeleted)
@@ -209,8 +211,8 @@ func (l *Ledger) draw(d *drain) {
 	}
 	// Those who are here first: of the others nobody knows whether they are.
 	slices.SortFunc(all, func(x, y *agent) int {
-		return cmp.Or(number(x.session == 0)-number(y.session == 0), cmp.Compare(ranks[x], ranks[y]),
-			cmp.Compare(x.ID, y.ID))
+		away := number(x.session == 0) - number(y.session == 0)
+		return cmp.Or(away, cmp.Compare(ranks[x], ranks[y]), cmp.Compare(x.ID, y.ID))
 	})
 	if brokenRule == 12 {
 		b.rest = 0
@@ -359,9 +361,7 @@ func (l *Ledger) stated(now time.Time, d *drain, s Status) Status {
 		return s
 	}
 	s.Phase, s.Reason = Quiescing, ReasonNone
-	if s.Recheck.IsZero() || until.Before(s.Recheck) {
-		s.Recheck = until
-	}
+	s.recheck(now, until)
 	return s
 }
 

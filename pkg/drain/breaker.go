@@ -114,9 +114,11 @@ func (l *Ledger) strike(a *agent, d *drain) {
 	l.judge(a)
 }
 
-// judge suspends a if it has let enough drains expire.
+// judge suspends a if it has let enough drains expire. One that lost its stream is not suspended
+// while most of the agents that the API lists have none.
 func (l *Ledger) judge(a *agent) {
-	if a.breaker.strikes >= strikesOut && !a.breaker.open && (a.session != 0 || !a.met || l.hearsMost()) {
+	most := 2*l.total.Missing <= l.total.Expected
+	if a.breaker.strikes >= strikesOut && !a.breaker.open && (a.session != 0 || !a.met || most) {
 		l.suspend(a, Suspension{Agent: a.ID, Name: a.Name})
 	}
 }
@@ -218,15 +220,4 @@ func (l *Ledger) suspend(a *agent, what Suspension) {
 	}
 	l.suspensions = append(l.suspensions, what)
 	l.touchFor(a)
-}
-
-// hearsMost reports whether at least half of the agents that the API lists have a stream here.
-func (l *Ledger) hearsMost() bool {
-	return 2*l.total.Missing <= l.total.Expected
-}
-
-// acknowledges reports whether r says that the gateway of a has stopped routing to the pod of d.
-func (l *Ledger) acknowledges(now time.Time, d *drain, a *agent, r Report) bool {
-	state, _, _ := l.counts(now, d, a, r)
-	return state >= Removed
 }

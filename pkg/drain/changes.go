@@ -25,10 +25,6 @@ type logged struct {
 	element *list.Element
 }
 
-func newChanges() changes {
-	return changes{log: list.New(), touched: [gates]map[UID]bool{{}, {}}}
-}
-
 // change notes that there is something to send about d, to owing at once.
 func (c *changes) change(d *drain, owing []*agent) {
 	c.rev++
@@ -117,11 +113,11 @@ func (l *Ledger) Affected() []AgentID {
 	return ids
 }
 
-// Since returns what must be sent to an agent that changed after revision rev, the oldest first,
-// and the revision to ask with next. Ask with 0 for everything. That is the drains that the agent
-// may have to acknowledge, and the releases of pods in the namespaces in which it routes Services,
-// or has routed some on this session. After a declaration that adds a namespace, it is everything
-// again.
+// ChangesFor returns what must be sent to an agent that changed after revision rev, the oldest
+// first, and the revision to ask with next. Ask with 0 for everything. That is the drains that the
+// agent may have to acknowledge, and the releases of pods in the namespaces in which it routes
+// Services, or has routed some on this session. After a declaration that adds a namespace, it is
+// everything again.
 func (l *Ledger) ChangesFor(id AgentID, rev uint64) (open []Open, released []Release, next uint64) {
 	a := l.agents[id]
 	if a == nil {

@@ -2,6 +2,7 @@ package drain
 
 import (
 	"cmp"
+	"container/list"
 	"slices"
 	"time"
 )
@@ -29,7 +30,6 @@ type Ledger struct {
 // subject is a pod: its drain at each gate, nil if there is none, and what agents say of it there
 // while that is open.
 type subject struct {
-	uid    UID
 	drains [gates]*drain
 	heard  [gates][]*heard
 }
@@ -91,7 +91,12 @@ type progress struct {
 // nodes are asked at barriers.
 func NewLedger(times Times, scope Scope, sampling Sampling) *Ledger {
 	return &Ledger{
-		times: times, roster: newRoster(), changes: newChanges(), subjects: map[UID]*subject{},
+		times: times, subjects: map[UID]*subject{},
+		roster: roster{
+			agents: map[AgentID]*agent{}, services: map[Service]*service{},
+			everything: [gates]map[*agent]struct{}{{}, {}}, rosterRev: 1,
+		},
+		changes:  changes{log: list.New(), touched: [gates]map[UID]bool{{}, {}}},
 		capacity: capacity{queued: map[*drain]struct{}{}, usable: map[Service][]UID{}},
 		sample:   sample{scope: scope, sampling: sampling},
 	}
@@ -175,14 +180,23 @@ func (l *Ledger) Ask(now time.Time, pod Pod, targets []Targets, place Place) Sta
 		l.queued[d] = struct{}{}
 	}
 	d.place = place.Is
-	l.adopt(d, now.Add(-place.Elapsed))
+	// Never earlier by more than the deadline: a clock that runs wild on the other replica may end
+	// this drain early, and not the next ones.
+	if since := later(now.Add(-place.Elapsed), d.begun.Add(-l.length(d))); since.Before(d.since) {
+		d.since = since
+		l.touch(d)
+	}
 	l.admit(now)
 	return l.status(now, d)
 }
 
-// drain returns that of a pod at a gate, and makes room for it.
+// drain returns the drain of a pod at a gate, and adds it if there is none.
 func (l *Ledger) drain(pod Pod, gate Gate) *drain {
-	of := l.subject(pod.UID)
+	of := l.subjects[pod.UID]
+	if of == nil {
+		of = &subject{}
+		l.subjects[pod.UID] = of
+	}
 	d := of.drains[gate]
 	if d == nil {
 		d = &drain{pod: pod, of: of, gate: gate, services: map[Service]bool{}}
@@ -210,23 +224,6 @@ func (l *Ledger) each(f func(*drain)) {
 	}
 }
 
-// subject returns what is known of a pod, and makes room for it.
-func (l *Ledger) subject(uid UID) *subject {
-	of := l.subjects[uid]
-	if of == nil {
-		of = &subject{uid: uid}
-		l.subjects[uid] = of
-	}
-	return of
-}
-
-// spare forgets a pod of which nothing is known any more.
-func (l *Ledger) spare(of *subject) {
-	if of.drains == [gates]*drain{} {
-		delete(l.subjects, of.uid)
-	}
-}
-
 // serve adds services to those of d, and tells of it whom that concerns.
 func (l *Ledger) serve(d *drain, services []Service) {
 	grown := false
@@ -250,18 +247,6 @@ func (l *Ledger) begin(now time.Time, d *drain, since time.Time) {
 	d.since = since
 	l.numbers++
 	d.number = l.numbers
-}
-
-// adopt brings the drain's clock forward to since if that is older. Never by more than the deadline: a clock that runs wild on
-// the other side may end this drain early, not the next ones.
-func (l *Ledger) adopt(d *drain, since time.Time) {
-	if since.IsZero() {
-		return
-	}
-	if since = later(since, d.begun.Add(-l.length(d))); since.Before(d.since) {
-		d.since = since
-		l.touch(d)
-	}
 }
 
 // Hold records that a call waits for the drain of uid. answered records that it was answered, and
@@ -403,7 +388,9 @@ func (l *Ledger) Tick(now time.Time) (look, overdue []Pod) {
 		case !d.open && now.Sub(d.closedAt) >= l.times.Memory:
 			l.log.Remove(d.element)
 			d.of.drains[d.gate] = nil
-			l.spare(d.of)
+			if d.of.drains == [gates]*drain{} {
+				delete(l.subjects, d.pod.UID)
+			}
 		}
 	})
 	slices.SortFunc(forgotten, func(a, b *drain) int { return cmp.Compare(a.pod.UID, b.pod.UID) })
@@ -434,25 +421,21 @@ func (l *Ledger) Report(now, asOf time.Time, id AgentID, session uint64, reports
 		if d == nil || !d.open || r.Number != d.number || !l.routes(a, d) {
 			continue // it was not asked, or about an earlier drain
 		}
-		was := a.reports[r.Gate][of]
-		known := was != nil
-		if known && asOf.Before(was.at) {
-			continue
-		}
-		had := StateUnknown
-		if known {
+		was, had := a.reports[r.Gate][of], StateUnknown
+		if was != nil {
+			if asOf.Before(was.at) {
+				continue
+			}
 			had = was.State
 		}
 		// Before it counts: what comes too late does not undo that it was missing.
 		l.expire(now, d)
-		if brokenRule == 1 && known && had > r.State {
+		if brokenRule == 1 && was != nil && had > r.State {
 			r = was.Report
 		}
-		fresher := !known || was.Report != r || !l.fresh(now, was)
-		if fresher {
-			news = true
-		}
-		if known {
+		fresher := was == nil || was.Report != r || !l.fresh(now, was)
+		news = news || fresher
+		if was != nil {
 			was.Report, was.at = r, asOf
 		} else {
 			l.hear(asOf, a, r, len(reports))
@@ -463,7 +446,8 @@ func (l *Ledger) Report(now, asOf time.Time, id AgentID, session uint64, reports
 		if fresher && l.matters(now, d, a, r) {
 			l.touch(d)
 		}
-		if l.acknowledges(now, d, a, r) && now.Sub(asOf) <= l.times.Freshness && now.Before(l.deadline(d)) {
+		if state, _, _ := l.counts(now, d, a, r); state >= Removed && now.Sub(asOf) <= l.times.Freshness &&
+			now.Before(l.deadline(d)) {
 			l.acknowledged(now, a)
 		}
 	}
@@ -505,59 +489,13 @@ func (l *Ledger) derive(now time.Time, d *drain) Status {
 		s.Phase, s.Reason = Closed, d.reason
 		return s
 	}
-	recheck := func(at time.Time) {
-		if at.After(now) && (s.Recheck.IsZero() || at.Before(s.Recheck)) {
-			s.Recheck = at
-		}
-	}
-	least, kept := Idle, false
-	agents, said := l.owing(d), l.hearing(d)
-	l.waiting = l.waiting[:0]
-	for i, a := range agents {
-		owes, until := l.owes(now, a)
-		if !until.IsZero() {
-			recheck(until)
-		}
-		if !owes {
-			switch {
-			case !a.listed || a.Pending:
-			case a.met && later(until, a.unreadyAt).After(d.begun):
-				s.Lost = append(s.Lost, Waiting{a.ID, a.Name, StateUnknown, false})
-			case len(s.Away) == awayMost:
-				s.MoreAway++
-			default:
-				s.Away = append(s.Away, Waiting{a.ID, a.Name, StateUnknown,
-					false}) // what was said on a session that has ended is void
-			}
-			continue
-		}
-		state, last, until := l.word(now, said[a.slot], d)
-		kept = kept || last
-		if !until.IsZero() {
-			recheck(until)
-		}
-		waived, until := l.waived(now, a, d)
-		if waived && state < Idle {
-			s.Suspended = append(s.Suspended, Waiting{a.ID, a.Name, state, a.session != 0})
-			continue
-		}
-		recheck(until)
-		s.Owed++
-		least = min(least, state)
-		if state < Idle {
-			if s.Waiting == nil {
-				s.Waiting = make([]Waiting, 0, len(agents)-i)
-			}
-			s.Waiting = append(s.Waiting, Waiting{a.ID, a.Name, state, a.session != 0})
-			l.waiting = append(l.waiting, a)
-		}
-	}
+	least, kept := l.muster(now, d, &s)
 	if least != Removed {
 		d.quiescingAt = time.Time{}
 	} else if d.quiescingAt.IsZero() {
 		d.quiescingAt = now
 	}
-	recheck(s.Deadline)
+	s.recheck(now, s.Deadline)
 	switch {
 	case s.Owed == 0 && len(s.Suspended) > 0:
 		s.Phase, s.Reason = Released, Suspended
@@ -579,21 +517,71 @@ func (l *Ledger) derive(now time.Time, d *drain) Status {
 		}
 	case least == Removed:
 		s.Phase = Quiescing
-		recheck(d.quiescingAt.Add(l.times.IdleBound))
+		s.recheck(now, d.quiescingAt.Add(l.times.IdleBound))
 	default:
 		s.Phase = Unrouting
 	}
 	if d.gate == AtBarrier {
 		s = l.stated(now, d, s)
-		if !s.Recheck.IsZero() && !s.Recheck.After(now) {
-			s.Recheck = time.Time{}
-		}
 	}
 	if len(s.Lost) > 0 && (s.Reason == Acknowledged || s.Reason == NoAgents || s.Reason == LastTarget) {
 		s.Reason = AgentsLost
 	}
 	l.block(d, s)
 	return s
+}
+
+// muster adds to s who must acknowledge d and has not. least is the least that any of them says, and
+// kept whether one counts for more than it says because there is no other endpoint.
+func (l *Ledger) muster(now time.Time, d *drain, s *Status) (least State, kept bool) {
+	least = Idle
+	agents, said := l.owing(d), l.hearing(d)
+	l.waiting = l.waiting[:0]
+	for i, a := range agents {
+		owes, until := l.owes(now, a)
+		s.recheck(now, until)
+		is := Waiting{a.ID, a.Name, StateUnknown, a.session != 0}
+		if !owes {
+			// What was said on its session is void.
+			switch {
+			case !a.listed || a.Pending:
+			case a.met && later(until, a.unreadyAt).After(d.begun):
+				s.Lost = append(s.Lost, is)
+			case len(s.Away) == awayMost:
+				s.MoreAway++
+			default:
+				s.Away = append(s.Away, is)
+			}
+			continue
+		}
+		var last bool
+		is.State, last, until = l.word(now, said[a.slot], d)
+		kept = kept || last
+		s.recheck(now, until)
+		waived, until := l.waived(now, a, d)
+		if waived && is.State < Idle {
+			s.Suspended = append(s.Suspended, is)
+			continue
+		}
+		s.recheck(now, until)
+		s.Owed++
+		least = min(least, is.State)
+		if is.State < Idle {
+			if s.Waiting == nil {
+				s.Waiting = make([]Waiting, 0, len(agents)-i)
+			}
+			s.Waiting = append(s.Waiting, is)
+			l.waiting = append(l.waiting, a)
+		}
+	}
+	return least, kept
+}
+
+// recheck notes that the status may change at a time, if that is to come.
+func (s *Status) recheck(now, at time.Time) {
+	if at.After(now) && (s.Recheck.IsZero() || at.Before(s.Recheck)) {
+		s.Recheck = at
+	}
 }
 
 // word is what the report of an agent, which may be nil, says of d that counts at now, whether it

@@ -147,23 +147,20 @@ func (l *Ledger) Polled(now time.Time, others []Shared, adopt bool) {
 	l.admit(now)
 	for _, of := range others {
 		for _, c := range of.Drains {
-			if adopt {
-				l.adoptClaim(now, c)
+			if !adopt {
+				return
 			}
+			place := Place{Is: Granted, Elapsed: time.Duration(c.ElapsedMillis) * time.Millisecond}
+			if c.Queued {
+				place.Is = Deferred
+			}
+			targets := make([]Targets, len(c.Services))
+			for i, s := range c.Services {
+				targets[i].Service = s
+			}
+			l.Ask(now, c.Pod, targets, place)
 		}
 	}
-}
-
-func (l *Ledger) adoptClaim(now time.Time, c Claim) {
-	place := Place{Is: Granted, Elapsed: time.Duration(c.ElapsedMillis) * time.Millisecond}
-	if c.Queued {
-		place.Is = Deferred
-	}
-	targets := make([]Targets, len(c.Services))
-	for i, s := range c.Services {
-		targets[i].Service = s
-	}
-	l.Ask(now, c.Pod, targets, place)
 }
 
 // unrouted reports whether agents take a pod out of routing for this replica's drain, or another's.

@@ -61,13 +61,6 @@ type owed struct {
 	former map[*agent]Gate
 }
 
-func newRoster() roster {
-	return roster{
-		agents: map[AgentID]*agent{}, services: map[Service]*service{},
-		everything: [gates]map[*agent]struct{}{{}, {}}, rosterRev: 1,
-	}
-}
-
 // index brings the lists in line with a. What does not change costs nothing: most agents come back
 // with the routes that they had.
 func (r *roster) index(a *agent) {
@@ -146,8 +139,10 @@ func (r *roster) service(s Service) *service {
 	of := r.services[s]
 	if of == nil {
 		r.rosterRev++
-		of = &service{agents: [gates]map[*agent]struct{}{{}, {}}, drains: map[*drain]struct{}{},
-			rev: [gates]uint64{r.rosterRev, r.rosterRev}}
+		of = &service{
+			agents: [gates]map[*agent]struct{}{{}, {}}, drains: map[*drain]struct{}{},
+			rev: [gates]uint64{r.rosterRev, r.rosterRev},
+		}
 		r.services[s] = of
 	}
 	return of
