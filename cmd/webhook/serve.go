@@ -127,7 +127,8 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 	if err != nil {
 		return fmt.Errorf("watch Services: %w", err)
 	}
-	around.known, around.synced, around.going = watch.synced, services.HasSynced, coord.Terminating
+	around.known, around.synced = watch.synced, services.HasSynced
+	around.going = func(uid drain.UID) bool { return coord.Pod(uid).Terminating }
 	events := newEvents(kube, o.replica, log)
 	notes := &dashboard.Notes{Next: events}
 	handler := &admission.Handler{

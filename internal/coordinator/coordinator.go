@@ -451,43 +451,11 @@ func (c *Coordinator) CouldRoute(services []drain.Service) bool {
 	return c.ledger.CouldRoute(services)
 }
 
-// Draining returns which of uids have an open drain, and since when.
-func (c *Coordinator) Draining(uids []drain.UID) map[drain.UID]time.Time {
+// Pod returns where a pod stands.
+func (c *Coordinator) Pod(uid drain.UID) drain.Standing {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	open := map[drain.UID]time.Time{}
-	for _, uid := range uids {
-		if s := c.ledger.Pod(uid); s.Draining {
-			open[uid] = s.Since
-		}
-	}
-	return open
-}
-
-// Queued reports whether the open drain of uid waits for room in one of its Services, so that the pod is still routed.
-func (c *Coordinator) Queued(uid drain.UID) bool {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	return c.ledger.Pod(uid).Queued
-}
-
-// Terminating reports whether uid is being drained, as far as is known here, or dead.
-func (c *Coordinator) Terminating(uid drain.UID) bool {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	return c.ledger.Pod(uid).Terminating
-}
-
-// Refused returns how many drains of uid were allowed in the last window although the pod lives on.
-func (c *Coordinator) Refused(uid drain.UID, window time.Duration) (n int) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	for _, at := range c.ledger.Pod(uid).Refused {
-		if time.Since(at) < window {
-			n++
-		}
-	}
-	return n
+	return c.ledger.Pod(uid)
 }
 
 // change changes the ledger with the lock, and settles what follows.

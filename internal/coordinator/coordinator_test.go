@@ -191,7 +191,7 @@ func TestTheEndsOfADrainReachTheAgents(t *testing.T) {
 		if one.stones.holders(gone) != "" || !one.stones.isDead(gone) {
 			t.Error("gone: still excluded, or not dead")
 		}
-		if got := r.Refused(kept.UID, time.Hour); got != 1 {
+		if got := len(r.Pod(kept.UID).Refused); got != 1 {
 			t.Errorf("%d drains of a pod that lives on were allowed", got)
 		}
 		if got := r.metric("lameduck_drains", "Released"); got != 0 {
@@ -536,7 +536,7 @@ func TestALogThatBlocksStopsItsWriterOnly(t *testing.T) {
 			t.Fatal("the transition was not logged")
 		default:
 		}
-		if got := r.Draining([]drain.UID{"uid-a", "uid-b"}); len(got) != 1 || time.Since(began) != 0 {
+		if got := r.Pod("uid-a"); !got.Draining || r.Pod("uid-b").Draining || time.Since(began) != 0 {
 			t.Errorf("draining %v after %s", got, time.Since(began))
 		}
 		<-done
@@ -686,7 +686,7 @@ func TestAQueuedDrainIsHeldAndTakesItsTurn(t *testing.T) {
 			held <- a
 		}()
 		stillHeld(t, held)
-		if one.stones.holders(pod("b")) != "" || !r.Queued("uid-b") || r.metric("lameduck_drains", "Queued") != 1 {
+		if one.stones.holders(pod("b")) != "" || !r.Pod("uid-b").Queued || r.metric("lameduck_drains", "Queued") != 1 {
 			t.Error("it does not wait for room")
 		}
 		time.Sleep(time.Second)

@@ -148,10 +148,9 @@ func (c *Cluster) othersOf(ctx context.Context, pod *corev1.Pod, b *policyv1.Pod
 func (c *Cluster) take(uid drain.UID, others []drain.UID, allowed int) (ahead int) {
 	c.promises.mu.Lock()
 	defer c.promises.mu.Unlock()
-	open := c.Ledger.Draining(append([]drain.UID{uid}, others...))
-	if _, drains := open[uid]; !drains {
+	if !c.Ledger.Pod(uid).Draining {
 		for _, other := range others {
-			if _, draining := open[other]; draining || c.promises.of[other] > 0 {
+			if c.promises.of[other] > 0 || c.Ledger.Pod(other).Draining {
 				ahead++
 			}
 		}

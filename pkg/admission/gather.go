@@ -41,11 +41,8 @@ type Ledger interface {
 	CouldRoute(services []drain.Service) bool
 	// ReliedOn reports whether another replica, which stops, may have left a call about the pod to this one.
 	ReliedOn(uid drain.UID) bool
-	// Draining returns which of uids have an open drain, queued or not, and since when.
-	Draining(uids []drain.UID) map[drain.UID]time.Time
-	// Queued reports whether the open drain of uid waits for room, so that gateways still route its pod.
-	Queued(uid drain.UID) bool
-	Refused(uid drain.UID, window time.Duration) int
+	// Pod returns where a pod stands: whether it is being drained, and how often that was in vain.
+	Pod(uid drain.UID) drain.Standing
 }
 
 // Slices is what the handler needs to know of EndpointSlices.
@@ -280,7 +277,11 @@ func (c *Cluster) ofRouting(now time.Time, s *subject, f *Facts) {
 		return
 	}
 	s.targets, f.LastOf = c.targets(listings, uid)
-	f.Refused = c.Ledger.Refused(drain.UID(uid), RefusedWindow)
+	for _, at := range c.Ledger.Pod(drain.UID(uid)).Refused {
+		if time.Since(at) < RefusedWindow {
+			f.Refused++
+		}
+	}
 }
 
 // Targets returns the usable targets of the Services in listings, in their order. A pod that is being drained still counts: if its drain is
@@ -338,8 +339,8 @@ func (c *Cluster) fullService(s subject) (least fullService) {
 			continue // it takes nothing from this one
 		}
 		is := fullService{service: t.Service.String(), usable: len(t.Usable)}
-		for other := range c.Ledger.Draining(t.Usable) {
-			if !c.Ledger.Queued(other) {
+		for _, other := range t.Usable {
+			if stands := c.Ledger.Pod(other); stands.Draining && !stands.Queued {
 				is.draining++
 			}
 		}

@@ -162,8 +162,8 @@ func (h *Handler) claim(ctx context.Context, q *request, s *subject) (claimed wi
 		return wire.Claimed{}, false
 	}
 	claim := wire.Claim{Operation: string(q.operation), Pod: s.drainPod()}
-	if since, draining := h.Cluster.Ledger.Draining([]drain.UID{claim.Pod.UID})[claim.Pod.UID]; draining {
-		claim.ElapsedMillis = time.Since(since).Milliseconds()
+	if is := h.Cluster.Ledger.Pod(claim.Pod.UID); is.Draining {
+		claim.ElapsedMillis = time.Since(is.Since).Milliseconds()
 	}
 	claimed, ok = h.Others.Claim(ctx, claim)
 	switch {
@@ -207,7 +207,8 @@ func (h *Handler) Claim(ctx context.Context, claim wire.Claim) wire.Claimed {
 	s.place.Elapsed = time.Duration(claim.ElapsedMillis) * time.Millisecond
 	status, hold := h.Cluster.Ledger.Claim(s.request())
 	return wire.Claimed{
-		Verdict: wire.VerdictDrain, Queued: h.Cluster.Ledger.Queued(claim.Pod.UID), Hold: hold, ElapsedMillis: now.Sub(status.Since).Milliseconds(),
+		Verdict: wire.VerdictDrain, Queued: h.Cluster.Ledger.Pod(claim.Pod.UID).Queued, Hold: hold,
+		ElapsedMillis: now.Sub(status.Since).Milliseconds(),
 	}
 }
 
@@ -288,7 +289,7 @@ func (h *Handler) hold(ctx context.Context, began time.Time, q *request, s *subj
 func (h *Handler) released(s subject, status drain.Status, elapsed time.Duration) outcome {
 	o := outcome{allowed: true, reason: status.Reason.String(), warn: status.Reason.Abnormal()}
 	switch {
-	case status.Reason == drain.Deadline && h.Cluster.Ledger.Queued(status.Pod.UID):
+	case status.Reason == drain.Deadline && h.Cluster.Ledger.Pod(status.Pod.UID).Queued:
 		o.message = fmt.Sprintf("deleted after %s while gateways still route to it (%s): it waited for room: %s", seconds(elapsed), status.Reason, h.Cluster.fullService(s))
 	case status.Reason == drain.LastTarget:
 		o.warn, o.message = true, lastMessage("one of its Services")

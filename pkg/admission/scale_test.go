@@ -302,8 +302,9 @@ func TestQueuedDrainsCountForBudgets(t *testing.T) {
 			r.Cluster.live(time.Now(), &s)
 			r.coord.Unroute(s.request())
 		}
-		if r.coord.Queued(uids[0]) || !r.coord.Queued(uids[1]) || len(r.coord.Draining(uids)) != 2 {
-			t.Errorf("draining: %v", r.coord.Draining(uids))
+		first, second := r.coord.Pod(uids[0]), r.coord.Pod(uids[1])
+		if !first.Draining || first.Queued || !second.Queued {
+			t.Errorf("draining: %+v, %+v", first, second)
 		}
 		s := subject{pod: r.pods[1]}
 		r.Cluster.live(time.Now(), &s)

@@ -152,25 +152,20 @@ func (l *ledger) note(what string, r coordinator.Request) {
 	l.requests = append(l.requests, r)
 }
 
-func (l *ledger) Queued(uid drain.UID) bool { return l.queued[uid] }
-
 func (l *ledger) Expecting() (int, int) { return l.expected, 0 }
 
 func (l *ledger) CouldRoute(services []drain.Service) bool {
 	return slices.ContainsFunc(services, func(s drain.Service) bool { return slices.Contains(l.routed, s) })
 }
 
-func (l *ledger) Draining(uids []drain.UID) map[drain.UID]time.Time {
-	open := map[drain.UID]time.Time{}
-	for _, uid := range uids {
-		if since, ok := l.draining[uid]; ok {
-			open[uid] = since
-		}
+func (l *ledger) Pod(uid drain.UID) drain.Standing {
+	since, draining := l.draining[uid]
+	is := drain.Standing{Draining: draining, Since: since, Queued: l.queued[uid]}
+	for range l.refused {
+		is.Refused = append(is.Refused, time.Now())
 	}
-	return open
+	return is
 }
-
-func (l *ledger) Refused(drain.UID, time.Duration) int { return l.refused }
 
 // happening is an Event.
 type happening struct {

@@ -242,7 +242,7 @@ func (l *Ledger) Pod(uid UID) (s Standing) {
 		s.Terminating = s.Terminating || d != nil && (d.open || d.reason == PodDeleted)
 	}
 	if d := of.drains[AtHold]; d != nil {
-		s.Refused = d.allowedAlive
+		s.Refused = slices.Clone(d.allowedAlive)
 		if d.open {
 			s.Draining, s.Since, s.Queued = true, d.since, d.queued
 		}
