@@ -543,7 +543,11 @@ func TestAStuckDiskHoldsNobodyForLong(t *testing.T) {
 	if err := j.Sync(t.Context()); !errors.Is(err, errStuck) || time.Since(began) > 3*syncTimeout {
 		t.Errorf("the first Sync returns %v after %s", err, time.Since(began))
 	}
-	time.Sleep(50 * time.Millisecond) // the write began a moment later
+	for end := time.Now().Add(5 * time.Second); !errors.Is(j.Err(), errStuck); time.Sleep(time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatalf("Err is %v", j.Err())
+		}
+	}
 	j.Exclude(now, pod(2), "a/1", now, now.Add(time.Minute))
 	began = time.Now()
 	if err := j.Sync(t.Context()); !errors.Is(err, errStuck) || time.Since(began) > syncTimeout/2 {

@@ -11,6 +11,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -77,16 +78,24 @@ func TestThePanelsOfTheBarrierHaveData(t *testing.T) {
 		_, err := s.Restart(t.Context(), "shop", "web")
 		must(err)
 	}
-	time.Sleep(2 * time.Second) // until the last of it is scraped
+	// The last of it is scraped within a second.
+	within := func(expr string, is func(series []map[string]string) bool) (series []map[string]string, ok bool) {
+		for end := time.Now().Add(10 * time.Second); ; time.Sleep(200 * time.Millisecond) {
+			if series = ask(t, base, expr); is(series) || time.Now().After(end) {
+				return series, is(series)
+			}
+		}
+	}
 	for _, row := range Rows {
 		for _, p := range row.Panels {
 			if !row.Barrier && !strings.HasPrefix(p.Title, "Propagation") {
 				continue // test/e2e/install looks at those
 			}
 			for _, q := range p.Queries {
-				series := ask(t, base, strings.ReplaceAll(q.Expr, "$__rate_interval", "10s"))
+				expr := strings.ReplaceAll(q.Expr, "$__rate_interval", "10s")
+				series, ok := within(expr, func(series []map[string]string) bool { return len(series) > 0 })
 				t.Logf("%s: %s: %v", p.Title, q.Legend, series)
-				if len(series) == 0 {
+				if !ok {
 					t.Errorf("panel %q has no data: %s", p.Title, q.Expr)
 				}
 			}
@@ -98,11 +107,9 @@ func TestThePanelsOfTheBarrierHaveData(t *testing.T) {
 		{`lameduck_propagation_seconds_count{gateway="kube-proxy",what="idle"} > 0`, "node", "node-1"},
 		{`lameduck_propagation_seconds_count{gateway="haproxy",what="idle"} > 0`, "gateway", "haproxy"},
 	} {
-		found := false
-		for _, metric := range ask(t, base, has.expr) {
-			found = found || metric[has.label] == has.value
-		}
-		if !found {
+		if _, ok := within(has.expr, func(series []map[string]string) bool {
+			return slices.ContainsFunc(series, func(m map[string]string) bool { return m[has.label] == has.value })
+		}); !ok {
 			t.Errorf("%s has no %s %s", has.expr, has.label, has.value)
 		}
 	}

@@ -294,7 +294,7 @@ func moveToAnotherNode(t *testing.T, s *stage.Stage) {
 			t.Errorf("%v: %s", err, out)
 		}
 	})
-	time.Sleep(3 * time.Second) // agents connect again
+	agents(t, s, "connected")
 }
 
 // table is Markdown. Factors of deletions that concern no agent are of the floor that was measured
