@@ -141,11 +141,13 @@ func scene(t *testing.T, s *stage.Stage, pods int) (ns string) {
 	return ns
 }
 
-// agents waits until each coordinator counts as many agents in this state as there are.
+// agents waits until each coordinator counts as many agents in this state as there are. It may be
+// called by a cleanup.
 func agents(t *testing.T, s *stage.Stage, state string) {
 	t.Helper()
-	await(t, t.Context(), "all agents are "+state, func() bool {
-		pods, err := s.Pods(t.Context(), "", "lameduck.io/agent")
+	ctx := context.WithoutCancel(t.Context())
+	await(t, ctx, "all agents are "+state, func() bool {
+		pods, err := s.Pods(ctx, "", "lameduck.io/agent")
 		must(t, err)
 		for _, c := range coordinators(t, s) {
 			if n, ok := stage.Metric(&c, fmt.Sprintf("lameduck_agents{state=%q}", state)); !ok || int(n) != len(pods) {
@@ -178,8 +180,9 @@ func await(t *testing.T, ctx context.Context, what string, is func() bool) {
 // coordinators returns the pods of the coordinators by their ordinals.
 func coordinators(t *testing.T, s *stage.Stage) (all []corev1.Pod) {
 	t.Helper()
+	ctx := context.WithoutCancel(t.Context())
 	for ordinal := range s.Running() {
-		pods, err := s.Pods(t.Context(), stage.System, fmt.Sprintf("lameduck.io/ordinal=%d", ordinal))
+		pods, err := s.Pods(ctx, stage.System, fmt.Sprintf("lameduck.io/ordinal=%d", ordinal))
 		if err != nil || len(pods) != 1 {
 			t.Fatalf("%d pods of coordinator %d: %v", len(pods), ordinal, err)
 		}
