@@ -11,7 +11,8 @@ import (
 
 const module = "github.com/lameduck-io/lameduck/"
 
-// rules say what packages must never import, directly or not, and why. A pattern is a path, or the beginning of one and "...".
+// rules say what packages must never import, directly or not, and why. A pattern is a path, or the
+// beginning of one and "...".
 var rules = []struct{ of, never, why string }{
 	{"pkg/drain", "net/http", "the ledger is run by a simulation, ten thousand failures a second: no HTTP"},
 	{"pkg/drain", "k8s.io/...", "the ledger is run by a simulation: no Kubernetes"},
@@ -37,7 +38,8 @@ var rules = []struct{ of, never, why string }{
 	{"pkg/gateway/kubeproxy", module + "pkg/drain...", "gateways know nothing of who asks"},
 	{"pkg/admission", module + "pkg/gateway...", "the webhook never talks to a gateway"},
 	{"internal/dashboard", module + "pkg/gateway...", "the page shows what coordinators know"},
-	{"internal/dashboard/api", module + "...", "what readers are told is words and numbers: kubectl lameduck needs no more of us"},
+	{"internal/dashboard/api", module + "...",
+		"what readers are told is words and numbers: kubectl lameduck needs no more of us"},
 	{"internal/dashboard/api", "k8s.io/...", "what readers are told is words and numbers"},
 	{"internal/coordinator", module + "internal/dashboard...", "the coordinator does not know who looks"},
 	{"pkg/admission", module + "internal/dashboard...", "nothing is decided by what is shown"},

@@ -10,8 +10,9 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
-// An agent that starts while it cannot ask the API server finds the coordinators where they were: it is waited for, and lets go as soon as it
-// knows what EndpointSlices say. Coordinators that it does not find give it up after 5 s, while its gateway routes.
+// An agent that starts while it cannot ask the API server finds the coordinators where they were:
+// it is waited for, and lets go as soon as it knows what EndpointSlices say. Coordinators that it
+// does not find give it up after 5 s, while its gateway routes.
 func TestCoordinatorsAreFoundWithoutTheAPIServer(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, 2, time.Minute)
@@ -20,7 +21,8 @@ func TestCoordinatorsAreFoundWithoutTheAPIServer(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	w.write("agent.yaml", strings.Replace(string(config), `addresses: ["https://`+w.boss.address+`"]`, "service: shop/coordinators", 1))
+	w.write("agent.yaml", strings.Replace(string(config), `addresses: ["https://`+w.boss.address+`"]`,
+		"service: shop/coordinators", 1))
 	w.write("coordinators.json", `["https://`+w.boss.address+`"]`)
 	w.api.down()
 	w.live()

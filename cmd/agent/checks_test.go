@@ -12,7 +12,8 @@ import (
 	"github.com/lameduck-io/lameduck/internal/agent/healthview"
 )
 
-// targets returns what /v1/targets says of each pod, as "unhealthy unhealthy removed": verdict, why, state.
+// targets returns what /v1/targets says of each pod, as "unhealthy unhealthy removed": verdict,
+// why, state.
 func (w *world) targets() map[string]string {
 	w.Helper()
 	response, err := http.Get("http://" + w.metrics + healthview.Path)
@@ -58,16 +59,20 @@ func (w *world) untilTargets(want map[string]string) {
 	w.Fatalf("targets are %v, want %v", said, want)
 }
 
-// The real HAProxy, probes over the network, and the annotation of a Service: the sick are taken out, too many sick are not, a
-// exclusion is not a matter of health, and what cannot be read changes nothing.
+// The real HAProxy, probes over the network, and the annotation of a Service: the sick are taken
+// out, too many sick are not, a exclusion is not a matter of health, and what cannot be read
+// changes nothing.
 func TestChecks(t *testing.T) {
 	w := newWorld(t, 3, time.Minute)
 	a, b, c := w.pods[0], w.pods[1], w.pods[2]
-	w.untilTargets(map[string]string{a: "unknown chosen routed", b: "unknown chosen routed", c: "unknown chosen routed"})
+	w.untilTargets(map[string]string{a: "unknown chosen routed", b: "unknown chosen routed",
+		c: "unknown chosen routed"})
 
 	w.sicken(true, a)
-	w.api.annotate("{path: /healthz, interval: 1s, timeout: 500ms, healthy: {successes: 1}, unhealthy: {httpFailures: 2}}")
-	w.untilTargets(map[string]string{a: "unhealthy unhealthy removed", b: "healthy chosen routed", c: "healthy chosen routed"})
+	w.api.annotate("{path: /healthz, interval: 1s, timeout: 500ms, healthy: {successes: 1}, unhealthy: " +
+		"{httpFailures: 2}}")
+	w.untilTargets(map[string]string{a: "unhealthy unhealthy removed", b: "healthy chosen routed",
+		c: "healthy chosen routed"})
 	since := time.Now()
 	w.mustServe(a)
 	if w.routedSince(a, since) {
@@ -81,11 +86,13 @@ func TestChecks(t *testing.T) {
 		t.Error("the log does not name the key that is refused")
 	}
 	w.untilTargets(map[string]string{a: "unhealthy unhealthy removed"})
-	w.api.annotate("{path: /healthz, interval: 1s, timeout: 500ms, healthy: {successes: 1}, unhealthy: {httpFailures: 2}}")
+	w.api.annotate("{path: /healthz, interval: 1s, timeout: 500ms, healthy: {successes: 1}, unhealthy: " +
+		"{httpFailures: 2}}")
 
 	// More than half of them: all have traffic.
 	w.sicken(true, b)
-	w.untilTargets(map[string]string{a: "unhealthy failing-open routed", b: "unhealthy failing-open routed", c: "healthy chosen routed"})
+	w.untilTargets(map[string]string{a: "unhealthy failing-open routed", b: "unhealthy failing-open routed",
+		c: "healthy chosen routed"})
 	w.mustServe()
 	if got := w.metric(`lameduck_agent_pool_failing_open{pool="web"}`); got != "1" {
 		t.Errorf("failing open is %s", got)
@@ -134,18 +141,22 @@ func TestHealthCheckOfTheFile(t *testing.T) {
 	}
 }
 
-// An agent is killed, and the one that comes after it knows no verdicts: the sick pod gets not one request until it is well.
+// An agent is killed, and the one that comes after it knows no verdicts: the sick pod gets not one
+// request until it is well.
 func TestTheSickStayOutOverARestart(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, 3, time.Minute)
 	a, b, c := w.pods[0], w.pods[1], w.pods[2]
 	w.sicken(true, a)
-	w.api.annotate("{path: /healthz, interval: 1s, timeout: 500ms, healthy: {successes: 1}, unhealthy: {httpFailures: 3}}")
-	w.untilTargets(map[string]string{a: "unhealthy unhealthy removed", b: "healthy chosen routed", c: "healthy chosen routed"})
+	w.api.annotate("{path: /healthz, interval: 1s, timeout: 500ms, healthy: {successes: 1}, unhealthy: " +
+		"{httpFailures: 3}}")
+	w.untilTargets(map[string]string{a: "unhealthy unhealthy removed", b: "healthy chosen routed",
+		c: "healthy chosen routed"})
 	since := time.Now()
 	w.die()
 	w.live()
-	w.untilTargets(map[string]string{a: "unhealthy unhealthy removed", b: "healthy chosen routed", c: "healthy chosen routed"})
+	w.untilTargets(map[string]string{a: "unhealthy unhealthy removed", b: "healthy chosen routed",
+		c: "healthy chosen routed"})
 	w.mustServe(a)
 	if w.routedSince(a, since) {
 		t.Errorf("%s has had traffic although it is sick", a)

@@ -16,13 +16,15 @@ func TestTheSchemaSaysWhatTheTypesSay(t *testing.T) {
 	configtest.Check(t, file{}, kind, "../../schemas/agent.json")
 }
 
-// What is printed is a file, and gives the same again. It need not be one that the agent can run with.
+// What is printed is a file, and gives the same again. It need not be one that the agent can run
+// with.
 func TestPrintConfig(t *testing.T) {
 	dir, getenv := environment(t)
 	print := func(config string) string {
 		t.Helper()
 		var out bytes.Buffer
-		if err := run(t.Context(), []string{"--config", config, "--print-config"}, getenv, &out, &out); !errors.Is(err, cli.ErrPrinted) {
+		if err := run(t.Context(), []string{"--config", config, "--print-config"}, getenv, &out, &out); !errors.Is(err,
+			cli.ErrPrinted) {
 			t.Fatal(err)
 		}
 		return out.String()
@@ -31,7 +33,8 @@ func TestPrintConfig(t *testing.T) {
 		t.Error(got)
 	}
 	first := print(write(t, dir, good))
-	for _, want := range []string{"endpointsLag: 1.5s", "healthTimeout: 1m0s", "minHealthyPercent: 50", "stateDir: " + dir, "$1"} {
+	for _, want := range []string{"endpointsLag: 1.5s", "healthTimeout: 1m0s", "minHealthyPercent: 50",
+		"stateDir: " + dir, "$1"} {
 		if !strings.Contains(first, want) {
 			t.Errorf("%q is not in\n%s", want, first)
 		}
@@ -40,7 +43,8 @@ func TestPrintConfig(t *testing.T) {
 		t.Error(diff)
 	}
 	var out bytes.Buffer
-	if err := run(t.Context(), []string{"--config", write(t, dir, "colour: red"), "--print-config"}, getenv, &out, &out); !errors.Is(err, cli.ErrUsage) || !strings.Contains(err.Error(), "colour") {
+	if err := run(t.Context(), []string{"--config", write(t, dir, "colour: red"), "--print-config"}, getenv, &out,
+		&out); !errors.Is(err, cli.ErrUsage) || !strings.Contains(err.Error(), "colour") {
 		t.Error(err)
 	}
 }

@@ -11,8 +11,9 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
-// The agent is killed at random moments of a drain, and has nobody to ask when it starts again: neither coordinators nor the API server, and then
-// the API server alone, which still calls every pod ready. What it has promised, it keeps; who lives is served all the time. In every second
+// The agent is killed at random moments of a drain, and has nobody to ask when it starts again:
+// neither coordinators nor the API server, and then the API server alone, which still calls every
+// pod ready. What it has promised, it keeps; who lives is served all the time. In every second
 // round HAProxy is reloaded while it has no agent.
 func TestKilledAgentKeepsItsPromises(t *testing.T) {
 	for _, name := range []string{"first", "second"} {
@@ -52,7 +53,8 @@ func TestKilledAgentKeepsItsPromises(t *testing.T) {
 				}
 				w.mustServe(asked...)
 				w.boss.up()
-				// Its coordinator is back and has the drain still, whether the agent remembered or not.
+				// Its coordinator is back and has the drain still, whether the agent remembered or
+				// not.
 				w.until("the pod is idle", func() bool { return w.boss.heard(uid) == drain.Idle })
 				promised[uid] = time.Now()
 				w.until("all are learned", w.ready)
@@ -68,7 +70,10 @@ func TestLapsedExclusions(t *testing.T) {
 	w := newWorld(t, 4, 2*time.Second)
 	gone, back := w.pods[0], w.pods[1]
 	w.boss.drain(gone, back)
-	w.until("they are idle", func() bool { return w.boss.heard(gone) == drain.Idle && w.boss.heard(back) == drain.Idle })
+	w.until("they are idle", func() bool {
+		return w.boss.heard(gone) == drain.Idle &&
+			w.boss.heard(back) == drain.Idle
+	})
 	promised := time.Now()
 	w.boss.down()
 	w.api.down()
@@ -79,14 +84,20 @@ func TestLapsedExclusions(t *testing.T) {
 		t.Fatal("routed again while nobody knows what EndpointSlices say")
 	}
 	w.api.up()
-	w.until("the pods are routed again", func() bool { return w.routedSince(gone, promised) && w.routedSince(back, promised) })
+	w.until("the pods are routed again", func() bool {
+		return w.routedSince(gone, promised) && w.routedSince(back, promised)
+	})
 	w.mustServe()
 
-	// Now the watch is what hangs. Of the two pods one goes meanwhile: it must never be routed again, and the other only when the watch lives.
+	// Now the watch is what hangs. Of the two pods one goes meanwhile: it must never be routed
+	// again, and the other only when the watch lives.
 	w.boss.restarted()
 	w.boss.up()
 	w.boss.drain(gone, back)
-	w.until("they are idle", func() bool { return w.boss.heard(gone) == drain.Idle && w.boss.heard(back) == drain.Idle && w.ready() })
+	w.until("they are idle", func() bool {
+		return w.boss.heard(gone) == drain.Idle &&
+			w.boss.heard(back) == drain.Idle && w.ready()
+	})
 	w.api.freeze(true)
 	w.api.set(w.list[1:]...)
 	promised = time.Now()

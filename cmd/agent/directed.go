@@ -40,9 +40,11 @@ const (
 )
 
 // runDirected builds everything in the order of dependency and runs it until ctx is done.
-func runDirected(ctx context.Context, o options, kube kubernetes.Interface, bundle *discovery.Bundle, g gateway.Directed, log *slog.Logger) error {
+func runDirected(ctx context.Context, o options, kube kubernetes.Interface, bundle *discovery.Bundle,
+	g gateway.Directed, log *slog.Logger) error {
 	registry := newRegistry()
-	set := health.New(health.Options{UsablePercent: cmp.Or(o.file.Health, &healthFile{MinHealthyPercent: minHealthyPercent}).MinHealthyPercent})
+	set := health.New(health.Options{UsablePercent: cmp.Or(o.file.Health,
+		&healthFile{MinHealthyPercent: minHealthyPercent}).MinHealthyPercent})
 	m := metrics.NewDirected(registry, set)
 	news := signal.New() // what coordinators are told may have changed
 	kept, err := journal.Open(ctx, o.file.StateDir, log)
@@ -84,7 +86,8 @@ func runDirected(ctx context.Context, o options, kube kubernetes.Interface, bund
 		return err
 	}
 	m.Refusals(registry, checks.Refusals)
-	exclusions := exclusion.New(set, kept, ports, wake, metrics.NewPropagation(registry, o.kind.Name(), o.nodeName), log)
+	exclusions := exclusion.New(set, kept, ports, wake, metrics.NewPropagation(registry, o.kind.Name(), o.nodeName),
+		log)
 	tasks := []serve.Task{
 		{Name: "journal", Run: kept.Run},
 		{Name: "probes", Run: probes.Run},
@@ -95,7 +98,8 @@ func runDirected(ctx context.Context, o options, kube kubernetes.Interface, bund
 	var learned <-chan struct{}
 	if conf := o.file.Coordinators; conf != nil {
 		if o.file.StateDir == "" {
-			log.Warn("exclusions are not kept on disk: stateDir is not set, and the gateway has no folder that outlives the agent")
+			log.Warn("exclusions are not kept on disk: stateDir is not set, and the gateway has no folder that " +
+				"outlives the agent")
 		}
 		believed := healthview.NewSummary(set, ports, endpoints.Names)
 		c := discovery.Connect(*conf, bundle)
@@ -104,7 +108,9 @@ func runDirected(ctx context.Context, o options, kube kubernetes.Interface, bund
 		learned = c.Learned()
 		ends := leaving{gateway: g, programmed: director.Programmed, leave: c.Leave, log: log}
 		tasks = append(tasks,
-			serve.Task{Name: "coordinators", Last: true, Run: func(ctx context.Context) error { return ends.outlive(ctx, c.Run) }},
+			serve.Task{Name: "coordinators", Last: true, Run: func(ctx context.Context) error {
+				return ends.outlive(ctx, c.Run)
+			}},
 			serve.Task{Name: "reports", Run: func(ctx context.Context) error {
 				return news.Follow(ctx, func() {
 					if exclusions.Changed() {
@@ -130,14 +136,17 @@ func runDirected(ctx context.Context, o options, kube kubernetes.Interface, bund
 	if err != nil {
 		return fmt.Errorf("listen: %w", err)
 	}
-	log.Info("started", "metrics", listener.Addr().String(), "routes", len(ports), "endpointsLag", o.file.EndpointsLag.String())
-	server := opsServer(directedOps(registry, following, start, endpoints, healthview.Targets(set, ports, endpoints.Names)), log)
+	log.Info("started", "metrics", listener.Addr().String(), "routes", len(ports),
+		"endpointsLag", o.file.EndpointsLag.String())
+	server := opsServer(directedOps(registry, following, start, endpoints,
+		healthview.Targets(set, ports, endpoints.Names)), log)
 	server.Listener = listener
 	return serve.All(ctx, append(tasks, server.Task())...)
 }
 
 // directedOps answers operators and their tools.
-func directedOps(registry *prometheus.Registry, following *serving.Health, start *starting, endpoints *source.Endpoints, targets http.Handler) http.Handler {
+func directedOps(registry *prometheus.Registry, following *serving.Health, start *starting, endpoints *source.Endpoints,
+	targets http.Handler) http.Handler {
 	r := opsRouter(registry, following, func() string {
 		switch {
 		case !start.learnt.Load():

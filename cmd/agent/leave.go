@@ -12,8 +12,8 @@ import (
 // tell coordinators that it leaves.
 const leaveTimeout = 2 * time.Second
 
-// leaving is how an agent goes: where its gateway has gone before it, as it has where the agent is a native sidecar, coordinators are told to
-// wait for it no longer.
+// leaving is how an agent goes: where its gateway has gone before it, as it has where the agent is
+// a native sidecar, coordinators are told to wait for it no longer.
 type leaving struct {
 	// gateway is called by nobody else by then.
 	gateway gateway.Directed

@@ -23,7 +23,8 @@ func (w *world) stop() int {
 	return w.boss.left
 }
 
-// To be told to stop is no reason to leave: who leaves is waited for by nobody, and HAProxy goes on. It is one once HAProxy is gone.
+// To be told to stop is no reason to leave: who leaves is waited for by nobody, and HAProxy goes
+// on. It is one once HAProxy is gone.
 func TestAnAgentLeavesWhenItsGatewayIsGone(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, 2, time.Minute)
@@ -55,7 +56,8 @@ func (w *world) haproxyEnds(signal syscall.Signal) {
 	_ = w.haproxy.Wait()
 }
 
-// An agent that has never seen its gateway cannot know that it is gone: the path of the socket may be wrong.
+// An agent that has never seen its gateway cannot know that it is gone: the path of the socket may
+// be wrong.
 func TestAnAgentThatSawNoGatewayDoesNotLeave(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, 1, time.Minute)

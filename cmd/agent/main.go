@@ -80,7 +80,8 @@ func declared(kind gateway.Kind, can drain.Kind) []drain.Route {
 	var all []drain.Route
 	for _, r := range kind.Routes() {
 		route := every
-		route.Service.Namespace, route.Service.Name, _ = gateway.ParseService(r.Service) // checked with the configuration
+		// checked with the configuration
+		route.Service.Namespace, route.Service.Name, _ = gateway.ParseService(r.Service)
 		if !slices.Contains(all, route) {
 			all = append(all, route)
 		}

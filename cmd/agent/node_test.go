@@ -40,7 +40,8 @@ var (
 type trusting struct{}
 
 func (trusting) Authenticate(context.Context, string) (coordinator.Identity, error) {
-	return coordinator.Identity{Agent: "node-agent", Name: "lameduck-node/agent", Username: "agent", Everywhere: true}, nil
+	return coordinator.Identity{Agent: "node-agent", Name: "lameduck-node/agent", Username: "agent", Everywhere: true},
+		nil
 }
 
 func (trusting) Life(context.Context, drain.Pod) (coordinator.Life, error) {
@@ -51,8 +52,9 @@ func (trusting) Surroundings(context.Context, string, drain.Pod) (coordinator.Po
 	return coordinator.PodContext{Known: true, Terminating: true, Here: true}, nil
 }
 
-// The whole of a node agent, but for its kernel: what the API server says of a pod, a hook that asks, a coordinator that is asked, the word
-// of the kernel that lets it go; and the end of the agent while a hook waits. Nothing of it is left then.
+// The whole of a node agent, but for its kernel: what the API server says of a pod, a hook that
+// asks, a coordinator that is asked, the word of the kernel that lets it go; and the end of the
+// agent while a hook waits. Nothing of it is left then.
 func TestANodeAgent(t *testing.T) {
 	before := goleak.IgnoreCurrent()
 	defer func() {
@@ -60,7 +62,8 @@ func TestANodeAgent(t *testing.T) {
 		goleak.VerifyNone(t, before)
 	}()
 	coord := coordinator.New(drain.Holder{Replica: "replica-0", Epoch: "a"}, drain.DefaultTimes(), coordinator.Options{
-		MaxHolds: 1, Pods: trusting{}, Authenticate: trusting{}, PodContexts: trusting{}, Log: slog.New(slog.DiscardHandler),
+		MaxHolds: 1, Pods: trusting{}, Authenticate: trusting{}, PodContexts: trusting{},
+		Log:     slog.New(slog.DiscardHandler),
 		Metrics: coordinator.NewMetrics(prometheus.NewRegistry()),
 	})
 	server := httptest.NewTLSServer(coord.Handler())
@@ -68,7 +71,8 @@ func TestANodeAgent(t *testing.T) {
 	defer coord.Stop()
 	dir := t.TempDir()
 	ca := filepath.Join(dir, "ca.crt")
-	if err := os.WriteFile(ca, pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: server.Certificate().Raw}), 0o600); err != nil {
+	if err := os.WriteFile(ca, pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: server.Certificate().Raw}),
+		0o600); err != nil {
 		t.Fatal(err)
 	}
 	token := filepath.Join(dir, "token")
@@ -109,7 +113,8 @@ waitAddresses: ["%s"]
 	})
 	remove := func(p *corev1.Pod) {
 		t.Helper()
-		if _, err := kube.CoreV1().Pods("shop").Update(ctx, agenttest.Deleted(p, 35*time.Second), metav1.UpdateOptions{}); err != nil {
+		if _, err := kube.CoreV1().Pods("shop").Update(ctx, agenttest.Deleted(p, 35*time.Second),
+			metav1.UpdateOptions{}); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -152,12 +157,14 @@ waitAddresses: ["%s"]
 		return len(k.Cleaned()) > 0
 	})
 
-	// Something else than kube-proxy sends on this node, as Cilium does: the kernel is unknown, and is not waited for.
+	// Something else than kube-proxy sends on this node, as Cilium does: the kernel is unknown, and
+	// is not waited for.
 	declared := func(n int) {
 		t.Helper()
 		agenttest.Until(t, fmt.Sprintf("it has declared %d times", n), func() bool {
 			_, metrics := get(people + "/metrics")
-			return strings.Contains(metrics, fmt.Sprintf("lameduck_agent_posts_total{path=%q,result=\"ok\"} %d\n", wire.DeclarationsPath, n))
+			return strings.Contains(metrics, fmt.Sprintf("lameduck_agent_posts_total{path=%q,result=\"ok\"} %d\n",
+				wire.DeclarationsPath, n))
 		})
 	}
 	k.Is(netip.MustParseAddrPort("10.1.0.9:0"), health.Unknown, 0)
@@ -216,13 +223,16 @@ func TestAnAgentThatNobodyCanAskIsNotReady(t *testing.T) {
 	}
 	defer listener.Close()
 	o := options{metrics: agenttest.FreeAddress(t), nodeName: "n1"}
-	if o.kind, err = o.file.read([]byte(fmt.Sprintf("apiVersion: lameduck.io/v1alpha1\nkind: AgentConfiguration\ngateway: {kubeProxy: {}}\nwaitAddresses: [\"%s\", \"%s\"]\n", agenttest.FreeAddress(t), listener.Addr())), nil); err != nil {
+	if o.kind, err = o.file.read([]byte(fmt.Sprintf("apiVersion: lameduck.io/v1alpha1\nkind: "+
+		"AgentConfiguration\ngateway: {kubeProxy: {}}\nwaitAddresses: [\"%s\", \"%s\"]\n", agenttest.FreeAddress(t),
+		listener.Addr())), nil); err != nil {
 		t.Fatal(err)
 	}
 	ctx, cancel := context.WithCancel(t.Context())
 	ended := make(chan error, 1)
 	go func() {
-		ended <- runObserved(ctx, o, fake.NewClientset(), nil, gatewaytest.NewFakeObserved(), slog.New(slog.DiscardHandler))
+		ended <- runObserved(ctx, o, fake.NewClientset(), nil, gatewaytest.NewFakeObserved(),
+			slog.New(slog.DiscardHandler))
 	}()
 	says := func(want string) func() bool {
 		return func() bool {

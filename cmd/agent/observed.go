@@ -39,13 +39,15 @@ const (
 )
 
 // runObserved builds everything in the order of dependency and runs it until ctx is done.
-func runObserved(ctx context.Context, o options, kube kubernetes.Interface, bundle *discovery.Bundle, g gateway.Observed, log *slog.Logger) error {
+func runObserved(ctx context.Context, o options, kube kubernetes.Interface, bundle *discovery.Bundle,
+	g gateway.Observed, log *slog.Logger) error {
 	registry := newRegistry()
 	if a, ok := g.(gateway.Auditor); ok {
 		metrics.Audits(registry, a.Audits)
 	}
 	news := signal.New() // what coordinators are told may have changed
-	watched := observation.New(g, news.Raise, metrics.NewPropagation(registry, o.kind.Name(), o.nodeName), registry, log)
+	watched := observation.New(g, news.Raise, metrics.NewPropagation(registry, o.kind.Name(), o.nodeName), registry,
+		log)
 	pods := nodepods.New(func(p nodepods.Pod) { watched.Clean(p.Pod, p.Targets) }, log)
 	following := serving.New(o.file.HealthTimeout.Duration)
 	posts := metrics.NewClient(registry, wire.DeclarationsPath, wire.ReportsPath, wire.BarriersPath)
@@ -72,9 +74,14 @@ func runObserved(ctx context.Context, o options, kube kubernetes.Interface, bund
 		ask = c.Barrier
 		tasks = append(tasks,
 			serve.Task{Name: "coordinators", Run: c.Run, Last: true},
-			serve.Task{Name: "reports", Last: true, Run: func(ctx context.Context) error { return news.Follow(ctx, c.Wake) }},
-			serve.Task{Name: "absence", Run: func(ctx context.Context) error { return followAbsent(ctx, g, routes, c.Declare, log) }, Last: true},
-			serve.Task{Name: "roots", Run: func(ctx context.Context) error { return bundle.Run(ctx, kube) }, Last: true},
+			serve.Task{Name: "reports", Last: true, Run: func(ctx context.Context) error {
+				return news.Follow(ctx, c.Wake)
+			}},
+			serve.Task{Name: "absence", Run: func(ctx context.Context) error {
+				return followAbsent(ctx, g, routes, c.Declare, log)
+			}, Last: true},
+			serve.Task{Name: "roots", Run: func(ctx context.Context) error { return bundle.Run(ctx, kube) },
+				Last: true},
 			serve.Task{Name: "replicas", Last: true, Run: func(ctx context.Context) error {
 				return discovery.Follow(ctx, kube, *conf, "", c.Replicas, log)
 			}},
@@ -103,7 +110,8 @@ func runObserved(ctx context.Context, o options, kube kubernetes.Interface, bund
 		task, err := listen.Address{
 			Address: address, Shared: true, Ready: pods.Synced, Got: func() { missing.Add(-1) }, Leave: leave, Log: log,
 		}.Task(serve.Server{
-			Name: "wait " + address, Handler: waits.Handler(), Conns: waitConns, ReadTime: hooks.HeaderTime, WriteTime: hooks.HeaderTime, Grace: waitGrace + shutdownGrace, Log: log,
+			Name: "wait " + address, Handler: waits.Handler(), Conns: waitConns, ReadTime: hooks.HeaderTime,
+			WriteTime: hooks.HeaderTime, Grace: waitGrace + shutdownGrace, Log: log,
 		})
 		if err != nil {
 			return fmt.Errorf("listen for hooks: %w", err)
@@ -132,7 +140,8 @@ func runObserved(ctx context.Context, o options, kube kubernetes.Interface, bund
 // followAbsent declares, until ctx is done, whether this agent can observe what sends to pods.
 // Where its gateway is absent, something else chooses the pod behind a Service's address, which
 // proves nothing and is not waited for.
-func followAbsent(ctx context.Context, g gateway.Observed, routes []drain.Route, declare func([]drain.Route), log *slog.Logger) error {
+func followAbsent(ctx context.Context, g gateway.Observed, routes []drain.Route, declare func([]drain.Route),
+	log *slog.Logger) error {
 	absent := slices.Clone(routes)
 	for i := range absent {
 		absent[i].Via = drain.ClusterIP
@@ -148,7 +157,8 @@ func followAbsent(ctx context.Context, g gateway.Observed, routes []drain.Route,
 		is := g.Absent()
 		switch {
 		case is && !was:
-			log.Warn("the gateway is absent from this node: what sends to pods cannot be observed here, and no barrier waits for this node")
+			log.Warn("the gateway is absent from this node: what sends to pods cannot be observed here, and no " +
+				"barrier waits for this node")
 			declare(absent)
 		case was && !is:
 			log.Info("the gateway is here: barriers wait for this node")

@@ -24,7 +24,8 @@ const (
 
 func newRegistry() *prometheus.Registry {
 	registry := prometheus.NewRegistry()
-	registry.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+	registry.MustRegister(collectors.NewGoCollector(),
+		collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	return registry
 }
 
@@ -48,6 +49,7 @@ func opsRouter(registry *prometheus.Registry, following *serving.Health, missing
 // opsServer bounds those who read metrics and ask for health.
 func opsServer(handler http.Handler, log *slog.Logger) serve.Server {
 	return serve.Server{
-		Name: "metrics", Handler: handler, Conns: 100, ReadTime: hooks.HeaderTime, WriteTime: opsWrite, Grace: shutdownGrace, Log: log,
+		Name: "metrics", Handler: handler, Conns: 100, ReadTime: hooks.HeaderTime, WriteTime: opsWrite,
+		Grace: shutdownGrace, Log: log,
 	}
 }

@@ -94,16 +94,21 @@ func parse(args []string, getenv func(string) string, help io.Writer) (options, 
 	var print, which bool
 	f := flag.NewFlagSet("agent", flag.ContinueOnError)
 	f.SetOutput(io.Discard)
-	f.StringVar(&path, "config", "/etc/lameduck/agent.yaml", "configuration file; ${NAME} in it is replaced by the environment")
-	f.StringVar(&o.kubeconfig, "kubeconfig", getenv("KUBECONFIG"), "file to reach the API server with; empty: as a pod does")
-	f.StringVar(&o.metrics, "metrics-address", ":9101", "host:port of /metrics, /livez, /healthz, /readyz and /v1/targets, without TLS")
-	f.StringVar(&o.nodeName, "node-name", getenv("NODE_NAME"), "the node this runs on: /healthz fails while it is being deleted; empty: it is not watched")
+	f.StringVar(&path, "config", "/etc/lameduck/agent.yaml",
+		"configuration file; ${NAME} in it is replaced by the environment")
+	f.StringVar(&o.kubeconfig, "kubeconfig", getenv("KUBECONFIG"),
+		"file to reach the API server with; empty: as a pod does")
+	f.StringVar(&o.metrics, "metrics-address", ":9101",
+		"host:port of /metrics, /livez, /healthz, /readyz and /v1/targets, without TLS")
+	f.StringVar(&o.nodeName, "node-name", getenv("NODE_NAME"),
+		"the node this runs on: /healthz fails while it is being deleted; empty: it is not watched")
 	f.TextVar(&o.logLevel, "log-level", slog.LevelInfo, "debug, info, warn or error")
 	f.BoolVar(&print, "print-config", false, "print the configuration with its defaults, and end")
 	f.BoolVar(&which, "version", false, "print which version this is, and end")
 	if err := f.Parse(args); err != nil {
 		if errors.Is(err, flag.ErrHelp) {
-			fmt.Fprintln(help, "agent directs or observes the gateway beside it and acknowledges to Lameduck's coordinators that it has stopped routing to a pod.\n\nFlags:")
+			fmt.Fprintln(help, "agent directs or observes the gateway beside it and acknowledges to Lameduck's "+
+				"coordinators that it has stopped routing to a pod.\n\nFlags:")
 			f.SetOutput(help)
 			f.PrintDefaults()
 			return o, err
@@ -142,7 +147,8 @@ func parse(args []string, getenv func(string) string, help io.Writer) (options, 
 		}
 	case gateway.ObservedKind:
 		if o.nodeName == "" {
-			return o, fmt.Errorf("%w: --node-name %q: required with a gateway that is observed, or set NODE_NAME", cli.ErrUsage, o.nodeName)
+			return o, fmt.Errorf("%w: --node-name %q: required with a gateway that is observed, or set NODE_NAME",
+				cli.ErrUsage, o.nodeName)
 		}
 	}
 	return o, nil
@@ -240,11 +246,13 @@ func (f *file) check() (gateway.Kind, error) {
 	switch kind := kind.(type) {
 	case gateway.DirectedKind:
 		owns = kind.OwnsPool()
-		must(len(f.WaitAddresses) == 0, "waitAddresses %q: gateway.%s is directed, and answers no hooks", f.WaitAddresses, key)
+		must(len(f.WaitAddresses) == 0, "waitAddresses %q: gateway.%s is directed, and answers no hooks",
+			f.WaitAddresses, key)
 	case gateway.ObservedKind:
 		must(f.StateDir == "", "stateDir %q: an agent that only observes has nothing to keep", f.StateDir)
 	}
-	must(owns || f.Health == nil, "health: the agent does not own the pools of gateway.%s, so health checks are not for it", key)
+	must(owns || f.Health == nil, "health: the agent does not own the pools of gateway.%s, so health checks are not "+
+		"for it", key)
 	for _, r := range kind.Routes() {
 		at := "gateway." + key + "." + r.Key
 		_, _, err := gateway.ParseService(r.Service)

@@ -63,8 +63,8 @@ func write(t *testing.T, dir, content string) (path string) {
 	return path
 }
 
-// mustRefuse runs the agent and checks that it ends at once as a wrong use, before it says or listens to anything, with an error that
-// holds each of want.
+// mustRefuse runs the agent and checks that it ends at once as a wrong use, before it says or
+// listens to anything, with an error that holds each of want.
 func mustRefuse(t *testing.T, args []string, getenv func(string) string, want ...string) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
@@ -91,16 +91,20 @@ func TestBadFlagsAreNamed(t *testing.T) {
 		args []string
 		want []string
 	}{
-		"unknown flag":             {[]string{"--no-such-flag"}, []string{"no-such-flag"}},
-		"an argument":              {[]string{config, "stray"}, []string{`"stray"`}},
-		"log level":                {[]string{config, "--log-level=loud"}, []string{"log-level", `"loud"`}},
-		"no metrics address":       {[]string{config, "--metrics-address="}, []string{"--metrics-address", `""`}},
-		"metrics address, no port": {[]string{config, "--metrics-address=localhost"}, []string{"--metrics-address", `"localhost"`}},
-		"metrics address, port":    {[]string{config, "--metrics-address=:99999"}, []string{"--metrics-address", `":99999"`}},
-		"metrics address, name":    {[]string{config, "--metrics-address=:metrics"}, []string{"--metrics-address", `":metrics"`}},
-		"no such kubeconfig":       {[]string{config, "--kubeconfig=/no/such/file"}, []string{"--kubeconfig", `"/no/such/file"`}},
-		"no such config":           {[]string{"--config=/no/such/file"}, []string{"--config", `"/no/such/file"`}},
-		"config is a directory":    {[]string{"--config=" + dir}, []string{"--config", dir}},
+		"unknown flag":       {[]string{"--no-such-flag"}, []string{"no-such-flag"}},
+		"an argument":        {[]string{config, "stray"}, []string{`"stray"`}},
+		"log level":          {[]string{config, "--log-level=loud"}, []string{"log-level", `"loud"`}},
+		"no metrics address": {[]string{config, "--metrics-address="}, []string{"--metrics-address", `""`}},
+		"metrics address, no port": {[]string{config, "--metrics-address=localhost"},
+			[]string{"--metrics-address", `"localhost"`}},
+		"metrics address, port": {[]string{config, "--metrics-address=:99999"},
+			[]string{"--metrics-address", `":99999"`}},
+		"metrics address, name": {[]string{config, "--metrics-address=:metrics"},
+			[]string{"--metrics-address", `":metrics"`}},
+		"no such kubeconfig": {[]string{config, "--kubeconfig=/no/such/file"},
+			[]string{"--kubeconfig", `"/no/such/file"`}},
+		"no such config":        {[]string{"--config=/no/such/file"}, []string{"--config", `"/no/such/file"`}},
+		"config is a directory": {[]string{"--config=" + dir}, []string{"--config", dir}},
 	} {
 		t.Run(name, func(t *testing.T) { mustRefuse(t, c.args, getenv, c.want...) })
 	}
@@ -111,9 +115,10 @@ func TestBadFieldsAreNamed(t *testing.T) {
 		old, new string
 		want     []string
 	}{
-		"not YAML":                   {good, "a: b: c", nil},
-		"empty":                      {good, "", []string{"apiVersion", `""`}},
-		"version":                    {"lameduck.io/v1alpha1", "lameduck.io/v9", []string{"apiVersion", `"lameduck.io/v9"`}},
+		"not YAML": {good, "a: b: c", nil},
+		"empty":    {good, "", []string{"apiVersion", `""`}},
+		"version": {"lameduck.io/v1alpha1", "lameduck.io/v9",
+			[]string{"apiVersion", `"lameduck.io/v9"`}},
 		"kind":                       {"AgentConfiguration", "Pod", []string{"kind", `"Pod"`}},
 		"unknown field":              {"kind:", "colour: red\nkind:", []string{`"colour"`}},
 		"unknown field of a backend": {"      owned: true", "      own: true", []string{`"own"`}},
@@ -121,36 +126,59 @@ func TestBadFieldsAreNamed(t *testing.T) {
 		"type":                       {"owned: true", "owned: perhaps", []string{"owned"}},
 		"lag":                        {"1.5s", "soon", []string{"endpointsLag", `"soon"`}},
 		"health timeout":             {"endpointsLag: 1.5s", "healthTimeout: -1s", []string{"healthTimeout", `"-1s"`}},
-		"health timeout, no time":    {"endpointsLag: 1.5s", "healthTimeout: soon", []string{"healthTimeout", `"soon"`}},
-		"no such state folder":       {"endpointsLag: 1.5s", "stateDir: /no/such/dir", []string{"stateDir", `"/no/such/dir"`}},
-		"state folder is a file":     {"endpointsLag: 1.5s", "stateDir: ${DIR}/token", []string{"stateDir", "/token", "directory"}},
-		"lag without unit":           {"1.5s", "15", []string{"endpointsLag"}},
-		"negative lag":               {"1.5s", "-1.5s", []string{"endpointsLag", `"-1.5s"`}},
-		"variable that is not set":   {"agents\n", "${NOWHERE}\n", []string{`"NOWHERE"`}},
-		"coordinators' service":      {"lameduck/agents", "agents", []string{"coordinators.service", `"agents"`}},
-		"no coordinators":            {"service: lameduck/agents", "service: ''", []string{"coordinators", "service", "addresses"}},
-		"coordinators twice":         {"  port: agents", "  addresses: ['https://10.0.0.1:9444']", []string{"service", `"lameduck/agents"`, `"https://10.0.0.1:9444"`}},
-		"address without TLS":        {"service: lameduck/agents", "addresses: ['http://10.0.0.1:9444']", []string{"coordinators.addresses[0]", `"http://10.0.0.1:9444"`}},
-		"address with a path":        {"service: lameduck/agents", "addresses: ['https://10.0.0.1:9444/']", []string{"coordinators.addresses[0]", `"https://10.0.0.1:9444/"`}},
-		"address with a query":       {"service: lameduck/agents", "addresses: ['https://10.0.0.1:9444?a=b']", []string{"coordinators.addresses[0]", `"https://10.0.0.1:9444?a=b"`}},
-		"address with a user":        {"service: lameduck/agents", "addresses: ['https://me@10.0.0.1:9444']", []string{"coordinators.addresses[0]", `"https://me@10.0.0.1:9444"`}},
-		"address without host":       {"service: lameduck/agents", "addresses: ['https://:9444']", []string{"coordinators.addresses[0]", `"https://:9444"`}},
-		"server name":                {"serverName: lameduck", "serverName: ''", []string{"coordinators.serverName", `""`}},
-		"CA file":                    {"caFile: ${DIR}/ca.crt", "caFile: /no/ca", []string{"coordinators.caFile", `"/no/ca"`}},
-		"no CA":                      {"caFile: ${DIR}/ca.crt", "", []string{"caFile", "caConfigMap"}},
-		"CA twice":                   {"  port: agents", "  caConfigMap: a/b", []string{"caFile", `"a/b"`}},
-		"CA's ConfigMap":             {"caFile: ${DIR}/ca.crt", "caConfigMap: ca", []string{"coordinators.caConfigMap", `"ca"`}},
-		"token file":                 {"tokenFile: ${DIR}/token", "tokenFile: /no/token", []string{"coordinators.tokenFile", `"/no/token"`}},
-		"no gateway":                 {good[strings.Index(good, "gateway:"):strings.Index(good, "endpointsLag")], "", []string{"gateway", "haproxy, kubeProxy"}},
-		"no backends":                {good[strings.Index(good, "    backends:"):strings.Index(good, "endpointsLag")], "", []string{"gateway.haproxy.backends"}},
-		"no socket":                  {"masterSocket: /run/haproxy/master.sock", "masterSocket: ''", []string{"gateway.haproxy.masterSocket", `""`}},
-		"no servers file":            {"serversFile: ${DIR}/servers.cfg", "serversFile: ''", []string{"gateway.haproxy.serversFile", `""`}},
-		"servers file in nowhere":    {"serversFile: ${DIR}/servers.cfg", "serversFile: /no/such/dir/servers.cfg", []string{"/no/such/dir"}},
-		"backend's service":          {"service: shop/api", "service: shop/api/v1", []string{"gateway.haproxy.backends[1].service", `"shop/api/v1"`}},
-		"no name of a backend":       {"backend: api", "backend: ''", []string{"gateway.haproxy.backends[1].backend", `""`}},
-		"bad name of a backend":      {"backend: api", "backend: a pi", []string{"gateway.haproxy.backends[1].backend", `"a pi"`}},
-		"backend given twice":        {"backend: api", "backend: web", []string{"gateway.haproxy.backends[1].backend", `"web"`}},
-		"line":                       {"http-request set-header X-Was $1", "server x 10.0.0.1", []string{"gateway.haproxy.backends[0].lines[1]", `"server x 10.0.0.1"`}},
+		"health timeout, no time": {"endpointsLag: 1.5s", "healthTimeout: soon",
+			[]string{"healthTimeout", `"soon"`}},
+		"no such state folder": {"endpointsLag: 1.5s", "stateDir: /no/such/dir",
+			[]string{"stateDir", `"/no/such/dir"`}},
+		"state folder is a file": {"endpointsLag: 1.5s", "stateDir: ${DIR}/token",
+			[]string{"stateDir", "/token", "directory"}},
+		"lag without unit":         {"1.5s", "15", []string{"endpointsLag"}},
+		"negative lag":             {"1.5s", "-1.5s", []string{"endpointsLag", `"-1.5s"`}},
+		"variable that is not set": {"agents\n", "${NOWHERE}\n", []string{`"NOWHERE"`}},
+		"coordinators' service":    {"lameduck/agents", "agents", []string{"coordinators.service", `"agents"`}},
+		"no coordinators": {"service: lameduck/agents", "service: ''",
+			[]string{"coordinators", "service", "addresses"}},
+		"coordinators twice": {"  port: agents", "  addresses: ['https://10.0.0.1:9444']",
+			[]string{"service", `"lameduck/agents"`, `"https://10.0.0.1:9444"`}},
+		"address without TLS": {"service: lameduck/agents", "addresses: ['http://10.0.0.1:9444']",
+			[]string{"coordinators.addresses[0]", `"http://10.0.0.1:9444"`}},
+		"address with a path": {"service: lameduck/agents", "addresses: ['https://10.0.0.1:9444/']",
+			[]string{"coordinators.addresses[0]", `"https://10.0.0.1:9444/"`}},
+		"address with a query": {"service: lameduck/agents", "addresses: ['https://10.0.0.1:9444?a=b']",
+			[]string{"coordinators.addresses[0]", `"https://10.0.0.1:9444?a=b"`}},
+		"address with a user": {"service: lameduck/agents", "addresses: ['https://me@10.0.0.1:9444']",
+			[]string{"coordinators.addresses[0]", `"https://me@10.0.0.1:9444"`}},
+		"address without host": {"service: lameduck/agents", "addresses: ['https://:9444']",
+			[]string{"coordinators.addresses[0]", `"https://:9444"`}},
+		"server name": {"serverName: lameduck", "serverName: ''",
+			[]string{"coordinators.serverName", `""`}},
+		"CA file": {"caFile: ${DIR}/ca.crt", "caFile: /no/ca",
+			[]string{"coordinators.caFile", `"/no/ca"`}},
+		"no CA":    {"caFile: ${DIR}/ca.crt", "", []string{"caFile", "caConfigMap"}},
+		"CA twice": {"  port: agents", "  caConfigMap: a/b", []string{"caFile", `"a/b"`}},
+		"CA's ConfigMap": {"caFile: ${DIR}/ca.crt", "caConfigMap: ca",
+			[]string{"coordinators.caConfigMap", `"ca"`}},
+		"token file": {"tokenFile: ${DIR}/token", "tokenFile: /no/token",
+			[]string{"coordinators.tokenFile", `"/no/token"`}},
+		"no gateway": {good[strings.Index(good, "gateway:"):strings.Index(good, "endpointsLag")],
+			"", []string{"gateway", "haproxy, kubeProxy"}},
+		"no backends": {good[strings.Index(good, "    backends:"):strings.Index(good, "endpointsLag")],
+			"", []string{"gateway.haproxy.backends"}},
+		"no socket": {"masterSocket: /run/haproxy/master.sock", "masterSocket: ''",
+			[]string{"gateway.haproxy.masterSocket", `""`}},
+		"no servers file": {"serversFile: ${DIR}/servers.cfg", "serversFile: ''",
+			[]string{"gateway.haproxy.serversFile", `""`}},
+		"servers file in nowhere": {"serversFile: ${DIR}/servers.cfg", "serversFile: /no/such/dir/servers.cfg",
+			[]string{"/no/such/dir"}},
+		"backend's service": {"service: shop/api", "service: shop/api/v1",
+			[]string{"gateway.haproxy.backends[1].service", `"shop/api/v1"`}},
+		"no name of a backend": {"backend: api", "backend: ''", []string{"gateway.haproxy.backends[1].backend", `""`}},
+		"bad name of a backend": {"backend: api", "backend: a pi",
+			[]string{"gateway.haproxy.backends[1].backend", `"a pi"`}},
+		"backend given twice": {"backend: api", "backend: web",
+			[]string{"gateway.haproxy.backends[1].backend", `"web"`}},
+		"line": {"http-request set-header X-Was $1", "server x 10.0.0.1",
+			[]string{"gateway.haproxy.backends[0].lines[1]", `"server x 10.0.0.1"`}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			if !strings.Contains(good, c.old) {
@@ -166,13 +194,15 @@ func TestBadFieldsAreNamed(t *testing.T) {
 // Whoever repairs a file wants to know all that is wrong with it.
 func TestEverythingThatIsWrongIsNamed(t *testing.T) {
 	dir, getenv := environment(t)
-	bad := strings.NewReplacer("v1alpha1", "v9", "shop/web", "web", "serverName: lameduck", "serverName: ''", "1.5s", "soon").Replace(good)
+	bad := strings.NewReplacer("v1alpha1", "v9", "shop/web", "web", "serverName: lameduck", "serverName: ''", "1.5s",
+		"soon").Replace(good)
 	mustRefuse(t, []string{"--config", write(t, dir, bad)}, getenv, "v9", `"web"`, "serverName", `"soon"`)
 }
 
 func TestAGoodFile(t *testing.T) {
 	dir, getenv := environment(t)
-	o, err := parse([]string{"--config", write(t, dir, good), "--metrics-address=127.0.0.1:0", "--log-level=debug"}, getenv, io.Discard)
+	o, err := parse([]string{"--config", write(t, dir, good), "--metrics-address=127.0.0.1:0", "--log-level=debug"},
+		getenv, io.Discard)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -204,11 +234,13 @@ func TestWhatOnlyTheClusterCanTellIsNamedToo(t *testing.T) {
 	}
 	path := write(t, dir, good)
 	mustRefuse(t, []string{"--config", path}, noKube, "--kubeconfig", `""`)
-	kube := "apiVersion: v1\nkind: Config\ncurrent-context: x\ncontexts: [{name: x, context: {cluster: x}}]\nclusters: [{name: x, cluster: {server: 'http://127.0.0.1:1'}}]\n"
+	kube := "apiVersion: v1\nkind: Config\ncurrent-context: x\ncontexts: [{name: x, context: {cluster: " +
+		"x}}]\nclusters: [{name: x, cluster: {server: 'http://127.0.0.1:1'}}]\n"
 	if err := os.WriteFile(filepath.Join(dir, "kubeconfig"), []byte(kube), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	mustRefuse(t, []string{"--config", path}, getenv, "coordinators.caFile", filepath.Join(dir, "ca.crt"), "certificate")
+	mustRefuse(t, []string{"--config", path}, getenv, "coordinators.caFile", filepath.Join(dir, "ca.crt"),
+		"certificate")
 }
 
 func TestHelp(t *testing.T) {
@@ -242,24 +274,34 @@ func TestANodeAgentsFile(t *testing.T) {
 	if got := o.file.WaitAddresses; len(got) != 2 || o.directed != nil {
 		t.Errorf("hooks are answered at %q, gateway %v", got, o.directed)
 	}
-	o, err = parse([]string{"--config", write(t, dir, strings.Replace(nodeFile, "waitAddresses", "waitAddresses: []\n#", 1)), "--node-name=n1"}, getenv, io.Discard)
+	o, err = parse([]string{"--config", write(t, dir,
+		strings.Replace(nodeFile, "waitAddresses", "waitAddresses: []\n#", 1)), "--node-name=n1"}, getenv, io.Discard)
 	if err != nil || o.file.WaitAddresses[0] != defaultWaitAddress {
 		t.Errorf("without addresses: %+v, %v", o.file, err)
 	}
 	mustRefuse(t, []string{"--config", write(t, dir, nodeFile)}, getenv, "--node-name")
-	mustRefuse(t, []string{"--config", write(t, dir, strings.Replace(nodeFile, "127.0.0.1:9447", "nowhere", 1)), "--node-name=n1"}, getenv, "waitAddresses[0]", "nowhere")
-	mustRefuse(t, []string{"--config", write(t, dir, strings.Replace(good, "gateway:\n", "gateway:\n  kubeProxy: {}\n", 1))}, getenv, "exactly one of haproxy, kubeProxy")
-	mustRefuse(t, []string{"--config", write(t, dir, strings.Replace(nodeFile, "{kubeProxy: {}}", "{}", 1)), "--node-name=n1"}, getenv, "exactly one of haproxy, kubeProxy")
-	mustRefuse(t, []string{"--config", write(t, dir, strings.Replace(nodeFile, "kubeProxy", "traefik", 1)), "--node-name=n1"}, getenv, "traefik")
-	mustRefuse(t, []string{"--config", write(t, dir, nodeFile+"health: {}\n"), "--node-name=n1"}, getenv, "health", "gateway.kubeProxy")
-	mustRefuse(t, []string{"--config", write(t, dir, good+"waitAddresses: ['127.0.0.1:1']\n")}, getenv, "waitAddresses", "gateway.haproxy")
-	mustRefuse(t, []string{"--config", write(t, dir, nodeFile+"stateDir: ${DIR}\n"), "--node-name=n1"}, getenv, "stateDir")
+	mustRefuse(t, []string{"--config", write(t, dir, strings.Replace(nodeFile, "127.0.0.1:9447", "nowhere", 1)),
+		"--node-name=n1"}, getenv, "waitAddresses[0]", "nowhere")
+	mustRefuse(t, []string{"--config", write(t, dir,
+		strings.Replace(good, "gateway:\n", "gateway:\n  kubeProxy: {}\n", 1))}, getenv,
+		"exactly one of haproxy, kubeProxy")
+	mustRefuse(t, []string{"--config", write(t, dir, strings.Replace(nodeFile, "{kubeProxy: {}}", "{}", 1)),
+		"--node-name=n1"}, getenv, "exactly one of haproxy, kubeProxy")
+	mustRefuse(t, []string{"--config", write(t, dir, strings.Replace(nodeFile, "kubeProxy", "traefik", 1)),
+		"--node-name=n1"}, getenv, "traefik")
+	mustRefuse(t, []string{"--config", write(t, dir, nodeFile+"health: {}\n"), "--node-name=n1"}, getenv,
+		"health", "gateway.kubeProxy")
+	mustRefuse(t, []string{"--config", write(t, dir, good+"waitAddresses: ['127.0.0.1:1']\n")}, getenv,
+		"waitAddresses", "gateway.haproxy")
+	mustRefuse(t, []string{"--config", write(t, dir, nodeFile+"stateDir: ${DIR}\n"), "--node-name=n1"}, getenv,
+		"stateDir")
 }
 
 // It is asked of images, where there is no configuration.
 func TestVersion(t *testing.T) {
 	var stdout, stderr bytes.Buffer
-	if err := run(t.Context(), []string{"--version"}, func(string) string { return "" }, &stdout, &stderr); !errors.Is(err, cli.ErrPrinted) {
+	if err := run(t.Context(), []string{"--version"}, func(string) string { return "" }, &stdout,
+		&stderr); !errors.Is(err, cli.ErrPrinted) {
 		t.Errorf("%v, stderr %q", err, &stderr)
 	}
 	if !strings.HasPrefix(stdout.String(), "agent dev, commit ") {

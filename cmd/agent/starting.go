@@ -31,7 +31,8 @@ func (s *starting) run(ctx context.Context) error {
 		s.log.Info("open drains are known: programming the gateway")
 	case ctx.Err() == nil:
 		s.unlearned()
-		s.log.Warn("programming the gateway without knowing which drains are open: no answer from every coordinator", "waited", learnTimeout.String())
+		s.log.Warn("programming the gateway without knowing which drains are open: no answer from every coordinator",
+			"waited", learnTimeout.String())
 	}
 	s.learnt.Store(true)
 	waitFor(ctx, s.checks, servicesTimeout)

@@ -83,7 +83,8 @@ func (s *server) down() {
 	}
 }
 
-// api is an API server that knows one EndpointSlice, shop/web-1 of the Service shop/web, and lists and watches it.
+// api is an API server that knows one EndpointSlice, shop/web-1 of the Service shop/web, and lists
+// and watches it.
 type api struct {
 	server
 	mu      sync.Mutex
@@ -162,7 +163,8 @@ func (a *api) serveServices(w http.ResponseWriter, r *http.Request) {
 	s, changed := service()
 	if r.URL.Query().Get("watch") == "" {
 		_ = encoder.Encode(&corev1.ServiceList{
-			TypeMeta: metav1.TypeMeta{APIVersion: "v1", Kind: "ServiceList"}, ListMeta: metav1.ListMeta{ResourceVersion: s.ResourceVersion}, Items: []corev1.Service{*s},
+			TypeMeta: metav1.TypeMeta{APIVersion: "v1", Kind: "ServiceList"},
+			ListMeta: metav1.ListMeta{ResourceVersion: s.ResourceVersion}, Items: []corev1.Service{*s},
 		})
 		return
 	}
@@ -207,7 +209,8 @@ func (a *api) serve(w http.ResponseWriter, r *http.Request) {
 		refusing := a.refusing
 		list := &discovery.EndpointSliceList{
 			TypeMeta: metav1.TypeMeta{APIVersion: "discovery.k8s.io/v1", Kind: "EndpointSliceList"},
-			ListMeta: metav1.ListMeta{ResourceVersion: fmt.Sprint(a.version + 3)}, Items: []discovery.EndpointSlice{*a.slice},
+			ListMeta: metav1.ListMeta{ResourceVersion: fmt.Sprint(a.version + 3)},
+			Items:    []discovery.EndpointSlice{*a.slice},
 		}
 		a.mu.Unlock()
 		if refusing {
@@ -285,7 +288,8 @@ func (b *boss) drain(uids ...string) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	for _, uid := range uids {
-		b.drains = append(b.drains, drain.Open{Pod: drain.Pod{Namespace: "shop", Name: "web-" + uid, UID: drain.UID(uid)}, Since: time.Now()})
+		b.drains = append(b.drains, drain.Open{Pod: drain.Pod{Namespace: "shop", Name: "web-" + uid,
+			UID: drain.UID(uid)}, Since: time.Now()})
 	}
 	close(b.changed)
 	b.changed = make(chan struct{})
@@ -357,7 +361,8 @@ func (b *boss) serve(w http.ResponseWriter, r *http.Request) {
 	}
 }
 
-// world is a HAProxy with pods behind it, its agent, which can be killed, and those that the agent speaks to.
+// world is a HAProxy with pods behind it, its agent, which can be killed, and those that the agent
+// speaks to.
 type world struct {
 	*testing.T
 	dir   string
@@ -395,13 +400,15 @@ func (s *safeBuffer) String() string {
 	return s.b.String()
 }
 
-// nextHost numbers the loopback addresses of all worlds' pods. They share one port, as the pods of a slice do.
+// nextHost numbers the loopback addresses of all worlds' pods. They share one port, as the pods of
+// a slice do.
 var nextHost struct {
 	sync.Mutex
 	n int
 }
 
-// newWorld starts HAProxy and n pods, and a client that never stops asking. The agent is started with live.
+// newWorld starts HAProxy and n pods, and a client that never stops asking. The agent is started
+// with live.
 func newWorld(t *testing.T, n int, expiry time.Duration) *world {
 	t.Helper()
 	path := gatewaytest.LookPath(t, "haproxy")
@@ -450,7 +457,8 @@ frontend web
 	ca := pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: w.boss.running.Certificate().Raw})
 	w.write("ca.crt", string(ca))
 	w.write("token", "token")
-	w.write("kubeconfig", fmt.Sprintf("apiVersion: v1\nkind: Config\ncurrent-context: x\ncontexts: [{name: x, context: {cluster: x}}]\nclusters: [{name: x, cluster: {server: 'http://%s'}}]\n", w.api.address))
+	w.write("kubeconfig", fmt.Sprintf("apiVersion: v1\nkind: Config\ncurrent-context: x\ncontexts: [{name: x, "+
+		"context: {cluster: x}}]\nclusters: [{name: x, cluster: {server: 'http://%s'}}]\n", w.api.address))
 	w.write("agent.yaml", fmt.Sprintf(`
 apiVersion: lameduck.io/v1alpha1
 kind: AgentConfiguration
@@ -462,7 +470,8 @@ gateway:
     backends: [{backend: web, service: shop/web, owned: true, lines: [balance roundrobin]}]
 `, dir, w.boss.address))
 	w.live()
-	w.haproxy = exec.Command(path, "-W", "-S", filepath.Join(dir, "m.sock"), "-f", filepath.Join(dir, "haproxy.cfg"), "-f", w.serversFile())
+	w.haproxy = exec.Command(path, "-W", "-S", filepath.Join(dir, "m.sock"), "-f", filepath.Join(dir, "haproxy.cfg"),
+		"-f", w.serversFile())
 	w.haproxy.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
 	if err := w.haproxy.Start(); err != nil {
 		t.Fatal(err)
@@ -508,7 +517,8 @@ func (w *world) write(name, content string) {
 // live starts the agent, and waits until it has written the servers file.
 func (w *world) live() {
 	w.Helper()
-	w.agent = exec.Command(os.Args[0], "--config", filepath.Join(w.dir, "agent.yaml"), "--kubeconfig", filepath.Join(w.dir, "kubeconfig"), "--metrics-address", w.metrics)
+	w.agent = exec.Command(os.Args[0], "--config", filepath.Join(w.dir, "agent.yaml"), "--kubeconfig",
+		filepath.Join(w.dir, "kubeconfig"), "--metrics-address", w.metrics)
 	w.agent.Env = append(os.Environ(), asAgent+"=1")
 	w.agent.Stdout, w.agent.Stderr = w.log, w.log
 	w.agent.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}

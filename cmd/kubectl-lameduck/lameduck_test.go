@@ -32,7 +32,8 @@ func said(name string, at int, drains ...api.Drain) answer[api.View] {
 
 // drainOf is a drain that began so many seconds after t0. Words are "agent state".
 func drainOf(pod, phase string, since int, words ...string) api.Drain {
-	d := api.Drain{Namespace: "shop", Pod: pod, UID: "uid-" + pod, Phase: phase, Reason: "None", Since: t0.Add(time.Duration(since) * time.Second), Owed: len(words)}
+	d := api.Drain{Namespace: "shop", Pod: pod, UID: "uid-" + pod, Phase: phase,
+		Reason: "None", Since: t0.Add(time.Duration(since) * time.Second), Owed: len(words)}
 	d.Deadline = d.Since.Add(30 * time.Second)
 	for _, w := range words {
 		agent, state, _ := strings.Cut(w, " ")
@@ -50,12 +51,14 @@ func TestMergeOfDrains(t *testing.T) {
 	// The clocks of the coordinators are an hour apart, which must not show.
 	w := merge([]answer[api.View]{
 		said("one", 10, drainOf("a", "Quiescing", 4, "hap removed", "other idle"), drainOf("b", "Released", 9)),
-		said("two", 3610, drainOf("a", "Unrouting", 3602, "hap unknown", "third routing"), drainOf("c", "Queued", 3609)),
+		said("two", 3610, drainOf("a", "Unrouting", 3602, "hap unknown", "third routing"),
+			drainOf("c", "Queued", 3609)),
 		{replica: &replica{name: "three"}, err: errors.New("it does not answer")},
 	})
 	var got []string
 	for _, d := range w.Drains {
-		got = append(got, fmt.Sprintf("%s %s %s/%s %s: %s", d.Pod, d.Phase, seconds(d.AgeSeconds), seconds(d.RemainingSeconds), strings.Join(d.Coordinators, "+"), d.waitsFor(5)))
+		got = append(got, fmt.Sprintf("%s %s %s/%s %s: %s", d.Pod, d.Phase, seconds(d.AgeSeconds),
+			seconds(d.RemainingSeconds), strings.Join(d.Coordinators, "+"), d.waitsFor(5)))
 	}
 	want := []string{
 		"a Unrouting 8.0s/22s one+two: hap (unknown), third (routing)",
@@ -70,18 +73,23 @@ func TestMergeOfDrains(t *testing.T) {
 	}
 	// In any order it is the same, but for the order in which coordinators are named.
 	other := merge([]answer[api.View]{
-		said("two", 3610, drainOf("a", "Unrouting", 3602, "hap unknown", "third routing")), said("one", 10, drainOf("a", "Quiescing", 4, "hap removed", "other idle")),
+		said("two", 3610, drainOf("a", "Unrouting", 3602, "hap unknown", "third routing")),
+		said("one", 10, drainOf("a", "Quiescing", 4, "hap removed", "other idle")),
 	})
-	if d := other.Drains[0]; d.Phase != "Unrouting" || d.waitsFor(5) != "hap (unknown), third (routing)" || d.AgeSeconds != 8 || len(d.Reports) != 3 {
+	if d := other.Drains[0]; d.Phase != "Unrouting" || d.waitsFor(5) != "hap (unknown), third (routing)" ||
+		d.AgeSeconds != 8 || len(d.Reports) != 3 {
 		t.Errorf("in another order: %+v", d)
 	}
 }
 
 func TestMergeOfAgents(t *testing.T) {
 	of := func(name, id, state string, connected bool) answer[api.View] {
-		return answer[api.View]{replica: &replica{name: name}, said: api.View{Agents: api.Agents{Items: []api.Agent{{ID: id, Name: "edge/" + id, State: state, Connected: connected}}}}}
+		return answer[api.View]{replica: &replica{name: name},
+			said: api.View{Agents: api.Agents{Items: []api.Agent{{ID: id, Name: "edge/" + id, State: state,
+				Connected: connected}}}}}
 	}
-	w := merge([]answer[api.View]{of("one", "a", "connected", true), of("two", "a", "missing", false), of("three", "b", "connected", true), of("four", "b", "connected", true)})
+	w := merge([]answer[api.View]{of("one", "a", "connected", true), of("two", "a", "missing", false),
+		of("three", "b", "connected", true), of("four", "b", "connected", true)})
 	var got []string
 	for _, a := range w.Agents {
 		got = append(got, fmt.Sprint(a.ID, " ", a.State, " ", strings.Join(a.ConnectedTo, "+")))
@@ -106,7 +114,9 @@ func TestWaitsFor(t *testing.T) {
 // What one says who knows less must not hide a gateway that another knows of.
 func TestJoinExplanations(t *testing.T) {
 	say := func(name, reason string, gates ...api.Gate) answer[api.Explanation] {
-		return answer[api.Explanation]{replica: &replica{name: name}, said: api.Explanation{Answer: "drain", Reason: reason, Summary: "It would " + reason, Gates: gates, Uncovered: []api.Uncovered{{What: "kube-proxy"}}}}
+		return answer[api.Explanation]{replica: &replica{name: name},
+			said: api.Explanation{Answer: "drain", Reason: reason, Summary: "It would " + reason, Gates: gates,
+				Uncovered: []api.Uncovered{{What: "kube-proxy"}}}}
 	}
 	x := joinExplanations([]answer[api.Explanation]{
 		{replica: &replica{name: "zero"}, err: errors.New("away")},
@@ -114,7 +124,8 @@ func TestJoinExplanations(t *testing.T) {
 		say("two", "Draining", api.Gate{Agent: "a", Gate: "hold"}, api.Gate{Agent: "b", Gate: "hold", Connected: true}),
 		say("three", "Starting"),
 	})
-	if len(x.Gates) != 2 || x.Gates[0].Connected || x.Gates[1].Agent != "b" || len(x.Uncovered) != 1 || len(x.Differs) != 1 || x.Differs[0] != "three: It would Starting" {
+	if len(x.Gates) != 2 || x.Gates[0].Connected || x.Gates[1].Agent != "b" || len(x.Uncovered) != 1 ||
+		len(x.Differs) != 1 || x.Differs[0] != "three: It would Starting" {
 		t.Errorf("%+v", x)
 	}
 }
@@ -142,9 +153,12 @@ func TestParse(t *testing.T) {
 		{"explain web-1 --context y", "explain ns=default pod=web-1"},
 		{"drains -w -o wide", "drains ns= pod="},
 		{"", "help"}, {"help", "help"}, {"drains -h", "help"},
-		{"drain", `unknown command "drain"`}, {"explain", "one pod, not 0"}, {"explain a b", "one pod, not 2"}, {"status x", `unexpected argument "x"`},
-		{"status -w", "--watch goes with drains"}, {"drains -w -o yaml", "--watch has no --output yaml"}, {"status -o xml", `--output "xml"`},
-		{"drains --evict", "--evict goes with explain"}, {"status --timeout 0s", "--timeout 0s"}, {"status --lameduck-port 70000", "--lameduck-port 70000"}, {"status --nonsense", "nonsense"},
+		{"drain", `unknown command "drain"`}, {"explain", "one pod, not 0"}, {"explain a b", "one pod, not 2"},
+		{"status x", `unexpected argument "x"`},
+		{"status -w", "--watch goes with drains"}, {"drains -w -o yaml", "--watch has no --output yaml"},
+		{"status -o xml", `--output "xml"`},
+		{"drains --evict", "--evict goes with explain"}, {"status --timeout 0s", "--timeout 0s"},
+		{"status --lameduck-port 70000", "--lameduck-port 70000"}, {"status --nonsense", "nonsense"},
 	} {
 		var out bytes.Buffer
 		o, err := parse(append(strings.Fields(c.args), "--kubeconfig", config), &out)
@@ -173,10 +187,12 @@ func served(t *testing.T, name string, handler http.HandlerFunc) *replica {
 	transport := &http.Transport{DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
 		return (&net.Dialer{}).DialContext(ctx, "tcp", server.Listener.Addr().String())
 	}}
-	return &replica{name: name, ready: true, http: &http.Client{Transport: transport}, close: transport.CloseIdleConnections}
+	return &replica{name: name, ready: true, http: &http.Client{Transport: transport},
+		close: transport.CloseIdleConnections}
 }
 
-// One of three that answers is enough, and those that do not are named, without waiting longer than was said.
+// One of three that answers is enough, and those that do not are named, without waiting longer than
+// was said.
 func TestAskGoesOnWithoutTheSilent(t *testing.T) {
 	release := make(chan struct{})
 	good := served(t, "good", func(w http.ResponseWriter, _ *http.Request) {
@@ -209,12 +225,14 @@ func TestAskGoesOnWithoutTheSilent(t *testing.T) {
 	if err := status(t.Context(), o, all, &out, &errs); err != nil {
 		t.Fatal(err)
 	}
-	for _, want := range []string{"broken        silent", "good          ready", "hangs         silent", "No agent is known"} {
+	for _, want := range []string{"broken        silent", "good          ready", "hangs         silent",
+		"No agent is known"} {
 		if !strings.Contains(out.String(), want) {
 			t.Errorf("no %q in\n%s", want, &out)
 		}
 	}
-	if err := drains(t.Context(), o, replicas{broken}, &out, &errs); err == nil || !strings.Contains(err.Error(), "it is ill") {
+	if err := drains(t.Context(), o, replicas{broken}, &out, &errs); err == nil ||
+		!strings.Contains(err.Error(), "it is ill") {
 		t.Errorf("nobody answers: %v", err)
 	}
 }
@@ -222,12 +240,15 @@ func TestAskGoesOnWithoutTheSilent(t *testing.T) {
 // The stream may break and come back; a drain is told of when it changes, and its end once.
 func TestWatch(t *testing.T) {
 	view := func(drains []api.Drain, outcomes ...api.Outcome) string {
-		text, _ := json.Marshal(api.View{At: t0.Add(10 * time.Second), Drains: api.Drains{Items: drains}, Outcomes: outcomes})
+		text, _ := json.Marshal(api.View{At: t0.Add(10 * time.Second), Drains: api.Drains{Items: drains},
+			Outcomes: outcomes})
 		return "event: view\ndata: " + string(text) + "\n\n"
 	}
 	first := []api.Drain{drainOf("a", "Unrouting", 4, "hap routing")}
-	events := view(first) + "event: alive\ndata: {}\n\n" + view(first) + view([]api.Drain{drainOf("a", "Quiescing", 4, "hap removed")}) +
-		view(nil, api.Outcome{Namespace: "shop", Pod: "a", UID: "uid-a", Reason: "Acknowledged"}) + view(nil, api.Outcome{Namespace: "shop", Pod: "a", UID: "uid-a", Reason: "Acknowledged"})
+	events := view(first) + "event: alive\ndata: {}\n\n" + view(first) + view([]api.Drain{drainOf("a", "Quiescing", 4,
+		"hap removed")}) +
+		view(nil, api.Outcome{Namespace: "shop", Pod: "a", UID: "uid-a", Reason: "Acknowledged"}) + view(nil,
+		api.Outcome{Namespace: "shop", Pod: "a", UID: "uid-a", Reason: "Acknowledged"})
 	ctx, cancel := context.WithCancel(t.Context())
 	streams := 0
 	r := served(t, "one", func(w http.ResponseWriter, r *http.Request) {
@@ -248,7 +269,8 @@ func TestWatch(t *testing.T) {
 	for line := range strings.Lines(out.String()) {
 		got = append(got, strings.Join(strings.Fields(line), " "))
 	}
-	want := []string{"NAMESPACE POD PHASE AGE WAITS-FOR", "shop a Unrouting 6.0s hap (routing)", "shop a Quiescing 6.0s hap (removed)", "shop a Acknowledged ended"}
+	want := []string{"NAMESPACE POD PHASE AGE WAITS-FOR", "shop a Unrouting 6.0s hap (routing)",
+		"shop a Quiescing 6.0s hap (removed)", "shop a Acknowledged ended"}
 	if diff := cmp.Diff(want, got[:min(len(got), 4)]); diff != "" {
 		t.Error(diff)
 	}
@@ -272,23 +294,33 @@ func TestVersion(t *testing.T) {
 	}
 }
 
-// What status says of the barrier and of health, where several coordinators answer: each barrier once, as who was asked last has it; who is well
-// is not mentioned.
+// What status says of the barrier and of health, where several coordinators answer: each barrier
+// once, as who was asked last has it; who is well is not mentioned.
 func TestStatusTellsOfBarriersAndHealth(t *testing.T) {
 	now := time.Now()
 	barrier := func(phase string, since time.Duration) api.Barrier {
-		return api.Barrier{Namespace: "shop", Pod: "web-1", UID: "u", Phase: phase, Since: now.Add(-3 * time.Second), PhaseSince: now.Add(-since), Hook: "exec", Waiting: 1, StatedSeconds: 25,
-			StatedUntil: now.Add(22 * time.Second), Reports: []api.AgentReport{{Agent: "lameduck-node/b", State: "routing", Connected: true}, {Agent: "lameduck-node/a", State: "idle", Connected: true}}}
+		return api.Barrier{Namespace: "shop", Pod: "web-1", UID: "u", Phase: phase, Since: now.Add(-3 * time.Second),
+			PhaseSince: now.Add(-since), Hook: "exec", Waiting: 1, StatedSeconds: 25,
+			StatedUntil: now.Add(22 * time.Second),
+			Reports: []api.AgentReport{{Agent: "lameduck-node/b", State: "routing", Connected: true},
+				{Agent: "lameduck-node/a", State: "idle", Connected: true}}}
 	}
 	service := func(name string, open, unwell int) api.ServiceHealth {
-		return api.ServiceHealth{Namespace: "shop", Name: name, Gateways: 3, FailingOpen: open, Unwell: unwell, Trouble: open+unwell > 0, Says: []api.GatewayHealth{{
-			Agent: "edge/hap", Checked: true, TargetCounts: api.TargetCounts{Usable: 1, Unknown: 1, Unhealthy: unwell, Excluded: 1}, Targets: []api.UnhealthyTarget{{Pod: "shop/web-9", Last: "timeout"}, {Address: "10.0.0.1:80"}},
-		}}}
+		return api.ServiceHealth{Namespace: "shop", Name: name, Gateways: 3, FailingOpen: open, Unwell: unwell,
+			Trouble: open+unwell > 0, Says: []api.GatewayHealth{{
+				Agent: "edge/hap", Checked: true,
+				TargetCounts: api.TargetCounts{Usable: 1, Unknown: 1, Unhealthy: unwell, Excluded: 1},
+				Targets:      []api.UnhealthyTarget{{Pod: "shop/web-9", Last: "timeout"}, {Address: "10.0.0.1:80"}},
+			}}}
 	}
 	w := merge([]answer[api.View]{
-		{replica: &replica{name: "a"}, said: api.View{At: now, Barriers: api.Barriers{Items: []api.Barrier{barrier("Released", 3*time.Second)}}}},
-		{replica: &replica{name: "b"}, said: api.View{At: now, Barriers: api.Barriers{Items: []api.Barrier{barrier("Unrouting", time.Second)}, Missing: 25, MissingPods: strings.Fields("shop/a shop/b shop/c shop/d")},
-			TargetHealth: api.TargetHealth{Agents: 3, Services: []api.ServiceHealth{service("api", 1, 2), service("web", 0, 1), service("well", 0, 0)}}}},
+		{replica: &replica{name: "a"}, said: api.View{At: now,
+			Barriers: api.Barriers{Items: []api.Barrier{barrier("Released", 3*time.Second)}}}},
+		{replica: &replica{name: "b"}, said: api.View{At: now,
+			Barriers: api.Barriers{Items: []api.Barrier{barrier("Unrouting", time.Second)}, Missing: 25,
+				MissingPods: strings.Fields("shop/a shop/b shop/c shop/d")},
+			TargetHealth: api.TargetHealth{Agents: 3,
+				Services: []api.ServiceHealth{service("api", 1, 2), service("web", 0, 1), service("well", 0, 0)}}}},
 	})
 	if len(w.Barriers) != 1 {
 		t.Fatalf("%d barriers", len(w.Barriers))
@@ -297,8 +329,10 @@ func TestStatusTellsOfBarriersAndHealth(t *testing.T) {
 	writeStatus(w, false, &out)
 	text := strings.Join(strings.Fields(out.String()), " ")
 	for _, want := range []string{
-		"Waiting to stop, at the barrier: NAMESPACE POD PHASE AGE HOOK WAITS-FOR shop web-1 Unrouting 3.0s exec lameduck-node/b (routing), and a stated wait of 25s",
-		"Pods that ask for the barrier and were created without it: shop/a, shop/b, shop/c and 22 more. They stop without waiting until they are created again.",
+		"Waiting to stop, at the barrier: NAMESPACE POD PHASE AGE HOOK WAITS-FOR shop web-1 Unrouting 3.0s exec " +
+			"lameduck-node/b (routing), and a stated wait of 25s",
+		"Pods that ask for the barrier and were created without it: shop/a, shop/b, shop/c and 22 more. They stop " +
+			"without waiting until they are created again.",
 		"shop api fails-open (1/3) 2/5 shop/web-9 (timeout), 10.0.0.1:80", "shop web unhealthy (1/3) 2/4",
 	} {
 		if !strings.Contains(text, want) {
@@ -317,20 +351,25 @@ func TestStatusTellsOfBarriersAndHealth(t *testing.T) {
 // A node agent that one coordinator lacks may be connected to another: then the hooks are answered.
 func TestExplanationsOfTheBarrierAreJoined(t *testing.T) {
 	said := func(connected bool) api.Explanation {
-		x := api.Explanation{Summary: "s", Barrier: &api.ExplainedBarrier{Node: "n", Agent: "lameduck-node/a", Connected: connected, BoundSeconds: 30, GraceSeconds: 20, Hooks: []api.Hook{{Container: "app", Kind: "httpGet"}},
-			Stated: []api.StatedWait{{Namespace: "shop", Service: "web", Seconds: 40, Cut: true}, {Namespace: "shop", Service: "db", Error: "nonsense"}}}}
+		x := api.Explanation{Summary: "s", Barrier: &api.ExplainedBarrier{Node: "n", Agent: "lameduck-node/a",
+			Connected: connected, BoundSeconds: 30, GraceSeconds: 20,
+			Hooks: []api.Hook{{Container: "app", Kind: "httpGet"}},
+			Stated: []api.StatedWait{{Namespace: "shop", Service: "web", Seconds: 40, Cut: true},
+				{Namespace: "shop", Service: "db", Error: "nonsense"}}}}
 		if !connected {
 			x.Uncovered = []api.Uncovered{{What: api.BarrierItself, Why: "away"}, {What: "container log", Why: "x"}}
 		}
 		return x
 	}
-	x := joinExplanations([]answer[api.Explanation]{{replica: &replica{name: "a"}, said: said(false)}, {replica: &replica{name: "b"}, said: said(true)}})
+	x := joinExplanations([]answer[api.Explanation]{{replica: &replica{name: "a"}, said: said(false)},
+		{replica: &replica{name: "b"}, said: said(true)}})
 	if !x.Barrier.Connected || len(x.Uncovered) != 1 || x.Uncovered[0].What != "container log" {
 		t.Errorf("%+v, %+v", x.Barrier, x.Uncovered)
 	}
 	var out strings.Builder
 	writeExplanation(x, &out)
-	for _, want := range []string{"container app, hook httpGet", "hooks last 30s at most; the application then has 20s", "on n lameduck-node/a answers them, and is connected",
+	for _, want := range []string{"container app, hook httpGet", "hooks last 30s at most; the application then has 20s",
+		"on n lameduck-node/a answers them, and is connected",
 		"shop/web states a wait of 40s, which the bound cuts", "shop/db states a wait that cannot be read: nonsense"} {
 		if !strings.Contains(out.String(), want) {
 			t.Errorf("no %q in\n%s", want, out.String())

@@ -1,5 +1,5 @@
-// Command kubectl-lameduck is a kubectl plugin, kubectl lameduck: it asks all coordinators what they know, through the API server, and shows the
-// whole of it.
+// Command kubectl-lameduck is a kubectl plugin, kubectl lameduck: it asks all coordinators what
+// they know, through the API server, and shows the whole of it.
 package main
 
 import (
@@ -13,7 +13,8 @@ import (
 )
 
 func main() {
-	cli.Main("kubectl lameduck", func(ctx context.Context, args []string, _ func(string) string, stdout, stderr io.Writer) error {
+	cli.Main("kubectl lameduck", func(ctx context.Context, args []string, _ func(string) string, stdout,
+		stderr io.Writer) error {
 		err := run(ctx, args, stdout, stderr)
 		if errors.Is(err, pflag.ErrHelp) {
 			return errPrinted

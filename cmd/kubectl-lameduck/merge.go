@@ -21,7 +21,8 @@ type whole struct {
 	Propagation []onePropagation `json:"propagation"`
 	// Barriers are the pods that wait to be told to stop, the oldest first.
 	Barriers []api.Barrier `json:"barriers"`
-	// BarrierMissing is how many pods ask for the barrier and were created without it, BarrierMissingPods the first of them.
+	// BarrierMissing is how many pods ask for the barrier and were created without it,
+	// BarrierMissingPods the first of them.
 	BarrierMissing     int      `json:"barrierMissing"`
 	BarrierMissingPods []string `json:"barrierMissingPods"`
 	// TargetHealth is that of the coordinator that most agents tell: each tells all of them.
@@ -43,17 +44,20 @@ type coordinator struct {
 	Stopping  bool `json:"stopping,omitempty"`
 }
 
-// oneDrain is a pod's drain on all coordinators that have one: as far as on the one where it is least far, with the oldest clock.
+// oneDrain is a pod's drain on all coordinators that have one: as far as on the one where it is
+// least far, with the oldest clock.
 type oneDrain struct {
 	api.Drain
 	// Coordinators are those on which it is open.
 	Coordinators []string `json:"coordinators"`
-	// AgeSeconds is since it began, RemainingSeconds until its deadline, by the coordinator's clock.
+	// AgeSeconds is since it began, RemainingSeconds until its deadline, by the coordinator's
+	// clock.
 	AgeSeconds       float64 `json:"ageSeconds"`
 	RemainingSeconds float64 `json:"remainingSeconds"`
 }
 
-// oneAgent is an agent as the coordinators see it together. State is the worst that any of them says.
+// oneAgent is an agent as the coordinators see it together. State is the worst that any of them
+// says.
 type oneAgent struct {
 	api.Agent
 	// ConnectedTo are the coordinators that it is connected to.
@@ -85,7 +89,9 @@ func far(order []string, name string) int { return slices.Index(order, name) }
 
 // merge joins the coordinators' views.
 func merge(answers []answer[api.View]) whole {
-	w := whole{Coordinators: []coordinator{}, Drains: []oneDrain{}, Agents: []oneAgent{}, Outcomes: []oneOutcome{}, Propagation: []onePropagation{}, Barriers: []api.Barrier{}, BarrierMissingPods: []string{}, TargetHealth: api.TargetHealth{Services: []api.ServiceHealth{}}}
+	w := whole{Coordinators: []coordinator{}, Drains: []oneDrain{}, Agents: []oneAgent{}, Outcomes: []oneOutcome{},
+		Propagation: []onePropagation{}, Barriers: []api.Barrier{}, BarrierMissingPods: []string{},
+		TargetHealth: api.TargetHealth{Services: []api.ServiceHealth{}}}
 	drains, agents := map[string]*oneDrain{}, map[string]*oneAgent{}
 	for _, a := range answers {
 		c := coordinator{Name: a.replica.name, Ready: a.replica.ready}
@@ -121,7 +127,8 @@ func merge(answers []answer[api.View]) whole {
 			w.Outcomes = append(w.Outcomes, oneOutcome{o, c.Name})
 		}
 		for _, b := range v.Barriers.Items {
-			// Who asks again asks another coordinator only if the first is away: the later word is the one that counts.
+			// Who asks again asks another coordinator only if the first is away: the later word is
+			// the one that counts.
 			if i := slices.IndexFunc(w.Barriers, func(had api.Barrier) bool { return had.UID == b.UID }); i < 0 {
 				w.Barriers = append(w.Barriers, b)
 			} else if b.PhaseSince.After(w.Barriers[i].PhaseSince) {
@@ -147,15 +154,21 @@ func merge(answers []answer[api.View]) whole {
 	slices.SortFunc(w.Drains, func(a, b oneDrain) int {
 		return cmp.Or(-cmp.Compare(a.AgeSeconds, b.AgeSeconds), cmp.Compare(a.UID, b.UID))
 	})
-	slices.SortFunc(w.Barriers, func(a, b api.Barrier) int { return cmp.Or(a.Since.Compare(b.Since), cmp.Compare(a.UID, b.UID)) })
-	slices.SortFunc(w.Agents, func(a, b oneAgent) int {
-		return cmp.Or(cmp.Compare(far(agentStates, a.State), far(agentStates, b.State)), cmp.Compare(a.Name, b.Name), cmp.Compare(a.ID, b.ID))
+	slices.SortFunc(w.Barriers, func(a, b api.Barrier) int {
+		return cmp.Or(a.Since.Compare(b.Since), cmp.Compare(a.UID, b.UID))
 	})
-	slices.SortStableFunc(w.Outcomes, func(a, b oneOutcome) int { return cmp.Or(b.At.Compare(a.At), cmp.Compare(a.UID, b.UID)) })
+	slices.SortFunc(w.Agents, func(a, b oneAgent) int {
+		return cmp.Or(cmp.Compare(far(agentStates, a.State), far(agentStates, b.State)), cmp.Compare(a.Name, b.Name),
+			cmp.Compare(a.ID, b.ID))
+	})
+	slices.SortStableFunc(w.Outcomes, func(a, b oneOutcome) int {
+		return cmp.Or(b.At.Compare(a.At), cmp.Compare(a.UID, b.UID))
+	})
 	return w
 }
 
-// join takes in what another coordinator says of the drain: it is as far as where it is least far, because all have to release it.
+// join takes in what another coordinator says of the drain: it is as far as where it is least far,
+// because all have to release it.
 func (d *oneDrain) join(other oneDrain) {
 	words := d.Reports
 	for _, o := range other.Reports {
@@ -167,7 +180,9 @@ func (d *oneDrain) join(other oneDrain) {
 			words[i] = o
 		}
 	}
-	slices.SortStableFunc(words, func(a, b api.AgentReport) int { return cmp.Compare(far(wordStates, a.State), far(wordStates, b.State)) })
+	slices.SortStableFunc(words, func(a, b api.AgentReport) int {
+		return cmp.Compare(far(wordStates, a.State), far(wordStates, b.State))
+	})
 	coordinators := append(d.Coordinators, other.Coordinators...)
 	age, remaining := max(d.AgeSeconds, other.AgeSeconds), min(d.RemainingSeconds, other.RemainingSeconds)
 	if far(phases, other.Phase) < far(phases, d.Phase) {

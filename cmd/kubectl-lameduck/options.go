@@ -36,7 +36,8 @@ type options struct {
 	output    string
 	watch     bool
 	evict     bool
-	// system is the namespace of the coordinators, selector what their pods are known by, port where they serve; 0: as their pods say.
+	// system is the namespace of the coordinators, selector what their pods are known by, port
+	// where they serve; 0: as their pods say.
 	system   string
 	selector string
 	port     int
@@ -46,8 +47,8 @@ type options struct {
 
 var outputs = []string{"", "wide", "json", "yaml"}
 
-// parse reads the command line, and the kubeconfig that it names. Its errors wrap errUsage, or are pflag.ErrHelp or
-// errPrinted.
+// parse reads the command line, and the kubeconfig that it names. Its errors wrap errUsage, or are
+// pflag.ErrHelp or errPrinted.
 func parse(args []string, out io.Writer) (options, error) {
 	var o options
 	rules := clientcmd.NewDefaultClientConfigLoadingRules()
@@ -55,15 +56,18 @@ func parse(args []string, out io.Writer) (options, error) {
 	f := pflag.NewFlagSet("kubectl lameduck", pflag.ContinueOnError)
 	f.SetOutput(io.Discard)
 	f.Usage = func() {}
-	f.StringVarP(&o.namespace, "namespace", "n", "", "namespace: of explain's pod (default: the context's), or what drains shows (default: all)")
+	f.StringVarP(&o.namespace, "namespace", "n", "",
+		"namespace: of explain's pod (default: the context's), or what drains shows (default: all)")
 	f.StringVarP(&o.output, "output", "o", "", "wide, json or yaml; empty: a table")
 	f.BoolVarP(&o.watch, "watch", "w", false, "with drains: go on showing what changes")
 	f.BoolVar(&o.evict, "evict", false, "with explain: evicted, as kubectl drain does, and not deleted")
 	f.StringVar(&rules.ExplicitPath, "kubeconfig", "", "path of the kubeconfig file")
 	f.StringVar(&overrides.CurrentContext, "context", "", "context of the kubeconfig file")
 	f.StringVar(&o.system, "lameduck-namespace", "lameduck-system", "namespace of the coordinators")
-	f.StringVar(&o.selector, "lameduck-selector", "app.kubernetes.io/name=lameduck,app.kubernetes.io/component=webhook", "labels of the coordinators' pods")
-	f.IntVar(&o.port, "lameduck-port", 0, fmt.Sprintf("port of the coordinators' --dashboard-address (default: their container port %q, or %d)", api.PortName, api.Port))
+	f.StringVar(&o.selector, "lameduck-selector", "app.kubernetes.io/name=lameduck,app.kubernetes.io/component=webhook",
+		"labels of the coordinators' pods")
+	f.IntVar(&o.port, "lameduck-port", 0, fmt.Sprintf("port of the coordinators' --dashboard-address (default: "+
+		"their container port %q, or %d)", api.PortName, api.Port))
 	f.DurationVar(&o.timeout, "timeout", 10*time.Second, "how long to wait for a coordinator")
 	which := f.Bool("version", false, "print which version this is, and end")
 	if err := f.Parse(args); err != nil {

@@ -45,7 +45,8 @@ func (all replicas) close() {
 	}
 }
 
-// find lists the coordinators' pods. Nothing is connected yet. The error says what is missing: Lameduck, or a right.
+// find lists the coordinators' pods. Nothing is connected yet. The error says what is missing:
+// Lameduck, or a right.
 func find(ctx context.Context, o options) (replicas, error) {
 	kube, err := kubernetes.NewForConfig(o.config)
 	if err != nil {
@@ -56,7 +57,8 @@ func find(ctx context.Context, o options) (replicas, error) {
 	pods, err := kube.CoreV1().Pods(o.system).List(ctx, metav1.ListOptions{LabelSelector: o.selector})
 	switch {
 	case apierrors.IsForbidden(err):
-		return nil, fmt.Errorf("you may not list pods in namespace %s, where Lameduck's coordinators are: %w", o.system, err)
+		return nil, fmt.Errorf("you may not list pods in namespace %s, where Lameduck's coordinators are: %w", o.system,
+			err)
 	case err != nil:
 		return nil, fmt.Errorf("list Lameduck's coordinators in namespace %s: %w", o.system, err)
 	}
@@ -68,19 +70,23 @@ func find(ctx context.Context, o options) (replicas, error) {
 	}
 	switch {
 	case len(pods.Items) == 0:
-		return nil, fmt.Errorf("Lameduck is not installed in namespace %s: no pod has the labels %s (--lameduck-namespace, --lameduck-selector)", o.system, o.selector)
+		return nil, fmt.Errorf("Lameduck is not installed in namespace %s: no pod has the labels %s "+
+			"(--lameduck-namespace, --lameduck-selector)", o.system, o.selector)
 	case len(all) == 0:
-		return nil, fmt.Errorf("none of the %d pods of Lameduck's coordinators in namespace %s is running", len(pods.Items), o.system)
+		return nil, fmt.Errorf("none of the %d pods of Lameduck's coordinators in namespace %s is running",
+			len(pods.Items), o.system)
 	}
 	slices.SortFunc(all, func(a, b *replica) int { return strings.Compare(a.name, b.name) })
 	return all, nil
 }
 
-// reach returns a replica whose requests go through the API server and the kubelet to the pod's own loopback address.
+// reach returns a replica whose requests go through the API server and the kubelet to the pod's own
+// loopback address.
 func reach(o options, kube kubernetes.Interface, pod *corev1.Pod) *replica {
 	r := &replica{name: pod.Name}
 	for _, c := range pod.Status.Conditions {
-		r.ready = r.ready || c.Type == corev1.PodReady && c.Status == corev1.ConditionTrue && pod.DeletionTimestamp == nil
+		r.ready = r.ready || c.Type == corev1.PodReady && c.Status == corev1.ConditionTrue &&
+			pod.DeletionTimestamp == nil
 	}
 	port := o.port
 	for _, c := range pod.Spec.Containers {
@@ -93,13 +99,15 @@ func reach(o options, kube kubernetes.Interface, pod *corev1.Pod) *replica {
 	if port == 0 {
 		port = api.Port
 	}
-	url := kube.CoreV1().RESTClient().Post().Resource("pods").Namespace(pod.Namespace).Name(pod.Name).SubResource("portforward").URL()
+	url := kube.CoreV1().RESTClient().Post().Resource("pods").Namespace(pod.Namespace).Name(pod.Name).SubResource(
+		"portforward").URL()
 	t := &tunnel{port: port, dial: func() (httpstream.Connection, error) {
 		transport, upgrader, err := spdy.RoundTripperFor(o.config)
 		if err != nil {
 			return nil, err
 		}
-		older := spdy.NewDialerForStreaming(upgrader, &http.Client{Transport: transport, Timeout: o.timeout}, http.MethodPost, url)
+		older := spdy.NewDialerForStreaming(upgrader, &http.Client{Transport: transport, Timeout: o.timeout},
+			http.MethodPost, url)
 		newer, err := portforward.NewSPDYOverWebsocketDialerForStreaming(url, o.config)
 		if err != nil {
 			return nil, err
@@ -119,7 +127,8 @@ func reach(o options, kube kubernetes.Interface, pod *corev1.Pod) *replica {
 	return r
 }
 
-// tunnel is a connection to a pod's port forwarding, made when it is needed first, and again when it has broken.
+// tunnel is a connection to a pod's port forwarding, made when it is needed first, and again when
+// it has broken.
 type tunnel struct {
 	port int
 	dial func() (httpstream.Connection, error)
@@ -160,7 +169,8 @@ func (t *tunnel) open() (httpstream.Connection, int, error) {
 	return t.conn, t.next, nil
 }
 
-// connect opens a connection to the port. Nothing listens on this machine for it, where others could come in too.
+// connect opens a connection to the port. Nothing listens on this machine for it, where others
+// could come in too.
 func (t *tunnel) connect(ctx context.Context, _, _ string) (net.Conn, error) {
 	type opened struct {
 		conn net.Conn
@@ -275,9 +285,11 @@ func (r *replica) fault(err error) error {
 	text := err.Error()
 	switch {
 	case strings.Contains(text, "connection refused"):
-		return fmt.Errorf("coordinator %s serves nothing on its loopback address: its --dashboard-address is another (--lameduck-port), or it is older than this: %w", r.name, err)
+		return fmt.Errorf("coordinator %s serves nothing on its loopback address: its --dashboard-address is "+
+			"another (--lameduck-port), or it is older than this: %w", r.name, err)
 	case apierrors.IsForbidden(err) || strings.Contains(text, "forbidden"):
-		return fmt.Errorf("you may not forward ports to the coordinators' pods (create and get pods/portforward): %w", err)
+		return fmt.Errorf("you may not forward ports to the coordinators' pods (create and get pods/portforward): %w",
+			err)
 	default:
 		return fmt.Errorf("reach coordinator %s: %w", r.name, err)
 	}
@@ -290,7 +302,8 @@ type answer[T any] struct {
 	err     error
 }
 
-// ask asks all coordinators at once, and returns their answers in the order of their names. The error is that of the first if none has answered.
+// ask asks all coordinators at once, and returns their answers in the order of their names. The
+// error is that of the first if none has answered.
 func ask[T any](ctx context.Context, o options, all replicas, path string) ([]answer[T], error) {
 	ctx, cancel := context.WithTimeout(ctx, o.timeout)
 	defer cancel()

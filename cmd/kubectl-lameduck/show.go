@@ -108,7 +108,8 @@ func writeStatus(w whole, wide bool, out io.Writer) {
 		}
 		row := []string{c.Name, state, "", "", "", ""}
 		if c.Error == "" {
-			row = []string{c.Name, state, fmt.Sprintf("%d/%d", c.Connected, c.Expected), count(c.Drains), count(c.Holds), seconds(now.Sub(c.Started).Seconds())}
+			row = []string{c.Name, state, fmt.Sprintf("%d/%d", c.Connected, c.Expected), count(c.Drains),
+				count(c.Holds), seconds(now.Sub(c.Started).Seconds())}
 		}
 		rows = append(rows, row)
 	}
@@ -296,8 +297,8 @@ func writeDrains(list []oneDrain, wide bool, out io.Writer) {
 	table(out, head, rows)
 }
 
-// explained is what coordinators say together of one pod. They know the same cluster, but for what has just changed; the first that answers is
-// believed, and it is said if another differs.
+// explained is what coordinators say together of one pod. They know the same cluster, but for what
+// has just changed; the first that answers is believed, and it is said if another differs.
 type explained struct {
 	api.Explanation
 	// Differs are coordinators that say something else, and what.
@@ -371,7 +372,8 @@ func joinExplanations(answers []answer[api.Explanation]) explained {
 	return x
 }
 
-// gatesShown bounds the gateways that explain lists: a barrier may ask hundreds of nodes. --output json has them all.
+// gatesShown bounds the gateways that explain lists: a barrier may ask hundreds of nodes. --output
+// json has them all.
 const gatesShown = 30
 
 // writeBarrier tells what the pod and its node have for the second gate.
@@ -404,7 +406,8 @@ func writeBarrier(b *api.ExplainedBarrier, out io.Writer) {
 		case s.Error != "":
 			fmt.Fprintf(out, "  %s/%s states a wait that cannot be read: %s\n", s.Namespace, s.Service, s.Error)
 		case s.Cut:
-			fmt.Fprintf(out, "  %s/%s states a wait of %s, which the bound cuts\n", s.Namespace, s.Service, seconds(s.Seconds))
+			fmt.Fprintf(out, "  %s/%s states a wait of %s, which the bound cuts\n", s.Namespace, s.Service,
+				seconds(s.Seconds))
 		default:
 			fmt.Fprintf(out, "  %s/%s states a wait of %s\n", s.Namespace, s.Service, seconds(s.Seconds))
 		}
@@ -418,7 +421,8 @@ func writeExplanation(x explained, out io.Writer) {
 	fmt.Fprintf(out, "Pod %s/%s: %s\n", x.Namespace, x.Pod, x.Summary)
 	fmt.Fprintf(out, "Reason: %s\n", x.Reason)
 	if x.Drain != nil {
-		fmt.Fprintf(out, "It is being drained: %s, %d of %d gateways have let go.\n", x.Drain.Phase, x.Drain.Owed-x.Drain.Waiting, x.Drain.Owed)
+		fmt.Fprintf(out, "It is being drained: %s, %d of %d gateways have let go.\n", x.Drain.Phase,
+			x.Drain.Owed-x.Drain.Waiting, x.Drain.Owed)
 	}
 	if len(x.Services) > 0 {
 		fmt.Fprintln(out, "\nServices that list it:")
@@ -458,8 +462,8 @@ func writeExplanation(x explained, out io.Writer) {
 // watchRetry is how long after the end of a stream the next try is made.
 const watchRetry = 2 * time.Second
 
-// watchDrains prints a line for each drain and each time that one enters another phase or waits for others, and how it ended, until ctx is
-// done. Coordinators that come later are not asked.
+// watchDrains prints a line for each drain and each time that one enters another phase or waits for
+// others, and how it ended, until ctx is done. Coordinators that come later are not asked.
 func watchDrains(ctx context.Context, o options, all replicas, out, stderr io.Writer) error {
 	// Whoever is not reached at all ends it, so that a missing right is said once and at once.
 	if _, err := ask[api.View](ctx, o, all, api.ViewPath); err != nil {
@@ -538,7 +542,9 @@ func (w *watcher) take(a answer[api.View]) error {
 			continue
 		}
 		delete(w.shown, uid)
-		if i := slices.IndexFunc(all.Outcomes, func(o oneOutcome) bool { return o.UID == uid && o.Gate != "barrier" }); i >= 0 {
+		if i := slices.IndexFunc(all.Outcomes, func(o oneOutcome) bool {
+			return o.UID == uid && o.Gate != "barrier"
+		}); i >= 0 {
 			rows = append(rows, event{"outcome", all.Outcomes[i]})
 		}
 	}
@@ -574,13 +580,15 @@ func (w *watcher) print(events []event) error {
 				if wide {
 					most = 20
 				}
-				fmt.Fprintf(&text, "%-20s %-44s %-14s %-7s %s\n", is.Namespace, is.Pod, is.Phase, seconds(is.AgeSeconds), is.waitsFor(most))
+				fmt.Fprintf(&text, "%-20s %-44s %-14s %-7s %s\n", is.Namespace, is.Pod, is.Phase,
+					seconds(is.AgeSeconds), is.waitsFor(most))
 			case oneOutcome:
 				took := ""
 				if is.TookSeconds != nil {
 					took = milliseconds(*is.TookSeconds)
 				}
-				fmt.Fprintf(&text, "%-20s %-44s %-14s %-7s %s\n", is.Namespace, is.Pod, is.Reason, took, strings.Join(append([]string{"ended"}, is.Silent...), " "))
+				fmt.Fprintf(&text, "%-20s %-44s %-14s %-7s %s\n", is.Namespace, is.Pod, is.Reason, took,
+					strings.Join(append([]string{"ended"}, is.Silent...), " "))
 			}
 		}
 	}

@@ -1,15 +1,17 @@
-// Command lameduck-wait is a preStop hook: it asks the node's agent whether the pod may stop, waits for the answer, and then does what the
-// container's own hook did. It runs in users' containers, so it is one static file, needs nothing
-// there, and takes little of their memory: no TLS, no HTTP library.
+// Command lameduck-wait is a preStop hook: it asks the node's agent whether the pod may stop, waits
+// for the answer, and then does what the container's own hook did. It runs in users' containers, so
+// it is one static file, needs nothing there, and takes little of their memory: no TLS, no HTTP
+// library.
 //
 //	lameduck-wait --agent='$(LAMEDUCK_HOST_IP):9447' --id=ID --container=NAME --bound=30s [--sleep=5s | --http-get=URL | -- COMMAND...]
 //	lameduck-wait --install PATH
 //	lameduck-wait --version
 //
-// $(NAME) in --agent and --http-get is the environment variable of that name: kubelets expand it in a container's command, not in a hook's.
+// $(NAME) in --agent and --http-get is the environment variable of that name: kubelets expand it in
+// a container's command, not in a hook's.
 //
-// Whatever becomes of the question, the hook goes on: a pod is kept for an answer, never for the want of one. Only the container's own hook
-// makes it fail.
+// Whatever becomes of the question, the hook goes on: a pod is kept for an answer, never for the
+// want of one. Only the container's own hook makes it fail.
 package main
 
 import (
@@ -28,7 +30,8 @@ func main() {
 	os.Exit(run(context.Background(), os.Args, os.Getenv, os.Stdout, os.Stderr))
 }
 
-// Exit codes of its own, besides those of the container's hook: that it was called wrongly, and that it could not do what it should.
+// Exit codes of its own, besides those of the container's hook: that it was called wrongly, and
+// that it could not do what it should.
 const (
 	exitFailed = 1
 	exitUsage  = 2
@@ -37,7 +40,8 @@ const (
 // errPrinted ends a program that was asked for its version alone.
 var errPrinted = errors.New("printed")
 
-// run is the whole program. It returns its exit code. What it writes the kubelet shows in an Event if the hook fails.
+// run is the whole program. It returns its exit code. What it writes the kubelet shows in an Event
+// if the hook fails.
 func run(ctx context.Context, args []string, getenv func(string) string, stdout, stderr io.Writer) int {
 	o, err := parse(args[1:], getenv, stdout)
 	switch {

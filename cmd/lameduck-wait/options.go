@@ -43,7 +43,8 @@ func parse(args []string, getenv func(string) string, help io.Writer) (options, 
 	f.StringVar(&o.install, "install", "", "copy this program to `path`, and do nothing else")
 	f.BoolVar(&which, "version", false, "print which version this is, and do nothing else")
 	f.DurationVar(&o.sleep, "sleep", 0, "then sleep")
-	f.StringVar(&o.httpGet, "http-get", "", "then get this `URL`; what it answers does not matter, as with a hook of a kubelet")
+	f.StringVar(&o.httpGet, "http-get", "", "then get this `URL`; what it answers does not matter, as with a hook "+
+		"of a kubelet")
 	f.Func("http-header", "`Name: value` to send with --http-get; may be repeated", func(s string) error {
 		if strings.ContainsAny(s, "\r\n") || !strings.Contains(s, ":") {
 			return errors.New("want Name: value")
@@ -53,7 +54,8 @@ func parse(args []string, getenv func(string) string, help io.Writer) (options, 
 	})
 	if err := f.Parse(args); err != nil {
 		if errors.Is(err, flag.ErrHelp) {
-			fmt.Fprintln(help, "lameduck-wait waits until the gateways have let go of the pod, then runs the container's own preStop hook, which follows after --.\n\nFlags:")
+			fmt.Fprintln(help, "lameduck-wait waits until the gateways have let go of the pod, then runs the "+
+				"container's own preStop hook, which follows after --.\n\nFlags:")
 			f.SetOutput(help)
 			f.PrintDefaults()
 		}
@@ -113,7 +115,8 @@ func expand(s string, getenv func(string) string) string {
 	}
 }
 
-// hostPort takes an IPv6 address without brackets too: that is how Kubernetes gives a node's address.
+// hostPort takes an IPv6 address without brackets too: that is how Kubernetes gives a node's
+// address.
 func hostPort(s string) (string, error) {
 	i := strings.LastIndexByte(s, ':')
 	if i < 1 || i == len(s)-1 {

@@ -15,13 +15,15 @@ import (
 )
 
 const (
-	// dialTime is how long a connection to the agent may take. It is on this node: one that does not accept by then is away.
+	// dialTime is how long a connection to the agent may take. It is on this node: one that does
+	// not accept by then is away.
 	dialTime = 2 * time.Second
 	// maxAnswer is how much of an answer is read, in bytes.
 	maxAnswer = 4 << 10
 )
 
-// wait asks the agent whether the pod may stop, and returns what it says. An error says why there is no answer, within o.bound.
+// wait asks the agent whether the pod may stop, and returns what it says. An error says why there
+// is no answer, within o.bound.
 func wait(ctx context.Context, o options) (string, error) {
 	ctx, cancel := context.WithTimeoutCause(ctx, o.bound, fmt.Errorf("no answer within %s", o.bound))
 	defer cancel()
@@ -36,10 +38,11 @@ func wait(ctx context.Context, o options) (string, error) {
 	return answer, nil
 }
 
-// get does one GET and returns the first line of the body, after the status unless that is 200. Connecting takes dial at most, if that is
-// not 0.
+// get does one GET and returns the first line of the body, after the status unless that is 200.
+// Connecting takes dial at most, if that is not 0.
 func get(ctx context.Context, to target, headers []string, dial time.Duration) (string, error) {
-	// A name is of no use here, and looking one up could take longer than all the rest; but a hook may have one.
+	// A name is of no use here, and looking one up could take longer than all the rest; but a hook
+	// may have one.
 	dialer := net.Dialer{Timeout: dial}
 	conn, err := dialer.DialContext(ctx, "tcp", to.address)
 	if err != nil {
@@ -108,8 +111,8 @@ func read(conn io.Reader) (string, error) {
 	return text, nil
 }
 
-// install copies the program to path, whole or not at all: the init container may be killed and run again. Who may use it is everybody, as
-// nobody here knows who the app's user is.
+// install copies the program to path, whole or not at all: the init container may be killed and run
+// again. Who may use it is everybody, as nobody here knows who the app's user is.
 func install(program, path string) error {
 	// The name under which it was started may be relative; the kernel knows.
 	if self, err := os.Executable(); err == nil {

@@ -17,7 +17,8 @@ import (
 	"time"
 )
 
-// TestMain: the test binary is the program itself where it is told so, and the container's own hook.
+// TestMain: the test binary is the program itself where it is told so, and the container's own
+// hook.
 func TestMain(m *testing.M) {
 	if code := os.Getenv("TEST_HOOK"); code != "" {
 		fmt.Println("the own hook ran")
@@ -86,11 +87,14 @@ func call(t *testing.T, args ...string) (int, string, time.Duration) {
 	t.Helper()
 	var out bytes.Buffer
 	began := time.Now()
-	code := run(t.Context(), append([]string{"lameduck-wait"}, args...), func(name string) string { return "of " + name }, &out, &out)
+	code := run(t.Context(), append([]string{"lameduck-wait"}, args...), func(name string) string {
+		return "of " + name
+	}, &out, &out)
 	return code, out.String(), time.Since(began)
 }
 
-// Whatever the agent does, the hook ends, by the bound at the latest, and the container's own hook has run with the exit code that it has.
+// Whatever the agent does, the hook ends, by the bound at the latest, and the container's own hook
+// has run with the exit code that it has.
 func TestTheHookGoesOn(t *testing.T) {
 	self, err := os.Executable()
 	if err != nil {
@@ -123,10 +127,12 @@ func TestTheHookGoesOn(t *testing.T) {
 		{"has too many", agent(t, func(w http.ResponseWriter, _ *http.Request) {
 			http.Error(w, "too many waits", http.StatusTooManyRequests)
 		}), time.Minute, "too many waits", 0, 5 * time.Second},
-		{"dies", agent(t, func(http.ResponseWriter, *http.Request) { panic(http.ErrAbortHandler) }), time.Minute, "did not wait any longer", 0, 5 * time.Second},
+		{"dies", agent(t, func(http.ResponseWriter, *http.Request) { panic(http.ErrAbortHandler) }), time.Minute,
+			"did not wait any longer", 0, 5 * time.Second},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			code, out, took := call(t, "--agent="+c.agent, "--id=THE-ID", "--container=web", "--bound="+c.bound.String(), "--", self)
+			code, out, took := call(t, "--agent="+c.agent, "--id=THE-ID", "--container=web",
+				"--bound="+c.bound.String(), "--", self)
 			if code != 7 || !strings.Contains(out, "the own hook ran") {
 				t.Errorf("exit code %d and %q, want that of the own hook, 7", code, out)
 			}
@@ -158,8 +164,10 @@ func TestOwnHook(t *testing.T) {
 	}{
 		{"none", nil, 0, "", 0},
 		{"sleep", []string{"--sleep=200ms"}, 0, "", 200 * time.Millisecond},
-		{"http", []string{"--http-get=http://" + app + "/stop?now=yes", "--http-header=Host: here", "--http-header=X-Why: pod stops"}, 0, "/stop?now=yes here pod stops", 0},
-		{"http without a path", []string{"--http-get=http://127.0.0.1:" + port + "/"}, 0, "/ 127.0.0.1:" + port + " ", 0},
+		{"http", []string{"--http-get=http://" + app + "/stop?now=yes", "--http-header=Host: here",
+			"--http-header=X-Why: pod stops"}, 0, "/stop?now=yes here pod stops", 0},
+		{"http without a path", []string{"--http-get=http://127.0.0.1:" + port + "/"}, 0, "/ 127.0.0.1:" + port + " ",
+			0},
 		{"http that nobody serves", []string{"--http-get=http://" + nobody + "/"}, 1, "", 0},
 		{"command that is not there", []string{"--", "/no/such/command"}, 127, "", 0},
 	} {
@@ -180,7 +188,8 @@ func TestOwnHook(t *testing.T) {
 		})
 	}
 	t.Run("killed by a signal", func(t *testing.T) {
-		if code, out, _ := call(t, "--agent="+nobody, "--id=x", "--container=web", "--", "/bin/sh", "-c", "kill -9 $$"); code != 137 {
+		if code, out, _ := call(t, "--agent="+nobody, "--id=x", "--container=web", "--", "/bin/sh", "-c",
+			"kill -9 $$"); code != 137 {
 			t.Errorf("exit code %d (%s), want 137", code, out)
 		}
 	})
@@ -210,7 +219,8 @@ func TestParse(t *testing.T) {
 		if err != nil {
 			got = "error " + err.Error()
 		}
-		if want, isError := strings.CutPrefix(c.want, "error "); !(isError && err != nil && strings.Contains(got, want)) && got != c.want {
+		if want, isError := strings.CutPrefix(c.want, "error "); !(isError && err != nil &&
+			strings.Contains(got, want)) && got != c.want {
 			t.Errorf("%s: %s, want %s", c.args, got, c.want)
 		}
 	}
@@ -248,7 +258,8 @@ func TestInstall(t *testing.T) {
 	if code, out, _ := call(t, "--install="+filepath.Join(path, "not", "a", "directory")); code != exitFailed {
 		t.Errorf("install into nowhere: exit code %d: %s", code, out)
 	}
-	if _, err := os.Stat(filepath.Join(path, "not")); !errors.Is(err, fs.ErrNotExist) && !strings.Contains(fmt.Sprint(err), "not a directory") {
+	if _, err := os.Stat(filepath.Join(path, "not")); !errors.Is(err, fs.ErrNotExist) &&
+		!strings.Contains(fmt.Sprint(err), "not a directory") {
 		t.Error(err)
 	}
 }
@@ -256,11 +267,14 @@ func TestInstall(t *testing.T) {
 // What follows -- is the container's own hook's.
 func TestVersion(t *testing.T) {
 	var stdout, stderr bytes.Buffer
-	code := run(t.Context(), []string{"lameduck-wait", "--version"}, func(string) string { return "" }, &stdout, &stderr)
+	code := run(t.Context(), []string{"lameduck-wait", "--version"}, func(string) string { return "" }, &stdout,
+		&stderr)
 	if code != 0 || stderr.Len() > 0 || !strings.HasPrefix(stdout.String(), "lameduck-wait dev, commit ") {
 		t.Errorf("exit code %d, said %q, stderr %q", code, &stdout, &stderr)
 	}
-	o, err := parse([]string{"--agent=127.0.0.1:1", "--id=i", "--", "own", "--version"}, func(string) string { return "" }, &stdout)
+	o, err := parse([]string{"--agent=127.0.0.1:1", "--id=i", "--", "own", "--version"}, func(string) string {
+		return ""
+	}, &stdout)
 	if err != nil || len(o.command) != 2 {
 		t.Errorf("a hook with --version: %q, %v", o.command, err)
 	}

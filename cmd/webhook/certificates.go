@@ -34,13 +34,16 @@ type servingTLS struct {
 
 // newServingTLS reads certificate and secret from files, where the configuration names some, and
 // has a keeper for the rest.
-func newServingTLS(o options, kube kubernetes.Interface, metrics *admission.Metrics, registry *prometheus.Registry, log *slog.Logger) (*servingTLS, error) {
+func newServingTLS(o options, kube kubernetes.Interface, metrics *admission.Metrics, registry *prometheus.Registry,
+	log *slog.Logger) (*servingTLS, error) {
 	conf := o.certificates
 	p := &servingTLS{ready: func() error { return nil }}
 	tasks := []serve.Task{}
 	made := certs.Options{
-		Kube: kube, Namespace: o.namespace, Secret: conf.Secret, ConfigMap: conf.ConfigMap, WebhookConfiguration: conf.WebhookConfiguration,
-		// Every Service of the namespace: that of each entry of the webhook configuration, however many there are, and that of the agents.
+		Kube: kube, Namespace: o.namespace, Secret: conf.Secret, ConfigMap: conf.ConfigMap,
+		WebhookConfiguration: conf.WebhookConfiguration,
+		// Every Service of the namespace: that of each entry of the webhook configuration, however
+		// many there are, and that of the agents.
 		Names: append([]string{"*." + o.namespace + ".svc"}, conf.Names...),
 		Times: certs.Times{RotateEvery: conf.RotateEvery.Duration, Overlap: conf.Overlap.Duration}, Log: log,
 	}
@@ -60,7 +63,8 @@ func newServingTLS(o options, kube kubernetes.Interface, metrics *admission.Metr
 	}
 	made.Bundle = conf.Dir == ""
 	if !made.Bundle {
-		// As cert-manager writes it. Agents cannot mount a Secret of another namespace, and should not: the CA's has its key.
+		// As cert-manager writes it. Agents cannot mount a Secret of another namespace, and should
+		// not: the CA's has its key.
 		made.CA = func() ([]byte, error) {
 			text, err := os.ReadFile(filepath.Join(conf.Dir, certs.CAKey))
 			if errors.Is(err, fs.ErrNotExist) {
@@ -98,7 +102,8 @@ func newServingTLS(o options, kube kubernetes.Interface, metrics *admission.Metr
 	tasks = append(tasks, serve.Task{Name: "door", Run: p.door.Run})
 	p.run = func(ctx context.Context) error { return serve.All(ctx, tasks...) }
 	registry.MustRegister(prometheus.NewGaugeFunc(prometheus.GaugeOpts{
-		Name: "lameduck_certificate_expiry_timestamp_seconds", Help: "When the serving certificate ends, in seconds since 1970; 0 while there is none.",
+		Name: "lameduck_certificate_expiry_timestamp_seconds",
+		Help: "When the serving certificate ends, in seconds since 1970; 0 while there is none.",
 	}, func() float64 { return expiry(p.certificate) }))
 	return p, nil
 }

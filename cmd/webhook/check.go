@@ -21,22 +21,27 @@ import (
 // checkEvery is how often it is tried while it does not work.
 const checkEvery = time.Second
 
-// entryLabel on the eviction has one entry of the webhook configuration asked alone, by its matchConditions. Without that, of several refusals the caller would see
-// the first, and an entry that does not work would stay hidden behind one that does.
+// entryLabel on the eviction has one entry of the webhook configuration asked alone, by its
+// matchConditions. Without that, of several refusals the caller would see the first, and an entry
+// that does not work would stay hidden behind one that does.
 const entryLabel = "lameduck.io/entry"
 
-// check proves that the API server asks a coordinator by each entry, and hears its answer: by evicting, as a dry run, a pod that need not exist. The right to create
-// pods/eviction for the name lameduck-check in one namespace is all that it takes.
+// check proves that the API server asks a coordinator by each entry, and hears its answer: by
+// evicting, as a dry run, a pod that need not exist. The right to create pods/eviction for the name
+// lameduck-check in one namespace is all that it takes.
 func check(ctx context.Context, args []string, getenv func(string) string, out io.Writer) error {
 	f := flag.NewFlagSet("webhook check", flag.ContinueOnError)
 	f.SetOutput(io.Discard)
-	kubeconfig := f.String("kubeconfig", getenv("KUBECONFIG"), "file to reach the API server with; empty: as a pod does")
+	kubeconfig := f.String("kubeconfig", getenv("KUBECONFIG"),
+		"file to reach the API server with; empty: as a pod does")
 	namespace := f.String("namespace", metav1.NamespaceDefault, "a namespace whose deletions wait: not an excluded one")
-	entries := f.Int("entries", 2, "how many entries the webhook configuration has, each of which is asked: pods-0.lameduck.io and so on")
+	entries := f.Int("entries", 2, "how many entries the webhook configuration has, each of which is asked: "+
+		"pods-0.lameduck.io and so on")
 	wait := f.Duration("wait", time.Minute, "how long it is tried")
 	if err := f.Parse(args); err != nil {
 		if errors.Is(err, flag.ErrHelp) {
-			fmt.Fprintln(out, "webhook check proves that the API server asks the coordinators. It changes nothing.\n\nFlags:")
+			fmt.Fprintln(out, "webhook check proves that the API server asks the coordinators. It changes "+
+				"nothing.\n\nFlags:")
 			f.SetOutput(out)
 			f.PrintDefaults()
 			return err
@@ -44,7 +49,8 @@ func check(ctx context.Context, args []string, getenv func(string) string, out i
 		return fmt.Errorf("%w: %w", errUsage, err)
 	}
 	if f.NArg() > 0 || *entries < 1 {
-		return fmt.Errorf("%w: --entries %d: must be at least 1, and no other arguments: %q", errUsage, *entries, f.Args())
+		return fmt.Errorf("%w: --entries %d: must be at least 1, and no other arguments: %q", errUsage, *entries,
+			f.Args())
 	}
 	config, err := restConfig(*kubeconfig)
 	if err != nil {
@@ -79,28 +85,33 @@ func check(ctx context.Context, args []string, getenv func(string) string, out i
 }
 
 // errNotAsked is all that can be seen from here.
-var errNotAsked = errors.New("the API server does not ask, or its call fails and it goes on. Look whether the namespace is excluded, at " +
-	"kubectl get validatingwebhookconfiguration lameduck -o yaml (caBundle and service.path are written by coordinators), at the coordinators' pods and logs, and at the API server's log")
+var errNotAsked = errors.New("the API server does not ask, or its call fails and it goes on. Look whether the " +
+	"namespace is excluded, at " +
+	"kubectl get validatingwebhookconfiguration lameduck -o yaml (caBundle and service.path are written by " +
+	"coordinators), at the coordinators' pods and logs, and at the API server's log")
 
 // ask asks one entry once, and returns what its coordinator said.
 func ask(ctx context.Context, kube kubernetes.Interface, namespace string, entry int) (string, error) {
 	ctx, cancel := context.WithTimeout(ctx, 10*time.Second)
 	defer cancel()
 	err := kube.PolicyV1().Evictions(namespace).Evict(ctx, &policyv1.Eviction{
-		ObjectMeta:    metav1.ObjectMeta{Name: admission.CheckName, Namespace: namespace, Labels: map[string]string{entryLabel: strconv.Itoa(entry)}},
+		ObjectMeta: metav1.ObjectMeta{Name: admission.CheckName, Namespace: namespace,
+			Labels: map[string]string{entryLabel: strconv.Itoa(entry)}},
 		DeleteOptions: &metav1.DeleteOptions{DryRun: []string{metav1.DryRunAll}},
 	})
 	var status apierrors.APIStatus
 	switch {
 	case err != nil && strings.Contains(err.Error(), admission.CheckAnswer):
-		// During an upgrade another webhook configuration may lead to the same replicas, and its refusal may be the first.
+		// During an upgrade another webhook configuration may lead to the same replicas, and its
+		// refusal may be the first.
 		if !strings.Contains(err.Error(), fmt.Sprintf("\"pods-%d.lameduck.io\"", entry)) {
 			return "", fmt.Errorf("%w: %w", errNotAsked, err)
 		}
 		_, said, _ := strings.Cut(err.Error(), admission.CheckAnswer)
 		return admission.CheckAnswer + said, nil
 	case apierrors.IsForbidden(err):
-		return "", fmt.Errorf("this needs the right to create pods/eviction with the name %s in namespace %s: %w", admission.CheckName, namespace, err)
+		return "", fmt.Errorf("this needs the right to create pods/eviction with the name %s in namespace %s: %w",
+			admission.CheckName, namespace, err)
 	case err == nil || errors.As(err, &status) && apierrors.IsNotFound(err):
 		return "", fmt.Errorf("deletions in namespace %s do not wait: %w", namespace, errNotAsked)
 	default:

@@ -33,8 +33,8 @@ type handler = toolscache.ResourceEventHandler
 // handlers turns an informer's three calls, and its tombstones, into typed ones.
 type handlers[T any] struct {
 	set, gone func(*T)
-	// missed is called instead of gone where a list after an interruption lacks an object, which it does too if it is older than the
-	// object. Nil: that counts as gone.
+	// missed is called instead of gone where a list after an interruption lacks an object, which it
+	// does too if it is older than the object. Nil: that counts as gone.
 	missed func(*T)
 }
 
@@ -101,8 +101,8 @@ const rosterRetry = 30 * time.Second
 // an agent.
 const maxAccounts = 20
 
-// roster keeps the list of agents that the API says exist: pods with the agent's label that are not over, whose service account may
-// acknowledge drains.
+// roster keeps the list of agents that the API says exist: pods with the agent's label that are not
+// over, whose service account may acknowledge drains.
 type roster struct {
 	coord *coordinator.Coordinator
 	who   *identity.Kubernetes
@@ -111,13 +111,14 @@ type roster struct {
 
 	mu     sync.Mutex
 	agents map[types.UID]*corev1.Pod
-	// version counts the changes of agents. handed is the version that was last handed over, -1 before the first. first is what version was
-	// when listed was first asked, -1 before that.
+	// version counts the changes of agents. handed is the version that was last handed over, -1
+	// before the first. first is what version was when listed was first asked, -1 before that.
 	version, handed, first int
 }
 
 func newRoster(coord *coordinator.Coordinator, who *identity.Kubernetes, log *slog.Logger) *roster {
-	return &roster{coord: coord, who: who, log: log, wake: make(chan struct{}, 1), agents: map[types.UID]*corev1.Pod{}, handed: -1, first: -1}
+	return &roster{coord: coord, who: who, log: log, wake: make(chan struct{}, 1), agents: map[types.UID]*corev1.Pod{},
+		handed: -1, first: -1}
 }
 
 func (r *roster) set(p *corev1.Pod) {
@@ -154,8 +155,9 @@ func (r *roster) poke() {
 	}
 }
 
-// listed reports whether everything was handed over that the watch had delivered when listed was first called. What comes later does not
-// count: a pod that changes every second would keep the list from ever being complete.
+// listed reports whether everything was handed over that the watch had delivered when listed was
+// first called. What comes later does not count: a pod that changes every second would keep the
+// list from ever being complete.
 func (r *roster) listed() bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -188,34 +190,40 @@ func (r *roster) run(ctx context.Context) error {
 		r.mu.Unlock()
 		// Those that came first are asked about first.
 		slices.SortFunc(agents, func(a, b *corev1.Pod) int {
-			return cmp.Or(a.CreationTimestamp.Compare(b.CreationTimestamp.Time), strings.Compare(a.Namespace+"/"+a.Name, b.Namespace+"/"+b.Name))
+			return cmp.Or(a.CreationTimestamp.Compare(b.CreationTimestamp.Time),
+				strings.Compare(a.Namespace+"/"+a.Name, b.Namespace+"/"+b.Name))
 		})
 		expected := make([]drain.Expected, 0, len(agents))
 		accounts := map[string]int{}
-		// Each service account is asked about once, so that an API server that does not answer delays the list once.
+		// Each service account is asked about once, so that an API server that does not answer
+		// delays the list once.
 		rights := map[string]bool{}
 		for _, p := range agents {
 			username := identity.Username(p.Namespace, p.Spec.ServiceAccountName)
 			allowed, asked := rights[username]
 			if !asked {
 				if accounts[p.Namespace]++; accounts[p.Namespace] > maxAccounts {
-					r.log.Debug("too many service accounts in one namespace have pods with the agent's label", "serviceAccount", username, "most", maxAccounts)
+					r.log.Debug("too many service accounts in one namespace have pods with the agent's label",
+						"serviceAccount", username, "most", maxAccounts)
 					continue
 				}
 				var err error
 				if allowed, err = r.who.Allowed(ctx, username); err != nil {
-					// Who cannot be asked about is expected: waiting for an agent too many ends, losing requests does not.
+					// Who cannot be asked about is expected: waiting for an agent too many ends,
+					// losing requests does not.
 					r.log.Warn("agents' right is unknown", "serviceAccount", username, "error", err)
 					allowed = true
 				}
 				rights[username] = allowed
 			}
 			if !allowed {
-				r.log.Debug("pod has the agent's label and not its right", "pod", p.Namespace+"/"+p.Name, "serviceAccount", username)
+				r.log.Debug("pod has the agent's label and not its right", "pod", p.Namespace+"/"+p.Name,
+					"serviceAccount", username)
 				continue
 			}
 			expected = append(expected, drain.Expected{
-				ID: drain.AgentID(p.UID), Name: p.Namespace + "/" + p.Name, Ready: isReady(p), Label: drain.ParseLabel(p.Labels[agentLabel]),
+				ID: drain.AgentID(p.UID), Name: p.Namespace + "/" + p.Name, Ready: isReady(p),
+				Label:   drain.ParseLabel(p.Labels[agentLabel]),
 				Pending: p.Status.Phase == corev1.PodPending,
 			})
 		}
@@ -252,7 +260,8 @@ func readySince(p *corev1.Pod) (at time.Time, ready bool) {
 
 const (
 	eventTimeout = 5 * time.Second
-	// eventBacklog bounds the Events that wait to be written; more are dropped and counted in the log.
+	// eventBacklog bounds the Events that wait to be written; more are dropped and counted in the
+	// log.
 	eventBacklog = 1000
 	// eventQuiet is how long the same Event of the same pod is not written again.
 	eventQuiet = 10 * time.Second
@@ -270,7 +279,8 @@ type events struct {
 }
 
 func newEvents(kube kubernetes.Interface, replica string, log *slog.Logger) *events {
-	return &events{kube: kube, replica: replica, log: log, queue: make(chan *eventsv1.Event, eventBacklog), last: map[string]time.Time{}}
+	return &events{kube: kube, replica: replica, log: log, queue: make(chan *eventsv1.Event, eventBacklog),
+		last: map[string]time.Time{}}
 }
 
 // Event implements [admission.Events].
@@ -305,7 +315,8 @@ func (e *events) Event(pod *corev1.Pod, warning bool, reason, message string) {
 		Type:                kind,
 		Note:                message,
 		Regarding: corev1.ObjectReference{
-			APIVersion: "v1", Kind: "Pod", Namespace: pod.Namespace, Name: pod.Name, UID: pod.UID, ResourceVersion: pod.ResourceVersion,
+			APIVersion: "v1", Kind: "Pod", Namespace: pod.Namespace, Name: pod.Name, UID: pod.UID,
+			ResourceVersion: pod.ResourceVersion,
 		},
 	}
 	select {
@@ -327,7 +338,8 @@ func (e *events) run(ctx context.Context) error {
 			cancel()
 			// In a namespace that is terminating nothing can be created.
 			if err != nil && !apierrors.HasStatusCause(err, corev1.NamespaceTerminatingCause) {
-				e.log.Warn("write Event", "pod", event.Namespace+"/"+event.Regarding.Name, "reason", event.Reason, "error", err)
+				e.log.Warn("write Event", "pod", event.Namespace+"/"+event.Regarding.Name, "reason", event.Reason,
+					"error", err)
 			}
 		}
 	}

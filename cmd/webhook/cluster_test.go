@@ -33,30 +33,34 @@ import (
 
 func agentPod(name, serviceAccount string) *corev1.Pod {
 	return &corev1.Pod{
-		ObjectMeta: metav1.ObjectMeta{Namespace: "edge", Name: name, UID: types.UID("uid-" + name), Labels: map[string]string{agentLabel: "directed"}},
-		Spec:       corev1.PodSpec{ServiceAccountName: serviceAccount},
-		Status:     corev1.PodStatus{Phase: corev1.PodRunning, Conditions: []corev1.PodCondition{{Type: corev1.PodReady, Status: corev1.ConditionTrue}}},
+		ObjectMeta: metav1.ObjectMeta{Namespace: "edge", Name: name, UID: types.UID("uid-" + name),
+			Labels: map[string]string{agentLabel: "directed"}},
+		Spec: corev1.PodSpec{ServiceAccountName: serviceAccount},
+		Status: corev1.PodStatus{Phase: corev1.PodRunning,
+			Conditions: []corev1.PodCondition{{Type: corev1.PodReady, Status: corev1.ConditionTrue}}},
 	}
 }
 
-// rosterIn starts a roster. Each question about a right takes a second; the service account "stranger" has none.
+// rosterIn starts a roster. Each question about a right takes a second; the service account
+// "stranger" has none.
 func rosterIn(t *testing.T) (*roster, *coordinator.Coordinator, *int) {
 	client := fake.NewClientset()
 	asked := 0
-	client.PrependReactor("create", "subjectaccessreviews", func(action clienttesting.Action) (bool, runtime.Object, error) {
-		asked++
-		time.Sleep(time.Second)
-		review := action.(clienttesting.CreateAction).GetObject().(*authorizationv1.SubjectAccessReview).DeepCopy()
-		switch review.Spec.User {
-		case "system:serviceaccount:edge:unknown":
-			return true, nil, errors.New("away")
-		case "system:serviceaccount:edge:stranger":
-			review.Status.Allowed = false
-		default:
-			review.Status.Allowed = true
-		}
-		return true, review, nil
-	})
+	client.PrependReactor("create", "subjectaccessreviews",
+		func(action clienttesting.Action) (bool, runtime.Object, error) {
+			asked++
+			time.Sleep(time.Second)
+			review := action.(clienttesting.CreateAction).GetObject().(*authorizationv1.SubjectAccessReview).DeepCopy()
+			switch review.Spec.User {
+			case "system:serviceaccount:edge:unknown":
+				return true, nil, errors.New("away")
+			case "system:serviceaccount:edge:stranger":
+				review.Status.Allowed = false
+			default:
+				review.Status.Allowed = true
+			}
+			return true, review, nil
+		})
 	log := slog.New(slog.DiscardHandler)
 	coord := coordinator.New(drain.Holder{}, drain.DefaultTimes(),
 		coordinator.Options{Log: log, Metrics: coordinator.NewMetrics(prometheus.NewRegistry())})
@@ -71,7 +75,8 @@ func rosterIn(t *testing.T) (*roster, *coordinator.Coordinator, *int) {
 	return r, coord, &asked
 }
 
-// Without this, a replica answers for the cluster with a list of agents that lacks those whose right is still being asked for.
+// Without this, a replica answers for the cluster with a list of agents that lacks those whose
+// right is still being asked for.
 func TestTheRosterIsListedWhenAllOfItWasHandedOver(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r, coord, _ := rosterIn(t)
@@ -106,7 +111,8 @@ func TestWhoIsExpected(t *testing.T) {
 		plain, over := agentPod("plain", "one"), agentPod("over", "one")
 		delete(plain.Labels, agentLabel)
 		over.Status.Phase = corev1.PodFailed
-		for _, p := range []*corev1.Pod{plain, over, agentPod("liar", "stranger"), agentPod("a", "one"), agentPod("b", "one")} {
+		for _, p := range []*corev1.Pod{plain, over, agentPod("liar", "stranger"), agentPod("a", "one"),
+			agentPod("b", "one")} {
 			r.set(p)
 		}
 		for i := range 8 {
@@ -132,7 +138,8 @@ func TestWhoIsExpected(t *testing.T) {
 	})
 }
 
-// The deletion of a pod that was missed, and of one whose name is taken again, must not be lost: the UID decides.
+// The deletion of a pod that was missed, and of one whose name is taken again, must not be lost:
+// the UID decides.
 func TestHandlersSeeEveryEnd(t *testing.T) {
 	var set, gone []types.UID
 	h := handlers[corev1.Pod]{
@@ -150,14 +157,16 @@ func TestHandlersSeeEveryEnd(t *testing.T) {
 	}
 }
 
-// A list that is older than what is known lacks what is there. Without this, the pods of a Service are not listed for a moment, and deleted
-// without asking anybody.
+// A list that is older than what is known lacks what is there. Without this, the pods of a Service
+// are not listed for a moment, and deleted without asking anybody.
 func TestASliceThatAListLacksIsNotGoneYet(t *testing.T) {
 	w := watches{index: endpoints.NewIndex()}
 	h := w.slices().asHandler()
 	slice := &discovery.EndpointSlice{
-		ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: "web-1", ResourceVersion: "20", Labels: map[string]string{discovery.LabelServiceName: "web"}},
-		Endpoints:  []discovery.Endpoint{{Addresses: []string{"10.0.0.1"}, TargetRef: &corev1.ObjectReference{Kind: "Pod", UID: "uid-a"}}},
+		ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: "web-1", ResourceVersion: "20",
+			Labels: map[string]string{discovery.LabelServiceName: "web"}},
+		Endpoints: []discovery.Endpoint{{Addresses: []string{"10.0.0.1"},
+			TargetRef: &corev1.ObjectReference{Kind: "Pod", UID: "uid-a"}}},
 	}
 	service := types.NamespacedName{Namespace: "shop", Name: "web"}
 	at := "10"
@@ -180,13 +189,15 @@ func TestASliceThatAListLacksIsNotGoneYet(t *testing.T) {
 	}
 }
 
-// The cache's informers tell how far they are although their interface does not say so. Without this, only patience ends what is set aside.
+// The cache's informers tell how far they are although their interface does not say so. Without
+// this, only patience ends what is set aside.
 func TestTheCacheTellsHowFarItIs(t *testing.T) {
 	mapper := meta.NewDefaultRESTMapper(nil)
 	for kind := range clientscheme.Scheme.AllKnownTypes() {
 		mapper.Add(kind, meta.RESTScopeNamespace)
 	}
-	known, err := cache.New(&rest.Config{Host: "127.0.0.1:1"}, cache.Options{Scheme: clientscheme.Scheme, Mapper: mapper, HTTPClient: http.DefaultClient})
+	known, err := cache.New(&rest.Config{Host: "127.0.0.1:1"},
+		cache.Options{Scheme: clientscheme.Scheme, Mapper: mapper, HTTPClient: http.DefaultClient})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -13,7 +13,8 @@ import (
 // kind is what a configuration file must say it is, beside config.APIVersion.
 const kind = "CoordinatorConfiguration"
 
-// configuration is the configuration file. A flag of like meaning wins over it. What is said of a key here is said in schemas/coordinator.json too.
+// configuration is the configuration file. A flag of like meaning wins over it. What is said of a
+// key here is said in schemas/coordinator.json too.
 type configuration struct {
 	// APIVersion is lameduck.io/v1alpha1.
 	APIVersion string `json:"apiVersion"`
@@ -21,13 +22,15 @@ type configuration struct {
 	Kind string `json:"kind"`
 	// Addresses are where this replica listens.
 	Addresses addresses `json:"addresses"`
-	// Times are the durations of the protocol that may be chosen. Those that do not fit together are refused.
+	// Times are the durations of the protocol that may be chosen. Those that do not fit together
+	// are refused.
 	Times times `json:"times"`
 	// Holds bounds the calls that wait.
 	Holds holds `json:"holds"`
 	// Barrier is how new pods are made to wait before SIGTERM, where that is enabled.
 	Barrier barrier `json:"barrier"`
-	// ExcludedNamespaces are those whose pods never wait, besides the own one. The webhook configuration excludes them first.
+	// ExcludedNamespaces are those whose pods never wait, besides the own one. The webhook
+	// configuration excludes them first.
 	ExcludedNamespaces []string `json:"excludedNamespaces"`
 	// Certificates says where the certificate and the secret in the webhook's path come from.
 	Certificates credentials `json:"certificates"`
@@ -45,8 +48,8 @@ type addresses struct {
 	Metrics string `json:"metrics"`
 	// Probes is host:port of /livez and /readyz, without TLS. Only the kubelet needs to reach it.
 	Probes string `json:"probes"`
-	// Dashboard is host:port of the live page and its API: plain and open on a loopback address, as behind kubectl port-forward, else with TLS
-	// and bearer tokens. Empty: not served.
+	// Dashboard is host:port of the live page and its API: plain and open on a loopback address, as
+	// behind kubectl port-forward, else with TLS and bearer tokens. Empty: not served.
 	Dashboard string `json:"dashboard"`
 }
 
@@ -56,12 +59,13 @@ type times struct {
 	Webhook config.Duration `json:"webhook"`
 	// Hold is how long one call waits at most.
 	Hold config.Duration `json:"hold"`
-	// Deadline is how long a pod is kept at most. Past it the silent gateways are named and it goes.
+	// Deadline is how long a pod is kept at most. Past it the silent gateways are named and it
+	// goes.
 	Deadline config.Duration `json:"deadline"`
 	// IdleBound is how long running requests are waited for once no new ones come.
 	IdleBound config.Duration `json:"idleBound"`
-	// ShutdownDelay is how long after SIGTERM reviews are still answered, because Services route here until then. Held ones are told to come
-	// back at once.
+	// ShutdownDelay is how long after SIGTERM reviews are still answered, because Services route
+	// here until then. Held ones are told to come back at once.
 	ShutdownDelay config.Duration `json:"shutdownDelay"`
 }
 
@@ -69,26 +73,30 @@ type times struct {
 type holds struct {
 	// Most is how many calls wait at one time. More are told to come back.
 	Most int `json:"most"`
-	// PerOwner is how many of these are for pods of one owner, such as a ReplicaSet, so that no rollout keeps others from being held.
+	// PerOwner is how many of these are for pods of one owner, such as a ReplicaSet, so that no
+	// rollout keeps others from being held.
 	PerOwner int `json:"perOwner"`
 }
 
 // barrier is what new pods are given, and who is asked for them.
 type barrier struct {
-	// Bound is how long a pod's barrier may keep it from SIGTERM, in whole seconds. Its grace period grows by it.
+	// Bound is how long a pod's barrier may keep it from SIGTERM, in whole seconds. Its grace
+	// period grows by it.
 	Bound config.Duration `json:"bound"`
 	// Port is that of the node agents, on loopback and the node's address.
 	Port int `json:"port"`
 	// Image has /lameduck-wait, for pods whose hook cannot be an httpGet.
 	Image string `json:"image"`
-	// ImagePullSecrets are names of Secrets to pull that image with. They must be in each namespace with such pods.
+	// ImagePullSecrets are names of Secrets to pull that image with. They must be in each namespace
+	// with such pods.
 	ImagePullSecrets []string `json:"imagePullSecrets"`
-	// Ask is which node agents are asked: all, quorum (a sample; the others by the time that they were seen to take), local (the pod's own node), or
-	// auto: all, up to 200.
+	// Ask is which node agents are asked: all, quorum (a sample; the others by the time that they
+	// were seen to take), local (the pod's own node), or auto: all, up to 200.
 	Ask drain.Scope `json:"ask"`
 	// Sampling is when auto and quorum ask a sample.
 	Sampling sampling `json:"sampling"`
-	// ExecOnly says never to use a hook of kind httpGet: for clusters where Pod Security is enforced by other means than the namespace's label.
+	// ExecOnly says never to use a hook of kind httpGet: for clusters where Pod Security is
+	// enforced by other means than the namespace's label.
 	ExecOnly bool `json:"execOnly"`
 }
 
@@ -98,30 +106,38 @@ type sampling struct {
 	AllUpTo int `json:"allUpTo"`
 	// Size is how many are asked in a sample, the pod's own node's among them or one more.
 	Size int `json:"size"`
-	// LearnFrom is how many times a replica must have seen before it knows how long those take that are not asked; until then it asks all.
+	// LearnFrom is how many times a replica must have seen before it knows how long those take that
+	// are not asked; until then it asks all.
 	LearnFrom int `json:"learnFrom"`
 }
 
 // credentials are where the certificate and the secret come from.
 type credentials struct {
-	// Dir is a folder with tls.crt and tls.key, from cert-manager for example, read again when they change. Empty: the replicas make certificates
-	// themselves, keep them in a Secret, and write their CA into the webhook configurations.
+	// Dir is a folder with tls.crt and tls.key, from cert-manager for example, read again when they
+	// change. Empty: the replicas make certificates themselves, keep them in a Secret, and write
+	// their CA into the webhook configurations.
 	Dir string `json:"dir"`
-	// AdmissionSecretFile holds the secret that ends the webhook's path, /v1/admit/SECRET, one a line, each good; read again when it changes. Empty:
-	// the replicas make it and write the path into the webhook configurations.
+	// AdmissionSecretFile holds the secret that ends the webhook's path, /v1/admit/SECRET, one a
+	// line, each good; read again when it changes. Empty: the replicas make it and write the path
+	// into the webhook configurations.
 	AdmissionSecretFile string `json:"admissionSecretFile"`
-	// Secret is the name of the Secret, in the own namespace, in which replicas keep what they make. It must exist.
+	// Secret is the name of the Secret, in the own namespace, in which replicas keep what they
+	// make. It must exist.
 	Secret string `json:"secret"`
-	// ConfigMap is the name of the ConfigMap, in the own namespace, in which replicas publish their CA for agents, as ca.crt. It must exist.
+	// ConfigMap is the name of the ConfigMap, in the own namespace, in which replicas publish their
+	// CA for agents, as ca.crt. It must exist.
 	ConfigMap string `json:"configMap"`
-	// WebhookConfiguration is the name of the ValidatingWebhookConfiguration, and of the MutatingWebhookConfiguration if there is one.
+	// WebhookConfiguration is the name of the ValidatingWebhookConfiguration, and of the
+	// MutatingWebhookConfiguration if there is one.
 	WebhookConfiguration string `json:"webhookConfiguration"`
 	// Names are more names and addresses for the certificate, besides those of the two Services.
 	Names []string `json:"names"`
-	// RotateEvery is how old a certificate, its CA and the secret become before the next are made. They are good for three times as long.
+	// RotateEvery is how old a certificate, its CA and the secret become before the next are made.
+	// They are good for three times as long.
 	RotateEvery config.Duration `json:"rotateEvery"`
-	// Overlap is how long the next CA and secret are known everywhere before they are used, and the former are still good afterwards. Longer than
-	// any replica or agent may be cut off from the API server.
+	// Overlap is how long the next CA and secret are known everywhere before they are used, and the
+	// former are still good afterwards. Longer than any replica or agent may be cut off from the
+	// API server.
 	Overlap config.Duration `json:"overlap"`
 }
 
@@ -132,9 +148,11 @@ func defaults() configuration {
 	s := drain.DefaultSampling()
 	return configuration{
 		APIVersion: config.APIVersion, Kind: kind,
-		Addresses: addresses{Admission: ":9443", Agents: ":9444", Metrics: ":8080", Probes: ":8081", Dashboard: fmt.Sprintf("127.0.0.1:%d", api.Port)},
+		Addresses: addresses{Admission: ":9443", Agents: ":9444", Metrics: ":8080", Probes: ":8081",
+			Dashboard: fmt.Sprintf("127.0.0.1:%d", api.Port)},
 		Times: times{
-			Webhook: d(t.Webhook), Hold: d(t.Hold), Deadline: d(t.Deadline), IdleBound: d(t.IdleBound), ShutdownDelay: d(5 * time.Second),
+			Webhook: d(t.Webhook), Hold: d(t.Hold), Deadline: d(t.Deadline), IdleBound: d(t.IdleBound),
+			ShutdownDelay: d(5 * time.Second),
 		},
 		Holds: holds{Most: 64, PerOwner: 8},
 		Barrier: barrier{
@@ -157,9 +175,11 @@ func (c configuration) checkRead(must func(ok bool, format string, args ...any))
 		key   string
 		value config.Duration
 	}{
-		{"times.webhook", c.Times.Webhook}, {"times.hold", c.Times.Hold}, {"times.deadline", c.Times.Deadline}, {"times.idleBound", c.Times.IdleBound},
+		{"times.webhook", c.Times.Webhook}, {"times.hold", c.Times.Hold}, {"times.deadline", c.Times.Deadline},
+		{"times.idleBound", c.Times.IdleBound},
 		{"barrier.bound", c.Barrier.Bound},
-		{"times.shutdownDelay", c.Times.ShutdownDelay}, {"certificates.rotateEvery", c.Certificates.RotateEvery}, {"certificates.overlap", c.Certificates.Overlap},
+		{"times.shutdownDelay", c.Times.ShutdownDelay}, {"certificates.rotateEvery", c.Certificates.RotateEvery},
+		{"certificates.overlap", c.Certificates.Overlap},
 	} {
 		must(of.value.Err == nil, "%s: %w", of.key, of.value.Err)
 	}

@@ -32,17 +32,21 @@ func file(t *testing.T, text string) []string {
 }
 
 func TestAFileAndFlags(t *testing.T) {
-	text := head + "times: {hold: 1s, deadline: 20s}\nexcludedNamespaces: [\"${POD_NAME}\"]\nholds: {most: 5}\nlogLevel: warn\n"
+	text := head + "times: {hold: 1s, deadline: 20s}\nexcludedNamespaces: [\"${POD_NAME}\"]\nholds: {most: " +
+		"5}\nlogLevel: warn\n"
 	o, err := parse(append(file(t, text), "--deadline=15s", "--max-holds-per-owner=3"), env, nil)
 	if err != nil {
 		t.Fatal(err)
 	}
-	if o.times.Hold != time.Second || o.times.Deadline != 15*time.Second || o.times.IdleBound != 10*time.Second || o.maxHolds != 5 || o.maxHoldsPerOwner != 3 ||
-		!slices.Equal(o.excluded, []string{"webhook-0", "lameduck"}) || o.logLevel.String() != "WARN" || o.admission != ":9443" {
+	if o.times.Hold != time.Second || o.times.Deadline != 15*time.Second || o.times.IdleBound != 10*time.Second ||
+		o.maxHolds != 5 || o.maxHoldsPerOwner != 3 ||
+		!slices.Equal(o.excluded, []string{"webhook-0", "lameduck"}) || o.logLevel.String() != "WARN" ||
+		o.admission != ":9443" {
 		t.Errorf("%+v", o)
 	}
 	// An own list takes the place of the default one, also if it is empty.
-	if o, err = parse(file(t, head+"excludedNamespaces: []"), env, nil); err != nil || !slices.Equal(o.excluded, []string{"lameduck"}) {
+	if o, err = parse(file(t, head+"excludedNamespaces: []"), env, nil); err != nil ||
+		!slices.Equal(o.excluded, []string{"lameduck"}) {
 		t.Errorf("%+v, %v", o.excluded, err)
 	}
 }
@@ -52,9 +56,11 @@ func TestBadFiles(t *testing.T) {
 		text string
 		want []string
 	}{
-		"empty":               {"", []string{`apiVersion ""`, `kind ""`}},
-		"another version":     {"apiVersion: lameduck.io/v9\nkind: CoordinatorConfiguration", []string{`apiVersion "lameduck.io/v9": must be "lameduck.io/v1alpha1"`}},
-		"the agent's":         {"apiVersion: lameduck.io/v1alpha1\nkind: AgentConfiguration", []string{`kind "AgentConfiguration"`}},
+		"empty": {"", []string{`apiVersion ""`, `kind ""`}},
+		"another version": {"apiVersion: lameduck.io/v9\nkind: CoordinatorConfiguration",
+			[]string{`apiVersion "lameduck.io/v9": must be "lameduck.io/v1alpha1"`}},
+		"the agent's": {"apiVersion: lameduck.io/v1alpha1\nkind: AgentConfiguration",
+			[]string{`kind "AgentConfiguration"`}},
 		"an unknown key":      {head + "colour: red", []string{`"colour"`}},
 		"an unknown key deep": {head + "times: {held: 2s}", []string{`"held"`}},
 		"a key twice":         {head + "kind: x", []string{`"kind"`}},
@@ -66,9 +72,11 @@ func TestBadFiles(t *testing.T) {
 		"names":               {head + "certificates: {names: [a_b]}", []string{`certificates.names[0] "a_b"`}},
 		"no secret":           {head + "certificates: {secret: ''}", []string{`certificates.secret ""`}},
 		"no sample":           {head + "barrier: {sampling: {size: 0}}", []string{"barrier.sampling.size 0"}},
-		"no end of learning":  {head + "barrier: {sampling: {learnFrom: 20000}}", []string{"barrier.sampling.learnFrom 20000"}},
-		"overlap":             {head + "certificates: {overlap: 0s}", []string{"certificates.overlap 0s"}},
-		"rotates too soon":    {head + "certificates: {rotateEvery: 2h}", []string{"certificates.rotateEvery 2h0m0s", "certificates.overlap 1h0m0s"}},
+		"no end of learning": {head + "barrier: {sampling: {learnFrom: 20000}}",
+			[]string{"barrier.sampling.learnFrom 20000"}},
+		"overlap": {head + "certificates: {overlap: 0s}", []string{"certificates.overlap 0s"}},
+		"rotates too soon": {head + "certificates: {rotateEvery: 2h}",
+			[]string{"certificates.rotateEvery 2h0m0s", "certificates.overlap 1h0m0s"}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			args := file(t, c.text)
@@ -86,18 +94,21 @@ func TestBadFiles(t *testing.T) {
 	}
 }
 
-// What is printed is a file, and gives the same again. Where nothing is said it is the defaults, on a laptop too.
+// What is printed is a file, and gives the same again. Where nothing is said it is the defaults, on
+// a laptop too.
 func TestPrintConfig(t *testing.T) {
 	print := func(args ...string) string {
 		t.Helper()
 		var out bytes.Buffer
-		if err := run(t.Context(), append(args, "--print-config"), func(string) string { return "" }, &out, &out); !errors.Is(err, errPrinted) {
+		if err := run(t.Context(), append(args, "--print-config"), func(string) string { return "" }, &out,
+			&out); !errors.Is(err, errPrinted) {
 			t.Fatal(err)
 		}
 		return out.String()
 	}
 	first := print()
-	for _, want := range []string{"apiVersion: lameduck.io/v1alpha1", "kind: CoordinatorConfiguration", "hold: 2s", "rotateEvery: 720h0m0s", "- kube-system", "logLevel: INFO"} {
+	for _, want := range []string{"apiVersion: lameduck.io/v1alpha1", "kind: CoordinatorConfiguration", "hold: 2s",
+		"rotateEvery: 720h0m0s", "- kube-system", "logLevel: INFO"} {
 		if !strings.Contains(first, want) {
 			t.Errorf("%q is not in\n%s", want, first)
 		}
@@ -105,7 +116,8 @@ func TestPrintConfig(t *testing.T) {
 	if diff := cmp.Diff(first, print(file(t, first)...)); diff != "" {
 		t.Error(diff)
 	}
-	if got := print("--hold=1s", "--exclude-namespaces=a,b"); !strings.Contains(got, "hold: 1s") || !strings.Contains(got, "- b") {
+	if got := print("--hold=1s", "--exclude-namespaces=a,b"); !strings.Contains(got, "hold: 1s") ||
+		!strings.Contains(got, "- b") {
 		t.Error(got)
 	}
 }

@@ -48,13 +48,15 @@ func dashboardTask(listener net.Listener, secure *tls.Config, d *dashboard.Dashb
 			secure = nil
 		}
 		return serve.All(ctx, serve.Task{Name: "views", Run: d.Run}, serve.Server{
-			Name: "dashboard", Listener: listener, TLS: secure, Handler: d.Handler(listener.Addr()), Conns: dashboardConns, ReadTime: readTime,
+			Name: "dashboard", Listener: listener, TLS: secure, Handler: d.Handler(listener.Addr()),
+			Conns: dashboardConns, ReadTime: readTime,
 			Stop: d.Stop, Grace: time.Second, Log: log,
 		}.Task())
 	}}
 }
 
-// nodeOf returns the node of a pod of the cache, named namespace/name, if it is still the one with that UID.
+// nodeOf returns the node of a pod of the cache, named namespace/name, if it is still the one with
+// that UID.
 func nodeOf(known client.Reader, synced func() bool) func(name string, id drain.AgentID) string {
 	return func(name string, id drain.AgentID) string {
 		namespace, name, ok := strings.Cut(name, "/")
@@ -62,7 +64,8 @@ func nodeOf(known client.Reader, synced func() bool) func(name string, id drain.
 			return ""
 		}
 		var pod corev1.Pod
-		if err := known.Get(context.Background(), types.NamespacedName{Namespace: namespace, Name: name}, &pod); err != nil || drain.AgentID(pod.UID) != id {
+		if err := known.Get(context.Background(), types.NamespacedName{Namespace: namespace, Name: name},
+			&pod); err != nil || drain.AgentID(pod.UID) != id {
 			return ""
 		}
 		return pod.Spec.NodeName
@@ -73,17 +76,20 @@ func nodeOf(known client.Reader, synced func() bool) func(name string, id drain.
 func podOf(known client.Reader, synced func() bool) func(drain.Pod) *corev1.Pod {
 	return func(of drain.Pod) *corev1.Pod {
 		var pod corev1.Pod
-		if !synced() || known.Get(context.Background(), types.NamespacedName{Namespace: of.Namespace, Name: of.Name}, &pod) != nil || drain.UID(pod.UID) != of.UID {
+		if !synced() || known.Get(context.Background(), types.NamespacedName{Namespace: of.Namespace, Name: of.Name},
+			&pod) != nil || drain.UID(pod.UID) != of.UID {
 			return nil
 		}
 		return &pod
 	}
 }
 
-// missingEvery is how often pods without the barrier are looked for at most: all pods of the cache are.
+// missingEvery is how often pods without the barrier are looked for at most: all pods of the cache
+// are.
 const missingEvery = 15 * time.Second
 
-// missingOf returns the pods that ask for the barrier and were created without it, some seconds ago at most.
+// missingOf returns the pods that ask for the barrier and were created without it, some seconds ago
+// at most.
 func missingOf(mutator *admission.Mutator, synced func() bool) func() []string {
 	var mu sync.Mutex
 	var at time.Time
@@ -107,11 +113,13 @@ func consumersOf(known client.Reader, synced func() bool) func([]drain.Service) 
 		var all []dashboard.Consumers
 		for _, name := range services {
 			var of corev1.Service
-			if !synced() || known.Get(context.Background(), types.NamespacedName{Namespace: name.Namespace, Name: name.Name}, &of) != nil {
+			if !synced() || known.Get(context.Background(),
+				types.NamespacedName{Namespace: name.Namespace, Name: name.Name}, &of) != nil {
 				return nil // of what is not known, nothing reassuring is said
 			}
 			c := dashboard.Consumers{
-				Service: name, Headless: of.Spec.ClusterIP == corev1.ClusterIPNone, LoadBalancer: of.Spec.Type == corev1.ServiceTypeLoadBalancer,
+				Service: name, Headless: of.Spec.ClusterIP == corev1.ClusterIPNone,
+				LoadBalancer: of.Spec.Type == corev1.ServiceTypeLoadBalancer,
 			}
 			if text, ok := of.Annotations[statedWait]; ok {
 				wait, err := drain.ParseStatedWait(text)

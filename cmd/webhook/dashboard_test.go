@@ -33,14 +33,15 @@ type nobody struct{}
 
 func (nobody) Review(context.Context, string) error { return dashboard.ErrUnauthenticated }
 
-// Whatever listens on another address than loopback must speak TLS and ask who it is. Were this mixed up, everybody in the pod network could read
-// the names of all pods.
+// Whatever listens on another address than loopback must speak TLS and ask who it is. Were this
+// mixed up, everybody in the pod network could read the names of all pods.
 func TestTheDashboardIsOpenOnLoopbackAlone(t *testing.T) {
 	certified := httptest.NewUnstartedServer(nil)
 	certified.StartTLS()
 	defer certified.Close()
 	secure := &tls.Config{Certificates: certified.TLS.Certificates}
-	client := &http.Client{Transport: &http.Transport{TLSClientConfig: &tls.Config{InsecureSkipVerify: true}, DisableKeepAlives: true}}
+	client := &http.Client{Transport: &http.Transport{TLSClientConfig: &tls.Config{InsecureSkipVerify: true},
+		DisableKeepAlives: true}}
 	for _, c := range []struct{ address, http, https string }{
 		{"127.0.0.1:0", "200", "server gave HTTP response to HTTPS client"},
 		{"0.0.0.0:0", "400", "401"},
@@ -53,7 +54,8 @@ func TestTheDashboardIsOpenOnLoopbackAlone(t *testing.T) {
 			coord := coordinator.New(drain.Holder{Replica: "r"}, drain.DefaultTimes(),
 				coordinator.Options{Log: slog.New(slog.DiscardHandler),
 					Metrics: coordinator.NewMetrics(prometheus.NewRegistry())})
-			d := dashboard.New(dashboard.Options{Coordinator: coord, Reviewer: nobody{}, Log: slog.New(slog.DiscardHandler)})
+			d := dashboard.New(dashboard.Options{Coordinator: coord, Reviewer: nobody{},
+				Log: slog.New(slog.DiscardHandler)})
 			ctx, cancel := context.WithCancel(t.Context())
 			done := make(chan error, 1)
 			go func() { done <- serve.All(ctx, dashboardTask(listener, secure, d, slog.New(slog.DiscardHandler))) }()
@@ -95,13 +97,15 @@ func TestTheDashboardIsOpenOnLoopbackAlone(t *testing.T) {
 
 func TestNodeOf(t *testing.T) {
 	synced := false
-	known := fake.NewClientBuilder().WithObjects(&corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: "edge", Name: "a", UID: "uid-a"}, Spec: corev1.PodSpec{NodeName: "node-1"}}).Build()
+	known := fake.NewClientBuilder().WithObjects(&corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: "edge", Name: "a",
+		UID: "uid-a"}, Spec: corev1.PodSpec{NodeName: "node-1"}}).Build()
 	node := nodeOf(known, func() bool { return synced })
 	if got := node("edge/a", "uid-a"); got != "" {
 		t.Errorf("a cache that has not synced says %q, after it has waited for it", got)
 	}
 	synced = true
-	for name, want := range map[string]string{"edge/a uid-a": "node-1", "edge/a uid-older": "", "edge/b uid-b": "", "uid-c uid-c": ""} {
+	for name, want := range map[string]string{"edge/a uid-a": "node-1",
+		"edge/a uid-older": "", "edge/b uid-b": "", "uid-c uid-c": ""} {
 		pod, uid, _ := strings.Cut(name, " ")
 		if got := node(pod, drain.AgentID(uid)); got != want {
 			t.Errorf("%s: %q, want %q", name, got, want)
@@ -109,7 +113,8 @@ func TestNodeOf(t *testing.T) {
 	}
 }
 
-// All pods of the cache are read: readers and scrapes share what was found, and an unsynced cache is not asked.
+// All pods of the cache are read: readers and scrapes share what was found, and an unsynced cache
+// is not asked.
 func TestPodsWithoutTheBarrierAreLookedForSeldom(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		synced := false

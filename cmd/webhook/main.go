@@ -1,5 +1,5 @@
-// Command webhook is Lameduck's coordinator: it answers the API server's question whether a pod may be deleted now, and holds the
-// answer until the gateways that route to the pod have let go of it.
+// Command webhook is Lameduck's coordinator: it answers the API server's question whether a pod may
+// be deleted now, and holds the answer until the gateways that route to the pod have let go of it.
 package main
 
 import (
@@ -14,7 +14,8 @@ func main() { cli.Main("webhook", run) }
 
 var errUsage, errPrinted = cli.ErrUsage, cli.ErrPrinted
 
-// run is the whole program. getenv gives POD_NAME, POD_NAMESPACE and KUBECONFIG, the defaults of the flags of like meaning.
+// run is the whole program. getenv gives POD_NAME, POD_NAMESPACE and KUBECONFIG, the defaults of
+// the flags of like meaning.
 func run(ctx context.Context, args []string, getenv func(string) string, stdout, stderr io.Writer) error {
 	if len(args) > 0 && args[0] == "check" {
 		return check(ctx, args[1:], getenv, stdout)

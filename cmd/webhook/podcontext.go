@@ -22,15 +22,19 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
-// statedWait is an annotation of a Service: how long those of its consumers that can never acknowledge need to let go of a pod.
+// statedWait is an annotation of a Service: how long those of its consumers that can never
+// acknowledge need to let go of a pod.
 const statedWait = "lameduck.io/stated-wait"
 
-// idleBound is an annotation of a pod or a Service: how long connections to the pod are waited for, also those that clients keep.
+// idleBound is an annotation of a pod or a Service: how long connections to the pod are waited for,
+// also those that clients keep.
 const idleBound = "lameduck.io/idle-bound"
 
-// A kernel that has not heard yet that a pod is ready does not send to it, and will when it hears, perhaps after its node's agent has said that
-// nothing is sent. heardBy is how long after a pod became ready all have heard. It is the time that gateways have to hear that a pod is listed
-// no more, or not ready any more: the same news, on the same way. Who has been seen to send to the pod since needs no such time.
+// A kernel that has not heard yet that a pod is ready does not send to it, and will when it hears,
+// perhaps after its node's agent has said that nothing is sent. heardBy is how long after a pod
+// became ready all have heard. It is the time that gateways have to hear that a pod is listed no
+// more, or not ready any more: the same news, on the same way. Who has been seen to send to the pod
+// since needs no such time.
 const heardBy = endpoints.Linger
 
 // grace is that of a deletion.
@@ -62,7 +66,8 @@ type podContexts struct {
 }
 
 // Surroundings implements coordinator.Vicinity.
-func (v *podContexts) Surroundings(ctx context.Context, agent string, pod drain.Pod) (s coordinator.PodContext, err error) {
+func (v *podContexts) Surroundings(ctx context.Context, agent string, pod drain.Pod) (s coordinator.PodContext,
+	err error) {
 	if !v.known() {
 		return s, errors.New("the view of the cluster is not complete yet")
 	}
@@ -154,7 +159,8 @@ func (v *podContexts) last(ctx context.Context, all []standing, pod *corev1.Pod,
 		s.Last = last || publish
 		return nil
 	case publish:
-		// Kernels send to the pod to its end. What they do in the other Services does not show, but by then they have heard.
+		// Kernels send to the pod to its end. What they do in the other Services does not show, but
+		// by then they have heard.
 		s.Last, s.Stated = true, max(s.Stated, heardBy)
 		return nil
 	case !last && !local:
@@ -169,8 +175,10 @@ func (v *podContexts) last(ctx context.Context, all []standing, pod *corev1.Pod,
 		if err != nil {
 			return err
 		}
-		// What the node's kernel keeps for its own traffic says nothing of what it sends to endpoints of all nodes, if it does so as well.
-		always := inside(&in.of) && (outside(&in.of) || in.of.Spec.Type == corev1.ServiceTypeClusterIP || in.of.Spec.Type == "")
+		// What the node's kernel keeps for its own traffic says nothing of what it sends to
+		// endpoints of all nodes, if it does so as well.
+		always := inside(&in.of) && (outside(&in.of) || in.of.Spec.Type == corev1.ServiceTypeClusterIP ||
+			in.of.Spec.Type == "")
 		one, here = one && known, here && (known || always && !beside)
 		lastHere = lastHere || !beside && (inside(&in.of) || outside(&in.of))
 	}
@@ -179,23 +187,28 @@ func (v *podContexts) last(ctx context.Context, all []standing, pod *corev1.Pod,
 }
 
 func inside(of *corev1.Service) bool {
-	return of.Spec.InternalTrafficPolicy != nil && *of.Spec.InternalTrafficPolicy == corev1.ServiceInternalTrafficPolicyLocal
+	return of.Spec.InternalTrafficPolicy != nil &&
+		*of.Spec.InternalTrafficPolicy == corev1.ServiceInternalTrafficPolicyLocal
 }
 
 func outside(of *corev1.Service) bool {
 	return of.Spec.ExternalTrafficPolicy == corev1.ServiceExternalTrafficPolicyLocal
 }
 
-// others reports whether a Service has another ready endpoint of which every kernel must have heard, and whether it has one on the pod's node. A
-// kernel that is late keeps the pod for want of another endpoint that it has heard of.
-func (v *podContexts) others(ctx context.Context, name types.NamespacedName, pod *corev1.Pod) (known, beside bool, err error) {
+// others reports whether a Service has another ready endpoint of which every kernel must have
+// heard, and whether it has one on the pod's node. A kernel that is late keeps the pod for want of
+// another endpoint that it has heard of.
+func (v *podContexts) others(ctx context.Context, name types.NamespacedName, pod *corev1.Pod) (known, beside bool,
+	err error) {
 	var slices discovery.EndpointSliceList
-	if err := v.reader.List(ctx, &slices, client.InNamespace(name.Namespace), client.MatchingLabels{discovery.LabelServiceName: name.Name}); err != nil {
+	if err := v.reader.List(ctx, &slices, client.InNamespace(name.Namespace),
+		client.MatchingLabels{discovery.LabelServiceName: name.Name}); err != nil {
 		return false, false, fmt.Errorf("list EndpointSlices of %s from the cache: %w", name, err)
 	}
 	for i := range slices.Items {
 		for _, e := range slices.Items[i].Endpoints {
-			ready := (e.Conditions.Ready == nil || *e.Conditions.Ready) && (e.Conditions.Terminating == nil || !*e.Conditions.Terminating)
+			ready := (e.Conditions.Ready == nil || *e.Conditions.Ready) &&
+				(e.Conditions.Terminating == nil || !*e.Conditions.Terminating)
 			if !ready || e.TargetRef != nil && e.TargetRef.UID == pod.UID {
 				continue
 			}
@@ -211,15 +224,18 @@ func (v *podContexts) others(ctx context.Context, name types.NamespacedName, pod
 // this cache may be behind.
 func (v *podContexts) noteWrong(ctx context.Context, ref *corev1.ObjectReference) bool {
 	var is corev1.Pod
-	if ref == nil || v.reader.Get(ctx, types.NamespacedName{Namespace: ref.Namespace, Name: ref.Name}, &is) != nil || is.UID != ref.UID {
+	if ref == nil || v.reader.Get(ctx, types.NamespacedName{Namespace: ref.Namespace, Name: ref.Name}, &is) != nil ||
+		is.UID != ref.UID {
 		return false
 	}
 	at, ready := readySince(&is)
 	return ready && time.Since(at) >= heardBy && !v.going(drain.UID(ref.UID))
 }
 
-// duration reads an annotation of an object. One that cannot be read states nothing, and is logged once.
-func (v *podContexts) duration(of client.Object, annotation string, parse func(string) (time.Duration, error)) time.Duration {
+// duration reads an annotation of an object. One that cannot be read states nothing, and is logged
+// once.
+func (v *podContexts) duration(of client.Object, annotation string,
+	parse func(string) (time.Duration, error)) time.Duration {
 	text, ok := of.GetAnnotations()[annotation]
 	if !ok {
 		return 0
@@ -237,7 +253,8 @@ func (v *podContexts) duration(of client.Object, annotation string, parse func(s
 	v.wrong[key] = true
 	v.mu.Unlock()
 	if !said {
-		v.log.Warn("annotation cannot be read: it states nothing", "kind", fmt.Sprintf("%T", of), "namespace", of.GetNamespace(), "name", of.GetName(), "annotation", annotation, "error", err)
+		v.log.Warn("annotation cannot be read: it states nothing", "kind", fmt.Sprintf("%T", of),
+			"namespace", of.GetNamespace(), "name", of.GetName(), "annotation", annotation, "error", err)
 	}
 	return 0
 }

@@ -81,14 +81,16 @@ func newReplicas(o options, who *identity.Kubernetes, certificates *servingTLS, 
 				return nil, err
 			}
 			secure := tls.Dialer{NetDialer: dialer, Config: &tls.Config{
-				MinVersion: tls.VersionTLS12, RootCAs: roots, ServerName: "lameduck-agents." + o.namespace + ".svc", NextProtos: []string{"http/1.1"},
+				MinVersion: tls.VersionTLS12, RootCAs: roots, ServerName: "lameduck-agents." + o.namespace + ".svc",
+				NextProtos: []string{"http/1.1"},
 			}}
 			return secure.DialContext(ctx, network, address)
 		},
 		MaxIdleConnsPerHost: peerConns, IdleConnTimeout: time.Minute,
 	}}
 	return &replicas{
-		Peers: peers.New(o.ordinal, o.replica, client, token, log), namespace: o.namespace, who: who, username: username, port: port,
+		Peers: peers.New(o.ordinal, o.replica, client, token, log), namespace: o.namespace, who: who,
+		username: username, port: port,
 	}, nil
 }
 
@@ -121,12 +123,14 @@ func (r *replicas) set(p *corev1.Pod) {
 	}
 	ordinal, err := strconv.Atoi(p.Labels[ordinalLabel])
 	over := p.Status.Phase == corev1.PodSucceeded || p.Status.Phase == corev1.PodFailed
-	if err != nil || over || p.Status.PodIP == "" || identity.Username(p.Namespace, p.Spec.ServiceAccountName) != r.username {
+	if err != nil || over || p.Status.PodIP == "" ||
+		identity.Username(p.Namespace, p.Spec.ServiceAccountName) != r.username {
 		r.gone(p)
 		return
 	}
 	r.who.ExpectReplica(drain.AgentID(p.UID), true)
-	r.Set(peers.Peer{Ordinal: ordinal, Name: p.Name, URL: "https://" + net.JoinHostPort(p.Status.PodIP, r.port), Ready: isReady(p)})
+	r.Set(peers.Peer{Ordinal: ordinal, Name: p.Name, URL: "https://" + net.JoinHostPort(p.Status.PodIP, r.port),
+		Ready: isReady(p)})
 }
 
 func (r *replicas) gone(p *corev1.Pod) {
@@ -146,7 +150,8 @@ func (r *replicas) others() admission.Others {
 
 // run adopts the open drains of the other replicas as soon as these are known, and then polls them.
 // Without any it only waits.
-func (r *replicas) run(ctx context.Context, coord *coordinator.Coordinator, synced func() bool, started time.Time) error {
+func (r *replicas) run(ctx context.Context, coord *coordinator.Coordinator, synced func() bool,
+	started time.Time) error {
 	if r == nil {
 		<-ctx.Done()
 		return nil

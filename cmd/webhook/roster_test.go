@@ -29,11 +29,12 @@ func TestLabelsOfStrangersDoNotDelayTheRoster(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				client := fake.NewClientset()
-				client.PrependReactor("create", "subjectaccessreviews", func(action clienttesting.Action) (bool, runtime.Object, error) {
-					review := action.(clienttesting.CreateAction).GetObject().(*authorizationv1.SubjectAccessReview).DeepCopy()
-					review.Status.Allowed = review.Spec.User == "system:serviceaccount:edge:haproxy"
-					return true, review, nil
-				})
+				client.PrependReactor("create", "subjectaccessreviews",
+					func(action clienttesting.Action) (bool, runtime.Object, error) {
+						review := action.(clienttesting.CreateAction).GetObject().(*authorizationv1.SubjectAccessReview).DeepCopy()
+						review.Status.Allowed = review.Spec.User == "system:serviceaccount:edge:haproxy"
+						return true, review, nil
+					})
 				log := slog.New(slog.DiscardHandler)
 				coord := coordinator.New(drain.Holder{}, drain.DefaultTimes(),
 					coordinator.Options{Log: log, Metrics: coordinator.NewMetrics(prometheus.NewRegistry())})

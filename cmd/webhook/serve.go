@@ -44,16 +44,18 @@ const (
 	settle = 10 * time.Second
 	// shutdownGrace is how long requests that run at the end may take.
 	shutdownGrace = 5 * time.Second
-	// admissionConns bounds the connections of API servers. Each keeps one for every call that it has open, and 25 unused ones; a replica
-	// holds 64 calls by default and answers the others in milliseconds.
+	// admissionConns bounds the connections of API servers. Each keeps one for every call that it
+	// has open, and 25 unused ones; a replica holds 64 calls by default and answers the others in
+	// milliseconds.
 	admissionConns = 1000
 	// readTime is how long a request of operators may take to arrive. A review may take as long as
 	// the API server waits for its answer: cut earlier, it would be a deletion that goes on
 	// unasked, and in a burst it is this process that reads late.
 	readTime = 5 * time.Second
-	// agentConns bounds the connections of agents. Each keeps a stream, and one more while it posts: room for 2,000 agents. agentTime is how long
-	// a post of one may take to arrive; it has given up by then. An answer may take as long, unless the handler sets the time of each write, as
-	// streams do.
+	// agentConns bounds the connections of agents. Each keeps a stream, and one more while it
+	// posts: room for 2,000 agents. agentTime is how long a post of one may take to arrive; it has
+	// given up by then. An answer may take as long, unless the handler sets the time of each write,
+	// as streams do.
 	agentConns = 4096
 	agentTime  = 10 * time.Second
 	// writeMargin is added to the webhook's time, after which the API server has given up.
@@ -91,7 +93,8 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 		return fmt.Errorf("cache of the cluster: %w", err)
 	}
 	registry := prometheus.NewRegistry()
-	registry.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+	registry.MustRegister(collectors.NewGoCollector(),
+		collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 
 	who := identity.New(kube)
 	self := drain.Holder{Replica: o.replica, Epoch: rand.Text()}
@@ -107,13 +110,16 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 		return err
 	}
 	started := time.Now()
-	ready := &readiness{certificate: proof.ready, known: others.known, sees: others.sees, up: func() time.Duration { return time.Since(started) }}
+	ready := &readiness{certificate: proof.ready, known: others.known, sees: others.sees, up: func() time.Duration {
+		return time.Since(started)
+	}}
 	if others != nil {
 		others.Able = ready.check
 	}
 	coord := coordinator.New(self, o.times, coordinator.Options{
 		Able:     ready.check,
-		MaxHolds: o.maxHolds, MaxHoldsPerOwner: o.maxHoldsPerOwner, Pods: pods{live}, Authenticate: who, Log: log, Metrics: coordinator.NewMetrics(registry),
+		MaxHolds: o.maxHolds, MaxHoldsPerOwner: o.maxHoldsPerOwner, Pods: pods{live}, Authenticate: who, Log: log,
+		Metrics:     coordinator.NewMetrics(registry),
 		PodContexts: around, Scope: o.scope, Sampling: o.sampling,
 	})
 	roster := newRoster(coord, who, log)
@@ -122,7 +128,8 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 	if err := watch.register(ctx, known); err != nil {
 		return err
 	}
-	// Not among those that a replica waits for: without the right to watch them, Services state no waits and have no local policies.
+	// Not among those that a replica waits for: without the right to watch them, Services state no
+	// waits and have no local policies.
 	services, err := known.GetInformer(ctx, &corev1.Service{}, cache.BlockUntilSynced(false))
 	if err != nil {
 		return fmt.Errorf("watch Services: %w", err)
@@ -133,7 +140,8 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 	notes := &dashboard.Notes{Next: events}
 	handler := &admission.Handler{
 		Cluster: &admission.Cluster{
-			Reader: known, Live: live, Slices: index, Ledger: coord, Synced: watch.synced, Excluded: o.excluded, Started: started,
+			Reader: known, Live: live, Slices: index, Ledger: coord, Synced: watch.synced, Excluded: o.excluded,
+			Started: started,
 		},
 		Times: o.times, Events: notes, Log: log, Metrics: metrics, Replica: o.replica, Others: others.others(),
 	}
@@ -141,7 +149,8 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 	mutator := &admission.Mutator{Reader: known, Excluded: o.excluded, Barrier: o.barrier, Log: log, Metrics: metrics}
 	missing := missingOf(mutator, watch.synced)
 	registry.MustRegister(prometheus.NewGaugeFunc(prometheus.GaugeOpts{
-		Name: "lameduck_barrier_missing_pods", Help: "Pods that ask for the barrier and were created without it, as while no coordinator answered.",
+		Name: "lameduck_barrier_missing_pods",
+		Help: "Pods that ask for the barrier and were created without it, as while no coordinator answered.",
 	}, func() float64 { return float64(len(missing())) }))
 	door := proof.door
 	secure := &tls.Config{MinVersion: tls.VersionTLS12, GetCertificate: proof.certificate}
@@ -149,7 +158,8 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 	for i, of := range []struct {
 		address string
 		config  net.ListenConfig
-	}{{address: o.admission}, {o.agents, coordinator.ListenConfig(o.times.Away)}, {address: o.metrics}, {address: o.probes}} {
+	}{{address: o.admission}, {o.agents, coordinator.ListenConfig(o.times.Away)}, {address: o.metrics},
+		{address: o.probes}} {
 		if listeners[i], err = of.config.Listen(ctx, "tcp", of.address); err != nil {
 			return fmt.Errorf("listen: %w", err)
 		}
@@ -164,11 +174,14 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 		log.Info("dashboard", "address", looks.Addr().String(), "open", dashboard.Loopback(looks.Addr()))
 	}
 	view := dashboard.New(dashboard.Options{
-		Coordinator: coord, Explainer: handler.Cluster, Reviewer: dashboard.NewKubernetes(kube), Notes: notes, Node: nodeOf(known, watch.synced),
-		Pod: podOf(known, watch.synced), Consumers: consumersOf(known, services.HasSynced), Missing: missing, Log: log,
+		Coordinator: coord, Explainer: handler.Cluster, Reviewer: dashboard.NewKubernetes(kube), Notes: notes,
+		Node: nodeOf(known, watch.synced),
+		Pod:  podOf(known, watch.synced), Consumers: consumersOf(known, services.HasSynced), Missing: missing, Log: log,
 	})
-	log.Info("started", "lease", self.String(), "admission", listeners[0].Addr().String(), "agents", listeners[1].Addr().String(),
-		"metrics", listeners[2].Addr().String(), "probes", listeners[3].Addr().String(), "hold", o.times.Hold.String(), "deadline", o.times.Deadline.String())
+	log.Info("started", "lease", self.String(), "admission", listeners[0].Addr().String(),
+		"agents", listeners[1].Addr().String(),
+		"metrics", listeners[2].Addr().String(), "probes", listeners[3].Addr().String(), "hold", o.times.Hold.String(),
+		"deadline", o.times.Deadline.String())
 
 	stop := func() {
 		ready.stopping.Store(true)
@@ -181,18 +194,26 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 		serve.Task{Name: "slices", Run: watch.run, Last: true},
 		serve.Task{Name: "coordinator", Run: coord.Run, Last: true},
 		serve.Task{Name: "roster", Run: roster.run, Last: true},
-		serve.Task{Name: "replicas", Run: func(ctx context.Context) error { return others.run(ctx, coord, watch.synced, started) }, Last: true},
+		serve.Task{Name: "replicas", Run: func(ctx context.Context) error {
+			return others.run(ctx, coord, watch.synced, started)
+		}, Last: true},
 		serve.Task{Name: "events", Run: events.run, Last: true},
 		serve.Server{
-			Name: "admission", Listener: listeners[0], TLS: secure, Handler: door.Guard(serve.KeepConn(handler), serve.KeepConn(mutator)), Conns: admissionConns, ReadTime: o.times.Webhook,
-			WriteTime: o.times.Webhook + writeMargin, Stop: stop, Delay: o.shutdownDelay, Grace: shutdownGrace, Keep: func() bool { return ready.check() == nil }, Log: log,
+			Name: "admission", Listener: listeners[0], TLS: secure,
+			Handler: door.Guard(serve.KeepConn(handler), serve.KeepConn(mutator)), Conns: admissionConns,
+			ReadTime:  o.times.Webhook,
+			WriteTime: o.times.Webhook + writeMargin, Stop: stop, Delay: o.shutdownDelay, Grace: shutdownGrace,
+			Keep: func() bool { return ready.check() == nil }, Log: log,
 		}.Task(),
 		serve.Server{
-			Name: "agents", Listener: listeners[1], TLS: secure, Handler: coord.Handler(), Conns: agentConns, ReadTime: agentTime, WriteTime: agentTime,
+			Name: "agents", Listener: listeners[1], TLS: secure, Handler: coord.Handler(), Conns: agentConns,
+			ReadTime: agentTime, WriteTime: agentTime,
 			Stop: stop, Grace: shutdownGrace, Log: log,
 		}.Task(),
-		lastTask(serve.Server{Name: "metrics", Listener: listeners[2], Handler: opsHandler(registry), ReadTime: readTime, WriteTime: opsWrite, Log: log}),
-		lastTask(serve.Server{Name: "probes", Listener: listeners[3], Handler: probes(coord.Live, ready.check), ReadTime: probeTime, WriteTime: probeTime, Log: log}),
+		lastTask(serve.Server{Name: "metrics", Listener: listeners[2], Handler: opsHandler(registry),
+			ReadTime: readTime, WriteTime: opsWrite, Log: log}),
+		lastTask(serve.Server{Name: "probes", Listener: listeners[3], Handler: probes(coord.Live, ready.check),
+			ReadTime: probeTime, WriteTime: probeTime, Log: log}),
 		dashboardTask(looks, secure, view, log),
 	)
 }
@@ -209,7 +230,8 @@ func lastTask(s serve.Server) serve.Task {
 type readiness struct {
 	certificate func() error
 	synced      func() bool
-	// known is why the open drains of other replicas are not known yet, sees names one that could judge deletions instead of this one.
+	// known is why the open drains of other replicas are not known yet, sees names one that could
+	// judge deletions instead of this one.
 	known     func() error
 	sees      func() (name string, ok bool)
 	expecting func() (expected, missing int)
@@ -218,9 +240,9 @@ type readiness struct {
 	settled, stopping atomic.Bool
 }
 
-// check returns why this replica cannot judge deletions. Nil: it can. One that lost the streams of most of its agents abstains only while another
-// replica has them: with no other replica to ask, waiting for agents ends at the deadline, and a
-// lost request stays lost.
+// check returns why this replica cannot judge deletions. Nil: it can. One that lost the streams of
+// most of its agents abstains only while another replica has them: with no other replica to ask,
+// waiting for agents ends at the deadline, and a lost request stays lost.
 func (r *readiness) check() error {
 	switch {
 	case r.stopping.Load():
@@ -239,7 +261,8 @@ func (r *readiness) check() error {
 	r.settled.Store(true)
 	if 2*missing > expected {
 		if name, ok := r.sees(); ok {
-			return fmt.Errorf("%d of %d agents are not connected here, and replica %s has most of them", missing, expected, name)
+			return fmt.Errorf("%d of %d agents are not connected here, and replica %s has most of them", missing,
+				expected, name)
 		}
 	}
 	return nil
@@ -252,7 +275,8 @@ func opsHandler(registry *prometheus.Registry) http.Handler {
 	return r
 }
 
-// probes serves kubelets, on a port of its own: no other pod has to reach it, and who reads metrics cannot fill it.
+// probes serves kubelets, on a port of its own: no other pod has to reach it, and who reads metrics
+// cannot fill it.
 func probes(live, ready func() error) http.Handler {
 	r := mux.NewRouter()
 	for path, check := range map[string]func() error{"/livez": live, "/readyz": ready} {
@@ -291,7 +315,8 @@ type watches struct {
 	roster *roster
 	others *replicas
 	has    []func() bool
-	// reached is the last resourceVersion that the watch of EndpointSlices has seen, "" if it cannot be told.
+	// reached is the last resourceVersion that the watch of EndpointSlices has seen, "" if it
+	// cannot be told.
 	reached func() string
 	// all becomes true when everything has synced, and stays so.
 	all atomic.Bool
@@ -353,8 +378,9 @@ func (w *watches) slices() handlers[discovery.EndpointSlice] {
 	}
 }
 
-// lastSeen tells how far an informer's watch is. The informers of the cache are client-go's, which know, although their interface here does
-// not say so. Of one that does not, nothing can be told, and the index waits for [endpoints.Patience].
+// lastSeen tells how far an informer's watch is. The informers of the cache are client-go's, which
+// know, although their interface here does not say so. Of one that does not, nothing can be told,
+// and the index waits for [endpoints.Patience].
 func lastSeen(informer cache.Informer) func() string {
 	if knows, ok := informer.(interface{ LastSyncResourceVersion() string }); ok {
 		return knows.LastSyncResourceVersion
@@ -389,8 +415,8 @@ func (w *watches) tick(now time.Time) {
 	})
 }
 
-// synced reports whether every watch has delivered its first list. Once it has, it stays so: a later interruption leaves what is
-// known, and a level-triggered ledger.
+// synced reports whether every watch has delivered its first list. Once it has, it stays so: a
+// later interruption leaves what is known, and a level-triggered ledger.
 func (w *watches) synced() bool {
 	if w.all.Load() {
 		return true

@@ -8,7 +8,8 @@ import (
 	"time"
 )
 
-// A replica that is unready gets no reviews, and where it is the only one, deletions go on unasked meanwhile.
+// A replica that is unready gets no reviews, and where it is the only one, deletions go on unasked
+// meanwhile.
 func TestReadiness(t *testing.T) {
 	var synced bool
 	var missing int
@@ -17,7 +18,9 @@ func TestReadiness(t *testing.T) {
 	var known error
 	other := ""
 	r := readiness{
-		certificate: func() error { return cert }, synced: func() bool { return synced }, known: func() error { return known },
+		certificate: func() error { return cert }, synced: func() bool { return synced }, known: func() error {
+			return known
+		},
 		sees:      func() (string, bool) { return other, other != "" },
 		expecting: func() (int, int) { return 5, missing }, up: func() time.Duration { return up },
 	}

@@ -10,7 +10,8 @@ import (
 // must work for all.
 func TestAClockThatWasAheadDoesNotBreakTheCertificate(t *testing.T) {
 	now := time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)
-	for name, ahead := range map[string]time.Duration{"more than it is good for": 400 * time.Hour, "more than it is used": 101 * time.Hour} {
+	for name, ahead := range map[string]time.Duration{"more than it is good for": 400 * time.Hour,
+		"more than it is used": 101 * time.Hour} {
 		t.Run(name, func(t *testing.T) {
 			first, _, err := State{}.step(now, false, "", names, times)
 			if err != nil {
@@ -34,7 +35,8 @@ func TestAClockThatWasAheadDoesNotBreakTheCertificate(t *testing.T) {
 			}
 			t.Logf("no call works for %s (RotateEvery is %s)", broken, times.RotateEvery)
 			if broken > 0 {
-				t.Error("replicas with good clocks continue to serve a certificate that is not valid yet, and no deletion waits")
+				t.Error("replicas with good clocks continue to serve a certificate that is not valid yet, and no " +
+					"deletion waits")
 			}
 		})
 	}

@@ -41,35 +41,41 @@ const (
 	lookBurst = 10
 	// callTimeout bounds one call.
 	callTimeout = 10 * time.Second
-	// otherCA is how long another CA in the ConfigMap than that which this replica has told is left there: it is that of a replica whose file has changed
-	// sooner, until this one's does too, which takes a kubelet a minute and a half. Else both write over each other's all that time.
+	// otherCA is how long another CA in the ConfigMap than that which this replica has told is left
+	// there: it is that of a replica whose file has changed sooner, until this one's does too,
+	// which takes a kubelet a minute and a half. Else both write over each other's all that time.
 	otherCA = 3 * time.Minute
 )
 
 // Options of a [Keeper].
 type Options struct {
 	Kube kubernetes.Interface
-	// Namespace has the Secret and the ConfigMap, which must exist: no right to create them is needed.
+	// Namespace has the Secret and the ConfigMap, which must exist: no right to create them is
+	// needed.
 	Namespace, Secret, ConfigMap string
-	// WebhookConfiguration is the name of the ValidatingWebhookConfiguration, and of the MutatingWebhookConfiguration if there is one. Every webhook in them is
-	// written to.
+	// WebhookConfiguration is the name of the ValidatingWebhookConfiguration, and of the
+	// MutatingWebhookConfiguration if there is one. Every webhook in them is written to.
 	WebhookConfiguration string
 	// Names are those of the serving certificate.
 	Names []string
 	Times Times
-	// Bundle says that the CA is written into the webhook configurations and the ConfigMap. False: certificates come from elsewhere.
+	// Bundle says that the CA is written into the webhook configurations and the ConfigMap. False:
+	// certificates come from elsewhere.
 	Bundle bool
-	// CA reads the CA of certificates that come from elsewhere, for agents: it is written into the ConfigMap, if there is one. Nil, or nothing in it: nothing is
-	// written. It is not looked at with Bundle.
+	// CA reads the CA of certificates that come from elsewhere, for agents: it is written into the
+	// ConfigMap, if there is one. Nil, or nothing in it: nothing is written. It is not looked at
+	// with Bundle.
 	CA func() ([]byte, error)
-	// AdmitPath and MutatePath are what comes before the secret in the paths of the webhooks. Empty: the paths come from elsewhere.
+	// AdmitPath and MutatePath are what comes before the secret in the paths of the webhooks.
+	// Empty: the paths come from elsewhere.
 	AdmitPath, MutatePath string
 	// Let is told which secrets to let in, whenever they may have changed. May be nil.
 	Let func(secrets []string)
 	Log *slog.Logger
 }
 
-// Keeper keeps what the API server has equal to the State, and the State up to date. Make it with New.
+// Keeper keeps what the API server has equal to the State, and the State up to date. Make it with
+// New.
 type Keeper struct {
 	Options
 	wake chan struct{}
@@ -80,7 +86,8 @@ type Keeper struct {
 	trusted atomic.Pointer[[]byte]
 	// secret is that of the current set, for the log.
 	secret string
-	// told is the CA that was last seen in the ConfigMap, or written, as this replica has it; other is since when there has been another one.
+	// told is the CA that was last seen in the ConfigMap, or written, as this replica has it; other
+	// is since when there has been another one.
 	told  string
 	other time.Time
 }
@@ -92,8 +99,10 @@ func New(o Options) *Keeper {
 
 var errNone = errors.New("there is no certificate yet: the Secret could not be read or written")
 
-// GetCertificate is for tls.Config. A caller that asks for a name which the current certificate lacks, and the next one has, gets the next one: it would refuse
-// the current one, and without this a Service that an upgrade adds could not be called until the next set is the current one. A nil hello asks for no name.
+// GetCertificate is for tls.Config. A caller that asks for a name which the current certificate
+// lacks, and the next one has, gets the next one: it would refuse the current one, and without this
+// a Service that an upgrade adds could not be called until the next set is the current one. A nil
+// hello asks for no name.
 func (k *Keeper) GetCertificate(hello *tls.ClientHelloInfo) (*tls.Certificate, error) {
 	all := k.serving.Load()
 	if all == nil {
@@ -130,10 +139,13 @@ func (k *Keeper) Run(ctx context.Context) error {
 	admission := k.Kube.AdmissionregistrationV1().RESTClient()
 	k.watch(ctx, &watches, k.Kube.CoreV1().RESTClient(), "secrets", k.Namespace, k.Secret, &corev1.Secret{})
 	if k.Bundle || k.CA != nil {
-		k.watch(ctx, &watches, k.Kube.CoreV1().RESTClient(), "configmaps", k.Namespace, k.ConfigMap, &corev1.ConfigMap{})
+		k.watch(ctx, &watches, k.Kube.CoreV1().RESTClient(), "configmaps", k.Namespace, k.ConfigMap,
+			&corev1.ConfigMap{})
 	}
-	k.watch(ctx, &watches, admission, "validatingwebhookconfigurations", "", k.WebhookConfiguration, &admissionv1.ValidatingWebhookConfiguration{})
-	k.watch(ctx, &watches, admission, "mutatingwebhookconfigurations", "", k.WebhookConfiguration, &admissionv1.MutatingWebhookConfiguration{})
+	k.watch(ctx, &watches, admission, "validatingwebhookconfigurations", "", k.WebhookConfiguration,
+		&admissionv1.ValidatingWebhookConfiguration{})
+	k.watch(ctx, &watches, admission, "mutatingwebhookconfigurations", "", k.WebhookConfiguration,
+		&admissionv1.MutatingWebhookConfiguration{})
 	failing, untold := false, false
 	for {
 		if k.pace.Wait(ctx) != nil {
@@ -173,7 +185,8 @@ func (k *Keeper) Run(ctx context.Context) error {
 }
 
 // watch wakes the keeper when one object changes.
-func (k *Keeper) watch(ctx context.Context, running *sync.WaitGroup, client rest.Interface, resource, namespace, name string, of runtime.Object) {
+func (k *Keeper) watch(ctx context.Context, running *sync.WaitGroup, client rest.Interface, resource, namespace,
+	name string, of runtime.Object) {
 	if r, ok := client.(*rest.RESTClient); ok && r == nil {
 		return // of a fake, which cannot watch by field: it is looked at every minute
 	}
@@ -194,7 +207,8 @@ func (k *Keeper) watch(ctx context.Context, running *sync.WaitGroup, client rest
 	running.Go(func() { controller.RunWithContext(ctx) })
 }
 
-// look reads everything, takes at most one step, and writes what is not as it should be. It returns how long nothing will be due.
+// look reads everything, takes at most one step, and writes what is not as it should be. It returns
+// how long nothing will be due.
 func (k *Keeper) look(ctx context.Context, now time.Time) (time.Duration, error) {
 	ctx, cancel := context.WithTimeout(ctx, callTimeout)
 	defer cancel()
@@ -205,7 +219,8 @@ func (k *Keeper) look(ctx context.Context, now time.Time) (time.Duration, error)
 	var state State
 	if text := secret.Data[stateKey]; len(text) > 0 {
 		if err := json.Unmarshal(text, &state); err != nil {
-			k.Log.Error("what is in the Secret cannot be read: beginning anew", "secret", k.Namespace+"/"+k.Secret, "error", err)
+			k.Log.Error("what is in the Secret cannot be read: beginning anew", "secret", k.Namespace+"/"+k.Secret,
+				"error", err)
 			state = State{}
 		}
 	}
@@ -224,7 +239,8 @@ func (k *Keeper) look(ctx context.Context, now time.Time) (time.Duration, error)
 		return 0, err
 	}
 	if state.Current != nil && next.Former == nil && next.Current.Secret != state.Current.Secret {
-		k.Log.Error("what was in the Secret has expired or is damaged: calls fail until the API server knows the new", "secret", k.Namespace+"/"+k.Secret)
+		k.Log.Error("what was in the Secret has expired or is damaged: calls fail until the API server knows the new",
+			"secret", k.Namespace+"/"+k.Secret)
 	}
 	if changed {
 		text, err := json.Marshal(next)
@@ -269,13 +285,15 @@ func (k *Keeper) use(s State) error {
 	k.serving.Store(&serving)
 	if k.secret != s.Current.Secret {
 		k.secret = s.Current.Secret
-		k.Log.Info("certificate changed", "serial", pair.Leaf.SerialNumber.Text(16), "until", pair.Leaf.NotAfter.UTC().Format(time.RFC3339))
+		k.Log.Info("certificate changed", "serial", pair.Leaf.SerialNumber.Text(16),
+			"until", pair.Leaf.NotAfter.UTC().Format(time.RFC3339))
 	}
 	return nil
 }
 
-// publish looks at everything that follows from s, and reports whether all of it was as it should be. With write it makes it so. What does not exist is as it
-// should be: without a webhook configuration nobody calls.
+// publish looks at everything that follows from s, and reports whether all of it was as it should
+// be. With write it makes it so. What does not exist is as it should be: without a webhook
+// configuration nobody calls.
 func (k *Keeper) publish(ctx context.Context, s State, write bool) (known bool, err error) {
 	if s.Current == nil {
 		return false, nil
@@ -294,7 +312,8 @@ func (k *Keeper) publish(ctx context.Context, s State, write bool) (known bool, 
 		}
 		known = known && same
 		if !same && write {
-			if _, err := admission.ValidatingWebhookConfigurations().Update(ctx, validating, metav1.UpdateOptions{}); err != nil {
+			if _, err := admission.ValidatingWebhookConfigurations().Update(ctx, validating,
+				metav1.UpdateOptions{}); err != nil {
 				return false, fmt.Errorf("write ValidatingWebhookConfiguration %s: %w", k.WebhookConfiguration, err)
 			}
 		}
@@ -311,7 +330,8 @@ func (k *Keeper) publish(ctx context.Context, s State, write bool) (known bool, 
 		}
 		known = known && same
 		if !same && write {
-			if _, err := admission.MutatingWebhookConfigurations().Update(ctx, mutating, metav1.UpdateOptions{}); err != nil {
+			if _, err := admission.MutatingWebhookConfigurations().Update(ctx, mutating,
+				metav1.UpdateOptions{}); err != nil {
 				return false, fmt.Errorf("write MutatingWebhookConfiguration %s: %w", k.WebhookConfiguration, err)
 			}
 		}
@@ -327,7 +347,8 @@ func (k *Keeper) publish(ctx context.Context, s State, write bool) (known bool, 
 		known = false
 		bundle.Data = map[string]string{CAKey: trusted}
 		if write {
-			if _, err := k.Kube.CoreV1().ConfigMaps(k.Namespace).Update(ctx, bundle, metav1.UpdateOptions{}); err != nil {
+			if _, err := k.Kube.CoreV1().ConfigMaps(k.Namespace).Update(ctx, bundle,
+				metav1.UpdateOptions{}); err != nil {
 				return false, fmt.Errorf("write ConfigMap %s/%s: %w", k.Namespace, k.ConfigMap, err)
 			}
 		}

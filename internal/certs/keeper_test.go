@@ -32,8 +32,10 @@ func keeperWith(t *testing.T, kube *fake.Clientset, change func(*Options)) (*Kee
 	var let atomic.Pointer[[]string]
 	let.Store(new([]string))
 	o := Options{
-		Kube: kube, Namespace: "system", Secret: "kept", ConfigMap: "ca", WebhookConfiguration: "lameduck", Names: names, Times: short,
-		Bundle: true, AdmitPath: "/v1/admit/", MutatePath: "/v1/mutate/", Let: func(s []string) { let.Store(&s) }, Log: slog.New(slog.DiscardHandler),
+		Kube: kube, Namespace: "system", Secret: "kept", ConfigMap: "ca", WebhookConfiguration: "lameduck",
+		Names: names, Times: short,
+		Bundle: true, AdmitPath: "/v1/admit/", MutatePath: "/v1/mutate/", Let: func(s []string) { let.Store(&s) },
+		Log: slog.New(slog.DiscardHandler),
 	}
 	if change != nil {
 		change(&o)
@@ -59,16 +61,20 @@ func installed() []runtime.Object {
 	url := "https://10.0.0.1:9443"
 	return []runtime.Object{
 		&corev1.Secret{ObjectMeta: meta("kept")}, &corev1.ConfigMap{ObjectMeta: meta("ca")},
-		&admissionv1.ValidatingWebhookConfiguration{ObjectMeta: metav1.ObjectMeta{Name: "lameduck"}, Webhooks: []admissionv1.ValidatingWebhook{
-			{Name: "a", ClientConfig: admissionv1.WebhookClientConfig{Service: &admissionv1.ServiceReference{Namespace: "system", Name: "w"}}},
-			{Name: "b", ClientConfig: admissionv1.WebhookClientConfig{URL: &url}},
-		}},
+		&admissionv1.ValidatingWebhookConfiguration{ObjectMeta: metav1.ObjectMeta{Name: "lameduck"},
+			Webhooks: []admissionv1.ValidatingWebhook{
+				{Name: "a",
+					ClientConfig: admissionv1.WebhookClientConfig{
+						Service: &admissionv1.ServiceReference{Namespace: "system", Name: "w"}}},
+				{Name: "b", ClientConfig: admissionv1.WebhookClientConfig{URL: &url}},
+			}},
 	}
 }
 
 func webhooks(t *testing.T, kube *fake.Clientset) []admissionv1.ValidatingWebhook {
 	t.Helper()
-	got, err := kube.AdmissionregistrationV1().ValidatingWebhookConfigurations().Get(t.Context(), "lameduck", metav1.GetOptions{})
+	got, err := kube.AdmissionregistrationV1().ValidatingWebhookConfigurations().Get(t.Context(),
+		"lameduck", metav1.GetOptions{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -87,8 +93,10 @@ func TestEverythingIsWrittenAndKept(t *testing.T) {
 		check := func(when string) {
 			t.Helper()
 			w := webhooks(t, kube)
-			if *w[0].ClientConfig.Service.Path != "/v1/admit/"+secret || *w[1].ClientConfig.URL != "https://10.0.0.1:9443/v1/admit/"+secret ||
-				len(w[0].ClientConfig.CABundle) == 0 || string(w[1].ClientConfig.CABundle) != string(w[0].ClientConfig.CABundle) {
+			if *w[0].ClientConfig.Service.Path != "/v1/admit/"+secret ||
+				*w[1].ClientConfig.URL != "https://10.0.0.1:9443/v1/admit/"+secret ||
+				len(w[0].ClientConfig.CABundle) == 0 ||
+				string(w[1].ClientConfig.CABundle) != string(w[0].ClientConfig.CABundle) {
 				t.Errorf("%s: %+v", when, w)
 			}
 			m, err := kube.CoreV1().ConfigMaps("system").Get(t.Context(), "ca", metav1.GetOptions{})
@@ -99,17 +107,20 @@ func TestEverythingIsWrittenAndKept(t *testing.T) {
 		check("at first")
 		// Somebody writes something else; without watches it is seen within a minute.
 		empty := installed()[2].(*admissionv1.ValidatingWebhookConfiguration)
-		if _, err := kube.AdmissionregistrationV1().ValidatingWebhookConfigurations().Update(t.Context(), empty, metav1.UpdateOptions{}); err != nil {
+		if _, err := kube.AdmissionregistrationV1().ValidatingWebhookConfigurations().Update(t.Context(), empty,
+			metav1.UpdateOptions{}); err != nil {
 			t.Fatal(err)
 		}
 		time.Sleep(2 * lookEvery)
 		check("after a change")
 		// Break glass, and back.
-		if err := kube.AdmissionregistrationV1().ValidatingWebhookConfigurations().Delete(t.Context(), "lameduck", metav1.DeleteOptions{}); err != nil {
+		if err := kube.AdmissionregistrationV1().ValidatingWebhookConfigurations().Delete(t.Context(),
+			"lameduck", metav1.DeleteOptions{}); err != nil {
 			t.Fatal(err)
 		}
 		time.Sleep(2 * lookEvery)
-		if _, err := kube.AdmissionregistrationV1().ValidatingWebhookConfigurations().Create(t.Context(), empty, metav1.CreateOptions{}); err != nil {
+		if _, err := kube.AdmissionregistrationV1().ValidatingWebhookConfigurations().Create(t.Context(), empty,
+			metav1.CreateOptions{}); err != nil {
 			t.Fatal(err)
 		}
 		time.Sleep(2 * lookEvery)
@@ -124,7 +135,8 @@ func TestEverythingIsWrittenAndKept(t *testing.T) {
 	})
 }
 
-// A call fails, is refused because another replica was first, or is carried out and its answer is lost: in the end all agree with what is in the Secret.
+// A call fails, is refused because another replica was first, or is carried out and its answer is
+// lost: in the end all agree with what is in the Secret.
 func TestCallsFail(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		kube := fake.NewClientset(installed()...)
@@ -142,7 +154,8 @@ func TestCallsFail(t *testing.T) {
 			case ok && n < 4:
 				return true, nil, apierrors.NewConflict(schema.GroupResource{}, "x", errors.New("another was first"))
 			case ok && n < 7:
-				if err := kube.Tracker().Update(update.GetResource(), update.GetObject(), update.GetNamespace()); err != nil {
+				if err := kube.Tracker().Update(update.GetResource(), update.GetObject(),
+					update.GetNamespace()); err != nil {
 					t.Error(err)
 				}
 				return true, nil, errors.New("the answer is lost")
@@ -161,7 +174,8 @@ func TestCallsFail(t *testing.T) {
 		if err := json.Unmarshal(kept.Data["state"], &state); err != nil {
 			t.Fatal(err)
 		}
-		if w := webhooks(t, kube); !slices.Equal(let(), state.Secrets()) || *w[0].ClientConfig.Service.Path != "/v1/admit/"+state.Current.Secret ||
+		if w := webhooks(t, kube); !slices.Equal(let(), state.Secrets()) ||
+			*w[0].ClientConfig.Service.Path != "/v1/admit/"+state.Current.Secret ||
 			string(w[0].ClientConfig.CABundle) != string(state.Trusted()) {
 			t.Errorf("kept %q, let in %q, %+v", state.Secrets(), let(), w)
 		}
@@ -171,7 +185,8 @@ func TestCallsFail(t *testing.T) {
 	})
 }
 
-// What is in the Secret is nonsense, or is gone: the first begins anew, the second is an error that leaves what is served.
+// What is in the Secret is nonsense, or is gone: the first begins anew, the second is an error that
+// leaves what is served.
 func TestTheSecretIsDamagedOrGone(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		objects := installed()
@@ -201,7 +216,8 @@ func TestTheSecretIsDamagedOrGone(t *testing.T) {
 	})
 }
 
-// With cert-manager the CA is in a file, and agents find it where they find that of the replicas. What is wrong with it keeps nobody from the path.
+// With cert-manager the CA is in a file, and agents find it where they find that of the replicas.
+// What is wrong with it keeps nobody from the path.
 func TestAgentsAreToldTheCAOfAnother(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		kube := fake.NewClientset(installed()...)
@@ -223,7 +239,8 @@ func TestAgentsAreToldTheCAOfAnother(t *testing.T) {
 			return m.Data[CAKey]
 		}
 		time.Sleep(5 * time.Second)
-		if w := webhooks(t, kube); told() != "" || len(let()) != 1 || *w[0].ClientConfig.Service.Path != "/v1/admit/"+let()[0] || len(w[0].ClientConfig.CABundle) > 0 {
+		if w := webhooks(t, kube); told() != "" || len(let()) != 1 ||
+			*w[0].ClientConfig.Service.Path != "/v1/admit/"+let()[0] || len(w[0].ClientConfig.CABundle) > 0 {
 			t.Errorf("without the file: told %q, %+v", told(), w)
 		}
 		for _, text := range []string{"first", "second"} {
@@ -252,8 +269,8 @@ func TestAgentsAreToldTheCAOfAnother(t *testing.T) {
 	})
 }
 
-// The file of one replica changes a minute before that of another one. Without this they write over each other's CA for all that time, and agents that
-// connect trust now the one and now the other.
+// The file of one replica changes a minute before that of another one. Without this they write over
+// each other's CA for all that time, and agents that connect trust now the one and now the other.
 func TestReplicasDoNotWriteOverEachOthersCA(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		kube := fake.NewClientset(installed()...)
@@ -317,7 +334,10 @@ func TestWhatIsNotOursIsNotWritten(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		objects := installed()
 		objects[2].(*admissionv1.ValidatingWebhookConfiguration).Webhooks[0].ClientConfig.CABundle = []byte("theirs")
-		kube := fake.NewClientset(slices.DeleteFunc(objects, func(o runtime.Object) bool { _, is := o.(*corev1.ConfigMap); return is })...)
+		kube := fake.NewClientset(slices.DeleteFunc(objects, func(o runtime.Object) bool {
+			_, is := o.(*corev1.ConfigMap)
+			return is
+		})...)
 		_, let := keeperWith(t, kube, func(o *Options) { o.Bundle = false })
 		time.Sleep(5 * time.Second)
 		w := webhooks(t, kube)
@@ -329,14 +349,16 @@ func TestWhatIsNotOursIsNotWritten(t *testing.T) {
 		kube := fake.NewClientset(installed()...)
 		keeperWith(t, kube, func(o *Options) { o.AdmitPath, o.MutatePath, o.Let = "", "", nil })
 		time.Sleep(5 * time.Second)
-		if w := webhooks(t, kube); len(w[0].ClientConfig.CABundle) == 0 || w[0].ClientConfig.Service.Path != nil || *w[1].ClientConfig.URL != "https://10.0.0.1:9443" {
+		if w := webhooks(t, kube); len(w[0].ClientConfig.CABundle) == 0 || w[0].ClientConfig.Service.Path != nil ||
+			*w[1].ClientConfig.URL != "https://10.0.0.1:9443" {
 			t.Errorf("%+v", w)
 		}
 	})
 }
 
-// An upgrade that adds a Service asks for a name that the current certificate does not have. The set with that name becomes current only after the overlap, an
-// hour by default; until then the API server could not call the new Service, and deletions would not wait.
+// An upgrade that adds a Service asks for a name that the current certificate does not have. The
+// set with that name becomes current only after the overlap, an hour by default; until then the API
+// server could not call the new Service, and deletions would not wait.
 func TestANameThatIsAddedIsServedAtOnce(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		kube := fake.NewClientset(installed()...)
@@ -348,7 +370,8 @@ func TestANameThatIsAddedIsServedAtOnce(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		secret := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: "system", Name: "kept"}, Data: map[string][]byte{stateKey: text}}
+		secret := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: "system", Name: "kept"},
+			Data: map[string][]byte{stateKey: text}}
 		if _, err := kube.CoreV1().Secrets("system").Update(t.Context(), secret, metav1.UpdateOptions{}); err != nil {
 			t.Fatal(err)
 		}
@@ -364,11 +387,13 @@ func TestANameThatIsAddedIsServedAtOnce(t *testing.T) {
 			if _, err := got.Leaf.Verify(x509.VerifyOptions{DNSName: name, Roots: roots}); err != nil {
 				t.Errorf("what is served for %s: %v", name, err)
 			}
-			if current := string(got.Certificate[0]) == string(mustPair(t, set).Certificate[0]); current != (name == "old.system.svc") {
+			if current := string(got.Certificate[0]) == string(mustPair(t,
+				set).Certificate[0]); current != (name == "old.system.svc") {
 				t.Errorf("for %s the current certificate is served: %v", name, current)
 			}
 		}
-		if got, err := k.GetCertificate(nil); err != nil || string(got.Certificate[0]) != string(mustPair(t, set).Certificate[0]) {
+		if got, err := k.GetCertificate(nil); err != nil ||
+			string(got.Certificate[0]) != string(mustPair(t, set).Certificate[0]) {
 			t.Errorf("without a name another certificate than the current one is served (%v)", err)
 		}
 	})

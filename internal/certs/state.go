@@ -1,18 +1,22 @@
-// Package certs makes the certificate and the admission secret of the coordinators, and replaces them without one failed call.
+// Package certs makes the certificate and the admission secret of the coordinators, and replaces
+// them without one failed call.
 //
-// All replicas are equal. What they have made stands in one Secret, as one [State], and each writes what follows from it: the CA bundle and the path into the
-// webhook configurations, the bundle into a ConfigMap for agents. Writes carry the resourceVersion that was read, so that of two at one moment one is
-// refused and reads again.
+// All replicas are equal. What they have made stands in one Secret, as one [State], and each writes
+// what follows from it: the CA bundle and the path into the webhook configurations, the bundle into
+// a ConfigMap for agents. Writes carry the resourceVersion that was read, so that of two at one
+// moment one is refused and reads again.
 //
-// A set is a CA, a serving certificate that it has signed, and a secret. The CA signs once and its key is thrown away: nobody can make another certificate, and what
-// is renewed is always the whole set. It goes through three steps, and the second begins only when what the first has changed was read back from the API
-// server, [Times.Overlap] ago:
+// A set is a CA, a serving certificate that it has signed, and a secret. The CA signs once and its
+// key is thrown away: nobody can make another certificate, and what is renewed is always the whole
+// set. It goes through three steps, and the second begins only when what the first has changed was
+// read back from the API server, [Times.Overlap] ago:
 //
 //	next     its CA is trusted and its secret is let in, by everybody; neither is used
 //	current  it is served, and its secret is in the path
 //	former   it is neither, and still trusted and let in
 //
-// So at each moment a caller with the old bundle and path, and one with the new, meets replicas of the old state and of the new, and every pair works.
+// So at each moment a caller with the old bundle and path, and one with the new, meets replicas of
+// the old state and of the new, and every pair works.
 package certs
 
 import (
@@ -91,9 +95,9 @@ func (s State) sets() []*Set {
 	return sets
 }
 
-// step returns the state that should follow at now, and whether it is another one. known says that the API server had all of s when it was read; asked
-// is what operators ask for. names are those that the certificate must have; another list is a
-// reason for another set.
+// step returns the state that should follow at now, and whether it is another one. known says that
+// the API server had all of s when it was read; asked is what operators ask for. names are those
+// that the certificate must have; another list is a reason for another set.
 func (s State) step(now time.Time, known bool, asked string, names []string, t Times) (State, bool, error) {
 	if s.Current == nil || !s.Current.usable(now) {
 		set, err := newSet(now, names, t)
@@ -101,7 +105,8 @@ func (s State) step(now time.Time, known bool, asked string, names []string, t T
 	}
 	changed := false
 	stamp := func(set *Set) *Set {
-		// A time to come was written by a replica whose clock is ahead. It would delay the next step until then.
+		// A time to come was written by a replica whose clock is ahead. It would delay the next
+		// step until then.
 		if set == nil || !known || !set.Known.IsZero() && !set.Known.After(now) {
 			return set
 		}
@@ -122,7 +127,8 @@ func (s State) step(now time.Time, known bool, asked string, names []string, t T
 		next := *s.Next
 		next.Known = time.Time{}
 		s.Current, s.Next, s.Former, changed = &next, nil, &former, true
-	case s.Next == nil && s.Former == nil && (asked != s.Asked || !now.Before(s.Current.Made.Add(t.RotateEvery)) || !s.Current.has(names)):
+	case s.Next == nil && s.Former == nil && (asked != s.Asked || !now.Before(s.Current.Made.Add(t.RotateEvery)) ||
+		!s.Current.has(names)):
 		next, err := newSet(now, names, t)
 		if err != nil {
 			return s, false, err
@@ -178,9 +184,9 @@ func (s *Set) pair() (*tls.Certificate, error) {
 	return &pair, nil
 }
 
-// validFrom is the start of every set's validity, long ago: a replica whose clock is ahead must not make a certificate that is not valid
-// yet by the clocks of its callers. The key of the CA is thrown away, so an early start does not
-// allow another signature.
+// validFrom is the start of every set's validity, long ago: a replica whose clock is ahead must not
+// make a certificate that is not valid yet by the clocks of its callers. The key of the CA is
+// thrown away, so an early start does not allow another signature.
 var validFrom = time.Unix(0, 0)
 
 // newSet makes a set.
@@ -188,7 +194,8 @@ func newSet(now time.Time, names []string, t Times) (*Set, error) {
 	until := now.Add(3 * t.RotateEvery)
 	authority := &x509.Certificate{
 		Subject: pkix.Name{CommonName: "lameduck"}, NotBefore: validFrom, NotAfter: until,
-		IsCA: true, BasicConstraintsValid: true, MaxPathLenZero: true, KeyUsage: x509.KeyUsageCertSign | x509.KeyUsageDigitalSignature,
+		IsCA: true, BasicConstraintsValid: true, MaxPathLenZero: true,
+		KeyUsage: x509.KeyUsageCertSign | x509.KeyUsageDigitalSignature,
 	}
 	leaf := &x509.Certificate{
 		Subject: pkix.Name{CommonName: names[0]}, NotBefore: validFrom, NotAfter: until,
@@ -229,8 +236,10 @@ func newSet(now time.Time, names []string, t Times) (*Set, error) {
 		return nil, fmt.Errorf("encode a key: %w", err)
 	}
 	return &Set{
-		// In a Service's path the API server takes lower case alone (validation of webhooks[].clientConfig.service.path).
-		CA: encode("CERTIFICATE", caDER), Cert: encode("CERTIFICATE", der), Key: encode("PRIVATE KEY", keyDER), Secret: strings.ToLower(rand.Text()), Made: now,
+		// In a Service's path the API server takes lower case alone (validation of
+		// webhooks[].clientConfig.service.path).
+		CA: encode("CERTIFICATE", caDER), Cert: encode("CERTIFICATE", der), Key: encode("PRIVATE KEY", keyDER),
+		Secret: strings.ToLower(rand.Text()), Made: now,
 	}, nil
 }
 

@@ -16,7 +16,8 @@ var (
 	times = Times{RotateEvery: 100 * time.Hour, Overlap: time.Hour}
 )
 
-// works reports why a caller that has the bundle and the path of one state cannot call a replica that has the other.
+// works reports why a caller that has the bundle and the path of one state cannot call a replica
+// that has the other.
 func works(caller, replica State, now time.Time) error {
 	roots := x509.NewCertPool()
 	roots.AppendCertsFromPEM(caller.Trusted())
@@ -35,8 +36,8 @@ func works(caller, replica State, now time.Time) error {
 	return nil
 }
 
-// Whoever is less than the overlap behind, caller or replica, can call and be called. What a caller has was written at some time after the state, and was
-// read back before the next step.
+// Whoever is less than the overlap behind, caller or replica, can call and be called. What a caller
+// has was written at some time after the state, and was read back before the next step.
 func TestEveryPairWorks(t *testing.T) {
 	for seed := range uint64(4) {
 		random := rand.New(rand.NewPCG(seed, 0))
@@ -57,7 +58,8 @@ func TestEveryPairWorks(t *testing.T) {
 			} else {
 				asked = state.Asked
 			}
-			known := state.Current != nil && string(published.Trusted()) == string(state.Trusted()) && published.Current.Secret == state.Current.Secret
+			known := state.Current != nil && string(published.Trusted()) == string(state.Trusted()) &&
+				published.Current.Secret == state.Current.Secret
 			if state, changed, err = state.step(now, known, asked, names, times); err != nil {
 				t.Fatal(err)
 			}
@@ -88,7 +90,8 @@ func TestEveryPairWorks(t *testing.T) {
 	}
 }
 
-// A set that nobody knows is not used, however long that takes; one that is known is used after the overlap and not before.
+// A set that nobody knows is not used, however long that takes; one that is known is used after the
+// overlap and not before.
 func TestTheNextSetWaitsUntilItIsKnown(t *testing.T) {
 	now := time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)
 	var s State
@@ -120,13 +123,15 @@ func TestTheNextSetWaitsUntilItIsKnown(t *testing.T) {
 	if !step(0, true) || step(59*time.Minute, true) || s.Current.Secret != first {
 		t.Fatal("used before the overlap is over")
 	}
-	if !step(time.Minute, true) || s.Current.Secret != second || s.Former == nil || s.Former.Key != "" || s.Secrets()[0] != second {
+	if !step(time.Minute, true) || s.Current.Secret != second || s.Former == nil || s.Former.Key != "" ||
+		s.Secrets()[0] != second {
 		t.Fatalf("after the overlap: %+v", s)
 	}
 	if step(50*time.Hour, false) || s.Former == nil {
 		t.Fatal("forgotten although the API server still has it")
 	}
-	if !step(0, true) || step(59*time.Minute, true) || !step(time.Minute, true) || s.Former != nil || len(s.Secrets()) != 1 {
+	if !step(0, true) || step(59*time.Minute, true) || !step(time.Minute, true) || s.Former != nil ||
+		len(s.Secrets()) != 1 {
 		t.Fatalf("at the end: %+v", s)
 	}
 	// All were away for too long.
@@ -156,13 +161,15 @@ func TestReasonsForAnotherSet(t *testing.T) {
 		if err != nil || changed != c.want || (next.Next != nil) != c.want {
 			t.Errorf("%s: %t, %v", name, changed, err)
 		}
-		if again, changed, _ := next.step(now, false, c.asked, c.names, times); c.want && (changed || again.Next.Secret != next.Next.Secret) {
+		if again, changed, _ := next.step(now, false, c.asked, c.names, times); c.want &&
+			(changed || again.Next.Secret != next.Next.Secret) {
 			t.Errorf("%s: made twice", name)
 		}
 	}
 	damaged := *s.Current
 	damaged.Key = "nonsense"
-	if next, changed, err := (State{Current: &damaged}).step(now, true, "", names, times); err != nil || !changed || next.Current.Secret == damaged.Secret {
+	if next, changed, err := (State{Current: &damaged}).step(now, true, "", names, times); err != nil || !changed ||
+		next.Current.Secret == damaged.Secret {
 		t.Errorf("damaged: %+v, %v", next, err)
 	}
 }

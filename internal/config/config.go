@@ -1,5 +1,6 @@
-// Package config reads the configuration files of Lameduck's programs: YAML of one version and kind, strict, in which ${NAME} is replaced by the
-// environment. What the keys mean is said where they are declared; [Schema] and docs/configuration.md are made from that.
+// Package config reads the configuration files of Lameduck's programs: YAML of one version and
+// kind, strict, in which ${NAME} is replaced by the environment. What the keys mean is said where
+// they are declared; [Schema] and docs/configuration.md are made from that.
 package config
 
 import (
@@ -14,10 +15,12 @@ import (
 // APIVersion is what every file must say.
 const APIVersion = "lameduck.io/v1alpha1"
 
-// reference is a ${NAME} in a file. A $ in any other place is somebody else's, in a regular expression of HAProxy for example.
+// reference is a ${NAME} in a file. A $ in any other place is somebody else's, in a regular
+// expression of HAProxy for example.
 var reference = regexp.MustCompile(`\$\{([A-Za-z_][A-Za-z0-9_]*)\}`)
 
-// Read decodes a file into value, which holds the defaults. Unknown keys, keys given twice and environment variables that are not set are errors.
+// Read decodes a file into value, which holds the defaults. Unknown keys, keys given twice and
+// environment variables that are not set are errors.
 func Read(content []byte, getenv func(string) string, value any) error {
 	var unset []string
 	expanded := reference.ReplaceAllStringFunc(string(content), func(text string) string {
@@ -40,7 +43,8 @@ func Print(value any) (string, error) {
 	return string(text), err
 }
 
-// Duration is a time.Duration that is written as "1.5s". What cannot be read as one is kept as Err: only whoever checks the file knows the key.
+// Duration is a time.Duration that is written as "1.5s". What cannot be read as one is kept as Err:
+// only whoever checks the file knows the key.
 type Duration struct {
 	time.Duration
 	Err error

@@ -27,13 +27,16 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 )
 
-// writeTimeout is how long an agent may take to read what one wake-up has for it. A slower one is cut and starts again.
+// writeTimeout is how long an agent may take to read what one wake-up has for it. A slower one is
+// cut and starts again.
 const writeTimeout = 5 * time.Second
 
-// linesKept is how many bytes a stream keeps to write into again. It needs more when many drains begin at one time, which is seldom.
+// linesKept is how many bytes a stream keeps to write into again. It needs more when many drains
+// begin at one time, which is seldom.
 const linesKept = 4 << 10
 
-// drainSize is about what it takes to tell of one drain, in bytes: room is made once for all that are told at one time.
+// drainSize is about what it takes to tell of one drain, in bytes: room is made once for all that
+// are told at one time.
 const drainSize = 256
 
 // bodyTimeout is how long an agent may take to send the body of a post. A slower one is cut.
@@ -56,7 +59,8 @@ type Identity struct {
 	Name string
 	// Username is what its right is asked for by.
 	Username string
-	// Everywhere says that it may acknowledge drains in every namespace. If not, an [Authorizer] is asked for each.
+	// Everywhere says that it may acknowledge drains in every namespace. If not, an [Authorizer] is
+	// asked for each.
 	Everywhere bool
 	// Replica says that it is not an agent but a replica of the coordinator.
 	Replica bool
@@ -64,8 +68,9 @@ type Identity struct {
 	Until time.Time
 }
 
-// ErrUnauthenticated and ErrForbidden are what an Authenticator's errors may wrap: the token proves nothing, or it proves someone
-// who may not acknowledge drains. Any other error means that it could not be found out now.
+// ErrUnauthenticated and ErrForbidden are what an Authenticator's errors may wrap: the token proves
+// nothing, or it proves someone who may not acknowledge drains. Any other error means that it could
+// not be found out now.
 var (
 	ErrUnauthenticated = errors.New("the token is not valid here")
 	ErrForbidden       = errors.New("not allowed to acknowledge drains")
@@ -76,11 +81,11 @@ type Authenticator interface {
 	Authenticate(ctx context.Context, token string) (Identity, error)
 }
 
-// Authorizer is an Authenticator that also tells who may acknowledge what. A coordinator whose Authenticator is none lets nobody declare
-// Services who has no right everywhere.
+// Authorizer is an Authenticator that also tells who may acknowledge what. A coordinator whose
+// Authenticator is none lets nobody declare Services who has no right everywhere.
 type Authorizer interface {
-	// MayAcknowledge reports whether who may acknowledge drains of the pods of namespace; "" is every namespace. It is asked again for as
-	// long as the agent has a stream.
+	// MayAcknowledge reports whether who may acknowledge drains of the pods of namespace; "" is
+	// every namespace. It is asked again for as long as the agent has a stream.
 	MayAcknowledge(ctx context.Context, who Identity, namespace string) (bool, error)
 }
 
@@ -100,7 +105,8 @@ type route struct {
 	serve        func(*Coordinator, http.ResponseWriter, *http.Request, Identity) (any, error)
 }
 
-// routes is the whole API for agents. A result that is not nil is written as JSON; nil is 204, unless the handler wrote itself.
+// routes is the whole API for agents. A result that is not nil is written as JSON; nil is 204,
+// unless the handler wrote itself.
 var routes = []route{
 	{http.MethodGet, wire.StreamPath, agents, (*Coordinator).stream},
 	{http.MethodPost, wire.DeclarationsPath, agents, (*Coordinator).declare},
@@ -121,7 +127,8 @@ type refusal struct {
 func (r refusal) Error() string { return r.text }
 
 // errStale is the answer to a post that names another session than the agent's present one.
-var errStale = refusal{http.StatusConflict, "the session is not this agent's present one on this replica: open a new stream"}
+var errStale = refusal{http.StatusConflict, "the session is not this agent's present one on this replica: open a " +
+	"new stream"}
 
 // errWritten says that the handler has answered by itself.
 var errWritten = errors.New("written")
@@ -130,7 +137,9 @@ var errWritten = errors.New("written")
 func (c *Coordinator) Handler() http.Handler {
 	r := mux.NewRouter()
 	for _, row := range routes {
-		r.Methods(row.method).Path(row.path).HandlerFunc(func(w http.ResponseWriter, r *http.Request) { c.serve(row, w, r) })
+		r.Methods(row.method).Path(row.path).HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			c.serve(row, w, r)
+		})
 	}
 	r.NotFoundHandler = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("Connection", "close")
@@ -138,7 +147,8 @@ func (c *Coordinator) Handler() http.Handler {
 	})
 	r.MethodNotAllowedHandler = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("Connection", "close")
-		c.answer(w, "other", nil, refusal{http.StatusMethodNotAllowed, fmt.Sprintf("method %s is not allowed for %s", r.Method, r.URL.Path)})
+		c.answer(w, "other", nil, refusal{http.StatusMethodNotAllowed,
+			fmt.Sprintf("method %s is not allowed for %s", r.Method, r.URL.Path)})
 	})
 	return r
 }
@@ -149,7 +159,8 @@ func (c *Coordinator) serve(row route, w http.ResponseWriter, r *http.Request) {
 	w.Header().Set("Connection", "close") // until it is known who asks
 	token, bearer := strings.CutPrefix(r.Header.Get("Authorization"), "Bearer ")
 	if !bearer {
-		c.answer(w, row.path, nil, refusal{http.StatusUnauthorized, "no bearer token: send the projected service account token"})
+		c.answer(w, row.path, nil, refusal{http.StatusUnauthorized,
+			"no bearer token: send the projected service account token"})
 		return
 	}
 	who, err := c.Authenticate.Authenticate(r.Context(), token)
@@ -180,8 +191,9 @@ func (c *Coordinator) serve(row route, w http.ResponseWriter, r *http.Request) {
 	})).ServeHTTP(w, r)
 }
 
-// cutBodyAt sets when a body that is not there yet is given up; at the zero time, never. What cannot have a deadline, such as a recorder
-// in a test, has none, and neither has a request without a body: its connection is only watched for its end.
+// cutBodyAt sets when a body that is not there yet is given up; at the zero time, never. What
+// cannot have a deadline, such as a recorder in a test, has none, and neither has a request without
+// a body: its connection is only watched for its end.
 func cutBodyAt(w http.ResponseWriter, r *http.Request, at time.Time) {
 	if r.ContentLength != 0 {
 		_ = http.NewResponseController(w).SetReadDeadline(at)
@@ -200,7 +212,8 @@ func (c *Coordinator) answer(w http.ResponseWriter, path string, result any, err
 		code = http.StatusNoContent
 	}
 	c.Metrics.api.WithLabelValues(path, strconv.Itoa(code)).Inc()
-	// The server's own deadline runs from the request on, and a barrier waits for longer. A body that was not read is read before the write.
+	// The server's own deadline runs from the request on, and a barrier waits for longer. A body
+	// that was not read is read before the write.
 	_ = http.NewResponseController(w).SetWriteDeadline(time.Now().Add(bodyTimeout + writeTimeout))
 	if result == nil {
 		w.WriteHeader(code)
@@ -242,7 +255,8 @@ func (c *Coordinator) declare(w http.ResponseWriter, r *http.Request, who Identi
 		return nil, err
 	}
 	if len(d.Routes) > wire.MaxRoutes {
-		return nil, refusal{http.StatusRequestEntityTooLarge, fmt.Sprintf("routes: %d are more than %d", len(d.Routes), wire.MaxRoutes)}
+		return nil, refusal{http.StatusRequestEntityTooLarge,
+			fmt.Sprintf("routes: %d are more than %d", len(d.Routes), wire.MaxRoutes)}
 	}
 	if len(d.Population) > wire.MaxName {
 		return nil, refusal{http.StatusBadRequest, fmt.Sprintf("population: longer than %d bytes", wire.MaxName)}
@@ -250,13 +264,17 @@ func (c *Coordinator) declare(w http.ResponseWriter, r *http.Request, who Identi
 	for i, route := range d.Routes {
 		switch {
 		case max(len(route.Service.Namespace), len(route.Service.Name)) > wire.MaxName:
-			return nil, refusal{http.StatusBadRequest, fmt.Sprintf("routes[%d].service: a name is longer than %d bytes", i, wire.MaxName)}
+			return nil, refusal{http.StatusBadRequest,
+				fmt.Sprintf("routes[%d].service: a name is longer than %d bytes", i, wire.MaxName)}
 		case route.Service.Namespace == "" || route.Service.Name == "":
-			return nil, refusal{http.StatusBadRequest, fmt.Sprintf("routes[%d].service: namespace and name are required", i)}
+			return nil, refusal{http.StatusBadRequest,
+				fmt.Sprintf("routes[%d].service: namespace and name are required", i)}
 		case route.Service != drain.EveryService && (route.Service.Namespace == "*" || route.Service.Name == "*"):
-			return nil, refusal{http.StatusBadRequest, fmt.Sprintf("routes[%d].service: %s is neither a Service nor %s", i, route.Service, drain.EveryService)}
+			return nil, refusal{http.StatusBadRequest,
+				fmt.Sprintf("routes[%d].service: %s is neither a Service nor %s", i, route.Service, drain.EveryService)}
 		case route.Service == drain.EveryService && !who.Everywhere:
-			return nil, refusal{http.StatusForbidden, fmt.Sprintf("routes[%d].service: every Service takes the right to acknowledge in all namespaces", i)}
+			return nil, refusal{http.StatusForbidden,
+				fmt.Sprintf("routes[%d].service: every Service takes the right to acknowledge in all namespaces", i)}
 		case route.Via == drain.ViaUnknown:
 			return nil, refusal{http.StatusBadRequest, fmt.Sprintf("routes[%d].via is required", i)}
 		case route.Kind == drain.KindUnknown:
@@ -301,7 +319,8 @@ func (c *Coordinator) authorize(ctx context.Context, who Identity, routes []drai
 	}
 	namespaces := namespacesOf(routes)
 	if len(namespaces) > maxNamespaces {
-		return refusal{http.StatusForbidden, fmt.Sprintf("routes: in %d namespaces, more than %d need the right to acknowledge in all", len(namespaces), maxNamespaces)}
+		return refusal{http.StatusForbidden, fmt.Sprintf("routes: in %d namespaces, more than %d need the right to "+
+			"acknowledge in all", len(namespaces), maxNamespaces)}
 	}
 	authorizer, can := c.Authenticate.(Authorizer)
 	for _, namespace := range namespaces {
@@ -314,7 +333,9 @@ func (c *Coordinator) authorize(ctx context.Context, who Identity, routes []drai
 		}
 		if !allowed {
 			first := slices.IndexFunc(routes, func(r drain.Route) bool { return r.Service.Namespace == namespace })
-			return refusal{http.StatusForbidden, fmt.Sprintf("routes[%d].service: %s may not acknowledge drains in namespace %q", first, who.Username, namespace)}
+			return refusal{http.StatusForbidden,
+				fmt.Sprintf("routes[%d].service: %s may not acknowledge drains in namespace %q", first, who.Username,
+					namespace)}
 		}
 	}
 	return nil
@@ -329,7 +350,8 @@ func namespacesOf(routes []drain.Route) []string {
 	return slices.Sorted(maps.Keys(all))
 }
 
-// watchRights ends the streams of agents whose right was taken, until ctx is done. What cannot be asked ends none.
+// watchRights ends the streams of agents whose right was taken, until ctx is done. What cannot be
+// asked ends none.
 func (c *Coordinator) watchRights(ctx context.Context) {
 	authorizer, can := c.Authenticate.(Authorizer)
 	if !can {
@@ -375,8 +397,8 @@ func (c *Coordinator) watchRights(ctx context.Context) {
 // podDeleted is why a stream ends, or is refused, when the watch shows the agent's pod deleted.
 const podDeleted = "the agent's pod is deleted"
 
-// cut, called with the lock, ends the stream of an agent and voids what it has reported, at once: the stream's own goroutine may hang in a
-// write. Without a stream it does nothing.
+// cut, called with the lock, ends the stream of an agent and voids what it has reported, at once:
+// the stream's own goroutine may hang in a write. Without a stream it does nothing.
 func (c *Coordinator) cut(now time.Time, id drain.AgentID, why string) {
 	s := c.streams[id]
 	if s == nil {
@@ -400,7 +422,8 @@ func (c *Coordinator) report(w http.ResponseWriter, r *http.Request, who Identit
 // take gives the ledger what an agent reports.
 func (c *Coordinator) take(ctx context.Context, who Identity, said wire.Reports) error {
 	if len(said.Reports) > wire.MaxReports {
-		return refusal{http.StatusRequestEntityTooLarge, fmt.Sprintf("reports: %d are more than %d", len(said.Reports), wire.MaxReports)}
+		return refusal{http.StatusRequestEntityTooLarge,
+			fmt.Sprintf("reports: %d are more than %d", len(said.Reports), wire.MaxReports)}
 	}
 	if len(said.Boot) > wire.MaxName {
 		return refusal{http.StatusBadRequest, fmt.Sprintf("boot: longer than %d bytes", wire.MaxName)}
@@ -411,13 +434,16 @@ func (c *Coordinator) take(ctx context.Context, who Identity, said wire.Reports)
 	for i, r := range said.Reports {
 		switch {
 		case max(len(r.UID), len(r.Generation)) > wire.MaxName:
-			return refusal{http.StatusBadRequest, fmt.Sprintf("reports[%d]: uid or generation is longer than %d bytes", i, wire.MaxName)}
+			return refusal{http.StatusBadRequest,
+				fmt.Sprintf("reports[%d]: uid or generation is longer than %d bytes", i, wire.MaxName)}
 		case r.UID == "":
 			return refusal{http.StatusBadRequest, fmt.Sprintf("reports[%d].uid is required", i)}
 		case len(r.Kept) > wire.MaxKept:
-			return refusal{http.StatusBadRequest, fmt.Sprintf("reports[%d].kept is longer than %d bytes", i, wire.MaxKept)}
+			return refusal{http.StatusBadRequest,
+				fmt.Sprintf("reports[%d].kept is longer than %d bytes", i, wire.MaxKept)}
 		case r.State >= drain.Removed && r.Proof == drain.ProofNone:
-			return refusal{http.StatusBadRequest, fmt.Sprintf("reports[%d].proof is required with state %q", i, r.State)}
+			return refusal{http.StatusBadRequest,
+				fmt.Sprintf("reports[%d].proof is required with state %q", i, r.State)}
 		}
 	}
 	current, news := false, false
@@ -449,7 +475,8 @@ func (c *Coordinator) take(ctx context.Context, who Identity, said wire.Reports)
 	return nil
 }
 
-// listen takes in what an agent writes into its stream until that ends, and returns why. Once a line has begun, it must be there in time.
+// listen takes in what an agent writes into its stream until that ends, and returns why. Once a
+// line has begun, it must be there in time.
 func (c *Coordinator) listen(ctx context.Context, from *bufio.Reader, conn net.Conn, who Identity) error {
 	var long []byte
 	for {
@@ -465,7 +492,8 @@ func (c *Coordinator) listen(ctx context.Context, from *bufio.Reader, conn net.C
 		line, err := from.ReadSlice('\n')
 		for ; errors.Is(err, bufio.ErrBufferFull); line, err = from.ReadSlice('\n') {
 			if long = append(long, line...); len(long) > wire.MaxBody {
-				return refusal{http.StatusRequestEntityTooLarge, fmt.Sprintf("a line is larger than %d bytes", wire.MaxBody)}
+				return refusal{http.StatusRequestEntityTooLarge,
+					fmt.Sprintf("a line is larger than %d bytes", wire.MaxBody)}
 			}
 		}
 		if errors.Is(err, os.ErrDeadlineExceeded) {
@@ -516,7 +544,8 @@ func (c *Coordinator) leave(w http.ResponseWriter, r *http.Request, who Identity
 	if !ok {
 		return nil, errStale
 	}
-	c.Log.Info("agent leaves: its gateway accepts nothing any more", "agent", who.Name, "id", who.Agent, "boot", said.Boot)
+	c.Log.Info("agent leaves: its gateway accepts nothing any more", "agent", who.Name, "id", who.Agent,
+		"boot", said.Boot)
 	return nil, nil
 }
 
@@ -534,8 +563,8 @@ func (s *stream) wake() {
 	}
 }
 
-// stream serves one agent until it goes away, is replaced by a newer stream of the same agent, or the coordinator stops. What has
-// accumulated since the last write goes out in one write.
+// stream serves one agent until it goes away, is replaced by a newer stream of the same agent, or
+// the coordinator stops. What has accumulated since the last write goes out in one write.
 func (c *Coordinator) stream(w http.ResponseWriter, r *http.Request, who Identity) (any, error) {
 	offer, err := wire.ParseOffer(r.URL.Query())
 	if err != nil {
@@ -704,7 +733,8 @@ type openArgs struct {
 // maxOpens bounds the drains of which is kept how they are told.
 const maxOpens = 1024
 
-// tellOf, called with the lock, appends how agents are told of drains, which is the same for all of them. A Watch is not told so: nil.
+// tellOf, called with the lock, appends how agents are told of drains, which is the same for all of
+// them. A Watch is not told so: nil.
 func (c *Coordinator) tellOf(told [][]byte, open []drain.Open) [][]byte {
 	for _, d := range open {
 		if d.Watch != nil {

@@ -27,7 +27,8 @@ type bench struct {
 
 func newBench() *bench {
 	b := &bench{Coordinator: New(drain.Holder{Replica: "replica-0", Epoch: "a"}, drain.DefaultTimes(), Options{
-		MaxHolds: 32, Pods: &lives{}, Authenticate: tokens{}, Log: quiet(), Metrics: NewMetrics(prometheus.NewRegistry()),
+		MaxHolds: 32, Pods: &lives{}, Authenticate: tokens{}, Log: quiet(),
+		Metrics: NewMetrics(prometheus.NewRegistry()),
 	})}
 	b.session = b.ledger.Connect(time.Now(), "one", drain.Hello{})
 	return b
@@ -72,15 +73,18 @@ func TestEveryRouteHasAccess(t *testing.T) {
 	}
 }
 
-// Without this, connections of strangers stay for two minutes each, ready for the next made-up token.
+// Without this, connections of strangers stay for two minutes each, ready for the next made-up
+// token.
 func TestOnlyAgentsKeepTheirConnection(t *testing.T) {
-	for authorization, want := range map[string]string{"": "close", "Bearer nonsense": "close", "Bearer stranger": "close", "Bearer no answer": "close", "Bearer agent one": ""} {
+	for authorization, want := range map[string]string{"": "close", "Bearer nonsense": "close",
+		"Bearer stranger": "close", "Bearer no answer": "close", "Bearer agent one": ""} {
 		for _, path := range []string{wire.ReportsPath, "/v1/nothing"} {
 			request := httptest.NewRequest(http.MethodPost, path, strings.NewReader("{}"))
 			request.Header.Set("Authorization", authorization)
 			w := httptest.NewRecorder()
 			newBench().Handler().ServeHTTP(w, request)
-			if got := w.Header().Get("Connection"); got != want && path == wire.ReportsPath || got != "close" && path != wire.ReportsPath {
+			if got := w.Header().Get("Connection"); got != want && path == wire.ReportsPath || got != "close" &&
+				path != wire.ReportsPath {
 				t.Errorf("%q to %s: Connection %q", authorization, path, got)
 			}
 		}
@@ -89,10 +93,13 @@ func TestOnlyAgentsKeepTheirConnection(t *testing.T) {
 
 func TestWhatIsNotInTheTableIsRefused(t *testing.T) {
 	b := newBench()
-	if code, body := b.ask(http.MethodGet, "/v1/nothing", "Bearer agent one", nil); code != http.StatusNotFound || !strings.Contains(body, `/v1/nothing`) {
+	if code, body := b.ask(http.MethodGet, "/v1/nothing", "Bearer agent one", nil); code != http.StatusNotFound ||
+		!strings.Contains(body, `/v1/nothing`) {
 		t.Errorf("%d %s", code, body)
 	}
-	if code, body := b.ask(http.MethodDelete, wire.ReportsPath, "Bearer agent one", nil); code != http.StatusMethodNotAllowed || !strings.Contains(body, "method DELETE is not allowed for /v1/reports") {
+	if code, body := b.ask(http.MethodDelete, wire.ReportsPath, "Bearer agent one",
+		nil); code != http.StatusMethodNotAllowed ||
+		!strings.Contains(body, "method DELETE is not allowed for /v1/reports") {
 		t.Errorf("%d %s", code, body)
 	}
 }
@@ -100,7 +107,8 @@ func TestWhatIsNotInTheTableIsRefused(t *testing.T) {
 func TestStreamsOfOtherProtocolsAreRefused(t *testing.T) {
 	b := newBench()
 	for _, query := range []string{"", "?protocol=2", "?protocol=one"} {
-		if code, body := b.ask(http.MethodGet, wire.StreamPath+query, "Bearer agent two", nil); code != http.StatusBadRequest || !strings.Contains(body, "this coordinator speaks 1") {
+		if code, body := b.ask(http.MethodGet, wire.StreamPath+query, "Bearer agent two",
+			nil); code != http.StatusBadRequest || !strings.Contains(body, "this coordinator speaks 1") {
 			t.Errorf("%q: %d %s", query, code, body)
 		}
 	}
@@ -108,7 +116,8 @@ func TestStreamsOfOtherProtocolsAreRefused(t *testing.T) {
 		t.Error("a refused stream has opened or ended a session")
 	}
 	b.Stop()
-	if code, body := b.ask(http.MethodGet, wire.StreamPath+"?protocol=1", "Bearer agent two", nil); code != http.StatusServiceUnavailable || !strings.Contains(body, "shutting down") {
+	if code, body := b.ask(http.MethodGet, wire.StreamPath+"?protocol=1", "Bearer agent two",
+		nil); code != http.StatusServiceUnavailable || !strings.Contains(body, "shutting down") {
 		t.Errorf("while stopping: %d %s", code, body)
 	}
 }
@@ -154,24 +163,44 @@ func TestPosts(t *testing.T) {
 			wire.DeclarationsPath, `{"session":SESSION,"population":"` + strings.Repeat("x", 254) + `"}`, 400,
 			"population: longer than 253 bytes",
 		},
-		"declaration cut short":             {wire.DeclarationsPath, `{"session":`, 400, "body: unexpected EOF"},
-		"declaration, empty":                {wire.DeclarationsPath, ``, 400, "body: EOF"},
-		"declaration of the wrong type":     {wire.DeclarationsPath, `{"session":"one"}`, 400, "cannot unmarshal string"},
-		"declaration, and another":          {wire.DeclarationsPath, `{"session":SESSION} {}`, 400, "more than one JSON value"},
-		"declaration, and a brace":          {wire.DeclarationsPath, `{"session":SESSION}}`, 400, "invalid character '}'"},
-		"declaration that is too large":     {wire.DeclarationsPath, `{"gateway":"` + large + `"}`, 413, "body is larger than 4194304 bytes"},
-		"declaration with too much after":   {wire.DeclarationsPath, `{"session":SESSION}` + large, 413, "body is larger than 4194304 bytes"},
-		"report":                            {wire.ReportsPath, `{"session":SESSION,"reports":[{"uid":"uid-a","state":"idle","proof":"runtime","number":1}]}`, 204, ""},
-		"report with unknown fields":        {wire.ReportsPath, `{"session":SESSION,"new":1,"reports":[{"uid":"uid-a","state":"removed","proof":"timed","requests":3}]}`, 204, ""},
-		"report of nothing":                 {wire.ReportsPath, `{"session":SESSION}`, 204, ""},
-		"report of another state":           {wire.ReportsPath, `{"session":SESSION,"reports":[{"uid":"uid-a","state":"vanished"}]}`, 400, `state \"vanished\" is not one of`},
-		"report with another proof":         {wire.ReportsPath, `{"session":SESSION,"reports":[{"uid":"uid-a","state":"idle","proof":"oath"}]}`, 400, `proof \"oath\" is not one of`},
-		"report without proof":              {wire.ReportsPath, `{"session":SESSION,"reports":[{"uid":"uid-b","state":"kept"},{"uid":"uid-a","state":"removed"}]}`, 400, `reports[1].proof is required with state \"removed\"`},
-		"report without uid":                {wire.ReportsPath, `{"session":SESSION,"reports":[{"state":"routing"}]}`, 400, "reports[0].uid is required"},
-		"report with another session":       {wire.ReportsPath, `{"session":99,"reports":[{"uid":"uid-a","state":"idle","proof":"runtime"}]}`, 409, "open a new stream"},
-		"report as of before the clock":     {wire.ReportsPath, `{"session":SESSION,"at":-1,"reports":[{"uid":"uid-a","state":"idle","proof":"runtime","number":1}]}`, 400, "at -1: must not be negative"},
-		"report that is too large":          {wire.ReportsPath, `{"boot":"` + large + `"}`, 413, "body is larger than 4194304 bytes"},
-		"report with a number for a string": {wire.ReportsPath, `{"session":SESSION,"reports":[{"uid":7}]}`, 400, "cannot unmarshal number"},
+		"declaration cut short": {wire.DeclarationsPath, `{"session":`, 400, "body: unexpected EOF"},
+		"declaration, empty":    {wire.DeclarationsPath, ``, 400, "body: EOF"},
+		"declaration of the wrong type": {wire.DeclarationsPath, `{"session":"one"}`, 400,
+			"cannot unmarshal string"},
+		"declaration, and another": {wire.DeclarationsPath, `{"session":SESSION} {}`, 400,
+			"more than one JSON value"},
+		"declaration, and a brace": {wire.DeclarationsPath, `{"session":SESSION}}`, 400,
+			"invalid character '}'"},
+		"declaration that is too large": {wire.DeclarationsPath, `{"gateway":"` + large + `"}`, 413,
+			"body is larger than 4194304 bytes"},
+		"declaration with too much after": {wire.DeclarationsPath, `{"session":SESSION}` + large, 413,
+			"body is larger than 4194304 bytes"},
+		"report": {wire.ReportsPath,
+			`{"session":SESSION,"reports":[{"uid":"uid-a","state":"idle","proof":"runtime","number":1}]}`, 204, ""},
+		"report with unknown fields": {wire.ReportsPath,
+			`{"session":SESSION,"new":1,"reports":[{"uid":"uid-a","state":"removed","proof":"timed","requests":3}]}`,
+			204, ""},
+		"report of nothing": {wire.ReportsPath, `{"session":SESSION}`, 204, ""},
+		"report of another state": {wire.ReportsPath,
+			`{"session":SESSION,"reports":[{"uid":"uid-a","state":"vanished"}]}`, 400,
+			`state \"vanished\" is not one of`},
+		"report with another proof": {wire.ReportsPath,
+			`{"session":SESSION,"reports":[{"uid":"uid-a","state":"idle","proof":"oath"}]}`, 400,
+			`proof \"oath\" is not one of`},
+		"report without proof": {wire.ReportsPath,
+			`{"session":SESSION,"reports":[{"uid":"uid-b","state":"kept"},{"uid":"uid-a","state":"removed"}]}`, 400,
+			`reports[1].proof is required with state \"removed\"`},
+		"report without uid": {wire.ReportsPath, `{"session":SESSION,"reports":[{"state":"routing"}]}`,
+			400, "reports[0].uid is required"},
+		"report with another session": {wire.ReportsPath,
+			`{"session":99,"reports":[{"uid":"uid-a","state":"idle","proof":"runtime"}]}`, 409, "open a new stream"},
+		"report as of before the clock": {wire.ReportsPath,
+			`{"session":SESSION,"at":-1,"reports":[{"uid":"uid-a","state":"idle","proof":"runtime","number":1}]}`, 400,
+			"at -1: must not be negative"},
+		"report that is too large": {wire.ReportsPath, `{"boot":"` + large + `"}`, 413,
+			"body is larger than 4194304 bytes"},
+		"report with a number for a string": {wire.ReportsPath, `{"session":SESSION,"reports":[{"uid":7}]}`, 400,
+			"cannot unmarshal number"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			b := newBench()
@@ -185,7 +214,8 @@ func TestPosts(t *testing.T) {
 				t.Errorf("%d %.300s, want %d %s", code, said, c.code, c.want)
 			}
 			phase := b.ledger.Status(time.Now(), drain.AtHold, "uid-a").Phase
-			if acknowledged := name == "report"; acknowledged != (phase == drain.Released) && name != "declaration of nothing" {
+			if acknowledged := name == "report"; acknowledged != (phase == drain.Released) &&
+				name != "declaration of nothing" {
 				t.Errorf("the drain is %s", phase)
 			}
 		})
@@ -196,16 +226,20 @@ func TestPosts(t *testing.T) {
 func TestASessionOfAnotherAgentIsStale(t *testing.T) {
 	b := newBench()
 	for _, path := range []string{wire.DeclarationsPath, wire.ReportsPath} {
-		if code, body := b.ask(http.MethodPost, path, "Bearer agent two", strings.NewReader(`{"session":1}`)); code != http.StatusConflict {
+		if code, body := b.ask(http.MethodPost, path, "Bearer agent two",
+			strings.NewReader(`{"session":1}`)); code != http.StatusConflict {
 			t.Errorf("%s: %d %s", path, code, body)
 		}
 	}
 }
 
-// Whatever an agent posts is taken or refused as its own fault, and what is refused changes nothing.
+// Whatever an agent posts is taken or refused as its own fault, and what is refused changes
+// nothing.
 func FuzzPosts(f *testing.F) {
-	f.Add(false, []byte(`{"session":1,"gateway":"g","routes":[{"service":{"namespace":"shop","name":"web"},"via":"endpoints","kind":"directed","granularity":"request"}]}`))
-	f.Add(true, []byte(`{"session":1,"boot":"b","reports":[{"uid":"uid-a","generation":"1","state":"idle","proof":"runtime","number":1}]}`))
+	f.Add(false,
+		[]byte(`{"session":1,"gateway":"g","routes":[{"service":{"namespace":"shop","name":"web"},"via":"endpoints","kind":"directed","granularity":"request"}]}`))
+	f.Add(true,
+		[]byte(`{"session":1,"boot":"b","reports":[{"uid":"uid-a","generation":"1","state":"idle","proof":"runtime","number":1}]}`))
 	f.Add(true, []byte(`{"session":1,"reports":[{"uid":"uid-a","since":"-292277022399-01-01T00:00:00Z"}]}`))
 	f.Add(false, []byte(`{"session":1}}`))
 	f.Add(true, []byte(`null`))
@@ -230,7 +264,8 @@ func FuzzPosts(f *testing.F) {
 				if err != nil {
 					t.Fatal(err)
 				}
-				if code, said := b.ask(http.MethodPost, path, "Bearer agent one", bytes.NewReader(again)); code != good {
+				if code, said := b.ask(http.MethodPost, path, "Bearer agent one",
+					bytes.NewReader(again)); code != good {
 					t.Errorf("taken once, and then written again as %s: %d %s", again, code, said)
 				}
 			}
@@ -261,33 +296,45 @@ func TestWhatIsTooMuchIsRefusedByName(t *testing.T) {
 		code       int
 		want       string
 	}{
-		"10,000 routes":      {wire.DeclarationsPath, `{"session":1,"routes":[` + many(10_000, route) + `]}`, 200, ""},
-		"10,001 routes":      {wire.DeclarationsPath, `{"session":1,"routes":[` + many(10_001, route) + `]}`, 413, "routes: 10001 are more than 10000"},
-		"a long Service":     {wire.DeclarationsPath, `{"session":1,"routes":[` + strings.Replace(route, "NAME", long, 1) + `]}`, 400, "routes[0].service: a name is longer than 253 bytes"},
-		"10,001 reports":     {wire.ReportsPath, `{"session":1,"reports":[` + many(10_001, `{"uid":"a"}`) + `]}`, 413, "reports: 10001 are more than 10000"},
-		"a long uid":         {wire.ReportsPath, `{"session":1,"reports":[{"uid":"` + long + `"}]}`, 400, "reports[0]: uid or generation is longer than 253 bytes"},
-		"a long generation":  {wire.ReportsPath, `{"session":1,"reports":[{"uid":"a","generation":"` + long + `"}]}`, 400, "reports[0]: uid or generation is longer than 253 bytes"},
-		"a long boot":        {wire.ReportsPath, `{"session":1,"boot":"` + long + `"}`, 400, "boot: longer than 253 bytes"},
-		"a long boot leaves": {wire.LeavePath, `{"session":1,"boot":"` + long + `"}`, 400, "boot: longer than 253 bytes"},
+		"10,000 routes": {wire.DeclarationsPath, `{"session":1,"routes":[` + many(10_000, route) + `]}`, 200, ""},
+		"10,001 routes": {wire.DeclarationsPath, `{"session":1,"routes":[` + many(10_001, route) + `]}`, 413,
+			"routes: 10001 are more than 10000"},
+		"a long Service": {wire.DeclarationsPath,
+			`{"session":1,"routes":[` + strings.Replace(route, "NAME", long, 1) + `]}`, 400,
+			"routes[0].service: a name is longer than 253 bytes"},
+		"10,001 reports": {wire.ReportsPath, `{"session":1,"reports":[` + many(10_001, `{"uid":"a"}`) + `]}`, 413,
+			"reports: 10001 are more than 10000"},
+		"a long uid": {wire.ReportsPath, `{"session":1,"reports":[{"uid":"` + long + `"}]}`, 400,
+			"reports[0]: uid or generation is longer than 253 bytes"},
+		"a long generation": {wire.ReportsPath, `{"session":1,"reports":[{"uid":"a","generation":"` + long + `"}]}`,
+			400, "reports[0]: uid or generation is longer than 253 bytes"},
+		"a long boot": {wire.ReportsPath, `{"session":1,"boot":"` + long + `"}`, 400,
+			"boot: longer than 253 bytes"},
+		"a long boot leaves": {wire.LeavePath, `{"session":1,"boot":"` + long + `"}`, 400,
+			"boot: longer than 253 bytes"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			b := newBench()
-			if code, said := b.ask(http.MethodPost, c.path, "Bearer agent one", strings.NewReader(c.body)); code != c.code || !strings.Contains(said, c.want) {
+			if code, said := b.ask(http.MethodPost, c.path, "Bearer agent one",
+				strings.NewReader(c.body)); code != c.code || !strings.Contains(said, c.want) {
 				t.Errorf("%d %.200s, want %d %s", code, said, c.code, c.want)
 			}
 		})
 	}
 	b := newBench()
 	query := "?protocol=1&boot=" + strings.Repeat("x", 300)
-	if code, said := b.ask(http.MethodGet, wire.StreamPath+query, "Bearer agent two", nil); code != 400 || !strings.Contains(said, "boot: longer than") {
+	if code, said := b.ask(http.MethodGet, wire.StreamPath+query, "Bearer agent two", nil); code != 400 ||
+		!strings.Contains(said, "boot: longer than") {
 		t.Errorf("%d %s", code, said)
 	}
-	if code, said := b.ask(http.MethodGet, wire.StreamPath+"?protocol=1", "Bearer agent two", strings.NewReader("x")); code != 400 || !strings.Contains(said, "a stream is opened without") {
+	if code, said := b.ask(http.MethodGet, wire.StreamPath+"?protocol=1", "Bearer agent two",
+		strings.NewReader("x")); code != 400 || !strings.Contains(said, "a stream is opened without") {
 		t.Errorf("%d %s", code, said)
 	}
 }
 
-// An agent that has the right in some namespaces declares Services in these, and delays nobody's deletions elsewhere.
+// An agent that has the right in some namespaces declares Services in these, and delays nobody's
+// deletions elsewhere.
 func TestRoutesInNamespacesWithoutRightAreRefused(t *testing.T) {
 	routes := func(namespaces ...string) string {
 		d := wire.Declaration{Session: 2}
@@ -310,17 +357,20 @@ func TestRoutesInNamespacesWithoutRightAreRefused(t *testing.T) {
 		code       int
 		want       string
 	}{
-		"its own":                {[]string{"shop", "shop"}, 200, ""},
-		"none":                   {nil, 200, ""},
-		"another":                {[]string{"shop", "bank"}, 403, `routes[1].service: edge may not acknowledge drains in namespace \"bank\"`},
-		"one that is not known":  {[]string{"shop", "hidden"}, 503, "the API server does not answer"},
-		"too many to ask about":  {hundred, 403, "routes: in 101 namespaces, more than 100 need the right to acknowledge in all"},
+		"its own": {[]string{"shop", "shop"}, 200, ""},
+		"none":    {nil, 200, ""},
+		"another": {[]string{"shop", "bank"}, 403,
+			`routes[1].service: edge may not acknowledge drains in namespace \"bank\"`},
+		"one that is not known": {[]string{"shop", "hidden"}, 503, "the API server does not answer"},
+		"too many to ask about": {hundred, 403,
+			"routes: in 101 namespaces, more than 100 need the right to acknowledge in all"},
 		"it is asked about once": {[]string{"bank", "shop", "bank"}, 403, "routes[0].service"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			b := newBench()
 			b.ledger.Connect(time.Now(), "local one", drain.Hello{})
-			code, said := b.ask(http.MethodPost, wire.DeclarationsPath, "Bearer agent local one", strings.NewReader(routes(c.namespaces...)))
+			code, said := b.ask(http.MethodPost, wire.DeclarationsPath, "Bearer agent local one",
+				strings.NewReader(routes(c.namespaces...)))
 			if code != c.code || !strings.Contains(said, c.want) {
 				t.Errorf("%d %s, want %d %s", code, said, c.code, c.want)
 			}
@@ -355,12 +405,16 @@ func TestSlowBodiesAreCut(t *testing.T) {
 		head, want string
 		after      time.Duration
 	}{
-		"of an agent": {"POST /v1/reports HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer agent one\r\nContent-Length: 1000\r\n\r\n", "408 Request Timeout", bodyTimeout},
-		"in pieces": {"POST /v1/reports HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer agent one\r\nTransfer-Encoding: chunked\r\n\r\n", "408 Request Timeout",
+		"of an agent": {"POST /v1/reports HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer agent one\r\nContent-Length: " +
+			"1000\r\n\r\n", "408 Request Timeout", bodyTimeout},
+		"in pieces": {"POST /v1/reports HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer agent " +
+			"one\r\nTransfer-Encoding: chunked\r\n\r\n", "408 Request Timeout",
 			bodyTimeout},
 		// It is answered when the server has given up to read what it does not want.
-		"of a stranger": {"POST /v1/reports HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer nonsense\r\nContent-Length: 1000\r\n\r\n", "401 Unauthorized", authTimeout + bodyTimeout},
-		"of a stream":   {"GET /v1/stream?protocol=1 HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer agent one\r\nContent-Length: 1000\r\n\r\n", "400 Bad Request", bodyTimeout},
+		"of a stranger": {"POST /v1/reports HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer " +
+			"nonsense\r\nContent-Length: 1000\r\n\r\n", "401 Unauthorized", authTimeout + bodyTimeout},
+		"of a stream": {"GET /v1/stream?protocol=1 HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer agent " +
+			"one\r\nContent-Length: 1000\r\n\r\n", "400 Bad Request", bodyTimeout},
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -395,7 +449,8 @@ func TestASlowAuthenticatorDoesNotCutTheBody(t *testing.T) {
 		}
 		defer conn.Close()
 		go func() {
-			_, _ = io.WriteString(conn, "POST /v1/leave HTTP/1.1\r\nHost: x\r\nConnection: close\r\nAuthorization: Bearer agent one\r\nContent-Length: 13\r\n\r\n")
+			_, _ = io.WriteString(conn, "POST /v1/leave HTTP/1.1\r\nHost: x\r\nConnection: close\r\nAuthorization: "+
+				"Bearer agent one\r\nContent-Length: 13\r\n\r\n")
 			time.Sleep(9 * time.Second)
 			_, _ = io.WriteString(conn, `{"session":1}`)
 		}()

@@ -13,7 +13,8 @@ import (
 )
 
 const (
-	// lookAround is how often a barrier that waits looks at what surrounds its pod: whether another endpoint has become ready.
+	// lookAround is how often a barrier that waits looks at what surrounds its pod: whether another
+	// endpoint has become ready.
 	lookAround = 250 * time.Millisecond
 	// restartTimeout is how long the stop of a container waits whose pod stays.
 	restartTimeout = 2 * time.Second
@@ -23,7 +24,8 @@ const (
 
 // PodContext are what a replica knows of a pod whose barrier is asked for.
 type PodContext struct {
-	// Known: there is such a pod, with this UID. Terminating: it has a deletionTimestamp, as far as is known here.
+	// Known: there is such a pod, with this UID. Terminating: it has a deletionTimestamp, as far as
+	// is known here.
 	Known, Terminating bool
 	// Here: the agent that asks is on the pod's node.
 	Here bool
@@ -33,15 +35,16 @@ type PodContext struct {
 	Stated                  time.Duration
 	Last, LastOne, LastHere bool
 	Young                   time.Duration
-	// IdleBound is the longest time for which the pod, or one of its Services, wants connections waited for that clients keep.
+	// IdleBound is the longest time for which the pod, or one of its Services, wants connections
+	// waited for that clients keep.
 	IdleBound time.Duration
 }
 
 // PodContexts tells what surrounds a pod, from a cache: it is asked four times a second for each
 // barrier that waits.
 type PodContexts interface {
-	// Surroundings is asked by the agent whose pod is called agent, namespace/name; by the replica itself, which asks whether the pod is known,
-	// as "". A cache that has not synced is an error.
+	// Surroundings is asked by the agent whose pod is called agent, namespace/name; by the replica
+	// itself, which asks whether the pod is known, as "". A cache that has not synced is an error.
 	Surroundings(ctx context.Context, agent string, pod drain.Pod) (PodContext, error)
 }
 
@@ -51,20 +54,25 @@ func (c *Coordinator) barrier(w http.ResponseWriter, r *http.Request, who Identi
 	if err := decode(w, r, &asked); err != nil {
 		return nil, err
 	}
-	bound, elapsed := time.Duration(asked.BoundMillis)*time.Millisecond, time.Duration(asked.ElapsedMillis)*time.Millisecond
+	bound, elapsed := time.Duration(asked.BoundMillis)*time.Millisecond,
+		time.Duration(asked.ElapsedMillis)*time.Millisecond
 	switch {
 	case asked.Pod.UID == "" || asked.Pod.Namespace == "" || asked.Pod.Name == "":
 		return nil, refusal{http.StatusBadRequest, "pod: namespace, name and uid are required"}
 	case max(len(asked.Pod.UID), len(asked.Pod.Namespace), len(asked.Pod.Name)) > wire.MaxName:
 		return nil, refusal{http.StatusBadRequest, fmt.Sprintf("pod: a name is longer than %d bytes", wire.MaxName)}
 	case len(asked.Targets) > wire.MaxTargets:
-		return nil, refusal{http.StatusBadRequest, fmt.Sprintf("targets: %d are more than %d", len(asked.Targets), wire.MaxTargets)}
+		return nil, refusal{http.StatusBadRequest,
+			fmt.Sprintf("targets: %d are more than %d", len(asked.Targets), wire.MaxTargets)}
 	case slices.ContainsFunc(asked.Targets, func(t netip.AddrPort) bool { return t.Addr().Zone() != "" }):
-		return nil, refusal{http.StatusBadRequest, "targets: no pod's address has a zone"} // it may be of any length, and all who observe are told
+		// it may be of any length, and all who observe are told
+		return nil, refusal{http.StatusBadRequest, "targets: no pod's address has a zone"}
 	case asked.BoundMillis < 0 || bound > wire.MaxBound:
-		return nil, refusal{http.StatusBadRequest, fmt.Sprintf("boundMillis %d: must be 0 to %d", asked.BoundMillis, wire.MaxBound.Milliseconds())}
+		return nil, refusal{http.StatusBadRequest,
+			fmt.Sprintf("boundMillis %d: must be 0 to %d", asked.BoundMillis, wire.MaxBound.Milliseconds())}
 	case asked.ElapsedMillis < 0 || elapsed > 10*wire.MaxBound:
-		return nil, refusal{http.StatusBadRequest, fmt.Sprintf("elapsedMillis %d: must be 0 to %d", asked.ElapsedMillis, 10*wire.MaxBound.Milliseconds())}
+		return nil, refusal{http.StatusBadRequest,
+			fmt.Sprintf("elapsedMillis %d: must be 0 to %d", asked.ElapsedMillis, 10*wire.MaxBound.Milliseconds())}
 	case c.PodContexts == nil:
 		return nil, refusal{http.StatusServiceUnavailable, "this replica knows nothing of pods"}
 	}
@@ -90,7 +98,8 @@ func (c *Coordinator) barrier(w http.ResponseWriter, r *http.Request, who Identi
 	if !asked.Terminating {
 		return c.restart(r.Context(), asked.Pod, s, arrived.Add(min(bound, restartTimeout)))
 	}
-	b := drain.Barrier{Pod: asked.Pod, By: who.Agent, Targets: asked.Targets, Since: arrived.Add(-elapsed), Bound: bound}
+	b := drain.Barrier{Pod: asked.Pod, By: who.Agent, Targets: asked.Targets, Since: arrived.Add(-elapsed),
+		Bound: bound}
 	for {
 		b.Services = b.Services[:0]
 		for _, t := range s.Targets {
@@ -146,7 +155,8 @@ func (c *Coordinator) podContext(ctx context.Context, who Identity, asked *wire.
 			}
 		}
 		if !allowed {
-			return s, refusal{http.StatusForbidden, fmt.Sprintf("%s may not acknowledge drains in namespace %q", who.Username, asked.Pod.Namespace)}
+			return s, refusal{http.StatusForbidden,
+				fmt.Sprintf("%s may not acknowledge drains in namespace %q", who.Username, asked.Pod.Namespace)}
 		}
 	}
 	asked.Terminating = asked.Terminating || s.Terminating
@@ -171,7 +181,8 @@ func (c *Coordinator) podContext(ctx context.Context, who Identity, asked *wire.
 	return s, nil
 }
 
-// restart, called with the lock, has directed gateways let go of a pod whose container is stopped, and answers by until.
+// restart, called with the lock, has directed gateways let go of a pod whose container is stopped,
+// and answers by until.
 func (c *Coordinator) restart(ctx context.Context, pod drain.Pod, s PodContext, until time.Time) (any, error) {
 	status := c.ledger.Ask(time.Now(), pod, s.Targets, drain.Place{Restart: true})
 	for {
@@ -239,13 +250,16 @@ func (c *Coordinator) passed(s drain.Status) {
 		c.Metrics.cut.Inc()
 	}
 	c.unsaid = append(c.unsaid, func() {
-		c.Log.Info("barrier passed", "pod", s.Pod.String(), "uid", s.Pod.UID, "phase", s.Phase.String(), "reason", s.Reason.String(),
-			"sinceSeconds", took.Seconds(), "owed", s.Owed, "waitingFor", names(s.Waiting), "suspended", names(s.Suspended), "lost", names(s.Lost), "away", names(s.Away), "moreAway", s.MoreAway,
+		c.Log.Info("barrier passed", "pod", s.Pod.String(), "uid", s.Pod.UID, "phase", s.Phase.String(),
+			"reason", s.Reason.String(),
+			"sinceSeconds", took.Seconds(), "owed", s.Owed, "waitingFor", names(s.Waiting),
+			"suspended", names(s.Suspended), "lost", names(s.Lost), "away", names(s.Away), "moreAway", s.MoreAway,
 			"statedSeconds", s.Stated.Seconds(), "cut", s.Cut)
 	})
 }
 
-// settleBarriers, called with the lock, wakes those who wait at barriers that may have changed. It reports whether there were any.
+// settleBarriers, called with the lock, wakes those who wait at barriers that may have changed. It
+// reports whether there were any.
 func (c *Coordinator) settleBarriers() bool {
 	touched := c.ledger.Changed(drain.AtBarrier)
 	for _, uid := range touched {
@@ -263,7 +277,8 @@ func (c *Coordinator) wakeBarred(uid drain.UID) {
 	}
 }
 
-// lookAtBarriers ends those of pods that are not known any more: their end may have been missed, or was before they were asked for.
+// lookAtBarriers ends those of pods that are not known any more: their end may have been missed, or
+// was before they were asked for.
 func (c *Coordinator) lookAtBarriers(ctx context.Context, pods []drain.Pod) {
 	for _, pod := range pods {
 		if c.PodContexts == nil {
@@ -288,7 +303,8 @@ func (c *Coordinator) Deleted(uid drain.UID) {
 	c.settle()
 }
 
-// Ready records that a pod has become ready at a time, so that it can be routed again if it was let go of for a restart before.
+// Ready records that a pod has become ready at a time, so that it can be routed again if it was let
+// go of for a restart before.
 func (c *Coordinator) Ready(uid drain.UID, at time.Time) {
 	c.mu.Lock()
 	defer c.unlock()

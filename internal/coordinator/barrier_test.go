@@ -40,7 +40,8 @@ func (v vicinity) Surroundings(context.Context, string, drain.Pod) (PodContext, 
 }
 
 func newNearby() *nearby {
-	return &nearby{PodContext: PodContext{Known: true, Terminating: true, Here: true, Targets: []drain.Targets{{Service: web}}}}
+	return &nearby{PodContext: PodContext{Known: true, Terminating: true, Here: true,
+		Targets: []drain.Targets{{Service: web}}}}
 }
 
 // with gives a replica a pod context.
@@ -172,7 +173,8 @@ func (p passing) String() string {
 func (a *nodeAgent) hook(p drain.Pod, change ...func(*wire.Barrier)) <-chan passing {
 	out := make(chan passing, 1)
 	began := time.Now()
-	b := wire.Barrier{Pod: p, Since: began, BoundMillis: 30_000, Terminating: true, Targets: []netip.AddrPort{netip.MustParseAddrPort("10.1.0.7:0")}}
+	b := wire.Barrier{Pod: p, Since: began, BoundMillis: 30_000, Terminating: true,
+		Targets: []netip.AddrPort{netip.MustParseAddrPort("10.1.0.7:0")}}
 	for _, f := range change {
 		f(&b)
 	}
@@ -275,7 +277,8 @@ func TestAHookIsAnsweredAtItsBound(t *testing.T) {
 	})
 }
 
-// Without this, a rollout of the coordinator, or the death of one replica, lets pods be stopped at once, or makes them wait anew.
+// Without this, a rollout of the coordinator, or the death of one replica, lets pods be stopped at
+// once, or makes them wait anew.
 func TestAnotherReplicaGoesOn(t *testing.T) {
 	for name, lose := range map[string]func(n *network, r *replica){
 		"it stops":         func(_ *network, r *replica) { r.end() },
@@ -285,7 +288,8 @@ func TestAnotherReplicaGoesOn(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				n := newNetwork(t)
-				replicas := []*replica{n.replica("replica-0", "a", with(newNearby())), n.replica("replica-1", "b", with(newNearby()))}
+				replicas := []*replica{n.replica("replica-0", "a", with(newNearby())),
+					n.replica("replica-1", "b", with(newNearby()))}
 				one := n.nodeAgent("node-1", "replica-0", "replica-1")
 				p := pod("a")
 				var elapsed time.Duration
@@ -305,7 +309,8 @@ func TestAnotherReplicaGoesOn(t *testing.T) {
 				}
 				is, ok := one.eyes.watching(p)
 				if !ok || is.Since.Sub(w.Since) > time.Millisecond || w.Since.Sub(is.Since) > time.Millisecond {
-					t.Fatalf("nobody goes on with the barrier, or its clock began again at %s, not %s", is.Since, w.Since)
+					t.Fatalf("nobody goes on with the barrier, or its clock began again at %s, not %s", is.Since,
+						w.Since)
 				}
 				waits(t, hook)
 				time.Sleep(4 * time.Second)
@@ -320,12 +325,16 @@ func TestHooksThatCannotBeAsked(t *testing.T) {
 		change func(n *nearby, r *replica)
 		want   string
 	}{
-		"a pod of another node":     {func(n *nearby, _ *replica) { n.Here = false }, "is not on the node"},
-		"a pod that stays":          {func(n *nearby, r *replica) { n.Terminating = false; r.lives.set("uid-a", Living) }, "is not terminating"},
+		"a pod of another node": {func(n *nearby, _ *replica) { n.Here = false }, "is not on the node"},
+		"a pod that stays": {func(n *nearby, r *replica) {
+			n.Terminating = false
+			r.lives.set("uid-a", Living)
+		}, "is not terminating"},
 		"a pod that cannot be read": {func(n *nearby, _ *replica) { n.Terminating = false }, "cannot be read"},
-		"nothing is known":          {func(n *nearby, _ *replica) { n.err = errors.New("the cache is cold") }, "the cache is cold"},
-		"too many wait":             {func(_ *nearby, r *replica) { r.MaxBarriers = 1; r.barriers = 1 }, "too many barriers"},
-		"no replica":                {func(_ *nearby, r *replica) { r.end() }, "no coordinator can be asked"},
+		"nothing is known": {func(n *nearby, _ *replica) { n.err = errors.New("the cache is cold") },
+			"the cache is cold"},
+		"too many wait": {func(_ *nearby, r *replica) { r.MaxBarriers = 1; r.barriers = 1 }, "too many barriers"},
+		"no replica":    {func(_ *nearby, r *replica) { r.end() }, "no coordinator can be asked"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -335,7 +344,8 @@ func TestHooksThatCannotBeAsked(t *testing.T) {
 				near.set(func(*PodContext) { c.change(near, r) })
 				synctest.Wait()
 				is := <-one.hook(pod("a"))
-				if !errors.Is(is.err, client.ErrNoCoordinator) || !strings.Contains(is.err.Error(), c.want) || is.took != 0 {
+				if !errors.Is(is.err, client.ErrNoCoordinator) || !strings.Contains(is.err.Error(), c.want) ||
+					is.took != 0 {
 					t.Errorf("after %s: %v, want %q", is.took, is.err, c.want)
 				}
 				r.mu.Lock()
@@ -348,8 +358,9 @@ func TestHooksThatCannotBeAsked(t *testing.T) {
 	}
 }
 
-// Without this, one agent that writes a zone as long as it may post has every other agent that observes lose its stream, again and again until the
-// barrier is over: a message is larger than what they read.
+// Without this, one agent that writes a zone as long as it may post has every other agent that
+// observes lose its stream, again and again until the barrier is over: a message is larger than
+// what they read.
 func TestOneAgentCannotCutTheStreamsOfAll(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newNetwork(t)
@@ -357,7 +368,8 @@ func TestOneAgentCannotCutTheStreamsOfAll(t *testing.T) {
 		one, two := n.nodeAgent("node-1", "replica-0"), n.nodeAgent("node-2", "replica-0")
 		liar := n.nodeAgent("liar", "replica-0")
 		bad := liar.hook(pod("b"), func(b *wire.Barrier) {
-			b.Targets = []netip.AddrPort{netip.AddrPortFrom(netip.MustParseAddr("fe80::1%"+strings.Repeat("x", 2<<20)), 0)}
+			b.Targets = []netip.AddrPort{netip.AddrPortFrom(netip.MustParseAddr("fe80::1%"+strings.Repeat("x", 2<<20)),
+				0)}
 		})
 		time.Sleep(time.Second)
 		p := pod("a")
@@ -386,8 +398,8 @@ func TestAPodThatIsGoingIsReadLive(t *testing.T) {
 	})
 }
 
-// Who has let go of a young pod is believed at once if it was seen to send to it, and else when it must have heard of it: no later, and not as
-// soon as this replica has heard of other things.
+// Who has let go of a young pod is believed at once if it was seen to send to it, and else when it
+// must have heard of it: no later, and not as soon as this replica has heard of other things.
 func TestAHookOfAYoungPodWaitsForThoseWhoMayNotHaveHeardOfIt(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n, near := newNetwork(t), newNearby()
@@ -420,7 +432,8 @@ func TestAHookOfAYoungPodWaitsForThoseWhoMayNotHaveHeardOfIt(t *testing.T) {
 	})
 }
 
-// Without this, a Service with one pod that is replaced loses its requests: its kernels say Kept, and the new one is ready.
+// Without this, a Service with one pod that is replaced loses its requests: its kernels say Kept,
+// and the new one is ready.
 func TestOtherEndpointsAreLookedAtWhileAHookWaits(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n, near := newNetwork(t), newNearby()
@@ -487,9 +500,11 @@ func TestWhatIsRefusedAtTheBarrier(t *testing.T) {
 			change func(*wire.Barrier)
 			code   int
 		}{
-			"no uid":           {func(b *wire.Barrier) { b.Pod.UID = "" }, http.StatusBadRequest},
-			"a long name":      {func(b *wire.Barrier) { b.Pod.Name = strings.Repeat("x", 254) }, http.StatusBadRequest},
-			"many targets":     {func(b *wire.Barrier) { b.Targets = make([]netip.AddrPort, 65) }, http.StatusBadRequest},
+			"no uid": {func(b *wire.Barrier) { b.Pod.UID = "" }, http.StatusBadRequest},
+			"a long name": {func(b *wire.Barrier) { b.Pod.Name = strings.Repeat("x", 254) },
+				http.StatusBadRequest},
+			"many targets": {func(b *wire.Barrier) { b.Targets = make([]netip.AddrPort, 65) },
+				http.StatusBadRequest},
 			"a negative bound": {func(b *wire.Barrier) { b.BoundMillis = -1 }, http.StatusBadRequest},
 			"a long bound":     {func(b *wire.Barrier) { b.BoundMillis = 600_001 }, http.StatusBadRequest},
 			"from the future":  {func(b *wire.Barrier) { b.ElapsedMillis = -1 }, http.StatusBadRequest},

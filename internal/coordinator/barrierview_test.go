@@ -27,7 +27,8 @@ func TestViewFollowsABarrier(t *testing.T) {
 			v := r.View(10, 10)
 			got := []string{fmt.Sprintf("%d open, %d hooks", v.OpenBarriers, v.Barred)}
 			for _, b := range v.Barriers {
-				got = append(got, fmt.Sprintf("%s %s %s for %s by %s stated %s", b.Pod, b.Phase, b.Reason, v.At.Sub(b.Entered), b.ByName, b.Stated))
+				got = append(got, fmt.Sprintf("%s %s %s for %s by %s stated %s", b.Pod, b.Phase, b.Reason,
+					v.At.Sub(b.Entered), b.ByName, b.Stated))
 				for _, w := range b.Reports {
 					since := "never"
 					if !w.Since.IsZero() {
@@ -43,18 +44,23 @@ func TestViewFollowsABarrier(t *testing.T) {
 				t.Errorf("%s:\ngot  %s\nwant %s", when, text, want)
 			}
 		}
-		see("at first", "1 open, 1 hooks; shop/a Unrouting None for 0s by node-1 stated 2s; node-1 unknown never; node-2 unknown never")
+		see("at first", "1 open, 1 hooks; shop/a Unrouting None for 0s by node-1 stated 2s; node-1 unknown never; "+
+			"node-2 unknown never")
 		time.Sleep(200 * time.Millisecond)
 		one.see(t, p, drain.Idle, true)
-		see("one is idle", "1 open, 1 hooks; shop/a Unrouting None for 200ms by node-1 stated 2s; node-2 unknown never; node-1 idle 0s")
+		see("one is idle", "1 open, 1 hooks; shop/a Unrouting None for 200ms by node-1 stated 2s; node-2 unknown "+
+			"never; node-1 idle 0s")
 		time.Sleep(300 * time.Millisecond)
 		two.see(t, p, drain.Removed, false)
-		see("two has removed", "1 open, 1 hooks; shop/a Quiescing None for 0s by node-1 stated 2s; node-2 removed 0s; node-1 idle 300ms")
+		see("two has removed", "1 open, 1 hooks; shop/a Quiescing None for 0s by node-1 stated 2s; node-2 removed "+
+			"0s; node-1 idle 300ms")
 		two.see(t, p, drain.Idle, true)
-		see("only the stated wait is left", "1 open, 1 hooks; shop/a Quiescing None for 0s by node-1 stated 2s; node-1 idle 300ms; node-2 idle 0s")
+		see("only the stated wait is left", "1 open, 1 hooks; shop/a Quiescing None for 0s by node-1 stated 2s; "+
+			"node-1 idle 300ms; node-2 idle 0s")
 		time.Sleep(1500 * time.Millisecond)
 		passed(t, hook, "Acknowledged after 2s")
-		see("it may stop", `1 open, 0 hooks; shop/a Released Acknowledged for 0s by node-1 stated 2s; node-1 idle 1.8s; node-2 idle 1.5s; shop/a 1 Acknowledged after 2s []`)
+		see("it may stop",
+			`1 open, 0 hooks; shop/a Released Acknowledged for 0s by node-1 stated 2s; node-1 idle 1.8s; node-2 idle 1.5s; shop/a 1 Acknowledged after 2s []`)
 		// Another container's hook, and the kubelet's repeat, are no news.
 		passed(t, one.hook(p), "Acknowledged after 0s")
 		r.Deleted(p.UID)
@@ -66,7 +72,8 @@ func TestViewFollowsABarrier(t *testing.T) {
 		for _, q := range r.View(0, 0).Propagation {
 			times = append(times, fmt.Sprintf("%s %s %d: %s %s", q.Gateway, q.What, q.Samples, q.P50, q.Max))
 		}
-		if got, want := strings.Join(times, "; "), "fake removed 2: 200ms 500ms; fake idle 2: 200ms 500ms"; got != want {
+		if got, want := strings.Join(times, "; "),
+			"fake removed 2: 200ms 500ms; fake idle 2: 200ms 500ms"; got != want {
 			t.Errorf("propagation\ngot  %s\nwant %s", got, want)
 		}
 		// A pod that went before its hook was heard of leaves nothing behind.
@@ -95,7 +102,8 @@ func TestViewNamesWhoWasLateAtABarrier(t *testing.T) {
 		synctest.Wait()
 		<-hook
 		v := r.View(10, 10)
-		if len(v.Outcomes) != 1 || v.Outcomes[0].Reason != drain.Deadline || strings.Join(v.Outcomes[0].Silent, " ") != "node-2" || v.Outcomes[0].Gate != drain.AtBarrier {
+		if len(v.Outcomes) != 1 || v.Outcomes[0].Reason != drain.Deadline ||
+			strings.Join(v.Outcomes[0].Silent, " ") != "node-2" || v.Outcomes[0].Gate != drain.AtBarrier {
 			t.Errorf("%+v", v.Outcomes)
 		}
 	})

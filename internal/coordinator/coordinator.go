@@ -1,9 +1,11 @@
-// Package coordinator gives one replica's ledger a clock, a voice and ears: it holds callers until their drain is released, streams
-// drains to agents, takes their reports, and asks the API about drains that nobody asks for any more.
+// Package coordinator gives one replica's ledger a clock, a voice and ears: it holds callers until
+// their drain is released, streams drains to agents, takes their reports, and asks the API about
+// drains that nobody asks for any more.
 //
-// The ledger belongs to a mutex that is never held while anything is sent, read, logged or waited for. A caller that waits is woken by a
-// channel that is closed when something may have changed for its pod, and then asks the ledger again; an agent's stream is woken
-// through a channel of size one and then reads everything that changed since what it sent last.
+// The ledger belongs to a mutex that is never held while anything is sent, read, logged or waited
+// for. A caller that waits is woken by a channel that is closed when something may have changed for
+// its pod, and then asks the ledger again; an agent's stream is woken through a channel of size one
+// and then reads everything that changed since what it sent last.
 package coordinator
 
 import (
@@ -34,7 +36,8 @@ const (
 	maxTickGap  = 10 * time.Second
 	// rightsEvery is how often the rights of agents with a stream are looked at.
 	rightsEvery = 10 * time.Second
-	// deletedFor is how long agents are refused whose pod is deleted: no answer about their token is remembered for longer.
+	// deletedFor is how long agents are refused whose pod is deleted: no answer about their token
+	// is remembered for longer.
 	deletedFor = 2 * time.Minute
 )
 
@@ -55,28 +58,29 @@ type Pods interface {
 	Life(ctx context.Context, pod drain.Pod) (Life, error)
 }
 
-// ErrTooManyHolds is returned by [Coordinator.Drain] for a call that must be answered at once because as many as allowed wait
-// already. The drain runs on.
+// ErrTooManyHolds is returned by [Coordinator.Drain] for a call that must be answered at once
+// because as many as allowed wait already. The drain runs on.
 var ErrTooManyHolds = errors.New("too many deletions are held by this replica")
 
 // ErrTooManyOfOwner is the ErrTooManyHolds of a call whose pod's owner has as many as it may.
 var ErrTooManyOfOwner = fmt.Errorf("of one owner: %w", ErrTooManyHolds)
 
-// ErrStopping is returned by [Coordinator.Drain] for calls that wait when the coordinator stops, and after.
+// ErrStopping is returned by [Coordinator.Drain] for calls that wait when the coordinator stops,
+// and after.
 var ErrStopping = errors.New("this replica is shutting down")
 
 // Options are what a Coordinator needs besides its ledger.
 type Options struct {
 	// MaxHolds bounds the calls that wait at one time.
 	MaxHolds int
-	// MaxHoldsPerOwner bounds those that wait for pods of one owner, so that one rollout does not keep all others from being held. 0: no
-	// bound but MaxHolds.
+	// MaxHoldsPerOwner bounds those that wait for pods of one owner, so that one rollout does not
+	// keep all others from being held. 0: no bound but MaxHolds.
 	MaxHoldsPerOwner int
 	Pods             Pods
 	// PodContexts is asked at the barrier. Nil: this replica serves none.
 	PodContexts PodContexts
-	// Scope says who is asked there, Sampling when that is a sample; the zero value is the default. MaxBarriers bounds those that wait at one
-	// time. 0: 2048.
+	// Scope says who is asked there, Sampling when that is a sample; the zero value is the default.
+	// MaxBarriers bounds those that wait at one time. 0: 2048.
 	Scope       drain.Scope
 	Sampling    drain.Sampling
 	MaxBarriers int
@@ -109,7 +113,8 @@ type Coordinator struct {
 	streams map[drain.AgentID]*stream
 	// deleted holds the pods that the watch has lately shown deleted, and when.
 	deleted map[drain.UID]time.Time
-	// looked holds the pod of a drain, and that of a barrier, that were read last. ticked is when the ledger was last looked at.
+	// looked holds the pod of a drain, and that of a barrier, that were read last. ticked is when
+	// the ledger was last looked at.
 	looked [2]drain.UID
 	ticked time.Time
 	holds  int
@@ -118,8 +123,8 @@ type Coordinator struct {
 
 	// turns holds, for each owner and for all, the pods that calls may wait for.
 	turns map[string][]turn
-	// asked is when the API server last asked about each pod that has an open drain. reliedOn are those of them that another replica has left
-	// to this one.
+	// asked is when the API server last asked about each pod that has an open drain. reliedOn are
+	// those of them that another replica has left to this one.
 	asked    map[drain.UID]time.Time
 	reliedOn map[drain.UID]struct{}
 	// phases holds the last phase that was written down of each open drain.
@@ -162,8 +167,8 @@ func New(self drain.Holder, times drain.Times, o Options) *Coordinator {
 	return c
 }
 
-// Run looks after drains that nobody asks for, and after the rights of agents, until ctx is done. It returns nil then. Calls that wait at
-// that moment return ErrStopping.
+// Run looks after drains that nobody asks for, and after the rights of agents, until ctx is done.
+// It returns nil then. Calls that wait at that moment return ErrStopping.
 func (c *Coordinator) Run(ctx context.Context) error {
 	ticker := time.NewTicker(tick)
 	defer ticker.Stop()
@@ -193,7 +198,8 @@ func (c *Coordinator) Run(ctx context.Context) error {
 	}
 }
 
-// Live reports why this replica has to be started again. It does not depend on agents or on the API server.
+// Live reports why this replica has to be started again. It does not depend on agents or on the API
+// server.
 func (c *Coordinator) Live() error {
 	ticked := make(chan time.Time, 1)
 	go func() {
@@ -214,10 +220,12 @@ func (c *Coordinator) Live() error {
 	}
 }
 
-// clock is what this replica writes into messages, and reads from what agents say again: milliseconds of its life, never 0.
+// clock is what this replica writes into messages, and reads from what agents say again:
+// milliseconds of its life, never 0.
 func (c *Coordinator) clock(now time.Time) int64 { return now.Sub(c.began).Milliseconds() + 1 }
 
-// asOf is when the message was written that an agent had taken in last when it read what it reports. Nobody's word is from the future.
+// asOf is when the message was written that an agent had taken in last when it read what it
+// reports. Nobody's word is from the future.
 func (c *Coordinator) asOf(now time.Time, at int64) time.Time {
 	if at == 0 || at > c.clock(now) {
 		return now
@@ -225,8 +233,8 @@ func (c *Coordinator) asOf(now time.Time, at int64) time.Time {
 	return c.began.Add(time.Duration(at-1) * time.Millisecond)
 }
 
-// Stop makes every call that waits return ErrStopping, and every later one at once, and ends the agents' streams. It may be
-// called any number of times.
+// Stop makes every call that waits return ErrStopping, and every later one at once, and ends the
+// agents' streams. It may be called any number of times.
 func (c *Coordinator) Stop() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -236,8 +244,8 @@ func (c *Coordinator) Stop() {
 	}
 }
 
-// tick is one turn of Run. It returns the pods of drains that nobody has asked for lately, and those of barriers that are overdue, as many
-// as are to be read now.
+// tick is one turn of Run. It returns the pods of drains that nobody has asked for lately, and
+// those of barriers that are overdue, as many as are to be read now.
 func (c *Coordinator) tick(now time.Time) (pods, over []drain.Pod) {
 	c.mu.Lock()
 	defer c.unlock()
@@ -291,7 +299,8 @@ func (c *Coordinator) look(ctx context.Context, pods []drain.Pod) {
 // Request is what a call asks of a coordinator.
 type Request struct {
 	Pod drain.Pod
-	// Owner names what made the pod, such as "ReplicaSet/uid". Empty: nothing, and then no owner's bound applies.
+	// Owner names what made the pod, such as "ReplicaSet/uid". Empty: nothing, and then no owner's
+	// bound applies.
 	Owner string
 	// Targets are the Services that list the pod, with their usable targets.
 	Targets []drain.Targets
@@ -473,7 +482,8 @@ func (c *Coordinator) locked(how func()) {
 	how()
 }
 
-// settle, called with the lock after every change, writes down transitions and wakes those whom they may concern.
+// settle, called with the lock after every change, writes down transitions and wakes those whom
+// they may concern.
 func (c *Coordinator) settle() {
 	c.note()
 	c.tell()
@@ -490,7 +500,8 @@ func (c *Coordinator) tell() {
 
 // note, called with the lock, writes down transitions and wakes the calls that wait for them.
 func (c *Coordinator) note() {
-	// To look at one drain may concern others: an agent is suspended by the end of one, and is waited for by none.
+	// To look at one drain may concern others: an agent is suspended by the end of one, and is
+	// waited for by none.
 	for touched := c.ledger.Changed(drain.AtHold); len(touched) > 0; touched = c.ledger.Changed(drain.AtHold) {
 		now := time.Now()
 		for _, uid := range touched {
@@ -510,7 +521,8 @@ func (c *Coordinator) note() {
 				c.Log.Info("agent is waited for again", "agent", s.Name, "id", s.Agent, "acknowledged", s.Acknowledged)
 				return
 			}
-			c.Log.Error("agent is suspended: it let one drain after the other expire, and is no longer waited for", "agent", s.Name, "id", s.Agent)
+			c.Log.Error("agent is suspended: it let one drain after the other expire, and is no longer waited for",
+				"agent", s.Name, "id", s.Agent)
 		})
 	}
 	if c.settleBarriers() {
@@ -518,7 +530,8 @@ func (c *Coordinator) note() {
 	}
 }
 
-// unlock releases the mutex, and then logs what happened under it: a log that is slow delays its writer only.
+// unlock releases the mutex, and then logs what happened under it: a log that is slow delays its
+// writer only.
 func (c *Coordinator) unlock() {
 	unsaid := c.unsaid
 	c.unsaid = nil
@@ -528,7 +541,8 @@ func (c *Coordinator) unlock() {
 	}
 }
 
-// observe, called with the lock, writes down that a drain has entered another phase, by what was said or by time alone.
+// observe, called with the lock, writes down that a drain has entered another phase, by what was
+// said or by time alone.
 func (c *Coordinator) observe(s drain.Status) {
 	before := c.phases[s.Pod.UID]
 	over := s.Phase == drain.Closed || s.Phase == drain.PhaseUnknown
@@ -550,7 +564,8 @@ func (c *Coordinator) observe(s drain.Status) {
 	took := time.Since(s.Begun)
 	c.Metrics.phase.WithLabelValues(s.Phase.String(), s.Reason.String()).Observe(took.Seconds())
 	c.unsaid = append(c.unsaid, func() {
-		c.Log.Info("drain", "pod", s.Pod.String(), "uid", s.Pod.UID, "phase", s.Phase.String(), "reason", s.Reason.String(),
+		c.Log.Info("drain", "pod", s.Pod.String(), "uid", s.Pod.UID, "phase", s.Phase.String(),
+			"reason", s.Reason.String(),
 			"sinceSeconds", took.Seconds(), "owed", s.Owed, "waitingFor", names(s.Waiting),
 			"suspended", names(s.Suspended), "lost", names(s.Lost), "away", names(s.Away), "moreAway", s.MoreAway)
 	})

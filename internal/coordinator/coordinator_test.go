@@ -14,14 +14,15 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 )
 
-// Each test runs in a bubble of fake time. The bubble fails if a goroutine is left when the test has ended, so that each of
-// them proves as well that nothing leaks.
+// Each test runs in a bubble of fake time. The bubble fails if a goroutine is left when the test
+// has ended, so that each of them proves as well that nothing leaks.
 
 func TestAHeldCallIsReleasedByTheLastAcknowledgement(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newNetwork(t)
 		r := n.replica("replica-0", "a")
-		one, two := n.agent("one", []drain.Service{web}, "replica-0"), n.agent("two", []drain.Service{web, api}, "replica-0")
+		one, two := n.agent("one", []drain.Service{web}, "replica-0"),
+			n.agent("two", []drain.Service{web, api}, "replica-0")
 		n.agent("other", []drain.Service{api}, "replica-0")
 		synctest.Wait()
 		if !one.learned() || r.metric("lameduck_agents", "connected") != 3 {
@@ -111,7 +112,8 @@ func TestTheDeadlineReleasesAndIsWrittenDown(t *testing.T) {
 				t.Fatal(a.err)
 			}
 			if a.Phase == drain.Released {
-				if a.Reason != drain.Deadline || time.Since(began) != 30*time.Second || len(a.Waiting) != 1 || a.Waiting[0].Agent != "silent" {
+				if a.Reason != drain.Deadline || time.Since(began) != 30*time.Second || len(a.Waiting) != 1 ||
+					a.Waiting[0].Agent != "silent" {
 					t.Errorf("%s after %s, waiting for %v", a, time.Since(began), a.Waiting)
 				}
 				break
@@ -174,7 +176,8 @@ func TestTheEndsOfADrainReachTheAgents(t *testing.T) {
 		if one.stones.holders(dead) != "" || !one.stones.isDead(dead) {
 			t.Error("dead: still excluded, or not dead")
 		}
-		// Nobody asks any more, and the API server does not answer: nothing is concluded, and leases are renewed.
+		// Nobody asks any more, and the API server does not answer: nothing is concluded, and
+		// leases are renewed.
 		time.Sleep(2 * time.Minute)
 		if one.stones.holders(kept) == "" || one.stones.holders(gone) == "" {
 			t.Fatal("an exclusion was readmitted without knowledge")
@@ -250,8 +253,9 @@ func TestStopAnswersWhatIsHeld(t *testing.T) {
 	})
 }
 
-// Without this, a rollout of the coordinator allows what it holds: the streams end, agents that the API does not list are no longer
-// owed, and a held call that is woken by that must not take it for a release.
+// Without this, a rollout of the coordinator allows what it holds: the streams end, agents that the
+// API does not list are no longer owed, and a held call that is woken by that must not take it for
+// a release.
 func TestWhatChangesWhileStoppingReleasesNothing(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newNetwork(t)
@@ -275,7 +279,8 @@ func TestTooManyHolds(t *testing.T) {
 		r := n.replica("replica-0", "a", func(o *Options) { o.MaxHolds = 2 })
 		one := n.agent("one", []drain.Service{web}, "replica-0")
 		first, second := r.hold(pod("a"), web), r.hold(pod("b"), web)
-		answered(t, r.hold(pod("c"), web), "Unrouting None held=false after 0s: too many deletions are held by this replica")
+		answered(t, r.hold(pod("c"), web), "Unrouting None held=false after 0s: too many deletions are held by this "+
+			"replica")
 		if one.stones.holders(pod("c")) == "" {
 			t.Error("the drain does not run on")
 		}
@@ -308,7 +313,8 @@ func TestReplicasHoldTheSamePods(t *testing.T) {
 			t.Error("the first two that are asked for are to be held")
 		}
 		for _, name := range []string{"c", "d"} {
-			answered(t, opener.hold(pod(name), web), "Unrouting None held=false after 0s: too many deletions are held by this replica")
+			answered(t, opener.hold(pod(name), web),
+				"Unrouting None held=false after 0s: too many deletions are held by this replica")
 		}
 		stillHeld(t, opener.hold(pod("b"), web))
 		stillHeld(t, opener.hold(pod("a"), web))
@@ -330,8 +336,8 @@ func TestReplicasReleaseTheirOwnLeasesOnly(t *testing.T) {
 			one.say(asked, drain.Idle)
 			answered(t, held, "Released Acknowledged held=true after 0s")
 		}
-		// The other replica sees the drains in the reports. It counts them only once its own lease stands, which takes one
-		// exchange and no time.
+		// The other replica sees the drains in the reports. It counts them only once its own lease
+		// stands, which takes one exchange and no time.
 		if status := b.drainOnce(p); status.Phase != drain.Unrouting {
 			t.Errorf("replica-1 spends an acknowledgement of replica-0's exclusion: %s", status.Phase)
 		}
@@ -519,7 +525,8 @@ func (slow) Handle(context.Context, slog.Record) error {
 	return nil
 }
 
-// Without this, a container runtime that does not take the log in time stops every deletion in the cluster.
+// Without this, a container runtime that does not take the log in time stops every deletion in the
+// cluster.
 func TestALogThatBlocksStopsItsWriterOnly(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newNetwork(t)
@@ -565,7 +572,8 @@ func TestAnAgentThatLeavesIsOwedNothing(t *testing.T) {
 		n := newNetwork(t)
 		a, b := n.replica("replica-0", "a"), n.replica("replica-1", "b")
 		for _, r := range []*replica{a, b} {
-			r.Expect([]drain.Expected{{ID: "one", Name: "edge/one", Ready: true}, {ID: "two", Name: "edge/two", Ready: true}})
+			r.Expect([]drain.Expected{{ID: "one", Name: "edge/one", Ready: true},
+				{ID: "two", Name: "edge/two", Ready: true}})
 		}
 		one := n.agent("one", []drain.Service{web}, "replica-0", "replica-1")
 		two := n.agent("two", []drain.Service{web}, "replica-0", "replica-1")
@@ -613,13 +621,15 @@ func TestLeaveTakesNoLongerThanItMay(t *testing.T) {
 		n.swallow("replica-0")
 		began := time.Now()
 		err := one.Leave(t.Context())
-		if took := time.Since(began); err == nil || took > 5*time.Second || !strings.Contains(err.Error(), "leave http://replica-1:9444: no stream is open") {
+		if took := time.Since(began); err == nil || took > 5*time.Second ||
+			!strings.Contains(err.Error(), "leave http://replica-1:9444: no stream is open") {
 			t.Errorf("%v after %s", err, took)
 		}
 	})
 }
 
-// Without this, the rollout of one Deployment with many pods takes every hold, and the pods of all others are refused at once.
+// Without this, the rollout of one Deployment with many pods takes every hold, and the pods of all
+// others are refused at once.
 func TestTooManyHoldsOfOneOwner(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newNetwork(t)
@@ -630,7 +640,8 @@ func TestTooManyHoldsOfOneOwner(t *testing.T) {
 			began := time.Now()
 			go func() {
 				var a answer
-				a.Status, a.held, a.err = r.Drain(t.Context(), Request{Pod: pod(name), Owner: owner, Targets: targetsOf(web)}, began.Add(2*time.Second))
+				a.Status, a.held, a.err = r.Drain(t.Context(),
+					Request{Pod: pod(name), Owner: owner, Targets: targetsOf(web)}, began.Add(2*time.Second))
 				a.took = time.Since(began)
 				answers <- a
 			}()
@@ -648,7 +659,8 @@ func TestTooManyHoldsOfOneOwner(t *testing.T) {
 		}
 		stillHeld(t, hold("d", "ReplicaSet/2"))
 		stillHeld(t, hold("e", ""))
-		if a := taken(t, hold("f", "ReplicaSet/2")); !errors.Is(a.err, ErrTooManyHolds) || errors.Is(a.err, ErrTooManyOfOwner) {
+		if a := taken(t, hold("f", "ReplicaSet/2")); !errors.Is(a.err, ErrTooManyHolds) ||
+			errors.Is(a.err, ErrTooManyOfOwner) {
 			t.Errorf("the fifth of the replica: %s", a)
 		}
 		one.say(pod("a"), drain.Idle)
@@ -681,7 +693,8 @@ func TestAQueuedDrainIsHeldAndTakesItsTurn(t *testing.T) {
 		go func() {
 			var a answer
 			began := time.Now()
-			a.Status, a.held, a.err = r.Drain(t.Context(), Request{Pod: pod("b"), Targets: targets}, began.Add(2*time.Second))
+			a.Status, a.held, a.err = r.Drain(t.Context(), Request{Pod: pod("b"), Targets: targets},
+				began.Add(2*time.Second))
 			a.took = time.Since(began)
 			held <- a
 		}()
@@ -700,7 +713,8 @@ func TestAQueuedDrainIsHeldAndTakesItsTurn(t *testing.T) {
 	})
 }
 
-// Another pod of the Service is ready, and a gateway does not route it yet: it keeps this one, and the deletion waits for that.
+// Another pod of the Service is ready, and a gateway does not route it yet: it keeps this one, and
+// the deletion waits for that.
 func TestAGatewayThatKeepsItsLastTargetHoldsTheDeletion(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newNetwork(t)
@@ -713,7 +727,8 @@ func TestAGatewayThatKeepsItsLastTargetHoldsTheDeletion(t *testing.T) {
 		stillHeld(t, held)
 		time.Sleep(2 * time.Second)
 		a := taken(t, held)
-		if len(a.Waiting) != 1 || a.Waiting[0] != (drain.Waiting{Agent: "late", Name: "late", State: drain.Kept, Connected: true}) {
+		if len(a.Waiting) != 1 || a.Waiting[0] != (drain.Waiting{Agent: "late", Name: "late", State: drain.Kept,
+			Connected: true}) {
 			t.Errorf("waiting for %+v", a.Waiting)
 		}
 		held = r.hold(pod("a"), web)
@@ -734,8 +749,8 @@ func TestAGatewayThatKeepsItsLastTargetHoldsTheDeletion(t *testing.T) {
 	})
 }
 
-// Words count as old as the message that their agent had heard last; nobody's word is from the future, and one who does not tell is
-// believed to have spoken now.
+// Words count as old as the message that their agent had heard last; nobody's word is from the
+// future, and one who does not tell is believed to have spoken now.
 func TestTheClockOfTheStream(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newNetwork(t)
@@ -751,7 +766,8 @@ func TestTheClockOfTheStream(t *testing.T) {
 			at   int64
 			want time.Time
 		}{
-			"old": {at, began}, "present": {r.clock(now), now}, "future": {r.clock(now) + 60_000, now}, "not told": {0, now},
+			"old": {at, began}, "present": {r.clock(now), now}, "future": {r.clock(now) + 60_000, now},
+			"not told": {0, now},
 		} {
 			if got := r.asOf(now, c.at); !got.Equal(c.want) {
 				t.Errorf("%s: as of %s, want %s", name, got, c.want)

@@ -37,7 +37,8 @@ type healthReport struct {
 	size int
 }
 
-// take takes in what is new. What may says no to, because the agent has not declared it, and what there is no room for, is left out.
+// take takes in what is new. What may says no to, because the agent has not declared it, and what
+// there is no room for, is left out.
 func (b *healthReports) take(id drain.AgentID, h wire.Health, may func(drain.Service) bool) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -88,7 +89,8 @@ func (b *healthReports) end(id drain.AgentID, session uint64) {
 	}
 }
 
-// applyHealth takes in what an agent says of the health of its targets. It reports false if session is not the agent's present one.
+// applyHealth takes in what an agent says of the health of its targets. It reports false if session
+// is not the agent's present one.
 func (c *Coordinator) applyHealth(who Identity, h wire.Health) bool {
 	var routes map[drain.Service]drain.Route
 	ok := false
@@ -150,7 +152,8 @@ func (c *Coordinator) receive(who Identity, line []byte) {
 
 // TargetHealth are what gateways believe of the health of their targets.
 type TargetHealth struct {
-	// Agents is how many tell of it, All what their targets count together: one that several route counts for each.
+	// Agents is how many tell of it, All what their targets count together: one that several route
+	// counts for each.
 	Agents int
 	All    wire.TargetCounts
 	// Untold is how many Services there was no room for, over all agents.
@@ -164,7 +167,8 @@ type TargetHealth struct {
 // ServiceHealth is what gateways believe of the targets of one Service.
 type ServiceHealth struct {
 	Service drain.Service
-	// Gateways is how many tell of it. Open is how many of them fail open, Unwell how many call a target unhealthy.
+	// Gateways is how many tell of it. Open is how many of them fail open, Unwell how many call a
+	// target unhealthy.
 	Gateways, Open, Unwell int
 	// Reports are the gateways, those with trouble first: at most [maxHealthReports].
 	Reports []HealthReport
@@ -183,9 +187,11 @@ func (s ServiceHealth) Trouble() bool {
 	return s.Open+s.Unwell > 0 || len(s.Reports) > 0 && s.Reports[0].Trouble()
 }
 
-// view joins what is told by Services. agents are those that are known, in the order in which gateways are to be listed.
+// view joins what is told by Services. agents are those that are known, in the order in which
+// gateways are to be listed.
 func (b *healthReports) view(agents []Agent) TargetHealth {
-	// Those of a Service are kept apart by how much trouble they have, and of each only as many as are shown.
+	// Those of a Service are kept apart by how much trouble they have, and of each only as many as
+	// are shown.
 	type joined struct {
 		ServiceHealth
 		of [3][]HealthReport
@@ -225,7 +231,8 @@ func (b *healthReports) view(agents []Agent) TargetHealth {
 				trouble = 0
 			}
 			if len(s.of[trouble]) < maxHealthReports {
-				s.of[trouble] = append(s.of[trouble], HealthReport{Agent: a.ID, Name: a.Name, Gateway: a.Gateway, ServiceHealth: *told})
+				s.of[trouble] = append(s.of[trouble],
+					HealthReport{Agent: a.ID, Name: a.Name, Gateway: a.Gateway, ServiceHealth: *told})
 			}
 		}
 	}
@@ -240,7 +247,8 @@ func (b *healthReports) view(agents []Agent) TargetHealth {
 		}
 	}
 	slices.SortFunc(v.Services, func(a, b ServiceHealth) int {
-		return cmp.Or(first(a.Open > 0, b.Open > 0), first(a.Trouble(), b.Trouble()), cmp.Compare(a.Service.Namespace, b.Service.Namespace), cmp.Compare(a.Service.Name, b.Service.Name))
+		return cmp.Or(first(a.Open > 0, b.Open > 0), first(a.Trouble(), b.Trouble()),
+			cmp.Compare(a.Service.Namespace, b.Service.Namespace), cmp.Compare(a.Service.Name, b.Service.Name))
 	})
 	v.Services = v.Services[:min(len(v.Services), maxHealthServices)]
 	return v

@@ -22,7 +22,8 @@ func healthy(services ...drain.Service) *wire.Summary {
 	s := &wire.Summary{Services: len(services)}
 	for _, name := range services {
 		s.All.Usable += 2
-		s.Told = append(s.Told, wire.ServiceHealth{Service: name, TargetCounts: wire.TargetCounts{Usable: 2}, Checked: true})
+		s.Told = append(s.Told, wire.ServiceHealth{Service: name, TargetCounts: wire.TargetCounts{Usable: 2},
+			Checked: true})
 	}
 	return s
 }
@@ -33,7 +34,8 @@ func unhealthy(services ...drain.Service) *wire.Summary {
 	s.All.Usable, s.All.Unhealthy = s.All.Usable-1, 1
 	of := &s.Told[0]
 	of.Usable, of.Unhealthy = 1, 1
-	of.Targets = []wire.TargetHealth{{Address: netip.MustParseAddrPort("10.1.0.7:80"), Pod: "shop/web-1", Why: "unhealthy", Last: "http failure: 503", Since: time.Now().UTC()}}
+	of.Targets = []wire.TargetHealth{{Address: netip.MustParseAddrPort("10.1.0.7:80"), Pod: "shop/web-1",
+		Why: "unhealthy", Last: "http failure: 503", Since: time.Now().UTC()}}
 	return s
 }
 
@@ -41,7 +43,8 @@ func unhealthy(services ...drain.Service) *wire.Summary {
 func believed(r *replica) string {
 	synctest.Wait()
 	b := r.View(0, 0).TargetHealth
-	lines := []string{fmt.Sprintf("%d agents, %d usable, %d unhealthy, %d untold", b.Agents, b.All.Usable, b.All.Unhealthy, b.Untold)}
+	lines := []string{fmt.Sprintf("%d agents, %d usable, %d unhealthy, %d untold", b.Agents, b.All.Usable,
+		b.All.Unhealthy, b.Untold)}
 	for _, s := range b.Services {
 		line := fmt.Sprintf("%s: %d gateways, %d open, %d unwell:", s.Service, s.Gateways, s.Open, s.Unwell)
 		for _, w := range s.Reports {
@@ -55,7 +58,8 @@ func believed(r *replica) string {
 	return strings.Join(lines, "\n")
 }
 
-// What gateways believe is shown within two seconds, changes as they do, and ends with their streams, whichever way it is told.
+// What gateways believe is shown within two seconds, changes as they do, and ends with their
+// streams, whichever way it is told.
 func TestBeliefsAreShown(t *testing.T) {
 	for name, posts := range map[string]bool{"in the stream": false, "by posts": true} {
 		t.Run(name, func(t *testing.T) {
@@ -82,23 +86,31 @@ func TestBeliefsAreShown(t *testing.T) {
 				}
 				check("nothing is known", "0 agents, 0 usable, 0 unhealthy, 0 untold")
 				one.Store(healthy(web, api))
-				check("one has told", "1 agents, 4 usable, 0 unhealthy, 0 untold\nshop/api: 1 gateways, 0 open, 0 unwell: one 2/2\nshop/web: 1 gateways, 0 open, 0 unwell: one 2/2")
+				check("one has told", "1 agents, 4 usable, 0 unhealthy, 0 untold\nshop/api: 1 gateways, 0 open, 0 "+
+					"unwell: one 2/2\nshop/web: 1 gateways, 0 open, 0 unwell: one 2/2")
 				two.Store(unhealthy(web))
-				check("two sees another thing", "2 agents, 5 usable, 1 unhealthy, 0 untold\nshop/web: 2 gateways, 0 open, 1 unwell: two 1/2 shop/web-1(unhealthy, http failure: 503) one 2/2\nshop/api: 1 gateways, 0 open, 0 unwell: one 2/2")
+				check("two sees another thing",
+					"2 agents, 5 usable, 1 unhealthy, 0 untold\nshop/web: 2 gateways, 0 open, 1 unwell: two 1/2 "+
+						"shop/web-1(unhealthy, http failure: 503) one 2/2\nshop/api: 1 gateways, 0 open, 0 unwell: "+
+						"one 2/2")
 				open := unhealthy(api)
 				open.Told[0].FailingOpen = true
 				one.Store(open)
 				two.Store(healthy(web))
-				check("one fails open", "2 agents, 3 usable, 1 unhealthy, 0 untold\nshop/api: 1 gateways, 1 open, 1 unwell: one 1/2 shop/web-1(unhealthy, http failure: 503)\nshop/web: 1 gateways, 0 open, 0 unwell: two 2/2")
+				check("one fails open", "2 agents, 3 usable, 1 unhealthy, 0 untold\nshop/api: 1 gateways, 1 open, 1 "+
+					"unwell: one 1/2 shop/web-1(unhealthy, http failure: 503)\nshop/web: 1 gateways, 0 open, 0 "+
+					"unwell: two 2/2")
 				second.end()
-				check("two has gone", "1 agents, 1 usable, 1 unhealthy, 0 untold\nshop/api: 1 gateways, 1 open, 1 unwell: one 1/2 shop/web-1(unhealthy, http failure: 503)")
+				check("two has gone", "1 agents, 1 usable, 1 unhealthy, 0 untold\nshop/api: 1 gateways, 1 open, 1 "+
+					"unwell: one 1/2 shop/web-1(unhealthy, http failure: 503)")
 				n.cut("replica-0")
 				synctest.Wait()
 				if got := believed(r); got != "0 agents, 0 usable, 0 unhealthy, 0 untold" {
 					t.Errorf("after the stream was cut: %s", got)
 				}
 				time.Sleep(5 * time.Second)
-				check("it has come back", "1 agents, 1 usable, 1 unhealthy, 0 untold\nshop/api: 1 gateways, 1 open, 1 unwell: one 1/2 shop/web-1(unhealthy, http failure: 503)")
+				check("it has come back", "1 agents, 1 usable, 1 unhealthy, 0 untold\nshop/api: 1 gateways, 1 open, "+
+					"1 unwell: one 1/2 shop/web-1(unhealthy, http failure: 503)")
 			})
 		})
 	}
@@ -114,7 +126,8 @@ func (n noUpgrade) RoundTrip(r *http.Request) (*http.Response, error) {
 	return n.RoundTripper.RoundTrip(r)
 }
 
-// What cannot be read of health, and what an agent has no right to speak of, is left out; the stream, by which reports come, goes on.
+// What cannot be read of health, and what an agent has no right to speak of, is left out; the
+// stream, by which reports come, goes on.
 func TestHealthIsNeverInTheWay(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newNetwork(t)
@@ -126,7 +139,8 @@ func TestHealthIsNeverInTheWay(t *testing.T) {
 		r.mu.Unlock()
 		say := func(line string) {
 			t.Helper()
-			if _, err := io.WriteString(s.conn, strings.ReplaceAll(line, "SESSION", fmt.Sprint(session))+"\n"); err != nil {
+			if _, err := io.WriteString(s.conn,
+				strings.ReplaceAll(line, "SESSION", fmt.Sprint(session))+"\n"); err != nil {
 				t.Fatal(err)
 			}
 			synctest.Wait()
@@ -138,7 +152,8 @@ func TestHealthIsNeverInTheWay(t *testing.T) {
 		say(`{"health":{"session":SESSION,"first":true,"services":2,"changed":[{"service":{"namespace":"shop","name":"web"},"usable":1},{"service":{"namespace":"other","name":"web"},"unhealthy":9}]}}`)
 		want := "1 agents, 0 usable, 0 unhealthy, 1 untold\nshop/web: 1 gateways, 0 open, 0 unwell: one 1/1"
 		for _, line := range []string{
-			`{"health":{"session":SESSION,"services":-1}}`, `{"health":nonsense`, `{"health":{"session":999,"first":true}}`,
+			`{"health":{"session":SESSION,"services":-1}}`, `{"health":nonsense`,
+			`{"health":{"session":999,"first":true}}`,
 			`{"health":{"session":SESSION,"first":true,"x":"` + strings.Repeat("x", wire.MaxHealth) + `"}}`,
 		} {
 			say(line)
@@ -150,7 +165,8 @@ func TestHealthIsNeverInTheWay(t *testing.T) {
 			t.Errorf("%v are counted as refused", got)
 		}
 		held := r.hold(pod("a"), web)
-		say(`{"session":SESSION,"boot":"b","reports":[{"uid":"` + string(pod("a").UID) + `","state":"idle","proof":"runtime","number":1}]}`)
+		say(`{"session":SESSION,"boot":"b","reports":[{"uid":"` + string(
+			pod("a").UID) + `","state":"idle","proof":"runtime","number":1}]}`)
 		answered(t, held, "Released Acknowledged held=true after 0s")
 	})
 }
@@ -163,13 +179,15 @@ func TestAgentsWithoutHealthAreKnown(t *testing.T) {
 		n.agent("one", []drain.Service{web}, "replica-0")
 		time.Sleep(5 * time.Second)
 		v := r.View(1, 1)
-		if len(v.Agents) != 1 || v.TargetHealth.Agents != 0 || strings.Contains(strings.Join(v.Agents[0].Features, " "), wire.FeatureHealth) {
+		if len(v.Agents) != 1 || v.TargetHealth.Agents != 0 ||
+			strings.Contains(strings.Join(v.Agents[0].Features, " "), wire.FeatureHealth) {
 			t.Errorf("%+v", v)
 		}
 	})
 }
 
-// An agent that says all that it can say, and more, takes no more than the bound, which leaves room in the 64 KiB that an agent may take.
+// An agent that says all that it can say, and more, takes no more than the bound, which leaves room
+// in the 64 KiB that an agent may take.
 func TestWhatOneAgentTakesIsBounded(t *testing.T) {
 	const agents = 200
 	var b healthReports
@@ -178,9 +196,12 @@ func TestWhatOneAgentTakesIsBounded(t *testing.T) {
 		for n := range 4 {
 			h := wire.Health{Session: 1, First: n == 0, Services: 1000}
 			for s := range 60 {
-				one := wire.ServiceHealth{Service: drain.Service{Namespace: "shop", Name: fmt.Sprintf("%d-%d-%d", id, n, s)}}
+				one := wire.ServiceHealth{Service: drain.Service{Namespace: "shop",
+					Name: fmt.Sprintf("%d-%d-%d", id, n, s)}}
 				for target := range wire.MaxHealthTargets {
-					one.Targets = append(one.Targets, wire.TargetHealth{Pod: fmt.Sprintf("shop/%d-%s", target, strings.Repeat("x", 200)), Why: strings.Clone("unhealthy"), Last: strings.Repeat("y", 90)})
+					one.Targets = append(one.Targets,
+						wire.TargetHealth{Pod: fmt.Sprintf("shop/%d-%s", target, strings.Repeat("x", 200)),
+							Why: strings.Clone("unhealthy"), Last: strings.Repeat("y", 90)})
 				}
 				h.Changed = append(h.Changed, one)
 			}
@@ -207,8 +228,9 @@ func TestWhatOneAgentTakesIsBounded(t *testing.T) {
 	runtime.KeepAlive(&b)
 }
 
-// Without this, what comes late from a session that was current a moment ago takes the place of what the next one tells, and goes with that session:
-// the next one tells differences only, and those are to nothing then.
+// Without this, what comes late from a session that was current a moment ago takes the place of
+// what the next one tells, and goes with that session: the next one tells differences only, and
+// those are to nothing then.
 func TestAFormerSessionTakesNothing(t *testing.T) {
 	var b healthReports
 	all := func(drain.Service) bool { return true }
@@ -224,8 +246,8 @@ func TestAFormerSessionTakesNothing(t *testing.T) {
 	}
 }
 
-// What a liar writes so that it takes more room than it says takes no more either: a list that comes after a longer one of the same name is kept
-// in the room of that.
+// What a liar writes so that it takes more room than it says takes no more either: a list that
+// comes after a longer one of the same name is kept in the room of that.
 func TestWhatALiarTakesIsBounded(t *testing.T) {
 	const agents = 2
 	var b healthReports
@@ -255,14 +277,16 @@ func heap() int {
 	return int(m.HeapAlloc)
 }
 
-// BenchmarkBeliefs is a view of a thousand gateways with a hundred Services each, which is made four times a second while somebody looks.
+// BenchmarkBeliefs is a view of a thousand gateways with a hundred Services each, which is made
+// four times a second while somebody looks.
 func BenchmarkBeliefs(b *testing.B) {
 	var all healthReports
 	var agents []Agent
 	for a := range 1000 {
 		h := wire.Health{Session: 1, First: true, Services: 100}
 		for s := range 100 {
-			h.Changed = append(h.Changed, wire.ServiceHealth{Service: drain.Service{Namespace: "shop", Name: fmt.Sprint(s)}, TargetCounts: wire.TargetCounts{Usable: 3}})
+			h.Changed = append(h.Changed, wire.ServiceHealth{Service: drain.Service{Namespace: "shop",
+				Name: fmt.Sprint(s)}, TargetCounts: wire.TargetCounts{Usable: 3}})
 		}
 		id := drain.AgentID(fmt.Sprint(a))
 		agents = append(agents, Agent{AgentInfo: drain.AgentInfo{ID: id, Name: string(id)}})

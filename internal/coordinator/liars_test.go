@@ -19,34 +19,50 @@ import (
 func TestLiarsDelayNobody(t *testing.T) {
 	const crowd = 8
 	post := func(path, token, body string) string {
-		return fmt.Sprintf("POST %s HTTP/1.1\r\nHost: x\r\nConnection: close\r\nAuthorization: Bearer %s\r\nContent-Length: %d\r\n\r\n%s", path, token, len(body), body)
+		return fmt.Sprintf("POST %s HTTP/1.1\r\nHost: x\r\nConnection: close\r\nAuthorization: Bearer "+
+			"%s\r\nContent-Length: %d\r\n\r\n%s", path, token, len(body), body)
 	}
 	idle := func(session any, number int) string {
-		return fmt.Sprintf(`{"session":%v,"reports":[{"uid":"uid-a","state":"idle","proof":"runtime","number":%d}]}`, session, number)
+		return fmt.Sprintf(`{"session":%v,"reports":[{"uid":"uid-a","state":"idle","proof":"runtime","number":%d}]}`,
+			session, number)
 	}
-	services := `{"session":1,"routes":[` + strings.Repeat(`{"service":{"namespace":"shop","name":"web"},"via":"endpoints","kind":"directed","granularity":"request"},`, 1_000_000)
+	services := `{"session":1,"routes":[` + strings.Repeat(
+		`{"service":{"namespace":"shop","name":"web"},"via":"endpoints","kind":"directed","granularity":"request"},`,
+		1_000_000)
 	for name, c := range map[string]struct {
-		// says is what is sent, with the session of agent one and of agent liar in the place of ONE and LIAR.
+		// says is what is sent, with the session of agent one and of agent liar in the place of ONE
+		// and LIAR.
 		says string
 		code int
 		why  string
 		path string
 	}{
-		"a stranger's report":             {post(wire.ReportsPath, "stranger", idle("ONE", 1)), 403, "not allowed to acknowledge drains", wire.ReportsPath},
-		"a token that is no longer valid": {post(wire.ReportsPath, "of a deleted pod", idle("ONE", 1)), 401, "the token is not valid here", wire.ReportsPath},
-		"a report for another agent":      {post(wire.ReportsPath, "agent liar", idle("ONE", 1)), 409, "not this agent's present one", wire.ReportsPath},
-		"a replayed report":               {post(wire.ReportsPath, "agent one", idle("1", 1)), 409, "open a new stream", wire.ReportsPath},
+		"a stranger's report": {post(wire.ReportsPath, "stranger", idle("ONE", 1)), 403,
+			"not allowed to acknowledge drains", wire.ReportsPath},
+		"a token that is no longer valid": {post(wire.ReportsPath, "of a deleted pod", idle("ONE", 1)), 401,
+			"the token is not valid here", wire.ReportsPath},
+		"a report for another agent": {post(wire.ReportsPath, "agent liar", idle("ONE", 1)), 409,
+			"not this agent's present one", wire.ReportsPath},
+		"a replayed report": {post(wire.ReportsPath, "agent one", idle("1", 1)), 409, "open a new stream",
+			wire.ReportsPath},
 		"of a drain that one does not owe": {
 			post(wire.ReportsPath, "agent liar", idle("LIAR", 1)), 204, "", wire.ReportsPath},
-		"of an earlier drain":       {post(wire.ReportsPath, "agent one", idle("ONE", 99)), 204, "", wire.ReportsPath},
-		"leave in another's name":   {post(wire.LeavePath, "agent liar", `{"session":ONE}`), 409, "not this agent's present one", wire.LeavePath},
-		"declare in another's name": {post(wire.DeclarationsPath, "agent liar", `{"session":ONE,"routes":[]}`), 409, "not this agent's present one", wire.DeclarationsPath},
-		"a million Services":        {post(wire.DeclarationsPath, "agent liar", services+"{}]}"), 413, "body is larger than 4194304 bytes", wire.DeclarationsPath},
-		"a slow body": {"POST " + wire.ReportsPath + " HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer agent liar\r\nContent-Length: 1000\r\n\r\n{", 408, "body was not sent within 5s",
+		"of an earlier drain": {post(wire.ReportsPath, "agent one", idle("ONE", 99)), 204, "", wire.ReportsPath},
+		"leave in another's name": {post(wire.LeavePath, "agent liar", `{"session":ONE}`), 409,
+			"not this agent's present one", wire.LeavePath},
+		"declare in another's name": {post(wire.DeclarationsPath, "agent liar", `{"session":ONE,"routes":[]}`), 409,
+			"not this agent's present one", wire.DeclarationsPath},
+		"a million Services": {post(wire.DeclarationsPath, "agent liar", services+"{}]}"), 413,
+			"body is larger than 4194304 bytes", wire.DeclarationsPath},
+		"a slow body": {"POST " + wire.ReportsPath + " HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer agent " +
+			"liar\r\nContent-Length: 1000\r\n\r\n{", 408, "body was not sent within 5s",
 			wire.ReportsPath},
-		"an unknown version": {"GET " + wire.StreamPath + "?protocol=7 HTTP/1.1\r\nHost: x\r\nConnection: close\r\nAuthorization: Bearer agent liar\r\n\r\n", 400, `the agent speaks \"7\"`,
+		"an unknown version": {"GET " + wire.StreamPath + "?protocol=7 HTTP/1.1\r\nHost: x\r\nConnection: " +
+			"close\r\nAuthorization: Bearer agent liar\r\n\r\n", 400, `the agent speaks \"7\"`,
 			wire.StreamPath},
-		"an unknown word": {post(wire.ReportsPath, "agent liar", `{"session":LIAR,"reports":[{"uid":"uid-a","state":"vanished"}]}`), 400, `state \"vanished\" is not one of`, wire.ReportsPath},
+		"an unknown word": {post(wire.ReportsPath, "agent liar",
+			`{"session":LIAR,"reports":[{"uid":"uid-a","state":"vanished"}]}`), 400, `state \"vanished\" is not one of`,
+			wire.ReportsPath},
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -70,7 +86,8 @@ func TestLiarsDelayNobody(t *testing.T) {
 				// The body has another length now.
 				if head, body, _ := strings.Cut(says, "\r\n\r\n"); c.code != 408 && body != "" {
 					_, was, _ := strings.Cut(c.says, "\r\n\r\n")
-					says = strings.Replace(head, fmt.Sprint("Content-Length: ", len(was)), fmt.Sprint("Content-Length: ", len(body)), 1) + "\r\n\r\n" + body
+					says = strings.Replace(head, fmt.Sprint("Content-Length: ", len(was)),
+						fmt.Sprint("Content-Length: ", len(body)), 1) + "\r\n\r\n" + body
 				}
 				held := r.hold(pod("a"), web)
 				answers := make(chan string, crowd)
@@ -92,7 +109,9 @@ func TestLiarsDelayNobody(t *testing.T) {
 				one.say(pod("a"), drain.Idle)
 				answered(t, held, "Released Acknowledged held=true after 700ms")
 				for range crowd {
-					if got := <-answers; !strings.HasPrefix(got, fmt.Sprintf("HTTP/1.1 %d %s\r\n", c.code, http.StatusText(c.code))) || !strings.Contains(got, c.why) {
+					if got := <-answers; !strings.HasPrefix(got,
+						fmt.Sprintf("HTTP/1.1 %d %s\r\n", c.code, http.StatusText(c.code))) ||
+						!strings.Contains(got, c.why) {
 						t.Fatalf("answer %.600q, want %d and %q", got, c.code, c.why)
 					}
 				}

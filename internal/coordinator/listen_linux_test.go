@@ -11,7 +11,8 @@ import (
 	"unsafe"
 )
 
-// Without this, an agent whose node has lost its power counts as connected for a quarter of an hour.
+// Without this, an agent whose node has lost its power counts as connected for a quarter of an
+// hour.
 func TestConnectionsOfDeadNodesEnd(t *testing.T) {
 	config := ListenConfig(5 * time.Second)
 	l, err := config.Listen(t.Context(), "tcp", "127.0.0.1:0")
@@ -47,11 +48,12 @@ func TestConnectionsOfDeadNodesEnd(t *testing.T) {
 // unplugged is set in the child that has a network of its own.
 const unplugged = "LAMEDUCK_TEST_UNPLUGGED"
 
-// The network of the child is taken down while a connection is open: what is written gets no acknowledgement, as from a node that has
-// lost its power.
+// The network of the child is taken down while a connection is open: what is written gets no
+// acknowledgement, as from a node that has lost its power.
 func TestAnUnpluggedConnectionEndsInTime(t *testing.T) {
 	if os.Getenv(unplugged) == "" {
-		child := exec.CommandContext(t.Context(), "/proc/self/exe", "-test.run=^TestAnUnpluggedConnectionEndsInTime$", "-test.v")
+		child := exec.CommandContext(t.Context(), "/proc/self/exe", "-test.run=^TestAnUnpluggedConnectionEndsInTime$",
+			"-test.v")
 		child.Env = append(os.Environ(), unplugged+"=1")
 		child.SysProcAttr = &syscall.SysProcAttr{
 			Cloneflags:  syscall.CLONE_NEWUSER | syscall.CLONE_NEWNET,
@@ -60,7 +62,8 @@ func TestAnUnpluggedConnectionEndsInTime(t *testing.T) {
 		}
 		out, err := child.CombinedOutput()
 		if err != nil {
-			if exit := (*exec.ExitError)(nil); !errors.As(err, &exit) && os.Getenv("CI") == "" && os.Getenv("REQUIRE_REAL") == "" {
+			if exit := (*exec.ExitError)(nil); !errors.As(err, &exit) && os.Getenv("CI") == "" &&
+				os.Getenv("REQUIRE_REAL") == "" {
 				t.Skipf("no network namespace: %v", err)
 			}
 			t.Fatalf("%v\n%s", err, out)
@@ -116,7 +119,8 @@ func loopback(t *testing.T, on bool) {
 }
 
 func ioctl(fd int, what uintptr, request *[40]byte) error {
-	if _, _, errno := syscall.Syscall(syscall.SYS_IOCTL, uintptr(fd), what, uintptr(unsafe.Pointer(request))); errno != 0 {
+	if _, _, errno := syscall.Syscall(syscall.SYS_IOCTL, uintptr(fd), what,
+		uintptr(unsafe.Pointer(request))); errno != 0 {
 		return errno
 	}
 	return nil

@@ -35,7 +35,8 @@ func NewMetrics(r prometheus.Registerer) *Metrics {
 			Buckets: []float64{.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2, 4, 8, 15, 30, 60},
 		}, []string{"phase", "reason"}),
 		agents: prometheus.NewGaugeVec(prometheus.GaugeOpts{
-			Name: "lameduck_agents", Help: "Agents by state: expected (the API says they exist), missing (expected and not connected here), connected, suspended (not waited for, since they let drains expire).",
+			Name: "lameduck_agents", Help: "Agents by state: expected (the API says they exist), missing (expected " +
+				"and not connected here), connected, suspended (not waited for, since they let drains expire).",
 		}, []string{"state"}),
 		reports: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "lameduck_reports_total", Help: "Reports received from agents, by the state they tell.",
@@ -53,10 +54,12 @@ func NewMetrics(r prometheus.Registerer) *Metrics {
 		Buckets: []float64{.01, .025, .05, .1, .25, .5, 1, 1.5, 2, 3, 5, 8, 12, 20, 30, 60},
 	}, []string{"reason"})
 	m.cut = prometheus.NewCounter(prometheus.CounterOpts{
-		Name: "lameduck_barrier_stated_waits_cut_total", Help: "Barriers whose bound was shorter than a wait that a Service states.",
+		Name: "lameduck_barrier_stated_waits_cut_total",
+		Help: "Barriers whose bound was shorter than a wait that a Service states.",
 	})
 	m.restarts = prometheus.NewCounter(prometheus.CounterOpts{
-		Name: "lameduck_barrier_restarts_total", Help: "Stops of containers whose pod stays: restarts by liveness, soft evictions, node shutdowns.",
+		Name: "lameduck_barrier_restarts_total",
+		Help: "Stops of containers whose pod stays: restarts by liveness, soft evictions, node shutdowns.",
 	})
 	r.MustRegister(m.holds, m.drains, m.phase, m.agents, m.reports, m.api, m.waiting, m.barriers, m.cut, m.restarts)
 	for _, r := range []drain.Reason{drain.Acknowledged, drain.IdleBound, drain.Deadline, drain.NoAgents,
@@ -72,7 +75,8 @@ func NewMetrics(r prometheus.Registerer) *Metrics {
 	for s := drain.StateUnknown; s <= drain.Idle; s++ {
 		m.reports.WithLabelValues(s.String())
 	}
-	for _, r := range []drain.Reason{drain.Acknowledged, drain.IdleBound, drain.Deadline, drain.NoAgents, drain.Suspended, drain.AgentsLost} {
+	for _, r := range []drain.Reason{drain.Acknowledged, drain.IdleBound, drain.Deadline, drain.NoAgents,
+		drain.Suspended, drain.AgentsLost} {
 		m.phase.WithLabelValues(drain.Released.String(), r.String())
 	}
 	return m

@@ -31,7 +31,8 @@ func postAs(t *testing.T, n *network, r *replica, id drain.AgentID, path, text s
 	}
 	defer conn.Close()
 	go func() {
-		fmt.Fprintf(conn, "POST %s HTTP/1.1\r\nHost: x\r\nConnection: close\r\nAuthorization: Bearer agent %s\r\nContent-Length: %d\r\n\r\n%s",
+		fmt.Fprintf(conn, "POST %s HTTP/1.1\r\nHost: x\r\nConnection: close\r\nAuthorization: Bearer agent "+
+			"%s\r\nContent-Length: %d\r\n\r\n%s",
 			path, id, len(text), text)
 	}()
 	if answer, _ := io.ReadAll(conn); !strings.HasPrefix(string(answer), "HTTP/1.1 20") {
@@ -111,7 +112,8 @@ func TestAnAgentOfOneNamespaceIsToldNoUIDOfAnother(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		postAs(t, n, r, "local spy", wire.DeclarationsPath, `{"session":SESSION,"gateway":"fake","routes":`+string(routes)+`}`)
+		postAs(t, n, r, "local spy", wire.DeclarationsPath,
+			`{"session":SESSION,"gateway":"fake","routes":`+string(routes)+`}`)
 		synctest.Wait()
 		stream.conn.Close()
 		var all []string

@@ -23,7 +23,8 @@ func (c *Coordinator) claim(w http.ResponseWriter, r *http.Request, _ Identity) 
 		return nil, err
 	}
 	if claim.Pod.UID == "" || max(len(claim.Pod.UID), len(claim.Pod.Name), len(claim.Pod.Namespace)) > wire.MaxName {
-		return nil, refusal{http.StatusBadRequest, fmt.Sprintf("pod: uid is required, and each name at most %d bytes", wire.MaxName)}
+		return nil, refusal{http.StatusBadRequest,
+			fmt.Sprintf("pod: uid is required, and each name at most %d bytes", wire.MaxName)}
 	}
 	claimed := wire.Claimed{}
 	if !claim.OnlyAsked && c.Claimant != nil && c.Able() == nil {
@@ -122,7 +123,8 @@ type turn struct {
 // for the same pods: if each one chose for itself, all of them together would hold more calls than
 // the API server has seats for, and those that come later would queue there.
 func (c *Coordinator) inTurn(now time.Time, request Request) error {
-	if request.Owner != "" && c.MaxHoldsPerOwner > 0 && !c.takeTurn(now, request.Owner, request.Pod.UID, c.MaxHoldsPerOwner) {
+	if request.Owner != "" && c.MaxHoldsPerOwner > 0 &&
+		!c.takeTurn(now, request.Owner, request.Pod.UID, c.MaxHoldsPerOwner) {
 		return ErrTooManyOfOwner
 	}
 	if !c.takeTurn(now, everyOwner, request.Pod.UID, c.MaxHolds) {

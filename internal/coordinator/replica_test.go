@@ -24,7 +24,8 @@ func (c claimant) Claim(_ context.Context, claim wire.Claim) wire.Claimed {
 		Pod: claim.Pod, Owner: "ReplicaSet/1", Targets: targetsOf(web),
 		Place: drain.Place{Elapsed: time.Duration(claim.ElapsedMillis) * time.Millisecond},
 	})
-	return wire.Claimed{Verdict: wire.VerdictDrain, Queued: status.Phase == drain.Queued, Hold: hold, ElapsedMillis: time.Since(status.Since).Milliseconds()}
+	return wire.Claimed{Verdict: wire.VerdictDrain, Queued: status.Phase == drain.Queued, Hold: hold,
+		ElapsedMillis: time.Since(status.Since).Milliseconds()}
 }
 
 // A witness and the opener each know how long a drain has run: both count from the earlier start.
@@ -35,7 +36,8 @@ func TestAClaimCarriesTheClockBothWays(t *testing.T) {
 		b.Claimant = claimant{b.Coordinator}
 		claim := func(elapsed time.Duration) wire.Claimed {
 			t.Helper()
-			body, err := json.Marshal(wire.Claim{Operation: "delete", Pod: pod("a"), ElapsedMillis: elapsed.Milliseconds()})
+			body, err := json.Marshal(wire.Claim{Operation: "delete", Pod: pod("a"),
+				ElapsedMillis: elapsed.Milliseconds()})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -64,14 +66,16 @@ func TestAClaimCarriesTheClockBothWays(t *testing.T) {
 		if diff := cmp.Diff(want, claim(0)); diff != "" {
 			t.Errorf("after the API server asked (-want +got):\n%s", diff)
 		}
-		if got := b.ledger.Status(time.Now(), drain.AtHold, pod("a").UID); got.Deadline.Sub(time.Now()) != 16700*time.Millisecond {
+		if got := b.ledger.Status(time.Now(), drain.AtHold,
+			pod("a").UID); got.Deadline.Sub(time.Now()) != 16700*time.Millisecond {
 			t.Errorf("the deadline is in %s", time.Until(got.Deadline))
 		}
 		// Another one that stops leaves a call to this one, unless this one stops too: one of them
 		// answers.
 		onlyAsked := func() int64 {
 			t.Helper()
-			_, text := b.ask(http.MethodPost, wire.ClaimsPath, "Bearer replica", strings.NewReader(`{"pod":{"uid":"uid-a"},"onlyAsked":true}`))
+			_, text := b.ask(http.MethodPost, wire.ClaimsPath, "Bearer replica",
+				strings.NewReader(`{"pod":{"uid":"uid-a"},"onlyAsked":true}`))
 			var claimed wire.Claimed
 			if err := json.Unmarshal([]byte(text), &claimed); err != nil {
 				t.Fatal(err)
@@ -108,7 +112,8 @@ func TestAReplicaThatStartsAdoptsWhatIsOpen(t *testing.T) {
 			t.Fatalf("%d %s", code, text)
 		}
 		want := []drain.Claim{
-			{Pod: pod("a"), Services: []drain.Service{web}, ElapsedMillis: 12_000}, {Pod: pod("b"), Services: []drain.Service{web}, ElapsedMillis: 12_000, Queued: true},
+			{Pod: pod("a"), Services: []drain.Service{web}, ElapsedMillis: 12_000},
+			{Pod: pod("b"), Services: []drain.Service{web}, ElapsedMillis: 12_000, Queued: true},
 		}
 		if diff := cmp.Diff(want, told.Drains); diff != "" {
 			t.Fatalf("open drains (-want +got):\n%s", diff)
@@ -143,7 +148,8 @@ func TestAReplicaThatStartsLearnsWhoIsSuspended(t *testing.T) {
 			t.Fatal(err)
 		}
 		want := []drain.Silence{
-			{Agent: "one", Strikes: 3, SinceMillis: 91_000, LastMillis: 1000}, {Agent: "silent", Strikes: 3, SinceMillis: 91_000, LastMillis: 1000},
+			{Agent: "one", Strikes: 3, SinceMillis: 91_000, LastMillis: 1000},
+			{Agent: "silent", Strikes: 3, SinceMillis: 91_000, LastMillis: 1000},
 		}
 		if diff := cmp.Diff(want, told.Silent); diff != "" {
 			t.Fatalf("silent (-want +got):\n%s", diff)
@@ -167,7 +173,9 @@ func TestAWitnessHoldsWhomTheOpenerHolds(t *testing.T) {
 		b := newBench()
 		b.MaxHolds, b.MaxHoldsPerOwner = 2, 1
 		drainAs := func(name string, turn Turn) error {
-			_, _, err := b.Drain(t.Context(), Request{Pod: pod(name), Owner: "ReplicaSet/1", Targets: targetsOf(web), Turn: turn}, time.Now().Add(time.Second))
+			_, _, err := b.Drain(t.Context(),
+				Request{Pod: pod(name), Owner: "ReplicaSet/1", Targets: targetsOf(web), Turn: turn},
+				time.Now().Add(time.Second))
 			return err
 		}
 		if err := drainAs("a", TurnUnheld); !errors.Is(err, ErrTooManyHolds) {

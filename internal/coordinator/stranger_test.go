@@ -37,18 +37,22 @@ func TestAStreamEndsWithWhatItRestsOn(t *testing.T) {
 		"another pod is deleted": {"one", func(r *replica, _ *sync.Map) { r.Deleted("two") }, time.Hour, 2 * time.Hour},
 		"the token ends":         {"one", func(*replica, *sync.Map) {}, time.Hour, time.Hour + 2*time.Second},
 		"the right is taken":     {"one", func(_ *replica, revoked *sync.Map) { revoked.Store("", 1) }, 0, time.Minute},
-		"that of a namespace":    {"local one", func(_ *replica, revoked *sync.Map) { revoked.Store("shop", 1) }, 0, time.Minute},
+		"that of a namespace": {"local one", func(_ *replica, revoked *sync.Map) { revoked.Store("shop", 1) }, 0,
+			time.Minute},
 		"that of a namespace that it declared before": {"local one", func(r *replica, revoked *sync.Map) {
 			r.change(func() { r.ledger.Declare("local one", r.streams["local one"].session, "", nil) })
 			revoked.Store("shop", 1)
 		}, 0, time.Minute},
-		"that of another namespace": {"local one", func(_ *replica, revoked *sync.Map) { revoked.Store("bank", 1) }, time.Hour, 2 * time.Hour},
+		"that of another namespace": {"local one", func(_ *replica, revoked *sync.Map) { revoked.Store("bank", 1) },
+			time.Hour, 2 * time.Hour},
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				n := newNetwork(t)
 				var revoked sync.Map
-				r := n.replica("replica-0", "a", func(o *Options) { o.Authenticate = tokens{until: time.Now().Add(time.Hour), revoked: &revoked} })
+				r := n.replica("replica-0", "a", func(o *Options) {
+					o.Authenticate = tokens{until: time.Now().Add(time.Hour), revoked: &revoked}
+				})
 				s, session := n.upgraded(c.agent, "replica-0")
 				if code, text := r.ask(http.MethodPost, c.agent, wire.DeclarationsPath,
 					fmt.Sprintf(`{"session":%d,"routes":[{"service":{"namespace":"shop","name":"web"},"via":"endpoints","kind":"directed","granularity":"request"}]}`, session)); code != 200 {
@@ -64,7 +68,8 @@ func TestAStreamEndsWithWhatItRestsOn(t *testing.T) {
 				if took := time.Since(began); took < c.least || took > c.most {
 					t.Errorf("the stream ends after %s, want %s to %s", took, c.least, c.most)
 				}
-				if code, text := r.ask(http.MethodPost, c.agent, wire.ReportsPath, fmt.Sprintf(`{"session":%d,"boot":"b","reports":[]}`, session)); code != http.StatusConflict {
+				if code, text := r.ask(http.MethodPost, c.agent, wire.ReportsPath,
+					fmt.Sprintf(`{"session":%d,"boot":"b","reports":[]}`, session)); code != http.StatusConflict {
 					t.Errorf("a report is answered %d %s", code, text)
 				}
 			})
@@ -80,7 +85,8 @@ func TestADeletedAgentDoesNotComeBack(t *testing.T) {
 		n := newNetwork(t)
 		r := n.replica("replica-0", "a")
 		r.Deleted("one")
-		if code, text := r.ask(http.MethodGet, "one", wire.StreamPath+"?protocol=1", ""); code != http.StatusUnauthorized || !strings.Contains(text, "pod is deleted") {
+		if code, text := r.ask(http.MethodGet, "one", wire.StreamPath+"?protocol=1",
+			""); code != http.StatusUnauthorized || !strings.Contains(text, "pod is deleted") {
 			t.Errorf("answered %d %s", code, text)
 		}
 		r.Ready("one", time.Now())
@@ -170,7 +176,8 @@ func TestLiveWhenTheLockIsKept(t *testing.T) {
 	defer c.mu.Unlock()
 	began := time.Now()
 	err := c.Live()
-	if took := time.Since(began); err == nil || !strings.Contains(err.Error(), "lock") || took < maxLockHeld || took > 5*maxLockHeld {
+	if took := time.Since(began); err == nil || !strings.Contains(err.Error(), "lock") || took < maxLockHeld ||
+		took > 5*maxLockHeld {
 		t.Errorf("%v after %s", err, took)
 	}
 }

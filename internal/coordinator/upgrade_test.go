@@ -22,7 +22,8 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 )
 
-// upgraded opens an upgraded stream by hand as agent id, reads it up to synced and returns the session.
+// upgraded opens an upgraded stream by hand as agent id, reads it up to synced and returns the
+// session.
 func (n *network) upgraded(id, host string) (*raw, uint64) {
 	n.t.Helper()
 	conn, err := n.dial(n.t.Context(), "tcp", host+":9444")
@@ -30,7 +31,8 @@ func (n *network) upgraded(id, host string) (*raw, uint64) {
 		n.t.Fatal(err)
 	}
 	n.t.Cleanup(func() { conn.Close() })
-	if _, err := fmt.Fprintf(conn, "GET %s?protocol=1 HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: %s\r\nAuthorization: Bearer agent %s\r\n\r\n",
+	if _, err := fmt.Fprintf(conn, "GET %s?protocol=1 HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: "+
+		"%s\r\nAuthorization: Bearer agent %s\r\n\r\n",
 		wire.StreamPath, wire.Upgrade, id); err != nil {
 		n.t.Fatal(err)
 	}
@@ -39,7 +41,8 @@ func (n *network) upgraded(id, host string) (*raw, uint64) {
 	if err != nil {
 		n.t.Fatal(err)
 	}
-	if response.StatusCode != http.StatusSwitchingProtocols || !strings.EqualFold(response.Header.Get("Upgrade"), wire.Upgrade) {
+	if response.StatusCode != http.StatusSwitchingProtocols ||
+		!strings.EqualFold(response.Header.Get("Upgrade"), wire.Upgrade) {
 		n.t.Fatalf("%s %v", response.Status, response.Header)
 	}
 	r := &raw{conn: conn, lines: bufio.NewScanner(reader)}
@@ -97,7 +100,8 @@ func TestALineOfManyReportsIsTaken(t *testing.T) {
 			for i := range 1000 {
 				said.Reports = append(said.Reports, drain.Report{UID: drain.UID(fmt.Sprint("other-", i))})
 			}
-			said.Reports = append(said.Reports, drain.Report{UID: pod("a").UID, State: drain.Idle, Proof: drain.Runtime, Number: 1})
+			said.Reports = append(said.Reports,
+				drain.Report{UID: pod("a").UID, State: drain.Idle, Proof: drain.Runtime, Number: 1})
 			held := r.hold(pod("a"), web)
 			text, _ := json.Marshal(said)
 			for piece := range slices.Chunk(append(text, '\n'), 1000) {
@@ -116,13 +120,18 @@ func TestWhatIsRefusedInTheStreamEndsIt(t *testing.T) {
 		line, want string
 		after      time.Duration
 	}{
-		"no JSON":          {"nonsense\n", "reports: invalid character 'o' in literal null (expecting 'u')", 0},
-		"unknown state":    {`{"session":SESSION,"boot":"b","reports":[{"uid":"u","state":"gone"}]}` + "\n", `reports: state "gone" is not one of ["unknown" "routing" "kept" "removed" "idle"]`, 0},
-		"no UID":           {`{"session":SESSION,"boot":"b","reports":[{"state":"idle","proof":"runtime"}]}` + "\n", "reports[0].uid is required", 0},
-		"no proof":         {`{"session":SESSION,"boot":"b","reports":[{"uid":"u","state":"idle"}]}` + "\n", `reports[0].proof is required with state "idle"`, 0},
-		"another session":  {`{"session":999,"boot":"b","reports":[]}` + "\n", errStale.text, 0},
-		"two in one line":  {`{"session":SESSION,"boot":"b","reports":[]}{}` + "\n", "reports: invalid character '{' after top-level value", 0},
-		"a long boot":      {`{"session":SESSION,"boot":"` + strings.Repeat("b", wire.MaxName+1) + `","reports":[]}` + "\n", "boot: longer than 253 bytes", 0},
+		"no JSON": {"nonsense\n", "reports: invalid character 'o' in literal null (expecting 'u')", 0},
+		"unknown state": {`{"session":SESSION,"boot":"b","reports":[{"uid":"u","state":"gone"}]}` + "\n",
+			`reports: state "gone" is not one of ["unknown" "routing" "kept" "removed" "idle"]`, 0},
+		"no UID": {`{"session":SESSION,"boot":"b","reports":[{"state":"idle","proof":"runtime"}]}` + "\n",
+			"reports[0].uid is required", 0},
+		"no proof": {`{"session":SESSION,"boot":"b","reports":[{"uid":"u","state":"idle"}]}` + "\n",
+			`reports[0].proof is required with state "idle"`, 0},
+		"another session": {`{"session":999,"boot":"b","reports":[]}` + "\n", errStale.text, 0},
+		"two in one line": {`{"session":SESSION,"boot":"b","reports":[]}{}` + "\n",
+			"reports: invalid character '{' after top-level value", 0},
+		"a long boot": {`{"session":SESSION,"boot":"` + strings.Repeat("b",
+			wire.MaxName+1) + `","reports":[]}` + "\n", "boot: longer than 253 bytes", 0},
 		"a line too long":  {strings.Repeat(" ", wire.MaxBody+8192), "a line is larger than 4194304 bytes", 0},
 		"a line too slow":  {strings.Repeat(" ", 8192), "a line was not sent within 5s", bodyTimeout},
 		"half a line":      {`{"session":1`, "a line was not sent within 5s", bodyTimeout},
@@ -219,7 +228,8 @@ func FuzzListen(f *testing.F) {
 		if !errors.Is(err, io.EOF) && (!errors.As(err, &refused) || refused.code < 400 || refused.code >= 500) {
 			t.Errorf("ends with %v", err)
 		}
-		if after := b.ledger.Status(time.Now(), drain.AtHold, "uid-a"); after.Since.After(before.Since) || after.Deadline.After(before.Deadline) {
+		if after := b.ledger.Status(time.Now(), drain.AtHold, "uid-a"); after.Since.After(before.Since) ||
+			after.Deadline.After(before.Deadline) {
 			t.Errorf("the clock was put back from %s to %s", before.Since, after.Since)
 		}
 	})

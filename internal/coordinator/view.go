@@ -24,7 +24,8 @@ const (
 	maxSilent = 5
 	// featuresShown bounds the features of an agent that are remembered.
 	featuresShown = 16
-	// otherKind is what gateways are called when there are too many kinds, unnamedKind if their agent does not say.
+	// otherKind is what gateways are called when there are too many kinds, unnamedKind if their
+	// agent does not say.
 	otherKind, unnamedKind = "other", "unnamed"
 )
 
@@ -106,11 +107,12 @@ func (r *ring[T]) newest() []T {
 }
 
 func newHistory() *history {
-	return &history{introduced: map[drain.AgentID]*introduced{}, open: map[drain.UID]*course{}, kinds: map[string]*times{}}
+	return &history{introduced: map[drain.AgentID]*introduced{}, open: map[drain.UID]*course{},
+		kinds: map[string]*times{}}
 }
 
-// introduce returns what is remembered of an agent, and makes room for it. It is one and the same for as long as it is remembered: what agents
-// say of a drain is kept by it.
+// introduce returns what is remembered of an agent, and makes room for it. It is one and the same
+// for as long as it is remembered: what agents say of a drain is kept by it.
 func (h *history) introduce(id drain.AgentID) *introduced {
 	of := h.introduced[id]
 	if of == nil {
@@ -126,7 +128,8 @@ func (h *history) introduce(id drain.AgentID) *introduced {
 // connected notes a new stream.
 func (h *history) connected(now time.Time, id drain.AgentID, protocol int, offer wire.Offer, address string) {
 	was := h.introduce(id)
-	was.protocol, was.features, was.address, was.connected = protocol, offer.Features[:min(len(offer.Features), featuresShown)], address, now
+	was.protocol, was.features, was.address, was.connected = protocol,
+		offer.Features[:min(len(offer.Features), featuresShown)], address, now
 }
 
 // declared notes what kind of gateway an agent has.
@@ -185,7 +188,8 @@ func (h *history) of(kind string) *times {
 	return t
 }
 
-// silent names those who had not let go when a drain was released, and says how many more there were. Who is away and was not waited for is marked.
+// silent names those who had not let go when a drain was released, and says how many more there
+// were. Who is away and was not waited for is marked.
 func silent(s drain.Status) (all []string, more int) {
 	if s.Reason.Abnormal() {
 		for _, w := range slices.Concat(s.Waiting, s.Suspended, s.Lost) {
@@ -256,7 +260,8 @@ type View struct {
 // Drain is an open drain.
 type Drain struct {
 	drain.Status
-	// Entered is when its phase began, Told when agents were told of it; zero: they were not, for want of room.
+	// Entered is when its phase began, Told when agents were told of it; zero: they were not, for
+	// want of room.
 	Entered, Told time.Time
 	// Reports are what those say who owe it, those who are least far first: at most those that were
 	// asked for, of Acknowledgers.
@@ -281,10 +286,12 @@ type Agent struct {
 	Features         []string
 	// Connected is when its stream began.
 	Connected time.Time
-	// Posted is when its last report came, Age how old that was by then: about as long as a message takes to and fro, and a heartbeat at most.
+	// Posted is when its last report came, Age how old that was by then: about as long as a message
+	// takes to and fro, and a heartbeat at most.
 	Posted time.Time
 	Age    time.Duration
-	// Removed and Idle are how long it took in the last drain that it acknowledged. Zero: it did not yet.
+	// Removed and Idle are how long it took in the last drain that it acknowledged. Zero: it did
+	// not yet.
 	Removed, Idle time.Duration
 }
 
@@ -299,12 +306,14 @@ type Outcome struct {
 	Reason, End drain.Reason
 	// Took is how long it was until the deletion could go on or, if it never could, until the end.
 	Took time.Duration
-	// Silent names gateways that had not let go when the deletion went on, those that were away and not waited for marked so, and More says how many more there were.
+	// Silent names gateways that had not let go when the deletion went on, those that were away and
+	// not waited for marked so, and More says how many more there were.
 	Silent []string
 	More   int
 }
 
-// Propagation is how long gateways of one kind took to let go of pods, counted from the moment when agents were told.
+// Propagation is how long gateways of one kind took to let go of pods, counted from the moment when
+// agents were told.
 type Propagation struct {
 	// Gateway is the kind of gateway, What drain.Removed or drain.Idle.
 	Gateway string
@@ -315,8 +324,9 @@ type Propagation struct {
 	P50, P90, P99, Max time.Duration
 }
 
-// View returns what is known now, with at most so many drains and words of each. The lock is given back after each drain, so that nobody waits
-// for all of them: what is said of one drain was so at one moment, and that of another a moment later.
+// View returns what is known now, with at most so many drains and words of each. The lock is given
+// back after each drain, so that nobody waits for all of them: what is said of one drain was so at
+// one moment, and that of another a moment later.
 func (c *Coordinator) View(drains, words int) View {
 	c.mu.Lock()
 	now, n := time.Now(), c.ledger.Counts()

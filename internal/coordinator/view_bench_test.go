@@ -21,7 +21,8 @@ func BenchmarkReported(b *testing.B) {
 			now := time.Now()
 			i := 0
 			for b.Loop() {
-				said := []drain.Report{{UID: p.UID, State: drain.Removed + drain.State(i/len(ids)%2), Proof: drain.Runtime, Number: 1}}
+				said := []drain.Report{{UID: p.UID, State: drain.Removed + drain.State(i/len(ids)%2),
+					Proof: drain.Runtime, Number: 1}}
 				id := ids[i%len(ids)]
 				c.ledger.Report(now, now, id, sessions[i%len(ids)], said)
 				if noted {

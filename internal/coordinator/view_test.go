@@ -64,18 +64,22 @@ func TestViewFollowsADrain(t *testing.T) {
 		for _, q := range v.Propagation {
 			times = append(times, fmt.Sprintf("%s %s %d: %s %s", q.Gateway, q.What, q.Samples, q.P50, q.Max))
 		}
-		if got, want := strings.Join(times, "; "), "fake removed 2: 300ms 700ms; fake idle 2: 300ms 800ms"; got != want {
+		if got, want := strings.Join(times, "; "),
+			"fake removed 2: 300ms 700ms; fake idle 2: 300ms 800ms"; got != want {
 			t.Errorf("propagation\ngot  %s\nwant %s", got, want)
 		}
 		for _, a := range v.Agents {
-			if want := map[drain.AgentID]time.Duration{"one": 300 * time.Millisecond, "two": 800 * time.Millisecond}[a.ID]; a.Idle != want || a.Connected.IsZero() || !slices.Contains(a.Features, "leave") {
+			if want := map[drain.AgentID]time.Duration{"one": 300 * time.Millisecond,
+				"two": 800 * time.Millisecond}[a.ID]; a.Idle != want || a.Connected.IsZero() ||
+				!slices.Contains(a.Features, "leave") {
 				t.Errorf("agent %+v, want idle after %s", a, want)
 			}
 		}
 	})
 }
 
-// To look must not change what is looked at: a drain that is over by time alone is released to the one who waits, and not to the one who looks.
+// To look must not change what is looked at: a drain that is over by time alone is released to the
+// one who waits, and not to the one who looks.
 func TestViewNamesTheSilent(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newNetwork(t)
@@ -92,7 +96,8 @@ func TestViewNamesTheSilent(t *testing.T) {
 		answered(t, r.hold(p, web), "Released Deadline held=false after 0s")
 		r.GatePassed(p.UID)
 		v := r.View(10, 10)
-		if len(v.Outcomes) != 1 || v.Outcomes[0].Reason != drain.Deadline || !slices.Equal(v.Outcomes[0].Silent, []string{"one"}) || v.Outcomes[0].Took != 30*time.Second {
+		if len(v.Outcomes) != 1 || v.Outcomes[0].Reason != drain.Deadline ||
+			!slices.Equal(v.Outcomes[0].Silent, []string{"one"}) || v.Outcomes[0].Took != 30*time.Second {
 			t.Errorf("outcomes %+v", v.Outcomes)
 		}
 	})
@@ -113,8 +118,10 @@ func TestHistoryIsBounded(t *testing.T) {
 			r.GatePassed(p.UID)
 		}
 		v := r.View(10, 10)
-		if len(v.Outcomes) != maxOutcomes || v.Outcomes[0].Pod.Name != fmt.Sprint(maxOutcomes+19) || v.Outcomes[maxOutcomes-1].Pod.Name != "20" {
-			t.Errorf("%d outcomes, from %s to %s", len(v.Outcomes), v.Outcomes[0].Pod, v.Outcomes[len(v.Outcomes)-1].Pod)
+		if len(v.Outcomes) != maxOutcomes || v.Outcomes[0].Pod.Name != fmt.Sprint(maxOutcomes+19) ||
+			v.Outcomes[maxOutcomes-1].Pod.Name != "20" {
+			t.Errorf("%d outcomes, from %s to %s", len(v.Outcomes), v.Outcomes[0].Pod,
+				v.Outcomes[len(v.Outcomes)-1].Pod)
 		}
 		if len(r.seen.open) != 0 {
 			t.Errorf("%d drains are remembered as open", len(r.seen.open))
@@ -129,7 +136,8 @@ func TestHistoryIsBounded(t *testing.T) {
 		for i := range 2 * maxSamples {
 			h.of("kind-0").removed.add(time.Duration(i), maxSamples)
 		}
-		if q := quantiles("kind-0", drain.Removed, &h.of("kind-0").removed); q.Samples != maxSamples || q.All != 2*maxSamples || q.P50 != maxSamples+maxSamples/2-1 {
+		if q := quantiles("kind-0", drain.Removed, &h.of("kind-0").removed); q.Samples != maxSamples ||
+			q.All != 2*maxSamples || q.P50 != maxSamples+maxSamples/2-1 {
 			t.Errorf("quantiles %+v", q)
 		}
 	})
@@ -156,7 +164,8 @@ func TestViewIsCut(t *testing.T) {
 	})
 }
 
-// What is not a word on this drain must not count as how long a gateway took, and what waits for room has not been told.
+// What is not a word on this drain must not count as how long a gateway took, and what waits for
+// room has not been told.
 func TestHistoryCountsWhatCounts(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newNetwork(t)
@@ -168,7 +177,8 @@ func TestHistoryCountsWhatCounts(t *testing.T) {
 		r.Unroute(Request{Pod: a, Targets: both})
 		time.Sleep(time.Second)
 		r.Unroute(Request{Pod: b, Targets: both})
-		if v := r.View(10, 10); v.Drains[0].Told.IsZero() || v.Drains[1].Phase != drain.Queued || !v.Drains[1].Told.IsZero() {
+		if v := r.View(10, 10); v.Drains[0].Told.IsZero() || v.Drains[1].Phase != drain.Queued ||
+			!v.Drains[1].Told.IsZero() {
 			t.Errorf("%+v", v.Drains)
 		}
 		say := func(report drain.Report) {
@@ -191,7 +201,8 @@ func TestHistoryCountsWhatCounts(t *testing.T) {
 	})
 }
 
-// A drain that was released and whose pod lives on all the same has ended as abandoned: it would look like one that went well.
+// A drain that was released and whose pod lives on all the same has ended as abandoned: it would
+// look like one that went well.
 func TestAbandonedIsHowItEnded(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newNetwork(t)
@@ -210,8 +221,9 @@ func TestAbandonedIsHowItEnded(t *testing.T) {
 	})
 }
 
-// Who is not remembered any more, for want of room, is remembered as one agent by what it says. Without this, each repeat of a word is another
-// agent's: kept beside the others, and counted among the times that gateways take.
+// Who is not remembered any more, for want of room, is remembered as one agent by what it says.
+// Without this, each repeat of a word is another agent's: kept beside the others, and counted among
+// the times that gateways take.
 func TestViewCountsOnceWhoIsForgotten(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newNetwork(t)
@@ -244,7 +256,8 @@ func TestViewCountsOnceWhoIsForgotten(t *testing.T) {
 	})
 }
 
-// Who has not let go is named; who is away was not waited for, is named whatever the reason, and marked.
+// Who has not let go is named; who is away was not waited for, is named whatever the reason, and
+// marked.
 func TestWhoIsSilentIsNamed(t *testing.T) {
 	waiting := func(names ...string) (all []drain.Waiting) {
 		for _, name := range names {
@@ -252,14 +265,17 @@ func TestWhoIsSilentIsNamed(t *testing.T) {
 		}
 		return all
 	}
-	for reason, want := range map[drain.Reason]string{drain.Acknowledged: "[c (away)] 30", drain.Deadline: "[a b c (away)] 30"} {
-		all, more := silent(drain.Status{Reason: reason, Waiting: waiting("a"), Suspended: waiting("b"), Away: waiting("c"), MoreAway: 30})
+	for reason, want := range map[drain.Reason]string{drain.Acknowledged: "[c (away)] 30",
+		drain.Deadline: "[a b c (away)] 30"} {
+		all, more := silent(drain.Status{Reason: reason, Waiting: waiting("a"), Suspended: waiting("b"),
+			Away: waiting("c"), MoreAway: 30})
 		if got := fmt.Sprint(all, more); got != want {
 			t.Errorf("%s: %s, want %s", reason, got, want)
 		}
 	}
 	many := make([]string, maxSilent+5)
-	if all, more := silent(drain.Status{Reason: drain.Deadline, Waiting: waiting(many...), MoreAway: 2}); len(all) != maxSilent || more != 7 {
+	if all, more := silent(drain.Status{Reason: drain.Deadline, Waiting: waiting(many...),
+		MoreAway: 2}); len(all) != maxSilent || more != 7 {
 		t.Errorf("%d are named and %d more, want %d and 7", len(all), more, maxSilent)
 	}
 }

@@ -53,11 +53,13 @@ type tokens struct {
 
 func (k tokens) Authenticate(_ context.Context, token string) (Identity, error) {
 	if id, ok := strings.CutPrefix(token, "agent "); ok {
-		return Identity{Agent: drain.AgentID(id), Name: "edge/" + id, Username: "edge", Everywhere: !strings.HasPrefix(id, "local "), Until: k.until}, nil
+		return Identity{Agent: drain.AgentID(id), Name: "edge/" + id,
+			Username: "edge", Everywhere: !strings.HasPrefix(id, "local "), Until: k.until}, nil
 	}
 	switch token {
 	case "replica":
-		return Identity{Agent: "uid-replica", Name: "lameduck-system/webhook-1", Username: "webhook", Replica: true}, nil
+		return Identity{Agent: "uid-replica", Name: "lameduck-system/webhook-1", Username: "webhook", Replica: true},
+			nil
 	case "stranger":
 		return Identity{}, fmt.Errorf("stranger: %w", ErrForbidden)
 	case "no answer":
@@ -67,7 +69,8 @@ func (k tokens) Authenticate(_ context.Context, token string) (Identity, error) 
 	}
 }
 
-// MayAcknowledge implements Authorizer: agents may in the namespace shop, and nothing is known of the namespace hidden.
+// MayAcknowledge implements Authorizer: agents may in the namespace shop, and nothing is known of
+// the namespace hidden.
 func (k tokens) MayAcknowledge(_ context.Context, _ Identity, namespace string) (bool, error) {
 	if k.revoked != nil {
 		if _, revoked := k.revoked.Load(namespace); revoked {
@@ -134,7 +137,8 @@ func (l *listener) Accept() (net.Conn, error) {
 func (l *listener) Close() error   { l.once.Do(func() { close(l.closed) }); return nil }
 func (l *listener) Addr() net.Addr { return &net.TCPAddr{} }
 
-// conn is the agent's end of a connection. While it is a black hole, nothing arrives and nothing fails.
+// conn is the agent's end of a connection. While it is a black hole, nothing arrives and nothing
+// fails.
 type conn struct {
 	net.Conn
 	mu   sync.Mutex
@@ -212,7 +216,8 @@ type replica struct {
 	done     chan error
 }
 
-// replica starts a coordinator under the host name, in a new life named epoch. It ends with the test at the latest.
+// replica starts a coordinator under the host name, in a new life named epoch. It ends with the
+// test at the latest.
 func (n *network) replica(host, epoch string, options ...func(*Options)) *replica {
 	registry := prometheus.NewRegistry()
 	r := &replica{
@@ -232,7 +237,8 @@ func (n *network) replica(host, epoch string, options ...func(*Options)) *replic
 	go func() {
 		r.done <- serve.All(ctx,
 			serve.Task{Name: "coordinator", Run: r.Run},
-			serve.Server{Name: "agents", Listener: l, Handler: r.Handler(), Grace: 5 * time.Second, Stop: r.Stop}.Task())
+			serve.Server{Name: "agents", Listener: l, Handler: r.Handler(), Grace: 5 * time.Second,
+				Stop: r.Stop}.Task())
 	}()
 	n.t.Cleanup(r.end)
 	return r
@@ -249,7 +255,8 @@ func (r *replica) end() {
 	}
 }
 
-// metric is the value of a counter or gauge with these label values, in the order of the labels' names; of a histogram, its count.
+// metric is the value of a counter or gauge with these label values, in the order of the labels'
+// names; of a histogram, its count.
 func (r *replica) metric(name string, labels ...string) float64 {
 	r.t.Helper()
 	families, err := r.registry.Gather()
@@ -565,7 +572,8 @@ func (n *network) open(id, host string) *raw {
 	if err != nil {
 		n.t.Fatal(err)
 	}
-	if _, err := fmt.Fprintf(conn, "GET %s?protocol=1 HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer agent %s\r\n\r\n", wire.StreamPath, id); err != nil {
+	if _, err := fmt.Fprintf(conn, "GET %s?protocol=1 HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer agent %s\r\n\r\n",
+		wire.StreamPath, id); err != nil {
 		n.t.Fatal(err)
 	}
 	n.t.Cleanup(func() { conn.Close() })

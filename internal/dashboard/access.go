@@ -16,8 +16,8 @@ import (
 	"k8s.io/client-go/kubernetes"
 )
 
-// Audience is what readers' tokens must be made for: such a token is good for nothing but Lameduck, so that a page which is given one cannot
-// do anything else with it.
+// Audience is what readers' tokens must be made for: such a token is good for nothing but Lameduck,
+// so that a page which is given one cannot do anything else with it.
 const Audience = "lameduck.io"
 
 // ErrUnauthenticated and ErrForbidden are why a [Reviewer] lets nobody look.
@@ -40,8 +40,9 @@ const (
 	maxToken = 16 << 10
 )
 
-// Kubernetes asks the API server who has a token (TokenReview) and whether he may "get" drains.lameduck.io (SubjectAccessReview), and remembers the
-// answer for a minute, a no for five seconds. Safe for concurrent use.
+// Kubernetes asks the API server who has a token (TokenReview) and whether he may "get"
+// drains.lameduck.io (SubjectAccessReview), and remembers the answer for a minute, a no for five
+// seconds. Safe for concurrent use.
 type Kubernetes struct {
 	client kubernetes.Interface
 	asks   *rate.Limiter
@@ -115,14 +116,16 @@ func (k *Kubernetes) ask(ctx context.Context, token string) error {
 	access, err := k.client.AuthorizationV1().SubjectAccessReviews().Create(ctx, &authorizationv1.SubjectAccessReview{
 		Spec: authorizationv1.SubjectAccessReviewSpec{
 			User: user.Username, UID: user.UID, Groups: user.Groups, Extra: extra,
-			ResourceAttributes: &authorizationv1.ResourceAttributes{Verb: "get", Group: "lameduck.io", Resource: "drains"},
+			ResourceAttributes: &authorizationv1.ResourceAttributes{Verb: "get", Group: "lameduck.io",
+				Resource: "drains"},
 		},
 	}, metav1.CreateOptions{})
 	if err != nil {
 		return fmt.Errorf("ask whether %s may look: %v", user.Username, err)
 	}
 	if !access.Status.Allowed {
-		return fmt.Errorf("%w: %s needs the verb get on drains.lameduck.io in all namespaces", ErrForbidden, user.Username)
+		return fmt.Errorf("%w: %s needs the verb get on drains.lameduck.io in all namespaces", ErrForbidden,
+			user.Username)
 	}
 	return nil
 }

@@ -15,7 +15,8 @@ import (
 	clienttesting "k8s.io/client-go/testing"
 )
 
-// server is an API server that knows the tokens "jane" (who may), "joe" (who may not) and "other" (for another audience).
+// server is an API server that knows the tokens "jane" (who may), "joe" (who may not) and "other"
+// (for another audience).
 type server struct {
 	reviews, accesses int
 	away              bool
@@ -35,29 +36,33 @@ func newServer(t *testing.T) (*server, *Kubernetes) {
 		switch name, _, _ := strings.Cut(review.Spec.Token, "-"); name {
 		case "jane", "joe":
 			review.Status.Authenticated, review.Status.Audiences = true, []string{Audience}
-			review.Status.User = authenticationv1.UserInfo{Username: name, Groups: []string{"people"}, Extra: map[string]authenticationv1.ExtraValue{"scope": {"a"}}}
+			review.Status.User = authenticationv1.UserInfo{Username: name, Groups: []string{"people"},
+				Extra: map[string]authenticationv1.ExtraValue{"scope": {"a"}}}
 		case "other":
 			review.Status.Authenticated, review.Status.Audiences = true, []string{"https://kubernetes.default.svc"}
 		}
 		return true, review, nil
 	})
-	client.PrependReactor("create", "subjectaccessreviews", func(action clienttesting.Action) (bool, runtime.Object, error) {
-		s.accesses++
-		review := action.(clienttesting.CreateAction).GetObject().(*authorizationv1.SubjectAccessReview).DeepCopy()
-		r := review.Spec.ResourceAttributes
-		if r == nil || r.Verb != "get" || r.Group != "lameduck.io" || r.Resource != "drains" || r.Namespace != "" || review.Spec.Groups[0] != "people" || review.Spec.Extra["scope"][0] != "a" {
-			t.Errorf("asked %+v", review.Spec)
-		}
-		review.Status.Allowed = review.Spec.User == "jane"
-		return true, review, nil
-	})
+	client.PrependReactor("create", "subjectaccessreviews",
+		func(action clienttesting.Action) (bool, runtime.Object, error) {
+			s.accesses++
+			review := action.(clienttesting.CreateAction).GetObject().(*authorizationv1.SubjectAccessReview).DeepCopy()
+			r := review.Spec.ResourceAttributes
+			if r == nil || r.Verb != "get" || r.Group != "lameduck.io" || r.Resource != "drains" || r.Namespace != "" ||
+				review.Spec.Groups[0] != "people" || review.Spec.Extra["scope"][0] != "a" {
+				t.Errorf("asked %+v", review.Spec)
+			}
+			review.Status.Allowed = review.Spec.User == "jane"
+			return true, review, nil
+		})
 	return s, NewKubernetes(client)
 }
 
 func TestReview(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s, k := newServer(t)
-		for token, want := range map[string]error{"jane": nil, "joe": ErrForbidden, "other": ErrUnauthenticated, "nobody": ErrUnauthenticated, strings.Repeat("x", maxToken+1): ErrUnauthenticated} {
+		for token, want := range map[string]error{"jane": nil, "joe": ErrForbidden, "other": ErrUnauthenticated,
+			"nobody": ErrUnauthenticated, strings.Repeat("x", maxToken+1): ErrUnauthenticated} {
 			if err := k.Review(t.Context(), token); !errors.Is(err, want) || want == nil && err != nil {
 				t.Errorf("%.20s: %v, want %v", token, err, want)
 			}
@@ -78,7 +83,8 @@ func TestReview(t *testing.T) {
 		}
 		// Nothing is found out and nothing remembered while the API server is away.
 		s.away = true
-		if err := k.Review(t.Context(), "jane-2"); err == nil || errors.Is(err, ErrForbidden) || errors.Is(err, ErrUnauthenticated) {
+		if err := k.Review(t.Context(), "jane-2"); err == nil || errors.Is(err, ErrForbidden) ||
+			errors.Is(err, ErrUnauthenticated) {
 			t.Errorf("away: %v", err)
 		}
 		s.away = false
@@ -96,7 +102,8 @@ func TestReviewIsBounded(t *testing.T) {
 		for i := range 200 {
 			_ = k.Review(t.Context(), fmt.Sprint("made-up-", i))
 		}
-		if most := askBurst + int(askRate*time.Since(began).Seconds()) + 1; s.reviews > most || time.Since(began) < 30*time.Second {
+		if most := askBurst + int(askRate*time.Since(began).Seconds()) + 1; s.reviews > most ||
+			time.Since(began) < 30*time.Second {
 			t.Errorf("%d questions in %s", s.reviews, time.Since(began))
 		}
 		for i := range 2 * maxRemembered {

@@ -26,13 +26,15 @@ const (
 	hookNone = "none"
 )
 
-// Consumers is what a Service says of those who send to its pods without anybody who could acknowledge for them.
+// Consumers is what a Service says of those who send to its pods without anybody who could
+// acknowledge for them.
 type Consumers struct {
 	Service drain.Service
 	// Stated is how long they need, by its annotation. Error is why that cannot be read.
 	Stated time.Duration
 	Error  string
-	// Headless: clients resolve the pods' addresses. LoadBalancer: there may be one outside the cluster.
+	// Headless: clients resolve the pods' addresses. LoadBalancer: there may be one outside the
+	// cluster.
 	Headless, LoadBalancer bool
 }
 
@@ -55,9 +57,12 @@ func (d *Dashboard) barriersOf(of coordinator.View) api.Barriers {
 
 func (d *Dashboard) barrierOf(b coordinator.Barrier) api.Barrier {
 	one := api.Barrier{
-		Namespace: b.Pod.Namespace, Pod: b.Pod.Name, UID: string(b.Pod.UID), Phase: b.Phase.String(), PhaseSince: b.Entered, Reason: b.Reason.String(),
-		Since: b.Since, Deadline: b.Deadline, AskedBy: b.ByName, Owed: b.Owed, Waiting: len(b.Waiting), Reports: reportsOf(b.Reports),
-		StatedSeconds: b.Stated.Seconds(), Cut: b.Cut, Last: b.Last || b.LastHere, Sampled: b.Sampled, Uncovered: []string{},
+		Namespace: b.Pod.Namespace, Pod: b.Pod.Name, UID: string(b.Pod.UID), Phase: b.Phase.String(),
+		PhaseSince: b.Entered, Reason: b.Reason.String(),
+		Since: b.Since, Deadline: b.Deadline, AskedBy: b.ByName, Owed: b.Owed, Waiting: len(b.Waiting),
+		Reports:       reportsOf(b.Reports),
+		StatedSeconds: b.Stated.Seconds(), Cut: b.Cut, Last: b.Last || b.LastHere, Sampled: b.Sampled,
+		Uncovered: []string{},
 	}
 	if b.Stated > 0 {
 		one.StatedUntil = b.Since.Add(b.Stated)
@@ -81,7 +86,8 @@ func (d *Dashboard) barrierOf(b coordinator.Barrier) api.Barrier {
 	return one
 }
 
-// hooksOf are the hooks of a pod's containers that wait at the barrier. None is there if the pod has no barrier.
+// hooksOf are the hooks of a pod's containers that wait at the barrier. None is there if the pod
+// has no barrier.
 func hooksOf(pod *corev1.Pod) []api.Hook {
 	hooks := []api.Hook{}
 	id := pod.Annotations[admission.BarrierIDAnnotation]
@@ -94,7 +100,9 @@ func hooksOf(pod *corev1.Pod) []api.Hook {
 			switch stop := c.Lifecycle.PreStop; {
 			case stop.HTTPGet != nil && strings.Contains(stop.HTTPGet.Path, id):
 				h.Kind = hookHTTP
-			case stop.Exec != nil && slices.ContainsFunc(stop.Exec.Command, func(word string) bool { return strings.Contains(word, id) }):
+			case stop.Exec != nil && slices.ContainsFunc(stop.Exec.Command, func(word string) bool {
+				return strings.Contains(word, id)
+			}):
 				h.Kind = hookExec
 			}
 		}
@@ -110,9 +118,9 @@ func hooksOf(pod *corev1.Pod) []api.Hook {
 	return hooks
 }
 
-// explainBarrier tells what a pod has for the second gate, and what is missing there. Nil: it has no hook. agents are those
-// that answer hooks, suspended or not, and whether or not they can observe anything. asked of them may be asked; node names
-// their pods' nodes.
+// explainBarrier tells what a pod has for the second gate, and what is missing there. Nil: it has
+// no hook. agents are those that answer hooks, suspended or not, and whether or not they can
+// observe anything. asked of them may be asked; node names their pods' nodes.
 func explainBarrier(pod *corev1.Pod, agents []drain.Acknowledger, asked int, node func(drain.Acknowledger) string,
 	consumers []Consumers) (x *api.ExplainedBarrier, missing []api.Uncovered) {
 	uncovered := func(what, format string, args ...any) {
@@ -121,7 +129,9 @@ func explainBarrier(pod *corev1.Pod, agents []drain.Acknowledger, asked int, nod
 	if pod.Annotations[admission.BarrierIDAnnotation] == "" {
 		for _, c := range consumers {
 			if c.Stated > 0 {
-				uncovered("the stated wait of "+c.Service.String(), "it states %s for those who cannot acknowledge, and this pod has no barrier at which that could be waited for", c.Stated)
+				uncovered("the stated wait of "+c.Service.String(),
+					"it states %s for those who cannot acknowledge, and this pod has no barrier at which that could "+
+						"be waited for", c.Stated)
 			}
 		}
 		return nil, missing
@@ -136,7 +146,8 @@ func explainBarrier(pod *corev1.Pod, agents []drain.Acknowledger, asked int, nod
 	}
 	for _, h := range x.Hooks {
 		if h.Kind == hookNone {
-			uncovered("container "+h.Container, "it gets SIGTERM without waiting for the barrier: its own hook cannot be wrapped")
+			uncovered("container "+h.Container,
+				"it gets SIGTERM without waiting for the barrier: its own hook cannot be wrapped")
 		}
 	}
 	for _, p := range agents {
@@ -147,29 +158,34 @@ func explainBarrier(pod *corev1.Pod, agents []drain.Acknowledger, asked int, nod
 	switch {
 	case pod.Spec.NodeName == "":
 	case x.Agent == "":
-		uncovered(api.BarrierItself, "no node agent is known on %s: the pod's hooks would be refused there, and it would be told to stop at once", pod.Spec.NodeName)
+		uncovered(api.BarrierItself, "no node agent is known on %s: the pod's hooks would be refused there, and it "+
+			"would be told to stop at once", pod.Spec.NodeName)
 	case !x.Connected:
-		uncovered(api.BarrierItself, "%s, which has the pod's hooks, is not connected here: if it runs, it asks another coordinator or waits for its own kernel alone", x.Agent)
+		uncovered(api.BarrierItself, "%s, which has the pod's hooks, is not connected here: if it runs, it asks "+
+			"another coordinator or waits for its own kernel alone", x.Agent)
 	}
 	for _, c := range consumers {
 		if c.Stated == 0 && c.Error == "" {
 			continue
 		}
 		cut := err == nil && c.Stated > bound
-		x.Stated = append(x.Stated, api.StatedWait{Namespace: c.Service.Namespace, Service: c.Service.Name, Seconds: c.Stated.Seconds(), Cut: cut, Error: c.Error})
+		x.Stated = append(x.Stated, api.StatedWait{Namespace: c.Service.Namespace, Service: c.Service.Name,
+			Seconds: c.Stated.Seconds(), Cut: cut, Error: c.Error})
 		if cut {
-			uncovered("the stated wait of "+c.Service.String(), "it states %s, and the pod's hooks last %s at most", c.Stated, bound)
+			uncovered("the stated wait of "+c.Service.String(), "it states %s, and the pod's hooks last %s at most",
+				c.Stated, bound)
 		}
 	}
 	return x, missing
 }
 
-// unacknowledged words who sends to the pods of services without anybody who could acknowledge. waits says that the pod's hooks would wait as
-// long as Services state.
+// unacknowledged words who sends to the pods of services without anybody who could acknowledge.
+// waits says that the pod's hooks would wait as long as Services state.
 func unacknowledged(consumers []Consumers, waits bool) []api.Uncovered {
 	const what = "clients that find pods by themselves"
 	if len(consumers) == 0 {
-		return []api.Uncovered{{What: what, Why: "those that resolve a headless Service, and load balancers outside the cluster: nobody can say when they have let go"}}
+		return []api.Uncovered{{What: what, Why: "those that resolve a headless Service, and load balancers outside " +
+			"the cluster: nobody can say when they have let go"}}
 	}
 	var all []api.Uncovered
 	for _, c := range consumers {
@@ -182,9 +198,13 @@ func unacknowledged(consumers []Consumers, waits bool) []api.Uncovered {
 		}
 		switch {
 		case c.Error != "":
-			all = append(all, api.Uncovered{What: "those who send to " + c.Service.String(), Why: "what it states in lameduck.io/stated-wait cannot be read: " + c.Error})
+			all = append(all, api.Uncovered{What: "those who send to " + c.Service.String(),
+				Why: "what it states in lameduck.io/stated-wait cannot be read: " + c.Error})
 		case len(who) > 0 && (c.Stated == 0 || !waits):
-			all = append(all, api.Uncovered{What: what, Why: strings.Join(who, ", and ") + ", " + c.Service.String() + ": nobody can say when they have let go, and " + eitherOr(c.Stated == 0, "no lameduck.io/stated-wait says how long they need", "the pod has no barrier at which its stated wait could be waited for")})
+			all = append(all, api.Uncovered{What: what,
+				Why: strings.Join(who, ", and ") + ", " + c.Service.String() + ": nobody can say when they have let " +
+					"go, and " + eitherOr(c.Stated == 0, "no lameduck.io/stated-wait says how long they need",
+					"the pod has no barrier at which its stated wait could be waited for")})
 		}
 	}
 	return all

@@ -22,7 +22,8 @@ import (
 func barred(bound string, containers ...corev1.Container) *corev1.Pod {
 	return &corev1.Pod{
 		ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: "a", UID: "uid-a", Annotations: map[string]string{
-			admission.BarrierIDAnnotation: "id-1", admission.BarrierBoundAnnotation: bound, admission.BarrierGraceAnnotation: "20", admission.BarrierUncoveredAnnotation: "tls",
+			admission.BarrierIDAnnotation: "id-1", admission.BarrierBoundAnnotation: bound,
+			admission.BarrierGraceAnnotation: "20", admission.BarrierUncoveredAnnotation: "tls",
 		}},
 		Spec: corev1.PodSpec{NodeName: "node-1", Containers: containers},
 	}
@@ -38,12 +39,14 @@ func container(name string, hook *corev1.LifecycleHandler) corev1.Container {
 
 var (
 	byHTTP = &corev1.LifecycleHandler{HTTPGet: &corev1.HTTPGetAction{Path: "/v1/wait/id-1"}}
-	byExec = &corev1.LifecycleHandler{Exec: &corev1.ExecAction{Command: []string{"/lameduck/lameduck-wait", "--id=id-1", "--", "sleep", "5"}}}
+	byExec = &corev1.LifecycleHandler{Exec: &corev1.ExecAction{Command: []string{"/lameduck/lameduck-wait", "--id=id-1",
+		"--", "sleep", "5"}}}
 	// itsOwn waits for nobody.
 	itsOwn = &corev1.LifecycleHandler{HTTPGet: &corev1.HTTPGetAction{Path: "/v1/wait/another"}}
 )
 
-// What is said of the second gate must be what the pod, its node and its Services have. The worst fault is to be silent on a hole.
+// What is said of the second gate must be what the pod, its node and its Services have. The worst
+// fault is to be silent on a hole.
 func TestTheBarrierIsExplained(t *testing.T) {
 	observer := func(id string, connected bool) drain.Acknowledger {
 		p := party(id, drain.Endpoints, drain.Observed)
@@ -72,22 +75,27 @@ func TestTheBarrierIsExplained(t *testing.T) {
 	}{
 		"both kinds of hooks": {barred("30s", container("app", byHTTP), container("log", byExec),
 			container("old", itsOwn)), []drain.Acknowledger{here, other}, clients(0, "", false),
-			"app httpGet, log exec, old none, tls none; 30s + 20s on node-1 by edge/node-1 true of 2", []string{"container old", "container tls"},
+			"app httpGet, log exec, old none, tls none; 30s + 20s on node-1 by edge/node-1 true of 2",
+			[]string{"container old", "container tls"},
 			"Then it would be told to stop when 2 gateways that follow have let go, 30s after the deletion at most."},
 		"nobody on its node": {barred("30s"), []drain.Acknowledger{other}, clients(0, "", false),
 			"tls none; 30s + 20s on node-1 by  false of 1",
-			[]string{"container tls", "the barrier itself: no node agent is known on node-1"}, "1 gateway that follows has let go, 30s"},
+			[]string{"container tls", "the barrier itself: no node agent is known on node-1"},
+			"1 gateway that follows has let go, 30s"},
 		"its node agent is away": {barred("30s"), []drain.Acknowledger{away, other}, clients(0, "", false),
 			"tls none; 30s + 20s on node-1 by edge/node-1 false of 2",
-			[]string{"container tls", "the barrier itself: edge/node-1, which has the pod's hooks, is not connected here"}, ""},
+			[]string{"container tls", "the barrier itself: edge/node-1, which has the pod's hooks, is not connected " +
+				"here"}, ""},
 		"its new node agent is there": {barred("30s"), []drain.Acknowledger{away, here}, clients(0, "", false),
 			"tls none; 30s + 20s on node-1 by edge/node-1 true of 2", []string{"container tls"}, ""},
 		"its node agent is suspended": {barred("30s"), []drain.Acknowledger{suspended, other}, clients(0, "", false),
 			"tls none; 30s + 20s on node-1 by edge/node-1 true of 1",
-			[]string{"gateway of edge/node-1: it is suspended", "container tls"}, "1 gateway that follows has let go, 30s"},
+			[]string{"gateway of edge/node-1: it is suspended", "container tls"},
+			"1 gateway that follows has let go, 30s"},
 		"its node has no kube-proxy": {barred("30s"), []drain.Acknowledger{unable, other}, clients(0, "", false),
 			"tls none; 30s + 20s on node-1 by edge/node-1 true of 1",
-			[]string{"gateway of edge/node-1: it sees no rules of kube-proxy", "container tls"}, "1 gateway that follows has let go, 30s"},
+			[]string{"gateway of edge/node-1: it sees no rules of kube-proxy", "container tls"},
+			"1 gateway that follows has let go, 30s"},
 		"all who observe are suspended": {barred("30s"), []drain.Acknowledger{suspended}, clients(0, "", false),
 			"tls none; 30s + 20s on node-1 by edge/node-1 true of 0",
 			[]string{"gateway of edge/node-1: it is suspended", "container tls"}, ""},
@@ -96,21 +104,27 @@ func TestTheBarrierIsExplained(t *testing.T) {
 		"one that is longer than the bound": {barred("20s"), []drain.Acknowledger{here},
 			clients(25*time.Second, "", false),
 			"tls none; 20s + 20s on node-1 by edge/node-1 true of 1; shop/web 25s cut",
-			[]string{"container tls", "the stated wait of shop/web: it states 25s, and the pod's hooks last 20s at most"}, ""},
+			[]string{"container tls",
+				"the stated wait of shop/web: it states 25s, and the pod's hooks last 20s at most"}, ""},
 		"one that cannot be read": {barred("30s"), []drain.Acknowledger{here}, clients(0, "nonsense", false),
 			"tls none; 30s + 20s on node-1 by edge/node-1 true of 1; shop/web 0s nonsense",
-			[]string{"those who send to shop/web: what it states in lameduck.io/stated-wait cannot be read: nonsense", "container tls"}, ""},
+			[]string{"those who send to shop/web: what it states in lameduck.io/stated-wait cannot be read: nonsense",
+				"container tls"}, ""},
 		"headless, nothing stated": {barred("30s"), []drain.Acknowledger{here}, clients(0, "", true),
 			"tls none; 30s + 20s on node-1 by edge/node-1 true of 1",
-			[]string{"clients that find pods by themselves: clients that resolve this headless Service, shop/web: nobody can say when they have let go, and no lameduck.io/stated-wait", "container tls"}, ""},
+			[]string{"clients that find pods by themselves: clients that resolve this headless Service, shop/web: " +
+				"nobody can say when they have let go, and no lameduck.io/stated-wait", "container tls"}, ""},
 		"stated, but no hook": {&corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: "a"}},
 			[]drain.Acknowledger{here}, clients(25*time.Second, "", true), "none",
-			[]string{"kube-proxy and others that follow: 1 agents observe", "clients that find pods by themselves: clients that resolve this headless Service, shop/web: nobody can say when they have let go, and the pod has no barrier",
+			[]string{"kube-proxy and others that follow: 1 agents observe",
+				"clients that find pods by themselves: clients that resolve this headless Service, shop/web: nobody " +
+					"can say when they have let go, and the pod has no barrier",
 				"the stated wait of shop/web: it states 25s"}, ""},
 	} {
 		t.Run(name, func(t *testing.T) {
 			x := explanation(admission.Explanation{
-				Pod: c.pod, Facts: admission.Facts{Operation: admission.Delete}, Verdict: admission.Verdict{Action: admission.Allow, Reason: admission.NotRouted},
+				Pod: c.pod, Facts: admission.Facts{Operation: admission.Delete},
+				Verdict: admission.Verdict{Action: admission.Allow, Reason: admission.NotRouted},
 				Targets: []drain.Targets{{Service: web, Usable: []drain.UID{"a", "b"}}},
 			}, c.parties, map[drain.AgentID]string{}, node, c.consumers)
 			got := "none"
@@ -119,7 +133,8 @@ func TestTheBarrierIsExplained(t *testing.T) {
 				for _, h := range b.Hooks {
 					hooks = append(hooks, h.Container+" "+h.Kind)
 				}
-				got = fmt.Sprintf("%s; %gs + %gs on %s by %s %t of %d", strings.Join(hooks, ", "), b.BoundSeconds, b.GraceSeconds, b.Node, b.Agent, b.Connected, b.Asked)
+				got = fmt.Sprintf("%s; %gs + %gs on %s by %s %t of %d", strings.Join(hooks, ", "), b.BoundSeconds,
+					b.GraceSeconds, b.Node, b.Agent, b.Connected, b.Asked)
 				for _, s := range b.Stated {
 					got += fmt.Sprintf("; %s/%s %gs", s.Namespace, s.Service, s.Seconds)
 					if s.Cut {
@@ -154,17 +169,22 @@ func TestBarriersAndHealthOverHTTP(t *testing.T) {
 	now := time.Now()
 	w.view.OpenBarriers, w.view.Barred = 3, 2
 	w.view.Barriers = []coordinator.Barrier{{
-		View: drain.View{Status: drain.Status{Pod: drain.Pod{Namespace: "shop", Name: "a", UID: "uid-a"}, Phase: drain.Unrouting, Since: now, Deadline: now.Add(30 * time.Second), Owed: 2,
+		View: drain.View{Status: drain.Status{Pod: drain.Pod{Namespace: "shop", Name: "a", UID: "uid-a"},
+			Phase: drain.Unrouting, Since: now, Deadline: now.Add(30 * time.Second), Owed: 2,
 			Waiting: []drain.Waiting{{}}, Stated: 25 * time.Second}, ByName: "lameduck-node/x", LastHere: true},
 		Reports: []coordinator.AgentReport{{AgentReport: drain.AgentReport{Name: "lameduck-node/y", Connected: true,
 			State: drain.Routing}, Gateway: "kube-proxy"}},
 	}}
-	w.view.TargetHealth = coordinator.TargetHealth{Agents: 1, Known: 9, Troubled: 1, Untold: 4, All: wire.TargetCounts{Usable: 5, Unhealthy: 1}, Services: []coordinator.ServiceHealth{{
-		Service: drain.Service{Namespace: "shop", Name: "web"}, Gateways: 2, Open: 1, Unwell: 1, Reports: []coordinator.HealthReport{{Name: "edge/hap", Gateway: "haproxy", ServiceHealth: wire.ServiceHealth{
-			TargetCounts: wire.TargetCounts{Usable: 1, Unhealthy: 1}, FailingOpen: true, Checked: true,
-			Targets: []wire.TargetHealth{{Address: netip.MustParseAddrPort("10.0.0.1:80"), Pod: "shop/web-1", Why: "failing-open", Last: "timeout", Since: now}},
-		}}},
-	}}}
+	w.view.TargetHealth = coordinator.TargetHealth{Agents: 1, Known: 9, Troubled: 1, Untold: 4,
+		All: wire.TargetCounts{Usable: 5, Unhealthy: 1}, Services: []coordinator.ServiceHealth{{
+			Service: drain.Service{Namespace: "shop", Name: "web"}, Gateways: 2, Open: 1, Unwell: 1,
+			Reports: []coordinator.HealthReport{{Name: "edge/hap",
+				Gateway: "haproxy", ServiceHealth: wire.ServiceHealth{
+					TargetCounts: wire.TargetCounts{Usable: 1, Unhealthy: 1}, FailingOpen: true, Checked: true,
+					Targets: []wire.TargetHealth{{Address: netip.MustParseAddrPort("10.0.0.1:80"), Pod: "shop/web-1",
+						Why: "failing-open", Last: "timeout", Since: now}},
+				}}},
+		}}}
 	d := newDashboard(w)
 	d.Missing = func() []string { return make([]string, maxMissing+1) }
 	d.Pod = func(of drain.Pod) *corev1.Pod {
@@ -179,8 +199,11 @@ func TestBarriersAndHealthOverHTTP(t *testing.T) {
 		t.Fatal(err)
 	}
 	b := barriers.Items[0]
-	if barriers.Open != 3 || barriers.Hooks != 2 || barriers.Missing != maxMissing+1 || len(barriers.MissingPods) != maxMissing || b.Hook != "httpGet" || b.Node != "node-1" || b.AskedBy != "lameduck-node/x" || !b.Last || b.Owed != 2 || b.Waiting != 1 ||
-		!b.StatedUntil.Equal(now.Add(25*time.Second)) || strings.Join(b.Uncovered, " ") != "tls" || b.Reports[0].Agent != "lameduck-node/y" || b.Reports[0].State != "routing" {
+	if barriers.Open != 3 || barriers.Hooks != 2 || barriers.Missing != maxMissing+1 ||
+		len(barriers.MissingPods) != maxMissing || b.Hook != "httpGet" || b.Node != "node-1" ||
+		b.AskedBy != "lameduck-node/x" || !b.Last || b.Owed != 2 || b.Waiting != 1 ||
+		!b.StatedUntil.Equal(now.Add(25*time.Second)) || strings.Join(b.Uncovered, " ") != "tls" ||
+		b.Reports[0].Agent != "lameduck-node/y" || b.Reports[0].State != "routing" {
 		t.Errorf("%+v", barriers)
 	}
 	var targets api.TargetList
@@ -188,8 +211,10 @@ func TestBarriersAndHealthOverHTTP(t *testing.T) {
 		t.Fatal(err)
 	}
 	s := targets.Services[0]
-	if !targets.Reported || targets.Agents != 1 || targets.Known != 9 || targets.Untold != 4 || targets.All.Usable != 5 || !s.Trouble || s.FailingOpen != 1 || s.Gateways != 2 ||
-		s.Says[0].Agent != "edge/hap" || s.Says[0].Unhealthy != 1 || s.Says[0].Targets[0].Pod != "shop/web-1" || s.Says[0].Targets[0].Address != "10.0.0.1:80" {
+	if !targets.Reported || targets.Agents != 1 || targets.Known != 9 || targets.Untold != 4 ||
+		targets.All.Usable != 5 || !s.Trouble || s.FailingOpen != 1 || s.Gateways != 2 ||
+		s.Says[0].Agent != "edge/hap" || s.Says[0].Unhealthy != 1 || s.Says[0].Targets[0].Pod != "shop/web-1" ||
+		s.Says[0].Targets[0].Address != "10.0.0.1:80" {
 		t.Errorf("%+v", targets)
 	}
 	var x api.Explanation
@@ -203,7 +228,8 @@ func TestBarriersAndHealthOverHTTP(t *testing.T) {
 	}
 }
 
-// A pod that no Service lists waits at the barrier all the same: node agents observe every Service, and the one on its node answers its hooks.
+// A pod that no Service lists waits at the barrier all the same: node agents observe every Service,
+// and the one on its node answers its hooks.
 func TestTheBarrierOfAPodInNoServiceIsExplained(t *testing.T) {
 	w := &world{}
 	kp, hap := party("kp", drain.Endpoints, drain.Observed), party("hap", drain.Endpoints, drain.Directed)
@@ -220,7 +246,8 @@ func TestTheBarrierOfAPodInNoServiceIsExplained(t *testing.T) {
 		return x
 	}
 	x := explained()
-	if x.Barrier == nil || x.Barrier.Agent != kp.Name || x.Barrier.Asked != 1 || len(x.Gates) != 1 || x.Gates[0].Agent != kp.Name {
+	if x.Barrier == nil || x.Barrier.Agent != kp.Name || x.Barrier.Asked != 1 || len(x.Gates) != 1 ||
+		x.Gates[0].Agent != kp.Name {
 		t.Errorf("barrier %+v, gates %+v", x.Barrier, x.Gates)
 	}
 	for _, u := range x.Uncovered {

@@ -1,23 +1,26 @@
 // Package dashboard shows operators what one coordinator knows: a read API as JSON, and a live page
 // that is made of it.
 //
-// It only reads. Nothing that comes in has a body, and no answer depends on who asks, but for whether he may. What is shown is the whole
-// cluster's: pods and gateways of all namespaces.
+// It only reads. Nothing that comes in has a body, and no answer depends on who asks, but for
+// whether he may. What is shown is the whole cluster's: pods and gateways of all namespaces.
 //
 // # Who may look
 //
-// There are two ways, and the listener's address decides between them. On a loopback address everybody may look who gets there, by plain HTTP:
-// that is whoever may forward a port to the coordinator's pod, so that RBAC on pods/portforward has decided already. A page of another origin in
-// the same browser does get there too, by a name of its own that resolves to 127.0.0.1; so the Host of a request must be a loopback address
-// or localhost. On any other address it is TLS, and each request for data carries a bearer token for the audience lameduck.io, whose user may
-// "get" the virtual resource drains.lameduck.io ([Reviewer]). The page itself, which tells nothing, is open: it asks for the token, and keeps it
-// in its memory alone.
+// There are two ways, and the listener's address decides between them. On a loopback address
+// everybody may look who gets there, by plain HTTP: that is whoever may forward a port to the
+// coordinator's pod, so that RBAC on pods/portforward has decided already. A page of another origin
+// in the same browser does get there too, by a name of its own that resolves to 127.0.0.1; so the
+// Host of a request must be a loopback address or localhost. On any other address it is TLS, and
+// each request for data carries a bearer token for the audience lameduck.io, whose user may "get"
+// the virtual resource drains.lameduck.io ([Reviewer]). The page itself, which tells nothing, is
+// open: it asks for the token, and keeps it in its memory alone.
 //
 // # What it costs
 //
-// A view is made under the coordinator's lock. Those who follow the stream of events share one, made at most four times a second and never for
-// more than a twentieth of the time; without readers none is made. Lists are cut, readers are counted, and one who reads slowly misses
-// views, not what they say: each is the whole of the present.
+// A view is made under the coordinator's lock. Those who follow the stream of events share one,
+// made at most four times a second and never for more than a twentieth of the time; without readers
+// none is made. Lists are cut, readers are counted, and one who reads slowly misses views, not what
+// they say: each is the whole of the present.
 package dashboard
 
 import (
@@ -62,11 +65,12 @@ type Coordinator interface {
 
 // Explainer tells what would become of a deletion.
 type Explainer interface {
-	Explain(ctx context.Context, now time.Time, operation admission.Operation, namespace, name string) (admission.Explanation, error)
+	Explain(ctx context.Context, now time.Time, operation admission.Operation, namespace,
+		name string) (admission.Explanation, error)
 }
 
-// Reviewer tells whether the bearer of a token may look. Its errors may wrap [ErrUnauthenticated] or [ErrForbidden]; others mean that it could
-// not be found out.
+// Reviewer tells whether the bearer of a token may look. Its errors may wrap [ErrUnauthenticated]
+// or [ErrForbidden]; others mean that it could not be found out.
 type Reviewer interface {
 	Review(ctx context.Context, token string) error
 }
@@ -84,7 +88,8 @@ type Options struct {
 	Pod func(pod drain.Pod) *corev1.Pod
 	// Consumers returns what Services say, those that are known. Nil: nothing is.
 	Consumers func(services []drain.Service) []Consumers
-	// Missing returns the pods that ask for the barrier and were created without it. Nil: it is not known.
+	// Missing returns the pods that ask for the barrier and were created without it. Nil: it is not
+	// known.
 	Missing func() []string
 	Log     *slog.Logger
 }
@@ -105,7 +110,8 @@ func New(o Options) *Dashboard {
 // Run serves those who follow events until ctx is done, and returns nil then. Their streams end.
 func (d *Dashboard) Run(ctx context.Context) error { return d.feed.run(ctx) }
 
-// Stop ends the streams of those who follow events, and every later one at once. It may be called any number of times.
+// Stop ends the streams of those who follow events, and every later one at once. It may be called
+// any number of times.
 func (d *Dashboard) Stop() { d.feed.stop() }
 
 // access is who may call a route.
@@ -125,11 +131,14 @@ type route struct {
 	serve  func(*Dashboard, http.ResponseWriter, *http.Request) (any, error)
 }
 
-// routes is everything that is served, all of it with GET. A result is written as JSON; nil: the handler wrote itself.
+// routes is everything that is served, all of it with GET. A result is written as JSON; nil: the
+// handler wrote itself.
 var routes = []route{
 	{"/", anyone, (*Dashboard).file},
 	{"/assets/{name}", anyone, (*Dashboard).file},
-	{api.ViewPath, readers, func(d *Dashboard, _ http.ResponseWriter, _ *http.Request) (any, error) { return d.view(), nil }},
+	{api.ViewPath, readers, func(d *Dashboard, _ http.ResponseWriter, _ *http.Request) (any, error) {
+		return d.view(), nil
+	}},
 	{api.DrainsPath, readers, (*Dashboard).drains},
 	{api.AgentsPath, readers, (*Dashboard).agents},
 	{api.OutcomesPath, readers, (*Dashboard).outcomes},
@@ -151,9 +160,11 @@ func (r refusal) Error() string { return r.text }
 // errWritten says that the handler has answered by itself.
 var errWritten = errors.New("written")
 
-// headers are on every answer. The page needs nothing but what comes from here, and nobody may frame it.
+// headers are on every answer. The page needs nothing but what comes from here, and nobody may
+// frame it.
 var headers = map[string]string{
-	"Content-Security-Policy":      "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+	"Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; " +
+		"connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
 	"X-Content-Type-Options":       "nosniff",
 	"Referrer-Policy":              "no-referrer",
 	"Cross-Origin-Opener-Policy":   "same-origin",
@@ -162,7 +173,8 @@ var headers = map[string]string{
 	"Cache-Control":                "no-store",
 }
 
-// Handler returns what is served on address: open if that is a loopback address, and else for those whom the Reviewer lets.
+// Handler returns what is served on address: open if that is a loopback address, and else for those
+// whom the Reviewer lets.
 func (d *Dashboard) Handler(address net.Addr) http.Handler {
 	open := Loopback(address)
 	r := mux.NewRouter()
@@ -174,7 +186,8 @@ func (d *Dashboard) Handler(address net.Addr) http.Handler {
 		if row.access == readers {
 			known = serve.KeepConn(known)
 		}
-		r.Methods(http.MethodGet, http.MethodHead).Path(row.path).HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		r.Methods(http.MethodGet, http.MethodHead).Path(row.path).HandlerFunc(func(w http.ResponseWriter,
+			r *http.Request) {
 			if err := d.admit(row.access, open, r); err != nil {
 				w.Header().Set("Connection", "close")
 				d.answer(w, nil, err)
@@ -195,7 +208,8 @@ func (d *Dashboard) Handler(address net.Addr) http.Handler {
 			w.Header().Set(name, value)
 		}
 		if open && !localHost(req.Host) {
-			d.answer(w, nil, refusal{http.StatusMisdirectedRequest, fmt.Sprintf("host %.200q: this is reached as localhost or a loopback address", req.Host)})
+			d.answer(w, nil, refusal{http.StatusMisdirectedRequest,
+				fmt.Sprintf("host %.200q: this is reached as localhost or a loopback address", req.Host)})
 			return
 		}
 		// What cannot have a deadline, such as a recorder in a test, has none.
@@ -210,7 +224,8 @@ func Loopback(address net.Addr) bool {
 	return ok && tcp.IP.IsLoopback()
 }
 
-// localHost reports whether host, with a port or without, names the machine itself. Other names may have been made to resolve to it.
+// localHost reports whether host, with a port or without, names the machine itself. Other names may
+// have been made to resolve to it.
 func localHost(host string) bool {
 	if name, _, err := net.SplitHostPort(host); err == nil {
 		host = name
@@ -265,9 +280,11 @@ func (d *Dashboard) answer(w http.ResponseWriter, result any, err error) {
 	_ = json.NewEncoder(w).Encode(result)
 }
 
-// kinds are the types of files, by the ends of their names. Those of the machine are not asked: they differ.
+// kinds are the types of files, by the ends of their names. Those of the machine are not asked:
+// they differ.
 var kinds = map[string]string{
-	".html": "text/html; charset=utf-8", ".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8", ".svg": "image/svg+xml",
+	".html": "text/html; charset=utf-8", ".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8",
+	".svg": "image/svg+xml",
 }
 
 func (d *Dashboard) file(w http.ResponseWriter, r *http.Request) (any, error) {

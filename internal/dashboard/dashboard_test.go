@@ -73,11 +73,13 @@ func (w *world) Acknowledgers([]drain.Service) ([]drain.Acknowledger, map[drain.
 	return w.parties, map[drain.AgentID]string{"hap": "haproxy", "kp": "kube-proxy", "mesh": "envoy"}
 }
 
-func (w *world) Explain(_ context.Context, _ time.Time, operation admission.Operation, namespace, name string) (admission.Explanation, error) {
+func (w *world) Explain(_ context.Context, _ time.Time, operation admission.Operation, namespace,
+	name string) (admission.Explanation, error) {
 	e := w.explain
 	e.Facts.Operation = operation
 	if e.Pod == nil {
-		e.Pod = &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: name, UID: types.UID("uid-" + name)}}
+		e.Pod = &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: name,
+			UID: types.UID("uid-" + name)}}
 	}
 	return e, w.fails
 }
@@ -119,7 +121,8 @@ func paths(pattern string) string {
 	return strings.NewReplacer("{name}", "app.js", "{namespace}", "shop", "{pod}", "a").Replace(pattern)
 }
 
-// Each row says who may call it, and this is what becomes of those who may not. Without it a row that somebody adds may tell strangers.
+// Each row says who may call it, and this is what becomes of those who may not. Without it a row
+// that somebody adds may tell strangers.
 func TestEveryRouteKeepsItsAccess(t *testing.T) {
 	d := newDashboard(&world{})
 	d.Stop() // the stream of events ends at once
@@ -135,15 +138,20 @@ func TestEveryRouteKeepsItsAccess(t *testing.T) {
 			want    map[access]int
 		}{
 			{"on loopback", loopback, func(*http.Request) {}, map[access]int{anyone: 200, readers: 200}},
-			{"on loopback, by another name", loopback, func(r *http.Request) { r.Host = "evil.example:9445" }, map[access]int{anyone: 421, readers: 421}},
-			{"on loopback, by a name that begins like it", loopback, func(r *http.Request) { r.Host = "localhost.evil.example" }, map[access]int{anyone: 421, readers: 421}},
-			{"on loopback, by address", loopback, func(r *http.Request) { r.Host = "[::1]:8080" }, map[access]int{anyone: 200, readers: 200}},
+			{"on loopback, by another name", loopback, func(r *http.Request) { r.Host = "evil.example:9445" },
+				map[access]int{anyone: 421, readers: 421}},
+			{"on loopback, by a name that begins like it", loopback, func(r *http.Request) {
+				r.Host = "localhost.evil.example"
+			}, map[access]int{anyone: 421, readers: 421}},
+			{"on loopback, by address", loopback, func(r *http.Request) { r.Host = "[::1]:8080" },
+				map[access]int{anyone: 200, readers: 200}},
 			{"without token", pod, func(*http.Request) {}, map[access]int{anyone: 200, readers: 401}},
 			{"with another token", pod, bearer("bad"), map[access]int{anyone: 200, readers: 401}},
 			{"with a weak token", pod, bearer("weak"), map[access]int{anyone: 200, readers: 403}},
 			{"when nobody can tell", pod, bearer("away"), map[access]int{anyone: 200, readers: 503}},
 			{"with a token", pod, bearer("good"), map[access]int{anyone: 200, readers: 200}},
-			{"with basic authentication", pod, func(r *http.Request) { r.SetBasicAuth("a", "good") }, map[access]int{anyone: 200, readers: 401}},
+			{"with basic authentication", pod, func(r *http.Request) { r.SetBasicAuth("a", "good") },
+				map[access]int{anyone: 200, readers: 401}},
 		} {
 			want := c.want[row.access]
 			if want == 200 && row.path == api.EventsPath {
@@ -159,7 +167,8 @@ func TestEveryRouteKeepsItsAccess(t *testing.T) {
 				}
 			}
 		}
-		for _, method := range []string{http.MethodPost, http.MethodPut, http.MethodPatch, http.MethodDelete, http.MethodOptions} {
+		for _, method := range []string{http.MethodPost, http.MethodPut, http.MethodPatch, http.MethodDelete,
+			http.MethodOptions} {
 			response := get(d.Handler(loopback), path, func(r *http.Request) { r.Method = method })
 			if response.StatusCode != http.StatusMethodNotAllowed {
 				t.Errorf("%s %s: %d", method, path, response.StatusCode)
@@ -188,7 +197,8 @@ func TestNothingIsNull(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			if strings.Contains(string(body), "null") || strings.Contains(string(body), "0001-01-01") || !json.Valid(body) {
+			if strings.Contains(string(body), "null") || strings.Contains(string(body), "0001-01-01") ||
+				!json.Valid(body) {
 				t.Errorf("%s, GET %s: %s", when, row.path, body)
 			}
 		}
@@ -196,7 +206,8 @@ func TestNothingIsNull(t *testing.T) {
 	w.view.Began, w.view.At = time.Now(), time.Now()
 	check("empty")
 	now := time.Now()
-	w.view.Drains = []coordinator.Drain{{Status: drain.Status{Pod: drain.Pod{Namespace: "shop", Name: "a", UID: "uid-a"}, Since: now, Deadline: now}, Reports: []coordinator.AgentReport{{}}}}
+	w.view.Drains = []coordinator.Drain{{Status: drain.Status{Pod: drain.Pod{Namespace: "shop", Name: "a",
+		UID: "uid-a"}, Since: now, Deadline: now}, Reports: []coordinator.AgentReport{{}}}}
 	w.view.Agents = []coordinator.Agent{{}}
 	w.view.Outcomes = []coordinator.Outcome{{At: now}}
 	w.view.Propagation = []coordinator.Propagation{{}}
@@ -210,7 +221,8 @@ type quiet struct{}
 
 func (quiet) Event(*corev1.Pod, bool, string, string) {}
 
-// The page needs nothing from elsewhere, and no script in its text: else it would need a weaker policy.
+// The page needs nothing from elsewhere, and no script in its text: else it would need a weaker
+// policy.
 func TestThePageIsWhole(t *testing.T) {
 	h := newDashboard(&world{}).Handler(loopback)
 	read := func(path, kind string) string {
@@ -222,7 +234,8 @@ func TestThePageIsWhole(t *testing.T) {
 		return string(text)
 	}
 	all := map[string]string{"/": read("/", "text/html")}
-	for _, name := range []struct{ path, kind string }{{"/assets/app.js", "text/javascript"}, {"/assets/style.css", "text/css"}, {"/assets/icon.svg", "image/svg+xml"}} {
+	for _, name := range []struct{ path, kind string }{{"/assets/app.js", "text/javascript"},
+		{"/assets/style.css", "text/css"}, {"/assets/icon.svg", "image/svg+xml"}} {
 		if !strings.Contains(all["/"], name.path[1:]) {
 			t.Errorf("the page does not name %s", name.path)
 		}
@@ -230,7 +243,8 @@ func TestThePageIsWhole(t *testing.T) {
 	}
 	for path, text := range all {
 		text = strings.NewReplacer("http://www.w3.org/2000/svg", "", "http://localhost:9445", "").Replace(text)
-		for _, no := range []string{"http://", "https://", "//cdn", "<style", " style=", " onclick", "innerHTML", "eval("} {
+		for _, no := range []string{"http://", "https://", "//cdn", "<style", " style=", " onclick",
+			"innerHTML", "eval("} {
 			if strings.Contains(text, no) {
 				t.Errorf("%s has %q", path, no)
 			}
@@ -245,11 +259,13 @@ func TestOutcomesJoinNotes(t *testing.T) {
 		d := newDashboard(w)
 		d.Notes = &Notes{Next: quiet{}}
 		say := func(name, reason string, warning bool) {
-			d.Notes.Event(&corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: name, UID: types.UID("uid-" + name)}}, warning, "Lameduck"+reason, "why "+name)
+			d.Notes.Event(&corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: name,
+				UID: types.UID("uid-" + name)}}, warning, "Lameduck"+reason, "why "+name)
 			time.Sleep(time.Second)
 		}
 		ended := func(name string, reason drain.Reason) {
-			w.view.Outcomes = append([]coordinator.Outcome{{Pod: drain.Pod{Namespace: "shop", Name: name, UID: drain.UID("uid-" + name)}, At: time.Now(), Reason: reason}}, w.view.Outcomes...)
+			w.view.Outcomes = append([]coordinator.Outcome{{Pod: drain.Pod{Namespace: "shop", Name: name,
+				UID: drain.UID("uid-" + name)}, At: time.Now(), Reason: reason}}, w.view.Outcomes...)
 			time.Sleep(time.Second)
 		}
 		say("waits", "Waiting", false)
@@ -268,7 +284,9 @@ func TestOutcomesJoinNotes(t *testing.T) {
 		for _, o := range d.view().Outcomes {
 			got = append(got, fmt.Sprintf("%s %s abnormal=%t %s", o.Pod, o.Reason, o.Abnormal, o.Message))
 		}
-		want := []string{"twice Acknowledged abnormal=false ", "twice Deadline abnormal=true why twice", "good Acknowledged abnormal=false ", "late Deadline abnormal=true why late", "last LastTarget abnormal=true why last", "cold Cold abnormal=true why cold"}
+		want := []string{"twice Acknowledged abnormal=false ", "twice Deadline abnormal=true why twice",
+			"good Acknowledged abnormal=false ", "late Deadline abnormal=true why late",
+			"last LastTarget abnormal=true why last", "cold Cold abnormal=true why cold"}
 		if diff := cmp.Diff(want, got); diff != "" {
 			t.Error(diff)
 		}
@@ -366,7 +384,8 @@ func TestEventsTellWhatHasChanged(t *testing.T) {
 		}
 		w.set(func(v *coordinator.View) { v.Open = 7 })
 		began = time.Now()
-		if event, data := f.next(t); event != "view" || !strings.Contains(data, `"open":7`) || time.Since(began) > 2*viewEvery {
+		if event, data := f.next(t); event != "view" || !strings.Contains(data, `"open":7`) ||
+			time.Since(began) > 2*viewEvery {
 			t.Errorf("after a change %s %s, %s later", event, data, time.Since(began))
 		}
 		// One who comes later gets it too, and does not wait for a change.
@@ -396,7 +415,8 @@ func TestEventsTellWhatHasChanged(t *testing.T) {
 	})
 }
 
-// One who does not read is cut and delays nobody, and one who reads slowly gets the newest, not all.
+// One who does not read is cut and delays nobody, and one who reads slowly gets the newest, not
+// all.
 func TestEventsDoNotWaitForAnybody(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := &world{}
@@ -442,7 +462,8 @@ func TestEventsAreBounded(t *testing.T) {
 	})
 }
 
-// A view that takes long must not be made all the time: it is made under the lock that deletions wait for.
+// A view that takes long must not be made all the time: it is made under the lock that deletions
+// wait for.
 func TestViewsAreRestedFrom(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := &world{takes: 100 * time.Millisecond}
@@ -479,13 +500,15 @@ func TestTheRunbookHasWhatThePageNames(t *testing.T) {
 			t.Errorf("the runbook has no %s", name)
 		}
 	}
-	// For each reason it is the entry that docs/reasons.md names, and none for those that have none there.
+	// For each reason it is the entry that docs/reasons.md names, and none for those that have none
+	// there.
 	reasons, err := os.ReadFile("../../docs/reasons.md")
 	if err != nil {
 		t.Fatal(err)
 	}
 	told := map[string]string{}
-	for _, m := range regexp.MustCompile("(?m)^\\| `(\\w+)` \\*\\*W\\*\\*.*?(?:\\[(Lameduck\\w+)\\].*)?$").FindAllStringSubmatch(string(reasons), -1) {
+	for _, m := range regexp.MustCompile("(?m)^\\| `(\\w+)` \\*\\*W\\*\\*.*?(?:\\[(Lameduck\\w+)\\].*)?$").
+		FindAllStringSubmatch(string(reasons), -1) {
 		if m[2] != "" {
 			told[m[1]] = m[2]
 		}

@@ -13,7 +13,8 @@ import (
 )
 
 const (
-	// viewEvery is how often a view is made for those who follow, at most. One that took long is rested from for restFactor times as long.
+	// viewEvery is how often a view is made for those who follow, at most. One that took long is
+	// rested from for restFactor times as long.
 	viewEvery  = 250 * time.Millisecond
 	restFactor = 20
 	// heartbeatEvery is how often a reader hears something at least.
@@ -36,7 +37,8 @@ type feed struct {
 	last, same []byte
 }
 
-// reader is one who follows. A view that he has not taken when the next one comes is replaced by it.
+// reader is one who follows. A view that he has not taken when the next one comes is replaced by
+// it.
 type reader struct {
 	woken chan struct{}
 	view  []byte // guarded by the feed's mutex
@@ -144,7 +146,8 @@ func (f *feed) take(r *reader) []byte {
 	return view
 }
 
-// events serves one who follows, until he goes away, reads nothing for [writeTimeout], or the replica stops.
+// events serves one who follows, until he goes away, reads nothing for [writeTimeout], or the
+// replica stops.
 func (d *Dashboard) events(w http.ResponseWriter, r *http.Request) (any, error) {
 	if r.Method == http.MethodHead {
 		return nil, refusal{http.StatusMethodNotAllowed, "a stream of events is read with GET"}
@@ -156,7 +159,8 @@ func (d *Dashboard) events(w http.ResponseWriter, r *http.Request) (any, error) 
 	}
 	follower := d.feed.join()
 	if follower == nil {
-		return nil, refusal{http.StatusServiceUnavailable, fmt.Sprintf("%d readers follow this replica already, as many as may", maxReaders)}
+		return nil, refusal{http.StatusServiceUnavailable,
+			fmt.Sprintf("%d readers follow this replica already, as many as may", maxReaders)}
 	}
 	defer d.feed.leave(follower)
 	control := http.NewResponseController(w)

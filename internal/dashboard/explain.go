@@ -21,7 +21,8 @@ func (d *Dashboard) explain(_ http.ResponseWriter, r *http.Request) (any, error)
 	vars := mux.Vars(r)
 	namespace, name := vars["namespace"], vars["pod"]
 	if len(validation.IsDNS1123Label(namespace)) > 0 || len(validation.IsDNS1123Subdomain(name)) > 0 {
-		return nil, refusal{http.StatusBadRequest, fmt.Sprintf("%.100q is not a namespace and a pod's name", namespace+"/"+name)}
+		return nil, refusal{http.StatusBadRequest,
+			fmt.Sprintf("%.100q is not a namespace and a pod's name", namespace+"/"+name)}
 	}
 	operation := admission.Delete
 	switch said := r.URL.Query().Get("operation"); said {
@@ -48,7 +49,8 @@ func (d *Dashboard) explain(_ http.ResponseWriter, r *http.Request) (any, error)
 	}
 	parties, gateways := d.Coordinator.Acknowledgers(services)
 	if len(services) == 0 {
-		// Nobody is known to send to it; but who observes everything is asked at the barrier, if it has one.
+		// Nobody is known to send to it; but who observes everything is asked at the barrier, if it
+		// has one.
 		barrier := e.Pod.Annotations[admission.BarrierIDAnnotation] != ""
 		parties = slices.DeleteFunc(parties, func(p drain.Acknowledger) bool {
 			return !barrier || p.Hold || !p.Barrier
@@ -94,7 +96,8 @@ func explanation(e admission.Explanation, parties []drain.Acknowledger, gateways
 	}
 	var names []string
 	for _, t := range e.Targets {
-		x.Services = append(x.Services, api.ExplainedService{Namespace: t.Service.Namespace, Name: t.Service.Name, Usable: len(t.Usable)})
+		x.Services = append(x.Services, api.ExplainedService{Namespace: t.Service.Namespace, Name: t.Service.Name,
+			Usable: len(t.Usable)})
 		names = append(names, t.Service.String())
 	}
 	barrier := e.Pod.Annotations[admission.BarrierIDAnnotation] != ""
@@ -103,8 +106,8 @@ func explanation(e admission.Explanation, parties []drain.Acknowledger, gateways
 	uncovered := func(what, format string, args ...any) {
 		x.Uncovered = append(x.Uncovered, api.Uncovered{What: what, Why: fmt.Sprintf(format, args...)})
 	}
-	// observers are there, asked at the barrier are those of them that are not suspended. unable have pods' hooks and
-	// cannot observe what sends to pods on their nodes.
+	// observers are there, asked at the barrier are those of them that are not suspended. unable
+	// have pods' hooks and cannot observe what sends to pods on their nodes.
 	var observers, unable []drain.Acknowledger
 	asked := 0
 	for _, p := range parties {
@@ -113,34 +116,40 @@ func explanation(e admission.Explanation, parties []drain.Acknowledger, gateways
 			gateway = "gateway"
 		}
 		what := gateway + " of " + p.Name
-		observes := p.Barrier && !(p.Undeclared && p.Hold) // an agent that may be either is asked first as a directed one
+		// an agent that may be either is asked first as a directed one
+		observes := p.Barrier && !(p.Undeclared && p.Hold)
 		if observes {
 			observers = append(observers, p)
 		}
 		switch {
 		case p.Suspended && (p.Hold || p.Barrier):
-			uncovered(what, "it is suspended: it has let drain after drain expire, so that it is told and not waited for")
+			uncovered(what, "it is suspended: it has let drain after drain expire, so that it is told and not "+
+				"waited for")
 			continue
 		case p.Hold && waits:
-			x.Gates = append(x.Gates, api.Gate{Agent: p.Name, Node: node(p), Gateway: gateways[p.ID], Gate: gateHold, Connected: p.Connected, Why: why(p)})
+			x.Gates = append(x.Gates, api.Gate{Agent: p.Name, Node: node(p), Gateway: gateways[p.ID], Gate: gateHold,
+				Connected: p.Connected, Why: why(p)})
 		case p.Hold:
 			uncovered(what, "the deletion does not wait (%s)", e.Verdict.Reason)
 		}
 		if observes && barrier {
 			asked++
-			x.Gates = append(x.Gates, api.Gate{Agent: p.Name, Node: node(p), Gateway: gateways[p.ID], Gate: gateBarrier, Connected: p.Connected, Why: why(p)})
+			x.Gates = append(x.Gates, api.Gate{Agent: p.Name, Node: node(p), Gateway: gateways[p.ID], Gate: gateBarrier,
+				Connected: p.Connected, Why: why(p)})
 		}
 		if !p.Hold && !p.Barrier {
 			switch {
 			case !p.Until.IsZero() && len(p.Routes) == 0:
 				uncovered(what, "it is not connected, and its pod is not ready: it is not waited for")
 			case !p.Until.IsZero():
-				uncovered(what, "it is not connected and not ready any more, and has declared that it routes %s: it is not waited for", routed(p))
+				uncovered(what, "it is not connected and not ready any more, and has declared that it routes %s: it "+
+					"is not waited for", routed(p))
 			case slices.ContainsFunc(p.Routes, func(r drain.Route) bool {
 				return r.Service == drain.EveryService && r.Kind == drain.Observed
 			}):
 				unable = append(unable, p)
-				uncovered(what, "it sees no rules of kube-proxy: what sends to pods on its node cannot be observed, and is not waited for")
+				uncovered(what, "it sees no rules of kube-proxy: what sends to pods on its node cannot be observed, "+
+					"and is not waited for")
 			default:
 				uncovered(what, "it routes %s: that tells nothing of a single pod", routed(p))
 			}
@@ -150,9 +159,12 @@ func explanation(e admission.Explanation, parties []drain.Acknowledger, gateways
 		services := strings.Join(names, ", ")
 		switch {
 		case len(observers) > 0 && !barrier:
-			uncovered("kube-proxy and others that follow", "%d agents observe what lets go of %s by itself, but only once the deletion has begun, and this pod has no barrier that makes SIGTERM wait for it", len(observers), services)
+			uncovered("kube-proxy and others that follow",
+				"%d agents observe what lets go of %s by itself, but only once the deletion has begun, and this pod "+
+					"has no barrier that makes SIGTERM wait for it", len(observers), services)
 		case len(observers) == 0:
-			uncovered("kube-proxy", "no agent observes it for %s: who connects through a ClusterIP or a NodePort may be cut", services)
+			uncovered("kube-proxy", "no agent observes it for %s: who connects through a ClusterIP or a NodePort "+
+				"may be cut", services)
 		}
 		x.Uncovered = append(x.Uncovered, unacknowledged(consumers, barrier)...)
 	}
@@ -161,9 +173,11 @@ func explanation(e admission.Explanation, parties []drain.Acknowledger, gateways
 	x.Uncovered = append(x.Uncovered, missing...)
 	x.Summary = summary(x, e)
 	if b := x.Barrier; b != nil && b.Asked > 0 && e.Verdict.Action != admission.Deny {
-		x.Summary += fmt.Sprintf(" Then it would be told to stop when %s", count(b.Asked, "gateway that follows has let go", "gateways that follow have let go"))
+		x.Summary += fmt.Sprintf(" Then it would be told to stop when %s",
+			count(b.Asked, "gateway that follows has let go", "gateways that follow have let go"))
 		if b.BoundSeconds > 0 {
-			x.Summary += fmt.Sprintf(", %s after the deletion at most", time.Duration(b.BoundSeconds*float64(time.Second)))
+			x.Summary += fmt.Sprintf(", %s after the deletion at most",
+				time.Duration(b.BoundSeconds*float64(time.Second)))
 		}
 		x.Summary += "."
 	}
@@ -214,7 +228,8 @@ func summary(x api.Explanation, e admission.Explanation) string {
 	}
 	switch e.Verdict.Action {
 	case admission.Drain:
-		text := fmt.Sprintf("It would be %s when %s to it %s.", verb, count(holds, "gateway that routes", "gateways that route"), choose(holds, "has let go", "have let go"))
+		text := fmt.Sprintf("It would be %s when %s to it %s.", verb,
+			count(holds, "gateway that routes", "gateways that route"), choose(holds, "has let go", "have let go"))
 		if holds == 0 {
 			text = fmt.Sprintf("It would be %s within 2 s: every agent that would be asked is suspended.", verb)
 		}

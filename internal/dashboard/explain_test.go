@@ -27,7 +27,8 @@ func party(id string, via drain.Via, can drain.Kind) drain.Acknowledger {
 	}
 }
 
-// What is said must be what would happen: who would be asked, by which gate, and what nobody vouches for. The worst fault is to be silent on a hole.
+// What is said must be what would happen: who would be asked, by which gate, and what nobody
+// vouches for. The worst fault is to be silent on a hole.
 func TestExplanation(t *testing.T) {
 	hap, kp, mesh := party("hap", drain.Endpoints, drain.Directed), party("kp", drain.Endpoints, drain.Observed),
 		party("mesh", drain.ClusterIP, drain.Directed)
@@ -56,7 +57,8 @@ func TestExplanation(t *testing.T) {
 		"following, with a barrier": {drains,
 			map[string]string{admission.BarrierIDAnnotation: "x",
 				admission.BarrierUncoveredAnnotation: "istio-proxy, log"}, []drain.Acknowledger{hap, kp}, web,
-			[]string{"edge/hap hold", "edge/kp barrier"}, []string{"clients", "container istio-proxy", "container log"}, "1 gateway"},
+			[]string{"edge/hap hold", "edge/kp barrier"}, []string{"clients", "container istio-proxy", "container log"},
+			"1 gateway"},
 		"by the Service's address": {drains, nil, []drain.Acknowledger{mesh, hap}, web, []string{"edge/hap hold"},
 			[]string{"envoy of edge/mesh: it routes shop/web via clusterIP", "kube-proxy", "clients"}, "1 gateway"},
 		"suspended": {drains, nil, []drain.Acknowledger{suspended}, web, nil,
@@ -69,18 +71,22 @@ func TestExplanation(t *testing.T) {
 			[]string{"kube-proxy", "clients"}, "1 gateway"},
 		"the last one": {admission.Verdict{Action: admission.Allow, Reason: admission.LastTarget}, nil,
 			[]drain.Acknowledger{hap}, web, nil,
-			[]string{"haproxy of edge/hap: the deletion does not wait (LastTarget)", "kube-proxy", "clients"}, "at once: no other pod of its Service is ready"},
+			[]string{"haproxy of edge/hap: the deletion does not wait (LastTarget)", "kube-proxy", "clients"},
+			"at once: no other pod of its Service is ready"},
 		"told in the background": {admission.Verdict{Action: admission.Allow, Reason: admission.NodeLost,
 			Unroute: true}, nil, []drain.Acknowledger{hap}, web, nil,
-			[]string{"haproxy of edge/hap: the deletion does not wait (NodeLost)", "kube-proxy", "clients"}, "its node is lost. Gateways would be told, and not waited for."},
+			[]string{"haproxy of edge/hap: the deletion does not wait (NodeLost)", "kube-proxy", "clients"},
+			"its node is lost. Gateways would be told, and not waited for."},
 		"refused": {admission.Verdict{Action: admission.Deny, Reason: admission.Budget, Message: "Cannot evict pod."},
 			nil, []drain.Acknowledger{hap}, web, []string{"edge/hap hold"},
 			[]string{"kube-proxy", "clients"}, "It would not be deleted now: Cannot evict pod."},
-		"in no Service": {admission.Verdict{Action: admission.Allow, Reason: admission.NotListed}, nil, nil, nil, nil, nil, "at once: no Service lists it"},
+		"in no Service": {admission.Verdict{Action: admission.Allow, Reason: admission.NotListed}, nil, nil, nil, nil,
+			nil, "at once: no Service lists it"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			x := explanation(admission.Explanation{
-				Pod:   &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: "a", UID: "a", Annotations: c.annotations}},
+				Pod: &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: "a", UID: "a",
+					Annotations: c.annotations}},
 				Facts: admission.Facts{Operation: admission.Delete}, Verdict: c.verdict, Targets: c.targets,
 			}, c.parties, map[drain.AgentID]string{"hap": "haproxy", "kp": "kube-proxy", "mesh": "envoy"},
 				func(drain.Acknowledger) string { return "" }, nil)
@@ -112,10 +118,14 @@ func TestExplanation(t *testing.T) {
 // Each reason for which a deletion goes at once has words of its own.
 func TestEveryReasonHasWords(t *testing.T) {
 	for _, f := range []admission.Facts{
-		{Excluded: true}, {OptedOut: true}, {BreakGlass: true}, {Terminating: true}, {Finished: true}, {NotRunning: true}, {Mirror: true},
-		{NamespaceTerminating: true}, {DisruptionTarget: true}, {NodeLost: true}, {Cold: true, Up: time.Hour}, {Unknown: true}, {}, {Listed: true},
-		{Listed: true, Agents: 1}, {Listed: true, CouldRoute: true, NotReadyFor: time.Hour}, {Listed: true, CouldRoute: true, Ready: true, Refused: 2},
-		{Listed: true, CouldRoute: true, Ready: true, LastOf: "x"}, {Operation: admission.Evict, Listed: true, CouldRoute: true, Ready: true, BudgetBroken: true},
+		{Excluded: true}, {OptedOut: true}, {BreakGlass: true}, {Terminating: true}, {Finished: true},
+		{NotRunning: true}, {Mirror: true},
+		{NamespaceTerminating: true}, {DisruptionTarget: true}, {NodeLost: true}, {Cold: true, Up: time.Hour},
+		{Unknown: true}, {}, {Listed: true},
+		{Listed: true, Agents: 1}, {Listed: true, CouldRoute: true, NotReadyFor: time.Hour},
+		{Listed: true, CouldRoute: true, Ready: true, Refused: 2},
+		{Listed: true, CouldRoute: true, Ready: true, LastOf: "x"},
+		{Operation: admission.Evict, Listed: true, CouldRoute: true, Ready: true, BudgetBroken: true},
 	} {
 		v := admission.Decide(f)
 		if v.Action != admission.Allow || because(v.Reason) == string(v.Reason) {
@@ -126,10 +136,12 @@ func TestEveryReasonHasWords(t *testing.T) {
 
 func TestExplainOverHTTP(t *testing.T) {
 	w := &world{}
-	w.view.Drains = []coordinator.Drain{{Status: drain.Status{Pod: drain.Pod{Namespace: "shop", Name: "a", UID: "uid-a"}, Phase: drain.Unrouting}}}
+	w.view.Drains = []coordinator.Drain{{Status: drain.Status{Pod: drain.Pod{Namespace: "shop", Name: "a",
+		UID: "uid-a"}, Phase: drain.Unrouting}}}
 	h := newDashboard(w).Handler(loopback)
 	for path, want := range map[string]int{
-		"/shop/a": 200, "/shop/a?operation=evict": 200, "/shop/a?operation=drain": 400, "/Shop/a": 400, "/shop/a%20b": 400, "/shop/a/b": 404, "/shop": 404,
+		"/shop/a": 200, "/shop/a?operation=evict": 200, "/shop/a?operation=drain": 400, "/Shop/a": 400,
+		"/shop/a%20b": 400, "/shop/a/b": 404, "/shop": 404,
 	} {
 		if response := get(h, api.ExplainPath+path); response.StatusCode != want {
 			t.Errorf("GET %s: %d, want %d", path, response.StatusCode, want)

@@ -14,8 +14,8 @@ import (
 // maxNotes is how many notes are remembered.
 const maxNotes = 200
 
-// Notes remembers the last warnings on their way to Next: each is of a deletion that went on without every gateway's word, often without a
-// drain. Safe for concurrent use.
+// Notes remembers the last warnings on their way to Next: each is of a deletion that went on
+// without every gateway's word, often without a drain. Safe for concurrent use.
 type Notes struct {
 	Next admission.Events
 
@@ -33,7 +33,8 @@ type note struct {
 // Event implements [admission.Events].
 func (n *Notes) Event(pod *corev1.Pod, warning bool, reason, message string) {
 	if warning {
-		of := note{time.Now(), drain.Pod{Namespace: pod.Namespace, Name: pod.Name, UID: drain.UID(pod.UID)}, strings.TrimPrefix(reason, "Lameduck"), message}
+		of := note{time.Now(), drain.Pod{Namespace: pod.Namespace, Name: pod.Name, UID: drain.UID(pod.UID)},
+			strings.TrimPrefix(reason, "Lameduck"), message}
 		n.mu.Lock()
 		if len(n.kept) == maxNotes {
 			n.kept = append(n.kept[:0], n.kept[1:]...)

@@ -28,11 +28,13 @@ func (d *Dashboard) viewOf(agents int) api.View {
 	v := api.View{
 		At: of.At,
 		Replica: api.Replica{
-			Name: of.Lease.Replica, Epoch: of.Lease.Epoch, Started: of.Began, Stopping: of.Stopping, Holds: of.Holds, MaxHolds: of.MaxHolds,
+			Name: of.Lease.Replica, Epoch: of.Lease.Epoch, Started: of.Began, Stopping: of.Stopping, Holds: of.Holds,
+			MaxHolds:        of.MaxHolds,
 			DeadlineSeconds: of.Times.Deadline.Seconds(), IdleBoundSeconds: of.Times.IdleBound.Seconds(),
 		},
-		Drains:      api.Drains{Open: of.Open, Items: []api.Drain{}, Elsewhere: of.Elsewhere},
-		Agents:      api.Agents{Expected: of.Expected, Missing: of.Missing, Suspended: of.Suspended, Known: len(of.Agents), Items: []api.Agent{}},
+		Drains: api.Drains{Open: of.Open, Items: []api.Drain{}, Elsewhere: of.Elsewhere},
+		Agents: api.Agents{Expected: of.Expected, Missing: of.Missing, Suspended: of.Suspended,
+			Known: len(of.Agents), Items: []api.Agent{}},
 		Outcomes:    d.outcomesOf(of),
 		Propagation: []api.Propagation{}, TargetHealth: healthOf(of.TargetHealth),
 		Barriers: d.barriersOf(of),
@@ -53,7 +55,8 @@ func (d *Dashboard) viewOf(agents int) api.View {
 	for _, p := range of.Propagation {
 		v.Propagation = append(v.Propagation, api.Propagation{
 			Gateway: p.Gateway, What: p.What.String(), Count: p.All, Samples: p.Samples,
-			P50Seconds: p.P50.Seconds(), P90Seconds: p.P90.Seconds(), P99Seconds: p.P99.Seconds(), MaxSeconds: p.Max.Seconds(),
+			P50Seconds: p.P50.Seconds(), P90Seconds: p.P90.Seconds(), P99Seconds: p.P99.Seconds(),
+			MaxSeconds: p.Max.Seconds(),
 		})
 	}
 	return v
@@ -61,8 +64,10 @@ func (d *Dashboard) viewOf(agents int) api.View {
 
 func drainOf(d coordinator.Drain) api.Drain {
 	one := api.Drain{
-		Namespace: d.Pod.Namespace, Pod: d.Pod.Name, UID: string(d.Pod.UID), Phase: d.Phase.String(), PhaseSince: d.Entered, Reason: d.Reason.String(),
-		Since: d.Since, Deadline: d.Deadline, Told: d.Told, Owed: d.Owed, Waiting: len(d.Waiting), Reports: reportsOf(d.Reports),
+		Namespace: d.Pod.Namespace, Pod: d.Pod.Name, UID: string(d.Pod.UID), Phase: d.Phase.String(),
+		PhaseSince: d.Entered, Reason: d.Reason.String(),
+		Since: d.Since, Deadline: d.Deadline, Told: d.Told, Owed: d.Owed, Waiting: len(d.Waiting),
+		Reports: reportsOf(d.Reports),
 	}
 	return one
 }
@@ -96,8 +101,10 @@ func agentOf(a coordinator.Agent) api.Agent {
 	one := api.Agent{
 		ID: string(a.ID), Name: a.Name, Gateway: a.Gateway, Label: labelOf(a.Label), Ready: a.Ready,
 		Connected: a.AgentInfo.Connected, Since: a.Connected,
-		Suspended: a.Suspended, Declared: a.Declared, Services: a.Services, Protocol: a.Protocol, Features: append([]string{}, a.Features...),
-		Address: a.Address, Reported: a.Posted, ReportAgeSeconds: a.Age.Seconds(), RemovedSeconds: a.Removed.Seconds(), IdleSeconds: a.Idle.Seconds(),
+		Suspended: a.Suspended, Declared: a.Declared, Services: a.Services, Protocol: a.Protocol,
+		Features: append([]string{}, a.Features...),
+		Address:  a.Address, Reported: a.Posted, ReportAgeSeconds: a.Age.Seconds(), RemovedSeconds: a.Removed.Seconds(),
+		IdleSeconds: a.Idle.Seconds(),
 	}
 	if !one.Connected {
 		one.Since = a.Lost
@@ -138,7 +145,8 @@ func labelOf(l drain.Label) string {
 	}
 }
 
-// outcomesOf joins how drains ended with what was said of deletions that went on without the gateways' word.
+// outcomesOf joins how drains ended with what was said of deletions that went on without the
+// gateways' word.
 func (d *Dashboard) outcomesOf(of coordinator.View) []api.Outcome {
 	all := []api.Outcome{}
 	said := map[drain.UID]note{}
@@ -152,7 +160,8 @@ func (d *Dashboard) outcomesOf(of coordinator.View) []api.Outcome {
 	for _, o := range of.Outcomes {
 		took := o.Took.Seconds()
 		one := api.Outcome{
-			At: o.At, Namespace: o.Pod.Namespace, Pod: o.Pod.Name, UID: string(o.Pod.UID), Gate: gateOf(o.Gate), Reason: o.Reason.String(), Abnormal: o.Reason.Abnormal(),
+			At: o.At, Namespace: o.Pod.Namespace, Pod: o.Pod.Name, UID: string(o.Pod.UID), Gate: gateOf(o.Gate),
+			Reason: o.Reason.String(), Abnormal: o.Reason.Abnormal(),
 			TookSeconds: &took, Silent: append([]string{}, o.Silent...), MoreSilent: o.More,
 		}
 		// What was said of an earlier drain of the pod, which was abandoned, is not of this one.
@@ -170,12 +179,16 @@ func (d *Dashboard) outcomesOf(of coordinator.View) []api.Outcome {
 	}
 	for _, n := range said {
 		all = append(all, api.Outcome{
-			At: n.at, Namespace: n.pod.Namespace, Pod: n.pod.Name, UID: string(n.pod.UID), Gate: gateHold, Reason: n.reason, Abnormal: true, Silent: []string{}, Message: n.message,
+			At: n.at, Namespace: n.pod.Namespace, Pod: n.pod.Name, UID: string(n.pod.UID), Gate: gateHold,
+			Reason: n.reason, Abnormal: true, Silent: []string{}, Message: n.message,
 		})
 	}
-	slices.SortStableFunc(all, func(a, b api.Outcome) int { return cmp.Or(b.At.Compare(a.At), cmp.Compare(a.UID, b.UID)) })
+	slices.SortStableFunc(all, func(a, b api.Outcome) int {
+		return cmp.Or(b.At.Compare(a.At), cmp.Compare(a.UID, b.UID))
+	})
 	return all[:min(len(all), maxOutcomes)]
 }
 
-// noteOfDrain is how long after its answer a drain may still be open: until the pod is seen terminating.
+// noteOfDrain is how long after its answer a drain may still be open: until the pod is seen
+// terminating.
 const noteOfDrain = time.Minute

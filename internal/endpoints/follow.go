@@ -42,13 +42,15 @@ type tally struct {
 // change is what a tally says.
 func (t *tally) change() health.Change {
 	return health.Change{
-		Endpoint: health.Endpoint{Target: t.target, Routable: t.ready > 0 && t.terminating == 0, Terminating: t.terminating > 0},
+		Endpoint: health.Endpoint{Target: t.target, Routable: t.ready > 0 && t.terminating == 0,
+			Terminating: t.terminating > 0},
 		Unlisted: t.listed == 0,
 	}
 }
 
-// Follow makes Apply, Delete and Tick tell what changes for a port. An endpoint without a pod, as of a Service without a
-// selector, is told with the UID "": its address is all that it is known by. Call Follow before the first slice.
+// Follow makes Apply, Delete and Tick tell what changes for a port. An endpoint without a pod, as
+// of a Service without a selector, is told with the UID "": its address is all that it is known by.
+// Call Follow before the first slice.
 func (x *Index) Follow(p Port) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
@@ -81,7 +83,8 @@ func (v *view) count(e endpoint, number uint16, by int) {
 	}
 }
 
-// changes returns what the present event has changed for the ports of a Service, and of the one that the slice was in before.
+// changes returns what the present event has changed for the ports of a Service, and of the one
+// that the slice was in before.
 func (x *Index) changes(of types.NamespacedName, before *slice) []PortChange {
 	var all []PortChange
 	collect := func(service types.NamespacedName) {

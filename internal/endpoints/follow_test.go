@@ -16,7 +16,8 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
-// told prints changes as "shop/web http: 10.0.0.1:80@a+ 10.0.0.2:80@b gone": routable +, not -, terminating !.
+// told prints changes as "shop/web http: 10.0.0.1:80@a+ 10.0.0.2:80@b gone": routable +, not -,
+// terminating !.
 func told(changes []PortChange) string {
 	var all []string
 	for _, p := range changes {
@@ -62,24 +63,34 @@ func TestOnlyWhatChangesIsTold(t *testing.T) {
 		with *discovery.EndpointSlice
 		want string
 	}{
-		{"new", take, made("one", web, "10.0.0.1@a ready", "10.0.0.2@b unready"), "shop/web http: 10.0.0.1:80@a+ 10.0.0.2:80@b-"},
+		{"new", take, made("one", web, "10.0.0.1@a ready", "10.0.0.2@b unready"),
+			"shop/web http: 10.0.0.1:80@a+ 10.0.0.2:80@b-"},
 		{"again", take, made("one", web, "10.0.0.1@a ready", "10.0.0.2@b unready"), ""},
 		{"in another order", take, made("one", web, "10.0.0.2@b unready", "10.0.0.1@a ready"), ""},
-		{"one turns ready", take, made("one", web, "10.0.0.2@b ready", "10.0.0.1@a ready"), "shop/web http: 10.0.0.2:80@b+"},
-		{"one more, first", take, made("one", web, "10.0.0.3@c ready", "10.0.0.2@b ready", "10.0.0.1@a ready"), "shop/web http: 10.0.0.3:80@c+"},
-		{"one less", take, made("one", web, "10.0.0.3@c ready", "10.0.0.1@a ready"), "shop/web http: 10.0.0.2:80@b gone"},
-		{"another pod at the address", take, made("one", web, "10.0.0.3@c ready", "10.0.0.1@z ready"), "shop/web http: 10.0.0.1:80@a gone 10.0.0.1:80@z+"},
+		{"one turns ready", take, made("one", web, "10.0.0.2@b ready", "10.0.0.1@a ready"),
+			"shop/web http: 10.0.0.2:80@b+"},
+		{"one more, first", take, made("one", web, "10.0.0.3@c ready", "10.0.0.2@b ready", "10.0.0.1@a ready"),
+			"shop/web http: 10.0.0.3:80@c+"},
+		{"one less", take, made("one", web, "10.0.0.3@c ready", "10.0.0.1@a ready"),
+			"shop/web http: 10.0.0.2:80@b gone"},
+		{"another pod at the address", take, made("one", web, "10.0.0.3@c ready", "10.0.0.1@z ready"),
+			"shop/web http: 10.0.0.1:80@a gone 10.0.0.1:80@z+"},
 		{"it moves: in both", take, made("two", web, "10.0.0.3@c ready"), ""},
 		{"it moves: in the new one", take, made("one", web, "10.0.0.1@z ready"), ""},
-		{"one slice says terminating", take, made("one", web, "10.0.0.1@z ready", "10.0.0.3@c terminating"), "shop/web http: 10.0.0.3:80@c!"},
+		{"one slice says terminating", take, made("one", web, "10.0.0.1@z ready", "10.0.0.3@c terminating"),
+			"shop/web http: 10.0.0.3:80@c!"},
 		{"and no longer", take, made("one", web, "10.0.0.1@z ready"), "shop/web http: 10.0.0.3:80@c+"},
-		{"another number", take, ported(made("two", web, "10.0.0.3@c ready"), "http:81"), "shop/web http: 10.0.0.3:80@c gone 10.0.0.3:81@c+"},
-		{"another name", take, ported(made("two", web, "10.0.0.3@c ready"), "https:81"), "shop/web http: 10.0.0.3:81@c gone"},
+		{"another number", take, ported(made("two", web, "10.0.0.3@c ready"), "http:81"),
+			"shop/web http: 10.0.0.3:80@c gone 10.0.0.3:81@c+"},
+		{"another name", take, ported(made("two", web, "10.0.0.3@c ready"), "https:81"),
+			"shop/web http: 10.0.0.3:81@c gone"},
 		{"not a pod", take, made("two", web, "10.0.0.7 ready"), "shop/web http: 10.0.0.7:80@+"},
 		{"not a pod, and not ready", take, made("two", web, "10.0.0.7 unready"), "shop/web http: 10.0.0.7:80@-"},
 		{"it is gone", take, made("two", web), "shop/web http: 10.0.0.7:80@ gone"},
-		{"of nobody's concern", take, made("else", types.NamespacedName{Namespace: "shop", Name: "else"}, "10.0.0.1@z ready"), ""},
-		{"another Service", take, made("one", api, "10.0.0.1@z ready"), "shop/api : 10.0.0.1:80@z+; shop/web http: 10.0.0.1:80@z gone"},
+		{"of nobody's concern", take, made("else", types.NamespacedName{Namespace: "shop", Name: "else"},
+			"10.0.0.1@z ready"), ""},
+		{"another Service", take, made("one", api, "10.0.0.1@z ready"),
+			"shop/api : 10.0.0.1:80@z+; shop/web http: 10.0.0.1:80@z gone"},
 		{"deleted", missed, made("one", web), "shop/api : 10.0.0.1:80@z gone"},
 		{"deleted twice", missed, made("one", web), ""},
 	} {
@@ -134,7 +145,8 @@ func (w *world) check(present map[string]*discovery.EndpointSlice) {
 	for _, p := range []Port{{web, "http"}, {api, ""}} {
 		want := naive.Endpoints(p.Service, p.Name)
 		if len(want) != len(w.known[p]) {
-			w.t.Fatalf("%v: told %v, want %v (index %q, aside %v)", p, w.known[p], want, said(w.x, p.Service, p.Name), w.x.aside)
+			w.t.Fatalf("%v: told %v, want %v (index %q, aside %v)", p, w.known[p], want, said(w.x, p.Service, p.Name),
+				w.x.aside)
 		}
 		for _, e := range want {
 			if got, ok := w.known[p][e.Target]; !ok || got != e {
@@ -147,7 +159,8 @@ func (w *world) check(present map[string]*discovery.EndpointSlice) {
 	}
 }
 
-// change makes the next version of the world: a slice is made, changed, moved to another Service, renumbered or deleted.
+// change makes the next version of the world: a slice is made, changed, moved to another Service,
+// renumbered or deleted.
 func (w *world) change() (name string, s *discovery.EndpointSlice) {
 	version := len(w.history) + 1
 	name = fmt.Sprint("slice-", w.r.IntN(4))
@@ -191,12 +204,14 @@ func (w *world) change() (name string, s *discovery.EndpointSlice) {
 
 var histories = flag.Int("histories", 400, "how many random histories to try")
 
-// Random histories: moves between slices, duplicates, reuse of addresses, relabelling, other ports, deletions, events that come
-// twice, watches that are interrupted, and relists from a server that lags. What is told in all must be what the present slices
-// say, what is told must have changed, and a list that goes back in time must change nothing.
+// Random histories: moves between slices, duplicates, reuse of addresses, relabelling, other ports,
+// deletions, events that come twice, watches that are interrupted, and relists from a server that
+// lags. What is told in all must be what the present slices say, what is told must have changed,
+// and a list that goes back in time must change nothing.
 func TestHistories(t *testing.T) {
 	for seed := range uint64(*histories) {
-		w := &world{t: t, r: rand.New(rand.NewPCG(seed, 1)), x: following(), now: t0, known: map[Port]map[health.Target]health.Endpoint{}}
+		w := &world{t: t, r: rand.New(rand.NewPCG(seed, 1)), x: following(), now: t0,
+			known: map[Port]map[health.Target]health.Endpoint{}}
 		w.history = []map[string]*discovery.EndpointSlice{{}}
 		at := func(string) string { return strconv.Itoa(len(w.history)) }
 		for range 60 {
@@ -216,7 +231,8 @@ func TestHistories(t *testing.T) {
 				w.now = w.now.Add(settle)
 				w.take(w.x.Tick(w.now, at))
 			case 2: // a list goes back in time, and the watch comes forward again
-				// Not before the last interruption: of a slice that came and went during it, nothing was ever heard.
+				// Not before the last interruption: of a slice that came and went during it,
+				// nothing was ever heard.
 				back := max(w.gap, len(w.history)-1-w.r.IntN(6))
 				before := len(told(w.x.Tick(w.now, at)))
 				w.relist(present, w.history[back])
@@ -284,7 +300,8 @@ func versioned(version string, s *discovery.EndpointSlice) *discovery.EndpointSl
 	return s
 }
 
-// An etcd that was restored from a backup goes back for good: what it says counts after a while, and from then on at once.
+// An etcd that was restored from a backup goes back for good: what it says counts after a while,
+// and from then on at once.
 func TestOlderForGood(t *testing.T) {
 	x := following()
 	at := func(string) string { return "60" }
@@ -307,13 +324,17 @@ func TestOlderForGood(t *testing.T) {
 	step(x.Apply(now, versioned("55", made("one", web, "10.0.0.1@new ready"))), "")
 	now = t0.Add(Patience)
 	got := x.Tick(now, at)
-	slices.SortFunc(got, func(a, b PortChange) int { return strings.Compare(told([]PortChange{a}), told([]PortChange{b})) })
-	step(got, "shop/web http: 10.0.0.1:80@a gone 10.0.0.1:80@new+; shop/web http: 10.0.0.2:80@b gone; shop/web http: 10.0.0.3:80@c+")
+	slices.SortFunc(got, func(a, b PortChange) int {
+		return strings.Compare(told([]PortChange{a}), told([]PortChange{b}))
+	})
+	step(got, "shop/web http: 10.0.0.1:80@a gone 10.0.0.1:80@new+; shop/web http: 10.0.0.2:80@b gone; shop/web "+
+		"http: 10.0.0.3:80@c+")
 	step(x.Apply(now, versioned("61", made("one", web, "10.0.0.1@new unready"))), "shop/web http: 10.0.0.1:80@new-")
 	step(x.Apply(now, versioned("62", made("two", web, "10.0.0.2@b ready"))), "shop/web http: 10.0.0.2:80@b+")
 }
 
-// A slice that a list lacks because it was deleted goes as soon as the watch says that the list was not an old one.
+// A slice that a list lacks because it was deleted goes as soon as the watch says that the list was
+// not an old one.
 func TestMissedDeletion(t *testing.T) {
 	x := following()
 	x.Apply(t0, versioned("100", made("one", web, "10.0.0.1@a ready")))
@@ -324,7 +345,8 @@ func TestMissedDeletion(t *testing.T) {
 	if got := told(x.Tick(now, func(string) string { return "" })); got != "" {
 		t.Fatalf("told %q although nobody knows how far the watch is", got)
 	}
-	if got, want := told(x.Tick(now, func(string) string { return "100" })), "shop/web http: 10.0.0.1:80@a gone"; got != want {
+	if got, want := told(x.Tick(now, func(string) string { return "100" })),
+		"shop/web http: 10.0.0.1:80@a gone"; got != want {
 		t.Fatalf("told %q, want %q", got, want)
 	}
 	// And an older list does not bring it back.

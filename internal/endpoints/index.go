@@ -13,8 +13,8 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
-// Index is what all EndpointSlices say together. Its methods may be called from any goroutine. It keeps the slices it is given: they
-// must not be modified afterwards.
+// Index is what all EndpointSlices say together. Its methods may be called from any goroutine. It
+// keeps the slices it is given: they must not be modified afterwards.
 type Index struct {
 	mu       sync.RWMutex
 	slices   map[types.NamespacedName]*slice
@@ -24,12 +24,13 @@ type Index struct {
 	// views are the ports that are followed, by Service.
 	views map[types.NamespacedName][]*view
 
-	// left holds when a Service stopped listing a pod, for Linger, and leaving the order in which left grew, so that the old ones are
-	// found at once.
+	// left holds when a Service stopped listing a pod, for Linger, and leaving the order in which
+	// left grew, so that the old ones are found at once.
 	left    map[health.UID]map[types.NamespacedName]time.Time
 	leaving []leaver
 
-	// aside are views of slices that are older than what is known, graves the versions at which slices were deleted. See order.go.
+	// aside are views of slices that are older than what is known, graves the versions at which
+	// slices were deleted. See order.go.
 	aside   map[types.NamespacedName]aside
 	deleted map[types.NamespacedName]deletedSlice
 
@@ -37,7 +38,8 @@ type Index struct {
 	unlisted []leaver
 }
 
-// Linger is how long a pod that a Service no longer lists is still reported with it: a gateway may learn of it that late.
+// Linger is how long a pod that a Service no longer lists is still reported with it: a gateway may
+// learn of it that late.
 const Linger = 10 * time.Second
 
 type leaver struct {
@@ -49,9 +51,11 @@ type leaver struct {
 // slice is an EndpointSlice as it was last taken in.
 type slice struct {
 	last *discovery.EndpointSlice
-	// service is the one it was in then. Its label may change, and the last that is heard of a deleted slice may be old.
+	// service is the one it was in then. Its label may change, and the last that is heard of a
+	// deleted slice may be old.
 	service types.NamespacedName
-	// numbers are those of the ports that are followed in service, in the order of its views. 0: the slice has no such port.
+	// numbers are those of the ports that are followed in service, in the order of its views. 0:
+	// the slice has no such port.
 	numbers []uint16
 }
 
@@ -62,7 +66,8 @@ type service struct {
 	usable map[health.UID]int
 }
 
-// standing is how one Service lists a pod: the number of its endpoints, and of those that are ready and terminating.
+// standing is how one Service lists a pod: the number of its endpoints, and of those that are ready
+// and terminating.
 type standing struct {
 	service                    types.NamespacedName
 	listed, ready, terminating int
@@ -88,8 +93,9 @@ func NewIndex() *Index {
 	}
 }
 
-// Apply takes in a slice that was added or changed, and returns what that changes for the ports that are followed. A slice that
-// belongs to no Service is not indexed. One that is older than what is known of it is set aside: see [Index.Tick].
+// Apply takes in a slice that was added or changed, and returns what that changes for the ports
+// that are followed. A slice that belongs to no Service is not indexed. One that is older than what
+// is known of it is set aside: see [Index.Tick].
 func (x *Index) Apply(now time.Time, s *discovery.EndpointSlice) []PortChange {
 	x.mu.Lock()
 	defer x.mu.Unlock()
@@ -106,8 +112,8 @@ func (x *Index) Apply(now time.Time, s *discovery.EndpointSlice) []PortChange {
 	return x.take(now, name, s)
 }
 
-// Delete takes in that a slice was deleted, as a watch tells it, and returns what that changes for the ports that are followed. Only
-// the slice's namespace, name and resourceVersion are looked at.
+// Delete takes in that a slice was deleted, as a watch tells it, and returns what that changes for
+// the ports that are followed. Only the slice's namespace, name and resourceVersion are looked at.
 func (x *Index) Delete(now time.Time, s *discovery.EndpointSlice) []PortChange {
 	x.mu.Lock()
 	defer x.mu.Unlock()
@@ -174,8 +180,9 @@ func (x *Index) drop(name types.NamespacedName, c *slice) {
 	}
 }
 
-// walk counts what differs between the slice as it was and s, which has the same ports, in their order. EndpointSlice controllers keep
-// the order of what stays; where it is not kept, what is counted out and in again has not changed in the end.
+// walk counts what differs between the slice as it was and s, which has the same ports, in their
+// order. EndpointSlice controllers keep the order of what stays; where it is not kept, what is
+// counted out and in again has not changed in the end.
 func (x *Index) walk(c *slice, s *discovery.EndpointSlice) {
 	if c.last == s {
 		return
@@ -280,9 +287,10 @@ func (x *Index) leave(now time.Time) {
 	x.leaving = slices.Delete(x.leaving, 0, old)
 }
 
-// Endpoints returns the endpoints of one port of a Service, by the port's name, sorted. An empty name means the only port. An
-// endpoint that several slices list is returned once: terminating if one of them says so, and else routable if one of them says that
-// it is ready. An endpoint without a pod has the UID "". It costs a walk over the Service; [Index.Follow] tells what changes.
+// Endpoints returns the endpoints of one port of a Service, by the port's name, sorted. An empty
+// name means the only port. An endpoint that several slices list is returned once: terminating if
+// one of them says so, and else routable if one of them says that it is ready. An endpoint without
+// a pod has the UID "". It costs a walk over the Service; [Index.Follow] tells what changes.
 func (x *Index) Endpoints(service types.NamespacedName, portName string) []health.Endpoint {
 	x.mu.RLock()
 	defer x.mu.RUnlock()
@@ -317,10 +325,12 @@ func (x *Index) Endpoints(service types.NamespacedName, portName string) []healt
 	return all
 }
 
-// Listing is how one Service lists a pod: of several slices and addresses, the most favourable word.
+// Listing is how one Service lists a pod: of several slices and addresses, the most favourable
+// word.
 type Listing struct {
 	Service types.NamespacedName
-	// Ready is what consumers route by. With publishNotReadyAddresses it is true whatever the pod's condition.
+	// Ready is what consumers route by. With publishNotReadyAddresses it is true whatever the pod's
+	// condition.
 	Ready bool
 	// Terminating: one slice says so.
 	Terminating bool
@@ -328,8 +338,9 @@ type Listing struct {
 	Left bool
 }
 
-// Pod returns the Services of the pod's namespace that list the pod at now, or did until less than Linger ago, sorted. A Service of
-// another namespace does not count: its EndpointSlices may name any UID.
+// Pod returns the Services of the pod's namespace that list the pod at now, or did until less than
+// Linger ago, sorted. A Service of another namespace does not count: its EndpointSlices may name
+// any UID.
 func (x *Index) Pod(now time.Time, namespace string, uid health.UID) []Listing {
 	x.mu.RLock()
 	defer x.mu.RUnlock()
@@ -342,7 +353,8 @@ func (x *Index) Pod(now time.Time, namespace string, uid health.UID) []Listing {
 		listings = append(listings, Listing{Service: s.service, Ready: s.ready > 0, Terminating: s.terminating > 0})
 	}
 	for service, at := range x.left[uid] {
-		if service.Namespace == namespace && now.Sub(at) < Linger && !slices.ContainsFunc(all, func(s standing) bool { return s.service == service }) {
+		if service.Namespace == namespace && now.Sub(at) < Linger &&
+			!slices.ContainsFunc(all, func(s standing) bool { return s.service == service }) {
 			listings = append(listings, Listing{Service: service, Left: true})
 		}
 	}
@@ -350,7 +362,8 @@ func (x *Index) Pod(now time.Time, namespace string, uid health.UID) []Listing {
 	return listings
 }
 
-// Usable returns the pods of a Service that are ready and not terminating, sorted. An endpoint without a pod has the UID "".
+// Usable returns the pods of a Service that are ready and not terminating, sorted. An endpoint
+// without a pod has the UID "".
 func (x *Index) Usable(service types.NamespacedName) []health.UID {
 	x.mu.RLock()
 	defer x.mu.RUnlock()
@@ -372,7 +385,8 @@ func ServiceOf(s *discovery.EndpointSlice) (types.NamespacedName, bool) {
 	return types.NamespacedName{Namespace: s.Namespace, Name: name}, name != ""
 }
 
-// number returns the number that a port has in a slice, by its name. An empty name means the only port. 0: there is none.
+// number returns the number that a port has in a slice, by its name. An empty name means the only
+// port. 0: there is none.
 func number(s *discovery.EndpointSlice, name string) uint16 {
 	var only uint16
 	valid := 0
@@ -398,7 +412,8 @@ func read(s *discovery.EndpointSlice, e *discovery.Endpoint) (r endpoint, ok boo
 	if s.AddressType == discovery.AddressTypeFQDN || len(e.Addresses) == 0 {
 		return r, false
 	}
-	// Consumers may use the first address only: the others mean the same pod (discovery/v1, Endpoint.Addresses).
+	// Consumers may use the first address only: the others mean the same pod (discovery/v1,
+	// Endpoint.Addresses).
 	addr, err := netip.ParseAddr(e.Addresses[0])
 	if err != nil {
 		return r, false
@@ -406,7 +421,8 @@ func read(s *discovery.EndpointSlice, e *discovery.Endpoint) (r endpoint, ok boo
 	return endpoint{uid: PodOf(s, e), addr: addr, ready: isReady(e), terminating: isTerminating(e)}, true
 }
 
-// PodOf returns the pod that an endpoint of a slice is, or "" if it is none of the slice's namespace.
+// PodOf returns the pod that an endpoint of a slice is, or "" if it is none of the slice's
+// namespace.
 func PodOf(s *discovery.EndpointSlice, e *discovery.Endpoint) health.UID {
 	ref := e.TargetRef
 	if ref == nil || ref.Kind != "Pod" || ref.Namespace != "" && ref.Namespace != s.Namespace {
@@ -415,7 +431,8 @@ func PodOf(s *discovery.EndpointSlice, e *discovery.Endpoint) health.UID {
 	return health.UID(ref.UID)
 }
 
-// isReady and isTerminating: a condition that is not given counts as ready, and as not terminating (discovery/v1, EndpointConditions).
+// isReady and isTerminating: a condition that is not given counts as ready, and as not terminating
+// (discovery/v1, EndpointConditions).
 func isReady(e *discovery.Endpoint) bool {
 	return e.Conditions.Ready == nil || *e.Conditions.Ready
 }
@@ -429,10 +446,12 @@ func same(s *discovery.EndpointSlice, a, b *discovery.Endpoint) bool {
 	if len(a.Addresses) == 0 || len(b.Addresses) == 0 {
 		return len(a.Addresses) == len(b.Addresses)
 	}
-	return a.Addresses[0] == b.Addresses[0] && PodOf(s, a) == PodOf(s, b) && isReady(a) == isReady(b) && isTerminating(a) == isTerminating(b)
+	return a.Addresses[0] == b.Addresses[0] && PodOf(s, a) == PodOf(s, b) && isReady(a) == isReady(b) &&
+		isTerminating(a) == isTerminating(b)
 }
 
-// samePorts says whether two versions of a slice have the same ports, and addresses of the same type.
+// samePorts says whether two versions of a slice have the same ports, and addresses of the same
+// type.
 func samePorts(a, b *discovery.EndpointSlice) bool {
 	if a.AddressType != b.AddressType || len(a.Ports) != len(b.Ports) {
 		return false

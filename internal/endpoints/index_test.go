@@ -23,11 +23,13 @@ var (
 	api = types.NamespacedName{Namespace: "shop", Name: "api"}
 )
 
-// made makes a slice of service with one port, 80, and these endpoints, written "10.0.0.1@a ready", "10.0.0.2@b terminating",
-// "10.0.0.3@c unready" or "10.0.0.4" (nothing known of it but the address).
+// made makes a slice of service with one port, 80, and these endpoints, written "10.0.0.1@a ready",
+// "10.0.0.2@b terminating", "10.0.0.3@c unready" or "10.0.0.4" (nothing known of it but the
+// address).
 func made(name string, service types.NamespacedName, list ...string) *discovery.EndpointSlice {
 	s := &discovery.EndpointSlice{
-		ObjectMeta:  metav1.ObjectMeta{Namespace: service.Namespace, Name: name, Labels: map[string]string{discovery.LabelServiceName: service.Name}},
+		ObjectMeta: metav1.ObjectMeta{Namespace: service.Namespace, Name: name,
+			Labels: map[string]string{discovery.LabelServiceName: service.Name}},
 		AddressType: discovery.AddressTypeIPv4,
 		Ports:       ports("http:80"),
 	}
@@ -39,7 +41,8 @@ func made(name string, service types.NamespacedName, list ...string) *discovery.
 			s.AddressType = discovery.AddressTypeIPv6
 		}
 		if ok {
-			e.TargetRef = &corev1.ObjectReference{Kind: "Pod", Namespace: service.Namespace, Name: uid, UID: types.UID(uid)}
+			e.TargetRef = &corev1.ObjectReference{Kind: "Pod", Namespace: service.Namespace, Name: uid,
+				UID: types.UID(uid)}
 		}
 		yes, no := true, false
 		switch condition {
@@ -72,7 +75,8 @@ func ports(list ...string) []discovery.EndpointPort {
 	return all
 }
 
-// said prints what the index says of a Service's port, as "10.0.0.1:80@a+ 10.0.0.2:80@b- 10.0.0.3:80@c!": routable, not, terminating.
+// said prints what the index says of a Service's port, as "10.0.0.1:80@a+ 10.0.0.2:80@b-
+// 10.0.0.3:80@c!": routable, not, terminating.
 func said(x *Index, service types.NamespacedName, port string) string {
 	var all []string
 	for _, e := range x.Endpoints(service, port) {
@@ -148,42 +152,52 @@ func TestEndpoints(t *testing.T) {
 		want   string
 	}{
 		"conditions": {
-			[]*discovery.EndpointSlice{made("one", web, "10.0.0.1@a ready", "10.0.0.2@b unready", "10.0.0.3@c terminating")}, "http",
+			[]*discovery.EndpointSlice{made("one", web, "10.0.0.1@a ready", "10.0.0.2@b unready",
+				"10.0.0.3@c terminating")}, "http",
 			"10.0.0.1:80@a+ 10.0.0.2:80@b- 10.0.0.3:80@c!",
 		},
-		"conditions that are not given": {[]*discovery.EndpointSlice{made("one", web, "10.0.0.1@a")}, "http", "10.0.0.1:80@a+"},
+		"conditions that are not given": {[]*discovery.EndpointSlice{made("one", web, "10.0.0.1@a")},
+			"http", "10.0.0.1:80@a+"},
 		"several slices": {
-			[]*discovery.EndpointSlice{made("one", web, "10.0.0.2@b ready"), made("two", web, "10.0.0.1@a ready"), made("other", api, "10.0.0.3@c ready")}, "http",
+			[]*discovery.EndpointSlice{made("one", web, "10.0.0.2@b ready"), made("two", web, "10.0.0.1@a ready"),
+				made("other", api, "10.0.0.3@c ready")}, "http",
 			"10.0.0.1:80@a+ 10.0.0.2:80@b+",
 		},
 		"an endpoint that moves is in both": {
-			[]*discovery.EndpointSlice{made("one", web, "10.0.0.1@a unready"), made("two", web, "10.0.0.1@a ready")}, "http", "10.0.0.1:80@a+",
+			[]*discovery.EndpointSlice{made("one", web, "10.0.0.1@a unready"), made("two", web, "10.0.0.1@a ready")},
+			"http", "10.0.0.1:80@a+",
 		},
 		"one slice is old, the pod terminates": {
-			[]*discovery.EndpointSlice{made("one", web, "10.0.0.1@a ready"), made("two", web, "10.0.0.1@a terminating")}, "http", "10.0.0.1:80@a!",
+			[]*discovery.EndpointSlice{made("one", web, "10.0.0.1@a ready"),
+				made("two", web, "10.0.0.1@a terminating")}, "http", "10.0.0.1:80@a!",
 		},
-		"publishNotReadyAddresses": {[]*discovery.EndpointSlice{made("one", web, "10.0.0.1@a published")}, "http", "10.0.0.1:80@a!"},
+		"publishNotReadyAddresses": {[]*discovery.EndpointSlice{made("one", web, "10.0.0.1@a published")},
+			"http", "10.0.0.1:80@a!"},
 		"two pods at one address": {
-			[]*discovery.EndpointSlice{made("one", web, "10.0.0.1@old terminating"), made("two", web, "10.0.0.1@new ready")}, "http",
+			[]*discovery.EndpointSlice{made("one", web, "10.0.0.1@old terminating"),
+				made("two", web, "10.0.0.1@new ready")}, "http",
 			"10.0.0.1:80@new+ 10.0.0.1:80@old!",
 		},
 		"dual stack": {
-			[]*discovery.EndpointSlice{made("four", web, "10.0.0.1@a ready"), made("six", web, "fd00::1@a ready")}, "http",
+			[]*discovery.EndpointSlice{made("four", web, "10.0.0.1@a ready"), made("six", web, "fd00::1@a ready")},
+			"http",
 			"10.0.0.1:80@a+ [fd00::1]:80@a+",
 		},
 		"each slice has its own number for a port": {
 			[]*discovery.EndpointSlice{named, other, lacks}, "http", "10.0.0.1:8080@a+ 10.0.0.2:8081@b+",
 		},
-		"no name of several ports":  {[]*discovery.EndpointSlice{named}, "", ""},
-		"no name of the only port":  {[]*discovery.EndpointSlice{made("one", web, "10.0.0.1@a ready")}, "", "10.0.0.1:80@a+"},
+		"no name of several ports": {[]*discovery.EndpointSlice{named}, "", ""},
+		"no name of the only port": {[]*discovery.EndpointSlice{made("one", web, "10.0.0.1@a ready")},
+			"", "10.0.0.1:80@a+"},
 		"the only port has no name": {[]*discovery.EndpointSlice{unnamed}, "", "10.0.0.1:80@a+"},
 		"no such port":              {[]*discovery.EndpointSlice{made("one", web, "10.0.0.1@a ready")}, "https", ""},
 		"no ports":                  {[]*discovery.EndpointSlice{noPorts}, "", ""},
 		"odd ones are left out":     {[]*discovery.EndpointSlice{odd}, "http", "10.0.0.1:80@a+"},
-		"no pod":                    {[]*discovery.EndpointSlice{made("one", web, "10.0.0.1 ready")}, "http", "10.0.0.1:80@+"},
-		"a node":                    {[]*discovery.EndpointSlice{foreign}, "http", "10.0.0.1:80@+"},
-		"the first address only":    {[]*discovery.EndpointSlice{several}, "http", "10.0.0.1:80@a+"},
-		"names are no addresses":    {[]*discovery.EndpointSlice{name}, "http", ""},
+		"no pod": {[]*discovery.EndpointSlice{made("one", web, "10.0.0.1 ready")},
+			"http", "10.0.0.1:80@+"},
+		"a node":                 {[]*discovery.EndpointSlice{foreign}, "http", "10.0.0.1:80@+"},
+		"the first address only": {[]*discovery.EndpointSlice{several}, "http", "10.0.0.1:80@a+"},
+		"names are no addresses": {[]*discovery.EndpointSlice{name}, "http", ""},
 	} {
 		t.Run(test, func(t *testing.T) {
 			forward, backward := NewIndex(), NewIndex()
@@ -197,7 +211,8 @@ func TestEndpoints(t *testing.T) {
 	}
 }
 
-// A slice is moved to another Service by its label. Without this the first Service lists its endpoints for ever.
+// A slice is moved to another Service by its label. Without this the first Service lists its
+// endpoints for ever.
 func TestASliceChangesItsService(t *testing.T) {
 	x := NewIndex()
 	x.Apply(t0, made("one", web, "10.0.0.1@a ready"))
@@ -251,10 +266,11 @@ func TestPodIsListedByItsServices(t *testing.T) {
 	wantListings(t, x, t0, "nobody", "")
 }
 
-// A tenant that may write EndpointSlices may write any pod into them. A Service selects pods of its own namespace only, so that
-// a pod of another is not listed, whatever the reference says.
+// A tenant that may write EndpointSlices may write any pod into them. A Service selects pods of its
+// own namespace only, so that a pod of another is not listed, whatever the reference says.
 func TestASliceListsNoPodOfAnotherNamespace(t *testing.T) {
-	for name, says := range map[string]string{"it names the other namespace": "bank", "it hides it": web.Namespace, "it names none": ""} {
+	for name, says := range map[string]string{"it names the other namespace": "bank", "it hides it": web.Namespace,
+		"it names none": ""} {
 		t.Run(name, func(t *testing.T) {
 			x := NewIndex()
 			s := made("forged", web, "10.0.0.1@core-1 ready", "10.0.0.2@a ready")
@@ -278,7 +294,8 @@ func TestASliceListsNoPodOfAnotherNamespace(t *testing.T) {
 
 func TestUsable(t *testing.T) {
 	x := NewIndex()
-	x.Apply(t0, made("one", web, "10.0.0.1@b ready", "10.0.0.2@a", "10.0.0.3@c unready", "10.0.0.4@d terminating", "10.0.0.5@e published", "10.0.0.6 ready"))
+	x.Apply(t0, made("one", web, "10.0.0.1@b ready", "10.0.0.2@a", "10.0.0.3@c unready", "10.0.0.4@d terminating",
+		"10.0.0.5@e published", "10.0.0.6 ready"))
 	x.Apply(t0, made("two", web, "fd00::1@b ready"))
 	if got, want := x.Usable(web), []health.UID{"", "a", "b"}; !slices.Equal(got, want) {
 		t.Fatalf("usable are %q, want %q", got, want)
@@ -297,7 +314,8 @@ func TestLinger(t *testing.T) {
 	wantListings(t, x, t0.Add(Linger-1), "a", "shop/web:left")
 	wantListings(t, x, t0.Add(Linger), "a", "")
 
-	// It comes back, and leaves again: the second leave counts, the end of the first changes nothing.
+	// It comes back, and leaves again: the second leave counts, the end of the first changes
+	// nothing.
 	later := t0.Add(Linger / 2)
 	x.Apply(later, made("one", web, "10.0.0.1@a ready"))
 	wantListings(t, x, later, "a", "shop/web:ready")

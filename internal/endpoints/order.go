@@ -9,10 +9,11 @@ import (
 )
 
 const (
-	// Patience is how long an older view of a slice is set aside at most. It ends for clusters whose etcd was restored from a backup:
-	// there, every view is older for good.
+	// Patience is how long an older view of a slice is set aside at most. It ends for clusters
+	// whose etcd was restored from a backup: there, every view is older for good.
 	Patience = 30 * time.Second
-	// settle is how long one is set aside at least, because a watch tells how far it is a moment after it has delivered a list.
+	// settle is how long one is set aside at least, because a watch tells how far it is a moment
+	// after it has delivered a list.
 	settle = 100 * time.Millisecond
 	// deletedMemory is how long the version at which a slice was deleted is remembered.
 	deletedMemory = 10 * time.Minute
@@ -33,8 +34,9 @@ type deletedSlice struct {
 	at      time.Time
 }
 
-// Missed takes in that a list after an interruption of the watch lacks a slice (cache.DeletedFinalStateUnknown). Either it was deleted
-// meanwhile or the list is older than the slice; which of them it is can be said once the watch tells how far it is: see [Index.Tick].
+// Missed takes in that a list after an interruption of the watch lacks a slice
+// (cache.DeletedFinalStateUnknown). Either it was deleted meanwhile or the list is older than the
+// slice; which of them it is can be said once the watch tells how far it is: see [Index.Tick].
 func (x *Index) Missed(now time.Time, s *discovery.EndpointSlice) []PortChange {
 	x.mu.Lock()
 	defer x.mu.Unlock()
@@ -47,9 +49,10 @@ func (x *Index) Missed(now time.Time, s *discovery.EndpointSlice) []PortChange {
 	return nil
 }
 
-// Tick takes in the older views whose time has come: their watch, as at tells for a namespace, has come at least as far as what is
-// known and has brought nothing newer, or [Patience] is over. at returns the last resourceVersion that the watch of a namespace has
-// seen, "" if it cannot be told. Call it every few hundred milliseconds. It returns what that changes for the ports that are
+// Tick takes in the older views whose time has come: their watch, as at tells for a namespace, has
+// come at least as far as what is known and has brought nothing newer, or [Patience] is over. at
+// returns the last resourceVersion that the watch of a namespace has seen, "" if it cannot be told.
+// Call it every few hundred milliseconds. It returns what that changes for the ports that are
 // followed.
 func (x *Index) Tick(now time.Time, at func(namespace string) string) []PortChange {
 	x.mu.Lock()
@@ -64,7 +67,8 @@ func (x *Index) Tick(now time.Time, at func(namespace string) string) []PortChan
 		waited := now.Sub(a.since)
 		if reached := at(name.Namespace); waited >= settle && ordered(reached) && !older(reached, a.known) {
 			if a.slice == nil {
-				// It was not there at that version: a list that goes back before it must not bring it again.
+				// It was not there at that version: a list that goes back before it must not bring
+				// it again.
 				all = append(all, x.forget(now, name, reached)...)
 				continue
 			}
@@ -85,7 +89,8 @@ func (x *Index) Behind() int {
 	return len(x.aside)
 }
 
-// setAside keeps the last of several older views. Its time runs from the first: one that keeps coming is not put off.
+// setAside keeps the last of several older views. Its time runs from the first: one that keeps
+// coming is not put off.
 func (x *Index) setAside(now time.Time, name types.NamespacedName, s *discovery.EndpointSlice, known string) {
 	since := now
 	if a, ok := x.aside[name]; ok {
@@ -114,8 +119,8 @@ func (x *Index) known(name types.NamespacedName) string {
 	return x.deleted[name].version
 }
 
-// older says whether resourceVersion a is older than b. Those of one resource can be compared (KEP-5504). One that cannot be is not
-// older.
+// older says whether resourceVersion a is older than b. Those of one resource can be compared
+// (KEP-5504). One that cannot be is not older.
 func older(a, b string) bool {
 	c, err := resourceversion.CompareResourceVersion(a, b)
 	return err == nil && c < 0

@@ -1,19 +1,23 @@
 // Package identity asks Kubernetes who an agent is and whether it may acknowledge drains.
 //
-// A token proves who: a projected service account token for our audience names the pod it was made for, and that pod's UID is
-// the agent's identity. RBAC says what: the service account needs the verb "acknowledge" on the virtual resource "drains" in the
-// API group "lameduck.io", either everywhere (ClusterRoleBinding) or in the namespaces whose Services its gateway routes and in its own
-// (RoleBinding). The right everywhere decides also which pods with the agent's label are expected to answer before they were
-// ever heard ([Kubernetes.Allowed]), so that nobody can delay deletions by putting a label on a pod.
+// A token proves who: a projected service account token for our audience names the pod it was made
+// for, and that pod's UID is the agent's identity. RBAC says what: the service account needs the
+// verb "acknowledge" on the virtual resource "drains" in the API group "lameduck.io", either
+// everywhere (ClusterRoleBinding) or in the namespaces whose Services its gateway routes and in its
+// own (RoleBinding). The right everywhere decides also which pods with the agent's label are
+// expected to answer before they were ever heard ([Kubernetes.Allowed]), so that nobody can delay
+// deletions by putting a label on a pod.
 //
-// Answers are remembered: that a token is valid for a minute and never beyond the token's own end, that somebody has the right for
-// [rememberRight], no for [rememberNo], so that somebody who was just given the right, or a token that the API server did not know yet, waits
-// no longer. A token whose pod is deleted may be valid for the minute.
+// Answers are remembered: that a token is valid for a minute and never beyond the token's own end,
+// that somebody has the right for [rememberRight], no for [rememberNo], so that somebody who was
+// just given the right, or a token that the API server did not know yet, waits no longer. A token
+// whose pod is deleted may be valid for the minute.
 //
-// Questions are asked in lanes, each with a rate of its own, so that made-up tokens neither keep the API server busy nor keep agents out. A
-// token that was valid before waits in none. A new one waits in the lane of the pod that its claims name, if that pod is an expected
-// agent ([Kubernetes.Expect]): the claims are not verified yet, but a stranger has to know the pod's UID, and delays that one agent alone. All
-// other tokens share the lane of strangers.
+// Questions are asked in lanes, each with a rate of its own, so that made-up tokens neither keep
+// the API server busy nor keep agents out. A token that was valid before waits in none. A new one
+// waits in the lane of the pod that its claims name, if that pod is an expected agent
+// ([Kubernetes.Expect]): the claims are not verified yet, but a stranger has to know the pod's UID,
+// and delays that one agent alone. All other tokens share the lane of strangers.
 package identity
 
 import (
@@ -41,25 +45,26 @@ import (
 const Audience = "lameduck.io"
 
 const (
-	// remember is how long a token is valid without another question, rememberRight how long a right, rememberNo how long a no, and
-	// rememberNoLabel that of the account of a pod with the agent's label; maxRemembered is how
-	// many answers are remembered.
+	// remember is how long a token is valid without another question, rememberRight how long a
+	// right, rememberNo how long a no, and rememberNoLabel that of the account of a pod with the
+	// agent's label; maxRemembered is how many answers are remembered.
 	remember        = time.Minute
 	rememberRight   = 45 * time.Second
 	rememberNo      = 5 * time.Second
 	rememberNoLabel = 30 * time.Second
 	maxRemembered   = 20_000
 	askTimeout      = 5 * time.Second
-	// strangersRate and strangersBurst bound the questions of the lane of strangers, in a second and at once; agentsRate and agentsBurst those
-	// of all agents, and those about rights; oneBurst those of one agent, with one a second. With the webhook's own limit of 50 requests a second
+	// strangersRate and strangersBurst bound the questions of the lane of strangers, in a second
+	// and at once; agentsRate and agentsBurst those of all agents, and those about rights; oneBurst
+	// those of one agent, with one a second. With the webhook's own limit of 50 requests a second
 	// strangers leave room for all others.
 	strangersRate  = 20
 	strangersBurst = 50
 	agentsRate     = 40
 	agentsBurst    = 100
 	oneBurst       = 5
-	// replicaRate and replicaBurst bound those of another replica of the coordinator: as many calls as the API server has seats may be the first to
-	// use a new token.
+	// replicaRate and replicaBurst bound those of another replica of the coordinator: as many calls
+	// as the API server has seats may be the first to use a new token.
 	replicaRate  = 10
 	replicaBurst = 100
 
@@ -70,11 +75,12 @@ const (
 // Kubernetes asks the API server, and remembers its answers. Safe for concurrent use.
 type Kubernetes struct {
 	Client kubernetes.Interface
-	// Replicas is the user name of the coordinator's own service account. Who has it needs no right: it is a replica.
+	// Replicas is the user name of the coordinator's own service account. Who has it needs no
+	// right: it is a replica.
 	Replicas string
 
-	// strangers, agents and rights are how often the API server may be asked about tokens of strangers, about those of agents, and about rights
-	// of accounts and of agents that it knows.
+	// strangers, agents and rights are how often the API server may be asked about tokens of
+	// strangers, about those of agents, and about rights of accounts and of agents that it knows.
 	strangers, agents, rights *rate.Limiter
 
 	mu sync.Mutex
@@ -98,7 +104,8 @@ func New(client kubernetes.Interface) *Kubernetes {
 	return &Kubernetes{
 		Client: client, replicas: map[drain.AgentID]*rate.Limiter{},
 		tokens: map[[sha256.Size]byte]answer[coordinator.Identity]{}, allowed: map[right]answer[bool]{},
-		strangers: rate.NewLimiter(strangersRate, strangersBurst), agents: rate.NewLimiter(agentsRate, agentsBurst), rights: rate.NewLimiter(agentsRate, agentsBurst),
+		strangers: rate.NewLimiter(strangersRate, strangersBurst), agents: rate.NewLimiter(agentsRate, agentsBurst),
+		rights: rate.NewLimiter(agentsRate, agentsBurst),
 	}
 }
 
@@ -115,7 +122,8 @@ func (k *Kubernetes) Expect(agents []drain.Expected) {
 	}
 }
 
-// ExpectReplica gives another replica of the coordinator, by its pod's UID, a lane of its own, or takes it away.
+// ExpectReplica gives another replica of the coordinator, by its pod's UID, a lane of its own, or
+// takes it away.
 func (k *Kubernetes) ExpectReplica(id drain.AgentID, expected bool) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -135,7 +143,8 @@ func (k *Kubernetes) laneOf(token string) lane {
 	claims, _ := claimsOf(token)
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	// A replica does not queue with agents: after a restart all of them come at once, and without the other replicas there is no common order.
+	// A replica does not queue with agents: after a restart all of them come at once, and without
+	// the other replicas there is no common order.
 	if own := k.replicas[claims.Kubernetes.Pod.UID]; own != nil {
 		return lane{own}
 	}
@@ -157,7 +166,8 @@ func (l lane) wait(ctx context.Context) error {
 // Authenticate implements [coordinator.Authenticator].
 func (k *Kubernetes) Authenticate(ctx context.Context, token string) (coordinator.Identity, error) {
 	if len(token) > maxToken {
-		return coordinator.Identity{}, refusal{coordinator.ErrUnauthenticated, fmt.Sprintf("%v: longer than %d bytes", coordinator.ErrUnauthenticated, maxToken)}
+		return coordinator.Identity{}, refusal{coordinator.ErrUnauthenticated,
+			fmt.Sprintf("%v: longer than %d bytes", coordinator.ErrUnauthenticated, maxToken)}
 	}
 	l := k.laneOf(token)
 	who, err := k.review(ctx, token, l)
@@ -177,7 +187,9 @@ func (k *Kubernetes) Authenticate(ctx context.Context, token string) (coordinato
 	case err != nil:
 		return coordinator.Identity{}, err
 	case !allowed:
-		return coordinator.Identity{}, refusal{coordinator.ErrForbidden, fmt.Sprintf("%s may not acknowledge drains: grant the verb acknowledge on drains.lameduck.io", who.Username)}
+		return coordinator.Identity{}, refusal{coordinator.ErrForbidden,
+			fmt.Sprintf("%s may not acknowledge drains: grant the verb acknowledge on drains.lameduck.io",
+				who.Username)}
 	}
 	return who, nil
 }
@@ -222,8 +234,8 @@ func (k *Kubernetes) review(ctx context.Context, token string, l lane) (coordina
 	return who, err
 }
 
-// makeRoom forgets, when as many answers are remembered as may be, first those that are old and then, if these are not half, any: strangers
-// must not make us forget all agents at once.
+// makeRoom forgets, when as many answers are remembered as may be, first those that are old and
+// then, if these are not half, any: strangers must not make us forget all agents at once.
 func makeRoom[K comparable, V any](answers map[K]answer[V], now time.Time) {
 	if len(answers) < maxRemembered {
 		return
@@ -267,8 +279,9 @@ func claimsOf(token string) (c claims, ok bool) {
 	return c, c.Expires != 0
 }
 
-// end is when a token ends that the API server has just called valid. If that time is over, this replica's clock is ahead: the token is then
-// taken to last from now for as long as it was made for.
+// end is when a token ends that the API server has just called valid. If that time is over, this
+// replica's clock is ahead: the token is then taken to last from now for as long as it was made
+// for.
 func (c claims) end(now time.Time) time.Time {
 	end := time.Unix(c.Expires, 0)
 	if !end.After(now) && c.Issued > 0 && c.Issued < c.Expires {
@@ -280,18 +293,24 @@ func (c claims) end(now time.Time) time.Time {
 // identify reads what a review says of an agent's token.
 func identify(status authenticationv1.TokenReviewStatus) (coordinator.Identity, error) {
 	if !status.Authenticated {
-		return coordinator.Identity{}, refusal{coordinator.ErrUnauthenticated, fmt.Sprintf("%v (audience must be %q): %s", coordinator.ErrUnauthenticated, Audience, status.Error)}
+		return coordinator.Identity{}, refusal{coordinator.ErrUnauthenticated,
+			fmt.Sprintf("%v (audience must be %q): %s", coordinator.ErrUnauthenticated, Audience, status.Error)}
 	}
 	if !slices.Contains(status.Audiences, Audience) {
-		// An API server whose authenticator does not know audiences answers without, and means its own.
-		return coordinator.Identity{}, refusal{coordinator.ErrUnauthenticated, fmt.Sprintf("the token of %s is for the audience %q, not for %q", status.User.Username, status.Audiences, Audience)}
+		// An API server whose authenticator does not know audiences answers without, and means its
+		// own.
+		return coordinator.Identity{}, refusal{coordinator.ErrUnauthenticated,
+			fmt.Sprintf("the token of %s is for the audience %q, not for %q", status.User.Username, status.Audiences,
+				Audience)}
 	}
 	user := status.User
 	uid, name := first(user.Extra[extraPodUID]), first(user.Extra[extraPodName])
 	if uid == "" {
-		return coordinator.Identity{}, refusal{coordinator.ErrUnauthenticated, fmt.Sprintf("the token of %s names no pod: use a projected token, not a secret", user.Username)}
+		return coordinator.Identity{}, refusal{coordinator.ErrUnauthenticated,
+			fmt.Sprintf("the token of %s names no pod: use a projected token, not a secret", user.Username)}
 	}
-	return coordinator.Identity{Agent: drain.AgentID(uid), Name: namespaceOf(user.Username) + "/" + name, Username: user.Username}, nil
+	return coordinator.Identity{Agent: drain.AgentID(uid), Name: namespaceOf(user.Username) + "/" + name,
+		Username: user.Username}, nil
 }
 
 // MayAcknowledge implements [coordinator.Authorizer].
@@ -299,8 +318,9 @@ func (k *Kubernetes) MayAcknowledge(ctx context.Context, who coordinator.Identit
 	return k.ask(ctx, right{who.Username, namespace}, rememberNo, lane{k.rights})
 }
 
-// Allowed reports whether username may acknowledge drains everywhere. A no may be older than one for an agent that presents its token, and
-// stays while there is hardly room to ask: accounts without the right must not delay a new one.
+// Allowed reports whether username may acknowledge drains everywhere. A no may be older than one
+// for an agent that presents its token, and stays while there is hardly room to ask: accounts
+// without the right must not delay a new one.
 func (k *Kubernetes) Allowed(ctx context.Context, username string) (bool, error) {
 	no := rememberNoLabel
 	if k.rights.Tokens() < agentsBurst/2 {
@@ -309,7 +329,8 @@ func (k *Kubernetes) Allowed(ctx context.Context, username string) (bool, error)
 	return k.ask(ctx, right{username, ""}, no, lane{k.rights})
 }
 
-// ask returns an answer that is remembered, or asks the API server. A no is used again for as long as no.
+// ask returns an answer that is remembered, or asks the API server. A no is used again for as long
+// as no.
 func (k *Kubernetes) ask(ctx context.Context, what right, no time.Duration, l lane) (bool, error) {
 	k.mu.Lock()
 	known, ok := k.allowed[what]

@@ -29,7 +29,8 @@ type apiServer struct {
 	// token is the status of every TokenReview. allowed is the answer to every SubjectAccessReview.
 	token   authenticationv1.TokenReviewStatus
 	allowed bool
-	// allowedIn are the namespaces for which the answer is yes all the same; asked are those that were asked about.
+	// allowedIn are the namespaces for which the answer is yes all the same; asked are those that
+	// were asked about.
 	allowedIn, asked []string
 	// down is what both answer instead, if not nil.
 	downTokens, downAccess error
@@ -48,23 +49,26 @@ func newAPIServer(t *testing.T) *apiServer {
 	client.PrependReactor("create", "tokenreviews", func(action clienttesting.Action) (bool, runtime.Object, error) {
 		s.tokens++
 		review := action.(clienttesting.CreateAction).GetObject().(*authenticationv1.TokenReview).DeepCopy()
-		if !strings.HasPrefix(review.Spec.Token, "token") || len(review.Spec.Audiences) != 1 || review.Spec.Audiences[0] != "lameduck.io" {
+		if !strings.HasPrefix(review.Spec.Token, "token") || len(review.Spec.Audiences) != 1 ||
+			review.Spec.Audiences[0] != "lameduck.io" {
 			t.Errorf("asked about token %q for %q", review.Spec.Token, review.Spec.Audiences)
 		}
 		review.Status = s.token
 		return true, review, s.downTokens
 	})
-	client.PrependReactor("create", "subjectaccessreviews", func(action clienttesting.Action) (bool, runtime.Object, error) {
-		s.accesses++
-		review := action.(clienttesting.CreateAction).GetObject().(*authorizationv1.SubjectAccessReview).DeepCopy()
-		a := review.Spec.ResourceAttributes
-		if a == nil || a.Verb != "acknowledge" || a.Group != "lameduck.io" || a.Resource != "drains" || review.Spec.User != "system:serviceaccount:edge:haproxy" {
-			t.Errorf("asked about %+v", review.Spec)
-		}
-		s.asked = append(s.asked, a.Namespace)
-		review.Status.Allowed = s.allowed || slices.Contains(s.allowedIn, a.Namespace)
-		return true, review, s.downAccess
-	})
+	client.PrependReactor("create", "subjectaccessreviews",
+		func(action clienttesting.Action) (bool, runtime.Object, error) {
+			s.accesses++
+			review := action.(clienttesting.CreateAction).GetObject().(*authorizationv1.SubjectAccessReview).DeepCopy()
+			a := review.Spec.ResourceAttributes
+			if a == nil || a.Verb != "acknowledge" || a.Group != "lameduck.io" || a.Resource != "drains" ||
+				review.Spec.User != "system:serviceaccount:edge:haproxy" {
+				t.Errorf("asked about %+v", review.Spec)
+			}
+			s.asked = append(s.asked, a.Namespace)
+			review.Status.Allowed = s.allowed || slices.Contains(s.allowedIn, a.Namespace)
+			return true, review, s.downAccess
+		})
 	return s
 }
 
@@ -74,24 +78,34 @@ func TestAuthenticate(t *testing.T) {
 		kind error
 		want string
 	}{
-		"good":              {func(*apiServer) {}, nil, ""},
-		"not authenticated": {func(s *apiServer) { s.token = authenticationv1.TokenReviewStatus{Error: "expired"} }, coordinator.ErrUnauthenticated, `(audience must be "lameduck.io"): expired`},
-		"another audience": {func(s *apiServer) { s.token.Audiences = []string{"https://kubernetes.default.svc"} }, coordinator.ErrUnauthenticated,
+		"good": {func(*apiServer) {}, nil, ""},
+		"not authenticated": {func(s *apiServer) { s.token = authenticationv1.TokenReviewStatus{Error: "expired"} },
+			coordinator.ErrUnauthenticated, `(audience must be "lameduck.io"): expired`},
+		"another audience": {func(s *apiServer) { s.token.Audiences = []string{"https://kubernetes.default.svc"} },
+			coordinator.ErrUnauthenticated,
 			`is for the audience ["https://kubernetes.default.svc"], not for "lameduck.io"`},
-		// An API server that does not know audiences calls every token good. Without this, each pod's own token proves an agent.
-		"an authenticator without audiences": {func(s *apiServer) { s.token.Audiences = nil }, coordinator.ErrUnauthenticated, "is for the audience []"},
-		"no pod":                             {func(s *apiServer) { s.token.User.Extra = nil }, coordinator.ErrUnauthenticated, "names no pod: use a projected token"},
-		"an empty pod":                       {func(s *apiServer) { s.token.User.Extra[extraPodUID] = nil }, coordinator.ErrUnauthenticated, "names no pod"},
-		"not allowed":                        {func(s *apiServer) { s.allowed = false }, coordinator.ErrForbidden, "grant the verb acknowledge on drains.lameduck.io"},
-		"no answer":                          {func(s *apiServer) { s.downTokens = errors.New("timed out") }, nil, "review the agent's token: timed out"},
-		"no right known":                     {func(s *apiServer) { s.downAccess = errors.New("timed out") }, nil, "ask whether system:serviceaccount:edge:haproxy may acknowledge drains: timed out"},
+		// An API server that does not know audiences calls every token good. Without this, each
+		// pod's own token proves an agent.
+		"an authenticator without audiences": {func(s *apiServer) { s.token.Audiences = nil },
+			coordinator.ErrUnauthenticated, "is for the audience []"},
+		"no pod": {func(s *apiServer) { s.token.User.Extra = nil }, coordinator.ErrUnauthenticated,
+			"names no pod: use a projected token"},
+		"an empty pod": {func(s *apiServer) { s.token.User.Extra[extraPodUID] = nil }, coordinator.ErrUnauthenticated,
+			"names no pod"},
+		"not allowed": {func(s *apiServer) { s.allowed = false }, coordinator.ErrForbidden,
+			"grant the verb acknowledge on drains.lameduck.io"},
+		"no answer": {func(s *apiServer) { s.downTokens = errors.New("timed out") }, nil,
+			"review the agent's token: timed out"},
+		"no right known": {func(s *apiServer) { s.downAccess = errors.New("timed out") }, nil,
+			"ask whether system:serviceaccount:edge:haproxy may acknowledge drains: timed out"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			s := newAPIServer(t)
 			c.set(s)
 			who, err := s.Authenticate(t.Context(), "token")
 			if c.want == "" {
-				if err != nil || who != (coordinator.Identity{Agent: "uid-1", Name: "edge/haproxy-1", Username: "system:serviceaccount:edge:haproxy", Everywhere: true}) {
+				if err != nil || who != (coordinator.Identity{Agent: "uid-1", Name: "edge/haproxy-1",
+					Username: "system:serviceaccount:edge:haproxy", Everywhere: true}) {
 					t.Errorf("%+v, %v", who, err)
 				}
 				return
@@ -242,14 +256,16 @@ func TestAnExpiredTokenIsNotRemembered(t *testing.T) {
 			t.Errorf("good beyond its own end: %v", err)
 		}
 	})
-	for _, token := range []string{"token", "a.b.c", "a." + base64.RawURLEncoding.EncodeToString([]byte("{}")) + ".c", "..", "a.e30.c.d"} {
+	for _, token := range []string{"token", "a.b.c", "a." + base64.RawURLEncoding.EncodeToString([]byte("{}")) + ".c",
+		"..", "a.e30.c.d"} {
 		if _, ok := claimsOf(token); ok {
 			t.Errorf("%q names an end", token)
 		}
 	}
 }
 
-// Without this, made-up tokens use up what may be asked of the API server, and agents whose tokens have to be looked at again are out.
+// Without this, made-up tokens use up what may be asked of the API server, and agents whose tokens
+// have to be looked at again are out.
 func TestStrangersDoNotKeepAgentsOut(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := newAPIServer(t)
@@ -272,7 +288,8 @@ func TestStrangersDoNotKeepAgentsOut(t *testing.T) {
 		for i := range 10 * strangersRate {
 			all.Go(func() {
 				_, err := s.Authenticate(t.Context(), fmt.Sprint("token of another ", i))
-				if err != nil && strings.Contains(err.Error(), "too many unknown tokens") && !errors.Is(err, coordinator.ErrUnauthenticated) {
+				if err != nil && strings.Contains(err.Error(), "too many unknown tokens") &&
+					!errors.Is(err, coordinator.ErrUnauthenticated) {
 					refused.Add(1)
 				}
 			})
@@ -286,7 +303,8 @@ func TestStrangersDoNotKeepAgentsOut(t *testing.T) {
 		if refused.Load() == 0 {
 			t.Error("nobody is refused")
 		}
-		if _, err := s.Authenticate(t.Context(), strings.Repeat("x", maxToken+1)); !errors.Is(err, coordinator.ErrUnauthenticated) {
+		if _, err := s.Authenticate(t.Context(), strings.Repeat("x", maxToken+1)); !errors.Is(err,
+			coordinator.ErrUnauthenticated) {
 			t.Errorf("a token as long as a book: %v", err)
 		}
 	})
@@ -294,13 +312,15 @@ func TestStrangersDoNotKeepAgentsOut(t *testing.T) {
 
 // Strangers choose what is in a token before anybody has verified it.
 func FuzzClaims(f *testing.F) {
-	for _, claims := range []string{`{"exp":1700000000}`, `{"exp":1700003600,"iat":1700000000}`, `{"exp":1,"kubernetes.io":{"pod":{"uid":7}}}`, `{"exp":-1}`, `{"exp":1e400}`, `{"exp":"soon"}`, `{}`, `[`} {
+	for _, claims := range []string{`{"exp":1700000000}`, `{"exp":1700003600,"iat":1700000000}`,
+		`{"exp":1,"kubernetes.io":{"pod":{"uid":7}}}`, `{"exp":-1}`, `{"exp":1e400}`, `{"exp":"soon"}`, `{}`, `[`} {
 		f.Add("e30." + base64.RawURLEncoding.EncodeToString([]byte(claims)) + ".x")
 	}
 	f.Add("")
 	f.Fuzz(func(t *testing.T, token string) {
 		now := time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)
-		if c, ok := claimsOf(token); ok && c.Issued > 0 && c.Issued < c.Expires && c.Expires < 1<<40 && !c.end(now).After(now) {
+		if c, ok := claimsOf(token); ok && c.Issued > 0 && c.Issued < c.Expires && c.Expires < 1<<40 &&
+			!c.end(now).After(now) {
 			t.Fatalf("%q ends at %s", token, c.end(now))
 		}
 	})

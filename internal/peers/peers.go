@@ -169,7 +169,8 @@ func (p *Peers) Claim(ctx context.Context, claim wire.Claim) (claimed wire.Claim
 func (p *Peers) Asked(ctx context.Context, pod drain.Pod, within time.Duration) bool {
 	for _, of := range p.list(func(of *peer) bool { return !of.silent && of.Ordinal != p.Ordinal }) {
 		var claimed wire.Claimed
-		err := p.ask(ctx, of, http.MethodPost, wire.ClaimsPath, wire.Claim{Pod: pod, OnlyAsked: true}, &claimed, claimTime)
+		err := p.ask(ctx, of, http.MethodPost, wire.ClaimsPath, wire.Claim{Pod: pod, OnlyAsked: true}, &claimed,
+			claimTime)
 		p.heard(ctx, of, err, nil)
 		if err == nil && claimed.AskedMillis >= 0 && claimed.AskedMillis <= within.Milliseconds() {
 			return true
@@ -223,7 +224,9 @@ func (p *Peers) list(is func(*peer) bool) []peer {
 			all = append(all, *of)
 		}
 	}
-	slices.SortFunc(all, func(a, b peer) int { return cmp.Or(cmp.Compare(a.Ordinal, b.Ordinal), cmp.Compare(a.Name, b.Name)) })
+	slices.SortFunc(all, func(a, b peer) int {
+		return cmp.Or(cmp.Compare(a.Ordinal, b.Ordinal), cmp.Compare(a.Name, b.Name))
+	})
 	return all
 }
 
@@ -247,7 +250,8 @@ func (p *Peers) heard(ctx context.Context, of peer, err error, then func(*peer))
 	switch {
 	case !changed:
 	case err != nil:
-		p.Log.Warn("replica does not answer", "replica", of.Name, "ordinal", of.Ordinal, "ready", of.Ready, "error", err)
+		p.Log.Warn("replica does not answer", "replica", of.Name, "ordinal", of.Ordinal, "ready", of.Ready,
+			"error", err)
 	default:
 		p.Log.Info("replica answers again", "replica", of.Name, "ordinal", of.Ordinal)
 	}

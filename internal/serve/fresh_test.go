@@ -16,11 +16,12 @@ import (
 func TestTheFirstRequestOfAnOldConnection(t *testing.T) {
 	const most = 300 * time.Millisecond
 	secure, trust := certified(t)
-	address, _ := start(t, Server{TLS: secure, ReadTime: most, Conns: 10, Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if _, err := io.ReadAll(r.Body); err != nil {
-			w.WriteHeader(http.StatusRequestTimeout)
-		}
-	})})
+	address, _ := start(t, Server{TLS: secure, ReadTime: most, Conns: 10,
+		Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			if _, err := io.ReadAll(r.Body); err != nil {
+				w.WriteHeader(http.StatusRequestTimeout)
+			}
+		})})
 	for _, age := range []time.Duration{0, 2 * most, headerTime + most} {
 		t.Run(age.String(), func(t *testing.T) {
 			t.Parallel()

@@ -23,7 +23,8 @@ type connLimiter struct {
 
 	mu  sync.Mutex
 	all int
-	// waiting holds the connections of each source that may be closed, the longest without a new request at the front.
+	// waiting holds the connections of each source that may be closed, the longest without a new
+	// request at the front.
 	waiting map[netip.Addr]*list.List
 }
 
@@ -71,7 +72,8 @@ func (c *connLimiter) push(conn *limitedConn) {
 	conn.at = conns.PushBack(conn)
 }
 
-// pull, called with the lock, takes a connection from those of its source. A repeat changes nothing.
+// pull, called with the lock, takes a connection from those of its source. A repeat changes
+// nothing.
 func (c *connLimiter) pull(conn *limitedConn) {
 	if conn.at == nil {
 		return
@@ -120,7 +122,8 @@ func (l *limitedListener) Accept() (net.Conn, error) {
 			return member, nil
 		}
 		l.said.Do(func() {
-			l.log.Warn("too many connections: closed one of the source with the most", "most", l.crowd.max, "closed", out.RemoteAddr().String())
+			l.log.Warn("too many connections: closed one of the source with the most", "most", l.crowd.max,
+				"closed", out.RemoteAddr().String())
 		})
 		out.Close()
 		if out != member {
@@ -147,7 +150,8 @@ func (c *limitedConn) Close() error {
 	return c.Conn.Close()
 }
 
-// turn is called when a request begins, and with kept when its handler vouches for it; the end of that is a turn again.
+// turn is called when a request begins, and with kept when its handler vouches for it; the end of
+// that is a turn again.
 func (c *limitedConn) turn(kept bool) {
 	c.crowd.mu.Lock()
 	defer c.crowd.mu.Unlock()

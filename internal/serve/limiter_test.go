@@ -32,7 +32,9 @@ func TestWhoReadsNoAnswersKeepsNobodyOut(t *testing.T) {
 		"people": {Server{Conns: 100, ReadTime: 5 * time.Second, WriteTime: 30 * time.Second}, net.ListenConfig{}},
 		"agents": {Server{Conns: 100, ReadTime: 10 * time.Second}, net.ListenConfig{ // as coordinator.ListenConfig
 			Control: func(_, _ string, conn syscall.RawConn) error {
-				return conn.Control(func(fd uintptr) { _ = syscall.SetsockoptInt(int(fd), syscall.IPPROTO_TCP, 0x12, 5000) })
+				return conn.Control(func(fd uintptr) {
+					_ = syscall.SetsockoptInt(int(fd), syscall.IPPROTO_TCP, 0x12, 5000)
+				})
 			},
 		}},
 	} {
@@ -67,13 +69,15 @@ func TestWhoReadsNoAnswersKeepsNobodyOut(t *testing.T) {
 					}
 				}()
 			}
-			for end := time.Now().Add(30 * time.Second); int(dialed.Load()) < c.server.Conns; time.Sleep(time.Millisecond) {
+			for end := time.Now().Add(30 * time.Second); int(dialed.Load()) < c.server.Conns; time.Sleep(
+				time.Millisecond) {
 				if time.Now().After(end) {
 					t.Fatalf("a crowd of %d, want %d", dialed.Load(), c.server.Conns)
 				}
 			}
 			failed, tries := 0, 0
-			client := &http.Client{Timeout: time.Second, Transport: &http.Transport{DisableKeepAlives: true}} // as the kubelet
+			// as the kubelet
+			client := &http.Client{Timeout: time.Second, Transport: &http.Transport{DisableKeepAlives: true}}
 			for range 8 {
 				tries++
 				response, err := client.Get("http://" + l.Addr().String() + "/livez")

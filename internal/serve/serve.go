@@ -7,16 +7,19 @@ import (
 	"sync"
 )
 
-// Task is a part that runs until its context is done, and then returns nil. Any other return ends the whole process.
+// Task is a part that runs until its context is done, and then returns nil. Any other return ends
+// the whole process.
 type Task struct {
 	Name string
 	Run  func(ctx context.Context) error
-	// Last says that others need it to the end: its context is done only when all tasks that are not Last have returned.
+	// Last says that others need it to the end: its context is done only when all tasks that are
+	// not Last have returned.
 	Last bool
 }
 
-// All runs the tasks until ctx is done or one of them returns, then stops the others and waits for them: first those that are not Last.
-// It returns the error of the task that ended it, naming it; what tasks return after ctx is done is not looked at.
+// All runs the tasks until ctx is done or one of them returns, then stops the others and waits for
+// them: first those that are not Last. It returns the error of the task that ended it, naming it;
+// what tasks return after ctx is done is not looked at.
 func All(ctx context.Context, tasks ...Task) error {
 	last, cancelLast := context.WithCancel(context.WithoutCancel(ctx))
 	defer cancelLast()

@@ -37,10 +37,13 @@ func TestAll(t *testing.T) {
 		task func(ctx context.Context) error
 		want string
 	}{
-		"a task fails":               {func(context.Context) error { time.Sleep(time.Second); return broken }, "odd: broken"},
-		"a task ends by itself":      {func(context.Context) error { return nil }, "odd ended"},
-		"a task fails at its end":    {func(ctx context.Context) error { <-ctx.Done(); return broken }, ""},
-		"a task is cancelled inside": {func(context.Context) error { return fmt.Errorf("read: %w", context.DeadlineExceeded) }, "odd: read: context deadline exceeded"},
+		"a task fails": {func(context.Context) error { time.Sleep(time.Second); return broken },
+			"odd: broken"},
+		"a task ends by itself":   {func(context.Context) error { return nil }, "odd ended"},
+		"a task fails at its end": {func(ctx context.Context) error { <-ctx.Done(); return broken }, ""},
+		"a task is cancelled inside": {func(context.Context) error {
+			return fmt.Errorf("read: %w", context.DeadlineExceeded)
+		}, "odd: read: context deadline exceeded"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -63,7 +66,9 @@ func TestAll(t *testing.T) {
 
 // An error that wraps Canceled is an error as any other, if nobody has asked the process to end.
 func TestAllReportsATaskThatSaysCanceled(t *testing.T) {
-	err := All(t.Context(), Task{Name: "odd", Run: func(context.Context) error { return fmt.Errorf("dial: %w", context.Canceled) }})
+	err := All(t.Context(), Task{Name: "odd", Run: func(context.Context) error {
+		return fmt.Errorf("dial: %w", context.Canceled)
+	}})
 	if err == nil || err.Error() != "odd: dial: context canceled" {
 		t.Errorf("%v", err)
 	}
@@ -76,7 +81,10 @@ func TestAllEndsWellOnASignal(t *testing.T) {
 	if err := syscall.Kill(os.Getpid(), syscall.SIGUSR1); err != nil {
 		t.Fatal(err)
 	}
-	if err := All(ctx, Task{Name: "one", Run: func(ctx context.Context) error { <-ctx.Done(); return nil }}); err != nil {
+	if err := All(ctx, Task{Name: "one", Run: func(ctx context.Context) error {
+		<-ctx.Done()
+		return nil
+	}}); err != nil {
 		t.Errorf("%v", err)
 	}
 }
@@ -106,7 +114,9 @@ func TestHTTPAnswersWhatRunsBeforeItEnds(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan error, 1)
 	go func() {
-		done <- Server{Name: "x", Listener: l, Handler: handler, Grace: 10 * time.Second, Stop: func() { close(stopped) }}.Task().Run(ctx)
+		done <- Server{Name: "x", Listener: l, Handler: handler, Grace: 10 * time.Second, Stop: func() {
+			close(stopped)
+		}}.Task().Run(ctx)
 	}()
 	body := make(chan string, 1)
 	go func() {
@@ -168,7 +178,8 @@ func TestHTTPFailsWithItsListener(t *testing.T) {
 	}
 }
 
-// The API server and the agents count connections: each request is one, by HTTP/1.1, whatever the other side offers.
+// The API server and the agents count connections: each request is one, by HTTP/1.1, whatever the
+// other side offers.
 func TestHTTPSpeaksHTTP1OverTLS(t *testing.T) {
 	certified := httptest.NewUnstartedServer(nil)
 	certified.StartTLS()

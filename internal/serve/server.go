@@ -19,8 +19,9 @@ const (
 	// headerTime is how long a TLS handshake, and then a request's header, may take on a server
 	// without Conns.
 	headerTime = 5 * time.Second
-	// idleTime is how long an unused connection is kept. The API server closes its own after 90 s: were that the longer one, its next
-	// review could be written to a connection that is just being closed, and a webhook call is not repeated.
+	// idleTime is how long an unused connection is kept. The API server closes its own after 90 s:
+	// were that the longer one, its next review could be written to a connection that is just being
+	// closed, and a webhook call is not repeated.
 	idleTime = 2 * time.Minute
 	// headerBytes bounds a request's header.
 	headerBytes = 64 << 10
@@ -33,11 +34,12 @@ type Server struct {
 	// TLS is nil for plain HTTP.
 	TLS     *tls.Config
 	Handler http.Handler
-	// Conns bounds the connections at one time. Where one more comes, the source address with the most connections loses the one that has been
-	// without a new request for longest, whether that is being answered or not, but none that its handler has [Kept]; if all are kept, the
-	// newcomer is closed. A new connection may then be without a request for as long as any other:
-	// an HTTP client opens one for a request that another connection takes meanwhile, and uses it
-	// later. 0: no bound.
+	// Conns bounds the connections at one time. Where one more comes, the source address with the
+	// most connections loses the one that has been without a new request for longest, whether that
+	// is being answered or not, but none that its handler has [Kept]; if all are kept, the newcomer
+	// is closed. A new connection may then be without a request for as long as any other: an HTTP
+	// client opens one for a request that another connection takes meanwhile, and uses it later. 0:
+	// no bound.
 	Conns int
 	// ReadTime is how long after its header the body of a request may take to arrive; a read fails
 	// then with os.ErrDeadlineExceeded, and the connection is closed. It does not run from the
@@ -45,27 +47,32 @@ type Server struct {
 	// that nobody reads is waited for no longer either. What a handler does once it has read
 	// everything is not bounded. 0: a body may take as long as it likes.
 	ReadTime time.Duration
-	// WriteTime is how long an answer may take from the end of its request's header on. 0: as long as it likes.
+	// WriteTime is how long an answer may take from the end of its request's header on. 0: as long
+	// as it likes.
 	WriteTime time.Duration
-	// Stop is called when the task is to end, so that requests which wait can be answered. May be nil.
+	// Stop is called when the task is to end, so that requests which wait can be answered. May be
+	// nil.
 	Stop func()
-	// Delay is how long after that it still takes connections and requests, because those who ask do not know yet that it is to end. Each
-	// answer asks to close its connection.
+	// Delay is how long after that it still takes connections and requests, because those who ask
+	// do not know yet that it is to end. Each answer asks to close its connection.
 	Delay time.Duration
-	// Keep reports whether connections may stay open between requests. While it is false, unused ones are closed: those who ask are to find another server. It
-	// is called every [keepEvery]. Nil: always.
+	// Keep reports whether connections may stay open between requests. While it is false, unused
+	// ones are closed: those who ask are to find another server. It is called every [keepEvery].
+	// Nil: always.
 	Keep func() bool
 	// Grace is how long requests that run may take then, before they are cut.
 	Grace time.Duration
-	// Log is told of connections that are too many and, at debug, what net/http has to say. Nil: nobody is.
+	// Log is told of connections that are too many and, at debug, what net/http has to say. Nil:
+	// nobody is.
 	Log *slog.Logger
 }
 
 // keepEvery is how often Keep is called.
 const keepEvery = 250 * time.Millisecond
 
-// Task returns the task. It ends when its context is done, and Delay and the last request, or Grace, are over. A handler that panics is
-// logged with its stack and ends it too, without Delay, with an error: what the handler had begun to change may be half done.
+// Task returns the task. It ends when its context is done, and Delay and the last request, or
+// Grace, are over. A handler that panics is logged with its stack and ends it too, without Delay,
+// with an error: what the handler had begun to change may be half done.
 func (s Server) Task() Task {
 	return Task{Name: s.Name, Run: s.run}
 }
@@ -87,7 +94,8 @@ func (s Server) run(ctx context.Context) error {
 					return
 				}
 				if v != http.ErrAbortHandler {
-					log.Error("a handler panicked: this process ends", "server", s.Name, "panic", fmt.Sprint(v), "stack", string(debug.Stack()))
+					log.Error("a handler panicked: this process ends", "server", s.Name, "panic", fmt.Sprint(v),
+						"stack", string(debug.Stack()))
 					select {
 					case panicked <- fmt.Errorf("a handler panicked: %v", v):
 					default:
@@ -116,7 +124,8 @@ func (s Server) run(ctx context.Context) error {
 	listener := s.Listener
 	if s.Conns > 0 {
 		server.ConnContext, server.ReadHeaderTimeout = connContext, idleTime
-		listener = &limitedListener{Listener: listener, crowd: newConnLimiter(s.Conns), log: log.With("server", s.Name), said: rate.Sometimes{Interval: limitedEvery}}
+		listener = &limitedListener{Listener: listener, crowd: newConnLimiter(s.Conns), log: log.With("server", s.Name),
+			said: rate.Sometimes{Interval: limitedEvery}}
 	}
 	if s.TLS != nil {
 		config := s.TLS.Clone()

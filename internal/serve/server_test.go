@@ -53,8 +53,9 @@ func start(t *testing.T, s Server) (address string, stop func() error) {
 	return s.Listener.Addr().String(), stop
 }
 
-// A replica gets its signal when Services still route to it. Were its port closed at once, the API server's calls would be refused, and
-// deletions go on without waiting. Clients of both kinds ask all the time here, by TLS, and none may fail before the time that was promised.
+// A replica gets its signal when Services still route to it. Were its port closed at once, the API
+// server's calls would be refused, and deletions go on without waiting. Clients of both kinds ask
+// all the time here, by TLS, and none may fail before the time that was promised.
 func TestServerAnswersForSomeTimeAfterItsEndBegan(t *testing.T) {
 	const delay = 700 * time.Millisecond
 	secure, trust := certified(t)
@@ -110,14 +111,16 @@ func TestServerAnswersForSomeTimeAfterItsEndBegan(t *testing.T) {
 	cancel()
 	clients.Wait()
 	if after.Load() < 4 || closing.Load() != after.Load() {
-		t.Errorf("%d requests were answered after its end began, %d of them closed their connection", after.Load(), closing.Load())
+		t.Errorf("%d requests were answered after its end began, %d of them closed their connection", after.Load(),
+			closing.Load())
 	}
 	if _, err := net.DialTimeout("tcp", address, time.Second); err == nil {
 		t.Error("it still listens")
 	}
 }
 
-// A body that comes slowly is cut at its time, whether the handler reads it or not; and a request that is held for longer than that is not.
+// A body that comes slowly is cut at its time, whether the handler reads it or not; and a request
+// that is held for longer than that is not.
 func TestServerCutsSlowBodies(t *testing.T) {
 	const most = 300 * time.Millisecond
 	secure, trust := certified(t)
@@ -142,7 +145,8 @@ func TestServerCutsSlowBodies(t *testing.T) {
 			fmt.Fprint(w, "held")
 		}),
 	})
-	// slowly announces a body of a hundred bytes and sends some, and returns when the server has closed the connection.
+	// slowly announces a body of a hundred bytes and sends some, and returns when the server has
+	// closed the connection.
 	slowly := func(path string) time.Duration {
 		conn, err := tls.Dial("tcp", address, trust)
 		if err != nil {
@@ -181,7 +185,8 @@ func TestServerCutsSlowBodies(t *testing.T) {
 	}
 }
 
-// Somebody who opens connections and says nothing must not keep out those who ask, nor cut those who are being answered.
+// Somebody who opens connections and says nothing must not keep out those who ask, nor cut those
+// who are being answered.
 func TestServerMakesRoom(t *testing.T) {
 	const most = 5
 	secure, trust := certified(t)
@@ -247,7 +252,8 @@ func TestServerMakesRoom(t *testing.T) {
 	waits.Wait()
 }
 
-// Where all connections are kept the newcomer is turned away, and there is room again when one ends.
+// Where all connections are kept the newcomer is turned away, and there is room again when one
+// ends.
 func TestServerTurnsAwayWhatIsTooMuch(t *testing.T) {
 	release, held := make(chan struct{}), make(chan struct{}, 1)
 	address, _ := start(t, Server{
@@ -291,7 +297,8 @@ func TestServerTurnsAwayWhatIsTooMuch(t *testing.T) {
 	}
 }
 
-// What others need to the end must not end before them: a review would be answered from a cache that has stopped.
+// What others need to the end must not end before them: a review would be answered from a cache
+// that has stopped.
 func TestAllEndsTheLastAfterTheOthers(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())

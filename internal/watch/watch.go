@@ -50,7 +50,9 @@ func New[T Object](kube kubernetes.Interface, o Options[T]) (*Watch, error) {
 	var none T
 	options := []informers.SharedInformerOption{
 		informers.WithNamespace(o.Namespace),
-		informers.WithTweakListOptions(func(list *metav1.ListOptions) { list.LabelSelector, list.FieldSelector = o.Labels, o.Fields }),
+		informers.WithTweakListOptions(func(list *metav1.ListOptions) {
+			list.LabelSelector, list.FieldSelector = o.Labels, o.Fields
+		}),
 	}
 	if o.Reduce != nil {
 		options = append(options, informers.WithTransform(func(object any) (any, error) {

@@ -15,22 +15,24 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
-// mostDisrupted is how many evictions the API server lets wait for a budget's controller (MaxDisruptedPodSize in
-// k8s.io/kubernetes/pkg/registry/core/pod/storage/eviction.go).
+// mostDisrupted is how many evictions the API server lets wait for a budget's controller
+// (MaxDisruptedPodSize in k8s.io/kubernetes/pkg/registry/core/pod/storage/eviction.go).
 const mostDisrupted = 2000
 
 // room is what a pod's PodDisruptionBudget says to its eviction.
 type room struct {
 	// refusal is why there is none, as the API server words the cause. Empty: there is.
 	refusal string
-	// broken says that the API server will refuse it by itself and with another code than 429, whatever is answered here.
+	// broken says that the API server will refuse it by itself and with another code than 429,
+	// whatever is answered here.
 	broken bool
 	// promised says that there is a promise to be given back by [Cluster.settled].
 	promised bool
 }
 
-// promises count the evictions that were found room for and have not opened their drain yet. Without them, evictions that come at the very same
-// moment would all find the same room. The zero value holds none.
+// promises count the evictions that were found room for and have not opened their drain yet.
+// Without them, evictions that come at the very same moment would all find the same room. The zero
+// value holds none.
 type promises struct {
 	mu sync.Mutex
 	of map[drain.UID]int
@@ -50,10 +52,12 @@ func (c *Cluster) settled(s *subject) {
 	}
 }
 
-// budget says whether the pod's PodDisruptionBudget has room for its eviction, as the API server will after the webhooks
-// (k8s.io/kubernetes/pkg/registry/core/pod/storage/eviction.go, 1.36). Other pods of the budget that have an open drain count as used: they are
-// disruptions that the budget's controller has not seen yet, deletions too. Room that was found is promised to this call, so that
-// of several at one moment only as many find it as there is. Only the opener calls it: see package peers.
+// budget says whether the pod's PodDisruptionBudget has room for its eviction, as the API server
+// will after the webhooks (k8s.io/kubernetes/pkg/registry/core/pod/storage/eviction.go, 1.36).
+// Other pods of the budget that have an open drain count as used: they are disruptions that the
+// budget's controller has not seen yet, deletions too. Room that was found is promised to this
+// call, so that of several at one moment only as many find it as there is. Only the opener calls
+// it: see package peers.
 func (c *Cluster) budget(ctx context.Context, pod *corev1.Pod, ready bool) (room, error) {
 	of, err := c.budgetsOf(ctx, pod)
 	switch {
@@ -85,7 +89,8 @@ func (c *Cluster) budget(ctx context.Context, pod *corev1.Pod, ready bool) (room
 		return room{}, err
 	}
 	if ahead := c.take(drain.UID(pod.UID), others, int(b.Status.DisruptionsAllowed)); ahead >= 0 {
-		return room{refusal: fmt.Sprintf("The disruption budget %s needs %d healthy pods and has %d currently of which %d are being drained",
+		return room{refusal: fmt.Sprintf("The disruption budget %s needs %d healthy pods and has %d currently of "+
+			"which %d are being drained",
 			b.Name, b.Status.DesiredHealthy, b.Status.CurrentHealthy, ahead)}, nil
 	}
 	return room{promised: true}, nil
@@ -97,11 +102,14 @@ func exhausted(b *policyv1.PodDisruptionBudget) string {
 	said := why != nil && why.Status == metav1.ConditionFalse && why.Message != ""
 	switch {
 	case said && why.Reason == policyv1.SyncFailedReason:
-		return fmt.Sprintf("The disruption budget %s does not allow evicting pods currently because it failed sync: %s", b.Name, why.Message)
+		return fmt.Sprintf("The disruption budget %s does not allow evicting pods currently because it failed sync: %s",
+			b.Name, why.Message)
 	case b.Status.CurrentHealthy <= b.Status.DesiredHealthy:
-		return fmt.Sprintf("The disruption budget %s needs %d healthy pods and has %d currently", b.Name, b.Status.DesiredHealthy, b.Status.CurrentHealthy)
+		return fmt.Sprintf("The disruption budget %s needs %d healthy pods and has %d currently", b.Name,
+			b.Status.DesiredHealthy, b.Status.CurrentHealthy)
 	case said:
-		return fmt.Sprintf("The disruption budget %s does not allow evicting pods currently (%s): %s", b.Name, why.Reason, why.Message)
+		return fmt.Sprintf("The disruption budget %s does not allow evicting pods currently (%s): %s", b.Name,
+			why.Reason, why.Message)
 	default:
 		return fmt.Sprintf("The disruption budget %s does not allow evicting pods currently", b.Name)
 	}
@@ -130,7 +138,8 @@ func (c *Cluster) othersOf(ctx context.Context, pod *corev1.Pod, b *policyv1.Pod
 		return nil, fmt.Errorf("selector of budget %s/%s: %w", b.Namespace, b.Name, err)
 	}
 	var pods corev1.PodList
-	if err := c.Reader.List(ctx, &pods, client.InNamespace(pod.Namespace), client.MatchingLabelsSelector{Selector: selector}); err != nil {
+	if err := c.Reader.List(ctx, &pods, client.InNamespace(pod.Namespace),
+		client.MatchingLabelsSelector{Selector: selector}); err != nil {
 		return nil, fmt.Errorf("list pods of namespace %s from the cache: %w", pod.Namespace, err)
 	}
 	var others []drain.UID
@@ -143,8 +152,9 @@ func (c *Cluster) othersOf(ctx context.Context, pod *corev1.Pod, b *policyv1.Pod
 	return others, nil
 }
 
-// take promises uid a place among those that may be disrupted, and returns -1, if it has an open drain, or if fewer than allowed of others have one or a
-// promise. Without a place it returns how many have.
+// take promises uid a place among those that may be disrupted, and returns -1, if it has an open
+// drain, or if fewer than allowed of others have one or a promise. Without a place it returns how
+// many have.
 func (c *Cluster) take(uid drain.UID, others []drain.UID, allowed int) (ahead int) {
 	c.promises.mu.Lock()
 	defer c.promises.mu.Unlock()

@@ -5,8 +5,9 @@ import (
 	"net/http"
 )
 
-// CheckName is the name of a pod that need not exist. Who evicts it as a dry run is refused by this webhook, whose refusal proves that the API server asks it and
-// hears the answer; nothing is looked up and nothing changes.
+// CheckName is the name of a pod that need not exist. Who evicts it as a dry run is refused by this
+// webhook, whose refusal proves that the API server asks it and hears the answer; nothing is looked
+// up and nothing changes.
 const CheckName = "lameduck-check"
 
 // CheckAnswer is how that refusal begins.

@@ -7,8 +7,8 @@ import (
 	admissionv1 "k8s.io/api/admission/v1"
 )
 
-// The check is refused, and nothing else is: neither the dry run of another pod's eviction, nor a deletion or an eviction that is meant of a pod that has the
-// name by chance.
+// The check is refused, and nothing else is: neither the dry run of another pod's eviction, nor a
+// deletion or an eviction that is meant of a pod that has the name by chance.
 func TestTheCheckIsRefusedAndNothingElse(t *testing.T) {
 	yes := true
 	named := func(r *admissionv1.AdmissionRequest) { r.Name = CheckName }
@@ -23,17 +23,23 @@ func TestTheCheckIsRefusedAndNothingElse(t *testing.T) {
 		"dry in its options alone": {func(w *world) *admissionv1.AdmissionReview {
 			return eviction(runningPod(CheckName), "policy/v1", `{"dryRun":["All"]}`, named)
 		}, true},
-		"another pod": {func(w *world) *admissionv1.AdmissionReview { return eviction(w.a, "policy/v1", `{"dryRun":["All"]}`) }, false},
+		"another pod": {func(w *world) *admissionv1.AdmissionReview {
+			return eviction(w.a, "policy/v1", `{"dryRun":["All"]}`)
+		}, false},
 		"meant": {func(w *world) *admissionv1.AdmissionReview {
 			return eviction(runningPod(CheckName), "policy/v1", `{}`, named)
 		}, false},
-		"a deletion": {func(w *world) *admissionv1.AdmissionReview { return deletion(runningPod(CheckName), named, dry) }, false},
+		"a deletion": {func(w *world) *admissionv1.AdmissionReview {
+			return deletion(runningPod(CheckName), named, dry)
+		}, false},
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t)
 			w.Handler.Replica = "webhook-7"
 			answer := w.ask(c.review(w))
-			refused := !answer.Allowed && answer.Result != nil && strings.HasPrefix(answer.Result.Message, CheckAnswer+": replica webhook-7, its view of the cluster is complete")
+			refused := !answer.Allowed && answer.Result != nil &&
+				strings.HasPrefix(answer.Result.Message,
+					CheckAnswer+": replica webhook-7, its view of the cluster is complete")
 			if refused != c.want {
 				t.Errorf("%+v", answer)
 			}

@@ -22,25 +22,30 @@ type Facts struct {
 
 	// DryRun is true if the request or, in an eviction, its deleteOptions say so.
 	DryRun bool
-	// Excluded: the namespace is kube-system, our own or opted out; the webhook configuration should have spared the call.
+	// Excluded: the namespace is kube-system, our own or opted out; the webhook configuration
+	// should have spared the call.
 	Excluded bool
 	// OptedOut and BreakGlass: the pod's annotations say so.
 	OptedOut, BreakGlass bool
 
-	// Unknown: no such pod, or it has another UID, or another resourceVersion than an eviction's preconditions.
+	// Unknown: no such pod, or it has another UID, or another resourceVersion than an eviction's
+	// preconditions.
 	Unknown bool
 	// Terminating: the pod has a deletionTimestamp.
 	Terminating bool
-	// Finished: phase Succeeded or Failed. NotRunning: Pending or not scheduled. Mirror: a static pod's image in the API.
+	// Finished: phase Succeeded or Failed. NotRunning: Pending or not scheduled. Mirror: a static
+	// pod's image in the API.
 	Finished, NotRunning, Mirror bool
 	// ByNode: the caller is in group system:nodes.
 	ByNode bool
 	// Forced: grace period 0, and the pod's own is another.
 	Forced bool
 
-	// NamespaceTerminating: the pod's namespace is being deleted, or this is its controller's DELETECOLLECTION.
+	// NamespaceTerminating: the pod's namespace is being deleted, or this is its controller's
+	// DELETECOLLECTION.
 	NamespaceTerminating bool
-	// DisruptionTarget: the pod has that condition. NodeLost: its node is not ready, or out of service.
+	// DisruptionTarget: the pod has that condition. NodeLost: its node is not ready, or out of
+	// service.
 	DisruptionTarget, NodeLost bool
 
 	// Cold: caches have not synced. Up is how long this replica has been.
@@ -51,17 +56,22 @@ type Facts struct {
 	Listed, Ready bool
 	// NotReadyFor is how long the pod's own Ready condition has been false. Zero: it is true.
 	NotReadyFor time.Duration
-	// Agents is how many are expected. CouldRoute: one that is expected or connected may route a Service of the pod.
+	// Agents is how many are expected. CouldRoute: one that is expected or connected may route a
+	// Service of the pod.
 	Agents     int
 	CouldRoute bool
 
-	// Budget is why the pod's PodDisruptionBudget has no room for this eviction. Empty: it has, or there is none.
+	// Budget is why the pod's PodDisruptionBudget has no room for this eviction. Empty: it has, or
+	// there is none.
 	Budget string
-	// BudgetBroken: the API server will refuse this eviction whatever is answered, because of the pod's PodDisruptionBudgets.
+	// BudgetBroken: the API server will refuse this eviction whatever is answered, because of the
+	// pod's PodDisruptionBudgets.
 	BudgetBroken bool
-	// Refused is how many drains of this UID were allowed within 10 minutes although the pod lives on.
+	// Refused is how many drains of this UID were allowed within 10 minutes although the pod lives
+	// on.
 	Refused int
-	// LastOf names a Service of the pod, if no other pod is ready and not terminating in any of its Services that a gateway may route.
+	// LastOf names a Service of the pod, if no other pod is ready and not terminating in any of its
+	// Services that a gateway may route.
 	LastOf string
 }
 
@@ -138,14 +148,16 @@ const (
 // reasons lists all that Decide and the handler use, so that every series exists from the start.
 var reasons = []Reason{
 	DryRun, Excluded, OptedOut, MirrorPod, BreakGlass, UnknownPod, Terminating, Finished, NotRunning, ByNode, Forced,
-	NamespaceTerminating, DisruptionTarget, NodeLost, Starting, Cold, NotListed, NoAgents, NotRouted, NotReady, Budget, BudgetBroken,
+	NamespaceTerminating, DisruptionTarget, NodeLost, Starting, Cold, NotListed, NoAgents, NotRouted, NotReady, Budget,
+	BudgetBroken,
 	CoolOff, LastTarget, Draining, Queued, TooManyHolds, TooManyOfOwner, Stopping, CallerGone, Abstained, NoFacts,
 }
 
 const (
 	// warmUp is how long after its start a replica with cold caches denies instead of allowing.
 	warmUp = 10 * time.Second
-	// longNotReady is how long a pod must have been unready for every gateway to have let go by itself.
+	// longNotReady is how long a pod must have been unready for every gateway to have let go by
+	// itself.
 	longNotReady = 10 * time.Second
 	// RefusedWindow is how far back refused drains count, coolOffAfter how many of them are enough.
 	RefusedWindow = 10 * time.Minute
@@ -179,7 +191,8 @@ func Decide(f Facts) Verdict {
 	case f.OptedOut:
 		return now(OptedOut)
 	case f.Mirror:
-		// The static pod lives on, and the kubelet creates its mirror pod again: no agent is told, whatever else holds.
+		// The static pod lives on, and the kubelet creates its mirror pod again: no agent is told,
+		// whatever else holds.
 		return now(MirrorPod)
 	case f.BreakGlass:
 		return unroute(BreakGlass)
@@ -205,10 +218,12 @@ func Decide(f Facts) Verdict {
 
 	// What follows rests on caches.
 	case f.Cold && f.Up < warmUp:
-		return Verdict{Action: Deny, Reason: Starting, Message: "Lameduck's webhook has just started and does not know the cluster yet"}
+		return Verdict{Action: Deny, Reason: Starting,
+			Message: "Lameduck's webhook has just started and does not know the cluster yet"}
 	case f.Cold:
 		return Verdict{Action: Allow, Reason: Cold, Warn: true,
-			Message: "deleted without asking gateways: Lameduck's webhook has had no view of the cluster since it started"}
+			Message: "deleted without asking gateways: Lameduck's webhook has had no view of the cluster since it " +
+				"started"}
 	case f.Unknown:
 		return now(UnknownPod)
 	case !f.Listed:
@@ -226,7 +241,8 @@ func Decide(f Facts) Verdict {
 		return now(BudgetBroken)
 	case f.Refused >= coolOffAfter:
 		return Verdict{Action: Allow, Reason: CoolOff, Warn: true,
-			Message: fmt.Sprintf("deleted without asking gateways: they let go %d times within %s, and each time something else kept the pod", f.Refused, RefusedWindow)}
+			Message: fmt.Sprintf("deleted without asking gateways: they let go %d times within %s, and each time "+
+				"something else kept the pod", f.Refused, RefusedWindow)}
 	case f.LastOf != "":
 		return Verdict{Action: Allow, Reason: LastTarget, Warn: true,
 			Message: lastMessage("Service " + f.LastOf)}

@@ -17,26 +17,31 @@ var ErrNoPod = errors.New("no such pod")
 // ErrCold is returned by [Cluster.Explain] while the cluster is not known yet.
 var ErrCold = errors.New("this replica does not know the cluster yet")
 
-// Explanation is what would be decided if somebody deleted or evicted a pod now, and on what grounds.
+// Explanation is what would be decided if somebody deleted or evicted a pod now, and on what
+// grounds.
 type Explanation struct {
 	// Pod belongs to the cache.
 	Pod     *corev1.Pod
 	Facts   Facts
 	Verdict Verdict
-	// Targets are the Services that list the pod, with their usable targets. Nil if nobody routes it.
+	// Targets are the Services that list the pod, with their usable targets. Nil if nobody routes
+	// it.
 	Targets []drain.Targets
 	// Full is why the drain would have to wait for room. Empty: it would not.
 	Full string
 }
 
-// Explain decides what a deletion of the pod by anybody would lead to, or an eviction, and carries nothing of it out: no drain is opened,
-// no room of a budget promised. By the time that somebody asks in earnest it may be different.
-func (c *Cluster) Explain(ctx context.Context, now time.Time, operation Operation, namespace, name string) (Explanation, error) {
+// Explain decides what a deletion of the pod by anybody would lead to, or an eviction, and carries
+// nothing of it out: no drain is opened, no room of a budget promised. By the time that somebody
+// asks in earnest it may be different.
+func (c *Cluster) Explain(ctx context.Context, now time.Time, operation Operation, namespace, name string) (Explanation,
+	error) {
 	if !c.Synced() {
 		return Explanation{}, ErrCold
 	}
 	// What is promised of a budget's room is promised to nobody: it is forgotten with this copy.
-	aside := &Cluster{Reader: c.Reader, Slices: c.Slices, Ledger: c.Ledger, Synced: c.Synced, Excluded: c.Excluded, Started: c.Started}
+	aside := &Cluster{Reader: c.Reader, Slices: c.Slices, Ledger: c.Ledger, Synced: c.Synced, Excluded: c.Excluded,
+		Started: c.Started}
 	facts, s, err := aside.gather(ctx, now, &request{operation: operation, namespace: namespace, name: name})
 	if err != nil {
 		return Explanation{}, err

@@ -16,8 +16,10 @@ func TestExplain(t *testing.T) {
 	budget := func(allowed int32) *policyv1.PodDisruptionBudget {
 		return &policyv1.PodDisruptionBudget{
 			ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: "web"},
-			Spec:       policyv1.PodDisruptionBudgetSpec{Selector: &metav1.LabelSelector{MatchLabels: map[string]string{"app": "web"}}},
-			Status:     policyv1.PodDisruptionBudgetStatus{DisruptionsAllowed: allowed, CurrentHealthy: 2, DesiredHealthy: 2 - allowed},
+			Spec: policyv1.PodDisruptionBudgetSpec{
+				Selector: &metav1.LabelSelector{MatchLabels: map[string]string{"app": "web"}}},
+			Status: policyv1.PodDisruptionBudgetStatus{DisruptionsAllowed: allowed, CurrentHealthy: 2,
+				DesiredHealthy: 2 - allowed},
 		}
 	}
 	for name, c := range map[string]struct {
@@ -27,15 +29,24 @@ func TestExplain(t *testing.T) {
 		reason    Reason
 		crowded   bool
 	}{
-		"it would drain":                           {Delete, func(*world) {}, Drain, Draining, false},
-		"it would be evicted":                      {Evict, func(w *world) { w.reader.objects = append(w.reader.objects, budget(1)) }, Drain, Draining, false},
-		"its budget is used up":                    {Evict, func(w *world) { w.reader.objects = append(w.reader.objects, budget(0)) }, Deny, Budget, false},
-		"its budget is used up, and it is deleted": {Delete, func(w *world) { w.reader.objects = append(w.reader.objects, budget(0)) }, Drain, Draining, false},
-		"another drains":                           {Delete, func(w *world) { w.ledger.draining["uid-b"] = time.Now() }, Drain, Draining, true},
-		"it is the last":                           {Delete, func(w *world) { w.slices.usable[webService] = []health.UID{"uid-a"} }, Allow, LastTarget, false},
-		"it is opted out":                          {Delete, func(w *world) { w.a.Annotations[OptOut] = "disabled" }, Allow, OptedOut, false},
-		"nobody routes it":                         {Delete, func(w *world) { w.ledger.routed = nil }, Allow, NotRouted, false},
-		"it is terminating":                        {Delete, func(w *world) { w.a.DeletionTimestamp = &metav1.Time{Time: time.Now()} }, Allow, Terminating, false},
+		"it would drain": {Delete, func(*world) {}, Drain, Draining, false},
+		"it would be evicted": {Evict, func(w *world) {
+			w.reader.objects = append(w.reader.objects, budget(1))
+		}, Drain, Draining, false},
+		"its budget is used up": {Evict, func(w *world) {
+			w.reader.objects = append(w.reader.objects, budget(0))
+		}, Deny, Budget, false},
+		"its budget is used up, and it is deleted": {Delete, func(w *world) {
+			w.reader.objects = append(w.reader.objects, budget(0))
+		}, Drain, Draining, false},
+		"another drains": {Delete, func(w *world) { w.ledger.draining["uid-b"] = time.Now() }, Drain, Draining,
+			true},
+		"it is the last": {Delete, func(w *world) { w.slices.usable[webService] = []health.UID{"uid-a"} }, Allow,
+			LastTarget, false},
+		"it is opted out":  {Delete, func(w *world) { w.a.Annotations[OptOut] = "disabled" }, Allow, OptedOut, false},
+		"nobody routes it": {Delete, func(w *world) { w.ledger.routed = nil }, Allow, NotRouted, false},
+		"it is terminating": {Delete, func(w *world) { w.a.DeletionTimestamp = &metav1.Time{Time: time.Now()} }, Allow,
+			Terminating, false},
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t)
@@ -45,7 +56,8 @@ func TestExplain(t *testing.T) {
 				if err != nil {
 					t.Fatal(err)
 				}
-				if e.Verdict.Action != c.action || e.Verdict.Reason != c.reason || e.Full != "" != c.crowded || e.Pod.UID != "uid-a" {
+				if e.Verdict.Action != c.action || e.Verdict.Reason != c.reason || e.Full != "" != c.crowded ||
+					e.Pod.UID != "uid-a" {
 					t.Errorf("%+v, crowded %q", e.Verdict, e.Full)
 				}
 			}

@@ -21,9 +21,11 @@ import (
 
 // Annotations and labels that operators write.
 const (
-	// OptOut, with the value "disabled" as an annotation of a pod or a label of a namespace: deletions there never wait.
+	// OptOut, with the value "disabled" as an annotation of a pod or a label of a namespace:
+	// deletions there never wait.
 	OptOut = "lameduck.io/drain"
-	// BreakGlassAnnotation, with the value "true" on a pod: its deletion goes on now. Gateways are told in the background.
+	// BreakGlassAnnotation, with the value "true" on a pod: its deletion goes on now. Gateways are
+	// told in the background.
 	BreakGlassAnnotation = "lameduck.io/break-glass"
 )
 
@@ -39,7 +41,8 @@ type Ledger interface {
 	Claim(request coordinator.Request) (status drain.Status, hold bool)
 	Expecting() (expected, missing int)
 	CouldRoute(services []drain.Service) bool
-	// ReliedOn reports whether another replica, which stops, may have left a call about the pod to this one.
+	// ReliedOn reports whether another replica, which stops, may have left a call about the pod to
+	// this one.
 	ReliedOn(uid drain.UID) bool
 	// Pod returns where a pod stands: whether it is being drained, and how often that was in vain.
 	Pod(uid drain.UID) drain.Standing
@@ -59,7 +62,8 @@ const liveRead = time.Second
 type Cluster struct {
 	// Reader is a cache. It is asked on every deletion, and must not do I/O.
 	Reader client.Reader
-	// Live reads pods from the API server where the cache alone must not decide. Nil: the cache decides.
+	// Live reads pods from the API server where the cache alone must not decide. Nil: the cache
+	// decides.
 	Live   client.Reader
 	Slices Slices
 	Ledger Ledger
@@ -75,9 +79,11 @@ type Cluster struct {
 // subject is the pod in question, and where it stands.
 type subject struct {
 	pod *corev1.Pod
-	// targets are the Services that list the pod, with their usable targets. Nil if nobody routes it.
+	// targets are the Services that list the pod, with their usable targets. Nil if nobody routes
+	// it.
 	targets []drain.Targets
-	// place is what the opener says of its drain, turn whether its call may wait. The zero values: this replica decides.
+	// place is what the opener says of its drain, turn whether its call may wait. The zero values:
+	// this replica decides.
 	place drain.Place
 	turn  coordinator.Turn
 	// role is opener or witness. Empty: this replica has not asked.
@@ -146,7 +152,8 @@ func (c *Cluster) gather(ctx context.Context, now time.Time, q *request) (Facts,
 	return f, s, nil
 }
 
-// judge decides about an eviction by its budget too, where no row before that decides: room that is found there is promised.
+// judge decides about an eviction by its budget too, where no row before that decides: room that is
+// found there is promised.
 func (c *Cluster) judge(ctx context.Context, q *request, f *Facts, s *subject) (Verdict, error) {
 	v := Decide(*f)
 	if q.operation != Evict || v.Reason != Draining && v.Reason != CoolOff && v.Reason != LastTarget {
@@ -160,9 +167,9 @@ func (c *Cluster) judge(ctx context.Context, q *request, f *Facts, s *subject) (
 	return Decide(*f), nil
 }
 
-// pod returns the pod that q concerns, nil if there is none. The cache may be behind and show the former pod of the
-// same name. The API server is asked where that would let a deletion pass: if the cache has no such pod, or if it shows
-// the pod of an eviction as not running.
+// pod returns the pod that q concerns, nil if there is none. The cache may be behind and show the
+// former pod of the same name. The API server is asked where that would let a deletion pass: if the
+// cache has no such pod, or if it shows the pod of an eviction as not running.
 func (c *Cluster) pod(ctx context.Context, q *request) (*corev1.Pod, error) {
 	if q.name == "" {
 		return nil, nil
@@ -177,8 +184,8 @@ func (c *Cluster) pod(ctx context.Context, q *request) (*corev1.Pod, error) {
 	return q.find(ctx, c.Live)
 }
 
-// find reads the pod that q concerns. Nil: no pod has this name, or the one that has it is another one than q means, by
-// its UID or by the preconditions.
+// find reads the pod that q concerns. Nil: no pod has this name, or the one that has it is another
+// one than q means, by its UID or by the preconditions.
 func (q *request) find(ctx context.Context, from client.Reader) (*corev1.Pod, error) {
 	var pod corev1.Pod
 	err := from.Get(ctx, types.NamespacedName{Namespace: q.namespace, Name: q.name}, &pod)
@@ -186,14 +193,16 @@ func (q *request) find(ctx context.Context, from client.Reader) (*corev1.Pod, er
 		return nil, fmt.Errorf("read pod %s/%s: %w", q.namespace, q.name, err)
 	}
 	uid, version := ptr.Deref(q.preconditions.UID, ""), ptr.Deref(q.preconditions.ResourceVersion, "")
-	if err != nil || q.pod != nil && q.pod.UID != pod.UID || uid != "" && uid != pod.UID || version != "" && version != pod.ResourceVersion {
+	if err != nil || q.pod != nil && q.pod.UID != pod.UID || uid != "" && uid != pod.UID || version != "" &&
+		version != pod.ResourceVersion {
 		return nil, nil
 	}
 	return &pod, nil
 }
 
-// graceless reports whether the pod's own grace period is 0. The API server writes that into every deletion of it before the webhook sees
-// it, so that nobody can tell who forces one of these; they wait like others.
+// graceless reports whether the pod's own grace period is 0. The API server writes that into every
+// deletion of it before the webhook sees it, so that nobody can tell who forces one of these; they
+// wait like others.
 func graceless(pod *corev1.Pod) bool {
 	return pod != nil && pod.Spec.TerminationGracePeriodSeconds != nil && *pod.Spec.TerminationGracePeriodSeconds == 0
 }
@@ -214,7 +223,8 @@ func (f *Facts) ofPod(now time.Time, pod *corev1.Pod) {
 		case corev1.PodReady:
 			f.NotReadyFor = 0
 			if condition.Status != corev1.ConditionTrue {
-				// Condition times are whole seconds; a pod that has just turned counts as unready, not as ready.
+				// Condition times are whole seconds; a pod that has just turned counts as unready,
+				// not as ready.
 				f.NotReadyFor = max(now.Sub(condition.LastTransitionTime.Time), time.Nanosecond)
 			}
 		}
@@ -261,7 +271,8 @@ func (c *Cluster) ofNode(ctx context.Context, name string, f *Facts) error {
 	return nil
 }
 
-// ofRouting reads which Services list the pod, who may route them, and who else could take its traffic.
+// ofRouting reads which Services list the pod, who may route them, and who else could take its
+// traffic.
 func (c *Cluster) ofRouting(now time.Time, s *subject, f *Facts) {
 	uid := health.UID(s.pod.UID)
 	listings := c.Slices.Pod(now, s.pod.Namespace, uid)
@@ -284,13 +295,15 @@ func (c *Cluster) ofRouting(now time.Time, s *subject, f *Facts) {
 	}
 }
 
-// Targets returns the usable targets of the Services in listings, in their order. A pod that is being drained still counts: if its drain is
-// queued, gateways route to it, and if not, it is deleted before the pod in question or readmitted.
+// Targets returns the usable targets of the Services in listings, in their order. A pod that is
+// being drained still counts: if its drain is queued, gateways route to it, and if not, it is
+// deleted before the pod in question or readmitted.
 func Targets(from Slices, listings []endpoints.Listing) []drain.Targets {
 	all := make([]drain.Targets, len(listings))
 	for i, l := range listings {
 		usable := from.Usable(l.Service)
-		all[i] = drain.Targets{Service: drain.Service{Namespace: l.Service.Namespace, Name: l.Service.Name}, Usable: make([]drain.UID, len(usable))}
+		all[i] = drain.Targets{Service: drain.Service{Namespace: l.Service.Namespace, Name: l.Service.Name},
+			Usable: make([]drain.UID, len(usable))}
 		for j, uid := range usable {
 			all[i].Usable[j] = drain.UID(uid)
 		}
@@ -298,8 +311,9 @@ func Targets(from Slices, listings []endpoints.Listing) []drain.Targets {
 	return all
 }
 
-// targets returns the usable targets of the Services in listings. If the pod is the only usable one in each of them that a gateway may route,
-// lastOf names one: no gateway could let go of the pod. Where that holds for some of them, agents report it: see [drain.Report.Kept].
+// targets returns the usable targets of the Services in listings. If the pod is the only usable one
+// in each of them that a gateway may route, lastOf names one: no gateway could let go of the pod.
+// Where that holds for some of them, agents report it: see [drain.Report.Kept].
 func (c *Cluster) targets(listings []endpoints.Listing, uid health.UID) (all []drain.Targets, lastOf string) {
 	all = Targets(c.Slices, listings)
 	for i, l := range listings {

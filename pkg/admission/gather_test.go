@@ -45,39 +45,71 @@ func (w *world) evictA() *request {
 	return &request{operation: Evict, namespace: "shop", name: "a", username: "jane"}
 }
 
-// Each row changes one thing in the cluster or in the review, and must change its fact and no other.
+// Each row changes one thing in the cluster or in the review, and must change its fact and no
+// other.
 func TestGather(t *testing.T) {
 	zero, two := int64(0), int64(2)
-	condition := func(kind corev1.PodConditionType, status corev1.ConditionStatus, since time.Duration) corev1.PodCondition {
-		return corev1.PodCondition{Type: kind, Status: status, LastTransitionTime: metav1.NewTime(time.Now().Add(-since))}
+	condition := func(kind corev1.PodConditionType, status corev1.ConditionStatus,
+		since time.Duration) corev1.PodCondition {
+		return corev1.PodCondition{Type: kind, Status: status,
+			LastTransitionTime: metav1.NewTime(time.Now().Add(-since))}
 	}
 	ready := Facts{Operation: Delete, Listed: true, Ready: true, Agents: 1, CouldRoute: true}
 	for name, c := range map[string]struct {
 		set    func(w *world, q *request)
 		change func(f *Facts)
 	}{
-		"nothing":                       {func(*world, *request) {}, func(*Facts) {}},
-		"dry run":                       {func(_ *world, q *request) { q.dryRun = true }, func(f *Facts) { f.DryRun = true }},
-		"excluded by flag":              {func(w *world, _ *request) { w.Cluster.Excluded = []string{"shop"} }, func(f *Facts) { f.Excluded = true }},
-		"excluded by namespace's label": {func(w *world, _ *request) { w.ns.Labels[OptOut] = "disabled" }, func(f *Facts) { f.Excluded = true }},
-		"another value of the label":    {func(w *world, _ *request) { w.ns.Labels[OptOut] = "enabled" }, func(*Facts) {}},
-		"namespace unknown":             {func(w *world, _ *request) { w.ns.Name = "other" }, func(*Facts) {}},
-		"opted out":                     {func(_ *world, q *request) { q.pod.Annotations[OptOut] = "disabled" }, func(f *Facts) { f.OptedOut = true }},
-		"break glass":                   {func(_ *world, q *request) { q.pod.Annotations[BreakGlassAnnotation] = "true" }, func(f *Facts) { f.BreakGlass = true }},
-		"no break glass":                {func(_ *world, q *request) { q.pod.Annotations[BreakGlassAnnotation] = "no" }, func(*Facts) {}},
-		"not in the cache":              {func(w *world, _ *request) { w.a.Name = "other" }, func(f *Facts) { *f = Facts{Operation: Delete, Unknown: true} }},
-		"another UID":                   {func(_ *world, q *request) { q.pod.UID = "uid-older" }, func(f *Facts) { *f = Facts{Operation: Delete, Unknown: true} }},
-		"terminating":                   {func(_ *world, q *request) { q.pod.DeletionTimestamp = &metav1.Time{Time: time.Now()} }, func(f *Facts) { f.Terminating = true }},
-		"succeeded":                     {func(_ *world, q *request) { q.pod.Status.Phase = corev1.PodSucceeded }, func(f *Facts) { f.Finished = true }},
-		"failed":                        {func(_ *world, q *request) { q.pod.Status.Phase = corev1.PodFailed }, func(f *Facts) { f.Finished = true }},
-		"pending":                       {func(_ *world, q *request) { q.pod.Status.Phase = corev1.PodPending }, func(f *Facts) { f.NotRunning = true }},
-		"unscheduled":                   {func(_ *world, q *request) { q.pod.Spec.NodeName = "" }, func(f *Facts) { f.NotRunning = true }},
-		"mirror pod":                    {func(_ *world, q *request) { q.pod.Annotations[corev1.MirrorPodAnnotationKey] = "x" }, func(f *Facts) { f.Mirror = true }},
-		"by a node":                     {func(_ *world, q *request) { q.groups = []string{"system:authenticated", "system:nodes"} }, func(f *Facts) { f.ByNode = true }},
-		"forced":                        {func(_ *world, q *request) { q.grace = &zero }, func(f *Facts) { f.Forced = true }},
-		"the pod's own grace is none":   {func(_ *world, q *request) { q.grace, q.pod.Spec.TerminationGracePeriodSeconds = &zero, &zero }, func(*Facts) {}},
-		"a short grace period":          {func(_ *world, q *request) { q.grace = &two }, func(*Facts) {}},
-		"namespace terminating":         {func(w *world, _ *request) { w.ns.DeletionTimestamp = &metav1.Time{Time: time.Now()} }, func(f *Facts) { f.NamespaceTerminating = true }},
+		"nothing": {func(*world, *request) {}, func(*Facts) {}},
+		"dry run": {func(_ *world, q *request) { q.dryRun = true }, func(f *Facts) {
+			f.DryRun = true
+		}},
+		"excluded by flag": {func(w *world, _ *request) { w.Cluster.Excluded = []string{"shop"} },
+			func(f *Facts) { f.Excluded = true }},
+		"excluded by namespace's label": {func(w *world, _ *request) { w.ns.Labels[OptOut] = "disabled" },
+			func(f *Facts) { f.Excluded = true }},
+		"another value of the label": {func(w *world, _ *request) { w.ns.Labels[OptOut] = "enabled" }, func(*Facts) {
+		}},
+		"namespace unknown": {func(w *world, _ *request) { w.ns.Name = "other" }, func(*Facts) {}},
+		"opted out": {func(_ *world, q *request) { q.pod.Annotations[OptOut] = "disabled" },
+			func(f *Facts) { f.OptedOut = true }},
+		"break glass": {func(_ *world, q *request) { q.pod.Annotations[BreakGlassAnnotation] = "true" },
+			func(f *Facts) { f.BreakGlass = true }},
+		"no break glass": {func(_ *world, q *request) { q.pod.Annotations[BreakGlassAnnotation] = "no" },
+			func(*Facts) {}},
+		"not in the cache": {func(w *world, _ *request) { w.a.Name = "other" }, func(f *Facts) {
+			*f = Facts{Operation: Delete, Unknown: true}
+		}},
+		"another UID": {func(_ *world, q *request) { q.pod.UID = "uid-older" }, func(f *Facts) {
+			*f = Facts{Operation: Delete, Unknown: true}
+		}},
+		"terminating": {func(_ *world, q *request) {
+			q.pod.DeletionTimestamp = &metav1.Time{Time: time.Now()}
+		}, func(f *Facts) { f.Terminating = true }},
+		"succeeded": {func(_ *world, q *request) { q.pod.Status.Phase = corev1.PodSucceeded },
+			func(f *Facts) { f.Finished = true }},
+		"failed": {func(_ *world, q *request) { q.pod.Status.Phase = corev1.PodFailed },
+			func(f *Facts) { f.Finished = true }},
+		"pending": {func(_ *world, q *request) { q.pod.Status.Phase = corev1.PodPending },
+			func(f *Facts) { f.NotRunning = true }},
+		"unscheduled": {func(_ *world, q *request) { q.pod.Spec.NodeName = "" }, func(f *Facts) {
+			f.NotRunning = true
+		}},
+		"mirror pod": {func(_ *world, q *request) {
+			q.pod.Annotations[corev1.MirrorPodAnnotationKey] = "x"
+		}, func(f *Facts) { f.Mirror = true }},
+		"by a node": {func(_ *world, q *request) {
+			q.groups = []string{"system:authenticated", "system:nodes"}
+		}, func(f *Facts) { f.ByNode = true }},
+		"forced": {func(_ *world, q *request) { q.grace = &zero }, func(f *Facts) {
+			f.Forced = true
+		}},
+		"the pod's own grace is none": {func(_ *world, q *request) {
+			q.grace, q.pod.Spec.TerminationGracePeriodSeconds = &zero, &zero
+		}, func(*Facts) {}},
+		"a short grace period": {func(_ *world, q *request) { q.grace = &two }, func(*Facts) {}},
+		"namespace terminating": {func(w *world, _ *request) {
+			w.ns.DeletionTimestamp = &metav1.Time{Time: time.Now()}
+		}, func(f *Facts) { f.NamespaceTerminating = true }},
 		"collection by the namespace controller": {
 			func(_ *world, q *request) {
 				q.collection, q.username = true, "system:serviceaccount:kube-system:namespace-controller"
@@ -91,16 +123,28 @@ func TestGather(t *testing.T) {
 			func(f *Facts) { f.NamespaceTerminating = true }},
 		"collection by a person": {func(_ *world, q *request) { q.collection = true }, func(*Facts) {}},
 		"disruption target": {func(_ *world, q *request) {
-			q.pod.Status.Conditions = append(q.pod.Status.Conditions, condition(corev1.DisruptionTarget, corev1.ConditionTrue, 0))
+			q.pod.Status.Conditions = append(q.pod.Status.Conditions,
+				condition(corev1.DisruptionTarget, corev1.ConditionTrue, 0))
 		}, func(f *Facts) { f.DisruptionTarget = true }},
 		"no disruption target": {func(_ *world, q *request) {
-			q.pod.Status.Conditions = append(q.pod.Status.Conditions, condition(corev1.DisruptionTarget, corev1.ConditionFalse, 0))
+			q.pod.Status.Conditions = append(q.pod.Status.Conditions,
+				condition(corev1.DisruptionTarget, corev1.ConditionFalse, 0))
 		}, func(*Facts) {}},
-		"node not ready":         {func(w *world, _ *request) { w.node.Status.Conditions[0].Status = corev1.ConditionFalse }, func(f *Facts) { f.NodeLost = true }},
-		"node silent":            {func(w *world, _ *request) { w.node.Status.Conditions[0].Status = corev1.ConditionUnknown }, func(f *Facts) { f.NodeLost = true }},
-		"node gone":              {func(w *world, _ *request) { w.node.Name = "node-2" }, func(f *Facts) { f.NodeLost = true }},
-		"node out of service":    {func(w *world, _ *request) { w.node.Spec.Taints = []corev1.Taint{{Key: outOfService}} }, func(f *Facts) { f.NodeLost = true }},
-		"node with other taints": {func(w *world, _ *request) { w.node.Spec.Taints = []corev1.Taint{{Key: "dedicated"}} }, func(*Facts) {}},
+		"node not ready": {func(w *world, _ *request) {
+			w.node.Status.Conditions[0].Status = corev1.ConditionFalse
+		}, func(f *Facts) { f.NodeLost = true }},
+		"node silent": {func(w *world, _ *request) {
+			w.node.Status.Conditions[0].Status = corev1.ConditionUnknown
+		}, func(f *Facts) { f.NodeLost = true }},
+		"node gone": {func(w *world, _ *request) { w.node.Name = "node-2" }, func(f *Facts) {
+			f.NodeLost = true
+		}},
+		"node out of service": {func(w *world, _ *request) {
+			w.node.Spec.Taints = []corev1.Taint{{Key: outOfService}}
+		}, func(f *Facts) { f.NodeLost = true }},
+		"node with other taints": {func(w *world, _ *request) {
+			w.node.Spec.Taints = []corev1.Taint{{Key: "dedicated"}}
+		}, func(*Facts) {}},
 		"not listed": {func(w *world, _ *request) { delete(w.slices.of, "uid-a") },
 			func(f *Facts) { f.Listed, f.Ready, f.CouldRoute = false, false, false }},
 		"listed a moment ago": {func(w *world, _ *request) {
@@ -120,18 +164,27 @@ func TestGather(t *testing.T) {
 			w.slices.of["uid-a"][0].Ready = false
 			q.pod.Status.Conditions = nil
 		}, func(f *Facts) { f.Ready, f.NotReadyFor = false, longNotReady }},
-		"no agents":        {func(w *world, _ *request) { w.ledger.expected = 0 }, func(f *Facts) { f.Agents = 0 }},
-		"nobody routes it": {func(w *world, _ *request) { w.ledger.routed = nil }, func(f *Facts) { f.CouldRoute = false }},
-		"allowed in vain":  {func(w *world, _ *request) { w.ledger.refused = 3 }, func(f *Facts) { f.Refused = 3 }},
-		"the only target":  {func(w *world, _ *request) { w.slices.usable[webService] = []health.UID{"uid-a"} }, func(f *Facts) { f.LastOf = "shop/web" }},
-		"the other drains": {func(w *world, _ *request) { w.ledger.draining["uid-b"] = time.Now() }, func(*Facts) {}},
-		"an endpoint that is no pod is a target too": {func(w *world, _ *request) { w.slices.usable[webService] = []health.UID{"", "uid-a"} }, func(*Facts) {}},
-		"it drains itself":                           {func(w *world, _ *request) { w.ledger.draining["uid-a"] = time.Now() }, func(*Facts) {}},
+		"no agents": {func(w *world, _ *request) { w.ledger.expected = 0 }, func(f *Facts) { f.Agents = 0 }},
+		"nobody routes it": {func(w *world, _ *request) { w.ledger.routed = nil }, func(f *Facts) {
+			f.CouldRoute = false
+		}},
+		"allowed in vain": {func(w *world, _ *request) { w.ledger.refused = 3 }, func(f *Facts) { f.Refused = 3 }},
+		"the only target": {func(w *world, _ *request) { w.slices.usable[webService] = []health.UID{"uid-a"} },
+			func(f *Facts) { f.LastOf = "shop/web" }},
+		"the other drains": {func(w *world, _ *request) {
+			w.ledger.draining["uid-b"] = time.Now()
+		}, func(*Facts) {}},
+		"an endpoint that is no pod is a target too": {func(w *world, _ *request) {
+			w.slices.usable[webService] = []health.UID{"", "uid-a"}
+		}, func(*Facts) {}},
+		"it drains itself": {func(w *world, _ *request) { w.ledger.draining["uid-a"] = time.Now() }, func(*Facts) {}},
 		"the only one, and not ready": {func(w *world, _ *request) {
 			w.slices.of["uid-a"][0].Ready = false
 			w.slices.usable[webService] = nil
 		}, func(f *Facts) { f.Ready = false }},
-		"cold": {func(w *world, _ *request) { w.cold = true }, func(f *Facts) { *f = Facts{Operation: Delete, Cold: true} }},
+		"cold": {func(w *world, _ *request) { w.cold = true }, func(f *Facts) {
+			*f = Facts{Operation: Delete, Cold: true}
+		}},
 		"cold, and the pod says enough": {func(w *world, q *request) {
 			w.cold = true
 			w.reader.broken = "*v1.Pod" // an unsynced cache must not be asked
@@ -175,8 +228,9 @@ func TestGatherLooksUpThePodOfAnEviction(t *testing.T) {
 		t.Errorf("pod (-want +got):\n%s", diff)
 	}
 	want := coordinator.Request{
-		Pod:     drain.Pod{Namespace: "shop", Name: "a", UID: "uid-a"},
-		Targets: []drain.Targets{{Service: drain.Service{Namespace: "shop", Name: "web"}, Usable: []drain.UID{"uid-a", "uid-b"}}},
+		Pod: drain.Pod{Namespace: "shop", Name: "a", UID: "uid-a"},
+		Targets: []drain.Targets{{Service: drain.Service{Namespace: "shop", Name: "web"},
+			Usable: []drain.UID{"uid-a", "uid-b"}}},
 	}
 	if diff := cmp.Diff(want, s.request()); diff != "" {
 		t.Errorf("request (-want +got):\n%s", diff)
@@ -192,8 +246,9 @@ func TestGatherLooksUpThePodOfAnEviction(t *testing.T) {
 	}
 }
 
-// The watch of pods is behind: a pod of a StatefulSet has come back under its name and is routed, and the cache shows the
-// former one, or none. Without a live look at which pod has the name, the new one goes while gateways route to it.
+// The watch of pods is behind: a pod of a StatefulSet has come back under its name and is routed,
+// and the cache shows the former one, or none. Without a live look at which pod has the name, the
+// new one goes while gateways route to it.
 func TestTheFormerPodOfANameAnswersNothing(t *testing.T) {
 	const drained = "drain shop/a uid-new [shop/web]"
 	for name, c := range map[string]struct {
@@ -202,14 +257,23 @@ func TestTheFormerPodOfANameAnswersNothing(t *testing.T) {
 		want  string // what is counted
 		calls []string
 	}{
-		"terminating":  {func(w *world) { w.a.DeletionTimestamp = &metav1.Time{Time: time.Now()} }, nil, "Acknowledged", []string{drained}},
-		"finished":     {func(w *world) { w.a.Status.Phase = corev1.PodFailed }, nil, "Acknowledged", []string{drained}},
-		"not started":  {func(w *world) { w.a.Status.Phase = corev1.PodPending }, nil, "Acknowledged", []string{drained}},
-		"not there":    {func(w *world) { w.a.Name = "z" }, nil, "Acknowledged", []string{drained}},
-		"really over":  {func(w *world) { w.a.Status.Phase = corev1.PodFailed }, func(w *world, live *reader) { live.objects[0] = w.a }, "Finished", []string{"unroute shop/a uid-a [shop/web]"}},
-		"really gone":  {func(w *world) { w.a.DeletionTimestamp = &metav1.Time{Time: time.Now()} }, func(_ *world, live *reader) { live.objects = nil }, "UnknownPod", nil},
-		"not readable": {func(w *world) { w.a.DeletionTimestamp = &metav1.Time{Time: time.Now()} }, func(_ *world, live *reader) { live.broken = "*v1.Pod" }, "NoFacts", nil},
-		"running, and the API server is not asked": {func(*world) {}, func(_ *world, live *reader) { live.broken = "*v1.Pod" }, "Acknowledged", []string{"drain shop/a uid-a [shop/web]"}},
+		"terminating": {func(w *world) { w.a.DeletionTimestamp = &metav1.Time{Time: time.Now()} }, nil,
+			"Acknowledged", []string{drained}},
+		"finished": {func(w *world) { w.a.Status.Phase = corev1.PodFailed }, nil,
+			"Acknowledged", []string{drained}},
+		"not started": {func(w *world) { w.a.Status.Phase = corev1.PodPending }, nil,
+			"Acknowledged", []string{drained}},
+		"not there": {func(w *world) { w.a.Name = "z" }, nil, "Acknowledged", []string{drained}},
+		"really over": {func(w *world) { w.a.Status.Phase = corev1.PodFailed }, func(w *world, live *reader) {
+			live.objects[0] = w.a
+		}, "Finished", []string{"unroute shop/a uid-a [shop/web]"}},
+		"really gone": {func(w *world) { w.a.DeletionTimestamp = &metav1.Time{Time: time.Now()} },
+			func(_ *world, live *reader) { live.objects = nil }, "UnknownPod", nil},
+		"not readable": {func(w *world) { w.a.DeletionTimestamp = &metav1.Time{Time: time.Now()} },
+			func(_ *world, live *reader) { live.broken = "*v1.Pod" }, "NoFacts", nil},
+		"running, and the API server is not asked": {func(*world) {}, func(_ *world, live *reader) {
+			live.broken = "*v1.Pod"
+		}, "Acknowledged", []string{"drain shop/a uid-a [shop/web]"}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t)
@@ -223,7 +287,8 @@ func TestTheFormerPodOfANameAnswersNothing(t *testing.T) {
 				c.live(w, live)
 			}
 			w.ask(eviction(now, "policy/v1", ""))
-			if want := []string{"evict allow " + c.want + " 1"}; !slices.Equal(w.counted(), want) || !slices.Equal(w.ledger.calls, c.calls) {
+			if want := []string{"evict allow " + c.want + " 1"}; !slices.Equal(w.counted(), want) ||
+				!slices.Equal(w.ledger.calls, c.calls) {
 				t.Errorf("counted %q, want %q; calls %q, want %q", w.counted(), want, w.ledger.calls, c.calls)
 			}
 		})
@@ -239,8 +304,8 @@ func TestTheFormerPodOfANameAnswersNothing(t *testing.T) {
 	}
 }
 
-// The API server answers such an eviction with 409, after the webhook. A drain would take a pod that lives on out of
-// traffic until it is abandoned, and two of them count as refused.
+// The API server answers such an eviction with 409, after the webhook. A drain would take a pod
+// that lives on out of traffic until it is abandoned, and two of them count as refused.
 func TestAnEvictionWhosePreconditionsDoNotHoldStartsNoDrain(t *testing.T) {
 	for options, want := range map[string]string{
 		`{"preconditions":{"uid":"uid-former"}}`:                   "UnknownPod",
@@ -276,17 +341,20 @@ func budget(name string, allowed int32, selector map[string]string) *policyv1.Po
 	return &policyv1.PodDisruptionBudget{
 		ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: name, Generation: 1},
 		Spec:       policyv1.PodDisruptionBudgetSpec{Selector: &metav1.LabelSelector{MatchLabels: selector}},
-		Status:     policyv1.PodDisruptionBudgetStatus{ObservedGeneration: 1, DisruptionsAllowed: allowed, DesiredHealthy: 2, CurrentHealthy: 2 + allowed},
+		Status: policyv1.PodDisruptionBudgetStatus{ObservedGeneration: 1, DisruptionsAllowed: allowed,
+			DesiredHealthy: 2, CurrentHealthy: 2 + allowed},
 	}
 }
 
 // because gives a budget's controller something to say.
 func because(b *policyv1.PodDisruptionBudget, reason string) *policyv1.PodDisruptionBudget {
-	b.Status.Conditions = []metav1.Condition{{Type: policyv1.DisruptionAllowedCondition, Status: metav1.ConditionFalse, Reason: reason, Message: "told so"}}
+	b.Status.Conditions = []metav1.Condition{{Type: policyv1.DisruptionAllowedCondition, Status: metav1.ConditionFalse,
+		Reason: reason, Message: "told so"}}
 	return b
 }
 
-// What the API server refuses with another code than 429 is its to refuse: nothing is unrouted for it, and nobody told to come back.
+// What the API server refuses with another code than 429 is its to refuse: nothing is unrouted for
+// it, and nobody told to come back.
 func TestBudgetsThatTheAPIServerRefuses(t *testing.T) {
 	app := map[string]string{"app": "web"}
 	for name, set := range map[string]func(w *world){
@@ -312,8 +380,9 @@ func TestBudgetsThatTheAPIServerRefuses(t *testing.T) {
 	}
 }
 
-// kubectl drain evicts all pods of a node at one moment. Without a promise, each of them finds the room of one before any has opened its drain, and
-// traffic is taken from pods that the budget then keeps.
+// kubectl drain evicts all pods of a node at one moment. Without a promise, each of them finds the
+// room of one before any has opened its drain, and traffic is taken from pods that the budget then
+// keeps.
 func TestEvictionsAtOneMomentShareTheRoom(t *testing.T) {
 	const evictions, allowed = 20, 3
 	w := newWorld(t)
@@ -380,15 +449,31 @@ func TestBudget(t *testing.T) {
 		set  func(w *world)
 		want string
 	}{
-		"none":                             {func(*world) {}, ""},
-		"room":                             {func(w *world) { w.add(budget("pdb", 1, app)) }, ""},
-		"no room":                          {func(w *world) { w.add(budget("pdb", 0, app)) }, "The disruption budget pdb needs 2 healthy pods and has 2 currently"},
-		"of other pods":                    {func(w *world) { w.add(budget("pdb", 0, map[string]string{"app": "api"})) }, ""},
-		"of all pods":                      {func(w *world) { w.add(budget("pdb", 0, nil)) }, "The disruption budget pdb needs"},
-		"of another namespace":             {func(w *world) { b := budget("pdb", 0, app); b.Namespace = "other"; w.add(b) }, ""},
-		"of none":                          {func(w *world) { b := budget("pdb", 0, app); b.Spec.Selector = nil; w.add(b) }, ""},
-		"not processed":                    {func(w *world) { b := budget("pdb", 5, app); b.Generation = 2; w.add(b) }, "The disruption budget pdb is still being processed by the server."},
-		"the only one of two that matches": {func(w *world) { w.add(budget("one", 1, map[string]string{"app": "api"})); w.add(budget("two", 0, app)) }, "The disruption budget two needs"},
+		"none": {func(*world) {}, ""},
+		"room": {func(w *world) { w.add(budget("pdb", 1, app)) }, ""},
+		"no room": {func(w *world) { w.add(budget("pdb", 0, app)) },
+			"The disruption budget pdb needs 2 healthy pods and has 2 currently"},
+		"of other pods": {func(w *world) {
+			w.add(budget("pdb", 0, map[string]string{"app": "api"}))
+		}, ""},
+		"of all pods": {func(w *world) { w.add(budget("pdb", 0, nil)) },
+			"The disruption budget pdb needs"},
+		"of another namespace": {func(w *world) {
+			b := budget("pdb", 0, app)
+			b.Namespace = "other"
+			w.add(b)
+		}, ""},
+		"of none": {func(w *world) {
+			b := budget("pdb", 0, app)
+			b.Spec.Selector = nil
+			w.add(b)
+		}, ""},
+		"not processed": {func(w *world) { b := budget("pdb", 5, app); b.Generation = 2; w.add(b) },
+			"The disruption budget pdb is still being processed by the server."},
+		"the only one of two that matches": {func(w *world) {
+			w.add(budget("one", 1, map[string]string{"app": "api"}))
+			w.add(budget("two", 0, app))
+		}, "The disruption budget two needs"},
 		"failed sync": {func(w *world) { w.add(because(budget("pdb", 0, app), policyv1.SyncFailedReason)) },
 			"The disruption budget pdb does not allow evicting pods currently because it failed sync: told so"},
 		"another reason": {func(w *world) {
@@ -396,7 +481,8 @@ func TestBudget(t *testing.T) {
 			b.Status.CurrentHealthy++
 			w.add(b)
 		}, "The disruption budget pdb does not allow evicting pods currently (Mood): told so"},
-		"no reason": {func(w *world) { b := budget("pdb", 0, app); b.Status.CurrentHealthy++; w.add(b) }, "The disruption budget pdb does not allow evicting pods currently"},
+		"no reason": {func(w *world) { b := budget("pdb", 0, app); b.Status.CurrentHealthy++; w.add(b) },
+			"The disruption budget pdb does not allow evicting pods currently"},
 		"a drained pod that the budget knows as evicted": {func(w *world) {
 			b := budget("pdb", 1, app)
 			b.Status.DisruptedPods = map[string]metav1.Time{"b": {}}
@@ -405,8 +491,12 @@ func TestBudget(t *testing.T) {
 		}, ""},
 		"used up by an open drain": {func(w *world) { w.add(budget("pdb", 1, app)); w.ledger.draining["uid-b"] = now },
 			"has 3 currently of which 1 are being drained"},
-		"room besides an open drain": {func(w *world) { w.add(budget("pdb", 2, app)); w.ledger.draining["uid-b"] = now }, ""},
-		"its own drain is no other":  {func(w *world) { w.add(budget("pdb", 1, app)); w.ledger.draining["uid-a"] = now }, ""},
+		"room besides an open drain": {func(w *world) {
+			w.add(budget("pdb", 2, app))
+			w.ledger.draining["uid-b"] = now
+		}, ""},
+		"its own drain is no other": {func(w *world) { w.add(budget("pdb", 1, app)); w.ledger.draining["uid-a"] = now },
+			""},
 		"the drained pod is terminating and seen by the budget": {func(w *world) {
 			w.add(budget("pdb", 1, app))
 			w.ledger.draining["uid-b"] = now
@@ -457,7 +547,8 @@ func TestBudget(t *testing.T) {
 		})
 	}
 
-	// A pod whose drain is open has its place: a retry must not be told that the budget is used up by another one.
+	// A pod whose drain is open has its place: a retry must not be told that the budget is used up
+	// by another one.
 	t.Run("of two that drain, both go on", func(t *testing.T) {
 		w := newWorld(t)
 		w.add(budget("pdb", 1, app))
@@ -475,9 +566,10 @@ func (w *world) add(budget *policyv1.PodDisruptionBudget) {
 }
 
 // What cannot be read is an error, never a fact.
-// A pod is in the Service web, which a gateway routes, and in a Service of its own, as each broker of a StatefulSet or a canary is. Its deletion
-// must wait for the gateway if web has another target, whether or not a gateway routes its own Service as well: of that one, the agent
-// reports that it keeps the pod.
+// A pod is in the Service web, which a gateway routes, and in a Service of its own, as each broker
+// of a StatefulSet or a canary is. Its deletion must wait for the gateway if web has another
+// target, whether or not a gateway routes its own Service as well: of that one, the agent reports
+// that it keeps the pod.
 func TestAPodIsTheLastTargetOfAllItsRoutedServicesOrOfNone(t *testing.T) {
 	own := types.NamespacedName{Namespace: "shop", Name: "web-a"}
 	for name, c := range map[string]struct {

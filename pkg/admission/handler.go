@@ -21,8 +21,9 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 )
 
-// A replica that stops allows a call if another one was asked about the same pod since sameCall before the call began. It looks every
-// abstainEvery, for abstainWithin: calls to several replicas do not arrive at once.
+// A replica that stops allows a call if another one was asked about the same pod since sameCall
+// before the call began. It looks every abstainEvery, for abstainWithin: calls to several replicas
+// do not arrive at once.
 const (
 	abstainWithin = 500 * time.Millisecond
 	abstainEvery  = 50 * time.Millisecond
@@ -56,7 +57,8 @@ type Others interface {
 	Opener() bool
 	// Claim asks the opener about a deletion. ok is false if this replica is the opener.
 	Claim(ctx context.Context, claim wire.Claim) (claimed wire.Claimed, ok bool)
-	// Asked reports whether the API server has asked another replica about the pod within the last time.
+	// Asked reports whether the API server has asked another replica about the pod within the last
+	// time.
 	Asked(ctx context.Context, pod drain.Pod, within time.Duration) bool
 }
 
@@ -68,12 +70,13 @@ type outcome struct {
 	message    string
 	warn       bool
 	retryAfter time.Duration
-	// budget is the cause that the API server gives when a budget has no room, which evictors look for. Empty: that is not it.
+	// budget is the cause that the API server gives when a budget has no room, which evictors look
+	// for. Empty: that is not it.
 	budget string
 }
 
-// ServeHTTP implements http.Handler. What is not a review that this webhook understands gets a 4xx and changes nothing; everything else
-// gets an answer before the API server's ?timeout= is over.
+// ServeHTTP implements http.Handler. What is not a review that this webhook understands gets a 4xx
+// and changes nothing; everything else gets an answer before the API server's ?timeout= is over.
 func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	began := time.Now()
 	if r.Method != http.MethodPost {
@@ -141,7 +144,8 @@ func (h *Handler) decide(ctx context.Context, began time.Time, q *request) (outc
 	case Drain:
 		o = h.hold(ctx, began, q, &s)
 	default:
-		// With Retry-After, client-go would ask ten times more within one call. The API server sends none for a budget.
+		// With Retry-After, client-go would ask ten times more within one call. The API server
+		// sends none for a budget.
 		if v.Reason != Budget {
 			o.retryAfter = drain.RetryAfter(0, false, 0)
 		}
@@ -153,10 +157,12 @@ func (h *Handler) decide(ctx context.Context, began time.Time, q *request) (outc
 // noFacts allows: what cannot be found out must not keep a pod.
 func (h *Handler) noFacts(q *request, err error) outcome {
 	h.Log.Error("gather facts", "namespace", q.namespace, "pod", q.name, "error", err)
-	return outcome{allowed: true, reason: string(NoFacts), warn: true, message: "deleted without asking gateways: " + err.Error()}
+	return outcome{allowed: true, reason: string(NoFacts), warn: true,
+		message: "deleted without asking gateways: " + err.Error()}
 }
 
-// claim asks the opener about a deletion that has to wait, and takes over what it says. ok is false if this replica is the opener.
+// claim asks the opener about a deletion that has to wait, and takes over what it says. ok is false
+// if this replica is the opener.
 func (h *Handler) claim(ctx context.Context, q *request, s *subject) (claimed wire.Claimed, ok bool) {
 	if h.Others == nil {
 		return wire.Claimed{}, false
@@ -186,7 +192,8 @@ func (h *Handler) claim(ctx context.Context, q *request, s *subject) (claimed wi
 	return claimed, true
 }
 
-// Claim implements [coordinator.Claimant]: it decides for a witness as it would if the API server asked.
+// Claim implements [coordinator.Claimant]: it decides for a witness as it would if the API server
+// asked.
 func (h *Handler) Claim(ctx context.Context, claim wire.Claim) wire.Claimed {
 	now := time.Now()
 	q := &request{operation: Operation(claim.Operation), namespace: claim.Pod.Namespace, name: claim.Pod.Name}
@@ -212,8 +219,9 @@ func (h *Handler) Claim(ctx context.Context, claim wire.Claim) wire.Claimed {
 	}
 }
 
-// abstains reports whether another replica answers this call, which began so long ago, so that one that stops need not. A replica on which
-// another one relies does not abstain: of two that stop, one answers.
+// abstains reports whether another replica answers this call, which began so long ago, so that one
+// that stops need not. A replica on which another one relies does not abstain: of two that stop,
+// one answers.
 func (h *Handler) abstains(ctx context.Context, s subject, began time.Time) bool {
 	if h.Others == nil || h.Cluster.Ledger.ReliedOn(s.drainPod().UID) {
 		return false
@@ -248,9 +256,11 @@ func (h *Handler) hold(ctx context.Context, began time.Time, q *request, s *subj
 			h.claim(within, q, s)
 			cancel()
 		}
-		// The pods that it waits with may have gone meanwhile: that makes room or none, and gateways keep the last one.
+		// The pods that it waits with may have gone meanwhile: that makes room or none, and
+		// gateways keep the last one.
 		if service := h.Cluster.live(time.Now(), s); service != "" {
-			return outcome{allowed: true, reason: string(LastTarget), warn: true, message: lastMessage("Service " + service)}
+			return outcome{allowed: true, reason: string(LastTarget), warn: true,
+				message: lastMessage("Service " + service)}
 		}
 	}
 	now := time.Now()
@@ -263,10 +273,12 @@ func (h *Handler) hold(ctx context.Context, began time.Time, q *request, s *subj
 		seconds(max(remaining, 0)), s.pod.Namespace, s.pod.Name, BreakGlassAnnotation)
 	if status.Phase == drain.Queued {
 		o.reason = string(Queued)
-		o.message = fmt.Sprintf("Lameduck: pod %s waits for room, since %s: %s. It is deleted when it had its turn and the gateways have let go, %s",
+		o.message = fmt.Sprintf("Lameduck: pod %s waits for room, since %s: %s. It is deleted when it had its turn "+
+			"and the gateways have let go, %s",
 			s.drainPod(), seconds(elapsed), h.Cluster.fullService(*s), rest)
 	} else {
-		o.message = fmt.Sprintf("Lameduck: pod %s is still routed by %d of %d gateways, since %s: %s. It is deleted when they have let go, %s",
+		o.message = fmt.Sprintf("Lameduck: pod %s is still routed by %d of %d gateways, since %s: %s. It is deleted "+
+			"when they have let go, %s",
 			s.drainPod(), len(status.Waiting), status.Owed, seconds(elapsed), list(status.Waiting), rest)
 	}
 	switch {
@@ -290,19 +302,24 @@ func (h *Handler) released(s subject, status drain.Status, elapsed time.Duration
 	o := outcome{allowed: true, reason: status.Reason.String(), warn: status.Reason.Abnormal()}
 	switch {
 	case status.Reason == drain.Deadline && h.Cluster.Ledger.Pod(status.Pod.UID).Queued:
-		o.message = fmt.Sprintf("deleted after %s while gateways still route to it (%s): it waited for room: %s", seconds(elapsed), status.Reason, h.Cluster.fullService(s))
+		o.message = fmt.Sprintf("deleted after %s while gateways still route to it (%s): it waited for room: %s",
+			seconds(elapsed), status.Reason, h.Cluster.fullService(s))
 	case status.Reason == drain.LastTarget:
 		o.warn, o.message = true, lastMessage("one of its Services")
 	case status.Reason == drain.Deadline || status.Reason == drain.IdleBound:
-		o.message = fmt.Sprintf("deleted after %s although not every gateway has let go (%s): %s", seconds(elapsed), status.Reason, list(slices.Concat(status.Waiting, status.Lost)))
+		o.message = fmt.Sprintf("deleted after %s although not every gateway has let go (%s): %s", seconds(elapsed),
+			status.Reason, list(slices.Concat(status.Waiting, status.Lost)))
 	case status.Reason == drain.AgentsLost:
-		o.message = fmt.Sprintf("deleted after %s although gateways were lost that had not let go (AgentsLost): %s", seconds(elapsed), list(status.Lost))
+		o.message = fmt.Sprintf("deleted after %s although gateways were lost that had not let go (AgentsLost): %s",
+			seconds(elapsed), list(status.Lost))
 	case len(status.Suspended) > 0:
 		// Whoever else has acknowledged: this gateway may route to the pod when it stops.
 		o.reason, o.warn = drain.Suspended.String(), true
-		o.message = "deleted without waiting for gateways that have let one drain after the other expire (Suspended): " + list(status.Suspended)
+		o.message = "deleted without waiting for gateways that have let one drain after the other expire " +
+			"(Suspended): " + list(status.Suspended)
 	case len(status.Away) > 0:
-		o.message = "deleted without waiting for gateways that are away, with pods that are not ready: " + list(status.Away)
+		o.message = "deleted without waiting for gateways that are away, with pods that are not ready: " + list(
+			status.Away)
 		if status.MoreAway > 0 {
 			o.message += fmt.Sprintf(", and %d besides", status.MoreAway)
 		}
@@ -322,7 +339,8 @@ func (c fullService) String() string {
 	if c.service == "" {
 		return "too many targets of its Services are being drained"
 	}
-	return fmt.Sprintf("%d of %d targets of Service %s are being drained here; at most half at one time, those of other replicas counted",
+	return fmt.Sprintf("%d of %d targets of Service %s are being drained here; at most half at one time, those of "+
+		"other replicas counted",
 		c.draining, c.usable, c.service)
 }
 
@@ -354,10 +372,12 @@ func seconds(d time.Duration) string { return fmt.Sprintf("%.1fs", d.Seconds()) 
 // tell writes Events and the log: one line for each answer that was held, denied or abnormal.
 func (h *Handler) tell(role string, q *request, s subject, o outcome) {
 	if role == witness || o.allowed && !o.warn && o.message == "" && o.reason != drain.Acknowledged.String() {
-		h.Log.Debug("deletion", "operation", q.operation, "namespace", q.namespace, "pod", q.name, "user", q.username, "allowed", o.allowed, "reason", o.reason, "role", role)
+		h.Log.Debug("deletion", "operation", q.operation, "namespace", q.namespace, "pod", q.name, "user", q.username,
+			"allowed", o.allowed, "reason", o.reason, "role", role)
 		return
 	}
-	attrs := []any{"operation", q.operation, "namespace", q.namespace, "pod", q.name, "user", q.username, "allowed", o.allowed, "reason", o.reason}
+	attrs := []any{"operation", q.operation, "namespace", q.namespace, "pod", q.name, "user", q.username,
+		"allowed", o.allowed, "reason", o.reason}
 	if s.pod != nil {
 		attrs = append(attrs, "uid", s.pod.UID)
 	}
@@ -381,7 +401,8 @@ func (h *Handler) write(w http.ResponseWriter, q *request, o outcome) {
 	switch {
 	case !o.allowed:
 		response.Result = &metav1.Status{
-			Status: metav1.StatusFailure, Code: http.StatusTooManyRequests, Reason: metav1.StatusReasonTooManyRequests, Message: o.message,
+			Status: metav1.StatusFailure, Code: http.StatusTooManyRequests, Reason: metav1.StatusReasonTooManyRequests,
+			Message: o.message,
 		}
 		if o.retryAfter > 0 {
 			response.Result.Details = &metav1.StatusDetails{RetryAfterSeconds: int32(o.retryAfter / time.Second)}
@@ -390,7 +411,8 @@ func (h *Handler) write(w http.ResponseWriter, q *request, o outcome) {
 			if response.Result.Details == nil {
 				response.Result.Details = &metav1.StatusDetails{}
 			}
-			response.Result.Details.Causes = []metav1.StatusCause{{Type: policyv1.DisruptionBudgetCause, Message: o.budget}}
+			response.Result.Details.Causes = []metav1.StatusCause{{Type: policyv1.DisruptionBudgetCause,
+				Message: o.budget}}
 		}
 	case o.warn:
 		response.Warnings = []string{"Lameduck: pod " + q.namespace + "/" + q.name + " " + o.message}

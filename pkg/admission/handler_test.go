@@ -49,7 +49,8 @@ func TestADrainThatIsReleasedIsAllowed(t *testing.T) {
 	}
 }
 
-// kubectl, client-go and the API server go by code, reason and details: see what a denial looks like on the wire.
+// kubectl, client-go and the API server go by code, reason and details: see what a denial looks
+// like on the wire.
 func TestADrainThatIsNotReleasedIsDeniedWith429(t *testing.T) {
 	w := newWorld(t)
 	w.status(drain.Unrouting, drain.ReasonNone, 20*time.Second, true, nil, silent)
@@ -58,11 +59,13 @@ func TestADrainThatIsNotReleasedIsDeniedWith429(t *testing.T) {
 		t.Fatalf("%+v", got)
 	}
 	r := got.Result
-	if r.Status != metav1.StatusFailure || r.Code != http.StatusTooManyRequests || r.Reason != metav1.StatusReasonTooManyRequests || r.Details == nil || r.Details.RetryAfterSeconds != 3 {
+	if r.Status != metav1.StatusFailure || r.Code != http.StatusTooManyRequests ||
+		r.Reason != metav1.StatusReasonTooManyRequests || r.Details == nil || r.Details.RetryAfterSeconds != 3 {
 		t.Errorf("%+v, details %+v", r, r.Details)
 	}
 	for _, want := range []string{
-		"pod shop/a is still routed by 1 of 2 gateways, since 20.0s: edge/haproxy-1 (routing)", "in 10.0s at the latest",
+		"pod shop/a is still routed by 1 of 2 gateways, since 20.0s: edge/haproxy-1 (routing)",
+		"in 10.0s at the latest",
 		"kubectl annotate pod -n shop a lameduck.io/break-glass=true",
 	} {
 		if !strings.Contains(r.Message, want) {
@@ -86,18 +89,20 @@ func TestRetryAfterGrows(t *testing.T) {
 		reason  Reason
 		want    int32
 	}{
-		"a person at first":            {"jane", 2 * time.Second, true, nil, Draining, 1},
-		"a person after 10 s":          {"jane", 14 * time.Second, true, nil, Draining, 2},
-		"a person after 20 s":          {"jane", 20 * time.Second, true, nil, Draining, 3},
-		"a person who was not held":    {"jane", 15 * time.Second, false, coordinator.ErrTooManyHolds, TooManyHolds, 9},
-		"a person before the deadline": {"jane", 27500 * time.Millisecond, false, coordinator.ErrTooManyHolds, TooManyHolds, 3},
-		"a person while stopping":      {"jane", 20 * time.Second, true, coordinator.ErrStopping, Stopping, 1},
-		"a person who has given up":    {"jane", 20 * time.Second, true, context.Canceled, CallerGone, 3},
+		"a person at first":         {"jane", 2 * time.Second, true, nil, Draining, 1},
+		"a person after 10 s":       {"jane", 14 * time.Second, true, nil, Draining, 2},
+		"a person after 20 s":       {"jane", 20 * time.Second, true, nil, Draining, 3},
+		"a person who was not held": {"jane", 15 * time.Second, false, coordinator.ErrTooManyHolds, TooManyHolds, 9},
+		"a person before the deadline": {"jane", 27500 * time.Millisecond, false, coordinator.ErrTooManyHolds,
+			TooManyHolds, 3},
+		"a person while stopping":   {"jane", 20 * time.Second, true, coordinator.ErrStopping, Stopping, 1},
+		"a person who has given up": {"jane", 20 * time.Second, true, context.Canceled, CallerGone, 3},
 		// Without Retry-After its call fails, and it chooses its victims again.
-		"a ReplicaSet at first":          {replicaSets, 2 * time.Second, true, nil, Draining, 1},
-		"a ReplicaSet after 8 s":         {replicaSets, 8 * time.Second, true, nil, Draining, 1},
-		"a ReplicaSet after 14 s":        {replicaSets, 14 * time.Second, true, nil, Draining, 2},
-		"a ReplicaSet that was not held": {replicaSets, 6 * time.Second, false, coordinator.ErrTooManyHolds, TooManyHolds, 4},
+		"a ReplicaSet at first":   {replicaSets, 2 * time.Second, true, nil, Draining, 1},
+		"a ReplicaSet after 8 s":  {replicaSets, 8 * time.Second, true, nil, Draining, 1},
+		"a ReplicaSet after 14 s": {replicaSets, 14 * time.Second, true, nil, Draining, 2},
+		"a ReplicaSet that was not held": {replicaSets, 6 * time.Second, false, coordinator.ErrTooManyHolds,
+			TooManyHolds, 4},
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t)
@@ -117,9 +122,11 @@ func TestRetryAfterGrows(t *testing.T) {
 	}
 }
 
-// A drain may be released at the very moment at which the coordinator stops or has too many calls. That is no answer to allow.
+// A drain may be released at the very moment at which the coordinator stops or has too many calls.
+// That is no answer to allow.
 func TestAnErrorOfTheLedgerIsNeverAnAllow(t *testing.T) {
-	for _, err := range []error{coordinator.ErrStopping, coordinator.ErrTooManyHolds, context.Canceled, errors.New("anything")} {
+	for _, err := range []error{coordinator.ErrStopping, coordinator.ErrTooManyHolds, context.Canceled,
+		errors.New("anything")} {
 		w := newWorld(t)
 		w.status(drain.Released, drain.NoAgents, 20*time.Second, true, err)
 		if got := w.ask(deletion(w.a)); got.Allowed || got.Result.Code != 429 {
@@ -131,7 +138,8 @@ func TestAnErrorOfTheLedgerIsNeverAnAllow(t *testing.T) {
 func TestHoldsNoLongerThanTheTimeoutPermits(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		for query, want := range map[string]time.Duration{
-			"": 2 * time.Second, "?timeout=5s": 2 * time.Second, "?timeout=30s": 2 * time.Second, "?timeout=3s": 1500 * time.Millisecond, "?timeout=1s": 0,
+			"": 2 * time.Second, "?timeout=5s": 2 * time.Second, "?timeout=30s": 2 * time.Second,
+			"?timeout=3s": 1500 * time.Millisecond, "?timeout=1s": 0,
 		} {
 			w := newWorld(t)
 			w.ledger.answer = func(until time.Time) (drain.Status, bool, error) {
@@ -147,8 +155,8 @@ func TestHoldsNoLongerThanTheTimeoutPermits(t *testing.T) {
 	})
 }
 
-// Two pods of a Service that are deleted together wait for each other only until one of them has gone: gateways keep the other, and
-// would keep it until the deadline.
+// Two pods of a Service that are deleted together wait for each other only until one of them has
+// gone: gateways keep the other, and would keep it until the deadline.
 func TestBecomesTheLastWhileItIsHeld(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t)
@@ -180,12 +188,16 @@ func TestWarningsAndEventsOnlyWhenAbnormal(t *testing.T) {
 		event   string
 	}{
 		"acknowledged": {func(*world) {}, true, "Acknowledged", "", ""},
-		"nobody owes":  {func(w *world) { w.status(drain.Released, drain.NoAgents, 0, false, nil) }, true, "NoAgents", "", ""},
+		"nobody owes": {func(w *world) { w.status(drain.Released, drain.NoAgents, 0, false, nil) }, true,
+			"NoAgents", "", ""},
 		"dead": {func(w *world) { w.status(drain.Closed, drain.PodDeleted, 0, false, nil) }, true,
 			"PodDeleted", "", ""},
-		"deadline": {func(w *world) { w.status(drain.Released, drain.Deadline, 30*time.Second, true, nil, silent) }, true, "Deadline",
-			"Lameduck: pod shop/a deleted after 30.0s although not every gateway has let go (Deadline): edge/haproxy-1 (routing)", "LameduckDeadline"},
-		"idle bound": {func(w *world) { w.status(drain.Released, drain.IdleBound, 12*time.Second, true, nil, silent) }, true, "IdleBound",
+		"deadline": {func(w *world) { w.status(drain.Released, drain.Deadline, 30*time.Second, true, nil, silent) },
+			true, "Deadline",
+			"Lameduck: pod shop/a deleted after 30.0s although not every gateway has let go (Deadline): " +
+				"edge/haproxy-1 (routing)", "LameduckDeadline"},
+		"idle bound": {func(w *world) { w.status(drain.Released, drain.IdleBound, 12*time.Second, true, nil, silent) },
+			true, "IdleBound",
 			"although not every gateway has let go (IdleBound)", "LameduckIdleBound"},
 		"an agent lost": {func(w *world) {
 			w.status(drain.Released, drain.AgentsLost, 6*time.Second, true, nil)
@@ -195,18 +207,23 @@ func TestWarningsAndEventsOnlyWhenAbnormal(t *testing.T) {
 				status.Lost = []drain.Waiting{{Agent: "agent-1", Name: "edge/haproxy-1"}}
 				return status, held, err
 			}
-		}, true, "AgentsLost", "deleted after 6.0s although gateways were lost that had not let go (AgentsLost): edge/haproxy-1 (not connected)", "LameduckAgentsLost"},
+		}, true, "AgentsLost", "deleted after 6.0s although gateways were lost that had not let go (AgentsLost): " +
+			"edge/haproxy-1 (not connected)", "LameduckAgentsLost"},
 		"last target": {func(w *world) { w.slices.usable[webService] = []health.UID{"uid-a"} }, true, "LastTarget",
 			"no other pod of Service shop/web is ready", "LameduckLastTarget"},
-		"last target of one of its Services": {func(w *world) { w.status(drain.Released, drain.LastTarget, 0, true, nil) }, true, "LastTarget",
+		"last target of one of its Services": {func(w *world) {
+			w.status(drain.Released, drain.LastTarget, 0, true, nil)
+		}, true, "LastTarget",
 			"no other pod of one of its Services is ready", "LameduckLastTarget"},
 		"cool-off": {func(w *world) { w.ledger.refused = 2 }, true, "CoolOff", "let go 2 times", "LameduckCoolOff"},
 		"cold":     {func(w *world) { w.cold = true }, true, "Cold", "no view of the cluster", "LameduckCold"},
 		"unreadable": {func(w *world) { w.reader.broken = "*v1.Namespace" }, true, "NoFacts",
 			"deleted without asking gateways: read namespace shop from the cache", "LameduckNoFacts"},
-		"starting":   {func(w *world) { w.cold, w.Cluster.Started = true, time.Now() }, false, "Starting", "", "LameduckWaiting"},
-		"terminated": {func(w *world) { w.a.DeletionTimestamp = &metav1.Time{Time: time.Now()} }, true, "Terminating", "", ""},
-		"no agents":  {func(w *world) { w.ledger.expected, w.ledger.routed = 0, nil }, true, "NoAgents", "", ""},
+		"starting": {func(w *world) { w.cold, w.Cluster.Started = true, time.Now() }, false,
+			"Starting", "", "LameduckWaiting"},
+		"terminated": {func(w *world) { w.a.DeletionTimestamp = &metav1.Time{Time: time.Now()} }, true,
+			"Terminating", "", ""},
+		"no agents": {func(w *world) { w.ledger.expected, w.ledger.routed = 0, nil }, true, "NoAgents", "", ""},
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t)
@@ -219,7 +236,8 @@ func TestWarningsAndEventsOnlyWhenAbnormal(t *testing.T) {
 			if want := []string{"delete " + answer + " " + c.counted + " 1"}; !slices.Equal(w.counted(), want) {
 				t.Errorf("counted %q, want %q", w.counted(), want)
 			}
-			if warning := strings.Join(got.Warnings, "\n"); !strings.Contains(warning, c.warning) || c.warning == "" && warning != "" {
+			if warning := strings.Join(got.Warnings, "\n"); !strings.Contains(warning, c.warning) || c.warning == "" &&
+				warning != "" {
 				t.Errorf("warning %q, want %q", warning, c.warning)
 			}
 			var event string
@@ -242,20 +260,25 @@ func TestABudgetIsDeniedWithoutUnrouting(t *testing.T) {
 	if got := w.ask(eviction(w.a, "policy/v1", "")); !got.Allowed {
 		t.Error("an unreadable budget keeps a pod")
 	}
-	// The API server refuses without Retry-After (createTooManyRequestsError of eviction.go). With it, client-go asks ten
-	// times more within one call: kubectl drain, Karpenter and the descheduler would wait ten seconds for each such pod.
+	// The API server refuses without Retry-After (createTooManyRequestsError of eviction.go). With
+	// it, client-go asks ten times more within one call: kubectl drain, Karpenter and the
+	// descheduler would wait ten seconds for each such pod.
 	for _, who := range []string{"jane", replicaSets, "system:serviceaccount:karpenter:karpenter"} {
 		w := newWorld(t)
 		w.add(budget("pdb", 0, map[string]string{"app": "web"}))
 		got := w.ask(eviction(w.a, "policy/v1", "", by(who)))
-		if got.Allowed || got.Result.Code != 429 || !strings.HasPrefix(got.Result.Message, "Cannot evict pod as it would violate the pod's disruption budget.") {
+		if got.Allowed || got.Result.Code != 429 ||
+			!strings.HasPrefix(got.Result.Message,
+				"Cannot evict pod as it would violate the pod's disruption budget.") {
 			t.Errorf("%s: %+v", who, got)
 		}
 		d := got.Result.Details
 		if d == nil || d.RetryAfterSeconds != 0 {
 			t.Fatalf("%s: details %+v", who, d)
 		}
-		if want := (metav1.StatusCause{Type: policyv1.DisruptionBudgetCause, Message: "The disruption budget pdb needs 2 healthy pods and has 2 currently"}); !slices.Equal(d.Causes, []metav1.StatusCause{want}) {
+		if want := (metav1.StatusCause{Type: policyv1.DisruptionBudgetCause,
+			Message: "The disruption budget pdb needs 2 healthy pods and has 2 currently"}); !slices.Equal(d.Causes,
+			[]metav1.StatusCause{want}) {
 			t.Errorf("%s: causes %+v, want %+v", who, d.Causes, want)
 		}
 		if len(w.ledger.calls) != 0 {
@@ -298,8 +321,13 @@ func TestWhatMustNotUnroute(t *testing.T) {
 			w.reader.broken = "*v1.Namespace"
 			return deletion(w.a, options(`{"dryRun":["All"]}`))
 		},
-		"an eviction of nobody": func(w *world) *admissionv1.AdmissionReview { return eviction(runningPod("c"), "policy/v1beta1", "") },
-		"an excluded namespace": func(w *world) *admissionv1.AdmissionReview { w.ns.Labels[OptOut] = "disabled"; return deletion(w.a) },
+		"an eviction of nobody": func(w *world) *admissionv1.AdmissionReview {
+			return eviction(runningPod("c"), "policy/v1beta1", "")
+		},
+		"an excluded namespace": func(w *world) *admissionv1.AdmissionReview {
+			w.ns.Labels[OptOut] = "disabled"
+			return deletion(w.a)
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t)
@@ -326,7 +354,8 @@ func TestListNamesThreeAtMost(t *testing.T) {
 	}
 }
 
-// A deletion that is asked for again, as the API server does when the pod was written meanwhile, is a second answer on one drain.
+// A deletion that is asked for again, as the API server does when the pod was written meanwhile, is
+// a second answer on one drain.
 func TestARepeatJoinsTheDrain(t *testing.T) {
 	w := newWorld(t)
 	for range 2 {
@@ -351,7 +380,8 @@ func TestUnknownFieldsAreIgnored(t *testing.T) {
 	request["mood"] = "better"
 	request["oldObject"].(map[string]any)["spec"].(map[string]any)["mood"] = "best"
 	body, _ := json.Marshal(review)
-	if got := w.post(string(body), ""); got.Code != http.StatusOK || !strings.Contains(got.Body.String(), `"allowed":true`) {
+	if got := w.post(string(body), ""); got.Code != http.StatusOK ||
+		!strings.Contains(got.Body.String(), `"allowed":true`) {
 		t.Errorf("%d %s", got.Code, got.Body)
 	}
 }

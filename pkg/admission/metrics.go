@@ -12,7 +12,8 @@ import (
 
 // refusals are the statuses of calls that are no review that this webhook understands.
 var refusals = []int{
-	http.StatusBadRequest, http.StatusNotFound, http.StatusMethodNotAllowed, http.StatusRequestTimeout, http.StatusRequestEntityTooLarge,
+	http.StatusBadRequest, http.StatusNotFound, http.StatusMethodNotAllowed, http.StatusRequestTimeout,
+	http.StatusRequestEntityTooLarge,
 	http.StatusUnsupportedMediaType,
 }
 
@@ -29,7 +30,8 @@ func NewMetrics(r prometheus.Registerer) *Metrics {
 	m := &Metrics{
 		answers: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "lameduck_admission_answers_total",
-			Help: "Answers to deletions and evictions of pods, by role, operation, answer and reason. Each deletion is answered by every replica, once as the opener.",
+			Help: "Answers to deletions and evictions of pods, by role, operation, answer and reason. Each deletion " +
+				"is answered by every replica, once as the opener.",
 		}, []string{"role", "operation", "answer", "reason"}),
 		duration: prometheus.NewHistogramVec(prometheus.HistogramOpts{
 			Name:    "lameduck_admission_duration_seconds",
@@ -38,11 +40,14 @@ func NewMetrics(r prometheus.Registerer) *Metrics {
 		}, []string{"operation", "answer"}),
 		bad: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "lameduck_admission_malformed_total",
-			Help: "Requests that were not a review this webhook understands, by HTTP status: 404 is another path, or a wrong secret in it.",
+			Help: "Requests that were not a review this webhook understands, by HTTP status: 404 is another path, " +
+				"or a wrong secret in it.",
 		}, []string{"code"}),
 		mutations: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "lameduck_admission_mutations_total",
-			Help: "Pods that were created where the barrier is enabled, by what became of them: those that are neither Covered nor PartlyCovered stop without waiting. A pod may be counted again when other webhooks have changed it.",
+			Help: "Pods that were created where the barrier is enabled, by what became of them: those that are " +
+				"neither Covered nor PartlyCovered stop without waiting. A pod may be counted again when other " +
+				"webhooks have changed it.",
 		}, []string{"coverage"}),
 	}
 	r.MustRegister(m.answers, m.duration, m.bad, m.mutations)

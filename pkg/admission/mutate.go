@@ -23,15 +23,18 @@ const (
 	BarrierDisabled = "disabled"
 )
 
-// What a pod with the barrier carries, for the agent of its node. Admission knows neither UID nor, with generateName, a name of the pod: the
-// hook names it by a random id.
+// What a pod with the barrier carries, for the agent of its node. Admission knows neither UID nor,
+// with generateName, a name of the pod: the hook names it by a random id.
 const (
 	BarrierIDAnnotation = "lameduck.io/barrier-id"
-	// BarrierBoundAnnotation is how long the hook may last, as a duration in seconds; the grace period has grown by it.
+	// BarrierBoundAnnotation is how long the hook may last, as a duration in seconds; the grace
+	// period has grown by it.
 	BarrierBoundAnnotation = "lameduck.io/barrier-bound"
-	// BarrierGraceAnnotation is the grace period in seconds before that: what the app has for itself.
+	// BarrierGraceAnnotation is the grace period in seconds before that: what the app has for
+	// itself.
 	BarrierGraceAnnotation = "lameduck.io/barrier-grace"
-	// BarrierUncoveredAnnotation names the containers that could not be given the hook, separated by commas: they stop without waiting.
+	// BarrierUncoveredAnnotation names the containers that could not be given the hook, separated
+	// by commas: they stop without waiting.
 	BarrierUncoveredAnnotation = "lameduck.io/barrier-uncovered"
 )
 
@@ -61,7 +64,8 @@ type Barrier struct {
 	Image string
 	// PullSecrets are names of Secrets to pull Image with, in the namespace of each pod.
 	PullSecrets []string
-	// ExecOnly leaves out hooks of kind httpGet, for clusters that forbid their host by other means than a namespace's label.
+	// ExecOnly leaves out hooks of kind httpGet, for clusters that forbid their host by other means
+	// than a namespace's label.
 	ExecOnly bool
 }
 
@@ -69,7 +73,8 @@ type Barrier struct {
 type Place struct {
 	Name   string
 	Labels map[string]string
-	// Known is false if the namespace is so new that nobody has heard of it. It was selected by the API server, by the labels.
+	// Known is false if the namespace is so new that nobody has heard of it. It was selected by the
+	// API server, by the labels.
 	Known bool
 	// Excluded: pods there never wait.
 	Excluded bool
@@ -85,21 +90,24 @@ const (
 	podUncoverable coverage = "Uncoverable"   // no container could be given the hook
 	podNotOptedIn  coverage = "NotOptedIn"
 	podExcluded    coverage = "Excluded"
-	podJob         coverage = "Job"         // it ends by itself: owned by a Job, or not restarted always
-	podHostNetwork coverage = "HostNetwork" // it shares its address with the node and others there: nobody can tell whose traffic it is
+	podJob         coverage = "Job" // it ends by itself: owned by a Job, or not restarted always
+	// it shares its address with the node and others there: nobody can tell whose traffic it is
+	podHostNetwork coverage = "HostNetwork"
 	podMirror      coverage = "MirrorPod"
 	podWindows     coverage = "Windows"
 	podZeroGrace   coverage = "ZeroGrace" // asked to be killed at once
 )
 
 var coverages = []coverage{
-	podCovered, podPartly, podUncoverable, podNotOptedIn, podExcluded, podJob, podHostNetwork, podMirror, podWindows, podZeroGrace,
+	podCovered, podPartly, podUncoverable, podNotOptedIn, podExcluded, podJob, podHostNetwork, podMirror, podWindows,
+	podZeroGrace,
 }
 
 // uncovered is a container that cannot be given the hook.
 type uncovered struct{ container, why string }
 
-// operation is one of a JSON patch, RFC 6902. What the patch does not name stays as it was, also what is newer than the types here.
+// operation is one of a JSON patch, RFC 6902. What the patch does not name stays as it was, also
+// what is newer than the types here.
 type operation struct {
 	Op    string `json:"op"`
 	Path  string `json:"path"`
@@ -113,9 +121,11 @@ type mutation struct {
 	uncovered []uncovered
 }
 
-// mutate decides what a pod needs in order to wait, and names it id. Applied to its own result, by the API server after other webhooks have
-// changed the pod, it covers what has come since; with the same id and nothing new it changes nothing. An id that the pod has already is
-// replaced: nobody can tell a pod that comes back from a copy of another pod, and two pods of one id would be taken for one.
+// mutate decides what a pod needs in order to wait, and names it id. Applied to its own result, by
+// the API server after other webhooks have changed the pod, it covers what has come since; with the
+// same id and nothing new it changes nothing. An id that the pod has already is replaced: nobody
+// can tell a pod that comes back from a copy of another pod, and two pods of one id would be taken
+// for one.
 func mutate(pod *corev1.Pod, place Place, id string, b Barrier) mutation {
 	if why := spared(pod, place); why != "" {
 		return mutation{coverage: why}
@@ -160,7 +170,8 @@ func spared(pod *corev1.Pod, place Place) coverage {
 		return podNotOptedIn
 	case mirror:
 		return podMirror
-	case spec.OS != nil && spec.OS.Name == corev1.Windows, spec.NodeSelector[corev1.LabelOSStable] == string(corev1.Windows):
+	case spec.OS != nil && spec.OS.Name == corev1.Windows,
+		spec.NodeSelector[corev1.LabelOSStable] == string(corev1.Windows):
 		return podWindows
 	case spec.RestartPolicy != corev1.RestartPolicyAlways && spec.RestartPolicy != "", ofJob(pod):
 		return podJob
@@ -178,15 +189,15 @@ func ofJob(pod *corev1.Pod) bool {
 	})
 }
 
-// allowsHostInHooks reports whether Pod Security lets hooks and probes name a host, loopback too. It forbids that from baseline on, since
-// 1.34. A namespace that is not known may be of any kind.
+// allowsHostInHooks reports whether Pod Security lets hooks and probes name a host, loopback too.
+// It forbids that from baseline on, since 1.34. A namespace that is not known may be of any kind.
 func (p Place) allowsHostInHooks() bool {
 	level := p.Labels[enforceLabel]
 	return p.Known && (level == "" || level == "privileged")
 }
 
-// ownGrace is what the app has for itself. A pod that was mutated before, or copied from one that was, says so in an annotation; not if
-// somebody has changed its grace period since.
+// ownGrace is what the app has for itself. A pod that was mutated before, or copied from one that
+// was, says so in an annotation; not if somebody has changed its grace period since.
 func ownGrace(pod *corev1.Pod) int64 {
 	grace := ptr.Deref(pod.Spec.TerminationGracePeriodSeconds, defaultGrace)
 	own, err := strconv.ParseInt(pod.Annotations[BarrierGraceAnnotation], 10, 64)
@@ -223,17 +234,20 @@ func (m *mutator) cover(i int, c *corev1.Container) (why string) {
 	path := fmt.Sprintf("/spec/containers/%d", i)
 	if own == nil && m.http {
 		hook := &corev1.LifecycleHandler{HTTPGet: &corev1.HTTPGetAction{
-			Host: loopback, Port: intstr.FromInt(m.barrier.Port), Path: waitPath + m.id + "?container=" + c.Name, Scheme: corev1.URISchemeHTTP,
+			Host: loopback, Port: intstr.FromInt(m.barrier.Port), Path: waitPath + m.id + "?container=" + c.Name,
+			Scheme: corev1.URISchemeHTTP,
 		}}
 		m.setHook(path, c, hook)
 		return ""
 	}
 	args := []string{
-		waitProgram, fmt.Sprintf("--agent=$(%s):%d", hostVariable, m.barrier.Port), "--id=" + m.id, "--container=" + c.Name, "--bound=" + m.bound(),
+		waitProgram, fmt.Sprintf("--agent=$(%s):%d", hostVariable, m.barrier.Port), "--id=" + m.id,
+		"--container=" + c.Name, "--bound=" + m.bound(),
 	}
 	var variables []corev1.EnvVar
 	need := func(name, field string) {
-		variables = append(variables, corev1.EnvVar{Name: name, ValueFrom: &corev1.EnvVarSource{FieldRef: &corev1.ObjectFieldSelector{APIVersion: "v1", FieldPath: field}}})
+		variables = append(variables, corev1.EnvVar{Name: name,
+			ValueFrom: &corev1.EnvVarSource{FieldRef: &corev1.ObjectFieldSelector{APIVersion: "v1", FieldPath: field}}})
 	}
 	need(hostVariable, hostField)
 	wrapped, usesPod, why := wrap(own, c)
@@ -257,16 +271,19 @@ func (m *mutator) bound() string { return fmt.Sprintf("%ds", int64(m.barrier.Bou
 
 // isOurHTTP reports whether a hook is one that mutate has made, of kind httpGet.
 func (m *mutator) isOurHTTP(h *corev1.LifecycleHandler) bool {
-	return h != nil && h.HTTPGet != nil && h.HTTPGet.Host == loopback && h.HTTPGet.Port.IntValue() == m.barrier.Port && strings.HasPrefix(h.HTTPGet.Path, waitPath)
+	return h != nil && h.HTTPGet != nil && h.HTTPGet.Host == loopback && h.HTTPGet.Port.IntValue() == m.barrier.Port &&
+		strings.HasPrefix(h.HTTPGet.Path, waitPath)
 }
 
-// wrap returns what lameduck-wait is told of the container's own hook, and whether that needs the pod's address. why: it cannot do it.
+// wrap returns what lameduck-wait is told of the container's own hook, and whether that needs the
+// pod's address. why: it cannot do it.
 func wrap(own *corev1.LifecycleHandler, c *corev1.Container) (args []string, usesPod bool, why string) {
 	switch {
 	case own == nil:
 		return nil, false, ""
 	case own.Exec != nil && len(own.Exec.Command) > 0 && own.Exec.Command[0] == waitProgram:
-		// Ours, of kind exec: what it says of the container's own hook stays, as do flags that a later version may add.
+		// Ours, of kind exec: what it says of the container's own hook stays, as do flags that a
+		// later version may add.
 		for i, arg := range own.Exec.Command[1:] {
 			name, _, _ := strings.Cut(arg, "=")
 			if arg == "--" {
@@ -322,7 +339,8 @@ func wrapHTTP(h *corev1.HTTPGetAction, c *corev1.Container) (args []string, uses
 	return args, usesPod, ""
 }
 
-// room is why neither program nor variables can be put into the container. Empty: they can, or are there.
+// room is why neither program nor variables can be put into the container. Empty: they can, or are
+// there.
 func (m *mutator) room(c *corev1.Container, variables []corev1.EnvVar) string {
 	for _, v := range m.pod.Spec.Volumes {
 		if v.Name == waitName && v.EmptyDir == nil {
@@ -342,7 +360,8 @@ func (m *mutator) room(c *corev1.Container, variables []corev1.EnvVar) string {
 	}
 	for _, v := range variables {
 		for _, has := range c.Env {
-			if has.Name == v.Name && (has.ValueFrom == nil || has.ValueFrom.FieldRef == nil || has.ValueFrom.FieldRef.FieldPath != v.ValueFrom.FieldRef.FieldPath) {
+			if has.Name == v.Name && (has.ValueFrom == nil || has.ValueFrom.FieldRef == nil ||
+				has.ValueFrom.FieldRef.FieldPath != v.ValueFrom.FieldRef.FieldPath) {
 				return "it has a variable " + v.Name + " of its own"
 			}
 		}
@@ -389,7 +408,8 @@ func (m *mutator) mount(path string, c *corev1.Container) {
 	if slices.ContainsFunc(c.VolumeMounts, func(has corev1.VolumeMount) bool { return has.Name == waitName }) {
 		return
 	}
-	m.appendTo(path+"/volumeMounts", len(c.VolumeMounts) == 0, corev1.VolumeMount{Name: waitName, MountPath: waitDir, ReadOnly: true})
+	m.appendTo(path+"/volumeMounts", len(c.VolumeMounts) == 0,
+		corev1.VolumeMount{Name: waitName, MountPath: waitDir, ReadOnly: true})
 }
 
 // appendTo adds to the end of a list, which has to be made if it is empty.
@@ -401,14 +421,16 @@ func (m *mutator) appendTo(path string, empty bool, value any) {
 	m.do("add", path+"/-", value)
 }
 
-// addProgram adds what puts lameduck-wait into the pod. It stands before all other init containers: behind a native sidecar its resources
-// would add to the sidecar's, here they never make the pod larger.
+// addProgram adds what puts lameduck-wait into the pod. It stands before all other init containers:
+// behind a native sidecar its resources would add to the sidecar's, here they never make the pod
+// larger.
 func (m *mutator) addProgram() {
 	spec := &m.pod.Spec
 	if !slices.ContainsFunc(spec.Volumes, func(v corev1.Volume) bool { return v.Name == waitName }) {
 		limit := resource.MustParse(waitVolumeMax)
 		m.appendTo("/spec/volumes", len(spec.Volumes) == 0, corev1.Volume{
-			Name: waitName, VolumeSource: corev1.VolumeSource{EmptyDir: &corev1.EmptyDirVolumeSource{SizeLimit: &limit}},
+			Name:         waitName,
+			VolumeSource: corev1.VolumeSource{EmptyDir: &corev1.EmptyDirVolumeSource{SizeLimit: &limit}},
 		})
 	}
 	resources := likeFirst(spec)
@@ -430,9 +452,10 @@ func (m *mutator) addProgram() {
 		Resources:    resources,
 		VolumeMounts: []corev1.VolumeMount{{Name: waitName, MountPath: waitDir}},
 		SecurityContext: &corev1.SecurityContext{
-			RunAsNonRoot: ptr.To(true), RunAsUser: &user, AllowPrivilegeEscalation: ptr.To(false), ReadOnlyRootFilesystem: ptr.To(true),
-			Capabilities:   &corev1.Capabilities{Drop: []corev1.Capability{"ALL"}},
-			SeccompProfile: &corev1.SeccompProfile{Type: corev1.SeccompProfileTypeRuntimeDefault},
+			RunAsNonRoot: ptr.To(true), RunAsUser: &user, AllowPrivilegeEscalation: ptr.To(false),
+			ReadOnlyRootFilesystem: ptr.To(true),
+			Capabilities:           &corev1.Capabilities{Drop: []corev1.Capability{"ALL"}},
+			SeccompProfile:         &corev1.SeccompProfile{Type: corev1.SeccompProfileTypeRuntimeDefault},
 		},
 	}
 	empty := len(spec.ImagePullSecrets) == 0
@@ -449,12 +472,14 @@ func (m *mutator) addProgram() {
 	m.do("add", "/spec/initContainers/0", c)
 }
 
-// likeFirst is the resources of the pod's first container, without devices. So the init container fits into every quota and range of limits
-// that the pod fits into, adds nothing to what the pod needs, and the pod keeps its class of quality of service.
+// likeFirst is the resources of the pod's first container, without devices. So the init container
+// fits into every quota and range of limits that the pod fits into, adds nothing to what the pod
+// needs, and the pod keeps its class of quality of service.
 func likeFirst(spec *corev1.PodSpec) corev1.ResourceRequirements {
 	of := func(all corev1.ResourceList) corev1.ResourceList {
 		var some corev1.ResourceList
-		for _, name := range []corev1.ResourceName{corev1.ResourceCPU, corev1.ResourceMemory, corev1.ResourceEphemeralStorage} {
+		for _, name := range []corev1.ResourceName{corev1.ResourceCPU, corev1.ResourceMemory,
+			corev1.ResourceEphemeralStorage} {
 			if q, ok := all[name]; ok {
 				if some == nil {
 					some = corev1.ResourceList{}
@@ -511,7 +536,8 @@ func (m *mutator) annotate(covered bool) {
 		}
 		return
 	}
-	for _, key := range []string{BarrierIDAnnotation, BarrierBoundAnnotation, BarrierGraceAnnotation, BarrierUncoveredAnnotation} {
+	for _, key := range []string{BarrierIDAnnotation, BarrierBoundAnnotation, BarrierGraceAnnotation,
+		BarrierUncoveredAnnotation} {
 		has, there := m.pod.Annotations[key]
 		value, wanted := want[key]
 		path := "/metadata/annotations/" + strings.ReplaceAll(key, "/", "~1")

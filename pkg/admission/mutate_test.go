@@ -35,7 +35,8 @@ func webPod(edit ...func(*corev1.Pod)) *corev1.Pod {
 		ObjectMeta: metav1.ObjectMeta{GenerateName: "web-", Namespace: "shop"},
 		Spec: corev1.PodSpec{
 			RestartPolicy: corev1.RestartPolicyAlways, TerminationGracePeriodSeconds: ptr.To(int64(30)),
-			Containers: []corev1.Container{{Name: "web", Image: "web", Ports: []corev1.ContainerPort{{Name: "http", ContainerPort: 8080}}}},
+			Containers: []corev1.Container{{Name: "web", Image: "web",
+				Ports: []corev1.ContainerPort{{Name: "http", ContainerPort: 8080}}}},
 		},
 	}
 	for _, e := range edit {
@@ -49,7 +50,8 @@ func preStop(h corev1.LifecycleHandler) func(*corev1.Pod) {
 	return func(p *corev1.Pod) { p.Spec.Containers[0].Lifecycle = &corev1.Lifecycle{PreStop: &h} }
 }
 
-// apply is what the API server does with a patch. The pod must have had nothing removed but annotations of ours.
+// apply is what the API server does with a patch. The pod must have had nothing removed but
+// annotations of ours.
 func apply(t *testing.T, pod *corev1.Pod, m mutation) *corev1.Pod {
 	t.Helper()
 	before, err := json.Marshal(pod)
@@ -67,7 +69,8 @@ func apply(t *testing.T, pod *corev1.Pod, m mutation) *corev1.Pod {
 	if len(m.patch) == 0 {
 		return pod.DeepCopy()
 	}
-	// Strict, as the API server is: what is not there cannot be removed, and no parent is made by itself.
+	// Strict, as the API server is: what is not there cannot be removed, and no parent is made by
+	// itself.
 	after, err := patch.Apply(before)
 	if err != nil {
 		t.Fatalf("the API server would refuse %s: %v", text, err)
@@ -82,7 +85,8 @@ func apply(t *testing.T, pod *corev1.Pod, m mutation) *corev1.Pod {
 // summary is what matters of a mutated pod, in lines.
 func summary(p *corev1.Pod) []string {
 	lines := []string{}
-	for _, key := range []string{BarrierIDAnnotation, BarrierBoundAnnotation, BarrierGraceAnnotation, BarrierUncoveredAnnotation} {
+	for _, key := range []string{BarrierIDAnnotation, BarrierBoundAnnotation, BarrierGraceAnnotation,
+		BarrierUncoveredAnnotation} {
 		if v, ok := p.Annotations[key]; ok {
 			lines = append(lines, strings.TrimPrefix(key, "lameduck.io/")+"="+v)
 		}
@@ -136,67 +140,111 @@ func TestMutate(t *testing.T) {
 		lines []string // nil: the pod stays as it is
 		warns string
 	}{
-		{"no level", in(""), webPod(), podCovered, append(slices.Clone(ours), "web: get 127.0.0.1 9447 /v1/wait/THE-ID?container=web"), ""},
-		{"privileged", in("privileged"), webPod(), podCovered, append(slices.Clone(ours), "web: get 127.0.0.1 9447 /v1/wait/THE-ID?container=web"), ""},
+		{"no level", in(""), webPod(), podCovered,
+			append(slices.Clone(ours), "web: get 127.0.0.1 9447 /v1/wait/THE-ID?container=web"), ""},
+		{"privileged", in("privileged"), webPod(), podCovered,
+			append(slices.Clone(ours), "web: get 127.0.0.1 9447 /v1/wait/THE-ID?container=web"), ""},
 		{"baseline", in("baseline"), webPod(), podCovered, withExec(""), ""},
 		{"restricted", in("restricted"), webPod(), podCovered, withExec(""), ""},
 		// It may be a level that comes after these.
 		{"unknown level", in("fortress"), webPod(), podCovered, withExec(""), ""},
 		{"namespace not heard of", Place{Name: "new"}, webPod(), podCovered, withExec(""), ""},
 		{"postStart stays", in(""), webPod(func(p *corev1.Pod) {
-			p.Spec.Containers[0].Lifecycle = &corev1.Lifecycle{PostStart: &corev1.LifecycleHandler{Exec: &corev1.ExecAction{Command: []string{"start"}}}}
+			p.Spec.Containers[0].Lifecycle = &corev1.Lifecycle{
+				PostStart: &corev1.LifecycleHandler{Exec: &corev1.ExecAction{Command: []string{"start"}}}}
 		}), podCovered, append(slices.Clone(ours), "web: get 127.0.0.1 9447 /v1/wait/THE-ID?container=web"), ""},
 
-		{"exec hook", in(""), webPod(preStop(corev1.LifecycleHandler{Exec: &corev1.ExecAction{Command: []string{"/bin/sh", "-c", "sleep 5 -- x"}}})),
+		{"exec hook", in(""),
+			webPod(preStop(corev1.LifecycleHandler{Exec: &corev1.ExecAction{Command: []string{"/bin/sh", "-c",
+				"sleep 5 -- x"}}})),
 			podCovered, withExec(" -- /bin/sh -c sleep 5 -- x"), ""},
-		{"sleep hook", in(""), webPod(preStop(corev1.LifecycleHandler{Sleep: &corev1.SleepAction{Seconds: 5}})), podCovered, withExec(" --sleep=5s"), ""},
-		{"sleep hook of 0 s", in(""), webPod(preStop(corev1.LifecycleHandler{Sleep: &corev1.SleepAction{}})), podCovered, withExec(""), ""},
+		{"sleep hook", in(""), webPod(preStop(corev1.LifecycleHandler{Sleep: &corev1.SleepAction{Seconds: 5}})),
+			podCovered, withExec(" --sleep=5s"), ""},
+		{"sleep hook of 0 s", in(""), webPod(preStop(corev1.LifecycleHandler{Sleep: &corev1.SleepAction{}})),
+			podCovered, withExec(""), ""},
 		{"http hook", in(""), webPod(preStop(corev1.LifecycleHandler{HTTPGet: &corev1.HTTPGetAction{
-			Port: intstr.FromString("http"), Path: "/stop?x=y", Scheme: "HTTP", HTTPHeaders: []corev1.HTTPHeader{{Name: "X-Why", Value: "it stops"}},
+			Port: intstr.FromString("http"), Path: "/stop?x=y",
+			Scheme: "HTTP", HTTPHeaders: []corev1.HTTPHeader{{Name: "X-Why", Value: "it stops"}},
 		}})), podCovered, append(slices.Clone(ours), "init lameduck-wait",
 			"web: "+waitArgs+" --http-get=http://$(LAMEDUCK_POD_IP):8080/stop?x=y --http-header=X-Why: it stops"+hostEnv+" LAMEDUCK_POD_IP=status.podIP"+mounted), ""},
-		{"http hook to another host", in(""), webPod(preStop(corev1.LifecycleHandler{HTTPGet: &corev1.HTTPGetAction{Port: intstr.FromInt(81), Host: "10.0.0.1"}})),
+		{"http hook to another host", in(""),
+			webPod(preStop(corev1.LifecycleHandler{HTTPGet: &corev1.HTTPGetAction{Port: intstr.FromInt(81),
+				Host: "10.0.0.1"}})),
 			podCovered, withExec(" --http-get=http://10.0.0.1:81/"), ""},
-		{"https hook", in(""), webPod(preStop(corev1.LifecycleHandler{HTTPGet: &corev1.HTTPGetAction{Port: intstr.FromInt(81), Scheme: "HTTPS"}})),
-			podUncoverable, []string{"barrier-uncovered=web", "grace 30", "web: get  81 "}, "web (its preStop hook speaks HTTPS)"},
-		{"http hook to a port that is not there", in(""), webPod(preStop(corev1.LifecycleHandler{HTTPGet: &corev1.HTTPGetAction{Port: intstr.FromString("admin")}})),
+		{"https hook", in(""),
+			webPod(preStop(corev1.LifecycleHandler{HTTPGet: &corev1.HTTPGetAction{Port: intstr.FromInt(81),
+				Scheme: "HTTPS"}})),
+			podUncoverable, []string{"barrier-uncovered=web", "grace 30", "web: get  81 "},
+			"web (its preStop hook speaks HTTPS)"},
+		{"http hook to a port that is not there", in(""),
+			webPod(preStop(corev1.LifecycleHandler{HTTPGet: &corev1.HTTPGetAction{Port: intstr.FromString("admin")}})),
 			podUncoverable, []string{"barrier-uncovered=web", "grace 30", "web: get  admin "}, `names port "admin"`},
-		{"tcp hook", in(""), webPod(preStop(corev1.LifecycleHandler{TCPSocket: &corev1.TCPSocketAction{Port: intstr.FromInt(81)}})),
-			podUncoverable, []string{"barrier-uncovered=web", "grace 30", "web: another hook"}, "cannot be run by another"},
-		{"one of two", in(""), webPod(preStop(corev1.LifecycleHandler{TCPSocket: &corev1.TCPSocketAction{Port: intstr.FromInt(81)}}), func(p *corev1.Pod) {
-			p.Spec.Containers = append(p.Spec.Containers, corev1.Container{Name: "proxy"})
-		}), podPartly, []string{"barrier-id=THE-ID", "barrier-bound=30s", "barrier-grace=30", "barrier-uncovered=web", "grace 60", "web: another hook",
-			"proxy: get 127.0.0.1 9447 /v1/wait/THE-ID?container=proxy"}, "web ("},
+		{"tcp hook", in(""),
+			webPod(preStop(corev1.LifecycleHandler{TCPSocket: &corev1.TCPSocketAction{Port: intstr.FromInt(81)}})),
+			podUncoverable, []string{"barrier-uncovered=web", "grace 30", "web: another hook"},
+			"cannot be run by another"},
+		{"one of two", in(""),
+			webPod(preStop(corev1.LifecycleHandler{TCPSocket: &corev1.TCPSocketAction{Port: intstr.FromInt(81)}}),
+				func(p *corev1.Pod) {
+					p.Spec.Containers = append(p.Spec.Containers, corev1.Container{Name: "proxy"})
+				}), podPartly, []string{"barrier-id=THE-ID", "barrier-bound=30s", "barrier-grace=30",
+				"barrier-uncovered=web", "grace 60", "web: another hook",
+				"proxy: get 127.0.0.1 9447 /v1/wait/THE-ID?container=proxy"}, "web ("},
 		{"mount in the way", in("baseline"), webPod(func(p *corev1.Pod) {
 			p.Spec.Containers[0].VolumeMounts = []corev1.VolumeMount{{Name: "data", MountPath: "/lameduck/data"}}
-		}), podUncoverable, []string{"barrier-uncovered=web", "grace 30", "web: data@/lameduck/data"}, "a mount of its own at /lameduck/data"},
+		}), podUncoverable, []string{"barrier-uncovered=web", "grace 30", "web: data@/lameduck/data"},
+			"a mount of its own at /lameduck/data"},
 		{"variable in the way", in("baseline"), webPod(func(p *corev1.Pod) {
 			p.Spec.Containers[0].Env = []corev1.EnvVar{{Name: "LAMEDUCK_HOST_IP", Value: "x"}}
-		}), podUncoverable, []string{"barrier-uncovered=web", "grace 30", "web:"}, "a variable LAMEDUCK_HOST_IP of its own"},
+		}), podUncoverable, []string{"barrier-uncovered=web", "grace 30", "web:"},
+			"a variable LAMEDUCK_HOST_IP of its own"},
 		{"volume in the way", in("baseline"), webPod(func(p *corev1.Pod) {
-			p.Spec.Volumes = []corev1.Volume{{Name: "lameduck-wait", VolumeSource: corev1.VolumeSource{ConfigMap: &corev1.ConfigMapVolumeSource{}}}}
+			p.Spec.Volumes = []corev1.Volume{{Name: "lameduck-wait",
+				VolumeSource: corev1.VolumeSource{ConfigMap: &corev1.ConfigMapVolumeSource{}}}}
 		}), podUncoverable, []string{"barrier-uncovered=web", "grace 30", "web:"}, "a volume lameduck-wait of its own"},
-		{"container in the way", in("baseline"), webPod(func(p *corev1.Pod) { p.Spec.Containers[0].Name = "lameduck-wait" }),
-			podUncoverable, []string{"barrier-uncovered=lameduck-wait", "grace 30", "lameduck-wait:"}, "a container lameduck-wait of its own"},
+		{"container in the way", in("baseline"),
+			webPod(func(p *corev1.Pod) { p.Spec.Containers[0].Name = "lameduck-wait" }),
+			podUncoverable, []string{"barrier-uncovered=lameduck-wait", "grace 30", "lameduck-wait:"},
+			"a container lameduck-wait of its own"},
 
 		{"native sidecar needs none", in("baseline"), webPod(func(p *corev1.Pod) {
-			p.Spec.InitContainers = []corev1.Container{{Name: "mesh", RestartPolicy: ptr.To(corev1.ContainerRestartPolicyAlways)}}
-		}), podCovered, append(slices.Clone(ours), "init lameduck-wait", "init mesh", "web: "+waitArgs+hostEnv+mounted), ""},
-		{"long grace", in(""), webPod(func(p *corev1.Pod) { p.Spec.TerminationGracePeriodSeconds = ptr.To(int64(600)) }), podCovered,
-			[]string{"barrier-id=THE-ID", "barrier-bound=30s", "barrier-grace=600", "grace 630", "web: get 127.0.0.1 9447 /v1/wait/THE-ID?container=web"}, ""},
+			p.Spec.InitContainers = []corev1.Container{{Name: "mesh",
+				RestartPolicy: ptr.To(corev1.ContainerRestartPolicyAlways)}}
+		}), podCovered, append(slices.Clone(ours), "init lameduck-wait", "init mesh", "web: "+waitArgs+hostEnv+mounted),
+			""},
+		{"long grace", in(""), webPod(func(p *corev1.Pod) {
+			p.Spec.TerminationGracePeriodSeconds = ptr.To(int64(600))
+		}), podCovered,
+			[]string{"barrier-id=THE-ID", "barrier-bound=30s", "barrier-grace=600", "grace 630",
+				"web: get 127.0.0.1 9447 /v1/wait/THE-ID?container=web"}, ""},
 
-		{"pod opts in", Place{Name: "a", Known: true}, webPod(func(p *corev1.Pod) { p.Labels = map[string]string{BarrierLabel: BarrierEnabled} }), podCovered,
+		{"pod opts in", Place{Name: "a", Known: true},
+			webPod(func(p *corev1.Pod) { p.Labels = map[string]string{BarrierLabel: BarrierEnabled} }), podCovered,
 			append(slices.Clone(ours), "web: get 127.0.0.1 9447 /v1/wait/THE-ID?container=web"), ""},
-		{"pod opts out", in(""), webPod(func(p *corev1.Pod) { p.Labels = map[string]string{BarrierLabel: BarrierDisabled} }), podNotOptedIn, nil, ""},
+		{"pod opts out", in(""), webPod(func(p *corev1.Pod) {
+			p.Labels = map[string]string{BarrierLabel: BarrierDisabled}
+		}), podNotOptedIn, nil, ""},
 		{"nobody opts in", Place{Name: "a", Known: true}, webPod(), podNotOptedIn, nil, ""},
-		{"excluded", Place{Name: "kube-system", Known: true, Labels: in("").Labels, Excluded: true}, webPod(), podExcluded, nil, ""},
-		{"of a Job", in(""), webPod(func(p *corev1.Pod) { p.OwnerReferences = []metav1.OwnerReference{job} }), podJob, nil, ""},
-		{"restarted on failure", in(""), webPod(func(p *corev1.Pod) { p.Spec.RestartPolicy = corev1.RestartPolicyOnFailure }), podJob, nil, ""},
-		{"host network", in(""), webPod(func(p *corev1.Pod) { p.Spec.HostNetwork = true }), podHostNetwork, nil, "host's network"},
-		{"mirror", in(""), webPod(func(p *corev1.Pod) { p.Annotations = map[string]string{corev1.MirrorPodAnnotationKey: "x"} }), podMirror, nil, ""},
-		{"Windows by its field", in(""), webPod(func(p *corev1.Pod) { p.Spec.OS = &corev1.PodOS{Name: corev1.Windows} }), podWindows, nil, ""},
-		{"Windows by its node", in(""), webPod(func(p *corev1.Pod) { p.Spec.NodeSelector = map[string]string{corev1.LabelOSStable: "windows"} }), podWindows, nil, ""},
-		{"grace 0", in(""), webPod(func(p *corev1.Pod) { p.Spec.TerminationGracePeriodSeconds = ptr.To(int64(0)) }), podZeroGrace, nil, "terminationGracePeriodSeconds is 0"},
+		{"excluded", Place{Name: "kube-system", Known: true, Labels: in("").Labels, Excluded: true}, webPod(),
+			podExcluded, nil, ""},
+		{"of a Job", in(""), webPod(func(p *corev1.Pod) { p.OwnerReferences = []metav1.OwnerReference{job} }), podJob,
+			nil, ""},
+		{"restarted on failure", in(""), webPod(func(p *corev1.Pod) {
+			p.Spec.RestartPolicy = corev1.RestartPolicyOnFailure
+		}), podJob, nil, ""},
+		{"host network", in(""), webPod(func(p *corev1.Pod) { p.Spec.HostNetwork = true }), podHostNetwork, nil,
+			"host's network"},
+		{"mirror", in(""), webPod(func(p *corev1.Pod) {
+			p.Annotations = map[string]string{corev1.MirrorPodAnnotationKey: "x"}
+		}), podMirror, nil, ""},
+		{"Windows by its field", in(""), webPod(func(p *corev1.Pod) {
+			p.Spec.OS = &corev1.PodOS{Name: corev1.Windows}
+		}), podWindows, nil, ""},
+		{"Windows by its node", in(""), webPod(func(p *corev1.Pod) {
+			p.Spec.NodeSelector = map[string]string{corev1.LabelOSStable: "windows"}
+		}), podWindows, nil, ""},
+		{"grace 0", in(""), webPod(func(p *corev1.Pod) { p.Spec.TerminationGracePeriodSeconds = ptr.To(int64(0)) }),
+			podZeroGrace, nil, "terminationGracePeriodSeconds is 0"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			m := mutate(c.pod, c.place, "THE-ID", testBarrier)
@@ -212,11 +260,13 @@ func TestMutate(t *testing.T) {
 				t.Errorf("pod (-want +got):\n%s", diff)
 			}
 			if got.Spec.Containers[0].Lifecycle != nil && c.pod.Spec.Containers[0].Lifecycle != nil {
-				if diff := cmp.Diff(c.pod.Spec.Containers[0].Lifecycle.PostStart, got.Spec.Containers[0].Lifecycle.PostStart); diff != "" {
+				if diff := cmp.Diff(c.pod.Spec.Containers[0].Lifecycle.PostStart,
+					got.Spec.Containers[0].Lifecycle.PostStart); diff != "" {
 					t.Errorf("postStart:\n%s", diff)
 				}
 			}
-			if warns := strings.Join(m.warnings(), "\n"); !strings.Contains(warns, c.warns) || (c.warns == "") != (warns == "") {
+			if warns := strings.Join(m.warnings(), "\n"); !strings.Contains(warns, c.warns) ||
+				(c.warns == "") != (warns == "") {
 				t.Errorf("warns %q, want %q", warns, c.warns)
 			}
 			again := mutate(got, c.place, "THE-ID", testBarrier)
@@ -227,28 +277,32 @@ func TestMutate(t *testing.T) {
 	}
 }
 
-// A pod that is asked about again, or is a copy of one that was mutated, gets an id of its own, in the hooks too, and what came meanwhile is
-// covered. Its grace grows once.
+// A pod that is asked about again, or is a copy of one that was mutated, gets an id of its own, in
+// the hooks too, and what came meanwhile is covered. Its grace grows once.
 func TestMutateAgain(t *testing.T) {
 	for _, level := range []string{"", "restricted"} {
 		t.Run("level "+level, func(t *testing.T) {
-			pod := webPod(preStop(corev1.LifecycleHandler{Sleep: &corev1.SleepAction{Seconds: 5}}), func(p *corev1.Pod) {
-				p.Spec.Containers = append(p.Spec.Containers, corev1.Container{Name: "second"})
-			})
+			pod := webPod(preStop(corev1.LifecycleHandler{Sleep: &corev1.SleepAction{Seconds: 5}}),
+				func(p *corev1.Pod) {
+					p.Spec.Containers = append(p.Spec.Containers, corev1.Container{Name: "second"})
+				})
 			first := apply(t, pod, mutate(pod, in(level), "FIRST", testBarrier))
 			// Another webhook puts its container first, where patches by index would hit it.
-			first.Spec.Containers = slices.Insert(first.Spec.Containers, 0, corev1.Container{Name: "envoy", Resources: corev1.ResourceRequirements{
-				Limits: corev1.ResourceList{corev1.ResourceMemory: resource.MustParse("64Mi")},
-			}})
+			first.Spec.Containers = slices.Insert(first.Spec.Containers, 0,
+				corev1.Container{Name: "envoy", Resources: corev1.ResourceRequirements{
+					Limits: corev1.ResourceList{corev1.ResourceMemory: resource.MustParse("64Mi")},
+				}})
 			got := apply(t, first, mutate(first, in(level), "SECOND", testBarrier))
 			text, _ := json.Marshal(got)
 			if strings.Contains(string(text), "FIRST") || strings.Count(string(text), "SECOND") != 4 {
 				t.Errorf("want SECOND in an annotation and three hooks, and FIRST nowhere: %s", text)
 			}
-			if len(got.Spec.InitContainers) != 1 || len(got.Spec.Volumes) != 1 || *got.Spec.TerminationGracePeriodSeconds != 60 || got.Annotations[BarrierGraceAnnotation] != "30" {
+			if len(got.Spec.InitContainers) != 1 || len(got.Spec.Volumes) != 1 ||
+				*got.Spec.TerminationGracePeriodSeconds != 60 || got.Annotations[BarrierGraceAnnotation] != "30" {
 				t.Errorf("something was added twice: %s", strings.Join(summary(got), "\n"))
 			}
-			if !strings.Contains(strings.Join(got.Spec.Containers[1].Lifecycle.PreStop.Exec.Command, " "), "--sleep=5s") {
+			if !strings.Contains(strings.Join(got.Spec.Containers[1].Lifecycle.PreStop.Exec.Command, " "),
+				"--sleep=5s") {
 				t.Errorf("the own hook is lost: %v", got.Spec.Containers[1].Lifecycle.PreStop.Exec.Command)
 			}
 			if q := got.Spec.InitContainers[0].Resources.Limits[corev1.ResourceMemory]; q.String() != "64Mi" {
@@ -259,7 +313,8 @@ func TestMutateAgain(t *testing.T) {
 	// A copy whose grace period somebody has changed has that for itself.
 	pod := apply(t, webPod(), mutate(webPod(), in(""), "FIRST", testBarrier))
 	pod.Spec.TerminationGracePeriodSeconds = ptr.To(int64(90))
-	if got := apply(t, pod, mutate(pod, in(""), "SECOND", testBarrier)); *got.Spec.TerminationGracePeriodSeconds != 120 {
+	if got := apply(t, pod, mutate(pod, in(""),
+		"SECOND", testBarrier)); *got.Spec.TerminationGracePeriodSeconds != 120 {
 		t.Errorf("grace %d, want 120", *got.Spec.TerminationGracePeriodSeconds)
 	}
 	// What is said of a former pod alone goes.
@@ -269,31 +324,38 @@ func TestMutateAgain(t *testing.T) {
 	}
 	// One that moves to a stricter namespace loses the hook that is forbidden there.
 	pod = apply(t, webPod(), mutate(webPod(), in(""), "FIRST", testBarrier))
-	if got := apply(t, pod, mutate(pod, in("restricted"), "SECOND", testBarrier)); got.Spec.Containers[0].Lifecycle.PreStop.Exec == nil {
+	if got := apply(t, pod, mutate(pod, in("restricted"),
+		"SECOND", testBarrier)); got.Spec.Containers[0].Lifecycle.PreStop.Exec == nil {
 		t.Errorf("in a restricted namespace the hook is %+v", got.Spec.Containers[0].Lifecycle.PreStop)
 	}
 	// One whose bound was another has grown by the new one alone.
 	longer := testBarrier
 	longer.Bound = time.Minute
 	pod = apply(t, webPod(), mutate(webPod(), in(""), "FIRST", testBarrier))
-	if got := apply(t, pod, mutate(pod, in(""), "SECOND", longer)); *got.Spec.TerminationGracePeriodSeconds != 90 || got.Annotations[BarrierBoundAnnotation] != "60s" {
+	if got := apply(t, pod, mutate(pod, in(""), "SECOND", longer)); *got.Spec.TerminationGracePeriodSeconds != 90 ||
+		got.Annotations[BarrierBoundAnnotation] != "60s" {
 		t.Errorf("with a longer bound: %v", summary(got))
 	}
 }
 
-// The init container must never make the pod larger, nor change its class: it has what the first container has, devices apart.
+// The init container must never make the pod larger, nor change its class: it has what the first
+// container has, devices apart.
 func TestProgramTakesNothing(t *testing.T) {
 	pod := webPod(func(p *corev1.Pod) {
 		list := corev1.ResourceList{
-			corev1.ResourceCPU: resource.MustParse("1"), corev1.ResourceMemory: resource.MustParse("1Gi"), "nvidia.com/gpu": resource.MustParse("1"),
+			corev1.ResourceCPU: resource.MustParse("1"), corev1.ResourceMemory: resource.MustParse("1Gi"),
+			"nvidia.com/gpu": resource.MustParse("1"),
 		}
 		p.Spec.Containers[0].Resources = corev1.ResourceRequirements{Requests: list, Limits: list}
-		p.Spec.InitContainers = []corev1.Container{{Name: "mesh", RestartPolicy: ptr.To(corev1.ContainerRestartPolicyAlways)}}
+		p.Spec.InitContainers = []corev1.Container{{Name: "mesh",
+			RestartPolicy: ptr.To(corev1.ContainerRestartPolicyAlways)}}
 	})
 	got := apply(t, pod, mutate(pod, in("restricted"), "X", testBarrier))
-	want := corev1.ResourceList{corev1.ResourceCPU: resource.MustParse("1"), corev1.ResourceMemory: resource.MustParse("1Gi")}
+	want := corev1.ResourceList{corev1.ResourceCPU: resource.MustParse("1"),
+		corev1.ResourceMemory: resource.MustParse("1Gi")}
 	first := got.Spec.InitContainers[0]
-	if diff := cmp.Diff(corev1.ResourceRequirements{Requests: want, Limits: want}, first.Resources); first.Name != waitName || diff != "" {
+	if diff := cmp.Diff(corev1.ResourceRequirements{Requests: want, Limits: want},
+		first.Resources); first.Name != waitName || diff != "" {
 		t.Errorf("first init container %s, its resources:\n%s", first.Name, diff)
 	}
 	best := apply(t, webPod(), mutate(webPod(), in("restricted"), "X", testBarrier))
@@ -316,19 +378,22 @@ func TestProgramTakesNothing(t *testing.T) {
 func TestExecOnly(t *testing.T) {
 	b := testBarrier
 	b.ExecOnly = true
-	if got := apply(t, webPod(), mutate(webPod(), in(""), "X", b)); got.Spec.Containers[0].Lifecycle.PreStop.Exec == nil {
+	if got := apply(t, webPod(), mutate(webPod(), in(""),
+		"X", b)); got.Spec.Containers[0].Lifecycle.PreStop.Exec == nil {
 		t.Errorf("hook %+v", got.Spec.Containers[0].Lifecycle.PreStop)
 	}
 }
 
-// A private image is pulled with the Secrets that the coordinator is told of, besides those that the pod has.
+// A private image is pulled with the Secrets that the coordinator is told of, besides those that
+// the pod has.
 func TestPullSecrets(t *testing.T) {
 	b := testBarrier
 	b.PullSecrets = []string{"own", "mirror", "other"}
 	for _, has := range [][]corev1.LocalObjectReference{nil, {{Name: "own"}}} {
 		pod := webPod(func(p *corev1.Pod) { p.Spec.ImagePullSecrets = has })
 		once := apply(t, pod, mutate(pod, in("restricted"), "X", b))
-		if diff := cmp.Diff([]corev1.LocalObjectReference{{Name: "own"}, {Name: "mirror"}, {Name: "other"}}, once.Spec.ImagePullSecrets); diff != "" {
+		if diff := cmp.Diff([]corev1.LocalObjectReference{{Name: "own"}, {Name: "mirror"}, {Name: "other"}},
+			once.Spec.ImagePullSecrets); diff != "" {
 			t.Errorf("a pod that has %v: %s", has, diff)
 		}
 		again := apply(t, once, mutate(once, in("restricted"), "X", b))

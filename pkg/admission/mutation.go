@@ -38,9 +38,9 @@ func (b Barrier) Check() error {
 	return nil
 }
 
-// Mutator answers AdmissionReviews of CREATE pods: those that are to wait before SIGTERM get the hook that does it. It never refuses a pod,
-// and what it answers depends on the pod and its namespace alone, besides the id, so that it may be asked any number of times, dry runs
-// included.
+// Mutator answers AdmissionReviews of CREATE pods: those that are to wait before SIGTERM get the
+// hook that does it. It never refuses a pod, and what it answers depends on the pod and its
+// namespace alone, besides the id, so that it may be asked any number of times, dry runs included.
 type Mutator struct {
 	// Reader has the namespaces, in memory.
 	Reader client.Reader
@@ -51,7 +51,8 @@ type Mutator struct {
 	Metrics  *Metrics
 }
 
-// ServeHTTP implements http.Handler. What is not a review that this webhook understands gets a 4xx, and the pod is created as it is.
+// ServeHTTP implements http.Handler. What is not a review that this webhook understands gets a 4xx,
+// and the pod is created as it is.
 func (m *Mutator) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	q, err := readCreation(w, r)
 	if err != nil {
@@ -65,7 +66,8 @@ func (m *Mutator) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		name = q.pod.GenerateName + "*"
 	}
 	warnings := result.warnings()
-	m.Log.Debug("creation", "namespace", q.namespace, "pod", name, "coverage", string(result.coverage), "warnings", warnings)
+	m.Log.Debug("creation", "namespace", q.namespace, "pod", name, "coverage", string(result.coverage),
+		"warnings", warnings)
 	response := &admissionv1.AdmissionResponse{UID: q.uid, Allowed: true, Warnings: warnings}
 	if len(result.patch) > 0 {
 		if response.Patch, err = json.Marshal(result.patch); err != nil {
@@ -90,8 +92,9 @@ func (m *Mutator) place(ctx context.Context, name string) Place {
 	return p
 }
 
-// Missing returns, as namespace/name and in order, the pods that ask for the barrier and were created without it: no
-// coordinator answered, or the namespace was labeled later. They stay without it until they are created again.
+// Missing returns, as namespace/name and in order, the pods that ask for the barrier and were
+// created without it: no coordinator answered, or the namespace was labeled later. They stay
+// without it until they are created again.
 func (m *Mutator) Missing(ctx context.Context) ([]string, error) {
 	var pods corev1.PodList
 	if err := m.Reader.List(ctx, &pods); err != nil {
@@ -102,7 +105,8 @@ func (m *Mutator) Missing(ctx context.Context) ([]string, error) {
 	for i := range pods.Items {
 		pod := &pods.Items[i]
 		answered := pod.Annotations[BarrierIDAnnotation] != "" || pod.Annotations[BarrierUncoveredAnnotation] != ""
-		over := pod.DeletionTimestamp != nil || pod.Status.Phase == corev1.PodSucceeded || pod.Status.Phase == corev1.PodFailed
+		over := pod.DeletionTimestamp != nil || pod.Status.Phase == corev1.PodSucceeded ||
+			pod.Status.Phase == corev1.PodFailed
 		if answered || over {
 			continue
 		}
@@ -119,11 +123,13 @@ func (m *Mutator) Missing(ctx context.Context) ([]string, error) {
 	return missing, nil
 }
 
-// warnings are what whoever creates the pod is shown. Pods that were not meant to have the barrier, or never have it, need none.
+// warnings are what whoever creates the pod is shown. Pods that were not meant to have the barrier,
+// or never have it, need none.
 func (m mutation) warnings() []string {
 	switch m.coverage {
 	case podHostNetwork:
-		return []string{"Lameduck: the pod uses the host's network, where nobody can tell its connections from others': it stops without waiting for kube-proxy"}
+		return []string{"Lameduck: the pod uses the host's network, where nobody can tell its connections from " +
+			"others': it stops without waiting for kube-proxy"}
 	case podZeroGrace:
 		return []string{"Lameduck: terminationGracePeriodSeconds is 0: the pod stops without waiting for kube-proxy"}
 	case podPartly, podUncoverable:
@@ -175,8 +181,10 @@ func readCreation(w http.ResponseWriter, r *http.Request) (*creation, error) {
 		return nil, bad("the review has no request")
 	case ask.UID == "":
 		return nil, bad("request.uid is empty")
-	case ask.Operation != admissionv1.Create || ask.Resource.Group != "" || ask.Resource.Resource != "pods" || ask.SubResource != "":
-		return nil, bad("%.100q of %.100q is not for this webhook: it takes CREATE of pods", ask.Operation, ask.Resource.Group+"/"+ask.Resource.Resource+"/"+ask.SubResource)
+	case ask.Operation != admissionv1.Create || ask.Resource.Group != "" || ask.Resource.Resource != "pods" ||
+		ask.SubResource != "":
+		return nil, bad("%.100q of %.100q is not for this webhook: it takes CREATE of pods", ask.Operation,
+			ask.Resource.Group+"/"+ask.Resource.Resource+"/"+ask.SubResource)
 	case ask.Object == nil || ask.Object.Kind != "Pod":
 		return nil, bad("request.object is not a Pod")
 	case len(ask.Object.Spec.Containers) == 0:

@@ -32,10 +32,12 @@ func creationOf(t *testing.T, namespace string, pod *corev1.Pod) string {
 }
 
 func newMutator(registry *prometheus.Registry) *Mutator {
-	shop := &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: "shop", Labels: map[string]string{BarrierLabel: BarrierEnabled}}}
+	shop := &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: "shop",
+		Labels: map[string]string{BarrierLabel: BarrierEnabled}}}
 	return &Mutator{
-		Reader: fake.NewClientBuilder().WithObjects(shop).Build(), Excluded: []string{"lameduck-system"}, Barrier: testBarrier,
-		Log: slog.New(slog.DiscardHandler), Metrics: NewMetrics(registry),
+		Reader: fake.NewClientBuilder().WithObjects(shop).Build(), Excluded: []string{"lameduck-system"},
+		Barrier: testBarrier,
+		Log:     slog.New(slog.DiscardHandler), Metrics: NewMetrics(registry),
 	}
 }
 
@@ -83,7 +85,8 @@ func TestMutator(t *testing.T) {
 		t.Errorf("ids %v, want two", ids)
 	}
 	w := httptest.NewRecorder()
-	promhttp.HandlerFor(registry, promhttp.HandlerOpts{}).ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/metrics", nil))
+	promhttp.HandlerFor(registry, promhttp.HandlerOpts{}).ServeHTTP(w,
+		httptest.NewRequest(http.MethodGet, "/metrics", nil))
 	if want := `lameduck_admission_mutations_total{coverage="Covered"} 2`; !strings.Contains(w.Body.String(), want) {
 		t.Errorf("metrics lack %s", want)
 	}
@@ -110,7 +113,8 @@ func TestMutatorRefuses(t *testing.T) {
 		{"another operation", strings.Replace(good, "CREATE", "DELETE", 1), 400},
 		{"another resource", strings.Replace(good, `"resource":"pods"`, `"resource":"services"`, 1), 400},
 		{"no uid", strings.Replace(good, `"uid":"u"`, `"uid":""`, 1), 400},
-		{"no containers", creationOf(t, "shop", &corev1.Pod{TypeMeta: metav1.TypeMeta{Kind: "Pod", APIVersion: "v1"}}), 400},
+		{"no containers", creationOf(t, "shop", &corev1.Pod{TypeMeta: metav1.TypeMeta{Kind: "Pod", APIVersion: "v1"}}),
+			400},
 		{"too large", good + strings.Repeat(" ", maxReview), 413},
 	} {
 		if w := post(m, c.body); w.Code != c.code {
@@ -136,7 +140,8 @@ func FuzzMutator(f *testing.F) {
 	})
 }
 
-// What was created while no coordinator answered has neither the hook nor a word about it, and looks like any other pod.
+// What was created while no coordinator answered has neither the hook nor a word about it, and
+// looks like any other pod.
 func TestPodsThatMissedTheBarrierAreFound(t *testing.T) {
 	w := newWorld(t)
 	w.ns.Labels[BarrierLabel] = BarrierEnabled
@@ -157,7 +162,8 @@ func TestPodsThatMissedTheBarrierAreFound(t *testing.T) {
 	other.Name, other.Labels = "other", nil
 	w.reader.objects = append(w.reader.objects, other)
 	m := &Mutator{Reader: w.reader}
-	if got, err := m.Missing(t.Context()); err != nil || !slices.Equal(got, []string{"other/opted-in", "shop/a", "shop/b"}) {
+	if got, err := m.Missing(t.Context()); err != nil ||
+		!slices.Equal(got, []string{"other/opted-in", "shop/a", "shop/b"}) {
 		t.Errorf("missing %q, %v", got, err)
 	}
 }

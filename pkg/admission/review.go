@@ -17,9 +17,10 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// maxReview bounds a review, in bytes. The API server takes requests of 3 MiB (k8s.io/apiserver/pkg/server/config.go, MaxRequestBodyBytes) and
-// etcd 1.5 MiB, and a DELETE carries its pod once. A pod of that size whose text needs escaping throughout can be more: it is refused,
-// counted, and deleted without waiting.
+// maxReview bounds a review, in bytes. The API server takes requests of 3 MiB
+// (k8s.io/apiserver/pkg/server/config.go, MaxRequestBodyBytes) and etcd 1.5 MiB, and a DELETE
+// carries its pod once. A pod of that size whose text needs escaping throughout can be more: it is
+// refused, counted, and deleted without waiting.
 const maxReview = 3 << 20
 
 // request is a review, reduced to what is asked here.
@@ -33,11 +34,13 @@ type request struct {
 	dryRun bool
 	// grace is the grace period that was asked for. Nil: the pod's own.
 	grace *int64
-	// preconditions are those of an eviction: the API server checks them after the webhook, those of a DELETE before it.
+	// preconditions are those of an eviction: the API server checks them after the webhook, those
+	// of a DELETE before it.
 	preconditions metav1.Preconditions
 	username      string
 	groups        []string
-	// collection: no name was given, so this is one of a DELETECOLLECTION. It concerns no pod if it brings none.
+	// collection: no name was given, so this is one of a DELETECOLLECTION. It concerns no pod if it
+	// brings none.
 	collection bool
 	// timeout is how long the API server waits for the answer. Zero: it did not say.
 	timeout time.Duration
@@ -55,7 +58,8 @@ func bad(format string, args ...any) error {
 	return malformed{http.StatusBadRequest, fmt.Sprintf(format, args...)}
 }
 
-// read decodes a review. Its errors are malformed. w is where it will be answered: a body that is too large closes its connection.
+// read decodes a review. Its errors are malformed. w is where it will be answered: a body that is
+// too large closes its connection.
 func read(w http.ResponseWriter, r *http.Request) (*request, error) {
 	body, err := readBody(w, r)
 	if err != nil {
@@ -92,7 +96,8 @@ func read(w http.ResponseWriter, r *http.Request) (*request, error) {
 	case what == "/pods/eviction" && ask.Operation == admissionv1.Create:
 		err = q.readEviction(ask)
 	default:
-		return nil, bad("%.100q of %.100q is not for this webhook: it takes DELETE of pods and CREATE of pods/eviction", ask.Operation, what)
+		return nil, bad("%.100q of %.100q is not for this webhook: it takes DELETE of pods and CREATE of pods/eviction",
+			ask.Operation, what)
 	}
 	if err != nil {
 		return nil, err
@@ -106,7 +111,8 @@ func read(w http.ResponseWriter, r *http.Request) (*request, error) {
 // readBody reads what should be a review. Its errors are malformed.
 func readBody(w http.ResponseWriter, r *http.Request) ([]byte, error) {
 	if ct := r.Header.Get("Content-Type"); ct != "application/json" {
-		return nil, malformed{http.StatusUnsupportedMediaType, fmt.Sprintf("content type %.100q: an AdmissionReview comes as application/json", ct)}
+		return nil, malformed{http.StatusUnsupportedMediaType,
+			fmt.Sprintf("content type %.100q: an AdmissionReview comes as application/json", ct)}
 	}
 	var body bytes.Buffer
 	body.Grow(int(min(max(r.ContentLength, 0), maxReview)) + bytes.MinRead)
@@ -114,7 +120,8 @@ func readBody(w http.ResponseWriter, r *http.Request) ([]byte, error) {
 	var tooLarge *http.MaxBytesError
 	switch {
 	case errors.As(err, &tooLarge):
-		return nil, malformed{http.StatusRequestEntityTooLarge, fmt.Sprintf("the review is larger than %d bytes", tooLarge.Limit)}
+		return nil, malformed{http.StatusRequestEntityTooLarge,
+			fmt.Sprintf("the review is larger than %d bytes", tooLarge.Limit)}
 	case errors.Is(err, os.ErrDeadlineExceeded):
 		return nil, malformed{http.StatusRequestTimeout, "the review came too slowly"}
 	case err != nil:
@@ -127,7 +134,8 @@ func readBody(w http.ResponseWriter, r *http.Request) ([]byte, error) {
 func isReview(meta metav1.TypeMeta) error {
 	want := admissionv1.SchemeGroupVersion.WithKind("AdmissionReview")
 	if got := meta.GroupVersionKind(); got != want {
-		return bad("the review is a %.100q of version %.100q; %s %s is understood", got.Kind, meta.APIVersion, want.GroupVersion(), want.Kind)
+		return bad("the review is a %.100q of version %.100q; %s %s is understood", got.Kind, meta.APIVersion,
+			want.GroupVersion(), want.Kind)
 	}
 	return nil
 }
@@ -180,8 +188,9 @@ func (q *request) takeOptions(o *reviewedOptions) {
 	}
 }
 
-// reviewed is an AdmissionReview, but for what is not looked at here: most of a pod is its containers, and decoding all of it into
-// Kubernetes' types takes three times as long. Fields are named as there.
+// reviewed is an AdmissionReview, but for what is not looked at here: most of a pod is its
+// containers, and decoding all of it into Kubernetes' types takes three times as long. Fields are
+// named as there.
 type reviewed struct {
 	metav1.TypeMeta
 	Request *reviewedRequest
@@ -245,14 +254,17 @@ func (r *reviewedPod) pod() *corev1.Pod {
 	m := &r.Metadata
 	pod := &corev1.Pod{
 		ObjectMeta: metav1.ObjectMeta{
-			Namespace: m.Namespace, Name: m.Name, UID: m.UID, ResourceVersion: m.ResourceVersion, DeletionTimestamp: m.DeletionTimestamp,
-			Labels: m.Labels, Annotations: m.Annotations, OwnerReferences: m.OwnerReferences,
+			Namespace: m.Namespace, Name: m.Name, UID: m.UID, ResourceVersion: m.ResourceVersion,
+			DeletionTimestamp: m.DeletionTimestamp,
+			Labels:            m.Labels, Annotations: m.Annotations, OwnerReferences: m.OwnerReferences,
 		},
-		Spec:   corev1.PodSpec{NodeName: r.Spec.NodeName, TerminationGracePeriodSeconds: r.Spec.TerminationGracePeriodSeconds},
+		Spec: corev1.PodSpec{NodeName: r.Spec.NodeName,
+			TerminationGracePeriodSeconds: r.Spec.TerminationGracePeriodSeconds},
 		Status: corev1.PodStatus{Phase: r.Status.Phase},
 	}
 	for _, c := range r.Status.Conditions {
-		pod.Status.Conditions = append(pod.Status.Conditions, corev1.PodCondition{Type: c.Type, Status: c.Status, LastTransitionTime: c.LastTransitionTime})
+		pod.Status.Conditions = append(pod.Status.Conditions,
+			corev1.PodCondition{Type: c.Type, Status: c.Status, LastTransitionTime: c.LastTransitionTime})
 	}
 	return pod
 }
@@ -266,7 +278,8 @@ func decode(body []byte, into *reviewed) error {
 	var wrong *json.UnmarshalTypeError
 	if errors.As(err, &wrong) {
 		for _, object := range []string{"request.oldObject", "request.object", "request.options"} {
-			if field := strings.ToLower(wrong.Field); field == strings.ToLower(object) || strings.HasPrefix(field, strings.ToLower(object)+".") {
+			if field := strings.ToLower(wrong.Field); field == strings.ToLower(object) ||
+				strings.HasPrefix(field, strings.ToLower(object)+".") {
 				return bad("decode %s: %v", object, err)
 			}
 		}

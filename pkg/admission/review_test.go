@@ -39,48 +39,79 @@ func TestMalformedReviews(t *testing.T) {
 		code        int
 		want        string
 	}{
-		"empty":                         {"", "", 400, "decode the review: unexpected end of JSON input"},
-		"no JSON":                       {"<html>", "", 400, "decode the review: invalid character '<'"},
-		"cut short":                     {good[:len(good)/2], "", 400, "decode the review: unexpected end of JSON input"},
-		"two reviews":                   {good + good, "", 400, "decode the review: invalid character '{' after top-level value"},
-		"an array":                      {"[]", "", 400, "decode the review: json: cannot unmarshal array"},
-		"null":                          {"null", "", 400, `the review is a "" of version ""`},
-		"a wrong type":                  {replace(`"uid":"review-1"`, `"uid":7`), "", 400, "decode the review: json: cannot unmarshal number"},
-		"v1beta1":                       {replace("admission.k8s.io/v1", "admission.k8s.io/v1beta1"), "", 400, `a "AdmissionReview" of version "admission.k8s.io/v1beta1"; admission.k8s.io/v1 AdmissionReview is understood`},
-		"another kind":                  {replace(`"kind":"AdmissionReview"`, `"kind":"TokenReview"`), "", 400, `the review is a "TokenReview"`},
-		"no request":                    {`{"apiVersion":"admission.k8s.io/v1","kind":"AdmissionReview"}`, "", 400, "the review has no request"},
-		"no UID":                        {replace(`"uid":"review-1"`, `"uid":""`), "", 400, "request.uid is empty"},
-		"another resource":              {replace(`"resource":"pods"`, `"resource":"nodes"`), "", 400, `"DELETE" of "/nodes/" is not for this webhook`},
-		"another group":                 {with(func(r *admissionv1.AdmissionRequest) { r.Resource.Group = "apps" }), "", 400, `"DELETE" of "apps/pods/" is not`},
-		"another operation":             {replace(`"DELETE"`, `"UPDATE"`), "", 400, `"UPDATE" of "/pods/" is not`},
-		"another subresource":           {with(func(r *admissionv1.AdmissionRequest) { r.SubResource = "status" }), "", 400, `"DELETE" of "/pods/status" is not`},
-		"a long resource":               {with(func(r *admissionv1.AdmissionRequest) { r.Resource.Resource = strings.Repeat("x", 10_000) }), "", 400, `xxx" is not for this webhook`},
-		"no old object":                 {with(func(r *admissionv1.AdmissionRequest) { r.OldObject.Raw = nil }), "", 400, "request.oldObject is empty"},
-		"a null old object":             {with(func(r *admissionv1.AdmissionRequest) { r.OldObject.Raw = []byte("null") }), "", 400, "request.oldObject is"},
-		"an old object of another kind": {with(func(r *admissionv1.AdmissionRequest) { r.OldObject.Raw = []byte(`{"kind":"Node"}`) }), "", 400, `request.oldObject is a "Node", not a Pod`},
-		"an old object that is none":    {with(func(r *admissionv1.AdmissionRequest) { r.OldObject.Raw = []byte(`"pod"`) }), "", 400, "decode request.oldObject: json: cannot unmarshal string"},
-		"an old object of a wrong type": {with(func(r *admissionv1.AdmissionRequest) { r.OldObject.Raw = []byte(`{"kind":"Pod","spec":7}`) }), "", 400, "decode request.oldObject: json: cannot unmarshal number"},
+		"empty":   {"", "", 400, "decode the review: unexpected end of JSON input"},
+		"no JSON": {"<html>", "", 400, "decode the review: invalid character '<'"},
+		"cut short": {good[:len(good)/2], "", 400,
+			"decode the review: unexpected end of JSON input"},
+		"two reviews": {good + good, "", 400,
+			"decode the review: invalid character '{' after top-level value"},
+		"an array": {"[]", "", 400, "decode the review: json: cannot unmarshal array"},
+		"null":     {"null", "", 400, `the review is a "" of version ""`},
+		"a wrong type": {replace(`"uid":"review-1"`, `"uid":7`), "", 400,
+			"decode the review: json: cannot unmarshal number"},
+		"v1beta1": {replace("admission.k8s.io/v1", "admission.k8s.io/v1beta1"), "", 400,
+			`a "AdmissionReview" of version "admission.k8s.io/v1beta1"; admission.k8s.io/v1 AdmissionReview is understood`},
+		"another kind": {replace(`"kind":"AdmissionReview"`, `"kind":"TokenReview"`), "", 400,
+			`the review is a "TokenReview"`},
+		"no request": {`{"apiVersion":"admission.k8s.io/v1","kind":"AdmissionReview"}`, "", 400,
+			"the review has no request"},
+		"no UID": {replace(`"uid":"review-1"`, `"uid":""`), "", 400, "request.uid is empty"},
+		"another resource": {replace(`"resource":"pods"`, `"resource":"nodes"`), "", 400,
+			`"DELETE" of "/nodes/" is not for this webhook`},
+		"another group": {with(func(r *admissionv1.AdmissionRequest) { r.Resource.Group = "apps" }),
+			"", 400, `"DELETE" of "apps/pods/" is not`},
+		"another operation": {replace(`"DELETE"`, `"UPDATE"`), "", 400, `"UPDATE" of "/pods/" is not`},
+		"another subresource": {with(func(r *admissionv1.AdmissionRequest) { r.SubResource = "status" }),
+			"", 400, `"DELETE" of "/pods/status" is not`},
+		"a long resource": {with(func(r *admissionv1.AdmissionRequest) {
+			r.Resource.Resource = strings.Repeat("x", 10_000)
+		}), "", 400, `xxx" is not for this webhook`},
+		"no old object": {with(func(r *admissionv1.AdmissionRequest) { r.OldObject.Raw = nil }),
+			"", 400, "request.oldObject is empty"},
+		"a null old object": {with(func(r *admissionv1.AdmissionRequest) {
+			r.OldObject.Raw = []byte("null")
+		}), "", 400, "request.oldObject is"},
+		"an old object of another kind": {with(func(r *admissionv1.AdmissionRequest) {
+			r.OldObject.Raw = []byte(`{"kind":"Node"}`)
+		}), "", 400, `request.oldObject is a "Node", not a Pod`},
+		"an old object that is none": {with(func(r *admissionv1.AdmissionRequest) {
+			r.OldObject.Raw = []byte(`"pod"`)
+		}), "", 400, "decode request.oldObject: json: cannot unmarshal string"},
+		"an old object of a wrong type": {with(func(r *admissionv1.AdmissionRequest) {
+			r.OldObject.Raw = []byte(`{"kind":"Pod","spec":7}`)
+		}), "", 400, "decode request.oldObject: json: cannot unmarshal number"},
 		"a time that is none": {with(func(r *admissionv1.AdmissionRequest) {
 			r.OldObject.Raw = []byte(`{"kind":"Pod","metadata":{"uid":"u","deletionTimestamp":"soon"}}`)
 		}), "", 400, `decode the review: parsing time "soon"`},
-		"deep": {replace(`"oldObject":{`, `"oldObject":{"deep":`+strings.Repeat("[", 100_000)+strings.Repeat("]", 100_000)+","), "", 400, "exceeded max depth"},
+		"deep": {replace(`"oldObject":{`, `"oldObject":{"deep":`+strings.Repeat("[", 100_000)+strings.Repeat("]",
+			100_000)+","), "", 400, "exceeded max depth"},
 		"a pod without UID": {with(func(r *admissionv1.AdmissionRequest) {
 			r.OldObject.Raw = []byte(`{"kind":"Pod","metadata":{"name":"a"}}`)
 		}), "", 400, "request.oldObject.metadata.uid is empty"},
 		"a pod without name": {with(func(r *admissionv1.AdmissionRequest) {
 			r.OldObject.Raw = []byte(`{"kind":"Pod","metadata":{"uid":"u","namespace":"shop"}}`)
 		}), "", 400, `names no pod: namespace "shop", name ""`},
-		"options of a wrong type":     {text(deletion(pod, options(`{"gracePeriodSeconds":"none"}`))), "", 400, "decode request.options: json: cannot unmarshal string"},
-		"an eviction of a pod":        {text(eviction(pod, "policy/v1", "", func(r *admissionv1.AdmissionRequest) { r.Object.Raw = []byte(`{"kind":"Pod"}`) })), "", 400, `request.object is a "Pod", not an Eviction`},
-		"an eviction without object":  {text(eviction(pod, "policy/v1", "", func(r *admissionv1.AdmissionRequest) { r.Object.Raw = nil })), "", 400, "request.object is empty"},
-		"an eviction's wrong options": {text(eviction(pod, "policy/v1", `{"dryRun":"All"}`)), "", 400, "decode request.object: json: cannot unmarshal string"},
-		"an eviction of nobody":       {text(eviction(pod, "policy/v1", "", func(r *admissionv1.AdmissionRequest) { r.Name = ""; r.Object.Raw = []byte(`{"kind":"Eviction"}`) })), "", 400, "the review names no pod"},
-		"timeout without unit":        {good, "?timeout=5", 400, `timeout "5" in the URL is not a positive duration`},
-		"timeout zero":                {good, "?timeout=0s", 400, `timeout "0s" in the URL`},
-		"timeout negative":            {good, "?timeout=-1s", 400, `timeout "-1s" in the URL`},
-		"timeout in words":            {good, "?timeout=soon", 400, `timeout "soon" in the URL`},
-		"larger than 3 MiB":           {good[:len(good)-1] + strings.Repeat(" ", maxReview-len(good)+1) + "}", "", 413, "the review is larger than 3145728 bytes"},
-		"endless":                     {strings.Repeat("[", maxReview+1), "", 413, "the review is larger than 3145728 bytes"},
+		"options of a wrong type": {text(deletion(pod, options(`{"gracePeriodSeconds":"none"}`))), "", 400,
+			"decode request.options: json: cannot unmarshal string"},
+		"an eviction of a pod": {text(eviction(pod, "policy/v1", "", func(r *admissionv1.AdmissionRequest) {
+			r.Object.Raw = []byte(`{"kind":"Pod"}`)
+		})), "", 400, `request.object is a "Pod", not an Eviction`},
+		"an eviction without object": {text(eviction(pod, "policy/v1", "", func(r *admissionv1.AdmissionRequest) {
+			r.Object.Raw = nil
+		})), "", 400, "request.object is empty"},
+		"an eviction's wrong options": {text(eviction(pod, "policy/v1", `{"dryRun":"All"}`)), "", 400,
+			"decode request.object: json: cannot unmarshal string"},
+		"an eviction of nobody": {text(eviction(pod, "policy/v1", "", func(r *admissionv1.AdmissionRequest) {
+			r.Name = ""
+			r.Object.Raw = []byte(`{"kind":"Eviction"}`)
+		})), "", 400, "the review names no pod"},
+		"timeout without unit": {good, "?timeout=5", 400, `timeout "5" in the URL is not a positive duration`},
+		"timeout zero":         {good, "?timeout=0s", 400, `timeout "0s" in the URL`},
+		"timeout negative":     {good, "?timeout=-1s", 400, `timeout "-1s" in the URL`},
+		"timeout in words":     {good, "?timeout=soon", 400, `timeout "soon" in the URL`},
+		"larger than 3 MiB": {good[:len(good)-1] + strings.Repeat(" ", maxReview-len(good)+1) + "}", "", 413,
+			"the review is larger than 3145728 bytes"},
+		"endless": {strings.Repeat("[", maxReview+1), "", 413, "the review is larger than 3145728 bytes"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t)
@@ -141,7 +172,8 @@ func TestABodyThatCannotBeRead(t *testing.T) {
 	r := httptest.NewRequest(http.MethodPost, "/v1/admit", io.MultiReader(strings.NewReader("{"), broken{}))
 	r.Header.Set("Content-Type", "application/json")
 	var m malformed
-	if _, err := read(nil, r); !errors.As(err, &m) || m.code != 400 || !strings.Contains(m.text, "read the review: reset") {
+	if _, err := read(nil, r); !errors.As(err, &m) || m.code != 400 ||
+		!strings.Contains(m.text, "read the review: reset") {
 		t.Errorf("%v", err)
 	}
 }
@@ -164,7 +196,8 @@ func (w *world) read(review *admissionv1.AdmissionReview, query string) *request
 func TestReadDeletion(t *testing.T) {
 	w := newWorld(t)
 	q := w.read(deletion(w.a, by("bob", "system:nodes")), "?timeout=3s")
-	if q.operation != Delete || q.namespace != "shop" || q.name != "a" || q.pod.UID != "uid-a" || q.collection || q.dryRun || q.grace != nil ||
+	if q.operation != Delete || q.namespace != "shop" || q.name != "a" || q.pod.UID != "uid-a" || q.collection ||
+		q.dryRun || q.grace != nil ||
 		q.username != "bob" || q.groups[0] != "system:nodes" || q.timeout != 3*time.Second || q.uid != "review-1" {
 		t.Errorf("%+v", q)
 	}
@@ -196,7 +229,8 @@ func TestReadEviction(t *testing.T) {
 	w := newWorld(t)
 	for _, version := range []string{"policy/v1", "policy/v1beta1"} {
 		q := w.read(eviction(w.a, version, ""), "")
-		if q.operation != Evict || q.name != "a" || q.namespace != "shop" || q.pod != nil || q.dryRun || q.grace != nil {
+		if q.operation != Evict || q.name != "a" || q.namespace != "shop" || q.pod != nil || q.dryRun ||
+			q.grace != nil {
 			t.Errorf("%s: %+v", version, q)
 		}
 		q = w.read(eviction(w.a, version, `{"dryRun":["All"],"gracePeriodSeconds":0}`), "")
@@ -219,8 +253,10 @@ func FuzzRead(f *testing.F) {
 	f.Add(text(eviction(pod, "policy/v1", `{"dryRun":["All"]}`)), "1h")
 	f.Add(text(eviction(pod, "policy/v1beta1", "")), "-1s")
 	f.Add("null", "9223372036854775807ns")
-	f.Add(`{"apiVersion":"admission.k8s.io/v1","kind":"AdmissionReview","request":{"oldObject":`+strings.Repeat("[", 10_001), "5s")
-	f.Add(strings.Replace(text(deletion(pod)), `"oldObject":{`, `"oldObject":{"KIND":"Pod","metadata":{"UID":"x"},`, 1), "5s")
+	f.Add(`{"apiVersion":"admission.k8s.io/v1","kind":"AdmissionReview","request":{"oldObject":`+strings.Repeat("[",
+		10_001), "5s")
+	f.Add(strings.Replace(text(deletion(pod)), `"oldObject":{`, `"oldObject":{"KIND":"Pod","metadata":{"UID":"x"},`, 1),
+		"5s")
 	f.Fuzz(func(t *testing.T, body, timeout string) {
 		r := httptest.NewRequest(http.MethodPost, "/v1/admit", strings.NewReader(body))
 		r.URL.RawQuery = "timeout=" + timeout
@@ -230,18 +266,21 @@ func FuzzRead(f *testing.F) {
 		switch {
 		case err != nil && (!errors.As(err, &m) || m.code < 400 || m.code > 499 || m.text == ""):
 			t.Errorf("not the caller's fault: %v", err)
-		case err == nil && (q.uid == "" || q.namespace == "" || q.name == "" || q.timeout < 0 || q.operation == Delete && (q.pod == nil || q.pod.UID == "")):
+		case err == nil && (q.uid == "" || q.namespace == "" || q.name == "" || q.timeout < 0 ||
+			q.operation == Delete && (q.pod == nil || q.pod.UID == "")):
 			t.Errorf("understood as %+v", q)
 		}
 	})
 }
 
-// The API server may ask about a collection before it knows what is in it. Its pods follow, one by one.
+// The API server may ask about a collection before it knows what is in it. Its pods follow, one by
+// one.
 func TestACollectionWithoutObjectIsAnUnknownPod(t *testing.T) {
 	w := newWorld(t)
 	w.Cluster.Live = &reader{broken: "*v1.Pod"} // must not be asked for a pod without name
 	got := w.ask(deletion(w.a, func(r *admissionv1.AdmissionRequest) { r.Name, r.OldObject.Raw = "", nil }))
-	if want := []string{"delete allow UnknownPod 1"}; !got.Allowed || !slices.Equal(w.counted(), want) || len(w.ledger.calls) != 0 {
+	if want := []string{"delete allow UnknownPod 1"}; !got.Allowed || !slices.Equal(w.counted(), want) ||
+		len(w.ledger.calls) != 0 {
 		t.Errorf("%+v, counted %q, want %q; calls %q", got, w.counted(), want, w.ledger.calls)
 	}
 }

@@ -60,7 +60,8 @@ func (p *pipes) dial(context.Context, string, string) (net.Conn, error) {
 	}
 }
 
-// haproxy is an agent whose gateway lets go of a pod in a tenth of a second, and keeps the last one.
+// haproxy is an agent whose gateway lets go of a pod in a tenth of a second, and keeps the last
+// one.
 type haproxy struct {
 	*agentclient.Client
 	// unrouted is told of each pod that is excluded, and says whether it can be let go of.
@@ -127,8 +128,8 @@ func (anybody) Authenticate(context.Context, string) (coordinator.Identity, erro
 	return coordinator.Identity{Agent: "agent-1", Name: "edge/haproxy-1", Username: "edge", Everywhere: true}, nil
 }
 
-// replicaSet is one of n ready pods behind shop/web, with the real coordinator, ledger, index and wire. Pods that may go are
-// terminating 20 ms later, and EndpointSlices say so after 200 ms more.
+// replicaSet is one of n ready pods behind shop/web, with the real coordinator, ledger, index and
+// wire. Pods that may go are terminating 20 ms later, and EndpointSlices say so after 200 ms more.
 type replicaSet struct {
 	*Handler
 	t     *testing.T
@@ -148,20 +149,23 @@ func (r *replicaSet) apply() {
 	defer r.mu.Unlock()
 	r.version++
 	s := &discovery.EndpointSlice{
-		ObjectMeta:  metav1.ObjectMeta{Namespace: "shop", Name: "web-1", ResourceVersion: fmt.Sprint(r.version), Labels: map[string]string{discovery.LabelServiceName: "web"}},
+		ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: "web-1", ResourceVersion: fmt.Sprint(r.version),
+			Labels: map[string]string{discovery.LabelServiceName: "web"}},
 		AddressType: discovery.AddressTypeIPv4,
 	}
 	for i, p := range r.pods {
 		going := r.going[drain.UID(p.UID)]
 		s.Endpoints = append(s.Endpoints, discovery.Endpoint{
-			Addresses: []string{fmt.Sprintf("10.0.0.%d", i+1)}, TargetRef: &corev1.ObjectReference{Kind: "Pod", UID: p.UID},
+			Addresses:  []string{fmt.Sprintf("10.0.0.%d", i+1)},
+			TargetRef:  &corev1.ObjectReference{Kind: "Pod", UID: p.UID},
 			Conditions: discovery.EndpointConditions{Ready: ptr.To(!going), Terminating: ptr.To(going)},
 		})
 	}
 	r.index.Apply(time.Now(), s)
 }
 
-// unrouted checks, at each pod that the agent is told of, that no more than half of those that are left are unrouted.
+// unrouted checks, at each pod that the agent is told of, that no more than half of those that are
+// left are unrouted.
 func (r *replicaSet) unrouted(uid drain.UID) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -189,23 +193,27 @@ func (r *replicaSet) unrouted(uid drain.UID) bool {
 func newReplicaSet(t *testing.T, n int) *replicaSet {
 	w := newWorld(t)
 	log := slog.New(slog.DiscardHandler)
-	r := &replicaSet{Handler: w.Handler, t: t, index: endpoints.NewIndex(), going: map[drain.UID]bool{}, excluded: map[drain.UID]bool{}}
+	r := &replicaSet{Handler: w.Handler, t: t, index: endpoints.NewIndex(), going: map[drain.UID]bool{},
+		excluded: map[drain.UID]bool{}}
 	w.reader.objects = []client.Object{w.ns, w.node}
 	for i := range n {
 		p := runningPod(fmt.Sprint("p", i))
-		p.OwnerReferences = []metav1.OwnerReference{{Kind: "ReplicaSet", Name: "web", UID: "rs", Controller: ptr.To(true)}}
+		p.OwnerReferences = []metav1.OwnerReference{{Kind: "ReplicaSet", Name: "web", UID: "rs",
+			Controller: ptr.To(true)}}
 		r.pods = append(r.pods, p)
 		w.reader.objects = append(w.reader.objects, p)
 	}
 	r.coord = coordinator.New(drain.Holder{Replica: "r", Epoch: "1"}, drain.DefaultTimes(), coordinator.Options{
-		MaxHolds: 32, MaxHoldsPerOwner: 8, Authenticate: anybody{}, Log: log, Metrics: coordinator.NewMetrics(prometheus.NewRegistry()),
+		MaxHolds: 32, MaxHoldsPerOwner: 8, Authenticate: anybody{}, Log: log,
+		Metrics: coordinator.NewMetrics(prometheus.NewRegistry()),
 	})
 	r.Cluster.Ledger, r.Cluster.Slices, r.Handler.Events = r.coord, r.index, quiet{}
 	r.apply()
 
 	listener := &pipes{accept: make(chan net.Conn), closed: make(chan struct{})}
 	transport := &http.Transport{DialContext: listener.dial}
-	agent := &haproxy{Client: agentclient.New(), of: map[drain.UID]time.Time{}, kept: map[drain.UID]bool{}, unrouted: r.unrouted}
+	agent := &haproxy{Client: agentclient.New(), of: map[drain.UID]time.Time{}, kept: map[drain.UID]bool{},
+		unrouted: r.unrouted}
 	agent.HTTP, agent.Log, agent.Exclusions = &http.Client{Transport: transport}, log, agent
 	agent.Token = func() (string, error) { return "t", nil }
 	agent.Boot, agent.Gateway = "1", "haproxy"
@@ -214,7 +222,9 @@ func newReplicaSet(t *testing.T, n int) *replicaSet {
 	ctx, cancel := context.WithCancel(context.Background())
 	var running sync.WaitGroup
 	running.Go(func() {
-		_ = serve.All(ctx, serve.Task{Name: "coordinator", Run: r.coord.Run}, serve.Server{Name: "agents", Listener: listener, Handler: r.coord.Handler(), Grace: time.Second, Stop: r.coord.Stop}.Task())
+		_ = serve.All(ctx, serve.Task{Name: "coordinator", Run: r.coord.Run},
+			serve.Server{Name: "agents", Listener: listener, Handler: r.coord.Handler(), Grace: time.Second,
+				Stop: r.coord.Stop}.Task())
 	})
 	running.Go(func() { _ = agent.Run(ctx) })
 	t.Cleanup(func() {
@@ -232,11 +242,13 @@ type quiet struct{}
 
 func (quiet) Event(*corev1.Pod, bool, string, string) {}
 
-// delete asks for a deletion as client-go in a ReplicaSet's controller does until it is carried out, and returns why it was, after how long.
+// delete asks for a deletion as client-go in a ReplicaSet's controller does until it is carried
+// out, and returns why it was, after how long.
 func (r *replicaSet) delete(pod *corev1.Pod) (reason string, took time.Duration, err error) {
 	began := time.Now()
 	for range 11 {
-		q := &request{operation: Delete, namespace: "shop", name: pod.Name, pod: pod, username: replicaSets, timeout: 5 * time.Second}
+		q := &request{operation: Delete, namespace: "shop", name: pod.Name, pod: pod, username: replicaSets,
+			timeout: 5 * time.Second}
 		o, _ := r.decide(context.Background(), time.Now(), q)
 		if !o.allowed {
 			if o.retryAfter == 0 {
@@ -257,9 +269,10 @@ func (r *replicaSet) delete(pod *corev1.Pod) (reason string, took time.Duration,
 	return "", 0, errors.New("the controller gave up")
 }
 
-// All pods of a Service are deleted at one moment: at most half of those that are left are unrouted at one time, each round begins when the one
-// before is terminating, the last pod is routed to its end, and nothing waits for the deadline. Without room for those that follow, or
-// with a list of targets that is not looked at again, they wait until the deadline.
+// All pods of a Service are deleted at one moment: at most half of those that are left are unrouted
+// at one time, each round begins when the one before is terminating, the last pod is routed to its
+// end, and nothing waits for the deadline. Without room for those that follow, or with a list of
+// targets that is not looked at again, they wait until the deadline.
 func TestScaleToZeroGoesInRounds(t *testing.T) {
 	for _, n := range []int{1, 2, 3, 10, 40} {
 		synctest.Test(t, func(t *testing.T) {
@@ -292,7 +305,8 @@ func TestScaleToZeroGoesInRounds(t *testing.T) {
 	}
 }
 
-// What waits for room is a disruption to come: evictions must not find a budget's room for it a second time.
+// What waits for room is a disruption to come: evictions must not find a budget's room for it a
+// second time.
 func TestQueuedDrainsCountForBudgets(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := newReplicaSet(t, 2)
@@ -308,7 +322,8 @@ func TestQueuedDrainsCountForBudgets(t *testing.T) {
 		}
 		s := subject{pod: r.pods[1]}
 		r.Cluster.live(time.Now(), &s)
-		if got, want := r.Cluster.fullService(s).String(), "1 of 2 targets of Service shop/web are being drained here"; !strings.HasPrefix(got, want) {
+		if got, want := r.Cluster.fullService(s).String(),
+			"1 of 2 targets of Service shop/web are being drained here"; !strings.HasPrefix(got, want) {
 			t.Errorf("%q, want %q", got, want)
 		}
 	})
@@ -334,7 +349,8 @@ func TestTheRequestNamesItsOwner(t *testing.T) {
 	}
 }
 
-// What a held call asks with must be what EndpointSlices say now, and what it asked with before must stay as it was: the ledger keeps it.
+// What a held call asks with must be what EndpointSlices say now, and what it asked with before
+// must stay as it was: the ledger keeps it.
 func TestTheTargetsOfAHeldCallAreLookedAtAgain(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t)
@@ -357,27 +373,35 @@ func TestTheTargetsOfAHeldCallAreLookedAtAgain(t *testing.T) {
 func TestQueuedAndSuspendedAreSaid(t *testing.T) {
 	w := newWorld(t)
 	w.slices.usable[webService] = []health.UID{"uid-a", "uid-b", "uid-c", "uid-d"}
-	w.ledger.draining = map[drain.UID]time.Time{"uid-a": time.Now(), "uid-b": time.Now(), "uid-c": time.Now(), "uid-x": time.Now()}
+	w.ledger.draining = map[drain.UID]time.Time{"uid-a": time.Now(), "uid-b": time.Now(), "uid-c": time.Now(),
+		"uid-x": time.Now()}
 	w.ledger.queued = map[drain.UID]bool{"uid-a": true}
-	const crowded = "2 of 4 targets of Service shop/web are being drained here; at most half at one time, those of other replicas counted"
+	const crowded = "2 of 4 targets of Service shop/web are being drained here; at most half at one time, those of " +
+		"other replicas counted"
 	for name, c := range map[string]struct {
 		set     func()
 		counted string
 		said    string
 	}{
 		"queued": {func() { w.status(drain.Queued, drain.ReasonNone, 3*time.Second, true, nil, silent) }, "deny Queued",
-			"Lameduck: pod shop/a waits for room, since 3.0s: " + crowded + ". It is deleted when it had its turn and the gateways have let go, in 27.0s at the latest."},
+			"Lameduck: pod shop/a waits for room, since 3.0s: " + crowded + ". It is deleted when it had its turn " +
+				"and the gateways have let go, in 27.0s at the latest."},
 		"queued, too many": {func() {
 			w.status(drain.Queued, drain.ReasonNone, 3*time.Second, false, coordinator.ErrTooManyHolds, silent)
 		}, "deny TooManyHolds", "waits for room, since 3.0s: " + crowded},
 		"too many of its owner": {func() {
 			w.status(drain.Unrouting, drain.ReasonNone, 3*time.Second, false, coordinator.ErrTooManyOfOwner, silent)
 		}, "deny TooManyOfOwner", "is still routed by 1 of 2 gateways"},
-		"queued to the deadline": {func() { w.status(drain.Released, drain.Deadline, 30*time.Second, true, nil, silent) }, "allow Deadline",
+		"queued to the deadline": {func() {
+			w.status(drain.Released, drain.Deadline, 30*time.Second, true, nil,
+				silent)
+		}, "allow Deadline",
 			"deleted after 30.0s while gateways still route to it (Deadline): it waited for room: " + crowded},
 		"suspended": {func() { w.suspended(drain.Suspended) }, "allow Suspended",
-			"deleted without waiting for gateways that have let one drain after the other expire (Suspended): edge/haproxy-1 (routing)"},
-		"others have acknowledged": {func() { w.suspended(drain.Acknowledged) }, "allow Suspended", "(Suspended): edge/haproxy-1 (routing)"},
+			"deleted without waiting for gateways that have let one drain after the other expire (Suspended): " +
+				"edge/haproxy-1 (routing)"},
+		"others have acknowledged": {func() { w.suspended(drain.Acknowledged) }, "allow Suspended",
+			"(Suspended): edge/haproxy-1 (routing)"},
 	} {
 		w.registry = prometheus.NewRegistry()
 		w.Handler.Metrics, w.events, w.Handler.Times = NewMetrics(w.registry), nil, drain.DefaultTimes()
@@ -396,8 +420,9 @@ func TestQueuedAndSuspendedAreSaid(t *testing.T) {
 	}
 }
 
-// A gateway that is away and not waited for is named in the log, for whoever looks for the reason of a lost request. It is no warning: a cluster with
-// a node that is not ready would have one at each deletion.
+// A gateway that is away and not waited for is named in the log, for whoever looks for the reason
+// of a lost request. It is no warning: a cluster with a node that is not ready would have one at
+// each deletion.
 func TestWhoIsAwayIsNamed(t *testing.T) {
 	for _, reason := range []drain.Reason{drain.Acknowledged, drain.NoAgents} {
 		w := newWorld(t)
@@ -413,7 +438,8 @@ func TestWhoIsAwayIsNamed(t *testing.T) {
 		if got := w.ask(deletion(w.a)); !got.Allowed || len(got.Warnings) != 0 || len(w.events) != 0 {
 			t.Errorf("%s: %+v, events %v", reason, got, w.events)
 		}
-		if !strings.Contains(log.String(), "edge/haproxy-2 (not connected)") || !strings.Contains(log.String(), "reason="+reason.String()) {
+		if !strings.Contains(log.String(), "edge/haproxy-2 (not connected)") ||
+			!strings.Contains(log.String(), "reason="+reason.String()) {
 			t.Errorf("%s: the log says %s", reason, log.String())
 		}
 	}

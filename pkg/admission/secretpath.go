@@ -23,10 +23,11 @@ const (
 	minSecret = 16
 	// maxSecret bounds the file, in bytes.
 	maxSecret = 4 << 10
-	// secretEvery is how often the file is read. A mounted Secret takes a minute to arrive, so that more haste gains nothing.
+	// secretEvery is how often the file is read. A mounted Secret takes a minute to arrive, so that
+	// more haste gains nothing.
 	secretEvery = 5 * time.Second
-	// FormerSecret is how long a secret that has left the file is still good: while it is being changed, the API server's configuration
-	// and the replicas' files never change at one moment.
+	// FormerSecret is how long a secret that has left the file is still good: while it is being
+	// changed, the API server's configuration and the replicas' files never change at one moment.
 	FormerSecret = 10 * time.Minute
 	// strangerEvery is how often a line is logged that somebody was turned away.
 	strangerEvery = 10 * time.Second
@@ -37,8 +38,9 @@ const (
 // that a webhook configuration chooses, and is known to those alone who may read webhook
 // configurations or the Secret. It is never logged.
 //
-// The secrets are the lines of a file. Each line is good, so that a new one can be known to all replicas before the API server uses it; a
-// line that is taken out is good for [FormerSecret] more, in this life of the process.
+// The secrets are the lines of a file. Each line is good, so that a new one can be known to all
+// replicas before the API server uses it; a line that is taken out is good for [FormerSecret] more,
+// in this life of the process.
 type SecretPath struct {
 	file    string
 	log     *slog.Logger
@@ -71,7 +73,8 @@ func NewSecretPath(log *slog.Logger, metrics *Metrics) *SecretPath {
 	return &SecretPath{log: log, metrics: metrics, said: rate.Sometimes{Interval: strangerEvery}}
 }
 
-// Set has secrets be those that are good, as if a file had them. It reports whether they are other than before.
+// Set has secrets be those that are good, as if a file had them. It reports whether they are other
+// than before.
 func (d *SecretPath) Set(secrets []string) (changed bool) { return d.take(time.Now(), secrets) }
 
 // CheckSecretFile reports why no [SecretPath] can be made with file. Nil: one can.
@@ -80,7 +83,8 @@ func CheckSecretFile(file string) error {
 	return err
 }
 
-// Run reads the file again and again until ctx is done; without one it only waits. A file that cannot be used leaves what is known as it is.
+// Run reads the file again and again until ctx is done; without one it only waits. A file that
+// cannot be used leaves what is known as it is.
 func (d *SecretPath) Run(ctx context.Context) error {
 	ticker := time.NewTicker(secretEvery)
 	defer ticker.Stop()
@@ -171,8 +175,8 @@ func (d *SecretPath) knows(now time.Time, secret string) bool {
 }
 
 // Guard returns a handler that passes on what comes with a good secret: on [Path] reviews of
-// deletions, on [MutatePath] reviews of creations. Everything else gets the same 404, whether the path
-// is unknown or the secret wrong, before anything of its body is read.
+// deletions, on [MutatePath] reviews of creations. Everything else gets the same 404, whether the
+// path is unknown or the secret wrong, before anything of its body is read.
 func (d *SecretPath) Guard(deletions, creations http.Handler) http.Handler {
 	paths := map[string]http.Handler{Path: deletions, MutatePath: creations}
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -181,7 +185,8 @@ func (d *SecretPath) Guard(deletions, creations http.Handler) http.Handler {
 		if !d.knows(time.Now(), r.URL.Path[at:]) || !ok {
 			d.metrics.refused(http.StatusNotFound)
 			d.said.Do(func() {
-				d.log.Warn("refused a call without the admission secret: if it is the API server, deletions do not wait", "from", r.RemoteAddr)
+				d.log.Warn("refused a call without the admission secret: if it is the API server, deletions do not "+
+					"wait", "from", r.RemoteAddr)
 			})
 			w.Header().Set("Connection", "close")
 			http.Error(w, "404 page not found", http.StatusNotFound)
@@ -201,7 +206,8 @@ func readSecrets(file string) ([]string, error) {
 		return nil, fmt.Errorf("admission secret: %w; %s", err, howTo)
 	}
 	if info.Size() > maxSecret {
-		return nil, fmt.Errorf("admission secret in %s: the file has %d bytes, more than %d; %s", file, info.Size(), maxSecret, howTo)
+		return nil, fmt.Errorf("admission secret in %s: the file has %d bytes, more than %d; %s", file, info.Size(),
+			maxSecret, howTo)
 	}
 	text, err := os.ReadFile(file)
 	if err != nil {
@@ -216,7 +222,8 @@ func readSecrets(file string) ([]string, error) {
 		case len(line) < minSecret:
 			return nil, fmt.Errorf("admission secret in %s: line %d has %d characters; %s", file, n+1, len(line), howTo)
 		case strings.Trim(line, unreserved) != "":
-			return nil, fmt.Errorf("admission secret in %s: line %d has a character that is not a letter, a digit, - or _; %s", file, n+1, howTo)
+			return nil, fmt.Errorf("admission secret in %s: line %d has a character that is not a letter, a digit, "+
+				"- or _; %s", file, n+1, howTo)
 		}
 		secrets = append(secrets, line)
 	}

@@ -35,7 +35,9 @@ func newDoor(t *testing.T, text string) *secretPathWorld {
 	w := &secretPathWorld{t: t, file: filepath.Join(t.TempDir(), "secret"), reg: prometheus.NewRegistry()}
 	w.write(text)
 	var err error
-	if w.SecretPath, err = OpenSecretPath(w.file, slog.New(slog.NewTextHandler(&w.log, &slog.HandlerOptions{Level: slog.LevelDebug})), NewMetrics(w.reg)); err != nil {
+	if w.SecretPath, err = OpenSecretPath(w.file,
+		slog.New(slog.NewTextHandler(&w.log, &slog.HandlerOptions{Level: slog.LevelDebug})),
+		NewMetrics(w.reg)); err != nil {
 		t.Fatal(err)
 	}
 	return w
@@ -79,7 +81,8 @@ func (u unread) Read([]byte) (int, error) {
 	return 0, io.EOF
 }
 
-// Rule 10: whoever can post a review could have pods unrouted. A stranger must not learn either whether there is such a path.
+// Rule 10: whoever can post a review could have pods unrouted. A stranger must not learn either
+// whether there is such a path.
 func TestDoorIsClosedToStrangers(t *testing.T) {
 	w := newDoor(t, secretOne+"\n")
 	if !w.opens(secretOne) {
@@ -87,8 +90,10 @@ func TestDoorIsClosedToStrangers(t *testing.T) {
 	}
 	_, unknown := w.get("/nothing", unread{t})
 	strangers := []string{
-		"/", "/v1", "/v1/admit", "/v1/admit/", "/v1/admit/" + secretTwo, "/v1/admit/" + secretOne + "/", "/v1/admit/" + secretOne + "/x", "/v1/admit/x/../" + secretOne,
-		"/v1/admit/" + secretOne[1:], "/v1/admit/" + strings.ToUpper(secretOne), "/v1/admit/%20" + secretOne, "//v1/admit/" + secretOne,
+		"/", "/v1", "/v1/admit", "/v1/admit/", "/v1/admit/" + secretTwo, "/v1/admit/" + secretOne + "/",
+		"/v1/admit/" + secretOne + "/x", "/v1/admit/x/../" + secretOne,
+		"/v1/admit/" + secretOne[1:], "/v1/admit/" + strings.ToUpper(secretOne), "/v1/admit/%20" + secretOne,
+		"//v1/admit/" + secretOne,
 		"/v1/admit?" + secretOne, "/" + secretOne, "/v2/admit/" + secretOne,
 	}
 	for _, path := range strangers {
@@ -114,7 +119,8 @@ func TestDoorIsClosedToStrangers(t *testing.T) {
 	}
 }
 
-// The files of replicas and the API server's configuration never change at one moment. Were there a gap, deletions would not wait in it.
+// The files of replicas and the API server's configuration never change at one moment. Were there a
+// gap, deletions would not wait in it.
 func TestASecretThatIsChangedIsGoodForSomeTime(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newDoor(t, secretOne)
@@ -167,7 +173,8 @@ func TestASecretThatIsChangedIsGoodForSomeTime(t *testing.T) {
 	})
 }
 
-// A webhook without a secret must not start as one that everybody may call, and its error must say what to do, and not what was in the file.
+// A webhook without a secret must not start as one that everybody may call, and its error must say
+// what to do, and not what was in the file.
 func TestDoorNeedsASecret(t *testing.T) {
 	for name, c := range map[string]struct{ text, want string }{
 		"empty":          {"", "the file is empty"},
@@ -184,7 +191,8 @@ func TestDoorNeedsASecret(t *testing.T) {
 				t.Fatal(err)
 			}
 			_, err := OpenSecretPath(file, slog.New(slog.DiscardHandler), NewMetrics(prometheus.NewRegistry()))
-			if err == nil || !strings.Contains(err.Error(), c.want) || !strings.Contains(err.Error(), file) || !strings.Contains(err.Error(), "kubectl -n lameduck-system create secret") {
+			if err == nil || !strings.Contains(err.Error(), c.want) || !strings.Contains(err.Error(), file) ||
+				!strings.Contains(err.Error(), "kubectl -n lameduck-system create secret") {
 				t.Errorf("%v, want %q, the file and the way out", err, c.want)
 			}
 			if again := CheckSecretFile(file); again == nil || again.Error() != err.Error() {
@@ -195,7 +203,8 @@ func TestDoorNeedsASecret(t *testing.T) {
 			}
 		})
 	}
-	if err := CheckSecretFile(filepath.Join(t.TempDir(), "none")); err == nil || !strings.Contains(err.Error(), "kubectl") {
+	if err := CheckSecretFile(filepath.Join(t.TempDir(), "none")); err == nil ||
+		!strings.Contains(err.Error(), "kubectl") {
 		t.Errorf("%v", err)
 	}
 }
@@ -209,8 +218,10 @@ func TestBothDoors(t *testing.T) {
 	both := d.Guard(says("deletions"), says("creations"))
 	for path, want := range map[string]string{
 		Path + secretOne: "deletions", MutatePath + secretOne: "creations",
-		MutatePath + secretTwo: "404 page not found\n", MutatePath: "404 page not found\n", "/v1/" + secretOne: "404 page not found\n",
-		MutatePath + "x/" + secretOne: "404 page not found\n", MutatePath + secretOne + "/": "404 page not found\n", secretOne: "404 page not found\n",
+		MutatePath + secretTwo: "404 page not found\n", MutatePath: "404 page not found\n",
+		"/v1/" + secretOne:            "404 page not found\n",
+		MutatePath + "x/" + secretOne: "404 page not found\n", MutatePath + secretOne + "/": "404 page not found\n",
+		secretOne: "404 page not found\n",
 	} {
 		w := httptest.NewRecorder()
 		request := httptest.NewRequest(http.MethodPost, "/", nil)

@@ -53,9 +53,11 @@ func TestAWitnessLeavesBudgetsToTheOpener(t *testing.T) {
 	if got := w.ledger.requests[0]; got.Place != want || got.Turn != coordinator.TurnHeld {
 		t.Errorf("it opens its drain with %+v, turn %d", got.Place, got.Turn)
 	}
-	others.claimed = []wire.Claimed{{Verdict: wire.VerdictDeny, Reason: "Budget", Message: "used up", Budget: "used up"}}
+	others.claimed = []wire.Claimed{{Verdict: wire.VerdictDeny, Reason: "Budget", Message: "used up",
+		Budget: "used up"}}
 	before := len(w.ledger.calls)
-	if o, _ := w.decide(t.Context(), time.Now(), w.evictA()); o.allowed || o.reason != "Budget" || o.budget != "used up" || o.retryAfter != 0 {
+	if o, _ := w.decide(t.Context(), time.Now(), w.evictA()); o.allowed || o.reason != "Budget" ||
+		o.budget != "used up" || o.retryAfter != 0 {
 		t.Errorf("the opener refuses, the witness answers %+v", o)
 	}
 	if len(w.ledger.calls) != before {
@@ -67,7 +69,8 @@ func TestAWitnessLeavesBudgetsToTheOpener(t *testing.T) {
 // capacity.
 func TestAWitnessWaitsForTheOpenersTurn(t *testing.T) {
 	w := newWorld(t)
-	w.Others = &replicas{claimed: []wire.Claimed{{Verdict: wire.VerdictDrain, Hold: true, Queued: true}, {Verdict: wire.VerdictDrain, Hold: true}}}
+	w.Others = &replicas{claimed: []wire.Claimed{{Verdict: wire.VerdictDrain, Hold: true, Queued: true},
+		{Verdict: wire.VerdictDrain, Hold: true}}}
 	w.ledger.answer = func(time.Time) (drain.Status, bool, error) {
 		if w.ledger.requests[len(w.ledger.requests)-1].Place.Is == drain.Deferred {
 			return drain.Status{Phase: drain.Queued}, true, nil
@@ -94,11 +97,13 @@ func TestAWitnessAlone(t *testing.T) {
 
 // What a replica tells a witness is what it would answer the API server.
 func TestClaim(t *testing.T) {
-	claim := wire.Claim{Operation: "evict", Pod: drain.Pod{Namespace: "shop", Name: "a", UID: "uid-a"}, ElapsedMillis: 3000}
+	claim := wire.Claim{Operation: "evict", Pod: drain.Pod{Namespace: "shop", Name: "a", UID: "uid-a"},
+		ElapsedMillis: 3000}
 	w := newWorld(t)
 	w.status(drain.Queued, drain.ReasonNone, 12*time.Second, true, nil)
 	w.ledger.queued = map[drain.UID]bool{"uid-a": true}
-	if got := w.Claim(t.Context(), claim); got.Verdict != wire.VerdictDrain || !got.Queued || !got.Hold || got.ElapsedMillis < 11_900 {
+	if got := w.Claim(t.Context(), claim); got.Verdict != wire.VerdictDrain || !got.Queued || !got.Hold ||
+		got.ElapsedMillis < 11_900 {
 		t.Errorf("a drain: %+v", got)
 	}
 	if got := w.ledger.requests[0].Place; got != (drain.Place{Elapsed: 3 * time.Second}) {
@@ -110,7 +115,8 @@ func TestClaim(t *testing.T) {
 		t.Errorf("a drain that had no room until its deadline: %+v", got)
 	}
 	w.add(budget("pdb", 0, map[string]string{"app": "web"}))
-	if got := w.Claim(t.Context(), claim); got.Verdict != wire.VerdictDeny || got.Reason != "Budget" || !strings.HasPrefix(got.Message, violates) || got.Budget == "" {
+	if got := w.Claim(t.Context(), claim); got.Verdict != wire.VerdictDeny || got.Reason != "Budget" ||
+		!strings.HasPrefix(got.Message, violates) || got.Budget == "" {
 		t.Errorf("no room: %+v", got)
 	}
 	claim.Pod.UID = "another"
@@ -155,7 +161,8 @@ func TestACallerThatHasGoneOpensNoDrain(t *testing.T) {
 	w.Others = &replicas{}
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
-	if o, _ := w.decide(ctx, time.Now(), w.deleteA()); o.allowed || o.reason != string(CallerGone) || len(w.ledger.calls) != 0 {
+	if o, _ := w.decide(ctx, time.Now(), w.deleteA()); o.allowed || o.reason != string(CallerGone) ||
+		len(w.ledger.calls) != 0 {
 		t.Errorf("%+v, and %v", o, w.ledger.calls)
 	}
 }
@@ -166,11 +173,13 @@ func TestAWitnessIsQuiet(t *testing.T) {
 	others := &replicas{claimed: []wire.Claimed{{Verdict: wire.VerdictDrain, Hold: true}}}
 	w.Others = others
 	w.status(drain.Released, drain.Deadline, 30*time.Second, true, nil, drain.Waiting{Name: "edge/one"})
-	w.tell(witness, w.deleteA(), subject{pod: w.a}, outcome{allowed: true, warn: true, reason: "Deadline", message: "late"})
+	w.tell(witness, w.deleteA(), subject{pod: w.a},
+		outcome{allowed: true, warn: true, reason: "Deadline", message: "late"})
 	if len(w.events) != 0 {
 		t.Errorf("Events of a witness: %v", w.events)
 	}
-	w.tell(opener, w.deleteA(), subject{pod: w.a}, outcome{allowed: true, warn: true, reason: "Deadline", message: "late"})
+	w.tell(opener, w.deleteA(), subject{pod: w.a},
+		outcome{allowed: true, warn: true, reason: "Deadline", message: "late"})
 	if got := []string{w.events[0].reason}; !slices.Equal(got, []string{"LameduckDeadline"}) {
 		t.Errorf("Events of the opener: %v", got)
 	}

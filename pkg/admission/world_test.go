@@ -82,7 +82,8 @@ func (r *reader) List(_ context.Context, into client.ObjectList, options ...clie
 		selector = labels.Everything()
 	}
 	for _, object := range r.objects {
-		if o.Namespace != "" && object.GetNamespace() != o.Namespace || !selector.Matches(labels.Set(object.GetLabels())) {
+		if o.Namespace != "" && object.GetNamespace() != o.Namespace ||
+			!selector.Matches(labels.Set(object.GetLabels())) {
 			continue
 		}
 		switch into := into.(type) {
@@ -174,8 +175,8 @@ type happening struct {
 	reason, message string
 }
 
-// world is a handler in a cluster with the Service shop/web of the pods a and b, both ready, one agent that routes it, and a drain
-// that is acknowledged.
+// world is a handler in a cluster with the Service shop/web of the pods a and b, both ready, one
+// agent that routes it, and a drain that is acknowledged.
 type world struct {
 	*Handler
 	t        *testing.T
@@ -196,11 +197,13 @@ func (w *world) Event(pod *corev1.Pod, warning bool, reason, message string) {
 
 func runningPod(name string) *corev1.Pod {
 	return &corev1.Pod{
-		TypeMeta:   metav1.TypeMeta{APIVersion: "v1", Kind: "Pod"},
-		ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: name, UID: types.UID("uid-" + name), Labels: map[string]string{"app": "web"}, Annotations: map[string]string{}},
-		Spec:       corev1.PodSpec{NodeName: "node-1"},
+		TypeMeta: metav1.TypeMeta{APIVersion: "v1", Kind: "Pod"},
+		ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: name, UID: types.UID("uid-" + name),
+			Labels: map[string]string{"app": "web"}, Annotations: map[string]string{}},
+		Spec: corev1.PodSpec{NodeName: "node-1"},
 		Status: corev1.PodStatus{Phase: corev1.PodRunning, Conditions: []corev1.PodCondition{
-			{Type: corev1.PodReady, Status: corev1.ConditionTrue, LastTransitionTime: metav1.NewTime(time.Now().Add(-time.Hour))},
+			{Type: corev1.PodReady, Status: corev1.ConditionTrue,
+				LastTransitionTime: metav1.NewTime(time.Now().Add(-time.Hour))},
 		}},
 	}
 }
@@ -209,9 +212,10 @@ func newWorld(t *testing.T) *world {
 	w := &world{
 		t: t, a: runningPod("a"), b: runningPod("b"), registry: prometheus.NewRegistry(),
 		ns: &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: "shop", Labels: map[string]string{}}},
-		node: &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node-1"}, Status: corev1.NodeStatus{Conditions: []corev1.NodeCondition{
-			{Type: corev1.NodeReady, Status: corev1.ConditionTrue},
-		}}},
+		node: &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node-1"},
+			Status: corev1.NodeStatus{Conditions: []corev1.NodeCondition{
+				{Type: corev1.NodeReady, Status: corev1.ConditionTrue},
+			}}},
 		slices: &listings{
 			of: map[health.UID][]endpoints.Listing{
 				"uid-a": {{Service: webService, Ready: true}},
@@ -219,7 +223,8 @@ func newWorld(t *testing.T) *world {
 			},
 			usable: map[types.NamespacedName][]health.UID{webService: {"uid-a", "uid-b"}},
 		},
-		ledger: &ledger{expected: 1, routed: []drain.Service{{Namespace: "shop", Name: "web"}}, draining: map[drain.UID]time.Time{}},
+		ledger: &ledger{expected: 1, routed: []drain.Service{{Namespace: "shop", Name: "web"}},
+			draining: map[drain.UID]time.Time{}},
 	}
 	w.reader = &reader{objects: []client.Object{w.a, w.b, w.ns, w.node}}
 	w.Handler = &Handler{
@@ -234,14 +239,16 @@ func newWorld(t *testing.T) *world {
 }
 
 // status sets what a drain that was asked for returns, if it began elapsed ago.
-func (w *world) status(phase drain.Phase, reason drain.Reason, elapsed time.Duration, held bool, err error, waiting ...drain.Waiting) {
+func (w *world) status(phase drain.Phase, reason drain.Reason, elapsed time.Duration, held bool, err error,
+	waiting ...drain.Waiting) {
 	if phase == drain.Queued || phase == drain.Unrouting || phase == drain.Quiescing {
 		w.Handler.Times.Hold = time.Nanosecond // the status comes at once, and the call is to be over then
 	}
 	w.ledger.answer = func(time.Time) (drain.Status, bool, error) {
 		since := time.Now().Add(-elapsed)
 		return drain.Status{
-			Pod: drain.Pod{Namespace: "shop", Name: "a", UID: "uid-a"}, Phase: phase, Reason: reason, Since: since, Begun: since,
+			Pod: drain.Pod{Namespace: "shop", Name: "a", UID: "uid-a"}, Phase: phase, Reason: reason, Since: since,
+			Begun:    since,
 			Deadline: since.Add(30 * time.Second), Owed: 2, Waiting: waiting,
 		}, held, err
 	}
@@ -261,11 +268,13 @@ func deletion(pod *corev1.Pod, set ...func(*admissionv1.AdmissionRequest)) *admi
 }
 
 // eviction is the review of an Eviction of the pod, with these deleteOptions as JSON.
-func eviction(pod *corev1.Pod, version, options string, set ...func(*admissionv1.AdmissionRequest)) *admissionv1.AdmissionReview {
+func eviction(pod *corev1.Pod, version, options string,
+	set ...func(*admissionv1.AdmissionRequest)) *admissionv1.AdmissionReview {
 	if options == "" {
 		options = "null"
 	}
-	raw := fmt.Sprintf(`{"apiVersion":%q,"kind":"Eviction","metadata":{"name":%q,"namespace":%q},"deleteOptions":%s}`, version, pod.Name, pod.Namespace, options)
+	raw := fmt.Sprintf(`{"apiVersion":%q,"kind":"Eviction","metadata":{"name":%q,"namespace":%q},"deleteOptions":%s}`,
+		version, pod.Name, pod.Namespace, options)
 	return review(&admissionv1.AdmissionRequest{
 		Namespace: pod.Namespace, Name: pod.Name, Operation: admissionv1.Create, SubResource: "eviction",
 		Resource: metav1.GroupVersionResource{Version: "v1", Resource: "pods"},
@@ -273,7 +282,8 @@ func eviction(pod *corev1.Pod, version, options string, set ...func(*admissionv1
 	}, set...)
 }
 
-func review(request *admissionv1.AdmissionRequest, set ...func(*admissionv1.AdmissionRequest)) *admissionv1.AdmissionReview {
+func review(request *admissionv1.AdmissionRequest,
+	set ...func(*admissionv1.AdmissionRequest)) *admissionv1.AdmissionReview {
 	request.UID = "review-1"
 	request.UserInfo.Username = "jane"
 	for _, s := range set {
@@ -310,10 +320,12 @@ func (w *world) ask(review *admissionv1.AdmissionReview) *admissionv1.AdmissionR
 	}
 	recorder := w.post(string(body), "?timeout=5s")
 	var answer admissionv1.AdmissionReview
-	if recorder.Code != http.StatusOK || json.Unmarshal(recorder.Body.Bytes(), &answer) != nil || answer.Response == nil {
+	if recorder.Code != http.StatusOK || json.Unmarshal(recorder.Body.Bytes(), &answer) != nil ||
+		answer.Response == nil {
 		w.t.Fatalf("%d %s", recorder.Code, recorder.Body)
 	}
-	if answer.APIVersion != "admission.k8s.io/v1" || answer.Kind != "AdmissionReview" || answer.Response.UID != "review-1" {
+	if answer.APIVersion != "admission.k8s.io/v1" || answer.Kind != "AdmissionReview" ||
+		answer.Response.UID != "review-1" {
 		w.t.Errorf("the answer is a %s of %s for %q", answer.Kind, answer.APIVersion, answer.Response.UID)
 	}
 	return answer.Response
@@ -339,7 +351,8 @@ func (w *world) counted() []string {
 			}
 			switch f.GetName() {
 			case "lameduck_admission_answers_total":
-				all = append(all, fmt.Sprintf("%s %s %s %v", label["operation"], label["answer"], label["reason"], value))
+				all = append(all, fmt.Sprintf("%s %s %s %v", label["operation"], label["answer"], label["reason"],
+					value))
 			case "lameduck_admission_malformed_total":
 				all = append(all, fmt.Sprintf("malformed %s %v", label["code"], value))
 			}

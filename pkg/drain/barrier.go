@@ -13,27 +13,33 @@ import (
 	"time"
 )
 
-// The barrier is the second gate of a pod: it is asked for when the pod is terminating and its containers wait to be told to stop. It is a
-// drain like that at the hold, with the same levels, freshness, sessions and suspensions, and differs in these points.
+// The barrier is the second gate of a pod: it is asked for when the pod is terminating and its
+// containers wait to be told to stop. It is a drain like that at the hold, with the same levels,
+// freshness, sessions and suspensions, and differs in these points.
 //
-// The agents that observe are asked ([Watch]), and the directed agents that had not stopped routing to the pod when the drain at the hold
-// ended here: the deletion did not wait, or did not wait for them. Without such a drain, all
-// directed agents are asked. Directed agents are told by an ordinary Open and do not name a gate.
+// The agents that observe are asked ([Watch]), and the directed agents that had not stopped routing
+// to the pod when the drain at the hold ended here: the deletion did not wait, or did not wait for
+// them. Without such a drain, all directed agents are asked. Directed agents are told by an
+// ordinary Open and do not name a gate.
 //
-// A gateway that has nobody else to send to goes on sending to a terminating pod (KEP-1669). It is asked to be quiet then, not to let go,
-// and the drain is released with the reason LastTarget. Whether that is so, agents cannot know: one whose kernel is late sees the last
-// target of a Service that has another one. So a report of Kept or Routing counts for more only while the replica sees no other ready endpoint
-// ([Barrier.Last]), and has seen none for [lastSettle], because the replica may be late too. Agents report one state for all Services. If only
-// some Services have no other endpoint, Routing may be said of the others, and Kept alone counts ([Barrier.LastOne]).
+// A gateway that has nobody else to send to goes on sending to a terminating pod (KEP-1669). It is
+// asked to be quiet then, not to let go, and the drain is released with the reason LastTarget.
+// Whether that is so, agents cannot know: one whose kernel is late sees the last target of a
+// Service that has another one. So a report of Kept or Routing counts for more only while the
+// replica sees no other ready endpoint ([Barrier.Last]), and has seen none for [lastSettle],
+// because the replica may be late too. Agents report one state for all Services. If only some
+// Services have no other endpoint, Routing may be said of the others, and Kept alone counts
+// ([Barrier.LastOne]).
 //
-// A gateway that has not heard yet that a pod is ready looks as if it had let go of it, and will send to it when it hears. So the word of one
-// that was not seen to send to the pod while the barrier stood counts only when it must have heard ([Barrier.Young]).
+// A gateway that has not heard yet that a pod is ready looks as if it had let go of it, and will
+// send to it when it hears. So the word of one that was not seen to send to the pod while the
+// barrier stood counts only when it must have heard ([Barrier.Young]).
 //
-// Waits that Services state for those who can never acknowledge run beside the acknowledgements, from the deletion on, and so does the
-// wait for agents that were not in the sample.
+// Waits that Services state for those who can never acknowledge run beside the acknowledgements,
+// from the deletion on, and so does the wait for agents that were not in the sample.
 //
-// It is over when the pod does not exist any more ([Ledger.GatePassed]), and forgotten when no call can
-// wait for it any more.
+// It is over when the pod does not exist any more ([Ledger.GatePassed]), and forgotten when no call
+// can wait for it any more.
 
 // Barrier is what the agent on the pod's node asks for, with what the replica knows of the pod.
 type Barrier struct {
@@ -49,11 +55,14 @@ type Barrier struct {
 	Bound time.Duration
 	// Stated is the longest wait, from the deletion on, that one of Services states.
 	Stated time.Duration
-	// Last says that in no Service gateways have another endpoint to send to, so that they may go on sending to the pod. LastOne says so of
-	// some Services, and that in each of the others every gateway knows another endpoint: one that says Kept sends to the pod in the former
-	// alone. LastHere is LastOne for the pod's node, by the traffic policy of a Service: only the agent that asks is taken at its word.
+	// Last says that in no Service gateways have another endpoint to send to, so that they may go
+	// on sending to the pod. LastOne says so of some Services, and that in each of the others every
+	// gateway knows another endpoint: one that says Kept sends to the pod in the former alone.
+	// LastHere is LastOne for the pod's node, by the traffic policy of a Service: only the agent
+	// that asks is taken at its word.
 	Last, LastOne, LastHere bool
-	// Young is how long after the deletion a gateway may still not have heard that the pod is ready.
+	// Young is how long after the deletion a gateway may still not have heard that the pod is
+	// ready.
 	Young time.Duration
 }
 
@@ -70,7 +79,8 @@ type barrier struct {
 	// when its drain at the hold ended here with the pod. That drain keeps them until the barrier
 	// is opened. Nil: there was no such drain.
 	letGo map[AgentID]struct{}
-	// last, lastOne and lastHere are as in Barrier, each at the time since which it is so; zero: it is not.
+	// last, lastOne and lastHere are as in Barrier, each at the time since which it is so; zero: it
+	// is not.
 	last, lastOne, lastHere time.Time
 	// young is as in Barrier: the longest that was told.
 	young time.Duration
@@ -98,8 +108,9 @@ type Sampling struct {
 // DefaultSampling is that of clusters. Worlds that are smaller have another.
 func DefaultSampling() Sampling { return Sampling{AllUpTo: 200, Size: 50, Learn: 1000} }
 
-// OpenBarrier opens the barrier of a pod that is terminating, or joins the one that is open, and returns its status. Its deadline may be
-// brought forward, never put back. The barrier of a pod that is gone stays closed: PodDeleted.
+// OpenBarrier opens the barrier of a pod that is terminating, or joins the one that is open, and
+// returns its status. Its deadline may be brought forward, never put back. The barrier of a pod
+// that is gone stays closed: PodDeleted.
 func (l *Ledger) OpenBarrier(now time.Time, b Barrier) Status {
 	l.GatePassed(now, AtHold, b.Pod.UID)
 	d := l.drain(b.Pod, AtBarrier)
@@ -169,7 +180,8 @@ func (l *Ledger) see(now time.Time, d *drain, b Barrier) {
 	}
 }
 
-// letGo lists the agents that have let go of the pod of d, at the hold. Others may route one of its Services that was not known then to list the pod.
+// letGo lists the agents that have let go of the pod of d, at the hold. Others may route one of its
+// Services that was not known then to list the pod.
 func (l *Ledger) letGo(now time.Time, d *drain) map[AgentID]struct{} {
 	letGo := map[AgentID]struct{}{}
 	said := l.hearing(d)
@@ -261,7 +273,8 @@ func (l *Ledger) opened(a *agent, d *drain) Open {
 	o := Open{Pod: d.pod, Since: d.since, Number: d.number}
 	if a.gateOf(d) == AtBarrier {
 		o.Watch = &Watch{
-			Pod: d.pod, Since: d.since, Deadline: l.deadline(d), Number: d.number, Targets: d.barrier.targets, Last: !d.barrier.last.IsZero(),
+			Pod: d.pod, Since: d.since, Deadline: l.deadline(d), Number: d.number, Targets: d.barrier.targets,
+			Last: !d.barrier.last.IsZero(),
 		}
 	}
 	return o
@@ -283,8 +296,8 @@ func (s *subject) about(a *agent, r Report) *drain {
 	return d
 }
 
-// lastIn reports whether the pod of d has no other target in any of the Services in which a gateway keeps it, as named by [Report.Kept].
-// A target that is dead is none.
+// lastIn reports whether the pod of d has no other target in any of the Services in which a gateway
+// keeps it, as named by [Report.Kept]. A target that is dead is none.
 func (l *Ledger) lastIn(d *drain, kept string) bool {
 	for name := range strings.SplitSeq(kept, ",") {
 		namespace, name, _ := strings.Cut(name, "/")
@@ -299,7 +312,8 @@ func (l *Ledger) lastIn(d *drain, kept string) bool {
 	return true
 }
 
-// counts is what r counts for in d, whether that is more than it says, and, if time alone may change that, when.
+// counts is what r counts for in d, whether that is more than it says, and, if time alone may
+// change that, when.
 func (l *Ledger) counts(now time.Time, d *drain, a *agent, r Report) (state State, last bool, until time.Time) {
 	if r.Gate != d.gate {
 		return r.State, false, time.Time{}
@@ -416,21 +430,24 @@ func (h *durations) percentile(share float64) time.Duration {
 	return time.Duration(math.MaxInt64)
 }
 
-// learn takes in how long the gateway of a has taken to let go, if r, after had, is the first that says so.
+// learn takes in how long the gateway of a has taken to let go, if r, after had, is the first that
+// says so.
 func (l *Ledger) learn(now time.Time, a *agent, d *drain, had State, r Report) {
 	if r.State >= Removed && had < Removed && a.sampled() && a.gateOf(d) == AtBarrier && now.Before(l.deadline(d)) {
 		l.learnt.add(now.Sub(d.since))
 	}
 }
 
-// ParseStatedWait reads the wait that a Service states for consumers that can never acknowledge: a duration, or checkInterval,
-// unhealthyThreshold and timeout of whoever checks them, as "checkInterval=10s,unhealthyThreshold=3,timeout=5s", which is interval times
-// threshold, and timeout. The error names what cannot be read.
+// ParseStatedWait reads the wait that a Service states for consumers that can never acknowledge: a
+// duration, or checkInterval, unhealthyThreshold and timeout of whoever checks them, as
+// "checkInterval=10s,unhealthyThreshold=3,timeout=5s", which is interval times threshold, and
+// timeout. The error names what cannot be read.
 func ParseStatedWait(text string) (time.Duration, error) {
 	if !strings.Contains(text, "=") {
 		d, err := time.ParseDuration(strings.TrimSpace(text))
 		if err != nil || d < 0 {
-			return 0, fmt.Errorf("stated wait %.100q: neither a duration nor checkInterval=, unhealthyThreshold= and timeout=", text)
+			return 0, fmt.Errorf("stated wait %.100q: neither a duration nor checkInterval=, unhealthyThreshold= "+
+				"and timeout=", text)
 		}
 		return d, nil
 	}
@@ -450,15 +467,18 @@ func ParseStatedWait(text string) (time.Duration, error) {
 		case name == "unhealthyThreshold":
 			threshold, err = strconv.Atoi(value)
 		default:
-			return 0, fmt.Errorf("stated wait %.100q: %q is not one of checkInterval, unhealthyThreshold and timeout", text, name)
+			return 0, fmt.Errorf("stated wait %.100q: %q is not one of checkInterval, unhealthyThreshold and timeout",
+				text, name)
 		}
 		if err != nil {
 			return 0, fmt.Errorf("stated wait %.100q: %s: %w", text, name, err)
 		}
 		seen[name] = true
 	}
-	if !seen["checkInterval"] || interval <= 0 || timeout < 0 || threshold < 1 || threshold > 1000 || max(interval, timeout) > time.Hour {
-		return 0, fmt.Errorf("stated wait %.100q: checkInterval must be positive, timeout not negative, both an hour at most, unhealthyThreshold 1 to 1000", text)
+	if !seen["checkInterval"] || interval <= 0 || timeout < 0 || threshold < 1 || threshold > 1000 ||
+		max(interval, timeout) > time.Hour {
+		return 0, fmt.Errorf("stated wait %.100q: checkInterval must be positive, timeout not negative, both an "+
+			"hour at most, unhealthyThreshold 1 to 1000", text)
 	}
 	return time.Duration(threshold)*interval + timeout, nil
 }

@@ -75,7 +75,8 @@ func TestTheBarrierWaitsForThoseWhoObserve(t *testing.T) {
 		t.Error("the pod's end is no news, or twice")
 	}
 	w.wantBarrier(p, "Closed PodDeleted")
-	// A hook that is still waiting for a pod that is gone has nothing to wait for, and begins nothing anew.
+	// A hook that is still waiting for a pod that is gone has nothing to wait for, and begins
+	// nothing anew.
 	w.open(p, "node-1")
 	w.wantBarrier(p, "Closed PodDeleted")
 }
@@ -92,7 +93,8 @@ func TestGatesHaveWordsOfTheirOwn(t *testing.T) {
 	w.wantBarrier(p, "Released Acknowledged")
 }
 
-// Without this, a pod that was deleted in the moment when it became ready is stopped, and then a kernel that hears of both in turn sends to it.
+// Without this, a pod that was deleted in the moment when it became ready is stopped, and then a
+// kernel that hears of both in turn sends to it.
 func TestWhoHasNotHeardOfAPod(t *testing.T) {
 	w := newWorld(t)
 	p := pod("a")
@@ -132,10 +134,13 @@ func TestWhoDirectsOwesWhatItDidNotAtTheHold(t *testing.T) {
 		hold func(w *world)
 		want string
 	}{
-		"it was never asked":              {func(*world) {}, "Unrouting edge:unknown"},
-		"it has let go":                   {func(w *world) { w.ask(p, web); w.say("edge", p, Idle) }, "Released NoAgents"},
-		"it has let go, and requests ran": {func(w *world) { w.ask(p, web); w.say("edge", p, Removed) }, "Released NoAgents"},
-		"it kept the pod as the last":     {func(w *world) { w.ask(p, web); w.say("edge", p, Kept) }, "Unrouting edge:unknown"},
+		"it was never asked": {func(*world) {}, "Unrouting edge:unknown"},
+		"it has let go": {func(w *world) { w.ask(p, web); w.say("edge", p, Idle) },
+			"Released NoAgents"},
+		"it has let go, and requests ran": {func(w *world) { w.ask(p, web); w.say("edge", p, Removed) },
+			"Released NoAgents"},
+		"it kept the pod as the last": {func(w *world) { w.ask(p, web); w.say("edge", p, Kept) },
+			"Unrouting edge:unknown"},
 		"it has let go, and routes again: its container was started again": {func(w *world) {
 			w.Ask(w.now, p, []Targets{{Service: web, Usable: []UID{p.UID, "other"}}}, Place{Restart: true})
 			w.say("edge", p, Idle)
@@ -143,7 +148,8 @@ func TestWhoDirectsOwesWhatItDidNotAtTheHold(t *testing.T) {
 			w.ReadyAgain(w.now, p.UID, w.now)
 		}, "Unrouting edge:unknown"},
 		"its Service was not known to list the pod": {func(w *world) { w.ask(p, api) }, "Unrouting edge:unknown"},
-		"it was silent until the deadline":          {func(w *world) { w.ask(p, web); w.pass(30 * time.Second) }, "Unrouting edge:unknown"},
+		"it was silent until the deadline": {func(w *world) { w.ask(p, web); w.pass(30 * time.Second) },
+			"Unrouting edge:unknown"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t)
@@ -218,7 +224,8 @@ func (w *world) hears(id AgentID, rev uint64) (open []Open, next uint64, text st
 	return open, next, text
 }
 
-// Without this, an agent that is told of a barrier and of the end of the drain at the hold in one write lifts what it has just laid.
+// Without this, an agent that is told of a barrier and of the end of the drain at the hold in one
+// write lifts what it has just laid.
 func TestEachIsToldItsPart(t *testing.T) {
 	w := newWorld(t)
 	p := pod("a")
@@ -237,7 +244,8 @@ func TestEachIsToldItsPart(t *testing.T) {
 	w.say("prompt", p, Idle)
 	w.open(p, "node-1")
 	for id, want := range map[AgentID]string{
-		"edge": "drain uid-a", "prompt": "release uid-a dead", "node-1": "watch uid-a [10.1.0.7:0] last=false release uid-a dead", old: "release uid-a dead",
+		"edge": "drain uid-a", "prompt": "release uid-a dead",
+		"node-1": "watch uid-a [10.1.0.7:0] last=false release uid-a dead", old: "release uid-a dead",
 	} {
 		var got string
 		if _, revs[id], got = w.hears(id, revs[id]); got != want {
@@ -250,7 +258,8 @@ func TestEachIsToldItsPart(t *testing.T) {
 		t.Errorf("anew, it is told %q", got)
 	}
 	w.GatePassed(w.now, AtBarrier, p.UID)
-	for id, want := range map[AgentID]string{"edge": "release uid-a dead", "prompt": "release uid-a dead", "node-1": "release uid-a at the barrier dead"} {
+	for id, want := range map[AgentID]string{"edge": "release uid-a dead", "prompt": "release uid-a dead",
+		"node-1": "release uid-a at the barrier dead"} {
 		if _, _, got := w.hears(id, revs[id]); got != want {
 			t.Errorf("in the end %s is told %q, want %q", id, got, want)
 		}
@@ -270,20 +279,27 @@ func TestTheLastTarget(t *testing.T) {
 		// now and settled are what holds at once and a second later.
 		now, settled string
 	}{
-		"no other is ready, and it is quiet": {last, "node-1", Kept, true, "Unrouting node-1:kept", "Released LastTarget"},
-		"several go together":                {last, "node-1", Routing, true, "Unrouting node-1:routing", "Released LastTarget"},
-		"it is not quiet":                    {last, "node-1", Kept, false, "Unrouting node-1:kept", "Quiescing node-1:removed"},
+		"no other is ready, and it is quiet": {last, "node-1", Kept, true, "Unrouting node-1:kept",
+			"Released LastTarget"},
+		"several go together": {last, "node-1", Routing, true, "Unrouting node-1:routing", "Released LastTarget"},
+		"it is not quiet":     {last, "node-1", Kept, false, "Unrouting node-1:kept", "Quiescing node-1:removed"},
 		"another is ready, the kernel is late": {
 			func(*Barrier) {}, "node-1", Kept, true, "Unrouting node-1:kept", "Unrouting node-1:kept",
 		},
-		"the last one of one Service, kept there":            {one, "node-2", Kept, true, "Unrouting node-1:kept", "Released LastTarget"},
-		"the last one of one Service, and routed in another": {one, "node-2", Routing, true, "Unrouting node-1:routing", "Unrouting node-1:routing"},
+		"the last one of one Service, kept there": {one, "node-2", Kept, true, "Unrouting node-1:kept",
+			"Released LastTarget"},
+		"the last one of one Service, and routed in another": {one, "node-2", Routing, true, "Unrouting node-1:routing",
+			"Unrouting node-1:routing"},
 
-		"the last one of the node, says it":     {here, "node-1", Kept, true, "Unrouting node-1:kept", "Released LastTarget"},
-		"the last one of another node, says it": {here, "node-2", Kept, true, "Unrouting node-1:kept", "Unrouting node-1:kept"},
-		"the last one of the node, and routing": {here, "node-1", Routing, true, "Unrouting node-1:routing", "Unrouting node-1:routing"},
-		"it could not be read":                  {last, "node-1", StateUnknown, false, "Unrouting node-1:unknown", "Unrouting node-1:unknown"},
-		"it has let go all the same":            {last, "node-1", Idle, true, "Released Acknowledged", "Released Acknowledged"},
+		"the last one of the node, says it": {here, "node-1", Kept, true, "Unrouting node-1:kept",
+			"Released LastTarget"},
+		"the last one of another node, says it": {here, "node-2", Kept, true, "Unrouting node-1:kept",
+			"Unrouting node-1:kept"},
+		"the last one of the node, and routing": {here, "node-1", Routing, true, "Unrouting node-1:routing",
+			"Unrouting node-1:routing"},
+		"it could not be read": {last, "node-1", StateUnknown, false, "Unrouting node-1:unknown",
+			"Unrouting node-1:unknown"},
+		"it has let go all the same": {last, "node-1", Idle, true, "Released Acknowledged", "Released Acknowledged"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t)
@@ -291,7 +307,8 @@ func TestTheLastTarget(t *testing.T) {
 			w.open(p, c.by, c.is)
 			w.see("node-1", p, c.state, c.quiet)
 			w.wantBarrier(p, c.now)
-			if at := w.Status(w.now, AtBarrier, p.UID).Recheck; c.settled != c.now && !at.Equal(w.now.Add(time.Second)) {
+			if at := w.Status(w.now, AtBarrier, p.UID).Recheck; c.settled != c.now &&
+				!at.Equal(w.now.Add(time.Second)) {
 				t.Errorf("nobody looks again when it has settled, but at %s", at.Sub(t0))
 			}
 			w.pass(time.Second)
@@ -309,7 +326,8 @@ func TestTheLastTarget(t *testing.T) {
 	}
 }
 
-// A gateway that keeps the last target still sends to it. Without this, the Idle bound claims that all gateways have stopped.
+// A gateway that keeps the last target still sends to it. Without this, the Idle bound claims that
+// all gateways have stopped.
 func TestTheLastTargetIsNamedAtTheIdleBound(t *testing.T) {
 	w := newWorld(t)
 	p := pod("a")
@@ -351,8 +369,8 @@ func TestStatedWaitsRunBesideTheAcknowledgements(t *testing.T) {
 	}
 }
 
-// The Idle bound runs while connections are open, not from the first time that all agents said Removed: connections that come during a
-// stated wait would be cut at its end.
+// The Idle bound runs while connections are open, not from the first time that all agents said
+// Removed: connections that come during a stated wait would be cut at its end.
 func TestConnectionsThatComeDuringAStatedWait(t *testing.T) {
 	w := newWorld(t)
 	p := pod("a")
@@ -407,8 +425,8 @@ func TestTheBoundsOfTheBarrier(t *testing.T) {
 	}
 }
 
-// Rule 7, as for drains: a node whose agent is away is waited for while its pod is ready, else 5 s; and an agent that lets three barriers in
-// a row expire is no longer waited for.
+// Rule 7, as for drains: a node whose agent is away is waited for while its pod is ready, else 5 s;
+// and an agent that lets three barriers in a row expire is no longer waited for.
 func TestWhoIsAwayAtTheBarrier(t *testing.T) {
 	w := newWorld(t)
 	node := func(id AgentID, ready bool) Expected {
@@ -593,7 +611,8 @@ func TestEveryReplicaOfAGatewayIsAsked(t *testing.T) {
 	}
 }
 
-// Without this, a cluster in which kube-proxy has become slow waits for as long as it took when it was quick.
+// Without this, a cluster in which kube-proxy has become slow waits for as long as it took when it
+// was quick.
 func TestWhatIsLearntIsForgotten(t *testing.T) {
 	var h durations
 	for range 50_000 {
@@ -617,7 +636,8 @@ func TestWhatIsLearntIsForgotten(t *testing.T) {
 	}
 }
 
-// A container that is restarted is unrouted until its pod is ready again, and that is held against nobody.
+// A container that is restarted is unrouted until its pod is ready again, and that is held against
+// nobody.
 func TestRestarts(t *testing.T) {
 	w := newWorld(t)
 	w.join("edge", web)
@@ -657,9 +677,11 @@ func TestStatedWaitsAreRead(t *testing.T) {
 		"checkInterval=10s,unhealthyThreshold=3,timeout=5s": 35 * time.Second,
 		"timeout=5s, checkInterval=10s":                     15 * time.Second,
 		"checkInterval=2s,unhealthyThreshold=2":             4 * time.Second,
-		"":                                                  -1, "soon": -1, "-1s": -1, "timeout=5s": -1, "checkInterval=10s,checkInterval=10s": -1, "checkInterval=10s,unhealthyThreshold=0": -1,
-		"interval=10s": -1, "checkInterval=10": -1, "checkInterval=-10s": -1, "checkInterval=1h,unhealthyThreshold=9999999": -1,
-		"checkInterval=1h,timeout=2562047h": -1,
+		"":                                                  -1, "soon": -1, "-1s": -1, "timeout=5s": -1,
+		"checkInterval=10s,checkInterval=10s": -1, "checkInterval=10s,unhealthyThreshold=0": -1,
+		"interval=10s": -1, "checkInterval=10": -1, "checkInterval=-10s": -1,
+		"checkInterval=1h,unhealthyThreshold=9999999": -1,
+		"checkInterval=1h,timeout=2562047h":           -1,
 	} {
 		got, err := ParseStatedWait(text)
 		if (err != nil) != (want < 0) || err == nil && got != want {
@@ -668,9 +690,11 @@ func TestStatedWaitsAreRead(t *testing.T) {
 	}
 }
 
-// Whoever may annotate a Service states its wait. Whatever they write is refused, or is a wait: one that is less than nothing would not be waited for.
+// Whoever may annotate a Service states its wait. Whatever they write is refused, or is a wait: one
+// that is less than nothing would not be waited for.
 func FuzzParseStatedWait(f *testing.F) {
-	for _, text := range []string{"30s", "-1s", "checkInterval=10s,unhealthyThreshold=3,timeout=5s", "checkInterval=1h,unhealthyThreshold=1000", "=", "timeout=1s,timeout=1s", "checkInterval=1h,timeout=2562047h"} {
+	for _, text := range []string{"30s", "-1s", "checkInterval=10s,unhealthyThreshold=3,timeout=5s",
+		"checkInterval=1h,unhealthyThreshold=1000", "=", "timeout=1s,timeout=1s", "checkInterval=1h,timeout=2562047h"} {
 		f.Add(text)
 	}
 	f.Fuzz(func(t *testing.T, text string) {

@@ -12,27 +12,33 @@ const strikesOut = 3
 // trialEvery is the time in which one drain waits for an agent that is suspended.
 const trialEvery = 5 * time.Second
 
-// breaker is what keeps an agent that does not answer from delaying every deletion by the whole deadline.
+// breaker is what keeps an agent that does not answer from delaying every deletion by the whole
+// deadline.
 //
-// A strike is a drain that ended by its deadline while the agent owed it and had said neither Removed nor Idle. Three in a row open the
-// breaker: the agent is suspended, which means that it is told of drains and not waited for. An acknowledgement in time, of any
-// drain, wipes the strikes out and ends the suspension.
+// A strike is a drain that ended by its deadline while the agent owed it and had said neither
+// Removed nor Idle. Three in a row open the breaker: the agent is suspended, which means that it is
+// told of drains and not waited for. An acknowledgement in time, of any drain, wipes the strikes
+// out and ends the suspension.
 //
-// In a row means one after the other. Drains that expire at one moment are one failure seen many times, and so are those that overlap: a
-// drain counts only if it was begun here after the last one that counted had expired, so that to be suspended takes three whole
-// deadlines of silence, whether one pod is deleted or a hundred. Nor does a drain count for which the agent was not given at least half a
-// deadline: one that this replica met late, one that goes on with the little time that an abandoned one has left, one that was
-// older than the agent, or one that had waited for room until late.
+// In a row means one after the other. Drains that expire at one moment are one failure seen many
+// times, and so are those that overlap: a drain counts only if it was begun here after the last one
+// that counted had expired, so that to be suspended takes three whole deadlines of silence, whether
+// one pod is deleted or a hundred. Nor does a drain count for which the agent was not given at
+// least half a deadline: one that this replica met late, one that goes on with the little time that
+// an abandoned one has left, one that was older than the agent, or one that had waited for room
+// until late.
 //
-// What does not count: Kept, which is an answer, as is the word on a young pod that is not believed yet, and Removed without Idle, which is
-// the clients' doing. What does not reset: a new session and a new life of the agent. One that crashes every twenty seconds answers nothing
-// either.
+// What does not count: Kept, which is an answer, as is the word on a young pod that is not believed
+// yet, and Removed without Idle, which is the clients' doing. What does not reset: a new session
+// and a new life of the agent. One that crashes every twenty seconds answers nothing either.
 //
-// This replica may be cut off. That is assumed while most of the agents that the API lists have no stream here: agents that lost their
-// stream are then not suspended, drains wait for the deadline, and another replica may hear what this one cannot. An agent that never
-// connected here is suspended all the same: its CA bundle, its token or a NetworkPolicy is wrong, and it may never come. An
-// agent that is connected and does not answer is suspended even if it is the only one, and even if all are: the drains are then released
-// with the reason Suspended, which people are warned of.
+// This replica may be cut off. That is assumed while most of the agents that the API lists have no
+// stream here: agents that lost their stream are then not suspended, drains wait for the deadline,
+// and another replica may hear what this one cannot. An agent that never connected here is
+// suspended all the same: its CA bundle, its token or a NetworkPolicy is wrong, and it may never
+// come. An agent that is connected and does not answer is suspended even if it is the only one, and
+// even if all are: the drains are then released with the reason Suspended, which people are warned
+// of.
 //
 // A drain that does not wait for an agent is closed before the agent can acknowledge it. So one
 // drain in each [trialEvery] of the clock waits for a suspended agent, less than one hold. Agents
@@ -59,7 +65,8 @@ type Suspension struct {
 	Agent AgentID
 	Name  string
 	Over  bool
-	// Acknowledged says that it is over because the agent acknowledged a drain in time. Otherwise it gets another chance.
+	// Acknowledged says that it is over because the agent acknowledged a drain in time. Otherwise
+	// it gets another chance.
 	Acknowledged bool
 }
 
@@ -72,8 +79,9 @@ func (l *Ledger) Suspensions() []Suspension {
 	return all
 }
 
-// expire notes who was silent when the deadline of d passed. It does so once for each drain, and before anything else that
-// happens after the deadline: a late acknowledgement does not undo that the deletion had to go on without.
+// expire notes who was silent when the deadline of d passed. It does so once for each drain, and
+// before anything else that happens after the deadline: a late acknowledgement does not undo that
+// the deletion had to go on without.
 func (l *Ledger) expire(now time.Time, d *drain) {
 	if !d.open || d.expired || now.Before(l.deadline(d)) {
 		return
@@ -138,7 +146,8 @@ func (l *Ledger) silences(now time.Time) []Silence {
 	all := []Silence{}
 	for id, a := range l.agents {
 		if b := a.breaker; b.strikes > 0 {
-			all = append(all, Silence{id, b.strikes, now.Sub(b.since).Milliseconds(), now.Sub(b.struckAt).Milliseconds()})
+			all = append(all, Silence{id, b.strikes, now.Sub(b.since).Milliseconds(),
+				now.Sub(b.struckAt).Milliseconds()})
 		}
 	}
 	slices.SortFunc(all, func(a, b Silence) int { return cmp.Compare(a.Agent, b.Agent) })
@@ -205,7 +214,8 @@ func (l *Ledger) waived(now time.Time, a *agent, d *drain) (waived bool, until t
 	if !a.breaker.open || d.expired {
 		return false, time.Time{}
 	}
-	if until = d.toldAt.Add(l.times.Hold * 3 / 4); a.breaker.trial == d.number && now.Before(until) && now.Before(l.deadline(d)) {
+	if until = d.toldAt.Add(l.times.Hold * 3 / 4); a.breaker.trial == d.number && now.Before(until) &&
+		now.Before(l.deadline(d)) {
 		return false, until
 	}
 	return true, time.Time{}

@@ -139,13 +139,15 @@ func TestWhatIsAStrike(t *testing.T) {
 		do   func(w *world)
 		want []string
 	}{
-		"silence":                                {func(w *world) { others(w, 3, func(Pod) {}) }, []string{"-one"}},
-		"its gateway routes on":                  {says(Routing), []string{"-one"}},
-		"it cannot tell":                         {says(StateUnknown), []string{"-one"}},
-		"it keeps the last target":               {says(Kept), nil},
-		"requests run on":                        {says(Removed), nil},
-		"another agent was late":                 {func(w *world) { w.join("late", web); says(Idle)(w) }, []string{"-late"}},
-		"requests run on, and another is silent": {func(w *world) { w.join("other", web); says(Removed)(w) }, []string{"-other"}},
+		"silence":                  {func(w *world) { others(w, 3, func(Pod) {}) }, []string{"-one"}},
+		"its gateway routes on":    {says(Routing), []string{"-one"}},
+		"it cannot tell":           {says(StateUnknown), []string{"-one"}},
+		"it keeps the last target": {says(Kept), nil},
+		"requests run on":          {says(Removed), nil},
+		"another agent was late": {func(w *world) { w.join("late", web); says(Idle)(w) },
+			[]string{"-late"}},
+		"requests run on, and another is silent": {func(w *world) { w.join("other", web); says(Removed)(w) },
+			[]string{"-other"}},
 		"an acknowledgement between": {func(w *world) {
 			others(w, 2, func(Pod) {})
 			others(w, 1, func(p Pod) { w.say("one", p, Idle) })
@@ -464,7 +466,8 @@ func TestReplicasCountAStrikeOnce(t *testing.T) {
 	other.wantSuspensions("-one")
 }
 
-// Three drains that had waited for room until shortly before their deadlines say nothing of an agent that takes two seconds to answer.
+// Three drains that had waited for room until shortly before their deadlines say nothing of an
+// agent that takes two seconds to answer.
 func TestAnAgentIsNotSuspendedForDrainsItWasToldOfLate(t *testing.T) {
 	for _, late := range []struct {
 		by   time.Duration
@@ -489,8 +492,9 @@ func TestAnAgentIsNotSuspendedForDrainsItWasToldOfLate(t *testing.T) {
 	}
 }
 
-// A pod that was deleted with a short grace, just after it became ready: those who have let go are not believed in time, which is nobody's fault.
-// Without this, three of them suspend every node agent, and no barrier waits for anybody any more.
+// A pod that was deleted with a short grace, just after it became ready: those who have let go are
+// not believed in time, which is nobody's fault. Without this, three of them suspend every node
+// agent, and no barrier waits for anybody any more.
 func TestWhoIsNotBelievedOfAYoungPodIsNotToBlame(t *testing.T) {
 	w := newWorld(t)
 	w.observe("node-1")
@@ -523,14 +527,16 @@ func TestWhoIsNotBelievedOfAYoungPodIsNotToBlame(t *testing.T) {
 	w.wantSuspensions("-node-2")
 }
 
-// The first agents of a cluster have a wrong CA bundle, or a NetworkPolicy keeps them from the coordinator: their pods are ready, and they never
-// connect. They have not declared, so they may route everything, and every deletion in the cluster waits for them.
+// The first agents of a cluster have a wrong CA bundle, or a NetworkPolicy keeps them from the
+// coordinator: their pods are ready, and they never connect. They have not declared, so they may
+// route everything, and every deletion in the cluster waits for them.
 func TestAgentsThatNeverConnectAreSuspended(t *testing.T) {
 	for _, agents := range []int{1, 2} {
 		w := newWorld(t)
 		var all []Expected
 		for i := range agents {
-			all = append(all, Expected{ID: AgentID(fmt.Sprint("a", i)), Name: fmt.Sprint("edge/a", i), Ready: true, Label: LabelDirected})
+			all = append(all, Expected{ID: AgentID(fmt.Sprint("a", i)), Name: fmt.Sprint("edge/a", i), Ready: true,
+				Label: LabelDirected})
 		}
 		w.Expect(w.now, all)
 		slow := 0
@@ -548,7 +554,8 @@ func TestAgentsThatNeverConnectAreSuspended(t *testing.T) {
 			w.GatePassed(w.now, AtHold, p.UID)
 			w.pass(time.Second)
 		}
-		t.Logf("%d agents that never connected: of 100 deletions, one after the other, %d took 30 s; suspended: %d", agents, slow, w.Counts().Suspended)
+		t.Logf("%d agents that never connected: of 100 deletions, one after the other, %d took 30 s; suspended: %d",
+			agents, slow, w.Counts().Suspended)
 		if slow > 3 {
 			t.Error("they delay every deletion")
 		}

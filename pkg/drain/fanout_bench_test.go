@@ -6,8 +6,9 @@ import (
 	"time"
 )
 
-// What a word of an agent costs the ledger when a hundred drains are open that a thousand agents owe: each is told of all of them, and says in one
-// report that it has let go. Its time is that of the lock which every agent and every deletion waits for.
+// What a word of an agent costs the ledger when a hundred drains are open that a thousand agents
+// owe: each is told of all of them, and says in one report that it has let go. Its time is that of
+// the lock which every agent and every deletion waits for.
 func BenchmarkAHundredDrains(b *testing.B) {
 	const agents, drains = 1000, 100
 	now := time.Now()

@@ -9,9 +9,10 @@ import (
 	"time"
 )
 
-// What the ledger keeps so that an event costs only those whom it concerns must never show: the agents that an indexed drain owes are
-// those that a look at every agent finds, and whatever changes a drain's phase other than time names it in Touched, so that
-// those who wait for it are woken.
+// What the ledger keeps so that an event costs only those whom it concerns must never show: the
+// agents that an indexed drain owes are those that a look at every agent finds, and whatever
+// changes a drain's phase other than time names it in Touched, so that those who wait for it are
+// woken.
 func TestIndexesNeverShow(t *testing.T) {
 	for seed := range uint64(200) {
 		r := rand.New(rand.NewPCG(seed, 1))
@@ -45,13 +46,16 @@ func TestIndexesNeverShow(t *testing.T) {
 				}
 				slices.Sort(slow)
 				if slices.Sort(quick); !slices.Equal(slow, quick) {
-					t.Fatalf("seed %d step %d, %s: %s may be owed by %v, found %v", seed, step, did, s.Pod.UID, slow, quick)
+					t.Fatalf("seed %d step %d, %s: %s may be owed by %v, found %v", seed, step, did, s.Pod.UID, slow,
+						quick)
 				}
 				if !slices.IsSortedFunc(s.Waiting, func(a, b Waiting) int { return cmp.Compare(a.Name, b.Name) }) {
 					t.Fatalf("seed %d step %d, %s: not in the order of names: %v", seed, step, did, s.Waiting)
 				}
-				if was, open := before[s.gatedKey]; open && was != s.Phase && !slices.Contains(touched[s.gate], s.Pod.UID) {
-					t.Fatalf("seed %d step %d, %s: %v went from %s to %s and is not touched", seed, step, did, s.gatedKey, was, s.Phase)
+				if was, open := before[s.gatedKey]; open && was != s.Phase &&
+					!slices.Contains(touched[s.gate], s.Pod.UID) {
+					t.Fatalf("seed %d step %d, %s: %v went from %s to %s and is not touched", seed, step, did,
+						s.gatedKey, was, s.Phase)
 				}
 			}
 			expected, missing := 0, 0
@@ -62,7 +66,8 @@ func TestIndexesNeverShow(t *testing.T) {
 				}
 			}
 			if e, m := w.Counts().Expected, w.Counts().Missing; e != expected || m != missing {
-				t.Fatalf("seed %d step %d, %s: %d agents are expected and %d of them missing, want %d and %d", seed, step, did, e, m, expected, missing)
+				t.Fatalf("seed %d step %d, %s: %d agents are expected and %d of them missing, want %d and %d", seed,
+					step, did, e, m, expected, missing)
 			}
 			if err := w.cross(); err != nil {
 				t.Fatalf("seed %d step %d, %s: %v", seed, step, did, err)
@@ -77,8 +82,9 @@ func TestIndexesNeverShow(t *testing.T) {
 	}
 }
 
-// Whoever waits looks at a drain when it is touched, and when time may have changed it, and not in between: of many words in a row all but the
-// last are taken without that anybody looks. Still no change of a phase may be missed.
+// Whoever waits looks at a drain when it is touched, and when time may have changed it, and not in
+// between: of many words in a row all but the last are taken without that anybody looks. Still no
+// change of a phase may be missed.
 func TestNoChangeIsMissedByWhoLooksOnlyWhenTouched(t *testing.T) {
 	unseen := 0
 	for seed := range uint64(300) {
@@ -114,7 +120,8 @@ func TestNoChangeIsMissedByWhoLooksOnlyWhenTouched(t *testing.T) {
 				did = fmt.Sprintf("%s reports %v", id, report)
 			} else if n == 7 {
 				w.OpenBarrier(w.now, Barrier{
-					Pod: p, By: id, Services: some(), Since: w.now, Bound: 30 * time.Second, Last: r.IntN(4) == 0, Young: time.Duration(r.IntN(3)) * time.Second,
+					Pod: p, By: id, Services: some(), Since: w.now, Bound: 30 * time.Second, Last: r.IntN(4) == 0,
+					Young: time.Duration(r.IntN(3)) * time.Second,
 				})
 				did = "barrier"
 			} else {
@@ -139,7 +146,8 @@ func TestNoChangeIsMissedByWhoLooksOnlyWhenTouched(t *testing.T) {
 				is := w.derive(w.now, d).Phase
 				d.blocking, d.blocked, d.phase, d.quiescingAt = was.blocking, was.blocked, was.phase, was.quiescingAt
 				if is != known[d] {
-					t.Fatalf("seed %d step %d, %s: %s at the %s is %s, and was %s when it was last touched", seed, step, did, d.pod.UID, d.gate, is, known[d])
+					t.Fatalf("seed %d step %d, %s: %s at the %s is %s, and was %s when it was last touched", seed, step,
+						did, d.pod.UID, d.gate, is, known[d])
 				}
 				if d.blocked > 0 && len(d.agents)-d.blocked > 1 {
 					unseen++
@@ -223,7 +231,8 @@ func (w *world) step(r *rand.Rand, id AgentID, p Pod, some func() []Service) str
 	session := w.sessions[id]
 	switch r.IntN(20) {
 	case 14, 15:
-		b := Barrier{Pod: p, By: id, Services: some(), Since: w.now, Bound: 30 * time.Second, Last: r.IntN(4) == 0, LastHere: r.IntN(4) == 0}
+		b := Barrier{Pod: p, By: id, Services: some(), Since: w.now, Bound: 30 * time.Second, Last: r.IntN(4) == 0,
+			LastHere: r.IntN(4) == 0}
 		w.OpenBarrier(w.now, b)
 		return fmt.Sprintf("barrier %+v", b)
 	case 16:
@@ -252,7 +261,8 @@ func (w *world) step(r *rand.Rand, id AgentID, p Pod, some func() []Service) str
 		var expected []Expected
 		for i := range 5 {
 			if r.IntN(3) > 0 {
-				expected = append(expected, Expected{ID: AgentID(fmt.Sprint("agent-", i)), Name: fmt.Sprint("edge/", r.IntN(3)), Ready: r.IntN(2) == 0, Label: Label(r.IntN(3))})
+				expected = append(expected, Expected{ID: AgentID(fmt.Sprint("agent-", i)),
+					Name: fmt.Sprint("edge/", r.IntN(3)), Ready: r.IntN(2) == 0, Label: Label(r.IntN(3))})
 			}
 		}
 		w.Expect(w.now, expected)
@@ -279,7 +289,8 @@ func (w *world) step(r *rand.Rand, id AgentID, p Pod, some func() []Service) str
 	}
 }
 
-// Without this, a call that is held is not woken when a gateway begins to route the pod again while another still has requests.
+// Without this, a call that is held is not woken when a gateway begins to route the pod again while
+// another still has requests.
 func TestAStepBackOfAnotherAgentIsTouched(t *testing.T) {
 	w := newWorld(t)
 	p := pod("a")
@@ -300,8 +311,9 @@ func TestAStepBackOfAnotherAgentIsTouched(t *testing.T) {
 	}
 }
 
-// Whoever keeps a drain in its phase may go without a word. Without this, the last word of those who are left is not taken for one that matters by
-// a caller that has not looked at the drain meanwhile.
+// Whoever keeps a drain in its phase may go without a word. Without this, the last word of those
+// who are left is not taken for one that matters by a caller that has not looked at the drain
+// meanwhile.
 func TestTheLastWordMattersAfterAnotherHasLeft(t *testing.T) {
 	w := newWorld(t)
 	p := pod("a")
@@ -317,7 +329,8 @@ func TestTheLastWordMattersAfterAnotherHasLeft(t *testing.T) {
 	}
 }
 
-// Those who have let go and are not idle yet do not keep a drain from Quiescing, though they are waited for.
+// Those who have let go and are not idle yet do not keep a drain from Quiescing, though they are
+// waited for.
 func TestTheLastToLetGoIsTouched(t *testing.T) {
 	w := newWorld(t)
 	p := pod("a")

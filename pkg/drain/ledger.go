@@ -78,7 +78,8 @@ type calls struct {
 // progress is how far a drain was when its status was last derived.
 type progress struct {
 	phase Phase
-	// quiescingAt is since when all agents that owe say Removed, and not all Idle. Zero: it is not so.
+	// quiescingAt is since when all agents that owe say Removed, and not all Idle. Zero: it is not
+	// so.
 	quiescingAt time.Time
 	// blocking are the slots of the agents that kept the drain in phase, Unrouting or Quiescing,
 	// and have not let go since. blocked is how many these are: while one is left, what others say
@@ -127,12 +128,15 @@ type Status struct {
 	// Owed is how many agents owe it. Waiting are those that have not said Idle, sorted by name.
 	Owed    int
 	Waiting []Waiting
-	// Suspended are those that would owe it and have not said Idle, were they not suspended. See [Suspension].
+	// Suspended are those that would owe it and have not said Idle, were they not suspended. See
+	// [Suspension].
 	Suspended []Waiting
 	// Lost are those that have owed it, and have been away for too long since. See [AgentsLost].
 	Lost []Waiting
-	// Away are the others that would owe it and have not said Idle, had they not been away for too long, with pods that are not ready: nobody knows what their
-	// gateways do. See [Ledger.Disconnect]. They are 20 at most, and MoreAway is how many more there are: a zone may be cut off.
+	// Away are the others that would owe it and have not said Idle, had they not been away for too
+	// long, with pods that are not ready: nobody knows what their gateways do. See
+	// [Ledger.Disconnect]. They are 20 at most, and MoreAway is how many more there are: a zone may
+	// be cut off.
 	Away     []Waiting
 	MoreAway int
 	// Recheck is when Status may change by time alone. Zero: never.
@@ -213,7 +217,8 @@ func (l *Ledger) at(gate Gate, uid UID) *drain {
 	return nil
 }
 
-// each calls f with every drain that there is, in no order. f may drop the one that it is called with.
+// each calls f with every drain that there is, in no order. f may drop the one that it is called
+// with.
 func (l *Ledger) each(f func(*drain)) {
 	for _, of := range l.subjects {
 		for _, d := range of.drains {
@@ -295,7 +300,9 @@ func (l *Ledger) NotTerminating(now time.Time, uid UID) bool {
 	}
 	l.expire(now, d)
 	if d.allowed {
-		d.allowedAlive = slices.DeleteFunc(d.allowedAlive, func(at time.Time) bool { return now.Sub(at) >= l.times.Memory })
+		d.allowedAlive = slices.DeleteFunc(d.allowedAlive, func(at time.Time) bool {
+			return now.Sub(at) >= l.times.Memory
+		})
 		d.allowedAlive = append(d.allowedAlive, now)
 	}
 	if !d.restart {
@@ -309,8 +316,8 @@ func (l *Ledger) suspect(now time.Time, d *drain) bool {
 	return d.inFlight == 0 && (now.Sub(d.lastAnswer) >= l.times.Abandon || brokenRule == 3)
 }
 
-// close ends a drain. What was said of it must not count for the next one of this UID: an agent that has lifted a tombstone
-// says nothing of the pod any more.
+// close ends a drain. What was said of it must not count for the next one of this UID: an agent
+// that has lifted a tombstone says nothing of the pod any more.
 func (l *Ledger) close(now time.Time, d *drain, reason Reason) {
 	if d.gate == AtHold && reason == PodDeleted {
 		d.barrier.letGo = l.letGo(now, d)
@@ -334,11 +341,11 @@ func (l *Ledger) close(now time.Time, d *drain, reason Reason) {
 	l.admit(now)
 }
 
-// Tick forgets what is older than the memory bound, reports that are too old to count, and agents that nobody knows any more. It
-// returns the pods whose drains nobody has asked for lately: read each of them live and call
-// [Ledger.GatePassed] or [Ledger.NotTerminating]. One is named again only after a heartbeat.
-// overdue are the pods of barriers that are open beyond their deadline: they may not exist any
-// more.
+// Tick forgets what is older than the memory bound, reports that are too old to count, and agents
+// that nobody knows any more. It returns the pods whose drains nobody has asked for lately: read
+// each of them live and call [Ledger.GatePassed] or [Ledger.NotTerminating]. One is named again
+// only after a heartbeat. overdue are the pods of barriers that are open beyond their deadline:
+// they may not exist any more.
 func (l *Ledger) Tick(now time.Time) (look, overdue []Pod) {
 	if now.Sub(l.sweptAt) >= l.times.Freshness {
 		l.sweptAt = now
@@ -365,7 +372,8 @@ func (l *Ledger) Tick(now time.Time) (look, overdue []Pod) {
 		}
 	})
 	slices.SortFunc(over, func(a, b *drain) int {
-		return cmp.Or(l.deadline(a).Compare(l.deadline(b)), cmp.Compare(a.pod.UID, b.pod.UID), cmp.Compare(a.gate, b.gate))
+		return cmp.Or(l.deadline(a).Compare(l.deadline(b)), cmp.Compare(a.pod.UID, b.pod.UID),
+			cmp.Compare(a.gate, b.gate))
 	})
 	for _, d := range over {
 		l.expire(now, d)
@@ -454,7 +462,8 @@ func (l *Ledger) Report(now, asOf time.Time, id AgentID, session uint64, reports
 	return news
 }
 
-// owes says whether a must acknowledge at now what it may owe and, if time alone may change that, when.
+// owes says whether a must acknowledge at now what it may owe and, if time alone may change that,
+// when.
 func (l *Ledger) owes(now time.Time, a *agent) (owes bool, until time.Time) {
 	if a.session != 0 || a.Ready && brokenRule != 7 {
 		return true, time.Time{}
@@ -477,7 +486,8 @@ func (l *Ledger) deadline(d *drain) time.Time {
 	return later(d.since.Add(l.times.Deadline), d.begun.Add(l.times.Hold))
 }
 
-// status derives everything from what is known at now, once what the deadline does to others is done.
+// status derives everything from what is known at now, once what the deadline does to others is
+// done.
 func (l *Ledger) status(now time.Time, d *drain) Status {
 	l.expire(now, d)
 	return l.derive(now, d)
@@ -531,8 +541,8 @@ func (l *Ledger) derive(now time.Time, d *drain) Status {
 	return s
 }
 
-// muster adds to s who must acknowledge d and has not. least is the least that any of them says, and
-// kept whether one counts for more than it says because there is no other endpoint.
+// muster adds to s who must acknowledge d and has not. least is the least that any of them says,
+// and kept whether one counts for more than it says because there is no other endpoint.
 func (l *Ledger) muster(now time.Time, d *drain, s *Status) (least State, kept bool) {
 	least = Idle
 	agents, said := l.owing(d), l.hearing(d)
@@ -637,7 +647,8 @@ func (d *drain) needs() State {
 	return Idle
 }
 
-// matters reports whether what a says of d can change its phase: of those who keep it there, the last one lets it go.
+// matters reports whether what a says of d can change its phase: of those who keep it there, the
+// last one lets it go.
 func (l *Ledger) matters(now time.Time, d *drain, a *agent, r Report) bool {
 	if d.blocked == 0 {
 		return true

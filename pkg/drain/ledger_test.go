@@ -100,7 +100,8 @@ func (w *world) refused(uid UID) (n int) {
 	return n
 }
 
-// want checks the phase, the reason and who is waited for, written as "Unrouting a:routing b:unknown".
+// want checks the phase, the reason and who is waited for, written as "Unrouting a:routing
+// b:unknown".
 func (w *world) want(p Pod, want string) {
 	w.Helper()
 	if got := line(w.Status(w.now, AtHold, p.UID)); got != want {
@@ -146,7 +147,8 @@ func TestDrainWaitsForEveryAgentThatRoutesThePod(t *testing.T) {
 	}
 }
 
-// A pod is the last target of web, and not of api. The gateways of web may keep it there, and must let go of it in api.
+// A pod is the last target of web, and not of api. The gateways of web may keep it there, and must
+// let go of it in api.
 func TestAPodThatIsKeptInOneServiceLeavesTheOthers(t *testing.T) {
 	p := pod("a")
 	both := []Targets{usable(api, "a", "b"), usable(web, "a")}
@@ -161,12 +163,14 @@ func TestAPodThatIsKeptInOneServiceLeavesTheOthers(t *testing.T) {
 		"kept where it is the last, and Idle elsewhere":    {kept("shop/web", true), both, "Released LastTarget"},
 		"kept where it is the last, and Removed elsewhere": {kept("shop/web", false), both, "Quiescing one:removed"},
 		"kept where another is ready":                      {kept("shop/api", true), both, "Unrouting one:kept"},
-		"kept in both":                                     {kept("shop/api,shop/web", true), both, "Unrouting one:kept"},
-		"the last of both, and kept in both":               {kept("shop/api,shop/web", true), []Targets{usable(api, "a"), usable(web, "a")}, "Released LastTarget"},
-		"no Service has a usable target":                   {kept("shop/web", true), []Targets{usable(web)}, "Released LastTarget"},
-		"the targets are not known":                        {kept("shop/web", true), []Targets{{Service: web}}, "Unrouting one:kept"},
-		"a Service that does not list it":                  {kept("shop/other", true), both, "Unrouting one:kept"},
-		"no Service is named":                              {kept("", true), both, "Unrouting one:kept"},
+		"kept in both": {kept("shop/api,shop/web", true), both,
+			"Unrouting one:kept"},
+		"the last of both, and kept in both": {kept("shop/api,shop/web", true),
+			[]Targets{usable(api, "a"), usable(web, "a")}, "Released LastTarget"},
+		"no Service has a usable target":  {kept("shop/web", true), []Targets{usable(web)}, "Released LastTarget"},
+		"the targets are not known":       {kept("shop/web", true), []Targets{{Service: web}}, "Unrouting one:kept"},
+		"a Service that does not list it": {kept("shop/other", true), both, "Unrouting one:kept"},
+		"no Service is named":             {kept("", true), both, "Unrouting one:kept"},
 		"still routed in the other": {Report{UID: p.UID, State: Routing, NoConnections: true},
 			both, "Unrouting one:routing"},
 	} {
@@ -197,20 +201,24 @@ func TestAPodThatIsKeptInOneServiceLeavesTheOthers(t *testing.T) {
 	w.wantBarrier(p, "Unrouting one:unknown")
 }
 
-// Without this, a proxy that is reloaded between the last acknowledgement and the answer gets requests for a pod that goes.
+// Without this, a proxy that is reloaded between the last acknowledgement and the answer gets
+// requests for a pod that goes.
 func TestAcknowledgementsAreLevels(t *testing.T) {
 	p := pod("a")
 	for name, c := range map[string]struct {
 		worse func(w *world)
 		want  string
 	}{
-		"the report gets worse":     {func(w *world) { w.say("one", p, Routing) }, "Unrouting one:routing"},
-		"the session ends":          {func(w *world) { w.Disconnect(w.now, "one", w.sessions["one"]) }, "Unrouting one:unknown"},
+		"the report gets worse": {func(w *world) { w.say("one", p, Routing) }, "Unrouting one:routing"},
+		"the session ends": {func(w *world) { w.Disconnect(w.now, "one", w.sessions["one"]) },
+			"Unrouting one:unknown"},
 		"the agent comes anew":      {func(w *world) { w.Connect(w.now, "one", Hello{}) }, "Unrouting one:unknown"},
 		"the report is too old":     {func(w *world) { w.pass(15*time.Second + 1) }, "Unrouting one:unknown"},
 		"another agent declares it": {func(w *world) { w.join("two", web) }, "Unrouting two:unknown"},
 		"a Service is added":        {func(w *world) { w.join("two", api); w.ask(p, api) }, "Unrouting two:unknown"},
-		"an agent appears":          {func(w *world) { w.Expect(w.now, []Expected{{ID: "one"}, {ID: "new", Ready: true}}) }, "Unrouting new:unknown"},
+		"an agent appears": {func(w *world) {
+			w.Expect(w.now, []Expected{{ID: "one"}, {ID: "new", Ready: true}})
+		}, "Unrouting new:unknown"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t)
@@ -277,8 +285,14 @@ func TestWhoIsOwed(t *testing.T) {
 			w.Expect(w.now, []Expected{{ID: "one", Ready: true, Label: LabelObserved}})
 		},
 			"Released NoAgents"},
-		"never heard, not ready, young": {func(w *world) { w.Expect(w.now, []Expected{{ID: "one"}}); w.pass(4 * time.Second) }, "Unrouting one:unknown"},
-		"never heard, not ready, old":   {func(w *world) { w.Expect(w.now, []Expected{{ID: "one"}}); w.pass(5 * time.Second) }, "Released NoAgents"},
+		"never heard, not ready, young": {func(w *world) {
+			w.Expect(w.now, []Expected{{ID: "one"}})
+			w.pass(4 * time.Second)
+		}, "Unrouting one:unknown"},
+		"never heard, not ready, old": {func(w *world) {
+			w.Expect(w.now, []Expected{{ID: "one"}})
+			w.pass(5 * time.Second)
+		}, "Released NoAgents"},
 		"lost, ready": {func(w *world) {
 			w.Expect(w.now, []Expected{{ID: "one", Ready: true}})
 			w.join("one", web)
@@ -316,7 +330,8 @@ func (w *world) declare(id AgentID, routes ...Route) {
 	w.Declare(id, w.sessions[id], "", routes)
 }
 
-// An agent that owed a drain and is lost has not acknowledged: its gateway may route to the pod until the pod stops.
+// An agent that owed a drain and is lost has not acknowledged: its gateway may route to the pod
+// until the pod stops.
 func TestAgentsThatAreLostDuringADrainAreNamed(t *testing.T) {
 	agents := func(ready bool) []Expected {
 		return []Expected{{ID: "good", Name: "good", Ready: true}, {ID: "lost", Name: "lost", Ready: ready}}
@@ -649,8 +664,9 @@ func TestDefaultTimesHold(t *testing.T) {
 			"renewal 15s must be positive and less than freshness 15s"},
 		"holder": {func(s *Times) { s.Expiry = 58 * time.Second },
 			"expiry 58s - freshness 15s must be at least 34s + 10s"},
-		"abandon":          {func(s *Times) { s.Abandon = 34 * time.Second }, "abandon 34s must be more than 34s"},
-		"webhook too long": {func(s *Times) { s.Webhook = 31 * time.Second }, "webhook timeout 31s must be at most 30s"},
+		"abandon": {func(s *Times) { s.Abandon = 34 * time.Second }, "abandon 34s must be more than 34s"},
+		"webhook too long": {func(s *Times) { s.Webhook = 31 * time.Second },
+			"webhook timeout 31s must be at most 30s"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			times := DefaultTimes()
@@ -685,8 +701,9 @@ func TestRetryAfter(t *testing.T) {
 	}
 }
 
-// client-go asks ten times again. A caller that is never held, as of hundreds that come at one moment, is let through with two of them to spare: a busy API server,
-// or a replica that goes, costs one.
+// client-go asks ten times again. A caller that is never held, as of hundreds that come at one
+// moment, is let through with two of them to spare: a busy API server, or a replica that goes,
+// costs one.
 func TestWhoIsNeverHeldGetsThere(t *testing.T) {
 	for _, late := range []time.Duration{0, 300 * time.Millisecond, 900 * time.Millisecond} {
 		elapsed, again := time.Duration(0), 0
@@ -718,8 +735,9 @@ func TestWords(t *testing.T) {
 	}
 }
 
-// Without this, a pod that was given back to its gateways and is deleted again a moment later goes at once: an agent that has
-// lifted a tombstone says nothing more of the pod, and its last word was Idle.
+// Without this, a pod that was given back to its gateways and is deleted again a moment later goes
+// at once: an agent that has lifted a tombstone says nothing more of the pod, and its last word was
+// Idle.
 func TestReportsOfAFormerDrainDoNotCount(t *testing.T) {
 	w := newWorld(t)
 	p := pod("a")
@@ -738,8 +756,9 @@ func TestReportsOfAFormerDrainDoNotCount(t *testing.T) {
 	}
 }
 
-// Without this, the last word on a former drain that is slow to arrive, after that drain was abandoned and asked for again, lets the pod go
-// while its agent lifts the tombstone that the word was about.
+// Without this, the last word on a former drain that is slow to arrive, after that drain was
+// abandoned and asked for again, lets the pod go while its agent lifts the tombstone that the word
+// was about.
 func TestAWordOfAFormerDrainThatComesLateDoesNotCount(t *testing.T) {
 	w := newWorld(t)
 	p := pod("a")
@@ -765,14 +784,15 @@ func TestAWordOfAFormerDrainThatComesLateDoesNotCount(t *testing.T) {
 	w.want(p, "Unrouting one:unknown")
 	report(former) // and after
 	w.want(p, "Unrouting one:unknown")
-	w.Report(w.now, w.now, "one", w.sessions["one"], []Report{{UID: p.UID, State: Idle, Proof: Runtime}}) // without a number
+	// without a number
+	w.Report(w.now, w.now, "one", w.sessions["one"], []Report{{UID: p.UID, State: Idle, Proof: Runtime}})
 	w.want(p, "Unrouting one:unknown")
 	report(number())
 	w.want(p, "Released Acknowledged")
 }
 
-// Without this, words that were under way while this replica, the agent or the network stood still count as if they were new: by then the
-// agent may have given up the tombstone that they are about.
+// Without this, words that were under way while this replica, the agent or the network stood still
+// count as if they were new: by then the agent may have given up the tombstone that they are about.
 func TestReportsCountAsOldAsWhatTheirAgentHadHeard(t *testing.T) {
 	w := newWorld(t)
 	p := pod("a")
@@ -784,7 +804,8 @@ func TestReportsCountAsOldAsWhatTheirAgentHadHeard(t *testing.T) {
 		if state < Removed {
 			proof = ProofNone
 		}
-		return w.Report(w.now, w.now.Add(-age), "one", w.sessions["one"], []Report{{UID: p.UID, State: state, Proof: proof, Number: 1}})
+		return w.Report(w.now, w.now.Add(-age), "one", w.sessions["one"],
+			[]Report{{UID: p.UID, State: state, Proof: proof, Number: 1}})
 	}
 	report(16*time.Second, Idle)
 	w.want(p, "Unrouting one:unknown")
@@ -801,7 +822,8 @@ func TestReportsCountAsOldAsWhatTheirAgentHadHeard(t *testing.T) {
 	w.want(p, "Released Acknowledged")
 }
 
-// Without this, a call that is held is not woken by an agent that says again what had become too old.
+// Without this, a call that is held is not woken by an agent that says again what had become too
+// old.
 func TestARepeatOfWhatWasTooOldIsNews(t *testing.T) {
 	w := newWorld(t)
 	p := pod("a")

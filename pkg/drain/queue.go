@@ -7,21 +7,24 @@ import (
 	"time"
 )
 
-// A drain takes capacity from its Services before anything else does: the pod is still ready, no budget has been asked, and no
-// replacement was started. So that a door left open somewhere cannot empty a Service, at most half of a Service's usable targets
-// are unrouted at one time, and at least one. The drains that must wait for room are Queued: their clock runs, those who ask wait
-// or come again, and no agent hears of them.
+// A drain takes capacity from its Services before anything else does: the pod is still ready, no
+// budget has been asked, and no replacement was started. So that a door left open somewhere cannot
+// empty a Service, at most half of a Service's usable targets are unrouted at one time, and at
+// least one. The drains that must wait for room are Queued: their clock runs, those who ask wait or
+// come again, and no agent hears of them.
 //
 // What takes room in a Service is a usable target of it that is unrouted by an open drain here or,
 // as they say, of another replica. All replicas are asked about every deletion, and one of them,
 // the opener, judges for all: see package peers and [Placing]. A pod that is not among the usable
 // targets, or whose Services' targets are not known, needs no room.
 //
-// The oldest drain goes first. One that waits for room in one Service does not keep it free in another: a younger drain that has room
-// everywhere goes before it. No drain that is not queued ever becomes so: agents have been told.
+// The oldest drain goes first. One that waits for room in one Service does not keep it free in
+// another: a younger drain that has room everywhere goes before it. No drain that is not queued
+// ever becomes so: agents have been told.
 //
-// A queued drain ends like every other. Past its deadline the deletion is allowed; the gateways then follow the terminating endpoint as
-// they would without Lameduck, and no agent is blamed. It is not unrouted for that: it is the one who asks that is bounded.
+// A queued drain ends like every other. Past its deadline the deletion is allowed; the gateways
+// then follow the terminating endpoint as they would without Lameduck, and no agent is blamed. It
+// is not unrouted for that: it is the one who asks that is bounded.
 
 // capacity is what the queue goes by.
 type capacity struct {
@@ -180,7 +183,8 @@ func (l *Ledger) room(s Service) int {
 			// Who said that it is usable had not heard yet.
 			continue
 		case l.unrouted(uid):
-			// Agents take a pod out of every Service, also of one that was not known to list it when its drain was asked for.
+			// Agents take a pod out of every Service, also of one that was not known to list it
+			// when its drain was asked for.
 			taken++
 		}
 		alive++
@@ -202,7 +206,8 @@ func (l *Ledger) claims(now time.Time) []Claim {
 	l.each(func(d *drain) {
 		if d.open && d.gate == AtHold && !d.restart {
 			claims = append(claims, Claim{
-				Pod: d.pod, Services: slices.SortedFunc(maps.Keys(d.services), byService), ElapsedMillis: now.Sub(d.since).Milliseconds(), Queued: d.queued,
+				Pod: d.pod, Services: slices.SortedFunc(maps.Keys(d.services), byService),
+				ElapsedMillis: now.Sub(d.since).Milliseconds(), Queued: d.queued,
 			})
 		}
 	})

@@ -67,10 +67,12 @@ func TestHalfOfAServiceIsDrainedAtOneTime(t *testing.T) {
 	if !w.Pod(pod("c").UID).Queued || w.Pod(pod("a").UID).Queued || w.Pod("stranger").Queued {
 		t.Error("Queued is wrong")
 	}
-	if s := w.Status(w.now, AtHold, pod("c").UID); !s.Waits() || s.Owed != 1 || !s.Deadline.Equal(t0.Add(32*time.Second)) {
+	if s := w.Status(w.now, AtHold, pod("c").UID); !s.Waits() || s.Owed != 1 ||
+		!s.Deadline.Equal(t0.Add(32*time.Second)) {
 		t.Errorf("a queued drain: %+v", s)
 	}
-	// Acknowledged is still unrouted. There is room when the pod is known to go: it is no usable target any more.
+	// Acknowledged is still unrouted. There is room when the pod is known to go: it is no usable
+	// target any more.
 	w.say("one", pod("b"), Idle)
 	w.wantPhases("a:Unrouting b:Released/Acknowledged c:Queued d:Queued")
 	w.Changed(AtHold)
@@ -96,8 +98,8 @@ func TestHalfOfAServiceIsDrainedAtOneTime(t *testing.T) {
 	w.wantPhases("a:Unrouting c:Unrouting d:Unrouting e:Queued")
 }
 
-// Pods of one scale-down go within milliseconds, and EndpointSlices tell of it later. Without this, each that goes lets one more be unrouted,
-// until none is left.
+// Pods of one scale-down go within milliseconds, and EndpointSlices tell of it later. Without this,
+// each that goes lets one more be unrouted, until none is left.
 func TestTheDeadAreNoTargets(t *testing.T) {
 	w := newWorld(t)
 	w.join("one", web)
@@ -283,11 +285,13 @@ func TestOtherReplicasDrainsTakeRoom(t *testing.T) {
 	w := newWorld(t)
 	w.join("one", web)
 	targets := usable(web, "a", "b", "c", "d", "e")
-	w.Polled(w.now, []Shared{{Drains: []Claim{{Pod: pod("a")}, {Pod: pod("stranger")}, {Pod: pod("e"), Queued: true}}}}, false)
+	w.Polled(w.now, []Shared{{Drains: []Claim{{Pod: pod("a")}, {Pod: pod("stranger")}, {Pod: pod("e"), Queued: true}}}},
+		false)
 	w.Ask(w.now, pod("b"), []Targets{targets}, Place{})
 	w.Ask(w.now, pod("c"), []Targets{targets}, Place{})
 	w.wantPhases("b:Unrouting c:Queued")
-	// Another replica unroutes what is queued here: it costs no more room, and those who ask here wait for it.
+	// Another replica unroutes what is queued here: it costs no more room, and those who ask here
+	// wait for it.
 	w.Changed(AtHold)
 	w.Polled(w.now, []Shared{{Drains: []Claim{{Pod: pod("a")}, {Pod: pod("c")}}}}, false)
 	w.wantPhases("b:Unrouting c:Unrouting")
@@ -313,8 +317,8 @@ func TestARestartLeavesThePlaceAsItIs(t *testing.T) {
 	w.wantPhases("a:Queued")
 }
 
-// After whatever happens: no drain waits that has room, none goes while an older one of the same Services waits, and whoever is let in
-// finds no more than half of the targets unrouted.
+// After whatever happens: no drain waits that has room, none goes while an older one of the same
+// Services waits, and whoever is let in finds no more than half of the targets unrouted.
 func TestTheBoundHolds(t *testing.T) {
 	all := []string{"a", "b", "c", "d", "e", "f", "g"}
 	for seed := range uint64(60) {
@@ -359,7 +363,8 @@ func TestTheBoundHolds(t *testing.T) {
 					switch {
 					case !w.needsRoom(d, of):
 					case !d.queued && was[d.pod.UID] && room < 0 && d.begun.Equal(w.now):
-						t.Fatalf("seed %d step %d, %s: %s was let in, and %s is beyond its bound by %d", seed, step, did, d.pod.UID, of, -room)
+						t.Fatalf("seed %d step %d, %s: %s was let in, and %s is beyond its bound by %d", seed, step,
+							did, d.pod.UID, of, -room)
 					}
 				}
 				if !d.queued {

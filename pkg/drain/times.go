@@ -10,7 +10,8 @@ import (
 // (k8s.io/apiserver/internal/endpoints/handlers/rest.go, requestTimeoutUpperBound).
 const requestLimit = 34 * time.Second
 
-// answerMargin is what a hold leaves of the webhook's time for the answer to arrive. The API server rounds ?timeout= up.
+// answerMargin is what a hold leaves of the webhook's time for the answer to arrive. The API server
+// rounds ?timeout= up.
 const answerMargin = 1500 * time.Millisecond
 
 // Times are the durations of the protocol. The zero value is not usable; start from DefaultTimes.
@@ -23,7 +24,8 @@ type Times struct {
 	Deadline time.Duration
 	// IdleBound is how long a drain waits for Idle after all have said Removed.
 	IdleBound time.Duration
-	// Heartbeat is the interval of them on a stream. Away is how long nothing may come before the other side counts as lost.
+	// Heartbeat is the interval of them on a stream. Away is how long nothing may come before the
+	// other side counts as lost.
 	Heartbeat, Away time.Duration
 	// Expiry is how long a tombstone stands without renewal. Renewal is how often it is renewed at
 	// least, Freshness how old a report may be to count.
@@ -53,25 +55,31 @@ func (t Times) Check() error {
 		}
 	}
 	must(t.Hold > 0, "hold %s must be positive", t.Hold)
-	must(t.Webhook > t.Hold+answerMargin, "webhook timeout %s must be more than hold %s + %s", t.Webhook, t.Hold, answerMargin)
+	must(t.Webhook > t.Hold+answerMargin, "webhook timeout %s must be more than hold %s + %s", t.Webhook, t.Hold,
+		answerMargin)
 	must(t.Webhook <= 30*time.Second, "webhook timeout %s must be at most 30s, the API server's limit", t.Webhook)
 	must(t.Deadline >= t.Hold, "deadline %s must be at least hold %s", t.Deadline, t.Hold)
 	reach := t.Reach()
 	must(reach >= t.Deadline+5*time.Second,
-		"deadline %s + 5s must be within what one client call waits, %s (11 holds and ten Retry-After): lengthen hold or shorten deadline", t.Deadline, reach)
-	must(t.IdleBound > 0 && t.IdleBound <= t.Deadline, "idle bound %s must be positive and at most the deadline %s", t.IdleBound, t.Deadline)
-	must(t.Heartbeat > 0 && 2*t.Heartbeat < t.Away, "heartbeat %s must be positive and less than half of away %s", t.Heartbeat, t.Away)
-	must(t.Renewal > 0 && t.Renewal < t.Freshness, "renewal %s must be positive and less than freshness %s", t.Renewal, t.Freshness)
+		"deadline %s + 5s must be within what one client call waits, %s (11 holds and ten Retry-After): lengthen "+
+			"hold or shorten deadline", t.Deadline, reach)
+	must(t.IdleBound > 0 && t.IdleBound <= t.Deadline, "idle bound %s must be positive and at most the deadline %s",
+		t.IdleBound, t.Deadline)
+	must(t.Heartbeat > 0 && 2*t.Heartbeat < t.Away, "heartbeat %s must be positive and less than half of away %s",
+		t.Heartbeat, t.Away)
+	must(t.Renewal > 0 && t.Renewal < t.Freshness, "renewal %s must be positive and less than freshness %s", t.Renewal,
+		t.Freshness)
 	must(t.Expiry-t.Freshness >= requestLimit+10*time.Second,
 		"expiry %s - freshness %s must be at least %s + 10s: an allow may be carried out that late", t.Expiry,
 		t.Freshness, requestLimit)
-	must(t.Abandon > requestLimit, "abandon %s must be more than %s, which the API server gives one request", t.Abandon, requestLimit)
+	must(t.Abandon > requestLimit, "abandon %s must be more than %s, which the API server gives one request", t.Abandon,
+		requestLimit)
 	must(t.Memory > t.Abandon, "memory %s must be more than abandon %s", t.Memory, t.Abandon)
 	return errors.Join(errs...)
 }
 
-// Reach is how long one call of a client that honours Retry-After, as client-go does ten times, keeps asking if each of its
-// requests is held and denied.
+// Reach is how long one call of a client that honours Retry-After, as client-go does ten times,
+// keeps asking if each of its requests is held and denied.
 func (t Times) Reach() time.Duration {
 	elapsed := t.Hold
 	for range 10 {
@@ -80,7 +88,8 @@ func (t Times) Reach() time.Duration {
 	return elapsed
 }
 
-// HoldUntil is when a call that arrived at now with timeout left must be answered. A timeout of zero is unknown.
+// HoldUntil is when a call that arrived at now with timeout left must be answered. A timeout of
+// zero is unknown.
 func (t Times) HoldUntil(now time.Time, timeout time.Duration) time.Time {
 	hold := t.Hold
 	if timeout > 0 {
@@ -89,9 +98,11 @@ func (t Times) HoldUntil(now time.Time, timeout time.Duration) time.Time {
 	return now.Add(hold)
 }
 
-// RetryAfter is what a denied caller is told to wait, a whole number of seconds from 1 to 20: 0.15 of the elapsed time if
-// it was held already, rounded down, 0.6 if it was not, rounded to the nearest. remaining, if it is given (more than 0), is the time left to
-// the deadline: nobody is sent beyond the first whole second after it, nor comes just before it, which would cost one of the ten retries that client-go has.
+// RetryAfter is what a denied caller is told to wait, a whole number of seconds from 1 to 20: 0.15
+// of the elapsed time if it was held already, rounded down, 0.6 if it was not, rounded to the
+// nearest. remaining, if it is given (more than 0), is the time left to the deadline: nobody is
+// sent beyond the first whole second after it, nor comes just before it, which would cost one of
+// the ten retries that client-go has.
 func RetryAfter(elapsed time.Duration, held bool, remaining time.Duration) time.Duration {
 	wait := (elapsed * 60 / 100).Round(time.Second)
 	if held {

@@ -7,8 +7,8 @@ import (
 	"time"
 )
 
-// What follows is for those who look at a ledger and change nothing. To look costs what there is to see: an agent at each drain that it
-// may owe.
+// What follows is for those who look at a ledger and change nothing. To look costs what there is to
+// see: an agent at each drain that it may owe.
 
 // AgentReport is what one agent that owes a drain says of it.
 type AgentReport struct {
@@ -26,7 +26,8 @@ type AgentReport struct {
 }
 
 func (l *Ledger) words(now time.Time, d *drain, most int) (words []AgentReport, owed int) {
-	// Of many only a few are asked for: those of each state are kept apart, and no more of them than that.
+	// Of many only a few are asked for: those of each state are kept apart, and no more of them
+	// than that.
 	var of [Idle + 1][]AgentReport
 	said := l.hearing(d)
 	for _, a := range l.owing(d) {
@@ -81,7 +82,8 @@ func (l *Ledger) View(now time.Time, gate Gate, uid UID, most int) (v View, ok b
 		v.Reports, v.Acknowledgers = l.words(now, d, most)
 	}
 	if b := d.barrier; gate == AtBarrier {
-		v.By, v.ByName, v.Last, v.LastHere, v.Sampled = b.by, string(b.by), !b.last.IsZero(), !b.lastHere.IsZero(), b.sample != nil
+		v.By, v.ByName, v.Last, v.LastHere, v.Sampled = b.by, string(b.by), !b.last.IsZero(), !b.lastHere.IsZero(),
+			b.sample != nil
 		if a := l.agents[b.by]; a != nil && a.Name != "" {
 			v.ByName = a.Name
 		}
@@ -97,7 +99,9 @@ func (l *Ledger) Oldest(gate Gate, most int) (oldest []UID, open int) {
 			all = append(all, d)
 		}
 	})
-	slices.SortFunc(all, func(a, b *drain) int { return cmp.Or(a.since.Compare(b.since), cmp.Compare(a.pod.UID, b.pod.UID)) })
+	slices.SortFunc(all, func(a, b *drain) int {
+		return cmp.Or(a.since.Compare(b.since), cmp.Compare(a.pod.UID, b.pod.UID))
+	})
 	for _, d := range all[:min(len(all), most)] {
 		oldest = append(oldest, d.pod.UID)
 	}
@@ -118,7 +122,8 @@ type AgentInfo struct {
 	// Expected says that the API lists it. Ready and Label are from there.
 	Expected, Ready bool
 	Label           Label
-	// Connected says that it has a session here. If not, Lost is when it ended or, never connected, when the API first listed it.
+	// Connected says that it has a session here. If not, Lost is when it ended or, never connected,
+	// when the API first listed it.
 	Connected bool
 	Lost      time.Time
 	// Declared says that it is known what it routes, if only from an earlier session: so many
@@ -183,10 +188,11 @@ type Acknowledger struct {
 	Undeclared bool
 	// Routes are what it declared of the Services in question; of an undeclared one there are none.
 	Routes []Route
-	// Hold says that it would have to acknowledge at the hold, Barrier that it can only be asked after the deletion has begun. Neither: it can
-	// vouch for nothing.
+	// Hold says that it would have to acknowledge at the hold, Barrier that it can only be asked
+	// after the deletion has begun. Neither: it can vouch for nothing.
 	Hold, Barrier bool
-	// Until is when it is no longer waited for, because it is away and its pod is not ready. Zero: it is.
+	// Until is when it is no longer waited for, because it is away and its pod is not ready. Zero:
+	// it is.
 	Until time.Time
 }
 

@@ -65,7 +65,8 @@ func TestAcknowledges(t *testing.T) {
 func TestOnlyElsewhere(t *testing.T) {
 	w := newWorld(t)
 	w.ask(pod("here"), web)
-	w.Polled(w.now, []Shared{{Drains: []Claim{{Pod: pod("here")}, {Pod: pod("there")}, {Pod: pod("waits there"), Queued: true}}}}, false)
+	w.Polled(w.now, []Shared{{Drains: []Claim{{Pod: pod("here")}, {Pod: pod("there")},
+		{Pod: pod("waits there"), Queued: true}}}}, false)
 	if got := w.Counts().Elsewhere; got != 1 {
 		t.Errorf("%d pods are unrouted by other replicas alone, want there", got)
 	}
@@ -95,7 +96,8 @@ func TestAcknowledgers(t *testing.T) {
 	see := func() string {
 		var all []string
 		for _, p := range w.Acknowledgers(w.now, []Service{web}) {
-			all = append(all, fmt.Sprintf("%s hold=%t barrier=%t undeclared=%t", p.Name, p.Hold, p.Barrier, p.Undeclared))
+			all = append(all, fmt.Sprintf("%s hold=%t barrier=%t undeclared=%t", p.Name, p.Hold, p.Barrier,
+				p.Undeclared))
 		}
 		return strings.Join(all, "\n")
 	}

@@ -42,14 +42,16 @@ type Holder struct {
 // String prints replica/epoch.
 func (l Holder) String() string { return l.Replica + "/" + l.Epoch }
 
-// Gate is the moment at which gateways are asked to vouch for one pod. A drain is of one pod at one gate.
+// Gate is the moment at which gateways are asked to vouch for one pod. A drain is of one pod at one
+// gate.
 type Gate uint8
 
 const (
-	// AtHold: before the deletion. Asked are those who direct their gateway. What names no gate is said here.
+	// AtHold: before the deletion. Asked are those who direct their gateway. What names no gate is
+	// said here.
 	AtHold Gate = iota
-	// AtBarrier: between the deletion and SIGTERM. Asked are those who observe how their gateway lets go by itself, and those directed ones
-	// that have not let go at the hold.
+	// AtBarrier: between the deletion and SIGTERM. Asked are those who observe how their gateway
+	// lets go by itself, and those directed ones that have not let go at the hold.
 	AtBarrier
 
 	gates
@@ -76,16 +78,18 @@ type Phase uint8
 const (
 	// PhaseUnknown is the zero value: there is no such drain.
 	PhaseUnknown Phase = iota
-	// Unrouting: some agent that owes has not said Removed. Entered when the deletion is asked for, and again when a report gets worse.
+	// Unrouting: some agent that owes has not said Removed. Entered when the deletion is asked for,
+	// and again when a report gets worse.
 	Unrouting
-	// Quiescing: all that owe have said Removed, some has not said Idle. Left for Released at the latest after the Idle bound.
+	// Quiescing: all that owe have said Removed, some has not said Idle. Left for Released at the
+	// latest after the Idle bound.
 	Quiescing
 	// Released: the deletion may go on. Reason says why.
 	Released
 	// Closed: the pod is dead, or the drain was abandoned.
 	Closed
-	// Queued: so many pods of one of its Services are being drained that this one has to wait before any agent is told. Comes before
-	// Unrouting, if at all, and may end as every phase does.
+	// Queued: so many pods of one of its Services are being drained that this one has to wait
+	// before any agent is told. Comes before Unrouting, if at all, and may end as every phase does.
 	Queued
 )
 
@@ -102,7 +106,8 @@ const (
 	ReasonNone Reason = iota
 	// Acknowledged: every agent that owes has said Idle.
 	Acknowledged
-	// IdleBound: every agent that owes has said Removed, and requests were still running when the Idle bound passed.
+	// IdleBound: every agent that owes has said Removed, and requests were still running when the
+	// Idle bound passed.
 	IdleBound
 	// Deadline: the drain's time is up. The agents that had not acknowledged are named.
 	Deadline
@@ -110,15 +115,18 @@ const (
 	NoAgents
 	// PodDeleted: the pod is terminating or gone.
 	PodDeleted
-	// Suspended: every agent that would owe this drain is suspended: it has let drain after drain expire.
+	// Suspended: every agent that would owe this drain is suspended: it has let drain after drain
+	// expire.
 	Suspended
 	// Abandoned: nobody asks for the deletion any more and the pod lives.
 	Abandoned
-	// LastTarget: every agent that owes has said Idle, or that its gateway goes on sending to the pod because no other endpoint is ready. At the
-	// barrier also if connections outlast the Idle bound at such a gateway.
+	// LastTarget: every agent that owes has said Idle, or that its gateway goes on sending to the
+	// pod because no other endpoint is ready. At the barrier also if connections outlast the Idle
+	// bound at such a gateway.
 	LastTarget
-	// AgentsLost: every agent that still owes has said Idle, but the drain had waited for others, of which each lost its
-	// stream and, with a pod that is not ready, did not come back in time. What their gateways do is not known.
+	// AgentsLost: every agent that still owes has said Idle, but the drain had waited for others,
+	// of which each lost its stream and, with a pod that is not ready, did not come back in time.
+	// What their gateways do is not known.
 	AgentsLost
 )
 
@@ -141,12 +149,14 @@ const (
 	StateUnknown State = iota
 	// Routing: new requests may still be sent to the pod.
 	Routing
-	// Kept: the pod is the last one that the gateway routes to in some Service, and stays there until another is. See [Report.Kept].
+	// Kept: the pod is the last one that the gateway routes to in some Service, and stays there
+	// until another is. See [Report.Kept].
 	Kept
 	// Removed: nothing that reaches any process of the gateway from now on is sent to the pod.
 	Removed
-	// Idle: Removed, and no request or connection is queued, retrying or in flight to the pod. Connections that clients keep from one
-	// request to the next do not count where they can be told from others. It is a level: the state may be Removed again.
+	// Idle: Removed, and no request or connection is queued, retrying or in flight to the pod.
+	// Connections that clients keep from one request to the next do not count where they can be
+	// told from others. It is a level: the state may be Removed again.
 	Idle
 )
 
@@ -202,7 +212,8 @@ const (
 	ViaUnknown Via = iota
 	// Endpoints: it sends to pod addresses itself.
 	Endpoints
-	// ClusterIP: it sends to the Service's address, and whoever implements that chooses the pod. Proves nothing.
+	// ClusterIP: it sends to the Service's address, and whoever implements that chooses the pod.
+	// Proves nothing.
 	ClusterIP
 	// DNS: it resolves names, for as long as it likes. Proves nothing.
 	DNS
@@ -298,8 +309,9 @@ type Report struct {
 	Number uint64 `json:"number"`
 	// Gate is that of the drain of which this is said. Agents that answer a Watch say AtBarrier.
 	Gate Gate `json:"gate,omitempty"`
-	// Kept names the Services in which the pod is kept, if State is Kept and Gate is AtHold: as namespace/name, sorted and joined by commas,
-	// so that reports can be compared. In its other Services the pod is Removed.
+	// Kept names the Services in which the pod is kept, if State is Kept and Gate is AtHold: as
+	// namespace/name, sorted and joined by commas, so that reports can be compared. In its other
+	// Services the pod is Removed.
 	Kept string `json:"kept,omitempty"`
 	// NoConnections says more of a pod to which the gateway goes on sending. At the hold: it is
 	// Idle in the Services where it is not kept. At the barrier, in any state: there is no
@@ -315,14 +327,16 @@ type Report struct {
 type Open struct {
 	Pod   Pod       `json:"pod"`
 	Since time.Time `json:"since"`
-	// Number tells this drain from an earlier one of the same pod by the same life of the replica, which was abandoned. Agents say it
-	// again with their reports: what one has said of the earlier drain may arrive after this one began, and its tombstone is being lifted.
+	// Number tells this drain from an earlier one of the same pod by the same life of the replica,
+	// which was abandoned. Agents say it again with their reports: what one has said of the earlier
+	// drain may arrive after this one began, and its tombstone is being lifted.
 	Number uint64 `json:"number,omitempty"`
 	// Watch is set instead of all that where the agent is to observe: it is another message.
 	Watch *Watch `json:"-"`
 }
 
-// Watch is a drain at the barrier as observing agents see it: the pod is going, say when the gateway has let go of it.
+// Watch is a drain at the barrier as observing agents see it: the pod is going, say when the
+// gateway has let go of it.
 type Watch struct {
 	Pod Pod `json:"pod"`
 	// Since is the deletion, Deadline when nobody waits any more.
@@ -332,7 +346,8 @@ type Watch struct {
 	Number uint64 `json:"number,omitempty"`
 	// Targets are the addresses of the pod. Port 0: every port of the address.
 	Targets []netip.AddrPort `json:"targets"`
-	// Last says that no ready endpoint is left, so that gateways may go on sending to the pod. For people: the coordinator judges.
+	// Last says that no ready endpoint is left, so that gateways may go on sending to the pod. For
+	// people: the coordinator judges.
 	Last bool `json:"last"`
 }
 
@@ -347,10 +362,12 @@ type Release struct {
 	Gate Gate `json:"gate,omitempty"`
 }
 
-// Targets are the pods of a Service that can be used now: ready and not terminating, whether a drain of them is open or not.
+// Targets are the pods of a Service that can be used now: ready and not terminating, whether a
+// drain of them is open or not.
 type Targets struct {
 	Service Service
-	// Usable is sorted, and not changed by anybody afterwards. Nil: not known, so that it bounds nothing.
+	// Usable is sorted, and not changed by anybody afterwards. Nil: not known, so that it bounds
+	// nothing.
 	Usable []UID
 }
 
@@ -374,8 +391,8 @@ const (
 	ScopeAuto Scope = iota
 	// ScopeAll: everyone.
 	ScopeAll
-	// ScopeQuorum: the pod's own node and a sample of 50. For the others, the time is waited in which 99.9 % of those that were asked had let
-	// go; until 1,000 times are known, all are asked.
+	// ScopeQuorum: the pod's own node and a sample of 50. For the others, the time is waited in
+	// which 99.9 % of those that were asked had let go; until 1,000 times are known, all are asked.
 	ScopeQuorum
 	// ScopeLocal: the pod's own node.
 	ScopeLocal

@@ -20,7 +20,8 @@ const (
 	// fastest and slowest bound the pause between two readings while a tombstone is not idle.
 	fastest = 10 * time.Millisecond
 	slowest = 100 * time.Millisecond
-	// watchTombstones and watchReloads are the pauses when nothing is expected to change: how late a reload can be noticed.
+	// watchTombstones and watchReloads are the pauses when nothing is expected to change: how late
+	// a reload can be noticed.
 	watchTombstones = 250 * time.Millisecond
 	watchReloads    = time.Second
 	// retryFirst and maxRetry bound the pause after an error.
@@ -43,12 +44,14 @@ type Observer interface {
 type Progress struct {
 	// AsOf is when the Director looked at what is pending, before it applied and read.
 	AsOf time.Time
-	// Err says why the gateway could not be read. Nothing is known of what it does then, and the rest is empty.
+	// Err says why the gateway could not be read. Nothing is known of what it does then, and the
+	// rest is empty.
 	Err error
-	// Behind is what was pending at AsOf and is not done by the last reading of it, refused or not. Done is: to be routed, that new
-	// requests may go there, although the gateway itself may pass it over for now, for a failed check of its own; to be removed or
-	// forgotten, that no new ones do, whatever still runs there. How backends and clients are must not make a gateway look behind, nor
-	// must a pool that it has not loaded.
+	// Behind is what was pending at AsOf and is not done by the last reading of it, refused or not.
+	// Done is: to be routed, that new requests may go there, although the gateway itself may pass
+	// it over for now, for a failed check of its own; to be removed or forgotten, that no new ones
+	// do, whatever still runs there. How backends and clients are must not make a gateway look
+	// behind, nor must a pool that it has not loaded.
 	Behind []health.Op
 	// Came is what has become pending since.
 	Came []health.Op
@@ -61,10 +64,11 @@ type Director struct {
 	Log     *slog.Logger
 	// Observer may be nil.
 	Observer Observer
-	// Changed is called whenever the states of tombstones may have changed. It must not block. May be nil.
+	// Changed is called whenever the states of tombstones may have changed. It must not block. May
+	// be nil.
 	Changed func()
-	// Followed is called after each step once the set has synced, but not after the first reading of a generation, whose answers are
-	// about another. It must not block. May be nil.
+	// Followed is called after each step once the set has synced, but not after the first reading
+	// of a generation, whose answers are about another. It must not block. May be nil.
 	Followed func(Progress)
 
 	wake       signal.Signal
@@ -73,8 +77,9 @@ type Director struct {
 	failing string
 	// generation is the last of which the set has adopted what the gateway has of its own.
 	generation string
-	// refused are the ops that are pending still although they were applied, with the error refusal. They wait until retryAt, so
-	// that an op which never succeeds neither delays the others nor is tried at their pace. retry is the pause after the next refusal.
+	// refused are the ops that are pending still although they were applied, with the error
+	// refusal. They wait until retryAt, so that an op which never succeeds neither delays the
+	// others nor is tried at their pace. retry is the pause after the next refusal.
 	refused map[health.Op]bool
 	refusal error
 	retryAt time.Time
@@ -88,15 +93,17 @@ func NewDirector(g Directed, set *health.Set, log *slog.Logger) *Director {
 	return &Director{Gateway: g, Set: set, Log: log, wake: signal.New(), retry: retryFirst}
 }
 
-// Wake makes the director look at its set now. It never blocks; any number of calls before the look are one.
+// Wake makes the director look at its set now. It never blocks; any number of calls before the look
+// are one.
 func (d *Director) Wake() { d.wake.Raise() }
 
-// Programmed reports whether the gateway has been read to route to all that the set wanted routed at one time after it had synced,
-// but for what it refused. Once it has, it stays so: until then a gateway may answer for Services that it does not know yet.
+// Programmed reports whether the gateway has been read to route to all that the set wanted routed
+// at one time after it had synced, but for what it refused. Once it has, it stays so: until then a
+// gateway may answer for Services that it does not know yet.
 func (d *Director) Programmed() bool { return d.programmed.Load() }
 
-// Run adopts what an earlier agent left in the gateway, and directs it until ctx is done. It returns nil then: the gateway stays
-// as it is, because it goes on serving without its agent.
+// Run adopts what an earlier agent left in the gateway, and directs it until ctx is done. It
+// returns nil then: the gateway stays as it is, because it goes on serving without its agent.
 func (d *Director) Run(ctx context.Context) error {
 	pause, unread, rush := fastest, retryFirst, 0
 	for ctx.Err() == nil {
@@ -138,9 +145,9 @@ func (d *Director) Run(ctx context.Context) error {
 	return nil
 }
 
-// step applies what is due and reads the result. read says that there is a reading, again that it brought new work that needs no
-// pause: another generation of the gateway, or room to take out what was kept. err is what is wrong with the gateway, whether it was
-// read or not.
+// step applies what is due and reads the result. read says that there is a reading, again that it
+// brought new work that needs no pause: another generation of the gateway, or room to take out what
+// was kept. err is what is wrong with the gateway, whether it was read or not.
 func (d *Director) step(ctx context.Context) (read, again bool, err error) {
 	asOf := time.Now()
 	ops := d.due(asOf)
@@ -183,8 +190,9 @@ func (d *Director) step(ctx context.Context) (read, again bool, err error) {
 	return true, moved || fresh(ops, d.without(slices.Clone(pending))), err
 }
 
-// adopt tells the set what the gateway has, before the first reading of each generation is believed: a process that was starting
-// while a target was taken out and forgotten may have it nevertheless.
+// adopt tells the set what the gateway has, before the first reading of each generation is
+// believed: a process that was starting while a target was taken out and forgotten may have it
+// nevertheless.
 func (d *Director) adopt(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, callTimeout)
 	defer cancel()
@@ -255,8 +263,9 @@ func (d *Director) without(ops []health.Op) []health.Op {
 	return slices.DeleteFunc(ops, func(op health.Op) bool { return d.refused[op] })
 }
 
-// refuse notes which ops the gateway did not carry out: those that were applied with an error and are pending still. What was
-// refused before and not tried again stays so while it is pending, and its next try is not put off.
+// refuse notes which ops the gateway did not carry out: those that were applied with an error and
+// are pending still. What was refused before and not tried again stays so while it is pending, and
+// its next try is not put off.
 func (d *Director) refuse(now time.Time, tried []health.Op, applied error, pending []health.Op) {
 	still := make(map[health.Op]bool, len(pending))
 	for _, op := range pending {
@@ -286,7 +295,8 @@ func (d *Director) refuse(now time.Time, tried []health.Op, applied error, pendi
 	}
 }
 
-// progress judges the ops that were tried by what was seen. One that was not tried, because it was refused before, is as far as it was.
+// progress judges the ops that were tried by what was seen. One that was not tried, because it was
+// refused before, is as far as it was.
 func (d *Director) progress(asOf time.Time, tried []health.Op, applied error, seen health.Observation,
 	pending []health.Op) Progress {
 	p := Progress{AsOf: asOf}

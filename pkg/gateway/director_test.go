@@ -19,14 +19,15 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
-// plane is a gateway in memory that keeps its own targets. A mutex that a test held over a sleep would stop fake time: each method
-// holds it for a moment only.
+// plane is a gateway in memory that keeps its own targets. A mutex that a test held over a sleep
+// would stop fake time: each method holds it for a moment only.
 type plane struct {
 	mu         sync.Mutex
 	generation int
 	routed     map[health.Key]bool // false: taken out
 	busy       map[health.Key]bool
-	// applyErr is asked before each op, and lost after it; readErr before each reading, ownedErr before each list.
+	// applyErr is asked before each op, and lost after it; readErr before each reading, ownedErr
+	// before each list.
 	applyErr, lost    func(health.Op) error
 	readErr, ownedErr func() error
 	// unread are pools that cannot be read.
@@ -109,7 +110,8 @@ func (p *plane) Observe(ctx context.Context, keys []health.Key) (health.Observat
 			return health.Observation{}, err
 		}
 	}
-	o := health.Observation{Generation: fmt.Sprint("g", p.generation), At: time.Now(), Seen: map[health.Key]health.Seen{}, Unread: maps.Clone(p.unread)}
+	o := health.Observation{Generation: fmt.Sprint("g", p.generation), At: time.Now(),
+		Seen: map[health.Key]health.Seen{}, Unread: maps.Clone(p.unread)}
 	for _, k := range keys {
 		if _, twice := o.Seen[k]; twice {
 			panic("asked twice for " + k.String())
@@ -210,8 +212,8 @@ func (b *safeBuffer) count(text string) int {
 	return strings.Count(b.b.String(), text)
 }
 
-// directed runs test beside a director. At its end the director must end too, with nil, and leave no goroutine: the bubble
-// panics if one is left.
+// directed runs test beside a director. At its end the director must end too, with nil, and leave
+// no goroutine: the bubble panics if one is left.
 func directed(t *testing.T, test func(r *rig)) {
 	synctest.Test(t, func(t *testing.T) {
 		log := &safeBuffer{}
@@ -389,7 +391,8 @@ func TestAReloadIsNoticedAndAppliedAgain(t *testing.T) {
 	})
 }
 
-// A process that was starting while a target was taken out and forgotten may have it: nobody but Owned says so.
+// A process that was starting while a target was taken out and forgotten may have it: nobody but
+// Owned says so.
 func TestAReloadThatBringsBackWhatWasForgotten(t *testing.T) {
 	directed(t, func(r *rig) {
 		r.serving("a b")
@@ -446,7 +449,8 @@ func TestRefusedOpsAreRetriedWithBackOffAndLoggedOnce(t *testing.T) {
 	})
 }
 
-// Without this one target that the gateway can never have slows every drain down to the pace of its retries.
+// Without this one target that the gateway can never have slows every drain down to the pace of its
+// retries.
 func TestARefusedOpDelaysNoOther(t *testing.T) {
 	directed(t, func(r *rig) {
 		r.plane.with(func() {
@@ -633,10 +637,11 @@ func TestItDoesNotSpin(t *testing.T) {
 		prepare func(r *rig)
 		most    int // readings in a minute
 	}{
-		"nothing to do":        {func(r *rig) {}, 62},
-		"an idle tombstone":    {func(r *rig) { r.bury("a") }, 245},
-		"a kept tombstone":     {func(r *rig) { r.list("a"); r.bury("a") }, 620},
-		"requests that remain": {func(r *rig) { r.plane.with(func() { r.plane.busy[key("a")] = true }); r.list("b") }, 620},
+		"nothing to do":     {func(r *rig) {}, 62},
+		"an idle tombstone": {func(r *rig) { r.bury("a") }, 245},
+		"a kept tombstone":  {func(r *rig) { r.list("a"); r.bury("a") }, 620},
+		"requests that remain": {func(r *rig) { r.plane.with(func() { r.plane.busy[key("a")] = true }); r.list("b") },
+			620},
 	} {
 		t.Run(name, func(t *testing.T) {
 			directed(t, func(r *rig) {
@@ -729,7 +734,9 @@ func (s *sharedServer) Apply(ctx context.Context, ops []health.Op) error {
 
 // Observe implements Gateway.
 func (s *sharedServer) Observe(ctx context.Context, keys []health.Key) (health.Observation, error) {
-	o, err := s.plane.Observe(ctx, slices.DeleteFunc(slices.Clone(keys), func(k health.Key) bool { return slices.Contains(s.keys, k) }))
+	o, err := s.plane.Observe(ctx, slices.DeleteFunc(slices.Clone(keys), func(k health.Key) bool {
+		return slices.Contains(s.keys, k)
+	}))
 	if err != nil {
 		return o, err
 	}
@@ -752,8 +759,8 @@ func TestRunEndsInTheMiddleOfACall(t *testing.T) {
 	})
 }
 
-// What is said of progress decides whether traffic is moved away from this gateway. It must not depend on what runs on targets that
-// nothing new goes to.
+// What is said of progress decides whether traffic is moved away from this gateway. It must not
+// depend on what runs on targets that nothing new goes to.
 func TestProgress(t *testing.T) {
 	directed(t, func(r *rig) {
 		var mu sync.Mutex
@@ -772,7 +779,8 @@ func TestProgress(t *testing.T) {
 			if got := fmt.Sprint(last.Behind); got != behind || (last.Err != nil) != unread || len(last.Came) > 0 {
 				t.Fatalf("%s: %+v, want %s behind", when, last, behind)
 			}
-			if age := time.Since(last.AsOf); last.AsOf.IsZero() == r.d.Set.HasSynced() || r.d.Set.HasSynced() && age > 2*maxRetry {
+			if age := time.Since(last.AsOf); last.AsOf.IsZero() == r.d.Set.HasSynced() || r.d.Set.HasSynced() &&
+				age > 2*maxRetry {
 				t.Fatalf("%s: as of %s ago", when, age)
 			}
 		}
@@ -805,8 +813,9 @@ func TestProgress(t *testing.T) {
 	})
 }
 
-// A backend that the gateway has not loaded is named in the log, and nothing is acknowledged for its targets. It does not make
-// the gateway look late, for that moves a healthy address, and it holds up no other pool.
+// A backend that the gateway has not loaded is named in the log, and nothing is acknowledged for
+// its targets. It does not make the gateway look late, for that moves a healthy address, and it
+// holds up no other pool.
 func TestAnUnreadPoolIsItsOwnAffair(t *testing.T) {
 	directed(t, func(r *rig) {
 		var mu sync.Mutex
@@ -854,7 +863,8 @@ func TestAnUnreadPoolIsItsOwnAffair(t *testing.T) {
 	})
 }
 
-// A gateway's own check that fails makes it pass a target over: the target is Missing then, and the agent has nothing left to do.
+// A gateway's own check that fails makes it pass a target over: the target is Missing then, and the
+// agent has nothing left to do.
 func TestAFailedCheckIsNotBehind(t *testing.T) {
 	op := health.Op{Key: key("a"), Want: health.WantRouted}
 	for name, c := range map[string]struct {
@@ -871,7 +881,8 @@ func TestAFailedCheckIsNotBehind(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			d := NewDirector(newPlane(), health.New(health.Options{}), slog.New(slog.DiscardHandler))
 			ops := []health.Op{op}
-			p := d.progress(time.Now(), ops, c.applied, health.Observation{Seen: map[health.Key]health.Seen{op.Key: c.seen}}, ops)
+			p := d.progress(time.Now(), ops, c.applied,
+				health.Observation{Seen: map[health.Key]health.Seen{op.Key: c.seen}}, ops)
 			if len(p.Behind) != c.behind || len(p.Came) > 0 {
 				t.Errorf("progress is %+v", p)
 			}

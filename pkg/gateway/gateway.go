@@ -9,8 +9,8 @@
 // set wants and what was last seen, reads, and hands the reading to the set, which decides what is
 // acknowledged.
 //
-// Each data plane has a package of its own below this one, and passes [github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest],
-// on the real proxy.
+// Each data plane has a package of its own below this one, and passes
+// [github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest], on the real proxy.
 package gateway
 
 import (
@@ -25,17 +25,19 @@ import (
 //
 // Methods are called by one goroutine at a time. Each call ends by its context's deadline.
 type Directed interface {
-	// Apply carries out ops in the order given, each in every live process of the gateway, and makes them last over a reload
-	// where the data plane allows it. An op that fails does not stop the others; the error joins all that failed, each naming
-	// its op. An op that is already true costs no change and is no error.
+	// Apply carries out ops in the order given, each in every live process of the gateway, and
+	// makes them last over a reload where the data plane allows it. An op that fails does not stop
+	// the others; the error joins all that failed, each naming its op. An op that is already true
+	// costs no change and is no error.
 	//
-	// WantAbsent on a target that still has requests takes it out, keeps it, and returns no error: the Observation says that it
-	// is still present, and the op comes again.
+	// WantAbsent on a target that still has requests takes it out, keeps it, and returns no error:
+	// the Observation says that it is still present, and the op comes again.
 	Apply(ctx context.Context, ops []health.Op) error
 
-	// Observe reads what every live process does with keys. It is an error if one live process could not be read:
-	// an unread process could be routing. A pool that the process taking new requests has not loaded is no error: the
-	// Observation names it as unread and says nothing of its keys.
+	// Observe reads what every live process does with keys. It is an error if one live process
+	// could not be read: an unread process could be routing. A pool that the process taking new
+	// requests has not loaded is no error: the Observation names it as unread and says nothing of
+	// its keys.
 	Observe(ctx context.Context, keys []health.Key) (health.Observation, error)
 
 	// Owned lists the keys that an agent (this one or an earlier one) made in the gateway, whether

@@ -113,7 +113,8 @@ func ParseCheck(text string) (Check, error) {
 	}
 	var t checkText
 	if err := yaml.UnmarshalStrict([]byte(text), &t); err != nil {
-		return Check{}, fmt.Errorf("health check: %s; it is an object such as {path: /healthz, interval: 5s}", plain(err))
+		return Check{}, fmt.Errorf("health check: %s; it is an object such as {path: /healthz, interval: 5s}",
+			plain(err))
 	}
 	c, err := t.check()
 	if err != nil {
@@ -263,7 +264,8 @@ func joinHeaders(c *Check, headers map[string]string) error {
 		// Here and not only in Validate: joined, a value with a line end in it looks like two
 		// headers.
 		if !token(name) || !printable(headers[name], true) {
-			return fmt.Errorf("headers: %q: a name has letters, digits and dashes, a value printable ASCII", name+": "+headers[name])
+			return fmt.Errorf("headers: %q: a name has letters, digits and dashes, a value printable ASCII",
+				name+": "+headers[name])
 		}
 		fmt.Fprintf(&b, "%s: %s\r\n", name, headers[name])
 	}
@@ -283,7 +285,8 @@ func parseStatuses(to *Statuses, list []any) error {
 		first, err1 := strconv.ParseUint(strings.TrimSpace(from), 10, 16)
 		last, err2 := strconv.ParseUint(strings.TrimSpace(upTo), 10, 16)
 		if err1 != nil || err2 != nil || first < 200 || last > 599 || first > last {
-			return fmt.Errorf("statuses: %q: each is a number or a range within 200 to 599, such as 204 or 200-399", text)
+			return fmt.Errorf("statuses: %q: each is a number or a range within 200 to 599, such as 204 or 200-399",
+				text)
 		}
 		for s := first; s <= last; s++ {
 			to.Add(int(s))
@@ -308,15 +311,19 @@ func (c Check) Validate() error {
 		return fmt.Errorf("timeout %s: it is at least %s", c.Timeout, MinTimeout)
 	case c.Timeout > c.Interval:
 		// Else a target that does not answer would be probed less often than those that do.
-		return fmt.Errorf("timeout %s: it is at most the interval, %s; lengthen the one or shorten the other", c.Timeout, c.Interval)
+		return fmt.Errorf("timeout %s: it is at most the interval, %s; lengthen the one or shorten the other",
+			c.Timeout, c.Interval)
 	case web && (!strings.HasPrefix(c.Path, "/") || !printable(c.Path, false)):
-		return fmt.Errorf("path %q: it begins with a slash and has printable ASCII without spaces; write other characters as %%XX", c.Path)
+		return fmt.Errorf("path %q: it begins with a slash and has printable ASCII without spaces; write other "+
+			"characters as %%XX", c.Path)
 	case web && c.Statuses == Statuses{}:
 		return errors.New("statuses: no status would be a success; leave it out for 200-399")
 	case !printable(c.Host, false) || strings.ContainsAny(c.Host, "/@?#"):
 		return fmt.Errorf("host %q: it is a name or an address, with a port or without", c.Host)
-	case !printable(c.ServerName, false) || strings.ContainsAny(c.ServerName, "/@?#:") || net.ParseIP(c.ServerName) != nil:
-		return fmt.Errorf("serverName %q: it is a name, without a port; an address is verified if there is no name", c.ServerName)
+	case !printable(c.ServerName, false) || strings.ContainsAny(c.ServerName, "/@?#:") ||
+		net.ParseIP(c.ServerName) != nil:
+		return fmt.Errorf("serverName %q: it is a name, without a port; an address is verified if there is no name",
+			c.ServerName)
 	case !utf8.ValidString(c.Service) || len(c.Service) > 1024:
 		return errors.New("service: it is UTF-8 of at most 1024 bytes")
 	case len(c.Path)+len(c.Host)+len(c.ServerName)+len(c.Headers) > maxCheckText:
@@ -354,7 +361,8 @@ func printable(s string, spaces bool) bool {
 // token reports whether s is the name of a header.
 func token(s string) bool {
 	for _, c := range []byte(s) {
-		if ('a' > c || c > 'z') && ('A' > c || c > 'Z') && ('0' > c || c > '9') && !strings.ContainsRune("!#$%&'*+-.^_`|~", rune(c)) {
+		if ('a' > c || c > 'z') && ('A' > c || c > 'Z') && ('0' > c || c > '9') &&
+			!strings.ContainsRune("!#$%&'*+-.^_`|~", rune(c)) {
 			return false
 		}
 	}

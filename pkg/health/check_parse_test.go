@@ -23,7 +23,8 @@ func TestParseCheck(t *testing.T) {
 		{" \n", Check{}, "none"},
 		{"{}", DefaultCheck(HTTP), "http / each 10s within 1s"},
 		{"protocol: tcp", DefaultCheck(TCP), "tcp each 10s within 1s"},
-		{"protocol: grpc\nservice: shop", with(GRPC, func(c *Check) { c.Service = "shop" }), "grpc service shop each 10s within 1s"},
+		{"protocol: grpc\nservice: shop", with(GRPC, func(c *Check) { c.Service = "shop" }),
+			"grpc service shop each 10s within 1s"},
 		{
 			"protocol: https\nverify: false\nserverName: shop.example\nhost: shop.example:8443",
 			with(HTTPS, func(c *Check) { c.Verify, c.ServerName, c.Host = false, "shop.example", "shop.example:8443" }),
@@ -32,7 +33,8 @@ func TestParseCheck(t *testing.T) {
 		{
 			`{"path": "/healthz", "port": 8080, "interval": "2s", "timeout": "500ms", "keepAlive": true, "statuses": [204, "300-301", 418]}`,
 			with(HTTP, func(c *Check) {
-				c.Path, c.Port, c.Interval, c.Timeout, c.KeepAlive = "/healthz", 8080, 2*time.Second, 500*time.Millisecond, true
+				c.Path, c.Port, c.Interval, c.Timeout, c.KeepAlive = "/healthz", 8080, 2*time.Second,
+					500*time.Millisecond, true
 				c.Statuses = Statuses{}
 				for _, s := range []int{204, 300, 301, 418} {
 					c.Statuses.Add(s)
@@ -41,12 +43,14 @@ func TestParseCheck(t *testing.T) {
 			"http :8080/healthz statuses 204,300-301,418 kept alive each 2s within 500ms",
 		},
 		{
-			"headers: {X-B: two words, X-A: '1'}\nhealthy: {successes: 1}\nunhealthy: {httpFailures: 0, tcpFailures: 254}",
+			"headers: {X-B: two words, X-A: '1'}\nhealthy: {successes: 1}\nunhealthy: {httpFailures: 0, " +
+				"tcpFailures: 254}",
 			with(HTTP, func(c *Check) {
 				c.Headers = "X-A: 1\r\nX-B: two words\r\n"
 				c.Thresholds = Thresholds{Successes: 1, HTTPFailures: 0, TCPFailures: 254, Timeouts: 3}
 			}),
-			"http / with 2 headers each 10s within 1s healthy after 1, unhealthy after 0 http failures, 254 tcp failures, 3 timeouts",
+			"http / with 2 headers each 10s within 1s healthy after 1, unhealthy after 0 http failures, 254 tcp " +
+				"failures, 3 timeouts",
 		},
 	} {
 		got, err := ParseCheck(tt.text)
@@ -160,7 +164,8 @@ func FuzzParseCheck(f *testing.F) {
 		if err := c.Validate(); err != nil {
 			t.Fatal(err)
 		}
-		if strings.ContainsAny(c.Path+c.Host+c.ServerName, "\r\n \x00") || strings.Count(c.Headers, "\n") != strings.Count(c.Headers, "\r\n") ||
+		if strings.ContainsAny(c.Path+c.Host+c.ServerName, "\r\n \x00") ||
+			strings.Count(c.Headers, "\n") != strings.Count(c.Headers, "\r\n") ||
 			strings.Contains(c.Headers, "\r\n\r\n") || strings.Count(c.Headers, "\n") > strings.Count(text, ":") {
 			t.Fatalf("%+v", c)
 		}

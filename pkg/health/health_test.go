@@ -533,7 +533,8 @@ func TestAPISIX13029(t *testing.T) {
 		w.list("api", ready("a b"))
 		w.settle()
 		for _, d := range w.Targets() {
-			if d.Pool == "web" && (d.Verdict != before[0].Verdict || d.Counters != before[0].Counters || !d.Since.Equal(before[0].Since)) {
+			if d.Pool == "web" && (d.Verdict != before[0].Verdict || d.Counters != before[0].Counters ||
+				!d.Since.Equal(before[0].Since)) {
 				t.Errorf("%+v, want %+v", d, before[0])
 			}
 			if d.Pool == "web" {

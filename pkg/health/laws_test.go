@@ -35,7 +35,8 @@ func FuzzChangeIsReplace(f *testing.F) {
 			var all []Endpoint
 			says, dying := map[Target]bool{}, map[Target]bool{}
 			for _, b := range lot {
-				e := Endpoint{Target: Target{uids[b&3], netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 0, 0, b >> 2 & 3}), 80)}}
+				e := Endpoint{Target: Target{uids[b&3],
+					netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 0, 0, b >> 2 & 3}), 80)}}
 				switch b >> 4 & 7 {
 				case 0:
 					continue
@@ -88,12 +89,15 @@ func FuzzChangeIsReplace(f *testing.F) {
 			if diff := cmp.Diff(a, b, cmp.Comparer(func(a, b netip.AddrPort) bool { return a == b })); diff != "" {
 				t.Fatalf("the whole list leads elsewhere (-whole +changes):\n%s", diff)
 			}
-			if diff := cmp.Diff(whole.Pending(), steps.Pending(), cmp.Comparer(func(a, b netip.AddrPort) bool { return a == b })); diff != "" {
+			if diff := cmp.Diff(whole.Pending(), steps.Pending(),
+				cmp.Comparer(func(a, b netip.AddrPort) bool { return a == b })); diff != "" {
 				t.Fatal(diff)
 			}
 			planned := whole.schedule.planned
 			whole.list("web", all)
-			if diff := cmp.Diff(a, whole.Targets(), cmp.Comparer(func(a, b netip.AddrPort) bool { return a == b })); diff != "" || whole.schedule.planned != planned {
+			if diff := cmp.Diff(a, whole.Targets(),
+				cmp.Comparer(func(a, b netip.AddrPort) bool { return a == b })); diff != "" ||
+				whole.schedule.planned != planned {
 				t.Fatalf("the same list again changes something:\n%s", diff)
 			}
 			for _, w := range both {

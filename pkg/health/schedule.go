@@ -197,7 +197,8 @@ func (s *Set) Due(now time.Time, jobs []Job, most int) ([]Job, time.Time) {
 		r.set(inFlight, true)
 		r.ticket, r.missed = w.tickets, 0
 		jobs = append(jobs, Job{
-			Key: r.key(), Check: r.pool.check, Due: now.Add(time.Duration(due*int64(tick) - w.present)), Silent: r.last.Kind == Timeout,
+			Key: r.key(), Check: r.pool.check, Due: now.Add(time.Duration(due*int64(tick) - w.present)),
+			Silent: r.last.Kind == Timeout,
 			Ticket: r.ticket,
 		})
 		most--

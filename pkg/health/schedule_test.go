@@ -125,7 +125,8 @@ func TestProbesAreSpread(t *testing.T) {
 }
 
 func TestIntervalsOfEveryLength(t *testing.T) {
-	for _, interval := range []time.Duration{1, time.Millisecond, 7 * time.Millisecond, time.Second, 17 * time.Second, 5 * time.Minute} {
+	for _, interval := range []time.Duration{1, time.Millisecond, 7 * time.Millisecond, time.Second, 17 * time.Second,
+		5 * time.Minute} {
 		s, now := New(Options{}), t0.Add(time.Hour)
 		replace(s, now, "web", numbered(0, 100))
 		s.SetCheck(now, "web", every(interval))
@@ -155,7 +156,8 @@ func TestIntervalsOfEveryLength(t *testing.T) {
 // A clock that is set, or a machine that slept.
 func TestAClockThatJumps(t *testing.T) {
 	const n, interval = 1000, 10 * time.Second
-	for _, by := range []time.Duration{-time.Hour, -2 * time.Second, -time.Millisecond, 5 * time.Second, time.Hour, 300 * 24 * time.Hour} {
+	for _, by := range []time.Duration{-time.Hour, -2 * time.Second, -time.Millisecond, 5 * time.Second, time.Hour,
+		300 * 24 * time.Hour} {
 		t.Run(by.String(), func(t *testing.T) {
 			s, now := New(Options{}), t0
 			replace(s, now, "web", numbered(0, n))

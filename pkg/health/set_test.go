@@ -115,7 +115,9 @@ func (p *proxy) reload(lasting bool) {
 
 // routes says whether any process may send a new request to k.
 func (p *proxy) routes(k Key) bool {
-	return slices.ContainsFunc(p.processes(), func(process map[Key]*server) bool { return process[k] != nil && process[k].routed })
+	return slices.ContainsFunc(p.processes(), func(process map[Key]*server) bool {
+		return process[k] != nil && process[k].routed
+	})
 }
 
 // world is a set, a proxy and a clock.
@@ -574,7 +576,8 @@ func TestThatThereIsAnotherIsReadAgainFirst(t *testing.T) {
 			w.bury("b", "r")
 			for range 5 {
 				w.step()
-				if len(w.proxy.now) == 0 || !w.proxy.routes(Key{"web", target("a")}) && !w.proxy.routes(Key{"web", target("b")}) {
+				if len(w.proxy.now) == 0 || !w.proxy.routes(Key{"web", target("a")}) &&
+					!w.proxy.routes(Key{"web", target("b")}) {
 					t.Fatal("the pool is empty")
 				}
 			}
@@ -1002,7 +1005,8 @@ func random(t testing.TB, script []byte) {
 	// said is what the set was told last, for the difference.
 	said := map[Pool]map[Target]bool{"web": {}, "api": {}}
 	var jobs []Job
-	check1 := Check{Protocol: TCP, Interval: 50 * time.Millisecond, Timeout: 50 * time.Millisecond, Thresholds: Thresholds{2, 2, 2, 2}}
+	check1 := Check{Protocol: TCP, Interval: 50 * time.Millisecond, Timeout: 50 * time.Millisecond,
+		Thresholds: Thresholds{2, 2, 2, 2}}
 	held, dead := map[holding]bool{}, map[UID]bool{}
 	var log []string
 	var inFlight []Op
@@ -1281,7 +1285,8 @@ func random(t testing.TB, script []byte) {
 				}
 			}
 			if len(wanted) == 0 {
-				t.Fatalf("pool %s was emptied although it had %v to keep, after\n%s", pool, spare, strings.Join(log, "\n"))
+				t.Fatalf("pool %s was emptied although it had %v to keep, after\n%s", pool, spare,
+					strings.Join(log, "\n"))
 			}
 		}
 		if diff := cmp.Diff(text(wanted), text(got)); diff != "" {

@@ -15,22 +15,30 @@ func TestVerdictsAreThoseOfLuaRestyHealthcheck(t *testing.T) {
 		then string
 	}{
 		"successes in a row do nothing more": {three, "s:unknown s:healthy s:healthy s:healthy"},
-		"a failure, and the way back":        {three, "s:unknown s:healthy h:mostly_healthy s:mostly_healthy s:healthy"},
-		"down by one kind":                   {three, "s:unknown s:healthy h:mostly_healthy h:mostly_healthy h:unhealthy h:unhealthy"},
+		"a failure, and the way back": {three,
+			"s:unknown s:healthy h:mostly_healthy s:mostly_healthy s:healthy"},
+		"down by one kind": {three, "s:unknown s:healthy h:mostly_healthy h:mostly_healthy h:unhealthy h:unhealthy"},
 		"kinds count apart, and a failure resets no other kind": {three,
 			"s:unknown s:healthy h:mostly_healthy t:mostly_healthy h:mostly_healthy o:mostly_healthy t:unhealthy"},
 		"a success resets all failures": {three,
-			"s:unknown s:healthy h:mostly_healthy h:mostly_healthy t:mostly_healthy s:mostly_healthy h:mostly_healthy h:mostly_healthy t:mostly_healthy h:unhealthy"},
+			"s:unknown s:healthy h:mostly_healthy h:mostly_healthy t:mostly_healthy s:mostly_healthy " +
+				"h:mostly_healthy h:mostly_healthy t:mostly_healthy h:unhealthy"},
 		"a failure resets the successes": {three,
-			"s:unknown s:healthy o:mostly_healthy o:unhealthy s:mostly_unhealthy t:mostly_unhealthy s:mostly_unhealthy s:healthy"},
+			"s:unknown s:healthy o:mostly_healthy o:unhealthy s:mostly_unhealthy t:mostly_unhealthy " +
+				"s:mostly_unhealthy s:healthy"},
 		"mostly unhealthy falls again only by a threshold": {three,
 			"s:unknown s:healthy t:mostly_healthy t:unhealthy s:mostly_unhealthy t:mostly_unhealthy t:unhealthy"},
-		"one success heals": {Thresholds{Successes: 1, TCPFailures: 2}, "s:healthy t:mostly_healthy s:healthy t:mostly_healthy t:unhealthy s:healthy"},
-		"one failure fells": {Thresholds{Successes: 2, TCPFailures: 1}, "s:unknown s:healthy t:unhealthy s:mostly_unhealthy t:unhealthy"},
+		"one success heals": {Thresholds{Successes: 1, TCPFailures: 2},
+			"s:healthy t:mostly_healthy s:healthy t:mostly_healthy t:unhealthy s:healthy"},
+		"one failure fells": {Thresholds{Successes: 2, TCPFailures: 1},
+			"s:unknown s:healthy t:unhealthy s:mostly_unhealthy t:unhealthy"},
 		"what has no threshold is not counted, and resets nothing": {Thresholds{Successes: 2, TCPFailures: 2},
-			"s:unknown s:healthy t:mostly_healthy h:mostly_healthy o:mostly_healthy s:mostly_healthy h:mostly_healthy s:healthy"},
-		"without a threshold of successes a failure is for ever": {Thresholds{TCPFailures: 2}, "s:unknown t:unknown s:unknown t:unhealthy s:unhealthy s:unhealthy"},
-		"unknown until the first threshold":                      {three, "h:unknown h:unknown s:unknown h:unknown h:unknown t:unknown h:unhealthy"},
+			"s:unknown s:healthy t:mostly_healthy h:mostly_healthy o:mostly_healthy s:mostly_healthy " +
+				"h:mostly_healthy s:healthy"},
+		"without a threshold of successes a failure is for ever": {Thresholds{TCPFailures: 2},
+			"s:unknown t:unknown s:unknown t:unhealthy s:unhealthy s:unhealthy"},
+		"unknown until the first threshold": {three,
+			"h:unknown h:unknown s:unknown h:unknown h:unknown t:unknown h:unhealthy"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			r := &record{pool: &pool{}}
@@ -83,7 +91,8 @@ func (r *restyTarget) count(limits [4]uint8, kind int) {
 // Every sequence of up to six outcomes, from healthy on, has the verdicts of lua-resty-healthcheck.
 // From unknown on, where it begins as healthy, a target is usable after the same outcomes.
 func TestEverySequenceIsThatOfLuaRestyHealthcheck(t *testing.T) {
-	for _, l := range [][4]uint8{{3, 3, 2, 2}, {2, 2, 2, 2}, {1, 1, 1, 1}, {3, 0, 2, 0}, {2, 3, 0, 1}, {0, 2, 2, 2}, {1, 2, 3, 3}} {
+	for _, l := range [][4]uint8{{3, 3, 2, 2}, {2, 2, 2, 2}, {1, 1, 1, 1}, {3, 0, 2, 0}, {2, 3, 0, 1}, {0, 2, 2, 2},
+		{1, 2, 3, 3}} {
 		limits := Thresholds{Successes: l[0], HTTPFailures: l[1], TCPFailures: l[2], Timeouts: l[3]}
 		for word := range 1 << 12 { // two bits for each outcome
 			resty := restyTarget{verdict: Healthy}
@@ -95,7 +104,8 @@ func TestEverySequenceIsThatOfLuaRestyHealthcheck(t *testing.T) {
 				known.count(limits, Success+OutcomeKind(kind))
 				unknown.count(limits, Success+OutcomeKind(kind))
 				if known.verdict != resty.verdict || unknown.verdict.Usable() != resty.verdict.Usable() {
-					t.Fatalf("%+v: outcome %d of %012b: %s, and %s from unknown on; want %s", limits, n+1, word, known.verdict, unknown.verdict, resty.verdict)
+					t.Fatalf("%+v: outcome %d of %012b: %s, and %s from unknown on; want %s", limits, n+1, word,
+						known.verdict, unknown.verdict, resty.verdict)
 				}
 			}
 		}

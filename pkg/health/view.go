@@ -134,7 +134,8 @@ func (s *Set) detail(r *record) Detail {
 	if r.excluded() {
 		p := r.pod
 		d.Exclusion = &Exclusion{
-			UID: p.uid, Since: p.since, State: p.state, StateSince: p.stateAt, Generation: s.generationName(), Targets: len(s.ofPod[p.uid]),
+			UID: p.uid, Since: p.since, State: p.state, StateSince: p.stateAt, Generation: s.generationName(),
+			Targets: len(s.ofPod[p.uid]),
 		}
 	}
 	return d

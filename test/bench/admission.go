@@ -42,7 +42,8 @@ const (
 	benchReviews = 1000
 )
 
-// runAdmission measures what the webhook adds to the deletion of a pod that nobody routes to: most of a cluster's.
+// runAdmission measures what the webhook adds to the deletion of a pod that nobody routes to: most
+// of a cluster's.
 func runAdmission() ([]Result, error) {
 	free, err := newBenchWebhook(false)
 	if err != nil {
@@ -87,7 +88,8 @@ func runAdmission() ([]Result, error) {
 	return results, failed
 }
 
-// benchServer is a handler behind TLS, and a client with one connection to it, as the API server keeps them.
+// benchServer is a handler behind TLS, and a client with one connection to it, as the API server
+// keeps them.
 type benchServer struct {
 	url    string
 	client *http.Client
@@ -106,7 +108,8 @@ func newBenchServer(handler http.Handler) (*benchServer, error) {
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan error, 1)
 	task := serve.Server{
-		Name: "bench", Listener: listener, Handler: handler, TLS: &tls.Config{Certificates: certified.TLS.Certificates}, Conns: 1000,
+		Name: "bench", Listener: listener, Handler: handler, TLS: &tls.Config{Certificates: certified.TLS.Certificates},
+		Conns:    1000,
 		ReadTime: 5 * time.Second, WriteTime: 10 * time.Second,
 	}.Task()
 	go func() { done <- task.Run(ctx) }()
@@ -165,8 +168,8 @@ func (s *benchServer) p99() (time.Duration, error) {
 	return took[benchReviews*99/100], nil
 }
 
-// benchWebhook is the webhook with a coordinator of its own. What it reads is a Service of many pods, an agent that never answers, and a pod
-// that no Service selects.
+// benchWebhook is the webhook with a coordinator of its own. What it reads is a Service of many
+// pods, an agent that never answers, and a pod that no Service selects.
 type benchWebhook struct {
 	*benchServer
 	holding func() float64
@@ -261,7 +264,8 @@ func gauge(registry *prometheus.Registry, name string) float64 {
 	return -1
 }
 
-// benchPod is a ready pod of about 10 KB as JSON, as an operator's template and a service mesh make them.
+// benchPod is a ready pod of about 10 KB as JSON, as an operator's template and a service mesh make
+// them.
 func benchPod(namespace, name string) *corev1.Pod {
 	pod := &corev1.Pod{
 		TypeMeta: metav1.TypeMeta{APIVersion: "v1", Kind: "Pod"},
@@ -311,7 +315,8 @@ func (c *benchCluster) add(pod *corev1.Pod) {
 // Event implements admission.Events.
 func (c *benchCluster) Event(*corev1.Pod, bool, string, string) {}
 
-// Get implements client.Reader. Like the webhook's cache it copies no more than the outermost struct.
+// Get implements client.Reader. Like the webhook's cache it copies no more than the outermost
+// struct.
 func (c *benchCluster) Get(_ context.Context, key types.NamespacedName, into client.Object, _ ...client.GetOption) error {
 	switch into := into.(type) {
 	case *corev1.Pod:

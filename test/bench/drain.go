@@ -32,8 +32,9 @@ const agentsEnv = "LAMEDUCK_BENCH_AGENTS"
 // floorPath is where agents open the connections on which nothing but bytes are exchanged.
 const floorPath = "/floor"
 
-// The Services of the suite. Agents route everybody's or few's. In a crowd with trouble all route troubled too: those of everybody's, and two that
-// route nothing else, one that is dead, as a frozen process is, and one that is slow.
+// The Services of the suite. Agents route everybody's or few's. In a crowd with trouble all route
+// troubled too: those of everybody's, and two that route nothing else, one that is dead, as a
+// frozen process is, and one that is slow.
 var (
 	everybodys = drain.Service{Namespace: "bench", Name: "everybodys"}
 	fews       = drain.Service{Namespace: "bench", Name: "fews"}
@@ -43,7 +44,8 @@ var (
 // slowness is how long the slow agent takes to answer.
 const slowness = 100 * time.Millisecond
 
-// crowd is the agents of a fleet: so many route everybody's Service and few's. floor: everybody has a connection for the floor too.
+// crowd is the agents of a fleet: so many route everybody's Service and few's. floor: everybody has
+// a connection for the floor too.
 type crowd struct {
 	everybody, few int
 	floor, trouble bool
@@ -67,12 +69,15 @@ func init() {
 	}
 }
 
-// drains measures the coordinator with agents in processes of their own, over TLS. Their gateways let go at once, so that what is
-// measured is the ledger, the coordinator and the wire, and the least that an agent can do.
+// drains measures the coordinator with agents in processes of their own, over TLS. Their gateways
+// let go at once, so that what is measured is the ledger, the coordinator and the wire, and the
+// least that an agent can do.
 //
-// The goal for 100 drains at once, twice the time of one, is not reached, and cannot be while each agent is told of each drain in a line of its own, and
-// answers each: where one drain takes 57 ms of CPU of both sides together, so that 114 may be used, the 28 MB that a hundred take to and fro use 67 with nobody
-// to read or write what is in them, and the agents of this suite, which do nothing but read and answer, use 100 to 120 on their side alone.
+// The goal for 100 drains at once, twice the time of one, is not reached, and cannot be while each
+// agent is told of each drain in a line of its own, and answers each: where one drain takes 57 ms
+// of CPU of both sides together, so that 114 may be used, the 28 MB that a hundred take to and fro
+// use 67 with nobody to read or write what is in them, and the agents of this suite, which do
+// nothing but read and answer, use 100 to 120 on their side alone.
 func drains() (results []Result, err error) {
 	small, err := newFleet(crowd{few: 3})
 	if err != nil {
@@ -85,12 +90,18 @@ func drains() (results []Result, err error) {
 	}
 	one := func() time.Duration { return thousand.drain(everybodys, 1) }
 	results = append(results,
-		Result{Name: "drain/fanout-1000", Ratio: ratio(one, thousand.floor), Goal: 2.5, Note: "a drain that 1,000 agents owe, by a line written and one read on as many connections"},
+		Result{Name: "drain/fanout-1000", Ratio: ratio(one, thousand.floor), Goal: 2.5,
+			Note: "a drain that 1,000 agents owe, by a line written and one read on as many connections"},
 		Result{
-			Name: "drain/dead-and-slow", Goal: 1.1, Note: "until 1,000 have let go, with a dead agent and a slow one beside them, by without",
-			Ratio: quickest(func() time.Duration { return thousand.others(troubled, 2) }, func() time.Duration { return thousand.others(everybodys, 0) }),
+			Name: "drain/dead-and-slow", Goal: 1.1,
+			Note: "until 1,000 have let go, with a dead agent and a slow one beside them, by without",
+			Ratio: quickest(func() time.Duration { return thousand.others(troubled, 2) }, func() time.Duration {
+				return thousand.others(everybodys, 0)
+			}),
 		},
-		Result{Name: "drain/fanout-100-drains", Ratio: ratio(func() time.Duration { return thousand.drain(everybodys, 100) }, one), Goal: 2, Note: "100 drains at once, by one"},
+		Result{Name: "drain/fanout-100-drains",
+			Ratio: ratio(func() time.Duration { return thousand.drain(everybodys, 100) }, one), Goal: 2,
+			Note: "100 drains at once, by one"},
 	)
 	thousand.stop()
 	all, err := newFleet(crowd{everybody: 9900, floor: true})
@@ -98,7 +109,8 @@ func drains() (results []Result, err error) {
 		return nil, err
 	}
 	results = append(results, Result{
-		Name: "drain/fanout-9900", Goal: 2.5, Note: "a drain that 9,900 agents owe, by a line written and one read on as many connections",
+		Name: "drain/fanout-9900", Goal: 2.5,
+		Note:  "a drain that 9,900 agents owe, by a line written and one read on as many connections",
 		Ratio: ratio(func() time.Duration { return all.drain(everybodys, 1) }, all.floor),
 	})
 	all.stop()
@@ -108,10 +120,13 @@ func drains() (results []Result, err error) {
 	}
 	defer many.stop()
 	results = append(results, Result{
-		Name: "drain/bytes-per-agent", Ratio: many.bytesPerAgent / 1024, Goal: 64, Note: "KiB of heap and stacks on the coordinator",
+		Name: "drain/bytes-per-agent", Ratio: many.bytesPerAgent / 1024, Goal: 64,
+		Note: "KiB of heap and stacks on the coordinator",
 	}, Result{
 		Name: "drain/3-of-9900", Goal: 3, Note: "a drain that 3 of 9,900 agents owe, by one that 3 of 3 do",
-		Ratio: ratio(func() time.Duration { return many.drain(fews, 1) }, func() time.Duration { return small.drain(fews, 1) }),
+		Ratio: ratio(func() time.Duration { return many.drain(fews, 1) }, func() time.Duration {
+			return small.drain(fews, 1)
+		}),
 	})
 	return results, errors.Join(small.failed, thousand.failed, all.failed, many.failed)
 }
@@ -170,7 +185,8 @@ func newFleet(c crowd) (*fleet, error) {
 // child starts a process with n agents of a crowd, and waits until all have declared.
 func (f *fleet) child(first, n int, c crowd) error {
 	child := exec.Command("/proc/self/exe")
-	child.Env = append(os.Environ(), fmt.Sprintf("%s=%s %d %d %d %d %t %t", agentsEnv, f.server.Listener.Addr(), first, n, c.everybody, c.few, c.floor, c.trouble))
+	child.Env = append(os.Environ(), fmt.Sprintf("%s=%s %d %d %d %d %t %t", agentsEnv, f.server.Listener.Addr(), first,
+		n, c.everybody, c.few, c.floor, c.trouble))
 	child.Stderr = os.Stderr
 	// The end of its input is the child's end, also if this process dies.
 	if _, err := child.StdinPipe(); err != nil {
@@ -222,7 +238,8 @@ func (f *fleet) drain(service drain.Service, n int) time.Duration {
 			status, _, err := f.Drain(context.Background(), request(pod(i), service), began.Add(20*time.Second))
 			if status.Reason != drain.Acknowledged || err != nil {
 				f.mu.Lock()
-				f.failed = fmt.Errorf("a drain ended as %s, %s, waiting for %d: %w", status.Phase, status.Reason, len(status.Waiting), err)
+				f.failed = fmt.Errorf("a drain ended as %s, %s, waiting for %d: %w", status.Phase, status.Reason,
+					len(status.Waiting), err)
 				f.mu.Unlock()
 			}
 		})
@@ -247,7 +264,8 @@ func (f *fleet) others(service drain.Service, left int) time.Duration {
 		status, _, err := f.Drain(context.Background(), request(pod, service), began)
 		took := time.Since(began)
 		if err != nil || took > 20*time.Second {
-			f.failed = fmt.Errorf("a drain is %s, %s, waiting for %d: %w", status.Phase, status.Reason, len(status.Waiting), err)
+			f.failed = fmt.Errorf("a drain is %s, %s, waiting for %d: %w", status.Phase, status.Reason,
+				len(status.Waiting), err)
 			return took
 		}
 		if len(status.Waiting) <= left {
@@ -257,8 +275,8 @@ func (f *fleet) others(service drain.Service, left int) time.Duration {
 	}
 }
 
-// quickest is [ratio] of the shortest that each of the two took. A tenth more or less is lost in what else the machine does, which makes
-// neither quicker.
+// quickest is [ratio] of the shortest that each of the two took. A tenth more or less is lost in
+// what else the machine does, which makes neither quicker.
 func quickest(what, floor func() time.Duration) float64 {
 	w, f := what(), floor()
 	for range 3 * rounds {
@@ -359,8 +377,8 @@ func playAgents(what string) error {
 	return err
 }
 
-// benchAgent is an agent whose gateway lets go at once. It has one connection, its stream; that on which it declares is closed when it has,
-// as an agent's is when it was not used for a minute.
+// benchAgent is an agent whose gateway lets go at once. It has one connection, its stream; that on
+// which it declares is closed when it has, as an agent's is when it was not used for a minute.
 type benchAgent struct {
 	address, id string
 	services    []drain.Service
@@ -381,7 +399,8 @@ func (a *benchAgent) open() (*bufio.Reader, error) {
 		return nil, err
 	}
 	a.stream = conn
-	fmt.Fprintf(conn, "GET %s?protocol=1 HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: %s\r\nAuthorization: Bearer %s\r\n\r\n", wire.StreamPath, wire.Upgrade, a.id)
+	fmt.Fprintf(conn, "GET %s?protocol=1 HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: "+
+		"%s\r\nAuthorization: Bearer %s\r\n\r\n", wire.StreamPath, wire.Upgrade, a.id)
 	lines := bufio.NewReaderSize(conn, 4096)
 	response, err := http.ReadResponse(lines, nil)
 	if err != nil {
@@ -466,7 +485,8 @@ func (a *benchAgent) serve(lines *bufio.Reader) error {
 			if a.slow {
 				time.Sleep(slowness)
 			}
-			line = wire.AppendReports(line[:0], wire.Reports{Session: a.session, At: m.At, Boot: "bench", Reports: reports})
+			line = wire.AppendReports(line[:0],
+				wire.Reports{Session: a.session, At: m.At, Boot: "bench", Reports: reports})
 			if _, err := a.stream.Write(line); err != nil {
 				return err
 			}
@@ -485,7 +505,8 @@ func (a *benchAgent) declare(body wire.Declaration) error {
 	if err != nil {
 		return err
 	}
-	if _, err := fmt.Fprintf(conn, "POST %s HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\r\nContent-Length: %d\r\n\r\n%s", wire.DeclarationsPath, a.id, len(text), text); err != nil {
+	if _, err := fmt.Fprintf(conn, "POST %s HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\r\nContent-Length: "+
+		"%d\r\n\r\n%s", wire.DeclarationsPath, a.id, len(text), text); err != nil {
 		return err
 	}
 	response, err := http.ReadResponse(bufio.NewReader(conn), nil)

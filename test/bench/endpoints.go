@@ -23,15 +23,17 @@ func made(name string, first, n int) *discovery.EndpointSlice {
 	portName, number, yes, no := "http", int32(80), true, false
 	s := &discovery.EndpointSlice{
 		ObjectMeta: metav1.ObjectMeta{
-			Namespace: "shop", Name: name, ResourceVersion: "1", Labels: map[string]string{discovery.LabelServiceName: "web"},
+			Namespace: "shop", Name: name, ResourceVersion: "1",
+			Labels: map[string]string{discovery.LabelServiceName: "web"},
 		},
 		AddressType: discovery.AddressTypeIPv4,
 		Ports:       []discovery.EndpointPort{{Name: &portName, Port: &number}},
 	}
 	for i := first; i < first+n; i++ {
 		s.Endpoints = append(s.Endpoints, discovery.Endpoint{
-			Addresses:  []string{fmt.Sprintf("10.%d.%d.%d", i>>16&255, i>>8&255, i&255)},
-			TargetRef:  &corev1.ObjectReference{Kind: "Pod", Namespace: "shop", Name: "web-" + strconv.Itoa(i), UID: uid(i)},
+			Addresses: []string{fmt.Sprintf("10.%d.%d.%d", i>>16&255, i>>8&255, i&255)},
+			TargetRef: &corev1.ObjectReference{Kind: "Pod", Namespace: "shop", Name: "web-" + strconv.Itoa(i),
+				UID: uid(i)},
 			Conditions: discovery.EndpointConditions{Ready: &yes, Serving: &yes, Terminating: &no},
 		})
 	}
@@ -48,8 +50,8 @@ func follower() *endpoints.Index {
 	return x
 }
 
-// unchangedSlice is a resync: a slice of 100 endpoints comes again, decoded anew. The floor walks both versions in order and compares
-// address, UID and conditions.
+// unchangedSlice is a resync: a slice of 100 endpoints comes again, decoded anew. The floor walks
+// both versions in order and compares address, UID and conditions.
 func unchangedSlice() Result {
 	const events = 20_000
 	one, other := made("web-1", 0, 100), made("web-1", 0, 100)
@@ -68,7 +70,8 @@ func unchangedSlice() Result {
 			for i := range one.Endpoints {
 				a, b := &one.Endpoints[i], &other.Endpoints[i]
 				if a.Addresses[0] != b.Addresses[0] || a.TargetRef.UID != b.TargetRef.UID ||
-					*a.Conditions.Ready != *b.Conditions.Ready || *a.Conditions.Terminating != *b.Conditions.Terminating {
+					*a.Conditions.Ready != *b.Conditions.Ready ||
+					*a.Conditions.Terminating != *b.Conditions.Terminating {
 					differ++
 				}
 			}
@@ -78,11 +81,12 @@ func unchangedSlice() Result {
 	if differ != 0 {
 		panic("an unchanged slice has changed")
 	}
-	return Result{Name: "endpoints/unchanged-slice", Ratio: r, Goal: 3, Note: "100 endpoints again, over an ordered walk of both versions"}
+	return Result{Name: "endpoints/unchanged-slice", Ratio: r, Goal: 3,
+		Note: "100 endpoints again, over an ordered walk of both versions"}
 }
 
-// oneOfTenThousand is one endpoint that turns unready and ready again in a Service of 10,000 in 100 slices, over the same in a Service
-// of one slice of 100.
+// oneOfTenThousand is one endpoint that turns unready and ready again in a Service of 10,000 in 100
+// slices, over the same in a Service of one slice of 100.
 func oneOfTenThousand() Result {
 	const events = 5_000
 	run := func(n int) func() time.Duration {
@@ -103,5 +107,6 @@ func oneOfTenThousand() Result {
 			return time.Since(began)
 		}
 	}
-	return Result{Name: "endpoints/one-of-10000", Ratio: ratio(run(100), run(1)), Goal: 3, Note: "one endpoint changes among 10,000, over one among 100"}
+	return Result{Name: "endpoints/one-of-10000", Ratio: ratio(run(100), run(1)), Goal: 3,
+		Note: "one endpoint changes among 10,000, over one among 100"}
 }

@@ -24,8 +24,10 @@ func benchEndpoints(n int) []health.Endpoint {
 	for i := range all {
 		var b [4]byte
 		binary.BigEndian.PutUint32(b[:], 10<<24+uint32(i))
-		uid := fmt.Sprintf("%08x-%04x-4%03x-8%03x-%012x", random.Uint32(), random.Uint32()>>16, random.Uint32()>>20, random.Uint32()>>20, random.Uint64()>>16)
-		all[i] = health.Endpoint{Target: health.Target{UID: health.UID(uid), Addr: netip.AddrPortFrom(netip.AddrFrom4(b), 8080)}, Routable: true}
+		uid := fmt.Sprintf("%08x-%04x-4%03x-8%03x-%012x", random.Uint32(), random.Uint32()>>16, random.Uint32()>>20,
+			random.Uint32()>>20, random.Uint64()>>16)
+		all[i] = health.Endpoint{Target: health.Target{UID: health.UID(uid),
+			Addr: netip.AddrPortFrom(netip.AddrFrom4(b), 8080)}, Routable: true}
 	}
 	return all
 }
@@ -33,7 +35,8 @@ func benchEndpoints(n int) []health.Endpoint {
 // shuffled returns 0 to n-1 in an order that no cache can guess.
 func shuffled(n int) []int { return rand.New(rand.NewPCG(3, 4)).Perm(n) }
 
-// replacer replaces targets one by one: n are there, and n come and go in turns. Each time it does what a gateway would at once.
+// replacer replaces targets one by one: n are there, and n come and go in turns. Each time it does
+// what a gateway would at once.
 type replacer struct {
 	set   *health.Set
 	all   []health.Endpoint
@@ -130,9 +133,11 @@ func benchReplace() ([]Result, error) {
 	mapGrowth := ratio(func() time.Duration { return floor(count) }, func() time.Duration { return smallMap(count) })
 	return []Result{
 		{Name: "health/replace-100k", Ratio: x, Goal: 5, Note: fmt.Sprintf(
-			"one of 100k targets replaced, applied and read, over map delete + insert: %.0f over %.0f ns", median(took), median(bare))},
+			"one of 100k targets replaced, applied and read, over map delete + insert: %.0f over %.0f ns", median(took),
+			median(bare))},
 		{Name: "health/replace-growth", Ratio: growth / mapGrowth, Goal: 1, Note: fmt.Sprintf(
-			"one replacement at 100k targets over one at 1k, %.1f, over what it is for a map, %.1f", growth, mapGrowth)},
+			"one replacement at 100k targets over one at 1k, %.1f, over what it is for a map, %.1f", growth,
+			mapGrowth)},
 	}, nil
 }
 
@@ -144,7 +149,8 @@ func benchSchedule() ([]Result, error) {
 	began := time.Now()
 	set.Change(began, "web", added(all))
 
-	// The bare schedule: the times themselves, sorted, and a goroutine that sleeps from one to the next.
+	// The bare schedule: the times themselves, sorted, and a goroutine that sleeps from one to the
+	// next.
 	bare := make([]time.Duration, n)
 	for i := range bare {
 		bare[i] = time.Duration(i) * seconds * time.Second / n
@@ -235,8 +241,9 @@ func benchSchedule() ([]Result, error) {
 	return []Result{
 		{Name: "health/schedule-busiest", Ratio: float64(most) / (n / (seconds * 100)), Goal: 2, Note: fmt.Sprintf(
 			"busiest 10 ms over the mean, 100k targets, 10 s, a third replaced: %d over %d", most, n/(seconds*100))},
-		{Name: "health/schedule-lateness", Ratio: float64(extra) / float64(5*time.Millisecond), Goal: 1, Note: fmt.Sprintf(
-			"p99 of the start's lateness, less a bare schedule's, over 5 ms: %s less %s", p99(ours), p99(theirs))},
+		{Name: "health/schedule-lateness", Ratio: float64(extra) / float64(5*time.Millisecond), Goal: 1,
+			Note: fmt.Sprintf(
+				"p99 of the start's lateness, less a bare schedule's, over 5 ms: %s less %s", p99(ours), p99(theirs))},
 	}, nil
 }
 

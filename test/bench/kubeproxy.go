@@ -36,10 +36,11 @@ const (
 // proxyFigures is what is measured in the network namespace.
 type proxyFigures struct {
 	Read time.Duration // all that is there, once
-	// From before the transaction is handed to the kernel until the observer tells of it, until a bare listener has it, and until the
-	// kernel has answered.
+	// From before the transaction is handed to the kernel until the observer tells of it, until a
+	// bare listener has it, and until the kernel has answered.
 	Notice, Bare, Commit []time.Duration
-	// Idle is the CPU time of the observer, user and system, in proxyIdle without changes, Busy in as long with a change each second.
+	// Idle is the CPU time of the observer, user and system, in proxyIdle without changes, Busy in
+	// as long with a change each second.
 	Idle, Busy time.Duration
 	// ReadCPU is the CPU time of the first reading, ReadKernel the part of it that the kernel took.
 	ReadCPU, ReadKernel time.Duration
@@ -48,7 +49,8 @@ type proxyFigures struct {
 	Four, Six time.Duration
 }
 
-// The rules are written, and followed, in a network namespace of its own, by a process that does nothing else.
+// The rules are written, and followed, in a network namespace of its own, by a process that does
+// nothing else.
 func init() {
 	if len(os.Args) != 2 || os.Args[1] != proxyInside {
 		return
@@ -64,9 +66,10 @@ func init() {
 	os.Exit(0)
 }
 
-// kubeProxy measures how soon who watches one endpoint of 10,000 is told when a transaction has taken it out of the kernel's rules, the
-// kernel's own work included, and what following costs when nothing changes. Beside the former stands a program that reads the kernel's notification and
-// does nothing with it.
+// kubeProxy measures how soon who watches one endpoint of 10,000 is told when a transaction has
+// taken it out of the kernel's rules, the kernel's own work included, and what following costs when
+// nothing changes. Beside the former stands a program that reads the kernel's notification and does
+// nothing with it.
 func kubeProxy() ([]Result, error) {
 	if _, err := exec.LookPath("nft"); err != nil {
 		return nil, fmt.Errorf("nft is missing: apt-get install nftables, with /usr/sbin in the PATH: %w", err)
@@ -95,20 +98,25 @@ func kubeProxy() ([]Result, error) {
 	return []Result{
 		{
 			Name: "kubeproxy/notice-10k", Ratio: float64(p50(f.Notice)) / float64(proxyGoal), Goal: 1,
-			Note: fmt.Sprintf("from before a commit to changed(), one of %d endpoints: p50 %.2f ms, worst %.2f, by 10 ms; a bare listener %.2f, the commit itself %.2f; the first reading %.0f ms",
-				proxyServices*proxyEndpoints, ms(p50(f.Notice)), ms(slices.Max(f.Notice)), ms(p50(f.Bare)), ms(p50(f.Commit)), ms(f.Read)),
+			Note: fmt.Sprintf("from before a commit to changed(), one of %d endpoints: p50 %.2f ms, worst %.2f, by "+
+				"10 ms; a bare listener %.2f, the commit itself %.2f; the first reading %.0f ms",
+				proxyServices*proxyEndpoints, ms(p50(f.Notice)), ms(slices.Max(f.Notice)), ms(p50(f.Bare)),
+				ms(p50(f.Commit)), ms(f.Read)),
 		},
 		{
 			Name: "kubeproxy/idle-cpu", Ratio: share(f.Idle), Goal: 1,
-			Note: fmt.Sprintf("%% of a core with %d endpoints and no change, by 1 %%; with one change a second %.2f %%", proxyServices*proxyEndpoints, share(f.Busy)),
+			Note: fmt.Sprintf("%% of a core with %d endpoints and no change, by 1 %%; with one change a second %.2f %%",
+				proxyServices*proxyEndpoints, share(f.Busy)),
 		},
 		{
 			Name: "kubeproxy/dump", Ratio: float64(f.ReadCPU) / float64(f.ReadKernel), Goal: 2.5,
-			Note: fmt.Sprintf("the CPU time of the first reading of %d endpoints, %.0f ms, by the %.0f ms of it that the kernel took", proxyServices*proxyEndpoints, ms(f.ReadCPU), ms(f.ReadKernel)),
+			Note: fmt.Sprintf("the CPU time of the first reading of %d endpoints, %.0f ms, by the %.0f ms of it "+
+				"that the kernel took", proxyServices*proxyEndpoints, ms(f.ReadCPU), ms(f.ReadKernel)),
 		},
 		{
 			Name: "kubeproxy/count-ipv6", Ratio: float64(f.Six) / float64(f.Four), Goal: 6,
-			Note: fmt.Sprintf("connections to one address with IPv6, %.0f ms of CPU, by the same with IPv4, %.0f ms, where there are %d of each", ms(f.Six), ms(f.Four), proxyConnections),
+			Note: fmt.Sprintf("connections to one address with IPv6, %.0f ms of CPU, by the same with IPv4, %.0f "+
+				"ms, where there are %d of each", ms(f.Six), ms(f.Four), proxyConnections),
 		},
 	}, nil
 }
@@ -128,11 +136,13 @@ add map ip kube-proxy service-ips { type ipv4_addr . inet_proto . inet_service :
 add rule ip kube-proxy services ip daddr . meta l4proto . th dport vmap @service-ips`, "\n")
 	for i := range have {
 		for e := range proxyEndpoints {
-			have[i] = append(have[i], netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 244 + byte(i>>8), byte(i), byte(e + 1)}), 8080))
+			have[i] = append(have[i], netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 244 + byte(i>>8), byte(i),
+				byte(e + 1)}), 8080))
 		}
 		lines = append(lines, fmt.Sprintf("add chain ip kube-proxy %s", proxyChain(i)))
 		lines = append(lines, proxyService(i, have[i])...)
-		lines = append(lines, fmt.Sprintf("add element ip kube-proxy service-ips { 10.96.%d.%d . tcp . 80 : goto %s }", i>>8, i&255, proxyChain(i)))
+		lines = append(lines, fmt.Sprintf("add element ip kube-proxy service-ips { 10.96.%d.%d . tcp . 80 : goto %s }",
+			i>>8, i&255, proxyChain(i)))
 	}
 	if _, err := nft(lines); err != nil {
 		return f, err
@@ -214,7 +224,8 @@ add rule ip kube-proxy services ip daddr . meta l4proto . th dport vmap @service
 	defer func() { _ = conn.Close() }()
 	// The first Service is left with one endpoint, which goes and comes back.
 	back := append([]string{"flush chain ip kube-proxy " + proxyChain(0)}, proxyService(0, have[0][:1])...)
-	back = append(back, fmt.Sprintf("add element ip kube-proxy service-ips { 10.96.0.0 . tcp . 80 : goto %s }", proxyChain(0)))
+	back = append(back, fmt.Sprintf("add element ip kube-proxy service-ips { 10.96.0.0 . tcp . 80 : goto %s }",
+		proxyChain(0)))
 	for range proxyRemovals {
 		if _, err := nft(back); err != nil {
 			return f, err
@@ -242,7 +253,8 @@ add rule ip kube-proxy services ip daddr . meta l4proto . th dport vmap @service
 			case noticed = <-listener:
 			case changed = <-told:
 			case <-time.After(10 * time.Second):
-				return f, fmt.Errorf("a removal is not noticed: the listener at %v, the observer at %v: %+v", noticed, changed, w.Reading())
+				return f, fmt.Errorf("a removal is not noticed: the listener at %v, the observer at %v: %+v", noticed,
+					changed, w.Reading())
 			}
 		}
 		f.Notice, f.Bare = append(f.Notice, changed.Sub(began)), append(f.Bare, noticed.Sub(began))
@@ -304,7 +316,8 @@ func lookAtConnections(o *kubeproxy.Observer) (four, six time.Duration, err erro
 			return 0, 0, err
 		}
 		batch = append(batch, netlink.Message{
-			Header: netlink.Header{Type: unix.NFNL_SUBSYS_CTNETLINK<<8 | ctNew, Flags: netlink.Request | netlink.Create}, Data: append([]byte{family, 0, 0, 0}, b...),
+			Header: netlink.Header{Type: unix.NFNL_SUBSYS_CTNETLINK<<8 | ctNew,
+				Flags: netlink.Request | netlink.Create}, Data: append([]byte{family, 0, 0, 0}, b...),
 		})
 		if len(batch) == 100 {
 			if _, err := conn.SendMessages(batch); err != nil {
@@ -326,19 +339,23 @@ func lookAtConnections(o *kubeproxy.Observer) (four, six time.Duration, err erro
 		return 0, 0, err
 	}
 	_, err = conn.Execute(netlink.Message{
-		Header: netlink.Header{Type: unix.NFNL_SUBSYS_CTNETLINK<<8 | ctDelete, Flags: netlink.Request | netlink.Acknowledge}, Data: make([]byte, 4),
+		Header: netlink.Header{Type: unix.NFNL_SUBSYS_CTNETLINK<<8 | ctDelete,
+			Flags: netlink.Request | netlink.Acknowledge}, Data: make([]byte, 4),
 	})
 	return four, six, err
 }
 
-// removeLast does what kube-proxy does when the first Service loses its last endpoint: delete element ip kube-proxy service-ips {
-// 10.96.0.0 . tcp . 80 }, and flush the Service's chain. It does so without nft, which takes longer than what is measured.
+// removeLast does what kube-proxy does when the first Service loses its last endpoint: delete
+// element ip kube-proxy service-ips { 10.96.0.0 . tcp . 80 }, and flush the Service's chain. It
+// does so without nft, which takes longer than what is measured.
 func removeLast(conn *netlink.Conn) error {
-	message := func(kind uint16, flags netlink.HeaderFlags, family byte, resource byte, attributes func(*netlink.AttributeEncoder)) netlink.Message {
+	message := func(kind uint16, flags netlink.HeaderFlags, family byte, resource byte,
+		attributes func(*netlink.AttributeEncoder)) netlink.Message {
 		e := netlink.NewAttributeEncoder()
 		attributes(e)
 		b, _ := e.Encode() // nothing in it is too long
-		return netlink.Message{Header: netlink.Header{Type: netlink.HeaderType(kind), Flags: netlink.Request | flags}, Data: append([]byte{family, 0, 0, resource}, b...)}
+		return netlink.Message{Header: netlink.Header{Type: netlink.HeaderType(kind), Flags: netlink.Request | flags},
+			Data: append([]byte{family, 0, 0, resource}, b...)}
 	}
 	const subsystem = unix.NFNL_SUBSYS_NFTABLES
 	none := func(*netlink.AttributeEncoder) {}
@@ -358,10 +375,11 @@ func removeLast(conn *netlink.Conn) error {
 				return nil
 			})
 		}),
-		message(subsystem<<8|unix.NFT_MSG_DELRULE, netlink.Acknowledge, unix.AF_INET, 0, func(e *netlink.AttributeEncoder) {
-			e.String(unix.NFTA_RULE_TABLE, "kube-proxy")
-			e.String(unix.NFTA_RULE_CHAIN, proxyChain(0))
-		}),
+		message(subsystem<<8|unix.NFT_MSG_DELRULE, netlink.Acknowledge, unix.AF_INET, 0,
+			func(e *netlink.AttributeEncoder) {
+				e.String(unix.NFTA_RULE_TABLE, "kube-proxy")
+				e.String(unix.NFTA_RULE_CHAIN, proxyChain(0))
+			}),
 		message(unix.NFNL_MSG_BATCH_END, 0, unix.AF_UNSPEC, subsystem, none),
 	})
 	if err != nil {
@@ -384,7 +402,8 @@ func proxyService(i int, endpoints []netip.AddrPort) []string {
 	for n, e := range endpoints {
 		elements = append(elements, fmt.Sprintf("%d : %s . %d", n, e.Addr(), e.Port()))
 	}
-	return []string{fmt.Sprintf("add rule ip kube-proxy %s meta l4proto tcp dnat ip addr . port to numgen random mod %d map { %s }",
+	return []string{fmt.Sprintf("add rule ip kube-proxy %s meta l4proto tcp dnat ip addr . port to numgen random "+
+		"mod %d map { %s }",
 		proxyChain(i), len(endpoints), strings.Join(elements, " , "))}
 }
 

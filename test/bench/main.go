@@ -1,7 +1,8 @@
-// Command bench measures what Lameduck promises of its speed. Each figure is a ratio to a floor or a peer that is measured in the same
-// run, in turns with it, because a machine's speed drifts. It prints one line for each goal and writes them as JSON: a list of
-// {"name", "ratio", "goal", "pass"}. A goal that is missed is said to be missed; the command fails only if something could not be
-// measured.
+// Command bench measures what Lameduck promises of its speed. Each figure is a ratio to a floor or
+// a peer that is measured in the same run, in turns with it, because a machine's speed drifts. It
+// prints one line for each goal and writes them as JSON: a list of {"name", "ratio", "goal",
+// "pass"}. A goal that is missed is said to be missed; the command fails only if something could
+// not be measured.
 package main
 
 import (

@@ -35,7 +35,8 @@ func init() {
 	if len(os.Args) < 2 || !strings.HasPrefix(os.Args[1], "child-") {
 		return
 	}
-	// Not on the goroutine that initialises, which is bound to its thread: that makes each of its sleeps expensive.
+	// Not on the goroutine that initialises, which is bound to its thread: that makes each of its
+	// sleeps expensive.
 	failed := make(chan error)
 	go func() {
 		switch os.Args[1] {
@@ -49,8 +50,8 @@ func init() {
 	os.Exit(1)
 }
 
-// probeSpeed measures what a probe costs the process that makes it, in CPU time of user and system, over what HAProxy's own check on the
-// same backends costs HAProxy.
+// probeSpeed measures what a probe costs the process that makes it, in CPU time of user and system,
+// over what HAProxy's own check on the same backends costs HAProxy.
 func probeSpeed() ([]Result, error) {
 	dir, err := os.MkdirTemp("", "bench")
 	if err != nil {
@@ -92,11 +93,13 @@ func probeSpeed() ([]Result, error) {
 	}
 	return []Result{{
 		Name: "health/probe-cpu", Ratio: median(over), Goal: 1,
-		Note: fmt.Sprintf("CPU of an HTTP probe on a new connection, %.1f us, over that of a check of HAProxy, %.1f us", median(ours), median(proxies)),
+		Note: fmt.Sprintf("CPU of an HTTP probe on a new connection, %.1f us, over that of a check of HAProxy, %.1f us",
+			median(ours), median(proxies)),
 	}}, nil
 }
 
-// perProbe runs command, which probes the backend, and returns what a probe costs it, in microseconds.
+// perProbe runs command, which probes the backend, and returns what a probe costs it, in
+// microseconds.
 func perProbe(command []string, port string) (float64, error) {
 	c := exec.Command(command[0], command[1:]...)
 	var said strings.Builder
@@ -123,7 +126,8 @@ func perProbe(command []string, port string) (float64, error) {
 	return float64((usedAfter - used).Microseconds()) / float64(probes), nil
 }
 
-// reading returns how many probes the backend has answered and how much CPU time the process has used, user and system.
+// reading returns how many probes the backend has answered and how much CPU time the process has
+// used, user and system.
 func reading(pid int, port string) (int, time.Duration, time.Time, error) {
 	conn, err := net.Dial("tcp", "127.0.0.1:"+port)
 	if err != nil {
@@ -178,12 +182,14 @@ backend b
     http-check expect status 200-399
 `, dir)
 	for i := range probeTargets {
-		fmt.Fprintf(&b, "    server s%d %s:%s check inter %dms\n", i, probeTarget(i), port, probeInterval.Milliseconds())
+		fmt.Fprintf(&b, "    server s%d %s:%s check inter %dms\n", i, probeTarget(i), port,
+			probeInterval.Milliseconds())
 	}
 	return b.String()
 }
 
-// serveChecks answers health checks on all of 127.0.0.0/8, and how many it answered to who asks for COUNT.
+// serveChecks answers health checks on all of 127.0.0.0/8, and how many it answered to who asks for
+// COUNT.
 func serveChecks() error {
 	l, err := net.Listen("tcp4", "0.0.0.0:0")
 	if err != nil {
@@ -224,7 +230,8 @@ func probeAll(port string) error {
 	s := &ring{check: &c, from: time.Now()}
 	for i := range probeTargets {
 		s.keys = append(s.keys, health.Key{Pool: "web", Target: health.Target{
-			UID: health.UID(fmt.Sprintf("00000000-0000-4000-8000-%012d", i)), Addr: netip.AddrPortFrom(probeTarget(i), uint16(n)),
+			UID:  health.UID(fmt.Sprintf("00000000-0000-4000-8000-%012d", i)),
+			Addr: netip.AddrPortFrom(probeTarget(i), uint16(n)),
 		}})
 	}
 	if err := (&probe.Runner{Source: s}).Run(context.Background()); err != nil {

@@ -17,7 +17,8 @@ func median(values []float64) float64 {
 	return sorted[len(sorted)/2]
 }
 
-// ratio runs what and floor in turns and returns the median of what took, by the floor beside it. Each returns how long its work took.
+// ratio runs what and floor in turns and returns the median of what took, by the floor beside it.
+// Each returns how long its work took.
 func ratio(what, floor func() time.Duration) float64 {
 	what()
 	floor()
@@ -30,8 +31,8 @@ func ratio(what, floor func() time.Duration) float64 {
 	return median(ratios)
 }
 
-// onCPU returns how much CPU time f takes, which must not leave its goroutine. Beside other programs the clock on the wall measures them
-// as well.
+// onCPU returns how much CPU time f takes, which must not leave its goroutine. Beside other
+// programs the clock on the wall measures them as well.
 func onCPU(f func()) time.Duration {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()

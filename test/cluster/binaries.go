@@ -18,8 +18,9 @@ import (
 	"time"
 )
 
-// Binaries is a folder with the programs of a control plane, etcd, kube-apiserver, kube-controller-manager and
-// kube-scheduler, with kubectl, and with those of a node, kubelet and kube-proxy.
+// Binaries is a folder with the programs of a control plane, etcd, kube-apiserver,
+// kube-controller-manager and kube-scheduler, with kubectl, and with those of a node, kubelet and
+// kube-proxy.
 type Binaries struct {
 	Dir     string
 	Version string // of Kubernetes, for example v1.36.3
@@ -28,8 +29,8 @@ type Binaries struct {
 // Path is the path of one of the programs.
 func (b Binaries) Path(program string) string { return filepath.Join(b.Dir, program) }
 
-// program is one thing to build. The time is what it took on the 2 cores of the machine where it was measured, with
-// empty caches, in the order of the list.
+// program is one thing to build. The time is what it took on the 2 cores of the machine where it
+// was measured, with empty caches, in the order of the list.
 type program struct {
 	name, pkg string
 	takes     string
@@ -47,13 +48,14 @@ var programs = []program{
 
 var versionLine = regexp.MustCompile(`(?m)^\s*k8s\.io/kubernetes (v(\d+)\.(\d+)\.\S+)`)
 
-// Build returns the programs of a control plane, built from source if this user's cache does not hold them. That takes
-// a Go toolchain, the Go module proxy, some minutes and 2 GB; progress is told what is happening, a line at a time.
-// It must be called before [Enter], because there is no network inside.
+// Build returns the programs of a control plane, built from source if this user's cache does not
+// hold them. That takes a Go toolchain, the Go module proxy, some minutes and 2 GB; progress is
+// told what is happening, a line at a time. It must be called before [Enter], because there is no
+// network inside.
 //
-// The cache is $LAMEDUCK_CACHE, else lameduck in the user's cache folder, else in the folder for temporary files. Two
-// processes do not build at once, and an interrupted build leaves nothing that is taken for a finished one; what it has
-// compiled stays in Go's own cache.
+// The cache is $LAMEDUCK_CACHE, else lameduck in the user's cache folder, else in the folder for
+// temporary files. Two processes do not build at once, and an interrupted build leaves nothing that
+// is taken for a finished one; what it has compiled stays in Go's own cache.
 func Build(ctx context.Context, progress io.Writer) (Binaries, error) {
 	src, err := source()
 	if err != nil {
@@ -84,12 +86,14 @@ func Build(ctx context.Context, progress io.Writer) (Binaries, error) {
 
 	ldflags := "-s -w"
 	for _, pkg := range []string{"k8s.io/component-base/version", "k8s.io/client-go/pkg/version"} {
-		ldflags += fmt.Sprintf(" -X %[1]s.gitVersion=%[2]s -X %[1]s.gitMajor=%[3]s -X %[1]s.gitMinor=%[4]s", pkg, version, major, minor)
+		ldflags += fmt.Sprintf(" -X %[1]s.gitVersion=%[2]s -X %[1]s.gitMajor=%[3]s -X %[1]s.gitMinor=%[4]s", pkg,
+			version, major, minor)
 	}
 	flags := []string{"-mod=readonly", "-trimpath", "-buildvcs=false", "-ldflags", ldflags}
 
 	hash := sha256.New()
-	for _, part := range []string{string(goMod), string(goSum), toolchain, runtime.GOOS, runtime.GOARCH, strings.Join(flags, " ")} {
+	for _, part := range []string{string(goMod), string(goSum), toolchain, runtime.GOOS, runtime.GOARCH,
+		strings.Join(flags, " ")} {
 		fmt.Fprintf(hash, "%d %s\n", len(part), part)
 	}
 	name := "kubernetes-" + version + "-" + hex.EncodeToString(hash.Sum(nil))[:12]
@@ -98,7 +102,8 @@ func Build(ctx context.Context, progress io.Writer) (Binaries, error) {
 		return result, nil
 	}
 	if Inside() {
-		return Binaries{}, fmt.Errorf("Kubernetes %s is not built, and inside there is no network to build it: call cluster.Build before cluster.Enter", version)
+		return Binaries{}, fmt.Errorf("Kubernetes %s is not built, and inside there is no network to build it: call "+
+			"cluster.Build before cluster.Enter", version)
 	}
 
 	unlock, err := lock(ctx, filepath.Join(cache, name+".lock"), progress)
@@ -110,7 +115,8 @@ func Build(ctx context.Context, progress io.Writer) (Binaries, error) {
 		return result, nil // by whoever held the lock
 	}
 
-	// Only the holder of the lock has a folder of this name, so what is there was left by an interrupted build.
+	// Only the holder of the lock has a folder of this name, so what is there was left by an
+	// interrupted build.
 	partial := result.Dir + ".partial"
 	if err := os.RemoveAll(partial); err != nil {
 		return Binaries{}, fmt.Errorf("remove the remains of an earlier build: %w", err)
@@ -120,7 +126,8 @@ func Build(ctx context.Context, progress io.Writer) (Binaries, error) {
 	}
 	defer os.RemoveAll(partial) // gone by then if all went well
 
-	fmt.Fprintf(progress, "building Kubernetes %s from source, once: about 5 min on 2 cores; it is kept in %s\n", version, result.Dir)
+	fmt.Fprintf(progress, "building Kubernetes %s from source, once: about 5 min on 2 cores; it is kept in %s\n",
+		version, result.Dir)
 	for i, p := range programs {
 		what := fmt.Sprintf("%s (%d of %d, %s on 2 cores)", p.name, i+1, len(programs), p.takes)
 		if err := goBuild(ctx, progress, what, src, env, flags, filepath.Join(partial, p.name), p.pkg); err != nil {
@@ -169,8 +176,8 @@ func goBuild(ctx context.Context, progress io.Writer, what, src string, env, fla
 	}
 }
 
-// source is the folder of the module that pins Kubernetes. It cannot be embedded, being another module, so it is looked
-// for where this file was compiled.
+// source is the folder of the module that pins Kubernetes. It cannot be embedded, being another
+// module, so it is looked for where this file was compiled.
 func source() (string, error) {
 	if dir := os.Getenv("LAMEDUCK_CLUSTER_SRC"); dir != "" {
 		return dir, nil
@@ -178,15 +185,18 @@ func source() (string, error) {
 	_, file, _, _ := runtime.Caller(0)
 	dir := filepath.Join(filepath.Dir(file), "kubernetes")
 	if !filepath.IsAbs(file) {
-		return "", errors.New("this program was built with -trimpath and cannot find test/cluster/kubernetes: set LAMEDUCK_CLUSTER_SRC to that folder")
+		return "", errors.New("this program was built with -trimpath and cannot find test/cluster/kubernetes: set " +
+			"LAMEDUCK_CLUSTER_SRC to that folder")
 	}
 	if _, err := os.Stat(filepath.Join(dir, "go.mod")); err != nil {
-		return "", fmt.Errorf("the source this program was built from has moved; set LAMEDUCK_CLUSTER_SRC to the folder test/cluster/kubernetes: %w", err)
+		return "", fmt.Errorf("the source this program was built from has moved; set LAMEDUCK_CLUSTER_SRC to the "+
+			"folder test/cluster/kubernetes: %w", err)
 	}
 	return dir, nil
 }
 
-// cacheDir is a folder of this user's that exists. One given by LAMEDUCK_CACHE need not be writable if it is full.
+// cacheDir is a folder of this user's that exists. One given by LAMEDUCK_CACHE need not be writable
+// if it is full.
 func cacheDir() (string, error) {
 	if dir := os.Getenv("LAMEDUCK_CACHE"); dir != "" {
 		if err := os.MkdirAll(dir, 0o755); err != nil {
@@ -241,7 +251,8 @@ func goVersion(ctx context.Context, dir string, env []string) (string, error) {
 	return strings.TrimSpace(string(out)), nil
 }
 
-// lock takes the lock file at path, waiting for another process to let go of it. The kernel lets go for the dead.
+// lock takes the lock file at path, waiting for another process to let go of it. The kernel lets go
+// for the dead.
 func lock(ctx context.Context, path string, progress io.Writer) (unlock func(), err error) {
 	file, err := os.OpenFile(path, os.O_CREATE|os.O_RDWR, 0o644)
 	if err != nil {

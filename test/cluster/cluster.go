@@ -1,19 +1,23 @@
-// Package cluster is a real Kubernetes control plane for tests and demonstrations: etcd, kube-apiserver,
-// kube-controller-manager and kube-scheduler of one version, built from source and run as ordinary processes of an
-// ordinary user, without containers and without leaving anything behind.
+// Package cluster is a real Kubernetes control plane for tests and demonstrations: etcd,
+// kube-apiserver, kube-controller-manager and kube-scheduler of one version, built from source and
+// run as ordinary processes of an ordinary user, without containers and without leaving anything
+// behind.
 //
-// [Build] compiles the programs, once. [Enter] moves the caller into a network and process namespace of its own, in
-// which a whole range of pod addresses exists and which takes everything with it when it ends. [Start] starts a control
-// plane there, in about two seconds. Package node, below, adds nodes that run pods as processes; package machine, for root, real
-// ones with kubelet, containers and kube-proxy. [Listen] and [Expose] let the machine reach in. In tests all of this is two lines:
+// [Build] compiles the programs, once. [Enter] moves the caller into a network and process
+// namespace of its own, in which a whole range of pod addresses exists and which takes everything
+// with it when it ends. [Start] starts a control plane there, in about two seconds. Package node,
+// below, adds nodes that run pods as processes; package machine, for root, real ones with kubelet,
+// containers and kube-proxy. [Listen] and [Expose] let the machine reach in. In tests all of this
+// is two lines:
 //
 //	func TestMain(m *testing.M) { cluster.Main(m) }
 //
 //	func TestSomething(t *testing.T) { c := cluster.Shared(t) ... }
 //
-// What is real: everything the API server, the controllers and the scheduler do, admission webhooks, RBAC,
-// ServiceAccount tokens. What is not: without machines there is no kube-proxy, so ClusterIPs lead
-// nowhere; no cluster DNS; no aggregated API; no encryption or authentication between API server and etcd.
+// What is real: everything the API server, the controllers and the scheduler do, admission
+// webhooks, RBAC, ServiceAccount tokens. What is not: without machines there is no kube-proxy, so
+// ClusterIPs lead nowhere; no cluster DNS; no aggregated API; no encryption or authentication
+// between API server and etcd.
 package cluster
 
 import (
@@ -54,24 +58,24 @@ const ServiceRange = "10.96.0.0/16"
 // apiAddress is where pods find the API server: EndpointSlices refuse loopback.
 const apiAddress = "10.244.0.1"
 
-// Ports below firstEphemeral are never given to outgoing connections inside, so a port that was free a moment ago
-// still is.
+// Ports below firstEphemeral are never given to outgoing connections inside, so a port that was
+// free a moment ago still is.
 const firstEphemeral = 15000
 
 var nextPort atomic.Int64
 
 // Options of a control plane. The zero value is a complete one.
 type Options struct {
-	// APIServer, ControllerManager and Scheduler are further flags, which override those given by Start:
-	// "--feature-gates=X=true".
+	// APIServer, ControllerManager and Scheduler are further flags, which override those given by
+	// Start: "--feature-gates=X=true".
 	APIServer, ControllerManager, Scheduler []string
 
-	// NoControllers leaves out kube-controller-manager, NoScheduler kube-scheduler. Without controllers nobody makes
-	// ServiceAccounts, which pods need.
+	// NoControllers leaves out kube-controller-manager, NoScheduler kube-scheduler. Without
+	// controllers nobody makes ServiceAccounts, which pods need.
 	NoControllers, NoScheduler bool
 
-	// LogDir is where the programs write their logs, NAME.log, and is created. If empty they go into a temporary
-	// folder and disappear with the cluster.
+	// LogDir is where the programs write their logs, NAME.log, and is created. If empty they go
+	// into a temporary folder and disappear with the cluster.
 	LogDir string
 }
 
@@ -90,8 +94,9 @@ type Cluster struct {
 	stopped  bool
 }
 
-// Start starts a control plane and returns when pods can be created in it. Inside (see [Enter]) the API server is
-// reachable by pods, outside on loopback only. On an error nothing is left running. The caller calls Stop.
+// Start starts a control plane and returns when pods can be created in it. Inside (see [Enter]) the
+// API server is reachable by pods, outside on loopback only. On an error nothing is left running.
+// The caller calls Stop.
 func Start(ctx context.Context, options Options) (*Cluster, error) {
 	binaries, err := Build(ctx, os.Stderr)
 	if err != nil {
@@ -103,7 +108,8 @@ func Start(ctx context.Context, options Options) (*Cluster, error) {
 	if err != nil {
 		return nil, fmt.Errorf("make a folder for the cluster: %w", err)
 	}
-	c := &Cluster{binaries: binaries, options: options, dir: dir, logDir: options.LogDir, programs: map[string]*process.Process{}}
+	c := &Cluster{binaries: binaries, options: options, dir: dir, logDir: options.LogDir,
+		programs: map[string]*process.Process{}}
 	if err := c.start(ctx); err != nil {
 		c.Stop()
 		return nil, err
@@ -172,7 +178,8 @@ func (c *Cluster) apiServerFlags(etcd string, port int) []string {
 		"--etcd-servers=" + etcd,
 		fmt.Sprintf("--secure-port=%d", port),
 		"--tls-cert-file=" + c.path("tls.crt"), "--tls-private-key-file=" + c.path("tls.key"),
-		"--token-auth-file=" + c.path("tokens.csv"), "--client-ca-file=" + c.path("ca.crt"), "--authorization-mode=RBAC",
+		"--token-auth-file=" + c.path("tokens.csv"), "--client-ca-file=" + c.path("ca.crt"),
+		"--authorization-mode=RBAC",
 		"--service-account-issuer=https://kubernetes.default.svc.cluster.local",
 		"--service-account-key-file=" + c.path("sa.key"), "--service-account-signing-key-file=" + c.path("sa.key"),
 		"--service-cluster-ip-range=" + ServiceRange,
@@ -181,7 +188,8 @@ func (c *Cluster) apiServerFlags(etcd string, port int) []string {
 	if Inside() {
 		flags = append(flags, "--bind-address=0.0.0.0", "--advertise-address="+apiAddress)
 	} else {
-		flags = append(flags, "--bind-address=127.0.0.1", "--advertise-address=127.0.0.1", "--endpoint-reconciler-type=none")
+		flags = append(flags, "--bind-address=127.0.0.1", "--advertise-address=127.0.0.1",
+			"--endpoint-reconciler-type=none")
 	}
 	return append(flags, c.options.APIServer...)
 }
@@ -215,8 +223,9 @@ func (c *Cluster) writeCredentials() error {
 	return nil
 }
 
-// prepare waits for what the controllers must do before a pod can be created, and gives nodes their rights: the API
-// server binds them only if it has the Node authorizer, which would need a user for each node.
+// prepare waits for what the controllers must do before a pod can be created, and gives nodes their
+// rights: the API server binds them only if it has the Node authorizer, which would need a user for
+// each node.
 func (c *Cluster) prepare(ctx context.Context) error {
 	client, err := kubernetes.NewForConfig(c.Config())
 	if err != nil {
@@ -296,8 +305,8 @@ func (c *Cluster) waitReady(ctx context.Context) error {
 	}
 }
 
-// Config returns a configuration for clients of the administrator (group system:masters), without client-side
-// throttling. It is the caller's to change.
+// Config returns a configuration for clients of the administrator (group system:masters), without
+// client-side throttling. It is the caller's to change.
 func (c *Cluster) Config() *rest.Config {
 	return &rest.Config{
 		Host:            c.server,
@@ -307,7 +316,8 @@ func (c *Cluster) Config() *rest.Config {
 	}
 }
 
-// ConfigFor is Config for anybody else, by impersonation: the API server sees user and groups, and system:authenticated.
+// ConfigFor is Config for anybody else, by impersonation: the API server sees user and groups, and
+// system:authenticated.
 func (c *Cluster) ConfigFor(user string, groups ...string) *rest.Config {
 	config := c.Config()
 	config.Impersonate = rest.ImpersonationConfig{UserName: user, Groups: groups}
@@ -317,8 +327,8 @@ func (c *Cluster) ConfigFor(user string, groups ...string) *rest.Config {
 // Kubeconfig is the path of a kubeconfig of the administrator.
 func (c *Cluster) Kubeconfig() string { return c.path("kubeconfig") }
 
-// WriteKubeconfig writes a kubeconfig of anybody else to path: the API server sees user, who is nobody that it has to know, and
-// groups, by a certificate of [Cluster.CA].
+// WriteKubeconfig writes a kubeconfig of anybody else to path: the API server sees user, who is
+// nobody that it has to know, and groups, by a certificate of [Cluster.CA].
 func (c *Cluster) WriteKubeconfig(path, user string, groups ...string) error {
 	cert, key, err := c.ca.IssueClient(user, groups...)
 	if err != nil {
@@ -343,7 +353,8 @@ func (c *Cluster) writeKubeconfig(path, user string, credentials *clientcmdapi.A
 	return nil
 }
 
-// CA is the authority that signed the API server's certificate, and that pods find in kube-root-ca.crt.
+// CA is the authority that signed the API server's certificate, and that pods find in
+// kube-root-ca.crt.
 func (c *Cluster) CA() *CA { return c.ca }
 
 // Binaries are the programs that it runs.
@@ -355,7 +366,8 @@ func (c *Cluster) Server() string { return c.server }
 // LogDir is where the programs write their logs, NAME.log.
 func (c *Cluster) LogDir() string { return c.logDir }
 
-// Kubectl runs kubectl as the administrator and returns all it wrote. It is killed when ctx ends, or after two minutes.
+// Kubectl runs kubectl as the administrator and returns all it wrote. It is killed when ctx ends,
+// or after two minutes.
 func (c *Cluster) Kubectl(ctx context.Context, args ...string) (string, error) {
 	return c.KubectlInput(ctx, "", args...)
 }
@@ -365,7 +377,8 @@ func (c *Cluster) KubectlInput(ctx context.Context, input string, args ...string
 	ctx, cancel := context.WithTimeout(ctx, 2*time.Minute)
 	defer cancel()
 	cmd := exec.CommandContext(ctx, c.binaries.Path("kubectl"), args...)
-	// A home of its own: kubectl caches what the server offers, by address, and another cluster may have the same.
+	// A home of its own: kubectl caches what the server offers, by address, and another cluster may
+	// have the same.
 	cmd.Env = append(os.Environ(), "KUBECONFIG="+c.Kubeconfig(), "HOME="+c.dir, "KUBECACHEDIR="+c.path("kubectl-cache"))
 	cmd.Stdin = strings.NewReader(input)
 	cmd.WaitDelay = time.Second
@@ -379,15 +392,16 @@ func (c *Cluster) KubectlInput(ctx context.Context, input string, args ...string
 	return string(out), nil
 }
 
-// KillAPIServer kills the API server with SIGKILL and waits until it is gone. etcd and the others stay.
+// KillAPIServer kills the API server with SIGKILL and waits until it is gone. etcd and the others
+// stay.
 func (c *Cluster) KillAPIServer() {
 	if p := c.program("kube-apiserver"); p != nil {
 		p.Kill()
 	}
 }
 
-// RestartAPIServer kills the API server, starts it again at the same address, and waits until it is ready. Its log is
-// continued.
+// RestartAPIServer kills the API server, starts it again at the same address, and waits until it is
+// ready. Its log is continued.
 func (c *Cluster) RestartAPIServer(ctx context.Context) error {
 	c.KillAPIServer()
 	ctx, cancel := context.WithTimeout(ctx, time.Minute)
@@ -401,8 +415,8 @@ func (c *Cluster) RestartAPIServer(ctx context.Context) error {
 	return c.waitReady(ctx)
 }
 
-// Exited returns a channel that is closed when the program of that name (kube-scheduler) exits, of itself or by Stop.
-// For a name that does not run it is nil.
+// Exited returns a channel that is closed when the program of that name (kube-scheduler) exits, of
+// itself or by Stop. For a name that does not run it is nil.
 func (c *Cluster) Exited(name string) <-chan struct{} {
 	if p := c.program(name); p != nil {
 		return p.Done()

@@ -83,7 +83,9 @@ func program(name string) int {
 		if err != nil {
 			return fail(err)
 		}
-		go http.Serve(listener, http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, "from inside") }))
+		go http.Serve(listener, http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+			fmt.Fprint(w, "from inside")
+		}))
 		address, err := cluster.Expose(context.Background(), "10.244.9.9:80", "127.0.0.1:0")
 		if err != nil {
 			return fail(err)
@@ -104,8 +106,8 @@ func program(name string) int {
 	return fail(fmt.Errorf("no program %q", name))
 }
 
-// outer starts this program, or argv, so that it enters by itself, with a folder for temporary files, and returns its first
-// line without "ready".
+// outer starts this program, or argv, so that it enters by itself, with a folder for temporary
+// files, and returns its first line without "ready".
 func outer(t *testing.T, name, temp string, argv ...string) (*exec.Cmd, *bufio.Reader, string) {
 	t.Helper()
 	if !cluster.Inside() {
@@ -177,7 +179,8 @@ func descendants(pid int) map[int]string {
 
 func alive(pid int) bool { return syscall.Kill(pid, 0) == nil }
 
-// waitGone waits until none of the processes is left. Nobody tells about the death of somebody else's child.
+// waitGone waits until none of the processes is left. Nobody tells about the death of somebody
+// else's child.
 func waitGone(t *testing.T, processes map[int]string) {
 	t.Helper()
 	deadline := time.Now().Add(10 * time.Second)
@@ -227,7 +230,8 @@ func TestEnterForwardsSIGQUIT(t *testing.T) {
 	}
 }
 
-// Whatever happens to the outer process, nothing may stay behind: here it has no chance to clean up.
+// Whatever happens to the outer process, nothing may stay behind: here it has no chance to clean
+// up.
 func TestEnterKilled(t *testing.T) {
 	t.Parallel()
 	for _, name := range []string{"sleep", "cluster"} {
@@ -313,7 +317,8 @@ func TestStartAndStop(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	review, err := client.AuthenticationV1().SelfSubjectReviews().Create(t.Context(), &authenticationv1.SelfSubjectReview{}, metav1.CreateOptions{})
+	review, err := client.AuthenticationV1().SelfSubjectReviews().Create(t.Context(),
+		&authenticationv1.SelfSubjectReview{}, metav1.CreateOptions{})
 	if err != nil || review.Status.UserInfo.Username != "jane" || review.Status.UserInfo.Groups[0] != "testers" {
 		t.Errorf("got %v, %v", review, err)
 	}

@@ -22,8 +22,9 @@ import (
 	"github.com/lameduck-io/lameduck/test/cluster/internal/pid1"
 )
 
-// PodRange is the addresses that any program inside can listen on and connect to, as on the nodes of a cluster. Nodes
-// take parts of it that do not meet. 10.244.0.0/24 is this package's own: the API server is at 10.244.0.1.
+// PodRange is the addresses that any program inside can listen on and connect to, as on the nodes
+// of a cluster. Nodes take parts of it that do not meet. 10.244.0.0/24 is this package's own: the
+// API server is at 10.244.0.1.
 var PodRange = netip.MustParsePrefix("10.244.0.0/16")
 
 const (
@@ -35,37 +36,40 @@ const (
 	reportFD  = 4 // in init: where it says that the place is set up, or why not
 )
 
-// outside is the socket to the process outside, in the program that Enter was called in. The channel holds it while
-// nobody uses it.
+// outside is the socket to the process outside, in the program that Enter was called in. The
+// channel holds it while nobody uses it.
 var outside chan *net.UnixConn
 
 // Inside reports whether this process is in a namespace made by [Enter].
 func Inside() bool { return os.Getenv(insideKey) != "" }
 
-// Enter moves the program into user, mount, network and process namespaces of its own. It must be called before
-// anything else: Enter starts the program anew, with the same arguments, environment and files, and returns nil in that
-// one. In the process that called it first it does not return: it passes signals on, and exits as the inner program does.
+// Enter moves the program into user, mount, network and process namespaces of its own. It must be
+// called before anything else: Enter starts the program anew, with the same arguments, environment
+// and files, and returns nil in that one. In the process that called it first it does not return:
+// it passes signals on, and exits as the inner program does.
 //
-// Inside, loopback is up, [PodRange] can be listened on, and there is no other network. /proc shows the inner processes
-// where the system allows it; where not, /proc/self works and /proc/<pid> shows strangers. Whatever runs inside is killed when
-// the outer process or the inner program ends, even by SIGKILL. Files are those of the machine, but $TMPDIR is a folder that is
-// removed at the end. The user is 0: for root with all of its other ids, for anybody else this one only. Orphans are reaped by a
-// process between the two, so children of the inner program are its own to wait for.
+// Inside, loopback is up, [PodRange] can be listened on, and there is no other network. /proc shows
+// the inner processes where the system allows it; where not, /proc/self works and /proc/<pid> shows
+// strangers. Whatever runs inside is killed when the outer process or the inner program ends, even
+// by SIGKILL. Files are those of the machine, but $TMPDIR is a folder that is removed at the end.
+// The user is 0: for root with all of its other ids, for anybody else this one only. Orphans are
+// reaped by a process between the two, so children of the inner program are its own to wait for.
 //
-// An error, in one line that says what to do, means that the system forbids this to the user; the program may go on
-// outside. Root needs no user namespaces.
+// An error, in one line that says what to do, means that the system forbids this to the user; the
+// program may go on outside. Root needs no user namespaces.
 func Enter() error { return enter(true) }
 
-// EnterAsRoot is Enter for programs that run machines (package machine) inside: it takes root, and leaves the user namespace
-// out, because container runtimes and kubelets need the real root's rights over mounts, devices and control groups.
-// Control groups are the machine's own even so. Those whose name begins with [RunName] are removed at the end, and those of
-// programs that died before they could by the next Enter.
+// EnterAsRoot is Enter for programs that run machines (package machine) inside: it takes root, and
+// leaves the user namespace out, because container runtimes and kubelets need the real root's
+// rights over mounts, devices and control groups. Control groups are the machine's own even so.
+// Those whose name begins with [RunName] are removed at the end, and those of programs that died
+// before they could by the next Enter.
 func EnterAsRoot() error { return enter(false) }
 
 var errNotRoot = errors.New("real nodes take root: run as root")
 
-// RunName is a name that no other program that called [Enter] and is alive has: for what the kernel does not remove
-// with the namespaces. It is empty outside.
+// RunName is a name that no other program that called [Enter] and is alive has: for what the kernel
+// does not remove with the namespaces. It is empty outside.
 func RunName() string {
 	if !Inside() {
 		return ""
@@ -104,7 +108,8 @@ func enter(userNamespace bool) error {
 	}
 }
 
-// enterOutside is Enter in the process that stays outside. It returns only if the namespaces cannot be had.
+// enterOutside is Enter in the process that stays outside. It returns only if the namespaces cannot
+// be had.
 func enterOutside(userNamespace bool) error {
 	root := os.Geteuid() == 0
 	if !root && !userNamespace {
@@ -127,9 +132,11 @@ func enterOutside(userNamespace bool) error {
 		syscall.Exit(code)
 	}
 	if root {
-		return fmt.Errorf("enter a network of our own: %w: root is not allowed to make namespaces here: in a container, run it privileged", err)
+		return fmt.Errorf("enter a network of our own: %w: root is not allowed to make namespaces here: in a "+
+			"container, run it privileged", err)
 	}
-	return fmt.Errorf("enter a network of our own: %w: run as root, or allow user namespaces: sysctl -w user.max_user_namespaces=10000, and on Ubuntu kernel.apparmor_restrict_unprivileged_userns=0", err)
+	return fmt.Errorf("enter a network of our own: %w: run as root, or allow user namespaces: sysctl -w "+
+		"user.max_user_namespaces=10000, and on Ubuntu kernel.apparmor_restrict_unprivileged_userns=0", err)
 }
 
 // stay starts the init process in new namespaces and stays with it until it ends.
@@ -157,7 +164,8 @@ func stay(temp string, userNamespace bool) (code int, err error) {
 	cmd.ExtraFiles = []*os.File{controlInit, reportInit}
 	cmd.SysProcAttr = &syscall.SysProcAttr{
 		Cloneflags: syscall.CLONE_NEWPID | syscall.CLONE_NEWNET | syscall.CLONE_NEWNS,
-		// Out of the reach of the terminal's Ctrl-C, which would arrive twice: once from there, once from here.
+		// Out of the reach of the terminal's Ctrl-C, which would arrive twice: once from there,
+		// once from here.
 		Setsid:    true,
 		Pdeathsig: syscall.SIGKILL,
 	}
@@ -168,7 +176,8 @@ func stay(temp string, userNamespace bool) (code int, err error) {
 			cmd.SysProcAttr.GidMappings, err = idMap("/proc/self/gid_map", os.Getegid())
 		}
 		setgroups, _ := os.ReadFile("/proc/self/setgroups")
-		cmd.SysProcAttr.GidMappingsEnableSetgroups = os.Geteuid() == 0 && strings.TrimSpace(string(setgroups)) == "allow"
+		cmd.SysProcAttr.GidMappingsEnableSetgroups = os.Geteuid() == 0 &&
+			strings.TrimSpace(string(setgroups)) == "allow"
 	}
 
 	// From here on signals are for the program, even if it is not there yet.
@@ -210,9 +219,10 @@ func stay(temp string, userNamespace bool) (code int, err error) {
 	return exitCode(cmd.ProcessState.Sys().(syscall.WaitStatus)), nil
 }
 
-// forwarded are the signals that are passed on. Init would not notice them otherwise: the kernel spares the first
-// process of a namespace every signal that it does not handle.
-var forwarded = []os.Signal{syscall.SIGINT, syscall.SIGTERM, syscall.SIGQUIT, syscall.SIGHUP, syscall.SIGUSR1, syscall.SIGUSR2}
+// forwarded are the signals that are passed on. Init would not notice them otherwise: the kernel
+// spares the first process of a namespace every signal that it does not handle.
+var forwarded = []os.Signal{syscall.SIGINT, syscall.SIGTERM, syscall.SIGQUIT, syscall.SIGHUP, syscall.SIGUSR1,
+	syscall.SIGUSR2}
 
 func exitCode(status syscall.WaitStatus) int {
 	if status.Signaled() {
@@ -221,8 +231,8 @@ func exitCode(status syscall.WaitStatus) int {
 	return status.ExitStatus()
 }
 
-// runInit is the first process inside: it sets the place up, starts the program and reaps what is orphaned. When it
-// returns, the kernel kills the rest.
+// runInit is the first process inside: it sets the place up, starts the program and reaps what is
+// orphaned. When it returns, the kernel kills the rest.
 func runInit() int {
 	syscall.CloseOnExec(reportFD) // its end is what is waited for
 	report := os.NewFile(reportFD, "report")
@@ -287,12 +297,14 @@ func setUp() error {
 	if err != nil {
 		return err
 	}
-	route := &netlink.Route{LinkIndex: lo.Attrs().Index, Dst: pods, Type: unix.RTN_LOCAL, Scope: netlink.SCOPE_HOST, Table: unix.RT_TABLE_LOCAL}
+	route := &netlink.Route{LinkIndex: lo.Attrs().Index, Dst: pods, Type: unix.RTN_LOCAL, Scope: netlink.SCOPE_HOST,
+		Table: unix.RT_TABLE_LOCAL}
 	if err := netlink.RouteAdd(route); err != nil {
 		return fmt.Errorf("route %s to loopback: %w", PodRange, err)
 	}
 
-	// All of a test's clients share few addresses: give them more ports, and ports back sooner. A matter of speed only.
+	// All of a test's clients share few addresses: give them more ports, and ports back sooner. A
+	// matter of speed only.
 	for name, value := range map[string]string{
 		"ip_local_port_range": strconv.Itoa(firstEphemeral) + " 65000",
 		"tcp_tw_reuse":        "1",
@@ -322,8 +334,8 @@ func idMap(file string, id int) ([]syscall.SysProcIDMap, error) {
 	return result, nil
 }
 
-// scratch makes the folder for what the inner program leaves in $TMPDIR, and removes those of programs that died before
-// they could. A folder in use is locked by its owner.
+// scratch makes the folder for what the inner program leaves in $TMPDIR, and removes those of
+// programs that died before they could. A folder in use is locked by its owner.
 func scratch() (string, error) {
 	const prefix = "lameduck-run-"
 	old, _ := filepath.Glob(filepath.Join(os.TempDir(), prefix+"*"))
@@ -361,8 +373,8 @@ func scratch() (string, error) {
 	}
 }
 
-// sweep removes what a program that has ended left: its control groups and then, because that is how they are found, its
-// folder. What cannot be removed is left for the next.
+// sweep removes what a program that has ended left: its control groups and then, because that is
+// how they are found, its folder. What cannot be removed is left for the next.
 func sweep(dir string) {
 	if os.Geteuid() == 0 {
 		if err := cgroup.Remove(filepath.Base(dir)); err != nil {
@@ -373,7 +385,8 @@ func sweep(dir string) {
 	os.RemoveAll(dir)
 }
 
-// socketPair returns a connected pair of sockets that keep the bounds of messages: one for here, one to give away.
+// socketPair returns a connected pair of sockets that keep the bounds of messages: one for here,
+// one to give away.
 func socketPair() (*net.UnixConn, *os.File, error) {
 	fds, err := syscall.Socketpair(syscall.AF_UNIX, syscall.SOCK_SEQPACKET|syscall.SOCK_CLOEXEC, 0)
 	if err != nil {

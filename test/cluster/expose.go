@@ -12,8 +12,8 @@ import (
 	"time"
 )
 
-// Listen listens on a TCP address of the machine, from inside: the process outside makes the socket and hands it in.
-// Programs on the machine can connect to it. Outside it is net.Listen.
+// Listen listens on a TCP address of the machine, from inside: the process outside makes the socket
+// and hands it in. Programs on the machine can connect to it. Outside it is net.Listen.
 func Listen(address string) (net.Listener, error) {
 	if !Inside() {
 		return net.Listen("tcp", address)
@@ -77,8 +77,9 @@ func listenFile(address string) (*os.File, error) {
 	return listener.(*net.TCPListener).File()
 }
 
-// Expose forwards connections to an address of the machine to an address inside, until ctx ends, and returns the
-// address of the machine. If outer is empty that is the port of inner on 127.0.0.1 or, if the port is taken, any other.
+// Expose forwards connections to an address of the machine to an address inside, until ctx ends,
+// and returns the address of the machine. If outer is empty that is the port of inner on 127.0.0.1
+// or, if the port is taken, any other.
 func Expose(ctx context.Context, inner, outer string) (string, error) {
 	addresses := []string{outer}
 	if outer == "" {

@@ -51,8 +51,8 @@ func NewCA() (*CA, error) {
 // PEM is the certificate of the authority, as a webhook configuration wants it in caBundle.
 func (ca *CA) PEM() []byte { return ca.pem }
 
-// Issue returns a serving certificate, good for clients too, and its key for the given DNS names and IP addresses. The
-// first is the common name.
+// Issue returns a serving certificate, good for clients too, and its key for the given DNS names
+// and IP addresses. The first is the common name.
 func (ca *CA) Issue(hosts ...string) (certPEM, keyPEM []byte, err error) {
 	name := ""
 	if len(hosts) > 0 {
@@ -73,7 +73,8 @@ func (ca *CA) Issue(hosts ...string) (certPEM, keyPEM []byte, err error) {
 	return ca.sign(template)
 }
 
-// IssueClient returns a certificate by which the API server knows its bearer as user, a member of groups, and its key.
+// IssueClient returns a certificate by which the API server knows its bearer as user, a member of
+// groups, and its key.
 func (ca *CA) IssueClient(user string, groups ...string) (certPEM, keyPEM []byte, err error) {
 	template, err := certificate(user)
 	if err != nil {
@@ -102,7 +103,8 @@ func (ca *CA) sign(template *x509.Certificate) (certPEM, keyPEM []byte, err erro
 	return encode("CERTIFICATE", der), encode("PRIVATE KEY", keyDER), nil
 }
 
-// IssueFiles is Issue into tls.crt, tls.key and ca.crt in dir, which is created: the files of a TLS secret.
+// IssueFiles is Issue into tls.crt, tls.key and ca.crt in dir, which is created: the files of a TLS
+// secret.
 func (ca *CA) IssueFiles(dir string, hosts ...string) error {
 	cert, key, err := ca.Issue(hosts...)
 	if err != nil {

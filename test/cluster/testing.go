@@ -20,9 +20,10 @@ var shared struct {
 	err     error
 }
 
-// Main is TestMain for tests that use [Shared]: it builds Kubernetes if need be, enters, runs the tests and exits, which
-// ends the shared control plane. Where the system forbids entering, or Kubernetes cannot be built, the tests run outside and Shared tells
-// them. With more time to build than go test allows (10 minutes), run cmd/kubernetes-build first.
+// Main is TestMain for tests that use [Shared]: it builds Kubernetes if need be, enters, runs the
+// tests and exits, which ends the shared control plane. Where the system forbids entering, or
+// Kubernetes cannot be built, the tests run outside and Shared tells them. With more time to build
+// than go test allows (10 minutes), run cmd/kubernetes-build first.
 func Main(m *testing.M) { runTests(m, Enter) }
 
 // MainAsRoot is Main with [EnterAsRoot], for tests that start machines.
@@ -46,9 +47,9 @@ func runTests(m *testing.M, enter func() error) {
 	os.Exit(m.Run()) // which ends all that runs inside, and removes its files
 }
 
-// Shared returns the control plane that the tests of this program share, started when the first asks for it. Tests keep
-// apart by namespaces. Where it cannot be had the test is skipped, or fails: see [Missing]. Its logs go to $LAMEDUCK_LOGS
-// if that is set.
+// Shared returns the control plane that the tests of this program share, started when the first
+// asks for it. Tests keep apart by namespaces. Where it cannot be had the test is skipped, or
+// fails: see [Missing]. Its logs go to $LAMEDUCK_LOGS if that is set.
 func Shared(t testing.TB) *Cluster {
 	t.Helper()
 	Entered(t)
@@ -61,8 +62,8 @@ func Shared(t testing.TB) *Cluster {
 	return shared.cluster
 }
 
-// New returns a control plane for this test alone, which ends with it. Its logs go to LAMEDUCK_LOGS too, if options do not
-// say otherwise. Where it cannot be had it does as Shared does.
+// New returns a control plane for this test alone, which ends with it. Its logs go to LAMEDUCK_LOGS
+// too, if options do not say otherwise. Where it cannot be had it does as Shared does.
 func New(t testing.TB, options Options) *Cluster {
 	t.Helper()
 	Entered(t)
@@ -88,8 +89,9 @@ func Entered(t testing.TB) {
 	}
 }
 
-// Missing ends a test that needs something real which is not here: what it is and how to get it. On a laptop the test is
-// skipped; where REQUIRE_REAL=1 or CI=true says that everything must be there, it fails.
+// Missing ends a test that needs something real which is not here: what it is and how to get it. On
+// a laptop the test is skipped; where REQUIRE_REAL=1 or CI=true says that everything must be there,
+// it fails.
 func Missing(t testing.TB, what, fix string) {
 	t.Helper()
 	message := fmt.Sprintf("%s is missing: %s", what, fix)

@@ -168,7 +168,8 @@ func TestLabelsAndAnnotations(t *testing.T) {
 			t.Errorf("docs/configuration.md does not tell of %s", k)
 		}
 	}
-	for _, m := range regexp.MustCompile("(?m)^\\| [^|]*\\| `(lameduck\\.io/[a-z-]+)`").FindAllStringSubmatch(table, -1) {
+	for _, m := range regexp.MustCompile("(?m)^\\| [^|]*\\| `(lameduck\\.io/[a-z-]+)`").FindAllStringSubmatch(table,
+		-1) {
 		if !code[m[1]] {
 			t.Errorf("docs/configuration.md tells of %s, which nobody reads or writes", m[1])
 		}

@@ -25,9 +25,9 @@ type function struct {
 	uses   map[string]bool
 }
 
-// A fixed sleep of real time is too short on a busy machine, and wasted on an idle one. Tests sleep in
-// a bubble of testing/synctest, or in a loop, between two looks at a condition. A sleep that has time as
-// its subject, or imitates work, says so in a comment on its line.
+// A fixed sleep of real time is too short on a busy machine, and wasted on an idle one. Tests sleep
+// in a bubble of testing/synctest, or in a loop, between two looks at a condition. A sleep that has
+// time as its subject, or imitates work, says so in a comment on its line.
 func TestSleeps(t *testing.T) {
 	// allowed is what has yet to be changed, of each directory.
 	allowed := map[string]int{"pkg/health/probe": 9}
@@ -97,7 +97,8 @@ func TestSleeps(t *testing.T) {
 		for _, f := range all {
 			maps.Copy(used, f.uses)
 		}
-		// outside are the names that tests use outside of bubbles, and what functions of such a name use.
+		// outside are the names that tests use outside of bubbles, and what functions of such a
+		// name use.
 		outside := map[string]bool{}
 		isOutside := func(f *function) bool { return outside[f.name] || isTest.MatchString(f.name) || !used[f.name] }
 		for before := -1; before < len(outside); {

@@ -75,7 +75,8 @@ func TestWords(t *testing.T) {
 	for _, dir := range slices.Sorted(maps.Keys(have)) {
 		h, a := have[dir], allowed[dir]
 		for what, n := range map[string][2]int{
-			"retired words": {h.words, a.words}, "comments beyond 100 columns": {h.comments, a.comments}, "lines of code beyond 120 columns": {h.code, a.code},
+			"retired words": {h.words, a.words}, "comments beyond 100 columns": {h.comments, a.comments},
+			"lines of code beyond 120 columns": {h.code, a.code},
 		} {
 			if n[0] > n[1] {
 				t.Errorf("%s has %d %s, and had %d", dir, n[0], what, n[1])
@@ -87,7 +88,8 @@ func TestWords(t *testing.T) {
 func write(t *testing.T, have map[string]debt) {
 	t.Helper()
 	var b strings.Builder
-	b.WriteString("# What each directory has left of retired words, comments beyond 100 columns, code beyond 120 columns. It may only become less.\n")
+	b.WriteString("# What each directory has left of retired words, comments beyond 100 columns, code beyond 120 " +
+		"columns. It may only become less.\n")
 	for _, dir := range slices.SortedFunc(maps.Keys(have), cmp.Compare[string]) {
 		d := have[dir]
 		fmt.Fprintf(&b, "%d %d %d %s\n", d.words, d.comments, d.code, dir)

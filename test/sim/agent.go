@@ -30,7 +30,8 @@ const (
 	coarse = 10 * time.Second
 )
 
-// agent is one agent: the real set, and the shells of package gateway's Director, package client and cmd/agent around it.
+// agent is one agent: the real set, and the shells of package gateway's Director, package client
+// and cmd/agent around it.
 type agent struct {
 	proc
 	w        *world
@@ -51,19 +52,23 @@ type agent struct {
 	// hooks wait, watched are the pods that each holder wants to be observed.
 	hooks   []*hook
 	watched map[string]map[drain.UID]bool
-	// sent are those to which the kernel was seen to send, broken is told when the connections of hooks break that are not among hooks.
+	// sent are those to which the kernel was seen to send, broken is told when the connections of
+	// hooks break that are not among hooks.
 	sent   map[drain.UID]bool
 	broken []func()
 	gw     *gw
 	links  []*link
 	known  map[health.UID]health.State
-	// programming: the director runs. learned: every replica has answered a declaration. unlearned: it runs without.
+	// programming: the director runs. learned: every replica has answered a declaration. unlearned:
+	// it runs without.
 	programming, learned, unlearned bool
 
-	// deaf is until when it is connected and silent: its calls of the gateway do not come back, and it reports nothing.
+	// deaf is until when it is connected and silent: its calls of the gateway do not come back, and
+	// it reports nothing.
 	deaf time.Duration
 
-	// left: it has told whom it could that its gateway accepts nothing any more, and opens no stream any more.
+	// left: it has told whom it could that its gateway accepts nothing any more, and opens no
+	// stream any more.
 	left bool
 
 	// The director.
@@ -120,7 +125,8 @@ type link struct {
 
 func (a *agent) log(format string, args ...any) { a.w.logf(a.name, format, args...) }
 
-// dies lets the agent die here, sometimes: at every step at which something is done and something else not yet.
+// dies lets the agent die here, sometimes: at every step at which something is done and something
+// else not yet.
 func (a *agent) dies(where string) bool {
 	w := a.w
 	if !w.faulty() || !w.kinds[agentCrash] || !w.chance(3) {
@@ -230,7 +236,10 @@ func (a *agent) program() {
 	}
 	a.programming = true
 	if !a.ready {
-		a.w.after(nil, a.w.between(10*time.Millisecond, time.Second), func() { a.ready = a.listed; a.w.api.rosterChanged() })
+		a.w.after(nil, a.w.between(10*time.Millisecond, time.Second), func() {
+			a.ready = a.listed
+			a.w.api.rosterChanged()
+		})
 	}
 	a.step()
 }
@@ -500,7 +509,8 @@ func (a *agent) read(ops []health.Op) {
 			a.unread = min(2*a.unread, retryMost)
 			return
 		}
-		seen := health.Observation{Generation: strconv.Itoa(a.gw.generation), At: at, Seen: make(map[health.Key]health.Seen, len(keys))}
+		seen := health.Observation{Generation: strconv.Itoa(a.gw.generation), At: at,
+			Seen: make(map[health.Key]health.Seen, len(keys))}
 		for _, k := range keys {
 			seen.Seen[k] = a.gw.read(k)
 		}
@@ -708,7 +718,8 @@ func (l *link) receive(k *conn, at time.Time, session uint64, expiry drain.Holde
 	l.declare(k)
 }
 
-// post brings one request to the replica and its answer back. It ends the stream if none comes in time.
+// post brings one request to the replica and its answer back. It ends the stream if none comes in
+// time.
 func (l *link) post(k *conn, serve func() bool, answered func()) {
 	w, a, c := l.a.w, l.a, l.c
 	done := false
@@ -966,7 +977,8 @@ func wireState(s health.State) drain.State {
 	}
 }
 
-// newAgent makes an agent beside a gateway of its own. Its pod is listed from now on, its process starts later.
+// newAgent makes an agent beside a gateway of its own. Its pod is listed from now on, its process
+// starts later.
 func (w *world) newAgent(lag time.Duration) { w.addAgent(lag, "") }
 
 // newObserver makes an agent that observes the kernel of a node of its own.

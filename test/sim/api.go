@@ -18,9 +18,11 @@ type pod struct {
 	addr     netip.AddrPort
 	services []int
 	ready    bool
-	// terminating: it has a deletionTimestamp. stopped: its process ended. gone: the API server has forgotten it.
+	// terminating: it has a deletionTimestamp. stopped: its process ended. gone: the API server has
+	// forgotten it.
 	terminating, stopped, gone bool
-	// committed is when it became terminating, and by what words: one of each replica that answered.
+	// committed is when it became terminating, and by what words: one of each replica that
+	// answered.
 	committed time.Duration
 	words     []*word
 	// born is when it was created.
@@ -33,12 +35,13 @@ type pod struct {
 	sick time.Duration
 	// readyAt is when it became ready, lostAt when it was not any more, each the last time.
 	readyAt, lostAt time.Duration
-	// host is the node agent of its node, if it has a barrier; passed is why its hooks were answered. run counts how often the kubelet has run
-	// them.
+	// host is the node agent of its node, if it has a barrier; passed is why its hooks were
+	// answered. run counts how often the kubelet has run them.
 	host   *agent
 	passed *pass
 	run    int
-	// halted is why its container does not run, though nobody has deleted the pod; failed: it never will again.
+	// halted is why its container does not run, though nobody has deleted the pod; failed: it never
+	// will again.
 	halted string
 	failed bool
 	// calls counts deletions that are under way.
@@ -66,13 +69,15 @@ type slice struct {
 	endpoints []endpoint
 }
 
-// word is why a deletion was let through: what the webhook said, and what every agent's last word was then.
+// word is why a deletion was let through: what the webhook said, and what every agent's last word
+// was then.
 type word struct {
 	reason string
 	at     time.Duration
 	by     *coord
 	life   int
-	// agents holds, of each agent that there was, when the reading behind its last word began, or an excuse.
+	// agents holds, of each agent that there was, when the reading behind its last word began, or
+	// an excuse.
 	agents map[*agent]backing
 }
 
@@ -127,7 +132,8 @@ const (
 	localAlways
 )
 
-// api is the API server, the EndpointSlice controller, the kubelets and those who want pods deleted.
+// api is the API server, the EndpointSlice controller, the kubelets and those who want pods
+// deleted.
 type api struct {
 	w        *world
 	node     proc
@@ -368,7 +374,8 @@ type caller struct {
 	forced  bool
 	tries   int
 	backoff time.Duration
-	// denials counts, of each replica, the reviews in a row that one life of it has refused for its drain.
+	// denials counts, of each replica, the reviews in a row that one life of it has refused for its
+	// drain.
 	denials map[*coord]denials
 }
 
@@ -465,7 +472,8 @@ func (a *api) review(c *caller, limit time.Duration, first bool) {
 			a.log("another webhook denies the deletion of %s", c.p.uid)
 			a.again(c, 0, true)
 		case first && w.faulty() && w.chance(100):
-			// Somebody wrote to the pod meanwhile: the check stands inside the compare-and-swap loop.
+			// Somebody wrote to the pod meanwhile: the check stands inside the compare-and-swap
+			// loop.
 			a.review(c, limit, false)
 		case c.p.terminating:
 			c.p.calls--
@@ -486,8 +494,9 @@ func (a *api) review(c *caller, limit time.Duration, first bool) {
 	a.webhook(c, limit, func(v verdict) { ours = &v; finish() })
 }
 
-// webhook calls all replicas at once, each of which is an entry of the webhook configuration, and goes on when all have answered or failed. failurePolicy
-// is Ignore: a call that fails counts for nothing. One that denies denies, and the first of these is passed on.
+// webhook calls all replicas at once, each of which is an entry of the webhook configuration, and
+// goes on when all have answered or failed. failurePolicy is Ignore: a call that fails counts for
+// nothing. One that denies denies, and the first of these is passed on.
 func (a *api) webhook(c *caller, limit time.Duration, done func(verdict)) {
 	w := a.w
 	left, answers := len(w.coords), []verdict{}

@@ -8,8 +8,9 @@ import (
 )
 
 const (
-	// barrierBound, answerMargin, barrierLook, askAgain, localIdle, localKept are those of the real shells (cmd/agent, internal/coordinator). kubeletMost is
-	// when the kubelet goes on whatever the hook does.
+	// barrierBound, answerMargin, barrierLook, askAgain, localIdle, localKept are those of the real
+	// shells (cmd/agent, internal/coordinator). kubeletMost is when the kubelet goes on whatever
+	// the hook does.
 	barrierBound = 30 * time.Second
 	answerMargin = 250 * time.Millisecond
 	barrierLook  = 250 * time.Millisecond
@@ -33,8 +34,9 @@ type kernel struct {
 	slices []slice
 	// written are the versions of slices at the last sync.
 	written []int
-	// chosen is what kube-proxy last made of slices, which are as it heard them: the ready endpoints or, without any, the
-	// terminating ones (KEP-1669). Twice for each: of all nodes, and of this one for those that have a Local policy.
+	// chosen is what kube-proxy last made of slices, which are as it heard them: the ready
+	// endpoints or, without any, the terminating ones (KEP-1669). Twice for each: of all nodes, and
+	// of this one for those that have a Local policy.
 	chosen [][]drain.UID
 	// without says of which of these there was no ready endpoint then.
 	without []bool
@@ -49,8 +51,10 @@ type kernel struct {
 
 func newKernel(w *world, a *agent) *kernel {
 	k := &kernel{
-		w: w, a: a, proxy: proc{node: a.node, name: "proxy-" + a.name, up: true}, active: map[drain.UID]int{}, added: map[drain.UID]time.Duration{},
-		slices: make([]slice, w.api.services), written: make([]int, w.api.services), chosen: make([][]drain.UID, 2*w.api.services), without: make([]bool, 2*w.api.services),
+		w: w, a: a, proxy: proc{node: a.node, name: "proxy-" + a.name, up: true}, active: map[drain.UID]int{},
+		added:  map[drain.UID]time.Duration{},
+		slices: make([]slice, w.api.services), written: make([]int, w.api.services),
+		chosen: make([][]drain.UID, 2*w.api.services), without: make([]bool, 2*w.api.services),
 	}
 	k.watch = &watcher{p: &k.proxy, slice: k.sliceSeen}
 	w.api.watchers = append(w.api.watchers, k.watch)
@@ -123,9 +127,10 @@ func choose(endpoints []endpoint, here *agent) (chosen []drain.UID, without bool
 	return chosen, true
 }
 
-// late says why the kernel began to send to a pod after that was deleted, and perhaps after it had been seen to be out, if it was because it
-// had not heard yet that it is ready. Nobody can know that of a kernel that is later than gateways have to hear, or that hears then that
-// the pod lost its readiness before it got it back.
+// late says why the kernel began to send to a pod after that was deleted, and perhaps after it had
+// been seen to be out, if it was because it had not heard yet that it is ready. Nobody can know
+// that of a kernel that is later than gateways have to hear, or that hears then that the pod lost
+// its readiness before it got it back.
 func (k *kernel) late(p *pod) string {
 	switch added := k.added[p.uid]; {
 	case added < p.committed:
@@ -139,8 +144,8 @@ func (k *kernel) late(p *pod) string {
 	}
 }
 
-// behind reports whether the kernel has not taken in for more than heardBy what the API server says. A coordinator that takes the last target of
-// a node at its word cannot know that.
+// behind reports whether the kernel has not taken in for more than heardBy what the API server
+// says. A coordinator that takes the last target of a node at its word cannot know that.
 func (k *kernel) behind() bool {
 	for i, all := range k.w.api.history {
 		if next := k.written[i]; next < len(all) && k.w.at-all[next].at > heardBy {
@@ -150,7 +155,8 @@ func (k *kernel) behind() bool {
 	return false
 }
 
-// checkEnd: after quiet the kernel sends where EndpointSlices say, and its agent observes nothing for anybody.
+// checkEnd: after quiet the kernel sends where EndpointSlices say, and its agent observes nothing
+// for anybody.
 func (k *kernel) checkEnd() {
 	w := k.w
 	for i, s := range w.api.slices {
@@ -160,7 +166,8 @@ func (k *kernel) checkEnd() {
 				want = nil
 			}
 			if got := k.chosen[2*i+n]; !slices.Equal(got, want) {
-				w.fail(checkRoutes, "the kernel of %s sends to %v of %s, EndpointSlices say %v", k.a.name, got, service(i), want)
+				w.fail(checkRoutes, "the kernel of %s sends to %v of %s, EndpointSlices say %v", k.a.name, got,
+					service(i), want)
 			}
 		}
 	}
@@ -191,7 +198,9 @@ func (k *kernel) state(uid drain.UID) drain.State {
 		return drain.StateUnknown
 	case k.routes(uid):
 		for _, c := range k.chosen {
-			if slices.Contains(c, uid) && slices.ContainsFunc(c, func(o drain.UID) bool { return o != uid && !k.a.observes(o) }) {
+			if slices.Contains(c, uid) && slices.ContainsFunc(c, func(o drain.UID) bool {
+				return o != uid && !k.a.observes(o)
+			}) {
 				return drain.Routing
 			}
 		}
@@ -203,7 +212,8 @@ func (k *kernel) state(uid drain.UID) drain.State {
 	}
 }
 
-// kept says whether the kernel sends to uid for want of a ready endpoint only, as far as kube-proxy had heard when it wrote its rules.
+// kept says whether the kernel sends to uid for want of a ready endpoint only, as far as kube-proxy
+// had heard when it wrote its rules.
 func (k *kernel) kept(uid drain.UID) bool {
 	for i, c := range k.chosen {
 		if slices.Contains(c, uid) && !k.without[i] {
@@ -233,7 +243,8 @@ func (k *kernel) stays(uid drain.UID, all []slice) bool {
 func (w *world) others(s slice, uid drain.UID, here *agent) (listed, other bool) {
 	for _, e := range s.endpoints {
 		listed = listed || e.uid == uid
-		other = other || e.uid != uid && e.ready && !e.terminating && !w.api.find(e.uid).terminating && (here == nil || e.host == here)
+		other = other || e.uid != uid && e.ready && !e.terminating && !w.api.find(e.uid).terminating &&
+			(here == nil || e.host == here)
 	}
 	return listed, other
 }
@@ -385,17 +396,18 @@ func (h *hook) ask(i int) {
 				return
 			}
 			w.send(&a.proc, &c.proc, nil, 0, func() {
-				c.bar(&barred{h: h, session: session, since: w.now.Add(-elapsed), life: c.life, answer: func(ok bool, why pass) {
-					w.send(&c.proc, &a.proc, nil, 0, func() {
-						switch {
-						case h.done || h.try != try:
-						case ok:
-							h.finish(why)
-						default:
-							fail()
-						}
-					})
-				}})
+				c.bar(&barred{h: h, session: session, since: w.now.Add(-elapsed), life: c.life,
+					answer: func(ok bool, why pass) {
+						w.send(&c.proc, &a.proc, nil, 0, func() {
+							switch {
+							case h.done || h.try != try:
+							case ok:
+								h.finish(why)
+							default:
+								fail()
+							}
+						})
+					}})
 			})
 			return
 		}
@@ -504,7 +516,8 @@ func (c *coord) barTurn(x *barred) {
 		c.rested[p.uid] = c.took
 	}
 	s := c.ledger.OpenBarrier(w.now, drain.Barrier{
-		Pod: p.drainPod(), By: x.h.a.id, Services: services, Since: x.since, Bound: barrierBound - answerMargin, Last: last, LastOne: lastOne, LastHere: lastHere,
+		Pod: p.drainPod(), By: x.h.a.id, Services: services, Since: x.since, Bound: barrierBound - answerMargin,
+		Last: last, LastOne: lastOne, LastHere: lastHere,
 		Stated: stated, Young: c.young(p.uid),
 	})
 	c.closed(p.uid) // it is known to be dead from then on
@@ -566,7 +579,8 @@ func (c *coord) settleBarriers() bool {
 	return len(touched) > 0
 }
 
-// acknowledgedAtBarrier says whether one of reports is certainly an acknowledgement in time of an open barrier that a owes.
+// acknowledgedAtBarrier says whether one of reports is certainly an acknowledgement in time of an
+// open barrier that a owes.
 func (c *coord) acknowledgedAtBarrier(a *agent, asOf time.Time, reports []drain.Report) bool {
 	now := c.w.now
 	for _, r := range reports {
@@ -619,7 +633,8 @@ func (c *coord) learn(a *agent, r drain.Report) {
 	c.took = max(c.took, c.w.now.Sub(s.Since))
 }
 
-// toldAtBarrier says why a need not have been asked at the barrier of a pod. Empty: it had to be, or was.
+// toldAtBarrier says why a need not have been asked at the barrier of a pod. Empty: it had to be,
+// or was.
 func (c *coord) toldAtBarrier(p *pod, a *agent) (why string) {
 	if _, told := c.watched[a.id][p.uid]; told || a == p.host || a.population != drain.Nodes {
 		return ""
@@ -646,7 +661,9 @@ func (c *coord) toldAtBarrier(p *pod, a *agent) (why string) {
 
 // streaming says whether an agent has a stream here.
 func (c *coord) streaming(a *agent) bool {
-	return slices.ContainsFunc(c.streams, func(st *stream) bool { return st.link.a == a && c.ledger.Current(a.id, st.session) })
+	return slices.ContainsFunc(c.streams, func(st *stream) bool {
+		return st.link.a == a && c.ledger.Current(a.id, st.session)
+	})
 }
 
 // checkStated looks at the times of a barrier that is passed before its deadline.
@@ -659,12 +676,14 @@ func (c *coord) checkStated(p *pod, s drain.Status, stated time.Duration) {
 	}
 	who := "one of its Services states"
 	for _, a := range w.agents {
-		if rest := c.rested[p.uid]; a.kernel != nil && c.streaming(a) && c.toldAtBarrier(p, a) == "not asked: not in the sample" && rest > stated {
+		if rest := c.rested[p.uid]; a.kernel != nil && c.streaming(a) &&
+			c.toldAtBarrier(p, a) == "not asked: not in the sample" && rest > stated {
 			stated, who = rest, "those have taken that were asked, for "+a.name
 		}
 	}
 	if over := w.now.Sub(s.Since); over < stated && w.now.Before(s.Deadline) {
-		w.fail(checkStated, "%s lets %s stop by %s after %s, and %s is the wait that %s", c.name, p.uid, s.Reason, over, stated, who)
+		w.fail(checkStated, "%s lets %s stop by %s after %s, and %s is the wait that %s", c.name, p.uid, s.Reason, over,
+			stated, who)
 	}
 }
 
@@ -681,7 +700,9 @@ func (c *coord) checkPass(p *pod, s drain.Status, why *pass) {
 			c.checkDirected(p, s, a)
 			continue
 		}
-		connected := slices.ContainsFunc(c.streams, func(st *stream) bool { return st.link.a == a && c.ledger.Current(a.id, st.session) })
+		connected := slices.ContainsFunc(c.streams, func(st *stream) bool {
+			return st.link.a == a && c.ledger.Current(a.id, st.session)
+		})
 		last := s.Reason == drain.LastTarget || s.Reason == drain.AgentsLost // takes its place
 		listed, ready := false, false
 		for _, e := range c.roster {
@@ -718,7 +739,8 @@ func (c *coord) checkPass(p *pod, s drain.Status, why *pass) {
 					why.excused[a] = "LastTarget"
 				}
 			default:
-				w.fail(checkBarrier, "%s lets %s stop by %s, but the kernel of %s sends to it", c.name, p.uid, s.Reason, a.name)
+				w.fail(checkBarrier, "%s lets %s stop by %s, but the kernel of %s sends to it", c.name, p.uid, s.Reason,
+					a.name)
 			}
 		default:
 			why.excused[a] = "Away"
@@ -726,10 +748,13 @@ func (c *coord) checkPass(p *pod, s drain.Status, why *pass) {
 	}
 }
 
-// checkDirected looks at an agent that directs, when a barrier is passed: whether or not it was asked at the hold, it has let go by now.
+// checkDirected looks at an agent that directs, when a barrier is passed: whether or not it was
+// asked at the hold, it has let go by now.
 func (c *coord) checkDirected(p *pod, s drain.Status, a *agent) {
 	w := c.w
-	connected := slices.ContainsFunc(c.streams, func(st *stream) bool { return st.link.a == a && c.ledger.Current(a.id, st.session) })
+	connected := slices.ContainsFunc(c.streams, func(st *stream) bool {
+		return st.link.a == a && c.ledger.Current(a.id, st.session)
+	})
 	services, _, _ := c.listings(p.uid)
 	switch {
 	case !a.gw.routes(p.uid) || !a.share(services) || !connected || c.departed[a.id] != "":
@@ -737,7 +762,9 @@ func (c *coord) checkDirected(p *pod, s drain.Status, a *agent) {
 		w.excuse("routed at SIGTERM: Suspended")
 	case a.right != "" && len(c.declared[a]) == 0:
 		w.excuse("routed at SIGTERM: Undeclared")
-	case c.restarted[p.uid] && !a.share(slices.DeleteFunc(services, func(s drain.Service) bool { return !c.room[p.uid].services[s] })):
+	case c.restarted[p.uid] && !a.share(slices.DeleteFunc(services, func(s drain.Service) bool {
+		return !c.room[p.uid].services[s]
+	})):
 		w.excuse("routed at SIGTERM: a Service has listed a pod since, whose container is started again")
 	case a.gw.forgot >= 0 && w.at-a.gw.forgot <= w.spentMost():
 		w.excuse("routed at SIGTERM: gateway reloaded since")
@@ -746,7 +773,8 @@ func (c *coord) checkDirected(p *pod, s drain.Status, a *agent) {
 	case w.kinds[timeTravel] && a.started+w.spentMost() > w.at:
 		w.excuse("routed at SIGTERM: the agent started with an old list")
 	default:
-		w.fail(checkBarrier, "%s lets %s stop by %s, but the gateway of %s sends to it", c.name, p.uid, s.Reason, a.name)
+		w.fail(checkBarrier, "%s lets %s stop by %s, but the gateway of %s sends to it", c.name, p.uid, s.Reason,
+			a.name)
 	}
 }
 
@@ -759,7 +787,8 @@ func (w *world) lostAtKernel(k *kernel, p *pod, how string) {
 		w.excuse("lost in a kernel: " + p.halted)
 	case why == nil:
 		w.excuse("lost in a kernel: no barrier")
-	case why.reason != drain.Acknowledged.String() && why.reason != drain.AgentsLost.String() && (why.reason != drain.IdleBound.String() || how == "in flight"):
+	case why.reason != drain.Acknowledged.String() && why.reason != drain.AgentsLost.String() &&
+		(why.reason != drain.IdleBound.String() || how == "in flight"):
 		w.excuse("lost in a kernel: " + why.reason)
 	case why.excused[k.a] != "":
 		w.excuse("lost in a kernel: " + why.excused[k.a])
@@ -770,6 +799,7 @@ func (w *world) lostAtKernel(k *kernel, p *pod, how string) {
 	case k.travelled:
 		w.excuse("lost in a kernel: told an old list")
 	default:
-		w.fail(checkLost, "a connection to %s through the kernel of %s is lost (%s): it was let stop at %s by %s", p.uid, k.a.name, how, why.at, why.reason)
+		w.fail(checkLost, "a connection to %s through the kernel of %s is lost (%s): it was let stop at %s by %s",
+			p.uid, k.a.name, how, why.at, why.reason)
 	}
 }

@@ -13,11 +13,14 @@ import (
 
 // The checks. Each has a name, by which a violation and the mutation table tell it.
 const (
-	// checkBacking: an allow by acknowledgement rests on a fresh word of every agent that owes, as a plain record of words has it.
+	// checkBacking: an allow by acknowledgement rests on a fresh word of every agent that owes, as
+	// a plain record of words has it.
 	checkBacking = "backing"
-	// checkRouted: an allow by acknowledgement while the gateway of a live agent routes to the pod, without a named reason.
+	// checkRouted: an allow by acknowledgement while the gateway of a live agent routes to the pod,
+	// without a named reason.
 	checkRouted = "routed"
-	// checkLost: a request reached a pod that had stopped, or was in it when it did, without a named reason.
+	// checkLost: a request reached a pod that had stopped, or was in it when it did, without a
+	// named reason.
 	checkLost = "lost"
 	// checkTruthName: an agent says Removed of a pod to which its gateway routes.
 	checkTruthName = "truth"
@@ -40,25 +43,31 @@ const (
 	checkExcludedName = "excluded"
 	// checkEmptied: an agent took out the last target of a living pod in a pool.
 	checkEmptied = "emptied"
-	// checkGaveUp: a client gave up, as client-go does after ten retries, before the drain let it through.
+	// checkGaveUp: a client gave up, as client-go does after ten retries, before the drain let it
+	// through.
 	checkGaveUp = "gave up"
-	// checkBound: a replica unroutes more than half of the usable targets of a Service, and more than one, as far as it knew.
+	// checkBound: a replica unroutes more than half of the usable targets of a Service, and more
+	// than one, as far as it knew.
 	checkBound = "bound"
-	// checkQueuedName: an agent is told of a drain that waits for room, or one waits for room beyond its deadline, or where there is some.
+	// checkQueuedName: an agent is told of a drain that waits for room, or one waits for room
+	// beyond its deadline, or where there is some.
 	checkQueuedName = "queued"
-	// checkOrder: what takes capacity is not decided in one order. All replicas together unroute more than one of them may, or drain more of a budget.
+	// checkOrder: what takes capacity is not decided in one order. All replicas together unroute
+	// more than one of them may, or drain more of a budget.
 	checkOrder = "order"
-	// checkSuspended: a deletion waits for an agent that has let three drains in a row expire, or does not wait for one that has not.
+	// checkSuspended: a deletion waits for an agent that has let three drains in a row expire, or
+	// does not wait for one that has not.
 	checkSuspended = "suspended"
 	// checkRightName: an agent is told of a pod in a namespace in which it has no right.
 	checkRightName = "right"
 	// checkLeft: a drain waits for an agent that has left.
 	checkLeft = "left"
-	// checkBarrier: a pod is let stop by acknowledgement while the kernel of a live node sends to it. checkHook: a hook is not answered by its
-	// bound.
+	// checkBarrier: a pod is let stop by acknowledgement while the kernel of a live node sends to
+	// it. checkHook: a hook is not answered by its bound.
 	checkBarrier = "barrier"
 	checkHook    = "hook"
-	// checkStated: a pod is let stop before the wait is over that one of its Services states, or that is made for the nodes that are not asked.
+	// checkStated: a pod is let stop before the wait is over that one of its Services states, or
+	// that is made for the nodes that are not asked.
 	checkStated = "stated"
 	// checkBack: a pod whose container was stopped, and which is ready again, is not routed again.
 	checkBack = "back"
@@ -69,13 +78,14 @@ const (
 	checkRoutes    = "routes"
 )
 
-// inside lists the checks that look into coordinators and agents, and say the rules in other words. The others only look at what
-// everybody can see: answers, gateways, requests, and what is left in the end.
+// inside lists the checks that look into coordinators and agents, and say the rules in other words.
+// The others only look at what everybody can see: answers, gateways, requests, and what is left in
+// the end.
 var inside = []string{checkBacking, checkHoldersName, checkClockName, checkEarly, checkDeadName, checkExcludedName,
 	checkBound, checkQueuedName, checkSuspended}
 
-// spentMost is how long before an allow the reading behind an acknowledgement may have begun: the freshness bound, and the longest that
-// a report may be under way.
+// spentMost is how long before an allow the reading behind an acknowledgement may have begun: the
+// freshness bound, and the longest that a report may be under way.
 func (w *world) spentMost() time.Duration { return w.times.Freshness + 30*time.Second }
 
 // share says whether the agent's gateway routes one of services.
@@ -85,7 +95,8 @@ func (a *agent) share(services []drain.Service) bool {
 	})
 }
 
-// checkAllow looks at each agent when a drain is released, and remembers in word what each one's part rests on.
+// checkAllow looks at each agent when a drain is released, and remembers in word what each one's
+// part rests on.
 func (c *coord) checkAllow(p *pod, s drain.Status, wd *word, services []drain.Service) {
 	w := c.w
 	least := drain.Idle
@@ -99,7 +110,8 @@ func (c *coord) checkAllow(p *pod, s drain.Status, wd *word, services []drain.Se
 	}
 	var last []health.Pool // in which it may be kept
 	for i := range c.slices {
-		if usable := c.targets[service(i)]; usable != nil && s.Reason != drain.Acknowledged && c.alive(usable) == number(slices.Contains(usable, p.uid)) {
+		if usable := c.targets[service(i)]; usable != nil && s.Reason != drain.Acknowledged &&
+			c.alive(usable) == number(slices.Contains(usable, p.uid)) {
 			last = append(last, pool(i))
 		}
 	}
@@ -129,13 +141,15 @@ func (c *coord) checkAllow(p *pod, s drain.Status, wd *word, services []drain.Se
 			if a.unlearned {
 				wd.agents[a] = backing{excuse: "Unlearned"}
 			} else if routes {
-				w.fail(checkRouted, "%s allows the deletion of %s by %s, but the gateway of %s, which has left, routes to it", c.name, p.uid, s.Reason, a.name)
+				w.fail(checkRouted, "%s allows the deletion of %s by %s, but the gateway of %s, which has left, "+
+					"routes to it", c.name, p.uid, s.Reason, a.name)
 			}
 		case suspended:
 			c.checkSilent(p, a)
 			wd.agents[a] = backing{excuse: "Suspended"}
 		case a.right != "" && (!connected || len(c.declared[a]) == 0):
-			wd.agents[a] = backing{excuse: "Undeclared"} // without the right everywhere it is not expected before it declares
+			// without the right everywhere it is not expected before it declares
+			wd.agents[a] = backing{excuse: "Undeclared"}
 		case connected || ready:
 			excuse := ""
 			if r.State == drain.Kept && c.keptAsLast(r.Kept, last) {
@@ -147,7 +161,8 @@ func (c *coord) checkAllow(p *pod, s drain.Status, wd *word, services []drain.Se
 				w.fail(checkBacking,
 					"%s allows the deletion of %s by %s, but the last report of %s is %s (heard=%t, %s old)",
 					c.name, p.uid, s.Reason, a.name, r.State, heard, w.at-r.at)
-				// From outside, only what the gateway does says anything. Its reload before now is no excuse.
+				// From outside, only what the gateway does says anything. Its reload before now is
+				// no excuse.
 				r.readAt = w.at
 			}
 			if heard && r.Number != c.numbers[p.uid] {
@@ -161,7 +176,8 @@ func (c *coord) checkAllow(p *pod, s drain.Status, wd *word, services []drain.Se
 			case a.gw.forgot >= r.readAt && w.at-r.readAt <= w.spentMost():
 				w.excuse("routed: gateway reloaded since")
 			default:
-				w.fail(checkRouted, "%s allows the deletion of %s by %s, but the gateway of %s routes to it", c.name, p.uid, s.Reason, a.name)
+				w.fail(checkRouted, "%s allows the deletion of %s by %s, but the gateway of %s routes to it", c.name,
+					p.uid, s.Reason, a.name)
 				return
 			}
 			continue
@@ -178,7 +194,8 @@ func (c *coord) checkAllow(p *pod, s drain.Status, wd *word, services []drain.Se
 			// Not heard of here: it must not have programmed its gateway.
 			wd.agents[a] = backing{readAt: w.at}
 			if routes {
-				w.fail(checkRouted, "%s allows the deletion of %s by %s, but the gateway of %s, of which it has not heard, routes to it", c.name, p.uid, s.Reason, a.name)
+				w.fail(checkRouted, "%s allows the deletion of %s by %s, but the gateway of %s, of which it has not "+
+					"heard, routes to it", c.name, p.uid, s.Reason, a.name)
 				return
 			}
 			continue
@@ -189,7 +206,8 @@ func (c *coord) checkAllow(p *pod, s drain.Status, wd *word, services []drain.Se
 	}
 }
 
-// keptAsLast reports whether all Services in which a gateway keeps a pod are among those whose pools may.
+// keptAsLast reports whether all Services in which a gateway keeps a pod are among those whose
+// pools may.
 func (c *coord) keptAsLast(kept string, last []health.Pool) bool {
 	for i := range c.slices {
 		if slices.Contains(strings.Split(kept, ","), service(i).String()) && !slices.Contains(last, pool(i)) {
@@ -207,12 +225,14 @@ func (w *world) lost(g *gw, p *pod, how string) {
 		w.excuse("lost: " + p.halted)
 		return
 	}
-	// Whatever the other replicas answered: one that let the pod go by acknowledgement vouches for that.
+	// Whatever the other replicas answered: one that let the pod go by acknowledgement vouches for
+	// that.
 	excuse, vouched := "", false
 	for _, wd := range p.words {
 		why, vouches := w.excuseOf(g, p, wd, how)
 		if why == "" {
-			w.fail(checkLost, "a request to %s through the gateway of %s is lost (%s): %s allowed it at %s by %s", p.uid, a.name, how, wd.by.name, wd.at, wd.reason)
+			w.fail(checkLost, "a request to %s through the gateway of %s is lost (%s): %s allowed it at %s by %s",
+				p.uid, a.name, how, wd.by.name, wd.at, wd.reason)
 			return
 		}
 		if excuse == "" || vouches && !vouched {
@@ -222,10 +242,12 @@ func (w *world) lost(g *gw, p *pod, how string) {
 	w.excuse("lost: " + excuse)
 }
 
-// excuseOf says why the word of one replica does not keep the gateway from losing a request. vouches says that it was one by acknowledgement.
+// excuseOf says why the word of one replica does not keep the gateway from losing a request.
+// vouches says that it was one by acknowledgement.
 func (w *world) excuseOf(g *gw, p *pod, wd *word, how string) (why string, vouches bool) {
 	a := g.a
-	if wd.by == nil || !slices.Contains([]string{drain.Acknowledged.String(), drain.IdleBound.String(), drain.AgentsLost.String()}, wd.reason) {
+	if wd.by == nil || !slices.Contains([]string{drain.Acknowledged.String(), drain.IdleBound.String(),
+		drain.AgentsLost.String()}, wd.reason) {
 		return "allowed by " + wd.reason, false
 	}
 	b, known := wd.agents[a]
@@ -326,8 +348,10 @@ func (c *coord) checkDeny(h *held, s drain.Status, err string) {
 	}
 	c.checkDeparted(s)
 	for _, x := range s.Waiting {
-		if quiet := c.silence[x.Agent]; quiet != nil && x.Connected && quiet.expired >= strikesOut && !c.tries(quiet, uid) {
-			w.fail(checkSuspended, "%s denies the deletion of %s for %s, which has let %d drains in a row expire", c.name, uid, x.Name, quiet.expired)
+		if quiet := c.silence[x.Agent]; quiet != nil && x.Connected && quiet.expired >= strikesOut &&
+			!c.tries(quiet, uid) {
+			w.fail(checkSuspended, "%s denies the deletion of %s for %s, which has let %d drains in a row expire",
+				c.name, uid, x.Name, quiet.expired)
 		}
 	}
 	if begun, ok := c.begun[uid]; ok && w.at-begun > w.times.Deadline+10*time.Millisecond {
@@ -354,7 +378,8 @@ func (x *caller) denied(answers []verdict) {
 func (w *world) checkPatience(x *caller) {
 	for c, d := range x.denials {
 		if d.n == 11 && d.life == c.life && c.frozen == 0 {
-			w.fail(checkGaveUp, "a client has asked %d times for the deletion of %s, and was denied by the drain each time", d.n, x.p.uid)
+			w.fail(checkGaveUp, "a client has asked %d times for the deletion of %s, and was denied by the drain "+
+				"each time", d.n, x.p.uid)
 		}
 	}
 }
@@ -371,7 +396,8 @@ func (c *coord) checkClock(s drain.Status, elapsed time.Duration) {
 		told = oldest
 	}
 	if s.Since.After(told) {
-		c.w.fail(checkClockName, "%s counts the drain of %s from %s, and has heard of %s", c.name, uid, s.Since.Sub(epoch), told.Sub(epoch))
+		c.w.fail(checkClockName, "%s counts the drain of %s from %s, and has heard of %s", c.name, uid,
+			s.Since.Sub(epoch), told.Sub(epoch))
 	}
 	c.oldest[uid] = s.Since
 }
@@ -404,14 +430,17 @@ const strikesOut = 3
 // trialEvery is the time in which one drain waits for an agent all the same.
 const trialEvery = 5 * time.Second
 
-// acknowledged says whether one of reports, which a has just made, is certainly an acknowledgement in time of an open drain.
+// acknowledged says whether one of reports, which a has just made, is certainly an acknowledgement
+// in time of an open drain.
 func (c *coord) acknowledged(a *agent, asOf time.Time, reports []drain.Report) bool {
 	now := c.w.now
 	for _, r := range reports {
 		if _, open := c.begun[r.UID]; !open || r.State < drain.Removed || now.Sub(asOf) > c.w.times.Freshness {
 			continue
 		}
-		if d := c.room[r.UID]; d == nil || !slices.ContainsFunc(a.services, func(i int) bool { return d.services[service(i)] }) {
+		if d := c.room[r.UID]; d == nil || !slices.ContainsFunc(a.services, func(i int) bool {
+			return d.services[service(i)]
+		}) {
 			continue
 		}
 		if s := c.ledger.Status(now, drain.AtHold, r.UID); now.Before(s.Deadline) {
@@ -421,8 +450,9 @@ func (c *coord) acknowledged(a *agent, asOf time.Time, reports []drain.Report) b
 	return false
 }
 
-// expired records who was certainly silent in a drain that is over its deadline. It counts less than the ledger does: agents whose stream was
-// open all the time, and drains that somebody still asked for in the end.
+// expired records who was certainly silent in a drain that is over its deadline. It counts less
+// than the ledger does: agents whose stream was open all the time, and drains that somebody still
+// asked for in the end.
 func (c *coord) expired(s drain.Status) {
 	w := c.w
 	if s.Reason != drain.Deadline || w.now.Before(s.Deadline) {
@@ -435,8 +465,11 @@ func (c *coord) expired(s drain.Status) {
 	begun, deadline := s.Begun.Sub(epoch), s.Deadline.Sub(epoch)
 	for _, x := range s.Waiting {
 		quiet := c.silence[x.Agent]
-		i := slices.IndexFunc(c.streams, func(st *stream) bool { return st.link.a.id == x.Agent && c.ledger.Current(x.Agent, st.session) })
-		if quiet == nil || i < 0 || c.streams[i].began > begun || quiet.endedAt > begun || x.State >= drain.Removed || x.State == drain.Kept {
+		i := slices.IndexFunc(c.streams, func(st *stream) bool {
+			return st.link.a.id == x.Agent && c.ledger.Current(x.Agent, st.session)
+		})
+		if quiet == nil || i < 0 || c.streams[i].began > begun || quiet.endedAt > begun || x.State >= drain.Removed ||
+			x.State == drain.Kept {
 			continue
 		}
 		if deadline-d.toldAt < w.times.Deadline/2 || begun < quiet.lastAt {
@@ -470,7 +503,8 @@ func (c *coord) noteSilent(silent []drain.Silence) {
 // checkRight looks at each pod of which an agent is told.
 func (c *coord) checkRight(a *agent, uid drain.UID) {
 	if p := c.w.api.find(uid); a.right != "" && p.drainPod().Namespace != a.right {
-		c.w.fail(checkRightName, "%s tells %s of %s, which is in namespace %s", c.name, a.name, uid, p.drainPod().Namespace)
+		c.w.fail(checkRightName, "%s tells %s of %s, which is in namespace %s", c.name, a.name, uid,
+			p.drainPod().Namespace)
 	}
 }
 
@@ -500,17 +534,20 @@ func (c *coord) checkDeparted(s drain.Status) {
 	}
 }
 
-// checkSilent: who is not waited for has been silent for as long as three drains take that come one after the other, the first of which may
-// have begun before. Of its last word another may have been older.
+// checkSilent: who is not waited for has been silent for as long as three drains take that come one
+// after the other, the first of which may have begun before. Of its last word another may have been
+// older.
 func (c *coord) checkSilent(p *pod, a *agent) {
 	w := c.w
 	// An agent that is not listed may be forgotten, or not: what it let expire is not known here.
 	if quiet := c.silence[a.id]; a.right == "" && quiet != nil && w.at-quiet.endedAt < w.times.Deadline {
-		w.fail(checkSuspended, "%s does not wait for %s, which has acknowledged a drain %s ago, to delete %s", c.name, a.name, w.at-quiet.endedAt, p.uid)
+		w.fail(checkSuspended, "%s does not wait for %s, which has acknowledged a drain %s ago, to delete %s", c.name,
+			a.name, w.at-quiet.endedAt, p.uid)
 	}
 }
 
-// asking records what the ledger was told of the Services' targets, and of who judges whether there is room.
+// asking records what the ledger was told of the Services' targets, and of who judges whether there
+// is room.
 func (c *coord) asking(uid drain.UID, targets []drain.Targets, place drain.Placing) *admitted {
 	d := c.room[uid]
 	if d == nil {
@@ -541,7 +578,8 @@ func (c *coord) noteAdopted(claim drain.Claim) {
 	if claim.Queued {
 		place = drain.Deferred
 	}
-	c.asking(uid, targets, place).askedAt = -agreed // nobody has asked for it here: it lasts for up to 45 s more than at the others
+	// nobody has asked for it here: it lasts for up to 45 s more than at the others
+	c.asking(uid, targets, place).askedAt = -agreed
 	delete(c.restarted, uid)
 	if _, ok := c.begun[uid]; !ok {
 		c.begins(uid)
@@ -555,8 +593,9 @@ func (c *coord) taken(uid drain.UID) bool {
 	return slices.ContainsFunc(c.others, func(claim drain.Claim) bool { return claim.Pod.UID == uid && !claim.Queued })
 }
 
-// checkRoom looks at the drains that are not queued any more: of no Service does this replica unroute more than half of what it was told is
-// usable, but for what another replica had room for, or had unrouted already.
+// checkRoom looks at the drains that are not queued any more: of no Service does this replica
+// unroute more than half of what it was told is usable, but for what another replica had room for,
+// or had unrouted already.
 func (c *coord) checkRoom() {
 	w := c.w
 	for _, uid := range sorted(c.room) {
@@ -571,13 +610,15 @@ func (c *coord) checkRoom() {
 			w.fail(checkOrder, "%s unroutes %s, which has to wait at the opener", c.name, uid)
 		}
 		if d.exempt {
-			w.measure("drains that agents were told of because another replica had room, or had unrouted the pod already")
+			w.measure("drains that agents were told of because another replica had room, or had unrouted the pod " +
+				"already")
 			continue
 		}
 		for s := range d.services {
 			if usable := c.targets[s]; slices.Contains(usable, uid) {
 				if n, most := c.unrouted(usable, false), max(1, len(usable)/2); n > most {
-					w.fail(checkBound, "%s unroutes %s, the %dth of %d usable targets of %s, at most %d may be", c.name, uid, n, len(usable), s, most)
+					w.fail(checkBound, "%s unroutes %s, the %dth of %d usable targets of %s, at most %d may be", c.name,
+						uid, n, len(usable), s, most)
 				}
 				c.checkTogether(d, s)
 			}
@@ -606,11 +647,14 @@ func (c *coord) alive(usable []drain.UID) (n int) {
 	return n
 }
 
-// agreed is how long replicas must have known of each other for what they do to be in one order: a poll and a claim may be under way.
+// agreed is how long replicas must have known of each other for what they do to be in one order: a
+// poll and a claim may be under way.
 const agreed = 2500 * time.Millisecond
 
-// checkTogether counts how many of a Service's targets, as this replica knows them, all replicas together unroute. What was asked for while they did not know of
-// each other is only measured. What was not held, and what is only started again, is asked for at one replica. What ends does not end everywhere at one moment.
+// checkTogether counts how many of a Service's targets, as this replica knows them, all replicas
+// together unroute. What was asked for while they did not know of each other is only measured. What
+// was not held, and what is only started again, is asked for at one replica. What ends does not end
+// everywhere at one moment.
 func (c *coord) checkTogether(d *admitted, s drain.Service) {
 	w := c.w
 	if d.background {
@@ -623,30 +667,34 @@ func (c *coord) checkTogether(d *admitted, s drain.Service) {
 	}
 	most := max(1, len(usable)/2)
 	if ordered > most && d.askedAt > w.parted+agreed {
-		w.fail(checkOrder, "%s unroutes one more of %d usable targets of %s: all replicas together %d", c.name, len(usable), s, ordered)
+		w.fail(checkOrder, "%s unroutes one more of %d usable targets of %s: all replicas together %d", c.name,
+			len(usable), s, ordered)
 	}
 	if all > most {
-		w.measure("drains beyond half of what is usable, all replicas together, asked for while they did not know of each other")
+		w.measure("drains beyond half of what is usable, all replicas together, asked for while they did not know " +
+			"of each other")
 	}
 }
 
-// drained says whether some replica has a drain of a pod open, which agents were told of if told is set. inOrder says that it was asked for while replicas
-// knew of each other.
+// drained says whether some replica has a drain of a pod open, which agents were told of if told is
+// set. inOrder says that it was asked for while replicas knew of each other.
 func (w *world) drained(uid drain.UID, told bool) (any, inOrder bool) {
 	if w.api.find(uid).terminating {
 		return false, false
 	}
 	for _, o := range w.coords {
 		d := o.room[uid]
-		if o.up && d != nil && (d.told || !told) && !d.background && !o.restarted[uid] && w.at-o.answered[uid] < w.times.Abandon-agreed {
+		if o.up && d != nil && (d.told || !told) && !d.background && !o.restarted[uid] &&
+			w.at-o.answered[uid] < w.times.Abandon-agreed {
 			any, inOrder = true, inOrder || d.askedAt > w.parted+agreed && (d.ordered || !d.told)
 		}
 	}
 	return any, inOrder
 }
 
-// checkBudget looks at an eviction that this replica is about to let drain: of one budget, all replicas together drain no more pods than it allows. Else two
-// evictions would refuse each other, each with its pod unrouted.
+// checkBudget looks at an eviction that this replica is about to let drain: of one budget, all
+// replicas together drain no more pods than it allows. Else two evictions would refuse each other,
+// each with its pod unrouted.
 func (c *coord) checkBudget(p *pod) {
 	w, allowed, ahead := c.w, 1-c.w.api.want[0], 0
 	drains := c.ledger.Pod(p.uid).Draining
@@ -660,7 +708,8 @@ func (c *coord) checkBudget(p *pod) {
 		}
 	}
 	if ahead > 0 && ahead >= allowed {
-		w.fail(checkOrder, "%s lets the eviction of %s drain, and %d other pods of its budget are being drained, which allows %d", c.name, p.uid, ahead, allowed)
+		w.fail(checkOrder, "%s lets the eviction of %s drain, and %d other pods of its budget are being drained, "+
+			"which allows %d", c.name, p.uid, ahead, allowed)
 	}
 }
 
@@ -684,7 +733,8 @@ func (c *coord) checkQueued() {
 		}
 		w.measure("seconds that drains were queued")
 		if s.Phase == drain.Queued && !w.now.Before(s.Deadline) {
-			w.fail(checkQueuedName, "%s keeps the drain of %s queued %s beyond its deadline", c.name, uid, w.now.Sub(s.Deadline))
+			w.fail(checkQueuedName, "%s keeps the drain of %s queued %s beyond its deadline", c.name, uid,
+				w.now.Sub(s.Deadline))
 		}
 		room := true
 		for s := range d.services {
@@ -760,7 +810,8 @@ func (w *world) checkEnd() {
 					continue
 				}
 				if routed := a.gw.up && a.gw.read(k).Routed; routed != want {
-					w.fail(checkRoutes, "the gateway of %s routes to %s=%t, EndpointSlices and probes say %t", a.name, k, routed, want)
+					w.fail(checkRoutes, "the gateway of %s routes to %s=%t, EndpointSlices and probes say %t", a.name,
+						k, routed, want)
 				}
 			}
 			if w.checked && service == 0 && ready > 0 {
@@ -773,7 +824,9 @@ func (w *world) checkEnd() {
 				if k.Pool != pool(service) || !a.gw.read(k).Routed {
 					continue
 				}
-				if !slices.ContainsFunc(w.api.slices[service].endpoints, func(e endpoint) bool { return target(e) == k.Target && e.ready }) {
+				if !slices.ContainsFunc(w.api.slices[service].endpoints, func(e endpoint) bool {
+					return target(e) == k.Target && e.ready
+				}) {
 					w.fail(checkRoutes, "the gateway of %s routes to %s, EndpointSlices do not", a.name, k)
 				}
 			}

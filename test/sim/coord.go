@@ -11,7 +11,8 @@ import (
 )
 
 const (
-	// maxHolds, ownerHolds, lookAround, lookTimeout and settleTime are those of the real shells (cmd/webhook, pkg/admission, internal/coordinator).
+	// maxHolds, ownerHolds, lookAround, lookTimeout and settleTime are those of the real shells
+	// (cmd/webhook, pkg/admission, internal/coordinator).
 	maxHolds    = 64
 	ownerHolds  = 8
 	lookAround  = 250 * time.Millisecond
@@ -20,8 +21,8 @@ const (
 	linger      = 10 * time.Second
 )
 
-// coord is one replica: the real ledger, and the shells of package coordinator, package admission and cmd/webhook around it, without
-// goroutines.
+// coord is one replica: the real ledger, and the shells of package coordinator, package admission
+// and cmd/webhook around it, without goroutines.
 type coord struct {
 	proc
 	w       *world
@@ -41,7 +42,8 @@ type coord struct {
 	peers  []*peer
 	// others are the open drains of the other replicas, as the last poll told.
 	others []drain.Claim
-	// turns are those of the pods of each owner, asked is when the API server asked about a pod last.
+	// turns are those of the pods of each owner, asked is when the API server asked about a pod
+	// last.
 	turns map[string][]asking
 	asked map[drain.UID]time.Duration
 
@@ -53,30 +55,35 @@ type coord struct {
 	streams []*stream
 	holds   []*held
 	inbound []*call
-	// bars are the hooks that wait, watched which barriers of this life each agent was told of, by their number.
+	// bars are the hooks that wait, watched which barriers of this life each agent was told of, by
+	// their number.
 	bars []*barred
-	// rests are those of pods that stay, restarted the drains of this life that were opened for them, and for no deletion.
+	// rests are those of pods that stay, restarted the drains of this life that were opened for
+	// them, and for no deletion.
 	rests     []*rested
 	restarted map[drain.UID]bool
-	// took is how long kernels took to let go, in barriers of this life, and let of which that is known.
+	// took is how long kernels took to let go, in barriers of this life, and let of which that is
+	// known.
 	took time.Duration
 	let  map[drain.UID]map[*agent]bool
 	// rested is what took was when a barrier was opened.
 	rested  map[drain.UID]time.Duration
 	watched map[drain.AgentID]map[drain.UID]uint64
 
-	// heard is what the last word of each agent on its present session was, for the checks: a plain record beside the ledger.
+	// heard is what the last word of each agent on its present session was, for the checks: a plain
+	// record beside the ledger.
 	heard map[drain.AgentID]map[drain.UID]said
 	// lost is when an agent's stream ended here.
 	lost map[drain.AgentID]time.Duration
-	// begun and answered are when each open drain began here and when the last call for it was answered.
+	// begun and answered are when each open drain began here and when the last call for it was
+	// answered.
 	begun, answered map[drain.UID]time.Duration
 	// oldest is the oldest start of each open drain that this life has known.
 	oldest map[drain.UID]time.Time
 	// numbers are those of the drains that agents were told of since they began.
 	numbers map[drain.UID]uint64
-	// targets are what was last said of each Service's targets, and room which open drains may be told to agents: plain records beside the
-	// ledger's, for the checks.
+	// targets are what was last said of each Service's targets, and room which open drains may be
+	// told to agents: plain records beside the ledger's, for the checks.
 	targets map[drain.Service][]drain.UID
 	room    map[drain.UID]*admitted
 	// silence is what each agent has left unanswered, for the checks.
@@ -95,7 +102,8 @@ type silence struct {
 	// spokeAt is when it last may have acknowledged one: Kept and, at the barrier, Routing count
 	// for more where there is no other endpoint.
 	spokeAt time.Duration
-	// expired is at least how many drains in a row have ended by their deadline without its word, the last one at lastAt.
+	// expired is at least how many drains in a row have ended by their deadline without its word,
+	// the last one at lastAt.
 	expired int
 	lastAt  time.Duration
 	// tried is the last pod whose deletion was denied for it since, triedAt the 5 s of the clock in
@@ -150,7 +158,8 @@ type call struct {
 	answer  func(verdict)
 	reset   func()
 	held    *held
-	// place and turn are what the opener says. claimed is when it last was asked, or could not be, cancel ends a question that is under way.
+	// place and turn are what the opener says. claimed is when it last was asked, or could not be,
+	// cancel ends a question that is under way.
 	place   drain.Place
 	turn    turn
 	claimed time.Duration
@@ -197,8 +206,10 @@ func (c *coord) start() {
 	c.heard, c.lost = map[drain.AgentID]map[drain.UID]said{}, map[drain.AgentID]time.Duration{}
 	c.numbers = map[drain.UID]uint64{}
 	c.targets, c.room = map[drain.Service][]drain.UID{}, map[drain.UID]*admitted{}
-	c.silence, c.departed, c.declared = map[drain.AgentID]*silence{}, map[drain.AgentID]string{}, map[*agent][]drain.Route{}
-	c.begun, c.answered, c.oldest = map[drain.UID]time.Duration{}, map[drain.UID]time.Duration{}, map[drain.UID]time.Time{}
+	c.silence, c.departed, c.declared = map[drain.AgentID]*silence{}, map[drain.AgentID]string{},
+		map[*agent][]drain.Route{}
+	c.begun, c.answered, c.oldest = map[drain.UID]time.Duration{}, map[drain.UID]time.Duration{},
+		map[drain.UID]time.Time{}
 	c.log("starts, epoch %d", c.epoch)
 	w.after(&c.proc, w.between(10*time.Millisecond, 500*time.Millisecond), func() {
 		w.api.list(c.watch, func() {
@@ -438,7 +449,8 @@ func (c *coord) wake(h *held) {
 	c.w.after(&c.proc, c.w.between(0, 200*time.Microsecond), func() { c.recheck(h) })
 }
 
-// listings returns which Services list a pod here, ready or not, or did until lately, and names one if the pod is the last of all that are routed.
+// listings returns which Services list a pod here, ready or not, or did until lately, and names one
+// if the pod is the last of all that are routed.
 func (c *coord) listings(uid drain.UID) (services []drain.Service, ready bool, last string) {
 	lasts := true
 	for i, s := range c.slices {
@@ -496,7 +508,8 @@ func (c *coord) facts(p *pod, operation admission.Operation) (admission.Facts, [
 	view, known := c.pods[p.uid]
 	services, ready, last := c.listings(p.uid)
 	f := admission.Facts{
-		Operation: operation, Terminating: view.terminating, Unknown: !known, DisruptionTarget: view.target, Cold: !c.synced, Up: w.at - c.started,
+		Operation: operation, Terminating: view.terminating, Unknown: !known, DisruptionTarget: view.target,
+		Cold: !c.synced, Up: w.at - c.started,
 		Listed: len(services) > 0, Ready: ready, LastOf: last,
 	}
 	if !view.ready {
@@ -513,7 +526,8 @@ func (c *coord) facts(p *pod, operation admission.Operation) (admission.Facts, [
 // judge is Cluster.judge.
 func (c *coord) judge(f admission.Facts, p *pod) admission.Verdict {
 	v := admission.Decide(f)
-	if f.Operation != admission.Evict || v.Reason != admission.Draining && v.Reason != admission.CoolOff && v.Reason != admission.LastTarget {
+	if f.Operation != admission.Evict || v.Reason != admission.Draining && v.Reason != admission.CoolOff &&
+		v.Reason != admission.LastTarget {
 		return v
 	}
 	f.Budget = c.budget(p)
@@ -728,7 +742,8 @@ func (c *coord) wakes(h *held, s drain.Status, err string) {
 	case err == string(admission.Stopping):
 		c.abstains(h, func(yes bool) {
 			if yes {
-				c.reply(h.call, verdict{allowed: true, words: []*word{{reason: string(admission.Abstained), at: w.at}}}, string(admission.Abstained))
+				c.reply(h.call, verdict{allowed: true, words: []*word{{reason: string(admission.Abstained), at: w.at}}},
+					string(admission.Abstained))
 				return
 			}
 			c.refuse(h, s, err, time.Second)

@@ -7,7 +7,8 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
-// kind is one kind of fault. Each seed has some of them, and not others: a fault that hides another must not be everywhere.
+// kind is one kind of fault. Each seed has some of them, and not others: a fault that hides another
+// must not be everywhere.
 type kind int
 
 const (
@@ -41,7 +42,8 @@ const (
 )
 
 var kindNames = [faultKinds]string{
-	"coordCrash", "coordRoll", "agentCrash", "agentReplace", "agentAdd", "agentUnready", "gatewayReload", "gatewayCrash", "partition",
+	"coordCrash", "coordRoll", "agentCrash", "agentReplace", "agentAdd", "agentUnready", "gatewayReload",
+	"gatewayCrash", "partition",
 	"freezeCoord", "freezeAgent", "streamCut", "watchStall", "timeTravel", "slowSlices", "opErrors", "podUnready",
 	"slowGateway", "stubborn", "deafAgent", "agentLeave", "podSick",
 	"livenessRestart", "softEviction", "oomKill", "kubeletRestart",
@@ -94,7 +96,8 @@ func (w *world) build() {
 		w.coords = append(w.coords, c)
 	}
 	if w.barriers = w.chance(500); w.barriers {
-		w.scope = [...]drain.Scope{drain.ScopeAuto, drain.ScopeAuto, drain.ScopeAll, drain.ScopeAll, drain.ScopeQuorum, drain.ScopeLocal}[w.rng.IntN(6)]
+		w.scope = [...]drain.Scope{drain.ScopeAuto, drain.ScopeAuto, drain.ScopeAll, drain.ScopeAll, drain.ScopeQuorum,
+			drain.ScopeLocal}[w.rng.IntN(6)]
 		for range 1 + w.rng.IntN(4) {
 			w.newObserver(w.between(0, 100*time.Millisecond), drain.Nodes)
 		}
@@ -370,7 +373,8 @@ func (w *world) freeze(p *proc) {
 	}
 }
 
-// calm ends the faults; those that are under way end by themselves. Everybody who missed something hears of it again.
+// calm ends the faults; those that are under way end by themselves. Everybody who missed something
+// hears of it again.
 func (w *world) calm() {
 	w.logf("world", "no more faults")
 	for _, p := range w.api.pods {

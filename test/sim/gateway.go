@@ -20,8 +20,8 @@ type gw struct {
 	generation int
 	// workers are its live processes, the one that takes new connections last.
 	workers []*worker
-	// forgetful: a reload forgets what was done at run time, and routes whatever its file says. keepAlive: clients of an old process may
-	// still send requests on their open connections.
+	// forgetful: a reload forgets what was done at run time, and routes whatever its file says.
+	// keepAlive: clients of an old process may still send requests on their open connections.
 	forgetful, keepAlive bool
 	// file is what a forgetful gateway comes back with.
 	file []health.Key
@@ -40,7 +40,8 @@ type server struct {
 }
 
 func newGateway(w *world, a *agent) *gw {
-	return &gw{w: w, a: a, up: true, workers: []*worker{{}}, generation: 1, forgetful: w.chance(400), keepAlive: w.chance(300), forgot: -1}
+	return &gw{w: w, a: a, up: true, workers: []*worker{{}}, generation: 1, forgetful: w.chance(400),
+		keepAlive: w.chance(300), forgot: -1}
 }
 
 func (w *worker) find(k health.Key) *server {
@@ -174,7 +175,8 @@ func (g *gw) crash(down time.Duration) {
 	})
 }
 
-// back makes the gateway of a pod whose containers start again. It knows nothing: its agent is there first, and programs it.
+// back makes the gateway of a pod whose containers start again. It knows nothing: its agent is
+// there first, and programs it.
 func (g *gw) back() {
 	g.over, g.up = false, true
 	g.generation++

@@ -1,5 +1,6 @@
-// Command sim runs coordinators, agents, gateways, an API server and clients in one process on virtual time, injects faults by seed, and
-// checks after every step that nothing went wrong that has no name. See README.md beside it.
+// Command sim runs coordinators, agents, gateways, an API server and clients in one process on
+// virtual time, injects faults by seed, and checks after every step that nothing went wrong that
+// has no name. See README.md beside it.
 package main
 
 import (
@@ -22,7 +23,8 @@ func main() {
 	seeds := flag.Int("seeds", 20000, "how many seeds to run")
 	from := flag.Uint64("from", 1, "the first of them")
 	drawn := flag.Int("drawn", 0, "how many seeds to run besides, from one that is drawn")
-	mutations := flag.Int("mutations", 0, "instead, switch each rule off and run at most this many seeds until it is caught")
+	mutations := flag.Int("mutations", 0, "instead, switch each rule off and run at most this many seeds until it "+
+		"is caught")
 	verbose := flag.Bool("v", false, "print the trace of every seed")
 	flag.Parse()
 	// Worlds are small and short-lived: most of them is garbage at the end, and rarely before.

@@ -112,7 +112,8 @@ func (c *coord) able() bool {
 // sees says whether another replica has streams of most agents.
 func (c *coord) sees() bool {
 	return slices.ContainsFunc(c.peers, func(p *peer) bool {
-		return p.listed && !p.silent && p.polled && p.state.Ready && p.state.Expected > 0 && 2*p.state.Missing <= p.state.Expected
+		return p.listed && !p.silent && p.polled && p.state.Ready && p.state.Expected > 0 &&
+			2*p.state.Missing <= p.state.Expected
 	})
 }
 

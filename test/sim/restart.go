@@ -10,7 +10,8 @@ import (
 // restartMost is that of the real shells: how long the stop of a container waits whose pod stays.
 const restartMost = 2 * time.Second
 
-// What stops containers although nobody has asked for the deletion of their pods, and the kubelets that forget what they were doing.
+// What stops containers although nobody has asked for the deletion of their pods, and the kubelets
+// that forget what they were doing.
 
 // anyRunning finds a pod whose container runs, and which is not terminating.
 func (w *world) anyRunning() *pod {
@@ -26,7 +27,8 @@ func (w *world) anyRunning() *pod {
 	return some[w.rng.IntN(len(some))]
 }
 
-// restart stops the container of a pod: a probe has failed, or, if it is evicted, the node needs its memory. Its hook runs first.
+// restart stops the container of a pod: a probe has failed, or, if it is evicted, the node needs
+// its memory. Its hook runs first.
 func (a *api) restart(p *pod, evicted bool) {
 	w := a.w
 	why := "its container is started again"
@@ -77,7 +79,8 @@ func (a *api) halt(p *pod, why string, forGood bool) {
 	})
 }
 
-// rerun is a kubelet that is started again: it has forgotten which hooks it runs, and runs them again.
+// rerun is a kubelet that is started again: it has forgotten which hooks it runs, and runs them
+// again.
 func (a *api) rerun(of *agent) {
 	w := a.w
 	a.log("the kubelet of %s is started again", of.name)
@@ -90,7 +93,8 @@ func (a *api) rerun(of *agent) {
 	}
 }
 
-// waitRestart is cmd/agent's waits for a pod that is not terminating. then is told when the hook is answered.
+// waitRestart is cmd/agent's waits for a pod that is not terminating. then is told when the hook is
+// answered.
 func (a *agent) waitRestart(p *pod, then func()) {
 	w := a.w
 	began, done, life := w.at, false, a.life
@@ -259,7 +263,8 @@ func (c *coord) wakeRests(uid drain.UID) {
 	}
 }
 
-// back hears that a pod has become ready, so that it is routed again if it was let go of for a restart before.
+// back hears that a pod has become ready, so that it is routed again if it was let go of for a
+// restart before.
 func (c *coord) back(uid drain.UID, at time.Duration) {
 	begun, open := c.begun[uid]
 	if c.ledger.ReadyAgain(c.w.now, uid, epoch.Add(at)) {
@@ -270,6 +275,7 @@ func (c *coord) back(uid drain.UID, at time.Duration) {
 		return
 	}
 	if open && c.restarted[uid] && at > begun {
-		c.w.fail(checkBack, "%s does not let %s be routed again, which has become ready after its container was stopped", c.name, uid)
+		c.w.fail(checkBack,
+			"%s does not let %s be routed again, which has become ready after its container was stopped", c.name, uid)
 	}
 }

@@ -33,7 +33,8 @@ var rules = [...]string{
 	16: "restarts: a pod that is ready again is not routed again",
 	17: "restarts: a container is kept from being stopped for as long as a pod",
 	18: "the barrier: a hook that is run again begins the clock again",
-	19: "the barrier: that no endpoint is left on one node is believed though its kernel may not have heard of the other nodes'",
+	19: "the barrier: that no endpoint is left on one node is believed though its kernel may not have heard of the " +
+		"other nodes'",
 	20: "one order: a witness judges capacity for itself",
 	21: "suspension: what another replica has counted is not believed",
 	22: "namespaces: all agents are told of the end of all drains",

@@ -6,7 +6,8 @@ import (
 	"time"
 )
 
-// A seed that fails must fail again when it is replayed: neither the order of maps nor an address may leak into what happens.
+// A seed that fails must fail again when it is replayed: neither the order of maps nor an address
+// may leak into what happens.
 func TestTheSameSeedIsTheSameWorld(t *testing.T) {
 	for seed := uint64(1); seed <= 30; seed++ {
 		first, second := newWorld(seed, true, false), newWorld(seed, true, false)
@@ -36,8 +37,9 @@ func calmWorld(t *testing.T) *world {
 	return nil
 }
 
-// An agent that dies leaves its streams behind. Without this, the answer to a call of a former life opens a second stream to the replica in
-// the next life, and two streams in turn take the session from each other: what the one has heard, the other undoes.
+// An agent that dies leaves its streams behind. Without this, the answer to a call of a former life
+// opens a second stream to the replica in the next life, and two streams in turn take the session
+// from each other: what the one has heard, the other undoes.
 func TestAnAnswerDoesNotReachTheNextLife(t *testing.T) {
 	w := calmWorld(t)
 	a := w.agents[len(w.agents)-1]
@@ -56,8 +58,8 @@ func TestAnAnswerDoesNotReachTheNextLife(t *testing.T) {
 	}
 }
 
-// A replica that was frozen reads the Leave of a former life when the next one is there already. Without this, the checks call an agent
-// departed that has come back.
+// A replica that was frozen reads the Leave of a former life when the next one is there already.
+// Without this, the checks call an agent departed that has come back.
 func TestALateLeaveIsOfTheLifeThatSentIt(t *testing.T) {
 	w := calmWorld(t)
 	a, c := w.agents[len(w.agents)-1], w.coords[0]
@@ -87,19 +89,23 @@ func TestTracingChangesNothing(t *testing.T) {
 		silent.run()
 		traced.run()
 		if silent.steps != traced.steps || silent.violation != traced.violation {
-			t.Errorf("seed %d: %d steps and %q, traced %d and %q", seed, silent.steps, silent.violation, traced.steps, traced.violation)
+			t.Errorf("seed %d: %d steps and %q, traced %d and %q", seed, silent.steps, silent.violation, traced.steps,
+				traced.violation)
 		}
 	}
 }
 
 func TestSeeds(t *testing.T) {
-	got := sweep(sequence(1, 100), false, false, func(w *world) { t.Errorf("seed %d: %s: %s", w.seed, w.check, w.violation) })
+	got := sweep(sequence(1, 100), false, false, func(w *world) {
+		t.Errorf("seed %d: %s: %s", w.seed, w.check, w.violation)
+	})
 	if got.seeds != 100 || got.faults == 0 || got.allowed["Acknowledged"] == 0 {
 		t.Errorf("the worlds are empty: %+v", got)
 	}
 }
 
-// Without faults nothing needs a reason but what the design says: forced deletions, last targets, pods that are being evicted by force.
+// Without faults nothing needs a reason but what the design says: forced deletions, last targets,
+// pods that are being evicted by force.
 func TestCalmWorldsLoseNothing(t *testing.T) {
 	calm := 0
 	for seed := uint64(1); seed <= 400; seed++ {
@@ -116,10 +122,12 @@ func TestCalmWorldsLoseNothing(t *testing.T) {
 			switch strings.TrimPrefix(reason, "lost: allowed by ") {
 			case "Forced", "LastTarget", "DisruptionTarget", "Deadline", "NoAgents", "UnknownPod", "NotListed":
 			case "lost: IdleBound", "lost: LastTarget":
-			case "lost in a kernel: no barrier", "lost in a kernel: Deadline", "lost in a kernel: IdleBound", "lost in a kernel: LastTarget", "lost in a kernel: LastTarget since",
+			case "lost in a kernel: no barrier", "lost in a kernel: Deadline", "lost in a kernel: IdleBound",
+				"lost in a kernel: LastTarget", "lost in a kernel: LastTarget since",
 				"routed by a kernel: LastTarget",
 				"lost in a kernel: not asked: the scope is local", "routed by a kernel: not asked: the scope is local",
-				"lost in a kernel: not asked: not in the sample", "routed by a kernel: not asked: not in the sample", "routed by a kernel: LastTarget, and another endpoint is just becoming ready":
+				"lost in a kernel: not asked: not in the sample", "routed by a kernel: not asked: not in the sample",
+				"routed by a kernel: LastTarget, and another endpoint is just becoming ready":
 			default:
 				t.Errorf("seed %d: %s", seed, reason)
 			}

@@ -14,16 +14,18 @@ import (
 // epoch is where virtual time begins. No wall clock is read anywhere.
 var epoch = time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)
 
-// shortActive and longActive are how long faults happen and people delete pods, quiet how long nothing of that happens then, until everything must be as it
-// should be: a call that was let through ends within 34 s, a drain nobody asks for is looked into
-// 45 s after its last answer, an expiry ends after 60 s, and the slowest frozen process wakes.
+// shortActive and longActive are how long faults happen and people delete pods, quiet how long
+// nothing of that happens then, until everything must be as it should be: a call that was let
+// through ends within 34 s, a drain nobody asks for is looked into 45 s after its last answer, an
+// expiry ends after 60 s, and the slowest frozen process wakes.
 const (
 	shortActive = 70 * time.Second
 	longActive  = 180 * time.Second
 	quiet       = 190 * time.Second
 )
 
-// proc is a process: it has lives, and may be frozen, so that what should have happened to it happens when it wakes.
+// proc is a process: it has lives, and may be frozen, so that what should have happened to it
+// happens when it wakes.
 type proc struct {
 	node   int
 	name   string
@@ -41,7 +43,8 @@ type event struct {
 	do   func()
 }
 
-// queue is a heap of events, the earliest first, and of those of one time the one that was put in first.
+// queue is a heap of events, the earliest first, and of those of one time the one that was put in
+// first.
 type queue []*event
 
 func (q queue) before(i, j int) bool {
@@ -114,10 +117,12 @@ type world struct {
 	steps, faults int
 	// kinds are the kinds of faults that happen under this seed.
 	kinds [faultKinds]bool
-	// slow is how many of a thousand messages are slow, twice how many of a thousand posts arrive twice.
+	// slow is how many of a thousand messages are slow, twice how many of a thousand posts arrive
+	// twice.
 	slow, twice int
 
-	// checked says that the targets of the first pool are probed, noise how many of a thousand probes time out for nothing.
+	// checked says that the targets of the first pool are probed, noise how many of a thousand
+	// probes time out for nothing.
 	checked bool
 	noise   int
 
@@ -128,7 +133,8 @@ type world struct {
 
 	// blind switches the checks off that look inside.
 	blind bool
-	// parted is when replicas were last seen not to know of each other: one was not answered, or acted as the opener without being it.
+	// parted is when replicas were last seen not to know of each other: one was not answered, or
+	// acted as the opener without being it.
 	parted time.Duration
 	// ownerHolds is how many calls for pods of one owner may wait at one replica.
 	ownerHolds int
@@ -147,7 +153,8 @@ type world struct {
 func newWorld(seed uint64, tracing, blind bool) *world {
 	w := &world{
 		seed: seed, rng: rand.New(rand.NewPCG(seed, 0x1a3ed0c4)), times: drain.DefaultTimes(), now: epoch,
-		tracing: tracing, blind: blind, excused: map[string]int{}, allowed: map[string]int{}, measured: map[string]int{}, rule8: brokenRule() == 8,
+		tracing: tracing, blind: blind, excused: map[string]int{}, allowed: map[string]int{},
+		measured: map[string]int{}, rule8: brokenRule() == 8,
 	}
 	w.build()
 	return w

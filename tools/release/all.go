@@ -28,7 +28,8 @@ func writeAll(dir string, all map[string][]byte, out io.Writer) error {
 	return nil
 }
 
-// makeAll makes a release in an empty folder. SHA256SUMS is written last: a folder with it is whole.
+// makeAll makes a release in an empty folder. SHA256SUMS is written last: a folder with it is
+// whole.
 func makeAll(ctx context.Context, s source, o options, out io.Writer) error {
 	entries, err := os.ReadDir(o.out)
 	if err != nil && !os.IsNotExist(err) {
@@ -49,7 +50,8 @@ func makeAll(ctx context.Context, s source, o options, out io.Writer) error {
 	return writeSums(o.out, out)
 }
 
-// writeSums writes the checksums of all files of a folder, but not of its folders: each file of the images' is called by its digest.
+// writeSums writes the checksums of all files of a folder, but not of its folders: each file of the
+// images' is called by its digest.
 func writeSums(dir string, out io.Writer) error {
 	entries, err := os.ReadDir(dir)
 	if err != nil {

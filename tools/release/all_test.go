@@ -54,12 +54,14 @@ func TestSums(t *testing.T) {
 	}
 }
 
-// kubectl lameduck goes out as people's computers take it: a program to run, its licences, and a list of what is in it.
+// kubectl lameduck goes out as people's computers take it: a program to run, its licences, and a
+// list of what is in it.
 func TestPlugin(t *testing.T) {
 	o, s := fixture(t)
 	on := platform{"linux", "amd64"}
 	o.out = t.TempDir()
-	if err := os.Link(filepath.Join(madeDir, "built", on.String(), "lameduck-wait"), filepath.Join(o.out, plugin)); err != nil {
+	if err := os.Link(filepath.Join(madeDir, "built", on.String(), "lameduck-wait"),
+		filepath.Join(o.out, plugin)); err != nil {
 		t.Fatal(err)
 	}
 	if err := packPlugin(t.Context(), s, o, on, filepath.Join(o.out, plugin), io.Discard); err != nil {

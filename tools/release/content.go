@@ -23,7 +23,8 @@ import (
 	"golang.org/x/crypto/x509roots/fallback/bundle"
 )
 
-// rootsModule is where the certificates of public authorities come from: those of Mozilla, as the Go project publishes them.
+// rootsModule is where the certificates of public authorities come from: those of Mozilla, as the
+// Go project publishes them.
 const rootsModule = "golang.org/x/crypto/x509roots/fallback"
 
 // file is one of an archive or a layer.
@@ -35,7 +36,8 @@ type file struct {
 // files maps paths without a leading slash to files.
 type files map[string]file
 
-// writeTar writes files and the folders that they need in the order of their paths, all with the same time and root's.
+// writeTar writes files and the folders that they need in the order of their paths, all with the
+// same time and root's.
 func writeTar(w io.Writer, all files, at time.Time) error {
 	folders := map[string]bool{}
 	for name := range all {
@@ -45,13 +47,15 @@ func writeTar(w io.Writer, all files, at time.Time) error {
 	}
 	tw := tar.NewWriter(w)
 	for _, name := range slices.Sorted(maps.Keys(folders)) {
-		if err := tw.WriteHeader(&tar.Header{Typeflag: tar.TypeDir, Name: name, Mode: 0o755, ModTime: at, Format: tar.FormatPAX}); err != nil {
+		if err := tw.WriteHeader(&tar.Header{Typeflag: tar.TypeDir, Name: name, Mode: 0o755, ModTime: at,
+			Format: tar.FormatPAX}); err != nil {
 			return err
 		}
 	}
 	for _, name := range slices.Sorted(maps.Keys(all)) {
 		f := all[name]
-		header := &tar.Header{Typeflag: tar.TypeReg, Name: name, Mode: 0o644, Size: int64(len(f.content)), ModTime: at, Format: tar.FormatPAX}
+		header := &tar.Header{Typeflag: tar.TypeReg, Name: name, Mode: 0o644, Size: int64(len(f.content)), ModTime: at,
+			Format: tar.FormatPAX}
 		if f.executable {
 			header.Mode = 0o755
 		}
@@ -81,8 +85,8 @@ func compressed(all files, at time.Time) ([]byte, error) {
 	return out.Bytes(), nil
 }
 
-// roots are the certificates that a program trusts which calls others than the API server and coordinators: agents probe targets by HTTPS, and verify them
-// unless they are told not to.
+// roots are the certificates that a program trusts which calls others than the API server and
+// coordinators: agents probe targets by HTTPS, and verify them unless they are told not to.
 func roots() ([]byte, error) {
 	var out bytes.Buffer
 	for root := range bundle.Roots() {
@@ -139,7 +143,8 @@ func (p program) modules() ([]module, error) {
 
 var licenseFile = regexp.MustCompile(`(?i)^(licen[cs]e|copying|notice|patents|copyright)([-.].*)?$`)
 
-// licenses are the texts under which p may be given to others, in licenses/: our own, Go's, and those of every module. One without any is an error.
+// licenses are the texts under which p may be given to others, in licenses/: our own, Go's, and
+// those of every module. One without any is an error.
 func licenses(ctx context.Context, s source, p program, more ...module) (files, error) {
 	all := files{}
 	take := func(dir, under string) error {
@@ -185,7 +190,8 @@ func licenses(ctx context.Context, s source, p program, more ...module) (files, 
 	for _, m := range modules {
 		cmd.Args = append(cmd.Args, m.String())
 	}
-	// In no module: what is asked for is what is in the program, whatever other versions a go.mod says.
+	// In no module: what is asked for is what is in the program, whatever other versions a go.mod
+	// says.
 	cmd.Dir = os.TempDir()
 	cmd.Env = append(os.Environ(), "GOFLAGS=", "GOWORK=off")
 	if out, err = cmd.Output(); err != nil {

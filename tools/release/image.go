@@ -30,13 +30,15 @@ const (
 	repository = "https://github.com/lameduck-io/lameduck"
 	// user is nobody's: what manifests say too.
 	user = "65532:65532"
-	// nameAnnotation is where containerd finds what an image of an archive is called, refAnnotation where others do.
+	// nameAnnotation is where containerd finds what an image of an archive is called, refAnnotation
+	// where others do.
 	nameAnnotation = "io.containerd.image.name"
 	refAnnotation  = "org.opencontainers.image.ref.name"
 )
 
 var titles = map[string]string{
-	"webhook":       "Lameduck's coordinator: holds deletions of pods until the gateways that route to them have let go",
+	"webhook": "Lameduck's coordinator: holds deletions of pods until the gateways that route " +
+		"to them have let go",
 	"agent":         "Lameduck's agent, beside a gateway: takes pods out and says when the gateway has let go of them",
 	"lameduck-wait": "Lameduck's hook for pods that may not be given one by HTTP",
 }
@@ -54,7 +56,8 @@ func bomFile(program, version string, p platform) string {
 
 func archiveFile(program, version string) string { return program + "-" + version + ".oci.tar" }
 
-// makeImages builds the programs for every platform and writes their images, the lists of what is in them, and an archive of each image.
+// makeImages builds the programs for every platform and writes their images, the lists of what is
+// in them, and an archive of each image.
 func makeImages(ctx context.Context, s source, o options, out io.Writer) error {
 	built, err := os.MkdirTemp("", "release-")
 	if err != nil {
@@ -106,7 +109,8 @@ type made struct {
 	lists []list
 }
 
-// list is what is in the image for one platform, and the artifact by which registries find it from the image.
+// list is what is in the image for one platform, and the artifact by which registries find it from
+// the image.
 type list struct {
 	on       platform
 	content  []byte
@@ -126,7 +130,8 @@ func (s source) image(ctx context.Context, name string, platforms []platform, di
 		if err != nil {
 			return m, err
 		}
-		index = mutate.AppendManifests(index, mutate.IndexAddendum{Add: image, Descriptor: v1.Descriptor{Platform: config.Platform()}})
+		index = mutate.AppendManifests(index,
+			mutate.IndexAddendum{Add: image, Descriptor: v1.Descriptor{Platform: config.Platform()}})
 		subject, err := partial.Descriptor(image)
 		if err != nil {
 			return m, err
@@ -154,7 +159,8 @@ func (s source) labels(name string) map[string]string {
 	}
 }
 
-// imageOn makes the image for one platform: the program at /, its licences, and nothing else that is not needed.
+// imageOn makes the image for one platform: the program at /, its licences, and nothing else that
+// is not needed.
 func (s source) imageOn(ctx context.Context, name string, on platform, path string) (v1.Image, []byte, error) {
 	p, err := readProgram(name, path)
 	if err != nil {
@@ -187,7 +193,9 @@ func (s source) imageOn(ctx context.Context, name string, on platform, path stri
 	if err := writeTar(&layer, content, s.created); err != nil {
 		return nil, nil, err
 	}
-	packed, err := tarball.LayerFromOpener(func() (io.ReadCloser, error) { return io.NopCloser(bytes.NewReader(layer.Bytes())), nil },
+	packed, err := tarball.LayerFromOpener(func() (io.ReadCloser, error) {
+		return io.NopCloser(bytes.NewReader(layer.Bytes())), nil
+	},
 		tarball.WithMediaType(types.OCILayer), tarball.WithCompressedCaching, tarball.WithCompressionLevel(6))
 	if err != nil {
 		return nil, nil, err
@@ -220,8 +228,10 @@ func (s source) artifact(subject v1.Descriptor, content []byte) (v1.Image, error
 		return nil, err
 	}
 	// The subject last: a mutation after it would drop it.
-	image = mutate.Annotations(image, map[string]string{"org.opencontainers.image.created": s.created.Format(time.RFC3339)}).(v1.Image)
-	return mutate.Subject(image, v1.Descriptor{MediaType: subject.MediaType, Size: subject.Size, Digest: subject.Digest}).(v1.Image), nil
+	image = mutate.Annotations(image,
+		map[string]string{"org.opencontainers.image.created": s.created.Format(time.RFC3339)}).(v1.Image)
+	return mutate.Subject(image, v1.Descriptor{MediaType: subject.MediaType, Size: subject.Size,
+		Digest: subject.Digest}).(v1.Image), nil
 }
 
 // ownModule is one that this program was built of.
@@ -246,7 +256,9 @@ func (m made) write(all layout.Path, o options, s source, out io.Writer) error {
 		return err
 	}
 	for _, l := range m.lists {
-		if err := all.AppendImage(l.artifact, layout.WithAnnotations(map[string]string{"org.opencontainers.image.title": bomFile(m.name, s.version, l.on)})); err != nil {
+		if err := all.AppendImage(l.artifact,
+			layout.WithAnnotations(map[string]string{"org.opencontainers.image.title": bomFile(m.name, s.version,
+				l.on)})); err != nil {
 			return err
 		}
 		if err := os.WriteFile(filepath.Join(o.out, bomFile(m.name, s.version, l.on)), l.content, 0o644); err != nil {

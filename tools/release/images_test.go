@@ -32,7 +32,8 @@ import (
 // root is the tree.
 var root = filepath.Join("..", "..")
 
-var testSource = source{root: root, version: "v0.9.1", commit: "0123456789abcdef0123456789abcdef01234567", created: time.Unix(1_790_000_000, 0).UTC()}
+var testSource = source{root: root, version: "v0.9.1", commit: "0123456789abcdef0123456789abcdef01234567",
+	created: time.Unix(1_790_000_000, 0).UTC()}
 
 var (
 	makeOnce sync.Once
@@ -48,11 +49,13 @@ func TestMain(m *testing.M) {
 	os.Exit(code)
 }
 
-// fixture returns images to look at. With LAMEDUCK_DIST they are those that make images has made there, of the version LAMEDUCK_VERSION. Else all three have
-// lameduck-wait in them, which is compiled in a moment; what is tested is what is around the programs.
+// fixture returns images to look at. With LAMEDUCK_DIST they are those that make images has made
+// there, of the version LAMEDUCK_VERSION. Else all three have lameduck-wait in them, which is
+// compiled in a moment; what is tested is what is around the programs.
 func fixture(t *testing.T) (options, source) {
 	t.Helper()
-	o := options{root: root, registry: "registry.example/lameduck", version: testSource.version, platforms: []platform{{"linux", "amd64"}, {"linux", "arm64"}}}
+	o := options{root: root, registry: "registry.example/lameduck", version: testSource.version,
+		platforms: []platform{{"linux", "amd64"}, {"linux", "arm64"}}}
 	if dir := os.Getenv("LAMEDUCK_DIST"); dir != "" {
 		o.out, o.registry, o.version = dir, "docker.io/lameduck", os.Getenv("LAMEDUCK_VERSION")
 		s, err := readSource(t.Context(), root, o.version, os.Getenv)
@@ -76,7 +79,8 @@ func fixture(t *testing.T) (options, source) {
 	return o, testSource
 }
 
-// makeOf makes three images of lameduck-wait. For the first platform everything is compiled anew if there is a folder for that.
+// makeOf makes three images of lameduck-wait. For the first platform everything is compiled anew if
+// there is a folder for that.
 func makeOf(s source, o options, built, cache string) error {
 	for i, p := range o.platforms {
 		s.cache = ""
@@ -133,7 +137,8 @@ func unpack(t *testing.T, image v1.Image) map[string]entry {
 
 var machines = map[string]elf.Machine{"amd64": elf.EM_X86_64, "arm64": elf.EM_AARCH64}
 
-// What runs in clusters is in no image but the program, its licences and, for agents, the certificates of public authorities; for both processors.
+// What runs in clusters is in no image but the program, its licences and, for agents, the
+// certificates of public authorities; for both processors.
 func TestImages(t *testing.T) {
 	o, s := fixture(t)
 	all, err := read(o.layoutDir())
@@ -152,7 +157,8 @@ func TestImages(t *testing.T) {
 			t.Fatal(err)
 		}
 		if len(manifest.Manifests) != len(o.platforms) || len(image.artifacts) != len(o.platforms) {
-			t.Fatalf("%s has %d platforms and %d lists of what is in it, want %d", image.program, len(manifest.Manifests), len(image.artifacts), len(o.platforms))
+			t.Fatalf("%s has %d platforms and %d lists of what is in it, want %d", image.program,
+				len(manifest.Manifests), len(image.artifacts), len(o.platforms))
 		}
 		for j, d := range manifest.Manifests {
 			on := o.platforms[j]
@@ -165,7 +171,8 @@ func TestImages(t *testing.T) {
 					t.Errorf("is listed for %v", d.Platform)
 				}
 				binary := checkImage(t, one, image.program, s, on)
-				checkList(t, image.artifacts[j], d, binary, s, filepath.Join(o.out, bomFile(image.program, o.version, on)), image.program == "agent")
+				checkList(t, image.artifacts[j], d, binary, s,
+					filepath.Join(o.out, bomFile(image.program, o.version, on)), image.program == "agent")
 			})
 		}
 		if _, err := os.Stat(filepath.Join(o.out, archiveFile(image.program, o.version))); err != nil {
@@ -184,7 +191,8 @@ func checkImage(t *testing.T, image v1.Image, name string, s source, on platform
 	if config.OS != on.os || config.Architecture != on.arch || !config.Created.Equal(s.created) {
 		t.Errorf("is for %s/%s, made at %s", config.OS, config.Architecture, config.Created)
 	}
-	if c := config.Config; c.User != "65532:65532" || !slices.Equal(c.Entrypoint, []string{"/" + name}) || len(c.Cmd) > 0 || len(c.Env) > 0 {
+	if c := config.Config; c.User != "65532:65532" || !slices.Equal(c.Entrypoint, []string{"/" + name}) ||
+		len(c.Cmd) > 0 || len(c.Env) > 0 {
 		t.Errorf("runs %v %v as %q with %v", c.Entrypoint, c.Cmd, c.User, c.Env)
 	}
 	manifest, err := image.Manifest()
@@ -192,7 +200,8 @@ func checkImage(t *testing.T, image v1.Image, name string, s source, on platform
 		t.Fatal(err)
 	}
 	for key, want := range map[string]string{
-		"source": "https://github.com/lameduck-io/lameduck", "revision": s.commit, "version": s.version, "licenses": "Apache-2.0", "created": s.created.Format(time.RFC3339),
+		"source": "https://github.com/lameduck-io/lameduck", "revision": s.commit, "version": s.version,
+		"licenses": "Apache-2.0", "created": s.created.Format(time.RFC3339),
 	} {
 		key = "org.opencontainers.image." + key
 		if got := config.Config.Labels[key]; got != want {
@@ -208,18 +217,21 @@ func checkImage(t *testing.T, image v1.Image, name string, s source, on platform
 	all := unpack(t, image)
 	for path, e := range all {
 		switch {
-		case path == name, strings.HasPrefix(path, "licenses/"), name == "agent" && strings.HasPrefix("etc/ssl/certs/ca-certificates.crt", path):
+		case path == name, strings.HasPrefix(path, "licenses/"), name == "agent" &&
+			strings.HasPrefix("etc/ssl/certs/ca-certificates.crt", path):
 		default:
 			t.Errorf("has %s", path)
 		}
 		if e.Uid != 0 || e.Gid != 0 || !e.ModTime.Equal(s.created) {
 			t.Errorf("%s is of %d:%d and %s", path, e.Uid, e.Gid, e.ModTime)
 		}
-		if mode := e.FileInfo().Mode().Perm(); mode != 0o755 && (e.Typeflag == tar.TypeDir || path == name || mode != 0o644) {
+		if mode := e.FileInfo().Mode().Perm(); mode != 0o755 &&
+			(e.Typeflag == tar.TypeDir || path == name || mode != 0o644) {
 			t.Errorf("%s has mode %s", path, mode)
 		}
 	}
-	if name == "agent" && bytes.Count(all["etc/ssl/certs/ca-certificates.crt"].content, []byte("BEGIN CERTIFICATE")) < 100 {
+	if name == "agent" && bytes.Count(all["etc/ssl/certs/ca-certificates.crt"].content,
+		[]byte("BEGIN CERTIFICATE")) < 100 {
 		t.Error("trusts fewer than 100 authorities")
 	}
 	own, err := os.ReadFile(filepath.Join(root, "LICENSE"))
@@ -237,7 +249,8 @@ func checkImage(t *testing.T, image v1.Image, name string, s source, on platform
 	if header.Machine != machines[on.arch] {
 		t.Errorf("/%s is for %s", name, header.Machine)
 	}
-	if libraries, err := header.ImportedLibraries(); err == nil && len(libraries) > 0 || header.Section(".interp") != nil {
+	if libraries, err := header.ImportedLibraries(); err == nil && len(libraries) > 0 ||
+		header.Section(".interp") != nil {
 		t.Errorf("/%s needs %v and a dynamic linker", name, libraries)
 	}
 	info, err := buildinfo.Read(bytes.NewReader(binary))
@@ -245,7 +258,9 @@ func checkImage(t *testing.T, image v1.Image, name string, s source, on platform
 		t.Fatal(err)
 	}
 	for _, m := range info.Deps {
-		if !slices.ContainsFunc(slices.Collect(maps.Keys(all)), func(path string) bool { return strings.HasPrefix(path, "licenses/"+m.Path+"@"+m.Version+"/") }) {
+		if !slices.ContainsFunc(slices.Collect(maps.Keys(all)), func(path string) bool {
+			return strings.HasPrefix(path, "licenses/"+m.Path+"@"+m.Version+"/")
+		}) {
 			t.Errorf("has no licence of %s", m.Path)
 		}
 	}
@@ -256,7 +271,8 @@ func checkImage(t *testing.T, image v1.Image, name string, s source, on platform
 		}
 		out, err := exec.CommandContext(t.Context(), file, "--version").CombinedOutput()
 		// The name is that of the program, which is not the image's in the fixture.
-		if want := fmt.Sprintf(" %s, commit %s, %s linux/%s\n", s.version, s.commit, info.GoVersion, on.arch); err != nil || !strings.HasSuffix(string(out), want) {
+		if want := fmt.Sprintf(" %s, commit %s, %s linux/%s\n", s.version, s.commit, info.GoVersion,
+			on.arch); err != nil || !strings.HasSuffix(string(out), want) {
 			t.Errorf("--version: %v: %q, want ...%q", err, out, want)
 		}
 	}
@@ -270,7 +286,8 @@ func checkList(t *testing.T, artifact v1.Image, of v1.Descriptor, binary []byte,
 	if err != nil {
 		t.Fatal(err)
 	}
-	if manifest.Subject == nil || manifest.Subject.Digest != of.Digest || manifest.Subject.Size != of.Size || manifest.Subject.MediaType != of.MediaType {
+	if manifest.Subject == nil || manifest.Subject.Digest != of.Digest || manifest.Subject.Size != of.Size ||
+		manifest.Subject.MediaType != of.MediaType {
 		t.Errorf("the list is of %+v, not of %+v", manifest.Subject, of)
 	}
 	if manifest.Config.MediaType != bomType || len(manifest.Layers) != 1 || manifest.Layers[0].MediaType != bomType {
@@ -296,12 +313,14 @@ func checkList(t *testing.T, artifact v1.Image, of v1.Descriptor, binary []byte,
 	if err := cdx.NewBOMDecoder(bytes.NewReader(content), cdx.BOMFileFormatJSON).Decode(b); err != nil {
 		t.Fatal(err)
 	}
-	if b.BOMFormat != "CycloneDX" || b.SpecVersion != cdx.SpecVersion1_6 || b.Metadata.Timestamp != s.created.Format(time.RFC3339) {
+	if b.BOMFormat != "CycloneDX" || b.SpecVersion != cdx.SpecVersion1_6 ||
+		b.Metadata.Timestamp != s.created.Format(time.RFC3339) {
 		t.Errorf("is a %s %s of %s", b.BOMFormat, b.SpecVersion, b.Metadata.Timestamp)
 	}
 	self := b.Metadata.Component
 	if sum := fmt.Sprintf("%x", sha256.Sum256(binary)); self.Version != s.version || (*self.Hashes)[0].Value != sum {
-		t.Errorf("is of version %s with the hash %s, want %s, %s", self.Version, (*self.Hashes)[0].Value, s.version, sum)
+		t.Errorf("is of version %s with the hash %s, want %s, %s", self.Version, (*self.Hashes)[0].Value, s.version,
+			sum)
 	}
 	info, err := buildinfo.Read(bytes.NewReader(binary))
 	if err != nil {
@@ -337,7 +356,8 @@ func checkList(t *testing.T, artifact v1.Image, of v1.Descriptor, binary []byte,
 	}
 }
 
-// A program with modules: this one. What has none of its own, as lameduck-wait, tells little of how they are listed.
+// A program with modules: this one. What has none of its own, as lameduck-wait, tells little of how
+// they are listed.
 func TestBOMOfManyModules(t *testing.T) {
 	file, err := os.Executable()
 	if err != nil {
@@ -355,7 +375,8 @@ func TestBOMOfManyModules(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for _, want := range []string{`"purl": "pkg:golang/github.com/google/go-containerregistry@v`, `"purl": "pkg:golang/github.com/docker/cli@v`, `%2Bincompatible"`, `"version": "v0.`} {
+	for _, want := range []string{`"purl": "pkg:golang/github.com/google/go-containerregistry@v`,
+		`"purl": "pkg:golang/github.com/docker/cli@v`, `%2Bincompatible"`, `"version": "v0.`} {
 		if !strings.Contains(string(listed), want) {
 			t.Errorf("no %s in %s", want, listed)
 		}
@@ -372,13 +393,16 @@ func TestBOMOfManyModules(t *testing.T) {
 		if !strings.Contains(string(listed), `"purl": "`+m.purl()+`"`) {
 			t.Errorf("%s is not listed", m)
 		}
-		if !slices.ContainsFunc(slices.Collect(maps.Keys(texts)), func(name string) bool { return strings.HasPrefix(name, "licenses/"+m.String()+"/") }) {
+		if !slices.ContainsFunc(slices.Collect(maps.Keys(texts)), func(name string) bool {
+			return strings.HasPrefix(name, "licenses/"+m.String()+"/")
+		}) {
 			t.Errorf("no licence of %s", m)
 		}
 	}
 	// A module that is not the one that the program was built of, and one of a folder.
 	p.info.Deps[0].Sum = "h1:another"
-	if _, err := licenses(t.Context(), testSource, p); err == nil || !strings.Contains(err.Error(), "is not the one in release") {
+	if _, err := licenses(t.Context(), testSource, p); err == nil ||
+		!strings.Contains(err.Error(), "is not the one in release") {
 		t.Errorf("the licence of another module was taken: %v", err)
 	}
 	p.info.Deps[0].Version = ""
@@ -397,7 +421,8 @@ func digests(t *testing.T, o options) map[string]string {
 	found := map[string]string{}
 	for _, image := range all {
 		found[image.program] = image.digest.String()
-		for _, name := range []string{archiveFile(image.program, o.version), bomFile(image.program, o.version, o.platforms[0])} {
+		for _, name := range []string{archiveFile(image.program, o.version),
+			bomFile(image.program, o.version, o.platforms[0])} {
 			content, err := os.ReadFile(filepath.Join(o.out, name))
 			if err != nil {
 				t.Fatal(err)
@@ -439,8 +464,10 @@ func copyTree(t *testing.T, to string) {
 	}
 }
 
-// Whoever has the tree can make the same images, and so see that those of a registry are of this tree: in another folder, with other rights and times of files, with
-// nothing compiled before, and whatever else the environment asks of go. With LAMEDUCK_DIST it is the images of make images, all three, that come out again.
+// Whoever has the tree can make the same images, and so see that those of a registry are of this
+// tree: in another folder, with other rights and times of files, with nothing compiled before, and
+// whatever else the environment asks of go. With LAMEDUCK_DIST it is the images of make images, all
+// three, that come out again.
 func TestTheSameEverywhere(t *testing.T) {
 	o, s := fixture(t)
 	want := digests(t, o)
@@ -472,14 +499,16 @@ func TestArchive(t *testing.T) {
 	want := digests(t, o)
 	for _, name := range programs {
 		dir := t.TempDir()
-		if out, err := exec.CommandContext(t.Context(), "tar", "-xf", filepath.Join(o.out, archiveFile(name, o.version)), "-C", dir).CombinedOutput(); err != nil {
+		if out, err := exec.CommandContext(t.Context(), "tar", "-xf",
+			filepath.Join(o.out, archiveFile(name, o.version)), "-C", dir).CombinedOutput(); err != nil {
 			t.Fatalf("%v: %s", err, out)
 		}
 		all, err := read(dir)
 		if err != nil {
 			t.Fatal(err)
 		}
-		if len(all) != 1 || all[0].program != name || all[0].digest.String() != want[name] || len(all[0].artifacts) > 0 {
+		if len(all) != 1 || all[0].program != name || all[0].digest.String() != want[name] ||
+			len(all[0].artifacts) > 0 {
 			t.Errorf("the archive of %s has %+v", name, all)
 		}
 	}
@@ -513,7 +542,8 @@ func TestReadOfAHalfLayout(t *testing.T) {
 	}
 	cut := o
 	cut.out = dir
-	if err := push(t.Context(), cut, io.Discard); err == nil || !strings.Contains(err.Error(), "make the images first") {
+	if err := push(t.Context(), cut, io.Discard); err == nil ||
+		!strings.Contains(err.Error(), "make the images first") {
 		t.Errorf("one image of three: %v", err)
 	}
 	if _, err := read(filepath.Join(dir, "nowhere")); !errors.Is(err, os.ErrNotExist) {

@@ -1,13 +1,14 @@
-// Command release makes what users install of a commit, without Docker: images for several platforms, the manifests and the chart that name them
-// by digest, archives of kubectl lameduck, and for each program a list of what is in it.
+// Command release makes what users install of a commit, without Docker: images for several
+// platforms, the manifests and the chart that name them by digest, archives of kubectl lameduck,
+// and for each program a list of what is in it.
 //
 //	release images     images, as an OCI layout, and as an archive each
 //	release push       of such a layout, to a registry
 //	release manifests  manifests and chart, naming the images of a layout by digest
 //	release all        images, manifests, kubectl lameduck and checksums
 //
-// What it makes is the same, bit by bit, wherever and whenever it is made of the same commit with the same version of Go: no time but the commit's, no
-// path, no name of a computer is in it.
+// What it makes is the same, bit by bit, wherever and whenever it is made of the same commit with
+// the same version of Go: no time but the commit's, no path, no name of a computer is in it.
 package main
 
 import (
@@ -52,19 +53,21 @@ func parse(args []string, out io.Writer) (options, error) {
 	f.SetOutput(out)
 	f.StringVar(&o.root, "root", filepath.Join("..", ".."), "the tree to build")
 	f.StringVar(&o.out, "out", "dist", "the folder for what is made; what an earlier run made there is replaced")
-	f.StringVar(&o.registry, "registry", "docker.io/lameduck", "where images are, or will be: what comes before /webhook")
+	f.StringVar(&o.registry, "registry", "docker.io/lameduck",
+		"where images are, or will be: what comes before /webhook")
 	f.StringVar(&o.version, "version", "dev", "tag of the images, and what programs answer to --version")
-	f.Func("platforms", "comma-separated os/arch of the images (default linux/amd64,linux/arm64)", func(text string) error {
-		o.platforms = nil
-		for _, word := range strings.Split(text, ",") {
-			system, arch, found := strings.Cut(word, "/")
-			if !found || system != "linux" || arch == "" {
-				return fmt.Errorf("%q is not linux/arch", word)
+	f.Func("platforms", "comma-separated os/arch of the images (default linux/amd64,linux/arm64)",
+		func(text string) error {
+			o.platforms = nil
+			for _, word := range strings.Split(text, ",") {
+				system, arch, found := strings.Cut(word, "/")
+				if !found || system != "linux" || arch == "" {
+					return fmt.Errorf("%q is not linux/arch", word)
+				}
+				o.platforms = append(o.platforms, platform{system, arch})
 			}
-			o.platforms = append(o.platforms, platform{system, arch})
-		}
-		return nil
-	})
+			return nil
+		})
 	if err := f.Parse(args); err != nil {
 		return o, err
 	}

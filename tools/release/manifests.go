@@ -40,7 +40,8 @@ func references(o options) (map[string]string, error) {
 	return refs, nil
 }
 
-// replaceOnce is for what must be there exactly once: a tree that was changed must not go out with a half of this.
+// replaceOnce is for what must be there exactly once: a tree that was changed must not go out with
+// a half of this.
 func replaceOnce(text, old, with string) (string, error) {
 	if n := strings.Count(text, old); n != 1 {
 		return "", fmt.Errorf("%q is there %d times, not once", old, n)
@@ -76,7 +77,8 @@ func (all files) edit(name string, change func(text string) (string, error)) err
 	return nil
 }
 
-// manifests are those of the tree, naming images by digest, that of what the coordinator puts into pods included.
+// manifests are those of the tree, naming images by digest, that of what the coordinator puts into
+// pods included.
 func manifests(root string, refs map[string]string) (files, error) {
 	all, err := readTree(filepath.Join(root, "manifests"))
 	if err != nil {
@@ -87,7 +89,8 @@ func manifests(root string, refs map[string]string) (files, error) {
 			return []byte(refs[string(placeholder.FindSubmatch(found)[1])])
 		})}
 	}
-	if said := "    barrier:\n      image: " + refs["lameduck-wait"] + "\n"; !bytes.Contains(all["base/webhook.yaml"].content, []byte(said)) {
+	if said := "    barrier:\n      image: " + refs["lameduck-wait"] + "\n"; !bytes.Contains(
+		all["base/webhook.yaml"].content, []byte(said)) {
 		return nil, fmt.Errorf("base/webhook.yaml does not name what is put into pods: %q", said)
 	}
 	return all, nil
@@ -108,7 +111,8 @@ func render(all files, dir string) ([]byte, error) {
 	return objects.AsYaml()
 }
 
-// chart is the tree's, naming images by digest, and its version: that of the release, or 0.0.0-NAME where that is none.
+// chart is the tree's, naming images by digest, and its version: that of the release, or 0.0.0-NAME
+// where that is none.
 func chart(root string, o options, refs map[string]string) (files, string, error) {
 	version := strings.TrimPrefix(o.version, "v")
 	if v := "v" + version; !semver.IsValid(v) || semver.Canonical(v) != v {
@@ -127,13 +131,16 @@ func chart(root string, o options, refs map[string]string) (files, string, error
 			if n := len(line.FindAllString(text, -1)); n != 1 {
 				return "", fmt.Errorf("%d versions, not one", n)
 			}
-			return replaceOnce(line.ReplaceAllString(text, "version: "+version), "\nappVersion: dev", "\nappVersion: "+o.version)
+			return replaceOnce(line.ReplaceAllString(text, "version: "+version), "\nappVersion: dev",
+				"\nappVersion: "+o.version)
 		}),
 		inside.edit("values.yaml", func(text string) (string, error) {
 			image, tag, _ := strings.Cut(refs["webhook"], ":"+o.version+"@")
-			text, err1 := replaceOnce(text, "repository: lameduck/webhook\n  tag: dev\n", "repository: "+image+"\n  tag: "+o.version+"@"+tag+"\n")
+			text, err1 := replaceOnce(text, "repository: lameduck/webhook\n  tag: dev\n",
+				"repository: "+image+"\n  tag: "+o.version+"@"+tag+"\n")
 			text, err2 := replaceOnce(text, "agentImage: lameduck/agent:dev\n", "agentImage: "+refs["agent"]+"\n")
-			text, err3 := replaceOnce(text, "waitImage: lameduck/lameduck-wait:dev\n", "waitImage: "+refs["lameduck-wait"]+"\n")
+			text, err3 := replaceOnce(text, "waitImage: lameduck/lameduck-wait:dev\n",
+				"waitImage: "+refs["lameduck-wait"]+"\n")
 			return text, errors.Join(err1, err2, err3)
 		}),
 	)

@@ -43,7 +43,8 @@ func unzip(t *testing.T, path string) map[string]string {
 	}
 }
 
-// What people apply names every image of ours by the digest of the one that was made with it, and the coordinator is told of the one that it puts into pods.
+// What people apply names every image of ours by the digest of the one that was made with it, and
+// the coordinator is told of the one that it puts into pods.
 func TestManifests(t *testing.T) {
 	o, s := fixture(t)
 	want := digests(t, o)
@@ -83,7 +84,9 @@ func TestManifests(t *testing.T) {
 					Kind    string
 					Barrier struct{ Image string }
 				}
-				if err := yaml.Unmarshal([]byte(text), &configuration); err != nil || configuration.Kind != "CoordinatorConfiguration" || configuration.Barrier.Image != ref("lameduck-wait") {
+				if err := yaml.Unmarshal([]byte(text), &configuration); err != nil ||
+					configuration.Kind != "CoordinatorConfiguration" ||
+					configuration.Barrier.Image != ref("lameduck-wait") {
 					t.Errorf("%s configures %+v: %v", file, configuration, err)
 				}
 			}
@@ -91,14 +94,16 @@ func TestManifests(t *testing.T) {
 	}
 	chart := unzip(t, filepath.Join(o.out, "lameduck-"+strings.TrimPrefix(o.version, "v")+".tgz"))
 	var meta struct{ Name, Version, AppVersion string }
-	if err := yaml.Unmarshal([]byte(chart["lameduck/Chart.yaml"]), &meta); err != nil || meta.Name != "lameduck" || "v"+meta.Version != o.version || meta.AppVersion != o.version {
+	if err := yaml.Unmarshal([]byte(chart["lameduck/Chart.yaml"]), &meta); err != nil || meta.Name != "lameduck" ||
+		"v"+meta.Version != o.version || meta.AppVersion != o.version {
 		t.Errorf("the chart is %+v, %v", meta, err)
 	}
 	var values struct {
 		Image   struct{ Repository, Tag string }
 		Barrier struct{ AgentImage, WaitImage string }
 	}
-	if err := yaml.Unmarshal([]byte(chart["lameduck/values.yaml"]), &values); err != nil || values.Image.Repository+":"+values.Image.Tag != ref("webhook") ||
+	if err := yaml.Unmarshal([]byte(chart["lameduck/values.yaml"]), &values); err != nil ||
+		values.Image.Repository+":"+values.Image.Tag != ref("webhook") ||
 		values.Barrier.AgentImage != ref("agent") || values.Barrier.WaitImage != ref("lameduck-wait") {
 		t.Errorf("the chart's values are %+v, %v", values, err)
 	}
@@ -115,7 +120,8 @@ func TestManifests(t *testing.T) {
 	}
 }
 
-// make images by itself makes images of the names that are in the tree, which by digest are no names to be left out.
+// make images by itself makes images of the names that are in the tree, which by digest are no
+// names to be left out.
 func TestManifestsOfTheTreesNames(t *testing.T) {
 	if os.Getenv("LAMEDUCK_DIST") != "" {
 		t.Skip("makes images of its own")
@@ -129,14 +135,17 @@ func TestManifestsOfTheTreesNames(t *testing.T) {
 		t.Fatal(err)
 	}
 	content, err := os.ReadFile(filepath.Join(o.out, "install.yaml"))
-	if want := "image: docker.io/lameduck/webhook:dev@" + digests(t, o)["webhook"] + "\n"; err != nil || !strings.Contains(string(content), want) {
+	if want := "image: docker.io/lameduck/webhook:dev@" + digests(t, o)["webhook"] + "\n"; err != nil ||
+		!strings.Contains(string(content), want) {
 		t.Errorf("no %s in %s (%v)", want, content, err)
 	}
 }
 
-// A tree that names an image in a way that is not known here must not go out with a name that nobody can pull.
+// A tree that names an image in a way that is not known here must not go out with a name that
+// nobody can pull.
 func TestManifestsOfAChangedTree(t *testing.T) {
-	refs := map[string]string{"webhook": "r/webhook:v1@sha256:1", "agent": "r/agent:v1@sha256:2", "lameduck-wait": "r/lameduck-wait:v1@sha256:3"}
+	refs := map[string]string{"webhook": "r/webhook:v1@sha256:1", "agent": "r/agent:v1@sha256:2",
+		"lameduck-wait": "r/lameduck-wait:v1@sha256:3"}
 	o := options{registry: "r", version: "v1.0.0"}
 	for file, change := range map[string][2]string{
 		"manifests/base/webhook.yaml":    {"lameduck/lameduck-wait:dev", "lameduck/lameduck-wait:latest"},
@@ -156,7 +165,8 @@ func TestManifestsOfAChangedTree(t *testing.T) {
 		if !strings.Contains(string(content), change[0]) {
 			t.Fatalf("%s has no %q", file, change[0])
 		}
-		if err := os.WriteFile(path, []byte(strings.Replace(string(content), change[0], change[1], 1)), 0o600); err != nil {
+		if err := os.WriteFile(path, []byte(strings.Replace(string(content), change[0], change[1], 1)),
+			0o600); err != nil {
 			t.Fatal(err)
 		}
 		_, err1 := manifests(dir, refs)
@@ -170,7 +180,8 @@ func TestManifestsOfAChangedTree(t *testing.T) {
 // A release is a version; what is none gets a chart's version below all releases.
 func TestVersionOfTheChart(t *testing.T) {
 	refs := map[string]string{}
-	for version, want := range map[string]string{"v1.2.3": "1.2.3", "1.2.3": "1.2.3", "v1.2.3-rc.1": "1.2.3-rc.1", "dev": "0.0.0-dev", "v1.2": "0.0.0-v1.2", "a_b": ""} {
+	for version, want := range map[string]string{"v1.2.3": "1.2.3", "1.2.3": "1.2.3", "v1.2.3-rc.1": "1.2.3-rc.1",
+		"dev": "0.0.0-dev", "v1.2": "0.0.0-v1.2", "a_b": ""} {
 		for _, p := range programs {
 			refs[p] = "r/" + p + ":" + version + "@sha256:0"
 		}

@@ -75,14 +75,16 @@ func read(dir string) ([]stored, error) {
 		}
 		i, known := of[manifest.Subject.Digest]
 		if !known {
-			return nil, fmt.Errorf("%s of %s belongs to image %s, which is not there", d.Digest, dir, manifest.Subject.Digest)
+			return nil, fmt.Errorf("%s of %s belongs to image %s, which is not there", d.Digest, dir,
+				manifest.Subject.Digest)
 		}
 		found[i].artifacts = append(found[i].artifacts, artifact)
 	}
 	return found, nil
 }
 
-// readAll returns the images of o's version in its layout: all of them, or an error. A run that was cut off has left some.
+// readAll returns the images of o's version in its layout: all of them, or an error. A run that was
+// cut off has left some.
 func readAll(o options) ([]stored, error) {
 	images, err := read(o.layoutDir())
 	if err != nil {
@@ -91,7 +93,8 @@ func readAll(o options) ([]stored, error) {
 	var names []string
 	for _, image := range images {
 		if image.version != o.version {
-			return nil, fmt.Errorf("%s has %s:%s, not %s: make the images first", o.layoutDir(), image.program, image.version, o.version)
+			return nil, fmt.Errorf("%s has %s:%s, not %s: make the images first", o.layoutDir(), image.program,
+				image.version, o.version)
 		}
 		names = append(names, image.program)
 	}
@@ -101,14 +104,16 @@ func readAll(o options) ([]stored, error) {
 	return images, nil
 }
 
-// push brings the images of a layout and what refers to them to a registry, with the credentials that docker or podman have stored. The tag comes last: who sees it
-// finds everything. A tag that is a version is never given to something else; any other is. A repeat changes nothing.
+// push brings the images of a layout and what refers to them to a registry, with the credentials
+// that docker or podman have stored. The tag comes last: who sees it finds everything. A tag that
+// is a version is never given to something else; any other is. A repeat changes nothing.
 func push(ctx context.Context, o options, out io.Writer) error {
 	images, err := readAll(o)
 	if err != nil {
 		return err
 	}
-	with := []remote.Option{remote.WithContext(ctx), remote.WithAuthFromKeychain(authn.DefaultKeychain), remote.WithUserAgent("lameduck-release")}
+	with := []remote.Option{remote.WithContext(ctx), remote.WithAuthFromKeychain(authn.DefaultKeychain),
+		remote.WithUserAgent("lameduck-release")}
 	for _, image := range images {
 		ref, err := name.NewTag(o.name(image.program), name.StrictValidation)
 		if err != nil {
@@ -122,7 +127,8 @@ func push(ctx context.Context, o options, out io.Writer) error {
 			case err != nil: // it may be there
 				return fmt.Errorf("look for image %s: %w", ref, err)
 			case there.Digest != image.digest:
-				return fmt.Errorf("push image %s: %s is there, and is %s, not %s", image.program, ref, there.Digest, image.digest)
+				return fmt.Errorf("push image %s: %s is there, and is %s, not %s", image.program, ref, there.Digest,
+					image.digest)
 			}
 		}
 		if err := remote.WriteIndex(ref.Digest(image.digest.String()), image.index, with...); err != nil {

@@ -20,7 +20,8 @@ import (
 )
 
 // registryOf starts a registry on the loopback. before may answer a request in its place.
-func registryOf(t *testing.T, before func(w http.ResponseWriter, r *http.Request) bool, options ...registry.Option) string {
+func registryOf(t *testing.T, before func(w http.ResponseWriter, r *http.Request) bool,
+	options ...registry.Option) string {
 	t.Helper()
 	t.Setenv("DOCKER_CONFIG", t.TempDir()) // nobody's credentials
 	handler := registry.New(append(options, registry.Logger(log.New(io.Discard, "", 0)))...)
@@ -33,12 +34,14 @@ func registryOf(t *testing.T, before func(w http.ResponseWriter, r *http.Request
 	return strings.TrimPrefix(server.URL, "http://") + "/lameduck"
 }
 
-// What a registry has afterwards is what was made: the same digest by the tag, and what is in each image is found from it, whether the registry knows of such
-// things or not. A repeat changes nothing.
+// What a registry has afterwards is what was made: the same digest by the tag, and what is in each
+// image is found from it, whether the registry knows of such things or not. A repeat changes
+// nothing.
 func TestPush(t *testing.T) {
 	made, _ := fixture(t)
 	want := digests(t, made)
-	for what, options := range map[string][]registry.Option{"referrers": {registry.WithReferrersSupport(true)}, "no referrers": {registry.WithReferrersSupport(false)}} {
+	for what, options := range map[string][]registry.Option{"referrers": {registry.WithReferrersSupport(true)},
+		"no referrers": {registry.WithReferrersSupport(false)}} {
 		t.Run(what, func(t *testing.T) {
 			o := made
 			o.registry = registryOf(t, nil, options...)
@@ -86,7 +89,8 @@ func TestPush(t *testing.T) {
 						}
 						r.Close()
 					}
-					checkReferrer(t, ref.Context().Digest(d.Digest.String()), filepath.Join(made.out, bomFile(program, made.version, made.platforms[i])))
+					checkReferrer(t, ref.Context().Digest(d.Digest.String()),
+						filepath.Join(made.out, bomFile(program, made.version, made.platforms[i])))
 				}
 			}
 		})
@@ -129,7 +133,8 @@ func checkReferrer(t *testing.T, image name.Digest, file string) {
 	}
 }
 
-// The tag of an image is there only when everything else is, whatever the registry refuses on the way.
+// The tag of an image is there only when everything else is, whatever the registry refuses on the
+// way.
 func TestTagComesLast(t *testing.T) {
 	made, _ := fixture(t)
 	all, err := read(made.layoutDir())
@@ -166,7 +171,8 @@ func TestTagComesLast(t *testing.T) {
 	mu.Lock()
 	away = true
 	mu.Unlock()
-	if err := push(t.Context(), o, io.Discard); os.Getenv("LAMEDUCK_DIST") == "" && (err == nil || !strings.Contains(err.Error(), "look for image")) {
+	if err := push(t.Context(), o, io.Discard); os.Getenv("LAMEDUCK_DIST") == "" &&
+		(err == nil || !strings.Contains(err.Error(), "look for image")) {
 		t.Errorf("a registry that does not say whether the version is there: %v", err)
 	}
 	if tagged {
@@ -213,7 +219,8 @@ func TestVersionsAreNotReplaced(t *testing.T) {
 		t.Error("the version is another image now")
 	}
 	other.version, changed.version = "dev", "dev"
-	if err := push(t.Context(), other, io.Discard); err == nil || !strings.Contains(err.Error(), "make the images first") {
+	if err := push(t.Context(), other, io.Discard); err == nil ||
+		!strings.Contains(err.Error(), "make the images first") {
 		t.Errorf("images of another version: %v", err)
 	}
 	repack()

@@ -24,8 +24,8 @@ func (m module) purl() string {
 	return "pkg:golang/" + strings.Join(segments, "/") + "@" + strings.ReplaceAll(m.version, "+", "%2B")
 }
 
-// bom lists what is in a program, by what the linker has written into it, and the modules in more, which were put beside it. It says nothing of
-// licences: their texts are with the program.
+// bom lists what is in a program, by what the linker has written into it, and the modules in more,
+// which were put beside it. It says nothing of licences: their texts are with the program.
 func bom(s source, p program, on platform, more ...module) ([]byte, error) {
 	modules, err := p.modules()
 	if err != nil {
@@ -34,7 +34,8 @@ func bom(s source, p program, on platform, more ...module) ([]byte, error) {
 	sum := sha256.Sum256(p.content)
 	self := cdx.Component{
 		BOMRef: "program", Type: cdx.ComponentTypeApplication, Name: p.name, Version: s.version,
-		PackageURL: module{path: p.info.Main.Path, version: s.version}.purl() + "?goarch=" + on.arch + "&goos=" + on.os + "#cmd/" + p.name,
+		PackageURL: module{path: p.info.Main.Path,
+			version: s.version}.purl() + "?goarch=" + on.arch + "&goos=" + on.os + "#cmd/" + p.name,
 		Hashes:     &[]cdx.Hash{{Algorithm: cdx.HashAlgoSHA256, Value: hex.EncodeToString(sum[:])}},
 		Licenses:   &cdx.Licenses{{License: &cdx.License{ID: license}}},
 		Properties: &[]cdx.Property{{Name: "lameduck:commit", Value: s.commit}},
@@ -44,7 +45,8 @@ func bom(s source, p program, on platform, more ...module) ([]byte, error) {
 	var components []cdx.Component
 	var refs []string
 	for _, m := range append(append([]module{std}, modules...), more...) {
-		c := cdx.Component{BOMRef: m.purl(), Type: cdx.ComponentTypeLibrary, Name: m.path, Version: m.version, PackageURL: m.purl()}
+		c := cdx.Component{BOMRef: m.purl(), Type: cdx.ComponentTypeLibrary, Name: m.path, Version: m.version,
+			PackageURL: m.purl()}
 		if m.sum != "" {
 			// Of the whole module, as in go.sum: no hash of any one file.
 			c.Properties = &[]cdx.Property{{Name: "lameduck:go.sum", Value: m.sum}}

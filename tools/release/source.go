@@ -18,7 +18,8 @@ type source struct {
 	root string
 	// version is a tag of images: v1.2.3, or dev.
 	version string
-	// commit is the whole name of it, with "-dirty" if files were changed since; unknown, if there is no version control.
+	// commit is the whole name of it, with "-dirty" if files were changed since; unknown, if there
+	// is no version control.
 	commit string
 	// created is the commit's time: the only time that is in what is made.
 	created time.Time
@@ -28,7 +29,8 @@ type source struct {
 
 var tag = regexp.MustCompile(`^[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}$`)
 
-// readSource asks git. SOURCE_DATE_EPOCH wins over the commit's time, as reproducible-builds.org has it; without both the time is that of the Unix epoch.
+// readSource asks git. SOURCE_DATE_EPOCH wins over the commit's time, as reproducible-builds.org
+// has it; without both the time is that of the Unix epoch.
 func readSource(ctx context.Context, root, version string, getenv func(string) string) (source, error) {
 	s := source{root: root, version: version, commit: "unknown", created: time.Unix(0, 0).UTC()}
 	if !tag.MatchString(version) {
@@ -79,7 +81,8 @@ type platform struct{ os, arch string }
 
 func (p platform) String() string { return p.os + "-" + p.arch }
 
-// build compiles commands of the tree into dir. All that go takes from the environment and that would change the programs is set here.
+// build compiles commands of the tree into dir. All that go takes from the environment and that
+// would change the programs is set here.
 func (s source) build(ctx context.Context, p platform, dir string, commands ...string) error {
 	const variable = "github.com/lameduck-io/lameduck/internal/version."
 	out, err := filepath.Abs(dir)
@@ -91,14 +94,16 @@ func (s source) build(ctx context.Context, p platform, dir string, commands ...s
 	}
 	args := []string{
 		"build", "-trimpath", "-buildvcs=false",
-		"-ldflags=-s -w -buildid= -X " + variable + "version=" + s.version + " -X " + variable + "commit=" + s.commit, "-o", out + string(filepath.Separator),
+		"-ldflags=-s -w -buildid= -X " + variable + "version=" + s.version + " -X " + variable + "commit=" + s.commit,
+		"-o", out + string(filepath.Separator),
 	}
 	for _, name := range commands {
 		args = append(args, "./cmd/"+name)
 	}
 	cmd := exec.CommandContext(ctx, "go", args...)
 	cmd.Dir = s.root
-	cmd.Env = append(os.Environ(), "GOOS="+p.os, "GOARCH="+p.arch, "CGO_ENABLED=0", "GOFLAGS=-mod=readonly", "GOWORK=off", "GOEXPERIMENT=", "GOFIPS140=off",
+	cmd.Env = append(os.Environ(), "GOOS="+p.os, "GOARCH="+p.arch, "CGO_ENABLED=0", "GOFLAGS=-mod=readonly",
+		"GOWORK=off", "GOEXPERIMENT=", "GOFIPS140=off",
 		"GOAMD64=v1", "GOARM64=v8.0")
 	if s.cache != "" {
 		cmd.Env = append(cmd.Env, "GOCACHE="+s.cache)

@@ -15,14 +15,16 @@ func TestReadSource(t *testing.T) {
 	t.Setenv("GIT_CONFIG_GLOBAL", os.DevNull)
 	git := func(args ...string) {
 		t.Helper()
-		cmd := exec.CommandContext(t.Context(), "git", append([]string{"-C", dir, "-c", "user.name=n", "-c", "user.email=e@example.com"}, args...)...)
+		cmd := exec.CommandContext(t.Context(),
+			"git", append([]string{"-C", dir, "-c", "user.name=n", "-c", "user.email=e@example.com"}, args...)...)
 		cmd.Env = append(os.Environ(), "GIT_COMMITTER_DATE=1700000000 +0100", "GIT_AUTHOR_DATE=1600000000 +0100")
 		if out, err := cmd.CombinedOutput(); err != nil {
 			t.Fatalf("git %v: %v: %s", args, err, out)
 		}
 	}
 	none := func(string) string { return "" }
-	if s, err := readSource(t.Context(), dir, "dev", none); err != nil || s.commit != "unknown" || s.created.Unix() != 0 {
+	if s, err := readSource(t.Context(), dir, "dev", none); err != nil || s.commit != "unknown" ||
+		s.created.Unix() != 0 {
 		t.Errorf("without version control: %+v, %v", s, err)
 	}
 	git("init", "-q")
@@ -53,12 +55,14 @@ func TestReadSource(t *testing.T) {
 		t.Errorf("of a changed tree, with SOURCE_DATE_EPOCH: %+v, %v", dirty, err)
 	}
 	for _, bad := range []string{"tomorrow", "-1", "1.5"} {
-		if _, err := readSource(t.Context(), dir, "dev", epoch(bad)); err == nil || !strings.Contains(err.Error(), bad) {
+		if _, err := readSource(t.Context(), dir, "dev", epoch(bad)); err == nil ||
+			!strings.Contains(err.Error(), bad) {
 			t.Errorf("SOURCE_DATE_EPOCH=%s: %v", bad, err)
 		}
 	}
 	for _, bad := range []string{"", "v1.2.3+more", "-v1", "a b", "a/b"} {
-		if _, err := readSource(t.Context(), dir, bad, none); err == nil || !strings.Contains(err.Error(), "cannot be a tag") {
+		if _, err := readSource(t.Context(), dir, bad, none); err == nil ||
+			!strings.Contains(err.Error(), "cannot be a tag") {
 			t.Errorf("version %q: %v", bad, err)
 		}
 	}

@@ -12,8 +12,9 @@ import (
 	"github.com/rhysd/actionlint"
 )
 
-// They run where a mistake is seen by everybody, and nowhere before: so they are read here as far as they can be. What others wrote is named by its commit,
-// programs by the version of Go that this was tested with, and what make is told to do it knows.
+// They run where a mistake is seen by everybody, and nowhere before: so they are read here as far
+// as they can be. What others wrote is named by its commit, programs by the version of Go that this
+// was tested with, and what make is told to do it knows.
 func TestWorkflows(t *testing.T) {
 	files, err := filepath.Glob(filepath.Join(root, ".github", "workflows", "*.yml"))
 	if err != nil || len(files) < 2 {
@@ -62,7 +63,8 @@ func TestWorkflows(t *testing.T) {
 			t.Errorf("%s says no version of Go", file)
 		}
 		for _, v := range got {
-			if v[1] != got[0][1] || !strings.HasPrefix("go"+v[1], runtime.Version()[:strings.LastIndexByte(runtime.Version(), '.')+1]) {
+			if v[1] != got[0][1] || !strings.HasPrefix("go"+v[1],
+				runtime.Version()[:strings.LastIndexByte(runtime.Version(), '.')+1]) {
 				t.Errorf("%s takes Go %s; elsewhere it is %s, and this is %s", file, v[1], got[0][1], runtime.Version())
 			}
 		}

@@ -18,7 +18,8 @@ func Hooked(name string) *corev1.Pod {
 	return &corev1.Pod{
 		ObjectMeta: metav1.ObjectMeta{
 			Namespace: "shop", Name: name, UID: types.UID("uid-" + name),
-			Annotations: map[string]string{"lameduck.io/barrier-id": "id-" + name, "lameduck.io/barrier-bound": "30s", "lameduck.io/barrier-grace": "5"},
+			Annotations: map[string]string{"lameduck.io/barrier-id": "id-" + name, "lameduck.io/barrier-bound": "30s",
+				"lameduck.io/barrier-grace": "5"},
 		},
 		Status: corev1.PodStatus{PodIPs: []corev1.PodIP{{IP: "10.1.0.7"}}},
 	}
@@ -38,7 +39,8 @@ func Deleted(p *corev1.Pod, grace time.Duration) *corev1.Pod {
 func Slice(name, namespace, service string, list ...string) *discovery.EndpointSlice {
 	port, portName := int32(80), "http"
 	s := &discovery.EndpointSlice{
-		ObjectMeta:  metav1.ObjectMeta{Namespace: namespace, Name: name, Labels: map[string]string{discovery.LabelServiceName: service}},
+		ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: name,
+			Labels: map[string]string{discovery.LabelServiceName: service}},
 		AddressType: discovery.AddressTypeIPv4,
 		Ports:       []discovery.EndpointPort{{Name: &portName, Port: &port}},
 	}

@@ -18,9 +18,10 @@ import (
 // ErrNoCoordinator is what [Client.Barrier] returns when there is none that can be asked now.
 var ErrNoCoordinator = errors.New("no coordinator can be asked")
 
-// Barrier asks one coordinator when a pod may be told to stop, and waits for the answer until ctx is done. One that stops, is lost or knows
-// this agent by another stream is left for the next; each is asked once. The caller sets everything in b but Session. The error wraps
-// ErrNoCoordinator if all have failed, or there is none with an open stream.
+// Barrier asks one coordinator when a pod may be told to stop, and waits for the answer until ctx
+// is done. One that stops, is lost or knows this agent by another stream is left for the next; each
+// is asked once. The caller sets everything in b but Session. The error wraps ErrNoCoordinator if
+// all have failed, or there is none with an open stream.
 func (c *Client) Barrier(ctx context.Context, b wire.Barrier) (wire.BarrierStatus, error) {
 	c.mu.Lock()
 	replicas := make([]*replica, 0, len(c.replicas))
@@ -30,7 +31,8 @@ func (c *Client) Barrier(ctx context.Context, b wire.Barrier) (wire.BarrierStatu
 	c.mu.Unlock()
 	// Who asks again about a pod, asks the same one first; pods are spread over all.
 	slices.SortFunc(replicas, func(x, y *replica) int {
-		return cmp.Or(cmp.Compare(rank(x.address, b.Pod.UID), rank(y.address, b.Pod.UID)), cmp.Compare(x.address, y.address))
+		return cmp.Or(cmp.Compare(rank(x.address, b.Pod.UID), rank(y.address, b.Pod.UID)),
+			cmp.Compare(x.address, y.address))
 	})
 	errs := []error{ErrNoCoordinator}
 	began, elapsed := time.Now(), b.ElapsedMillis

@@ -1,4 +1,5 @@
-// Package client is an agent's side of the wire: one stream to each coordinator replica, kept open, and the posts that go with it.
+// Package client is an agent's side of the wire: one stream to each coordinator replica, kept open,
+// and the posts that go with it.
 //
 // Each replica has a goroutine of its own that knows one address. It opens the stream, declares
 // what the gateway routes, excludes what is being drained, and from then on carries words both ways
@@ -57,7 +58,8 @@ type Exclusions interface {
 	Reports() []drain.Report
 }
 
-// Watches are the pods that the client is told to observe, and what it reports of them. Its methods must not block.
+// Watches are the pods that the client is told to observe, and what it reports of them. Its methods
+// must not block.
 type Watches interface {
 	// Watch begins to observe a pod for holder, or says it anew.
 	Watch(w drain.Watch, holder string)
@@ -87,7 +89,8 @@ type Observer interface {
 
 // Client keeps a stream open to every coordinator replica. Make it with New, then Run it.
 type Client struct {
-	// HTTP makes the requests. It must not have a timeout of its own, and should speak HTTP/1.1 over TLS.
+	// HTTP makes the requests. It must not have a timeout of its own, and should speak HTTP/1.1
+	// over TLS.
 	HTTP *http.Client
 	// Token returns the bearer token to use now.
 	Token func() (string, error)
@@ -99,8 +102,9 @@ type Client struct {
 	// observes nothing.
 	Exclusions Exclusions
 	Watches    Watches
-	// Health returns what the gateway believes of its targets: the same pointer as long as that is the same, nil if it is not known yet. It must
-	// not block. An agent that leaves it nil tells nothing of that.
+	// Health returns what the gateway believes of its targets: the same pointer as long as that is
+	// the same, nil if it is not known yet. It must not block. An agent that leaves it nil tells
+	// nothing of that.
 	Health func() *wire.Summary
 	Log    *slog.Logger
 	// Observer may be nil.
@@ -130,7 +134,8 @@ type replica struct {
 	// declared is guarded by client.mu: the present stream has had its answer.
 	declared bool
 
-	// saying is held, as a channel of size one is, by a declaration or a leave under way: which of the two a coordinator hears last decides.
+	// saying is held, as a channel of size one is, by a declaration or a leave under way: which of
+	// the two a coordinator hears last decides.
 	saying chan struct{}
 
 	// opened says that the last stream got as far as its hello. Only run's goroutine uses it.
@@ -152,10 +157,12 @@ type replica struct {
 
 // New returns a client without any replica.
 func New() *Client {
-	return &Client{Exclusions: nothing{}, replicas: map[string]*replica{}, changed: make(chan struct{}, 1), learned: make(chan struct{})}
+	return &Client{Exclusions: nothing{}, replicas: map[string]*replica{}, changed: make(chan struct{}, 1),
+		learned: make(chan struct{})}
 }
 
-// Replicas sets the base URLs of all coordinator replicas, such as https://10.1.2.3:9444. Streams to others end, and new ones begin.
+// Replicas sets the base URLs of all coordinator replicas, such as https://10.1.2.3:9444. Streams
+// to others end, and new ones begin.
 func (c *Client) Replicas(addresses []string) {
 	c.mu.Lock()
 	c.addresses = slices.Clone(addresses)
@@ -187,11 +194,12 @@ func (c *Client) Wake() {
 	}
 }
 
-// Leave tells every replica that the gateway accepts nothing any more, for good, so that no deletion waits for this agent. Call it when
-// that is so and not before: an agent that is told to stop outlives its gateway. Streams that are open go on, for what is
-// excluded, until Run ends; none is opened any more. A replica that is not reached finds out by
-// itself when this agent's pod is no longer ready. Leave returns what went wrong, after 5 s at
-// most, and no error needs to be acted on.
+// Leave tells every replica that the gateway accepts nothing any more, for good, so that no
+// deletion waits for this agent. Call it when that is so and not before: an agent that is told to
+// stop outlives its gateway. Streams that are open go on, for what is excluded, until Run ends;
+// none is opened any more. A replica that is not reached finds out by itself when this agent's pod
+// is no longer ready. Leave returns what went wrong, after 5 s at most, and no error needs to be
+// acted on.
 func (c *Client) Leave(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, postTimeout)
 	defer cancel()
@@ -247,7 +255,8 @@ func (c *Client) Run(ctx context.Context) error {
 		for _, address := range c.addresses {
 			if c.replicas[address] == nil {
 				replicaCtx, cancel := context.WithCancel(ctx)
-				r := &replica{client: c, address: address, cancel: cancel, woken: make(chan struct{}, 1), saying: make(chan struct{}, 1)}
+				r := &replica{client: c, address: address, cancel: cancel, woken: make(chan struct{}, 1),
+					saying: make(chan struct{}, 1)}
 				c.replicas[address] = r
 				c.running.Go(func() { r.run(replicaCtx) })
 			}
@@ -287,7 +296,8 @@ func (r *replica) run(ctx context.Context) {
 		lost, r.opened = true, false
 		r.client.Log.Log(ctx, level, "stream to coordinator ended", "address", r.address, "error", err)
 		if errors.Is(err, errSilent) {
-			// What has swallowed the stream has swallowed the connections that wait to be used again.
+			// What has swallowed the stream has swallowed the connections that wait to be used
+			// again.
 			r.client.HTTP.CloseIdleConnections()
 		}
 		if time.Since(began) > maxPause {
@@ -411,8 +421,8 @@ func (r *replica) stream(ctx context.Context) error {
 	return err
 }
 
-// receive carries out what the stream says until it ends. It calls heard at each message, and complete once, when the list of open
-// drains is.
+// receive carries out what the stream says until it ends. It calls heard at each message, and
+// complete once, when the list of open drains is.
 func (r *replica) receive(lines *lines, hello wire.Hello, heard, complete func()) error {
 	t := r.client.Exclusions
 	holder := hello.Holder.String()
@@ -528,7 +538,8 @@ func (r *replica) post(ctx context.Context, hello wire.Hello, report func(wire.R
 			}
 		}
 		if len(news) > 0 {
-			if err := report(wire.Reports{Session: hello.Session, At: at, Boot: r.client.Boot, Reports: news}); err != nil {
+			if err := report(wire.Reports{Session: hello.Session, At: at, Boot: r.client.Boot,
+				Reports: news}); err != nil {
 				return err
 			}
 		}
@@ -738,7 +749,8 @@ func refused(response *http.Response) error {
 	if json.Unmarshal(body, &said) != nil || said.Error == "" {
 		said.Error = string(body)
 	}
-	return fmt.Errorf("coordinator %s answers %s to %s: %s", response.Request.URL.Host, response.Status, response.Request.URL.Path, said.Error)
+	return fmt.Errorf("coordinator %s answers %s to %s: %s", response.Request.URL.Host, response.Status,
+		response.Request.URL.Path, said.Error)
 }
 
 // cause prefers the reason for which ctx was cancelled to the error that the cancellation caused.

@@ -23,8 +23,9 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 )
 
-// What a client and a coordinator do together is tested in package coordinator. Here a coordinator is scripted, to do what the
-// real one does seldom or not yet. Each test runs in a bubble of fake time, which fails if a goroutine is left.
+// What a client and a coordinator do together is tested in package coordinator. Here a coordinator
+// is scripted, to do what the real one does seldom or not yet. Each test runs in a bubble of fake
+// time, which fails if a goroutine is left.
 
 const hello = `{"type":"hello","hello":{"protocol":1,"holder":{"replica":"r","epoch":"e"},"session":7,"heartbeatMillis":2000,"awayMillis":5000,"expiryMillis":60000,"renewalMillis":10000}}`
 
@@ -111,8 +112,10 @@ func (s *script) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 			s.serving.Add(1)
 			defer s.serving.Done()
 			defer conn.Close()
-			fmt.Fprintf(conn, "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: %s\r\n\r\n", wire.Upgrade)
-			s.upgraded(&session{say: func(line string) { fmt.Fprintln(conn, line) }, done: s.listener.closed}, buffered.Reader)
+			fmt.Fprintf(conn, "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: %s\r\n\r\n",
+				wire.Upgrade)
+			s.upgraded(&session{say: func(line string) { fmt.Fprintln(conn, line) }, done: s.listener.closed},
+				buffered.Reader)
 			return
 		}
 		s.stream(&session{
@@ -379,8 +382,9 @@ func TestWhatIsNotAStreamIsReportedAndTriedAgain(t *testing.T) {
 		lines []string
 		want  string
 	}{
-		"no hello":          {[]string{`{"type":"synced"}`}, "first message is not a hello of protocol 1"},
-		"another protocol":  {[]string{strings.Replace(hello, `"protocol":1`, `"protocol":2`, 1)}, "first message is not a hello of protocol 1"},
+		"no hello": {[]string{`{"type":"synced"}`}, "first message is not a hello of protocol 1"},
+		"another protocol": {[]string{strings.Replace(hello, `"protocol":1`, `"protocol":2`, 1)},
+			"first message is not a hello of protocol 1"},
 		"a hello of nobody": {[]string{`{"type":"hello"}`}, "first message is not a hello"},
 		"no times": {[]string{strings.Replace(hello, `"expiryMillis":60000`, `"expiryMillis":0`, 1)},
 			"hello names no times"},
@@ -419,7 +423,8 @@ func TestARefusalIsToldInTheCoordinatorsWords(t *testing.T) {
 			return http.StatusBadRequest, wire.Error{Error: `via "x" is not one of`}
 		}
 		c, _, log := run(t, s)
-		if got := log.last(); !strings.Contains(got, `answers 400 Bad Request to /v1/declarations: via "x" is not one of`) {
+		if got := log.last(); !strings.Contains(got,
+			`answers 400 Bad Request to /v1/declarations: via "x" is not one of`) {
 			t.Errorf("error %q", got)
 		}
 		if learned(c) {
@@ -428,7 +433,8 @@ func TestARefusalIsToldInTheCoordinatorsWords(t *testing.T) {
 	})
 }
 
-// Without this, a pod that is given back while a declaration is under way stays out of the gateway for as long as the stream lasts.
+// Without this, a pod that is given back while a declaration is under way stays out of the gateway
+// for as long as the stream lasts.
 func TestAnAnswerToADeclarationDoesNotBuryWhatWasReleasedMeanwhile(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := newScript(t)
@@ -491,7 +497,8 @@ func (s *sights) Watched(string) []drain.UID {
 
 func (s *sights) Reports() []drain.Report { return nil }
 
-// Without this, a pod that has gone while a declaration is under way is observed for twenty minutes more.
+// Without this, a pod that has gone while a declaration is under way is observed for twenty minutes
+// more.
 func TestAnAnswerToADeclarationDoesNotObserveWhatWasReleasedMeanwhile(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := newScript(t)
@@ -607,7 +614,8 @@ func TestReportsSayNewsAtOnceAndEverythingInTime(t *testing.T) {
 	})
 }
 
-// Without this, a coordinator cannot tell what was said of an earlier drain of the same pod, and arrives late, from what is said of this one.
+// Without this, a coordinator cannot tell what was said of an earlier drain of the same pod, and
+// arrives late, from what is said of this one.
 func TestReportsRepeatTheNumberOfTheDrain(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := newScript(t)
@@ -625,7 +633,8 @@ func TestReportsRepeatTheNumberOfTheDrain(t *testing.T) {
 			}
 		}
 		s.declare = func(wire.Declaration) (int, any) {
-			return http.StatusOK, wire.Declared{Drains: []drain.Open{{Pod: drain.Pod{UID: "a"}, Since: time.Now(), Number: 3}}}
+			return http.StatusOK, wire.Declared{Drains: []drain.Open{{Pod: drain.Pod{UID: "a"}, Since: time.Now(),
+				Number: 3}}}
 		}
 		_, stones, _ := run(t, s)
 		stones.Exclude(drain.Pod{UID: "other"}, "another/e", time.Now(), time.Now())
@@ -712,7 +721,8 @@ func TestLearnedWhenTheLastThatHadNotAnsweredIsNoLongerKnown(t *testing.T) {
 			c.Replicas(addresses(1))
 			synctest.Wait()
 			if !learned(c) {
-				t.Errorf("not learned although each replica that is known has answered (the other refuses: %t)", refuses)
+				t.Errorf("not learned although each replica that is known has answered (the other refuses: %t)",
+					refuses)
 			}
 		}
 	})
@@ -793,7 +803,8 @@ func TestATokenThatCannotBeReadIsTriedAgain(t *testing.T) {
 		log.mu.Lock()
 		defer log.mu.Unlock()
 		all := strings.Join(log.errors, "\n")
-		if !strings.Contains(all, "read token for coordinator: unexpected EOF") || !strings.Contains(all, `coordinator address "http://bad host"`) {
+		if !strings.Contains(all, "read token for coordinator: unexpected EOF") ||
+			!strings.Contains(all, `coordinator address "http://bad host"`) {
 			t.Errorf("errors %q", all)
 		}
 		if s.streams() != 0 {
@@ -909,7 +920,8 @@ func TestALostStreamIsSaidOnce(t *testing.T) {
 	})
 }
 
-// Whatever a coordinator writes on a stream is a message or the end of it, and no line is held beyond its bound.
+// Whatever a coordinator writes on a stream is a message or the end of it, and no line is held
+// beyond its bound.
 func FuzzLines(f *testing.F) {
 	f.Add([]byte(hello + "\n" + drainLine("a") + "\n\n{}\nnull\n"))
 	f.Add([]byte(`{"type":"release","release":{"uid":"a","terminating":true}}`))

@@ -11,14 +11,16 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 )
 
-// A coordinator of the last release takes a line that is no report for a fault, and ends the stream: it must get none. One that names the
-// feature gets what is new, at most once a second, and reports as ever.
+// A coordinator of the last release takes a line that is no report for a fault, and ends the
+// stream: it must get none. One that names the feature gets what is new, at most once a second, and
+// reports as ever.
 func TestHealthIsToldToThoseWhoTakeIt(t *testing.T) {
 	for name, c := range map[string]struct {
 		features string
 		want     int
 	}{
-		"a coordinator that knows it": {`["leave","health"]`, 4}, "one of the last release": {`["leave","barrier"]`, 0}, "one that names nothing": {`[]`, 0},
+		"a coordinator that knows it": {`["leave","health"]`, 4}, "one of the last release": {`["leave","barrier"]`, 0},
+		"one that names nothing": {`[]`, 0},
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -49,7 +51,9 @@ func TestHealthIsToldToThoseWhoTakeIt(t *testing.T) {
 				// It changes four times a second.
 				sum := func() *wire.Summary {
 					n := int(min(time.Since(began), 4*time.Second) / (250 * time.Millisecond))
-					return &wire.Summary{Services: 1, Told: []wire.ServiceHealth{{Service: drain.Service{Namespace: "shop", Name: "web"}, TargetCounts: wire.TargetCounts{Usable: n}}}}
+					return &wire.Summary{Services: 1,
+						Told: []wire.ServiceHealth{{Service: drain.Service{Namespace: "shop", Name: "web"},
+							TargetCounts: wire.TargetCounts{Usable: n}}}}
 				}
 				runWith(t, func(c *Client) { c.Health = sum }, s)
 				time.Sleep(10 * time.Second)
@@ -62,7 +66,8 @@ func TestHealthIsToldToThoseWhoTakeIt(t *testing.T) {
 					}
 					told++
 					h, err := wire.ParseHealth([]byte(l.text))
-					if err != nil || h.Session != 7 || h.First != (told == 1) || len(h.Changed) != 1 || l.at != time.Duration(told)*time.Second {
+					if err != nil || h.Session != 7 || h.First != (told == 1) || len(h.Changed) != 1 ||
+						l.at != time.Duration(told)*time.Second {
 						t.Errorf("at %s: %+v, %v", l.at, h, err)
 					}
 				}

@@ -18,8 +18,9 @@ import (
 // addressesName is the file in the journal's directory that names the coordinators.
 const addressesName = "coordinators.json"
 
-// addresses keeps where the coordinators were last, for an agent that starts while the API server cannot be asked: without them it would
-// hear of no drain. What is written there is believed no more than any address: whoever answers has to prove that it is a coordinator.
+// addresses keeps where the coordinators were last, for an agent that starts while the API server
+// cannot be asked: without them it would hear of no drain. What is written there is believed no
+// more than any address: whoever answers has to prove that it is a coordinator.
 type addresses struct {
 	path string
 	log  *slog.Logger

@@ -126,7 +126,8 @@ func (r *Bundle) dial(ctx context.Context, network, address string) (net.Conn, e
 	if err != nil {
 		return nil, err
 	}
-	secure := tls.Client(conn, &tls.Config{MinVersion: tls.VersionTLS12, RootCAs: pool, ServerName: r.conf.ServerName, NextProtos: []string{"http/1.1"}})
+	secure := tls.Client(conn, &tls.Config{MinVersion: tls.VersionTLS12, RootCAs: pool, ServerName: r.conf.ServerName,
+		NextProtos: []string{"http/1.1"}})
 	if err := secure.HandshakeContext(ctx); err != nil {
 		conn.Close()
 		return nil, err

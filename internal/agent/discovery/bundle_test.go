@@ -16,11 +16,12 @@ func secureServer(t *testing.T) (address, ca string) {
 	server := httptest.NewUnstartedServer(http.NotFoundHandler())
 	server.StartTLS()
 	t.Cleanup(server.Close)
-	return server.Listener.Addr().String(), string(pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: server.Certificate().Raw}))
+	return server.Listener.Addr().String(), string(pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE",
+		Bytes: server.Certificate().Raw}))
 }
 
-// The CA changes while the agent runs, and a file that is bad for a moment takes nothing away. Without this, an agent loses all coordinators at their first
-// rotation.
+// The CA changes while the agent runs, and a file that is bad for a moment takes nothing away.
+// Without this, an agent loses all coordinators at their first rotation.
 func TestBundleFollowsTheirFile(t *testing.T) {
 	address, ca := secureServer(t)
 	path := filepath.Join(t.TempDir(), "ca.crt")

@@ -54,15 +54,18 @@ type Config struct {
 // Check reports each thing that is wrong to must, which takes what has to hold and what to say if
 // it does not.
 func (c Config) Check(must func(ok bool, format string, args ...any)) {
-	must((c.Service == "") != (len(c.Addresses) == 0), "coordinators: exactly one of service %q and addresses %q is needed", c.Service, c.Addresses)
+	must((c.Service == "") != (len(c.Addresses) == 0),
+		"coordinators: exactly one of service %q and addresses %q is needed", c.Service, c.Addresses)
 	_, _, err := gateway.ParseService(c.Service)
 	must(c.Service == "" || err == nil, "coordinators.service %q: must be namespace/name", c.Service)
 	for i, a := range c.Addresses {
 		u, err := url.Parse(a)
-		must(err == nil && u.Hostname() != "" && a == "https://"+u.Host, "coordinators.addresses[%d] %q: must be https://host:port", i, a)
+		must(err == nil && u.Hostname() != "" && a == "https://"+u.Host,
+			"coordinators.addresses[%d] %q: must be https://host:port", i, a)
 	}
 	must(c.ServerName != "", "coordinators.serverName %q: required", c.ServerName)
-	must((c.CAFile == "") != (c.CAConfigMap == ""), "coordinators: exactly one of caFile %q and caConfigMap %q is needed", c.CAFile, c.CAConfigMap)
+	must((c.CAFile == "") != (c.CAConfigMap == ""),
+		"coordinators: exactly one of caFile %q and caConfigMap %q is needed", c.CAFile, c.CAConfigMap)
 	_, _, err = gateway.ParseService(c.CAConfigMap)
 	must(c.CAConfigMap == "" || err == nil, "coordinators.caConfigMap %q: must be namespace/name", c.CAConfigMap)
 	for _, of := range []struct{ field, path string }{{"caFile", c.CAFile}, {"tokenFile", c.TokenFile}} {
@@ -98,7 +101,8 @@ func Connect(conf Config, bundle *Bundle) *client.Client {
 // first with those that were kept in dir by an earlier life of the agent, so that it finds
 // coordinators while the API server cannot be asked. An empty dir keeps none. Where conf names no
 // Service it only waits.
-func Follow(ctx context.Context, kube kubernetes.Interface, conf Config, dir string, tell func(addresses []string), log *slog.Logger) error {
+func Follow(ctx context.Context, kube kubernetes.Interface, conf Config, dir string, tell func(addresses []string),
+	log *slog.Logger) error {
 	if conf.Service == "" {
 		<-ctx.Done()
 		return nil
@@ -122,7 +126,8 @@ func Follow(ctx context.Context, kube kubernetes.Interface, conf Config, dir str
 		}
 		addresses := []string{}
 		for _, e := range index.Endpoints(service, conf.Port) {
-			addresses = append(addresses, "https://"+net.JoinHostPort(e.Addr.Addr().String(), strconv.Itoa(int(e.Addr.Port()))))
+			addresses = append(addresses, "https://"+net.JoinHostPort(e.Addr.Addr().String(),
+				strconv.Itoa(int(e.Addr.Port()))))
 		}
 		remembered.set(addresses)
 		tell(addresses)

@@ -31,7 +31,8 @@ func TestAddressesAreKept(t *testing.T) {
 	a.set(want[:1])
 	a.set(want)
 	a.set(nil) // no coordinator is nothing to come back to
-	for end := time.Now().Add(10 * time.Second); !slices.Equal(rememberIn(dir, log).read(), want); time.Sleep(time.Millisecond) {
+	for end := time.Now().Add(10 * time.Second); !slices.Equal(rememberIn(dir, log).read(),
+		want); time.Sleep(time.Millisecond) {
 		if time.Now().After(end) {
 			t.Fatalf("kept are %q", rememberIn(dir, log).read())
 		}
@@ -80,7 +81,8 @@ func TestCoordinatorsAreFollowed(t *testing.T) {
 		time.Sleep(time.Second)
 		expect("https://10.1.0.1:80")
 		slicesOf := kube.DiscoveryV1().EndpointSlices("lameduck")
-		if _, err := slicesOf.Create(ctx, agenttest.Slice("coord-2", "lameduck", "other", "10.1.0.2@y"), metav1.CreateOptions{}); err != nil {
+		if _, err := slicesOf.Create(ctx, agenttest.Slice("coord-2", "lameduck", "other", "10.1.0.2@y"),
+			metav1.CreateOptions{}); err != nil {
 			t.Fatal(err)
 		}
 		expect("https://10.1.0.1:80")
@@ -91,7 +93,8 @@ func TestCoordinatorsAreFollowed(t *testing.T) {
 			{"coord-2", "agents", "10.1.0.2@y", []string{"https://10.1.0.1:80", "https://10.1.0.2:80"}},
 			{"coord-1", "former", "10.1.0.1@x", []string{"https://10.1.0.2:80"}},
 		} {
-			if _, err := slicesOf.Update(ctx, agenttest.Slice(change.name, "lameduck", change.service, change.address), metav1.UpdateOptions{}); err != nil {
+			if _, err := slicesOf.Update(ctx, agenttest.Slice(change.name, "lameduck", change.service, change.address),
+				metav1.UpdateOptions{}); err != nil {
 				t.Fatal(err)
 			}
 			expect(change.want...)

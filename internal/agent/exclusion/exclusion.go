@@ -38,7 +38,8 @@ type Exclusions struct {
 	mu sync.Mutex
 	// known holds the last state that was written down of each exclusion.
 	known map[health.UID]health.State
-	// furthest is how far each of them has ever come. propagation is told how long that took, once; nil: nobody is.
+	// furthest is how far each of them has ever come. propagation is told how long that took, once;
+	// nil: nobody is.
 	furthest    map[health.UID]health.State
 	propagation *prometheus.HistogramVec
 }
@@ -48,7 +49,8 @@ type Exclusions struct {
 // alone, see Expire. ports are the Services that feed each pool, and wake is called when the
 // gateway is to be directed again. propagation, which may be nil, is told how long each exclusion
 // took.
-func New(set *health.Set, kept *journal.Journal, ports map[health.Pool]endpoints.Port, wake func(), propagation *prometheus.HistogramVec, log *slog.Logger) *Exclusions {
+func New(set *health.Set, kept *journal.Journal, ports map[health.Pool]endpoints.Port, wake func(),
+	propagation *prometheus.HistogramVec, log *slog.Logger) *Exclusions {
 	t := &Exclusions{
 		set: set, journal: kept, ports: ports, wake: wake, propagation: propagation, log: log,
 		known: map[health.UID]health.State{}, furthest: map[health.UID]health.State{},
@@ -64,7 +66,8 @@ func (t *Exclusions) restore(now time.Time) {
 		uid := health.UID(s.Pod.UID)
 		for holder, expires := range s.Expiries {
 			t.set.Exclude(now, uid, holder, s.Since, expires)
-			t.log.Info("exclusion restored", "pod", s.Pod.String(), "uid", s.Pod.UID, "holder", holder, "since", s.Since, "expiry", expires.Sub(now).String())
+			t.log.Info("exclusion restored", "pod", s.Pod.String(), "uid", s.Pod.UID, "holder", holder,
+				"since", s.Since, "expiry", expires.Sub(now).String())
 		}
 		if s.Terminating {
 			t.set.MarkTerminating(now, uid)
@@ -186,7 +189,8 @@ func (t *Exclusions) proven(s health.Exclusion) health.State {
 
 // Changed writes down each exclusion's new state, and reports whether there was one.
 func (t *Exclusions) Changed() bool {
-	// Read inside: who read earlier and writes later would leave an old state behind, and a change back to that would be no news.
+	// Read inside: who read earlier and writes later would leave an old state behind, and a change
+	// back to that would be no news.
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	stones := t.set.Exclusions()
@@ -201,15 +205,17 @@ func (t *Exclusions) Changed() bool {
 		news = news || state == health.Kept // perhaps in other Services than before
 		if !known || was != state {
 			news = true
-			t.log.Info("exclusion state", "uid", s.UID, "state", state.String(), "targets", s.Targets, "generation", s.Generation)
+			t.log.Info("exclusion state", "uid", s.UID, "state", state.String(), "targets", s.Targets,
+				"generation", s.Generation)
 		}
 	}
 	t.known, t.furthest = now, furthest
 	return news
 }
 
-// measure writes down how long it took to come from before to state, if that is further. What is Idle at once was never routed here, or
-// was let go of in another life: it says nothing of the gateway.
+// measure writes down how long it took to come from before to state, if that is further. What is
+// Idle at once was never routed here, or was let go of in another life: it says nothing of the
+// gateway.
 func (t *Exclusions) measure(s health.Exclusion, before, state health.State) {
 	if t.propagation == nil || s.Targets == 0 {
 		return

@@ -55,7 +55,8 @@ type checked struct {
 func (c *checked) Apply(_ context.Context, ops []health.Op) error {
 	for _, op := range ops {
 		data, err := os.ReadFile(c.file)
-		if on := err == nil && strings.Contains(string(data), string(op.Key.Target.UID)); op.Want == health.WantRemoved && !on {
+		if on := err == nil && strings.Contains(string(data),
+			string(op.Key.Target.UID)); op.Want == health.WantRemoved && !on {
 			c.Errorf("%s is asked for before the exclusion is on disk", op)
 		}
 		c.applied++
@@ -83,7 +84,8 @@ func TestNothingIsTakenOutBeforeItIsOnDisk(t *testing.T) {
 		uid := "uid-" + strings.Repeat("x", i+1) + "-"
 		now := time.Now()
 		stones.Exclude(drain.Pod{Namespace: "shop", Name: "web", UID: drain.UID(uid)}, "a/1", now, now.Add(time.Minute))
-		key := health.Key{Pool: "web", Target: health.Target{UID: health.UID(uid), Addr: netip.MustParseAddrPort("10.0.0.1:80")}}
+		key := health.Key{Pool: "web", Target: health.Target{UID: health.UID(uid),
+			Addr: netip.MustParseAddrPort("10.0.0.1:80")}}
 		if err := g.Apply(t.Context(), []health.Op{{Key: key, Want: health.WantRemoved}}); err != nil {
 			t.Fatal(err)
 		}
@@ -141,7 +143,8 @@ func TestNothingIsReportedBeforeItIsOnDisk(t *testing.T) {
 	last, stop := kept(t, dir)
 	defer stop()
 	third := New(health.New(health.Options{}), last, nil, func() {}, nil, slog.New(slog.DiscardHandler))
-	third.set.Change(time.Now(), "web", []health.Change{{Endpoint: health.Endpoint{Target: health.Target{UID: "a", Addr: netip.MustParseAddrPort("10.0.0.1:80")}, Routable: true}}})
+	third.set.Change(time.Now(), "web", []health.Change{{Endpoint: health.Endpoint{Target: health.Target{UID: "a",
+		Addr: netip.MustParseAddrPort("10.0.0.1:80")}, Routable: true}}})
 	third.set.Synced()
 	if got := third.set.Targets(); len(got) != 1 || got[0].Why != health.WhyTerminating {
 		t.Errorf("a dead pod that a late EndpointSlice calls ready is %+v", got)
@@ -172,7 +175,8 @@ func TestALeaseEndsInTheSetWhenItDoesInTheJournal(t *testing.T) {
 	}
 }
 
-// Without this, a pod that is routed again after a reload counts twice, and one that was never routed counts as quick.
+// Without this, a pod that is routed again after a reload counts twice, and one that was never
+// routed counts as quick.
 func TestPropagationIsWrittenDownOnce(t *testing.T) {
 	registry := prometheus.NewRegistry()
 	stones := &Exclusions{propagation: metrics.NewPropagation(registry, "fake", "")}
@@ -196,13 +200,16 @@ func TestPropagationIsWrittenDownOnce(t *testing.T) {
 	}
 }
 
-// Without this, the coordinator cannot tell a Service whose only target is the pod from one that has another target.
+// Without this, the coordinator cannot tell a Service whose only target is the pod from one that
+// has another target.
 func TestReportsNameTheServicesThatKeepAPod(t *testing.T) {
 	j, stop := kept(t, "")
 	defer stop()
 	set := health.New(health.Options{})
 	own := endpoints.Port{Service: types.NamespacedName{Namespace: "shop", Name: "own"}}
-	stones := New(set, j, map[health.Pool]endpoints.Port{"own": own, "own-tls": own, "web": {Service: types.NamespacedName{Namespace: "shop", Name: "web"}}}, func() {}, nil, slog.New(slog.DiscardHandler))
+	stones := New(set, j, map[health.Pool]endpoints.Port{"own": own, "own-tls": own,
+		"web": {Service: types.NamespacedName{Namespace: "shop", Name: "web"}}}, func() {}, nil,
+		slog.New(slog.DiscardHandler))
 	now := time.Now()
 	target := func(uid health.UID, addr string) health.Target {
 		return health.Target{UID: uid, Addr: netip.MustParseAddrPort(addr)}
@@ -238,8 +245,9 @@ func TestReportsNameTheServicesThatKeepAPod(t *testing.T) {
 	}
 }
 
-// Many call changed at the same time: what the gateway does, what is on disk. Whoever reads a state and writes it down after a newer one leaves
-// the old one behind, and a change back to that is then no news: nobody hears that the pod is routed again.
+// Many call changed at the same time: what the gateway does, what is on disk. Whoever reads a state
+// and writes it down after a newer one leaves the old one behind, and a change back to that is then
+// no news: nobody hears that the pod is routed again.
 func TestTheLastStateWrittenDownIsTheLast(t *testing.T) {
 	t.Parallel()
 	j, stop := kept(t, "")
@@ -250,7 +258,8 @@ func TestTheLastStateWrittenDownIsTheLast(t *testing.T) {
 	var all []health.Change
 	seen := map[health.Key]health.Seen{}
 	for i := range 50 { // so that it takes a while to read and to write them
-		target := health.Target{UID: health.UID(fmt.Sprint("uid-", i)), Addr: netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 0, 0, byte(i)}), 80)}
+		target := health.Target{UID: health.UID(fmt.Sprint("uid-", i)),
+			Addr: netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 0, 0, byte(i)}), 80)}
 		all = append(all, health.Change{Endpoint: health.Endpoint{Target: target, Routable: true}})
 		seen[health.Key{Pool: "web", Target: target}] = health.Seen{}
 	}
@@ -296,7 +305,8 @@ func TestTombstonesBetweenTheWireAndTheSet(t *testing.T) {
 	stones := New(set, kept, nil, func() { woken++ }, nil, slog.New(slog.DiscardHandler))
 	now := time.Now()
 	set.Synced()
-	set.Change(now, "web", []health.Change{{Endpoint: health.Endpoint{Target: health.Target{UID: "a", Addr: netip.MustParseAddrPort("10.0.0.1:80")}, Routable: true}}})
+	set.Change(now, "web", []health.Change{{Endpoint: health.Endpoint{Target: health.Target{UID: "a",
+		Addr: netip.MustParseAddrPort("10.0.0.1:80")}, Routable: true}}})
 	pod := func(uid string) drain.Pod {
 		return drain.Pod{Namespace: "shop", Name: "web-" + uid, UID: drain.UID(uid)}
 	}
@@ -323,7 +333,8 @@ func TestTombstonesBetweenTheWireAndTheSet(t *testing.T) {
 	stones.Exclude(pod("a"), "r2", now, now.Add(time.Hour))
 	set.Observe(time.Now(), health.Observation{Generation: "g", At: time.Now()})
 	reports := stones.Reports()
-	if len(reports) != 2 || reports[0].State != drain.StateUnknown || reports[0].Proof != drain.ProofNone || reports[1].State != drain.Idle || reports[1].Proof != drain.Runtime {
+	if len(reports) != 2 || reports[0].State != drain.StateUnknown || reports[0].Proof != drain.ProofNone ||
+		reports[1].State != drain.Idle || reports[1].Proof != drain.Runtime {
 		t.Fatalf("reports are %+v", reports)
 	}
 	if got := stones.Held("r"); !slices.Equal(got, []drain.UID{"b"}) {

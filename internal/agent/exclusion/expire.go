@@ -39,7 +39,8 @@ func (t *Exclusions) Expire(ctx context.Context, fresh func(context.Context) err
 		case len(expired) == 0:
 			next, pause, failing = time.Time{}, freshRetryFirst, ""
 		case next.IsZero():
-			t.log.Warn("no coordinator has renewed these exclusions: they end when EndpointSlices are known to be fresh", "uids", expired)
+			t.log.Warn("no coordinator has renewed these exclusions: they end when EndpointSlices are known to be "+
+				"fresh", "uids", expired)
 			next = now.Add(rand.N(lapseSpread))
 			continue
 		case now.Before(next):
@@ -49,7 +50,8 @@ func (t *Exclusions) Expire(ctx context.Context, fresh func(context.Context) err
 				next = time.Now().Add(pause/2 + rand.N(pause))
 				pause = min(2*pause, maxFreshRetry)
 				if text := err.Error(); text != failing && ctx.Err() == nil {
-					t.log.Warn("EndpointSlices may be old: exclusions stand although their expiries are over", "uids", expired, "error", err)
+					t.log.Warn("EndpointSlices may be old: exclusions stand although their expiries are over",
+						"uids", expired, "error", err)
 					failing = text
 				}
 				continue

@@ -71,8 +71,10 @@ func (b *Summary) look() {
 	}
 }
 
-// summarize counts targets by Service, and chooses of which Services is told: those with trouble first, as many as there is room for.
-func summarize(all []health.Detail, pools map[health.Pool]health.Count, ports map[health.Pool]endpoints.Port, names func() map[health.UID]string) wire.Summary {
+// summarize counts targets by Service, and chooses of which Services is told: those with trouble
+// first, as many as there is room for.
+func summarize(all []health.Detail, pools map[health.Pool]health.Count, ports map[health.Pool]endpoints.Port,
+	names func() map[health.UID]string) wire.Summary {
 	of := map[types.NamespacedName]*wire.ServiceHealth{}
 	service := func(p health.Pool) *wire.ServiceHealth {
 		name := ports[p].Service
@@ -107,7 +109,8 @@ func summarize(all []health.Detail, pools map[health.Pool]health.Count, ports ma
 			if called == nil {
 				called = names()
 			}
-			one := wire.TargetHealth{Address: t.Target.Addr, Pod: called[t.Target.UID], Why: t.Why.String(), Since: *utc(t.Since)}
+			one := wire.TargetHealth{Address: t.Target.Addr, Pod: called[t.Target.UID], Why: t.Why.String(),
+				Since: *utc(t.Since)}
 			if !t.LastAt.IsZero() {
 				one.Last = t.Last.String()
 			}
@@ -128,7 +131,8 @@ func summarize(all []health.Detail, pools map[health.Pool]health.Count, ports ma
 		sum.Told = append(sum.Told, *s)
 	}
 	slices.SortFunc(sum.Told, func(a, b wire.ServiceHealth) int {
-		return cmp.Or(rank(a)-rank(b), strings.Compare(a.Service.Namespace, b.Service.Namespace), strings.Compare(a.Service.Name, b.Service.Name))
+		return cmp.Or(rank(a)-rank(b), strings.Compare(a.Service.Namespace, b.Service.Namespace),
+			strings.Compare(a.Service.Name, b.Service.Name))
 	})
 	room := wire.MaxHealthKept
 	for i, s := range sum.Told {

@@ -41,7 +41,8 @@ type targetView struct {
 	Since *time.Time `json:"since,omitempty"`
 	// ReadAt is when State was read.
 	ReadAt *time.Time `json:"readAt,omitempty"`
-	// Health is the verdict of the checks: the words of [health.Verdict]. HealthSince is when it was reached.
+	// Health is the verdict of the checks: the words of [health.Verdict]. HealthSince is when it
+	// was reached.
 	Health      string     `json:"health"`
 	HealthSince *time.Time `json:"healthSince,omitempty"`
 	// LastOutcome is that of the last probe, or what the gateway reported, at LastOutcomeAt.
@@ -79,19 +80,23 @@ const (
 )
 
 // viewTargets makes the views of what the query asks for.
-func viewTargets(all []health.Detail, q targetsQuery, ports map[health.Pool]endpoints.Port, names map[health.UID]string) []targetView {
+func viewTargets(all []health.Detail, q targetsQuery, ports map[health.Pool]endpoints.Port,
+	names map[health.UID]string) []targetView {
 	views := []targetView{}
 	for _, t := range all {
 		of := ports[t.Pool]
 		service := of.Service.String()
-		if q.service != "" && q.service != service || q.pool != "" && q.pool != string(t.Pool) || q.address.IsValid() && q.address != t.Target.Addr {
+		if q.service != "" && q.service != service || q.pool != "" && q.pool != string(t.Pool) || q.address.IsValid() &&
+			q.address != t.Target.Addr {
 			continue
 		}
 		v := targetView{
 			Address: t.Target.Addr.String(), Pod: names[t.Target.UID], UID: string(t.Target.UID),
-			Service: service, Port: of.Name, Pool: string(t.Pool), State: stateOf(t), Why: t.Why.String(), Health: t.Verdict.String(),
+			Service: service, Port: of.Name, Pool: string(t.Pool), State: stateOf(t), Why: t.Why.String(),
+			Health: t.Verdict.String(),
 			Counters: targetCounters{
-				Successes: t.Counters.Successes, HTTPFailures: t.Counters.HTTPFailures, TCPFailures: t.Counters.TCPFailures, Timeouts: t.Counters.Timeouts,
+				Successes: t.Counters.Successes, HTTPFailures: t.Counters.HTTPFailures,
+				TCPFailures: t.Counters.TCPFailures, Timeouts: t.Counters.Timeouts,
 			},
 		}
 		if t.Read {
@@ -226,7 +231,8 @@ func writeTargets(w io.Writer, views []targetView, now time.Time) error {
 		if v.Since != nil {
 			since = now.Sub(*v.Since).Round(time.Second).String()
 		}
-		cells := []string{v.Pool, v.Address, v.Pod, v.Service, v.State, v.Why, since, v.Health, v.LastOutcome, fmt.Sprint(v.Counters.Active), v.UID}
+		cells := []string{v.Pool, v.Address, v.Pod, v.Service, v.State, v.Why, since, v.Health, v.LastOutcome,
+			fmt.Sprint(v.Counters.Active), v.UID}
 		for i, c := range cells {
 			if c == "" {
 				cells[i] = "-"

@@ -27,7 +27,8 @@ func shown(t *testing.T) http.Handler {
 	now := time.Now()
 	target := func(uid string) health.Target {
 		return health.Target{UID: health.UID(uid), Addr: netip.MustParseAddrPort(map[string]string{
-			"fine": "10.0.0.1:80", "asked": "10.0.0.2:80", "gone": "10.0.0.3:80", "unready": "10.0.0.4:80", "late": "10.0.0.5:80", "new": "[fd00::6]:80", "last": "10.1.0.1:80",
+			"fine": "10.0.0.1:80", "asked": "10.0.0.2:80", "gone": "10.0.0.3:80", "unready": "10.0.0.4:80",
+			"late": "10.0.0.5:80", "new": "[fd00::6]:80", "last": "10.1.0.1:80",
 		}[uid])}
 	}
 	claim := func(uids ...string) (all []health.Change) {
@@ -45,9 +46,11 @@ func shown(t *testing.T) http.Handler {
 	in := health.Seen{Present: true, Routed: true, Active: 2}
 	out := health.Seen{Present: true, Missing: true}
 	set.Observe(time.Now(), health.Observation{Generation: "g", At: time.Now(), Seen: map[health.Key]health.Seen{
-		key("web", "fine"): in, key("web", "asked"): out, key("web", "gone"): in, key("web", "unready"): in, key("web", "late"): {Missing: true}, key("api", "last"): in,
+		key("web", "fine"): in, key("web", "asked"): out, key("web", "gone"): in, key("web", "unready"): in,
+		key("web", "late"): {Missing: true}, key("api", "last"): in,
 	}})
-	set.Change(now, "web", append(claim("fine", "asked", "gone", "late", "new"), health.Change{Endpoint: health.Endpoint{Target: target("unready")}}))
+	set.Change(now, "web", append(claim("fine", "asked", "gone", "late", "new"),
+		health.Change{Endpoint: health.Endpoint{Target: target("unready")}}))
 	set.MarkTerminating(now, "gone")
 	set.Synced()
 	names := map[health.UID]string{"fine": "shop/web-a", "asked": "shop/web-b"}
@@ -69,8 +72,10 @@ func TestTargetsSayWhy(t *testing.T) {
 		want  []string
 	}{
 		"all": {"", []string{
-			"api 10.1.0.1:80 - routed kept 2", "web 10.0.0.1:80 shop/web-a routed chosen 2", "web 10.0.0.2:80 shop/web-b removed excluded 0",
-			"web 10.0.0.3:80 - routed dead 2", "web 10.0.0.4:80 - routed not-ready 2", "web 10.0.0.5:80 - absent pending 0", "web [fd00::6]:80 - unread pending 0",
+			"api 10.1.0.1:80 - routed kept 2", "web 10.0.0.1:80 shop/web-a routed chosen 2",
+			"web 10.0.0.2:80 shop/web-b removed excluded 0",
+			"web 10.0.0.3:80 - routed dead 2", "web 10.0.0.4:80 - routed not-ready 2",
+			"web 10.0.0.5:80 - absent pending 0", "web [fd00::6]:80 - unread pending 0",
 		}},
 		"service": {"?service=shop/api", []string{"api 10.1.0.1:80 - routed kept 2"}},
 		"pool":    {"?pool=api", []string{"api 10.1.0.1:80 - routed kept 2"}},
@@ -99,7 +104,8 @@ func TestTargetsSayWhy(t *testing.T) {
 					}
 				}
 				got = append(got, strings.Join(line, " "))
-				if excluded := v.Why == "excluded" || v.Why == "kept" || v.Why == "dead"; excluded != (v.Exclusion != nil && v.Since != nil) {
+				if excluded := v.Why == "excluded" || v.Why == "kept" ||
+					v.Why == "dead"; excluded != (v.Exclusion != nil && v.Since != nil) {
 					t.Errorf("%s: exclusion %+v, since %v", v.Address, v.Exclusion, v.Since)
 				}
 			}
@@ -112,10 +118,12 @@ func TestTargetsSayWhy(t *testing.T) {
 
 func TestTargetsAsText(t *testing.T) {
 	h := shown(t)
-	for _, c := range []struct{ query, accept string }{{"", "text/plain"}, {"?output=text", "*/*"}, {"?output=text", "application/json"}} {
+	for _, c := range []struct{ query, accept string }{{"", "text/plain"}, {"?output=text", "*/*"},
+		{"?output=text", "application/json"}} {
 		w := ask(h, Path+c.query, c.accept)
 		lines := strings.Split(strings.TrimSpace(w.Body.String()), "\n")
-		if !strings.HasPrefix(w.Header().Get("Content-Type"), "text/plain") || len(lines) != 8 || !strings.HasPrefix(lines[0], "POOL") || !strings.Contains(lines[3], "excluded   3s") {
+		if !strings.HasPrefix(w.Header().Get("Content-Type"), "text/plain") || len(lines) != 8 ||
+			!strings.HasPrefix(lines[0], "POOL") || !strings.Contains(lines[3], "excluded   3s") {
 			t.Errorf("%s, Accept %s:\n%s", c.query, c.accept, w.Body)
 		}
 	}
@@ -137,7 +145,8 @@ func TestBadQueriesAreNamed(t *testing.T) {
 		"?pool=%zz":              "query",
 		"?service=shop/web&Pool": "Pool",
 	} {
-		if w := ask(h, Path+query, "*/*"); w.Code != http.StatusBadRequest || !strings.Contains(w.Body.String(), want) || !strings.Contains(w.Body.String(), `"error"`) {
+		if w := ask(h, Path+query, "*/*"); w.Code != http.StatusBadRequest ||
+			!strings.Contains(w.Body.String(), want) || !strings.Contains(w.Body.String(), `"error"`) {
 			t.Errorf("%s: %d %s, want %s", query, w.Code, w.Body, want)
 		}
 	}

@@ -43,16 +43,19 @@ const (
 	liveTimeout    = time.Second
 	// askAgain is how soon coordinators are tried again when there was none.
 	askAgain = 250 * time.Millisecond
-	// localIdle is how long this node's kernel, when nobody else can be asked, is waited for to be Idle once it is Removed.
+	// localIdle is how long this node's kernel, when nobody else can be asked, is waited for to be
+	// Idle once it is Removed.
 	localIdle = 10 * time.Second
-	// localKept is how long after the deletion this node's kernel, when nobody else can be asked, is taken at its word that it has nowhere else
-	// to send to, or cannot be read: until then it may only be late.
+	// localKept is how long after the deletion this node's kernel, when nobody else can be asked,
+	// is taken at its word that it has nowhere else to send to, or cannot be read: until then it
+	// may only be late.
 	localKept = 2 * time.Second
-	// countedFresh is how old the last count of connections may be when a coordinator lets a pod go, countedLate how long another one
-	// is waited for.
+	// countedFresh is how old the last count of connections may be when a coordinator lets a pod
+	// go, countedLate how long another one is waited for.
 	countedFresh = time.Second
 	countedLate  = 500 * time.Millisecond
-	// answerMargin is how much earlier than the hook must end a coordinator has to answer, so that it can still say whom it waited for.
+	// answerMargin is how much earlier than the hook must end a coordinator has to answer, so that
+	// it can still say whom it waited for.
 	answerMargin = 250 * time.Millisecond
 	// maxID is the longest id that is looked up.
 	maxID = 64
@@ -77,7 +80,8 @@ type Server struct {
 
 	mu   sync.Mutex
 	open map[drain.UID]*wait
-	// strangers counts the hooks whose pod is not known yet, by their address. This node's have one entry, the zero address.
+	// strangers counts the hooks whose pod is not known yet, by their address. This node's have one
+	// entry, the zero address.
 	strangers map[netip.Addr]int
 	running   sync.WaitGroup
 }
@@ -96,8 +100,9 @@ func New(pods *nodepods.Pods, g gateway.Observed, live func(context.Context, dra
 	ask func(context.Context, wire.Barrier) (wire.BarrierStatus, error), r prometheus.Registerer, log *slog.Logger,
 ) *Server {
 	return &Server{
-		pods: pods, gateway: g, live: live, ask: ask, addresses: net.InterfaceAddrs, m: newMetrics(r), log: log, stopping: make(chan struct{}),
-		open: map[drain.UID]*wait{}, strangers: map[netip.Addr]int{},
+		pods: pods, gateway: g, live: live, ask: ask, addresses: net.InterfaceAddrs, m: newMetrics(r), log: log,
+		stopping: make(chan struct{}),
+		open:     map[drain.UID]*wait{}, strangers: map[netip.Addr]int{},
 	}
 }
 
@@ -118,8 +123,11 @@ func (s *Server) serve(w http.ResponseWriter, r *http.Request) {
 	case err != nil:
 		s.refuse(w, http.StatusNotFound, outUnknown)
 		return
-	case from.IsValid() && !slices.ContainsFunc(p.Targets, func(t netip.AddrPort) bool { return t.Addr().Unmap() == from }):
-		// The id is an annotation, which many may read: a hook from elsewhere would have a pod that nobody deletes taken out of gateways.
+	case from.IsValid() && !slices.ContainsFunc(p.Targets, func(t netip.AddrPort) bool {
+		return t.Addr().Unmap() == from
+	}):
+		// The id is an annotation, which many may read: a hook from elsewhere would have a pod that
+		// nobody deletes taken out of gateways.
 		s.refuse(w, http.StatusForbidden, outForeign)
 		s.log.Debug("hook of another address", "pod", p.Pod.String(), "from", from.String())
 		return
@@ -203,7 +211,8 @@ func (s *Server) find(ctx context.Context, id string, from netip.Addr) (nodepods
 	return p, nil
 }
 
-// admit counts a hook from an address whose pod is not known yet. It reports false if there are too many.
+// admit counts a hook from an address whose pod is not known yet. It reports false if there are too
+// many.
 func (s *Server) admit(from netip.Addr) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -267,7 +276,8 @@ func (s *Server) join(p nodepods.Pod) (*wait, error) {
 		s.m.waits.WithLabelValues(string(why)).Inc()
 		s.m.waited.Observe(took.Seconds())
 		s.m.waiting.Dec()
-		s.log.Info("hook is answered", "pod", p.Pod.String(), "uid", p.Pod.UID, "outcome", why, "detail", detail, "seconds", took.Seconds())
+		s.log.Info("hook is answered", "pod", p.Pod.String(), "uid", p.Pod.UID, "outcome", why, "detail", detail,
+			"seconds", took.Seconds())
 		one.text = fmt.Sprintf("%s after %.3fs", why, took.Seconds())
 		if detail != "" {
 			one.text += ": " + detail
@@ -277,8 +287,9 @@ func (s *Server) join(p nodepods.Pod) (*wait, error) {
 	return one, nil
 }
 
-// leave ends the wait of p, so that hooks which come from now on begin another one. If it was for a container, and the pod itself has been deleted
-// meanwhile, hooks of the deletion may have joined it: then p is the pod that is going, and it has to wait again.
+// leave ends the wait of p, so that hooks which come from now on begin another one. If it was for a
+// container, and the pod itself has been deleted meanwhile, hooks of the deletion may have joined
+// it: then p is the pod that is going, and it has to wait again.
 func (s *Server) leave(p *nodepods.Pod, why outcome) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -355,8 +366,9 @@ func (s *Server) deletion(p nodepods.Pod, until time.Time) nodepods.Pod {
 	}
 }
 
-// restart tells directed gateways of a container that is about to be stopped though its pod stays: the kubelet restarts it, evicts the pod
-// or shuts the node down. It returns by until, and at once when the pod is deleted.
+// restart tells directed gateways of a container that is about to be stopped though its pod stays:
+// the kubelet restarts it, evicts the pod or shuts the node down. It returns by until, and at once
+// when the pod is deleted.
 func (s *Server) restart(p nodepods.Pod, until time.Time, detail string) (outcome, string) {
 	ctx, cancel := context.WithDeadline(context.Background(), until)
 	var looking sync.WaitGroup
@@ -378,7 +390,8 @@ func (s *Server) restart(p nodepods.Pod, until time.Time, detail string) (outcom
 			}
 		}
 	})
-	passed, err := s.ask(ctx, wire.Barrier{Pod: p.Pod, Targets: p.Targets, Since: time.Now().UTC(), BoundMillis: time.Until(until).Milliseconds()})
+	passed, err := s.ask(ctx, wire.Barrier{Pod: p.Pod, Targets: p.Targets, Since: time.Now().UTC(),
+		BoundMillis: time.Until(until).Milliseconds()})
 	switch {
 	case err == nil:
 		return outRestart, passed.Reason
@@ -394,7 +407,8 @@ type answer struct {
 	err    error
 }
 
-// barrier asks a coordinator, and this node's kernel for as long as there is none. It returns at the deadline of ctx at the latest.
+// barrier asks a coordinator, and this node's kernel for as long as there is none. It returns at
+// the deadline of ctx at the latest.
 func (s *Server) barrier(ctx context.Context, p nodepods.Pod, deadline time.Time) (outcome, string) {
 	changed := make(chan struct{}, 1)
 	local := gateway.WatchSettled(s.gateway, p.Targets, func() {
@@ -408,7 +422,8 @@ func (s *Server) barrier(ctx context.Context, p nodepods.Pod, deadline time.Time
 	ask := func() {
 		passed, err := s.ask(ctx, wire.Barrier{
 			Pod: p.Pod, Targets: p.Targets, Since: p.Since, Terminating: true,
-			BoundMillis: max(0, deadline.Sub(p.Seen)-answerMargin).Milliseconds(), ElapsedMillis: time.Since(p.Seen).Milliseconds(),
+			BoundMillis:   max(0, deadline.Sub(p.Seen)-answerMargin).Milliseconds(),
+			ElapsedMillis: time.Since(p.Seen).Milliseconds(),
 		})
 		answers <- answer{passed, err}
 	}
@@ -422,7 +437,8 @@ func (s *Server) barrier(ctx context.Context, p nodepods.Pod, deadline time.Time
 	var removedAt, passedAt time.Time
 	var passed wire.BarrierStatus
 	for {
-		// Looked at on every turn, so that a state which was entered while a coordinator answered is not missed.
+		// Looked at on every turn, so that a state which was entered while a coordinator answered
+		// is not missed.
 		now := time.Now()
 		is := local.Reading()
 		switch {
@@ -442,7 +458,8 @@ func (s *Server) barrier(ctx context.Context, p nodepods.Pod, deadline time.Time
 				local.Count()
 			}
 		}
-		// While a coordinator is being asked, its answer wakes. Alone, coordinators are tried again; a count wakes only if it changes the state.
+		// While a coordinator is being asked, its answer wakes. Alone, coordinators are tried
+		// again; a count wakes only if it changes the state.
 		pause := time.Until(deadline)
 		switch {
 		case alone:
@@ -485,9 +502,10 @@ func (s *Server) barrier(ctx context.Context, p nodepods.Pod, deadline time.Time
 	}
 }
 
-// mayStop reports whether a pod may be told to stop, and with which outcome, that a coordinator has let go at passedAt. The kernel of the
-// pod's own node sees every connection to it: also those that came since that agent last reported Idle, from nodes that are not asked
-// or by a load balancer, and those that the pod or one of its Services wants waited for.
+// mayStop reports whether a pod may be told to stop, and with which outcome, that a coordinator has
+// let go at passedAt. The kernel of the pod's own node sees every connection to it: also those that
+// came since that agent last reported Idle, from nodes that are not asked or by a load balancer,
+// and those that the pod or one of its Services wants waited for.
 func mayStop(is gateway.Reading, passed wire.BarrierStatus, now, passedAt, removedAt time.Time) (outcome, bool) {
 	why := outcome(passed.Reason)
 	acknowledged := passed.Reason == drain.Acknowledged.String()

@@ -51,7 +51,8 @@ func newTestNode(t *testing.T) *testNode {
 		}
 		return n.liven()
 	}
-	n.Server = New(nodepods.New(nil, slog.New(slog.DiscardHandler)), k, live, nil, n.registry, slog.New(slog.DiscardHandler))
+	n.Server = New(nodepods.New(nil, slog.New(slog.DiscardHandler)), k, live, nil, n.registry,
+		slog.New(slog.DiscardHandler))
 	n.nobody()
 	return n
 }
@@ -151,7 +152,8 @@ func TestHooksEnd(t *testing.T) {
 				n.pods.Set(agenttest.Hooked("a"), false)
 				n.pods.Set(agenttest.Deleted(agenttest.Hooked("a"), 35*time.Second), false)
 			},
-			code: 200, prefix: "Acknowledged", counts: "Acknowledged", least: 700 * time.Millisecond, most: 700 * time.Millisecond,
+			code: 200, prefix: "Acknowledged", counts: "Acknowledged", least: 700 * time.Millisecond,
+			most: 700 * time.Millisecond,
 		},
 		"the coordinator says nothing": {
 			before: func(n *testNode) {
@@ -269,7 +271,8 @@ func TestHooksEnd(t *testing.T) {
 				n.pods.Set(agenttest.Hooked("a"), false)
 				n.pods.Set(agenttest.Deleted(agenttest.Hooked("a"), 35*time.Second), false)
 			},
-			code: 200, prefix: "IdleBound", counts: "IdleBound", least: 15 * time.Second, most: 15*time.Second + countedLate,
+			code: 200, prefix: "IdleBound", counts: "IdleBound", least: 15 * time.Second,
+			most: 15*time.Second + countedLate,
 		},
 		"none has come during a stated wait": {
 			before: func(n *testNode) {
@@ -282,7 +285,8 @@ func TestHooksEnd(t *testing.T) {
 				n.pods.Set(agenttest.Hooked("a"), false)
 				n.pods.Set(agenttest.Deleted(agenttest.Hooked("a"), 35*time.Second), false)
 			},
-			code: 200, prefix: "Acknowledged", counts: "Acknowledged", least: 5 * time.Second, most: 5*time.Second + countedLate/10,
+			code: 200, prefix: "Acknowledged", counts: "Acknowledged", least: 5 * time.Second,
+			most: 5*time.Second + countedLate/10,
 		},
 		"connections cannot be counted": {
 			before: func(n *testNode) {
@@ -294,7 +298,8 @@ func TestHooksEnd(t *testing.T) {
 				n.pods.Set(agenttest.Hooked("a"), false)
 				n.pods.Set(agenttest.Deleted(agenttest.Hooked("a"), 35*time.Second), false)
 			},
-			code: 200, prefix: "Acknowledged", counts: "Acknowledged", least: 5 * time.Second, most: 5*time.Second + countedLate,
+			code: 200, prefix: "Acknowledged", counts: "Acknowledged", least: 5 * time.Second,
+			most: 5*time.Second + countedLate,
 		},
 		"kept connections are to be waited for": {
 			before: func(n *testNode) {
@@ -322,7 +327,8 @@ func TestHooksEnd(t *testing.T) {
 				n.pods.Set(agenttest.Hooked("a"), false)
 				n.pods.Set(agenttest.Deleted(agenttest.Hooked("a"), 35*time.Second), false)
 			},
-			code: 200, prefix: "IdleBound", counts: "IdleBound", least: 20 * time.Second, most: 20*time.Second + countedLate,
+			code: 200, prefix: "IdleBound", counts: "IdleBound", least: 20 * time.Second,
+			most: 20*time.Second + countedLate,
 		},
 		"kept connections are to be waited for beyond the bound": {
 			before: func(n *testNode) {
@@ -346,7 +352,8 @@ func TestHooksEnd(t *testing.T) {
 			},
 			code: 200, prefix: "Local", counts: outLocal, least: 1100 * time.Millisecond, most: 1100 * time.Millisecond,
 		},
-		"no such pod": {id: "id-b", code: 404, prefix: "Unknown", counts: outUnknown, least: 2 * time.Second, most: 2 * time.Second},
+		"no such pod": {id: "id-b", code: 404, prefix: "Unknown", counts: outUnknown, least: 2 * time.Second,
+			most: 2 * time.Second},
 		"an id that is too long": {
 			id: strings.Repeat("x", 65), code: 404, prefix: "Unknown", counts: outUnknown,
 		},
@@ -372,7 +379,10 @@ func TestHooksEnd(t *testing.T) {
 		"a container is restarted: told": {
 			before: func(n *testNode) {
 				n.pods.Set(agenttest.Hooked("a"), false)
-				n.liven = func() (nodepods.Pod, bool, error) { p, _ := nodepods.Read(agenttest.Hooked("a")); return p, false, nil }
+				n.liven = func() (nodepods.Pod, bool, error) {
+					p, _ := nodepods.Read(agenttest.Hooked("a"))
+					return p, false, nil
+				}
 				n.ask = func(_ context.Context, b wire.Barrier) (wire.BarrierStatus, error) {
 					if b.Terminating {
 						n.Errorf("the pod is called terminating: %+v", b)
@@ -474,19 +484,22 @@ func TestWaitsAreBounded(t *testing.T) {
 	})
 }
 
-// Without this, whoever can read a pod's annotation and reach the node's port has a pod that nobody deletes taken out of every directed
-// gateway. Kubelets call from the node's own addresses, hooks of kind exec from their pod's.
+// Without this, whoever can read a pod's annotation and reach the node's port has a pod that nobody
+// deletes taken out of every directed gateway. Kubelets call from the node's own addresses, hooks
+// of kind exec from their pod's.
 func TestHooksComeFromTheNodeOrTheirPod(t *testing.T) {
 	for from, code := range map[string]int{
-		"127.0.0.1": 200, "127.9.9.9": 200, "::1": 200, "192.0.2.7": 200, "::ffff:192.0.2.7": 200, "2001:db8::7": 200, podTarget.Addr().String(): 200,
-		"203.0.113.9": 403, "2001:db8::8": 403,
+		"127.0.0.1": 200, "127.9.9.9": 200, "::1": 200, "192.0.2.7": 200, "::ffff:192.0.2.7": 200, "2001:db8::7": 200,
+		podTarget.Addr().String(): 200,
+		"203.0.113.9":             403, "2001:db8::8": 403,
 	} {
 		t.Run(from, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				n := newTestNode(t)
 				n.addresses = func() ([]net.Addr, error) {
 					return []net.Addr{
-						&net.IPNet{IP: net.ParseIP("192.0.2.7"), Mask: net.CIDRMask(24, 32)}, &net.IPNet{IP: net.ParseIP("2001:db8::7"), Mask: net.CIDRMask(64, 128)},
+						&net.IPNet{IP: net.ParseIP("192.0.2.7"), Mask: net.CIDRMask(24, 32)},
+						&net.IPNet{IP: net.ParseIP("2001:db8::7"), Mask: net.CIDRMask(64, 128)},
 					}, nil
 				}
 				p := agenttest.Hooked("web")
@@ -497,14 +510,16 @@ func TestHooksComeFromTheNodeOrTheirPod(t *testing.T) {
 					return wire.BarrierStatus{Phase: "Released", Reason: "Acknowledged"}, nil
 				}
 				if g := <-n.hookFrom("id-web", from); g.code != code || len(n.asked) != 0 && code != 200 {
-					t.Errorf("answered %d %s, and coordinators were asked %d times, want %d", g.code, g.text, len(n.asked), code)
+					t.Errorf("answered %d %s, and coordinators were asked %d times, want %d", g.code, g.text,
+						len(n.asked), code)
 				}
 			})
 		})
 	}
 }
 
-// Strangers ask for ids that do not exist, from one address and from many. The hook of a pod that the watch does not know yet still finds room.
+// Strangers ask for ids that do not exist, from one address and from many. The hook of a pod that
+// the watch does not know yet still finds room.
 func TestStrangersDoNotFillThePlacesForUnknownIDs(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newTestNode(t)
@@ -532,8 +547,8 @@ func TestStrangersDoNotFillThePlacesForUnknownIDs(t *testing.T) {
 	})
 }
 
-// A probe has failed, and while the hook of that container waits the pod is deleted. Without this the hooks of the deletion share the answer of that
-// one, and the pod is stopped without a barrier.
+// A probe has failed, and while the hook of that container waits the pod is deleted. Without this
+// the hooks of the deletion share the answer of that one, and the pod is stopped without a barrier.
 func TestADeletionWhileAContainerIsBeingStopped(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newTestNode(t)
@@ -562,8 +577,8 @@ func TestADeletionWhileAContainerIsBeingStopped(t *testing.T) {
 	})
 }
 
-// Clocks of nodes are wrong, and no coordinator is there: what the kernel says counts by this node's clock, too, also if
-// the agent has started since the deletion.
+// Clocks of nodes are wrong, and no coordinator is there: what the kernel says counts by this
+// node's clock, too, also if the agent has started since the deletion.
 func TestTheKernelAloneByThisNodesClock(t *testing.T) {
 	for name, known := range map[string]bool{"it has heard of the deletion": true, "it has started since": false} {
 		t.Run(name, func(t *testing.T) {
@@ -586,8 +601,8 @@ func TestTheKernelAloneByThisNodesClock(t *testing.T) {
 	}
 }
 
-// Hooks that come while the agent ends are answered at once, and no wait begins that the agent would not wait for: the race
-// detector finds those.
+// Hooks that come while the agent ends are answered at once, and no wait begins that the agent
+// would not wait for: the race detector finds those.
 func TestHooksThatComeAtTheEnd(t *testing.T) {
 	n := newTestNode(t)
 	n.k.Is(podTarget, health.Routing, 1)
@@ -644,7 +659,8 @@ func TestTheBoundRunsByThisNodesClock(t *testing.T) {
 		if b := n.asked[0]; b.BoundMillis != 29_750 || b.ElapsedMillis != 0 || !b.Terminating {
 			t.Errorf("asked %+v", b)
 		}
-		// So it does if the agent has not known the pod before. Its hook is not over at once because the clocks differ.
+		// So it does if the agent has not known the pod before. Its hook is not over at once
+		// because the clocks differ.
 		for uid, apart := range map[types.UID]time.Duration{"behind": time.Hour, "ahead": -time.Hour} {
 			p := agenttest.Deleted(agenttest.Hooked("b"), 35*time.Second)
 			p.UID, p.Annotations["lameduck.io/barrier-id"] = uid, string(uid)

@@ -37,7 +37,8 @@ const (
 // outcomes lists what the metric begins with.
 var outcomes = []outcome{
 	outBound, outLocal, outRestart, outGone, outNoTime, outNoTargets, outStopping, outUnknown, outForeign, outTooMany,
-	outcome(drain.Acknowledged.String()), outcome(drain.IdleBound.String()), outcome(drain.Deadline.String()), outcome(drain.NoAgents.String()),
+	outcome(drain.Acknowledged.String()), outcome(drain.IdleBound.String()), outcome(drain.Deadline.String()),
+	outcome(drain.NoAgents.String()),
 	outcome(drain.LastTarget.String()), outcome(drain.Suspended.String()), outcome(drain.AgentsLost.String()),
 	outcome(drain.PodDeleted.String()),
 }
@@ -52,11 +53,15 @@ type metrics struct {
 func newMetrics(r prometheus.Registerer) *metrics {
 	m := &metrics{
 		waits: prometheus.NewCounterVec(prometheus.CounterOpts{
-			Name: "lameduck_barrier_waits_total", Help: "Waits of hooks that ended, by outcome. Repeats and several containers of one pod at one time are one.",
+			Name: "lameduck_barrier_waits_total",
+			Help: "Waits of hooks that ended, by outcome. Repeats and several containers of one pod at one time are " +
+				"one.",
 		}, []string{"outcome"}),
-		waiting: prometheus.NewGauge(prometheus.GaugeOpts{Name: "lameduck_barrier_waiting", Help: "Pods whose hooks wait now."}),
+		waiting: prometheus.NewGauge(prometheus.GaugeOpts{Name: "lameduck_barrier_waiting",
+			Help: "Pods whose hooks wait now."}),
 		waited: prometheus.NewHistogram(prometheus.HistogramOpts{
-			Name: "lameduck_barrier_wait_seconds", Help: "Time that hooks waited.", Buckets: agentmetrics.PropagationBuckets,
+			Name: "lameduck_barrier_wait_seconds", Help: "Time that hooks waited.",
+			Buckets: agentmetrics.PropagationBuckets,
 		}),
 	}
 	r.MustRegister(m.waits, m.waiting, m.waited)

@@ -25,7 +25,8 @@ var terminatingMemory = drain.DefaultTimes().Memory
 // Exclusion is what the journal knows of one.
 type Exclusion struct {
 	Pod drain.Pod
-	// Since is the oldest start that any holder gave for the drain. The zero time: only that the pod is dead was ever said.
+	// Since is the oldest start that any holder gave for the drain. The zero time: only that the
+	// pod is dead was ever said.
 	Since time.Time
 	// Expiries says until when each holder's expiry stands. After Open that may be over: ending it
 	// is for the caller, whose rules want more than time.
@@ -207,7 +208,8 @@ func (b *book) forgetIfEmpty(uid drain.UID, s *exclusion) {
 func (b *book) exclusions() []Exclusion {
 	all := make([]Exclusion, 0, len(b.byUID))
 	for _, s := range b.byUID {
-		t := Exclusion{Pod: s.pod, Since: s.since, Terminating: !s.terminatingAt.IsZero(), Expiries: make(map[string]time.Time, len(s.holders))}
+		t := Exclusion{Pod: s.pod, Since: s.since, Terminating: !s.terminatingAt.IsZero(),
+			Expiries: make(map[string]time.Time, len(s.holders))}
 		for holder := range s.holders {
 			t.Expiries[holder] = b.holders[holder].expires
 		}

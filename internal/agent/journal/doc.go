@@ -9,9 +9,10 @@
 // lost, the exclusion stands until its stored expiry ends, or until the coordinator that holds it
 // gives its list again.
 //
-// The whole journal is one file, written anew beside the old one, synced, renamed, and its directory synced: at every moment there is one
-// whole file under its name, whichever instruction was the last. It names its version and its checksum; what is not readable is set
-// aside and said, and the agent begins with nothing rather than not at all.
+// The whole journal is one file, written anew beside the old one, synced, renamed, and its
+// directory synced: at every moment there is one whole file under its name, whichever instruction
+// was the last. It names its version and its checksum; what is not readable is set aside and said,
+// and the agent begins with nothing rather than not at all.
 //
 // # Expiries on disk
 //
@@ -21,13 +22,16 @@
 // side: after a restart with every coordinator dead, an exclusion stands up to 30 s longer than its
 // expiry.
 //
-// Times on disk would be at the mercy of a wall clock that jumps while the agent is away. So each file says when it was written by two
-// clocks: the wall, and the time since the machine was booted, with the name of that boot. In the same boot the latter alone counts; after
-// another boot the wall clock does, but no expiry gets longer by it.
+// Times on disk would be at the mercy of a wall clock that jumps while the agent is away. So each
+// file says when it was written by two clocks: the wall, and the time since the machine was booted,
+// with the name of that boot. In the same boot the latter alone counts; after another boot the wall
+// clock does, but no expiry gets longer by it.
 //
 // # Without a disk
 //
-// A disk that is full, read-only, gone or stuck stops nothing: availability comes first. Sync and Settled then wait for the attempt that has failed,
-// or for a second, and no longer; [Journal.Err] says what is wrong, and the writer tries again until it succeeds. The price is that of
-// an agent without a journal: what it is asked to take out meanwhile is forgotten if it dies, until a coordinator tells it again.
+// A disk that is full, read-only, gone or stuck stops nothing: availability comes first. Sync and
+// Settled then wait for the attempt that has failed, or for a second, and no longer; [Journal.Err]
+// says what is wrong, and the writer tries again until it succeeds. The price is that of an agent
+// without a journal: what it is asked to take out meanwhile is forgotten if it dies, until a
+// coordinator tells it again.
 package journal

@@ -15,7 +15,8 @@ import (
 )
 
 const (
-	// version is that of the file. It grows only when an older agent could not read what a newer one writes; fields may be added without.
+	// version is that of the file. It grows only when an older agent could not read what a newer
+	// one writes; fields may be added without.
 	version = 1
 	// maxFile bounds what is read, in bytes. 10,000 dead pods are about 1 MiB.
 	maxFile = 64 << 20
@@ -35,7 +36,8 @@ func sum[T string | []byte](rest T) uint32 { return crc32.Checksum([]byte(rest),
 // stamp is one moment by two clocks.
 type stamp struct {
 	Wall time.Time `json:"wall"`
-	// Boot names the time between two boots of the machine, and SinceBoot is counted in it. Empty: unknown.
+	// Boot names the time between two boots of the machine, and SinceBoot is counted in it. Empty:
+	// unknown.
 	Boot      string        `json:"boot,omitempty"`
 	SinceBoot time.Duration `json:"sinceBoot,omitempty"`
 }
@@ -74,7 +76,8 @@ type line struct {
 // body copies the book. Times of now's clock become times of the wall clock of at, the same moment.
 func (b *book) body(now time.Time, at stamp) body {
 	wall := func(t time.Time) time.Time { return at.Wall.Add(t.Sub(now)).UTC() }
-	out := body{Written: at, Expiries: make(map[string]time.Time, len(b.holders)), Exclusions: make([]line, 0, len(b.byUID))}
+	out := body{Written: at, Expiries: make(map[string]time.Time, len(b.holders)),
+		Exclusions: make([]line, 0, len(b.byUID))}
 	for holder, l := range b.holders {
 		out.Expiries[holder] = wall(l.stored)
 	}

@@ -19,7 +19,8 @@ import (
 const (
 	fileName = "exclusions.json"
 	lockName = "exclusions.lock"
-	// newSuffix is on the file that is being written, asideSuffix on the last one that could not be read.
+	// newSuffix is on the file that is being written, asideSuffix on the last one that could not be
+	// read.
 	newSuffix   = ".new"
 	asideSuffix = ".unreadable"
 
@@ -45,7 +46,8 @@ var errStuck = fmt.Errorf("a write has not ended within %s", syncTimeout)
 // Journal is the exclusions of one agent, in memory and on disk. Make it with Open, run it with
 // Run. Its other methods may be called from any goroutine; only Sync waits.
 type Journal struct {
-	// Wrote is called after each attempt to write, from Run. It must not block. May be nil. Set it before Run.
+	// Wrote is called after each attempt to write, from Run. It must not block. May be nil. Set it
+	// before Run.
 	Wrote func(took time.Duration, err error)
 
 	dir  string
@@ -56,8 +58,8 @@ type Journal struct {
 
 	mu   sync.Mutex
 	book book
-	// version counts the changes of the book. urgent is the last that somebody may wait for, written the one that the disk has, and tried
-	// the one that the last attempt was about.
+	// version counts the changes of the book. urgent is the last that somebody may wait for,
+	// written the one that the disk has, and tried the one that the last attempt was about.
 	version, urgent, written, tried uint64
 	// began is when the attempt that runs began. The zero time: none runs.
 	began time.Time
@@ -67,8 +69,9 @@ type Journal struct {
 	wake      chan struct{}
 }
 
-// Open reads the journal in dir, which must exist, and keeps other agents away from it until Close. An empty dir means that there is no disk: the journal
-// is in memory only. The error is ErrLocked, or ctx's; whatever else is wrong with the disk is said in log and by Err, and stops nothing.
+// Open reads the journal in dir, which must exist, and keeps other agents away from it until Close.
+// An empty dir means that there is no disk: the journal is in memory only. The error is ErrLocked,
+// or ctx's; whatever else is wrong with the disk is said in log and by Err, and stops nothing.
 func Open(ctx context.Context, dir string, log *slog.Logger) (*Journal, error) {
 	j := &Journal{dir: dir, log: log, book: newBook(), attempted: make(chan struct{}), wake: make(chan struct{}, 1)}
 	if dir == "" {
@@ -93,7 +96,8 @@ func Open(ctx context.Context, dir string, log *slog.Logger) (*Journal, error) {
 	default:
 		j.book, j.err = newBook(), err
 		aside := os.Rename(j.path(), j.path()+asideSuffix)
-		log.Error("journal cannot be read: starting without the exclusions in it", "path", j.path(), "error", err, "setAside", aside == nil)
+		log.Error("journal cannot be read: starting without the exclusions in it", "path", j.path(), "error", err,
+			"setAside", aside == nil)
 	}
 	// The first write shows at once whether the disk takes one.
 	j.version, j.urgent = 1, 1
@@ -217,7 +221,8 @@ func (j *Journal) Settled(uid drain.UID) bool {
 	return s == nil || j.dir == "" || max(j.written, j.tried) >= s.added || j.stuck()
 }
 
-// Err says what is wrong with the disk: why the last attempt to write failed, or the reading of what an earlier agent left. Nil: nothing is.
+// Err says what is wrong with the disk: why the last attempt to write failed, or the reading of
+// what an earlier agent left. Nil: nothing is.
 func (j *Journal) Err() error {
 	j.mu.Lock()
 	defer j.mu.Unlock()
@@ -229,8 +234,8 @@ func (j *Journal) Err() error {
 
 func (j *Journal) stuck() bool { return !j.began.IsZero() && time.Since(j.began) > syncTimeout }
 
-// Run writes what has changed until ctx is done, and then once more what nobody has waited for. It cannot end while the kernel does not
-// return from a write.
+// Run writes what has changed until ctx is done, and then once more what nobody has waited for. It
+// cannot end while the kernel does not return from a write.
 func (j *Journal) Run(ctx context.Context) error {
 	if j.dir == "" {
 		<-ctx.Done()
@@ -284,14 +289,16 @@ func (j *Journal) report(err error, failing string) string {
 	switch {
 	case text == failing:
 	case err != nil:
-		j.log.Error("journal cannot be written: going on without; exclusions are forgotten if the agent dies", "dir", j.dir, "error", err)
+		j.log.Error("journal cannot be written: going on without; exclusions are forgotten if the agent dies",
+			"dir", j.dir, "error", err)
 	default:
 		j.log.Info("journal is written again", "dir", j.dir)
 	}
 	return text
 }
 
-// due says whether there is something to write, and whether somebody may wait for it whom no attempt has tried to serve.
+// due says whether there is something to write, and whether somebody may wait for it whom no
+// attempt has tried to serve.
 func (j *Journal) due() (dirty, urgent bool) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
@@ -356,7 +363,8 @@ func (j *Journal) replace(data []byte) (err error) {
 	path := j.path() + newSuffix
 	var f *os.File
 	step("create", func() (err error) {
-		// Not the file of an attempt before: after a failed sync nobody knows what of it is on the disk.
+		// Not the file of an attempt before: after a failed sync nobody knows what of it is on the
+		// disk.
 		if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
 			return err
 		}
@@ -400,7 +408,8 @@ func read(path string) ([]byte, error) {
 	return data, err
 }
 
-// lock takes the lock that ends with the process, however that ends. On a disk that is read-only the file must be there already.
+// lock takes the lock that ends with the process, however that ends. On a disk that is read-only
+// the file must be there already.
 func lock(ctx context.Context, path string) (*os.File, error) {
 	f, err := os.OpenFile(path, os.O_RDONLY|os.O_CREATE, 0o600)
 	if err != nil {

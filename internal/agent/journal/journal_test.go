@@ -50,7 +50,8 @@ func child(t *testing.T, role, dir string) *exec.Cmd {
 
 var quiet = slog.New(slog.DiscardHandler)
 
-// open opens the journal in dir and runs it until the returned function is called, or the test ends.
+// open opens the journal in dir and runs it until the returned function is called, or the test
+// ends.
 func open(t testing.TB, dir string, set ...func(*Journal)) (j *Journal, stop func()) {
 	t.Helper()
 	j, err := Open(t.Context(), dir, quiet)
@@ -142,7 +143,8 @@ func TestWhatIsSyncedIsThereAfterRestart(t *testing.T) {
 		t.Fatalf("after restart (-before +after):\n%s", diff)
 	}
 	first := got[0]
-	if first.Pod != pod(1) || !first.Since.Equal(since.Add(-time.Second).Round(0)) || first.Terminating || len(first.Expiries) != 2 {
+	if first.Pod != pod(1) || !first.Since.Equal(since.Add(-time.Second).Round(0)) || first.Terminating ||
+		len(first.Expiries) != 2 {
 		t.Errorf("pod 1 is %+v", first)
 	}
 	for holder, expires := range first.Expiries {
@@ -233,7 +235,8 @@ func TestRenewalsAreWrittenNowAndThen(t *testing.T) {
 		if writes < 100 {
 			t.Errorf("%d writes in an hour: the expiries on disk have lapsed", writes)
 		}
-		if exclusions := left(t, dir); len(exclusions) != 50 || exclusions[0].Expiries["a/1"].Before(time.Now().Add(time.Minute-3*time.Second)) {
+		if exclusions := left(t, dir); len(exclusions) != 50 ||
+			exclusions[0].Expiries["a/1"].Before(time.Now().Add(time.Minute-3*time.Second)) {
 			t.Errorf("on disk are %d, the first is %+v", len(exclusions), exclusions[0])
 		}
 		cancel()
@@ -251,15 +254,19 @@ func TestClocksThatJump(t *testing.T) {
 		at   stamp
 		left time.Duration
 	}{
-		"10 s later":                          {stamp{wall.Add(10 * time.Second), "boot-1", time.Hour + 10*time.Second}, 80 * time.Second},
-		"the wall has jumped a day ahead":     {stamp{wall.Add(24 * time.Hour), "boot-1", time.Hour + 10*time.Second}, 80 * time.Second},
-		"the wall has jumped a day back":      {stamp{wall.Add(-24 * time.Hour), "boot-1", time.Hour + 10*time.Second}, 80 * time.Second},
-		"over, by the clock since boot":       {stamp{wall, "boot-1", time.Hour + 100*time.Second}, -10 * time.Second},
-		"another boot":                        {stamp{wall.Add(30 * time.Second), "boot-2", time.Second}, time.Minute},
-		"another boot, and the wall is back":  {stamp{wall.Add(-time.Hour), "boot-2", time.Second}, 90 * time.Second},
-		"another boot, and a day has gone by": {stamp{wall.Add(24 * time.Hour), "boot-2", time.Second}, 90*time.Second - 24*time.Hour},
-		"nobody knows the boot":               {stamp{Wall: wall.Add(30 * time.Second)}, time.Minute},
-		"a clock since boot that went back":   {stamp{wall, "boot-1", time.Minute}, 90 * time.Second},
+		"10 s later": {stamp{wall.Add(10 * time.Second), "boot-1", time.Hour + 10*time.Second},
+			80 * time.Second},
+		"the wall has jumped a day ahead": {stamp{wall.Add(24 * time.Hour), "boot-1", time.Hour + 10*time.Second},
+			80 * time.Second},
+		"the wall has jumped a day back": {stamp{wall.Add(-24 * time.Hour), "boot-1", time.Hour + 10*time.Second},
+			80 * time.Second},
+		"over, by the clock since boot":      {stamp{wall, "boot-1", time.Hour + 100*time.Second}, -10 * time.Second},
+		"another boot":                       {stamp{wall.Add(30 * time.Second), "boot-2", time.Second}, time.Minute},
+		"another boot, and the wall is back": {stamp{wall.Add(-time.Hour), "boot-2", time.Second}, 90 * time.Second},
+		"another boot, and a day has gone by": {stamp{wall.Add(24 * time.Hour), "boot-2", time.Second},
+			90*time.Second - 24*time.Hour},
+		"nobody knows the boot":             {stamp{Wall: wall.Add(30 * time.Second)}, time.Minute},
+		"a clock since boot that went back": {stamp{wall, "boot-1", time.Minute}, 90 * time.Second},
 	} {
 		t.Run(name, func(t *testing.T) {
 			before := time.Now()
@@ -303,10 +310,12 @@ func TestEveryDamageIsFound(t *testing.T) {
 		if _, err := decode(data[:n], now, at); !errors.Is(err, errCorrupt) {
 			t.Fatalf("the first %d of %d bytes: %v", n, len(data), err)
 		}
-		// A flipped bit in the head may make it another version, or spell a field that we do not know.
+		// A flipped bit in the head may make it another version, or spell a field that we do not
+		// know.
 		bad := slices.Clone(data)
 		bad[n] ^= 1 << rand.N(8)
-		if got, err := decode(bad, now, at); err == nil && !cmp.Equal(got.exclusions(), b.exclusions(), cmpopts.EquateApproxTime(time.Minute)) {
+		if got, err := decode(bad, now, at); err == nil &&
+			!cmp.Equal(got.exclusions(), b.exclusions(), cmpopts.EquateApproxTime(time.Minute)) {
 			t.Fatalf("byte %d changed to %q: read as %+v", n, bad[n], got.exclusions())
 		}
 	}
@@ -381,7 +390,8 @@ func TestWhatCannotBeReadIsSetAside(t *testing.T) {
 func TestMoreThanWeKnowIsNoDamage(t *testing.T) {
 	rest := `{"written":{"wall":"2026-01-01T00:00:00Z","sun":"high"},"expiries":{"a/1":"2026-01-01T00:01:00Z"},` +
 		`"exclusions":[{"namespace":"shop","name":"web-1","uid":"u","since":"2026-01-01T00:00:00Z","holders":["a/1"],"colour":"red"}],"more":1}`
-	file := fmt.Sprintf("{\"lameduckExclusions\":1,\"bytes\":%d,\"crc32c\":%d,\"by\":\"later\"}\n%s", len(rest), sum(rest), rest)
+	file := fmt.Sprintf("{\"lameduckExclusions\":1,\"bytes\":%d,\"crc32c\":%d,\"by\":\"later\"}\n%s", len(rest),
+		sum(rest), rest)
 	now := time.Now()
 	b, err := decode([]byte(file), now, stamp{Wall: time.Date(2026, 1, 1, 0, 0, 10, 0, time.UTC)})
 	if err != nil {
@@ -663,7 +673,8 @@ func buryForEver(dir string) error {
 	}
 }
 
-// A real process, really killed, again and again on one directory: each UID that it has called safe is there.
+// A real process, really killed, again and again on one directory: each UID that it has called safe
+// is there.
 func TestKilledAtRandomMoments(t *testing.T) {
 	dir := t.TempDir()
 	safe := map[drain.UID]bool{}

@@ -28,11 +28,13 @@ func (g Gateway) Kind() (key string, kind gateway.Kind, err error) {
 		known = append(known, name)
 		if !fields.Field(i).IsNil() {
 			given++
-			key, kind = name, fields.Field(i).Interface().(gateway.Kind) //nolint:forcetypeassert // a test looks at each
+			key, kind = name,
+				fields.Field(i).Interface().(gateway.Kind) //nolint:forcetypeassert // a test looks at each
 		}
 	}
 	if given != 1 {
-		return "", nil, fmt.Errorf("gateway: exactly one of %s is needed: they are the kinds that this version knows", strings.Join(known, ", "))
+		return "", nil, fmt.Errorf("gateway: exactly one of %s is needed: they are the kinds that this version knows",
+			strings.Join(known, ", "))
 	}
 	return key, kind, nil
 }

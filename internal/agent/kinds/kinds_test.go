@@ -25,7 +25,8 @@ func TestEachKindIsDirectedOrObserved(t *testing.T) {
 		_, directed := kind.(gateway.DirectedKind)
 		_, observed := kind.(gateway.ObservedKind)
 		if directed == observed || kind.Name() == "" || names[kind.Name()] || key == "" {
-			t.Errorf("%s: directed %t, observed %t, key %q, name %q", of.Field(i).Name, directed, observed, key, kind.Name())
+			t.Errorf("%s: directed %t, observed %t, key %q, name %q", of.Field(i).Name, directed, observed, key,
+				kind.Name())
 		}
 		names[kind.Name()] = true
 		k, ok := kind.(*kubeproxy.Config)

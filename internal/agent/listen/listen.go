@@ -53,7 +53,9 @@ func (b Address) Task(server serve.Server) (serve.Task, error) {
 	case err == nil:
 		b.tell()
 		server.Listener = listener
-		return serve.Task{Name: server.Name, Last: true, Run: func(ctx context.Context) error { return b.run(ctx, server) }}, nil
+		return serve.Task{Name: server.Name, Last: true, Run: func(ctx context.Context) error {
+			return b.run(ctx, server)
+		}}, nil
 	case !errors.Is(err, syscall.EADDRINUSE):
 		return serve.Task{}, err
 	}
@@ -70,7 +72,8 @@ func (b Address) Task(server serve.Server) (serve.Task, error) {
 	}}, nil
 }
 
-// run serves until ctx is done or, if another listens, until this agent is told to stop. What runs then has the server's grace to end.
+// run serves until ctx is done or, if another listens, until this agent is told to stop. What runs
+// then has the server's grace to end.
 func (b Address) run(ctx context.Context, server serve.Server) error {
 	ctx, cancel := context.WithCancel(ctx)
 	claim := make(chan io.Closer, 1)
@@ -94,8 +97,9 @@ func (b Address) run(ctx context.Context, server serve.Server) error {
 // LookEvery is how often an agent that ends looks whether another one listens.
 const LookEvery = 200 * time.Millisecond
 
-// hand waits until another agent listens at the address, or ctx is done. Of two that are told to stop at one time the second stays: who leaves has a claim,
-// which it is to keep for as long as it runs. Nil: ctx is done.
+// hand waits until another agent listens at the address, or ctx is done. Of two that are told to
+// stop at one time the second stays: who leaves has a claim, which it is to keep for as long as it
+// runs. Nil: ctx is done.
 func (b Address) hand(ctx context.Context, address net.Addr) (claim io.Closer) {
 	at, err := netip.ParseAddrPort(address.String())
 	if err != nil {
@@ -107,7 +111,8 @@ func (b Address) hand(ctx context.Context, address net.Addr) (claim io.Closer) {
 	for said := false; ; {
 		many, err := listeners(at)
 		if err != nil && !said {
-			b.Log.Warn("hooks are taken to the end, also those that another agent could take", "address", b.Address, "error", err)
+			b.Log.Warn("hooks are taken to the end, also those that another agent could take", "address", b.Address,
+				"error", err)
 			said = true
 		}
 		if many > 1 {
@@ -140,7 +145,8 @@ func listeners(at netip.AddrPort) (int, error) {
 	if err != nil {
 		return 0, err
 	}
-	// As tcp4_seq_show and tcp6_seq_show in the kernel write it: words of 32 bits, as this computer has them.
+	// As tcp4_seq_show and tcp6_seq_show in the kernel write it: words of 32 bits, as this computer
+	// has them.
 	var local strings.Builder
 	for word := range slices.Chunk(addr, 4) {
 		fmt.Fprintf(&local, "%08X", binary.NativeEndian.Uint32(word))
@@ -168,12 +174,14 @@ func (b Address) alone() (net.Listener, error) {
 	if err != nil || !b.Shared {
 		return listener, err
 	}
-	// Only who asks to share before it binds is shared with. Nobody has connected yet: nobody has listened here before.
+	// Only who asks to share before it binds is shared with. Nobody has connected yet: nobody has
+	// listened here before.
 	listener.Close()
 	return listenShared(b.Address)
 }
 
-// wait listens as soon as it can: beside the other when this agent is ready, and alone in any case. It returns nil when ctx is done first.
+// wait listens as soon as it can: beside the other when this agent is ready, and alone in any case.
+// It returns nil when ctx is done first.
 func (b Address) wait(ctx context.Context) (net.Listener, error) {
 	ticker := time.NewTicker(tryEvery)
 	defer ticker.Stop()
@@ -195,13 +203,17 @@ func (b Address) wait(ctx context.Context) (net.Listener, error) {
 
 // listenShared listens on an address beside those who do the same, as the same user.
 //
-// Known flaw: a connection that is in the queue of the other at the moment in which that closes it is reset. Which of the two gets a connection a program in the
-// kernel could say (SO_ATTACH_REUSEPORT_CBPF), but not every kernel takes one: that on which this is tested says EOPNOTSUPP. Handing the one socket over
-// would end it.
+// Known flaw: a connection that is in the queue of the other at the moment in which that closes it
+// is reset. Which of the two gets a connection a program in the kernel could say
+// (SO_ATTACH_REUSEPORT_CBPF), but not every kernel takes one: that on which this is tested says
+// EOPNOTSUPP. Handing the one socket over would end it.
 func listenShared(address string) (net.Listener, error) {
 	config := net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) error {
 		var err error
-		if e := c.Control(func(fd uintptr) { err = unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_REUSEPORT, 1) }); e != nil {
+		if e := c.Control(func(fd uintptr) {
+			err = unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_REUSEPORT,
+				1)
+		}); e != nil {
 			return e
 		}
 		return err

@@ -66,7 +66,8 @@ func answeredBy(t *testing.T, address, want string) {
 	agenttest.Until(t, want+" answers", func() bool { got, err := hook(address); return err == nil && got == want })
 }
 
-// answersFor asks without a pause for so long, and checks that it is always one of those who answers.
+// answersFor asks without a pause for so long, and checks that it is always one of those who
+// answers.
 func answersFor(t *testing.T, address string, long time.Duration, by ...string) {
 	t.Helper()
 	for end := time.Now().Add(long); time.Now().Before(end); {
@@ -76,8 +77,10 @@ func answersFor(t *testing.T, address string, long time.Duration, by ...string) 
 	}
 }
 
-// While agents replace one another, ten times, somebody asks without a pause, and somebody is always there to answer: first the old one alone, then either, then the
-// new one alone. What may be lost is what is in the queue of the old one at the very moment in which it closes that: one connection of each of the four who ask.
+// While agents replace one another, ten times, somebody asks without a pause, and somebody is
+// always there to answer: first the old one alone, then either, then the new one alone. What may be
+// lost is what is in the queue of the old one at the very moment in which it closes that: one
+// connection of each of the four who ask.
 func TestAgentsShareTheAddressOfHooks(t *testing.T) {
 	address := agenttest.FreeAddress(t)
 	old := startBeside(t, "0", address, true, func() bool { return true })
@@ -134,7 +137,8 @@ func TestAgentsShareTheAddressOfHooks(t *testing.T) {
 	}
 }
 
-// An agent of before shares nothing. Its address is ours when it has gone, ready or not; and probes are answered by one of the two, never by chance.
+// An agent of before shares nothing. Its address is ours when it has gone, ready or not; and probes
+// are answered by one of the two, never by chance.
 func TestAnAddressIsTakenOver(t *testing.T) {
 	for _, shared := range []bool{true, false} {
 		listener, err := net.Listen("tcp", "127.0.0.1:0")
@@ -163,14 +167,16 @@ func TestWaitingForAnAddressEnds(t *testing.T) {
 // What is wrong with an address is said at once.
 func TestAnAddressOfNobody(t *testing.T) {
 	for _, address := range []string{"192.0.2.1:9447", "none"} {
-		if _, err := (Address{Address: address, Shared: true, Log: slog.New(slog.DiscardHandler)}).Task(serve.Server{}); err == nil {
+		if _, err := (Address{Address: address, Shared: true,
+			Log: slog.New(slog.DiscardHandler)}).Task(serve.Server{}); err == nil {
 			t.Errorf("%s can be listened on", address)
 		}
 	}
 }
 
-// An agent that is told to stop while hooks wait at it goes on answering those, and leaves what comes then to the one that listens beside it. Alone it takes
-// whatever comes: who is refused is stopped under its clients.
+// An agent that is told to stop while hooks wait at it goes on answering those, and leaves what
+// comes then to the one that listens beside it. Alone it takes whatever comes: who is refused is
+// stopped under its clients.
 func TestWhoLeavesTakesNoMoreHooks(t *testing.T) {
 	for _, host := range []string{"127.0.0.1", "[::1]"} {
 		address := host + agenttest.FreeAddress(t)[len("127.0.0.1"):]
@@ -224,7 +230,8 @@ func TestWhoLeavesTakesNoMoreHooks(t *testing.T) {
 	}
 }
 
-// Both agents of a node are told to stop in the middle of an upgrade. Without this each leaves the hooks to the other, and they are refused until both have ended.
+// Both agents of a node are told to stop in the middle of an upgrade. Without this each leaves the
+// hooks to the other, and they are refused until both have ended.
 func TestOneOfTwoThatLeaveStays(t *testing.T) {
 	address := agenttest.FreeAddress(t)
 	leave := make(chan struct{})
@@ -232,7 +239,8 @@ func TestOneOfTwoThatLeaveStays(t *testing.T) {
 	ended := make(chan error, 2)
 	for i, name := range []string{"one", "two"} {
 		handler := http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, name) })
-		b := Address{Address: address, Shared: true, Leave: leave, Ready: func() bool { return true }, Log: slog.New(slog.DiscardHandler)}
+		b := Address{Address: address, Shared: true, Leave: leave, Ready: func() bool { return true },
+			Log: slog.New(slog.DiscardHandler)}
 		task, err := b.Task(serve.Server{Name: name, Handler: handler, Grace: time.Second})
 		if err != nil {
 			t.Fatal(err)

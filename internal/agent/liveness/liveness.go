@@ -53,7 +53,8 @@ func Queue(h *serving.Health) {
 	}
 }
 
-// eligible says whether new traffic may come to a node, as kube-proxy decides it. gone says that the API server has deleted it.
+// eligible says whether new traffic may come to a node, as kube-proxy decides it. gone says that
+// the API server has deleted it.
 func eligible(node *corev1.Node, gone bool) bool {
 	if gone || !node.DeletionTimestamp.IsZero() {
 		return false
@@ -89,7 +90,8 @@ func WatchNode(ctx context.Context, kube kubernetes.Interface, name string, set 
 			last = eligible
 		},
 		Trouble: func(err error) {
-			log.Warn("node cannot be watched: it counts as what it was last known to be, eligible at first", "node", name, "error", err)
+			log.Warn("node cannot be watched: it counts as what it was last known to be, eligible at first",
+				"node", name, "error", err)
 		},
 	})
 	if err != nil {

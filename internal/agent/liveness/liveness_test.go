@@ -32,7 +32,8 @@ const healthTimeout = time.Minute
 
 func TestProgressOfEachFamily(t *testing.T) {
 	op := func(addr string) health.Op {
-		return health.Op{Key: health.Key{Pool: "web", Target: health.Target{UID: "a", Addr: netip.MustParseAddrPort(addr)}}, Want: health.WantRouted}
+		return health.Op{Key: health.Key{Pool: "web",
+			Target: health.Target{UID: "a", Addr: netip.MustParseAddrPort(addr)}}, Want: health.WantRouted}
 	}
 	four, six := op("10.0.0.1:80"), op("[fd00::1]:80")
 	for name, c := range map[string]struct {
@@ -83,7 +84,8 @@ func node(deleting bool, taints ...string) *corev1.Node {
 }
 
 // watched runs the watch of the node in a bubble.
-func watched(t *testing.T, kube kubernetes.Interface, test func(expect func(when string, want bool), log *bytes.Buffer)) {
+func watched(t *testing.T, kube kubernetes.Interface,
+	test func(expect func(when string, want bool), log *bytes.Buffer)) {
 	synctest.Test(t, func(t *testing.T) {
 		var out bytes.Buffer
 		is := true

@@ -42,27 +42,36 @@ func NewDirected(r prometheus.Registerer, set *health.Set) *Directed {
 		return factory.NewHistogram(prometheus.HistogramOpts{Name: name, Help: help, Buckets: buckets})
 	}
 	m := &Directed{
-		Client:     NewClient(r, wire.DeclarationsPath, wire.ReportsPath),
-		operations: counters("lameduck_agent_operations_total", "Operations sent to the gateway, by what was wanted.", "want"),
-		applying:   times("lameduck_agent_apply_duration_seconds", "Time to apply one batch of operations to the gateway."),
-		reading:    times("lameduck_agent_read_duration_seconds", "Time to read the gateway once."),
-		failed:     counters("lameduck_agent_gateway_errors_total", "Batches and readings that the gateway did not carry out.", "call"),
+		Client: NewClient(r, wire.DeclarationsPath, wire.ReportsPath),
+		operations: counters("lameduck_agent_operations_total", "Operations sent to the gateway, by what was wanted.",
+			"want"),
+		applying: times("lameduck_agent_apply_duration_seconds",
+			"Time to apply one batch of operations to the gateway."),
+		reading: times("lameduck_agent_read_duration_seconds", "Time to read the gateway once."),
+		failed: counters("lameduck_agent_gateway_errors_total",
+			"Batches and readings that the gateway did not carry out.", "call"),
 		unlearned: factory.NewCounter(prometheus.CounterOpts{
 			Name: "lameduck_agent_unlearned_starts_total",
-			Help: "Starts at which the gateway was programmed without every coordinator having said which drains are open.",
+			Help: "Starts at which the gateway was programmed without every coordinator having said which drains " +
+				"are open.",
 		}),
-		journal: counters("lameduck_agent_journal_writes_total", "Attempts to write the exclusions to disk, by result.", "result"),
-		writing: times("lameduck_agent_journal_write_duration_seconds", "Time of one attempt to write the exclusions to disk."),
-		probes:  counters("lameduck_agent_probes_total", "Probes of targets that ended, by protocol and outcome.", "protocol", "outcome"),
+		journal: counters("lameduck_agent_journal_writes_total", "Attempts to write the exclusions to disk, by result.",
+			"result"),
+		writing: times("lameduck_agent_journal_write_duration_seconds",
+			"Time of one attempt to write the exclusions to disk."),
+		probes: counters("lameduck_agent_probes_total", "Probes of targets that ended, by protocol and outcome.",
+			"protocol", "outcome"),
 		probing: factory.NewHistogramVec(prometheus.HistogramOpts{
 			Name: "lameduck_agent_probe_duration_seconds", Help: "Time of one probe, by protocol.", Buckets: buckets,
 		}, []string{"protocol"}),
 		lateness: times("lameduck_agent_probe_lateness_seconds", "How late probes began, by their schedule."),
 		flying: factory.NewGaugeVec(prometheus.GaugeOpts{
-			Name: "lameduck_agent_probes_in_flight", Help: "Probes by state: flying, waiting for room, and idle connections that are kept alive.",
+			Name: "lameduck_agent_probes_in_flight",
+			Help: "Probes by state: flying, waiting for room, and idle connections that are kept alive.",
 		}, []string{"state"}),
 		full: factory.NewGauge(prometheus.GaugeOpts{
-			Name: "lameduck_agent_probes_overloaded", Help: "1 while no more probes are begun because too many are in flight: verdicts come late.",
+			Name: "lameduck_agent_probes_overloaded",
+			Help: "1 while no more probes are begun because too many are in flight: verdicts come late.",
 		}),
 	}
 	r.MustRegister(targets{set})
@@ -113,7 +122,8 @@ func (m *Directed) Wrote(took time.Duration, err error) {
 func (m *Directed) Failing(r prometheus.Registerer, trouble func() error) {
 	r.MustRegister(prometheus.NewGaugeFunc(prometheus.GaugeOpts{
 		Name: "lameduck_agent_journal_failing",
-		Help: "1 while exclusions are not kept on disk, because it fails or hangs: they are forgotten if the agent dies. Also until the first write after a file that could not be read.",
+		Help: "1 while exclusions are not kept on disk, because it fails or hangs: they are forgotten if the agent " +
+			"dies. Also until the first write after a file that could not be read.",
 	}, func() float64 {
 		if trouble() != nil {
 			return 1
@@ -125,7 +135,8 @@ func (m *Directed) Failing(r prometheus.Registerer, trouble func() error) {
 // Refusals registers how many Services have a check that cannot be read.
 func (m *Directed) Refusals(r prometheus.Registerer, count func() int) {
 	r.MustRegister(prometheus.NewGaugeFunc(prometheus.GaugeOpts{
-		Name: "lameduck_agent_refused_checks", Help: "Services whose annotation lameduck.io/health-check cannot be read. The log names them.",
+		Name: "lameduck_agent_refused_checks",
+		Help: "Services whose annotation lameduck.io/health-check cannot be read. The log names them.",
 	}, func() float64 { return float64(count()) }))
 }
 
@@ -159,9 +170,11 @@ type targets struct{ set *health.Set }
 
 var (
 	targetsDesc = prometheus.NewDesc("lameduck_agent_targets",
-		"Targets by pool and state: claimed by EndpointSlices, routed by the gateway, excluded (claimed and excluded), unusable (routable and unhealthy).", []string{"pool", "state"}, nil)
+		"Targets by pool and state: claimed by EndpointSlices, routed by the gateway, excluded (claimed and "+
+			"excluded), unusable (routable and unhealthy).", []string{"pool", "state"}, nil)
 	openDesc = prometheus.NewDesc("lameduck_agent_pool_failing_open",
-		"1 while too few of a pool's routable targets are healthy, so that all of them get traffic.", []string{"pool"}, nil)
+		"1 while too few of a pool's routable targets are healthy, so that all of them get traffic.", []string{"pool"},
+		nil)
 	exclusionsDesc = prometheus.NewDesc("lameduck_agent_exclusions", "Exclusions by state.", []string{"state"}, nil)
 )
 
@@ -203,7 +216,8 @@ type Client struct {
 // NewClient registers the metrics of a client that posts to paths.
 func NewClient(r prometheus.Registerer, paths ...string) Client {
 	c := Client{
-		streams: promauto.With(r).NewGauge(prometheus.GaugeOpts{Name: "lameduck_agent_streams", Help: "Open streams to coordinators."}),
+		streams: promauto.With(r).NewGauge(prometheus.GaugeOpts{Name: "lameduck_agent_streams",
+			Help: "Open streams to coordinators."}),
 		posts: promauto.With(r).NewCounterVec(prometheus.CounterOpts{
 			Name: "lameduck_agent_posts_total", Help: "Posts to coordinators, by path and result.",
 		}, []string{"path", "result"}),
@@ -242,7 +256,8 @@ func Audits(r prometheus.Registerer, audits func() gateway.Audits) {
 	} {
 		r.MustRegister(prometheus.NewCounterFunc(prometheus.CounterOpts{
 			Name: "lameduck_agent_audits_total", ConstLabels: prometheus.Labels{"result": result},
-			Help: "Comparisons of what the agent knows of kube-proxy's rules with the kernel, by result. Corrected: they differed, and reports of before may have been wrong.",
+			Help: "Comparisons of what the agent knows of kube-proxy's rules with the kernel, by result. Corrected: " +
+				"they differed, and reports of before may have been wrong.",
 		}, func() float64 { return float64(n(audits())) }))
 	}
 }
@@ -257,8 +272,9 @@ func NewPropagation(r prometheus.Registerer, gateway, node string) *prometheus.H
 		labels["node"] = node
 	}
 	h := prometheus.NewHistogramVec(prometheus.HistogramOpts{
-		Name:    "lameduck_propagation_seconds",
-		Help:    "Time from when a pod began to go until this gateway was Removed, and Idle: what a sleep before SIGTERM would have to cover.",
+		Name: "lameduck_propagation_seconds",
+		Help: "Time from when a pod began to go until this gateway was Removed, and Idle: what a sleep before " +
+			"SIGTERM would have to cover.",
 		Buckets: PropagationBuckets, ConstLabels: labels,
 	}, []string{"what"})
 	r.MustRegister(h)

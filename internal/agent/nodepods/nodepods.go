@@ -125,7 +125,8 @@ type Pods struct {
 // nobody on the node has its addresses.
 func New(left func(Pod), log *slog.Logger) *Pods {
 	return &Pods{
-		left: left, log: log, byID: map[string]map[types.UID]Pod{}, owner: map[netip.Addr]map[types.UID]struct{}{}, known: map[types.UID]*corev1.Pod{},
+		left: left, log: log, byID: map[string]map[types.UID]Pod{}, owner: map[netip.Addr]map[types.UID]struct{}{},
+		known:   map[types.UID]*corev1.Pod{},
 		changed: make(chan struct{}),
 	}
 }
@@ -172,11 +173,14 @@ func (n *Pods) Set(p *corev1.Pod, gone bool) {
 	}
 	free := false
 	if gone {
-		free = former.ID != "" && !slices.ContainsFunc(former.Targets, func(t netip.AddrPort) bool { return len(n.owner[t.Addr()]) > 0 })
+		free = former.ID != "" && !slices.ContainsFunc(former.Targets, func(t netip.AddrPort) bool {
+			return len(n.owner[t.Addr()]) > 0
+		})
 	} else {
 		n.known[p.UID] = p
 		for _, ip := range p.Status.PodIPs {
-			if addr, err := netip.ParseAddr(ip.IP); err == nil && p.Status.Phase != corev1.PodSucceeded && p.Status.Phase != corev1.PodFailed {
+			if addr, err := netip.ParseAddr(ip.IP); err == nil && p.Status.Phase != corev1.PodSucceeded &&
+				p.Status.Phase != corev1.PodFailed {
 				if n.owner[addr] == nil {
 					n.owner[addr] = map[types.UID]struct{}{}
 				}
@@ -250,7 +254,8 @@ func (n *Pods) Run(ctx context.Context, kube kubernetes.Interface, node string) 
 			}
 		},
 		Trouble: func(err error) {
-			n.log.Warn("pods of this node cannot be watched: hooks of pods that are not known yet are not answered", "node", node, "error", err)
+			n.log.Warn("pods of this node cannot be watched: hooks of pods that are not known yet are not answered",
+				"node", node, "error", err)
 		},
 	})
 	if err != nil {

@@ -72,11 +72,14 @@ type cleanable struct {
 
 // New returns the pods, none yet, that g is observed for. changed is called when there may be
 // something to report, and must not block. propagation is told how long each took.
-func New(g gateway.Observed, changed func(), propagation *prometheus.HistogramVec, r prometheus.Registerer, log *slog.Logger) *Pods {
+func New(g gateway.Observed, changed func(), propagation *prometheus.HistogramVec, r prometheus.Registerer,
+	log *slog.Logger) *Pods {
 	o := &Pods{
 		gateway: g, propagation: propagation, log: log, changed: changed,
 		cleaned: prometheus.NewCounterVec(prometheus.CounterOpts{
-			Name: "lameduck_agent_cleaned_total", Help: "Pods that are gone whose connections were to be forgotten, by result. Skipped: the address may be another pod's.",
+			Name: "lameduck_agent_cleaned_total",
+			Help: "Pods that are gone whose connections were to be forgotten, by result. Skipped: the address may " +
+				"be another pod's.",
 		}, []string{"result"}),
 		cleaning: make(chan cleanable, cleanBacklog), pods: map[drain.UID]*observation{},
 	}

@@ -106,7 +106,8 @@ func TestWhatTheKernelWasSeenToSendTo(t *testing.T) {
 			}
 		}
 		watch := drain.Watch{
-			Pod: drain.Pod{Namespace: "shop", Name: "a", UID: "uid-a"}, Since: time.Now(), Deadline: time.Now().Add(30 * time.Second), Targets: []netip.AddrPort{podTarget},
+			Pod: drain.Pod{Namespace: "shop", Name: "a", UID: "uid-a"}, Since: time.Now(),
+			Deadline: time.Now().Add(30 * time.Second), Targets: []netip.AddrPort{podTarget},
 		}
 		k.Is(podTarget, health.Idle, 0)
 		o.Watch(watch, "r/1")

@@ -9,7 +9,8 @@ import (
 
 func TestStates(t *testing.T) {
 	for state, want := range map[health.State]drain.State{
-		health.Unknown: drain.StateUnknown, health.Routing: drain.Routing, health.Kept: drain.Kept, health.Removed: drain.Removed, health.Idle: drain.Idle, 200: drain.StateUnknown,
+		health.Unknown: drain.StateUnknown, health.Routing: drain.Routing, health.Kept: drain.Kept,
+		health.Removed: drain.Removed, health.Idle: drain.Idle, 200: drain.StateUnknown,
 	} {
 		if got := State(state); got != want {
 			t.Errorf("%s is %s on the wire, want %s", state, got, want)

@@ -1,20 +1,26 @@
-// Package serving answers /livez and /healthz: does the gateway get, in time, what it has to be told?
+// Package serving answers /livez and /healthz: does the gateway get, in time, what it has to be
+// told?
 //
-// The rules are those of kube-proxy's ProxierHealthServer (k8s.io/kubernetes, pkg/proxy/healthcheck), so that load balancers and
-// keepalived can be pointed at an agent as they are at kube-proxy. Changes are [Health.Queued] when they are known and [Health.Updated] when they
-// are done, for each IP family apart. A family is late when the oldest change that is not done has waited for the timeout or longer.
+// The rules are those of kube-proxy's ProxierHealthServer (k8s.io/kubernetes,
+// pkg/proxy/healthcheck), so that load balancers and keepalived can be pointed at an agent as they
+// are at kube-proxy. Changes are [Health.Queued] when they are known and [Health.Updated] when they
+// are done, for each IP family apart. A family is late when the oldest change that is not done has
+// waited for the timeout or longer.
 //
-//   - A family that was never updated is starting, and a starting family is not late, however long that takes.
+//   - A family that was never updated is starting, and a starting family is not late, however long
+//     that takes.
 //   - A family without a queued change is not late, however long ago it was updated.
 //   - One late family makes both answers 503. Another family's update does not help it.
-//   - A node that is being deleted makes /healthz 503, and changes nothing in /livez: new traffic should go elsewhere, but there is
-//     nothing that a restart would mend.
+//   - A node that is being deleted makes /healthz 503, and changes nothing in /livez: new traffic
+//     should go elsewhere, but there is nothing that a restart would mend.
 //
-// One thing differs. kube-proxy's Updated ends whatever is queued at that moment. Ours ends what was queued by the time that it is given, so that
-// a change which comes while the gateway is being read is not taken for done.
+// One thing differs. kube-proxy's Updated ends whatever is queued at that moment. Ours ends what
+// was queued by the time that it is given, so that a change which comes while the gateway is being
+// read is not taken for done.
 //
-// Nothing here knows of backends, coordinators or the API server. An answer that depends on one of them makes whoever asks move
-// traffic away from a gateway that works, usually from all gateways at once.
+// Nothing here knows of backends, coordinators or the API server. An answer that depends on one of
+// them makes whoever asks move traffic away from a gateway that works, usually from all gateways at
+// once.
 package serving
 
 import (
@@ -70,8 +76,8 @@ func (f Family) MarshalText() ([]byte, error) { return []byte(f.String()), nil }
 
 // Report is the body of both answers. The names are kube-proxy's.
 type Report struct {
-	// LastUpdated is when the family that was updated last was. In the answer to somebody who finds all well it is CurrentTime, as
-	// in kube-proxy's: there are those who look at its age.
+	// LastUpdated is when the family that was updated last was. In the answer to somebody who finds
+	// all well it is CurrentTime, as in kube-proxy's: there are those who look at its age.
 	LastUpdated time.Time `json:"lastUpdated"`
 	CurrentTime time.Time `json:"currentTime"`
 	// NodeEligible is absent from /livez.
@@ -98,16 +104,18 @@ type Health struct {
 	ineligible bool
 }
 
-// wait is what is queued for one family: when the oldest change that is not done came, and when the newest.
+// wait is what is queued for one family: when the oldest change that is not done came, and when the
+// newest.
 type wait struct{ oldest, newest time.Time }
 
-// New returns the health of a gateway that is starting, on an eligible node. timeout is how long a change may wait.
+// New returns the health of a gateway that is starting, on an eligible node. timeout is how long a
+// change may wait.
 func New(timeout time.Duration) *Health {
 	return &Health{timeout: timeout, updated: map[Family]time.Time{}, queued: map[Family]wait{}}
 }
 
-// Queued records that at now there is a change of f which the gateway has to be told. While an older one waits, the age of that one
-// counts.
+// Queued records that at now there is a change of f which the gateway has to be told. While an
+// older one waits, the age of that one counts.
 func (h *Health) Queued(f Family, now time.Time) {
 	if f == Unknown {
 		return
@@ -124,8 +132,9 @@ func (h *Health) Queued(f Family, now time.Time) {
 	h.queued[f] = w
 }
 
-// Updated records that the gateway has all changes of f that were queued until asOf. What was queued later goes on waiting, as if it
-// had come at asOf: which of them is the oldest is not known any more.
+// Updated records that the gateway has all changes of f that were queued until asOf. What was
+// queued later goes on waiting, as if it had come at asOf: which of them is the oldest is not known
+// any more.
 func (h *Health) Updated(f Family, asOf time.Time) {
 	if f == Unknown {
 		return
@@ -195,7 +204,8 @@ func latest(all map[Family]Status) time.Time {
 	return last
 }
 
-// Handler serves one of the two answers, [Health.Livez] or [Health.Healthz]: 200 for good news, 503 for bad.
+// Handler serves one of the two answers, [Health.Livez] or [Health.Healthz]: 200 for good news, 503
+// for bad.
 func Handler(answer func(now time.Time) (Report, bool)) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		report, good := answer(time.Now())

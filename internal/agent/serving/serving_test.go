@@ -47,7 +47,8 @@ func eligible(at time.Duration, is bool) step {
 	return step{at, func(h *Health, _ time.Time) { h.SetEligible(is) }}
 }
 
-// The checks of kube-proxy's TestHealthzServer and TestLivezServer (pkg/proxy/healthcheck), in their order and on one server.
+// The checks of kube-proxy's TestHealthzServer and TestLivezServer (pkg/proxy/healthcheck), in
+// their order and on one server.
 func TestTheSequenceOfKubeProxysTest(t *testing.T) {
 	both := []Family{IPv4, IPv6}
 	now, h, checks := time.Now(), New(timeout), 0
@@ -102,27 +103,48 @@ func TestWhoeverAsksIsTold(t *testing.T) {
 		"nothing has happened":                   {nil, late, true, true, nil},
 		"updated, and nothing queued for long":   {[]step{updated(0, IPv4, IPv6)}, time.Hour, true, true, nil},
 		"never updated is starting, queued long": {[]step{queued(0, IPv4, IPv6)}, time.Hour, true, true, nil},
-		"one starting, the other late":           {[]step{updated(0, IPv4), queued(0, IPv4, IPv6)}, late, false, false, []string{"IPv4"}},
-		"not late yet":                           {[]step{updated(0, IPv4, IPv6), queued(0, IPv4)}, timeout - 1, true, true, nil},
-		"late from the timeout on":               {[]step{updated(0, IPv4, IPv6), queued(0, IPv4)}, timeout, false, false, []string{"IPv4"}},
-		"IPv6 late":                              {[]step{updated(0, IPv4, IPv6), queued(1, IPv6)}, late, false, false, []string{"IPv6"}},
-		"both late":                              {[]step{updated(0, IPv4, IPv6), queued(1, IPv4, IPv6)}, late, false, false, []string{"IPv4", "IPv6"}},
-		"late, then updated":                     {[]step{updated(0, IPv4, IPv6), queued(1, IPv4), updated(late, IPv4)}, late, true, true, nil},
-		"the other family's update is no help":   {[]step{updated(0, IPv4, IPv6), queued(1, IPv6), updated(late, IPv4)}, late, false, false, []string{"IPv6"}},
-		"both late, one updated":                 {[]step{updated(0, IPv4, IPv6), queued(1, IPv4, IPv6), updated(late, IPv4)}, late, false, false, []string{"IPv6"}},
-		"the oldest decides":                     {[]step{updated(0, IPv4), queued(0, IPv4), queued(timeout-1, IPv4)}, timeout, false, false, []string{"IPv4"}},
-		"queued anew after an update":            {[]step{updated(0, IPv4), queued(0, IPv4), updated(5*time.Second, IPv4), queued(6*time.Second, IPv4)}, timeout, true, true, nil},
-		"queued and updated at one time":         {[]step{updated(0, IPv4), queued(1, IPv4), updated(1, IPv4)}, late, true, true, nil},
-		"queued after what was read":             {[]step{updated(0, IPv4), queued(5, IPv4), updated(4, IPv4)}, late, false, false, []string{"IPv4"}},
-		"queued long after what was read":        {[]step{updated(0, IPv4), queued(5*time.Second, IPv4), updated(4*time.Second, IPv4)}, 4*time.Second + timeout, true, true, nil},
-		"one of two was read":                    {[]step{updated(0, IPv4), queued(1, IPv4), queued(5*time.Second, IPv4), updated(4*time.Second, IPv4)}, 4*time.Second + timeout, false, false, []string{"IPv4"}},
-		"one of two was read, and not late yet":  {[]step{updated(0, IPv4), queued(1, IPv4), queued(5*time.Second, IPv4), updated(4*time.Second, IPv4)}, timeout + 1, true, true, nil},
-		"a stream of changes that are done":      {[]step{updated(0, IPv4), queued(1, IPv4), queued(9*time.Second, IPv4), updated(8*time.Second, IPv4), queued(17*time.Second, IPv4), updated(16*time.Second, IPv4)}, late, true, true, nil},
-		"an unknown family":                      {[]step{updated(0, IPv4, Unknown), queued(0, Unknown)}, late, true, true, nil},
-		"node not eligible":                      {[]step{updated(0, IPv4, IPv6), eligible(1, false)}, 2, true, false, nil},
-		"node eligible again":                    {[]step{updated(0, IPv4, IPv6), eligible(1, false), eligible(2, true)}, 3, true, true, nil},
-		"node not eligible while starting":       {[]step{eligible(1, false)}, 2, true, false, nil},
-		"late on a node that is not eligible":    {[]step{updated(0, IPv4), queued(1, IPv4), eligible(2, false)}, late, false, false, []string{"IPv4"}},
+		"one starting, the other late": {[]step{updated(0, IPv4), queued(0, IPv4, IPv6)}, late, false, false,
+			[]string{"IPv4"}},
+		"not late yet": {[]step{updated(0, IPv4, IPv6), queued(0, IPv4)}, timeout - 1, true,
+			true, nil},
+		"late from the timeout on": {[]step{updated(0, IPv4, IPv6), queued(0, IPv4)}, timeout, false,
+			false, []string{"IPv4"}},
+		"IPv6 late": {[]step{updated(0, IPv4, IPv6), queued(1, IPv6)}, late, false, false,
+			[]string{"IPv6"}},
+		"both late": {[]step{updated(0, IPv4, IPv6), queued(1, IPv4, IPv6)}, late, false,
+			false, []string{"IPv4", "IPv6"}},
+		"late, then updated": {[]step{updated(0, IPv4, IPv6), queued(1, IPv4), updated(late, IPv4)},
+			late, true, true, nil},
+		"the other family's update is no help": {[]step{updated(0, IPv4, IPv6), queued(1, IPv6), updated(late, IPv4)},
+			late, false, false, []string{"IPv6"}},
+		"both late, one updated": {[]step{updated(0, IPv4, IPv6), queued(1, IPv4, IPv6),
+			updated(late, IPv4)}, late, false, false, []string{"IPv6"}},
+		"the oldest decides": {[]step{updated(0, IPv4), queued(0, IPv4), queued(timeout-1, IPv4)},
+			timeout, false, false, []string{"IPv4"}},
+		"queued anew after an update": {[]step{updated(0, IPv4), queued(0, IPv4),
+			updated(5*time.Second, IPv4), queued(6*time.Second, IPv4)}, timeout, true, true, nil},
+		"queued and updated at one time": {[]step{updated(0, IPv4), queued(1, IPv4), updated(1, IPv4)}, late,
+			true, true, nil},
+		"queued after what was read": {[]step{updated(0, IPv4), queued(5, IPv4), updated(4, IPv4)}, late,
+			false, false, []string{"IPv4"}},
+		"queued long after what was read": {[]step{updated(0, IPv4), queued(5*time.Second, IPv4),
+			updated(4*time.Second, IPv4)}, 4*time.Second + timeout, true, true, nil},
+		"one of two was read": {[]step{updated(0, IPv4), queued(1, IPv4), queued(5*time.Second, IPv4),
+			updated(4*time.Second, IPv4)}, 4*time.Second + timeout, false, false, []string{"IPv4"}},
+		"one of two was read, and not late yet": {[]step{updated(0, IPv4), queued(1, IPv4), queued(5*time.Second, IPv4),
+			updated(4*time.Second, IPv4)}, timeout + 1, true, true, nil},
+		"a stream of changes that are done": {[]step{updated(0, IPv4), queued(1, IPv4), queued(9*time.Second, IPv4),
+			updated(8*time.Second, IPv4), queued(17*time.Second, IPv4), updated(16*time.Second, IPv4)}, late, true,
+			true, nil},
+		"an unknown family": {[]step{updated(0, IPv4, Unknown), queued(0, Unknown)}, late, true, true,
+			nil},
+		"node not eligible": {[]step{updated(0, IPv4, IPv6), eligible(1, false)}, 2, true, false,
+			nil},
+		"node eligible again": {[]step{updated(0, IPv4, IPv6), eligible(1, false), eligible(2, true)},
+			3, true, true, nil},
+		"node not eligible while starting": {[]step{eligible(1, false)}, 2, true, false, nil},
+		"late on a node that is not eligible": {[]step{updated(0, IPv4), queued(1, IPv4), eligible(2, false)}, late,
+			false, false, []string{"IPv4"}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			began := time.Now()
@@ -135,7 +157,8 @@ func TestWhoeverAsksIsTold(t *testing.T) {
 			if livez != c.livez || healthz != c.healthz {
 				t.Errorf("livez %t, healthz %t, want %t and %t", livez, healthz, c.livez, c.healthz)
 			}
-			if live.Healthy != c.livez || health.Healthy != c.livez || live.NodeEligible != nil || health.NodeEligible == nil {
+			if live.Healthy != c.livez || health.Healthy != c.livez || live.NodeEligible != nil ||
+				health.NodeEligible == nil {
 				t.Errorf("reports are %+v and %+v", live, health)
 			}
 			if diff := cmp.Diff(live.Status, health.Status); diff != "" {
@@ -171,7 +194,8 @@ func TestTheAnswersAreKubeProxys(t *testing.T) {
 			if w.Code != code {
 				t.Errorf("%s: status %d, want %d: %s", when, w.Code, code, body)
 			}
-			if w.Header().Get("Content-Type") != "application/json" || w.Header().Get("X-Content-Type-Options") != "nosniff" {
+			if w.Header().Get("Content-Type") != "application/json" ||
+				w.Header().Get("X-Content-Type-Options") != "nosniff" {
 				t.Errorf("%s: headers %v", when, w.Header())
 			}
 			var got map[string]any
@@ -194,21 +218,28 @@ func TestTheAnswersAreKubeProxys(t *testing.T) {
 				t.Errorf("%s: body: %s", when, diff)
 			}
 		}
-		check("starting", h.Livez, 200, map[string]any{"lastUpdated": stamp(0), "currentTime": stamp(0), "healthy": true})
-		check("starting", h.Healthz, 200, map[string]any{"lastUpdated": stamp(0), "currentTime": stamp(0), "healthy": true, "nodeEligible": true})
+		check("starting", h.Livez, 200, map[string]any{"lastUpdated": stamp(0), "currentTime": stamp(0),
+			"healthy": true})
+		check("starting", h.Healthz, 200, map[string]any{"lastUpdated": stamp(0), "currentTime": stamp(0),
+			"healthy": true, "nodeEligible": true})
 		h.Updated(IPv4, time.Now())
 		h.Updated(IPv6, time.Now())
 		time.Sleep(time.Second)
-		check("well", h.Healthz, 200, map[string]any{"lastUpdated": stamp(time.Second), "currentTime": stamp(time.Second), "healthy": true, "nodeEligible": true, "families": 2})
+		check("well", h.Healthz, 200, map[string]any{"lastUpdated": stamp(time.Second),
+			"currentTime": stamp(time.Second), "healthy": true, "nodeEligible": true, "families": 2})
 		h.SetEligible(false)
-		check("leaving", h.Livez, 200, map[string]any{"lastUpdated": stamp(time.Second), "currentTime": stamp(time.Second), "healthy": true, "families": 2})
-		check("leaving", h.Healthz, 503, map[string]any{"lastUpdated": stamp(0), "currentTime": stamp(time.Second), "healthy": true, "nodeEligible": false, "families": 2})
+		check("leaving", h.Livez, 200, map[string]any{"lastUpdated": stamp(time.Second),
+			"currentTime": stamp(time.Second), "healthy": true, "families": 2})
+		check("leaving", h.Healthz, 503, map[string]any{"lastUpdated": stamp(0), "currentTime": stamp(time.Second),
+			"healthy": true, "nodeEligible": false, "families": 2})
 		h.SetEligible(true)
 		h.Queued(IPv6, time.Now())
 		time.Sleep(late)
 		at := stamp(time.Second + late)
-		check("late", h.Livez, 503, map[string]any{"lastUpdated": stamp(0), "currentTime": at, "healthy": false, "families": 2})
-		check("late", h.Healthz, 503, map[string]any{"lastUpdated": stamp(0), "currentTime": at, "healthy": false, "nodeEligible": true, "families": 2})
+		check("late", h.Livez, 503, map[string]any{"lastUpdated": stamp(0), "currentTime": at, "healthy": false,
+			"families": 2})
+		check("late", h.Healthz, 503, map[string]any{"lastUpdated": stamp(0), "currentTime": at, "healthy": false,
+			"nodeEligible": true, "families": 2})
 	})
 }
 

@@ -45,10 +45,13 @@ type annotation struct {
 
 // NewChecks returns the checks of the pools of routes, and tells set what the routes say. wake is
 // called when set was told more.
-func NewChecks(kube kubernetes.Interface, routes []gateway.Route, set *health.Set, wake func(), log *slog.Logger) (*Checks, error) {
+func NewChecks(kube kubernetes.Interface, routes []gateway.Route, set *health.Set, wake func(),
+	log *slog.Logger) (*Checks, error) {
 	c := &Checks{
-		set: set, log: log, wake: wake, ofFile: map[health.Pool]health.Check{}, pools: map[types.NamespacedName][]health.Pool{},
-		ports: Ports(routes), known: make(chan struct{}), watches: map[string]*watch.Watch{}, refused: map[annotation]string{},
+		set: set, log: log, wake: wake, ofFile: map[health.Pool]health.Check{},
+		pools: map[types.NamespacedName][]health.Pool{},
+		ports: Ports(routes), known: make(chan struct{}), watches: map[string]*watch.Watch{},
+		refused: map[annotation]string{},
 	}
 	for _, r := range routes {
 		c.ofFile[r.Pool], _ = health.ParseCheck(r.HealthCheck) // checked with the configuration
@@ -126,7 +129,8 @@ func (c *Checks) heard(s *corev1.Service, gone bool) {
 		if err != nil {
 			if c.refused[from] != text {
 				c.refused[from] = text
-				c.log.Warn("a Service's health check is refused; what was said before counts", "service", name.String(), "annotation", key, "error", err)
+				c.log.Warn("a Service's health check is refused; what was said before counts", "service", name.String(),
+					"annotation", key, "error", err)
 			}
 			continue
 		}

@@ -25,7 +25,8 @@ func TestChecksGoBackToTheFile(t *testing.T) {
 	}
 	set := health.New(health.Options{})
 	for n, pool := range []health.Pool{"web", "admin", "other"} {
-		e := health.Endpoint{Target: health.Target{UID: "a", Addr: netip.AddrPortFrom(netip.MustParseAddr("10.0.0.1"), uint16(80+n))}, Routable: true}
+		e := health.Endpoint{Target: health.Target{UID: "a",
+			Addr: netip.AddrPortFrom(netip.MustParseAddr("10.0.0.1"), uint16(80+n))}, Routable: true}
 		set.Change(time.Now(), pool, []health.Change{{Endpoint: e}})
 	}
 	c, err := NewChecks(fake.NewClientset(), routes, set, func() {}, slog.New(slog.DiscardHandler))
@@ -78,7 +79,8 @@ func TestChecksGoBackToTheFile(t *testing.T) {
 		{"annotation again", service("{path: /x}"), false, annotated, 0},
 		{"annotation taken away", service(""), false, ofFile, 0},
 		{"of one port", of("", "admin", "{path: /y}"), false, "map[admin:/y other:/other web:/web]", 0},
-		{"of one port before all", of("{path: /x}", "admin", "{path: /y}"), false, "map[admin:/y other:/other web:/x]", 0},
+		{"of one port before all", of("{path: /x}", "admin", "{path: /y}"), false, "map[admin:/y other:/other web:/x]",
+			0},
 		{"of one port, refused", of("{path: /z}", "admin", "{path: y}"), false, "map[admin:/y other:/other web:/z]", 1},
 		{"of all, refused", of("{path: z}", "admin", "{path: /y}"), false, "map[admin:/y other:/other web:/z]", 1},
 		{"of one port, taken away", service("{path: /x}"), false, annotated, 0},
@@ -86,7 +88,8 @@ func TestChecksGoBackToTheFile(t *testing.T) {
 	} {
 		c.heard(step.heard, step.gone)
 		if got := paths(); got != step.want || c.Refusals() != step.refused {
-			t.Errorf("%s: probed are %s with %d refused, want %s with %d", step.what, got, c.Refusals(), step.want, step.refused)
+			t.Errorf("%s: probed are %s with %d refused, want %s with %d", step.what, got, c.Refusals(), step.want,
+				step.refused)
 		}
 	}
 }

@@ -106,19 +106,21 @@ func answers(h http.Handler) (livez, healthz int) {
 }
 
 // followed runs test beside a director of a gateway in memory, with routes for the pool web.
-func followed(t *testing.T, test func(m *memory, r *Endpoints, wake func(), expect func(when string, livez, healthz int))) {
+func followed(t *testing.T, test func(m *memory, r *Endpoints, wake func(),
+	expect func(when string, livez, healthz int))) {
 	synctest.Test(t, func(t *testing.T) {
 		log, set := slog.New(slog.DiscardHandler), health.New(health.Options{})
 		m := &memory{dead: true, routed: map[health.Key]bool{}}
 		following := serving.New(healthTimeout)
 		director := gateway.NewDirector(m, set, log)
 		director.Followed = liveness.Follow(following)
-		r, err := New(fake.NewClientset(), Ports([]gateway.Route{{Service: "shop/web", Pool: "web"}}), 0, set, func(families []serving.Family) {
-			for _, f := range families {
-				following.Queued(f, time.Now())
-			}
-			director.Wake()
-		})
+		r, err := New(fake.NewClientset(), Ports([]gateway.Route{{Service: "shop/web", Pool: "web"}}), 0, set,
+			func(families []serving.Family) {
+				for _, f := range families {
+					following.Queued(f, time.Now())
+				}
+				director.Wake()
+			})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -222,7 +224,10 @@ func TestAHangingDirectorIsNoticed(t *testing.T) {
 		r.apply(change{synced: true})
 		time.Sleep(time.Minute)
 		for name, queue := range map[string]func(){
-			"a slice":      func() { r.apply(change{slice: agenttest.Slice("web-1", "shop", "web", "10.0.0.1@a", "10.0.0.2@b")}) },
+			"a slice": func() {
+				r.apply(change{slice: agenttest.Slice("web-1", "shop", "web", "10.0.0.1@a",
+					"10.0.0.2@b")})
+			},
 			"an exclusion": wake,
 		} {
 			hang := make(chan struct{})

@@ -42,8 +42,9 @@ func (h *received) record(s *discovery.EndpointSlice, gone bool) {
 	h.slices[name] = s
 }
 
-// missing names a slice of namespace by which the watch is behind list, or says "": everything in list has been heard, or something newer of
-// it, and what is not in list has not, unless it is newer than list.
+// missing names a slice of namespace by which the watch is behind list, or says "": everything in
+// list has been heard, or something newer of it, and what is not in list has not, unless it is
+// newer than list.
 func (h *received) missing(namespace string, list *discovery.EndpointSliceList) (string, error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -101,7 +102,8 @@ func (r *Endpoints) Fresh(ctx context.Context) error {
 				break
 			}
 			if !wait(ctx, freshEvery) {
-				return fmt.Errorf("the watch has not delivered EndpointSlice %s/%s as it is: %w", namespace, name, ctx.Err())
+				return fmt.Errorf("the watch has not delivered EndpointSlice %s/%s as it is: %w", namespace, name,
+					ctx.Err())
 			}
 		}
 	}

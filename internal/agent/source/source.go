@@ -76,9 +76,11 @@ func Ports(routes []gateway.Route) map[health.Pool]endpoints.Port {
 // New returns the source of set's targets: those of ports. Changes after the first list are delayed
 // by lag. told is called after the set was told of changes of targets of some families, or, without
 // any, that it knows the first list. It must not block.
-func New(kube kubernetes.Interface, ports map[health.Pool]endpoints.Port, lag time.Duration, set *health.Set, told func([]serving.Family)) (*Endpoints, error) {
+func New(kube kubernetes.Interface, ports map[health.Pool]endpoints.Port, lag time.Duration, set *health.Set,
+	told func([]serving.Family)) (*Endpoints, error) {
 	r := &Endpoints{
-		kube: kube, lag: lag, set: set, index: endpoints.NewIndex(), pools: map[endpoints.Port][]health.Pool{}, changes: make(chan change, backlog), ended: make(chan struct{}),
+		kube: kube, lag: lag, set: set, index: endpoints.NewIndex(), pools: map[endpoints.Port][]health.Pool{},
+		changes: make(chan change, backlog), ended: make(chan struct{}),
 		told: told, watches: map[string]*watch.Watch{},
 	}
 	for pool, port := range ports {

@@ -20,7 +20,8 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
-func newEndpoints(t *testing.T, kube kubernetes.Interface, lag time.Duration, set *health.Set, routes ...gateway.Route) *Endpoints {
+func newEndpoints(t *testing.T, kube kubernetes.Interface, lag time.Duration, set *health.Set,
+	routes ...gateway.Route) *Endpoints {
 	t.Helper()
 	r, err := New(kube, Ports(routes), lag, set, func([]serving.Family) {})
 	if err != nil {
@@ -44,11 +45,13 @@ func claims(set *health.Set) string {
 func TestEndpointsFollowEndpointSlices(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		kube := fake.NewClientset(
-			agenttest.Slice("web-1", "shop", "web", "10.0.0.1@a"), agenttest.Slice("web-2", "shop", "web", "10.0.0.2@b", "10.0.0.9"),
+			agenttest.Slice("web-1", "shop", "web", "10.0.0.1@a"),
+			agenttest.Slice("web-2", "shop", "web", "10.0.0.2@b", "10.0.0.9"),
 			agenttest.Slice("else", "shop", "else", "10.0.0.3@c"),
 		)
 		set := health.New(health.Options{})
-		r := newEndpoints(t, kube, 0, set, gateway.Route{Service: "shop/web", Port: "http", Pool: "web"}, gateway.Route{Service: "shop/api", Pool: "api"})
+		r := newEndpoints(t, kube, 0, set, gateway.Route{Service: "shop/web", Port: "http", Pool: "web"},
+			gateway.Route{Service: "shop/api", Pool: "api"})
 		expect := func(want string) {
 			t.Helper()
 			if got := claims(set); got != want {
@@ -65,7 +68,8 @@ func TestEndpointsFollowEndpointSlices(t *testing.T) {
 		expect("web:3") // one of them is no pod
 		slicesOf := kube.DiscoveryV1().EndpointSlices("shop")
 		// Another Service's from now on.
-		if _, err := slicesOf.Update(ctx, agenttest.Slice("web-2", "shop", "api", "10.0.0.2@b"), metav1.UpdateOptions{}); err != nil {
+		if _, err := slicesOf.Update(ctx, agenttest.Slice("web-2", "shop", "api", "10.0.0.2@b"),
+			metav1.UpdateOptions{}); err != nil {
 			t.Fatal(err)
 		}
 		expect("api:1 web:1")
@@ -114,7 +118,8 @@ func TestTheLagDelaysChangesAndNotTheFirstList(t *testing.T) {
 // What a watch has delivered against a list as of now.
 func TestWhatAWatchIsMissing(t *testing.T) {
 	slice := func(name, version string) *discovery.EndpointSlice {
-		return &discovery.EndpointSlice{ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: name, ResourceVersion: version}}
+		return &discovery.EndpointSlice{ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: name,
+			ResourceVersion: version}}
 	}
 	list := func(version string, of ...*discovery.EndpointSlice) *discovery.EndpointSliceList {
 		l := &discovery.EndpointSliceList{ListMeta: metav1.ListMeta{ResourceVersion: version}}
@@ -130,16 +135,23 @@ func TestWhatAWatchIsMissing(t *testing.T) {
 		want  string
 		bad   bool
 	}{
-		"nothing at all":                  {list: list("10")},
-		"the same":                        {heard: []*discovery.EndpointSlice{slice("a", "9")}, list: list("10", slice("a", "9"))},
-		"newer":                           {heard: []*discovery.EndpointSlice{slice("a", "11")}, list: list("10", slice("a", "9"))},
-		"older":                           {heard: []*discovery.EndpointSlice{slice("a", "9")}, list: list("10", slice("a", "10")), want: "a"},
-		"one that was never heard of":     {heard: []*discovery.EndpointSlice{slice("a", "9")}, list: list("10", slice("a", "9"), slice("b", "8")), want: "b"},
-		"one that is deleted":             {heard: []*discovery.EndpointSlice{slice("a", "9"), slice("b", "8")}, list: list("10", slice("a", "9")), want: "b"},
-		"one that is deleted, and it was": {heard: []*discovery.EndpointSlice{slice("a", "9"), slice("b", "8")}, gone: []*discovery.EndpointSlice{slice("b", "8")}, list: list("10", slice("a", "9"))},
-		"one that came after the list":    {heard: []*discovery.EndpointSlice{slice("b", "11")}, list: list("10")},
-		"a watch that went back in time":  {heard: []*discovery.EndpointSlice{slice("a", "9"), slice("a", "7")}, list: list("10", slice("a", "9")), want: "a"},
-		"no version":                      {heard: []*discovery.EndpointSlice{slice("a", "")}, list: list("10", slice("a", "9")), bad: true},
+		"nothing at all": {list: list("10")},
+		"the same": {heard: []*discovery.EndpointSlice{slice("a", "9")},
+			list: list("10", slice("a", "9"))},
+		"newer": {heard: []*discovery.EndpointSlice{slice("a", "11")},
+			list: list("10", slice("a", "9"))},
+		"older": {heard: []*discovery.EndpointSlice{slice("a", "9")},
+			list: list("10", slice("a", "10")), want: "a"},
+		"one that was never heard of": {heard: []*discovery.EndpointSlice{slice("a", "9")},
+			list: list("10", slice("a", "9"), slice("b", "8")), want: "b"},
+		"one that is deleted": {heard: []*discovery.EndpointSlice{slice("a", "9"), slice("b", "8")},
+			list: list("10", slice("a", "9")), want: "b"},
+		"one that is deleted, and it was": {heard: []*discovery.EndpointSlice{slice("a", "9"), slice("b", "8")},
+			gone: []*discovery.EndpointSlice{slice("b", "8")}, list: list("10", slice("a", "9"))},
+		"one that came after the list": {heard: []*discovery.EndpointSlice{slice("b", "11")}, list: list("10")},
+		"a watch that went back in time": {heard: []*discovery.EndpointSlice{slice("a", "9"), slice("a", "7")},
+			list: list("10", slice("a", "9")), want: "a"},
+		"no version": {heard: []*discovery.EndpointSlice{slice("a", "")}, list: list("10", slice("a", "9")), bad: true},
 	} {
 		t.Run(name, func(t *testing.T) {
 			var h received
@@ -149,7 +161,8 @@ func TestWhatAWatchIsMissing(t *testing.T) {
 			for _, s := range c.gone {
 				h.record(s, true)
 			}
-			h.record(&discovery.EndpointSlice{ObjectMeta: metav1.ObjectMeta{Namespace: "elsewhere", Name: "z", ResourceVersion: "1"}}, false)
+			h.record(&discovery.EndpointSlice{ObjectMeta: metav1.ObjectMeta{Namespace: "elsewhere", Name: "z",
+				ResourceVersion: "1"}}, false)
 			got, err := h.missing("shop", c.list)
 			if got != c.want || (err != nil) != c.bad {
 				t.Errorf("missing is %q, %v; want %q", got, err, c.want)

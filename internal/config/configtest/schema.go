@@ -1,4 +1,5 @@
-// Package configtest keeps the JSON schemas of configuration files equal to the Go types that they are read into. Only tests import it.
+// Package configtest keeps the JSON schemas of configuration files equal to the Go types that they
+// are read into. Only tests import it.
 package configtest
 
 import (
@@ -20,8 +21,9 @@ import (
 	"github.com/lameduck-io/lameduck/internal/config"
 )
 
-// Check compares the schema of value with the committed one, file, and fails if they differ or if a key has no comment: that of the field, or of the struct that it points to. With UPDATE=1 in the environment
-// it writes the file instead.
+// Check compares the schema of value with the committed one, file, and fails if they differ or if a
+// key has no comment: that of the field, or of the struct that it points to. With UPDATE=1 in the
+// environment it writes the file instead.
 func Check(t *testing.T, value any, kind, file string) {
 	t.Helper()
 	docs := map[string]map[string]string{} // by package
@@ -91,7 +93,8 @@ func optional(s *jsonschema.Schema) {
 	}
 }
 
-// comments maps Type to its comment and Type.Field to the field's, on one line, for the types of a package of this module.
+// comments maps Type to its comment and Type.Field to the field's, on one line, for the types of a
+// package of this module.
 func comments(t *testing.T, path string) map[string]string {
 	t.Helper()
 	dir, err := exec.Command("go", "list", "-f", "{{.Dir}}", path).Output()

@@ -1,11 +1,13 @@
 // Package api is what a coordinator tells operators and their tools: the paths of its read API and
 // the types of its answers, as JSON.
 //
-// Everything is read with GET, and changes nothing. Each replica tells its own view: a deletion is a drain in each replica that the API server
-// asked. Times are of the replica's clock, and [View.At] says what it shows, so that nobody has to compare clocks.
+// Everything is read with GET, and changes nothing. Each replica tells its own view: a deletion is
+// a drain in each replica that the API server asked. Times are of the replica's clock, and
+// [View.At] says what it shows, so that nobody has to compare clocks.
 //
-// Compatibility: within v1 fields are added, never repurposed. Readers ignore fields that they do not know, and show words that they do not
-// know as they are: phases, reasons and states are those of the drain package, and more may come.
+// Compatibility: within v1 fields are added, never repurposed. Readers ignore fields that they do
+// not know, and show words that they do not know as they are: phases, reasons and states are those
+// of the drain package, and more may come.
 package api
 
 import "time"
@@ -19,14 +21,16 @@ const (
 	PropagationPath = "/v1/propagation"
 	BarriersPath    = "/v1/barriers"
 	TargetsPath     = "/v1/targets"
-	// EventsPath is a stream of server-sent events: "view" with a [View] whenever it has changed, and "alive" with an [Alive] in between.
+	// EventsPath is a stream of server-sent events: "view" with a [View] whenever it has changed,
+	// and "alive" with an [Alive] in between.
 	EventsPath = "/v1/events"
-	// ExplainPath ends in /{namespace}/{pod}, and may have the query operation=delete or operation=evict.
+	// ExplainPath ends in /{namespace}/{pod}, and may have the query operation=delete or
+	// operation=evict.
 	ExplainPath = "/v1/explain"
 )
 
-// Port is where coordinators serve this, on their loopback address, unless they are told otherwise. PortName is what it is called in their
-// pods if it is another.
+// Port is where coordinators serve this, on their loopback address, unless they are told otherwise.
+// PortName is what it is called in their pods if it is another.
 const (
 	Port     = 9445
 	PortName = "dashboard"
@@ -41,7 +45,8 @@ type View struct {
 	// Barriers are the pods whose deletion has begun and whose hooks wait, or were answered.
 	Barriers Barriers `json:"barriers"`
 	Agents   Agents   `json:"agents"`
-	// Outcomes are how the last drains ended, and deletions that went on without the gateways' word: the newest first.
+	// Outcomes are how the last drains ended, and deletions that went on without the gateways'
+	// word: the newest first.
 	Outcomes []Outcome `json:"outcomes"`
 	// Propagation is how long gateways take to let go, by kind of gateway.
 	Propagation []Propagation `json:"propagation"`
@@ -60,7 +65,8 @@ type Replica struct {
 	// Holds is how many admission calls wait now, MaxHolds how many may.
 	Holds    int `json:"holds"`
 	MaxHolds int `json:"maxHolds"`
-	// DeadlineSeconds is how long a drain lasts at most, IdleBoundSeconds how long running requests are waited for once no new ones come.
+	// DeadlineSeconds is how long a drain lasts at most, IdleBoundSeconds how long running requests
+	// are waited for once no new ones come.
 	DeadlineSeconds  float64 `json:"deadlineSeconds"`
 	IdleBoundSeconds float64 `json:"idleBoundSeconds"`
 }
@@ -79,17 +85,19 @@ type Drain struct {
 	Namespace string `json:"namespace"`
 	Pod       string `json:"pod"`
 	UID       string `json:"uid"`
-	// Phase is Queued, Unrouting, Quiescing or Released, since PhaseSince. Reason is why it was released, else None.
+	// Phase is Queued, Unrouting, Quiescing or Released, since PhaseSince. Reason is why it was
+	// released, else None.
 	Phase      string    `json:"phase"`
 	PhaseSince time.Time `json:"phaseSince,omitzero"`
 	Reason     string    `json:"reason"`
-	// Since is the start of the drain's one clock, over retries and replicas. Deadline is when the pod goes in any case.
+	// Since is the start of the drain's one clock, over retries and replicas. Deadline is when the
+	// pod goes in any case.
 	Since    time.Time `json:"since"`
 	Deadline time.Time `json:"deadline"`
 	// Told is when agents were told. Not there: they were not yet, for want of room in a Service.
 	Told time.Time `json:"told,omitzero"`
-	// Owed is how many agents have to acknowledge, Waiting how many of them have not yet. Words are what they say, those who are least far first;
-	// if they are too many to be listed, these.
+	// Owed is how many agents have to acknowledge, Waiting how many of them have not yet. Words are
+	// what they say, those who are least far first; if they are too many to be listed, these.
 	Owed    int           `json:"owed"`
 	Waiting int           `json:"waiting"`
 	Reports []AgentReport `json:"reports"`
@@ -97,23 +105,27 @@ type Drain struct {
 
 // Barriers are those that are open on this replica.
 type Barriers struct {
-	// Open is how many pods have one. Items are the oldest of them, if they are too many to be listed.
+	// Open is how many pods have one. Items are the oldest of them, if they are too many to be
+	// listed.
 	Open  int       `json:"open"`
 	Items []Barrier `json:"items"`
 	// Hooks is how many hooks wait at this replica now: one for each container.
 	Hooks int `json:"hooks"`
-	// Missing is how many pods ask for the barrier and were created without it. MissingPods are the first of them.
+	// Missing is how many pods ask for the barrier and were created without it. MissingPods are the
+	// first of them.
 	Missing     int      `json:"missing"`
 	MissingPods []string `json:"missingPods"`
 }
 
-// Barrier is one pod that is being deleted and is told to stop only when the gateways that follow have let go.
+// Barrier is one pod that is being deleted and is told to stop only when the gateways that follow
+// have let go.
 type Barrier struct {
 	Namespace string `json:"namespace"`
 	Pod       string `json:"pod"`
 	UID       string `json:"uid"`
 	Node      string `json:"node,omitempty"`
-	// Phase is Unrouting, Quiescing or Released, since PhaseSince. Released: its hooks were answered, and it stops. Reason is why, else None.
+	// Phase is Unrouting, Quiescing or Released, since PhaseSince. Released: its hooks were
+	// answered, and it stops. Reason is why, else None.
 	Phase      string    `json:"phase"`
 	PhaseSince time.Time `json:"phaseSince,omitzero"`
 	Reason     string    `json:"reason"`
@@ -122,20 +134,23 @@ type Barrier struct {
 	Deadline time.Time `json:"deadline"`
 	// AskedBy is the agent on the pod's node, which has the hooks.
 	AskedBy string `json:"askedBy"`
-	// Hook is the kind of the pod's hooks: httpGet, exec, or both, separated by a comma. Not there: the pod is not known here.
+	// Hook is the kind of the pod's hooks: httpGet, exec, or both, separated by a comma. Not there:
+	// the pod is not known here.
 	Hook string `json:"hook,omitempty"`
 	// Owed, Waiting and Words are as in Drain.
 	Owed    int           `json:"owed"`
 	Waiting int           `json:"waiting"`
 	Reports []AgentReport `json:"reports"`
-	// StatedSeconds is how long, from the deletion on, is waited besides for those who can never acknowledge. StatedUntil is when that is over; Cut
-	// says that the deadline comes before.
+	// StatedSeconds is how long, from the deletion on, is waited besides for those who can never
+	// acknowledge. StatedUntil is when that is over; Cut says that the deadline comes before.
 	StatedSeconds float64   `json:"statedSeconds,omitempty"`
 	StatedUntil   time.Time `json:"statedUntil,omitzero"`
 	Cut           bool      `json:"cut,omitempty"`
-	// Last says that no other endpoint is ready, or none on its node, so that gateways may go on sending to the pod: it only has to be quiet.
+	// Last says that no other endpoint is ready, or none on its node, so that gateways may go on
+	// sending to the pod: it only has to be quiet.
 	Last bool `json:"last,omitempty"`
-	// Sampled says that not all agents are asked: the others are waited for by the time that they were seen to take.
+	// Sampled says that not all agents are asked: the others are waited for by the time that they
+	// were seen to take.
 	Sampled bool `json:"sampled,omitempty"`
 	// Uncovered are containers that stop without waiting: they could not be given the hook.
 	Uncovered []string `json:"uncovered"`
@@ -145,7 +160,8 @@ type Barrier struct {
 type AgentReport struct {
 	Agent   string `json:"agent"`
 	Gateway string `json:"gateway,omitempty"`
-	// State is unknown, routing, kept, removed or idle, said first at Since and proved by Proof: none, runtime, config or timed.
+	// State is unknown, routing, kept, removed or idle, said first at Since and proved by Proof:
+	// none, runtime, config or timed.
 	State string    `json:"state"`
 	Proof string    `json:"proof"`
 	Since time.Time `json:"since,omitzero"`
@@ -158,11 +174,13 @@ type AgentReport struct {
 
 // Agents are those that this replica knows.
 type Agents struct {
-	// Expected is how many the API server lists, Missing how many of them have no connection here, Suspended how many are not waited for.
+	// Expected is how many the API server lists, Missing how many of them have no connection here,
+	// Suspended how many are not waited for.
 	Expected  int `json:"expected"`
 	Missing   int `json:"missing"`
 	Suspended int `json:"suspended"`
-	// Known is how many there are. Items are those with something to be said of first, and as many as can be listed.
+	// Known is how many there are. Items are those with something to be said of first, and as many
+	// as can be listed.
 	Known int     `json:"known"`
 	Items []Agent `json:"items"`
 }
@@ -175,8 +193,8 @@ type Agent struct {
 	Node string `json:"node,omitempty"`
 	// Gateway is the kind of its gateway.
 	Gateway string `json:"gateway,omitempty"`
-	// State is connected, missing (the API server lists it and it has no connection here), gone (it has none and is not listed), suspended, or
-	// left (its gateway accepts nothing any more).
+	// State is connected, missing (the API server lists it and it has no connection here), gone (it
+	// has none and is not listed), suspended, or left (its gateway accepts nothing any more).
 	State string `json:"state"`
 	// Label is directed, following or none: what its pod says of it. Ready is the pod's condition.
 	Label     string `json:"label"`
@@ -191,10 +209,12 @@ type Agent struct {
 	Protocol int      `json:"protocol,omitempty"`
 	Features []string `json:"features"`
 	Address  string   `json:"address,omitempty"`
-	// Reported is when its last report came, ReportAgeSeconds how old what it said was by then. Agents report only while something is drained.
+	// Reported is when its last report came, ReportAgeSeconds how old what it said was by then.
+	// Agents report only while something is drained.
 	Reported         time.Time `json:"reported,omitzero"`
 	ReportAgeSeconds float64   `json:"reportAgeSeconds,omitempty"`
-	// RemovedSeconds and IdleSeconds are how long it took in the last drain that it acknowledged, from being told.
+	// RemovedSeconds and IdleSeconds are how long it took in the last drain that it acknowledged,
+	// from being told.
 	RemovedSeconds float64 `json:"removedSeconds,omitempty"`
 	IdleSeconds    float64 `json:"idleSeconds,omitempty"`
 }
@@ -215,7 +235,8 @@ type Outcome struct {
 	Abnormal bool `json:"abnormal"`
 	// TookSeconds is how long it waited. Not there: there was no drain.
 	TookSeconds *float64 `json:"tookSeconds,omitempty"`
-	// Silent names gateways that had not let go, and those that were away and not waited for, marked "(away)"; MoreSilent is how many more there were.
+	// Silent names gateways that had not let go, and those that were away and not waited for,
+	// marked "(away)"; MoreSilent is how many more there were.
 	Silent     []string `json:"silent"`
 	MoreSilent int      `json:"moreSilent,omitempty"`
 	// Message is what the API server was told, if that was a warning.
@@ -227,7 +248,8 @@ type Propagation struct {
 	Gateway string `json:"gateway"`
 	// What is removed or idle.
 	What string `json:"what"`
-	// Count is how often it was measured in the replica's life, Samples of how many the quantiles are: the newest.
+	// Count is how often it was measured in the replica's life, Samples of how many the quantiles
+	// are: the newest.
 	Count      uint64  `json:"count"`
 	Samples    int     `json:"samples"`
 	P50Seconds float64 `json:"p50Seconds"`
@@ -236,17 +258,19 @@ type Propagation struct {
 	MaxSeconds float64 `json:"maxSeconds"`
 }
 
-// TargetHealth is what gateways believe of the health of their targets, as far as their agents tell. It is a few seconds old at most.
+// TargetHealth is what gateways believe of the health of their targets, as far as their agents
+// tell. It is a few seconds old at most.
 type TargetHealth struct {
 	// Reported says that some agent tells. Where says where more is to be found.
 	Reported bool   `json:"reported"`
 	Where    string `json:"where"`
-	// Agents is how many tell, Untold how many Services of theirs there was no room for. All counts what their gateways route: a target that two
-	// route counts twice.
+	// Agents is how many tell, Untold how many Services of theirs there was no room for. All counts
+	// what their gateways route: a target that two route counts twice.
 	Agents int          `json:"agents"`
 	Untold int          `json:"untold"`
 	All    TargetCounts `json:"all"`
-	// Services are those with trouble first, as many of Known as can be listed. Troubled is how many of them have some.
+	// Services are those with trouble first, as many of Known as can be listed. Troubled is how
+	// many of them have some.
 	Known    int             `json:"known"`
 	Troubled int             `json:"troubled"`
 	Services []ServiceHealth `json:"services"`
@@ -254,7 +278,8 @@ type TargetHealth struct {
 
 // TargetCounts count targets. Each is counted once: as excluded or doubtful, or else by its health.
 type TargetCounts struct {
-	// Usable pass their checks, Unhealthy fail them. Unknown were not judged yet, or are not checked; they are usable too.
+	// Usable pass their checks, Unhealthy fail them. Unknown were not judged yet, or are not
+	// checked; they are usable too.
 	Usable    int `json:"usable"`
 	Unknown   int `json:"unknown"`
 	Unhealthy int `json:"unhealthy"`
@@ -268,8 +293,8 @@ type TargetCounts struct {
 type ServiceHealth struct {
 	Namespace string `json:"namespace"`
 	Name      string `json:"name"`
-	// Gateways is how many tell of it, FailingOpen how many of them send to all targets because too few are usable, Unwell how many call a target
-	// unhealthy.
+	// Gateways is how many tell of it, FailingOpen how many of them send to all targets because too
+	// few are usable, Unwell how many call a target unhealthy.
 	Gateways    int `json:"gateways"`
 	FailingOpen int `json:"failingOpen"`
 	Unwell      int `json:"unwell"`
@@ -296,7 +321,8 @@ type UnhealthyTarget struct {
 	Address string `json:"address"`
 	// Pod is namespace/name, if it is known.
 	Pod string `json:"pod,omitempty"`
-	// Why says why it has traffic or none: unhealthy (none), failing-open, held-back and more. Last is what its last check gave.
+	// Why says why it has traffic or none: unhealthy (none), failing-open, held-back and more. Last
+	// is what its last check gave.
 	Why   string    `json:"why"`
 	Last  string    `json:"last,omitempty"`
 	Since time.Time `json:"since,omitzero"`
@@ -358,12 +384,14 @@ type Explanation struct {
 	UID       string    `json:"uid"`
 	// Operation is delete or evict.
 	Operation string `json:"operation"`
-	// Answer is allow, deny or drain: it would go at once, be refused for now, or wait for gateways. Reason is the row of the table that decides.
+	// Answer is allow, deny or drain: it would go at once, be refused for now, or wait for
+	// gateways. Reason is the row of the table that decides.
 	Answer string `json:"answer"`
 	Reason string `json:"reason"`
 	// Summary says it in a sentence.
 	Summary string `json:"summary"`
-	// Unroute says that gateways would be told in the background, although the answer does not wait.
+	// Unroute says that gateways would be told in the background, although the answer does not
+	// wait.
 	Unroute bool `json:"unroute,omitempty"`
 	// Queued is why it would have to wait for room first. Not there: it would not.
 	Queued string `json:"queued,omitempty"`
@@ -371,7 +399,8 @@ type Explanation struct {
 	Services []ExplainedService `json:"services"`
 	// Gates are the gateways that would have to acknowledge.
 	Gates []Gate `json:"gates"`
-	// Barrier is how the pod would wait between its deletion and SIGTERM. Not there: it has no hook, and would not.
+	// Barrier is how the pod would wait between its deletion and SIGTERM. Not there: it has no
+	// hook, and would not.
 	Barrier *ExplainedBarrier `json:"barrier,omitempty"`
 	// Uncovered is who may still send to the pod when it stops, and nobody would be asked.
 	Uncovered []Uncovered `json:"uncovered"`
@@ -398,19 +427,22 @@ type Gate struct {
 	Why string `json:"why"`
 }
 
-// ExplainedBarrier is what the pod and its node have for the second gate, as the API server shows it.
+// ExplainedBarrier is what the pod and its node have for the second gate, as the API server shows
+// it.
 type ExplainedBarrier struct {
 	// Hooks are those of its containers.
 	Hooks []Hook `json:"hooks"`
-	// BoundSeconds is how long they may last, GraceSeconds what the application has for itself after them. Not there: the pod does not say.
+	// BoundSeconds is how long they may last, GraceSeconds what the application has for itself
+	// after them. Not there: the pod does not say.
 	BoundSeconds float64 `json:"boundSeconds,omitempty"`
 	GraceSeconds float64 `json:"graceSeconds,omitempty"`
-	// Node is the pod's, Agent the one there that has the hooks, and Connected whether it is here. No agent: the hooks would end at once.
+	// Node is the pod's, Agent the one there that has the hooks, and Connected whether it is here.
+	// No agent: the hooks would end at once.
 	Node      string `json:"node,omitempty"`
 	Agent     string `json:"agent,omitempty"`
 	Connected bool   `json:"connected"`
-	// Asked is how many agents may be asked: those that observe. The coordinator may ask a sample of them, or the one on the pod's node alone
-	// (barrier.ask).
+	// Asked is how many agents may be asked: those that observe. The coordinator may ask a sample
+	// of them, or the one on the pod's node alone (barrier.ask).
 	Asked int `json:"asked"`
 	// Stated are the waits for those who can never acknowledge.
 	Stated []StatedWait `json:"stated"`
@@ -435,7 +467,8 @@ type StatedWait struct {
 	Error string `json:"error,omitempty"`
 }
 
-// BarrierItself is what [Uncovered.What] names where the pod's own node has nobody who answers its hooks, or nobody who is connected.
+// BarrierItself is what [Uncovered.What] names where the pod's own node has nobody who answers its
+// hooks, or nobody who is connected.
 const BarrierItself = "the barrier itself"
 
 // Uncovered is one way to the pod for which nobody can or will acknowledge.

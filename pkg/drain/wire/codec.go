@@ -8,9 +8,11 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
-// What each agent is told of each drain, and says of it, is written and read by hand: with a thousand agents it is most of what a
-// coordinator does. The hand only knows what [encoding/json] writes for fields that it knows, in their order. Whatever else there is, on either
-// side, encoding/json does: a field that was added, another order, an escaped letter. So both always agree, which the tests fuzz.
+// What each agent is told of each drain, and says of it, is written and read by hand: with a
+// thousand agents it is most of what a coordinator does. The hand only knows what [encoding/json]
+// writes for fields that it knows, in their order. Whatever else there is, on either side,
+// encoding/json does: a field that was added, another order, an escaped letter. So both always
+// agree, which the tests fuzz.
 
 // AppendMessage appends m as one line.
 func AppendMessage(b []byte, m Message) []byte {
@@ -20,7 +22,8 @@ func AppendMessage(b []byte, m Message) []byte {
 	return appendJSON(b, m)
 }
 
-// Told returns a Message of type drain without its time: what all agents are told of a drain is written once. See [AppendTold].
+// Told returns a Message of type drain without its time: what all agents are told of a drain is
+// written once. See [AppendTold].
 func Told(d drain.Open) []byte { return AppendMessage(nil, Message{Type: TypeDrain, Drain: &d})[1:] }
 
 // AppendTold appends the line of a message that Told wrote, at is its time, which must not be 0.
@@ -64,7 +67,8 @@ func appendMessage(b []byte, m Message) ([]byte, bool) {
 }
 
 func appendOpen(b []byte, d drain.Open) (_ []byte, ok bool) {
-	if (d != drain.Open{Pod: drain.Pod{Namespace: d.Pod.Namespace, Name: d.Pod.Name, UID: d.Pod.UID}, Since: d.Since, Number: d.Number}) {
+	if (d != drain.Open{Pod: drain.Pod{Namespace: d.Pod.Namespace, Name: d.Pod.Name, UID: d.Pod.UID}, Since: d.Since,
+		Number: d.Number}) {
 		return b, false
 	}
 	b = append(b, `{"pod":{"namespace":`...)
@@ -239,8 +243,8 @@ func (s *scanner) reports(said *Reports) bool {
 	return !s.failed
 }
 
-// appendJSON appends what an [json.Encoder] writes. Nothing that is sent here cannot be written but a time beyond the year 9999, which
-// nobody's clock shows; nothing is appended then.
+// appendJSON appends what an [json.Encoder] writes. Nothing that is sent here cannot be written but
+// a time beyond the year 9999, which nobody's clock shows; nothing is appended then.
 func appendJSON(b []byte, v any) []byte {
 	text, err := json.Marshal(v)
 	if err != nil {

@@ -45,7 +45,8 @@ func TestMessagesAreWrittenAsEncodingJSONDoes(t *testing.T) {
 				pod := [3]string{"x", "y", "z"}
 				pod[i] = name
 				messages = append(messages, Message{At: 9, Type: TypeDrain, Drain: &drain.Open{
-					Pod: drain.Pod{Namespace: pod[0], Name: pod[1], UID: drain.UID(pod[2])}, Since: at, Number: uint64(i),
+					Pod: drain.Pod{Namespace: pod[0], Name: pod[1], UID: drain.UID(pod[2])}, Since: at,
+					Number: uint64(i),
 				}})
 			}
 		}
@@ -63,7 +64,8 @@ func TestReportsAreWrittenAsEncodingJSONDoes(t *testing.T) {
 	all := []Reports{{}, {Session: math.MaxUint64, At: -1, Boot: "b", Reports: []drain.Report{}}}
 	for _, name := range codecNames {
 		r := drain.Report{UID: drain.UID(name), Generation: name, State: drain.Idle, Proof: drain.Runtime, Number: 4}
-		all = append(all, Reports{Session: 7, At: 3, Boot: name, Reports: []drain.Report{r, {UID: "2", State: 9, Proof: 9}, r}})
+		all = append(all, Reports{Session: 7, At: 3, Boot: name,
+			Reports: []drain.Report{r, {UID: "2", State: 9, Proof: 9}, r}})
 	}
 	for _, said := range all {
 		want := encoded(t, said)
@@ -131,14 +133,16 @@ func TestTheHandReadsWhatItWrites(t *testing.T) {
 	for _, m := range []Message{
 		{At: 1, Type: TypeHeartbeat}, {Type: TypeSynced},
 		{At: 3, Type: TypeRelease, Release: &drain.Release{UID: "u", Terminating: true}},
-		{At: 2, Type: TypeDrain, Drain: &drain.Open{Pod: drain.Pod{Namespace: "a", Name: "b", UID: "c"}, Since: codecTimes[2], Number: 3}},
+		{At: 2, Type: TypeDrain, Drain: &drain.Open{Pod: drain.Pod{Namespace: "a", Name: "b", UID: "c"},
+			Since: codecTimes[2], Number: 3}},
 	} {
 		var got Message
 		if s := (scanner{rest: AppendMessage(nil, m)}); !s.message(&got) || !s.end() {
 			t.Errorf("%+v is not read", m)
 		}
 	}
-	said := Reports{Session: 1, At: 2, Boot: "b", Reports: []drain.Report{{UID: "u", Generation: "g"}, {UID: "v", Number: 3}}}
+	said := Reports{Session: 1, At: 2, Boot: "b",
+		Reports: []drain.Report{{UID: "u", Generation: "g"}, {UID: "v", Number: 3}}}
 	var got Reports
 	if s := (scanner{rest: AppendReports(nil, said)}); !s.reports(&got) || !s.end() {
 		t.Errorf("%+v is not read", said)
@@ -189,7 +193,8 @@ func FuzzMessage(f *testing.F) {
 }
 
 func FuzzReports(f *testing.F) {
-	f.Add(string(AppendReports(nil, Reports{Session: 1, At: 2, Boot: "b", Reports: []drain.Report{{UID: "u", Generation: "g"}, {UID: "v", Number: 3}}})))
+	f.Add(string(AppendReports(nil, Reports{Session: 1, At: 2,
+		Boot: "b", Reports: []drain.Report{{UID: "u", Generation: "g"}, {UID: "v", Number: 3}}})))
 	f.Add(`{"session":1,"boot":"b","reports":[,]}`)
 	f.Add(strings.Repeat(`{"session":1,"boot":"b","reports":[]}`, 2))
 	f.Fuzz(func(t *testing.T, line string) {
@@ -206,7 +211,8 @@ func FuzzReports(f *testing.F) {
 // What is written once for all is what would be written for each.
 func TestToldIsTheMessage(t *testing.T) {
 	for _, name := range []string{"web-1", "with \"quotes\" <and> more"} {
-		d := drain.Open{Pod: drain.Pod{Namespace: "shop", Name: name, UID: "u"}, Since: time.Date(2026, 1, 2, 3, 4, 5, 6, time.UTC), Number: 7}
+		d := drain.Open{Pod: drain.Pod{Namespace: "shop", Name: name, UID: "u"},
+			Since: time.Date(2026, 1, 2, 3, 4, 5, 6, time.UTC), Number: 7}
 		want := AppendMessage(nil, Message{At: 20117, Type: TypeDrain, Drain: &d})
 		if got := AppendTold(nil, 20117, Told(d)); string(got) != string(want) {
 			t.Errorf("%s, want %s", got, want)

@@ -17,27 +17,33 @@ import (
 // FeatureHealth: the coordinator takes Health. Agents that know nothing of health do not offer it.
 const FeatureHealth = "health"
 
-// HealthPath takes a POST of Health and answers 204. Where the stream is upgraded, agents write lines of [AppendHealth] into it instead.
+// HealthPath takes a POST of Health and answers 204. Where the stream is upgraded, agents write
+// lines of [AppendHealth] into it instead.
 const HealthPath = "/v1/health"
 
-// What an agent tells at most. Whoever has more tells first of those Services where something is wrong.
+// What an agent tells at most. Whoever has more tells first of those Services where something is
+// wrong.
 const (
-	// MaxHealth bounds one message, in bytes, and MaxHealthKept all that one agent tells of at one time, by [ServiceHealth.Size].
+	// MaxHealth bounds one message, in bytes, and MaxHealthKept all that one agent tells of at one
+	// time, by [ServiceHealth.Size].
 	MaxHealth     = 16 << 10
 	MaxHealthKept = 32 << 10
-	// MaxHealthServices bounds the Services that are told of, MaxHealthTargets the targets that each of them names.
+	// MaxHealthServices bounds the Services that are told of, MaxHealthTargets the targets that
+	// each of them names.
 	MaxHealthServices = 128
 	MaxHealthTargets  = 5
 	// maxHealthWord bounds the letters of why and last.
 	maxHealthWord = 100
 )
 
-// Health is what an agent's gateway believes of its targets, as far as it is another than before on this session.
+// Health is what an agent's gateway believes of its targets, as far as it is another than before on
+// this session.
 type Health struct {
 	Session uint64 `json:"session"`
 	// First says that whatever was told before is forgotten.
 	First bool `json:"first,omitempty"`
-	// Services is how many the gateway routes, All what their targets count together: also those of which no more is told.
+	// Services is how many the gateway routes, All what their targets count together: also those of
+	// which no more is told.
 	Services int          `json:"services"`
 	All      TargetCounts `json:"all"`
 	// Changed are the Services of which something is new, Gone those that are told of no more.
@@ -47,14 +53,16 @@ type Health struct {
 
 // TargetCounts count the targets that EndpointSlices want traffic for. Each is counted once.
 type TargetCounts struct {
-	// Usable pass their checks. Unknown have not been judged, or are not checked: they are usable too.
+	// Usable pass their checks. Unknown have not been judged, or are not checked: they are usable
+	// too.
 	Usable  int `json:"usable"`
 	Unknown int `json:"unknown"`
 	// Unhealthy fail them.
 	Unhealthy int `json:"unhealthy"`
 	// Excluded are of pods that a coordinator wants to be let go.
 	Excluded int `json:"excluded"`
-	// Doubtful have no traffic because the agent does not know yet whether they may: it has just started, or its coordinators have been away.
+	// Doubtful have no traffic because the agent does not know yet whether they may: it has just
+	// started, or its coordinators have been away.
 	Doubtful int `json:"doubtful,omitempty"`
 }
 
@@ -62,7 +70,8 @@ type TargetCounts struct {
 type ServiceHealth struct {
 	Service drain.Service `json:"service"`
 	TargetCounts
-	// FailingOpen says that too few of a port's targets are usable, so that all of them have traffic.
+	// FailingOpen says that too few of a port's targets are usable, so that all of them have
+	// traffic.
 	FailingOpen bool `json:"failingOpen,omitempty"`
 	// Checked says that some target was ever checked.
 	Checked bool `json:"checked,omitempty"`
@@ -137,7 +146,8 @@ func (h Health) Check() error {
 	}
 	for i, s := range h.Changed {
 		switch {
-		case s.Service.Namespace == "" || s.Service.Name == "" || max(len(s.Service.Namespace), len(s.Service.Name)) > MaxName:
+		case s.Service.Namespace == "" || s.Service.Name == "" ||
+			max(len(s.Service.Namespace), len(s.Service.Name)) > MaxName:
 			return fmt.Errorf("health: changed[%d].service: a name is empty, or longer than %d bytes", i, MaxName)
 		case s.negative():
 			return fmt.Errorf("health: changed[%d]: a count is negative", i)
@@ -160,7 +170,8 @@ func (c TargetCounts) negative() bool {
 	return min(c.Usable, c.Unknown, c.Unhealthy, c.Excluded, c.Doubtful) < 0
 }
 
-// Teller tells one coordinator, on one session, what is new of a summary. The zero value has told nothing. Not safe for concurrent use.
+// Teller tells one coordinator, on one session, what is new of a summary. The zero value has told
+// nothing. Not safe for concurrent use.
 type Teller struct {
 	told map[drain.Service][]byte
 	// services and all were told last.
@@ -169,7 +180,8 @@ type Teller struct {
 	begun    bool
 }
 
-// Next returns what of s is still to be told, as much of it as one message holds, and whether that is something. Call it again until it is not.
+// Next returns what of s is still to be told, as much of it as one message holds, and whether that
+// is something. Call it again until it is not.
 func (t *Teller) Next(session uint64, s Summary) (h Health, some bool) {
 	h = Health{Session: session, First: !t.begun, Services: s.Services, All: s.All}
 	some = h.First || t.services != s.Services || t.all != s.All
@@ -183,7 +195,8 @@ func (t *Teller) Next(session uint64, s Summary) (h Health, some bool) {
 		now[of.Service] = true
 	}
 	for name := range t.told {
-		if size := len(name.Namespace) + len(name.Name) + 40; !now[name] && room >= size && len(h.Gone) < MaxHealthServices {
+		if size := len(name.Namespace) + len(name.Name) + 40; !now[name] && room >= size &&
+			len(h.Gone) < MaxHealthServices {
 			room -= size
 			h.Gone = append(h.Gone, name)
 			delete(t.told, name)

@@ -18,17 +18,21 @@ import (
 // unwell is a Service with a name as long as may be, and as many targets as are named.
 func unwell(n, size int) ServiceHealth {
 	name := fmt.Sprintf("s%d-%s", n, strings.Repeat("x", size))
-	s := ServiceHealth{Service: drain.Service{Namespace: "shop", Name: name[:min(len(name), MaxName)]}, TargetCounts: TargetCounts{Usable: 3, Unhealthy: 9}, Checked: true}
+	s := ServiceHealth{Service: drain.Service{Namespace: "shop", Name: name[:min(len(name), MaxName)]},
+		TargetCounts: TargetCounts{Usable: 3, Unhealthy: 9}, Checked: true}
 	for i := range MaxHealthTargets {
 		s.Targets = append(s.Targets, TargetHealth{
-			Address: netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 1, byte(n), byte(i)}), 8080), Pod: "shop/" + name[:min(len(name), MaxName)], Why: "unhealthy", Last: "http failure: 503", Since: since,
+			Address: netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 1, byte(n), byte(i)}), 8080),
+			Pod:     "shop/" + name[:min(len(name), MaxName)], Why: "unhealthy", Last: "http failure: 503",
+			Since: since,
 		})
 	}
 	return s
 }
 
-// Law: whatever a summary becomes, and however often a coordinator is told, in the end it knows what the summary says; no message is larger
-// than may be, none is refused, and then there is nothing more to tell.
+// Law: whatever a summary becomes, and however often a coordinator is told, in the end it knows
+// what the summary says; no message is larger than may be, none is refused, and then there is
+// nothing more to tell.
 func TestATellerTellsEverything(t *testing.T) {
 	random := rand.New(rand.NewPCG(1, 2))
 	var teller Teller
@@ -80,7 +84,8 @@ func TestATellerTellsEverything(t *testing.T) {
 			want[s.Service] = s
 		}
 		if !reflect.DeepEqual(want, knows) || all != sum.All {
-			t.Fatalf("round %d: said %d Services and %+v, known are %d and %+v", round, len(want), sum.All, len(knows), all)
+			t.Fatalf("round %d: said %d Services and %+v, known are %d and %+v", round, len(want), sum.All, len(knows),
+				all)
 		}
 	}
 	if messages < 100 {
@@ -88,7 +93,8 @@ func TestATellerTellsEverything(t *testing.T) {
 	}
 }
 
-// A summary that has changed back while it was told is told to the end, and costs one message for each look at most.
+// A summary that has changed back while it was told is told to the end, and costs one message for
+// each look at most.
 func TestATellerSaysOnlyWhatIsNew(t *testing.T) {
 	var teller Teller
 	sum := Summary{Services: 2, Told: []ServiceHealth{unwell(1, 0), unwell(2, 0)}}
@@ -104,7 +110,8 @@ func TestATellerSaysOnlyWhatIsNew(t *testing.T) {
 		t.Errorf("one has changed: %+v", h)
 	}
 	sum.Told = sum.Told[1:]
-	if h, some := teller.Next(1, sum); !some || len(h.Changed) != 0 || len(h.Gone) != 1 || h.Gone[0] != unwell(1, 0).Service {
+	if h, some := teller.Next(1, sum); !some || len(h.Changed) != 0 || len(h.Gone) != 1 ||
+		h.Gone[0] != unwell(1, 0).Service {
 		t.Errorf("one has gone: %+v", h)
 	}
 	sum.All.Usable++
@@ -117,17 +124,20 @@ func TestHealthThatIsRefused(t *testing.T) {
 	long := strings.Repeat("x", MaxName+1)
 	many := func(n int, text string) string { return strings.Repeat(text+",", n-1) + text }
 	for body, want := range map[string]string{
-		`{"health":{"session":1`: "unexpected end", `{"health":[]}`: "cannot unmarshal", `{"health":{"services":-1}}`: "negative",
-		`{"health":{"all":{"usable":-1}}}`:                                                                                           "negative",
-		`{"health":{"changed":[{"service":{"namespace":"a"}}]}}`:                                                                     "changed[0].service",
-		`{"health":{"changed":[{"service":{"namespace":"a","name":"` + long + `"}}]}}`:                                               "changed[0].service",
-		`{"health":{"changed":[{"service":{"namespace":"a","name":"b"},"unhealthy":-2}]}}`:                                           "changed[0]: a count",
-		`{"health":{"changed":[{"service":{"namespace":"a","name":"b"},"targets":[` + many(6, `{"address":"1.2.3.4:5"}`) + `]}]}}`:   "targets: 6 are more than 5",
+		`{"health":{"session":1`: "unexpected end", `{"health":[]}`: "cannot unmarshal",
+		`{"health":{"services":-1}}`:                                                       "negative",
+		`{"health":{"all":{"usable":-1}}}`:                                                 "negative",
+		`{"health":{"changed":[{"service":{"namespace":"a"}}]}}`:                           "changed[0].service",
+		`{"health":{"changed":[{"service":{"namespace":"a","name":"` + long + `"}}]}}`:     "changed[0].service",
+		`{"health":{"changed":[{"service":{"namespace":"a","name":"b"},"unhealthy":-2}]}}`: "changed[0]: a count",
+		`{"health":{"changed":[{"service":{"namespace":"a","name":"b"},"targets":[` + many(6,
+			`{"address":"1.2.3.4:5"}`) + `]}]}}`: "targets: 6 are more than 5",
 		`{"health":{"changed":[{"service":{"namespace":"a","name":"b"},"targets":[{"address":"x"}]}]}}`:                              "not an ip:port",
 		`{"health":{"changed":[{"service":{"namespace":"a","name":"b"},"targets":[{"address":"1.2.3.4:5","why":"` + long + `"}]}]}}`: "targets[0]: a text",
 		`{"health":{"changed":[{"service":{"namespace":"a","name":"b"},"targets":[{"address":"[fe80::1%` + long + `]:5"}]}]}}`:       "targets[0].address: no endpoint has a zone",
-		`{"health":{"gone":[` + many(MaxHealthServices+1, `{"namespace":"a","name":"b"}`) + `]}}`:                                    "are more than 128",
-		`{"health":{"x":"` + strings.Repeat("x", MaxHealth) + `"}}`:                                                                  "are more than 16384",
+		`{"health":{"gone":[` + many(MaxHealthServices+1,
+			`{"namespace":"a","name":"b"}`) + `]}}`: "are more than 128",
+		`{"health":{"x":"` + strings.Repeat("x", MaxHealth) + `"}}`: "are more than 16384",
 	} {
 		if _, err := ParseHealth([]byte(body)); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("%.80s: %v, want %q", body, err, want)
@@ -146,7 +156,8 @@ func TestHealthThatIsRefused(t *testing.T) {
 // Whatever is read is within what one agent may take, and is written again as it was read.
 func FuzzHealth(f *testing.F) {
 	var teller Teller
-	h, _ := teller.Next(7, Summary{Services: 3, Told: []ServiceHealth{unwell(1, 3), {Service: drain.Service{Namespace: "a", Name: "b"}, FailingOpen: true}}})
+	h, _ := teller.Next(7, Summary{Services: 3,
+		Told: []ServiceHealth{unwell(1, 3), {Service: drain.Service{Namespace: "a", Name: "b"}, FailingOpen: true}}})
 	f.Add(AppendHealth(nil, h))
 	f.Add([]byte(`{"health":{"session":1,"first":true,"services":2,"all":{"usable":1},"gone":[{"namespace":"a","name":"b"}]}}`))
 	f.Add([]byte(`{"health":{"changed":[{"service":{"namespace":"a","name":"b"},"targets":[{"address":"[::1]:80","since":"2026-01-02T03:04:05Z"}]}]}}`))
@@ -160,7 +171,8 @@ func FuzzHealth(f *testing.F) {
 		}
 		size := 0
 		for _, s := range h.Changed {
-			if len(s.Targets) > MaxHealthTargets || min(s.Usable, s.Unknown, s.Unhealthy, s.Excluded, s.Doubtful) < 0 || s.Service.Name == "" || s.Service.Namespace == "" {
+			if len(s.Targets) > MaxHealthTargets || min(s.Usable, s.Unknown, s.Unhealthy, s.Excluded, s.Doubtful) < 0 ||
+				s.Service.Name == "" || s.Service.Namespace == "" {
 				t.Fatalf("%+v", s)
 			}
 			size += s.Size()

@@ -1,20 +1,25 @@
-// Package wire is what coordinators and agents say to each other: the message types, their paths and limits.
+// Package wire is what coordinators and agents say to each other: the message types, their paths
+// and limits.
 //
-// An agent opens one [StreamPath] to each coordinator replica and keeps it open. The answer is a sequence of JSON objects, one a
-// line, in the manner of a Kubernetes watch: first [Hello], then every open drain the agent may owe, then a Message of type Synced,
-// then changes as they come, and a heartbeat whenever nothing else was sent for [Hello.HeartbeatMillis]. Everything the agent has
-// to say it posts, naming the session that Hello gave: [Declaration] once on each session and on each change, [Reports] on each
-// change and at every renewal. A post that names another session than the agent's present one is refused with 409, and the agent
-// opens a new stream.
+// An agent opens one [StreamPath] to each coordinator replica and keeps it open. The answer is a
+// sequence of JSON objects, one a line, in the manner of a Kubernetes watch: first [Hello], then
+// every open drain the agent may owe, then a Message of type Synced, then changes as they come, and
+// a heartbeat whenever nothing else was sent for [Hello.HeartbeatMillis]. Everything the agent has
+// to say it posts, naming the session that Hello gave: [Declaration] once on each session and on
+// each change, [Reports] on each change and at every renewal. A post that names another session
+// than the agent's present one is refused with 409, and the agent opens a new stream.
 //
-// An agent that opens the stream as a request to upgrade to [Upgrade] may be answered with 101. The same lines follow then without HTTP
-// around them, and the agent writes its Reports into the same connection, one a line: one connection instead of two, and
-// nothing to answer. What is refused then ends the stream, with a Message of type Refused. Who knows nothing of it answers as ever.
+// An agent that opens the stream as a request to upgrade to [Upgrade] may be answered with 101. The
+// same lines follow then without HTTP around them, and the agent writes its Reports into the same
+// connection, one a line: one connection instead of two, and nothing to answer. What is refused
+// then ends the stream, with a Message of type Refused. Who knows nothing of it answers as ever.
 //
-// Compatibility: fields are added, never repurposed. Unknown fields are ignored, unknown types of messages are skipped, unknown values
-// of enumerations are refused by name. Both sides speak the newest version that they know and the one before ([Spoken]): the agent names
-// them in the query of the stream, the coordinator chooses the newest that both know ([Choose]) and says so in Hello. What is less than
-// a version is a feature: each side names those it has, in the query and in Hello, and uses none that the other has not named.
+// Compatibility: fields are added, never repurposed. Unknown fields are ignored, unknown types of
+// messages are skipped, unknown values of enumerations are refused by name. Both sides speak the
+// newest version that they know and the one before ([Spoken]): the agent names them in the query of
+// the stream, the coordinator chooses the newest that both know ([Choose]) and says so in Hello.
+// What is less than a version is a feature: each side names those it has, in the query and in
+// Hello, and uses none that the other has not named.
 package wire
 
 import (
@@ -35,15 +40,18 @@ const Protocol = 1
 // FeatureLeave: the coordinator takes Leave, the agent may send it.
 const FeatureLeave = "leave"
 
-// FeatureBarrier: the coordinator sends messages of type watch and takes Barrier, the agent observes.
+// FeatureBarrier: the coordinator sends messages of type watch and takes Barrier, the agent
+// observes.
 const FeatureBarrier = "barrier"
 
-// Features are what this code has, on both sides. An agent that observes nothing does not offer FeatureBarrier, see also [FeatureHealth].
+// Features are what this code has, on both sides. An agent that observes nothing does not offer
+// FeatureBarrier, see also [FeatureHealth].
 func Features() []string { return []string{FeatureLeave, FeatureBarrier, FeatureHealth} }
 
 // The query of [StreamPath].
 const (
-	// queryProtocol is given once for each version that the agent speaks, queryFeature for each feature, queryBoot at most once.
+	// queryProtocol is given once for each version that the agent speaks, queryFeature for each
+	// feature, queryBoot at most once.
 	queryProtocol = "protocol"
 	queryFeature  = "feature"
 	queryBoot     = "boot"
@@ -92,7 +100,8 @@ func (o Offer) Query() string {
 	return q.Encode()
 }
 
-// ParseOffer reads the query of [StreamPath]. Other keys are ignored. What is too long is refused by name.
+// ParseOffer reads the query of [StreamPath]. Other keys are ignored. What is too long is refused
+// by name.
 func ParseOffer(q url.Values) (Offer, error) {
 	o := Offer{Protocols: q[queryProtocol], Features: q[queryFeature], Boot: q.Get(queryBoot)}
 	switch {
@@ -138,7 +147,8 @@ func choose(spoken Versions, offered []string) (int, error) {
 			return version, nil
 		}
 	}
-	return 0, fmt.Errorf("%s: the agent speaks %.100q, this coordinator speaks %s", queryProtocol, strings.Join(offered, " or "), spoken)
+	return 0, fmt.Errorf("%s: the agent speaks %.100q, this coordinator speaks %s", queryProtocol,
+		strings.Join(offered, " or "), spoken)
 }
 
 // The paths of the coordinator's API for agents.
@@ -155,7 +165,8 @@ const (
 	BarriersPath = "/v1/barriers"
 )
 
-// MaxRoutes and MaxReports bound one post, MaxName the bytes of each name and UID in it, MaxKept those of the Services that keep a pod.
+// MaxRoutes and MaxReports bound one post, MaxName the bytes of each name and UID in it, MaxKept
+// those of the Services that keep a pod.
 const (
 	MaxRoutes  = 10_000
 	MaxReports = 10_000
@@ -190,8 +201,9 @@ const (
 
 // Message is one line of the stream. The field that Type names is set.
 type Message struct {
-	// At is when this was written, in milliseconds of a clock of the coordinator's own. The agent says the last one that it has taken in
-	// again with its reports: they count as old as that, by one clock, however long they are under way or either side was frozen.
+	// At is when this was written, in milliseconds of a clock of the coordinator's own. The agent
+	// says the last one that it has taken in again with its reports: they count as old as that, by
+	// one clock, however long they are under way or either side was frozen.
 	At      int64          `json:"at,omitempty"`
 	Type    Type           `json:"type"`
 	Hello   *Hello         `json:"hello,omitempty"`
@@ -211,7 +223,8 @@ type Hello struct {
 	Holder drain.Holder `json:"holder"`
 	// Session to name in every post.
 	Session uint64 `json:"session"`
-	// HeartbeatMillis is how often the stream says something at least, AwayMillis how long silence means that it is lost.
+	// HeartbeatMillis is how often the stream says something at least, AwayMillis how long silence
+	// means that it is lost.
 	HeartbeatMillis int64 `json:"heartbeatMillis"`
 	AwayMillis      int64 `json:"awayMillis"`
 	// ExpiryMillis is how long an exclusion stands after the last message of the stream.
@@ -242,34 +255,35 @@ type Declared struct {
 // to. Pods that are not among them are as they were reported before on this session.
 type Reports struct {
 	Session uint64 `json:"session"`
-	// At is that of the last message which was taken in before the states were read. 0: the agent does not tell, and the reports count as
-	// old as their arrival.
+	// At is that of the last message which was taken in before the states were read. 0: the agent
+	// does not tell, and the reports count as old as their arrival.
 	At int64 `json:"at,omitempty"`
 	// Boot names the life of the agent's process.
 	Boot    string         `json:"boot"`
 	Reports []drain.Report `json:"reports"`
 }
 
-// Leave says that the agent's gateway accepts nothing any more, for good: nobody needs to wait for it. It holds until the agent
-// declares again or connects in another life.
+// Leave says that the agent's gateway accepts nothing any more, for good: nobody needs to wait for
+// it. It holds until the agent declares again or connects in another life.
 type Leave struct {
 	Session uint64 `json:"session"`
 	Boot    string `json:"boot"`
 }
 
-// Barrier asks, by the agent on the node of a pod that is being stopped, to be told when that may go on. The answer comes then, or at
-// the bound. The same question, again or of another replica, is the same barrier.
+// Barrier asks, by the agent on the node of a pod that is being stopped, to be told when that may
+// go on. The answer comes then, or at the bound. The same question, again or of another replica, is
+// the same barrier.
 type Barrier struct {
 	Session uint64           `json:"session"`
 	Pod     drain.Pod        `json:"pod"`
 	Targets []netip.AddrPort `json:"targets"`
-	// Since is the deletion, BoundMillis how long after it the answer must have come, ElapsedMillis how much of that is over, so that the
-	// clocks of the two sides need not agree.
+	// Since is the deletion, BoundMillis how long after it the answer must have come, ElapsedMillis
+	// how much of that is over, so that the clocks of the two sides need not agree.
 	Since         time.Time `json:"since"`
 	BoundMillis   int64     `json:"boundMillis"`
 	ElapsedMillis int64     `json:"elapsedMillis"`
-	// Terminating says that the pod has a deletionTimestamp. Without one it is only a container that is stopped, or its node: directed
-	// gateways are told to let go until it is ready again.
+	// Terminating says that the pod has a deletionTimestamp. Without one it is only a container
+	// that is stopped, or its node: directed gateways are told to let go until it is ready again.
 	Terminating bool `json:"terminating"`
 }
 
@@ -282,8 +296,9 @@ type BarrierStatus struct {
 	Waiting []string `json:"waiting"`
 	// Cut says that a stated wait was longer than the bound.
 	Cut bool `json:"cut,omitempty"`
-	// IdleBoundMillis is how long after the pod's own node has stopped routing to it the agent there is to wait for every connection, also
-	// for those that clients keep. 0: neither the pod nor one of its Services wants that.
+	// IdleBoundMillis is how long after the pod's own node has stopped routing to it the agent
+	// there is to wait for every connection, also for those that clients keep. 0: neither the pod
+	// nor one of its Services wants that.
 	IdleBoundMillis int64 `json:"idleBoundMillis,omitempty"`
 }
 

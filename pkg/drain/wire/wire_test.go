@@ -18,8 +18,8 @@ import (
 
 var since = time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC)
 
-// golden are the messages of each file in testdata/v1, as today's types hold them. The files are what the first release writes. They
-// are never changed: a change of the protocol adds a folder.
+// golden are the messages of each file in testdata/v1, as today's types hold them. The files are
+// what the first release writes. They are never changed: a change of the protocol adds a folder.
 var golden = map[string][]any{
 	"stream.jsonl": {
 		&Message{Type: TypeHello, Hello: &Hello{
@@ -27,7 +27,8 @@ var golden = map[string][]any{
 			Session:         7,
 			HeartbeatMillis: 2000, AwayMillis: 5000, ExpiryMillis: 60000, RenewalMillis: 10000,
 		}},
-		&Message{Type: TypeDrain, Drain: &drain.Open{Pod: drain.Pod{Namespace: "shop", Name: "web-1", UID: "4d1c"}, Since: since.Add(123456789)}},
+		&Message{Type: TypeDrain, Drain: &drain.Open{Pod: drain.Pod{Namespace: "shop", Name: "web-1", UID: "4d1c"},
+			Since: since.Add(123456789)}},
 		&Message{Type: TypeSynced},
 		&Message{Type: TypeRelease, Release: &drain.Release{UID: "4d1c", Terminating: true}},
 		&Message{Type: TypeRelease, Release: &drain.Release{UID: "4d1d"}},
@@ -41,7 +42,8 @@ var golden = map[string][]any{
 		{Service: drain.Service{Namespace: "shop", Name: "old"}, Via: drain.DNS, Kind: drain.Observed,
 			Granularity: drain.PerConnection},
 	}}},
-	"declared.json": {&Declared{Drains: []drain.Open{{Pod: drain.Pod{Namespace: "shop", Name: "web-1", UID: "4d1c"}, Since: since}}}},
+	"declared.json": {&Declared{Drains: []drain.Open{{Pod: drain.Pod{Namespace: "shop", Name: "web-1", UID: "4d1c"},
+		Since: since}}}},
 	"reports.json": {&Reports{Session: 7, Boot: "b1", Reports: []drain.Report{
 		{UID: "4d1c", Generation: "3", State: drain.Idle, Proof: drain.Runtime, Number: 1},
 		{UID: "4d1d", State: drain.Removed, Proof: drain.Config, Number: 2},
@@ -54,9 +56,10 @@ var golden = map[string][]any{
 	"error.json": {&Error{Error: "the session is not this agent's present one on this replica: open a new stream"}},
 }
 
-// Without this, an agent of the last release does not understand the coordinator of this one, or the reverse, in the middle of an
-// upgrade: what was written then is read today, with and without fields that nobody knows, and what is written today holds
-// everything that was written then, under the same names and in the same form.
+// Without this, an agent of the last release does not understand the coordinator of this one, or
+// the reverse, in the middle of an upgrade: what was written then is read today, with and without
+// fields that nobody knows, and what is written today holds everything that was written then, under
+// the same names and in the same form.
 func TestTheFirstReleaseIsUnderstoodAndUnderstands(t *testing.T) {
 	files, err := filepath.Glob("testdata/v1/*")
 	if err != nil || len(files) != len(golden) {
@@ -208,12 +211,14 @@ func TestTheNewestVersionThatBothSpeakIsChosen(t *testing.T) {
 }
 
 func TestOffers(t *testing.T) {
-	for _, o := range []Offer{NewOffer("boot"), NewOffer(""), {Protocols: []string{"2", "1"}, Features: []string{"a&b", "ä"}, Boot: "="}} {
+	for _, o := range []Offer{NewOffer("boot"), NewOffer(""),
+		{Protocols: []string{"2", "1"}, Features: []string{"a&b", "ä"}, Boot: "="}} {
 		q, err := url.ParseQuery(o.Query())
 		if err != nil {
 			t.Fatal(err)
 		}
-		if got, err := ParseOffer(q); err != nil || !slices.Equal(got.Protocols, o.Protocols) || !slices.Equal(got.Features, o.Features) || got.Boot != o.Boot {
+		if got, err := ParseOffer(q); err != nil || !slices.Equal(got.Protocols, o.Protocols) ||
+			!slices.Equal(got.Features, o.Features) || got.Boot != o.Boot {
 			t.Errorf("%+v is read as %+v: %v", o, got, err)
 		}
 	}
@@ -237,7 +242,8 @@ func TestOffers(t *testing.T) {
 	}
 }
 
-// Whatever a peer writes is read or refused, and what is read says the same when it is written again.
+// Whatever a peer writes is read or refused, and what is read says the same when it is written
+// again.
 func FuzzMessages(f *testing.F) {
 	for file := range golden {
 		text, err := os.ReadFile("testdata/v1/" + file)
@@ -274,9 +280,11 @@ func FuzzMessages(f *testing.F) {
 	})
 }
 
-// Whatever query a stream is opened with is refused by name, or says the same when it is written again.
+// Whatever query a stream is opened with is refused by name, or says the same when it is written
+// again.
 func FuzzOffer(f *testing.F) {
-	for _, query := range []string{"protocol=1&feature=leave&boot=a", "", "protocol=2&protocol=1", "feature=%20&feature=", "boot=a&boot=b", NewOffer("x").Query()} {
+	for _, query := range []string{"protocol=1&feature=leave&boot=a", "", "protocol=2&protocol=1",
+		"feature=%20&feature=", "boot=a&boot=b", NewOffer("x").Query()} {
 		f.Add(query)
 	}
 	f.Fuzz(func(t *testing.T, query string) {
@@ -298,7 +306,8 @@ func FuzzOffer(f *testing.F) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if again, err := ParseOffer(q); err != nil || again.Boot != offer.Boot || !slices.Equal(again.Features, offer.Features) || !slices.Equal(again.Protocols, offer.Protocols) {
+		if again, err := ParseOffer(q); err != nil || again.Boot != offer.Boot ||
+			!slices.Equal(again.Features, offer.Features) || !slices.Equal(again.Protocols, offer.Protocols) {
 			t.Fatalf("%q is %+v, and then %+v: %v", query, offer, again, err)
 		}
 	})

@@ -20,7 +20,8 @@ const (
 	HoldPath = "/hold"
 )
 
-// Backend is a real HTTP server that counts what arrives, by the phase it was sent in. Every answer names it.
+// Backend is a real HTTP server that counts what arrives, by the phase it was sent in. Every answer
+// names it.
 type Backend struct {
 	Addr netip.AddrPort
 
@@ -129,8 +130,9 @@ func (c *HTTPClient) Get(ctx context.Context, pool, path string, phase int) (net
 func (c *HTTPClient) Close() { c.client.CloseIdleConnections() }
 
 func get(ctx context.Context, c *http.Client, url string, phase int) (netip.AddrPort, error) {
-	// A GET, which net/http sends again if a kept-alive connection was closed under it, as every browser does: a proxy that
-	// is reloaded closes idle connections. What a target does wrong comes as a status, and is not sent again.
+	// A GET, which net/http sends again if a kept-alive connection was closed under it, as every
+	// browser does: a proxy that is reloaded closes idle connections. What a target does wrong
+	// comes as a status, and is not sent again.
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
 	if err != nil {
 		return netip.AddrPort{}, err

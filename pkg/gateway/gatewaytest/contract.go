@@ -16,13 +16,14 @@ import (
 
 // Client is one client connection to the proxy, kept alive between requests.
 type Client interface {
-	// Get sends one request of a phase through the proxy to a pool and returns the address of the Backend that answered.
+	// Get sends one request of a phase through the proxy to a pool and returns the address of the
+	// Backend that answered.
 	Get(ctx context.Context, pool, path string, phase int) (netip.AddrPort, error)
 	Close()
 }
 
-// Harness is one running proxy with a gateway before it. A nil function says that this data plane cannot do it; the parts of
-// the contract that need it are skipped.
+// Harness is one running proxy with a gateway before it. A nil function says that this data plane
+// cannot do it; the parts of the contract that need it are skipped.
 type Harness struct {
 	// Gateway is the one under test.
 	Gateway gateway.Directed
@@ -36,7 +37,8 @@ type Harness struct {
 	StaticBackends []*Backend
 	// NewClient opens a client connection.
 	NewClient func(t testing.TB) Client
-	// Reload makes the proxy read its configuration again and returns once the new configuration is in effect.
+	// Reload makes the proxy read its configuration again and returns once the new configuration is
+	// in effect.
 	Reload func(t testing.TB)
 	// Restart ends the proxy with all its connections and starts it again.
 	Restart func(t testing.TB)
@@ -207,7 +209,8 @@ func (s *suite) hold(b *Backend, pool health.Pool) <-chan error {
 	return held
 }
 
-// load keeps sending requests from n clients, each on one kept-alive connection that it gives up after some requests.
+// load keeps sending requests from n clients, each on one kept-alive connection that it gives up
+// after some requests.
 type load struct {
 	stop   context.CancelFunc
 	wg     sync.WaitGroup
@@ -251,7 +254,9 @@ func (s *suite) load(n int, pool health.Pool) *load {
 func (l *load) more(s *suite, n int64) {
 	s.Helper()
 	want := l.done.Load() + n
-	s.until(20*time.Second, fmt.Sprintf("%d more requests", n), func() (bool, any) { return l.done.Load() >= want, l.done.Load() })
+	s.until(20*time.Second, fmt.Sprintf("%d more requests", n), func() (bool, any) {
+		return l.done.Load() >= want, l.done.Load()
+	})
 }
 
 func (l *load) end() (failed []error, served map[netip.AddrPort]int) {
@@ -336,7 +341,8 @@ func keptAlive(t *testing.T, s *suite) {
 	clients := make([]Client, 4)
 	for i := range clients {
 		clients[i] = s.client()
-		// A connection from the client to the proxy, and one of the proxy to the target that it could use again.
+		// A connection from the client to the proxy, and one of the proxy to the target that it
+		// could use again.
 		s.until(5*time.Second, "an answer from the target", func() (bool, any) {
 			addr, err := clients[i].Get(s.ctx(), string(s.Owned), "/", 0)
 			if err != nil {
@@ -501,8 +507,8 @@ func removedInOldProcess(t *testing.T, s *suite) {
 	if got := s.see(ks[0]); got.Active != 1 || !got.Routed {
 		t.Fatalf("target with one open request in the old process is seen as %+v", got)
 	}
-	// A data plane may be unable to change an old process. Then Apply says so, and Observe does not say that it is removed
-	// while it could be reached there.
+	// A data plane may be unable to change an old process. Then Apply says so, and Observe does not
+	// say that it is removed while it could be reached there.
 	err := s.Gateway.Apply(s.ctx(), ops(health.WantRemoved, ks[0]))
 	got := s.see(ks[0])
 	if got.Active != 1 {

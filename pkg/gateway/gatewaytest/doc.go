@@ -1,9 +1,10 @@
 // Package gatewaytest is the contract of gateway.Directed as a test, which every data plane passes
 // on the real proxy, and a [Fake] that passes it too.
 //
-// [Run] is given a function that starts one proxy with one gateway before it, as a [Harness]. Requests are real HTTP requests
-// to real servers, so that what the gateway says of itself is compared with what arrived. "Nothing is sent to a removed target"
-// is judged by when the client sent the request, not by when it arrived: each request carries the phase it was sent in, and no
+// [Run] is given a function that starts one proxy with one gateway before it, as a [Harness].
+// Requests are real HTTP requests to real servers, so that what the gateway says of itself is
+// compared with what arrived. "Nothing is sent to a removed target" is judged by when the client
+// sent the request, not by when it arrived: each request carries the phase it was sent in, and no
 // request of a phase that began after the observation may arrive.
 package gatewaytest
 
@@ -24,8 +25,8 @@ func LookPath(t testing.TB, program string) string {
 	return ""
 }
 
-// Missing ends a test that needs something real which is not here: it is skipped on a laptop, and fails where REQUIRE_REAL=1 or CI=true
-// says that everything must be there.
+// Missing ends a test that needs something real which is not here: it is skipped on a laptop, and
+// fails where REQUIRE_REAL=1 or CI=true says that everything must be there.
 func Missing(t testing.TB, what string, err error) {
 	t.Helper()
 	if os.Getenv("REQUIRE_REAL") == "1" || os.Getenv("CI") == "true" {

@@ -16,11 +16,13 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
-// Fake is a data plane in memory with its gateway. It sends real HTTP requests if asked for by Client, or pretends to with
-// Begin. On every choice of a target it checks that the target is not one whose removal it has let somebody observe.
+// Fake is a data plane in memory with its gateway. It sends real HTTP requests if asked for by
+// Client, or pretends to with Begin. On every choice of a target it checks that the target is not
+// one whose removal it has let somebody observe.
 //
-// It can do what real ones do to us: refuse an op, carry out an op and lose the answer, lose everything or keep everything over a
-// reload, keep an old process for its open requests, hang and die. It is safe for concurrent use.
+// It can do what real ones do to us: refuse an op, carry out an op and lose the answer, lose
+// everything or keep everything over a reload, keep an old process for its open requests, hang and
+// die. It is safe for concurrent use.
 type Fake struct {
 	t testing.TB
 
@@ -56,8 +58,8 @@ func (p *fakeProcess) active() int {
 	return n
 }
 
-// NewFake makes a data plane with these pools. Targets given for a pool are static: routed at the start, never deleted. A pool
-// without targets is owned.
+// NewFake makes a data plane with these pools. Targets given for a pool are static: routed at the
+// start, never deleted. A pool without targets is owned.
 func NewFake(t testing.TB, pools map[health.Pool][]health.Target) *Fake {
 	f := &Fake{t: t, pools: pools, saved: map[health.Key]bool{}, promised: map[health.Key]bool{}}
 	f.boot()
@@ -87,14 +89,16 @@ func (f *Fake) FailOps(fail func(health.Op) error) {
 	f.fail = fail
 }
 
-// LoseAnswers carries out every op for which lose is true, and reports an error nevertheless. nil ends it.
+// LoseAnswers carries out every op for which lose is true, and reports an error nevertheless. nil
+// ends it.
 func (f *Fake) LoseAnswers(lose func(health.Op) bool) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.lose = lose
 }
 
-// Reload makes another generation from what is saved. If requests are open, the process they are in goes on as an old one.
+// Reload makes another generation from what is saved. If requests are open, the process they are in
+// goes on as an old one.
 func (f *Fake) Reload() {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -104,7 +108,8 @@ func (f *Fake) Reload() {
 	f.boot()
 }
 
-// Restart makes another generation from what is saved; requests that are open are no longer counted.
+// Restart makes another generation from what is saved; requests that are open are no longer
+// counted.
 func (f *Fake) Restart() {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -243,7 +248,8 @@ func (f *Fake) Observe(ctx context.Context, keys []health.Key) (health.Observati
 	}
 	defer f.mu.Unlock()
 	f.old = slices.DeleteFunc(f.old, func(p *fakeProcess) bool { return p.active() == 0 })
-	o := health.Observation{Generation: fmt.Sprintf("fake %d", f.generation), At: at, Seen: map[health.Key]health.Seen{}}
+	o := health.Observation{Generation: fmt.Sprintf("fake %d", f.generation), At: at,
+		Seen: map[health.Key]health.Seen{}}
 	for _, k := range keys {
 		if _, ok := f.pools[k.Pool]; !ok {
 			return health.Observation{}, fmt.Errorf("no pool %q", k.Pool)
@@ -294,7 +300,9 @@ func (f *Fake) Owned(ctx context.Context) ([]health.Key, error) {
 			}
 		}
 	}
-	return slices.SortedFunc(maps.Keys(keys), func(a, b health.Key) int { return strings.Compare(a.String(), b.String()) }), nil
+	return slices.SortedFunc(maps.Keys(keys), func(a, b health.Key) int {
+		return strings.Compare(a.String(), b.String())
+	}), nil
 }
 
 // Routed returns the targets that a new request to the pool could reach now, sorted.
@@ -315,8 +323,8 @@ func (f *Fake) routed(pool health.Pool) []health.Target {
 	return list
 }
 
-// Begin chooses a target for one request, which is active until end is called. It reports false if the pool routes nowhere. If
-// the target is one whose removal was observed, the test fails.
+// Begin chooses a target for one request, which is active until end is called. It reports false if
+// the pool routes nowhere. If the target is one whose removal was observed, the test fails.
 func (f *Fake) Begin(pool health.Pool) (target health.Target, end func(), ok bool) {
 	f.mu.Lock()
 	defer f.mu.Unlock()

@@ -49,7 +49,8 @@ func TestFakeLosesAnswersAndFails(t *testing.T) {
 	}
 }
 
-// The fake's one purpose is to notice a request to a removed target. This would notice if it did not.
+// The fake's one purpose is to notice a request to a removed target. This would notice if it did
+// not.
 func TestFakeNoticesBrokenPromises(t *testing.T) {
 	rec := &recorder{TB: t}
 	f := NewFake(rec, map[health.Pool][]health.Target{"web": nil})

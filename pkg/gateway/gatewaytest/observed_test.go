@@ -80,14 +80,22 @@ func TestTheContractNoticesABrokenPromise(t *testing.T) {
 	for name, b := range map[string]broken{
 		"changes are not told":         {silent: true},
 		"changes are told after Close": {leaky: true},
-		"Removed comes early":          {read: func(r gateway.Reading) gateway.Reading { r.State = max(r.State, health.Removed); return r }},
+		"Removed comes early": {read: func(r gateway.Reading) gateway.Reading {
+			r.State = max(r.State, health.Removed)
+			return r
+		}},
 		"connections are not seen": {read: func(r gateway.Reading) gateway.Reading {
 			r.State = map[bool]health.State{true: health.Idle, false: r.State}[r.State == health.Removed]
 			return r
 		}},
-		"it stays Removed":             {read: func(r gateway.Reading) gateway.Reading { r.State = min(r.State, health.Removed); return r }},
-		"readings have no generation":  {read: func(r gateway.Reading) gateway.Reading { r.Generation = ""; return r }},
-		"routing again is not noticed": {read: func(gateway.Reading) gateway.Reading { return gateway.Reading{State: health.Idle} }},
+		"it stays Removed": {read: func(r gateway.Reading) gateway.Reading {
+			r.State = min(r.State, health.Removed)
+			return r
+		}},
+		"readings have no generation": {read: func(r gateway.Reading) gateway.Reading { r.Generation = ""; return r }},
+		"routing again is not noticed": {read: func(gateway.Reading) gateway.Reading {
+			return gateway.Reading{State: health.Idle}
+		}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			failed := false

@@ -14,7 +14,8 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
-// The answers of HAProxy 2.6.12, as it wrote them. Those it cannot be brought to give here are from its source and say so.
+// The answers of HAProxy 2.6.12, as it wrote them. Those it cannot be brought to give here are from
+// its source and say so.
 var realAnswers = []struct {
 	command, answer string
 	want            Kind
@@ -27,18 +28,23 @@ var realAnswers = []struct {
 	{"set server agent/nosuch state ready", "No such server.\n\n", KindNoServer},
 	{"del server agent/nosuch", "No such server.\n", KindNoServer},
 	{"add server people/s0 127.0.0.3:9001", "Already exists a server with the same name in backend.\n\n", KindExists},
-	{"add server fixed/a 127.0.0.3:9001", "Backend must use a dynamic load balancing to support dynamic servers.\n", KindStaticBalance},
+	{"add server fixed/a 127.0.0.3:9001", "Backend must use a dynamic load balancing to support dynamic servers.\n",
+		KindStaticBalance},
 	{"add server agent", "Require 'backend/server'.\n", KindSyntax},
 	{"set server agent state ready", "Require 'backend/server'.\n\n", KindSyntax},
-	{"set server people/s0 state foo", "'set server <srv> state' expects 'ready', 'drain' and 'maint'.\n\n", KindSyntax},
-	{"set server people/s0 foo bar", "usage: set server <backend>/<server> addr | agent | agent-addr | agent-port | agent-send | check-addr | check-port | fqdn | health | ssl | state | weight\n\n", KindSyntax},
+	{"set server people/s0 state foo", "'set server <srv> state' expects 'ready', 'drain' and 'maint'.\n\n",
+		KindSyntax},
+	{"set server people/s0 foo bar", "usage: set server <backend>/<server> addr | agent | agent-addr | agent-port | " +
+		"agent-send | check-addr | check-port | fqdn | health | ssl | state | weight\n\n", KindSyntax},
 	{"add server agent/a[b] 127.0.0.3:9001", "character '[' is not permitted in server name 'a[b]'.\n\n", KindRefused},
 	{"add server agent/a 127.0.0.3:9001 bogus", "unknown keyword 'bogus'.\n\n", KindRefused},
-	{"add server agent/a 127.0.0.3:9001 cookie x", "'cookie' option is not accepted for dynamic server\n\n", KindRefused},
+	{"add server agent/a 127.0.0.3:9001 cookie x", "'cookie' option is not accepted for dynamic server\n\n",
+		KindRefused},
 	{"add server agent/a 127.0.0.3:99999", "invalid port '99999'\n\n", KindRefused},
 	{"enable health people/s0", "Health check was not configured on this server, cannot enable.\n\n", KindRefused},
 	{"del server people/s0", "Only servers in maintenance mode can be deleted.\n", KindNotMaintenance},
-	{"del server people/used", "This server cannot be removed at runtime due to other configuration elements pointing to it.\n", KindReferenced},
+	{"del server people/used", "This server cannot be removed at runtime due to other configuration elements " +
+		"pointing to it.\n", KindReferenced},
 	{"bogus", "Unknown command, but maybe one of the following ones is a better match:\n", KindUnknownCommand},
 
 	{"", "Server still has connections attached to it, cannot remove it.\n", KindBusy},
@@ -47,9 +53,11 @@ var realAnswers = []struct {
 	{"", "Permission denied\n\n", KindPermission},
 	{"", "Permission denied!\n", KindPermission},
 	{"", "Unknown command. Please enter one of the following commands only:\n", KindUnknownCommand},
-	{"", "The following commands are valid at this level:\n  @!<pid> : send a command to the <pid> process\n", KindTooLong},
-	{"", "This command is restricted to experimental mode only.\n\n", KindExperimental}, // from src/cli.c; HAProxy 2.4 and 2.5 for add server
-	{"", "[3]: No such server.\n\n", KindNoServer},                                      // severity-output number
+	{"", "The following commands are valid at this level:\n  @!<pid> : send a command to the <pid> process\n",
+		KindTooLong},
+	// from src/cli.c; HAProxy 2.4 and 2.5 for add server
+	{"", "This command is restricted to experimental mode only.\n\n", KindExperimental},
+	{"", "[3]: No such server.\n\n", KindNoServer}, // severity-output number
 	{"", "something nobody has seen\n", KindUnknown},
 	{"", "\n", KindUnknown},
 }
@@ -62,7 +70,8 @@ func TestClassify(t *testing.T) {
 	}
 }
 
-// This pins the table above to the HAProxy that is installed: a version with other words fails here.
+// This pins the table above to the HAProxy that is installed: a version with other words fails
+// here.
 func TestRealAnswers(t *testing.T) {
 	p := newProxy(t, userFile+`
     use_backend fixed if FALSE
@@ -115,7 +124,8 @@ backend fixed
 }
 
 func TestPermissionDenied(t *testing.T) {
-	p := newProxy(t, userFile+"backend people\n    server s0 127.0.0.2:9001\n", Backend{Pool: "owned", Backend: "agent", Owned: true}, Backend{Pool: "static", Backend: "people"})
+	p := newProxy(t, userFile+"backend people\n    server s0 127.0.0.2:9001\n",
+		Backend{Pool: "owned", Backend: "agent", Owned: true}, Backend{Pool: "static", Backend: "people"})
 	g := p.gateway()
 	p.startWith(p.socket + ",level,operator")
 	err := g.Apply(t.Context(), []health.Op{routed("owned", "u", "127.0.0.9:1")})
@@ -149,11 +159,13 @@ func TestBrokenAnswers(t *testing.T) {
 	}{
 		{"nothing", "", KindTruncated},
 		{"half a line", "1\n# be_id be_na", KindTruncated},
-		{"no empty line at the end", "1\n# be_id be_name srv_id srv_name srv_addr srv_op_state srv_admin_state srv_port\n2 b 1 s1 127.0.0.2 2 0 9001\n", KindTruncated},
+		{"no empty line at the end", "1\n# be_id be_name srv_id srv_name srv_addr srv_op_state srv_admin_state " +
+			"srv_port\n2 b 1 s1 127.0.0.2 2 0 9001\n", KindTruncated},
 		{"the worker died in the middle", "1\n# be_id be_name srv_id\nCan't connect to the target CLI!\n", KindGone},
 		{"the worker is gone", "Can't find the target PID matching the prefix '@!7'\n", KindGone},
 		{"a column is missing", "1\n# be_id be_name srv_id srv_name\n\n", KindMalformed},
-		{"a row is short", "1\n# be_id be_name srv_id srv_name srv_addr srv_op_state srv_admin_state srv_port\n2 b 1\n\n", KindMalformed},
+		{"a row is short", "1\n# be_id be_name srv_id srv_name srv_addr srv_op_state srv_admin_state srv_port\n2 b " +
+			"1\n\n", KindMalformed},
 		{"another version of the format", "2\n# be_id\n\n", KindUnknown},
 		{"another program", "220 mail.example ESMTP\n", KindUnknown},
 	} {
@@ -187,13 +199,15 @@ func TestBrokenAnswers(t *testing.T) {
 		<-t.Context().Done()
 	})
 	c := cli{path: silent, timeout: 50 * time.Millisecond}
-	if _, err := c.do(t.Context(), 0, "show proc"); !errors.Is(err, KindTimeout) || !errors.Is(err, context.DeadlineExceeded) {
+	if _, err := c.do(t.Context(), 0, "show proc"); !errors.Is(err, KindTimeout) ||
+		!errors.Is(err, context.DeadlineExceeded) {
 		t.Errorf("no answer: %v", err)
 	}
 }
 
 func TestErrorText(t *testing.T) {
-	err := &Error{Command: "add server web/ld-u-10.0.0.1-80 10.0.0.1:80", Process: 7, Kind: KindStaticBalance, Text: "Backend must use a dynamic load balancing to support dynamic servers."}
+	err := &Error{Command: "add server web/ld-u-10.0.0.1-80 10.0.0.1:80", Process: 7, Kind: KindStaticBalance,
+		Text: "Backend must use a dynamic load balancing to support dynamic servers."}
 	want := `haproxy worker 7: add server web/ld-u-10.0.0.1-80 10.0.0.1:80: static balance algorithm: "Backend must use a dynamic load balancing to support dynamic servers." (servers at run time need balance roundrobin, leastconn, random or a hash with hash-type consistent)`
 	if err.Error() != want {
 		t.Errorf("got  %s\nwant %s", err, want)

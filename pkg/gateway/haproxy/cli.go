@@ -13,23 +13,24 @@ import (
 )
 
 const (
-	// maxCommand is well below the least that HAProxy's buffer takes by default (tune.bufsize 16384 minus tune.maxrewrite).
-	// HAProxy does not refuse a longer line: it prints its help instead.
+	// maxCommand is well below the least that HAProxy's buffer takes by default (tune.bufsize 16384
+	// minus tune.maxrewrite). HAProxy does not refuse a longer line: it prints its help instead.
 	maxCommand = 8192
 	// maxAnswer bounds what is read of one answer.
 	maxAnswer = 64 << 20
 )
 
-// cli speaks to the master socket: one connection for each command. The master passes one command to the worker and closes that
-// session; framing is by end of file, after our side was half-closed. Prompt mode saves a third of the 0.1 ms, but its only
-// frame is a prompt that a server's description may contain.
+// cli speaks to the master socket: one connection for each command. The master passes one command
+// to the worker and closes that session; framing is by end of file, after our side was half-closed.
+// Prompt mode saves a third of the 0.1 ms, but its only frame is a prompt that a server's
+// description may contain.
 type cli struct {
 	path    string
 	timeout time.Duration
 }
 
-// do sends one command to the worker with that pid, or to the master (0), and returns the answer as it came. The error is nil
-// only if a whole answer came, which may still be a refusal.
+// do sends one command to the worker with that pid, or to the master (0), and returns the answer as
+// it came. The error is nil only if a whole answer came, which may still be a refusal.
 func (c *cli) do(ctx context.Context, pid int, command string) (string, error) {
 	fail := func(k Kind, text string, err error) (string, error) {
 		// The connection's deadline is the context's, and may be noticed a little earlier.
@@ -90,8 +91,8 @@ func (c *cli) do(ctx context.Context, pid int, command string) (string, error) {
 	return answer, nil
 }
 
-// change sends a command that changes something. want is HAProxy's answer to it, without white space around; anything else is
-// an error.
+// change sends a command that changes something. want is HAProxy's answer to it, without white
+// space around; anything else is an error.
 func (c *cli) change(ctx context.Context, pid int, command, want string) error {
 	answer, err := c.do(ctx, pid, command)
 	if err != nil {
@@ -108,8 +109,8 @@ func (c *cli) change(ctx context.Context, pid int, command, want string) error {
 	return &Error{Command: command, Process: pid, Kind: classify(answer), Text: shorten(answer)}
 }
 
-// table sends a command whose answer is a listing, checks that it is whole (it ends with an empty line) and begins as it
-// must, and returns it without the empty line.
+// table sends a command whose answer is a listing, checks that it is whole (it ends with an empty
+// line) and begins as it must, and returns it without the empty line.
 func (c *cli) table(ctx context.Context, pid int, command, begin string) (string, error) {
 	answer, err := c.do(ctx, pid, command)
 	if err != nil {
@@ -119,7 +120,8 @@ func (c *cli) table(ctx context.Context, pid int, command, begin string) (string
 		return "", &Error{Command: command, Process: pid, Kind: classify(answer), Text: shorten(answer)}
 	}
 	if !strings.HasSuffix(answer, "\n\n") {
-		return "", &Error{Command: command, Process: pid, Kind: KindTruncated, Text: strconv.Itoa(len(answer)) + " bytes"}
+		return "", &Error{Command: command, Process: pid, Kind: KindTruncated,
+			Text: strconv.Itoa(len(answer)) + " bytes"}
 	}
 	return strings.TrimSuffix(answer, "\n"), nil
 }
@@ -131,7 +133,8 @@ func socketKind(err error) Kind {
 		return KindNoSocket
 	case errors.Is(err, syscall.ECONNREFUSED):
 		return KindNotListening
-	case errors.Is(err, context.DeadlineExceeded), errors.Is(err, context.Canceled), errors.As(err, &ne) && ne.Timeout():
+	case errors.Is(err, context.DeadlineExceeded), errors.Is(err, context.Canceled), errors.As(err, &ne) &&
+		ne.Timeout():
 		return KindTimeout
 	case errors.Is(err, syscall.EAGAIN):
 		// A unix socket whose backlog is full.

@@ -23,10 +23,12 @@ const (
 
 // Config says where HAProxy is and which of its backends are pools.
 type Config struct {
-	// MasterSocket is the path of HAProxy's master socket: haproxy -W -S PATH. Its level must be admin, which is the default.
+	// MasterSocket is the path of HAProxy's master socket: haproxy -W -S PATH. Its level must be
+	// admin, which is the default.
 	MasterSocket string `json:"masterSocket"`
-	// ServersFile is the file with the sections of owned backends, which the agent writes and HAProxy loads by an additional -f. Required
-	// if a backend is owned. It is written at the agent's start if it does not exist, so the agent must start before HAProxy.
+	// ServersFile is the file with the sections of owned backends, which the agent writes and
+	// HAProxy loads by an additional -f. Required if a backend is owned. It is written at the
+	// agent's start if it does not exist, so the agent must start before HAProxy.
 	ServersFile string `json:"serversFile,omitempty"`
 	// Backends are those that the agent directs, at least one.
 	Backends []Backend `json:"backends"`
@@ -44,19 +46,21 @@ type Backend struct {
 	Service string `json:"service"`
 	// Port is the name of the Service's port. Empty: the only one.
 	Port string `json:"port,omitempty"`
-	// Owned reports whether the agent writes the section and makes and deletes its servers. Otherwise an operator did, and the agent only puts servers into
-	// maintenance and back.
+	// Owned reports whether the agent writes the section and makes and deletes its servers.
+	// Otherwise an operator did, and the agent only puts servers into maintenance and back.
 	Owned bool `json:"owned,omitempty"`
-	// Defaults names the defaults section that the owned section is made from. Empty: the last one above it. Give it one of its own: HAProxy warns about a
-	// named section that is used both by name and as the last one.
+	// Defaults names the defaults section that the owned section is made from. Empty: the last one
+	// above it. Give it one of its own: HAProxy warns about a named section that is used both by
+	// name and as the last one.
 	Defaults string `json:"defaults,omitempty"`
-	// Lines are more lines of the owned section: balance, options, timeouts. They are written as they are.
+	// Lines are more lines of the owned section: balance, options, timeouts. They are written as
+	// they are.
 	Lines []string `json:"lines,omitempty"`
-	// ServerOptions are words for every server of the owned backend, such as "maxconn 50". HAProxy takes fewer words for servers added at run time than in
-	// the configuration.
+	// ServerOptions are words for every server of the owned backend, such as "maxconn 50". HAProxy
+	// takes fewer words for servers added at run time than in the configuration.
 	ServerOptions string `json:"serverOptions,omitempty"`
-	// HealthCheck is how the agent probes the targets (docs/health.md); the Service's annotation lameduck.io/health-check wins over it.
-	// Absent: they are not probed.
+	// HealthCheck is how the agent probes the targets (docs/health.md); the Service's annotation
+	// lameduck.io/health-check wins over it. Absent: they are not probed.
 	HealthCheck json.RawMessage `json:"healthCheck,omitempty"`
 }
 
@@ -64,9 +68,11 @@ func (b Backend) pool() health.Pool { return cmp.Or(b.Pool, health.Pool(b.Backen
 
 func keyOf(i int) string { return fmt.Sprintf("backends[%d]", i) }
 
-// sectionWords begin a section in HAProxy's configuration, or reach from the backend section into what it is.
+// sectionWords begin a section in HAProxy's configuration, or reach from the backend section into
+// what it is.
 var sectionWords = []string{
-	"backend", "cache", "crt-store", "defaults", "dynamic-update", "fcgi-app", "frontend", "global", "http-errors", "listen", "log-forward",
+	"backend", "cache", "crt-store", "defaults", "dynamic-update", "fcgi-app", "frontend", "global", "http-errors",
+	"listen", "log-forward",
 	"mailers", "peers", "program", "resolvers", "ring", "traces", "userlist", "acme", "healthcheck", "log-profile",
 }
 
@@ -122,11 +128,14 @@ func (c *Config) Check() []error {
 		if !b.Owned {
 			must(b.Defaults == "", at("defaults"), b.Defaults, "only an owned backend's section is written")
 			must(len(b.Lines) == 0, at("lines"), b.Lines, "only an owned backend's section is written")
-			must(b.ServerOptions == "", at("serverOptions"), b.ServerOptions, "only an owned backend's servers are written")
+			must(b.ServerOptions == "", at("serverOptions"), b.ServerOptions,
+				"only an owned backend's servers are written")
 			continue
 		}
 		must(c.ServersFile != "", "serversFile", "", "required, "+keyOf(i)+" is owned")
-		must(c.ServersFile == "" || filepath.Base(c.ServersFile) != "." && !strings.HasSuffix(c.ServersFile, string(filepath.Separator)), "serversFile", c.ServersFile, "want a file, not a directory")
+		must(c.ServersFile == "" || filepath.Base(c.ServersFile) != "." &&
+			!strings.HasSuffix(c.ServersFile, string(filepath.Separator)), "serversFile", c.ServersFile,
+			"want a file, not a directory")
 		must(b.Defaults == "" || nameChars(b.Defaults), at("defaults"), b.Defaults, "want letters, digits and . : _ -")
 		for j, l := range b.Lines {
 			why := badLine(l)

@@ -31,20 +31,32 @@ func TestConfig(t *testing.T) {
 		{"a plain one", owned(func(*Backend) {}), nil},
 		{"all fields", owned(func(b *Backend) {
 			b.Defaults = "agents"
-			b.Lines = []string{"balance leastconn", `http-response set-header Strict-Transport-Security "max-age=1; includeSubDomains"`, "option redispatch"}
+			b.Lines = []string{"balance leastconn",
+				`http-response set-header Strict-Transport-Security "max-age=1; includeSubDomains"`,
+				"option redispatch"}
 			b.ServerOptions = "check inter 2s maxconn 50 sni str(a.example)"
 		}), nil},
 		{"no socket", Config{Backends: []Backend{{Pool: "p", Backend: "b"}}}, []string{"Socket"}},
-		{"socket too long", Config{MasterSocket: "/" + strings.Repeat("x", 110), Backends: []Backend{{Pool: "p", Backend: "b"}}}, []string{"Socket", "107"}},
+		{"socket too long", Config{MasterSocket: "/" + strings.Repeat("x", 110),
+			Backends: []Backend{{Pool: "p", Backend: "b"}}}, []string{"Socket", "107"}},
 		{"no backends", Config{MasterSocket: "/s"}, []string{"backends"}},
 		{"no pool", owned(func(b *Backend) { b.Pool = "" }), nil},
-		{"backend with a line break", owned(func(b *Backend) { b.Backend = "b\nglobal" }), []string{"backends[0].backend", `b\nglobal`}},
-		{"backend with a semicolon", owned(func(b *Backend) { b.Backend = "b;reload" }), []string{"backends[0].backend", "b;reload"}},
+		{"backend with a line break", owned(func(b *Backend) { b.Backend = "b\nglobal" }),
+			[]string{"backends[0].backend", `b\nglobal`}},
+		{"backend with a semicolon", owned(func(b *Backend) { b.Backend = "b;reload" }),
+			[]string{"backends[0].backend", "b;reload"}},
 		{"backend with a slash", owned(func(b *Backend) { b.Backend = "b/s" }), []string{"b/s"}},
-		{"pool twice", Config{MasterSocket: "/s", Backends: []Backend{{Pool: "p", Backend: "b"}, {Pool: "p", Backend: "c"}}}, []string{"backends[1].pool", `"p"`}},
-		{"backend twice", Config{MasterSocket: "/s", Backends: []Backend{{Pool: "p", Backend: "b"}, {Pool: "q", Backend: "b"}}}, []string{"backends[1].backend", `"b"`}},
-		{"owned without a file", Config{MasterSocket: "/s", Backends: []Backend{{Pool: "p", Backend: "b", Owned: true}}}, []string{"serversFile"}},
-		{"lines where not owned", Config{MasterSocket: "/s", Backends: []Backend{{Pool: "p", Backend: "b", Lines: []string{"balance random"}}}}, []string{"lines", "balance random"}},
+		{"pool twice", Config{MasterSocket: "/s",
+			Backends: []Backend{{Pool: "p", Backend: "b"}, {Pool: "p", Backend: "c"}}},
+			[]string{"backends[1].pool", `"p"`}},
+		{"backend twice", Config{MasterSocket: "/s",
+			Backends: []Backend{{Pool: "p", Backend: "b"}, {Pool: "q", Backend: "b"}}},
+			[]string{"backends[1].backend", `"b"`}},
+		{"owned without a file", Config{MasterSocket: "/s",
+			Backends: []Backend{{Pool: "p", Backend: "b", Owned: true}}}, []string{"serversFile"}},
+		{"lines where not owned", Config{MasterSocket: "/s",
+			Backends: []Backend{{Pool: "p", Backend: "b", Lines: []string{"balance random"}}}},
+			[]string{"lines", "balance random"}},
 		{"defaults with a space", owned(func(b *Backend) { b.Defaults = "a b" }), []string{"defaults", "a b"}},
 		{"line with a line break", line("balance random\nserver x 1.2.3.4:5"), []string{"lines[0]"}},
 		{"line with a carriage return", line("balance random\r"), []string{"lines[0]"}},
@@ -86,7 +98,8 @@ func TestConfig(t *testing.T) {
 func TestServersFile(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "servers.cfg")
 	cfg := Config{MasterSocket: "/nowhere", ServersFile: file, Backends: []Backend{
-		{Pool: "web", Backend: "be_web", Owned: true, Defaults: "agents", Lines: []string{"balance leastconn"}, ServerOptions: " check  inter 2s "},
+		{Pool: "web", Backend: "be_web", Owned: true, Defaults: "agents", Lines: []string{"balance leastconn"},
+			ServerOptions: " check  inter 2s "},
 		{Pool: "api", Backend: "be_api", Owned: true},
 		{Pool: "people", Backend: "be_people"},
 	}}
@@ -104,7 +117,8 @@ func TestServersFile(t *testing.T) {
 		}
 		return s
 	}
-	g.persist(steps(routed("web", "u1", "10.0.0.1:80"), routed("web", "u2", "[fd00::1]:80"), routed("people", "u3", "10.0.0.3:80"), routed("api", "u4", "10.0.0.4:80"),
+	g.persist(steps(routed("web", "u1", "10.0.0.1:80"), routed("web", "u2", "[fd00::1]:80"),
+		routed("people", "u3", "10.0.0.3:80"), routed("api", "u4", "10.0.0.4:80"),
 		health.Op{Key: key("api", "u4", "10.0.0.4:80"), Want: health.WantRemoved}))
 	want := fileHead + `
 backend be_web from agents
@@ -134,12 +148,14 @@ backend be_api
 		t.Errorf("kept servers:\n%s", diff)
 	}
 	got, _ = os.ReadFile(file)
-	if !strings.Contains(string(got), "balance random\n    server ld-u1-10.0.0.1-80 10.0.0.1:80 pool-max-conn -1 pool-purge-delay 5s\n") {
+	if !strings.Contains(string(got), "balance random\n    server ld-u1-10.0.0.1-80 10.0.0.1:80 pool-max-conn -1 "+
+		"pool-purge-delay 5s\n") {
 		t.Errorf("the new lines are not written:\n%s", got)
 	}
 
 	// A file that is not the agent's is not overwritten.
-	for _, foreign := range []string{"global\n", "backend b\n server s 1.2.3.4:5\n", "backend b\n server ld-u-1.2.3.4-5 1.2.3.4:6\n", "backend b\nfrontend f\n", "backend b\nbackend b\n"} {
+	for _, foreign := range []string{"global\n", "backend b\n server s 1.2.3.4:5\n",
+		"backend b\n server ld-u-1.2.3.4-5 1.2.3.4:6\n", "backend b\nfrontend f\n", "backend b\nbackend b\n"} {
 		if err := os.WriteFile(file, []byte(foreign), 0o644); err != nil {
 			t.Fatal(err)
 		}
@@ -152,11 +168,12 @@ backend be_api
 	}
 }
 
-// If the file cannot be written, a removal must not be carried out: a reload would bring the target back after it was
-// acknowledged.
+// If the file cannot be written, a removal must not be carried out: a reload would bring the target
+// back after it was acknowledged.
 func TestNoRemovalWithoutTheFile(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "servers.cfg")
-	g, err := New(Config{MasterSocket: "/nowhere", ServersFile: file, Backends: []Backend{{Pool: "web", Backend: "b", Owned: true}}})
+	g, err := New(Config{MasterSocket: "/nowhere", ServersFile: file,
+		Backends: []Backend{{Pool: "web", Backend: "b", Owned: true}}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -206,7 +223,8 @@ frontend web
 	g := p.gateway()
 	w := wanted{"agent": {}}
 	for _, a := range []string{"10.0.0.1:80", "[fd00::1]:8080", "[::ffff:1.2.3.4]:1"} {
-		name, err := serverName(health.Target{UID: "4a8c1f7e-0000-1111-2222-333344445555", Addr: netip.MustParseAddrPort(a)})
+		name, err := serverName(health.Target{UID: "4a8c1f7e-0000-1111-2222-333344445555",
+			Addr: netip.MustParseAddrPort(a)})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -215,7 +233,8 @@ frontend web
 	if err := writeFile(p.cfg.ServersFile, render(g.backends, w)); err != nil {
 		t.Fatal(err)
 	}
-	out, err := exec.Command(p.path, "-c", "-f", filepath.Join(p.dir, "user.cfg"), "-f", p.cfg.ServersFile).CombinedOutput()
+	out, err := exec.Command(p.path, "-c", "-f", filepath.Join(p.dir, "user.cfg"), "-f",
+		p.cfg.ServersFile).CombinedOutput()
 	if err != nil || strings.Contains(string(out), "WARNING") || strings.Contains(string(out), "ALERT") {
 		t.Errorf("%v\n%s", err, out)
 	}
@@ -224,7 +243,8 @@ frontend web
 func FuzzServersFile(f *testing.F) {
 	f.Add("u1", "10.0.0.1:80", "u2", "[fd00::1]:80")
 	f.Fuzz(func(t *testing.T, uid1, addr1, uid2, addr2 string) {
-		backends := []Backend{{Backend: "a", Owned: true, Lines: []string{"balance random"}, ServerOptions: "check"}, {Backend: "b", Owned: true}}
+		backends := []Backend{{Backend: "a", Owned: true, Lines: []string{"balance random"}, ServerOptions: "check"},
+			{Backend: "b", Owned: true}}
 		w := wanted{"a": {}, "b": {}}
 		for _, x := range [][3]string{{"a", uid1, addr1}, {"b", uid2, addr2}, {"b", uid1, addr2}} {
 			addr, err := netip.ParseAddrPort(x[2])

@@ -70,34 +70,44 @@ const (
 )
 
 var kinds = [...]struct{ name, hint string }{
-	KindUnknown:        {"unknown answer", "this version of HAProxy may be newer than the agent knows"},
-	KindNoBackend:      {"no such backend", "the backend must be in a file that HAProxy has loaded; for owned backends load the servers file with an additional -f"},
-	KindNoServer:       {"no such server", "a pool that is not owned only takes targets whose address a server of the configuration has"},
-	KindExists:         {"server exists", "the name is taken in this backend"},
-	KindStaticBalance:  {"static balance algorithm", "servers at run time need balance roundrobin, leastconn, random or a hash with hash-type consistent"},
+	KindUnknown: {"unknown answer", "this version of HAProxy may be newer than the agent knows"},
+	KindNoBackend: {"no such backend", "the backend must be in a file that HAProxy has loaded; for owned " +
+		"backends load the servers file with an additional -f"},
+	KindNoServer: {"no such server", "a pool that is not owned only takes targets whose address a server of " +
+		"the configuration has"},
+	KindExists: {"server exists", "the name is taken in this backend"},
+	KindStaticBalance: {"static balance algorithm",
+		"servers at run time need balance roundrobin, leastconn, random or a hash with hash-type consistent"},
 	KindPermission:     {"permission denied", "start HAProxy's master socket with level admin: -S path,level,admin"},
 	KindExperimental:   {"experimental mode needed", "servers at run time need HAProxy 2.6 or newer"},
 	KindUnknownCommand: {"unknown command", "servers at run time need HAProxy 2.6 or newer"},
 	KindSyntax:         {"bad arguments", "this is an error of the agent"},
-	KindRefused:        {"server refused", "check the backend's server options against those HAProxy allows for servers added at run time"},
-	KindBusy:           {"server busy", "it is deleted once its requests have ended and its idle connections are closed"},
+	KindRefused: {"server refused", "check the backend's server options against those HAProxy allows for " +
+		"servers added at run time"},
+	KindBusy: {"server busy",
+		"it is deleted once its requests have ended and its idle connections are closed"},
 	KindNotMaintenance: {"server not in maintenance", "something else put it back into service"},
-	KindReferenced:     {"server referenced", "a use-server, track or similar line of the configuration names it; it stays in maintenance"},
-	KindStopping:       {"worker is stopping", "an old worker takes no changes; it routes what it routed until its last client connection closes; hard-stop-after bounds that"},
-	KindGone:           {"worker gone", "it is left out of the next attempt"},
-	KindTooLong:        {"command too long", "shorten the server options or raise tune.bufsize"},
-	KindNoSocket:       {"no socket", "start HAProxy with -W -S and the configured path, and share the directory with the agent"},
-	KindNotListening:   {"socket refused", "HAProxy is not running"},
-	KindTimeout:        {"no answer in time", "the process hangs, is stopped or is overloaded"},
-	KindTruncated:      {"answer cut off", "the process ended while it answered; repeating is safe"},
-	KindMalformed:      {"answer not readable", "this version of HAProxy may be newer than the agent knows"},
-	KindIO:             {"socket error", "check the permissions of the socket"},
-	KindNotApplied:     {"change did not last", "another controller, an agent-check or a person works on the same server"},
-	KindConflict:       {"address differs", "somebody changed the server's address at run time; remove it and route it again"},
-	KindChanging:       {"workers keep changing", "HAProxy is being reloaded again and again"},
-	KindNoPool:         {"no such pool", "it is not among the configured backends"},
-	KindBadKey:         {"key not usable", "a target is a pod UID and an address without a zone"},
-	KindFile:           {"servers file", "the agent needs to write the file's directory, HAProxy needs to read the file"},
+	KindReferenced: {"server referenced",
+		"a use-server, track or similar line of the configuration names it; it stays in maintenance"},
+	KindStopping: {"worker is stopping", "an old worker takes no changes; it routes what it routed until its " +
+		"last client connection closes; hard-stop-after bounds that"},
+	KindGone:    {"worker gone", "it is left out of the next attempt"},
+	KindTooLong: {"command too long", "shorten the server options or raise tune.bufsize"},
+	KindNoSocket: {"no socket", "start HAProxy with -W -S and the configured path, and share the directory with " +
+		"the agent"},
+	KindNotListening: {"socket refused", "HAProxy is not running"},
+	KindTimeout:      {"no answer in time", "the process hangs, is stopped or is overloaded"},
+	KindTruncated:    {"answer cut off", "the process ended while it answered; repeating is safe"},
+	KindMalformed:    {"answer not readable", "this version of HAProxy may be newer than the agent knows"},
+	KindIO:           {"socket error", "check the permissions of the socket"},
+	KindNotApplied: {"change did not last",
+		"another controller, an agent-check or a person works on the same server"},
+	KindConflict: {"address differs",
+		"somebody changed the server's address at run time; remove it and route it again"},
+	KindChanging: {"workers keep changing", "HAProxy is being reloaded again and again"},
+	KindNoPool:   {"no such pool", "it is not among the configured backends"},
+	KindBadKey:   {"key not usable", "a target is a pod UID and an address without a zone"},
+	KindFile:     {"servers file", "the agent needs to write the file's directory, HAProxy needs to read the file"},
 }
 
 // String prints the kind in a few words.
@@ -113,7 +123,8 @@ func (k Kind) Error() string { return "haproxy: " + k.String() }
 
 // Error is one thing that HAProxy refused, or that failed on the way to it.
 type Error struct {
-	// Command is what was asked, without the prefix that names the process; for Kinds without a command it is the object.
+	// Command is what was asked, without the prefix that names the process; for Kinds without a
+	// command it is the object.
 	Command string
 	// Process is the worker's pid, 0 for the master or none.
 	Process int
@@ -157,8 +168,8 @@ func (e *Error) Is(target error) bool {
 // Unwrap returns the cause below.
 func (e *Error) Unwrap() error { return e.Err }
 
-// lost says that the answer did not come whole: the command may or may not have been carried out, and asking the same process
-// again at once is of no use.
+// lost says that the answer did not come whole: the command may or may not have been carried out,
+// and asking the same process again at once is of no use.
 func lost(err error) bool {
 	for _, k := range []Kind{KindGone, KindNoSocket, KindNotListening, KindTimeout, KindTruncated, KindIO} {
 		if errors.Is(err, k) {
@@ -168,11 +179,12 @@ func lost(err error) bool {
 	return false
 }
 
-// gone says that the process ended before or while it answered: the list of processes will say so soon.
+// gone says that the process ended before or while it answered: the list of processes will say so
+// soon.
 func gone(err error) bool { return errors.Is(err, KindGone) || errors.Is(err, KindTruncated) }
 
-// refusals are HAProxy's answers that are not success, by what they begin with. The table test holds the whole texts, as
-// HAProxy 2.6 wrote them.
+// refusals are HAProxy's answers that are not success, by what they begin with. The table test
+// holds the whole texts, as HAProxy 2.6 wrote them.
 var refusals = []struct {
 	prefix string
 	kind   Kind
@@ -217,14 +229,16 @@ func classify(answer string) Kind {
 			return r.kind
 		}
 	}
-	if strings.Contains(text, "is not accepted for dynamic server") || strings.Contains(text, "is not supported for dynamic server") {
+	if strings.Contains(text, "is not accepted for dynamic server") ||
+		strings.Contains(text, "is not supported for dynamic server") {
 		return KindRefused
 	}
 	return KindUnknown
 }
 
-// stripSeverity drops the "[3]:" that a socket with severity-output puts before each message. Through the master socket the
-// setting cannot be made: every command is a new session in the worker. But a stats line of the configuration may have it on.
+// stripSeverity drops the "[3]:" that a socket with severity-output puts before each message.
+// Through the master socket the setting cannot be made: every command is a new session in the
+// worker. But a stats line of the configuration may have it on.
 func stripSeverity(s string) string {
 	if !strings.HasPrefix(s, "[") {
 		return s

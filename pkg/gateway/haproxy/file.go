@@ -27,8 +27,8 @@ func (w wanted) clone() wanted {
 	return c
 }
 
-// render writes the file: one backend section for each owned backend, in the order of the configuration, servers sorted by
-// name, so that the same content is the same bytes.
+// render writes the file: one backend section for each owned backend, in the order of the
+// configuration, servers sorted by name, so that the same content is the same bytes.
 func render(backends []Backend, w wanted) []byte {
 	var b bytes.Buffer
 	b.WriteString(fileHead)
@@ -40,8 +40,8 @@ func render(backends []Backend, w wanted) []byte {
 		if be.Defaults != "" {
 			b.WriteString(" from " + be.Defaults)
 		}
-		// "option persist", which defaults may have set, sends to servers in maintenance. A state file would bring back states
-		// of another time.
+		// "option persist", which defaults may have set, sends to servers in maintenance. A state
+		// file would bring back states of another time.
 		b.WriteString("\n    no option persist\n    load-server-state-from-file none\n")
 		for _, l := range be.Lines {
 			b.WriteString("    " + strings.TrimSpace(l) + "\n")
@@ -57,11 +57,13 @@ func render(backends []Backend, w wanted) []byte {
 	return b.Bytes()
 }
 
-// poolWords are given to every server unless ServerOptions has them. They are HAProxy's defaults, which 2.6 forgets for servers
-// added at run time: these would keep no idle connection, and open one for each request, until the next reload.
+// poolWords are given to every server unless ServerOptions has them. They are HAProxy's defaults,
+// which 2.6 forgets for servers added at run time: these would keep no idle connection, and open
+// one for each request, until the next reload.
 var poolWords = [][2]string{{"pool-max-conn", "-1"}, {"pool-purge-delay", "5s"}}
 
-// serverWords is what follows the address of each server of the backend, in the file and in "add server".
+// serverWords is what follows the address of each server of the backend, in the file and in "add
+// server".
 func serverWords(b *Backend) string {
 	words := strings.Fields(b.ServerOptions)
 	for _, w := range poolWords {
@@ -72,9 +74,9 @@ func serverWords(b *Backend) string {
 	return strings.Join(words, " ")
 }
 
-// parseFile reads back what render wrote: the servers of each backend section. Options and other lines are not looked at, for
-// the configuration may have changed since. A server line that is not the agent's is an error: the file is not the agent's
-// then, and must not be overwritten.
+// parseFile reads back what render wrote: the servers of each backend section. Options and other
+// lines are not looked at, for the configuration may have changed since. A server line that is not
+// the agent's is an error: the file is not the agent's then, and must not be overwritten.
 func parseFile(data []byte) (wanted, error) {
 	w := wanted{}
 	section := ""
@@ -130,10 +132,11 @@ func readFile(path string) (wanted, error) {
 	return w, nil
 }
 
-// writeFile replaces the file if its content differs. A reader sees the old or the new content, never a part: the new one is
-// written beside it and renamed. It is not synced to disk: what a crash of the machine could lose describes servers that
-// died with it, and the agent routes afresh. The temporary name begins with a dot, so that HAProxy does not load it where -f names
-// a directory.
+// writeFile replaces the file if its content differs. A reader sees the old or the new content,
+// never a part: the new one is written beside it and renamed. It is not synced to disk: what a
+// crash of the machine could lose describes servers that died with it, and the agent routes afresh.
+// The temporary name begins with a dot, so that HAProxy does not load it where -f names a
+// directory.
 func writeFile(path string, data []byte) error {
 	if old, err := os.ReadFile(path); err == nil && bytes.Equal(old, data) {
 		return nil

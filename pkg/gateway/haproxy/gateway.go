@@ -13,11 +13,12 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
-// maxRounds bounds how often Apply and Observe begin again because workers came or went meanwhile. A worker that has just ended
-// stays in the list until the master has reaped it.
+// maxRounds bounds how often Apply and Observe begin again because workers came or went meanwhile.
+// A worker that has just ended stays in the list until the master has reaped it.
 const maxRounds = 8
 
-// pause waits before a further round: 2 ms, doubled each time, half a second in all. It reports false if the context ended.
+// pause waits before a further round: 2 ms, doubled each time, half a second in all. It reports
+// false if the context ended.
 func pause(ctx context.Context, round int) bool {
 	if round == 0 {
 		return ctx.Err() == nil
@@ -40,14 +41,16 @@ type Gateway struct {
 	backends []Backend
 	byPool   map[health.Pool]*Backend
 	wanted   wanted // what the servers file lists
-	// unused holds the targets that the last reading found taken out and without a stream in any process, with the list of
-	// processes of that reading: while they stay taken out there, no stream can begin for them.
+	// unused holds the targets that the last reading found taken out and without a stream in any
+	// process, with the list of processes of that reading: while they stay taken out there, no
+	// stream can begin for them.
 	unused map[health.Key]string
 }
 
-// New checks the configuration, and reads the servers file, or writes one without servers if there is none. Servers that an
-// existing file lists are kept: they are Owned, and nothing but an op removes them. If the sections of the file differ from the
-// configuration they are written anew; HAProxy takes that up with its next reload. New does not talk to HAProxy.
+// New checks the configuration, and reads the servers file, or writes one without servers if there
+// is none. Servers that an existing file lists are kept: they are Owned, and nothing but an op
+// removes them. If the sections of the file differ from the configuration they are written anew;
+// HAProxy takes that up with its next reload. New does not talk to HAProxy.
 func New(c Config) (*Gateway, error) {
 	if err := errors.Join(c.Check()...); err != nil {
 		return nil, fmt.Errorf("haproxy config: %w", err)
@@ -88,8 +91,8 @@ func New(c Config) (*Gateway, error) {
 	return g, nil
 }
 
-// list asks the master for its processes. The name of the generation also holds the socket's identity: in a container a
-// restarted master and worker usually have the pids they had.
+// list asks the master for its processes. The name of the generation also holds the socket's
+// identity: in a container a restarted master and worker usually have the pids they had.
 func (g *Gateway) list(ctx context.Context) (processes, string, error) {
 	answer, err := g.cli.table(ctx, 0, "show proc", procBegin)
 	if err != nil {
@@ -106,7 +109,8 @@ func (g *Gateway) list(ctx context.Context) (processes, string, error) {
 	return p, p.String() + " " + socket, nil
 }
 
-// current says whether there is a worker that takes new requests. Without one nothing can be said about routing.
+// current says whether there is a worker that takes new requests. Without one nothing can be said
+// about routing.
 func (p processes) current() bool {
 	return slices.ContainsFunc(p.Workers, func(w process) bool { return !w.Old })
 }
@@ -124,7 +128,8 @@ func (g *Gateway) state(ctx context.Context, pid int, backend string) (*index, e
 	return newIndex(list), nil
 }
 
-// stat reads the counters of a backend by its number: a frontend may have the same name, and "show stat" would take that.
+// stat reads the counters of a backend by its number: a frontend may have the same name, and "show
+// stat" would take that.
 func (g *Gateway) stat(ctx context.Context, pid int, backend string, id int) (map[string]traffic, error) {
 	cmd := fmt.Sprintf("show stat %d 4 -1", id) // 4: servers, -1: all
 	answer, err := g.cli.table(ctx, pid, cmd, statBegin)
@@ -166,9 +171,10 @@ func (g *Gateway) streams(ctx context.Context, pid int) (map[string]int, error) 
 	return m, nil
 }
 
-// deletable says whether "del server" may be sent: the server was in maintenance when x was read, and no stream is bound to it in a
-// list of streams that was read later. HAProxy itself does not look for streams before 2.6.16, 2.8.4 and 2.9, and dies of it
-// (its issues 2323 and 2378): a stream that has its answer, and whose client does not, is in none of the counters.
+// deletable says whether "del server" may be sent: the server was in maintenance when x was read,
+// and no stream is bound to it in a list of streams that was read later. HAProxy itself does not
+// look for streams before 2.6.16, 2.8.4 and 2.9, and dies of it (its issues 2323 and 2378): a
+// stream that has its answer, and whose client does not, is in none of the counters.
 func (g *Gateway) deletable(ctx context.Context, pid int, b *Backend, x *index, name string) (bool, error) {
 	if !x.settled[name] {
 		return false, nil
@@ -187,7 +193,8 @@ type index struct {
 	// id is the backend's number in this process.
 	id     int
 	byName map[string]*server
-	// settled are those that were in maintenance when they were read. streams, nil until needed, was read later.
+	// settled are those that were in maintenance when they were read. streams, nil until needed,
+	// was read later.
 	settled map[string]bool
 	streams map[string]int
 	byAddr  map[string][]*server // of servers that are not the agent's
@@ -242,8 +249,8 @@ func (s *step) fail(pid int, err error) {
 	}
 }
 
-// resolve finds the backend and the server name of a key. With KindBadKey the backend is good: no server can have been made for the
-// key. Servers that operators made go by their addresses.
+// resolve finds the backend and the server name of a key. With KindBadKey the backend is good: no
+// server can have been made for the key. Servers that operators made go by their addresses.
 func (g *Gateway) resolve(k health.Key) (*Backend, string, error) {
 	b := g.byPool[k.Pool]
 	if b == nil {
@@ -296,9 +303,10 @@ func (g *Gateway) Apply(ctx context.Context, ops []health.Op) error {
 	return errors.Join(errs...)
 }
 
-// persist writes the servers file as it will be after all steps, and returns the steps that may go on. If the file cannot be
-// written, servers are still added, since new pods must not wait for a disk, but none that the file lists is removed: a reload would
-// bring it back after its removal was acknowledged.
+// persist writes the servers file as it will be after all steps, and returns the steps that may go
+// on. If the file cannot be written, servers are still added, since new pods must not wait for a
+// disk, but none that the file lists is removed: a reload would bring it back after its removal was
+// acknowledged.
 func (g *Gateway) persist(steps []*step) []*step {
 	next := g.wanted.clone()
 	var todo []*step
@@ -339,7 +347,8 @@ func (g *Gateway) persist(steps []*step) []*step {
 	return kept
 }
 
-// forget takes servers out of the file again that HAProxy refused by their definition: they would make its next start fail.
+// forget takes servers out of the file again that HAProxy refused by their definition: they would
+// make its next start fail.
 func (g *Gateway) forget(steps []*step) {
 	if g.file == "" {
 		return
@@ -360,7 +369,8 @@ func (g *Gateway) forget(steps []*step) {
 	}
 }
 
-// direct carries out the steps in every process, new ones included, until there is none left that was not told.
+// direct carries out the steps in every process, new ones included, until there is none left that
+// was not told.
 func (g *Gateway) direct(ctx context.Context, steps []*step) error {
 	done := map[int]bool{}
 	retry := false // the last round left a process to be tried again
@@ -408,8 +418,8 @@ func (g *Gateway) direct(ctx context.Context, steps []*step) error {
 	return &Error{Command: "show proc", Kind: KindChanging}
 }
 
-// tell carries out the steps in one process. It reports false if the process should be tried again after the list was read
-// anew: it began to stop, or ended, in the middle.
+// tell carries out the steps in one process. It reports false if the process should be tried again
+// after the list was read anew: it began to stop, or ended, in the middle.
 func (g *Gateway) tell(ctx context.Context, p process, steps []*step) bool {
 	// Errors of an earlier try in this process are void.
 	for _, s := range steps {
@@ -482,7 +492,8 @@ func (g *Gateway) step(ctx context.Context, p process, s *step, x *index) (bool,
 		if !b.Owned {
 			list := x.of(b, s.op.Key, s.name)
 			if len(list) == 0 {
-				return did, &Error{Command: "route " + s.op.Key.String(), Process: p.PID, Kind: KindNoServer, Text: "no server of backend " + b.Backend + " has the address " + s.op.Target.Addr.String()}
+				return did, &Error{Command: "route " + s.op.Key.String(), Process: p.PID, Kind: KindNoServer,
+					Text: "no server of backend " + b.Backend + " has the address " + s.op.Target.Addr.String()}
 			}
 			for _, srv := range list {
 				if srv.Admin&(adminForcedMaint|adminForcedDrain) != 0 {
@@ -496,8 +507,11 @@ func (g *Gateway) step(ctx context.Context, p process, s *step, x *index) (bool,
 		srv := x.byName[s.name]
 		if srv == nil {
 			did = true
-			err := g.cli.change(ctx, p.PID, "add server "+b.Backend+"/"+s.name+" "+s.op.Target.Addr.String()+" "+serverWords(b), "New server registered.")
-			// It may exist by now: an earlier command whose answer was lost. verify reads what it is.
+			err := g.cli.change(ctx, p.PID,
+				"add server "+b.Backend+"/"+s.name+" "+s.op.Target.Addr.String()+" "+serverWords(b),
+				"New server registered.")
+			// It may exist by now: an earlier command whose answer was lost. verify reads what it
+			// is.
 			if err != nil && !errors.Is(err, KindExists) {
 				return did, err
 			}
@@ -505,12 +519,14 @@ func (g *Gateway) step(ctx context.Context, p process, s *step, x *index) (bool,
 			x.add(srv)
 		}
 		if srv.Addr != s.op.Target.Addr {
-			return did, &Error{Command: "route " + s.op.Key.String(), Process: p.PID, Kind: KindConflict, Text: "server " + s.name + " is at " + srv.Addr.String()}
+			return did, &Error{Command: "route " + s.op.Key.String(), Process: p.PID, Kind: KindConflict,
+				Text: "server " + s.name + " is at " + srv.Addr.String()}
 		}
 		if srv.Admin&(adminForcedMaint|adminForcedDrain) == 0 {
 			return did, nil
 		}
-		// Checks of a server added at run time are off until asked for (HAProxy's management guide, "add server").
+		// Checks of a server added at run time are off until asked for (HAProxy's management guide,
+		// "add server").
 		if slices.Contains(strings.Fields(b.ServerOptions), "check") {
 			did = true
 			if err := g.cli.change(ctx, p.PID, "enable health "+b.Backend+"/"+s.name, ""); err != nil {
@@ -615,11 +631,13 @@ type sealing struct {
 	err   error
 }
 
-// is says that no new request can come into the process: it has closed its listeners, and each client connection that is left, if
-// any, is connected through to a server and ends with that. A connection that is idle, has sent half a request or waits for an
-// answer may still bring a request, and it would be routed as if nothing had happened.
+// is says that no new request can come into the process: it has closed its listeners, and each
+// client connection that is left, if any, is connected through to a server and ends with that. A
+// connection that is idle, has sent half a request or waits for an answer may still bring a
+// request, and it would be routed as if nothing had happened.
 //
-// Clients are counted first: a process that is stopping gets no more of them, so that a tunnel counted later was among them.
+// Clients are counted first: a process that is stopping gets no more of them, so that a tunnel
+// counted later was among them.
 func (s *sealing) is(ctx context.Context) (bool, error) {
 	if s.asked {
 		return s.yes, s.err
@@ -674,7 +692,8 @@ func (g *Gateway) observe(ctx context.Context, keys []health.Key) (o health.Obse
 			return o, false, err
 		}
 		if err != nil {
-			// No server can have been made for such a key. One key must not keep all others from being read.
+			// No server can have been made for such a key. One key must not keep all others from
+			// being read.
 			unnamed = append(unnamed, k)
 			continue
 		}
@@ -710,7 +729,8 @@ func (g *Gateway) observe(ctx context.Context, keys []health.Key) (o health.Obse
 		return o, gone(err), err
 	}
 	if listed != listedAfter {
-		return o, true, &Error{Command: "show proc", Kind: KindChanging, Text: before.String() + ", then " + after.String()}
+		return o, true, &Error{Command: "show proc", Kind: KindChanging,
+			Text: before.String() + ", then " + after.String()}
 	}
 	for k, is := range o.Seen {
 		switch {
@@ -729,14 +749,17 @@ type asked struct {
 	name string
 }
 
-// observeProcess adds what one process does with the keys to o, and returns when the process was started. If the process takes
-// new requests and has not loaded a backend, the backend's pool is unread.
+// observeProcess adds what one process does with the keys to o, and returns when the process was
+// started. If the process takes new requests and has not loaded a backend, the backend's pool is
+// unread.
 //
-// The order of the readings matters: first the servers' states and whether anything new can come in at all, then the counts,
-// then the streams. What was given to a server before it was taken out is in the counts or the streams that are read after
-// it, and later nothing is given to it. The streams are listed only for a target that is taken out, has a count of zero and
-// is not known to be unused.
-func (g *Gateway) observeProcess(ctx context.Context, p process, byBackend map[*Backend][]asked, unused map[health.Key]bool, o *health.Observation) (start string, err error) {
+// The order of the readings matters: first the servers' states and whether anything new can come in
+// at all, then the counts, then the streams. What was given to a server before it was taken out is
+// in the counts or the streams that are read after it, and later nothing is given to it. The
+// streams are listed only for a target that is taken out, has a count of zero and is not known to
+// be unused.
+func (g *Gateway) observeProcess(ctx context.Context, p process, byBackend map[*Backend][]asked,
+	unused map[health.Key]bool, o *health.Observation) (start string, err error) {
 	in, err := g.info(ctx, p.PID)
 	if err != nil {
 		return "", err
@@ -756,7 +779,9 @@ func (g *Gateway) observeProcess(ctx context.Context, p process, byBackend map[*
 		}
 		states[b] = x
 		for _, a := range list {
-			open = open || p.Old && slices.ContainsFunc(x.of(b, a.key, a.name), func(s *server) bool { return !s.takenOut() })
+			open = open || p.Old && slices.ContainsFunc(x.of(b, a.key, a.name), func(s *server) bool {
+				return !s.takenOut()
+			})
 		}
 	}
 	sealed := false
@@ -783,7 +808,8 @@ func (g *Gateway) observeProcess(ctx context.Context, p process, byBackend map[*
 		for _, a := range list {
 			for _, srv := range states[b].of(b, a.key, a.name) {
 				if _, ok := count[srv.Name]; !ok {
-					return "", &Error{Command: "show stat " + b.Backend, Process: p.PID, Kind: KindChanging, Text: "no line for server " + srv.Name}
+					return "", &Error{Command: "show stat " + b.Backend, Process: p.PID, Kind: KindChanging,
+						Text: "no line for server " + srv.Name}
 				}
 				listing = listing || unsure(b, a, srv)
 			}
@@ -843,7 +869,9 @@ func (g *Gateway) Owned(ctx context.Context) ([]health.Key, error) {
 			break
 		}
 	}
-	list := slices.SortedFunc(maps.Keys(keys), func(a, b health.Key) int { return strings.Compare(a.String(), b.String()) })
+	list := slices.SortedFunc(maps.Keys(keys), func(a, b health.Key) int {
+		return strings.Compare(a.String(), b.String())
+	})
 	if err != nil {
 		return list, fmt.Errorf("list owned servers: %w", err)
 	}

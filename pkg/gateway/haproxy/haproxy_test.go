@@ -164,7 +164,9 @@ func (p *proxy) untilStream(t health.Target) {
 	if err != nil {
 		p.t.Fatal(err)
 	}
-	p.until("the request is there", func() bool { return strings.Contains(p.ask(p.worker(), "show sess"), "srv="+name+" ") })
+	p.until("the request is there", func() bool {
+		return strings.Contains(p.ask(p.worker(), "show sess"), "srv="+name+" ")
+	})
 }
 
 // ask sends one command as the gateway would.

@@ -18,7 +18,8 @@ func (c *Config) PerRequest() bool { return true }
 func (c *Config) Routes() []gateway.Route {
 	var routes []gateway.Route
 	for i, b := range c.Backends {
-		routes = append(routes, gateway.Route{Key: keyOf(i), Service: b.Service, Port: b.Port, Pool: b.pool(), HealthCheck: string(b.HealthCheck)})
+		routes = append(routes, gateway.Route{Key: keyOf(i), Service: b.Service, Port: b.Port, Pool: b.pool(),
+			HealthCheck: string(b.HealthCheck)})
 	}
 	return routes
 }

@@ -11,11 +11,13 @@ import (
 
 const namePrefix = "ld-"
 
-// maxUID bounds a UID in a server's name. Kubernetes' are 36 characters; static pods' are 32 hexadecimal digits.
+// maxUID bounds a UID in a server's name. Kubernetes' are 36 characters; static pods' are 32
+// hexadecimal digits.
 const maxUID = 128
 
-// serverName writes a target as the name of a server: ld-<uid>-<ip>-<port>. The UID is empty for an endpoint without a pod.
-// HAProxy allows letters, digits and . : _ - in names (invalid_char in its src/tools.c) and sets no limit on their length.
+// serverName writes a target as the name of a server: ld-<uid>-<ip>-<port>. The UID is empty for an
+// endpoint without a pod. HAProxy allows letters, digits and . : _ - in names (invalid_char in its
+// src/tools.c) and sets no limit on their length.
 func serverName(t health.Target) (string, error) {
 	if len(t.UID) > maxUID || t.UID != "" && !nameChars(string(t.UID)) {
 		return "", fmt.Errorf("pod UID %q: want at most %d letters, digits and . : _ -", t.UID, maxUID)
@@ -30,7 +32,8 @@ func serverName(t health.Target) (string, error) {
 	return namePrefix + string(t.UID) + "-" + a.Addr().String() + "-" + strconv.Itoa(int(a.Port())), nil
 }
 
-// parseName is the inverse of serverName. It reports false for every name that serverName does not write.
+// parseName is the inverse of serverName. It reports false for every name that serverName does not
+// write.
 func parseName(name string) (health.Target, bool) {
 	rest, ok := strings.CutPrefix(name, namePrefix)
 	if !ok {
@@ -65,7 +68,8 @@ func nameChars(s string) bool {
 	}
 	for i := range len(s) {
 		c := s[i]
-		if !(c >= 'a' && c <= 'z' || c >= 'A' && c <= 'Z' || c >= '0' && c <= '9' || strings.IndexByte(".:_-", c) >= 0) {
+		if !(c >= 'a' && c <= 'z' || c >= 'A' && c <= 'Z' || c >= '0' && c <= '9' ||
+			strings.IndexByte(".:_-", c) >= 0) {
 			return false
 		}
 	}

@@ -46,7 +46,8 @@ func TestServerName(t *testing.T) {
 			t.Errorf("%s: parsed back as %v, %v", got, back, ok)
 		}
 	}
-	for _, name := range []string{"", "ld-", "ld-a", "ld-a-1.2.3.4", "ld-1.2.3.4-80", "s1", "ld-a-1.2.3.4-080", "ld-a-1.2.3.4-0", "ld-a-FD00::1-80", "ld-a-0:0::1-80", "xld-a-1.2.3.4-80"} {
+	for _, name := range []string{"", "ld-", "ld-a", "ld-a-1.2.3.4", "ld-1.2.3.4-80", "s1", "ld-a-1.2.3.4-080",
+		"ld-a-1.2.3.4-0", "ld-a-FD00::1-80", "ld-a-0:0::1-80", "xld-a-1.2.3.4-80"} {
 		if got, ok := parseName(name); ok {
 			t.Errorf("%q is taken for the agent's: %v", name, got)
 		}

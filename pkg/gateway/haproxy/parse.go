@@ -9,7 +9,8 @@ import (
 	"strings"
 )
 
-// Administrative states of a server, srv_admin_state of "show servers state" (HAProxy's include/haproxy/server-t.h).
+// Administrative states of a server, srv_admin_state of "show servers state" (HAProxy's
+// include/haproxy/server-t.h).
 const (
 	adminForcedMaint    = 0x01 // "set server state maint", or disabled in the configuration
 	adminInheritedMaint = 0x02 // the server it tracks is in maintenance
@@ -134,7 +135,8 @@ func parseState(s, backend string) ([]server, error) {
 		}
 		return -1
 	}
-	beID, be, id, name, addr, admin, port := index("be_id"), index("be_name"), index("srv_id"), index("srv_name"), index("srv_addr"), index("srv_admin_state"), index("srv_port")
+	beID, be, id, name, addr, admin, port := index("be_id"), index("be_name"), index("srv_id"), index("srv_name"),
+		index("srv_addr"), index("srv_admin_state"), index("srv_port")
 	for _, i := range []int{beID, be, id, name, addr, admin, port} {
 		if i < 0 {
 			return nil, fmt.Errorf("a column is missing in %q", lines[1])
@@ -283,8 +285,9 @@ func parseInfo(s string) (info, error) {
 // unattributed is the key of parseStreams for streams whose server the list does not tell.
 const unattributed = "?"
 
-// parseStreams counts the streams of "show sess" by server, as backend/server. HAProxy leaves out backend and server where the
-// client has neither an IP nor a unix address; these are counted as unattributed.
+// parseStreams counts the streams of "show sess" by server, as backend/server. HAProxy leaves out
+// backend and server where the client has neither an IP nor a unix address; these are counted as
+// unattributed.
 func parseStreams(s string) (map[string]int, error) {
 	out := map[string]int{}
 	for line := range strings.Lines(s) {
@@ -313,8 +316,9 @@ func parseStreams(s string) (map[string]int, error) {
 	return out, nil
 }
 
-// parseTunnels counts in "show sess all" the client connections that can bring no further request, whatever the client sends:
-// those that are connected through, in TCP mode or after a 101, without a multiplexer that could begin another.
+// parseTunnels counts in "show sess all" the client connections that can bring no further request,
+// whatever the client sends: those that are connected through, in TCP mode or after a 101, without
+// a multiplexer that could begin another.
 func parseTunnels(s string) (int, error) {
 	n := 0
 	var tcp, upgraded, through bool
@@ -339,7 +343,8 @@ func parseTunnels(s string) (int, error) {
 		}
 		switch name, _, _ := strings.Cut(f[0], "="); name {
 		case "frontend":
-			// The frontend of this very command, GLOBAL, is not among the clients that "show info" counts.
+			// The frontend of this very command, GLOBAL, is not among the clients that "show info"
+			// counts.
 			tcp = strings.Contains(line, " mode=tcp)") && f[0] != "frontend=GLOBAL"
 		case "txn":
 			upgraded = slices.Contains(f, "status=101") && slices.Contains(f, "rsp.st=MSG_TUNNEL")

@@ -27,14 +27,15 @@ const (
 4 web 5 ld-7 ::1 0 5 1 1 2 1 0 0 0 0 0 0 - 9001 - 0 0 - - 0
 
 `
-	realInfo = "Name: HAProxy\nVersion: 2.6.12-1+deb12u4\nNbthread: 2\nPid: 8813\nUptime: 0d 0h00m01s\nCurrConns: 3\nStopping: 1\nnode: vm\nStart_time_sec: 1795194122\nTainted: 0\n\n"
+	realInfo = "Name: HAProxy\nVersion: 2.6.12-1+deb12u4\nNbthread: 2\nPid: 8813\nUptime: 0d 0h00m01s\nCurrConns: " +
+		"3\nStopping: 1\nnode: vm\nStart_time_sec: 1795194122\nTainted: 0\n\n"
 	realSess = `0x564e30339130: proto=tcpv4 src=127.0.0.1:36744 fe=f be=b srv=s1 ts=00 epoch=0 age=3s calls=3 rate=1 cpu=0 lat=0 rq[f=49c40000h,i=0,an=8000h,rx=,wx=,ax=] rp[f=80400000h,i=0,an=1400000h,rx=4m57s,wx=,ax=] scf=[8,80h,fd=15] scb=[8,11h,fd=17] exp=4m57s rc=0 c_exp=
 0x564e3045f5e0: proto=tcpv4 src=127.0.0.1:50130 fe=ft be=bt srv=s1 ts=00 epoch=0 age=3s calls=3 rate=0 cpu=0 lat=0 rq[f=848000h,i=0,an=00h,rx=4m57s,wx=,ax=] rp[f=80048000h,i=0,an=00h,rx=4m57s,wx=,ax=] scf=[8,0h,fd=20] scb=[8,1h,fd=21] exp=4m57s rc=0 c_exp=
 0x7fd4b8042150: proto=sockpair src=unix:1 fe=GLOBAL be=<NONE> srv=<none> ts=00 epoch=0x1 age=0s calls=1 rate=0 cpu=0 lat=0 rq[f=c08000h,i=0,an=00h,rx=,wx=,ax=] rp[f=80008002h,i=0,an=00h,rx=,wx=,ax=] scf=[8,200h,fd=6] scb=[8,1h,fd=-1] exp= rc=0 c_exp=
 
 `
-	// One stream in TCP mode, one after a 101, one HTTP/2 stream after a 101, one TCP stream that became HTTP, one that waits for its
-	// answer, one that still connects, and the command itself.
+	// One stream in TCP mode, one after a 101, one HTTP/2 stream after a 101, one TCP stream that
+	// became HTTP, one that waits for its answer, one that still connects, and the command itself.
 	realSessAll = `0x1: [20/Nov/2026:17:33:34.764239] id=3 proto=tcpv4 source=127.0.0.1:50130
   frontend=ft (id=3 mode=tcp), listener=? (id=1) addr=127.0.0.1:18082
   server=s1 (id=1) addr=127.0.0.2:9101
@@ -82,7 +83,8 @@ const (
 
 func TestParse(t *testing.T) {
 	procs, err := parseProcesses(realProc)
-	if diff := cmp.Diff(processes{Master: 8802, Reloads: "4 [failed: 1]", Workers: []process{{PID: 24292}, {PID: 12721, Old: true, Reloads: 3}}}, procs); diff != "" || err != nil {
+	if diff := cmp.Diff(processes{Master: 8802, Reloads: "4 [failed: 1]",
+		Workers: []process{{PID: 24292}, {PID: 12721, Old: true, Reloads: 3}}}, procs); diff != "" || err != nil {
 		t.Errorf("show proc: %v\n%s", err, diff)
 	}
 	servers, err := parseState(realState, "web")
@@ -97,7 +99,8 @@ func TestParse(t *testing.T) {
 		t.Error("servers of another backend are accepted")
 	}
 	in, err := parseInfo(realInfo)
-	if diff := cmp.Diff(info{PID: 8813, Start: "1795194122", Stopping: true, Clients: 3}, in); diff != "" || err != nil {
+	if diff := cmp.Diff(info{PID: 8813, Start: "1795194122", Stopping: true, Clients: 3}, in); diff != "" ||
+		err != nil {
 		t.Errorf("show info: %v\n%s", err, diff)
 	}
 	streams, err := parseStreams(realSess)
@@ -113,9 +116,11 @@ func TestParse(t *testing.T) {
 	}
 }
 
-// Whatever comes, the parsers neither panic nor find something in a listing from which a part was cut off without saying so.
+// Whatever comes, the parsers neither panic nor find something in a listing from which a part was
+// cut off without saying so.
 func FuzzParse(f *testing.F) {
-	for _, s := range []string{realProc, realState, realInfo, realSess, realSessAll, "# pxname,svname,qcur,qmax,scur,smax,wretr\nweb,s,1,2,3,4,5\n\n", ""} {
+	for _, s := range []string{realProc, realState, realInfo, realSess, realSessAll,
+		"# pxname,svname,qcur,qmax,scur,smax,wretr\nweb,s,1,2,3,4,5\n\n", ""} {
 		f.Add(s)
 	}
 	f.Fuzz(func(t *testing.T, s string) {

@@ -42,7 +42,8 @@ func see(t *testing.T, g *Gateway, k health.Key) health.Seen {
 	return o.Seen[k]
 }
 
-// The contract once more with every server option that changes how HAProxy treats servers added at run time.
+// The contract once more with every server option that changes how HAProxy treats servers added at
+// run time.
 func TestContractWithChecks(t *testing.T) {
 	if testing.Short() {
 		t.Skip("a second run of the contract")
@@ -55,9 +56,10 @@ func TestContractWithChecks(t *testing.T) {
 	})
 }
 
-// HAProxy does not count a request for a server while it waits to try the same server again, up to a second, and it tries
-// again although the server has been put into maintenance. The counts alone would say that the target is idle. Nor does the
-// history of the server help: an operator may clear it at any time.
+// HAProxy does not count a request for a server while it waits to try the same server again, up to
+// a second, and it tries again although the server has been put into maintenance. The counts alone
+// would say that the target is idle. Nor does the history of the server help: an operator may clear
+// it at any time.
 func TestRetryingRequestIsActive(t *testing.T) {
 	for name, clears := range map[string]bool{"with its history": false, "with cleared counters": true} {
 		t.Run(name, func(t *testing.T) { retryingRequest(t, clears) })
@@ -66,7 +68,8 @@ func TestRetryingRequestIsActive(t *testing.T) {
 
 func retryingRequest(t *testing.T, clears bool) {
 	t.Parallel()
-	p := newProxy(t, strings.Replace(userFile, "mode http\n", "mode http\n    retries 4\n", 1)+"backend people\n    server s0 127.0.0.2:9\n",
+	p := newProxy(t, strings.Replace(userFile, "mode http\n", "mode http\n    retries 4\n",
+		1)+"backend people\n    server s0 127.0.0.2:9\n",
 		Backend{Pool: "owned", Backend: "agent", Owned: true, Lines: []string{"balance roundrobin"}})
 	g := p.gateway()
 	p.start()
@@ -123,11 +126,13 @@ func retryingRequest(t *testing.T, clears bool) {
 	}
 	t.Logf("%d of %d readings of scur+qcur were zero while the request was waiting to try again", hidden, n)
 	if hidden == 0 {
-		t.Error("scur and qcur never were zero: this HAProxy counts requests that wait; the list of streams is not needed")
+		t.Error("scur and qcur never were zero: this HAProxy counts requests that wait; the list of streams is not " +
+			"needed")
 	}
 }
 
-// An old worker cannot be changed. What it can still be brought decides whether a target is routed there.
+// An old worker cannot be changed. What it can still be brought decides whether a target is routed
+// there.
 func TestOldWorker(t *testing.T) {
 	t.Parallel()
 	target := startRaw(t, "127.0.0.21")
@@ -195,7 +200,8 @@ backend people
 	io.WriteString(half, "st: a\r\n\r\n")
 	resp, err := http.ReadResponse(bufio.NewReader(half), nil)
 	if err != nil || resp.StatusCode != http.StatusOK || resp.Header.Get("X-Raw") != target.String() {
-		t.Fatalf("%v, %v: the old worker did not route to the removed target; it is better than is believed of it", resp, err)
+		t.Fatalf("%v, %v: the old worker did not route to the removed target; it is better than is believed of it",
+			resp, err)
 	}
 	half.Close()
 	p.until("only tunnels are left, one of them active here, which bring nothing new", func() bool {
@@ -205,7 +211,9 @@ backend people
 		t.Errorf("removing from an old worker with tunnels only: %v", err)
 	}
 	tunnel.Close()
-	p.until("nothing runs any more", func() bool { return see(t, g, op.Key) == health.Seen{Present: true, Missing: true} })
+	p.until("nothing runs any more", func() bool {
+		return see(t, g, op.Key) == health.Seen{Present: true, Missing: true}
+	})
 }
 
 // startRaw serves HTTP, and goes on with 101 if asked, never closing by itself.
@@ -238,7 +246,8 @@ func startRaw(t *testing.T, ip string) netip.AddrPort {
 						return
 					}
 					if req.URL.Path == "/ws" {
-						io.WriteString(c, "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: raw\r\n\r\n")
+						io.WriteString(c, "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: "+
+							"raw\r\n\r\n")
 						io.Copy(io.Discard, r)
 						return
 					}
@@ -284,7 +293,8 @@ backend other
 		{"another port", "127.0.0.2:10", health.Seen{Present: true, Routed: true}},
 		{"down by its check: comes back by itself", "127.0.0.3:9", health.Seen{Present: true, Routed: true}},
 		{"disabled in the configuration", "127.0.0.4:9", health.Seen{Missing: true}},
-		{"maintenance inherited by track: comes back with the other server", "127.0.0.5:9", health.Seen{Present: true, Routed: true, Missing: true}},
+		{"maintenance inherited by track: comes back with the other server", "127.0.0.5:9",
+			health.Seen{Present: true, Routed: true, Missing: true}},
 		{"drain: still serves cookies", "127.0.0.6:9", health.Seen{Present: true, Routed: true, Missing: true}},
 		{"two servers at the address, one in maintenance", "127.0.0.7:9", health.Seen{Present: true, Routed: true}},
 		{"no server", "127.0.0.99:9", health.Seen{Missing: true}},
@@ -311,7 +321,8 @@ backend other
 func TestForeignServerInOwnedBackend(t *testing.T) {
 	t.Parallel()
 	target := gatewaytest.StartBackend(t, "127.0.0.31")
-	p := newProxy(t, userFile+"backend people\n    server s0 127.0.0.2:9\n", Backend{Pool: "owned", Backend: "agent", Owned: true, Lines: []string{"balance roundrobin"}})
+	p := newProxy(t, userFile+"backend people\n    server s0 127.0.0.2:9\n",
+		Backend{Pool: "owned", Backend: "agent", Owned: true, Lines: []string{"balance roundrobin"}})
 	g := p.gateway()
 	p.start()
 	w := p.worker()
@@ -349,8 +360,10 @@ func keyStrings(list []health.Key) []string {
 func TestPersistenceDoesNotReachRemoved(t *testing.T) {
 	t.Parallel()
 	a, b := gatewaytest.StartBackend(t, "127.0.0.41"), gatewaytest.StartBackend(t, "127.0.0.42")
-	p := newProxy(t, strings.Replace(userFile, "mode http\n", "mode http\n    option persist\n", 1)+"backend people\n    server s0 127.0.0.2:9\n",
-		Backend{Pool: "owned", Backend: "agent", Owned: true, Lines: []string{"balance roundrobin", "stick-table type ip size 1k", "stick on src"}})
+	p := newProxy(t, strings.Replace(userFile, "mode http\n", "mode http\n    option persist\n",
+		1)+"backend people\n    server s0 127.0.0.2:9\n",
+		Backend{Pool: "owned", Backend: "agent", Owned: true,
+			Lines: []string{"balance roundrobin", "stick-table type ip size 1k", "stick on src"}})
 	g := p.gateway()
 	p.start()
 	apply(t, g, routed("owned", "a", a.Addr.String()), routed("owned", "b", b.Addr.String()))
@@ -382,11 +395,13 @@ func TestPersistenceDoesNotReachRemoved(t *testing.T) {
 	}
 }
 
-// Each command of a batch is carried out by HAProxy, and its answer lost, in turn. To repeat the batch is always safe and ends.
+// Each command of a batch is carried out by HAProxy, and its answer lost, in turn. To repeat the
+// batch is always safe and ends.
 func TestLostAnswers(t *testing.T) {
 	t.Parallel()
 	p := newProxy(t, userFile+"backend people\n    server s0 127.0.0.2:9\n",
-		Backend{Pool: "owned", Backend: "agent", Owned: true, Lines: []string{"balance roundrobin"}, ServerOptions: "check inter 10s"},
+		Backend{Pool: "owned", Backend: "agent", Owned: true, Lines: []string{"balance roundrobin"},
+			ServerOptions: "check inter 10s"},
 		Backend{Pool: "static", Backend: "people"})
 	p.gateway()
 	p.start()
@@ -405,7 +420,8 @@ func TestLostAnswers(t *testing.T) {
 	})
 	g := p.gateway()
 	batches := [][]health.Op{
-		{routed("owned", "u1", "127.0.0.51:1"), routed("owned", "u2", "[::1]:1"), removed("static", "s", "127.0.0.2:9")},
+		{routed("owned", "u1", "127.0.0.51:1"), routed("owned", "u2", "[::1]:1"),
+			removed("static", "s", "127.0.0.2:9")},
 		{removed("owned", "u1", "127.0.0.51:1"), routed("static", "s", "127.0.0.2:9")},
 		{{Key: key("owned", "u1", "127.0.0.51:1"), Want: health.WantAbsent},
 			{Key: key("owned", "u2", "[::1]:1"), Want: health.WantAbsent}},
@@ -431,8 +447,9 @@ func TestLostAnswers(t *testing.T) {
 	}
 }
 
-// The cost of a batch: a fixed number of readings for each worker and at most three commands for each op. The streams, of which
-// there may be many, are listed once after a change, not at each reading.
+// The cost of a batch: a fixed number of readings for each worker and at most three commands for
+// each op. The streams, of which there may be many, are listed once after a change, not at each
+// reading.
 func TestCommandsOfABatch(t *testing.T) {
 	t.Parallel()
 	p := newProxy(t, userFile+"backend people\n    server s0 127.0.0.2:9\n",
@@ -489,8 +506,8 @@ func TestCommandsOfABatch(t *testing.T) {
 	}
 }
 
-// Reloads at every moment of a batch: once a removal was observed, no reload brings the target back, and no routed one is
-// lost.
+// Reloads at every moment of a batch: once a removal was observed, no reload brings the target
+// back, and no routed one is lost.
 func TestReloadsAtAnyMoment(t *testing.T) {
 	t.Parallel()
 	stay, flap := gatewaytest.StartBackend(t, "127.0.0.61"), gatewaytest.StartBackend(t, "127.0.0.62")
@@ -523,7 +540,8 @@ func TestReloadsAtAnyMoment(t *testing.T) {
 	wg.Go(func() {
 		defer cancel()
 		for ctx.Err() == nil && reloads.Load() < 20 {
-			// Old workers that still have clients refuse changes: with a reload after another no round would ever end.
+			// Old workers that still have clients refuse changes: with a reload after another no
+			// round would ever end.
 			if w, err := p.workers(); err != nil || !w.current() || len(w.Workers) > 1 {
 				time.Sleep(time.Millisecond) // between two looks
 				continue
@@ -564,7 +582,8 @@ func TestReloadsAtAnyMoment(t *testing.T) {
 		}
 		at := int(phase.Add(1))
 		for range 5 {
-			o, err := g.Observe(ctx, []health.Key{key("owned", "flap", flap.Addr.String()), key("owned", "stay", stay.Addr.String())})
+			o, err := g.Observe(ctx, []health.Key{key("owned", "flap", flap.Addr.String()),
+				key("owned", "stay", stay.Addr.String())})
 			if err != nil {
 				continue
 			}
@@ -612,13 +631,14 @@ func TestIPv6(t *testing.T) {
 	}
 }
 
-// A connection that becomes idle after its target was taken out, because its request ended later, is what keeps "del server" from
-// succeeding. It ends by itself.
+// A connection that becomes idle after its target was taken out, because its request ended later,
+// is what keeps "del server" from succeeding. It ends by itself.
 func TestGoneAfterRequestInFlight(t *testing.T) {
 	t.Parallel()
 	b := gatewaytest.StartBackend(t, "127.0.0.71")
 	p := newProxy(t, userFile+"backend people\n    server s0 127.0.0.2:9\n",
-		Backend{Pool: "owned", Backend: "agent", Owned: true, Lines: []string{"balance roundrobin"}, ServerOptions: "pool-purge-delay 200ms"})
+		Backend{Pool: "owned", Backend: "agent", Owned: true, Lines: []string{"balance roundrobin"},
+			ServerOptions: "pool-purge-delay 200ms"})
 	g := p.gateway()
 	p.start()
 	op := routed("owned", "u", b.Addr.String())
@@ -651,12 +671,13 @@ func TestGoneAfterRequestInFlight(t *testing.T) {
 	}
 }
 
-// A server added at run time and the same server from the file must treat connections alike: HAProxy 2.6 leaves its own
-// defaults out for the former.
+// A server added at run time and the same server from the file must treat connections alike:
+// HAProxy 2.6 leaves its own defaults out for the former.
 func TestSameServerAfterReload(t *testing.T) {
 	t.Parallel()
 	p := newProxy(t, userFile+"backend people\n    server s0 127.0.0.2:9\n",
-		Backend{Pool: "owned", Backend: "agent", Owned: true, Lines: []string{"balance roundrobin"}, ServerOptions: "check inter 10s"})
+		Backend{Pool: "owned", Backend: "agent", Owned: true, Lines: []string{"balance roundrobin"},
+			ServerOptions: "check inter 10s"})
 	g := p.gateway()
 	p.start()
 	apply(t, g, routed("owned", "u", "127.0.0.9:9"))
@@ -690,12 +711,14 @@ func TestSameServerAfterReload(t *testing.T) {
 	}
 }
 
-// HAProxy 2.6.12 dies if a server is deleted to which a stream is still bound, although its counters are zero: here, a request that
-// was refused and waits to try again. With the look at the list of streams taken out of the code, the worker ends with a segmentation
-// fault. The frontend has the backend's name, as many have: counters are asked for by number.
+// HAProxy 2.6.12 dies if a server is deleted to which a stream is still bound, although its
+// counters are zero: here, a request that was refused and waits to try again. With the look at the
+// list of streams taken out of the code, the worker ends with a segmentation fault. The frontend
+// has the backend's name, as many have: counters are asked for by number.
 func TestDeletingWaitsForStreams(t *testing.T) {
 	t.Parallel()
-	p := newProxy(t, strings.ReplaceAll(userFile, "frontend web", "frontend agent")+"backend people\n    server s0 127.0.0.2:9\n",
+	p := newProxy(t, strings.ReplaceAll(userFile, "frontend web",
+		"frontend agent")+"backend people\n    server s0 127.0.0.2:9\n",
 		Backend{Pool: "owned", Backend: "agent", Owned: true, Lines: []string{"balance roundrobin"}})
 	g := p.gateway()
 	p.start()
@@ -732,7 +755,8 @@ func TestDeletingWaitsForStreams(t *testing.T) {
 	}
 }
 
-// The endpoints of a Service without a selector are no pods. Traffic is meant for them all the same.
+// The endpoints of a Service without a selector are no pods. Traffic is meant for them all the
+// same.
 func TestAnEndpointWithoutAPodHasAServer(t *testing.T) {
 	t.Parallel()
 	b := gatewaytest.StartBackend(t, "127.0.0.81")
@@ -761,15 +785,16 @@ func TestAnEndpointWithoutAPodHasAServer(t *testing.T) {
 	})
 }
 
-// A backend is often configured for the agent before HAProxy has loaded it. That one pool is not known then; what is known of
-// the others is what they are drained by.
+// A backend is often configured for the agent before HAProxy has loaded it. That one pool is not
+// known then; what is known of the others is what they are drained by.
 func TestABackendThatIsNotLoadedIsUnreadAlone(t *testing.T) {
 	t.Parallel()
 	p := newProxy(t, userFile+"backend people\n    server s0 127.0.0.2:9\n",
 		Backend{Pool: "owned", Backend: "agent", Owned: true}, Backend{Pool: "static", Backend: "people"})
 	p.gateway()
 	p.start()
-	p.cfg.Backends = append(p.cfg.Backends, Backend{Pool: "later", Backend: "later", Owned: true}, Backend{Pool: "nowhere", Backend: "nowhere"})
+	p.cfg.Backends = append(p.cfg.Backends, Backend{Pool: "later", Backend: "later", Owned: true},
+		Backend{Pool: "nowhere", Backend: "nowhere"})
 	g := p.gateway()
 	good, static := routed("owned", "u", "127.0.0.3:9"), key("static", "u", "127.0.0.2:9")
 	later, nowhere := routed("later", "u", "127.0.0.4:9"), key("nowhere", "u", "127.0.0.5:9")
@@ -791,11 +816,13 @@ func TestABackendThatIsNotLoadedIsUnreadAlone(t *testing.T) {
 				t.Errorf("pool %s is unread for %v", k.Pool, o.Unread[k.Pool])
 			}
 		}
-		if diff := cmp.Diff(want, o.Seen, cmpopts.EquateComparable(health.Key{})); diff != "" || len(o.Unread) != len(unread) {
+		if diff := cmp.Diff(want, o.Seen, cmpopts.EquateComparable(health.Key{})); diff != "" ||
+			len(o.Unread) != len(unread) {
 			t.Errorf("unread are %v:\n%s", o.Unread, diff)
 		}
 		owned, err := g.Owned(t.Context())
-		if diff := cmp.Diff([]health.Key{later.Key, good.Key}, owned, cmpopts.EquateComparable(health.Key{})); diff != "" || err != nil {
+		if diff := cmp.Diff([]health.Key{later.Key, good.Key}, owned,
+			cmpopts.EquateComparable(health.Key{})); diff != "" || err != nil {
 			t.Errorf("owned: %v\n%s", err, diff)
 		}
 	}
@@ -804,23 +831,26 @@ func TestABackendThatIsNotLoadedIsUnreadAlone(t *testing.T) {
 	check("nowhere")
 }
 
-// Whoever may write EndpointSlices may write any UID into them. A key that no server can be named after must not keep the others
-// from being read.
+// Whoever may write EndpointSlices may write any UID into them. A key that no server can be named
+// after must not keep the others from being read.
 func TestKeysWithoutNameAreMissing(t *testing.T) {
 	t.Parallel()
 	p := newProxy(t, userFile+"backend people\n    server s0 127.0.0.2:9\n",
 		Backend{Pool: "owned", Backend: "agent", Owned: true}, Backend{Pool: "static", Backend: "people"})
 	g := p.gateway()
 	p.start()
-	good, odd, static := key("owned", "u", "127.0.0.3:9"), key("owned", "u;quit", "127.0.0.4:9"), key("static", "u;quit", "127.0.0.2:9")
-	if err := g.Apply(t.Context(), []health.Op{{Key: odd, Want: health.WantRouted}, {Key: good, Want: health.WantRouted}}); !errors.Is(err, KindBadKey) {
+	good, odd, static := key("owned", "u", "127.0.0.3:9"), key("owned", "u;quit", "127.0.0.4:9"),
+		key("static", "u;quit", "127.0.0.2:9")
+	if err := g.Apply(t.Context(), []health.Op{{Key: odd, Want: health.WantRouted},
+		{Key: good, Want: health.WantRouted}}); !errors.Is(err, KindBadKey) {
 		t.Errorf("the odd key is accepted: %v", err)
 	}
 	o, err := g.Observe(t.Context(), []health.Key{good, odd, static})
 	if err != nil {
 		t.Fatal(err)
 	}
-	want := map[health.Key]health.Seen{good: {Present: true, Routed: true}, odd: {Missing: true}, static: {Present: true, Routed: true}}
+	want := map[health.Key]health.Seen{good: {Present: true, Routed: true}, odd: {Missing: true},
+		static: {Present: true, Routed: true}}
 	if diff := cmp.Diff(want, o.Seen, cmpopts.EquateComparable(health.Key{})); diff != "" {
 		t.Error(diff)
 	}

@@ -21,7 +21,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Attributes of connections that golang.org/x/sys/unix does not have, from linux/netfilter/nfnetlink_conntrack.h.
+// Attributes of connections that golang.org/x/sys/unix does not have, from
+// linux/netfilter/nfnetlink_conntrack.h.
 const (
 	ctaTupleOrig  = 1
 	ctaTupleReply = 2
@@ -50,28 +51,32 @@ const (
 	ctGet, ctDelete = 1, 2 // IPCTNL_MSG_CT_GET, IPCTNL_MSG_CT_DELETE
 )
 
-// How often connections are counted. The kernel walks its whole table for each request, that of all network namespaces: 9 ms of
-// CPU with the usual 262,144 buckets, even if they are empty. Each connection that it tells costs
-// 1.7 us more. So while a connection is waited for, the known ones alone are asked for, and all
-// again when none of these is left, or after countSlow. Events of connections would come sooner,
-// but the kernel makes them for every connection of the node: 10 to 20 us of CPU each, also if the
-// socket's filter drops them (measured on a machine of 2 cores, Linux 6.18).
+// How often connections are counted. The kernel walks its whole table for each request, that of all
+// network namespaces: 9 ms of CPU with the usual 262,144 buckets, even if they are empty. Each
+// connection that it tells costs 1.7 us more. So while a connection is waited for, the known ones
+// alone are asked for, and all again when none of these is left, or after countSlow. Events of
+// connections would come sooner, but the kernel makes them for every connection of the node: 10 to
+// 20 us of CPU each, also if the socket's filter drops them (measured on a machine of 2 cores,
+// Linux 6.18).
 const (
 	countFirst = 20 * time.Millisecond
-	// countKept is the pause while the kernel sends to the targets and to no other endpoint, between the two empty counts that make a
-	// watch quiet, and before the first count of one to whose targets the kernel still sends: from then on it is known which
-	// connections are silent. The pause of a Removed watch is keptQuiet.
+	// countKept is the pause while the kernel sends to the targets and to no other endpoint,
+	// between the two empty counts that make a watch quiet, and before the first count of one to
+	// whose targets the kernel still sends: from then on it is known which connections are silent.
+	// The pause of a Removed watch is keptQuiet.
 	countKept = 100 * time.Millisecond
-	// A watch that is Idle, and one to whose targets the kernel sends among others, waits for nothing. All of them are counted
-	// together, countSlow apart: longer if that would take more than half a hundredth of a core, up
-	// to maxCountSlow.
+	// A watch that is Idle, and one to whose targets the kernel sends among others, waits for
+	// nothing. All of them are counted together, countSlow apart: longer if that would take more
+	// than half a hundredth of a core, up to maxCountSlow.
 	countSlow, maxCountSlow, countSlowShare = time.Second, 10 * time.Second, 200
-	// countShare bounds the cost of counting at a fifth of a core: after a count comes a pause of this many times the CPU time that it
-	// took. Elapsed time would be wrong: on a busy node pods would wait for seconds to become Idle.
+	// countShare bounds the cost of counting at a fifth of a core: after a count comes a pause of
+	// this many times the CPU time that it took. Elapsed time would be wrong: on a busy node pods
+	// would wait for seconds to become Idle.
 	countShare = 4
-	// emptyCounts is how many counts in a row must be empty for a watch to be quiet to which the kernel still sends. A Removed watch is
-	// Idle after one: it is first counted countFirst after the commit was read, and by then a packet for which the kernel chose the
-	// target before the commit is in the table.
+	// emptyCounts is how many counts in a row must be empty for a watch to be quiet to which the
+	// kernel still sends. A Removed watch is Idle after one: it is first counted countFirst after
+	// the commit was read, and by then a packet for which the kernel chose the target before the
+	// commit is in the table.
 	emptyCounts = 2
 	// messageCost is how many buckets of the table the kernel walks through in the time that it
 	// takes to send one entry, and to read it.
@@ -80,18 +85,18 @@ const (
 
 // How long connections are waited for that do not end by themselves, see [held].
 const (
-	// keptQuiet is the pause between two requests after which a connection that carries one request after the other is not waited for.
-	// It is about as long as a delayed acknowledgement.
+	// keptQuiet is the pause between two requests after which a connection that carries one request
+	// after the other is not waited for. It is about as long as a delayed acknowledgement.
 	keptQuiet = 40 * time.Millisecond
 	// maxKept is how long such a connection is waited for if it never pauses, and how long any
 	// other that the pod has answered may be silent.
 	maxKept = time.Second
-	// accountedFor is how long the kernel must have counted packets until a connection without counters is taken to have been answered:
-	// the connection is older.
+	// accountedFor is how long the kernel must have counted packets until a connection without
+	// counters is taken to have been answered: the connection is older.
 	accountedFor = time.Minute
-	// answerLeast is what the pod sends in an answer at least, beside headers. The headers of a segment without data take headerUsual
-	// bytes with IPv4 and timestamps, those of a SYN a few more, and maxHeader where it reports
-	// lost segments; ipv6Extra more with IPv6.
+	// answerLeast is what the pod sends in an answer at least, beside headers. The headers of a
+	// segment without data take headerUsual bytes with IPv4 and timestamps, those of a SYN a few
+	// more, and maxHeader where it reports lost segments; ipv6Extra more with IPv6.
 	answerLeast                       = 64
 	headerUsual, maxHeader, ipv6Extra = 52, 80, 20
 )
@@ -104,7 +109,8 @@ type connection struct {
 	to netip.AddrPort
 	// original, zone and id name the entry when it is deleted.
 	original, zone, id []byte
-	// asked and answered are what the client and the pod have sent. Zero: the kernel does not count for this connection.
+	// asked and answered are what the client and the pod have sent. Zero: the kernel does not count
+	// for this connection.
 	asked, answered traffic
 }
 
@@ -124,22 +130,25 @@ func (t traffic) payload(header int64, pod netip.Addr) int64 {
 	return t.bytes - t.packets*header
 }
 
-// held is what the counts of one open connection have shown. A client that keeps a connection ends it when it likes: waiting for
-// that is waiting for nothing. So a connection is not waited for once it is [held.kept]. One that the pod has not answered yet carries
-// its first request, and one on which only the pod sends carries a long answer: these are waited for until they end.
+// held is what the counts of one open connection have shown. A client that keeps a connection ends
+// it when it likes: waiting for that is waiting for nothing. So a connection is not waited for once
+// it is [held.kept]. One that the pod has not answered yet carries its first request, and one on
+// which only the pod sends carries a long answer: these are waited for until they end.
 type held struct {
 	connection // as last counted
-	// first is when the connection was first counted, moved when it was first counted with the packets that it has now.
+	// first is when the connection was first counted, moved when it was first counted with the
+	// packets that it has now.
 	first, moved time.Time
-	// more says that the client has sent data after the pod had answered, again that the pod has answered that. No number of
-	// acknowledgements is taken for data, or a long answer on a line that loses segments would count as a second request.
+	// more says that the client has sent data after the pod had answered, again that the pod has
+	// answered that. No number of acknowledgements is taken for data, or a long answer on a line
+	// that loses segments would count as a second request.
 	more, again bool
 	// kept is final for as long as the kernel does not send to the pod.
 	kept bool
 }
 
-// see takes in another count. old says that a connection for which the kernel does not count packets is an old one. A connection
-// that never pauses is waited for from waiting on.
+// see takes in another count. old says that a connection for which the kernel does not count
+// packets is an old one. A connection that never pauses is waited for from waiting on.
 func (h *held) see(c connection, old bool, waiting, now time.Time) {
 	if h.first.IsZero() {
 		h.first, h.moved = now, now
@@ -167,7 +176,8 @@ func (h *held) answeredOnce(pod netip.Addr) bool {
 	return h.answered.payload(headerUsual, pod) >= answerLeast
 }
 
-// open reports whether the connection is open or being opened: SYN_SENT, SYN_RECV or ESTABLISHED, and the like of SCTP.
+// open reports whether the connection is open or being opened: SYN_SENT, SYN_RECV or ESTABLISHED,
+// and the like of SCTP.
 func (c connection) open() bool {
 	switch c.protocol {
 	case unix.IPPROTO_TCP:
@@ -192,7 +202,8 @@ func answerer(b []byte) netip.Addr {
 
 // decodeConnection returns the entry that b, the attributes of a message, describes.
 func decodeConnection(b []byte) (c connection, err error) {
-	c.original, c.zone, c.id = bytes.Clone(attribute(b, ctaTupleOrig)), bytes.Clone(attribute(b, ctaZone)), bytes.Clone(attribute(b, ctaID))
+	c.original, c.zone, c.id = bytes.Clone(attribute(b, ctaTupleOrig)), bytes.Clone(attribute(b, ctaZone)),
+		bytes.Clone(attribute(b, ctaID))
 	addr := answerer(b)
 	if !addr.IsValid() || len(c.original) == 0 || len(c.id) == 0 {
 		return c, fmt.Errorf("connection without an address or a name: %w", errShort)
@@ -276,7 +287,8 @@ func (c *counter) walk(addrs map[netip.Addr]bool, f func(connection)) (err error
 
 // dump calls f with those entries to one of addrs that the kernel sends, of one family or, with
 // AF_UNSPEC, of all. It returns how many the kernel has sent.
-func (c *counter) dump(family uint8, addrs map[netip.Addr]bool, f func(connection), filter ...[]byte) (told int, err error) {
+func (c *counter) dump(family uint8, addrs map[netip.Addr]bool, f func(connection), filter ...[]byte) (told int,
+	err error) {
 	if err := c.ask(request(unix.NFNL_SUBSYS_CTNETLINK, ctGet, netlink.Dump, family, filter...)); err != nil {
 		return 0, err
 	}
@@ -310,7 +322,8 @@ func (c *counter) again(known []connection, f func(connection)) error {
 		for _, one := range some {
 			messages = append(messages, one.about(ctGet, 0))
 		}
-		if err := c.ask(append(messages, request(unix.NFNL_SUBSYS_CTNETLINK_EXP, ctGet, netlink.Dump, unix.AF_UNSPEC))...); err != nil {
+		if err := c.ask(append(messages, request(unix.NFNL_SUBSYS_CTNETLINK_EXP, ctGet, netlink.Dump,
+			unix.AF_UNSPEC))...); err != nil {
 			return err
 		}
 		for more := true; more; {
@@ -338,7 +351,8 @@ func (c *counter) again(known []connection, f func(connection)) error {
 
 // open returns the open connections to each of addrs, those of known that are still open, and how
 // long the CPU has worked for that.
-func (c *counter) open(addrs map[netip.Addr]bool, known []connection) (open map[netip.Addr][]connection, took time.Duration, err error) {
+func (c *counter) open(addrs map[netip.Addr]bool, known []connection) (open map[netip.Addr][]connection,
+	took time.Duration, err error) {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
 	began := worked()
@@ -499,7 +513,8 @@ func (w *Watch) slow() bool {
 	return w.reading.State == Idle || w.reading.State == Routing && (w.empty == 0 || w.reading.NoConnections)
 }
 
-// pause is how long after a count that ended now, and took so much of the CPU, the next one is to be. The caller holds o.mu.
+// pause is how long after a count that ended now, and took so much of the CPU, the next one is to
+// be. The caller holds o.mu.
 func (w *Watch) pause(took time.Duration) time.Duration {
 	switch {
 	case w.slow():
@@ -511,7 +526,8 @@ func (w *Watch) pause(took time.Duration) time.Duration {
 }
 
 // counted takes a count in, for the watches that were waiting when it began and are still.
-func (o *Observer) counted(due map[*Watch]counting, open map[netip.Addr][]connection, took time.Duration, now time.Time) {
+func (o *Observer) counted(due map[*Watch]counting, open map[netip.Addr][]connection, took time.Duration,
+	now time.Time) {
 	o.mu.Lock()
 	var told []*Watch
 	old := !o.accounted.IsZero() && now.Sub(o.accounted) >= accountedFor
@@ -585,9 +601,10 @@ func (w *Watch) Count() {
 	wake(w.o.wake)
 }
 
-// account has the kernel count the packets of connections that begin from now on, as the sysctl nf_conntrack_acct does. An agent may
-// not write that in its container. But the kernel switches it on for a rule that asks for the packets of a connection, when it reads
-// the rule: the transaction has no end, so the kernel makes none of it.
+// account has the kernel count the packets of connections that begin from now on, as the sysctl
+// nf_conntrack_acct does. An agent may not write that in its container. But the kernel switches it
+// on for a rule that asks for the packets of a connection, when it reads the rule: the transaction
+// has no end, so the kernel makes none of it.
 func (o *Observer) account() error {
 	const acct = "nf_conntrack_acct"
 	if sysctl(acct) == 0 {
@@ -598,7 +615,8 @@ func (o *Observer) account() error {
 		defer func() { _ = conn.Close() }()
 		name := func(number uint16) []byte { return encodeString(number, "lameduck") }
 		packets := nest(unix.NFTA_LIST_ELEM, encodeString(unix.NFTA_EXPR_NAME, "ct"),
-			nest(unix.NFTA_EXPR_DATA, encode32(unix.NFTA_CT_DREG, unix.NFT_REG_1), encode32(unix.NFTA_CT_KEY, unix.NFT_CT_PKTS)))
+			nest(unix.NFTA_EXPR_DATA, encode32(unix.NFTA_CT_DREG, unix.NFT_REG_1),
+				encode32(unix.NFTA_CT_KEY, unix.NFT_CT_PKTS)))
 		send := func(message int, flags netlink.HeaderFlags, attributes ...[]byte) netlink.Message {
 			return request(unix.NFNL_SUBSYS_NFTABLES, message, netlink.Create|flags, unix.NFPROTO_INET, attributes...)
 		}
@@ -625,11 +643,11 @@ func (o *Observer) account() error {
 	return nil
 }
 
-// Clean deletes all connections to the targets, of whatever protocol and state, from the kernel's table, so that a client
-// that uses a port again is sent to a pod that is there. It is for pods that are gone: what their
-// connections still had to say is cut off, and so is another pod that has got the address since.
-// Nothing there is no error, and neither is a connection that ended meanwhile. It costs about as
-// much for many targets as for one.
+// Clean deletes all connections to the targets, of whatever protocol and state, from the kernel's
+// table, so that a client that uses a port again is sent to a pod that is there. It is for pods
+// that are gone: what their connections still had to say is cut off, and so is another pod that has
+// got the address since. Nothing there is no error, and neither is a connection that ended
+// meanwhile. It costs about as much for many targets as for one.
 func (o *Observer) Clean(targets []netip.AddrPort) (err error) {
 	c := counter{dial: o.dial}
 	defer c.close()

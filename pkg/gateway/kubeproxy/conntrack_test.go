@@ -28,8 +28,10 @@ func network(t testing.TB) {
 		return
 	}
 	for _, c := range []string{
-		"link set lo up", "address add 10.244.255.1/32 dev lo", "route add local 10.244.0.0/16 dev lo", "route add 10.96.0.0/16 dev lo src 10.244.255.1",
-		"-6 address add fd00::ff/128 dev lo nodad", "-6 address add fd00::1/128 dev lo nodad", "-6 address add fd00::2/128 dev lo nodad", "-6 route add fd10::/64 dev lo src fd00::ff",
+		"link set lo up", "address add 10.244.255.1/32 dev lo", "route add local 10.244.0.0/16 dev lo",
+		"route add 10.96.0.0/16 dev lo src 10.244.255.1",
+		"-6 address add fd00::ff/128 dev lo nodad", "-6 address add fd00::1/128 dev lo nodad",
+		"-6 address add fd00::2/128 dev lo nodad", "-6 route add fd10::/64 dev lo src fd00::ff",
 	} {
 		run(t, "", "ip", strings.Fields(c)...)
 	}
@@ -95,8 +97,8 @@ func connect(t testing.TB, address string) net.Conn {
 	return conn
 }
 
-// A connection through the Service's address keeps the pod from being Idle, for as long as it is open; one to another pod, or
-// another port of it, does not.
+// A connection through the Service's address keeps the pod from being Idle, for as long as it is
+// open; one to another pod, or another port of it, does not.
 func TestIdle(t *testing.T) {
 	for _, test := range []struct {
 		service    service
@@ -143,7 +145,8 @@ func TestIdle(t *testing.T) {
 	}
 }
 
-// A pod that the kernel keeps, for want of another one, is asked to be quiet. Without this it counts as quiet whatever is open to it.
+// A pod that the kernel keeps, for want of another one, is asked to be quiet. Without this it
+// counts as quiet whatever is open to it.
 func TestQuietThoughItIsSentTo(t *testing.T) {
 	empty(t)
 	network(t)
@@ -193,8 +196,9 @@ func TestQuietThoughItIsSentTo(t *testing.T) {
 	}
 }
 
-// Idle is a level: connections that arrive later by ways that this kernel's rules do not show (from a node that is late and was not
-// asked, from a load balancer) are in the table of the pod's node, and end it until they are gone.
+// Idle is a level: connections that arrive later by ways that this kernel's rules do not show (from
+// a node that is late and was not asked, from a load balancer) are in the table of the pod's node,
+// and end it until they are gone.
 func TestIdleIsCountedAgain(t *testing.T) {
 	empty(t)
 	network(t)
@@ -236,8 +240,8 @@ func exchange(t *testing.T, conn net.Conn) {
 	}
 }
 
-// A client that keeps its connection is waited for until a pause between two requests, or for a second; a connection whose first
-// request runs until it ends.
+// A client that keeps its connection is waited for until a pause between two requests, or for a
+// second; a connection whose first request runs until it ends.
 func TestKeptConnections(t *testing.T) {
 	for _, family := range []struct {
 		service        service
@@ -363,38 +367,59 @@ func TestHeld(t *testing.T) {
 		{name: "the first request waits for its answer", kept: -1,
 			counts: every(100*ms, 100, func(int64) count { return count{asked: sent(3, 200), answered: sent(2, 0)} })},
 		{name: "the first request is uploaded", kept: -1,
-			counts: every(100*ms, 100, func(i int64) count { return count{asked: sent(3+2*i, 3000*i), answered: sent(2+i, 0)} })},
+			counts: every(100*ms, 100, func(i int64) count {
+				return count{asked: sent(3+2*i, 3000*i), answered: sent(2+i, 0)}
+			})},
 		{name: "after Continue the first request is uploaded", kept: -1,
-			counts: every(100*ms, 100, func(i int64) count { return count{asked: sent(3+2*i, 3000*i), answered: sent(3+i, 25)} })},
+			counts: every(100*ms, 100, func(i int64) count {
+				return count{asked: sent(3+2*i, 3000*i), answered: sent(3+i, 25)}
+			})},
 		{name: "the first answer is long", kept: -1,
-			counts: every(100*ms, 100, func(i int64) count { return count{asked: sent(3+i, 200), answered: sent(3+2*i, 100+3000*i)} })},
+			counts: every(100*ms, 100, func(i int64) count {
+				return count{asked: sent(3+i, 200), answered: sent(3+2*i, 100+3000*i)}
+			})},
 		{name: "the first answer is long, and segments are lost", kept: -1,
-			counts: every(100*ms, 100, func(i int64) count { return count{asked: sent(3+i, 200+28*i), answered: sent(3+2*i, 100+3000*i)} })},
+			counts: every(100*ms, 100, func(i int64) count {
+				return count{asked: sent(3+i, 200+28*i), answered: sent(3+2*i, 100+3000*i)}
+			})},
 		{name: "the last answer is long, then it is quiet", kept: 2000 * ms,
 			counts: every(100*ms, 100, func(i int64) count {
 				i = min(i, 10)
 				return count{asked: sent(30+i, 2000), answered: sent(30+2*i, 2000+3000*i)}
 			})},
 		{name: "quiet since it was answered", kept: 1000 * ms,
-			counts: every(100*ms, 100, func(int64) count { return count{asked: sent(4, 200), answered: sent(3, 100)} })},
+			counts: every(100*ms, 100, func(int64) count {
+				return count{asked: sent(4, 200), answered: sent(3, 100)}
+			})},
 		{name: "requests with pauses", kept: 150 * ms, // 100 ms: the first that is seen is answered
 			counts: every(50*ms, 100, func(i int64) count {
 				return count{asked: sent(4+i/4, 200+200*((i+3)/4)), answered: sent(3+i/4, 100+100*((i+2)/4))}
 			})},
 		{name: "requests without pauses", kept: 1000 * ms,
-			counts: every(10*ms, 200, func(i int64) count { return count{asked: sent(4+i, 200+200*i), answered: sent(3+i, 100+100*i)} })},
+			counts: every(10*ms, 200, func(i int64) count {
+				return count{asked: sent(4+i, 200+200*i), answered: sent(3+i, 100+100*i)}
+			})},
 		{name: "requests without pauses since long before", waiting: 500 * ms, kept: 1500 * ms,
-			counts: every(10*ms, 200, func(i int64) count { return count{asked: sent(4+i, 200+200*i), answered: sent(3+i, 100+100*i)} })},
+			counts: every(10*ms, 200, func(i int64) count {
+				return count{asked: sent(4+i, 200+200*i), answered: sent(3+i, 100+100*i)}
+			})},
 		{name: "quiet since long before", waiting: 500 * ms, kept: 1000 * ms,
-			counts: every(100*ms, 100, func(int64) count { return count{asked: sent(4, 200), answered: sent(3, 100)} })},
+			counts: every(100*ms, 100, func(int64) count {
+				return count{asked: sent(4, 200), answered: sent(3, 100)}
+			})},
 		{name: "a later request waits for its answer", kept: 1100 * ms,
-			counts: every(100*ms, 100, func(i int64) count { return count{asked: sent(4+min(i, 1), 200+200*min(i, 1)), answered: sent(3, 100)} })},
+			counts: every(100*ms, 100, func(i int64) count {
+				return count{asked: sent(4+min(i, 1), 200+200*min(i, 1)), answered: sent(3, 100)}
+			})},
 		{name: "without counters", kept: -1, counts: every(100*ms, 100, func(int64) count { return count{} })},
-		{name: "older than counters", old: true, kept: 1000 * ms, counts: every(100*ms, 100, func(int64) count { return count{} })},
+		{name: "older than counters", old: true, kept: 1000 * ms,
+			counts: every(100*ms, 100, func(int64) count { return count{} })},
 		{name: "the first request is younger than counters", old: true, kept: -1,
 			counts: every(100*ms, 100, func(int64) count { return count{asked: sent(3, 200), answered: sent(2, 0)} })},
 		{name: "not TCP", udp: true, kept: -1,
-			counts: every(100*ms, 100, func(int64) count { return count{asked: sent(4, 200), answered: sent(3, 100)} })},
+			counts: every(100*ms, 100, func(int64) count {
+				return count{asked: sent(4, 200), answered: sent(3, 100)}
+			})},
 	} {
 		for _, to := range []netip.AddrPort{four, six} {
 			t.Run(fmt.Sprint(test.name, to), func(t *testing.T) {
@@ -431,7 +456,8 @@ func TestClean(t *testing.T) {
 	}
 	nft(t, append(setUp("ip"), web.sync([]string{a})...)...)
 	o := New(Options{})
-	if err := o.Clean([]netip.AddrPort{netip.MustParseAddrPort("10.244.0.1:0"), netip.MustParseAddrPort("10.244.0.2:0")}); err != nil {
+	if err := o.Clean([]netip.AddrPort{netip.MustParseAddrPort("10.244.0.1:0"),
+		netip.MustParseAddrPort("10.244.0.2:0")}); err != nil {
 		t.Fatal(err)
 	}
 	through := connect(t, "10.96.0.1:80")
@@ -494,7 +520,8 @@ func TestManyAddresses(t *testing.T) {
 	w := watch(t, o, a)
 	var others []*follower
 	for i := range 100 {
-		others = append(others, watch(t, o, netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 244, 1, byte(i)}), 0).String()))
+		others = append(others, watch(t, o, netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 244, 1, byte(i)}),
+			0).String()))
 	}
 	for _, other := range others {
 		other.wait(Idle)
@@ -519,14 +546,17 @@ func flood(t testing.TB, o *Observer, n int) {
 	port := func(kind, port uint16) []byte { return encode(kind, binary.BigEndian.AppendUint16(nil, port)) }
 	tuple := func(kind uint16, from, to []byte, fromPort, toPort uint16) []byte {
 		return nest(kind, nest(ctaTupleIP, encode(ctaIPv4Src, from), encode(ctaIPv4Dst, to)),
-			nest(ctaTupleProto, encode(ctaProtoNum, []byte{unix.IPPROTO_TCP}), port(ctaProtoSrc, fromPort), port(ctaProtoDst, toPort)))
+			nest(ctaTupleProto, encode(ctaProtoNum, []byte{unix.IPPROTO_TCP}), port(ctaProtoSrc, fromPort),
+				port(ctaProtoDst, toPort)))
 	}
 	var all []netlink.Message
 	for i := range n {
-		client, pod, at := []byte{10, 250, byte(i >> 12), byte(i >> 4)}, []byte{10, 251, 0, byte(i % 200)}, uint16(20000+i%16)
+		client, pod, at := []byte{10, 250, byte(i >> 12), byte(i >> 4)}, []byte{10, 251, 0, byte(i % 200)},
+			uint16(20000+i%16)
 		all = append(all, request(unix.NFNL_SUBSYS_CTNETLINK, ctNew, netlink.Create, unix.AF_INET,
 			tuple(ctaTupleOrig, client, pod, at, 8080), tuple(ctaTupleReply, pod, client, 8080, at),
-			encode32(ctaTimeout, 60), encode32(ctaStatus, 0xe), nest(ctaProtoInfo, nest(ctaInfoTCP, encode(1, []byte{tcpEstablished})))))
+			encode32(ctaTimeout, 60), encode32(ctaStatus, 0xe),
+			nest(ctaProtoInfo, nest(ctaInfoTCP, encode(1, []byte{tcpEstablished})))))
 	}
 	for some := range slices.Chunk(all, 100) {
 		if err := ask(conn, some...); err != nil {

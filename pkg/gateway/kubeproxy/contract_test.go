@@ -35,7 +35,8 @@ func TestContract(t *testing.T) {
 				}
 				// The client's end has the Service's address. Who answered is in the table of
 				// connections.
-				at := strings.Contains(run(t, "", "ss", "-Htn", "state", "established", "src", a), conn.LocalAddr().String())
+				at := strings.Contains(run(t, "", "ss", "-Htn", "state", "established", "src", a),
+					conn.LocalAddr().String())
 				return at, func() { conn.Close() }, nil
 			},
 		}

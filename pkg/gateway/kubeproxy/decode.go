@@ -67,15 +67,16 @@ type rule struct {
 	dests []netip.AddrPort // destinations by DNAT
 }
 
-// element is one of a map. It leads to a chain, or to a destination, or (a bare verdict) to neither.
+// element is one of a map. It leads to a chain, or to a destination, or (a bare verdict) to
+// neither.
 type element struct {
 	key   string
 	chain string
 	dest  netip.AddrPort
 }
 
-// decode returns what a message says. It reports false for messages that do not concern us. The tables that do are those for
-// which ours is true.
+// decode returns what a message says. It reports false for messages that do not concern us. The
+// tables that do are those for which ours is true.
 func decode(m netlink.Message, ours func(tableID) bool) (change, bool, error) {
 	if m.Header.Type>>8 != unix.NFNL_SUBSYS_NFTABLES {
 		return change{}, false, nil
@@ -127,7 +128,8 @@ func decode(m netlink.Message, ours func(tableID) bool) (change, bool, error) {
 func sends(family uint8, set []byte) bool {
 	length := int(number(attribute(set, unix.NFTA_SET_DATA_LEN)))
 	return number(attribute(set, unix.NFTA_SET_FLAGS))&unix.NFT_SET_MAP != 0 &&
-		(number(attribute(set, unix.NFTA_SET_DATA_TYPE)) == dataVerdict || length == addressLen(family) || length == addressLen(family)+4)
+		(number(attribute(set, unix.NFTA_SET_DATA_TYPE)) == dataVerdict || length == addressLen(family) ||
+			length == addressLen(family)+4)
 }
 
 func addressLen(family uint8) int {
@@ -137,7 +139,8 @@ func addressLen(family uint8) int {
 	return 4
 }
 
-// decodeDest returns the destination that b, a value of a map, is: an address and perhaps a port, padded to a register.
+// decodeDest returns the destination that b, a value of a map, is: an address and perhaps a port,
+// padded to a register.
 func decodeDest(family uint8, b []byte) netip.AddrPort {
 	n := addressLen(family)
 	if len(b) != n && len(b) != n+4 {
@@ -153,7 +156,8 @@ func decodeElements(family uint8, b []byte) ([]element, error) {
 	for _, b := range all {
 		data := attribute(b, unix.NFTA_SET_ELEM_DATA)
 		elements = append(elements, element{
-			key:   string(attribute(b, unix.NFTA_SET_ELEM_KEY, unix.NFTA_DATA_VALUE)) + string(attribute(b, setElemKeyEnd, unix.NFTA_DATA_VALUE)),
+			key: string(attribute(b, unix.NFTA_SET_ELEM_KEY, unix.NFTA_DATA_VALUE)) + string(attribute(b,
+				setElemKeyEnd, unix.NFTA_DATA_VALUE)),
 			chain: decodeVerdict(data), dest: decodeDest(family, attribute(data, unix.NFTA_DATA_VALUE)),
 		})
 	}
@@ -206,7 +210,8 @@ func decodeRule(family uint8, b []byte) (r rule, err error) {
 	return r, err
 }
 
-// word is the place of a register: four of 16 bytes have names of their own beside those of their 4 bytes each.
+// word is the place of a register: four of 16 bytes have names of their own beside those of their 4
+// bytes each.
 func word(register uint32) uint32 {
 	if register >= unix.NFT_REG32_00 {
 		return register - unix.NFT_REG32_00 + 4
@@ -214,8 +219,8 @@ func word(register uint32) uint32 {
 	return register * 4
 }
 
-// decodeTarget returns the destination of the target DNAT of xtables in one of its revisions: struct nf_nat_ipv4_multi_range_compat,
-// nf_nat_range or nf_nat_range2.
+// decodeTarget returns the destination of the target DNAT of xtables in one of its revisions:
+// struct nf_nat_ipv4_multi_range_compat, nf_nat_range or nf_nat_range2.
 func decodeTarget(family uint8, b []byte) (netip.AddrPort, error) {
 	const mapIPs, protoSpecified = 1, 2
 	if len(b) < 20 {

@@ -128,7 +128,9 @@ func TestNothingIsLeftOutByACommit(t *testing.T) {
 		message    int
 		attributes [][]byte
 	}{
-		{"elements", 600, unix.NFT_MSG_GETSETELEM, [][]byte{encodeString(unix.NFTA_TABLE_NAME, proxyTable), encodeString(unix.NFTA_SET_ELEM_LIST_SET, "service-ips")}},
+		{"elements", 600, unix.NFT_MSG_GETSETELEM,
+			[][]byte{encodeString(unix.NFTA_TABLE_NAME, proxyTable),
+				encodeString(unix.NFTA_SET_ELEM_LIST_SET, "service-ips")}},
 		{"rules", 60, unix.NFT_MSG_GETRULE, [][]byte{encodeString(unix.NFTA_TABLE_NAME, proxyTable)}},
 	} {
 		for share := 2; share <= 10; share += 2 {
@@ -139,7 +141,9 @@ func TestNothingIsLeftOutByACommit(t *testing.T) {
 				for i := range test.many {
 					chain := fmt.Sprintf("c%d", i)
 					key := fmt.Sprintf("10.96.%d.%d . tcp . 80", i>>8, i&255)
-					lines = append(lines, "add chain ip kube-proxy "+chain, fmt.Sprintf("add rule ip kube-proxy %s meta l4proto tcp dnat to 10.244.%d.%d:8080", chain, i>>8, i&255))
+					lines = append(lines, "add chain ip kube-proxy "+chain,
+						fmt.Sprintf("add rule ip kube-proxy %s meta l4proto tcp dnat to 10.244.%d.%d:8080", chain, i>>8,
+							i&255))
 					items = append(items, key+" : goto "+chain)
 					// The kernel tells rules in their order, and elements in that of a hash.
 					if test.what == "rules" && i*12 < share*test.many || test.what == "elements" && i%12 < share {
@@ -150,7 +154,9 @@ func TestNothingIsLeftOutByACommit(t *testing.T) {
 					}
 				}
 				nft(t, append(lines, "add element ip kube-proxy service-ips { "+strings.Join(items, ", ")+" }")...)
-				have := dumpDuring(t, test.message, append(remove, "delete element ip kube-proxy service-ips { "+strings.Join(deleted, ", ")+" }"), test.attributes...)
+				have := dumpDuring(t, test.message,
+					append(remove, "delete element ip kube-proxy service-ips { "+strings.Join(deleted, ", ")+" }"),
+					test.attributes...)
 				missing := 0
 				for _, chain := range untouched {
 					if !have[chain] {
@@ -158,7 +164,8 @@ func TestNothingIsLeftOutByACommit(t *testing.T) {
 					}
 				}
 				if missing > 0 {
-					t.Errorf("a dump that counts as whole lacks %d of %d %s that the transaction does not touch", missing, len(untouched), test.what)
+					t.Errorf("a dump that counts as whole lacks %d of %d %s that the transaction does not touch",
+						missing, len(untouched), test.what)
 				}
 			})
 		}

@@ -91,7 +91,8 @@ func TestFollowingIsReading(t *testing.T) {
 	random := rand.New(rand.NewPCG(seed, 0))
 	nft(t, append(setUp("ip"), setUp("ip6")...)...)
 	o := start(t, Options{})
-	services := []service{{"a", "10.96.0.1", false}, {"b", "10.96.0.2", true}, {"c", "fd10::1", false}, {"d", "fd10::2", true}}
+	services := []service{{"a", "10.96.0.1", false}, {"b", "10.96.0.2", true}, {"c", "fd10::1", false},
+		{"d", "fd10::2", true}}
 	have := make([][]string, len(services))
 	iptables := func(lines ...string) {
 		run(t, "*nat\n"+strings.Join(lines, "\n")+"\nCOMMIT\n", "iptables-nft-restore", "--noflush")
@@ -131,7 +132,8 @@ func TestFollowingIsReading(t *testing.T) {
 			if len(have[i]) == 0 {
 				continue
 			}
-			nft(t, append([]string{fmt.Sprintf("delete element %s kube-proxy service-ips { %s . tcp . 80 }", f, s.clusterIP), fmt.Sprintf("flush chain %s kube-proxy %s", f, s.chain())}, s.sync(have[i])...)...)
+			nft(t, append([]string{fmt.Sprintf("delete element %s kube-proxy service-ips { %s . tcp . 80 }", f,
+				s.clusterIP), fmt.Sprintf("flush chain %s kube-proxy %s", f, s.chain())}, s.sync(have[i])...)...)
 		case 7: // all at once
 			nft(t, append([]string{"delete table " + f + " kube-proxy"}, setUp(f)...)...)
 			for j, other := range services {
@@ -140,7 +142,8 @@ func TestFollowingIsReading(t *testing.T) {
 				}
 			}
 		case 8: // others
-			nft(t, "add table ip other", "add chain ip other kube-proxy", "add rule ip other kube-proxy meta l4proto tcp dnat to 10.244.0.1:8080", "flush table ip other")
+			nft(t, "add table ip other", "add chain ip other kube-proxy",
+				"add rule ip other kube-proxy meta l4proto tcp dnat to 10.244.0.1:8080", "flush table ip other")
 			nft(t, "flush map "+f+" kube-proxy service-ips")
 			for j, other := range services {
 				if other.family() == f && len(have[j]) > 0 {
@@ -149,7 +152,8 @@ func TestFollowingIsReading(t *testing.T) {
 			}
 		case 9: // iptables, too
 			iptables(":KUBE-SERVICES - [0:0]", ":KUBE-SVC-A - [0:0]", ":KUBE-SEP-A - [0:0]",
-				"-A KUBE-SERVICES -d 10.96.0.9/32 -p tcp -m tcp --dport 80 -j KUBE-SVC-A", "-A KUBE-SVC-A -m comment --comment x -j KUBE-SEP-A",
+				"-A KUBE-SERVICES -d 10.96.0.9/32 -p tcp -m tcp --dport 80 -j KUBE-SVC-A",
+				"-A KUBE-SVC-A -m comment --comment x -j KUBE-SEP-A",
 				fmt.Sprintf("-A KUBE-SEP-A -p tcp -m tcp -j DNAT --to-destination 10.244.0.%d:8080", random.IntN(6)+1))
 			if random.IntN(2) == 0 {
 				iptables("-F KUBE-SERVICES", "-F KUBE-SVC-A", "-X KUBE-SVC-A")
@@ -159,13 +163,15 @@ func TestFollowingIsReading(t *testing.T) {
 		want := all(fresh)
 		for end := time.Now().Add(2 * time.Second); all(o) != want; time.Sleep(time.Millisecond) {
 			if time.Now().After(end) {
-				t.Fatalf("step %d (%d, %s): who reads (-) and who follows (+) differ:\n%s", step, what, s.name, cmp.Diff(want, all(o)))
+				t.Fatalf("step %d (%d, %s): who reads (-) and who follows (+) differ:\n%s", step, what, s.name,
+					cmp.Diff(want, all(o)))
 			}
 		}
 	}
 }
 
-// Who begins to read while others write all the time, never pausing for as long as reading takes, gets to an end, and then knows what is there.
+// Who begins to read while others write all the time, never pausing for as long as reading takes,
+// gets to an end, and then knows what is there.
 func TestReadingWhileWriting(t *testing.T) {
 	empty(t)
 	lines := setUp("ip")
@@ -220,14 +226,16 @@ func TestReadingWhileWriting(t *testing.T) {
 	}
 }
 
-// Many pods are deleted at once. Without this each watch that comes or goes has all the others evaluated, with the square of their number.
+// Many pods are deleted at once. Without this each watch that comes or goes has all the others
+// evaluated, with the square of their number.
 func TestManyWatchesAtOnce(t *testing.T) {
 	o := New(Options{})
 	const many = 10_000
 	began := time.Now()
 	var all []*Watch
 	for i := range many {
-		all = append(all, o.Watch([]netip.AddrPort{netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 1, byte(i >> 8), byte(i)}), 0)}, func() {}))
+		all = append(all, o.Watch([]netip.AddrPort{netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 1, byte(i >> 8),
+			byte(i)}), 0)}, func() {}))
 	}
 	for _, w := range all {
 		w.Close()
@@ -240,12 +248,14 @@ func TestManyWatchesAtOnce(t *testing.T) {
 // opened adds so many connections to a target to what a count has found.
 func opened(open map[netip.Addr][]connection, to netip.AddrPort, n int) {
 	for i := range n {
-		open[to.Addr()] = append(open[to.Addr()], connection{protocol: unix.IPPROTO_TCP, state: tcpEstablished, to: to, id: fmt.Append(nil, to, i)})
+		open[to.Addr()] = append(open[to.Addr()],
+			connection{protocol: unix.IPPROTO_TCP, state: tcpEstablished, to: to, id: fmt.Append(nil, to, i)})
 	}
 }
 
-// Many pods are deleted at once, and connections to each are open. Without this a count takes the square of their number, with all others kept waiting. What it
-// takes is what the CPU works, whatever else that does.
+// Many pods are deleted at once, and connections to each are open. Without this a count takes the
+// square of their number, with all others kept waiting. What it takes is what the CPU works,
+// whatever else that does.
 func TestManyAreCountedAtOnce(t *testing.T) {
 	o := New(Options{})
 	const many = 10_000
@@ -296,7 +306,8 @@ func TestCountedOnce(t *testing.T) {
 	}
 }
 
-// Who comes while count looks at others from time to time does not wake it: it would look at all of them each time. Who is let go of does.
+// Who comes while count looks at others from time to time does not wake it: it would look at all of
+// them each time. Who is let go of does.
 func TestWhoWakesCount(t *testing.T) {
 	for _, test := range []struct {
 		state         State
@@ -324,7 +335,8 @@ func TestWhoWakesCount(t *testing.T) {
 	}
 }
 
-// Counting costs the CPU: those who go on sending, and clients that keep their connections, are counted ever more seldom, and who is about to be Idle at once.
+// Counting costs the CPU: those who go on sending, and clients that keep their connections, are
+// counted ever more seldom, and who is about to be Idle at once.
 func TestWhenConnectionsAreCounted(t *testing.T) {
 	o := New(Options{})
 	w := &Watch{o: o, changed: func() {}, targets: []netip.AddrPort{netip.MustParseAddrPort("10.1.0.1:80")}}
@@ -335,7 +347,8 @@ func TestWhenConnectionsAreCounted(t *testing.T) {
 		w.enter(state, time.Now())
 		now = w.entered
 	}
-	// after checks that it is counted that long after the last time, and not before, and takes that in.
+	// after checks that it is counted that long after the last time, and not before, and takes that
+	// in.
 	after := func(want time.Duration, connections int) {
 		t.Helper()
 		if due, next := o.due(now.Add(want - 1)); want > 0 && (len(due) != 0 || next.IsZero()) {
@@ -417,7 +430,8 @@ func TestWhenConnectionsAreCounted(t *testing.T) {
 	}
 }
 
-// When the kernel has more to tell than the buffer holds, nothing is known until all has been read again.
+// When the kernel has more to tell than the buffer holds, nothing is known until all has been read
+// again.
 func TestOverrun(t *testing.T) {
 	empty(t)
 	s := service{"web", "10.96.0.1", false}
@@ -428,7 +442,8 @@ func TestOverrun(t *testing.T) {
 	told := make(chan struct{}, 100)
 	second := o.Watch(w.targets, func() { told <- struct{}{} })
 	defer second.Close()
-	// The Observer cannot read while somebody holds its state: this is what a machine does that has no time for it.
+	// The Observer cannot read while somebody holds its state: this is what a machine does that has
+	// no time for it.
 	o.mu.Lock()
 	var many []string
 	for i := range 20000 {
@@ -449,7 +464,8 @@ func TestOverrun(t *testing.T) {
 
 // Numbers of generations wrap around, without 0.
 func TestGenerations(t *testing.T) {
-	if !after(2, 1) || after(1, 1) || after(1, 2) || !after(1, 0xffffffff) || successor(0xffffffff) != 1 || successor(7) != 8 {
+	if !after(2, 1) || after(1, 1) || after(1, 2) || !after(1, 0xffffffff) || successor(0xffffffff) != 1 ||
+		successor(7) != 8 {
 		t.Error("generations are not in their order")
 	}
 	for _, test := range []struct {
@@ -465,7 +481,8 @@ func TestGenerations(t *testing.T) {
 		{"read already, long ago", 6, 7, false, false},
 		{"read already", 7, 7, false, false},
 	} {
-		if follows, err := (commit{generation: test.generation}).follows(test.last); follows != test.follows || (err != nil) != test.fail {
+		if follows, err := (commit{generation: test.generation}).follows(test.last); follows != test.follows ||
+			(err != nil) != test.fail {
 			t.Errorf("%s: %v, %v", test.name, follows, err)
 		}
 	}

@@ -16,7 +16,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// sent lists all destinations that the kernel sends to, as an Observer knows it: with an asterisk those who are alone.
+// sent lists all destinations that the kernel sends to, as an Observer knows it: with an asterisk
+// those who are alone.
 func sent(o *Observer) string {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -25,7 +26,9 @@ func sent(o *Observer) string {
 		for addr, ports := range s.graph.dests {
 			for port := range ports {
 				d := netip.AddrPortFrom(addr, port)
-				if how := s.graph.sending(d, func(other netip.AddrPort) bool { return other == d }); how != sendsNothing {
+				if how := s.graph.sending(d, func(other netip.AddrPort) bool {
+					return other == d
+				}); how != sendsNothing {
 					found[d] = max(found[d], how)
 				}
 			}
@@ -39,13 +42,14 @@ func sent(o *Observer) string {
 	return strings.Join(all, " ")
 }
 
-// The transactions in testdata are those that kube-proxy of Kubernetes 1.36.3 made, in each mode, while test/e2e/kubeproxy ran: two pods
-// become ready, one terminates and is replaced, kube-proxy starts again, all are scaled away and are gone. After each "#=" says
-// to whom the kernel sends then; UPDATE=1 writes that anew, for you to look at. What the rules say of accounting is left out: its objects
-// are made otherwise.
+// The transactions in testdata are those that kube-proxy of Kubernetes 1.36.3 made, in each mode,
+// while test/e2e/kubeproxy ran: two pods become ready, one terminates and is replaced, kube-proxy
+// starts again, all are scaled away and are gone. After each "#=" says to whom the kernel sends
+// then; UPDATE=1 writes that anew, for you to look at. What the rules say of accounting is left
+// out: its objects are made otherwise.
 //
-// When all are scaled away, the one that was replaced comes back: it has long been terminating, and let go of, but is still ready, and no
-// other is.
+// When all are scaled away, the one that was replaced comes back: it has long been terminating, and
+// let go of, but is still ready, and no other is.
 func TestGolden(t *testing.T) {
 	for _, file := range []string{"testdata/nftables.txt", "testdata/iptables.txt"} {
 		t.Run(file, func(t *testing.T) {
@@ -98,7 +102,8 @@ func TestGolden(t *testing.T) {
 	}
 }
 
-// record writes down, as they come, some messages of the kernel about what is there: for the fuzzing of what reads them.
+// record writes down, as they come, some messages of the kernel about what is there: for the
+// fuzzing of what reads them.
 func record(t *testing.T, file string) {
 	t.Helper()
 	network(t)
@@ -133,7 +138,8 @@ func record(t *testing.T, file string) {
 		dump(unix.NFNL_SUBSYS_NFTABLES, unix.NFT_MSG_GETRULE, family, 1000)
 		for _, set := range dump(unix.NFNL_SUBSYS_NFTABLES, unix.NFT_MSG_GETSET, family, 20) {
 			dump(unix.NFNL_SUBSYS_NFTABLES, unix.NFT_MSG_GETSETELEM, family,
-				1, encodeString(unix.NFTA_SET_ELEM_LIST_TABLE, set[0]), encodeString(unix.NFTA_SET_ELEM_LIST_SET, set[1]))
+				1, encodeString(unix.NFTA_SET_ELEM_LIST_TABLE, set[0]),
+				encodeString(unix.NFTA_SET_ELEM_LIST_SET, set[1]))
 		}
 		dump(unix.NFNL_SUBSYS_CTNETLINK, ctGet, family, 5)
 	}

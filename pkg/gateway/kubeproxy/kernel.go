@@ -14,21 +14,21 @@ import (
 )
 
 const (
-	// buffer holds what the kernel notifies of while nobody reads: a commit that writes 1,000 Services with 10,000 endpoints
-	// is 14,000 messages, 1.6 MB. The
-	// kernel takes the memory only when it is needed. Without CAP_NET_ADMIN over the node it gives net.core.rmem_max at most.
+	// buffer holds what the kernel notifies of while nobody reads: a commit that writes 1,000
+	// Services with 10,000 endpoints is 14,000 messages, 1.6 MB. The kernel takes the memory only
+	// when it is needed. Without CAP_NET_ADMIN over the node it gives net.core.rmem_max at most.
 	buffer = 64 << 20
 	// answerTimeout is for one answer of the kernel. Five million connections take half of it.
 	answerTimeout = 20 * time.Second
-	// pageSize is how much of a dump the kernel hands over at one time, at most. To continue behind the first n
-	// entries of a list takes the kernel n steps, so that small pages make the dump of a long list
-	// quadratic. Notifications are smaller, see NLMSG_GOODSIZE.
+	// pageSize is how much of a dump the kernel hands over at one time, at most. To continue behind
+	// the first n entries of a list takes the kernel n steps, so that small pages make the dump of
+	// a long list quadratic. Notifications are smaller, see NLMSG_GOODSIZE.
 	pageSize = 32 << 10
-	// auditEvery is how often what was followed is compared with the kernel's tables: reading 3,000 Services takes half a
-	// second of CPU.
+	// auditEvery is how often what was followed is compared with the kernel's tables: reading 3,000
+	// Services takes half a second of CPU.
 	auditEvery = 5 * time.Minute
-	// absentAfter is how long rules that were deleted may stay away until it is clear that they are not being written again,
-	// as when kube-proxy changes its mode.
+	// absentAfter is how long rules that were deleted may stay away until it is clear that they are
+	// not being written again, as when kube-proxy changes its mode.
 	absentAfter = 10 * time.Second
 	// readLook is how often it is looked whether reading has ended, while it goes on.
 	readLook = 10 * time.Millisecond
@@ -67,7 +67,8 @@ func subscribe(conn *netlink.Conn, buffer int, ours func(tableID) bool) (*subscr
 	return &subscription{conn: conn, ours: ours}, nil
 }
 
-// next waits for the end of a transaction. Deadline zero is no deadline; past it the error is a timeout.
+// next waits for the end of a transaction. Deadline zero is no deadline; past it the error is a
+// timeout.
 func (s *subscription) next(deadline time.Time) (commit, error) {
 	for len(s.ready) == 0 {
 		if err := s.conn.SetReadDeadline(deadline); err != nil {
@@ -103,21 +104,24 @@ func (s *subscription) close() { _ = s.conn.Close() }
 type dumper struct {
 	conn *netlink.Conn
 	ours func(tableID) bool
-	// generation is the number of the last transaction that d has seen. If steady is true, no transaction was
-	// under way, nor had a later one ended, at a moment after the last dump.
+	// generation is the number of the last transaction that d has seen. If steady is true, no
+	// transaction was under way, nor had a later one ended, at a moment after the last dump.
 	generation uint32
 	steady     bool
 }
 
-// settle waits until the transaction that is under way, if there is one, has ended and its notifications are on their
-// way, and sets d.generation and d.steady: d is steady if the generation is the one of the last call.
+// settle waits until the transaction that is under way, if there is one, has ended and its
+// notifications are on their way, and sets d.generation and d.steady: d is steady if the generation
+// is the one of the last call.
 //
-// The kernel raises the generation before a commit ends, and marks dumps that the commit interrupts only in part:
-// dumps of elements never, others perhaps only in their last message. What it offers instead is the lock of its
-// transactions, which an empty transaction takes as well. The empty one names d.generation. The kernel refuses it
-// if that is no longer the number, and otherwise does nothing: the generation stays as it is.
+// The kernel raises the generation before a commit ends, and marks dumps that the commit interrupts
+// only in part: dumps of elements never, others perhaps only in their last message. What it offers
+// instead is the lock of its transactions, which an empty transaction takes as well. The empty one
+// names d.generation. The kernel refuses it if that is no longer the number, and otherwise does
+// nothing: the generation stays as it is.
 func (d *dumper) settle() error {
-	if err := ask(d.conn, request(0, unix.NFNL_MSG_BATCH_BEGIN, 0, unix.AF_UNSPEC, encode32(unix.NFNL_BATCH_GENID, d.generation)),
+	if err := ask(d.conn, request(0, unix.NFNL_MSG_BATCH_BEGIN, 0, unix.AF_UNSPEC,
+		encode32(unix.NFNL_BATCH_GENID, d.generation)),
 		request(0, unix.NFNL_MSG_BATCH_END, 0, unix.AF_UNSPEC)); err != nil {
 		return fmt.Errorf("wait for transactions of nftables: %w", err)
 	}
@@ -141,7 +145,8 @@ func (d *dumper) settle() error {
 	return errors.New("read the generation of nftables: no answer")
 }
 
-// dump calls add with all that the kernel tells about what message asks for, at one generation: d.generation.
+// dump calls add with all that the kernel tells about what message asks for, at one generation:
+// d.generation.
 func (d *dumper) dump(ctx context.Context, message int, family uint8, add func(change), attributes ...[]byte) error {
 	var all []change
 	for range dumpTries {
@@ -168,10 +173,12 @@ func (d *dumper) dump(ctx context.Context, message int, family uint8, add func(c
 	return errChanged
 }
 
-// once reads a dump. It reports false if the kernel tells an element twice: it gives the table of a set another size
-// at any time after a transaction, and then the dump lacks as many elements as it has twice.
+// once reads a dump. It reports false if the kernel tells an element twice: it gives the table of a
+// set another size at any time after a transaction, and then the dump lacks as many elements as it
+// has twice.
 func (d *dumper) once(message int, family uint8, attributes ...[]byte) (all []change, whole bool, err error) {
-	if err := ask(d.conn, request(unix.NFNL_SUBSYS_NFTABLES, message, netlink.Dump, family, attributes...)); err != nil {
+	if err := ask(d.conn, request(unix.NFNL_SUBSYS_NFTABLES, message, netlink.Dump, family,
+		attributes...)); err != nil {
 		return nil, false, fmt.Errorf("ask for a dump of nftables (%d): %w", message, err)
 	}
 	whole = true
@@ -195,18 +202,22 @@ func (d *dumper) once(message int, family uint8, attributes ...[]byte) (all []ch
 	return all, whole, nil
 }
 
-// tables reads the tables of the families, as changes that make them out of nothing, in several dumps, each of one
-// generation. from is the generation of the first dump, d.generation that of the last.
+// tables reads the tables of the families, as changes that make them out of nothing, in several
+// dumps, each of one generation. from is the generation of the first dump, d.generation that of the
+// last.
 //
-// What no transaction between them touched is the same in all dumps. What one touched is, once that transaction is made
-// on top, as the transaction left it, whether the dump had it already or not: each change names what it makes or
-// unmakes, and making it twice is making it once. So all transactions after from, made in their order, bring the
-// tables to the generation of the last one, if that is d.generation or later.
+// What no transaction between them touched is the same in all dumps. What one touched is, once that
+// transaction is made on top, as the transaction left it, whether the dump had it already or not:
+// each change names what it makes or unmakes, and making it twice is making it once. So all
+// transactions after from, made in their order, bring the tables to the generation of the last one,
+// if that is d.generation or later.
 func (d *dumper) tables(ctx context.Context, families []uint8) (all []change, from uint32, err error) {
 	var tables, sets []change
 	add := func(c change) { all = append(all, c) }
 	for _, family := range families {
-		if err := d.dump(ctx, unix.NFT_MSG_GETTABLE, family, func(c change) { tables = append(tables, c) }); err != nil {
+		if err := d.dump(ctx, unix.NFT_MSG_GETTABLE, family, func(c change) {
+			tables = append(tables, c)
+		}); err != nil {
 			return nil, 0, err
 		}
 		if from == 0 {
@@ -229,7 +240,8 @@ func (d *dumper) tables(ctx context.Context, families []uint8) (all []change, fr
 	all = append(all, sets...)
 	of := func(c change) []byte { return encodeString(unix.NFTA_TABLE_NAME, c.table.name) }
 	for _, set := range sets {
-		err := d.dump(ctx, unix.NFT_MSG_GETSETELEM, set.table.family, add, of(set), encodeString(unix.NFTA_SET_ELEM_LIST_SET, set.name))
+		err := d.dump(ctx, unix.NFT_MSG_GETSETELEM, set.table.family, add, of(set),
+			encodeString(unix.NFTA_SET_ELEM_LIST_SET, set.name))
 		if err != nil && !errors.Is(err, unix.ENOENT) { // without a set, the transaction that deleted it is made on top
 			return nil, 0, err
 		}

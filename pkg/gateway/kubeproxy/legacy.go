@@ -18,9 +18,10 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// The legacy iptables have no notifications. So they are read again and again while there is a watch: at most every
-// legacyPause, and not more than a twentieth of the time. Where there are none, or none of kube-proxy's, or no watch, it is
-// looked every legacyLook whether that has changed.
+// The legacy iptables have no notifications. So they are read again and again while there is a
+// watch: at most every legacyPause, and not more than a twentieth of the time. Where there are
+// none, or none of kube-proxy's, or no watch, it is looked every legacyLook whether that has
+// changed.
 const (
 	legacyPause = 100 * time.Millisecond
 	legacyShare = 19
@@ -39,8 +40,8 @@ const (
 // errMoved means that the rules became more or less while they were read.
 var errMoved = errors.New("the rules changed while they were read")
 
-// legacyLayout is how the kernel lays a rule out, from linux/netfilter_ipv4/ip_tables.h and linux/netfilter_ipv6/ip6_tables.h, on
-// machines of 64 bits.
+// legacyLayout is how the kernel lays a rule out, from linux/netfilter_ipv4/ip_tables.h and
+// linux/netfilter_ipv6/ip6_tables.h, on machines of 64 bits.
 type legacyLayout struct {
 	domain, level         int
 	targetOffset, minimum int
@@ -61,8 +62,8 @@ const (
 	hookPrefix       = "hook " // of the names, which chains do not have with a space, of those that the kernel enters
 )
 
-// legacyExists reports whether the network namespace of this process has legacy rules for NAT. To ask the kernel for them would
-// make them.
+// legacyExists reports whether the network namespace of this process has legacy rules for NAT. To
+// ask the kernel for them would make them.
 func legacyExists(family uint8) bool {
 	b, err := os.ReadFile("/proc/thread-self/net/" + legacyLayouts[family].names)
 	return err == nil && strings.Contains("\n"+string(b), "\n"+natTable+"\n")
@@ -105,8 +106,8 @@ func getsockopt(fd, level, option int, b []byte) error {
 	return nil
 }
 
-// decodeLegacy returns what the rules do. A chain begins where the kernel enters, or after a rule with the target ERROR, which has
-// its name; rules jump to the offset of its first rule.
+// decodeLegacy returns what the rules do. A chain begins where the kernel enters, or after a rule
+// with the target ERROR, which has its name; rules jump to the offset of its first rule.
 func decodeLegacy(family uint8, info, b []byte) (*table, error) {
 	layout := legacyLayouts[family]
 	id := tableID{family, legacyTable}
@@ -199,8 +200,8 @@ func (o *Observer) pollLegacy(ctx context.Context) {
 	}
 }
 
-// readLegacyOnce reads the legacy rules if there is a watch, or to see whether kube-proxy has written them. It reports
-// whether there is a watch, and rules.
+// readLegacyOnce reads the legacy rules if there is a watch, or to see whether kube-proxy has
+// written them. It reports whether there is a watch, and rules.
 func (o *Observer) readLegacyOnce() (again bool) {
 	o.mu.Lock()
 	watched, whole := len(o.watches) > 0, maps.Clone(o.legacyWhole)
@@ -238,7 +239,8 @@ func (o *Observer) readLegacyOnce() (again bool) {
 	return again
 }
 
-// lookForLegacy makes families Unknown that have legacy rules which nobody has read: as nobody watched. The caller holds mu.
+// lookForLegacy makes families Unknown that have legacy rules which nobody has read: as nobody
+// watched. The caller holds mu.
 func (o *Observer) lookForLegacy() {
 	for _, family := range o.families {
 		if o.netns == 0 && o.legacy[family] == legacyAbsent && legacyExists(family) {

@@ -15,8 +15,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// apart runs the test in a network namespace of its own, and reports whether this is there: the legacy table, once it is made, ends
-// with the namespace only.
+// apart runs the test in a network namespace of its own, and reports whether this is there: the
+// legacy table, once it is made, ends with the namespace only.
 func apart(t *testing.T) bool {
 	t.Helper()
 	real(t)
@@ -38,7 +38,8 @@ func apart(t *testing.T) bool {
 	return false
 }
 
-// The legacy iptables say nothing of changes. They are read while somebody watches, and nothing is said of them before.
+// The legacy iptables say nothing of changes. They are read while somebody watches, and nothing is
+// said of them before.
 func TestLegacy(t *testing.T) {
 	if !apart(t) {
 		return
@@ -81,7 +82,8 @@ func TestLegacy(t *testing.T) {
 		wa.wait(Unknown)
 		o.adopt(nil, nil, now)
 		wa.wait(Routing)
-		run(t, "", map[bool]string{false: "iptables-legacy", true: "ip6tables-legacy"}[s.v6()], "-t", "nat", "-F", "KUBE-SERVICES")
+		run(t, "", map[bool]string{false: "iptables-legacy", true: "ip6tables-legacy"}[s.v6()], "-t", "nat", "-F",
+			"KUBE-SERVICES")
 		wa.wait(Unknown)
 		wa.Close()
 	}

@@ -20,7 +20,8 @@ var errShort = errors.New("message is too short")
 func request(subsystem, message int, flags netlink.HeaderFlags, family uint8, attributes ...[]byte) netlink.Message {
 	return netlink.Message{
 		Header: netlink.Header{Type: netlink.HeaderType(subsystem<<8 | message), Flags: netlink.Request | flags},
-		Data:   append([]byte{family, unix.NFNETLINK_V0, 0, unix.NFNL_SUBSYS_NFTABLES}, slices.Concat(attributes...)...),
+		Data: append([]byte{family, unix.NFNETLINK_V0, 0, unix.NFNL_SUBSYS_NFTABLES},
+			slices.Concat(attributes...)...),
 	}
 }
 

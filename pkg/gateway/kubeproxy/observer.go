@@ -20,8 +20,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Observer follows the rules that kube-proxy writes in a network namespace, of the node. All methods may be called by
-// several goroutines at once.
+// Observer follows the rules that kube-proxy writes in a network namespace, of the node. All
+// methods may be called by several goroutines at once.
 type Observer struct {
 	log      *slog.Logger
 	families []uint8
@@ -40,18 +40,22 @@ type Observer struct {
 	// followed is whether nftables have been read, and all changes since.
 	followed bool
 	wake     chan struct{}
-	// accounted is since when the kernel is known to count the packets of new connections; zero: it does not.
+	// accounted is since when the kernel is known to count the packets of new connections; zero: it
+	// does not.
 	accounted time.Time
-	// others says that count comes again without being woken, for those to whose targets the kernel still sends.
+	// others says that count comes again without being woken, for those to whose targets the kernel
+	// still sends.
 	others bool
 	// generation is that of readings, see Reading.
 	generation string
-	// regroup says that the targets which are going have become others, so that Kept may be Routing, and Routing Kept.
+	// regroup says that the targets which are going have become others, so that Kept may be
+	// Routing, and Routing Kept.
 	regroup chan struct{}
 	// legacy is what is known of the legacy iptables, by family.
 	legacy     map[uint8]legacyState
 	wakeLegacy chan struct{}
-	// legacyWhole is whether kube-proxy had written them when they were last read, by family; it lacks families not looked at.
+	// legacyWhole is whether kube-proxy had written them when they were last read, by family; it
+	// lacks families not looked at.
 	legacyWhole map[uint8]bool
 	// present is when kube-proxy's rules were last there, and absent the last answer of Absent.
 	present time.Time
@@ -61,16 +65,18 @@ type Observer struct {
 // source is one table that kube-proxy may write.
 type source struct {
 	graph *table
-	// complete is whether it is all there. lost is whether it was, and kube-proxy has not written to a complete table of
-	// the family since.
+	// complete is whether it is all there. lost is whether it was, and kube-proxy has not written
+	// to a complete table of the family since.
 	complete, lost bool
 }
 
 // New returns an Observer that knows nothing until Run runs.
 func New(options Options) *Observer {
 	o := &Observer{
-		log: options.Log, boot: rand.Text()[:8], netns: options.NetNS, buffer: buffer, every: auditEvery, watches: map[*Watch]struct{}{}, going: map[netip.AddrPort]int{}, wake: make(chan struct{}, 1),
-		regroup: make(chan struct{}, 1), legacy: map[uint8]legacyState{}, legacyWhole: map[uint8]bool{}, wakeLegacy: make(chan struct{}, 1),
+		log: options.Log, boot: rand.Text()[:8], netns: options.NetNS, buffer: buffer, every: auditEvery,
+		watches: map[*Watch]struct{}{}, going: map[netip.AddrPort]int{}, wake: make(chan struct{}, 1),
+		regroup: make(chan struct{}, 1), legacy: map[uint8]legacyState{}, legacyWhole: map[uint8]bool{},
+		wakeLegacy: make(chan struct{}, 1),
 	}
 	if o.log == nil {
 		o.log = slog.New(slog.DiscardHandler)
@@ -90,10 +96,10 @@ func New(options Options) *Observer {
 	return o
 }
 
-// Run subscribes to the kernel's notifications, reads what is there, and follows until ctx is done; then it returns nil.
-// When notifications are lost (the kernel has more than its buffer) it begins again, and everything is Unknown meanwhile.
-// Every 5 minutes an audit reads what is there again, without an interruption, and corrects what is known. Run must be
-// called once.
+// Run subscribes to the kernel's notifications, reads what is there, and follows until ctx is done;
+// then it returns nil. When notifications are lost (the kernel has more than its buffer) it begins
+// again, and everything is Unknown meanwhile. Every 5 minutes an audit reads what is there again,
+// without an interruption, and corrects what is known. Run must be called once.
 func (o *Observer) Run(ctx context.Context) error {
 	const first, most = 20 * time.Millisecond, 5 * time.Second
 	var wg sync.WaitGroup
@@ -131,10 +137,11 @@ func (o *Observer) Audits() Audits {
 	return Audits{Same: o.audits.same.Load(), Corrected: o.audits.corrected.Load(), Failed: o.audits.failed.Load()}
 }
 
-// Absent reports whether there is no kube-proxy whose rules this package reads: none has written its rules, or they have
-// been deleted and not written again for 10 s. It is false as long as nothing is read, and may change at any time: it is for
-// callers that ask several times a second. All watches are Unknown then, and what sends to pods, if anything does, is
-// something else: kube-proxy in ipvs mode, or what replaces it.
+// Absent reports whether there is no kube-proxy whose rules this package reads: none has written
+// its rules, or they have been deleted and not written again for 10 s. It is false as long as
+// nothing is read, and may change at any time: it is for callers that ask several times a second.
+// All watches are Unknown then, and what sends to pods, if anything does, is something else:
+// kube-proxy in ipvs mode, or what replaces it.
 func (o *Observer) Absent() bool {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -185,8 +192,9 @@ func (o *Observer) read(ctx context.Context) *dumped {
 	return &dumped{all, from, d.generation, time.Since(began), err}
 }
 
-// follow subscribes, reads and follows. After that it audits: at intervals it reads again, while it follows, and what was
-// read replaces what was followed if the two differ. It returns when something went wrong, or ctx is done.
+// follow subscribes, reads and follows. After that it audits: at intervals it reads again, while it
+// follows, and what was read replaces what was followed if the two differ. It returns when
+// something went wrong, or ctx is done.
 func (o *Observer) follow(ctx context.Context) error {
 	conn, err := o.dial()
 	if err != nil {
@@ -206,7 +214,8 @@ func (o *Observer) follow(ctx context.Context) error {
 	// In another network namespace nothing says whether it is done.
 	if o.netns == 0 {
 		if err := o.account(); err != nil {
-			o.log.Warn("packets of connections are not counted: connections that clients keep are waited for until the Idle bound", "error", err)
+			o.log.Warn("packets of connections are not counted: connections that clients keep are waited for until "+
+				"the Idle bound", "error", err)
 		}
 	}
 	var (
@@ -268,7 +277,8 @@ func (o *Observer) follow(ctx context.Context) error {
 			switch {
 			case !followed:
 				followed = true
-				o.log.Info("kube-proxy's rules are read", "changes", len(r.all), "kernelGeneration", last, "took", r.took)
+				o.log.Info("kube-proxy's rules are read", "changes", len(r.all), "kernelGeneration", last,
+					"took", r.took)
 			case replaced:
 				o.audits.corrected.Add(1)
 				o.log.Error("kube-proxy's rules were followed wrongly, and are corrected", "kernelGeneration", last)
@@ -285,8 +295,8 @@ func (o *Observer) follow(ctx context.Context) error {
 	}
 }
 
-// follows reports whether c is to be made now that all transactions up to a generation are, 0 if none is. It is an error if
-// one is missing in between.
+// follows reports whether c is to be made now that all transactions up to a generation are, 0 if
+// none is. It is an error if one is missing in between.
 func (c commit) follows(last uint32) (bool, error) {
 	switch {
 	case last == 0 || c.generation == successor(last):
@@ -325,7 +335,8 @@ func (o *Observer) lose(now time.Time) {
 	o.evaluate(now)
 }
 
-// adopt replaces what is known by what was read, and the transactions since, and reports true, unless it is the same.
+// adopt replaces what is known by what was read, and the transactions since, and reports true,
+// unless it is the same.
 func (o *Observer) adopt(all []change, since []commit, now time.Time) bool {
 	fresh := o.unknown()
 	for _, c := range append([]commit{{changes: all}}, since...) {
@@ -435,7 +446,8 @@ type Watch struct {
 	reading Reading // o.mu
 	// held are the open connections, as last counted.
 	held map[string]held // o.mu
-	// period counts how often the state became another one; empty how many times in a row no connection was counted since.
+	// period counts how often the state became another one; empty how many times in a row no
+	// connection was counted since.
 	period, empty int // o.mu
 	// busy says that a connection to be waited for was counted last.
 	busy bool // o.mu
@@ -444,11 +456,12 @@ type Watch struct {
 	entered, walked, next time.Time // o.mu
 }
 
-// groupPause is how long after the targets that are going have become others the watches are evaluated again: many come and go at once, and each
-// concerns each.
+// groupPause is how long after the targets that are going have become others the watches are
+// evaluated again: many come and go at once, and each concerns each.
 const groupPause = 10 * time.Millisecond
 
-// group evaluates watches again when others have come or gone, until ctx is done. It takes a fifth of a core at most.
+// group evaluates watches again when others have come or gone, until ctx is done. It takes a fifth
+// of a core at most.
 func (o *Observer) group(ctx context.Context) {
 	pause := groupPause
 	for {
@@ -477,10 +490,11 @@ func wake(c chan struct{}) {
 	}
 }
 
-// Watch asks about targets, of a pod that is to end: port 0 is every port of the address. Changed is called when the state or the
-// generation of the reading has become another one, or whether it is quiet, perhaps by several goroutines at once, which have others to serve: it must not
-// block. It may be called once more while Close is being called. The first reading is there at once. Targets without a valid address are
-// Unknown.
+// Watch asks about targets, of a pod that is to end: port 0 is every port of the address. Changed
+// is called when the state or the generation of the reading has become another one, or whether it
+// is quiet, perhaps by several goroutines at once, which have others to serve: it must not block.
+// It may be called once more while Close is being called. The first reading is there at once.
+// Targets without a valid address are Unknown.
 func (o *Observer) Watch(targets []netip.AddrPort, changed func()) *Watch {
 	w := &Watch{o: o, changed: changed}
 	for _, t := range targets {
@@ -522,7 +536,8 @@ func (w *Watch) Close() {
 	})
 }
 
-// update reads the state anew, and reports whether it, or the generation, has changed. The caller holds o.mu.
+// update reads the state anew, and reports whether it, or the generation, has changed. The caller
+// holds o.mu.
 func (w *Watch) update(now time.Time) bool {
 	state := w.o.state(w.targets)
 	if state == Removed && w.reading.State == Idle {

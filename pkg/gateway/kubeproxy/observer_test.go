@@ -21,40 +21,41 @@ func TestEndpointLeaves(t *testing.T) {
 		{service{"web", "fd10::1", true}, "[fd00::1]:8080", "[fd00::2]:8080"},
 	} {
 		for _, before := range []bool{false, true} {
-			t.Run(fmt.Sprintf("%s affinity %v, read before %v", test.service.family(), test.service.affinity, before), func(t *testing.T) {
-				empty(t)
-				s, a, b := test.service, test.a, test.b
-				var o *Observer
-				if before {
-					o = start(t, Options{})
-					watch(t, o, a).stays(Unknown)
-				}
-				nft(t, append(setUp(s.family()), s.sync([]string{a, b})...)...)
-				if !before {
-					o = start(t, Options{})
-				}
-				wa := watch(t, o, a)
-				wa.wait(Routing)
-				wb := watch(t, o, b)
-				wa.wait(Kept) // both are watched, and there is no other
-				wb.Close()
-				wa.wait(Routing)
-				nft(t, s.sync([]string{b}, a)...)
-				if r := wa.wait(Removed); r.Since.IsZero() || r.Generation == "" {
-					t.Error(r)
-				}
-				wb = watch(t, o, b)
-				wb.wait(Kept)
-				nft(t, s.sync(nil, b)...)
-				wb.wait(Removed)
-				nft(t, s.sync([]string{a})...)
-				wa.wait(Kept)
-				nft(t, "delete table "+s.family()+" kube-proxy")
-				wa.wait(Unknown)
-				wb.wait(Unknown)
-				nft(t, setUp(s.family())...)
-				wa.wait(Removed)
-			})
+			t.Run(fmt.Sprintf("%s affinity %v, read before %v", test.service.family(), test.service.affinity, before),
+				func(t *testing.T) {
+					empty(t)
+					s, a, b := test.service, test.a, test.b
+					var o *Observer
+					if before {
+						o = start(t, Options{})
+						watch(t, o, a).stays(Unknown)
+					}
+					nft(t, append(setUp(s.family()), s.sync([]string{a, b})...)...)
+					if !before {
+						o = start(t, Options{})
+					}
+					wa := watch(t, o, a)
+					wa.wait(Routing)
+					wb := watch(t, o, b)
+					wa.wait(Kept) // both are watched, and there is no other
+					wb.Close()
+					wa.wait(Routing)
+					nft(t, s.sync([]string{b}, a)...)
+					if r := wa.wait(Removed); r.Since.IsZero() || r.Generation == "" {
+						t.Error(r)
+					}
+					wb = watch(t, o, b)
+					wb.wait(Kept)
+					nft(t, s.sync(nil, b)...)
+					wb.wait(Removed)
+					nft(t, s.sync([]string{a})...)
+					wa.wait(Kept)
+					nft(t, "delete table "+s.family()+" kube-proxy")
+					wa.wait(Unknown)
+					wb.wait(Unknown)
+					nft(t, setUp(s.family())...)
+					wa.wait(Removed)
+				})
 		}
 	}
 }
@@ -69,8 +70,8 @@ func restore(t testing.TB, variant string, v6 bool, lines ...string) {
 	run(t, "*nat\n"+strings.Join(lines, "\n")+"\nCOMMIT\n", program+"-"+variant+"-restore", "--noflush")
 }
 
-// The same in the mode of kube-proxy that writes by iptables. In clusters of more than 1,000 endpoints the chain of an endpoint
-// remains, with its DNAT, when nothing leads to it any more.
+// The same in the mode of kube-proxy that writes by iptables. In clusters of more than 1,000
+// endpoints the chain of an endpoint remains, with its DNAT, when nothing leads to it any more.
 func TestEndpointLeavesIPTables(t *testing.T) {
 	for _, test := range []struct {
 		service service
@@ -81,35 +82,38 @@ func TestEndpointLeavesIPTables(t *testing.T) {
 		{service{"web", "fd10::1", false}, "[fd00::1]:8080", "[fd00::2]:8080"},
 	} {
 		for _, stale := range []bool{false, true} {
-			t.Run(fmt.Sprintf("%s affinity %v, stale chains %v", test.service.family(), test.service.affinity, stale), func(t *testing.T) {
-				empty(t)
-				s, a, b := test.service, test.a, test.b
-				o := start(t, Options{})
-				watch(t, o, a).stays(Unknown)
-				// kube-proxy makes its chains, and then writes them.
-				restore(t, "nft", s.v6(), iptablesSetUp[:len(iptablesSetUp)-1]...)
-				watch(t, o, a).stays(Unknown)
-				restore(t, "nft", s.v6(), s.iptables([]string{a, b}, false)...)
-				wa := watch(t, o, a)
-				wa.wait(Routing)
-				// What others write in the same table does not count, be it that they map a port of the host to the pod.
-				restore(t, "nft", s.v6(), ":CNI-DN-1 - [0:0]", "-A CNI-DN-1 -p tcp --dport 9000 -j DNAT --to-destination "+a, "-I PREROUTING -j CNI-DN-1",
-					"-A OUTPUT -p tcp --dport 9000 -j DNAT --to-destination "+a)
-				restore(t, "nft", s.v6(), s.iptables([]string{b}, stale, a)...)
-				wa.wait(Removed)
-				wb := watch(t, o, b)
-				wb.wait(Kept)
-				restore(t, "nft", s.v6(), s.iptables(nil, stale, b)...)
-				wb.wait(Removed)
-				restore(t, "nft", s.v6(), s.iptables([]string{a, b}, false)...)
-				wa.wait(Kept)
-				run(t, "", "nft", "delete", "table", s.family(), "nat")
-				wa.wait(Unknown)
-				// kube-proxy's mode is changed.
-				nft(t, append(setUp(s.family()), s.sync([]string{b})...)...)
-				wa.wait(Removed)
-				wb.wait(Kept)
-			})
+			t.Run(fmt.Sprintf("%s affinity %v, stale chains %v", test.service.family(), test.service.affinity, stale),
+				func(t *testing.T) {
+					empty(t)
+					s, a, b := test.service, test.a, test.b
+					o := start(t, Options{})
+					watch(t, o, a).stays(Unknown)
+					// kube-proxy makes its chains, and then writes them.
+					restore(t, "nft", s.v6(), iptablesSetUp[:len(iptablesSetUp)-1]...)
+					watch(t, o, a).stays(Unknown)
+					restore(t, "nft", s.v6(), s.iptables([]string{a, b}, false)...)
+					wa := watch(t, o, a)
+					wa.wait(Routing)
+					// What others write in the same table does not count, be it that they map a port of
+					// the host to the pod.
+					restore(t, "nft", s.v6(), ":CNI-DN-1 - [0:0]",
+						"-A CNI-DN-1 -p tcp --dport 9000 -j DNAT --to-destination "+a, "-I PREROUTING -j CNI-DN-1",
+						"-A OUTPUT -p tcp --dport 9000 -j DNAT --to-destination "+a)
+					restore(t, "nft", s.v6(), s.iptables([]string{b}, stale, a)...)
+					wa.wait(Removed)
+					wb := watch(t, o, b)
+					wb.wait(Kept)
+					restore(t, "nft", s.v6(), s.iptables(nil, stale, b)...)
+					wb.wait(Removed)
+					restore(t, "nft", s.v6(), s.iptables([]string{a, b}, false)...)
+					wa.wait(Kept)
+					run(t, "", "nft", "delete", "table", s.family(), "nat")
+					wa.wait(Unknown)
+					// kube-proxy's mode is changed.
+					nft(t, append(setUp(s.family()), s.sync([]string{b})...)...)
+					wa.wait(Removed)
+					wb.wait(Kept)
+				})
 		}
 	}
 }
@@ -143,8 +147,8 @@ func TestLeftBehind(t *testing.T) {
 	w.wait(Removed)
 }
 
-// A node changes from iptables to nftables mode, and its operator deletes what the former has left behind. kube-proxy's
-// next change proves that it writes the other table.
+// A node changes from iptables to nftables mode, and its operator deletes what the former has left
+// behind. kube-proxy's next change proves that it writes the other table.
 func TestLeftBehindAndDeletedByHand(t *testing.T) {
 	empty(t)
 	s, a, b := service{"web", "10.96.0.1", false}, "10.244.0.1:8080", "10.244.0.2:8080"
@@ -188,8 +192,8 @@ func TestUnknown(t *testing.T) {
 	w.Close()
 }
 
-// Where something else sends to pods, what this package reads says nothing, and that is known: at once at the start, and
-// some time after kube-proxy's rules were deleted.
+// Where something else sends to pods, what this package reads says nothing, and that is known: at
+// once at the start, and some time after kube-proxy's rules were deleted.
 func TestAbsent(t *testing.T) {
 	empty(t)
 	o := start(t, Options{})
@@ -198,9 +202,11 @@ func TestAbsent(t *testing.T) {
 	}
 	until(t, "no kube-proxy", o.Absent)
 	// kube-proxy in ipvs mode writes to the table nat, too, and no pod is Removed by that.
-	restore(t, "nft", false, ":PREROUTING ACCEPT [0:0]", ":KUBE-SERVICES - [0:0]", ":KUBE-NODE-PORT - [0:0]", ":KUBE-MARK-MASQ - [0:0]", ":KUBE-NODEPORTS - [0:0]",
+	restore(t, "nft", false, ":PREROUTING ACCEPT [0:0]", ":KUBE-SERVICES - [0:0]", ":KUBE-NODE-PORT - [0:0]",
+		":KUBE-MARK-MASQ - [0:0]", ":KUBE-NODEPORTS - [0:0]",
 		`-A PREROUTING -m comment --comment "kubernetes service portals" -j KUBE-SERVICES`,
-		"-A KUBE-SERVICES -d 10.96.0.0/16 -j KUBE-MARK-MASQ", "-A KUBE-SERVICES -m addrtype --dst-type LOCAL -j KUBE-NODE-PORT",
+		"-A KUBE-SERVICES -d 10.96.0.0/16 -j KUBE-MARK-MASQ",
+		"-A KUBE-SERVICES -m addrtype --dst-type LOCAL -j KUBE-NODE-PORT",
 		"-A KUBE-MARK-MASQ -j MARK --set-xmark 0x4000/0x4000")
 	w := watch(t, o, "10.244.0.1:8080")
 	w.stays(Unknown)
@@ -224,10 +230,12 @@ func TestAbsent(t *testing.T) {
 	until(t, "no kube-proxy", o.Absent)
 }
 
-// A pod with one Service that has nobody else, and another that has: it is still to be let go of by the latter.
+// A pod with one Service that has nobody else, and another that has: it is still to be let go of by
+// the latter.
 func TestKeptByOneOnly(t *testing.T) {
 	empty(t)
-	alone, shared, a, b := service{"alone", "10.96.0.1", false}, service{"shared", "10.96.0.2", true}, "10.244.0.1:8080", "10.244.0.2:8080"
+	alone, shared, a, b := service{"alone", "10.96.0.1", false}, service{"shared", "10.96.0.2", true},
+		"10.244.0.1:8080", "10.244.0.2:8080"
 	nft(t, slices.Concat(setUp("ip"), alone.sync([]string{a}), shared.sync([]string{a, b}))...)
 	o := start(t, Options{})
 	w := watch(t, o, a)

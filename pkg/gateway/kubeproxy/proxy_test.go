@@ -8,7 +8,8 @@ import (
 	"strings"
 )
 
-// service writes rules as kube-proxy does in its nftables mode, see syncProxyRules and its test in Kubernetes 1.36.
+// service writes rules as kube-proxy does in its nftables mode, see syncProxyRules and its test in
+// Kubernetes 1.36.
 type service struct {
 	name, clusterIP string
 	affinity        bool
@@ -27,7 +28,8 @@ func (s service) chain() string { return fmt.Sprintf("ULMVA6XW-default/%s/tcp/ht
 
 func (s service) endpointChain(e string) string {
 	a := netip.MustParseAddrPort(e)
-	return fmt.Sprintf("endpoint-5OJB2KTY-default/%s/tcp/http__%s/%d", s.name, strings.ReplaceAll(a.Addr().String(), ":", "."), a.Port())
+	return fmt.Sprintf("endpoint-5OJB2KTY-default/%s/tcp/http__%s/%d", s.name,
+		strings.ReplaceAll(a.Addr().String(), ":", "."), a.Port())
 }
 
 func (s service) affinitySet(e string) string {
@@ -40,7 +42,8 @@ func setUp(family string) []string {
 	if family == "ip6" {
 		address = "ipv6_addr"
 	}
-	return strings.Split(strings.NewReplacer("FAMILY", family, "ADDRESS", address).Replace(`add table FAMILY kube-proxy { comment "rules for kube-proxy" ; }
+	return strings.Split(strings.NewReplacer("FAMILY", family,
+		"ADDRESS", address).Replace(`add table FAMILY kube-proxy { comment "rules for kube-proxy" ; }
 add chain FAMILY kube-proxy nat-prerouting { type nat hook prerouting priority -100 ; }
 add chain FAMILY kube-proxy nat-output { type nat hook output priority -100 ; }
 add chain FAMILY kube-proxy services
@@ -56,7 +59,8 @@ add rule FAMILY kube-proxy services FAMILY daddr . meta l4proto . th dport vmap 
 add rule FAMILY kube-proxy services fib daddr type local meta l4proto . th dport vmap @service-nodeports`), "\n")
 }
 
-// sync writes the service with these endpoints, and empties the chains of those that were there before.
+// sync writes the service with these endpoints, and empties the chains of those that were there
+// before.
 func (s service) sync(endpoints []string, before ...string) []string {
 	f := s.family()
 	lines := []string{
@@ -64,7 +68,8 @@ func (s service) sync(endpoints []string, before ...string) []string {
 		fmt.Sprintf("flush chain %s kube-proxy %s", f, s.chain()),
 	}
 	if len(endpoints) > 0 {
-		lines = append(lines, fmt.Sprintf("add element %s kube-proxy service-ips { %s . tcp . 80 : goto %s }", f, s.clusterIP, s.chain()))
+		lines = append(lines, fmt.Sprintf("add element %s kube-proxy service-ips { %s . tcp . 80 : goto %s }", f,
+			s.clusterIP, s.chain()))
 	} else {
 		lines = append(lines, fmt.Sprintf("delete element %s kube-proxy service-ips { %s . tcp . 80 }", f, s.clusterIP))
 	}
@@ -78,7 +83,8 @@ func (s service) sync(endpoints []string, before ...string) []string {
 		chain := s.endpointChain(e)
 		items = append(items, fmt.Sprintf("%d : goto %s", i, chain))
 		lines = append(lines,
-			fmt.Sprintf("add set %s kube-proxy %s { type %s ; flags dynamic,timeout ; timeout 10800s ; }", f, s.affinitySet(e), map[bool]string{false: "ipv4_addr", true: "ipv6_addr"}[s.v6()]),
+			fmt.Sprintf("add set %s kube-proxy %s { type %s ; flags dynamic,timeout ; timeout 10800s ; }", f,
+				s.affinitySet(e), map[bool]string{false: "ipv4_addr", true: "ipv6_addr"}[s.v6()]),
 			fmt.Sprintf("add chain %s kube-proxy %s", f, chain),
 			fmt.Sprintf("flush chain %s kube-proxy %s", f, chain),
 			fmt.Sprintf("add rule %s kube-proxy %s %s saddr @%s goto %s", f, s.chain(), f, s.affinitySet(e), chain),
@@ -88,29 +94,35 @@ func (s service) sync(endpoints []string, before ...string) []string {
 	switch {
 	case len(endpoints) == 0:
 	case s.affinity:
-		lines = append(lines, fmt.Sprintf("add rule %s kube-proxy %s numgen random mod %d vmap { %s }", f, s.chain(), len(endpoints), strings.Join(items, " , ")))
+		lines = append(lines, fmt.Sprintf("add rule %s kube-proxy %s numgen random mod %d vmap { %s }", f, s.chain(),
+			len(endpoints), strings.Join(items, " , ")))
 	default:
-		lines = append(lines, fmt.Sprintf("add rule %s kube-proxy %s meta l4proto tcp dnat %s addr . port to numgen random mod %d map { %s }", f, s.chain(), f, len(endpoints), strings.Join(items, " , ")))
+		lines = append(lines, fmt.Sprintf("add rule %s kube-proxy %s meta l4proto tcp dnat %s addr . port to numgen "+
+			"random mod %d map { %s }", f, s.chain(), f, len(endpoints), strings.Join(items, " , ")))
 	}
 	if s.affinity {
 		for _, e := range before {
-			lines = append(lines, fmt.Sprintf("flush chain %s kube-proxy %s", f, s.endpointChain(e)), fmt.Sprintf("delete set %s kube-proxy %s", f, s.affinitySet(e)))
+			lines = append(lines, fmt.Sprintf("flush chain %s kube-proxy %s", f, s.endpointChain(e)),
+				fmt.Sprintf("delete set %s kube-proxy %s", f, s.affinitySet(e)))
 		}
 	}
 	return lines
 }
 
-// iptablesSetUp is what kube-proxy writes once in its iptables mode, see writeIptablesRules and syncProxyRules in Kubernetes 1.36.
+// iptablesSetUp is what kube-proxy writes once in its iptables mode, see writeIptablesRules and
+// syncProxyRules in Kubernetes 1.36.
 var iptablesSetUp = []string{
-	":PREROUTING ACCEPT [0:0]", ":OUTPUT ACCEPT [0:0]", ":KUBE-SERVICES - [0:0]", ":KUBE-NODEPORTS - [0:0]", ":KUBE-MARK-MASQ - [0:0]",
+	":PREROUTING ACCEPT [0:0]", ":OUTPUT ACCEPT [0:0]", ":KUBE-SERVICES - [0:0]", ":KUBE-NODEPORTS - [0:0]",
+	":KUBE-MARK-MASQ - [0:0]",
 	`-A PREROUTING -m comment --comment "kubernetes service portals" -j KUBE-SERVICES`,
 	`-A OUTPUT -m comment --comment "kubernetes service portals" -j KUBE-SERVICES`,
 	"-A KUBE-MARK-MASQ -j MARK --set-xmark 0x4000/0x4000",
 	`-A KUBE-SERVICES -m comment --comment "kubernetes service nodeports; NOTE: this must be the last rule in this chain" -m addrtype --dst-type LOCAL -j KUBE-NODEPORTS`,
 }
 
-// iptables writes the service, with these endpoints, as kube-proxy does in its iptables mode. Chains of those that were there before are
-// left as they are if stale is true, as in clusters of more than 1,000 endpoints for up to 30 s; else they are deleted.
+// iptables writes the service, with these endpoints, as kube-proxy does in its iptables mode.
+// Chains of those that were there before are left as they are if stale is true, as in clusters of
+// more than 1,000 endpoints for up to 30 s; else they are deleted.
 func (s service) iptables(endpoints []string, stale bool, before ...string) []string {
 	hash := strings.ToUpper(s.name)
 	svc, ext := "KUBE-SVC-"+hash, "KUBE-EXT-"+hash
@@ -123,7 +135,8 @@ func (s service) iptables(endpoints []string, stale bool, before ...string) []st
 		bits = "/128"
 	}
 	// The other rules of the chain are written anew with it.
-	heads := []string{":KUBE-SERVICES - [0:0]", ":KUBE-NODEPORTS - [0:0]", ":" + svc + " - [0:0]", ":" + ext + " - [0:0]"}
+	heads := []string{":KUBE-SERVICES - [0:0]", ":KUBE-NODEPORTS - [0:0]", ":" + svc + " - [0:0]",
+		":" + ext + " - [0:0]"}
 	var rules []string
 	if len(endpoints) > 0 {
 		rules = append(rules,
@@ -135,7 +148,8 @@ func (s service) iptables(endpoints []string, stale bool, before ...string) []st
 	for _, e := range endpoints {
 		heads = append(heads, ":"+chain(e)+" - [0:0]")
 		if s.affinity {
-			rules = append(rules, fmt.Sprintf("-A %s %s -m recent --name %s --rcheck --seconds 10800 --reap --rsource -j %s", svc, comment, chain(e), chain(e)))
+			rules = append(rules, fmt.Sprintf("-A %s %s -m recent --name %s --rcheck --seconds 10800 --reap "+
+				"--rsource -j %s", svc, comment, chain(e), chain(e)))
 		}
 	}
 	for i, e := range endpoints {

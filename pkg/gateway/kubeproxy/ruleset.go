@@ -20,9 +20,9 @@ const (
 	destNode
 )
 
-// node is a chain, a map, or a destination of one table. An edge leads from a chain to the chains it jumps to, to the maps
-// that give it a verdict or an address, and to the destinations it names; and from a map to what its elements lead to. The
-// same edge may be there several times: it counts.
+// node is a chain, a map, or a destination of one table. An edge leads from a chain to the chains
+// it jumps to, to the maps that give it a verdict or an address, and to the destinations it names;
+// and from a map to what its elements lead to. The same edge may be there several times: it counts.
 type node struct {
 	kind    nodeKind
 	name    string
@@ -30,7 +30,8 @@ type node struct {
 	in, out map[*node]int
 	// base is of a chain that the kernel enters.
 	base bool
-	// defined is false for a chain or map that something leads to and that is not there, or not yet.
+	// defined is false for a chain or map that something leads to and that is not there, or not
+	// yet.
 	defined bool
 	// rules are a chain's, by handle; elements a map's, by key.
 	rules    map[uint64][]*node
@@ -58,7 +59,8 @@ func unlink(from, to *node) {
 	}
 }
 
-// table is what a table does with packets, as a graph. It is a pure value: changes go in by apply, in the order of the kernel.
+// table is what a table does with packets, as a graph. It is a pure value: changes go in by apply,
+// in the order of the kernel.
 type table struct {
 	id     tableID
 	exists bool
@@ -68,25 +70,30 @@ type table struct {
 }
 
 func newTableGraph(id tableID) *table {
-	return &table{id: id, chains: map[string]*node{}, maps: map[string]*node{}, dests: map[netip.Addr]map[uint16]*node{}}
+	return &table{id: id, chains: map[string]*node{}, maps: map[string]*node{},
+		dests: map[netip.Addr]map[uint16]*node{}}
 }
 
 // equal reports whether two tables do the same with packets.
 func (t *table) equal(u *table) bool {
-	return t.exists == u.exists && maps.EqualFunc(t.chains, u.chains, (*node).equal) && maps.EqualFunc(t.maps, u.maps, (*node).equal)
+	return t.exists == u.exists && maps.EqualFunc(t.chains, u.chains, (*node).equal) &&
+		maps.EqualFunc(t.maps, u.maps, (*node).equal)
 }
 
 func (n *node) equal(m *node) bool {
 	same := func(a, b *node) bool { return a.kind == b.kind && a.name == b.name && a.dest == b.dest }
 	rules := func(a, b []*node) bool { return slices.EqualFunc(a, b, same) }
-	return n.defined == m.defined && n.base == m.base && maps.EqualFunc(n.rules, m.rules, rules) && maps.EqualFunc(n.elements, m.elements, same)
+	return n.defined == m.defined && n.base == m.base && maps.EqualFunc(n.rules, m.rules, rules) &&
+		maps.EqualFunc(n.elements, m.elements, same)
 }
 
-// iptables reports whether the table is the one that iptables-nft and kube-proxy share with everybody else.
+// iptables reports whether the table is the one that iptables-nft and kube-proxy share with
+// everybody else.
 func (t *table) iptables() bool { return t.id.name != proxyTable }
 
-// follows reports whether chains of that name say where kube-proxy sends. Others write to the table of iptables as well.
-// CRI-O maps the ports of hosts by chains with kube-proxy's prefix, which stay until the pod's sandbox is deleted.
+// follows reports whether chains of that name say where kube-proxy sends. Others write to the table
+// of iptables as well. CRI-O maps the ports of hosts by chains with kube-proxy's prefix, which stay
+// until the pod's sandbox is deleted.
 func (t *table) follows(chain string, base bool) bool {
 	return !t.iptables() || base ||
 		strings.HasPrefix(chain, "KUBE-") && chain != "KUBE-HOSTPORTS" && !strings.HasPrefix(chain, "KUBE-HP-")
@@ -147,7 +154,8 @@ func (t *table) forget(n *node) {
 	}
 }
 
-// apply makes one change, and reports whether it is one to where packets go. A change that is already made is none.
+// apply makes one change, and reports whether it is one to where packets go. A change that is
+// already made is none.
 func (t *table) apply(c *change) bool {
 	switch c.kind {
 	case newTable:
@@ -175,7 +183,8 @@ func (t *table) apply(c *change) bool {
 		t.forget(n)
 		return true
 	case newRule:
-		// The chain is known by now: chains come first in a dump, and a rule in an unknown chain does not concern us.
+		// The chain is known by now: chains come first in a dump, and a rule in an unknown chain
+		// does not concern us.
 		n := t.chains[c.name]
 		if n == nil || !n.defined {
 			return false
@@ -287,13 +296,15 @@ func (t *table) dropElement(n *node, key string) bool {
 	return ok
 }
 
-// complete reports whether kube-proxy has written the table. It writes all it knows in the transaction that makes this
-// true: it waits for all Services and EndpointSlices before its first, see syncProxyRules. In ipvs mode it writes
-// KUBE-SERVICES as well, but where packets go is elsewhere. Only that mode has KUBE-NODE-PORT.
+// complete reports whether kube-proxy has written the table. It writes all it knows in the
+// transaction that makes this true: it waits for all Services and EndpointSlices before its first,
+// see syncProxyRules. In ipvs mode it writes KUBE-SERVICES as well, but where packets go is
+// elsewhere. Only that mode has KUBE-NODE-PORT.
 func (t *table) complete() bool {
 	if t.iptables() {
 		n := t.chains["KUBE-SERVICES"]
-		return n != nil && n.defined && len(n.rules) > 0 && n.out[t.chains["KUBE-NODE-PORT"]] == 0 && entered(n, map[*node]bool{})
+		return n != nil && n.defined && len(n.rules) > 0 && n.out[t.chains["KUBE-NODE-PORT"]] == 0 &&
+			entered(n, map[*node]bool{})
 	}
 	n := t.chains["services"]
 	return t.exists && n != nil && n.defined && len(n.rules) > 0
@@ -335,7 +346,8 @@ const (
 	sendsToo             // and to others
 )
 
-// sending returns what the table does with target. Others are the destinations for which going is false.
+// sending returns what the table does with target. Others are the destinations for which going is
+// false.
 func (t *table) sending(target netip.AddrPort, going func(netip.AddrPort) bool) sending {
 	answer := sendsNothing
 	for _, n := range t.destinations(target) {
@@ -344,7 +356,8 @@ func (t *table) sending(target netip.AddrPort, going func(netip.AddrPort) bool) 
 				continue
 			}
 			answer = max(answer, sendsLast)
-			// A map of destinations is a choice by itself; a chain with one destination is what others choose.
+			// A map of destinations is a choice by itself; a chain with one destination is what
+			// others choose.
 			if from.kind == mapNode {
 				if !only(from, going, map[*node]bool{}) {
 					return sendsToo
@@ -384,5 +397,6 @@ const (
 
 // ours reports whether a table is one in which kube-proxy writes where packets go.
 func ours(id tableID) bool {
-	return (id.family == unix.NFPROTO_IPV4 || id.family == unix.NFPROTO_IPV6) && (id.name == proxyTable || id.name == natTable)
+	return (id.family == unix.NFPROTO_IPV4 || id.family == unix.NFPROTO_IPV6) &&
+		(id.name == proxyTable || id.name == natTable)
 }

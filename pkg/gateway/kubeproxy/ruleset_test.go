@@ -9,12 +9,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// In large clusters kube-proxy's iptables mode leaves the chain of a traffic policy that is no longer used, with what it led to. It is no
-// choice any more: who is alone in the other is alone.
+// In large clusters kube-proxy's iptables mode leaves the chain of a traffic policy that is no
+// longer used, with what it led to. It is no choice any more: who is alone in the other is alone.
 func TestChainThatNothingLeadsTo(t *testing.T) {
 	id := tableID{unix.NFPROTO_IPV4, natTable}
 	g := newTableGraph(id)
-	for _, chain := range []string{"PREROUTING", "KUBE-SERVICES", "KUBE-SVC-A", "KUBE-SVL-A", "KUBE-SEP-A", "KUBE-SEP-B"} {
+	for _, chain := range []string{"PREROUTING", "KUBE-SERVICES", "KUBE-SVC-A", "KUBE-SVL-A", "KUBE-SEP-A",
+		"KUBE-SEP-B"} {
 		g.apply(&change{kind: newChain, table: id, name: chain, base: chain == "PREROUTING"})
 	}
 	a, b := netip.MustParseAddrPort("10.244.0.1:8080"), netip.MustParseAddrPort("10.244.0.2:8080")
@@ -41,12 +42,14 @@ func TestChainThatNothingLeadsTo(t *testing.T) {
 	if got := g.sending(b, going); got != sendsNothing {
 		t.Errorf("sent to the one that nothing leads to: %d, want %d", got, sendsNothing)
 	}
-	g.apply(&change{kind: newRule, table: id, name: "KUBE-SERVICES", handle: 9, rule: rule{jumps: []string{"KUBE-SVC-A"}}})
+	g.apply(&change{kind: newRule, table: id, name: "KUBE-SERVICES", handle: 9,
+		rule: rule{jumps: []string{"KUBE-SVC-A"}}})
 	if got := g.sending(a, going); got != sendsToo {
 		t.Errorf("sent to with another: %d, want %d", got, sendsToo)
 	}
 	// A circle ends.
-	g.apply(&change{kind: newRule, table: id, name: "KUBE-SVC-A", handle: 10, rule: rule{jumps: []string{"KUBE-SVC-A", "KUBE-SERVICES"}}})
+	g.apply(&change{kind: newRule, table: id, name: "KUBE-SVC-A", handle: 10,
+		rule: rule{jumps: []string{"KUBE-SVC-A", "KUBE-SERVICES"}}})
 	g.sending(a, going)
 	// A change that is made twice is made once.
 	if g.apply(&change{kind: delRule, table: id, name: "KUBE-SEP-A", handle: 99}) {
@@ -58,13 +61,14 @@ func TestChainThatNothingLeadsTo(t *testing.T) {
 	}
 }
 
-// CRI-O maps the ports of hosts by chains that begin like kube-proxy's. They stay until the sandbox is deleted, which is
-// after SIGTERM: a pod whose barrier waited for them would never get it.
+// CRI-O maps the ports of hosts by chains that begin like kube-proxy's. They stay until the sandbox
+// is deleted, which is after SIGTERM: a pod whose barrier waited for them would never get it.
 func TestHostPortsOfCRIO(t *testing.T) {
 	id := tableID{unix.NFPROTO_IPV4, natTable}
 	g := newTableGraph(id)
 	pod := netip.MustParseAddrPort("10.244.0.7:8080")
-	for _, chain := range []string{"PREROUTING", "KUBE-SERVICES", "KUBE-NODEPORTS", "KUBE-HOSTPORTS", "KUBE-HP-ABCDEFGHIJKLMNOP", "KUBE-SVC-A", "KUBE-SEP-A"} {
+	for _, chain := range []string{"PREROUTING", "KUBE-SERVICES", "KUBE-NODEPORTS", "KUBE-HOSTPORTS",
+		"KUBE-HP-ABCDEFGHIJKLMNOP", "KUBE-SVC-A", "KUBE-SEP-A"} {
 		g.apply(&change{kind: newChain, table: id, name: chain, base: chain == "PREROUTING"})
 	}
 	for i, r := range []struct {
@@ -88,7 +92,8 @@ func TestHostPortsOfCRIO(t *testing.T) {
 	if got := g.sending(pod, going); got != sendsNothing {
 		t.Errorf("kube-proxy does not send to the pod, and it is %d", got)
 	}
-	g.apply(&change{kind: newRule, table: id, name: "KUBE-SERVICES", handle: 9, rule: rule{jumps: []string{"KUBE-SVC-A"}}})
+	g.apply(&change{kind: newRule, table: id, name: "KUBE-SERVICES", handle: 9,
+		rule: rule{jumps: []string{"KUBE-SVC-A"}}})
 	if got := g.sending(pod, going); got != sendsToo && got != sendsLast {
 		t.Errorf("kube-proxy sends to the pod, and it is %d", got)
 	}

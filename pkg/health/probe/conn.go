@@ -61,7 +61,8 @@ func broken(errno syscall.Errno) health.Outcome {
 	switch errno {
 	case syscall.ETIMEDOUT:
 		kind = health.Timeout
-	case syscall.EMFILE, syscall.ENFILE, syscall.ENOMEM, syscall.ENOBUFS, syscall.EADDRNOTAVAIL, syscall.EACCES, syscall.EPERM,
+	case syscall.EMFILE, syscall.ENFILE, syscall.ENOMEM, syscall.ENOBUFS, syscall.EADDRNOTAVAIL, syscall.EACCES,
+		syscall.EPERM,
 		syscall.EAFNOSUPPORT, syscall.EINVAL:
 		kind = health.OutcomeUnknown
 	}

@@ -52,7 +52,8 @@ func callHealth(ctx context.Context, job *health.Job) health.Outcome {
 		Method: http.MethodPost,
 		URL:    &url.URL{Scheme: "http", Host: address(job).String(), Path: "/grpc.health.v1.Health/Check"},
 		Host:   host(job),
-		Header: http.Header{"Content-Type": {"application/grpc"}, "Te": {"trailers"}, "User-Agent": {"lameduck-health"}},
+		Header: http.Header{"Content-Type": {"application/grpc"}, "Te": {"trailers"},
+			"User-Agent": {"lameduck-health"}},
 		// Without GetBody, it is not sent again.
 		Body: io.NopCloser(bytes.NewReader(body)), ContentLength: int64(len(body)),
 	}).WithContext(ctx)
@@ -64,7 +65,8 @@ func callHealth(ctx context.Context, job *health.Job) health.Outcome {
 	switch {
 	case err == nil:
 		return judgeHealth(resp, body)
-	case outcome == health.Outcome{Kind: health.TCPFailure} && !errors.Is(err, io.EOF) && !errors.Is(err, io.ErrUnexpectedEOF):
+	case outcome == health.Outcome{Kind: health.TCPFailure} && !errors.Is(err, io.EOF) &&
+		!errors.Is(err, io.ErrUnexpectedEOF):
 		return malformed // the connection is good, what came on it is not HTTP/2
 	default:
 		return outcome

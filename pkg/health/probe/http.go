@@ -138,7 +138,8 @@ func (a *answer) read(job *health.Job, out io.Writer) (health.Outcome, bool) {
 		}
 		_, err = io.Copy(io.Discard, resp.Body)
 		whole := err == nil && a.n < maxAnswer && b.Buffered() == 0
-		return judge(job.Check, resp.StatusCode), job.Check.KeepAlive && whole && !resp.Close && resp.ProtoMinor > 0 && resp.StatusCode >= 200
+		return judge(job.Check, resp.StatusCode), job.Check.KeepAlive && whole && !resp.Close && resp.ProtoMinor > 0 &&
+			resp.StatusCode >= 200
 	}
 }
 

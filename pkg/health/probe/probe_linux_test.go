@@ -43,7 +43,8 @@ type queue struct {
 
 func newQueue() *queue {
 	return &queue{
-		outcomes: map[health.Key][]health.Outcome{}, took: map[health.Key][]time.Duration{}, ended: make(chan struct{}, 1<<16),
+		outcomes: map[health.Key][]health.Outcome{}, took: map[health.Key][]time.Duration{},
+		ended: make(chan struct{}, 1<<16),
 	}
 }
 
@@ -286,7 +287,8 @@ func TestWhatIsSent(t *testing.T) {
 	c := check(health.HTTP)
 	c.Path, c.Host, c.Headers = "/healthz?full=1", "shop.example", "X-A: 1\r\nX-B: 2\r\n"
 	r.want(health.Outcome{Kind: health.Success, Code: 204}, addr, c)
-	want := "GET /healthz?full=1 HTTP/1.1\r\nHost: shop.example\r\nUser-Agent: lameduck-health\r\nAccept: */*\r\nConnection: close\r\n" +
+	want := "GET /healthz?full=1 HTTP/1.1\r\nHost: shop.example\r\nUser-Agent: lameduck-health\r\nAccept: " +
+		"*/*\r\nConnection: close\r\n" +
 		"X-A: 1\r\nX-B: 2\r\n\r\n"
 	if got.Load() != want {
 		t.Fatalf("sent %q, want %q", got.Load(), want)
@@ -308,8 +310,11 @@ func TestAHeaderIsSentOnce(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		sent := string(appendGet(nil, &health.Job{Key: health.Key{Target: health.Target{Addr: netip.MustParseAddrPort("127.0.0.1:80")}}, Check: &c}))
-		if strings.Count(strings.ToLower(sent), "\r\n"+strings.ToLower(header)+": ") != 1 || !strings.Contains(sent, "\r\n"+header+": 5\r\n") {
+		sent := string(appendGet(nil,
+			&health.Job{Key: health.Key{Target: health.Target{Addr: netip.MustParseAddrPort("127.0.0.1:80")}},
+				Check: &c}))
+		if strings.Count(strings.ToLower(sent), "\r\n"+strings.ToLower(header)+": ") != 1 ||
+			!strings.Contains(sent, "\r\n"+header+": 5\r\n") {
 			t.Errorf("%s: sent is\n%s", header, sent)
 		}
 		if n := strings.Count(sent, "\r\n"); n < 6 {
@@ -381,7 +386,8 @@ func TestWhatBackendsAnswer(t *testing.T) {
 		{"in pieces", []string{"H", "TTP/1", ".1 20", "0 O", "K\r", "\n", "Content-Length: 0\r\n\r\n"}, ok},
 		{"no reason", []string{"HTTP/1.1 200\r\n\r\n"}, ok},
 		{"bare newlines", []string{"HTTP/1.0 200 OK\n\n"}, ok},
-		{"continue first", []string{"HTTP/1.1 100 Continue\r\nA: b\r\n\r\nHTTP/1.1 503 No\r\n\r\n"}, health.Outcome{Kind: health.HTTPFailure, Code: 503}},
+		{"continue first", []string{"HTTP/1.1 100 Continue\r\nA: b\r\n\r\nHTTP/1.1 503 No\r\n\r\n"},
+			health.Outcome{Kind: health.HTTPFailure, Code: 503}},
 		{"a body without end", []string{"HTTP/1.1 200 OK\r\n\r\n", strings.Repeat("x", 100<<10)}, ok},
 		{"huge headers", []string{"HTTP/1.1 200 OK\r\nX: ", strings.Repeat("x", 100<<10)}, malformed},
 		{"a huge status line", []string{"HTTP/1.1 ", strings.Repeat("x", 100<<10)}, malformed},
@@ -620,7 +626,8 @@ func healthServer(t *testing.T, padding int) netip.AddrPort {
 	t.Helper()
 	h := http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
 		body, err := io.ReadAll(req.Body)
-		if err != nil || len(body) < 5 || req.URL.Path != "/grpc.health.v1.Health/Check" || req.Header.Get("Content-Type") != "application/grpc" ||
+		if err != nil || len(body) < 5 || req.URL.Path != "/grpc.health.v1.Health/Check" ||
+			req.Header.Get("Content-Type") != "application/grpc" ||
 			req.Header.Get("Te") != "trailers" || int(binary.BigEndian.Uint32(body[1:])) != len(body)-5 {
 			w.WriteHeader(http.StatusBadRequest)
 			return
@@ -679,7 +686,8 @@ func TestGRPC(t *testing.T) {
 	r := start(t, &Runner{})
 	r.want(health.Outcome{Kind: health.HTTPFailure}, says(t, "HTTP/1.1 400 Bad Request\r\n\r\n"), check(health.GRPC))
 	// It closes after its settings; how that looks depends on whether our acknowledgement meets it.
-	if got := r.ask(says(t, "\x00\x00\x00\x04\x00\x00\x00\x00\x00"), check(health.GRPC)); got.Kind != health.TCPFailure {
+	if got := r.ask(says(t, "\x00\x00\x00\x04\x00\x00\x00\x00\x00"),
+		check(health.GRPC)); got.Kind != health.TCPFailure {
 		t.Fatal(got)
 	}
 	away := "\x00\x00\x00\x04\x00\x00\x00\x00\x00" + "\x00\x00\x08\x07\x00\x00\x00\x00\x00" + "\x00\x00\x00\x00" + "\x00\x00\x00\x0b"
@@ -704,7 +712,8 @@ func TestBlackHolesDelayNobody(t *testing.T) {
 	for i := range 200 {
 		k := key(netip.AddrPortFrom(netip.AddrFrom4([4]byte{127, 1, byte(i >> 8), byte(i)}), hole.Port()))
 		for round := range 8 {
-			jobs = append(jobs, health.Job{Key: k, Check: &c, Due: began.Add(time.Duration(round) * 510 * time.Millisecond)})
+			jobs = append(jobs, health.Job{Key: k, Check: &c,
+				Due: began.Add(time.Duration(round) * 510 * time.Millisecond)})
 		}
 	}
 	healthy := 0
@@ -761,7 +770,8 @@ func TestOverloadIsSaid(t *testing.T) {
 		var jobs []health.Job
 		for i := range 100 {
 			k := key(netip.AddrPortFrom(netip.AddrFrom4([4]byte{127, 1, 0, byte(i)}), hole.Port()))
-			jobs = append(jobs, health.Job{Key: k, Check: &c, Due: time.Now()}, health.Job{Key: k, Check: &c, Due: time.Now().Add(time.Second)})
+			jobs = append(jobs, health.Job{Key: k, Check: &c, Due: time.Now()},
+				health.Job{Key: k, Check: &c, Due: time.Now().Add(time.Second)})
 		}
 		r.add(jobs...)
 		r.Wake()
@@ -832,9 +842,11 @@ func descriptors(t *testing.T) int {
 
 func TestWhatIsLackingHereIsNobodysFault(t *testing.T) {
 	for errno, want := range map[syscall.Errno]health.OutcomeKind{
-		syscall.EMFILE: health.OutcomeUnknown, syscall.EADDRNOTAVAIL: health.OutcomeUnknown, syscall.ENOBUFS: health.OutcomeUnknown,
-		syscall.ECONNREFUSED: health.TCPFailure, syscall.EHOSTUNREACH: health.TCPFailure, syscall.ENETUNREACH: health.TCPFailure,
-		syscall.ECONNRESET: health.TCPFailure, syscall.EPIPE: health.TCPFailure, syscall.ETIMEDOUT: health.Timeout,
+		syscall.EMFILE: health.OutcomeUnknown, syscall.EADDRNOTAVAIL: health.OutcomeUnknown,
+		syscall.ENOBUFS:      health.OutcomeUnknown,
+		syscall.ECONNREFUSED: health.TCPFailure, syscall.EHOSTUNREACH: health.TCPFailure,
+		syscall.ENETUNREACH: health.TCPFailure,
+		syscall.ECONNRESET:  health.TCPFailure, syscall.EPIPE: health.TCPFailure, syscall.ETIMEDOUT: health.Timeout,
 	} {
 		if got := broken(errno); got.Kind != want || got.Code != uint16(errno) {
 			t.Errorf("%s: %s, want %s", errno, got, want)

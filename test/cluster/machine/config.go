@@ -68,8 +68,9 @@ disabled_plugins = ["io.containerd.snapshotter.v1.aufs", "io.containerd.snapshot
 `, pid1.Dir+"/containerd", socket, pid1.Dir+"/opt", pauseImage, pid1.Dir+"/cni/bin", pid1.Dir+"/cni")
 }
 
-// networkPlugin is ptp without duplicate address detection, for which it waits a second and more with each pod. New network
-// namespaces have it on, and no setting of the plugin's or of the machine's own changes that.
+// networkPlugin is ptp without duplicate address detection, for which it waits a second and more
+// with each pod. New network namespaces have it on, and no setting of the plugin's or of the
+// machine's own changes that.
 func networkPlugin() string {
 	return fmt.Sprintf(`#!/bin/sh
 export CNI_PATH=%[1]s
@@ -80,8 +81,8 @@ exec %[1]s/ptp
 `, pluginDir())
 }
 
-// networkConfig is a cable for each pod and a route to it. A bridge would let answers of a Service's pod to another pod
-// of its node pass by the packet filter, unless br_netfilter is there.
+// networkConfig is a cable for each pod and a route to it. A bridge would let answers of a
+// Service's pod to another pod of its node pass by the packet filter, unless br_netfilter is there.
 func networkConfig(m *Machine) string {
 	return fmt.Sprintf(`{
   "cniVersion": "0.4.0",

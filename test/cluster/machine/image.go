@@ -20,17 +20,19 @@ import (
 
 const pauseImage = "lameduck.test/pause:1"
 
-// Image is a program to run in containers, and nothing else unless it says so: no shell, no files, user 0 if the pod does
-// not say otherwise. The pods' pull policy must not be Always.
+// Image is a program to run in containers, and nothing else unless it says so: no shell, no files,
+// user 0 if the pod does not say otherwise. The pods' pull policy must not be Always.
 type Image struct {
 	// Name is what pods call it, with a registry and a tag: "lameduck.test/app:1".
 	Name string
-	// Program is the file of a statically linked program. It is the entry point, at / with the name of the file.
+	// Program is the file of a statically linked program. It is the entry point, at / with the name
+	// of the file.
 	Program string
-	// Libraries are files of this computer that the program needs at the same place, if it is not statically linked. See
-	// [Libraries].
+	// Libraries are files of this computer that the program needs at the same place, if it is not
+	// statically linked. See [Libraries].
 	Libraries []string
-	// Archive is the file of an OCI archive that has the image by its Name, in place of Program. It may have it for other platforms too.
+	// Archive is the file of an OCI archive that has the image by its Name, in place of Program. It
+	// may have it for other platforms too.
 	Archive string
 }
 
@@ -42,7 +44,8 @@ func Libraries(ctx context.Context, program string) ([]string, error) {
 	}
 	var all []string
 	for line := range strings.Lines(string(out)) {
-		// "libz.so.1 => /lib/libz.so.1 (0x7f...)", or "/lib64/ld-linux.so.2 (0x7f...)"; the kernel's own is in no file.
+		// "libz.so.1 => /lib/libz.so.1 (0x7f...)", or "/lib64/ld-linux.so.2 (0x7f...)"; the
+		// kernel's own is in no file.
 		for _, field := range strings.Fields(line) {
 			if filepath.IsAbs(field) {
 				all = append(all, field)
@@ -56,8 +59,8 @@ func Libraries(ctx context.Context, program string) ([]string, error) {
 // archive is an image in a file, for containerd to import.
 type archive struct{ name, path string }
 
-// Load brings images to every machine and returns when pods can use them. A name that is there already is given to the new
-// image; containers that run keep theirs.
+// Load brings images to every machine and returns when pods can use them. A name that is there
+// already is given to the new image; containers that run keep theirs.
 func (s *Set) Load(ctx context.Context, images ...Image) error {
 	archives, err := s.pack(images)
 	if err != nil {
@@ -129,7 +132,8 @@ func writeImage(w io.Writer, image Image) error {
 	if err != nil {
 		return err
 	}
-	manifest, err := json.Marshal([]map[string]any{{"Config": "config.json", "RepoTags": []string{image.Name}, "Layers": []string{"layer.tar"}}})
+	manifest, err := json.Marshal([]map[string]any{{"Config": "config.json", "RepoTags": []string{image.Name},
+		"Layers": []string{"layer.tar"}}})
 	if err != nil {
 		return err
 	}
@@ -137,7 +141,8 @@ func writeImage(w io.Writer, image Image) error {
 	return writeTar(w, files, "layer.tar", "config.json", "manifest.json")
 }
 
-// writeTar writes files in the given order, without times, so that the same program makes the same image.
+// writeTar writes files in the given order, without times, so that the same program makes the same
+// image.
 func writeTar(w io.Writer, files map[string][]byte, order ...string) error {
 	tw := tar.NewWriter(w)
 	for _, name := range order {
@@ -152,7 +157,8 @@ func writeTar(w io.Writer, files map[string][]byte, order ...string) error {
 	return tw.Close()
 }
 
-// load imports an image and waits until the kubelet is told of it, which containerd does afterwards.
+// load imports an image and waits until the kubelet is told of it, which containerd does
+// afterwards.
 func (m *Machine) load(ctx context.Context, image archive) error {
 	if _, err := m.ctr(ctx, "images", "import", image.path); err != nil {
 		return fmt.Errorf("load image %s: %w", image.name, err)
@@ -171,12 +177,13 @@ func (m *Machine) ctr(ctx context.Context, args ...string) (string, error) {
 	return m.Run(ctx, "ctr", append([]string{"--address", socket, "--namespace", "k8s.io"}, args...)...)
 }
 
-// buildPause compiles the program that holds a pod's namespaces. It requires nothing but Go's standard library, so
-// there need be no network.
+// buildPause compiles the program that holds a pod's namespaces. It requires nothing but Go's
+// standard library, so there need be no network.
 func buildPause(ctx context.Context, dir string) (Image, error) {
 	_, file, _, _ := runtime.Caller(0)
 	out := filepath.Join(dir, "pause")
-	cmd := exec.CommandContext(ctx, "go", "build", "-trimpath", "-buildvcs=false", "-ldflags=-s -w", "-o", out, filepath.Join(filepath.Dir(file), "pause", "main.go"))
+	cmd := exec.CommandContext(ctx, "go", "build", "-trimpath", "-buildvcs=false", "-ldflags=-s -w", "-o", out,
+		filepath.Join(filepath.Dir(file), "pause", "main.go"))
 	cmd.Env = append(os.Environ(), "CGO_ENABLED=0", "GOFLAGS=", "GOWORK=off")
 	if text, err := cmd.CombinedOutput(); err != nil {
 		return Image{}, fmt.Errorf("build the pause program: %w: %s", err, bytes.TrimSpace(text))

@@ -12,7 +12,8 @@ import (
 	"testing"
 )
 
-// An image of the same program is the same image, whenever and from wherever it is made, and names what pods ask for.
+// An image of the same program is the same image, whenever and from wherever it is made, and names
+// what pods ask for.
 func TestImage(t *testing.T) {
 	program := filepath.Join(t.TempDir(), "app")
 	if err := os.WriteFile(program, []byte("\x7fELF"), 0o755); err != nil {
@@ -58,12 +59,14 @@ func TestImage(t *testing.T) {
 	if err != nil || header.Name != "app" || header.FileInfo().Mode()&0o111 != 0o111 {
 		t.Errorf("the layer begins with %+v (%v), want an executable app", header, err)
 	}
-	if err := writeImage(io.Discard, Image{Name: "x", Program: program + "-is-not-there"}); !errors.Is(err, os.ErrNotExist) {
+	if err := writeImage(io.Discard, Image{Name: "x", Program: program + "-is-not-there"}); !errors.Is(err,
+		os.ErrNotExist) {
 		t.Errorf("image of a program that is not there: %v", err)
 	}
 }
 
-// An archive is taken as it is, and by a path that is the same on machines; one that is not there is named before any machine starts.
+// An archive is taken as it is, and by a path that is the same on machines; one that is not there
+// is named before any machine starts.
 func TestArchive(t *testing.T) {
 	t.Chdir(t.TempDir())
 	if err := os.WriteFile("app.tar", nil, 0o600); err != nil {
@@ -71,7 +74,8 @@ func TestArchive(t *testing.T) {
 	}
 	s := &Set{dir: "nowhere"}
 	archives, err := s.pack([]Image{{Name: "lameduck.test/app:1", Archive: "app.tar"}})
-	if err != nil || len(archives) != 1 || archives[0].name != "lameduck.test/app:1" || !filepath.IsAbs(archives[0].path) {
+	if err != nil || len(archives) != 1 || archives[0].name != "lameduck.test/app:1" ||
+		!filepath.IsAbs(archives[0].path) {
 		t.Errorf("archives %+v, %v", archives, err)
 	}
 	if _, err := s.pack([]Image{{Name: "lameduck.test/app:1", Archive: "none.tar"}}); !errors.Is(err, os.ErrNotExist) {

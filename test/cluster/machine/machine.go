@@ -1,6 +1,6 @@
-// Package machine is real Kubernetes nodes, several on one computer: each has namespaces of its own with a containerd,
-// a kubelet, a kube-proxy and a network for its pods, and is plugged into one bridge with the control plane and the
-// others.
+// Package machine is real Kubernetes nodes, several on one computer: each has namespaces of its own
+// with a containerd, a kubelet, a kube-proxy and a network for its pods, and is plugged into one
+// bridge with the control plane and the others.
 //
 //	func TestMain(m *testing.M) { cluster.MainAsRoot(m) }
 //
@@ -10,16 +10,18 @@
 //		...
 //	}
 //
-// It takes root and some packages of the system ([Installed] says which). All that a machine does happens in its own
-// mount, network, process and host name namespaces, so killing its first process switches it off as a power cut does:
-// processes, mounts, packet filter rules and pods are gone at once. That process dies with the test, however the test
-// dies. What the kernel keeps, control groups, is removed by [Set.Stop], else when the program ends, else by root's next
+// It takes root and some packages of the system ([Installed] says which). All that a machine does
+// happens in its own mount, network, process and host name namespaces, so killing its first process
+// switches it off as a power cut does: processes, mounts, packet filter rules and pods are gone at
+// once. That process dies with the test, however the test dies. What the kernel keeps, control
+// groups, is removed by [Set.Stop], else when the program ends, else by root's next
 // [cluster.Enter].
 //
-// What is real: containerd, runc, CNI, kubelet, kube-proxy, the kernel's packet filter and connection tracking, one per
-// machine; that machines can be cut off. What is not: they share a kernel and its clock, memory pressure is that of the
-// whole computer and so are the CPUs, nothing is reserved, there is no cluster DNS, images are never pulled, the API
-// server has no IPv6 address, and the kubelet's own API asks nobody who they are. Settings of the kernel that kubelets
+// What is real: containerd, runc, CNI, kubelet, kube-proxy, the kernel's packet filter and
+// connection tracking, one per machine; that machines can be cut off. What is not: they share a
+// kernel and its clock, memory pressure is that of the whole computer and so are the CPUs, nothing
+// is reserved, there is no cluster DNS, images are never pulled, the API server has no IPv6
+// address, and the kubelet's own API asks nobody who they are. Settings of the kernel that kubelets
 // change are shown to them as files.
 package machine
 
@@ -55,7 +57,8 @@ type Machine struct {
 	Name string
 	// Address and Address6 are the node's, on the bridge.
 	Address, Address6 netip.Addr
-	// Pods and Pods6 are where its pods get their addresses from, except those that use the host's network.
+	// Pods and Pods6 are where its pods get their addresses from, except those that use the host's
+	// network.
 	Pods, Pods6 netip.Prefix
 
 	dir     string // /run/node inside
@@ -121,7 +124,8 @@ func (m *Machine) boot(ctx context.Context, bridge netlink.Link) error {
 func (m *Machine) plug(bridge netlink.Link) error {
 	attrs := netlink.NewLinkAttrs()
 	attrs.Name, attrs.MasterIndex = m.link, bridge.Attrs().Index
-	if err := netlink.LinkAdd(&netlink.Veth{LinkAttrs: attrs, PeerName: "eth0", PeerNamespace: netlink.NsFd(m.network)}); err != nil {
+	if err := netlink.LinkAdd(&netlink.Veth{LinkAttrs: attrs, PeerName: "eth0",
+		PeerNamespace: netlink.NsFd(m.network)}); err != nil {
 		return fmt.Errorf("make a cable: %w", err)
 	}
 	if err := m.Heal(); err != nil {
@@ -138,7 +142,8 @@ func (m *Machine) plug(bridge netlink.Link) error {
 			return err
 		}
 		if name == "eth0" {
-			for _, address := range []netip.Prefix{netip.PrefixFrom(m.Address, subnet.Bits()), netip.PrefixFrom(m.Address6, subnet6.Bits())} {
+			for _, address := range []netip.Prefix{netip.PrefixFrom(m.Address, subnet.Bits()),
+				netip.PrefixFrom(m.Address6, subnet6.Bits())} {
 				if err := addAddress(inside.AddrAdd, link, address); err != nil {
 					return err
 				}
@@ -156,7 +161,8 @@ func (m *Machine) plug(bridge netlink.Link) error {
 	return nil
 }
 
-// addAddress gives a link an address without asking the others, which takes a second, whether it is theirs.
+// addAddress gives a link an address without asking the others, which takes a second, whether it is
+// theirs.
 func addAddress(add func(netlink.Link, *netlink.Addr) error, link netlink.Link, address netip.Prefix) error {
 	a := &netlink.Addr{IPNet: ipNet(address)}
 	if address.Addr().Is6() {
@@ -168,7 +174,8 @@ func addAddress(add func(netlink.Link, *netlink.Addr) error, link netlink.Link, 
 	return nil
 }
 
-// Cut pulls the machine's cable: neither the control plane nor the other machines reach it, nor it them. All on it runs on.
+// Cut pulls the machine's cable: neither the control plane nor the other machines reach it, nor it
+// them. All on it runs on.
 func (m *Machine) Cut() error { return m.setLink(netlink.LinkSetDown) }
 
 // Heal puts the cable back.
@@ -185,10 +192,11 @@ func (m *Machine) setLink(set func(netlink.Link) error) error {
 	return nil
 }
 
-// Do runs f in the network of the machine: sockets that f itself makes, not goroutines of it, are the machine's and
-// stay so. Package net makes them itself for addresses in numbers.
+// Do runs f in the network of the machine: sockets that f itself makes, not goroutines of it, are
+// the machine's and stay so. Package net makes them itself for addresses in numbers.
 func (m *Machine) Do(f func() error) error {
-	// One's own hold on it: somebody else may switch the machine off, and the number be given to another file.
+	// One's own hold on it: somebody else may switch the machine off, and the number be given to
+	// another file.
 	m.mu.Lock()
 	fd, err := unix.FcntlInt(uintptr(m.network), unix.F_DUPFD_CLOEXEC, 0)
 	m.mu.Unlock()
@@ -220,8 +228,8 @@ func (m *Machine) Do(f func() error) error {
 	return <-done
 }
 
-// Dial connects to an address in numbers, from the machine, as a program on it in the host's network does. So it reaches
-// ClusterIPs, NodePorts and pods, by the kube-proxy of the machine.
+// Dial connects to an address in numbers, from the machine, as a program on it in the host's
+// network does. So it reaches ClusterIPs, NodePorts and pods, by the kube-proxy of the machine.
 func (m *Machine) Dial(ctx context.Context, network, address string) (net.Conn, error) {
 	if _, err := netip.ParseAddrPort(address); err != nil {
 		return nil, fmt.Errorf("dial from machine %s: %w", m.Name, err)
@@ -245,11 +253,12 @@ func (m *Machine) Listen(address string) (net.Listener, error) {
 	return listener, err
 }
 
-// Command is exec.CommandContext for a program on the machine: as root, in all of its namespaces. The files of the
-// computer are there, with /run and what is new in /var being the machine's own. When ctx ends it and its children,
-// unless they have left its group, are killed.
+// Command is exec.CommandContext for a program on the machine: as root, in all of its namespaces.
+// The files of the computer are there, with /run and what is new in /var being the machine's own.
+// When ctx ends it and its children, unless they have left its group, are killed.
 func (m *Machine) Command(ctx context.Context, name string, args ...string) *exec.Cmd {
-	args = append([]string{"--target", fmt.Sprint(m.first.Pid()), "--mount", "--net", "--pid", "--uts", "--ipc", "--", name}, args...)
+	args = append([]string{"--target", fmt.Sprint(m.first.Pid()), "--mount", "--net", "--pid", "--uts", "--ipc", "--",
+		name}, args...)
 	cmd := exec.CommandContext(ctx, "nsenter", args...)
 	// nsenter is the program's parent, not the program: a signal to it alone ends nothing.
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
@@ -293,8 +302,8 @@ func (m *Machine) start(name string, command ...string) error {
 	return nil
 }
 
-// Restart kills containerd, kubelet or kube-proxy with SIGKILL and starts it again. Pods run on. It does not wait until
-// the new one is ready.
+// Restart kills containerd, kubelet or kube-proxy with SIGKILL and starts it again. Pods run on. It
+// does not wait until the new one is ready.
 func (m *Machine) Restart(name string) error {
 	if err := m.Kill(name); err != nil {
 		return err
@@ -305,8 +314,8 @@ func (m *Machine) Restart(name string) error {
 	return m.start(name, command...)
 }
 
-// Reconfigure has the kubelet start anew with further lines in its configuration, in place of those of [Options]. It does not wait until it is
-// ready.
+// Reconfigure has the kubelet start anew with further lines in its configuration, in place of those
+// of [Options]. It does not wait until it is ready.
 func (m *Machine) Reconfigure(kubelet ...string) error {
 	if err := os.WriteFile(filepath.Join(m.dir, "kubelet.yaml"), []byte(kubeletConfig(m, kubelet)), 0o644); err != nil {
 		return fmt.Errorf("configure machine %s: %w", m.Name, err)
@@ -314,7 +323,8 @@ func (m *Machine) Reconfigure(kubelet ...string) error {
 	return m.Restart("kubelet")
 }
 
-// Kill kills containerd, kubelet or kube-proxy with SIGKILL and waits until it is gone. Killed again, nothing happens.
+// Kill kills containerd, kubelet or kube-proxy with SIGKILL and waits until it is gone. Killed
+// again, nothing happens.
 func (m *Machine) Kill(name string) error {
 	m.mu.Lock()
 	p, ok := m.programs[name]
@@ -326,8 +336,9 @@ func (m *Machine) Kill(name string) error {
 	return nil
 }
 
-// Stop switches the machine off: all that runs on it is killed at once, with its rules, mounts and addresses. The node
-// and its pods remain in the API. A machine does not start again. It may be called again.
+// Stop switches the machine off: all that runs on it is killed at once, with its rules, mounts and
+// addresses. The node and its pods remain in the API. A machine does not start again. It may be
+// called again.
 func (m *Machine) Stop() error {
 	m.mu.Lock()
 	first := m.first
@@ -372,7 +383,8 @@ func (m *Machine) logPath(name string) string {
 	return filepath.Join(m.logDir, m.Name+"."+name+".log")
 }
 
-// await asks until ask returns nil, and fails when one of the programs that it depends on exits or ctx ends.
+// await asks until ask returns nil, and fails when one of the programs that it depends on exits or
+// ctx ends.
 func (m *Machine) await(ctx context.Context, what string, ask func(context.Context) error, programs ...string) error {
 	for {
 		attempt, cancel := context.WithTimeout(ctx, 5*time.Second)
@@ -387,7 +399,8 @@ func (m *Machine) await(ctx context.Context, what string, ask func(context.Conte
 			m.mu.Unlock()
 			select {
 			case <-p.Done():
-				return fmt.Errorf("wait for %s of machine %s: %s exited (%v); the end of its log:\n%s", what, m.Name, name, err, tail(m.logPath(name), 15))
+				return fmt.Errorf("wait for %s of machine %s: %s exited (%v); the end of its log:\n%s", what, m.Name,
+					name, err, tail(m.logPath(name), 15))
 			default:
 			}
 		}

@@ -51,7 +51,8 @@ func program() int {
 	if err != nil {
 		return fail(err)
 	}
-	set, err := machine.Start(ctx, c, 1, machine.Options{Images: []machine.Image{{Name: appImage, Program: os.Getenv("TEST_APP")}}})
+	set, err := machine.Start(ctx, c, 1, machine.Options{Images: []machine.Image{{Name: appImage,
+		Program: os.Getenv("TEST_APP")}}})
 	if err != nil {
 		return fail(err)
 	}
@@ -164,7 +165,8 @@ func kubectl(t *testing.T, c *cluster.Cluster, args ...string) string {
 }
 
 // ask sends one request on a connection of its own and returns the name of the pod that answered.
-func ask(ctx context.Context, dial func(context.Context, string, string) (net.Conn, error), address string) (string, error) {
+func ask(ctx context.Context, dial func(context.Context, string, string) (net.Conn, error), address string) (string,
+	error) {
 	ctx, cancel := context.WithTimeout(ctx, 3*time.Second)
 	defer cancel()
 	client := &http.Client{Transport: &http.Transport{DialContext: dial, DisableKeepAlives: true}}
@@ -183,8 +185,10 @@ func ask(ctx context.Context, dial func(context.Context, string, string) (net.Co
 	return response.Header.Get("Pod"), nil
 }
 
-// reaches asks an address until want pods have answered, which is by chance, and fails at the first request that is lost.
-func reaches(t *testing.T, from string, dial func(context.Context, string, string) (net.Conn, error), address string, want int) {
+// reaches asks an address until want pods have answered, which is by chance, and fails at the first
+// request that is lost.
+func reaches(t *testing.T, from string, dial func(context.Context, string, string) (net.Conn, error), address string,
+	want int) {
 	t.Helper()
 	answered := map[string]bool{}
 	for i := 0; len(answered) < want; i++ {
@@ -193,14 +197,17 @@ func reaches(t *testing.T, from string, dial func(context.Context, string, strin
 			t.Fatalf("request %d from %s to %s: %v", i, from, address, err)
 		}
 		if answered[pod] = true; i > 300 {
-			t.Fatalf("300 requests from %s to %s reached %d pods, not %d: %v", from, address, len(answered), want, answered)
+			t.Fatalf("300 requests from %s to %s reached %d pods, not %d: %v", from, address, len(answered), want,
+				answered)
 		}
 	}
 }
 
-// A node in each mode of kube-proxy: pods run, are found by ClusterIP and NodePort, and a rollout replaces them.
+// A node in each mode of kube-proxy: pods run, are found by ClusterIP and NodePort, and a rollout
+// replaces them.
 func TestOneNode(t *testing.T) {
-	for proxy, trace := range map[machine.Proxy]string{machine.NFTables: "table ip kube-proxy", machine.IPTables: "chain KUBE-SERVICES"} {
+	for proxy, trace := range map[machine.Proxy]string{machine.NFTables: "table ip kube-proxy",
+		machine.IPTables: "chain KUBE-SERVICES"} {
 		t.Run(string(proxy), func(t *testing.T) {
 			c := cluster.New(t, machine.ControlPlane())
 			image := machine.Image{Name: appImage, Program: app(t)}
@@ -226,8 +233,8 @@ func TestOneNode(t *testing.T) {
 	}
 }
 
-// fromPods connects from the network of every pod to the API server's ClusterIP, and to the app's often enough to meet
-// the pod itself.
+// fromPods connects from the network of every pod to the API server's ClusterIP, and to the app's
+// often enough to meet the pod itself.
 func fromPods(t *testing.T, m *machine.Machine) {
 	t.Helper()
 	script := `mkdir -p /run/netns && cd /run/netns && ls | wc -l && for pod in *; do
@@ -244,8 +251,8 @@ func fromPods(t *testing.T, m *machine.Machine) {
 	}
 }
 
-// Three nodes: a DaemonSet is on each, traffic crosses them, a rollout works, and one that is cut off is NotReady until
-// it is back.
+// Three nodes: a DaemonSet is on each, traffic crosses them, a rollout works, and one that is cut
+// off is NotReady until it is back.
 func TestThreeNodes(t *testing.T) {
 	c := cluster.New(t, machine.ControlPlane())
 	image := machine.Image{Name: appImage, Program: app(t)}
@@ -259,7 +266,8 @@ func TestThreeNodes(t *testing.T) {
 			t.Errorf("no pod of the DaemonSet on %s: %v", m.Name, err)
 		}
 	}
-	if out := kubectl(t, c, "get", "pods", "-l", "app=everywhere", "-o", "jsonpath={.items[*].status.phase}"); out != "Running Running Running" {
+	if out := kubectl(t, c, "get", "pods", "-l", "app=everywhere", "-o",
+		"jsonpath={.items[*].status.phase}"); out != "Running Running Running" {
 		t.Errorf("pods of the DaemonSet are %q, want three times Running", out)
 	}
 
@@ -296,7 +304,8 @@ func TestThreeNodes(t *testing.T) {
 	kubectl(t, c, "wait", "--for=condition=Ready=True", "node/"+cut.Name, "--timeout=60s")
 	t.Logf("Ready %s after the cut was healed", time.Since(began).Round(time.Second/10))
 
-	// Programs are one's own to kill: pods run on, and the node comes back. Another machine is switched off.
+	// Programs are one's own to kill: pods run on, and the node comes back. Another machine is
+	// switched off.
 	for _, program := range []string{"containerd", "kubelet", "kube-proxy"} {
 		if err := cut.Restart(program); err != nil {
 			t.Fatal(err)
@@ -311,14 +320,15 @@ func TestThreeNodes(t *testing.T) {
 	}
 	kubectl(t, c, "wait", "--for=condition=Ready=True", "node/"+cut.Name, "--timeout=60s")
 	reaches(t, cut.Name, cut.Dial, "127.0.0.1:9999", 1)
-	out := kubectl(t, c, "get", "pods", "--field-selector=spec.nodeName="+cut.Name, "-o", "jsonpath={.items[*].status.containerStatuses[*].restartCount}")
+	out := kubectl(t, c, "get", "pods", "--field-selector=spec.nodeName="+cut.Name, "-o",
+		"jsonpath={.items[*].status.containerStatuses[*].restartCount}")
 	if strings.Trim(out, "0 ") != "" || out == "" {
 		t.Errorf("pods of %s were restarted %q times when containerd, kubelet and kube-proxy were", cut.Name, out)
 	}
 }
 
-// rollout brings four pods up behind a Service, replaces them, and looks at each stage whether every machine, and a
-// client that is on none, reach all of them.
+// rollout brings four pods up behind a Service, replaces them, and looks at each stage whether
+// every machine, and a client that is on none, reach all of them.
 func rollout(t *testing.T, c *cluster.Cluster, set *machine.Set) {
 	t.Helper()
 	const replicas = 4
@@ -332,11 +342,13 @@ func rollout(t *testing.T, c *cluster.Cluster, set *machine.Set) {
 		t.Logf("rolled out in %s", time.Since(began).Round(time.Second/10))
 		// Those that go still answer for a moment, so that rules which name them look settled.
 		for end := time.Now().Add(20 * time.Second); time.Now().Before(end); time.Sleep(100 * time.Millisecond) {
-			if names := kubectl(t, c, "get", "pods", "-l", "app=app", "-o", "name"); len(strings.Fields(names)) == replicas {
+			if names := kubectl(t, c, "get", "pods", "-l", "app=app", "-o",
+				"name"); len(strings.Fields(names)) == replicas {
 				break
 			}
 		}
-		// The rules follow within a second or so. What this asks is that they get there, not how fast.
+		// The rules follow within a second or so. What this asks is that they get there, not how
+		// fast.
 		settled := func() bool {
 			for range 30 {
 				for _, m := range set.Machines {
@@ -364,7 +376,8 @@ func rollout(t *testing.T, c *cluster.Cluster, set *machine.Set) {
 			}
 		}
 		// Pods by their own addresses, from everywhere: the control plane calls webhooks in them.
-		pods := kubectl(t, c, "get", "pods", "-l", "app=app", "--field-selector=status.phase=Running", "-o", `jsonpath={range .items[?(@.status.podIP)]}{.metadata.deletionTimestamp},{.status.podIP} {end}`)
+		pods := kubectl(t, c, "get", "pods", "-l", "app=app", "--field-selector=status.phase=Running", "-o",
+			`jsonpath={range .items[?(@.status.podIP)]}{.metadata.deletionTimestamp},{.status.podIP} {end}`)
 		for pod := range strings.FieldsSeq(pods) {
 			address, alive := strings.CutPrefix(pod, ",")
 			if !alive {
@@ -381,7 +394,8 @@ func rollout(t *testing.T, c *cluster.Cluster, set *machine.Set) {
 	kubectl(t, c, "rollout", "status", "deployment/app", "--timeout=60s")
 }
 
-// A kubelet that does not start is said, with what it says, and nothing is left that another set would meet.
+// A kubelet that does not start is said, with what it says, and nothing is left that another set
+// would meet.
 func TestStartFails(t *testing.T) {
 	c := cluster.New(t, machine.ControlPlane())
 	if err := machine.Installed(); err != nil {
@@ -401,8 +415,8 @@ func TestStartFails(t *testing.T) {
 	compare(t, "after an interrupted start", before)
 }
 
-// A program with a machine leaves nothing behind when it ends. When it is killed, all but control groups is gone at
-// once, and these and its folder go with the next program.
+// A program with a machine leaves nothing behind when it ends. When it is killed, all but control
+// groups is gone at once, and these and its folder go with the next program.
 func TestNothingIsLeft(t *testing.T) {
 	cluster.Entered(t)
 	if err := machine.Installed(); err != nil {
@@ -441,8 +455,8 @@ func TestNothingIsLeft(t *testing.T) {
 	}
 }
 
-// outer starts this program anew, in namespaces within the test's, and returns when its machine has a pod, with what
-// ends it and its RunName. Without a binary it has no machine.
+// outer starts this program anew, in namespaces within the test's, and returns when its machine has
+// a pod, with what ends it and its RunName. Without a binary it has no machine.
 func outer(t *testing.T, binary string) (*exec.Cmd, io.Closer, string) {
 	t.Helper()
 	self, err := os.Executable()
@@ -488,8 +502,10 @@ func traces(t *testing.T) []string {
 		}
 	}
 	for _, pattern := range []string{
-		"/sys/fs/cgroup/lameduck-*", "/sys/fs/cgroup/*/lameduck-*", "/run/netns/*", "/run/containerd/*", "/var/lib/cni/*", "/var/lib/kubelet/*",
-		"/var/lib/containerd/*", "/var/log/pods/*", "/var/log/containers/*", "/opt/containerd/*", "/usr/libexec/kubernetes/*", "/etc/cni/*",
+		"/sys/fs/cgroup/lameduck-*", "/sys/fs/cgroup/*/lameduck-*", "/run/netns/*", "/run/containerd/*",
+		"/var/lib/cni/*", "/var/lib/kubelet/*",
+		"/var/lib/containerd/*", "/var/log/pods/*", "/var/log/containers/*", "/opt/containerd/*",
+		"/usr/libexec/kubernetes/*", "/etc/cni/*",
 		filepath.Join(os.TempDir(), "lameduck-run-*"),
 	} {
 		found, err := filepath.Glob(pattern)
@@ -498,7 +514,8 @@ func traces(t *testing.T) []string {
 		}
 		add("file", found...)
 	}
-	for _, path := range []string{"vm/overcommit_memory", "vm/panic_on_oom", "kernel/panic", "kernel/panic_on_oops", "kernel/keys/root_maxkeys", "net/netfilter/nf_conntrack_max"} {
+	for _, path := range []string{"vm/overcommit_memory", "vm/panic_on_oom", "kernel/panic", "kernel/panic_on_oops",
+		"kernel/keys/root_maxkeys", "net/netfilter/nf_conntrack_max"} {
 		value, err := os.ReadFile(filepath.Join("/proc/sys", path))
 		if err != nil && !errors.Is(err, fs.ErrNotExist) {
 			t.Fatal(err)

@@ -23,27 +23,30 @@ import (
 )
 
 var (
-	// subnet is that of the bridge: the control plane is gateway, machine i has the i-th address after first.
+	// subnet is that of the bridge: the control plane is gateway, machine i has the i-th address
+	// after first.
 	subnet   = netip.MustParsePrefix("10.245.0.0/24")
 	subnet6  = netip.MustParsePrefix("fd10:245::/64")
 	gateway  = netip.MustParseAddr("10.245.0.1")
 	gateway6 = netip.MustParseAddr("fd10:245::1")
 
-	// PodRange and PodRange6 are where pods on all machines have their addresses. They meet neither [cluster.PodRange] nor
-	// [cluster.ServiceRange].
+	// PodRange and PodRange6 are where pods on all machines have their addresses. They meet neither
+	// [cluster.PodRange] nor [cluster.ServiceRange].
 	PodRange  = netip.MustParsePrefix("10.246.0.0/16")
 	PodRange6 = netip.MustParsePrefix("fd10:246::/48")
 )
 
-// ServiceRange6 is where a control plane with the options of [ControlPlane] gives Services their IPv6 addresses from.
+// ServiceRange6 is where a control plane with the options of [ControlPlane] gives Services their
+// IPv6 addresses from.
 const ServiceRange6 = "fd10:96::/112"
 
 const (
 	bridgeName = "machines"
 	maxNodes   = 99
 
-	// Of the node's life as the control plane sees it: how long a lease lasts, of which a quarter passes between renewals, and how
-	// long a node may be silent before it is NotReady. The defaults are 40 and 50 s.
+	// Of the node's life as the control plane sees it: how long a lease lasts, of which a quarter
+	// passes between renewals, and how long a node may be silent before it is NotReady. The
+	// defaults are 40 and 50 s.
 	leaseSeconds = 8
 	grace        = 12 * time.Second
 )
@@ -63,17 +66,17 @@ type Options struct {
 	Proxy Proxy
 	// Images are there when the nodes become ready. More can be added by [Set.Load].
 	Images []Image
-	// Kubelet are lines to add to each kubelet's configuration, as YAML: "shutdownGracePeriod: 30s". Kept apart from those
-	// that Start writes: the same key twice is an error.
+	// Kubelet are lines to add to each kubelet's configuration, as YAML: "shutdownGracePeriod:
+	// 30s". Kept apart from those that Start writes: the same key twice is an error.
 	Kubelet []string
 	// KubeProxy are further flags of kube-proxy.
 	KubeProxy []string
 }
 
-// ControlPlane returns the options of a control plane for machines: a node that is cut off is NotReady within some 15
-// s, and the API server finds webhooks by their Services' endpoints, since it has no kube-proxy, and kubelets by their
-// addresses; Services may have both kinds of addresses, and have IPv4 alone if they do not ask. They are the caller's
-// to add to.
+// ControlPlane returns the options of a control plane for machines: a node that is cut off is
+// NotReady within some 15 s, and the API server finds webhooks by their Services' endpoints, since
+// it has no kube-proxy, and kubelets by their addresses; Services may have both kinds of addresses,
+// and have IPv4 alone if they do not ask. They are the caller's to add to.
 func ControlPlane() cluster.Options {
 	return cluster.Options{
 		APIServer: []string{
@@ -95,9 +98,9 @@ type Set struct {
 	bridge  netlink.Link
 }
 
-// Start starts n machines and returns when all of their nodes are Ready and their kube-proxies have programmed the
-// kernel. The program must have called [cluster.EnterAsRoot], and have no other set running. On an error nothing is
-// left running. The caller calls Stop, before that of the cluster.
+// Start starts n machines and returns when all of their nodes are Ready and their kube-proxies have
+// programmed the kernel. The program must have called [cluster.EnterAsRoot], and have no other set
+// running. On an error nothing is left running. The caller calls Stop, before that of the cluster.
 func Start(ctx context.Context, c *cluster.Cluster, n int, options Options) (*Set, error) {
 	if err := Installed(); err != nil {
 		return nil, err
@@ -149,7 +152,8 @@ func (s *Set) start(ctx context.Context, n int) error {
 		s.Machines = append(s.Machines, &Machine{
 			Name: name, Address: netip.AddrFrom4(address), Pods: netip.PrefixFrom(netip.AddrFrom4(pods), 24),
 			Address6: netip.AddrFrom16(address6), Pods6: netip.PrefixFrom(netip.AddrFrom16(pods6), 64),
-			dir: filepath.Join(s.dir, name), group: cluster.RunName() + "/" + name, logDir: s.cluster.LogDir(), link: name,
+			dir: filepath.Join(s.dir, name), group: cluster.RunName() + "/" + name, logDir: s.cluster.LogDir(),
+			link:     name,
 			programs: map[string]program{}, network: -1,
 		})
 	}
@@ -186,7 +190,8 @@ func (s *Set) addBridge() error {
 		return fmt.Errorf("make a bridge for machines: %w", err)
 	}
 	s.bridge = bridge
-	for _, address := range []netip.Prefix{netip.PrefixFrom(gateway, subnet.Bits()), netip.PrefixFrom(gateway6, subnet6.Bits())} {
+	for _, address := range []netip.Prefix{netip.PrefixFrom(gateway, subnet.Bits()),
+		netip.PrefixFrom(gateway6, subnet6.Bits())} {
 		if err := addAddress(netlink.AddrAdd, bridge, address); err != nil {
 			return err
 		}
@@ -197,8 +202,8 @@ func (s *Set) addBridge() error {
 	return nil
 }
 
-// route tells the control plane and every machine where each machine's pods are. The control plane is not asked to
-// forward anything.
+// route tells the control plane and every machine where each machine's pods are. The control plane
+// is not asked to forward anything.
 func (s *Set) route() error {
 	for _, to := range s.Machines {
 		routes := func() error {
@@ -229,10 +234,12 @@ func (s *Set) provision(ctx context.Context, m *Machine, client kubernetes.Inter
 		return err
 	}
 	proxy := append([]string{
-		binaries.Path("kube-proxy"), "--kubeconfig=" + pid1.Dir + "/kube-proxy.kubeconfig", "--hostname-override=" + m.Name,
+		binaries.Path("kube-proxy"), "--kubeconfig=" + pid1.Dir + "/kube-proxy.kubeconfig",
+		"--hostname-override=" + m.Name,
 		"--proxy-mode=" + string(s.options.Proxy), "--cluster-cidr=" + PodRange.String() + "," + PodRange6.String(),
 		// Those are settings of the whole system.
-		"--conntrack-max-per-core=0", "--conntrack-min=0", "--conntrack-tcp-timeout-established=0", "--conntrack-tcp-timeout-close-wait=0",
+		"--conntrack-max-per-core=0", "--conntrack-min=0", "--conntrack-tcp-timeout-established=0",
+		"--conntrack-tcp-timeout-close-wait=0",
 		"--oom-score-adj=0",
 	}, s.options.KubeProxy...)
 	if err := m.start("kube-proxy", proxy...); err != nil {
@@ -252,7 +259,8 @@ func (s *Set) provision(ctx context.Context, m *Machine, client kubernetes.Inter
 	}
 	if err := m.start("kubelet",
 		binaries.Path("kubelet"), "--config="+pid1.Dir+"/kubelet.yaml", "--kubeconfig="+pid1.Dir+"/kubelet.kubeconfig",
-		"--root-dir="+pid1.Dir+"/kubelet", "--cert-dir="+pid1.Dir+"/kubelet/pki", "--hostname-override="+m.Name, "--node-ip="+m.Address.String()+","+m.Address6.String(),
+		"--root-dir="+pid1.Dir+"/kubelet", "--cert-dir="+pid1.Dir+"/kubelet/pki", "--hostname-override="+m.Name,
+		"--node-ip="+m.Address.String()+","+m.Address6.String(),
 	); err != nil {
 		return err
 	}
@@ -262,7 +270,8 @@ func (s *Set) provision(ctx context.Context, m *Machine, client kubernetes.Inter
 	}, "containerd", "kubelet", "kube-proxy"); err != nil {
 		return err
 	}
-	return m.await(ctx, "the node", func(ctx context.Context) error { return ready(ctx, client, m.Name) }, "containerd", "kubelet", "kube-proxy")
+	return m.await(ctx, "the node", func(ctx context.Context) error { return ready(ctx, client, m.Name) },
+		"containerd", "kubelet", "kube-proxy")
 }
 
 // ready is nil for a node that is Ready and on which pods can be put.
@@ -312,10 +321,12 @@ func (s *Set) each(do func(*Machine) error) error {
 	return errors.Join(errs...)
 }
 
-// Installed is nil if this system has all that machines are made of, else it says what is missing and what to do.
+// Installed is nil if this system has all that machines are made of, else it says what is missing
+// and what to do.
 func Installed() error {
 	var missing []string
-	for _, name := range []string{"containerd", "containerd-shim-runc-v2", "ctr", "runc", "nft", "iptables", "conntrack", "nsenter"} {
+	for _, name := range []string{"containerd", "containerd-shim-runc-v2",
+		"ctr", "runc", "nft", "iptables", "conntrack", "nsenter"} {
 		if _, err := exec.LookPath(name); err != nil {
 			missing = append(missing, name)
 		}
@@ -327,7 +338,8 @@ func Installed() error {
 		return errors.New("no IPv6 in this kernel: it was started with ipv6.disable=1")
 	}
 	if len(missing) > 0 {
-		return fmt.Errorf("no %s here: make node-packages, or apt-get install containerd runc containernetworking-plugins nftables iptables conntrack", strings.Join(missing, ", "))
+		return fmt.Errorf("no %s here: make node-packages, or apt-get install containerd runc "+
+			"containernetworking-plugins nftables iptables conntrack", strings.Join(missing, ", "))
 	}
 	return nil
 }

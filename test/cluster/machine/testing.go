@@ -10,8 +10,9 @@ import (
 	"github.com/lameduck-io/lameduck/test/cluster"
 )
 
-// New is Start for a test: the machines end with it. If they are not to be had here the test is skipped, or fails: see
-// [cluster.Missing]. When the test has failed the ends of all logs are printed, and they are kept in a folder that is named.
+// New is Start for a test: the machines end with it. If they are not to be had here the test is
+// skipped, or fails: see [cluster.Missing]. When the test has failed the ends of all logs are
+// printed, and they are kept in a folder that is named.
 func New(t testing.TB, c *cluster.Cluster, n int, options Options) *Set {
 	t.Helper()
 	if err := Installed(); err != nil {
@@ -35,7 +36,8 @@ func New(t testing.TB, c *cluster.Cluster, n int, options Options) *Set {
 	return s
 }
 
-// keepLogs prints the ends of the logs in dir. Those in a folder that will disappear are copied beside it.
+// keepLogs prints the ends of the logs in dir. Those in a folder that will disappear are copied
+// beside it.
 func keepLogs(t testing.TB, dir string) {
 	logs, _ := filepath.Glob(filepath.Join(dir, "*.log"))
 	kept := dir

@@ -32,8 +32,8 @@ func newAddresses(pods netip.Prefix, rest time.Duration) *addresses {
 	}
 }
 
-// take returns an address for a pod: forced if that is valid, else a new one, else the one that has rested longest,
-// if that is long enough.
+// take returns an address for a pod: forced if that is valid, else a new one, else the one that has
+// rested longest, if that is long enough.
 func (a *addresses) take(now time.Time, forced netip.Addr) (netip.Addr, error) {
 	a.mu.Lock()
 	defer a.mu.Unlock()

@@ -18,8 +18,8 @@ import (
 	"github.com/lameduck-io/lameduck/test/cluster/internal/process"
 )
 
-// minimumGrace is the least time between the stop signal and SIGKILL, in seconds, whatever the hook has left
-// (kubelet, kuberuntime_container.go).
+// minimumGrace is the least time between the stop signal and SIGKILL, in seconds, whatever the hook
+// has left (kubelet, kuberuntime_container.go).
 const minimumGrace = 2
 
 type role int
@@ -87,7 +87,8 @@ func (c *container) succeeded() bool {
 	return c.state.Terminated != nil && c.state.Terminated.ExitCode == 0
 }
 
-// run runs the container again and again, as its restart policy has it, until it is finished or the pod stops.
+// run runs the container again and again, as its restart policy has it, until it is finished or the
+// pod stops.
 func (c *container) run(ctx context.Context) {
 	defer close(c.finished)
 	p, options := c.pod, c.pod.node.options
@@ -181,7 +182,8 @@ func (c *container) once(ctx context.Context, restart bool) int {
 	default:
 	}
 	if c.spec.Lifecycle != nil && c.spec.Lifecycle.PostStart != nil {
-		c.begin(restart, v1.ContainerState{Waiting: &v1.ContainerStateWaiting{Reason: "ContainerCreating"}}) // until it has returned
+		// until it has returned
+		c.begin(restart, v1.ContainerState{Waiting: &v1.ContainerStateWaiting{Reason: "ContainerCreating"}})
 	} else {
 		c.begin(restart, v1.ContainerState{Running: &v1.ContainerStateRunning{StartedAt: began}})
 	}
@@ -231,8 +233,8 @@ func (c *container) once(ctx context.Context, restart bool) int {
 	return code
 }
 
-// waitCommand prepares the process, waiting for the Secrets and ConfigMaps that its environment needs. It reports false
-// if the pod has to stop before.
+// waitCommand prepares the process, waiting for the Secrets and ConfigMaps that its environment
+// needs. It reports false if the pod has to stop before.
 func (c *container) waitCommand(ctx context.Context) (*exec.Cmd, *os.File, bool) {
 	said := ""
 	for {
@@ -243,7 +245,10 @@ func (c *container) waitCommand(ctx context.Context) (*exec.Cmd, *os.File, bool)
 		if err.Error() != said {
 			said = err.Error()
 			c.pod.warn("Failed", "Error: "+said)
-			c.change(func() { c.state = v1.ContainerState{Waiting: &v1.ContainerStateWaiting{Reason: reason, Message: said}} })
+			c.change(func() {
+				c.state = v1.ContainerState{Waiting: &v1.ContainerStateWaiting{Reason: reason,
+					Message: said}}
+			})
 		}
 		select {
 		case <-time.After(time.Second): // the channel below is shared with the volumes
@@ -255,7 +260,8 @@ func (c *container) waitCommand(ctx context.Context) (*exec.Cmd, *os.File, bool)
 	}
 }
 
-// command makes the process of the container out of its spec. The reason is for a status that waits.
+// command makes the process of the container out of its spec. The reason is for a status that
+// waits.
 func (c *container) command() (cmd *exec.Cmd, log *os.File, reason string, err error) {
 	n := c.pod.node
 	env, err := c.environment()
@@ -267,7 +273,8 @@ func (c *container) command() (cmd *exec.Cmd, log *os.File, reason string, err e
 	if len(argv) == 0 {
 		entry, ok := n.options.Images[c.spec.Image]
 		if !ok || len(entry) == 0 {
-			return nil, nil, "ErrImagePull", fmt.Errorf("this node runs no images: give container %q a command, or image %q an entry point", c.spec.Name, c.spec.Image)
+			return nil, nil, "ErrImagePull", fmt.Errorf("this node runs no images: give container %q a command, or "+
+				"image %q an entry point", c.spec.Name, c.spec.Image)
 		}
 		argv = entry
 	} else {
@@ -303,9 +310,10 @@ func (c *container) exec(argv []string, env *environment) (*exec.Cmd, error) {
 	return cmd, nil
 }
 
-// terminate stops the process as the kubelet does, in seconds from now or, if the pod is stopping, before its grace
-// ends: the preStop hook, then for sidecars their turn, then the signal, then SIGKILL. As in the kubelet, what hook and
-// turn have used is counted in whole seconds, rounded down.
+// terminate stops the process as the kubelet does, in seconds from now or, if the pod is stopping,
+// before its grace ends: the preStop hook, then for sidecars their turn, then the signal, then
+// SIGKILL. As in the kubelet, what hook and turn have used is counted in whole seconds, rounded
+// down.
 func (c *container) terminate(ctx context.Context, proc *process.Process, seconds int64) {
 	given, _ := c.pod.deadline()
 	if c.spec.Lifecycle != nil && c.spec.Lifecycle.PreStop != nil && seconds > 0 {
@@ -348,8 +356,9 @@ func (c *container) kill(proc *process.Process, why string) {
 	proc.Kill()
 }
 
-// preStop runs the hook for as long as the grace allows and returns the whole seconds that it took. A hook that takes
-// longer goes on, as the kubelet's does, until the pod is gone; nobody waits for it.
+// preStop runs the hook for as long as the grace allows and returns the whole seconds that it took.
+// A hook that takes longer goes on, as the kubelet's does, until the pod is gone; nobody waits for
+// it.
 func (c *container) preStop(ctx context.Context, seconds int64, given time.Time) int64 {
 	c.event(PreStopBegins, "")
 	began := time.Now()
@@ -385,16 +394,16 @@ func (c *container) waitTurn(ctx context.Context, seconds int64, given time.Time
 	return int64(time.Since(began).Seconds())
 }
 
-// hasBegun reports whether run was called, which closes finished at its end. If it is called later while the pod stops, it
-// starts no process.
+// hasBegun reports whether run was called, which closes finished at its end. If it is called later
+// while the pod stops, it starts no process.
 func (c *container) hasBegun() bool {
 	c.pod.mu.Lock()
 	defer c.pod.mu.Unlock()
 	return c.begun
 }
 
-// wait waits for done, until end or, if the pod's deadline is no longer the given one, until that, but for that not
-// before least.
+// wait waits for done, until end or, if the pod's deadline is no longer the given one, until that,
+// but for that not before least.
 func (c *container) wait(ctx context.Context, end, given, least time.Time, done <-chan struct{}) {
 	for {
 		until := end

@@ -40,7 +40,8 @@ func volumeVariable(volume string) string {
 	}, volume)
 }
 
-// environment is what the processes of the container see: what the node gives, then envFrom, then env.
+// environment is what the processes of the container see: what the node gives, then envFrom, then
+// env.
 func (c *container) environment() (*environment, error) {
 	p, n := c.pod, c.pod.node
 	host, port := n.serverHostPort()
@@ -106,7 +107,8 @@ func (c *container) envFrom(from v1.EnvFromSource) (map[string]string, error) {
 	return nil, nil
 }
 
-// envValue is the value of a variable with a source. It is not set if an optional source is not there.
+// envValue is the value of a variable with a source. It is not set if an optional source is not
+// there.
 func (c *container) envValue(from *v1.EnvVarSource) (value string, ok bool, err error) {
 	n, namespace := c.pod.node, c.pod.name.Namespace
 	switch {
@@ -188,7 +190,8 @@ func (p *pod) field(path string) (string, error) {
 	return "", fmt.Errorf("this node does not know the field %q", path)
 }
 
-// resource is a limit or request of a container, for resourceFieldRef. Without a limit it is what the node has.
+// resource is a limit or request of a container, for resourceFieldRef. Without a limit it is what
+// the node has.
 func (c *container) resource(ref *v1.ResourceFieldSelector) (string, error) {
 	spec := c.spec
 	for _, other := range append(append([]*container(nil), c.pod.inits...), c.pod.mains...) {

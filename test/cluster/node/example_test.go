@@ -14,7 +14,8 @@ import (
 	"github.com/lameduck-io/lameduck/test/cluster/node"
 )
 
-// A demonstration: a cluster with two nodes, and something inside that a browser on the machine can see.
+// A demonstration: a cluster with two nodes, and something inside that a browser on the machine can
+// see.
 func Example() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()

@@ -1,37 +1,48 @@
-// Package node is a stand-in for the kubelet. It registers a node, and runs the pods that are bound to it as processes
-// of the machine, so that a test can have real Deployments, rollouts, drains and evictions without containers, images or
-// root.
+// Package node is a stand-in for the kubelet. It registers a node, and runs the pods that are bound
+// to it as processes of the machine, so that a test can have real Deployments, rollouts, drains and
+// evictions without containers, images or root.
 //
 // What it does as the kubelet does, because Lameduck is about it:
 //
-//   - it is user system:node:NAME in group system:nodes, keeps a Node object with a Ready condition, and a Lease;
+//   - it is user system:node:NAME in group system:nodes, keeps a Node object with a Ready
+//     condition, and a Lease;
 //   - each pod has its own IP address, from the node's part of the pod range;
-//   - init containers, native sidecars, restart policies with back-off, postStart and preStop hooks;
-//   - startup, readiness and liveness probes by HTTP, TCP and exec, and the conditions and container statuses that
-//     follow from them, written within milliseconds;
-//   - termination: preStop hooks of all containers in parallel and within the grace period, stop signal, native
-//     sidecars after the rest and in reverse order, at least 2 s before SIGKILL, the last status, and only then the last
-//     DELETE with grace period 0 and the pod's UID as precondition;
-//   - environment variables, $(VAR) in command and args, and volumes of type emptyDir, configMap, secret, projected
-//     and downwardAPI, replaced atomically when their source changes; ServiceAccount tokens bound to the pod, renewed.
+//   - init containers, native sidecars, restart policies with back-off, postStart and preStop
+//     hooks;
+//   - startup, readiness and liveness probes by HTTP, TCP and exec, and the conditions and
+//     container statuses that follow from them, written within milliseconds;
+//   - termination: preStop hooks of all containers in parallel and within the grace period, stop
+//     signal, native sidecars after the rest and in reverse order, at least 2 s before SIGKILL, the
+//     last status, and only then the last DELETE with grace period 0 and the pod's UID as
+//     precondition;
+//   - environment variables, $(VAR) in command and args, and volumes of type emptyDir, configMap,
+//     secret, projected and downwardAPI, replaced atomically when their source changes;
+//     ServiceAccount tokens bound to the pod, renewed.
 //
 // What it does not do:
 //
-//   - Images. A container's command is a program of this machine. [Options.Images] can give an image's entry point;
-//     otherwise the image is ignored, and a container without a command does not start.
-//   - Isolation. All pods share the network namespace, the files and the processes of the caller, so a program has to
-//     listen on its pod's address alone (status.podIP by fieldRef): one that listens on all addresses answers for all pods.
-//     Users, capabilities, limits and other security settings are ignored. A program that leaves its process group survives
-//     its container, though not the caller.
-//   - Mounts. Each volume of a pod is a folder that its processes find in the variable VOLUME_<NAME>, in capitals with _
-//     for anything but letters and digits: write $(VOLUME_SHARED)/x for /shared/x. mountPath, subPath and readOnly are ignored.
-//     The pod's ServiceAccount is reached by the variable KUBECONFIG, which is absent if its token is not mounted.
+//   - Images. A container's command is a program of this machine. [Options.Images] can give an
+//     image's entry point; otherwise the image is ignored, and a container without a command does
+//     not start.
+//   - Isolation. All pods share the network namespace, the files and the processes of the caller,
+//     so a program has to listen on its pod's address alone (status.podIP by fieldRef): one that
+//     listens on all addresses answers for all pods. Users, capabilities, limits and other security
+//     settings are ignored. A program that leaves its process group survives its container, though
+//     not the caller.
+//   - Mounts. Each volume of a pod is a folder that its processes find in the variable
+//     VOLUME_<NAME>, in capitals with _ for anything but letters and digits: write
+//     $(VOLUME_SHARED)/x for /shared/x. mountPath, subPath and readOnly are ignored. The pod's
+//     ServiceAccount is reached by the variable KUBECONFIG, which is absent if its token is not
+//     mounted.
 //   - Volumes of other types, except hostPath, which is the path itself: such a pod does not start.
-//   - kubectl logs, exec, attach and port-forward; [Node.Log] has the output. Ephemeral containers, resize in place, gRPC
-//     probes, static pods, activeDeadlineSeconds, node-pressure eviction, graceful node shutdown, garbage collection, the
-//     environment variables of Services, termination messages.
-//   - Grace period 0 and the vanished pod: the kubelet grants a second or two; here the processes are killed at once.
-//   - Survival. The processes die with the caller; a node that is run again starts its pods anew, with new addresses.
+//   - kubectl logs, exec, attach and port-forward; [Node.Log] has the output. Ephemeral containers,
+//     resize in place, gRPC probes, static pods, activeDeadlineSeconds, node-pressure eviction,
+//     graceful node shutdown, garbage collection, the environment variables of Services,
+//     termination messages.
+//   - Grace period 0 and the vanished pod: the kubelet grants a second or two; here the processes
+//     are killed at once.
+//   - Survival. The processes die with the caller; a node that is run again starts its pods anew,
+//     with new addresses.
 package node
 
 import (
@@ -69,38 +80,41 @@ const callTimeout = 40 * time.Second
 type Options struct {
 	Name string
 
-	// PodRange is where the addresses of pods come from. The first address is the node's own. Nodes of one cluster
-	// must have ranges that do not meet.
+	// PodRange is where the addresses of pods come from. The first address is the node's own. Nodes
+	// of one cluster must have ranges that do not meet.
 	PodRange netip.Prefix
 
-	// Rest is how long an address is not given to another pod after its pod has gone. 0 is 5 minutes, as long as
-	// addresses last: then a pod waits. Negative: the address that was freed last is given first.
+	// Rest is how long an address is not given to another pod after its pod has gone. 0 is 5
+	// minutes, as long as addresses last: then a pod waits. Negative: the address that was freed
+	// last is given first.
 	Rest time.Duration
 
-	// Address chooses the address of a pod, to force an address to be used again. For the zero Addr, and if
-	// Address is nil, the node chooses.
+	// Address chooses the address of a pod, to force an address to be used again. For the zero
+	// Addr, and if Address is nil, the node chooses.
 	Address func(*v1.Pod) netip.Addr
 
 	// Images are the entry points of images: the command of containers that have none.
 	Images map[string][]string
 
-	// Env is added to the environment of each process, as KEY=value. Nothing is inherited from the caller but PATH.
+	// Env is added to the environment of each process, as KEY=value. Nothing is inherited from the
+	// caller but PATH.
 	Env []string
 
-	// Labels are further labels of the Node, Taints its taints, when it is registered for the first time.
+	// Labels are further labels of the Node, Taints its taints, when it is registered for the first
+	// time.
 	Labels map[string]string
 	Taints []v1.Taint
 
-	// Backoff is the delay before the second restart of a container (the first is immediate); it doubles up to
-	// MaxBackoff. 0 is what the kubelet has: 10 s and 5 min.
+	// Backoff is the delay before the second restart of a container (the first is immediate); it
+	// doubles up to MaxBackoff. 0 is what the kubelet has: 10 s and 5 min.
 	Backoff, MaxBackoff time.Duration
 
-	// FirstProbe is when a container is first probed, counted from its start. 0 is 100 ms. The kubelet begins at once,
-	// but its container has been starting for longer than that.
+	// FirstProbe is when a container is first probed, counted from its start. 0 is 100 ms. The
+	// kubelet begins at once, but its container has been starting for longer than that.
 	FirstProbe time.Duration
 
-	// Dir is where volumes and logs are. If empty it is a temporary folder, which is removed when Run returns.
-	// Keep it short: some programs want to put unix sockets there.
+	// Dir is where volumes and logs are. If empty it is a temporary folder, which is removed when
+	// Run returns. Keep it short: some programs want to put unix sockets there.
 	Dir string
 
 	// Observe is called with each event, in order, one at a time: a slow Observe delays all pods.
@@ -136,7 +150,8 @@ type Node struct {
 	timeline timeline
 }
 
-// New returns a node that will use a client of config, impersonating user system:node:NAME in group system:nodes.
+// New returns a node that will use a client of config, impersonating user system:node:NAME in group
+// system:nodes.
 func New(config *rest.Config, options Options) (*Node, error) {
 	if options.Name == "" || !options.PodRange.IsValid() {
 		return nil, errors.New("a node needs a name and a pod range")
@@ -158,7 +173,8 @@ func New(config *rest.Config, options Options) (*Node, error) {
 	}
 	config = rest.CopyConfig(config)
 	config.QPS = -1
-	config.Impersonate = rest.ImpersonationConfig{UserName: "system:node:" + options.Name, Groups: []string{"system:nodes"}}
+	config.Impersonate = rest.ImpersonationConfig{UserName: "system:node:" + options.Name,
+		Groups: []string{"system:nodes"}}
 	config.UserAgent = "lameduck-test-node"
 	client, err := kubernetes.NewForConfig(config)
 	if err != nil {
@@ -186,8 +202,9 @@ func New(config *rest.Config, options Options) (*Node, error) {
 	return n, nil
 }
 
-// Run registers the node and runs its pods until ctx ends. Then it kills all processes, as if the node had lost its power:
-// no hook is run and no status written. It returns when they are gone, nil unless the node could not be set up.
+// Run registers the node and runs its pods until ctx ends. Then it kills all processes, as if the
+// node had lost its power: no hook is run and no status written. It returns when they are gone, nil
+// unless the node could not be set up.
 func (n *Node) Run(ctx context.Context) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer n.work.Wait()
@@ -226,9 +243,10 @@ func (n *Node) Run(ctx context.Context) error {
 		UpdateFunc: func(_, object any) { n.configChanged(object) },
 		DeleteFunc: n.configChanged,
 	}
-	pods := informers.NewSharedInformerFactoryWithOptions(n.client, 0, informers.WithTweakListOptions(func(o *metav1.ListOptions) {
-		o.FieldSelector = fields.OneTermEqualSelector("spec.nodeName", n.options.Name).String()
-	}))
+	pods := informers.NewSharedInformerFactoryWithOptions(n.client, 0,
+		informers.WithTweakListOptions(func(o *metav1.ListOptions) {
+			o.FieldSelector = fields.OneTermEqualSelector("spec.nodeName", n.options.Name).String()
+		}))
 	informer := pods.Core().V1().Pods().Informer()
 	registrations := []func() (cache.ResourceEventHandlerRegistration, error){
 		func() (cache.ResourceEventHandlerRegistration, error) {
@@ -271,8 +289,8 @@ func (n *Node) Ready() <-chan struct{} { return n.ready }
 // Address is the address of the node itself, status.hostIP of its pods.
 func (n *Node) Address() netip.Addr { return n.address }
 
-// Log returns what a container has written so far, all its runs one after the other, also after the pod is gone. It is empty for
-// a container that this node has never run.
+// Log returns what a container has written so far, all its runs one after the other, also after the
+// pod is gone. It is empty for a container that this node has never run.
 func (n *Node) Log(uid types.UID, container string) string {
 	content, err := os.ReadFile(n.logPath(uid, container))
 	if err != nil {
@@ -287,8 +305,8 @@ func (n *Node) logPath(uid types.UID, container string) string {
 	return filepath.Join(n.logDir(), string(uid)+"_"+container+".log")
 }
 
-// register creates the Node, or takes over the one of an earlier run, and makes it Ready and free of the taint that
-// the API server gives to new nodes.
+// register creates the Node, or takes over the one of an earlier run, and makes it Ready and free
+// of the taint that the API server gives to new nodes.
 func (n *Node) register(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, callTimeout)
 	defer cancel()
@@ -355,12 +373,16 @@ func (n *Node) setStatus(status *v1.NodeStatus) {
 		v1.ResourcePods: resource.MustParse("1000"), v1.ResourceEphemeralStorage: resource.MustParse("1Ti"),
 	}
 	status.Capacity, status.Allocatable = plenty, plenty
-	status.Addresses = []v1.NodeAddress{{Type: v1.NodeInternalIP, Address: n.address.String()}, {Type: v1.NodeHostName, Address: n.options.Name}}
+	status.Addresses = []v1.NodeAddress{{Type: v1.NodeInternalIP, Address: n.address.String()},
+		{Type: v1.NodeHostName, Address: n.options.Name}}
 	status.NodeInfo.KubeletVersion = "v0.0.0-stand-in"
 	status.NodeInfo.OperatingSystem = "linux"
-	status.Conditions = slices.DeleteFunc(status.Conditions, func(c v1.NodeCondition) bool { return c.Type == v1.NodeReady })
+	status.Conditions = slices.DeleteFunc(status.Conditions, func(c v1.NodeCondition) bool {
+		return c.Type == v1.NodeReady
+	})
 	status.Conditions = append(status.Conditions, v1.NodeCondition{
-		Type: v1.NodeReady, Status: v1.ConditionTrue, Reason: "KubeletReady", Message: "a stand-in for the kubelet runs",
+		Type: v1.NodeReady, Status: v1.ConditionTrue,
+		Reason: "KubeletReady", Message: "a stand-in for the kubelet runs",
 		LastHeartbeatTime: now, LastTransitionTime: now,
 	})
 }
@@ -389,7 +411,8 @@ func (n *Node) renewLease(ctx context.Context) error {
 	spec := coordinationv1.LeaseSpec{HolderIdentity: &n.options.Name, LeaseDurationSeconds: &duration, RenewTime: &now}
 	lease, err := leases.Get(ctx, n.options.Name, metav1.GetOptions{})
 	if apierrors.IsNotFound(err) {
-		_, err = leases.Create(ctx, &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Name: n.options.Name}, Spec: spec}, metav1.CreateOptions{})
+		_, err = leases.Create(ctx, &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Name: n.options.Name},
+			Spec: spec}, metav1.CreateOptions{})
 		return err
 	}
 	if err != nil {
@@ -479,10 +502,12 @@ func (n *Node) report(p *v1.Pod, kind, reason, message string) {
 	event := &v1.Event{
 		ObjectMeta: metav1.ObjectMeta{Namespace: p.Namespace, Name: fmt.Sprintf("%s.%x", p.Name, now.UnixNano())},
 		InvolvedObject: v1.ObjectReference{
-			APIVersion: "v1", Kind: "Pod", Namespace: p.Namespace, Name: p.Name, UID: p.UID, ResourceVersion: p.ResourceVersion,
+			APIVersion: "v1", Kind: "Pod", Namespace: p.Namespace, Name: p.Name, UID: p.UID,
+			ResourceVersion: p.ResourceVersion,
 		},
 		Type: kind, Reason: reason, Message: message, Count: 1, FirstTimestamp: now, LastTimestamp: now,
-		Source: v1.EventSource{Component: "kubelet", Host: n.options.Name}, ReportingController: "kubelet", ReportingInstance: n.options.Name,
+		Source:              v1.EventSource{Component: "kubelet", Host: n.options.Name},
+		ReportingController: "kubelet", ReportingInstance: n.options.Name,
 	}
 	select {
 	case n.reports <- event:

@@ -49,8 +49,9 @@ func TestMain(m *testing.M) {
 	cluster.Main(m)
 }
 
-// app is what pods run: a server on ADDRESS. Its arguments make it behave: "deaf" ignores SIGTERM, "sick" fails /live after a
-// request to /sicken, "late" serves after a second, "true" exits at once.
+// app is what pods run: a server on ADDRESS. Its arguments make it behave: "deaf" ignores SIGTERM,
+// "sick" fails /live after a request to /sicken, "late" serves after a second, "true" exits at
+// once.
 func app(args []string) error {
 	is := map[string]bool{}
 	for _, arg := range args {
@@ -135,7 +136,8 @@ func newNamespace(t *testing.T, c *cluster.Cluster) (context.Context, kubernetes
 	if err != nil {
 		t.Fatal(err)
 	}
-	namespace, err := client.CoreV1().Namespaces().Create(ctx, &v1.Namespace{ObjectMeta: metav1.ObjectMeta{GenerateName: "test-"}}, metav1.CreateOptions{})
+	namespace, err := client.CoreV1().Namespaces().Create(ctx,
+		&v1.Namespace{ObjectMeta: metav1.ObjectMeta{GenerateName: "test-"}}, metav1.CreateOptions{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -190,9 +192,11 @@ func preStop(s v1.PodSpec, hook v1.LifecycleHandler) v1.PodSpec {
 }
 
 // create creates a pod and waits until it is ready.
-func create(t *testing.T, ctx context.Context, client kubernetes.Interface, n *node.Node, namespace string, s v1.PodSpec) *v1.Pod {
+func create(t *testing.T, ctx context.Context, client kubernetes.Interface, n *node.Node, namespace string,
+	s v1.PodSpec) *v1.Pod {
 	t.Helper()
-	pod, err := client.CoreV1().Pods(namespace).Create(ctx, &v1.Pod{ObjectMeta: metav1.ObjectMeta{GenerateName: "pod-"}, Spec: s}, metav1.CreateOptions{})
+	pod, err := client.CoreV1().Pods(namespace).Create(ctx,
+		&v1.Pod{ObjectMeta: metav1.ObjectMeta{GenerateName: "pod-"}, Spec: s}, metav1.CreateOptions{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -248,17 +252,22 @@ func TestTermination(t *testing.T) {
 				t.Error("exit code", e[node.Exited].Code)
 			}
 		}},
-		{"sleep", preStop(spec(), v1.LifecycleHandler{Sleep: &v1.SleepAction{Seconds: 1}}), func(t *testing.T, e map[node.Kind]node.Event) {
-			between(t, "hook", e[node.PreStopBegins], e[node.PreStopEnds], time.Second, 1300*time.Millisecond)
-			between(t, "SIGTERM after hook", e[node.PreStopEnds], e[node.Term], -50*time.Millisecond, 300*time.Millisecond)
-		}},
-		{"exec", preStop(spec(), v1.LifecycleHandler{Exec: &v1.ExecAction{Command: []string{"sh", "-c", "sleep 0.5; echo hook of $IP"}}}), func(t *testing.T, e map[node.Kind]node.Event) {
+		{"sleep", preStop(spec(), v1.LifecycleHandler{Sleep: &v1.SleepAction{Seconds: 1}}),
+			func(t *testing.T, e map[node.Kind]node.Event) {
+				between(t, "hook", e[node.PreStopBegins], e[node.PreStopEnds], time.Second, 1300*time.Millisecond)
+				between(t, "SIGTERM after hook", e[node.PreStopEnds], e[node.Term], -50*time.Millisecond,
+					300*time.Millisecond)
+			}},
+		{"exec", preStop(spec(), v1.LifecycleHandler{Exec: &v1.ExecAction{Command: []string{"sh", "-c",
+			"sleep 0.5; echo hook of $IP"}}}), func(t *testing.T, e map[node.Kind]node.Event) {
 			between(t, "hook", e[node.PreStopBegins], e[node.PreStopEnds], 500*time.Millisecond, 900*time.Millisecond)
 		}},
-		{"httpGet", preStop(spec(), v1.LifecycleHandler{HTTPGet: &v1.HTTPGetAction{Path: "/stop", Port: intstr.FromInt32(80)}}), func(t *testing.T, e map[node.Kind]node.Event) {
+		{"httpGet", preStop(spec(), v1.LifecycleHandler{HTTPGet: &v1.HTTPGetAction{Path: "/stop",
+			Port: intstr.FromInt32(80)}}), func(t *testing.T, e map[node.Kind]node.Event) {
 			between(t, "hook", e[node.PreStopBegins], e[node.PreStopEnds], 700*time.Millisecond, 1100*time.Millisecond)
 		}},
-		{"failing httpGet", preStop(spec(), v1.LifecycleHandler{HTTPGet: &v1.HTTPGetAction{Path: "/", Port: intstr.FromInt32(81)}}), func(t *testing.T, e map[node.Kind]node.Event) {
+		{"failing httpGet", preStop(spec(), v1.LifecycleHandler{HTTPGet: &v1.HTTPGetAction{Path: "/",
+			Port: intstr.FromInt32(81)}}), func(t *testing.T, e map[node.Kind]node.Event) {
 			if e[node.PreStopEnds].Detail == "" {
 				t.Error("no error")
 			}
@@ -270,7 +279,8 @@ func TestTermination(t *testing.T) {
 				t.Error("exit code", e[node.Exited].Code)
 			}
 		}},
-		{"hook uses up the grace", grace(preStop(spec("deaf"), v1.LifecycleHandler{Sleep: &v1.SleepAction{Seconds: 1}}), 1), func(t *testing.T, e map[node.Kind]node.Event) {
+		{"hook uses up the grace", grace(preStop(spec("deaf"), v1.LifecycleHandler{Sleep: &v1.SleepAction{Seconds: 1}}),
+			1), func(t *testing.T, e map[node.Kind]node.Event) {
 			between(t, "SIGTERM after deletion", e[node.Deleted], e[node.Term], time.Second, 1300*time.Millisecond)
 			between(t, "SIGKILL after SIGTERM", e[node.Term], e[node.Kill], 2*time.Second, 2300*time.Millisecond)
 		}},
@@ -289,14 +299,16 @@ func TestTermination(t *testing.T) {
 	}
 }
 
-// A Deployment of three becomes ready through its EndpointSlice, a rollout replaces all, and no address is given twice.
+// A Deployment of three becomes ready through its EndpointSlice, a rollout replaces all, and no
+// address is given twice.
 func TestRollout(t *testing.T) {
 	t.Parallel()
 	ctx, c, client, n, namespace := setup(t)
 	labels := map[string]string{"app": "web"}
 	three := int32(3)
 	_, err := client.CoreV1().Services(namespace).Create(ctx, &v1.Service{
-		ObjectMeta: metav1.ObjectMeta{Name: "web"}, Spec: v1.ServiceSpec{Selector: labels, Ports: []v1.ServicePort{{Port: 80}}},
+		ObjectMeta: metav1.ObjectMeta{Name: "web"},
+		Spec:       v1.ServiceSpec{Selector: labels, Ports: []v1.ServicePort{{Port: 80}}},
 	}, metav1.CreateOptions{})
 	if err != nil {
 		t.Fatal(err)
@@ -329,8 +341,10 @@ func TestRollout(t *testing.T) {
 	_ = n
 }
 
-// readyEndpoints watches until the EndpointSlices list so many ready endpoints, none of them in not, and returns their addresses.
-func readyEndpoints(t *testing.T, ctx context.Context, client kubernetes.Interface, namespace string, want int, not map[string]bool) map[string]bool {
+// readyEndpoints watches until the EndpointSlices list so many ready endpoints, none of them in
+// not, and returns their addresses.
+func readyEndpoints(t *testing.T, ctx context.Context, client kubernetes.Interface, namespace string, want int,
+	not map[string]bool) map[string]bool {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(ctx, 30*time.Second)
 	defer cancel()
@@ -364,9 +378,11 @@ func readyEndpoints(t *testing.T, ctx context.Context, client kubernetes.Interfa
 func TestForceDelete(t *testing.T) {
 	t.Parallel()
 	ctx, _, client, n, namespace := setup(t)
-	pod := create(t, ctx, client, n, namespace, preStop(spec("deaf"), v1.LifecycleHandler{Sleep: &v1.SleepAction{Seconds: 20}}))
+	pod := create(t, ctx, client, n, namespace,
+		preStop(spec("deaf"), v1.LifecycleHandler{Sleep: &v1.SleepAction{Seconds: 20}}))
 	zero := int64(0)
-	if err := client.CoreV1().Pods(namespace).Delete(ctx, pod.Name, metav1.DeleteOptions{GracePeriodSeconds: &zero}); err != nil {
+	if err := client.CoreV1().Pods(namespace).Delete(ctx, pod.Name,
+		metav1.DeleteOptions{GracePeriodSeconds: &zero}); err != nil {
 		t.Fatal(err)
 	}
 	deleted := time.Now()
@@ -382,11 +398,13 @@ func TestForceDelete(t *testing.T) {
 	}
 }
 
-// A second delete with a shorter grace period cuts the hook and the grace short; a longer one changes nothing.
+// A second delete with a shorter grace period cuts the hook and the grace short; a longer one
+// changes nothing.
 func TestShortenedGrace(t *testing.T) {
 	t.Parallel()
 	ctx, _, client, n, namespace := setup(t)
-	pod := create(t, ctx, client, n, namespace, preStop(spec("deaf"), v1.LifecycleHandler{Sleep: &v1.SleepAction{Seconds: 20}}))
+	pod := create(t, ctx, client, n, namespace,
+		preStop(spec("deaf"), v1.LifecycleHandler{Sleep: &v1.SleepAction{Seconds: 20}}))
 	pods := client.CoreV1().Pods(namespace)
 	if err := pods.Delete(ctx, pod.Name, metav1.DeleteOptions{}); err != nil {
 		t.Fatal(err)
@@ -423,7 +441,8 @@ func TestLivenessRestart(t *testing.T) {
 		status := p.Status.ContainerStatuses[0]
 		return status.RestartCount == 1 && status.Ready
 	})
-	if again.Status.PodIP != pod.Status.PodIP || again.Status.ContainerStatuses[0].LastTerminationState.Terminated == nil {
+	if again.Status.PodIP != pod.Status.PodIP ||
+		again.Status.ContainerStatuses[0].LastTerminationState.Terminated == nil {
 		t.Errorf("got %+v", again.Status)
 	}
 	var kinds []node.Kind
@@ -432,18 +451,21 @@ func TestLivenessRestart(t *testing.T) {
 			kinds = append(kinds, e.Kind)
 		}
 	}
-	want := fmt.Sprint([]node.Kind{node.Started, node.Unhealthy, node.PreStopBegins, node.PreStopEnds, node.Term, node.Exited, node.Started})
+	want := fmt.Sprint([]node.Kind{node.Started, node.Unhealthy, node.PreStopBegins, node.PreStopEnds, node.Term,
+		node.Exited, node.Started})
 	if fmt.Sprint(kinds) != want {
 		t.Errorf("got %v, want %v", kinds, want)
 	}
 }
 
 // waitPod watches a pod until it is as wanted.
-func waitPod(t *testing.T, ctx context.Context, client kubernetes.Interface, pod *v1.Pod, what string, is func(*v1.Pod) bool) *v1.Pod {
+func waitPod(t *testing.T, ctx context.Context, client kubernetes.Interface, pod *v1.Pod, what string,
+	is func(*v1.Pod) bool) *v1.Pod {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(ctx, 20*time.Second)
 	defer cancel()
-	pods, err := client.CoreV1().Pods(pod.Namespace).Watch(ctx, metav1.ListOptions{FieldSelector: "metadata.name=" + pod.Name})
+	pods, err := client.CoreV1().Pods(pod.Namespace).Watch(ctx,
+		metav1.ListOptions{FieldSelector: "metadata.name=" + pod.Name})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -466,7 +488,8 @@ func TestBackOff(t *testing.T) {
 	ctx, _, client, n, namespace := setup(t)
 	s := spec("true")
 	s.Containers[0].ReadinessProbe = nil
-	pod, err := client.CoreV1().Pods(namespace).Create(ctx, &v1.Pod{ObjectMeta: metav1.ObjectMeta{Name: "crash"}, Spec: s}, metav1.CreateOptions{})
+	pod, err := client.CoreV1().Pods(namespace).Create(ctx,
+		&v1.Pod{ObjectMeta: metav1.ObjectMeta{Name: "crash"}, Spec: s}, metav1.CreateOptions{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -487,8 +510,8 @@ func TestBackOff(t *testing.T) {
 	wait(t, ctx, n, pod.UID, node.Removed)
 }
 
-// Init containers run in order; a native sidecar runs beside the others and stops after them; a pod whose containers have
-// finished takes its sidecar along and has a phase.
+// Init containers run in order; a native sidecar runs beside the others and stops after them; a pod
+// whose containers have finished takes its sidecar along and has a phase.
 func TestInitAndSidecars(t *testing.T) {
 	t.Parallel()
 	ctx, _, client, n, namespace := setup(t)
@@ -496,16 +519,24 @@ func TestInitAndSidecars(t *testing.T) {
 	shell := func(name, script string) v1.Container {
 		return v1.Container{Name: name, Image: "none", Command: []string{"sh", "-c", script}}
 	}
-	side := shell("side", "trap 'echo side >> $(VOLUME_SHARED)/log; exit 0' TERM; echo up >> $(VOLUME_SHARED)/log; while :; do sleep 0.05; done")
+	side := shell("side", "trap 'echo side >> $(VOLUME_SHARED)/log; exit 0' TERM; echo up >> $(VOLUME_SHARED)/log; "+
+		"while :; do sleep 0.05; done")
 	side.RestartPolicy = &always
-	side.StartupProbe = &v1.Probe{PeriodSeconds: 1, ProbeHandler: v1.ProbeHandler{Exec: &v1.ExecAction{Command: []string{"sh", "-c", "test -s $VOLUME_SHARED/log"}}}}
+	side.StartupProbe = &v1.Probe{PeriodSeconds: 1,
+		ProbeHandler: v1.ProbeHandler{Exec: &v1.ExecAction{Command: []string{"sh", "-c",
+			"test -s $VOLUME_SHARED/log"}}}}
 	s := v1.PodSpec{
-		RestartPolicy:  v1.RestartPolicyNever,
-		Volumes:        []v1.Volume{{Name: "shared", VolumeSource: v1.VolumeSource{EmptyDir: &v1.EmptyDirVolumeSource{}}}},
-		InitContainers: []v1.Container{shell("first", "test ! -e $(VOLUME_SHARED)/log"), side, shell("second", "echo second >> $VOLUME_SHARED/log")},
-		Containers:     []v1.Container{shell("app", "echo app >> $VOLUME_SHARED/log; cat $VOLUME_SHARED/log"), shell("slow", "until grep -q app $VOLUME_SHARED/log; do sleep 0.05; done; sleep 0.5; echo slow >> $VOLUME_SHARED/log")},
+		RestartPolicy: v1.RestartPolicyNever,
+		Volumes: []v1.Volume{{Name: "shared",
+			VolumeSource: v1.VolumeSource{EmptyDir: &v1.EmptyDirVolumeSource{}}}},
+		InitContainers: []v1.Container{shell("first", "test ! -e $(VOLUME_SHARED)/log"), side,
+			shell("second", "echo second >> $VOLUME_SHARED/log")},
+		Containers: []v1.Container{shell("app", "echo app >> $VOLUME_SHARED/log; cat $VOLUME_SHARED/log"),
+			shell("slow", "until grep -q app $VOLUME_SHARED/log; do sleep 0.05; done; sleep 0.5; echo slow >> "+
+				"$VOLUME_SHARED/log")},
 	}
-	pod, err := client.CoreV1().Pods(namespace).Create(ctx, &v1.Pod{ObjectMeta: metav1.ObjectMeta{Name: "ordered"}, Spec: s}, metav1.CreateOptions{})
+	pod, err := client.CoreV1().Pods(namespace).Create(ctx,
+		&v1.Pod{ObjectMeta: metav1.ObjectMeta{Name: "ordered"}, Spec: s}, metav1.CreateOptions{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -532,27 +563,34 @@ func TestInitAndSidecars(t *testing.T) {
 func TestVolumesAndIdentity(t *testing.T) {
 	t.Parallel()
 	ctx, c, client, n, namespace := setup(t)
-	config := &v1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: "config"}, Data: map[string]string{"key": "one", "name": "value"}}
+	config := &v1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: "config"},
+		Data: map[string]string{"key": "one", "name": "value"}}
 	expiry := int64(600)
 	s := v1.PodSpec{
 		Volumes: []v1.Volume{
 			{Name: "my-config", VolumeSource: v1.VolumeSource{ConfigMap: &v1.ConfigMapVolumeSource{
-				LocalObjectReference: v1.LocalObjectReference{Name: "config"}, Items: []v1.KeyToPath{{Key: "key", Path: "sub/file"}},
+				LocalObjectReference: v1.LocalObjectReference{Name: "config"},
+				Items:                []v1.KeyToPath{{Key: "key", Path: "sub/file"}},
 			}}},
-			{Name: "all", VolumeSource: v1.VolumeSource{Projected: &v1.ProjectedVolumeSource{Sources: []v1.VolumeProjection{
-				{ServiceAccountToken: &v1.ServiceAccountTokenProjection{Audience: "lameduck", ExpirationSeconds: &expiry, Path: "token"}},
-				{DownwardAPI: &v1.DownwardAPIProjection{Items: []v1.DownwardAPIVolumeFile{{Path: "labels", FieldRef: &v1.ObjectFieldSelector{FieldPath: "metadata.labels"}}}}},
-			}}}},
+			{Name: "all",
+				VolumeSource: v1.VolumeSource{Projected: &v1.ProjectedVolumeSource{Sources: []v1.VolumeProjection{
+					{ServiceAccountToken: &v1.ServiceAccountTokenProjection{Audience: "lameduck",
+						ExpirationSeconds: &expiry, Path: "token"}},
+					{DownwardAPI: &v1.DownwardAPIProjection{Items: []v1.DownwardAPIVolumeFile{{Path: "labels",
+						FieldRef: &v1.ObjectFieldSelector{FieldPath: "metadata.labels"}}}}},
+				}}}},
 		},
 		Containers: []v1.Container{{
 			Name: "app", Image: "none", Command: []string{"sh", "-c"},
 			Args: []string{`echo '$(NAME) $$(NAME) $(NONE)' $FROM; cat $(VOLUME_ALL)/labels; echo; ` +
 				`test $(wc -c < $VOLUME_ALL/token) -gt 100 && $KUBECTL auth whoami -o jsonpath='{.status.userInfo.username}'; echo; ` +
 				`cat $VOLUME_MY_CONFIG/sub/file; echo; until grep -q two $VOLUME_MY_CONFIG/sub/file; do sleep 0.05; done; echo changed; exec sleep 100`},
-			EnvFrom: []v1.EnvFromSource{{Prefix: "P_", ConfigMapRef: &v1.ConfigMapEnvSource{LocalObjectReference: v1.LocalObjectReference{Name: "config"}}}},
+			EnvFrom: []v1.EnvFromSource{{Prefix: "P_",
+				ConfigMapRef: &v1.ConfigMapEnvSource{LocalObjectReference: v1.LocalObjectReference{Name: "config"}}}},
 			Env: []v1.EnvVar{
 				{Name: "KUBECTL", Value: c.Binaries().Path("kubectl")},
-				{Name: "NAME", ValueFrom: &v1.EnvVarSource{FieldRef: &v1.ObjectFieldSelector{FieldPath: "metadata.name"}}},
+				{Name: "NAME",
+					ValueFrom: &v1.EnvVarSource{FieldRef: &v1.ObjectFieldSelector{FieldPath: "metadata.name"}}},
 				{Name: "FROM", Value: "$(P_name)"},
 			},
 		}},
@@ -591,7 +629,8 @@ func waitLog(t *testing.T, ctx context.Context, n *node.Node, uid types.UID, tex
 	return ""
 }
 
-// A webhook at a pod address sees the deletes: the person's first, then the node's last, with the UID as precondition.
+// A webhook at a pod address sees the deletes: the person's first, then the node's last, with the
+// UID as precondition.
 func TestLastDelete(t *testing.T) {
 	t.Parallel()
 	ctx, _, client, n, namespace := setup(t)
@@ -624,27 +663,33 @@ func TestLastDelete(t *testing.T) {
 	defer serving.Wait()
 	defer server.Close()
 
-	url, fail, none := "https://10.244.200.1/", admissionregistrationv1.Fail, admissionregistrationv1.SideEffectClassNone
+	url, fail, none := "https://10.244.200.1/", admissionregistrationv1.Fail,
+		admissionregistrationv1.SideEffectClassNone
 	hook := &admissionregistrationv1.ValidatingWebhookConfiguration{
 		ObjectMeta: metav1.ObjectMeta{Name: namespace},
 		Webhooks: []admissionregistrationv1.ValidatingWebhook{{
-			Name: "pods.lameduck.test", AdmissionReviewVersions: []string{"v1"}, SideEffects: &none, FailurePolicy: &fail,
-			ClientConfig: admissionregistrationv1.WebhookClientConfig{URL: &url, CABundle: ca.PEM()},
+			Name: "pods.lameduck.test", AdmissionReviewVersions: []string{"v1"}, SideEffects: &none,
+			FailurePolicy: &fail,
+			ClientConfig:  admissionregistrationv1.WebhookClientConfig{URL: &url, CABundle: ca.PEM()},
 			Rules: []admissionregistrationv1.RuleWithOperations{{
 				Operations: []admissionregistrationv1.OperationType{admissionregistrationv1.Delete},
-				Rule:       admissionregistrationv1.Rule{APIGroups: []string{""}, APIVersions: []string{"v1"}, Resources: []string{"pods"}},
+				Rule: admissionregistrationv1.Rule{APIGroups: []string{""}, APIVersions: []string{"v1"},
+					Resources: []string{"pods"}},
 			}},
 			NamespaceSelector: &metav1.LabelSelector{MatchLabels: map[string]string{v1.LabelMetadataName: namespace}},
 		}},
 	}
-	if _, err := client.AdmissionregistrationV1().ValidatingWebhookConfigurations().Create(ctx, hook, metav1.CreateOptions{}); err != nil {
+	if _, err := client.AdmissionregistrationV1().ValidatingWebhookConfigurations().Create(ctx, hook,
+		metav1.CreateOptions{}); err != nil {
 		t.Fatal(err)
 	}
-	defer client.AdmissionregistrationV1().ValidatingWebhookConfigurations().Delete(context.Background(), namespace, metav1.DeleteOptions{})
+	defer client.AdmissionregistrationV1().ValidatingWebhookConfigurations().Delete(context.Background(), namespace,
+		metav1.DeleteOptions{})
 	pod := create(t, ctx, client, n, namespace, spec())
 	// The API server reads the configuration from a watch of its own. Dry runs show when it has.
 	for seen := false; !seen; {
-		if err := client.CoreV1().Pods(namespace).Delete(ctx, pod.Name, metav1.DeleteOptions{DryRun: []string{metav1.DryRunAll}}); err != nil {
+		if err := client.CoreV1().Pods(namespace).Delete(ctx, pod.Name,
+			metav1.DeleteOptions{DryRun: []string{metav1.DryRunAll}}); err != nil {
 			t.Fatal(err)
 		}
 		select {
@@ -672,7 +717,8 @@ func TestLastDelete(t *testing.T) {
 	}
 }
 
-// When a node ends its processes are gone, and so are its goroutines. Run again it takes its pods over.
+// When a node ends its processes are gone, and so are its goroutines. Run again it takes its pods
+// over.
 //
 // Not parallel, so that no other node has goroutines, unless -count repeats the tests.
 func TestNodeRestart(t *testing.T) {

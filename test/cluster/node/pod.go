@@ -17,12 +17,13 @@ import (
 // errVanished is why a pod's context ends when the pod is gone, or has no grace left.
 var errVanished = errors.New("pod vanished or was deleted by force")
 
-// pod is one pod on the node: a goroutine that runs it, one for each of its containers, one that writes its status and
-// one that keeps its volumes up to date.
+// pod is one pod on the node: a goroutine that runs it, one for each of its containers, one that
+// writes its status and one that keeps its volumes up to date.
 //
-// It goes: starting, in the order of the spec; running, until its containers have finished for good or it is deleted
-// (stopping is closed); stopping, in which each container sees to its own end; stopped, when the last status is written;
-// and, once it is deleted as well, the last DELETE. When its context ends, that is the end in any state.
+// It goes: starting, in the order of the spec; running, until its containers have finished for good
+// or it is deleted (stopping is closed); stopping, in which each container sees to its own end;
+// stopped, when the last status is written; and, once it is deleted as well, the last DELETE. When
+// its context ends, that is the end in any state.
 type pod struct {
 	node *Node
 	uid  types.UID
@@ -87,7 +88,8 @@ func newPod(n *Node, object *v1.Pod, dir string) *pod {
 		p.inits = append(p.inits, newContainer(p, spec, role, object.Status.InitContainerStatuses))
 	}
 	for i := range object.Spec.Containers {
-		p.mains = append(p.mains, newContainer(p, &object.Spec.Containers[i], mainContainer, object.Status.ContainerStatuses))
+		p.mains = append(p.mains, newContainer(p, &object.Spec.Containers[i], mainContainer,
+			object.Status.ContainerStatuses))
 	}
 	return p
 }
@@ -145,7 +147,8 @@ func (p *pod) vanish() {
 	}
 }
 
-// stop makes the containers stop within grace seconds from now, or earlier if an earlier stop said so.
+// stop makes the containers stop within grace seconds from now, or earlier if an earlier stop said
+// so.
 func (p *pod) stop(now time.Time, grace int64) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -161,8 +164,8 @@ func (p *pod) stop(now time.Time, grace int64) {
 	p.sooner = make(chan struct{})
 }
 
-// deadline returns when the grace of a stopping pod ends, and a channel that is closed if that changes. While it does not
-// stop the time is zero.
+// deadline returns when the grace of a stopping pod ends, and a channel that is closed if that
+// changes. While it does not stop the time is zero.
 func (p *pod) deadline() (time.Time, <-chan struct{}) {
 	p.mu.Lock()
 	defer p.mu.Unlock()

@@ -112,7 +112,8 @@ func (c *container) port(port intstr.IntOrString) (int, error) {
 	return 0, fmt.Errorf("container %q has no port %q", c.spec.Name, port.StrVal)
 }
 
-// command runs a program beside the container, in its environment and group of files, and kills it when ctx ends.
+// command runs a program beside the container, in its environment and group of files, and kills it
+// when ctx ends.
 func (c *container) runBeside(ctx context.Context, argv []string) error {
 	env, err := c.environment()
 	if err != nil {
@@ -144,7 +145,8 @@ func (c *container) runBeside(ctx context.Context, argv []string) error {
 	return nil
 }
 
-// hook runs a lifecycle hook. The status of an HTTP answer means nothing, and there is no timeout, as with the kubelet.
+// hook runs a lifecycle hook. The status of an HTTP answer means nothing, and there is no timeout,
+// as with the kubelet.
 func (c *container) hook(ctx context.Context, hook *v1.LifecycleHandler) error {
 	switch {
 	case hook.Exec != nil:
@@ -164,7 +166,8 @@ func (c *container) hook(ctx context.Context, hook *v1.LifecycleHandler) error {
 	}
 }
 
-// postStart runs the hook, if any, and shows the container as running. It reports false if the container must not live on.
+// postStart runs the hook, if any, and shows the container as running. It reports false if the
+// container must not live on.
 func (c *container) postStart(ctx context.Context, began time.Time) bool {
 	if c.spec.Lifecycle == nil || c.spec.Lifecycle.PostStart == nil {
 		return true
@@ -231,9 +234,11 @@ func (c *container) restart(grace *int64, why string) {
 	c.unhealthy <- grace // of size 1, emptied at the start, and this is the only one
 }
 
-// probeLoop probes until ctx ends or set returns false, and calls set when a threshold is reached for the first time
-// and whenever the verdict changes after that. Startup and liveness end when the pod stops; readiness goes on.
-func (c *container) probeLoop(ctx context.Context, began time.Time, kind string, probe *v1.Probe, set func(ok bool) bool) {
+// probeLoop probes until ctx ends or set returns false, and calls set when a threshold is reached
+// for the first time and whenever the verdict changes after that. Startup and liveness end when the
+// pod stops; readiness goes on.
+func (c *container) probeLoop(ctx context.Context, began time.Time, kind string, probe *v1.Probe,
+	set func(ok bool) bool) {
 	var stopping <-chan struct{}
 	if kind != "Readiness" {
 		stopping = c.pod.stopping

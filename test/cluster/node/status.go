@@ -28,8 +28,8 @@ func (c *container) showRunning(began time.Time) {
 	})
 }
 
-// writeStatuses writes the status whenever it has changed, until ctx ends. When last is closed it writes the last one,
-// and returns once the API server has it.
+// writeStatuses writes the status whenever it has changed, until ctx ends. When last is closed it
+// writes the last one, and returns once the API server has it.
 func (p *pod) writeStatuses(ctx context.Context, last <-chan struct{}) {
 	var written []byte
 	for {
@@ -42,7 +42,8 @@ func (p *pod) writeStatuses(ctx context.Context, last <-chan struct{}) {
 			return
 		}
 		status, ready := p.status(time.Now())
-		// All that is ours, always: what the API server had before does not matter, what is not ours stays.
+		// All that is ours, always: what the API server had before does not matter, what is not
+		// ours stays.
 		patch, err := json.Marshal(map[string]any{"metadata": map[string]any{"uid": p.uid}, "status": status})
 		if err != nil {
 			p.node.logger.Error("status not encoded", "pod", p.name, "err", err)
@@ -72,7 +73,8 @@ func (p *pod) writeStatuses(ctx context.Context, last <-chan struct{}) {
 func (p *pod) patch(ctx context.Context, patch []byte, last <-chan struct{}, final bool) bool {
 	for delay := 20 * time.Millisecond; ctx.Err() == nil; delay = min(2*delay, 5*time.Second) {
 		call, cancel := context.WithTimeout(ctx, callTimeout)
-		_, err := p.node.client.CoreV1().Pods(p.name.Namespace).Patch(call, p.name.Name, types.StrategicMergePatchType, patch, metav1.PatchOptions{}, "status")
+		_, err := p.node.client.CoreV1().Pods(p.name.Namespace).Patch(call, p.name.Name, types.StrategicMergePatchType,
+			patch, metav1.PatchOptions{}, "status")
 		cancel()
 		if err == nil || apierrors.IsNotFound(err) || apierrors.IsConflict(err) { // gone, or another pod has its name
 			return true
@@ -157,7 +159,8 @@ func (p *pod) status(now time.Time) (map[string]any, bool) {
 	return status, ready && gates
 }
 
-// condition is a condition with the time of its last change, as a patch that leaves nothing of the one before.
+// condition is a condition with the time of its last change, as a patch that leaves nothing of the
+// one before.
 func (p *pod) condition(now time.Time, kind v1.PodConditionType, value bool, reason string) map[string]any {
 	condition := v1.PodCondition{Type: kind, Status: v1.ConditionTrue, LastTransitionTime: metav1.NewTime(now)}
 	if !value {
@@ -177,8 +180,8 @@ func (p *pod) condition(now time.Time, kind v1.PodConditionType, value bool, rea
 	return patch
 }
 
-// statuses is what the status says of containers, and whether all of them are ready; of init containers, whether the main
-// ones may start.
+// statuses is what the status says of containers, and whether all of them are ready; of init
+// containers, whether the main ones may start.
 func (p *pod) statuses(containers []*container, init bool) ([]v1.ContainerStatus, bool) {
 	result := []v1.ContainerStatus{}
 	all := true
@@ -203,7 +206,8 @@ func (p *pod) statuses(containers []*container, init bool) ([]v1.ContainerStatus
 	return result, all
 }
 
-// phase follows the kubelet's getPhase: pending until each main container has run, and over when none will run again.
+// phase follows the kubelet's getPhase: pending until each main container has run, and over when
+// none will run again.
 func (p *pod) phase() v1.PodPhase {
 	if !p.terminated {
 		for _, c := range p.mains {

@@ -12,13 +12,15 @@ import (
 // Kind is what happened.
 type Kind string
 
-// What happens to a pod, in the order in which it usually does. Those marked with a star are about one container.
+// What happens to a pod, in the order in which it usually does. Those marked with a star are about
+// one container.
 const (
-	Seen          Kind = "Seen"          // the node has learnt of the pod
-	Started       Kind = "Started"       // * its process runs
-	Ready         Kind = "Ready"         // the pod became ready, and the API server knows
-	NotReady      Kind = "NotReady"      // the pod is no longer ready, and the API server knows
-	Unhealthy     Kind = "Unhealthy"     // * a liveness or startup probe has failed for good: the container is restarted
+	Seen     Kind = "Seen"     // the node has learnt of the pod
+	Started  Kind = "Started"  // * its process runs
+	Ready    Kind = "Ready"    // the pod became ready, and the API server knows
+	NotReady Kind = "NotReady" // the pod is no longer ready, and the API server knows
+	// * a liveness or startup probe has failed for good: the container is restarted
+	Unhealthy     Kind = "Unhealthy"
 	Deleted       Kind = "Deleted"       // deletionTimestamp was observed
 	PreStopBegins Kind = "PreStopBegins" // *
 	PreStopEnds   Kind = "PreStopEnds"   // * Detail has the error, if any
@@ -92,7 +94,8 @@ func (n *Node) Timeline(uid types.UID) []Event {
 	return append([]Event(nil), n.timeline.events[uid]...)
 }
 
-// Wait returns the first event of a kind in the timeline of a pod, as soon as there is one. The error is that of ctx.
+// Wait returns the first event of a kind in the timeline of a pod, as soon as there is one. The
+// error is that of ctx.
 func (n *Node) Wait(ctx context.Context, uid types.UID, kind Kind) (Event, error) {
 	for {
 		n.timeline.mu.Lock()

@@ -32,7 +32,8 @@ func (p *pod) volumeDirs() map[string]string {
 	return maps.Clone(p.volumes)
 }
 
-// waitVolumes makes the volumes, waiting for what they are made of. It reports false if the pod has to stop before.
+// waitVolumes makes the volumes, waiting for what they are made of. It reports false if the pod has
+// to stop before.
 func (p *pod) waitVolumes(ctx context.Context) bool {
 	said := ""
 	for {
@@ -140,7 +141,8 @@ func (p *pod) files(ctx context.Context, volume *v1.Volume) (map[string]file, er
 	return nil, errors.New("this node does not have volumes of its type")
 }
 
-func (p *pod) projectedFiles(ctx context.Context, volume *v1.Volume, source v1.VolumeProjection) (map[string]file, error) {
+func (p *pod) projectedFiles(ctx context.Context, volume *v1.Volume, source v1.VolumeProjection) (map[string]file,
+	error) {
 	mode := volume.Projected.DefaultMode
 	switch {
 	case source.ConfigMap != nil:
@@ -187,7 +189,8 @@ func (p *pod) secretFiles(name string, items []v1.KeyToPath, optional *bool, mod
 }
 
 // keyFiles are the files that keys become: each its own, or those of items.
-func keyFiles(what string, data map[string]string, items []v1.KeyToPath, optional *bool, mode *int32) (map[string]file, error) {
+func keyFiles(what string, data map[string]string, items []v1.KeyToPath, optional *bool, mode *int32) (map[string]file,
+	error) {
 	files := map[string]file{}
 	if items == nil {
 		for key, value := range data {
@@ -236,7 +239,8 @@ func fileMode(standard, own *int32) os.FileMode {
 	return 0o644
 }
 
-// token returns a token of the pod's ServiceAccount, bound to the pod: the one it has, until that is due for renewal.
+// token returns a token of the pod's ServiceAccount, bound to the pod: the one it has, until that
+// is due for renewal.
 func (p *pod) token(ctx context.Context, key string, source *v1.ServiceAccountTokenProjection) (string, error) {
 	p.mu.Lock()
 	have, ok := p.tokens[key]
@@ -246,7 +250,8 @@ func (p *pod) token(ctx context.Context, key string, source *v1.ServiceAccountTo
 	}
 	request := &authenticationv1.TokenRequest{Spec: authenticationv1.TokenRequestSpec{
 		ExpirationSeconds: source.ExpirationSeconds,
-		BoundObjectRef:    &authenticationv1.BoundObjectReference{APIVersion: "v1", Kind: "Pod", Name: p.name.Name, UID: p.uid},
+		BoundObjectRef: &authenticationv1.BoundObjectReference{APIVersion: "v1", Kind: "Pod", Name: p.name.Name,
+			UID: p.uid},
 	}}
 	if source.Audience != "" {
 		request.Spec.Audiences = []string{source.Audience}
@@ -257,22 +262,24 @@ func (p *pod) token(ctx context.Context, key string, source *v1.ServiceAccountTo
 	}
 	call, cancel := context.WithTimeout(ctx, 10*time.Second)
 	defer cancel()
-	answer, err := p.node.client.CoreV1().ServiceAccounts(p.name.Namespace).CreateToken(call, account, request, metav1.CreateOptions{})
+	answer, err := p.node.client.CoreV1().ServiceAccounts(p.name.Namespace).CreateToken(call, account, request,
+		metav1.CreateOptions{})
 	if err != nil {
 		if ok && !apierrors.IsNotFound(err) {
 			return have.value, nil // good for a fifth of its life yet
 		}
 		return "", fmt.Errorf("token for ServiceAccount %q: %w", account, err)
 	}
-	fresh := token{value: answer.Status.Token, renew: time.Now().Add(time.Until(answer.Status.ExpirationTimestamp.Time) * 4 / 5)}
+	fresh := token{value: answer.Status.Token,
+		renew: time.Now().Add(time.Until(answer.Status.ExpirationTimestamp.Time) * 4 / 5)}
 	p.mu.Lock()
 	p.tokens[key] = fresh
 	p.mu.Unlock()
 	return fresh.value, nil
 }
 
-// kubeconfig writes a kubeconfig for the ServiceAccount whose token is mounted in the container where pods expect it,
-// and returns its path, or nothing if none is.
+// kubeconfig writes a kubeconfig for the ServiceAccount whose token is mounted in the container
+// where pods expect it, and returns its path, or nothing if none is.
 func (c *container) kubeconfig() string {
 	p := c.pod
 	for _, mount := range c.spec.VolumeMounts {
@@ -281,7 +288,8 @@ func (c *container) kubeconfig() string {
 		}
 		dir := p.volumeDirs()[mount.Name]
 		config := clientcmdapi.NewConfig()
-		config.Clusters["test"] = &clientcmdapi.Cluster{Server: p.node.server, CertificateAuthority: filepath.Join(dir, v1.ServiceAccountRootCAKey)}
+		config.Clusters["test"] = &clientcmdapi.Cluster{Server: p.node.server,
+			CertificateAuthority: filepath.Join(dir, v1.ServiceAccountRootCAKey)}
 		config.AuthInfos["pod"] = &clientcmdapi.AuthInfo{TokenFile: filepath.Join(dir, v1.ServiceAccountTokenKey)}
 		config.Contexts["test"] = &clientcmdapi.Context{Cluster: "test", AuthInfo: "pod", Namespace: p.name.Namespace}
 		config.CurrentContext = "test"
@@ -295,8 +303,8 @@ func (c *container) kubeconfig() string {
 	return ""
 }
 
-// replaceFiles makes the files of a folder those given, all at one moment for who reads through the link ..data, as in
-// a real volume. Programs that watch for changes rely on that.
+// replaceFiles makes the files of a folder those given, all at one moment for who reads through the
+// link ..data, as in a real volume. Programs that watch for changes rely on that.
 func replaceFiles(dir string, files map[string]file) error {
 	data := filepath.Join(dir, "..data")
 	if sameFiles(data, files) {

@@ -19,9 +19,10 @@ import (
 	"github.com/lameduck-io/lameduck/test/cluster/node"
 )
 
-// F2. Whoever writes to a pod during its deletion, be it the handler itself, makes the API server ask again, about the new version and by a
-// new request.uid. A handler that starts a hold at each call never ends, and one that recognises calls by request.uid takes them for
-// different deletions: the pod's UID is all that stays.
+// F2. Whoever writes to a pod during its deletion, be it the handler itself, makes the API server
+// ask again, about the new version and by a new request.uid. A handler that starts a hold at each
+// call never ends, and one that recognises calls by request.uid takes them for different deletions:
+// the pod's UID is all that stays.
 func TestWriteDuringDeletionRepeatsReview(t *testing.T) {
 	t.Parallel()
 	const writes = 3
@@ -54,8 +55,9 @@ func TestWriteDuringDeletionRepeatsReview(t *testing.T) {
 	}
 }
 
-// F2. A denial is final only if the pod was not written meanwhile; otherwise the API server asks once more, within the same
-// request. Lameduck counts denials, and must not count on one per request.
+// F2. A denial is final only if the pod was not written meanwhile; otherwise the API server asks
+// once more, within the same request. Lameduck counts denials, and must not count on one per
+// request.
 func TestWriteDuringDenialRepeatsReview(t *testing.T) {
 	t.Parallel()
 	s := newScene(t)
@@ -72,8 +74,8 @@ func TestWriteDuringDenialRepeatsReview(t *testing.T) {
 	h.want(s, "DELETE pods", 2)
 }
 
-// F3. ?timeout= is how long the API server will wait for this very answer: timeoutSeconds, or what the client grants if that is
-// less. Lameduck answers before it, since it is the only warning.
+// F3. ?timeout= is how long the API server will wait for this very answer: timeoutSeconds, or what
+// the client grants if that is less. Lameduck answers before it, since it is the only warning.
 func TestTimeout(t *testing.T) {
 	t.Parallel()
 	tests := []struct {
@@ -105,8 +107,9 @@ func TestTimeout(t *testing.T) {
 	}
 }
 
-// F3. All calls for one request share 34 s. A call that comes again because of F2 has what they have left, if that is less than
-// timeoutSeconds, and not timeoutSeconds less what was used. So the time to answer is read on each call and never calculated.
+// F3. All calls for one request share 34 s. A call that comes again because of F2 has what they
+// have left, if that is less than timeoutSeconds, and not timeoutSeconds less what was used. So the
+// time to answer is read on each call and never calculated.
 func TestTimeoutOfRepeatedReview(t *testing.T) {
 	t.Parallel()
 	const (
@@ -149,8 +152,9 @@ func TestTimeoutOfRepeatedReview(t *testing.T) {
 	}
 }
 
-// F3. A webhook that does not answer in time is cut off, which its handler sees as the end of its context, and with failurePolicy
-// Ignore the pod is deleted without it. That is why a hold ends before its timeout.
+// F3. A webhook that does not answer in time is cut off, which its handler sees as the end of its
+// context, and with failurePolicy Ignore the pod is deleted without it. That is why a hold ends
+// before its timeout.
 func TestNoAnswerIsPermission(t *testing.T) {
 	t.Parallel()
 	s := newScene(t)
@@ -181,8 +185,9 @@ func TestNoAnswerIsPermission(t *testing.T) {
 	}
 }
 
-// F8. A DELETECOLLECTION is a review for each pod, of operation DELETE, with a name only in oldObject: a handler that takes
-// request.name allows or denies nothing in particular. One after the other: each held pod delays all that follow.
+// F8. A DELETECOLLECTION is a review for each pod, of operation DELETE, with a name only in
+// oldObject: a handler that takes request.name allows or denies nothing in particular. One after
+// the other: each held pod delays all that follow.
 func TestDeleteCollectionIsSerial(t *testing.T) {
 	t.Parallel()
 	s := newScene(t)
@@ -194,7 +199,8 @@ func TestDeleteCollectionIsSerial(t *testing.T) {
 	for _, name := range want {
 		s.pod(name)
 	}
-	if err := s.client.CoreV1().Pods(s.namespace).DeleteCollection(s.ctx, metav1.DeleteOptions{}, metav1.ListOptions{}); err != nil {
+	if err := s.client.CoreV1().Pods(s.namespace).DeleteCollection(s.ctx, metav1.DeleteOptions{},
+		metav1.ListOptions{}); err != nil {
 		t.Fatal(err)
 	}
 	var names []string
@@ -233,9 +239,9 @@ func TestDeleteCollectionStopsAtDenial(t *testing.T) {
 	}
 }
 
-// F8. The pods of a deleted namespace go by DELETECOLLECTION of the namespace controller, by which Lameduck knows it, at a time when the
-// namespace is already terminating. A denial stops the deletion of everything there, until the controller comes
-// back by itself.
+// F8. The pods of a deleted namespace go by DELETECOLLECTION of the namespace controller, by which
+// Lameduck knows it, at a time when the namespace is already terminating. A denial stops the
+// deletion of everything there, until the controller comes back by itself.
 func TestNamespaceDeletion(t *testing.T) {
 	t.Parallel()
 	s := newScene(t)
@@ -259,7 +265,8 @@ func TestNamespaceDeletion(t *testing.T) {
 	s.until("all are deleted", func() bool { return len(s.terminating()) == len(want) })
 	var names []string
 	for _, r := range h.reviews() {
-		if r.what() != "DELETE pods" || r.Name != "" || r.UserInfo.Username != "system:serviceaccount:kube-system:namespace-controller" {
+		if r.what() != "DELETE pods" || r.Name != "" ||
+			r.UserInfo.Username != "system:serviceaccount:kube-system:namespace-controller" {
 			t.Errorf("got %v", r)
 		}
 		names = append(names, r.pod.Name)
@@ -269,9 +276,10 @@ func TestNamespaceDeletion(t *testing.T) {
 	}
 }
 
-// F9. The API server asks two or three times for each deletion that ends a pod at once: the kubelet's last one, and one by force. That
-// is most of what a webhook for pods is asked; the matchCondition of Lameduck's webhook configuration spares the kubelet's, and what a
-// force delete has left are the calls before the pod has its deletionTimestamp.
+// F9. The API server asks two or three times for each deletion that ends a pod at once: the
+// kubelet's last one, and one by force. That is most of what a webhook for pods is asked; the
+// matchCondition of Lameduck's webhook configuration spares the kubelet's, and what a force delete
+// has left are the calls before the pod has its deletionTimestamp.
 func TestImmediateDeletionIsReviewedRepeatedly(t *testing.T) {
 	t.Parallel()
 	zero := int64(0)
@@ -292,7 +300,8 @@ func TestImmediateDeletionIsReviewedRepeatedly(t *testing.T) {
 			s := newScene(t)
 			h := s.hook(allow, func(w *admissionregistrationv1.ValidatingWebhook) {
 				if test.condition {
-					w.MatchConditions = []admissionregistrationv1.MatchCondition{{Name: "not-terminating", Expression: notTerminating}}
+					w.MatchConditions = []admissionregistrationv1.MatchCondition{{Name: "not-terminating",
+						Expression: notTerminating}}
 				}
 			})
 			pod := s.pod("web")
@@ -307,7 +316,8 @@ func TestImmediateDeletionIsReviewedRepeatedly(t *testing.T) {
 				}
 				before = len(h.want(s, "DELETE pods", 1))
 			}
-			err := s.delete("web", metav1.DeleteOptions{GracePeriodSeconds: &zero, Preconditions: metav1.NewUIDPreconditions(string(pod.UID))})
+			err := s.delete("web", metav1.DeleteOptions{GracePeriodSeconds: &zero,
+				Preconditions: metav1.NewUIDPreconditions(string(pod.UID))})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -323,15 +333,16 @@ func TestImmediateDeletionIsReviewedRepeatedly(t *testing.T) {
 					t.Errorf("the first is about a terminating pod: %t", terminating)
 				}
 			}
-			if _, err := s.client.CoreV1().Pods(s.namespace).Get(s.ctx, "web", metav1.GetOptions{}); !apierrors.IsNotFound(err) {
+			if _, err := s.client.CoreV1().Pods(s.namespace).Get(s.ctx,
+				"web", metav1.GetOptions{}); !apierrors.IsNotFound(err) {
 				t.Errorf("the pod is not gone: %v", err)
 			}
 		})
 	}
 }
 
-// F9, with a node: a pod's whole end is one question by whoever deletes it, and two or three by the kubelet, who is known by its group.
-// With the matchCondition it is one.
+// F9, with a node: a pod's whole end is one question by whoever deletes it, and two or three by the
+// kubelet, who is known by its group. With the matchCondition it is one.
 func TestReviewsOfOneTermination(t *testing.T) {
 	t.Parallel()
 	for _, condition := range []bool{false, true} {
@@ -340,7 +351,8 @@ func TestReviewsOfOneTermination(t *testing.T) {
 			s := newScene(t)
 			h := s.hook(allow, func(w *admissionregistrationv1.ValidatingWebhook) {
 				if condition {
-					w.MatchConditions = []admissionregistrationv1.MatchCondition{{Name: "not-terminating", Expression: notTerminating}}
+					w.MatchConditions = []admissionregistrationv1.MatchCondition{{Name: "not-terminating",
+						Expression: notTerminating}}
 				}
 			})
 			n, name := s.node()
@@ -373,9 +385,10 @@ func TestReviewsOfOneTermination(t *testing.T) {
 	}
 }
 
-// The options in a review of a DELETE are not those that the client sent: the API server has put in the grace period that will hold.
-// So 0 does not mean force, though a deletion by force has it: a pod whose own grace period is 0, and one without a node, look the
-// same to Lameduck, which lets all of them go.
+// The options in a review of a DELETE are not those that the client sent: the API server has put in
+// the grace period that will hold. So 0 does not mean force, though a deletion by force has it: a
+// pod whose own grace period is 0, and one without a node, look the same to Lameduck, which lets
+// all of them go.
 func TestGracePeriodOfReview(t *testing.T) {
 	t.Parallel()
 	zero, seven := int64(0), int64(7)
@@ -420,8 +433,8 @@ func TestGracePeriodOfReview(t *testing.T) {
 	}
 }
 
-// F12. Webhooks are asked in parallel, and one that denies late undoes what ours has allowed: "acknowledged by all" is not
-// "deleted". Lameduck believes a deletionTimestamp and nothing else.
+// F12. Webhooks are asked in parallel, and one that denies late undoes what ours has allowed:
+// "acknowledged by all" is not "deleted". Lameduck believes a deletionTimestamp and nothing else.
 func TestLateDenialOfOther(t *testing.T) {
 	t.Parallel()
 	s := newScene(t)

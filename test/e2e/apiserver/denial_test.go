@@ -24,8 +24,8 @@ func gaps(reviews []*review) []time.Duration {
 	return gaps
 }
 
-// F4. details.retryAfterSeconds of a denial is the Retry-After header of the response. Without that header no client would come
-// back by itself, and there is no other way for a webhook to set it.
+// F4. details.retryAfterSeconds of a denial is the Retry-After header of the response. Without that
+// header no client would come back by itself, and there is no other way for a webhook to set it.
 func TestDenialBecomesRetryAfter(t *testing.T) {
 	t.Parallel()
 	tests := []struct {
@@ -41,11 +41,14 @@ func TestDenialBecomesRetryAfter(t *testing.T) {
 		t.Run(test.name, func(t *testing.T) {
 			t.Parallel()
 			s := newScene(t)
-			h := s.hook(func(context.Context, *review) *admissionv1.AdmissionResponse { return deny(test.code, test.retryAfter) })
+			h := s.hook(func(context.Context, *review) *admissionv1.AdmissionResponse {
+				return deny(test.code, test.retryAfter)
+			})
 			s.pod("web")
 			for _, call := range []struct{ method, path, body string }{
 				{http.MethodDelete, s.path("web"), ""},
-				{http.MethodPost, s.path("web/eviction"), `{"apiVersion":"policy/v1","kind":"Eviction","metadata":{"name":"web"}}`},
+				{http.MethodPost, s.path("web/eviction"),
+					`{"apiVersion":"policy/v1","kind":"Eviction","metadata":{"name":"web"}}`},
 			} {
 				response, message := s.request(call.method, call.path, call.body)
 				if response.StatusCode != int(test.code) {
@@ -54,7 +57,8 @@ func TestDenialBecomesRetryAfter(t *testing.T) {
 				if got := response.Header.Get("Retry-After"); got != test.header {
 					t.Errorf("%s: Retry-After %q, want %q", call.method, got, test.header)
 				}
-				if !strings.Contains(message, `"pods.lameduck.test" denied the request`) || !strings.Contains(message, "not yet") {
+				if !strings.Contains(message, `"pods.lameduck.test" denied the request`) ||
+					!strings.Contains(message, "not yet") {
 					t.Errorf("%s: %s", call.method, message)
 				}
 			}
@@ -65,8 +69,8 @@ func TestDenialBecomesRetryAfter(t *testing.T) {
 	}
 }
 
-// F4. client-go obeys Retry-After 10 times within one call, which is how long Lameduck can hold a deletion by denials before anybody
-// sees an error. Without it the first denial is the result.
+// F4. client-go obeys Retry-After 10 times within one call, which is how long Lameduck can hold a
+// deletion by denials before anybody sees an error. Without it the first denial is the result.
 func TestClientRetries(t *testing.T) {
 	t.Parallel()
 	tests := []struct {
@@ -105,7 +109,8 @@ func TestClientRetries(t *testing.T) {
 	}
 }
 
-// F4. A person with kubectl delete notices nothing but the time, if Lameduck says when to come back; if not, the command fails.
+// F4. A person with kubectl delete notices nothing but the time, if Lameduck says when to come
+// back; if not, the command fails.
 func TestKubectlDeleteRetries(t *testing.T) {
 	t.Parallel()
 	s := newScene(t)
@@ -157,9 +162,11 @@ func TestReplicaSetControllerRetries(t *testing.T) {
 			}
 		}},
 		{"without", 0, 8, func(t *testing.T, gaps []time.Duration) {
-			// 5 ms, doubled each time; its own writes to the status bring it back a few times more in the beginning.
+			// 5 ms, doubled each time; its own writes to the status bring it back a few times more
+			// in the beginning.
 			soonest := slices.Min(gaps[:3])
-			if slowest := slices.Max(gaps[5:]); soonest > 250*time.Millisecond || slowest < 200*time.Millisecond || slowest < 2*soonest {
+			if slowest := slices.Max(gaps[5:]); soonest > 250*time.Millisecond || slowest < 200*time.Millisecond ||
+				slowest < 2*soonest {
 				t.Errorf("between the reviews: %s", gaps)
 			}
 		}},
@@ -176,7 +183,8 @@ func TestReplicaSetControllerRetries(t *testing.T) {
 				ObjectMeta: metav1.ObjectMeta{Name: "web"},
 				Spec: appsv1.ReplicaSetSpec{
 					Replicas: &one, Selector: &metav1.LabelSelector{MatchLabels: labels},
-					Template: corev1.PodTemplateSpec{ObjectMeta: metav1.ObjectMeta{Labels: labels}, Spec: podSpec("no-node-for-" + s.namespace)},
+					Template: corev1.PodTemplateSpec{ObjectMeta: metav1.ObjectMeta{Labels: labels},
+						Spec: podSpec("no-node-for-" + s.namespace)},
 				},
 			}, metav1.CreateOptions{})
 			if err != nil {
@@ -186,12 +194,14 @@ func TestReplicaSetControllerRetries(t *testing.T) {
 				set, err := sets.Get(s.ctx, "web", metav1.GetOptions{})
 				return err == nil && set.Status.Replicas == 1
 			})
-			if _, err := sets.Patch(s.ctx, "web", "application/merge-patch+json", []byte(`{"spec":{"replicas":0}}`), metav1.PatchOptions{}); err != nil {
+			if _, err := sets.Patch(s.ctx, "web", "application/merge-patch+json", []byte(`{"spec":{"replicas":0}}`),
+				metav1.PatchOptions{}); err != nil {
 				t.Fatal(err)
 			}
 			got := h.wait(s, test.denials+1)
 			for _, r := range got {
-				if r.what() != "DELETE pods" || r.UserInfo.Username != "system:serviceaccount:kube-system:replicaset-controller" {
+				if r.what() != "DELETE pods" ||
+					r.UserInfo.Username != "system:serviceaccount:kube-system:replicaset-controller" {
 					t.Errorf("got %v", r)
 				}
 			}
@@ -202,8 +212,8 @@ func TestReplicaSetControllerRetries(t *testing.T) {
 	}
 }
 
-// F4. kubectl drain comes back to a pod after a 429: after Retry-After, or else after 5 s. After any other code it
-// gives up on that pod, goes on with the others, and fails.
+// F4. kubectl drain comes back to a pod after a 429: after Retry-After, or else after 5 s. After
+// any other code it gives up on that pod, goes on with the others, and fails.
 func TestKubectlDrain(t *testing.T) {
 	t.Parallel()
 	s := newScene(t)

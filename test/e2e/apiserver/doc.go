@@ -1,13 +1,17 @@
-// Package apiserver has no code, only tests: they pin what Lameduck relies on in the API server and in its clients, against a real
-// control plane. Kubernetes promises little of it, most of it is known from its source, and all of it decides whether a pod is
-// deleted before its gateways have let go.
+// Package apiserver has no code, only tests: they pin what Lameduck relies on in the API server and
+// in its clients, against a real control plane. Kubernetes promises little of it, most of it is
+// known from its source, and all of it decides whether a pod is deleted before its gateways have
+// let go.
 //
-// They do not test Lameduck. When one of them fails, a later Kubernetes behaves differently, and the comment above the test says
-// which part of Lameduck has lost its ground. The facts, by the numbers that the comments use:
+// They do not test Lameduck. When one of them fails, a later Kubernetes behaves differently, and
+// the comment above the test says which part of Lameduck has lost its ground. The facts, by the
+// numbers that the comments use:
 //
-//   - F1: an eviction is reviewed as CREATE of pods/eviction and never as DELETE of pods; its dry run has two places.
+//   - F1: an eviction is reviewed as CREATE of pods/eviction and never as DELETE of pods; its dry
+//     run has two places.
 //   - F2: a pod that is written during its DELETE is reviewed again, in the same request.
-//   - F3: a webhook is told by ?timeout= how long its answer is waited for; all calls for one request share 34 s.
+//   - F3: a webhook is told by ?timeout= how long its answer is waited for; all calls for one
+//     request share 34 s.
 //   - F4: a denial of code 429 makes callers come back, depending on Retry-After.
 //   - F8: DELETECOLLECTION is serial, stops at the first denial, and names pods only in oldObject.
 //   - F9: a deletion that ends a pod at once is reviewed two or three times.

@@ -13,15 +13,16 @@ import (
 	"k8s.io/apimachinery/pkg/util/intstr"
 )
 
-// F1. An eviction is one review of pods/eviction, and none of the deletion that follows from it: without a rule of its own in the
-// webhook configuration a drained node would delete its pods unasked. It brings no pod, so the handler reads that from its
-// cache.
+// F1. An eviction is one review of pods/eviction, and none of the deletion that follows from it:
+// without a rule of its own in the webhook configuration a drained node would delete its pods
+// unasked. It brings no pod, so the handler reads that from its cache.
 func TestEvictionIsNotReviewedAsDeletion(t *testing.T) {
 	t.Parallel()
 	s := newScene(t)
 	h := s.hook(allow)
 	s.pod("running")
-	s.create("pending", podSpec("no-node-for-"+s.namespace)) // which no budget counts: another path through the API server
+	// which no budget counts: another path through the API server
+	s.create("pending", podSpec("no-node-for-"+s.namespace))
 	for i, name := range []string{"running", "pending"} {
 		if err := s.evict(name, nil); err != nil {
 			t.Fatal(err)
@@ -34,7 +35,8 @@ func TestEvictionIsNotReviewedAsDeletion(t *testing.T) {
 			t.Errorf("the eviction of %s brings the pod", name)
 		}
 		if r.eviction.DeleteOptions != nil {
-			t.Errorf("the eviction of %s: deleteOptions %v, though the client gave none", name, r.eviction.DeleteOptions)
+			t.Errorf("the eviction of %s: deleteOptions %v, though the client gave none", name,
+				r.eviction.DeleteOptions)
 		}
 	}
 	if diff := cmp.Diff([]string{"pending", "running"}, s.terminating()); diff != "" {
@@ -42,9 +44,9 @@ func TestEvictionIsNotReviewedAsDeletion(t *testing.T) {
 	}
 }
 
-// F1. A dry run of an eviction stands in deleteOptions or in the request, and one is enough. What stands in deleteOptions never shows in
-// request.dryRun, and the reverse only if there are deleteOptions at all. A handler that reads one of them drains pods that
-// stay.
+// F1. A dry run of an eviction stands in deleteOptions or in the request, and one is enough. What
+// stands in deleteOptions never shows in request.dryRun, and the reverse only if there are
+// deleteOptions at all. A handler that reads one of them drains pods that stay.
 func TestDryRunOfEviction(t *testing.T) {
 	t.Parallel()
 	tests := []struct {
@@ -64,7 +66,8 @@ func TestDryRunOfEviction(t *testing.T) {
 			h := s.hook(allow)
 			s.pod("web")
 			response, message := s.request(http.MethodPost, s.path("web/eviction")+test.query, fmt.Sprintf(
-				`{"apiVersion":"policy/v1","kind":"Eviction","metadata":{"name":"web"},"deleteOptions":%s}`, test.options))
+				`{"apiVersion":"policy/v1","kind":"Eviction","metadata":{"name":"web"},"deleteOptions":%s}`,
+				test.options))
 			if response.StatusCode != http.StatusCreated {
 				t.Fatal(response.Status, message)
 			}
@@ -83,7 +86,8 @@ func TestDryRunOfEviction(t *testing.T) {
 	}
 }
 
-// F1. An Eviction of policy/v1beta1, which older clients send, arrives as one of policy/v1, by the same rule.
+// F1. An Eviction of policy/v1beta1, which older clients send, arrives as one of policy/v1, by the
+// same rule.
 func TestEvictionVersions(t *testing.T) {
 	t.Parallel()
 	for _, version := range []string{"v1", "v1beta1"} {
@@ -108,8 +112,8 @@ func TestEvictionVersions(t *testing.T) {
 	}
 }
 
-// F10. The webhook is asked before the budget. A handler that drains every pod it is asked about takes the traffic from pods that the
-// budget then keeps.
+// F10. The webhook is asked before the budget. A handler that drains every pod it is asked about
+// takes the traffic from pods that the budget then keeps.
 func TestEvictionIsReviewedBeforeBudget(t *testing.T) {
 	t.Parallel()
 	s := newScene(t)
@@ -118,7 +122,8 @@ func TestEvictionIsReviewedBeforeBudget(t *testing.T) {
 	none := intstr.FromInt32(0)
 	_, err := s.client.PolicyV1().PodDisruptionBudgets(s.namespace).Create(s.ctx, &policyv1.PodDisruptionBudget{
 		ObjectMeta: metav1.ObjectMeta{Name: "web"},
-		Spec:       policyv1.PodDisruptionBudgetSpec{MaxUnavailable: &none, Selector: &metav1.LabelSelector{MatchLabels: pod.Labels}},
+		Spec: policyv1.PodDisruptionBudgetSpec{MaxUnavailable: &none,
+			Selector: &metav1.LabelSelector{MatchLabels: pod.Labels}},
 	}, metav1.CreateOptions{})
 	if err != nil {
 		t.Fatal(err)
@@ -134,8 +139,8 @@ func TestEvictionIsReviewedBeforeBudget(t *testing.T) {
 	}
 }
 
-// F11. An objectSelector is compared with the labels of the Eviction, of which it usually has none. Were Lameduck's webhook configuration
-// to select pods by one, evictions would pass it by.
+// F11. An objectSelector is compared with the labels of the Eviction, of which it usually has none.
+// Were Lameduck's webhook configuration to select pods by one, evictions would pass it by.
 func TestObjectSelectorSeesEviction(t *testing.T) {
 	t.Parallel()
 	s := newScene(t)

@@ -17,8 +17,9 @@ import (
 	"k8s.io/client-go/rest"
 )
 
-// F5. A deletion that is held occupies a seat of its priority level in the API server. With manifests/base/flow-control.yaml that is a level of its own,
-// whoever deletes; otherwise 30 held deletions of a controller take the seats of all that it and its kind ask for.
+// F5. A deletion that is held occupies a seat of its priority level in the API server. With
+// manifests/base/flow-control.yaml that is a level of its own, whoever deletes; otherwise 30 held
+// deletions of a controller take the seats of all that it and its kind ask for.
 func TestHeldDeletionsHaveTheirOwnSeats(t *testing.T) {
 	t.Parallel()
 	s := newScene(t)
@@ -92,14 +93,17 @@ func TestHeldDeletionsHaveTheirOwnSeats(t *testing.T) {
 		"deleting a Secret": func() (string, int) {
 			return do(http.MethodDelete, strings.ReplaceAll(s.path("nobody"), "/pods/", "/secrets/"), "")
 		},
-		"creating a pod":      func() (string, int) { return do(http.MethodPost, strings.TrimSuffix(s.path(""), "/"), "{}") },
+		"creating a pod": func() (string, int) {
+			return do(http.MethodPost, strings.TrimSuffix(s.path(""), "/"), "{}")
+		},
 		"a pod's other parts": func() (string, int) { return do(http.MethodPost, s.path("nobody/binding"), "{}") },
 	} {
 		if got, _ := ask(); got == string(level.UID) {
 			t.Errorf("%s is accounted to Lameduck's level", what)
 		}
 	}
-	if got, code := do(http.MethodDelete, strings.TrimSuffix(s.path(""), "/")+"?labelSelector=app=nobody", ""); got != string(level.UID) || code != http.StatusOK {
+	if got, code := do(http.MethodDelete, strings.TrimSuffix(s.path(""), "/")+"?labelSelector=app=nobody",
+		""); got != string(level.UID) || code != http.StatusOK {
 		t.Errorf("deleting a collection: %d, level %q", code, got)
 	}
 
@@ -114,7 +118,9 @@ func TestHeldDeletionsHaveTheirOwnSeats(t *testing.T) {
 		done <- nil
 	}()
 	go func() {
-		if got, code := do(http.MethodPost, s.path("b/eviction"), `{"apiVersion":"policy/v1","kind":"Eviction","metadata":{"name":"b"}}`); code != http.StatusCreated || got != string(level.UID) {
+		if got, code := do(http.MethodPost, s.path("b/eviction"),
+			`{"apiVersion":"policy/v1","kind":"Eviction","metadata":{"name":"b"}}`); code != http.StatusCreated ||
+			got != string(level.UID) {
 			done <- fmt.Errorf("eviction: %d, level %q", code, got)
 		}
 		done <- nil
@@ -143,7 +149,8 @@ func ofLevel(t *testing.T, ctx context.Context, client kubernetes.Interface, nam
 		t.Fatal(err)
 	}
 	for line := range strings.Lines(string(text)) {
-		if strings.HasPrefix(line, "apiserver_flowcontrol_"+name+"{") && strings.Contains(line, `priority_level="lameduck"`) {
+		if strings.HasPrefix(line, "apiserver_flowcontrol_"+name+"{") &&
+			strings.Contains(line, `priority_level="lameduck"`) {
 			var one float64
 			if _, err := fmt.Sscan(line[strings.LastIndex(line, " ")+1:], &one); err != nil {
 				t.Fatal(err)

@@ -25,7 +25,8 @@ import (
 )
 
 // notTerminating is the matchCondition of manifests/base/webhook-configuration.yaml.
-const notTerminating = "request.operation != 'DELETE' || oldObject == null || !has(oldObject.metadata.deletionTimestamp)"
+const notTerminating = "request.operation != 'DELETE' || oldObject == null || " +
+	"!has(oldObject.metadata.deletionTimestamp)"
 
 // review is one call of a webhook.
 type review struct {
@@ -48,7 +49,8 @@ func (r *review) String() string {
 		grace = fmt.Sprint(*r.grace)
 	}
 	deleted := r.pod != nil && r.pod.DeletionTimestamp != nil
-	return fmt.Sprintf("%d: %s %s/%s name=%q uid=%s dryRun=%t timeout=%s grace=%s terminating=%t by %s", r.number, r.Operation,
+	return fmt.Sprintf("%d: %s %s/%s name=%q uid=%s dryRun=%t timeout=%s grace=%s terminating=%t by %s", r.number,
+		r.Operation,
 		r.Resource.Resource, r.SubResource, r.Name, r.UID, *r.DryRun, r.timeout, grace, deleted, r.UserInfo.Username)
 }
 
@@ -92,7 +94,8 @@ func denyFirst(n int, code, retryAfter int32) answer {
 // authority signs the certificates of all webhooks.
 var authority = sync.OnceValues(cluster.NewCA)
 
-// hook is a webhook for the deletions and evictions of pods in the namespace of one test. It records each review.
+// hook is a webhook for the deletions and evictions of pods in the namespace of one test. It
+// records each review.
 type hook struct {
 	answer answer
 
@@ -105,7 +108,8 @@ type hook struct {
 	readyOnce sync.Once
 }
 
-// hook starts a webhook and registers it. When hook returns the API server calls it. Edits change what is registered.
+// hook starts a webhook and registers it. When hook returns the API server calls it. Edits change
+// what is registered.
 func (s *scene) hook(answer answer, edit ...func(*admissionregistrationv1.ValidatingWebhook)) *hook {
 	s.t.Helper()
 	h := &hook{answer: answer, arrival: make(chan struct{}), ready: make(chan struct{})}
@@ -115,15 +119,18 @@ func (s *scene) hook(answer answer, edit ...func(*admissionregistrationv1.Valida
 	fail := admissionregistrationv1.Fail // a hook that is broken must not look like one that allows
 	scope := admissionregistrationv1.NamespacedScope
 	seconds := int32(10)
-	webhook := func(name, url string, rules ...admissionregistrationv1.RuleWithOperations) admissionregistrationv1.ValidatingWebhook {
+	webhook := func(name, url string,
+		rules ...admissionregistrationv1.RuleWithOperations) admissionregistrationv1.ValidatingWebhook {
 		return admissionregistrationv1.ValidatingWebhook{
 			Name: name, SideEffects: &effects, FailurePolicy: &fail, TimeoutSeconds: &seconds, Rules: rules,
 			AdmissionReviewVersions: []string{"v1"},
 			ClientConfig:            admissionregistrationv1.WebhookClientConfig{URL: &url, CABundle: ca},
-			NamespaceSelector:       &metav1.LabelSelector{MatchLabels: map[string]string{corev1.LabelMetadataName: s.namespace}},
+			NamespaceSelector: &metav1.LabelSelector{
+				MatchLabels: map[string]string{corev1.LabelMetadataName: s.namespace}},
 		}
 	}
-	rule := func(operation admissionregistrationv1.OperationType, resource string) admissionregistrationv1.RuleWithOperations {
+	rule := func(operation admissionregistrationv1.OperationType,
+		resource string) admissionregistrationv1.RuleWithOperations {
 		return admissionregistrationv1.RuleWithOperations{
 			Operations: []admissionregistrationv1.OperationType{operation},
 			Rule: admissionregistrationv1.Rule{
@@ -195,7 +202,8 @@ func (h *hook) serve(t *testing.T) (url string, ca []byte) {
 			return &admissionv1.AdmissionResponse{Allowed: true}
 		})
 	})
-	server := &http.Server{Handler: mux, ErrorLog: log.New(io.Discard, "", 0), BaseContext: func(net.Listener) context.Context { return t.Context() }}
+	server := &http.Server{Handler: mux, ErrorLog: log.New(io.Discard, "", 0),
+		BaseContext: func(net.Listener) context.Context { return t.Context() }}
 	var serving sync.WaitGroup
 	serving.Go(func() { _ = server.Serve(listener) }) // an error shows as reviews that do not come
 	t.Cleanup(func() {
@@ -205,7 +213,8 @@ func (h *hook) serve(t *testing.T) (url string, ca []byte) {
 	return "https://" + listener.Addr().String(), signer.PEM()
 }
 
-func respond(w http.ResponseWriter, r *http.Request, decide func(*admissionv1.AdmissionRequest) *admissionv1.AdmissionResponse) {
+func respond(w http.ResponseWriter, r *http.Request,
+	decide func(*admissionv1.AdmissionRequest) *admissionv1.AdmissionResponse) {
 	var ask admissionv1.AdmissionReview
 	if err := json.NewDecoder(r.Body).Decode(&ask); err != nil || ask.Request == nil {
 		http.Error(w, fmt.Sprint("decode the review: ", err), http.StatusBadRequest)
@@ -222,7 +231,8 @@ func (h *hook) review(w http.ResponseWriter, r *http.Request) {
 	respond(w, r, func(ask *admissionv1.AdmissionRequest) *admissionv1.AdmissionResponse {
 		seen, err := read(r, ask)
 		if err != nil {
-			return &admissionv1.AdmissionResponse{Result: &metav1.Status{Code: http.StatusBadRequest, Message: err.Error()}}
+			return &admissionv1.AdmissionResponse{Result: &metav1.Status{Code: http.StatusBadRequest,
+				Message: err.Error()}}
 		}
 		h.mu.Lock()
 		h.current++

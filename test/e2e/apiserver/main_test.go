@@ -72,8 +72,9 @@ func newScene(t *testing.T) *scene {
 	return nil
 }
 
-// podSpec is a pod on a node. Where the node does not exist nobody runs the pod and nobody ends its deletion, so that all reviews are
-// those that the test has caused: the pod garbage collector grants such a pod 40 s, more than any test takes.
+// podSpec is a pod on a node. Where the node does not exist nobody runs the pod and nobody ends its
+// deletion, so that all reviews are those that the test has caused: the pod garbage collector
+// grants such a pod 40 s, more than any test takes.
 func podSpec(nodeName string) corev1.PodSpec {
 	return corev1.PodSpec{
 		NodeName:   nodeName,
@@ -88,14 +89,15 @@ func (s *scene) pod(name string, edit ...func(*corev1.Pod)) *corev1.Pod {
 	now := metav1.Now()
 	pod.Status.Phase = corev1.PodRunning
 	pod.Status.StartTime = &now
-	pod.Status.Conditions = []corev1.PodCondition{{Type: corev1.PodReady, Status: corev1.ConditionTrue, LastTransitionTime: now}}
+	pod.Status.Conditions = []corev1.PodCondition{{Type: corev1.PodReady, Status: corev1.ConditionTrue,
+		LastTransitionTime: now}}
 	pods := s.client.CoreV1().Pods(s.namespace)
 	pod, err := pods.UpdateStatus(s.ctx, pod, metav1.UpdateOptions{})
 	if err != nil {
 		s.t.Fatal(err)
 	}
-	// The API server tries each deletion with what it has in its cache and, if that turns out to be old, once more. A read at this
-	// version waits for the cache.
+	// The API server tries each deletion with what it has in its cache and, if that turns out to be
+	// old, once more. A read at this version waits for the cache.
 	if pod, err = pods.Get(s.ctx, name, metav1.GetOptions{ResourceVersion: pod.ResourceVersion}); err != nil {
 		s.t.Fatal(err)
 	}
@@ -128,7 +130,8 @@ func (s *scene) evict(name string, options *metav1.DeleteOptions) error {
 // touch writes to a pod, as every status update of a kubelet does.
 func (s *scene) touch(name string) error {
 	patch := fmt.Sprintf(`{"metadata":{"annotations":{"touched":%q}}}`, time.Now())
-	_, err := s.client.CoreV1().Pods(s.namespace).Patch(s.ctx, name, "application/merge-patch+json", []byte(patch), metav1.PatchOptions{})
+	_, err := s.client.CoreV1().Pods(s.namespace).Patch(s.ctx, name, "application/merge-patch+json", []byte(patch),
+		metav1.PatchOptions{})
 	return err
 }
 
@@ -161,8 +164,8 @@ func (s *scene) until(what string, holds func() bool) {
 	}
 }
 
-// request does one HTTP request, as a client does that knows nothing of retries, and returns the response and the message
-// in its body, which a failure has.
+// request does one HTTP request, as a client does that knows nothing of retries, and returns the
+// response and the message in its body, which a failure has.
 func (s *scene) request(method, path, body string) (*http.Response, string) {
 	s.t.Helper()
 	client, err := rest.HTTPClientFor(s.cluster.Config())

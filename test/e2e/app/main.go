@@ -1,5 +1,6 @@
-// Command app is the application behind the gateways of the end-to-end tests and the demo. It answers every path after a fixed time,
-// with its name in the header Pod. By default it is the bad citizen: SIGTERM ends it at once, whatever is in flight.
+// Command app is the application behind the gateways of the end-to-end tests and the demo. It
+// answers every path after a fixed time, with its name in the header Pod. By default it is the bad
+// citizen: SIGTERM ends it at once, whatever is in flight.
 package main
 
 import (
@@ -39,7 +40,8 @@ func main() {
 	os.Exit(0)
 }
 
-// run serves until ctx ends. With --on-term=exit it then returns without looking at what is in flight.
+// run serves until ctx ends. With --on-term=exit it then returns without looking at what is in
+// flight.
 func run(ctx context.Context, args []string, hostname string, stderr io.Writer) error {
 	addr, work, startDelay, graceful := "0.0.0.0:8080", 5*time.Millisecond, time.Duration(0), false
 	fs := flag.NewFlagSet("app", flag.ContinueOnError)
@@ -51,8 +53,11 @@ func run(ctx context.Context, args []string, hostname string, stderr io.Writer) 
 		return err
 	})
 	fs.Func("work", "`duration` of a request (default 5ms)", func(s string) error { return parse(s, &work) })
-	fs.Func("start-delay", "`duration` of the start, before it listens (default 0s)", func(s string) error { return parse(s, &startDelay) })
-	fs.Func("on-term", "`exit` at once on SIGTERM (default), or graceful: ask clients for 1s to close, and finish what is in flight, 25s at most", func(s string) error {
+	fs.Func("start-delay", "`duration` of the start, before it listens (default 0s)", func(s string) error {
+		return parse(s, &startDelay)
+	})
+	fs.Func("on-term", "`exit` at once on SIGTERM (default), or graceful: ask clients for 1s to close, and finish "+
+		"what is in flight, 25s at most", func(s string) error {
 		if graceful = s == "graceful"; !graceful && s != "exit" {
 			return errors.New("want exit or graceful")
 		}
@@ -77,19 +82,20 @@ func run(ctx context.Context, args []string, hostname string, stderr io.Writer) 
 	}
 	slog.New(slog.NewTextHandler(stderr, nil)).Info("listening", "addr", l.Addr(), "pod", *name)
 	var closing atomic.Bool
-	srv := &http.Server{ReadHeaderTimeout: 10 * time.Second, Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if r.URL.Path != "/readyz" {
-			time.Sleep(work)
-		}
-		if *hog && r.URL.Path == "/hog" {
-			take()
-		}
-		w.Header().Set("Pod", *name)
-		if closing.Load() {
-			w.Header().Set("Connection", "close")
-		}
-		io.WriteString(w, "ok\n") // the same from every pod: clients compare
-	})}
+	srv := &http.Server{ReadHeaderTimeout: 10 * time.Second,
+		Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			if r.URL.Path != "/readyz" {
+				time.Sleep(work)
+			}
+			if *hog && r.URL.Path == "/hog" {
+				take()
+			}
+			w.Header().Set("Pod", *name)
+			if closing.Load() {
+				w.Header().Set("Connection", "close")
+			}
+			io.WriteString(w, "ok\n") // the same from every pod: clients compare
+		})}
 	served := make(chan error, 1)
 	go func() { served <- srv.Serve(l) }()
 	select {
@@ -100,7 +106,8 @@ func run(ctx context.Context, args []string, hostname string, stderr io.Writer) 
 	if !graceful {
 		return nil
 	}
-	// Shutdown closes idle connections, and a request that is on its way on one is lost: clients have to be told first.
+	// Shutdown closes idle connections, and a request that is on its way on one is lost: clients
+	// have to be told first.
 	closing.Store(true)
 	time.Sleep(closingTime)
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 25*time.Second)

@@ -15,7 +15,8 @@ import (
 	"time"
 )
 
-// TestMain lets the test binary be the application, so that signals and exit codes are the real ones.
+// TestMain lets the test binary be the application, so that signals and exit codes are the real
+// ones.
 func TestMain(m *testing.M) {
 	if os.Getenv("APP_UNDER_TEST") != "" {
 		main()
@@ -51,7 +52,8 @@ func start(t *testing.T, args ...string) (*exec.Cmd, string) {
 
 func TestAnswers(t *testing.T) {
 	_, url := start(t, "--work=50ms")
-	for path, least := range map[string]time.Duration{"/": 50 * time.Millisecond, "/any/path": 50 * time.Millisecond, "/readyz": 0} {
+	for path, least := range map[string]time.Duration{"/": 50 * time.Millisecond, "/any/path": 50 * time.Millisecond,
+		"/readyz": 0} {
 		began := time.Now()
 		resp, err := http.Get(url + path)
 		if err != nil {
@@ -76,7 +78,8 @@ func TestStartDelay(t *testing.T) {
 	}
 }
 
-// The demo's comparison rests on the difference: exit loses the request in flight, graceful does not. Both exit with 0.
+// The demo's comparison rests on the difference: exit loses the request in flight, graceful does
+// not. Both exit with 0.
 func TestOnTerm(t *testing.T) {
 	for onTerm, wantOK := range map[string]bool{"exit": false, "graceful": true} {
 		t.Run(onTerm, func(t *testing.T) {
@@ -131,7 +134,8 @@ func TestBadFlags(t *testing.T) {
 			if !errors.As(err, &exit) || exit.ExitCode() != 2 {
 				t.Errorf("%v, want exit 2", err)
 			}
-			if first, _, _ := strings.Cut(string(out), "\n"); !strings.Contains(first, tc.flag) || !strings.Contains(first, tc.value) {
+			if first, _, _ := strings.Cut(string(out), "\n"); !strings.Contains(first, tc.flag) ||
+				!strings.Contains(first, tc.value) {
 				t.Errorf("first line %q, want %s and %s", first, tc.flag, tc.value)
 			}
 		})

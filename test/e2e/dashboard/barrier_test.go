@@ -32,20 +32,25 @@ func following(t *testing.T, s *stage.Stage) {
 	}
 }
 
-// barred makes a namespace whose pods wait at the barrier, and waits until the webhook has heard of it.
+// barred makes a namespace whose pods wait at the barrier, and waits until the webhook has heard of
+// it.
 func barred(t *testing.T, s *stage.Stage, name string) {
 	t.Helper()
 	if err := s.CreateNamespace(t.Context(), name); err != nil {
 		t.Fatal(err)
 	}
 	label := `{"metadata":{"labels":{"lameduck.io/barrier":"enabled"}}}`
-	if _, err := s.Kube.CoreV1().Namespaces().Patch(t.Context(), name, types.MergePatchType, []byte(label), metav1.PatchOptions{}); err != nil {
+	if _, err := s.Kube.CoreV1().Namespaces().Patch(t.Context(), name, types.MergePatchType, []byte(label),
+		metav1.PatchOptions{}); err != nil {
 		t.Fatal(err)
 	}
-	probe := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Name: "probe"}, Spec: corev1.PodSpec{NodeName: "no-such-node", Containers: []corev1.Container{{Name: "app", Image: "app"}}}}
+	probe := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Name: "probe"},
+		Spec: corev1.PodSpec{NodeName: "no-such-node", Containers: []corev1.Container{{Name: "app", Image: "app"}}}}
 	for end := time.Now().Add(20 * time.Second); ; time.Sleep(50 * time.Millisecond) {
-		p, err := s.Kube.CoreV1().Pods(name).Create(t.Context(), probe, metav1.CreateOptions{DryRun: []string{metav1.DryRunAll}})
-		if err == nil && p.Spec.Containers[0].Lifecycle != nil && p.Spec.Containers[0].Lifecycle.PreStop.HTTPGet != nil {
+		p, err := s.Kube.CoreV1().Pods(name).Create(t.Context(), probe,
+			metav1.CreateOptions{DryRun: []string{metav1.DryRunAll}})
+		if err == nil && p.Spec.Containers[0].Lifecycle != nil &&
+			p.Spec.Containers[0].Lifecycle.PreStop.HTTPGet != nil {
 			return
 		}
 		if time.Now().After(end) {
@@ -72,8 +77,9 @@ func view(t *testing.T) (v api.View) {
 	return v
 }
 
-// A person watches pods with both gates go: HAProxy lets go at the hold, kube-proxy after the deletion, and both are shown, by name and with what is
-// waited for; explain has said so before; and when an application breaks, the page says so within seconds, where it fails open.
+// A person watches pods with both gates go: HAProxy lets go at the hold, kube-proxy after the
+// deletion, and both are shown, by name and with what is waited for; explain has said so before;
+// and when an application breaks, the page says so within seconds, where it fails open.
 func TestBothGatesAndHealthAreSeen(t *testing.T) {
 	b := start(t)
 	s := open(t)
@@ -87,7 +93,8 @@ func TestBothGatesAndHealthAreSeen(t *testing.T) {
 	node := "lameduck-node/" + nodes[0].Name
 	// The Service states a wait for consumers that cannot answer, and how its targets are checked.
 	annotate := `{"metadata":{"annotations":{"lameduck.io/stated-wait":"2s","lameduck.io/health-check":"{path: /readyz, interval: 1s, healthy: {successes: 1}}"}}}`
-	if _, err := s.Kube.CoreV1().Services("both").Patch(t.Context(), "web", types.MergePatchType, []byte(annotate), metav1.PatchOptions{}); err != nil {
+	if _, err := s.Kube.CoreV1().Services("both").Patch(t.Context(), "web", types.MergePatchType, []byte(annotate),
+		metav1.PatchOptions{}); err != nil {
 		t.Fatal(err)
 	}
 	old, err := s.Pods(t.Context(), "both", "app=web")
@@ -103,8 +110,10 @@ func TestBothGatesAndHealthAreSeen(t *testing.T) {
 	b.await("#verdict", "Nothing is draining, and all is well")
 	explain(b, "both", old[0].Name)
 	for _, says := range []string{
-		"1 gateway that routes to it has let go. Then it would be told to stop when 1 gateway that follows has let go, 30s after the deletion at most.",
-		node + " (kube-proxy on node-1), at the barrier", "Hooks: app httpGet", "On node-1 " + node + " answers them, and is connected", "both/web states a wait of 2.0 s",
+		"1 gateway that routes to it has let go. Then it would be told to stop when 1 gateway that follows has let " +
+			"go, 30s after the deletion at most.",
+		node + " (kube-proxy on node-1), at the barrier", "Hooks: app httpGet",
+		"On node-1 " + node + " answers them, and is connected", "both/web states a wait of 2.0 s",
 	} {
 		b.await("#explain-result", says)
 	}
@@ -120,10 +129,12 @@ func TestBothGatesAndHealthAreSeen(t *testing.T) {
 		_, err := s.Restart(context.WithoutCancel(t.Context()), "both", "web")
 		done <- err
 	}()
-	// At one time: a stated wait is shown as long as the pod waits, and who looks twice may come late.
+	// At one time: a stated wait is shown as long as the pod waits, and who looks twice may come
+	// late.
 	b.awaitThat("pod at the barrier, with its hook, its node and what is stated", func() bool {
 		got := b.text("#barriers-table")
-		return strings.Contains(got, "asked by "+node) && strings.Contains(got, "hook httpGet") && strings.Contains(got, "a stated wait of 2.0 s") && strings.Contains(got, "on node-1")
+		return strings.Contains(got, "asked by "+node) && strings.Contains(got, "hook httpGet") &&
+			strings.Contains(got, "a stated wait of 2.0 s") && strings.Contains(got, "on node-1")
 	})
 	pictures(b, func() bool { return b.text("#barriers-table") != "" && b.text("#drains-table") != "" })
 	if err := <-done; err != nil {
@@ -140,8 +151,10 @@ func TestBothGatesAndHealthAreSeen(t *testing.T) {
 			}
 		}
 		slices.Sort(gates)
-		// HAProxy keeps a connection without requests for seconds, which the node's kernel cannot tell from one with (docs/barrier.md).
-		if got := strings.Join(gates, ", "); got != "barrier Acknowledged, hold Acknowledged" && got != "barrier IdleBound, hold Acknowledged" {
+		// HAProxy keeps a connection without requests for seconds, which the node's kernel cannot
+		// tell from one with (docs/barrier.md).
+		if got := strings.Join(gates, ", "); got != "barrier Acknowledged, hold Acknowledged" &&
+			got != "barrier IdleBound, hold Acknowledged" {
 			t.Errorf("pod %s went through %s", pod.Name, got)
 		}
 	}
@@ -151,17 +164,21 @@ func TestBothGatesAndHealthAreSeen(t *testing.T) {
 	}
 	for _, pod := range old {
 		if !slices.ContainsFunc(seen, func(r row) bool {
-			return strings.HasPrefix(r.Pod, "both/"+pod.Name) && r.Phase == "Unrouting" && strings.Contains(r.Waits, "asked by "+node)
+			return strings.HasPrefix(r.Pod, "both/"+pod.Name) && r.Phase == "Unrouting" &&
+				strings.Contains(r.Waits, "asked by "+node)
 		}) && !slices.ContainsFunc(seen, func(r row) bool {
-			return strings.HasPrefix(r.Pod, "both/"+pod.Name) && r.Phase == "Quiescing" && strings.Contains(r.Waits, "a stated wait")
+			return strings.HasPrefix(r.Pod, "both/"+pod.Name) && r.Phase == "Quiescing" &&
+				strings.Contains(r.Waits, "a stated wait")
 		}) {
 			t.Errorf("nobody saw pod %s wait to stop", pod.Name)
 		}
 	}
 
-	// A check that no target passes: the gateway fails open, and the page says where, with what the checks got.
+	// A check that no target passes: the gateway fails open, and the page says where, with what the
+	// checks got.
 	broken := `{"metadata":{"annotations":{"lameduck.io/health-check":"{path: /no-such-path, interval: 1s, statuses: [299], unhealthy: {httpFailures: 1}}"}}}`
-	if _, err := s.Kube.CoreV1().Services("both").Patch(t.Context(), "web", types.MergePatchType, []byte(broken), metav1.PatchOptions{}); err != nil {
+	if _, err := s.Kube.CoreV1().Services("both").Patch(t.Context(), "web", types.MergePatchType, []byte(broken),
+		metav1.PatchOptions{}); err != nil {
 		t.Fatal(err)
 	}
 	b.await("#health-table", "both/web fails open at 1 of 1 gateway")
@@ -172,16 +189,20 @@ func TestBothGatesAndHealthAreSeen(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if got := b.text("#health-table"); !slices.ContainsFunc(now, func(p corev1.Pod) bool { return strings.Contains(got, "both/"+p.Name) }) {
+	if got := b.text("#health-table"); !slices.ContainsFunc(now, func(p corev1.Pod) bool {
+		return strings.Contains(got, "both/"+p.Name)
+	}) {
 		t.Errorf("no pod is named: %s", got)
 	}
 	b.pictureOf("page-health", "#health")
 	mended := `{"metadata":{"annotations":{"lameduck.io/health-check":"{path: /readyz, interval: 1s, healthy: {successes: 1}}"}}}`
-	if _, err := s.Kube.CoreV1().Services("both").Patch(t.Context(), "web", types.MergePatchType, []byte(mended), metav1.PatchOptions{}); err != nil {
+	if _, err := s.Kube.CoreV1().Services("both").Patch(t.Context(), "web", types.MergePatchType, []byte(mended),
+		metav1.PatchOptions{}); err != nil {
 		t.Fatal(err)
 	}
 	b.await("#health-table", "both/web well 4 healthy")
-	for _, of := range [][3]string{{stage.System, "app.kubernetes.io/component=webhook", "webhook"}, {"lameduck-node", "app.kubernetes.io/component=node", "agent"}, {"both", "app=gateway", "agent"}} {
+	for _, of := range [][3]string{{stage.System, "app.kubernetes.io/component=webhook", "webhook"},
+		{"lameduck-node", "app.kubernetes.io/component=node", "agent"}, {"both", "app=gateway", "agent"}} {
 		log, err := s.Logs(t.Context(), of[0], of[1], of[2])
 		if err != nil {
 			t.Fatal(err)

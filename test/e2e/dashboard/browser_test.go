@@ -33,7 +33,8 @@ type browser struct {
 	ctx context.Context
 
 	mu sync.Mutex
-	// said is what the page wrote to the console that is not right. Pages that lose their connection on purpose say so with quiet.
+	// said is what the page wrote to the console that is not right. Pages that lose their
+	// connection on purpose say so with quiet.
 	said  []string
 	quiet bool
 }
@@ -51,9 +52,12 @@ func start(t *testing.T) *browser {
 	if path == "" {
 		cluster.Missing(t, "chromium", "make chromium, or apt-get install chromium-headless-shell")
 	}
-	// Inside the test's namespaces Chromium cannot make a sandbox of its own. It sees nothing but our page.
-	options := append(chromedp.DefaultExecAllocatorOptions[:], chromedp.ExecPath(path), chromedp.NoSandbox, chromedp.IgnoreCertErrors, chromedp.UserDataDir(t.TempDir()),
-		chromedp.WindowSize(wide, 900), chromedp.Flag("disable-dev-shm-usage", true), chromedp.WSURLReadTimeout(time.Minute))
+	// Inside the test's namespaces Chromium cannot make a sandbox of its own. It sees nothing but
+	// our page.
+	options := append(chromedp.DefaultExecAllocatorOptions[:], chromedp.ExecPath(path), chromedp.NoSandbox,
+		chromedp.IgnoreCertErrors, chromedp.UserDataDir(t.TempDir()),
+		chromedp.WindowSize(wide, 900), chromedp.Flag("disable-dev-shm-usage", true),
+		chromedp.WSURLReadTimeout(time.Minute))
 	allocator, endAllocator := chromedp.NewExecAllocator(context.Background(), options...)
 	ctx, end := chromedp.NewContext(allocator)
 	b := &browser{t: t, ctx: ctx}
@@ -77,7 +81,8 @@ func start(t *testing.T) *browser {
 		end()
 		endAllocator()
 		reading.Wait()
-		// What Content-Security-Policy forbids, what was not found, what was not caught: a person would not see it, but something is missing.
+		// What Content-Security-Policy forbids, what was not found, what was not caught: a person
+		// would not see it, but something is missing.
 		for _, text := range b.said {
 			t.Errorf("the page's console: %s", text)
 		}
@@ -121,13 +126,16 @@ func of[T any](b *browser, expression string) T {
 // text is what stands in an element, as a person reads it.
 func (b *browser) text(selector string) string {
 	b.t.Helper()
-	return strings.Join(strings.Fields(of[string](b, fmt.Sprintf("((e) => e?.checkVisibility() ? e.innerText : '')(document.querySelector(%q))", selector))), " ")
+	return strings.Join(strings.Fields(of[string](b,
+		fmt.Sprintf("((e) => e?.checkVisibility() ? e.innerText : '')(document.querySelector(%q))", selector))), " ")
 }
 
 // await waits until text stands in an element.
 func (b *browser) await(selector, text string) {
 	b.t.Helper()
-	b.awaitThat(fmt.Sprintf("%q in %s", text, selector), func() bool { return strings.Contains(b.text(selector), text) })
+	b.awaitThat(fmt.Sprintf("%q in %s", text, selector), func() bool {
+		return strings.Contains(b.text(selector), text)
+	})
 }
 
 func (b *browser) awaitThat(what string, is func() bool) {
@@ -143,9 +151,10 @@ func (b *browser) awaitThat(what string, is func() bool) {
 func (b *browser) look(width int64, scheme string) {
 	b.t.Helper()
 	b.do(chromedp.EmulateViewport(width, 900, chromedp.EmulateScale(1)))
-	if _, err := chromedp.Call(b.ctx, emulation.SetEmulatedMedia, emulation.SetEmulatedMediaParams{Features: []*emulation.MediaFeature{
-		{Name: "prefers-color-scheme", Value: scheme}, {Name: "prefers-reduced-motion", Value: "reduce"},
-	}}); err != nil {
+	if _, err := chromedp.Call(b.ctx, emulation.SetEmulatedMedia,
+		emulation.SetEmulatedMediaParams{Features: []*emulation.MediaFeature{
+			{Name: "prefers-color-scheme", Value: scheme}, {Name: "prefers-reduced-motion", Value: "reduce"},
+		}}); err != nil {
 		b.t.Fatal(err)
 	}
 	time.Sleep(300 * time.Millisecond) // until it has drawn the plot anew
@@ -153,7 +162,8 @@ func (b *browser) look(width int64, scheme string) {
 
 // overflows reports what is wider than the window, so that operators would have to scroll sideways.
 func (b *browser) overflows() string {
-	return of[string](b, `document.documentElement.scrollWidth <= window.innerWidth ? '' : [...document.querySelectorAll('body *')]
+	return of[string](b,
+		`document.documentElement.scrollWidth <= window.innerWidth ? '' : [...document.querySelectorAll('body *')]
 		.filter((e) => e.getBoundingClientRect().right > window.innerWidth + 1 && !e.closest('pre, .hidden, thead')).map((e) => e.tagName + '.' + e.className + '#' + e.id).join(' ')`)
 }
 

@@ -27,8 +27,9 @@ import (
 	"github.com/lameduck-io/lameduck/test/e2e/stage"
 )
 
-// kubelet is the part of a kubelet that the stand-in of a node lacks: it forwards ports of pods, with the kubelet's own code, behind the real API
-// server. All pods have the test's loopback address here.
+// kubelet is the part of a kubelet that the stand-in of a node lacks: it forwards ports of pods,
+// with the kubelet's own code, behind the real API server. All pods have the test's loopback
+// address here.
 type kubelet struct{}
 
 func (kubelet) PortForward(_ context.Context, _, _ string, port int32, stream io.ReadWriteCloser) error {
@@ -51,7 +52,8 @@ func (kubelet) PortForward(_ context.Context, _, _ string, port int32, stream io
 
 var kubeletOnce sync.Once
 
-// serveKubelet serves port forwarding where the API server looks for the kubelet, until the program ends.
+// serveKubelet serves port forwarding where the API server looks for the kubelet, until the program
+// ends.
 func serveKubelet(t *testing.T) {
 	t.Helper()
 	kubeletOnce.Do(func() {
@@ -78,7 +80,8 @@ func serveKubelet(t *testing.T) {
 				http.Error(w, err.Error(), http.StatusBadRequest)
 				return
 			}
-			portforward.ServePortForward(w, r, kubelet{}, parts[3], "", options, time.Hour, 10*time.Second, portforward.SupportedProtocols)
+			portforward.ServePortForward(w, r, kubelet{}, parts[3], "", options, time.Hour, 10*time.Second,
+				portforward.SupportedProtocols)
 		})}
 		ready := make(chan struct{})
 		go func() {
@@ -95,7 +98,8 @@ func plugin(t *testing.T, kubeconfig string, args ...string) (stdout, stderr str
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
 	defer cancel()
-	cmd := exec.CommandContext(ctx, filepath.Join(stage.Programs(t), "kubectl-lameduck"), append(args, "--kubeconfig", kubeconfig)...)
+	cmd := exec.CommandContext(ctx, filepath.Join(stage.Programs(t), "kubectl-lameduck"),
+		append(args, "--kubeconfig", kubeconfig)...)
 	var out, errs bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &out, &errs
 	err = cmd.Run()
@@ -111,7 +115,8 @@ func code(err error) int {
 	return 0
 }
 
-// kubectl lameduck, by the real API server and the kubelet's own port forwarding, while pods are drained.
+// kubectl lameduck, by the real API server and the kubelet's own port forwarding, while pods are
+// drained.
 func TestKubectl(t *testing.T) {
 	s := open(t)
 	serveKubelet(t)
@@ -149,8 +154,10 @@ func TestKubectl(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	contains(say("explain", pods[0].Name, "-n", ns), "It would be deleted when 1 gateway that routes to it has let go.", gateway+" (haproxy on node-1), at the hold", "Not covered:", "kube-proxy")
-	contains(say("explain", "pod/"+pods[0].Name, "-n", ns, "--evict", "-o", "yaml"), "operation: evict", "answer: drain")
+	contains(say("explain", pods[0].Name, "-n", ns), "It would be deleted when 1 gateway that routes to it has let go.",
+		gateway+" (haproxy on node-1), at the hold", "Not covered:", "kube-proxy")
+	contains(say("explain", "pod/"+pods[0].Name, "-n", ns, "--evict", "-o", "yaml"), "operation: evict",
+		"answer: drain")
 	var drains []map[string]any
 	if err := json.Unmarshal([]byte(say("drains", "-n", ns, "-o", "json")), &drains); err != nil || len(drains) > 0 {
 		t.Errorf("before: %v, %v", drains, err)
@@ -164,7 +171,8 @@ func TestKubectl(t *testing.T) {
 
 	// --watch tells of every pod of a rolling update, from its beginning to its end.
 	ctx, cancel := context.WithCancel(t.Context())
-	watch := exec.CommandContext(ctx, filepath.Join(stage.Programs(t), "kubectl-lameduck"), "drains", "--watch", "-n", ns, "-o", "json", "--kubeconfig", admin)
+	watch := exec.CommandContext(ctx, filepath.Join(stage.Programs(t), "kubectl-lameduck"), "drains", "--watch", "-n",
+		ns, "-o", "json", "--kubeconfig", admin)
 	watch.Cancel = func() error { return watch.Process.Signal(os.Interrupt) }
 	out, err := os.Create(filepath.Join(t.TempDir(), "watched"))
 	if err != nil {
@@ -216,7 +224,8 @@ func TestKubectl(t *testing.T) {
 	}
 	incomplete := func(pod corev1.Pod) bool {
 		all := types(pod)
-		return !slices.ContainsFunc(all, func(s string) bool { return strings.HasPrefix(s, "drain ") }) || all[len(all)-1] != "outcome Acknowledged"
+		return !slices.ContainsFunc(all, func(s string) bool { return strings.HasPrefix(s, "drain ") }) ||
+			all[len(all)-1] != "outcome Acknowledged"
 	}
 	for end := time.Now().Add(most); slices.ContainsFunc(pods, incomplete) && time.Now().Before(end); {
 		time.Sleep(50 * time.Millisecond)
@@ -245,20 +254,25 @@ func TestKubectlSaysWhatIsMissing(t *testing.T) {
 		}
 		if len(rules) > 0 {
 			role := &rbacv1.Role{ObjectMeta: metav1.ObjectMeta{Name: user, Namespace: stage.System}, Rules: rules}
-			if _, err := s.Kube.RbacV1().Roles(stage.System).Create(t.Context(), role, metav1.CreateOptions{}); err != nil {
+			if _, err := s.Kube.RbacV1().Roles(stage.System).Create(t.Context(), role,
+				metav1.CreateOptions{}); err != nil {
 				t.Fatal(err)
 			}
 			binding := &rbacv1.RoleBinding{
-				ObjectMeta: role.ObjectMeta, RoleRef: rbacv1.RoleRef{APIGroup: rbacv1.GroupName, Kind: "Role", Name: user}, Subjects: []rbacv1.Subject{{APIGroup: rbacv1.GroupName, Kind: "User", Name: user}},
+				ObjectMeta: role.ObjectMeta, RoleRef: rbacv1.RoleRef{APIGroup: rbacv1.GroupName,
+					Kind: "Role", Name: user},
+				Subjects: []rbacv1.Subject{{APIGroup: rbacv1.GroupName, Kind: "User", Name: user}},
 			}
-			if _, err := s.Kube.RbacV1().RoleBindings(stage.System).Create(t.Context(), binding, metav1.CreateOptions{}); err != nil {
+			if _, err := s.Kube.RbacV1().RoleBindings(stage.System).Create(t.Context(), binding,
+				metav1.CreateOptions{}); err != nil {
 				t.Fatal(err)
 			}
 		}
 		return path
 	}
 	list := rbacv1.PolicyRule{APIGroups: []string{""}, Resources: []string{"pods"}, Verbs: []string{"list"}}
-	forward := rbacv1.PolicyRule{APIGroups: []string{""}, Resources: []string{"pods/portforward"}, Verbs: []string{"create", "get"}}
+	forward := rbacv1.PolicyRule{APIGroups: []string{""}, Resources: []string{"pods/portforward"},
+		Verbs: []string{"create", "get"}}
 	admin := s.Cluster.Kubeconfig()
 	for name, c := range map[string]struct {
 		kubeconfig string
@@ -266,16 +280,23 @@ func TestKubectlSaysWhatIsMissing(t *testing.T) {
 		code       int
 		says       string
 	}{
-		"no right to list":    {config("nobody"), []string{"status"}, 1, "you may not list pods in namespace lameduck-system"},
-		"no right to forward": {config("lister", list), []string{"status"}, 1, "you may not forward ports to the coordinators' pods (create and get pods/portforward)"},
-		"exactly the rights":  {config("reader", list, forward), []string{"status"}, 0, ""},
-		"not installed":       {admin, []string{"status", "--lameduck-namespace", "default"}, 1, "Lameduck is not installed in namespace default"},
-		"another port":        {admin, []string{"status", "--lameduck-port", "9446"}, 1, "serves nothing on its loopback address"},
-		"watch, another port": {admin, []string{"drains", "-w", "--lameduck-port", "9446"}, 1, "serves nothing on its loopback address"},
-		"no such pod":         {admin, []string{"explain", "nobody", "-n", "default"}, 1, "no pod nobody in namespace default"},
-		"an unknown command":  {admin, []string{"drain"}, 2, `unknown command "drain"`},
-		"an unknown context":  {admin, []string{"status", "--context", "nowhere"}, 2, `context "nowhere" does not exist`},
-		"no kubeconfig":       {"/nowhere", []string{"status"}, 2, "/nowhere"},
+		"no right to list": {config("nobody"), []string{"status"}, 1,
+			"you may not list pods in namespace lameduck-system"},
+		"no right to forward": {config("lister", list), []string{"status"}, 1,
+			"you may not forward ports to the coordinators' pods (create and get pods/portforward)"},
+		"exactly the rights": {config("reader", list, forward), []string{"status"}, 0, ""},
+		"not installed": {admin, []string{"status", "--lameduck-namespace", "default"}, 1,
+			"Lameduck is not installed in namespace default"},
+		"another port": {admin, []string{"status", "--lameduck-port", "9446"}, 1,
+			"serves nothing on its loopback address"},
+		"watch, another port": {admin, []string{"drains", "-w", "--lameduck-port", "9446"}, 1,
+			"serves nothing on its loopback address"},
+		"no such pod": {admin, []string{"explain", "nobody", "-n", "default"}, 1,
+			"no pod nobody in namespace default"},
+		"an unknown command": {admin, []string{"drain"}, 2, `unknown command "drain"`},
+		"an unknown context": {admin, []string{"status", "--context", "nowhere"}, 2,
+			`context "nowhere" does not exist`},
+		"no kubeconfig": {"/nowhere", []string{"status"}, 2, "/nowhere"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			stdout, stderr, err := plugin(t, c.kubeconfig, c.args...)

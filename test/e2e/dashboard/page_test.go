@@ -179,10 +179,14 @@ func busy() *made {
 		return w
 	}
 	v.Barriers = []coordinator.Barrier{
-		{View: drain.View{Status: drain.Status{Pod: pod(41, "cart-75c8d9f7b-tt2xz"), Phase: drain.Unrouting, Since: ago(4 * time.Second), Deadline: now.Add(26 * time.Second), Owed: 3,
-			Waiting: []drain.Waiting{{Name: "lameduck-node/agent-7kq2x"}}, Stated: 25 * time.Second}, ByName: "lameduck-node/agent-4s8mf", Last: true},
-			Reports: []coordinator.AgentReport{node("lameduck-node/agent-7kq2x", drain.Routing, 3*time.Second), node("lameduck-node/agent-4s8mf", drain.Idle, time.Second)}, Entered: ago(4 * time.Second)},
-		{View: drain.View{Status: drain.Status{Pod: pod(42, "cart-75c8d9f7b-9mhd4"), Phase: drain.Released, Reason: drain.Acknowledged, Since: ago(6 * time.Second), Deadline: now.Add(24 * time.Second), Owed: 3},
+		{View: drain.View{Status: drain.Status{Pod: pod(41, "cart-75c8d9f7b-tt2xz"), Phase: drain.Unrouting,
+			Since: ago(4 * time.Second), Deadline: now.Add(26 * time.Second), Owed: 3,
+			Waiting: []drain.Waiting{{Name: "lameduck-node/agent-7kq2x"}}, Stated: 25 * time.Second},
+			ByName: "lameduck-node/agent-4s8mf", Last: true},
+			Reports: []coordinator.AgentReport{node("lameduck-node/agent-7kq2x", drain.Routing, 3*time.Second),
+				node("lameduck-node/agent-4s8mf", drain.Idle, time.Second)}, Entered: ago(4 * time.Second)},
+		{View: drain.View{Status: drain.Status{Pod: pod(42, "cart-75c8d9f7b-9mhd4"), Phase: drain.Released,
+			Reason: drain.Acknowledged, Since: ago(6 * time.Second), Deadline: now.Add(24 * time.Second), Owed: 3},
 			ByName: "lameduck-node/agent-7kq2x"}, Entered: ago(5 * time.Second)},
 	}
 	believe := func(name string, c wire.TargetCounts, open bool,
@@ -241,8 +245,11 @@ func serve(t *testing.T, m *made, address string) (url string, end func()) {
 				ObjectMeta: metav1.ObjectMeta{Annotations: map[string]string{admission.BarrierIDAnnotation: "id",
 					admission.BarrierUncoveredAnnotation: "tls"}},
 				Spec: corev1.PodSpec{NodeName: "node-b", Containers: []corev1.Container{
-					{Name: "app", Lifecycle: hook(corev1.LifecycleHandler{HTTPGet: &corev1.HTTPGetAction{Path: "/v1/wait/id"}})},
-					{Name: "log", Lifecycle: hook(corev1.LifecycleHandler{Exec: &corev1.ExecAction{Command: []string{"lameduck-wait", "id"}}})},
+					{Name: "app",
+						Lifecycle: hook(corev1.LifecycleHandler{HTTPGet: &corev1.HTTPGetAction{Path: "/v1/wait/id"}})},
+					{Name: "log",
+						Lifecycle: hook(corev1.LifecycleHandler{
+							Exec: &corev1.ExecAction{Command: []string{"lameduck-wait", "id"}}})},
 				}},
 			}
 		},
@@ -277,7 +284,8 @@ func serve(t *testing.T, m *made, address string) (url string, end func()) {
 	return scheme + "://" + listener.Addr().String() + "/", end
 }
 
-// Everything that there may be to see, at every width and in both colours: nothing is cut off, nothing overflows, and the console is silent.
+// Everything that there may be to see, at every width and in both colours: nothing is cut off,
+// nothing overflows, and the console is silent.
 func TestThePageShowsEverything(t *testing.T) {
 	url, _ := serve(t, busy(), "127.0.0.1:0")
 	b := start(t)
@@ -335,7 +343,8 @@ func TestThePageShowsEverything(t *testing.T) {
 	}
 }
 
-// lowContrast names texts whose colour has a contrast of less than 4.5 to what they stand on (WCAG 2.2, 1.4.3).
+// lowContrast names texts whose colour has a contrast of less than 4.5 to what they stand on (WCAG
+// 2.2, 1.4.3).
 func lowContrast(b *browser) string {
 	return of[string](b, `(() => {
 		const rgb = (c) => c.match(/[\d.]+/g).map(Number);
@@ -352,7 +361,8 @@ func lowContrast(b *browser) string {
 	})()`)
 }
 
-// A page that has nothing to show says what it is for, and one whose replica has gone says since when it knows nothing.
+// A page that has nothing to show says what it is for, and one whose replica has gone says since
+// when it knows nothing.
 func TestThePageTeachesAndAdmits(t *testing.T) {
 	m := empty()
 	url, end := serve(t, m, "127.0.0.1:0")
@@ -389,7 +399,8 @@ func TestThePageTeachesAndAdmits(t *testing.T) {
 	b.awaitThat("end of the banner", func() bool { return b.text("#lost") == "" })
 }
 
-// Where nothing is new time passes all the same: what went wrong is not told of for ever, who becomes late is, and agents that are gone do not count as well.
+// Where nothing is new time passes all the same: what went wrong is not told of for ever, who
+// becomes late is, and agents that are gone do not count as well.
 func TestThePageKnowsTheTime(t *testing.T) {
 	m := empty()
 	now := time.Now()
@@ -430,7 +441,8 @@ func TestThePageKnowsTheTime(t *testing.T) {
 	b.await("#verdict", "No agent is left: deletions go on as without Lameduck.")
 }
 
-// A page outlives its replica, and goes on with one of the version before: what that does not tell is not there, and all else is.
+// A page outlives its replica, and goes on with one of the version before: what that does not tell
+// is not there, and all else is.
 func TestThePageSpeaksWithAnOlderReplica(t *testing.T) {
 	url, _ := serve(t, busy(), "127.0.0.1:0")
 	to, err := neturl.Parse(url)
@@ -504,7 +516,8 @@ func TestThePageIsReachedByKeyboard(t *testing.T) {
 	var reached []string
 	for range 9 {
 		b.do(chromedp.KeyEvent(kb.Tab))
-		at := of[string](b, `(() => { const e = document.activeElement; const s = getComputedStyle(e); return (e.id || e.className || e.tagName) + (s.outlineStyle !== 'none' && parseFloat(s.outlineWidth) >= 2 ? '' : ' UNSEEN'); })()`)
+		at := of[string](b,
+			`(() => { const e = document.activeElement; const s = getComputedStyle(e); return (e.id || e.className || e.tagName) + (s.outlineStyle !== 'none' && parseFloat(s.outlineWidth) >= 2 ? '' : ' UNSEEN'); })()`)
 		reached = append(reached, at)
 	}
 	want := []string{"skip", "outcomes-more", "health-more", "explain-namespace", "explain-pod", "explain-operation",
@@ -515,19 +528,24 @@ func TestThePageIsReachedByKeyboard(t *testing.T) {
 		}
 	}
 	// Each control has a name, each table a caption, and headings do not leave out a level.
-	if bad := of[string](b, `[...document.querySelectorAll('input, select')].filter((e) => !e.labels.length).map((e) => e.id).join()
+	if bad := of[string](b,
+		`[...document.querySelectorAll('input, select')].filter((e) => !e.labels.length).map((e) => e.id).join()
 		+ [...document.querySelectorAll('table')].filter((e) => !e.caption || !e.querySelector('th[scope=col]')).map((e) => e.id).join()
 		+ [...document.querySelectorAll('button')].filter((e) => !e.textContent.trim() && !e.hidden).length * 1 || ''`); bad != "" && bad != "0" {
 		t.Errorf("without name: %s", bad)
 	}
-	// Who listens instead of looking hears each part and each bar by a name of its own, and the sentence that comes first before all else.
-	if bad := of[string](b, `[...document.querySelectorAll('section')].filter((e) => !(e.getAttribute('aria-label') || document.getElementById(e.getAttribute('aria-labelledby'))?.textContent.trim())).map((e) => e.id || e.className).join()`); bad != "" {
+	// Who listens instead of looking hears each part and each bar by a name of its own, and the
+	// sentence that comes first before all else.
+	if bad := of[string](b,
+		`[...document.querySelectorAll('section')].filter((e) => !(e.getAttribute('aria-label') || document.getElementById(e.getAttribute('aria-labelledby'))?.textContent.trim())).map((e) => e.id || e.className).join()`); bad != "" {
 		t.Errorf("parts without name: %s", bad)
 	}
-	if bad := of[string](b, `((all) => all.filter((n, i) => !n || all.indexOf(n) !== i).join())([...document.querySelectorAll('progress')].map((e) => e.getAttribute('aria-label')))`); bad != "" {
+	if bad := of[string](b,
+		`((all) => all.filter((n, i) => !n || all.indexOf(n) !== i).join())([...document.querySelectorAll('progress')].map((e) => e.getAttribute('aria-label')))`); bad != "" {
 		t.Errorf("bars without a name of their own: %s", bad)
 	}
-	if got := of[string](b, `document.querySelector('main h2').id + ' ' + document.querySelector('main h2 + p').id`); got != "verdict-h verdict-text" {
+	if got := of[string](b,
+		`document.querySelector('main h2').id + ' ' + document.querySelector('main h2 + p').id`); got != "verdict-h verdict-text" {
 		t.Errorf("the first heading and what follows it: %s", got)
 	}
 	for _, landmark := range []string{"header", "main", "footer"} {

@@ -19,7 +19,8 @@ import (
 	"github.com/lameduck-io/lameduck/test/e2e/stage"
 )
 
-// address is where the coordinator's page is: pods of the stand-in of a node have the test's loopback address.
+// address is where the coordinator's page is: pods of the stand-in of a node have the test's
+// loopback address.
 const address = "127.0.0.1:9445"
 
 var (
@@ -28,7 +29,8 @@ var (
 	errOpen  error
 )
 
-// open returns the stage that the tests share: one node, one coordinator with its page, the webhook.
+// open returns the stage that the tests share: one node, one coordinator with its page, the
+// webhook.
 func open(t *testing.T) *stage.Stage {
 	t.Helper()
 	if _, err := stage.HAProxy(); err != nil {
@@ -41,10 +43,13 @@ func open(t *testing.T) *stage.Stage {
 		defer cancel()
 		// It finds the kubelet, see serveKubelet, by the node's address: there is no DNS.
 		var c *cluster.Cluster
-		if c, errOpen = cluster.Start(context.Background(), cluster.Options{APIServer: []string{"--kubelet-preferred-address-types=InternalIP"}, LogDir: os.Getenv("LAMEDUCK_LOGS")}); errOpen != nil {
+		if c, errOpen = cluster.Start(context.Background(),
+			cluster.Options{APIServer: []string{"--kubelet-preferred-address-types=InternalIP"},
+				LogDir: os.Getenv("LAMEDUCK_LOGS")}); errOpen != nil {
 			return
 		}
-		options := stage.Options{Bin: bin, Dir: filepath.Join(os.TempDir(), "n"), WebhookArgs: []string{"--dashboard-address=" + address}}
+		options := stage.Options{Bin: bin, Dir: filepath.Join(os.TempDir(), "n"),
+			WebhookArgs: []string{"--dashboard-address=" + address}}
 		if opened, errOpen = stage.Open(ctx, c, options); errOpen != nil {
 			return
 		}
@@ -59,11 +64,12 @@ func open(t *testing.T) *stage.Stage {
 	return opened
 }
 
-// shop installs into a namespace an application of four pods, behind HAProxy and its agent, with clients whose requests take their time, so that drains last long
-// enough to be looked at.
+// shop installs into a namespace an application of four pods, behind HAProxy and its agent, with
+// clients whose requests take their time, so that drains last long enough to be looked at.
 func shop(t *testing.T, s *stage.Stage, ns string, work time.Duration) {
 	t.Helper()
-	if err := s.InstallApp(t.Context(), stage.App{Namespace: ns, Replicas: 4, StartDelay: 300 * time.Millisecond, Work: work}); err != nil {
+	if err := s.InstallApp(t.Context(), stage.App{Namespace: ns, Replicas: 4, StartDelay: 300 * time.Millisecond,
+		Work: work}); err != nil {
 		t.Fatal(err)
 	}
 	proxy, err := s.InstallGateway(t.Context(), stage.Gateway{Namespace: ns})
@@ -71,7 +77,8 @@ func shop(t *testing.T, s *stage.Stage, ns string, work time.Duration) {
 		t.Fatal(err)
 	}
 	clients, err := load.Run(t.Context(), load.Options{
-		Target: "http://" + proxy + "/", Rate: 20, Timeout: 10 * time.Second, WantBody: []byte("ok\n"), MaxInFlight: 1000,
+		Target: "http://" + proxy + "/", Rate: 20, Timeout: 10 * time.Second, WantBody: []byte("ok\n"),
+		MaxInFlight: 1000,
 		SourceAddrs: []netip.Addr{netip.MustParseAddr("10.244.251.1"), netip.MustParseAddr("10.244.251.2")},
 	})
 	if err != nil {
@@ -87,7 +94,8 @@ func shop(t *testing.T, s *stage.Stage, ns string, work time.Duration) {
 // row is what a person saw of a drain.
 type row struct{ Pod, Phase, Waits string }
 
-// record notes every state of the table of drains from now on, as it is drawn, and whether the connection stays.
+// record notes every state of the table of drains from now on, as it is drawn, and whether the
+// connection stays.
 const record = `window.seen = []; new MutationObserver(() => {
 	for (const r of document.querySelectorAll('#drains-table tbody tr')) {
 		const [pod, phase, , waits] = [...r.cells].map((c) => c.innerText);
@@ -96,8 +104,9 @@ const record = `window.seen = []; new MutationObserver(() => {
 }).observe(document.querySelector('#drains-table'), {subtree: true, childList: true});
 window.lost = 0; new MutationObserver(() => { lost++; }).observe(document.querySelector('#connection'), {attributes: true}); true`
 
-// A person opens the page and performs a rolling update. He must see each old pod appear by its name, with how far it is and who is waited for, and
-// then how it ended; and the page must say nothing else than kubectl does.
+// A person opens the page and performs a rolling update. He must see each old pod appear by its
+// name, with how far it is and who is waited for, and then how it ended; and the page must say
+// nothing else than kubectl does.
 func TestARollingUpdateIsSeen(t *testing.T) {
 	b := start(t)
 	s := open(t)
@@ -142,7 +151,9 @@ func TestARollingUpdateIsSeen(t *testing.T) {
 		done <- err
 	}()
 	b.awaitThat("drains", func() bool { return b.text("#drains-table") != "" })
-	b.awaitThat("drain that waits for "+gateway, func() bool { return strings.Contains(b.text("#drains-table"), gateway) })
+	b.awaitThat("drain that waits for "+gateway, func() bool {
+		return strings.Contains(b.text("#drains-table"), gateway)
+	})
 	if err := <-done; err != nil {
 		t.Fatal(err)
 	}
@@ -171,7 +182,8 @@ func TestARollingUpdateIsSeen(t *testing.T) {
 	if n := of[int](b, "lost"); n > 0 {
 		t.Errorf("the stream of events was lost and came back: %d changes", n)
 	}
-	outcomes := of[[]string](b, "[...document.querySelectorAll('#outcomes-table tbody tr')].map((r) => r.innerText.replace(/\\s+/g, ' '))")
+	outcomes := of[[]string](b, "[...document.querySelectorAll('#outcomes-table tbody tr')].map((r) => "+
+		"r.innerText.replace(/\\s+/g, ' '))")
 	for _, pod := range old {
 		if !slices.ContainsFunc(outcomes, func(text string) bool {
 			return strings.Contains(text, "shop/"+pod.Name) && strings.Contains(text, "Acknowledged")
@@ -191,10 +203,12 @@ func TestARollingUpdateIsSeen(t *testing.T) {
 // explain asks the page what would become of a pod.
 func explain(b *browser, namespace, pod string) {
 	b.t.Helper()
-	b.do(chromedp.SetValue("#explain-namespace", namespace), chromedp.SetValue("#explain-pod", pod), chromedp.Click("#explain-form button"))
+	b.do(chromedp.SetValue("#explain-namespace", namespace), chromedp.SetValue("#explain-pod", pod),
+		chromedp.Click("#explain-form button"))
 }
 
-// pictures are for the documents: the page during a rolling update, in both colours and on a phone, each when it shows what it should.
+// pictures are for the documents: the page during a rolling update, in both colours and on a phone,
+// each when it shows what it should.
 func pictures(b *browser, shows func() bool) {
 	if os.Getenv("LAMEDUCK_SCREENSHOTS") == "" {
 		return

@@ -34,7 +34,8 @@ func TestTokensOfTheDocuments(t *testing.T) {
 	}
 	run(string(commands[0][1]))
 	token := run(string(commands[2][1]))
-	if err := reviewer().Review(t.Context(), token); !errors.Is(err, dashboard.ErrForbidden) || !strings.Contains(err.Error(), "system:serviceaccount:default:viewer") {
+	if err := reviewer().Review(t.Context(), token); !errors.Is(err, dashboard.ErrForbidden) ||
+		!strings.Contains(err.Error(), "system:serviceaccount:default:viewer") {
 		t.Errorf("without the right: %v", err)
 	}
 	if err := s.Apply(t.Context(), string(role[1])); err != nil {
@@ -44,10 +45,13 @@ func TestTokensOfTheDocuments(t *testing.T) {
 	if err := reviewer().Review(t.Context(), token); err != nil {
 		t.Errorf("with the right: %v", err)
 	}
-	if err := reviewer().Review(t.Context(), run("create token viewer")); !errors.Is(err, dashboard.ErrUnauthenticated) {
+	if err := reviewer().Review(t.Context(), run("create token viewer")); !errors.Is(err,
+		dashboard.ErrUnauthenticated) {
 		t.Errorf("a token for the API server: %v", err)
 	}
-	if out, err := s.Cluster.Kubectl(t.Context(), "get", "pods", "--token="+token, "--kubeconfig=/dev/null", "--server="+s.Cluster.Server(), "--insecure-skip-tls-verify"); err == nil || !strings.Contains(out+err.Error(), "Unauthorized") {
+	if out, err := s.Cluster.Kubectl(t.Context(), "get", "pods", "--token="+token, "--kubeconfig=/dev/null",
+		"--server="+s.Cluster.Server(), "--insecure-skip-tls-verify"); err == nil ||
+		!strings.Contains(out+err.Error(), "Unauthorized") {
 		t.Errorf("the API server takes it too: %v: %s", err, out)
 	}
 }

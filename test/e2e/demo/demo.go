@@ -31,7 +31,8 @@ const (
 	// requestTimeout is the clients'.
 	requestTimeout = 10 * time.Second
 	runTimeout     = 2 * time.Minute
-	// page is where the coordinator serves it, inside. restEvery is how long it is quiet between two rolling updates while it is kept open.
+	// page is where the coordinator serves it, inside. restEvery is how long it is quiet between
+	// two rolling updates while it is kept open.
 	page      = "127.0.0.1:9445"
 	restEvery = 15 * time.Second
 )
@@ -68,7 +69,8 @@ func newDemo(ctx context.Context, o options, say func(string, ...any)) (*demo, e
 		return nil, err
 	}
 	d.stage, err = stage.Open(ctx, d.cluster, stage.Options{
-		Bin: o.bin, Dir: o.logs, Observe: d.observe, Log: logger(o.logs), WebhookArgs: []string{"--dashboard-address=" + page},
+		Bin: o.bin, Dir: o.logs, Observe: d.observe, Log: logger(o.logs),
+		WebhookArgs: []string{"--dashboard-address=" + page},
 	})
 	if err != nil {
 		d.cluster.Stop()
@@ -152,7 +154,8 @@ func (d *demo) keepOpen(ctx context.Context) error {
 	d.say("the live page stays open at %s; a rolling update every %s; end with Ctrl-C", d.page, restEvery)
 	for pause(ctx, restEvery) == nil {
 		clients, err := load.Run(ctx, load.Options{
-			Target: "http://" + d.gateway + "/", Rate: d.rate, Timeout: requestTimeout, KeepAlive: d.keepAlive, DropClosed: true, WantBody: []byte("ok\n"), MaxInFlight: 10000,
+			Target: "http://" + d.gateway + "/", Rate: d.rate, Timeout: requestTimeout, KeepAlive: d.keepAlive,
+			DropClosed: true, WantBody: []byte("ok\n"), MaxInFlight: 10000,
 		})
 		if err != nil {
 			return err
@@ -182,9 +185,11 @@ func (d *demo) roll(ctx context.Context, name, address string) (report.Run, []ty
 		return run, nil, err
 	}
 	clients, err := load.Run(ctx, load.Options{
-		Target: "http://" + address + "/", Rate: d.rate, Timeout: requestTimeout, KeepAlive: d.keepAlive, DropClosed: true,
-		WantBody: []byte("ok\n"), MaxInFlight: 10000,
-		SourceAddrs: []netip.Addr{netip.MustParseAddr("10.244.251.1"), netip.MustParseAddr("10.244.251.2"), netip.MustParseAddr("10.244.251.3"), netip.MustParseAddr("10.244.251.4")},
+		Target: "http://" + address + "/", Rate: d.rate, Timeout: requestTimeout, KeepAlive: d.keepAlive,
+		DropClosed: true,
+		WantBody:   []byte("ok\n"), MaxInFlight: 10000,
+		SourceAddrs: []netip.Addr{netip.MustParseAddr("10.244.251.1"), netip.MustParseAddr("10.244.251.2"),
+			netip.MustParseAddr("10.244.251.3"), netip.MustParseAddr("10.244.251.4")},
 	})
 	if err != nil {
 		return run, nil, err
@@ -219,7 +224,8 @@ func (d *demo) roll(ctx context.Context, name, address string) (report.Run, []ty
 		asked, ok := deleted[types.NamespacedName{Namespace: pod.Namespace, Name: pod.Name}]
 		term, sent := d.event(pod.UID, node.Term)
 		if !ok || !sent {
-			return run, nil, fmt.Errorf("%s: pod %s has gone without a DELETE in the audit log (%t) or a SIGTERM (%t)", name, pod.Name, ok, sent)
+			return run, nil, fmt.Errorf("%s: pod %s has gone without a DELETE in the audit log (%t) or a SIGTERM (%t)",
+				name, pod.Name, ok, sent)
 		}
 		waits = append(waits, millis(term.Time.Sub(asked)))
 		gone = append(gone, pod.UID)

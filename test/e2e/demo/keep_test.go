@@ -20,9 +20,9 @@ import (
 	"github.com/lameduck-io/lameduck/test/e2e/stage"
 )
 
-// What make demo KEEP=1 does, and Ctrl-C then: the page's address is printed, is reached from outside, shows rolling updates, and afterwards there is
-// no process, no file and no listener left. Without this the demo could leave a control plane
-// behind on operators' machines.
+// What make demo KEEP=1 does, and Ctrl-C then: the page's address is printed, is reached from
+// outside, shows rolling updates, and afterwards there is no process, no file and no listener left.
+// Without this the demo could leave a control plane behind on operators' machines.
 func TestKeepShowsThePageUntilInterrupted(t *testing.T) {
 	if _, err := stage.HAProxy(); err != nil {
 		cluster.Missing(t, "haproxy", "apt-get install haproxy")
@@ -39,7 +39,8 @@ func TestKeepShowsThePageUntilInterrupted(t *testing.T) {
 	if out, err := exec.Command("go", "build", "-o", program, ".").CombinedOutput(); err != nil {
 		t.Fatalf("%v: %s", err, out)
 	}
-	cmd := exec.Command(program, "-bin", stage.Programs(t), "-keep", "-lag", "0s", "-rate", "100", "-out", filepath.Join(dir, "demo.json"))
+	cmd := exec.Command(program, "-bin", stage.Programs(t), "-keep", "-lag", "0s", "-rate", "100", "-out",
+		filepath.Join(dir, "demo.json"))
 	cmd.Env = append(os.Environ(), "TMPDIR="+temporary)
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true} // a group of its own, as a shell gives it
 	var said strings.Builder

@@ -1,5 +1,5 @@
-// Command demo shows what Lameduck is for: the same rolling update under load three times, unprotected, with a preStop sleep, and
-// with Lameduck, on a real control plane and a real HAProxy.
+// Command demo shows what Lameduck is for: the same rolling update under load three times,
+// unprotected, with a preStop sleep, and with Lameduck, on a real control plane and a real HAProxy.
 package main
 
 import (
@@ -60,14 +60,18 @@ func parse(args []string, help io.Writer) (options, error) {
 	f.SetOutput(io.Discard)
 	f.StringVar(&o.bin, "bin", "bin", "directory with the programs webhook, agent and app")
 	f.StringVar(&o.out, "out", "demo.json", "file for the result")
-	f.DurationVar(&o.lag, "lag", time.Second, "time between a change of EndpointSlices and the gateway's learning of it, in all three runs")
+	f.DurationVar(&o.lag, "lag", time.Second,
+		"time between a change of EndpointSlices and the gateway's learning of it, in all three runs")
 	f.Float64Var(&o.rate, "rate", 300, "requests per second")
-	f.BoolVar(&o.keepAlive, "keep-alive", false, "clients keep their connections instead of opening one for each request")
-	f.BoolVar(&o.keep, "keep", false, "after the runs, keep the live page open, with a rolling update now and then, until Ctrl-C")
+	f.BoolVar(&o.keepAlive, "keep-alive", false,
+		"clients keep their connections instead of opening one for each request")
+	f.BoolVar(&o.keep, "keep", false, "after the runs, keep the live page open, with a rolling update now and then, "+
+		"until Ctrl-C")
 	f.StringVar(&o.logs, "logs", "", "directory for the logs of everything that ran; empty: they are not kept")
 	if err := f.Parse(args); err != nil {
 		if errors.Is(err, flag.ErrHelp) {
-			fmt.Fprintln(help, "demo performs a rolling update under load three times: unprotected, with preStop: sleep, with Lameduck.\n\nFlags:")
+			fmt.Fprintln(help, "demo performs a rolling update under load three times: unprotected, with preStop: "+
+				"sleep, with Lameduck.\n\nFlags:")
 			f.SetOutput(help)
 			f.PrintDefaults()
 			return o, err
@@ -125,10 +129,12 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 		return err
 	}
 	result.Kubernetes, result.Gateway = d.cluster.Binaries().Version, version(ctx, haproxy)
-	fmt.Fprintf(out, "\nOne rolling update of %d pods under %g requests a second, three times. The pods exit at once on SIGTERM.\n"+
+	fmt.Fprintf(out, "\nOne rolling update of %d pods under %g requests a second, three times. The pods exit at "+
+		"once on SIGTERM.\n"+
 		"In all three runs the gateway learns of EndpointSlices %s late.\n\n", replicas, o.rate, o.lag)
 	fmt.Fprint(out, report.Table(result, isTerminal(out)))
-	fmt.Fprintf(out, "\nOne drain of the run with Lameduck, from the API server's receipt of its DELETE:\n\n%s\n", report.Timeline(result.Drain, isTerminal(out)))
+	fmt.Fprintf(out, "\nOne drain of the run with Lameduck, from the API server's receipt of its DELETE:\n\n%s\n",
+		report.Timeline(result.Drain, isTerminal(out)))
 	encoded, err := json.MarshalIndent(result, "", "  ")
 	if err != nil {
 		return err
@@ -144,8 +150,8 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 	return err
 }
 
-// judge holds the result against what the README says. A lost request is an error; a rolling update that took too long, which a busy
-// machine may cause, is reported.
+// judge holds the result against what the README says. A lost request is an error; a rolling update
+// that took too long, which a busy machine may cause, is reported.
 func judge(d report.Demo, lag time.Duration, out io.Writer) error {
 	unprotected, lameduck := d.Unprotected.RolloutSeconds, d.Lameduck.RolloutSeconds
 	most, rule := 1.25*unprotected, "1.25 times the unprotected one"
@@ -160,14 +166,16 @@ func judge(d report.Demo, lag time.Duration, out io.Writer) error {
 		if lameduck > goal.most {
 			verdict = "MISSED"
 		}
-		fmt.Fprintf(out, "Goal %s: rolling update with Lameduck %.2f s, at most %.2f s, %s.\n", verdict, lameduck, goal.most, goal.rule)
+		fmt.Fprintf(out, "Goal %s: rolling update with Lameduck %.2f s, at most %.2f s, %s.\n", verdict, lameduck,
+			goal.most, goal.rule)
 		if lag > time.Second {
 			break
 		}
 	}
 	switch {
 	case d.Lameduck.Failed > 0:
-		return fmt.Errorf("%d of %d requests failed with Lameduck: %v", d.Lameduck.Failed, d.Lameduck.Requests, d.Lameduck.FailedBy)
+		return fmt.Errorf("%d of %d requests failed with Lameduck: %v", d.Lameduck.Failed, d.Lameduck.Requests,
+			d.Lameduck.FailedBy)
 	case d.Unprotected.Failed == 0:
 		return errors.New("no request failed unprotected, so this run shows nothing")
 	}

@@ -73,8 +73,8 @@ type step struct {
 	who, what string
 }
 
-// timeline tells the drain of that pod whose time from DELETE to SIGTERM is the median: what the coordinator, the agent and the node
-// wrote down.
+// timeline tells the drain of that pod whose time from DELETE to SIGTERM is the median: what the
+// coordinator, the agent and the node wrote down.
 func (d *demo) timeline(ctx context.Context, drained []types.UID) ([]report.Step, error) {
 	deleted, err := d.audit.deletions()
 	if err != nil {

@@ -27,7 +27,8 @@ import (
 
 func TestMain(m *testing.M) { cluster.MainAsRoot(m) }
 
-// namespace is one whose new pods get the barrier's hook, by lameduck-wait because Pod Security is restricted.
+// namespace is one whose new pods get the barrier's hook, by lameduck-wait because Pod Security is
+// restricted.
 const namespace = "restricted"
 
 // pod runs an image once as Pod Security wants it. Who it runs as is the image's to say.
@@ -48,7 +49,8 @@ spec:
 
 var programs = []string{"webhook", "agent", "lameduck-wait"}
 
-// dist returns the folder with the images dev, which make images has made if LAMEDUCK_DIST says where.
+// dist returns the folder with the images dev, which make images has made if LAMEDUCK_DIST says
+// where.
 func dist(t *testing.T) string {
 	t.Helper()
 	if dir := os.Getenv("LAMEDUCK_DIST"); dir != "" {
@@ -94,15 +96,18 @@ func digests(t *testing.T, dir string) map[string]string {
 	return found
 }
 
-// The images are what containerd takes for images and runs, as nobody and without a right, by their tag as in the manifests, and by tag and digest as in a release. A
-// node that reaches no registry is given them as docs/releases.md says, and then all that a release installs by runs there: coordinators, node agents, the check,
-// and pods with the image that only the coordinator's configuration names.
+// The images are what containerd takes for images and runs, as nobody and without a right, by their
+// tag as in the manifests, and by tag and digest as in a release. A node that reaches no registry
+// is given them as docs/releases.md says, and then all that a release installs by runs there:
+// coordinators, node agents, the check, and pods with the image that only the coordinator's
+// configuration names.
 func TestARelease(t *testing.T) {
 	cluster.Entered(t)
 	dir := dist(t)
 	var images []machine.Image
 	for _, name := range programs {
-		images = append(images, machine.Image{Name: "docker.io/lameduck/" + name + ":dev", Archive: filepath.Join(dir, name+"-dev.oci.tar")})
+		images = append(images, machine.Image{Name: "docker.io/lameduck/" + name + ":dev",
+			Archive: filepath.Join(dir, name+"-dev.oci.tar")})
 	}
 	c := cluster.New(t, machine.ControlPlane())
 	set := machine.New(t, c, 1, machine.Options{Images: images})
@@ -123,20 +128,23 @@ func TestARelease(t *testing.T) {
 		image := images[i]
 		refs[name] = strings.TrimPrefix(image.Name, "docker.io/")
 		base := strings.TrimSuffix(image.Name, ":dev")
-		if out, err := set.Machines[0].Run(t.Context(), "ctr", "--namespace=k8s.io", "images", "import", "--digests", "--base-name="+base, image.Archive); err != nil {
+		if out, err := set.Machines[0].Run(t.Context(), "ctr", "--namespace=k8s.io", "images", "import", "--digests",
+			"--base-name="+base, image.Archive); err != nil {
 			t.Fatalf("%v: %s", err, out)
 		}
 		refs[name+"-by-digest"] = image.Name + "@" + all[image.Name]
 	}
 	run := func(name, ref string) {
 		t.Helper()
-		if out, err := c.KubectlInput(t.Context(), fmt.Sprintf(pod, name, ref), "apply", "--validate=strict", "-f", "-"); err != nil {
+		if out, err := c.KubectlInput(t.Context(), fmt.Sprintf(pod, name, ref), "apply", "--validate=strict", "-f",
+			"-"); err != nil {
 			t.Fatalf("%v: %s", err, out)
 		}
 	}
 	ended := func(name, ref string) {
 		t.Helper()
-		if out, err := c.Kubectl(t.Context(), "wait", "-n", namespace, "pod/"+name, "--for=jsonpath={.status.phase}=Succeeded", "--timeout=60s"); err != nil {
+		if out, err := c.Kubectl(t.Context(), "wait", "-n", namespace, "pod/"+name,
+			"--for=jsonpath={.status.phase}=Succeeded", "--timeout=60s"); err != nil {
 			t.Errorf("%s: %v: %s\n%s", ref, err, out, kubectl("describe", "pod", "-n", namespace, name))
 		}
 	}
@@ -161,7 +169,8 @@ func TestARelease(t *testing.T) {
 		}
 	}
 	for _, wait := range [][]string{
-		{"rollout", "status", "-n", "lameduck-system", "deployment", "-l", "app.kubernetes.io/component=webhook", "--timeout=120s"},
+		{"rollout", "status", "-n", "lameduck-system", "deployment", "-l", "app.kubernetes.io/component=webhook",
+			"--timeout=120s"},
 		{"rollout", "status", "-n", "lameduck-node", "daemonset/lameduck-node", "--timeout=60s"},
 		{"wait", "-n", "lameduck-system", "--for=condition=Complete", "--timeout=150s", "job/lameduck-check"},
 	} {
@@ -170,10 +179,13 @@ func TestARelease(t *testing.T) {
 		}
 	}
 	kubectl("label", "namespace", namespace, "lameduck.io/barrier=enabled")
-	// Not one that is to end by itself, which is not for the barrier. A while later the API server knows of the namespace's label.
-	hooked := strings.Replace(fmt.Sprintf(pod, "hooked", refs["agent"]), "restartPolicy: Never", "restartPolicy: Always", 1)
+	// Not one that is to end by itself, which is not for the barrier. A while later the API server
+	// knows of the namespace's label.
+	hooked := strings.Replace(fmt.Sprintf(pod, "hooked", refs["agent"]), "restartPolicy: Never",
+		"restartPolicy: Always", 1)
 	for began := time.Now(); ; time.Sleep(100 * time.Millisecond) {
-		init, err := c.KubectlInput(t.Context(), hooked, "create", "--dry-run=server", "-o", "jsonpath={.spec.initContainers[*].image}", "-f", "-")
+		init, err := c.KubectlInput(t.Context(), hooked, "create", "--dry-run=server", "-o",
+			"jsonpath={.spec.initContainers[*].image}", "-f", "-")
 		if err != nil {
 			t.Fatalf("%v: %s", err, init)
 		}
@@ -187,8 +199,11 @@ func TestARelease(t *testing.T) {
 	if out, err := c.KubectlInput(t.Context(), hooked, "create", "-f", "-"); err != nil {
 		t.Fatalf("%v: %s", err, out)
 	}
-	if out, err := c.Kubectl(t.Context(), "wait", "-n", namespace, "pod/hooked", "--for=jsonpath={.status.initContainerStatuses[0].state.terminated.reason}=Completed", "--timeout=60s"); err != nil {
-		t.Errorf("lameduck-wait does not copy itself: %v: %s\n%s", err, out, kubectl("describe", "pod", "-n", namespace, "hooked"))
+	if out, err := c.Kubectl(t.Context(), "wait", "-n", namespace, "pod/hooked",
+		"--for=jsonpath={.status.initContainerStatuses[0].state.terminated.reason}=Completed",
+		"--timeout=60s"); err != nil {
+		t.Errorf("lameduck-wait does not copy itself: %v: %s\n%s", err, out,
+			kubectl("describe", "pod", "-n", namespace, "hooked"))
 	}
 }
 
@@ -220,7 +235,8 @@ func sameAsTheChart(t *testing.T, c *cluster.Cluster, dir string) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	values, err := util.ToRenderValues(chart, object{"createNamespace": true, "barrier": object{"enabled": true}}, common.ReleaseOptions{Name: "lameduck", Namespace: "lameduck-system", IsInstall: true}, nil)
+	values, err := util.ToRenderValues(chart, object{"createNamespace": true, "barrier": object{"enabled": true}},
+		common.ReleaseOptions{Name: "lameduck", Namespace: "lameduck-system", IsInstall: true}, nil)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -40,7 +40,8 @@ func kept(t *testing.T, s *stage.Stage) (got sets) {
 	return got
 }
 
-// calls returns how many calls of the webhook the API server has made, and how many of these failed, so that the deletion went on unasked.
+// calls returns how many calls of the webhook the API server has made, and how many of these
+// failed, so that the deletion went on unasked.
 func calls(t *testing.T, s *stage.Stage) (all, failed int) {
 	t.Helper()
 	text, err := s.Kube.RESTClient().Get().AbsPath("/metrics").DoRaw(t.Context())
@@ -48,7 +49,9 @@ func calls(t *testing.T, s *stage.Stage) (all, failed int) {
 		t.Fatal(err)
 	}
 	sum := func(metric string) (n int) {
-		for _, line := range regexp.MustCompile(`(?m)^`+metric+`\{[^}]*name="pods-\d+\.lameduck\.io"[^}]*\} (\S+)$`).FindAllStringSubmatch(string(text), -1) {
+		for _, line := range regexp.MustCompile(
+			`(?m)^`+metric+`\{[^}]*name="pods-\d+\.lameduck\.io"[^}]*\} (\S+)$`).FindAllStringSubmatch(string(text),
+			-1) {
 			value, err := strconv.ParseFloat(line[1], 64)
 			if err != nil {
 				t.Fatal(err)
@@ -57,11 +60,13 @@ func calls(t *testing.T, s *stage.Stage) (all, failed int) {
 		}
 		return n
 	}
-	return sum("apiserver_admission_webhook_admission_duration_seconds_count"), sum("apiserver_admission_webhook_fail_open_count")
+	return sum("apiserver_admission_webhook_admission_duration_seconds_count"),
+		sum("apiserver_admission_webhook_fail_open_count")
 }
 
-// slowCaller calls the webhook as an API server does that hears of a changed webhook configuration a second late and keeps no connection, until stopped.
-// It returns how many calls it made, and why some failed.
+// slowCaller calls the webhook as an API server does that hears of a changed webhook configuration
+// a second late and keeps no connection, until stopped. It returns how many calls it made, and why
+// some failed.
 func slowCaller(t *testing.T, s *stage.Stage, stopped *atomic.Bool) (all int, failures []string) {
 	const late = time.Second
 	type heard struct {
@@ -70,7 +75,8 @@ func slowCaller(t *testing.T, s *stage.Stage, stopped *atomic.Bool) (all int, fa
 	}
 	var news []heard
 	for !stopped.Load() {
-		config, err := s.Kube.AdmissionregistrationV1().ValidatingWebhookConfigurations().Get(t.Context(), "lameduck", metav1.GetOptions{})
+		config, err := s.Kube.AdmissionregistrationV1().ValidatingWebhookConfigurations().Get(t.Context(),
+			"lameduck", metav1.GetOptions{})
 		if err != nil {
 			return all, append(failures, err.Error())
 		}
@@ -81,7 +87,8 @@ func slowCaller(t *testing.T, s *stage.Stage, stopped *atomic.Bool) (all int, fa
 		}
 		roots := x509.NewCertPool()
 		roots.AppendCertsFromPEM([]byte(news[0].ca))
-		client := http.Client{Timeout: 5 * time.Second, Transport: &http.Transport{DisableKeepAlives: true, TLSClientConfig: &tls.Config{RootCAs: roots}}}
+		client := http.Client{Timeout: 5 * time.Second,
+			Transport: &http.Transport{DisableKeepAlives: true, TLSClientConfig: &tls.Config{RootCAs: roots}}}
 		all++
 		response, err := client.Post(news[0].url, "application/json", strings.NewReader("{}"))
 		if err != nil {
@@ -98,12 +105,14 @@ func slowCaller(t *testing.T, s *stage.Stage, stopped *atomic.Bool) (all int, fa
 	return all, failures
 }
 
-// Certificate, CA and secret are replaced three times by two replicas, while pods are deleted and coordinators come and go. Were there a moment at which
-// a caller and a replica do not fit together, a deletion would go on unasked.
+// Certificate, CA and secret are replaced three times by two replicas, while pods are deleted and
+// coordinators come and go. Were there a moment at which a caller and a replica do not fit
+// together, a deletion would go on unasked.
 func TestRotationFailsNoCall(t *testing.T) {
 	s := open(t)
 	ns := namespace(t, s, "rotation")
-	if err := s.InstallApp(t.Context(), stage.App{Namespace: ns, Replicas: 4, StartDelay: 200 * time.Millisecond, Work: 20 * time.Millisecond}); err != nil {
+	if err := s.InstallApp(t.Context(), stage.App{Namespace: ns, Replicas: 4, StartDelay: 200 * time.Millisecond,
+		Work: 20 * time.Millisecond}); err != nil {
 		t.Fatal(err)
 	}
 	address, err := s.InstallGateway(t.Context(), stage.Gateway{Namespace: ns, Lag: time.Second})
@@ -112,7 +121,8 @@ func TestRotationFailsNoCall(t *testing.T) {
 	}
 	before, failedBefore := calls(t, s)
 	l, err := load.Run(t.Context(), load.Options{
-		Target: "http://" + address + "/", Rate: 100, Timeout: 10 * time.Second, DropClosed: true, WantBody: []byte("ok\n"), MaxInFlight: 1000,
+		Target: "http://" + address + "/", Rate: 100, Timeout: 10 * time.Second, DropClosed: true,
+		WantBody: []byte("ok\n"), MaxInFlight: 1000,
 	})
 	if err != nil {
 		t.Fatal(err)
@@ -132,7 +142,8 @@ func TestRotationFailsNoCall(t *testing.T) {
 				}
 				for _, p := range pods {
 					// It asks the webhook and deletes nothing.
-					_ = s.Kube.CoreV1().Pods(ns).Delete(t.Context(), p.Name, metav1.DeleteOptions{DryRun: []string{metav1.DryRunAll}})
+					_ = s.Kube.CoreV1().Pods(ns).Delete(t.Context(), p.Name,
+						metav1.DeleteOptions{DryRun: []string{metav1.DryRunAll}})
 				}
 				time.Sleep(20 * time.Millisecond)
 			}
@@ -153,7 +164,8 @@ func TestRotationFailsNoCall(t *testing.T) {
 	seen := map[string]bool{began.Current.Secret: true}
 	for n := range 3 {
 		patch := fmt.Sprintf(`{"metadata":{"annotations":{"lameduck.io/rotate":"%d"}}}`, n+1)
-		if _, err := s.Kube.CoreV1().Secrets(stage.System).Patch(t.Context(), "lameduck-certificates", types.MergePatchType, []byte(patch), metav1.PatchOptions{}); err != nil {
+		if _, err := s.Kube.CoreV1().Secrets(stage.System).Patch(t.Context(), "lameduck-certificates",
+			types.MergePatchType, []byte(patch), metav1.PatchOptions{}); err != nil {
 			t.Fatal(err)
 		}
 		asked := time.Now()
@@ -171,7 +183,8 @@ func TestRotationFailsNoCall(t *testing.T) {
 			}
 		}
 		until(t, "path and CA are those of the set, and no other", 5*time.Second, func() bool {
-			config, err := s.Kube.AdmissionregistrationV1().ValidatingWebhookConfigurations().Get(t.Context(), "lameduck", metav1.GetOptions{})
+			config, err := s.Kube.AdmissionregistrationV1().ValidatingWebhookConfigurations().Get(t.Context(),
+				"lameduck", metav1.GetOptions{})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -181,7 +194,8 @@ func TestRotationFailsNoCall(t *testing.T) {
 			}
 			same := bundle.Data["ca.crt"] == now.Current.CA
 			for _, w := range config.Webhooks {
-				same = same && strings.HasSuffix(*w.ClientConfig.URL, "/v1/admit/"+now.Current.Secret) && string(w.ClientConfig.CABundle) == now.Current.CA
+				same = same && strings.HasSuffix(*w.ClientConfig.URL, "/v1/admit/"+now.Current.Secret) &&
+					string(w.ClientConfig.CABundle) == now.Current.CA
 			}
 			return same
 		})
@@ -221,13 +235,16 @@ func TestLostPathAndCAComeBack(t *testing.T) {
 	s := open(t)
 	// Of the second entry: each is looked at.
 	patch := `[{"op":"remove","path":"/webhooks/1/clientConfig/caBundle"},{"op":"replace","path":"/webhooks/1/clientConfig/url","value":"https://10.244.250.2:9443"}]`
-	if _, err := s.Kube.AdmissionregistrationV1().ValidatingWebhookConfigurations().Patch(t.Context(), "lameduck", types.JSONPatchType, []byte(patch), metav1.PatchOptions{}); err != nil {
+	if _, err := s.Kube.AdmissionregistrationV1().ValidatingWebhookConfigurations().Patch(t.Context(),
+		"lameduck", types.JSONPatchType, []byte(patch), metav1.PatchOptions{}); err != nil {
 		t.Fatal(err)
 	}
 	began := time.Now()
 	until(t, "the path and the CA are back", 5*time.Second, func() bool {
-		got, err := s.Kube.AdmissionregistrationV1().ValidatingWebhookConfigurations().Get(t.Context(), "lameduck", metav1.GetOptions{})
-		return err == nil && len(got.Webhooks[1].ClientConfig.CABundle) > 0 && strings.Contains(*got.Webhooks[1].ClientConfig.URL, "/v1/admit/")
+		got, err := s.Kube.AdmissionregistrationV1().ValidatingWebhookConfigurations().Get(t.Context(),
+			"lameduck", metav1.GetOptions{})
+		return err == nil && len(got.Webhooks[1].ClientConfig.CABundle) > 0 &&
+			strings.Contains(*got.Webhooks[1].ClientConfig.URL, "/v1/admit/")
 	})
 	t.Logf("after %s", time.Since(began).Round(time.Millisecond))
 }

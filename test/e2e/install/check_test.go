@@ -22,22 +22,28 @@ func check(t *testing.T, s *stage.Stage, as string, args ...string) (string, err
 			t.Fatal(err)
 		}
 	}
-	out, err := exec.Command(filepath.Join(stage.Programs(t), "webhook"), append([]string{"check", "--kubeconfig", kubeconfig}, args...)...).CombinedOutput()
+	out, err := exec.Command(filepath.Join(stage.Programs(t), "webhook"),
+		append([]string{"check", "--kubeconfig", kubeconfig}, args...)...).CombinedOutput()
 	return string(out), err
 }
 
-// The check says yes if and only if the API server asks a coordinator by each entry, with the one right that it is given.
+// The check says yes if and only if the API server asks a coordinator by each entry, with the one
+// right that it is given.
 func TestCheck(t *testing.T) {
 	s := open(t)
-	if out, err := check(t, s, ""); err != nil || !regexp.MustCompile(`^pods-0.lameduck.io: Lameduck answers: replica lameduck-webhook-0-.*\npods-1.lameduck.io: Lameduck answers: replica lameduck-webhook-1-.*\n$`).MatchString(out) {
+	if out, err := check(t, s, ""); err != nil ||
+		!regexp.MustCompile(`^pods-0.lameduck.io: Lameduck answers: replica lameduck-webhook-0-.*\npods-1.lameduck.io: Lameduck answers: replica lameduck-webhook-1-.*\n$`).MatchString(out) {
 		t.Errorf("%v: %s", err, out)
 	}
 	// One entry that does not work is not hidden by another that does.
-	if out, err := check(t, s, "", "--entries=3", "--wait=1s"); err == nil || !strings.Contains(out, "pods-2.lameduck.io, within 1s: deletions in namespace default do not wait") {
+	if out, err := check(t, s, "", "--entries=3", "--wait=1s"); err == nil ||
+		!strings.Contains(out, "pods-2.lameduck.io, within 1s: deletions in namespace default do not wait") {
 		t.Errorf("an entry that is not there: %v: %s", err, out)
 	}
 	const account = "system:serviceaccount:lameduck-system:lameduck-check"
-	if out, err := check(t, s, account); err == nil || !strings.Contains(out, "needs the right to create pods/eviction with the name lameduck-check in namespace default") {
+	if out, err := check(t, s, account); err == nil ||
+		!strings.Contains(out, "needs the right to create pods/eviction with the name lameduck-check in namespace "+
+			"default") {
 		t.Errorf("without the right: %v: %s", err, out)
 	}
 	if err := s.Apply(t.Context(), "{apiVersion: v1, kind: Namespace, metadata: {name: lameduck-check}}"); err != nil {
@@ -52,10 +58,12 @@ func TestCheck(t *testing.T) {
 	if err := s.Apply(t.Context(), rights); err != nil {
 		t.Fatal(err)
 	}
-	if out, err := check(t, s, account, "--namespace=lameduck-check"); err != nil || !strings.HasPrefix(out, "pods-0.lameduck.io: Lameduck answers") {
+	if out, err := check(t, s, account, "--namespace=lameduck-check"); err != nil ||
+		!strings.HasPrefix(out, "pods-0.lameduck.io: Lameduck answers") {
 		t.Errorf("with the right alone: %v: %s", err, out)
 	}
-	if out, err := check(t, s, "", "--namespace=kube-system", "--wait=1s"); err == nil || !strings.Contains(out, "deletions in namespace kube-system do not wait") {
+	if out, err := check(t, s, "", "--namespace=kube-system", "--wait=1s"); err == nil ||
+		!strings.Contains(out, "deletions in namespace kube-system do not wait") {
 		t.Errorf("in an excluded namespace: %v: %s", err, out)
 	}
 }

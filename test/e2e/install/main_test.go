@@ -26,7 +26,8 @@ func TestMain(m *testing.M) {
 	cluster.Main(m)
 }
 
-// overlap is that of certificates: as short as it can be while every replica and agent hears of a change in time.
+// overlap is that of certificates: as short as it can be while every replica and agent hears of a
+// change in time.
 const overlap = 3 * time.Second
 
 var (
@@ -35,7 +36,8 @@ var (
 	errOpen  error
 )
 
-// open returns the stage that all tests of this package share: one node, two coordinators with short times for certificates, the webhook.
+// open returns the stage that all tests of this package share: one node, two coordinators with
+// short times for certificates, the webhook.
 func open(t *testing.T) *stage.Stage {
 	t.Helper()
 	if _, err := stage.HAProxy(); err != nil {
@@ -51,7 +53,9 @@ func open(t *testing.T) *stage.Stage {
 		if c, errOpen = audited(); errOpen != nil {
 			return
 		}
-		if opened, errOpen = stage.Open(ctx, c, stage.Options{Bin: bin, Dir: filepath.Join(os.TempDir(), "n"), Entries: 2, Overlap: overlap}); errOpen != nil {
+		if opened, errOpen = stage.Open(ctx, c,
+			stage.Options{Bin: bin, Dir: filepath.Join(os.TempDir(), "n"), Entries: 2,
+				Overlap: overlap}); errOpen != nil {
 			return
 		}
 		if errOpen = opened.InstallCoordinator(ctx); errOpen != nil {
@@ -76,7 +80,8 @@ rules:
   - level: None
 `
 
-// priorityLimits has the API server refuse pods of the classes of the system where no ResourceQuota allows them, as GKE does.
+// priorityLimits has the API server refuse pods of the classes of the system where no ResourceQuota
+// allows them, as GKE does.
 const priorityLimits = `
 apiVersion: apiserver.config.k8s.io/v1
 kind: AdmissionConfiguration
@@ -105,8 +110,9 @@ func audited() (*cluster.Cluster, error) {
 		return nil, err
 	}
 	return cluster.Start(context.Background(), cluster.Options{
-		LogDir:    os.Getenv("LAMEDUCK_LOGS"),
-		APIServer: []string{"--audit-policy-file=" + policy, "--audit-log-path=" + auditLog(), "--admission-control-config-file=" + limits},
+		LogDir: os.Getenv("LAMEDUCK_LOGS"),
+		APIServer: []string{"--audit-policy-file=" + policy, "--audit-log-path=" + auditLog(),
+			"--admission-control-config-file=" + limits},
 	})
 }
 

@@ -41,8 +41,9 @@ func page(t *testing.T, address string) string {
 	return string(text)
 }
 
-// A real Prometheus on the real programs, while an application is updated again and again: each panel of the dashboard shows something, each alert asks for what
-// there is, and promtool has nothing to say of any metric.
+// A real Prometheus on the real programs, while an application is updated again and again: each
+// panel of the dashboard shows something, each alert asks for what there is, and promtool has
+// nothing to say of any metric.
 func TestEveryPanelHasData(t *testing.T) {
 	prometheus, err := exec.LookPath("prometheus")
 	if err != nil {
@@ -50,18 +51,23 @@ func TestEveryPanelHasData(t *testing.T) {
 	}
 	s := open(t)
 	ns := namespace(t, s, "metrics")
-	if err := s.InstallApp(t.Context(), stage.App{Namespace: ns, Replicas: 3, Work: 20 * time.Millisecond}); err != nil {
+	if err := s.InstallApp(t.Context(), stage.App{Namespace: ns, Replicas: 3,
+		Work: 20 * time.Millisecond}); err != nil {
 		t.Fatal(err)
 	}
 	probed := `{"metadata":{"annotations":{"lameduck.io/health-check":"{path: /readyz, interval: 1s}"}}}`
-	if _, err := s.Kube.CoreV1().Services(ns).Patch(t.Context(), "web", types.MergePatchType, []byte(probed), metav1.PatchOptions{}); err != nil {
+	if _, err := s.Kube.CoreV1().Services(ns).Patch(t.Context(), "web", types.MergePatchType, []byte(probed),
+		metav1.PatchOptions{}); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := s.InstallGateway(t.Context(), stage.Gateway{Namespace: ns}); err != nil {
 		t.Fatal(err)
 	}
 	var targets []string
-	for _, of := range []struct{ namespace, selector, port string }{{stage.System, "app.kubernetes.io/component=webhook", "8080"}, {ns, "app=gateway", "9101"}} {
+	for _, of := range []struct {
+		namespace, selector,
+		port string
+	}{{stage.System, "app.kubernetes.io/component=webhook", "8080"}, {ns, "app=gateway", "9101"}} {
 		pods, err := s.Pods(t.Context(), of.namespace, of.selector)
 		if err != nil {
 			t.Fatal(err)
@@ -168,7 +174,8 @@ func runPrometheus(t *testing.T, program, config string) (base string) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	cmd := exec.Command(program, "--config.file="+path, "--storage.tsdb.path="+filepath.Join(dir, "data"), "--web.listen-address="+address)
+	cmd := exec.Command(program, "--config.file="+path, "--storage.tsdb.path="+filepath.Join(dir, "data"),
+		"--web.listen-address="+address)
 	cmd.Stdout, cmd.Stderr = log, log
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
@@ -198,7 +205,8 @@ func runPrometheus(t *testing.T, program, config string) (base string) {
 func series(t *testing.T, base, expr string) (with []map[string]string) {
 	t.Helper()
 	now := time.Now()
-	query := url.Values{"query": {expr}, "start": {fmt.Sprint(now.Add(-time.Minute).Unix())}, "end": {fmt.Sprint(now.Unix())}, "step": {"1"}}
+	query := url.Values{"query": {expr}, "start": {fmt.Sprint(now.Add(-time.Minute).Unix())},
+		"end": {fmt.Sprint(now.Unix())}, "step": {"1"}}
 	response, err := http.Get(base + "/api/v1/query_range?" + query.Encode())
 	if err != nil {
 		t.Fatal(err)
@@ -256,7 +264,8 @@ func TestTheDocumentedScrapeConfiguration(t *testing.T) {
 	if strings.Count(config, discovery) != 1 {
 		t.Fatalf("not one %s in the scrape configuration of the operations page: %s", discovery, config)
 	}
-	base := runPrometheus(t, prometheus, "scrape_configs:\n"+strings.Replace(config, discovery, "static_configs: ["+static.String()+"]", 1))
+	base := runPrometheus(t, prometheus, "scrape_configs:\n"+strings.Replace(config, discovery,
+		"static_configs: ["+static.String()+"]", 1))
 	want := []string{"http://10.0.0.1:8080/metrics", "http://10.0.0.2:9101/metrics", "http://192.0.2.7:9101/metrics"}
 	var got []string
 	until(t, "Prometheus has targets", 30*time.Second, func() bool {
@@ -286,9 +295,11 @@ func discovered(workload object, address string) (all []map[string]string) {
 	inits, _ := spec["initContainers"].([]any)
 	for _, c := range slices.Concat(inits, spec["containers"].([]any)) {
 		target := func() map[string]string {
-			meta := map[string]string{"__address__": address, "__meta_kubernetes_pod_ip": address, "__meta_kubernetes_pod_host_ip": "192.0.2.7", "__meta_kubernetes_pod_name": "pod"}
+			meta := map[string]string{"__address__": address, "__meta_kubernetes_pod_ip": address,
+				"__meta_kubernetes_pod_host_ip": "192.0.2.7", "__meta_kubernetes_pod_name": "pod"}
 			for name, value := range template["metadata"].(object)["labels"].(object) {
-				meta["__meta_kubernetes_pod_label_"+strings.NewReplacer(".", "_", "/", "_", "-", "_").Replace(name)] = value.(string)
+				meta["__meta_kubernetes_pod_label_"+strings.NewReplacer(".", "_", "/", "_", "-",
+					"_").Replace(name)] = value.(string)
 			}
 			return meta
 		}

@@ -72,7 +72,8 @@ func rendered(t *testing.T, values map[string]any, which func(path string) bool)
 	if err != nil {
 		t.Fatal(err)
 	}
-	all, err := util.ToRenderValues(chart, values, common.ReleaseOptions{Name: "lameduck", Namespace: stage.System, IsInstall: true}, nil)
+	all, err := util.ToRenderValues(chart, values,
+		common.ReleaseOptions{Name: "lameduck", Namespace: stage.System, IsInstall: true}, nil)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -102,7 +103,8 @@ func plain(all map[string]object) map[string]object {
 // Operators may choose between kustomize and Helm, and get the same.
 func TestTheChartIsTheManifests(t *testing.T) {
 	s := open(t)
-	for path, certificates := range map[string]string{"base": "managed", "overlays/cert-manager": "certManager", "overlays/own-certificates": "own"} {
+	for path, certificates := range map[string]string{"base": "managed", "overlays/cert-manager": "certManager",
+		"overlays/own-certificates": "own"} {
 		chart, err := charted(t, map[string]any{"createNamespace": true, "certificates": certificates})
 		if err != nil {
 			t.Fatal(err)
@@ -131,7 +133,8 @@ func TestTheChartIsTheManifests(t *testing.T) {
 			t.Errorf("%s is no hook", key)
 		}
 		// However it ends, nothing of it is left.
-		if !strings.Contains(fmt.Sprint(meta["annotations"]), "helm.sh/hook-delete-policy:before-hook-creation,hook-succeeded,hook-failed") {
+		if !strings.Contains(fmt.Sprint(meta["annotations"]),
+			"helm.sh/hook-delete-policy:before-hook-creation,hook-succeeded,hook-failed") {
 			t.Errorf("%s stays: %v", key, meta["annotations"])
 		}
 		if meta["namespace"] == "default" {
@@ -144,10 +147,12 @@ func TestTheChartIsTheManifests(t *testing.T) {
 	}
 }
 
-// Lameduck may be installed into a namespace that others use, too: its policies select its own pods alone. And a quota for a priority class goes with the class.
+// Lameduck may be installed into a namespace that others use, too: its policies select its own pods
+// alone. And a quota for a priority class goes with the class.
 func TestTheChartTouchesItsOwnPodsAlone(t *testing.T) {
 	for class, quotas := range map[string]int{"system-node-critical": 2, "mine": 0, "": 0} {
-		values := map[string]any{"barrier": map[string]any{"enabled": true, "priorityClassName": class}, "priorityClassName": class}
+		values := map[string]any{"barrier": map[string]any{"enabled": true, "priorityClassName": class},
+			"priorityClassName": class}
 		text, err := charted(t, values)
 		if err != nil {
 			t.Fatal(err)
@@ -158,12 +163,14 @@ func TestTheChartTouchesItsOwnPodsAlone(t *testing.T) {
 			switch o["kind"] {
 			case "ResourceQuota":
 				found++
-				if !strings.Contains(fmt.Sprint(spec["scopeSelector"]), "operator:In scopeName:PriorityClass values:["+class+"]") {
+				if !strings.Contains(fmt.Sprint(spec["scopeSelector"]),
+					"operator:In scopeName:PriorityClass values:["+class+"]") {
 					t.Errorf("%s is for %v", key, spec)
 				}
 			case "NetworkPolicy":
 				policies++
-				if labels, _ := spec["podSelector"].(object)["matchLabels"].(object); labels["app.kubernetes.io/name"] != "lameduck" {
+				if labels,
+					_ := spec["podSelector"].(object)["matchLabels"].(object); labels["app.kubernetes.io/name"] != "lameduck" {
 					t.Errorf("%s selects pods of others: %v", key, spec["podSelector"])
 				}
 			case "Deployment", "DaemonSet":
@@ -178,7 +185,8 @@ func TestTheChartTouchesItsOwnPodsAlone(t *testing.T) {
 	}
 }
 
-// A mirror and its pull secrets are for all images, that of the init container included: without it the pods of others hang in Init.
+// A mirror and its pull secrets are for all images, that of the init container included: without it
+// the pods of others hang in Init.
 func TestTheChartsImages(t *testing.T) {
 	digest := "sha256:" + strings.Repeat("0", 64)
 	values := map[string]any{
@@ -272,7 +280,8 @@ func TestTheChartsValues(t *testing.T) {
 	}
 }
 
-// installCertManager gives the API server cert-manager's own definitions, for its objects in the manifests.
+// installCertManager gives the API server cert-manager's own definitions, for its objects in the
+// manifests.
 func installCertManager(t *testing.T, s *stage.Stage) {
 	t.Helper()
 	out, err := exec.Command("go", "mod", "download", "-json", certManager).Output()
@@ -343,7 +352,8 @@ func TestEveryObjectIsAccepted(t *testing.T) {
 					t.Error(strings.TrimSpace(line))
 				}
 			}
-			// Pod Security only warns of what makes pods. Of a pod it is said by the API server whether it may be.
+			// Pod Security only warns of what makes pods. Of a pod it is said by the API server
+			// whether it may be.
 			for key, o := range objects(t, kustomized(t, s, path)) {
 				kind := o["kind"]
 				if kind != "Deployment" && kind != "DaemonSet" && kind != "Job" {
@@ -368,8 +378,8 @@ func TestEveryObjectIsAccepted(t *testing.T) {
 	}
 }
 
-// The CA and the path stand in the API server alone. Were they lost whenever somebody applies the manifests, nothing would wait until a coordinator has
-// written them again.
+// The CA and the path stand in the API server alone. Were they lost whenever somebody applies the
+// manifests, nothing would wait until a coordinator has written them again.
 func TestApplyingAgainChangesNothing(t *testing.T) {
 	s := open(t)
 	chart, err := charted(t, nil)

@@ -76,8 +76,10 @@ subjects: [{apiGroup: rbac.authorization.k8s.io, kind: User, name: "` + account 
 		}
 		return string(text)
 	}
-	cmd := exec.Command(filepath.Join(stage.Programs(t), "webhook"), "--kubeconfig="+kubeconfig, "--namespace=own", "--replica=brought-along", "--ordinal=0", "--cert-dir="+tls,
-		"--admission-secret-file="+secret, "--admission-address="+address, "--agents-address=127.0.0.1:0", "--metrics-address="+people, "--probes-address=127.0.0.1:0", "--shutdown-delay=0s")
+	cmd := exec.Command(filepath.Join(stage.Programs(t), "webhook"), "--kubeconfig="+kubeconfig, "--namespace=own",
+		"--replica=brought-along", "--ordinal=0", "--cert-dir="+tls,
+		"--admission-secret-file="+secret, "--admission-address="+address, "--agents-address=127.0.0.1:0",
+		"--metrics-address="+people, "--probes-address=127.0.0.1:0", "--shutdown-delay=0s")
 	cmd.Stderr = log
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
@@ -98,11 +100,15 @@ subjects: [{apiGroup: rbac.authorization.k8s.io, kind: User, name: "` + account 
 		config := &admissionv1.ValidatingWebhookConfiguration{
 			ObjectMeta: metav1.ObjectMeta{Name: "own-certificates"},
 			Webhooks: []admissionv1.ValidatingWebhook{{
-				Name: "pods-0.lameduck.io", SideEffects: &none, FailurePolicy: &ignore, TimeoutSeconds: &seconds, AdmissionReviewVersions: []string{"v1"},
-				ClientConfig:      admissionv1.WebhookClientConfig{URL: &url, CABundle: bundle},
-				NamespaceSelector: &metav1.LabelSelector{MatchLabels: map[string]string{"kubernetes.io/metadata.name": ns}},
+				Name: "pods-0.lameduck.io", SideEffects: &none, FailurePolicy: &ignore, TimeoutSeconds: &seconds,
+				AdmissionReviewVersions: []string{"v1"},
+				ClientConfig:            admissionv1.WebhookClientConfig{URL: &url, CABundle: bundle},
+				NamespaceSelector: &metav1.LabelSelector{
+					MatchLabels: map[string]string{"kubernetes.io/metadata.name": ns}},
 				Rules: []admissionv1.RuleWithOperations{{
-					Operations: []admissionv1.OperationType{admissionv1.Create}, Rule: admissionv1.Rule{APIGroups: []string{""}, APIVersions: []string{"v1"}, Resources: []string{"pods/eviction"}},
+					Operations: []admissionv1.OperationType{admissionv1.Create},
+					Rule: admissionv1.Rule{APIGroups: []string{""}, APIVersions: []string{"v1"},
+						Resources: []string{"pods/eviction"}},
 				}},
 			}},
 		}
@@ -120,13 +126,15 @@ subjects: [{apiGroup: rbac.authorization.k8s.io, kind: User, name: "` + account 
 		_ = webhooks.Delete(context.WithoutCancel(t.Context()), "own-certificates", metav1.DeleteOptions{})
 		_, _ = s.Cluster.Kubectl(context.WithoutCancel(t.Context()), "delete", "clusterrolebinding", "own-certificates")
 	})
-	// The namespace is asked about by the stage's coordinators too; all of them are asked, and who refuses first is heard.
+	// The namespace is asked about by the stage's coordinators too; all of them are asked, and who
+	// refuses first is heard.
 	if out, err := s.Cluster.Kubectl(t.Context(), "label", "namespace", ns, "lameduck.io/drain=disabled"); err != nil {
 		t.Fatalf("%v: %s", err, out)
 	}
 	answers := func(when string) {
 		t.Helper()
-		if out, err := check(t, s, "", "--namespace="+ns, "--entries=1", "--wait=30s"); err != nil || !strings.Contains(out, "replica brought-along") {
+		if out, err := check(t, s, "", "--namespace="+ns, "--entries=1", "--wait=30s"); err != nil ||
+			!strings.Contains(out, "replica brought-along") {
 			t.Errorf("%s: %v: %s", when, err, out)
 		}
 	}
@@ -164,7 +172,8 @@ subjects: [{apiGroup: rbac.authorization.k8s.io, kind: User, name: "` + account 
 // writesNothing reports whether anybody has touched what the stage's coordinators keep.
 func writesNothing(t *testing.T, s *stage.Stage) error {
 	t.Helper()
-	got, err := s.Kube.AdmissionregistrationV1().ValidatingWebhookConfigurations().Get(t.Context(), "own-certificates", metav1.GetOptions{})
+	got, err := s.Kube.AdmissionregistrationV1().ValidatingWebhookConfigurations().Get(t.Context(), "own-certificates",
+		metav1.GetOptions{})
 	if err != nil {
 		return err
 	}

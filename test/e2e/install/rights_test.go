@@ -47,7 +47,8 @@ func used(t *testing.T, a rights.Account) (all map[string]bool, refused []string
 	return all, refused
 }
 
-// mutating has the coordinator write into a MutatingWebhookConfiguration, if the manifests have none yet: one that is never called.
+// mutating has the coordinator write into a MutatingWebhookConfiguration, if the manifests have
+// none yet: one that is never called.
 func mutating(t *testing.T, s *stage.Stage) {
 	t.Helper()
 	webhooks := s.Kube.AdmissionregistrationV1().MutatingWebhookConfigurations()
@@ -68,16 +69,19 @@ func mutating(t *testing.T, s *stage.Stage) {
 	defer webhooks.Delete(t.Context(), made.Name, metav1.DeleteOptions{})
 	until(t, "path and CA are written", 10*time.Second, func() bool {
 		got, err := webhooks.Get(t.Context(), made.Name, metav1.GetOptions{})
-		return err == nil && len(got.Webhooks[0].ClientConfig.CABundle) > 0 && strings.Contains(*got.Webhooks[0].ClientConfig.URL, "/v1/mutate/")
+		return err == nil && len(got.Webhooks[0].ClientConfig.CABundle) > 0 &&
+			strings.Contains(*got.Webhooks[0].ClientConfig.URL, "/v1/mutate/")
 	})
 }
 
-// Coordinators and agents have done everything that they do, and have used each right of the manifests and asked for no other. A right that is added and not
-// needed, and one that is needed and missing, shows here.
+// Coordinators and agents have done everything that they do, and have used each right of the
+// manifests and asked for no other. A right that is added and not needed, and one that is needed
+// and missing, shows here.
 func TestEveryRightIsUsedAndNoOtherAskedFor(t *testing.T) {
 	s := open(t)
 	ns := namespace(t, s, "rights")
-	if err := s.InstallApp(t.Context(), stage.App{Namespace: ns, Replicas: 3, Work: 20 * time.Millisecond}); err != nil {
+	if err := s.InstallApp(t.Context(), stage.App{Namespace: ns, Replicas: 3,
+		Work: 20 * time.Millisecond}); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := s.InstallGateway(t.Context(), stage.Gateway{Namespace: ns}); err != nil {
@@ -87,7 +91,8 @@ func TestEveryRightIsUsedAndNoOtherAskedFor(t *testing.T) {
 	if _, err := s.Restart(t.Context(), ns, "web"); err != nil {
 		t.Fatal(err)
 	}
-	// A deletion that is given up while somebody owes: whether its pod is still there is asked 45 s later.
+	// A deletion that is given up while somebody owes: whether its pod is still there is asked 45 s
+	// later.
 	silent := namespace(t, s, "rights-silent")
 	if err := s.Apply(t.Context(), fmt.Sprintf(strangeAgent, silent)); err != nil {
 		t.Fatal(err)
@@ -97,7 +102,8 @@ func TestEveryRightIsUsedAndNoOtherAskedFor(t *testing.T) {
 		if err := s.Kube.CoreV1().Pods(silent).Delete(ctx, "silent", *metav1.NewDeleteOptions(0)); err != nil {
 			t.Error(err)
 		}
-		if err := s.Kube.RbacV1().ClusterRoleBindings().Delete(ctx, silent+"-silent", metav1.DeleteOptions{}); err != nil {
+		if err := s.Kube.RbacV1().ClusterRoleBindings().Delete(ctx, silent+"-silent",
+			metav1.DeleteOptions{}); err != nil {
 			t.Error(err)
 		}
 	})
@@ -114,7 +120,8 @@ func TestEveryRightIsUsedAndNoOtherAskedFor(t *testing.T) {
 		t.Fatal(err)
 	}
 	// client-go would ask again.
-	if out, err := s.Cluster.Kubectl(t.Context(), "-n", ns, "delete", "pod", pods[0].Name, "--request-timeout=1s"); err == nil {
+	if out, err := s.Cluster.Kubectl(t.Context(), "-n", ns, "delete", "pod", pods[0].Name,
+		"--request-timeout=1s"); err == nil {
 		t.Fatalf("deleted although somebody owes: %s", out)
 	}
 	mutating(t, s)

@@ -45,7 +45,8 @@ func shell(t *testing.T, s *stage.Stage, command string) string {
 	t.Helper()
 	cmd := exec.Command("bash", "-euo", "pipefail", "-c", command)
 	cmd.Dir = filepath.Join(stage.Manifests(), "..", "..")
-	cmd.Env = append(os.Environ(), "KUBECONFIG="+s.Cluster.Kubeconfig(), "PATH="+s.Cluster.Binaries().Dir+":"+os.Getenv("PATH"))
+	cmd.Env = append(os.Environ(), "KUBECONFIG="+s.Cluster.Kubeconfig(),
+		"PATH="+s.Cluster.Binaries().Dir+":"+os.Getenv("PATH"))
 	out, err := cmd.CombinedOutput()
 	if err != nil {
 		t.Fatalf("%s: %v: %s", command, err, out)
@@ -53,7 +54,8 @@ func shell(t *testing.T, s *stage.Stage, command string) string {
 	return string(out)
 }
 
-// The last test: it removes what the others use. Pods are deleted all the while; no call of the webhook fails, for it is not called any more when its coordinators go.
+// The last test: it removes what the others use. Pods are deleted all the while; no call of the
+// webhook fails, for it is not called any more when its coordinators go.
 func TestUninstall(t *testing.T) {
 	s := open(t)
 	ns := namespace(t, s, "uninstall")
@@ -61,7 +63,8 @@ func TestUninstall(t *testing.T) {
 		t.Fatal(err)
 	}
 	glass := commands(t, "")
-	if len(glass) == 0 || !strings.Contains(glass[0], "delete validatingwebhookconfiguration,mutatingwebhookconfiguration lameduck") {
+	if len(glass) == 0 || !strings.Contains(glass[0],
+		"delete validatingwebhookconfiguration,mutatingwebhookconfiguration lameduck") {
 		t.Fatalf("the operations page does not begin with how to break the glass: %q", glass)
 	}
 	steps := commands(t, "Uninstall")
@@ -84,7 +87,8 @@ func TestUninstall(t *testing.T) {
 				continue
 			}
 			began := time.Now()
-			err = s.Kube.CoreV1().Pods(ns).Delete(t.Context(), pods[int(deleted.Load())%len(pods)].Name, metav1.DeleteOptions{DryRun: []string{metav1.DryRunAll}})
+			err = s.Kube.CoreV1().Pods(ns).Delete(t.Context(), pods[int(deleted.Load())%len(pods)].Name,
+				metav1.DeleteOptions{DryRun: []string{metav1.DryRunAll}})
 			if took := time.Since(began); err != nil && !apierrors.IsNotFound(err) || took > 3*time.Second {
 				t.Errorf("a deletion took %s: %v", took, err)
 			}

@@ -1,9 +1,10 @@
-// Package keepalived shows what a virtual address does whose keepalived asks the agent: it moves when the gateway is dead, and
-// not when those behind the gateway, or those who speak to the agent, are.
+// Package keepalived shows what a virtual address does whose keepalived asks the agent: it moves
+// when the gateway is dead, and not when those behind the gateway, or those who speak to the agent,
+// are.
 //
-// All is real: two keepalived with VRRP over a veth between two network namespaces, HAProxy, the agent, the API server. The first
-// namespace is the one that the test program enters; the second belongs to the other keepalived. Both, and the veth with them, end with their
-// processes.
+// All is real: two keepalived with VRRP over a veth between two network namespaces, HAProxy, the
+// agent, the API server. The first namespace is the one that the test program enters; the second
+// belongs to the other keepalived. Both, and the veth with them, end with their processes.
 package keepalived
 
 import (
@@ -33,7 +34,8 @@ import (
 	"github.com/lameduck-io/lameduck/test/e2e/stage"
 )
 
-// ordinary is set in the environment if somebody else than root runs the tests. Inside, everybody is called root.
+// ordinary is set in the environment if somebody else than root runs the tests. Inside, everybody
+// is called root.
 const ordinary = "LAMEDUCK_TEST_ORDINARY_USER"
 
 func TestMain(m *testing.M) {
@@ -48,9 +50,11 @@ const (
 	proxy   = "10.244.3.100:8080"
 	agent   = "127.0.0.1:9101"
 
-	// healthTimeout is the agent's. keepalived asks each second and believes the second answer of a kind.
+	// healthTimeout is the agent's. keepalived asks each second and believes the second answer of a
+	// kind.
 	healthTimeout = 3 * time.Second
-	// hold is how long an address must stay: long enough that each of them has noticed what it may wrongly notice.
+	// hold is how long an address must stay: long enough that each of them has noticed what it may
+	// wrongly notice.
 	hold = healthTimeout + 4*time.Second
 	// most is how long anything may take that must happen.
 	most = 30 * time.Second
@@ -89,7 +93,8 @@ gateway:
 healthTimeout: %[2]s
 `
 
-// keepalivedConf is that of one node. The one with the higher priority has the address whenever its check lets it.
+// keepalivedConf is that of one node. The one with the higher priority has the address whenever its
+// check lets it.
 const keepalivedConf = `
 global_defs {
   router_id %[2]s
@@ -133,13 +138,16 @@ type node struct {
 func TestTheVirtualAddressFollowsTheGatewayOnly(t *testing.T) {
 	n := newNode(t)
 
-	// The mistake: who asks through the proxy asks the backends. This is the control of the test below, too.
+	// The mistake: who asks through the proxy asks the backends. This is the control of the test
+	// below, too.
 	t.Run("asked through the proxy", func(t *testing.T) {
 		n := n.in(t)
 		host, port, _ := net.SplitHostPort(proxy)
 		moves := n.keepalived(fmt.Sprintf("%s/ask.sh %s %s /", n.dir, host, port))
 		n.down()
-		n.until("the address moves away from a gateway that works", func() bool { return !n.has(virtual) && n.states("vb") == "MASTER" })
+		n.until("the address moves away from a gateway that works", func() bool {
+			return !n.has(virtual) && n.states("vb") == "MASTER"
+		})
 		n.mustSay(agent, "/healthz", 200)
 		n.up()
 		n.until("and back", func() bool { return n.has(virtual) && n.states("vb") == "BACKUP" })
@@ -173,7 +181,9 @@ func TestTheVirtualAddressFollowsTheGatewayOnly(t *testing.T) {
 
 		n.stopHAProxy()
 		died := time.Now()
-		n.until("the address leaves a dead HAProxy", func() bool { return !n.has(virtual) && n.states("vb") == "MASTER" })
+		n.until("the address leaves a dead HAProxy", func() bool {
+			return !n.has(virtual) && n.states("vb") == "MASTER"
+		})
 		n.Logf("HAProxy dead: it moved after %s: %s", time.Since(died).Round(100*time.Millisecond), moves())
 		n.startHAProxy()
 		n.until("the address returns", func() bool { return n.has(virtual) && n.states("vb") == "BACKUP" })
@@ -183,7 +193,8 @@ func TestTheVirtualAddressFollowsTheGatewayOnly(t *testing.T) {
 // newNode starts all but keepalived.
 func newNode(t *testing.T) *node {
 	t.Helper()
-	for program, fix := range map[string]string{"keepalived": "apt-get install keepalived", "ip": "apt-get install iproute2", "haproxy": "apt-get install haproxy"} {
+	for program, fix := range map[string]string{"keepalived": "apt-get install keepalived",
+		"ip": "apt-get install iproute2", "haproxy": "apt-get install haproxy"} {
 		if _, err := find(program); err != nil {
 			cluster.Missing(t, program, fix)
 		}
@@ -207,7 +218,8 @@ func newNode(t *testing.T) *node {
 	if out, err := build.CombinedOutput(); err != nil {
 		t.Fatalf("build the agent: %v: %s", err, out)
 	}
-	if n.cluster, err = cluster.Start(t.Context(), cluster.Options{NoControllers: true, NoScheduler: true}); err != nil {
+	if n.cluster, err = cluster.Start(t.Context(),
+		cluster.Options{NoControllers: true, NoScheduler: true}); err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(n.cluster.Stop)
@@ -216,10 +228,12 @@ func newNode(t *testing.T) *node {
 	}
 	n.up()
 	t.Cleanup(func() { n.down() })
-	if _, err := n.kube.DiscoveryV1().EndpointSlices("default").Create(t.Context(), endpoints(true), metav1.CreateOptions{}); err != nil {
+	if _, err := n.kube.DiscoveryV1().EndpointSlices("default").Create(t.Context(), endpoints(true),
+		metav1.CreateOptions{}); err != nil {
 		t.Fatal(err)
 	}
-	n.start("agent", exec.Command(dir+"/agent", "--config="+dir+"/agent.yaml", "--kubeconfig="+n.cluster.Kubeconfig(), "--metrics-address="+agent))
+	n.start("agent", exec.Command(dir+"/agent", "--config="+dir+"/agent.yaml", "--kubeconfig="+n.cluster.Kubeconfig(),
+		"--metrics-address="+agent))
 	n.until("the agent is healthy before HAProxy runs", func() bool { return code(agent, "/livez") == 200 })
 	n.startHAProxy()
 	n.until("the agent is ready", func() bool { return code(agent, "/readyz") == 200 })
@@ -233,8 +247,8 @@ func (n *node) in(t *testing.T) *node {
 	return n
 }
 
-// keepalived joins the node to another one, starts both keepalived with the check on this one only, and waits until the address is
-// here. The returned function says what has changed since.
+// keepalived joins the node to another one, starts both keepalived with the check on this one only,
+// and waits until the address is here. The returned function says what has changed since.
 func (n *node) keepalived(check string) (moves func() string) {
 	n.Helper()
 	bin, err := find("keepalived")
@@ -247,9 +261,11 @@ func (n *node) keepalived(check string) (moves func() string) {
 	n.write("va.conf", fmt.Sprintf(keepalivedConf, n.dir, "va", 150, check))
 	n.write("vb.conf", fmt.Sprintf(keepalivedConf, n.dir, "vb", 100, "/bin/true"))
 	run := func(side string) string {
-		return fmt.Sprintf("exec %s -n -l -D -P -f %[2]s/%[3]s.conf -p %[2]s/%[3]s.pid -r %[2]s/%[3]s.vrrp.pid", bin, n.dir, side)
+		return fmt.Sprintf("exec %s -n -l -D -P -f %[2]s/%[3]s.conf -p %[2]s/%[3]s.pid -r %[2]s/%[3]s.vrrp.pid", bin,
+			n.dir, side)
 	}
-	other := exec.Command("sh", "-c", "until ip link set vb up 2>/dev/null; do sleep 0.05; done; ip link set lo up; ip addr add 192.0.2.2/24 dev vb; "+run("vb"))
+	other := exec.Command("sh", "-c", "until ip link set vb up 2>/dev/null; do sleep 0.05; done; ip link set lo up; "+
+		"ip addr add 192.0.2.2/24 dev vb; "+run("vb"))
 	other.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNET}
 	n.start("vb", other)
 	n.ip("link", "add", "va", "type", "veth", "peer", "name", "vb")
@@ -258,7 +274,9 @@ func (n *node) keepalived(check string) (moves func() string) {
 	n.ip("addr", "add", "192.0.2.1/24", "dev", "va")
 	n.ip("link", "set", "va", "up")
 	n.start("va", exec.Command("sh", "-c", run("va")))
-	n.until("the address is here", func() bool { return n.has(virtual) && n.states("va") == "MASTER" && n.states("vb") == "BACKUP" })
+	n.until("the address is here", func() bool {
+		return n.has(virtual) && n.states("va") == "MASTER" && n.states("vb") == "BACKUP"
+	})
 	began := map[string]int{"va": len(n.lines("va")), "vb": len(n.lines("vb"))}
 	return func() string {
 		var all []string
@@ -271,7 +289,8 @@ func (n *node) keepalived(check string) (moves func() string) {
 	}
 }
 
-// listen takes in the states that a keepalived enters, in their order: scripts that it starts for them would race.
+// listen takes in the states that a keepalived enters, in their order: scripts that it starts for
+// them would race.
 func (n *node) listen(side string) {
 	n.Helper()
 	path := filepath.Join(n.dir, side+".fifo")
@@ -393,7 +412,8 @@ func (n *node) startHAProxy() {
 	if err != nil {
 		n.Fatal(err)
 	}
-	n.haproxy = exec.Command(bin, "-W", "-S", n.dir+"/master.sock", "-f", n.dir+"/haproxy.cfg", "-f", n.dir+"/servers.cfg")
+	n.haproxy = exec.Command(bin, "-W", "-S", n.dir+"/master.sock", "-f", n.dir+"/haproxy.cfg", "-f",
+		n.dir+"/servers.cfg")
 	n.start("haproxy", n.haproxy)
 }
 
@@ -414,9 +434,10 @@ func (n *node) up() {
 		if err != nil {
 			n.Fatal(err)
 		}
-		server := &http.Server{ReadHeaderTimeout: time.Second, Handler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
-			fmt.Fprintln(w, "ok")
-		})}
+		server := &http.Server{ReadHeaderTimeout: time.Second,
+			Handler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+				fmt.Fprintln(w, "ok")
+			})}
 		n.servers = append(n.servers, server)
 		go func() { _ = server.Serve(listener) }() // until down
 	}
@@ -432,7 +453,8 @@ func (n *node) down() {
 // list makes the backends ready or not for all who watch EndpointSlices.
 func (n *node) list(ready bool) {
 	n.Helper()
-	if _, err := n.kube.DiscoveryV1().EndpointSlices("default").Update(n.Context(), endpoints(ready), metav1.UpdateOptions{}); err != nil {
+	if _, err := n.kube.DiscoveryV1().EndpointSlices("default").Update(n.Context(), endpoints(ready),
+		metav1.UpdateOptions{}); err != nil {
 		n.Fatal(err)
 	}
 }
@@ -448,7 +470,8 @@ func endpoints(ready bool) *discovery.EndpointSlice {
 		host, _, _ := net.SplitHostPort(address)
 		s.Endpoints = append(s.Endpoints, discovery.Endpoint{
 			Addresses: []string{host}, Conditions: discovery.EndpointConditions{Ready: &ready},
-			TargetRef: &corev1.ObjectReference{Kind: "Pod", Namespace: "default", Name: fmt.Sprint("web-", i), UID: types.UID(fmt.Sprintf("00000000-0000-4000-8000-00000000000%d", i))},
+			TargetRef: &corev1.ObjectReference{Kind: "Pod", Namespace: "default", Name: fmt.Sprint("web-", i),
+				UID: types.UID(fmt.Sprintf("00000000-0000-4000-8000-00000000000%d", i))},
 		})
 	}
 	return s
@@ -456,7 +479,9 @@ func endpoints(ready bool) *discovery.EndpointSlice {
 
 func (n *node) mustSay(address, path string, want int) {
 	n.Helper()
-	n.until(fmt.Sprintf("%s%s is answered with %d", address, path, want), func() bool { return code(address, path) == want })
+	n.until(fmt.Sprintf("%s%s is answered with %d", address, path, want), func() bool {
+		return code(address, path) == want
+	})
 }
 
 // until waits for what must happen.
@@ -464,7 +489,8 @@ func (n *node) until(what string, ok func() bool) {
 	n.Helper()
 	for began := time.Now(); !ok(); time.Sleep(50 * time.Millisecond) {
 		if time.Since(began) > most {
-			n.Fatalf("%s: not within %s; va %v, vb %v, /healthz %d, proxy %d", what, most, n.lines("va"), n.lines("vb"), code(agent, "/healthz"), code(proxy, "/"))
+			n.Fatalf("%s: not within %s; va %v, vb %v, /healthz %d, proxy %d", what, most, n.lines("va"), n.lines("vb"),
+				code(agent, "/healthz"), code(proxy, "/"))
 		}
 	}
 }

@@ -29,8 +29,8 @@ func TestMain(m *testing.M) { cluster.MainAsRoot(m) }
 
 const image = "lameduck.test/app:1"
 
-// manifest is an app with Services of all kinds. Its pods live on for a while when they are terminating, so that what happens
-// meanwhile can be seen.
+// manifest is an app with Services of all kinds. Its pods live on for a while when they are
+// terminating, so that what happens meanwhile can be seen.
 const manifest = `
 apiVersion: apps/v1
 kind: Deployment
@@ -97,7 +97,8 @@ func (p *place) kubectl(args ...string) string {
 // pods returns the addresses of the pods that are not terminating, by name.
 func (p *place) pods() map[string][]netip.Addr {
 	p.Helper()
-	out := p.kubectl("get", "pods", "-l", "app=app", "-o", `jsonpath={range .items[*]}{.metadata.deletionTimestamp},{.metadata.name},{.status.podIPs[*].ip}{"\n"}{end}`)
+	out := p.kubectl("get", "pods", "-l", "app=app", "-o",
+		`jsonpath={range .items[*]}{.metadata.deletionTimestamp},{.metadata.name},{.status.podIPs[*].ip}{"\n"}{end}`)
 	pods := map[string][]netip.Addr{}
 	for line := range strings.Lines(out) {
 		parts := strings.Split(strings.TrimSpace(line), ",")
@@ -172,7 +173,8 @@ func (f *follower) is(state kubeproxy.State) {
 	}
 }
 
-// dial connects from the node. It gives up soon: what was sent before the rules were there went elsewhere, and would go there again.
+// dial connects from the node. It gives up soon: what was sent before the rules were there went
+// elsewhere, and would go there again.
 func (p *place) dial(address string) (net.Conn, error) {
 	ctx, cancel := context.WithTimeout(p.Context(), 2*time.Second)
 	defer cancel()
@@ -235,7 +237,8 @@ func TestRealKubeProxy(t *testing.T) {
 
 func leave(t *testing.T, mode machine.Proxy) {
 	c := cluster.New(t, machine.ControlPlane())
-	set := machine.New(t, c, 1, machine.Options{Proxy: mode, Images: []machine.Image{{Name: image, Program: app(t)}}, KubeProxy: []string{"--v=9"}})
+	set := machine.New(t, c, 1, machine.Options{Proxy: mode, Images: []machine.Image{{Name: image, Program: app(t)}},
+		KubeProxy: []string{"--v=9"}})
 	p := &place{T: t, c: c, m: set.Machines[0]}
 	p.observe()
 	if _, err := c.KubectlInput(t.Context(), manifest, "apply", "-f", "-"); err != nil {
@@ -415,7 +418,8 @@ func (p *place) observe() {
 	}); err != nil {
 		p.Fatal(err)
 	}
-	p.o = kubeproxy.New(kubeproxy.Options{Log: slog.New(slog.NewTextHandler(p.Output(), nil)), NetNS: int(network.Fd())})
+	p.o = kubeproxy.New(kubeproxy.Options{Log: slog.New(slog.NewTextHandler(p.Output(), nil)),
+		NetNS: int(network.Fd())})
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan error, 1)
 	go func() { done <- p.o.Run(ctx) }()

@@ -82,8 +82,8 @@ func (l *Load) release(c *conn, keep bool) {
 	l.idle = append(l.idle, c)
 }
 
-// exchange writes the request once and reads one response. A nil error means 2xx and the complete body, equal to want unless that is
-// nil. The error of another status does not depend on its body.
+// exchange writes the request once and reads one response. A nil error means 2xx and the complete
+// body, equal to want unless that is nil. The error of another status does not depend on its body.
 func (c *conn) exchange(deadline time.Time, wire []byte, req *http.Request, want []byte) (answer, error) {
 	if err := c.SetDeadline(deadline); err != nil {
 		return answer{}, fmt.Errorf("set deadline: %w", err)
@@ -112,7 +112,8 @@ func (c *conn) exchange(deadline time.Time, wire []byte, req *http.Request, want
 	return a, err
 }
 
-// readResponse passes over informational responses, which are followed by the real one on the same connection.
+// readResponse passes over informational responses, which are followed by the real one on the same
+// connection.
 func readResponse(r *bufio.Reader, req *http.Request) (*http.Response, error) {
 	for {
 		resp, err := http.ReadResponse(r, req)

@@ -11,7 +11,8 @@ import (
 	"syscall"
 )
 
-// Kind says how a request failed. A response with a status other than 2xx has the kind "status-" and the code.
+// Kind says how a request failed. A response with a status other than 2xx has the kind "status-"
+// and the code.
 type Kind string
 
 // The kinds of failures without a status.
@@ -23,8 +24,9 @@ const (
 	Body        Kind = "body"        // 2xx, but the body ended early, has no end, or is not WantBody
 	Unreachable Kind = "unreachable" // no route to the host or network
 	Protocol    Kind = "protocol"    // not HTTP/1.1
-	Local       Kind = "local"       // this machine's fault: no port, no file descriptor, no memory, no such source address
-	Unknown     Kind = "unknown"     // none of these; the text of the failure says more
+	// this machine's fault: no port, no file descriptor, no memory, no such source address
+	Local   Kind = "local"
+	Unknown Kind = "unknown" // none of these; the text of the failure says more
 )
 
 type statusError int
@@ -54,7 +56,8 @@ func kindOf(err error) Kind {
 		return Reset
 	case isAny(err, syscall.EHOSTUNREACH, syscall.ENETUNREACH):
 		return Unreachable
-	case isAny(err, syscall.EADDRNOTAVAIL, syscall.EADDRINUSE, syscall.EMFILE, syscall.ENFILE, syscall.ENOBUFS, syscall.ENOMEM):
+	case isAny(err, syscall.EADDRNOTAVAIL, syscall.EADDRINUSE, syscall.EMFILE, syscall.ENFILE, syscall.ENOBUFS,
+		syscall.ENOMEM):
 		return Local
 	case isAny(err, io.EOF, io.ErrUnexpectedEOF):
 		return EOF

@@ -1,24 +1,30 @@
 // Package load sends HTTP requests at a fixed rate and says what became of each of them.
 //
-// It is the judge of the end-to-end tests ("no request was lost while the pods were replaced"), so it must not be kinder
-// than a client would be, nor hide anything of its own doing:
+// It is the judge of the end-to-end tests ("no request was lost while the pods were replaced"), so
+// it must not be kinder than a client would be, nor hide anything of its own doing:
 //
-//   - Open loop. Request i is due at start + i/rate, whatever became of the earlier ones. Latency counts from that moment, so
-//     a server that stalls is charged for every request that was due meanwhile (no coordinated omission).
-//   - No second try. Each request is written once to one connection and has exactly one outcome: ok, or failed with one [Kind].
-//     net/http's Transport is not usable for this: it repeats idempotent requests by itself when a reused connection turns out
-//     dead, and tells that apart by errors it does not export. A POST without GetBody stops the repeating but changes what
-//     gateways may do with the request (they retry a GET, not a POST). So the request is written to a net.Conn by hand and read by
-//     http.ReadResponse, in both modes; this also costs less than half of the CPU of net/http's client for a new connection, which
-//     matters beside the system under test.
-//     A host name is resolved once, to one address, because a Dialer tries the next address of a name when one refuses.
+//   - Open loop. Request i is due at start + i/rate, whatever became of the earlier ones. Latency
+//     counts from that moment, so a server that stalls is charged for every request that was due
+//     meanwhile (no coordinated omission).
+//   - No second try. Each request is written once to one connection and has exactly one outcome:
+//     ok, or failed with one [Kind]. net/http's Transport is not usable for this: it repeats
+//     idempotent requests by itself when a reused connection turns out dead, and tells that apart
+//     by errors it does not export. A POST without GetBody stops the repeating but changes what
+//     gateways may do with the request (they retry a GET, not a POST). So the request is written to
+//     a net.Conn by hand and read by http.ReadResponse, in both modes; this also costs less than
+//     half of the CPU of net/http's client for a new connection, which matters beside the system
+//     under test. A host name is resolved once, to one address, because a Dialer tries the next
+//     address of a name when one refuses.
 //   - Requests in flight at the end are waited for, never cancelled.
-//   - What the generator failed to do is counted apart: Late (started long after they were due; their latency includes it) and
-//     Skipped (never sent, MaxInFlight was reached). A run with many of either says little about the server.
+//   - What the generator failed to do is counted apart: Late (started long after they were due;
+//     their latency includes it) and Skipped (never sent, MaxInFlight was reached). A run with many
+//     of either says little about the server.
 //
-// A request belongs to the phase in which it was due, so one that dies in a rollout may be counted just before the mark.
+// A request belongs to the phase in which it was due, so one that dies in a rollout may be counted
+// just before the mark.
 //
-// Known flaws: plain HTTP/1.1 only; requests have no body; a delay of the kernel in handing over a response counts as the server's.
+// Known flaws: plain HTTP/1.1 only; requests have no body; a delay of the kernel in handing over a
+// response counts as the server's.
 package load
 
 import (
@@ -42,24 +48,30 @@ type Options struct {
 	Target string
 	// Rate is in requests per second. Every outcome is kept in memory (about 100 bytes each).
 	Rate float64
-	// Timeout bounds one request, from when it is started (not: due) to the last byte of its response.
+	// Timeout bounds one request, from when it is started (not: due) to the last byte of its
+	// response.
 	Timeout time.Duration
-	// KeepAlive reuses connections, the one unused longest first, so that all stay in use. False opens one for each request.
+	// KeepAlive reuses connections, the one unused longest first, so that all stay in use. False
+	// opens one for each request.
 	KeepAlive bool
-	// DropClosed looks, before a kept connection is used again, whether the server has closed it meanwhile, and then takes
-	// another, as browsers and proxies do. Result.Dropped counts these. False, the strict default, sends on it: a request that the
-	// server could not have received is then a failure, even though the server closed an idle connection as it may.
+	// DropClosed looks, before a kept connection is used again, whether the server has closed it
+	// meanwhile, and then takes another, as browsers and proxies do. Result.Dropped counts these.
+	// False, the strict default, sends on it: a request that the server could not have received is
+	// then a failure, even though the server closed an idle connection as it may.
 	DropClosed bool
-	// SourceAddrs are local addresses to connect from, in turn. One address has about 28,000 ports: after as many connections
-	// within a minute or two they repeat, and one measures stale conntrack entries. Empty leaves the choice to the kernel.
+	// SourceAddrs are local addresses to connect from, in turn. One address has about 28,000 ports:
+	// after as many connections within a minute or two they repeat, and one measures stale
+	// conntrack entries. Empty leaves the choice to the kernel.
 	SourceAddrs []netip.Addr
 	// Method is GET if empty.
 	Method string
-	// Headers are sent with each request. Host is honoured; Connection is refused, because KeepAlive decides it.
+	// Headers are sent with each request. Host is honoured; Connection is refused, because
+	// KeepAlive decides it.
 	Headers http.Header
 	// WantBody, unless nil, is what each 2xx response must consist of.
 	WantBody []byte
-	// MaxInFlight bounds the requests under way; what is due beyond is skipped. 0 means as many as Rate and Timeout can produce.
+	// MaxInFlight bounds the requests under way; what is due beyond is skipped. 0 means as many as
+	// Rate and Timeout can produce.
 	MaxInFlight int
 }
 
@@ -101,8 +113,9 @@ type mark struct {
 	at   time.Duration
 }
 
-// Run starts a load in the background and returns at once; only the name of the target is looked up before. The load ends with ctx or by
-// Stop, which must be called in either case to get the result. An error names the option at fault and its value.
+// Run starts a load in the background and returns at once; only the name of the target is looked up
+// before. The load ends with ctx or by Stop, which must be called in either case to get the result.
+// An error names the option at fault and its value.
 func Run(ctx context.Context, opts Options) (*Load, error) {
 	l := &Load{opts: opts, done: make(chan struct{}), marks: []mark{{name: FirstPhase}}}
 	if err := l.prepare(ctx); err != nil {
@@ -114,14 +127,16 @@ func Run(ctx context.Context, opts Options) (*Load, error) {
 	return l, nil
 }
 
-// Mark begins a phase: requests due from now on belong to it, until the next mark. After the end of the load it changes nothing.
+// Mark begins a phase: requests due from now on belong to it, until the next mark. After the end of
+// the load it changes nothing.
 func (l *Load) Mark(name string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.marks = append(l.marks, mark{name, time.Since(l.start)})
 }
 
-// Stop ends the schedule, waits for the requests in flight (Timeout at most) and returns what became of all. A repeat returns the same.
+// Stop ends the schedule, waits for the requests in flight (Timeout at most) and returns what
+// became of all. A repeat returns the same.
 func (l *Load) Stop() Result {
 	l.stop()
 	<-l.done
@@ -222,7 +237,8 @@ func (l *Load) run(ctx context.Context) {
 	l.result.Connections, l.result.Dropped = l.opened, l.dropped
 }
 
-// schedule starts each request when it is due. Behind schedule it catches up at once, also with what was due when ctx ended.
+// schedule starts each request when it is due. Behind schedule it catches up at once, also with
+// what was due when ctx ended.
 func (l *Load) schedule(ctx context.Context, requests *sync.WaitGroup) {
 	timer := time.NewTimer(0)
 	defer timer.Stop()

@@ -19,7 +19,8 @@ import (
 	"github.com/google/go-cmp/cmp"
 )
 
-// serve gives each connection to handle, in a goroutine, and closes it after. It returns the server's URL.
+// serve gives each connection to handle, in a goroutine, and closes it after. It returns the
+// server's URL.
 func serve(t *testing.T, handle func(net.Conn)) string {
 	t.Helper()
 	l, err := net.Listen("tcp4", "127.0.0.1:0")
@@ -123,18 +124,30 @@ func TestKinds(t *testing.T) {
 		"eof in header":       {handle: func(c net.Conn) { say(c, "HTTP/1.1 200 OK\r\nPod: we") }, want: EOF},
 		"eof after 100":       {handle: func(c net.Conn) { say(c, "HTTP/1.1 100 Continue\r\n\r\n") }, want: EOF},
 		"timeout":             {handle: func(c net.Conn) { reader(c); c.Read(make([]byte, 1)) }, want: Timeout},
-		"timeout in body":     {handle: func(c net.Conn) { say(c, strings.TrimSuffix(ok, "\n")); c.Read(make([]byte, 1)) }, want: Timeout, pod: "web-1"},
+		"timeout in body": {handle: func(c net.Conn) {
+			say(c, strings.TrimSuffix(ok, "\n"))
+			c.Read(make([]byte, 1))
+		}, want: Timeout, pod: "web-1"},
 		"503": {handle: func(c net.Conn) {
 			say(c, "HTTP/1.1 503 No\r\nServer-Pod: web-2\r\nPod: x\r\nContent-Length: 0\r\n\r\n")
 		}, want: "status-503", pod: "web-2"},
-		"502 with a short body": {handle: func(c net.Conn) { say(c, "HTTP/1.1 502 No\r\nContent-Length: 9\r\n\r\n") }, want: "status-502"},
-		"redirect":              {handle: func(c net.Conn) { say(c, "HTTP/1.1 302 Found\r\nLocation: /\r\nContent-Length: 0\r\n\r\n") }, want: "status-302"},
-		"short body":            {handle: func(c net.Conn) { say(c, strings.TrimSuffix(ok, "\n")) }, want: Body, pod: "web-1"},
-		"short chunked body":    {handle: func(c net.Conn) { say(c, "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nok\n\r\n") }, want: Body},
-		"wrong body":            {handle: func(c net.Conn) { say(c, strings.Replace(ok, "ok\n", "no\n", 1)) }, want: Body, pod: "web-1"},
-		"long body":             {handle: func(c net.Conn) { say(c, "HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nok\n\n") }, want: Body},
-		"no HTTP":               {handle: func(c net.Conn) { say(c, "220 mail ready\r\n\r\n") }, want: Protocol},
-		"HEAD":                  {handle: func(c net.Conn) { say(c, "HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n") }, method: "HEAD", want: Body},
+		"502 with a short body": {handle: func(c net.Conn) { say(c, "HTTP/1.1 502 No\r\nContent-Length: 9\r\n\r\n") },
+			want: "status-502"},
+		"redirect": {handle: func(c net.Conn) {
+			say(c, "HTTP/1.1 302 Found\r\nLocation: /\r\nContent-Length: 0\r\n\r\n")
+		}, want: "status-302"},
+		"short body": {handle: func(c net.Conn) { say(c, strings.TrimSuffix(ok, "\n")) }, want: Body,
+			pod: "web-1"},
+		"short chunked body": {handle: func(c net.Conn) {
+			say(c, "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nok\n\r\n")
+		}, want: Body},
+		"wrong body": {handle: func(c net.Conn) { say(c, strings.Replace(ok, "ok\n", "no\n", 1)) }, want: Body,
+			pod: "web-1"},
+		"long body": {handle: func(c net.Conn) { say(c, "HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nok\n\n") },
+			want: Body},
+		"no HTTP": {handle: func(c net.Conn) { say(c, "220 mail ready\r\n\r\n") }, want: Protocol},
+		"HEAD": {handle: func(c net.Conn) { say(c, "HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n") },
+			method: "HEAD", want: Body},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -160,7 +173,8 @@ func TestKinds(t *testing.T) {
 					timeout = 250 * time.Millisecond
 				}
 				res := after(t, 25*time.Millisecond, Options{
-					Target: url, Rate: 100, Timeout: timeout, WantBody: []byte("ok\n"), KeepAlive: keepAlive, Method: tc.method,
+					Target: url, Rate: 100, Timeout: timeout, WantBody: []byte("ok\n"), KeepAlive: keepAlive,
+					Method: tc.method,
 				})
 				if tc.want == "" {
 					if res.Failed > 0 || res.OK == 0 || res.Latency.P50Millis == 0 {
@@ -168,12 +182,16 @@ func TestKinds(t *testing.T) {
 					}
 					continue
 				}
-				// In keep-alive mode a connection that brought a whole 503 is used again, and found closed.
-				if res.OK > 0 || res.FailedBy[string(tc.want)] == 0 || (!keepAlive && res.FailedBy[string(tc.want)] != res.Total) {
-					t.Errorf("keep-alive %v: ok %d, failed by %v, want all %s; %+v", keepAlive, res.OK, res.FailedBy, tc.want, res.Failures)
+				// In keep-alive mode a connection that brought a whole 503 is used again, and found
+				// closed.
+				if res.OK > 0 || res.FailedBy[string(tc.want)] == 0 ||
+					(!keepAlive && res.FailedBy[string(tc.want)] != res.Total) {
+					t.Errorf("keep-alive %v: ok %d, failed by %v, want all %s; %+v", keepAlive, res.OK, res.FailedBy,
+						tc.want, res.Failures)
 					continue
 				}
-				if f := res.Failures[0]; f.Kind != tc.want || f.Pod != tc.pod || f.Error == "" || f.Due.Before(res.Start) || f.TookMillis <= 0 {
+				if f := res.Failures[0]; f.Kind != tc.want || f.Pod != tc.pod || f.Error == "" ||
+					f.Due.Before(res.Start) || f.TookMillis <= 0 {
 					t.Errorf("keep-alive %v: first failure %+v", keepAlive, f)
 				}
 			}
@@ -183,24 +201,29 @@ func TestKinds(t *testing.T) {
 
 func TestLocalFault(t *testing.T) {
 	res := after(t, 30*time.Millisecond, Options{
-		Target: "http://127.0.0.1:1/", Rate: 100, Timeout: 5 * time.Second, SourceAddrs: []netip.Addr{netip.MustParseAddr("203.0.113.77")},
+		Target: "http://127.0.0.1:1/", Rate: 100, Timeout: 5 * time.Second,
+		SourceAddrs: []netip.Addr{netip.MustParseAddr("203.0.113.77")},
 	})
 	if res.FailedBy["local"] != res.Total || res.Total == 0 {
 		t.Errorf("from an address that is not ours: %v of %d", res.FailedBy, res.Total)
 	}
 }
 
-// Without this a client library that repeats requests by itself would report a rollout that kills connections as lossless. The server
-// answers the first request of each connection and dies on the second: net/http repeats such a GET, and here each must fail.
+// Without this a client library that repeats requests by itself would report a rollout that kills
+// connections as lossless. The server answers the first request of each connection and dies on the
+// second: net/http repeats such a GET, and here each must fail.
 func TestKeepAliveDeath(t *testing.T) {
 	for name, tc := range map[string]struct {
 		die  func(net.Conn)
 		want []Kind
 	}{
-		"close while idle":         {func(net.Conn) {}, []Kind{EOF, Reset}},
-		"reset while idle":         {func(c net.Conn) { c.(*net.TCPConn).SetLinger(0) }, []Kind{Reset}},
-		"close on second request":  {func(c net.Conn) { http.ReadRequest(bufio.NewReader(c)) }, []Kind{EOF}},
-		"reset on second request":  {func(c net.Conn) { http.ReadRequest(bufio.NewReader(c)); c.(*net.TCPConn).SetLinger(0) }, []Kind{Reset}},
+		"close while idle":        {func(net.Conn) {}, []Kind{EOF, Reset}},
+		"reset while idle":        {func(c net.Conn) { c.(*net.TCPConn).SetLinger(0) }, []Kind{Reset}},
+		"close on second request": {func(c net.Conn) { http.ReadRequest(bufio.NewReader(c)) }, []Kind{EOF}},
+		"reset on second request": {func(c net.Conn) {
+			http.ReadRequest(bufio.NewReader(c))
+			c.(*net.TCPConn).SetLinger(0)
+		}, []Kind{Reset}},
 		"silent on second request": {func(c net.Conn) { io.Copy(io.Discard, c) }, []Kind{Timeout}},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -217,9 +240,11 @@ func TestKeepAliveDeath(t *testing.T) {
 			for _, k := range tc.want {
 				died += res.FailedBy[string(k)]
 			}
-			// Each connection has one ok; nearly each (the last ones may not come to it) has one failure, and nothing came in its place.
+			// Each connection has one ok; nearly each (the last ones may not come to it) has one
+			// failure, and nothing came in its place.
 			if died != res.Failed || died < res.OK/2 || died == 0 || int64(res.OK) > accepted.Load() {
-				t.Errorf("%d connections, %d ok, failed by %v; want as many failures %v as ok", accepted.Load(), res.OK, res.FailedBy, tc.want)
+				t.Errorf("%d connections, %d ok, failed by %v; want as many failures %v as ok", accepted.Load(), res.OK,
+					res.FailedBy, tc.want)
 			}
 			for _, f := range res.Failures {
 				if !f.Reused {
@@ -230,14 +255,16 @@ func TestKeepAliveDeath(t *testing.T) {
 	}
 }
 
-// One request after the other, without the schedule: the second finds the connection of the first closed by the server.
+// One request after the other, without the schedule: the second finds the connection of the first
+// closed by the server.
 func TestDropClosed(t *testing.T) {
 	if runtime.GOOS != "linux" {
 		t.Skip("DropClosed does nothing here")
 	}
 	url := serve(t, func(c net.Conn) { say(c, ok) }) // closes after one response without saying so
 	for _, drop := range []bool{false, true} {
-		l := &Load{opts: Options{Target: url, Rate: 1, Timeout: 5 * time.Second, KeepAlive: true, DropClosed: drop}, start: time.Now()}
+		l := &Load{opts: Options{Target: url, Rate: 1, Timeout: 5 * time.Second, KeepAlive: true, DropClosed: drop},
+			start: time.Now()}
 		if err := l.prepare(t.Context()); err != nil {
 			t.Fatal(err)
 		}
@@ -249,7 +276,8 @@ func TestDropClosed(t *testing.T) {
 		}
 		r := l.once(0)
 		if drop && (r.err != nil || r.reused || l.dropped != 1) {
-			t.Errorf("second request: %v, reused %v, dropped %d; want ok on a new connection", r.err, r.reused, l.dropped)
+			t.Errorf("second request: %v, reused %v, dropped %d; want ok on a new connection", r.err, r.reused,
+				l.dropped)
 		}
 		if !drop && (r.err == nil || kindOf(r.err) != EOF || !r.reused || l.dropped != 0) {
 			t.Errorf("second request: %v, reused %v, dropped %d; want eof", r.err, r.reused, l.dropped)
@@ -299,7 +327,8 @@ func TestKeepAliveReuses(t *testing.T) {
 			if _, err := http.ReadRequest(r); err != nil {
 				return
 			}
-			fmt.Fprintf(c, "HTTP/1.1 %s\r\nPod: web-%d\r\nContent-Length: 3\r\n\r\nok\n", map[bool]string{true: "200 OK", false: "503 No"}[n%3 > 0], n%3)
+			fmt.Fprintf(c, "HTTP/1.1 %s\r\nPod: web-%d\r\nContent-Length: 3\r\n\r\nok\n",
+				map[bool]string{true: "200 OK", false: "503 No"}[n%3 > 0], n%3)
 		}
 	})
 	res := after(t, 300*time.Millisecond, Options{Target: url, Rate: 100, Timeout: 5 * time.Second, KeepAlive: true})
@@ -311,8 +340,8 @@ func TestKeepAliveReuses(t *testing.T) {
 	}
 }
 
-// A closed loop would send a few requests and find one of them slow. The server answers nothing for 300 ms: all that were due then
-// were sent then, and waited as long as clients would have.
+// A closed loop would send a few requests and find one of them slow. The server answers nothing for
+// 300 ms: all that were due then were sent then, and waited as long as clients would have.
 func TestOpenLoop(t *testing.T) {
 	gate := make(chan struct{})
 	url := serve(t, func(c net.Conn) {
@@ -371,10 +400,12 @@ func TestPhases(t *testing.T) {
 	}
 	before, during := res.Phases[0], res.Phases[1]
 	if before.OK == 0 || during.OK > 0 || during.Failed < 9 {
-		t.Errorf("before: ok %d, failed %d; during: ok %d, failed %d", before.OK, before.Failed, during.OK, during.Failed)
+		t.Errorf("before: ok %d, failed %d; during: ok %d, failed %d", before.OK, before.Failed, during.OK,
+			during.Failed)
 	}
 	if before.EndMillis != during.StartMillis || during.StartMillis < 100 || during.EndMillis < 200 {
-		t.Errorf("before [%v, %v), during [%v, %v)", before.StartMillis, before.EndMillis, during.StartMillis, during.EndMillis)
+		t.Errorf("before [%v, %v), during [%v, %v)", before.StartMillis, before.EndMillis, during.StartMillis,
+			during.EndMillis)
 	}
 	if diff := cmp.Diff(res, l.Stop()); diff != "" {
 		t.Errorf("second Stop (-first +second):\n%s", diff)
@@ -395,12 +426,14 @@ func TestContextEnds(t *testing.T) {
 	cancel()
 	res := l.Stop()
 	if check(t, res); res.OK != res.Total || res.Total == 0 || res.Total > 50 {
-		t.Errorf("total %d, ok %d, failed by %v; want those in flight to end well and no more begun", res.Total, res.OK, res.FailedBy)
+		t.Errorf("total %d, ok %d, failed by %v; want those in flight to end well and no more begun", res.Total, res.OK,
+			res.FailedBy)
 	}
 }
 
-// A port that comes twice meets what the kernels on the way remember of its first connection. Chosen at random, 500 of 28,000 ports of each address repeat 9
-// times in all. The kernel's order may jump once, rarely, for it is shared with whatever else connects; never three times in a row.
+// A port that comes twice meets what the kernels on the way remember of its first connection.
+// Chosen at random, 500 of 28,000 ports of each address repeat 9 times in all. The kernel's order
+// may jump once, rarely, for it is shared with whatever else connects; never three times in a row.
 func TestSourcePortsDoNotRepeat(t *testing.T) {
 	var mu sync.Mutex
 	seen := map[string]int{}
@@ -444,10 +477,12 @@ func TestRequestAsSent(t *testing.T) {
 		}
 	})
 	after(t, 20*time.Millisecond, Options{
-		Target: url + "/a?b=c", Rate: 10, Timeout: 5 * time.Second, Method: "POST", Headers: http.Header{"Host": {"shop.test"}, "X-Y": {"z"}},
+		Target: url + "/a?b=c", Rate: 10, Timeout: 5 * time.Second,
+		Method: "POST", Headers: http.Header{"Host": {"shop.test"}, "X-Y": {"z"}},
 	})
 	req := <-got
-	if req.Method != http.MethodPost || req.Host != "shop.test" || req.URL.String() != "/a?b=c" || req.Header.Get("X-Y") != "z" || !req.Close {
+	if req.Method != http.MethodPost || req.Host != "shop.test" || req.URL.String() != "/a?b=c" ||
+		req.Header.Get("X-Y") != "z" || !req.Close {
 		t.Errorf("got %+v", req)
 	}
 }
@@ -455,7 +490,8 @@ func TestRequestAsSent(t *testing.T) {
 func TestHostName(t *testing.T) {
 	url := strings.Replace(serve(t, func(c net.Conn) { say(c, ok) }), "127.0.0.1", "localhost", 1)
 	res := after(t, 30*time.Millisecond, Options{
-		Target: url, Rate: 50, Timeout: 5 * time.Second, SourceAddrs: []netip.Addr{netip.MustParseAddr("127.0.0.1")}, // asks for IPv4
+		// asks for IPv4
+		Target: url, Rate: 50, Timeout: 5 * time.Second, SourceAddrs: []netip.Addr{netip.MustParseAddr("127.0.0.1")},
 	})
 	if res.OK == 0 || res.Failed > 0 {
 		t.Errorf("ok %d, failed by %v", res.OK, res.FailedBy)
@@ -493,23 +529,27 @@ func TestSummarise(t *testing.T) {
 		{due: 40 * ms, took: 5 * ms, err: statusError(503), by: "b", reused: true},
 	}
 	start := Counts{
-		Total: 1, OK: 1, FailedBy: map[string]int{}, Skipped: 1, Latency: Latency{30, 30, 30, 30, 30}, Pods: map[string]int{"a": 1},
+		Total: 1, OK: 1, FailedBy: map[string]int{}, Skipped: 1, Latency: Latency{30, 30, 30, 30, 30},
+		Pods: map[string]int{"a": 1},
 	}
 	rest := Counts{
-		Total: 3, OK: 2, Failed: 1, FailedBy: map[string]int{"status-503": 1}, Late: 1, Latency: Latency{1, 12, 12, 12, 12},
-		Pods: map[string]int{"a": 1, "b": 1},
+		Total: 3, OK: 2, Failed: 1, FailedBy: map[string]int{"status-503": 1}, Late: 1,
+		Latency: Latency{1, 12, 12, 12, 12},
+		Pods:    map[string]int{"a": 1, "b": 1},
 	}
 	want := Result{
 		Start:   begun,
 		Seconds: 0.05,
 		Counts: Counts{
-			Total: 4, OK: 3, Failed: 1, FailedBy: map[string]int{"status-503": 1}, Late: 1, Skipped: 1, Latency: Latency{12, 30, 30, 30, 30},
-			Pods: map[string]int{"a": 2, "b": 1},
+			Total: 4, OK: 3, Failed: 1, FailedBy: map[string]int{"status-503": 1}, Late: 1, Skipped: 1,
+			Latency: Latency{12, 30, 30, 30, 30},
+			Pods:    map[string]int{"a": 2, "b": 1},
 		},
 		MaxLateMillis: 11,
 		FailedAt:      map[string]int{"b": 1},
 		Failures: []Failure{{
-			Due: begun.Add(40 * ms), OffsetMillis: 40, TookMillis: 5, Kind: "status-503", Error: "status 503", Pod: "b", Reused: true,
+			Due: begun.Add(40 * ms), OffsetMillis: 40, TookMillis: 5, Kind: "status-503", Error: "status 503",
+			Pod: "b", Reused: true,
 		}},
 		Phases: []Phase{
 			{Name: "start", EndMillis: 20, Counts: start},
@@ -549,7 +589,8 @@ func TestQuantile(t *testing.T) {
 		n, perMille int
 		want        float64
 	}{
-		{0, 500, 0}, {1, 500, 1}, {1, 1000, 1}, {2, 500, 1}, {3, 500, 2}, {100, 990, 99}, {100, 999, 100}, {1000, 999, 999}, {1001, 999, 1000}, {1000, 1000, 1000},
+		{0, 500, 0}, {1, 500, 1}, {1, 1000, 1}, {2, 500, 1}, {3, 500, 2}, {100, 990, 99}, {100, 999, 100},
+		{1000, 999, 999}, {1001, 999, 1000}, {1000, 1000, 1000},
 	} {
 		if got := quantile(upTo(tc.n), tc.perMille); got != tc.want {
 			t.Errorf("quantile %d/1000 of 1..%d = %v, want %v", tc.perMille, tc.n, got, tc.want)
@@ -558,7 +599,8 @@ func TestQuantile(t *testing.T) {
 }
 
 func TestResultJSON(t *testing.T) {
-	b, err := json.Marshal(summarise(time.Time{}, []record{{took: time.Millisecond}}, []mark{{name: FirstPhase}}, time.Second))
+	b, err := json.Marshal(summarise(time.Time{}, []record{{took: time.Millisecond}}, []mark{{name: FirstPhase}},
+		time.Second))
 	if err != nil {
 		t.Fatal(err)
 	}

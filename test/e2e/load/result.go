@@ -12,8 +12,8 @@ const FirstPhase = "start"
 // failuresOfKind is how many failures of each kind a result tells in full.
 const failuresOfKind = 5
 
-// lateAfter is how long after it was due a request may start without being called late: more than timers need on a busy machine,
-// much less than a retransmission.
+// lateAfter is how long after it was due a request may start without being called late: more than
+// timers need on a busy machine, much less than a retransmission.
 const lateAfter = 10 * time.Millisecond
 
 // Result is what became of a load. Times are milliseconds, offsets count from Start.
@@ -21,10 +21,11 @@ type Result struct {
 	Start   time.Time `json:"start"`
 	Seconds float64   `json:"seconds"` // until the schedule ended
 	Counts
-	MaxLateMillis float64   `json:"maxLateMillis"`
-	Connections   int       `json:"connections"` // attempted
-	Dropped       int       `json:"dropped"`     // kept connections found closed before they were used again; not failures
-	Failures      []Failure `json:"failures"`    // the first five of each kind, in the order in which they were due
+	MaxLateMillis float64 `json:"maxLateMillis"`
+	Connections   int     `json:"connections"` // attempted
+	// kept connections found closed before they were used again; not failures
+	Dropped  int       `json:"dropped"`
+	Failures []Failure `json:"failures"` // the first five of each kind, in the order in which they were due
 	// FailedAt counts failures by Failure.Pod, all of them. Nil: none failed.
 	FailedAt map[string]int `json:"failedAt,omitempty"`
 	Phases   []Phase        `json:"phases"`
@@ -42,7 +43,8 @@ type Counts struct {
 	Pods     map[string]int `json:"pods"` // requests by the header Pod of their response, whatever its status
 }
 
-// Latency holds exact quantiles of the ok requests (nearest rank), from due to complete. All 0 if none was ok.
+// Latency holds exact quantiles of the ok requests (nearest rank), from due to complete. All 0 if
+// none was ok.
 type Latency struct {
 	P50Millis  float64 `json:"p50Millis"`
 	P90Millis  float64 `json:"p90Millis"`
@@ -66,12 +68,14 @@ type Failure struct {
 	TookMillis   float64   `json:"tookMillis"`   // from Due to the failure
 	Kind         Kind      `json:"kind"`
 	Error        string    `json:"error"`
-	Pod          string    `json:"pod,omitempty"`    // header Server-Pod of the response, else Pod; empty if there was none
-	Source       string    `json:"source,omitempty"` // local address and port; empty if there was no connection
-	Reused       bool      `json:"reused"`           // the connection had carried a request before
+	// header Server-Pod of the response, else Pod; empty if there was none
+	Pod    string `json:"pod,omitempty"`
+	Source string `json:"source,omitempty"` // local address and port; empty if there was no connection
+	Reused bool   `json:"reused"`           // the connection had carried a request before
 }
 
-// summarise computes a result from what became of each request. It sorts records. Marks are in order, the first at 0.
+// summarise computes a result from what became of each request. It sorts records. Marks are in
+// order, the first at 0.
 func summarise(start time.Time, records []record, marks []mark, end time.Duration) Result {
 	slices.SortStableFunc(records, func(a, b record) int { return cmp.Compare(a.due, b.due) })
 	res := Result{Start: start, Seconds: end.Seconds(), Counts: count(records), Failures: []Failure{}}
@@ -105,7 +109,9 @@ func summarise(start time.Time, records []record, marks []mark, end time.Duratio
 		to, rest := end, len(records)
 		if i+1 < len(marks) && marks[i+1].at <= end {
 			to = marks[i+1].at
-			rest, _ = slices.BinarySearchFunc(records, to, func(r record, at time.Duration) int { return cmp.Compare(r.due, at) })
+			rest, _ = slices.BinarySearchFunc(records, to, func(r record, at time.Duration) int {
+				return cmp.Compare(r.due, at)
+			})
 		}
 		res.Phases = append(res.Phases, Phase{m.name, millis(m.at), millis(to), count(records[:rest])})
 		records = records[rest:]
@@ -137,11 +143,13 @@ func count(records []record) Counts {
 		took = append(took, r.took)
 	}
 	slices.Sort(took)
-	c.Latency = Latency{quantile(took, 500), quantile(took, 900), quantile(took, 990), quantile(took, 999), quantile(took, 1000)}
+	c.Latency = Latency{quantile(took, 500), quantile(took, 900), quantile(took, 990), quantile(took, 999),
+		quantile(took, 1000)}
 	return c
 }
 
-// quantile returns the smallest of the sorted durations that at least perMille of a thousand do not exceed, in milliseconds.
+// quantile returns the smallest of the sorted durations that at least perMille of a thousand do not
+// exceed, in milliseconds.
 func quantile(sorted []time.Duration, perMille int) float64 {
 	if len(sorted) == 0 {
 		return 0

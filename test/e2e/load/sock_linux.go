@@ -6,8 +6,9 @@ import (
 	"syscall"
 )
 
-// choosePortLate lets connect(2) choose the port of a socket that is bound to an address only. Otherwise bind(2) chooses at random, and
-// one port soon comes twice (birthday paradox), which meets TIME_WAIT and stale conntrack entries; connect(2) counts upwards.
+// choosePortLate lets connect(2) choose the port of a socket that is bound to an address only.
+// Otherwise bind(2) chooses at random, and one port soon comes twice (birthday paradox), which
+// meets TIME_WAIT and stale conntrack entries; connect(2) counts upwards.
 func choosePortLate(_, _ string, c syscall.RawConn) error {
 	const ipBindAddressNoPort = 24 // linux/in.h; package syscall has it for some architectures only
 	return c.Control(func(fd uintptr) {
@@ -16,7 +17,8 @@ func choosePortLate(_, _ string, c syscall.RawConn) error {
 	})
 }
 
-// closedByPeer reports whether an idle connection is of no more use: closed, reset, or holding bytes nobody asked for. It does not wait.
+// closedByPeer reports whether an idle connection is of no more use: closed, reset, or holding
+// bytes nobody asked for. It does not wait.
 func closedByPeer(c net.Conn) bool {
 	raw, err := c.(*net.TCPConn).SyscallConn()
 	if err != nil {

@@ -25,8 +25,9 @@ import (
 
 func TestMain(m *testing.M) { cluster.Main(m) }
 
-// A real Prometheus, while pods that have both gates go again and again: HAProxy lets go at the hold, a real kube-proxy at the barrier. Each panel of the
-// barrier shows something, and what it shows is so.
+// A real Prometheus, while pods that have both gates go again and again: HAProxy lets go at the
+// hold, a real kube-proxy at the barrier. Each panel of the barrier shows something, and what it
+// shows is so.
 func TestThePanelsOfTheBarrierHaveData(t *testing.T) {
 	prometheus, err := exec.LookPath("prometheus")
 	if err != nil {
@@ -55,14 +56,16 @@ func TestThePanelsOfTheBarrierHaveData(t *testing.T) {
 		t.Fatal(err)
 	}
 	must(s.CreateNamespace(t.Context(), "shop"))
-	_, err = s.Kube.CoreV1().Namespaces().Patch(t.Context(), "shop", types.MergePatchType, []byte(`{"metadata":{"labels":{"lameduck.io/barrier":"enabled"}}}`), metav1.PatchOptions{})
+	_, err = s.Kube.CoreV1().Namespaces().Patch(t.Context(), "shop", types.MergePatchType,
+		[]byte(`{"metadata":{"labels":{"lameduck.io/barrier":"enabled"}}}`), metav1.PatchOptions{})
 	must(err)
 	must(s.InstallApp(t.Context(), stage.App{Namespace: "shop", Replicas: 3}))
 	_, err = s.InstallGateway(t.Context(), stage.Gateway{Namespace: "shop"})
 	must(err)
 	var targets []string
 	for _, of := range []struct{ namespace, selector, port string }{
-		{stage.System, "app.kubernetes.io/component=webhook", "8080"}, {"shop", "app=gateway", "9101"}, {"lameduck-node", "app.kubernetes.io/component=node", "9101"},
+		{stage.System, "app.kubernetes.io/component=webhook", "8080"}, {"shop", "app=gateway", "9101"},
+		{"lameduck-node", "app.kubernetes.io/component=node", "9101"},
 	} {
 		pods, err := s.Pods(t.Context(), of.namespace, of.selector)
 		must(err)
@@ -120,7 +123,8 @@ func scrape(t *testing.T, program string, targets []string) (base string) {
 	t.Helper()
 	dir := t.TempDir()
 	path := filepath.Join(dir, "prometheus.yml")
-	config := "global: {scrape_interval: 1s, scrape_timeout: 1s}\nscrape_configs:\n  - job_name: lameduck\n    static_configs: [{targets: [" + strings.Join(targets, ", ") + "]}]\n"
+	config := "global: {scrape_interval: 1s, scrape_timeout: 1s}\nscrape_configs:\n  - job_name: lameduck\n    " +
+		"static_configs: [{targets: [" + strings.Join(targets, ", ") + "]}]\n"
 	if err := os.WriteFile(path, []byte(config), 0o600); err != nil {
 		t.Fatal(err)
 	}
@@ -132,7 +136,8 @@ func scrape(t *testing.T, program string, targets []string) (base string) {
 	listener.Close()
 	ctx, cancel := context.WithCancel(context.Background())
 	var log strings.Builder
-	cmd := exec.CommandContext(ctx, program, "--config.file="+path, "--storage.tsdb.path="+filepath.Join(dir, "data"), "--web.listen-address="+address)
+	cmd := exec.CommandContext(ctx, program, "--config.file="+path, "--storage.tsdb.path="+filepath.Join(dir, "data"),
+		"--web.listen-address="+address)
 	cmd.Stdout, cmd.Stderr = &log, &log
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
@@ -162,7 +167,8 @@ func scrape(t *testing.T, program string, targets []string) (base string) {
 func ask(t *testing.T, base, expr string) (with []map[string]string) {
 	t.Helper()
 	now := time.Now()
-	query := url.Values{"query": {expr}, "start": {fmt.Sprint(now.Add(-time.Minute).Unix())}, "end": {fmt.Sprint(now.Unix())}, "step": {"1"}}
+	query := url.Values{"query": {expr}, "start": {fmt.Sprint(now.Add(-time.Minute).Unix())},
+		"end": {fmt.Sprint(now.Unix())}, "step": {"1"}}
 	response, err := http.Get(base + "/api/v1/query_range?" + query.Encode())
 	if err != nil {
 		t.Fatal(err)

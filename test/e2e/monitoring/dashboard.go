@@ -36,40 +36,49 @@ type Row struct {
 var Rows = []Row{
 	{Title: "What it does", Panels: []Panel{
 		{
-			"Deletions now waiting", "Deletions that are held, by the replica that holds most: each one holds the same.", "short", true,
+			"Deletions now waiting",
+			"Deletions that are held, by the replica that holds most: each one holds the same.", "short", true,
 			[]Query{{`max(lameduck_holds)`, "held"}},
 		},
 		{
-			"Saved in the last hour", "Deletions that went on after every gateway had let go. Without Lameduck each is a race.", "short", true,
+			"Saved in the last hour", "Deletions that went on after every gateway had let go. Without Lameduck each " +
+				"is a race.", "short", true,
 			[]Query{{`max(sum by (instance) (increase(lameduck_admission_answers_total{answer="allow",reason="Acknowledged"}[1h])))`, "acknowledged"}},
 		},
 		{
-			"Not saved in the last hour", "Deletions that went on although not every gateway had said so, and calls of the API server that failed. 0 is normal.", "short", true,
+			"Not saved in the last hour", "Deletions that went on although not every gateway had said so, and calls " +
+				"of the API server that failed. 0 is normal.", "short", true,
 			[]Query{{`max(sum by (instance) (increase(lameduck_admission_answers_total{answer="allow",reason=~"Deadline|IdleBound|Suspended|AgentsLost|NoFacts|Cold"}[1h])))`, "too late"}},
 		},
 		{
-			"Gateways missing", "Agents that the API says exist and that are not connected, by the replica that misses most.", "short", true,
+			"Gateways missing", "Agents that the API says exist and that are not connected, by the replica that " +
+				"misses most.", "short", true,
 			[]Query{{`max(lameduck_agents{state="missing"})`, "missing"}},
 		},
 		{
-			"Answers: go", "Why deletions went on, each second, by the replica that says so most: each one answers every deletion.", "ops", false,
+			"Answers: go", "Why deletions went on, each second, by the replica that says so most: each one answers " +
+				"every deletion.", "ops", false,
 			[]Query{{`max by (reason) (sum by (instance, reason) (rate(lameduck_admission_answers_total{answer="allow"}[$__rate_interval]))) > 0`, "{{reason}}"}},
 		},
 		{
-			"Answers: ask again", "Why deletions were told to come back, each second, by the replica that says so most.", "ops", false,
+			"Answers: ask again",
+			"Why deletions were told to come back, each second, by the replica that says so most.", "ops", false,
 			[]Query{{`max by (reason) (sum by (instance, reason) (rate(lameduck_admission_answers_total{answer="deny"}[$__rate_interval])))`, "{{reason}}"}},
 		},
 	}},
 	{Title: "How long it takes", Panels: []Panel{
 		{
-			"From the first call until released", "What a preStop sleep would have to be. By quantile, over all drains.", "s", false,
+			"From the first call until released",
+			"What a preStop sleep would have to be. By quantile, over all drains.", "s", false,
 			[]Query{
 				{`histogram_quantile(0.5, sum by (le) (rate(lameduck_drain_phase_seconds_bucket{phase="Released"}[$__rate_interval])))`, "p50"},
 				{`histogram_quantile(0.99, sum by (le) (rate(lameduck_drain_phase_seconds_bucket{phase="Released"}[$__rate_interval])))`, "p99"},
 			},
 		},
 		{
-			"Until no new request comes, and until none runs", "The median of the phases of a drain: Quiescing is entered when every gateway has said Removed, Released when all are Idle.", "s", false,
+			"Until no new request comes, and until none runs",
+			"The median of the phases of a drain: Quiescing is entered when every gateway has said Removed, " +
+				"Released when all are Idle.", "s", false,
 			[]Query{{`histogram_quantile(0.5, sum by (le, phase) (rate(lameduck_drain_phase_seconds_bucket[$__rate_interval])))`, "{{phase}}"}},
 		},
 		{
@@ -77,7 +86,8 @@ var Rows = []Row{
 			[]Query{{`histogram_quantile(0.99, sum by (le, answer) (rate(lameduck_admission_duration_seconds_bucket[$__rate_interval])))`, "p99 {{answer}}"}},
 		},
 		{
-			"Open drains", "By phase, of the replica that has most: each one has the same. Queued ones wait for room in their Service.", "short", false,
+			"Open drains", "By phase, of the replica that has most: each one has the same. Queued ones wait for " +
+				"room in their Service.", "short", false,
 			[]Query{{`max by (phase) (lameduck_drains)`, "{{phase}}"}},
 		},
 	}},
@@ -92,10 +102,12 @@ var Rows = []Row{
 		},
 		{
 			"Requests of agents", "By path and status.", "reqps", false,
-			[]Query{{`sum by (path, code) (rate(lameduck_agent_requests_total[$__rate_interval]))`, "{{path}} {{code}}"}},
+			[]Query{{`sum by (path, code) (rate(lameduck_agent_requests_total[$__rate_interval]))`,
+				"{{path}} {{code}}"}},
 		},
 		{
-			"Calls that are refused", "404: another path, or a wrong secret in it. If it is the API server that is refused, nothing waits.", "ops", false,
+			"Calls that are refused", "404: another path, or a wrong secret in it. If it is the API server that is " +
+				"refused, nothing waits.", "ops", false,
 			[]Query{{`sum by (code) (rate(lameduck_admission_malformed_total[$__rate_interval]))`, "{{code}}"}},
 		},
 		{
@@ -104,12 +116,14 @@ var Rows = []Row{
 		},
 		{
 			"Memory", "Of coordinators and agents.", "bytes", false,
-			[]Query{{`process_resident_memory_bytes and on (instance) (lameduck_holds or lameduck_agent_streams)`, "{{instance}}"}},
+			[]Query{{`process_resident_memory_bytes and on (instance) (lameduck_holds or lameduck_agent_streams)`,
+				"{{instance}}"}},
 		},
 	}},
 	{Title: "Gateways", Panels: []Panel{
 		{
-			"Targets", "Of all agents, by backend: claimed by EndpointSlices, routed by the gateway, excluded (taken out), unusable (unhealthy).", "short", false,
+			"Targets", "Of all agents, by backend: claimed by EndpointSlices, routed by the gateway, excluded " +
+				"(taken out), unusable (unhealthy).", "short", false,
 			[]Query{{`sum by (pool, state) (lameduck_agent_targets)`, "{{pool}} {{state}}"}},
 		},
 		{
@@ -135,7 +149,8 @@ var Rows = []Row{
 			[]Query{{`sum by (outcome) (rate(lameduck_agent_probes_total[$__rate_interval]))`, "{{outcome}}"}},
 		},
 		{
-			"Failing open", "Backends in which too few targets are healthy, so that all of them get traffic.", "short", false,
+			"Failing open", "Backends in which too few targets are healthy, so that all of them get traffic.",
+			"short", false,
 			[]Query{{`max by (pool) (lameduck_agent_pool_failing_open)`, "{{pool}}"}},
 		},
 		{
@@ -147,7 +162,8 @@ var Rows = []Row{
 			[]Query{{`lameduck_agent_streams`, "{{instance}}"}},
 		},
 		{
-			"Propagation, by gateway", "From when a pod began to go until a gateway had let go of it (removed), and until nothing ran there any more (idle): what a sleep before SIGTERM would have to cover.", "s", false,
+			"Propagation, by gateway", "From when a pod began to go until a gateway had let go of it (removed), and " +
+				"until nothing ran there any more (idle): what a sleep before SIGTERM would have to cover.", "s", false,
 			[]Query{
 				{`histogram_quantile(0.5, sum by (le, gateway, what) (rate(lameduck_propagation_seconds_bucket[$__rate_interval])))`, "p50 {{gateway}} {{what}}"},
 				{`histogram_quantile(0.99, sum by (le, gateway, what) (rate(lameduck_propagation_seconds_bucket[$__rate_interval])))`, "p99 {{gateway}} {{what}}"},
@@ -156,8 +172,11 @@ var Rows = []Row{
 	}},
 	{Title: "The barrier", Barrier: true, Panels: []Panel{
 		{
-			"Waits at the barrier, by result", "Pods each second that were told to stop, by why: Acknowledged is what is wanted, Deadline is not.", "ops", false,
-			[]Query{{`sum by (reason) (rate(lameduck_barrier_duration_seconds_count[$__rate_interval])) > 0`, "{{reason}}"}},
+			"Waits at the barrier, by result",
+			"Pods each second that were told to stop, by why: Acknowledged is what is wanted, Deadline is not.",
+			"ops", false,
+			[]Query{{`sum by (reason) (rate(lameduck_barrier_duration_seconds_count[$__rate_interval])) > 0`,
+				"{{reason}}"}},
 		},
 		{
 			"From the deletion to SIGTERM, by result", "What the barrier costs each pod.", "s", false,
@@ -167,7 +186,8 @@ var Rows = []Row{
 			},
 		},
 		{
-			"Hooks, by outcome", "Answers of node agents each second. Local, Stopping, NoTime, NoTargets and TooMany are uncovered: nobody else was asked.", "ops", false,
+			"Hooks, by outcome", "Answers of node agents each second. Local, Stopping, NoTime, NoTargets and " +
+				"TooMany are uncovered: nobody else was asked.", "ops", false,
 			[]Query{{`sum by (outcome) (rate(lameduck_barrier_waits_total[$__rate_interval])) > 0`, "{{outcome}}"}},
 		},
 		{
@@ -175,14 +195,17 @@ var Rows = []Row{
 			[]Query{{`sum(lameduck_barriers_waiting)`, "coordinators"}, {`sum(lameduck_barrier_waiting)`, "nodes"}},
 		},
 		{
-			"Propagation, by node", "Of kube-proxy, until it had let go: half of the pods took less, and 99 of 100. The ten slowest nodes.", "s", false,
+			"Propagation, by node", "Of kube-proxy, until it had let go: half of the pods took less, and 99 of 100. " +
+				"The ten slowest nodes.", "s", false,
 			[]Query{
 				{`topk(10, histogram_quantile(0.5, sum by (le, node) (rate(lameduck_propagation_seconds_bucket{gateway="kube-proxy",what="removed"}[$__rate_interval]))) >= 0)`, "p50 {{node}}"},
 				{`topk(10, histogram_quantile(0.99, sum by (le, node) (rate(lameduck_propagation_seconds_bucket{gateway="kube-proxy",what="removed"}[$__rate_interval]))) >= 0)`, "p99 {{node}}"},
 			},
 		},
 		{
-			"Stated waits that were cut, and restarts", "Pods each second whose bound was shorter than what a Service states, and stops of containers whose pod stays.", "ops", false,
+			"Stated waits that were cut, and restarts",
+			"Pods each second whose bound was shorter than what a Service states, and stops of containers whose pod " +
+				"stays.", "ops", false,
 			[]Query{
 				{`sum(rate(lameduck_barrier_stated_waits_cut_total[$__rate_interval]))`, "cut"},
 				{`sum(rate(lameduck_barrier_restarts_total[$__rate_interval]))`, "restarts"},
@@ -199,21 +222,24 @@ func Dashboard() ([]byte, error) {
 		return prometheus.NewDataqueryBuilder().Expr(q.Expr).LegendFormat(q.Legend).Datasource(source)
 	}
 	d := dashboard.NewDashboardBuilder("Lameduck").
-		Uid("lameduck").Tags([]string{"lameduck"}).Refresh("30s").Time("now-3h", "now").Timezone("browser").Tooltip(dashboard.DashboardCursorSyncCrosshair).
+		Uid("lameduck").Tags([]string{"lameduck"}).Refresh("30s").Time("now-3h",
+		"now").Timezone("browser").Tooltip(dashboard.DashboardCursorSyncCrosshair).
 		Description("Kubernetes pods that leave only after every gateway has let go of them, and has said so.").
 		WithVariable(dashboard.NewDatasourceVariableBuilder("datasource").Label("Data source").Type("prometheus"))
 	for _, row := range Rows {
 		d = d.WithRow(dashboard.NewRowBuilder(row.Title))
 		for _, p := range row.Panels {
 			if p.Stat {
-				panel := stat.NewPanelBuilder().Title(p.Title).Description(p.Says).Unit(p.Unit).Datasource(source).Height(4).Span(6).Decimals(0)
+				panel := stat.NewPanelBuilder().Title(p.Title).Description(p.Says).Unit(p.Unit).Datasource(
+					source).Height(4).Span(6).Decimals(0)
 				for _, q := range p.Queries {
 					panel = panel.WithTarget(query(q))
 				}
 				d = d.WithPanel(panel)
 				continue
 			}
-			panel := timeseries.NewPanelBuilder().Title(p.Title).Description(p.Says).Unit(p.Unit).Datasource(source).Height(8).Span(12).Min(0).FillOpacity(10)
+			panel := timeseries.NewPanelBuilder().Title(p.Title).Description(p.Says).Unit(p.Unit).Datasource(
+				source).Height(8).Span(12).Min(0).FillOpacity(10)
 			for _, q := range p.Queries {
 				panel = panel.WithTarget(query(q))
 			}

@@ -60,7 +60,8 @@ func (l *logind) shutDown(node string) error {
 	defer l.mu.Unlock()
 	for _, name := range l.inhibitors {
 		var pid uint32
-		if err := l.conn.BusObject().Call("org.freedesktop.DBus.GetConnectionUnixProcessID", 0, string(name)).Store(&pid); err != nil {
+		if err := l.conn.BusObject().Call("org.freedesktop.DBus.GetConnectionUnixProcessID", 0,
+			string(name)).Store(&pid); err != nil {
 			return err
 		}
 		command, err := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", pid))
@@ -72,7 +73,8 @@ func (l *logind) shutDown(node string) error {
 				Type: dbus.TypeSignal,
 				Headers: map[dbus.HeaderField]dbus.Variant{
 					dbus.FieldDestination: dbus.MakeVariant(string(name)), dbus.FieldPath: dbus.MakeVariant(logindPath),
-					dbus.FieldInterface: dbus.MakeVariant(manager), dbus.FieldMember: dbus.MakeVariant("PrepareForShutdown"),
+					dbus.FieldInterface: dbus.MakeVariant(manager),
+					dbus.FieldMember:    dbus.MakeVariant("PrepareForShutdown"),
 					dbus.FieldSignature: dbus.MakeVariant(dbus.SignatureOf(true)),
 				},
 				Body: []any{true},
@@ -121,21 +123,25 @@ func startLogind(t *testing.T) *logind {
 			file.Close()
 		}
 	})
-	_, propErr := prop.Export(l.conn, logindPath, prop.Map{manager: {"InhibitDelayMaxUSec": {Value: uint64(time.Hour / time.Microsecond)}}})
+	_, propErr := prop.Export(l.conn, logindPath,
+		prop.Map{manager: {"InhibitDelayMaxUSec": {Value: uint64(time.Hour / time.Microsecond)}}})
 	reply, nameErr := l.conn.RequestName(logindName, dbus.NameFlagDoNotQueue)
-	if err := errors.Join(propErr, nameErr, l.conn.Export(l, logindPath, manager)); err != nil || reply != dbus.RequestNameReplyPrimaryOwner {
+	if err := errors.Join(propErr, nameErr, l.conn.Export(l, logindPath, manager)); err != nil ||
+		reply != dbus.RequestNameReplyPrimaryOwner {
 		t.Fatalf("name on the bus: %v, %v", reply, err)
 	}
 	t.Setenv("DBUS_SYSTEM_BUS_ADDRESS", address)
 	return l
 }
 
-// A node that is shut down gracefully stops its pods without deleting them: the hook tells directed gateways, which lose nothing, and keeps
-// nobody for more than 2 s. What goes through kube-proxy is lost until the API server says that the pods are not ready.
+// A node that is shut down gracefully stops its pods without deleting them: the hook tells directed
+// gateways, which lose nothing, and keeps nobody for more than 2 s. What goes through kube-proxy is
+// lost until the API server says that the pods are not ready.
 func TestNodeShutdown(t *testing.T) {
 	cluster.Entered(t)
 	fake := startLogind(t)
-	l := newLab(t, 3, machine.Options{Kubelet: []string{"shutdownGracePeriod: 60s", "shutdownGracePeriodCriticalPods: 10s"}})
+	l := newLab(t, 3, machine.Options{Kubelet: []string{"shutdownGracePeriod: 60s",
+		"shutdownGracePeriodCriticalPods: 10s"}})
 	m := modes()[2]
 	l.namespace(t, m.work.Namespace, m.labels)
 	l.addGateway(t, []string{m.work.Namespace})
@@ -178,14 +184,16 @@ func TestNodeShutdown(t *testing.T) {
 		}
 		return nil
 	})
-	t.Logf("pods on the node that shuts down have ended after %.1f s; %s before, %s after", time.Since(began).Seconds(), strings.TrimSpace(before), strings.TrimSpace(after))
+	t.Logf("pods on the node that shuts down have ended after %.1f s; %s before, %s after", time.Since(began).Seconds(),
+		strings.TrimSpace(before), strings.TrimSpace(after))
 	if took := time.Since(began); took > 15*time.Second {
 		t.Errorf("the end of the pods took %s, want 2s for the hook and some", took)
 	}
 	if before == after {
 		t.Error("the node's agent was not asked")
 	}
-	// kube-proxy has heard of nothing but readiness, from the API server: until then, and a sync longer, it sends to pods that have ended.
+	// kube-proxy has heard of nothing but readiness, from the API server: until then, and a sync
+	// longer, it sends to pods that have ended.
 	l.unlisted(t, m.work.Namespace, addresses...)
 	t.Logf("EndpointSlices list none of them as ready after %.1f s", time.Since(began).Seconds())
 	time.Sleep(proxySync) // every kernel knows by then
@@ -209,13 +217,15 @@ func TestNodeShutdown(t *testing.T) {
 	}
 }
 
-// proxySync is how long a kube-proxy may take for its next sync, once a second at most, with a margin.
+// proxySync is how long a kube-proxy may take for its next sync, once a second at most, with a
+// margin.
 const proxySync = 3 * time.Second
 
 // addresses are those of the pods of a namespace on a node.
 func (l *lab) addresses(t *testing.T, namespace, node string) []string {
 	t.Helper()
-	pods, err := l.kube.CoreV1().Pods(namespace).List(t.Context(), metav1.ListOptions{FieldSelector: "spec.nodeName=" + node})
+	pods, err := l.kube.CoreV1().Pods(namespace).List(t.Context(),
+		metav1.ListOptions{FieldSelector: "spec.nodeName=" + node})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -234,19 +244,22 @@ func TestSoftEviction(t *testing.T) {
 	l := newLab(t, 1, machine.Options{})
 	l.namespace(t, "lameduck", map[string]string{"lameduck.io/barrier": "enabled"})
 	l.addWebhooks(t)
-	// A kubelet that starts, as it does to read its configuration, may see the pressure before it sees the pods. It refuses those then that have asked for no
-	// memory, and kills them without a hook.
+	// A kubelet that starts, as it does to read its configuration, may see the pressure before it
+	// sees the pods. It refuses those then that have asked for no memory, and kills them without a
+	// hook.
 	l.start(t, "lameduck", pod("victim", "node-1", func(p *corev1.Pod) {
 		p.Spec.Containers[0].Resources.Requests = corev1.ResourceList{corev1.ResourceMemory: resource.MustParse("1Mi")}
 	}))
 	before := l.metrics(t, "node-1", `lameduck_barrier_waits_total{outcome="Restart"}`)
-	events, err := l.kube.CoreV1().Events("lameduck").Watch(t.Context(), metav1.ListOptions{FieldSelector: "involvedObject.name=victim"})
+	events, err := l.kube.CoreV1().Events("lameduck").Watch(t.Context(),
+		metav1.ListOptions{FieldSelector: "involvedObject.name=victim"})
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer events.Stop()
 	// All of the computer's memory is too little.
-	if err := l.set.Machines[0].Reconfigure("evictionSoft: {memory.available: 4Ti}", "evictionSoftGracePeriod: {memory.available: 2s}", "evictionMaxPodGracePeriod: 60"); err != nil {
+	if err := l.set.Machines[0].Reconfigure("evictionSoft: {memory.available: 4Ti}",
+		"evictionSoftGracePeriod: {memory.available: 2s}", "evictionMaxPodGracePeriod: 60"); err != nil {
 		t.Fatal(err)
 	}
 	var killing time.Time
@@ -276,7 +289,8 @@ func TestSoftEviction(t *testing.T) {
 		return nil
 	})
 	after := l.metrics(t, "node-1", `lameduck_barrier_waits_total{outcome="Restart"}`)
-	t.Logf("evicted %.1f s after the kubelet began; %s before, %s after", time.Since(killing).Seconds(), strings.TrimSpace(before), strings.TrimSpace(after))
+	t.Logf("evicted %.1f s after the kubelet began; %s before, %s after", time.Since(killing).Seconds(),
+		strings.TrimSpace(before), strings.TrimSpace(after))
 	if took := time.Since(killing); took > 8*time.Second {
 		t.Errorf("the eviction took %s, want 2s for the hook and some", took)
 	}
@@ -285,13 +299,15 @@ func TestSoftEviction(t *testing.T) {
 	}
 }
 
-// A container that takes more memory than it may have dies without a hook and without a word. Gateways hear of it from EndpointSlices, as soon as
-// the kubelet has seen it; those that are directed let go then at once, kube-proxy a sync later. What comes until then is lost.
+// A container that takes more memory than it may have dies without a hook and without a word.
+// Gateways hear of it from EndpointSlices, as soon as the kubelet has seen it; those that are
+// directed let go then at once, kube-proxy a sync later. What comes until then is lost.
 func (l *lab) testOOM(t *testing.T) {
 	w := modes()[2].work.with("Deployment", 2)
 	namespace := w.Namespace
 	l.deploy(t, w)
-	// It listens again only long after everybody has let go of it: 5 s after EndpointSlices have it, which takes a busy kubelet seconds.
+	// It listens again only long after everybody has let go of it: 5 s after EndpointSlices have
+	// it, which takes a busy kubelet seconds.
 	const back = 15
 	l.start(t, namespace, pod("hog", "node-2", func(p *corev1.Pod) {
 		p.Labels["app"] = "exit"
@@ -347,15 +363,18 @@ func (l *lab) testOOM(t *testing.T) {
 	all.mark("back")
 	time.Sleep(2 * time.Second) // clients ask for a while after
 	all.stop()
-	t.Logf("killed %.1f s after it was asked to take memory, known %.1f s later", died.Sub(began).Seconds(), known.Sub(died).Seconds())
+	t.Logf("killed %.1f s after it was asked to take memory, known %.1f s later", died.Sub(began).Seconds(),
+		known.Sub(died).Seconds())
 	for _, way := range ways {
-		dies, directed, later, back := all.in(way, "dies"), all.in(way, "directed"), all.in(way, "all"), all.in(way, "back")
+		dies, directed, later, back := all.in(way, "dies"), all.in(way, "directed"), all.in(way, "all"),
+			all.in(way, "back")
 		t.Logf("by %s: %s when it died; then %s; then %s", way, dies, directed, later)
 		if way == byHAProxy && directed.failed > 0 {
 			t.Errorf("by %s: %s a second after the slices knew, want 0: it is told at once", way, directed)
 		}
 		if later.failed > 0 || later.requests == 0 || later.pods["hog"] > 0 {
-			t.Errorf("by %s: %s when every gateway must know, of which %d reached the pod, want 0", way, later, later.pods["hog"])
+			t.Errorf("by %s: %s when every gateway must know, of which %d reached the pod, want 0", way, later,
+				later.pods["hog"])
 		}
 		if back.failed > 0 || back.pods["hog"] == 0 {
 			t.Errorf("by %s: %s once it was back, of which %d reached it", way, back, back.pods["hog"])

@@ -113,8 +113,8 @@ func haproxyProgram(t *testing.T) string {
 	return ""
 }
 
-// addClients gives clients addresses beside the nodes, and a way to ClusterIPs. One address alone would come round to the ports of
-// connections that conntrack still remembers.
+// addClients gives clients addresses beside the nodes, and a way to ClusterIPs. One address alone
+// would come round to the ports of connections that conntrack still remembers.
 func (l *lab) addClients(t *testing.T) {
 	t.Helper()
 	bridge, err := netlink.LinkByName("machines")
@@ -123,7 +123,8 @@ func (l *lab) addClients(t *testing.T) {
 	}
 	for i := range 6 {
 		a := netip.AddrFrom4([4]byte{10, 245, 0, byte(11 + i)})
-		if err := netlink.AddrAdd(bridge, &netlink.Addr{IPNet: &net.IPNet{IP: a.AsSlice(), Mask: net.CIDRMask(24, 32)}}); err != nil {
+		if err := netlink.AddrAdd(bridge, &netlink.Addr{IPNet: &net.IPNet{IP: a.AsSlice(),
+			Mask: net.CIDRMask(24, 32)}}); err != nil {
 			t.Fatal(err)
 		}
 		l.sources = append(l.sources, a)
@@ -187,7 +188,8 @@ func isWebhook(o object) bool {
 	return strings.HasSuffix(kind, "WebhookConfiguration")
 }
 
-// install installs everything of the manifests but what makes the API server ask, and waits until it is there.
+// install installs everything of the manifests but what makes the API server ask, and waits until
+// it is there.
 func (l *lab) install(t *testing.T) {
 	t.Helper()
 	var objects, workloads []object
@@ -214,11 +216,13 @@ func (l *lab) install(t *testing.T) {
 	l.apply(t, objects...)
 	l.namespace(t, gateway, map[string]string{"lameduck.io/drain": "disabled"})
 	l.apply(t, workloads...)
-	l.kubectl(t, "rollout", "status", "-n", system, "deployment", "-l", "app.kubernetes.io/component=webhook", "--timeout=60s")
+	l.kubectl(t, "rollout", "status", "-n", system, "deployment", "-l", "app.kubernetes.io/component=webhook",
+		"--timeout=60s")
 	l.kubectl(t, "rollout", "status", "-n", agents, "daemonset/lameduck-node", "--timeout=60s")
 }
 
-// entitle gives containers a right to the CPU as on a node of their own: here clients, control plane and three nodes share one computer.
+// entitle gives containers a right to the CPU as on a node of their own: here clients, control
+// plane and three nodes share one computer.
 func entitle(pod object) {
 	for _, c := range pod["containers"].([]any) {
 		c.(object)["resources"].(object)["requests"].(object)["cpu"] = "200m"
@@ -227,9 +231,11 @@ func entitle(pod object) {
 
 // notOn keeps pods from a node.
 func notOn(node string) object {
-	return object{"nodeAffinity": object{"requiredDuringSchedulingIgnoredDuringExecution": object{"nodeSelectorTerms": []any{
-		object{"matchExpressions": []any{object{"key": "kubernetes.io/hostname", "operator": "NotIn", "values": []any{node}}}},
-	}}}}
+	return object{"nodeAffinity": object{"requiredDuringSchedulingIgnoredDuringExecution": object{
+		"nodeSelectorTerms": []any{
+			object{"matchExpressions": []any{object{"key": "kubernetes.io/hostname",
+				"operator": "NotIn", "values": []any{node}}}},
+		}}}}
 }
 
 // addWebhooks makes the API server ask. Where, and whom to trust, the coordinators write.
@@ -243,14 +249,16 @@ func (l *lab) addWebhooks(t *testing.T) {
 		configurations = append(configurations, o)
 	}
 	l.apply(t, configurations...)
-	// Only after a while does the API server know them: until a pod comes back with the hook, nothing is measured.
+	// Only after a while does the API server know them: until a pod comes back with the hook,
+	// nothing is measured.
 	l.namespace(t, "probe", map[string]string{"lameduck.io/barrier": "enabled"})
 	pod := &corev1.Pod{
 		ObjectMeta: metav1.ObjectMeta{Name: "probe"},
 		Spec:       corev1.PodSpec{Containers: []corev1.Container{{Name: "app", Image: appImage}}},
 	}
 	l.until(t, "the API server asks", func() error {
-		made, err := l.kube.CoreV1().Pods("probe").Create(t.Context(), pod, metav1.CreateOptions{DryRun: []string{metav1.DryRunAll}})
+		made, err := l.kube.CoreV1().Pods("probe").Create(t.Context(), pod,
+			metav1.CreateOptions{DryRun: []string{metav1.DryRunAll}})
 		if err == nil && made.Annotations["lameduck.io/barrier-id"] == "" {
 			err = fmt.Errorf("pods get no hook: %v", made.Annotations)
 		}
@@ -261,7 +269,8 @@ func (l *lab) addWebhooks(t *testing.T) {
 // namespace makes one, if it is not there, in which pods can be made.
 func (l *lab) namespace(t *testing.T, name string, labels map[string]string) {
 	t.Helper()
-	_, err := l.kube.CoreV1().Namespaces().Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: name, Labels: labels}}, metav1.CreateOptions{})
+	_, err := l.kube.CoreV1().Namespaces().Create(t.Context(),
+		&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: name, Labels: labels}}, metav1.CreateOptions{})
 	if err != nil && !apierrors.IsAlreadyExists(err) {
 		t.Fatal(err)
 	}
@@ -307,7 +316,8 @@ func (l *lab) explain(t *testing.T) {
 func (l *lab) said(t *testing.T, since time.Time) {
 	t.Helper()
 	for _, of := range [][]string{{system, "app.kubernetes.io/component=webhook"}, {gateway, "app=gateway"}} {
-		out, err := l.Kubectl(t.Context(), "logs", "-n", of[0], "-l", of[1], "--all-containers", "--prefix", "--tail=-1", "--since-time="+since.Format(time.RFC3339))
+		out, err := l.Kubectl(t.Context(), "logs", "-n", of[0], "-l", of[1], "--all-containers", "--prefix",
+			"--tail=-1", "--since-time="+since.Format(time.RFC3339))
 		t.Logf("%s (%v):\n%s", of[0], err, out)
 	}
 }

@@ -32,7 +32,8 @@ func pod(name, node string, edit ...func(*corev1.Pod)) *corev1.Pod {
 			Containers: []corev1.Container{{
 				Name: "app", Image: appImage, ImagePullPolicy: corev1.PullNever, Args: []string{"--addr=[::]:8080"},
 				ReadinessProbe: &corev1.Probe{
-					PeriodSeconds: 1, ProbeHandler: corev1.ProbeHandler{HTTPGet: &corev1.HTTPGetAction{Path: "/readyz", Port: intstr.FromInt32(8080)}},
+					PeriodSeconds: 1, ProbeHandler: corev1.ProbeHandler{HTTPGet: &corev1.HTTPGetAction{Path: "/readyz",
+						Port: intstr.FromInt32(8080)}},
 				},
 			}},
 		},
@@ -86,20 +87,25 @@ func (l *lab) remove(t *testing.T, namespace, name string, limit time.Duration) 
 	return 0
 }
 
-// A pod of a namespace where Pod Security is restricted waits by lameduck-wait, from an image without anything else, and its own hook still
-// runs. What the agent answered the pod's Events do not tell, but how long it took.
+// A pod of a namespace where Pod Security is restricted waits by lameduck-wait, from an image
+// without anything else, and its own hook still runs. What the agent answered the pod's Events do
+// not tell, but how long it took.
 func (l *lab) testExecHook(t *testing.T) {
 	const namespace = "strict"
-	l.namespace(t, namespace, map[string]string{"lameduck.io/barrier": "enabled", "pod-security.kubernetes.io/enforce": "restricted"})
+	l.namespace(t, namespace, map[string]string{"lameduck.io/barrier": "enabled",
+		"pod-security.kubernetes.io/enforce": "restricted"})
 	yes, no, user := true, false, int64(1000)
 	strict := func(p *corev1.Pod) {
-		p.Spec.SecurityContext = &corev1.PodSecurityContext{RunAsNonRoot: &yes, RunAsUser: &user, SeccompProfile: &corev1.SeccompProfile{Type: corev1.SeccompProfileTypeRuntimeDefault}}
+		p.Spec.SecurityContext = &corev1.PodSecurityContext{RunAsNonRoot: &yes, RunAsUser: &user,
+			SeccompProfile: &corev1.SeccompProfile{Type: corev1.SeccompProfileTypeRuntimeDefault}}
 		p.Spec.Containers[0].SecurityContext = &corev1.SecurityContext{
-			AllowPrivilegeEscalation: &no, ReadOnlyRootFilesystem: &yes, Capabilities: &corev1.Capabilities{Drop: []corev1.Capability{"ALL"}},
+			AllowPrivilegeEscalation: &no, ReadOnlyRootFilesystem: &yes,
+			Capabilities: &corev1.Capabilities{Drop: []corev1.Capability{"ALL"}},
 		}
 	}
 	sleeps := func(p *corev1.Pod) {
-		p.Spec.Containers[0].Lifecycle = &corev1.Lifecycle{PreStop: &corev1.LifecycleHandler{Sleep: &corev1.SleepAction{Seconds: 4}}}
+		p.Spec.Containers[0].Lifecycle = &corev1.Lifecycle{
+			PreStop: &corev1.LifecycleHandler{Sleep: &corev1.SleepAction{Seconds: 4}}}
 	}
 	l.start(t, namespace, pod("plain", "node-2", strict), pod("sleeps", "node-2", strict, sleeps))
 	before := l.waited(t, "node-2")
@@ -137,7 +143,8 @@ func (l *lab) metrics(t *testing.T, node, name string) string {
 // tryMetrics is metrics, or nothing if the agent does not answer.
 func (l *lab) tryMetrics(node, name string) string {
 	m := l.set.Machines[slices.IndexFunc(l.set.Machines, func(m *machine.Machine) bool { return m.Name == node })]
-	client := &http.Client{Transport: &http.Transport{DialContext: m.Dial, DisableKeepAlives: true}, Timeout: 10 * time.Second}
+	client := &http.Client{Transport: &http.Transport{DialContext: m.Dial, DisableKeepAlives: true},
+		Timeout: 10 * time.Second}
 	response, err := client.Get(fmt.Sprintf("http://%s:9101/metrics", m.Address))
 	if err != nil {
 		return ""
@@ -171,7 +178,8 @@ func (l *lab) waited(t *testing.T, node string) float64 {
 	return sum
 }
 
-// A container that fails its liveness probe is broken: to restart it must not take 2 s more than without the barrier.
+// A container that fails its liveness probe is broken: to restart it must not take 2 s more than
+// without the barrier.
 func (l *lab) testLivenessRestart(t *testing.T) {
 	fails := func(p *corev1.Pod) {
 		p.Spec.Containers[0].LivenessProbe = &corev1.Probe{
@@ -181,11 +189,13 @@ func (l *lab) testLivenessRestart(t *testing.T) {
 	}
 	took := map[string]time.Duration{}
 	for _, namespace := range []string{"unprotected", "lameduck"} {
-		events, err := l.kube.CoreV1().Events(namespace).Watch(t.Context(), metav1.ListOptions{FieldSelector: "involvedObject.name=lively"})
+		events, err := l.kube.CoreV1().Events(namespace).Watch(t.Context(),
+			metav1.ListOptions{FieldSelector: "involvedObject.name=lively"})
 		if err != nil {
 			t.Fatal(err)
 		}
-		if _, err := l.kube.CoreV1().Pods(namespace).Create(t.Context(), pod("lively", "node-2", fails), metav1.CreateOptions{}); err != nil {
+		if _, err := l.kube.CoreV1().Pods(namespace).Create(t.Context(), pod("lively", "node-2", fails),
+			metav1.CreateOptions{}); err != nil {
 			t.Fatal(err)
 		}
 		var killing time.Time
@@ -212,22 +222,24 @@ func (l *lab) testLivenessRestart(t *testing.T) {
 		took[namespace] = time.Since(killing)
 		l.kubectl(t, "delete", "pod", "-n", namespace, "lively", "--grace-period=1")
 	}
-	t.Logf("restarted after %.1f s, unprotected after %.1f s", took["lameduck"].Seconds(), took["unprotected"].Seconds())
+	t.Logf("restarted after %.1f s, unprotected after %.1f s", took["lameduck"].Seconds(),
+		took["unprotected"].Seconds())
 	// The kubelet looks once a second.
 	if more := took["lameduck"] - took["unprotected"]; more > 3*time.Second {
 		t.Errorf("the restart took %s more than without the barrier, want 2s at most", more)
 	}
 }
 
-// An agent that is frozen, not gone, is the worst for a hook of kind httpGet, for which kubelets have no timeout: it takes the whole grace
-// period. One of kind exec ends at its bound.
+// An agent that is frozen, not gone, is the worst for a hook of kind httpGet, for which kubelets
+// have no timeout: it takes the whole grace period. One of kind exec ends at its bound.
 func (l *lab) testFrozenAgent(t *testing.T) {
 	short := func(p *corev1.Pod) {
 		p.Spec.TerminationGracePeriodSeconds = new(int64)
 		*p.Spec.TerminationGracePeriodSeconds = 5
 	}
 	hooked := func(p *corev1.Pod) {
-		p.Spec.Containers[0].Lifecycle = &corev1.Lifecycle{PreStop: &corev1.LifecycleHandler{Sleep: &corev1.SleepAction{Seconds: 1}}}
+		p.Spec.Containers[0].Lifecycle = &corev1.Lifecycle{
+			PreStop: &corev1.LifecycleHandler{Sleep: &corev1.SleepAction{Seconds: 1}}}
 	}
 	l.start(t, "lameduck", pod("by-http", "node-2", short), pod("by-exec", "node-2", short, hooked))
 	l.signalAgent(t, 1, syscall.SIGSTOP)
@@ -243,12 +255,14 @@ func (l *lab) testFrozenAgent(t *testing.T) {
 	var exec time.Duration
 	go func() {
 		began := time.Now()
-		_, err := l.Kubectl(context.WithoutCancel(t.Context()), "delete", "pod", "-n", "lameduck", "by-http", "--timeout=80s")
+		_, err := l.Kubectl(context.WithoutCancel(t.Context()), "delete", "pod", "-n", "lameduck", "by-http",
+			"--timeout=80s")
 		took <- fmt.Sprintf("by httpGet %.1f s (%v)", time.Since(began).Seconds(), err)
 	}()
 	exec = l.remove(t, "lameduck", "by-exec", 80*time.Second)
 	t.Logf("with the node's agent frozen: by exec %.1f s, %s", exec.Seconds(), <-took)
-	// Its bound, what its own hook takes, and the hold of the deletion, for which the agent counts as away.
+	// Its bound, what its own hook takes, and the hold of the deletion, for which the agent counts
+	// as away.
 	if exec > 50*time.Second {
 		t.Errorf("by exec the pod was gone after %s, want its bound of 30s and some", exec)
 	}
@@ -264,7 +278,8 @@ func (l *lab) signalAgent(t *testing.T, i int, s syscall.Signal) {
 	}
 }
 
-// With Lameduck installed and no agent at all Kubernetes behaves as without it: deletions take as long, within 5 %.
+// With Lameduck installed and no agent at all Kubernetes behaves as without it: deletions take as
+// long, within 5 %.
 func (l *lab) testNoAgents(t *testing.T) {
 	l.kubectl(t, "delete", "daemonset", "-n", agents, "lameduck-node")
 	l.kubectl(t, "delete", "deployment", "-n", gateway, "gateway")
@@ -297,13 +312,16 @@ func (l *lab) testNoAgents(t *testing.T) {
 		slices.Sort(all)
 	}
 	without, with := took["unprotected"][many/2], took["lameduck"][many/2]
-	t.Logf("medians of %d deletions: %.3f s without Lameduck, %.3f s with it and without agents; %v, %v", many, without.Seconds(), with.Seconds(), took["unprotected"], took["lameduck"])
+	t.Logf("medians of %d deletions: %.3f s without Lameduck, %.3f s with it and without agents; %v, %v", many,
+		without.Seconds(), with.Seconds(), took["unprotected"], took["lameduck"])
 	if float64(with) > 1.05*float64(without) {
-		t.Errorf("a deletion took %s with Lameduck and without agents, without Lameduck %s: want 5 %% more at most", with, without)
+		t.Errorf("a deletion took %s with Lameduck and without agents, without Lameduck %s: want 5 %% more at most",
+			with, without)
 	}
 }
 
-// configure has coordinators start anew with more keys of barrier, the last section of their configuration.
+// configure has coordinators start anew with more keys of barrier, the last section of their
+// configuration.
 func (l *lab) configure(t *testing.T, more string) {
 	t.Helper()
 	for _, o := range l.manifests(t) {
@@ -313,7 +331,8 @@ func (l *lab) configure(t *testing.T, more string) {
 		}
 	}
 	l.kubectl(t, "rollout", "restart", "-n", system, "deployment", "-l", "app.kubernetes.io/component=webhook")
-	l.kubectl(t, "rollout", "status", "-n", system, "deployment", "-l", "app.kubernetes.io/component=webhook", "--timeout=90s")
+	l.kubectl(t, "rollout", "status", "-n", system, "deployment", "-l", "app.kubernetes.io/component=webhook",
+		"--timeout=90s")
 }
 
 // passed is what a coordinator has written when it let a pod go.
@@ -334,21 +353,25 @@ type passed struct {
 	Lost      []string `json:"lost"`
 }
 
-// passed returns what coordinators have written of pods whose names, with the namespace, begin like this.
+// passed returns what coordinators have written of pods whose names, with the namespace, begin like
+// this.
 func (l *lab) passed(t *testing.T, since time.Time, prefix string) ([]passed, error) {
 	t.Helper()
-	out, err := l.Kubectl(t.Context(), "logs", "-n", system, "-l", "app.kubernetes.io/component=webhook", "--tail=-1", "--since-time="+since.Add(-time.Second).Format(time.RFC3339))
+	out, err := l.Kubectl(t.Context(), "logs", "-n", system, "-l", "app.kubernetes.io/component=webhook", "--tail=-1",
+		"--since-time="+since.Add(-time.Second).Format(time.RFC3339))
 	var all []passed
 	for line := range strings.Lines(out) {
 		var one passed
-		if json.Unmarshal([]byte(line), &one) == nil && one.Msg == "barrier passed" && strings.HasPrefix(one.Pod, prefix) {
+		if json.Unmarshal([]byte(line), &one) == nil && one.Msg == "barrier passed" &&
+			strings.HasPrefix(one.Pod, prefix) {
 			all = append(all, one)
 		}
 	}
 	return all, err
 }
 
-// replace starts a pod on each node, deletes all at once, and returns what coordinators wrote of them.
+// replace starts a pod on each node, deletes all at once, and returns what coordinators wrote of
+// them.
 func (l *lab) replace(t *testing.T, namespace, name string) []passed {
 	t.Helper()
 	var pods []*corev1.Pod
@@ -370,21 +393,23 @@ func (l *lab) replace(t *testing.T, namespace, name string) []passed {
 	return all
 }
 
-// In clusters that are too large to ask every node a sample is asked, and the others get the time that was seen to be enough; or the pod's own
-// node alone is. Here three nodes are too many.
+// In clusters that are too large to ask every node a sample is asked, and the others get the time
+// that was seen to be enough; or the pod's own node alone is. Here three nodes are too many.
 func (l *lab) testScopes(t *testing.T) {
 	const namespace = "scopes"
 	l.namespace(t, namespace, map[string]string{"lameduck.io/barrier": "enabled"})
 	check := func(what string, all []passed, least, most int, stated bool) {
 		t.Helper()
 		for _, one := range all {
-			t.Logf("%s: pod %s: %d agents owed, %.2f s stated, reason %s", what, one.Pod, one.Owed, one.Stated, one.Reason)
+			t.Logf("%s: pod %s: %d agents owed, %.2f s stated, reason %s", what, one.Pod, one.Owed, one.Stated,
+				one.Reason)
 			if one.Owed < least || one.Owed > most || (one.Stated > 0) != stated || one.Reason != "Acknowledged" {
 				t.Errorf("%s: want %d to %d agents, a stated wait %t, and Acknowledged", what, least, most, stated)
 			}
 		}
 	}
-	// Each replica learns by itself, and which one is asked follows from the pod's UID: one is left.
+	// Each replica learns by itself, and which one is asked follows from the pod's UID: one is
+	// left.
 	l.kubectl(t, "scale", "-n", system, "deployment/lameduck-webhook-1", "--replicas=0")
 	l.configure(t, "  ask: quorum\n  sampling: {size: 1, learnFrom: 9}\n")
 	check("quorum, nothing learnt yet", l.replace(t, namespace, "first"), 3, 3, false)

@@ -42,7 +42,8 @@ func modes() []mode {
 	return []mode{
 		{unprotected, work{Namespace: "unprotected", Kind: "Deployment", Replicas: replicas}, outside},
 		{sleeping, work{Namespace: "sleeping", Kind: "Deployment", Replicas: replicas, Sleep: 5}, outside},
-		{lameduck, work{Namespace: "lameduck", Kind: "Deployment", Replicas: replicas}, map[string]string{"lameduck.io/barrier": "enabled"}},
+		{lameduck, work{Namespace: "lameduck", Kind: "Deployment", Replicas: replicas},
+			map[string]string{"lameduck.io/barrier": "enabled"}},
 	}
 }
 
@@ -93,15 +94,20 @@ func each(ctx context.Context, l *lab, args func(app string) []string) error {
 	return nil
 }
 
-// restart changes the template of an app, as kubectl rollout restart does, and faster than that starts.
+// restart changes the template of an app, as kubectl rollout restart does, and faster than that
+// starts.
 func restart(ctx context.Context, l *lab, w work) error {
-	patch := fmt.Appendf(nil, `{"spec":{"template":{"metadata":{"annotations":{"kubectl.kubernetes.io/restartedAt":%q}}}}}`, time.Now().Format(time.RFC3339Nano))
+	patch := fmt.Appendf(nil,
+		`{"spec":{"template":{"metadata":{"annotations":{"kubectl.kubernetes.io/restartedAt":%q}}}}}`,
+		time.Now().Format(time.RFC3339Nano))
 	for _, app := range apps {
 		var err error
 		if w.Kind == "StatefulSet" {
-			_, err = l.kube.AppsV1().StatefulSets(w.Namespace).Patch(ctx, app, types.StrategicMergePatchType, patch, metav1.PatchOptions{})
+			_, err = l.kube.AppsV1().StatefulSets(w.Namespace).Patch(ctx, app, types.StrategicMergePatchType, patch,
+				metav1.PatchOptions{})
 		} else {
-			_, err = l.kube.AppsV1().Deployments(w.Namespace).Patch(ctx, app, types.StrategicMergePatchType, patch, metav1.PatchOptions{})
+			_, err = l.kube.AppsV1().Deployments(w.Namespace).Patch(ctx, app, types.StrategicMergePatchType, patch,
+				metav1.PatchOptions{})
 		}
 		if err != nil {
 			return err
@@ -126,7 +132,8 @@ func scenarios() []scenario {
 			name: "node drain", spread: true, limit: 90 * time.Second,
 			old: func(p *corev1.Pod) bool { return p.Spec.NodeName == "node-3" },
 			cause: func(ctx context.Context, l *lab, w work) error {
-				_, err := l.Kubectl(ctx, "drain", "node-3", "--ignore-daemonsets", "--delete-emptydir-data", "--pod-selector=app in (exit,graceful)", "--timeout=90s")
+				_, err := l.Kubectl(ctx, "drain", "node-3", "--ignore-daemonsets", "--delete-emptydir-data",
+					"--pod-selector=app in (exit,graceful)", "--timeout=90s")
 				return err
 			},
 			after: func(ctx context.Context, l *lab) error {
@@ -134,7 +141,8 @@ func scenarios() []scenario {
 				return err
 			},
 		},
-		{name: "StatefulSet update", kind: "StatefulSet", replicas: half, old: everyPod, cause: restart, limit: 2 * time.Minute},
+		{name: "StatefulSet update", kind: "StatefulSet", replicas: half, old: everyPod, cause: restart,
+			limit: 2 * time.Minute},
 	}
 }
 
@@ -170,7 +178,8 @@ func (l *lab) measure(t *testing.T, s scenario, m mode, how traffic, address fun
 	when, err := l.gone(t, w.Namespace, old, s.left, s.limit)
 	if worked >= 0 {
 		if now := l.agentsWorked(m); now >= 0 {
-			t.Logf("%s, %s, %s: the node agents took %.2f of a core, all together", s.name, m.name, how, (now-worked)/time.Since(began).Seconds())
+			t.Logf("%s, %s, %s: the node agents took %.2f of a core, all together", s.name, m.name, how,
+				(now-worked)/time.Since(began).Seconds())
 		}
 	}
 	if err != nil {
@@ -192,7 +201,8 @@ func (l *lab) measure(t *testing.T, s scenario, m mode, how traffic, address fun
 		t.Logf("%s, %s, %s, %s: %.1f s, %s", s.name, m.name, how, app, r.Seconds, c)
 		if m.name == lameduck {
 			for _, f := range c.first {
-				t.Logf("  %s after %.0f ms, at %s, from %s: %s", f.Kind, f.TookMillis, f.Due.Format("15:04:05.000"), f.Source, f.Error)
+				t.Logf("  %s after %.0f ms, at %s, from %s: %s", f.Kind, f.TookMillis, f.Due.Format("15:04:05.000"),
+					f.Source, f.Error)
 			}
 		}
 		if m.name == lameduck && c.failed > 0 {
@@ -211,7 +221,8 @@ func (l *lab) measure(t *testing.T, s scenario, m mode, how traffic, address fun
 	return rows
 }
 
-// agentsWorked returns the seconds for which CPUs have worked for the node agents, or -1 if Lameduck is not compared or an agent cannot be asked.
+// agentsWorked returns the seconds for which CPUs have worked for the node agents, or -1 if
+// Lameduck is not compared or an agent cannot be asked.
 func (l *lab) agentsWorked(m mode) float64 {
 	if m.name != lameduck {
 		return -1
@@ -219,7 +230,8 @@ func (l *lab) agentsWorked(m mode) float64 {
 	var sum float64
 	for _, node := range l.set.Machines {
 		var one float64
-		if _, err := fmt.Sscanf(l.tryMetrics(node.Name, "process_cpu_seconds_total"), "process_cpu_seconds_total %g", &one); err != nil {
+		if _, err := fmt.Sscanf(l.tryMetrics(node.Name, "process_cpu_seconds_total"), "process_cpu_seconds_total %g",
+			&one); err != nil {
 			return -1
 		}
 		sum += one
@@ -227,7 +239,8 @@ func (l *lab) agentsWorked(m mode) float64 {
 	return sum
 }
 
-// Everything that three nodes with Lameduck are good for, in one start of them. What takes parts of Lameduck away comes last.
+// Everything that three nodes with Lameduck are good for, in one start of them. What takes parts of
+// Lameduck away comes last.
 func TestNodes(t *testing.T) {
 	l := newLab(t, 3, machine.Options{})
 	var namespaces []string
@@ -296,7 +309,8 @@ func (l *lab) tellWaits(t *testing.T) {
 	for _, m := range l.set.Machines {
 		var some strings.Builder
 		for line := range strings.Lines(l.metrics(t, m.Name, "lameduck_")) {
-			if (strings.HasPrefix(line, "lameduck_barrier_") || strings.HasPrefix(line, "lameduck_propagation_")) && !strings.HasSuffix(line, " 0\n") {
+			if (strings.HasPrefix(line, "lameduck_barrier_") || strings.HasPrefix(line, "lameduck_propagation_")) &&
+				!strings.HasSuffix(line, " 0\n") {
 				some.WriteString(line)
 			}
 		}
@@ -311,7 +325,8 @@ func table(t *testing.T, rows []row) {
 	w := tabwriter.NewWriter(&text, 0, 0, 2, ' ', 0)
 	fmt.Fprintln(w, "scenario\ttraffic\tapp\tmode\trequests\tfailed\tseconds")
 	for _, g := range groups(rows) {
-		fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%d\t%d\t%.1f\n", g[0].Scenario, g[0].Traffic, g[0].App, g[0].Mode, total(g).Requests, total(g).Failed, median(g))
+		fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%d\t%d\t%.1f\n", g[0].Scenario, g[0].Traffic, g[0].App, g[0].Mode,
+			total(g).Requests, total(g).Failed, median(g))
 	}
 	w.Flush()
 	t.Log("\n" + text.String())
@@ -352,8 +367,8 @@ func median(g []row) float64 {
 	return all[len(all)/2]
 }
 
-// barrierBound is how long a hook may last, in seconds. syncTime is how long kube-proxy takes to write its rules, and keptMost how long
-// connections that clients keep are waited for.
+// barrierBound is how long a hook may last, in seconds. syncTime is how long kube-proxy takes to
+// write its rules, and keptMost how long connections that clients keep are waited for.
 const (
 	barrierBound = 30.0
 	syncTime     = 1.0
@@ -379,28 +394,33 @@ func promises(t *testing.T, rows []row) {
 		case sum.Failed > sum.connections:
 			t.Errorf("%s: %d requests failed on %d connections, want one each at most", at, sum.Failed, sum.connections)
 		}
-		// How long it takes is a goal, and reported as missed where it is: clients, control plane and three nodes share a computer. That no wait runs to
-		// its bound, or beyond where a node is cut off, is a promise.
+		// How long it takes is a goal, and reported as missed where it is: clients, control plane
+		// and three nodes share a computer. That no wait runs to its bound, or beyond where a node
+		// is cut off, is a promise.
 		goal := func(than string, most float64) {
 			verdict := "pass"
 			if median(g) > most {
 				verdict = "MISS"
 			}
-			t.Logf("goal: %s: %.1f s until the last old pod was gone, at most %.1f s, %s: %s", at, median(g), most, than, verdict)
+			t.Logf("goal: %s: %.1f s until the last old pod was gone, at most %.1f s, %s: %s", at, median(g), most,
+				than, verdict)
 			if stuck := most + barrierBound; median(g) > stuck {
 				t.Errorf("%s: %.1f s until the last old pod was gone, want %.1f s at most", at, median(g), stuck)
 			}
 		}
 		for _, other := range all {
 			// The node that is cut off is not measured twice.
-			if other[0].Scenario != sum.Scenario || other[0].App != sum.App || other[0].Traffic != sum.Traffic && sum.Scenario != cutOff {
+			if other[0].Scenario != sum.Scenario || other[0].App != sum.App || other[0].Traffic != sum.Traffic &&
+				sum.Scenario != cutOff {
 				continue
 			}
 			switch {
 			case other[0].Mode == unprotected && sum.Scenario == cutOff:
-				goal("unprotected and the bound of the first that go", 1.25*median(other)+barrierBound) // then the node is known not to be ready
+				// then the node is known not to be ready
+				goal("unprotected and the bound of the first that go", 1.25*median(other)+barrierBound)
 			case other[0].Mode == unprotected:
-				goal("unprotected, a sync of kube-proxy and 1 s in each wave", median(other)+(syncTime+keptMost)*waves(sum.Scenario))
+				goal("unprotected, a sync of kube-proxy and 1 s in each wave",
+					median(other)+(syncTime+keptMost)*waves(sum.Scenario))
 			case other[0].Mode == sleeping && sum.Scenario != cutOff:
 				goal(sleeping, median(other))
 			}
@@ -408,7 +428,8 @@ func promises(t *testing.T, rows []row) {
 	}
 }
 
-// waves is how many pods of an app go one after the other, each of which waits for kube-proxy and for its connections.
+// waves is how many pods of an app go one after the other, each of which waits for kube-proxy and
+// for its connections.
 func waves(scenario string) float64 {
 	if scenario == "StatefulSet update" {
 		return 3
@@ -419,8 +440,8 @@ func waves(scenario string) float64 {
 // cutOff is a rolling update on two nodes while the third is cut off.
 const cutOff = "node cut off"
 
-// measureCut cuts node-3 off and updates apps that have no pods there. Its agent owes until the API server says that its node is not ready, or
-// until the deadline.
+// measureCut cuts node-3 off and updates apps that have no pods there. Its agent owes until the API
+// server says that its node is not ready, or until the deadline.
 func (l *lab) measureCut(t *testing.T, all []mode, haproxy string) []row {
 	t.Helper()
 	var rows []row
@@ -462,8 +483,9 @@ func (l *lab) measureCut(t *testing.T, all []mode, haproxy string) []row {
 	return rows
 }
 
-// checkCut looks at how the barriers ended while a node is cut off: none after its bound, and each names the agent of that node: as the one
-// it waited for, or, once the API server says that the node is not ready, as one that is away.
+// checkCut looks at how the barriers ended while a node is cut off: none after its bound, and each
+// names the agent of that node: as the one it waited for, or, once the API server says that the
+// node is not ready, as one that is away.
 func (l *lab) checkCut(t *testing.T, namespace, name string, cut time.Time) {
 	t.Helper()
 	node, err := l.kube.CoreV1().Nodes().Get(t.Context(), name, metav1.GetOptions{})
@@ -473,7 +495,8 @@ func (l *lab) checkCut(t *testing.T, namespace, name string, cut time.Time) {
 	known := !slices.ContainsFunc(node.Status.Conditions, func(c corev1.NodeCondition) bool {
 		return c.Type == corev1.NodeReady && c.Status == corev1.ConditionTrue
 	})
-	pods, err := l.kube.CoreV1().Pods(agents).List(t.Context(), metav1.ListOptions{FieldSelector: "spec.nodeName=" + name})
+	pods, err := l.kube.CoreV1().Pods(agents).List(t.Context(),
+		metav1.ListOptions{FieldSelector: "spec.nodeName=" + name})
 	if err != nil || len(pods.Items) != 1 {
 		t.Fatalf("agents of %s: %v, %v", name, pods, err)
 	}
@@ -494,10 +517,12 @@ func (l *lab) checkCut(t *testing.T, namespace, name string, cut time.Time) {
 		}
 		said := slices.Concat(one.Waiting, one.Suspended, one.Away, one.Lost)
 		if !slices.ContainsFunc(said, func(who string) bool { return strings.Contains(who, pods.Items[0].Name) }) {
-			t.Errorf("the barrier of pod %s ended (%s) and names %v, not the agent of %s", one.Pod, one.Reason, said, name)
+			t.Errorf("the barrier of pod %s ended (%s) and names %v, not the agent of %s", one.Pod, one.Reason, said,
+				name)
 		}
 	}
-	t.Logf("%d of %d barriers ended at their bound; the API server knows that %s is not ready: %t", waited, len(all), name, known)
+	t.Logf("%d of %d barriers ended at their bound; the API server knows that %s is not ready: %t", waited, len(all),
+		name, known)
 	if waited == 0 && !known {
 		t.Errorf("no barrier has waited for the agent of %s, which counts as ready", name)
 	}

@@ -74,7 +74,8 @@ func (l *lab) startTimeline(t *testing.T, namespace string) *timeline {
 			say("ready", isReady(p))
 			say("terminating", p.DeletionTimestamp != nil)
 			say("not ready", p.DeletionTimestamp != nil && !isReady(p))
-			say("ended", p.DeletionTimestamp != nil && len(p.Status.ContainerStatuses) > 0 && p.Status.ContainerStatuses[0].State.Terminated != nil)
+			say("ended", p.DeletionTimestamp != nil && len(p.Status.ContainerStatuses) > 0 &&
+				p.Status.ContainerStatuses[0].State.Terminated != nil)
 			say("gone", event.Type == "DELETED")
 		}
 	})
@@ -96,9 +97,11 @@ func (l *lab) tell(t *testing.T, line *timeline, since time.Time) {
 	}
 	line.done()
 	for _, of := range [][]string{
-		{system, "app.kubernetes.io/component=webhook"}, {agents, "app.kubernetes.io/component=node"}, {gateway, "app=gateway"},
+		{system, "app.kubernetes.io/component=webhook"}, {agents, "app.kubernetes.io/component=node"},
+		{gateway, "app=gateway"},
 	} {
-		out, err := l.Kubectl(t.Context(), "logs", "-n", of[0], "-l", of[1], "-c", map[string]string{gateway: "agent"}[of[0]], "--tail=-1", "--since-time="+since.Format(time.RFC3339))
+		out, err := l.Kubectl(t.Context(), "logs", "-n", of[0], "-l", of[1], "-c",
+			map[string]string{gateway: "agent"}[of[0]], "--tail=-1", "--since-time="+since.Format(time.RFC3339))
 		if err != nil {
 			t.Log(err)
 		}

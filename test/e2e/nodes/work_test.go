@@ -75,14 +75,16 @@ func (l *lab) deploy(t *testing.T, w work) {
 			other = l.kube.AppsV1().Deployments(w.Namespace).Delete
 		}
 		background := metav1.DeletePropagationBackground
-		if err := other(t.Context(), app, metav1.DeleteOptions{PropagationPolicy: &background}); err != nil && !apierrors.IsNotFound(err) {
+		if err := other(t.Context(), app, metav1.DeleteOptions{PropagationPolicy: &background}); err != nil &&
+			!apierrors.IsNotFound(err) {
 			t.Fatal(err)
 		}
 	}
 	l.settled(t, w)
 }
 
-// settled waits until as many pods as there should be are ready, none else is left, and the nodes' rules had time to follow.
+// settled waits until as many pods as there should be are ready, none else is left, and the nodes'
+// rules had time to follow.
 func (l *lab) settled(t *testing.T, w work) {
 	t.Helper()
 	l.until(t, "the pods of "+w.Namespace, func() error {
@@ -109,7 +111,8 @@ func isReady(p *corev1.Pod) bool {
 	})
 }
 
-// addGateway installs HAProxy and its agent, for the apps of the namespaces. The frontend of app j of namespace i listens on 8000 + 10i + j.
+// addGateway installs HAProxy and its agent, for the apps of the namespaces. The frontend of app j
+// of namespace i listens on 8000 + 10i + j.
 func (l *lab) addGateway(t *testing.T, namespaces []string) {
 	t.Helper()
 	type backend struct {
@@ -188,7 +191,8 @@ func (l *lab) startClients(t *testing.T, namespace, app, haproxy string, how tra
 	if err != nil {
 		t.Fatal(err)
 	}
-	// Clients that keep connections are several on each way, or they would keep one or two and meet one pod.
+	// Clients that keep connections are several on each way, or they would keep one or two and meet
+	// one pod.
 	rate, many := 50.0, 1
 	if how == keptAlive {
 		rate, many = 8, 6
@@ -202,7 +206,8 @@ func (l *lab) startClients(t *testing.T, namespace, app, haproxy string, how tra
 		for j := range many {
 			source := (i*many + j) % len(l.sources)
 			one, err := load.Run(t.Context(), load.Options{
-				Target: target, Rate: rate, Timeout: 5 * time.Second, KeepAlive: how == keptAlive, DropClosed: true, WantBody: []byte("ok\n"),
+				Target: target, Rate: rate, Timeout: 5 * time.Second, KeepAlive: how == keptAlive, DropClosed: true,
+				WantBody:    []byte("ok\n"),
 				SourceAddrs: slices.Concat(l.sources[source:], l.sources[:source]),
 			})
 			if err != nil {
@@ -264,7 +269,8 @@ func (l *lab) unlisted(t *testing.T, namespace string, addresses ...string) {
 		}
 		for _, s := range lists.Items {
 			for _, e := range s.Endpoints {
-				if slices.ContainsFunc(e.Addresses, func(a string) bool { return slices.Contains(addresses, a) }) && e.Conditions.Ready != nil && *e.Conditions.Ready {
+				if slices.ContainsFunc(e.Addresses, func(a string) bool { return slices.Contains(addresses, a) }) &&
+					e.Conditions.Ready != nil && *e.Conditions.Ready {
 					return fmt.Errorf("%v is listed as ready", e.Addresses)
 				}
 			}
@@ -289,8 +295,9 @@ func (l *lab) pods(t *testing.T, namespace string, keep func(*corev1.Pod) bool) 
 	return all
 }
 
-// age waits until every pod has been ready for as long as kernels are given to hear of it. Younger ones may wait for the rest of that time (decision 24), as the
-// pods of a test do that makes them a moment before, and hardly any others.
+// age waits until every pod has been ready for as long as kernels are given to hear of it. Younger
+// ones may wait for the rest of that time (decision 24), as the pods of a test do that makes them a
+// moment before, and hardly any others.
 func (l *lab) age(t *testing.T, namespace string) {
 	t.Helper()
 	list, err := l.kube.CoreV1().Pods(namespace).List(t.Context(), metav1.ListOptions{})
@@ -308,8 +315,10 @@ func (l *lab) age(t *testing.T, namespace string) {
 	time.Sleep(time.Until(youngest.Add(endpoints.Linger + time.Second))) // conditions have whole seconds
 }
 
-// gone waits until at most left of the pods of each app are there any more, and returns when that was.
-func (l *lab) gone(t *testing.T, namespace string, old map[string][]types.UID, left int, limit time.Duration) (map[string]time.Time, error) {
+// gone waits until at most left of the pods of each app are there any more, and returns when that
+// was.
+func (l *lab) gone(t *testing.T, namespace string, old map[string][]types.UID, left int,
+	limit time.Duration) (map[string]time.Time, error) {
 	t.Helper()
 	when := map[string]time.Time{}
 	for end := time.Now().Add(limit); ; time.Sleep(30 * time.Millisecond) {

@@ -22,14 +22,16 @@ import (
 	"github.com/lameduck-io/lameduck/test/cluster"
 )
 
-// charted renders the chart by Helm's own engine: what is installed, and the hooks, which prove that it works.
+// charted renders the chart by Helm's own engine: what is installed, and the hooks, which prove
+// that it works.
 func charted(t *testing.T, values map[string]any) (objects, hooks string) {
 	t.Helper()
 	chart, err := loader.Load(filepath.Join(repository, "charts", "lameduck"))
 	if err != nil {
 		t.Fatal(err)
 	}
-	all, err := util.ToRenderValues(chart, values, common.ReleaseOptions{Name: "lameduck", Namespace: "lameduck-system", IsInstall: true}, nil)
+	all, err := util.ToRenderValues(chart, values,
+		common.ReleaseOptions{Name: "lameduck", Namespace: "lameduck-system", IsInstall: true}, nil)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -49,8 +51,10 @@ func charted(t *testing.T, values map[string]any) (objects, hooks string) {
 	return objects, hooks
 }
 
-// The chart on a real cluster, with certificate, secret and CA brought along by the commands of operations.md: coordinators are asked, and node agents
-// trust them, though nobody has told an agent where the CA is. The release is applied by kubectl: of Helm it is the engine that is here, not the installer.
+// The chart on a real cluster, with certificate, secret and CA brought along by the commands of
+// operations.md: coordinators are asked, and node agents trust them, though nobody has told an
+// agent where the CA is. The release is applied by kubectl: of Helm it is the engine that is here,
+// not the installer.
 func (l *lab) testOwnCertificates(t *testing.T) {
 	// Where operators make their certificate, and have the repository.
 	dir := t.TempDir()
@@ -74,7 +78,8 @@ func (l *lab) testOwnCertificates(t *testing.T) {
 	}
 	in := "cd " + dir + "\n"
 	l.sh(t, in+blocks[0])
-	objects, hooks := charted(t, map[string]any{"certificates": "own", "createNamespace": true, "barrier": map[string]any{"enabled": true}})
+	objects, hooks := charted(t, map[string]any{"certificates": "own", "createNamespace": true,
+		"barrier": map[string]any{"enabled": true}})
 	for name, text := range map[string]string{"lameduck.yaml": objects, "check.yaml": hooks} {
 		if err := os.WriteFile(filepath.Join(dir, name), []byte(text), 0o600); err != nil {
 			t.Fatal(err)
@@ -88,19 +93,23 @@ kubectl -n lameduck-node rollout status daemonset/lameduck-node --timeout=120s
 kubectl apply -f check.yaml
 kubectl -n lameduck-system wait --for=condition=Complete --timeout=150s job/lameduck-check`)
 	l.connected(t, 3, entries)
-	namespace := &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: "hooked", Labels: map[string]string{"lameduck.io/barrier": "enabled"}}}
+	namespace := &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: "hooked",
+		Labels: map[string]string{"lameduck.io/barrier": "enabled"}}}
 	if _, err := l.kube.CoreV1().Namespaces().Create(t.Context(), namespace, metav1.CreateOptions{}); err != nil {
 		t.Fatal(err)
 	}
-	pod := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Name: "new"}, Spec: corev1.PodSpec{Containers: []corev1.Container{{Name: "web", Image: "haproxy:2.6"}}}}
+	pod := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Name: "new"},
+		Spec: corev1.PodSpec{Containers: []corev1.Container{{Name: "web", Image: "haproxy:2.6"}}}}
 	l.until(t, "a new pod gets the hook", time.Minute, func() error {
-		got, err := l.kube.CoreV1().Pods(namespace.Name).Create(t.Context(), pod, metav1.CreateOptions{DryRun: []string{metav1.DryRunAll}})
+		got, err := l.kube.CoreV1().Pods(namespace.Name).Create(t.Context(), pod,
+			metav1.CreateOptions{DryRun: []string{metav1.DryRunAll}})
 		if err == nil && got.Annotations["lameduck.io/barrier-id"] == "" {
 			err = errors.New("it has none")
 		}
 		return err
 	})
-	if out := l.sh(t, "kubectl -n lameduck-system get events --field-selector=reason=Failed,involvedObject.name=lameduck-check -o name"); strings.TrimSpace(out) != "" {
+	if out := l.sh(t, "kubectl -n lameduck-system get events "+
+		"--field-selector=reason=Failed,involvedObject.name=lameduck-check -o name"); strings.TrimSpace(out) != "" {
 		t.Errorf("the check: %s", out)
 	}
 	l.sh(t, in+`kubectl delete validatingwebhookconfiguration,mutatingwebhookconfiguration lameduck --ignore-not-found

@@ -34,7 +34,8 @@ func TestMain(m *testing.M) { cluster.MainAsRoot(m) }
 // shop is the namespace of the quick start's application.
 const shop = "shop"
 
-// auditPolicy has the API server write down what the ServiceAccounts of Lameduck and its agents ask for.
+// auditPolicy has the API server write down what the ServiceAccounts of Lameduck and its agents ask
+// for.
 const auditPolicy = `
 apiVersion: audit.k8s.io/v1
 kind: Policy
@@ -57,7 +58,8 @@ type lab struct {
 }
 
 // names of images of the repository, by the program in them.
-var names = map[string]string{"webhook": "docker.io/lameduck/webhook", "agent": "docker.io/lameduck/agent", "lameduck-wait": "docker.io/lameduck/lameduck-wait"}
+var names = map[string]string{"webhook": "docker.io/lameduck/webhook", "agent": "docker.io/lameduck/agent",
+	"lameduck-wait": "docker.io/lameduck/lameduck-wait"}
 
 // images are those of the programs in a folder, with a tag.
 func images(bin, tag string) []machine.Image {
@@ -89,7 +91,8 @@ func newLab(t *testing.T) *lab {
 	began := time.Now()
 	l.Cluster = cluster.New(t, options)
 	// As the image of that name has it, the program is in a folder of the PATH.
-	proxy := machine.Image{Name: "docker.io/library/haproxy:2.6", Program: haproxy, Libraries: append(libraries, haproxy)}
+	proxy := machine.Image{Name: "docker.io/library/haproxy:2.6", Program: haproxy,
+		Libraries: append(libraries, haproxy)}
 	l.set = machine.New(t, l.Cluster, 3, machine.Options{Images: append(images(l.bin, "dev"), proxy)})
 	if l.kube, err = kubernetes.NewForConfig(l.Config()); err != nil {
 		t.Fatal(err)
@@ -128,10 +131,12 @@ func (l *lab) addClients(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// One address alone would come round to the ports of connections that conntrack still remembers.
+	// One address alone would come round to the ports of connections that conntrack still
+	// remembers.
 	for i := range 6 {
 		a := netip.AddrFrom4([4]byte{10, 245, 0, byte(11 + i)})
-		if err := netlink.AddrAdd(bridge, &netlink.Addr{IPNet: &net.IPNet{IP: a.AsSlice(), Mask: net.CIDRMask(24, 32)}}); err != nil {
+		if err := netlink.AddrAdd(bridge, &netlink.Addr{IPNet: &net.IPNet{IP: a.AsSlice(),
+			Mask: net.CIDRMask(24, 32)}}); err != nil {
 			t.Fatal(err)
 		}
 		l.sources = append(l.sources, a)
@@ -150,7 +155,8 @@ func (l *lab) sh(t *testing.T, script string, env ...string) string {
 	t.Helper()
 	began := time.Now()
 	out, err := l.trySh(t.Context(), script, env...)
-	t.Logf("$ %s%s(%.1f s)", strings.ReplaceAll(strings.TrimRight(script, "\n")+"\n", "\n", "\n  "), "\n"+out, time.Since(began).Seconds())
+	t.Logf("$ %s%s(%.1f s)", strings.ReplaceAll(strings.TrimRight(script, "\n")+"\n", "\n", "\n  "), "\n"+out,
+		time.Since(began).Seconds())
 	if err != nil {
 		l.explain(t)
 		t.Fatal(err)
@@ -163,7 +169,8 @@ func (l *lab) trySh(ctx context.Context, script string, env ...string) (string, 
 	defer cancel()
 	cmd := exec.CommandContext(ctx, "bash", "-euo", "pipefail", "-c", script)
 	cmd.Dir = repository
-	cmd.Env = append(os.Environ(), "KUBECONFIG="+l.Kubeconfig(), "PATH="+l.bin+":"+l.Binaries().Dir+":"+os.Getenv("PATH"))
+	cmd.Env = append(os.Environ(), "KUBECONFIG="+l.Kubeconfig(),
+		"PATH="+l.bin+":"+l.Binaries().Dir+":"+os.Getenv("PATH"))
 	cmd.Env = append(cmd.Env, env...)
 	cmd.WaitDelay = 5 * time.Second
 	out, err := cmd.CombinedOutput()
@@ -225,7 +232,8 @@ func (l *lab) startClients(t *testing.T, services ...string) *clients {
 			t.Fatal(err)
 		}
 		one, err := load.Run(t.Context(), load.Options{
-			Target: fmt.Sprintf("http://%s:80/", service.Spec.ClusterIP), Rate: 80, Timeout: 5 * time.Second, WantBody: []byte("ok\n"),
+			Target: fmt.Sprintf("http://%s:80/", service.Spec.ClusterIP), Rate: 80, Timeout: 5 * time.Second,
+			WantBody:    []byte("ok\n"),
 			SourceAddrs: slices.Concat(l.sources[3*i%6:], l.sources[:3*i%6]),
 		})
 		if err != nil {
@@ -244,10 +252,12 @@ func (c *clients) stop(t *testing.T, when string) {
 		r := one.Stop()
 		t.Logf("%s: %d of %d requests to %s failed", when, r.Failed, r.Total, c.names[i])
 		if r.Failed > 0 || r.Skipped > 0 || r.Total == 0 {
-			t.Errorf("%s: %d of %d requests to %s failed, %d were never sent: want 0", when, r.Failed, r.Total, c.names[i], r.Skipped)
+			t.Errorf("%s: %d of %d requests to %s failed, %d were never sent: want 0", when, r.Failed, r.Total,
+				c.names[i], r.Skipped)
 		}
 		for _, f := range r.Failures {
-			t.Logf("  %s after %.0f ms, at %s, from %s: %s", f.Kind, f.TookMillis, f.Due.Format("15:04:05.000"), f.Source, f.Error)
+			t.Logf("  %s after %.0f ms, at %s, from %s: %s", f.Kind, f.TookMillis, f.Due.Format("15:04:05.000"),
+				f.Source, f.Error)
 		}
 	}
 }
@@ -258,7 +268,8 @@ func (l *lab) waited(t *testing.T) map[string]float64 {
 	sum := map[string]float64{}
 	for _, m := range l.set.Machines {
 		l.until(t, "the metrics of the agent of "+m.Name, time.Minute, func() error {
-			client := &http.Client{Transport: &http.Transport{DialContext: m.Dial, DisableKeepAlives: true}, Timeout: 10 * time.Second}
+			client := &http.Client{Transport: &http.Transport{DialContext: m.Dial, DisableKeepAlives: true},
+				Timeout: 10 * time.Second}
 			response, err := client.Get(fmt.Sprintf("http://%s:9101/metrics", m.Address))
 			if err != nil {
 				return err
@@ -294,8 +305,10 @@ func (l *lab) waited(t *testing.T) map[string]float64 {
 // failedHooks are the Events of hooks that found no agent.
 func (l *lab) failedHooks(t *testing.T) string {
 	t.Helper()
-	out, err := l.Kubectl(t.Context(), "get", "events", "-A", "--field-selector=reason=FailedPreStopHook", "--no-headers", "--ignore-not-found",
-		"-o", "custom-columns=:metadata.namespace,:involvedObject.name,:metadata.name,:message") // no ages: what there is is compared with what there was
+	out, err := l.Kubectl(t.Context(), "get", "events", "-A", "--field-selector=reason=FailedPreStopHook",
+		"--no-headers", "--ignore-not-found",
+		// no ages: what there is is compared with what there was
+		"-o", "custom-columns=:metadata.namespace,:involvedObject.name,:metadata.name,:message")
 	if err != nil {
 		t.Fatal(err)
 	}

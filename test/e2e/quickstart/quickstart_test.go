@@ -23,7 +23,8 @@ func TestInstalled(t *testing.T) {
 	t.Run("Upgrade", l.testUpgrade)
 }
 
-// The quick start, from its first command to its last. What a rolling update must not lose, and uninstalling not leave, is looked at in between.
+// The quick start, from its first command to its last. What a rolling update must not lose, and
+// uninstalling not leave, is looked at in between.
 func (l *lab) testQuickStart(t *testing.T) {
 	before := l.everything(t)
 	var load *clients
@@ -63,14 +64,16 @@ func (l *lab) testQuickStart(t *testing.T) {
 			hooks := l.waited(t)
 			t.Logf("hooks before %v, after %v", hooksBefore, hooks)
 			if n := hooks["Acknowledged"] - hooksBefore["Acknowledged"]; n < 4 {
-				t.Errorf("%v hooks were answered because everybody had let go, want one for each of the 4 old pods: %v", n, hooks)
+				t.Errorf("%v hooks were answered because everybody had let go, want one for each of the 4 old pods: %v",
+					n, hooks)
 			}
 			if failed := l.failedHooks(t); failed != "" {
 				t.Errorf("hooks failed: %s", failed)
 			}
 		},
 	}
-	// Each section of the page is known here, so that none can be renamed and lose what is asserted of it.
+	// Each section of the page is known here, so that none can be renamed and lose what is asserted
+	// of it.
 	var known []string
 	for _, s := range sections(t, "quickstart.md") {
 		known = append(known, s.title)
@@ -95,7 +98,8 @@ func (l *lab) testQuickStart(t *testing.T) {
 		}
 	}
 	if len(began) > 0 || len(ended) > 0 {
-		t.Errorf("the page has the sections %q, and none of %q, %q", known, slices.Collect(maps.Keys(began)), slices.Collect(maps.Keys(ended)))
+		t.Errorf("the page has the sections %q, and none of %q, %q", known, slices.Collect(maps.Keys(began)),
+			slices.Collect(maps.Keys(ended)))
 	}
 	l.until(t, "nothing is left", time.Minute, func() error {
 		var left []string
@@ -134,7 +138,8 @@ func (l *lab) everything(t *testing.T) map[string]bool {
 		}
 		kinds = append(kinds, kind)
 	}
-	if out, err = l.Kubectl(t.Context(), "get", strings.Join(kinds, ","), "-A", "--no-headers", "-o", "custom-columns=:apiVersion,:kind,:metadata.namespace,:metadata.name"); err != nil {
+	if out, err = l.Kubectl(t.Context(), "get", strings.Join(kinds, ","), "-A", "--no-headers", "-o",
+		"custom-columns=:apiVersion,:kind,:metadata.namespace,:metadata.name"); err != nil {
 		t.Fatal(err)
 	}
 	all := map[string]bool{}
@@ -158,7 +163,8 @@ func (l *lab) deletionsAreAsBefore(t *testing.T) {
 			t.Errorf("%s: %q, %v", kind, out, err)
 		}
 	}
-	pods, err := l.kube.CoreV1().Pods(shop).List(t.Context(), metav1.ListOptions{LabelSelector: "app.kubernetes.io/name=web"})
+	pods, err := l.kube.CoreV1().Pods(shop).List(t.Context(),
+		metav1.ListOptions{LabelSelector: "app.kubernetes.io/name=web"})
 	if err != nil || len(pods.Items) == 0 {
 		t.Fatalf("pods: %v, %v", pods, err)
 	}

@@ -17,15 +17,17 @@ import (
 	"github.com/lameduck-io/lameduck/test/e2e/rights"
 )
 
-// testRights compares what the ServiceAccounts of the quick start may do with what they have done by now. What the coordinator does seldom is left to the test
-// of package install; here it must only not have been refused.
+// testRights compares what the ServiceAccounts of the quick start may do with what they have done
+// by now. What the coordinator does seldom is left to the test of package install; here it must
+// only not have been refused.
 func (l *lab) testRights(t *testing.T) {
 	t.Helper()
 	l.restartContainer(t)
 	webhook := rights.Account{Namespace: "lameduck-system", Name: "lameduck-webhook"}
 	for _, of := range []struct {
 		account rights.Account
-		// asked are rights that somebody else asks for: coordinators, whether an agent may acknowledge.
+		// asked are rights that somebody else asks for: coordinators, whether an agent may
+		// acknowledge.
 		asked []string
 	}{
 		{webhook, nil},
@@ -61,13 +63,15 @@ func (l *lab) testRights(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// A refused eviction is how the check knows: by a coordinator, and not by the lack of a right. The audit log has the same code for both.
+	// A refused eviction is how the check knows: by a coordinator, and not by the lack of a right.
+	// The audit log has the same code for both.
 	if want := []string{"create /pods/eviction"}; !slices.Equal(slices.Sorted(maps.Keys(used)), want) {
 		t.Errorf("the check used %q, %q of it refused: want %q", slices.Sorted(maps.Keys(used)), refused, want)
 	}
 }
 
-// restartContainer has a container stopped whose pod stays, so that the node's agent looks the pod up live.
+// restartContainer has a container stopped whose pod stays, so that the node's agent looks the pod
+// up live.
 func (l *lab) restartContainer(t *testing.T) {
 	t.Helper()
 	ill := &corev1.Pod{
@@ -76,9 +80,13 @@ func (l *lab) restartContainer(t *testing.T) {
 			Name: "web", Image: "haproxy:2.6", Command: []string{"haproxy", "-W", "-f", "/etc/haproxy/haproxy.cfg"},
 			VolumeMounts: []corev1.VolumeMount{{Name: "config", MountPath: "/etc/haproxy"}},
 			LivenessProbe: &corev1.Probe{
-				PeriodSeconds: 1, FailureThreshold: 1, ProbeHandler: corev1.ProbeHandler{TCPSocket: &corev1.TCPSocketAction{Port: intstr.FromInt32(9)}},
+				PeriodSeconds: 1, FailureThreshold: 1,
+				ProbeHandler: corev1.ProbeHandler{TCPSocket: &corev1.TCPSocketAction{Port: intstr.FromInt32(9)}},
 			},
-		}}, Volumes: []corev1.Volume{{Name: "config", VolumeSource: corev1.VolumeSource{ConfigMap: &corev1.ConfigMapVolumeSource{LocalObjectReference: corev1.LocalObjectReference{Name: "web"}}}}}},
+		}}, Volumes: []corev1.Volume{{Name: "config",
+			VolumeSource: corev1.VolumeSource{
+				ConfigMap: &corev1.ConfigMapVolumeSource{
+					LocalObjectReference: corev1.LocalObjectReference{Name: "web"}}}}}},
 	}
 	if _, err := l.kube.CoreV1().Pods(shop).Create(t.Context(), ill, metav1.CreateOptions{}); err != nil {
 		t.Fatal(err)

@@ -29,7 +29,8 @@ func previous() string {
 	return "HEAD~1"
 }
 
-// archive unpacks a commit of the repository. Where it is not to be had the test fails by its name: a shallow clone has no history.
+// archive unpacks a commit of the repository. Where it is not to be had the test fails by its name:
+// a shallow clone has no history.
 func archive(t *testing.T, commit string) string {
 	t.Helper()
 	dir := t.TempDir()
@@ -49,7 +50,8 @@ func archive(t *testing.T, commit string) string {
 	gitErr := git.Run()
 	tarErr := tar.Wait()
 	if gitErr != nil || tarErr != nil {
-		t.Fatalf("commit %s, to upgrade from, is not to be had: %v, %v: %s: git fetch --unshallow, or name another: UPGRADE_FROM=COMMIT", commit, gitErr, tarErr, said.String())
+		t.Fatalf("commit %s, to upgrade from, is not to be had: %v, %v: %s: git fetch --unshallow, or name another: "+
+			"UPGRADE_FROM=COMMIT", commit, gitErr, tarErr, said.String())
 	}
 	return dir
 }
@@ -66,7 +68,8 @@ func retagged(t *testing.T, tree, tag string) string {
 			err = os.Mkdir(filepath.Join(dir, folder), 0o755)
 		}
 		if err == nil {
-			err = os.WriteFile(filepath.Join(dir, folder, "kustomization.yaml"), fmt.Appendf(nil, `apiVersion: kustomize.config.k8s.io/v1beta1
+			err = os.WriteFile(filepath.Join(dir, folder, "kustomization.yaml"),
+				fmt.Appendf(nil, `apiVersion: kustomize.config.k8s.io/v1beta1
 kind: Kustomization
 resources: [%q]
 images: [{name: lameduck/webhook, newTag: %s}, {name: lameduck/agent, newTag: %s}]
@@ -79,8 +82,9 @@ images: [{name: lameduck/webhook, newTag: %s}, {name: lameduck/agent, newTag: %s
 	return dir
 }
 
-// An upgrade from the previous commit to this, and the way back, while clients send requests and rolling updates of the application follow one another. Agents and
-// coordinators of both commits speak with each other all the while.
+// An upgrade from the previous commit to this, and the way back, while clients send requests and
+// rolling updates of the application follow one another. Agents and coordinators of both commits
+// speak with each other all the while.
 func (l *lab) testUpgrade(t *testing.T) {
 	tree := archive(t, previous())
 	bin := t.TempDir()
@@ -109,12 +113,15 @@ func (l *lab) testUpgrade(t *testing.T) {
 		coordinators = 3
 		blocks := find(t, "operations.md", "Upgrade from one entry").blocks
 		if len(blocks) != 3 {
-			t.Fatalf("the page has %d blocks: want the copy of the old entry, the new ones, and the end of the old", len(blocks))
+			t.Fatalf("the page has %d blocks: want the copy of the old entry, the new ones, and the end of the old",
+				len(blocks))
 		}
 		upgrade = slices.Concat(blocks, upgrade[1:])
 		rollback = slices.Concat(blocks[:1], []string{
-			"kubectl apply -k " + old + "/base\nkubectl -n lameduck-system rollout status deployment/lameduck-webhook --timeout=180s\nsleep 5",
-			"kubectl delete validatingwebhookconfiguration lameduck-former\nkubectl -n lameduck-system delete deployment,service lameduck-webhook-0 lameduck-webhook-1",
+			"kubectl apply -k " + old + "/base\nkubectl -n lameduck-system rollout status " +
+				"deployment/lameduck-webhook --timeout=180s\nsleep 5",
+			"kubectl delete validatingwebhookconfiguration lameduck-former\nkubectl -n lameduck-system delete " +
+				"deployment,service lameduck-webhook-0 lameduck-webhook-1",
 		}, rollback[1:])
 	}
 	l.sh(t, "kubectl apply -k manifests/quickstart && kubectl label namespace shop lameduck.io/barrier=enabled")
@@ -122,9 +129,11 @@ func (l *lab) testUpgrade(t *testing.T) {
 		l.sh(t, step)
 	}
 	l.run(t, "previous", coordinators)
-	l.sh(t, "kubectl -n shop rollout restart deployment/web && kubectl -n shop rollout status deployment/web --timeout=120s")
+	l.sh(t, "kubectl -n shop rollout restart deployment/web && kubectl -n shop rollout status deployment/web "+
+		"--timeout=120s")
 	l.until(t, "every pod has its hook", time.Minute, l.hooked)
-	time.Sleep(3 * time.Second) // kernels hear up to a second late that the pods without a hook are gone, which nobody waited for
+	// No barrier waited for the pods without a hook.
+	time.Sleep(3 * time.Second) // kernels learn up to a second late that they are gone
 
 	for _, way := range []struct {
 		name, tag    string
@@ -132,7 +141,8 @@ func (l *lab) testUpgrade(t *testing.T) {
 		coordinators int
 	}{{"upgrade", "dev", upgrade, entries}, {"rollback", "previous", rollback, coordinators}} {
 		if way.name == "rollback" && !surges(t, tree) {
-			t.Logf("%s stops a node agent before it starts the next one: the way back to it cannot be without loss, and is not tried", previous())
+			t.Logf("%s stops a node agent before it starts the next one: the way back to it cannot be without loss, "+
+				"and is not tried", previous())
 			break
 		}
 		load := l.startClients(t, "web", "gateway")
@@ -170,13 +180,15 @@ func (l *lab) testUpgrade(t *testing.T) {
 		l.sh(t, block)
 	}
 	// The check is of what is installed now.
-	l.sh(t, strings.ReplaceAll(find(t, "quickstart.md", "Install the coordinator").blocks[1], "manifests/check", old+"/check"))
+	l.sh(t, strings.ReplaceAll(find(t, "quickstart.md", "Install the coordinator").blocks[1], "manifests/check",
+		old+"/check"))
 }
 
 // entries are those of the manifests.
 const entries = 2
 
-// oneEntry reports whether a tree's webhook configuration has one entry in front of all replicas, as it was before each replica became its own.
+// oneEntry reports whether a tree's webhook configuration has one entry in front of all replicas,
+// as it was before each replica became its own.
 func oneEntry(t *testing.T, tree string) bool {
 	t.Helper()
 	text, err := os.ReadFile(filepath.Join(tree, "manifests", "base", "webhook-configuration.yaml"))
@@ -186,8 +198,8 @@ func oneEntry(t *testing.T, tree string) bool {
 	return strings.Contains(string(text), "\n  - name: pods.lameduck.io\n")
 }
 
-// startAsking evicts, as a dry run, a pod that does not exist, again and again: a coordinator that is asked refuses. What it returns stops that, and fails if at any
-// moment none was asked.
+// startAsking evicts, as a dry run, a pod that does not exist, again and again: a coordinator that
+// is asked refuses. What it returns stops that, and fails if at any moment none was asked.
 func (l *lab) startAsking(t *testing.T) (stop func(when string)) {
 	t.Helper()
 	config := rest.CopyConfig(l.Config())
@@ -203,7 +215,8 @@ func (l *lab) startAsking(t *testing.T) (stop func(when string)) {
 		defer close(done)
 		for ctx.Err() == nil {
 			err := kube.PolicyV1().Evictions(shop).Evict(ctx, &policyv1.Eviction{
-				ObjectMeta: metav1.ObjectMeta{Name: "lameduck-check", Namespace: shop}, DeleteOptions: &metav1.DeleteOptions{DryRun: []string{metav1.DryRunAll}},
+				ObjectMeta:    metav1.ObjectMeta{Name: "lameduck-check", Namespace: shop},
+				DeleteOptions: &metav1.DeleteOptions{DryRun: []string{metav1.DryRunAll}},
 			})
 			switch {
 			case ctx.Err() != nil:
@@ -235,11 +248,13 @@ func surges(t *testing.T, tree string) bool {
 	return strings.Contains(string(text), "\n      maxSurge: ")
 }
 
-// updates makes rolling updates of the application, one after the other, until stop is closed, two at least.
+// updates makes rolling updates of the application, one after the other, until stop is closed, two
+// at least.
 func (l *lab) updates(ctx context.Context, t *testing.T, stop <-chan struct{}) error {
 	for n := 1; ; n++ {
 		began := time.Now()
-		if _, err := l.trySh(ctx, "kubectl -n shop rollout restart deployment/web && kubectl -n shop rollout status deployment/web --timeout=180s"); err != nil {
+		if _, err := l.trySh(ctx, "kubectl -n shop rollout restart deployment/web && kubectl -n shop rollout status "+
+			"deployment/web --timeout=180s"); err != nil {
 			return fmt.Errorf("rolling update %d, after %s: %w", n, time.Since(began).Round(time.Second), err)
 		}
 		// None hangs. Two waves of pods, none of which is kept for longer than a hook may last.
@@ -290,19 +305,22 @@ func (l *lab) run(t *testing.T, tag string, coordinators int) {
 
 // hooked is nil if all pods of the application have the barrier's hook.
 func (l *lab) hooked() error {
-	pods, err := l.kube.CoreV1().Pods(shop).List(context.Background(), metav1.ListOptions{LabelSelector: "app.kubernetes.io/name=web"})
+	pods, err := l.kube.CoreV1().Pods(shop).List(context.Background(),
+		metav1.ListOptions{LabelSelector: "app.kubernetes.io/name=web"})
 	if err != nil {
 		return err
 	}
 	for _, p := range pods.Items {
-		if p.DeletionTimestamp != nil || p.Annotations["lameduck.io/barrier-id"] == "" || p.Status.Phase != corev1.PodRunning {
+		if p.DeletionTimestamp != nil || p.Annotations["lameduck.io/barrier-id"] == "" ||
+			p.Status.Phase != corev1.PodRunning {
 			return fmt.Errorf("pod %s: %v", p.Name, p.Annotations)
 		}
 	}
 	return nil
 }
 
-// connected asserts by the plugin that so many agents speak with every coordinator, and all that are there.
+// connected asserts by the plugin that so many agents speak with every coordinator, and all that
+// are there.
 func (l *lab) connected(t *testing.T, agents, coordinators int) {
 	t.Helper()
 	l.until(t, "every agent is connected to every coordinator", 30*time.Second, func() error {

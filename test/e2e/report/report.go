@@ -1,8 +1,9 @@
-// Package report renders what the demo measured: one rollout three times, unprotected, with the usual sleep in preStop, and with
-// Lameduck. Its functions are pure: the numbers in, text or JSON out.
+// Package report renders what the demo measured: one rollout three times, unprotected, with the
+// usual sleep in preStop, and with Lameduck. Its functions are pure: the numbers in, text or JSON
+// out.
 //
-// What was not measured is shown as "-" (null in JSON where there is no honest number), never as 0: a Run without requests, a Spread of
-// nothing.
+// What was not measured is shown as "-" (null in JSON where there is no honest number), never as 0:
+// a Run without requests, a Spread of nothing.
 package report
 
 import (
@@ -20,7 +21,8 @@ type Run struct {
 	P50Millis             float64        `json:"-"`
 	P99Millis             float64        `json:"p99Millis"` // of the requests that did not fail
 	DeleteToSigtermMillis Spread         `json:"deleteToSigtermMillis"`
-	// What the load generator failed to do. Not 0 puts the numbers above in doubt, so the table says it.
+	// What the load generator failed to do. Not 0 puts the numbers above in doubt, so the table
+	// says it.
 	Late    int `json:"late,omitempty"`    // sent too late
 	Skipped int `json:"skipped,omitempty"` // not sent
 }
@@ -34,14 +36,16 @@ func (r Run) MarshalJSON() ([]byte, error) {
 	return json.Marshal(plain(r))
 }
 
-// Spread sums up what was measured several times. The zero Spread means not at all: it is null in JSON.
+// Spread sums up what was measured several times. The zero Spread means not at all: it is null in
+// JSON.
 type Spread struct {
 	Min    float64 `json:"min"`
 	Median float64 `json:"median"`
 	Max    float64 `json:"max"`
 }
 
-// SpreadOf returns the spread of values, in any order. The median of an even number is the mean of the two in the middle.
+// SpreadOf returns the spread of values, in any order. The median of an even number is the mean of
+// the two in the middle.
 func SpreadOf(values []float64) Spread {
 	if len(values) == 0 {
 		return Spread{}

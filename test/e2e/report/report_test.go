@@ -38,15 +38,18 @@ func demo() Demo {
 	return Demo{
 		Unprotected: Run{
 			Requests: 8500, Failed: 59, FailedBy: map[string]int{"refused": 41, "reset": 14, "timeout": 4},
-			RolloutSeconds: 2.31, P50Millis: 6.1, P99Millis: 12.34, DeleteToSigtermMillis: SpreadOf([]float64{35, 31, 120.4, 33}),
+			RolloutSeconds: 2.31, P50Millis: 6.1, P99Millis: 12.34,
+			DeleteToSigtermMillis: SpreadOf([]float64{35, 31, 120.4, 33}),
 		},
 		PreStop: Run{
 			Requests: 48112, Failed: 3, FailedBy: map[string]int{"status-503": 3},
-			RolloutSeconds: 22.47, P50Millis: 6, P99Millis: 11.02, DeleteToSigtermMillis: SpreadOf([]float64{5031, 5040.2, 5077}),
+			RolloutSeconds: 22.47, P50Millis: 6, P99Millis: 11.02,
+			DeleteToSigtermMillis: SpreadOf([]float64{5031, 5040.2, 5077}),
 		},
 		Lameduck: Run{
 			Requests: 8611, FailedBy: map[string]int{},
-			RolloutSeconds: 2.58, P50Millis: 6.2, P99Millis: 11.9, DeleteToSigtermMillis: SpreadOf([]float64{160, 411.7, 380}),
+			RolloutSeconds: 2.58, P50Millis: 6.2, P99Millis: 11.9,
+			DeleteToSigtermMillis: SpreadOf([]float64{160, 411.7, 380}),
 		},
 		LagSeconds: 0.4,
 		Drain: []Step{
@@ -87,14 +90,16 @@ func TestTimeline(t *testing.T) {
 		{7000, "agent", ""},
 	}
 	for name, steps := range map[string][]Step{
-		"timeline": demo().Drain, "timeline-awkward": awkward, "timeline-one": {{3, "kubelet", "SIGTERM"}}, "timeline-none": nil,
+		"timeline": demo().Drain, "timeline-awkward": awkward, "timeline-one": {{3, "kubelet", "SIGTERM"}},
+		"timeline-none": nil,
 	} {
 		golden(t, name+".golden", Timeline(steps, false))
 	}
 	golden(t, "timeline-colour.golden", Timeline(demo().Drain, true))
 }
 
-// Whatever the numbers: no line is wider than a terminal, colour changes nothing but colour, and columns stay aligned.
+// Whatever the numbers: no line is wider than a terminal, colour changes nothing but colour, and
+// columns stay aligned.
 func FuzzTimeline(f *testing.F) {
 	f.Add("kubelet", "SIGTERM", 0.0, 10.0)
 	f.Add("ü\x1b", strings.Repeat("x", 200), -1e9, 1e12)

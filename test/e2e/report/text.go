@@ -32,8 +32,9 @@ type row struct {
 	paint func(Run) string // nil: none
 }
 
-// Table renders the three runs side by side, with a heading that names the versions. Lines end in a newline and take 100 columns at
-// most, unless a heading of the caller's own is long. Colour is for terminals.
+// Table renders the three runs side by side, with a heading that names the versions. Lines end in a
+// newline and take 100 columns at most, unless a heading of the caller's own is long. Colour is for
+// terminals.
 func Table(d Demo, colour bool) string {
 	columns := []column{{d.Unprotected, "unprotected"}, {d.PreStop, "preStop: sleep 5"}, {d.Lameduck, "Lameduck"}}
 	for i, c := range columns {
@@ -120,7 +121,9 @@ func rowsOf(columns []column) []row {
 	})
 	for _, kind := range kinds {
 		if total[kind] > 0 {
-			rows = append(rows, row{"  " + cut(clean(kind), 24), func(r Run) string { return grouped(r.FailedBy[kind]) }, nil})
+			rows = append(rows, row{"  " + cut(clean(kind), 24), func(r Run) string {
+				return grouped(r.FailedBy[kind])
+			}, nil})
 		}
 	}
 	if unexplained { // the caller's books do not balance: say so rather than leave it to the reader to add up
@@ -129,8 +132,12 @@ func rowsOf(columns []column) []row {
 	return append(rows,
 		row{"rollout time", func(r Run) string { return unless0(r.RolloutSeconds, seconds) }, nil},
 		row{"p99 latency", func(r Run) string { return unless0(r.P99Millis, millis) }, nil},
-		row{"DELETE to SIGTERM, median", func(r Run) string { return r.DeleteToSigtermMillis.text(r.DeleteToSigtermMillis.Median) }, nil},
-		row{"DELETE to SIGTERM, max", func(r Run) string { return r.DeleteToSigtermMillis.text(r.DeleteToSigtermMillis.Max) }, nil},
+		row{"DELETE to SIGTERM, median", func(r Run) string {
+			return r.DeleteToSigtermMillis.text(r.DeleteToSigtermMillis.Median)
+		}, nil},
+		row{"DELETE to SIGTERM, max", func(r Run) string {
+			return r.DeleteToSigtermMillis.text(r.DeleteToSigtermMillis.Max)
+		}, nil},
 	)
 }
 
@@ -157,8 +164,9 @@ func (s Spread) text(value float64) string {
 	return millis(value)
 }
 
-// Timeline renders one drain, a step on each line: when, a bar from there to the next step, who and what. Steps may be given in any order;
-// those at the same time keep theirs. Lines end in a newline and take 100 columns at most: longer text is cut.
+// Timeline renders one drain, a step on each line: when, a bar from there to the next step, who and
+// what. Steps may be given in any order; those at the same time keep theirs. Lines end in a newline
+// and take 100 columns at most: longer text is cut.
 func Timeline(steps []Step, colour bool) string {
 	if len(steps) == 0 {
 		return ""
@@ -187,15 +195,16 @@ func Timeline(steps []Step, colour bool) string {
 			until = steps[i+1].OffsetMillis
 		}
 		const cells = 18
-		line := padLeft(millis(s.OffsetMillis), when) + "  " + paint(bar(s.OffsetMillis-first, until-first, last-first, cells), dim, colour)
+		line := padLeft(millis(s.OffsetMillis),
+			when) + "  " + paint(bar(s.OffsetMillis-first, until-first, last-first, cells), dim, colour)
 		line += "  " + paint(pad(s.Who, who), bold, colour) + "  "
 		b.WriteString(strings.TrimRight(line+cut(s.What, width-when-cells-who-8), " ") + "\n")
 	}
 	return b.String()
 }
 
-// bar draws the time from one step to the next within the whole, in so many columns with its frame two more. A step that takes less than
-// a column is a point.
+// bar draws the time from one step to the next within the whole, in so many columns with its frame
+// two more. A step that takes less than a column is a point.
 func bar(from, to, whole float64, cells int) string {
 	at := func(offset float64) int {
 		if whole <= 0 {

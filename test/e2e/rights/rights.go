@@ -1,5 +1,6 @@
-// Package rights compares what a ServiceAccount may do with what it has done: the one by the roles that are bound to it, the other by the API server's audit
-// log. A right that is granted and not needed, and one that is needed and missing, shows in the difference.
+// Package rights compares what a ServiceAccount may do with what it has done: the one by the roles
+// that are bound to it, the other by the API server's audit log. A right that is granted and not
+// needed, and one that is needed and missing, shows in the difference.
 package rights
 
 import (
@@ -23,8 +24,9 @@ type Account struct{ Namespace, Name string }
 // Username is what the API server calls it.
 func (a Account) Username() string { return "system:serviceaccount:" + a.Namespace + ":" + a.Name }
 
-// Used reads from an audit log what an account has asked for, as "verb group/resource", and what of it was refused, with the object's namespace and name. A last
-// line that is half written is passed over.
+// Used reads from an audit log what an account has asked for, as "verb group/resource", and what of
+// it was refused, with the object's namespace and name. A last line that is half written is passed
+// over.
 func Used(auditLog string, a Account) (used map[string]bool, refused []string, err error) {
 	file, err := os.Open(auditLog)
 	if err != nil {
@@ -57,7 +59,8 @@ func Used(auditLog string, a Account) (used map[string]bool, refused []string, e
 	return used, refused, lines.Err()
 }
 
-// Granted reads from the API server what the roles allow that are bound to an account, as Used has it, sorted.
+// Granted reads from the API server what the roles allow that are bound to an account, as Used has
+// it, sorted.
 func Granted(ctx context.Context, kube kubernetes.Interface, a Account) ([]string, error) {
 	var rules []rbacv1.PolicyRule
 	mine := func(subjects []rbacv1.Subject) bool {
@@ -116,8 +119,9 @@ func Granted(ctx context.Context, kube kubernetes.Interface, a Account) ([]strin
 	return slices.Sorted(maps.Keys(all)), nil
 }
 
-// Unused are the rights of granted that used has not. API servers that cannot begin a watch with what there is (before 1.32, or where that is switched
-// off) are asked for a list first, so that the right to list counts as used where that to watch was.
+// Unused are the rights of granted that used has not. API servers that cannot begin a watch with
+// what there is (before 1.32, or where that is switched off) are asked for a list first, so that
+// the right to list counts as used where that to watch was.
 func Unused(granted []string, used map[string]bool) []string {
 	var all []string
 	for _, right := range granted {

@@ -25,7 +25,8 @@ import (
 	"github.com/lameduck-io/lameduck/test/e2e/stage"
 )
 
-// barriers is a stage whose new pods get the barrier's hook, and a client that collects the API server's warnings.
+// barriers is a stage whose new pods get the barrier's hook, and a client that collects the API
+// server's warnings.
 type barriers struct {
 	*stage.Stage
 	t        *testing.T
@@ -60,13 +61,18 @@ func (b *barriers) place(name, level string) string {
 	if level != "" {
 		labels["pod-security.kubernetes.io/enforce"] = level
 	}
-	if _, err := b.client.CoreV1().Namespaces().Create(b.t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: name, Labels: labels}}, metav1.CreateOptions{}); err != nil {
+	if _, err := b.client.CoreV1().Namespaces().Create(b.t.Context(),
+		&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: name, Labels: labels}},
+		metav1.CreateOptions{}); err != nil {
 		b.t.Fatal(err)
 	}
 	for end := time.Now().Add(20 * time.Second); ; time.Sleep(50 * time.Millisecond) {
-		p, err := b.client.CoreV1().Pods(name).Create(b.t.Context(), strict("probe"), metav1.CreateOptions{DryRun: []string{metav1.DryRunAll}})
-		// The hook's kind tells whether the coordinator has heard of the namespace; a dry run gets it too.
-		if err == nil && p.Annotations["lameduck.io/barrier-id"] != "" && (level != "" || p.Spec.Containers[0].Lifecycle.PreStop.HTTPGet != nil) {
+		p, err := b.client.CoreV1().Pods(name).Create(b.t.Context(), strict("probe"),
+			metav1.CreateOptions{DryRun: []string{metav1.DryRunAll}})
+		// The hook's kind tells whether the coordinator has heard of the namespace; a dry run gets
+		// it too.
+		if err == nil && p.Annotations["lameduck.io/barrier-id"] != "" &&
+			(level != "" || p.Spec.Containers[0].Lifecycle.PreStop.HTTPGet != nil) {
 			return name
 		}
 		if time.Now().After(end) {
@@ -81,11 +87,13 @@ func strict(name string) *corev1.Pod {
 	return &corev1.Pod{
 		ObjectMeta: metav1.ObjectMeta{Name: name},
 		Spec: corev1.PodSpec{
-			NodeName:        "no-such-node",
-			SecurityContext: &corev1.PodSecurityContext{RunAsNonRoot: &yes, RunAsUser: &user, SeccompProfile: &corev1.SeccompProfile{Type: corev1.SeccompProfileTypeRuntimeDefault}},
+			NodeName: "no-such-node",
+			SecurityContext: &corev1.PodSecurityContext{RunAsNonRoot: &yes, RunAsUser: &user,
+				SeccompProfile: &corev1.SeccompProfile{Type: corev1.SeccompProfileTypeRuntimeDefault}},
 			Containers: []corev1.Container{{
 				Name: "app", Image: "app",
-				SecurityContext: &corev1.SecurityContext{AllowPrivilegeEscalation: &no, Capabilities: &corev1.Capabilities{Drop: []corev1.Capability{"ALL"}}},
+				SecurityContext: &corev1.SecurityContext{AllowPrivilegeEscalation: &no,
+					Capabilities: &corev1.Capabilities{Drop: []corev1.Capability{"ALL"}}},
 			}},
 		},
 	}
@@ -136,7 +144,8 @@ func TestBarrierUnderPodSecurity(t *testing.T) {
 		}
 		b.hasHook(b.create(namespace, strict("plain")), kind)
 		hooked := strict("hooked")
-		hooked.Spec.Containers[0].Lifecycle = &corev1.Lifecycle{PreStop: &corev1.LifecycleHandler{Sleep: &corev1.SleepAction{Seconds: 5}}}
+		hooked.Spec.Containers[0].Lifecycle = &corev1.Lifecycle{
+			PreStop: &corev1.LifecycleHandler{Sleep: &corev1.SleepAction{Seconds: 5}}}
 		made := b.create(namespace, hooked)
 		b.hasHook(made, "exec")
 		if *made.Spec.TerminationGracePeriodSeconds != 60 {
@@ -146,7 +155,8 @@ func TestBarrierUnderPodSecurity(t *testing.T) {
 	// That it is not because nothing is enforced.
 	forbidden := strict("forbidden")
 	forbidden.Spec.Containers[0].SecurityContext = nil
-	if _, err := b.client.CoreV1().Pods("barrier-level-restrictedx").Create(t.Context(), forbidden, metav1.CreateOptions{}); err == nil {
+	if _, err := b.client.CoreV1().Pods("barrier-level-restrictedx").Create(t.Context(), forbidden,
+		metav1.CreateOptions{}); err == nil {
 		t.Error("Pod Security is not enforced here")
 	}
 }
@@ -171,11 +181,13 @@ func TestBarrierGenerateName(t *testing.T) {
 	if err != nil || len(first.Items) != 1 {
 		t.Fatal(err)
 	}
-	twin := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Name: "twin", Annotations: first.Items[0].Annotations}, Spec: first.Items[0].Spec}
+	twin := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Name: "twin", Annotations: first.Items[0].Annotations},
+		Spec: first.Items[0].Spec}
 	made := b.create(namespace, twin)
 	b.hasHook(made, "httpGet")
 	if ids[made.Annotations["lameduck.io/barrier-id"]] || *made.Spec.TerminationGracePeriodSeconds != 60 {
-		t.Errorf("a copy has id %s and grace %d", made.Annotations["lameduck.io/barrier-id"], *made.Spec.TerminationGracePeriodSeconds)
+		t.Errorf("a copy has id %s and grace %d", made.Annotations["lameduck.io/barrier-id"],
+			*made.Spec.TerminationGracePeriodSeconds)
 	}
 }
 
@@ -184,19 +196,26 @@ func TestBarrierUnderQuota(t *testing.T) {
 	b := openBarriers(t)
 	namespace := b.place("barrier-quota", "baseline")
 	small := func(s string) resource.Quantity { return resource.MustParse(s) }
-	quota := &corev1.ResourceQuota{ObjectMeta: metav1.ObjectMeta{Name: "all"}, Spec: corev1.ResourceQuotaSpec{Hard: corev1.ResourceList{
-		"requests.cpu": small("100m"), "limits.cpu": small("100m"), "requests.memory": small("64Mi"), "limits.memory": small("64Mi"),
-	}}}
-	if _, err := b.client.CoreV1().ResourceQuotas(namespace).Create(t.Context(), quota, metav1.CreateOptions{}); err != nil {
+	quota := &corev1.ResourceQuota{ObjectMeta: metav1.ObjectMeta{Name: "all"},
+		Spec: corev1.ResourceQuotaSpec{Hard: corev1.ResourceList{
+			"requests.cpu": small("100m"), "limits.cpu": small("100m"), "requests.memory": small("64Mi"),
+			"limits.memory": small("64Mi"),
+		}}}
+	if _, err := b.client.CoreV1().ResourceQuotas(namespace).Create(t.Context(), quota,
+		metav1.CreateOptions{}); err != nil {
 		t.Fatal(err)
 	}
-	limits := &corev1.LimitRange{ObjectMeta: metav1.ObjectMeta{Name: "range"}, Spec: corev1.LimitRangeSpec{Limits: []corev1.LimitRangeItem{{
-		Type: corev1.LimitTypeContainer, Min: corev1.ResourceList{"memory": small("64Mi"), "cpu": small("100m")}, Max: corev1.ResourceList{"memory": small("64Mi"), "cpu": small("100m")},
-	}}}}
-	if _, err := b.client.CoreV1().LimitRanges(namespace).Create(t.Context(), limits, metav1.CreateOptions{}); err != nil {
+	limits := &corev1.LimitRange{ObjectMeta: metav1.ObjectMeta{Name: "range"},
+		Spec: corev1.LimitRangeSpec{Limits: []corev1.LimitRangeItem{{
+			Type: corev1.LimitTypeContainer, Min: corev1.ResourceList{"memory": small("64Mi"), "cpu": small("100m")},
+			Max: corev1.ResourceList{"memory": small("64Mi"), "cpu": small("100m")},
+		}}}}
+	if _, err := b.client.CoreV1().LimitRanges(namespace).Create(t.Context(), limits,
+		metav1.CreateOptions{}); err != nil {
 		t.Fatal(err)
 	}
-	// The quota of the namespace is counted a moment after it was made: until then no pod is let in.
+	// The quota of the namespace is counted a moment after it was made: until then no pod is let
+	// in.
 	p := strict("web")
 	list := corev1.ResourceList{"cpu": small("100m"), "memory": small("64Mi")}
 	p.Spec.Containers[0].Resources = corev1.ResourceRequirements{Requests: list, Limits: list}
@@ -214,20 +233,22 @@ func TestBarrierUnderQuota(t *testing.T) {
 		}
 	}
 	// And it was a quota.
-	if _, err := b.client.CoreV1().Pods(namespace).Create(t.Context(), strict("second"), metav1.CreateOptions{}); err == nil {
+	if _, err := b.client.CoreV1().Pods(namespace).Create(t.Context(), strict("second"),
+		metav1.CreateOptions{}); err == nil {
 		t.Error("the quota is not enforced")
 	}
 }
 
-// A container that another webhook adds after ours has to wait too: a proxy that stops at once takes the app's connections with it. Ours is
-// asked again because of reinvocationPolicy IfNeeded.
+// A container that another webhook adds after ours has to wait too: a proxy that stops at once
+// takes the app's connections with it. Ours is asked again because of reinvocationPolicy IfNeeded.
 func TestBarrierReinvocation(t *testing.T) {
 	b := openBarriers(t)
 	namespace := b.place("barrier-again", "")
 	b.inject(namespace)
 	var p *corev1.Pod
 	for end := time.Now().Add(20 * time.Second); ; time.Sleep(100 * time.Millisecond) {
-		if p = b.create(namespace, &corev1.Pod{ObjectMeta: metav1.ObjectMeta{GenerateName: "web-"}, Spec: strict("").Spec}); len(p.Spec.Containers) == 2 {
+		if p = b.create(namespace, &corev1.Pod{ObjectMeta: metav1.ObjectMeta{GenerateName: "web-"},
+			Spec: strict("").Spec}); len(p.Spec.Containers) == 2 {
 			break
 		}
 		if time.Now().After(end) {
@@ -240,7 +261,8 @@ func TestBarrierReinvocation(t *testing.T) {
 	}
 }
 
-// inject is another's webhook, which puts a proxy before the other containers. Its name makes the API server ask it after ours.
+// inject is another's webhook, which puts a proxy before the other containers. Its name makes the
+// API server ask it after ours.
 func (b *barriers) inject(namespace string) {
 	b.t.Helper()
 	certs := b.t.TempDir()
@@ -255,22 +277,25 @@ func (b *barriers) inject(namespace string) {
 	if err != nil {
 		b.t.Fatal(err)
 	}
-	server := &http.Server{ReadHeaderTimeout: 5 * time.Second, TLSConfig: &tls.Config{Certificates: []tls.Certificate{pair}, MinVersion: tls.VersionTLS12}, Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		var review admissionv1.AdmissionReview
-		body, _ := io.ReadAll(r.Body)
-		if err := json.Unmarshal(body, &review); err != nil {
-			http.Error(w, err.Error(), http.StatusBadRequest)
-			return
-		}
-		kind := admissionv1.PatchTypeJSONPatch
-		review.Response = &admissionv1.AdmissionResponse{UID: review.Request.UID, Allowed: true}
-		if !strings.Contains(string(review.Request.Object.Raw), `"envoy"`) {
-			review.Response.Patch = []byte(`[{"op":"add","path":"/spec/containers/0","value":{"name":"envoy","image":"envoy"}}]`)
-			review.Response.PatchType = &kind
-		}
-		review.Request = nil
-		_ = json.NewEncoder(w).Encode(review)
-	})}
+	server := &http.Server{ReadHeaderTimeout: 5 * time.Second,
+		TLSConfig: &tls.Config{Certificates: []tls.Certificate{pair}, MinVersion: tls.VersionTLS12},
+		Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			var review admissionv1.AdmissionReview
+			body, _ := io.ReadAll(r.Body)
+			if err := json.Unmarshal(body, &review); err != nil {
+				http.Error(w, err.Error(), http.StatusBadRequest)
+				return
+			}
+			kind := admissionv1.PatchTypeJSONPatch
+			review.Response = &admissionv1.AdmissionResponse{UID: review.Request.UID, Allowed: true}
+			if !strings.Contains(string(review.Request.Object.Raw), `"envoy"`) {
+				review.Response.Patch = []byte(
+					`[{"op":"add","path":"/spec/containers/0","value":{"name":"envoy","image":"envoy"}}]`)
+				review.Response.PatchType = &kind
+			}
+			review.Request = nil
+			_ = json.NewEncoder(w).Encode(review)
+		})}
 	go func() { _ = server.ServeTLS(listener, "", "") }()
 	b.t.Cleanup(func() { server.Close() })
 	url := fmt.Sprintf("https://%s/", listener.Addr())
@@ -279,12 +304,15 @@ func (b *barriers) inject(namespace string) {
 	_, err = configurations.Create(b.t.Context(), &admissionregistrationv1.MutatingWebhookConfiguration{
 		ObjectMeta: metav1.ObjectMeta{Name: "zz-injector"},
 		Webhooks: []admissionregistrationv1.MutatingWebhook{{
-			Name: "injector.lameduck.test", AdmissionReviewVersions: []string{"v1"}, SideEffects: &none, FailurePolicy: &fail,
-			ClientConfig:      admissionregistrationv1.WebhookClientConfig{URL: &url, CABundle: b.Cluster.CA().PEM()},
-			NamespaceSelector: &metav1.LabelSelector{MatchLabels: map[string]string{corev1.LabelMetadataName: namespace}},
+			Name: "injector.lameduck.test", AdmissionReviewVersions: []string{"v1"}, SideEffects: &none,
+			FailurePolicy: &fail,
+			ClientConfig:  admissionregistrationv1.WebhookClientConfig{URL: &url, CABundle: b.Cluster.CA().PEM()},
+			NamespaceSelector: &metav1.LabelSelector{
+				MatchLabels: map[string]string{corev1.LabelMetadataName: namespace}},
 			Rules: []admissionregistrationv1.RuleWithOperations{{
 				Operations: []admissionregistrationv1.OperationType{admissionregistrationv1.Create},
-				Rule:       admissionregistrationv1.Rule{APIGroups: []string{""}, APIVersions: []string{"v1"}, Resources: []string{"pods"}},
+				Rule: admissionregistrationv1.Rule{APIGroups: []string{""}, APIVersions: []string{"v1"},
+					Resources: []string{"pods"}},
 			}},
 		}},
 	}, metav1.CreateOptions{})
@@ -292,20 +320,25 @@ func (b *barriers) inject(namespace string) {
 		b.t.Fatal(err)
 	}
 	b.t.Cleanup(func() {
-		if err := configurations.Delete(context.WithoutCancel(b.t.Context()), "zz-injector", metav1.DeleteOptions{}); err != nil {
+		if err := configurations.Delete(context.WithoutCancel(b.t.Context()), "zz-injector",
+			metav1.DeleteOptions{}); err != nil {
 			b.t.Error(err)
 		}
 	})
 }
 
-// What is not covered is said to whoever creates the pod, and on it; pods that opt in or out themselves are heard.
+// What is not covered is said to whoever creates the pod, and on it; pods that opt in or out
+// themselves are heard.
 func TestBarrierSaysWhatIsUncovered(t *testing.T) {
 	b := openBarriers(t)
 	namespace := b.place("barrier-uncovered", "")
 	p := strict("tls")
-	p.Spec.Containers[0].Lifecycle = &corev1.Lifecycle{PreStop: &corev1.LifecycleHandler{HTTPGet: &corev1.HTTPGetAction{Port: portNumber(8443), Scheme: corev1.URISchemeHTTPS}}}
+	p.Spec.Containers[0].Lifecycle = &corev1.Lifecycle{
+		PreStop: &corev1.LifecycleHandler{HTTPGet: &corev1.HTTPGetAction{Port: portNumber(8443),
+			Scheme: corev1.URISchemeHTTPS}}}
 	made := b.create(namespace, p)
-	if got := made.Annotations["lameduck.io/barrier-uncovered"]; got != "app" || *made.Spec.TerminationGracePeriodSeconds != 30 {
+	if got := made.Annotations["lameduck.io/barrier-uncovered"]; got != "app" ||
+		*made.Spec.TerminationGracePeriodSeconds != 30 {
 		t.Errorf("uncovered %q, grace %d", got, *made.Spec.TerminationGracePeriodSeconds)
 	}
 	if all := strings.Join(b.warnings, "\n"); !strings.Contains(all, "app (its preStop hook speaks HTTPS)") {

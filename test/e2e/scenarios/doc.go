@@ -1,3 +1,3 @@
-// Package scenarios tests Lameduck as a whole, as its users meet it: with kubectl, on a real control plane, with a real HAProxy. The
-// programs run with the race detector.
+// Package scenarios tests Lameduck as a whole, as its users meet it: with kubectl, on a real
+// control plane, with a real HAProxy. The programs run with the race detector.
 package scenarios

@@ -19,11 +19,12 @@ import (
 	"github.com/lameduck-io/lameduck/test/e2e/stage"
 )
 
-// unnoticed is how long after a coordinator's death deletions may still be sent to it, or were held by it: until Services no longer route to it and
-// gateways have followed EndpointSlices.
+// unnoticed is how long after a coordinator's death deletions may still be sent to it, or were held
+// by it: until Services no longer route to it and gateways have followed EndpointSlices.
 const unnoticed = 4 * time.Second
 
-// kill ends the process of a coordinator's pod as nothing else would, and waits until the pod is ready again.
+// kill ends the process of a coordinator's pod as nothing else would, and waits until the pod is
+// ready again.
 func kill(t *testing.T, s *stage.Stage, pod *corev1.Pod) {
 	t.Helper()
 	if err := s.Signal(pod, "webhook", syscall.SIGKILL); err != nil {
@@ -34,7 +35,8 @@ func kill(t *testing.T, s *stage.Stage, pod *corev1.Pod) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if c := p.Status.ContainerStatuses[0]; c.RestartCount > pod.Status.ContainerStatuses[0].RestartCount && c.Ready {
+		if c := p.Status.ContainerStatuses[0]; c.RestartCount > pod.Status.ContainerStatuses[0].RestartCount &&
+			c.Ready {
 			return
 		}
 		if time.Now().After(end) {
@@ -43,7 +45,8 @@ func kill(t *testing.T, s *stage.Stage, pod *corev1.Pod) {
 	}
 }
 
-// failedOpen returns how many calls of the webhook for deletions have failed, so that the API server went on without an answer.
+// failedOpen returns how many calls of the webhook for deletions have failed, so that the API
+// server went on without an answer.
 func failedOpen(t *testing.T, s *stage.Stage) (n int) {
 	t.Helper()
 	text, err := s.Kube.RESTClient().Get().AbsPath("/metrics").DoRaw(t.Context())
@@ -62,7 +65,8 @@ func failedOpen(t *testing.T, s *stage.Stage) (n int) {
 
 var failOpenCount = regexp.MustCompile(`(?m)^apiserver_admission_webhook_fail_open_count\{[^}]*name="pods-\d+\.lameduck\.io"[^}]*\} (\S+)$`)
 
-// deletions notes each pod of a namespace that is terminating, and when it was first seen to be, until the test ends.
+// deletions notes each pod of a namespace that is terminating, and when it was first seen to be,
+// until the test ends.
 type deletions struct {
 	mu    sync.Mutex
 	first map[types.UID]deletion
@@ -101,15 +105,17 @@ func (d *deletions) all() map[types.UID]deletion {
 	return maps.Clone(d.first)
 }
 
-// One of two coordinators is killed, again and again, while the application is updated and pods are deleted. No deletion fails, no request is lost, and no
-// pod goes without an answer: the API server asks both, and the one that lives has held the same calls.
+// One of two coordinators is killed, again and again, while the application is updated and pods are
+// deleted. No deletion fails, no request is lost, and no pod goes without an answer: the API server
+// asks both, and the one that lives has held the same calls.
 func TestOneOfTwoCoordinatorsIsKilled(t *testing.T) {
 	// Not parallel: it changes the coordinators of all.
 	s := open(t)
 	entries(t, s, 2)
 	defer entries(t, s, 1)
 	ns := namespace(t, s, "killed")
-	if err := s.InstallApp(t.Context(), stage.App{Namespace: ns, Replicas: 4, StartDelay: 300 * time.Millisecond, Work: 5 * time.Millisecond}); err != nil {
+	if err := s.InstallApp(t.Context(), stage.App{Namespace: ns, Replicas: 4, StartDelay: 300 * time.Millisecond,
+		Work: 5 * time.Millisecond}); err != nil {
 		t.Fatal(err)
 	}
 	address, err := s.InstallGateway(t.Context(), stage.Gateway{Namespace: ns, Lag: time.Second, Blames: true})
@@ -152,7 +158,9 @@ func TestOneOfTwoCoordinatorsIsKilled(t *testing.T) {
 				}
 				deleteCtx, cancel := context.WithTimeout(t.Context(), 2*deadline)
 				one := metav1.NewUIDPreconditions(string(p.UID))
-				if err := s.Kube.CoreV1().Pods(ns).Delete(deleteCtx, p.Name, metav1.DeleteOptions{Preconditions: one}); err != nil && !strings.Contains(err.Error(), "not found") {
+				if err := s.Kube.CoreV1().Pods(ns).Delete(deleteCtx, p.Name,
+					metav1.DeleteOptions{Preconditions: one}); err != nil &&
+					!strings.Contains(err.Error(), "not found") {
 					t.Errorf("deletion of %s fails: %v", p.Name, err)
 				}
 				cancel()
@@ -173,7 +181,8 @@ func TestOneOfTwoCoordinatorsIsKilled(t *testing.T) {
 	got := requests.Stop()
 	gone := deleted.all()
 	if len(kills) < 3 || asked < 5 || got.Total == 0 || len(gone) < 10 {
-		t.Errorf("%d kills, %d deletions, %d pods gone, %d requests are too few to show anything", len(kills), asked, len(gone), got.Total)
+		t.Errorf("%d kills, %d deletions, %d pods gone, %d requests are too few to show anything", len(kills), asked,
+			len(gone), got.Total)
 	}
 
 	// Those that a coordinator let go, and why, and those of which nobody said anything.
@@ -187,7 +196,8 @@ func TestOneOfTwoCoordinatorsIsKilled(t *testing.T) {
 		}
 	}
 	failing = failedOpen(t, s) - failing
-	t.Logf("%d kills, %d pods deleted (%d calls failed), %d requests, of which %d failed", len(kills), len(gone), failing, got.Total, got.Failed)
+	t.Logf("%d kills, %d pods deleted (%d calls failed), %d requests, of which %d failed", len(kills), len(gone),
+		failing, got.Total, got.Failed)
 	if got.Failed > 0 {
 		t.Errorf("%d of %d requests failed: %v\n%v", got.Failed, got.Total, got.FailedBy, got.FailedAt)
 	}

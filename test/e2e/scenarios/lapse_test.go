@@ -19,8 +19,9 @@ import (
 // lease is how long an exclusion stands without a coordinator.
 const lease = 60 * time.Second
 
-// A coordinator dies in the middle of a drain, and nobody comes back for the pod. It is out while the lease stands, and in again once the
-// agent has found its EndpointSlices fresh at the API server.
+// A coordinator dies in the middle of a drain, and nobody comes back for the pod. It is out while
+// the lease stands, and in again once the agent has found its EndpointSlices fresh at the API
+// server.
 func TestAnExclusionLapsesWithoutACoordinator(t *testing.T) {
 	// Not parallel: it takes the coordinator from all, and has an agent that does not answer.
 	s := open(t)
@@ -64,7 +65,8 @@ func TestAnExclusionLapsesWithoutACoordinator(t *testing.T) {
 	if got := why(); got != "excluded" {
 		t.Fatalf("while it is drained the agent says %q", got)
 	}
-	if out, err := s.Cluster.Kubectl(t.Context(), "-n", stage.System, "scale", "deployment/lameduck-webhook-0", "--replicas=0"); err != nil {
+	if out, err := s.Cluster.Kubectl(t.Context(), "-n", stage.System, "scale", "deployment/lameduck-webhook-0",
+		"--replicas=0"); err != nil {
 		t.Fatalf("%v: %s", err, out)
 	}
 	began := time.Now()
@@ -82,7 +84,8 @@ func TestAnExclusionLapsesWithoutACoordinator(t *testing.T) {
 	} else {
 		t.Logf("in again after %s", took)
 	}
-	if out, err := s.Cluster.Kubectl(t.Context(), "-n", stage.System, "scale", "deployment/lameduck-webhook-0", "--replicas=1"); err != nil {
+	if out, err := s.Cluster.Kubectl(t.Context(), "-n", stage.System, "scale", "deployment/lameduck-webhook-0",
+		"--replicas=1"); err != nil {
 		t.Fatalf("%v: %s", err, out)
 	}
 	if err := s.Await(t.Context(), stage.System, "lameduck-webhook-0"); err != nil {

@@ -12,13 +12,15 @@ import (
 	"github.com/lameduck-io/lameduck/test/e2e/stage"
 )
 
-// One replica, updated with one more: the old pod is the last that the gateway routes to until it has learnt of the new one, which EndpointSlices
-// have called ready for long then. It has to stay until that moment, and no longer.
+// One replica, updated with one more: the old pod is the last that the gateway routes to until it
+// has learnt of the new one, which EndpointSlices have called ready for long then. It has to stay
+// until that moment, and no longer.
 func TestOneReplicaIsReplacedBeforeItGoes(t *testing.T) {
 	t.Parallel()
 	s := open(t)
 	ns := namespace(t, s, "one-replica")
-	if err := s.InstallApp(t.Context(), stage.App{Namespace: ns, Replicas: 1, StartDelay: 300 * time.Millisecond, Work: 20 * time.Millisecond}); err != nil {
+	if err := s.InstallApp(t.Context(), stage.App{Namespace: ns, Replicas: 1, StartDelay: 300 * time.Millisecond,
+		Work: 20 * time.Millisecond}); err != nil {
 		t.Fatal(err)
 	}
 	const lag = 3 * time.Second
@@ -43,7 +45,8 @@ func TestOneReplicaIsReplacedBeforeItGoes(t *testing.T) {
 		t.Logf("%s was allowed after %s: %s", w.Pod, w.took, w.Reason)
 		if w.Pod == pods[0].Name {
 			said++
-			// The gateway learns of the new pod the lag after it became ready, which is when the deletion began.
+			// The gateway learns of the new pod the lag after it became ready, which is when the
+			// deletion began.
 			if w.Reason != "Acknowledged" || w.took < lag-time.Second || w.took > lag+5*time.Second {
 				t.Errorf("allowed after %s with a lag of %s: %s", w.took, lag, w.Reason)
 			}
@@ -55,7 +58,8 @@ func TestOneReplicaIsReplacedBeforeItGoes(t *testing.T) {
 	noRaces(t, s, ns)
 }
 
-// One replica, deleted: there will be an outage, and Lameduck must not make it longer than it is without it.
+// One replica, deleted: there will be an outage, and Lameduck must not make it longer than it is
+// without it.
 func TestTheOnlyReplicaIsDeletedAsWithoutLameduck(t *testing.T) {
 	outage := map[string]time.Duration{}
 	t.Run("outages", func(t *testing.T) {
@@ -66,11 +70,14 @@ func TestTheOnlyReplicaIsDeletedAsWithoutLameduck(t *testing.T) {
 				ns := namespace(t, s, "only-"+name)
 				if name == "stock" {
 					patch := []byte(`{"metadata": {"labels": {"lameduck.io/drain": "disabled"}}}`)
-					if _, err := s.Kube.CoreV1().Namespaces().Patch(t.Context(), ns, types.MergePatchType, patch, metav1.PatchOptions{}); err != nil {
+					if _, err := s.Kube.CoreV1().Namespaces().Patch(t.Context(), ns, types.MergePatchType, patch,
+						metav1.PatchOptions{}); err != nil {
 						t.Fatal(err)
 					}
 				}
-				if err := s.InstallApp(t.Context(), stage.App{Namespace: ns, Replicas: 1, StartDelay: 500 * time.Millisecond, Work: 20 * time.Millisecond}); err != nil {
+				if err := s.InstallApp(t.Context(),
+					stage.App{Namespace: ns, Replicas: 1, StartDelay: 500 * time.Millisecond,
+						Work: 20 * time.Millisecond}); err != nil {
 					t.Fatal(err)
 				}
 				address, err := s.InstallGateway(t.Context(), stage.Gateway{Namespace: ns, Lag: 500 * time.Millisecond})
@@ -83,7 +90,8 @@ func TestTheOnlyReplicaIsDeletedAsWithoutLameduck(t *testing.T) {
 				}
 				stop := clients(t, address, false)
 				settle(t, time.Second)
-				if err := s.Kube.CoreV1().Pods(ns).Delete(t.Context(), pods[0].Name, metav1.DeleteOptions{}); err != nil {
+				if err := s.Kube.CoreV1().Pods(ns).Delete(t.Context(), pods[0].Name,
+					metav1.DeleteOptions{}); err != nil {
 					t.Fatal(err)
 				}
 				if err := s.Await(t.Context(), ns, "web"); err != nil {

@@ -25,8 +25,8 @@ var (
 	errOpen  error
 )
 
-// open returns the stage that all tests of this package share: one node, the coordinator, the webhook. Tests keep apart by
-// namespaces.
+// open returns the stage that all tests of this package share: one node, the coordinator, the
+// webhook. Tests keep apart by namespaces.
 func open(t *testing.T) *stage.Stage {
 	t.Helper()
 	if _, err := stage.HAProxy(); err != nil {
@@ -38,7 +38,8 @@ func open(t *testing.T) *stage.Stage {
 		// Like the shared cluster, it lives until the program ends.
 		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 		defer cancel()
-		if opened, errOpen = stage.Open(ctx, c, stage.Options{Bin: bin, Dir: filepath.Join(os.TempDir(), "n"), Entries: 1}); errOpen != nil {
+		if opened, errOpen = stage.Open(ctx, c,
+			stage.Options{Bin: bin, Dir: filepath.Join(os.TempDir(), "n"), Entries: 1}); errOpen != nil {
 			return
 		}
 		if errOpen = opened.InstallCoordinator(ctx); errOpen != nil {
@@ -71,7 +72,8 @@ func clients(t *testing.T, address string, keepAlive bool) func() load.Result {
 func runClients(t *testing.T, address string, keepAlive bool) *load.Load {
 	t.Helper()
 	l, err := load.Run(t.Context(), load.Options{
-		Target: "http://" + address + "/", Rate: 150, Timeout: 10 * time.Second, KeepAlive: keepAlive, DropClosed: true, WantBody: []byte("ok\n"), MaxInFlight: 1000,
+		Target: "http://" + address + "/", Rate: 150, Timeout: 10 * time.Second, KeepAlive: keepAlive, DropClosed: true,
+		WantBody: []byte("ok\n"), MaxInFlight: 1000,
 		SourceAddrs: []netip.Addr{netip.MustParseAddr("10.244.251.1"), netip.MustParseAddr("10.244.251.2")},
 	})
 	if err != nil {

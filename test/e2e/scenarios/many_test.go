@@ -23,8 +23,9 @@ const (
 	holdsAtMost   = 64
 )
 
-// The worst moment for an agent to be silent is when a whole node pool goes. The coordinator must not hold more calls than it may, each caller
-// must get there in one call of client-go, and no pod may go before its time is up.
+// The worst moment for an agent to be silent is when a whole node pool goes. The coordinator must
+// not hold more calls than it may, each caller must get there in one call of client-go, and no pod
+// may go before its time is up.
 func TestManyDeletionsAndOneSilentAgent(t *testing.T) {
 	// Not parallel with other tests: everything is owed by an agent that does not answer.
 	s := open(t)
@@ -85,7 +86,8 @@ func TestManyDeletionsAndOneSilentAgent(t *testing.T) {
 	deletions.Wait()
 	cancel()
 	watching.Wait()
-	t.Logf("%d deletions were carried out, %d of them before the deadline, the last after %s; the coordinator knew of all after %s; %d calls were held at most",
+	t.Logf("%d deletions were carried out, %d of them before the deadline, the last after %s; the coordinator knew "+
+		"of all after %s; %d calls were held at most",
 		manyDeletions, early, last, known(t, s, ns, began), most.Load())
 	reasons := map[string]int{}
 	for _, a := range answers(t, s, ns) {
@@ -100,7 +102,8 @@ func TestManyDeletionsAndOneSilentAgent(t *testing.T) {
 		t.Errorf("%d calls of the API server failed, the first: %s", len(failed), failed[0])
 	}
 	if early > late/2 {
-		t.Errorf("%d deletions were carried out before the deadline, although at most %d had no call in time", early, late/2)
+		t.Errorf("%d deletions were carried out before the deadline, although at most %d had no call in time", early,
+			late/2)
 	}
 	goal := "pass"
 	if last > deadline+10*time.Second {
@@ -157,8 +160,8 @@ func known(t *testing.T, s *stage.Stage, ns string, began time.Time) (last time.
 	return last
 }
 
-// statefulSet is the application of app.yaml as a StatefulSet with the default policies: pods are replaced one by one, the last first, and each waits
-// for the one before it to be ready.
+// statefulSet is the application of app.yaml as a StatefulSet with the default policies: pods are
+// replaced one by one, the last first, and each waits for the one before it to be ready.
 const statefulSet = `
 apiVersion: v1
 kind: Service
@@ -190,8 +193,9 @@ spec:
           readinessProbe: {httpGet: {path: /readyz, port: http}, periodSeconds: 1}
 `
 
-// Gateways that take longer than a hold, here because requests run for longer, deny a StatefulSet's deletions first. Its controller has to come
-// back by itself and keep its order, and no request may be lost.
+// Gateways that take longer than a hold, here because requests run for longer, deny a StatefulSet's
+// deletions first. Its controller has to come back by itself and keep its order, and no request may
+// be lost.
 func TestAStatefulSetWithSlowAcknowledgements(t *testing.T) {
 	t.Parallel()
 	s := open(t)
@@ -208,7 +212,8 @@ func TestAStatefulSetWithSlowAcknowledgements(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			if now := set.Status; now.ObservedGeneration == set.Generation && now.ReadyReplicas == 3 && now.UpdatedReplicas == 3 && now.CurrentRevision == now.UpdateRevision {
+			if now := set.Status; now.ObservedGeneration == set.Generation && now.ReadyReplicas == 3 &&
+				now.UpdatedReplicas == 3 && now.CurrentRevision == now.UpdateRevision {
 				return
 			}
 			if time.Now().After(end) {

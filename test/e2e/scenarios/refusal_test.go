@@ -39,7 +39,8 @@ func served(t *testing.T, r load.Result, phase string) map[string]int {
 // drained is how long kubectl drain tries here: a dozen times.
 const drained = 60 * time.Second
 
-// An eviction that its budget refuses must take no traffic from its pod: kubectl drain comes back every 5 s, for as long as it takes.
+// An eviction that its budget refuses must take no traffic from its pod: kubectl drain comes back
+// every 5 s, for as long as it takes.
 func TestAnExhaustedBudgetKeepsItsTraffic(t *testing.T) {
 	t.Parallel()
 	s := open(t)
@@ -60,7 +61,8 @@ func TestAnExhaustedBudgetKeepsItsTraffic(t *testing.T) {
 	budgets := s.Kube.PolicyV1().PodDisruptionBudgets(ns)
 	if _, err := budgets.Create(t.Context(), &policyv1.PodDisruptionBudget{
 		ObjectMeta: metav1.ObjectMeta{Name: "web"},
-		Spec:       policyv1.PodDisruptionBudgetSpec{MaxUnavailable: &none, Selector: &metav1.LabelSelector{MatchLabels: map[string]string{"app": "web"}}},
+		Spec: policyv1.PodDisruptionBudgetSpec{MaxUnavailable: &none,
+			Selector: &metav1.LabelSelector{MatchLabels: map[string]string{"app": "web"}}},
 	}, metav1.CreateOptions{}); err != nil {
 		t.Fatal(err)
 	}
@@ -75,7 +77,8 @@ func TestAnExhaustedBudgetKeepsItsTraffic(t *testing.T) {
 		settle(t, 50*time.Millisecond)
 	}
 	out, err := s.Cluster.Kubectl(t.Context(), "drain", app.Node, "--timeout="+drained.String())
-	if err == nil || !strings.Contains(out, "Cannot evict pod as it would violate the pod's disruption budget.") || !strings.Contains(out, "will retry after") {
+	if err == nil || !strings.Contains(out, "Cannot evict pod as it would violate the pod's disruption budget.") ||
+		!strings.Contains(out, "will retry after") {
 		t.Errorf("kubectl drain: %v: %s", err, out)
 	}
 	got := stop()
@@ -89,7 +92,8 @@ func TestAnExhaustedBudgetKeepsItsTraffic(t *testing.T) {
 	for _, p := range pods {
 		// Both take turns: a pod that was unrouted at any time would have served fewer.
 		if n := got.Pods[p.Name]; n < got.Total*4/10 || p.DeletionTimestamp != nil {
-			t.Errorf("pod %s has served %d of %d requests, terminating %t", p.Name, n, got.Total, p.DeletionTimestamp != nil)
+			t.Errorf("pod %s has served %d of %d requests, terminating %t", p.Name, n, got.Total,
+				p.DeletionTimestamp != nil)
 		}
 	}
 	t.Logf("kubectl drain tried for %s; served %v", drained, got.Pods)
@@ -105,7 +109,8 @@ func TestAnExhaustedBudgetKeepsItsTraffic(t *testing.T) {
 	noRaces(t, s, ns)
 }
 
-// slowWebhook registers a webhook beside Lameduck's, for deletions of pods in ns: it sleeps and then allows, or denies.
+// slowWebhook registers a webhook beside Lameduck's, for deletions of pods in ns: it sleeps and
+// then allows, or denies.
 func slowWebhook(t *testing.T, s *stage.Stage, ns string, sleep time.Duration, allow func() bool) {
 	t.Helper()
 	ca := s.Cluster.CA()
@@ -132,7 +137,8 @@ func slowWebhook(t *testing.T, s *stage.Stage, ns string, sleep time.Duration, a
 		case <-r.Context().Done():
 			return
 		}
-		ask.Response = &admissionv1.AdmissionResponse{UID: ask.Request.UID, Allowed: allow(), Result: &metav1.Status{Code: http.StatusForbidden, Message: "the other one says no"}}
+		ask.Response = &admissionv1.AdmissionResponse{UID: ask.Request.UID, Allowed: allow(),
+			Result: &metav1.Status{Code: http.StatusForbidden, Message: "the other one says no"}}
 		ask.Request = nil
 		_ = json.NewEncoder(w).Encode(ask)
 	})}
@@ -140,19 +146,24 @@ func slowWebhook(t *testing.T, s *stage.Stage, ns string, sleep time.Duration, a
 	serving.Go(func() {
 		_ = server.Serve(tls.NewListener(listener, &tls.Config{Certificates: []tls.Certificate{pair}}))
 	})
-	fail, effects, scope := admissionregistrationv1.Fail, admissionregistrationv1.SideEffectClassNone, admissionregistrationv1.NamespacedScope
+	fail, effects, scope := admissionregistrationv1.Fail, admissionregistrationv1.SideEffectClassNone,
+		admissionregistrationv1.NamespacedScope
 	configurations := s.Kube.AdmissionregistrationV1().ValidatingWebhookConfigurations()
 	if _, err := configurations.Create(t.Context(), &admissionregistrationv1.ValidatingWebhookConfiguration{
 		ObjectMeta: metav1.ObjectMeta{Name: ns},
 		Webhooks: []admissionregistrationv1.ValidatingWebhook{{
-			Name: "slow.example.com", FailurePolicy: &fail, SideEffects: &effects, TimeoutSeconds: ptr.To[int32](30), AdmissionReviewVersions: []string{"v1"},
-			ClientConfig:      admissionregistrationv1.WebhookClientConfig{URL: ptr.To("https://" + listener.Addr().String()), CABundle: ca.PEM()},
+			Name: "slow.example.com", FailurePolicy: &fail, SideEffects: &effects, TimeoutSeconds: ptr.To[int32](30),
+			AdmissionReviewVersions: []string{"v1"},
+			ClientConfig: admissionregistrationv1.WebhookClientConfig{
+				URL: ptr.To("https://" + listener.Addr().String()), CABundle: ca.PEM()},
 			NamespaceSelector: &metav1.LabelSelector{MatchLabels: map[string]string{"kubernetes.io/metadata.name": ns}},
 			// The node's last delete is not to wait for 20 s as well.
-			MatchConditions: []admissionregistrationv1.MatchCondition{{Name: "not-terminating", Expression: "!has(oldObject.metadata.deletionTimestamp)"}},
+			MatchConditions: []admissionregistrationv1.MatchCondition{{Name: "not-terminating",
+				Expression: "!has(oldObject.metadata.deletionTimestamp)"}},
 			Rules: []admissionregistrationv1.RuleWithOperations{{
 				Operations: []admissionregistrationv1.OperationType{admissionregistrationv1.Delete},
-				Rule:       admissionregistrationv1.Rule{APIGroups: []string{""}, APIVersions: []string{"v1"}, Resources: []string{"pods"}, Scope: &scope},
+				Rule: admissionregistrationv1.Rule{APIGroups: []string{""}, APIVersions: []string{"v1"},
+					Resources: []string{"pods"}, Scope: &scope},
 			}},
 		}},
 	}, metav1.CreateOptions{}); err != nil {
@@ -168,8 +179,9 @@ func slowWebhook(t *testing.T, s *stage.Stage, ns string, sleep time.Duration, a
 	settle(t, time.Second) // the API server learns of it by a watch
 }
 
-// Webhooks run side by side, and the slowest decides when. Lameduck's yes is 20 s old when the pod goes, or never goes: in the first case it must
-// not be routed again meanwhile, in the second it must get its traffic back.
+// Webhooks run side by side, and the slowest decides when. Lameduck's yes is 20 s old when the pod
+// goes, or never goes: in the first case it must not be routed again meanwhile, in the second it
+// must get its traffic back.
 func TestASecondWebhookThatIsSlow(t *testing.T) {
 	t.Parallel()
 	for _, c := range []struct {
@@ -180,7 +192,9 @@ func TestASecondWebhookThatIsSlow(t *testing.T) {
 			t.Parallel()
 			s := open(t)
 			ns := namespace(t, s, "second-"+strings.ReplaceAll(c.name, " ", "-"))
-			if err := s.InstallApp(t.Context(), stage.App{Namespace: ns, Replicas: 2, StartDelay: 300 * time.Millisecond, Work: 20 * time.Millisecond}); err != nil {
+			if err := s.InstallApp(t.Context(),
+				stage.App{Namespace: ns, Replicas: 2, StartDelay: 300 * time.Millisecond,
+					Work: 20 * time.Millisecond}); err != nil {
 				t.Fatal(err)
 			}
 			address, err := s.InstallGateway(t.Context(), stage.Gateway{Namespace: ns, Lag: time.Second})
@@ -195,7 +209,8 @@ func TestASecondWebhookThatIsSlow(t *testing.T) {
 			}
 			victim := pods[0].Name
 			began := time.Now()
-			// A client that asks once: kubectl and client-go would come back for Lameduck's 429, not for a 403.
+			// A client that asks once: kubectl and client-go would come back for Lameduck's 429,
+			// not for a 403.
 			deleted := make(chan error, 1)
 			go func() { deleted <- s.Kube.CoreV1().Pods(ns).Delete(t.Context(), victim, metav1.DeleteOptions{}) }()
 			settle(t, 5*time.Second)

@@ -12,7 +12,8 @@ import (
 	"github.com/lameduck-io/lameduck/test/e2e/stage"
 )
 
-// entries sets how many coordinators there are, each with its entry of the webhook configuration, and waits. An entry comes after its coordinator, and goes before it.
+// entries sets how many coordinators there are, each with its entry of the webhook configuration,
+// and waits. An entry comes after its coordinator, and goes before it.
 func entries(t *testing.T, s *stage.Stage, n int) {
 	t.Helper()
 	ctx := context.WithoutCancel(t.Context())
@@ -22,15 +23,17 @@ func entries(t *testing.T, s *stage.Stage, n int) {
 	}
 }
 
-// Coordinators come and go, by rolling updates of their own most of all, and no deletion may go on undrained or fail for that: the one that goes
-// answers all that it holds with "ask again", and is asked until Services no longer route to it.
+// Coordinators come and go, by rolling updates of their own most of all, and no deletion may go on
+// undrained or fail for that: the one that goes answers all that it holds with "ask again", and is
+// asked until Services no longer route to it.
 func TestReplicasComeAndGo(t *testing.T) {
 	// Not parallel: it changes the coordinators of all.
 	s := open(t)
 	entries(t, s, 2)
 	defer entries(t, s, 1)
 	ns := namespace(t, s, "replicas")
-	if err := s.InstallApp(t.Context(), stage.App{Namespace: ns, Replicas: 4, StartDelay: 300 * time.Millisecond, Work: 20 * time.Millisecond}); err != nil {
+	if err := s.InstallApp(t.Context(), stage.App{Namespace: ns, Replicas: 4, StartDelay: 300 * time.Millisecond,
+		Work: 20 * time.Millisecond}); err != nil {
 		t.Fatal(err)
 	}
 	address, err := s.InstallGateway(t.Context(), stage.Gateway{Namespace: ns, Lag: time.Second})

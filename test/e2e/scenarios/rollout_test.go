@@ -8,7 +8,8 @@ import (
 	"github.com/lameduck-io/lameduck/test/e2e/stage"
 )
 
-// What Lameduck is for. Clients that keep their connections are the harder ones: HAProxy keeps serving them in its old processes.
+// What Lameduck is for. Clients that keep their connections are the harder ones: HAProxy keeps
+// serving them in its old processes.
 func TestRollingUpdateLosesNothing(t *testing.T) {
 	for _, c := range []struct {
 		name      string
@@ -18,7 +19,9 @@ func TestRollingUpdateLosesNothing(t *testing.T) {
 			t.Parallel()
 			s := open(t)
 			ns := namespace(t, s, "rollout-"+c.name)
-			if err := s.InstallApp(t.Context(), stage.App{Namespace: ns, Replicas: 4, StartDelay: 300 * time.Millisecond, Work: 20 * time.Millisecond}); err != nil {
+			if err := s.InstallApp(t.Context(),
+				stage.App{Namespace: ns, Replicas: 4, StartDelay: 300 * time.Millisecond,
+					Work: 20 * time.Millisecond}); err != nil {
 				t.Fatal(err)
 			}
 			address, err := s.InstallGateway(t.Context(), stage.Gateway{Namespace: ns, Lag: time.Second})
@@ -46,20 +49,23 @@ func TestWithoutCoordinatorDeletionsWork(t *testing.T) {
 	if err := s.InstallApp(t.Context(), stage.App{Namespace: ns, Replicas: 2}); err != nil {
 		t.Fatal(err)
 	}
-	if out, err := s.Cluster.Kubectl(t.Context(), "-n", stage.System, "scale", "deployment/lameduck-webhook-0", "--replicas=0"); err != nil {
+	if out, err := s.Cluster.Kubectl(t.Context(), "-n", stage.System, "scale", "deployment/lameduck-webhook-0",
+		"--replicas=0"); err != nil {
 		t.Fatalf("%v: %s", err, out)
 	}
 	if err := s.Await(t.Context(), stage.System, "lameduck-webhook-0"); err != nil {
 		t.Fatal(err)
 	}
 	began := time.Now()
-	if out, err := s.Cluster.Kubectl(t.Context(), "-n", ns, "delete", "pod", "-l", "app=web", "--wait=false"); err != nil {
+	if out, err := s.Cluster.Kubectl(t.Context(), "-n", ns, "delete", "pod", "-l", "app=web",
+		"--wait=false"); err != nil {
 		t.Errorf("%v: %s", err, out)
 	}
 	if took := time.Since(began); took > 5*time.Second {
 		t.Errorf("two deletions took %s without a coordinator", took)
 	}
-	if out, err := s.Cluster.Kubectl(t.Context(), "-n", stage.System, "scale", "deployment/lameduck-webhook-0", "--replicas=1"); err != nil {
+	if out, err := s.Cluster.Kubectl(t.Context(), "-n", stage.System, "scale", "deployment/lameduck-webhook-0",
+		"--replicas=1"); err != nil {
 		t.Fatalf("%v: %s", err, out)
 	}
 	if err := s.Await(t.Context(), stage.System, "lameduck-webhook-0"); err != nil {

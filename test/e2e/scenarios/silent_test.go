@@ -19,7 +19,8 @@ import (
 // The worst that an agent can do is to say nothing. Whatever operators do then, no pod waits longer
 // than its deadline and 5 s, and each says why.
 func TestSilentAgentKeepsNoPod(t *testing.T) {
-	// Not parallel with other tests: in this one everything is owed by an agent that does not answer.
+	// Not parallel with other tests: in this one everything is owed by an agent that does not
+	// answer.
 	s := open(t)
 	agents := namespace(t, s, "silent-agent")
 	if err := s.Apply(t.Context(), fmt.Sprintf(stage.SilentAgent, agents)); err != nil {
@@ -38,7 +39,8 @@ func TestSilentAgentKeepsNoPod(t *testing.T) {
 			name     string
 			do       []string
 			replicas int
-			// goes is how many pods go, last how many of them at most as the last that are not on their way out.
+			// goes is how many pods go, last how many of them at most as the last that are not on
+			// their way out.
 			goes, last int
 		}{
 			{"delete-pod", []string{"delete", "pod", "{pod}"}, 2, 1, 0},
@@ -168,8 +170,8 @@ func parseLogged(line string) (l logged, ok bool) {
 	return l, err == nil
 }
 
-// waits reads from the coordinator's log how long the deletions of a namespace's pods waited, from the first question to the allowing
-// answer. The Event on the pod has to say the same.
+// waits reads from the coordinator's log how long the deletions of a namespace's pods waited, from
+// the first question to the allowing answer. The Event on the pod has to say the same.
 func waits(t *testing.T, s *stage.Stage, ns string) []wait {
 	t.Helper()
 	log, err := s.Logs(t.Context(), stage.System, "app.kubernetes.io/component=webhook", "webhook")

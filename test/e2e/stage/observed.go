@@ -10,9 +10,11 @@ import (
 // ErrNoPacketFilter is returned by [Stage.InstallFollowing] where there is no nft.
 var ErrNoPacketFilter = errors.New("nft is missing")
 
-// InstallFollowing installs a real kube-proxy and the agent beside it, which sees in the kernel what that does: in the network that the test has of
-// its own, which all pods of the stand-in of a node share. Connections to Services are not made there; that kube-proxy lets go is real. Pods
-// that are created from then on in places with the barrier's label get its hook, and wait. An answer of nil does not say that kube-proxy is ready.
+// InstallFollowing installs a real kube-proxy and the agent beside it, which sees in the kernel
+// what that does: in the network that the test has of its own, which all pods of the stand-in of a
+// node share. Connections to Services are not made there; that kube-proxy lets go is real. Pods
+// that are created from then on in places with the barrier's label get its hook, and wait. An
+// answer of nil does not say that kube-proxy is ready.
 func (s *Stage) InstallFollowing(ctx context.Context) error {
 	if _, err := exec.LookPath("nft"); err != nil {
 		return fmt.Errorf("%w: %w", ErrNoPacketFilter, err)

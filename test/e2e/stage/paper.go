@@ -55,7 +55,8 @@ func (s *Stage) PaperPods(t testing.TB, ns string, n int) []*corev1.Pod {
 			// No other pods are scheduled here.
 			Spec: corev1.NodeSpec{Unschedulable: true},
 			Status: corev1.NodeStatus{Conditions: []corev1.NodeCondition{
-				{Type: corev1.NodeReady, Status: corev1.ConditionTrue, Reason: "Paper", LastHeartbeatTime: now, LastTransitionTime: now},
+				{Type: corev1.NodeReady, Status: corev1.ConditionTrue, Reason: "Paper", LastHeartbeatTime: now,
+					LastTransitionTime: now},
 			}},
 		}
 	}
@@ -83,12 +84,14 @@ func (s *Stage) PaperPods(t testing.TB, ns string, n int) []*corev1.Pod {
 		ctx, cancel := context.WithTimeout(context.Background(), 60*time.Second)
 		defer cancel()
 		now := int64(0)
-		_ = s.Kube.CoreV1().Pods(ns).DeleteCollection(ctx, metav1.DeleteOptions{GracePeriodSeconds: &now}, metav1.ListOptions{})
+		_ = s.Kube.CoreV1().Pods(ns).DeleteCollection(ctx, metav1.DeleteOptions{GracePeriodSeconds: &now},
+			metav1.ListOptions{})
 		_ = nodes.Delete(ctx, name, metav1.DeleteOptions{})
 	})
 	service := &corev1.Service{
 		ObjectMeta: metav1.ObjectMeta{Name: "web"},
-		Spec:       corev1.ServiceSpec{Selector: map[string]string{"app": "web"}, Ports: []corev1.ServicePort{{Port: 80}}},
+		Spec: corev1.ServiceSpec{Selector: map[string]string{"app": "web"},
+			Ports: []corev1.ServicePort{{Port: 80}}},
 	}
 	if _, err := s.Kube.CoreV1().Services(ns).Create(t.Context(), service, metav1.CreateOptions{}); err != nil {
 		t.Fatal(err)
@@ -108,7 +111,8 @@ func (s *Stage) PaperPods(t testing.TB, ns string, n int) []*corev1.Pod {
 	}
 	making.Wait()
 	for end := time.Now().Add(30 * time.Second); ; time.Sleep(100 * time.Millisecond) {
-		slices, err := s.Kube.DiscoveryV1().EndpointSlices(ns).List(t.Context(), metav1.ListOptions{LabelSelector: discovery.LabelServiceName + "=web"})
+		slices, err := s.Kube.DiscoveryV1().EndpointSlices(ns).List(t.Context(),
+			metav1.ListOptions{LabelSelector: discovery.LabelServiceName + "=web"})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -145,7 +149,8 @@ func paperPod(ctx context.Context, kube kubernetes.Interface, ns, nodeName strin
 	ip := fmt.Sprintf("10.245.%d.%d", n/250, n%250+1)
 	pod.Status = corev1.PodStatus{
 		Phase: corev1.PodRunning, StartTime: &now, PodIP: ip, PodIPs: []corev1.PodIP{{IP: ip}},
-		Conditions: []corev1.PodCondition{{Type: corev1.PodReady, Status: corev1.ConditionTrue, LastTransitionTime: now}},
+		Conditions: []corev1.PodCondition{{Type: corev1.PodReady, Status: corev1.ConditionTrue,
+			LastTransitionTime: now}},
 	}
 	return kube.CoreV1().Pods(ns).UpdateStatus(ctx, pod, metav1.UpdateOptions{})
 }

@@ -13,11 +13,12 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// balanceEvery is how often the stand-in of a Service looks who is behind it: as late as kube-proxy is at times.
+// balanceEvery is how often the stand-in of a Service looks who is behind it: as late as kube-proxy
+// is at times.
 const balanceEvery = 250 * time.Millisecond
 
-// balance forwards connections to address, until Close, to the ready pods of a Service of System in turn. A connection stays with its pod, as
-// with kube-proxy; where there is no pod it is closed.
+// balance forwards connections to address, until Close, to the ready pods of a Service of System in
+// turn. A connection stays with its pod, as with kube-proxy; where there is no pod it is closed.
 func (s *Stage) balance(address netip.AddrPort, service string) error {
 	listener, err := net.Listen("tcp", address.String())
 	if err != nil {
@@ -70,7 +71,8 @@ func (s *Stage) balance(address netip.AddrPort, service string) error {
 
 // ready returns the addresses of a Service's ready pods.
 func (s *Stage) ready(service string, port uint16) ([]string, error) {
-	slices, err := s.Kube.DiscoveryV1().EndpointSlices(System).List(s.running, metav1.ListOptions{LabelSelector: discovery.LabelServiceName + "=" + service})
+	slices, err := s.Kube.DiscoveryV1().EndpointSlices(System).List(s.running,
+		metav1.ListOptions{LabelSelector: discovery.LabelServiceName + "=" + service})
 	if err != nil {
 		return nil, err
 	}
@@ -109,7 +111,8 @@ func (s *Stage) forward(conn net.Conn, to string) {
 	both.Wait()
 }
 
-// late delays what it reads. Its type hides that the connection could be spliced, which would pass everything on at once.
+// late delays what it reads. Its type hides that the connection could be spliced, which would pass
+// everything on at once.
 type late struct {
 	io.Reader
 	delay func() time.Duration

@@ -31,7 +31,8 @@ func (s *Stage) Process(pod *corev1.Pod, program string) (int, error) {
 	for _, path := range processes {
 		text, err := os.ReadFile(path)
 		name, _, _ := bytes.Cut(text, []byte{0})
-		if err != nil || string(name) != filepath.Join(s.Bin, program) || !bytes.Contains(text, []byte("-address="+pod.Status.PodIP+":")) {
+		if err != nil || string(name) != filepath.Join(s.Bin, program) ||
+			!bytes.Contains(text, []byte("-address="+pod.Status.PodIP+":")) {
 			continue
 		}
 		pid, err := strconv.Atoi(filepath.Base(filepath.Dir(path)))

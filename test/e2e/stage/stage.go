@@ -1,5 +1,6 @@
-// Package stage sets the scene for demonstrations and end-to-end tests: Lameduck's coordinator, an application, and HAProxy with its
-// agent in front of it, all as pods of a real control plane on the stand-in of a node.
+// Package stage sets the scene for demonstrations and end-to-end tests: Lameduck's coordinator, an
+// application, and HAProxy with its agent in front of it, all as pods of a real control plane on
+// the stand-in of a node.
 package stage
 
 import (
@@ -37,8 +38,9 @@ var sheets embed.FS
 
 var sheet = template.Must(template.ParseFS(sheets, "*.yaml"))
 
-// CoordinatorAddress is what the API server is told of the first entry, because there is no kube-proxy: where the coordinator's pod is or, with Options.Entries, a
-// stand-in of its Service. The other entries have the addresses that follow.
+// CoordinatorAddress is what the API server is told of the first entry, because there is no
+// kube-proxy: where the coordinator's pod is or, with Options.Entries, a stand-in of its Service.
+// The other entries have the addresses that follow.
 var CoordinatorAddress = netip.MustParseAddr("10.244.250.1")
 
 // address is that of an entry.
@@ -55,9 +57,11 @@ const System = "lameduck-system"
 type Options struct {
 	// Bin is the directory with the programs webhook, agent and app.
 	Bin string
-	// Entries of the webhook configuration, each with one coordinator behind a stand-in of its Service. 0: one, which has the Service's address itself.
+	// Entries of the webhook configuration, each with one coordinator behind a stand-in of its
+	// Service. 0: one, which has the Service's address itself.
 	Entries int
-	// Delay is how much later each piece of what the API server writes to a coordinator arrives, with Entries. Nil: at once.
+	// Delay is how much later each piece of what the API server writes to a coordinator arrives,
+	// with Entries. Nil: at once.
 	Delay func() time.Duration
 	// Overlap is certificates.overlap of the coordinator. 0: the default.
 	Overlap time.Duration
@@ -96,7 +100,8 @@ func Open(ctx context.Context, c *cluster.Cluster, o Options) (*Stage, error) {
 		return nil, err
 	}
 	n, err := node.New(c.Config(), node.Options{
-		Name: "node-1", PodRange: netip.MustParsePrefix("10.244.64.0/18"), Dir: o.Dir, Observe: o.Observe, Logger: o.Log,
+		Name: "node-1", PodRange: netip.MustParsePrefix("10.244.64.0/18"), Dir: o.Dir, Observe: o.Observe,
+		Logger: o.Log,
 		Address: func(p *corev1.Pod) netip.Addr {
 			if o.Entries == 0 && p.Namespace == System && p.Labels["app.kubernetes.io/component"] == "webhook" {
 				return CoordinatorAddress
@@ -224,10 +229,11 @@ func join(objects []object) (string, error) {
 	return strings.Join(documents, "---\n"), nil
 }
 
-// InstallCoordinator installs everything of the manifests but the webhook configuration, so that nothing waits yet, and waits until the
-// coordinator runs.
+// InstallCoordinator installs everything of the manifests but the webhook configuration, so that
+// nothing waits yet, and waits until the coordinator runs.
 func (s *Stage) InstallCoordinator(ctx context.Context) error {
-	objects, err := s.installed(ctx, "base", "Namespace", "ServiceAccount", "ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding", "Secret", "ConfigMap", "Service", "PriorityLevelConfiguration", "FlowSchema",
+	objects, err := s.installed(ctx, "base", "Namespace", "ServiceAccount", "ClusterRole", "ClusterRoleBinding", "Role",
+		"RoleBinding", "Secret", "ConfigMap", "Service", "PriorityLevelConfiguration", "FlowSchema",
 		"PodDisruptionBudget", "NetworkPolicy", "ResourceQuota")
 	if err != nil {
 		return err
@@ -242,7 +248,8 @@ func (s *Stage) InstallCoordinator(ctx context.Context) error {
 	return s.SetEntries(ctx, max(s.Entries, 1))
 }
 
-// SetEntries has so many coordinators run, and waits for them. The webhook configuration stays as it is.
+// SetEntries has so many coordinators run, and waits for them. The webhook configuration stays as
+// it is.
 func (s *Stage) SetEntries(ctx context.Context, n int) error {
 	type entry struct {
 		Ordinal int
@@ -252,7 +259,8 @@ func (s *Stage) SetEntries(ctx context.Context, n int) error {
 	for i := range n {
 		all = append(all, entry{i, address(i)})
 		if s.Entries > 0 && i >= s.balanced {
-			if err := s.balance(netip.AddrPortFrom(address(i), admissionPort), fmt.Sprint("lameduck-webhook-", i)); err != nil {
+			if err := s.balance(netip.AddrPortFrom(address(i), admissionPort),
+				fmt.Sprint("lameduck-webhook-", i)); err != nil {
 				return err
 			}
 			s.balanced++
@@ -269,7 +277,8 @@ func (s *Stage) SetEntries(ctx context.Context, n int) error {
 		return err
 	}
 	for i := n; i < s.entries; i++ {
-		if err := s.Kube.AppsV1().Deployments(System).Delete(ctx, fmt.Sprint("lameduck-webhook-", i), metav1.DeleteOptions{}); err != nil {
+		if err := s.Kube.AppsV1().Deployments(System).Delete(ctx, fmt.Sprint("lameduck-webhook-", i),
+			metav1.DeleteOptions{}); err != nil {
 			return err
 		}
 	}
@@ -290,7 +299,8 @@ func (s *Stage) AwaitCoordinators(ctx context.Context) error {
 	return nil
 }
 
-// RestartCoordinators restarts those of all entries at the same time, as kubectl rollout restart does with a selector.
+// RestartCoordinators restarts those of all entries at the same time, as kubectl rollout restart
+// does with a selector.
 func (s *Stage) RestartCoordinators(ctx context.Context) error {
 	for i := range s.entries {
 		if err := s.restart(ctx, System, fmt.Sprint("lameduck-webhook-", i)); err != nil {
@@ -300,9 +310,10 @@ func (s *Stage) RestartCoordinators(ctx context.Context) error {
 	return s.AwaitCoordinators(ctx)
 }
 
-// InstallWebhook installs the first entries of the webhook configuration of the manifests that holds deletions, with the coordinators' addresses in the place of
-// their Services', and waits until a coordinator has written its CA and the path into each. Entries
-// that the manifests do not have are like their last.
+// InstallWebhook installs the first entries of the webhook configuration of the manifests that
+// holds deletions, with the coordinators' addresses in the place of their Services', and waits
+// until a coordinator has written its CA and the path into each. Entries that the manifests do not
+// have are like their last.
 func (s *Stage) InstallWebhook(ctx context.Context, entries int) error {
 	return s.installWebhook(ctx, "base", "ValidatingWebhookConfiguration", "/v1/admit/", entries)
 }
@@ -405,7 +416,8 @@ func (s *Stage) clientConfigs(ctx context.Context, kind string) (all []admission
 
 // RemoveWebhook deletes the webhook configuration.
 func (s *Stage) RemoveWebhook(ctx context.Context) error {
-	return s.Kube.AdmissionregistrationV1().ValidatingWebhookConfigurations().Delete(ctx, "lameduck", metav1.DeleteOptions{})
+	return s.Kube.AdmissionregistrationV1().ValidatingWebhookConfigurations().Delete(ctx,
+		"lameduck", metav1.DeleteOptions{})
 }
 
 // Gateway says what to put in front of the application.
@@ -413,11 +425,13 @@ type Gateway struct {
 	Namespace string
 	// Lag is between EndpointSlices and the gateway.
 	Lag time.Duration
-	// Blames: an answer that is an error has the header Server-Pod, with HAProxy's name of the server that was tried last. It contains the pod's UID.
+	// Blames: an answer that is an error has the header Server-Pod, with HAProxy's name of the
+	// server that was tried last. It contains the pod's UID.
 	Blames bool
 }
 
-// InstallGateway installs HAProxy and its agent, waits until they are ready, and returns where HAProxy listens.
+// InstallGateway installs HAProxy and its agent, waits until they are ready, and returns where
+// HAProxy listens.
 func (s *Stage) InstallGateway(ctx context.Context, g Gateway) (address string, err error) {
 	haproxy, err := HAProxy()
 	if err != nil {
@@ -454,7 +468,8 @@ type App struct {
 	Node string
 }
 
-// InstallApp installs the application, or changes it, and waits until it is complete and nothing of an earlier one is left.
+// InstallApp installs the application, or changes it, and waits until it is complete and nothing of
+// an earlier one is left.
 func (s *Stage) InstallApp(ctx context.Context, a App) error {
 	manifests, err := render("app.yaml", struct {
 		App
@@ -471,7 +486,8 @@ func (s *Stage) InstallApp(ctx context.Context, a App) error {
 
 // CreateNamespace creates a namespace.
 func (s *Stage) CreateNamespace(ctx context.Context, name string) error {
-	_, err := s.Kube.CoreV1().Namespaces().Create(ctx, &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: name}}, metav1.CreateOptions{})
+	_, err := s.Kube.CoreV1().Namespaces().Create(ctx, &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: name}},
+		metav1.CreateOptions{})
 	return err
 }
 
@@ -518,8 +534,8 @@ func (s *Stage) Logs(ctx context.Context, namespace, selector, container string)
 	return all.String(), nil
 }
 
-// Restart changes the template of a Deployment as kubectl rollout restart does, and returns how long it took until the Deployment was
-// complete and the last old pod was gone.
+// Restart changes the template of a Deployment as kubectl rollout restart does, and returns how
+// long it took until the Deployment was complete and the last old pod was gone.
 func (s *Stage) Restart(ctx context.Context, namespace, name string) (time.Duration, error) {
 	began := time.Now()
 	if err := s.restart(ctx, namespace, name); err != nil {
@@ -530,8 +546,10 @@ func (s *Stage) Restart(ctx context.Context, namespace, name string) (time.Durat
 }
 
 func (s *Stage) restart(ctx context.Context, namespace, name string) error {
-	patch := fmt.Sprintf(`{"spec":{"template":{"metadata":{"annotations":{"kubectl.kubernetes.io/restartedAt":%q}}}}}`, time.Now().Format(time.RFC3339Nano))
-	if _, err := s.Kube.AppsV1().Deployments(namespace).Patch(ctx, name, types.StrategicMergePatchType, []byte(patch), metav1.PatchOptions{}); err != nil {
+	patch := fmt.Sprintf(`{"spec":{"template":{"metadata":{"annotations":{"kubectl.kubernetes.io/restartedAt":%q}}}}}`,
+		time.Now().Format(time.RFC3339Nano))
+	if _, err := s.Kube.AppsV1().Deployments(namespace).Patch(ctx, name, types.StrategicMergePatchType, []byte(patch),
+		metav1.PatchOptions{}); err != nil {
 		return fmt.Errorf("restart %s/%s: %w", namespace, name, err)
 	}
 	return nil
@@ -543,8 +561,8 @@ const (
 	awaitMost  = 2 * time.Minute
 )
 
-// Await waits until a Deployment is complete and has no pods but the ready ones of its present template. The error says how far it
-// was when the time was up, and what its pods said last.
+// Await waits until a Deployment is complete and has no pods but the ready ones of its present
+// template. The error says how far it was when the time was up, and what its pods said last.
 func (s *Stage) Await(ctx context.Context, namespace, name string) error {
 	ctx, cancel := context.WithTimeout(ctx, awaitMost)
 	defer cancel()
@@ -558,7 +576,8 @@ func (s *Stage) Await(ctx context.Context, namespace, name string) error {
 		select {
 		case <-ticker.C:
 		case <-ctx.Done():
-			return fmt.Errorf("deployment %s/%s: %w: %s%s", namespace, name, ctx.Err(), state, s.explain(context.WithoutCancel(ctx), namespace))
+			return fmt.Errorf("deployment %s/%s: %w: %s%s", namespace, name, ctx.Err(), state,
+				s.explain(context.WithoutCancel(ctx), namespace))
 		}
 	}
 }
@@ -574,7 +593,8 @@ func (s *Stage) state(ctx context.Context, namespace, name string) (string, erro
 		return "", err
 	}
 	want := *d.Spec.Replicas
-	if d.Status.ObservedGeneration < d.Generation || d.Status.UpdatedReplicas != want || d.Status.Replicas != want || d.Status.AvailableReplicas != want {
+	if d.Status.ObservedGeneration < d.Generation || d.Status.UpdatedReplicas != want || d.Status.Replicas != want ||
+		d.Status.AvailableReplicas != want {
 		return describe(d), nil
 	}
 	pods, err := s.Pods(ctx, namespace, selector.String())
@@ -610,5 +630,6 @@ func (s *Stage) explain(ctx context.Context, namespace string) string {
 }
 
 func describe(d *appsv1.Deployment) string {
-	return fmt.Sprintf("%d replicas wanted, %d updated, %d available, %d in all", *d.Spec.Replicas, d.Status.UpdatedReplicas, d.Status.AvailableReplicas, d.Status.Replicas)
+	return fmt.Sprintf("%d replicas wanted, %d updated, %d available, %d in all", *d.Spec.Replicas,
+		d.Status.UpdatedReplicas, d.Status.AvailableReplicas, d.Status.Replicas)
 }

@@ -60,9 +60,10 @@ func open(t *testing.T) *stage.Stage {
 		// Like the shared cluster, it lives until the program ends.
 		ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
 		defer cancel()
-		opened, errOpen = stage.Open(ctx, c, stage.Options{Bin: bin, Dir: filepath.Join(os.TempDir(), "n"), Entries: n, Delay: func() time.Duration {
-			return time.Duration(rand.Int64N(delayMost.Load() + 1))
-		}})
+		opened, errOpen = stage.Open(ctx, c, stage.Options{Bin: bin, Dir: filepath.Join(os.TempDir(), "n"), Entries: n,
+			Delay: func() time.Duration {
+				return time.Duration(rand.Int64N(delayMost.Load() + 1))
+			}})
 		if errOpen == nil {
 			errOpen = errors.Join(opened.InstallCoordinator(ctx), opened.InstallWebhook(ctx, n))
 		}
@@ -97,7 +98,8 @@ spec:
 // word. What is left of them is deleted at the end.
 func scene(t *testing.T, s *stage.Stage, pods int) (ns string) {
 	t.Helper()
-	ns = fmt.Sprintf("%s-%d", strings.ToLower(strings.NewReplacer("/", "-", "_", "-").Replace(t.Name())), time.Now().UnixMilli()%1e6)
+	ns = fmt.Sprintf("%s-%d", strings.ToLower(strings.NewReplacer("/", "-", "_", "-").Replace(t.Name())),
+		time.Now().UnixMilli()%1e6)
 	if err := s.CreateNamespace(t.Context(), ns); err != nil {
 		t.Fatal(err)
 	}
@@ -113,7 +115,8 @@ func scene(t *testing.T, s *stage.Stage, pods int) (ns string) {
 		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 		defer cancel()
 		_ = s.Kube.RbacV1().ClusterRoleBindings().Delete(ctx, ns+"-silent", metav1.DeleteOptions{})
-		if err := s.Kube.CoreV1().Pods(ns).DeleteCollection(ctx, metav1.DeleteOptions{GracePeriodSeconds: ptr.To[int64](0)}, metav1.ListOptions{}); err != nil {
+		if err := s.Kube.CoreV1().Pods(ns).DeleteCollection(ctx,
+			metav1.DeleteOptions{GracePeriodSeconds: ptr.To[int64](0)}, metav1.ListOptions{}); err != nil {
 			t.Error(err)
 		}
 		await(t, ctx, "the pods of "+ns+" are gone", func() bool {

@@ -96,9 +96,11 @@ func (sh *shop) traffic(t *testing.T) (unrouted []string, serving int) {
 // budget makes a PodDisruptionBudget.
 func (sh *shop) budget(t *testing.T, minAvailable int32) {
 	t.Helper()
-	budget := &policyv1.PodDisruptionBudget{ObjectMeta: metav1.ObjectMeta{Name: "web"}, Spec: policyv1.PodDisruptionBudgetSpec{
-		MinAvailable: ptr.To(intstr.FromInt32(minAvailable)), Selector: &metav1.LabelSelector{MatchLabels: map[string]string{"app": "web"}},
-	}}
+	budget := &policyv1.PodDisruptionBudget{ObjectMeta: metav1.ObjectMeta{Name: "web"},
+		Spec: policyv1.PodDisruptionBudgetSpec{
+			MinAvailable: ptr.To(intstr.FromInt32(minAvailable)),
+			Selector:     &metav1.LabelSelector{MatchLabels: map[string]string{"app": "web"}},
+		}}
 	_, err := sh.s.Kube.PolicyV1().PodDisruptionBudgets(sh.ns).Create(t.Context(), budget, metav1.CreateOptions{})
 	must(t, err)
 }
@@ -166,7 +168,9 @@ func TestTwoEvictionsOfOneBudget(t *testing.T) {
 			}
 		})
 		for _, s := range samples {
-			if s.at.Before(first.at) && slices.ContainsFunc(s.unrouted, func(uid string) bool { return uid != first.uid }) {
+			if s.at.Before(first.at) && slices.ContainsFunc(s.unrouted, func(uid string) bool {
+				return uid != first.uid
+			}) {
 				changed++
 				t.Errorf("round %d: another pod than the first one to go was drained before it", i)
 				break
@@ -177,7 +181,8 @@ func TestTwoEvictionsOfOneBudget(t *testing.T) {
 			t.Errorf("round %d: neither went within %s", i, first.took)
 		}
 	}
-	t.Logf("%d coordinators, %d rounds: both unrouted %d times; both refused for %.1f s at the longest, for more than one drain %d times; one eviction alone: up to %.1f s",
+	t.Logf("%d coordinators, %d rounds: both unrouted %d times; both refused for %.1f s at the longest, for more "+
+		"than one drain %d times; one eviction alone: up to %.1f s",
 		s.Running(), rounds, both, longest.Seconds(), changed, alone.Seconds())
 }
 
@@ -191,9 +196,10 @@ type evicted struct {
 // evict asks until the pod is evicted or gone.
 func evict(t *testing.T, s *stage.Stage, pod *corev1.Pod, began time.Time) evicted {
 	now := func() evicted { return evicted{string(pod.UID), time.Now(), time.Since(began)} }
-	eviction := &policyv1.Eviction{ObjectMeta: metav1.ObjectMeta{Namespace: pod.Namespace, Name: pod.Name}, DeleteOptions: &metav1.DeleteOptions{
-		Preconditions: metav1.NewUIDPreconditions(string(pod.UID)),
-	}}
+	eviction := &policyv1.Eviction{ObjectMeta: metav1.ObjectMeta{Namespace: pod.Namespace, Name: pod.Name},
+		DeleteOptions: &metav1.DeleteOptions{
+			Preconditions: metav1.NewUIDPreconditions(string(pod.UID)),
+		}}
 	for end := began.Add(time.Minute); time.Now().Before(end); time.Sleep(100 * time.Millisecond) {
 		err := s.Kube.PolicyV1().Evictions(pod.Namespace).Evict(t.Context(), eviction)
 		switch {
@@ -222,7 +228,8 @@ func TestHalfOfAService(t *testing.T) {
 	var deletions sync.WaitGroup
 	for _, pod := range all {
 		deletions.Go(func() {
-			if err := s.Kube.CoreV1().Pods(sh.ns).Delete(t.Context(), pod.Name, metav1.DeleteOptions{}); err != nil && !apierrors.IsNotFound(err) {
+			if err := s.Kube.CoreV1().Pods(sh.ns).Delete(t.Context(), pod.Name, metav1.DeleteOptions{}); err != nil &&
+				!apierrors.IsNotFound(err) {
 				t.Errorf("deletion of %s: %v", pod.Name, err)
 			}
 		})

@@ -27,10 +27,12 @@ func TestScaleInWithSlowAcknowledgements(t *testing.T) {
 		sh := newShop(t, s, stage.App{Replicas: before, Work: work})
 		stop := sh.busy(t, 10*before, work)
 		began := time.Now()
-		_, err := s.Kube.AppsV1().Deployments(sh.ns).Patch(t.Context(), "web", types.MergePatchType, []byte(`{"spec":{"replicas":4}}`), metav1.PatchOptions{})
+		_, err := s.Kube.AppsV1().Deployments(sh.ns).Patch(t.Context(), "web", types.MergePatchType,
+			[]byte(`{"spec":{"replicas":4}}`), metav1.PatchOptions{})
 		must(t, err)
 		victims, alive := map[string]bool{}, before
-		for end := began.Add(2 * time.Minute); alive > after && time.Now().Before(end); time.Sleep(50 * time.Millisecond) {
+		for end := began.Add(2 * time.Minute); alive > after &&
+			time.Now().Before(end); time.Sleep(50 * time.Millisecond) {
 			unrouted, _ := sh.traffic(t)
 			for _, uid := range unrouted {
 				victims[uid] = true
@@ -50,9 +52,11 @@ func TestScaleInWithSlowAcknowledgements(t *testing.T) {
 			time.Sleep(50 * time.Millisecond) // an exclusion ends when its coordinator has ended it
 		}
 		stop()
-		t.Logf("round %d: %.1f s, %d pods were taken out of traffic, %d of them live on without", round, took.Seconds(), len(victims), left)
+		t.Logf("round %d: %.1f s, %d pods were taken out of traffic, %d of them live on without", round, took.Seconds(),
+			len(victims), left)
 		if alive != after || took > longest || len(victims) > most || left > 0 {
-			t.Errorf("round %d: %d pods after %s, %d were taken out of traffic and %d live on without; want %d within %s, at most %d, and 0",
+			t.Errorf("round %d: %d pods after %s, %d were taken out of traffic and %d live on without; want %d "+
+				"within %s, at most %d, and 0",
 				round, alive, took, len(victims), left, after, longest, most)
 		}
 	}

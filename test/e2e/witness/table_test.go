@@ -101,11 +101,12 @@ func TestTable(t *testing.T) {
 		}},
 		// The kubelet that would see the probe fail is lost, too. The API server learns of it from
 		// the Lease of the node.
-		{"node of one lost", 80 * time.Second, func(t *testing.T) { moveToAnotherNode(t, s) }, func(t *testing.T, pod *corev1.Pod) func() error {
-			cut(t, pod.Status.PodIP)
-			s.LoseNode(another)
-			return func() error { return nft("delete table inet lost") }
-		}},
+		{"node of one lost", 80 * time.Second, func(t *testing.T) { moveToAnotherNode(t, s) },
+			func(t *testing.T, pod *corev1.Pod) func() error {
+				cut(t, pod.Status.PodIP)
+				s.LoseNode(another)
+				return func() error { return nft("delete table inet lost") }
+			}},
 	} {
 		t.Run(strings.ReplaceAll(loss.name, " ", "-"), func(t *testing.T) {
 			setEntries(t, s, 2)
@@ -132,7 +133,8 @@ func setEntries(t *testing.T, s *stage.Stage, n int) {
 	if n == 0 {
 		must(t, s.RemoveWebhook(ctx))
 	} else {
-		must(t, errors.Join(s.SetEntries(ctx, max(n, s.Running())), s.InstallWebhook(ctx, n), s.SetEntries(ctx, n), s.RestartCoordinators(ctx)))
+		must(t, errors.Join(s.SetEntries(ctx, max(n, s.Running())), s.InstallWebhook(ctx, n), s.SetEntries(ctx, n),
+			s.RestartCoordinators(ctx)))
 		agents(t, s, "connected")
 	}
 	time.Sleep(time.Second) // the API server watches the configuration, and does not say how far it is
@@ -153,7 +155,8 @@ func namespace(t *testing.T, s *stage.Stage, name string) string {
 func unconcerned(t *testing.T, s *stage.Stage, n int) (pods, floor []*corev1.Pod) {
 	t.Helper()
 	ns := namespace(t, s, "floor")
-	_, err := s.Kube.CoreV1().Namespaces().Patch(t.Context(), ns, types.StrategicMergePatchType, []byte(`{"metadata":{"labels":{"lameduck.io/drain":"disabled"}}}`), metav1.PatchOptions{})
+	_, err := s.Kube.CoreV1().Namespaces().Patch(t.Context(), ns, types.StrategicMergePatchType,
+		[]byte(`{"metadata":{"labels":{"lameduck.io/drain":"disabled"}}}`), metav1.PatchOptions{})
 	must(t, err)
 	floor = s.PaperPods(t, ns, n)
 	return s.PaperPods(t, namespace(t, s, "none"), n), floor
@@ -166,7 +169,8 @@ func (m *measured) delete(t *testing.T, s *stage.Stage, pods, floor []*corev1.Po
 	lost := time.Now()
 	remove := func(pod *corev1.Pod) time.Duration {
 		began := time.Now()
-		if err := s.Kube.CoreV1().Pods(pod.Namespace).Delete(t.Context(), pod.Name, metav1.DeleteOptions{}); err != nil {
+		if err := s.Kube.CoreV1().Pods(pod.Namespace).Delete(t.Context(), pod.Name,
+			metav1.DeleteOptions{}); err != nil {
 			t.Errorf("deletion of %s after %s: %v", pod.Name, time.Since(lost), err)
 		}
 		return time.Since(began)
@@ -279,7 +283,8 @@ func moveToAnotherNode(t *testing.T, s *stage.Stage) {
 	const name = "lameduck-webhook-0"
 	must(t, s.AddNode(t.Context(), another, netip.MustParsePrefix("10.244.9.0/24")))
 	patch := fmt.Sprintf(`{"spec":{"template":{"spec":{"nodeSelector":{"kubernetes.io/hostname":%q},"tolerations":[{"key":"stage","value":%[1]q,"effect":"NoSchedule"}]}}}}`, another)
-	_, err := s.Kube.AppsV1().Deployments(stage.System).Patch(t.Context(), name, types.StrategicMergePatchType, []byte(patch), metav1.PatchOptions{})
+	_, err := s.Kube.AppsV1().Deployments(stage.System).Patch(t.Context(), name, types.StrategicMergePatchType,
+		[]byte(patch), metav1.PatchOptions{})
 	must(t, err)
 	must(t, s.AwaitCoordinators(t.Context()))
 	t.Cleanup(func() {
@@ -287,7 +292,8 @@ func moveToAnotherNode(t *testing.T, s *stage.Stage) {
 		if out, err := s.Cluster.Kubectl(ctx, "-n", stage.System, "delete", "deployment", name); err != nil {
 			t.Errorf("%v: %s", err, out)
 		}
-		if out, err := s.Cluster.Kubectl(ctx, "-n", stage.System, "delete", "pod", "--force", "-l", "lameduck.io/ordinal=0"); err != nil {
+		if out, err := s.Cluster.Kubectl(ctx, "-n", stage.System, "delete", "pod", "--force", "-l",
+			"lameduck.io/ordinal=0"); err != nil {
 			t.Errorf("%v: %s", err, out)
 		}
 		if out, err := s.Cluster.Kubectl(ctx, "delete", "node", another); err != nil {
@@ -301,8 +307,10 @@ func moveToAnotherNode(t *testing.T, s *stage.Stage) {
 // with them, those of drains are of the first row, which has no webhook.
 func table(rows []measured) string {
 	var text strings.Builder
-	text.WriteString("| entries | DELETE that concerns no agent: p50 | p99 | max | over 1 s | the last of these began after | one drain: p50 | max | " +
-		fmt.Sprint(many) + " at once beside a silent agent | first | last | memory of each, MiB |\n|---|---|---|---|---|---|---|---|---|---|---|---|\n")
+	text.WriteString("| entries | DELETE that concerns no agent: p50 | p99 | max | over 1 s | the last of these " +
+		"began after | one drain: p50 | max | " +
+		fmt.Sprint(many) + " at once beside a silent agent | first | last | memory of each, MiB " +
+		"|\n|---|---|---|---|---|---|---|---|---|---|---|---|\n")
 	unprotected := rows[0].drained
 	for _, m := range rows {
 		cells := []string{m.name}
@@ -314,8 +322,10 @@ func table(rows []measured) string {
 			cells[5] = fmt.Sprintf("%.1f s", m.lastSlow.Seconds())
 		}
 		if len(m.drained) > 0 {
-			cells = append(cells, factor(quantile(m.drained, 0.5), quantile(unprotected, 0.5)), factor(quantile(m.drained, 1), quantile(unprotected, 1)),
-				fmt.Sprintf("%d carried out", m.carriedOut), fmt.Sprintf("%.1f s", m.first.Seconds()), fmt.Sprintf("%.1f s", m.last.Seconds()), strings.Join(m.memory, ", "))
+			cells = append(cells, factor(quantile(m.drained, 0.5), quantile(unprotected, 0.5)),
+				factor(quantile(m.drained, 1), quantile(unprotected, 1)),
+				fmt.Sprintf("%d carried out", m.carriedOut), fmt.Sprintf("%.1f s", m.first.Seconds()),
+				fmt.Sprintf("%.1f s", m.last.Seconds()), strings.Join(m.memory, ", "))
 		} else {
 			cells = append(cells, "", "", "", "", "", "")
 		}

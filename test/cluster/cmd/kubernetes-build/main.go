@@ -1,5 +1,5 @@
-// Command kubernetes-build builds the control plane that the tests run, unless it is built already, and prints the folder
-// it is in.
+// Command kubernetes-build builds the control plane that the tests run, unless it is built already,
+// and prints the folder it is in.
 package main
 
 import (

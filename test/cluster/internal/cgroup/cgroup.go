@@ -1,5 +1,5 @@
-// Package cgroup makes and removes control groups, in every hierarchy of version 1 that is mounted and in version 2.
-// Nothing else goes away by itself when the processes of a test do.
+// Package cgroup makes and removes control groups, in every hierarchy of version 1 that is mounted
+// and in version 2. Nothing else goes away by itself when the processes of a test do.
 package cgroup
 
 import (
@@ -15,14 +15,15 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// root is where hierarchies are mounted: one itself in version 2, one below it for each set of controllers in version 1.
+// root is where hierarchies are mounted: one itself in version 2, one below it for each set of
+// controllers in version 1.
 const root = "/sys/fs/cgroup"
 
 // Unified reports whether this system has version 2 alone.
 func Unified() bool { return is(root, unix.CGROUP2_SUPER_MAGIC) }
 
-// Make makes the group with the given path ("run/node"), and those above it, in every hierarchy, ready to hold processes and
-// groups. It is no error if it exists.
+// Make makes the group with the given path ("run/node"), and those above it, in every hierarchy,
+// ready to hold processes and groups. It is no error if it exists.
 func Make(path string) error {
 	if Unified() {
 		return makeUnified(path)
@@ -65,7 +66,8 @@ func makeUnified(path string) error {
 			return fmt.Errorf("make a control group: %w", err)
 		}
 		for controller := range strings.FieldsSeq(string(controllers)) {
-			// What is missed is said by those who need it: some cannot be had while real-time processes exist.
+			// What is missed is said by those who need it: some cannot be had while real-time
+			// processes exist.
 			_ = os.WriteFile(filepath.Join(dir, "cgroup.subtree_control"), []byte("+"+controller), 0o644)
 		}
 		dir = filepath.Join(dir, part)
@@ -76,8 +78,8 @@ func makeUnified(path string) error {
 	return nil
 }
 
-// Remove removes the group and all below it, in every hierarchy. Its processes must have been killed; it waits up to 5 s for
-// the last of them to be gone. It is no error if it does not exist.
+// Remove removes the group and all below it, in every hierarchy. Its processes must have been
+// killed; it waits up to 5 s for the last of them to be gone. It is no error if it does not exist.
 func Remove(path string) error {
 	mounts, err := hierarchies()
 	if err != nil {
@@ -121,7 +123,8 @@ func remove(group string) error {
 	return nil
 }
 
-// hierarchies are the places where control groups can be made. Without any there is nothing to make or to remove.
+// hierarchies are the places where control groups can be made. Without any there is nothing to make
+// or to remove.
 func hierarchies() ([]string, error) {
 	if Unified() {
 		return []string{root}, nil
@@ -145,5 +148,6 @@ func hierarchies() ([]string, error) {
 
 func is(path string, magic int64) bool {
 	var stat unix.Statfs_t
-	return unix.Statfs(path, &stat) == nil && int64(stat.Type) == magic //nolint:unconvert // it is an int32 on some architectures
+	return unix.Statfs(path, &stat) == nil &&
+		int64(stat.Type) == magic //nolint:unconvert // it is an int32 on some architectures
 }

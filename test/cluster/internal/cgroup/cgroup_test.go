@@ -9,8 +9,8 @@ import (
 	"testing"
 )
 
-// A group can be joined in every hierarchy at once, made twice, and removed with what is in it, also while its last
-// process is still dying.
+// A group can be joined in every hierarchy at once, made twice, and removed with what is in it,
+// also while its last process is still dying.
 func TestMakeRemove(t *testing.T) {
 	if os.Geteuid() != 0 {
 		t.Skip("only root makes control groups")

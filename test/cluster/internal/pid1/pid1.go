@@ -1,5 +1,6 @@
-// Package pid1 is the first process of a machine: it furnishes the machine's namespaces, says so, and reaps what is
-// orphaned in them. When it is killed the kernel kills all that runs there, and drops the mounts and the network.
+// Package pid1 is the first process of a machine: it furnishes the machine's namespaces, says so,
+// and reaps what is orphaned in them. When it is killed the kernel kills all that runs there, and
+// drops the mounts and the network.
 package pid1
 
 import (
@@ -14,7 +15,8 @@ import (
 )
 
 const (
-	// StageKey is the environment variable that tells a program of these tests, started anew, what it is for.
+	// StageKey is the environment variable that tells a program of these tests, started anew, what
+	// it is for.
 	StageKey = "LAMEDUCK_CLUSTER_STAGE"
 	// Stage is its value for the first process of a machine.
 	Stage = "machine"
@@ -28,8 +30,9 @@ const (
 	reportFD = 3
 )
 
-// Command returns a command that runs this program as the first process of a machine called name, whose folder is dir.
-// It writes "ready" to report once programs can be started there, or why it ends.
+// Command returns a command that runs this program as the first process of a machine called name,
+// whose folder is dir. It writes "ready" to report once programs can be started there, or why it
+// ends.
 func Command(name, dir string, report *os.File) (*exec.Cmd, error) {
 	self, err := os.Executable()
 	if err != nil {
@@ -40,7 +43,8 @@ func Command(name, dir string, report *os.File) (*exec.Cmd, error) {
 	cmd.Env = append(os.Environ(), StageKey+"="+Stage, nameKey+"="+name, dirKey+"="+dir)
 	cmd.ExtraFiles = []*os.File{report}
 	cmd.SysProcAttr = &syscall.SysProcAttr{
-		Cloneflags: syscall.CLONE_NEWPID | syscall.CLONE_NEWNET | syscall.CLONE_NEWNS | syscall.CLONE_NEWUTS | syscall.CLONE_NEWIPC,
+		Cloneflags: syscall.CLONE_NEWPID | syscall.CLONE_NEWNET | syscall.CLONE_NEWNS | syscall.CLONE_NEWUTS |
+			syscall.CLONE_NEWIPC,
 	}
 	return cmd, nil
 }
@@ -69,8 +73,8 @@ func Run() int {
 	}
 }
 
-// kernel is what the kubelet wants of settings that are not the machine's own but the whole system's, and would change.
-// It is shown files instead.
+// kernel is what the kubelet wants of settings that are not the machine's own but the whole
+// system's, and would change. It is shown files instead.
 var kernel = map[string]string{
 	"vm/overcommit_memory":      "1",
 	"vm/panic_on_oom":           "0",
@@ -81,7 +85,8 @@ var kernel = map[string]string{
 }
 
 func setUp(name, dir string) error {
-	// Nothing mounted here reaches the others; among the machine's own programs and pods mounts are shared, as kubelets want it.
+	// Nothing mounted here reaches the others; among the machine's own programs and pods mounts are
+	// shared, as kubelets want it.
 	for _, flag := range []uintptr{unix.MS_SLAVE, unix.MS_SHARED} {
 		if err := unix.Mount("", "/", "", flag|unix.MS_REC, ""); err != nil {
 			return fmt.Errorf("keep mounts to itself: %w", err)
@@ -94,8 +99,8 @@ func setUp(name, dir string) error {
 		return fmt.Errorf("set the name of the host: %w", err)
 	}
 
-	// /run is new, /var that of the system under a layer of its own: programs have paths in them that cannot be configured.
-	// The folder is taken hold of before either can hide it.
+	// /run is new, /var that of the system under a layer of its own: programs have paths in them
+	// that cannot be configured. The folder is taken hold of before either can hide it.
 	tree, err := unix.OpenTree(unix.AT_FDCWD, dir, unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC)
 	if err != nil {
 		return fmt.Errorf("open %s: %w", dir, err)

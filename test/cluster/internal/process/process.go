@@ -1,7 +1,8 @@
 // Package process runs programs that cannot outlive the one that started them.
 //
-// Each program gets its own process group. When it exits, whatever is left of its group is killed before its process
-// id can be given to another; when the starting program dies, for whatever reason, the kernel kills it.
+// Each program gets its own process group. When it exits, whatever is left of its group is killed
+// before its process id can be given to another; when the starting program dies, for whatever
+// reason, the kernel kills it.
 package process
 
 import (
@@ -28,8 +29,9 @@ type Process struct {
 	ended  time.Time
 }
 
-// Start starts cmd, which must not have been started, in a process group of its own. Output must go to files: a copying
-// goroutine would hold the process open for as long as any grandchild holds the pipe.
+// Start starts cmd, which must not have been started, in a process group of its own. Output must go
+// to files: a copying goroutine would hold the process open for as long as any grandchild holds the
+// pipe.
 func Start(cmd *exec.Cmd) (*Process, error) {
 	if cmd.SysProcAttr == nil {
 		cmd.SysProcAttr = &syscall.SysProcAttr{}
@@ -40,8 +42,8 @@ func Start(cmd *exec.Cmd) (*Process, error) {
 	p := &Process{done: make(chan struct{}), args: cmd.Args[1:]}
 	started := make(chan error)
 	go func() {
-		// The kernel takes the death of the starting *thread* for the death of the parent, so the thread has to
-		// live for as long as the process does.
+		// The kernel takes the death of the starting *thread* for the death of the parent, so the
+		// thread has to live for as long as the process does.
 		runtime.LockOSThread()
 		defer runtime.UnlockOSThread()
 		if err := cmd.Start(); err != nil {
@@ -58,7 +60,8 @@ func Start(cmd *exec.Cmd) (*Process, error) {
 	return p, nil
 }
 
-// reap waits for the process, kills the rest of its group while the dead leader still keeps the id, and collects it.
+// reap waits for the process, kills the rest of its group while the dead leader still keeps the id,
+// and collects it.
 func (p *Process) reap(cmd *exec.Cmd) {
 	for {
 		err := unix.Waitid(unix.P_PID, p.pid, nil, unix.WEXITED|unix.WNOWAIT, nil)
@@ -84,7 +87,8 @@ func (p *Process) Args() []string { return p.args }
 // Done is closed once the process has exited, its group was killed and its state can be read.
 func (p *Process) Done() <-chan struct{} { return p.done }
 
-// Signal sends sig to the process alone, as a container runtime does to stop a container. After the exit it does nothing.
+// Signal sends sig to the process alone, as a container runtime does to stop a container. After the
+// exit it does nothing.
 func (p *Process) Signal(sig syscall.Signal) { p.signal(p.pid, sig) }
 
 // SignalGroup sends sig to the process and all that it started and that did not leave its group.
@@ -104,8 +108,8 @@ func (p *Process) Kill() {
 	<-p.done
 }
 
-// Exit returns the exit code as a shell reports it, 128 plus the number for a signal, the signal or 0, and the time of
-// the exit. It waits for the exit.
+// Exit returns the exit code as a shell reports it, 128 plus the number for a signal, the signal or
+// 0, and the time of the exit. It waits for the exit.
 func (p *Process) Exit() (code int, signal syscall.Signal, at time.Time) {
 	<-p.done
 	status := p.state.Sys().(syscall.WaitStatus)
