@@ -171,7 +171,8 @@ func (v *podContexts) last(ctx context.Context, all []standing, pod *corev1.Pod,
 		if in.last {
 			continue
 		}
-		known, beside, err := v.others(ctx, in.name, pod)
+		local := inside(&in.of) || outside(&in.of)
+		known, beside, err := v.others(ctx, in.name, pod, local)
 		if err != nil {
 			return err
 		}
@@ -180,7 +181,7 @@ func (v *podContexts) last(ctx context.Context, all []standing, pod *corev1.Pod,
 		always := inside(&in.of) && (outside(&in.of) || in.of.Spec.Type == corev1.ServiceTypeClusterIP ||
 			in.of.Spec.Type == "")
 		one, here = one && known, here && (known || always && !beside)
-		lastHere = lastHere || !beside && (inside(&in.of) || outside(&in.of))
+		lastHere = lastHere || !beside && local
 	}
 	s.LastOne, s.LastHere = last && one, lastHere && here
 	return nil
@@ -195,11 +196,13 @@ func outside(of *corev1.Service) bool {
 	return of.Spec.ExternalTrafficPolicy == corev1.ServiceExternalTrafficPolicyLocal
 }
 
-// others reports whether a Service has another ready endpoint of which every kernel must have
-// heard, and whether it has one on the pod's node. A kernel that is late keeps the pod for want of
-// another endpoint that it has heard of.
-func (v *podContexts) others(ctx context.Context, name types.NamespacedName, pod *corev1.Pod) (known, beside bool,
-	err error) {
+// others reports whether a Service has another ready endpoint that every kernel must know, and
+// whether it has one on the pod's node. A kernel that is late keeps the pod as the last endpoint
+// that it knows, with a local policy as the last one on its node.
+func (v *podContexts) others(
+	ctx context.Context, name types.NamespacedName, pod *corev1.Pod, local bool,
+) (known, beside bool, err error) {
+	near := false
 	var slices discovery.EndpointSliceList
 	if err := v.reader.List(ctx, &slices, client.InNamespace(name.Namespace),
 		client.MatchingLabels{discovery.LabelServiceName: name.Name}); err != nil {
@@ -212,11 +215,11 @@ func (v *podContexts) others(ctx context.Context, name types.NamespacedName, pod
 			if !ready || e.TargetRef != nil && e.TargetRef.UID == pod.UID {
 				continue
 			}
-			beside = beside || e.NodeName != nil && *e.NodeName == pod.Spec.NodeName
-			known = known || v.noteWrong(ctx, e.TargetRef)
+			here, knows := e.NodeName != nil && *e.NodeName == pod.Spec.NodeName, v.noteWrong(ctx, e.TargetRef)
+			known, beside, near = known || knows, beside || here, near || here && knows
 		}
 	}
-	return known, beside, nil
+	return known && (near || !local || !beside), beside, nil
 }
 
 // noteWrong says whether a pod has been ready for so long that every kernel has noteWrong so. One

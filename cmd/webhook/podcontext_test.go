@@ -246,6 +246,10 @@ func TestSurroundings(t *testing.T) {
 func TestTheLastTargetIsJudgedForEachService(t *testing.T) {
 	ip := corev1.ServiceSpec{ClusterIP: "10.96.0.7"}
 	headless := corev1.ServiceSpec{ClusterIP: corev1.ClusterIPNone, PublishNotReadyAddresses: true}
+	local := corev1.ServiceSpec{
+		ClusterIP: "10.96.0.9", Type: corev1.ServiceTypeNodePort,
+		ExternalTrafficPolicy: corev1.ServiceExternalTrafficPolicyLocal,
+	}
 	publishes := corev1.ServiceSpec{ClusterIP: "10.96.0.8", PublishNotReadyAddresses: true}
 	type service struct {
 		spec  corev1.ServiceSpec
@@ -254,7 +258,9 @@ func TestTheLastTargetIsJudgedForEachService(t *testing.T) {
 	for name, c := range map[string]struct {
 		in []service
 		// other is for how long the pod of the other endpoint has been ready.
-		other           time.Duration
+		other time.Duration
+		// near is the same of another one, on the pod's node. 0: there is none.
+		near            time.Duration
 		last, one, here bool
 		stated          time.Duration
 	}{
@@ -262,12 +268,18 @@ func TestTheLastTargetIsJudgedForEachService(t *testing.T) {
 			other: time.Minute},
 		"it is the last of a headless one": {in: []service{{ip, false}, {headless, true}},
 			other: time.Minute},
-		"the last of the one that is not headless": {in: []service{{ip, true}, {headless, false}},
-			last: true},
-		"in headless ones only": {in: []service{{headless, false}}},
-		"the last of one":       {in: []service{{ip, true}, {ip, false}}, other: time.Minute, one: true, here: true},
+		"the last of the one that is not headless": {in: []service{{ip, true}, {headless, false}}, last: true},
+		"in headless ones only":                    {in: []service{{headless, false}}},
+		"the last of one": {in: []service{{ip, true}, {ip, false}},
+			other: time.Minute, one: true, here: true},
 		"the last of one, and kernels may not know another": {in: []service{{ip, true}, {ip, false}},
 			other: time.Second},
+		"the last of one, and the node may not know another of its own": {
+			in: []service{{ip, true}, {local, false}}, other: time.Minute, near: time.Second,
+		},
+		"the last of one, and the node knows another of its own": {
+			in: []service{{ip, true}, {local, false}}, other: time.Minute, near: time.Minute, one: true, here: true,
+		},
 		"the last of both":                       {in: []service{{ip, true}, {ip, true}}, last: true},
 		"one publishes those that are not ready": {in: []service{{publishes, false}}, last: true},
 		"one publishes those that are not ready, and one does not": {in: []service{{publishes, false}, {ip, false}},
@@ -278,7 +290,10 @@ func TestTheLastTargetIsJudgedForEachService(t *testing.T) {
 			other.Name, other.UID, other.DeletionTimestamp, other.DeletionGracePeriodSeconds = "uid-b", "uid-b", nil,
 				nil
 			other.Status.Conditions[0].LastTransitionTime = metav1.NewTime(time.Now().Add(-c.other))
-			objects := []client.Object{pod, other, &corev1.Pod{
+			near := other.DeepCopy()
+			near.Name, near.UID = "uid-c", "uid-c"
+			near.Status.Conditions[0].LastTransitionTime = metav1.NewTime(time.Now().Add(-c.near))
+			objects := []client.Object{pod, other, near, &corev1.Pod{
 				ObjectMeta: metav1.ObjectMeta{Namespace: "lameduck-node", Name: "agent-x", UID: "x"},
 				Spec:       corev1.PodSpec{NodeName: "n1"},
 			}}
@@ -297,6 +312,9 @@ func TestTheLastTargetIsJudgedForEachService(t *testing.T) {
 				}
 				if !in.alone {
 					slice.Endpoints = append(slice.Endpoints, entry("uid-b", "n2", true, false))
+				}
+				if !in.alone && c.near > 0 {
+					slice.Endpoints = append(slice.Endpoints, entry("uid-c", "n1", true, false))
 				}
 				v.index.Apply(time.Now(), slice)
 				objects = append(objects, slice,

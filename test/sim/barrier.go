@@ -490,14 +490,15 @@ func (c *coord) barTurn(x *barred) {
 	last, lastOne, all, one, here := false, false, true, true, true
 	lastHere, stated := false, time.Duration(0)
 	for i, s := range c.slices {
-		listed, others, beside, heard := false, 0, 0, brokenRule() == 19
+		listed, others, beside, heard, near := false, 0, 0, brokenRule() == 19, false
 		for _, e := range s.endpoints {
 			listed = listed || e.uid == p.uid
 			other := e.uid != p.uid && e.ready && !e.terminating
 			others += number(other)
 			beside += number(other && e.host == x.h.a)
 			v := c.pods[e.uid]
-			heard = heard || other && v.ready && w.at-v.readyAt >= heardBy && !c.ledger.Pod(e.uid).Terminating
+			known := other && v.ready && w.at-v.readyAt >= heardBy && !c.ledger.Pod(e.uid).Terminating
+			heard, near = heard || known, near || known && e.host == x.h.a
 		}
 		if !listed {
 			continue
@@ -507,7 +508,9 @@ func (c *coord) barTurn(x *barred) {
 			lastOne = true
 			continue
 		}
-		// A kernel that has not heard of another endpoint keeps this one as well.
+		// A kernel that does not know another endpoint keeps this one as well; with a local policy,
+		// one that does not know another one on its node.
+		heard = heard && (near || beside == 0 || w.api.policies[i] == everywhere)
 		all, one, here = false, one && heard, here && (heard || beside == 0 && w.api.policies[i] == localAlways)
 		lastHere = lastHere || beside == 0 && w.api.policies[i] != everywhere
 	}
