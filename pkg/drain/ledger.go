@@ -316,8 +316,8 @@ func (l *Ledger) suspect(now time.Time, d *drain) bool {
 	return d.inFlight == 0 && (now.Sub(d.lastAnswer) >= l.times.Abandon || brokenRule == 3)
 }
 
-// close ends a drain. What was said of it must not count for the next one of this UID: an agent
-// that has lifted a tombstone says nothing of the pod any more.
+// close ends a drain. The reports about it must not count for the next one of this UID: an agent
+// whose exclusion has ended reports nothing about the pod any more.
 func (l *Ledger) close(now time.Time, d *drain, reason Reason) {
 	if d.gate == AtHold && reason == PodDeleted {
 		d.barrier.letGo = l.letGo(now, d)
