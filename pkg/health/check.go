@@ -25,18 +25,7 @@ const (
 
 // String prints the protocol in lower case.
 func (p Protocol) String() string {
-	switch p {
-	case HTTP:
-		return "http"
-	case HTTPS:
-		return "https"
-	case TCP:
-		return "tcp"
-	case GRPC:
-		return "grpc"
-	default:
-		return "unknown"
-	}
+	return name(p, "unknown", "http", "https", "tcp", "grpc")
 }
 
 // Statuses is the set of the HTTP statuses, 100 to 599, that count as a success.
@@ -55,7 +44,7 @@ func (s *Statuses) Has(status int) bool {
 	return i >= 0 && i < 500 && s[i/64]&(1<<(i%64)) != 0
 }
 
-// Check says how the targets of a pool are probed. Two checks are the same if they are equal by ==.
+// Check is how the targets of a pool are probed. Two checks are the same if they are equal by ==.
 // The zero Check probes nothing.
 type Check struct {
 	Protocol Protocol
@@ -68,7 +57,7 @@ type Check struct {
 	Headers string
 	// ServerName is what HTTPS sends as SNI and verifies. Empty: Host without its port.
 	ServerName string
-	// Verify says that the certificate of HTTPS is verified, against the system's roots.
+	// Verify: the certificate of HTTPS is verified, against the system's roots.
 	Verify bool
 	// Service is the name that GRPC asks about. Empty: the server as a whole.
 	Service string
@@ -111,28 +100,17 @@ const (
 
 // String prints the kind in lower case.
 func (k OutcomeKind) String() string {
-	switch k {
-	case Success:
-		return "success"
-	case HTTPFailure:
-		return "http failure"
-	case TCPFailure:
-		return "tcp failure"
-	case Timeout:
-		return "timeout"
-	default:
-		return "unknown"
-	}
+	return name(k, "unknown", "success", "http failure", "tcp failure", "timeout")
 }
 
-// Outcome is the result of one probe. Code says more: the status of Success and HTTPFailure, the
-// errno of TCPFailure, 0 if there is none.
+// Outcome is the result of one probe. Code has the detail: the status of Success and HTTPFailure,
+// the errno of TCPFailure, 0 if there is none.
 type Outcome struct {
 	Kind OutcomeKind
 	Code uint16
 }
 
-// String prints the outcome for operators, as "http failure: 503" or "tcp failure: connection
+// String prints the outcome, as "http failure: 503" or "tcp failure: connection
 // refused".
 func (o Outcome) String() string {
 	switch {

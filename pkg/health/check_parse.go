@@ -31,7 +31,7 @@ func CheckAnnotationOf(port string) string {
 const (
 	// MinInterval keeps one Service from asking for more probes than all others together.
 	MinInterval = time.Second
-	// MaxInterval is one hour: a verdict that is older helps nobody.
+	// MaxInterval is one hour: an older verdict is of no use.
 	MaxInterval = time.Hour
 	// MinTimeout leaves a target on another node time for two round trips.
 	MinTimeout = 10 * time.Millisecond
@@ -41,7 +41,7 @@ const (
 	maxCheckText = 4096
 )
 
-// checkText is a check as people write it. A nil pointer is the default.
+// checkText is a check as an operator writes it. A nil pointer is the default.
 type checkText struct {
 	Protocol   string            `json:"protocol"`
 	Path       *string           `json:"path"`
@@ -113,8 +113,10 @@ func ParseCheck(text string) (Check, error) {
 	}
 	var t checkText
 	if err := yaml.UnmarshalStrict([]byte(text), &t); err != nil {
-		return Check{}, fmt.Errorf("health check: %s; it is an object such as {path: /healthz, interval: 5s}",
-			plain(err))
+		return Check{}, fmt.Errorf(
+			"health check: %s; it is an object such as {path: /healthz, interval: 5s}",
+			plain(err),
+		)
 	}
 	c, err := t.check()
 	if err != nil {
@@ -154,7 +156,7 @@ func (t *checkText) check() (Check, error) {
 		return Check{}, fmt.Errorf("protocol %q: it is http, https, tcp or grpc", t.Protocol)
 	}
 	c := DefaultCheck(p)
-	// A key without a use is a mistake of somebody who believes that it has one.
+	// A key without a use is a mistake of an operator who expects one.
 	web := p == HTTP || p == HTTPS
 	for _, k := range []struct {
 		name     string
@@ -264,8 +266,10 @@ func joinHeaders(c *Check, headers map[string]string) error {
 		// Here and not only in Validate: joined, a value with a line end in it looks like two
 		// headers.
 		if !token(name) || !printable(headers[name], true) {
-			return fmt.Errorf("headers: %q: a name has letters, digits and dashes, a value printable ASCII",
-				name+": "+headers[name])
+			return fmt.Errorf(
+				"headers: %q: a name has letters, digits and dashes, a value printable ASCII",
+				name+": "+headers[name],
+			)
 		}
 		fmt.Fprintf(&b, "%s: %s\r\n", name, headers[name])
 	}
@@ -285,8 +289,10 @@ func parseStatuses(to *Statuses, list []any) error {
 		first, err1 := strconv.ParseUint(strings.TrimSpace(from), 10, 16)
 		last, err2 := strconv.ParseUint(strings.TrimSpace(upTo), 10, 16)
 		if err1 != nil || err2 != nil || first < 200 || last > 599 || first > last {
-			return fmt.Errorf("statuses: %q: each is a number or a range within 200 to 599, such as 204 or 200-399",
-				text)
+			return fmt.Errorf(
+				"statuses: %q: each is a number or a range within 200 to 599, such as 204 or 200-399",
+				text,
+			)
 		}
 		for s := first; s <= last; s++ {
 			to.Add(int(s))
@@ -295,7 +301,7 @@ func parseStatuses(to *Statuses, list []any) error {
 	return nil
 }
 
-// Validate reports what is wrong with c, whoever made it, naming the key and the way out. The zero
+// Validate reports what is wrong with c, naming the key and the way out. The zero
 // Check is right.
 func (c Check) Validate() error {
 	if c == (Check{}) {
@@ -311,19 +317,26 @@ func (c Check) Validate() error {
 		return fmt.Errorf("timeout %s: it is at least %s", c.Timeout, MinTimeout)
 	case c.Timeout > c.Interval:
 		// Else a target that does not answer would be probed less often than those that do.
-		return fmt.Errorf("timeout %s: it is at most the interval, %s; lengthen the one or shorten the other",
-			c.Timeout, c.Interval)
+		return fmt.Errorf(
+			"timeout %s: it is at most the interval, %s; lengthen the one or shorten the other",
+			c.Timeout,
+			c.Interval,
+		)
 	case web && (!strings.HasPrefix(c.Path, "/") || !printable(c.Path, false)):
-		return fmt.Errorf("path %q: it begins with a slash and has printable ASCII without spaces; write other "+
-			"characters as %%XX", c.Path)
+		return fmt.Errorf(
+			"path %q: it begins with a slash and has printable ASCII without spaces; write other characters as %%XX",
+			c.Path,
+		)
 	case web && c.Statuses == Statuses{}:
 		return errors.New("statuses: no status would be a success; leave it out for 200-399")
 	case !printable(c.Host, false) || strings.ContainsAny(c.Host, "/@?#"):
 		return fmt.Errorf("host %q: it is a name or an address, with a port or without", c.Host)
 	case !printable(c.ServerName, false) || strings.ContainsAny(c.ServerName, "/@?#:") ||
 		net.ParseIP(c.ServerName) != nil:
-		return fmt.Errorf("serverName %q: it is a name, without a port; an address is verified if there is no name",
-			c.ServerName)
+		return fmt.Errorf(
+			"serverName %q: it is a name, without a port; an address is verified if there is no name",
+			c.ServerName,
+		)
 	case !utf8.ValidString(c.Service) || len(c.Service) > 1024:
 		return errors.New("service: it is UTF-8 of at most 1024 bytes")
 	case len(c.Path)+len(c.Host)+len(c.ServerName)+len(c.Headers) > maxCheckText:
@@ -369,7 +382,7 @@ func token(s string) bool {
 	return s != ""
 }
 
-// String prints the check for operators, as "http :8080/healthz each 10s within 1s". What is as by
+// String prints the check, as "http :8080/healthz each 10s within 1s". What is as by
 // default is left out but for these.
 func (c Check) String() string {
 	if c.Protocol == ProtocolUnknown {

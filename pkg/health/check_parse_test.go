@@ -166,7 +166,8 @@ func FuzzParseCheck(f *testing.F) {
 		}
 		if strings.ContainsAny(c.Path+c.Host+c.ServerName, "\r\n \x00") ||
 			strings.Count(c.Headers, "\n") != strings.Count(c.Headers, "\r\n") ||
-			strings.Contains(c.Headers, "\r\n\r\n") || strings.Count(c.Headers, "\n") > strings.Count(text, ":") {
+			strings.Contains(c.Headers, "\r\n\r\n") ||
+			strings.Count(c.Headers, "\n") > strings.Count(text, ":") {
 			t.Fatalf("%+v", c)
 		}
 	})

@@ -1,15 +1,17 @@
 // Package health is what an agent knows of every target it may route to, and what it wants the
 // gateway to do with it.
 //
-// The [Set] has four inputs and one output. EndpointSlices say which pods claim to be routable
-// ([Set.Change]); coordinators say which pods must be let go ([Set.Exclude], [Set.Readmit],
-// [Set.MarkTerminating]); probes say who is well ([Set.Due], [Set.Report]); the gateway says what
-// it really does ([Set.Observe]). Out come the operations that are still needed ([Set.Pending]) and
-// the state of each tombstone ([Set.Exclusions]), which is what the agent acknowledges.
+// The [Set] has four inputs and one output. EndpointSlices claim the pods that are to be routable
+// ([Set.Change]); coordinators exclude the pods that the gateway must stop routing to
+// ([Set.Exclude], [Set.Readmit], [Set.MarkTerminating]); probes judge the health of targets
+// ([Set.Due], [Set.Report]); readings of the gateway show what it really does ([Set.Observe]). The
+// output is the operations that are still needed ([Set.Pending]) and the state of each exclusion
+// ([Set.Exclusions]), which is what the agent acknowledges.
 //
-// There are two masks. Routable is what a live UID claims and no tombstone is on. Chosen, and so to
-// be routed, are the usable ones of these, or all of them where too few are usable. A tombstone
-// touches no health record, and no lack of health brings a tombstoned target back.
+// There are two masks. Routable are the targets that a pod claims which is neither excluded nor
+// terminating. Of the routable targets, the usable ones are chosen for traffic. If too few are
+// usable, all are. An exclusion touches no health record, and no lack of health readmits an
+// excluded target.
 //
 // Rules that hold after every call:
 //
@@ -19,26 +21,27 @@
 //     [VerdictUnknown], which is usable.
 //   - Nothing is taken out because it is not listed before [Set.Synced] was called: an agent that
 //     has just started knows nothing, and must not empty the gateway. What is not listed yet does
-//     not make a tombstoned target expendable either.
-//   - A tombstoned pod is not routed, whatever EndpointSlices say, in any pool, at any address,
-//     until no holder is left.
-//   - The last chosen target a pool really routes to is not taken out for a tombstone: it is [Kept]
-//     until another one is seen routed, by a reading that began after the tombstone. A pod that is
-//     known to be dead (deleted, terminating) is taken out even so.
+//     not make an excluded target expendable either.
+//   - An excluded pod is not routed, whatever EndpointSlices say, in any pool, at any address,
+//     until no holder is left. An endpoint without a pod cannot be excluded.
+//   - The last chosen target that the gateway really routes to in a pool is not taken out for an
+//     exclusion: it is [Kept] until another one is seen routed, by a reading that began after the
+//     exclusion. A pod that is known to be terminating or deleted is taken out even so.
 //   - Nothing is taken out for its health while the gateway is not seen, by a reading of its
 //     present generation, to route to one that is chosen. That reading may be older than the
-//     verdict: who takes targets out by hand in one process can empty a pool so, until the gateway
-//     is read again.
-//   - A tombstone is [Removed] or [Idle] only by an observation of the gateway's present generation
-//     that was made after the tombstone. An observation that says otherwise, later, takes it back.
+//     verdict: an operator who takes targets out by hand in one process can empty a pool so, until
+//     the gateway is read again.
+//   - An exclusion is [Removed] or [Idle] only by an observation of the gateway's present
+//     generation that was made after it began. A later observation that differs takes it back.
 //   - A key is forgotten only when it is neither claimed nor in the gateway, by a reading that
 //     began after the gateway was last asked to route to it. An operation may be on its way while
-//     its reason goes.
+//     its reason ends.
 //   - The outcome of a probe counts only for the target and the check it was begun for.
 //
 // The set has no clock, no I/O and no goroutine; it is safe for concurrent use.
 //
 // Inside, each pool is a map of its targets, all under one mutex. What is to be done and what is to
 // be read are lists that a record enters and leaves when it changes, probes wait in a heap, and
-// each pool counts its targets by what they are, so that nothing is looked for by walking over all.
+// each pool counts its targets by what they are, so that no call looks for something by walking
+// over all targets.
 package health

@@ -6,50 +6,38 @@ import (
 	"time"
 )
 
-// terminatingMemory is how long a dead pod's UID is remembered at least, after it was last said to
-// be dead. A lagging EndpointSlice may still call it ready for a while. As long as a target of it
-// is known, or a lease, it is remembered in any case.
+// terminatingMemory is how long the UID of a terminating pod is remembered at least, after it was
+// last reported as terminating. A lagging EndpointSlice may still call it ready for a while. As
+// long as the set has a target of it, or a holder, it is remembered in any case.
 const terminatingMemory = 10 * time.Minute
 
-// State is how far a tombstone has come. States are ordered: a larger one is further.
+// State is how far an exclusion has come. States are ordered: a larger one is further.
 type State uint8
 
 const (
-	// Unknown is the zero value: nothing was read since the tombstone, or what was read is no
+	// Unknown is the zero value: nothing was read since the exclusion, or what was read is no
 	// longer evidence.
 	Unknown State = iota
-	// Routing says that the gateway may still send new requests to the pod.
+	// Routing: the gateway may still send new requests to the pod.
 	Routing
-	// Kept says that the pod is the last one that the gateway really routes to in some pool, but
-	// for those that are out for their health, and stays until another one is.
+	// Kept: the pod is the last one that the gateway really routes to in some pool, except for
+	// those that are out for their health. It stays until another one is routed.
 	Kept
-	// Removed says that nothing which reaches any process of the gateway from now on is sent to the
-	// pod.
+	// Removed: nothing which reaches any process of the gateway from now on is sent to the pod.
 	Removed
-	// Idle says Removed, and that nothing is queued, retrying or in flight to the pod.
+	// Idle: Removed, and nothing is queued, retrying or in flight to the pod.
 	Idle
 )
 
 // String prints the state in lower case.
 func (s State) String() string {
-	switch s {
-	case Routing:
-		return "routing"
-	case Kept:
-		return "kept"
-	case Removed:
-		return "removed"
-	case Idle:
-		return "idle"
-	default:
-		return "unknown"
-	}
+	return name(s, "unknown", "routing", "kept", "removed", "idle")
 }
 
-// Exclusion is the present state of one.
+// Exclusion is the present state of one: an agent's rule not to route to a pod UID.
 type Exclusion struct {
 	UID UID
-	// Since is the oldest start that any holder gave for the drain. It travels with the tombstone.
+	// Since is the oldest start of the drain that any holder gave. It travels with the exclusion.
 	Since time.Time
 	State State
 	// StateSince is when State was entered.
@@ -58,22 +46,22 @@ type Exclusion struct {
 	Generation string
 	// Targets is how many targets of the pod the set knows, over all pools.
 	Targets int
-	// Kept are the pools in which the pod is kept, if State is Kept. NoConnections says that it is
-	// Idle in its other pools.
+	// Kept are the pools in which the pod is kept, if State is Kept. Quiet reports that it is Idle
+	// in its other pools.
 	Kept          []Pool
 	NoConnections bool
 }
 
-// pod is a UID with a tombstone, or a dead one. There is one only while that is so.
+// pod is a UID that is excluded or terminating. There is one only while that is so.
 type pod struct {
 	uid UID
-	// holders are the leases on the tombstone and when each ends. No holder and not dead: no
-	// tombstone.
+	// holders are the holders of the exclusion and when each expires. A pod without a holder that
+	// is not terminating is not excluded.
 	holders     map[string]time.Time
 	terminating bool
-	// terminatingAt is when the pod was last said to be dead.
+	// terminatingAt is when the pod was last reported as terminating.
 	terminatingAt int64
-	// excludedAt is when the present tombstone was laid here, order its rank among all burials.
+	// excludedAt is when the present exclusion began, order its rank among all exclusions.
 	excludedAt int64
 	order      uint64
 	since      time.Time
@@ -81,7 +69,7 @@ type pod struct {
 	stateAt    time.Time
 }
 
-// Exclude lays a tombstone on uid for holder, or renews the holder's lease on it, until expires at
+// Exclude excludes uid for holder, or renews the holder's part in the exclusion, until expires at
 // least. since is when the holder's drain began; the oldest of all holders counts. It reports
 // whether the holder is new.
 func (s *Set) Exclude(now time.Time, uid UID, holder string, since, expires time.Time) bool {
@@ -100,14 +88,15 @@ func (s *Set) Exclude(now time.Time, uid UID, holder string, since, expires time
 	return !known
 }
 
-// exclude returns the pod of uid, with a tombstone.
+// exclude returns the pod of uid, excluded.
 func (s *Set) exclude(now time.Time, at int64, uid UID, since time.Time) *pod {
 	if p := s.pods[uid]; p != nil {
 		return p
 	}
 	s.exclusions++
-	p := &pod{uid: uid, holders: map[string]time.Time{}, excludedAt: at, order: s.exclusions, since: since,
-		stateAt: now}
+	p := &pod{
+		uid: uid, holders: map[string]time.Time{}, excludedAt: at, order: s.exclusions, since: since, stateAt: now,
+	}
 	s.pods[uid] = p
 	for _, r := range s.ofPod[uid] {
 		r.pod = p
@@ -117,7 +106,7 @@ func (s *Set) exclude(now time.Time, at int64, uid UID, since time.Time) *pod {
 	return p
 }
 
-// Renew extends every lease of holder until expires at least.
+// Renew extends every exclusion of holder until expires at least.
 func (s *Set) Renew(holder string, expires time.Time) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -128,8 +117,8 @@ func (s *Set) Renew(holder string, expires time.Time) {
 	}
 }
 
-// Readmit ends holder's lease on uid. The pod is routed again when no other holder is left, with
-// whatever health it had. It reports whether there was such a lease.
+// Readmit ends holder's part in the exclusion of uid. The pod is routed again when no other holder
+// is left, with whatever health it had. It reports whether holder had a part in it.
 func (s *Set) Readmit(uid UID, holder string) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -147,8 +136,8 @@ func (s *Set) Readmit(uid UID, holder string) bool {
 	return ok
 }
 
-// readmitIfFree takes p out of the held pods if nobody holds it, and ends its tombstone if it is
-// not dead either. Its targets get flags.
+// readmitIfFree takes p out of the held pods if it has no holder, and ends its exclusion if it is
+// not terminating either. Its targets get flags.
 func (s *Set) readmitIfFree(p *pod, flags flag) {
 	if len(p.holders) > 0 {
 		return
@@ -168,7 +157,7 @@ func (s *Set) readmitIfFree(p *pod, flags flag) {
 	}
 }
 
-// Held lists the UIDs on which holder has a lease, sorted.
+// Held returns the UIDs that holder excludes, sorted.
 func (s *Set) Held(holder string) []UID {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -182,8 +171,8 @@ func (s *Set) Held(holder string) []UID {
 	return held
 }
 
-// MarkTerminating records that the pod is terminating or gone. It is never routed again, leases or
-// not.
+// MarkTerminating records that the pod is terminating or deleted. It is never routed again, whether
+// it has a holder or not.
 func (s *Set) MarkTerminating(now time.Time, uid UID) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -203,16 +192,16 @@ func (s *Set) markTerminating(now time.Time, at int64, uid UID) {
 	}
 }
 
-// Lapse ends the leases that were not renewed in time and forgets the pods that have been dead long
-// enough. It returns the UIDs whose last lease ended, sorted.
+// Lapse ends the exclusions whose holders did not renew them in time and forgets the pods that have
+// been terminating long enough. It returns the UIDs whose last holder expired, sorted.
 //
-// That nobody renews a lease does not say that the pod lives: whoever could know may be as dead as
-// the coordinators. The targets of such a pod therefore stay out until EndpointSlices have called
-// them ready again ([Set.Change]) or a watcher has vouched for what it said ([Set.Refreshed]), and,
-// where their pool has a check, until a probe has succeeded. If neither comes they stay out,
-// however long: these are pods that somebody was about to delete, and no more than half of a
-// Service's. But in a pool where no other target is routable they are taken back at once, and one
-// that was kept stays.
+// A missing renewal does not mean that the pod stays: every coordinator that could know may be
+// down. The targets of such a pod therefore stay out until EndpointSlices have called them ready
+// again ([Set.Change]) or a watcher has confirmed that what it reported is fresh ([Set.Refreshed]),
+// and, where their pool has a check, until a probe has succeeded. Without either they stay out,
+// however long: these are pods that were about to be deleted, and no more than half of a Service's.
+// But in a pool where no other target is routable they are taken back at once, and one that was
+// kept stays.
 func (s *Set) Lapse(now time.Time) []UID {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -233,8 +222,8 @@ func (s *Set) Lapse(now time.Time) []UID {
 		}
 	}
 	for uid, p := range s.pods {
-		if p.terminating && at-p.terminatingAt > int64(terminatingMemory) && len(s.ofPod[uid]) == 0 &&
-			len(p.holders) == 0 {
+		old := p.terminating && at-p.terminatingAt > int64(terminatingMemory)
+		if old && len(s.ofPod[uid]) == 0 && len(p.holders) == 0 {
 			delete(s.pods, uid)
 		}
 	}
@@ -243,9 +232,9 @@ func (s *Set) Lapse(now time.Time) []UID {
 	return lapsed
 }
 
-// Refreshed says that what EndpointSlices have told so far is what the API server had at asOf, or
-// later: a watch is known to be alive, or a list was made. It confirms the targets of pods whose
-// tombstones lapsed before.
+// Refreshed records that what EndpointSlices have reported so far is what the API server had at
+// asOf, or later: a watch is known to work, or a list was made. It confirms the targets of pods
+// whose exclusions lapsed before.
 func (s *Set) Refreshed(asOf time.Time) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -286,7 +275,7 @@ func (s *Set) Exclusions() []Exclusion {
 	return all
 }
 
-// Unsettled says whether some tombstone with a holder is not Idle yet.
+// Unsettled reports whether an exclusion with a holder is not Idle yet.
 func (s *Set) Unsettled() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -298,7 +287,7 @@ func (s *Set) Unsettled() bool {
 	return false
 }
 
-// judge recomputes the state of a pod's tombstone: that of its least advanced target.
+// judge recomputes the state of a pod's exclusion: that of its least advanced target.
 func (s *Set) judge(now time.Time, p *pod) {
 	state := Idle
 	if !s.synced || s.generation == 0 {
@@ -313,18 +302,18 @@ func (s *Set) judge(now time.Time, p *pod) {
 }
 
 // kept returns the pools that keep p, and whether it is Idle in all others.
-func (s *Set) kept(p *pod) (pools []Pool, quiet bool) {
-	quiet = true
+func (s *Set) kept(p *pod) (pools []Pool, idle bool) {
+	idle = true
 	for _, r := range s.ofPod[p.uid] {
 		switch s.stateOf(r, p) {
 		case Kept:
 			pools = append(pools, r.pool.name)
 		case Idle:
 		default:
-			quiet = false
+			idle = false
 		}
 	}
-	return pools, quiet
+	return pools, idle
 }
 
 func (s *Set) stateOf(r *record, p *pod) State {
@@ -335,7 +324,7 @@ func (s *Set) stateOf(r *record, p *pod) State {
 		return Kept
 	case r.is(routed):
 		return Routing
-	case r.quietSince != never && r.seenAt-r.quietSince >= int64(IdleGap):
+	case r.idleSince != never && r.seenAt-r.idleSince >= int64(IdleGap):
 		return Idle
 	default:
 		return Removed

@@ -70,7 +70,7 @@ func TestTheUnhealthyAreTakenOutAndComeBack(t *testing.T) {
 	select {
 	case <-w.Work():
 	default:
-		t.Fatal("nobody is told that there is something to do")
+		t.Fatal("Work is not signalled")
 	}
 	w.pending("removed web/10.0.0.1:80@a")
 	w.settle()
@@ -122,23 +122,23 @@ func TestThePercentageOfUsableTargetsIsAParameter(t *testing.T) {
 // Without it a pod that is being let go comes back to clients whenever the others are sick.
 func TestFailOpenNeverIncludesTheExcluded(t *testing.T) {
 	w := checked(t, "a b c")
-	w.bury("a", "r")
+	w.exclude("a", "r")
 	w.settle()
-	w.stones("a:idle")
+	w.states("a:idle")
 	w.probe(2, "b c")
 	w.settle()
 	w.routed("web", "b c")
 	w.why("a:excluded b:failing-open c:failing-open")
-	w.stones("a:idle")
+	w.states("a:idle")
 }
 
-func TestATombstoneTouchesNoHealth(t *testing.T) {
+func TestAnExclusionTouchesNoHealth(t *testing.T) {
 	w := checked(t, "a b c d")
 	w.probe(2, "a")
 	w.settle()
 	since := w.Targets()[0].Since
-	w.bury("a", "r")
-	w.bury("b", "r")
+	w.exclude("a", "r")
+	w.exclude("b", "r")
 	w.settle()
 	w.probe(3, "a") // they are probed all the while
 	w.verdict("a", Unhealthy)
@@ -169,7 +169,7 @@ func TestNothingGoesForItsHealthUntilAChosenOneIsRouted(t *testing.T) {
 }
 
 // The last that works is kept, even beside one that does not.
-func TestAExcludedTargetIsKeptUntilAChosenOneIsRouted(t *testing.T) {
+func TestAnExcludedTargetIsKeptUntilAChosenOneIsRouted(t *testing.T) {
 	w := checked(t, "a b c d")
 	for _, text := range []string{"c", "d"} {
 		w.proxy.refuse[Key{"web", target(text)}] = true
@@ -181,13 +181,13 @@ func TestAExcludedTargetIsKeptUntilAChosenOneIsRouted(t *testing.T) {
 	w.probe(2, "b")
 	w.settle()
 	w.routed("web", "a")
-	w.bury("a", "r")
+	w.exclude("a", "r")
 	w.settle()
-	w.stones("a:kept")
+	w.states("a:kept")
 	w.why("a:kept b:unhealthy c:pending d:pending")
 	clear(w.proxy.refuse)
 	w.settle()
-	w.stones("a:idle")
+	w.states("a:idle")
 	w.routed("web", "c d")
 }
 
@@ -199,15 +199,15 @@ func TestOfTwoBuriedAtOnceTheHealthyOneIsKept(t *testing.T) {
 	w.settle()
 	w.routed("web", "a b c")
 	for _, uid := range []UID{"a", "c", "b"} {
-		w.bury(uid, "r")
+		w.exclude(uid, "r")
 	}
 	w.settle()
-	w.stones("a:kept b:idle c:idle")
+	w.states("a:kept b:idle c:idle")
 	w.routed("web", "a")
 	w.probe(2, "a")
 	w.settle()
 	w.routed("web", "a") // the others are out: there is nothing to change to
-	w.stones("a:kept b:idle c:idle")
+	w.states("a:kept b:idle c:idle")
 }
 
 // An outage must not begin early: where all others are sick, the last that is well stays, and they
@@ -217,9 +217,9 @@ func TestTheLastUsableTargetIsKept(t *testing.T) {
 	w.probe(2, "b")
 	w.settle()
 	w.routed("web", "a")
-	w.bury("a", "r")
+	w.exclude("a", "r")
 	w.settle()
-	w.stones("a:kept")
+	w.states("a:kept")
 	w.routed("web", "a")
 	w.why("a:kept b:unhealthy")
 	if w.Counts()["web"].FailingOpen {
@@ -227,11 +227,11 @@ func TestTheLastUsableTargetIsKept(t *testing.T) {
 	}
 	w.probe(2, "")
 	w.settle()
-	w.stones("a:idle")
+	w.states("a:idle")
 	w.routed("web", "b")
 	w.probe(2, "b")
 	w.settle()
-	w.stones("a:idle") // it is out: nothing brings it back
+	w.states("a:idle") // it is out: nothing brings it back
 	w.why("a:excluded b:failing-open")
 }
 
@@ -241,20 +241,20 @@ func TestTheLastUsableTargetIsKeptBesideThoseThatFailOpen(t *testing.T) {
 	w := checked(t, "a b c d")
 	w.probe(2, "b c d")
 	w.settle()
-	w.bury("a", "r")
+	w.exclude("a", "r")
 	w.settle()
-	w.stones("a:kept")
+	w.states("a:kept")
 	w.why("a:kept b:failing-open c:failing-open d:failing-open")
 	w.probe(2, "a b c d")
 	w.settle()
-	w.stones("a:idle") // it is no better than the others now
+	w.states("a:idle") // it is no better than the others now
 	w.routed("web", "b c d")
 	w.Readmit("a", "r")
 	w.settle()
 	w.probe(2, "b c d")
-	w.bury("a", "r")
+	w.exclude("a", "r")
 	w.settle()
-	w.stones("a:kept")
+	w.states("a:kept")
 	w.MarkTerminating(w.now, "a")
 	w.settle()
 	w.routed("web", "b c d")
@@ -266,12 +266,12 @@ func TestANewPodIsWellEnoughForTheLastToGo(t *testing.T) {
 	w := checked(t, "a b")
 	w.probe(2, "b")
 	w.settle()
-	w.bury("a", "r")
+	w.exclude("a", "r")
 	w.settle()
-	w.stones("a:kept")
+	w.states("a:kept")
 	w.list("web", ready("a b c"))
 	w.settle()
-	w.stones("a:idle")
+	w.states("a:idle")
 	w.routed("web", "c")
 }
 
@@ -325,13 +325,13 @@ func TestWhomAnEarlierAgentTookOutStaysOutUntilAProbeSucceeds(t *testing.T) {
 	w.settle()
 	w.routed("web", "a b c d")
 
-	// Nobody else is routable: it is better than nothing.
+	// No other is routable: it is better than nothing.
 	w = start(everySecond)
 	w.list("web", ready("a"))
 	w.settle()
 	w.routed("web", "a")
 
-	// Nobody probes, so that nobody would ever prove anything.
+	// Without probes there would never be a proof.
 	w = start(Check{})
 	w.routed("web", "a b c d")
 	w = start(everySecond)
@@ -347,14 +347,14 @@ func TestWhomAnEarlierAgentTookOutStaysOutUntilAProbeSucceeds(t *testing.T) {
 	w.routed("web", "b c d")
 }
 
-// Only what was out before this agent could have had a hand in it, and without a tombstone, was
+// Only what was out before this agent could have had a hand in it, and without an exclusion, was
 // taken out for a reason that it does not know.
 func TestWhoWasTakenOutForAKnownReasonNeedsNoProof(t *testing.T) {
 	w := newWorld(t)
 	w.proxy.now[Key{"web", target("a")}] = &server{}
 	w.proxy.now[Key{"web", target("b")}] = &server{routed: true}
 	w.SetCheck(w.now, "web", everySecond)
-	w.bury("a", "r") // as the journal says
+	w.exclude("a", "r") // as the journal says
 	w.list("web", ready("a b"))
 	w.Synced()
 	w.settle()
@@ -387,8 +387,8 @@ func TestTheUsableOneIsKeptAlthoughAProcessLacksIt(t *testing.T) {
 	w := checked(t, "a b c")
 	w.probe(2, "b c")
 	w.settle()
-	w.bury("a", "r")
-	w.bury("b", "r")
+	w.exclude("a", "r")
+	w.exclude("b", "r")
 	o := w.proxy.read(w.now, []Key{{"web", target("a")}, {"web", target("b")}, {"web", target("c")}})
 	seen := o.Seen[Key{"web", target("a")}]
 	seen.Missing = true
@@ -427,7 +427,7 @@ func TestAChangedCheckKeepsTheVerdictUntilItHasItsOwn(t *testing.T) {
 	if _, next := w.Due(w.now.Add(time.Hour), nil, 10); !next.IsZero() {
 		t.Fatalf("without a check there is something to ask for at %s", next)
 	}
-	w.verdict("b", VerdictUnknown) // nobody would ever find it well again
+	w.verdict("b", VerdictUnknown) // no probe would ever find it well again
 	w.settle()
 	w.routed("web", "a b c")
 }
@@ -467,12 +467,12 @@ func TestLateOutcomesChangeNothing(t *testing.T) {
 		}
 	}
 	if w.Report(w.now, Job{Ticket: 1 << 63}, Outcome{}) || w.Report(w.now, Job{Ticket: 9999 << 32}, Outcome{}) {
-		t.Fatal("a ticket that nobody gave counts")
+		t.Fatal("a ticket that was never given counts")
 	}
 }
 
-// APISIX #13029: its checker is made anew whenever endpoints change, and what it knew of an address
-// is lost, or believed of the next pod.
+// APISIX #13029: its checker is made again whenever endpoints change, and what it knew of an
+// address is lost, or believed of the next pod.
 func TestAPISIX13029(t *testing.T) {
 	const again = "10.0.0.1:80@new"
 	for name, c := range map[string]func(w *world){
@@ -533,8 +533,9 @@ func TestAPISIX13029(t *testing.T) {
 		w.list("api", ready("a b"))
 		w.settle()
 		for _, d := range w.Targets() {
-			if d.Pool == "web" && (d.Verdict != before[0].Verdict || d.Counters != before[0].Counters ||
-				!d.Since.Equal(before[0].Since)) {
+			if d.Pool == "web" &&
+				(d.Verdict != before[0].Verdict || d.Counters != before[0].Counters ||
+					!d.Since.Equal(before[0].Since)) {
 				t.Errorf("%+v, want %+v", d, before[0])
 			}
 			if d.Pool == "web" {
@@ -549,15 +550,15 @@ func TestAPISIX13029(t *testing.T) {
 	})
 }
 
-// Nobody renews the lease: neither does anybody know whether the pod lives.
-func TestALapsedTombstoneNeedsFreshKnowledge(t *testing.T) {
+// Without a renewal it is not known either whether the pod stays.
+func TestALapsedExclusionNeedsFreshKnowledge(t *testing.T) {
 	for name, confirm := range map[string]func(w *world){
 		"a list":       func(w *world) { w.list("web", ready("a b")) },
 		"a difference": func(w *world) { w.Change(w.now, "web", []Change{{Endpoint: ready("a")[0]}}) },
 		"a watcher":    func(w *world) { w.Refreshed(w.now) },
-		"synced anew":  func(w *world) { w.Synced() },
+		"synced again": func(w *world) { w.Synced() },
 		"a coordinator": func(w *world) {
-			w.bury("a", "r2")
+			w.exclude("a", "r2")
 			w.Readmit("a", "r2")
 		},
 	} {
@@ -567,13 +568,13 @@ func TestALapsedTombstoneNeedsFreshKnowledge(t *testing.T) {
 				if probed {
 					w.SetCheck(w.now, "web", everySecond)
 				}
-				w.bury("a", "r")
+				w.exclude("a", "r")
 				w.settle()
 				w.pass(2 * time.Minute)
 				w.Lapse(w.now)
 				w.Refreshed(w.now.Add(-time.Second)) // from before
 				w.settle()
-				w.stones("")
+				w.states("")
 				w.routed("web", "b")
 				w.why("a:lapsed b:chosen")
 				if probed {
@@ -590,7 +591,7 @@ func TestALapsedTombstoneNeedsFreshKnowledge(t *testing.T) {
 	t.Run("knowledge, but no success", func(t *testing.T) {
 		w := serving(t, "a b")
 		w.SetCheck(w.now, "web", everySecond)
-		w.bury("a", "r")
+		w.exclude("a", "r")
 		w.settle()
 		w.pass(2 * time.Minute)
 		w.Lapse(w.now)
@@ -606,7 +607,7 @@ func TestALapsedTombstoneNeedsFreshKnowledge(t *testing.T) {
 	t.Run("it leaves and comes back", func(t *testing.T) {
 		w := serving(t, "a b")
 		w.SetCheck(w.now, "web", everySecond)
-		w.bury("a", "r")
+		w.exclude("a", "r")
 		w.settle()
 		w.pass(2 * time.Minute)
 		w.Lapse(w.now)
@@ -617,7 +618,7 @@ func TestALapsedTombstoneNeedsFreshKnowledge(t *testing.T) {
 	})
 	t.Run("no other is routable", func(t *testing.T) {
 		w := serving(t, "a b")
-		w.bury("a", "r")
+		w.exclude("a", "r")
 		w.settle()
 		w.pass(2 * time.Minute)
 		w.Lapse(w.now)
@@ -633,11 +634,11 @@ func TestALapsedTombstoneNeedsFreshKnowledge(t *testing.T) {
 	})
 }
 
-// An endpoint of a Service without a selector has no pod: a tombstone on no pod at all does not
+// An endpoint of a Service without a selector has no pod: an exclusion of no pod at all does not
 // take it out.
 func TestAnEndpointWithoutAPodIsNotTakenOut(t *testing.T) {
 	w := serving(t, "a 10.0.0.9:80@")
-	w.bury("", "r")
+	w.exclude("", "r")
 	w.settle()
 	w.routed("web", "a 10.0.0.9:80@")
 }

@@ -35,8 +35,9 @@ func FuzzChangeIsReplace(f *testing.F) {
 			var all []Endpoint
 			says, dying := map[Target]bool{}, map[Target]bool{}
 			for _, b := range lot {
-				e := Endpoint{Target: Target{uids[b&3],
-					netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 0, 0, b >> 2 & 3}), 80)}}
+				e := Endpoint{
+					Target: Target{uids[b&3], netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 0, 0, b >> 2 & 3}), 80)},
+				}
 				switch b >> 4 & 7 {
 				case 0:
 					continue

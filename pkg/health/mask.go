@@ -9,24 +9,24 @@ import (
 type pool struct {
 	name    Pool
 	targets map[Target]*record
-	// withheld are the claimed records of living pods that are to be out for a tombstone or a
-	// lapsed one.
+	// withheld are the claimed records of pods that are not terminating and are to be out for an
+	// exclusion, or after one lapsed.
 	withheld records
 	n        [tallies]int32
 	check    *Check
-	// open says that too few routable targets are usable, so that all are chosen. desperate: that
-	// none is routable at all, so that those of lapsed tombstones, and those that were found out,
-	// are.
+	// open reports that too few routable targets are usable, so that all are chosen. desperate
+	// reports that none is routable at all, so that those of lapsed exclusions, and those that the
+	// gateway had taken out at the start, are.
 	open, desperate bool
-	// asOf is when the last tombstone was laid on a living pod that the gateway still routes to
-	// here. never: there is none.
+	// asOf is when the last exclusion began of a pod, not terminating, that the gateway still
+	// routes to here. never: there is none.
 	asOf int64
-	// hold says that the gateway has not been seen to route to any chosen target: none goes for its
-	// health until it does.
+	// hold reports that the gateway has not been seen to route to any chosen target: none is taken
+	// out for its health until it does.
 	hold bool
-	// kept is the record that is tombstoned and must stay nevertheless, because the gateway routes
-	// to no other that is chosen, or, if it is usable, to no other that is usable: the one that was
-	// buried last, and rather one that no process lacks. nil: there is none.
+	// kept is the record that is excluded and must stay nevertheless, because the gateway routes to
+	// no other that is chosen, or, if it is usable, to no other that is usable: the one that was
+	// excluded last, and rather one that no process lacks. nil: there is none.
 	kept *record
 	// dirty pools are to be settled.
 	dirty bool
@@ -43,30 +43,30 @@ const (
 	isRoutable
 	isUsable // and routable
 	// isSure is a chosen target that the gateway routes to in each process, by a reading of the
-	// present generation; isFresh one of these that was read since the last tombstone was laid in
-	// the pool; isWell one of these that is usable.
+	// present generation; isFresh one of these that was read since the last exclusion in the pool
+	// began; isWell one of these that is usable.
 	isSure
 	isFresh
 	isWell
 	tallies
 )
 
-// living says that the pod of r is not known to be dead.
-func (r *record) living() bool { return r.pod == nil || !r.pod.terminating }
+func (r *record) terminating() bool { return r.pod != nil && r.pod.terminating }
 
 func (r *record) excluded() bool { return r.pod != nil }
 
-// routable says that a live UID claims r and that neither a tombstone nor a doubt is in the way.
+// routable reports whether a pod that is not terminating claims r and neither an exclusion nor a
+// doubt is in the way.
 func (r *record) routable() bool {
 	return r.is(claimed) && !r.excluded() && (r.flags&doubts == 0 || r.pool.desperate)
 }
 
-// chosen says that r is to have traffic.
+// chosen reports whether r is to have traffic.
 func (r *record) chosen() bool {
 	return r.routable() && (r.verdict.Usable() || r.pool.open || r.pool.desperate)
 }
 
-// serves says that a target is wanted by EndpointSlices and was seen routed in the present
+// serves reports whether EndpointSlices want a target and it was seen routed in the present
 // generation.
 func (s *Set) serves(r *record) bool {
 	return s.generation != 0 && r.seenIn == s.generation && r.flags&(claimed|routed) == claimed|routed
@@ -75,13 +75,13 @@ func (s *Set) serves(r *record) bool {
 // want is the one place that decides what a key should be.
 func (s *Set) want(r *record) Want {
 	switch {
-	case !r.living():
+	case r.terminating():
 		return WantAbsent
 	case r == r.pool.kept:
 		return WantRouted
 	case !r.is(claimed) && !s.synced:
-		// Tombstoned or not: without its claim it cannot be told whether it is the last one that
-		// may serve.
+		// Excluded or not: without its claim it is unknown whether it is the last one that may
+		// serve.
 		return WantUnknown
 	case !r.is(claimed):
 		return WantAbsent
@@ -97,7 +97,7 @@ func (s *Set) want(r *record) Want {
 // why explains want.
 func (s *Set) why(r *record) Why {
 	switch {
-	case !r.living():
+	case r.terminating():
 		return WhyTerminating
 	case r == r.pool.kept:
 		return WhyKept
@@ -124,7 +124,7 @@ func (s *Set) why(r *record) Why {
 	}
 }
 
-// done says whether the last reading shows want to be true.
+// done reports whether the last reading shows want to be true.
 func (s *Set) done(r *record, want Want) bool {
 	if s.generation == 0 || r.seenIn != s.generation {
 		return false
@@ -147,15 +147,15 @@ func (s *Set) refresh(r *record) {
 	if r.is(routed) {
 		c |= 1 << isRouted
 	}
-	grave := false
+	withheld := false
 	if r.is(claimed) {
 		c |= 1 << isClaimed
 		switch {
 		case r.excluded():
 			c |= 1 << isExcluded
-			grave = !r.pod.terminating
+			withheld = !r.pod.terminating
 		case r.flags&doubts != 0:
-			grave = true
+			withheld = true
 		default:
 			c |= 1 << isRoutable
 			if r.verdict.Usable() {
@@ -173,7 +173,7 @@ func (s *Set) refresh(r *record) {
 		}
 	}
 	s.count(r, c)
-	p.withheld.put(r, grave)
+	p.withheld.put(r, withheld)
 	s.place(r)
 	s.soil(p)
 }
@@ -210,11 +210,11 @@ func (s *Set) place(r *record) {
 	s.todo.put(r, todo)
 	s.watched.put(r, s.generation == 0 || r.seenIn != s.generation || r.is(asked) || r.excluded() ||
 		r.is(claimed) && r.seenAt < r.pool.asOf)
-	s.plan(r, r.is(claimed) && r.living())
+	s.plan(r, r.is(claimed) && !r.terminating())
 }
 
-// settle draws for every pool that changed what follows for all of its targets. Each step depends
-// on the ones before it only.
+// settle computes, for every pool that changed, what follows for all of its targets. Each step
+// depends only on the ones before it.
 func (s *Set) settle() {
 	for _, p := range s.dirty {
 		p.dirty = false
@@ -241,7 +241,7 @@ func (s *Set) settlePool(p *pool) {
 	if sweep {
 		s.sweep(p)
 	}
-	// A tombstoned target that stays because no other is well is one more that is usable.
+	// An excluded target that stays because no other is well is one more that is usable.
 	var leans int32
 	if p.n[isWell] == 0 {
 		for _, r := range p.withheld.all {
@@ -288,12 +288,12 @@ func (s *Set) sweep(p *pool) {
 	}
 }
 
-// mayStay says that r, one of its pool's graves, serves, so that it can be what is kept.
+// mayStay reports whether r, a withheld record, serves, so that it can be what is kept.
 func (s *Set) mayStay(r *record) bool { return s.serves(r) && !r.routable() }
 
 // compareKept orders the candidates for what is kept: one that is usable, if that is why one is
-// kept; then rather one that no process lacks, then one that is usable, then one that nobody wants
-// away any more, then the one that was buried last.
+// kept; then rather one that no process lacks, then one that is usable, then one that has no holder
+// any more, then the one that was excluded last.
 func compareKept(a, b *record, leans bool) int {
 	var x, y uint64
 	if a.pod != nil {
@@ -315,7 +315,7 @@ func compareKept(a, b *record, leans bool) int {
 	)
 }
 
-// tooFew says whether so few of the routable targets are usable that all are to be chosen.
+// tooFew reports whether so few of the routable targets are usable that all are to be chosen.
 func (s *Set) tooFew(usable, routable int32) bool {
 	return usable < routable && int64(usable)*100 < int64(routable)*int64(s.usablePercent)
 }

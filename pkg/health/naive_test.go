@@ -22,7 +22,7 @@ type naive struct {
 func naiveOf(s *Set) naive {
 	n := naive{map[string]string{}, map[string]string{}, map[Pool]string{}, map[string]Why{}, nil, map[UID]int{}}
 	for _, p := range s.pools {
-		var c struct{ claimed, routed, buried, routable, usable int }
+		var c struct{ claimed, routed, excluded, routable, usable int }
 		all := slices.Collect(maps.Values(p.targets))
 		serves := func(r *record) bool {
 			return r.is(claimed) && s.generation != 0 && r.seenIn == s.generation && r.is(routed)
@@ -43,7 +43,7 @@ func naiveOf(s *Set) naive {
 			c.claimed++
 			switch {
 			case excluded(r):
-				c.buried++
+				c.excluded++
 			case !lapsed(r):
 				c.routable++
 				if r.verdict.Usable() {
@@ -164,7 +164,7 @@ func keptBy(s *Set) naive {
 		if p.kept != nil {
 			kept = p.kept.key().String()
 		}
-		c := struct{ claimed, routed, buried, routable, usable int }{
+		c := struct{ claimed, routed, excluded, routable, usable int }{
 			int(p.n[isClaimed]), int(p.n[isRouted]), int(p.n[isExcluded]), int(p.n[isRoutable]), int(p.n[isUsable]),
 		}
 		n.Pools[p.name] = fmt.Sprint(c, p.open, p.asOf, p.hold, kept)
@@ -193,7 +193,7 @@ func keptBy(s *Set) naive {
 			panic("held pods are out of order")
 		}
 		if len(p.holders) == 0 && !p.terminating {
-			panic("a pod without a tombstone is remembered")
+			panic("a pod without an exclusion is remembered")
 		}
 	}
 	return n

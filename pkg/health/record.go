@@ -6,7 +6,7 @@ import "slices"
 type record struct {
 	pool   *pool
 	target Target
-	// pod is set while there is a tombstone on the pod, or it is dead.
+	// pod is set while the pod is excluded or terminating.
 	pod *pod
 	// at has its places in sets, from 1; 0: it is not there.
 	at [sets]int
@@ -18,9 +18,9 @@ type record struct {
 
 	// seenAt and seenIn say when and in which generation the gateway was read; seenIn 0: never.
 	seenAt int64
-	// quietSince is the first of an unbroken run of readings, in one generation, with neither
+	// idleSince is the first of an unbroken run of readings, in one generation, with neither
 	// routing nor activity. never: it is not.
-	quietSince int64
+	idleSince int64
 	// since is when verdict was entered, lastAt when the last outcome came.
 	since, lastAt int64
 	active        int32
@@ -38,27 +38,27 @@ type flag uint16
 const (
 	// claimed by EndpointSlices.
 	claimed flag = 1 << iota
-	// asked says that the gateway may have been asked to route to the key since the last reading:
-	// that it was not there then is no evidence any more.
+	// asked: the gateway may have been asked to route to the key since the last reading. That it
+	// was not there then is no evidence any more.
 	asked
 	// present, routed and missing are of the last reading, see Seen.
 	present
 	routed
 	missing
-	// unlisted says that a lease on the pod lapsed, and that EndpointSlices have not been heard
-	// since; unproven, that its check has not had a success since.
+	// unlisted: an exclusion of the pod lapsed, and EndpointSlices have not confirmed the pod
+	// since. unproven: its check has not had a success since.
 	unlisted
 	unproven
-	// own says that the verdict was reached under the present check.
+	// own: the verdict was reached under the present check.
 	own
 	// scheduled records are probed, of those in flight the outcome is awaited.
 	scheduled
 	inFlight
-	// found says that the gateway had it taken out when the agent began, and that its check has had
-	// neither a success nor a verdict since.
+	// found: the gateway had it taken out when the agent started, and its check has had neither a
+	// success nor a verdict since.
 	found
 
-	// doubts keep a target out although it is claimed and nobody holds a tombstone on its pod.
+	// doubts keep a target out although it is claimed and its pod has no holder.
 	doubts = unlisted | unproven | found
 )
 
@@ -81,7 +81,7 @@ type records struct {
 	all   []*record
 }
 
-// The sets that a record can be in: its pool's graves, and the set's todo and watched.
+// The sets that a record can be in: its pool's withheld, and the set's todo and watched.
 const (
 	inWithheld = iota
 	inTodo
@@ -108,13 +108,13 @@ func (s *records) put(r *record, in bool) {
 }
 
 // findOrMake returns the record of a target. A new one was never read, so that end judges the
-// tombstone of its pod again, if there is one. The caller claims or refreshes it.
+// exclusion of its pod again, if there is one. The caller claims or refreshes it.
 func (s *Set) findOrMake(p *pool, t Target) *record {
 	r := p.targets[t]
 	if r != nil {
 		return r
 	}
-	r = &record{pool: p, target: t, seenAt: never, quietSince: never, since: never, lastAt: never}
+	r = &record{pool: p, target: t, seenAt: never, idleSince: never, since: never, lastAt: never}
 	p.targets[t] = r
 	if t.UID == "" {
 		return r // no pod: nothing excludes it
@@ -126,8 +126,8 @@ func (s *Set) findOrMake(p *pool, t Target) *record {
 	return r
 }
 
-// dropIfDone forgets a record that nobody claims and the gateway has forgotten. The gateway is
-// written first, the record dropped after. It reports whether it was forgotten.
+// dropIfDone forgets a record that is not claimed and that the gateway has forgotten. The gateway
+// is written first, the record dropped after. It reports whether it was forgotten.
 func (s *Set) dropIfDone(r *record) bool {
 	if r.is(claimed|asked) || !s.done(r, WantAbsent) {
 		return false

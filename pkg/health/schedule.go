@@ -116,8 +116,8 @@ func (s *Set) leave(r *record) {
 }
 
 // Left appends to keys the targets, of checks that keep connections, that are not probed any more
-// and were when Left was called last. all says that they are too many to name, and that there may
-// be others: whatever is kept for any target should be given up.
+// and were at the previous call. If all is true, they are too many to name, and there may be
+// others: the runner closes every connection that it keeps.
 func (s *Set) Left(keys []Key) (left []Key, all bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -129,10 +129,10 @@ func (s *Set) Left(keys []Key) (left []Key, all bool) {
 
 func (c *Check) ticks() int64 { return max(1, int64(c.Interval/tick)) }
 
-// SetCheck says how the targets of pool are probed. A check that equals the last one changes
+// SetCheck sets how the targets of pool are probed. A check that equals the last one changes
 // nothing. Another one restarts probing, and every target's last verdict stands until the new check
-// has one. A check without a protocol ends probing and forgets the verdicts: nobody would ever
-// change them. The caller wakes who calls [Set.Due].
+// has one. A check without a protocol ends probing and forgets the verdicts, which would never
+// change. The caller wakes the goroutine that calls [Set.Due].
 func (s *Set) SetCheck(now time.Time, pool Pool, c Check) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -166,7 +166,7 @@ func (s *Set) SetCheck(now time.Time, pool Pool, c Check) {
 }
 
 // Due appends to jobs no more than most probes that are due at now, each of a target of which no
-// other is in flight, and says when to ask again: the zero time if no target is to be probed at
+// other is in flight, and returns when to ask again: the zero time if no target is to be probed at
 // all, so that the caller waits until it is woken. The probes of a check are spread evenly over its
 // interval, the first one of a target too, which comes within one interval. Each has its time in
 // the interval and keeps it, however late it is handed out.
@@ -258,8 +258,8 @@ func (s *Set) take(at int64, r *record, outcome Outcome) bool {
 	return s.fresh
 }
 
-// Work is signalled when the outcome of a probe has brought something to do: see [Set.Pending]. All
-// other changes are made by somebody who knows whom to wake. One receiver is meant.
+// Work is signalled when the outcome of a probe has brought something to do: see [Set.Pending]. The
+// caller that makes any other change knows whom to wake. One receiver is meant.
 func (s *Set) Work() <-chan struct{} { return s.work }
 
 func (s *Set) tell(fresh bool) {

@@ -232,7 +232,7 @@ func TestNoMoreThanAskedFor(t *testing.T) {
 	}
 }
 
-// Whoever takes jobs may die with them.
+// A runner that takes jobs may end with them.
 func TestAJobThatIsNotAnsweredIsGivenUp(t *testing.T) {
 	s, now := New(Options{}), t0
 	replace(s, now, "web", numbered(0, 1))

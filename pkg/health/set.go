@@ -19,9 +19,9 @@ const never int64 = math.MinInt64
 // Endpoint is one address of a Service as EndpointSlices tell it.
 type Endpoint struct {
 	Target
-	// Routable says that EndpointSlices want traffic there: ready and not terminating.
+	// Routable: EndpointSlices want traffic there. It is ready and not terminating.
 	Routable bool
-	// Terminating says that the pod is being deleted. Its UID is dead from then on.
+	// Terminating: the pod is being deleted. It is never routed again.
 	Terminating bool
 }
 
@@ -29,7 +29,7 @@ type Endpoint struct {
 type Change struct {
 	// Endpoint is what is said now.
 	Endpoint
-	// Unlisted says that the target is not listed any more. Nothing but its Target counts then.
+	// Unlisted: the target is not listed any more. Nothing but its Target counts then.
 	Unlisted bool
 }
 
@@ -40,11 +40,11 @@ type Options struct {
 	UsablePercent int
 }
 
-// Set holds every target that EndpointSlices, operators or an earlier agent gave the gateway, the
-// tombstones, and the health. See the package comment for the rules. Its methods may be called from
+// Set holds every target that EndpointSlices, an operator or an earlier agent gave the gateway, the
+// exclusions, and the health. See the package comment for the rules. Its methods may be called from
 // any goroutine. What a call costs follows what it changes, not what the set holds, except where it
-// changes something for all: another generation of the gateway (all targets), a tombstone, a check,
-// or a pool's beginning to fail open (all of its targets).
+// changes something for all: another generation of the gateway (all targets), an exclusion, a
+// check, or a pool that begins to fail open (all of its targets).
 type Set struct {
 	usablePercent int
 	work          chan struct{}
@@ -64,10 +64,10 @@ type Set struct {
 	ofPod         map[UID][]*record
 	todo, watched records
 	dirty         []*pool
-	// fresh says that something has come to todo since it was last cleared.
+	// fresh: something has come to todo since it was last cleared.
 	fresh bool
 
-	// pods are those with a tombstone, the dead included; held those with a lease.
+	// pods are those that are excluded or terminating; held those with a holder.
 	pods       map[UID]*pod
 	held       map[*pod]struct{}
 	unread     []*pod
@@ -75,8 +75,8 @@ type Set struct {
 	lapsedAt   int64
 
 	schedule schedule
-	// left are the targets that are not probed any more, for who keeps connections to them;
-	// leftAll: they were too many.
+	// left are the targets that are not probed any more, for the runner that keeps connections to
+	// them; leftAll: they were too many.
 	left    []Key
 	leftAll bool
 }
@@ -90,8 +90,8 @@ func New(o Options) *Set {
 	}
 }
 
-// stamp turns a time into nanoseconds since the first that the set was told, by the monotonic clock
-// where there is one.
+// stamp turns a time into nanoseconds since the first that the set was given, by the monotonic
+// clock where there is one.
 func (s *Set) stamp(t time.Time) int64 {
 	if s.epoch.IsZero() {
 		s.epoch = t
@@ -109,9 +109,9 @@ func (s *Set) pool(name Pool) *pool {
 }
 
 // Change applies a difference to what EndpointSlices say of pool: what changes does not list stays
-// as it was. A terminating endpoint's pod is dead from now on. Changes are applied in their order,
-// all at once: no operation follows from only some of them. A target is meant to be in changes
-// once; of one that goes and comes in the same call it may be forgotten how its health was.
+// as it was. The pod of a terminating endpoint is never routed again. Changes are applied in their
+// order, all at once: no operation follows from only some of them. A target is meant to be in
+// changes once; the health of one that leaves and returns in the same call may be forgotten.
 func (s *Set) Change(now time.Time, pool Pool, changes []Change) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -166,8 +166,8 @@ func (s *Set) claim(r *record, yes bool) {
 	}
 }
 
-// Synced says that every pool was told a complete list. Before it, nothing is taken out for want of
-// a claim, and no tombstone without a known target counts as done.
+// Synced records that every pool has received a complete list. Before it, nothing is taken out for
+// want of a claim, and no exclusion without a known target counts as done.
 func (s *Set) Synced() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -192,8 +192,9 @@ func (s *Set) refreshAll() {
 	}
 }
 
-// Adopt tells the set of keys that the gateway has from an earlier agent or configuration. Those
-// that nobody claims go once the set has synced. A key that the set knows already is not touched.
+// Adopt adds keys that the gateway has from an earlier agent or configuration. Those that no
+// endpoint claims are removed once the set has synced. A key that the set has already is not
+// touched.
 func (s *Set) Adopt(now time.Time, keys []Key) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -206,10 +207,10 @@ func (s *Set) Adopt(now time.Time, keys []Key) {
 
 // Pending returns the operations that the last observations do not show as done, in the order to
 // apply them: first what brings targets in, then what takes them out, then what forgets them. There
-// are none while the gateway is unread, and a tombstone takes nothing out that was not read in this
-// generation and since the last tombstone in its pool: what the last target is must be known first.
-// The caller applies them and then reads their keys: until then the set does not forget a key that
-// was to be routed.
+// are none while the gateway is unread, and an exclusion takes nothing out that was not read in
+// this generation and since the last exclusion in its pool began: what the last target is must be
+// known first. The caller applies them and then reads their keys: until then the set does not
+// forget a key that was to be routed.
 func (s *Set) Pending() []Op {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -231,7 +232,7 @@ func (s *Set) Pending() []Op {
 	return ops
 }
 
-// Watched lists the keys to read now: those of tombstoned pods, again and again, because a gateway
+// Watched returns the keys to read now: those of excluded pods, again and again, because a gateway
 // may change its mind, those that were not read in its present generation, or not since they were
 // to be routed, and those that must be seen routed before a target of their pool may be taken out.
 // Sorted.
@@ -250,10 +251,9 @@ func (s *Set) Watched() []Key {
 // a reading that began before the last one. A new generation voids what was seen of all others, an
 // unread pool what was seen of its own targets.
 //
-// In the first generation that the set is told of, a target of a pool with a check that the gateway
-// knows and does not route to was taken out by an agent before this one, whose verdicts are not
-// known. It stays out until a probe of it has succeeded, its check has a verdict, or no other is
-// routable.
+// In the first generation, a target of a pool with a check that the gateway knows and does not
+// route to was taken out by an agent before this one, whose verdicts are not known. It stays out
+// until a probe of it has succeeded, its check has a verdict, or no other is routable.
 func (s *Set) Observe(now time.Time, o Observation) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -280,12 +280,12 @@ func (s *Set) Observe(now time.Time, o Observation) {
 			// is all that is left of its verdicts.
 			r.set(found, p.check != nil && !r.is(own))
 		}
-		quiet := !seen.Routed && seen.Active == 0
+		idle := !seen.Routed && seen.Active == 0
 		switch {
-		case !quiet:
-			r.quietSince = never
-		case r.quietSince == never || r.seenIn != s.generation:
-			r.quietSince = at
+		case !idle:
+			r.idleSince = never
+		case r.idleSince == never || r.seenIn != s.generation:
+			r.idleSince = at
 		}
 		r.set(present, seen.Present)
 		r.set(routed, seen.Routed)
@@ -311,8 +311,8 @@ func (s *Set) Observe(now time.Time, o Observation) {
 	s.judgeHeld(now)
 }
 
-// Void says that the gateway could not be read: nothing that was seen, or began to be read before
-// now, is evidence any more.
+// Void records that the gateway could not be read: nothing that was seen, or began to be read
+// before now, is evidence any more.
 func (s *Set) Void(now time.Time) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -338,12 +338,11 @@ type Count struct {
 	Claimed int
 	// Routed by the gateway, as last read.
 	Routed int
-	// Excluded: claimed, and tombstoned.
+	// Excluded: claimed, and excluded.
 	Excluded int
 	// Unusable: routable, and unhealthy.
 	Unusable int
-	// FailingOpen says that too few of the routable targets are usable, so that all of them have
-	// traffic.
+	// FailingOpen: too few of the routable targets are usable, so that all of them have traffic.
 	FailingOpen bool
 }
 

@@ -115,9 +115,10 @@ func (p *proxy) reload(lasting bool) {
 
 // routes says whether any process may send a new request to k.
 func (p *proxy) routes(k Key) bool {
-	return slices.ContainsFunc(p.processes(), func(process map[Key]*server) bool {
-		return process[k] != nil && process[k].routed
-	})
+	return slices.ContainsFunc(
+		p.processes(),
+		func(process map[Key]*server) bool { return process[k] != nil && process[k].routed },
+	)
 }
 
 // world is a set, a proxy and a clock.
@@ -185,7 +186,7 @@ func (w *world) detail(k Key) (Detail, bool) {
 	return Detail{}, false
 }
 
-func (w *world) bury(uid UID, holder string) bool {
+func (w *world) exclude(uid UID, holder string) bool {
 	return w.Exclude(w.now, uid, holder, w.now, w.now.Add(time.Minute))
 }
 
@@ -255,15 +256,15 @@ func (w *world) routed(pool Pool, want string) {
 	}
 }
 
-// stones checks the tombstones, written as "a:idle b:kept".
-func (w *world) stones(want string) {
+// states checks the exclusions, written as "a:idle b:kept".
+func (w *world) states(want string) {
 	w.Helper()
 	var got []string
 	for _, s := range w.Exclusions() {
 		got = append(got, fmt.Sprintf("%s:%s", s.UID, s.State))
 	}
 	if strings.Join(got, " ") != want {
-		w.Fatalf("at %s tombstones are %q, want %q", w.now.Sub(t0), strings.Join(got, " "), want)
+		w.Fatalf("at %s exclusions are %q, want %q", w.now.Sub(t0), strings.Join(got, " "), want)
 	}
 }
 
@@ -296,11 +297,11 @@ func TestEndpointsAreAppliedAsADifference(t *testing.T) {
 	w.list("web", ready("a b"))
 	w.pending("")
 	w.list("web", ready("b c"))
-	w.pending("routed web/10.0.0.3:80@c, gone web/10.0.0.1:80@a")
+	w.pending("routed web/10.0.0.3:80@c, absent web/10.0.0.1:80@a")
 	w.settle()
 	w.routed("web", "b c")
 	w.list("web", ready("b"), unready("c"))
-	w.pending("gone web/10.0.0.3:80@c")
+	w.pending("absent web/10.0.0.3:80@c")
 	w.settle()
 	w.routed("web", "b")
 	// Of an address that two slices list, routable wins.
@@ -340,64 +341,64 @@ func TestNothingIsTakenOutForWantOfAClaimBeforeSynced(t *testing.T) {
 	w.routed("web", "b")
 }
 
-// An agent that starts while a drain is open hears of the tombstone before it has EndpointSlices.
+// An agent that starts while a drain is open receives the exclusion before it has EndpointSlices.
 // Without this it empties the gateway of a pod that may be the only one.
-func TestTombstonesBeforeSyncedLeaveTheLastTarget(t *testing.T) {
+func TestExclusionsBeforeSyncedLeaveTheLastTarget(t *testing.T) {
 	w := newWorld(t)
 	w.proxy.apply([]Op{{Key{"web", target("a")}, WantRouted}})
 	w.Adopt(w.now, []Key{{"web", target("a")}})
-	w.bury("a", "r")
+	w.exclude("a", "r")
 	w.settle()
 	w.routed("web", "a")
-	w.stones("a:unknown")
+	w.states("a:unknown")
 	w.list("web", ready("a"))
 	w.Synced()
 	w.settle()
 	w.routed("web", "a")
-	w.stones("a:kept")
+	w.states("a:kept")
 }
 
-func TestNoTombstoneIsDoneBeforeSynced(t *testing.T) {
+func TestNoExclusionIsDoneBeforeSynced(t *testing.T) {
 	w := newWorld(t)
-	w.bury("nobody", "r")
+	w.exclude("stranger", "r")
 	w.settle()
-	w.stones("nobody:unknown")
+	w.states("stranger:unknown")
 	w.Synced()
 	w.settle()
-	w.stones("nobody:idle")
+	w.states("stranger:idle")
 }
 
-func TestNoTombstoneIsDoneBeforeTheGatewayWasRead(t *testing.T) {
+func TestNoExclusionIsDoneBeforeTheGatewayWasRead(t *testing.T) {
 	w := newWorld(t)
 	w.Synced()
-	w.bury("nobody", "r")
-	w.stones("nobody:unknown")
+	w.exclude("stranger", "r")
+	w.states("stranger:unknown")
 	w.step()
-	w.stones("nobody:idle")
+	w.states("stranger:idle")
 }
 
-func TestATombstoneTakesThePodOutEverywhere(t *testing.T) {
+func TestAnExclusionTakesThePodOutEverywhere(t *testing.T) {
 	w := newWorld(t)
 	for pool, all := range map[Pool]string{"web": "a b [fd00::1]:80@a", "api": "10.0.0.1:81@a 10.0.0.2:81@b"} {
 		w.list(pool, ready(all))
 	}
 	w.Synced()
 	w.settle()
-	w.bury("a", "r")
+	w.exclude("a", "r")
 	w.pending("")
 	w.read(nil)
 	w.pending("removed api/10.0.0.1:81@a, removed web/10.0.0.1:80@a, removed web/[fd00::1]:80@a")
 	w.settle()
-	w.stones("a:idle")
+	w.states("a:idle")
 	w.routed("web", "b")
 	w.routed("api", "10.0.0.2:81@b")
 	// And in a pool that begins to list it later: its state gets worse at once, until that pool was
 	// read.
 	w.list("new", ready("a b"))
-	w.stones("a:unknown")
+	w.states("a:unknown")
 	w.settle()
 	w.routed("new", "b")
-	w.stones("a:idle")
+	w.states("a:idle")
 	if got := w.Exclusions()[0].Targets; got != 4 {
 		t.Fatalf("it has %d targets, want 4", got)
 	}
@@ -410,26 +411,26 @@ func TestAPodIsAsFarAsItsLeastAdvancedTarget(t *testing.T) {
 	w.Synced()
 	w.settle()
 	w.proxy.now[Key{"api", target("a")}].active = 1
-	w.bury("a", "r")
+	w.exclude("a", "r")
 	w.settle()
-	w.stones("a:removed")
+	w.states("a:removed")
 	w.proxy.now[Key{"api", target("a")}].active = 0
 	w.settle()
-	w.stones("a:idle")
+	w.states("a:idle")
 }
 
 // A new pod at the address of an old one is another target: nothing known of the one is believed of
 // the other.
 func TestAnAddressIsUsedAgain(t *testing.T) {
 	w := serving(t, "a b")
-	w.bury("a", "r")
+	w.exclude("a", "r")
 	w.settle()
 	w.list("web", ready("b 10.0.0.1:80@new"), dying("a"))
 	w.settle()
 	w.routed("web", "b 10.0.0.1:80@new")
-	w.stones("a:idle")
-	w.bury("new", "r")
-	w.stones("a:idle new:unknown")
+	w.states("a:idle")
+	w.exclude("new", "r")
+	w.states("a:idle new:unknown")
 	w.settle()
 	w.routed("web", "b")
 	w.Readmit("new", "r")
@@ -443,7 +444,7 @@ func TestTwoPodsAreListedAtOneAddress(t *testing.T) {
 	w.list("web", ready("a b 10.0.0.1:80@new"))
 	w.settle()
 	w.routed("web", "a b 10.0.0.1:80@new")
-	w.bury("a", "r")
+	w.exclude("a", "r")
 	w.settle()
 	w.routed("web", "b 10.0.0.1:80@new")
 	w.MarkTerminating(w.now, "a")
@@ -509,58 +510,58 @@ func TestTheDeadAreNotForgottenWhileTheyAreListed(t *testing.T) {
 
 func TestTheOnlyTargetIsKept(t *testing.T) {
 	w := serving(t, "a")
-	w.bury("a", "r")
+	w.exclude("a", "r")
 	w.settle()
 	w.routed("web", "a")
-	w.stones("a:kept")
+	w.states("a:kept")
 	w.list("web", ready("a b"))
 	w.proxy.refuse[Key{"web", target("b")}] = true
 	w.settle()
-	w.stones("a:kept") // b is claimed, but not routed
+	w.states("a:kept") // b is claimed, but not routed
 	clear(w.proxy.refuse)
 	w.step()
 	w.routed("web", "a b")
 	w.pending("removed web/10.0.0.1:80@a")
 	w.settle()
 	w.routed("web", "b")
-	w.stones("a:idle")
+	w.states("a:idle")
 }
 
 func TestOfTwoBuriedAtOnceOneIsKept(t *testing.T) {
 	w := serving(t, "a b")
-	w.bury("b", "r")
-	w.bury("a", "r")
+	w.exclude("b", "r")
+	w.exclude("a", "r")
 	w.settle()
-	w.routed("web", "a") // the one that was buried last
-	w.stones("a:kept b:idle")
+	w.routed("web", "a") // the one that was excluded last
+	w.states("a:kept b:idle")
 	w.list("web", ready("a b c"))
 	w.settle()
 	w.routed("web", "c")
-	w.stones("a:idle b:idle")
+	w.states("a:idle b:idle")
 }
 
 func TestADeadPodIsNotKept(t *testing.T) {
 	w := serving(t, "a")
-	w.bury("a", "r")
+	w.exclude("a", "r")
 	w.settle()
-	w.stones("a:kept")
+	w.states("a:kept")
 	w.MarkTerminating(w.now, "a")
 	w.settle()
 	w.routed("web", "")
-	w.stones("a:idle")
+	w.states("a:idle")
 }
 
 func TestAPodThatIsNotReadyIsNotKept(t *testing.T) {
 	w := serving(t, "a")
-	w.bury("a", "r")
+	w.exclude("a", "r")
 	w.list("web", unready("a"))
 	w.settle()
 	w.routed("web", "")
-	w.stones("a:idle")
+	w.states("a:idle")
 }
 
 // The others were read once, long before. Without this a gateway that was reloaded, or changed by
-// hand, a moment before the tombstone is emptied.
+// hand, a moment before the exclusion is emptied.
 func TestThatThereIsAnotherIsReadAgainFirst(t *testing.T) {
 	for name, change := range map[string]func(p *proxy){
 		"by hand": func(p *proxy) { p.now[Key{"web", target("a")}].routed = false },
@@ -573,31 +574,31 @@ func TestThatThereIsAnotherIsReadAgainFirst(t *testing.T) {
 			w := serving(t, "a b")
 			change(w.proxy)
 			w.pass(time.Millisecond)
-			w.bury("b", "r")
+			w.exclude("b", "r")
 			for range 5 {
 				w.step()
-				if len(w.proxy.now) == 0 || !w.proxy.routes(Key{"web", target("a")}) &&
-					!w.proxy.routes(Key{"web", target("b")}) {
+				if len(w.proxy.now) == 0 ||
+					!w.proxy.routes(Key{"web", target("a")}) && !w.proxy.routes(Key{"web", target("b")}) {
 					t.Fatal("the pool is empty")
 				}
 			}
 			w.settle()
 			w.routed("web", "a")
-			w.stones("b:idle")
+			w.states("b:idle")
 		})
 	}
 }
 
 // The keys to read are decided on a moment before the reading begins.
-func TestAReadingOfTheTombstoneAloneDoesNotSayThatThereIsAnother(t *testing.T) {
+func TestAReadingOfTheExcludedAloneDoesNotShowAnother(t *testing.T) {
 	w := serving(t, "a b")
 	w.pass(time.Millisecond)
-	w.bury("b", "r")
+	w.exclude("b", "r")
 	w.Observe(w.now, w.proxy.read(w.now, []Key{{"web", target("b")}}))
-	w.stones("b:kept")
+	w.states("b:kept")
 	w.pending("")
 	w.read(nil)
-	w.stones("b:routing")
+	w.states("b:routing")
 	w.pending("removed web/10.0.0.2:80@b")
 }
 
@@ -605,11 +606,11 @@ func TestOfTwoBuriedAtOnceNoneIsTakenOutUnread(t *testing.T) {
 	w := serving(t, "a b")
 	w.proxy.now[Key{"web", target("b")}].routed = false // by hand
 	w.pass(time.Millisecond)
-	w.bury("a", "r")
-	w.bury("b", "r")
+	w.exclude("a", "r")
+	w.exclude("b", "r")
 	w.settle()
 	w.routed("web", "a")
-	w.stones("a:kept b:idle")
+	w.states("a:kept b:idle")
 }
 
 // After a reload that an old process outlives, what only that one routes to is no reason to empty
@@ -620,13 +621,13 @@ func TestATargetThatTheNewProcessLacksIsNoOther(t *testing.T) {
 	w.proxy.reload(true)
 	delete(w.proxy.now, Key{"web", target("a")})
 	w.proxy.refuse[Key{"web", target("a")}] = true
-	w.bury("b", "r")
+	w.exclude("b", "r")
 	w.settle()
-	w.stones("b:kept")
+	w.states("b:kept")
 	w.routed("web", "b")
 	clear(w.proxy.refuse)
 	w.settle()
-	w.stones("b:idle")
+	w.states("b:idle")
 	w.routed("web", "a")
 }
 
@@ -635,16 +636,16 @@ func TestOfTwoBuriedOneThatEveryProcessHasIsKept(t *testing.T) {
 	w.proxy.now[Key{"web", target("b")}].active = 1
 	w.proxy.reload(true)
 	delete(w.proxy.now, Key{"web", target("b")})
-	w.bury("a", "r")
-	w.bury("b", "r") // last, but only an old process routes to it
+	w.exclude("a", "r")
+	w.exclude("b", "r") // last, but only an old process routes to it
 	w.read(nil)
 	w.pending("removed web/10.0.0.2:80@b")
 }
 
 func TestEachHolderHasItsOwnLease(t *testing.T) {
 	w := serving(t, "a b")
-	if !w.bury("a", "r1") || w.bury("a", "r1") || !w.bury("a", "r2") {
-		t.Fatal("Bury does not tell a new holder from a renewal")
+	if !w.exclude("a", "r1") || w.exclude("a", "r1") || !w.exclude("a", "r2") {
+		t.Fatal("Exclude does not report a new holder")
 	}
 	w.settle()
 	if !w.Readmit("a", "r1") || w.Readmit("a", "r1") {
@@ -652,12 +653,12 @@ func TestEachHolderHasItsOwnLease(t *testing.T) {
 	}
 	w.settle()
 	w.routed("web", "b")
-	w.stones("a:idle")
+	w.states("a:idle")
 	if got := w.Held("r2"); !slices.Equal(got, []UID{"a"}) {
 		t.Fatalf("r2 holds %v", got)
 	}
 	w.Readmit("a", "r2")
-	w.stones("")
+	w.states("")
 	w.settle()
 	w.routed("web", "a b")
 }
@@ -674,23 +675,23 @@ func TestSinceIsTheOldest(t *testing.T) {
 	w.Readmit("a", "r2")
 	w.Exclude(w.now, "a", "r1", t0, w.now.Add(time.Minute))
 	if got := w.Exclusions()[0].Since; !got.Equal(t0) {
-		t.Fatalf("since of the next tombstone is %s", got)
+		t.Fatalf("since of the next exclusion is %s", got)
 	}
 }
 
 func TestLeasesLapse(t *testing.T) {
 	w := serving(t, "a b c")
-	w.bury("a", "r1")
-	w.bury("a", "r2")
-	w.bury("b", "r1")
-	w.bury("c", "r1")
+	w.exclude("a", "r1")
+	w.exclude("a", "r2")
+	w.exclude("b", "r1")
+	w.exclude("c", "r1")
 	w.MarkTerminating(w.now, "c")
 	w.settle()
-	buried := w.now
+	excluded := w.now
 	w.pass(30 * time.Second)
 	w.Renew("r2", w.now.Add(time.Minute))
 	w.Renew("r2", w.now) // never shortens
-	w.now = buried.Add(-20 * IdleGap).Add(time.Minute)
+	w.now = excluded.Add(-20 * IdleGap).Add(time.Minute)
 	if got := w.Lapse(w.now); got != nil {
 		t.Fatalf("%v lapsed at the end of their leases, not after it", got)
 	}
@@ -712,104 +713,104 @@ func TestLeasesLapse(t *testing.T) {
 
 func TestANewGenerationVoidsWhatWasSeen(t *testing.T) {
 	w := serving(t, "a b")
-	w.bury("a", "r")
+	w.exclude("a", "r")
 	w.settle()
-	w.stones("a:idle")
+	w.states("a:idle")
 	w.proxy.reload(false)
 	// A reading that was not asked for a says that there is another generation: that is enough.
 	w.Observe(w.now, w.proxy.read(w.now, nil))
-	w.stones("a:unknown")
+	w.states("a:unknown")
 	w.step()
-	w.stones("a:removed")
+	w.states("a:removed")
 	w.step()
-	w.stones("a:removed") // and the quiet of the other generation does not count
+	w.states("a:removed") // and the quiet of the other generation does not count
 	w.settle()
-	w.stones("a:idle")
+	w.states("a:idle")
 	w.routed("web", "b")
 }
 
 func TestAReloadThatBringsAPodBackTakesTheAcknowledgementBack(t *testing.T) {
 	w := serving(t, "a b")
-	w.bury("a", "r")
+	w.exclude("a", "r")
 	w.settle()
-	w.stones("a:idle")
+	w.states("a:idle")
 	w.proxy.now[Key{"web", target("a")}].routed = true // by hand, in the same generation
 	w.read(nil)
-	w.stones("a:routing")
+	w.states("a:routing")
 	w.settle()
-	w.stones("a:idle")
+	w.states("a:idle")
 	w.routed("web", "b")
 }
 
 func TestAnUnreadableGatewayProvesNothing(t *testing.T) {
 	w := serving(t, "a b")
-	w.bury("a", "r")
+	w.exclude("a", "r")
 	w.settle()
 	was := w.proxy.read(w.now, w.Watched())
 	w.pass(time.Second)
 	w.Void(w.now)
-	w.stones("a:unknown")
+	w.states("a:unknown")
 	w.Observe(w.now, was)
-	w.stones("a:unknown") // it began before
+	w.states("a:unknown") // it began before
 	w.step()
-	w.stones("a:idle")
+	w.states("a:idle")
 }
 
 func TestIdleNeedsTwoReadings(t *testing.T) {
 	w := serving(t, "a b")
-	w.bury("a", "r")
+	w.exclude("a", "r")
 	w.read(nil)
 	w.step()
-	w.stones("a:removed")
+	w.states("a:removed")
 	w.pass(IdleGap - 1)
 	w.step()
-	w.stones("a:removed")
+	w.states("a:removed")
 	w.proxy.now[Key{"web", target("a")}].active = 1 // a thread had picked it
 	w.pass(1)
 	w.step()
-	w.stones("a:removed")
+	w.states("a:removed")
 	w.proxy.now[Key{"web", target("a")}].active = 0
 	w.pass(time.Second)
 	w.step()
-	w.stones("a:removed") // the quiet begins anew
+	w.states("a:removed") // the quiet begins again
 	w.pass(IdleGap)
 	w.step()
-	w.stones("a:idle")
+	w.states("a:idle")
 }
 
-func TestAReadingThatBeganBeforeTheTombstoneDoesNotCount(t *testing.T) {
+func TestAReadingThatBeganBeforeTheExclusionDoesNotCount(t *testing.T) {
 	w := serving(t, "a b")
-	w.bury("a", "r")
+	w.exclude("a", "r")
 	w.settle()
 	w.Readmit("a", "r")
 	w.pass(time.Second)
-	// The reading shows a taken out. It is delivered after the pod was buried again.
+	// The reading shows a taken out. It is delivered after the pod was excluded again.
 	early := w.proxy.read(w.now, []Key{{"web", target("a")}})
 	w.pass(time.Second)
-	w.bury("a", "r")
-	w.stones("a:unknown")
+	w.exclude("a", "r")
+	w.states("a:unknown")
 	w.Observe(w.now, early)
-	w.stones("a:unknown")
+	w.states("a:unknown")
 	w.step()
-	w.stones("a:idle")
+	w.states("a:idle")
 }
 
 func TestAReadingOlderThanTheLastChangesNothing(t *testing.T) {
 	w := serving(t, "a b")
-	w.bury("a", "r")
+	w.exclude("a", "r")
 	w.proxy.generation = 7
 	stale := w.proxy.read(w.now, w.Watched())
 	w.proxy.generation = 1
 	stale.Seen[Key{"web", target("a")}] = Seen{}
 	w.pass(time.Second)
 	w.read(nil)
-	w.stones("a:routing")
+	w.states("a:routing")
 	w.Observe(w.now, stale)
-	w.stones("a:routing")
+	w.states("a:routing")
 	w.pending("removed web/10.0.0.1:80@a")
 }
 
-// An op may be on its way while its reason goes. Without this nobody takes out what it brings in:
+// An op may be on its way while its reason goes. Without this, what it brings in stays:
 // the set has forgotten the key.
 func TestAKeyIsNotForgottenWhileAnOpIsOnItsWay(t *testing.T) {
 	for name, gone := range map[string]func(w *world){
@@ -858,10 +859,10 @@ func TestATargetThatWasNeverThereIsForgotten(t *testing.T) {
 
 func TestATargetThatWasBuriedAllTheWhileIsForgotten(t *testing.T) {
 	w := serving(t, "b")
-	w.bury("a", "r")
+	w.exclude("a", "r")
 	w.list("web", ready("a b"))
 	w.settle()
-	w.stones("a:idle")
+	w.states("a:idle")
 	w.Readmit("a", "r")
 	w.list("web", ready("b"))
 	if w.known("web") != 1 || w.knownPods() != 1 {
@@ -875,7 +876,7 @@ func TestAGatewayThatStillWorksForATargetRemembersIt(t *testing.T) {
 	w.list("web", ready("b"))
 	w.settle()
 	w.routed("web", "b")
-	w.pending("gone web/10.0.0.1:80@a")
+	w.pending("absent web/10.0.0.1:80@a")
 	w.proxy.now[Key{"web", target("a")}].active = 0
 	w.settle()
 	w.pending("")
@@ -887,7 +888,7 @@ func TestAGatewayThatStillWorksForATargetRemembersIt(t *testing.T) {
 // Servers that people own cannot be deleted: they are Present only while they are routed or busy.
 func TestServersThatPeopleOwn(t *testing.T) {
 	w := serving(t, "a b")
-	w.bury("a", "r")
+	w.exclude("a", "r")
 	w.settle()
 	w.list("web", ready("b"), dying("a"))
 	k := Key{"web", target("a")}
@@ -904,9 +905,9 @@ func TestServersThatPeopleOwn(t *testing.T) {
 func TestWatchedIsWhatMayChange(t *testing.T) {
 	w := serving(t, "a b")
 	if got := w.Watched(); len(got) != 0 {
-		t.Fatalf("%v watched without a tombstone", got)
+		t.Fatalf("%v watched without an exclusion", got)
 	}
-	w.bury("a", "r")
+	w.exclude("a", "r")
 	w.settle()
 	if got := w.Watched(); !slices.Equal(got, []Key{{"web", target("a")}}) {
 		t.Fatalf("%v watched, want a", got)
@@ -920,13 +921,13 @@ func TestWatchedIsWhatMayChange(t *testing.T) {
 
 func TestCountsAndUnsettled(t *testing.T) {
 	w := serving(t, "a b c")
-	w.bury("a", "r")
+	w.exclude("a", "r")
 	if !w.Unsettled() {
-		t.Fatal("a new tombstone is settled")
+		t.Fatal("a new exclusion is settled")
 	}
 	w.settle()
 	if w.Unsettled() {
-		t.Fatal("an idle tombstone is unsettled")
+		t.Fatal("an idle exclusion is unsettled")
 	}
 	want := map[Pool]Count{"web": {Claimed: 3, Routed: 2, Excluded: 1}}
 	if diff := cmp.Diff(want, w.Counts()); diff != "" {
@@ -934,15 +935,15 @@ func TestCountsAndUnsettled(t *testing.T) {
 	}
 }
 
-// A pod that is the last one of a pool leaves the others, and the tombstone names the pools that
+// A pod that is the last one of a pool leaves the others, and the exclusion names the pools that
 // keep it.
 func TestAPodIsKeptInOnePoolAndLeavesTheOthers(t *testing.T) {
 	w := serving(t, "a b")
 	w.list("own", ready("a"))
 	w.settle()
-	w.bury("a", "r")
+	w.exclude("a", "r")
 	w.settle()
-	w.stones("a:kept")
+	w.states("a:kept")
 	w.routed("web", "b")
 	w.routed("own", "a")
 	if s := w.Exclusions()[0]; !slices.Equal(s.Kept, []Pool{"own"}) || !s.NoConnections {
@@ -964,13 +965,13 @@ func TestAPodIsKeptInOnePoolAndLeavesTheOthers(t *testing.T) {
 
 func TestStateSinceIsWhenTheStateWasEntered(t *testing.T) {
 	w := serving(t, "a b")
-	w.bury("a", "r")
+	w.exclude("a", "r")
 	w.read(nil)
 	w.step()
 	entered := w.now
 	w.pass(IdleGap / 2)
 	w.step()
-	w.bury("a", "r") // a renewal
+	w.exclude("a", "r") // a renewal
 	s := w.Exclusions()[0]
 	if s.State != Removed || !s.StateSince.Equal(entered) || s.Generation != "g1" {
 		t.Fatalf("%+v, want removed since %s in g1", s, entered)
@@ -985,7 +986,7 @@ func TestStateSinceIsWhenTheStateWasEntered(t *testing.T) {
 //   - If the proxy is as it was last read, no step leaves a pool without a target that may serve if
 //     it had one.
 //   - In the end, when the world has gone quiet, the proxy routes to exactly what is claimed by
-//     pods without a tombstone. In a pool where that is nothing it may route to one excluded
+//     pods without an exclusion. In a pool where that is nothing it may route to one excluded
 //     target besides, if that is claimed, alive, and was routed to before.
 //   - Nothing is remembered in the end that is neither claimed nor excluded.
 func random(t testing.TB, script []byte) {
@@ -1005,8 +1006,12 @@ func random(t testing.TB, script []byte) {
 	// said is what the set was told last, for the difference.
 	said := map[Pool]map[Target]bool{"web": {}, "api": {}}
 	var jobs []Job
-	check1 := Check{Protocol: TCP, Interval: 50 * time.Millisecond, Timeout: 50 * time.Millisecond,
-		Thresholds: Thresholds{2, 2, 2, 2}}
+	check1 := Check{
+		Protocol:   TCP,
+		Interval:   50 * time.Millisecond,
+		Timeout:    50 * time.Millisecond,
+		Thresholds: Thresholds{2, 2, 2, 2},
+	}
 	held, dead := map[holding]bool{}, map[UID]bool{}
 	var log []string
 	var inFlight []Op
@@ -1027,7 +1032,7 @@ func random(t testing.TB, script []byte) {
 		script = script[1:]
 		return b
 	}
-	buried := func(uid UID) bool { return dead[uid] || held[holding{uid, "r1"}] || held[holding{uid, "r2"}] }
+	excluded := func(uid UID) bool { return dead[uid] || held[holding{uid, "r1"}] || held[holding{uid, "r2"}] }
 	list := func(pool Pool) {
 		defer func() { said[pool] = maps.Clone(claims[pool]) }()
 		if next()%2 == 0 {
@@ -1140,8 +1145,8 @@ func random(t testing.TB, script []byte) {
 			say("%s lists %s as not ready", pool, tt)
 			list(pool)
 		case 5, 6:
-			say("%s buries %s", holder, uid)
-			w.bury(uid, holder)
+			say("%s excludes %s", holder, uid)
+			w.exclude(uid, holder)
 			held[holding{uid, holder}] = true
 		case 7:
 			say("%s lifts %s", holder, uid)
@@ -1262,7 +1267,7 @@ func random(t testing.TB, script []byte) {
 		for t, claimed := range claims[pool] {
 			k := Key{pool, t}
 			switch {
-			case claimed && !buried(t.UID):
+			case claimed && !excluded(t.UID):
 				wanted[k] = true
 			case claimed && !dead[t.UID] && wereRouted[k]:
 				spare[k] = true
@@ -1285,8 +1290,12 @@ func random(t testing.TB, script []byte) {
 				}
 			}
 			if len(wanted) == 0 {
-				t.Fatalf("pool %s was emptied although it had %v to keep, after\n%s", pool, spare,
-					strings.Join(log, "\n"))
+				t.Fatalf(
+					"pool %s was emptied although it had %v to keep, after\n%s",
+					pool,
+					spare,
+					strings.Join(log, "\n"),
+				)
 			}
 		}
 		if diff := cmp.Diff(text(wanted), text(got)); diff != "" {
@@ -1297,7 +1306,7 @@ func random(t testing.TB, script []byte) {
 		t.Fatalf("%d targets are remembered, %d claimed, after\n%s", got, known, strings.Join(log, "\n"))
 	}
 	for _, uid := range uids {
-		if p := w.Set.pods[uid]; p != nil && !buried(uid) {
+		if p := w.Set.pods[uid]; p != nil && !excluded(uid) {
 			t.Fatalf("pod %s is remembered for nothing, after\n%s", uid, strings.Join(log, "\n"))
 		}
 	}

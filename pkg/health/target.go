@@ -6,12 +6,12 @@ import (
 	"time"
 )
 
-// UID is a pod's metadata.uid. It names one pod for ever: a pod that is made again under the same
-// name has another.
+// UID is a pod's metadata.uid. It names one pod permanently: a pod that is made again under the
+// same name has another.
 type UID string
 
 // Target is one address of one pod. The same ip:port of another pod is another Target, so that
-// nothing known of the one (health, tombstones, requests in flight) is ever believed of the other.
+// nothing known of the one (health, exclusions, requests in flight) is ever believed of the other.
 type Target struct {
 	UID  UID
 	Addr netip.AddrPort
@@ -50,16 +50,7 @@ const (
 
 // String prints the want in lower case.
 func (w Want) String() string {
-	switch w {
-	case WantRouted:
-		return "routed"
-	case WantRemoved:
-		return "removed"
-	case WantAbsent:
-		return "gone"
-	default:
-		return "unknown"
-	}
+	return name(w, "unknown", "routed", "removed", "absent")
 }
 
 // Op is one step for the gateway. Ops are idempotent: the same Op again changes nothing.
@@ -73,17 +64,18 @@ func (o Op) String() string { return o.Want.String() + " " + o.Key.String() }
 
 // Seen is what all live processes of a gateway do with one key, read back from them.
 type Seen struct {
-	// Present says that at least one process has a server for the key. Of a server that operators
-	// made, and that stays, it says that something may go there or runs there.
+	// Present: at least one process has a server for the key. For a server that an operator made,
+	// and that stays: something may be sent there or runs there.
 	Present bool
-	// Routed says that at least one process may send a new request to it. Present without Routed
-	// means taken out.
+	// Routed: at least one process may send a new request to it. Present without Routed means taken
+	// out.
 	Routed bool
-	// Missing says that a process that takes new requests does not route to it: it is not there, or
-	// taken out. A key can be Routed in one process and Missing in another.
+	// Missing: a process that takes new requests does not route to it. It is not there, or taken
+	// out. A key can be Routed in one process and Missing in another.
 	Missing bool
-	// Active counts the requests (or connections, by the gateway's grain) queued for it, retrying
-	// to it and in flight to it, over all processes, old ones that finish their work included.
+	// Active counts the requests (or connections, by the gateway's granularity) queued for it,
+	// retrying to it and in flight to it, over all processes, old ones that finish their work
+	// included.
 	Active int
 }
 
@@ -99,4 +91,12 @@ type Observation struct {
 	// Unread are the pools of which nothing is known, each with the reason: the gateway has not
 	// loaded them.
 	Unread map[Pool]error
+}
+
+// name returns the name of e, and that of the zero value if it has none.
+func name[E ~uint8](e E, names ...string) string {
+	if int(e) >= len(names) {
+		e = 0
+	}
+	return names[e]
 }

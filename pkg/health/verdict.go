@@ -24,21 +24,10 @@ const (
 // String prints the verdict in lower case, words joined by underscores as lua-resty-healthcheck has
 // them.
 func (v Verdict) String() string {
-	switch v {
-	case Healthy:
-		return "healthy"
-	case Unhealthy:
-		return "unhealthy"
-	case MostlyHealthy:
-		return "mostly_healthy"
-	case MostlyUnhealthy:
-		return "mostly_unhealthy"
-	default:
-		return "unknown"
-	}
+	return name(v, "unknown", "healthy", "unhealthy", "mostly_healthy", "mostly_unhealthy")
 }
 
-// Usable says whether traffic may go to the target for all that is known of its health.
+// Usable reports whether traffic may be sent to the target for all that is known of its health.
 func (v Verdict) Usable() bool { return v != Unhealthy && v != MostlyUnhealthy }
 
 // limit returns the threshold for outcomes of kind k. 0: they are not counted.

@@ -104,8 +104,15 @@ func TestEverySequenceIsThatOfLuaRestyHealthcheck(t *testing.T) {
 				known.count(limits, Success+OutcomeKind(kind))
 				unknown.count(limits, Success+OutcomeKind(kind))
 				if known.verdict != resty.verdict || unknown.verdict.Usable() != resty.verdict.Usable() {
-					t.Fatalf("%+v: outcome %d of %012b: %s, and %s from unknown on; want %s", limits, n+1, word,
-						known.verdict, unknown.verdict, resty.verdict)
+					t.Fatalf(
+						"%+v: outcome %d of %012b: %s, and %s from unknown on; want %s",
+						limits,
+						n+1,
+						word,
+						known.verdict,
+						unknown.verdict,
+						resty.verdict,
+					)
 				}
 			}
 		}

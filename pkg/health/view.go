@@ -5,7 +5,7 @@ import (
 	"time"
 )
 
-// Why says why a target has traffic, or has none.
+// Why is the reason why a target has traffic, or has none.
 type Why uint8
 
 const (
@@ -16,7 +16,7 @@ const (
 	// WhyFailingOpen targets are unhealthy and have traffic: too few targets of the pool are
 	// usable.
 	WhyFailingOpen
-	// WhyKept targets are tombstoned and have traffic: the gateway has not been seen to route to
+	// WhyKept targets are excluded and have traffic: the gateway has not been seen to route to
 	// another.
 	WhyKept
 	// WhyHeldBack targets are unhealthy and have traffic: the gateway has not been seen to route to
@@ -27,56 +27,31 @@ const (
 	WhyPending
 	// WhyUnhealthy targets have no traffic for their health.
 	WhyUnhealthy
-	// WhyExcluded targets have no traffic because a coordinator wants their pod to be let go.
+	// WhyExcluded targets have no traffic because a coordinator wants the gateway to stop routing
+	// to their pod.
 	WhyExcluded
-	// WhyLapsed targets have no traffic because nobody knows any more whether their pod's tombstone
-	// still holds, see [Set.Lapse].
+	// WhyLapsed targets have no traffic because the exclusion of their pod lapsed and nothing has
+	// confirmed the pod since, see [Set.Lapse].
 	WhyLapsed
-	// WhyUnproven targets have no traffic because the gateway gave them none when the agent began,
-	// and probes have not told yet.
+	// WhyUnproven targets have no traffic because the gateway gave them none when the agent
+	// started, and probes have no verdict yet.
 	WhyUnproven
 	// WhyNotReady targets have no traffic because EndpointSlices do not want any there.
 	WhyNotReady
-	// WhyNotSynced targets are left as they are in the gateway: EndpointSlices have not been heard
-	// yet.
+	// WhyNotSynced targets are left as they are in the gateway: EndpointSlices have not been
+	// received yet.
 	WhyNotSynced
-	// WhyTerminating targets have no traffic because their pod is being deleted, or gone.
+	// WhyTerminating targets have no traffic because their pod is terminating or deleted.
 	WhyTerminating
 )
 
 // String prints the reason in lower case, words joined by hyphens.
 func (w Why) String() string {
-	switch w {
-	case WhyChosen:
-		return "chosen"
-	case WhyFailingOpen:
-		return "failing-open"
-	case WhyKept:
-		return "kept"
-	case WhyHeldBack:
-		return "held-back"
-	case WhyPending:
-		return "pending"
-	case WhyUnhealthy:
-		return "unhealthy"
-	case WhyExcluded:
-		return "excluded"
-	case WhyLapsed:
-		return "lapsed"
-	case WhyUnproven:
-		return "unproven"
-	case WhyNotReady:
-		return "not-ready"
-	case WhyNotSynced:
-		return "not-synced"
-	case WhyTerminating:
-		return "dead"
-	default:
-		return "unknown"
-	}
+	return name(w, "unknown", "chosen", "failing-open", "kept", "held-back", "pending", "unhealthy",
+		"excluded", "lapsed", "unproven", "not-ready", "not-synced", "terminating")
 }
 
-// Detail is all that people may want to know of a target.
+// Detail is all that an operator may want to know of a target.
 type Detail struct {
 	Key
 	Verdict Verdict
@@ -88,12 +63,13 @@ type Detail struct {
 	// Last is the last outcome, and LastAt when it came. The zero time: never.
 	Last   Outcome
 	LastAt time.Time
-	// Read says that Seen was read in the gateway's present generation, at SeenAt. Else nothing is
-	// known.
+	// Read reports that Seen was read in the gateway's present generation, at SeenAt. Else nothing
+	// is known.
 	Read   bool
 	Seen   Seen
 	SeenAt time.Time
-	// Exclusion is the one of the target's pod, nil without one. A dead pod has one for ever.
+	// Exclusion is the one of the target's pod, nil without one. A terminating pod has one
+	// permanently.
 	Exclusion *Exclusion
 }
 

@@ -74,7 +74,7 @@ func TestTargetsSayWhy(t *testing.T) {
 		"all": {"", []string{
 			"api 10.1.0.1:80 - routed kept 2", "web 10.0.0.1:80 shop/web-a routed chosen 2",
 			"web 10.0.0.2:80 shop/web-b removed excluded 0",
-			"web 10.0.0.3:80 - routed dead 2", "web 10.0.0.4:80 - routed not-ready 2",
+			"web 10.0.0.3:80 - routed terminating 2", "web 10.0.0.4:80 - routed not-ready 2",
 			"web 10.0.0.5:80 - absent pending 0", "web [fd00::6]:80 - unread pending 0",
 		}},
 		"service": {"?service=shop/api", []string{"api 10.1.0.1:80 - routed kept 2"}},
@@ -105,7 +105,7 @@ func TestTargetsSayWhy(t *testing.T) {
 				}
 				got = append(got, strings.Join(line, " "))
 				if excluded := v.Why == "excluded" || v.Why == "kept" ||
-					v.Why == "dead"; excluded != (v.Exclusion != nil && v.Since != nil) {
+					v.Why == "terminating"; excluded != (v.Exclusion != nil && v.Since != nil) {
 					t.Errorf("%s: exclusion %+v, since %v", v.Address, v.Exclusion, v.Since)
 				}
 			}
@@ -123,7 +123,7 @@ func TestTargetsAsText(t *testing.T) {
 		w := ask(h, Path+c.query, c.accept)
 		lines := strings.Split(strings.TrimSpace(w.Body.String()), "\n")
 		if !strings.HasPrefix(w.Header().Get("Content-Type"), "text/plain") || len(lines) != 8 ||
-			!strings.HasPrefix(lines[0], "POOL") || !strings.Contains(lines[3], "excluded   3s") {
+			!strings.HasPrefix(lines[0], "POOL") || !strings.Contains(lines[3], "excluded     3s") {
 			t.Errorf("%s, Accept %s:\n%s", c.query, c.accept, w.Body)
 		}
 	}

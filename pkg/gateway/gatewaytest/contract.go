@@ -729,7 +729,7 @@ func batch(t *testing.T, s *suite) {
 	timed("500 routed", func(s health.Seen) bool { return s.Routed && !s.Missing }, ops(health.WantRouted, ks...))
 	timed("500 routed again", func(s health.Seen) bool { return s.Routed && !s.Missing }, ops(health.WantRouted, ks...))
 	timed("500 removed", func(s health.Seen) bool { return !s.Routed && s.Present }, ops(health.WantRemoved, ks...))
-	timed("500 gone", func(s health.Seen) bool { return s == health.Seen{Missing: true} },
+	timed("500 absent", func(s health.Seen) bool { return s == health.Seen{Missing: true} },
 		ops(health.WantAbsent, ks...))
 }
 

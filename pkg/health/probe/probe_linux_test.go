@@ -371,7 +371,7 @@ func TestBlackHole(t *testing.T) {
 	}
 }
 
-// A backend may answer whatever it likes: it is judged, and nobody waits for more than the timeout.
+// A backend may answer whatever it likes: it is judged within the timeout.
 func TestWhatBackendsAnswer(t *testing.T) {
 	r := start(t, &Runner{})
 	ok := health.Outcome{Kind: health.Success, Code: 200}
