@@ -6,7 +6,6 @@ import (
 	"math/rand/v2"
 	"net/netip"
 	"runtime"
-	"slices"
 	"time"
 
 	"github.com/lameduck-io/lameduck/pkg/health"
@@ -138,112 +137,6 @@ func benchReplace() ([]Result, error) {
 		{Name: "health/replace-growth", Ratio: growth / mapGrowth, Goal: 1, Note: fmt.Sprintf(
 			"one replacement at 100k targets over one at 1k, %.1f, over what it is for a map, %.1f", growth,
 			mapGrowth)},
-	}, nil
-}
-
-func benchSchedule() ([]Result, error) {
-	const n, seconds = 100_000, 10
-	set := health.New(health.Options{})
-	all := benchEndpoints(n)
-	set.SetCheck(time.Now(), "web", benchCheck)
-	began := time.Now()
-	set.Change(began, "web", added(all))
-
-	// The bare schedule: the times themselves, sorted, and a goroutine that sleeps from one to the
-	// next.
-	bare := make([]time.Duration, n)
-	for i := range bare {
-		bare[i] = time.Duration(i) * seconds * time.Second / n
-	}
-	lateness := func(run func(until time.Time) []float64) []float64 {
-		return run(time.Now().Add(seconds * time.Second / 4))
-	}
-	bareRun := func(until time.Time) []float64 {
-		var late []float64
-		start, i := time.Now(), 0
-		for {
-			now := time.Now()
-			if now.After(until) {
-				return late
-			}
-			for i < len(bare) && now.Sub(start) >= bare[i] {
-				late = append(late, float64(now.Sub(start)-bare[i]))
-				i++
-			}
-			time.Sleep(max(time.Millisecond, bare[min(i, len(bare)-1)]-time.Since(start)))
-		}
-	}
-	counts := map[int64]int{}
-	jobs := make([]health.Job, 0, n)
-	seenJobs := 0
-	run := func(until time.Time) []float64 {
-		var late []float64
-		for {
-			now := time.Now()
-			if now.After(until) {
-				return late
-			}
-			var next time.Time
-			jobs, next = set.Due(now, jobs[:0], n)
-			for _, j := range jobs {
-				late = append(late, float64(now.Sub(j.Due)))
-				counts[j.Due.Sub(began).Milliseconds()/10]++
-				set.Report(now, j, health.Outcome{Kind: health.Success})
-			}
-			seenJobs += len(jobs)
-			time.Sleep(time.Until(next))
-		}
-	}
-	var ours, theirs []float64
-	run(began.Add(100 * time.Millisecond))
-	for range 4 {
-		theirs = append(theirs, lateness(bareRun)...)
-		// What came due meanwhile is not the schedule's fault.
-		for jobs, next := set.Due(time.Now(), nil, n); ; jobs, next = set.Due(time.Now(), nil, n) {
-			for _, j := range jobs {
-				counts[j.Due.Sub(began).Milliseconds()/10]++
-				set.Report(time.Now(), j, health.Outcome{Kind: health.Success})
-			}
-			if time.Until(next) > 0 {
-				break
-			}
-		}
-		ours = append(ours, lateness(run)...)
-	}
-	p99 := func(values []float64) time.Duration {
-		slices.Sort(values)
-		return time.Duration(values[len(values)*99/100])
-	}
-	extra := p99(ours) - p99(theirs)
-
-	// Busiest by planned time, over an interval of a set in which a third was replaced one by one.
-	planned := health.New(health.Options{})
-	more := benchEndpoints(n + n/3)
-	t := time.Unix(0, 0)
-	planned.SetCheck(t, "web", benchCheck)
-	planned.Change(t, "web", added(more[:n]))
-	for i := range n / 3 {
-		planned.Change(t, "web", []health.Change{{Endpoint: more[i*3], Unlisted: true}, {Endpoint: more[n+i]}})
-	}
-	busy := map[int64]int{}
-	most := 0
-	for end := t.Add(seconds * time.Second); t.Before(end); {
-		var next time.Time
-		jobs, next = planned.Due(t, jobs[:0], n)
-		for _, j := range jobs {
-			planned.Report(t, j, health.Outcome{Kind: health.Success})
-			slot := j.Due.UnixMilli() / 10
-			busy[slot]++
-			most = max(most, busy[slot])
-		}
-		t = next
-	}
-	return []Result{
-		{Name: "health/schedule-busiest", Ratio: float64(most) / (n / (seconds * 100)), Goal: 2, Note: fmt.Sprintf(
-			"busiest 10 ms over the mean, 100k targets, 10 s, a third replaced: %d over %d", most, n/(seconds*100))},
-		{Name: "health/schedule-lateness", Ratio: float64(extra) / float64(5*time.Millisecond), Goal: 1,
-			Note: fmt.Sprintf(
-				"p99 of the start's lateness, less a bare schedule's, over 5 ms: %s less %s", p99(ours), p99(theirs))},
 	}, nil
 }
 

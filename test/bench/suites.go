@@ -4,7 +4,6 @@ package main
 var suites = []suite{
 	{"endpoints", endpointsSuite},
 	{"health/replace", benchReplace},
-	{"health/schedule", benchSchedule},
 	{"health/memory", benchMemory},
 	{"health/probe", probeSpeed},
 	{"drain", drains},
