@@ -12,6 +12,8 @@ import (
 	"path/filepath"
 	"strings"
 	"time"
+
+	"github.com/lameduck-io/lameduck/internal/keys"
 )
 
 const (
@@ -27,7 +29,7 @@ const (
 func wait(ctx context.Context, o options) (string, error) {
 	ctx, cancel := context.WithTimeoutCause(ctx, o.bound, fmt.Errorf("no answer within %s", o.bound))
 	defer cancel()
-	path := "/v1/wait/" + url.PathEscape(o.id) + "?container=" + url.QueryEscape(o.container)
+	path := keys.WaitPath + url.PathEscape(o.id) + "?container=" + url.QueryEscape(o.container)
 	answer, err := get(ctx, target{address: o.agent, host: o.agent, path: path}, nil, dialTime)
 	if err != nil {
 		if cause := context.Cause(ctx); cause != nil {

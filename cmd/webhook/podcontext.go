@@ -19,7 +19,6 @@ import (
 	"github.com/lameduck-io/lameduck/internal/endpoints"
 	"github.com/lameduck-io/lameduck/pkg/admission"
 	"github.com/lameduck-io/lameduck/pkg/drain"
-	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
 // statedWait is an annotation of a Service: how long those of its consumers that can never
@@ -101,7 +100,7 @@ func (v *podContexts) Surroundings(ctx context.Context, agent string, pod drain.
 	case !s.Terminating:
 		s.Young = heardBy // this cache is behind: the pod may have become ready just before its deletion
 	}
-	listings := v.index.Pod(time.Now(), pod.Namespace, health.UID(pod.UID))
+	listings := v.index.Pod(time.Now(), pod.Namespace, pod.UID)
 	s.Targets = admission.Targets(v.index, listings)
 	var all []standing
 	for i, l := range listings {

@@ -288,7 +288,7 @@ func (c *Cluster) ofRouting(now time.Time, s *subject, f *Facts) {
 		return
 	}
 	s.targets, f.LastOf = c.targets(listings, uid)
-	for _, at := range c.Ledger.Pod(drain.UID(uid)).Refused {
+	for _, at := range c.Ledger.Pod(uid).Refused {
 		if time.Since(at) < RefusedWindow {
 			f.Refused++
 		}
@@ -305,7 +305,7 @@ func Targets(from Slices, listings []endpoints.Listing) []drain.Targets {
 		all[i] = drain.Targets{Service: drain.Service{Namespace: l.Service.Namespace, Name: l.Service.Name},
 			Usable: make([]drain.UID, len(usable))}
 		for j, uid := range usable {
-			all[i].Usable[j] = drain.UID(uid)
+			all[i].Usable[j] = uid
 		}
 	}
 	return all
@@ -319,7 +319,7 @@ func (c *Cluster) targets(listings []endpoints.Listing, uid health.UID) (all []d
 	for i, l := range listings {
 		switch {
 		case !c.Ledger.CouldRoute([]drain.Service{all[i].Service}):
-		case !l.Ready || l.Terminating || !all[i].Last(drain.UID(uid)):
+		case !l.Ready || l.Terminating || !all[i].Last(uid):
 			return all, ""
 		case lastOf == "":
 			lastOf = l.Service.String()

@@ -13,12 +13,14 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/util/intstr"
 	"k8s.io/utils/ptr"
+
+	"github.com/lameduck-io/lameduck/internal/keys"
 )
 
 // What operators write to have the barrier, on a namespace or a pod. A pod's own word counts more
 // than its namespace's.
 const (
-	BarrierLabel    = "lameduck.io/barrier"
+	BarrierLabel    = keys.Barrier
 	BarrierEnabled  = "enabled"
 	BarrierDisabled = "disabled"
 )
@@ -26,16 +28,16 @@ const (
 // What a pod with the barrier carries, for the agent of its node. Admission knows neither UID nor,
 // with generateName, a name of the pod: the hook names it by a random id.
 const (
-	BarrierIDAnnotation = "lameduck.io/barrier-id"
+	BarrierIDAnnotation = keys.BarrierID
 	// BarrierBoundAnnotation is how long the hook may last, as a duration in seconds; the grace
 	// period has grown by it.
-	BarrierBoundAnnotation = "lameduck.io/barrier-bound"
+	BarrierBoundAnnotation = keys.BarrierBound
 	// BarrierGraceAnnotation is the grace period in seconds before that: what the app has for
 	// itself.
-	BarrierGraceAnnotation = "lameduck.io/barrier-grace"
+	BarrierGraceAnnotation = keys.BarrierGrace
 	// BarrierUncoveredAnnotation names the containers that could not be given the hook, separated
 	// by commas: they stop without waiting.
-	BarrierUncoveredAnnotation = "lameduck.io/barrier-uncovered"
+	BarrierUncoveredAnnotation = keys.BarrierUncovered
 )
 
 const (
@@ -43,7 +45,6 @@ const (
 	waitName      = "lameduck-wait" // of the init container and the volume
 	waitDir       = "/lameduck"
 	waitProgram   = waitDir + "/lameduck-wait"
-	waitPath      = "/v1/wait/" // of the agent
 	hostVariable  = "LAMEDUCK_HOST_IP"
 	podVariable   = "LAMEDUCK_POD_IP"
 	hostField     = "status.hostIP"
@@ -234,7 +235,7 @@ func (m *mutator) cover(i int, c *corev1.Container) (why string) {
 	path := fmt.Sprintf("/spec/containers/%d", i)
 	if own == nil && m.http {
 		hook := &corev1.LifecycleHandler{HTTPGet: &corev1.HTTPGetAction{
-			Host: loopback, Port: intstr.FromInt(m.barrier.Port), Path: waitPath + m.id + "?container=" + c.Name,
+			Host: loopback, Port: intstr.FromInt(m.barrier.Port), Path: keys.WaitPath + m.id + "?container=" + c.Name,
 			Scheme: corev1.URISchemeHTTP,
 		}}
 		m.setHook(path, c, hook)
@@ -272,7 +273,7 @@ func (m *mutator) bound() string { return fmt.Sprintf("%ds", int64(m.barrier.Bou
 // isOurHTTP reports whether a hook is one that mutate has made, of kind httpGet.
 func (m *mutator) isOurHTTP(h *corev1.LifecycleHandler) bool {
 	return h != nil && h.HTTPGet != nil && h.HTTPGet.Host == loopback && h.HTTPGet.Port.IntValue() == m.barrier.Port &&
-		strings.HasPrefix(h.HTTPGet.Path, waitPath)
+		strings.HasPrefix(h.HTTPGet.Path, keys.WaitPath)
 }
 
 // wrap returns what lameduck-wait is told of the container's own hook, and whether that needs the

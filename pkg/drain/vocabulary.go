@@ -5,10 +5,12 @@ import (
 	"net/netip"
 	"slices"
 	"time"
+
+	"github.com/lameduck-io/lameduck/pkg/target"
 )
 
 // UID is a pod's metadata.uid.
-type UID string
+type UID = target.UID
 
 // AgentID names an agent: the UID of the pod it runs in.
 type AgentID string
@@ -142,38 +144,16 @@ func (r Reason) Abnormal() bool {
 }
 
 // State is what an agent says of one pod in its gateway.
-type State uint8
+type State = target.State
 
+// The states, the least far first. See [target.State].
 const (
-	// StateUnknown: the agent cannot tell (it has just started, or cannot read its gateway).
-	StateUnknown State = iota
-	// Routing: new requests may still be sent to the pod.
-	Routing
-	// Kept: the pod is the last one that the gateway routes to in some Service, and stays there
-	// until another is. See [Report.Kept].
-	Kept
-	// Removed: nothing that reaches any process of the gateway from now on is sent to the pod.
-	Removed
-	// Idle: Removed, and no request or connection is queued, retrying or in flight to the pod.
-	// Connections that clients keep from one request to the next do not count where they can be
-	// told from others. It is a level: the state may be Removed again.
-	Idle
+	StateUnknown = target.Unknown
+	Routing      = target.Routing
+	Kept         = target.Kept
+	Removed      = target.Removed
+	Idle         = target.Idle
 )
-
-// String prints the state as it goes over the wire.
-func (s State) String() string { return name(stateNames[:], int(s)) }
-
-var stateNames = [...]string{"unknown", "routing", "kept", "removed", "idle"}
-
-// MarshalText writes the state's name.
-func (s State) MarshalText() ([]byte, error) { return []byte(s.String()), nil }
-
-// UnmarshalText accepts the names of states and refuses others by name.
-func (s *State) UnmarshalText(text []byte) error {
-	n, err := parse("state", stateNames[:], text)
-	*s = State(n)
-	return err
-}
 
 // Proof is how an agent knows that a pod is Removed.
 type Proof uint8

@@ -4,6 +4,8 @@ import (
 	"slices"
 	"strings"
 	"time"
+
+	"github.com/lameduck-io/lameduck/pkg/target"
 )
 
 // terminatingMemory is how long the UID of a terminating pod is remembered at least, after it was
@@ -11,28 +13,18 @@ import (
 // long as the set has a target of it, or a holder, it is remembered in any case.
 const terminatingMemory = 10 * time.Minute
 
-// State is how far an exclusion has come. States are ordered: a larger one is further.
-type State uint8
+// State is how far an exclusion has come in the gateway.
+type State = target.State
 
+// The states, the least far first. See [target.State].
 const (
-	// Unknown is the zero value: nothing was read since the exclusion, or what was read is no
-	// longer evidence.
-	Unknown State = iota
-	// Routing: the gateway may still send new requests to the pod.
-	Routing
-	// Kept: the pod is the last one that the gateway really routes to in some pool, except for
-	// those that are out for their health. It stays until another one is routed.
-	Kept
-	// Removed: nothing which reaches any process of the gateway from now on is sent to the pod.
-	Removed
-	// Idle: Removed, and nothing is queued, retrying or in flight to the pod.
-	Idle
+	// Unknown: nothing was read since the exclusion, or what was read is no longer evidence.
+	Unknown = target.Unknown
+	Routing = target.Routing
+	Kept    = target.Kept
+	Removed = target.Removed
+	Idle    = target.Idle
 )
-
-// String prints the state in lower case.
-func (s State) String() string {
-	return name(s, "unknown", "routing", "kept", "removed", "idle")
-}
 
 // Exclusion is the present state of one: an agent's rule not to route to a pod UID.
 type Exclusion struct {

@@ -33,7 +33,7 @@ func (w *world) probe(n int, failing string) {
 		for _, j := range jobs {
 			o := Outcome{Kind: Success}
 			for text := range strings.FieldsSeq(failing) {
-				if j.Key.Target == target(text) {
+				if j.Key.Target == targetOf(text) {
 					o = Outcome{TCPFailure, 111}
 				}
 			}
@@ -46,7 +46,7 @@ func (w *world) probe(n int, failing string) {
 
 func (w *world) verdict(text string, want Verdict) {
 	w.Helper()
-	if v, ok := w.detail(Key{"web", target(text)}); !ok || v.Verdict != want {
+	if v, ok := w.detail(Key{"web", targetOf(text)}); !ok || v.Verdict != want {
 		w.Fatalf("%s is %s (known: %t), want %s", text, v.Verdict, ok, want)
 	}
 }
@@ -156,8 +156,8 @@ func TestAnExclusionTouchesNoHealth(t *testing.T) {
 // A gateway that refuses the healthy one must not lose the other.
 func TestNothingGoesForItsHealthUntilAChosenOneIsRouted(t *testing.T) {
 	w := checked(t, "a")
-	w.proxy.refuse[Key{"web", target("b")}] = true
-	w.proxy.refuse[Key{"web", target("c")}] = true
+	w.proxy.refuse[Key{"web", targetOf("b")}] = true
+	w.proxy.refuse[Key{"web", targetOf("c")}] = true
 	w.list("web", ready("a b c"))
 	w.probe(2, "a")
 	w.settle()
@@ -172,8 +172,8 @@ func TestNothingGoesForItsHealthUntilAChosenOneIsRouted(t *testing.T) {
 func TestAnExcludedTargetIsKeptUntilAChosenOneIsRouted(t *testing.T) {
 	w := checked(t, "a b c d")
 	for _, text := range []string{"c", "d"} {
-		w.proxy.refuse[Key{"web", target(text)}] = true
-		w.proxy.now[Key{"web", target(text)}].routed = false
+		w.proxy.refuse[Key{"web", targetOf(text)}] = true
+		w.proxy.now[Key{"web", targetOf(text)}].routed = false
 	}
 	w.proxy.generation++
 	w.settle()
@@ -281,7 +281,7 @@ func TestWhomAnEarlierAgentTookOutStaysOutUntilAProbeSucceeds(t *testing.T) {
 	start := func(c Check) *world {
 		w := newWorld(t)
 		for _, text := range []string{"a", "b", "c"} {
-			w.proxy.now[Key{"web", target(text)}] = &server{routed: text != "a"}
+			w.proxy.now[Key{"web", targetOf(text)}] = &server{routed: text != "a"}
 		}
 		w.SetCheck(w.now, "web", c)
 		w.Adopt(w.now, slices.Collect(maps.Keys(w.proxy.now)))
@@ -319,7 +319,7 @@ func TestWhomAnEarlierAgentTookOutStaysOutUntilAProbeSucceeds(t *testing.T) {
 	w.Synced()
 	w.probe(2, "a b c")
 	for _, text := range []string{"a", "b", "c"} {
-		w.proxy.now[Key{"web", target(text)}] = &server{routed: text != "a"}
+		w.proxy.now[Key{"web", targetOf(text)}] = &server{routed: text != "a"}
 	}
 	w.Adopt(w.now, slices.Collect(maps.Keys(w.proxy.now)))
 	w.settle()
@@ -341,7 +341,7 @@ func TestWhomAnEarlierAgentTookOutStaysOutUntilAProbeSucceeds(t *testing.T) {
 
 	// What is taken out later, by hand, or in another process, is brought back as ever.
 	w = start(everySecond)
-	w.proxy.now[Key{"web", target("b")}].routed = false
+	w.proxy.now[Key{"web", targetOf("b")}].routed = false
 	w.proxy.generation++
 	w.settle()
 	w.routed("web", "b c d")
@@ -351,8 +351,8 @@ func TestWhomAnEarlierAgentTookOutStaysOutUntilAProbeSucceeds(t *testing.T) {
 // taken out for a reason that it does not know.
 func TestWhoWasTakenOutForAKnownReasonNeedsNoProof(t *testing.T) {
 	w := newWorld(t)
-	w.proxy.now[Key{"web", target("a")}] = &server{}
-	w.proxy.now[Key{"web", target("b")}] = &server{routed: true}
+	w.proxy.now[Key{"web", targetOf("a")}] = &server{}
+	w.proxy.now[Key{"web", targetOf("b")}] = &server{routed: true}
 	w.SetCheck(w.now, "web", everySecond)
 	w.exclude("a", "r") // as the journal says
 	w.list("web", ready("a b"))
@@ -365,7 +365,7 @@ func TestWhoWasTakenOutForAKnownReasonNeedsNoProof(t *testing.T) {
 	// It has come since, and is halfway in.
 	w.list("web", ready("a b c"))
 	w.Pending()
-	w.proxy.now[Key{"web", target("c")}] = &server{}
+	w.proxy.now[Key{"web", targetOf("c")}] = &server{}
 	w.read(nil)
 	w.pending("routed web/10.0.0.3:80@c")
 	w.settle()
@@ -373,7 +373,7 @@ func TestWhoWasTakenOutForAKnownReasonNeedsNoProof(t *testing.T) {
 
 	// Another process has something of its own.
 	w.proxy.reload(true)
-	w.proxy.now[Key{"web", target("d")}] = &server{}
+	w.proxy.now[Key{"web", targetOf("d")}] = &server{}
 	w.Adopt(w.now, slices.Collect(maps.Keys(w.proxy.now)))
 	w.list("web", ready("a b c d"))
 	w.read(nil)
@@ -389,10 +389,10 @@ func TestTheUsableOneIsKeptAlthoughAProcessLacksIt(t *testing.T) {
 	w.settle()
 	w.exclude("a", "r")
 	w.exclude("b", "r")
-	o := w.proxy.read(w.now, []Key{{"web", target("a")}, {"web", target("b")}, {"web", target("c")}})
-	seen := o.Seen[Key{"web", target("a")}]
+	o := w.proxy.read(w.now, []Key{{"web", targetOf("a")}, {"web", targetOf("b")}, {"web", targetOf("c")}})
+	seen := o.Seen[Key{"web", targetOf("a")}]
 	seen.Missing = true
-	o.Seen[Key{"web", target("a")}] = seen
+	o.Seen[Key{"web", targetOf("a")}] = seen
 	w.Observe(w.now, o)
 	w.why("a:kept b:excluded c:held-back")
 }
@@ -447,7 +447,7 @@ func TestLateOutcomesChangeNothing(t *testing.T) {
 	w := checked(t, "a b")
 	w.probe(1, "a")
 	jobs := w.jobs()
-	if len(jobs) != 2 || jobs[0].Key.Target != target("a") || *jobs[0].Check != everySecond {
+	if len(jobs) != 2 || jobs[0].Key.Target != targetOf("a") || *jobs[0].Check != everySecond {
 		t.Fatalf("jobs are %v", jobs)
 	}
 	w.list("web", ready("b"))
@@ -494,8 +494,8 @@ func TestAPISIX13029(t *testing.T) {
 		},
 		"as a difference": func(w *world) {
 			w.Change(w.now, "web", []Change{
-				{Endpoint: Endpoint{Target: target(again), Routable: true}},
-				{Endpoint: Endpoint{Target: target("a")}, Unlisted: true},
+				{Endpoint: Endpoint{Target: targetOf(again), Routable: true}},
+				{Endpoint: Endpoint{Target: targetOf("a")}, Unlisted: true},
 			})
 		},
 	} {
@@ -518,7 +518,7 @@ func TestAPISIX13029(t *testing.T) {
 			w.verdict(again, VerdictUnknown)
 			w.probe(2, again)
 			w.verdict(again, Unhealthy)
-			if d := w.Targets()[0]; d.Target != target(again) || d.Counters.TCPFailures != 2 {
+			if d := w.Targets()[0]; d.Target != targetOf(again) || d.Counters.TCPFailures != 2 {
 				t.Fatalf("%+v, want two failures of its own", d)
 			}
 		})
@@ -628,7 +628,7 @@ func TestALapsedExclusionNeedsFreshKnowledge(t *testing.T) {
 		w.settle()
 		w.pass(2 * time.Second)
 		w.Lapse(w.now)
-		w.Change(w.now, "web", []Change{{Endpoint: Endpoint{Target: target("b")}, Unlisted: true}})
+		w.Change(w.now, "web", []Change{{Endpoint: Endpoint{Target: targetOf("b")}, Unlisted: true}})
 		w.settle()
 		w.routed("web", "a")
 	})

@@ -17,7 +17,7 @@ var t0 = time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC)
 
 // target makes one from "10.0.0.1:80@a". Without an address it is 10.0.0.<letter>:80, so that "a"
 // is 10.0.0.1:80@a.
-func target(text string) Target {
+func targetOf(text string) Target {
 	addr, uid, ok := strings.Cut(text, "@")
 	if !ok {
 		addr, uid = fmt.Sprintf("10.0.0.%d:80", text[0]-'a'+1), text
@@ -34,7 +34,7 @@ func endpoints(list string, like Endpoint) []Endpoint {
 	var all []Endpoint
 	for text := range strings.FieldsSeq(list) {
 		e := like
-		e.Target = target(text)
+		e.Target = targetOf(text)
 		all = append(all, e)
 	}
 	return all
@@ -248,7 +248,7 @@ func (w *world) routed(pool Pool, want string) {
 	slices.SortFunc(got, byName)
 	var wanted []Target
 	for text := range strings.FieldsSeq(want) {
-		wanted = append(wanted, target(text))
+		wanted = append(wanted, targetOf(text))
 	}
 	slices.SortFunc(wanted, byName)
 	if !slices.Equal(got, wanted) {
@@ -326,8 +326,8 @@ func TestNothingIsAskedOfAGatewayThatWasNotRead(t *testing.T) {
 
 func TestNothingIsTakenOutForWantOfAClaimBeforeSynced(t *testing.T) {
 	w := newWorld(t)
-	w.proxy.apply([]Op{{Key{"web", target("a")}, WantRouted}, {Key{"web", target("b")}, WantRouted}})
-	w.Adopt(w.now, []Key{{"web", target("a")}, {"web", target("b")}})
+	w.proxy.apply([]Op{{Key{"web", targetOf("a")}, WantRouted}, {Key{"web", targetOf("b")}, WantRouted}})
+	w.Adopt(w.now, []Key{{"web", targetOf("a")}, {"web", targetOf("b")}})
 	w.list("web", ready("b"))
 	w.settle()
 	w.routed("web", "a b")
@@ -345,8 +345,8 @@ func TestNothingIsTakenOutForWantOfAClaimBeforeSynced(t *testing.T) {
 // Without this it empties the gateway of a pod that may be the only one.
 func TestExclusionsBeforeSyncedLeaveTheLastTarget(t *testing.T) {
 	w := newWorld(t)
-	w.proxy.apply([]Op{{Key{"web", target("a")}, WantRouted}})
-	w.Adopt(w.now, []Key{{"web", target("a")}})
+	w.proxy.apply([]Op{{Key{"web", targetOf("a")}, WantRouted}})
+	w.Adopt(w.now, []Key{{"web", targetOf("a")}})
 	w.exclude("a", "r")
 	w.settle()
 	w.routed("web", "a")
@@ -410,11 +410,11 @@ func TestAPodIsAsFarAsItsLeastAdvancedTarget(t *testing.T) {
 	w.list("api", ready("a b"))
 	w.Synced()
 	w.settle()
-	w.proxy.now[Key{"api", target("a")}].active = 1
+	w.proxy.now[Key{"api", targetOf("a")}].active = 1
 	w.exclude("a", "r")
 	w.settle()
 	w.states("a:removed")
-	w.proxy.now[Key{"api", target("a")}].active = 0
+	w.proxy.now[Key{"api", targetOf("a")}].active = 0
 	w.settle()
 	w.states("a:idle")
 }
@@ -515,7 +515,7 @@ func TestTheOnlyTargetIsKept(t *testing.T) {
 	w.routed("web", "a")
 	w.states("a:kept")
 	w.list("web", ready("a b"))
-	w.proxy.refuse[Key{"web", target("b")}] = true
+	w.proxy.refuse[Key{"web", targetOf("b")}] = true
 	w.settle()
 	w.states("a:kept") // b is claimed, but not routed
 	clear(w.proxy.refuse)
@@ -564,10 +564,10 @@ func TestAPodThatIsNotReadyIsNotKept(t *testing.T) {
 // hand, a moment before the exclusion is emptied.
 func TestThatThereIsAnotherIsReadAgainFirst(t *testing.T) {
 	for name, change := range map[string]func(p *proxy){
-		"by hand": func(p *proxy) { p.now[Key{"web", target("a")}].routed = false },
+		"by hand": func(p *proxy) { p.now[Key{"web", targetOf("a")}].routed = false },
 		"reload": func(p *proxy) {
 			p.reload(true)
-			delete(p.now, Key{"web", target("a")})
+			delete(p.now, Key{"web", targetOf("a")})
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -578,7 +578,7 @@ func TestThatThereIsAnotherIsReadAgainFirst(t *testing.T) {
 			for range 5 {
 				w.step()
 				if len(w.proxy.now) == 0 ||
-					!w.proxy.routes(Key{"web", target("a")}) && !w.proxy.routes(Key{"web", target("b")}) {
+					!w.proxy.routes(Key{"web", targetOf("a")}) && !w.proxy.routes(Key{"web", targetOf("b")}) {
 					t.Fatal("the pool is empty")
 				}
 			}
@@ -594,7 +594,7 @@ func TestAReadingOfTheExcludedAloneDoesNotShowAnother(t *testing.T) {
 	w := serving(t, "a b")
 	w.pass(time.Millisecond)
 	w.exclude("b", "r")
-	w.Observe(w.now, w.proxy.read(w.now, []Key{{"web", target("b")}}))
+	w.Observe(w.now, w.proxy.read(w.now, []Key{{"web", targetOf("b")}}))
 	w.states("b:kept")
 	w.pending("")
 	w.read(nil)
@@ -604,7 +604,7 @@ func TestAReadingOfTheExcludedAloneDoesNotShowAnother(t *testing.T) {
 
 func TestOfTwoBuriedAtOnceNoneIsTakenOutUnread(t *testing.T) {
 	w := serving(t, "a b")
-	w.proxy.now[Key{"web", target("b")}].routed = false // by hand
+	w.proxy.now[Key{"web", targetOf("b")}].routed = false // by hand
 	w.pass(time.Millisecond)
 	w.exclude("a", "r")
 	w.exclude("b", "r")
@@ -617,10 +617,10 @@ func TestOfTwoBuriedAtOnceNoneIsTakenOutUnread(t *testing.T) {
 // the new one.
 func TestATargetThatTheNewProcessLacksIsNoOther(t *testing.T) {
 	w := serving(t, "a b")
-	w.proxy.now[Key{"web", target("a")}].active = 1
+	w.proxy.now[Key{"web", targetOf("a")}].active = 1
 	w.proxy.reload(true)
-	delete(w.proxy.now, Key{"web", target("a")})
-	w.proxy.refuse[Key{"web", target("a")}] = true
+	delete(w.proxy.now, Key{"web", targetOf("a")})
+	w.proxy.refuse[Key{"web", targetOf("a")}] = true
 	w.exclude("b", "r")
 	w.settle()
 	w.states("b:kept")
@@ -633,9 +633,9 @@ func TestATargetThatTheNewProcessLacksIsNoOther(t *testing.T) {
 
 func TestOfTwoBuriedOneThatEveryProcessHasIsKept(t *testing.T) {
 	w := serving(t, "a b")
-	w.proxy.now[Key{"web", target("b")}].active = 1
+	w.proxy.now[Key{"web", targetOf("b")}].active = 1
 	w.proxy.reload(true)
-	delete(w.proxy.now, Key{"web", target("b")})
+	delete(w.proxy.now, Key{"web", targetOf("b")})
 	w.exclude("a", "r")
 	w.exclude("b", "r") // last, but only an old process routes to it
 	w.read(nil)
@@ -734,7 +734,7 @@ func TestAReloadThatBringsAPodBackTakesTheAcknowledgementBack(t *testing.T) {
 	w.exclude("a", "r")
 	w.settle()
 	w.states("a:idle")
-	w.proxy.now[Key{"web", target("a")}].routed = true // by hand, in the same generation
+	w.proxy.now[Key{"web", targetOf("a")}].routed = true // by hand, in the same generation
 	w.read(nil)
 	w.states("a:routing")
 	w.settle()
@@ -765,11 +765,11 @@ func TestIdleNeedsTwoReadings(t *testing.T) {
 	w.pass(IdleGap - 1)
 	w.step()
 	w.states("a:removed")
-	w.proxy.now[Key{"web", target("a")}].active = 1 // a thread had picked it
+	w.proxy.now[Key{"web", targetOf("a")}].active = 1 // a thread had picked it
 	w.pass(1)
 	w.step()
 	w.states("a:removed")
-	w.proxy.now[Key{"web", target("a")}].active = 0
+	w.proxy.now[Key{"web", targetOf("a")}].active = 0
 	w.pass(time.Second)
 	w.step()
 	w.states("a:removed") // the quiet begins again
@@ -785,7 +785,7 @@ func TestAReadingThatBeganBeforeTheExclusionDoesNotCount(t *testing.T) {
 	w.Readmit("a", "r")
 	w.pass(time.Second)
 	// The reading shows a taken out. It is delivered after the pod was excluded again.
-	early := w.proxy.read(w.now, []Key{{"web", target("a")}})
+	early := w.proxy.read(w.now, []Key{{"web", targetOf("a")}})
 	w.pass(time.Second)
 	w.exclude("a", "r")
 	w.states("a:unknown")
@@ -801,7 +801,7 @@ func TestAReadingOlderThanTheLastChangesNothing(t *testing.T) {
 	w.proxy.generation = 7
 	stale := w.proxy.read(w.now, w.Watched())
 	w.proxy.generation = 1
-	stale.Seen[Key{"web", target("a")}] = Seen{}
+	stale.Seen[Key{"web", targetOf("a")}] = Seen{}
 	w.pass(time.Second)
 	w.read(nil)
 	w.states("a:routing")
@@ -845,7 +845,7 @@ func TestAKeyIsNotForgottenWhileAnOpIsOnItsWay(t *testing.T) {
 
 func TestATargetThatWasNeverThereIsForgotten(t *testing.T) {
 	w := serving(t, "b")
-	w.proxy.refuse[Key{"web", target("a")}] = true
+	w.proxy.refuse[Key{"web", targetOf("a")}] = true
 	w.list("web", ready("a b"))
 	w.settle()
 	w.list("web", ready("b"), unready("a"))
@@ -872,12 +872,12 @@ func TestATargetThatWasBuriedAllTheWhileIsForgotten(t *testing.T) {
 
 func TestAGatewayThatStillWorksForATargetRemembersIt(t *testing.T) {
 	w := serving(t, "a b")
-	w.proxy.now[Key{"web", target("a")}].active = 1
+	w.proxy.now[Key{"web", targetOf("a")}].active = 1
 	w.list("web", ready("b"))
 	w.settle()
 	w.routed("web", "b")
 	w.pending("absent web/10.0.0.1:80@a")
-	w.proxy.now[Key{"web", target("a")}].active = 0
+	w.proxy.now[Key{"web", targetOf("a")}].active = 0
 	w.settle()
 	w.pending("")
 	if len(w.proxy.now) != 1 || w.knownPods() != 1 {
@@ -891,7 +891,7 @@ func TestServersThatPeopleOwn(t *testing.T) {
 	w.exclude("a", "r")
 	w.settle()
 	w.list("web", ready("b"), dying("a"))
-	k := Key{"web", target("a")}
+	k := Key{"web", targetOf("a")}
 	for _, seen := range []Seen{{Present: true, Missing: true, Active: 1}, {Missing: true}} {
 		w.pass(IdleGap)
 		w.Observe(w.now, Observation{Generation: "g1", At: w.now, Seen: map[Key]Seen{k: seen}})
@@ -909,7 +909,7 @@ func TestWatchedIsWhatMayChange(t *testing.T) {
 	}
 	w.exclude("a", "r")
 	w.settle()
-	if got := w.Watched(); !slices.Equal(got, []Key{{"web", target("a")}}) {
+	if got := w.Watched(); !slices.Equal(got, []Key{{"web", targetOf("a")}}) {
 		t.Fatalf("%v watched, want a", got)
 	}
 	w.proxy.reload(true)
@@ -949,7 +949,7 @@ func TestAPodIsKeptInOnePoolAndLeavesTheOthers(t *testing.T) {
 	if s := w.Exclusions()[0]; !slices.Equal(s.Kept, []Pool{"own"}) || !s.NoConnections {
 		t.Errorf("kept in %v, quiet %t; want in own, and Idle in web", s.Kept, s.NoConnections)
 	}
-	key := Key{Pool: "web", Target: target("a")}
+	key := Key{Pool: "web", Target: targetOf("a")}
 	w.proxy.now[key] = &server{active: 1} // a request that runs
 	w.read(nil)
 	if s := w.Exclusions()[0]; s.State != Kept || s.NoConnections {

@@ -4,11 +4,13 @@ import (
 	"fmt"
 	"net/netip"
 	"time"
+
+	"github.com/lameduck-io/lameduck/pkg/target"
 )
 
 // UID is a pod's metadata.uid. It names one pod permanently: a pod that is made again under the
 // same name has another.
-type UID string
+type UID = target.UID
 
 // Target is one address of one pod. The same ip:port of another pod is another Target, so that
 // nothing known of the one (health, exclusions, requests in flight) is ever believed of the other.

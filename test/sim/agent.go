@@ -158,14 +158,14 @@ func (a *agent) start() {
 		e := a.journal[uid]
 		for _, holder := range sorted(e.holders) {
 			if e.holders[holder].After(w.now) {
-				a.set.Exclude(w.now, health.UID(uid), holder, e.since, e.holders[holder])
+				a.set.Exclude(w.now, uid, holder, e.since, e.holders[holder])
 				a.expiry(uid, holder, e.holders[holder])
 			} else {
 				delete(e.holders, holder)
 			}
 		}
 		if e.dead {
-			a.set.MarkTerminating(w.now, health.UID(uid))
+			a.set.MarkTerminating(w.now, uid)
 		} else if len(e.holders) == 0 {
 			delete(a.journal, uid)
 		}
@@ -208,7 +208,7 @@ func (a *agent) probe() {
 	w := a.w
 	jobs, again := a.set.Due(w.now, nil, 100)
 	for _, job := range jobs {
-		p := w.api.find(drain.UID(job.Key.Target.UID))
+		p := w.api.find(job.Key.Target.UID)
 		outcome, took := health.Outcome{Kind: health.Success}, w.between(200*time.Microsecond, 20*time.Millisecond)
 		switch {
 		case p.stopped || p.sick > w.at:
@@ -391,7 +391,7 @@ func (a *agent) exclude(p drain.Pod, holder string, since, expires time.Time) bo
 		return false
 	}
 	a.expiry(p.UID, holder, expires)
-	if a.set.Exclude(a.w.now, health.UID(p.UID), holder, since, expires) {
+	if a.set.Exclude(a.w.now, p.UID, holder, since, expires) {
 		a.log("exclusion on %s for %s", p.UID, holder)
 		a.wake()
 	}
@@ -407,9 +407,9 @@ func (a *agent) readmission(uid drain.UID, holder string, dead bool) {
 			a.journal[uid] = e
 		}
 		e.dead = true
-		a.set.MarkTerminating(a.w.now, health.UID(uid))
+		a.set.MarkTerminating(a.w.now, uid)
 	}
-	if a.set.Readmit(health.UID(uid), holder) {
+	if a.set.Readmit(uid, holder) {
 		a.log("%s ends its exclusion on %s, dead=%t", holder, uid, dead)
 	}
 	delete(a.expiries[uid], holder)
@@ -711,8 +711,8 @@ func (l *link) receive(k *conn, at time.Time, session uint64, expiry drain.Holde
 		}
 	}
 	for _, uid := range a.set.Held(holder) {
-		if !slices.ContainsFunc(open, func(d drain.Open) bool { return d.Pod.UID == drain.UID(uid) }) {
-			a.readmission(drain.UID(uid), holder, false)
+		if !slices.ContainsFunc(open, func(d drain.Open) bool { return d.Pod.UID == uid }) {
+			a.readmission(uid, holder, false)
 		}
 	}
 	l.declare(k)
@@ -882,7 +882,7 @@ func (l *link) reports(k *conn) {
 		if _, asked := slices.BinarySearch(held, s.UID); !asked {
 			continue
 		}
-		r := drain.Report{UID: drain.UID(s.UID), Generation: s.Generation, State: wireState(s.State)}
+		r := drain.Report{UID: s.UID, Generation: s.Generation, State: wireState(s.State)}
 		r.Number = l.numbers[drain.AtHold][r.UID]
 		if s.State >= health.Removed {
 			r.Proof = drain.Runtime

@@ -585,5 +585,5 @@ func (a *api) again(c *caller, retryAfter time.Duration, hard bool) {
 }
 
 func target(e endpoint) health.Target {
-	return health.Target{UID: health.UID(e.uid), Addr: e.addr}
+	return health.Target{UID: e.uid, Addr: e.addr}
 }

@@ -273,7 +273,7 @@ func (w *world) excuseOf(g *gw, p *pod, wd *word, how string) (why string, vouch
 // checkTruth: what the set says after a reading is what the gateway does.
 func (a *agent) checkTruth(sampled time.Duration) {
 	for _, s := range a.set.Exclusions() {
-		if s.State >= health.Removed && a.gw.forgot < sampled && a.gw.routes(drain.UID(s.UID)) {
+		if s.State >= health.Removed && a.gw.forgot < sampled && a.gw.routes(s.UID) {
 			a.w.fail(checkTruthName, "%s says that %s is %s, and its gateway routes to it", a.name, s.UID, s.State)
 		}
 	}
@@ -285,7 +285,7 @@ func (a *agent) checkOps(ops []health.Op) {
 		if op.Want != health.WantRouted {
 			continue
 		}
-		uid := drain.UID(op.Key.Target.UID)
+		uid := op.Key.Target.UID
 		if a.dead[uid] {
 			a.w.fail(checkDeadName, "%s asks for %s, and has seen the pod terminating", a.name, op)
 		}
@@ -306,7 +306,7 @@ func (a *agent) checkLast(op health.Op) {
 	if op.Want != health.WantRemoved || strconv.Itoa(a.gw.generation) != a.generation {
 		return
 	}
-	if p := a.w.api.find(drain.UID(op.Key.Target.UID)); p.terminating {
+	if p := a.w.api.find(op.Key.Target.UID); p.terminating {
 		return
 	}
 	for _, s := range a.gw.workers[len(a.gw.workers)-1].servers {
@@ -320,7 +320,7 @@ func (a *agent) checkLast(op health.Op) {
 // checkHolders: an expiry that nobody has ended and that has not run out stands.
 func (a *agent) checkHolders(uid drain.UID) {
 	for holder, until := range a.expiries[uid] {
-		if until.After(a.w.now) && !slices.Contains(a.set.Held(holder), health.UID(uid)) {
+		if until.After(a.w.now) && !slices.Contains(a.set.Held(holder), uid) {
 			a.w.fail(checkHoldersName, "%s has no exclusion on %s any more, and %s holds an expiry on it", a.name, uid,
 				holder)
 		}
@@ -784,7 +784,7 @@ func (w *world) checkEnd() {
 			a.kernel.checkEnd()
 		}
 		for _, s := range a.set.Exclusions() {
-			if p := w.api.find(drain.UID(s.UID)); !p.terminating {
+			if p := w.api.find(s.UID); !p.terminating {
 				w.fail(checkExclusion, "%s has an exclusion on %s, which lives", a.name, s.UID)
 			}
 		}

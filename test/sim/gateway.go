@@ -108,7 +108,7 @@ func (g *gw) routes(uid drain.UID, except ...health.Pool) bool {
 	}
 	for _, w := range g.workers {
 		for _, s := range w.servers {
-			if s.routed && s.key.Target.UID == health.UID(uid) && !slices.Contains(except, s.key.Pool) {
+			if s.routed && s.key.Target.UID == uid && !slices.Contains(except, s.key.Pool) {
 				return true
 			}
 		}
@@ -218,7 +218,7 @@ func (g *gw) request() {
 		return
 	}
 	s := may[w.rng.IntN(len(may))]
-	p := w.api.find(drain.UID(s.key.Target.UID))
+	p := w.api.find(s.key.Target.UID)
 	// A thread that has just picked a target is not in the counters yet.
 	w.after(nil, w.between(0, 4*time.Millisecond), func() {
 		if p.stopped {
@@ -245,7 +245,7 @@ func (g *gw) podStopped(p *pod) {
 	}
 	for _, w := range g.workers {
 		for _, s := range w.servers {
-			if s.key.Target.UID == health.UID(p.uid) && s.active > 0 {
+			if s.key.Target.UID == p.uid && s.active > 0 {
 				s.active = 0
 				g.w.lost(g, p, "in flight")
 			}

@@ -13,7 +13,6 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 
 	"github.com/lameduck-io/lameduck/internal/agent/journal"
-	"github.com/lameduck-io/lameduck/internal/agent/report"
 	"github.com/lameduck-io/lameduck/internal/endpoints"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
@@ -63,7 +62,7 @@ func (t *Exclusions) restore(now time.Time) {
 	t.both.Lock()
 	defer t.both.Unlock()
 	for _, s := range t.journal.Exclusions() {
-		uid := health.UID(s.Pod.UID)
+		uid := s.Pod.UID
 		for holder, expires := range s.Expiries {
 			t.set.Exclude(now, uid, holder, s.Since, expires)
 			t.log.Info("exclusion restored", "pod", s.Pod.String(), "uid", s.Pod.UID, "holder", holder,
@@ -99,7 +98,7 @@ func (t *Exclusions) Exclude(pod drain.Pod, holder string, since, expires time.T
 	t.both.Lock()
 	now := time.Now()
 	t.journal.Exclude(now, pod, holder, since, expires)
-	news := t.set.Exclude(now, health.UID(pod.UID), holder, since, expires)
+	news := t.set.Exclude(now, pod.UID, holder, since, expires)
 	if news {
 		t.set.Renew(holder, expires) // as in the journal, where each expiry is that of all its holder's exclusions
 	}
@@ -118,10 +117,10 @@ func (t *Exclusions) Readmit(uid drain.UID, holder string, dead bool) {
 	t.both.Lock()
 	if now := time.Now(); dead {
 		t.journal.Terminate(now, uid)
-		t.set.MarkTerminating(now, health.UID(uid))
+		t.set.MarkTerminating(now, uid)
 	}
 	t.journal.Readmit(uid, holder)
-	had := t.set.Readmit(health.UID(uid), holder)
+	had := t.set.Readmit(uid, holder)
 	t.both.Unlock()
 	if had {
 		t.log.Info("exclusion readmitted", "uid", uid, "holder", holder, "dead", dead)
@@ -142,7 +141,7 @@ func (t *Exclusions) Held(holder string) []drain.UID {
 	held := t.set.Held(holder)
 	uids := make([]drain.UID, len(held))
 	for i, uid := range held {
-		uids[i] = drain.UID(uid)
+		uids[i] = uid
 	}
 	return uids
 }
@@ -153,7 +152,7 @@ func (t *Exclusions) Reports() []drain.Report {
 	reports := make([]drain.Report, len(stones))
 	for i, s := range stones {
 		state := t.proven(s)
-		reports[i] = drain.Report{UID: drain.UID(s.UID), Generation: s.Generation, State: report.State(state)}
+		reports[i] = drain.Report{UID: s.UID, Generation: s.Generation, State: state}
 		if state >= health.Removed {
 			reports[i].Proof = drain.Runtime
 		}
@@ -181,7 +180,7 @@ func (t *Exclusions) services(pools []health.Pool) string {
 // that no gateway has heard of is idle at once; an agent that said so and died would route to it
 // when it comes.
 func (t *Exclusions) proven(s health.Exclusion) health.State {
-	if !t.journal.Settled(drain.UID(s.UID)) {
+	if !t.journal.Settled(s.UID) {
 		return health.Unknown
 	}
 	return s.State

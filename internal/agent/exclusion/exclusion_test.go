@@ -266,7 +266,7 @@ func TestTheLastStateWrittenDownIsTheLast(t *testing.T) {
 	set.Change(now, "web", all)
 	set.Synced()
 	for key := range seen {
-		stones.Exclude(drain.Pod{UID: drain.UID(key.Target.UID)}, "a/1", now, now.Add(time.Minute))
+		stones.Exclude(drain.Pod{UID: key.Target.UID}, "a/1", now, now.Add(time.Minute))
 	}
 	var generation atomic.Int64
 	states := map[health.State]bool{}

@@ -19,6 +19,7 @@ import (
 
 	"github.com/lameduck-io/lameduck/internal/agent/listen"
 	"github.com/lameduck-io/lameduck/internal/agent/nodepods"
+	"github.com/lameduck-io/lameduck/internal/keys"
 	"github.com/lameduck-io/lameduck/internal/serve"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
@@ -28,7 +29,7 @@ import (
 
 const (
 	// waitPath is what the hooks of a pod ask.
-	waitPath = "/v1/wait/{id}"
+	waitPath = keys.WaitPath + "{id}"
 	// maxWaits bounds the pods that wait at one time, maxUnknown the hooks from this node whose pod
 	// is not known yet, and the hooks of this kind from all other addresses together;
 	// strangersOfOne those from one of these. More are answered 429.

@@ -22,19 +22,9 @@ import (
 	"k8s.io/client-go/kubernetes"
 	toolscache "k8s.io/client-go/tools/cache"
 
+	"github.com/lameduck-io/lameduck/internal/keys"
 	"github.com/lameduck-io/lameduck/internal/watch"
 	"github.com/lameduck-io/lameduck/pkg/drain"
-)
-
-// What the mutating webhook writes on a pod.
-const (
-	// idKey is the random id that the pod's hooks name.
-	idKey = "lameduck.io/barrier-id"
-	// boundKey is how long they may last.
-	boundKey = "lameduck.io/barrier-bound"
-	// graceKey is the application's own grace in seconds, which is left when they have lasted that
-	// long.
-	graceKey = "lameduck.io/barrier-grace"
 )
 
 // boundDefault is the bound of a pod that does not say.
@@ -70,15 +60,15 @@ func (p Pod) Deadline() time.Time {
 func Read(p *corev1.Pod) (n Pod, ok bool) {
 	n = Pod{
 		Pod: drain.Pod{Namespace: p.Namespace, Name: p.Name, UID: drain.UID(p.UID)},
-		ID:  p.Annotations[idKey], Bound: boundDefault,
+		ID:  p.Annotations[keys.BarrierID], Bound: boundDefault,
 	}
 	if n.ID == "" {
 		return n, false
 	}
-	if d, err := time.ParseDuration(p.Annotations[boundKey]); err == nil && d >= 0 {
+	if d, err := time.ParseDuration(p.Annotations[keys.BarrierBound]); err == nil && d >= 0 {
 		n.Bound = min(d, MaxBound)
 	}
-	if s, err := strconv.Atoi(p.Annotations[graceKey]); err == nil && s >= 0 {
+	if s, err := strconv.Atoi(p.Annotations[keys.BarrierGrace]); err == nil && s >= 0 {
 		n.Grace = time.Duration(s) * time.Second
 	}
 	if p.DeletionTimestamp != nil {
@@ -168,7 +158,7 @@ func (n *Pods) Set(p *corev1.Pod, gone bool) {
 	was := n.known[p.UID]
 	var former Pod
 	if was != nil {
-		former = n.byID[was.Annotations[idKey]][p.UID]
+		former = n.byID[was.Annotations[keys.BarrierID]][p.UID]
 		n.drop(was)
 	}
 	free := false
@@ -212,9 +202,9 @@ func (n *Pods) Set(p *corev1.Pod, gone bool) {
 // drop, called with the lock, forgets a pod as it was.
 func (n *Pods) drop(p *corev1.Pod) {
 	delete(n.known, p.UID)
-	if of := n.byID[p.Annotations[idKey]]; of != nil {
+	if of := n.byID[p.Annotations[keys.BarrierID]]; of != nil {
 		if delete(of, p.UID); len(of) == 0 {
-			delete(n.byID, p.Annotations[idKey])
+			delete(n.byID, p.Annotations[keys.BarrierID])
 		}
 	}
 	for _, ip := range p.Status.PodIPs {
@@ -283,7 +273,7 @@ func lean(p *corev1.Pod) *corev1.Pod {
 		Spec:   corev1.PodSpec{NodeName: p.Spec.NodeName, HostNetwork: p.Spec.HostNetwork},
 		Status: corev1.PodStatus{Phase: p.Status.Phase, PodIPs: p.Status.PodIPs},
 	}
-	for _, key := range []string{idKey, boundKey, graceKey} {
+	for _, key := range []string{keys.BarrierID, keys.BarrierBound, keys.BarrierGrace} {
 		if value, ok := p.Annotations[key]; ok {
 			if slim.Annotations == nil {
 				slim.Annotations = map[string]string{}
@@ -312,7 +302,7 @@ func Live(ctx context.Context, kube kubernetes.Interface, pod drain.Pod) (n Pod,
 	}
 	n, ok := Read(p)
 	if !ok {
-		return n, false, errors.New("the pod has lost its annotation " + idKey)
+		return n, false, errors.New("the pod has lost its annotation " + keys.BarrierID)
 	}
 	if !n.Since.IsZero() {
 		n.Seen = time.Now()

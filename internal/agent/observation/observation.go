@@ -13,7 +13,6 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 
 	"github.com/lameduck-io/lameduck/internal/agent/nodepods"
-	"github.com/lameduck-io/lameduck/internal/agent/report"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/gateway"
 	"github.com/lameduck-io/lameduck/pkg/health"
@@ -165,7 +164,7 @@ func (o *Pods) Reports() []drain.Report {
 		}
 		is := of.look()
 		o.measure(of, is, now)
-		r := drain.Report{UID: uid, Generation: is.Generation, State: report.State(is.State),
+		r := drain.Report{UID: uid, Generation: is.Generation, State: is.State,
 			NoConnections: is.NoConnections, HasSent: of.sent}
 		if is.State >= health.Removed {
 			r.Proof = drain.Runtime

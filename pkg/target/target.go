@@ -1,0 +1,53 @@
+// Package target names what health, gateways and the ledger have in common: which pod, and how far
+// a gateway has come with it.
+package target
+
+import (
+	"fmt"
+	"slices"
+)
+
+// UID is the UID of a pod. The same address of another pod is another target.
+type UID string
+
+// State is what a gateway was seen to do with a pod.
+type State uint8
+
+const (
+	// Unknown is the zero value: nothing was read, or what was read is no longer evidence.
+	Unknown State = iota
+	// Routing: new requests may still be sent to the pod.
+	Routing
+	// Kept: the pod is the last one that the gateway routes to in some Service, and stays there
+	// until another is.
+	Kept
+	// Removed: nothing that reaches any process of the gateway from now on is sent to the pod.
+	Removed
+	// Idle: Removed, and no request or connection is queued, retrying or in flight to the pod.
+	// Connections that clients keep from one request to the next do not count where they can be
+	// told from others. It is a level: the state may be Removed again.
+	Idle
+)
+
+var names = []string{"unknown", "routing", "kept", "removed", "idle"}
+
+// String prints the state as it goes over the wire.
+func (s State) String() string {
+	if int(s) < len(names) {
+		return names[s]
+	}
+	return fmt.Sprintf("State(%d)", uint8(s))
+}
+
+// MarshalText writes the state's name.
+func (s State) MarshalText() ([]byte, error) { return []byte(s.String()), nil }
+
+// UnmarshalText accepts the names of states and refuses others by name.
+func (s *State) UnmarshalText(text []byte) error {
+	n := slices.Index(names, string(text))
+	if n < 0 {
+		return fmt.Errorf("state %q is not one of %q", text, names)
+	}
+	*s = State(n)
+	return nil
+}
