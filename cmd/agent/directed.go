@@ -118,11 +118,11 @@ func runDirected(ctx context.Context, o options, kube kubernetes.Interface, bund
 					}
 				})
 			}},
-			serve.Task{Name: "beliefs", Run: believed.Run},
+			serve.Task{Name: "targetHealth", Run: believed.Run},
 			serve.Task{Name: "replicas", Run: func(ctx context.Context) error {
 				return discovery.Follow(ctx, kube, *conf, o.file.StateDir, c.Replicas, log)
 			}},
-			serve.Task{Name: "roots", Run: func(ctx context.Context) error { return bundle.Run(ctx, kube) }},
+			serve.Task{Name: "caBundle", Run: func(ctx context.Context) error { return bundle.Run(ctx, kube) }},
 		)
 	}
 	start := &starting{director: director, learned: learned, checks: checks.Known(), unlearned: m.Unlearned, log: log}

@@ -80,7 +80,7 @@ func runObserved(ctx context.Context, o options, kube kubernetes.Interface, bund
 			serve.Task{Name: "absence", Run: func(ctx context.Context) error {
 				return followAbsent(ctx, g, routes, c.Declare, log)
 			}, Last: true},
-			serve.Task{Name: "roots", Run: func(ctx context.Context) error { return bundle.Run(ctx, kube) },
+			serve.Task{Name: "caBundle", Run: func(ctx context.Context) error { return bundle.Run(ctx, kube) },
 				Last: true},
 			serve.Task{Name: "replicas", Last: true, Run: func(ctx context.Context) error {
 				return discovery.Follow(ctx, kube, *conf, "", c.Replicas, log)

@@ -322,7 +322,7 @@ func (c *Coordinator) Drain(
 	now := time.Now()
 	status = c.ledger.Ask(now, pod, request.Targets, request.Place)
 	c.note()
-	defer c.tell()
+	defer c.notify()
 	c.observe(status)
 	if c.phases[pod.UID] != drain.PhaseUnknown {
 		c.asked[pod.UID] = now
@@ -382,7 +382,7 @@ func (c *Coordinator) Drain(
 			// Others that ask at this moment do so now, and the agents hear of all of them at once.
 			runtime.Gosched()
 			c.mu.Lock()
-			c.tell()
+			c.notify()
 			c.unlock()
 			told = true
 		}
@@ -486,11 +486,11 @@ func (c *Coordinator) locked(how func()) {
 // they may concern.
 func (c *Coordinator) settle() {
 	c.note()
-	c.tell()
+	c.notify()
 }
 
-// tell, called with the lock, wakes the streams of those agents that have something to hear.
-func (c *Coordinator) tell() {
+// notify, called with the lock, wakes the streams of those agents that have something to hear.
+func (c *Coordinator) notify() {
 	for _, id := range c.ledger.Affected() {
 		if s := c.streams[id]; s != nil {
 			s.wake()

@@ -20,7 +20,7 @@ type agent struct {
 	life
 	declaration
 	audience
-	reports [gates]map[*subject]*heard
+	reports [gates]map[*subject]*received
 	breaker breaker
 	entry
 	// former says that some drain may have it in owed.former, concerned that it is in
@@ -53,9 +53,9 @@ type audience struct {
 	widened    uint64
 }
 
-// heard is a report, by whom it is, and as of when it counts. place is its index in the list of its
+// received is a report, by whom it is, and as of when it counts. place is its index in the list of its
 // subject.
-type heard struct {
+type received struct {
 	Report
 	by    *agent
 	at    time.Time
@@ -144,7 +144,7 @@ func (l *Ledger) Connect(now time.Time, id AgentID, h Hello) (session uint64) {
 	}
 	l.rev++
 	a.session = l.rev
-	l.void(a)
+	l.dropReports(a)
 	l.recount(a)
 	l.index(a)
 	l.touchFor(a)
@@ -160,7 +160,7 @@ func (l *Ledger) Disconnect(now time.Time, id AgentID, session uint64) {
 		return
 	}
 	a.session, a.lostAt = 0, now
-	l.void(a)
+	l.dropReports(a)
 	l.recount(a)
 	l.touchFor(a)
 }
@@ -261,7 +261,7 @@ func (l *Ledger) agent(now time.Time, id AgentID) *agent {
 func (l *Ledger) forget(a *agent) {
 	l.touchFor(a)
 	l.unindex(a)
-	l.void(a)
+	l.dropReports(a)
 	if a.breaker.open {
 		l.total.Suspended--
 	}
@@ -269,31 +269,31 @@ func (l *Ledger) forget(a *agent) {
 	l.slots[a.slot] = nil
 }
 
-// hear keeps the first that a says of a pod, which is one of so many, unhear forgets what it last
-// said, and void all that it has.
-func (l *Ledger) hear(asOf time.Time, a *agent, r Report, many int) {
+// keepReport keeps the first that a says of a pod, which is one of so many, dropReport forgets what it last
+// said, and dropReports all that it has.
+func (l *Ledger) keepReport(asOf time.Time, a *agent, r Report, many int) {
 	of := l.subjects[r.UID]
 	if a.reports[r.Gate] == nil {
-		a.reports[r.Gate] = make(map[*subject]*heard, many)
+		a.reports[r.Gate] = make(map[*subject]*received, many)
 	}
-	h := &heard{r, a, asOf, len(of.heard[r.Gate])}
+	h := &received{r, a, asOf, len(of.received[r.Gate])}
 	a.reports[r.Gate][of] = h
-	of.heard[r.Gate] = append(of.heard[r.Gate], h)
+	of.received[r.Gate] = append(of.received[r.Gate], h)
 }
 
-func (l *Ledger) unhear(of *subject, r *heard) {
-	all := of.heard[r.Gate]
+func (l *Ledger) dropReport(of *subject, r *received) {
+	all := of.received[r.Gate]
 	last := len(all) - 1
 	all[r.place], all[last].place = all[last], r.place
 	all[last] = nil
-	of.heard[r.Gate] = all[:last]
+	of.received[r.Gate] = all[:last]
 	delete(r.by.reports[r.Gate], of)
 }
 
-func (l *Ledger) void(a *agent) {
+func (l *Ledger) dropReports(a *agent) {
 	for g := range gates {
 		for of, r := range a.reports[g] {
-			l.unhear(of, r)
+			l.dropReport(of, r)
 		}
 		a.reports[g] = nil
 	}
@@ -327,14 +327,14 @@ func (a *agent) mayKnow(d *drain) bool {
 	return former || a.namespaces["*"] || a.namespaces[d.pod.Namespace] || brokenRule == 22
 }
 
-// may says whether a routes the pod of d so that it may be asked at a gate: an agent that has not
-// declared may route everything, except that its label may say at which gate alone. One that has
+// mayBeAsked says whether a routes the pod of d so that it mayBeAsked be asked at a gate: an agent that has not
+// declared mayBeAsked route everything, except that its label mayBeAsked say at which gate alone. One that has
 // left routes nothing.
-func (a *agent) may(g Gate, d *drain) bool {
-	if a.mayEverything(g) {
+func (a *agent) mayBeAsked(g Gate, d *drain) bool {
+	if a.mayBeAskedAll(g) {
 		return true
 	}
-	if !a.can(g) {
+	if !a.canBeAsked(g) {
 		return false
 	}
 	if at, former := d.former[a]; former && at == g {
@@ -348,15 +348,15 @@ func (a *agent) may(g Gate, d *drain) bool {
 	return false
 }
 
-// can says whether a can be asked at a gate at all. One that was never heard may be able to.
-func (a *agent) can(g Gate) bool {
+// canBeAsked says whether a canBeAsked be asked at a gate at all. One that was never heard may be able to.
+func (a *agent) canBeAsked(g Gate) bool {
 	return !a.left && (g == AtHold || a.observes || !a.met)
 }
 
-// mayEverything says whether a may be asked at a gate about every Service.
-func (a *agent) mayEverything(g Gate) bool {
+// mayBeAskedAll says whether a may be asked at a gate about every Service.
+func (a *agent) mayBeAskedAll(g Gate) bool {
 	switch {
-	case !a.can(g):
+	case !a.canBeAsked(g):
 		return false
 	case !a.declared && g == AtHold:
 		return a.Label != LabelObserved

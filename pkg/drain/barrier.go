@@ -75,10 +75,10 @@ type barrier struct {
 	// rest is the wait for the nodes that are not in sample. Nil: all are asked.
 	rest   time.Duration
 	sample map[AgentID]struct{}
-	// letGo are the directed agents that need not acknowledge: they had stopped routing to the pod
+	// removedBy are the directed agents that need not acknowledge: they had stopped routing to the pod
 	// when its drain at the hold ended here with the pod. That drain keeps them until the barrier
 	// is opened. Nil: there was no such drain.
-	letGo map[AgentID]struct{}
+	removedBy map[AgentID]struct{}
 	// last, lastOne and lastHere are as in Barrier, each at the time since which it is so; zero: it
 	// is not.
 	last, lastOne, lastHere time.Time
@@ -125,18 +125,18 @@ func (l *Ledger) OpenBarrier(now time.Time, b Barrier) Status {
 		h := l.drain(b.Pod, AtHold)
 		*is = barrier{
 			by: b.By, bound: b.Bound, targets: slices.Clone(b.Targets), stated: b.Stated, young: b.Young,
-			letGo: h.barrier.letGo,
+			removedBy: h.barrier.removedBy,
 		}
 		if h.reason != PodDeleted {
 			// Nothing opens it from now on: what comes to be asked about this pod, is asked here.
 			l.close(now, h, PodDeleted)
-			h.barrier.letGo = nil
+			h.barrier.removedBy = nil
 		}
 		for _, s := range b.Services {
 			d.services[s] = true
 		}
 		l.draw(d)
-		l.see(now, d, b)
+		l.updateContext(now, d, b)
 		l.begin(now, d, b.Since)
 		d.former = h.former
 		l.told(now, d)
@@ -159,12 +159,12 @@ func (l *Ledger) OpenBarrier(now time.Time, b Barrier) Status {
 		is.bound, is.stated, is.young = min(is.bound, b.Bound), max(is.stated, b.Stated), max(is.young, b.Young)
 		l.touch(d)
 	}
-	l.see(now, d, b)
+	l.updateContext(now, d, b)
 	return l.status(now, d)
 }
 
-// see takes in what is known of other endpoints.
-func (l *Ledger) see(now time.Time, d *drain, b Barrier) {
+// updateContext takes in what is known of other endpoints.
+func (l *Ledger) updateContext(now time.Time, d *drain, b Barrier) {
 	for _, of := range []struct {
 		since *time.Time
 		is    bool
@@ -180,14 +180,14 @@ func (l *Ledger) see(now time.Time, d *drain, b Barrier) {
 	}
 }
 
-// letGo lists the agents that have let go of the pod of d, at the hold. Others may route one of its
+// removedBy lists the agents that have let go of the pod of d, at the hold. Others may route one of its
 // Services that was not known then to list the pod.
-func (l *Ledger) letGo(now time.Time, d *drain) map[AgentID]struct{} {
+func (l *Ledger) removedBy(now time.Time, d *drain) map[AgentID]struct{} {
 	letGo := map[AgentID]struct{}{}
-	said := l.hearing(d)
+	said := l.reportsOn(d)
 	for _, a := range l.owing(d) {
 		// A gateway that keeps the last target lets go of it when the pod is terminating.
-		if state, last, _ := l.word(now, said[a.slot], d); state >= Removed && !last {
+		if state, last, _ := l.stateOf(now, said[a.slot], d); state >= Removed && !last {
 			letGo[a.ID] = struct{}{}
 		}
 	}
@@ -206,7 +206,7 @@ func (l *Ledger) draw(d *drain) {
 	}
 	var all []*agent
 	for _, a := range l.agents {
-		if a.sampled() && a.may(AtBarrier, d) && (a.session != 0 || a.Ready) {
+		if a.sampled() && a.mayBeAsked(AtBarrier, d) && (a.session != 0 || a.Ready) {
 			all = append(all, a)
 		}
 	}
@@ -243,26 +243,26 @@ func (a *agent) sampled() bool {
 // owesBarrier says whether a may owe d, at the barrier.
 func (a *agent) owesBarrier(d *drain) bool {
 	b := &d.barrier
-	if a.may(AtBarrier, d) {
+	if a.mayBeAsked(AtBarrier, d) {
 		_, drawn := b.sample[a.ID]
 		return b.sample == nil || drawn || !a.sampled()
 	}
-	if !a.may(AtHold, d) {
+	if !a.mayBeAsked(AtHold, d) {
 		return false
 	}
-	_, letGo := b.letGo[a.ID]
+	_, letGo := b.removedBy[a.ID]
 	return !letGo && brokenRule != 10
 }
 
 // directs says whether a is told of an open barrier of uid by an Open.
 func (l *Ledger) directs(a *agent, uid UID) bool {
 	d := l.at(AtBarrier, uid)
-	return d != nil && d.open && !a.may(AtBarrier, d) && a.owesBarrier(d)
+	return d != nil && d.open && !a.mayBeAsked(AtBarrier, d) && a.owesBarrier(d)
 }
 
 // gateOf is that at which a speaks of d.
 func (a *agent) gateOf(d *drain) Gate {
-	if d.gate == AtBarrier && a.may(AtBarrier, d) {
+	if d.gate == AtBarrier && a.mayBeAsked(AtBarrier, d) {
 		return AtBarrier
 	}
 	return AtHold
@@ -312,9 +312,9 @@ func (l *Ledger) lastIn(d *drain, kept string) bool {
 	return true
 }
 
-// counts is what r counts for in d, whether that is more than it says, and, if time alone may
+// barrierState is what r barrierState for in d, whether that is more than it says, and, if time alone may
 // change that, when.
-func (l *Ledger) counts(now time.Time, d *drain, a *agent, r Report) (state State, last bool, until time.Time) {
+func (l *Ledger) barrierState(now time.Time, d *drain, a *agent, r Report) (state State, last bool, until time.Time) {
 	if r.Gate != d.gate {
 		return r.State, false, time.Time{}
 	}
@@ -399,8 +399,8 @@ type durations struct {
 const (
 	durationFirst  = 10 * time.Millisecond
 	durationGrowth = 1.2
-	// durationsMost is when the weight of what was learnt is halved.
-	durationsMost = 20_000
+	// maxDurations is when the weight of what was learnt is halved.
+	maxDurations = 20_000
 )
 
 func (h *durations) add(d time.Duration) {
@@ -409,7 +409,7 @@ func (h *durations) add(d time.Duration) {
 		i = int(math.Ceil(math.Log(float64(d)/float64(durationFirst)) / math.Log(durationGrowth)))
 	}
 	h.buckets[min(i, len(h.buckets)-1)]++
-	if h.n++; h.n < durationsMost {
+	if h.n++; h.n < maxDurations {
 		return
 	}
 	h.n = 0

@@ -92,7 +92,7 @@ func (l *Ledger) expire(now time.Time, d *drain) {
 		return
 	}
 	l.touch(d)
-	said := l.hearing(d)
+	said := l.reportsOn(d)
 	for _, w := range s.Waiting {
 		a := l.agents[w.Agent]
 		if r := said[a.slot]; r != nil && r.State >= Removed && l.fresh(now, r) {

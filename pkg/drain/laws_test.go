@@ -36,7 +36,7 @@ func TestIndexesNeverShow(t *testing.T) {
 				d := w.at(s.gate, s.Pod.UID)
 				var slow []AgentID
 				for _, a := range w.agents {
-					if d.gate == AtHold && a.may(AtHold, d) || d.gate == AtBarrier && a.owesBarrier(d) {
+					if d.gate == AtHold && a.mayBeAsked(AtHold, d) || d.gate == AtBarrier && a.owesBarrier(d) {
 						slow = append(slow, a.ID)
 					}
 				}
@@ -175,7 +175,7 @@ func (w *world) cross() error {
 			if d := of.drains[g]; d != nil && (d.of != of || d.gate != g || d.pod.UID != uid) {
 				return fmt.Errorf("%s is not where its drain is", uid)
 			}
-			for i, r := range of.heard[g] {
+			for i, r := range of.received[g] {
 				said++
 				if !slices.ContainsFunc(of.drains[:], func(d *drain) bool { return d != nil && d.open }) {
 					return fmt.Errorf("%s is heard of %s, which has no open drain", r.by.ID, uid)

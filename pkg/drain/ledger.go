@@ -21,9 +21,9 @@ type Ledger struct {
 	numbers uint64
 	// sweptAt is when reports that are too old to count were last forgotten.
 	sweptAt time.Time
-	// said and waiting are used again by each derivation of a status: what agents say of a drain,
+	// reported and waiting are used again by each derivation of a status: what agents say of a drain,
 	// by their slots, and the agents of Status.Waiting.
-	said    []*heard
+	reported    []*received
 	waiting []*agent
 }
 
@@ -31,7 +31,7 @@ type Ledger struct {
 // while that is open.
 type subject struct {
 	drains [gates]*drain
-	heard  [gates][]*heard
+	received  [gates][]*received
 }
 
 // drain is of one pod at one gate.
@@ -103,8 +103,8 @@ func NewLedger(times Times, scope Scope, sampling Sampling) *Ledger {
 	}
 }
 
-// awayMost bounds those who are named as away.
-const awayMost = 20
+// maxAway bounds those who are named as away.
+const maxAway = 20
 
 // Waiting is one agent that a drain waits for, and what it last said.
 type Waiting struct {
@@ -295,7 +295,7 @@ func (l *Ledger) GatePassed(now time.Time, gate Gate, uid UID) bool {
 // abandoned if nobody has asked for it since [Ledger.Tick] named it. It reports whether it was.
 func (l *Ledger) NotTerminating(now time.Time, uid UID) bool {
 	d := l.at(AtHold, uid)
-	if d == nil || !d.open || !l.suspect(now, d) {
+	if d == nil || !d.open || !l.mayBeAbandoned(now, d) {
 		return false
 	}
 	l.expire(now, d)
@@ -312,7 +312,7 @@ func (l *Ledger) NotTerminating(now time.Time, uid UID) bool {
 	return true
 }
 
-func (l *Ledger) suspect(now time.Time, d *drain) bool {
+func (l *Ledger) mayBeAbandoned(now time.Time, d *drain) bool {
 	return d.inFlight == 0 && (now.Sub(d.lastAnswer) >= l.times.Abandon || brokenRule == 3)
 }
 
@@ -320,14 +320,14 @@ func (l *Ledger) suspect(now time.Time, d *drain) bool {
 // whose exclusion has ended reports nothing about the pod any more.
 func (l *Ledger) close(now time.Time, d *drain, reason Reason) {
 	if d.gate == AtHold && reason == PodDeleted {
-		d.barrier.letGo = l.letGo(now, d)
+		d.barrier.removedBy = l.removedBy(now, d)
 	}
 	d.open, d.reason, d.closedAt = false, reason, now
 	for g := AtHold; g <= d.gate; g++ {
-		for _, r := range d.of.heard[g] {
+		for _, r := range d.of.received[g] {
 			delete(r.by.reports[g], d.of)
 		}
-		d.of.heard[g] = nil
+		d.of.received[g] = nil
 	}
 	l.change(d, l.owing(d))
 	l.delist(d)
@@ -357,7 +357,7 @@ func (l *Ledger) Tick(now time.Time) (look, overdue []Pod) {
 			for g := range gates {
 				for of, r := range a.reports[g] {
 					if !l.fresh(now, r) {
-						l.unhear(of, r)
+						l.dropReport(of, r)
 					}
 				}
 			}
@@ -380,8 +380,8 @@ func (l *Ledger) Tick(now time.Time) (look, overdue []Pod) {
 	}
 	var forgotten []*drain
 	l.each(func(d *drain) {
-		if d.gate == AtHold && d.barrier.letGo != nil && now.Sub(d.closedAt) >= 2*l.times.Deadline {
-			d.barrier.letGo = nil // a barrier that came now would be over
+		if d.gate == AtHold && d.barrier.removedBy != nil && now.Sub(d.closedAt) >= 2*l.times.Deadline {
+			d.barrier.removedBy = nil // a barrier that came now would be over
 		}
 		switch {
 		case d.open && d.gate == AtBarrier:
@@ -390,7 +390,7 @@ func (l *Ledger) Tick(now time.Time) (look, overdue []Pod) {
 			} else if over >= 0 {
 				overdue = append(overdue, d.pod)
 			}
-		case d.open && l.suspect(now, d) && now.Sub(d.checkedAt) >= l.times.Heartbeat:
+		case d.open && l.mayBeAbandoned(now, d) && now.Sub(d.checkedAt) >= l.times.Heartbeat:
 			d.checkedAt = now
 			look = append(look, d.pod)
 		case !d.open && now.Sub(d.closedAt) >= l.times.Memory:
@@ -446,15 +446,15 @@ func (l *Ledger) Report(now, asOf time.Time, id AgentID, session uint64, reports
 		if was != nil {
 			was.Report, was.at = r, asOf
 		} else {
-			l.hear(asOf, a, r, len(reports))
+			l.keepReport(asOf, a, r, len(reports))
 		}
 		if r.Gate == AtBarrier {
 			l.learn(now, a, d, had, r)
 		}
-		if fresher && l.matters(now, d, a, r) {
+		if fresher && l.canEndPhase(now, d, a, r) {
 			l.touch(d)
 		}
-		if state, _, _ := l.counts(now, d, a, r); state >= Removed && now.Sub(asOf) <= l.times.Freshness &&
+		if state, _, _ := l.barrierState(now, d, a, r); state >= Removed && now.Sub(asOf) <= l.times.Freshness &&
 			now.Before(l.deadline(d)) {
 			l.acknowledged(now, a)
 		}
@@ -475,7 +475,7 @@ func (l *Ledger) owes(now time.Time, a *agent) (owes bool, until time.Time) {
 	return now.Before(until), until
 }
 
-func (l *Ledger) fresh(now time.Time, r *heard) bool {
+func (l *Ledger) fresh(now time.Time, r *received) bool {
 	return r.by.session != 0 && now.Sub(r.at) <= l.times.Freshness
 }
 
@@ -545,7 +545,7 @@ func (l *Ledger) derive(now time.Time, d *drain) Status {
 // and kept whether one counts for more than it says because there is no other endpoint.
 func (l *Ledger) muster(now time.Time, d *drain, s *Status) (least State, kept bool) {
 	least = Idle
-	agents, said := l.owing(d), l.hearing(d)
+	agents, said := l.owing(d), l.reportsOn(d)
 	l.waiting = l.waiting[:0]
 	for i, a := range agents {
 		owes, until := l.owes(now, a)
@@ -557,7 +557,7 @@ func (l *Ledger) muster(now time.Time, d *drain, s *Status) (least State, kept b
 			case !a.listed || a.Pending:
 			case a.met && later(until, a.unreadyAt).After(d.begun):
 				s.Lost = append(s.Lost, is)
-			case len(s.Away) == awayMost:
+			case len(s.Away) == maxAway:
 				s.MoreAway++
 			default:
 				s.Away = append(s.Away, is)
@@ -565,7 +565,7 @@ func (l *Ledger) muster(now time.Time, d *drain, s *Status) (least State, kept b
 			continue
 		}
 		var last bool
-		is.State, last, until = l.word(now, said[a.slot], d)
+		is.State, last, until = l.stateOf(now, said[a.slot], d)
 		kept = kept || last
 		s.recheck(now, until)
 		waived, until := l.waived(now, a, d)
@@ -594,34 +594,34 @@ func (s *Status) recheck(now, at time.Time) {
 	}
 }
 
-// word is what the report of an agent, which may be nil, says of d that counts at now, whether it
+// stateOf is what the report of an agent, which may be nil, says of d that counts at now, whether it
 // counts for more than it says because there is nobody else to send to and, if time alone may
 // change that, when.
-func (l *Ledger) word(now time.Time, r *heard, d *drain) (state State, last bool, until time.Time) {
+func (l *Ledger) stateOf(now time.Time, r *received, d *drain) (state State, last bool, until time.Time) {
 	if r == nil || !l.fresh(now, r) {
 		return StateUnknown, false, time.Time{}
 	}
-	state, last, until = l.counts(now, d, r.by, r.Report)
+	state, last, until = l.barrierState(now, d, r.by, r.Report)
 	if old := r.at.Add(l.times.Freshness + 1); until.IsZero() || old.Before(until) {
 		until = old
 	}
 	return state, last, until
 }
 
-// hearing returns, by the slots of agents, what they say of d. It is good until the next call.
-func (l *Ledger) hearing(d *drain) []*heard {
-	if len(l.said) < len(l.slots) {
-		l.said = make([]*heard, len(l.slots))
+// reportsOn returns, by the slots of agents, what they say of d. It is good until the next call.
+func (l *Ledger) reportsOn(d *drain) []*received {
+	if len(l.reported) < len(l.slots) {
+		l.reported = make([]*received, len(l.slots))
 	}
-	clear(l.said)
+	clear(l.reported)
 	for g := AtHold; g <= d.gate; g++ {
-		for _, r := range d.of.heard[g] {
+		for _, r := range d.of.received[g] {
 			if d.gate == AtHold || r.by.gateOf(d) == g {
-				l.said[r.by.slot] = r
+				l.reported[r.by.slot] = r
 			}
 		}
 	}
-	return l.said
+	return l.reported
 }
 
 // block notes who of l.waiting keeps d in the phase of s.
@@ -647,13 +647,13 @@ func (d *drain) needs() State {
 	return Idle
 }
 
-// matters reports whether what a says of d can change its phase: of those who keep it there, the
+// canEndPhase reports whether what a says of d can change its phase: of those who keep it there, the
 // last one lets it go.
-func (l *Ledger) matters(now time.Time, d *drain, a *agent, r Report) bool {
+func (l *Ledger) canEndPhase(now time.Time, d *drain, a *agent, r Report) bool {
 	if d.blocked == 0 {
 		return true
 	}
-	state, _, _ := l.counts(now, d, a, r)
+	state, _, _ := l.barrierState(now, d, a, r)
 	switch {
 	case d.phase == Quiescing && state < Removed:
 		return true // a step back

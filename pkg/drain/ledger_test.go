@@ -1037,7 +1037,7 @@ func TestAnAgentIsToldOfItsNamespaces(t *testing.T) {
 	w.ask(purse, bank)
 	w.ask(pod("a"), web)
 	w.say("shop", purse, Idle)
-	if w.Acknowledges("shop", Report{UID: purse.UID, State: Idle}) || len(w.subjects[purse.UID].heard[AtHold]) > 0 {
+	if w.Acknowledges("shop", Report{UID: purse.UID, State: Idle}) || len(w.subjects[purse.UID].received[AtHold]) > 0 {
 		t.Error("a report counts of an agent that was not asked")
 	}
 	shop := told("shop", 0, "drain uid-a")

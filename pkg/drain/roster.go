@@ -65,7 +65,7 @@ type owed struct {
 // with the routes that they had.
 func (r *roster) index(a *agent) {
 	for g := range gates {
-		if everything := a.mayEverything(g); everything != a.inEverything[g] {
+		if everything := a.mayBeAskedAll(g); everything != a.inEverything[g] {
 			a.inEverything[g] = everything
 			r.rosterRev++
 			r.everythingRev[g] = r.rosterRev
@@ -76,12 +76,12 @@ func (r *roster) index(a *agent) {
 			}
 		}
 		for s := range a.indexed[g] {
-			if route, ok := a.routes[s]; !a.can(g) || !ok || !owesAt(g, route) {
+			if route, ok := a.routes[s]; !a.canBeAsked(g) || !ok || !owesAt(g, route) {
 				r.drop(a, g, s)
 			}
 		}
 		for s, route := range a.routes {
-			if _, has := a.indexed[g][s]; has || !a.can(g) || !owesAt(g, route) || s == EveryService {
+			if _, has := a.indexed[g][s]; has || !a.canBeAsked(g) || !owesAt(g, route) || s == EveryService {
 				continue
 			}
 			if a.indexed[g] == nil {
@@ -209,7 +209,7 @@ func (r *roster) enroll(d *drain) {
 		}
 	}
 	for a, g := range d.former {
-		if r.slots[a.slot] == a && a.can(g) {
+		if r.slots[a.slot] == a && a.canBeAsked(g) {
 			d.agents = append(d.agents, a)
 		}
 	}

@@ -25,18 +25,18 @@ type AgentReport struct {
 	Suspended bool
 }
 
-func (l *Ledger) words(now time.Time, d *drain, most int) (words []AgentReport, owed int) {
+func (l *Ledger) agentReports(now time.Time, d *drain, most int) (words []AgentReport, owed int) {
 	// Of many only a few are asked for: those of each state are kept apart, and no more of them
 	// than that.
 	var of [Idle + 1][]AgentReport
-	said := l.hearing(d)
+	said := l.reportsOn(d)
 	for _, a := range l.owing(d) {
 		if owes, _ := l.owes(now, a); !owes {
 			continue
 		}
 		owed++
 		r := said[a.slot]
-		state, _, _ := l.word(now, r, d)
+		state, _, _ := l.stateOf(now, r, d)
 		if state > Idle || len(of[state]) >= most {
 			continue
 		}
@@ -79,7 +79,7 @@ func (l *Ledger) View(now time.Time, gate Gate, uid UID, most int) (v View, ok b
 	}
 	v.Status = l.status(now, d)
 	if d.open {
-		v.Reports, v.Acknowledgers = l.words(now, d, most)
+		v.Reports, v.Acknowledgers = l.agentReports(now, d, most)
 	}
 	if b := d.barrier; gate == AtBarrier {
 		v.By, v.ByName, v.Last, v.LastHere, v.Sampled = b.by, string(b.by), !b.last.IsZero(), !b.lastHere.IsZero(),
