@@ -47,7 +47,10 @@ func runDirected(ctx context.Context, o options, kube kubernetes.Interface, bund
 		&healthFile{MinHealthyPercent: minHealthyPercent}).MinHealthyPercent})
 	m := metrics.NewDirected(registry, set)
 	news := signal.New() // what coordinators are told may have changed
-	kept, err := journal.Open(ctx, o.file.StateDir, log)
+	kept, err := journal.Open(ctx, o.file.StateDir, func(took time.Duration, err error) {
+		m.Wrote(took, err)
+		news.Raise() // what is on disk may be told
+	}, log)
 	switch {
 	case errors.Is(err, journal.ErrLocked):
 		return fmt.Errorf("%w: give each agent a stateDir of its own", err)
@@ -55,15 +58,11 @@ func runDirected(ctx context.Context, o options, kube kubernetes.Interface, bund
 		return err
 	}
 	defer kept.Close()
-	kept.Wrote = func(took time.Duration, err error) {
-		m.Wrote(took, err)
-		news.Raise() // what is on disk may be told
-	}
 	m.Failing(registry, kept.Err)
 
 	following := serving.New(o.file.HealthTimeout.Duration)
-	director := gateway.NewDirector(exclusion.WriteAhead{Directed: g, Journal: kept}, set, log)
-	director.Observer, director.Followed, director.Changed = m, liveness.Follow(following), news.Raise
+	director := gateway.NewDirector(exclusion.WriteAhead{Directed: g, Journal: kept}, set, log,
+		gateway.Hooks{Observer: m, Followed: liveness.Follow(following), Changed: news.Raise})
 	probes := &probe.Runner{Source: set, Observer: m}
 	wake := func() {
 		liveness.Queue(following)

@@ -57,19 +57,22 @@ type Progress struct {
 	Came []health.Op
 }
 
+// Hooks are called by a [Director]. They must not block, and each may be nil.
+type Hooks struct {
+	Observer Observer
+	// Changed is called whenever the states of exclusions may have changed.
+	Changed func()
+	// Followed is called after each step once the set has synced, but not after the first reading
+	// of a generation, whose answers are about another.
+	Followed func(Progress)
+}
+
 // Director makes a gateway do what a set wants, and tells the set what the gateway does.
 type Director struct {
 	Gateway Directed
 	Set     *health.Set
 	Log     *slog.Logger
-	// Observer may be nil.
-	Observer Observer
-	// Changed is called whenever the states of tombstones may have changed. It must not block. May
-	// be nil.
-	Changed func()
-	// Followed is called after each step once the set has synced, but not after the first reading
-	// of a generation, whose answers are about another. It must not block. May be nil.
-	Followed func(Progress)
+	Hooks
 
 	wake       signal.Signal
 	programmed atomic.Bool
@@ -89,8 +92,8 @@ type Director struct {
 }
 
 // NewDirector returns a director that does nothing until Run.
-func NewDirector(g Directed, set *health.Set, log *slog.Logger) *Director {
-	return &Director{Gateway: g, Set: set, Log: log, wake: signal.New(), retry: retryFirst}
+func NewDirector(g Directed, set *health.Set, log *slog.Logger, h Hooks) *Director {
+	return &Director{Gateway: g, Set: set, Log: log, Hooks: h, wake: signal.New(), retry: retryFirst}
 }
 
 // Wake makes the director look at its set now. It never blocks; any number of calls before the look

@@ -218,7 +218,8 @@ func directed(t *testing.T, test func(r *rig)) {
 	synctest.Test(t, func(t *testing.T) {
 		log := &safeBuffer{}
 		p := newPlane()
-		r := &rig{t, NewDirector(p, health.New(health.Options{}), slog.New(slog.NewTextHandler(log, nil))), p, log}
+		r := &rig{t, NewDirector(p, health.New(health.Options{}), slog.New(slog.NewTextHandler(log, nil)), Hooks{}), p,
+			log}
 		ctx, cancel := context.WithCancel(t.Context())
 		ended := make(chan error, 1)
 		go func() { ended <- r.d.Run(ctx) }()
@@ -879,7 +880,7 @@ func TestAFailedCheckIsNotBehind(t *testing.T) {
 		"taken out where it should run": {health.Seen{Present: true, Missing: true}, nil, 1},
 	} {
 		t.Run(name, func(t *testing.T) {
-			d := NewDirector(newPlane(), health.New(health.Options{}), slog.New(slog.DiscardHandler))
+			d := NewDirector(newPlane(), health.New(health.Options{}), slog.New(slog.DiscardHandler), Hooks{})
 			ops := []health.Op{op}
 			p := d.progress(time.Now(), ops, c.applied,
 				health.Observation{Seen: map[health.Key]health.Seen{op.Key: c.seen}}, ops)

@@ -41,12 +41,14 @@ func ExampleDirector() {
 	target := health.Target{UID: "a", Addr: netip.MustParseAddrPort("10.0.0.1:80")}
 	set.Change(time.Now(), "web", []health.Change{{Endpoint: health.Endpoint{Target: target, Routable: true}}})
 	set.Synced()
-	d := gateway.NewDirector(table{}, set, slog.New(slog.DiscardHandler))
-	d.Followed = func(p gateway.Progress) {
-		if d.Programmed() {
-			stop()
-		}
-	}
+	var d *gateway.Director
+	d = gateway.NewDirector(table{}, set, slog.New(slog.DiscardHandler), gateway.Hooks{
+		Followed: func(gateway.Progress) {
+			if d.Programmed() {
+				stop()
+			}
+		},
+	})
 	_ = d.Run(ctx)
 	fmt.Println(set.Counts()["web"].Routed, "of", set.Counts()["web"].Claimed, "routed")
 	// Output:

@@ -27,7 +27,7 @@ import (
 // kept opens a journal in dir and runs it until the test ends, or stop is called.
 func kept(t *testing.T, dir string) (j *journal.Journal, stop func()) {
 	t.Helper()
-	j, err := journal.Open(t.Context(), dir, slog.New(slog.DiscardHandler))
+	j, err := journal.Open(t.Context(), dir, nil, slog.New(slog.DiscardHandler))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -99,7 +99,9 @@ func TestNothingIsTakenOutBeforeItIsOnDisk(t *testing.T) {
 // exclusion is on disk.
 func TestNothingIsReportedBeforeItIsOnDisk(t *testing.T) {
 	dir := t.TempDir()
-	j, err := journal.Open(t.Context(), dir, slog.New(slog.DiscardHandler)) // it does not run, and writes nothing
+	var wrote func()
+	// It does not run yet, and writes nothing.
+	j, err := journal.Open(t.Context(), dir, func(time.Duration, error) { wrote() }, slog.New(slog.DiscardHandler))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -113,7 +115,7 @@ func TestNothingIsReportedBeforeItIsOnDisk(t *testing.T) {
 		t.Errorf("before it is on disk the report is %+v", got[0])
 	}
 	stones.Changed()
-	j.Wrote = func(time.Duration, error) {
+	wrote = func() {
 		if !stones.Changed() {
 			t.Error("that it is on disk is no news")
 		}
@@ -298,7 +300,7 @@ func TestTheLastStateWrittenDownIsTheLast(t *testing.T) {
 
 func TestTombstonesBetweenTheWireAndTheSet(t *testing.T) {
 	set, woken := health.New(health.Options{}), 0
-	kept, err := journal.Open(t.Context(), "", slog.New(slog.DiscardHandler))
+	kept, err := journal.Open(t.Context(), "", nil, slog.New(slog.DiscardHandler))
 	if err != nil {
 		t.Fatal(err)
 	}

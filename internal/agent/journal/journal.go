@@ -46,9 +46,8 @@ var errStuck = fmt.Errorf("a write has not ended within %s", syncTimeout)
 // Journal is the exclusions of one agent, in memory and on disk. Make it with Open, run it with
 // Run. Its other methods may be called from any goroutine; only Sync waits.
 type Journal struct {
-	// Wrote is called after each attempt to write, from Run. It must not block. May be nil. Set it
-	// before Run.
-	Wrote func(took time.Duration, err error)
+	// wrote is called after each attempt to write, from Run. It must not block. May be nil.
+	wrote func(took time.Duration, err error)
 
 	dir  string
 	log  *slog.Logger
@@ -72,8 +71,10 @@ type Journal struct {
 // Open reads the journal in dir, which must exist, and keeps other agents away from it until Close.
 // An empty dir means that there is no disk: the journal is in memory only. The error is ErrLocked,
 // or ctx's; whatever else is wrong with the disk is said in log and by Err, and stops nothing.
-func Open(ctx context.Context, dir string, log *slog.Logger) (*Journal, error) {
-	j := &Journal{dir: dir, log: log, book: newBook(), attempted: make(chan struct{}), wake: make(chan struct{}, 1)}
+func Open(ctx context.Context, dir string, wrote func(took time.Duration, err error), log *slog.Logger) (*Journal,
+	error) {
+	j := &Journal{wrote: wrote, dir: dir, log: log, book: newBook(), attempted: make(chan struct{}),
+		wake: make(chan struct{}, 1)}
 	if dir == "" {
 		return j, nil
 	}
@@ -342,8 +343,8 @@ func (j *Journal) write(now time.Time) error {
 	close(j.attempted)
 	j.attempted = make(chan struct{})
 	j.mu.Unlock()
-	if j.Wrote != nil {
-		j.Wrote(took, err)
+	if j.wrote != nil {
+		j.wrote(took, err)
 	}
 	return err
 }

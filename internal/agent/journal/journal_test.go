@@ -54,7 +54,7 @@ var quiet = slog.New(slog.DiscardHandler)
 // ends.
 func open(t testing.TB, dir string, set ...func(*Journal)) (j *Journal, stop func()) {
 	t.Helper()
-	j, err := Open(t.Context(), dir, quiet)
+	j, err := Open(t.Context(), dir, nil, quiet)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -160,7 +160,7 @@ func TestWhatIsSyncedIsThereAfterRestart(t *testing.T) {
 func TestABurstIsNotAWriteEach(t *testing.T) {
 	var writes atomic.Int32
 	j, _ := open(t, t.TempDir(), func(j *Journal) {
-		j.Wrote = func(time.Duration, error) { writes.Add(1) }
+		j.wrote = func(time.Duration, error) { writes.Add(1) }
 		j.step = func(name string) error {
 			if name == "sync" {
 				time.Sleep(5 * time.Millisecond) // as slow as a disk, so that they meet
@@ -200,11 +200,11 @@ func TestRenewalsAreWrittenNowAndThen(t *testing.T) {
 	dir := t.TempDir()
 	synctest.Test(t, func(t *testing.T) {
 		var wrote atomic.Int32
-		j, err := Open(t.Context(), dir, quiet)
+		j, err := Open(t.Context(), dir, nil, quiet)
 		if err != nil {
 			t.Fatal(err)
 		}
-		j.Wrote = func(time.Duration, error) { wrote.Add(1) }
+		j.wrote = func(time.Duration, error) { wrote.Add(1) }
 		ctx, cancel := context.WithCancel(t.Context())
 		ended := make(chan struct{})
 		go func() { defer close(ended); _ = j.Run(ctx) }()
@@ -371,7 +371,7 @@ func TestWhatCannotBeReadIsSetAside(t *testing.T) {
 			if err := os.WriteFile(path, []byte(content), 0o600); err != nil {
 				t.Fatal(err)
 			}
-			j, err := Open(t.Context(), dir, quiet)
+			j, err := Open(t.Context(), dir, nil, quiet)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -414,7 +414,7 @@ func TestDeathAtEachStep(t *testing.T) {
 			dir := t.TempDir()
 			dying := atomic.Bool{}
 			dead := make(chan struct{})
-			j, err := Open(t.Context(), dir, quiet)
+			j, err := Open(t.Context(), dir, nil, quiet)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -498,11 +498,11 @@ func TestAFailedWriteIsTriedAgain(t *testing.T) {
 	dir := t.TempDir()
 	synctest.Test(t, func(t *testing.T) {
 		var writes, works atomic.Int32
-		j, err := Open(t.Context(), dir, quiet)
+		j, err := Open(t.Context(), dir, nil, quiet)
 		if err != nil {
 			t.Fatal(err)
 		}
-		j.Wrote = func(time.Duration, error) { writes.Add(1) }
+		j.wrote = func(time.Duration, error) { writes.Add(1) }
 		j.step = func(string) error {
 			if works.Load() == 0 {
 				return errDisk
@@ -581,7 +581,7 @@ func TestTwoAgentsDoNotShareADirectory(t *testing.T) {
 	_, stop := open(t, dir)
 	ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
 	defer cancel()
-	if _, err := Open(ctx, dir, quiet); !errors.Is(err, context.DeadlineExceeded) {
+	if _, err := Open(ctx, dir, nil, quiet); !errors.Is(err, context.DeadlineExceeded) {
 		t.Errorf("a second agent whose time is up gets %v", err)
 	}
 	// One that is dying lets go soon.
@@ -589,12 +589,12 @@ func TestTwoAgentsDoNotShareADirectory(t *testing.T) {
 		time.Sleep(200 * time.Millisecond) // Open has tried in vain by then, many times
 		stop()
 	}()
-	if j, err := Open(t.Context(), dir, quiet); err != nil {
+	if j, err := Open(t.Context(), dir, nil, quiet); err != nil {
 		t.Error(err)
 	} else {
 		defer j.Close()
 	}
-	if _, err := Open(t.Context(), dir, quiet); !errors.Is(err, ErrLocked) || !strings.Contains(err.Error(), dir) {
+	if _, err := Open(t.Context(), dir, nil, quiet); !errors.Is(err, ErrLocked) || !strings.Contains(err.Error(), dir) {
 		t.Errorf("a second agent gets %v, want ErrLocked and the directory", err)
 	}
 }
@@ -658,7 +658,7 @@ func TestTheDeadAreBounded(t *testing.T) {
 
 // buryForEver excludes one pod after the other, and prints the UID of each once it is on disk.
 func buryForEver(dir string) error {
-	j, err := Open(context.Background(), dir, quiet)
+	j, err := Open(context.Background(), dir, nil, quiet)
 	if err != nil {
 		return err
 	}
@@ -722,7 +722,7 @@ func onSmallDisk(dir string) error {
 		return err
 	}
 	ctx := context.Background()
-	j, err := Open(ctx, dir, quiet)
+	j, err := Open(ctx, dir, nil, quiet)
 	if err != nil {
 		return err
 	}
@@ -768,7 +768,7 @@ func onSmallDisk(dir string) error {
 	}
 	j.Close()
 	// An agent that starts on it has what was written before, and says what is wrong.
-	j, err = Open(ctx, dir, quiet)
+	j, err = Open(ctx, dir, nil, quiet)
 	if err != nil {
 		return fmt.Errorf("open on a read-only disk: %w", err)
 	}

@@ -112,8 +112,7 @@ func followed(t *testing.T, test func(m *memory, r *Endpoints, wake func(),
 		log, set := slog.New(slog.DiscardHandler), health.New(health.Options{})
 		m := &memory{dead: true, routed: map[health.Key]bool{}}
 		following := serving.New(healthTimeout)
-		director := gateway.NewDirector(m, set, log)
-		director.Followed = liveness.Follow(following)
+		director := gateway.NewDirector(m, set, log, gateway.Hooks{Followed: liveness.Follow(following)})
 		r, err := New(fake.NewClientset(), Ports([]gateway.Route{{Service: "shop/web", Pool: "web"}}), 0, set,
 			func(families []serving.Family) {
 				for _, f := range families {

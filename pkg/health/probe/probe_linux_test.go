@@ -723,13 +723,17 @@ func TestBlackHolesDelayNobody(t *testing.T) {
 	}
 	r.add(jobs...)
 	r.Wake()
-	// While the last holes are still in flight, which would delay what is late.
-	time.Sleep(time.Until(began.Add(3500 * time.Millisecond)))
-	r.mu().Lock()
-	defer r.mu().Unlock()
-	took := r.took[key(fast)]
-	if len(took) != healthy {
-		t.Fatalf("%d of %d healthy probes ended", len(took), healthy)
+	ended := func() []time.Duration {
+		r.mu().Lock()
+		defer r.mu().Unlock()
+		return slices.Clone(r.took[key(fast)])
+	}
+	took := ended()
+	for end := began.Add(20 * time.Second); len(took) < healthy; took = ended() {
+		if time.Now().After(end) {
+			t.Fatalf("%d of %d healthy probes ended", len(took), healthy)
+		}
+		time.Sleep(10 * time.Millisecond)
 	}
 	if o.waiting.Load() == 0 {
 		t.Fatal("the holes did not fill their half: this test shows nothing")
