@@ -53,8 +53,8 @@ type audience struct {
 	widened    uint64
 }
 
-// received is a report, by whom it is, and as of when it counts. place is its index in the list of its
-// subject.
+// received is a report, by whom it is, and as of when it counts. place is its index in the list of
+// its subject.
 type received struct {
 	Report
 	by    *agent
@@ -269,8 +269,8 @@ func (l *Ledger) forget(a *agent) {
 	l.slots[a.slot] = nil
 }
 
-// keepReport keeps the first that a says of a pod, which is one of so many, dropReport forgets what it last
-// said, and dropReports all that it has.
+// keepReport keeps the first that a says of a pod, which is one of so many, dropReport forgets what
+// it last said, and dropReports all that it has.
 func (l *Ledger) keepReport(asOf time.Time, a *agent, r Report, many int) {
 	of := l.subjects[r.UID]
 	if a.reports[r.Gate] == nil {
@@ -327,9 +327,9 @@ func (a *agent) mayKnow(d *drain) bool {
 	return former || a.namespaces["*"] || a.namespaces[d.pod.Namespace] || brokenRule == 22
 }
 
-// mayBeAsked says whether a routes the pod of d so that it mayBeAsked be asked at a gate: an agent that has not
-// declared mayBeAsked route everything, except that its label mayBeAsked say at which gate alone. One that has
-// left routes nothing.
+// mayBeAsked says whether a routes the pod of d so that it mayBeAsked be asked at a gate: an agent
+// that has not declared mayBeAsked route everything, except that its label mayBeAsked say at which
+// gate alone. One that has left routes nothing.
 func (a *agent) mayBeAsked(g Gate, d *drain) bool {
 	if a.mayBeAskedAll(g) {
 		return true
@@ -348,7 +348,8 @@ func (a *agent) mayBeAsked(g Gate, d *drain) bool {
 	return false
 }
 
-// canBeAsked says whether a canBeAsked be asked at a gate at all. One that was never heard may be able to.
+// canBeAsked says whether a canBeAsked be asked at a gate at all. One that was never heard may be
+// able to.
 func (a *agent) canBeAsked(g Gate) bool {
 	return !a.left && (g == AtHold || a.observes || !a.met)
 }

@@ -75,9 +75,9 @@ type barrier struct {
 	// rest is the wait for the nodes that are not in sample. Nil: all are asked.
 	rest   time.Duration
 	sample map[AgentID]struct{}
-	// removedBy are the directed agents that need not acknowledge: they had stopped routing to the pod
-	// when its drain at the hold ended here with the pod. That drain keeps them until the barrier
-	// is opened. Nil: there was no such drain.
+	// removedBy are the directed agents that need not acknowledge: they had stopped routing to the
+	// pod when its drain at the hold ended here with the pod. That drain keeps them until the
+	// barrier is opened. Nil: there was no such drain.
 	removedBy map[AgentID]struct{}
 	// last, lastOne and lastHere are as in Barrier, each at the time since which it is so; zero: it
 	// is not.
@@ -180,8 +180,8 @@ func (l *Ledger) updateContext(now time.Time, d *drain, b Barrier) {
 	}
 }
 
-// removedBy lists the agents that have let go of the pod of d, at the hold. Others may route one of its
-// Services that was not known then to list the pod.
+// removedBy lists the agents that have let go of the pod of d, at the hold. Others may route one of
+// its Services that was not known then to list the pod.
 func (l *Ledger) removedBy(now time.Time, d *drain) map[AgentID]struct{} {
 	letGo := map[AgentID]struct{}{}
 	said := l.reportsOn(d)
@@ -312,8 +312,8 @@ func (l *Ledger) lastIn(d *drain, kept string) bool {
 	return true
 }
 
-// barrierState is what r barrierState for in d, whether that is more than it says, and, if time alone may
-// change that, when.
+// barrierState is what r barrierState for in d, whether that is more than it says, and, if time
+// alone may change that, when.
 func (l *Ledger) barrierState(now time.Time, d *drain, a *agent, r Report) (state State, last bool, until time.Time) {
 	if r.Gate != d.gate {
 		return r.State, false, time.Time{}

@@ -21,17 +21,17 @@ type Ledger struct {
 	numbers uint64
 	// sweptAt is when reports that are too old to count were last forgotten.
 	sweptAt time.Time
-	// reported and waiting are used again by each derivation of a status: what agents say of a drain,
-	// by their slots, and the agents of Status.Waiting.
-	reported    []*received
-	waiting []*agent
+	// reported and waiting are used again by each derivation of a status: what agents say of a
+	// drain, by their slots, and the agents of Status.Waiting.
+	reported []*received
+	waiting  []*agent
 }
 
 // subject is a pod: its drain at each gate, nil if there is none, and what agents say of it there
 // while that is open.
 type subject struct {
-	drains [gates]*drain
-	received  [gates][]*received
+	drains   [gates]*drain
+	received [gates][]*received
 }
 
 // drain is of one pod at one gate.
@@ -594,8 +594,8 @@ func (s *Status) recheck(now, at time.Time) {
 	}
 }
 
-// stateOf is what the report of an agent, which may be nil, says of d that counts at now, whether it
-// counts for more than it says because there is nobody else to send to and, if time alone may
+// stateOf is what the report of an agent, which may be nil, says of d that counts at now, whether
+// it counts for more than it says because there is nobody else to send to and, if time alone may
 // change that, when.
 func (l *Ledger) stateOf(now time.Time, r *received, d *drain) (state State, last bool, until time.Time) {
 	if r == nil || !l.fresh(now, r) {
@@ -647,8 +647,8 @@ func (d *drain) needs() State {
 	return Idle
 }
 
-// canEndPhase reports whether what a says of d can change its phase: of those who keep it there, the
-// last one lets it go.
+// canEndPhase reports whether what a says of d can change its phase: of those who keep it there,
+// the last one lets it go.
 func (l *Ledger) canEndPhase(now time.Time, d *drain, a *agent, r Report) bool {
 	if d.blocked == 0 {
 		return true

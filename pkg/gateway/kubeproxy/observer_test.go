@@ -94,8 +94,8 @@ func TestEndpointLeavesIPTables(t *testing.T) {
 					restore(t, "nft", s.v6(), s.iptables([]string{a, b}, false)...)
 					wa := watch(t, o, a)
 					wa.wait(Routing)
-					// What others write in the same table does not count, be it that they map a port of
-					// the host to the pod.
+					// What others write in the same table does not count, be it that they map a
+					// port of the host to the pod.
 					restore(t, "nft", s.v6(), ":CNI-DN-1 - [0:0]",
 						"-A CNI-DN-1 -p tcp --dport 9000 -j DNAT --to-destination "+a, "-I PREROUTING -j CNI-DN-1",
 						"-A OUTPUT -p tcp --dport 9000 -j DNAT --to-destination "+a)
