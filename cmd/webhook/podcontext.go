@@ -214,17 +214,19 @@ func (v *podContexts) others(
 			if !ready || e.TargetRef != nil && e.TargetRef.UID == pod.UID {
 				continue
 			}
-			here, knows := e.NodeName != nil && *e.NodeName == pod.Spec.NodeName, v.noteWrong(ctx, e.TargetRef)
+			here := e.NodeName != nil && *e.NodeName == pod.Spec.NodeName
+			// Read only what may still change the answer: there may be thousands of endpoints.
+			knows := (!known || local && here && !near) && v.readyForLong(ctx, e.TargetRef)
 			known, beside, near = known || knows, beside || here, near || here && knows
 		}
 	}
 	return known && (near || !local || !beside), beside, nil
 }
 
-// noteWrong says whether a pod has been ready for so long that every kernel has noteWrong so. One
-// that is going does not count: an agent that knows so keeps another beside it as the last, and
+// readyForLong reports whether a pod has been ready for so long that every kernel knows of it. A
+// terminating pod does not count: an agent that knows so keeps another beside it as the last, and
 // this cache may be behind.
-func (v *podContexts) noteWrong(ctx context.Context, ref *corev1.ObjectReference) bool {
+func (v *podContexts) readyForLong(ctx context.Context, ref *corev1.ObjectReference) bool {
 	var is corev1.Pod
 	if ref == nil || v.reader.Get(ctx, types.NamespacedName{Namespace: ref.Namespace, Name: ref.Name}, &is) != nil ||
 		is.UID != ref.UID {

@@ -178,7 +178,7 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 		Node: nodeOf(known, watch.synced),
 		Pod:  podOf(known, watch.synced), Consumers: consumersOf(known, services.HasSynced), Missing: missing, Log: log,
 	})
-	log.Info("started", "lease", self.String(), "admission", listeners[0].Addr().String(),
+	log.Info("started", "holder", self.String(), "admission", listeners[0].Addr().String(),
 		"agents", listeners[1].Addr().String(),
 		"metrics", listeners[2].Addr().String(), "probes", listeners[3].Addr().String(), "hold", o.times.Hold.String(),
 		"deadline", o.times.Deadline.String())

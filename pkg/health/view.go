@@ -1,6 +1,7 @@
 package health
 
 import (
+	"maps"
 	"slices"
 	"time"
 )
@@ -80,14 +81,20 @@ type Counters struct {
 
 // Targets returns what is known of every target, sorted by key.
 func (s *Set) Targets() []Detail {
-	all := []Detail{}
 	s.mu.Lock()
-	for _, p := range s.pools {
+	pools, n := slices.Collect(maps.Values(s.pools)), 0
+	for _, p := range pools {
+		n += len(p.targets)
+	}
+	s.mu.Unlock()
+	all := make([]Detail, 0, n)
+	for _, p := range pools {
+		s.mu.Lock() // for one pool at a time: others wait for it
 		for _, r := range p.targets {
 			all = append(all, s.detail(r))
 		}
+		s.mu.Unlock()
 	}
-	s.mu.Unlock()
 	slices.SortFunc(all, func(a, b Detail) int { return compareKeys(a.Key, b.Key) })
 	return all
 }

@@ -101,6 +101,10 @@ func (t *Exclusions) Exclude(pod drain.Pod, holder string, since, expires time.T
 	news := t.set.Exclude(now, pod.UID, holder, since, expires)
 	if news {
 		t.set.Renew(holder, expires) // as in the journal, where each expiry is that of all its holder's exclusions
+		// Once this holder is on disk, the state that others were told of before is news to it.
+		t.mu.Lock()
+		delete(t.known, pod.UID)
+		t.mu.Unlock()
 	}
 	t.both.Unlock()
 	if news {

@@ -11,6 +11,7 @@ import (
 	"net/http"
 	"net/url"
 	"strconv"
+	"time"
 
 	"google.golang.org/protobuf/encoding/protowire"
 
@@ -35,10 +36,13 @@ func callHealth(ctx context.Context, job *health.Job) health.Outcome {
 		return failure(err)
 	}
 	defer raw.Close()
+	// The HTTP/2 transport does not see the end of ctx while it waits for a peer that does not read.
+	defer context.AfterFunc(ctx, func() { _ = raw.SetDeadline(time.Unix(1, 0)) })()
+	conn := &bounded{TCPConn: raw, in: answer{from: raw}}
 	plain := &http.Protocols{}
 	plain.SetUnencryptedHTTP2(true)
 	transport := &http.Transport{
-		DialContext: func(context.Context, string, string) (net.Conn, error) { return raw, nil },
+		DialContext: func(context.Context, string, string) (net.Conn, error) { return conn, nil },
 		Protocols:   plain, DisableKeepAlives: true, DisableCompression: true, MaxResponseHeaderBytes: 64 << 10,
 	}
 	// The message: one field, number 1, the service as a string. An empty one is left out.
@@ -61,6 +65,9 @@ func callHealth(ctx context.Context, job *health.Job) health.Outcome {
 	if err == nil {
 		body, err = io.ReadAll(io.LimitReader(resp.Body, maxMessage+1))
 	}
+	if err != nil && ctx.Err() != nil {
+		return failure(ctx.Err())
+	}
 	outcome := failure(err)
 	switch {
 	case err == nil:
@@ -72,6 +79,14 @@ func callHealth(ctx context.Context, job *health.Job) health.Outcome {
 		return outcome
 	}
 }
+
+// bounded is a connection of which at most maxAnswer bytes are read.
+type bounded struct {
+	*net.TCPConn
+	in answer
+}
+
+func (b *bounded) Read(p []byte) (int, error) { return b.in.Read(p) }
 
 // judgeHealth turns a whole answer into an outcome.
 func judgeHealth(resp *http.Response, body []byte) health.Outcome {

@@ -36,6 +36,11 @@ func (c *conn) close() {
 
 // get carries out an HTTP or HTTPS probe.
 func (r *Runner) get(ctx context.Context, job *health.Job, kept *conn) (health.Outcome, *conn) {
+	// What came on a kept connection since its last answer is no answer to this request.
+	if kept != nil && arrived(kept.raw) {
+		kept.close()
+		kept = nil
+	}
 	if kept != nil {
 		if outcome, answered, again := kept.exchange(ctx, job); answered {
 			return outcome, again
@@ -136,9 +141,12 @@ func (a *answer) read(job *health.Job, out io.Writer) (health.Outcome, bool) {
 		case resp.StatusCode < 200 && resp.StatusCode != http.StatusSwitchingProtocols:
 			continue // the final answer follows
 		}
+		if !job.Check.KeepAlive {
+			return judge(job.Check, resp.StatusCode), false
+		}
 		_, err = io.Copy(io.Discard, resp.Body)
 		whole := err == nil && a.n < maxAnswer && b.Buffered() == 0
-		return judge(job.Check, resp.StatusCode), job.Check.KeepAlive && whole && !resp.Close && resp.ProtoMinor > 0 &&
+		return judge(job.Check, resp.StatusCode), whole && !resp.Close && resp.ProtoMinor > 0 &&
 			resp.StatusCode >= 200
 	}
 }

@@ -868,3 +868,60 @@ func TestATimeoutThatIsNoticedLateCountsForNothing(t *testing.T) {
 	c.Timeout = 0
 	r.want(health.Outcome{Kind: health.Timeout}, netip.MustParseAddrPort("127.0.0.1:1"), c)
 }
+
+// A backend that answers the head of a call and then sends without end and reads nothing, so that
+// the HTTP/2 transport waits to be read, costs one timeout and no more.
+func TestAFloodDoesNotOutlastTheTimeout(t *testing.T) {
+	ping := strings.Repeat("\x00\x00\x08\x06\x00\x00\x00\x00\x00pingping", 1000)
+	for name, flood := range map[string]func(net.Conn){
+		"after the head": func(c net.Conn) {
+			io.WriteString(c, "\x00\x00\x00\x04\x00\x00\x00\x00\x00"+"\x00\x00\x01\x01\x04\x00\x00\x00\x01\x88")
+			_ = c.(*net.TCPConn).SetReadBuffer(4096)
+			for {
+				if _, err := io.WriteString(c, ping); err != nil {
+					return
+				}
+			}
+		},
+		"no window, then the head": func(c net.Conn) {
+			io.WriteString(c, "\x00\x00\x06\x04\x00\x00\x00\x00\x00\x00\x04\x00\x00\x00\x00")
+			io.WriteString(c, "\x00\x00\x01\x01\x04\x00\x00\x00\x01\x88")
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			over := make(chan struct{})
+			addr := backend(t, func(c net.Conn) {
+				request(c)
+				flood(c)
+				<-over
+			})
+			t.Cleanup(func() { close(over) })
+			r := start(t, &Runner{})
+			c := check(health.GRPC)
+			c.Timeout = 2 * time.Second
+			began := time.Now()
+			got := r.ask(addr, c)
+			if got.Kind == health.Success || time.Since(began) > 10*time.Second {
+				t.Fatalf("%s after %s", got, time.Since(began))
+			}
+		})
+	}
+}
+
+// An answer that comes on a kept connection before the next request is not the answer to that.
+func TestAnAnswerThatWasNotAskedForIsIgnored(t *testing.T) {
+	addr := backend(t, func(c net.Conn) {
+		request(c)
+		io.WriteString(c, "HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+		time.Sleep(10 * time.Millisecond) // later than the answer is read
+		io.WriteString(c, "HTTP/1.1 408 Request Timeout\r\nContent-Length: 0\r\n\r\n")
+		request(c)
+	})
+	r := start(t, &Runner{})
+	c := check(health.HTTP)
+	c.KeepAlive = true
+	for range 5 {
+		r.want(health.Outcome{Kind: health.Success, Code: 200}, addr, c)
+		time.Sleep(30 * time.Millisecond) // the backend has said the other answer
+	}
+}
