@@ -361,16 +361,9 @@ func (r *replica) stream(ctx context.Context) error {
 		return refused(response)
 	}
 	lines := newLines(response.Body)
-	first, err := lines.next()
+	hello, err := readHello(ctx, lines)
 	if err != nil {
-		return cause(ctx, fmt.Errorf("read hello: %w", err))
-	}
-	if first.Type != wire.TypeHello || first.Hello == nil || !slices.Contains(wire.Spoken(), first.Hello.Protocol) {
-		return fmt.Errorf("first message is not a hello of protocol %s: %+v", wire.Spoken(), first)
-	}
-	hello := *first.Hello
-	if hello.AwayMillis <= 0 || hello.ExpiryMillis <= 0 || hello.RenewalMillis <= 0 {
-		return fmt.Errorf("hello names no times: %+v", hello)
+		return err
 	}
 	away := time.Duration(hello.AwayMillis) * time.Millisecond
 	watchdog.Reset(away)
@@ -398,16 +391,7 @@ func (r *replica) stream(ctx context.Context) error {
 			return
 		}
 		if err := r.post(ctx, hello, func(batch wire.Reports) error {
-			if reports == nil {
-				return r.send(ctx, wire.ReportsPath, batch, nil)
-			}
-			slow := time.AfterFunc(postTimeout, func() { lost(errUnread) })
-			defer slow.Stop()
-			_, err := reports.Write(wire.AppendReports(nil, batch))
-			if r.client.Observer != nil {
-				r.client.Observer.Posted(wire.ReportsPath, err)
-			}
-			return err
+			return r.report(ctx, batch, reports, lost)
 		}); err != nil {
 			lost(err)
 		}
@@ -418,6 +402,37 @@ func (r *replica) stream(ctx context.Context) error {
 	lost(err)
 	<-posted
 	<-told
+	return err
+}
+
+// readHello reads and checks the hello that is the first message of a stream.
+func readHello(ctx context.Context, lines *lines) (wire.Hello, error) {
+	first, err := lines.next()
+	if err != nil {
+		return wire.Hello{}, cause(ctx, fmt.Errorf("read hello: %w", err))
+	}
+	if first.Type != wire.TypeHello || first.Hello == nil || !slices.Contains(wire.Spoken(), first.Hello.Protocol) {
+		return wire.Hello{}, fmt.Errorf("first message is not a hello of protocol %s: %+v", wire.Spoken(), first)
+	}
+	hello := *first.Hello
+	if hello.AwayMillis <= 0 || hello.ExpiryMillis <= 0 || hello.RenewalMillis <= 0 {
+		return wire.Hello{}, fmt.Errorf("hello names no times: %+v", hello)
+	}
+	return hello, nil
+}
+
+// report writes a batch of reports into the stream, or posts it if into is nil. It calls lost if
+// the coordinator does not read the batch in time.
+func (r *replica) report(ctx context.Context, batch wire.Reports, into io.Writer, lost context.CancelCauseFunc) error {
+	if into == nil {
+		return r.send(ctx, wire.ReportsPath, batch, nil)
+	}
+	slow := time.AfterFunc(postTimeout, func() { lost(errUnread) })
+	defer slow.Stop()
+	_, err := into.Write(wire.AppendReports(nil, batch))
+	if r.client.Observer != nil {
+		r.client.Observer.Posted(wire.ReportsPath, err)
+	}
 	return err
 }
 
