@@ -420,19 +420,11 @@ func (s *Server) barrier(ctx context.Context, p nodepods.Pod, deadline time.Time
 	})
 	defer local.Close()
 	answers := make(chan answer, 1)
-	ask := func() {
-		passed, err := s.ask(ctx, wire.Barrier{
-			Pod: p.Pod, Targets: p.Targets, Since: p.Since, Terminating: true,
-			BoundMillis:   max(0, deadline.Sub(p.Seen)-answerMargin).Milliseconds(),
-			ElapsedMillis: time.Since(p.Seen).Milliseconds(),
-		})
-		answers <- answer{passed, err}
-	}
 	var asking sync.WaitGroup
 	defer asking.Wait() // for a moment: ctx is done by then
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	asking.Go(ask)
+	asking.Go(func() { answers <- s.askBarrier(ctx, p, deadline) })
 	alone := false
 	trouble := ""
 	var removedAt, passedAt time.Time
@@ -476,16 +468,7 @@ func (s *Server) barrier(ctx context.Context, p nodepods.Pod, deadline time.Time
 				passed, passedAt, alone = a.passed, time.Now(), false
 			case ctx.Err() == nil:
 				alone, trouble = true, a.err.Error()
-				asking.Go(func() {
-					pause := time.NewTimer(askAgain)
-					defer pause.Stop()
-					select {
-					case <-pause.C:
-						ask()
-					case <-ctx.Done():
-						answers <- answer{err: ctx.Err()}
-					}
-				})
+				asking.Go(func() { answers <- s.askBarrierAgain(ctx, p, deadline) })
 			}
 		case <-changed:
 		case <-timer.C:
@@ -500,6 +483,29 @@ func (s *Server) barrier(ctx context.Context, p nodepods.Pod, deadline time.Time
 			return outBound, trouble
 		}
 		timer.Stop()
+	}
+}
+
+// askBarrier asks a coordinator, which answers when p may be told to stop, [answerMargin] before
+// deadline at the latest.
+func (s *Server) askBarrier(ctx context.Context, p nodepods.Pod, deadline time.Time) answer {
+	passed, err := s.ask(ctx, wire.Barrier{
+		Pod: p.Pod, Targets: p.Targets, Since: p.Since, Terminating: true,
+		BoundMillis:   max(0, deadline.Sub(p.Seen)-answerMargin).Milliseconds(),
+		ElapsedMillis: time.Since(p.Seen).Milliseconds(),
+	})
+	return answer{passed, err}
+}
+
+// askBarrierAgain is askBarrier after a pause of [askAgain].
+func (s *Server) askBarrierAgain(ctx context.Context, p nodepods.Pod, deadline time.Time) answer {
+	pause := time.NewTimer(askAgain)
+	defer pause.Stop()
+	select {
+	case <-pause.C:
+		return s.askBarrier(ctx, p, deadline)
+	case <-ctx.Done():
+		return answer{err: ctx.Err()}
 	}
 }
 
