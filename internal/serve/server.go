@@ -86,34 +86,7 @@ func (s Server) run(ctx context.Context) error {
 	panicked := make(chan error, 1)
 	// Requests outlive ctx: a deletion that waits must be answered, not dropped.
 	server := &http.Server{
-		Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-			defer func() {
-				// net/http would log it at debug and serve on.
-				v := recover()
-				if v == nil {
-					return
-				}
-				if v != http.ErrAbortHandler {
-					log.Error("a handler panicked: this process ends", "server", s.Name, "panic", fmt.Sprint(v),
-						"stack", string(debug.Stack()))
-					select {
-					case panicked <- fmt.Errorf("a handler panicked: %v", v):
-					default:
-					}
-				}
-				panic(http.ErrAbortHandler) // the caller gets no half of an answer
-			}()
-			if ending.Load() {
-				w.Header().Set("Connection", "close")
-			}
-			if conn, ok := r.Context().Value(connKey{}).(*limitedConn); ok {
-				conn.turn(false)
-			}
-			if s.ReadTime > 0 && r.ContentLength != 0 {
-				_ = http.NewResponseController(w).SetReadDeadline(time.Now().Add(s.ReadTime))
-			}
-			s.Handler.ServeHTTP(w, r)
-		}),
+		Handler:           s.handler(&ending, panicked, log),
 		ReadHeaderTimeout: headerTime,
 		IdleTimeout:       idleTime,
 		WriteTimeout:      s.WriteTime,
@@ -172,4 +145,37 @@ func (s Server) run(ctx context.Context) error {
 		return err
 	}
 	return broken
+}
+
+// handler wraps Handler: it applies ReadTime, asks to close each connection while ending is true,
+// and sends a panic of Handler to panicked.
+func (s Server) handler(ending *atomic.Bool, panicked chan<- error, log *slog.Logger) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		defer func() {
+			// net/http would log it at debug and serve on.
+			v := recover()
+			if v == nil {
+				return
+			}
+			if v != http.ErrAbortHandler {
+				log.Error("a handler panicked: this process ends", "server", s.Name, "panic", fmt.Sprint(v),
+					"stack", string(debug.Stack()))
+				select {
+				case panicked <- fmt.Errorf("a handler panicked: %v", v):
+				default:
+				}
+			}
+			panic(http.ErrAbortHandler) // the caller gets no half of an answer
+		}()
+		if ending.Load() {
+			w.Header().Set("Connection", "close")
+		}
+		if conn, ok := r.Context().Value(connKey{}).(*limitedConn); ok {
+			conn.turn(false)
+		}
+		if s.ReadTime > 0 && r.ContentLength != 0 {
+			_ = http.NewResponseController(w).SetReadDeadline(time.Now().Add(s.ReadTime))
+		}
+		s.Handler.ServeHTTP(w, r)
+	})
 }
