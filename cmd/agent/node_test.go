@@ -48,7 +48,7 @@ func (trusting) Life(context.Context, drain.Pod) (coordinator.Life, error) {
 	return coordinator.Leaving, nil
 }
 
-func (trusting) Surroundings(context.Context, string, drain.Pod) (coordinator.PodContext, error) {
+func (trusting) PodContext(context.Context, string, drain.Pod) (coordinator.PodContext, error) {
 	return coordinator.PodContext{Known: true, Terminating: true, Here: true}, nil
 }
 

@@ -64,8 +64,8 @@ type podContexts struct {
 	wrong map[string]bool
 }
 
-// Surroundings implements coordinator.Vicinity.
-func (v *podContexts) Surroundings(ctx context.Context, agent string, pod drain.Pod) (s coordinator.PodContext,
+// PodContext implements [coordinator.PodContexts].
+func (v *podContexts) PodContext(ctx context.Context, agent string, pod drain.Pod) (s coordinator.PodContext,
 	err error) {
 	if !v.known() {
 		return s, errors.New("the view of the cluster is not complete yet")

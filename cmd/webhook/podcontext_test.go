@@ -46,7 +46,7 @@ func entry(uid types.UID, node string, ready, terminating bool) discovery.Endpoi
 	}
 }
 
-func TestSurroundings(t *testing.T) {
+func TestPodContext(t *testing.T) {
 	agent := func(node string) *corev1.Pod {
 		return &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: "lameduck-node", Name: "agent-x", UID: "x"},
 			Spec: corev1.PodSpec{NodeName: node}}
@@ -224,7 +224,7 @@ func TestSurroundings(t *testing.T) {
 				going: func(uid drain.UID) bool { return c.otherGoes && uid == "uid-b" },
 			}
 			v.index.Apply(time.Now(), slice)
-			got, err := v.Surroundings(t.Context(), "lameduck-node/agent-x",
+			got, err := v.PodContext(t.Context(), "lameduck-node/agent-x",
 				drain.Pod{Namespace: "shop", Name: "a", UID: "uid-a"})
 			if err != nil {
 				t.Fatal(err)
@@ -321,7 +321,7 @@ func TestTheLastTargetIsJudgedForEachService(t *testing.T) {
 					&corev1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: name}, Spec: in.spec})
 			}
 			v.reader = fake.NewClientBuilder().WithObjects(objects...).Build()
-			got, err := v.Surroundings(t.Context(), "lameduck-node/agent-x",
+			got, err := v.PodContext(t.Context(), "lameduck-node/agent-x",
 				drain.Pod{Namespace: "shop", Name: "a", UID: "uid-a"})
 			if err != nil {
 				t.Fatal(err)
@@ -338,7 +338,7 @@ func TestTheLastTargetIsJudgedForEachService(t *testing.T) {
 // yet.
 func TestAColdViewKnowsNothing(t *testing.T) {
 	v := &podContexts{known: func() bool { return false }}
-	if s, err := v.Surroundings(context.Background(),
+	if s, err := v.PodContext(context.Background(),
 		"", drain.Pod{Namespace: "shop", Name: "a", UID: "uid-a"}); err == nil {
 		t.Errorf("it says %+v", s)
 	}

@@ -554,6 +554,14 @@ type stream struct {
 	who     Identity
 	session uint64
 	woken   chan struct{}
+
+	// The other fields belong to the goroutine that serves the stream. It writes lines next.
+	lines []byte
+	write func(lines []byte) error
+	// heard receives why an upgraded stream cannot be read any more. Nil: the agent posts what it
+	// reports, and gone is closed when its connection ends.
+	heard chan error
+	gone  <-chan struct{}
 }
 
 func (s *stream) wake() {
@@ -566,73 +574,93 @@ func (s *stream) wake() {
 // stream serves one agent until it goes away, is replaced by a newer stream of the same agent, or
 // the coordinator stops. What has accumulated since the last write goes out in one write.
 func (c *Coordinator) stream(w http.ResponseWriter, r *http.Request, who Identity) (any, error) {
-	offer, err := wire.ParseOffer(r.URL.Query())
+	offer, protocol, err := checkStream(r)
 	if err != nil {
-		return nil, refusal{http.StatusBadRequest, err.Error()}
-	}
-	protocol, err := wire.Choose(offer.Protocols)
-	if err != nil {
-		return nil, refusal{http.StatusBadRequest, err.Error()}
-	}
-	if r.ContentLength != 0 {
-		return nil, refusal{http.StatusBadRequest, "body: a stream is opened without"}
+		return nil, err
 	}
 	s, self, err := c.connect(r, who, offer, protocol)
 	if err != nil {
 		return nil, err
 	}
-	session := s.session
-	c.Log.Info("agent connected", "agent", who.Name, "id", who.Agent, "session", session, "address", r.RemoteAddr,
+	c.Log.Info("agent connected", "agent", who.Name, "id", who.Agent, "session", s.session, "address", r.RemoteAddr,
 		"protocol", protocol, "features", offer.Features, "boot", offer.Boot)
-	defer func() {
-		c.change(func() {
-			if c.streams[who.Agent] == s {
-				delete(c.streams, who.Agent)
-			}
-			c.ledger.Disconnect(time.Now(), who.Agent, session)
-			c.connected()
-		})
-		c.targetHealth.end(who.Agent, session)
-		c.Log.Info("agent disconnected", "agent", who.Name, "id", who.Agent, "session", session)
-	}()
-
-	var lines []byte
-	say := func(m wire.Message) {
-		m.At = c.clock(time.Now())
-		lines = wire.AppendMessage(lines, m)
-	}
-	control := http.NewResponseController(w)
-	write := func(lines []byte) error {
-		return errors.Join(control.SetWriteDeadline(time.Now().Add(writeTimeout)), writeTo(w, lines), control.Flush())
-	}
-	// Nothing comes from heard where the agent posts what it reports.
-	var heard chan error
-	gone := r.Context().Done()
-	if strings.EqualFold(r.Header.Get("Upgrade"), wire.Upgrade) {
-		if conn, buffered, err := control.Hijack(); err == nil {
-			from := buffered.Reader
-			lines = append(lines, upgraded...)
-			write = func(lines []byte) error {
-				return errors.Join(conn.SetWriteDeadline(time.Now().Add(writeTimeout)), writeTo(conn, lines))
-			}
-			// The end of what is read, for whatever reason, is heard.
-			heard, gone = make(chan error, 1), nil
-			var listening sync.WaitGroup
-			listening.Go(func() { heard <- c.listen(r.Context(), from, conn, who) })
-			defer func() {
-				conn.Close()
-				listening.Wait()
-			}()
-		}
-	}
-	if heard == nil {
-		w.Header().Set("Content-Type", "application/json; stream=watch")
-	}
-	say(wire.Message{Type: wire.TypeHello, Hello: &wire.Hello{
-		Protocol: protocol, Features: wire.Features(), Holder: self, Session: session,
+	defer c.disconnect(s)
+	defer c.open(s, w, r)()
+	c.say(s, wire.Message{Type: wire.TypeHello, Hello: &wire.Hello{
+		Protocol: protocol, Features: wire.Features(), Holder: self, Session: s.session,
 		HeartbeatMillis: c.times.Heartbeat.Milliseconds(), AwayMillis: c.times.Away.Milliseconds(),
 		ExpiryMillis: c.times.Expiry.Milliseconds(), RenewalMillis: c.times.Renewal.Milliseconds(),
 	}})
+	c.feed(s)
+	return nil, errWritten
+}
+
+// checkStream returns what the agent offers and the protocol to use, or a refusal.
+func checkStream(r *http.Request) (wire.Offer, int, error) {
+	offer, err := wire.ParseOffer(r.URL.Query())
+	if err != nil {
+		return offer, 0, refusal{http.StatusBadRequest, err.Error()}
+	}
+	protocol, err := wire.Choose(offer.Protocols)
+	if err != nil {
+		return offer, 0, refusal{http.StatusBadRequest, err.Error()}
+	}
+	if r.ContentLength != 0 {
+		return offer, 0, refusal{http.StatusBadRequest, "body: a stream is opened without"}
+	}
+	return offer, protocol, nil
+}
+
+// open prepares s to be written. If the agent wants to write into the stream also, open hijacks the
+// connection and listens to it. The function that it returns closes that connection.
+func (c *Coordinator) open(s *stream, w http.ResponseWriter, r *http.Request) (closeConn func()) {
+	control := http.NewResponseController(w)
+	if strings.EqualFold(r.Header.Get("Upgrade"), wire.Upgrade) {
+		if conn, buffered, err := control.Hijack(); err == nil {
+			from := buffered.Reader
+			s.lines = append(s.lines, upgraded...)
+			s.write = func(lines []byte) error {
+				return errors.Join(conn.SetWriteDeadline(time.Now().Add(writeTimeout)), writeTo(conn, lines))
+			}
+			// The end of what is read, for whatever reason, is heard.
+			s.heard = make(chan error, 1)
+			var listening sync.WaitGroup
+			listening.Go(func() { s.heard <- c.listen(r.Context(), from, conn, s.who) })
+			return func() {
+				conn.Close()
+				listening.Wait()
+			}
+		}
+	}
+	s.write = func(lines []byte) error {
+		return errors.Join(control.SetWriteDeadline(time.Now().Add(writeTimeout)), writeTo(w, lines), control.Flush())
+	}
+	s.gone = r.Context().Done()
+	w.Header().Set("Content-Type", "application/json; stream=watch")
+	return func() {}
+}
+
+// say appends a message to the lines that s writes next.
+func (c *Coordinator) say(s *stream, m wire.Message) {
+	m.At = c.clock(time.Now())
+	s.lines = wire.AppendMessage(s.lines, m)
+}
+
+// disconnect ends the session of a stream.
+func (c *Coordinator) disconnect(s *stream) {
+	c.change(func() {
+		if c.streams[s.who.Agent] == s {
+			delete(c.streams, s.who.Agent)
+		}
+		c.ledger.Disconnect(time.Now(), s.who.Agent, s.session)
+		c.connected()
+	})
+	c.targetHealth.end(s.who.Agent, s.session)
+	c.Log.Info("agent disconnected", "agent", s.who.Name, "id", s.who.Agent, "session", s.session)
+}
+
+// feed writes to an open stream what changes for its agent, until the stream is over.
+func (c *Coordinator) feed(s *stream) {
 	heartbeat := time.NewTicker(c.times.Heartbeat)
 	defer heartbeat.Stop()
 	var sent uint64
@@ -643,33 +671,33 @@ func (c *Coordinator) stream(w http.ResponseWriter, r *http.Request, who Identit
 		var released []drain.Release
 		current := false
 		c.locked(func() {
-			current = c.ledger.Current(who.Agent, session)
-			open, released, sent = c.ledger.ChangesFor(who.Agent, sent)
+			current = c.ledger.Current(s.who.Agent, s.session)
+			open, released, sent = c.ledger.ChangesFor(s.who.Agent, sent)
 			told = c.tellOf(told[:0], open)
 		})
 		if !current {
-			return nil, errWritten
+			return
 		}
-		lines = slices.Grow(lines, len(open)*drainSize)
+		s.lines = slices.Grow(s.lines, len(open)*drainSize)
 		for i, d := range open {
 			if d.Watch != nil {
-				say(wire.Message{Type: wire.TypeWatch, Watch: d.Watch})
+				c.say(s, wire.Message{Type: wire.TypeWatch, Watch: d.Watch})
 				continue
 			}
-			lines = wire.AppendTold(lines, c.clock(time.Now()), told[i])
+			s.lines = wire.AppendTold(s.lines, c.clock(time.Now()), told[i])
 		}
 		for _, d := range released {
-			say(wire.Message{Type: wire.TypeRelease, Release: &d})
+			c.say(s, wire.Message{Type: wire.TypeRelease, Release: &d})
 		}
 		if first {
-			say(wire.Message{Type: wire.TypeSynced})
+			c.say(s, wire.Message{Type: wire.TypeSynced})
 		}
-		if len(lines) > 0 {
-			if err := write(lines); err != nil || over {
-				return nil, errWritten
+		if len(s.lines) > 0 {
+			if err := s.write(s.lines); err != nil || over {
+				return
 			}
-			if lines = lines[:0]; cap(lines) > linesKept {
-				lines, told = nil, nil
+			if s.lines = s.lines[:0]; cap(s.lines) > linesKept {
+				s.lines, told = nil, nil
 			}
 		}
 		select {
@@ -677,19 +705,19 @@ func (c *Coordinator) stream(w http.ResponseWriter, r *http.Request, who Identit
 			// Whoever woke it may have more to say at this moment: that goes out in the same write.
 			runtime.Gosched()
 		case <-heartbeat.C:
-			say(wire.Message{Type: wire.TypeHeartbeat})
-		case err := <-heard:
+			c.say(s, wire.Message{Type: wire.TypeHeartbeat})
+		case err := <-s.heard:
 			refused := refusal{}
 			if !errors.As(err, &refused) {
-				return nil, errWritten
+				return
 			}
 			c.Metrics.api.WithLabelValues(wire.ReportsPath, strconv.Itoa(refused.code)).Inc()
-			say(wire.Message{Type: wire.TypeRefused, Refused: &wire.Error{Error: refused.text}})
+			c.say(s, wire.Message{Type: wire.TypeRefused, Refused: &wire.Error{Error: refused.text}})
 			over = true
-		case <-gone:
-			return nil, errWritten
+		case <-s.gone:
+			return
 		case <-c.stop:
-			return nil, errWritten
+			return
 		}
 	}
 }

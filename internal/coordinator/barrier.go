@@ -40,12 +40,13 @@ type PodContext struct {
 	IdleBound time.Duration
 }
 
-// PodContexts tells what surrounds a pod, from a cache: it is asked four times a second for each
-// barrier that waits.
+// PodContexts returns the contexts of pods from a cache: the coordinator asks four times a second
+// for each barrier that waits.
 type PodContexts interface {
-	// Surroundings is asked by the agent whose pod is called agent, namespace/name; by the replica
-	// itself, which asks whether the pod is known, as "". A cache that has not synced is an error.
-	Surroundings(ctx context.Context, agent string, pod drain.Pod) (PodContext, error)
+	// PodContext returns the context of pod. agent is the namespace/name of the pod of the agent
+	// that asks, or "" if the replica itself asks whether pod is known. PodContext returns an error
+	// if the cache has not synced.
+	PodContext(ctx context.Context, agent string, pod drain.Pod) (PodContext, error)
 }
 
 // barrier answers when a pod may be told to stop.
@@ -56,24 +57,10 @@ func (c *Coordinator) barrier(w http.ResponseWriter, r *http.Request, who Identi
 	}
 	bound, elapsed := time.Duration(asked.BoundMillis)*time.Millisecond,
 		time.Duration(asked.ElapsedMillis)*time.Millisecond
-	switch {
-	case asked.Pod.UID == "" || asked.Pod.Namespace == "" || asked.Pod.Name == "":
-		return nil, refusal{http.StatusBadRequest, "pod: namespace, name and uid are required"}
-	case max(len(asked.Pod.UID), len(asked.Pod.Namespace), len(asked.Pod.Name)) > wire.MaxName:
-		return nil, refusal{http.StatusBadRequest, fmt.Sprintf("pod: a name is longer than %d bytes", wire.MaxName)}
-	case len(asked.Targets) > wire.MaxTargets:
-		return nil, refusal{http.StatusBadRequest,
-			fmt.Sprintf("targets: %d are more than %d", len(asked.Targets), wire.MaxTargets)}
-	case slices.ContainsFunc(asked.Targets, func(t netip.AddrPort) bool { return t.Addr().Zone() != "" }):
-		// it may be of any length, and all who observe are told
-		return nil, refusal{http.StatusBadRequest, "targets: no pod's address has a zone"}
-	case asked.BoundMillis < 0 || bound > wire.MaxBound:
-		return nil, refusal{http.StatusBadRequest,
-			fmt.Sprintf("boundMillis %d: must be 0 to %d", asked.BoundMillis, wire.MaxBound.Milliseconds())}
-	case asked.ElapsedMillis < 0 || elapsed > 10*wire.MaxBound:
-		return nil, refusal{http.StatusBadRequest,
-			fmt.Sprintf("elapsedMillis %d: must be 0 to %d", asked.ElapsedMillis, 10*wire.MaxBound.Milliseconds())}
-	case c.PodContexts == nil:
+	if err := checkBarrier(asked, bound, elapsed); err != nil {
+		return nil, err
+	}
+	if c.PodContexts == nil {
 		return nil, refusal{http.StatusServiceUnavailable, "this replica knows nothing of pods"}
 	}
 	if !c.current(who.Agent, asked.Session) {
@@ -98,8 +85,36 @@ func (c *Coordinator) barrier(w http.ResponseWriter, r *http.Request, who Identi
 	if !asked.Terminating {
 		return c.restart(r.Context(), asked.Pod, s, arrived.Add(min(bound, restartTimeout)))
 	}
-	b := drain.Barrier{Pod: asked.Pod, By: who.Agent, Targets: asked.Targets, Since: arrived.Add(-elapsed),
-		Bound: bound}
+	return c.waitAtBarrier(r.Context(), who, s, drain.Barrier{Pod: asked.Pod, By: who.Agent, Targets: asked.Targets,
+		Since: arrived.Add(-elapsed), Bound: bound})
+}
+
+// checkBarrier returns a refusal if a value of asked is not valid. bound and elapsed are its times.
+func checkBarrier(asked wire.Barrier, bound, elapsed time.Duration) error {
+	switch {
+	case asked.Pod.UID == "" || asked.Pod.Namespace == "" || asked.Pod.Name == "":
+		return refusal{http.StatusBadRequest, "pod: namespace, name and uid are required"}
+	case max(len(asked.Pod.UID), len(asked.Pod.Namespace), len(asked.Pod.Name)) > wire.MaxName:
+		return refusal{http.StatusBadRequest, fmt.Sprintf("pod: a name is longer than %d bytes", wire.MaxName)}
+	case len(asked.Targets) > wire.MaxTargets:
+		return refusal{http.StatusBadRequest,
+			fmt.Sprintf("targets: %d are more than %d", len(asked.Targets), wire.MaxTargets)}
+	case slices.ContainsFunc(asked.Targets, func(t netip.AddrPort) bool { return t.Addr().Zone() != "" }):
+		// it may be of any length, and all who observe are told
+		return refusal{http.StatusBadRequest, "targets: no pod's address has a zone"}
+	case asked.BoundMillis < 0 || bound > wire.MaxBound:
+		return refusal{http.StatusBadRequest,
+			fmt.Sprintf("boundMillis %d: must be 0 to %d", asked.BoundMillis, wire.MaxBound.Milliseconds())}
+	case asked.ElapsedMillis < 0 || elapsed > 10*wire.MaxBound:
+		return refusal{http.StatusBadRequest,
+			fmt.Sprintf("elapsedMillis %d: must be 0 to %d", asked.ElapsedMillis, 10*wire.MaxBound.Milliseconds())}
+	}
+	return nil
+}
+
+// waitAtBarrier, called with the lock, waits until b lets its pod go. It gives up the lock
+// meanwhile. s is the pod's context, which is read again while it waits.
+func (c *Coordinator) waitAtBarrier(ctx context.Context, who Identity, s PodContext, b drain.Barrier) (any, error) {
 	for {
 		b.Services = b.Services[:0]
 		for _, t := range s.Targets {
@@ -120,13 +135,13 @@ func (c *Coordinator) barrier(w http.ResponseWriter, r *http.Request, who Identi
 		if !status.Recheck.IsZero() && status.Recheck.Before(wake) {
 			wake = status.Recheck
 		}
-		if err := c.sleep(r.Context(), asked.Pod.UID, wake); err != nil {
+		if err := c.sleep(ctx, b.Pod.UID, wake); err != nil {
 			return nil, err
 		}
 		if woken := time.Now(); !woken.Before(now.Add(lookAround)) || woken.Before(wake) {
 			// What has changed may be that another endpoint is ready.
 			c.unlock()
-			is, err := c.PodContexts.Surroundings(r.Context(), who.Name, asked.Pod)
+			is, err := c.PodContexts.PodContext(ctx, who.Name, b.Pod)
 			c.mu.Lock()
 			// A pod that is not known any more has the context that it had.
 			if err == nil && is.Known {
@@ -139,7 +154,7 @@ func (c *Coordinator) barrier(w http.ResponseWriter, r *http.Request, who Identi
 // podContext finds out whether who may ask, and whether the pod is really terminating: a barrier
 // declares it dead, for good.
 func (c *Coordinator) podContext(ctx context.Context, who Identity, asked *wire.Barrier) (PodContext, error) {
-	s, err := c.PodContexts.Surroundings(ctx, who.Name, asked.Pod)
+	s, err := c.PodContexts.PodContext(ctx, who.Name, asked.Pod)
 	if err != nil {
 		return s, refusal{http.StatusServiceUnavailable, err.Error()}
 	}
@@ -284,7 +299,7 @@ func (c *Coordinator) lookAtBarriers(ctx context.Context, pods []drain.Pod) {
 		if c.PodContexts == nil {
 			return
 		}
-		if s, err := c.PodContexts.Surroundings(ctx, "", pod); err == nil && !s.Known {
+		if s, err := c.PodContexts.PodContext(ctx, "", pod); err == nil && !s.Known {
 			c.Deleted(pod.UID)
 		}
 	}

@@ -33,7 +33,7 @@ func (n *nearby) set(f func(s *PodContext)) {
 
 type vicinity struct{ *nearby }
 
-func (v vicinity) Surroundings(context.Context, string, drain.Pod) (PodContext, error) {
+func (v vicinity) PodContext(context.Context, string, drain.Pod) (PodContext, error) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	return v.nearby.PodContext, v.err

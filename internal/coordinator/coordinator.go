@@ -350,27 +350,36 @@ func (c *Coordinator) Drain(
 	if crowded != nil {
 		return status, false, crowded
 	}
+	status, err = c.hold(ctx, pod.UID, status, until)
+	return status, true, err
+}
+
+// hold, called with the lock, waits until the drain of uid is released or closed, or until comes.
+// It gives up the lock meanwhile, and returns the status of the moment at which it ends.
+func (c *Coordinator) hold(
+	ctx context.Context, uid drain.UID, status drain.Status, until time.Time,
+) (drain.Status, error) {
 	c.holds++
 	c.Metrics.holds.Inc()
 	defer func() {
 		c.holds--
 		c.Metrics.holds.Dec()
 	}()
-	w := c.waiting[pod.UID]
+	w := c.waiting[uid]
 	if w == nil {
 		w = &wait{changed: make(chan struct{})}
-		c.waiting[pod.UID] = w
+		c.waiting[uid] = w
 	}
 	w.calls++
 	defer func() {
 		if w.calls--; w.calls == 0 {
-			delete(c.waiting, pod.UID)
+			delete(c.waiting, uid)
 		}
 	}()
 	for told := false; status.Waits(); {
 		now := time.Now()
 		if !now.Before(until) {
-			return status, true, nil
+			return status, nil
 		}
 		wake := until
 		if !status.Recheck.IsZero() && status.Recheck.Before(wake) {
@@ -387,6 +396,7 @@ func (c *Coordinator) Drain(
 			told = true
 		}
 		timer := time.NewTimer(wake.Sub(now))
+		var err error
 		select {
 		case <-changed:
 			known = true
@@ -402,7 +412,7 @@ func (c *Coordinator) Drain(
 			// To ask the ledger once more would take as long as there are agents.
 			status = w.status
 		} else {
-			status = c.ledger.Status(time.Now(), drain.AtHold, pod.UID)
+			status = c.ledger.Status(time.Now(), drain.AtHold, uid)
 			c.settle()
 			c.observe(status)
 		}
@@ -411,10 +421,10 @@ func (c *Coordinator) Drain(
 			err = ErrStopping
 		}
 		if err != nil {
-			return status, true, err
+			return status, err
 		}
 	}
-	return status, true, nil
+	return status, nil
 }
 
 // Unroute asks agents to let go of a pod whose deletion does not wait. It never blocks.

@@ -598,7 +598,7 @@ func (c *coord) acknowledgedAtBarrier(a *agent, asOf time.Time, reports []drain.
 	return false
 }
 
-// young is what Surroundings says of it.
+// young is what PodContext says of it.
 func (c *coord) young(uid drain.UID) time.Duration {
 	v, known := c.pods[uid]
 	switch {
