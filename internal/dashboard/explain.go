@@ -101,15 +101,49 @@ func explanation(e admission.Explanation, parties []drain.Acknowledger, gateways
 		names = append(names, t.Service.String())
 	}
 	barrier := e.Pod.Annotations[admission.BarrierIDAnnotation] != ""
-	// Whoever is refused now is asked about when he comes again.
-	waits := e.Verdict.Action != admission.Allow
-	uncovered := func(what, format string, args ...any) {
-		x.Uncovered = append(x.Uncovered, api.Uncovered{What: what, Why: fmt.Sprintf(format, args...)})
+	observers, unable, asked := explainGates(&x, e.Verdict, barrier, parties, gateways, node)
+	if len(e.Targets) > 0 {
+		services := strings.Join(names, ", ")
+		switch {
+		case len(observers) > 0 && !barrier:
+			uncover(&x, "kube-proxy and other observed gateways",
+				"%d agents observe what lets go of %s by itself, but only once the deletion has begun, and this pod "+
+					"has no barrier that makes SIGTERM wait for it", len(observers), services)
+		case len(observers) == 0:
+			uncover(&x, "kube-proxy", "no agent observes it for %s: who connects through a ClusterIP or a NodePort "+
+				"may be cut", services)
+		}
+		x.Uncovered = append(x.Uncovered, unacknowledged(consumers, barrier)...)
 	}
-	// observers are there, asked at the barrier are those of them that are not suspended. unable
-	// have pods' hooks and cannot observe what sends to pods on their nodes.
-	var observers, unable []drain.Acknowledger
-	asked := 0
+	var missing []api.Uncovered
+	x.Barrier, missing = explainBarrier(e.Pod, append(observers, unable...), asked, node, consumers)
+	x.Uncovered = append(x.Uncovered, missing...)
+	x.Summary = summary(x, e)
+	if b := x.Barrier; b != nil && b.Asked > 0 && e.Verdict.Action != admission.Deny {
+		x.Summary += fmt.Sprintf(" Then it would be told to stop when %s",
+			count(b.Asked, "observed gateway has let go", "observed gateways have let go"))
+		if b.BoundSeconds > 0 {
+			x.Summary += fmt.Sprintf(", %s after the deletion at most",
+				time.Duration(b.BoundSeconds*float64(time.Second)))
+		}
+		x.Summary += "."
+	}
+	return x
+}
+
+// uncover appends to what x says is not waited for.
+func uncover(x *api.Explanation, what, format string, args ...any) {
+	x.Uncovered = append(x.Uncovered, api.Uncovered{What: what, Why: fmt.Sprintf(format, args...)})
+}
+
+// explainGates appends to x the gates at which parties would be asked, and why others would not be.
+// observers are all that observe; asked counts those of them that are not suspended, if the pod has
+// a barrier. unable have pods' hooks and cannot observe what sends to pods on their nodes.
+func explainGates(x *api.Explanation, verdict admission.Verdict, barrier bool, parties []drain.Acknowledger,
+	gateways map[drain.AgentID]string, node func(drain.Acknowledger) string,
+) (observers, unable []drain.Acknowledger, asked int) {
+	// A deletion that is refused now waits when it is tried again.
+	waits := verdict.Action != admission.Allow
 	for _, p := range parties {
 		gateway := gateways[p.ID]
 		if gateway == "" {
@@ -123,14 +157,14 @@ func explanation(e admission.Explanation, parties []drain.Acknowledger, gateways
 		}
 		switch {
 		case p.Suspended && (p.Hold || p.Barrier):
-			uncovered(what, "it is suspended: it has let drain after drain expire, so that it is told and not "+
+			uncover(x, what, "it is suspended: it has let drain after drain expire, so that it is told and not "+
 				"waited for")
 			continue
 		case p.Hold && waits:
 			x.Gates = append(x.Gates, api.Gate{Agent: p.Name, Node: node(p), Gateway: gateways[p.ID], Gate: gateHold,
 				Connected: p.Connected, Why: why(p)})
 		case p.Hold:
-			uncovered(what, "the deletion does not wait (%s)", e.Verdict.Reason)
+			uncover(x, what, "the deletion does not wait (%s)", verdict.Reason)
 		}
 		if observes && barrier {
 			asked++
@@ -140,48 +174,22 @@ func explanation(e admission.Explanation, parties []drain.Acknowledger, gateways
 		if !p.Hold && !p.Barrier {
 			switch {
 			case !p.Until.IsZero() && len(p.Routes) == 0:
-				uncovered(what, "it is not connected, and its pod is not ready: it is not waited for")
+				uncover(x, what, "it is not connected, and its pod is not ready: it is not waited for")
 			case !p.Until.IsZero():
-				uncovered(what, "it is not connected and not ready any more, and has declared that it routes %s: it "+
+				uncover(x, what, "it is not connected and not ready any more, and has declared that it routes %s: it "+
 					"is not waited for", routed(p))
 			case slices.ContainsFunc(p.Routes, func(r drain.Route) bool {
 				return r.Service == drain.EveryService && r.Kind == drain.Observed
 			}):
 				unable = append(unable, p)
-				uncovered(what, "it sees no rules of kube-proxy: what sends to pods on its node cannot be observed, "+
+				uncover(x, what, "it sees no rules of kube-proxy: what sends to pods on its node cannot be observed, "+
 					"and is not waited for")
 			default:
-				uncovered(what, "it routes %s: that tells nothing of a single pod", routed(p))
+				uncover(x, what, "it routes %s: that tells nothing of a single pod", routed(p))
 			}
 		}
 	}
-	if len(e.Targets) > 0 {
-		services := strings.Join(names, ", ")
-		switch {
-		case len(observers) > 0 && !barrier:
-			uncovered("kube-proxy and others that follow",
-				"%d agents observe what lets go of %s by itself, but only once the deletion has begun, and this pod "+
-					"has no barrier that makes SIGTERM wait for it", len(observers), services)
-		case len(observers) == 0:
-			uncovered("kube-proxy", "no agent observes it for %s: who connects through a ClusterIP or a NodePort "+
-				"may be cut", services)
-		}
-		x.Uncovered = append(x.Uncovered, unacknowledged(consumers, barrier)...)
-	}
-	var missing []api.Uncovered
-	x.Barrier, missing = explainBarrier(e.Pod, append(observers, unable...), asked, node, consumers)
-	x.Uncovered = append(x.Uncovered, missing...)
-	x.Summary = summary(x, e)
-	if b := x.Barrier; b != nil && b.Asked > 0 && e.Verdict.Action != admission.Deny {
-		x.Summary += fmt.Sprintf(" Then it would be told to stop when %s",
-			count(b.Asked, "gateway that follows has let go", "gateways that follow have let go"))
-		if b.BoundSeconds > 0 {
-			x.Summary += fmt.Sprintf(", %s after the deletion at most",
-				time.Duration(b.BoundSeconds*float64(time.Second)))
-		}
-		x.Summary += "."
-	}
-	return x
+	return observers, unable, asked
 }
 
 // why says why an agent would be asked.

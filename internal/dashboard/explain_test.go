@@ -53,7 +53,7 @@ func TestExplanation(t *testing.T) {
 			[]string{"edge/hap hold", "edge/hap hold"}, []string{"kube-proxy", "clients"},
 			"deleted when 2 gateways that route to it have let go"},
 		"following, without a barrier": {drains, nil, []drain.Acknowledger{hap, kp}, web, []string{"edge/hap hold"},
-			[]string{"kube-proxy and others that follow", "clients"}, "1 gateway"},
+			[]string{"kube-proxy and other observed gateways", "clients"}, "1 gateway"},
 		"following, with a barrier": {drains,
 			map[string]string{admission.BarrierIDAnnotation: "x",
 				admission.BarrierUncoveredAnnotation: "istio-proxy, log"}, []drain.Acknowledger{hap, kp}, web,
