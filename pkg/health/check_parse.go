@@ -156,27 +156,8 @@ func (t *checkText) check() (Check, error) {
 		return Check{}, fmt.Errorf("protocol %q: it is http, https, tcp or grpc", t.Protocol)
 	}
 	c := DefaultCheck(p)
-	// A key without a use is a mistake of an operator who expects one.
-	web := p == HTTP || p == HTTPS
-	for _, k := range []struct {
-		name     string
-		given    bool
-		useful   bool
-		protocol string
-	}{
-		{"path", t.Path != nil, web, "http and https"},
-		{"host", t.Host != nil, p != TCP, "http, https and grpc"},
-		{"headers", t.Headers != nil, web, "http and https"},
-		{"serverName", t.ServerName != nil, p == HTTPS, "https"},
-		{"verify", t.Verify != nil, p == HTTPS, "https"},
-		{"service", t.Service != nil, p == GRPC, "grpc"},
-		{"statuses", t.Statuses != nil, web, "http and https"},
-		{"keepAlive", t.KeepAlive != nil, web, "http and https"},
-		{"unhealthy.httpFailures", t.Unhealthy.HTTPFailures != nil, p != TCP, "http, https and grpc"},
-	} {
-		if k.given && !k.useful {
-			return Check{}, fmt.Errorf("%s: it has a meaning for %s, not for %s; leave it out", k.name, k.protocol, p)
-		}
+	if err := t.refuseUnused(p); err != nil {
+		return Check{}, err
 	}
 	set(&c.Path, t.Path)
 	set(&c.Host, t.Host)
@@ -223,6 +204,33 @@ func (t *checkText) check() (Check, error) {
 		*n.to = uint8(*n.text)
 	}
 	return c, c.Validate()
+}
+
+// refuseUnused returns an error that names a key which a check with protocol p does not use: the
+// operator who wrote the key expects an effect.
+func (t *checkText) refuseUnused(p Protocol) error {
+	web := p == HTTP || p == HTTPS
+	for _, k := range []struct {
+		name     string
+		given    bool
+		useful   bool
+		protocol string
+	}{
+		{"path", t.Path != nil, web, "http and https"},
+		{"host", t.Host != nil, p != TCP, "http, https and grpc"},
+		{"headers", t.Headers != nil, web, "http and https"},
+		{"serverName", t.ServerName != nil, p == HTTPS, "https"},
+		{"verify", t.Verify != nil, p == HTTPS, "https"},
+		{"service", t.Service != nil, p == GRPC, "grpc"},
+		{"statuses", t.Statuses != nil, web, "http and https"},
+		{"keepAlive", t.KeepAlive != nil, web, "http and https"},
+		{"unhealthy.httpFailures", t.Unhealthy.HTTPFailures != nil, p != TCP, "http, https and grpc"},
+	} {
+		if k.given && !k.useful {
+			return fmt.Errorf("%s: it has a meaning for %s, not for %s; leave it out", k.name, k.protocol, p)
+		}
+	}
+	return nil
 }
 
 func set[T any](to *T, from *T) {
