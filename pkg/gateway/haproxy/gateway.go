@@ -471,98 +471,114 @@ func (g *Gateway) tell(ctx context.Context, p process, steps []*step) bool {
 	return !again
 }
 
-// step brings one server of one process to what the op wants, and says whether it sent a change.
+// step brings one server of one process to what the op wants, and reports whether it sent a change.
 func (g *Gateway) step(ctx context.Context, p process, s *step, x *index) (bool, error) {
-	b, did := s.backend, false
-	set := func(srv *server, state string) error {
-		did = true
-		err := g.cli.change(ctx, p.PID, "set server "+b.Backend+"/"+srv.Name+" state "+state, "")
-		if err != nil {
-			return err
-		}
-		if state == "maint" {
-			srv.Admin |= adminForcedMaint
-		} else {
-			srv.Admin &^= adminForcedMaint | adminForcedDrain
-		}
-		return nil
-	}
 	switch s.op.Want {
 	case health.WantRouted:
-		if !b.Owned {
-			list := x.of(b, s.op.Key, s.name)
-			if len(list) == 0 {
-				return did, &Error{Command: "route " + s.op.Key.String(), Process: p.PID, Kind: KindNoServer,
-					Text: "no server of backend " + b.Backend + " has the address " + s.op.Target.Addr.String()}
-			}
-			for _, srv := range list {
-				if srv.Admin&(adminForcedMaint|adminForcedDrain) != 0 {
-					if err := set(srv, "ready"); err != nil {
-						return did, err
-					}
-				}
-			}
-			return did, nil
+		if s.backend.Owned {
+			return g.route(ctx, p, s, x)
 		}
-		srv := x.byName[s.name]
-		if srv == nil {
-			did = true
-			err := g.cli.change(ctx, p.PID,
-				"add server "+b.Backend+"/"+s.name+" "+s.op.Target.Addr.String()+" "+serverWords(b),
-				"New server registered.")
-			// It may exist by now: an earlier command whose answer was lost. verify reads what it
-			// is.
-			if err != nil && !errors.Is(err, KindExists) {
-				return did, err
-			}
-			srv = &server{Name: s.name, Addr: s.op.Target.Addr, Admin: adminForcedMaint}
-			x.add(srv)
-		}
-		if srv.Addr != s.op.Target.Addr {
-			return did, &Error{Command: "route " + s.op.Key.String(), Process: p.PID, Kind: KindConflict,
-				Text: "server " + s.name + " is at " + srv.Addr.String()}
-		}
-		if srv.Admin&(adminForcedMaint|adminForcedDrain) == 0 {
-			return did, nil
-		}
-		// Checks of a server added at run time are off until asked for (HAProxy's management guide,
-		// "add server").
-		if slices.Contains(strings.Fields(b.ServerOptions), "check") {
-			did = true
-			if err := g.cli.change(ctx, p.PID, "enable health "+b.Backend+"/"+s.name, ""); err != nil {
-				return did, err
-			}
-		}
-		return did, set(srv, "ready")
-
+		return g.ready(ctx, p, s, x)
 	case health.WantRemoved, health.WantAbsent:
-		for _, srv := range x.of(b, s.op.Key, s.name) {
-			if srv.takenOut() {
-				continue
-			}
-			if err := set(srv, "maint"); err != nil && !errors.Is(err, KindNoServer) {
+		return g.remove(ctx, p, s, x)
+	}
+	return false, nil
+}
+
+// setState sets the administrative state of a server, and records it in srv.
+func (g *Gateway) setState(ctx context.Context, pid int, b *Backend, srv *server, state string) error {
+	err := g.cli.change(ctx, pid, "set server "+b.Backend+"/"+srv.Name+" state "+state, "")
+	if err != nil {
+		return err
+	}
+	if state == "maint" {
+		srv.Admin |= adminForcedMaint
+	} else {
+		srv.Admin &^= adminForcedMaint | adminForcedDrain
+	}
+	return nil
+}
+
+// ready makes the servers ready that operators made at the address of the op.
+func (g *Gateway) ready(ctx context.Context, p process, s *step, x *index) (did bool, err error) {
+	b := s.backend
+	list := x.of(b, s.op.Key, s.name)
+	if len(list) == 0 {
+		return false, &Error{Command: "route " + s.op.Key.String(), Process: p.PID, Kind: KindNoServer,
+			Text: "no server of backend " + b.Backend + " has the address " + s.op.Target.Addr.String()}
+	}
+	for _, srv := range list {
+		if srv.Admin&(adminForcedMaint|adminForcedDrain) != 0 {
+			did = true
+			if err := g.setState(ctx, p.PID, b, srv, "ready"); err != nil {
 				return did, err
 			}
 		}
-		if s.op.Want == health.WantRemoved || !b.Owned || x.byName[s.name] == nil {
-			return did, nil
-		}
-		if safe, err := g.deletable(ctx, p.PID, b, x, s.name); !safe || err != nil {
-			return did, err // the op comes again
-		}
-		did = true
-		err := g.cli.change(ctx, p.PID, "del server "+b.Backend+"/"+s.name, "Server deleted.")
-		switch {
-		case errors.Is(err, KindBusy):
-			// Requests, or idle pooled connections (package comment, Deleting). The op comes again.
-			return did, nil
-		case err == nil, errors.Is(err, KindNoServer):
-			delete(x.byName, s.name)
-			return did, nil
-		}
-		return did, err
 	}
 	return did, nil
+}
+
+// route adds the agent's own server of the op if the process does not have it, and makes it ready.
+func (g *Gateway) route(ctx context.Context, p process, s *step, x *index) (did bool, err error) {
+	b, srv := s.backend, x.byName[s.name]
+	if srv == nil {
+		did = true
+		err := g.cli.change(ctx, p.PID,
+			"add server "+b.Backend+"/"+s.name+" "+s.op.Target.Addr.String()+" "+serverWords(b),
+			"New server registered.")
+		// It may exist by now: an earlier command whose answer was lost. verify reads what it is.
+		if err != nil && !errors.Is(err, KindExists) {
+			return did, err
+		}
+		srv = &server{Name: s.name, Addr: s.op.Target.Addr, Admin: adminForcedMaint}
+		x.add(srv)
+	}
+	if srv.Addr != s.op.Target.Addr {
+		return did, &Error{Command: "route " + s.op.Key.String(), Process: p.PID, Kind: KindConflict,
+			Text: "server " + s.name + " is at " + srv.Addr.String()}
+	}
+	if srv.Admin&(adminForcedMaint|adminForcedDrain) == 0 {
+		return did, nil
+	}
+	// Checks of a server added at run time are off until asked for (HAProxy's management guide,
+	// "add server").
+	if slices.Contains(strings.Fields(b.ServerOptions), "check") {
+		if err := g.cli.change(ctx, p.PID, "enable health "+b.Backend+"/"+s.name, ""); err != nil {
+			return true, err
+		}
+	}
+	return true, g.setState(ctx, p.PID, b, srv, "ready")
+}
+
+// remove puts the servers of the op into maintenance, and deletes the agent's own server if that is
+// to be absent and can be deleted.
+func (g *Gateway) remove(ctx context.Context, p process, s *step, x *index) (did bool, err error) {
+	b := s.backend
+	for _, srv := range x.of(b, s.op.Key, s.name) {
+		if srv.takenOut() {
+			continue
+		}
+		did = true
+		if err := g.setState(ctx, p.PID, b, srv, "maint"); err != nil && !errors.Is(err, KindNoServer) {
+			return did, err
+		}
+	}
+	if s.op.Want == health.WantRemoved || !b.Owned || x.byName[s.name] == nil {
+		return did, nil
+	}
+	if safe, err := g.deletable(ctx, p.PID, b, x, s.name); !safe || err != nil {
+		return did, err // the op comes again
+	}
+	err = g.cli.change(ctx, p.PID, "del server "+b.Backend+"/"+s.name, "Server deleted.")
+	switch {
+	case errors.Is(err, KindBusy):
+		// Requests, or idle pooled connections (package comment, Deleting). The op comes again.
+		return true, nil
+	case err == nil, errors.Is(err, KindNoServer):
+		delete(x.byName, s.name)
+		return true, nil
+	}
+	return true, err
 }
 
 // verify reads back the backends that were changed, and compares.
@@ -764,25 +780,9 @@ func (g *Gateway) observeProcess(ctx context.Context, p process, byBackend map[*
 	if err != nil {
 		return "", err
 	}
-	states := map[*Backend]*index{}
-	open := false // an old process has a server that is not taken out
-	for b, list := range byBackend {
-		x, err := g.state(ctx, p.PID, b.Backend)
-		if errors.Is(err, KindNoBackend) {
-			if !p.Old { // else the backend is newer than this worker
-				o.Unread[b.Pool] = err
-			}
-			x, err = newIndex(nil), nil
-		}
-		if err != nil {
-			return "", err
-		}
-		states[b] = x
-		for _, a := range list {
-			open = open || p.Old && slices.ContainsFunc(x.of(b, a.key, a.name), func(s *server) bool {
-				return !s.takenOut()
-			})
-		}
+	states, open, err := g.states(ctx, p, byBackend, o)
+	if err != nil {
+		return "", err
 	}
 	sealed := false
 	if open {
@@ -846,6 +846,32 @@ func (g *Gateway) observeProcess(ctx context.Context, p process, byBackend map[*
 		}
 	}
 	return in.Start, nil
+}
+
+// states reads the servers' states in one process, adds the pools that are unread to o, and reports
+// whether the process is old and has a server of the keys that is not taken out.
+func (g *Gateway) states(ctx context.Context, p process, byBackend map[*Backend][]asked,
+	o *health.Observation) (states map[*Backend]*index, open bool, err error) {
+	states = map[*Backend]*index{}
+	for b, list := range byBackend {
+		x, err := g.state(ctx, p.PID, b.Backend)
+		if errors.Is(err, KindNoBackend) {
+			if !p.Old { // else the backend is newer than this worker
+				o.Unread[b.Pool] = err
+			}
+			x, err = newIndex(nil), nil
+		}
+		if err != nil {
+			return nil, false, err
+		}
+		states[b] = x
+		for _, a := range list {
+			open = open || p.Old && slices.ContainsFunc(x.of(b, a.key, a.name), func(s *server) bool {
+				return !s.takenOut()
+			})
+		}
+	}
+	return states, open, nil
 }
 
 // Owned implements gateway.Directed: the servers that the file lists, and those with an agent's
