@@ -17,7 +17,7 @@ import (
 const (
 	// callTimeout bounds one Apply or Observe.
 	callTimeout = 5 * time.Second
-	// fastest and slowest bound the pause between two readings while a tombstone is not idle.
+	// fastest and slowest bound the pause between two readings while an exclusion is not Idle.
 	fastest = 10 * time.Millisecond
 	slowest = 100 * time.Millisecond
 	// watchTombstones and watchReloads are the pauses when nothing is expected to change: how late

@@ -352,7 +352,7 @@ func TestNothingIsDoneBeforeWhatTheGatewayHasIsKnown(t *testing.T) {
 			r.plane.ownedErr = func() error { return down }
 		})
 		r.d.Set.Synced()
-		r.bury("a") // nobody claims it: without the list it would count as idle
+		r.bury("a") // no target has this UID: before Owned has answered, it must not count as idle
 		time.Sleep(time.Minute)
 		r.stones("a:unknown")
 		if applies, _ := r.plane.counts(); applies > 0 {
@@ -392,8 +392,8 @@ func TestAReloadIsNoticedAndAppliedAgain(t *testing.T) {
 	})
 }
 
-// A process that was starting while a target was taken out and forgotten may have it: nobody but
-// Owned says so.
+// A process that was starting while a target was taken out and forgotten may have it. Only Owned
+// lists it.
 func TestAReloadThatBringsBackWhatWasForgotten(t *testing.T) {
 	directed(t, func(r *rig) {
 		r.serving("a b")
@@ -659,7 +659,7 @@ func TestItDoesNotSpin(t *testing.T) {
 	}
 }
 
-// Nobody wakes the director for the outcome of a probe: the set does.
+// The set wakes the director for the outcome of a probe.
 func TestTheUnhealthyAreTakenOutAtOnce(t *testing.T) {
 	directed(t, func(r *rig) {
 		r.serving("a b")

@@ -42,7 +42,7 @@ type Directed interface {
 
 	// Owned lists the keys that an agent (this one or an earlier one) made in the gateway, whether
 	// routed or not. Servers that operators configured are not among them. The Director uses it at
-	// start and for each new generation, to remove what nobody wants any more.
+	// start and for each new generation, to remove keys that are not wanted any more.
 	Owned(ctx context.Context) ([]health.Key, error)
 
 	// Stopped reports whether the data plane has ended: nothing answers in its place, and nothing
