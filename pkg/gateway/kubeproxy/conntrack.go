@@ -405,7 +405,7 @@ func sysctl(name string) int {
 	return n
 }
 
-// count counts connections while somebody waits for them to end, until ctx is done.
+// count counts connections while a watch waits for them to end, until ctx is done.
 func (o *Observer) count(ctx context.Context) {
 	counter := counter{dial: o.dial}
 	defer counter.close()
@@ -477,7 +477,7 @@ func (o *Observer) due(now time.Time) (due map[*Watch]counting, next time.Time) 
 			due[w] = counting{w.period, true}
 		}
 	}
-	// Those who come while there are others of their kind wake nobody.
+	// A watch that becomes Routing or Kept while there are others does not wake count.
 	if soon := now.Add(countKept); o.others && (next.IsZero() || soon.Before(next)) {
 		next = soon
 	}

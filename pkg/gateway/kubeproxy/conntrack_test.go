@@ -287,7 +287,7 @@ func TestKeptConnections(t *testing.T) {
 						}
 					})
 				}
-				w.Close() // else it is known for some time already when the kernel lets go of it
+				w.Close() // else the connection has long been known when the target is Removed
 				began := time.Now()
 				w = watch(t, o, family.a)
 				nft(t, s.sync([]string{family.b}, family.a)...)
@@ -360,7 +360,7 @@ func TestHeld(t *testing.T) {
 		counts []count
 		udp    bool
 		old    bool
-		// waiting is when the kernel lets go of the pod.
+		// waiting is when the pod is Removed.
 		waiting time.Duration
 		kept    time.Duration // -1: never
 	}{

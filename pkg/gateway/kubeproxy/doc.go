@@ -1,11 +1,10 @@
 // Package kubeproxy observes what kube-proxy made of a node's kernel: whether it still sends new
 // connections to a pod, and whether connections to the pod are open.
 //
-// kube-proxy takes no orders. It lets go of a pod when the pod's endpoint is terminating, some time
-// after the deletion: 30 ms when it is idle, up to a second and more in a burst. Its own reports
-// say nothing of single pods. But what it does it does by the rules of the kernel's packet filter,
-// and these can be read by everybody who has CAP_NET_ADMIN in the node's network. This package
-// knows nothing of Kubernetes.
+// kube-proxy cannot be told to stop routing to a pod. It reacts to the pod's terminating endpoint,
+// some time after the deletion: 30 ms when it is idle, a second or more in a burst. Its own reports
+// do not name single pods. But it works by the rules of the kernel's packet filter, which a process
+// with CAP_NET_ADMIN in the node's network can read. This package knows nothing of Kubernetes.
 //
 // # Model
 //
@@ -26,13 +25,13 @@
 // where the target could be, are targets of watches, the state is [Kept]: kube-proxy does that when
 // no endpoint is ready (KEP-1669).
 //
-// All states are levels. A pod that has been let go of is sent to again when it is still ready,
-// though terminating, and no other is left; also when kube-proxy is told by an API server that has
-// forgotten. [Watch.Reading] says so, with a call of changed.
+// All states are levels. The kernel sends to a Removed pod again when the pod is still ready,
+// though terminating, and no other is left, and when kube-proxy reads older data from an API
+// server. [Watch.Reading] then returns the new state, and changed is called.
 //
 // The same endpoint chains serve ClusterIP, NodePort, external addresses and those of load
-// balancers, with both traffic policies: nothing is distinguished here, and a pod is let go of when
-// it is in none of them.
+// balancers, with both traffic policies. The package does not distinguish these: a pod is Removed
+// when none of them leads to it.
 //
 // # Modes
 //
@@ -71,8 +70,8 @@
 //
 // All connections that pass the node are counted, whether kube-proxy sent them or not: on the pod's
 // own node these are also those that other nodes sent, and those to the pod's own address. A client
-// that opens one connection after the other to the pod's address prevents Idle, and whoever waits
-// for it sets a bound.
+// that opens one connection after the other to the pod's address prevents Idle, so a caller that
+// waits for Idle must set a bound.
 //
 // [Observer.Clean] deletes what is left of a pod that is gone. Else a client that uses its port
 // again within the time that conntrack remembers it, hours or days, would be sent to the dead
@@ -93,16 +92,16 @@
 //   - A new connection is in the table when its first packet has passed the last hook. One that
 //     waits in between for more than 20 ms is not counted: in a queue to a program that judges
 //     packets (NFQUEUE), or on a computer that stands still.
-//   - What is there is read in several dumps. What changes meanwhile is made again on top of them,
-//     so that reading comes to an end whoever writes how often. Only a single dump must not be
-//     interrupted: where no pause between two transactions is as long as the longest dump, which is
-//     that of a table's rules, 100 tries long, it stays Unknown.
+//   - The rules are read in several dumps. Changes in the meantime are made again on top of them,
+//     so that a reading ends however often rules are written. Only a single dump must not be
+//     interrupted: if in 100 tries no pause between two transactions is as long as the longest
+//     dump, which is that of a table's rules, the state stays Unknown.
 //   - A transaction that adds elements to a set and is then refused by the kernel, at the time of a
 //     dump that is longer than a page, can hide as many elements. The next audit corrects that.
 //   - Ports of hosts that a network plugin or CRI-O maps to a pod (hostPort) are rules of theirs,
 //     and are deleted with the pod's sandbox.
-//   - Rules that are there do not say that kube-proxy runs. If it is dead it lets go of nothing,
-//     and the target stays Routing.
+//   - Rules that are there do not prove that kube-proxy runs. If it does not run, no rule is
+//     removed, and the target stays Routing.
 //   - Flows that hardware, or the flowtable, has taken over are counted as conntrack has them.
 //   - A pod's own network namespace may have rules, such as those of a service mesh. They are not
 //     looked at.

@@ -306,8 +306,8 @@ func TestCountedOnce(t *testing.T) {
 	}
 }
 
-// Who comes while count looks at others from time to time does not wake it: it would look at all of
-// them each time. Who is let go of does.
+// A watch that becomes Routing or Kept does not wake count while there are others, because count
+// would look at all of them each time. A watch that becomes Removed does.
 func TestWhoWakesCount(t *testing.T) {
 	for _, test := range []struct {
 		state         State
@@ -335,8 +335,8 @@ func TestWhoWakesCount(t *testing.T) {
 	}
 }
 
-// Counting costs the CPU: those who go on sending, and clients that keep their connections, are
-// counted ever more seldom, and who is about to be Idle at once.
+// Counting costs CPU time. Watches to whose targets the kernel still sends, or whose clients keep
+// their connections, are counted less and less often, and a watch that is about to be Idle at once.
 func TestWhenConnectionsAreCounted(t *testing.T) {
 	o := New(Options{})
 	w := &Watch{o: o, changed: func() {}, targets: []netip.AddrPort{netip.MustParseAddrPort("10.1.0.1:80")}}
@@ -442,8 +442,8 @@ func TestOverrun(t *testing.T) {
 	told := make(chan struct{}, 100)
 	second := o.Watch(w.targets, func() { told <- struct{}{} })
 	defer second.Close()
-	// The Observer cannot read while somebody holds its state: this is what a machine does that has
-	// no time for it.
+	// The Observer cannot read while the test holds its lock, as on a machine without CPU time for
+	// it.
 	o.mu.Lock()
 	var many []string
 	for i := range 20000 {

@@ -16,8 +16,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// sent lists all destinations that the kernel sends to, as an Observer knows it: with an asterisk
-// those who are alone.
+// sent lists all destinations that the kernel sends to, as an Observer knows it. An asterisk marks
+// a destination that is the only choice.
 func sent(o *Observer) string {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -44,12 +44,12 @@ func sent(o *Observer) string {
 
 // The transactions in testdata are those that kube-proxy of Kubernetes 1.36.3 made, in each mode,
 // while test/e2e/kubeproxy ran: two pods become ready, one terminates and is replaced, kube-proxy
-// starts again, all are scaled away and are gone. After each "#=" says to whom the kernel sends
-// then; UPDATE=1 writes that anew, for you to look at. What the rules say of accounting is left
+// starts again, all are scaled away and are gone. After each "#=" are the destinations that the
+// kernel sends to then; UPDATE=1 writes them again, for review. Rules about accounting are left
 // out: its objects are made otherwise.
 //
-// When all are scaled away, the one that was replaced comes back: it has long been terminating, and
-// let go of, but is still ready, and no other is.
+// When all are scaled away, the kernel sends to the replaced pod again: it has long been
+// terminating, and Removed, but is still ready, and no other is.
 func TestGolden(t *testing.T) {
 	for _, file := range []string{"testdata/nftables.txt", "testdata/iptables.txt"} {
 		t.Run(file, func(t *testing.T) {

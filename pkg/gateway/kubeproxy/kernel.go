@@ -14,9 +14,10 @@ import (
 )
 
 const (
-	// buffer holds what the kernel notifies of while nobody reads: a commit that writes 1,000
-	// Services with 10,000 endpoints is 14,000 messages, 1.6 MB. The kernel takes the memory only
-	// when it is needed. Without CAP_NET_ADMIN over the node it gives net.core.rmem_max at most.
+	// buffer holds the kernel's notifications until the Observer reads them: a commit that writes
+	// 1,000 Services with 10,000 endpoints is 14,000 messages, 1.6 MB. The kernel takes the memory
+	// only when it is needed. Without CAP_NET_ADMIN over the node it gives net.core.rmem_max at
+	// most.
 	buffer = 64 << 20
 	// answerTimeout is for one answer of the kernel. Five million connections take half of it.
 	answerTimeout = 20 * time.Second

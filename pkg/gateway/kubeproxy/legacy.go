@@ -183,7 +183,7 @@ func decodeLegacy(family uint8, info, b []byte) (*table, error) {
 	return t, err
 }
 
-// pollLegacy reads the legacy rules while somebody watches, until ctx is done.
+// pollLegacy reads the legacy rules while there is a watch, until ctx is done.
 func (o *Observer) pollLegacy(ctx context.Context) {
 	for {
 		began := time.Now()
@@ -239,8 +239,8 @@ func (o *Observer) readLegacyOnce() (again bool) {
 	return again
 }
 
-// lookForLegacy makes families Unknown that have legacy rules which nobody has read: as nobody
-// watched. The caller holds mu.
+// lookForLegacy makes families Unknown whose legacy rules are not read, as there was no watch. The
+// caller holds mu.
 func (o *Observer) lookForLegacy() {
 	for _, family := range o.families {
 		if o.netns == 0 && o.legacy[family] == legacyAbsent && legacyExists(family) {

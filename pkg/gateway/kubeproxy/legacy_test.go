@@ -38,8 +38,8 @@ func apart(t *testing.T) bool {
 	return false
 }
 
-// The legacy iptables say nothing of changes. They are read while somebody watches, and nothing is
-// said of them before.
+// The kernel does not notify of changes of the legacy iptables. They are read while there is a
+// watch, and unknown before.
 func TestLegacy(t *testing.T) {
 	if !apart(t) {
 		return
@@ -64,7 +64,7 @@ func TestLegacy(t *testing.T) {
 		o.mu.Unlock()
 		wa := watch(t, o, a)
 		wa.wait(Routing)
-		// What follows is unseen while nobody watches.
+		// What follows is unseen without a watch.
 		wa.Close()
 		time.Sleep(2 * legacyPause) // nothing is read, which is the subject
 		restore(t, "legacy", s.v6(), s.iptables([]string{b}, true, a)...)

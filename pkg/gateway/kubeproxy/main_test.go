@@ -21,9 +21,9 @@ import (
 // inside is set in the environment of the program that runs in a network namespace of its own.
 const inside = "LAMEDUCK_KUBEPROXY_INSIDE"
 
-// TestMain starts the tests anew in a network namespace of their own, where the rules are nobody's.
-// Where the system forbids that, or nft is not there, the tests of the real kernel are skipped, or
-// fail: see missing.
+// TestMain runs the tests again in a network namespace of their own, where no other program writes
+// rules. Where the system forbids that, or nft is not there, the tests of the real kernel are
+// skipped, or fail: see missing.
 func TestMain(m *testing.M) {
 	if os.Getenv(inside) == "" {
 		code, err := enter()

@@ -267,32 +267,40 @@ func (o *Observer) follow(ctx context.Context) error {
 		if r == nil || r.err == nil && (last == 0 && r.from != r.to || last != 0 && after(r.to, last)) {
 			continue // what was read is ahead of what was received
 		}
-		switch {
-		case r.err == nil:
-			since = slices.DeleteFunc(since, func(c commit) bool { return !after(c.generation, r.from) })
-			replaced := o.adopt(r.all, since, time.Now())
-			if last == 0 || after(r.to, last) {
-				last = r.to
-			}
-			switch {
-			case !followed:
-				followed = true
-				o.log.Info("kube-proxy's rules are read", "changes", len(r.all), "kernelGeneration", last,
-					"took", r.took)
-			case replaced:
-				o.audits.corrected.Add(1)
-				o.log.Error("kube-proxy's rules were followed wrongly, and are corrected", "kernelGeneration", last)
-			default:
-				o.audits.same.Add(1)
-			}
-		case !followed:
-			return r.err
-		default:
-			o.audits.failed.Add(1)
-			o.log.Warn("kube-proxy's rules are not audited", "error", r.err)
+		if last, err = o.conclude(r, since, last, followed); err != nil {
+			return err
 		}
+		followed = true
 		r, done, since = nil, nil, nil
 	}
+}
+
+// conclude adopts r, or records that it failed, and returns the last generation that is received or
+// read. If r failed before anything was followed, it returns the error of r.
+func (o *Observer) conclude(r *dumped, since []commit, last uint32, followed bool) (uint32, error) {
+	switch {
+	case r.err == nil:
+		since = slices.DeleteFunc(since, func(c commit) bool { return !after(c.generation, r.from) })
+		replaced := o.adopt(r.all, since, time.Now())
+		if last == 0 || after(r.to, last) {
+			last = r.to
+		}
+		switch {
+		case !followed:
+			o.log.Info("kube-proxy's rules are read", "changes", len(r.all), "kernelGeneration", last, "took", r.took)
+		case replaced:
+			o.audits.corrected.Add(1)
+			o.log.Error("kube-proxy's rules were followed wrongly, and are corrected", "kernelGeneration", last)
+		default:
+			o.audits.same.Add(1)
+		}
+	case !followed:
+		return last, r.err
+	default:
+		o.audits.failed.Add(1)
+		o.log.Warn("kube-proxy's rules are not audited", "error", r.err)
+	}
+	return last, nil
 }
 
 // follows reports whether c is to be made now that all transactions up to a generation are, 0 if
@@ -422,7 +430,7 @@ func (o *Observer) known(family uint8) bool {
 	return known
 }
 
-// evaluate reads all watches anew, gives mu back, and tells those whose state changed.
+// evaluate updates all watches, unlocks mu, and calls changed of those whose reading has changed.
 func (o *Observer) evaluate(now time.Time) {
 	var told []*Watch
 	for w := range o.watches {
@@ -536,7 +544,7 @@ func (w *Watch) Close() {
 	})
 }
 
-// update reads the state anew, and reports whether it, or the generation, has changed. The caller
+// update reads the state again, and reports whether it, or the generation, has changed. The caller
 // holds o.mu.
 func (w *Watch) update(now time.Time) bool {
 	state := w.o.state(w.targets)

@@ -118,7 +118,8 @@ func TestEndpointLeavesIPTables(t *testing.T) {
 	}
 }
 
-// Both modes at once, as when one's rules are left behind: the target is let go of when both have.
+// Both modes at once, as when the rules of one are left behind: the target is Removed when neither
+// sends to it.
 func TestLeftBehind(t *testing.T) {
 	empty(t)
 	s, a, b := service{"web", "10.96.0.1", false}, "10.244.0.1:8080", "10.244.0.2:8080"
@@ -164,7 +165,8 @@ func TestLeftBehindAndDeletedByHand(t *testing.T) {
 	w.wait(Removed)
 }
 
-// A table that is not kube-proxy's yet, and a family that nobody follows, are Unknown.
+// A table that is not kube-proxy's yet, and a family that the Observer does not follow, are
+// Unknown.
 func TestUnknown(t *testing.T) {
 	empty(t)
 	s := service{"web", "10.96.0.1", false}
@@ -230,8 +232,8 @@ func TestAbsent(t *testing.T) {
 	until(t, "no kube-proxy", o.Absent)
 }
 
-// A pod with one Service that has nobody else, and another that has: it is still to be let go of by
-// the latter.
+// A pod that is the only endpoint of one Service, and one of two of another, is Routing until the
+// other Service no longer leads to it.
 func TestKeptByOneOnly(t *testing.T) {
 	empty(t)
 	alone, shared, a, b := service{"alone", "10.96.0.1", false}, service{"shared", "10.96.0.2", true},

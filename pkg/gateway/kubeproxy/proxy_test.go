@@ -134,7 +134,7 @@ func (s service) iptables(endpoints []string, stale bool, before ...string) []st
 	if s.v6() {
 		bits = "/128"
 	}
-	// The other rules of the chain are written anew with it.
+	// The other rules of the chain are written again with it.
 	heads := []string{":KUBE-SERVICES - [0:0]", ":KUBE-NODEPORTS - [0:0]", ":" + svc + " - [0:0]",
 		":" + ext + " - [0:0]"}
 	var rules []string

@@ -342,7 +342,7 @@ type sending uint8
 
 const (
 	sendsNothing sending = iota
-	sendsLast            // and to nobody else, wherever it sends to the target
+	sendsLast            // and to no others, wherever it sends to the target
 	sendsToo             // and to others
 )
 

@@ -10,8 +10,8 @@ import (
 type (
 	// State is what the kernel does with the targets of a Watch. Unknown is the state at the start,
 	// after an overrun, and when the rules were deleted. Kept is also the state before kube-proxy
-	// has written that there is another endpoint: whoever asks must know from EndpointSlices
-	// whether there is one.
+	// has written that there is another endpoint: the caller must know from EndpointSlices whether
+	// there is one.
 	State = health.State
 	// Reading is what is known of the targets of a Watch. A connection that its client keeps from
 	// one request to the next is among Connections, but is waited for only until a moment without
