@@ -117,7 +117,7 @@ type Barriers struct {
 	MissingPods []string `json:"missingPods"`
 }
 
-// Barrier is one pod that is being deleted and is told to stop only when the gateways that follow
+// Barrier is one pod that is being deleted and is told to stop only when observed gateways
 // have let go.
 type Barrier struct {
 	Namespace string `json:"namespace"`

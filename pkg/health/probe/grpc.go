@@ -36,7 +36,8 @@ func callHealth(ctx context.Context, job *health.Job) health.Outcome {
 		return failure(err)
 	}
 	defer raw.Close()
-	// The HTTP/2 transport does not see the end of ctx while it waits for a peer that does not read.
+	// The HTTP/2 transport does not see the end of ctx while it waits for a peer that does not
+	// read.
 	defer context.AfterFunc(ctx, func() { _ = raw.SetDeadline(time.Unix(1, 0)) })()
 	conn := &bounded{TCPConn: raw, in: answer{from: raw}}
 	plain := &http.Protocols{}
