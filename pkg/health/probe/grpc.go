@@ -22,6 +22,8 @@ const (
 	// maxMessage bounds what is read of a HealthCheckResponse, which takes 7 bytes with its prefix,
 	// and unknown fields.
 	maxMessage = 1024
+	// maxCall bounds what is read of a connection in all, in bytes.
+	maxCall = 64 << 10
 	// servingBase is added to the serving status in [health.Outcome.Code], to keep it apart from
 	// the gRPC statuses 1 to 16.
 	servingBase = 100
@@ -39,12 +41,12 @@ func callHealth(ctx context.Context, job *health.Job) health.Outcome {
 	// The HTTP/2 transport does not see the end of ctx while it waits for a peer that does not
 	// read.
 	defer context.AfterFunc(ctx, func() { _ = raw.SetDeadline(time.Unix(1, 0)) })()
-	conn := &bounded{TCPConn: raw, in: answer{from: raw}}
+	conn := &bounded{raw, maxCall}
 	plain := &http.Protocols{}
 	plain.SetUnencryptedHTTP2(true)
 	transport := &http.Transport{
 		DialContext: func(context.Context, string, string) (net.Conn, error) { return conn, nil },
-		Protocols:   plain, DisableKeepAlives: true, DisableCompression: true, MaxResponseHeaderBytes: 64 << 10,
+		Protocols:   plain, DisableKeepAlives: true, DisableCompression: true, MaxResponseHeaderBytes: maxCall,
 	}
 	// The message: one field, number 1, the service as a string. An empty one is left out.
 	var message []byte
@@ -81,13 +83,20 @@ func callHealth(ctx context.Context, job *health.Job) health.Outcome {
 	}
 }
 
-// bounded is a connection of which at most maxAnswer bytes are read.
+// bounded is a connection of which no more bytes are read than left.
 type bounded struct {
 	*net.TCPConn
-	in answer
+	left int
 }
 
-func (b *bounded) Read(p []byte) (int, error) { return b.in.Read(p) }
+func (b *bounded) Read(p []byte) (int, error) {
+	if b.left <= 0 {
+		return 0, io.EOF
+	}
+	n, err := b.TCPConn.Read(p[:min(len(p), b.left)])
+	b.left -= n
+	return n, err
+}
 
 // judgeHealth turns a whole answer into an outcome.
 func judgeHealth(resp *http.Response, body []byte) health.Outcome {
