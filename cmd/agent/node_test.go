@@ -36,7 +36,8 @@ var (
 	b8        = netip.MustParseAddrPort("10.1.0.8:0")
 )
 
-// trusting is an Authenticator, a Pods and a Vicinity to which everybody is the agent of the node.
+// trusting is an Authenticator, a Pods and a PodContexts to which everybody is the agent of the
+// node.
 type trusting struct{}
 
 func (trusting) Authenticate(context.Context, string) (coordinator.Identity, error) {

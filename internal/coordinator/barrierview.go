@@ -73,19 +73,7 @@ func (h *history) watched(l *drain.Ledger, now time.Time, id drain.AgentID, of *
 		return
 	}
 	was, known := b.said[id]
-	is := was
-	if !known || was.state != r.State {
-		is.state, is.since = r.State, now
-	}
-	took := now.Sub(b.told)
-	if r.State >= drain.Removed && !was.removed {
-		is.removed, of.removed, of.idle = true, took, 0
-		h.of(of.gateway).removed.add(took, maxSamples)
-	}
-	if r.State == drain.Idle && !was.idle {
-		is.idle, of.idle = true, took
-		h.of(of.gateway).idle.add(took, maxSamples)
-	}
+	is := h.advance(of, was, known, r.State, now, b.told)
 	if is != was {
 		b.said[id] = is
 	}

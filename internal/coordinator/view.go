@@ -153,23 +153,31 @@ func (h *history) reported(l *drain.Ledger, now, asOf time.Time, id drain.AgentI
 			continue
 		}
 		was, known := c.said[of]
-		is := was
-		if !known || was.state != r.State {
-			is.state, is.since = r.State, now
-		}
-		took := now.Sub(c.told)
-		if r.State >= drain.Removed && !was.removed {
-			is.removed, of.removed, of.idle = true, took, 0
-			h.of(of.gateway).removed.add(took, maxSamples)
-		}
-		if r.State == drain.Idle && !was.idle {
-			is.idle, of.idle = true, took
-			h.of(of.gateway).idle.add(took, maxSamples)
-		}
+		is := h.advance(of, was, known, r.State, now, c.told)
 		if is != was {
 			c.said[of] = is
 		}
 	}
+}
+
+// advance returns what an agent has reported once it reports state, and records how long it took
+// since it was told. known reports whether it had reported before.
+func (h *history) advance(
+	of *introduced, was reported, known bool, state drain.State, now, told time.Time,
+) reported {
+	is, took := was, now.Sub(told)
+	if !known || was.state != state {
+		is.state, is.since = state, now
+	}
+	if state >= drain.Removed && !was.removed {
+		is.removed, of.removed, of.idle = true, took, 0
+		h.of(of.gateway).removed.add(took, maxSamples)
+	}
+	if state == drain.Idle && !was.idle {
+		is.idle, of.idle = true, took
+		h.of(of.gateway).idle.add(took, maxSamples)
+	}
+	return is
 }
 
 // of returns the times of a kind of gateway.

@@ -736,8 +736,8 @@ func TestWords(t *testing.T) {
 }
 
 // Without this, a pod that was given back to its gateways and is deleted again a moment later goes
-// at once: an agent that has lifted a tombstone says nothing more of the pod, and its last word was
-// Idle.
+// at once: an agent that has lifted an exclusion says nothing more of the pod, and its last word
+// was Idle.
 func TestReportsOfAFormerDrainDoNotCount(t *testing.T) {
 	w := newWorld(t)
 	p := pod("a")
@@ -757,7 +757,7 @@ func TestReportsOfAFormerDrainDoNotCount(t *testing.T) {
 }
 
 // Without this, the last word on a former drain that is slow to arrive, after that drain was
-// abandoned and asked for again, lets the pod go while its agent lifts the tombstone that the word
+// abandoned and asked for again, lets the pod go while its agent lifts the exclusion that the word
 // was about.
 func TestAWordOfAFormerDrainThatComesLateDoesNotCount(t *testing.T) {
 	w := newWorld(t)
@@ -792,7 +792,7 @@ func TestAWordOfAFormerDrainThatComesLateDoesNotCount(t *testing.T) {
 }
 
 // Without this, words that were under way while this replica, the agent or the network stood still
-// count as if they were new: by then the agent may have given up the tombstone that they are about.
+// count as if they were new: by then the agent may have given up the exclusion that they are about.
 func TestReportsCountAsOldAsWhatTheirAgentHadHeard(t *testing.T) {
 	w := newWorld(t)
 	p := pod("a")

@@ -27,7 +27,7 @@ type Times struct {
 	// Heartbeat is the interval of them on a stream. Away is how long nothing may come before the
 	// other side counts as lost.
 	Heartbeat, Away time.Duration
-	// Expiry is how long a tombstone stands without renewal. Renewal is how often it is renewed at
+	// Expiry is how long an exclusion stands without renewal. Renewal is how often it is renewed at
 	// least, Freshness how old a report may be to count.
 	Expiry, Renewal, Freshness time.Duration
 	// Abandon is how long after the last answer a drain that nobody asks for is looked into.

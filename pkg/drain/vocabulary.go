@@ -34,7 +34,7 @@ type Service struct {
 // String prints namespace/name.
 func (s Service) String() string { return s.Namespace + "/" + s.Name }
 
-// Holder names who holds a tombstone: one life of one replica. A replica that starts again has
+// Holder names who holds an exclusion: one life of one replica. A replica that starts again has
 // another epoch, so that the empty list of a new life lifts nothing that an old one asked for.
 type Holder struct {
 	Replica string `json:"replica"`
@@ -309,7 +309,7 @@ type Open struct {
 	Since time.Time `json:"since"`
 	// Number tells this drain from an earlier one of the same pod by the same life of the replica,
 	// which was abandoned. Agents say it again with their reports: what one has said of the earlier
-	// drain may arrive after this one began, and its tombstone is being lifted.
+	// drain may arrive after this one began, and its exclusion is being lifted.
 	Number uint64 `json:"number,omitempty"`
 	// Watch is set instead of all that where the agent is to observe: it is another message.
 	Watch *Watch `json:"-"`
@@ -331,7 +331,7 @@ type Watch struct {
 	Last bool `json:"last"`
 }
 
-// Release ends a replica's lease on a tombstone.
+// Release ends a replica's hold on an exclusion.
 type Release struct {
 	UID UID `json:"uid"`
 	// Terminating says that the pod is terminating or gone, so that it must never be routed again.

@@ -20,9 +20,9 @@ const (
 	// fastest and slowest bound the pause between two readings while an exclusion is not Idle.
 	fastest = 10 * time.Millisecond
 	slowest = 100 * time.Millisecond
-	// watchTombstones and watchReloads are the pauses when nothing is expected to change: how late
+	// watchExclusions and watchReloads are the pauses when nothing is expected to change: how late
 	// a reload can be noticed.
-	watchTombstones = 250 * time.Millisecond
+	watchExclusions = 250 * time.Millisecond
 	watchReloads    = time.Second
 	// retryFirst and maxRetry bound the pause after an error.
 	retryFirst = 50 * time.Millisecond
@@ -124,7 +124,7 @@ func (d *Director) Run(ctx context.Context) error {
 		case d.Set.Unsettled() || len(d.due(time.Now())) > 0:
 			wait, pause = pause, min(pause*3/2, slowest)
 		case len(d.Set.Watched()) > 0:
-			wait, pause = watchTombstones, fastest
+			wait, pause = watchExclusions, fastest
 		default:
 			pause = fastest
 		}

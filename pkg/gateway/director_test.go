@@ -282,11 +282,11 @@ func (r *rig) stones(want string) {
 		got = append(got, fmt.Sprintf("%s:%s", s.UID, s.State))
 	}
 	if strings.Join(got, " ") != want {
-		r.Fatalf("tombstones are %q, want %q", strings.Join(got, " "), want)
+		r.Fatalf("exclusions are %q, want %q", strings.Join(got, " "), want)
 	}
 }
 
-func TestATombstoneIsIdleAfterTheGapAndNoLater(t *testing.T) {
+func TestAnExclusionIsIdleAfterTheGapAndNoLater(t *testing.T) {
 	directed(t, func(r *rig) {
 		r.serving("a b")
 		time.Sleep(time.Minute)
@@ -375,7 +375,7 @@ func TestAReloadIsNoticedAndAppliedAgain(t *testing.T) {
 			r.plane.generation++
 			r.plane.routed = map[health.Key]bool{key("a"): true}
 		})
-		time.Sleep(watchTombstones)
+		time.Sleep(watchExclusions)
 		synctest.Wait()
 		r.routing("b")
 		time.Sleep(health.IdleGap)
@@ -544,11 +544,11 @@ func TestAnUnreadableGatewayVoids(t *testing.T) {
 		var changes atomic.Int64
 		r.plane.with(func() { r.d.Changed = func() { changes.Add(1) } }) // the director sleeps
 		r.plane.with(func() { r.plane.readErr = func() error { return errors.New("no answer") }; r.plane.reads = nil })
-		time.Sleep(watchTombstones)
+		time.Sleep(watchExclusions)
 		synctest.Wait()
 		r.stones("a:unknown")
 		if changes.Load() == 0 {
-			t.Error("nobody was told that the tombstone is unknown")
+			t.Error("nobody was told that the exclusion is unknown")
 		}
 		time.Sleep(time.Minute)
 		if _, reads := r.plane.counts(); reads < 30 || reads > 40 {
@@ -639,8 +639,8 @@ func TestItDoesNotSpin(t *testing.T) {
 		most    int // readings in a minute
 	}{
 		"nothing to do":     {func(r *rig) {}, 62},
-		"an idle tombstone": {func(r *rig) { r.bury("a") }, 245},
-		"a kept tombstone":  {func(r *rig) { r.list("a"); r.bury("a") }, 620},
+		"an idle exclusion": {func(r *rig) { r.bury("a") }, 245},
+		"a kept exclusion":  {func(r *rig) { r.list("a"); r.bury("a") }, 620},
 		"requests that remain": {func(r *rig) { r.plane.with(func() { r.plane.busy[key("a")] = true }); r.list("b") },
 			620},
 	} {

@@ -298,7 +298,7 @@ func TestTheLastStateWrittenDownIsTheLast(t *testing.T) {
 	}
 }
 
-func TestTombstonesBetweenTheWireAndTheSet(t *testing.T) {
+func TestExclusionsBetweenTheWireAndTheSet(t *testing.T) {
 	set, woken := health.New(health.Options{}), 0
 	kept, err := journal.Open(t.Context(), "", nil, slog.New(slog.DiscardHandler))
 	if err != nil {
