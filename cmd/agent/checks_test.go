@@ -122,7 +122,8 @@ func TestChecks(t *testing.T) {
 // The file is read as strictly as the annotation.
 func TestHealthCheckOfTheFile(t *testing.T) {
 	const good = `{apiVersion: lameduck.io/v1alpha1, kind: AgentConfiguration, health: {minHealthyPercent: 30},
-		gateway: {haproxy: {masterSocket: /s, backends: [{backend: web, service: shop/web, healthCheck: {protocol: tcp, interval: 2s}}]}}}`
+		gateway: {haproxy: {masterSocket: /s, serversFile: /f, backends: [
+			{backend: web, service: shop/web, healthCheck: {protocol: tcp, interval: 2s}}]}}}`
 	var f file
 	if _, err := f.read([]byte(good), func(string) string { return "" }); err != nil {
 		t.Fatal(err)

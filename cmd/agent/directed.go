@@ -47,9 +47,9 @@ func runDirected(ctx context.Context, o options, kube kubernetes.Interface, bund
 		&healthFile{MinHealthyPercent: minHealthyPercent}).MinHealthyPercent})
 	m := metrics.NewDirected(registry, set)
 	news := signal.New() // what coordinators are told may have changed
-	kept, err := journal.Open(ctx, o.file.StateDir, func(took time.Duration, err error) {
-		m.Wrote(took, err)
-		news.Raise() // what is on disk may be told
+	kept, err := journal.Open(ctx, o.file.StateDir, func(err error) {
+		m.Wrote(err)
+		news.Raise() // what is in the file may be told
 	}, log)
 	switch {
 	case errors.Is(err, journal.ErrLocked):
@@ -84,9 +84,12 @@ func runDirected(ctx context.Context, o options, kube kubernetes.Interface, bund
 	if err != nil {
 		return err
 	}
+	if r, ok := g.(gateway.Refuser); ok {
+		checks.Refuse = r.Refuse
+	}
 	m.Refusals(registry, checks.Refusals)
-	exclusions := exclusion.New(set, kept, ports, wake, metrics.NewPropagation(registry, o.kind.Name(), o.nodeName),
-		log)
+	exclusions := exclusion.New(time.Now(), set, kept, ports, wake,
+		metrics.NewPropagation(registry, o.kind.Name(), o.nodeName), log)
 	tasks := []serve.Task{
 		{Name: "journal", Run: kept.Run},
 		{Name: "probes", Run: probes.Run},
@@ -97,7 +100,7 @@ func runDirected(ctx context.Context, o options, kube kubernetes.Interface, bund
 	var learned <-chan struct{}
 	if conf := o.file.Coordinators; conf != nil {
 		if o.file.StateDir == "" {
-			log.Warn("exclusions are not kept on disk: stateDir is not set, and the gateway has no folder that " +
+			log.Warn("exclusions are not kept in a file: stateDir is not set, and the gateway has no folder that " +
 				"outlives the agent")
 		}
 		believed := healthview.NewSummary(set, ports, endpoints.Names)
@@ -112,7 +115,7 @@ func runDirected(ctx context.Context, o options, kube kubernetes.Interface, bund
 			}},
 			serve.Task{Name: "reports", Run: func(ctx context.Context) error {
 				return news.Follow(ctx, func() {
-					if exclusions.Changed() {
+					if exclusions.Changed(time.Now()) {
 						c.Wake()
 					}
 				})

@@ -16,6 +16,7 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/lameduck-io/lameduck/internal/agent/discovery"
+	"github.com/lameduck-io/lameduck/internal/agent/record"
 	"github.com/lameduck-io/lameduck/internal/cli"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/gateway"
@@ -26,6 +27,9 @@ func main() { cli.Main("agent", run) }
 // run is the whole program. getenv gives KUBECONFIG and what the configuration file refers to as
 // ${NAME}.
 func run(ctx context.Context, args []string, getenv func(string) string, stdout, stderr io.Writer) error {
+	if len(args) > 0 && args[0] == "record" {
+		return record.Run(ctx, args[1:], stdout, stderr)
+	}
 	o, err := parse(args, getenv, stdout)
 	if err != nil {
 		return err

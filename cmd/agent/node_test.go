@@ -53,23 +53,20 @@ func (trusting) PodContext(context.Context, string, drain.Pod) (coordinator.PodC
 	return coordinator.PodContext{Known: true, Terminating: true, Here: true}, nil
 }
 
-// The whole of a node agent, but for its kernel: what the API server says of a pod, a hook that
-// asks, a coordinator that is asked, the word of the kernel that lets it go; and the end of the
-// agent while a hook waits. Nothing of it is left then.
-func TestANodeAgent(t *testing.T) {
-	before := goleak.IgnoreCurrent()
-	defer func() {
-		http.DefaultClient.CloseIdleConnections()
-		goleak.VerifyNone(t, before)
-	}()
+func (trusting) Uncovered(context.Context, []drain.Service) []string { return nil }
+
+// observed starts a coordinator that writes to log, and returns the options of an agent of a
+// gateway: its part of the file.
+func observed(t *testing.T, gateway string, log *slog.Logger) (o options, roots *discovery.Bundle) {
+	t.Helper()
 	coord := coordinator.New(drain.Holder{Replica: "replica-0", Epoch: "a"}, drain.DefaultTimes(), coordinator.Options{
 		MaxHolds: 1, Pods: trusting{}, Authenticate: trusting{}, PodContexts: trusting{},
-		Log:     slog.New(slog.DiscardHandler),
+		Log:     log,
 		Metrics: coordinator.NewMetrics(prometheus.NewRegistry()),
 	})
 	server := httptest.NewTLSServer(coord.Handler())
-	defer server.Close()
-	defer coord.Stop()
+	t.Cleanup(server.Close)
+	t.Cleanup(coord.Stop)
 	dir := t.TempDir()
 	ca := filepath.Join(dir, "ca.crt")
 	if err := os.WriteFile(ca, pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: server.Certificate().Raw}),
@@ -80,22 +77,64 @@ func TestANodeAgent(t *testing.T) {
 	if err := os.WriteFile(token, []byte("token"), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	waitAt, people := agenttest.FreeAddress(t), agenttest.FreeAddress(t)
-	o := options{metrics: people, nodeName: "n1"}
+	o.metrics = agenttest.FreeAddress(t)
 	var err error
 	if o.kind, err = o.file.read([]byte(fmt.Sprintf(`
 apiVersion: lameduck.io/v1alpha1
 kind: AgentConfiguration
 coordinators: {addresses: ["%s"], serverName: example.com, caFile: %s, tokenFile: %s}
-gateway: {kubeProxy: {}}
-waitAddresses: ["%s"]
-`, server.URL, ca, token, waitAt)), nil); err != nil {
+gateway: %s
+`, server.URL, ca, token, gateway)), nil); err != nil {
 		t.Fatal(err)
 	}
-	roots, err := discovery.NewBundle(*o.file.Coordinators, slog.New(slog.DiscardHandler))
+	roots, err = discovery.NewBundle(*o.file.Coordinators, slog.New(slog.DiscardHandler))
 	if err != nil {
 		t.Fatal(err)
 	}
+	return o, roots
+}
+
+// replica is one of the replicas of a gateway.
+type replica struct{ *gatewaytest.FakeObserved }
+
+func (replica) Population() string { return "shop/envoy" }
+
+// An agent beside a replica watches no node and no pods, and needs no right to: only coordinators
+// are asked by it.
+func TestAReplicasAgent(t *testing.T) {
+	var said safeBuffer
+	o, roots := observed(t, "{envoy: {population: shop/envoy, admin: 'unix:///a'}}",
+		slog.New(slog.NewTextHandler(&said, nil)))
+	k := gatewaytest.NewFakeObserved()
+	ctx, cancel := context.WithCancel(t.Context())
+	kube := fake.NewClientset()
+	ended := make(chan error, 1)
+	go func() { ended <- runObserved(ctx, o, kube, roots, replica{k}, slog.New(slog.DiscardHandler)) }()
+	agenttest.Until(t, "it is ready, and has declared its population", func() bool {
+		code, _ := get(o.metrics + "/readyz")
+		return code == http.StatusOK && strings.Contains(said.String(), "population=shop/envoy")
+	})
+	for _, a := range kube.Actions() {
+		t.Errorf("it asks the API server: %v", a)
+	}
+	cancel()
+	if err := <-ended; err != nil {
+		t.Error(err)
+	}
+}
+
+// The whole of a node agent, but for its kernel: what the API server says of a pod, a hook that
+// asks, a coordinator that is asked, the word of the kernel that lets it go; and the end of the
+// agent while a hook waits. Nothing of it is left then.
+func TestANodeAgent(t *testing.T) {
+	before := goleak.IgnoreCurrent()
+	t.Cleanup(func() {
+		http.DefaultClient.CloseIdleConnections()
+		goleak.VerifyNone(t, before)
+	})
+	waitAt := agenttest.FreeAddress(t)
+	o, roots := observed(t, fmt.Sprintf("{kubeProxy: {}}\nwaitAddresses: [%q]", waitAt), slog.New(slog.DiscardHandler))
+	o.nodeName = "n1"
 	a, b := agenttest.Hooked("a"), agenttest.Hooked("b")
 	b.Status.PodIPs = []corev1.PodIP{{IP: "10.1.0.8"}}
 	c := agenttest.Hooked("c")
@@ -108,8 +147,8 @@ waitAddresses: ["%s"]
 	ended := make(chan error, 1)
 	go func() { ended <- runObserved(ctx, o, kube, roots, k, slog.New(slog.DiscardHandler)) }()
 	agenttest.Until(t, "it is ready and connected", func() bool {
-		code, _ := get(people + "/readyz")
-		_, metrics := get(people + "/metrics")
+		code, _ := get(o.metrics + "/readyz")
+		_, metrics := get(o.metrics + "/metrics")
 		return code == http.StatusOK && strings.Contains(metrics, "lameduck_agent_streams 1")
 	})
 	remove := func(p *corev1.Pod) {
@@ -140,7 +179,7 @@ waitAddresses: ["%s"]
 	case <-time.After(5 * time.Second):
 		t.Fatal("the hook is not answered")
 	}
-	_, metrics := get(people + "/metrics")
+	_, metrics := get(o.metrics + "/metrics")
 	for _, want := range []string{
 		`lameduck_barrier_waits_total{outcome="Acknowledged"} 1`,
 		`lameduck_agent_audits_total{result="same"} 1`,
@@ -163,7 +202,7 @@ waitAddresses: ["%s"]
 	declared := func(n int) {
 		t.Helper()
 		agenttest.Until(t, fmt.Sprintf("it has declared %d times", n), func() bool {
-			_, metrics := get(people + "/metrics")
+			_, metrics := get(o.metrics + "/metrics")
 			return strings.Contains(metrics, fmt.Sprintf("lameduck_agent_posts_total{path=%q,result=\"ok\"} %d\n",
 				wire.DeclarationsPath, n))
 		})
@@ -196,7 +235,7 @@ waitAddresses: ["%s"]
 		answers <- fmt.Sprintf("%d %s", code, text)
 	}()
 	agenttest.Until(t, "it waits", func() bool {
-		_, metrics := get(people + "/metrics")
+		_, metrics := get(o.metrics + "/metrics")
 		return strings.Contains(metrics, "lameduck_barrier_waiting 1")
 	})
 	cancel()

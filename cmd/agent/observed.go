@@ -48,6 +48,7 @@ func runObserved(ctx context.Context, o options, kube kubernetes.Interface, bund
 	news := signal.New() // what coordinators are told may have changed
 	watched := observation.New(g, news.Raise, metrics.NewPropagation(registry, o.kind.Name(), o.nodeName), registry,
 		log)
+	onNode := g.Population() == gateway.Nodes
 	pods := nodepods.New(func(p nodepods.Pod) { watched.Clean(p.Pod, p.Targets) }, log)
 	following := serving.New(o.file.HealthTimeout.Duration)
 	posts := metrics.NewClient(registry, wire.DeclarationsPath, wire.ReportsPath, wire.BarriersPath)
@@ -58,12 +59,18 @@ func runObserved(ctx context.Context, o options, kube kubernetes.Interface, bund
 		{Name: "observed", Last: true, Run: func(ctx context.Context) error {
 			return watched.Run(ctx, func(targets []netip.AddrPort) bool { return !pods.Owned(targets) })
 		}},
-		{Name: "pods", Run: func(ctx context.Context) error { return pods.Run(ctx, kube, o.nodeName) }, Last: true},
-		{Name: "node", Run: func(ctx context.Context) error {
-			return liveness.WatchNode(ctx, kube, o.nodeName, following.SetEligible, log)
-		}},
 	}
-	ask := func(context.Context, wire.Barrier) (wire.BarrierStatus, error) {
+	if o.nodeName != "" {
+		tasks = append(tasks, serve.Task{Name: "node", Run: func(ctx context.Context) error {
+			return liveness.WatchNode(ctx, kube, o.nodeName, following.SetEligible, log)
+		}})
+	}
+	if onNode {
+		tasks = append(tasks, serve.Task{Name: "pods", Last: true, Run: func(ctx context.Context) error {
+			return pods.Run(ctx, kube, o.nodeName)
+		}})
+	}
+	ask := func(context.Context, wire.BarrierRequest) (wire.BarrierStatus, error) {
 		return wire.BarrierStatus{}, client.ErrNoCoordinator
 	}
 	if conf := o.file.Coordinators; conf != nil {
@@ -120,7 +127,7 @@ func runObserved(ctx context.Context, o options, kube kubernetes.Interface, bund
 	}
 	ops := opsRouter(registry, following, func() string {
 		switch {
-		case !pods.Synced():
+		case onNode && !pods.Synced():
 			return "the pods of this node are not known yet"
 		case missing.Load() != 0:
 			return "another process has an address of hooks, and does not share it"

@@ -60,7 +60,7 @@ type file struct {
 	Coordinators *discovery.Config `json:"coordinators,omitempty"`
 	// Gateway is the one that this agent directs or observes: exactly one of its keys is given.
 	Gateway kinds.Gateway `json:"gateway"`
-	// Health is for gateways whose pools the agent owns: haproxy.
+	// Health is for gateways whose pools the agent owns: haproxy, apisix.
 	Health *healthFile `json:"health,omitempty"`
 	// WaitAddresses are where the hooks of a node's pods ask: host:port, on the loopback for the
 	// kubelet, at the node's address for the pods. For observed gateways. Empty: 127.0.0.1:9447.
@@ -108,7 +108,8 @@ func parse(args []string, getenv func(string) string, help io.Writer) (options, 
 	if err := f.Parse(args); err != nil {
 		if errors.Is(err, flag.ErrHelp) {
 			fmt.Fprintln(help, "agent directs or observes the gateway beside it and acknowledges to Lameduck's "+
-				"coordinators that it has stopped routing to a pod.\n\nFlags:")
+				"coordinators that it has stopped routing to a pod. agent record --help: write what a gateway "+
+				"answers into an archive.\n\nFlags:")
 			f.SetOutput(help)
 			f.PrintDefaults()
 			return o, err
@@ -146,7 +147,7 @@ func parse(args []string, getenv func(string) string, help io.Writer) (options, 
 			return o, fmt.Errorf("%w: --config %q: %w", cli.ErrUsage, path, err)
 		}
 	case gateway.ObservedKind:
-		if o.nodeName == "" {
+		if onNode(kind) && o.nodeName == "" {
 			return o, fmt.Errorf("%w: --node-name %q: required with a gateway that is observed, or set NODE_NAME",
 				cli.ErrUsage, o.nodeName)
 		}
@@ -164,6 +165,12 @@ func (f *file) read(content []byte, getenv func(string) string) (gateway.Kind, e
 	return kind, err
 }
 
+// onNode reports whether the agent is that of a node, and answers the hooks of its pods. The others
+// are each beside a replica of their gateway.
+func onNode(kind gateway.ObservedKind) bool {
+	return kind.Observe(slog.New(slog.DiscardHandler)).Population() == gateway.Nodes
+}
+
 // complete fills in what is left to the agent.
 func (f *file) complete(kind gateway.Kind) {
 	f.HealthTimeout.Duration = cmp.Or(f.HealthTimeout.Duration, healthTimeout)
@@ -177,7 +184,7 @@ func (f *file) complete(kind gateway.Kind) {
 			f.StateDir = cmp.Or(f.StateDir, kind.StateDir())
 		}
 	case gateway.ObservedKind:
-		if len(f.WaitAddresses) == 0 {
+		if onNode(kind) && len(f.WaitAddresses) == 0 {
 			f.WaitAddresses = []string{defaultWaitAddress}
 		}
 	}
@@ -249,6 +256,10 @@ func (f *file) check() (gateway.Kind, error) {
 		must(len(f.WaitAddresses) == 0, "waitAddresses %q: gateway.%s is directed, and answers no hooks",
 			f.WaitAddresses, key)
 	case gateway.ObservedKind:
+		must(onNode(kind) || len(f.WaitAddresses) == 0, "waitAddresses %q: the agent of gateway.%s is beside a "+
+			"replica, and answers no hooks: the agent on the pod's node does", f.WaitAddresses, key)
+		must(onNode(kind) || f.Coordinators != nil, "coordinators: required with gateway.%s: without them nothing is "+
+			"acknowledged", key)
 		must(f.StateDir == "", "stateDir %q: an agent that only observes has nothing to keep", f.StateDir)
 	}
 	must(owns || f.Health == nil, "health: the agent does not own the pools of gateway.%s, so health checks are not "+

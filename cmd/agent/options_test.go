@@ -33,7 +33,6 @@ gateway:
     - backend: web
       service: shop/web
       port: http
-      owned: true
       lines: ["http-request deny if { path_reg ^/admin(/.*)?$ }", "http-request set-header X-Was $1"]
     - backend: api
       service: shop/api
@@ -121,9 +120,9 @@ func TestBadFieldsAreNamed(t *testing.T) {
 			[]string{"apiVersion", `"lameduck.io/v9"`}},
 		"kind":                       {"AgentConfiguration", "Pod", []string{"kind", `"Pod"`}},
 		"unknown field":              {"kind:", "colour: red\nkind:", []string{`"colour"`}},
-		"unknown field of a backend": {"      owned: true", "      own: true", []string{`"own"`}},
+		"unknown field of a backend": {"      port: http", "      own: true", []string{`"own"`}},
 		"field given twice":          {"kind:", "apiVersion: x\nkind:", []string{`"apiVersion"`}},
-		"type":                       {"owned: true", "owned: perhaps", []string{"owned"}},
+		"type":                       {"port: http", "port: [perhaps]", []string{"port"}},
 		"lag":                        {"1.5s", "soon", []string{"endpointsLag", `"soon"`}},
 		"health timeout":             {"endpointsLag: 1.5s", "healthTimeout: -1s", []string{"healthTimeout", `"-1s"`}},
 		"health timeout, no time": {"endpointsLag: 1.5s", "healthTimeout: soon",
@@ -188,6 +187,42 @@ func TestBadFieldsAreNamed(t *testing.T) {
 			path := write(t, dir, strings.Replace(good, c.old, c.new, 1))
 			mustRefuse(t, []string{"--config", path}, getenv, append(c.want, "--config", path)...)
 		})
+	}
+}
+
+// What is wrong in the file of an agent beside a replica that can only be observed.
+func TestBadFilesOfReplicasAreNamed(t *testing.T) {
+	dir, getenv := environment(t)
+	head := good[:strings.Index(good, "gateway:")]
+	for name, c := range map[string]struct {
+		file string
+		want []string
+	}{
+		"nothing": {head + "gateway: {envoy: {}}", []string{`gateway.envoy.population ""`, `gateway.envoy.admin ""`,
+			"http://127.0.0.1:PORT or unix:///PATH"}},
+		"kernel": {head + "gateway: {kernel: {services: [{service: web}, {service: shop/a, sticky: true}]}}",
+			[]string{"gateway.kernel.podUID", `gateway.kernel.services[0].service "web"`,
+				"gateway.kernel.services[1].sticky"}},
+		"another pod's": {head + "gateway: {traefik: {population: a, admin: 'http://traefik.shop:8080'}}",
+			[]string{`gateway.traefik.admin "http://traefik.shop:8080"`}},
+		"a Service": {head + "gateway: {envoy: {population: a, admin: 'unix:///a', services: [shop/web, web]}}",
+			[]string{`gateway.envoy.services[1].service "web"`}},
+		"health": {head + "gateway: {envoy: {population: a, admin: 'unix:///a'}}\nhealth: {minHealthyPercent: 5}",
+			[]string{"health: ", "gateway.envoy"}},
+		"hooks": {head + "gateway: {traefik: {population: a, admin: 'http://[::1]:1'}}\nwaitAddresses: ['127.0.0.1:1']",
+			[]string{"waitAddresses", "gateway.traefik"}},
+		"no coordinators": {"apiVersion: lameduck.io/v1alpha1\nkind: AgentConfiguration\n" +
+			"gateway: {envoy: {population: a, admin: 'unix:///a'}}", []string{"coordinators", "gateway.envoy"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			mustRefuse(t, []string{"--config", write(t, dir, c.file)}, getenv, c.want...)
+		})
+	}
+	// No node, and no hooks.
+	o, err := parse([]string{"--config", write(t, dir, head+"gateway: {envoy: {population: a, admin: 'unix:///a'}}")},
+		getenv, io.Discard)
+	if err != nil || len(o.file.WaitAddresses) > 0 {
+		t.Errorf("%v, hooks at %v", err, o.file.WaitAddresses)
 	}
 }
 
@@ -260,7 +295,8 @@ func TestHelp(t *testing.T) {
 const nodeFile = `
 apiVersion: lameduck.io/v1alpha1
 kind: AgentConfiguration
-coordinators: {service: lameduck/agents, port: agents, serverName: lameduck, caFile: "${DIR}/ca.crt", tokenFile: "${DIR}/token"}
+coordinators: {service: lameduck/agents, port: agents, serverName: lameduck,
+  caFile: "${DIR}/ca.crt", tokenFile: "${DIR}/token"}
 gateway: {kubeProxy: {}}
 waitAddresses: ["127.0.0.1:9447", "[2001:db8::1]:9447"]
 `

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"bufio"
 	"bytes"
 	"context"
 	"encoding/json"
@@ -263,9 +264,13 @@ type boss struct {
 	changed chan struct{}
 	epoch   int
 	drains  []drain.Open
+	// declared counts the declarations on the last stream.
+	declared int
 	// left counts who has said that it leaves.
 	left int
 	said map[drain.UID]drain.State
+	// streams are those that were opened.
+	streams []net.Conn
 }
 
 func newBoss(t testing.TB, expiry time.Duration) *boss {
@@ -274,6 +279,17 @@ func newBoss(t testing.TB, expiry time.Duration) *boss {
 	b.up()
 	t.Cleanup(b.down)
 	return b
+}
+
+// down closes the streams, too, which are not the server's connections any more.
+func (b *boss) down() {
+	b.server.down()
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	for _, conn := range b.streams {
+		conn.Close()
+	}
+	b.streams = nil
 }
 
 // restarted makes it another life of the replica, which knows of no drain.
@@ -306,7 +322,10 @@ func (b *boss) serve(w http.ResponseWriter, r *http.Request) {
 	switch r.URL.Path {
 	case wire.DeclarationsPath:
 		b.mu.Lock()
-		declared := wire.Declared{Drains: slices.Clone(b.drains)}
+		b.declared++
+		declared := wire.Declared{Declared: b.declared}
+		close(b.changed)
+		b.changed = make(chan struct{})
 		b.mu.Unlock()
 		_ = encoder.Encode(declared)
 	case wire.LeavePath:
@@ -314,50 +333,80 @@ func (b *boss) serve(w http.ResponseWriter, r *http.Request) {
 		b.left++
 		b.mu.Unlock()
 		w.WriteHeader(http.StatusNoContent)
-	case wire.ReportsPath:
-		var posted wire.Reports
-		if err := json.NewDecoder(r.Body).Decode(&posted); err != nil {
-			b.t.Error(err)
-		}
-		b.mu.Lock()
-		for _, report := range posted.Reports {
-			b.said[report.UID] = report.State
-		}
-		b.mu.Unlock()
-		w.WriteHeader(http.StatusNoContent)
 	case wire.StreamPath:
-		send := func(m wire.Message) {
-			_ = encoder.Encode(m)
-			w.(http.Flusher).Flush()
+		conn, buffered, err := http.NewResponseController(w).Hijack()
+		if err != nil {
+			b.t.Error(err)
+			return
 		}
+		defer conn.Close()
+		b.mu.Lock()
+		b.streams = append(b.streams, conn)
+		b.mu.Unlock()
+		fmt.Fprintf(conn, "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: %s\r\n\r\n",
+			wire.Upgrade)
+		ended := make(chan struct{})
+		go func() {
+			defer close(ended)
+			b.read(buffered.Reader)
+		}()
+		send := func(m wire.Message) { _, _ = conn.Write(wire.Append(nil, m)) }
 		b.mu.Lock()
 		expiry := drain.Holder{Replica: "boss", Epoch: fmt.Sprint(b.epoch)}
+		b.declared = 0
 		b.mu.Unlock()
 		send(wire.Message{Type: wire.TypeHello, Hello: &wire.Hello{
 			Protocol: wire.Protocol, Features: wire.Features(), Holder: expiry, Session: 1,
 			HeartbeatMillis: 100, AwayMillis: 1000, ExpiryMillis: b.expiry.Milliseconds(), RenewalMillis: 500,
 		}})
-		sent, synced := 0, false
+		sent, synced := 0, -1
 		for {
 			b.mu.Lock()
-			drains, changed := slices.Clone(b.drains), b.changed
+			drains, declared, changed := slices.Clone(b.drains), b.declared, b.changed
 			b.mu.Unlock()
-			for _, d := range drains[min(sent, len(drains)):] {
-				send(wire.Message{Type: wire.TypeDrain, Drain: &d})
+			if more := drains[min(sent, len(drains)):]; len(more) > 0 {
+				send(wire.Message{Type: wire.TypeDrains, Drains: wire.NewDrains(uint64(len(drains)), more)})
 			}
 			sent = len(drains)
-			if !synced {
-				synced = true
-				send(wire.Message{Type: wire.TypeSynced})
+			if synced != declared {
+				synced = declared
+				send(wire.Message{Type: wire.TypeSynced, Declared: declared})
 			}
 			select {
 			case <-changed:
 			case <-time.After(100 * time.Millisecond):
 				send(wire.Message{Type: wire.TypeHeartbeat})
-			case <-r.Context().Done():
+			case <-ended:
 				return
 			}
 		}
+	}
+}
+
+// read takes in what an agent reports until its stream ends.
+func (b *boss) read(from *bufio.Reader) {
+	for {
+		line, err := from.ReadBytes('\n')
+		if err != nil {
+			return
+		}
+		if wire.IsHealth(line) {
+			continue
+		}
+		var reports wire.Reports
+		if err := json.Unmarshal(line, &reports); err != nil {
+			b.t.Error(err)
+		}
+		b.mu.Lock()
+		if up := reports.UpTo; up != nil {
+			for _, d := range b.drains[:min(up.Revision, uint64(len(b.drains)))] {
+				b.said[d.Pod.UID] = up.State
+			}
+		}
+		for _, report := range reports.Reports {
+			b.said[report.UID] = report.State
+		}
+		b.mu.Unlock()
 	}
 }
 
@@ -407,11 +456,9 @@ var nextHost struct {
 	n int
 }
 
-// newWorld starts HAProxy and n pods, and a client that never stops asking. The agent is started
-// with live.
-func newWorld(t *testing.T, n int, expiry time.Duration) *world {
+// newPods starts n pods.
+func newPods(t *testing.T, n int) *world {
 	t.Helper()
-	path := gatewaytest.LookPath(t, "haproxy")
 	dir, err := os.MkdirTemp("", "ag") // short: it is in a unix socket's address
 	if err != nil {
 		t.Fatal(err)
@@ -441,6 +488,16 @@ func newWorld(t *testing.T, n int, expiry time.Duration) *world {
 		w.pods = append(w.pods, uid)
 		w.list = append(w.list, host+"@"+uid)
 	}
+	return w
+}
+
+// newWorld starts HAProxy and n pods, and a client that never stops asking. The agent is started
+// with live.
+func newWorld(t *testing.T, n int, expiry time.Duration) *world {
+	t.Helper()
+	path := gatewaytest.LookPath(t, "haproxy")
+	w := newPods(t, n)
+	dir := w.dir
 	w.api, w.boss = newAPI(t, w.list...), newBoss(t, expiry)
 
 	w.proxy, w.metrics = agenttest.FreeAddress(t), agenttest.FreeAddress(t)
@@ -467,7 +524,7 @@ gateway:
   haproxy:
     masterSocket: %[1]s/m.sock
     serversFile: %[1]s/servers.cfg
-    backends: [{backend: web, service: shop/web, owned: true, lines: [balance roundrobin]}]
+    backends: [{backend: web, service: shop/web, lines: [balance roundrobin]}]
 `, dir, w.boss.address))
 	w.live()
 	w.haproxy = exec.Command(path, "-W", "-S", filepath.Join(dir, "m.sock"), "-f", filepath.Join(dir, "haproxy.cfg"),

@@ -99,6 +99,40 @@ func TestMergeOfAgents(t *testing.T) {
 	}
 }
 
+// What one coordinator does not wait for is not hidden by another that does, or that has just
+// started.
+func TestLeastCoverage(t *testing.T) {
+	of := func(services, whole, uncovered int) answer[api.Coverage] {
+		return answer[api.Coverage]{said: api.Coverage{Services: services, Whole: whole, Uncovered: uncovered}}
+	}
+	away := answer[api.Coverage]{err: errors.New("away")}
+	for name, c := range map[string]struct {
+		answers []answer[api.Coverage]
+		want    *api.Coverage
+	}{
+		"none answers": {[]answer[api.Coverage]{away}, nil},
+		"one is uncovered": {[]answer[api.Coverage]{of(5, 5, 0), away, of(5, 4, 1)},
+			&api.Coverage{Services: 5, Whole: 4, Uncovered: 1}},
+		"one has started": {[]answer[api.Coverage]{of(0, 0, 0), of(5, 5, 0)}, &api.Coverage{Services: 5, Whole: 5}},
+		"one waits for less": {[]answer[api.Coverage]{of(5, 5, 0), of(5, 3, 0)},
+			&api.Coverage{Services: 5, Whole: 3}},
+	} {
+		if diff := cmp.Diff(c.want, least(c.answers)); diff != "" {
+			t.Errorf("%s: %s", name, diff)
+		}
+	}
+	var out bytes.Buffer
+	writeCoverage(&api.Coverage{Services: 5, Whole: 3, Possible: 1, Uncovered: 2, Error: "list pods",
+		Items: []api.Consumer{{Service: "shop/web", Name: "Ingress shop/front", Kind: "Ingress", Why: "no gateway"}}},
+		false, &out)
+	for _, want := range []string{"Services with pods: 5. Waited for whole: 3; not known: 1; not waited for: 1.",
+		"list pods", "Ingress shop/front", "no gateway", "and 1 more"} {
+		if !strings.Contains(out.String(), want) {
+			t.Errorf("no %q in\n%s", want, &out)
+		}
+	}
+}
+
 func TestWaitsFor(t *testing.T) {
 	d := oneDrain{Drain: drainOf("a", "Unrouting", 0, "one unknown", "two routing", "three removed", "four idle")}
 	d.Reports[0].Connected, d.Reports[1].Suspended = false, true
@@ -237,32 +271,37 @@ func TestAskGoesOnWithoutTheSilent(t *testing.T) {
 	}
 }
 
-// The stream may break and come back; a drain is told of when it changes, and its end once.
+// A drain is told of when it changes, and its end once, also where another coordinator has it for
+// longer, or it was not seen open. What ended before is not told.
 func TestWatch(t *testing.T) {
-	view := func(drains []api.Drain, outcomes ...api.Outcome) string {
-		text, _ := json.Marshal(api.View{At: t0.Add(10 * time.Second), Drains: api.Drains{Items: drains},
-			Outcomes: outcomes})
-		return "event: view\ndata: " + string(text) + "\n\n"
+	view := func(drains []api.Drain, ended ...string) (v api.View) {
+		v = api.View{At: t0.Add(10 * time.Second), Drains: api.Drains{Items: drains}}
+		for _, pod := range ended {
+			v.Outcomes = append(v.Outcomes, api.Outcome{Namespace: "shop", Pod: pod, UID: "uid-" + pod,
+				Reason: "Acknowledged"})
+		}
+		return v
 	}
-	first := []api.Drain{drainOf("a", "Unrouting", 4, "hap routing")}
-	events := view(first) + "event: alive\ndata: {}\n\n" + view(first) + view([]api.Drain{drainOf("a", "Quiescing", 4,
-		"hap removed")}) +
-		view(nil, api.Outcome{Namespace: "shop", Pod: "a", UID: "uid-a", Reason: "Acknowledged"}) + view(nil,
-		api.Outcome{Namespace: "shop", Pod: "a", UID: "uid-a", Reason: "Acknowledged"})
-	ctx, cancel := context.WithCancel(t.Context())
-	streams := 0
-	r := served(t, "one", func(w http.ResponseWriter, r *http.Request) {
-		if r.URL.Path == api.ViewPath {
-			_ = json.NewEncoder(w).Encode(api.View{})
-			return
-		}
-		if streams++; streams > 1 {
-			cancel()
-		}
-		fmt.Fprint(w, events)
-	})
+	routing := []api.Drain{drainOf("a", "Unrouting", 4, "hap routing")}
+	removed := []api.Drain{drainOf("a", "Quiescing", 4, "hap removed")}
 	var out, errs bytes.Buffer
-	if err := watchDrains(ctx, options{timeout: time.Second}, replicas{r}, &out, &errs); err != nil {
+	ctx, cancel := context.WithCancel(t.Context())
+	serve := func(name string, views ...api.View) *replica {
+		return served(t, name, func(w http.ResponseWriter, _ *http.Request) {
+			if len(views) == 0 {
+				cancel()
+				http.Error(w, `{"error":"it is ill"}`, http.StatusInternalServerError)
+				return
+			}
+			_ = json.NewEncoder(w).Encode(views[0])
+			views = views[1:]
+		})
+	}
+	all := replicas{
+		serve("one", view(routing, "old"), view(routing, "old"), view(nil, "a", "old"), view(nil, "b", "a")),
+		serve("two", view(routing), view(removed), view(removed), view(nil, "a"), view(nil, "a", "b")),
+	}
+	if err := watchDrains(ctx, options{timeout: time.Second}, all, &out, &errs); err != nil {
 		t.Fatal(err)
 	}
 	var got []string
@@ -270,15 +309,9 @@ func TestWatch(t *testing.T) {
 		got = append(got, strings.Join(strings.Fields(line), " "))
 	}
 	want := []string{"NAMESPACE POD PHASE AGE WAITS-FOR", "shop a Unrouting 6.0s hap (routing)",
-		"shop a Quiescing 6.0s hap (removed)", "shop a Acknowledged ended"}
-	if diff := cmp.Diff(want, got[:min(len(got), 4)]); diff != "" {
+		"shop a Quiescing 6.0s hap (removed)", "shop a Acknowledged ended", "shop b Acknowledged ended"}
+	if diff := cmp.Diff(want, got); diff != "" {
 		t.Error(diff)
-	}
-	if len(got) > 4 && !strings.Contains(got[4], "Unrouting") { // of the second stream
-		t.Errorf("its end is told twice: %q", got)
-	}
-	if !strings.Contains(errs.String(), "coordinator one ended the stream") {
-		t.Errorf("%q", &errs)
 	}
 }
 
@@ -298,9 +331,9 @@ func TestVersion(t *testing.T) {
 // once, as who was asked last has it; who is well is not mentioned.
 func TestStatusTellsOfBarriersAndHealth(t *testing.T) {
 	now := time.Now()
-	barrier := func(phase string, since time.Duration) api.Barrier {
-		return api.Barrier{Namespace: "shop", Pod: "web-1", UID: "u", Phase: phase, Since: now.Add(-3 * time.Second),
-			PhaseSince: now.Add(-since), Hook: "exec", Waiting: 1, StatedSeconds: 25,
+	barrier := func(phase string, since time.Duration) api.OpenBarrier {
+		return api.OpenBarrier{Namespace: "shop", Pod: "web-1", UID: "u", Phase: phase,
+			Since: now.Add(-3 * time.Second), PhaseSince: now.Add(-since), Hook: "exec", Waiting: 1, StatedSeconds: 25,
 			StatedUntil: now.Add(22 * time.Second),
 			Reports: []api.AgentReport{{Agent: "lameduck-node/b", State: "routing", Connected: true},
 				{Agent: "lameduck-node/a", State: "idle", Connected: true}}}
@@ -315,9 +348,9 @@ func TestStatusTellsOfBarriersAndHealth(t *testing.T) {
 	}
 	w := merge([]answer[api.View]{
 		{replica: &replica{name: "a"}, said: api.View{At: now,
-			Barriers: api.Barriers{Items: []api.Barrier{barrier("Released", 3*time.Second)}}}},
+			Barriers: api.Barriers{Items: []api.OpenBarrier{barrier("Released", 3*time.Second)}}}},
 		{replica: &replica{name: "b"}, said: api.View{At: now,
-			Barriers: api.Barriers{Items: []api.Barrier{barrier("Unrouting", time.Second)}, Missing: 25,
+			Barriers: api.Barriers{Items: []api.OpenBarrier{barrier("Unrouting", time.Second)}, Missing: 25,
 				MissingPods: strings.Fields("shop/a shop/b shop/c shop/d")},
 			TargetHealth: api.TargetHealth{Agents: 3,
 				Services: []api.ServiceHealth{service("api", 1, 2), service("web", 0, 1), service("well", 0, 0)}}}},

@@ -25,7 +25,6 @@ func main() {
 
 var errUsage, errPrinted = cli.ErrUsage, cli.ErrPrinted
 
-// run is the whole program.
 func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	o, err := parse(args, stdout)
 	if err != nil {

@@ -20,13 +20,16 @@ type whole struct {
 	// Propagation is each coordinator's own: quantiles cannot be joined.
 	Propagation []onePropagation `json:"propagation"`
 	// Barriers are the pods that wait to be told to stop, the oldest first.
-	Barriers []api.Barrier `json:"barriers"`
+	Barriers []api.OpenBarrier `json:"barriers"`
 	// BarrierMissing is how many pods ask for the barrier and were created without it,
 	// BarrierMissingPods the first of them.
 	BarrierMissing     int      `json:"barrierMissing"`
 	BarrierMissingPods []string `json:"barrierMissingPods"`
 	// TargetHealth is that of the coordinator that most agents tell: each tells all of them.
 	TargetHealth api.TargetHealth `json:"targetHealth"`
+	// Coverage is that of the coordinator that calls the fewest Services waited for. Null: none
+	// answered.
+	Coverage *api.Coverage `json:"coverage"`
 }
 
 // coordinator is one replica, and whether it answered.
@@ -64,13 +67,11 @@ type oneAgent struct {
 	ConnectedTo []string `json:"connectedTo"`
 }
 
-// oneOutcome is how a drain ended on one coordinator.
 type oneOutcome struct {
 	api.Outcome
 	Coordinator string `json:"coordinator"`
 }
 
-// onePropagation is what one coordinator measured.
 type onePropagation struct {
 	api.Propagation
 	Coordinator string `json:"coordinator"`
@@ -87,10 +88,9 @@ var (
 // far is where name stands in the order; what is not known comes first, so that it is shown.
 func far(order []string, name string) int { return slices.Index(order, name) }
 
-// merge joins the coordinators' views.
 func merge(answers []answer[api.View]) whole {
 	w := whole{Coordinators: []coordinator{}, Drains: []oneDrain{}, Agents: []oneAgent{}, Outcomes: []oneOutcome{},
-		Propagation: []onePropagation{}, Barriers: []api.Barrier{}, BarrierMissingPods: []string{},
+		Propagation: []onePropagation{}, Barriers: []api.OpenBarrier{}, BarrierMissingPods: []string{},
 		TargetHealth: api.TargetHealth{Services: []api.ServiceHealth{}}}
 	drains, agents := map[string]*oneDrain{}, map[string]*oneAgent{}
 	for _, a := range answers {
@@ -129,7 +129,7 @@ func merge(answers []answer[api.View]) whole {
 		for _, b := range v.Barriers.Items {
 			// Who asks again asks another coordinator only if the first is away: the later word is
 			// the one that counts.
-			if i := slices.IndexFunc(w.Barriers, func(had api.Barrier) bool { return had.UID == b.UID }); i < 0 {
+			if i := slices.IndexFunc(w.Barriers, func(had api.OpenBarrier) bool { return had.UID == b.UID }); i < 0 {
 				w.Barriers = append(w.Barriers, b)
 			} else if b.PhaseSince.After(w.Barriers[i].PhaseSince) {
 				w.Barriers[i] = b
@@ -154,7 +154,7 @@ func merge(answers []answer[api.View]) whole {
 	slices.SortFunc(w.Drains, func(a, b oneDrain) int {
 		return cmp.Or(-cmp.Compare(a.AgeSeconds, b.AgeSeconds), cmp.Compare(a.UID, b.UID))
 	})
-	slices.SortFunc(w.Barriers, func(a, b api.Barrier) int {
+	slices.SortFunc(w.Barriers, func(a, b api.OpenBarrier) int {
 		return cmp.Or(a.Since.Compare(b.Since), cmp.Compare(a.UID, b.UID))
 	})
 	slices.SortFunc(w.Agents, func(a, b oneAgent) int {
@@ -199,7 +199,6 @@ func (g *oneAgent) join(other oneAgent) {
 	g.ConnectedTo = connected
 }
 
-// in leaves what is of a namespace. Empty: all.
 func in(drains []oneDrain, namespace string) []oneDrain {
 	if namespace == "" {
 		return drains

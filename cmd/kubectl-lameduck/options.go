@@ -27,7 +27,6 @@ It reaches the coordinators through the API server (pods/portforward), asks all 
 Flags:
 `
 
-// options are the command line, checked.
 type options struct {
 	command string
 	pod     string

@@ -36,7 +36,6 @@ type replica struct {
 	close func()
 }
 
-// replicas are the coordinators that were found.
 type replicas []*replica
 
 func (all replicas) close() {
@@ -101,7 +100,7 @@ func reach(o options, kube kubernetes.Interface, pod *corev1.Pod) *replica {
 	}
 	url := kube.CoreV1().RESTClient().Post().Resource("pods").Namespace(pod.Namespace).Name(pod.Name).SubResource(
 		"portforward").URL()
-	t := &tunnel{port: port, dial: func() (httpstream.Connection, error) {
+	dial := func() (httpstream.Connection, error) {
 		transport, upgrader, err := spdy.RoundTripperFor(o.config)
 		if err != nil {
 			return nil, err
@@ -117,116 +116,74 @@ func reach(o options, kube kubernetes.Interface, pod *corev1.Pod) *replica {
 			return httpstream.IsUpgradeFailure(err) || httpstream.IsHTTPSProxyError(err)
 		}).Dial(portforward.PortForwardProtocolV1Name)
 		return conn, err
-	}}
-	transport := &http.Transport{DialContext: t.connect, DisableCompression: true}
-	r.http = &http.Client{Transport: transport}
-	r.close = func() {
-		transport.CloseIdleConnections()
-		t.close()
 	}
+	transport := &http.Transport{DisableCompression: true}
+	transport.DialContext = func(ctx context.Context, _, _ string) (net.Conn, error) { return forward(ctx, dial, port) }
+	r.http, r.close = &http.Client{Transport: transport}, transport.CloseIdleConnections
 	return r
 }
 
-// tunnel is a connection to a pod's port forwarding, made when it is needed first, and again when
-// it has broken.
-type tunnel struct {
-	port int
-	dial func() (httpstream.Connection, error)
-
-	mu   sync.Mutex
-	conn httpstream.Connection
-	next int
-}
-
-func (t *tunnel) close() {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	if t.conn != nil {
-		_ = t.conn.Close()
-		t.conn = nil
-	}
-}
-
-// open returns the connection, and a number for a new pair of streams on it.
-func (t *tunnel) open() (httpstream.Connection, int, error) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	if t.conn != nil {
-		select {
-		case <-t.conn.CloseChan():
-			t.conn = nil
-		default:
-		}
-	}
-	if t.conn == nil {
-		conn, err := t.dial()
-		if err != nil {
-			return nil, 0, err
-		}
-		t.conn = conn
-	}
-	t.next++
-	return t.conn, t.next, nil
-}
-
-// connect opens a connection to the port. Nothing listens on this machine for it, where others
-// could come in too.
-func (t *tunnel) connect(ctx context.Context, _, _ string) (net.Conn, error) {
+// forward opens a connection to a port of the pod that dial leads to. Nothing listens on this
+// machine for it, where others could come in too.
+func forward(ctx context.Context, dial func() (httpstream.Connection, error), port int) (net.Conn, error) {
 	type opened struct {
 		conn net.Conn
 		err  error
 	}
 	done := make(chan opened, 1)
 	go func() {
-		conn, err := t.pair()
+		of, err := dial()
+		if err != nil {
+			done <- opened{err: err}
+			return
+		}
+		conn, err := streams(of, port)
+		if err != nil {
+			_ = of.Close()
+			err = fmt.Errorf("open a stream to the pod: %w", err)
+		}
 		done <- opened{conn, err}
 	}()
 	select {
 	case o := <-done:
 		return o.conn, o.err
 	case <-ctx.Done():
-		// What is being opened ends with the tunnel.
-		return nil, ctx.Err()
+		return nil, ctx.Err() // what is being opened ends with the program
 	}
 }
 
-func (t *tunnel) pair() (net.Conn, error) {
-	of, number, err := t.open()
-	if err != nil {
-		return nil, err
-	}
+func streams(of httpstream.Connection, port int) (net.Conn, error) {
 	headers := http.Header{}
 	headers.Set(corev1.StreamType, corev1.StreamTypeError)
-	headers.Set(corev1.PortHeader, strconv.Itoa(t.port))
-	headers.Set(corev1.PortForwardRequestIDHeader, strconv.Itoa(number))
+	headers.Set(corev1.PortHeader, strconv.Itoa(port))
+	headers.Set(corev1.PortForwardRequestIDHeader, "1")
 	errorStream, err := of.CreateStream(headers)
 	if err != nil {
-		return nil, fmt.Errorf("open a stream to the pod: %w", err)
+		return nil, err
 	}
 	errorStream.Close() // nothing is written to it
 	headers.Set(corev1.StreamType, corev1.StreamTypeData)
 	data, err := of.CreateStream(headers)
 	if err != nil {
-		return nil, fmt.Errorf("open a stream to the pod: %w", err)
+		return nil, err
 	}
-	c := &forwarded{Stream: data, of: of, errorStream: errorStream, failed: make(chan error, 1)}
+	c := &forwarded{Stream: data, of: of, failed: make(chan error, 1)}
 	go func() {
 		text, _ := io.ReadAll(errorStream)
 		if len(text) > 0 {
 			c.failed <- errors.New(strings.TrimSpace(string(text)))
-			_ = data.Reset() // whoever reads will be told why
+			_ = data.Reset() // the reader then asks why
 		}
 		close(c.failed)
 	}()
 	return c, nil
 }
 
-// forwarded is a connection through a tunnel. It has no deadlines; whoever waits closes it.
+// forwarded is a connection to a pod's port. It has no deadlines: net/http closes it.
 type forwarded struct {
 	httpstream.Stream
-	of          httpstream.Connection
-	errorStream httpstream.Stream
-	failed      chan error
+	of     httpstream.Connection
+	failed chan error
 }
 
 func (f *forwarded) Read(into []byte) (int, error) {
@@ -243,11 +200,7 @@ func (f *forwarded) Read(into []byte) (int, error) {
 	return n, err
 }
 
-func (f *forwarded) Close() error {
-	err := f.Stream.Reset()
-	f.of.RemoveStreams(f.Stream, f.errorStream)
-	return err
-}
+func (f *forwarded) Close() error { return f.of.Close() }
 
 func (*forwarded) LocalAddr() net.Addr              { return &net.TCPAddr{} }
 func (*forwarded) RemoteAddr() net.Addr             { return &net.TCPAddr{} }
@@ -258,26 +211,30 @@ func (*forwarded) SetWriteDeadline(time.Time) error { return nil }
 // errNotFound is what a coordinator answers of a pod that it does not know.
 var errNotFound = errors.New("not found")
 
-// get asks one coordinator. The answer is the caller's to close.
-func (r *replica) get(ctx context.Context, path string) (*http.Response, error) {
+// get asks one coordinator, and decodes the answer into what it is to be.
+func (r *replica) get(ctx context.Context, path string, into any) error {
 	request, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://localhost"+path, nil)
 	if err != nil {
-		return nil, err
+		return err
 	}
 	response, err := r.http.Do(request)
 	if err != nil {
-		return nil, r.fault(err)
-	}
-	if response.StatusCode == http.StatusOK {
-		return response, nil
+		return r.fault(err)
 	}
 	defer response.Body.Close()
-	said := api.Error{Error: response.Status}
-	_ = json.NewDecoder(io.LimitReader(response.Body, mostAnswer)).Decode(&said)
-	if response.StatusCode == http.StatusNotFound && strings.HasPrefix(path, api.ExplainPath) {
-		return nil, fmt.Errorf("%w: %s", errNotFound, said.Error)
+	body := json.NewDecoder(io.LimitReader(response.Body, mostAnswer))
+	if response.StatusCode == http.StatusOK {
+		if err := body.Decode(into); err != nil {
+			return fmt.Errorf("read the answer of coordinator %s: %w", r.name, err)
+		}
+		return nil
 	}
-	return nil, fmt.Errorf("coordinator %s: %s", r.name, said.Error)
+	said := api.Error{Error: response.Status}
+	_ = body.Decode(&said)
+	if response.StatusCode == http.StatusNotFound && strings.HasPrefix(path, api.ExplainPath) {
+		return fmt.Errorf("%w: %s", errNotFound, said.Error)
+	}
+	return fmt.Errorf("coordinator %s: %s", r.name, said.Error)
 }
 
 // fault words why a coordinator could not be reached, so that operators know what to do.
@@ -295,7 +252,6 @@ func (r *replica) fault(err error) error {
 	}
 }
 
-// answer is what one coordinator said.
 type answer[T any] struct {
 	replica *replica
 	said    T
@@ -311,16 +267,8 @@ func ask[T any](ctx context.Context, o options, all replicas, path string) ([]an
 	var asked sync.WaitGroup
 	for i, r := range all {
 		asked.Go(func() {
-			a := answer[T]{replica: r}
-			response, err := r.get(ctx, path)
-			if err == nil {
-				defer response.Body.Close()
-				if err = json.NewDecoder(io.LimitReader(response.Body, mostAnswer)).Decode(&a.said); err != nil {
-					err = fmt.Errorf("read the answer of coordinator %s: %w", r.name, err)
-				}
-			}
-			a.err = err
-			answers[i] = a
+			answers[i].replica = r
+			answers[i].err = r.get(ctx, path, &answers[i].said)
 		})
 	}
 	asked.Wait()

@@ -1,13 +1,12 @@
 package main
 
 import (
-	"bufio"
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
-	"maps"
 	"slices"
 	"strconv"
 	"strings"
@@ -15,6 +14,7 @@ import (
 	"text/tabwriter"
 	"time"
 
+	"k8s.io/apimachinery/pkg/util/duration"
 	"sigs.k8s.io/yaml"
 
 	"github.com/lameduck-io/lameduck/internal/dashboard/api"
@@ -24,20 +24,10 @@ func count(n int) string { return strconv.Itoa(n) }
 
 // seconds words a time as kubectl does, but for what is short.
 func seconds(s float64) string {
-	switch {
-	case s < 0:
-		return "0s"
-	case s < 10:
-		return fmt.Sprintf("%.1fs", s)
-	case s < 120:
-		return fmt.Sprintf("%.0fs", s)
-	case s < 7200:
-		return fmt.Sprintf("%.0fm", s/60)
-	case s < 48*3600:
-		return fmt.Sprintf("%.0fh", s/3600)
-	default:
-		return fmt.Sprintf("%.0fd", s/86400)
+	if s < 10 {
+		return fmt.Sprintf("%.1fs", max(0, s))
 	}
+	return duration.HumanDuration(time.Duration(s * float64(time.Second)))
 }
 
 // encode writes v as the options say. It reports false if they want a table.
@@ -57,7 +47,6 @@ func encode(o options, v any, out io.Writer) (bool, error) {
 	return false, nil
 }
 
-// table writes rows under a head, in columns.
 func table(out io.Writer, head string, rows [][]string) {
 	w := tabwriter.NewWriter(out, 0, 0, 3, ' ', 0)
 	fmt.Fprintln(w, strings.ReplaceAll(head, " ", "\t"))
@@ -73,11 +62,16 @@ func table(out io.Writer, head string, rows [][]string) {
 }
 
 func status(ctx context.Context, o options, all replicas, out, stderr io.Writer) error {
+	var covers []answer[api.Coverage]
+	var asked sync.WaitGroup
+	asked.Go(func() { covers, _ = ask[api.Coverage](ctx, o, all, api.CoveragePath) }) // none answered: it says so
 	answers, err := ask[api.View](ctx, o, all, api.ViewPath)
 	if err != nil {
 		return err
 	}
+	asked.Wait()
 	w := merge(answers)
+	w.Coverage = least(covers)
 	w.Drains = in(w.Drains, o.namespace)
 	if done, err := encode(o, w, out); done {
 		return err
@@ -89,6 +83,10 @@ func status(ctx context.Context, o options, all replicas, out, stderr io.Writer)
 
 // outcomesShown is how many outcomes status lists if not everything is asked for.
 const outcomesShown = 5
+
+// gapsShown is how many consumers that are not waited for status lists if not everything is asked
+// for.
+const gapsShown = 10
 
 // missingShown is how many pods without the barrier are named if not everything is asked for.
 const missingShown = 3
@@ -161,6 +159,7 @@ func writeStatus(w whole, wide bool, out io.Writer) {
 		fmt.Fprintln(out, ". They stop without waiting until they are created again.")
 	}
 	writeHealth(w.TargetHealth, wide, out)
+	writeCoverage(w.Coverage, wide, out)
 	shown := w.Outcomes
 	title := "Last outcomes:"
 	if !wide {
@@ -176,21 +175,14 @@ func writeStatus(w whole, wide bool, out io.Writer) {
 	fmt.Fprintf(out, "\n%s\n", title)
 	rows = nil
 	for _, o := range shown {
-		took := ""
-		if o.TookSeconds != nil {
-			took = milliseconds(*o.TookSeconds)
-		}
-		why := o.Message
-		if why == "" {
-			why = strings.Join(o.Silent, ", ")
-		}
-		rows = append(rows, []string{seconds(now.Sub(o.At).Seconds()), o.Namespace + "/" + o.Pod, o.Reason, took, why})
+		rows = append(rows, []string{seconds(now.Sub(o.At).Seconds()), o.Namespace + "/" + o.Pod, o.Reason, o.took(),
+			cmp.Or(o.Message, strings.Join(o.Silent, ", "))})
 	}
 	table(out, "AGO POD REASON WAITED WHY", rows)
 }
 
 // writeBarriers tells who waits to be told to stop. Nobody: nothing.
-func writeBarriers(all []api.Barrier, now time.Time, out io.Writer) {
+func writeBarriers(all []api.OpenBarrier, now time.Time, out io.Writer) {
 	var rows [][]string
 	for _, b := range all {
 		d := oneDrain{Drain: api.Drain{Phase: b.Phase, Reason: b.Reason, Reports: b.Reports, Waiting: b.Waiting}}
@@ -230,11 +222,7 @@ func writeHealth(h api.TargetHealth, wide bool, out io.Writer) {
 			row[3] = fmt.Sprintf("%d/%d", g.Usable+g.Unknown, g.Usable+g.Unknown+g.Unhealthy+g.Excluded+g.Doubtful)
 			var bad []string
 			for _, t := range g.Targets {
-				name := t.Pod
-				if name == "" {
-					name = t.Address
-				}
-				bad = append(bad, strings.TrimSuffix(name+" ("+t.Last+")", " ()"))
+				bad = append(bad, strings.TrimSuffix(cmp.Or(t.Pod, t.Address)+" ("+t.Last+")", " ()"))
 			}
 			row[4] = strings.Join(bad, ", ")
 		}
@@ -246,11 +234,59 @@ func writeHealth(h api.TargetHealth, wide bool, out io.Writer) {
 	}
 }
 
+// least returns what the coordinator says that calls the fewest Services waited for: deletions wait
+// for all coordinators, and each reads the same cluster.
+func least(answers []answer[api.Coverage]) (worst *api.Coverage) {
+	for i := range answers {
+		a := &answers[i]
+		if a.err == nil && (worst == nil || cmp.Or(cmp.Compare(worst.Uncovered, a.said.Uncovered),
+			cmp.Compare(worst.Services, a.said.Services), cmp.Compare(a.said.Whole, worst.Whole)) < 0) {
+			worst = &a.said
+		}
+	}
+	return worst
+}
+
+// writeCoverage prints how many Services are waited for, and which are not.
+func writeCoverage(c *api.Coverage, wide bool, out io.Writer) {
+	if c == nil {
+		fmt.Fprintln(out, "\nNo coordinator answered which Services are waited for.")
+		return
+	}
+	fmt.Fprintf(out, "\nServices with pods: %d. Waited for whole: %d; not known: %d; not waited for: %d.\n", c.Services,
+		c.Whole, c.Possible, c.Services-c.Whole-c.Possible)
+	if c.Error != "" {
+		fmt.Fprintln(out, "Not all could be read:", c.Error)
+	}
+	shown := c.Items
+	if !wide {
+		shown = shown[:min(len(shown), gapsShown)]
+	}
+	var rows [][]string
+	for _, i := range shown {
+		rows = append(rows, []string{i.Service, i.Name, i.Why})
+	}
+	if len(rows) > 0 {
+		table(out, "SERVICE ROUTED-BY NOT-WAITED-FOR-BECAUSE", rows)
+	}
+	if more := c.Uncovered - len(rows); more > 0 {
+		fmt.Fprintf(out, "and %d more\n", more)
+	}
+}
+
 func milliseconds(s float64) string {
 	if s < 1 {
 		return fmt.Sprintf("%.0fms", s*1000)
 	}
 	return seconds(s)
+}
+
+// took is how long the drain lasted, if there was one.
+func (o oneOutcome) took() string {
+	if o.TookSeconds == nil {
+		return ""
+	}
+	return milliseconds(*o.TookSeconds)
 }
 
 func drains(ctx context.Context, o options, all replicas, out, stderr io.Writer) error {
@@ -271,28 +307,19 @@ func drains(ctx context.Context, o options, all replicas, out, stderr io.Writer)
 	return nil
 }
 
-const drainsHead, drainsWide = "NAMESPACE POD PHASE AGE REMAINING WAITS-FOR", " OWED COORDINATORS UID"
-
-func drainRow(d oneDrain, wide bool) []string {
-	most := 2
-	if wide {
-		most = 20
-	}
-	row := []string{d.Namespace, d.Pod, d.Phase, seconds(d.AgeSeconds), seconds(d.RemainingSeconds), d.waitsFor(most)}
-	if wide {
-		row = append(row, count(d.Owed), strings.Join(d.Coordinators, ","), d.UID)
-	}
-	return row
-}
-
 func writeDrains(list []oneDrain, wide bool, out io.Writer) {
+	head, named := "NAMESPACE POD PHASE AGE REMAINING WAITS-FOR", 2
+	if wide {
+		head, named = head+" OWED COORDINATORS UID", 20
+	}
 	var rows [][]string
 	for _, d := range list {
-		rows = append(rows, drainRow(d, wide))
-	}
-	head := drainsHead
-	if wide {
-		head += drainsWide
+		row := []string{d.Namespace, d.Pod, d.Phase, seconds(d.AgeSeconds), seconds(d.RemainingSeconds),
+			d.waitsFor(named)}
+		if wide {
+			row = append(row, count(d.Owed), strings.Join(d.Coordinators, ","), d.UID)
+		}
+		rows = append(rows, row)
 	}
 	table(out, head, rows)
 }
@@ -437,10 +464,7 @@ func writeExplanation(x explained, out io.Writer) {
 				fmt.Fprintf(out, "  and %d more\n", len(x.Gates)-i)
 				break
 			}
-			what := g.Gateway
-			if what == "" {
-				what = "gateway"
-			}
+			what := cmp.Or(g.Gateway, "gateway")
 			if g.Node != "" {
 				what += " on " + g.Node
 			}
@@ -448,6 +472,13 @@ func writeExplanation(x explained, out io.Writer) {
 		}
 	}
 	writeBarrier(x.Barrier, out)
+	if len(x.Consumers) > 0 {
+		fmt.Fprintln(out, "\nRouted by:")
+		for _, c := range x.Consumers {
+			fmt.Fprintf(out, "  %s (%s), for %s: %s\n", c.Name, c.Kind, c.Service,
+				strings.TrimSuffix(c.State+", "+c.Why, ", "))
+		}
+	}
 	if len(x.Uncovered) > 0 {
 		fmt.Fprintln(out, "\nNot covered:")
 		for _, u := range x.Uncovered {
@@ -459,176 +490,71 @@ func writeExplanation(x explained, out io.Writer) {
 	}
 }
 
-// watchRetry is how long after the end of a stream the next try is made.
-const watchRetry = 2 * time.Second
+// watchEvery is how often --watch asks.
+const watchEvery = 500 * time.Millisecond
 
-// watchDrains prints a line for each drain and each time that one enters another phase or waits for
-// others, and how it ended, until ctx is done. Coordinators that come later are not asked.
-func watchDrains(ctx context.Context, o options, all replicas, out, stderr io.Writer) error {
-	// Whoever is not reached at all ends it, so that a missing right is said once and at once.
-	if _, err := ask[api.View](ctx, o, all, api.ViewPath); err != nil {
-		return err
-	}
-	w := &watcher{o: o, out: out, views: map[string]answer[api.View]{}, shown: map[string]string{}}
-	ctx, cancel := context.WithCancel(ctx)
-	defer cancel()
-	var following sync.WaitGroup
-	var once sync.Once
-	var failed error
-	for _, r := range all {
-		following.Go(func() {
-			for ctx.Err() == nil {
-				err := r.follow(ctx, func(v api.View) {
-					if err := w.take(answer[api.View]{replica: r, said: v}); err != nil {
-						once.Do(func() { failed = err })
-						cancel() // nobody reads any more
-					}
-				})
-				if ctx.Err() == nil {
-					fmt.Fprintln(stderr, "warning: coordinator", r.name, "ended the stream:", err)
-					w.drop(r)
-				}
-				select {
-				case <-ctx.Done():
-				case <-time.After(watchRetry):
-				}
-			}
-		})
-	}
-	following.Wait()
-	return failed
-}
-
-// watcher prints what changes.
-type watcher struct {
-	o   options
-	out io.Writer
-
-	mu    sync.Mutex
-	views map[string]answer[api.View]
-	// shown is what was printed of each drain last.
-	shown map[string]string
-	begun bool
-}
-
-// drop forgets what a coordinator said.
-func (w *watcher) drop(r *replica) {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	delete(w.views, r.name)
-}
-
-func (w *watcher) take(a answer[api.View]) error {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	w.views[a.replica.name] = a
-	var answers []answer[api.View]
-	for _, name := range slices.Sorted(maps.Keys(w.views)) {
-		answers = append(answers, w.views[name])
-	}
-	all := merge(answers)
-	open := map[string]bool{}
-	var rows []event
-	for _, d := range in(all.Drains, w.o.namespace) {
-		open[d.UID] = true
-		sign := d.Phase + " " + d.waitsFor(20)
-		if w.shown[d.UID] != sign {
-			w.shown[d.UID] = sign
-			rows = append(rows, event{"drain", d})
-		}
-	}
-	for uid := range w.shown {
-		if open[uid] {
-			continue
-		}
-		delete(w.shown, uid)
-		if i := slices.IndexFunc(all.Outcomes, func(o oneOutcome) bool {
-			return o.UID == uid && o.Gate != "barrier"
-		}); i >= 0 {
-			rows = append(rows, event{"outcome", all.Outcomes[i]})
-		}
-	}
-	return w.print(rows)
-}
-
-// event is one line of --watch.
+// event is a drain that began, or that is in another phase or waits for others, or how one ended.
 type event struct {
 	Type   string `json:"type"`
 	Object any    `json:"object"`
 }
 
-func (w *watcher) print(events []event) error {
-	var text strings.Builder
-	if w.o.output == "json" {
+// watchDrains prints events until ctx is done. Coordinators that come later are not asked.
+func watchDrains(ctx context.Context, o options, all replicas, out, stderr io.Writer) error {
+	const line = "%-20s %-44s %-14s %-7s %s\n"
+	shown, ended := map[string]string{}, map[string]bool{}
+	silent := ""
+	for first := true; ; first = false {
+		answers, err := ask[api.View](ctx, o, all, api.ViewPath)
+		if first && err != nil {
+			return err
+		}
+		var trouble strings.Builder
+		if complain(answers, &trouble); trouble.String() != silent && ctx.Err() == nil {
+			silent = trouble.String()
+			fmt.Fprint(stderr, silent)
+		}
+		if first && o.output != "json" {
+			fmt.Fprintf(out, line, "NAMESPACE", "POD", "PHASE", "AGE", "WAITS-FOR")
+		}
+		w := merge(answers)
+		var events []event
+		open := map[string]bool{}
+		for _, d := range in(w.Drains, o.namespace) {
+			open[d.UID], ended[d.UID] = true, false
+			if sign := d.Phase + " " + d.waitsFor(20); shown[d.UID] != sign {
+				shown[d.UID] = sign
+				events = append(events, event{"drain", d})
+			}
+		}
+		for _, e := range w.Outcomes {
+			if e.Gate == "barrier" || open[e.UID] || ended[e.UID] || o.namespace != "" && e.Namespace != o.namespace {
+				continue
+			}
+			ended[e.UID] = true
+			delete(shown, e.UID)
+			if !first { // of earlier ones only status tells
+				events = append(events, event{"outcome", e})
+			}
+		}
 		for _, e := range events {
-			line, err := json.Marshal(e)
+			if o.output == "json" {
+				err = json.NewEncoder(out).Encode(e)
+			} else if d, ok := e.Object.(oneDrain); ok {
+				_, err = fmt.Fprintf(out, line, d.Namespace, d.Pod, d.Phase, seconds(d.AgeSeconds), d.waitsFor(2))
+			} else {
+				d := e.Object.(oneOutcome)
+				_, err = fmt.Fprintf(out, line, d.Namespace, d.Pod, d.Reason, d.took(),
+					strings.Join(append([]string{"ended"}, d.Silent...), " "))
+			}
 			if err != nil {
-				return err
-			}
-			text.Write(append(line, '\n'))
-		}
-	} else {
-		wide := w.o.output == "wide"
-		if !w.begun {
-			w.begun = true
-			fmt.Fprintf(&text, "%-20s %-44s %-14s %-7s %s\n", "NAMESPACE", "POD", "PHASE", "AGE", "WAITS-FOR")
-		}
-		for _, e := range events {
-			switch is := e.Object.(type) {
-			case oneDrain:
-				most := 2
-				if wide {
-					most = 20
-				}
-				fmt.Fprintf(&text, "%-20s %-44s %-14s %-7s %s\n", is.Namespace, is.Pod, is.Phase,
-					seconds(is.AgeSeconds), is.waitsFor(most))
-			case oneOutcome:
-				took := ""
-				if is.TookSeconds != nil {
-					took = milliseconds(*is.TookSeconds)
-				}
-				fmt.Fprintf(&text, "%-20s %-44s %-14s %-7s %s\n", is.Namespace, is.Pod, is.Reason, took,
-					strings.Join(append([]string{"ended"}, is.Silent...), " "))
+				return err // the reader has gone
 			}
 		}
-	}
-	_, err := io.WriteString(w.out, text.String())
-	return err
-}
-
-// follow reads the stream of events until it ends.
-func (r *replica) follow(ctx context.Context, take func(api.View)) error {
-	ctx, cancel := context.WithCancelCause(ctx)
-	defer cancel(nil)
-	// A coordinator says something every 2 s.
-	silent := time.AfterFunc(3*watchRetry, func() { cancel(errors.New("it says nothing any more")) })
-	defer silent.Stop()
-	response, err := r.get(ctx, api.EventsPath)
-	if err != nil {
-		return err
-	}
-	defer response.Body.Close()
-	lines := bufio.NewScanner(response.Body)
-	lines.Buffer(nil, mostAnswer)
-	view := false
-	for lines.Scan() {
-		silent.Reset(3 * watchRetry)
-		if name, ok := strings.CutPrefix(lines.Text(), "event: "); ok {
-			view = name == "view"
-		}
-		if data, ok := strings.CutPrefix(lines.Text(), "data: "); ok && view {
-			var v api.View
-			if err := json.Unmarshal([]byte(data), &v); err != nil {
-				return fmt.Errorf("read an event: %w", err)
-			}
-			take(v)
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-time.After(watchEvery):
 		}
 	}
-	if err := context.Cause(ctx); err != nil {
-		return err
-	}
-	if err := lines.Err(); err != nil {
-		return err
-	}
-	return io.EOF
 }

@@ -3,7 +3,8 @@
 // it is one static file, needs nothing there, and takes little of their memory: no TLS, no HTTP
 // library.
 //
-//	lameduck-wait --agent='$(LAMEDUCK_HOST_IP):9447' --id=ID --container=NAME --bound=30s [--sleep=5s | --http-get=URL | -- COMMAND...]
+//	lameduck-wait --agent='$(LAMEDUCK_HOST_IP):9447' --id=ID --container=NAME --bound=30s
+//	    [--sleep=5s | --http-get=URL | -- COMMAND...]
 //	lameduck-wait --install PATH
 //	lameduck-wait --version
 //
@@ -37,7 +38,6 @@ const (
 	exitUsage  = 2
 )
 
-// errPrinted ends a program that was asked for its version alone.
 var errPrinted = errors.New("printed")
 
 // run is the whole program. It returns its exit code. What it writes the kubelet shows in an Event

@@ -13,7 +13,6 @@ import (
 	"github.com/lameduck-io/lameduck/internal/version"
 )
 
-// options are the command line, checked.
 type options struct {
 	agent     string // host:port
 	id        string

@@ -70,7 +70,6 @@ func get(ctx context.Context, to target, headers []string, dial time.Duration) (
 	return read(conn)
 }
 
-// has reports whether headers name the header of line.
 func has(headers []string, line string) bool {
 	name, _, _ := strings.Cut(line, ":")
 	for _, h := range headers {
@@ -129,7 +128,7 @@ func install(program, path string) error {
 	if err != nil {
 		return fmt.Errorf("install: %w", err)
 	}
-	defer os.Remove(out.Name()) // which is gone by then if all went well
+	defer func() { _ = os.Remove(out.Name()) }() // which is gone by then if all went well
 	_, err = io.Copy(out, in)
 	if err := errors.Join(err, out.Chmod(0o755), out.Close()); err != nil {
 		return fmt.Errorf("install to %s: %w", path, err)

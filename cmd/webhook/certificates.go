@@ -36,14 +36,14 @@ type servingTLS struct {
 // has a keeper for the rest.
 func newServingTLS(o options, kube kubernetes.Interface, metrics *admission.Metrics, registry *prometheus.Registry,
 	log *slog.Logger) (*servingTLS, error) {
-	conf := o.certificates
+	conf := o.Certificates
 	p := &servingTLS{ready: func() error { return nil }}
 	tasks := []serve.Task{}
 	made := certs.Options{
 		Kube: kube, Namespace: o.namespace, Secret: conf.Secret, ConfigMap: conf.ConfigMap,
 		WebhookConfiguration: conf.WebhookConfiguration,
-		// Every Service of the namespace: that of each entry of the webhook configuration, however
-		// many there are, and that of the agents.
+		// Every Service of the namespace: those of the webhook configuration's entries and that of
+		// the agents.
 		Names: append([]string{"*." + o.namespace + ".svc"}, conf.Names...),
 		Times: certs.Times{RotateEvery: conf.RotateEvery.Duration, Overlap: conf.Overlap.Duration}, Log: log,
 	}
@@ -108,20 +108,10 @@ func newServingTLS(o options, kube kubernetes.Interface, metrics *admission.Metr
 	return p, nil
 }
 
-// expiry is when what is served ends.
 func expiry(certificate func(*tls.ClientHelloInfo) (*tls.Certificate, error)) float64 {
 	pair, err := certificate(nil)
-	if err != nil || pair == nil {
+	if err != nil || pair == nil || pair.Leaf == nil {
 		return 0
 	}
-	leaf := pair.Leaf
-	if leaf == nil && len(pair.Certificate) > 0 {
-		if leaf, err = x509.ParseCertificate(pair.Certificate[0]); err != nil {
-			return 0
-		}
-	}
-	if leaf == nil {
-		return 0
-	}
-	return float64(leaf.NotAfter.UnixNano()) / float64(time.Second)
+	return float64(pair.Leaf.NotAfter.UnixNano()) / float64(time.Second)
 }

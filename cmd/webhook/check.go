@@ -22,13 +22,12 @@ import (
 const checkEvery = time.Second
 
 // entryLabel on the eviction has one entry of the webhook configuration asked alone, by its
-// matchConditions. Without that, of several refusals the caller would see the first, and an entry
-// that does not work would stay hidden behind one that does.
+// matchConditions. Else the first of several refusals would hide an entry that does not work.
 const entryLabel = "lameduck.io/entry"
 
-// check proves that the API server asks a coordinator by each entry, and hears its answer: by
-// evicting, as a dry run, a pod that need not exist. The right to create pods/eviction for the name
-// lameduck-check in one namespace is all that it takes.
+// check proves that the API server asks a coordinator by each entry and hears its answer: it
+// evicts, as a dry run, a pod that need not exist. It takes the right to create pods/eviction for
+// the name lameduck-check in one namespace.
 func check(ctx context.Context, args []string, getenv func(string) string, out io.Writer) error {
 	f := flag.NewFlagSet("webhook check", flag.ContinueOnError)
 	f.SetOutput(io.Discard)
@@ -90,7 +89,6 @@ var errNotAsked = errors.New("the API server does not ask, or its call fails and
 	"kubectl get validatingwebhookconfiguration lameduck -o yaml (caBundle and service.path are written by " +
 	"coordinators), at the coordinators' pods and logs, and at the API server's log")
 
-// ask asks one entry once, and returns what its coordinator said.
 func ask(ctx context.Context, kube kubernetes.Interface, namespace string, entry int) (string, error) {
 	ctx, cancel := context.WithTimeout(ctx, 10*time.Second)
 	defer cancel()
@@ -102,8 +100,7 @@ func ask(ctx context.Context, kube kubernetes.Interface, namespace string, entry
 	var status apierrors.APIStatus
 	switch {
 	case err != nil && strings.Contains(err.Error(), admission.CheckAnswer):
-		// During an upgrade another webhook configuration may lead to the same replicas, and its
-		// refusal may be the first.
+		// During an upgrade another webhook configuration may lead here too, and refuse first.
 		if !strings.Contains(err.Error(), fmt.Sprintf("\"pods-%d.lameduck.io\"", entry)) {
 			return "", fmt.Errorf("%w: %w", errNotAsked, err)
 		}

@@ -21,57 +21,27 @@ import (
 
 	"github.com/lameduck-io/lameduck/internal/coordinator"
 	"github.com/lameduck-io/lameduck/internal/identity"
+	"github.com/lameduck-io/lameduck/internal/podcontext"
+	"github.com/lameduck-io/lameduck/internal/signal"
+	"github.com/lameduck-io/lameduck/internal/watch"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
 // agentLabel on a pod says that it is an agent: directed or following.
 const agentLabel = "lameduck.io/agent"
 
-// handler is what informers take.
-type handler = toolscache.ResourceEventHandler
-
-// handlers turns an informer's three calls, and its tombstones, into typed ones.
-type handlers[T any] struct {
-	set, gone func(*T)
-	// missed is called instead of gone where a list after an interruption lacks an object, which it
-	// does too if it is older than the object. Nil: that counts as gone.
-	missed func(*T)
-}
-
-func (h handlers[T]) asHandler() handler {
-	return toolscache.ResourceEventHandlerFuncs{
-		AddFunc: func(o any) { h.call(h.set, o) },
-		// An old object with another UID means that its deletion was missed.
-		UpdateFunc: func(old, o any) {
-			if uidOf(old) != uidOf(o) {
-				h.call(h.gone, old)
-			}
-			h.call(h.set, o)
-		},
-		DeleteFunc: func(o any) {
-			gone := h.gone
-			if missed, ok := o.(toolscache.DeletedFinalStateUnknown); ok {
-				o = missed.Obj
-				if h.missed != nil {
-					gone = h.missed
-				}
-			}
-			h.call(gone, o)
-		},
-	}
-}
-
-func (h handlers[T]) call(f func(*T), o any) {
-	if typed, ok := o.(*T); ok {
-		f(typed)
-	}
-}
-
-func uidOf(o any) types.UID {
-	if object, ok := o.(metav1.Object); ok {
-		return object.GetUID()
-	}
-	return ""
+// handle returns a handler that calls set for what was added or changed, and gone for what was
+// deleted.
+func handle[T watch.Object](set, gone func(T)) toolscache.ResourceEventHandler {
+	return watch.Handler(func(was, is T) {
+		var none T
+		if is == none || was != none && was.GetUID() != is.GetUID() { // then the deletion was not seen
+			gone(was)
+		}
+		if is != none {
+			set(is)
+		}
+	})
 }
 
 // pods reads pods live.
@@ -96,28 +66,28 @@ func (p pods) Life(ctx context.Context, pod drain.Pod) (coordinator.Life, error)
 // rosterRetry is how often the right of agents is asked for again.
 const rosterRetry = 30 * time.Second
 
-// maxAccounts bounds the service accounts of one namespace whose right is asked for: whoever may
-// create pods can put the agent's label on them, and replicas are not ready before they know who is
-// an agent.
+// maxAccounts bounds the service accounts of one namespace whose right is asked for: anyone who may
+// create pods can set the agent's label, and replicas are not ready before they know who is an
+// agent.
 const maxAccounts = 20
 
-// roster keeps the list of agents that the API says exist: pods with the agent's label that are not
-// over, whose service account may acknowledge drains.
+// roster keeps the list of expected agents: pods with the agent's label that have not ended and
+// whose service account may acknowledge drains.
 type roster struct {
 	coord *coordinator.Coordinator
 	who   *identity.Kubernetes
 	log   *slog.Logger
-	wake  chan struct{}
+	wake  signal.Signal
 
 	mu     sync.Mutex
 	agents map[types.UID]*corev1.Pod
-	// version counts the changes of agents. handed is the version that was last handed over, -1
-	// before the first. first is what version was when listed was first asked, -1 before that.
+	// version counts the changes of agents. handed is the last that was handed over, first the one
+	// when listed was first called; -1: none yet.
 	version, handed, first int
 }
 
 func newRoster(coord *coordinator.Coordinator, who *identity.Kubernetes, log *slog.Logger) *roster {
-	return &roster{coord: coord, who: who, log: log, wake: make(chan struct{}, 1), agents: map[types.UID]*corev1.Pod{},
+	return &roster{coord: coord, who: who, log: log, wake: signal.New(), agents: map[types.UID]*corev1.Pod{},
 		handed: -1, first: -1}
 }
 
@@ -132,7 +102,7 @@ func (r *roster) set(p *corev1.Pod) {
 	r.agents[p.UID] = p
 	r.version++
 	r.mu.Unlock()
-	r.poke()
+	r.wake.Raise()
 }
 
 func (r *roster) gone(p *corev1.Pod) {
@@ -144,20 +114,12 @@ func (r *roster) gone(p *corev1.Pod) {
 	}
 	r.mu.Unlock()
 	if known {
-		r.poke()
+		r.wake.Raise()
 	}
 }
 
-func (r *roster) poke() {
-	select {
-	case r.wake <- struct{}{}:
-	default:
-	}
-}
-
-// listed reports whether everything was handed over that the watch had delivered when listed was
-// first called. What comes later does not count: a pod that changes every second would keep the
-// list from ever being complete.
+// listed reports whether all that the watch had delivered at its first call was handed over. A
+// later pod that changes every second would else keep the list from being complete.
 func (r *roster) listed() bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -165,7 +127,7 @@ func (r *roster) listed() bool {
 		r.first = r.version
 	}
 	if r.handed < r.first {
-		r.poke()
+		r.wake.Raise()
 	}
 	return r.handed >= r.first
 }
@@ -195,8 +157,7 @@ func (r *roster) run(ctx context.Context) error {
 		})
 		expected := make([]drain.Expected, 0, len(agents))
 		accounts := map[string]int{}
-		// Each service account is asked about once, so that an API server that does not answer
-		// delays the list once.
+		// Each account once, so that an API server that does not answer delays the list once.
 		rights := map[string]bool{}
 		for _, p := range agents {
 			username := identity.Username(p.Namespace, p.Spec.ServiceAccountName)
@@ -209,8 +170,7 @@ func (r *roster) run(ctx context.Context) error {
 				}
 				var err error
 				if allowed, err = r.who.Allowed(ctx, username); err != nil {
-					// Who cannot be asked about is expected: waiting for an agent too many ends,
-					// losing requests does not.
+					// Expected: waiting for an agent too many ends, losing requests does not.
 					r.log.Warn("agents' right is unknown", "serviceAccount", username, "error", err)
 					allowed = true
 				}
@@ -237,33 +197,16 @@ func (r *roster) run(ctx context.Context) error {
 }
 
 func isReady(p *corev1.Pod) bool {
-	if p.DeletionTimestamp != nil {
-		return false
-	}
-	for _, c := range p.Status.Conditions {
-		if c.Type == corev1.PodReady {
-			return c.Status == corev1.ConditionTrue
-		}
-	}
-	return false
-}
-
-// readySince is when a pod that is ready became so.
-func readySince(p *corev1.Pod) (at time.Time, ready bool) {
-	for _, c := range p.Status.Conditions {
-		if c.Type == corev1.PodReady {
-			return c.LastTransitionTime.Time, c.Status == corev1.ConditionTrue
-		}
-	}
-	return time.Time{}, false
+	_, ready := podcontext.ReadySince(p)
+	return ready && p.DeletionTimestamp == nil
 }
 
 const (
 	eventTimeout = 5 * time.Second
-	// eventBacklog bounds the Events that wait to be written; more are dropped and counted in the
-	// log.
+	// eventBacklog bounds the Events that wait to be written; more are dropped and logged.
 	eventBacklog = 1000
-	// eventQuiet is how long the same Event of the same pod is not written again.
+	// eventQuiet is how long the same Event of the same pod is not written again, and that pods are
+	// uncovered not of other pods of the same owner: a rollout would repeat it for each of them.
 	eventQuiet = 10 * time.Second
 )
 
@@ -287,6 +230,9 @@ func newEvents(kube kubernetes.Interface, replica string, log *slog.Logger) *eve
 func (e *events) Event(pod *corev1.Pod, warning bool, reason, message string) {
 	now := time.Now()
 	key := string(pod.UID) + "/" + reason
+	if owner := metav1.GetControllerOf(pod); owner != nil && reason == "Lameduck"+drain.Uncovered.String() {
+		key = string(owner.UID) + "/" + reason
+	}
 	e.mu.Lock()
 	quiet := now.Sub(e.last[key]) < eventQuiet
 	if !quiet {
@@ -326,7 +272,6 @@ func (e *events) Event(pod *corev1.Pod, warning bool, reason, message string) {
 	}
 }
 
-// run writes what is queued until ctx is done.
 func (e *events) run(ctx context.Context) error {
 	for {
 		select {

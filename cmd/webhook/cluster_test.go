@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"net/http"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -13,20 +12,14 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	authorizationv1 "k8s.io/api/authorization/v1"
 	corev1 "k8s.io/api/core/v1"
-	discovery "k8s.io/api/discovery/v1"
-	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/kubernetes/fake"
-	clientscheme "k8s.io/client-go/kubernetes/scheme"
-	"k8s.io/client-go/rest"
 	clienttesting "k8s.io/client-go/testing"
 	toolscache "k8s.io/client-go/tools/cache"
-	"sigs.k8s.io/controller-runtime/pkg/cache"
 
 	"github.com/lameduck-io/lameduck/internal/coordinator"
-	"github.com/lameduck-io/lameduck/internal/endpoints"
 	"github.com/lameduck-io/lameduck/internal/identity"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
@@ -142,10 +135,8 @@ func TestWhoIsExpected(t *testing.T) {
 // the UID decides.
 func TestHandlersSeeEveryEnd(t *testing.T) {
 	var set, gone []types.UID
-	h := handlers[corev1.Pod]{
-		set:  func(p *corev1.Pod) { set = append(set, p.UID) },
-		gone: func(p *corev1.Pod) { gone = append(gone, p.UID) },
-	}.asHandler()
+	h := handle(func(p *corev1.Pod) { set = append(set, p.UID) },
+		func(p *corev1.Pod) { gone = append(gone, p.UID) })
 	h.OnAdd(agentPod("a", ""), true)
 	h.OnUpdate(agentPod("a", ""), agentPod("a", ""))
 	h.OnUpdate(agentPod("a", ""), agentPod("b", ""))
@@ -154,58 +145,5 @@ func TestHandlersSeeEveryEnd(t *testing.T) {
 	h.OnDelete(toolscache.DeletedFinalStateUnknown{Key: "edge/d"})
 	if len(set) != 3 || len(gone) != 3 || gone[0] != "uid-a" || gone[1] != "uid-b" || gone[2] != "uid-c" {
 		t.Errorf("set %q, gone %q", set, gone)
-	}
-}
-
-// A list that is older than what is known lacks what is there. Without this, the pods of a Service
-// are not listed for a moment, and deleted without asking anybody.
-func TestASliceThatAListLacksIsNotGoneYet(t *testing.T) {
-	w := watches{index: endpoints.NewIndex()}
-	h := w.slices().asHandler()
-	slice := &discovery.EndpointSlice{
-		ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: "web-1", ResourceVersion: "20",
-			Labels: map[string]string{discovery.LabelServiceName: "web"}},
-		Endpoints: []discovery.Endpoint{{Addresses: []string{"10.0.0.1"},
-			TargetRef: &corev1.ObjectReference{Kind: "Pod", UID: "uid-a"}}},
-	}
-	service := types.NamespacedName{Namespace: "shop", Name: "web"}
-	at := "10"
-	w.reached = func() string { return at }
-	h.OnAdd(slice, true)
-	h.OnDelete(toolscache.DeletedFinalStateUnknown{Key: "shop/web-1", Obj: slice})
-	w.tick(time.Now().Add(time.Second))
-	if got := w.index.Usable(service); len(got) != 1 {
-		t.Errorf("a list at %s took what is known at 20: %q", at, got)
-	}
-	at = "30"
-	w.tick(time.Now().Add(time.Second))
-	if got := w.index.Usable(service); len(got) != 0 {
-		t.Errorf("a list at %s: %q are left", at, got)
-	}
-	h.OnAdd(slice, true)
-	h.OnDelete(slice)
-	if got := w.index.Usable(service); len(got) != 0 {
-		t.Errorf("a deletion that was seen: %q are left", got)
-	}
-}
-
-// The cache's informers tell how far they are although their interface does not say so. Without
-// this, only patience ends what is set aside.
-func TestTheCacheTellsHowFarItIs(t *testing.T) {
-	mapper := meta.NewDefaultRESTMapper(nil)
-	for kind := range clientscheme.Scheme.AllKnownTypes() {
-		mapper.Add(kind, meta.RESTScopeNamespace)
-	}
-	known, err := cache.New(&rest.Config{Host: "127.0.0.1:1"},
-		cache.Options{Scheme: clientscheme.Scheme, Mapper: mapper, HTTPClient: http.DefaultClient})
-	if err != nil {
-		t.Fatal(err)
-	}
-	w := watches{index: endpoints.NewIndex()}
-	if err := w.register(t.Context(), known); err != nil {
-		t.Fatal(err)
-	}
-	if w.reached == nil || w.reached() != "" {
-		t.Errorf("it does not, or has seen something")
 	}
 }

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/lameduck-io/lameduck/internal/config"
+	"github.com/lameduck-io/lameduck/internal/coverage"
 	"github.com/lameduck-io/lameduck/internal/dashboard/api"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
@@ -29,6 +30,9 @@ type configuration struct {
 	Holds holds `json:"holds"`
 	// Barrier is how new pods are made to wait before SIGTERM, where that is enabled.
 	Barrier barrier `json:"barrier"`
+	// Gateways are the data planes of the cluster whose pods have agents, so that a pod of one
+	// without an agent is named.
+	Gateways []coverage.Gateway `json:"gateways"`
 	// ExcludedNamespaces are those whose pods never wait, besides the own one. The webhook
 	// configuration excludes them first.
 	ExcludedNamespaces []string `json:"excludedNamespaces"`
@@ -38,7 +42,6 @@ type configuration struct {
 	LogLevel slog.Level `json:"logLevel"`
 }
 
-// addresses are those of the listeners.
 type addresses struct {
 	// Admission is host:port where the API server asks, with TLS.
 	Admission string `json:"admission"`
@@ -100,7 +103,6 @@ type barrier struct {
 	ExecOnly bool `json:"execOnly"`
 }
 
-// sampling is as [drain.Sampling].
 type sampling struct {
 	// AllUpTo is how many node agents auto asks without a sample.
 	AllUpTo int `json:"allUpTo"`
@@ -159,6 +161,7 @@ func defaults() configuration {
 			Bound: d(30 * time.Second), Port: 9447, Image: "lameduck/lameduck-wait:dev", ImagePullSecrets: []string{},
 			Ask: drain.ScopeAuto, Sampling: sampling{s.AllUpTo, s.Size, s.Learn},
 		},
+		Gateways:           []coverage.Gateway{},
 		ExcludedNamespaces: []string{"kube-system"},
 		Certificates: credentials{
 			Secret: "lameduck-certificates", ConfigMap: "lameduck-ca", WebhookConfiguration: "lameduck",

@@ -2,6 +2,7 @@ package main
 
 import (
 	"bytes"
+	"encoding/json"
 	"errors"
 	"os"
 	"path/filepath"
@@ -19,6 +20,34 @@ func TestTheSchemaSaysWhatTheTypesSay(t *testing.T) {
 	configtest.Check(t, configuration{}, kind, "../../schemas/coordinator.json")
 }
 
+// Helm refuses in the chart's values what the coordinator would refuse in its file.
+func TestTheChartsSchemaIsTheCoordinators(t *testing.T) {
+	gateways := func(path string) (is struct {
+		Items struct {
+			Properties           map[string]any
+			AdditionalProperties bool
+		}
+	}) {
+		t.Helper()
+		var schema struct{ Properties map[string]json.RawMessage }
+		content, err := os.ReadFile(path)
+		if err == nil {
+			err = json.Unmarshal(content, &schema)
+		}
+		if err == nil {
+			err = json.Unmarshal(schema.Properties["gateways"], &is)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		return is
+	}
+	if diff := cmp.Diff(gateways("../../schemas/coordinator.json"),
+		gateways("../../charts/lameduck/values.schema.json")); diff != "" {
+		t.Error(diff)
+	}
+}
+
 const head = "apiVersion: lameduck.io/v1alpha1\nkind: CoordinatorConfiguration\n"
 
 // file writes a configuration file and returns the arguments that make it the one.
@@ -32,16 +61,16 @@ func file(t *testing.T, text string) []string {
 }
 
 func TestAFileAndFlags(t *testing.T) {
-	text := head + "times: {hold: 1s, deadline: 20s}\nexcludedNamespaces: [\"${POD_NAME}\"]\nholds: {most: " +
-		"5}\nlogLevel: warn\n"
-	o, err := parse(append(file(t, text), "--deadline=15s", "--max-holds-per-owner=3"), env, nil)
+	text := head + "times: {hold: 1s, deadline: 15s}\nexcludedNamespaces: [\"${POD_NAME}\"]\nholds: {most: " +
+		"5}\nlogLevel: info\n"
+	o, err := parse(append(file(t, text), "--log-level=warn", "--shutdown-delay=3s"), env, nil)
 	if err != nil {
 		t.Fatal(err)
 	}
 	if o.times.Hold != time.Second || o.times.Deadline != 15*time.Second || o.times.IdleBound != 10*time.Second ||
-		o.maxHolds != 5 || o.maxHoldsPerOwner != 3 ||
-		!slices.Equal(o.excluded, []string{"webhook-0", "lameduck"}) || o.logLevel.String() != "WARN" ||
-		o.admission != ":9443" {
+		o.Holds.Most != 5 || o.Holds.PerOwner != 8 || o.Times.ShutdownDelay.Duration != 3*time.Second ||
+		!slices.Equal(o.excluded, []string{"webhook-0", "lameduck"}) || o.LogLevel.String() != "WARN" ||
+		o.Addresses.Admission != ":9443" {
 		t.Errorf("%+v", o)
 	}
 	// An own list takes the place of the default one, also if it is empty.
@@ -116,8 +145,8 @@ func TestPrintConfig(t *testing.T) {
 	if diff := cmp.Diff(first, print(file(t, first)...)); diff != "" {
 		t.Error(diff)
 	}
-	if got := print("--hold=1s", "--exclude-namespaces=a,b"); !strings.Contains(got, "hold: 1s") ||
-		!strings.Contains(got, "- b") {
+	if got := print("--shutdown-delay=1s", "--metrics-address=:1"); !strings.Contains(got, "shutdownDelay: 1s") ||
+		!strings.Contains(got, "metrics: :1") {
 		t.Error(got)
 	}
 }

@@ -3,7 +3,6 @@ package main
 import (
 	"context"
 	"crypto/tls"
-	"fmt"
 	"log/slog"
 	"net"
 	"strings"
@@ -20,24 +19,11 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
-// dashboardConns bounds the connections of those who look: each that follows keeps one.
+// dashboardConns bounds the connections of those who look: each page keeps one.
 const dashboardConns = 200
 
-// listenDashboard listens where operators look. Nil: they may not.
-func listenDashboard(ctx context.Context, address string) (net.Listener, error) {
-	if address == "" {
-		return nil, nil
-	}
-	var config net.ListenConfig
-	listener, err := config.Listen(ctx, "tcp", address)
-	if err != nil {
-		return nil, fmt.Errorf("listen: %w", err)
-	}
-	return listener, nil
-}
-
-// dashboardTask serves operators on listener: by plain HTTP on a loopback address, else by TLS and
-// those alone who have the right. To the end: a replica that ends shows what it still holds.
+// dashboardTask serves operators: plain HTTP on a loopback address, else TLS and readers with the
+// right. It is Last: a replica that ends shows what it still holds.
 func dashboardTask(listener net.Listener, secure *tls.Config, d *dashboard.Dashboard, log *slog.Logger) serve.Task {
 	return serve.Task{Name: "dashboard", Last: true, Run: func(ctx context.Context) error {
 		if listener == nil {
@@ -47,28 +33,21 @@ func dashboardTask(listener net.Listener, secure *tls.Config, d *dashboard.Dashb
 		if dashboard.Loopback(listener.Addr()) {
 			secure = nil
 		}
-		return serve.All(ctx, serve.Task{Name: "views", Run: d.Run}, serve.Server{
+		return serve.Server{
 			Name: "dashboard", Listener: listener, TLS: secure, Handler: d.Handler(listener.Addr()),
-			Conns: dashboardConns, ReadTime: readTime,
-			Stop: d.Stop, Grace: time.Second, Log: log,
-		}.Task())
+			Conns: dashboardConns, ReadTime: readTime, Grace: time.Second, Log: log,
+		}.Task().Run(ctx)
 	}}
 }
 
-// nodeOf returns the node of a pod of the cache, named namespace/name, if it is still the one with
-// that UID.
-func nodeOf(known client.Reader, synced func() bool) func(name string, id drain.AgentID) string {
+// nodeOf returns the node of a pod, named namespace/name, if it is still the one with that UID.
+func nodeOf(podOf func(drain.Pod) *corev1.Pod) func(name string, id drain.AgentID) string {
 	return func(name string, id drain.AgentID) string {
-		namespace, name, ok := strings.Cut(name, "/")
-		if !ok || !synced() { // a cache that has not synced would wait for it
-			return ""
+		namespace, name, _ := strings.Cut(name, "/")
+		if pod := podOf(drain.Pod{Namespace: namespace, Name: name, UID: drain.UID(id)}); pod != nil {
+			return pod.Spec.NodeName
 		}
-		var pod corev1.Pod
-		if err := known.Get(context.Background(), types.NamespacedName{Namespace: namespace, Name: name},
-			&pod); err != nil || drain.AgentID(pod.UID) != id {
-			return ""
-		}
-		return pod.Spec.NodeName
+		return ""
 	}
 }
 
@@ -76,6 +55,7 @@ func nodeOf(known client.Reader, synced func() bool) func(name string, id drain.
 func podOf(known client.Reader, synced func() bool) func(drain.Pod) *corev1.Pod {
 	return func(of drain.Pod) *corev1.Pod {
 		var pod corev1.Pod
+		// A cache that has not synced would wait for it.
 		if !synced() || known.Get(context.Background(), types.NamespacedName{Namespace: of.Namespace, Name: of.Name},
 			&pod) != nil || drain.UID(pod.UID) != of.UID {
 			return nil
@@ -84,8 +64,8 @@ func podOf(known client.Reader, synced func() bool) func(drain.Pod) *corev1.Pod 
 	}
 }
 
-// missingEvery is how often pods without the barrier are looked for at most: all pods of the cache
-// are.
+// missingEvery is how often all pods of the cache are searched for those without the barrier, at
+// most.
 const missingEvery = 15 * time.Second
 
 // missingOf returns the pods that ask for the barrier and were created without it, some seconds ago
@@ -104,31 +84,5 @@ func missingOf(mutator *admission.Mutator, synced func() bool) func() []string {
 			at, missing = time.Now(), now
 		}
 		return missing
-	}
-}
-
-// consumersOf returns what Services of the cache say of those who send to their pods.
-func consumersOf(known client.Reader, synced func() bool) func([]drain.Service) []dashboard.Consumers {
-	return func(services []drain.Service) []dashboard.Consumers {
-		var all []dashboard.Consumers
-		for _, name := range services {
-			var of corev1.Service
-			if !synced() || known.Get(context.Background(),
-				types.NamespacedName{Namespace: name.Namespace, Name: name.Name}, &of) != nil {
-				return nil // of what is not known, nothing reassuring is said
-			}
-			c := dashboard.Consumers{
-				Service: name, Headless: of.Spec.ClusterIP == corev1.ClusterIPNone,
-				LoadBalancer: of.Spec.Type == corev1.ServiceTypeLoadBalancer,
-			}
-			if text, ok := of.Annotations[statedWait]; ok {
-				wait, err := drain.ParseStatedWait(text)
-				if c.Stated = wait; err != nil {
-					c.Stated, c.Error = 0, err.Error()
-				}
-			}
-			all = append(all, c)
-		}
-		return all
 	}
 }

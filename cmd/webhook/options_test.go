@@ -44,68 +44,69 @@ func TestDefaults(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if o.namespace != "lameduck" || o.replica != "webhook-0" || o.maxHolds != 64 || o.maxHoldsPerOwner != 8 ||
+	if o.namespace != "lameduck" || o.replica != "webhook-0" || o.Holds.Most != 64 || o.Holds.PerOwner != 8 ||
 		o.times.Hold != 2*time.Second ||
 		!slices.Equal(o.excluded, []string{"kube-system", "lameduck"}) {
 		t.Errorf("%+v", o)
 	}
-	o, err = parse(append(files(t), "--exclude-namespaces", " a, b,,", "--namespace=x", "--log-level=debug"), env, nil)
-	if err != nil || !slices.Equal(o.excluded, []string{"a", "b", "x"}) || o.logLevel.String() != "DEBUG" {
+	o, err = parse(append(files(t), "--namespace=x", "--log-level=debug"), env, nil)
+	if err != nil || !slices.Equal(o.excluded, []string{"kube-system", "x"}) || o.LogLevel.String() != "DEBUG" {
 		t.Errorf("%+v, %v", o, err)
 	}
 }
 
-// Each bad flag is named with its value, before anything listens. Without this, a pod that does not
-// start says nothing useful.
+// Each bad flag or key is named with its value, before anything listens. Without this, a pod that
+// does not start says nothing useful.
 func TestBadFlags(t *testing.T) {
 	empty := filepath.Join(t.TempDir(), "empty")
 	if err := os.WriteFile(empty, nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
 	good := files(t)
+	set := func(text string) []string { return file(t, head+text) }
 	for name, c := range map[string]struct {
 		args []string
 		want []string
 	}{
 		"unknown":                  {[]string{"--nonsense"}, []string{"-nonsense"}},
 		"an argument":              {[]string{"serve"}, []string{`unexpected argument "serve"`}},
-		"hold that is no duration": {[]string{"--hold", "2"}, []string{`"2"`, "-hold"}},
-		"hold too long": {[]string{"--hold", "4s"},
-			[]string{"--hold", "webhook timeout 4s must be more than hold 4s"}},
-		"hold negative": {[]string{"--hold", "-1s"}, []string{"--hold", "hold -1s must be positive"}},
-		"webhook timeout": {[]string{"--webhook-timeout", "31s"},
-			[]string{"--webhook-timeout", "webhook timeout 31s must be at most 30s"}},
-		"deadline": {[]string{"--deadline", "10m"}, []string{"--deadline", "deadline 10m0s"}},
-		"idle bound": {[]string{"--idle-bound", "0s"},
-			[]string{"--idle-bound", "idle bound 0s must be positive"}},
+		"hold that is no duration": {set("times: {hold: '2'}"), []string{`"2"`, "times.hold"}},
+		"hold too long": {set("times: {hold: 4s}"),
+			[]string{"times", "webhook timeout 4s must be more than hold 4s"}},
+		"hold negative": {set("times: {hold: -1s}"), []string{"times", "hold -1s must be positive"}},
+		"webhook timeout": {set("times: {webhook: 31s}"),
+			[]string{"times", "webhook timeout 31s must be at most 30s"}},
+		"deadline": {set("times: {deadline: 10m}"), []string{"times", "deadline 10m0s"}},
+		"idle bound": {set("times: {idleBound: 0s}"),
+			[]string{"times", "idle bound 0s must be positive"}},
 		"dashboard": {[]string{"--dashboard-address", "9445"},
 			[]string{`--dashboard-address "9445": not a host:port`}},
-		"max holds": {[]string{"--max-holds", "0"}, []string{"--max-holds 0: must be at least 1"}},
-		"max holds per owner": {[]string{"--max-holds-per-owner", "0"},
-			[]string{"--max-holds-per-owner 0: must be at least 1"}},
+		"max holds": {set("holds: {most: 0}"), []string{"holds.most 0: must be at least 1"}},
+		"max holds per owner": {set("holds: {perOwner: 0}"),
+			[]string{"holds.perOwner 0: must be at least 1"}},
 		"shutdown delay": {[]string{"--shutdown-delay", "-1s"},
 			[]string{"--shutdown-delay -1s: must be 0s to 1m"}},
-		"max holds that is a word": {[]string{"--max-holds", "many"}, []string{`"many"`, "-max-holds"}},
+		"max holds that is a word": {set("holds: {most: many}"), []string{"holds.most"}},
 		"log level":                {[]string{"--log-level", "loud"}, []string{`"loud"`, "-log-level"}},
 		"namespace": {[]string{"--namespace", "Not_One"},
 			[]string{`--namespace "Not_One": not a namespace's name`}},
 		"no namespace": {[]string{"--namespace", ""},
 			[]string{`--namespace "": required, or set POD_NAMESPACE`}},
 		"no replica": {[]string{"--replica", ""}, []string{`--replica "": required, or set POD_NAME`}},
-		"excluded namespace": {[]string{"--exclude-namespaces", "a,B"},
-			[]string{`--exclude-namespaces: "B" is not a namespace's name`}},
+		"excluded namespace": {set("excludedNamespaces: [a, B]"),
+			[]string{`excludedNamespaces: "B" is not a namespace's name`}},
 		"certificates": {[]string{"--cert-dir", "/nowhere"},
 			[]string{`--cert-dir "/nowhere"`, "tls.crt", "tls.key"}},
 		"no secret": {[]string{"--admission-secret-file", "/nowhere"},
 			[]string{`--admission-secret-file "/nowhere"`, "no such file", "kubectl"}},
 		"an empty secret": {[]string{"--admission-secret-file", empty},
 			[]string{"--admission-secret-file", "the file is empty", "kubectl"}},
-		"barrier bound": {[]string{"--barrier-bound", "1500ms"},
-			[]string{"--barrier-bound 1.5s: must be whole seconds"}},
-		"barrier port": {[]string{"--barrier-port", "0"},
-			[]string{"--barrier-port 0: must be 1 to 65535"}},
-		"barrier ask":   {[]string{"--barrier-ask", "everybody"}, []string{`"everybody"`, "-barrier-ask"}},
-		"barrier image": {[]string{"--barrier-image", ""}, []string{`--barrier-image "": required`}},
+		"barrier bound": {set("barrier: {bound: 1500ms}"),
+			[]string{"barrier.bound 1.5s: must be whole seconds"}},
+		"barrier port": {set("barrier: {port: 0}"),
+			[]string{"barrier.port 0: must be 1 to 65535"}},
+		"barrier ask":   {set("barrier: {ask: everybody}"), []string{`"everybody"`}},
+		"barrier image": {set("barrier: {image: ''}"), []string{`barrier.image "": required`}},
 		"kubeconfig":    {[]string{"--kubeconfig", "/nowhere"}, []string{`--kubeconfig "/nowhere"`}},
 		"admission address": {[]string{"--admission-address", "9443"},
 			[]string{`--admission-address "9443": not a host:port`}},
@@ -113,9 +114,9 @@ func TestBadFlags(t *testing.T) {
 			[]string{`--agents-address ":99999": not a host:port`}},
 		"metrics address": {[]string{"--metrics-address", ""},
 			[]string{`--metrics-address "": not a host:port`}},
-		"everything that is wrong": {[]string{"--max-holds", "-3", "--hold", "4s", "--replica", ""},
-			[]string{"--max-holds -3", "hold 4s", "--replica"}},
-		"a duration of another flag": {[]string{"--deadline", "soon"}, []string{`"soon"`, "-deadline"}},
+		"everything that is wrong": {append(set("holds: {most: -3}\ntimes: {hold: 4s}"), "--replica", ""),
+			[]string{"holds.most -3", "hold 4s", "--replica"}},
+		"a deadline that is no duration": {set("times: {deadline: soon}"), []string{`"soon"`, "times.deadline"}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			listener, err := net.Listen("tcp", "127.0.0.1:0")
@@ -152,11 +153,9 @@ func TestHelp(t *testing.T) {
 			t.Errorf("%s: %v, stderr %q", arg, err, &stderr)
 		}
 		for _, want := range []string{"holds deletions of pods", "-admission-address", "-admission-secret-file",
-			"-agents-address", "-barrier-ask", "-barrier-bound", "-barrier-exec-only", "-barrier-image",
-			"-barrier-port", "-cert-dir", "-dashboard-address", "-deadline", "-exclude-namespaces",
-			"-hold", "-config", "-print-config", "-idle-bound", "-kubeconfig", "-log-level", "-max-holds",
-			"-max-holds-per-owner", "-metrics-address", "-namespace", "-probes-address", "-replica", "-shutdown-delay",
-			"-version", "-webhook-timeout"} {
+			"-agents-address", "-cert-dir", "-dashboard-address", "-config", "-print-config", "-kubeconfig",
+			"-log-level",
+			"-metrics-address", "-namespace", "-probes-address", "-replica", "-shutdown-delay", "-version"} {
 			if !strings.Contains(stdout.String(), want) {
 				t.Errorf("%s does not tell of %s", arg, want)
 			}

@@ -14,7 +14,6 @@ import (
 	"os"
 	"strconv"
 	"strings"
-	"sync/atomic"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
@@ -35,9 +34,6 @@ const (
 	// that are kept to it.
 	peerConnect = 500 * time.Millisecond
 	peerConns   = 100
-	// adoptEvery is how often a replica that starts asks the others for their open drains until
-	// they have told.
-	adoptEvery = 250 * time.Millisecond
 )
 
 // replicas are the other replicas of the coordinator, found by their pods.
@@ -48,7 +44,6 @@ type replicas struct {
 	// username is that of the service account that all replicas share. port is that of the API for
 	// agents.
 	username, port string
-	adopted        atomic.Bool
 }
 
 // newReplicas returns nil without a token file: this replica then asks no other.
@@ -68,9 +63,9 @@ func newReplicas(o options, who *identity.Kubernetes, certificates *servingTLS, 
 	if err != nil {
 		return nil, fmt.Errorf("%w: --token-file %q: %w", errUsage, o.tokenFile, err)
 	}
-	_, port, err := net.SplitHostPort(o.agents)
+	_, port, err := net.SplitHostPort(o.Addresses.Agents)
 	if err != nil {
-		return nil, fmt.Errorf("%w: --agents-address %q: %w", errUsage, o.agents, err)
+		return nil, fmt.Errorf("%w: --agents-address %q: %w", errUsage, o.Addresses.Agents, err)
 	}
 	who.Replicas = username
 	dialer := &net.Dialer{Timeout: peerConnect}
@@ -148,48 +143,23 @@ func (r *replicas) others() admission.Others {
 	return r.Peers
 }
 
+// table is what readiness asks of the other replicas.
+func (r *replicas) table() *peers.Table {
+	if r == nil {
+		return nil
+	}
+	return &r.Table
+}
+
 // run adopts the open drains of the other replicas as soon as these are known, and then polls them.
 // Without any it only waits.
-func (r *replicas) run(ctx context.Context, coord *coordinator.Coordinator, synced func() bool,
-	started time.Time) error {
+func (r *replicas) run(ctx context.Context, coord *coordinator.Coordinator, synced func() bool) error {
 	if r == nil {
 		<-ctx.Done()
 		return nil
 	}
-	ticker := time.NewTicker(adoptEvery)
-	defer ticker.Stop()
 	r.Polled = coord.Polled
-	// What is opened elsewhere until the API server asks this replica is adopted too.
-	for !r.adopted.Load() || r.Able() != nil && time.Since(started) < 2*settle {
-		select {
-		case <-ctx.Done():
-			return nil
-		case <-ticker.C:
-		}
-		if !synced() {
-			continue
-		}
-		claims, silent := r.Open(ctx)
-		coord.Adopt(claims)
-		r.adopted.Store(len(silent) == 0 || time.Since(started) >= settle)
-	}
-	return r.Run(ctx)
-}
-
-// known is nil when the open drains of the other replicas are.
-func (r *replicas) known() error {
-	if r == nil || r.adopted.Load() {
-		return nil
-	}
-	return errors.New("the open drains of the other replicas are not known yet")
-}
-
-// sees returns another replica that could judge deletions, see [peers.Peers.Sees].
-func (r *replicas) sees() (name string, ok bool) {
-	if r == nil {
-		return "", false
-	}
-	return r.Sees()
+	return r.Run(ctx, synced)
 }
 
 // poolOf returns what is in a file of certificates.

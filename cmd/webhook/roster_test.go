@@ -31,7 +31,8 @@ func TestLabelsOfStrangersDoNotDelayTheRoster(t *testing.T) {
 				client := fake.NewClientset()
 				client.PrependReactor("create", "subjectaccessreviews",
 					func(action clienttesting.Action) (bool, runtime.Object, error) {
-						review := action.(clienttesting.CreateAction).GetObject().(*authorizationv1.SubjectAccessReview).DeepCopy()
+						asked := action.(clienttesting.CreateAction).GetObject()
+						review := asked.(*authorizationv1.SubjectAccessReview).DeepCopy()
 						review.Status.Allowed = review.Spec.User == "system:serviceaccount:edge:haproxy"
 						return true, review, nil
 					})

@@ -4,7 +4,6 @@ import (
 	"context"
 	"crypto/rand"
 	"crypto/tls"
-	"errors"
 	"fmt"
 	"log/slog"
 	"net"
@@ -13,7 +12,6 @@ import (
 	"time"
 
 	"github.com/go-logr/logr"
-	"github.com/gorilla/mux"
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/collectors"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
@@ -23,6 +21,7 @@ import (
 	"k8s.io/client-go/kubernetes"
 	clientscheme "k8s.io/client-go/kubernetes/scheme"
 	"k8s.io/client-go/rest"
+	toolscache "k8s.io/client-go/tools/cache"
 	"k8s.io/client-go/tools/clientcmd"
 	"k8s.io/klog/v2"
 	"k8s.io/utils/ptr"
@@ -31,31 +30,30 @@ import (
 	crlog "sigs.k8s.io/controller-runtime/pkg/log"
 
 	"github.com/lameduck-io/lameduck/internal/coordinator"
+	"github.com/lameduck-io/lameduck/internal/coverage"
 	"github.com/lameduck-io/lameduck/internal/dashboard"
 	"github.com/lameduck-io/lameduck/internal/endpoints"
 	"github.com/lameduck-io/lameduck/internal/identity"
+	"github.com/lameduck-io/lameduck/internal/peers"
+	"github.com/lameduck-io/lameduck/internal/podcontext"
 	"github.com/lameduck-io/lameduck/internal/serve"
 	"github.com/lameduck-io/lameduck/pkg/admission"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
 const (
-	// settle is how long after its start a replica without all its agents is not ready.
-	settle = 10 * time.Second
 	// shutdownGrace is how long requests that run at the end may take.
 	shutdownGrace = 5 * time.Second
-	// admissionConns bounds the connections of API servers. Each keeps one for every call that it
-	// has open, and 25 unused ones; a replica holds 64 calls by default and answers the others in
-	// milliseconds.
+	// admissionConns bounds the connections of API servers: one for every call that is open, 64
+	// held ones by default and others for milliseconds, and 25 unused ones each.
 	admissionConns = 1000
-	// readTime is how long a request of operators may take to arrive. A review may take as long as
-	// the API server waits for its answer: cut earlier, it would be a deletion that goes on
-	// unasked, and in a burst it is this process that reads late.
+	// readTime bounds how long a request of operators takes to arrive. A review may take as long as
+	// the API server waits: cut earlier, its deletion would go on unasked, and in a burst this
+	// process reads late.
 	readTime = 5 * time.Second
-	// agentConns bounds the connections of agents. Each keeps a stream, and one more while it
-	// posts: room for 2,000 agents. agentTime is how long a post of one may take to arrive; it has
-	// given up by then. An answer may take as long, unless the handler sets the time of each write,
-	// as streams do.
+	// agentConns bounds the connections of agents: a stream each, and one more to post, so 2,000
+	// agents. agentTime bounds how long a post takes to arrive, after which the agent has given up,
+	// and how long an answer takes unless, as for streams, the handler sets the time of each write.
 	agentConns = 4096
 	agentTime  = 10 * time.Second
 	// writeMargin is added to the webhook's time, after which the API server has given up.
@@ -99,7 +97,7 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 	who := identity.New(kube)
 	self := drain.Holder{Replica: o.replica, Epoch: rand.Text()}
 	index := endpoints.NewIndex()
-	around := &podContexts{reader: known, index: index, log: log}
+	around := &podcontext.Source{Reader: known, Index: index, Log: log, Now: time.Now}
 	metrics := admission.NewMetrics(registry)
 	proof, err := newServingTLS(o, kube, metrics, registry, log)
 	if err != nil {
@@ -110,43 +108,56 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 		return err
 	}
 	started := time.Now()
-	ready := &readiness{certificate: proof.ready, known: others.known, sees: others.sees, up: func() time.Duration {
+	ready := &peers.Readiness{Certificate: proof.ready, Others: others.table(), Up: func() time.Duration {
 		return time.Since(started)
 	}}
 	if others != nil {
-		others.Able = ready.check
+		others.Able = ready.Check
 	}
 	coord := coordinator.New(self, o.times, coordinator.Options{
-		Able:     ready.check,
-		MaxHolds: o.maxHolds, MaxHoldsPerOwner: o.maxHoldsPerOwner, Pods: pods{live}, Authenticate: who, Log: log,
+		Able:     ready.Check,
+		MaxHolds: o.Holds.Most, MaxHoldsPerOwner: o.Holds.PerOwner, Pods: pods{live}, Authenticate: who, Log: log,
 		Metrics:     coordinator.NewMetrics(registry),
-		PodContexts: around, Scope: o.scope, Sampling: o.sampling,
+		PodContexts: around, Scope: o.Barrier.Ask, Sampling: drain.Sampling{AllUpTo: o.Barrier.Sampling.AllUpTo,
+			Size: o.Barrier.Sampling.Size, Learn: o.Barrier.Sampling.LearnFrom},
 	})
 	roster := newRoster(coord, who, log)
 	watch := watches{coord: coord, index: index, roster: roster, others: others}
-	ready.synced, ready.expecting = watch.synced, coord.Expecting
+	ready.Synced, ready.Expecting = watch.synced, coord.Expecting
 	if err := watch.register(ctx, known); err != nil {
 		return err
 	}
-	// Not among those that a replica waits for: without the right to watch them, Services state no
-	// waits and have no local policies.
+	// A replica does not wait for these: without the right to watch Services, they state no waits
+	// and have no local policies.
 	services, err := known.GetInformer(ctx, &corev1.Service{}, cache.BlockUntilSynced(false))
 	if err != nil {
 		return fmt.Errorf("watch Services: %w", err)
 	}
-	around.known, around.synced = watch.synced, services.HasSynced
-	around.going = func(uid drain.UID) bool { return coord.Pod(uid).Terminating }
+	covers := &coverage.Source{Reader: known, Gateways: o.Gateways, Agent: coord.Agent,
+		Synced: func() bool { return watch.synced() && services.HasSynced() },
+		Everywhere: func() []drain.Acknowledger {
+			agents, _ := coord.Acknowledgers(nil)
+			return agents
+		}}
+	kinds, err := covers.Watch(ctx, known, live.RESTMapper())
+	if err != nil {
+		return err
+	}
+	log.Info("routes are read from", "kinds", kinds, "gateways", len(o.Gateways))
+	around.Known, around.Synced, around.Coverage = watch.synced, services.HasSynced, covers
+	around.Going = func(uid drain.UID) bool { return coord.Pod(uid).Terminating }
 	events := newEvents(kube, o.replica, log)
 	notes := &dashboard.Notes{Next: events}
 	handler := &admission.Handler{
 		Cluster: &admission.Cluster{
 			Reader: known, Live: live, Slices: index, Ledger: coord, Synced: watch.synced, Excluded: o.excluded,
-			Started: started,
+			Coverage: covers, Started: started,
 		},
 		Times: o.times, Events: notes, Log: log, Metrics: metrics, Replica: o.replica, Others: others.others(),
 	}
 	coord.Claimant = handler
-	mutator := &admission.Mutator{Reader: known, Excluded: o.excluded, Barrier: o.barrier, Log: log, Metrics: metrics}
+	mutator := &admission.Mutator{Reader: known, Services: services.HasSynced, Excluded: o.excluded,
+		Barrier: o.Barrier.hook(), Log: log, Metrics: metrics}
 	missing := missingOf(mutator, watch.synced)
 	registry.MustRegister(prometheus.NewGaugeFunc(prometheus.GaugeOpts{
 		Name: "lameduck_barrier_missing_pods",
@@ -154,29 +165,33 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 	}, func() float64 { return float64(len(missing())) }))
 	door := proof.door
 	secure := &tls.Config{MinVersion: tls.VersionTLS12, GetCertificate: proof.certificate}
-	var listeners [4]net.Listener
+	var listeners [5]net.Listener
 	for i, of := range []struct {
 		address string
 		config  net.ListenConfig
-	}{{address: o.admission}, {o.agents, coordinator.ListenConfig(o.times.Away)}, {address: o.metrics},
-		{address: o.probes}} {
+	}{{address: o.Addresses.Admission}, {o.Addresses.Agents, coordinator.ListenConfig(o.times.Away)},
+		{address: o.Addresses.Metrics}, {address: o.Addresses.Probes}, {address: o.Addresses.Dashboard}} {
+		if of.address == "" {
+			continue // the dashboard is not served
+		}
 		if listeners[i], err = of.config.Listen(ctx, "tcp", of.address); err != nil {
 			return fmt.Errorf("listen: %w", err)
 		}
 		defer listeners[i].Close()
 	}
-	looks, err := listenDashboard(ctx, o.dashboard)
-	if err != nil {
-		return err
-	}
+	looks := listeners[4]
 	if looks != nil {
-		defer looks.Close()
 		log.Info("dashboard", "address", looks.Addr().String(), "open", dashboard.Loopback(looks.Addr()))
 	}
+	pod := podOf(known, watch.synced)
 	view := dashboard.New(dashboard.Options{
-		Coordinator: coord, Explainer: handler.Cluster, Reviewer: dashboard.NewKubernetes(kube), Notes: notes,
-		Node: nodeOf(known, watch.synced),
-		Pod:  podOf(known, watch.synced), Consumers: consumersOf(known, services.HasSynced), Missing: missing, Log: log,
+		Coordinator: coord, Explainer: handler.Cluster, Reviewer: who, Notes: notes,
+		Node: nodeOf(pod), Pod: pod, Coverage: covers.Of, Missing: missing, Log: log,
+		Summary: func(ctx context.Context) (coverage.Summary, error) {
+			return covers.Summary(ctx, o.excluded, func(p *corev1.Pod) bool {
+				return p.Annotations[admission.BarrierIDAnnotation] != ""
+			})
+		},
 	})
 	log.Info("started", "holder", self.String(), "admission", listeners[0].Addr().String(),
 		"agents", listeners[1].Addr().String(),
@@ -184,35 +199,38 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 		"deadline", o.times.Deadline.String())
 
 	stop := func() {
-		ready.stopping.Store(true)
+		ready.Stop()
 		coord.Stop()
 	}
 	// What answers calls ends first, and what it answers from after it.
 	return serve.All(ctx,
 		serve.Task{Name: "cache", Run: known.Start, Last: true},
 		serve.Task{Name: "certificates", Run: proof.run, Last: true},
-		serve.Task{Name: "slices", Run: watch.run, Last: true},
 		serve.Task{Name: "coordinator", Run: coord.Run, Last: true},
 		serve.Task{Name: "roster", Run: roster.run, Last: true},
 		serve.Task{Name: "replicas", Run: func(ctx context.Context) error {
-			return others.run(ctx, coord, watch.synced, started)
+			return others.run(ctx, coord, watch.synced)
+		}, Last: true},
+		serve.Task{Name: "kinds of routes", Run: func(ctx context.Context) error {
+			return covers.Follow(ctx, known, live.RESTMapper(), log)
 		}, Last: true},
 		serve.Task{Name: "events", Run: events.run, Last: true},
 		serve.Server{
 			Name: "admission", Listener: listeners[0], TLS: secure,
 			Handler: door.Guard(serve.KeepConn(handler), serve.KeepConn(mutator)), Conns: admissionConns,
 			ReadTime:  o.times.Webhook,
-			WriteTime: o.times.Webhook + writeMargin, Stop: stop, Delay: o.shutdownDelay, Grace: shutdownGrace,
-			Keep: func() bool { return ready.check() == nil }, Log: log,
+			WriteTime: o.times.Webhook + writeMargin, Stop: stop, Delay: o.Times.ShutdownDelay.Duration,
+			Grace: shutdownGrace,
+			Keep:  func() bool { return ready.Check() == nil }, Log: log,
 		}.Task(),
 		serve.Server{
 			Name: "agents", Listener: listeners[1], TLS: secure, Handler: coord.Handler(), Conns: agentConns,
 			ReadTime: agentTime, WriteTime: agentTime,
 			Stop: stop, Grace: shutdownGrace, Log: log,
 		}.Task(),
-		lastTask(serve.Server{Name: "metrics", Listener: listeners[2], Handler: opsHandler(registry),
+		lastTask(serve.Server{Name: "metrics", Listener: listeners[2], Handler: metricsOnly(registry),
 			ReadTime: readTime, WriteTime: opsWrite, Log: log}),
-		lastTask(serve.Server{Name: "probes", Listener: listeners[3], Handler: probes(coord.Live, ready.check),
+		lastTask(serve.Server{Name: "probes", Listener: listeners[3], Handler: probes(coord.Live, ready.Check),
 			ReadTime: probeTime, WriteTime: probeTime, Log: log}),
 		dashboardTask(looks, secure, view, log),
 	)
@@ -226,61 +244,18 @@ func lastTask(s serve.Server) serve.Task {
 	return task
 }
 
-// readiness is whether the API server should ask this replica.
-type readiness struct {
-	certificate func() error
-	synced      func() bool
-	// known is why the open drains of other replicas are not known yet, sees names one that could
-	// judge deletions instead of this one.
-	known     func() error
-	sees      func() (name string, ok bool)
-	expecting func() (expected, missing int)
-	up        func() time.Duration
-	// settled: it has waited for its agents once. stopping: it is shutting down.
-	settled, stopping atomic.Bool
-}
-
-// check returns why this replica cannot judge deletions. Nil: it can. One that lost the streams of
-// most of its agents abstains only while another replica has them: with no other replica to ask,
-// waiting for agents ends at the deadline, and a lost request stays lost.
-func (r *readiness) check() error {
-	switch {
-	case r.stopping.Load():
-		return errors.New("this replica is shutting down")
-	case r.certificate() != nil:
-		return r.certificate()
-	case !r.synced():
-		return errors.New("the view of the cluster is not complete yet")
-	case r.known() != nil:
-		return r.known()
-	}
-	expected, missing := r.expecting()
-	if missing > 0 && r.up() < settle && !r.settled.Load() {
-		return fmt.Errorf("%d of %d agents are not connected yet", missing, expected)
-	}
-	r.settled.Store(true)
-	if 2*missing > expected {
-		if name, ok := r.sees(); ok {
-			return fmt.Errorf("%d of %d agents are not connected here, and replica %s has most of them", missing,
-				expected, name)
-		}
-	}
-	return nil
-}
-
-// opsHandler serves what is for opsHandler and their tools.
-func opsHandler(registry *prometheus.Registry) http.Handler {
-	r := mux.NewRouter()
-	r.Methods(http.MethodGet).Path("/metrics").Handler(promhttp.HandlerFor(registry, promhttp.HandlerOpts{}))
+func metricsOnly(registry *prometheus.Registry) http.Handler {
+	r := http.NewServeMux()
+	r.Handle("GET /metrics", promhttp.HandlerFor(registry, promhttp.HandlerOpts{}))
 	return r
 }
 
-// probes serves kubelets, on a port of its own: no other pod has to reach it, and who reads metrics
-// cannot fill it.
+// probes serves kubelets, on a port that no other pod has to reach and that readers of metrics
+// cannot fill.
 func probes(live, ready func() error) http.Handler {
-	r := mux.NewRouter()
+	r := http.NewServeMux()
 	for path, check := range map[string]func() error{"/livez": live, "/readyz": ready} {
-		r.Methods(http.MethodGet).Path(path).HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		r.HandleFunc("GET "+path, func(w http.ResponseWriter, _ *http.Request) {
 			w.Header().Set("Connection", "close")
 			if err := check(); err != nil {
 				http.Error(w, err.Error(), http.StatusServiceUnavailable)
@@ -315,33 +290,29 @@ type watches struct {
 	roster *roster
 	others *replicas
 	has    []func() bool
-	// reached is the last resourceVersion that the watch of EndpointSlices has seen, "" if it
-	// cannot be told.
-	reached func() string
 	// all becomes true when everything has synced, and stays so.
 	all atomic.Bool
 }
 
 func (w *watches) register(ctx context.Context, known cache.Cache) error {
-	pod := handlers[corev1.Pod]{
-		set: func(p *corev1.Pod) {
+	pod := handle(
+		func(p *corev1.Pod) {
 			if p.DeletionTimestamp != nil {
 				w.coord.GatePassed(drain.UID(p.UID))
-			} else if at, ready := readySince(p); ready {
+			} else if at, ready := podcontext.ReadySince(p); ready {
 				w.coord.Ready(drain.UID(p.UID), at)
 			}
 			w.roster.set(p)
 			w.others.set(p)
 		},
-		gone: func(p *corev1.Pod) {
+		func(p *corev1.Pod) {
 			w.coord.Deleted(drain.UID(p.UID))
 			w.roster.gone(p)
 			w.others.gone(p)
-		},
-	}
+		})
 	for _, of := range []struct {
 		object  client.Object
-		handler interface{ asHandler() handler }
+		handler toolscache.ResourceEventHandler
 	}{
 		{&corev1.Pod{}, pod},
 		{&discovery.EndpointSlice{}, w.slices()},
@@ -353,14 +324,11 @@ func (w *watches) register(ctx context.Context, known cache.Cache) error {
 		if err != nil {
 			return fmt.Errorf("watch %T: %w", of.object, err)
 		}
-		if _, slices := of.object.(*discovery.EndpointSlice); slices {
-			w.reached = lastSeen(informer)
-		}
 		if of.handler == nil {
 			w.has = append(w.has, informer.HasSynced)
 			continue
 		}
-		registration, err := informer.AddEventHandler(of.handler.asHandler())
+		registration, err := informer.AddEventHandler(of.handler)
 		if err != nil {
 			return fmt.Errorf("watch %T: %w", of.object, err)
 		}
@@ -370,53 +338,14 @@ func (w *watches) register(ctx context.Context, known cache.Cache) error {
 }
 
 // slices feeds the index.
-func (w *watches) slices() handlers[discovery.EndpointSlice] {
-	return handlers[discovery.EndpointSlice]{
-		set:    func(s *discovery.EndpointSlice) { w.index.Apply(time.Now(), s) },
-		gone:   func(s *discovery.EndpointSlice) { w.index.Delete(time.Now(), s) },
-		missed: func(s *discovery.EndpointSlice) { w.index.Missed(time.Now(), s) },
-	}
+func (w *watches) slices() toolscache.ResourceEventHandler {
+	return handle(
+		func(s *discovery.EndpointSlice) { w.index.Apply(time.Now(), s) },
+		func(s *discovery.EndpointSlice) { w.index.Delete(time.Now(), s) })
 }
 
-// lastSeen tells how far an informer's watch is. The informers of the cache are client-go's, which
-// know, although their interface here does not say so. Of one that does not, nothing can be told,
-// and the index waits for [endpoints.Patience].
-func lastSeen(informer cache.Informer) func() string {
-	if knows, ok := informer.(interface{ LastSyncResourceVersion() string }); ok {
-		return knows.LastSyncResourceVersion
-	}
-	return nil
-}
-
-// tickEvery is how often the index is asked for what it has set aside.
-const tickEvery = 250 * time.Millisecond
-
-// run takes in what was set aside because it was older than what is known.
-func (w *watches) run(ctx context.Context) error {
-	ticker := time.NewTicker(tickEvery)
-	defer ticker.Stop()
-	for {
-		select {
-		case <-ctx.Done():
-			return nil
-		case <-ticker.C:
-			w.tick(time.Now())
-		}
-	}
-}
-
-// tick is one time of run. One watch has the slices of all namespaces.
-func (w *watches) tick(now time.Time) {
-	w.index.Tick(now, func(string) string {
-		if w.reached == nil {
-			return ""
-		}
-		return w.reached()
-	})
-}
-
-// synced reports whether every watch has delivered its first list. Once it has, it stays so: a
-// later interruption leaves what is known, and a level-triggered ledger.
+// synced reports whether every watch has delivered its first list. It stays so: an interruption
+// leaves what is known.
 func (w *watches) synced() bool {
 	if w.all.Load() {
 		return true

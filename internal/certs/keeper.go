@@ -41,9 +41,9 @@ const (
 	lookBurst = 10
 	// callTimeout bounds one call.
 	callTimeout = 10 * time.Second
-	// otherCA is how long another CA in the ConfigMap than that which this replica has told is left
-	// there: it is that of a replica whose file has changed sooner, until this one's does too,
-	// which takes a kubelet a minute and a half. Else both write over each other's all that time.
+	// otherCA is how long a CA in the ConfigMap is left there that differs from this replica's:
+	// another replica's file may have changed sooner, as kubelets take a minute and a half. Else
+	// both would overwrite each other's all that time.
 	otherCA = 3 * time.Minute
 )
 
@@ -62,9 +62,8 @@ type Options struct {
 	// Bundle says that the CA is written into the webhook configurations and the ConfigMap. False:
 	// certificates come from elsewhere.
 	Bundle bool
-	// CA reads the CA of certificates that come from elsewhere, for agents: it is written into the
-	// ConfigMap, if there is one. Nil, or nothing in it: nothing is written. It is not looked at
-	// with Bundle.
+	// CA reads the CA of certificates that come from elsewhere, for the ConfigMap, if there is one.
+	// Nil, nothing read, or Bundle: nothing is written.
 	CA func() ([]byte, error)
 	// AdmitPath and MutatePath are what comes before the secret in the paths of the webhooks.
 	// Empty: the paths come from elsewhere.
@@ -99,10 +98,9 @@ func New(o Options) *Keeper {
 
 var errNone = errors.New("there is no certificate yet: the Secret could not be read or written")
 
-// GetCertificate is for tls.Config. A caller that asks for a name which the current certificate
-// lacks, and the next one has, gets the next one: it would refuse the current one, and without this
-// a Service that an upgrade adds could not be called until the next set is the current one. A nil
-// hello asks for no name.
+// GetCertificate is for tls.Config. A caller that asks for a name which only the next certificate
+// has gets that: it would refuse the current one, and a Service that an upgrade adds could not be
+// called until the next set is current. A nil hello asks for no name.
 func (k *Keeper) GetCertificate(hello *tls.ClientHelloInfo) (*tls.Certificate, error) {
 	all := k.serving.Load()
 	if all == nil {
@@ -207,7 +205,7 @@ func (k *Keeper) watch(ctx context.Context, running *sync.WaitGroup, client rest
 	running.Go(func() { controller.RunWithContext(ctx) })
 }
 
-// look reads everything, takes at most one step, and writes what is not as it should be. It returns
+// look reads everything, takes at most one step, and writes what should be otherwise. It returns
 // how long nothing will be due.
 func (k *Keeper) look(ctx context.Context, now time.Time) (time.Duration, error) {
 	ctx, cancel := context.WithTimeout(ctx, callTimeout)
@@ -291,69 +289,71 @@ func (k *Keeper) use(s State) error {
 	return nil
 }
 
-// publish looks at everything that follows from s, and reports whether all of it was as it should
-// be. With write it makes it so. What does not exist is as it should be: without a webhook
-// configuration nobody calls.
+// publish reports whether everything that follows from s is as it should be, and with write makes
+// it so. What does not exist is as it should be: without a webhook configuration there are no
+// calls.
 func (k *Keeper) publish(ctx context.Context, s State, write bool) (known bool, err error) {
 	if s.Current == nil {
 		return false, nil
 	}
-	known = true
 	admission := k.Kube.AdmissionregistrationV1()
-	validating, err := admission.ValidatingWebhookConfigurations().Get(ctx, k.WebhookConfiguration, metav1.GetOptions{})
-	switch {
-	case apierrors.IsNotFound(err):
-	case err != nil:
-		return false, fmt.Errorf("read ValidatingWebhookConfiguration %s: %w", k.WebhookConfiguration, err)
-	default:
-		same := true
-		for i := range validating.Webhooks {
-			same = k.direct(&validating.Webhooks[i].ClientConfig, k.AdmitPath, s) && same
-		}
-		known = known && same
-		if !same && write {
-			if _, err := admission.ValidatingWebhookConfigurations().Update(ctx, validating,
-				metav1.UpdateOptions{}); err != nil {
-				return false, fmt.Errorf("write ValidatingWebhookConfiguration %s: %w", k.WebhookConfiguration, err)
+	validating, err := agree(ctx, "ValidatingWebhookConfiguration", k.WebhookConfiguration, write,
+		admission.ValidatingWebhookConfigurations(), func(of *admissionv1.ValidatingWebhookConfiguration) bool {
+			same := true
+			for i := range of.Webhooks {
+				same = k.direct(&of.Webhooks[i].ClientConfig, k.AdmitPath, s) && same
 			}
-		}
+			return same
+		})
+	if err != nil && !apierrors.IsNotFound(err) {
+		return false, err
 	}
-	mutating, err := admission.MutatingWebhookConfigurations().Get(ctx, k.WebhookConfiguration, metav1.GetOptions{})
-	switch {
-	case apierrors.IsNotFound(err):
-	case err != nil:
-		return false, fmt.Errorf("read MutatingWebhookConfiguration %s: %w", k.WebhookConfiguration, err)
-	default:
-		same := true
-		for i := range mutating.Webhooks {
-			same = k.direct(&mutating.Webhooks[i].ClientConfig, k.MutatePath, s) && same
-		}
-		known = known && same
-		if !same && write {
-			if _, err := admission.MutatingWebhookConfigurations().Update(ctx, mutating,
-				metav1.UpdateOptions{}); err != nil {
-				return false, fmt.Errorf("write MutatingWebhookConfiguration %s: %w", k.WebhookConfiguration, err)
+	mutating, err := agree(ctx, "MutatingWebhookConfiguration", k.WebhookConfiguration, write,
+		admission.MutatingWebhookConfigurations(), func(of *admissionv1.MutatingWebhookConfiguration) bool {
+			same := true
+			for i := range of.Webhooks {
+				same = k.direct(&of.Webhooks[i].ClientConfig, k.MutatePath, s) && same
 			}
-		}
+			return same
+		})
+	if err != nil && !apierrors.IsNotFound(err) {
+		return false, err
 	}
+	known = validating && mutating
 	if !k.Bundle {
 		return known, nil
 	}
-	bundle, err := k.Kube.CoreV1().ConfigMaps(k.Namespace).Get(ctx, k.ConfigMap, metav1.GetOptions{})
+	bundle, err := k.tell(ctx, s.Trusted(), write)
+	return known && bundle, err
+}
+
+// tell has the ConfigMap hold a CA, if write is set, and reports whether it did.
+func (k *Keeper) tell(ctx context.Context, ca []byte, write bool) (same bool, err error) {
+	return agree(ctx, "ConfigMap", k.ConfigMap, write, k.Kube.CoreV1().ConfigMaps(k.Namespace),
+		func(of *corev1.ConfigMap) bool {
+			same := of.Data[CAKey] == string(ca)
+			of.Data = map[string]string{CAKey: string(ca)}
+			return same
+		})
+}
+
+// agree reads an object, has set make it what it should be, and with write writes it unless set
+// reports that it was. What does not exist is as it should be.
+func agree[T any](ctx context.Context, kind, name string, write bool, client interface {
+	Get(ctx context.Context, name string, o metav1.GetOptions) (T, error)
+	Update(ctx context.Context, object T, o metav1.UpdateOptions) (T, error)
+}, set func(T) bool) (same bool, err error) {
+	object, err := client.Get(ctx, name, metav1.GetOptions{})
 	if err != nil {
-		return false, fmt.Errorf("read ConfigMap %s/%s: %w", k.Namespace, k.ConfigMap, err)
+		return apierrors.IsNotFound(err), fmt.Errorf("read %s %s: %w", kind, name, err)
 	}
-	if trusted := string(s.Trusted()); bundle.Data[CAKey] != trusted {
-		known = false
-		bundle.Data = map[string]string{CAKey: trusted}
-		if write {
-			if _, err := k.Kube.CoreV1().ConfigMaps(k.Namespace).Update(ctx, bundle,
-				metav1.UpdateOptions{}); err != nil {
-				return false, fmt.Errorf("write ConfigMap %s/%s: %w", k.Namespace, k.ConfigMap, err)
-			}
-		}
+	if same = set(object); same || !write {
+		return same, nil
 	}
-	return known, nil
+	if _, err := client.Update(ctx, object, metav1.UpdateOptions{}); err != nil {
+		return false, fmt.Errorf("write %s %s: %w", kind, name, err)
+	}
+	return false, nil
 }
 
 // tellCA writes the CA of somebody else's certificates into the ConfigMap.
@@ -367,13 +367,13 @@ func (k *Keeper) tellCA(ctx context.Context) error {
 	}
 	ctx, cancel := context.WithTimeout(ctx, callTimeout)
 	defer cancel()
-	bundle, err := k.Kube.CoreV1().ConfigMaps(k.Namespace).Get(ctx, k.ConfigMap, metav1.GetOptions{})
+	same, err := k.tell(ctx, text, false)
 	switch {
 	case apierrors.IsNotFound(err):
 		return nil // agents know it otherwise
 	case err != nil:
-		return fmt.Errorf("read ConfigMap %s/%s: %w", k.Namespace, k.ConfigMap, err)
-	case bundle.Data[CAKey] == string(text):
+		return err
+	case same:
 		k.told, k.other = string(text), time.Time{}
 		return nil
 	case k.told == string(text) && k.other.IsZero():
@@ -382,9 +382,8 @@ func (k *Keeper) tellCA(ctx context.Context) error {
 	case k.told == string(text) && time.Since(k.other) < otherCA:
 		return nil
 	}
-	bundle.Data = map[string]string{CAKey: string(text)}
-	if _, err := k.Kube.CoreV1().ConfigMaps(k.Namespace).Update(ctx, bundle, metav1.UpdateOptions{}); err != nil {
-		return fmt.Errorf("write ConfigMap %s/%s: %w", k.Namespace, k.ConfigMap, err)
+	if _, err := k.tell(ctx, text, true); err != nil {
+		return err
 	}
 	k.told, k.other = string(text), time.Time{}
 	k.Log.Info("agents are told another CA", "configMap", k.Namespace+"/"+k.ConfigMap)

@@ -95,9 +95,9 @@ func (s State) sets() []*Set {
 	return sets
 }
 
-// step returns the state that should follow at now, and whether it is another one. known says that
-// the API server had all of s when it was read; asked is what operators ask for. names are those
-// that the certificate must have; another list is a reason for another set.
+// step returns the state that should follow at now, and whether it is another one. known: the API
+// server had all of s when it was read. asked is what operators ask for, names those of the
+// certificate; others are a reason for another set.
 func (s State) step(now time.Time, known bool, asked string, names []string, t Times) (State, bool, error) {
 	if s.Current == nil || !s.Current.usable(now) {
 		set, err := newSet(now, names, t)
@@ -105,8 +105,7 @@ func (s State) step(now time.Time, known bool, asked string, names []string, t T
 	}
 	changed := false
 	stamp := func(set *Set) *Set {
-		// A time to come was written by a replica whose clock is ahead. It would delay the next
-		// step until then.
+		// A time to come is of a replica whose clock is ahead, and would delay the next step.
 		if set == nil || !known || !set.Known.IsZero() && !set.Known.After(now) {
 			return set
 		}
@@ -158,7 +157,6 @@ func (s *Set) usable(now time.Time) bool {
 	return err == nil && s.Secret != "" && !now.Before(pair.Leaf.NotBefore) && now.Before(pair.Leaf.NotAfter)
 }
 
-// has reports whether the certificate is for all of names.
 func (s *Set) has(names []string) bool {
 	pair, err := s.pair()
 	if err != nil {
@@ -172,7 +170,6 @@ func (s *Set) has(names []string) bool {
 	return true
 }
 
-// pair is what TLS servers take.
 func (s *Set) pair() (*tls.Certificate, error) {
 	pair, err := tls.X509KeyPair([]byte(s.Cert), []byte(s.Key))
 	if err != nil {
@@ -184,12 +181,10 @@ func (s *Set) pair() (*tls.Certificate, error) {
 	return &pair, nil
 }
 
-// validFrom is the start of every set's validity, long ago: a replica whose clock is ahead must not
-// make a certificate that is not valid yet by the clocks of its callers. The key of the CA is
-// thrown away, so an early start does not allow another signature.
+// validFrom is long ago: a replica whose clock is ahead must not make a certificate that is not
+// valid yet by its callers' clocks. The CA's key is thrown away, so this allows no other signature.
 var validFrom = time.Unix(0, 0)
 
-// newSet makes a set.
 func newSet(now time.Time, names []string, t Times) (*Set, error) {
 	until := now.Add(3 * t.RotateEvery)
 	authority := &x509.Certificate{

@@ -35,10 +35,6 @@ const writeTimeout = 5 * time.Second
 // begin at one time, which is seldom.
 const linesKept = 4 << 10
 
-// drainSize is about what it takes to tell of one drain, in bytes: room is made once for all that
-// are told at one time.
-const drainSize = 256
-
 // bodyTimeout is how long an agent may take to send the body of a post. A slower one is cut.
 const bodyTimeout = 5 * time.Second
 
@@ -110,10 +106,8 @@ type route struct {
 var routes = []route{
 	{http.MethodGet, wire.StreamPath, agents, (*Coordinator).stream},
 	{http.MethodPost, wire.DeclarationsPath, agents, (*Coordinator).declare},
-	{http.MethodPost, wire.ReportsPath, agents, (*Coordinator).report},
 	{http.MethodPost, wire.LeavePath, agents, (*Coordinator).leave},
 	{http.MethodPost, wire.BarriersPath, agents, (*Coordinator).barrier},
-	{http.MethodPost, wire.HealthPath, agents, (*Coordinator).health},
 	{http.MethodPost, wire.ClaimsPath, replicas, (*Coordinator).claim},
 	{http.MethodGet, wire.ReplicaPath, replicas, (*Coordinator).replica},
 }
@@ -288,27 +282,18 @@ func (c *Coordinator) declare(w http.ResponseWriter, r *http.Request, who Identi
 	if err := c.authorize(r.Context(), who, d.Routes); err != nil {
 		return nil, err
 	}
-	var open []drain.Open
-	ok := false
+	var declared wire.Declared
+	var err error
 	c.change(func() {
-		if open, ok = c.ledger.Declare(who.Agent, d.Session, d.Population, d.Routes); !ok {
-			return
+		if declared, err = c.core.Declare(who.Agent, d); err == nil {
+			c.seen.declared(who.Agent, d.Gateway)
 		}
-		c.seen.declared(who.Agent, d.Gateway)
 	})
-	if !ok {
-		return nil, errStale
+	if err != nil {
+		return nil, err
 	}
 	c.Log.Info("agent declared", "agent", who.Name, "gateway", d.Gateway, "population", d.Population,
-		"routes", len(d.Routes), "openDrains", len(open))
-	declared := wire.Declared{Drains: []drain.Open{}}
-	for _, o := range open {
-		if o.Watch != nil {
-			declared.Watches = append(declared.Watches, *o.Watch)
-		} else {
-			declared.Drains = append(declared.Drains, o)
-		}
-	}
+		"routes", len(d.Routes))
 	return declared, nil
 }
 
@@ -366,16 +351,16 @@ func (c *Coordinator) watchRights(ctx context.Context) {
 			return
 		case <-ticker.C:
 		}
-		rights, of := map[right]Identity{}, map[right][]*stream{}
+		rights, of := map[right]Identity{}, map[right][]*Session{}
 		c.locked(func() {
-			for _, s := range c.streams {
+			for _, s := range c.core.sessions {
 				namespaces := []string{""}
-				if !s.who.Everywhere {
-					namespaces = c.ledger.Agent(s.who.Agent).Namespaces
+				if !s.Who.Everywhere {
+					namespaces = c.core.Ledger.Agent(s.Who.Agent).Namespaces
 				}
 				for _, namespace := range namespaces {
-					what := right{s.who.Username, namespace}
-					rights[what], of[what] = s.who, append(of[what], s)
+					what := right{s.Who.Username, namespace}
+					rights[what], of[what] = s.Who, append(of[what], s)
 				}
 			}
 		})
@@ -385,8 +370,8 @@ func (c *Coordinator) watchRights(ctx context.Context) {
 			}
 			c.change(func() {
 				for _, s := range of[what] {
-					if c.streams[s.who.Agent] == s {
-						c.cut(time.Now(), s.who.Agent, "the right to acknowledge was taken")
+					if c.core.sessions[s.Who.Agent] == s {
+						c.core.cut(time.Now(), s.Who.Agent, "the right to acknowledge was taken")
 					}
 				}
 			})
@@ -396,28 +381,6 @@ func (c *Coordinator) watchRights(ctx context.Context) {
 
 // podDeleted is why a stream ends, or is refused, when the watch shows the agent's pod deleted.
 const podDeleted = "the agent's pod is deleted"
-
-// cut, called with the lock, ends the stream of an agent and voids what it has reported, at once:
-// the stream's own goroutine may hang in a write. Without a stream it does nothing.
-func (c *Coordinator) cut(now time.Time, id drain.AgentID, why string) {
-	s := c.streams[id]
-	if s == nil {
-		return
-	}
-	delete(c.streams, id)
-	c.ledger.Disconnect(now, id, s.session)
-	c.connected()
-	s.wake() // and it ends
-	c.unsaid = append(c.unsaid, func() { c.Log.Info("stream is ended", "agent", s.who.Name, "id", id, "why", why) })
-}
-
-func (c *Coordinator) report(w http.ResponseWriter, r *http.Request, who Identity) (any, error) {
-	var said wire.Reports
-	if err := decode(w, r, &said); err != nil {
-		return nil, err
-	}
-	return nil, c.take(r.Context(), who, said)
-}
 
 // take gives the ledger what an agent reports.
 func (c *Coordinator) take(ctx context.Context, who Identity, said wire.Reports) error {
@@ -430,6 +393,16 @@ func (c *Coordinator) take(ctx context.Context, who Identity, said wire.Reports)
 	}
 	if said.At < 0 {
 		return refusal{http.StatusBadRequest, fmt.Sprintf("at %d: must not be negative", said.At)}
+	}
+	if up := said.UpTo; up != nil {
+		switch {
+		case len(up.Generation) > wire.MaxName:
+			return refusal{http.StatusBadRequest, fmt.Sprintf("upTo.generation is longer than %d bytes", wire.MaxName)}
+		case up.State == drain.Kept:
+			return refusal{http.StatusBadRequest, fmt.Sprintf("upTo.state %q: name each pod that is kept", up.State)}
+		case up.State >= drain.Removed && up.Proof == drain.ProofNone:
+			return refusal{http.StatusBadRequest, fmt.Sprintf("upTo.proof is required with state %q", up.State)}
+		}
 	}
 	for i, r := range said.Reports {
 		switch {
@@ -446,31 +419,32 @@ func (c *Coordinator) take(ctx context.Context, who Identity, said wire.Reports)
 				fmt.Sprintf("reports[%d].proof is required with state %q", i, r.State)}
 		}
 	}
-	current, news := false, false
+	var taken Taken
+	var err error
 	c.change(func() {
-		current = c.ledger.Current(who.Agent, said.Session)
 		now := time.Now()
-		asOf := c.asOf(now, said.At)
-		news = c.ledger.Report(now, asOf, who.Agent, said.Session, said.Reports)
-		if current {
-			c.seen.reported(c.ledger, now, asOf, who.Agent, said.Reports)
+		if taken, err = c.core.Report(now, who.Agent, said); err == nil {
+			c.seen.reported(now, who.Agent, taken)
 		}
 	})
-	if !current {
-		return errStale
+	if err != nil {
+		return err
 	}
-	if news && c.Log.Enabled(ctx, slog.LevelDebug) {
+	if taken.News && c.Log.Enabled(ctx, slog.LevelDebug) {
+		if up := said.UpTo; up != nil {
+			c.Log.Debug("agent reports on all drains", "agent", who.Name, "revision", up.Revision,
+				"state", up.State.String(), "proof", up.Proof.String(), "generation", up.Generation, "boot", said.Boot)
+		}
 		for _, r := range said.Reports {
 			c.Log.Debug("agent reports", "agent", who.Name, "uid", r.UID, "state", r.State.String(),
 				"proof", r.Proof.String(), "number", r.Number, "generation", r.Generation, "boot", said.Boot)
 		}
 	}
-	alike := 0
-	for i, r := range said.Reports {
-		if alike++; i+1 == len(said.Reports) || said.Reports[i+1].State != r.State {
-			c.Metrics.reports.WithLabelValues(r.State.String()).Add(float64(alike))
-			alike = 0
-		}
+	if said.UpTo != nil {
+		c.Metrics.reports.WithLabelValues(said.UpTo.State.String()).Inc()
+	}
+	for _, r := range said.Reports {
+		c.Metrics.reports.WithLabelValues(r.State.String()).Inc()
 	}
 	return nil
 }
@@ -515,7 +489,7 @@ func (c *Coordinator) listen(ctx context.Context, from *bufio.Reader, conn net.C
 			continue
 		}
 		var said wire.Reports
-		if err := wire.ParseReports(line, &said); err != nil {
+		if err := json.Unmarshal(line, &said); err != nil {
 			return refusal{http.StatusBadRequest, "reports: " + err.Error()}
 		}
 		if err := c.take(ctx, who, said); err != nil {
@@ -538,7 +512,7 @@ func (c *Coordinator) leave(w http.ResponseWriter, r *http.Request, who Identity
 	}
 	ok := false
 	c.change(func() {
-		ok = c.ledger.Leave(who.Agent, said.Session)
+		ok = c.core.Ledger.Leave(who.Agent, said.Session)
 		c.connected()
 	})
 	if !ok {
@@ -551,17 +525,14 @@ func (c *Coordinator) leave(w http.ResponseWriter, r *http.Request, who Identity
 
 // stream is one agent's open stream.
 type stream struct {
-	who     Identity
-	session uint64
-	woken   chan struct{}
+	*Session
+	woken chan struct{}
 
 	// The other fields belong to the goroutine that serves the stream. It writes lines next.
 	lines []byte
 	write func(lines []byte) error
-	// heard receives why an upgraded stream cannot be read any more. Nil: the agent posts what it
-	// reports, and gone is closed when its connection ends.
+	// heard receives why the stream cannot be read any more.
 	heard chan error
-	gone  <-chan struct{}
 }
 
 func (s *stream) wake() {
@@ -578,19 +549,18 @@ func (c *Coordinator) stream(w http.ResponseWriter, r *http.Request, who Identit
 	if err != nil {
 		return nil, err
 	}
-	s, self, err := c.connect(r, who, offer, protocol)
+	s, err := c.connect(r, who, offer, protocol)
 	if err != nil {
 		return nil, err
 	}
-	c.Log.Info("agent connected", "agent", who.Name, "id", who.Agent, "session", s.session, "address", r.RemoteAddr,
+	c.Log.Info("agent connected", "agent", who.Name, "id", who.Agent, "session", s.Number, "address", r.RemoteAddr,
 		"protocol", protocol, "features", offer.Features, "boot", offer.Boot)
 	defer c.disconnect(s)
-	defer c.open(s, w, r)()
-	c.say(s, wire.Message{Type: wire.TypeHello, Hello: &wire.Hello{
-		Protocol: protocol, Features: wire.Features(), Holder: self, Session: s.session,
-		HeartbeatMillis: c.times.Heartbeat.Milliseconds(), AwayMillis: c.times.Away.Milliseconds(),
-		ExpiryMillis: c.times.Expiry.Milliseconds(), RenewalMillis: c.times.Renewal.Milliseconds(),
-	}})
+	closeConn, err := c.open(s, w, r)
+	if err != nil {
+		return nil, err
+	}
+	defer closeConn()
 	c.feed(s)
 	return nil, errWritten
 }
@@ -608,96 +578,64 @@ func checkStream(r *http.Request) (wire.Offer, int, error) {
 	if r.ContentLength != 0 {
 		return offer, 0, refusal{http.StatusBadRequest, "body: a stream is opened without"}
 	}
+	if !strings.EqualFold(r.Header.Get("Upgrade"), wire.Upgrade) {
+		return offer, 0, refusal{http.StatusUpgradeRequired,
+			"a stream is opened as a request to upgrade to " + wire.Upgrade}
+	}
 	return offer, protocol, nil
 }
 
-// open prepares s to be written. If the agent wants to write into the stream also, open hijacks the
-// connection and listens to it. The function that it returns closes that connection.
-func (c *Coordinator) open(s *stream, w http.ResponseWriter, r *http.Request) (closeConn func()) {
-	control := http.NewResponseController(w)
-	if strings.EqualFold(r.Header.Get("Upgrade"), wire.Upgrade) {
-		if conn, buffered, err := control.Hijack(); err == nil {
-			from := buffered.Reader
-			s.lines = append(s.lines, upgraded...)
-			s.write = func(lines []byte) error {
-				return errors.Join(conn.SetWriteDeadline(time.Now().Add(writeTimeout)), writeTo(conn, lines))
-			}
-			// The end of what is read, for whatever reason, is heard.
-			s.heard = make(chan error, 1)
-			var listening sync.WaitGroup
-			listening.Go(func() { s.heard <- c.listen(r.Context(), from, conn, s.who) })
-			return func() {
-				conn.Close()
-				listening.Wait()
-			}
-		}
+// open hijacks the connection of s, to write the stream without HTTP around it, and listens to what
+// the agent writes. The function that it returns closes the connection.
+func (c *Coordinator) open(s *stream, w http.ResponseWriter, r *http.Request) (closeConn func(), err error) {
+	conn, buffered, err := http.NewResponseController(w).Hijack()
+	if err != nil {
+		return nil, err
 	}
+	from := buffered.Reader
+	s.lines = append(s.lines, upgraded...)
 	s.write = func(lines []byte) error {
-		return errors.Join(control.SetWriteDeadline(time.Now().Add(writeTimeout)), writeTo(w, lines), control.Flush())
+		return errors.Join(conn.SetWriteDeadline(time.Now().Add(writeTimeout)), writeTo(conn, lines))
 	}
-	s.gone = r.Context().Done()
-	w.Header().Set("Content-Type", "application/json; stream=watch")
-	return func() {}
-}
-
-// say appends a message to the lines that s writes next.
-func (c *Coordinator) say(s *stream, m wire.Message) {
-	m.At = c.clock(time.Now())
-	s.lines = wire.AppendMessage(s.lines, m)
+	// The end of what is read, for whatever reason, is heard.
+	s.heard = make(chan error, 1)
+	var listening sync.WaitGroup
+	listening.Go(func() { s.heard <- c.listen(r.Context(), from, conn, s.Who) })
+	return func() {
+		conn.Close()
+		listening.Wait()
+	}, nil
 }
 
 // disconnect ends the session of a stream.
 func (c *Coordinator) disconnect(s *stream) {
 	c.change(func() {
-		if c.streams[s.who.Agent] == s {
-			delete(c.streams, s.who.Agent)
-		}
-		c.ledger.Disconnect(time.Now(), s.who.Agent, s.session)
+		c.core.Disconnect(time.Now(), s.Session)
 		c.connected()
 	})
-	c.targetHealth.end(s.who.Agent, s.session)
-	c.Log.Info("agent disconnected", "agent", s.who.Name, "id", s.who.Agent, "session", s.session)
+	c.targetHealth.end(s.Who.Agent, s.Number)
+	c.Log.Info("agent disconnected", "agent", s.Who.Name, "id", s.Who.Agent, "session", s.Number)
 }
 
 // feed writes to an open stream what changes for its agent, until the stream is over.
 func (c *Coordinator) feed(s *stream) {
-	heartbeat := time.NewTicker(c.times.Heartbeat)
+	heartbeat := time.NewTicker(c.core.times.Heartbeat)
 	defer heartbeat.Stop()
-	var sent uint64
-	var told [][]byte
 	over := false
-	for first := true; ; first = false {
-		var open []drain.Open
-		var released []drain.Release
+	for {
+		var news News
 		current := false
-		c.locked(func() {
-			current = c.ledger.Current(s.who.Agent, s.session)
-			open, released, sent = c.ledger.ChangesFor(s.who.Agent, sent)
-			told = c.tellOf(told[:0], open)
-		})
+		c.locked(func() { news, current = c.core.Feed(s.Session) })
 		if !current {
 			return
 		}
-		s.lines = slices.Grow(s.lines, len(open)*drainSize)
-		for i, d := range open {
-			if d.Watch != nil {
-				c.say(s, wire.Message{Type: wire.TypeWatch, Watch: d.Watch})
-				continue
-			}
-			s.lines = wire.AppendTold(s.lines, c.clock(time.Now()), told[i])
-		}
-		for _, d := range released {
-			c.say(s, wire.Message{Type: wire.TypeRelease, Release: &d})
-		}
-		if first {
-			c.say(s, wire.Message{Type: wire.TypeSynced})
-		}
+		s.lines = c.core.Append(s.lines, time.Now(), s.Session, news)
 		if len(s.lines) > 0 {
 			if err := s.write(s.lines); err != nil || over {
 				return
 			}
 			if s.lines = s.lines[:0]; cap(s.lines) > linesKept {
-				s.lines, told = nil, nil
+				s.lines = nil
 			}
 		}
 		select {
@@ -705,17 +643,16 @@ func (c *Coordinator) feed(s *stream) {
 			// Whoever woke it may have more to say at this moment: that goes out in the same write.
 			runtime.Gosched()
 		case <-heartbeat.C:
-			c.say(s, wire.Message{Type: wire.TypeHeartbeat})
+			s.lines = c.core.Say(s.lines, time.Now(), wire.Message{Type: wire.TypeHeartbeat})
 		case err := <-s.heard:
 			refused := refusal{}
 			if !errors.As(err, &refused) {
 				return
 			}
 			c.Metrics.api.WithLabelValues(wire.ReportsPath, strconv.Itoa(refused.code)).Inc()
-			c.say(s, wire.Message{Type: wire.TypeRefused, Refused: &wire.Error{Error: refused.text}})
+			s.lines = c.core.Say(s.lines, time.Now(),
+				wire.Message{Type: wire.TypeRefused, Refused: &wire.Error{Error: refused.text}})
 			over = true
-		case <-s.gone:
-			return
 		case <-c.stop:
 			return
 		}
@@ -723,63 +660,17 @@ func (c *Coordinator) feed(s *stream) {
 }
 
 // connect begins an agent's stream, and ends its former one.
-func (c *Coordinator) connect(r *http.Request, who Identity, offer wire.Offer, protocol int) (s *stream,
-	self drain.Holder, err error) {
+func (c *Coordinator) connect(r *http.Request, who Identity, offer wire.Offer, protocol int) (*stream, error) {
 	c.mu.Lock()
 	defer c.unlock()
-	if c.stopped {
-		return nil, self, refusal{http.StatusServiceUnavailable, ErrStopping.Error()}
+	now, s := time.Now(), &stream{woken: make(chan struct{}, 1)}
+	var err error
+	if s.Session, err = c.core.Connect(now, who, offer, protocol, s.wake); err != nil {
+		return nil, err
 	}
-	if _, deleted := c.deleted[drain.UID(who.Agent)]; deleted {
-		return nil, self, refusal{http.StatusUnauthorized, podDeleted}
-	}
-	now := time.Now()
-	s = &stream{who: who, woken: make(chan struct{}, 1)}
-	s.session = c.ledger.Connect(now, who.Agent,
-		drain.Hello{Boot: offer.Boot, Observes: slices.Contains(offer.Features, wire.FeatureBarrier)})
-	if !who.Everywhere && !c.ledger.Agent(who.Agent).Declared {
-		// Who has not declared may route everything, and is waited for by every deletion. That
-		// takes the right everywhere.
-		c.ledger.Declare(who.Agent, s.session, "", nil)
-	}
-	if former := c.streams[who.Agent]; former != nil {
-		former.wake() // and it ends
-	}
-	c.streams[who.Agent] = s
 	c.seen.connected(now, who.Agent, protocol, offer, r.RemoteAddr)
-	c.settle()
 	c.connected()
-	return s, c.self, nil
-}
-
-// openArgs is what a drain is told as depends on. See [drain.Open.Number].
-type openArgs struct {
-	number uint64
-	since  time.Time
-}
-
-// maxOpens bounds the drains of which is kept how they are told.
-const maxOpens = 1024
-
-// tellOf, called with the lock, appends how agents are told of drains, which is the same for all of
-// them. A Watch is not told so: nil.
-func (c *Coordinator) tellOf(told [][]byte, open []drain.Open) [][]byte {
-	for _, d := range open {
-		if d.Watch != nil {
-			told = append(told, nil)
-			continue
-		}
-		text, known := c.told[openArgs{d.Number, d.Since}]
-		if !known {
-			if len(c.told) >= maxOpens {
-				clear(c.told) // and they are written again
-			}
-			text = wire.Told(d)
-			c.told[openArgs{d.Number, d.Since}] = text
-		}
-		told = append(told, text)
-	}
-	return told
+	return s, nil
 }
 
 // upgraded is the answer to an agent that wants to write into its stream.
@@ -792,6 +683,6 @@ func writeTo(w io.Writer, b []byte) error {
 
 // connected, called with the lock, counts streams.
 func (c *Coordinator) connected() {
-	c.Metrics.agents.WithLabelValues("connected").Set(float64(len(c.streams)))
-	c.Metrics.agents.WithLabelValues("missing").Set(float64(c.ledger.Counts().Missing))
+	c.Metrics.agents.WithLabelValues("connected").Set(float64(len(c.core.sessions)))
+	c.Metrics.agents.WithLabelValues("missing").Set(float64(c.core.Ledger.Counts().Missing))
 }

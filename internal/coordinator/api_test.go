@@ -1,10 +1,13 @@
 package coordinator
 
 import (
+	"bufio"
 	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
 	"io"
+	"net"
 	"net/http"
 	"net/http/httptest"
 	"strings"
@@ -30,7 +33,8 @@ func newBench() *bench {
 		MaxHolds: 32, Pods: &lives{}, Authenticate: tokens{}, Log: quiet(),
 		Metrics: NewMetrics(prometheus.NewRegistry()),
 	})}
-	b.session = b.ledger.Connect(time.Now(), "one", drain.Hello{})
+	s, _ := b.core.Connect(time.Now(), Identity{Agent: "one", Everywhere: true}, wire.Offer{}, wire.Protocol, func() {})
+	b.session = s.Number
 	return b
 }
 
@@ -40,6 +44,7 @@ func (b *bench) ask(method, path, authorization string, body io.Reader) (int, st
 	if authorization != "" {
 		request.Header.Set("Authorization", authorization)
 	}
+	request.Header.Set("Upgrade", wire.Upgrade)
 	recorder := httptest.NewRecorder()
 	b.Handler().ServeHTTP(recorder, request)
 	return recorder.Code, strings.TrimSpace(recorder.Body.String())
@@ -78,13 +83,13 @@ func TestEveryRouteHasAccess(t *testing.T) {
 func TestOnlyAgentsKeepTheirConnection(t *testing.T) {
 	for authorization, want := range map[string]string{"": "close", "Bearer nonsense": "close",
 		"Bearer stranger": "close", "Bearer no answer": "close", "Bearer agent one": ""} {
-		for _, path := range []string{wire.ReportsPath, "/v1/nothing"} {
+		for _, path := range []string{wire.LeavePath, "/v1/nothing"} {
 			request := httptest.NewRequest(http.MethodPost, path, strings.NewReader("{}"))
 			request.Header.Set("Authorization", authorization)
 			w := httptest.NewRecorder()
 			newBench().Handler().ServeHTTP(w, request)
-			if got := w.Header().Get("Connection"); got != want && path == wire.ReportsPath || got != "close" &&
-				path != wire.ReportsPath {
+			if got := w.Header().Get("Connection"); got != want && path == wire.LeavePath || got != "close" &&
+				path != wire.LeavePath {
 				t.Errorf("%q to %s: Connection %q", authorization, path, got)
 			}
 		}
@@ -97,10 +102,22 @@ func TestWhatIsNotInTheTableIsRefused(t *testing.T) {
 		!strings.Contains(body, `/v1/nothing`) {
 		t.Errorf("%d %s", code, body)
 	}
-	if code, body := b.ask(http.MethodDelete, wire.ReportsPath, "Bearer agent one",
+	if code, body := b.ask(http.MethodDelete, wire.LeavePath, "Bearer agent one",
 		nil); code != http.StatusMethodNotAllowed ||
-		!strings.Contains(body, "method DELETE is not allowed for /v1/reports") {
+		!strings.Contains(body, "method DELETE is not allowed for /v1/leave") {
 		t.Errorf("%d %s", code, body)
+	}
+}
+
+func TestStreamsAreUpgraded(t *testing.T) {
+	b := newBench()
+	request := httptest.NewRequest(http.MethodGet, wire.StreamPath+"?protocol=1", nil)
+	request.Header.Set("Authorization", "Bearer agent two")
+	w := httptest.NewRecorder()
+	if b.Handler().ServeHTTP(w, request); w.Code != http.StatusUpgradeRequired ||
+		!strings.Contains(w.Body.String(), "request to upgrade to lameduck-stream") ||
+		b.core.Ledger.Current("two", b.session+1) {
+		t.Errorf("%d %s", w.Code, w.Body)
 	}
 }
 
@@ -112,7 +129,7 @@ func TestStreamsOfOtherProtocolsAreRefused(t *testing.T) {
 			t.Errorf("%q: %d %s", query, code, body)
 		}
 	}
-	if !b.ledger.Current("one", b.session) || b.ledger.Current("two", b.session+1) {
+	if !b.core.Ledger.Current("one", b.session) || b.core.Ledger.Current("two", b.session+1) {
 		t.Error("a refused stream has opened or ended a session")
 	}
 	b.Stop()
@@ -134,10 +151,10 @@ func TestPosts(t *testing.T) {
 		want       string
 	}{
 		"declaration": {wire.DeclarationsPath, with("", ""), 200,
-			`{"drains":[{"pod":{"namespace":"shop","name":"a","uid":"uid-a"},`},
-		"declaration of nothing": {wire.DeclarationsPath, `{"session":SESSION}`, 200, `{"drains":[]}`},
+			`{"declared":1}`},
+		"declaration of nothing": {wire.DeclarationsPath, `{"session":SESSION}`, 200, `{"declared":1}`},
 		"declaration with unknown fields": {wire.DeclarationsPath, with(`"via"`, `"weight":7,"via"`), 200,
-			`"drains":[{`},
+			`{"declared":1}`},
 		"declaration of another via": {wire.DeclarationsPath, with("endpoints", "carrier pigeon"), 400,
 			`via \"carrier pigeon\" is not one of [\"endpoints\" \"clusterIP\" \"dns\"]`},
 		"declaration of another kind": {wire.DeclarationsPath, with("directed", "beg"), 400,
@@ -175,32 +192,6 @@ func TestPosts(t *testing.T) {
 			"body is larger than 4194304 bytes"},
 		"declaration with too much after": {wire.DeclarationsPath, `{"session":SESSION}` + large, 413,
 			"body is larger than 4194304 bytes"},
-		"report": {wire.ReportsPath,
-			`{"session":SESSION,"reports":[{"uid":"uid-a","state":"idle","proof":"runtime","number":1}]}`, 204, ""},
-		"report with unknown fields": {wire.ReportsPath,
-			`{"session":SESSION,"new":1,"reports":[{"uid":"uid-a","state":"removed","proof":"timed","requests":3}]}`,
-			204, ""},
-		"report of nothing": {wire.ReportsPath, `{"session":SESSION}`, 204, ""},
-		"report of another state": {wire.ReportsPath,
-			`{"session":SESSION,"reports":[{"uid":"uid-a","state":"vanished"}]}`, 400,
-			`state \"vanished\" is not one of`},
-		"report with another proof": {wire.ReportsPath,
-			`{"session":SESSION,"reports":[{"uid":"uid-a","state":"idle","proof":"oath"}]}`, 400,
-			`proof \"oath\" is not one of`},
-		"report without proof": {wire.ReportsPath,
-			`{"session":SESSION,"reports":[{"uid":"uid-b","state":"kept"},{"uid":"uid-a","state":"removed"}]}`, 400,
-			`reports[1].proof is required with state \"removed\"`},
-		"report without uid": {wire.ReportsPath, `{"session":SESSION,"reports":[{"state":"routing"}]}`,
-			400, "reports[0].uid is required"},
-		"report with another session": {wire.ReportsPath,
-			`{"session":99,"reports":[{"uid":"uid-a","state":"idle","proof":"runtime"}]}`, 409, "open a new stream"},
-		"report as of before the clock": {wire.ReportsPath,
-			`{"session":SESSION,"at":-1,"reports":[{"uid":"uid-a","state":"idle","proof":"runtime","number":1}]}`, 400,
-			"at -1: must not be negative"},
-		"report that is too large": {wire.ReportsPath, `{"boot":"` + large + `"}`, 413,
-			"body is larger than 4194304 bytes"},
-		"report with a number for a string": {wire.ReportsPath, `{"session":SESSION,"reports":[{"uid":7}]}`, 400,
-			"cannot unmarshal number"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			b := newBench()
@@ -213,10 +204,56 @@ func TestPosts(t *testing.T) {
 			if code != c.code || !strings.Contains(said, c.want) || c.want == "" && said != "" {
 				t.Errorf("%d %.300s, want %d %s", code, said, c.code, c.want)
 			}
-			phase := b.ledger.Status(time.Now(), drain.AtHold, "uid-a").Phase
-			if acknowledged := name == "report"; acknowledged != (phase == drain.Released) &&
+			if phase := b.core.Ledger.Status(time.Now(), drain.AtHold, "uid-a").Phase; phase == drain.Released &&
 				name != "declaration of nothing" {
 				t.Errorf("the drain is %s", phase)
+			}
+		})
+	}
+}
+
+// A line that is taken changes the drain; one that is refused names what is wrong.
+func TestLinesOfReports(t *testing.T) {
+	many := strings.TrimSuffix(strings.Repeat(`{"uid":"a"},`, wire.MaxReports+1), ",")
+	long := strings.Repeat("x", 254)
+	for name, c := range map[string]struct {
+		line, want string
+		phase      drain.Phase
+	}{
+		"idle": {`{"session":1,"reports":[{"uid":"uid-a","state":"idle","proof":"runtime","number":1}]}`, "",
+			drain.Released},
+		"unknown keys": {`{"session":1,"new":1,"reports":[{"uid":"uid-a","state":"removed","proof":"timed","x":3}]}`,
+			"", drain.Unrouting},
+		"nothing": {`{"session":1}`, "", drain.Unrouting},
+		"of an earlier drain": {
+			`{"session":1,"reports":[{"uid":"uid-a","state":"idle","proof":"runtime","number":99}]}`, "",
+			drain.Unrouting},
+		"another proof": {`{"session":1,"reports":[{"uid":"uid-a","state":"idle","proof":"oath"}]}`,
+			`proof "oath" is not one of`, drain.Unrouting},
+		"before the clock": {
+			`{"session":1,"at":-1,"reports":[{"uid":"uid-a","state":"idle","proof":"runtime","number":1}]}`,
+			"at -1: must not be negative", drain.Unrouting},
+		"a number for a string": {`{"session":1,"reports":[{"uid":7}]}`, "cannot unmarshal number", drain.Unrouting},
+		"too many": {`{"session":1,"reports":[` + many + `]}`, "reports: 10001 are more than 10000",
+			drain.Unrouting},
+		"a long uid": {`{"session":1,"reports":[{"uid":"` + long + `"}]}`,
+			"reports[0]: uid or generation is longer than 253 bytes", drain.Unrouting},
+		"a long generation": {`{"session":1,"reports":[{"uid":"a","generation":"` + long + `"}]}`,
+			"reports[0]: uid or generation is longer than 253 bytes", drain.Unrouting},
+	} {
+		t.Run(name, func(t *testing.T) {
+			b := newBench()
+			b.Unroute(requestOf(pod("a"), web))
+			near, far := net.Pipe()
+			defer near.Close()
+			defer far.Close()
+			err := b.listen(t.Context(), bufio.NewReader(strings.NewReader(c.line+"\n")), far,
+				Identity{Agent: "one", Everywhere: true})
+			if c.want == "" && !errors.Is(err, io.EOF) || c.want != "" && !strings.Contains(err.Error(), c.want) {
+				t.Errorf("ends with %v, want %q", err, c.want)
+			}
+			if phase := b.core.Ledger.Status(time.Now(), drain.AtHold, "uid-a").Phase; phase != c.phase {
+				t.Errorf("the drain is %s, want %s", phase, c.phase)
 			}
 		})
 	}
@@ -225,7 +262,7 @@ func TestPosts(t *testing.T) {
 // A session belongs to the agent that opened it.
 func TestASessionOfAnotherAgentIsStale(t *testing.T) {
 	b := newBench()
-	for _, path := range []string{wire.DeclarationsPath, wire.ReportsPath} {
+	for _, path := range []string{wire.DeclarationsPath, wire.LeavePath} {
 		if code, body := b.ask(http.MethodPost, path, "Bearer agent two",
 			strings.NewReader(`{"session":1}`)); code != http.StatusConflict {
 			t.Errorf("%s: %d %s", path, code, body)
@@ -236,39 +273,19 @@ func TestASessionOfAnotherAgentIsStale(t *testing.T) {
 // Whatever an agent posts is taken or refused as its own fault, and what is refused changes
 // nothing.
 func FuzzPosts(f *testing.F) {
-	f.Add(false,
+	f.Add(
 		[]byte(`{"session":1,"gateway":"g","routes":[{"service":{"namespace":"shop","name":"web"},"via":"endpoints","kind":"directed","granularity":"request"}]}`))
-	f.Add(true,
-		[]byte(`{"session":1,"boot":"b","reports":[{"uid":"uid-a","generation":"1","state":"idle","proof":"runtime","number":1}]}`))
-	f.Add(true, []byte(`{"session":1,"reports":[{"uid":"uid-a","since":"-292277022399-01-01T00:00:00Z"}]}`))
-	f.Add(false, []byte(`{"session":1}}`))
-	f.Add(true, []byte(`null`))
-	f.Fuzz(func(t *testing.T, report bool, body []byte) {
+	f.Add([]byte(`{"session":1}}`))
+	f.Add([]byte(`null`))
+	f.Fuzz(func(t *testing.T, body []byte) {
 		b := newBench()
 		b.Unroute(requestOf(pod("a"), web))
 		path, good := wire.DeclarationsPath, http.StatusOK
-		if report {
-			path, good = wire.ReportsPath, http.StatusNoContent
-		}
-		before := b.ledger.Status(time.Now(), drain.AtHold, "uid-a")
+		before := b.core.Ledger.Status(time.Now(), drain.AtHold, "uid-a")
 		code, said := b.ask(http.MethodPost, path, "Bearer agent one", bytes.NewReader(body))
-		after := b.ledger.Status(time.Now(), drain.AtHold, "uid-a")
+		after := b.core.Ledger.Status(time.Now(), drain.AtHold, "uid-a")
 		switch code {
 		case good:
-			if report {
-				var r wire.Reports
-				if err := json.Unmarshal(body, &r); err != nil {
-					t.Fatalf("taken, and yet: %v", err)
-				}
-				again, err := json.Marshal(r)
-				if err != nil {
-					t.Fatal(err)
-				}
-				if code, said := b.ask(http.MethodPost, path, "Bearer agent one",
-					bytes.NewReader(again)); code != good {
-					t.Errorf("taken once, and then written again as %s: %d %s", again, code, said)
-				}
-			}
 			if after.Since.After(before.Since) || after.Deadline.After(before.Deadline) {
 				t.Errorf("the clock was put back from %s to %s", before.Since, after.Since)
 			}
@@ -302,14 +319,6 @@ func TestWhatIsTooMuchIsRefusedByName(t *testing.T) {
 		"a long Service": {wire.DeclarationsPath,
 			`{"session":1,"routes":[` + strings.Replace(route, "NAME", long, 1) + `]}`, 400,
 			"routes[0].service: a name is longer than 253 bytes"},
-		"10,001 reports": {wire.ReportsPath, `{"session":1,"reports":[` + many(10_001, `{"uid":"a"}`) + `]}`, 413,
-			"reports: 10001 are more than 10000"},
-		"a long uid": {wire.ReportsPath, `{"session":1,"reports":[{"uid":"` + long + `"}]}`, 400,
-			"reports[0]: uid or generation is longer than 253 bytes"},
-		"a long generation": {wire.ReportsPath, `{"session":1,"reports":[{"uid":"a","generation":"` + long + `"}]}`,
-			400, "reports[0]: uid or generation is longer than 253 bytes"},
-		"a long boot": {wire.ReportsPath, `{"session":1,"boot":"` + long + `"}`, 400,
-			"boot: longer than 253 bytes"},
 		"a long boot leaves": {wire.LeavePath, `{"session":1,"boot":"` + long + `"}`, 400,
 			"boot: longer than 253 bytes"},
 	} {
@@ -368,13 +377,16 @@ func TestRoutesInNamespacesWithoutRightAreRefused(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			b := newBench()
-			b.ledger.Connect(time.Now(), "local one", drain.Hello{})
+			if _, err := b.core.Connect(time.Now(), Identity{Agent: "local one", Everywhere: true}, wire.Offer{},
+				wire.Protocol, func() {}); err != nil {
+				t.Fatal(err)
+			}
 			code, said := b.ask(http.MethodPost, wire.DeclarationsPath, "Bearer agent local one",
 				strings.NewReader(routes(c.namespaces...)))
 			if code != c.code || !strings.Contains(said, c.want) {
 				t.Errorf("%d %s, want %d %s", code, said, c.code, c.want)
 			}
-			if took := b.ledger.Agent("local one").Declared; took != (c.code == 200) {
+			if took := b.core.Ledger.Agent("local one").Declared; took != (c.code == 200) {
 				t.Errorf("declared: %t", took)
 			}
 		})
@@ -391,7 +403,7 @@ func TestAnAgentWithARightInSomeNamespacesOwesNothingBeforeItDeclares(t *testing
 		held := r.hold(pod("b"), web)
 		stillHeld(t, held)
 		// What it has declared stands when it comes back.
-		n.cut("replica-0")
+		n.Cut("replica-0")
 		stillHeld(t, held)
 		time.Sleep(time.Second)
 		one.say(pod("b"), drain.Idle)
@@ -405,13 +417,13 @@ func TestSlowBodiesAreCut(t *testing.T) {
 		head, want string
 		after      time.Duration
 	}{
-		"of an agent": {"POST /v1/reports HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer agent one\r\nContent-Length: " +
+		"of an agent": {"POST /v1/leave HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer agent one\r\nContent-Length: " +
 			"1000\r\n\r\n", "408 Request Timeout", bodyTimeout},
-		"in pieces": {"POST /v1/reports HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer agent " +
+		"in pieces": {"POST /v1/leave HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer agent " +
 			"one\r\nTransfer-Encoding: chunked\r\n\r\n", "408 Request Timeout",
 			bodyTimeout},
 		// It is answered when the server has given up to read what it does not want.
-		"of a stranger": {"POST /v1/reports HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer " +
+		"of a stranger": {"POST /v1/leave HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer " +
 			"nonsense\r\nContent-Length: 1000\r\n\r\n", "401 Unauthorized", authTimeout + bodyTimeout},
 		"of a stream": {"GET /v1/stream?protocol=1 HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer agent " +
 			"one\r\nContent-Length: 1000\r\n\r\n", "400 Bad Request", bodyTimeout},
@@ -420,7 +432,7 @@ func TestSlowBodiesAreCut(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				n := newNetwork(t)
 				n.replica("replica-0", "a")
-				conn, err := n.dial(t.Context(), "tcp", "replica-0:9444")
+				conn, err := n.Dial(t.Context(), "tcp", "replica-0:9444")
 				if err != nil {
 					t.Fatal(err)
 				}
@@ -443,7 +455,7 @@ func TestASlowAuthenticatorDoesNotCutTheBody(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newNetwork(t)
 		n.replica("replica-0", "a", func(o *Options) { o.Authenticate = slowTokens{} })
-		conn, err := n.dial(t.Context(), "tcp", "replica-0:9444")
+		conn, err := n.Dial(t.Context(), "tcp", "replica-0:9444")
 		if err != nil {
 			t.Fatal(err)
 		}

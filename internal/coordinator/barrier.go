@@ -16,8 +16,8 @@ const (
 	// lookAround is how often a barrier that waits looks at what surrounds its pod: whether another
 	// endpoint has become ready.
 	lookAround = 250 * time.Millisecond
-	// restartTimeout is how long the stop of a container waits whose pod stays.
-	restartTimeout = 2 * time.Second
+	// RestartTimeout is how long the stop of a container waits whose pod stays.
+	RestartTimeout = 2 * time.Second
 	// maxBarriers bounds the barriers that wait at one time, unless Options say otherwise.
 	maxBarriers = 2048
 )
@@ -47,17 +47,18 @@ type PodContexts interface {
 	// that asks, or "" if the replica itself asks whether pod is known. PodContext returns an error
 	// if the cache has not synced.
 	PodContext(ctx context.Context, agent string, pod drain.Pod) (PodContext, error)
+	// Uncovered names the consumers of services that are not waited for. The coordinator calls it
+	// once, at the end of a barrier.
+	Uncovered(ctx context.Context, services []drain.Service) []string
 }
 
 // barrier answers when a pod may be told to stop.
 func (c *Coordinator) barrier(w http.ResponseWriter, r *http.Request, who Identity) (any, error) {
-	var asked wire.Barrier
+	var asked wire.BarrierRequest
 	if err := decode(w, r, &asked); err != nil {
 		return nil, err
 	}
-	bound, elapsed := time.Duration(asked.BoundMillis)*time.Millisecond,
-		time.Duration(asked.ElapsedMillis)*time.Millisecond
-	if err := checkBarrier(asked, bound, elapsed); err != nil {
+	if err := checkBarrier(asked); err != nil {
 		return nil, err
 	}
 	if c.PodContexts == nil {
@@ -67,30 +68,70 @@ func (c *Coordinator) barrier(w http.ResponseWriter, r *http.Request, who Identi
 		return nil, errStale
 	}
 	arrived := time.Now()
-	s, err := c.podContext(r.Context(), who, &asked)
+	s, err := c.podContext(r.Context(), who, asked)
 	if err != nil {
 		return nil, err
 	}
 	c.mu.Lock()
 	defer c.unlock()
-	if c.barriers >= c.mostBarriers() {
-		return nil, refusal{http.StatusServiceUnavailable, "too many barriers wait at this replica"}
+	bar, err := c.core.Bar(arrived, who, asked, s)
+	if err != nil {
+		return nil, err
 	}
-	c.barriers++
 	c.Metrics.waiting.Inc()
-	defer func() {
-		c.barriers--
-		c.Metrics.waiting.Dec()
-	}()
-	if !asked.Terminating {
-		return c.restart(r.Context(), asked.Pod, s, arrived.Add(min(bound, restartTimeout)))
+	defer c.Metrics.waiting.Dec()
+	defer bar.Close()
+	if bar.Look {
+		c.unlock()
+		lookCtx, cancel := context.WithTimeout(r.Context(), LookTimeout)
+		life, err := c.Pods.Life(lookCtx, asked.Pod)
+		cancel()
+		c.mu.Lock()
+		if err := bar.Read(life, err); err != nil {
+			return nil, err
+		}
 	}
-	return c.waitAtBarrier(r.Context(), who, s, drain.Barrier{Pod: asked.Pod, By: who.Agent, Targets: asked.Targets,
-		Since: arrived.Add(-elapsed), Bound: bound})
+	for {
+		bar.Turn(time.Now())
+		c.settle() // before it sleeps: what this turn has changed is no reason for another one
+		if !bar.Restart {
+			c.seen.barrierSeen(time.Now(), bar.Status)
+		}
+		switch {
+		case bar.Err != nil:
+			return nil, bar.Err
+		case bar.Over:
+			var uncovered []string
+			// The agent waits for connections itself, whatever else routes the pod.
+			answer, reason := bar.Answer(), bar.Status.Reason
+			if !bar.Restart && (reason == drain.Acknowledged || reason == drain.NoAgents) {
+				c.unlock()
+				uncovered = c.PodContexts.Uncovered(r.Context(), servicesOf(bar.context.Targets))
+				c.mu.Lock()
+			}
+			if len(uncovered) > 0 {
+				bar.Status.Reason = drain.Uncovered
+			}
+			c.passed(bar, uncovered)
+			return answer, nil
+		}
+		if err := c.sleep(r.Context(), asked.Pod.UID, bar.Wake); err != nil {
+			return nil, err
+		}
+		if !bar.Restart {
+			c.unlock()
+			s, err := c.PodContexts.PodContext(r.Context(), who.Name, asked.Pod)
+			c.mu.Lock()
+			if err == nil {
+				bar.Context(s)
+			}
+		}
+	}
 }
 
-// checkBarrier returns a refusal if a value of asked is not valid. bound and elapsed are its times.
-func checkBarrier(asked wire.Barrier, bound, elapsed time.Duration) error {
+// checkBarrier returns a refusal if a value of asked is not valid.
+func checkBarrier(asked wire.BarrierRequest) error {
+	bound, elapsed := boundOf(asked)
 	switch {
 	case asked.Pod.UID == "" || asked.Pod.Namespace == "" || asked.Pod.Name == "":
 		return refusal{http.StatusBadRequest, "pod: namespace, name and uid are required"}
@@ -112,54 +153,130 @@ func checkBarrier(asked wire.Barrier, bound, elapsed time.Duration) error {
 	return nil
 }
 
-// waitAtBarrier, called with the lock, waits until b lets its pod go. It gives up the lock
-// meanwhile. s is the pod's context, which is read again while it waits.
-func (c *Coordinator) waitAtBarrier(ctx context.Context, who Identity, s PodContext, b drain.Barrier) (any, error) {
-	for {
-		b.Services = b.Services[:0]
-		for _, t := range s.Targets {
-			b.Services = append(b.Services, t.Service)
-		}
-		b.Stated, b.Last, b.LastOne, b.LastHere, b.Young = s.Stated, s.Last, s.LastOne, s.LastHere, s.Young
-		now := time.Now()
-		status := c.ledger.OpenBarrier(now, b)
-		c.seen.barrierSeen(now, status)
-		c.settle()
-		if !status.Waits() {
-			c.passed(status)
-			passed := passedAs(status)
-			passed.IdleBoundMillis = s.IdleBound.Milliseconds()
-			return passed, nil
-		}
-		wake := now.Add(lookAround)
-		if !status.Recheck.IsZero() && status.Recheck.Before(wake) {
-			wake = status.Recheck
-		}
-		if err := c.sleep(ctx, b.Pod.UID, wake); err != nil {
-			return nil, err
-		}
-		if woken := time.Now(); !woken.Before(now.Add(lookAround)) || woken.Before(wake) {
-			// What has changed may be that another endpoint is ready.
-			c.unlock()
-			is, err := c.PodContexts.PodContext(ctx, who.Name, b.Pod)
-			c.mu.Lock()
-			// A pod that is not known any more has the context that it had.
-			if err == nil && is.Known {
-				s = is
-			}
-		}
+// boundOf returns the times of asked.
+func boundOf(asked wire.BarrierRequest) (bound, elapsed time.Duration) {
+	return time.Duration(asked.BoundMillis) * time.Millisecond, time.Duration(asked.ElapsedMillis) * time.Millisecond
+}
+
+// Bar is a hook that waits at the barrier, or for the restart of its pod's container.
+type Bar struct {
+	core *Core
+	of   drain.Barrier
+	// context is what was read last of the pod. until is when a restart goes on.
+	context PodContext
+	until   time.Time
+	// Restart says that the pod stays, and only its container is stopped.
+	Restart bool
+	// Look says that the pod must be read live before the first turn: see [Bar.Read].
+	Look bool
+	// Status is that of the last turn. Over says that the hook is to be answered, with Err if that
+	// is not nil. If not, Wake is when its next turn is due, unless something changes for the pod
+	// before.
+	Status drain.Status
+	Err    error
+	Over   bool
+	Wake   time.Time
+}
+
+// Bar begins to wait. s is the context of the pod.
+func (c *Core) Bar(now time.Time, who Identity, asked wire.BarrierRequest, s PodContext) (*Bar, error) {
+	terminating := asked.Terminating || s.Terminating
+	switch {
+	case s.Known && !s.Here:
+		return nil, refusal{http.StatusForbidden, fmt.Sprintf("pod %s is not on the node of %s", asked.Pod, who.Name)}
+	case !s.Known && !terminating:
+		return nil, refusal{http.StatusNotFound, fmt.Sprintf("pod %s is not known here", asked.Pod)}
+	case c.barriers >= c.limits.MaxBarriers:
+		return nil, refusal{http.StatusServiceUnavailable, "too many barriers wait at this replica"}
+	}
+	c.barriers++
+	bound, elapsed := boundOf(asked)
+	return &Bar{core: c, context: s, until: now.Add(min(bound, RestartTimeout)), Restart: !terminating,
+		Look: terminating && !s.Terminating,
+		of: drain.Barrier{Pod: asked.Pod, By: who.Agent, Targets: asked.Targets, Since: now.Add(-elapsed),
+			Bound: bound},
+	}, nil
+}
+
+// Close ends the wait.
+func (b *Bar) Close() { b.core.barriers-- }
+
+// Read takes in a live read of the pod, which an agent may know earlier to be terminating. It
+// returns a refusal unless the pod is: a barrier declares it terminating, permanently.
+func (b *Bar) Read(life Life, err error) error {
+	switch {
+	case err != nil || life == LifeUnknown:
+		return refusal{http.StatusServiceUnavailable, fmt.Sprintf("pod %s cannot be read: %v", b.of.Pod, err)}
+	case life == Living:
+		return refusal{http.StatusConflict, fmt.Sprintf("pod %s is not terminating", b.of.Pod)}
+	}
+	return nil
+}
+
+// Turn asks the ledger.
+func (b *Bar) Turn(now time.Time) {
+	first := b.Wake.IsZero()
+	switch {
+	case !b.Restart:
+		b.Status = b.core.openBarrier(now, b.of, b.context)
+		b.Wake = wakeAt(b.Status, now.Add(lookAround))
+	case first:
+		b.Status = b.core.ask(now, b.of.Pod, b.context.Targets, drain.Place{Restart: true})
+	default:
+		b.Status = b.core.Ledger.Status(now, drain.AtHold, b.of.Pod.UID)
+		b.core.settle(now)
+		b.core.observe(b.Status)
+	}
+	if b.Restart {
+		b.Wake = wakeAt(b.Status, b.until)
+	}
+	b.Over = !b.Status.Waits() || b.Restart && !now.Before(b.until)
+	if !b.Over && b.core.stopped {
+		b.Over, b.Err = true, refusal{http.StatusServiceUnavailable, ErrStopping.Error()}
 	}
 }
 
-// podContext finds out whether who may ask, and whether the pod is really terminating: a barrier
-// declares it dead, for good.
-func (c *Coordinator) podContext(ctx context.Context, who Identity, asked *wire.Barrier) (PodContext, error) {
+// openBarrier opens a barrier, or asks for the open one. s is the context of its pod.
+func (c *Core) openBarrier(now time.Time, b drain.Barrier, s PodContext) drain.Status {
+	b.Services = servicesOf(s.Targets)
+	b.Stated, b.Last, b.LastOne, b.LastHere, b.Young = s.Stated, s.Last, s.LastOne, s.LastHere, s.Young
+	status := c.Ledger.OpenBarrier(now, b)
+	c.settle(now)
+	return status
+}
+
+func servicesOf(targets []drain.Targets) (services []drain.Service) {
+	for _, t := range targets {
+		services = append(services, t.Service)
+	}
+	return services
+}
+
+// Context takes in the context of the pod, which is due before each turn but the first, and not for
+// a restart: another endpoint may be ready since. A pod that is not known any more has the one that
+// it had.
+func (b *Bar) Context(s PodContext) {
+	if s.Known {
+		b.context = s
+	}
+}
+
+// Answer is what the agent is told.
+func (b *Bar) Answer() wire.BarrierStatus {
+	s := b.Status
+	answer := wire.BarrierStatus{Phase: s.Phase.String(), Reason: s.Reason.String(), Waiting: names(s.Waiting),
+		Cut: s.Cut}
+	if !b.Restart {
+		answer.IdleBoundMillis = b.context.IdleBound.Milliseconds()
+	}
+	return answer
+}
+
+// podContext finds out whether who may ask, and reads the context of the pod.
+func (c *Coordinator) podContext(ctx context.Context, who Identity, asked wire.BarrierRequest) (PodContext, error) {
 	s, err := c.PodContexts.PodContext(ctx, who.Name, asked.Pod)
 	if err != nil {
 		return s, refusal{http.StatusServiceUnavailable, err.Error()}
-	}
-	if s.Known && !s.Here {
-		return s, refusal{http.StatusForbidden, fmt.Sprintf("pod %s is not on the node of %s", asked.Pod, who.Name)}
 	}
 	if !who.Everywhere {
 		authorizer, can := c.Authenticate.(Authorizer)
@@ -174,48 +291,7 @@ func (c *Coordinator) podContext(ctx context.Context, who Identity, asked *wire.
 				fmt.Sprintf("%s may not acknowledge drains in namespace %q", who.Username, asked.Pod.Namespace)}
 		}
 	}
-	asked.Terminating = asked.Terminating || s.Terminating
-	if s.Terminating {
-		return s, nil
-	}
-	if !asked.Terminating {
-		if !s.Known {
-			return s, refusal{http.StatusNotFound, fmt.Sprintf("pod %s is not known here", asked.Pod)}
-		}
-		return s, nil
-	}
-	// The agent may have heard earlier. Where it is not known here at all, it may be gone.
-	lookCtx, cancel := context.WithTimeout(ctx, lookTimeout)
-	defer cancel()
-	switch life, err := c.Pods.Life(lookCtx, asked.Pod); {
-	case err != nil || life == LifeUnknown:
-		return s, refusal{http.StatusServiceUnavailable, fmt.Sprintf("pod %s cannot be read: %v", asked.Pod, err)}
-	case life == Living:
-		return s, refusal{http.StatusConflict, fmt.Sprintf("pod %s is not terminating", asked.Pod)}
-	}
 	return s, nil
-}
-
-// restart, called with the lock, has directed gateways let go of a pod whose container is stopped,
-// and answers by until.
-func (c *Coordinator) restart(ctx context.Context, pod drain.Pod, s PodContext, until time.Time) (any, error) {
-	status := c.ledger.Ask(time.Now(), pod, s.Targets, drain.Place{Restart: true})
-	for {
-		c.settle()
-		c.observe(status)
-		if !status.Waits() || !time.Now().Before(until) {
-			c.Metrics.restarts.Inc()
-			return passedAs(status), nil
-		}
-		wake := until
-		if !status.Recheck.IsZero() && status.Recheck.Before(wake) {
-			wake = status.Recheck
-		}
-		if err := c.sleep(ctx, pod.UID, wake); err != nil {
-			return nil, err
-		}
-		status = c.ledger.Status(time.Now(), drain.AtHold, pod.UID)
-	}
 }
 
 // sleep, called with the lock, gives it up until something may have changed for uid, or wake.
@@ -234,62 +310,28 @@ func (c *Coordinator) sleep(ctx context.Context, uid drain.UID, wake time.Time) 
 	case <-ctx.Done():
 		err = errWritten // the agent is gone
 	case <-c.stop:
-		err = refusal{http.StatusServiceUnavailable, ErrStopping.Error()}
 	}
 	timer.Stop()
 	c.mu.Lock()
-	if err == nil && c.stopped {
-		err = refusal{http.StatusServiceUnavailable, ErrStopping.Error()}
-	}
 	return err
 }
 
-func (c *Coordinator) mostBarriers() int {
-	if c.MaxBarriers > 0 {
-		return c.MaxBarriers
+// passed, called with the lock, records that a hook is answered.
+func (c *Coordinator) passed(b *Bar, uncovered []string) {
+	if b.Restart {
+		c.Metrics.restarts.Inc()
+		return
 	}
-	return maxBarriers
-}
-
-// passedAs is what the agent is told.
-func passedAs(s drain.Status) wire.BarrierStatus {
-	return wire.BarrierStatus{Phase: s.Phase.String(), Reason: s.Reason.String(), Waiting: names(s.Waiting), Cut: s.Cut}
-}
-
-// passed, called with the lock, writes down that a barrier lets its pod go.
-func (c *Coordinator) passed(s drain.Status) {
-	took := time.Since(s.Since)
+	s, took := b.Status, time.Since(b.Status.Since)
 	c.seen.passed(time.Now(), s)
 	c.Metrics.barriers.WithLabelValues(s.Reason.String()).Observe(took.Seconds())
 	if s.Cut {
 		c.Metrics.cut.Inc()
 	}
 	c.unsaid = append(c.unsaid, func() {
-		c.Log.Info("barrier passed", "pod", s.Pod.String(), "uid", s.Pod.UID, "phase", s.Phase.String(),
-			"reason", s.Reason.String(),
-			"sinceSeconds", took.Seconds(), "owed", s.Owed, "waitingFor", names(s.Waiting),
-			"suspended", names(s.Suspended), "lost", names(s.Lost), "away", names(s.Away), "moreAway", s.MoreAway,
-			"statedSeconds", s.Stated.Seconds(), "cut", s.Cut)
+		c.Log.Info("barrier passed", append(outcome(s), "sinceSeconds", took.Seconds(),
+			"statedSeconds", s.Stated.Seconds(), "cut", s.Cut, "uncovered", uncovered)...)
 	})
-}
-
-// settleBarriers, called with the lock, wakes those who wait at barriers that may have changed. It
-// reports whether there were any.
-func (c *Coordinator) settleBarriers() bool {
-	touched := c.ledger.Changed(drain.AtBarrier)
-	for _, uid := range touched {
-		c.ledger.Status(time.Now(), drain.AtBarrier, uid)
-		c.wakeBarred(uid)
-	}
-	return len(touched) > 0
-}
-
-// wakeBarred, called with the lock, wakes the hooks of a pod.
-func (c *Coordinator) wakeBarred(uid drain.UID) {
-	if changed := c.barred[uid]; changed != nil {
-		close(changed)
-		delete(c.barred, uid)
-	}
 }
 
 // lookAtBarriers ends those of pods that are not known any more: their end may have been missed, or
@@ -307,24 +349,13 @@ func (c *Coordinator) lookAtBarriers(ctx context.Context, pods []drain.Pod) {
 
 // Deleted records that a pod is gone.
 func (c *Coordinator) Deleted(uid drain.UID) {
-	c.mu.Lock()
-	defer c.unlock()
-	for _, gate := range []drain.Gate{drain.AtHold, drain.AtBarrier} {
-		c.ledger.GatePassed(time.Now(), gate, uid)
-	}
-	delete(c.seen.barriers, uid)
-	c.deleted[uid] = time.Now()
-	c.cut(time.Now(), drain.AgentID(uid), podDeleted)
-	c.settle()
+	c.change(func() {
+		c.core.Deleted(time.Now(), uid)
+		delete(c.seen.barriers, uid)
+	})
 }
 
-// Ready records that a pod has become ready at a time, so that it can be routed again if it was let
-// go of for a restart before.
+// Ready records that a pod has become ready at a time. See [Core.Ready].
 func (c *Coordinator) Ready(uid drain.UID, at time.Time) {
-	c.mu.Lock()
-	defer c.unlock()
-	delete(c.deleted, uid) // the list that lacked it was old
-	if c.ledger.ReadyAgain(time.Now(), uid, at) {
-		c.settle()
-	}
+	c.change(func() { c.core.Ready(time.Now(), uid, at) })
 }

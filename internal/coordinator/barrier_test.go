@@ -18,11 +18,12 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 )
 
-// nearby is a Vicinity whose answers a test sets.
+// nearby is a PodContexts whose answers a test sets.
 type nearby struct {
 	mu sync.Mutex
 	PodContext
-	err error
+	err       error
+	uncovered []string
 }
 
 func (n *nearby) set(f func(s *PodContext)) {
@@ -31,12 +32,18 @@ func (n *nearby) set(f func(s *PodContext)) {
 	f(&n.PodContext)
 }
 
-type vicinity struct{ *nearby }
+type fakeContexts struct{ *nearby }
 
-func (v vicinity) PodContext(context.Context, string, drain.Pod) (PodContext, error) {
+func (v fakeContexts) PodContext(context.Context, string, drain.Pod) (PodContext, error) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	return v.nearby.PodContext, v.err
+}
+
+func (v fakeContexts) Uncovered(context.Context, []drain.Service) []string {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	return v.uncovered
 }
 
 func newNearby() *nearby {
@@ -45,7 +52,7 @@ func newNearby() *nearby {
 }
 
 // with gives a replica a pod context.
-func with(n *nearby) func(*Options) { return func(o *Options) { o.PodContexts = vicinity{n} } }
+func with(n *nearby) func(*Options) { return func(o *Options) { o.PodContexts = fakeContexts{n} } }
 
 // eyes implements client.Watches: a test says what is seen of each pod.
 type eyes struct {
@@ -60,7 +67,7 @@ type seen struct {
 	report  drain.Report
 }
 
-func (e *eyes) Watch(w drain.Watch, holder string) {
+func (e *eyes) Watch(_ time.Time, w drain.Watch, holder string) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	if e.of[w.Pod.UID] == nil {
@@ -70,7 +77,7 @@ func (e *eyes) Watch(w drain.Watch, holder string) {
 	e.of[w.Pod.UID].holders[holder] = true
 }
 
-func (e *eyes) Unwatch(uid drain.UID, holder string, gone bool) {
+func (e *eyes) Unwatch(_ time.Time, uid drain.UID, holder string, gone bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	if gone && !slices.Contains(e.gone, uid) {
@@ -95,7 +102,7 @@ func (e *eyes) Watched(holder string) []drain.UID {
 	return uids
 }
 
-func (e *eyes) Reports() []drain.Report {
+func (e *eyes) Reports(time.Time) []drain.Report {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	var all []drain.Report
@@ -170,10 +177,10 @@ func (p passing) String() string {
 }
 
 // hook asks for the barrier of p, which was deleted just now.
-func (a *nodeAgent) hook(p drain.Pod, change ...func(*wire.Barrier)) <-chan passing {
+func (a *nodeAgent) hook(p drain.Pod, change ...func(*wire.BarrierRequest)) <-chan passing {
 	out := make(chan passing, 1)
 	began := time.Now()
-	b := wire.Barrier{Pod: p, Since: began, BoundMillis: 30_000, Terminating: true,
+	b := wire.BarrierRequest{Pod: p, Since: began, BoundMillis: 30_000, Terminating: true,
 		Targets: []netip.AddrPort{netip.MustParseAddrPort("10.1.0.7:0")}}
 	for _, f := range change {
 		f(&b)
@@ -223,7 +230,7 @@ func TestAHookWaitsForEveryNode(t *testing.T) {
 		if !ok || w.Targets[0].String() != "10.1.0.7:0" || w.Deadline.Sub(w.Since) != 30*time.Second {
 			t.Fatalf("the other node watches %+v", w)
 		}
-		if edge.stones.holders(p) != "replica-0/a" {
+		if edge.exclusions.holders(p) != "replica-0/a" {
 			t.Error("who directs and was never asked is not told")
 		}
 		if got := r.metric("lameduck_barriers_waiting"); got != 1 {
@@ -251,8 +258,27 @@ func TestAHookWaitsForEveryNode(t *testing.T) {
 		if _, ok := two.eyes.watching(p); ok || !slices.Equal(two.eyes.gone, []drain.UID{p.UID}) {
 			t.Error("the other node does not know that the pod is gone")
 		}
-		if edge.stones.holders(p) != "" || !edge.stones.isDead(p) {
+		if edge.exclusions.holders(p) != "" || !edge.exclusions.isDead(p) {
 			t.Error("who directs does not know that the pod is dead")
+		}
+	})
+}
+
+// A gateway without an agent may still route to the pod: the barrier is not counted as
+// acknowledged.
+func TestAHookOfAPodThatAGatewayWithoutAgentRoutes(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNetwork(t)
+		near := newNearby()
+		near.uncovered = []string{"Ingress shop/front routes Service shop/web"}
+		r := n.replica("replica-0", "a", with(near))
+		one := n.nodeAgent("node-1", "replica-0")
+		p := pod("a")
+		hook := one.hook(p)
+		one.see(t, p, drain.Idle, true)
+		passed(t, hook, "Acknowledged after 0s") // by which the agent waits for connections
+		if got := r.metric("lameduck_barrier_duration_seconds", "Uncovered"); got != 1 {
+			t.Errorf("%v barriers were counted", got)
 		}
 	})
 }
@@ -264,7 +290,7 @@ func TestAHookIsAnsweredAtItsBound(t *testing.T) {
 		one := n.nodeAgent("node-1", "replica-0")
 		n.nodeAgent("node-2", "replica-0")
 		p := pod("a")
-		hook := one.hook(p, func(b *wire.Barrier) { b.ElapsedMillis = 4000 })
+		hook := one.hook(p, func(b *wire.BarrierRequest) { b.ElapsedMillis = 4000 })
 		for range 4 {
 			one.see(t, p, drain.Idle, true)
 			time.Sleep(6 * time.Second)
@@ -282,8 +308,8 @@ func TestAHookIsAnsweredAtItsBound(t *testing.T) {
 func TestAnotherReplicaGoesOn(t *testing.T) {
 	for name, lose := range map[string]func(n *network, r *replica){
 		"it stops":         func(_ *network, r *replica) { r.end() },
-		"it dies":          func(n *network, r *replica) { n.cut(r.host) },
-		"nothing is heard": func(n *network, r *replica) { n.swallow(r.host) },
+		"it dies":          func(n *network, r *replica) { n.Cut(r.host) },
+		"nothing is heard": func(n *network, r *replica) { n.Swallow(r.host) },
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -333,7 +359,7 @@ func TestHooksThatCannotBeAsked(t *testing.T) {
 		"a pod that cannot be read": {func(n *nearby, _ *replica) { n.Terminating = false }, "cannot be read"},
 		"nothing is known": {func(n *nearby, _ *replica) { n.err = errors.New("the cache is cold") },
 			"the cache is cold"},
-		"too many wait": {func(_ *nearby, r *replica) { r.MaxBarriers = 1; r.barriers = 1 }, "too many barriers"},
+		"too many wait": {func(_ *nearby, r *replica) { r.MaxBarriers = 1; r.core.barriers = 1 }, "too many barriers"},
 		"no replica":    {func(_ *nearby, r *replica) { r.end() }, "no coordinator can be asked"},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -350,7 +376,7 @@ func TestHooksThatCannotBeAsked(t *testing.T) {
 				}
 				r.mu.Lock()
 				defer r.mu.Unlock()
-				if all, n := r.ledger.Oldest(drain.AtBarrier, 10); n != 0 {
+				if all, n := r.core.Ledger.Oldest(drain.AtBarrier, 10); n != 0 {
 					t.Errorf("open are %v", all)
 				}
 			})
@@ -367,7 +393,7 @@ func TestOneAgentCannotCutTheStreamsOfAll(t *testing.T) {
 		n.replica("replica-0", "a", with(newNearby()))
 		one, two := n.nodeAgent("node-1", "replica-0"), n.nodeAgent("node-2", "replica-0")
 		liar := n.nodeAgent("liar", "replica-0")
-		bad := liar.hook(pod("b"), func(b *wire.Barrier) {
+		bad := liar.hook(pod("b"), func(b *wire.BarrierRequest) {
 			b.Targets = []netip.AddrPort{netip.AddrPortFrom(netip.MustParseAddr("fe80::1%"+strings.Repeat("x", 2<<20)),
 				0)}
 		})
@@ -417,10 +443,10 @@ func TestAHookOfAYoungPodWaitsForThoseWhoMayNotHaveHeardOfIt(t *testing.T) {
 		one.see(t, p, drain.Idle, true)
 		two.see(t, p, drain.Idle, true)
 		near.set(func(s *PodContext) { s.Young = 0 })
-		time.Sleep(3999 * time.Millisecond)
-		waits(t, hook)
-		time.Sleep(time.Millisecond)
-		passed(t, hook, "Acknowledged after 4s")
+		time.Sleep(4 * time.Second)
+		waits(t, hook) // two was read before
+		time.Sleep(time.Second)
+		passed(t, hook, "Acknowledged after 5s") // by its next report
 
 		near.set(func(s *PodContext) { s.Young = 4 * time.Second })
 		hook = one.hook(q)
@@ -454,6 +480,30 @@ func TestOtherEndpointsAreLookedAtWhileAHookWaits(t *testing.T) {
 	})
 }
 
+// The end of a time is a reason to look as well. Without this, a pod is told to stop as the last
+// one by what was read up to 250 ms before, and kernels send to it while another one is ready.
+func TestOtherEndpointsAreLookedAtWhenATimeIsOver(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n, near := newNetwork(t), newNearby()
+		near.Last = true
+		n.replica("replica-0", "a", with(near))
+		one := n.nodeAgent("node-1", "replica-0")
+		p := pod("a")
+		hook := one.hook(p)
+		one.see(t, p, drain.Kept, true)
+		time.Sleep(100 * time.Millisecond)
+		two := n.nodeAgent("node-2", "replica-0") // the hook looks now, and every 250 ms from now on
+		synctest.Wait()
+		two.see(t, p, drain.Idle, true)
+		time.Sleep(800 * time.Millisecond)
+		near.set(func(s *PodContext) { s.Last = false })
+		time.Sleep(time.Second)
+		waits(t, hook)
+		one.see(t, p, drain.Idle, true)
+		passed(t, hook, "Acknowledged after 1.9s")
+	})
+}
+
 // A liveness restart is delayed by 2 s at most, and ends the exclusion when the container is back.
 func TestAContainerThatIsRestarted(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
@@ -463,9 +513,9 @@ func TestAContainerThatIsRestarted(t *testing.T) {
 		one := n.nodeAgent("node-1", "replica-0")
 		edge := n.agent("edge", []drain.Service{web}, "replica-0")
 		p := pod("a")
-		stays := func(b *wire.Barrier) { b.Terminating, b.BoundMillis = false, 10_000 }
+		stays := func(b *wire.BarrierRequest) { b.Terminating, b.BoundMillis = false, 10_000 }
 		hook := one.hook(p, stays)
-		if edge.stones.holders(p) != "replica-0/a" {
+		if edge.exclusions.holders(p) != "replica-0/a" {
 			t.Fatal("who directs is not told")
 		}
 		if _, ok := one.eyes.watching(p); ok {
@@ -479,13 +529,13 @@ func TestAContainerThatIsRestarted(t *testing.T) {
 		passed(t, one.hook(p, stays), "Acknowledged after 0s")
 		r.Ready(p.UID, time.Now().Add(-time.Hour))
 		synctest.Wait()
-		if edge.stones.holders(p) == "" {
+		if edge.exclusions.holders(p) == "" {
 			t.Error("it is routed again before it is ready")
 		}
 		time.Sleep(time.Second)
 		r.Ready(p.UID, time.Now())
 		synctest.Wait()
-		if edge.stones.holders(p) != "" || edge.stones.isDead(p) {
+		if edge.exclusions.holders(p) != "" || edge.exclusions.isDead(p) {
 			t.Error("it is not routed again")
 		}
 	})
@@ -497,17 +547,17 @@ func TestWhatIsRefusedAtTheBarrier(t *testing.T) {
 		n.replica("replica-0", "a", with(newNearby()))
 		one := n.nodeAgent("node-1", "replica-0")
 		for name, c := range map[string]struct {
-			change func(*wire.Barrier)
+			change func(*wire.BarrierRequest)
 			code   int
 		}{
-			"no uid": {func(b *wire.Barrier) { b.Pod.UID = "" }, http.StatusBadRequest},
-			"a long name": {func(b *wire.Barrier) { b.Pod.Name = strings.Repeat("x", 254) },
+			"no uid": {func(b *wire.BarrierRequest) { b.Pod.UID = "" }, http.StatusBadRequest},
+			"a long name": {func(b *wire.BarrierRequest) { b.Pod.Name = strings.Repeat("x", 254) },
 				http.StatusBadRequest},
-			"many targets": {func(b *wire.Barrier) { b.Targets = make([]netip.AddrPort, 65) },
+			"many targets": {func(b *wire.BarrierRequest) { b.Targets = make([]netip.AddrPort, 65) },
 				http.StatusBadRequest},
-			"a negative bound": {func(b *wire.Barrier) { b.BoundMillis = -1 }, http.StatusBadRequest},
-			"a long bound":     {func(b *wire.Barrier) { b.BoundMillis = 600_001 }, http.StatusBadRequest},
-			"from the future":  {func(b *wire.Barrier) { b.ElapsedMillis = -1 }, http.StatusBadRequest},
+			"a negative bound": {func(b *wire.BarrierRequest) { b.BoundMillis = -1 }, http.StatusBadRequest},
+			"a long bound":     {func(b *wire.BarrierRequest) { b.BoundMillis = 600_001 }, http.StatusBadRequest},
+			"from the future":  {func(b *wire.BarrierRequest) { b.ElapsedMillis = -1 }, http.StatusBadRequest},
 		} {
 			is := <-one.hook(pod("a"), c.change)
 			if is.err == nil || !strings.Contains(is.err.Error(), fmt.Sprint(c.code)) {

@@ -16,8 +16,8 @@ const (
 	maxBarrierProgress = 20_000
 )
 
-// Barrier is an open barrier: the pod is terminating, and its hooks wait, or have been answered.
-type Barrier struct {
+// OpenBarrier is a barrier of a pod that is terminating: its hooks wait, or have been answered.
+type OpenBarrier struct {
 	drain.View
 	// Reports replace those of the ledger.
 	Reports []AgentReport
@@ -27,9 +27,8 @@ type Barrier struct {
 
 // barrierProgress is how a barrier came to where it is.
 type barrierProgress struct {
-	phase    drain.Phase
-	at, told time.Time
-	said     map[drain.AgentID]reported
+	phase drain.Phase
+	at    time.Time
 	// passed says that a hook was answered: the others of the pod are no news.
 	passed bool
 }
@@ -41,7 +40,7 @@ func (h *history) barrierSeen(now time.Time, s drain.Status) *barrierProgress {
 		if h.barriers == nil || len(h.barriers) >= maxBarrierProgress {
 			h.barriers = map[drain.UID]*barrierProgress{}
 		}
-		b = &barrierProgress{told: now, said: map[drain.AgentID]reported{}}
+		b = &barrierProgress{}
 		h.barriers[s.Pod.UID] = b
 	}
 	if b.phase != s.Phase {
@@ -66,25 +65,12 @@ func (h *history) passed(now time.Time, s drain.Status) {
 	h.outcomes.add(o, maxOutcomes)
 }
 
-// watched notes what an agent says of a barrier.
-func (h *history) watched(l *drain.Ledger, now time.Time, id drain.AgentID, of *introduced, r drain.Report) {
-	b := h.barriers[r.UID]
-	if b == nil || !l.Acknowledges(id, r) {
-		return
-	}
-	was, known := b.said[id]
-	is := h.advance(of, was, known, r.State, now, b.told)
-	if is != was {
-		b.said[id] = is
-	}
-}
-
 // barrierOf is one barrier, as far as it is now.
-func (c *Coordinator) barrierOf(uid drain.UID) (b Barrier, ok bool) {
+func (c *Coordinator) barrierOf(uid drain.UID) (b OpenBarrier, ok bool) {
 	c.mu.Lock()
 	defer c.unlock()
 	now := time.Now()
-	view, ok := c.ledger.View(now, drain.AtBarrier, uid, maxBarrierReports)
+	view, ok := c.core.Ledger.View(now, drain.AtBarrier, uid, maxBarrierReports)
 	if !ok {
 		return b, false
 	}
@@ -92,12 +78,7 @@ func (c *Coordinator) barrierOf(uid drain.UID) (b Barrier, ok bool) {
 	progress := c.seen.barrierSeen(now, view.Status)
 	b.Entered = progress.at
 	for _, w := range view.Reports {
-		word := AgentReport{AgentReport: w, Gateway: c.seen.gateway(w.Agent)}
-		if w.State != drain.StateUnknown {
-			word.Since = progress.said[w.Agent].since
-		}
-		b.Reports = append(b.Reports, word)
+		b.Reports = append(b.Reports, AgentReport{AgentReport: w, Gateway: c.seen.gateway(w.Agent)})
 	}
-	c.settle()
 	return b, true
 }

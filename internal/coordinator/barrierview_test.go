@@ -60,7 +60,8 @@ func TestViewFollowsABarrier(t *testing.T) {
 		time.Sleep(1500 * time.Millisecond)
 		passed(t, hook, "Acknowledged after 2s")
 		see("it may stop",
-			`1 open, 0 hooks; shop/a Released Acknowledged for 0s by node-1 stated 2s; node-1 idle 1.8s; node-2 idle 1.5s; shop/a 1 Acknowledged after 2s []`)
+			`1 open, 0 hooks; shop/a Released Acknowledged for 0s by node-1 stated 2s; node-1 idle 1.8s; `+
+				`node-2 idle 1.5s; shop/a 1 Acknowledged after 2s []`)
 		// Another container's hook, and the kubelet's repeat, are no news.
 		passed(t, one.hook(p), "Acknowledged after 0s")
 		r.Deleted(p.UID)

@@ -3,6 +3,7 @@ package coordinator
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"slices"
 	"strings"
@@ -31,7 +32,7 @@ func TestAHeldCallIsReleasedByTheLastAcknowledgement(t *testing.T) {
 		p := pod("a")
 		held := r.hold(p, web)
 		for _, a := range []*agent{one, two} {
-			if got := a.stones.holders(p); got != "replica-0/a" {
+			if got := a.exclusions.holders(p); got != "replica-0/a" {
 				t.Fatalf("the exclusion is held by %q", got)
 			}
 		}
@@ -59,7 +60,7 @@ func TestAHeldCallIsReleasedByTheLastAcknowledgement(t *testing.T) {
 
 		r.GatePassed(p.UID)
 		synctest.Wait()
-		if one.stones.holders(p) != "" || !one.stones.isDead(p) {
+		if one.exclusions.holders(p) != "" || !one.exclusions.isDead(p) {
 			t.Error("the agent does not know that the pod is dead")
 		}
 		if got := r.metric("lameduck_drains", "Released"); got != 0 {
@@ -140,14 +141,14 @@ func TestALostStreamVoidsWhatWasReported(t *testing.T) {
 		one.say(p, drain.Idle)
 		answered(t, held, "Released Acknowledged held=true after 0s")
 
-		n.cut("replica-0")
+		n.Cut("replica-0")
 		synctest.Wait()
 		held = r.hold(p, web)
 		stillHeld(t, held)
 		if got := r.metric("lameduck_agents", "missing"); got != 1 {
 			t.Errorf("%v agents are missing", got)
 		}
-		if one.stones.holders(p) == "" {
+		if one.exclusions.holders(p) == "" {
 			t.Error("the exclusion went with the stream")
 		}
 		time.Sleep(100 * time.Millisecond) // the first pause is shorter
@@ -173,25 +174,25 @@ func TestTheEndsOfADrainReachTheAgents(t *testing.T) {
 		}
 		r.GatePassed(dead.UID)
 		synctest.Wait()
-		if one.stones.holders(dead) != "" || !one.stones.isDead(dead) {
+		if one.exclusions.holders(dead) != "" || !one.exclusions.isDead(dead) {
 			t.Error("dead: still excluded, or not dead")
 		}
 		// Nobody asks any more, and the API server does not answer: nothing is concluded, and
-		// leases are renewed.
+		// exclusions are renewed.
 		time.Sleep(2 * time.Minute)
-		if one.stones.holders(kept) == "" || one.stones.holders(gone) == "" {
+		if one.exclusions.holders(kept) == "" || one.exclusions.holders(gone) == "" {
 			t.Fatal("an exclusion was readmitted without knowledge")
 		}
-		if until := time.Until(one.stones.expires(kept, "replica-0/a")); until < 58*time.Second {
-			t.Errorf("the lease has only %s left", until)
+		if until := time.Until(one.exclusions.expires(kept, "replica-0/a")); until < 58*time.Second {
+			t.Errorf("the exclusion expires in %s already", until)
 		}
 		r.lives.set(kept.UID, Living)
 		r.lives.set(gone.UID, Leaving)
 		time.Sleep(3 * time.Second)
-		if one.stones.holders(kept) != "" || one.stones.isDead(kept) {
+		if one.exclusions.holders(kept) != "" || one.exclusions.isDead(kept) {
 			t.Error("kept: still excluded, or dead")
 		}
-		if one.stones.holders(gone) != "" || !one.stones.isDead(gone) {
+		if one.exclusions.holders(gone) != "" || !one.exclusions.isDead(gone) {
 			t.Error("gone: still excluded, or not dead")
 		}
 		if got := len(r.Pod(kept.UID).Refused); got != 1 {
@@ -213,16 +214,16 @@ func TestADrainIsNotAbandonedEarly(t *testing.T) {
 		answered := r.hold(p, web)
 		<-answered // after 2 s
 		time.Sleep(44 * time.Second)
-		if one.stones.holders(p) == "" || r.lives.reads != 0 {
+		if one.exclusions.holders(p) == "" || r.lives.reads != 0 {
 			t.Fatal("looked into before 45 s have passed since the answer")
 		}
 		<-r.hold(p, web)
 		time.Sleep(44 * time.Second)
-		if one.stones.holders(p) == "" {
+		if one.exclusions.holders(p) == "" {
 			t.Fatal("abandoned although it was asked for 44 s ago")
 		}
 		time.Sleep(2 * time.Second)
-		if one.stones.holders(p) != "" {
+		if one.exclusions.holders(p) != "" {
 			t.Fatal("not abandoned")
 		}
 		// The gateway routes the pod again and says nothing of it. That is not an acknowledgement.
@@ -241,10 +242,10 @@ func TestStopAnswersWhatIsHeld(t *testing.T) {
 		r.Stop()
 		answered(t, held, "Unrouting None held=true after 0s: this replica is shutting down")
 		answered(t, r.hold(pod("b"), web), "Unrouting None held=false after 0s: this replica is shutting down")
-		one.stones.say(p.UID, drain.Idle)
+		one.exclusions.say(p.UID, drain.Idle)
 		r.Stop()
 		r.end()
-		if one.stones.holders(p) != "replica-0/a" {
+		if one.exclusions.holders(p) != "replica-0/a" {
 			t.Error("the exclusion went with the replica")
 		}
 		if opened, ended := one.streams(); opened != ended {
@@ -264,9 +265,9 @@ func TestWhatChangesWhileStoppingReleasesNothing(t *testing.T) {
 		r.Expect([]drain.Expected{{ID: "one", Ready: true}})
 		held := r.hold(p, web)
 		r.mu.Lock()
-		r.ledger.Expect(time.Now(), nil)
+		r.core.Ledger.Expect(time.Now(), nil)
 		r.settle() // wakes the held call
-		r.stopped = true
+		r.core.stopped = true
 		close(r.stop)
 		r.mu.Unlock()
 		answered(t, held, "Released NoAgents held=true after 0s: this replica is shutting down")
@@ -281,7 +282,7 @@ func TestTooManyHolds(t *testing.T) {
 		first, second := r.hold(pod("a"), web), r.hold(pod("b"), web)
 		answered(t, r.hold(pod("c"), web), "Unrouting None held=false after 0s: too many deletions are held by this "+
 			"replica")
-		if one.stones.holders(pod("c")) == "" {
+		if one.exclusions.holders(pod("c")) == "" {
 			t.Error("the drain does not run on")
 		}
 		one.say(pod("c"), drain.Idle)
@@ -325,7 +326,7 @@ func TestReplicasHoldTheSamePods(t *testing.T) {
 	})
 }
 
-func TestReplicasReleaseTheirOwnLeasesOnly(t *testing.T) {
+func TestReplicasReleaseTheirOwnExclusionsOnly(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newNetwork(t)
 		a, b := n.replica("replica-0", "a"), n.replica("replica-1", "b")
@@ -336,15 +337,15 @@ func TestReplicasReleaseTheirOwnLeasesOnly(t *testing.T) {
 			one.say(asked, drain.Idle)
 			answered(t, held, "Released Acknowledged held=true after 0s")
 		}
-		// The other replica sees the drains in the reports. It counts them only once its own lease
-		// stands, which takes one exchange and no time.
+		// The other replica sees the drains in the reports. It counts them only once its own
+		// exclusion stands, which takes one exchange and no time.
 		if status := b.drainOnce(p); status.Phase != drain.Unrouting {
 			t.Errorf("replica-1 spends an acknowledgement of replica-0's exclusion: %s", status.Phase)
 		}
 		if a := taken(t, b.hold(p, web)); a.Reason != drain.Acknowledged || a.took != 0 {
 			t.Errorf("replica-1 is told %s", a)
 		}
-		if got := one.stones.holders(p); got != "replica-0/a replica-1/b" {
+		if got := one.exclusions.holders(p); got != "replica-0/a replica-1/b" {
 			t.Errorf("held by %q", got)
 		}
 
@@ -355,14 +356,14 @@ func TestReplicasReleaseTheirOwnLeasesOnly(t *testing.T) {
 		if got := a.metric("lameduck_agents", "connected"); got != 1 {
 			t.Fatalf("%v agents are connected", got)
 		}
-		if got := one.stones.holders(p); got != "replica-0/a replica-1/b" {
+		if got := one.exclusions.holders(p); got != "replica-0/a replica-1/b" {
 			t.Errorf("after a restart held by %q", got)
 		}
-		if got := one.stones.holders(q); got != "replica-0/a" {
+		if got := one.exclusions.holders(q); got != "replica-0/a" {
 			t.Errorf("after a restart held by %q", got)
 		}
 		// It adopts the clock.
-		b.locked(func() { a.Adopt(b.ledger.Shared(time.Now()).Drains) })
+		b.locked(func() { a.Polled([]wire.Replica{{Shared: b.core.Ledger.Shared(time.Now())}}, true) })
 		status := a.drainOnce(p)
 		if age := time.Since(status.Since).Round(100 * time.Millisecond); age != 3*time.Second {
 			t.Errorf("the drain's clock starts %s ago, want 3s", age)
@@ -376,7 +377,7 @@ func TestReplicasReleaseTheirOwnLeasesOnly(t *testing.T) {
 			a.drainOnce(p)
 		}
 		synctest.Wait()
-		if got := one.stones.holders(p); got != "replica-0/a replica-0/a2" {
+		if got := one.exclusions.holders(p); got != "replica-0/a replica-0/a2" {
 			t.Errorf("after replica-1 has abandoned it, held by %q", got)
 		}
 	})
@@ -428,7 +429,7 @@ func TestSilenceMakesTheAgentReconnect(t *testing.T) {
 		if opened, ended := one.streams(); opened != 1 || ended != 0 {
 			t.Fatalf("heartbeats do not keep the stream: %d were opened, %d ended", opened, ended)
 		}
-		n.swallow("replica-0")
+		n.Swallow("replica-0")
 		time.Sleep(3900 * time.Millisecond)
 		if _, ended := one.streams(); ended != 0 {
 			t.Fatal("given up before the time that the coordinator named")
@@ -471,7 +472,7 @@ func TestANewerStreamOfAnAgentEndsTheFormer(t *testing.T) {
 		}
 		r.mu.Lock()
 		defer r.mu.Unlock()
-		if !r.ledger.Current("one", again.Hello.Session) {
+		if !r.core.Ledger.Current("one", again.Hello.Session) {
 			t.Error("the end of the former stream has ended the newer session")
 		}
 	})
@@ -495,10 +496,19 @@ func TestTheStreamTellsOpenDrainsFirst(t *testing.T) {
 			return m
 		}
 		next()
-		if m := next(); m.Type != wire.TypeDrain || m.Drain.Pod != pod("b") {
-			t.Errorf("%+v", m)
+		drained := func(want drain.Pod) {
+			t.Helper()
+			m := next()
+			if m.Type != wire.TypeDrains || len(m.Drains.Pods) != 1 {
+				t.Fatalf("%+v", m)
+			}
+			if d, err := m.Drains.Open(0); err != nil || d.Pod != want {
+				t.Errorf("%+v, %v", d, err)
+			}
 		}
-		if m := next(); m.Type != wire.TypeRelease || *m.Release != (drain.Release{UID: "uid-a", Terminating: true}) {
+		drained(pod("b"))
+		if m := next(); m.Type != wire.TypeReleases || !slices.Equal(m.Releases.UIDs, []drain.UID{"uid-a"}) ||
+			!m.Releases.Terminating {
 			t.Errorf("%+v", m)
 		}
 		next()
@@ -507,10 +517,9 @@ func TestTheStreamTellsOpenDrainsFirst(t *testing.T) {
 			t.Errorf("%+v after %s", m, time.Since(began))
 		}
 		r.Unroute(requestOf(pod("c"), web))
-		if m := next(); m.Type != wire.TypeDrain || m.Drain.Pod != pod("c") {
-			t.Errorf("%+v", m)
-		}
-		if want := []wire.Type{"hello", "drain", "release", "synced", "heartbeat", "drain"}; !slices.Equal(got, want) {
+		drained(pod("c"))
+		want := []wire.Type{"hello", "drains", "releases", "synced", "heartbeat", "drains"}
+		if !slices.Equal(got, want) {
 			t.Errorf("messages %q, want %q", got, want)
 		}
 	})
@@ -592,7 +601,7 @@ func TestAnAgentThatLeavesIsOwedNothing(t *testing.T) {
 		if _, ended := one.streams(); ended != 0 {
 			t.Errorf("%d streams have ended", ended)
 		}
-		n.cut("replica-0")
+		n.Cut("replica-0")
 		time.Sleep(3 * time.Second)
 		if opened, _ := one.streams(); opened != 2 {
 			t.Errorf("%d streams were opened", opened)
@@ -618,7 +627,7 @@ func TestLeaveTakesNoLongerThanItMay(t *testing.T) {
 		n := newNetwork(t)
 		n.replica("replica-0", "a")
 		one := n.agent("one", []drain.Service{web}, "replica-0", "replica-1")
-		n.swallow("replica-0")
+		n.Swallow("replica-0")
 		began := time.Now()
 		err := one.Leave(t.Context())
 		if took := time.Since(began); err == nil || took > 5*time.Second ||
@@ -654,7 +663,7 @@ func TestTooManyHoldsOfOneOwner(t *testing.T) {
 		if !errors.Is(refused.err, ErrTooManyHolds) || !errors.Is(refused.err, ErrTooManyOfOwner) || refused.held {
 			t.Errorf("the third of one owner: %s", refused)
 		}
-		if one.stones.holders(pod("c")) == "" {
+		if one.exclusions.holders(pod("c")) == "" {
 			t.Error("its drain does not run on")
 		}
 		stillHeld(t, hold("d", "ReplicaSet/2"))
@@ -669,14 +678,14 @@ func TestTooManyHoldsOfOneOwner(t *testing.T) {
 		stillHeld(t, again)
 		time.Sleep(2 * time.Second)
 		answered(t, again, "Unrouting None held=true after 2s")
-		if r.holds != 0 {
-			t.Errorf("%d holds are counted at the end", r.holds)
+		if r.core.holds != 0 {
+			t.Errorf("%d holds are counted at the end", r.core.holds)
 		}
-		time.Sleep(turnKept + 2*tick)
+		time.Sleep(turnKept + 2*Tick)
 		pods, _ := r.tick(time.Now())
 		r.look(t.Context(), pods)
-		if len(r.turns) != 0 {
-			t.Errorf("the turns of owners %v are kept at the end", r.turns)
+		if len(r.core.turns) != 0 {
+			t.Errorf("the turns of owners %v are kept at the end", r.core.turns)
 		}
 	})
 }
@@ -699,13 +708,14 @@ func TestAQueuedDrainIsHeldAndTakesItsTurn(t *testing.T) {
 			held <- a
 		}()
 		stillHeld(t, held)
-		if one.stones.holders(pod("b")) != "" || !r.Pod("uid-b").Queued || r.metric("lameduck_drains", "Queued") != 1 {
+		if one.exclusions.holders(pod("b")) != "" || !r.Pod("uid-b").Queued ||
+			r.metric("lameduck_drains", "Queued") != 1 {
 			t.Error("it does not wait for room")
 		}
 		time.Sleep(time.Second)
 		r.GatePassed("uid-a")
 		synctest.Wait()
-		if one.stones.holders(pod("b")) == "" || r.metric("lameduck_drains", "Queued") != 0 {
+		if one.exclusions.holders(pod("b")) == "" || r.metric("lameduck_drains", "Queued") != 0 {
 			t.Error("there is room, and the agent is not told")
 		}
 		one.say(pod("b"), drain.Idle)
@@ -756,7 +766,7 @@ func TestTheClockOfTheStream(t *testing.T) {
 		n := newNetwork(t)
 		r := n.replica("replica-0", "a")
 		began := time.Now()
-		at := r.clock(began)
+		at := r.core.clock(began)
 		if at <= 0 {
 			t.Fatalf("the clock says %d, which means nothing", at)
 		}
@@ -766,12 +776,26 @@ func TestTheClockOfTheStream(t *testing.T) {
 			at   int64
 			want time.Time
 		}{
-			"old": {at, began}, "present": {r.clock(now), now}, "future": {r.clock(now) + 60_000, now},
+			"old": {at, began}, "present": {r.core.clock(now), now}, "future": {r.core.clock(now) + 60_000, now},
 			"not told": {0, now},
 		} {
-			if got := r.asOf(now, c.at); !got.Equal(c.want) {
+			if got := r.core.asOf(now, c.at); !got.Equal(c.want) {
 				t.Errorf("%s: as of %s, want %s", name, got, c.want)
 			}
 		}
 	})
+}
+
+// With a thousand agents each drain's line of the log named them all.
+func TestAFewOfManyAgentsAreNamed(t *testing.T) {
+	var waiting []drain.Waiting
+	for i := range 1000 {
+		waiting = append(waiting, drain.Waiting{Name: fmt.Sprint("lameduck/edge-", i)})
+	}
+	if got := names(waiting); len(got) != 21 || got[19] != "lameduck/edge-19 (unknown)" || got[20] != "and 980 more" {
+		t.Errorf("named are %q", got)
+	}
+	if got := names(waiting[:20]); len(got) != 20 {
+		t.Errorf("of 20 are named %q", got)
+	}
 }

@@ -95,8 +95,8 @@ func (c *Coordinator) applyHealth(who Identity, h wire.Health) bool {
 	var routes map[drain.Service]drain.Route
 	ok := false
 	c.locked(func() {
-		ok = c.ledger.Current(who.Agent, h.Session)
-		routes = c.ledger.Agent(who.Agent).Routes
+		ok = c.core.Ledger.Current(who.Agent, h.Session)
+		routes = c.core.Ledger.Agent(who.Agent).Routes
 	})
 	if !ok {
 		return false
@@ -116,23 +116,7 @@ func (c *Coordinator) applyHealth(who Identity, h wire.Health) bool {
 func (c *Coordinator) current(id drain.AgentID, session uint64) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return c.ledger.Current(id, session)
-}
-
-// health is a POST of it, by an agent whose stream is not upgraded.
-func (c *Coordinator) health(w http.ResponseWriter, r *http.Request, who Identity) (any, error) {
-	var h wire.Health
-	r.Body = http.MaxBytesReader(w, r.Body, wire.MaxHealth)
-	if err := decode(w, r, &h); err != nil {
-		return nil, err
-	}
-	if err := h.Check(); err != nil {
-		return nil, refusal{http.StatusBadRequest, err.Error()}
-	}
-	if !c.applyHealth(who, h) {
-		return nil, errStale
-	}
-	return nil, nil
+	return c.core.Ledger.Current(id, session)
 }
 
 // receive takes in a line of health. What cannot be read is counted and logged: reports come by the

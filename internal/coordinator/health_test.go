@@ -3,7 +3,6 @@ package coordinator
 import (
 	"fmt"
 	"io"
-	"net/http"
 	"net/netip"
 	"runtime"
 	"strings"
@@ -59,71 +58,54 @@ func believed(r *replica) string {
 }
 
 // What gateways believe is shown within two seconds, changes as they do, and ends with their
-// streams, whichever way it is told.
-func TestBeliefsAreShown(t *testing.T) {
-	for name, posts := range map[string]bool{"in the stream": false, "by posts": true} {
-		t.Run(name, func(t *testing.T) {
-			synctest.Test(t, func(t *testing.T) {
-				n := newNetwork(t)
-				r := n.replica("replica-0", "a")
-				var one, two atomic.Pointer[wire.Summary]
-				tells := func(from *atomic.Pointer[wire.Summary]) func(*client.Client) {
-					return func(c *client.Client) {
-						c.Routes, c.Health = routesOf(web, api), from.Load
-						if posts {
-							c.HTTP.Transport = noUpgrade{c.HTTP.Transport}
-						}
-					}
-				}
-				n.agentWith("one", tells(&one), "replica-0")
-				second := n.agentWith("two", tells(&two), "replica-0")
-				check := func(when, want string) {
-					t.Helper()
-					time.Sleep(2 * time.Second)
-					if got := believed(r); got != want {
-						t.Errorf("%s:\ngot  %s\nwant %s", when, got, want)
-					}
-				}
-				check("nothing is known", "0 agents, 0 usable, 0 unhealthy, 0 untold")
-				one.Store(healthy(web, api))
-				check("one has told", "1 agents, 4 usable, 0 unhealthy, 0 untold\nshop/api: 1 gateways, 0 open, 0 "+
-					"unwell: one 2/2\nshop/web: 1 gateways, 0 open, 0 unwell: one 2/2")
-				two.Store(unhealthy(web))
-				check("two sees another thing",
-					"2 agents, 5 usable, 1 unhealthy, 0 untold\nshop/web: 2 gateways, 0 open, 1 unwell: two 1/2 "+
-						"shop/web-1(unhealthy, http failure: 503) one 2/2\nshop/api: 1 gateways, 0 open, 0 unwell: "+
-						"one 2/2")
-				open := unhealthy(api)
-				open.Told[0].FailingOpen = true
-				one.Store(open)
-				two.Store(healthy(web))
-				check("one fails open", "2 agents, 3 usable, 1 unhealthy, 0 untold\nshop/api: 1 gateways, 1 open, 1 "+
-					"unwell: one 1/2 shop/web-1(unhealthy, http failure: 503)\nshop/web: 1 gateways, 0 open, 0 "+
-					"unwell: two 2/2")
-				second.end()
-				check("two has gone", "1 agents, 1 usable, 1 unhealthy, 0 untold\nshop/api: 1 gateways, 1 open, 1 "+
-					"unwell: one 1/2 shop/web-1(unhealthy, http failure: 503)")
-				n.cut("replica-0")
-				synctest.Wait()
-				if got := believed(r); got != "0 agents, 0 usable, 0 unhealthy, 0 untold" {
-					t.Errorf("after the stream was cut: %s", got)
-				}
-				time.Sleep(5 * time.Second)
-				check("it has come back", "1 agents, 1 usable, 1 unhealthy, 0 untold\nshop/api: 1 gateways, 1 open, "+
-					"1 unwell: one 1/2 shop/web-1(unhealthy, http failure: 503)")
-			})
-		})
-	}
-}
-
-// noUpgrade is what stands between an agent and its coordinator and knows nothing of upgrades.
-type noUpgrade struct{ http.RoundTripper }
-
-func (n noUpgrade) RoundTrip(r *http.Request) (*http.Response, error) {
-	r = r.Clone(r.Context())
-	r.Header.Del("Upgrade")
-	r.Header.Del("Connection")
-	return n.RoundTripper.RoundTrip(r)
+// streams.
+func TestHealthViewsAreShown(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNetwork(t)
+		r := n.replica("replica-0", "a")
+		var one, two atomic.Pointer[wire.Summary]
+		tells := func(from *atomic.Pointer[wire.Summary]) func(*client.Client) {
+			return func(c *client.Client) {
+				c.Routes, c.Health = routesOf(web, api), from.Load
+			}
+		}
+		n.agentWith("one", tells(&one), "replica-0")
+		second := n.agentWith("two", tells(&two), "replica-0")
+		check := func(when, want string) {
+			t.Helper()
+			time.Sleep(2 * time.Second)
+			if got := believed(r); got != want {
+				t.Errorf("%s:\ngot  %s\nwant %s", when, got, want)
+			}
+		}
+		check("nothing is known", "0 agents, 0 usable, 0 unhealthy, 0 untold")
+		one.Store(healthy(web, api))
+		check("one has told", "1 agents, 4 usable, 0 unhealthy, 0 untold\nshop/api: 1 gateways, 0 open, 0 "+
+			"unwell: one 2/2\nshop/web: 1 gateways, 0 open, 0 unwell: one 2/2")
+		two.Store(unhealthy(web))
+		check("two sees another thing",
+			"2 agents, 5 usable, 1 unhealthy, 0 untold\nshop/web: 2 gateways, 0 open, 1 unwell: two 1/2 "+
+				"shop/web-1(unhealthy, http failure: 503) one 2/2\nshop/api: 1 gateways, 0 open, 0 unwell: "+
+				"one 2/2")
+		open := unhealthy(api)
+		open.Told[0].FailingOpen = true
+		one.Store(open)
+		two.Store(healthy(web))
+		check("one fails open", "2 agents, 3 usable, 1 unhealthy, 0 untold\nshop/api: 1 gateways, 1 open, 1 "+
+			"unwell: one 1/2 shop/web-1(unhealthy, http failure: 503)\nshop/web: 1 gateways, 0 open, 0 "+
+			"unwell: two 2/2")
+		second.end()
+		check("two has gone", "1 agents, 1 usable, 1 unhealthy, 0 untold\nshop/api: 1 gateways, 1 open, 1 "+
+			"unwell: one 1/2 shop/web-1(unhealthy, http failure: 503)")
+		n.Cut("replica-0")
+		synctest.Wait()
+		if got := believed(r); got != "0 agents, 0 usable, 0 unhealthy, 0 untold" {
+			t.Errorf("after the stream was cut: %s", got)
+		}
+		time.Sleep(5 * time.Second)
+		check("it has come back", "1 agents, 1 usable, 1 unhealthy, 0 untold\nshop/api: 1 gateways, 1 open, "+
+			"1 unwell: one 1/2 shop/web-1(unhealthy, http failure: 503)")
+	})
 }
 
 // What cannot be read of health, and what an agent has no right to speak of, is left out; the
@@ -135,7 +117,7 @@ func TestHealthIsNeverInTheWay(t *testing.T) {
 		s, session := n.upgraded("one", "replica-0")
 		go io.Copy(io.Discard, s.conn)
 		r.mu.Lock()
-		r.ledger.Declare("one", session, "", routesOf(web))
+		r.core.Ledger.Declare("one", session, "", routesOf(web))
 		r.mu.Unlock()
 		say := func(line string) {
 			t.Helper()
@@ -277,9 +259,9 @@ func heap() int {
 	return int(m.HeapAlloc)
 }
 
-// BenchmarkBeliefs is a view of a thousand gateways with a hundred Services each, which is made
+// BenchmarkHealthView is a view of a thousand gateways with a hundred Services each, which is made
 // four times a second while somebody looks.
-func BenchmarkBeliefs(b *testing.B) {
+func BenchmarkHealthView(b *testing.B) {
 	var all healthReports
 	var agents []Agent
 	for a := range 1000 {

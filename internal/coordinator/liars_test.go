@@ -15,16 +15,12 @@ import (
 
 // What liars, strangers and broken agents send is refused by name and counted, and a deletion
 // beside many of them takes as long as its own gateway does. What an agent may say and what is not
-// so, counts for nothing.
+// so, counts for nothing: see also TestLinesOfReports and TestWhatIsRefusedInTheStreamEndsIt.
 func TestLiarsDelayNobody(t *testing.T) {
-	const crowd = 8
+	const callers = 8
 	post := func(path, token, body string) string {
 		return fmt.Sprintf("POST %s HTTP/1.1\r\nHost: x\r\nConnection: close\r\nAuthorization: Bearer "+
 			"%s\r\nContent-Length: %d\r\n\r\n%s", path, token, len(body), body)
-	}
-	idle := func(session any, number int) string {
-		return fmt.Sprintf(`{"session":%v,"reports":[{"uid":"uid-a","state":"idle","proof":"runtime","number":%d}]}`,
-			session, number)
 	}
 	services := `{"session":1,"routes":[` + strings.Repeat(
 		`{"service":{"namespace":"shop","name":"web"},"via":"endpoints","kind":"directed","granularity":"request"},`,
@@ -37,32 +33,22 @@ func TestLiarsDelayNobody(t *testing.T) {
 		why  string
 		path string
 	}{
-		"a stranger's report": {post(wire.ReportsPath, "stranger", idle("ONE", 1)), 403,
-			"not allowed to acknowledge drains", wire.ReportsPath},
-		"a token that is no longer valid": {post(wire.ReportsPath, "of a deleted pod", idle("ONE", 1)), 401,
-			"the token is not valid here", wire.ReportsPath},
-		"a report for another agent": {post(wire.ReportsPath, "agent liar", idle("ONE", 1)), 409,
-			"not this agent's present one", wire.ReportsPath},
-		"a replayed report": {post(wire.ReportsPath, "agent one", idle("1", 1)), 409, "open a new stream",
-			wire.ReportsPath},
-		"of a drain that one does not owe": {
-			post(wire.ReportsPath, "agent liar", idle("LIAR", 1)), 204, "", wire.ReportsPath},
-		"of an earlier drain": {post(wire.ReportsPath, "agent one", idle("ONE", 99)), 204, "", wire.ReportsPath},
+		"a stranger leaves": {post(wire.LeavePath, "stranger", `{"session":ONE}`), 403,
+			"not allowed to acknowledge drains", wire.LeavePath},
+		"a token that is no longer valid": {post(wire.LeavePath, "of a deleted pod", `{"session":ONE}`), 401,
+			"the token is not valid here", wire.LeavePath},
 		"leave in another's name": {post(wire.LeavePath, "agent liar", `{"session":ONE}`), 409,
 			"not this agent's present one", wire.LeavePath},
 		"declare in another's name": {post(wire.DeclarationsPath, "agent liar", `{"session":ONE,"routes":[]}`), 409,
 			"not this agent's present one", wire.DeclarationsPath},
 		"a million Services": {post(wire.DeclarationsPath, "agent liar", services+"{}]}"), 413,
 			"body is larger than 4194304 bytes", wire.DeclarationsPath},
-		"a slow body": {"POST " + wire.ReportsPath + " HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer agent " +
+		"a slow body": {"POST " + wire.LeavePath + " HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer agent " +
 			"liar\r\nContent-Length: 1000\r\n\r\n{", 408, "body was not sent within 5s",
-			wire.ReportsPath},
+			wire.LeavePath},
 		"an unknown version": {"GET " + wire.StreamPath + "?protocol=7 HTTP/1.1\r\nHost: x\r\nConnection: " +
 			"close\r\nAuthorization: Bearer agent liar\r\n\r\n", 400, `the agent speaks \"7\"`,
 			wire.StreamPath},
-		"an unknown word": {post(wire.ReportsPath, "agent liar",
-			`{"session":LIAR,"reports":[{"uid":"uid-a","state":"vanished"}]}`), 400, `state \"vanished\" is not one of`,
-			wire.ReportsPath},
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -76,7 +62,7 @@ func TestLiarsDelayNobody(t *testing.T) {
 				for word, id := range map[string]drain.AgentID{"ONE": "one", "LIAR": "liar"} {
 					session := uint64(0)
 					for s := range uint64(1000) {
-						if r.ledger.Current(id, s) {
+						if r.core.Ledger.Current(id, s) {
 							session = s
 						}
 					}
@@ -90,10 +76,10 @@ func TestLiarsDelayNobody(t *testing.T) {
 						fmt.Sprint("Content-Length: ", len(body)), 1) + "\r\n\r\n" + body
 				}
 				held := r.hold(pod("a"), web)
-				answers := make(chan string, crowd)
-				for range crowd {
+				answers := make(chan string, callers)
+				for range callers {
 					go func() {
-						conn, err := n.dial(t.Context(), "tcp", "replica-0:9444")
+						conn, err := n.Dial(t.Context(), "tcp", "replica-0:9444")
 						if err != nil {
 							answers <- err.Error()
 							return
@@ -108,15 +94,15 @@ func TestLiarsDelayNobody(t *testing.T) {
 				stillHeld(t, held)
 				one.say(pod("a"), drain.Idle)
 				answered(t, held, "Released Acknowledged held=true after 700ms")
-				for range crowd {
+				for range callers {
 					if got := <-answers; !strings.HasPrefix(got,
 						fmt.Sprintf("HTTP/1.1 %d %s\r\n", c.code, http.StatusText(c.code))) ||
 						!strings.Contains(got, c.why) {
 						t.Fatalf("answer %.600q, want %d and %q", got, c.code, c.why)
 					}
 				}
-				if got := r.metric("lameduck_agent_requests_total", fmt.Sprint(c.code), c.path); got < crowd {
-					t.Errorf("%v are counted, want %d", got, crowd)
+				if got := r.metric("lameduck_agent_requests_total", fmt.Sprint(c.code), c.path); got < callers {
+					t.Errorf("%v are counted, want %d", got, callers)
 				}
 			})
 		})

@@ -39,7 +39,8 @@ func NewMetrics(r prometheus.Registerer) *Metrics {
 				"and not connected here), connected, suspended (not waited for, since they let drains expire).",
 		}, []string{"state"}),
 		reports: prometheus.NewCounterVec(prometheus.CounterOpts{
-			Name: "lameduck_reports_total", Help: "Reports received from agents, by the state they tell.",
+			Name: "lameduck_reports_total", Help: "Reports received from agents, by state. One may be about many " +
+				"drains.",
 		}, []string{"state"}),
 		api: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "lameduck_agent_requests_total", Help: "Requests of agents, by path and HTTP status.",
@@ -63,7 +64,7 @@ func NewMetrics(r prometheus.Registerer) *Metrics {
 	})
 	r.MustRegister(m.holds, m.drains, m.phase, m.agents, m.reports, m.api, m.waiting, m.barriers, m.cut, m.restarts)
 	for _, r := range []drain.Reason{drain.Acknowledged, drain.IdleBound, drain.Deadline, drain.NoAgents,
-		drain.Suspended, drain.AgentsLost, drain.LastTarget, drain.PodDeleted} {
+		drain.Suspended, drain.AgentsLost, drain.LastTarget, drain.PodDeleted, drain.Uncovered} {
 		m.barriers.WithLabelValues(r.String())
 	}
 	for _, p := range []drain.Phase{drain.Queued, drain.Unrouting, drain.Quiescing, drain.Released} {

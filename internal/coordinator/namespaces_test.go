@@ -22,10 +22,10 @@ var (
 func postAs(t *testing.T, n *network, r *replica, id drain.AgentID, path, text string) {
 	t.Helper()
 	r.mu.Lock()
-	session := r.streams[id].session
+	session := r.core.sessions[id].Number
 	r.mu.Unlock()
 	text = strings.ReplaceAll(text, "SESSION", fmt.Sprint(session))
-	conn, err := n.dial(t.Context(), "tcp", "replica-0:9444")
+	conn, err := n.Dial(t.Context(), "tcp", "replica-0:9444")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -48,7 +48,14 @@ func TestAnAgentOfOneNamespaceChangesNoDrainOfAnother(t *testing.T) {
 		n := newNetwork(t)
 		r := n.replica("replica-0", "a")
 		one := n.agent("one", []drain.Service{bank}, "replica-0")
-		n.agent("local liar", []drain.Service{api}, "replica-0")
+		liar, session := n.upgraded("local liar", "replica-0")
+		go io.Copy(io.Discard, liar.conn)
+		routes, err := json.Marshal(routesOf(api))
+		if err != nil {
+			t.Fatal(err)
+		}
+		postAs(t, n, r, "local liar", wire.DeclarationsPath,
+			`{"session":SESSION,"gateway":"fake","routes":`+string(routes)+`}`)
 		held := r.hold(purse, bank)
 		var says []string
 		for i := range 4 {
@@ -56,7 +63,11 @@ func TestAnAgentOfOneNamespaceChangesNoDrainOfAnother(t *testing.T) {
 				fmt.Sprintf(`{"uid":"uid-core-%d","state":"routing","number":1}`, i),
 				fmt.Sprintf(`{"uid":"uid-core-%d","state":"idle","proof":"runtime","number":1}`, i))
 		}
-		postAs(t, n, r, "local liar", wire.ReportsPath, `{"session":SESSION,"reports":[`+strings.Join(says, ",")+`]}`)
+		if _, err := fmt.Fprintf(liar.conn, `{"session":%d,"reports":[%s]}`+"\n", session,
+			strings.Join(says, ",")); err != nil {
+			t.Fatal(err)
+		}
+		synctest.Wait()
 		stillHeld(t, held)
 		uids := []drain.UID{"uid-core-0", "uid-core-1", "uid-core-2", "uid-core-3"}
 		other := drain.Pod{Namespace: "bank", Name: "core-2", UID: "uid-core-2"}
@@ -89,10 +100,10 @@ func TestAnAgentOfOneNamespaceIsToldNoUIDOfAnother(t *testing.T) {
 					return
 				}
 				switch m.Type {
-				case wire.TypeRelease:
-					told <- fmt.Sprint(m.Release.UID, " dead=", m.Release.Terminating)
-				case wire.TypeDrain:
-					told <- string(m.Drain.Pod.UID)
+				case wire.TypeReleases:
+					told <- fmt.Sprint(m.Releases.UIDs, " dead=", m.Releases.Terminating)
+				case wire.TypeDrains:
+					told <- fmt.Sprint(m.Drains.Pods)
 				}
 			}
 		}()
@@ -120,7 +131,7 @@ func TestAnAgentOfOneNamespaceIsToldNoUIDOfAnother(t *testing.T) {
 		for text := range told {
 			all = append(all, text)
 		}
-		if got := strings.Join(all, ", "); got != "uid-a dead=true" {
+		if got := strings.Join(all, ", "); got != "[uid-a] dead=true" {
 			t.Errorf("told of %q, want the pod of its namespace alone", got)
 		}
 	})

@@ -4,7 +4,6 @@ import (
 	"context"
 	"fmt"
 	"net/http"
-	"slices"
 	"time"
 
 	"github.com/lameduck-io/lameduck/pkg/drain"
@@ -32,13 +31,7 @@ func (c *Coordinator) claim(w http.ResponseWriter, r *http.Request, _ Identity) 
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	claimed.AskedMillis = -1
-	if at, asked := c.asked[claim.Pod.UID]; asked && !c.stopped {
-		claimed.AskedMillis = time.Since(at).Milliseconds()
-		if claim.OnlyAsked {
-			c.reliedOn[claim.Pod.UID] = struct{}{}
-		}
-	}
+	claimed.AskedMillis = c.core.Asked(time.Now(), claim)
 	return claimed, nil
 }
 
@@ -47,8 +40,7 @@ func (c *Coordinator) claim(w http.ResponseWriter, r *http.Request, _ Identity) 
 func (c *Coordinator) ReliedOn(uid drain.UID) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	_, relied := c.reliedOn[uid]
-	return relied
+	return c.core.ReliedOn(uid)
 }
 
 // replica tells another one what it needs to go on where this one is.
@@ -56,106 +48,30 @@ func (c *Coordinator) replica(http.ResponseWriter, *http.Request, Identity) (any
 	ready := c.Able() == nil
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	now := time.Now()
-	n := c.ledger.Counts()
-	return wire.Replica{Ready: ready, Expected: n.Expected, Missing: n.Missing, Shared: c.ledger.Shared(now)}, nil
+	return c.core.Replica(time.Now(), ready), nil
 }
 
-// Adopt opens the drains that the other replicas have open. See [drain.Ledger.Polled].
-func (c *Coordinator) Adopt(claims []drain.Claim) {
-	c.mu.Lock()
-	defer c.unlock()
-	c.ledger.Polled(time.Now(), []drain.Shared{{Drains: claims}}, true)
-	c.settle()
-}
-
-// Polled takes in what the other replicas told last: their open drains and the agents that let
-// drains expire. See [drain.Ledger.Polled].
-func (c *Coordinator) Polled(states []wire.Replica) {
-	c.mu.Lock()
-	defer c.unlock()
-	others := make([]drain.Shared, len(states))
-	for i, of := range states {
-		others[i] = of.Shared
-	}
-	c.ledger.Polled(time.Now(), others, false)
-	c.settle()
+// Polled records what the other replicas told last: their open drains, which it opens here too if
+// adopt is set, and the agents that let drains expire. See [drain.Ledger.Polled].
+func (c *Coordinator) Polled(states []wire.Replica, adopt bool) {
+	c.change(func() { c.core.Polled(time.Now(), states, adopt) })
 }
 
 // Claim opens a drain of a pod for a witness, or joins the open one, as [Coordinator.Drain]
 // does for the API server. It does not wait. hold reports whether a call for it may.
 func (c *Coordinator) Claim(request Request) (status drain.Status, hold bool) {
-	c.mu.Lock()
-	defer c.unlock()
-	now := time.Now()
-	status = c.ledger.Ask(now, request.Pod, request.Targets, request.Place)
-	c.ledger.Hold(request.Pod.UID)(now, false)
-	c.settle()
-	c.observe(status)
-	return status, c.inTurn(now, request) == nil
+	c.change(func() { status, hold = c.core.Claim(time.Now(), request) })
+	return status, hold
 }
 
-// Turn says whether a call may wait, or who decides that.
-type Turn uint8
-
-const (
-	// TurnJudged: this replica decides.
-	TurnJudged Turn = iota
-	// TurnHeld and TurnUnheld: the opener has decided.
-	TurnHeld
-	TurnUnheld
-)
-
-// turnKept is how long a pod keeps its turn after the last call for it.
-const turnKept = 5 * time.Second
-
-// everyOwner is where the turns of all pods are kept, with or without an owner.
-const everyOwner = ""
-
-// turn is one pod's among those of its owner.
-type turn struct {
-	uid   drain.UID
-	asked time.Time
+// Ahead is [Core.Ahead].
+func (c *Coordinator) Ahead(pod drain.UID, others []drain.UID, allowed int) (ahead int) {
+	c.locked(func() { ahead = c.core.Ahead(pod, others, allowed) })
+	return ahead
 }
 
-// inTurn, called with the lock after the drain was observed, returns why a call for the pod may not
-// wait: as many pods of its owner, or of all, as may have their turn. Every replica holds the calls
-// for the same pods: if each one chose for itself, all of them together would hold more calls than
-// the API server has seats for, and those that come later would queue there.
-func (c *Coordinator) inTurn(now time.Time, request Request) error {
-	if request.Owner != "" && c.MaxHoldsPerOwner > 0 &&
-		!c.takeTurn(now, request.Owner, request.Pod.UID, c.MaxHoldsPerOwner) {
-		return ErrTooManyOfOwner
-	}
-	if !c.takeTurn(now, everyOwner, request.Pod.UID, c.MaxHolds) {
-		return ErrTooManyHolds
-	}
-	return nil
-}
-
-// takeTurn reports whether a pod is among the most of an owner that may have their turn. Those that
-// drain no more, or are not asked for any more, have lost theirs.
-func (c *Coordinator) takeTurn(now time.Time, owner string, uid drain.UID, most int) bool {
-	turns := slices.DeleteFunc(c.turns[owner], func(t turn) bool {
-		return t.uid != uid && (now.Sub(t.asked) > turnKept || !drain.Status{Phase: c.phases[t.uid]}.Waits())
-	})
-	i := slices.IndexFunc(turns, func(t turn) bool { return t.uid == uid })
-	switch {
-	case i >= 0:
-		turns[i].asked = now
-	case len(turns) < most:
-		i, turns = len(turns), append(turns, turn{uid, now})
-	}
-	c.turns[owner] = turns
-	return i >= 0
-}
-
-// dropTurns, called with the lock, forgets the turns of owners none of whose pods is asked for any
-// more.
-func (c *Coordinator) dropTurns(now time.Time) {
-	for owner, turns := range c.turns {
-		if !slices.ContainsFunc(turns, func(t turn) bool { return now.Sub(t.asked) <= turnKept }) {
-			delete(c.turns, owner)
-		}
-	}
+// ClaimWithin is [Core.ClaimWithin].
+func (c *Coordinator) ClaimWithin(request Request, others []drain.UID, allowed int) (ahead int) {
+	c.change(func() { ahead = c.core.ClaimWithin(time.Now(), request, others, allowed) })
+	return ahead
 }

@@ -66,8 +66,8 @@ func TestAClaimCarriesTheClockBothWays(t *testing.T) {
 		if diff := cmp.Diff(want, claim(0)); diff != "" {
 			t.Errorf("after the API server asked (-want +got):\n%s", diff)
 		}
-		if got := b.ledger.Status(time.Now(), drain.AtHold,
-			pod("a").UID); got.Deadline.Sub(time.Now()) != 16700*time.Millisecond {
+		if got := b.core.Ledger.Status(time.Now(), drain.AtHold,
+			pod("a").UID); time.Until(got.Deadline) != 16700*time.Millisecond {
 			t.Errorf("the deadline is in %s", time.Until(got.Deadline))
 		}
 		// Another one that stops leaves a call to this one, unless this one stops too: one of them
@@ -118,13 +118,13 @@ func TestAReplicaThatStartsAdoptsWhatIsOpen(t *testing.T) {
 		if diff := cmp.Diff(want, told.Drains); diff != "" {
 			t.Fatalf("open drains (-want +got):\n%s", diff)
 		}
-		started.Adopt(told.Drains)
-		started.Adopt(told.Drains) // twice changes nothing
-		if diff := cmp.Diff(want, started.ledger.Shared(time.Now()).Drains); diff != "" {
+		started.Polled([]wire.Replica{told}, true)
+		started.Polled([]wire.Replica{told}, true) // twice changes nothing
+		if diff := cmp.Diff(want, started.core.Ledger.Shared(time.Now()).Drains); diff != "" {
 			t.Errorf("adopted (-want +got):\n%s", diff)
 		}
 		status, _, _ := started.Drain(t.Context(), requestOf(pod("a"), web), time.Now())
-		if status.Deadline.Sub(time.Now()) != 18*time.Second {
+		if time.Until(status.Deadline) != 18*time.Second {
 			t.Errorf("the deadline is in %s, want 18s", time.Until(status.Deadline))
 		}
 	})
@@ -148,7 +148,7 @@ func TestAReplicaThatStartsLearnsWhoIsSuspended(t *testing.T) {
 			t.Fatal(err)
 		}
 		want := []drain.Silence{
-			{Agent: "one", Strikes: 3, SinceMillis: 91_000, LastMillis: 1000},
+			{Agent: "one", Strikes: 3, SinceMillis: 91_000, LastMillis: 1000, Met: true},
 			{Agent: "silent", Strikes: 3, SinceMillis: 91_000, LastMillis: 1000},
 		}
 		if diff := cmp.Diff(want, told.Silent); diff != "" {
@@ -158,7 +158,7 @@ func TestAReplicaThatStartsLearnsWhoIsSuspended(t *testing.T) {
 		if status, _, _ := started.Drain(t.Context(), requestOf(pod("d"), web), time.Now()); !status.Waits() {
 			t.Fatalf("%s %s before it was told", status.Phase, status.Reason)
 		}
-		started.Polled([]wire.Replica{told})
+		started.Polled([]wire.Replica{told}, false)
 		if status, _, _ := started.Drain(t.Context(), requestOf(pod("d"), web),
 			time.Now()); status.Reason != drain.Suspended {
 			t.Errorf("%s %s", status.Phase, status.Reason)

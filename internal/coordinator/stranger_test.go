@@ -19,6 +19,7 @@ import (
 func (r *replica) ask(method, agent, path, body string) (int, string) {
 	request := httptest.NewRequest(method, path, strings.NewReader(body))
 	request.Header.Set("Authorization", "Bearer agent "+agent)
+	request.Header.Set("Upgrade", wire.Upgrade)
 	w := httptest.NewRecorder()
 	r.Handler().ServeHTTP(w, request)
 	return w.Code, w.Body.String()
@@ -40,7 +41,7 @@ func TestAStreamEndsWithWhatItRestsOn(t *testing.T) {
 		"that of a namespace": {"local one", func(_ *replica, revoked *sync.Map) { revoked.Store("shop", 1) }, 0,
 			time.Minute},
 		"that of a namespace that it declared before": {"local one", func(r *replica, revoked *sync.Map) {
-			r.change(func() { r.ledger.Declare("local one", r.streams["local one"].session, "", nil) })
+			r.change(func() { r.core.Ledger.Declare("local one", r.core.sessions["local one"].Number, "", nil) })
 			revoked.Store("shop", 1)
 		}, 0, time.Minute},
 		"that of another namespace": {"local one", func(_ *replica, revoked *sync.Map) { revoked.Store("bank", 1) },
@@ -68,9 +69,9 @@ func TestAStreamEndsWithWhatItRestsOn(t *testing.T) {
 				if took := time.Since(began); took < c.least || took > c.most {
 					t.Errorf("the stream ends after %s, want %s to %s", took, c.least, c.most)
 				}
-				if code, text := r.ask(http.MethodPost, c.agent, wire.ReportsPath,
-					fmt.Sprintf(`{"session":%d,"boot":"b","reports":[]}`, session)); code != http.StatusConflict {
-					t.Errorf("a report is answered %d %s", code, text)
+				if code, text := r.ask(http.MethodPost, c.agent, wire.LeavePath,
+					fmt.Sprintf(`{"session":%d,"boot":"b"}`, session)); code != http.StatusConflict {
+					t.Errorf("a leave is answered %d %s", code, text)
 				}
 			})
 		})
@@ -94,8 +95,8 @@ func TestADeletedAgentDoesNotComeBack(t *testing.T) {
 		r.Deleted("one")
 		time.Sleep(2 * deletedFor)
 		synctest.Wait()
-		if len(r.deleted) > 0 {
-			t.Errorf("still remembered: %v", r.deleted)
+		if len(r.core.deleted) > 0 {
+			t.Errorf("still remembered: %v", r.core.deleted)
 		}
 	})
 }
@@ -109,7 +110,7 @@ func TestAReportIsVoidWhenItsAgentIsDeleted(t *testing.T) {
 		_, session := n.upgraded("one", "replica-0")
 		time.Sleep(2500 * time.Millisecond) // a heartbeat is being written, and not read
 		r.Deleted("one")
-		if r.ledger.Current("one", session) {
+		if r.core.Ledger.Current("one", session) {
 			t.Error("the session of a deleted agent goes on")
 		}
 	})
@@ -133,7 +134,7 @@ func TestEachPodIsReadInTurn(t *testing.T) {
 		time.Sleep(drain.DefaultTimes().Abandon + 20*time.Second)
 		synctest.Wait()
 		for i := 290; i < 300; i++ {
-			if r.ledger.Pod(pod(fmt.Sprintf("%03d", i)).UID).Draining {
+			if r.core.Ledger.Pod(pod(fmt.Sprintf("%03d", i)).UID).Draining {
 				t.Errorf("pod %d was not read in 20 s", i)
 			}
 		}

@@ -26,7 +26,7 @@ import (
 // session.
 func (n *network) upgraded(id, host string) (*raw, uint64) {
 	n.t.Helper()
-	conn, err := n.dial(n.t.Context(), "tcp", host+":9444")
+	conn, err := n.Dial(n.t.Context(), "tcp", host+":9444")
 	if err != nil {
 		n.t.Fatal(err)
 	}
@@ -76,10 +76,7 @@ func TestAnAgentReportsInItsStream(t *testing.T) {
 		held := r.hold(pod("a"), web)
 		one.say(pod("a"), drain.Idle)
 		answered(t, held, "Released Acknowledged held=true after 0s")
-		n.mu.Lock()
-		conns := len(n.conns["replica-0"])
-		n.mu.Unlock()
-		if conns != 2 {
+		if conns := n.Conns("replica-0"); conns != 2 {
 			t.Errorf("%d connections, want the stream and that of the declaration", conns)
 		}
 		if got := r.metric("lameduck_agent_requests_total", "204", wire.ReportsPath); got == 0 {
@@ -127,6 +124,12 @@ func TestWhatIsRefusedInTheStreamEndsIt(t *testing.T) {
 			"reports[0].uid is required", 0},
 		"no proof": {`{"session":SESSION,"boot":"b","reports":[{"uid":"u","state":"idle"}]}` + "\n",
 			`reports[0].proof is required with state "idle"`, 0},
+		"all kept": {`{"session":SESSION,"boot":"b","upTo":{"revision":1,"state":"kept","proof":"none"}}` + "\n",
+			`upTo.state "kept": name each pod that is kept`, 0},
+		"no proof of all": {`{"session":SESSION,"boot":"b","upTo":{"revision":1,"state":"idle"}}` + "\n",
+			`upTo.proof is required with state "idle"`, 0},
+		"a long generation": {`{"session":SESSION,"boot":"b","upTo":{"generation":"` +
+			strings.Repeat("g", wire.MaxName+1) + `"}}` + "\n", "upTo.generation is longer than 253 bytes", 0},
 		"another session": {`{"session":999,"boot":"b","reports":[]}` + "\n", errStale.text, 0},
 		"two in one line": {`{"session":SESSION,"boot":"b","reports":[]}{}` + "\n",
 			"reports: invalid character '{' after top-level value", 0},
@@ -144,7 +147,7 @@ func TestWhatIsRefusedInTheStreamEndsIt(t *testing.T) {
 				r := n.replica("replica-0", "a")
 				r.Unroute(requestOf(pod("a"), web))
 				s, session := n.upgraded("one", "replica-0")
-				before := r.ledger.Status(time.Now(), drain.AtHold, pod("a").UID)
+				before := r.core.Ledger.Status(time.Now(), drain.AtHold, pod("a").UID)
 				began := time.Now()
 				go func() {
 					_, _ = io.WriteString(s.conn, strings.ReplaceAll(c.line, "SESSION", fmt.Sprint(session)))
@@ -166,7 +169,7 @@ func TestWhatIsRefusedInTheStreamEndsIt(t *testing.T) {
 				}
 				before.Waiting[0].Connected = false
 				before.Recheck = time.Now().Add(5 * time.Second)
-				if diff := cmp.Diff(before, r.ledger.Status(time.Now(), drain.AtHold, pod("a").UID)); diff != "" {
+				if diff := cmp.Diff(before, r.core.Ledger.Status(time.Now(), drain.AtHold, pod("a").UID)); diff != "" {
 					t.Errorf("something was taken (-before +after):\n%s", diff)
 				}
 			})
@@ -218,7 +221,7 @@ func FuzzListen(f *testing.F) {
 	f.Fuzz(func(t *testing.T, text []byte, room int) {
 		b := newBench()
 		b.Unroute(requestOf(pod("a"), web))
-		before := b.ledger.Status(time.Now(), drain.AtHold, "uid-a")
+		before := b.core.Ledger.Status(time.Now(), drain.AtHold, "uid-a")
 		near, far := net.Pipe()
 		defer near.Close()
 		defer far.Close()
@@ -228,7 +231,7 @@ func FuzzListen(f *testing.F) {
 		if !errors.Is(err, io.EOF) && (!errors.As(err, &refused) || refused.code < 400 || refused.code >= 500) {
 			t.Errorf("ends with %v", err)
 		}
-		if after := b.ledger.Status(time.Now(), drain.AtHold, "uid-a"); after.Since.After(before.Since) ||
+		if after := b.core.Ledger.Status(time.Now(), drain.AtHold, "uid-a"); after.Since.After(before.Since) ||
 			after.Deadline.After(before.Deadline) {
 			t.Errorf("the clock was put back from %s to %s", before.Since, after.Since)
 		}

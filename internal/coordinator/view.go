@@ -60,20 +60,11 @@ type course struct {
 	at    time.Time
 	// told is when agents were told. Zero: they were not, for want of room.
 	told time.Time
-	said map[*introduced]reported
 	// released is when it was, for reason, without the word of silent and more.
 	released time.Time
 	reason   drain.Reason
 	silent   []string
 	more     int
-}
-
-// reported is what an agent says of a drain, since when.
-type reported struct {
-	state drain.State
-	since time.Time
-	// removed and idle were said before, so that they are not counted twice.
-	removed, idle bool
 }
 
 // times are those of one kind of gateway.
@@ -111,8 +102,7 @@ func newHistory() *history {
 		kinds: map[string]*times{}}
 }
 
-// introduce returns what is remembered of an agent, and makes room for it. It is one and the same
-// for as long as it is remembered: what agents say of a drain is kept by it.
+// introduce returns what is remembered of an agent, and makes room for it.
 func (h *history) introduce(id drain.AgentID) *introduced {
 	of := h.introduced[id]
 	if of == nil {
@@ -139,45 +129,23 @@ func (h *history) declared(id drain.AgentID, gateway string) {
 	}
 }
 
-// reported notes what an agent that has a session says, as of asOf.
-func (h *history) reported(l *drain.Ledger, now, asOf time.Time, id drain.AgentID, reports []drain.Report) {
+// reported notes what an agent says.
+func (h *history) reported(now time.Time, id drain.AgentID, taken Taken) {
 	of := h.introduce(id)
-	of.posted, of.age = now, now.Sub(asOf)
-	for _, r := range reports {
-		if r.Gate == drain.AtBarrier {
-			h.watched(l, now, id, of, r)
-			continue
-		}
-		c := h.open[r.UID]
-		if c == nil || c.told.IsZero() || !l.Acknowledges(id, r) {
-			continue
-		}
-		was, known := c.said[of]
-		is := h.advance(of, was, known, r.State, now, c.told)
-		if is != was {
-			c.said[of] = is
+	of.posted, of.age = now, now.Sub(taken.AsOf)
+	if len(taken.Reached) == 0 {
+		return
+	}
+	kind := h.of(of.gateway)
+	for _, r := range taken.Reached {
+		if r.State == drain.Removed {
+			of.removed, of.idle = r.Took, 0
+			kind.removed.add(r.Took, maxSamples)
+		} else {
+			of.idle = r.Took
+			kind.idle.add(r.Took, maxSamples)
 		}
 	}
-}
-
-// advance returns what an agent has reported once it reports state, and records how long it took
-// since it was told. known reports whether it had reported before.
-func (h *history) advance(
-	of *introduced, was reported, known bool, state drain.State, now, told time.Time,
-) reported {
-	is, took := was, now.Sub(told)
-	if !known || was.state != state {
-		is.state, is.since = state, now
-	}
-	if state >= drain.Removed && !was.removed {
-		is.removed, of.removed, of.idle = true, took, 0
-		h.of(of.gateway).removed.add(took, maxSamples)
-	}
-	if state == drain.Idle && !was.idle {
-		is.idle, of.idle = true, took
-		h.of(of.gateway).idle.add(took, maxSamples)
-	}
-	return is
 }
 
 // of returns the times of a kind of gateway.
@@ -215,7 +183,7 @@ func silent(s drain.Status) (all []string, more int) {
 func (h *history) turned(now time.Time, s drain.Status) {
 	c := h.open[s.Pod.UID]
 	if c == nil {
-		c = &course{said: make(map[*introduced]reported, s.Owed)}
+		c = &course{}
 		h.open[s.Pod.UID] = c
 	}
 	c.phase, c.at = s.Phase, now
@@ -252,7 +220,7 @@ type View struct {
 	Open   int
 	// Barriers are the open ones, the oldest first: at most [maxShownBarriers] of OpenBarriers.
 	// Hooks wait there, Barred of them.
-	Barriers             []Barrier
+	Barriers             []OpenBarrier
 	OpenBarriers, Barred int
 	// Elsewhere is how many pods other replicas alone unroute, as they last said.
 	Elsewhere int
@@ -280,8 +248,6 @@ type Drain struct {
 // AgentReport is what one agent says of a drain.
 type AgentReport struct {
 	drain.AgentReport
-	// Since is when it began to say so. Zero: it has not said anything that counts.
-	Since time.Time
 	// Gateway is the kind of its gateway.
 	Gateway string
 }
@@ -337,19 +303,19 @@ type Propagation struct {
 // one moment, and that of another a moment later.
 func (c *Coordinator) View(drains, words int) View {
 	c.mu.Lock()
-	now, n := time.Now(), c.ledger.Counts()
+	now, n := time.Now(), c.core.Ledger.Counts()
 	v := View{
-		At: now, Began: c.began, Lease: c.self, Times: c.times, Stopping: c.stopped,
-		Holds: c.holds, MaxHolds: c.MaxHolds,
+		At: now, Began: c.core.Began, Lease: c.core.self, Times: c.core.times, Stopping: c.core.stopped,
+		Holds: c.core.holds, MaxHolds: c.MaxHolds,
 		Expected: n.Expected, Missing: n.Missing, Suspended: n.Suspended, Elsewhere: n.Elsewhere,
 		Drains: []Drain{}, Agents: []Agent{}, Outcomes: c.seen.outcomes.newest(), Propagation: c.seen.propagation(),
 	}
 	var oldest []drain.UID
-	oldest, v.Open = c.ledger.Oldest(drain.AtHold, drains)
+	oldest, v.Open = c.core.Ledger.Oldest(drain.AtHold, drains)
 	var facing []drain.UID
-	facing, v.OpenBarriers = c.ledger.Oldest(drain.AtBarrier, maxShownBarriers)
-	v.Barred = c.barriers
-	for _, k := range c.ledger.Agents() {
+	facing, v.OpenBarriers = c.core.Ledger.Oldest(drain.AtBarrier, maxShownBarriers)
+	v.Barred = c.core.barriers
+	for _, k := range c.core.Ledger.Agents() {
 		v.Agents = append(v.Agents, c.agent(k))
 	}
 	c.unlock()
@@ -372,21 +338,17 @@ func (c *Coordinator) drain(uid drain.UID, words int) Drain {
 	c.mu.Lock()
 	defer c.unlock()
 	now := time.Now()
-	is, _ := c.ledger.View(now, drain.AtHold, uid, words)
+	is, _ := c.core.Ledger.View(now, drain.AtHold, uid, words)
 	d := Drain{Status: is.Status, Acknowledgers: is.Acknowledgers}
-	c.observe(d.Status) // time alone may have changed it
+	c.core.observe(d.Status) // time alone may have changed it
+	c.settle()
 	course := c.seen.open[uid]
 	if course != nil {
 		d.Entered, d.Told = course.at, course.told
 	}
 	for _, w := range is.Reports {
-		word := AgentReport{AgentReport: w, Gateway: c.seen.gateway(w.Agent)}
-		if course != nil && w.State != drain.StateUnknown {
-			word.Since = course.said[c.seen.introduced[w.Agent]].since
-		}
-		d.Reports = append(d.Reports, word)
+		d.Reports = append(d.Reports, AgentReport{AgentReport: w, Gateway: c.seen.gateway(w.Agent)})
 	}
-	c.settle()
 	return d
 }
 
@@ -409,7 +371,7 @@ func (c *Coordinator) Acknowledgers(services []drain.Service) (parties []drain.A
 	gateways map[drain.AgentID]string) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	parties = c.ledger.Acknowledgers(time.Now(), services)
+	parties = c.core.Ledger.Acknowledgers(time.Now(), services)
 	gateways = map[drain.AgentID]string{}
 	for _, p := range parties {
 		gateways[p.ID] = c.seen.gateway(p.ID)

@@ -17,16 +17,16 @@ import (
 func BenchmarkReported(b *testing.B) {
 	for _, noted := range []bool{false, true} {
 		b.Run(map[bool]string{false: "ledger", true: "ledger and history"}[noted], func(b *testing.B) {
-			c, ids, sessions, p := crowd(1000)
+			c, ids, sessions, p := withAgents(1000)
 			now := time.Now()
 			i := 0
 			for b.Loop() {
 				said := []drain.Report{{UID: p.UID, State: drain.Removed + drain.State(i/len(ids)%2),
 					Proof: drain.Runtime, Number: 1}}
 				id := ids[i%len(ids)]
-				c.ledger.Report(now, now, id, sessions[i%len(ids)], said)
+				taken, _ := c.core.Report(now, id, wire.Reports{Session: sessions[i%len(ids)], Reports: said})
 				if noted {
-					c.seen.reported(c.ledger, now, now, id, said)
+					c.seen.reported(now, id, taken)
 				}
 				i++
 			}
@@ -38,7 +38,7 @@ func BenchmarkReported(b *testing.B) {
 func BenchmarkView(b *testing.B) {
 	for _, agents := range []int{10, 1000} {
 		b.Run(fmt.Sprint(agents, " agents owe a drain"), func(b *testing.B) {
-			c, _, _, _ := crowd(agents)
+			c, _, _, _ := withAgents(agents)
 			for b.Loop() {
 				c.View(200, 20)
 			}
@@ -46,15 +46,15 @@ func BenchmarkView(b *testing.B) {
 	}
 }
 
-// crowd is a coordinator with so many agents that owe one drain.
-func crowd(n int) (c *Coordinator, ids []drain.AgentID, sessions []uint64, p drain.Pod) {
+// withAgents is a coordinator with so many agents that must acknowledge one drain.
+func withAgents(n int) (c *Coordinator, ids []drain.AgentID, sessions []uint64, p drain.Pod) {
 	c = New(drain.Holder{Replica: "r"}, drain.DefaultTimes(),
 		Options{MaxHolds: 32, Log: slog.New(slog.DiscardHandler), Metrics: NewMetrics(prometheus.NewRegistry())})
 	now := time.Now()
 	for i := range n {
 		id := drain.AgentID(fmt.Sprint("agent-", i))
-		session := c.ledger.Connect(now, id, drain.Hello{})
-		c.ledger.Declare(id, session, "", routesOf(web))
+		session := c.core.Ledger.Connect(now, id, drain.Hello{})
+		c.core.Ledger.Declare(id, session, "", routesOf(web))
 		c.seen.connected(now, id, 1, wire.Offer{}, "")
 		ids, sessions = append(ids, id), append(sessions, session)
 	}

@@ -20,6 +20,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 
 	"github.com/lameduck-io/lameduck/internal/agent/client"
+	"github.com/lameduck-io/lameduck/internal/pipenet"
 	"github.com/lameduck-io/lameduck/internal/serve"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
@@ -106,104 +107,13 @@ func (l *lives) Life(_ context.Context, pod drain.Pod) (Life, error) {
 	return LifeUnknown, errors.New("the API server does not answer")
 }
 
-// network joins agents and replicas by pipes, and can fail in every way that matters here.
+// network joins agents and replicas.
 type network struct {
-	t  *testing.T
-	mu sync.Mutex
-	// listeners by host.
-	listeners map[string]*listener
-	conns     map[string][]*conn
+	pipenet.Network
+	t *testing.T
 }
 
-func newNetwork(t *testing.T) *network {
-	return &network{t: t, listeners: map[string]*listener{}, conns: map[string][]*conn{}}
-}
-
-type listener struct {
-	accept chan net.Conn
-	closed chan struct{}
-	once   sync.Once
-}
-
-func (l *listener) Accept() (net.Conn, error) {
-	select {
-	case c := <-l.accept:
-		return c, nil
-	case <-l.closed:
-		return nil, net.ErrClosed
-	}
-}
-
-func (l *listener) Close() error   { l.once.Do(func() { close(l.closed) }); return nil }
-func (l *listener) Addr() net.Addr { return &net.TCPAddr{} }
-
-// conn is the agent's end of a connection. While it is a black hole, nothing arrives and nothing
-// fails.
-type conn struct {
-	net.Conn
-	mu   sync.Mutex
-	hole bool
-}
-
-func (c *conn) Read(into []byte) (int, error) {
-	for {
-		n, err := c.Conn.Read(into)
-		c.mu.Lock()
-		hole := c.hole
-		c.mu.Unlock()
-		if err != nil || !hole {
-			return n, err
-		}
-	}
-}
-
-func (n *network) dial(ctx context.Context, _, address string) (net.Conn, error) {
-	host, _, err := net.SplitHostPort(address)
-	if err != nil {
-		return nil, err
-	}
-	n.mu.Lock()
-	l := n.listeners[host]
-	n.mu.Unlock()
-	if l == nil {
-		return nil, fmt.Errorf("dial %s: connection refused", address)
-	}
-	near, far := net.Pipe()
-	select {
-	case l.accept <- far:
-	case <-l.closed:
-		return nil, fmt.Errorf("dial %s: connection refused", address)
-	case <-ctx.Done():
-		return nil, ctx.Err()
-	}
-	c := &conn{Conn: near}
-	n.mu.Lock()
-	n.conns[host] = append(n.conns[host], c)
-	n.mu.Unlock()
-	return c, nil
-}
-
-// cut breaks every connection to host.
-func (n *network) cut(host string) {
-	n.mu.Lock()
-	conns := n.conns[host]
-	n.conns[host] = nil
-	n.mu.Unlock()
-	for _, c := range conns {
-		c.Close()
-	}
-}
-
-// swallow makes a black hole of every present connection to host.
-func (n *network) swallow(host string) {
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	for _, c := range n.conns[host] {
-		c.mu.Lock()
-		c.hole = true
-		c.mu.Unlock()
-	}
-}
+func newNetwork(t *testing.T) *network { return &network{t: t} }
 
 // replica is a coordinator that serves on the network.
 type replica struct {
@@ -228,10 +138,8 @@ func (n *network) replica(host, epoch string, options ...func(*Options)) *replic
 		set(&o)
 	}
 	r.Coordinator = New(drain.Holder{Replica: host, Epoch: epoch}, drain.DefaultTimes(), o)
-	l := &listener{accept: make(chan net.Conn), closed: make(chan struct{})}
-	n.mu.Lock()
-	n.listeners[host] = l
-	n.mu.Unlock()
+	l := pipenet.NewListener()
+	n.Add(host, l)
 	ctx, cancel := context.WithCancel(n.t.Context())
 	r.cancel = cancel
 	go func() {
@@ -346,10 +254,10 @@ func stillHeld(t *testing.T, answers <-chan answer) {
 // in.
 type agent struct {
 	*client.Client
-	stones    *stones
-	transport *http.Transport
-	cancel    context.CancelFunc
-	done      chan error
+	exclusions *exclusions
+	transport  *http.Transport
+	cancel     context.CancelFunc
+	done       chan error
 
 	mu           sync.Mutex
 	connected    []string
@@ -385,12 +293,12 @@ func (n *network) agent(id string, services []drain.Service, hosts ...string) *a
 // agentWith is agent with something about its client set.
 func (n *network) agentWith(id string, set func(*client.Client), hosts ...string) *agent {
 	a := &agent{Client: client.New(), done: make(chan error, 1)}
-	a.stones = &stones{t: n.t, of: map[drain.UID]*stone{}}
-	a.transport = &http.Transport{DialContext: n.dial, MaxIdleConnsPerHost: 2}
+	a.exclusions = &exclusions{t: n.t, of: map[drain.UID]*exclusion{}}
+	a.transport = &http.Transport{DialContext: n.Dial, MaxIdleConnsPerHost: 2}
 	a.HTTP = &http.Client{Transport: a.transport}
 	a.Token = func() (string, error) { return "agent " + id, nil }
 	a.Boot, a.Gateway = "boot-1", "fake"
-	a.Exclusions, a.Observer, a.Log = a.stones, a, quiet()
+	a.Exclusions, a.Observer, a.Log = a.exclusions, a, quiet()
 	set(a.Client)
 	a.know(hosts...)
 	ctx, cancel := context.WithCancel(n.t.Context())
@@ -429,28 +337,28 @@ func (a *agent) learned() bool {
 
 // say sets the state of a pod that is excluded, and tells the coordinators.
 func (a *agent) say(p drain.Pod, state drain.State) {
-	a.stones.say(p.UID, state)
+	a.exclusions.say(p.UID, state)
 	a.Wake()
 	synctest.Wait()
 }
 
-// stones implements client.Exclusions, and checks on each call what every agent may rely on.
-type stones struct {
+// exclusions implements client.Exclusions, and checks on each call what every agent may rely on.
+type exclusions struct {
 	t  *testing.T
 	mu sync.Mutex
-	of map[drain.UID]*stone
+	of map[drain.UID]*exclusion
 	// dead are the pods that must never be routed again.
 	dead []drain.UID
 }
 
-type stone struct {
+type exclusion struct {
 	pod     drain.Pod
 	since   time.Time
 	holders map[string]time.Time
 	state   drain.State
 }
 
-func (s *stones) Exclude(pod drain.Pod, holder string, since, expires time.Time) {
+func (s *exclusions) Exclude(_ time.Time, pod drain.Pod, holder string, since, expires time.Time) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if pod.UID == "" || holder == "" || since.IsZero() || !expires.After(time.Now()) {
@@ -458,7 +366,7 @@ func (s *stones) Exclude(pod drain.Pod, holder string, since, expires time.Time)
 	}
 	of := s.of[pod.UID]
 	if of == nil {
-		of = &stone{pod: pod, since: since, holders: map[string]time.Time{}, state: drain.Routing}
+		of = &exclusion{pod: pod, since: since, holders: map[string]time.Time{}, state: drain.Routing}
 		s.of[pod.UID] = of
 	}
 	if since.Before(of.since) {
@@ -467,7 +375,7 @@ func (s *stones) Exclude(pod drain.Pod, holder string, since, expires time.Time)
 	of.holders[holder] = expires
 }
 
-func (s *stones) Readmit(uid drain.UID, holder string, dead bool) {
+func (s *exclusions) Readmit(_ time.Time, uid drain.UID, holder string, dead bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if dead && !slices.Contains(s.dead, uid) {
@@ -480,7 +388,7 @@ func (s *stones) Readmit(uid drain.UID, holder string, dead bool) {
 	}
 }
 
-func (s *stones) Renew(holder string, expires time.Time) {
+func (s *exclusions) Renew(_ time.Time, holder string, expires time.Time) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for _, of := range s.of {
@@ -490,7 +398,7 @@ func (s *stones) Renew(holder string, expires time.Time) {
 	}
 }
 
-func (s *stones) Held(holder string) []drain.UID {
+func (s *exclusions) Held(holder string) []drain.UID {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	var uids []drain.UID
@@ -503,7 +411,7 @@ func (s *stones) Held(holder string) []drain.UID {
 	return uids
 }
 
-func (s *stones) Reports() []drain.Report {
+func (s *exclusions) Reports(time.Time) []drain.Report {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	reports := []drain.Report{}
@@ -517,7 +425,7 @@ func (s *stones) Reports() []drain.Report {
 	return reports
 }
 
-func (s *stones) say(uid drain.UID, state drain.State) {
+func (s *exclusions) say(uid drain.UID, state drain.State) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.of[uid] == nil {
@@ -528,7 +436,7 @@ func (s *stones) say(uid drain.UID, state drain.State) {
 }
 
 // holders lists who holds the exclusion of p, "" if it has none.
-func (s *stones) holders(p drain.Pod) string {
+func (s *exclusions) holders(p drain.Pod) string {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	of := s.of[p.UID]
@@ -543,8 +451,8 @@ func (s *stones) holders(p drain.Pod) string {
 	return strings.Join(all, " ")
 }
 
-// expires is until when holder's lease on p stands.
-func (s *stones) expires(p drain.Pod, holder string) time.Time {
+// expires returns when the exclusion of p ends if holder does not renew it.
+func (s *exclusions) expires(p drain.Pod, holder string) time.Time {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if of := s.of[p.UID]; of != nil {
@@ -553,7 +461,7 @@ func (s *stones) expires(p drain.Pod, holder string) time.Time {
 	return time.Time{}
 }
 
-func (s *stones) isDead(p drain.Pod) bool {
+func (s *exclusions) isDead(p drain.Pod) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return slices.Contains(s.dead, p.UID)
@@ -568,12 +476,12 @@ type raw struct {
 // open opens a stream by hand as agent id, and reads nothing of the answer.
 func (n *network) open(id, host string) *raw {
 	n.t.Helper()
-	conn, err := n.dial(n.t.Context(), "tcp", host+":9444")
+	conn, err := n.Dial(n.t.Context(), "tcp", host+":9444")
 	if err != nil {
 		n.t.Fatal(err)
 	}
-	if _, err := fmt.Fprintf(conn, "GET %s?protocol=1 HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer agent %s\r\n\r\n",
-		wire.StreamPath, id); err != nil {
+	if _, err := fmt.Fprintf(conn, "GET %s?protocol=1 HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: "+
+		"%s\r\nAuthorization: Bearer agent %s\r\n\r\n", wire.StreamPath, wire.Upgrade, id); err != nil {
 		n.t.Fatal(err)
 	}
 	n.t.Cleanup(func() { conn.Close() })
@@ -584,15 +492,16 @@ func (n *network) open(id, host string) *raw {
 func (r *raw) next(t *testing.T) (m wire.Message, ok bool) {
 	t.Helper()
 	if r.lines == nil {
-		response, err := http.ReadResponse(bufio.NewReader(r.conn), nil)
+		reader := bufio.NewReader(r.conn)
+		response, err := http.ReadResponse(reader, nil)
 		if err != nil {
 			t.Fatal(err)
 		}
-		if response.StatusCode != http.StatusOK {
+		if response.StatusCode != http.StatusSwitchingProtocols {
 			body, _ := io.ReadAll(response.Body)
 			t.Fatalf("stream: %s: %s", response.Status, body)
 		}
-		r.lines = bufio.NewScanner(response.Body)
+		r.lines = bufio.NewScanner(reader)
 	}
 	if !r.lines.Scan() {
 		return m, false

@@ -2,7 +2,6 @@ package dashboard
 
 import (
 	"fmt"
-	"net/http"
 	"slices"
 	"strconv"
 	"strings"
@@ -11,6 +10,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 
 	"github.com/lameduck-io/lameduck/internal/coordinator"
+	"github.com/lameduck-io/lameduck/internal/coverage"
 	"github.com/lameduck-io/lameduck/internal/dashboard/api"
 	"github.com/lameduck-io/lameduck/pkg/admission"
 	"github.com/lameduck-io/lameduck/pkg/drain"
@@ -26,25 +26,8 @@ const (
 	hookNone = "none"
 )
 
-// Consumers is what a Service says of those who send to its pods without anybody who could
-// acknowledge for them.
-type Consumers struct {
-	Service drain.Service
-	// Stated is how long they need, by its annotation. Error is why that cannot be read.
-	Stated time.Duration
-	Error  string
-	// Headless: clients resolve the pods' addresses. LoadBalancer: there may be one outside the
-	// cluster.
-	Headless, LoadBalancer bool
-}
-
-func (d *Dashboard) barriers(http.ResponseWriter, *http.Request) (any, error) {
-	v := d.view()
-	return api.BarrierList{At: v.At, Replica: v.Replica.Name, Barriers: v.Barriers}, nil
-}
-
 func (d *Dashboard) barriersOf(of coordinator.View) api.Barriers {
-	all := api.Barriers{Open: of.OpenBarriers, Hooks: of.Barred, Items: []api.Barrier{}, MissingPods: []string{}}
+	all := api.Barriers{Open: of.OpenBarriers, Hooks: of.Barred, Items: []api.OpenBarrier{}, MissingPods: []string{}}
 	if d.Missing != nil {
 		missing := d.Missing()
 		all.Missing, all.MissingPods = len(missing), append(all.MissingPods, missing[:min(len(missing), maxMissing)]...)
@@ -55,8 +38,8 @@ func (d *Dashboard) barriersOf(of coordinator.View) api.Barriers {
 	return all
 }
 
-func (d *Dashboard) barrierOf(b coordinator.Barrier) api.Barrier {
-	one := api.Barrier{
+func (d *Dashboard) barrierOf(b coordinator.OpenBarrier) api.OpenBarrier {
+	one := api.OpenBarrier{
 		Namespace: b.Pod.Namespace, Pod: b.Pod.Name, UID: string(b.Pod.UID), Phase: b.Phase.String(),
 		PhaseSince: b.Entered, Reason: b.Reason.String(),
 		Since: b.Since, Deadline: b.Deadline, AskedBy: b.ByName, Owed: b.Owed, Waiting: len(b.Waiting),
@@ -122,19 +105,12 @@ func hooksOf(pod *corev1.Pod) []api.Hook {
 // no hook. agents are those that answer hooks, suspended or not, and whether or not they can
 // observe anything. asked of them may be asked; node names their pods' nodes.
 func explainBarrier(pod *corev1.Pod, agents []drain.Acknowledger, asked int, node func(drain.Acknowledger) string,
-	consumers []Consumers) (x *api.ExplainedBarrier, missing []api.Uncovered) {
+	services []coverage.Service) (x *api.ExplainedBarrier, missing []api.Uncovered) {
 	uncovered := func(what, format string, args ...any) {
 		missing = append(missing, api.Uncovered{What: what, Why: fmt.Sprintf(format, args...)})
 	}
 	if pod.Annotations[admission.BarrierIDAnnotation] == "" {
-		for _, c := range consumers {
-			if c.Stated > 0 {
-				uncovered("the stated wait of "+c.Service.String(),
-					"it states %s for those who cannot acknowledge, and this pod has no barrier at which that could "+
-						"be waited for", c.Stated)
-			}
-		}
-		return nil, missing
+		return nil, nil
 	}
 	x = &api.ExplainedBarrier{Hooks: hooksOf(pod), Node: pod.Spec.NodeName, Asked: asked, Stated: []api.StatedWait{}}
 	bound, err := time.ParseDuration(pod.Annotations[admission.BarrierBoundAnnotation])
@@ -164,55 +140,39 @@ func explainBarrier(pod *corev1.Pod, agents []drain.Acknowledger, asked int, nod
 		uncovered(api.BarrierItself, "%s, which has the pod's hooks, is not connected here: if it runs, it asks "+
 			"another coordinator or waits for its own kernel alone", x.Agent)
 	}
-	for _, c := range consumers {
-		if c.Stated == 0 && c.Error == "" {
+	for _, s := range services {
+		stated := api.StatedWait{Namespace: s.Name.Namespace, Service: s.Name.Name, Seconds: s.Stated.Seconds(),
+			Cut: err == nil && s.Stated > bound}
+		switch {
+		case s.StatedError != nil:
+			stated.Error = s.StatedError.Error()
+		case s.Stated == 0:
 			continue
+		case stated.Cut:
+			uncovered("the stated wait of "+s.Name.String(), "it states %s, and the pod's hooks last %s at most",
+				s.Stated, bound)
 		}
-		cut := err == nil && c.Stated > bound
-		x.Stated = append(x.Stated, api.StatedWait{Namespace: c.Service.Namespace, Service: c.Service.Name,
-			Seconds: c.Stated.Seconds(), Cut: cut, Error: c.Error})
-		if cut {
-			uncovered("the stated wait of "+c.Service.String(), "it states %s, and the pod's hooks last %s at most",
-				c.Stated, bound)
-		}
+		x.Stated = append(x.Stated, stated)
 	}
 	return x, missing
 }
 
-// unacknowledged words who sends to the pods of services without anybody who could acknowledge.
-// waits says that the pod's hooks would wait as long as Services state.
-func unacknowledged(consumers []Consumers, waits bool) []api.Uncovered {
-	const what = "clients that find pods by themselves"
-	if len(consumers) == 0 {
-		return []api.Uncovered{{What: what, Why: "those that resolve a headless Service, and load balancers outside " +
-			"the cluster: nobody can say when they have let go"}}
-	}
-	var all []api.Uncovered
-	for _, c := range consumers {
-		var who []string
-		if c.Headless {
-			who = append(who, "clients that resolve this headless Service")
-		}
-		if c.LoadBalancer {
-			who = append(who, "a load balancer outside the cluster")
-		}
+// uncoveredOf returns what routes services and is not waited for.
+func uncoveredOf(services []coverage.Service) (all []api.Uncovered) {
+	for _, s := range services {
 		switch {
-		case c.Error != "":
-			all = append(all, api.Uncovered{What: "those who send to " + c.Service.String(),
-				Why: "what it states in lameduck.io/stated-wait cannot be read: " + c.Error})
-		case len(who) > 0 && (c.Stated == 0 || !waits):
-			all = append(all, api.Uncovered{What: what,
-				Why: strings.Join(who, ", and ") + ", " + c.Service.String() + ": nobody can say when they have let " +
-					"go, and " + eitherOr(c.Stated == 0, "no lameduck.io/stated-wait says how long they need",
-					"the pod has no barrier at which its stated wait could be waited for")})
+		case !s.Known:
+			all = append(all, api.Uncovered{What: "what else routes " + s.Name.String(),
+				Why: "the Service is not known here"})
+		case s.StatedError != nil:
+			all = append(all, api.Uncovered{What: "the stated wait of " + s.Name.String(),
+				Why: "lameduck.io/stated-wait cannot be read: " + s.StatedError.Error()})
+		}
+		for _, c := range s.Consumers {
+			if c.State == coverage.Uncovered || c.State == coverage.Possible {
+				all = append(all, api.Uncovered{What: c.Name + ", for " + s.Name.String(), Why: c.Why})
+			}
 		}
 	}
 	return all
-}
-
-func eitherOr(is bool, yes, no string) string {
-	if is {
-		return yes
-	}
-	return no
 }

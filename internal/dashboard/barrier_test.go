@@ -2,6 +2,7 @@ package dashboard
 
 import (
 	"encoding/json"
+	"errors"
 	"fmt"
 	"net/netip"
 	"strings"
@@ -12,6 +13,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/lameduck-io/lameduck/internal/coordinator"
+	"github.com/lameduck-io/lameduck/internal/coverage"
 	"github.com/lameduck-io/lameduck/internal/dashboard/api"
 	"github.com/lameduck-io/lameduck/pkg/admission"
 	"github.com/lameduck-io/lameduck/pkg/drain"
@@ -55,9 +57,10 @@ func TestTheBarrierIsExplained(t *testing.T) {
 	}
 	node := func(p drain.Acknowledger) string { return strings.TrimPrefix(p.Name, "edge/") }
 	web := drain.Service{Namespace: "shop", Name: "web"}
-	clients := func(stated time.Duration, err string, headless bool) []Consumers {
-		return []Consumers{{Service: web, Stated: stated, Error: err, Headless: headless}}
+	clients := func(stated time.Duration, err error, consumers ...coverage.Consumer) []coverage.Service {
+		return []coverage.Service{{Name: web, Known: true, Stated: stated, StatedError: err, Consumers: consumers}}
 	}
+	dns := coverage.Consumer{Name: "DNS", State: coverage.Possible, Why: "clients cannot acknowledge"}
 	here, away, other := observer("node-1", true), observer("node-1", false), observer("node-2", true)
 	suspended := here
 	suspended.Suspended = true
@@ -65,68 +68,68 @@ func TestTheBarrierIsExplained(t *testing.T) {
 	unable.Routes, unable.Barrier = []drain.Route{{Service: drain.EveryService, Via: drain.ClusterIP,
 		Kind: drain.Observed, Granularity: drain.PerConnection}}, false
 	for name, c := range map[string]struct {
-		pod       *corev1.Pod
-		parties   []drain.Acknowledger
-		consumers []Consumers
+		pod      *corev1.Pod
+		parties  []drain.Acknowledger
+		services []coverage.Service
 		// barrier is it on a line, uncovered what each begins with, summary its end.
 		barrier   string
 		uncovered []string
 		summary   string
 	}{
 		"both kinds of hooks": {barred("30s", container("app", byHTTP), container("log", byExec),
-			container("old", itsOwn)), []drain.Acknowledger{here, other}, clients(0, "", false),
+			container("old", itsOwn)), []drain.Acknowledger{here, other}, clients(0, nil),
 			"app httpGet, log exec, old none, tls none; 30s + 20s on node-1 by edge/node-1 true of 2",
 			[]string{"container old", "container tls"},
 			"Then it would be told to stop when 2 observed gateways have let go, 30s after the deletion at most."},
-		"nobody on its node": {barred("30s"), []drain.Acknowledger{other}, clients(0, "", false),
+		"no agent on its node": {barred("30s"), []drain.Acknowledger{other}, clients(0, nil),
 			"tls none; 30s + 20s on node-1 by  false of 1",
 			[]string{"container tls", "the barrier itself: no node agent is known on node-1"},
 			"1 observed gateway has let go, 30s"},
-		"its node agent is away": {barred("30s"), []drain.Acknowledger{away, other}, clients(0, "", false),
+		"its node agent is away": {barred("30s"), []drain.Acknowledger{away, other}, clients(0, nil),
 			"tls none; 30s + 20s on node-1 by edge/node-1 false of 2",
 			[]string{"container tls", "the barrier itself: edge/node-1, which has the pod's hooks, is not connected " +
 				"here"}, ""},
-		"its new node agent is there": {barred("30s"), []drain.Acknowledger{away, here}, clients(0, "", false),
+		"its new node agent is there": {barred("30s"), []drain.Acknowledger{away, here}, clients(0, nil),
 			"tls none; 30s + 20s on node-1 by edge/node-1 true of 2", []string{"container tls"}, ""},
-		"its node agent is suspended": {barred("30s"), []drain.Acknowledger{suspended, other}, clients(0, "", false),
+		"its node agent is suspended": {barred("30s"), []drain.Acknowledger{suspended, other}, clients(0, nil),
 			"tls none; 30s + 20s on node-1 by edge/node-1 true of 1",
 			[]string{"gateway of edge/node-1: it is suspended", "container tls"},
 			"1 observed gateway has let go, 30s"},
-		"its node has no kube-proxy": {barred("30s"), []drain.Acknowledger{unable, other}, clients(0, "", false),
+		"its node has no kube-proxy": {barred("30s"), []drain.Acknowledger{unable, other}, clients(0, nil),
 			"tls none; 30s + 20s on node-1 by edge/node-1 true of 1",
 			[]string{"gateway of edge/node-1: it sees no rules of kube-proxy", "container tls"},
 			"1 observed gateway has let go, 30s"},
-		"all who observe are suspended": {barred("30s"), []drain.Acknowledger{suspended}, clients(0, "", false),
+		"all who observe are suspended": {barred("30s"), []drain.Acknowledger{suspended}, clients(0, nil),
 			"tls none; 30s + 20s on node-1 by edge/node-1 true of 0",
 			[]string{"gateway of edge/node-1: it is suspended", "container tls"}, ""},
-		"a stated wait": {barred("30s"), []drain.Acknowledger{here}, clients(25*time.Second, "", true),
+		"a stated wait": {barred("30s"), []drain.Acknowledger{here}, clients(25*time.Second, nil),
 			"tls none; 30s + 20s on node-1 by edge/node-1 true of 1; shop/web 25s", []string{"container tls"}, ""},
 		"one that is longer than the bound": {barred("20s"), []drain.Acknowledger{here},
-			clients(25*time.Second, "", false),
+			clients(25*time.Second, nil),
 			"tls none; 20s + 20s on node-1 by edge/node-1 true of 1; shop/web 25s cut",
 			[]string{"container tls",
 				"the stated wait of shop/web: it states 25s, and the pod's hooks last 20s at most"}, ""},
-		"one that cannot be read": {barred("30s"), []drain.Acknowledger{here}, clients(0, "nonsense", false),
+		"one that cannot be read": {barred("30s"), []drain.Acknowledger{here}, clients(0, errors.New("nonsense")),
 			"tls none; 30s + 20s on node-1 by edge/node-1 true of 1; shop/web 0s nonsense",
-			[]string{"those who send to shop/web: what it states in lameduck.io/stated-wait cannot be read: nonsense",
-				"container tls"}, ""},
-		"headless, nothing stated": {barred("30s"), []drain.Acknowledger{here}, clients(0, "", true),
+			[]string{"the stated wait of shop/web: lameduck.io/stated-wait cannot be read: nonsense", "container tls"},
+			""},
+		"headless, nothing stated": {barred("30s"), []drain.Acknowledger{here}, clients(0, nil, dns),
 			"tls none; 30s + 20s on node-1 by edge/node-1 true of 1",
-			[]string{"clients that find pods by themselves: clients that resolve this headless Service, shop/web: " +
-				"nobody can say when they have let go, and no lameduck.io/stated-wait", "container tls"}, ""},
+			[]string{"DNS, for shop/web: clients cannot acknowledge", "container tls"}, ""},
+		"unknown": {barred("30s"), []drain.Acknowledger{here}, []coverage.Service{{Name: web}},
+			"tls none; 30s + 20s on node-1 by edge/node-1 true of 1",
+			[]string{"what else routes shop/web: the Service is not known here", "container tls"}, ""},
 		"stated, but no hook": {&corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: "a"}},
-			[]drain.Acknowledger{here}, clients(25*time.Second, "", true), "none",
-			[]string{"kube-proxy and other observed gateways: 1 agents observe",
-				"clients that find pods by themselves: clients that resolve this headless Service, shop/web: nobody " +
-					"can say when they have let go, and the pod has no barrier",
-				"the stated wait of shop/web: it states 25s"}, ""},
+			[]drain.Acknowledger{here}, clients(25*time.Second, nil, coverage.Consumer{Name: "DNS",
+				State: coverage.Uncovered, Why: "the pod has no barrier"}), "none",
+			[]string{"DNS, for shop/web: the pod has no barrier"}, ""},
 	} {
 		t.Run(name, func(t *testing.T) {
 			x := explanation(admission.Explanation{
 				Pod: c.pod, Facts: admission.Facts{Operation: admission.Delete},
 				Verdict: admission.Verdict{Action: admission.Allow, Reason: admission.NotRouted},
 				Targets: []drain.Targets{{Service: web, Usable: []drain.UID{"a", "b"}}},
-			}, c.parties, map[drain.AgentID]string{}, node, c.consumers)
+			}, c.parties, map[drain.AgentID]string{}, node, c.services)
 			got := "none"
 			if b := x.Barrier; b != nil {
 				var hooks []string
@@ -168,7 +171,7 @@ func TestBarriersAndHealthOverHTTP(t *testing.T) {
 	w := &world{}
 	now := time.Now()
 	w.view.OpenBarriers, w.view.Barred = 3, 2
-	w.view.Barriers = []coordinator.Barrier{{
+	w.view.Barriers = []coordinator.OpenBarrier{{
 		View: drain.View{Status: drain.Status{Pod: drain.Pod{Namespace: "shop", Name: "a", UID: "uid-a"},
 			Phase: drain.Unrouting, Since: now, Deadline: now.Add(30 * time.Second), Owed: 2,
 			Waiting: []drain.Waiting{{}}, Stated: 25 * time.Second}, ByName: "lameduck-node/x", LastHere: true},
@@ -194,10 +197,11 @@ func TestBarriersAndHealthOverHTTP(t *testing.T) {
 		return barred("30s", container("app", byHTTP))
 	}
 	h := d.Handler(loopback)
-	var barriers api.BarrierList
-	if err := json.NewDecoder(get(h, api.BarriersPath).Body).Decode(&barriers); err != nil {
+	var view api.View
+	if err := json.NewDecoder(get(h, api.ViewPath).Body).Decode(&view); err != nil {
 		t.Fatal(err)
 	}
+	barriers, targets := view.Barriers, view.TargetHealth
 	b := barriers.Items[0]
 	if barriers.Open != 3 || barriers.Hooks != 2 || barriers.Missing != maxMissing+1 ||
 		len(barriers.MissingPods) != maxMissing || b.Hook != "httpGet" || b.Node != "node-1" ||
@@ -205,10 +209,6 @@ func TestBarriersAndHealthOverHTTP(t *testing.T) {
 		!b.StatedUntil.Equal(now.Add(25*time.Second)) || strings.Join(b.Uncovered, " ") != "tls" ||
 		b.Reports[0].Agent != "lameduck-node/y" || b.Reports[0].State != "routing" {
 		t.Errorf("%+v", barriers)
-	}
-	var targets api.TargetList
-	if err := json.NewDecoder(get(h, api.TargetsPath).Body).Decode(&targets); err != nil {
-		t.Fatal(err)
 	}
 	s := targets.Services[0]
 	if !targets.Reported || targets.Agents != 1 || targets.Known != 9 || targets.Untold != 4 ||

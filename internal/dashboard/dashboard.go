@@ -17,10 +17,8 @@
 //
 // # What it costs
 //
-// A view is made under the coordinator's lock. Those who follow the stream of events share one,
-// made at most four times a second and never for more than a twentieth of the time; without readers
-// none is made. Lists are cut, readers are counted, and one who reads slowly misses views, not what
-// they say: each is the whole of the present.
+// A view is made under the coordinator's lock. Those who look share one, which is made at most four
+// times a second and never for more than a twentieth of the time. Without readers none is made.
 package dashboard
 
 import (
@@ -35,12 +33,14 @@ import (
 	"net/http"
 	"path"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/gorilla/mux"
 	corev1 "k8s.io/api/core/v1"
 
 	"github.com/lameduck-io/lameduck/internal/coordinator"
+	"github.com/lameduck-io/lameduck/internal/coverage"
 	"github.com/lameduck-io/lameduck/internal/dashboard/api"
 	"github.com/lameduck-io/lameduck/internal/serve"
 	"github.com/lameduck-io/lameduck/pkg/admission"
@@ -51,7 +51,7 @@ import (
 var page embed.FS
 
 const (
-	// writeTimeout is how long a reader may take to read one answer, or one event.
+	// writeTimeout is how long a reader may take to read one answer.
 	writeTimeout = 5 * time.Second
 	// explainTimeout bounds an explanation, which reads only caches.
 	explainTimeout = 5 * time.Second
@@ -69,13 +69,15 @@ type Explainer interface {
 		name string) (admission.Explanation, error)
 }
 
-// Reviewer tells whether the bearer of a token may look. Its errors may wrap [ErrUnauthenticated]
-// or [ErrForbidden]; others mean that it could not be found out.
+// Reviewer reports whether the bearer of a token may look. Its errors may wrap
+// [coordinator.ErrUnauthenticated] or [coordinator.ErrForbidden]; others mean that it could not be
+// found out.
 type Reviewer interface {
 	Review(ctx context.Context, token string) error
 }
 
-// Options of a Dashboard. All but Notes, Node, Pod, Consumers and Missing are required.
+// Options of a Dashboard. All but Notes, Node, Pod, Coverage, Summary and Missing are
+// required.
 type Options struct {
 	Coordinator Coordinator
 	Explainer   Explainer
@@ -86,33 +88,34 @@ type Options struct {
 	Node func(name string, id drain.AgentID) string
 	// Pod returns a pod, nil if it is not known. It belongs to a cache. Nil: none is.
 	Pod func(pod drain.Pod) *corev1.Pod
-	// Consumers returns what Services say, those that are known. Nil: nothing is.
-	Consumers func(services []drain.Service) []Consumers
+	// Coverage returns who routes a Service: [coverage.Source.Of].
+	Coverage func(ctx context.Context, service drain.Service, barrier bool) (coverage.Service, error)
+	// Summary returns what routes all Services: [coverage.Source.Summary].
+	Summary func(ctx context.Context) (coverage.Summary, error)
 	// Missing returns the pods that ask for the barrier and were created without it. Nil: it is not
 	// known.
 	Missing func() []string
 	Log     *slog.Logger
 }
 
-// Dashboard is one replica's. Make it with New, then Run it.
+// Dashboard is one replica's. Make it with New.
 type Dashboard struct {
 	Options
-	feed *feed
+	// shown is the newest view, which is due again at next.
+	shown struct {
+		sync.Mutex
+		api.View
+		next time.Time
+	}
+	// gaps is the last answer to CoveragePath.
+	gaps struct {
+		sync.Mutex
+		api.Coverage
+	}
 }
 
 // New returns a dashboard.
-func New(o Options) *Dashboard {
-	d := &Dashboard{Options: o}
-	d.feed = newFeed(d.view)
-	return d
-}
-
-// Run serves those who follow events until ctx is done, and returns nil then. Their streams end.
-func (d *Dashboard) Run(ctx context.Context) error { return d.feed.run(ctx) }
-
-// Stop ends the streams of those who follow events, and every later one at once. It may be called
-// any number of times.
-func (d *Dashboard) Stop() { d.feed.stop() }
+func New(o Options) *Dashboard { return &Dashboard{Options: o} }
 
 // access is who may call a route.
 type access string
@@ -124,7 +127,6 @@ const (
 	readers access = "readers"
 )
 
-// route is one row of the table.
 type route struct {
 	path   string
 	access access
@@ -137,19 +139,12 @@ var routes = []route{
 	{"/", anyone, (*Dashboard).file},
 	{"/assets/{name}", anyone, (*Dashboard).file},
 	{api.ViewPath, readers, func(d *Dashboard, _ http.ResponseWriter, _ *http.Request) (any, error) {
-		return d.view(), nil
+		return d.latest(), nil
 	}},
-	{api.DrainsPath, readers, (*Dashboard).drains},
-	{api.AgentsPath, readers, (*Dashboard).agents},
-	{api.OutcomesPath, readers, (*Dashboard).outcomes},
-	{api.PropagationPath, readers, (*Dashboard).propagation},
-	{api.BarriersPath, readers, (*Dashboard).barriers},
-	{api.TargetsPath, readers, (*Dashboard).targets},
-	{api.EventsPath, readers, (*Dashboard).events},
+	{api.CoveragePath, readers, (*Dashboard).coverage},
 	{api.ExplainPath + "/{namespace}/{pod}", readers, (*Dashboard).explain},
 }
 
-// refusal is an error with an HTTP status.
 type refusal struct {
 	code int
 	text string
@@ -157,7 +152,6 @@ type refusal struct {
 
 func (r refusal) Error() string { return r.text }
 
-// errWritten says that the handler has answered by itself.
 var errWritten = errors.New("written")
 
 // headers are on every answer. The page needs nothing but what comes from here, and nobody may
@@ -241,22 +235,22 @@ func (d *Dashboard) admit(to access, open bool, r *http.Request) error {
 	}
 	token, bearer := strings.CutPrefix(r.Header.Get("Authorization"), "Bearer ")
 	if !bearer || token == "" {
-		return refusal{http.StatusUnauthorized, "no bearer token: kubectl create token NAME --audience=" + Audience}
+		return refusal{http.StatusUnauthorized, "no bearer token: kubectl create token NAME --audience=lameduck.io"}
 	}
 	err := d.Reviewer.Review(r.Context(), token)
 	switch {
 	case err == nil:
 		return nil
-	case errors.Is(err, ErrUnauthenticated):
+	case errors.Is(err, coordinator.ErrUnauthenticated):
 		return refusal{http.StatusUnauthorized, err.Error()}
-	case errors.Is(err, ErrForbidden):
+	case errors.Is(err, coordinator.ErrForbidden):
 		return refusal{http.StatusForbidden, err.Error()}
 	default:
 		return refusal{http.StatusServiceUnavailable, err.Error()}
 	}
 }
 
-// answer is the one place that writes a response, but for files and events.
+// answer is the one place that writes a response, but for files.
 func (d *Dashboard) answer(w http.ResponseWriter, result any, err error) {
 	if errors.Is(err, errWritten) {
 		return
@@ -299,24 +293,4 @@ func (d *Dashboard) file(w http.ResponseWriter, r *http.Request) (any, error) {
 	w.Header().Set("Content-Type", kinds[path.Ext(name)])
 	_, _ = w.Write(text)
 	return nil, errWritten
-}
-
-func (d *Dashboard) drains(http.ResponseWriter, *http.Request) (any, error) {
-	v := d.view()
-	return api.DrainList{At: v.At, Replica: v.Replica.Name, Drains: v.Drains}, nil
-}
-
-func (d *Dashboard) agents(http.ResponseWriter, *http.Request) (any, error) {
-	v := d.viewOf(agentsAll)
-	return api.AgentList{At: v.At, Replica: v.Replica.Name, Agents: v.Agents}, nil
-}
-
-func (d *Dashboard) outcomes(http.ResponseWriter, *http.Request) (any, error) {
-	v := d.view()
-	return api.OutcomeList{At: v.At, Replica: v.Replica.Name, Items: v.Outcomes}, nil
-}
-
-func (d *Dashboard) propagation(http.ResponseWriter, *http.Request) (any, error) {
-	v := d.view()
-	return api.PropagationList{At: v.At, Replica: v.Replica.Name, Items: v.Propagation}, nil
 }

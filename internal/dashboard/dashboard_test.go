@@ -1,7 +1,6 @@
 package dashboard
 
 import (
-	"bufio"
 	"context"
 	"encoding/json"
 	"errors"
@@ -26,6 +25,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/lameduck-io/lameduck/internal/coordinator"
+	"github.com/lameduck-io/lameduck/internal/coverage"
 	"github.com/lameduck-io/lameduck/internal/dashboard/api"
 	"github.com/lameduck-io/lameduck/pkg/admission"
 	"github.com/lameduck-io/lameduck/pkg/drain"
@@ -90,11 +90,11 @@ func (w *world) Review(_ context.Context, token string) error {
 	case "good":
 		return nil
 	case "weak":
-		return fmt.Errorf("weak: %w", ErrForbidden)
+		return fmt.Errorf("weak: %w", coordinator.ErrForbidden)
 	case "away":
 		return errors.New("the API server does not answer")
 	default:
-		return ErrUnauthenticated
+		return coordinator.ErrUnauthenticated
 	}
 }
 
@@ -125,7 +125,6 @@ func paths(pattern string) string {
 // that somebody adds may tell strangers.
 func TestEveryRouteKeepsItsAccess(t *testing.T) {
 	d := newDashboard(&world{})
-	d.Stop() // the stream of events ends at once
 	for _, row := range routes {
 		path := paths(row.path)
 		if row.access == anyone && strings.HasPrefix(row.path, "/v1") {
@@ -154,9 +153,6 @@ func TestEveryRouteKeepsItsAccess(t *testing.T) {
 				map[access]int{anyone: 200, readers: 401}},
 		} {
 			want := c.want[row.access]
-			if want == 200 && row.path == api.EventsPath {
-				want = 503 // it was stopped
-			}
 			response := get(d.Handler(c.address), path, c.set)
 			if response.StatusCode != want {
 				t.Errorf("GET %s %s: %d, want %d", path, c.name, response.StatusCode, want)
@@ -182,6 +178,34 @@ func TestEveryRouteKeepsItsAccess(t *testing.T) {
 	}
 }
 
+// The cluster is read again after a while only, and the answer says what cannot be read.
+func TestCoverageIsReadNowAndThen(t *testing.T) {
+	asked := 0
+	d := newDashboard(&world{})
+	d.Summary = func(context.Context) (coverage.Summary, error) {
+		asked++
+		sum := coverage.Summary{Services: 300, Whole: 60, Possible: 39}
+		for i := range maxGaps + 1 {
+			sum.Gaps = append(sum.Gaps, coverage.Consumer{
+				Service: drain.Service{Namespace: "shop", Name: fmt.Sprint(i)},
+				Name:    "Ingress shop/front", Kind: "Ingress", State: coverage.Uncovered, Why: "no gateway"})
+		}
+		return sum, errors.New("list pods")
+	}
+	var got api.Coverage
+	for range 3 {
+		response := get(d.Handler(loopback), api.CoveragePath)
+		if err := json.NewDecoder(response.Body).Decode(&got); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if asked != 1 || got.Services != 300 || got.Whole != 60 || got.Possible != 39 ||
+		got.Uncovered != maxGaps+1 || len(got.Items) != maxGaps ||
+		got.Items[0].Service != "shop/0" || got.Error != "list pods" || got.At.IsZero() {
+		t.Errorf("asked %d times: %+v", asked, got)
+	}
+}
+
 // Programs that read lists must not meet null, whatever the coordinator knows.
 func TestNothingIsNull(t *testing.T) {
 	w := &world{}
@@ -190,7 +214,7 @@ func TestNothingIsNull(t *testing.T) {
 	check := func(when string) {
 		t.Helper()
 		for _, row := range routes {
-			if row.access == anyone || row.path == api.EventsPath {
+			if row.access == anyone {
 				continue
 			}
 			body, err := io.ReadAll(get(d.Handler(loopback), paths(row.path)).Body)
@@ -302,182 +326,37 @@ func TestOutcomesJoinNotes(t *testing.T) {
 	})
 }
 
-// follower reads a stream of events.
-type follower struct {
-	lines *bufio.Scanner
-	close func()
-}
-
-// served serves a dashboard in a bubble of fake time.
-func served(t *testing.T, d *Dashboard) (follow func() *follower, end func()) {
-	listener := make(chan net.Conn)
-	server := &http.Server{Handler: d.Handler(loopback)}
-	pipe := pipeListener{listener, make(chan struct{})}
-	var running sync.WaitGroup
-	ctx, cancel := context.WithCancel(t.Context())
-	running.Go(func() { _ = server.Serve(pipe) })
-	running.Go(func() {
-		if err := d.Run(ctx); err != nil {
-			t.Error(err)
-		}
-	})
-	follow = func() *follower {
-		near, far := net.Pipe()
-		listener <- far
-		go fmt.Fprint(near, "GET /v1/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
-		return &follower{bufio.NewScanner(near), func() { near.Close() }}
-	}
-	return follow, func() {
-		cancel()
-		server.Close()
-		running.Wait()
-	}
-}
-
-type pipeListener struct {
-	conns  chan net.Conn
-	closed chan struct{}
-}
-
-func (l pipeListener) Accept() (net.Conn, error) {
-	select {
-	case c := <-l.conns:
-		return c, nil
-	case <-l.closed:
-		return nil, net.ErrClosed
-	}
-}
-func (l pipeListener) Close() error   { close(l.closed); return nil }
-func (l pipeListener) Addr() net.Addr { return loopback }
-
-// next returns the next event: its name, and its data.
-func (f *follower) next(t *testing.T) (event, data string) {
-	t.Helper()
-	for f.lines.Scan() {
-		line := f.lines.Text()
-		if after, ok := strings.CutPrefix(line, "event: "); ok {
-			event = after
-		}
-		if after, ok := strings.CutPrefix(line, "data: "); ok {
-			return event, after
-		}
-	}
-	return "end", ""
-}
-
-func TestEventsTellWhatHasChanged(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		w := &world{}
-		follow, end := served(t, newDashboard(w))
-		time.Sleep(time.Hour)
-		if n := w.made(); n != 0 {
-			t.Errorf("%d views were made for nobody", n)
-		}
-		f := follow()
-		if event, data := f.next(t); event != "view" || !strings.Contains(data, `"open":0`) {
-			t.Errorf("first %s %s", event, data)
-		}
-		// Nothing changes: it is only said that it lives.
-		began := time.Now()
-		if event, _ := f.next(t); event != "alive" || time.Since(began) > heartbeatEvery {
-			t.Errorf("then %s after %s", event, time.Since(began))
-		}
-		w.set(func(v *coordinator.View) { v.Open = 7 })
-		began = time.Now()
-		if event, data := f.next(t); event != "view" || !strings.Contains(data, `"open":7`) ||
-			time.Since(began) > 2*viewEvery {
-			t.Errorf("after a change %s %s, %s later", event, data, time.Since(began))
-		}
-		// One who comes later gets it too, and does not wait for a change.
-		late := follow()
-		if event, data := late.next(t); event != "view" || !strings.Contains(data, `"open":7`) {
-			t.Errorf("one who comes later: %s %s", event, data)
-		}
-		f.close()
-		late.close()
-		time.Sleep(time.Minute)
-		was := w.made()
-		time.Sleep(time.Hour)
-		if n := w.made(); n != was {
-			t.Errorf("%d views were made after the last had gone", n-was)
-		}
-		// And for one who comes after that, what is old is made anew.
-		w.set(func(v *coordinator.View) { v.Open = 9 })
-		again := follow()
-		if event, data := again.next(t); event != "view" || !strings.Contains(data, `"open":9`) {
-			t.Errorf("one who comes after all had gone: %s %s", event, data)
-		}
-		end()
-		if event, _ := again.next(t); event != "end" {
-			t.Errorf("at the end: %s", event)
-		}
-		again.close()
-	})
-}
-
-// One who does not read is cut and delays nobody, and one who reads slowly gets the newest, not
-// all.
-func TestEventsDoNotWaitForAnybody(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		w := &world{}
-		d := newDashboard(w)
-		follow, end := served(t, d)
-		defer end()
-		deaf := follow() // a pipe has no room: nothing can be written until it is read
-		defer deaf.close()
-		f := follow()
-		defer f.close()
-		f.next(t)
-		for i := range 40 {
-			w.set(func(v *coordinator.View) { v.Open = i + 1 })
-			began := time.Now()
-			for {
-				event, data := f.next(t)
-				if event == "view" && strings.Contains(data, fmt.Sprintf(`"open":%d,`, i+1)) {
-					break
-				}
-			}
-			if took := time.Since(began); took > 2*viewEvery {
-				t.Fatalf("change %d came after %s", i, took)
-			}
-		}
-		time.Sleep(writeTimeout)
-		if n := d.feed.count(); n != 1 {
-			t.Errorf("%d readers, one of whom does not read", n)
-		}
-	})
-}
-
-func TestEventsAreBounded(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		d := newDashboard(&world{})
-		for range maxReaders {
-			if d.feed.join() == nil {
-				t.Fatal("refused")
-			}
-		}
-		if response := get(d.Handler(loopback), api.EventsPath); response.StatusCode != http.StatusServiceUnavailable {
-			t.Errorf("one too many: %d", response.StatusCode)
-		}
-	})
-}
-
-// A view that takes long must not be made all the time: it is made under the lock that deletions
-// wait for.
+// Those who look share a view, and it says soon what has changed. One that takes long must not be
+// made all the time: it is made under the lock that deletions wait for.
 func TestViewsAreRestedFrom(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		w := &world{takes: 100 * time.Millisecond}
+		w := &world{}
 		d := newDashboard(w)
-		ctx, cancel := context.WithCancel(t.Context())
-		var running sync.WaitGroup
-		running.Go(func() { _ = d.Run(ctx) })
-		d.feed.join()
-		time.Sleep(21 * time.Second)
-		if n := w.made(); n < 9 || n > 11 {
+		for range 100 {
+			for range 3 {
+				d.latest()
+			}
+			time.Sleep(10 * time.Millisecond)
+		}
+		if n := w.made(); n != 4 {
+			t.Errorf("%d views in a second, want 4", n)
+		}
+		w.set(func(v *coordinator.View) { v.Open = 7 })
+		time.Sleep(viewEvery)
+		if v := d.latest(); v.Drains.Open != 7 || time.Since(v.At) > 0 {
+			t.Errorf("%d drains as of %s ago", v.Drains.Open, time.Since(v.At))
+		}
+		time.Sleep(time.Hour)
+		if n := w.made(); n != 5 {
+			t.Errorf("%d views were made without a reader", n-5)
+		}
+		w.takes = 100 * time.Millisecond
+		for end := time.Now().Add(21 * time.Second); time.Now().Before(end); time.Sleep(50 * time.Millisecond) {
+			d.latest()
+		}
+		if n := w.made() - 5; n < 9 || n > 11 {
 			t.Errorf("%d views in 21 s, each takes 100 ms: want a twentieth of the time", n)
 		}
-		cancel()
-		running.Wait()
 	})
 }
 

@@ -12,6 +12,7 @@ import (
 	"github.com/gorilla/mux"
 	"k8s.io/apimachinery/pkg/util/validation"
 
+	"github.com/lameduck-io/lameduck/internal/coverage"
 	"github.com/lameduck-io/lameduck/internal/dashboard/api"
 	"github.com/lameduck-io/lameduck/pkg/admission"
 	"github.com/lameduck-io/lameduck/pkg/drain"
@@ -56,11 +57,17 @@ func (d *Dashboard) explain(_ http.ResponseWriter, r *http.Request) (any, error)
 			return !barrier || p.Hold || !p.Barrier
 		})
 	}
-	var consumers []Consumers
-	if d.Consumers != nil {
-		consumers = d.Consumers(services)
+	covers := make([]coverage.Service, len(services))
+	for i, service := range services {
+		if covers[i].Name = service; d.Coverage == nil {
+			continue
+		}
+		barrier := e.Pod.Annotations[admission.BarrierIDAnnotation] != ""
+		if covers[i], err = d.Coverage(ctx, service, barrier); err != nil {
+			d.Log.Warn("find out what routes a Service", "service", service.String(), "error", err)
+		}
 	}
-	x := explanation(e, parties, gateways, d.nodeOf, consumers)
+	x := explanation(e, parties, gateways, d.nodeOf, covers)
 	v := d.Coordinator.View(maxDrains, maxReports)
 	x.At, x.Replica = v.At, v.Lease.Replica
 	for _, one := range v.Drains {
@@ -88,35 +95,27 @@ func (d *Dashboard) nodeOf(p drain.Acknowledger) string {
 
 // explanation words what would happen. It has no I/O and no clock.
 func explanation(e admission.Explanation, parties []drain.Acknowledger, gateways map[drain.AgentID]string,
-	node func(drain.Acknowledger) string, consumers []Consumers) api.Explanation {
+	node func(drain.Acknowledger) string, covers []coverage.Service) api.Explanation {
 	x := api.Explanation{
 		Namespace: e.Pod.Namespace, Pod: e.Pod.Name, UID: string(e.Pod.UID), Operation: string(e.Facts.Operation),
 		Answer: e.Verdict.Action.String(), Reason: string(e.Verdict.Reason), Unroute: e.Verdict.Unroute, Queued: e.Full,
 		Services: []api.ExplainedService{}, Gates: []api.Gate{}, Uncovered: []api.Uncovered{},
+		Consumers: []api.Consumer{},
 	}
-	var names []string
 	for _, t := range e.Targets {
 		x.Services = append(x.Services, api.ExplainedService{Namespace: t.Service.Namespace, Name: t.Service.Name,
 			Usable: len(t.Usable)})
-		names = append(names, t.Service.String())
 	}
 	barrier := e.Pod.Annotations[admission.BarrierIDAnnotation] != ""
 	observers, unable, asked := explainGates(&x, e.Verdict, barrier, parties, gateways, node)
-	if len(e.Targets) > 0 {
-		services := strings.Join(names, ", ")
-		switch {
-		case len(observers) > 0 && !barrier:
-			uncover(&x, "kube-proxy and other observed gateways",
-				"%d agents observe what lets go of %s by itself, but only once the deletion has begun, and this pod "+
-					"has no barrier that makes SIGTERM wait for it", len(observers), services)
-		case len(observers) == 0:
-			uncover(&x, "kube-proxy", "no agent observes it for %s: who connects through a ClusterIP or a NodePort "+
-				"may be cut", services)
+	for _, s := range covers {
+		for _, c := range s.Consumers {
+			x.Consumers = append(x.Consumers, consumerOf(c))
 		}
-		x.Uncovered = append(x.Uncovered, unacknowledged(consumers, barrier)...)
 	}
+	x.Uncovered = append(x.Uncovered, uncoveredOf(covers)...)
 	var missing []api.Uncovered
-	x.Barrier, missing = explainBarrier(e.Pod, append(observers, unable...), asked, node, consumers)
+	x.Barrier, missing = explainBarrier(e.Pod, append(observers, unable...), asked, node, covers)
 	x.Uncovered = append(x.Uncovered, missing...)
 	x.Summary = summary(x, e)
 	if b := x.Barrier; b != nil && b.Asked > 0 && e.Verdict.Action != admission.Deny {
@@ -161,14 +160,16 @@ func explainGates(x *api.Explanation, verdict admission.Verdict, barrier bool, p
 				"waited for")
 			continue
 		case p.Hold && waits:
-			x.Gates = append(x.Gates, api.Gate{Agent: p.Name, Node: node(p), Gateway: gateways[p.ID], Gate: gateHold,
+			x.Gates = append(x.Gates, api.Gate{Agent: p.Name, Node: node(p), Gateway: gateways[p.ID],
+				Gate:      drain.AtHold.String(),
 				Connected: p.Connected, Why: why(p)})
 		case p.Hold:
 			uncover(x, what, "the deletion does not wait (%s)", verdict.Reason)
 		}
 		if observes && barrier {
 			asked++
-			x.Gates = append(x.Gates, api.Gate{Agent: p.Name, Node: node(p), Gateway: gateways[p.ID], Gate: gateBarrier,
+			x.Gates = append(x.Gates, api.Gate{Agent: p.Name, Node: node(p), Gateway: gateways[p.ID],
+				Gate:      drain.AtBarrier.String(),
 				Connected: p.Connected, Why: why(p)})
 		}
 		if !p.Hold && !p.Barrier {
@@ -192,7 +193,6 @@ func explainGates(x *api.Explanation, verdict admission.Verdict, barrier bool, p
 	return observers, unable, asked
 }
 
-// why says why an agent would be asked.
 func why(p drain.Acknowledger) string {
 	var text string
 	if p.Undeclared {
@@ -222,7 +222,6 @@ func routed(p drain.Acknowledger) string {
 	return strings.Join(parts, ", ")
 }
 
-// summary says in a sentence what would happen.
 func summary(x api.Explanation, e admission.Explanation) string {
 	verb := "deleted"
 	if e.Facts.Operation == admission.Evict {
@@ -230,7 +229,7 @@ func summary(x api.Explanation, e admission.Explanation) string {
 	}
 	holds := 0
 	for _, g := range x.Gates {
-		if g.Gate == gateHold {
+		if g.Gate == drain.AtHold.String() {
 			holds++
 		}
 	}
@@ -248,7 +247,7 @@ func summary(x api.Explanation, e admission.Explanation) string {
 	case admission.Deny:
 		return fmt.Sprintf("It would not be %s now: %s", verb, e.Verdict.Message)
 	default:
-		text := fmt.Sprintf("It would be %s at once: %s.", verb, because(e.Verdict.Reason))
+		text := fmt.Sprintf("It would be %s at once: %s.", verb, e.Verdict.Words)
 		if e.Verdict.Unroute {
 			text += " Gateways would be told, and not waited for."
 		}
@@ -263,34 +262,4 @@ func choose(n int, one, many string) string {
 		return one
 	}
 	return many
-}
-
-// because words why a deletion does not wait.
-func because(r admission.Reason) string {
-	if text, ok := reasons[r]; ok {
-		return text
-	}
-	return string(r)
-}
-
-var reasons = map[admission.Reason]string{
-	admission.Excluded:             "its namespace never waits",
-	admission.OptedOut:             "its annotation says that it never waits",
-	admission.BreakGlass:           "its annotation says that it goes now",
-	admission.Terminating:          "it is terminating already",
-	admission.Finished:             "it has finished",
-	admission.NotRunning:           "it does not run yet",
-	admission.MirrorPod:            "it is the mirror of a static pod, which lives on",
-	admission.NamespaceTerminating: "its namespace is being deleted",
-	admission.DisruptionTarget:     "it is being disrupted already",
-	admission.NodeLost:             "its node is lost",
-	admission.Cold:                 "this replica does not know the cluster",
-	admission.UnknownPod:           "this replica does not know it",
-	admission.NotListed:            "no Service lists it, so nobody sends to it",
-	admission.NoAgents:             "there is no agent, so nobody can be asked",
-	admission.NotRouted:            "no agent's gateway routes its Services",
-	admission.NotReady:             "it has not been ready for long, so that gateways have let go by themselves",
-	admission.BudgetBroken:         "the API server refuses it by itself: its PodDisruptionBudgets are in disorder",
-	admission.CoolOff:              "gateways let go of it again and again, and each time something else kept it",
-	admission.LastTarget:           "no other pod of its Service is ready, and an outage must not begin early",
 }

@@ -11,6 +11,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/lameduck-io/lameduck/internal/coordinator"
+	"github.com/lameduck-io/lameduck/internal/coverage"
 	"github.com/lameduck-io/lameduck/internal/dashboard/api"
 	"github.com/lameduck-io/lameduck/pkg/admission"
 	"github.com/lameduck-io/lameduck/pkg/drain"
@@ -48,48 +49,61 @@ func TestExplanation(t *testing.T) {
 		summary          string
 	}{
 		"directed": {drains, nil, []drain.Acknowledger{hap}, web, []string{"edge/hap hold"},
-			[]string{"kube-proxy", "clients"}, "deleted when 1 gateway that routes to it has let go"},
+			[]string{"kube-proxy, for shop/web"}, "deleted when 1 gateway that routes to it has let go"},
 		"two": {drains, nil, []drain.Acknowledger{hap, hap}, web,
-			[]string{"edge/hap hold", "edge/hap hold"}, []string{"kube-proxy", "clients"},
+			[]string{"edge/hap hold", "edge/hap hold"}, []string{"kube-proxy, for shop/web"},
 			"deleted when 2 gateways that route to it have let go"},
 		"following, without a barrier": {drains, nil, []drain.Acknowledger{hap, kp}, web, []string{"edge/hap hold"},
-			[]string{"kube-proxy and other observed gateways", "clients"}, "1 gateway"},
+			[]string{"kube-proxy, for shop/web"}, "1 gateway"},
 		"following, with a barrier": {drains,
 			map[string]string{admission.BarrierIDAnnotation: "x",
 				admission.BarrierUncoveredAnnotation: "istio-proxy, log"}, []drain.Acknowledger{hap, kp}, web,
-			[]string{"edge/hap hold", "edge/kp barrier"}, []string{"clients", "container istio-proxy", "container log"},
+			[]string{"edge/hap hold", "edge/kp barrier"}, []string{"container istio-proxy", "container log"},
 			"1 gateway"},
 		"by the Service's address": {drains, nil, []drain.Acknowledger{mesh, hap}, web, []string{"edge/hap hold"},
-			[]string{"envoy of edge/mesh: it routes shop/web via clusterIP", "kube-proxy", "clients"}, "1 gateway"},
+			[]string{"envoy of edge/mesh: it routes shop/web via clusterIP", "kube-proxy, for shop/web"}, "1 gateway"},
 		"suspended": {drains, nil, []drain.Acknowledger{suspended}, web, nil,
-			[]string{"haproxy of edge/hap: it is suspended", "kube-proxy", "clients"},
+			[]string{"haproxy of edge/hap: it is suspended", "kube-proxy, for shop/web"},
 			"within 2 s: every agent that would be asked is suspended"},
 		"away for long": {drains, nil, []drain.Acknowledger{away, hap}, web, []string{"edge/hap hold"},
-			[]string{"haproxy of edge/hap: it is not connected and not ready any more", "kube-proxy", "clients"},
+			[]string{"haproxy of edge/hap: it is not connected and not ready any more", "kube-proxy, for shop/web"},
 			"1 gateway"},
 		"not declared": {drains, nil, []drain.Acknowledger{undeclared}, web, []string{"edge/hap hold"},
-			[]string{"kube-proxy", "clients"}, "1 gateway"},
-		"the last one": {admission.Verdict{Action: admission.Allow, Reason: admission.LastTarget}, nil,
+			[]string{"kube-proxy, for shop/web"}, "1 gateway"},
+		"the last one": {admission.Verdict{Action: admission.Allow, Reason: admission.LastTarget,
+			Words: "no other pod is ready"}, nil,
 			[]drain.Acknowledger{hap}, web, nil,
-			[]string{"haproxy of edge/hap: the deletion does not wait (LastTarget)", "kube-proxy", "clients"},
-			"at once: no other pod of its Service is ready"},
+			[]string{"haproxy of edge/hap: the deletion does not wait (LastTarget)", "kube-proxy, for shop/web"},
+			"at once: no other pod is ready"},
 		"told in the background": {admission.Verdict{Action: admission.Allow, Reason: admission.NodeLost,
-			Unroute: true}, nil, []drain.Acknowledger{hap}, web, nil,
-			[]string{"haproxy of edge/hap: the deletion does not wait (NodeLost)", "kube-proxy", "clients"},
+			Unroute: true, Words: "its node is lost"}, nil, []drain.Acknowledger{hap}, web, nil,
+			[]string{"haproxy of edge/hap: the deletion does not wait (NodeLost)", "kube-proxy, for shop/web"},
 			"its node is lost. Gateways would be told, and not waited for."},
 		"refused": {admission.Verdict{Action: admission.Deny, Reason: admission.Budget, Message: "Cannot evict pod."},
 			nil, []drain.Acknowledger{hap}, web, []string{"edge/hap hold"},
-			[]string{"kube-proxy", "clients"}, "It would not be deleted now: Cannot evict pod."},
-		"in no Service": {admission.Verdict{Action: admission.Allow, Reason: admission.NotListed}, nil, nil, nil, nil,
-			nil, "at once: no Service lists it"},
+			[]string{"kube-proxy, for shop/web"}, "It would not be deleted now: Cannot evict pod."},
+		"in no Service": {admission.Verdict{Action: admission.Allow, Reason: admission.NotListed,
+			Words: "no EndpointSlice lists it"}, nil, nil, nil, nil, nil, "at once: no EndpointSlice lists it."},
 	} {
 		t.Run(name, func(t *testing.T) {
+			proxy := coverage.Consumer{Name: "kube-proxy", State: coverage.Possible, Why: "no agent observes it"}
+			if c.annotations != nil {
+				proxy.State = coverage.Acknowledges
+			}
+			var services []coverage.Service
+			for _, target := range c.targets {
+				services = append(services, coverage.Service{Name: target.Service, Known: true,
+					Consumers: []coverage.Consumer{proxy}})
+			}
 			x := explanation(admission.Explanation{
 				Pod: &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: "a", UID: "a",
 					Annotations: c.annotations}},
 				Facts: admission.Facts{Operation: admission.Delete}, Verdict: c.verdict, Targets: c.targets,
 			}, c.parties, map[drain.AgentID]string{"hap": "haproxy", "kp": "kube-proxy", "mesh": "envoy"},
-				func(drain.Acknowledger) string { return "" }, nil)
+				func(drain.Acknowledger) string { return "" }, services)
+			if len(x.Consumers) != len(c.targets) {
+				t.Errorf("consumers %+v, want one of each Service", x.Consumers)
+			}
 			var gates, uncovered []string
 			for _, g := range x.Gates {
 				gates = append(gates, g.Agent+" "+g.Gate)
@@ -112,25 +126,6 @@ func TestExplanation(t *testing.T) {
 				t.Errorf("summary %q, want %q", x.Summary, c.summary)
 			}
 		})
-	}
-}
-
-// Each reason for which a deletion goes at once has words of its own.
-func TestEveryReasonHasWords(t *testing.T) {
-	for _, f := range []admission.Facts{
-		{Excluded: true}, {OptedOut: true}, {BreakGlass: true}, {Terminating: true}, {Finished: true},
-		{NotRunning: true}, {Mirror: true},
-		{NamespaceTerminating: true}, {DisruptionTarget: true}, {NodeLost: true}, {Cold: true, Up: time.Hour},
-		{Unknown: true}, {}, {Listed: true},
-		{Listed: true, Agents: 1}, {Listed: true, CouldRoute: true, NotReadyFor: time.Hour},
-		{Listed: true, CouldRoute: true, Ready: true, Refused: 2},
-		{Listed: true, CouldRoute: true, Ready: true, LastOf: "x"},
-		{Operation: admission.Evict, Listed: true, CouldRoute: true, Ready: true, BudgetBroken: true},
-	} {
-		v := admission.Decide(f)
-		if v.Action != admission.Allow || because(v.Reason) == string(v.Reason) {
-			t.Errorf("%+v: %s %s has no words", f, v.Action, v.Reason)
-		}
 	}
 }
 

@@ -1,8 +1,6 @@
 package dashboard
 
 import (
-	"net/http"
-
 	"github.com/lameduck-io/lameduck/internal/coordinator"
 	"github.com/lameduck-io/lameduck/internal/dashboard/api"
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
@@ -11,11 +9,6 @@ import (
 // healthElsewhere is where there is more.
 const healthElsewhere = "Each agent tells of all its targets at /v1/targets of its --metrics-address (:9101 if it " +
 	"is not set otherwise)."
-
-func (d *Dashboard) targets(http.ResponseWriter, *http.Request) (any, error) {
-	v := d.view()
-	return api.TargetList{At: v.At, Replica: v.Replica.Name, TargetHealth: v.TargetHealth}, nil
-}
 
 func healthOf(of coordinator.TargetHealth) api.TargetHealth {
 	h := api.TargetHealth{

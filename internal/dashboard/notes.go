@@ -1,6 +1,7 @@
 package dashboard
 
 import (
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -11,7 +12,6 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
-// maxNotes is how many notes are remembered.
 const maxNotes = 200
 
 // Notes remembers the last warnings on their way to Next: each is of a deletion that went on
@@ -23,7 +23,6 @@ type Notes struct {
 	kept []note // the oldest first
 }
 
-// note is one warning.
 type note struct {
 	at              time.Time
 	pod             drain.Pod
@@ -37,7 +36,7 @@ func (n *Notes) Event(pod *corev1.Pod, warning bool, reason, message string) {
 			strings.TrimPrefix(reason, "Lameduck"), message}
 		n.mu.Lock()
 		if len(n.kept) == maxNotes {
-			n.kept = append(n.kept[:0], n.kept[1:]...)
+			n.kept = slices.Delete(n.kept, 0, 1)
 		}
 		n.kept = append(n.kept, of)
 		n.mu.Unlock()
@@ -48,9 +47,7 @@ func (n *Notes) Event(pod *corev1.Pod, warning bool, reason, message string) {
 func (n *Notes) newest() []note {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	all := make([]note, 0, len(n.kept))
-	for i := len(n.kept) - 1; i >= 0; i-- {
-		all = append(all, n.kept[i])
-	}
+	all := slices.Clone(n.kept)
+	slices.Reverse(all)
 	return all
 }

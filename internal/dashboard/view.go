@@ -12,18 +12,30 @@ import (
 
 const (
 	// maxDrains, maxReports and maxAgents bound what a view lists, maxOutcomes how many outcomes it
-	// tells. agentsAll bounds the list of agents where nothing else is asked for.
+	// has.
 	maxDrains   = 200
 	maxReports  = 20
 	maxAgents   = 200
-	agentsAll   = 10_000
 	maxOutcomes = 100
+	// viewEvery is how often a view is made at most. One that took long is rested from for
+	// restFactor times as long.
+	viewEvery  = 250 * time.Millisecond
+	restFactor = 20
 )
 
-func (d *Dashboard) view() api.View { return d.viewOf(maxAgents) }
+// latest returns the newest view, and makes one if that is due.
+func (d *Dashboard) latest() api.View {
+	d.shown.Lock()
+	defer d.shown.Unlock()
+	if began := time.Now(); !began.Before(d.shown.next) {
+		d.shown.View = d.view()
+		now := time.Now()
+		d.shown.next = now.Add(max(viewEvery, restFactor*now.Sub(began)))
+	}
+	return d.shown.View
+}
 
-// viewOf makes a view with at most so many agents.
-func (d *Dashboard) viewOf(agents int) api.View {
+func (d *Dashboard) view() api.View {
 	of := d.Coordinator.View(maxDrains, maxReports)
 	v := api.View{
 		At: of.At,
@@ -46,7 +58,7 @@ func (d *Dashboard) viewOf(agents int) api.View {
 		v.Agents.Items = append(v.Agents.Items, agentOf(one))
 	}
 	slices.SortStableFunc(v.Agents.Items, func(a, b api.Agent) int { return cmp.Compare(worth(a), worth(b)) })
-	v.Agents.Items = v.Agents.Items[:min(len(v.Agents.Items), agents)]
+	v.Agents.Items = v.Agents.Items[:min(len(v.Agents.Items), maxAgents)]
 	if d.Node != nil {
 		for i := range v.Agents.Items {
 			v.Agents.Items[i].Node = d.Node(v.Agents.Items[i].Name, drain.AgentID(v.Agents.Items[i].ID))
@@ -124,16 +136,6 @@ func agentOf(a coordinator.Agent) api.Agent {
 	return one
 }
 
-// Gates, as they are shown.
-const gateHold, gateBarrier = "hold", "barrier"
-
-func gateOf(g drain.Gate) string {
-	if g == drain.AtBarrier {
-		return gateBarrier
-	}
-	return gateHold
-}
-
 func labelOf(l drain.Label) string {
 	switch l {
 	case drain.LabelDirected:
@@ -160,7 +162,7 @@ func (d *Dashboard) outcomesOf(of coordinator.View) []api.Outcome {
 	for _, o := range of.Outcomes {
 		took := o.Took.Seconds()
 		one := api.Outcome{
-			At: o.At, Namespace: o.Pod.Namespace, Pod: o.Pod.Name, UID: string(o.Pod.UID), Gate: gateOf(o.Gate),
+			At: o.At, Namespace: o.Pod.Namespace, Pod: o.Pod.Name, UID: string(o.Pod.UID), Gate: o.Gate.String(),
 			Reason: o.Reason.String(), Abnormal: o.Reason.Abnormal(),
 			TookSeconds: &took, Silent: append([]string{}, o.Silent...), MoreSilent: o.More,
 		}
@@ -179,7 +181,7 @@ func (d *Dashboard) outcomesOf(of coordinator.View) []api.Outcome {
 	}
 	for _, n := range said {
 		all = append(all, api.Outcome{
-			At: n.at, Namespace: n.pod.Namespace, Pod: n.pod.Name, UID: string(n.pod.UID), Gate: gateHold,
+			At: n.at, Namespace: n.pod.Namespace, Pod: n.pod.Name, UID: string(n.pod.UID), Gate: drain.AtHold.String(),
 			Reason: n.reason, Abnormal: true, Silent: []string{}, Message: n.message,
 		})
 	}

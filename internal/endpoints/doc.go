@@ -10,9 +10,4 @@
 // What an event costs follows what it changes. A slice that arrives again costs a walk over it,
 // beside the one before; only what differs there is counted in or out, and only what then differs
 // for a port, all slices together, is told.
-//
-// A watch may go back in time: after a reconnect to an API server that lags, a list may have an
-// older view of a slice, or lack it. Taking that in would unroute every new pod until the watch has
-// caught up. Such a view is set aside until the watch has come as far as what is known, or for
-// [Patience] ([Index.Tick]).
 package endpoints

@@ -32,14 +32,13 @@ type view struct {
 
 // tally counts in how many places a target is listed, and how.
 type tally struct {
-	target                     health.Target
-	listed, ready, terminating int
+	target health.Target
+	counts
 	// was is the word before the present event, if it is touched.
 	touched bool
 	was     health.Change
 }
 
-// change is what a tally says.
 func (t *tally) change() health.Change {
 	return health.Change{
 		Endpoint: health.Endpoint{Target: t.target, Routable: t.ready > 0 && t.terminating == 0,
@@ -48,7 +47,7 @@ func (t *tally) change() health.Change {
 	}
 }
 
-// Follow makes Apply, Delete and Tick tell what changes for a port. An endpoint without a pod, as
+// Follow makes Apply and Delete tell what changes for a port. An endpoint without a pod, as
 // of a Service without a selector, is told with the UID "": its address is all that it is known by.
 // Call Follow before the first slice.
 func (x *Index) Follow(p Port) {
@@ -74,13 +73,7 @@ func (v *view) count(e endpoint, number uint16, by int) {
 		t.touched, t.was = true, t.change()
 		v.touched = append(v.touched, t)
 	}
-	t.listed += by
-	if e.ready {
-		t.ready += by
-	}
-	if e.terminating {
-		t.terminating += by
-	}
+	t.counts.count(e, by)
 }
 
 // changes returns what the present event has changed for the ports of a Service, and of the one
@@ -89,9 +82,6 @@ func (x *Index) changes(of types.NamespacedName, before *slice) []PortChange {
 	var all []PortChange
 	collect := func(service types.NamespacedName) {
 		for _, v := range x.views[service] {
-			if len(v.touched) == 0 {
-				continue
-			}
 			if changes := v.settle(); len(changes) > 0 {
 				all = append(all, PortChange{Port: v.port, Changes: changes})
 			}

@@ -4,7 +4,6 @@ import (
 	"flag"
 	"fmt"
 	"math/rand/v2"
-	"slices"
 	"strconv"
 	"strings"
 	"testing"
@@ -108,8 +107,6 @@ type world struct {
 	now     time.Time
 	history []map[string]*discovery.EndpointSlice
 	known   map[Port]map[health.Target]health.Endpoint
-	// gap is where the watch went on after it was last interrupted.
-	gap int
 }
 
 // take applies what was told, and checks that each change was one.
@@ -145,8 +142,7 @@ func (w *world) check(present map[string]*discovery.EndpointSlice) {
 	for _, p := range []Port{{web, "http"}, {api, ""}} {
 		want := naive.Endpoints(p.Service, p.Name)
 		if len(want) != len(w.known[p]) {
-			w.t.Fatalf("%v: told %v, want %v (index %q, aside %v)", p, w.known[p], want, said(w.x, p.Service, p.Name),
-				w.x.aside)
+			w.t.Fatalf("%v: told %v, want %v (index %q)", p, w.known[p], want, said(w.x, p.Service, p.Name))
 		}
 		for _, e := range want {
 			if got, ok := w.known[p][e.Target]; !ok || got != e {
@@ -205,15 +201,13 @@ func (w *world) change() (name string, s *discovery.EndpointSlice) {
 var histories = flag.Int("histories", 400, "how many random histories to try")
 
 // Random histories: moves between slices, duplicates, reuse of addresses, relabelling, other ports,
-// deletions, events that come twice, watches that are interrupted, and relists from a server that
-// lags. What is told in all must be what the present slices say, what is told must have changed,
-// and a list that goes back in time must change nothing.
+// deletions, events that come twice, and watches that are interrupted. What is told in all must be
+// what the present slices say, and what is told must have changed.
 func TestHistories(t *testing.T) {
 	for seed := range uint64(*histories) {
 		w := &world{t: t, r: rand.New(rand.NewPCG(seed, 1)), x: following(), now: t0,
 			known: map[Port]map[health.Target]health.Endpoint{}}
 		w.history = []map[string]*discovery.EndpointSlice{{}}
-		at := func(string) string { return strconv.Itoa(len(w.history)) }
 		for range 60 {
 			w.now = w.now.Add(time.Second)
 			present := w.history[len(w.history)-1]
@@ -225,28 +219,8 @@ func TestHistories(t *testing.T) {
 			case 1: // the watch was interrupted for some changes, and a list follows
 				for range w.r.IntN(4) {
 					w.change()
-					w.gap = len(w.history) - 1
 				}
 				w.relist(present, w.history[len(w.history)-1])
-				w.now = w.now.Add(settle)
-				w.take(w.x.Tick(w.now, at))
-			case 2: // a list goes back in time, and the watch comes forward again
-				// Not before the last interruption: of a slice that came and went during it,
-				// nothing was ever heard.
-				back := max(w.gap, len(w.history)-1-w.r.IntN(6))
-				before := len(told(w.x.Tick(w.now, at)))
-				w.relist(present, w.history[back])
-				w.check(present)
-				w.now = w.now.Add(settle)
-				w.take(w.x.Tick(w.now, func(string) string { return strconv.Itoa(back + 1) }))
-				if before != 0 {
-					t.Fatalf("seed %d: something was set aside", seed)
-				}
-				w.check(present)
-				w.replay(back)
-				w.check(present)
-				w.now = w.now.Add(settle)
-				w.take(w.x.Tick(w.now, at))
 			default:
 				name, s := w.change()
 				if w.history[len(w.history)-1][name] == nil {
@@ -256,9 +230,6 @@ func TestHistories(t *testing.T) {
 				}
 			}
 			w.check(w.history[len(w.history)-1])
-			if n := w.x.Behind(); n != 0 {
-				t.Fatalf("seed %d: %d views are still set aside", seed, n)
-			}
 		}
 	}
 }
@@ -271,26 +242,7 @@ func (w *world) relist(had, got map[string]*discovery.EndpointSlice) {
 	}
 	for name, s := range had {
 		if got[name] == nil {
-			w.take(w.x.Missed(w.now, s))
-		}
-	}
-}
-
-// replay does what the watch does after a list as of back.
-func (w *world) replay(back int) {
-	w.t.Helper()
-	for i := back + 1; i < len(w.history); i++ {
-		for name, s := range w.history[i] {
-			if w.history[i-1][name] != s {
-				w.take(w.x.Apply(w.now, s))
-			}
-		}
-		for name, s := range w.history[i-1] {
-			if w.history[i][name] == nil {
-				gone := s.DeepCopy()
-				gone.ResourceVersion = strconv.Itoa(i + 1)
-				w.take(w.x.Delete(w.now, gone))
-			}
+			w.take(w.x.Delete(w.now, s))
 		}
 	}
 }
@@ -298,66 +250,6 @@ func (w *world) replay(back int) {
 func versioned(version string, s *discovery.EndpointSlice) *discovery.EndpointSlice {
 	s.ResourceVersion = version
 	return s
-}
-
-// An etcd that was restored from a backup goes back for good: what it says counts after a while,
-// and from then on at once.
-func TestOlderForGood(t *testing.T) {
-	x := following()
-	at := func(string) string { return "60" }
-	x.Apply(t0, versioned("100", made("one", web, "10.0.0.1@a ready")))
-	x.Apply(t0, versioned("101", made("two", web, "10.0.0.2@b ready")))
-	x.Delete(t0, versioned("102", made("three", web)))
-	now := t0
-	step := func(changes []PortChange, want string) {
-		t.Helper()
-		if got := told(changes); got != want {
-			t.Fatalf("at %s: told %q, want %q", now.Sub(t0), got, want)
-		}
-	}
-	step(x.Apply(now, versioned("50", made("one", web, "10.0.0.1@old ready"))), "")
-	step(x.Missed(now, made("two", web)), "")
-	step(x.Apply(now, versioned("51", made("three", web, "10.0.0.3@c ready"))), "")
-	now = t0.Add(Patience - 1)
-	step(x.Tick(now, at), "")
-	// Another older view of the same slice does not put it off.
-	step(x.Apply(now, versioned("55", made("one", web, "10.0.0.1@new ready"))), "")
-	now = t0.Add(Patience)
-	got := x.Tick(now, at)
-	slices.SortFunc(got, func(a, b PortChange) int {
-		return strings.Compare(told([]PortChange{a}), told([]PortChange{b}))
-	})
-	step(got, "shop/web http: 10.0.0.1:80@a gone 10.0.0.1:80@new+; shop/web http: 10.0.0.2:80@b gone; shop/web "+
-		"http: 10.0.0.3:80@c+")
-	step(x.Apply(now, versioned("61", made("one", web, "10.0.0.1@new unready"))), "shop/web http: 10.0.0.1:80@new-")
-	step(x.Apply(now, versioned("62", made("two", web, "10.0.0.2@b ready"))), "shop/web http: 10.0.0.2:80@b+")
-}
-
-// A slice that a list lacks because it was deleted goes as soon as the watch says that the list was
-// not an old one.
-func TestMissedDeletion(t *testing.T) {
-	x := following()
-	x.Apply(t0, versioned("100", made("one", web, "10.0.0.1@a ready")))
-	if got := told(x.Missed(t0, made("one", web))); got != "" {
-		t.Fatalf("told %q before the watch has said how far it is", got)
-	}
-	now := t0.Add(settle)
-	if got := told(x.Tick(now, func(string) string { return "" })); got != "" {
-		t.Fatalf("told %q although nobody knows how far the watch is", got)
-	}
-	if got, want := told(x.Tick(now, func(string) string { return "100" })),
-		"shop/web http: 10.0.0.1:80@a gone"; got != want {
-		t.Fatalf("told %q, want %q", got, want)
-	}
-	// And an older list does not bring it back.
-	if got := told(x.Apply(now, versioned("99", made("one", web, "10.0.0.1@a ready")))); got != "" {
-		t.Fatalf("told %q by a list that is older than the deletion", got)
-	}
-	// Versions that cannot be compared, as those of a fake API server: at once.
-	x.Apply(now, versioned("", made("two", web, "10.0.0.2@b ready")))
-	if got, want := told(x.Missed(now, made("two", web))), "shop/web http: 10.0.0.2:80@b gone"; got != want {
-		t.Fatalf("told %q, want %q", got, want)
-	}
 }
 
 // A slice that has not changed must cost a walk, and no memory.

@@ -1,6 +1,7 @@
 package endpoints
 
 import (
+	"cmp"
 	"net/netip"
 	"slices"
 	"strings"
@@ -9,6 +10,7 @@ import (
 
 	discovery "k8s.io/api/discovery/v1"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/utils/ptr"
 
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
@@ -29,11 +31,6 @@ type Index struct {
 	left    map[health.UID]map[types.NamespacedName]time.Time
 	leaving []leaver
 
-	// aside are views of slices that are older than what is known, graves the versions at which
-	// slices were deleted. See order.go.
-	aside   map[types.NamespacedName]aside
-	deleted map[types.NamespacedName]deletedSlice
-
 	// unlisted is scratch: the pods that lost their last endpoint in a Service during one event.
 	unlisted []leaver
 }
@@ -48,7 +45,6 @@ type leaver struct {
 	at      time.Time
 }
 
-// slice is an EndpointSlice as it was last taken in.
 type slice struct {
 	last *discovery.EndpointSlice
 	// service is the one it was in then. Its label may change, and the last that is heard of a
@@ -59,21 +55,31 @@ type slice struct {
 	numbers []uint16
 }
 
-// service is what is known of one Service.
 type service struct {
 	slices map[types.NamespacedName]*slice
 	// usable counts the endpoints of each pod that are ready and not terminating.
 	usable map[health.UID]int
 }
 
-// standing is how one Service lists a pod: the number of its endpoints, and of those that are ready
-// and terminating.
+// standing is how one Service lists a pod.
 type standing struct {
-	service                    types.NamespacedName
-	listed, ready, terminating int
+	service types.NamespacedName
+	counts
 }
 
-// endpoint is what is read of one endpoint.
+// counts is the number of endpoints that are listed, and of those that are ready and terminating.
+type counts struct{ listed, ready, terminating int }
+
+func (c *counts) count(e endpoint, by int) {
+	c.listed += by
+	if e.ready {
+		c.ready += by
+	}
+	if e.terminating {
+		c.terminating += by
+	}
+}
+
 type endpoint struct {
 	uid                health.UID
 	addr               netip.Addr
@@ -88,52 +94,31 @@ func NewIndex() *Index {
 		pods:     map[health.UID][]standing{},
 		views:    map[types.NamespacedName][]*view{},
 		left:     map[health.UID]map[types.NamespacedName]time.Time{},
-		aside:    map[types.NamespacedName]aside{},
-		deleted:  map[types.NamespacedName]deletedSlice{},
 	}
 }
 
 // Apply takes in a slice that was added or changed, and returns what that changes for the ports
-// that are followed. A slice that belongs to no Service is not indexed. One that is older than what
-// is known of it is set aside: see [Index.Tick].
+// that are followed. A slice that belongs to no Service is not indexed.
 func (x *Index) Apply(now time.Time, s *discovery.EndpointSlice) []PortChange {
-	x.mu.Lock()
-	defer x.mu.Unlock()
-	name := types.NamespacedName{Namespace: s.Namespace, Name: s.Name}
-	if known := x.known(name); older(s.ResourceVersion, known) {
-		x.setAside(now, name, s, known)
-		return nil
-	}
-	if _, listed := ServiceOf(s); !listed {
-		return x.forget(now, name, s.ResourceVersion)
-	}
-	delete(x.aside, name)
-	delete(x.deleted, name)
-	return x.take(now, name, s)
+	of, listed := ServiceOf(s)
+	return x.take(now, types.NamespacedName{Namespace: s.Namespace, Name: s.Name}, s, of, listed)
 }
 
-// Delete takes in that a slice was deleted, as a watch tells it, and returns what that changes for
-// the ports that are followed. Only the slice's namespace, name and resourceVersion are looked at.
+// Delete takes in that a slice was deleted, and returns what that changes for the ports that are
+// followed. Only the slice's namespace and name are looked at.
 func (x *Index) Delete(now time.Time, s *discovery.EndpointSlice) []PortChange {
-	x.mu.Lock()
-	defer x.mu.Unlock()
-	name := types.NamespacedName{Namespace: s.Namespace, Name: s.Name}
-	if known := x.known(name); older(s.ResourceVersion, known) {
-		x.setAside(now, name, nil, known)
-		return nil
-	}
-	return x.forget(now, name, s.ResourceVersion)
+	return x.take(now, types.NamespacedName{Namespace: s.Namespace, Name: s.Name}, nil, types.NamespacedName{}, false)
 }
 
-// take makes s, or nothing if it is nil, what is known of the slice.
-func (x *Index) take(now time.Time, name types.NamespacedName, s *discovery.EndpointSlice) []PortChange {
+// take makes s what is known of the slice if it is listed by a Service, or else nothing.
+func (x *Index) take(now time.Time, name types.NamespacedName, s *discovery.EndpointSlice, of types.NamespacedName,
+	listed bool) []PortChange {
+	x.mu.Lock()
+	defer x.mu.Unlock()
 	have := x.slices[name]
-	var of types.NamespacedName
-	listed := false
-	if s != nil {
-		of, listed = ServiceOf(s)
-	}
 	switch {
+	case have == nil && !listed:
+		return nil
 	case have != nil && listed && have.service == of && samePorts(have.last, s):
 		x.walk(have, s)
 		have.last = s
@@ -167,7 +152,6 @@ func (x *Index) add(name, of types.NamespacedName, s *discovery.EndpointSlice) {
 	}
 }
 
-// drop forgets a slice.
 func (x *Index) drop(name types.NamespacedName, c *slice) {
 	for i := range c.last.Endpoints {
 		x.count(c, &c.last.Endpoints[i], -1)
@@ -238,15 +222,7 @@ func (x *Index) count(c *slice, of *discovery.Endpoint, by int) {
 		all = append(all, standing{service: c.service})
 		x.pods[e.uid] = all
 	}
-	st := &all[i]
-	st.listed += by
-	if e.ready {
-		st.ready += by
-	}
-	if e.terminating {
-		st.terminating += by
-	}
-	if st.listed == 0 {
+	if all[i].count(e, by); all[i].listed == 0 {
 		x.unlisted = append(x.unlisted, leaver{uid: e.uid, service: c.service})
 	}
 }
@@ -433,13 +409,8 @@ func PodOf(s *discovery.EndpointSlice, e *discovery.Endpoint) health.UID {
 
 // isReady and isTerminating: a condition that is not given counts as ready, and as not terminating
 // (discovery/v1, EndpointConditions).
-func isReady(e *discovery.Endpoint) bool {
-	return e.Conditions.Ready == nil || *e.Conditions.Ready
-}
-
-func isTerminating(e *discovery.Endpoint) bool {
-	return e.Conditions.Terminating != nil && *e.Conditions.Terminating
-}
+func isReady(e *discovery.Endpoint) bool       { return ptr.Deref(e.Conditions.Ready, true) }
+func isTerminating(e *discovery.Endpoint) bool { return ptr.Deref(e.Conditions.Terminating, false) }
 
 // same says whether two endpoints of a slice are read alike.
 func same(s *discovery.EndpointSlice, a, b *discovery.Endpoint) bool {
@@ -457,20 +428,13 @@ func samePorts(a, b *discovery.EndpointSlice) bool {
 		return false
 	}
 	for i := range a.Ports {
-		if !equal(a.Ports[i].Port, b.Ports[i].Port) || !equal(a.Ports[i].Name, b.Ports[i].Name) {
+		if !ptr.Equal(a.Ports[i].Port, b.Ports[i].Port) || !ptr.Equal(a.Ports[i].Name, b.Ports[i].Name) {
 			return false
 		}
 	}
 	return true
 }
 
-func equal[T comparable](a, b *T) bool {
-	return a == b || a != nil && b != nil && *a == *b
-}
-
 func compare(a, b health.Target) int {
-	if c := a.Addr.Compare(b.Addr); c != 0 {
-		return c
-	}
-	return strings.Compare(string(a.UID), string(b.UID))
+	return cmp.Or(a.Addr.Compare(b.Addr), strings.Compare(string(a.UID), string(b.UID)))
 }

@@ -1,4 +1,5 @@
-// Package identity asks Kubernetes who an agent is and whether it may acknowledge drains.
+// Package identity asks Kubernetes who an agent is and whether it may acknowledge drains, and
+// whether an operator may look at them.
 //
 // A token proves who: a projected service account token for our audience names the pod it was made
 // for, and that pod's UID is the agent's identity. RBAC says what: the service account needs the
@@ -6,18 +7,18 @@
 // everywhere (ClusterRoleBinding) or in the namespaces whose Services its gateway routes and in its
 // own (RoleBinding). The right everywhere decides also which pods with the agent's label are
 // expected to answer before they were ever heard ([Kubernetes.Allowed]), so that nobody can delay
-// deletions by putting a label on a pod.
+// deletions by putting a label on a pod. An operator needs the verb "get" there, everywhere.
 //
-// Answers are remembered: that a token is valid for a minute and never beyond the token's own end,
-// that somebody has the right for [rememberRight], no for [rememberNo], so that somebody who was
-// just given the right, or a token that the API server did not know yet, waits no longer. A token
-// whose pod is deleted may be valid for the minute.
+// Answers are remembered: a valid token for a minute and never beyond its own end (also one whose
+// pod is deleted), a right for [rememberRight], a no for [rememberNo], so that a right that was
+// just given, or a token that the API server did not know yet, waits no longer.
 //
-// Questions are asked in lanes, each with a rate of its own, so that made-up tokens neither keep
-// the API server busy nor keep agents out. A token that was valid before waits in none. A new one
-// waits in the lane of the pod that its claims name, if that pod is an expected agent
-// ([Kubernetes.Expect]): the claims are not verified yet, but a stranger has to know the pod's UID,
-// and delays that one agent alone. All other tokens share the lane of strangers.
+// Questions are asked in lanes with rates of their own, so that made-up tokens keep neither the API
+// server busy nor agents out. A token that was valid before waits in none. A new one waits in the
+// lane of the pod that its claims name, if that is an expected agent ([Kubernetes.Expect]): the
+// claims are not verified yet, but a stranger has to know the pod's UID, and delays that agent
+// alone. Another replica has a lane of its own, and so have all operators together. All others
+// share one.
 package identity
 
 import (
@@ -41,30 +42,29 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
-// Audience is what agents' tokens must be made for.
+// Audience is what tokens must be made for. Such a token is good for nothing but Lameduck.
 const Audience = "lameduck.io"
 
 const (
-	// remember is how long a token is valid without another question, rememberRight how long a
-	// right, rememberNo how long a no, and rememberNoLabel that of the account of a pod with the
-	// agent's label; maxRemembered is how many answers are remembered.
+	// How long answers are used again: that a token is valid, a right, a no, and the no of an
+	// account of a pod with the agent's label; maxRemembered bounds their number.
 	remember        = time.Minute
 	rememberRight   = 45 * time.Second
 	rememberNo      = 5 * time.Second
 	rememberNoLabel = 30 * time.Second
 	maxRemembered   = 20_000
 	askTimeout      = 5 * time.Second
-	// strangersRate and strangersBurst bound the questions of the lane of strangers, in a second
-	// and at once; agentsRate and agentsBurst those of all agents, and those about rights; oneBurst
-	// those of one agent, with one a second. With the webhook's own limit of 50 requests a second
-	// strangers leave room for all others.
+	// The questions in a second and at once: of strangers, of operators who look at the page, of
+	// all agents and about rights, and of one agent (one a second). With the webhook's own limit of
+	// 50 requests a second strangers leave room for all others.
 	strangersRate  = 20
 	strangersBurst = 50
+	operatorsRate  = 5
 	agentsRate     = 40
 	agentsBurst    = 100
 	oneBurst       = 5
-	// replicaRate and replicaBurst bound those of another replica of the coordinator: as many calls
-	// as the API server has seats may be the first to use a new token.
+	// Those of another replica: as many calls as the API server has seats may be the first with a
+	// new token.
 	replicaRate  = 10
 	replicaBurst = 100
 
@@ -79,19 +79,31 @@ type Kubernetes struct {
 	// right: it is a replica.
 	Replicas string
 
-	// strangers, agents and rights are how often the API server may be asked about tokens of
-	// strangers, about those of agents, and about rights of accounts and of agents that it knows.
-	strangers, agents, rights *rate.Limiter
+	// strangers, agents and operators limit questions about their tokens, rights those about
+	// rights.
+	strangers, agents, operators, rights *rate.Limiter
 
 	mu sync.Mutex
 	// expected holds the lane of each expected agent, replicas that of each other replica.
 	expected, replicas map[drain.AgentID]*rate.Limiter
-	tokens             map[[sha256.Size]byte]answer[coordinator.Identity]
+	tokens             map[hash]answer[bearer]
 	allowed            map[right]answer[bool]
 }
 
-// right is what is asked about: of username, in namespace, or everywhere if that is empty.
-type right struct{ username, namespace string }
+type hash [sha256.Size]byte
+
+// bearer is the user of a token, and when the token ends, if it says so.
+type bearer struct {
+	authenticationv1.UserInfo
+	until time.Time
+}
+
+// right is what is asked about: whether username may acknowledge drains in namespace, or everywhere
+// if that is empty; or whether the user of a token may look.
+type right struct {
+	username, namespace string
+	looks               hash
+}
 
 type answer[T any] struct {
 	value T
@@ -103,9 +115,9 @@ type answer[T any] struct {
 func New(client kubernetes.Interface) *Kubernetes {
 	return &Kubernetes{
 		Client: client, replicas: map[drain.AgentID]*rate.Limiter{},
-		tokens: map[[sha256.Size]byte]answer[coordinator.Identity]{}, allowed: map[right]answer[bool]{},
+		tokens: map[hash]answer[bearer]{}, allowed: map[right]answer[bool]{},
 		strangers: rate.NewLimiter(strangersRate, strangersBurst), agents: rate.NewLimiter(agentsRate, agentsBurst),
-		rights: rate.NewLimiter(agentsRate, agentsBurst),
+		rights: rate.NewLimiter(agentsRate, agentsBurst), operators: rate.NewLimiter(operatorsRate, oneBurst),
 	}
 }
 
@@ -143,8 +155,8 @@ func (k *Kubernetes) laneOf(token string) lane {
 	claims, _ := claimsOf(token)
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	// A replica does not queue with agents: after a restart all of them come at once, and without
-	// the other replicas there is no common order.
+	// A replica does not queue with agents: all come at once after a restart, and without the other
+	// replicas there is no common order.
 	if own := k.replicas[claims.Kubernetes.Pod.UID]; own != nil {
 		return lane{own}
 	}
@@ -165,12 +177,12 @@ func (l lane) wait(ctx context.Context) error {
 
 // Authenticate implements [coordinator.Authenticator].
 func (k *Kubernetes) Authenticate(ctx context.Context, token string) (coordinator.Identity, error) {
-	if len(token) > maxToken {
-		return coordinator.Identity{}, refusal{coordinator.ErrUnauthenticated,
-			fmt.Sprintf("%v: longer than %d bytes", coordinator.ErrUnauthenticated, maxToken)}
-	}
 	l := k.laneOf(token)
-	who, err := k.review(ctx, token, l)
+	of, err := k.review(ctx, token, l)
+	if err != nil {
+		return coordinator.Identity{}, err
+	}
+	who, err := identify(of)
 	if err != nil {
 		return coordinator.Identity{}, err
 	}
@@ -178,10 +190,10 @@ func (k *Kubernetes) Authenticate(ctx context.Context, token string) (coordinato
 		who.Replica = true
 		return who, nil
 	}
-	who.Everywhere, err = k.ask(ctx, right{who.Username, ""}, rememberNo, l)
+	who.Everywhere, err = k.acknowledges(ctx, who.Username, "", rememberNo, l)
 	allowed := who.Everywhere
 	if namespace := namespaceOf(who.Username); err == nil && !allowed && namespace != "" {
-		allowed, err = k.ask(ctx, right{who.Username, namespace}, rememberNo, l)
+		allowed, err = k.acknowledges(ctx, who.Username, namespace, rememberNo, l)
 	}
 	switch {
 	case err != nil:
@@ -194,9 +206,33 @@ func (k *Kubernetes) Authenticate(ctx context.Context, token string) (coordinato
 	return who, nil
 }
 
-// review returns whom a token proves.
-func (k *Kubernetes) review(ctx context.Context, token string, l lane) (coordinator.Identity, error) {
-	key := sha256.Sum256([]byte(token))
+// Review implements [dashboard.Reviewer].
+func (k *Kubernetes) Review(ctx context.Context, token string) error {
+	l := lane{k.operators}
+	of, err := k.review(ctx, token, l)
+	if err != nil {
+		return err
+	}
+	spec := authorizationv1.SubjectAccessReviewSpec{User: of.Username, UID: of.UID, Groups: of.Groups,
+		Extra:              map[string]authorizationv1.ExtraValue{},
+		ResourceAttributes: &authorizationv1.ResourceAttributes{Verb: "get"}}
+	for key, values := range of.Extra {
+		spec.Extra[key] = authorizationv1.ExtraValue(values)
+	}
+	may, err := k.ask(ctx, right{looks: sha256.Sum256([]byte(token))}, spec, rememberNo, l)
+	if err == nil && !may {
+		err = refusal{coordinator.ErrForbidden,
+			of.Username + " needs the verb get on drains.lameduck.io in all namespaces"}
+	}
+	return err
+}
+
+func (k *Kubernetes) review(ctx context.Context, token string, l lane) (bearer, error) {
+	if len(token) > maxToken {
+		return bearer{}, refusal{coordinator.ErrUnauthenticated,
+			fmt.Sprintf("%v: longer than %d bytes", coordinator.ErrUnauthenticated, maxToken)}
+	}
+	key := hash(sha256.Sum256([]byte(token)))
 	k.mu.Lock()
 	known, ok := k.tokens[key]
 	k.mu.Unlock()
@@ -207,16 +243,17 @@ func (k *Kubernetes) review(ctx context.Context, token string, l lane) (coordina
 	defer cancel()
 	if !ok || known.err != nil {
 		if err := l.wait(ctx); err != nil {
-			return coordinator.Identity{}, fmt.Errorf("too many unknown tokens to ask about: %v", err)
+			return bearer{}, fmt.Errorf("too many unknown tokens to ask about: %v", err)
 		}
 	}
 	review, err := k.Client.AuthenticationV1().TokenReviews().Create(ctx, &authenticationv1.TokenReview{
 		Spec: authenticationv1.TokenReviewSpec{Token: token, Audiences: []string{Audience}},
 	}, metav1.CreateOptions{})
 	if err != nil {
-		return coordinator.Identity{}, fmt.Errorf("review the agent's token: %w", err)
+		return bearer{}, fmt.Errorf("review the token: %w", err)
 	}
-	who, err := identify(review.Status)
+	of := bearer{UserInfo: review.Status.User}
+	err = check(review.Status)
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	now := time.Now()
@@ -224,18 +261,18 @@ func (k *Kubernetes) review(ctx context.Context, token string, l lane) (coordina
 	if err != nil {
 		until = now.Add(rememberNo)
 	} else if claims, ok := claimsOf(token); ok {
-		who.Until = claims.end(now)
-		if who.Until.Before(until) {
-			until = who.Until
+		of.until = claims.end(now)
+		if of.until.Before(until) {
+			until = of.until
 		}
 	}
 	makeRoom(k.tokens, now)
-	k.tokens[key] = answer[coordinator.Identity]{who, err, until}
-	return who, err
+	k.tokens[key] = answer[bearer]{of, err, until}
+	return of, err
 }
 
-// makeRoom forgets, when as many answers are remembered as may be, first those that are old and
-// then, if these are not half, any: strangers must not make us forget all agents at once.
+// makeRoom forgets, when there are too many answers, the old ones and then, if these are not half,
+// any others up to half: strangers must not make us forget all agents at once.
 func makeRoom[K comparable, V any](answers map[K]answer[V], now time.Time) {
 	if len(answers) < maxRemembered {
 		return
@@ -279,9 +316,8 @@ func claimsOf(token string) (c claims, ok bool) {
 	return c, c.Expires != 0
 }
 
-// end is when a token ends that the API server has just called valid. If that time is over, this
-// replica's clock is ahead: the token is then taken to last from now for as long as it was made
-// for.
+// end is when a token ends that was just called valid. If that is over, this replica's clock is
+// ahead: the token then lasts from now for as long as it was made for.
 func (c claims) end(now time.Time) time.Time {
 	end := time.Unix(c.Expires, 0)
 	if !end.After(now) && c.Issued > 0 && c.Issued < c.Expires {
@@ -290,48 +326,60 @@ func (c claims) end(now time.Time) time.Time {
 	return end
 }
 
-// identify reads what a review says of an agent's token.
-func identify(status authenticationv1.TokenReviewStatus) (coordinator.Identity, error) {
+// check returns why a token is not good here.
+func check(status authenticationv1.TokenReviewStatus) error {
 	if !status.Authenticated {
-		return coordinator.Identity{}, refusal{coordinator.ErrUnauthenticated,
+		return refusal{coordinator.ErrUnauthenticated,
 			fmt.Sprintf("%v (audience must be %q): %s", coordinator.ErrUnauthenticated, Audience, status.Error)}
 	}
 	if !slices.Contains(status.Audiences, Audience) {
-		// An API server whose authenticator does not know audiences answers without, and means its
-		// own.
-		return coordinator.Identity{}, refusal{coordinator.ErrUnauthenticated,
+		// An authenticator that does not know audiences answers without, and means its own.
+		return refusal{coordinator.ErrUnauthenticated,
 			fmt.Sprintf("the token of %s is for the audience %q, not for %q", status.User.Username, status.Audiences,
 				Audience)}
 	}
-	user := status.User
+	return nil
+}
+
+// identify returns the agent that a token was made for.
+func identify(user bearer) (coordinator.Identity, error) {
 	uid, name := first(user.Extra[extraPodUID]), first(user.Extra[extraPodName])
 	if uid == "" {
 		return coordinator.Identity{}, refusal{coordinator.ErrUnauthenticated,
 			fmt.Sprintf("the token of %s names no pod: use a projected token, not a secret", user.Username)}
 	}
 	return coordinator.Identity{Agent: drain.AgentID(uid), Name: namespaceOf(user.Username) + "/" + name,
-		Username: user.Username}, nil
+		Username: user.Username, Until: user.until}, nil
 }
 
 // MayAcknowledge implements [coordinator.Authorizer].
 func (k *Kubernetes) MayAcknowledge(ctx context.Context, who coordinator.Identity, namespace string) (bool, error) {
-	return k.ask(ctx, right{who.Username, namespace}, rememberNo, lane{k.rights})
+	return k.acknowledges(ctx, who.Username, namespace, rememberNo, lane{k.rights})
 }
 
 // Allowed reports whether username may acknowledge drains everywhere. A no may be older than one
-// for an agent that presents its token, and stays while there is hardly room to ask: accounts
+// for an agent that presents its token, and stays while the rate is nearly used up: accounts
 // without the right must not delay a new one.
 func (k *Kubernetes) Allowed(ctx context.Context, username string) (bool, error) {
 	no := rememberNoLabel
 	if k.rights.Tokens() < agentsBurst/2 {
 		no = time.Hour
 	}
-	return k.ask(ctx, right{username, ""}, no, lane{k.rights})
+	return k.acknowledges(ctx, username, "", no, lane{k.rights})
 }
 
-// ask returns an answer that is remembered, or asks the API server. A no is used again for as long
-// as no.
-func (k *Kubernetes) ask(ctx context.Context, what right, no time.Duration, l lane) (bool, error) {
+func (k *Kubernetes) acknowledges(ctx context.Context, username, namespace string, no time.Duration,
+	l lane) (bool, error) {
+	return k.ask(ctx, right{username: username, namespace: namespace}, authorizationv1.SubjectAccessReviewSpec{
+		User: username, Groups: groups(namespaceOf(username)),
+		ResourceAttributes: &authorizationv1.ResourceAttributes{Namespace: namespace, Verb: "acknowledge"},
+	}, no, l)
+}
+
+// ask returns a remembered answer, a no for as long as no, or asks the API server whether the user
+// of spec has the right on drains.
+func (k *Kubernetes) ask(ctx context.Context, what right, spec authorizationv1.SubjectAccessReviewSpec,
+	no time.Duration, l lane) (bool, error) {
 	k.mu.Lock()
 	known, ok := k.allowed[what]
 	k.mu.Unlock()
@@ -349,16 +397,11 @@ func (k *Kubernetes) ask(ctx context.Context, what right, no time.Duration, l la
 			return false, fmt.Errorf("too many unknown rights to ask about: %v", err)
 		}
 	}
-	review, err := k.Client.AuthorizationV1().SubjectAccessReviews().Create(ctx, &authorizationv1.SubjectAccessReview{
-		Spec: authorizationv1.SubjectAccessReviewSpec{
-			User: what.username, Groups: groups(namespaceOf(what.username)),
-			ResourceAttributes: &authorizationv1.ResourceAttributes{
-				Namespace: what.namespace, Verb: "acknowledge", Group: "lameduck.io", Resource: "drains",
-			},
-		},
-	}, metav1.CreateOptions{})
+	spec.ResourceAttributes.Group, spec.ResourceAttributes.Resource = "lameduck.io", "drains"
+	review, err := k.Client.AuthorizationV1().SubjectAccessReviews().Create(ctx,
+		&authorizationv1.SubjectAccessReview{Spec: spec}, metav1.CreateOptions{})
 	if err != nil {
-		return false, fmt.Errorf("ask whether %s may acknowledge drains: %w", what.username, err)
+		return false, fmt.Errorf("ask whether %s may %s drains: %w", spec.User, spec.ResourceAttributes.Verb, err)
 	}
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -386,7 +429,6 @@ func Username(namespace, serviceAccount string) string {
 	return "system:serviceaccount:" + namespace + ":" + serviceAccount
 }
 
-// groups are those that every service account of namespace is in.
 func groups(namespace string) []string {
 	return []string{"system:serviceaccounts", "system:serviceaccounts:" + namespace, "system:authenticated"}
 }

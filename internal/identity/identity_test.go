@@ -61,8 +61,10 @@ func newAPIServer(t *testing.T) *apiServer {
 			s.accesses++
 			review := action.(clienttesting.CreateAction).GetObject().(*authorizationv1.SubjectAccessReview).DeepCopy()
 			a := review.Spec.ResourceAttributes
-			if a == nil || a.Verb != "acknowledge" || a.Group != "lameduck.io" || a.Resource != "drains" ||
-				review.Spec.User != "system:serviceaccount:edge:haproxy" {
+			if a == nil || a.Group != "lameduck.io" || a.Resource != "drains" ||
+				review.Spec.User != s.token.User.Username ||
+				(a.Verb != "acknowledge" || review.Spec.User != "system:serviceaccount:edge:haproxy") &&
+					(a.Verb != "get" || review.Spec.Groups[0] != "people" || review.Spec.Extra["scope"][0] != "a") {
 				t.Errorf("asked about %+v", review.Spec)
 			}
 			s.asked = append(s.asked, a.Namespace)
@@ -95,7 +97,7 @@ func TestAuthenticate(t *testing.T) {
 		"not allowed": {func(s *apiServer) { s.allowed = false }, coordinator.ErrForbidden,
 			"grant the verb acknowledge on drains.lameduck.io"},
 		"no answer": {func(s *apiServer) { s.downTokens = errors.New("timed out") }, nil,
-			"review the agent's token: timed out"},
+			"review the token: timed out"},
 		"no right known": {func(s *apiServer) { s.downAccess = errors.New("timed out") }, nil,
 			"ask whether system:serviceaccount:edge:haproxy may acknowledge drains: timed out"},
 	} {
@@ -120,6 +122,43 @@ func TestAuthenticate(t *testing.T) {
 			}
 		})
 	}
+}
+
+// An operator's token names no pod: it may look, and is no agent's.
+func TestReview(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := newAPIServer(t)
+		s.token.User = authenticationv1.UserInfo{Username: "jane", Groups: []string{"people"},
+			Extra: map[string]authenticationv1.ExtraValue{"scope": {"a"}}}
+		for range 2 {
+			if err := s.Review(t.Context(), "token"); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if _, err := s.Authenticate(t.Context(), "token"); !errors.Is(err, coordinator.ErrUnauthenticated) {
+			t.Errorf("as an agent: %v", err)
+		}
+		s.allowed = false
+		if err := s.Review(t.Context(), "token of joe"); !errors.Is(err, coordinator.ErrForbidden) {
+			t.Errorf("without the right: %v", err)
+		}
+		if err := s.Review(t.Context(), strings.Repeat("x", maxToken+1)); !errors.Is(err,
+			coordinator.ErrUnauthenticated) {
+			t.Errorf("a token as long as a book: %v", err)
+		}
+		if s.tokens != 2 || s.accesses != 2 {
+			t.Errorf("asked about %d tokens and %d rights, want 2 and 2", s.tokens, s.accesses)
+		}
+		time.Sleep(rememberRight)
+		if err := s.Review(t.Context(), "token"); !errors.Is(err, coordinator.ErrForbidden) {
+			t.Errorf("a right that was taken: %v", err)
+		}
+		s.downTokens = errors.New("away")
+		if err := s.Review(t.Context(), "token of jim"); err == nil || errors.Is(err, coordinator.ErrForbidden) ||
+			errors.Is(err, coordinator.ErrUnauthenticated) {
+			t.Errorf("away: %v", err)
+		}
+	})
 }
 
 func TestAnswersAreRemembered(t *testing.T) {

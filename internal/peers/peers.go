@@ -10,7 +10,7 @@
 // replica reads it for itself.
 //
 // A replica that does not answer is not asked again until a poll has reached it, so it delays the
-// calls of one moment by [claimTime] at most. A witness that cannot reach any replica before it
+// calls of one moment by [ClaimTime] at most. A witness that cannot reach any replica before it
 // decides for itself: what is lost then is the common order, not the acknowledgements.
 package peers
 
@@ -19,6 +19,7 @@ import (
 	"cmp"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"log/slog"
@@ -32,11 +33,14 @@ import (
 )
 
 const (
-	// claimTime is how long a claim may take. A hold is longer by more than that.
-	claimTime = time.Second
-	// pollEvery is how often each replica is polled, pollTime how long that may take.
-	pollEvery = time.Second
-	pollTime  = time.Second
+	// ClaimTime is how long a claim may take. A hold is longer by more than that.
+	ClaimTime = time.Second
+	// PollTime is how long a replica may take to say how it is.
+	PollTime = time.Second
+	// pollEvery is how often each replica is polled, AdoptEvery how often as long as a replica that
+	// starts adopts what the others have open.
+	pollEvery  = time.Second
+	AdoptEvery = 250 * time.Millisecond
 	// maxAnswer bounds an answer, in bytes.
 	maxAnswer = 16 << 20
 )
@@ -52,23 +56,21 @@ type Peer struct {
 	Ready bool
 }
 
-// Peers are the other replicas. Make it with New. Safe for concurrent use.
-type Peers struct {
-	// Ordinal and Name are those of this replica.
+// Table is what one replica knows of the others, and what follows from that. It asks no replica by
+// itself. Safe for concurrent use.
+type Table struct {
+	// Ordinal and Name are those of this replica. Started is when its life began.
 	Ordinal int
 	Name    string
-	// Client reaches the others, Token returns what proves who this one is.
-	Client *http.Client
-	Token  func() (string, error)
-	Log    *slog.Logger
+	Started time.Time
 	// Able is why this replica cannot judge deletions now: it then leaves capacity to any other.
-	// Nil: it always can. Polled is given, after each poll, what each replica that answers told
-	// last. May be nil.
-	Able   func() error
-	Polled func([]wire.Replica)
+	// Nil: it always can.
+	Able func() error
 
 	mu    sync.Mutex
 	peers map[string]*peer
+	// adopted says that this replica knows the open drains of the others.
+	adopted bool
 }
 
 // peer is what is known of one.
@@ -80,122 +82,163 @@ type peer struct {
 	state          wire.Replica
 }
 
+// Peers are the other replicas. Make it with New. Safe for concurrent use.
+type Peers struct {
+	Table
+	// Client reaches the others, Token returns what proves who this one is.
+	Client *http.Client
+	Token  func() (string, error)
+	Log    *slog.Logger
+	// Polled is given, after each poll, what each replica that answers told last, and whether its
+	// drains are to be adopted.
+	Polled func(told []wire.Replica, adopt bool)
+}
+
 // New returns Peers without any.
 func New(ordinal int, name string, client *http.Client, token func() (string, error), log *slog.Logger) *Peers {
-	return &Peers{Ordinal: ordinal, Name: name, Client: client, Token: token, Log: log, peers: map[string]*peer{}}
+	return &Peers{Table: Table{Ordinal: ordinal, Name: name, Started: time.Now()}, Client: client, Token: token,
+		Log: log}
 }
 
 // Set adds a replica, or changes what is known of it.
-func (p *Peers) Set(of Peer) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if known := p.peers[of.Name]; known != nil {
+func (t *Table) Set(of Peer) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if known := t.peers[of.Name]; known != nil {
 		known.Peer = of
 		return
 	}
-	p.peers[of.Name] = &peer{Peer: of}
+	if t.peers == nil {
+		t.peers = map[string]*peer{}
+	}
+	t.peers[of.Name] = &peer{Peer: of}
 }
 
 // Remove forgets a replica whose pod is gone.
-func (p *Peers) Remove(name string) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	delete(p.peers, name)
+func (t *Table) Remove(name string) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	delete(t.peers, name)
 }
 
-// Run polls the others until ctx is done.
-func (p *Peers) Run(ctx context.Context) error {
-	ticker := time.NewTicker(pollEvery)
-	defer ticker.Stop()
+// Run polls the others until ctx is done, as soon as synced says that this replica knows the
+// cluster.
+func (p *Peers) Run(ctx context.Context, synced func() bool) error {
+	timer := time.NewTimer(AdoptEvery)
+	defer timer.Stop()
 	for {
-		p.poll(ctx)
 		select {
 		case <-ctx.Done():
 			return nil
-		case <-ticker.C:
+		case <-timer.C:
 		}
+		began, again := time.Now(), AdoptEvery
+		if synced() {
+			again = p.poll(ctx)
+		}
+		timer.Reset(time.Until(began.Add(again)))
 	}
 }
 
-// poll asks each replica how it is.
-func (p *Peers) poll(ctx context.Context) {
+// poll asks each replica how it is. It returns when to do so again.
+func (p *Peers) poll(ctx context.Context) time.Duration {
 	var asking sync.WaitGroup
-	for _, of := range p.list(func(*peer) bool { return true }) {
+	for _, of := range p.All() {
 		asking.Go(func() {
 			var state wire.Replica
-			err := p.ask(ctx, of, http.MethodGet, wire.ReplicaPath, nil, &state, pollTime)
-			p.heard(ctx, of, err, func(known *peer) { known.polled, known.state = true, state })
+			err := p.ask(ctx, of, http.MethodGet, wire.ReplicaPath, nil, &state, PollTime)
+			p.heard(ctx, of, err, &state)
 		})
 	}
 	asking.Wait()
-	if p.Polled != nil {
-		p.Polled(p.told())
-	}
+	return p.Heed(time.Now(), p.Polled)
 }
 
-// told returns what each replica that answers told last.
-func (p *Peers) told() (states []wire.Replica) {
-	for _, of := range p.list(func(of *peer) bool { return !of.silent && of.polled }) {
-		states = append(states, of.state)
+// Heed is due when each replica has answered a poll or was given up. It gives polled, if that is
+// not nil, what those told last that answer, and whether their open drains are to be adopted, and
+// returns when to poll again. A replica that starts adopts until all that are ready have told, and
+// then what is opened elsewhere until the API server asks it.
+func (t *Table) Heed(now time.Time, polled func(told []wire.Replica, adopt bool)) (again time.Duration) {
+	up, able := now.Sub(t.Started), t.Able == nil || t.Able() == nil
+	silent := len(t.list(func(of *peer) bool { return of.Ready && (of.silent || !of.polled) }))
+	var told []wire.Replica
+	for _, of := range t.list(func(of *peer) bool { return !of.silent && of.polled }) {
+		told = append(told, of.state)
 	}
-	return states
+	adopt := t.Known() != nil || !able && up < 2*Settle
+	if polled != nil {
+		polled(told, adopt)
+	}
+	if !adopt {
+		return pollEvery
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.adopted = t.adopted || silent == 0 || up >= Settle // not before they are known
+	return AdoptEvery
+}
+
+// Known returns nil when the open drains of the other replicas are known.
+func (t *Table) Known() error {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.adopted {
+		return nil
+	}
+	return errors.New("the open drains of the other replicas are not known yet")
 }
 
 // Opener reports whether this replica decides what takes capacity: no replica before it is ready
 // and answers.
-func (p *Peers) Opener() bool { return len(p.before()) == 0 }
+func (t *Table) Opener() bool { return len(t.Before()) == 0 }
 
-// Claim asks the opener about a deletion, and takes [claimTime] at most. ok is false if this
+// Claim asks the opener about a deletion, and takes [ClaimTime] at most. ok is false if this
 // replica is the opener, or must act as one: none that is before it answers.
 func (p *Peers) Claim(ctx context.Context, claim wire.Claim) (claimed wire.Claimed, ok bool) {
-	within, cancel := context.WithTimeout(ctx, claimTime)
+	return p.first(ctx, p.Before(), claim, Judged)
+}
+
+// Judged reports whether a replica has judged the deletion that it was asked about.
+func Judged(c wire.Claimed) bool {
+	return c.Verdict == wire.VerdictDrain || c.Verdict == wire.VerdictDeny
+}
+
+// Asked reports whether the API server has asked the replica of another entry about the pod within
+// the last time. Of two pods of one entry, a call reaches one.
+func (p *Peers) Asked(ctx context.Context, pod drain.Pod, within time.Duration) bool {
+	_, asked := p.first(ctx, p.Beside(), wire.Claim{Pod: pod, OnlyAsked: true},
+		func(c wire.Claimed) bool { return AskedWithin(c, within) })
+	return asked
+}
+
+// AskedWithin reports whether the API server had asked a replica within the last time.
+func AskedWithin(c wire.Claimed, within time.Duration) bool {
+	return c.AskedMillis >= 0 && c.AskedMillis <= within.Milliseconds()
+}
+
+// first asks one replica after the other until an answer is such that it counts.
+func (p *Peers) first(ctx context.Context, all []Peer, claim wire.Claim,
+	counts func(wire.Claimed) bool) (claimed wire.Claimed, ok bool) {
+	within, cancel := context.WithTimeout(ctx, ClaimTime)
 	defer cancel()
-	for _, of := range p.before() {
+	for _, of := range all {
 		if within.Err() != nil {
 			break // nothing is known of those that were not asked
 		}
 		claimed = wire.Claimed{}
-		err := p.ask(within, of, http.MethodPost, wire.ClaimsPath, claim, &claimed, claimTime)
+		err := p.ask(within, of, http.MethodPost, wire.ClaimsPath, claim, &claimed, ClaimTime)
 		p.heard(ctx, of, err, nil)
-		if err == nil && (claimed.Verdict == wire.VerdictDrain || claimed.Verdict == wire.VerdictDeny) {
+		if err == nil && counts(claimed) {
 			return claimed, true
 		}
 	}
 	return wire.Claimed{}, false
 }
 
-// Asked reports whether the API server has asked the replica of another entry about the pod within
-// the last time. Of two pods of one entry, a call reaches one.
-func (p *Peers) Asked(ctx context.Context, pod drain.Pod, within time.Duration) bool {
-	for _, of := range p.list(func(of *peer) bool { return !of.silent && of.Ordinal != p.Ordinal }) {
-		var claimed wire.Claimed
-		err := p.ask(ctx, of, http.MethodPost, wire.ClaimsPath, wire.Claim{Pod: pod, OnlyAsked: true}, &claimed,
-			claimTime)
-		p.heard(ctx, of, err, nil)
-		if err == nil && claimed.AskedMillis >= 0 && claimed.AskedMillis <= within.Milliseconds() {
-			return true
-		}
-	}
-	return false
-}
-
-// Open returns the open drains of the other replicas. silent names those that are ready and did not
-// tell.
-func (p *Peers) Open(ctx context.Context) (claims []drain.Claim, silent []string) {
-	p.poll(ctx)
-	for _, of := range p.list(func(of *peer) bool { return of.Ready && (of.silent || !of.polled) }) {
-		silent = append(silent, of.Name)
-	}
-	for _, state := range p.told() {
-		claims = append(claims, state.Drains...)
-	}
-	return claims, silent
-}
-
 // Sees returns a ready replica that has streams of at least half of the agents it expects. ok is
 // false if there is none.
-func (p *Peers) Sees() (name string, ok bool) {
-	for _, of := range p.list(func(of *peer) bool { return of.Ready && !of.silent && of.polled && of.state.Ready }) {
+func (t *Table) Sees() (name string, ok bool) {
+	for _, of := range t.list(func(of *peer) bool { return of.Ready && !of.silent && of.polled && of.state.Ready }) {
 		if of.state.Expected > 0 && 2*of.state.Missing <= of.state.Expected {
 			return of.Name, true
 		}
@@ -203,23 +246,39 @@ func (p *Peers) Sees() (name string, ok bool) {
 	return "", false
 }
 
-// before returns the replicas that come before this one and can be asked, the first one first.
+// Before returns the replicas that come before this one and can be asked, the first one first.
 // While a replica is being replaced there are two of one ordinal: their names decide. All come
 // before a replica that cannot judge.
-func (p *Peers) before() []peer {
-	able := p.Able == nil || p.Able() == nil
-	return p.list(func(of *peer) bool {
-		first := of.Ordinal < p.Ordinal || of.Ordinal == p.Ordinal && of.Name < p.Name
+func (t *Table) Before() []Peer {
+	able := t.Able == nil || t.Able() == nil
+	return peersOf(t.list(func(of *peer) bool {
+		first := of.Ordinal < t.Ordinal || of.Ordinal == t.Ordinal && of.Name < t.Name
 		return of.Ready && !of.silent && (first || !able)
-	})
+	}))
+}
+
+// Beside returns the replicas of other entries that can be asked.
+func (t *Table) Beside() []Peer {
+	return peersOf(t.list(func(of *peer) bool { return !of.silent && of.Ordinal != t.Ordinal }))
+}
+
+// All returns all replicas, by their ordinals.
+func (t *Table) All() []Peer { return peersOf(t.list(func(*peer) bool { return true })) }
+
+func peersOf(all []peer) []Peer {
+	of := make([]Peer, len(all))
+	for i, p := range all {
+		of[i] = p.Peer
+	}
+	return of
 }
 
 // list returns copies of those replicas that are so, by their ordinals.
-func (p *Peers) list(is func(*peer) bool) []peer {
-	p.mu.Lock()
-	defer p.mu.Unlock()
+func (t *Table) list(is func(*peer) bool) []peer {
+	t.mu.Lock()
+	defer t.mu.Unlock()
 	var all []peer
-	for _, of := range p.peers {
+	for _, of := range t.peers {
 		if is(of) {
 			all = append(all, *of)
 		}
@@ -230,25 +289,27 @@ func (p *Peers) list(is func(*peer) bool) []peer {
 	return all
 }
 
-// heard notes whether a replica has answered, unless the caller had gone away.
-func (p *Peers) heard(ctx context.Context, of peer, err error, then func(*peer)) {
-	if ctx.Err() != nil {
-		return
-	}
-	p.mu.Lock()
-	known := p.peers[of.Name]
+// Heard records whether a replica has answered, and its answer to a poll, if state is not nil. It
+// reports whether it answers again, or not any more.
+func (t *Table) Heard(of Peer, answered bool, state *wire.Replica) (changed bool) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	known := t.peers[of.Name]
 	if known == nil || known.URL != of.URL {
-		p.mu.Unlock()
-		return
+		return false
 	}
-	changed := known.silent != (err != nil)
-	known.silent, known.polled = err != nil, known.polled && err == nil
-	if err == nil && then != nil {
-		then(known)
+	changed = known.silent == answered
+	known.silent, known.polled = !answered, known.polled && answered
+	if answered && state != nil {
+		known.polled, known.state = true, *state
 	}
-	p.mu.Unlock()
+	return changed
+}
+
+// heard records and logs whether a replica has answered, unless the caller had gone away.
+func (p *Peers) heard(ctx context.Context, of Peer, err error, state *wire.Replica) {
 	switch {
-	case !changed:
+	case ctx.Err() != nil || !p.Heard(of, err == nil, state):
 	case err != nil:
 		p.Log.Warn("replica does not answer", "replica", of.Name, "ordinal", of.Ordinal, "ready", of.Ready,
 			"error", err)
@@ -258,7 +319,7 @@ func (p *Peers) heard(ctx context.Context, of peer, err error, then func(*peer))
 }
 
 // ask sends one request.
-func (p *Peers) ask(ctx context.Context, of peer, method, path string, say, answer any, most time.Duration) error {
+func (p *Peers) ask(ctx context.Context, of Peer, method, path string, say, answer any, most time.Duration) error {
 	ctx, cancel := context.WithTimeout(ctx, most)
 	defer cancel()
 	token, err := p.Token()

@@ -8,7 +8,6 @@ import (
 	"log/slog"
 	"net/http"
 	"net/http/httptest"
-	"slices"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -123,11 +122,11 @@ func TestAFrozenReplicaDelaysOneCall(t *testing.T) {
 	p := witness(t, 1, r)
 	r.frozen.Store(true)
 	began := time.Now()
-	if _, ok := p.Claim(t.Context(), wire.Claim{}); ok || time.Since(began) < claimTime {
+	if _, ok := p.Claim(t.Context(), wire.Claim{}); ok || time.Since(began) < ClaimTime {
 		t.Errorf("claimed %t after %s", ok, time.Since(began))
 	}
 	began = time.Now()
-	if _, ok := p.Claim(t.Context(), wire.Claim{}); ok || time.Since(began) > claimTime/2 {
+	if _, ok := p.Claim(t.Context(), wire.Claim{}); ok || time.Since(began) > ClaimTime/2 {
 		t.Errorf("the second call: claimed %t after %s", ok, time.Since(began))
 	}
 	r.frozen.Store(false)
@@ -137,7 +136,7 @@ func TestAFrozenReplicaDelaysOneCall(t *testing.T) {
 	}
 	// What it knows is told while it answers.
 	var told []wire.Replica
-	p.Polled = func(states []wire.Replica) { told = states }
+	p.Polled = func(states []wire.Replica, _ bool) { told = states }
 	r.state.Silent = []drain.Silence{{Agent: "a", Strikes: 1}}
 	if p.poll(t.Context()); len(told) != 1 || len(told[0].Silent) != 1 {
 		t.Errorf("told %v", told)
@@ -148,9 +147,9 @@ func TestAFrozenReplicaDelaysOneCall(t *testing.T) {
 	}
 	r.frozen.Store(false)
 	// What it told before it was silent has old times in it.
-	p.heard(t.Context(), p.list(func(*peer) bool { return true })[0], nil, nil)
-	if states := p.told(); len(states) != 0 {
-		t.Errorf("told %v before it was polled again", states)
+	p.heard(t.Context(), p.All()[0], nil, nil)
+	if p.Heed(time.Now(), p.Polled); len(told) != 0 {
+		t.Errorf("told %v before it was polled again", told)
 	}
 	p.poll(t.Context())
 	// A caller that goes away says nothing about the replica.
@@ -168,15 +167,32 @@ func TestWhatOthersKnow(t *testing.T) {
 	if _, ok := p.Sees(); ok {
 		t.Error("a replica that was never polled sees the agents")
 	}
-	if claims, silent := p.Open(t.Context()); len(claims) != 0 || len(silent) != 0 {
-		t.Errorf("%v, silent %v", claims, silent)
+	// open polls, and returns what is to be adopted and whether all have told.
+	open := func() (claims []drain.Claim, known bool) {
+		p.Polled = func(told []wire.Replica, adopt bool) {
+			if p.Known() == nil {
+				t.Error("open drains count as known before they are handed over")
+			}
+			for _, of := range told {
+				if adopt {
+					claims = append(claims, of.Drains...)
+				}
+			}
+		}
+		p.adopted = false
+		p.poll(t.Context())
+		return claims, p.Known() == nil
+	}
+	if claims, known := open(); len(claims) != 0 || !known {
+		t.Errorf("%v, known %t", claims, known)
 	}
 	r.state = wire.Replica{Ready: true, Expected: 4, Missing: 2, Shared: drain.Shared{
 		Drains: []drain.Claim{{Pod: drain.Pod{UID: "u"}, ElapsedMillis: 12}},
 	}}
-	if claims, silent := p.Open(t.Context()); len(claims) != 1 || claims[0].ElapsedMillis != 12 || len(silent) != 0 {
-		t.Errorf("%v, silent %v", claims, silent)
+	if claims, known := open(); len(claims) != 1 || claims[0].ElapsedMillis != 12 || !known {
+		t.Errorf("%v, known %t", claims, known)
 	}
+	p.Polled = nil
 	if name, ok := p.Sees(); !ok || name != "a" {
 		t.Errorf("sees: %q, %t", name, ok)
 	}
@@ -200,7 +216,22 @@ func TestWhatOthersKnow(t *testing.T) {
 		}
 	}
 	r.Close()
-	if _, silent := p.Open(t.Context()); !slices.Equal(silent, []string{"a"}) {
-		t.Errorf("silent: %v, want a ready replica that does not answer", silent)
+	if _, known := open(); known {
+		t.Error("known, and a ready replica does not answer")
+	}
+	adopts := func(up time.Duration) (adopts bool, again time.Duration) {
+		again = p.Heed(p.Started.Add(up), func(_ []wire.Replica, adopt bool) { adopts = adopt })
+		return adopts, again
+	}
+	if adopt, again := adopts(Settle); !adopt || again != AdoptEvery || p.Known() != nil {
+		t.Errorf("it waits for longer than %s: %v", Settle, p.Known())
+	}
+	// What is opened elsewhere until the API server asks this replica is adopted too.
+	p.Able = func() error { return errors.New("no streams") }
+	if adopt, _ := adopts(2*Settle - 1); !adopt {
+		t.Error("a replica that is not ready yet does not adopt")
+	}
+	if adopt, again := adopts(2 * Settle); adopt || again != pollEvery {
+		t.Error("a replica that cannot judge adopts permanently")
 	}
 }

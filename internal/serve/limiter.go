@@ -14,10 +14,9 @@ import (
 	"golang.org/x/time/rate"
 )
 
-// connLimiter bounds how many connections there are. Where one more comes, the source address with
-// the most connections that nobody vouches for (see [KeepConn]) makes room, with the one that has
-// been without a new request for longest. So strangers who open many keep others out neither by
-// silence, nor by requests that they send slowly, nor by answers that they do not read.
+// connLimiter bounds the connections. For one more, the source address with the most that are not
+// kept ([KeepConn]) loses the one without a new request for longest. So strangers who open many
+// keep others out neither by silence, nor by slow requests, nor by answers that they do not read.
 type connLimiter struct {
 	max int
 
@@ -95,7 +94,6 @@ func (c *connLimiter) forget(conn *limitedConn) {
 	}
 }
 
-// limitedListener lets its connections into the limiter.
 type limitedListener struct {
 	net.Listener
 	crowd *connLimiter
@@ -125,7 +123,7 @@ func (l *limitedListener) Accept() (net.Conn, error) {
 			l.log.Warn("too many connections: closed one of the source with the most", "most", l.crowd.max,
 				"closed", out.RemoteAddr().String())
 		})
-		out.Close()
+		_ = out.Close()
 		if out != member {
 			return member, nil
 		}
@@ -163,7 +161,6 @@ func (c *limitedConn) turn(kept bool) {
 // connKey is where a request's context has its crowdConn.
 type connKey struct{}
 
-// connContext is a server's ConnContext.
 func connContext(ctx context.Context, conn net.Conn) context.Context {
 	if secure, ok := conn.(*tls.Conn); ok {
 		conn = secure.NetConn()

@@ -29,7 +29,7 @@ func TestWhoReadsNoAnswersKeepsNobodyOut(t *testing.T) {
 		server Server
 		config net.ListenConfig
 	}{
-		"people": {Server{Conns: 100, ReadTime: 5 * time.Second, WriteTime: 30 * time.Second}, net.ListenConfig{}},
+		"operators": {Server{Conns: 100, ReadTime: 5 * time.Second, WriteTime: 30 * time.Second}, net.ListenConfig{}},
 		"agents": {Server{Conns: 100, ReadTime: 10 * time.Second}, net.ListenConfig{ // as coordinator.ListenConfig
 			Control: func(_, _ string, conn syscall.RawConn) error {
 				return conn.Control(func(fd uintptr) {
@@ -72,7 +72,7 @@ func TestWhoReadsNoAnswersKeepsNobodyOut(t *testing.T) {
 			for end := time.Now().Add(30 * time.Second); int(dialed.Load()) < c.server.Conns; time.Sleep(
 				time.Millisecond) {
 				if time.Now().After(end) {
-					t.Fatalf("a crowd of %d, want %d", dialed.Load(), c.server.Conns)
+					t.Fatalf("%d connections, want %d", dialed.Load(), c.server.Conns)
 				}
 			}
 			failed, tries := 0, 0

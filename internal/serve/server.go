@@ -19,9 +19,9 @@ const (
 	// headerTime is how long a TLS handshake, and then a request's header, may take on a server
 	// without Conns.
 	headerTime = 5 * time.Second
-	// idleTime is how long an unused connection is kept. The API server closes its own after 90 s:
-	// were that the longer one, its next review could be written to a connection that is just being
-	// closed, and a webhook call is not repeated.
+	// idleTime is how long an unused connection is kept: longer than the 90 s of the API server,
+	// whose next review could else meet a connection that is just being closed, and is not
+	// repeated.
 	idleTime = 2 * time.Minute
 	// headerBytes bounds a request's header.
 	headerBytes = 64 << 10
@@ -34,18 +34,16 @@ type Server struct {
 	// TLS is nil for plain HTTP.
 	TLS     *tls.Config
 	Handler http.Handler
-	// Conns bounds the connections at one time. Where one more comes, the source address with the
-	// most connections loses the one that has been without a new request for longest, whether that
-	// is being answered or not, but none that its handler has [Kept]; if all are kept, the newcomer
-	// is closed. A new connection may then be without a request for as long as any other: an HTTP
-	// client opens one for a request that another connection takes meanwhile, and uses it later. 0:
+	// Conns bounds the connections. For one more, the source address with the most loses the one
+	// that has been without a new request for longest, answered or not, but none that its handler
+	// keeps ([KeepConn]); if all are kept, the newcomer is closed. A new connection may then be
+	// without a request for as long as any other: HTTP clients open some before they use them. 0:
 	// no bound.
 	Conns int
-	// ReadTime is how long after its header the body of a request may take to arrive; a read fails
-	// then with os.ErrDeadlineExceeded, and the connection is closed. It does not run from the
-	// start of the connection, as http.Server.ReadTimeout does for the first request on one. A body
-	// that nobody reads is waited for no longer either. What a handler does once it has read
-	// everything is not bounded. 0: a body may take as long as it likes.
+	// ReadTime is how long after its header a request's body may take to arrive, read or not; then
+	// reads fail with os.ErrDeadlineExceeded and the connection is closed. Unlike
+	// http.Server.ReadTimeout it does not run from the start of the connection, nor after the body
+	// was read. 0: no bound.
 	ReadTime time.Duration
 	// WriteTime is how long an answer may take from the end of its request's header on. 0: as long
 	// as it likes.
@@ -70,9 +68,9 @@ type Server struct {
 // keepEvery is how often Keep is called.
 const keepEvery = 250 * time.Millisecond
 
-// Task returns the task. It ends when its context is done, and Delay and the last request, or
-// Grace, are over. A handler that panics is logged with its stack and ends it too, without Delay,
-// with an error: what the handler had begun to change may be half done.
+// Task returns the task. It ends when its context is done and Delay and the last request, or Grace,
+// are over. A handler that panics ends it too, at once and with an error: what it had begun to
+// change may be half done.
 func (s Server) Task() Task {
 	return Task{Name: s.Name, Run: s.run}
 }
@@ -157,7 +155,7 @@ func (s Server) handler(ending *atomic.Bool, panicked chan<- error, log *slog.Lo
 			if v == nil {
 				return
 			}
-			if v != http.ErrAbortHandler {
+			if v != http.ErrAbortHandler { //nolint:errorlint // what net/http compares, too
 				log.Error("a handler panicked: this process ends", "server", s.Name, "panic", fmt.Sprint(v),
 					"stack", string(debug.Stack()))
 				select {

@@ -7,7 +7,7 @@ import (
 	"runtime"
 )
 
-// version and commit are set by the linker when images and releases are built (-X). Elsewhere they
+// version and commit are set by the linker (-X) in make build, images and releases. Elsewhere they
 // are empty: what the go command knows of version control depends on how it was called, so it is
 // not asked.
 var version, commit string

@@ -1,7 +1,9 @@
 package version
 
 import (
+	"os/exec"
 	"runtime"
+	"strings"
 	"testing"
 )
 
@@ -14,5 +16,31 @@ func TestString(t *testing.T) {
 	version, commit = "v1.2.3", "0123abc"
 	if got, want := String("agent"), "agent v1.2.3, commit 0123abc, "+on; got != want {
 		t.Errorf("built for one: %q, want %q", got, want)
+	}
+}
+
+// Programs of make build say what they were built from, and a tree without version control builds
+// as well.
+func TestMakeBuildSetsVersionAndCommit(t *testing.T) {
+	build := func(args ...string) string {
+		out, err := exec.Command("make", append([]string{"-n", "-C", "../..", "build"}, args...)...).CombinedOutput()
+		if err != nil {
+			t.Fatalf("%v: %s", err, out)
+		}
+		return string(out)
+	}
+	const variable = "-X github.com/lameduck-io/lameduck/internal/version."
+	if got := build("VERSION=v1.2.3", "COMMIT=0123abc"); !strings.Contains(got,
+		variable+"version=v1.2.3 "+variable+"commit=0123abc'") {
+		t.Errorf("given: %s", got)
+	}
+	// Empty in a tree without version control, as it is to be.
+	commit, _ := exec.Command("git", "-C", "../..", "rev-parse", "HEAD").Output()
+	if got := build(); !strings.Contains(got, variable+"commit="+strings.TrimSpace(string(commit))) {
+		t.Errorf("by git, want %s: %s", commit, got)
+	}
+	t.Setenv("GIT_DIR", t.TempDir())
+	if got := build(); !strings.Contains(got, variable+"version=dev "+variable+"commit='") {
+		t.Errorf("without version control: %s", got)
 	}
 }

@@ -30,9 +30,8 @@ type Options[T Object] struct {
 	// Reduce returns what is to be kept of an object. Nil: all of it.
 	Reduce func(T) T
 	// Changed is called for each object, one at a time: was is nil for one that is new, is nil for
-	// one that was deleted. missed reports that the deletion itself was not seen, and that was may
-	// therefore be old.
-	Changed func(was, is T, missed bool)
+	// one that was deleted. If the deletion itself was not seen, was may be old.
+	Changed func(was, is T)
 	// Trouble is called when the watch fails, and not again for the same error before it has
 	// delivered an object. May be nil.
 	Trouble func(error)
@@ -47,7 +46,6 @@ type Watch struct {
 
 // New returns a watch that does nothing until Run.
 func New[T Object](kube kubernetes.Interface, o Options[T]) (*Watch, error) {
-	var none T
 	options := []informers.SharedInformerOption{
 		informers.WithNamespace(o.Namespace),
 		informers.WithTweakListOptions(func(list *metav1.ListOptions) {
@@ -66,28 +64,13 @@ func New[T Object](kube kubernetes.Interface, o Options[T]) (*Watch, error) {
 	w.informer = o.Informer(w.factory)
 	var mu sync.Mutex
 	trouble := ""
-	changed := func(was, is any, missed bool) {
+	var err error
+	w.handler, err = w.informer.AddEventHandler(Handler(func(was, is T) {
 		mu.Lock()
 		trouble = ""
 		mu.Unlock()
-		before, _ := was.(T)
-		after, _ := is.(T)
-		if before != none || after != none {
-			o.Changed(before, after, missed)
-		}
-	}
-	var err error
-	w.handler, err = w.informer.AddEventHandler(cache.ResourceEventHandlerFuncs{
-		AddFunc:    func(is any) { changed(nil, is, false) },
-		UpdateFunc: func(was, is any) { changed(was, is, false) },
-		DeleteFunc: func(was any) {
-			last, missed := was.(cache.DeletedFinalStateUnknown)
-			if missed {
-				was = last.Obj
-			}
-			changed(was, nil, missed)
-		},
-	})
+		o.Changed(was, is)
+	}))
 	if err == nil && o.Trouble != nil {
 		err = w.informer.SetWatchErrorHandlerWithContext(func(ctx context.Context, _ *cache.Reflector, err error) {
 			mu.Lock()
@@ -105,6 +88,28 @@ func New[T Object](kube kubernetes.Interface, o Options[T]) (*Watch, error) {
 	return w, nil
 }
 
+// Handler returns a handler of an informer's events that calls changed, see [Options].
+func Handler[T Object](changed func(was, is T)) cache.ResourceEventHandler {
+	call := func(was, is any) {
+		var none T
+		before, _ := was.(T)
+		after, _ := is.(T)
+		if before != none || after != none {
+			changed(before, after)
+		}
+	}
+	return cache.ResourceEventHandlerFuncs{
+		AddFunc:    func(is any) { call(nil, is) },
+		UpdateFunc: func(was, is any) { call(was, is) },
+		DeleteFunc: func(was any) {
+			if last, missed := was.(cache.DeletedFinalStateUnknown); missed {
+				was = last.Obj
+			}
+			call(was, nil)
+		},
+	}
+}
+
 // Run watches until ctx is done. It returns once nothing of the watch runs.
 func (w *Watch) Run(ctx context.Context) error {
 	w.factory.Start(ctx.Done())
@@ -118,9 +123,6 @@ func (w *Watch) Run(ctx context.Context) error {
 func (w *Watch) Synced(ctx context.Context) bool {
 	return cache.WaitForCacheSync(ctx.Done(), w.handler.HasSynced)
 }
-
-// Version returns the resource version that the watch has come to. Empty: none yet.
-func (w *Watch) Version() string { return w.informer.LastSyncResourceVersion() }
 
 // EndpointSlices chooses them.
 func EndpointSlices(f informers.SharedInformerFactory) cache.SharedIndexInformer {

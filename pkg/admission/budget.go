@@ -3,7 +3,6 @@ package admission
 import (
 	"context"
 	"fmt"
-	"sync"
 
 	corev1 "k8s.io/api/core/v1"
 	policyv1 "k8s.io/api/policy/v1"
@@ -26,39 +25,15 @@ type room struct {
 	// broken says that the API server will refuse it by itself and with another code than 429,
 	// whatever is answered here.
 	broken bool
-	// promised says that there is a promise to be given back by [Cluster.settled].
-	promised bool
-}
-
-// promises count the evictions that were found room for and have not opened their drain yet.
-// Without them, evictions that come at the very same moment would all find the same room. The zero
-// value holds none.
-type promises struct {
-	mu sync.Mutex
-	of map[drain.UID]int
-}
-
-// settled gives the promise of s back, if it has one: its drain is open, or it will have none.
-func (c *Cluster) settled(s *subject) {
-	if !s.promised {
-		return
-	}
-	s.promised = false
-	uid := drain.UID(s.pod.UID)
-	c.promises.mu.Lock()
-	defer c.promises.mu.Unlock()
-	if c.promises.of[uid]--; c.promises.of[uid] == 0 {
-		delete(c.promises.of, uid)
-	}
 }
 
 // budget says whether the pod's PodDisruptionBudget has room for its eviction, as the API server
 // will after the webhooks (k8s.io/kubernetes/pkg/registry/core/pod/storage/eviction.go, 1.36).
 // Other pods of the budget that have an open drain count as used: they are disruptions that the
-// budget's controller has not seen yet, deletions too. Room that was found is promised to this
-// call, so that of several at one moment only as many find it as there is. Only the opener calls
-// it: see package peers.
-func (c *Cluster) budget(ctx context.Context, pod *corev1.Pod, ready bool) (room, error) {
+// budget's controller has not seen yet, deletions too. ahead returns how many have, or -1 if there
+// is room: [Ledger.Ahead] or [Ledger.ClaimWithin]. Only the opener calls it: see package peers.
+func (c *Cluster) budget(ctx context.Context, pod *corev1.Pod, ready bool,
+	ahead func(others []drain.UID, allowed int) int) (room, error) {
 	of, err := c.budgetsOf(ctx, pod)
 	switch {
 	case err != nil:
@@ -88,12 +63,12 @@ func (c *Cluster) budget(ctx context.Context, pod *corev1.Pod, ready bool) (room
 	if err != nil {
 		return room{}, err
 	}
-	if ahead := c.take(drain.UID(pod.UID), others, int(b.Status.DisruptionsAllowed)); ahead >= 0 {
+	if ahead := ahead(others, int(b.Status.DisruptionsAllowed)); ahead >= 0 {
 		return room{refusal: fmt.Sprintf("The disruption budget %s needs %d healthy pods and has %d currently of "+
 			"which %d are being drained",
 			b.Name, b.Status.DesiredHealthy, b.Status.CurrentHealthy, ahead)}, nil
 	}
-	return room{promised: true}, nil
+	return room{}, nil
 }
 
 // exhausted words why a budget allows no disruption, as the API server does.
@@ -150,27 +125,4 @@ func (c *Cluster) othersOf(ctx context.Context, pod *corev1.Pod, b *policyv1.Pod
 		}
 	}
 	return others, nil
-}
-
-// take promises uid a place among those that may be disrupted, and returns -1, if it has an open
-// drain, or if fewer than allowed of others have one or a promise. Without a place it returns how
-// many have.
-func (c *Cluster) take(uid drain.UID, others []drain.UID, allowed int) (ahead int) {
-	c.promises.mu.Lock()
-	defer c.promises.mu.Unlock()
-	if !c.Ledger.Pod(uid).Draining {
-		for _, other := range others {
-			if c.promises.of[other] > 0 || c.Ledger.Pod(other).Draining {
-				ahead++
-			}
-		}
-		if ahead >= allowed {
-			return ahead
-		}
-	}
-	if c.promises.of == nil {
-		c.promises.of = map[drain.UID]int{}
-	}
-	c.promises.of[uid]++
-	return -1
 }

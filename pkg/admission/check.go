@@ -22,5 +22,5 @@ func (h *Handler) answerCheck(w http.ResponseWriter, q *request) {
 	if !h.Cluster.Synced() {
 		view = "its view of the cluster is not complete yet"
 	}
-	h.write(w, q, outcome{reason: "Check", message: fmt.Sprintf("%s: replica %s, %s", CheckAnswer, h.Replica, view)})
+	h.write(w, q, Outcome{Reason: "Check", Message: fmt.Sprintf("%s: replica %s, %s", CheckAnswer, h.Replica, view)})
 }

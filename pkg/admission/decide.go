@@ -2,6 +2,7 @@ package admission
 
 import (
 	"fmt"
+	"slices"
 	"time"
 )
 
@@ -145,12 +146,14 @@ const (
 	NoFacts Reason = "NoFacts"
 )
 
-// reasons lists all that Decide and the handler use, so that every series exists from the start.
-var reasons = []Reason{
-	DryRun, Excluded, OptedOut, MirrorPod, BreakGlass, UnknownPod, Terminating, Finished, NotRunning, ByNode, Forced,
-	NamespaceTerminating, DisruptionTarget, NodeLost, Starting, Cold, NotListed, NoAgents, NotRouted, NotReady, Budget,
-	BudgetBroken,
-	CoolOff, LastTarget, Draining, Queued, TooManyHolds, TooManyOfOwner, Stopping, CallerGone, Abstained, NoFacts,
+// answers returns what is answered for each reason of the table and of the handler: Allow or Deny.
+func answers() map[Reason]Action {
+	all := map[Reason]Action{Queued: Deny, TooManyHolds: Deny, TooManyOfOwner: Deny, Stopping: Deny, CallerGone: Deny,
+		Abstained: Allow, NoFacts: Allow}
+	for _, row := range Table {
+		all[row.Reason] = min(row.Answer.Action, Deny) // a drain that is not released yet
+	}
+	return all
 }
 
 const (
@@ -171,84 +174,102 @@ const violates = "Cannot evict pod as it would violate the pod's disruption budg
 type Verdict struct {
 	Action Action
 	Reason Reason
-	// Unroute asks agents in the background to let go, although the answer does not wait.
+	// Unroute asks agents in the background to stop routing to the pod, although the answer does
+	// not wait.
 	Unroute bool
 	// Warn says that operators should see Message with an Allow: something is not as it should be.
 	Warn bool
+	// Words say why, as the end of a sentence.
+	Words string
 	// Message is for operators. A Deny always has one.
 	Message string
 }
 
-// Decide is the table: the first row that matches wins.
-func Decide(f Facts) Verdict {
-	now := func(r Reason) Verdict { return Verdict{Action: Allow, Reason: r} }
-	unroute := func(r Reason) Verdict { return Verdict{Action: Allow, Reason: r, Unroute: f.Ready && f.CouldRoute} }
-	switch {
-	case f.DryRun:
-		return now(DryRun)
-	case f.Excluded:
-		return now(Excluded)
-	case f.OptedOut:
-		return now(OptedOut)
-	case f.Mirror:
-		// The static pod lives on, and the kubelet creates its mirror pod again: no agent is told,
-		// whatever else holds.
-		return now(MirrorPod)
-	case f.BreakGlass:
-		return unroute(BreakGlass)
+// Row is a row of the table: an answer, and when and why it is given.
+type Row struct {
+	Reason Reason
+	When   func(Facts) bool
+	// Answer has no more than Action, Unroute and Warn. Unroute holds only if the pod is routed.
+	Answer Verdict
+	// Words say When of the pod, as the end of a sentence: "it has finished".
+	Words string
+	// Message is that of a Verdict. Nil: there is none.
+	Message func(Facts) string
+}
 
-	case f.Terminating:
-		// Its drain, if it had one, is closed, and agents know by its EndpointSlices.
-		return now(Terminating)
-	case f.Finished:
-		return unroute(Finished)
-	case f.NotRunning:
-		return unroute(NotRunning)
-	case f.ByNode:
-		return unroute(ByNode)
-	case f.Forced:
-		return unroute(Forced)
+var (
+	allow   = Verdict{Action: Allow}
+	unroute = Verdict{Action: Allow, Unroute: true}
+	warn    = Verdict{Action: Allow, Warn: true}
+	deny    = Verdict{Action: Deny}
+)
 
-	case f.NamespaceTerminating:
-		return unroute(NamespaceTerminating)
-	case f.DisruptionTarget:
-		return unroute(DisruptionTarget)
-	case f.NodeLost:
-		return unroute(NodeLost)
+// Table says whether a deletion must wait. The first row that matches wins, and the last one always
+// does. docs/how-it-works.md shows it, and the dashboard uses its words.
+var Table = []Row{
+	{DryRun, func(f Facts) bool { return f.DryRun }, allow, "it is a dry run", nil},
+	{Excluded, func(f Facts) bool { return f.Excluded }, allow,
+		"its namespace is excluded, or labelled lameduck.io/drain: disabled", nil},
+	{OptedOut, func(f Facts) bool { return f.OptedOut }, allow, "it is annotated lameduck.io/drain: disabled", nil},
+	// The static pod lives on, and the kubelet creates its mirror pod again: no agent is told,
+	// whatever else holds.
+	{MirrorPod, func(f Facts) bool { return f.Mirror }, allow, "it is the mirror of a static pod, which lives on", nil},
+	{BreakGlass, func(f Facts) bool { return f.BreakGlass }, unroute,
+		`it is annotated lameduck.io/break-glass: "true"`, nil},
+	// Its drain, if it had one, is closed, and agents know by its EndpointSlices.
+	{Terminating, func(f Facts) bool { return f.Terminating }, allow, "it is terminating already", nil},
+	{Finished, func(f Facts) bool { return f.Finished }, unroute, "it has finished: its phase is Succeeded or Failed",
+		nil},
+	{NotRunning, func(f Facts) bool { return f.NotRunning }, unroute, "it is Pending, or on no node", nil},
+	{ByNode, func(f Facts) bool { return f.ByNode }, unroute, "a kubelet asks: it has stopped already", nil},
+	{Forced, func(f Facts) bool { return f.Forced }, unroute, "the grace period is 0", nil},
+	{NamespaceTerminating, func(f Facts) bool { return f.NamespaceTerminating }, unroute,
+		"its namespace is being deleted", nil},
+	{DisruptionTarget, func(f Facts) bool { return f.DisruptionTarget }, unroute,
+		"a taint evicts it, or it is preempted: that cannot wait", nil},
+	{NodeLost, func(f Facts) bool { return f.NodeLost }, unroute, "its node is not ready, or out of service", nil},
 
 	// What follows rests on caches.
-	case f.Cold && f.Up < warmUp:
-		return Verdict{Action: Deny, Reason: Starting,
-			Message: "Lameduck's webhook has just started and does not know the cluster yet"}
-	case f.Cold:
-		return Verdict{Action: Allow, Reason: Cold, Warn: true,
-			Message: "deleted without asking gateways: Lameduck's webhook has had no view of the cluster since it " +
-				"started"}
-	case f.Unknown:
-		return now(UnknownPod)
-	case !f.Listed:
-		return now(NotListed)
-	case !f.CouldRoute && f.Agents == 0:
-		return now(NoAgents)
-	case !f.CouldRoute:
-		return now(NotRouted)
-	case !f.Ready && f.NotReadyFor > longNotReady:
-		return now(NotReady)
+	{Starting, func(f Facts) bool { return f.Cold && f.Up < warmUp }, deny,
+		"this replica has been up for less than 10 s, and does not know the cluster yet", func(Facts) string {
+			return "Lameduck's webhook has just started and does not know the cluster yet"
+		}},
+	{Cold, func(f Facts) bool { return f.Cold }, warn, "this replica does not know the cluster", func(Facts) string {
+		return "deleted without asking gateways: Lameduck's webhook has had no view of the cluster since it started"
+	}},
+	{UnknownPod, func(f Facts) bool { return f.Unknown }, allow, "this replica does not know it", nil},
+	{NotListed, func(f Facts) bool { return !f.Listed }, allow, "no EndpointSlice lists it, or did in the last 10 s",
+		nil},
+	{NoAgents, func(f Facts) bool { return !f.CouldRoute && f.Agents == 0 }, allow, "there is no agent to ask", nil},
+	{NotRouted, func(f Facts) bool { return !f.CouldRoute }, allow, "no agent's gateway routes its Services", nil},
+	{NotReady, func(f Facts) bool { return !f.Ready && f.NotReadyFor > longNotReady }, allow,
+		"it has not been ready for more than 10 s: gateways have stopped routing to it by themselves", nil},
+	{Budget, func(f Facts) bool { return f.Operation == Evict && f.Budget != "" }, deny,
+		"it is evicted, and its PodDisruptionBudget has no room, open drains counted; the opener judges it",
+		func(f Facts) string { return violates + " " + f.Budget }},
+	{BudgetBroken, func(f Facts) bool { return f.Operation == Evict && f.BudgetBroken }, allow,
+		"the API server refuses it by itself: more than one PodDisruptionBudget selects it", nil},
+	{CoolOff, func(f Facts) bool { return f.Refused >= coolOffAfter }, warn,
+		"gateways stopped routing to it twice within 10 min, and each time something else kept it",
+		func(f Facts) string {
+			return fmt.Sprintf("deleted without asking gateways: they let go %d times within %s, and each time "+
+				"something else kept the pod", f.Refused, RefusedWindow)
+		}},
+	{LastTarget, func(f Facts) bool { return f.LastOf != "" }, warn,
+		"no other pod of one of its Services is ready: it stays routed, since an outage must not begin early",
+		func(f Facts) string { return lastMessage("Service " + f.LastOf) }},
+	{Draining, func(Facts) bool { return true }, Verdict{Action: Drain}, "otherwise", nil},
+}
 
-	case f.Operation == Evict && f.Budget != "":
-		return Verdict{Action: Deny, Reason: Budget, Message: violates + " " + f.Budget}
-	case f.Operation == Evict && f.BudgetBroken:
-		return now(BudgetBroken)
-	case f.Refused >= coolOffAfter:
-		return Verdict{Action: Allow, Reason: CoolOff, Warn: true,
-			Message: fmt.Sprintf("deleted without asking gateways: they let go %d times within %s, and each time "+
-				"something else kept the pod", f.Refused, RefusedWindow)}
-	case f.LastOf != "":
-		return Verdict{Action: Allow, Reason: LastTarget, Warn: true,
-			Message: lastMessage("Service " + f.LastOf)}
-	default:
-		return Verdict{Action: Drain, Reason: Draining}
+// Decide returns what the first row of [Table] that matches says.
+func Decide(f Facts) Verdict {
+	row := Table[slices.IndexFunc(Table, func(r Row) bool { return r.When(f) })]
+	v := row.Answer
+	v.Reason, v.Words, v.Unroute = row.Reason, row.Words, v.Unroute && f.Ready && f.CouldRoute
+	if row.Message != nil {
+		v.Message = row.Message(f)
 	}
+	return v
 }
 
 func lastMessage(of string) string {

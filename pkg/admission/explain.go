@@ -32,14 +32,13 @@ type Explanation struct {
 }
 
 // Explain decides what a deletion of the pod by anybody would lead to, or an eviction, and carries
-// nothing of it out: no drain is opened, no room of a budget promised. By the time that somebody
-// asks in earnest it may be different.
+// nothing of it out: no drain is opened. When the pod is deleted the answer may be another.
 func (c *Cluster) Explain(ctx context.Context, now time.Time, operation Operation, namespace, name string) (Explanation,
 	error) {
 	if !c.Synced() {
 		return Explanation{}, ErrCold
 	}
-	// What is promised of a budget's room is promised to nobody: it is forgotten with this copy.
+	// By the cache alone.
 	aside := &Cluster{Reader: c.Reader, Slices: c.Slices, Ledger: c.Ledger, Synced: c.Synced, Excluded: c.Excluded,
 		Started: c.Started}
 	facts, s, err := aside.gather(ctx, now, &request{operation: operation, namespace: namespace, name: name})
@@ -49,11 +48,14 @@ func (c *Cluster) Explain(ctx context.Context, now time.Time, operation Operatio
 	if s.pod == nil {
 		return Explanation{}, fmt.Errorf("%w: %s/%s", ErrNoPod, namespace, name)
 	}
-	verdict, err := aside.judge(ctx, &request{operation: operation}, &facts, &s)
+	verdict, err := aside.look(ctx, &facts, &s)
 	if err != nil {
 		return Explanation{}, err
 	}
 	e := Explanation{Pod: s.pod, Facts: facts, Verdict: verdict, Targets: s.targets}
+	if e.Targets == nil {
+		e.Targets = Targets(c.Slices, c.Slices.Pod(now, s.pod.Namespace, s.drainPod().UID))
+	}
 	if e.Verdict.Action == Drain {
 		if is := c.fullService(s); is.service != "" && is.draining >= max(1, is.usable/2) {
 			e.Full = is.String()

@@ -39,11 +39,22 @@ type Ledger interface {
 	// Claim opens a drain for another replica, without waiting. hold reports whether a call for it
 	// may wait.
 	Claim(request coordinator.Request) (status drain.Status, hold bool)
-	Expecting() (expected, missing int)
-	CouldRoute(services []drain.Service) bool
+	Standings
 	// ReliedOn reports whether another replica, which stops, may have left a call about the pod to
 	// this one.
 	ReliedOn(uid drain.UID) bool
+	// Ahead returns how many of others have an open drain, and -1 if these are fewer than allowed
+	// or the pod has one itself.
+	Ahead(pod drain.UID, others []drain.UID, allowed int) int
+	// ClaimWithin is Ahead, and Claim where that is -1. No other drain is opened in between: of
+	// several evictions at one moment only as many find room as there is.
+	ClaimWithin(request coordinator.Request, others []drain.UID, allowed int) (ahead int)
+}
+
+// Standings is what facts need of the coordinator.
+type Standings interface {
+	Expecting() (expected, missing int)
+	CouldRoute(services []drain.Service) bool
 	// Pod returns where a pod stands: whether it is being drained, and how often that was in vain.
 	Pod(uid drain.UID) drain.Standing
 }
@@ -53,6 +64,13 @@ type Slices interface {
 	Pod(now time.Time, namespace string, uid health.UID) []endpoints.Listing
 	// Usable is sorted, and belongs to the caller.
 	Usable(service types.NamespacedName) []health.UID
+}
+
+// Coverage finds out who routes Services.
+type Coverage interface {
+	// Uncovered names what routes one of services and is not waited for. barrier says whether the
+	// pod in question has the preStop barrier.
+	Uncovered(ctx context.Context, services []drain.Service, barrier bool) ([]string, error)
 }
 
 // liveRead bounds a read from Cluster.Live. It counts toward the hold.
@@ -69,11 +87,11 @@ type Cluster struct {
 	Ledger Ledger
 	// Synced reports whether Reader and Slices know the cluster.
 	Synced func() bool
+	// Coverage may be nil: then nothing is said of gateways without an agent.
+	Coverage Coverage
 	// Excluded lists the namespaces whose pods never wait.
 	Excluded []string
 	Started  time.Time
-
-	promises promises
 }
 
 // subject is the pod in question, and where it stands.
@@ -88,8 +106,6 @@ type subject struct {
 	turn  coordinator.Turn
 	// role is opener or witness. Empty: this replica has not asked.
 	role string
-	// promised says that this call holds a promise of its budget's room, until [Cluster.settled].
-	promised bool
 }
 
 func (s subject) drainPod() drain.Pod {
@@ -148,22 +164,39 @@ func (c *Cluster) gather(ctx context.Context, now time.Time, q *request) (Facts,
 	if f.Unknown {
 		return f, s, nil
 	}
-	c.ofRouting(now, &s, &f)
+	s.targets = f.OfRouting(now, c.Slices, c.Ledger, s.drainPod())
 	return f, s, nil
 }
 
-// judge decides about an eviction by its budget too, where no row before that decides: room that is
-// found there is promised.
-func (c *Cluster) judge(ctx context.Context, q *request, f *Facts, s *subject) (Verdict, error) {
+// judge decides about an eviction by its budget too: a drain that takes room there is open then.
+func (c *Cluster) judge(ctx context.Context, f *Facts, s *subject) (Verdict, error) {
+	return c.judgeBy(ctx, f, s, func(others []drain.UID, allowed int) int {
+		return c.Ledger.ClaimWithin(s.request(), others, allowed)
+	})
+}
+
+// look decides as judge does, and opens nothing.
+func (c *Cluster) look(ctx context.Context, f *Facts, s *subject) (Verdict, error) {
+	return c.judgeBy(ctx, f, s, nil)
+}
+
+// judgeBy is judge by what claim returns, or [Ledger.Ahead] if it is nil.
+func (c *Cluster) judgeBy(ctx context.Context, f *Facts, s *subject,
+	claim func(others []drain.UID, allowed int) int) (Verdict, error) {
 	v := Decide(*f)
-	if q.operation != Evict || v.Reason != Draining && v.Reason != CoolOff && v.Reason != LastTarget {
+	if f.Operation != Evict || v.Reason != Draining && v.Reason != CoolOff && v.Reason != LastTarget {
 		return v, nil
 	}
-	room, err := c.budget(ctx, s.pod, f.NotReadyFor == 0)
+	if v.Reason != Draining || claim == nil { // it is allowed without a drain, or refused
+		claim = func(others []drain.UID, allowed int) int {
+			return c.Ledger.Ahead(drain.UID(s.pod.UID), others, allowed)
+		}
+	}
+	room, err := c.budget(ctx, s.pod, f.NotReadyFor == 0, claim)
 	if err != nil {
 		return v, err
 	}
-	f.Budget, f.BudgetBroken, s.promised = room.refusal, room.broken, room.promised
+	f.Budget, f.BudgetBroken = room.refusal, room.broken
 	return Decide(*f), nil
 }
 
@@ -271,28 +304,28 @@ func (c *Cluster) ofNode(ctx context.Context, name string, f *Facts) error {
 	return nil
 }
 
-// ofRouting reads which Services list the pod, who may route them, and who else could take its
-// traffic.
-func (c *Cluster) ofRouting(now time.Time, s *subject, f *Facts) {
-	uid := health.UID(s.pod.UID)
-	listings := c.Slices.Pod(now, s.pod.Namespace, uid)
+// OfRouting reads which Services list the pod, who may route them, and who else could take its
+// traffic. It returns the Services with their usable targets, nil if no agent routes one of them.
+func (f *Facts) OfRouting(now time.Time, from Slices, ledger Standings, pod drain.Pod) (all []drain.Targets) {
+	listings := from.Pod(now, pod.Namespace, pod.UID)
 	f.Listed = len(listings) > 0
 	services := make([]drain.Service, 0, len(listings))
 	for _, l := range listings {
 		services = append(services, drain.Service{Namespace: l.Service.Namespace, Name: l.Service.Name})
 		f.Ready = f.Ready || l.Ready
 	}
-	f.Agents, _ = c.Ledger.Expecting()
-	f.CouldRoute = c.Ledger.CouldRoute(services)
+	f.Agents, _ = ledger.Expecting()
+	f.CouldRoute = ledger.CouldRoute(services)
 	if !f.CouldRoute {
-		return
+		return nil
 	}
-	s.targets, f.LastOf = c.targets(listings, uid)
-	for _, at := range c.Ledger.Pod(uid).Refused {
-		if time.Since(at) < RefusedWindow {
+	all, f.LastOf = LastOf(from, listings, ledger, pod.UID)
+	for _, at := range ledger.Pod(pod.UID).Refused {
+		if now.Sub(at) < RefusedWindow {
 			f.Refused++
 		}
 	}
+	return all
 }
 
 // Targets returns the usable targets of the Services in listings, in their order. A pod that is
@@ -304,36 +337,49 @@ func Targets(from Slices, listings []endpoints.Listing) []drain.Targets {
 		usable := from.Usable(l.Service)
 		all[i] = drain.Targets{Service: drain.Service{Namespace: l.Service.Namespace, Name: l.Service.Name},
 			Usable: make([]drain.UID, len(usable))}
-		for j, uid := range usable {
-			all[i].Usable[j] = uid
-		}
+		copy(all[i].Usable, usable)
 	}
 	return all
 }
 
-// targets returns the usable targets of the Services in listings. If the pod is the only usable one
-// in each of them that a gateway may route, lastOf names one: no gateway could let go of the pod.
+// LastOf returns the usable targets of the Services in listings. If the pod is the only usable one
+// in each of them that a gateway may route, last names one: no gateway could take the pod out.
 // Where that holds for some of them, agents report it: see [drain.Report.Kept].
-func (c *Cluster) targets(listings []endpoints.Listing, uid health.UID) (all []drain.Targets, lastOf string) {
-	all = Targets(c.Slices, listings)
+func LastOf(from Slices, listings []endpoints.Listing, ledger Standings, uid drain.UID) (all []drain.Targets,
+	last string) {
+	all = Targets(from, listings)
 	for i, l := range listings {
 		switch {
-		case !c.Ledger.CouldRoute([]drain.Service{all[i].Service}):
+		case !ledger.CouldRoute([]drain.Service{all[i].Service}):
 		case !l.Ready || l.Terminating || !all[i].Last(uid):
 			return all, ""
-		case lastOf == "":
-			lastOf = l.Service.String()
+		case last == "":
+			last = l.Service.String()
 		}
 	}
-	return all, lastOf
+	return all, last
 }
 
 // live brings the targets of s up to date. It names a Service if the pod has become the last one of
 // all that are routed.
 func (c *Cluster) live(now time.Time, s *subject) (lastOf string) {
 	uid := health.UID(s.pod.UID)
-	s.targets, lastOf = c.targets(c.Slices.Pod(now, s.pod.Namespace, uid), uid)
+	s.targets, lastOf = LastOf(c.Slices, c.Slices.Pod(now, s.pod.Namespace, uid), c.Ledger, uid)
 	return lastOf
+}
+
+// uncovered names the consumers that route a Service of the pod and are not waited for. A pod of
+// which a container has no hook has no barrier.
+func (c *Cluster) uncovered(ctx context.Context, s subject) ([]string, error) {
+	if c.Coverage == nil {
+		return nil, nil
+	}
+	services := make([]drain.Service, len(s.targets))
+	for i, t := range s.targets {
+		services[i] = t.Service
+	}
+	return c.Coverage.Uncovered(ctx, services, s.pod.Annotations[BarrierIDAnnotation] != "" &&
+		s.pod.Annotations[BarrierUncoveredAnnotation] == "")
 }
 
 // fullService is a Service whose room is taken: of the usable targets so many are being drained
@@ -346,15 +392,15 @@ type fullService struct {
 // fullService names the Service that a queued drain of the pod waits for: the one with the least
 // room.
 func (c *Cluster) fullService(s subject) (least fullService) {
-	uid := drain.UID(s.pod.UID)
+	own := drain.UID(s.pod.UID)
 	room := 0
 	for _, t := range s.targets {
-		if _, usable := slices.BinarySearch(t.Usable, uid); !usable {
+		if _, usable := slices.BinarySearch(t.Usable, own); !usable {
 			continue // it takes nothing from this one
 		}
 		is := fullService{service: t.Service.String(), usable: len(t.Usable)}
-		for _, other := range t.Usable {
-			if stands := c.Ledger.Pod(other); stands.Draining && !stands.Queued {
+		for _, uid := range t.Usable {
+			if at := c.Ledger.Pod(uid); at.Draining && !at.Queued {
 				is.draining++
 			}
 		}

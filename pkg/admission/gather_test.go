@@ -2,6 +2,7 @@ package admission
 
 import (
 	"fmt"
+	"maps"
 	"slices"
 	"strings"
 	"sync"
@@ -29,7 +30,7 @@ func (w *world) gathered(q *request) Facts {
 	w.t.Helper()
 	f, s, err := w.Cluster.gather(w.t.Context(), time.Now(), q)
 	if err == nil {
-		_, err = w.Cluster.judge(w.t.Context(), q, &f, &s)
+		_, err = w.Cluster.judge(w.t.Context(), &f, &s)
 	}
 	if err != nil {
 		w.t.Fatal(err)
@@ -380,9 +381,9 @@ func TestBudgetsThatTheAPIServerRefuses(t *testing.T) {
 	}
 }
 
-// kubectl drain evicts all pods of a node at one moment. Without a promise, each of them finds the
-// room of one before any has opened its drain, and traffic is taken from pods that the budget then
-// keeps.
+// kubectl drain evicts all pods of a node at one moment. If room were looked at before the drain
+// that takes it is open, each of them would find the room of one, and traffic would be taken from
+// pods that the budget then keeps.
 func TestEvictionsAtOneMomentShareTheRoom(t *testing.T) {
 	const evictions, allowed = 20, 3
 	w := newWorld(t)
@@ -395,49 +396,34 @@ func TestEvictionsAtOneMomentShareTheRoom(t *testing.T) {
 		uids = append(uids, health.UID(p.UID))
 	}
 	w.slices.usable[webService] = uids
-	var opened atomic.Int32
-	all := make(chan struct{})
-	w.ledger.answer = func(time.Time) (drain.Status, bool, error) {
-		opened.Add(1)
-		// Until all have been asked; this ledger never says that a drain is open.
-		select {
-		case <-all:
-		case <-time.After(2 * time.Second):
-		}
-		return drain.Status{Phase: drain.Released, Reason: drain.Acknowledged}, true, nil
-	}
 	var calls sync.WaitGroup
 	var denied atomic.Int32
 	for i := range evictions {
 		calls.Go(func() {
 			q := &request{operation: Evict, namespace: "shop", name: fmt.Sprint("p", i), username: "jane"}
 			o, _ := w.decide(t.Context(), time.Now(), q)
-			if o.allowed {
+			if o.Allowed {
 				return
 			}
-			if o.reason != string(Budget) {
-				t.Errorf("denied for %s", o.reason)
+			if o.Reason != string(Budget) {
+				t.Errorf("denied for %s", o.Reason)
 			}
-			if denied.Add(1) == evictions-allowed {
-				close(all)
-			}
+			denied.Add(1)
 		})
 	}
 	calls.Wait()
-	if opened.Load() != allowed || denied.Load() != evictions-allowed {
-		t.Errorf("%d drains, %d denied, want %d and %d", opened.Load(), denied.Load(), allowed, evictions-allowed)
+	drained := slices.Sorted(maps.Keys(w.ledger.draining))
+	if len(drained) != allowed || denied.Load() != evictions-allowed {
+		t.Fatalf("%d drains, %d denied, want %d and %d", len(drained), denied.Load(), allowed, evictions-allowed)
 	}
-	if n := len(w.Cluster.promises.of); n != 0 {
-		t.Errorf("%d promises are left", n)
-	}
-	// A retry of one that drains joins it, though its own promise was given back.
-	w.ledger.draining["uid-p0"] = time.Now()
-	q := &request{operation: Evict, namespace: "shop", name: "p0"}
+	// A retry of one that drains joins it.
+	name, _ := strings.CutPrefix(string(drained[0]), "uid-")
+	q := &request{operation: Evict, namespace: "shop", name: name}
 	f, s, err := w.Cluster.gather(t.Context(), time.Now(), q)
 	if err == nil {
-		_, err = w.Cluster.judge(t.Context(), q, &f, &s)
+		_, err = w.Cluster.judge(t.Context(), &f, &s)
 	}
-	if err != nil || f.Budget != "" || !s.promised {
+	if err != nil || f.Budget != "" {
 		t.Errorf("a retry: %+v, %v", f, err)
 	}
 }
@@ -609,7 +595,7 @@ func TestGatherFails(t *testing.T) {
 		w.reader.broken = kind
 		f, s, err := w.Cluster.gather(t.Context(), time.Now(), w.evictA())
 		if err == nil {
-			_, err = w.Cluster.judge(t.Context(), w.evictA(), &f, &s)
+			_, err = w.Cluster.judge(t.Context(), &f, &s)
 		}
 		if err == nil || !strings.Contains(err.Error(), fmt.Sprintf("the cache of %s is broken", kind)) {
 			t.Errorf("%s: %v", kind, err)

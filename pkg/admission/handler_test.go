@@ -26,6 +26,11 @@ const replicaSets = "system:serviceaccount:kube-system:replicaset-controller"
 
 var silent = drain.Waiting{Agent: "agent-1", Name: "edge/haproxy-1", State: drain.Routing, Connected: true}
 
+// routedBy implements Coverage.
+type routedBy []string
+
+func (u routedBy) Uncovered(context.Context, []drain.Service, bool) ([]string, error) { return u, nil }
+
 func TestADrainThatIsReleasedIsAllowed(t *testing.T) {
 	w := newWorld(t)
 	got := w.ask(deletion(w.a))
@@ -209,6 +214,11 @@ func TestWarningsAndEventsOnlyWhenAbnormal(t *testing.T) {
 			}
 		}, true, "AgentsLost", "deleted after 6.0s although gateways were lost that had not let go (AgentsLost): " +
 			"edge/haproxy-1 (not connected)", "LameduckAgentsLost"},
+		"a gateway without an agent": {func(w *world) {
+			w.status(drain.Released, drain.Acknowledged, time.Second, true, nil)
+			w.Cluster.Coverage = routedBy{"Ingress shop/front routes Service shop/web"}
+		}, true, "Uncovered", "deleted without waiting for everything that routes it (Uncovered): Ingress " +
+			"shop/front routes Service shop/web", "LameduckUncovered"},
 		"last target": {func(w *world) { w.slices.usable[webService] = []health.UID{"uid-a"} }, true, "LastTarget",
 			"no other pod of Service shop/web is ready", "LameduckLastTarget"},
 		"last target of one of its Services": {func(w *world) {
@@ -397,13 +407,8 @@ func TestSeriesExistFromTheStart(t *testing.T) {
 		n[f.GetName()] = len(f.GetMetric())
 	}
 	before := n["lameduck_admission_answers_total"]
-	for _, r := range reasons {
-		answer := "allow"
-		switch r {
-		case Draining, Budget, Starting, Queued, TooManyHolds, TooManyOfOwner, Stopping, CallerGone:
-			answer = "deny"
-		}
-		w.Metrics.answered(opener, Delete, answer, string(r), 0)
+	for reason, action := range answers() {
+		w.Metrics.answered(opener, Delete, action.String(), string(reason), 0)
 	}
 	families, _ = w.registry.Gather()
 	for _, f := range families {

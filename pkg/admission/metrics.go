@@ -70,16 +70,11 @@ func NewMetrics(r prometheus.Registerer) *Metrics {
 
 // series makes all series of answers exist.
 func (m *Metrics) series(role string, op Operation) {
-	for _, reason := range reasons {
-		switch reason {
-		case Draining, Budget, Starting, Queued, TooManyHolds, TooManyOfOwner, Stopping, CallerGone:
-			m.answers.WithLabelValues(role, string(op), "deny", string(reason))
-		default:
-			m.answers.WithLabelValues(role, string(op), "allow", string(reason))
-		}
+	for reason, action := range answers() {
+		m.answers.WithLabelValues(role, string(op), action.String(), string(reason))
 	}
 	for _, reason := range []drain.Reason{drain.Acknowledged, drain.IdleBound, drain.Deadline, drain.NoAgents,
-		drain.PodDeleted, drain.Suspended, drain.AgentsLost} {
+		drain.PodDeleted, drain.Suspended, drain.AgentsLost, drain.Uncovered} {
 		m.answers.WithLabelValues(role, string(op), "allow", reason.String())
 	}
 }

@@ -2,6 +2,7 @@ package admission
 
 import (
 	"fmt"
+	"maps"
 	"slices"
 	"strconv"
 	"strings"
@@ -9,6 +10,7 @@ import (
 
 	batchv1 "k8s.io/api/batch/v1"
 	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/equality"
 	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/util/intstr"
@@ -30,7 +32,7 @@ const (
 const (
 	BarrierIDAnnotation = keys.BarrierID
 	// BarrierBoundAnnotation is how long the hook may last, as a duration in seconds; the grace
-	// period has grown by it.
+	// period has grown by it. On a namespace or Service: how long those of its new pods may last.
 	BarrierBoundAnnotation = keys.BarrierBound
 	// BarrierGraceAnnotation is the grace period in seconds before that: what the app has for
 	// itself.
@@ -55,8 +57,8 @@ const (
 	waitVolumeMax = "16Mi"
 )
 
-// Barrier is how pods are made to wait before SIGTERM.
-type Barrier struct {
+// HookOptions is how pods are made to wait before SIGTERM.
+type HookOptions struct {
 	// Bound is how long at most, in whole seconds.
 	Bound time.Duration
 	// Port is where agents answer, on loopback and on the node's address.
@@ -72,8 +74,8 @@ type Barrier struct {
 
 // Place is what is known of the namespace that a pod is created in.
 type Place struct {
-	Name   string
-	Labels map[string]string
+	Name                string
+	Labels, Annotations map[string]string
 	// Known is false if the namespace is so new that nobody has heard of it. It was selected by the
 	// API server, by the labels.
 	Known bool
@@ -127,7 +129,7 @@ type mutation struct {
 // same id and nothing new it changes nothing. An id that the pod has already is replaced: nobody
 // can tell a pod that comes back from a copy of another pod, and two pods of one id would be taken
 // for one.
-func mutate(pod *corev1.Pod, place Place, id string, b Barrier) mutation {
+func mutate(pod *corev1.Pod, place Place, id string, b HookOptions) mutation {
 	if why := spared(pod, place); why != "" {
 		return mutation{coverage: why}
 	}
@@ -214,7 +216,7 @@ type mutator struct {
 	mutation
 	pod     *corev1.Pod
 	id      string
-	barrier Barrier
+	barrier HookOptions
 	http    bool // hooks may name a host
 	program bool // lameduck-wait is needed in the pod
 }
@@ -375,23 +377,10 @@ func (m *mutator) setHook(path string, c *corev1.Container, hook *corev1.Lifecyc
 		m.do("add", path+"/lifecycle", corev1.Lifecycle{PreStop: hook})
 		return
 	}
-	if same(c.Lifecycle.PreStop, hook) {
+	if equality.Semantic.DeepEqual(c.Lifecycle.PreStop, hook) {
 		return
 	}
 	m.do("add", path+"/lifecycle/preStop", hook)
-}
-
-// same compares what mutate sets in hooks.
-func same(a, b *corev1.LifecycleHandler) bool {
-	switch {
-	case a == nil || b == nil:
-		return a == b
-	case a.Exec != nil && b.Exec != nil:
-		return slices.Equal(a.Exec.Command, b.Exec.Command)
-	case a.HTTPGet != nil && b.HTTPGet != nil:
-		return a.HTTPGet.Host == b.HTTPGet.Host && a.HTTPGet.Path == b.HTTPGet.Path && a.HTTPGet.Port == b.HTTPGet.Port
-	}
-	return false
 }
 
 func (m *mutator) addVariables(path string, c *corev1.Container, variables []corev1.EnvVar) {
@@ -437,7 +426,7 @@ func (m *mutator) addProgram() {
 	resources := likeFirst(spec)
 	for i, c := range spec.InitContainers {
 		if c.Name == waitName {
-			if !sameResources(c.Resources, resources) {
+			if !equality.Semantic.DeepEqual(c.Resources, resources) {
 				m.do("add", fmt.Sprintf("/spec/initContainers/%d/resources", i), resources)
 			}
 			return
@@ -478,35 +467,15 @@ func (m *mutator) addProgram() {
 // needs, and the pod keeps its class of quality of service.
 func likeFirst(spec *corev1.PodSpec) corev1.ResourceRequirements {
 	of := func(all corev1.ResourceList) corev1.ResourceList {
-		var some corev1.ResourceList
-		for _, name := range []corev1.ResourceName{corev1.ResourceCPU, corev1.ResourceMemory,
-			corev1.ResourceEphemeralStorage} {
-			if q, ok := all[name]; ok {
-				if some == nil {
-					some = corev1.ResourceList{}
-				}
-				some[name] = q
-			}
-		}
+		some := maps.Clone(all)
+		maps.DeleteFunc(some, func(name corev1.ResourceName, _ resource.Quantity) bool {
+			return name != corev1.ResourceCPU && name != corev1.ResourceMemory &&
+				name != corev1.ResourceEphemeralStorage
+		})
 		return some
 	}
 	first := spec.Containers[0].Resources
 	return corev1.ResourceRequirements{Requests: of(first.Requests), Limits: of(first.Limits)}
-}
-
-func sameResources(a, b corev1.ResourceRequirements) bool {
-	same := func(a, b corev1.ResourceList) bool {
-		if len(a) != len(b) {
-			return false
-		}
-		for name, q := range a {
-			if other, ok := b[name]; !ok || q.Cmp(other) != 0 {
-				return false
-			}
-		}
-		return true
-	}
-	return same(a.Requests, b.Requests) && same(a.Limits, b.Limits)
 }
 
 func (m *mutator) growGrace() {

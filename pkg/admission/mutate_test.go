@@ -17,7 +17,7 @@ import (
 	"k8s.io/utils/ptr"
 )
 
-var testBarrier = Barrier{Bound: 30 * time.Second, Port: 9447, Image: "lameduck/wait:dev"}
+var testBarrier = HookOptions{Bound: 30 * time.Second, Port: 9447, Image: "lameduck/wait:dev"}
 
 // in is a namespace where the barrier is enabled.
 func in(level string) Place {
@@ -166,7 +166,8 @@ func TestMutate(t *testing.T) {
 			Port: intstr.FromString("http"), Path: "/stop?x=y",
 			Scheme: "HTTP", HTTPHeaders: []corev1.HTTPHeader{{Name: "X-Why", Value: "it stops"}},
 		}})), podCovered, append(slices.Clone(ours), "init lameduck-wait",
-			"web: "+waitArgs+" --http-get=http://$(LAMEDUCK_POD_IP):8080/stop?x=y --http-header=X-Why: it stops"+hostEnv+" LAMEDUCK_POD_IP=status.podIP"+mounted), ""},
+			"web: "+waitArgs+" --http-get=http://$(LAMEDUCK_POD_IP):8080/stop?x=y --http-header=X-Why: it stops"+
+				hostEnv+" LAMEDUCK_POD_IP=status.podIP"+mounted), ""},
 		{"http hook to another host", in(""),
 			webPod(preStop(corev1.LifecycleHandler{HTTPGet: &corev1.HTTPGetAction{Port: intstr.FromInt(81),
 				Host: "10.0.0.1"}})),

@@ -1,6 +1,7 @@
 package admission
 
 import (
+	"cmp"
 	"context"
 	"crypto/rand"
 	"encoding/json"
@@ -14,6 +15,7 @@ import (
 	admissionv1 "k8s.io/api/admission/v1"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
@@ -26,10 +28,10 @@ const MutatePath = "/v1/mutate/"
 const namespaceTime = time.Second
 
 // Check reports what is wrong with b. Nil: nothing.
-func (b Barrier) Check() error {
+func (b HookOptions) Check() error {
 	switch {
-	case b.Bound < time.Second || b.Bound > 10*time.Minute || b.Bound%time.Second != 0:
-		return fmt.Errorf("bound %s: must be whole seconds, 1s to 10m", b.Bound)
+	case wrongBound(b.Bound) != nil:
+		return wrongBound(b.Bound)
 	case b.Port < 1 || b.Port > 65535:
 		return fmt.Errorf("port %d: must be 1 to 65535", b.Port)
 	case b.Image == "":
@@ -38,15 +40,25 @@ func (b Barrier) Check() error {
 	return nil
 }
 
+func wrongBound(d time.Duration) error {
+	if d < time.Second || d > 10*time.Minute || d%time.Second != 0 {
+		return fmt.Errorf("bound %s: must be whole seconds, 1s to 10m", d)
+	}
+	return nil
+}
+
 // Mutator answers AdmissionReviews of CREATE pods: those that are to wait before SIGTERM get the
-// hook that does it. It never refuses a pod, and what it answers depends on the pod and its
-// namespace alone, besides the id, so that it may be asked any number of times, dry runs included.
+// hook that does it. It never refuses a pod, and what it answers depends on the pod, its namespace
+// and its Services alone, besides the id, so that it may be asked any number of times, dry runs
+// included.
 type Mutator struct {
-	// Reader has the namespaces, in memory.
+	// Reader has the namespaces and Services, in memory.
 	Reader client.Reader
+	// Services reports whether Reader has synced the Services.
+	Services func() bool
 	// Excluded are namespaces whose pods never wait.
 	Excluded []string
-	Barrier  Barrier
+	Barrier  HookOptions
 	Log      *slog.Logger
 	Metrics  *Metrics
 }
@@ -59,7 +71,9 @@ func (m *Mutator) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		refuse(w, m.Log, m.Metrics, err)
 		return
 	}
-	result := mutate(q.pod, m.place(r.Context(), q.namespace), rand.Text(), m.Barrier)
+	place, barrier := m.place(r.Context(), q.namespace), m.Barrier
+	barrier.Bound = m.bound(r.Context(), q.pod, place)
+	result := mutate(q.pod, place, rand.Text(), barrier)
 	m.Metrics.mutations.WithLabelValues(string(result.coverage)).Inc()
 	name := q.pod.Name
 	if name == "" {
@@ -87,9 +101,40 @@ func (m *Mutator) place(ctx context.Context, name string) Place {
 	defer cancel()
 	var namespace corev1.Namespace
 	if err := m.Reader.Get(ctx, types.NamespacedName{Name: name}, &namespace); err == nil {
-		p.Known, p.Labels = true, namespace.Labels
+		p.Known, p.Labels, p.Annotations = true, namespace.Labels, namespace.Annotations
 	}
 	return p
+}
+
+// bound returns how long a pod's hook may last: the longest that one of its Services says by
+// [BarrierBoundAnnotation], else what its namespace says, else the coordinator's. One that is not
+// valid is logged and says nothing. A Service that comes later changes no pod that is there.
+func (m *Mutator) bound(ctx context.Context, pod *corev1.Pod, in Place) (longest time.Duration) {
+	said := func(object string, annotations map[string]string) time.Duration {
+		text, ok := annotations[BarrierBoundAnnotation]
+		if !ok {
+			return 0
+		}
+		d, err := time.ParseDuration(text)
+		if err = cmp.Or(err, wrongBound(d)); err != nil {
+			m.Log.Warn("annotation cannot be read: it states nothing", "object", object,
+				"annotation", BarrierBoundAnnotation, "error", err)
+			return 0
+		}
+		return d
+	}
+	var services corev1.ServiceList
+	if m.Services() && m.Reader.List(ctx, &services, client.InNamespace(in.Name)) == nil {
+		for _, s := range services.Items {
+			if len(s.Spec.Selector) > 0 && labels.SelectorFromSet(s.Spec.Selector).Matches(labels.Set(pod.Labels)) {
+				longest = max(longest, said("Service "+in.Name+"/"+s.Name, s.Annotations))
+			}
+		}
+	}
+	if longest == 0 {
+		longest = said("namespace "+in.Name, in.Annotations)
+	}
+	return cmp.Or(longest, m.Barrier.Bound)
 }
 
 // Missing returns, as namespace/name and in order, the pods that ask for the barrier and were

@@ -16,6 +16,7 @@ import (
 	admissionv1 "k8s.io/api/admission/v1"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/client/fake"
 )
 
@@ -35,9 +36,10 @@ func newMutator(registry *prometheus.Registry) *Mutator {
 	shop := &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: "shop",
 		Labels: map[string]string{BarrierLabel: BarrierEnabled}}}
 	return &Mutator{
-		Reader: fake.NewClientBuilder().WithObjects(shop).Build(), Excluded: []string{"lameduck-system"},
-		Barrier: testBarrier,
-		Log:     slog.New(slog.DiscardHandler), Metrics: NewMetrics(registry),
+		Reader: fake.NewClientBuilder().WithObjects(shop).Build(), Services: func() bool { return true },
+		Excluded: []string{"lameduck-system"},
+		Barrier:  testBarrier,
+		Log:      slog.New(slog.DiscardHandler), Metrics: NewMetrics(registry),
 	}
 }
 
@@ -97,6 +99,72 @@ func TestMutator(t *testing.T) {
 	// The cache has not heard of it, but the API server has sent it here because of its labels.
 	if w := post(m, creationOf(t, "brand-new", webPod())); !strings.Contains(w.Body.String(), "patch") {
 		t.Errorf("in a new namespace: %s", w.Body)
+	}
+}
+
+// A load balancer may need minutes, and other pods of the cluster should not get a grace period of
+// that length: the bound is that of the pod's Services or its namespace, where they say one.
+func TestBoundOfANamespaceAndItsServices(t *testing.T) {
+	bound := func(text string) map[string]string { return map[string]string{BarrierBoundAnnotation: text} }
+	service := func(namespace, name, text string, selector map[string]string) client.Object {
+		return &corev1.Service{Spec: corev1.ServiceSpec{Selector: selector},
+			ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: name, Annotations: bound(text)}}
+	}
+	web := map[string]string{"app": "web"}
+	public, inner := service("shop", "public", "5m", web), service("shop", "inner", "10s", web)
+	other, none := service("shop", "api", "5m", map[string]string{"app": "api"}), service("shop", "none", "5m", nil)
+	elsewhere, unclear := service("bank", "web", "5m", web), service("shop", "unclear", "minutes", web)
+	for name, c := range map[string]struct {
+		namespace string
+		objects   []client.Object
+		unsynced  bool
+		want      time.Duration
+	}{
+		"nothing":                        {"", nil, false, 30 * time.Second},
+		"the namespace":                  {"90s", nil, false, 90 * time.Second},
+		"a shorter one":                  {"10s", nil, false, 10 * time.Second},
+		"the longest of its Services":    {"90s", []client.Object{public, inner}, false, 5 * time.Minute},
+		"a Service before the namespace": {"90s", []client.Object{inner}, false, 10 * time.Second},
+		"no Service selects it":          {"", []client.Object{other, none, elsewhere}, false, 30 * time.Second},
+		"not a duration":                 {"long", []client.Object{unclear}, false, 30 * time.Second},
+		"too long":                       {"11m", nil, false, 30 * time.Second},
+		"not in whole seconds":           {"1500ms", nil, false, 30 * time.Second},
+		"Services are not read":          {"90s", []client.Object{public}, true, 90 * time.Second},
+	} {
+		t.Run(name, func(t *testing.T) {
+			shop := &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: "shop",
+				Labels: map[string]string{BarrierLabel: BarrierEnabled}}}
+			if c.namespace != "" {
+				shop.Annotations = bound(c.namespace)
+			}
+			m := newMutator(prometheus.NewRegistry())
+			m.Reader = fake.NewClientBuilder().WithObjects(append(c.objects, shop)...).Build()
+			m.Services = func() bool { return !c.unsynced }
+			pod := webPod()
+			pod.Labels = web
+			w := post(m, creationOf(t, "shop", pod))
+			var review admissionv1.AdmissionReview
+			var patch []operation
+			if err := json.Unmarshal(w.Body.Bytes(), &review); err != nil {
+				t.Fatal(err)
+			}
+			if err := json.Unmarshal(review.Response.Patch, &patch); err != nil {
+				t.Fatal(err)
+			}
+			var got string
+			var grace float64
+			for _, o := range patch {
+				if o.Path == "/metadata/annotations" {
+					got, _ = o.Value.(map[string]any)[BarrierBoundAnnotation].(string)
+				}
+				if o.Path == "/spec/terminationGracePeriodSeconds" {
+					grace, _ = o.Value.(float64)
+				}
+			}
+			if d, err := time.ParseDuration(got); err != nil || d != c.want || grace != c.want.Seconds()+30 {
+				t.Errorf("bound %q, grace %v, want %s and 30 s more", got, grace, c.want)
+			}
+		})
 	}
 }
 

@@ -13,6 +13,7 @@ import (
 
 	admissionv1 "k8s.io/api/admission/v1"
 	corev1 "k8s.io/api/core/v1"
+	policyv1 "k8s.io/api/policy/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 )
@@ -150,7 +151,7 @@ func (q *request) readDelete(ask *reviewedRequest) error {
 		return bad("request.oldObject is empty")
 	case old.Kind != "Pod":
 		return bad("request.oldObject is a %.100q, not a Pod", old.Kind)
-	case old.Metadata.UID == "":
+	case old.UID == "":
 		return bad("request.oldObject.metadata.uid is empty")
 	default:
 		q.pod = old.pod()
@@ -171,17 +172,17 @@ func (q *request) readEviction(ask *reviewedRequest) error {
 		return bad("request.object is a %.100q, not an Eviction", eviction.Kind)
 	default:
 		if q.name == "" {
-			q.name = eviction.Metadata.Name
+			q.name = eviction.Name
 		}
 		q.takeOptions(eviction.DeleteOptions)
-		if o := eviction.DeleteOptions; o != nil {
-			q.preconditions = o.Preconditions
+		if o := eviction.DeleteOptions; o != nil && o.Preconditions != nil {
+			q.preconditions = *o.Preconditions
 		}
 		return nil
 	}
 }
 
-func (q *request) takeOptions(o *reviewedOptions) {
+func (q *request) takeOptions(o *metav1.DeleteOptions) {
 	if o != nil {
 		q.grace = o.GracePeriodSeconds
 		q.dryRun = q.dryRun || len(o.DryRun) > 0
@@ -189,84 +190,41 @@ func (q *request) takeOptions(o *reviewedOptions) {
 }
 
 // reviewed is an AdmissionReview, but for what is not looked at here: most of a pod is its
-// containers, and decoding all of it into Kubernetes' types takes three times as long. Fields are
-// named as there.
+// containers, and decoding all of it into Kubernetes' types takes three times as long.
 type reviewed struct {
 	metav1.TypeMeta
 	Request *reviewedRequest
 }
 
 type reviewedRequest struct {
-	UID         types.UID
-	Resource    metav1.GroupVersionResource
-	SubResource string
-	Name        string
-	Namespace   string
-	Operation   admissionv1.Operation
-	UserInfo    struct {
-		Username string
-		Groups   []string
-	}
-	Object    *reviewedEviction
-	OldObject *reviewedPod
-	DryRun    *bool
-	Options   *reviewedOptions
-}
-
-type reviewedEviction struct {
-	Kind          string
-	Metadata      struct{ Name string }
-	DeleteOptions *reviewedOptions
-}
-
-type reviewedOptions struct {
-	GracePeriodSeconds *int64
-	DryRun             []string
-	Preconditions      metav1.Preconditions
+	admissionv1.AdmissionRequest
+	Object    *policyv1.Eviction    `json:"object"`
+	OldObject *reviewedPod          `json:"oldObject"`
+	Options   *metav1.DeleteOptions `json:"options"`
 }
 
 type reviewedPod struct {
-	Kind     string
-	Metadata struct {
-		Namespace, Name     string
-		UID                 types.UID
-		ResourceVersion     string
-		DeletionTimestamp   *metav1.Time
-		Labels, Annotations map[string]string
-		OwnerReferences     []metav1.OwnerReference
-	}
-	Spec struct {
+	metav1.TypeMeta
+	metav1.ObjectMeta `json:"metadata"`
+	Spec              struct {
 		NodeName                      string
 		TerminationGracePeriodSeconds *int64
 	}
 	Status struct {
 		Phase      corev1.PodPhase
-		Conditions []struct {
-			Type               corev1.PodConditionType
-			Status             corev1.ConditionStatus
-			LastTransitionTime metav1.Time
-		}
+		Conditions []corev1.PodCondition
 	}
 }
 
 // pod returns the pod with as much as was looked at.
 func (r *reviewedPod) pod() *corev1.Pod {
-	m := &r.Metadata
-	pod := &corev1.Pod{
-		ObjectMeta: metav1.ObjectMeta{
-			Namespace: m.Namespace, Name: m.Name, UID: m.UID, ResourceVersion: m.ResourceVersion,
-			DeletionTimestamp: m.DeletionTimestamp,
-			Labels:            m.Labels, Annotations: m.Annotations, OwnerReferences: m.OwnerReferences,
-		},
+	r.ManagedFields = nil
+	return &corev1.Pod{
+		ObjectMeta: r.ObjectMeta,
 		Spec: corev1.PodSpec{NodeName: r.Spec.NodeName,
 			TerminationGracePeriodSeconds: r.Spec.TerminationGracePeriodSeconds},
-		Status: corev1.PodStatus{Phase: r.Status.Phase},
+		Status: corev1.PodStatus{Phase: r.Status.Phase, Conditions: r.Status.Conditions},
 	}
-	for _, c := range r.Status.Conditions {
-		pod.Status.Conditions = append(pod.Status.Conditions,
-			corev1.PodCondition{Type: c.Type, Status: c.Status, LastTransitionTime: c.LastTransitionTime})
-	}
-	return pod
 }
 
 // decode reads a review. Its errors are malformed, and name the object that is at fault.

@@ -50,7 +50,8 @@ func TestMalformedReviews(t *testing.T) {
 		"a wrong type": {replace(`"uid":"review-1"`, `"uid":7`), "", 400,
 			"decode the review: json: cannot unmarshal number"},
 		"v1beta1": {replace("admission.k8s.io/v1", "admission.k8s.io/v1beta1"), "", 400,
-			`a "AdmissionReview" of version "admission.k8s.io/v1beta1"; admission.k8s.io/v1 AdmissionReview is understood`},
+			`a "AdmissionReview" of version "admission.k8s.io/v1beta1"; ` +
+				`admission.k8s.io/v1 AdmissionReview is understood`},
 		"another kind": {replace(`"kind":"AdmissionReview"`, `"kind":"TokenReview"`), "", 400,
 			`the review is a "TokenReview"`},
 		"no request": {`{"apiVersion":"admission.k8s.io/v1","kind":"AdmissionReview"}`, "", 400,

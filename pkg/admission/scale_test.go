@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"net"
 	"net/http"
 	"slices"
 	"strings"
@@ -24,41 +23,13 @@ import (
 
 	"github.com/lameduck-io/lameduck/internal/coordinator"
 	"github.com/lameduck-io/lameduck/internal/endpoints"
+	"github.com/lameduck-io/lameduck/internal/pipenet"
 	"github.com/lameduck-io/lameduck/internal/serve"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/health"
 
 	agentclient "github.com/lameduck-io/lameduck/internal/agent/client"
 )
-
-// pipes is a listener of pipes.
-type pipes struct {
-	accept chan net.Conn
-	closed chan struct{}
-	once   sync.Once
-}
-
-func (p *pipes) Accept() (net.Conn, error) {
-	select {
-	case c := <-p.accept:
-		return c, nil
-	case <-p.closed:
-		return nil, net.ErrClosed
-	}
-}
-
-func (p *pipes) Close() error   { p.once.Do(func() { close(p.closed) }); return nil }
-func (p *pipes) Addr() net.Addr { return &net.TCPAddr{} }
-
-func (p *pipes) dial(context.Context, string, string) (net.Conn, error) {
-	near, far := net.Pipe()
-	select {
-	case p.accept <- far:
-		return near, nil
-	case <-p.closed:
-		return nil, net.ErrClosed
-	}
-}
 
 // haproxy is an agent whose gateway lets go of a pod in a tenth of a second, and keeps the last
 // one.
@@ -74,7 +45,7 @@ type haproxy struct {
 
 const letsGo = 100 * time.Millisecond
 
-func (h *haproxy) Exclude(pod drain.Pod, _ string, _, _ time.Time) {
+func (h *haproxy) Exclude(_ time.Time, pod drain.Pod, _ string, _, _ time.Time) {
 	h.mu.Lock()
 	_, known := h.of[pod.UID]
 	if !known {
@@ -86,13 +57,13 @@ func (h *haproxy) Exclude(pod drain.Pod, _ string, _, _ time.Time) {
 	}
 }
 
-func (h *haproxy) Readmit(uid drain.UID, _ string, _ bool) {
+func (h *haproxy) Readmit(_ time.Time, uid drain.UID, _ string, _ bool) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	delete(h.of, uid)
 }
 
-func (h *haproxy) Renew(string, time.Time) {}
+func (h *haproxy) Renew(time.Time, string, time.Time) {}
 
 func (h *haproxy) Held(string) []drain.UID {
 	h.mu.Lock()
@@ -104,7 +75,7 @@ func (h *haproxy) Held(string) []drain.UID {
 	return uids
 }
 
-func (h *haproxy) Reports() []drain.Report {
+func (h *haproxy) Reports(time.Time) []drain.Report {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	var all []drain.Report
@@ -210,8 +181,8 @@ func newReplicaSet(t *testing.T, n int) *replicaSet {
 	r.Cluster.Ledger, r.Cluster.Slices, r.Handler.Events = r.coord, r.index, quiet{}
 	r.apply()
 
-	listener := &pipes{accept: make(chan net.Conn), closed: make(chan struct{})}
-	transport := &http.Transport{DialContext: listener.dial}
+	listener := pipenet.NewListener()
+	transport := &http.Transport{DialContext: listener.Dial}
 	agent := &haproxy{Client: agentclient.New(), of: map[drain.UID]time.Time{}, kept: map[drain.UID]bool{},
 		unrouted: r.unrouted}
 	agent.HTTP, agent.Log, agent.Exclusions = &http.Client{Transport: transport}, log, agent
@@ -250,11 +221,11 @@ func (r *replicaSet) delete(pod *corev1.Pod) (reason string, took time.Duration,
 		q := &request{operation: Delete, namespace: "shop", name: pod.Name, pod: pod, username: replicaSets,
 			timeout: 5 * time.Second}
 		o, _ := r.decide(context.Background(), time.Now(), q)
-		if !o.allowed {
-			if o.retryAfter == 0 {
-				o.retryAfter = 10 * time.Second // its own back-off
+		if !o.Allowed {
+			if o.RetryAfter == 0 {
+				o.RetryAfter = 10 * time.Second // its own back-off
 			}
-			time.Sleep(o.retryAfter) // in a bubble
+			time.Sleep(o.RetryAfter) // in a bubble
 			continue
 		}
 		took = time.Since(began)
@@ -264,7 +235,7 @@ func (r *replicaSet) delete(pod *corev1.Pod) (reason string, took time.Duration,
 		r.mu.Unlock()
 		r.coord.GatePassed(drain.UID(pod.UID))
 		time.AfterFunc(200*time.Millisecond, r.apply)
-		return o.reason, took, nil
+		return o.Reason, took, nil
 	}
 	return "", 0, errors.New("the controller gave up")
 }

@@ -47,15 +47,10 @@ type SecretPath struct {
 	metrics *Metrics
 	said    rate.Sometimes
 
-	mu   sync.RWMutex
-	keys []key
-}
-
-// key is a secret's hash, so that secrets of any length compare in the same time.
-type key struct {
-	sum [sha256.Size]byte
-	// until is when it ends. Zero: it stands in the file.
-	until time.Time
+	mu sync.RWMutex
+	// keys are the hashes of secrets, so that secrets of any length compare in the same time, and
+	// when each ends. The zero time: it stands in the file.
+	keys map[[sha256.Size]byte]time.Time
 }
 
 // OpenSecretPath reads the secrets in file. Its errors say what to write into it.
@@ -122,41 +117,25 @@ func (d *SecretPath) load(now time.Time) (changed bool, err error) {
 func (d *SecretPath) take(now time.Time, secrets []string) (changed bool) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	keys := make([]key, 0, len(secrets)+len(d.keys))
+	keys := map[[sha256.Size]byte]time.Time{}
 	for _, s := range secrets {
-		keys = append(keys, key{sum: sha256.Sum256([]byte(s))})
+		sum := sha256.Sum256([]byte(s))
+		until, known := d.keys[sum]
+		keys[sum], changed = time.Time{}, changed || !known || !until.IsZero()
 	}
-	was := 0
-	for _, k := range d.keys {
-		if k.until.IsZero() {
-			was++
+	for sum, until := range d.keys {
+		if _, stands := keys[sum]; stands {
+			continue
 		}
-		switch {
-		case stands(keys[:len(secrets)], k):
-			if k.until.IsZero() {
-				continue
-			}
-			changed = true // it was taken out, and is back
-		case k.until.IsZero():
-			changed = true
-			k.until = now.Add(FormerSecret)
-			keys = append(keys, k)
-		case now.Before(k.until):
-			keys = append(keys, k)
+		if until.IsZero() {
+			until, changed = now.Add(FormerSecret), true
+		}
+		if now.Before(until) {
+			keys[sum] = until
 		}
 	}
-	changed = changed || was != len(secrets)
 	d.keys = keys
 	return changed
-}
-
-func stands(keys []key, k key) bool {
-	for _, other := range keys {
-		if other.sum == k.sum {
-			return true
-		}
-	}
-	return false
 }
 
 // knows reports whether secret is good at now. How long that takes tells nothing of the secrets.
@@ -165,9 +144,9 @@ func (d *SecretPath) knows(now time.Time, secret string) bool {
 	d.mu.RLock()
 	defer d.mu.RUnlock()
 	known := 0
-	for _, k := range d.keys {
-		same := subtle.ConstantTimeCompare(sum[:], k.sum[:])
-		if k.until.IsZero() || now.Before(k.until) {
+	for of, until := range d.keys {
+		same := subtle.ConstantTimeCompare(sum[:], of[:])
+		if until.IsZero() || now.Before(until) {
 			known |= same
 		}
 	}
@@ -197,7 +176,9 @@ func (d *SecretPath) Guard(deletions, creations http.Handler) http.Handler {
 }
 
 // howTo is what an operator does about a secret that cannot be used.
-const howTo = `write a line of at least 16 letters and digits into it: kubectl -n lameduck-system create secret generic lameduck-admission --from-literal=secret="$(openssl rand -hex 32)"`
+const howTo = `write a line of at least 16 letters and digits into it: ` +
+	`kubectl -n lameduck-system create secret generic lameduck-admission ` +
+	`--from-literal=secret="$(openssl rand -hex 32)"`
 
 // readSecrets returns the lines of file that are not empty. Its errors never quote them.
 func readSecrets(file string) ([]string, error) {

@@ -7,9 +7,13 @@ import (
 	"testing"
 	"time"
 
+	"k8s.io/apimachinery/pkg/types"
+
 	"github.com/lameduck-io/lameduck/internal/coordinator"
+	"github.com/lameduck-io/lameduck/internal/endpoints"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
+	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
 // replicas is an Others that a test sets.
@@ -17,12 +21,17 @@ type replicas struct {
 	claimed []wire.Claimed
 	claims  []wire.Claim
 	asked   bool
+	// meanwhile is what happens during a claim.
+	meanwhile func()
 }
 
 func (r *replicas) Opener() bool { return len(r.claimed) == 0 }
 
 func (r *replicas) Claim(_ context.Context, claim wire.Claim) (wire.Claimed, bool) {
 	r.claims = append(r.claims, claim)
+	if r.meanwhile != nil {
+		r.meanwhile()
+	}
 	if len(r.claimed) == 0 {
 		return wire.Claimed{}, false
 	}
@@ -43,7 +52,7 @@ func TestAWitnessLeavesBudgetsToTheOpener(t *testing.T) {
 	others := &replicas{claimed: []wire.Claimed{{Verdict: wire.VerdictDrain, Hold: true, ElapsedMillis: 12_000}}}
 	w.Others = others
 	w.ledger.draining["uid-a"] = time.Now().Add(-time.Second)
-	if o, _ := w.decide(t.Context(), time.Now(), w.evictA()); !o.allowed || o.reason != "Acknowledged" {
+	if o, _ := w.decide(t.Context(), time.Now(), w.evictA()); !o.Allowed || o.Reason != "Acknowledged" {
 		t.Errorf("the opener lets it drain, the witness answers %+v", o)
 	}
 	if c := others.claims[0]; c.Operation != "evict" || c.Pod.UID != "uid-a" || c.ElapsedMillis < 1000 {
@@ -56,8 +65,8 @@ func TestAWitnessLeavesBudgetsToTheOpener(t *testing.T) {
 	others.claimed = []wire.Claimed{{Verdict: wire.VerdictDeny, Reason: "Budget", Message: "used up",
 		Budget: "used up"}}
 	before := len(w.ledger.calls)
-	if o, _ := w.decide(t.Context(), time.Now(), w.evictA()); o.allowed || o.reason != "Budget" ||
-		o.budget != "used up" || o.retryAfter != 0 {
+	if o, _ := w.decide(t.Context(), time.Now(), w.evictA()); o.Allowed || o.Reason != "Budget" ||
+		o.Budget != "used up" || o.RetryAfter != 0 {
 		t.Errorf("the opener refuses, the witness answers %+v", o)
 	}
 	if len(w.ledger.calls) != before {
@@ -77,7 +86,7 @@ func TestAWitnessWaitsForTheOpenersTurn(t *testing.T) {
 		}
 		return drain.Status{Phase: drain.Released, Reason: drain.Acknowledged}, true, nil
 	}
-	if o, _ := w.decide(t.Context(), time.Now(), w.deleteA()); !o.allowed {
+	if o, _ := w.decide(t.Context(), time.Now(), w.deleteA()); !o.Allowed {
 		t.Errorf("%+v", o)
 	}
 	if n := len(w.ledger.requests); n != 2 || w.ledger.requests[1].Place.Is != drain.Granted {
@@ -90,7 +99,7 @@ func TestAWitnessAlone(t *testing.T) {
 	w := newWorld(t)
 	w.add(budget("pdb", 0, map[string]string{"app": "web"}))
 	w.Others = &replicas{}
-	if o, _ := w.decide(t.Context(), time.Now(), w.evictA()); o.allowed || o.reason != "Budget" {
+	if o, _ := w.decide(t.Context(), time.Now(), w.evictA()); o.Allowed || o.Reason != "Budget" {
 		t.Errorf("%+v", o)
 	}
 }
@@ -137,7 +146,7 @@ func TestAReplicaThatStopsAbstains(t *testing.T) {
 		w := newWorld(t)
 		w.Others = &replicas{asked: asked}
 		w.status(drain.Unrouting, drain.ReasonNone, 0, true, coordinator.ErrStopping)
-		if o, _ := w.decide(t.Context(), time.Now(), w.deleteA()); o.allowed != asked || o.reason != want {
+		if o, _ := w.decide(t.Context(), time.Now(), w.deleteA()); o.Allowed != asked || o.Reason != want {
 			t.Errorf("asked %t: %+v", asked, o)
 		}
 	}
@@ -149,7 +158,7 @@ func TestAReplicaOnWhichAnotherReliesDoesNotAbstain(t *testing.T) {
 	w.Others = &replicas{asked: true}
 	w.ledger.relied = true
 	w.status(drain.Unrouting, drain.ReasonNone, 0, true, coordinator.ErrStopping)
-	if o, _ := w.decide(t.Context(), time.Now(), w.deleteA()); o.allowed || o.reason != string(Stopping) {
+	if o, _ := w.decide(t.Context(), time.Now(), w.deleteA()); o.Allowed || o.Reason != string(Stopping) {
 		t.Errorf("%+v", o)
 	}
 }
@@ -161,7 +170,7 @@ func TestACallerThatHasGoneOpensNoDrain(t *testing.T) {
 	w.Others = &replicas{}
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
-	if o, _ := w.decide(ctx, time.Now(), w.deleteA()); o.allowed || o.reason != string(CallerGone) ||
+	if o, _ := w.decide(ctx, time.Now(), w.deleteA()); o.Allowed || o.Reason != string(CallerGone) ||
 		len(w.ledger.calls) != 0 {
 		t.Errorf("%+v, and %v", o, w.ledger.calls)
 	}
@@ -174,13 +183,27 @@ func TestAWitnessIsQuiet(t *testing.T) {
 	w.Others = others
 	w.status(drain.Released, drain.Deadline, 30*time.Second, true, nil, drain.Waiting{Name: "edge/one"})
 	w.tell(witness, w.deleteA(), subject{pod: w.a},
-		outcome{allowed: true, warn: true, reason: "Deadline", message: "late"})
+		Outcome{Allowed: true, Warn: true, Reason: "Deadline", Message: "late"})
 	if len(w.events) != 0 {
 		t.Errorf("Events of a witness: %v", w.events)
 	}
 	w.tell(opener, w.deleteA(), subject{pod: w.a},
-		outcome{allowed: true, warn: true, reason: "Deadline", message: "late"})
+		Outcome{Allowed: true, Warn: true, Reason: "Deadline", Message: "late"})
 	if got := []string{w.events[0].reason}; !slices.Equal(got, []string{"LameduckDeadline"}) {
 		t.Errorf("Events of the opener: %v", got)
+	}
+}
+
+// A claim may take a second. A Service that lists the pod by then is waited for too.
+func TestADrainBeginsWithTheServicesAfterTheClaim(t *testing.T) {
+	w := newWorld(t)
+	own := types.NamespacedName{Namespace: "shop", Name: "web-a"}
+	w.Others = &replicas{meanwhile: func() {
+		w.slices.of["uid-a"] = []endpoints.Listing{{Service: webService, Ready: true}, {Service: own, Ready: true}}
+		w.slices.usable[own] = []health.UID{"uid-a", "uid-b"}
+	}}
+	w.ask(deletion(w.a))
+	if got := w.ledger.requests[0].Targets; len(got) != 2 {
+		t.Errorf("the drain begins with %v", got)
 	}
 }

@@ -1,6 +1,7 @@
 package admission
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"fmt"
@@ -136,6 +137,11 @@ func (l *ledger) Unroute(r coordinator.Request) { l.note("unroute", r) }
 
 func (l *ledger) Claim(r coordinator.Request) (drain.Status, bool) {
 	l.note("claim", r)
+	l.mu.Lock()
+	if _, is := l.draining[r.Pod.UID]; !is {
+		l.draining[r.Pod.UID] = time.Now()
+	}
+	l.mu.Unlock()
 	status, held, _ := l.answer(time.Now())
 	return status, held
 }
@@ -159,7 +165,39 @@ func (l *ledger) CouldRoute(services []drain.Service) bool {
 	return slices.ContainsFunc(services, func(s drain.Service) bool { return slices.Contains(l.routed, s) })
 }
 
+func (l *ledger) Ahead(pod drain.UID, others []drain.UID, allowed int) (ahead int) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.ahead(pod, others, allowed)
+}
+
+func (l *ledger) ahead(pod drain.UID, others []drain.UID, allowed int) (ahead int) {
+	for _, uid := range others {
+		if _, draining := l.draining[uid]; draining {
+			ahead++
+		}
+	}
+	if _, draining := l.draining[pod]; draining || ahead < allowed {
+		return -1
+	}
+	return ahead
+}
+
+func (l *ledger) ClaimWithin(r coordinator.Request, others []drain.UID, allowed int) (ahead int) {
+	l.mu.Lock()
+	if ahead = l.ahead(r.Pod.UID, others, allowed); ahead >= 0 {
+		l.mu.Unlock()
+		return ahead
+	}
+	l.draining[r.Pod.UID] = cmp.Or(l.draining[r.Pod.UID], time.Now())
+	l.mu.Unlock()
+	l.Claim(r)
+	return ahead
+}
+
 func (l *ledger) Pod(uid drain.UID) drain.Standing {
+	l.mu.Lock()
+	defer l.mu.Unlock()
 	since, draining := l.draining[uid]
 	is := drain.Standing{Draining: draining, Since: since, Queued: l.queued[uid]}
 	for range l.refused {

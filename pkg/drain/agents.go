@@ -1,6 +1,7 @@
 package drain
 
 import (
+	"maps"
 	"slices"
 	"time"
 )
@@ -19,8 +20,14 @@ type agent struct {
 	unreadyAt, knownAt time.Time
 	life
 	declaration
-	audience
+	// namespaces are those in which the agent has routed a Service on its present session, "*" all
+	// of them: the releases of their pods are sent to it.
+	namespaces map[string]bool
+	// reports are what it says of single pods, for which that counts instead of upTo.
 	reports [gates]map[*subject]*received
+	acknowledgement
+	// told is the revision of the last batch that it was told, on any session.
+	told    uint64
 	breaker breaker
 	entry
 	// former says that some drain may have it in owed.former, concerned that it is in
@@ -45,20 +52,13 @@ type declaration struct {
 	routes     map[Service]Route
 }
 
-// audience are the namespaces in which an agent has routed a Service on its present session, "*"
-// all of them: the releases of their pods are sent to it. widened is the revision at which the last
-// one was added.
-type audience struct {
-	namespaces map[string]bool
-	widened    uint64
-}
-
-// received is a report, by whom it is, and as of when it counts. place is its index in the list of
-// its subject.
+// received is a report, by whom it is, and as of when it counts.
 type received struct {
 	Report
-	by    *agent
-	at    time.Time
+	by *agent
+	at time.Time
+	// since is when it first said so, place its index in the list of its subject.
+	since time.Time
 	place int
 }
 
@@ -171,21 +171,23 @@ func (l *Ledger) Current(id AgentID, session uint64) bool {
 	return a != nil && session != 0 && a.session == session
 }
 
-// Declare sets the whole of what an agent's gateway routes, and returns the open drains of that:
-// the agent must know them before it programs its gateway. ok is false, and nothing changed, if
-// session is not the agent's open one. An agent that no longer names any Service of an open drain
-// that it had to acknowledge must still do so, or leave. population names the agents of which a
-// sample may be asked at the barrier instead of all: [Nodes]. Agents of another one, such as the
-// replicas of one gateway, are all asked.
-func (l *Ledger) Declare(id AgentID, session uint64, population string, routes []Route) (open []Open, ok bool) {
+// Declare sets the whole of what an agent's gateway routes. repeat reports whether that is another
+// than before: then ask [Ledger.ChangesFor] with 0, because the agent must be told of the open
+// drains of that before it programs its gateway. ok is false, and nothing changed, if session is
+// not the agent's open one. An agent that no longer names any Service of an open drain that it had
+// to acknowledge must still do so, or leave. population names the agents of which a sample may be
+// asked at the barrier instead of all: [Nodes]. Agents of another one, such as the replicas of one
+// gateway, are all asked.
+func (l *Ledger) Declare(id AgentID, session uint64, population string, routes []Route) (repeat, ok bool) {
 	if !l.Current(id, session) {
-		return nil, false
+		return false, false
 	}
 	a := l.agents[id]
+	before, left := a.declaration, a.left
 	l.touchFor(a)
 	former := map[*drain]Gate{}
 	l.each(func(d *drain) {
-		if a.declared && d.open && l.routes(a, d) && brokenRule != 23 {
+		if a.declared && d.open && l.routes(a, d) {
 			former[d] = a.gateOf(d)
 		}
 	})
@@ -196,12 +198,7 @@ func (l *Ledger) Declare(id AgentID, session uint64, population string, routes [
 	l.recount(a)
 	a.routes = make(map[Service]Route, len(routes))
 	for _, r := range routes {
-		if !a.namespaces["*"] && !a.namespaces[r.Service.Namespace] {
-			a.namespaces[r.Service.Namespace] = true
-			l.rev++
-			a.widened = l.rev
-			l.concern(a)
-		}
+		a.namespaces[r.Service.Namespace] = true
 		have, twice := a.routes[r.Service]
 		if !twice || owesAt(AtHold, r) || owesAt(AtBarrier, r) && !owesAt(AtHold, have) {
 			a.routes[r.Service] = r
@@ -217,13 +214,11 @@ func (l *Ledger) Declare(id AgentID, session uint64, population string, routes [
 	}
 	l.index(a)
 	l.touchFor(a)
-	open = []Open{}
-	for e := l.log.Back(); e != nil; e = e.Prev() {
-		if d := e.Value.(*drain); d.open && !d.queued && l.routes(a, d) {
-			open = append(open, l.opened(a, d))
-		}
+	repeat = left || !before.declared || before.population != population || !maps.Equal(before.routes, a.routes)
+	if repeat {
+		l.concern(a)
 	}
-	return open, true
+	return repeat, true
 }
 
 // Leave records that an agent's gateway accepts nothing any more, so that nothing is sent to any
@@ -265,20 +260,22 @@ func (l *Ledger) forget(a *agent) {
 	if a.breaker.open {
 		l.total.Suspended--
 	}
+	l.each(func(d *drain) { d.barrier.removedBy.unset(a.slot) })
 	delete(l.agents, a.ID)
 	l.slots[a.slot] = nil
 }
 
 // keepReport keeps the first that a says of a pod, which is one of so many, dropReport forgets what
 // it last said, and dropReports all that it has.
-func (l *Ledger) keepReport(asOf time.Time, a *agent, r Report, many int) {
+func (l *Ledger) keepReport(asOf time.Time, a *agent, r Report, many int) *received {
 	of := l.subjects[r.UID]
 	if a.reports[r.Gate] == nil {
 		a.reports[r.Gate] = make(map[*subject]*received, many)
 	}
-	h := &received{r, a, asOf, len(of.received[r.Gate])}
+	h := &received{Report: r, by: a, at: asOf, place: len(of.received[r.Gate])}
 	a.reports[r.Gate][of] = h
 	of.received[r.Gate] = append(of.received[r.Gate], h)
+	return h
 }
 
 func (l *Ledger) dropReport(of *subject, r *received) {
@@ -297,6 +294,7 @@ func (l *Ledger) dropReports(a *agent) {
 		}
 		a.reports[g] = nil
 	}
+	a.void()
 }
 
 // CouldRoute reports whether some agent may route one of services: it declared so, or has not been
@@ -324,7 +322,7 @@ func (a *agent) names(d *drain) bool {
 // mayKnow reports whether the release of d is sent to a.
 func (a *agent) mayKnow(d *drain) bool {
 	_, former := d.former[a]
-	return former || a.namespaces["*"] || a.namespaces[d.pod.Namespace] || brokenRule == 22
+	return former || a.namespaces["*"] || a.namespaces[d.pod.Namespace]
 }
 
 // mayBeAsked says whether a routes the pod of d so that it mayBeAsked be asked at a gate: an agent

@@ -27,9 +27,10 @@ import (
 // Whether that is so, agents cannot know: one whose kernel is late sees the last target of a
 // Service that has another one. So a report of Kept or Routing counts for more only while the
 // replica sees no other ready endpoint ([Barrier.Last]), and has seen none for [lastSettle],
-// because the replica may be late too. Agents report one state for all Services. If only some
-// Services have no other endpoint, Routing may be said of the others, and Kept alone counts
-// ([Barrier.LastOne]).
+// because the replica may be late too. It may not know yet of a Service that lists a young pod, so
+// Routing counts for no more until it must have learned of that. Agents report one state for all
+// Services. If only some Services have no other endpoint, Routing may be said of the others, and
+// Kept alone counts ([Barrier.LastOne]).
 //
 // A gateway that has not heard yet that a pod is ready looks as if it had let go of it, and will
 // send to it when it hears. So the word of one that was not seen to send to the pod while the
@@ -78,7 +79,7 @@ type barrier struct {
 	// removedBy are the directed agents that need not acknowledge: they had stopped routing to the
 	// pod when its drain at the hold ended here with the pod. That drain keeps them until the
 	// barrier is opened. Nil: there was no such drain.
-	removedBy map[AgentID]struct{}
+	removedBy bits
 	// last, lastOne and lastHere are as in Barrier, each at the time since which it is so; zero: it
 	// is not.
 	last, lastOne, lastHere time.Time
@@ -182,13 +183,13 @@ func (l *Ledger) updateContext(now time.Time, d *drain, b Barrier) {
 
 // removedBy lists the agents that have let go of the pod of d, at the hold. Others may route one of
 // its Services that was not known then to list the pod.
-func (l *Ledger) removedBy(now time.Time, d *drain) map[AgentID]struct{} {
-	letGo := map[AgentID]struct{}{}
+func (l *Ledger) removedBy(now time.Time, d *drain) bits {
+	letGo := bits{}.cleared(len(l.slots))
 	said := l.reportsOn(d)
 	for _, a := range l.owing(d) {
 		// A gateway that keeps the last target lets go of it when the pod is terminating.
 		if state, last, _ := l.stateOf(now, said[a.slot], d); state >= Removed && !last {
-			letGo[a.ID] = struct{}{}
+			letGo.set(a.slot)
 		}
 	}
 	return letGo
@@ -199,9 +200,6 @@ func (l *Ledger) draw(d *drain) {
 	b := &d.barrier
 	if l.scope == ScopeLocal {
 		b.sample = map[AgentID]struct{}{b.by: {}}
-		if brokenRule == 15 {
-			clear(b.sample)
-		}
 		return
 	}
 	var all []*agent
@@ -226,9 +224,6 @@ func (l *Ledger) draw(d *drain) {
 		away := number(x.session == 0) - number(y.session == 0)
 		return cmp.Or(away, cmp.Compare(ranks[x], ranks[y]), cmp.Compare(x.ID, y.ID))
 	})
-	if brokenRule == 12 {
-		b.rest = 0
-	}
 	for _, a := range all[:l.sampling.Size] {
 		b.sample[a.ID] = struct{}{}
 	}
@@ -237,7 +232,7 @@ func (l *Ledger) draw(d *drain) {
 // sampled reports whether a need not be asked at the barrier if enough others are. One that has not
 // declared may be a replica of a gateway.
 func (a *agent) sampled() bool {
-	return a.declared && a.population == Nodes || brokenRule == 24
+	return a.declared && a.population == Nodes
 }
 
 // owesBarrier says whether a may owe d, at the barrier.
@@ -250,13 +245,12 @@ func (a *agent) owesBarrier(d *drain) bool {
 	if !a.mayBeAsked(AtHold, d) {
 		return false
 	}
-	_, letGo := b.removedBy[a.ID]
-	return !letGo && brokenRule != 10
+	return !b.removedBy.has(a.slot)
 }
 
-// directs says whether a is told of an open barrier of uid by an Open.
-func (l *Ledger) directs(a *agent, uid UID) bool {
-	d := l.at(AtBarrier, uid)
+// directs reports whether a is told of an open barrier of s by an Open.
+func (s *subject) directs(a *agent) bool {
+	d := s.drains[AtBarrier]
 	return d != nil && d.open && !a.mayBeAsked(AtBarrier, d) && a.owesBarrier(d)
 }
 
@@ -268,10 +262,10 @@ func (a *agent) gateOf(d *drain) Gate {
 	return AtHold
 }
 
-// opened is d as a is told of it.
-func (l *Ledger) opened(a *agent, d *drain) Open {
+// opened is d as agents are told of it, those that observe or the others.
+func (l *Ledger) opened(d *drain, observed bool) Open {
 	o := Open{Pod: d.pod, Since: d.since, Number: d.number}
-	if a.gateOf(d) == AtBarrier {
+	if observed {
 		o.Watch = &Watch{
 			Pod: d.pod, Since: d.since, Deadline: l.deadline(d), Number: d.number, Targets: d.barrier.targets,
 			Last: !d.barrier.last.IsZero(),
@@ -312,15 +306,21 @@ func (l *Ledger) lastIn(d *drain, kept string) bool {
 	return true
 }
 
-// barrierState is what r barrierState for in d, whether that is more than it says, and, if time
-// alone may change that, when.
-func (l *Ledger) barrierState(now time.Time, d *drain, a *agent, r Report) (state State, last bool, until time.Time) {
+// tooEarly reports whether r says that its gateway does not route to the pod of d, and was read
+// when the gateway may not have learned yet that the pod was ready. Read again later, it counts.
+func (d *drain) tooEarly(r *received) bool {
+	return d.gate == AtBarrier && r.Gate == AtBarrier && r.State >= Removed && !r.HasSent &&
+		r.at.Before(d.since.Add(d.barrier.young))
+}
+
+// barrierState is the state for which r counts in d, whether that is more than it says, and, if
+// time alone may change that, when.
+func (l *Ledger) barrierState(now time.Time, d *drain, r *received) (state State, last bool, until time.Time) {
 	if r.Gate != d.gate {
 		return r.State, false, time.Time{}
 	}
-	if heard := d.since.Add(d.barrier.young); d.gate == AtBarrier && r.State >= Removed && !r.HasSent &&
-		now.Before(heard) && brokenRule != 14 {
-		return StateUnknown, false, heard
+	if d.tooEarly(r) {
+		return StateUnknown, false, time.Time{}
 	}
 	if r.State != Routing && r.State != Kept {
 		return r.State, false, time.Time{}
@@ -329,18 +329,21 @@ func (l *Ledger) barrierState(now time.Time, d *drain, a *agent, r Report) (stat
 	if since.IsZero() && r.State == Kept {
 		since = d.barrier.lastOne
 	}
-	if since.IsZero() && (a.ID == d.barrier.by && r.State == Kept || brokenRule == 13) {
+	if since.IsZero() && r.by.ID == d.barrier.by && r.State == Kept {
 		since = d.barrier.lastHere
+	}
+	settled := since.Add(lastSettle)
+	if r.State == Routing {
+		settled = later(settled, d.since.Add(d.barrier.young))
 	}
 	switch {
 	case d.gate == AtHold && r.State == Kept && l.lastIn(d, r.Kept):
 	case d.gate == AtHold:
 		return r.State, false, time.Time{}
-	case brokenRule == 9:
 	case since.IsZero():
 		return r.State, false, time.Time{}
-	case now.Before(since.Add(lastSettle)):
-		return r.State, false, since.Add(lastSettle)
+	case now.Before(settled):
+		return r.State, false, settled
 	}
 	if r.NoConnections {
 		return Idle, true, time.Time{}
@@ -360,10 +363,7 @@ func (l *Ledger) length(d *drain) time.Duration {
 func (l *Ledger) stated(now time.Time, d *drain, s Status) Status {
 	s.Stated = max(d.barrier.stated, d.barrier.rest)
 	if d.barrier.rest > 0 {
-		s.Stated = max(s.Stated, d.barrier.young) // nobody is asked whether those that are not in the sample have heard
-	}
-	if brokenRule == 11 {
-		s.Stated = 0
+		s.Stated = max(s.Stated, d.barrier.young) // agents outside of the sample may not have learned of it
 	}
 	until := d.since.Add(s.Stated)
 	s.Cut = until.After(s.Deadline)
@@ -383,7 +383,7 @@ func (l *Ledger) stated(now time.Time, d *drain, s Status) Status {
 // ([Place]) began, which ends with that. It reports whether there was such a one.
 func (l *Ledger) ReadyAgain(now time.Time, uid UID, ready time.Time) bool {
 	d := l.at(AtHold, uid)
-	if d == nil || !d.open || !d.restart || !ready.After(d.begun) || d.inFlight > 0 || brokenRule == 16 {
+	if d == nil || !d.open || !d.restart || !ready.After(d.begun) || d.inFlight > 0 {
 		return false
 	}
 	l.close(now, d, Abandoned)

@@ -6,11 +6,11 @@ import (
 	"time"
 )
 
-// strikesOut is how many drains in a row an agent lets expire before it is suspended.
-const strikesOut = 3
+// StrikesOut is how many drains in a row an agent lets expire before it is suspended.
+const StrikesOut = 3
 
-// trialEvery is the time in which one drain waits for an agent that is suspended.
-const trialEvery = 5 * time.Second
+// TrialEvery is the time in which one drain waits for an agent that is suspended.
+const TrialEvery = 5 * time.Second
 
 // breaker is what keeps an agent that does not answer from delaying every deletion by the whole
 // deadline.
@@ -33,15 +33,15 @@ const trialEvery = 5 * time.Second
 // and a new life of the agent. One that crashes every twenty seconds answers nothing either.
 //
 // This replica may be cut off. That is assumed while most of the agents that the API lists have no
-// stream here: agents that lost their stream are then not suspended, drains wait for the deadline,
-// and another replica may hear what this one cannot. An agent that never connected here is
-// suspended all the same: its CA bundle, its token or a NetworkPolicy is wrong, and it may never
-// come. An agent that is connected and does not answer is suspended even if it is the only one, and
-// even if all are: the drains are then released with the reason Suspended, which people are warned
-// of.
+// stream here: no drain then counts for an agent that lost its stream, drains wait for the
+// deadline, and another replica may hear what this one cannot. What another replica has counted is
+// believed even then. An agent that never connected here is suspended all the same: its CA bundle,
+// its token or a NetworkPolicy is wrong, and it may never come. An agent that is connected and does
+// not answer is suspended even if it is the only one, and even if all are: the drains are then
+// released with the reason Suspended, which people are warned of.
 //
 // A drain that does not wait for an agent is closed before the agent can acknowledge it. So one
-// drain in each [trialEvery] of the clock waits for a suspended agent, less than one hold. Agents
+// drain in each [TrialEvery] of the clock waits for a suspended agent, less than one hold. Agents
 // that are suspended share that drain, and so do replicas. For agents that need longer, the breaker
 // closes by half after the memory bound: the agent is waited for again, and one more strike
 // suspends it again.
@@ -55,7 +55,7 @@ type breaker struct {
 	// open means suspended.
 	open bool
 	// trial is the number of the drain that last waited for the agent while it was suspended. It
-	// was told of that drain in the trialEvery that began at triedAt.
+	// was told of that drain in the TrialEvery that began at triedAt.
 	trial   uint64
 	triedAt time.Time
 }
@@ -111,7 +111,8 @@ func (l *Ledger) expire(now time.Time, d *drain) {
 // strike counts that a let d expire, if it is to be counted.
 func (l *Ledger) strike(a *agent, d *drain) {
 	over := l.deadline(d)
-	if over.Sub(later(d.toldAt, a.knownAt)) < l.length(d)/2 || d.begun.Before(a.breaker.struckAt) {
+	mayBeCutOff := a.session == 0 && a.met && 2*l.total.Missing > l.total.Expected
+	if over.Sub(later(d.toldAt, a.knownAt)) < l.length(d)/2 || d.begun.Before(a.breaker.struckAt) || mayBeCutOff {
 		return
 	}
 	b := &a.breaker
@@ -122,11 +123,9 @@ func (l *Ledger) strike(a *agent, d *drain) {
 	l.judge(a)
 }
 
-// judge suspends a if it has let enough drains expire. One that lost its stream is not suspended
-// while most of the agents that the API lists have none.
+// judge suspends a if it has let enough drains expire.
 func (l *Ledger) judge(a *agent) {
-	most := 2*l.total.Missing <= l.total.Expected
-	if a.breaker.strikes >= strikesOut && !a.breaker.open && (a.session != 0 || !a.met || most) {
+	if a.breaker.strikes >= StrikesOut && !a.breaker.open {
 		l.suspend(a, Suspension{Agent: a.ID, Name: a.Name})
 	}
 }
@@ -140,14 +139,18 @@ type Silence struct {
 	Strikes     int   `json:"strikes"`
 	SinceMillis int64 `json:"sinceMillis"`
 	LastMillis  int64 `json:"lastMillis"`
+	// Met says that the agent ever connected there.
+	Met bool `json:"met,omitempty"`
 }
 
+// silences is what another replica is told. An agent that never connected here may well be
+// connected there.
 func (l *Ledger) silences(now time.Time) []Silence {
 	all := []Silence{}
 	for id, a := range l.agents {
 		if b := a.breaker; b.strikes > 0 {
 			all = append(all, Silence{id, b.strikes, now.Sub(b.since).Milliseconds(),
-				now.Sub(b.struckAt).Milliseconds()})
+				now.Sub(b.struckAt).Milliseconds(), a.met})
 		}
 	}
 	slices.SortFunc(all, func(a, b Silence) int { return cmp.Compare(a.Agent, b.Agent) })
@@ -156,12 +159,12 @@ func (l *Ledger) silences(now time.Time) []Silence {
 
 // believe takes over the strikes that another replica has counted, if they are more than were
 // counted here and the agent has acknowledged nothing here since the first of those drains was
-// opened there.
+// opened there. Of an agent that connected here, one to which it never did knows nothing.
 func (l *Ledger) believe(now time.Time, silences []Silence) {
 	for _, s := range silences {
 		a := l.agents[s.Agent]
 		since := now.Add(-time.Duration(s.SinceMillis) * time.Millisecond)
-		if a == nil || s.Strikes < a.breaker.strikes || !since.After(a.breaker.clearedAt) {
+		if a == nil || a.met && !s.Met || s.Strikes < a.breaker.strikes || !since.After(a.breaker.clearedAt) {
 			continue
 		}
 		if s.Strikes > a.breaker.strikes {
@@ -187,7 +190,7 @@ func (l *Ledger) readmit(now time.Time) {
 	}
 	for _, a := range l.agents {
 		if a.breaker.open && now.Sub(a.breaker.struckAt) >= l.times.Memory {
-			a.breaker.strikes, a.breaker.clearedAt = strikesOut-1, now
+			a.breaker.strikes, a.breaker.clearedAt = StrikesOut-1, now
 			l.suspend(a, Suspension{Agent: a.ID, Name: a.Name, Over: true})
 		}
 	}
@@ -197,7 +200,7 @@ func (l *Ledger) readmit(now time.Time) {
 // and were not waited for lately, if they are connected: without a stream they cannot answer.
 func (l *Ledger) told(now time.Time, d *drain) {
 	d.toldAt = now
-	if began := now.Truncate(trialEvery); l.total.Suspended > 0 {
+	if began := now.Truncate(TrialEvery); l.total.Suspended > 0 {
 		for _, a := range l.owing(d) {
 			if b := &a.breaker; b.open && a.session != 0 && !b.triedAt.Equal(began) {
 				b.trial, b.triedAt = d.number, began

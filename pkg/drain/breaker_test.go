@@ -229,6 +229,8 @@ func TestWhatIsAStrike(t *testing.T) {
 			for i := range 5 {
 				w.expireOne(pod(fmt.Sprint(i)), "two")
 			}
+			w.join("one", web) // what it could not hear does not count now either
+			w.expireOne(pod("back"), "two")
 		}, nil},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -282,7 +284,7 @@ func TestWhereAllAreSuspendedTheReasonSaysSo(t *testing.T) {
 func TestASuspendedAgentThatAnswersIsWaitedForAgain(t *testing.T) {
 	w := newWorld(t)
 	w.join("one", web)
-	for i := range strikesOut {
+	for i := range StrikesOut {
 		w.expireOne(pod(fmt.Sprint("before", i)))
 	}
 	w.wantSuspensions("-one")
@@ -318,7 +320,7 @@ func TestASilentSuspendedAgentCostsOneHoldInFiveSeconds(t *testing.T) {
 	} {
 		w := newWorld(t)
 		w.join("one", web)
-		for i := range strikesOut {
+		for i := range StrikesOut {
 			w.expireOne(pod(fmt.Sprint("before", i)))
 		}
 		c.before(w)
@@ -353,7 +355,7 @@ func TestASilentSuspendedAgentCostsOneHoldInFiveSeconds(t *testing.T) {
 func TestAShortBarrierGivesASuspendedAgentNoStrike(t *testing.T) {
 	w := newWorld(t)
 	w.observe("node-1")
-	for i := range strikesOut {
+	for i := range StrikesOut {
 		p := pod(fmt.Sprint("before", i))
 		w.open(p, "node-1", func(*Barrier) {})
 		w.pass(30 * time.Second)
@@ -373,7 +375,8 @@ func TestAShortBarrierGivesASuspendedAgentNoStrike(t *testing.T) {
 }
 
 // Two replicas are asked about every deletion, and one denial denies. If one of them waits for an
-// agent that the other has suspended, the deletion waits.
+// agent that the other has suspended, the deletion waits. So a replica believes the other even
+// while it may be cut off itself.
 func TestReplicasAgreeOnWhoIsSuspended(t *testing.T) {
 	for name, c := range map[string]struct {
 		// there is what happens at the other replica while three drains expire here.
@@ -387,7 +390,7 @@ func TestReplicasAgreeOnWhoIsSuspended(t *testing.T) {
 		"its stream broke, as most did": {func(w *world) {
 			w.Expect(w.now, []Expected{{ID: "one", Ready: true}, {ID: "two", Ready: true}, {ID: "three", Ready: true}})
 			w.Disconnect(w.now, "one", w.sessions["one"])
-		}, 3, nil},
+		}, 3, []string{"-one"}},
 		"it has acknowledged a drain there": {func(w *world) {
 			w.ask(pod("there"), web)
 			w.say("one", pod("there"), Idle)
@@ -413,6 +416,7 @@ func TestReplicasAgreeOnWhoIsSuspended(t *testing.T) {
 			w.believe(w.now, other.silences(other.now))
 			// It acknowledges a drain here, and the other replica has not heard of that yet.
 			p := pod("after")
+			other.join("one", web)
 			other.ask(p, web)
 			other.say("one", p, Removed)
 			other.believe(other.now, w.silences(w.now))
@@ -475,7 +479,7 @@ func TestAnAgentIsNotSuspendedForDrainsItWasToldOfLate(t *testing.T) {
 	}{{28 * time.Second, nil}, {10 * time.Second, []string{"-slow"}}} {
 		w := newWorld(t)
 		w.join("slow", web)
-		for n := range strikesOut {
+		for n := range StrikesOut {
 			first, second := pod(fmt.Sprint("first", n)), pod(fmt.Sprint("second", n))
 			both := []Targets{usable(web, first.Name, second.Name)}
 			w.Ask(w.now, first, both, Place{})
@@ -560,4 +564,29 @@ func TestAgentsThatNeverConnectAreSuspended(t *testing.T) {
 			t.Error("they delay every deletion")
 		}
 	}
+}
+
+// The network between coordinators and agents breaks, and one replica is replaced meanwhile. The
+// new one has met none of them, and counts. What it tells must not convince the other one, which
+// knows that it may be cut off: once the network is whole again deletions wait for these agents.
+func TestAReplicaThatMetNobodyConvincesNoOther(t *testing.T) {
+	agents := []AgentID{"one", "two", "three"}
+	old, fresh := newWorld(t), newWorld(t)
+	var all []Expected
+	for _, id := range agents {
+		old.join(id, web)
+		all = append(all, Expected{ID: id, Ready: true})
+	}
+	old.Expect(old.now, all)
+	fresh.Expect(fresh.now, all)
+	for _, id := range agents {
+		old.Disconnect(old.now, id, old.sessions[id])
+	}
+	for i := range StrikesOut {
+		old.expireOne(pod(fmt.Sprint(i)))
+		fresh.expireOne(pod(fmt.Sprint(i)))
+		old.believe(old.now, fresh.silences(fresh.now))
+	}
+	old.wantSuspensions()
+	fresh.wantSuspensions("-one", "-three", "-two")
 }

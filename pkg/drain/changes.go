@@ -17,6 +17,11 @@ type changes struct {
 	concerned []*agent
 	// suspensions are those that began or ended.
 	suspensions []Suspension
+	// batch is what was told last, made how many batches there were, and telling what an agent is
+	// told now.
+	batch   *batch
+	made    uint64
+	telling []telling
 }
 
 // logged is where a drain is in the log.
@@ -113,48 +118,107 @@ func (l *Ledger) Affected() []AgentID {
 	return ids
 }
 
+// maxTold bounds what one call of [Ledger.ChangesFor] returns.
+const maxTold = 1000
+
 // ChangesFor returns what must be sent to an agent that changed after revision rev, the oldest
-// first, and the revision to ask with next. Ask with 0 for everything. That is the drains that the
-// agent may have to acknowledge, and the releases of pods in the namespaces in which it routes
-// Services, or has routed some on this session. After a declaration that adds a namespace, it is
-// everything again.
+// first, and the revision to ask with next. Ask with 0 for everything, and again until nothing is
+// returned. That is the drains that the agent may have to acknowledge, and the releases of pods in
+// the namespaces in which it routes Services, or has routed some on this session. What it returns
+// is shared with other agents and must not be changed. The agent counts as told: see [Ledger.Told].
 func (l *Ledger) ChangesFor(id AgentID, rev uint64) (open []Open, released []Release, next uint64) {
 	a := l.agents[id]
-	if a == nil {
+	if a == nil || a.session == 0 {
 		return nil, nil, rev
 	}
 	if !a.declared {
 		a.namespaces["*"] = true // it may route everything
 	}
-	next = max(rev, a.widened)
-	if rev < a.widened {
-		rev = 0
+	e := l.log.Front()
+	for oldest := l.log.Back(); e != nil && e != oldest && e.Value.(*drain).rev > rev; {
+		e = e.Next()
 	}
-	news := 0
-	for e := l.log.Front(); e != nil && e.Value.(*drain).rev > rev; e = e.Next() {
-		news += number(e.Value.(*drain).open)
-	}
-	open = slices.Grow(open, news)
-	for e := l.log.Front(); e != nil && e.Value.(*drain).rev > rev; e = e.Next() {
+	next, l.telling = rev, l.telling[:0]
+	for ; e != nil && len(l.telling) < maxTold; e = e.Prev() {
 		d := e.Value.(*drain)
-		next = max(next, d.rev)
-		switch {
-		case d.open && !d.queued && l.routes(a, d):
-			open = append(open, l.opened(a, d))
-		case d.open || !a.mayKnow(d):
-		case d.gate == AtBarrier:
-			if a.gateOf(d) == AtBarrier {
-				released = append(released, Release{UID: d.pod.UID, Terminating: d.reason == PodDeleted,
-					Gate: AtBarrier})
-			} else {
-				released = append(released, Release{UID: d.pod.UID,
-					Terminating: true}) // it was deleted, whatever has become of it
-			}
-		case !l.directs(a, d.pod.UID):
-			released = append(released, Release{UID: d.pod.UID, Terminating: d.reason == PodDeleted || brokenRule == 4})
+		if d.rev <= rev {
+			continue
+		}
+		next = d.rev
+		t := telling{drain: d, open: d.open, number: d.number, since: d.since.UnixNano()}
+		if d.gate == AtBarrier && a.gateOf(d) == AtBarrier {
+			t.observed, t.deadline, t.last = true, l.deadline(d).UnixNano(), !d.barrier.last.IsZero()
+		}
+		if d.open && !d.queued && l.routes(a, d) ||
+			!d.open && a.mayKnow(d) && (d.gate == AtBarrier || !d.of.directs(a)) {
+			l.telling = append(l.telling, t)
 		}
 	}
-	slices.Reverse(open)
-	slices.Reverse(released)
-	return open, released, next
+	if len(l.telling) == 0 {
+		return nil, nil, next
+	}
+	b := l.batch
+	if b == nil || b.revision <= a.told || !slices.Equal(b.of, l.telling) {
+		b = l.newBatch()
+		l.batch = b
+	}
+	a.tell(b)
+	return b.open, b.released, next
+}
+
+// Told returns the revision of what [Ledger.ChangesFor] returned last for an agent. The agent may
+// acknowledge all that it was told up to there with one [UpTo]. It only grows, also where the agent
+// is told the same again: what the agent has not read yet is above all that it has.
+func (l *Ledger) Told(id AgentID) uint64 {
+	if a := l.agents[id]; a != nil {
+		return a.told
+	}
+	return 0
+}
+
+// batch is what some agents are told at one time. It is one and the same for those that are told
+// the same.
+type batch struct {
+	revision uint64
+	of       []telling
+	open     []Open
+	released []Release
+	// excluded are the drains that these agents are told to exclude, of which the first over are
+	// over.
+	excluded []telling
+	over     int
+}
+
+// telling is one thing that an agent is told: a drain that is open or not, and whether the agent
+// observes. The other fields are what [Watch] and [Open] say that may change.
+type telling struct {
+	drain                *drain
+	open, observed, last bool
+	number               uint64
+	since, deadline      int64 // in nanoseconds
+}
+
+// is reports whether the drain that was told is open.
+func (t telling) is() bool { return t.drain.open && t.drain.number == t.number }
+
+// newBatch makes one of l.telling.
+func (l *Ledger) newBatch() *batch {
+	l.made++
+	b := &batch{revision: l.made, of: slices.Clone(l.telling)}
+	for _, t := range b.of {
+		d := t.drain
+		switch {
+		case t.open:
+			b.open = append(b.open, l.opened(d, t.observed))
+			if !t.observed {
+				b.excluded = append(b.excluded, t)
+			}
+		case d.gate == AtBarrier && !t.observed:
+			// The pod was deleted, whatever has become of the barrier.
+			b.released = append(b.released, Release{UID: d.pod.UID, Terminating: true})
+		default:
+			b.released = append(b.released, Release{UID: d.pod.UID, Terminating: d.reason == PodDeleted, Gate: d.gate})
+		}
+	}
+	return b
 }

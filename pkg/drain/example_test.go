@@ -25,12 +25,13 @@ func ExampleLedger() {
 	fmt.Println(s.Phase, "waits for", s.Waiting[0].Name)
 
 	open, _, _ := l.ChangesFor("a1", 0) // what the agent is sent
-	l.Report(now, now, "a1", session, []drain.Report{{
-		UID: pod.UID, State: drain.Idle, Proof: drain.Runtime, Number: open[0].Number,
-	}})
+	fmt.Println("excludes", open[0].Pod)
+	upTo := &drain.UpTo{Revision: l.Told("a1"), State: drain.Idle, Proof: drain.Runtime}
+	l.Report(now, now, "a1", session, upTo, nil)
 	s = l.Status(now, drain.AtHold, pod.UID)
 	fmt.Println(s.Phase, s.Reason)
 	// Output:
 	// Unrouting waits for edge/haproxy-0
+	// excludes shop/web-1
 	// Released Acknowledged
 }

@@ -116,8 +116,12 @@ func TestNoChangeIsMissedByWhoLooksOnlyWhenTouched(t *testing.T) {
 				if r.IntN(2) == 0 {
 					report.State = max(report.State, Removed)
 				}
-				w.report(id, report)
-				did = fmt.Sprintf("%s reports %v", id, report)
+				if r.IntN(2) == 0 {
+					did = w.sayUpTo(r, id, report)
+				} else {
+					w.report(id, report)
+					did = fmt.Sprintf("%s reports %v", id, report)
+				}
 			} else if n == 7 {
 				w.OpenBarrier(w.now, Barrier{
 					Pod: p, By: id, Services: some(), Since: w.now, Bound: 30 * time.Second, Last: r.IntN(4) == 0,
@@ -284,9 +288,34 @@ func (w *world) step(r *rand.Rand, id AgentID, p Pod, some func() []Service) str
 	default:
 		report := Report{UID: p.UID, State: State(r.IntN(5)), Number: uint64(r.IntN(5) / 4 * 99), Gate: Gate(r.IntN(2)),
 			NoConnections: r.IntN(2) == 0}
+		if r.IntN(2) == 0 {
+			return w.sayUpTo(r, id, report)
+		}
 		w.report(id, report)
 		return fmt.Sprintf("%s reports %v", id, report)
 	}
+}
+
+// sayUpTo has an agent be told what there is, or not, and report all of it as in report, but for
+// the pod of report in half of the cases.
+func (w *world) sayUpTo(r *rand.Rand, id AgentID, report Report) string {
+	if r.IntN(3) > 0 {
+		w.ChangesFor(id, uint64(r.IntN(2))*w.rev/2)
+	}
+	up := &UpTo{Revision: w.Told(id) - uint64(r.IntN(3)), State: report.State, Proof: report.Proof}
+	var but []Report
+	if r.IntN(2) == 0 {
+		report.State = State(r.IntN(5))
+		if a := w.agents[id]; a != nil {
+			if d := w.subjects[report.UID].about(a, report); d != nil {
+				report.Number += d.number
+			}
+		}
+		but = []Report{report}
+	}
+	asOf := w.now.Add(-time.Duration(r.IntN(2)) * time.Second)
+	w.Report(w.now, asOf, id, w.sessions[id], up, but)
+	return fmt.Sprintf("%s reports %v, but %v", id, *up, but)
 }
 
 // Without this, a call that is held is not woken when a gateway begins to route the pod again while

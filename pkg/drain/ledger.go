@@ -25,6 +25,9 @@ type Ledger struct {
 	// drain, by their slots, and the agents of Status.Waiting.
 	reported []*received
 	waiting  []*agent
+	// lines counts the calls of Report. reached is what the last one returned.
+	lines   uint64
+	reached []Reached
 }
 
 // subject is a pod: its drain at each gate, nil if there is none, and what agents say of it there
@@ -32,6 +35,8 @@ type Ledger struct {
 type subject struct {
 	drains   [gates]*drain
 	received [gates][]*received
+	// named is the last line of an agent that named it.
+	named uint64
 }
 
 // drain is of one pod at one gate.
@@ -175,9 +180,6 @@ func (l *Ledger) Ask(now time.Time, pod Pod, targets []Targets, place Place) Sta
 		place.Is = d.place
 	}
 	d.restart = place.Restart && (d.restart || !d.open)
-	if brokenRule == 5 {
-		d.since, d.begun = now, now
-	}
 	if !d.open {
 		l.begin(now, d, now.Add(-d.spent))
 		d.queued = true
@@ -249,6 +251,7 @@ func (l *Ledger) begin(now time.Time, d *drain, since time.Time) {
 	l.enlist(d)
 	d.open, d.reason, d.begun, d.lastAnswer, d.former = true, ReasonNone, now, now, nil
 	d.quiescingAt, d.allowed, d.expired = time.Time{}, false, false
+	d.upTo, d.reached = nil, [2]bits{}
 	d.since = since
 	l.numbers++
 	d.number = l.numbers
@@ -313,7 +316,7 @@ func (l *Ledger) NotTerminating(now time.Time, uid UID) bool {
 }
 
 func (l *Ledger) mayBeAbandoned(now time.Time, d *drain) bool {
-	return d.inFlight == 0 && (now.Sub(d.lastAnswer) >= l.times.Abandon || brokenRule == 3)
+	return d.inFlight == 0 && now.Sub(d.lastAnswer) >= l.times.Abandon
 }
 
 // close ends a drain. The reports about it must not count for the next one of this UID: an agent
@@ -329,6 +332,7 @@ func (l *Ledger) close(now time.Time, d *drain, reason Reason) {
 		}
 		d.of.received[g] = nil
 	}
+	d.upTo = nil
 	l.change(d, l.owing(d))
 	l.delist(d)
 	for s := range d.services {
@@ -411,20 +415,28 @@ func (l *Ledger) Tick(now time.Time) (look, overdue []Pod) {
 	return look, overdue
 }
 
-// Report takes in what an agent says on its open session. It reports whether any of it was news: a
-// repeat of what still counts is not. A session that is not the open one changes nothing, nor does
-// what an agent says of a pod without an open drain that it may have to acknowledge.
+// Report takes in what an agent says on its open session: of single pods, and of all others that it
+// was told to exclude, if upTo is not nil. It reports whether any of it was news: a repeat of what
+// still counts is not. reached is how far gateways came by it for the first time, good until the
+// next call. A session that is not the open one changes nothing, nor does what an agent says of a
+// pod without an open drain that it may have to acknowledge.
 //
 // asOf is a moment, by this replica's clock, at or before which the agent had renewed the leases of
 // this replica and before which it read what it reports. The reports count as old as that. One that
 // is older than the last one about the pod changes nothing.
-func (l *Ledger) Report(now, asOf time.Time, id AgentID, session uint64, reports []Report) (news bool) {
+func (l *Ledger) Report(
+	now, asOf time.Time, id AgentID, session uint64, upTo *UpTo, reports []Report,
+) (news bool, reached []Reached) {
 	if !l.Current(id, session) {
-		return false
+		return false, nil
 	}
 	a := l.agents[id]
+	l.lines, l.reached = l.lines+1, l.reached[:0]
 	for _, r := range reports {
 		of := l.subjects[r.UID]
+		if of != nil && r.Gate == AtHold {
+			of.named = l.lines
+		}
 		d := of.about(a, r)
 		if d == nil || !d.open || r.Number != d.number || !l.routes(a, d) {
 			continue // it was not asked, or about an earlier drain
@@ -438,38 +450,36 @@ func (l *Ledger) Report(now, asOf time.Time, id AgentID, session uint64, reports
 		}
 		// Before it counts: what comes too late does not undo that it was missing.
 		l.expire(now, d)
-		if brokenRule == 1 && was != nil && had > r.State {
-			r = was.Report
-		}
 		fresher := was == nil || was.Report != r || !l.fresh(now, was)
-		news = news || fresher
-		if was != nil {
-			was.Report, was.at = r, asOf
-		} else {
-			l.keepReport(asOf, a, r, len(reports))
+		early := was != nil && d.tooEarly(was)
+		if was == nil {
+			was = l.keepReport(asOf, a, r, len(reports))
 		}
+		if was.since.IsZero() || had != r.State {
+			was.since = now
+		}
+		was.Report, was.at = r, asOf
+		fresher = fresher || early && !d.tooEarly(was)
+		news = news || fresher
 		if r.Gate == AtBarrier {
 			l.learn(now, a, d, had, r)
 		}
-		if fresher && l.canEndPhase(now, d, a, r) {
-			l.touch(d)
-		}
-		if state, _, _ := l.barrierState(now, d, a, r); state >= Removed && now.Sub(asOf) <= l.times.Freshness &&
-			now.Before(l.deadline(d)) {
+		l.taken(now, d, was, fresher)
+		if l.inTime(now, d, was) {
 			l.acknowledged(now, a)
 		}
 	}
-	return news
+	if upTo != nil {
+		news = l.takeUpTo(now, asOf, a, *upTo) || news
+	}
+	return news, l.reached
 }
 
 // owes says whether a must acknowledge at now what it may owe and, if time alone may change that,
 // when.
 func (l *Ledger) owes(now time.Time, a *agent) (owes bool, until time.Time) {
-	if a.session != 0 || a.Ready && brokenRule != 7 {
+	if a.session != 0 || a.Ready {
 		return true, time.Time{}
-	}
-	if brokenRule == 7 {
-		return false, time.Time{}
 	}
 	until = a.lostAt.Add(l.times.Away)
 	return now.Before(until), until
@@ -509,8 +519,6 @@ func (l *Ledger) derive(now time.Time, d *drain) Status {
 	switch {
 	case s.Owed == 0 && len(s.Suspended) > 0:
 		s.Phase, s.Reason = Released, Suspended
-	case s.Owed == 0 && brokenRule == 6 && now.Before(s.Deadline):
-		s.Phase = Unrouting
 	case s.Owed == 0:
 		s.Phase, s.Reason = Released, NoAgents
 	case d.queued && now.Before(s.Deadline):
@@ -601,7 +609,7 @@ func (l *Ledger) stateOf(now time.Time, r *received, d *drain) (state State, las
 	if r == nil || !l.fresh(now, r) {
 		return StateUnknown, false, time.Time{}
 	}
-	state, last, until = l.barrierState(now, d, r.by, r.Report)
+	state, last, until = l.barrierState(now, d, r)
 	if old := r.at.Add(l.times.Freshness + 1); until.IsZero() || old.Before(until) {
 		until = old
 	}
@@ -614,6 +622,11 @@ func (l *Ledger) reportsOn(d *drain) []*received {
 		l.reported = make([]*received, len(l.slots))
 	}
 	clear(l.reported)
+	for slot := range d.upTo.all() {
+		if a := l.slots[slot]; d.gate == AtHold || a.gateOf(d) == AtHold {
+			l.reported[slot] = &a.upTo
+		}
+	}
 	for g := AtHold; g <= d.gate; g++ {
 		for _, r := range d.of.received[g] {
 			if d.gate == AtHold || r.by.gateOf(d) == g {
@@ -647,20 +660,20 @@ func (d *drain) needs() State {
 	return Idle
 }
 
-// canEndPhase reports whether what a says of d can change its phase: of those who keep it there,
-// the last one lets it go.
-func (l *Ledger) canEndPhase(now time.Time, d *drain, a *agent, r Report) bool {
+// canEndPhase reports whether r can change the phase of d: it is of the last agent that keeps it
+// there.
+func (l *Ledger) canEndPhase(now time.Time, d *drain, r *received) bool {
 	if d.blocked == 0 {
 		return true
 	}
-	state, _, _ := l.barrierState(now, d, a, r)
+	state, _, _ := l.barrierState(now, d, r)
 	switch {
 	case d.phase == Quiescing && state < Removed:
 		return true // a step back
-	case state < d.needs() || !d.blocking.has(a.slot):
+	case state < d.needs() || !d.blocking.has(r.by.slot):
 		return false
 	}
-	d.blocking.unset(a.slot)
+	d.blocking.unset(r.by.slot)
 	d.blocked--
 	return d.blocked == 0
 }

@@ -2,7 +2,9 @@ package drain
 
 import (
 	"cmp"
+	"iter"
 	"maps"
+	mathbits "math/bits"
 	"slices"
 )
 
@@ -56,6 +58,10 @@ type owed struct {
 	agents   []*agent
 	roster   bits
 	rosterAt uint64
+	// upTo are the slots of the agents whose UpTo covers it.
+	upTo bits
+	// reached are the slots of those that have reported Removed, or Idle, since it was opened.
+	reached [2]bits
 	// former are agents that routed the pod and declared again without its Services while the drain
 	// was open. Each must still acknowledge the drain, at this gate.
 	former map[*agent]Gate
@@ -247,6 +253,14 @@ func (r *roster) recount(a *agent) {
 // bits is a set of small numbers.
 type bits []uint64
 
+// grown returns b with room for numbers below n.
+func (b bits) grown(n int) bits {
+	if words := (n + 63) / 64; words > len(b) {
+		return append(b, make(bits, words-len(b))...)
+	}
+	return b
+}
+
 // cleared returns the empty set with room for numbers below n, in the place of b.
 func (b bits) cleared(n int) bits {
 	if words := (n + 63) / 64; words > cap(b) {
@@ -258,8 +272,27 @@ func (b bits) cleared(n int) bits {
 	return b
 }
 
-func (b bits) set(n int)   { b[n/64] |= 1 << (n % 64) }
-func (b bits) unset(n int) { b[n/64] &^= 1 << (n % 64) }
+func (b bits) set(n int) { b[n/64] |= 1 << (n % 64) }
+
+// all returns the numbers in the set.
+func (b bits) all() iter.Seq[int] {
+	return func(yield func(int) bool) {
+		for i, word := range b {
+			for ; word != 0; word &= word - 1 {
+				if !yield(64*i + mathbits.TrailingZeros64(word)) {
+					return
+				}
+			}
+		}
+	}
+}
+
+// unset takes n out of the set, for which it need not have room.
+func (b bits) unset(n int) {
+	if n/64 < len(b) {
+		b[n/64] &^= 1 << (n % 64)
+	}
+}
 
 // has says whether n is in the set, for which it need not have room.
 func (b bits) has(n int) bool { return n/64 < len(b) && b[n/64]&(1<<(n%64)) != 0 }

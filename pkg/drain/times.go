@@ -6,9 +6,9 @@ import (
 	"time"
 )
 
-// requestLimit is what the API server gives one DELETE or eviction in all
+// RequestLimit is what the API server gives one DELETE or eviction in all
 // (k8s.io/apiserver/internal/endpoints/handlers/rest.go, requestTimeoutUpperBound).
-const requestLimit = 34 * time.Second
+const RequestLimit = 34 * time.Second
 
 // answerMargin is what a hold leaves of the webhook's time for the answer to arrive. The API server
 // rounds ?timeout= up.
@@ -69,11 +69,11 @@ func (t Times) Check() error {
 		t.Heartbeat, t.Away)
 	must(t.Renewal > 0 && t.Renewal < t.Freshness, "renewal %s must be positive and less than freshness %s", t.Renewal,
 		t.Freshness)
-	must(t.Expiry-t.Freshness >= requestLimit+10*time.Second,
+	must(t.Expiry-t.Freshness >= RequestLimit+10*time.Second,
 		"expiry %s - freshness %s must be at least %s + 10s: an allow may be carried out that late", t.Expiry,
-		t.Freshness, requestLimit)
-	must(t.Abandon > requestLimit, "abandon %s must be more than %s, which the API server gives one request", t.Abandon,
-		requestLimit)
+		t.Freshness, RequestLimit)
+	must(t.Abandon > RequestLimit, "abandon %s must be more than %s, which the API server gives one request", t.Abandon,
+		RequestLimit)
 	must(t.Memory > t.Abandon, "memory %s must be more than abandon %s", t.Memory, t.Abandon)
 	return errors.Join(errs...)
 }

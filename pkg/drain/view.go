@@ -17,10 +17,10 @@ type AgentReport struct {
 	Name  string
 	State State
 	Proof Proof
-	// Received is as of when the report that counts was true. Zero: none counts, and State is
-	// StateUnknown.
-	Received  time.Time
-	Connected bool
+	// Received is as of when the report that counts was true, Since when the agent began to say so.
+	// Zero: none counts, and State is StateUnknown.
+	Received, Since time.Time
+	Connected       bool
 	// Suspended says that it is told of the drain and not waited for.
 	Suspended bool
 }
@@ -43,7 +43,10 @@ func (l *Ledger) agentReports(now time.Time, d *drain, most int) (words []AgentR
 		w := AgentReport{Agent: a.ID, Name: a.Name, State: state, Connected: a.session != 0}
 		w.Suspended, _ = l.waived(now, a, d)
 		if state != StateUnknown {
-			w.Proof, w.Received = r.Proof, r.at
+			w.Proof, w.Received, w.Since = r.Proof, r.at, r.since
+			if r == &a.upTo {
+				w.Since = a.saidSince(d)
+			}
 		}
 		of[state] = append(of[state], w)
 	}
@@ -108,12 +111,6 @@ func (l *Ledger) Oldest(gate Gate, most int) (oldest []UID, open int) {
 	return oldest, len(all)
 }
 
-// Acknowledges reports whether r, by an agent, is about an open drain and counts here.
-func (l *Ledger) Acknowledges(id AgentID, r Report) bool {
-	d := l.at(r.Gate, r.UID)
-	return d != nil && d.open && r.Number == d.number && l.routes(l.agents[id], d)
-}
-
 // AgentInfo is an agent as a ledger knows it.
 type AgentInfo struct {
 	ID AgentID
@@ -130,6 +127,8 @@ type AgentInfo struct {
 	// Services.
 	Declared bool
 	Services int
+	// Population is what it declared with them.
+	Population string
 	// Routes are these, and Namespaces those whose releases are sent to it, "*" for all, sorted.
 	// Set by [Ledger.Agent].
 	Routes     map[Service]Route
@@ -156,6 +155,7 @@ func (a *agent) known() AgentInfo {
 	k := AgentInfo{
 		ID: a.ID, Name: a.Name, Expected: a.listed, Ready: a.Ready, Label: a.Label, Connected: a.session != 0,
 		Declared: a.declared, Services: len(a.routes), Left: a.left, Suspended: a.breaker.open,
+		Population: a.population,
 	}
 	if !k.Connected {
 		k.Lost = a.lostAt
@@ -165,6 +165,7 @@ func (a *agent) known() AgentInfo {
 			k.Received = later(k.Received, r.at)
 		}
 	}
+	a.covered(a.revision, func(*drain) { k.Received = later(k.Received, a.upTo.at) })
 	return k
 }
 

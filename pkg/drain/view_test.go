@@ -38,30 +38,6 @@ func TestWordsAreOfThoseWhoOwe(t *testing.T) {
 	see("0 ")
 }
 
-func TestAcknowledges(t *testing.T) {
-	w := newWorld(t)
-	w.join("a", web)
-	w.join("b", api)
-	p := pod("x")
-	w.ask(p, web)
-	for name, c := range map[string]struct {
-		report Report
-		want   bool
-	}{
-		"no number":               {Report{UID: p.UID, State: Removed}, false},
-		"an earlier drain":        {Report{UID: p.UID, State: Removed, Number: 99}, false},
-		"this drain":              {Report{UID: p.UID, State: Removed, Number: 1}, true},
-		"a pod that has no drain": {Report{UID: "other", State: Removed}, false},
-	} {
-		if got := w.Acknowledges("a", c.report); got != c.want {
-			t.Errorf("%s: %t", name, got)
-		}
-		if w.Acknowledges("b", c.report) {
-			t.Errorf("%s, by an agent that was not asked", name)
-		}
-	}
-}
-
 func TestOnlyElsewhere(t *testing.T) {
 	w := newWorld(t)
 	w.ask(pod("here"), web)

@@ -130,17 +130,21 @@ const (
 	// of which each lost its stream and, with a pod that is not ready, did not come back in time.
 	// What their gateways do is not known.
 	AgentsLost
+	// Uncovered: every agent that must acknowledge has, but something else routes a Service of the
+	// pod and is not waited for. The ledger does not know of it: coordinators replace Acknowledged
+	// and NoAgents.
+	Uncovered
 )
 
 // String prints the reason as the metrics and messages name it.
 func (r Reason) String() string { return name(reasonNames[:], int(r)) }
 
 var reasonNames = [...]string{"None", "Acknowledged", "IdleBound", "Deadline", "NoAgents", "PodDeleted", "Suspended",
-	"Abandoned", "LastTarget", "AgentsLost"}
+	"Abandoned", "LastTarget", "AgentsLost", "Uncovered"}
 
 // Abnormal says whether people should be warned: the deletion went on without every gateway's word.
 func (r Reason) Abnormal() bool {
-	return r == Deadline || r == IdleBound || r == Suspended || r == AgentsLost
+	return r == Deadline || r == IdleBound || r == Suspended || r == AgentsLost || r == Uncovered
 }
 
 // State is what an agent says of one pod in its gateway.
@@ -305,14 +309,14 @@ type Report struct {
 
 // Open is a drain as agents see it: let go of this pod, in every Service, at every address.
 type Open struct {
-	Pod   Pod       `json:"pod"`
-	Since time.Time `json:"since"`
+	Pod   Pod
+	Since time.Time
 	// Number tells this drain from an earlier one of the same pod by the same life of the replica,
 	// which was abandoned. Agents say it again with their reports: what one has said of the earlier
 	// drain may arrive after this one began, and its exclusion is being lifted.
-	Number uint64 `json:"number,omitempty"`
+	Number uint64
 	// Watch is set instead of all that where the agent is to observe: it is another message.
-	Watch *Watch `json:"-"`
+	Watch *Watch
 }
 
 // Watch is a drain at the barrier as observing agents see it: the pod is going, say when the
@@ -333,13 +337,13 @@ type Watch struct {
 
 // Release ends a replica's hold on an exclusion.
 type Release struct {
-	UID UID `json:"uid"`
+	UID UID
 	// Terminating says that the pod is terminating or gone, so that it must never be routed again.
 	// Otherwise it lives on. At the barrier it says that the pod is gone, so that what is left of
 	// it can be cleaned away.
-	Terminating bool `json:"terminating"`
+	Terminating bool
 	// Gate is AtBarrier at the end of a Watch.
-	Gate Gate `json:"gate,omitempty"`
+	Gate Gate
 }
 
 // Targets are the pods of a Service that can be used now: ready and not terminating, whether a

@@ -177,6 +177,8 @@ type rig struct {
 	d     *Director
 	plane *plane
 	log   *safeBuffer
+	// changes counts calls of Changed.
+	changes *atomic.Int64
 }
 
 // safeBuffer is a log that may be read while it is written.
@@ -218,8 +220,9 @@ func directed(t *testing.T, test func(r *rig)) {
 	synctest.Test(t, func(t *testing.T) {
 		log := &safeBuffer{}
 		p := newPlane()
-		r := &rig{t, NewDirector(p, health.New(health.Options{}), slog.New(slog.NewTextHandler(log, nil)), Hooks{}), p,
-			log}
+		changes := new(atomic.Int64)
+		r := &rig{t, NewDirector(p, health.New(health.Options{}), slog.New(slog.NewTextHandler(log, nil)),
+			Hooks{Changed: func() { changes.Add(1) }}), p, log, changes}
 		ctx, cancel := context.WithCancel(t.Context())
 		ended := make(chan error, 1)
 		go func() { ended <- r.d.Run(ctx) }()
@@ -254,7 +257,7 @@ func (r *rig) list(uids string) {
 	r.d.Wake()
 }
 
-func (r *rig) bury(uid health.UID) {
+func (r *rig) exclude(uid health.UID) {
 	r.d.Set.Exclude(time.Now(), uid, "r", time.Now(), time.Now().Add(time.Hour))
 	r.d.Wake()
 }
@@ -275,7 +278,7 @@ func (r *rig) routing(want string) {
 	}
 }
 
-func (r *rig) stones(want string) {
+func (r *rig) exclusions(want string) {
 	r.Helper()
 	var got []string
 	for _, s := range r.d.Set.Exclusions() {
@@ -290,13 +293,13 @@ func TestAnExclusionIsIdleAfterTheGapAndNoLater(t *testing.T) {
 	directed(t, func(r *rig) {
 		r.serving("a b")
 		time.Sleep(time.Minute)
-		r.bury("a")
+		r.exclude("a")
 		synctest.Wait() // not a moment later
-		r.stones("a:removed")
+		r.exclusions("a:removed")
 		r.routing("b")
 		time.Sleep(health.IdleGap)
 		synctest.Wait()
-		r.stones("a:idle")
+		r.exclusions("a:idle")
 	})
 }
 
@@ -352,15 +355,15 @@ func TestNothingIsDoneBeforeWhatTheGatewayHasIsKnown(t *testing.T) {
 			r.plane.ownedErr = func() error { return down }
 		})
 		r.d.Set.Synced()
-		r.bury("a") // no target has this UID: before Owned has answered, it must not count as idle
+		r.exclude("a") // no target has this UID: before Owned has answered, it must not count as idle
 		time.Sleep(time.Minute)
-		r.stones("a:unknown")
+		r.exclusions("a:unknown")
 		if applies, _ := r.plane.counts(); applies > 0 {
 			t.Fatalf("%d batches were applied", applies)
 		}
 		r.plane.with(func() { r.plane.ownedErr = nil })
 		time.Sleep(maxRetry + time.Second)
-		r.stones("a:idle")
+		r.exclusions("a:idle")
 		r.routing("")
 	})
 }
@@ -368,9 +371,9 @@ func TestNothingIsDoneBeforeWhatTheGatewayHasIsKnown(t *testing.T) {
 func TestAReloadIsNoticedAndAppliedAgain(t *testing.T) {
 	directed(t, func(r *rig) {
 		r.serving("a b")
-		r.bury("a")
+		r.exclude("a")
 		time.Sleep(time.Minute)
-		r.stones("a:idle")
+		r.exclusions("a:idle")
 		r.plane.with(func() { // the new process has what operators configured: a, not b
 			r.plane.generation++
 			r.plane.routed = map[health.Key]bool{key("a"): true}
@@ -380,7 +383,7 @@ func TestAReloadIsNoticedAndAppliedAgain(t *testing.T) {
 		r.routing("b")
 		time.Sleep(health.IdleGap)
 		synctest.Wait()
-		r.stones("a:idle")
+		r.exclusions("a:idle")
 
 		r.d.Set.Readmit("a", "r")
 		r.d.Wake()
@@ -465,12 +468,12 @@ func TestARefusedOpDelaysNoOther(t *testing.T) {
 		r.d.Set.Synced()
 		r.list("a b x")
 		time.Sleep(time.Minute)
-		r.bury("a")
+		r.exclude("a")
 		synctest.Wait()
 		r.routing("b")
 		time.Sleep(health.IdleGap)
 		synctest.Wait()
-		r.stones("a:idle")
+		r.exclusions("a:idle")
 		// And what is refused later does not put off the next try of what was refused before.
 		r.plane.with(func() { r.plane.applyErr = nil })
 		for range 4 {
@@ -519,12 +522,12 @@ func TestAnAnswerThatIsLost(t *testing.T) {
 			r.plane.applies = 0
 			r.plane.lost = func(health.Op) error { return errors.New("the answer was lost") }
 		})
-		r.bury("a")
+		r.exclude("a")
 		synctest.Wait()
-		r.stones("a:removed") // the reading shows it, whatever Apply said
+		r.exclusions("a:removed") // the reading shows it, whatever Apply said
 		time.Sleep(health.IdleGap)
 		synctest.Wait()
-		r.stones("a:idle")
+		r.exclusions("a:idle")
 		time.Sleep(time.Minute)
 		if applies, _ := r.plane.counts(); applies != 1 {
 			t.Errorf("%d batches, want 1: what is read as done is not done again", applies)
@@ -538,17 +541,16 @@ func TestAnAnswerThatIsLost(t *testing.T) {
 func TestAnUnreadableGatewayVoids(t *testing.T) {
 	directed(t, func(r *rig) {
 		r.serving("a b")
-		r.bury("a")
+		r.exclude("a")
 		time.Sleep(time.Minute)
-		r.stones("a:idle")
-		var changes atomic.Int64
-		r.plane.with(func() { r.d.Changed = func() { changes.Add(1) } }) // the director sleeps
+		r.exclusions("a:idle")
+		r.changes.Store(0)
 		r.plane.with(func() { r.plane.readErr = func() error { return errors.New("no answer") }; r.plane.reads = nil })
 		time.Sleep(watchExclusions)
 		synctest.Wait()
-		r.stones("a:unknown")
-		if changes.Load() == 0 {
-			t.Error("nobody was told that the exclusion is unknown")
+		r.exclusions("a:unknown")
+		if r.changes.Load() == 0 {
+			t.Error("Changed was not called: the exclusion is unknown")
 		}
 		time.Sleep(time.Minute)
 		if _, reads := r.plane.counts(); reads < 30 || reads > 40 {
@@ -560,23 +562,23 @@ func TestAnUnreadableGatewayVoids(t *testing.T) {
 		r.plane.with(func() { r.plane.readErr = nil })
 		time.Sleep(maxRetry + health.IdleGap)
 		synctest.Wait()
-		r.stones("a:idle")
+		r.exclusions("a:idle")
 	})
 }
 
 func TestAGatewayThatHangsIsReadAfterAll(t *testing.T) {
 	directed(t, func(r *rig) {
 		r.serving("a b")
-		r.bury("a")
+		r.exclude("a")
 		time.Sleep(time.Minute)
 		r.plane.with(func() { r.plane.hang = true })
 		r.list("a b c")
-		time.Sleep(callTimeout)
+		time.Sleep(CallTimeout)
 		synctest.Wait()
-		r.stones("a:idle") // the reading had time of its own
+		r.exclusions("a:idle") // the reading had time of its own
 		r.plane.with(func() {
-			if r.plane.deadline != callTimeout {
-				t.Errorf("the reading had %s, want %s", r.plane.deadline, callTimeout)
+			if r.plane.deadline != CallTimeout {
+				t.Errorf("the reading had %s, want %s", r.plane.deadline, CallTimeout)
 			}
 			r.plane.hang = false
 		})
@@ -620,16 +622,16 @@ func TestAWakeAtTheEndOfAStepIsNotLost(t *testing.T) {
 func TestTheKeptTargetGoesAsSoonAsAnotherIsRouted(t *testing.T) {
 	directed(t, func(r *rig) {
 		r.serving("a")
-		r.bury("a")
+		r.exclude("a")
 		time.Sleep(time.Minute)
-		r.stones("a:kept")
+		r.exclusions("a:kept")
 		r.routing("a")
 		r.list("a b")
 		synctest.Wait()
 		r.routing("b")
 		time.Sleep(health.IdleGap) // it had become slow meanwhile
 		synctest.Wait()
-		r.stones("a:idle")
+		r.exclusions("a:idle")
 	})
 }
 
@@ -639,8 +641,8 @@ func TestItDoesNotSpin(t *testing.T) {
 		most    int // readings in a minute
 	}{
 		"nothing to do":     {func(r *rig) {}, 62},
-		"an idle exclusion": {func(r *rig) { r.bury("a") }, 245},
-		"a kept exclusion":  {func(r *rig) { r.list("a"); r.bury("a") }, 620},
+		"an idle exclusion": {func(r *rig) { r.exclude("a") }, 245},
+		"a kept exclusion":  {func(r *rig) { r.list("a"); r.exclude("a") }, 620},
 		"requests that remain": {func(r *rig) { r.plane.with(func() { r.plane.busy[key("a")] = true }); r.list("b") },
 			620},
 	} {
@@ -847,20 +849,20 @@ func TestAnUnreadPoolIsItsOwnAffair(t *testing.T) {
 		}
 		r.serving("a b")
 		follows()
-		r.bury("a")
-		r.bury("c")
+		r.exclude("a")
+		r.exclude("c")
 		follows()
-		r.stones("a:idle c:unknown")
+		r.exclusions("a:idle c:unknown")
 		if n := r.log.count("level=WARN"); n > 3 || r.log.count("pool other: no such backend") == 0 {
 			t.Errorf("the log should name the pool, a few times:\n%s", r.log.b.String())
 		}
 		r.plane.with(func() { r.plane.unread = nil; r.plane.generation++; r.plane.routed[other] = true })
 		time.Sleep(time.Minute)
-		r.stones("a:idle c:kept")
+		r.exclusions("a:idle c:kept")
 
 		r.plane.with(func() { r.plane.unread = map[health.Pool]error{"web": no} })
 		time.Sleep(time.Minute)
-		r.stones("a:unknown c:kept")
+		r.exclusions("a:unknown c:kept")
 	})
 }
 
@@ -880,10 +882,9 @@ func TestAFailedCheckIsNotBehind(t *testing.T) {
 		"taken out where it should run": {health.Seen{Present: true, Missing: true}, nil, 1},
 	} {
 		t.Run(name, func(t *testing.T) {
-			d := NewDirector(newPlane(), health.New(health.Options{}), slog.New(slog.DiscardHandler), Hooks{})
 			ops := []health.Op{op}
-			p := d.progress(time.Now(), ops, c.applied,
-				health.Observation{Seen: map[health.Key]health.Seen{op.Key: c.seen}}, ops)
+			steps := &Steps{ops: ops, applied: c.applied}
+			p := steps.progress(health.Observation{Seen: map[health.Key]health.Seen{op.Key: c.seen}}, ops)
 			if len(p.Behind) != c.behind || len(p.Came) > 0 {
 				t.Errorf("progress is %+v", p)
 			}

@@ -1,6 +1,10 @@
 package gateway
 
-import "log/slog"
+import (
+	"log/slog"
+
+	"github.com/lameduck-io/lameduck/pkg/health"
+)
 
 // Kind is the configuration of one gateway in an agent's file. The package of each kind implements
 // it, as a [DirectedKind] or as an [ObservedKind] and not both, on a pointer to the struct that the
@@ -30,7 +34,16 @@ type DirectedKind interface {
 	Direct() (Directed, error)
 }
 
-// ObservedKind is a [Kind] of gateway that an agent can only observe. Its agent runs on each node.
+// Refuser is a [Directed] in which any pod of a Service must be able to stand for another.
+type Refuser interface {
+	// Refuse notes why that is not so for a pool: its targets are not taken out then. Empty: it is.
+	// It may be called from any goroutine.
+	Refuse(pool health.Pool, why string)
+}
+
+// ObservedKind is a [Kind] of gateway that an agent can only observe. If its population is [Nodes]
+// the agent runs on each node and answers the hooks of the node's pods. Otherwise it runs beside a
+// replica of the gateway.
 type ObservedKind interface {
 	Kind
 	// Observe returns the gateway.

@@ -65,8 +65,6 @@ type Check struct {
 	Statuses Statuses
 	// Port is probed instead of the target's own. 0: the target's own.
 	Port uint16
-	// KeepAlive leaves HTTP connections open from one probe to the next.
-	KeepAlive bool
 	// Interval is the time from one probe of a target to the next, Timeout bounds one probe and is
 	// at most Interval.
 	Interval, Timeout time.Duration

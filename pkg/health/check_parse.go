@@ -1,8 +1,10 @@
 package health
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
+	"maps"
 	"net"
 	"slices"
 	"strconv"
@@ -29,14 +31,14 @@ func CheckAnnotationOf(port string) string {
 
 // Bounds of what a check may ask for.
 const (
-	// MinInterval keeps one Service from asking for more probes than all others together.
-	MinInterval = time.Second
-	// MaxInterval is one hour: an older verdict is of no use.
-	MaxInterval = time.Hour
-	// MinTimeout leaves a target on another node time for two round trips.
-	MinTimeout = 10 * time.Millisecond
-	// MaxThreshold is lua-resty-healthcheck's.
-	MaxThreshold = 254
+	// minInterval keeps one Service from asking for more probes than all others together.
+	minInterval = time.Second
+	// maxInterval is one hour: an older verdict is of no use.
+	maxInterval = time.Hour
+	// minTimeout leaves a target on another node time for two round trips.
+	minTimeout = 10 * time.Millisecond
+	// maxThreshold is lua-resty-healthcheck's.
+	maxThreshold = 254
 	// maxCheckText bounds the annotation, and so what is sent in each probe.
 	maxCheckText = 4096
 )
@@ -52,7 +54,6 @@ type checkText struct {
 	Service    *string           `json:"service"`
 	Statuses   []any             `json:"statuses"`
 	Port       *int              `json:"port"`
-	KeepAlive  *bool             `json:"keepAlive"`
 	Interval   *string           `json:"interval"`
 	Timeout    *string           `json:"timeout"`
 	Healthy    struct {
@@ -96,7 +97,6 @@ func DefaultCheck(p Protocol) Check {
 //	service     that gRPC asks about, the server as a whole
 //	statuses    of HTTP and HTTPS that are successes, numbers and ranges: [200-399]
 //	port        that is probed, the target's own
-//	keepAlive   HTTP and HTTPS connections from one probe to the next, false
 //	interval    1s to 1h, 10s
 //	timeout     10ms to interval, 1s
 //	healthy     {successes: 2}
@@ -144,16 +144,10 @@ func plain(err error) string {
 
 func (t *checkText) check() (Check, error) {
 	p := HTTP
-	switch t.Protocol {
-	case "", "http":
-	case "https":
-		p = HTTPS
-	case "tcp":
-		p = TCP
-	case "grpc":
-		p = GRPC
-	default:
-		return Check{}, fmt.Errorf("protocol %q: it is http, https, tcp or grpc", t.Protocol)
+	for p.String() != cmp.Or(t.Protocol, "http") {
+		if p++; p > GRPC {
+			return Check{}, fmt.Errorf("protocol %q: it is http, https, tcp or grpc", t.Protocol)
+		}
 	}
 	c := DefaultCheck(p)
 	if err := t.refuseUnused(p); err != nil {
@@ -164,7 +158,6 @@ func (t *checkText) check() (Check, error) {
 	set(&c.ServerName, t.ServerName)
 	set(&c.Verify, t.Verify)
 	set(&c.Service, t.Service)
-	set(&c.KeepAlive, t.KeepAlive)
 	if err := joinHeaders(&c, t.Headers); err != nil {
 		return Check{}, err
 	}
@@ -198,12 +191,12 @@ func (t *checkText) check() (Check, error) {
 		if n.text == nil {
 			continue
 		}
-		if *n.text < 0 || *n.text > MaxThreshold {
-			return Check{}, fmt.Errorf("%s %d: it is 0 (never) to %d", n.name, *n.text, MaxThreshold)
+		if *n.text < 0 || *n.text > maxThreshold {
+			return Check{}, fmt.Errorf("%s %d: it is 0 (never) to %d", n.name, *n.text, maxThreshold)
 		}
 		*n.to = uint8(*n.text)
 	}
-	return c, c.Validate()
+	return c, c.validate()
 }
 
 // refuseUnused returns an error that names a key which a check with protocol p does not use: the
@@ -223,7 +216,6 @@ func (t *checkText) refuseUnused(p Protocol) error {
 		{"verify", t.Verify != nil, p == HTTPS, "https"},
 		{"service", t.Service != nil, p == GRPC, "grpc"},
 		{"statuses", t.Statuses != nil, web, "http and https"},
-		{"keepAlive", t.KeepAlive != nil, web, "http and https"},
 		{"unhealthy.httpFailures", t.Unhealthy.HTTPFailures != nil, p != TCP, "http, https and grpc"},
 	} {
 		if k.given && !k.useful {
@@ -251,14 +243,9 @@ func parseDuration(to *time.Duration, name string, text *string) error {
 	return nil
 }
 
-// joinHeaders brings headers into the form of Check.Headers.
 func joinHeaders(c *Check, headers map[string]string) error {
 	var b strings.Builder
-	var names []string
-	for name := range headers {
-		names = append(names, name)
-	}
-	slices.Sort(names)
+	names := slices.Sorted(maps.Keys(headers))
 	for i, name := range names {
 		if n := slices.IndexFunc(names[:i], func(other string) bool { return strings.EqualFold(other, name) }); n >= 0 {
 			return fmt.Errorf("headers: %s and %s are the same header, which is sent once", names[n], name)
@@ -266,13 +253,9 @@ func joinHeaders(c *Check, headers map[string]string) error {
 		switch strings.ToLower(name) {
 		case "host":
 			return fmt.Errorf("headers: %s has a key of its own, host", name)
-		case "connection", "keep-alive":
-			return fmt.Errorf("headers: %s is decided by keepAlive", name)
-		case "content-length", "transfer-encoding", "upgrade", "expect", "te", "trailer":
-			return fmt.Errorf("headers: %s has no meaning in a probe, which has no body; leave it out", name)
+		case "connection", "keep-alive", "content-length", "transfer-encoding", "upgrade", "expect", "te", "trailer":
+			return fmt.Errorf("headers: %s has no meaning in a probe, one GET on a connection; leave it out", name)
 		}
-		// Here and not only in Validate: joined, a value with a line end in it looks like two
-		// headers.
 		if !token(name) || !printable(headers[name], true) {
 			return fmt.Errorf(
 				"headers: %q: a name has letters, digits and dashes, a value printable ASCII",
@@ -285,7 +268,6 @@ func joinHeaders(c *Check, headers map[string]string) error {
 	return nil
 }
 
-// parseStatuses reads numbers and ranges.
 func parseStatuses(to *Statuses, list []any) error {
 	*to = Statuses{}
 	for _, v := range list {
@@ -309,20 +291,14 @@ func parseStatuses(to *Statuses, list []any) error {
 	return nil
 }
 
-// Validate reports what is wrong with c, naming the key and the way out. The zero
-// Check is right.
-func (c Check) Validate() error {
-	if c == (Check{}) {
-		return nil
-	}
+// validate reports what is wrong with c, naming the key and the way out.
+func (c Check) validate() error {
 	web := c.Protocol == HTTP || c.Protocol == HTTPS
 	switch {
-	case c.Protocol == ProtocolUnknown || c.Protocol > GRPC:
-		return errors.New("protocol: it is http, https, tcp or grpc")
-	case c.Interval < MinInterval || c.Interval > MaxInterval:
-		return fmt.Errorf("interval %s: it is %s to %s", c.Interval, MinInterval, MaxInterval)
-	case c.Timeout < MinTimeout:
-		return fmt.Errorf("timeout %s: it is at least %s", c.Timeout, MinTimeout)
+	case c.Interval < minInterval || c.Interval > maxInterval:
+		return fmt.Errorf("interval %s: it is %s to %s", c.Interval, minInterval, maxInterval)
+	case c.Timeout < minTimeout:
+		return fmt.Errorf("timeout %s: it is at least %s", c.Timeout, minTimeout)
 	case c.Timeout > c.Interval:
 		// Else a target that does not answer would be probed less often than those that do.
 		return fmt.Errorf(
@@ -353,18 +329,6 @@ func (c Check) Validate() error {
 		// What went down would never come up, and nothing new would ever have a verdict.
 		return errors.New("healthy.successes: it is at least 1; leave out the check to probe nothing")
 	}
-	for line := range strings.SplitSeq(strings.TrimSuffix(c.Headers, "\r\n"), "\r\n") {
-		name, value, ok := strings.Cut(line, ": ")
-		if c.Headers == "" {
-			break
-		}
-		if !ok || !token(name) || !printable(value, true) {
-			return fmt.Errorf("headers: %q: a name has letters, digits and dashes, a value printable ASCII", line)
-		}
-	}
-	if c.Headers != "" && !strings.HasSuffix(c.Headers, "\r\n") {
-		return errors.New("headers: each ends with CR and LF")
-	}
 	return nil
 }
 
@@ -379,7 +343,6 @@ func printable(s string, spaces bool) bool {
 	return true
 }
 
-// token reports whether s is the name of a header.
 func token(s string) bool {
 	for _, c := range []byte(s) {
 		if ('a' > c || c > 'z') && ('A' > c || c > 'Z') && ('0' > c || c > '9') &&
@@ -388,56 +351,4 @@ func token(s string) bool {
 		}
 	}
 	return s != ""
-}
-
-// String prints the check, as "http :8080/healthz each 10s within 1s". What is as by
-// default is left out but for these.
-func (c Check) String() string {
-	if c.Protocol == ProtocolUnknown {
-		return "none"
-	}
-	words := []string{c.Protocol.String()}
-	say := func(differs bool, format string, args ...any) {
-		if differs {
-			words = append(words, fmt.Sprintf(format, args...))
-		}
-	}
-	where := c.Path
-	if c.Port != 0 {
-		where = fmt.Sprintf(":%d%s", c.Port, c.Path)
-	}
-	d := DefaultCheck(c.Protocol)
-	say(where != "", "%s", where)
-	say(c.Service != "", "service %s", c.Service)
-	say(c.Host != "", "host %s", c.Host)
-	say(c.ServerName != "", "as %s", c.ServerName)
-	say(c.Verify != d.Verify, "unverified")
-	say(c.Headers != "", "with %d headers", strings.Count(c.Headers, "\r\n"))
-	say(c.Statuses != d.Statuses, "statuses %s", c.Statuses)
-	say(c.KeepAlive, "kept alive")
-	say(true, "each %s within %s", c.Interval, c.Timeout)
-	t := c.Thresholds
-	say(t != d.Thresholds, "healthy after %d, unhealthy after %d http failures, %d tcp failures, %d timeouts",
-		t.Successes, t.HTTPFailures, t.TCPFailures, t.Timeouts)
-	return strings.Join(words, " ")
-}
-
-// String prints the set as "200-399,418".
-func (s Statuses) String() string {
-	var parts []string
-	for i := 100; i < 600; i++ {
-		if !s.Has(i) {
-			continue
-		}
-		first := i
-		for s.Has(i + 1) {
-			i++
-		}
-		if first == i {
-			parts = append(parts, strconv.Itoa(i))
-		} else {
-			parts = append(parts, fmt.Sprintf("%d-%d", first, i))
-		}
-	}
-	return strings.Join(parts, ",")
 }

@@ -33,6 +33,8 @@
 //     the gateway is read again.
 //   - An exclusion is [Removed] or [Idle] only by an observation of the gateway's present
 //     generation that was made after it began. A later observation that differs takes it back.
+//   - An exclusion is neither while the gateway may route to an address of the pod for another pod,
+//     or for an endpoint without one: nothing says which of them has the address.
 //   - A key is forgotten only when it is neither claimed nor in the gateway, by a reading that
 //     began after the gateway was last asked to route to it. An operation may be on its way while
 //     its reason ends.

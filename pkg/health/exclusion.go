@@ -59,6 +59,8 @@ type pod struct {
 	since      time.Time
 	state      State
 	stateAt    time.Time
+	// beside are the records of others at the addresses of a held pod. They may be forgotten.
+	beside []*record
 }
 
 // Exclude excludes uid for holder, or renews the holder's part in the exclusion, until expires at
@@ -74,13 +76,15 @@ func (s *Set) Exclude(now time.Time, uid UID, holder string, since, expires time
 	}
 	had, known := p.holders[holder]
 	p.holders[holder] = later(had, expires)
-	s.held[p] = struct{}{}
+	if _, was := s.held[p]; !was {
+		s.held[p] = struct{}{}
+		s.meetAll(p)
+	}
 	s.settle()
 	s.judge(now, p)
 	return !known
 }
 
-// exclude returns the pod of uid, excluded.
 func (s *Set) exclude(now time.Time, at int64, uid UID, since time.Time) *pod {
 	if p := s.pods[uid]; p != nil {
 		return p
@@ -120,9 +124,6 @@ func (s *Set) Readmit(uid UID, holder string) bool {
 	}
 	_, ok := p.holders[holder]
 	delete(p.holders, holder)
-	if brokenRule == 2 {
-		clear(p.holders)
-	}
 	s.readmitIfFree(p, 0)
 	s.settle()
 	return ok
@@ -254,10 +255,7 @@ func (s *Set) Exclusions() []Exclusion {
 	defer s.mu.Unlock()
 	all := make([]Exclusion, 0, len(s.held))
 	for p := range s.held {
-		t := Exclusion{
-			UID: p.uid, Since: p.since, State: p.state, StateSince: p.stateAt,
-			Generation: s.generationName(), Targets: len(s.ofPod[p.uid]),
-		}
+		t := s.exclusion(p)
 		if p.state == Kept {
 			t.Kept, t.NoConnections = s.kept(p)
 		}
@@ -265,6 +263,14 @@ func (s *Set) Exclusions() []Exclusion {
 	}
 	slices.SortFunc(all, func(a, b Exclusion) int { return strings.Compare(string(a.UID), string(b.UID)) })
 	return all
+}
+
+// exclusion is that of p, without what is kept.
+func (s *Set) exclusion(p *pod) Exclusion {
+	return Exclusion{
+		UID: p.uid, Since: p.since, State: p.state, StateSince: p.stateAt, Generation: s.generationName(),
+		Targets: len(s.ofPod[p.uid]),
+	}
 }
 
 // Unsettled reports whether an exclusion with a holder is not Idle yet.
@@ -314,12 +320,40 @@ func (s *Set) stateOf(r *record, p *pod) State {
 		return Unknown
 	case r.is(routed) && r == r.pool.kept:
 		return Kept
-	case r.is(routed):
+	case r.is(routed), s.shared(r, p):
 		return Routing
 	case r.idleSince != never && r.seenAt-r.idleSince >= int64(IdleGap):
 		return Idle
 	default:
 		return Removed
+	}
+}
+
+// shared reports whether the gateway may route to the address of r, of p, for another pod or an
+// endpoint without one, in any pool. Which of them has the address is unknown.
+func (s *Set) shared(r *record, p *pod) bool {
+	return slices.ContainsFunc(p.beside, func(other *record) bool {
+		return other.target.Addr == r.target.Addr && (other.is(routed|asked) || s.want(other) == WantRouted)
+	})
+}
+
+// meet notes r if it is of another pod than p, and at one of the addresses of p: of own.
+func (p *pod) meet(own []*record, r *record) {
+	for _, o := range own {
+		if o.target.Addr == r.target.Addr && r.target.UID != p.uid {
+			p.beside = append(p.beside, r)
+			return
+		}
+	}
+}
+
+func (s *Set) meetAll(p *pod) {
+	p.beside = nil
+	own := s.ofPod[p.uid]
+	for _, pool := range s.pools {
+		for _, r := range pool.targets {
+			p.meet(own, r)
+		}
 	}
 }
 

@@ -72,29 +72,17 @@ func (s *Set) serves(r *record) bool {
 	return s.generation != 0 && r.seenIn == s.generation && r.flags&(claimed|routed) == claimed|routed
 }
 
-// want is the one place that decides what a key should be.
-func (s *Set) want(r *record) Want {
-	switch {
-	case r.terminating():
-		return WantAbsent
-	case r == r.pool.kept:
-		return WantRouted
-	case !r.is(claimed) && !s.synced:
-		// Excluded or not: without its claim it is unknown whether it is the last one that may
-		// serve.
-		return WantUnknown
-	case !r.is(claimed):
-		return WantAbsent
-	case r.chosen():
-		return WantRouted
-	case r.routable() && r.pool.hold && s.serves(r):
-		return WantRouted
-	default:
-		return WantRemoved
-	}
+func (s *Set) want(r *record) Want { return wants[s.why(r)] }
+
+var wants = [...]Want{
+	WhyChosen: WantRouted, WhyFailingOpen: WantRouted, WhyKept: WantRouted, WhyHeldBack: WantRouted,
+	WhyPending: WantRouted, WhyUnhealthy: WantRemoved, WhyExcluded: WantRemoved, WhyLapsed: WantRemoved,
+	WhyUnproven: WantRemoved, WhyNotReady: WantAbsent, WhyTerminating: WantAbsent,
+	// Excluded or not: without its claim it is unknown whether it is the last one that may serve.
+	WhyNotSynced: WantUnknown,
 }
 
-// why explains want.
+// why is the one place that decides what a key should be.
 func (s *Set) why(r *record) Why {
 	switch {
 	case r.terminating():
@@ -178,7 +166,6 @@ func (s *Set) refresh(r *record) {
 	s.soil(p)
 }
 
-// count makes r count as c in its pool.
 func (s *Set) count(r *record, c tally) {
 	for changed := c ^ r.counted; changed != 0; changed &= changed - 1 {
 		bit := bits.TrailingZeros8(uint8(changed))
@@ -191,7 +178,6 @@ func (s *Set) count(r *record, c tally) {
 	r.counted = c
 }
 
-// soil notes that p is to be settled.
 func (s *Set) soil(p *pool) {
 	if !p.dirty {
 		p.dirty = true
@@ -281,7 +267,6 @@ func (s *Set) settlePool(p *pool) {
 	}
 }
 
-// sweep refreshes all of p.
 func (s *Set) sweep(p *pool) {
 	for _, r := range p.targets {
 		s.refresh(r)

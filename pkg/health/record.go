@@ -2,7 +2,6 @@ package health
 
 import "slices"
 
-// record is what is known of one key.
 type record struct {
 	pool   *pool
 	target Target
@@ -107,8 +106,7 @@ func (s *records) put(r *record, in bool) {
 	}
 }
 
-// findOrMake returns the record of a target. A new one was never read, so that end judges the
-// exclusion of its pod again, if there is one. The caller claims or refreshes it.
+// findOrMake returns the record of a target. The caller claims or refreshes it.
 func (s *Set) findOrMake(p *pool, t Target) *record {
 	r := p.targets[t]
 	if r != nil {
@@ -116,12 +114,15 @@ func (s *Set) findOrMake(p *pool, t Target) *record {
 	}
 	r = &record{pool: p, target: t, seenAt: never, idleSince: never, since: never, lastAt: never}
 	p.targets[t] = r
+	for held := range s.held {
+		held.meet(s.ofPod[held.uid], r)
+	}
 	if t.UID == "" {
 		return r // no pod: nothing excludes it
 	}
 	s.ofPod[t.UID] = append(s.ofPod[t.UID], r)
-	if r.pod = s.pods[t.UID]; r.pod != nil {
-		s.unread = append(s.unread, r.pod)
+	if r.pod = s.pods[t.UID]; r.pod != nil && len(r.pod.holders) > 0 {
+		s.meetAll(r.pod)
 	}
 	return r
 }

@@ -19,8 +19,6 @@ const (
 	// lostAfter is how many times a probe may be due while the last one is still in flight, before
 	// that one is given up.
 	lostAfter = 3
-	// leftMost is how many targets that left are remembered by name.
-	leftMost = 256
 )
 
 // schedule has the targets that are probed, the one that is due first in front. It has a time of
@@ -95,36 +93,10 @@ func (s *Set) plan(r *record, want bool) {
 		r.set(scheduled, true)
 		heap.Push(w, r)
 	default:
-		if r.pool.check.KeepAlive {
-			s.leave(r)
-		}
 		heap.Remove(w, r.place)
 		r.set(scheduled|inFlight, false)
 		r.missed = 0
 	}
-}
-
-// leave notes that r is not probed any more.
-func (s *Set) leave(r *record) {
-	switch {
-	case s.leftAll:
-	case len(s.left) < leftMost:
-		s.left = append(s.left, r.key())
-	default:
-		s.left, s.leftAll = s.left[:0], true
-	}
-}
-
-// Left appends to keys the targets, of checks that keep connections, that are not probed any more
-// and were at the previous call. If all is true, they are too many to name, and there may be
-// others: the runner closes every connection that it keeps.
-func (s *Set) Left(keys []Key) (left []Key, all bool) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	keys, all = append(keys, s.left...), s.leftAll
-	clear(s.left)
-	s.left, s.leftAll = s.left[:0], false
-	return keys, all
 }
 
 func (c *Check) ticks() int64 { return max(1, int64(c.Interval/tick)) }

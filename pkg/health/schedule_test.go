@@ -4,7 +4,6 @@ import (
 	"encoding/binary"
 	"fmt"
 	"net/netip"
-	"slices"
 	"testing"
 	"time"
 )
@@ -254,29 +253,4 @@ func TestAJobThatIsNotAnsweredIsGivenUp(t *testing.T) {
 			t.Fatalf("answer %d counts: %t", n, got)
 		}
 	}
-}
-
-// Who keeps connections is told whose to close, once, and only of checks that keep any.
-func TestWhoLeftIsTold(t *testing.T) {
-	s, all := New(Options{}), numbered(0, 4+leftMost)
-	kept := everySecond
-	kept.KeepAlive = true
-	s.SetCheck(t0, "web", kept)
-	s.SetCheck(t0, "api", everySecond)
-	replace(s, t0, "web", all)
-	replace(s, t0, "api", all)
-	told := func(want []Key, wantAll bool) {
-		t.Helper()
-		if got, every := s.Left(nil); every != wantAll || !slices.Equal(got, want) {
-			t.Fatalf("%d left, all: %t; want %d, %t", len(got), every, len(want), wantAll)
-		}
-	}
-	told(nil, false)
-	s.Change(t0, "web", []Change{{Endpoint: all[0], Unlisted: true}})
-	s.MarkTerminating(t0, all[1].UID)
-	told([]Key{{"web", all[0].Target}, {"web", all[1].Target}}, false)
-	told(nil, false)
-	replace(s, t0, "web", nil)
-	told(nil, true)
-	told(nil, false)
 }

@@ -13,7 +13,6 @@ import (
 // not be in the counters of the first reading yet.
 const IdleGap = 10 * time.Millisecond
 
-// never is the stamp of what has not happened.
 const never int64 = math.MinInt64
 
 // Endpoint is one address of a Service as EndpointSlices tell it.
@@ -70,15 +69,10 @@ type Set struct {
 	// pods are those that are excluded or terminating; held those with a holder.
 	pods       map[UID]*pod
 	held       map[*pod]struct{}
-	unread     []*pod
 	exclusions uint64
 	lapsedAt   int64
 
 	schedule schedule
-	// left are the targets that are not probed any more, for the runner that keeps connections to
-	// them; leftAll: they were too many.
-	left    []Key
-	leftAll bool
 }
 
 // New returns an empty set that has not synced.
@@ -140,10 +134,7 @@ func (s *Set) begin(now time.Time) int64 {
 
 func (s *Set) end(now time.Time) {
 	s.settle()
-	for _, p := range s.unread {
-		s.judge(now, p)
-	}
-	s.unread = nil
+	s.judgeHeld(now)
 }
 
 // claim records whether EndpointSlices want traffic at a target.

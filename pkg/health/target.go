@@ -66,8 +66,7 @@ func (o Op) String() string { return o.Want.String() + " " + o.Key.String() }
 
 // Seen is what all live processes of a gateway do with one key, read back from them.
 type Seen struct {
-	// Present: at least one process has a server for the key. For a server that an operator made,
-	// and that stays: something may be sent there or runs there.
+	// Present: at least one process has a server for the key.
 	Present bool
 	// Routed: at least one process may send a new request to it. Present without Routed means taken
 	// out.

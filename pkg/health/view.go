@@ -115,11 +115,8 @@ func (s *Set) detail(r *record) Detail {
 		d.Seen = Seen{Present: r.is(present), Routed: r.is(routed), Missing: r.is(missing), Active: int(r.active)}
 	}
 	if r.excluded() {
-		p := r.pod
-		d.Exclusion = &Exclusion{
-			UID: p.uid, Since: p.since, State: p.state, StateSince: p.stateAt, Generation: s.generationName(),
-			Targets: len(s.ofPod[p.uid]),
-		}
+		x := s.exclusion(r.pod)
+		d.Exclusion = &x
 	}
 	return d
 }

@@ -114,7 +114,8 @@ func newBenchServer(handler http.Handler) (*benchServer, error) {
 	}.Task()
 	go func() { done <- task.Run(ctx) }()
 	client := &http.Client{Transport: &http.Transport{
-		TLSClientConfig:     &tls.Config{RootCAs: certified.Client().Transport.(*http.Transport).TLSClientConfig.RootCAs, ServerName: "example.com"},
+		TLSClientConfig: &tls.Config{ServerName: "example.com",
+			RootCAs: certified.Client().Transport.(*http.Transport).TLSClientConfig.RootCAs},
 		MaxIdleConnsPerHost: 25,
 	}}
 	pod := benchPod("job", "batch-1")
@@ -123,11 +124,12 @@ func newBenchServer(handler http.Handler) (*benchServer, error) {
 		cancel()
 		return nil, err
 	}
-	return &benchServer{url: "https://" + listener.Addr().String() + "/?timeout=5s", client: client, body: body, close: func() {
-		cancel()
-		client.CloseIdleConnections()
-		<-done
-	}}, nil
+	return &benchServer{url: "https://" + listener.Addr().String() + "/?timeout=5s", client: client, body: body,
+		close: func() {
+			cancel()
+			client.CloseIdleConnections()
+			<-done
+		}}, nil
 }
 
 // ask sends a review and returns the answer.
@@ -187,7 +189,8 @@ func newBenchWebhook(busy bool) (*benchWebhook, error) {
 	world := &benchCluster{pods: map[types.NamespacedName]*corev1.Pod{}}
 	index := endpoints.NewIndex()
 	slice := &discovery.EndpointSlice{
-		ObjectMeta:  metav1.ObjectMeta{Namespace: "shop", Name: "web-1", Labels: map[string]string{discovery.LabelServiceName: "web"}},
+		ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: "web-1",
+			Labels: map[string]string{discovery.LabelServiceName: "web"}},
 		AddressType: discovery.AddressTypeIPv4,
 	}
 	world.add(benchPod("job", "batch-1"))
@@ -195,13 +198,15 @@ func newBenchWebhook(busy bool) (*benchWebhook, error) {
 		pod := benchPod("shop", fmt.Sprintf("web-%d", i))
 		world.add(pod)
 		slice.Endpoints = append(slice.Endpoints, discovery.Endpoint{
-			Addresses: []string{fmt.Sprintf("10.1.%d.%d", i/250, i%250+1)}, TargetRef: &corev1.ObjectReference{Kind: "Pod", Name: pod.Name, UID: pod.UID},
+			Addresses: []string{fmt.Sprintf("10.1.%d.%d", i/250, i%250+1)},
+			TargetRef: &corev1.ObjectReference{Kind: "Pod", Name: pod.Name, UID: pod.UID},
 		})
 	}
 	index.Apply(time.Now(), slice)
 	handler := &admission.Handler{
 		Cluster: &admission.Cluster{
-			Reader: world, Slices: index, Ledger: coord, Synced: func() bool { return true }, Excluded: []string{"kube-system"}, Started: time.Now().Add(-time.Hour),
+			Reader: world, Slices: index, Ledger: coord, Synced: func() bool { return true },
+			Excluded: []string{"kube-system"}, Started: time.Now().Add(-time.Hour),
 		},
 		Times: times, Events: world, Log: log, Metrics: admission.NewMetrics(registry),
 	}
@@ -275,13 +280,16 @@ func benchPod(namespace, name string) *corev1.Pod {
 		},
 		Spec: corev1.PodSpec{NodeName: "node-1"},
 		Status: corev1.PodStatus{Phase: corev1.PodRunning, Conditions: []corev1.PodCondition{
-			{Type: corev1.PodReady, Status: corev1.ConditionTrue, LastTransitionTime: metav1.NewTime(time.Now().Add(-time.Hour).Truncate(time.Second))},
+			{Type: corev1.PodReady, Status: corev1.ConditionTrue,
+				LastTransitionTime: metav1.NewTime(time.Now().Add(-time.Hour).Truncate(time.Second))},
 		}},
 	}
 	for i := range 4 {
-		c := corev1.Container{Name: fmt.Sprintf("app-%d", i), Image: "registry.example.com/team/app@sha256:" + strings.Repeat("0", 64)}
+		c := corev1.Container{Name: fmt.Sprintf("app-%d", i),
+			Image: "registry.example.com/team/app@sha256:" + strings.Repeat("0", 64)}
 		for j := range 20 {
-			c.Env = append(c.Env, corev1.EnvVar{Name: fmt.Sprintf("SETTING_NUMBER_%d", j), Value: strings.Repeat("value ", 10)})
+			c.Env = append(c.Env, corev1.EnvVar{Name: fmt.Sprintf("SETTING_NUMBER_%d", j),
+				Value: strings.Repeat("value ", 10)})
 		}
 		pod.Spec.Containers = append(pod.Spec.Containers, c)
 	}
@@ -297,7 +305,8 @@ func benchReview(pod *corev1.Pod) ([]byte, error) {
 	review := admissionv1.AdmissionReview{Request: &admissionv1.AdmissionRequest{
 		UID: "review-1", Operation: admissionv1.Delete, Namespace: pod.Namespace, Name: pod.Name,
 		Resource:  metav1.GroupVersionResource{Version: "v1", Resource: "pods"},
-		OldObject: runtime.RawExtension{Raw: raw}, Options: runtime.RawExtension{Raw: []byte(`{"kind":"DeleteOptions","apiVersion":"meta.k8s.io/v1"}`)},
+		OldObject: runtime.RawExtension{Raw: raw},
+		Options:   runtime.RawExtension{Raw: []byte(`{"kind":"DeleteOptions","apiVersion":"meta.k8s.io/v1"}`)},
 	}}
 	review.SetGroupVersionKind(admissionv1.SchemeGroupVersion.WithKind("AdmissionReview"))
 	return json.Marshal(review)
@@ -317,7 +326,8 @@ func (c *benchCluster) Event(*corev1.Pod, bool, string, string) {}
 
 // Get implements client.Reader. Like the webhook's cache it copies no more than the outermost
 // struct.
-func (c *benchCluster) Get(_ context.Context, key types.NamespacedName, into client.Object, _ ...client.GetOption) error {
+func (c *benchCluster) Get(_ context.Context, key types.NamespacedName, into client.Object,
+	_ ...client.GetOption) error {
 	switch into := into.(type) {
 	case *corev1.Pod:
 		if pod := c.pods[key]; pod != nil {

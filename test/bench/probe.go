@@ -267,9 +267,6 @@ func (r *ring) Due(now time.Time, jobs []health.Job, most int) ([]health.Job, ti
 	return jobs, r.due(r.next)
 }
 
-// Left implements [probe.Source]: none does.
-func (r *ring) Left(keys []health.Key) ([]health.Key, bool) { return keys, false }
-
 // Report implements [probe.Source].
 func (r *ring) Report(_ time.Time, job health.Job, outcome health.Outcome) bool {
 	if outcome.Kind != health.Success {

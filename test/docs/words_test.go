@@ -17,7 +17,8 @@ import (
 var update = flag.Bool("update", false, "write words.txt as the tree is")
 
 // retired are words that have a better one. Identifiers count too.
-var retired = regexp.MustCompile(`(?i)tombstone|gravestone|\b(nobody|somebody|whoever|anew|vicinity|grain|hearsay)\b|\b(bury|buries|buried)\b|\bthose who\b|\bfor good\b|\blets? go of\b`)
+var retired = regexp.MustCompile(`(?i)tombstone|gravestone|\b(nobody|somebody|whoever|anew|vicinity|grain|hearsay)\b|` +
+	`\b(bury|buries|buried)\b|\bthose who\b|\bfor good\b|\blets? go of\b`)
 
 // widths are how many columns a line of a comment and a line of code may have.
 const commentWidth, codeWidth = 100, 120

@@ -1,37 +1,36 @@
 package main
 
 import (
+	"errors"
 	"fmt"
+	"io/fs"
+	"net/netip"
 	"slices"
 	"strconv"
-	"strings"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
+	discovery "k8s.io/api/discovery/v1"
+	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/lameduck-io/lameduck/internal/agent/exclusion"
+	"github.com/lameduck-io/lameduck/internal/agent/journal"
+	"github.com/lameduck-io/lameduck/internal/agent/metrics"
+	"github.com/lameduck-io/lameduck/internal/agent/observation"
+	"github.com/lameduck-io/lameduck/internal/agent/source"
+	"github.com/lameduck-io/lameduck/internal/endpoints"
 	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/gateway"
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
 const (
-	// These are those of the real shells (cmd/agent, pkg/gateway, internal/agent/client).
-	learnMost       = 3 * time.Second
-	lapseEvery      = time.Second
-	fastest         = 10 * time.Millisecond
-	slowest         = 100 * time.Millisecond
-	watchExclusions = 250 * time.Millisecond
-	watchReloads    = time.Second
-	retryFirst      = 50 * time.Millisecond
-	retryMost       = 2 * time.Second
-	rushMost        = 4
-	callTimeout     = 5 * time.Second
-	postTimeout     = 5 * time.Second
-	pauseFirst      = 100 * time.Millisecond
-	pauseMost       = 2 * time.Second
-	// coarse is how far the expiry in the journal may lag behind.
-	coarse = 10 * time.Second
+	// learnMost is that of cmd/agent: how long its gateway waits for what coordinators know.
+	learnMost = 3 * time.Second
 )
 
-// agent is one agent: the real set, and the shells of package gateway's Director, package client
-// and cmd/agent around it.
+// agent is one agent: the set, the exclusions and their journal, the steps of the director, the
+// index of endpoints and the sessions of the product, and what cmd/agent connects them with.
 type agent struct {
 	proc
 	w        *world
@@ -43,25 +42,34 @@ type agent struct {
 	listed, ready bool
 	started       time.Duration
 	watch         *watcher
-	set           *health.Set
+	// disk survives every death.
+	disk disk
+	// set, index, journal, exclusions, lapses and steps are those of this life. An agent that
+	// observes has an empty set and nothing else of it.
+	set        *health.Set
+	index      *endpoints.Index
+	journal    *journal.Journal
+	exclusions *exclusion.Exclusions
+	lapses     *exclusion.Lapses
+	steps      *gateway.Steps
 	// kernel is that of the node, of an agent that observes one. It directs nothing then.
 	// population is drain.Nodes, or the name of a gateway of which the kernel stands for a replica:
 	// no pod is on such a node.
 	kernel     *kernel
 	population string
-	// hooks wait, watched are the pods that each holder wants to be observed.
-	hooks   []*hook
-	watched map[string]map[drain.UID]bool
-	// sent are those to which the kernel was seen to send, broken is told when the connections of
-	// hooks break that are not among hooks.
-	sent   map[drain.UID]bool
-	broken []func()
-	gw     *gw
-	links  []*link
-	known  map[health.UID]health.State
+	// observed are the pods that it observes for coordinators. hooks wait; broken is told when the
+	// connections of hooks break that are not among hooks.
+	observed *observation.Pods
+	hooks    []*hook
+	broken   []func()
+	gw       *gw
+	links    []*link
 	// programming: the director runs. learned: every replica has answered a declaration. unlearned:
 	// it runs without.
 	programming, learned, unlearned bool
+
+	// declarations counts the changes of services.
+	declarations int
 
 	// deaf is until when it is connected and silent: its calls of the gateway do not come back, and
 	// it reports nothing.
@@ -71,56 +79,47 @@ type agent struct {
 	// stream any more.
 	left bool
 
-	// The director.
+	// stepping: a step of the director is under way. poked: it is wanted again meanwhile. turn
+	// counts its pauses. generation is that of the last reading, which began at readAt.
 	stepping, poked bool
 	turn            int
 	generation      string
-	pause, unread   time.Duration
-	rush            int
 	readAt          time.Duration
 
-	// journal is on disk: it survives every death.
-	journal map[drain.UID]*entry
 	// expiries are who holds what until when, for the checks: a plain record beside the set.
 	expiries map[drain.UID]map[string]time.Time
 	// dead are the pods that this life has seen terminating, for the checks.
 	dead map[drain.UID]bool
-	// seen is the version of each Service's slice that was heard last.
-	seen map[int]int
-	// told is what the set was told of each Service.
-	told map[int][]endpoint
+	// heard is what the watch has brought last.
+	heard *source.Heard
 }
 
-// entry is an exclusion on disk.
-type entry struct {
-	since   time.Time
-	holders map[string]time.Time
-	dead    bool
+// propagation is what no check looks at.
+var propagation = metrics.NewPropagation(prometheus.NewRegistry(), "kernel", "")
+
+// disk is a journal.Disk of which a write is whole or not there.
+type disk struct {
+	w      *world
+	data   []byte
+	writes int
 }
 
-// link is the stream to one replica.
-type link struct {
-	a        *agent
-	c        *coord
-	conn     *conn
-	began    time.Duration
-	heardAt  time.Duration
-	pause    time.Duration
-	synced   bool
-	declared bool
-	session  uint64
-	expiry   drain.Holder
-	released map[drain.UID]bool
-	posting  bool
-	// everything and poked are what the report loop wakes up for.
-	everything, poked bool
-	said              map[drain.UID]drain.Report
-	// numbers are those of the drains that the agent was told of, at each gate.
-	numbers [2]map[drain.UID]uint64
-	// asks are told when the stream is lost.
-	asks []func()
-	// at is when the coordinator wrote what was heard last.
-	at time.Time
+func (d *disk) Read() ([]byte, error) {
+	if d.data == nil {
+		return nil, fs.ErrNotExist
+	}
+	return d.data, nil
+}
+
+func (d *disk) SetAside() error { panic("the journal cannot be read") }
+
+func (d *disk) Replace(data []byte) error {
+	if d.w.faulty() && d.w.kinds[badDisk] && d.w.chance(200) {
+		return errDisk
+	}
+	d.data = data
+	d.writes++
+	return nil
 }
 
 func (a *agent) log(format string, args ...any) { a.w.logf(a.name, format, args...) }
@@ -145,31 +144,61 @@ func (a *agent) start() {
 		return
 	}
 	a.up, a.started, a.left = true, w.at, false
-	a.hooks, a.watched, a.sent, a.broken = nil, map[string]map[drain.UID]bool{}, map[drain.UID]bool{}, nil
-	a.set = health.New(health.Options{})
-	a.dead = map[drain.UID]bool{}
-	a.known, a.expiries = map[health.UID]health.State{}, map[drain.UID]map[string]time.Time{}
-	a.seen, a.told = map[int]int{}, map[int][]endpoint{}
+	a.hooks, a.broken = nil, nil
+	a.dead, a.expiries, a.heard = map[drain.UID]bool{}, map[drain.UID]map[string]time.Time{}, &source.Heard{}
 	a.programming, a.learned, a.unlearned = false, false, false
 	a.stepping, a.poked, a.generation = false, false, ""
-	a.pause, a.unread, a.rush = fastest, retryFirst, 0
+	a.set = health.New(health.Options{})
 	a.log("starts")
-	for _, uid := range sorted(a.journal) {
-		e := a.journal[uid]
-		for _, holder := range sorted(e.holders) {
-			if e.holders[holder].After(w.now) {
-				a.set.Exclude(w.now, uid, holder, e.since, e.holders[holder])
-				a.expiry(uid, holder, e.holders[holder])
-			} else {
-				delete(e.holders, holder)
-			}
+	if a.kernel == nil {
+		a.direct()
+	} else {
+		a.kernel.watched = map[netip.Addr]int{}
+		a.observed = observation.New(a.kernel, nil, propagation, prometheus.WrapRegistererWith(nil, nil),
+			w.logger(a.name))
+	}
+	a.links = nil
+	for _, c := range w.coords {
+		l := &link{a: a, c: c}
+		a.links = append(a.links, l)
+		w.after(&a.proc, w.between(time.Millisecond, 50*time.Millisecond), l.connect)
+	}
+	w.after(&a.proc, learnMost, func() {
+		if !a.learned {
+			a.unlearned = true
+			a.log("programs its gateway without having learned")
+			a.program()
 		}
-		if e.dead {
-			a.set.MarkTerminating(w.now, uid)
-		} else if len(e.holders) == 0 {
-			delete(a.journal, uid)
+	})
+}
+
+// direct is cmd/agent's runDirected.
+func (a *agent) direct() {
+	w := a.w
+	log := w.logger(a.name)
+	a.disk.w = w
+	a.journal = journal.On(&a.disk, w.now, a.stamp(), nil, log)
+	for _, e := range a.journal.Exclusions() {
+		for holder, until := range e.Expiries {
+			a.expiry(e.Pod.UID, holder, until)
+		}
+		a.dead[e.Pod.UID] = e.Terminating
+	}
+	ports := map[health.Pool]endpoints.Port{}
+	a.index = endpoints.NewIndex()
+	for i := range w.api.services {
+		of := service(i)
+		ports[pool(i)] = endpoints.Port{Service: types.NamespacedName{Namespace: of.Namespace, Name: of.Name}}
+		if slices.Contains(a.services, i) {
+			a.index.Follow(ports[pool(i)])
 		}
 	}
+	a.exclusions = exclusion.New(w.now, a.set, a.journal, ports, a.wake, nil, log)
+	a.lapses = &exclusion.Lapses{Exclusions: a.exclusions,
+		Rand: func(most time.Duration) time.Duration { return w.between(0, most-1) }}
+	a.steps = gateway.NewSteps(a.set)
+	w.after(&a.proc, time.Millisecond, a.persist)
+	a.lapse()
 	w.after(&a.proc, w.between(5*time.Millisecond, 300*time.Millisecond), func() {
 		w.api.list(a.watch, func() { a.set.Synced(); a.log("has synced"); a.wake() })
 	})
@@ -177,24 +206,6 @@ func (a *agent) start() {
 		a.set.SetCheck(w.now, pool(0), check)
 		a.probe()
 	}
-	a.links = nil
-	for _, c := range w.coords {
-		l := &link{a: a, c: c, pause: pauseFirst}
-		a.links = append(a.links, l)
-		w.after(&a.proc, w.between(time.Millisecond, 50*time.Millisecond), l.connect)
-	}
-	if w.rule8 {
-		a.program()
-	} else {
-		w.after(&a.proc, learnMost, func() {
-			if !a.learned {
-				a.unlearned = true
-				a.log("programs its gateway without having learned")
-				a.program()
-			}
-		})
-	}
-	a.lapse()
 }
 
 // check is how the targets of the first pool are probed, in worlds where they are.
@@ -217,10 +228,8 @@ func (a *agent) probe() {
 			outcome.Kind, took = health.Timeout, check.Timeout
 		}
 		w.after(&a.proc, took, func() {
-			if a.set.Report(w.now, job, outcome); len(a.set.Work()) > 0 {
-				<-a.set.Work()
-				a.wake()
-			}
+			a.set.Report(w.now, job, outcome)
+			a.work()
 		})
 	}
 	wait := 100 * time.Millisecond
@@ -241,7 +250,9 @@ func (a *agent) program() {
 			a.w.api.rosterChanged()
 		})
 	}
-	a.step()
+	if a.kernel == nil {
+		a.step()
+	}
 }
 
 func (a *agent) crash(lost bool) {
@@ -269,60 +280,93 @@ func (a *agent) crash(lost bool) {
 	a.broken = nil
 }
 
-// lapse is cmd/agent's: time alone lets no pod back in. A expiry that is over stands until a list
-// says that the watch is not behind.
+// stamp is the clock of the journal.
+func (a *agent) stamp() journal.Stamp { return journal.Stamp{Boot: "boot", At: a.w.at} }
+
+// persist is Journal.Run: what has changed is written within a second.
+func (a *agent) persist() {
+	if a.write() {
+		a.w.after(&a.proc, a.w.between(100*time.Millisecond, time.Second), a.persist)
+	}
+}
+
+// write is Journal.Sync: false if the agent dies of it.
+func (a *agent) write() bool {
+	writes := a.disk.writes
+	_ = a.journal.Write(func() (time.Time, journal.Stamp) { return a.w.now, a.stamp() })
+	if a.disk.writes > writes && a.dies("after a write of its journal") {
+		return false
+	}
+	a.changed() // what is in the file may be told
+	return true
+}
+
+var (
+	errDisk    = errors.New("the disk is bad")
+	errGateway = errors.New("the gateway refuses it")
+	errDeaf    = errors.New("the gateway does not answer")
+	errBehind  = errors.New("the watch is behind")
+)
+
+// lapse is Exclusions.Expire.
 func (a *agent) lapse() {
 	w := a.w
-	w.after(&a.proc, lapseEvery, func() {
-		if a.overdue() {
-			asked, now := map[int]int{}, w.now
-			for _, service := range a.services {
-				asked[service] = w.api.slices[service].version
-			}
-			w.api.list(a.watch, func() {
-				for service, version := range asked {
-					if a.seen[service] < version {
-						return // behind: the next look asks again
-					}
-				}
-				a.lapsed(now)
-			})
+	w.after(&a.proc, exclusion.LapseEvery, func() {
+		asked := w.now
+		if !a.lapses.Due(asked) {
+			a.lapsed()
+			a.lapse()
+			return
 		}
-		a.lapse()
+		a.fresh(func(err error) {
+			a.lapses.Answered(asked, w.now, err)
+			a.lapsed()
+			a.lapse()
+		})
 	})
 }
 
-// overdue says whether some expiry is over.
-func (a *agent) overdue() bool {
-	for _, holders := range a.expiries {
-		for _, until := range holders {
-			if a.w.now.After(until) {
-				return true
-			}
+// fresh is Endpoints.Fresh: it calls then when everything was heard that the API server could tell
+// after the call.
+func (a *agent) fresh(then func(error)) {
+	w, over := a.w, false
+	end := func(err error) {
+		if !over {
+			over = true
+			then(err)
 		}
 	}
-	return false
+	w.after(&a.proc, source.FreshTimeout, func() { end(errBehind) })
+	w.send(&a.proc, &w.api.node, nil, 0, func() {
+		listed := map[string]*discovery.EndpointSliceList{}
+		for _, i := range a.services {
+			listed[service(i).Namespace] = w.api.inNamespace(service(i).Namespace)
+		}
+		w.send(&w.api.node, &a.proc, nil, 0, func() {
+			var look func()
+			look = func() {
+				if over {
+					return
+				}
+				for _, namespace := range sorted(listed) {
+					if name, err := a.heard.Missing(namespace, listed[namespace]); name != "" || err != nil {
+						w.after(&a.proc, source.FreshEvery, look)
+						return
+					}
+				}
+				end(nil)
+			}
+			look()
+		})
+	})
 }
 
-// lapsed ends the expiries that were over at now, which everything that the set knows of slices is
-// not older than.
-func (a *agent) lapsed(now time.Time) {
-	if uids := a.set.Lapse(now); len(uids) > 0 {
-		a.log("exclusions lapsed: %v", uids)
-		a.wake()
-	}
-	a.set.Refreshed(now)
+// lapsed brings the record of expiries to what has lapsed.
+func (a *agent) lapsed() {
 	for uid, holders := range a.expiries {
 		for holder, until := range holders {
-			if !now.After(until) {
-				continue
-			}
-			delete(holders, holder)
-			if e := a.journal[uid]; e != nil {
-				delete(e.holders, holder)
-				if len(e.holders) == 0 && !e.dead {
-					delete(a.journal, uid)
-				}
+			if a.w.now.After(until) && !slices.Contains(a.set.Held(holder), uid) {
+				delete(holders, holder)
 			}
 		}
 	}
@@ -332,38 +376,20 @@ func (a *agent) sliceSeen(service int, s slice) {
 	for _, e := range s.endpoints {
 		if e.terminating {
 			a.dead[e.uid] = true
-			if a.journal[e.uid] != nil {
-				a.journal[e.uid].dead = true
-			}
 		}
 	}
-	a.seen[service] = s.version
-	a.list(service, s.endpoints)
+	a.tell(a.index.Apply(a.w.now, s.object(service)))
+}
+
+// tell hands differences to the set: Endpoints.tell.
+func (a *agent) tell(changed []endpoints.PortChange) {
+	for _, c := range changed {
+		a.set.Change(a.w.now, health.Pool(c.Port.Service.Name), c.Changes)
+	}
 	a.wake()
 }
 
-// list hands the set the difference between what it was told of a Service and endpoints.
-func (a *agent) list(service int, endpoints []endpoint) {
-	var changes []health.Change
-	before := a.told[service]
-	for _, e := range endpoints {
-		if !slices.Contains(before, e) {
-			now := health.Endpoint{Target: target(e), Routable: e.ready, Terminating: e.terminating}
-			changes = append(changes, health.Change{Endpoint: now})
-		}
-	}
-	for _, b := range before {
-		if !slices.ContainsFunc(endpoints, func(e endpoint) bool { return target(e) == target(b) }) {
-			changes = append(changes, health.Change{Endpoint: health.Endpoint{Target: target(b)}, Unlisted: true})
-		}
-	}
-	a.told[service] = endpoints
-	a.set.Change(a.w.now, pool(service), changes)
-}
-
 func pool(service int) health.Pool { return health.Pool(rune('a' + service)) }
-
-// The exclusions: what is persisted, is persisted before the gateway is touched.
 
 func (a *agent) expiry(uid drain.UID, holder string, until time.Time) {
 	if a.expiries[uid] == nil {
@@ -374,65 +400,31 @@ func (a *agent) expiry(uid drain.UID, holder string, until time.Time) {
 	}
 }
 
-// exclude reports whether the agent has survived it.
-func (a *agent) exclude(p drain.Pod, holder string, since, expires time.Time) bool {
-	e := a.journal[p.UID]
-	if e == nil {
-		e = &entry{since: since, holders: map[string]time.Time{}}
-		a.journal[p.UID] = e
-	}
-	if since.Before(e.since) {
-		e.since = since
-	}
-	if expires.After(e.holders[holder]) {
-		e.holders[holder] = expires
-	}
-	if a.dies("after it has persisted an exclusion") {
-		return false
-	}
-	a.expiry(p.UID, holder, expires)
-	if a.set.Exclude(a.w.now, p.UID, holder, since, expires) {
-		a.log("exclusion on %s for %s", p.UID, holder)
-		a.wake()
-	}
-	return true
+// recorded is what a session asks of the exclusions, with a record beside them for the checks.
+type recorded struct {
+	*exclusion.Exclusions
+	a *agent
 }
 
-func (a *agent) readmission(uid drain.UID, holder string, dead bool) {
-	e := a.journal[uid]
-	if dead {
-		a.dead[uid] = true
-		if e == nil {
-			e = &entry{since: a.w.now, holders: map[string]time.Time{}}
-			a.journal[uid] = e
-		}
-		e.dead = true
-		a.set.MarkTerminating(a.w.now, uid)
-	}
-	if a.set.Readmit(uid, holder) {
-		a.log("%s ends its exclusion on %s, dead=%t", holder, uid, dead)
-	}
-	delete(a.expiries[uid], holder)
-	if e != nil {
-		delete(e.holders, holder)
-		if len(e.holders) == 0 && !e.dead {
-			delete(a.journal, uid)
-		}
-	}
-	a.checkHolders(uid)
-	a.wake()
+func (r recorded) Exclude(now time.Time, p drain.Pod, holder string, since, expires time.Time) {
+	r.a.expiry(p.UID, holder, expires)
+	r.Exclusions.Exclude(now, p, holder, since, expires)
+	w := r.a.w
+	w.after(&r.a.proc, w.between(20*time.Microsecond, 3*time.Millisecond), func() { r.a.write() })
 }
 
-func (a *agent) renew(holder string, expires time.Time) {
-	a.set.Renew(holder, expires)
-	for uid, holders := range a.expiries {
+func (r recorded) Readmit(now time.Time, uid drain.UID, holder string, dead bool) {
+	r.a.dead[uid] = r.a.dead[uid] || dead
+	r.Exclusions.Readmit(now, uid, holder, dead)
+	delete(r.a.expiries[uid], holder)
+	r.a.checkHolders(uid)
+}
+
+func (r recorded) Renew(now time.Time, holder string, expires time.Time) {
+	r.Exclusions.Renew(now, holder, expires)
+	for uid, holders := range r.a.expiries {
 		if _, ok := holders[holder]; ok { // over or not: it stands until it is lapsed
-			a.expiry(uid, holder, expires)
-		}
-		if e := a.journal[uid]; e != nil {
-			if until, ok := e.holders[holder]; ok && expires.Sub(until) >= coarse {
-				e.holders[holder] = expires
-			}
+			r.a.expiry(uid, holder, expires)
 		}
 	}
 }
@@ -441,135 +433,26 @@ func (a *agent) renew(holder string, expires time.Time) {
 
 func (a *agent) wake() {
 	switch {
-	case !a.programming:
+	case !a.programming || a.kernel != nil:
 	case a.stepping:
 		a.poked = true
 	default:
-		a.pause = fastest
-		a.turn++
-		a.step()
+		a.steps.Woken()
+		a.again(0)
 	}
 }
 
-// step is one step of Director.Run.
-func (a *agent) step() {
-	w := a.w
-	a.stepping, a.poked = true, false
-	if a.deaf > w.at {
-		w.after(&a.proc, callTimeout, func() {
-			a.set.Void(w.now)
-			a.changed()
-			a.sleep(a.unread)
-			a.unread = min(2*a.unread, retryMost)
-		})
-		return
-	}
-	ops := a.set.Pending()
-	a.checkOps(ops)
-	if len(ops) == 0 {
-		a.read(nil)
-		return
-	}
-	took := w.between(100*time.Microsecond, 15*time.Millisecond)
-	if w.faulty() && w.kinds[slowGateway] && w.chance(300) {
-		took = w.between(100*time.Millisecond, 4*time.Second)
-	}
-	w.after(&a.proc, took, func() {
-		for i, op := range ops {
-			if w.faulty() && w.kinds[opErrors] && w.chance(100) {
-				a.log("the gateway refuses %s", op)
-				continue
-			}
-			a.log("%s", op)
-			a.gw.apply(op)
-			a.checkLast(op)
-			if i == len(ops)/2 && a.dies("between two operations") {
-				return
-			}
-		}
-		a.read(ops)
-	})
-}
-
-func (a *agent) read(ops []health.Op) {
-	w := a.w
-	keys := a.set.Watched()
-	for _, op := range ops {
-		if _, found := slices.BinarySearchFunc(keys, op.Key, compareKeys); !found {
-			keys = append(keys, op.Key)
-		}
-	}
-	at := w.now
-	took := w.between(200*time.Microsecond, 4*time.Millisecond)
-	w.after(&a.proc, took, func() {
-		if !a.gw.up || w.faulty() && w.kinds[opErrors] && w.chance(20) {
-			a.set.Void(w.now)
-			a.changed()
-			a.sleep(a.unread)
-			a.unread = min(2*a.unread, retryMost)
-			return
-		}
-		seen := health.Observation{Generation: strconv.Itoa(a.gw.generation), At: at,
-			Seen: make(map[health.Key]health.Seen, len(keys))}
-		for _, k := range keys {
-			seen.Seen[k] = a.gw.read(k)
-		}
-		sampled := w.at
-		if len(keys) == 0 {
-			a.taken(ops, seen, sampled)
-			return
-		}
-		w.after(&a.proc, w.between(0, 2*time.Millisecond), func() {
-			if a.dies("after a reading") {
-				return
-			}
-			a.taken(ops, seen, sampled)
-		})
-	})
-}
-
-// taken is the rest of the step: the set takes the reading in.
-func (a *agent) taken(ops []health.Op, seen health.Observation, sampled time.Duration) {
-	w := a.w
-	moved := seen.Generation != a.generation
-	if moved {
-		a.log("the gateway is of generation %s", seen.Generation)
-		a.set.Adopt(w.now, a.gw.owned())
-		a.generation = seen.Generation
-	}
-	a.readAt = seen.At.Sub(epoch)
-	a.set.Observe(w.now, seen)
-	a.checkTruth(sampled)
-	a.changed()
-	a.unread = retryFirst
-	pending := a.set.Pending()
-	again := moved
-	for _, op := range pending {
-		again = again || !slices.Contains(ops, op)
-	}
-	if again && a.rush < rushMost {
-		a.rush++
-		a.step()
-		return
-	}
-	a.rush = 0
-	wait := watchReloads
-	switch {
-	case a.set.Unsettled() || len(pending) > 0:
-		wait, a.pause = a.pause, min(a.pause*3/2, slowest)
-	case len(a.set.Watched()) > 0:
-		wait, a.pause = watchExclusions, fastest
+// work takes in that the health of targets has changed.
+func (a *agent) work() {
+	select {
+	case <-a.set.Work():
+		a.wake()
 	default:
-		a.pause = fastest
 	}
-	a.sleep(wait)
 }
 
-func (a *agent) sleep(wait time.Duration) {
-	a.stepping = false
-	if a.poked {
-		a.pause, wait = fastest, 0
-	}
+// again makes the next step after a pause, which a later call replaces.
+func (a *agent) again(wait time.Duration) {
 	a.turn++
 	turn := a.turn
 	a.w.after(&a.proc, wait, func() {
@@ -579,189 +462,124 @@ func (a *agent) sleep(wait time.Duration) {
 	})
 }
 
-// changed tells the streams that an exclusion has another state.
-func (a *agent) changed() {
-	stones := a.set.Exclusions()
-	news := len(stones) != len(a.known)
-	for _, s := range stones {
-		was, known := a.known[s.UID]
-		news = news || s.State == health.Kept
-		if !known || was != s.State {
-			news = true
-			a.log("%s is %s", s.UID, s.State)
+// step is Director.step. Each call of the gateway may be refused, be carried out although it is not
+// answered, be answered although it is not carried out, or take long.
+func (a *agent) step() {
+	w := a.w
+	a.stepping, a.poked = true, false
+	ops := a.steps.Begin(w.now)
+	a.checkOps(ops)
+	switch {
+	case len(ops) == 0:
+		a.read(a.steps.Applied(nil))
+	case slices.ContainsFunc(ops, func(op health.Op) bool { return op.Want != health.WantRouted }):
+		if a.write() { // exclusion.WriteAhead
+			a.apply(ops)
 		}
-	}
-	if !news {
-		return
-	}
-	clear(a.known)
-	for _, s := range stones {
-		a.known[s.UID] = s.State
-	}
-	for _, l := range a.links {
-		l.poke(false)
+	default:
+		a.apply(ops)
 	}
 }
 
-// The streams.
-
-func (l *link) connect() {
-	w, a, c := l.a.w, l.a, l.c
-	k := &conn{}
-	l.numbers = [2]map[drain.UID]uint64{{}, {}}
-	l.conn, l.began, l.heardAt = k, w.at, w.at
-	l.synced, l.declared, l.posting, l.released, l.said = false, false, false, nil, map[drain.UID]drain.Report{}
-	if !c.up {
-		w.after(&a.proc, time.Millisecond, func() { l.lost(k) })
-		return
+func (a *agent) apply(ops []health.Op) {
+	w := a.w
+	took := w.between(100*time.Microsecond, 15*time.Millisecond)
+	if w.faulty() && w.kinds[slowGateway] && w.chance(300) {
+		took = w.between(100*time.Millisecond, 4*time.Second)
 	}
-	boot := fmt.Sprint(a.life) // that in which the agent connects, whatever its life when the replica accepts
-	w.send(&a.proc, &c.proc, k, 0, func() { c.connect(l, k, boot) })
-	l.watchdog(k)
-}
-
-// watchdog ends a stream on which nothing comes.
-func (l *link) watchdog(k *conn) {
-	w := l.a.w
-	w.after(&l.a.proc, l.heardAt+w.times.Away-w.at, func() {
-		switch {
-		case l.conn != k:
-		case w.at-l.heardAt >= w.times.Away:
-			l.a.log("%s is silent", l.c.name)
-			l.lost(k)
-		default:
-			l.watchdog(k)
+	deaf := a.deaf > w.at
+	if deaf {
+		took = gateway.CallTimeout
+	}
+	w.after(&a.proc, took, func() {
+		var errs []error
+		for i, op := range ops {
+			switch {
+			case deaf:
+				errs = append(errs, errDeaf)
+				continue
+			case w.faulty() && w.kinds[opErrors] && w.chance(100):
+				a.log("the gateway refuses %s", op)
+				errs = append(errs, errGateway)
+				continue
+			case w.faulty() && w.kinds[opErrors] && w.chance(50):
+				a.log("the gateway says that it has done %s", op)
+				continue
+			case w.faulty() && w.kinds[opErrors] && w.chance(50):
+				errs = append(errs, errDeaf) // it is carried out all the same
+			}
+			a.log("%s", op)
+			a.gw.apply(op)
+			a.checkLast(op)
+			if i == len(ops)/2 && a.dies("between two operations") {
+				return
+			}
 		}
+		a.read(a.steps.Applied(errors.Join(errs...)))
 	})
 }
 
-// closed is told when the other side died.
-func (l *link) closed() {
-	if l.conn != nil {
-		l.lost(l.conn)
-	}
-}
-
-func (l *link) lost(k *conn) {
-	w, a, c := l.a.w, l.a, l.c
-	if l.conn != k {
+func (a *agent) read(keys []health.Key) {
+	w := a.w
+	if a.deaf > w.at {
+		w.after(&a.proc, gateway.CallTimeout, func() { a.taken(health.Observation{}, nil, 0, errDeaf) })
 		return
 	}
-	l.conn, l.declared, l.posting = nil, false, false
-	asks := l.asks
-	l.asks = nil
-	for _, fail := range asks {
-		fail()
-	}
-	w.cut(&a.proc, &c.proc, k, 0, false, func() { c.endOf(k) })
-	if w.at-l.began > pauseMost {
-		l.pause = pauseFirst
-	}
-	pause := w.between(l.pause/2, l.pause)
-	l.pause = min(2*l.pause, pauseMost)
-	w.after(&a.proc, pause, func() {
-		if l.conn == nil && !a.left {
-			l.connect()
-		}
-	})
-}
-
-// receive carries out what came in one write.
-func (l *link) receive(k *conn, at time.Time, session uint64, expiry drain.Holder, open []drain.Open,
-	released []drain.Release, first bool) {
-	w, a := l.a.w, l.a
-	if l.conn != k {
-		return
-	}
-	l.heardAt, l.session, l.expiry = w.at, session, expiry
-	holder, expires := expiry.String(), w.now.Add(w.times.Expiry)
-	a.renew(holder, expires)
-	l.at = at
-	for _, d := range open {
-		if d.Watch != nil {
-			a.observe(d.Pod.UID, holder, true)
-		} else if !a.exclude(d.Pod, holder, d.Since, expires) {
+	at := w.now
+	w.after(&a.proc, w.between(200*time.Microsecond, 4*time.Millisecond), func() {
+		if !a.gw.up || w.faulty() && w.kinds[opErrors] && w.chance(20) {
+			a.taken(health.Observation{}, nil, 0, errGateway)
 			return
 		}
-		l.numbers[gateOf(d)][d.Pod.UID] = d.Number
-		l.poke(false)
-	}
-	for _, r := range released {
-		if r.Gate == drain.AtBarrier {
-			a.observe(r.UID, holder, false)
-			delete(l.numbers[r.Gate], r.UID)
-			if l.released != nil {
-				l.released[r.UID] = true
+		seen := health.Observation{Generation: strconv.Itoa(a.gw.generation), At: at,
+			Seen: make(map[health.Key]health.Seen, len(keys))}
+		for _, k := range keys {
+			seen.Seen[k] = a.gw.read(k)
+		}
+		sampled := w.at
+		w.after(&a.proc, w.between(0, 2*time.Millisecond), func() {
+			switch {
+			case a.dies("after a reading"):
+			case !a.steps.Moved(seen):
+				a.taken(seen, nil, sampled, nil)
+			case a.gw.up:
+				a.taken(seen, a.gw.owned(), sampled, nil)
+			default:
+				a.taken(seen, nil, sampled, errGateway)
 			}
-			continue
-		}
-		delete(l.numbers[r.Gate], r.UID)
-		if l.released != nil {
-			l.released[r.UID] = true
-		}
-		a.readmission(r.UID, holder, r.Terminating)
-	}
-	if !first || l.synced {
-		return
-	}
-	l.synced = true
-	for uid := range a.watched[holder] {
-		if !slices.ContainsFunc(open, func(d drain.Open) bool { return d.Pod.UID == uid && d.Watch != nil }) {
-			a.observe(uid, holder, false)
-		}
-	}
-	for _, uid := range a.set.Held(holder) {
-		if !slices.ContainsFunc(open, func(d drain.Open) bool { return d.Pod.UID == uid }) {
-			a.readmission(uid, holder, false)
-		}
-	}
-	l.declare(k)
-}
-
-// post brings one request to the replica and its answer back. It ends the stream if none comes in
-// time.
-func (l *link) post(k *conn, serve func() bool, answered func()) {
-	w, a, c := l.a.w, l.a, l.c
-	done := false
-	twice := w.faulty() && w.chance(w.twice)
-	if !c.up {
-		w.after(&a.proc, time.Millisecond, func() { l.lost(k) })
-		return
-	}
-	w.send(&a.proc, &c.proc, nil, 0, func() {
-		ok := serve()
-		if twice {
-			serve()
-		}
-		w.send(&c.proc, &a.proc, nil, 0, func() {
-			if done || l.conn != k {
-				return
-			}
-			done = true
-			if !ok {
-				l.lost(k)
-				return
-			}
-			answered()
 		})
 	})
-	w.after(&a.proc, postTimeout, func() {
-		if !done {
-			done = true
-			l.lost(k)
-		}
-	})
 }
 
-// leave tells every replica to which a stream is open, once.
-func (a *agent) leave() {
-	a.log("leaves")
-	a.left = true
-	for _, l := range a.links {
-		if k := l.conn; k != nil && l.session != 0 && l.synced {
-			c, session, boot := l.c, l.session, fmt.Sprint(a.life)
-			a.w.measure("leaves that were sent to a replica")
-			l.post(k, func() bool { return c.leave(a, session, boot) }, func() {})
+// taken is the rest of the step, with what was read at sampled.
+func (a *agent) taken(seen health.Observation, owned []health.Key, sampled time.Duration, err error) {
+	if err == nil {
+		if a.generation != seen.Generation {
+			a.log("the gateway is of generation %s", seen.Generation)
+		}
+		a.generation, a.readAt = seen.Generation, seen.At.Sub(epoch)
+	}
+	done := a.steps.Read(a.w.now, seen, owned, err)
+	if err == nil {
+		a.checkTruth(sampled)
+	}
+	a.changed()
+	if done.Wait == 0 {
+		a.step()
+		return
+	}
+	a.stepping = false
+	a.again(done.Wait)
+	if a.work(); a.poked {
+		a.wake()
+	}
+}
+
+// changed tells the streams that an exclusion has another state.
+func (a *agent) changed() {
+	if a.exclusions.Changed(a.w.now) {
+		for _, l := range a.links {
+			l.poke(false)
 		}
 	}
 }
@@ -776,205 +594,19 @@ func (a *agent) forsake() {
 	s := a.services[i]
 	a.log("does not route %s any more", service(s))
 	a.services = slices.Delete(slices.Clone(a.services), i, i+1)
-	a.list(s, nil)
+	gone := a.index.Endpoints(types.NamespacedName{Namespace: service(s).Namespace, Name: service(s).Name}, "")
+	changes := make([]health.Change, len(gone))
+	for i, e := range gone {
+		changes[i] = health.Change{Endpoint: health.Endpoint{Target: e.Target}, Unlisted: true}
+	}
+	a.set.Change(w.now, pool(s), changes)
+	a.declarations++
 	for _, l := range a.links {
-		if l.declared {
+		if l.declared && !l.declaring {
 			l.declare(l.conn)
 		}
 	}
 	w.after(&a.proc, w.between(0, time.Second), a.wake)
-}
-
-func (l *link) declare(k *conn) {
-	a, c, session := l.a, l.c, l.session
-	routes := make([]drain.Route, 0, len(a.services))
-	for _, s := range a.services {
-		routes = append(routes, drain.Route{Service: service(s), Via: drain.Endpoints, Kind: drain.Directed,
-			Granularity: drain.PerRequest})
-	}
-	if a.kernel != nil {
-		routes = []drain.Route{{Service: drain.EveryService, Via: drain.Endpoints, Kind: drain.Observed,
-			Granularity: drain.PerConnection}}
-	}
-	l.released = map[drain.UID]bool{}
-	var open []drain.Open
-	l.post(k, func() (ok bool) { open, ok = c.declare(a, session, routes); return ok }, func() {
-		settled, holder, expires := true, l.expiry.String(), a.w.now.Add(a.w.times.Expiry)
-		for _, d := range open {
-			if l.released[d.Pod.UID] {
-				settled = false
-				continue
-			}
-			if d.Watch != nil {
-				a.observe(d.Pod.UID, holder, true)
-			} else if !a.exclude(d.Pod, holder, d.Since, expires) {
-				return
-			}
-			numbers := l.numbers[gateOf(d)]
-			numbers[d.Pod.UID] = max(numbers[d.Pod.UID], d.Number)
-		}
-		l.released = nil
-		if !settled {
-			l.declare(k)
-			return
-		}
-		l.declared = true
-		a.learn()
-		l.renewal(k)
-		l.everything = true
-		l.reports(k)
-	})
-}
-
-// gateOf is the gate at which an agent that is told of d answers.
-func gateOf(d drain.Open) drain.Gate {
-	if d.Watch != nil {
-		return drain.AtBarrier
-	}
-	return drain.AtHold
-}
-
-func (a *agent) learn() {
-	for _, l := range a.links {
-		if !l.declared {
-			return
-		}
-	}
-	if !a.learned {
-		a.learned = true
-		a.log("has learned which drains are open")
-	}
-	a.program()
-}
-
-func (l *link) renewal(k *conn) {
-	w := l.a.w
-	w.after(&l.a.proc, w.times.Renewal/2, func() {
-		if l.conn == k {
-			l.poke(true)
-			l.renewal(k)
-		}
-	})
-}
-
-// poke says that there may be something to report.
-func (l *link) poke(everything bool) {
-	l.everything = l.everything || everything
-	switch {
-	case l.conn == nil || !l.declared:
-	case l.posting:
-		l.poked = true
-	default:
-		l.reports(l.conn)
-	}
-}
-
-// reports posts what has changed, or everything.
-func (l *link) reports(k *conn) {
-	a, c, session, at := l.a, l.c, l.session, l.at
-	if a.deaf > a.w.at {
-		return
-	}
-	held := a.set.Held(l.expiry.String())
-	now := map[drain.UID]drain.Report{}
-	var news []said
-	for _, s := range a.set.Exclusions() {
-		if _, asked := slices.BinarySearch(held, s.UID); !asked {
-			continue
-		}
-		r := drain.Report{UID: s.UID, Generation: s.Generation, State: wireState(s.State)}
-		r.Number = l.numbers[drain.AtHold][r.UID]
-		if s.State >= health.Removed {
-			r.Proof = drain.Runtime
-		}
-		if s.State == health.Kept {
-			var names []string
-			for _, p := range s.Kept {
-				names = append(names, service(int(p[0]-'a')).String())
-			}
-			slices.Sort(names)
-			r.Kept, r.NoConnections = strings.Join(names, ","), s.NoConnections
-		}
-		now[r.UID] = r
-		if l.everything || l.said[r.UID] != r {
-			news = append(news, said{Report: r, readAt: a.readAt})
-		}
-	}
-	for _, uid := range sorted(a.watched[l.expiry.String()]) {
-		r := drain.Report{
-			UID: uid, State: a.kernel.state(uid), Gate: drain.AtBarrier, Number: l.numbers[drain.AtBarrier][uid],
-			NoConnections: a.kernel.synced && a.kernel.active[uid] == 0, HasSent: a.sent[uid],
-		}
-		if r.State >= drain.Removed {
-			r.Proof = drain.Runtime
-		}
-		now[uid] = r
-		if l.everything || l.said[uid] != r {
-			news = append(news, said{Report: r, readAt: a.w.at})
-		}
-	}
-	l.said, l.everything, l.poked = now, false, false
-	if len(news) == 0 {
-		return
-	}
-	l.posting = true
-	l.post(k, func() bool { return c.report(a, at, session, news) }, func() {
-		if a.dies("after a report") {
-			return
-		}
-		l.posting = false
-		if l.poked {
-			l.reports(k)
-		}
-	})
-}
-
-// observe begins to observe a pod for holder, or ends that.
-func (a *agent) observe(uid drain.UID, holder string, begin bool) {
-	switch {
-	case !begin:
-		if delete(a.watched[holder], uid); !a.observes(uid) {
-			delete(a.sent, uid)
-		}
-		return
-	case a.watched[holder] == nil:
-		a.watched[holder] = map[drain.UID]bool{uid: true}
-	default:
-		a.watched[holder][uid] = true
-	}
-	a.look(uid)
-}
-
-// observes says whether somebody wants a pod to be observed.
-func (a *agent) observes(uid drain.UID) bool {
-	for _, uids := range a.watched {
-		if uids[uid] {
-			return true
-		}
-	}
-	return false
-}
-
-// look notes whether the kernel sends to a pod that is observed.
-func (a *agent) look(uid drain.UID) {
-	if a.kernel.synced && a.kernel.routes(uid) {
-		a.sent[uid] = true
-	}
-}
-
-func wireState(s health.State) drain.State {
-	switch s {
-	case health.Routing:
-		return drain.Routing
-	case health.Kept:
-		return drain.Kept
-	case health.Removed:
-		return drain.Removed
-	case health.Idle:
-		return drain.Idle
-	default:
-		return drain.StateUnknown
-	}
 }
 
 // newAgent makes an agent beside a gateway of its own. Its pod is listed from now on, its process
@@ -990,7 +622,7 @@ func (w *world) addAgent(lag time.Duration, population string) {
 	}
 	n, observes := len(w.agents)+1, population != ""
 	a := &agent{
-		w: w, id: drain.AgentID(fmt.Sprintf("agent-%d", n)), listed: true, journal: map[drain.UID]*entry{},
+		w: w, id: drain.AgentID(fmt.Sprintf("agent-%d", n)), listed: true,
 		population: population, proc: proc{node: w.nodes, name: fmt.Sprintf("agent-%d", n)},
 	}
 	w.nodes++
@@ -1005,9 +637,10 @@ func (w *world) addAgent(lag time.Duration, population string) {
 	}
 	a.gw = newGateway(w, a)
 	a.watch = &watcher{p: &a.proc, slice: func(service int, s slice) {
-		if slices.Contains(a.services, service) {
+		if slices.Contains(a.services, service) && a.kernel == nil {
 			a.sliceSeen(service, s)
 		}
+		a.heard.Record(s.object(service), false)
 	}}
 	w.api.watchers = append(w.api.watchers, a.watch)
 	w.agents = append(w.agents, a)

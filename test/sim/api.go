@@ -2,10 +2,17 @@ package main
 
 import (
 	"cmp"
+	"context"
 	"fmt"
 	"net/netip"
 	"slices"
+	"strconv"
 	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	discovery "k8s.io/api/discovery/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/lameduck-io/lameduck/pkg/admission"
 	"github.com/lameduck-io/lameduck/pkg/drain"
@@ -69,6 +76,33 @@ type slice struct {
 	endpoints []endpoint
 }
 
+// resourceVersion is what the API server calls it by.
+func (s slice) resourceVersion() string { return strconv.FormatInt(int64(s.at)+1, 10) }
+
+// object is s as the API server shows it.
+func (s slice) object(i int) *discovery.EndpointSlice {
+	of := service(i)
+	object := &discovery.EndpointSlice{
+		ObjectMeta: metav1.ObjectMeta{Namespace: of.Namespace, Name: of.Name, ResourceVersion: s.resourceVersion(),
+			Labels: map[string]string{discovery.LabelServiceName: of.Name}},
+		AddressType: discovery.AddressTypeIPv4,
+		Ports:       []discovery.EndpointPort{{Port: new(int32(80))}},
+	}
+	for _, e := range s.endpoints {
+		of := discovery.Endpoint{
+			Addresses:  []string{e.addr.Addr().String()},
+			Conditions: discovery.EndpointConditions{Ready: &e.ready, Terminating: &e.terminating},
+			TargetRef: &corev1.ObjectReference{Kind: "Pod", Namespace: object.Namespace, Name: string(e.uid),
+				UID: types.UID(e.uid)},
+		}
+		if e.host != nil {
+			of.NodeName = &e.host.name
+		}
+		object.Endpoints = append(object.Endpoints, of)
+	}
+	return object
+}
+
 // word is why a deletion was let through: what the webhook said, and what every agent's last word
 // was then.
 type word struct {
@@ -101,11 +135,11 @@ type watcher struct {
 // podView is a pod as it was at one time.
 type podView struct {
 	ready, terminating, gone, target, failed bool
-	readyAt, committed                       time.Duration
+	readyAt, lostAt, committed               time.Duration
 }
 
 func (p *pod) view() podView {
-	return podView{p.ready, p.terminating, p.gone, p.target, p.failed, p.readyAt, p.committed}
+	return podView{p.ready, p.terminating, p.gone, p.target, p.failed, p.readyAt, p.lostAt, p.committed}
 }
 
 // setReady is what the kubelet says of a pod.
@@ -433,15 +467,12 @@ func (a *api) reask(uid drain.UID) {
 	}
 }
 
-// requestLimit is what the API server gives one DELETE or eviction in all.
-const requestLimit = 34 * time.Second
-
 func (a *api) attempt(c *caller) {
 	if c.p.terminating || c.p.gone {
 		c.p.calls--
 		return
 	}
-	a.review(c, a.w.at+requestLimit, true)
+	a.review(c, a.w.at+drain.RequestLimit, true)
 }
 
 // verdict is what came back from the webhooks.
@@ -545,6 +576,7 @@ func (a *api) call(c *caller, r *coord, timeout time.Duration, done func(v verdi
 	}
 	timeout = (timeout + time.Second - 1).Truncate(time.Second)
 	x := &call{caller: c, timeout: timeout, sent: w.at, life: r.life}
+	x.ctx, x.gone = context.WithCancel(context.Background())
 	x.answer = func(v verdict) { w.send(&r.proc, &a.node, nil, 0, func() { answer(v, true) }) }
 	x.reset = func() { answer(verdict{}, false) }
 	r.inbound = append(r.inbound, x)

@@ -1,25 +1,26 @@
 package main
 
 import (
+	"context"
+	"net/netip"
 	"slices"
 	"time"
 
+	"github.com/lameduck-io/lameduck/internal/agent/client"
+	"github.com/lameduck-io/lameduck/internal/agent/hooks"
+	"github.com/lameduck-io/lameduck/internal/agent/nodepods"
+	"github.com/lameduck-io/lameduck/internal/coordinator"
+	"github.com/lameduck-io/lameduck/internal/endpoints"
 	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/drain/wire"
+	"github.com/lameduck-io/lameduck/pkg/gateway"
 )
 
 const (
-	// barrierBound, answerMargin, barrierLook, askAgain, localIdle, localKept are those of the real
-	// shells (cmd/agent, internal/coordinator). kubeletMost is when the kubelet goes on whatever
+	// hookBound is what pods have annotated, and kubeletMost when the kubelet goes on whatever
 	// the hook does.
-	barrierBound = 30 * time.Second
-	answerMargin = 250 * time.Millisecond
-	barrierLook  = 250 * time.Millisecond
-	askAgain     = 250 * time.Millisecond
-	localIdle    = 10 * time.Second
-	localKept    = 2 * time.Second
-	kubeletMost  = 40 * time.Second
-	// heardBy is how long kernels have to hear of an endpoint (cmd/webhook).
-	heardBy = 10 * time.Second
+	hookBound   = 30 * time.Second
+	kubeletMost = 40 * time.Second
 )
 
 // sampling is that of clusters of a few nodes.
@@ -27,11 +28,12 @@ var sampling = drain.Sampling{AllUpTo: 2, Size: 2, Learn: 5}
 
 // kernel is a node's, kube-proxy included: it follows EndpointSlices, late, and takes no orders.
 type kernel struct {
-	w      *world
-	a      *agent
-	proxy  proc
-	watch  *watcher
-	slices []slice
+	gateway.Observed // what is called of it, it has itself
+	w                *world
+	a                *agent
+	proxy            proc
+	watch            *watcher
+	slices           []slice
 	// written are the versions of slices at the last sync.
 	written []int
 	// chosen is what kube-proxy last made of slices, which are as it heard them: the ready
@@ -45,13 +47,16 @@ type kernel struct {
 	// added is when the kernel began to send to a pod, the last time.
 	added  map[drain.UID]time.Duration
 	active map[drain.UID]int
-	// travelled: kube-proxy was told an older list.
-	travelled bool
+	// addrs are those of the endpoints that it has heard of, watched how many watches its agent has
+	// open of each.
+	addrs   map[drain.UID]netip.Addr
+	watched map[netip.Addr]int
 }
 
 func newKernel(w *world, a *agent) *kernel {
 	k := &kernel{
 		w: w, a: a, proxy: proc{node: a.node, name: "proxy-" + a.name, up: true}, active: map[drain.UID]int{},
+		addrs:  map[drain.UID]netip.Addr{},
 		added:  map[drain.UID]time.Duration{},
 		slices: make([]slice, w.api.services), written: make([]int, w.api.services),
 		chosen: make([][]drain.UID, 2*w.api.services), without: make([]bool, 2*w.api.services),
@@ -64,7 +69,6 @@ func newKernel(w *world, a *agent) *kernel {
 }
 
 func (k *kernel) sliceSeen(service int, s slice) {
-	k.travelled = k.travelled || s.version < k.slices[service].version
 	k.slices[service] = s
 	if k.dirty {
 		return
@@ -88,12 +92,15 @@ func (k *kernel) sync() {
 	}
 	for i, s := range k.slices {
 		k.written[i] = s.version
+		for _, e := range s.endpoints {
+			k.addrs[e.uid] = e.addr.Addr()
+		}
 		k.chosen[2*i], k.without[2*i], k.chosen[2*i+1], k.without[2*i+1] = nil, false, nil, false
 		if k.w.api.policies[i] != localAlways {
-			k.chosen[2*i], k.without[2*i] = choose(s.endpoints, nil)
+			k.chosen[2*i], k.without[2*i] = endpointsUsed(s.endpoints, nil)
 		}
 		if k.w.api.policies[i] != everywhere {
-			k.chosen[2*i+1], k.without[2*i+1] = choose(s.endpoints, k.a)
+			k.chosen[2*i+1], k.without[2*i+1] = endpointsUsed(s.endpoints, k.a)
 		}
 	}
 	for _, c := range k.chosen {
@@ -101,16 +108,13 @@ func (k *kernel) sync() {
 			if !before[uid] {
 				k.added[uid] = k.w.at
 			}
-			if k.a.observes(uid) {
-				k.a.sent[uid] = true
-			}
 		}
 	}
 	k.changed()
 }
 
-// choose is what kube-proxy makes of endpoints, of one node if here is not nil.
-func choose(endpoints []endpoint, here *agent) (chosen []drain.UID, without bool) {
+// endpointsUsed is what kube-proxy makes of endpoints, of one node if here is not nil.
+func endpointsUsed(endpoints []endpoint, here *agent) (chosen []drain.UID, without bool) {
 	for _, e := range endpoints {
 		if e.ready && !e.terminating && (here == nil || e.host == here) {
 			chosen = append(chosen, e.uid)
@@ -135,20 +139,20 @@ func (k *kernel) late(p *pod) string {
 	switch added := k.added[p.uid]; {
 	case added < p.committed:
 		return ""
-	case added-p.readyAt > heardBy:
+	case added-p.readyAt > endpoints.Linger:
 		return "it heard more than 10 s late that the pod was ready"
-	case p.lostAt > 0 && p.committed-p.lostAt < heardBy:
+	case p.lostAt > 0 && p.committed-p.lostAt < endpoints.Linger:
 		return "it had not heard that the pod was not ready, and ready again"
 	default:
 		return ""
 	}
 }
 
-// behind reports whether the kernel has not taken in for more than heardBy what the API server
-// says. A coordinator that takes the last target of a node at its word cannot know that.
+// behind reports whether the kernel has not taken in for more than endpoints.Linger what the API
+// server says. A coordinator that takes the last target of a node at its word cannot know that.
 func (k *kernel) behind() bool {
 	for i, all := range k.w.api.history {
-		if next := k.written[i]; next < len(all) && k.w.at-all[next].at > heardBy {
+		if next := k.written[i]; next < len(all) && k.w.at-all[next].at > endpoints.Linger {
 			return true
 		}
 	}
@@ -161,7 +165,7 @@ func (k *kernel) checkEnd() {
 	w := k.w
 	for i, s := range w.api.slices {
 		for n, here := range []*agent{nil, k.a} {
-			want, _ := choose(s.endpoints, here)
+			want, _ := endpointsUsed(s.endpoints, here)
 			if n == 0 && w.api.policies[i] == localAlways || n == 1 && w.api.policies[i] == everywhere {
 				want = nil
 			}
@@ -172,8 +176,8 @@ func (k *kernel) checkEnd() {
 		}
 	}
 	for _, l := range k.a.links {
-		if uids := k.a.watched[l.expiry.String()]; l.conn != nil && len(uids) > 0 {
-			w.fail(checkExclusion, "%s observes %v for %s", k.a.name, sorted(uids), l.c.name)
+		if uids := k.a.observed.Watched(l.holder()); l.conn != nil && len(uids) > 0 {
+			w.fail(checkExclusion, "%s observes %v for %s", k.a.name, uids, l.c.name)
 		}
 	}
 }
@@ -185,31 +189,76 @@ func (k *kernel) changed() {
 		for _, l := range a.links {
 			l.poke(false)
 		}
+		for _, h := range slices.Clone(a.hooks) {
+			h.look()
+		}
 	})
 }
+
+// view is a watch of an address, whichever pod has it.
+type view struct {
+	k    *kernel
+	addr netip.Addr
+	was  gateway.Reading
+}
+
+// Watch implements gateway.Observed for a pod, which has one address.
+func (k *kernel) Watch(targets []netip.AddrPort, _ func()) gateway.Watch {
+	v := &view{k: k, addr: targets[0].Addr()}
+	k.watched[v.addr]++
+	return v
+}
+
+// Settle implements gateway.Observed: there is one worker.
+func (k *kernel) Settle() time.Duration { return 0 }
+
+// Reading implements gateway.Watch.
+func (v *view) Reading() gateway.Reading {
+	k := v.k
+	is := gateway.Reading{Counted: k.w.now, Since: k.w.now}
+	for uid, n := range k.active {
+		if k.addrs[uid] == v.addr {
+			is.Connections += n
+		}
+	}
+	is.NoConnections = k.synced && is.Connections == 0
+	is.State = k.state(v.addr, is.Connections)
+	if v.was.State == is.State && !v.was.Since.IsZero() {
+		is.Since = v.was.Since
+	}
+	v.was = is
+	return is
+}
+
+// Count implements gateway.Watch: connections are always counted.
+func (v *view) Count() {}
+
+// Close implements gateway.Watch.
+func (v *view) Close() { v.k.watched[v.addr]-- }
 
 func (k *kernel) routes(uid drain.UID) bool {
 	return slices.ContainsFunc(k.chosen, func(c []drain.UID) bool { return slices.Contains(c, uid) })
 }
 
-func (k *kernel) state(uid drain.UID) drain.State {
-	switch {
-	case !k.synced:
-		return drain.StateUnknown
-	case k.routes(uid):
-		for _, c := range k.chosen {
-			if slices.Contains(c, uid) && slices.ContainsFunc(c, func(o drain.UID) bool {
-				return o != uid && !k.a.observes(o)
-			}) {
-				return drain.Routing
-			}
-		}
-		return drain.Kept
-	case k.active[uid] > 0:
-		return drain.Removed
-	default:
-		return drain.Idle
+// state is what the kernel does with an address. Others that are watched are about to go too.
+func (k *kernel) state(addr netip.Addr, connections int) drain.State {
+	state := drain.Idle
+	if connections > 0 {
+		state = drain.Removed
 	}
+	for _, c := range k.chosen {
+		if !slices.ContainsFunc(c, func(uid drain.UID) bool { return k.addrs[uid] == addr }) {
+			continue
+		}
+		if slices.ContainsFunc(c, func(o drain.UID) bool { return k.addrs[o] != addr && k.watched[k.addrs[o]] == 0 }) {
+			return drain.Routing
+		}
+		state = drain.Kept
+	}
+	if !k.synced {
+		return drain.StateUnknown
+	}
+	return state
 }
 
 // kept says whether the kernel sends to uid for want of a ready endpoint only, as far as kube-proxy
@@ -298,20 +347,25 @@ type pass struct {
 	at     time.Duration
 	// excused holds the node agents that were not owed, and why.
 	excused map[*agent]string
+	// status is what a coordinator has answered.
+	status wire.BarrierStatus
 }
 
-// hook is a preStop hook that waits.
+// hook is a preStop hook that waits: the steps of package hooks.
 type hook struct {
-	p    *pod
-	a    *agent
-	done bool
+	*hooks.Wait
+	local gateway.Watch
+	p     *pod
+	a     *agent
+	done  bool
 	// run is that of the kubelet that waits for the answer, began when its clock began.
 	run   int
 	began time.Duration
-	// alone: no coordinator could be asked since the last one failed.
-	alone     bool
-	try       int
-	removedAt time.Duration
+	// passed is the answer of a coordinator, request what it is asked. try counts those that were
+	// asked, turn the pauses.
+	passed    pass
+	request   wire.BarrierRequest
+	try, turn int
 }
 
 // hooks runs the preStop hook of a pod that is terminating.
@@ -338,29 +392,62 @@ func (a *api) runHooks(p *pod, pause time.Duration) {
 func (a *agent) wait(p *pod, run int) {
 	w := a.w
 	for _, h := range a.hooks {
-		if h.p == p && brokenRule() != 18 {
+		if h.p == p {
 			h.run = run // all hooks of a pod share one wait
 			return
 		}
 	}
-	h := &hook{p: p, a: a, run: run, began: p.committed}
-	if brokenRule() == 18 {
-		h.began = w.at
-	}
+	deleted := epoch.Add(p.committed)
+	h := &hook{p: p, a: a, run: run, began: p.committed, local: gateway.WatchSettled(a.kernel, p.targets(), nil),
+		Wait: hooks.NewWait(w.now, nodepods.Pod{
+			Pod: p.drainPod(), Bound: hookBound, Allowed: kubeletMost, Since: deleted, Seen: deleted,
+			Targets: p.targets(),
+		})}
 	a.hooks = append(a.hooks, h)
 	life := a.life
-	w.after(nil, max(0, p.committed+barrierBound-w.at)+50*time.Millisecond, func() {
+	w.after(nil, max(0, p.committed+hookBound-w.at)+50*time.Millisecond, func() {
 		if !h.done && a.up && a.life == life && a.frozen <= w.at {
 			w.fail(checkHook, "the hook of %s is not answered by %s when its bound is over", p.uid, a.name)
 		}
 	})
-	left := h.began + barrierBound - w.at
-	if left <= 0 {
-		h.finish(pass{reason: "NoTime"})
+	h.look()
+}
+
+// targets is what the agent on the node of a pod watches: every port.
+func (p *pod) targets() []netip.AddrPort {
+	return []netip.AddrPort{netip.AddrPortFrom(p.addr.Addr(), 0)}
+}
+
+// look is one turn of Server.barrier.
+func (h *hook) look() {
+	w := h.a.w
+	if h.done {
 		return
 	}
-	w.after(&a.proc, left, func() { h.finish(pass{reason: "Bound"}) })
-	h.ask(0)
+	h.Look(w.now, h.local.Reading())
+	if h.Over {
+		h.passed.reason = h.Outcome()
+		h.finish(h.passed)
+		return
+	}
+	h.turn++
+	turn := h.turn
+	w.after(&h.a.proc, h.Wake.Sub(w.now), func() {
+		if h.turn == turn {
+			h.look()
+		}
+	})
+	if h.Ask != nil {
+		h.request = *h.Ask
+		h.ask(0)
+	}
+}
+
+// answered takes in what a coordinator answers.
+func (h *hook) answered(why pass, err error) {
+	h.passed = why
+	h.Answered(h.a.w.now, why.status, err)
+	h.look()
 }
 
 func (h *hook) finish(why pass) {
@@ -368,12 +455,13 @@ func (h *hook) finish(why pass) {
 		return
 	}
 	h.done = true
+	h.local.Close()
 	h.a.hooks = slices.DeleteFunc(h.a.hooks, func(o *hook) bool { return o == h })
 	h.a.log("the hook of %s is answered: %s", h.p.uid, why.reason)
 	h.a.w.api.sigterm(h.p, h.run, why)
 }
 
-// ask asks the replicas one after the other, from the i-th on, and then the kernel.
+// ask asks the replicas one after the other, from the i-th on: Client.Barrier.
 func (h *hook) ask(i int) {
 	a, w := h.a, h.a.w
 	if h.done {
@@ -382,7 +470,7 @@ func (h *hook) ask(i int) {
 	h.try++
 	try := h.try
 	for ; i < len(a.links); i++ {
-		if l := a.links[i]; l.conn != nil && l.synced {
+		if l := a.links[i]; l.open() {
 			next := i + 1
 			fail := func() {
 				if h.try == try {
@@ -390,48 +478,29 @@ func (h *hook) ask(i int) {
 				}
 			}
 			l.asks = append(l.asks, fail)
-			c, session, elapsed := l.c, l.session, w.at-h.began
+			c, asked := l.c, h.request
+			asked.Session, asked.ElapsedMillis = l.session.Hello.Session, (w.at - h.began).Milliseconds()
 			if !c.up {
 				w.after(&a.proc, time.Millisecond, fail)
 				return
 			}
 			w.send(&a.proc, &c.proc, nil, 0, func() {
-				c.bar(&barred{h: h, session: session, since: w.now.Add(-elapsed), life: c.life,
-					answer: func(ok bool, why pass) {
-						w.send(&c.proc, &a.proc, nil, 0, func() {
-							switch {
-							case h.done || h.try != try:
-							case ok:
-								h.finish(why)
-							default:
-								fail()
-							}
-						})
-					}})
+				c.bar(&barred{p: h.p, a: a, asked: asked, answer: func(ok bool, why pass) {
+					w.send(&c.proc, &a.proc, nil, 0, func() {
+						switch {
+						case h.done || h.try != try:
+						case ok:
+							h.answered(why, nil)
+						default:
+							fail()
+						}
+					})
+				}})
 			})
 			return
 		}
 	}
-	h.alone = true
-	h.local()
-	w.after(&a.proc, askAgain, func() { h.ask(0) })
-}
-
-// local ends the hook if this node's kernel has let go.
-func (h *hook) local() {
-	w, k := h.a.w, h.a.kernel
-	state := k.state(h.p.uid)
-	switch {
-	case state < drain.Removed:
-		h.removedAt = 0
-	case h.removedAt == 0:
-		h.removedAt = w.at
-	}
-	late := w.at-h.p.committed >= localKept
-	if state == drain.Idle || state == drain.Removed && w.at-h.removedAt >= localIdle ||
-		late && (state == drain.StateUnknown || state == drain.Kept && k.active[h.p.uid] == 0) {
-		h.finish(pass{reason: "Local"})
-	}
+	h.answered(pass{}, client.ErrNoCoordinator)
 }
 
 // sigterm is the moment of truth: the application ends at once.
@@ -449,137 +518,137 @@ func (a *api) sigterm(p *pod, run int, why pass) {
 
 // barred is a hook that waits at a replica.
 type barred struct {
-	h       *hook
-	session uint64
-	since   time.Time
-	life    int
-	answer  func(ok bool, why pass)
-	turn    int
-	over    bool
+	p      *pod
+	a      *agent
+	asked  wire.BarrierRequest
+	answer func(ok bool, why pass)
+	bar    *coordinator.Bar
+	// stated is the longest wait that one of the pod's Services states.
+	stated time.Duration
+	// began says that it has had a turn, turn counts what it waits for.
+	began, over bool
+	turn        int
 }
 
+// bar is Coordinator.barrier.
 func (c *coord) bar(x *barred) {
-	w, uid := c.w, x.h.p.uid
-	if c.stopping || !c.synced || !c.ledger.Current(x.h.a.id, x.session) {
+	w := c.w
+	if !c.synced || !c.ledger.Current(x.a.id, x.asked.Session) {
+		x.answer(false, pass{})
+		return
+	}
+	var err error
+	if x.bar, err = c.core.Bar(w.now, coordinator.Identity{Agent: x.a.id}, x.asked, c.context(x)); err != nil {
 		x.answer(false, pass{})
 		return
 	}
 	c.bars = append(c.bars, x)
-	if c.pods[uid].terminating {
+	if !x.bar.Look {
 		c.barTurn(x)
 		return
 	}
-	// The agent has heard earlier: it is read live, and is terminating.
 	w.send(&c.proc, &w.api.node, nil, 0, func() {
-		w.send(&w.api.node, &c.proc, nil, 0, func() { c.barTurn(x) })
+		life := coordinator.Living
+		if x.p.terminating {
+			life = coordinator.Leaving
+		}
+		w.send(&w.api.node, &c.proc, nil, 0, func() {
+			if err := x.bar.Read(life, nil); err != nil {
+				c.unbar(x, false, pass{})
+				return
+			}
+			c.barTurn(x)
+		})
 	})
+}
+
+// context is what surrounds the pod of a hook.
+func (c *coord) context(x *barred) coordinator.PodContext {
+	s, err := c.contexts.PodContext(context.Background(), "shop/"+x.a.name, x.p.drainPod())
+	if err != nil {
+		panic(err)
+	}
+	x.stated = s.Stated
+	return s
 }
 
 // barTurn is one turn of the loop of Coordinator.barrier.
 func (c *coord) barTurn(x *barred) {
-	w, p := c.w, x.h.p
+	w, p, bar := c.w, x.p, x.bar
 	if x.over {
 		return
 	}
-	if c.stopping {
-		c.unbar(x)
-		x.answer(false, pass{})
-		return
+	if x.began && !bar.Restart {
+		bar.Context(c.context(x))
 	}
-	services, _, _ := c.listings(p.uid)
-	last, lastOne, all, one, here := false, false, true, true, true
-	lastHere, stated := false, time.Duration(0)
-	for i, s := range c.slices {
-		listed, others, beside, heard, near := false, 0, 0, brokenRule() == 19, false
-		for _, e := range s.endpoints {
-			listed = listed || e.uid == p.uid
-			other := e.uid != p.uid && e.ready && !e.terminating
-			others += number(other)
-			beside += number(other && e.host == x.h.a)
-			v := c.pods[e.uid]
-			known := other && v.ready && w.at-v.readyAt >= heardBy && !c.ledger.Pod(e.uid).Terminating
-			heard, near = heard || known, near || known && e.host == x.h.a
-		}
-		if !listed {
-			continue
-		}
-		stated = max(stated, w.api.stated[i])
-		if others == 0 {
-			lastOne = true
-			continue
-		}
-		// A kernel that does not know another endpoint keeps this one as well; with a local policy,
-		// one that does not know another one on its node.
-		heard = heard && (near || beside == 0 || w.api.policies[i] == everywhere)
-		all, one, here = false, one && heard, here && (heard || beside == 0 && w.api.policies[i] == localAlways)
-		lastHere = lastHere || beside == 0 && w.api.policies[i] != everywhere
-	}
-	last, lastOne, lastHere = lastOne && all, lastOne && one && !all, (lastOne || lastHere) && here && !all
-	if s := c.ledger.Status(w.now, drain.AtBarrier, p.uid); s.Phase == drain.PhaseUnknown {
+	if s := c.ledger.Status(w.now, drain.AtBarrier, p.uid); !bar.Restart && s.Phase == drain.PhaseUnknown {
 		c.rested[p.uid] = c.took
 	}
-	s := c.ledger.OpenBarrier(w.now, drain.Barrier{
-		Pod: p.drainPod(), By: x.h.a.id, Services: services, Since: x.since, Bound: barrierBound - answerMargin,
-		Last: last, LastOne: lastOne, LastHere: lastHere,
-		Stated: stated, Young: c.young(p.uid),
-	})
-	c.closed(p.uid) // it is known to be dead from then on
-	if !s.Waits() {
-		c.unbar(x)
-		why := pass{reason: s.Reason.String(), excused: map[*agent]string{}}
-		c.checkPass(p, s, &why)
-		c.checkStated(p, s, stated)
-		c.log("barrier of %s: %s", p.uid, s.Reason)
-		c.settle()
-		x.answer(true, why)
-		return
+	bar.Turn(w.now)
+	switch s := bar.Status; {
+	case !bar.Restart:
+		c.closed(p.uid) // it is known to be dead from then on
+	case !x.began && s.Phase != drain.Closed:
+		c.restarts(p, s)
 	}
-	at := w.now.Add(barrierLook)
-	if !s.Recheck.IsZero() && s.Recheck.Before(at) {
-		at = s.Recheck
+	x.began = true
+	c.settle()
+	switch {
+	case bar.Err != nil:
+		c.unbar(x, false, pass{})
+	case bar.Over:
+		c.passes(x)
+	default:
+		c.barAfter(x, bar.Wake.Sub(w.now))
 	}
+}
+
+func (c *coord) barAfter(x *barred, wait time.Duration) {
 	x.turn++
 	turn := x.turn
-	w.after(&c.proc, at.Sub(w.now), func() {
+	c.w.after(&c.proc, wait, func() {
 		if x.turn == turn {
 			c.barTurn(x)
 		}
 	})
-	c.settle()
 }
 
-func (c *coord) unbar(x *barred) {
-	x.over = true
-	c.bars = slices.DeleteFunc(c.bars, func(o *barred) bool { return o == x })
-}
-
-// lookBarriers ends those of pods that are gone.
-func (c *coord) lookBarriers(overdue []drain.Pod) {
-	for _, pod := range overdue {
-		if _, known := c.pods[pod.UID]; c.synced && !known {
-			c.ledger.GatePassed(c.w.now, drain.AtBarrier, pod.UID)
+// wakeBars wakes the hooks of a pod.
+func (c *coord) wakeBars(uid drain.UID) {
+	for _, x := range c.bars {
+		if x.p.uid == uid && x.began {
+			c.barAfter(x, c.w.between(0, 200*time.Microsecond))
 		}
 	}
 }
 
-// settleBarriers wakes those who wait at a barrier that may have changed.
-func (c *coord) settleBarriers() bool {
-	touched := c.ledger.Changed(drain.AtBarrier)
-	for _, uid := range touched {
-		c.ledger.Status(c.w.now, drain.AtBarrier, uid)
-		for _, x := range c.bars {
-			if x.h.p.uid == uid {
-				x.turn++
-				turn := x.turn
-				c.w.after(&c.proc, c.w.between(0, 200*time.Microsecond), func() {
-					if x.turn == turn {
-						c.barTurn(x)
-					}
-				})
+// passes answers a hook.
+func (c *coord) passes(x *barred) {
+	p, s := x.p, x.bar.Status
+	why := pass{reason: s.Reason.String(), excused: map[*agent]string{}}
+	switch {
+	case !x.bar.Restart:
+		c.checkPass(p, s, &why)
+		c.checkStated(p, s, x.stated)
+		c.log("barrier of %s: %s", p.uid, s.Reason)
+	case s.Waits():
+		why.reason = s.Phase.String()
+	case s.Phase == drain.Released && s.Reason == drain.Acknowledged && !p.terminating:
+		for _, a := range c.w.agents {
+			if a.kernel == nil {
+				c.checkDirected(p, s, a)
 			}
 		}
 	}
-	return len(touched) > 0
+	why.status = x.bar.Answer()
+	c.unbar(x, true, why)
+}
+
+func (c *coord) unbar(x *barred, ok bool, why pass) {
+	x.over = true
+	x.bar.Close()
+	c.bars = slices.DeleteFunc(c.bars, func(o *barred) bool { return o == x })
+	x.answer(ok, why)
 }
 
 // acknowledgedAtBarrier says whether one of reports is certainly an acknowledgement in time of an
@@ -596,25 +665,6 @@ func (c *coord) acknowledgedAtBarrier(a *agent, asOf time.Time, reports []drain.
 		}
 	}
 	return false
-}
-
-// young is what PodContext says of it.
-func (c *coord) young(uid drain.UID) time.Duration {
-	v, known := c.pods[uid]
-	switch {
-	case !known:
-		return heardBy // this replica is behind, or it has just come
-	case v.ready:
-	case v.terminating:
-		return 0
-	default:
-		return heardBy // this replica is behind
-	}
-	deleted := c.w.at
-	if v.terminating {
-		deleted = v.committed
-	}
-	return max(0, heardBy-max(0, deleted-v.readyAt))
 }
 
 // learn notes how long a kernel has taken to let go: a plain record beside the ledger's.
@@ -653,7 +703,7 @@ func (c *coord) toldAtBarrier(p *pod, a *agent) (why string) {
 		if o.population == drain.Nodes {
 			nodes++
 			_, is := c.watched[o.id][p.uid]
-			told += number(is || !c.streaming(o))
+			told += oneIf(is || !c.streaming(o))
 		}
 	}
 	if c.w.scope == drain.ScopeAuto && nodes <= sampling.AllUpTo || told < sampling.Size {
@@ -665,7 +715,7 @@ func (c *coord) toldAtBarrier(p *pod, a *agent) (why string) {
 // streaming says whether an agent has a stream here.
 func (c *coord) streaming(a *agent) bool {
 	return slices.ContainsFunc(c.streams, func(st *stream) bool {
-		return st.link.a == a && c.ledger.Current(a.id, st.session)
+		return st.link.a == a && c.ledger.Current(a.id, st.Number)
 	})
 }
 
@@ -698,13 +748,16 @@ func (c *coord) checkPass(p *pod, s drain.Status, why *pass) {
 	default:
 		return
 	}
+	if p.stopped {
+		return // its hook did not wait for this replica, and what that lost was judged then
+	}
 	for _, a := range w.agents {
 		if a.kernel == nil {
 			c.checkDirected(p, s, a)
 			continue
 		}
 		connected := slices.ContainsFunc(c.streams, func(st *stream) bool {
-			return st.link.a == a && c.ledger.Current(a.id, st.session)
+			return st.link.a == a && c.ledger.Current(a.id, st.Number)
 		})
 		last := s.Reason == drain.LastTarget || s.Reason == drain.AgentsLost // takes its place
 		listed, ready := false, false
@@ -732,8 +785,6 @@ func (c *coord) checkPass(p *pod, s drain.Status, why *pass) {
 				}
 			case a.kernel.late(p) != "":
 				w.excuse("routed by a kernel: " + a.kernel.late(p))
-			case a.kernel.travelled:
-				w.excuse("routed by a kernel: told an old list")
 			case last && a.kernel.behind():
 				w.excuse("routed by a kernel: it hears more than 10 s late")
 			case last && a.kernel.stays(p.uid, c.slices):
@@ -742,7 +793,7 @@ func (c *coord) checkPass(p *pod, s drain.Status, why *pass) {
 					why.excused[a] = "LastTarget"
 				}
 			default:
-				w.fail(checkBarrier, "%s lets %s stop by %s, but the kernel of %s sends to it", c.name, p.uid, s.Reason,
+				w.fail(checkSIGTERM, "%s lets %s stop by %s, but the kernel of %s sends to it", c.name, p.uid, s.Reason,
 					a.name)
 			}
 		default:
@@ -756,9 +807,9 @@ func (c *coord) checkPass(p *pod, s drain.Status, why *pass) {
 func (c *coord) checkDirected(p *pod, s drain.Status, a *agent) {
 	w := c.w
 	connected := slices.ContainsFunc(c.streams, func(st *stream) bool {
-		return st.link.a == a && c.ledger.Current(a.id, st.session)
+		return st.link.a == a && c.ledger.Current(a.id, st.Number)
 	})
-	services, _, _ := c.listings(p.uid)
+	_, services, _ := c.services(p)
 	switch {
 	case !a.gw.routes(p.uid) || !a.share(services) || !connected || c.departed[a.id] != "":
 	case slices.ContainsFunc(s.Suspended, func(x drain.Waiting) bool { return x.Agent == a.id }):
@@ -776,7 +827,7 @@ func (c *coord) checkDirected(p *pod, s drain.Status, a *agent) {
 	case w.kinds[timeTravel] && a.started+w.spentMost() > w.at:
 		w.excuse("routed at SIGTERM: the agent started with an old list")
 	default:
-		w.fail(checkBarrier, "%s lets %s stop by %s, but the gateway of %s sends to it", c.name, p.uid, s.Reason,
+		w.fail(checkSIGTERM, "%s lets %s stop by %s, but the gateway of %s sends to it", c.name, p.uid, s.Reason,
 			a.name)
 	}
 }
@@ -799,8 +850,6 @@ func (w *world) lostAtKernel(k *kernel, p *pod, how string) {
 		w.excuse("lost in a kernel: LastTarget since")
 	case k.late(p) != "":
 		w.excuse("lost in a kernel: " + k.late(p))
-	case k.travelled:
-		w.excuse("lost in a kernel: told an old list")
 	default:
 		w.fail(checkLost, "a connection to %s through the kernel of %s is lost (%s): it was let stop at %s by %s",
 			p.uid, k.a.name, how, why.at, why.reason)

@@ -62,9 +62,9 @@ const (
 	checkRightName = "right"
 	// checkLeft: a drain waits for an agent that has left.
 	checkLeft = "left"
-	// checkBarrier: a pod is let stop by acknowledgement while the kernel of a live node sends to
+	// checkSIGTERM: a pod is let stop by acknowledgement while the kernel of a live node sends to
 	// it. checkHook: a hook is not answered by its bound.
-	checkBarrier = "barrier"
+	checkSIGTERM = "barrier"
 	checkHook    = "hook"
 	// checkStated: a pod is let stop before the wait is over that one of its Services states, or
 	// that is made for the nodes that are not asked.
@@ -111,7 +111,7 @@ func (c *coord) checkAllow(p *pod, s drain.Status, wd *word, services []drain.Se
 	var last []health.Pool // in which it may be kept
 	for i := range c.slices {
 		if usable := c.targets[service(i)]; usable != nil && s.Reason != drain.Acknowledged &&
-			c.alive(usable) == number(slices.Contains(usable, p.uid)) {
+			c.alive(usable) == oneIf(slices.Contains(usable, p.uid)) {
 			last = append(last, pool(i))
 		}
 	}
@@ -154,7 +154,7 @@ func (c *coord) checkAllow(p *pod, s drain.Status, wd *word, services []drain.Se
 			excuse := ""
 			if r.State == drain.Kept && c.keptAsLast(r.Kept, last) {
 				excuse = "LastTarget" // whatever the reason is, which is that of the slowest: this gateway sends on
-				r.State = drain.Removed + drain.State(number(r.NoConnections))
+				r.State = drain.Removed + drain.State(oneIf(r.NoConnections))
 			}
 			none := s.Reason == drain.NoAgents || s.Reason == drain.Suspended
 			if !heard || r.State < least || w.at-r.at > w.times.Freshness || none {
@@ -328,33 +328,31 @@ func (a *agent) checkHolders(uid drain.UID) {
 }
 
 func (c *coord) checkInTime(x *call) {
-	h := x.held
-	if h == nil || c.frozen > 0 && epoch.Add(c.frozen).After(h.began) {
+	if x.hold == nil || c.frozen > 0 && epoch.Add(c.frozen).After(x.began) {
 		return
 	}
 	// A question to the opener that was asked before the end may be answered after it.
-	if late := min(c.w.now.Sub(h.end), c.w.at-x.claimed); late > 10*time.Millisecond {
+	if late := min(c.w.now.Sub(x.End), c.w.at-x.claimed); late > 10*time.Millisecond {
 		c.w.fail(checkLate, "%s answers for %s %s after the hold's end", c.name, x.caller.p.uid, late)
 	}
 }
 
-func (c *coord) checkDeny(h *held, s drain.Status, err string) {
-	if err != "" {
-		return
-	}
+func (c *coord) checkDeny(h *call, s drain.Status) {
 	w, uid := c.w, h.caller.p.uid
 	if len(s.Waiting) == 0 {
 		w.fail(checkNobody, "%s denies the deletion of %s, and waits for nobody", c.name, uid)
 	}
 	c.checkDeparted(s)
 	for _, x := range s.Waiting {
-		if quiet := c.silence[x.Agent]; quiet != nil && x.Connected && quiet.expired >= strikesOut &&
+		if quiet := c.silence[x.Agent]; quiet != nil && x.Connected && quiet.expired >= drain.StrikesOut &&
 			!c.tries(quiet, uid) {
 			w.fail(checkSuspended, "%s denies the deletion of %s for %s, which has let %d drains in a row expire",
 				c.name, uid, x.Name, quiet.expired)
 		}
 	}
-	if begun, ok := c.begun[uid]; ok && w.at-begun > w.times.Deadline+10*time.Millisecond {
+	// What was decided before a replica was frozen may be sent once it goes on.
+	frozen := c.frozen > 0 && epoch.Add(c.frozen).After(h.began)
+	if begun, ok := c.begun[uid]; ok && w.at-begun > w.times.Deadline+10*time.Millisecond && !frozen {
 		w.fail(checkDeadline, "%s denies the deletion of %s %s after its drain began", c.name, uid, w.at-begun)
 	}
 }
@@ -410,7 +408,7 @@ func (c *coord) tries(quiet *silence, uid drain.UID) bool {
 		return false
 	}
 	c.w.measure("denials for an agent that is suspended")
-	began := d.toldAt.Truncate(trialEvery)
+	began := d.toldAt.Truncate(drain.TrialEvery)
 	if quiet.tried != uid && quiet.triedAt == began {
 		return false
 	}
@@ -423,12 +421,6 @@ func (c *coord) checkAbandoned(uid drain.UID) {
 		c.w.fail(checkEarly, "%s abandons the drain of %s %s after the last answer", c.name, uid, since)
 	}
 }
-
-// strikesOut is how many drains in a row an agent lets expire before nobody waits for it any more.
-const strikesOut = 3
-
-// trialEvery is the time in which one drain waits for an agent all the same.
-const trialEvery = 5 * time.Second
 
 // acknowledged says whether one of reports, which a has just made, is certainly an acknowledgement
 // in time of an open drain.
@@ -466,7 +458,7 @@ func (c *coord) expired(s drain.Status) {
 	for _, x := range s.Waiting {
 		quiet := c.silence[x.Agent]
 		i := slices.IndexFunc(c.streams, func(st *stream) bool {
-			return st.link.a.id == x.Agent && c.ledger.Current(x.Agent, st.session)
+			return st.link.a.id == x.Agent && c.ledger.Current(x.Agent, st.Number)
 		})
 		if quiet == nil || i < 0 || c.streams[i].began > begun || quiet.endedAt > begun || x.State >= drain.Removed ||
 			x.State == drain.Kept {
@@ -492,7 +484,7 @@ func (c *coord) noteSilent(silent []drain.Silence) {
 		if quiet.spokeAt >= since {
 			continue
 		}
-		if s.Strikes >= strikesOut && quiet.expired < strikesOut {
+		if s.Strikes >= drain.StrikesOut && quiet.expired < drain.StrikesOut {
 			c.w.measure("agents whose third strike another replica told")
 		}
 		quiet.expired = max(quiet.expired, s.Strikes)
@@ -663,7 +655,7 @@ func (c *coord) checkTogether(d *admitted, s drain.Service) {
 	usable, all, ordered := c.targets[s], 0, 0
 	for _, uid := range usable {
 		any, inOrder := w.drained(uid, true)
-		all, ordered = all+number(any), ordered+number(inOrder)
+		all, ordered = all+oneIf(any), ordered+oneIf(inOrder)
 	}
 	most := max(1, len(usable)/2)
 	if ordered > most && d.askedAt > w.parted+agreed {
@@ -704,7 +696,7 @@ func (c *coord) checkBudget(p *pod) {
 	for _, e := range c.slices[0].endpoints {
 		if e.ready && !e.terminating {
 			_, inOrder := w.drained(e.uid, false)
-			allowed, ahead = allowed+1, ahead+number(inOrder && e.uid != p.uid)
+			allowed, ahead = allowed+1, ahead+oneIf(inOrder && e.uid != p.uid)
 		}
 	}
 	if ahead > 0 && ahead >= allowed {
@@ -762,9 +754,6 @@ func (w *world) checkEnd() {
 		for _, s := range c.all(drain.AtHold) {
 			w.fail(checkOpen, "%s has an open drain of %s: %s", c.name, s.Pod.UID, s.Phase)
 		}
-		if len(c.rests) > 0 {
-			w.fail(checkOpen, "%s has %d hooks that wait, of pods that stay", c.name, len(c.rests))
-		}
 		if len(c.bars) > 0 || len(c.all(drain.AtBarrier)) > 0 {
 			open := []drain.UID{}
 			for _, s := range c.all(drain.AtBarrier) {
@@ -788,9 +777,11 @@ func (w *world) checkEnd() {
 				w.fail(checkExclusion, "%s has an exclusion on %s, which lives", a.name, s.UID)
 			}
 		}
-		for uid, e := range a.journal {
-			if p := w.api.find(uid); !p.terminating && (e.dead || len(e.holders) > 0) {
-				w.fail(checkExclusion, "%s has %s in its journal, which lives", a.name, uid)
+		if a.journal != nil {
+			for _, e := range a.journal.Exclusions() {
+				if p := w.api.find(e.Pod.UID); !p.terminating {
+					w.fail(checkExclusion, "%s has %s in its journal, which lives", a.name, e.Pod.UID)
+				}
 			}
 		}
 		for _, service := range a.services {
@@ -798,7 +789,7 @@ func (w *world) checkEnd() {
 			for _, e := range w.api.slices[service].endpoints {
 				if e.ready && !a.lapsedSick(service, e) {
 					ready++
-					well += number(w.well(service, e.uid))
+					well += oneIf(w.well(service, e.uid))
 				}
 			}
 			open := 2*well < ready
@@ -855,7 +846,7 @@ func (w *world) well(service int, uid drain.UID) bool {
 	return !w.checked || service != 0 || w.api.find(uid).sick <= w.at
 }
 
-func number(b bool) int {
+func oneIf(b bool) int {
 	if b {
 		return 1
 	}

@@ -38,6 +38,7 @@ const (
 	softEviction
 	oomKill
 	kubeletRestart
+	badDisk
 	faultKinds
 )
 
@@ -46,7 +47,7 @@ var kindNames = [faultKinds]string{
 	"gatewayCrash", "partition",
 	"freezeCoord", "freezeAgent", "streamCut", "watchStall", "timeTravel", "slowSlices", "opErrors", "podUnready",
 	"slowGateway", "stubborn", "deafAgent", "agentLeave", "podSick",
-	"livenessRestart", "softEviction", "oomKill", "kubeletRestart",
+	"livenessRestart", "softEviction", "oomKill", "kubeletRestart", "badDisk",
 }
 
 // watchStallMost bounds how long a watch brings nothing. A watch that is silent for longer than an
@@ -307,17 +308,6 @@ func (w *world) fault(k kind) {
 	case watchStall:
 		x := w.api.watchers[w.rng.IntN(len(w.api.watchers))]
 		x.stall = w.at + w.between(500*time.Millisecond, watchStallMost)
-	case timeTravel:
-		// A watch breaks and goes on with a server that is behind, until that has caught up: what
-		// comes later comes after that.
-		x := w.api.watchers[w.rng.IntN(len(w.api.watchers))]
-		known := w.api.past()
-		for service, s := range known {
-			if x.slice != nil {
-				w.api.tell(x, func() { x.slice(service, s) })
-			}
-		}
-		w.api.catchUp(x, known)
 	case podUnready:
 		p := w.api.pods[w.rng.IntN(len(w.api.pods))]
 		if p.ready && !p.terminating {
@@ -358,7 +348,7 @@ func (w *world) fault(k kind) {
 				return
 			}
 		}
-	case slowSlices, opErrors, slowGateway, stubborn:
+	case timeTravel, slowSlices, opErrors, slowGateway, stubborn, badDisk:
 		// They happen by themselves.
 	}
 }

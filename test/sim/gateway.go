@@ -253,12 +253,4 @@ func (g *gw) podStopped(p *pod) {
 	}
 }
 
-func compareKeys(a, b health.Key) int {
-	return cmp.Or(
-		cmp.Compare(a.Pool, b.Pool),
-		a.Target.Addr.Compare(b.Target.Addr),
-		cmp.Compare(a.Target.UID, b.Target.UID),
-	)
-}
-
 func sorted[K cmp.Ordered, V any](m map[K]V) []K { return slices.Sorted(maps.Keys(m)) }

@@ -5,7 +5,6 @@ package main
 
 import (
 	_ "embed"
-	"errors"
 	"flag"
 	"fmt"
 	"math/rand/v2"
@@ -23,20 +22,24 @@ func main() {
 	seeds := flag.Int("seeds", 20000, "how many seeds to run")
 	from := flag.Uint64("from", 1, "the first of them")
 	drawn := flag.Int("drawn", 0, "how many seeds to run besides, from one that is drawn")
-	mutations := flag.Int("mutations", 0, "instead, switch each rule off and run at most this many seeds until it "+
-		"is caught")
+	mutations := flag.String("mutations", "", "instead, break each rule by a patch in this `directory`, and run "+
+		"at most SEEDS seeds until that is caught")
+	hunting := flag.Bool("hunt", false, "stop at the first violation, and fail if there is none")
 	verbose := flag.Bool("v", false, "print the trace of every seed")
 	flag.Parse()
 	// Worlds are small and short-lived: most of them is garbage at the end, and rarely before.
 	debug.SetGCPercent(800)
 	var err error
-	if *mutations > 0 {
-		err = mutate(*from, *mutations)
-	} else {
-		all := sequence(*from, *seeds)
-		if *seeds > 1 {
-			all = append(corpus(), all...)
-		}
+	all := sequence(*from, *seeds)
+	if *seeds > 1 {
+		all = append(corpus(), all...)
+	}
+	switch {
+	case *mutations != "":
+		err = tryMutations(os.Stdout, ".", *mutations, *from, *seeds)
+	case *hunting:
+		err = hunt(all)
+	default:
 		if *drawn > 0 {
 			first := uint64(rand.Uint32()) + 1<<32 // no fixed range reaches there
 			fmt.Printf("sim: drawn range: make sim SEEDS=%d FROM=%d\n", *drawn, first)
@@ -134,8 +137,6 @@ func sweep(seeds []uint64, once, blind bool, each func(*world)) totals {
 	return t
 }
 
-var errViolations = errors.New("something is wrong that has no name")
-
 func simulate(seeds []uint64, verbose bool) error {
 	shown := 0
 	t := sweep(seeds, false, false, func(w *world) {
@@ -152,17 +153,17 @@ func simulate(seeds []uint64, verbose bool) error {
 		w.run()
 		fmt.Printf("--- trace of seed %d: make sim SEEDS=1 FROM=%d\n%s\n---\n", seed, seed, w.dump())
 	}
-	table("allowed", t.allowed)
-	table("named reasons", t.excused)
-	table("measured", t.measured)
+	printTable("allowed", t.allowed)
+	printTable("named reasons", t.excused)
+	printTable("measured", t.measured)
 	fmt.Printf("sim: seeds=%d steps=%d faults=%d violations=%d\n", t.seeds, t.steps, t.faults, t.violations)
 	if t.violations > 0 {
-		return errViolations
+		return fmt.Errorf("seed %d: %s: %s (make sim SEEDS=1 FROM=%[1]d)", t.first, t.check, t.violation)
 	}
 	return nil
 }
 
-func table(title string, counts map[string]int) {
+func printTable(title string, counts map[string]int) {
 	fmt.Printf("%s:\n", title)
 	keys := make([]string, 0, len(counts))
 	for k := range counts {

@@ -1,14 +1,12 @@
 package main
 
 import (
-	"slices"
 	"time"
 
+	"github.com/lameduck-io/lameduck/internal/coordinator"
 	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 )
-
-// restartMost is that of the real shells: how long the stop of a container waits whose pod stays.
-const restartMost = 2 * time.Second
 
 // What stops containers although nobody has asked for the deletion of their pods, and the kubelets
 // that forget what they were doing.
@@ -98,10 +96,7 @@ func (a *api) rerun(of *agent) {
 func (a *agent) waitRestart(p *pod, then func()) {
 	w := a.w
 	began, done, life := w.at, false, a.life
-	bound := restartMost
-	if brokenRule() == 17 {
-		bound = barrierBound
-	}
+	bound := coordinator.RestartTimeout
 	finish := func(how string) {
 		if done {
 			return
@@ -111,9 +106,10 @@ func (a *agent) waitRestart(p *pod, then func()) {
 		w.measure("hooks of pods that stayed that were answered: " + how)
 		then()
 	}
-	w.after(nil, restartMost+50*time.Millisecond, func() {
+	w.after(nil, coordinator.RestartTimeout+50*time.Millisecond, func() {
 		if !done && a.up && a.life == life && a.frozen <= began {
-			w.fail(checkHook, "the hook of %s, which stays, is not answered by %s after %s", p.uid, a.name, restartMost)
+			w.fail(checkHook, "the hook of %s, which stays, is not answered by %s after %s", p.uid, a.name,
+				coordinator.RestartTimeout)
 		}
 	})
 	// The connection breaks with the agent.
@@ -126,7 +122,7 @@ func (a *agent) waitRestart(p *pod, then func()) {
 		}
 		for ; i < len(a.links); i++ {
 			l := a.links[i]
-			if l.conn == nil || !l.synced {
+			if !l.open() {
 				continue
 			}
 			failed := false
@@ -137,19 +133,22 @@ func (a *agent) waitRestart(p *pod, then func()) {
 				}
 			}
 			l.asks = append(l.asks, fail)
-			c, session := l.c, l.session
+			c, session := l.c, l.session.Hello.Session
 			if !c.up {
 				w.after(&a.proc, time.Millisecond, fail)
 				return
 			}
 			left := bound - (w.at - began)
 			w.send(&a.proc, &c.proc, nil, 0, func() {
-				c.rest(&rested{p: p, a: a, session: session, until: w.now.Add(left), answer: func(ok bool, how string) {
+				c.bar(&barred{p: p, a: a, asked: wire.BarrierRequest{
+					Session: session, Pod: p.drainPod(), Targets: p.targets(), Since: epoch.Add(began),
+					BoundMillis: left.Milliseconds(),
+				}, answer: func(ok bool, why pass) {
 					w.send(&c.proc, &a.proc, nil, 0, func() {
 						switch {
 						case failed:
 						case ok:
-							finish(how)
+							finish(why.reason)
 						default:
 							fail()
 						}
@@ -163,103 +162,18 @@ func (a *agent) waitRestart(p *pod, then func()) {
 	ask(0)
 }
 
-// rested is a hook of a pod that stays, at a replica.
-type rested struct {
-	p       *pod
-	a       *agent
-	session uint64
-	until   time.Time
-	answer  func(ok bool, how string)
-	turn    int
-}
-
-// rest is Coordinator.restart.
-func (c *coord) rest(x *rested) {
-	view, known := c.pods[x.p.uid]
-	if c.stopping || !c.synced || !known || view.terminating || !c.ledger.Current(x.a.id, x.session) {
-		x.answer(false, "")
-		return
-	}
-	services, _, _ := c.listings(x.p.uid)
-	targets := make([]drain.Targets, 0, len(services))
-	for i := range c.slices {
-		if slices.Contains(services, service(i)) {
-			targets = append(targets, drain.Targets{Service: service(i), Usable: c.usable(i)})
-		}
-	}
-	s := c.ledger.Ask(c.w.now, x.p.drainPod(), targets, drain.Place{Restart: true})
-	if s.Phase == drain.Closed {
-		x.answer(true, s.Reason.String())
-		return
-	}
+// restarts records a drain that was opened for a pod which stays.
+func (c *coord) restarts(p *pod, s drain.Status) {
 	place := drain.Judged
-	if d := c.room[x.p.uid]; d != nil {
+	if d := c.room[p.uid]; d != nil {
 		place = d.place
 	}
-	c.asking(x.p.uid, targets, place)
-	if _, ok := c.begun[x.p.uid]; !ok {
-		c.begins(x.p.uid)
-		c.restarted[x.p.uid] = true
-		c.log("drain of %s, which stays, begins", x.p.uid)
-	}
-	c.rests = append(c.rests, x)
-	c.settle()
-	c.restTurn(x)
-}
-
-func (c *coord) restTurn(x *rested) {
-	w := c.w
-	if !slices.Contains(c.rests, x) {
-		return
-	}
-	s := c.ledger.Status(w.now, drain.AtHold, x.p.uid)
-	over := func() { c.rests = slices.DeleteFunc(c.rests, func(o *rested) bool { return o == x }) }
-	switch {
-	case c.stopping:
-		over()
-		x.answer(false, "")
-		return
-	case !s.Waits() || !w.now.Before(x.until):
-		over()
-		if s.Phase == drain.Released && s.Reason == drain.Acknowledged && !x.p.terminating {
-			for _, a := range w.agents {
-				if a.kernel == nil {
-					c.checkDirected(x.p, s, a)
-				}
-			}
-		}
-		how := s.Phase.String()
-		if !s.Waits() {
-			how = s.Reason.String()
-		}
-		x.answer(true, how)
-		return
-	}
-	at := x.until
-	if !s.Recheck.IsZero() && s.Recheck.Before(at) {
-		at = s.Recheck
-	}
-	x.turn++
-	turn := x.turn
-	w.after(&c.proc, at.Sub(w.now), func() {
-		if x.turn == turn {
-			c.restTurn(x)
-		}
-	})
-}
-
-// wakeRests wakes those who wait for a pod's drain.
-func (c *coord) wakeRests(uid drain.UID) {
-	for _, x := range c.rests {
-		if x.p.uid == uid {
-			x.turn++
-			turn := x.turn
-			c.w.after(&c.proc, c.w.between(0, 200*time.Microsecond), func() {
-				if x.turn == turn {
-					c.restTurn(x)
-				}
-			})
-		}
+	targets, _, _ := c.services(p)
+	c.asking(p.uid, targets, place)
+	if _, ok := c.begun[p.uid]; !ok {
+		c.begins(p.uid)
+		c.restarted[p.uid] = true
+		c.log("drain of %s, which stays, begins", p.uid)
 	}
 }
 
@@ -267,7 +181,7 @@ func (c *coord) wakeRests(uid drain.UID) {
 // restart before.
 func (c *coord) back(uid drain.UID, at time.Duration) {
 	begun, open := c.begun[uid]
-	if c.ledger.ReadyAgain(c.w.now, uid, epoch.Add(at)) {
+	if c.core.Ready(c.w.now, uid, epoch.Add(at)) {
 		c.log("%s is ready again", uid)
 		c.w.measure("pods that were routed again because they were ready again")
 		c.closed(uid)

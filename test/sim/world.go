@@ -1,8 +1,10 @@
 package main
 
 import (
+	"context"
 	"fmt"
 	"hash/fnv"
+	"log/slog"
 	"math/rand/v2"
 	"slices"
 	"strings"
@@ -14,14 +16,14 @@ import (
 // epoch is where virtual time begins. No wall clock is read anywhere.
 var epoch = time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)
 
-// shortActive and longActive are how long faults happen and people delete pods, quiet how long
-// nothing of that happens then, until everything must be as it should be: a call that was let
+// shortActive and longActive are how long faults happen and people delete pods, settledAfter how
+// long nothing of that happens then, until everything must be as it should be: a call that was let
 // through ends within 34 s, a drain nobody asks for is looked into 45 s after its last answer, an
 // expiry ends after 60 s, and the slowest frozen process wakes.
 const (
-	shortActive = 70 * time.Second
-	longActive  = 180 * time.Second
-	quiet       = 190 * time.Second
+	shortActive  = 70 * time.Second
+	longActive   = 180 * time.Second
+	settledAfter = 190 * time.Second
 )
 
 // proc is a process: it has lives, and may be frozen, so that what should have happened to it
@@ -107,8 +109,6 @@ type world struct {
 	nodes  int
 	// blocked says until when nothing passes from one node to another.
 	blocked [maxNodes][maxNodes]time.Duration
-	// rule8 switches rule 8 off, which lives in the agent's shell.
-	rule8 bool
 
 	// active is shortActive or longActive.
 	active time.Duration
@@ -154,7 +154,7 @@ func newWorld(seed uint64, tracing, blind bool) *world {
 	w := &world{
 		seed: seed, rng: rand.New(rand.NewPCG(seed, 0x1a3ed0c4)), times: drain.DefaultTimes(), now: epoch,
 		tracing: tracing, blind: blind, excused: map[string]int{}, allowed: map[string]int{},
-		measured: map[string]int{}, rule8: brokenRule() == 8,
+		measured: map[string]int{},
 	}
 	w.build()
 	return w
@@ -164,7 +164,7 @@ func newWorld(seed uint64, tracing, blind bool) *world {
 func (w *world) run() {
 	for len(w.queue) > 0 && w.violation == "" {
 		e := w.queue.pop()
-		if e.at > w.active+quiet {
+		if e.at > w.active+settledAfter {
 			break
 		}
 		w.at, w.now = e.at, epoch.Add(e.at)
@@ -219,6 +219,27 @@ func (w *world) logf(who, format string, args ...any) {
 	fmt.Fprintf(h, "%x%s", w.hash, line)
 	w.hash = h.Sum64()
 	w.trace = append(w.trace, line)
+}
+
+// logger writes what shipped code logs into the trace.
+func (w *world) logger(who string) *slog.Logger { return slog.New(tracer{w: w, who: who}) }
+
+type tracer struct {
+	slog.Handler
+	w   *world
+	who string
+}
+
+func (t tracer) Enabled(context.Context, slog.Level) bool { return t.w.tracing }
+
+func (t tracer) Handle(_ context.Context, r slog.Record) error {
+	line := r.Message
+	r.Attrs(func(a slog.Attr) bool {
+		line += fmt.Sprintf(" %s=%v", a.Key, a.Value)
+		return true
+	})
+	t.w.logf(t.who, "%s", line)
+	return nil
 }
 
 // fail records a violation. The first one ends the run.

@@ -22,7 +22,7 @@ var ErrNoCoordinator = errors.New("no coordinator can be asked")
 // is done. One that stops, is lost or knows this agent by another stream is left for the next; each
 // is asked once. The caller sets everything in b but Session. The error wraps ErrNoCoordinator if
 // all have failed, or there is none with an open stream.
-func (c *Client) Barrier(ctx context.Context, b wire.Barrier) (wire.BarrierStatus, error) {
+func (c *Client) Barrier(ctx context.Context, b wire.BarrierRequest) (wire.BarrierStatus, error) {
 	c.mu.Lock()
 	replicas := make([]*replica, 0, len(c.replicas))
 	for _, r := range c.replicas {
@@ -58,18 +58,16 @@ func rank(address string, uid drain.UID) uint64 {
 
 var errNotOpen = errors.New("no stream is open, or the coordinator knows no barrier")
 
-func (r *replica) barrier(ctx context.Context, b wire.Barrier) (passed wire.BarrierStatus, err error) {
-	r.mu.Lock()
-	hello, open := r.hello, r.open
-	r.mu.Unlock()
-	if hello.Session == 0 || !slices.Contains(hello.Features, wire.FeatureBarrier) {
+func (r *replica) barrier(ctx context.Context, b wire.BarrierRequest) (passed wire.BarrierStatus, err error) {
+	session, open := r.current()
+	if session == nil || !slices.Contains(session.Hello.Features, wire.FeatureBarrier) {
 		return passed, errNotOpen
 	}
 	// A coordinator that dies without a word is noticed by its stream.
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	defer context.AfterFunc(open, cancel)()
-	b.Session = hello.Session
+	b.Session = session.Hello.Session
 	if err := r.exchangeJSON(ctx, wire.BarriersPath, b, &passed); err != nil {
 		return passed, fmt.Errorf("barrier of pod %s: %w", b.Pod, err)
 	}

@@ -1,10 +1,11 @@
 // Package client is an agent's side of the wire: one stream to each coordinator replica, kept open,
 // and the posts that go with it.
 //
-// Each replica has a goroutine of its own that knows one address. It opens the stream, declares
-// what the gateway routes, excludes what is being drained, and from then on carries words both ways
-// until the stream is lost; then it starts over, after a pause that grows to [maxPause], below the
-// time after which the coordinator calls an agent lost.
+// What is decided on one stream is a [Session]. Each replica has a goroutine of its own that knows
+// one address. It opens the stream, declares what the gateway routes, excludes what is being
+// drained, and from then on carries words both ways until the stream is lost; then it starts over,
+// after a pause that grows to [maxPause], below the time after which the coordinator calls an agent
+// lost.
 //
 // An exclusion has an expiry for each replica's life that asks for it. Every message of a stream
 // renews that life's expiries. A list of open drains that is complete ([wire.TypeSynced]) ends the
@@ -32,8 +33,8 @@ import (
 )
 
 const (
-	// postTimeout bounds a declaration or a batch of reports.
-	postTimeout = 5 * time.Second
+	// PostTimeout bounds a declaration or a batch of reports.
+	PostTimeout = 5 * time.Second
 	// helloTimeout bounds the wait for the first message of a stream.
 	helloTimeout = 5 * time.Second
 	pauseFirst   = 100 * time.Millisecond
@@ -46,39 +47,39 @@ const (
 // not block.
 type Exclusions interface {
 	// Exclude lays or renews an exclusion for holder until expires.
-	Exclude(pod drain.Pod, holder string, since, expires time.Time)
+	Exclude(now time.Time, pod drain.Pod, holder string, since, expires time.Time)
 	// Readmit ends holder's expiry. dead says that the pod is terminating or gone.
-	Readmit(uid drain.UID, holder string, dead bool)
+	Readmit(now time.Time, uid drain.UID, holder string, dead bool)
 	// Renew extends all of holder's expiries.
-	Renew(holder string, expires time.Time)
+	Renew(now time.Time, holder string, expires time.Time)
 	// Held lists what holder has an expiry on.
 	Held(holder string) []drain.UID
 	// Reports returns the present state of every exclusion, whoever holds it. The client fills in
 	// Number, and reports to each replica what that one has asked for.
-	Reports() []drain.Report
+	Reports(now time.Time) []drain.Report
 }
 
 // Watches are the pods that the client is told to observe, and what it reports of them. Its methods
 // must not block.
 type Watches interface {
 	// Watch begins to observe a pod for holder, or says it anew.
-	Watch(w drain.Watch, holder string)
+	Watch(now time.Time, w drain.Watch, holder string)
 	// Unwatch ends that. gone says that the pod does not exist any more.
-	Unwatch(uid drain.UID, holder string, gone bool)
+	Unwatch(now time.Time, uid drain.UID, holder string, gone bool)
 	// Watched lists what holder wants to be observed.
 	Watched(holder string) []drain.UID
 	// Reports is [Exclusions.Reports] of the pods that are observed.
-	Reports() []drain.Report
+	Reports(now time.Time) []drain.Report
 }
 
 // nothing is the Exclusions of an agent that directs no gateway.
 type nothing struct{}
 
-func (nothing) Exclude(drain.Pod, string, time.Time, time.Time) {}
-func (nothing) Readmit(drain.UID, string, bool)                 {}
-func (nothing) Renew(string, time.Time)                         {}
-func (nothing) Held(string) []drain.UID                         { return nil }
-func (nothing) Reports() []drain.Report                         { return nil }
+func (nothing) Exclude(time.Time, drain.Pod, string, time.Time, time.Time) {}
+func (nothing) Readmit(time.Time, drain.UID, string, bool)                 {}
+func (nothing) Renew(time.Time, string, time.Time)                         {}
+func (nothing) Held(string) []drain.UID                                    { return nil }
+func (nothing) Reports(time.Time) []drain.Report                           { return nil }
 
 // Observer is told what happens to streams. Its methods must not block.
 type Observer interface {
@@ -120,7 +121,8 @@ type Client struct {
 	replicas     map[string]*replica
 	running      sync.WaitGroup
 	changed      chan struct{}
-	// learned is closed when each replica that was known at one time had answered our declaration.
+	// learned is closed when each replica that was known at one time had told what is open of what
+	// we declared.
 	learned     chan struct{}
 	learnedOnce sync.Once
 }
@@ -131,7 +133,8 @@ type replica struct {
 	address string
 	cancel  context.CancelFunc
 	woken   chan struct{}
-	// declared is guarded by client.mu: the present stream has had its answer.
+	// declared is guarded by client.mu: the present stream has brought what is open of what was
+	// declared.
 	declared bool
 
 	// saying is held, as a channel of size one is, by a declaration or a leave under way: which of
@@ -142,22 +145,14 @@ type replica struct {
 	opened bool
 
 	mu sync.Mutex
-	// hello is that of the open stream, zero without one. open is done when that ends.
-	hello wire.Hello
-	open  context.Context //nolint:containedctx // it says whether the stream is there
-	// released holds, while a declaration is under way, what the stream has released meanwhile.
-	released map[drain.UID]bool
-	// numbers are those of the drains that the present stream has opened. See [drain.Open].
-	numbers map[drain.UID]uint64
-	// watches are those of the barriers that it has opened.
-	watches map[drain.UID]uint64
-	// at is that of the last message of the present stream, see [wire.Message].
-	at int64
+	// session is that of the open stream, nil without one. open is done when that ends.
+	session *Session
+	open    context.Context //nolint:containedctx // it says whether the stream is there
 }
 
 // New returns a client without any replica.
 func New() *Client {
-	return &Client{Exclusions: nothing{}, replicas: map[string]*replica{}, changed: make(chan struct{}, 1),
+	return &Client{replicas: map[string]*replica{}, changed: make(chan struct{}, 1),
 		learned: make(chan struct{})}
 }
 
@@ -201,7 +196,7 @@ func (c *Client) Wake() {
 // is no longer ready. Leave returns what went wrong, after 5 s at most, and no error needs to be
 // acted on.
 func (c *Client) Leave(ctx context.Context) error {
-	ctx, cancel := context.WithTimeout(ctx, postTimeout)
+	ctx, cancel := context.WithTimeout(ctx, PostTimeout)
 	defer cancel()
 	c.mu.Lock()
 	c.left.Store(true)
@@ -223,23 +218,22 @@ func (r *replica) leave(ctx context.Context) error {
 	case <-ctx.Done():
 		return fmt.Errorf("leave %s: %w", r.address, ctx.Err())
 	}
-	r.mu.Lock()
-	hello := r.hello
-	r.mu.Unlock()
-	if hello.Session == 0 {
+	session, _ := r.current()
+	if session == nil {
 		return fmt.Errorf("leave %s: no stream is open", r.address)
 	}
-	if !slices.Contains(hello.Features, wire.FeatureLeave) {
+	if !slices.Contains(session.Hello.Features, wire.FeatureLeave) {
 		return fmt.Errorf("leave %s: the coordinator does not know how", r.address)
 	}
-	if err := r.send(ctx, wire.LeavePath, wire.Leave{Session: hello.Session, Boot: r.client.Boot}, nil); err != nil {
+	leave := wire.Leave{Session: session.Hello.Session, Boot: r.client.Boot}
+	if err := r.send(ctx, wire.LeavePath, leave, nil); err != nil {
 		return fmt.Errorf("leave %s: %w", r.address, err)
 	}
 	return nil
 }
 
-// Learned is closed once every replica known at one time has answered our declaration: all open
-// drains are excluded.
+// Learned is closed once every replica known at one time has told what is open of what we declared:
+// all open drains are excluded.
 func (c *Client) Learned() <-chan struct{} { return c.learned }
 
 // Run keeps the streams open until ctx is done, and returns nil when all have ended.
@@ -281,7 +275,8 @@ func (c *Client) Run(ctx context.Context) error {
 }
 
 func (r *replica) run(ctx context.Context) {
-	pause, lost := pauseFirst, false
+	var pauses Pauses
+	lost := false
 	for ctx.Err() == nil && !r.client.left.Load() {
 		began := time.Now()
 		err := r.stream(ctx)
@@ -300,17 +295,25 @@ func (r *replica) run(ctx context.Context) {
 			// again.
 			r.client.HTTP.CloseIdleConnections()
 		}
-		if time.Since(began) > maxPause {
-			pause = pauseFirst
-		}
-		timer := time.NewTimer(pause/2 + rand.N(pause/2))
+		timer := time.NewTimer(pauses.Next(time.Since(began), rand.N[time.Duration]))
 		select {
 		case <-timer.C:
 		case <-ctx.Done():
 			timer.Stop()
 		}
-		pause = min(2*pause, maxPause)
 	}
+}
+
+// Pauses are those between the streams to one replica. The zero value has had none.
+type Pauses struct{ last time.Duration }
+
+// Next returns the pause after a stream that lasted for some time. random returns a duration that
+// is less than most.
+func (p *Pauses) Next(lasted time.Duration, random func(most time.Duration) time.Duration) time.Duration {
+	if p.last = min(2*p.last, maxPause); p.last == 0 || lasted > maxPause {
+		p.last = pauseFirst
+	}
+	return p.last/2 + random(p.last/2)
 }
 
 // offer is what this agent says of itself.
@@ -326,10 +329,14 @@ func (c *Client) offer() wire.Offer {
 }
 
 // errUnread ends a stream whose coordinator does not read what is reported.
-var errUnread = fmt.Errorf("coordinator did not read reports within %s", postTimeout)
+var errUnread = fmt.Errorf("coordinator did not read reports within %s", PostTimeout)
 
 // errSilent ends a stream on which nothing came for the time that the coordinator named.
 var errSilent = errors.New("coordinator is silent")
+
+// errNotUpgraded is what a proxy between agent and coordinator causes, and nothing else.
+var errNotUpgraded = errors.New("coordinator answers 200 to the request to upgrade the stream: a proxy on the way to " +
+	"it does not pass on upgrades")
 
 // stream opens one stream and serves it until it is lost. The error says why; it is never nil.
 func (r *replica) stream(ctx context.Context) error {
@@ -349,22 +356,26 @@ func (r *replica) stream(ctx context.Context) error {
 		return cause(ctx, err)
 	}
 	defer response.Body.Close()
-	// Nil where reports are to be posted.
-	var reports io.Writer
 	switch response.StatusCode {
-	case http.StatusOK:
 	case http.StatusSwitchingProtocols:
-		reports, _ = response.Body.(io.Writer)
-		// The connection is no longer the transport's, which would close it.
-		defer context.AfterFunc(ctx, func() { response.Body.Close() })()
+	case http.StatusOK:
+		return errNotUpgraded
 	default:
 		return refused(response)
 	}
+	into, _ := response.Body.(io.Writer)
+	// The connection is no longer the transport's, which would close it.
+	defer context.AfterFunc(ctx, func() { response.Body.Close() })()
 	lines := newLines(response.Body)
-	hello, err := readHello(ctx, lines)
+	first, err := lines.next()
+	if err != nil {
+		return cause(ctx, fmt.Errorf("read hello: %w", err))
+	}
+	session, err := NewSession(first, r.client.Boot, r.client.Exclusions, r.client.Watches)
 	if err != nil {
 		return err
 	}
+	hello := session.Hello
 	away := time.Duration(hello.AwayMillis) * time.Millisecond
 	watchdog.Reset(away)
 	if r.client.Observer != nil {
@@ -375,61 +386,34 @@ func (r *replica) stream(ctx context.Context) error {
 		"session", hello.Session)
 
 	r.opened = true
-	r.setHello(ctx, hello)
-	defer r.setHello(ctx, wire.Hello{})
-	r.mu.Lock()
-	r.numbers, r.watches, r.at = map[drain.UID]uint64{}, map[drain.UID]uint64{}, 0
-	r.mu.Unlock()
-	synced, posted := make(chan struct{}), make(chan struct{})
+	r.setCurrent(ctx, session)
+	defer r.setCurrent(ctx, nil)
+	synced, reported := make(chan struct{}), make(chan struct{})
 	go func() {
-		defer close(posted)
-		// What the answer to the declaration excludes must not be readmitted by a list that is
-		// older. See exclude for releases.
+		defer close(reported)
 		select {
 		case <-synced:
 		case <-ctx.Done():
 			return
 		}
-		if err := r.post(ctx, hello, func(batch wire.Reports) error {
-			return r.report(ctx, batch, reports, lost)
-		}); err != nil {
+		if err := r.report(ctx, session, into, lost); err != nil {
 			lost(err)
 		}
 	}()
-	told := r.sendHealth(ctx, hello, reports)
-	err = r.receive(lines, hello, func() { watchdog.Reset(away) }, func() { close(synced) })
+	told := r.sendHealth(ctx, hello, into)
+	err = r.receive(session, lines, func() { watchdog.Reset(away) }, func() { close(synced) })
 	err = cause(ctx, err)
 	lost(err)
-	<-posted
+	<-reported
 	<-told
 	return err
 }
 
-// readHello reads and checks the hello that is the first message of a stream.
-func readHello(ctx context.Context, lines *lines) (wire.Hello, error) {
-	first, err := lines.next()
-	if err != nil {
-		return wire.Hello{}, cause(ctx, fmt.Errorf("read hello: %w", err))
-	}
-	if first.Type != wire.TypeHello || first.Hello == nil || !slices.Contains(wire.Spoken(), first.Hello.Protocol) {
-		return wire.Hello{}, fmt.Errorf("first message is not a hello of protocol %s: %+v", wire.Spoken(), first)
-	}
-	hello := *first.Hello
-	if hello.AwayMillis <= 0 || hello.ExpiryMillis <= 0 || hello.RenewalMillis <= 0 {
-		return wire.Hello{}, fmt.Errorf("hello names no times: %+v", hello)
-	}
-	return hello, nil
-}
-
-// report writes a batch of reports into the stream, or posts it if into is nil. It calls lost if
-// the coordinator does not read the batch in time.
-func (r *replica) report(ctx context.Context, batch wire.Reports, into io.Writer, lost context.CancelCauseFunc) error {
-	if into == nil {
-		return r.send(ctx, wire.ReportsPath, batch, nil)
-	}
-	slow := time.AfterFunc(postTimeout, func() { lost(errUnread) })
+// write writes lines into the stream. It calls lost if the coordinator does not read them in time.
+func (r *replica) write(into io.Writer, lines []byte, lost context.CancelCauseFunc) error {
+	slow := time.AfterFunc(PostTimeout, func() { lost(errUnread) })
 	defer slow.Stop()
-	_, err := into.Write(wire.AppendReports(nil, batch))
+	_, err := into.Write(lines)
 	if r.client.Observer != nil {
 		r.client.Observer.Posted(wire.ReportsPath, err)
 	}
@@ -438,127 +422,48 @@ func (r *replica) report(ctx context.Context, batch wire.Reports, into io.Writer
 
 // receive carries out what the stream says until it ends. It calls heard at each message, and
 // complete once, when the list of open drains is.
-func (r *replica) receive(lines *lines, hello wire.Hello, heard, complete func()) error {
-	t := r.client.Exclusions
-	holder := hello.Holder.String()
-	expiry := time.Duration(hello.ExpiryMillis) * time.Millisecond
-	listed, watched := map[drain.UID]bool{}, map[drain.UID]bool{}
-	synced, news := false, false
+func (r *replica) receive(session *Session, lines *lines, heard, complete func()) error {
+	changed := false
 	for {
 		m, err := lines.next()
 		if err != nil {
 			return err
 		}
 		heard()
-		expires := time.Now().Add(expiry)
-		t.Renew(holder, expires)
-		// Not before the expiries are renewed: what is reported from now on holds as long as they
-		// do.
-		r.mu.Lock()
-		r.at = m.At
-		r.mu.Unlock()
-		switch {
-		case m.Type == wire.TypeDrain && m.Drain != nil:
-			t.Exclude(m.Drain.Pod, holder, m.Drain.Since, expires)
-			r.number(*m.Drain)
-			if !synced {
-				listed[m.Drain.Pod.UID] = true
-			}
-			news = true // the pod may be excluded already, for another replica
-		case m.Type == wire.TypeWatch && m.Watch != nil && r.client.Watches != nil:
-			r.watch(*m.Watch, holder)
-			if !synced {
-				watched[m.Watch.Pod.UID] = true
-			}
-			news = true
-		case m.Type == wire.TypeRelease && m.Release != nil && m.Release.Gate == drain.AtBarrier:
-			r.unwatch(*m.Release, holder)
-		case m.Type == wire.TypeRelease && m.Release != nil:
-			r.readmit(*m.Release, holder)
-		case m.Type == wire.TypeSynced && !synced:
-			synced = true
-			for _, uid := range t.Held(holder) {
-				if !listed[uid] {
-					t.Readmit(uid, holder, false)
-				}
-			}
-			if r.client.Watches != nil {
-				for _, uid := range r.client.Watches.Watched(holder) {
-					if !watched[uid] {
-						r.client.Watches.Unwatch(uid, holder, false)
-					}
-				}
-			}
-			listed, watched = nil, nil
-			complete()
-		case m.Type == wire.TypeRefused && m.Refused != nil:
-			return fmt.Errorf("coordinator refuses: %s", m.Refused.Error)
+		synced, news, err := session.Message(time.Now(), m)
+		if err != nil {
+			return err
 		}
-		if news && !lines.more() {
-			news = false
+		if synced {
+			complete()
+		}
+		if m.Declared > 0 {
+			r.setDeclared(session.Learned())
+		}
+		if changed = changed || news; changed && !lines.more() {
+			changed = false
 			poke(r.woken)
 		}
 	}
 }
 
-// post declares, and then calls report with whatever changed, until ctx is done or that fails.
-func (r *replica) post(ctx context.Context, hello wire.Hello, report func(wire.Reports) error) error {
-	renewal := time.NewTicker(time.Duration(hello.RenewalMillis) * time.Millisecond / 2)
+// report declares, and then writes what there is to report, until ctx is done or that fails.
+func (r *replica) report(ctx context.Context, session *Session, into io.Writer, lost context.CancelCauseFunc) error {
+	renewal := time.NewTicker(time.Duration(session.Hello.RenewalMillis) * time.Millisecond / 2)
 	defer renewal.Stop()
-	// What was said last, at each gate.
-	var said [2]map[drain.UID]drain.Report
 	declared := -1
 	for everything := true; ; {
 		for routes, n := r.client.routes(); declared != n; routes, n = r.client.routes() {
-			settled, err := r.declare(ctx, hello, routes)
-			if err != nil {
+			if err := r.declare(ctx, session, routes); err != nil {
 				return err
 			}
-			if settled {
-				declared = n
-			}
+			declared = n
 		}
-		var news []drain.Report
-		now := [2]map[drain.UID]drain.Report{{}, {}}
-		// Asked before the reports: what they say then was read while the expiry stood, and for
-		// this drain.
-		r.mu.Lock()
-		numbers, watches, at := maps.Clone(r.numbers), maps.Clone(r.watches), r.at
-		r.mu.Unlock()
-		held := map[drain.UID]bool{}
-		for _, uid := range r.client.Exclusions.Held(hello.Holder.String()) {
-			held[uid] = true
-		}
-		for _, report := range r.client.Exclusions.Reports() {
-			var asked bool
-			if report.Number, asked = numbers[report.UID]; !asked || !held[report.UID] {
-				continue
-			}
-			now[drain.AtHold][report.UID] = report
-			if everything || said[drain.AtHold][report.UID] != report {
-				news = append(news, report)
-			}
-		}
-		if r.client.Watches != nil {
-			for _, report := range r.client.Watches.Reports() {
-				var asked bool
-				if report.Number, asked = watches[report.UID]; !asked {
-					continue
-				}
-				report.Gate = drain.AtBarrier
-				now[drain.AtBarrier][report.UID] = report
-				if everything || said[drain.AtBarrier][report.UID] != report {
-					news = append(news, report)
-				}
-			}
-		}
-		if len(news) > 0 {
-			if err := report(wire.Reports{Session: hello.Session, At: at, Boot: r.client.Boot,
-				Reports: news}); err != nil {
+		if batch := session.Reports(time.Now(), everything); batch.UpTo != nil || len(batch.Reports) > 0 {
+			if err := r.write(into, wire.Append(nil, batch), lost); err != nil {
 				return err
 			}
 		}
-		said = now
 		select {
 		case <-r.woken:
 			everything = false
@@ -570,117 +475,35 @@ func (r *replica) post(ctx context.Context, hello wire.Hello, report func(wire.R
 	}
 }
 
-// declare says what the gateway routes, and excludes what the coordinator answers. It reports false
-// if that has to be done again. An agent that has left declares nothing: it would be waited for
-// again.
-func (r *replica) declare(ctx context.Context, hello wire.Hello, routes []drain.Route) (settled bool, err error) {
+// declare says what the gateway routes. The stream brings what is being drained of it. An agent
+// that has left declares nothing: it would be waited for again.
+func (r *replica) declare(ctx context.Context, session *Session, routes []drain.Route) error {
 	select {
 	case r.saying <- struct{}{}:
 		defer func() { <-r.saying }()
 	case <-ctx.Done():
-		return true, nil
+		return nil
 	}
 	if r.client.left.Load() {
-		return true, nil
+		return nil
 	}
-	r.mu.Lock()
-	r.released = map[drain.UID]bool{}
-	r.mu.Unlock()
 	var declared wire.Declared
-	err = r.send(ctx, wire.DeclarationsPath, wire.Declaration{
-		Session: hello.Session, Gateway: r.client.Gateway, Population: r.client.Population, Routes: routes,
+	err := r.send(ctx, wire.DeclarationsPath, wire.Declaration{
+		Session: session.Hello.Session, Gateway: r.client.Gateway, Population: r.client.Population, Routes: routes,
 	}, &declared)
 	if err != nil {
-		return false, err
+		return err
 	}
-	watching := r.begin(declared.Watches, hello.Holder.String())
-	if settled = r.exclude(declared.Drains, hello) && watching; settled {
+	session.Declared(declared)
+	if session.Learned() {
 		r.setDeclared(true)
 	}
-	return settled, nil
-}
-
-// exclude lays the exclusions of the answer to a declaration. It reports false if the stream has
-// released one of them meanwhile: which of the two is the later word cannot be told, and an
-// exclusion laid after its release would never be readmitted. Declare again then.
-func (r *replica) exclude(drains []drain.Open, hello wire.Hello) bool {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	settled := true
-	expires := time.Now().Add(time.Duration(hello.ExpiryMillis) * time.Millisecond)
-	for _, d := range drains {
-		if r.released[d.Pod.UID] {
-			settled = false
-			continue
-		}
-		r.client.Exclusions.Exclude(d.Pod, hello.Holder.String(), d.Since, expires)
-		r.numbers[d.Pod.UID] = max(r.numbers[d.Pod.UID], d.Number)
-	}
-	r.released = nil
-	return settled
-}
-
-// number notes which drain of a pod this is, once its exclusion stands.
-func (r *replica) number(d drain.Open) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	r.numbers[d.Pod.UID] = d.Number
-}
-
-// watch begins to observe, and notes which barrier of the pod this is.
-func (r *replica) watch(w drain.Watch, holder string) {
-	r.client.Watches.Watch(w, holder)
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	r.watches[w.Pod.UID] = max(w.Number, r.watches[w.Pod.UID])
-}
-
-// begin is [replica.exclude] for what is to be observed.
-func (r *replica) begin(watches []drain.Watch, holder string) bool {
-	if r.client.Watches == nil {
-		return true
-	}
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	settled := true
-	for _, w := range watches {
-		if r.released[w.Pod.UID] {
-			settled = false
-			continue
-		}
-		r.client.Watches.Watch(w, holder)
-		r.watches[w.Pod.UID] = max(w.Number, r.watches[w.Pod.UID])
-	}
-	return settled
-}
-
-// unwatch ends it, and remembers that while a declaration is under way.
-func (r *replica) unwatch(release drain.Release, holder string) {
-	r.mu.Lock()
-	delete(r.watches, release.UID)
-	if r.released != nil {
-		r.released[release.UID] = true
-	}
-	r.mu.Unlock()
-	if r.client.Watches != nil {
-		r.client.Watches.Unwatch(release.UID, holder, release.Terminating)
-	}
-}
-
-// readmit carries out a release, and remembers it while a declaration is under way.
-func (r *replica) readmit(release drain.Release, holder string) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if r.released != nil {
-		r.released[release.UID] = true
-	}
-	delete(r.numbers, release.UID)
-	r.client.Exclusions.Readmit(release.UID, holder, release.Terminating)
+	return nil
 }
 
 // send posts body and decodes the answer into result, if that is not nil.
 func (r *replica) send(ctx context.Context, path string, body, result any) error {
-	ctx, cancel := context.WithTimeout(ctx, postTimeout)
+	ctx, cancel := context.WithTimeout(ctx, PostTimeout)
 	defer cancel()
 	return r.exchangeJSON(ctx, path, body, result)
 }
@@ -730,10 +553,16 @@ func (r *replica) request(ctx context.Context, method, path string, body io.Read
 	return request, nil
 }
 
-func (r *replica) setHello(open context.Context, hello wire.Hello) {
+func (r *replica) setCurrent(open context.Context, session *Session) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.hello, r.open = hello, open
+	r.session, r.open = session, open
+}
+
+func (r *replica) current() (session *Session, open context.Context) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.session, r.open
 }
 
 func (r *replica) setDeclared(declared bool) {

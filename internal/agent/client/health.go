@@ -14,7 +14,7 @@ const healthEvery = time.Second
 
 // sendHealth tells the coordinator what is new of the health of targets until ctx is done, and
 // closes what it returns then. It goes beside the reports, one message at a time, so that these
-// wait for one at most. into is where it is written; nil: it is posted.
+// wait for one at most.
 func (r *replica) sendHealth(ctx context.Context, hello wire.Hello, into io.Writer) <-chan struct{} {
 	over := make(chan struct{})
 	if r.client.Health == nil || !slices.Contains(hello.Features, wire.FeatureHealth) {
@@ -43,28 +43,17 @@ func (r *replica) sendHealth(ctx context.Context, hello wire.Hello, into io.Writ
 				told = now
 				continue
 			}
-			if err := r.sendReports(ctx, h, into); err != nil {
-				if ctx.Err() != nil {
-					return
-				}
-				r.client.Log.Debug("tell coordinator of the health of targets", "address", r.address, "error", err)
-				teller = wire.Teller{} // whether it has come is not known: all is told again
+			// It is a net.Conn, on which nothing that others write comes in between.
+			_, err := into.Write(wire.AppendHealth(nil, h))
+			if r.client.Observer != nil {
+				r.client.Observer.Posted(wire.HealthPath, err)
+			}
+			if err != nil {
+				return // and the stream ends, too
 			}
 		}
 	}()
 	return over
-}
-
-func (r *replica) sendReports(ctx context.Context, h wire.Health, into io.Writer) error {
-	if into == nil {
-		return r.send(ctx, wire.HealthPath, h, nil)
-	}
-	// It is a net.Conn, on which nothing that others write comes in between.
-	_, err := into.Write(wire.AppendHealth(nil, h))
-	if r.client.Observer != nil {
-		r.client.Observer.Posted(wire.HealthPath, err)
-	}
-	return err
 }
 
 func (r *replica) hasDeclared() bool {

@@ -31,7 +31,7 @@ func TestHealthIsToldToThoseWhoTakeIt(t *testing.T) {
 				}
 				var said []line
 				began := time.Now()
-				s.upgraded = func(s *session, from *bufio.Reader) {
+				s.upgraded = func(s *fakeStream, from *bufio.Reader) {
 					s.say(strings.Replace(hello, `"holder"`, `"features":`+c.features+`,"holder"`, 1))
 					s.say(drainLine("a") + "\n" + `{"type":"synced"}`)
 					go func() {

@@ -2,6 +2,7 @@ package client
 
 import (
 	"bufio"
+	"encoding/json"
 	"fmt"
 	"io"
 
@@ -52,7 +53,7 @@ func (l *lines) next() (wire.Message, error) {
 		}
 		return m, io.EOF
 	}
-	if err := wire.ParseMessage(l.scanner.Bytes(), &m); err != nil {
+	if err := json.Unmarshal(l.scanner.Bytes(), &m); err != nil {
 		return m, fmt.Errorf("message %.200q: %w", l.scanner.Text(), err)
 	}
 	return m, nil

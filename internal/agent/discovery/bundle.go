@@ -95,7 +95,7 @@ func (r *Bundle) Run(ctx context.Context, kube kubernetes.Interface) error {
 			return f.Core().V1().ConfigMaps().Informer()
 		},
 		Namespace: namespace, Fields: fields.OneTermEqualSelector("metadata.name", name).String(),
-		Changed: func(_, is *corev1.ConfigMap, _ bool) {
+		Changed: func(_, is *corev1.ConfigMap) {
 			if is != nil && !r.set(is.Data[caKey]) {
 				r.log.Warn("no certificate of coordinators yet", "configMap", r.conf.CAConfigMap)
 			}

@@ -26,9 +26,6 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/gateway"
 )
 
-// tickEvery is how often the index is asked for what it has set aside.
-const tickEvery = 250 * time.Millisecond
-
 // Config says where coordinators are and how to trust them.
 type Config struct {
 	// Service is namespace/name of the headless Service in front of all replicas.
@@ -118,8 +115,6 @@ func Follow(ctx context.Context, kube kubernetes.Interface, conf Config, dir str
 	service := types.NamespacedName{Namespace: namespace, Name: name}
 	index := endpoints.NewIndex()
 	index.Follow(endpoints.Port{Service: service, Name: conf.Port})
-	// The index is told by the watch and by the clock, and the last word must be the newest.
-	var mu sync.Mutex
 	told := func(changed []endpoints.PortChange) {
 		if len(changed) == 0 {
 			return
@@ -134,16 +129,11 @@ func Follow(ctx context.Context, kube kubernetes.Interface, conf Config, dir str
 	}
 	w, err := watch.New(kube, watch.Options[*discovery.EndpointSlice]{
 		Informer: watch.EndpointSlices, Namespace: namespace, Labels: discovery.LabelServiceName + "=" + name,
-		Changed: func(was, is *discovery.EndpointSlice, missed bool) {
-			mu.Lock()
-			defer mu.Unlock()
-			switch now := time.Now(); {
-			case is != nil:
-				told(index.Apply(now, is))
-			case missed:
-				told(index.Missed(now, was))
-			default:
-				told(index.Delete(now, was))
+		Changed: func(was, is *discovery.EndpointSlice) {
+			if is != nil {
+				told(index.Apply(time.Now(), is))
+			} else {
+				told(index.Delete(time.Now(), was))
 			}
 		},
 	})
@@ -152,18 +142,6 @@ func Follow(ctx context.Context, kube kubernetes.Interface, conf Config, dir str
 	}
 	var wg sync.WaitGroup
 	defer wg.Wait()
-	wg.Go(func() { _ = w.Run(ctx) })          // it has no error
-	wg.Go(func() { _ = remembered.run(ctx) }) // nor has this
-	ticker := time.NewTicker(tickEvery)
-	defer ticker.Stop()
-	for {
-		select {
-		case <-ctx.Done():
-			return nil
-		case <-ticker.C:
-			mu.Lock()
-			told(index.Tick(time.Now(), func(string) string { return w.Version() }))
-			mu.Unlock()
-		}
-	}
+	wg.Go(func() { _ = remembered.run(ctx) }) // it has no error
+	return w.Run(ctx)
 }

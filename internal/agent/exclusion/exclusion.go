@@ -5,6 +5,7 @@ package exclusion
 import (
 	"context"
 	"log/slog"
+	"maps"
 	"slices"
 	"strings"
 	"sync"
@@ -48,13 +49,13 @@ type Exclusions struct {
 // alone, see Expire. ports are the Services that feed each pool, and wake is called when the
 // gateway is to be directed again. propagation, which may be nil, is told how long each exclusion
 // took.
-func New(set *health.Set, kept *journal.Journal, ports map[health.Pool]endpoints.Port, wake func(),
+func New(now time.Time, set *health.Set, kept *journal.Journal, ports map[health.Pool]endpoints.Port, wake func(),
 	propagation *prometheus.HistogramVec, log *slog.Logger) *Exclusions {
 	t := &Exclusions{
 		set: set, journal: kept, ports: ports, wake: wake, propagation: propagation, log: log,
 		known: map[health.UID]health.State{}, furthest: map[health.UID]health.State{},
 	}
-	t.restore(time.Now())
+	t.restore(now)
 	return t
 }
 
@@ -63,7 +64,8 @@ func (t *Exclusions) restore(now time.Time) {
 	defer t.both.Unlock()
 	for _, s := range t.journal.Exclusions() {
 		uid := s.Pod.UID
-		for holder, expires := range s.Expiries {
+		for _, holder := range slices.Sorted(maps.Keys(s.Expiries)) {
+			expires := s.Expiries[holder]
 			t.set.Exclude(now, uid, holder, s.Since, expires)
 			t.log.Info("exclusion restored", "pod", s.Pod.String(), "uid", s.Pod.UID, "holder", holder,
 				"since", s.Since, "expiry", expires.Sub(now).String())
@@ -74,34 +76,18 @@ func (t *Exclusions) restore(now time.Time) {
 	}
 }
 
-// expired lists the pods that would be routed again if every expiry that is over at now were ended.
-func (t *Exclusions) expired(now time.Time) []drain.UID { return t.journal.Expired(now) }
-
-// lapse ends the expiries that are over at now, and lists the pods that are routed again, where
-// their pool has a check after a probe that succeeds. EndpointSlices are known to be as fresh as
-// now.
-func (t *Exclusions) lapse(now time.Time) []health.UID {
-	t.both.Lock()
-	defer t.both.Unlock()
-	uids := t.set.Lapse(now)
-	t.set.Refreshed(now)
-	t.journal.Lapse(now)
-	return uids
-}
-
 // Exclude implements client.Exclusions. A pod without UID cannot be meant.
-func (t *Exclusions) Exclude(pod drain.Pod, holder string, since, expires time.Time) {
+func (t *Exclusions) Exclude(now time.Time, pod drain.Pod, holder string, since, expires time.Time) {
 	if pod.UID == "" {
 		t.log.Warn("coordinator named a pod without UID", "pod", pod.String(), "holder", holder)
 		return
 	}
 	t.both.Lock()
-	now := time.Now()
-	t.journal.Exclude(now, pod, holder, since, expires)
+	t.journal.Exclude(pod, holder, since, expires)
 	news := t.set.Exclude(now, pod.UID, holder, since, expires)
 	if news {
 		t.set.Renew(holder, expires) // as in the journal, where each expiry is that of all its holder's exclusions
-		// Once this holder is on disk, the state that others were told of before is news to it.
+		// Once this holder is in the file, the state that others were told of before is news to it.
 		t.mu.Lock()
 		delete(t.known, pod.UID)
 		t.mu.Unlock()
@@ -114,12 +100,12 @@ func (t *Exclusions) Exclude(pod drain.Pod, holder string, since, expires time.T
 }
 
 // Readmit implements client.Exclusions.
-func (t *Exclusions) Readmit(uid drain.UID, holder string, dead bool) {
+func (t *Exclusions) Readmit(now time.Time, uid drain.UID, holder string, dead bool) {
 	if uid == "" {
 		return
 	}
 	t.both.Lock()
-	if now := time.Now(); dead {
+	if dead {
 		t.journal.Terminate(now, uid)
 		t.set.MarkTerminating(now, uid)
 	}
@@ -133,10 +119,10 @@ func (t *Exclusions) Readmit(uid drain.UID, holder string, dead bool) {
 }
 
 // Renew implements client.Exclusions.
-func (t *Exclusions) Renew(holder string, expires time.Time) {
+func (t *Exclusions) Renew(now time.Time, holder string, expires time.Time) {
 	t.both.Lock()
 	defer t.both.Unlock()
-	t.journal.Renew(time.Now(), holder, expires)
+	t.journal.Renew(holder, expires)
 	t.set.Renew(holder, expires)
 }
 
@@ -144,18 +130,16 @@ func (t *Exclusions) Renew(holder string, expires time.Time) {
 func (t *Exclusions) Held(holder string) []drain.UID {
 	held := t.set.Held(holder)
 	uids := make([]drain.UID, len(held))
-	for i, uid := range held {
-		uids[i] = uid
-	}
+	copy(uids, held)
 	return uids
 }
 
 // Reports implements client.Exclusions.
-func (t *Exclusions) Reports() []drain.Report {
-	stones := t.set.Exclusions()
-	reports := make([]drain.Report, len(stones))
-	for i, s := range stones {
-		state := t.proven(s)
+func (t *Exclusions) Reports(now time.Time) []drain.Report {
+	exclusions := t.set.Exclusions()
+	reports := make([]drain.Report, len(exclusions))
+	for i, s := range exclusions {
+		state := t.proven(now, s)
 		reports[i] = drain.Report{UID: s.UID, Generation: s.Generation, State: state}
 		if state >= health.Removed {
 			reports[i].Proof = drain.Runtime
@@ -180,28 +164,29 @@ func (t *Exclusions) services(pools []health.Pool) string {
 	return "" // and the deletion waits
 }
 
-// proven is the state that may be told: nothing is, of an exclusion that is not on disk yet. A pod
-// that no gateway has heard of is idle at once; an agent that said so and died would route to it
-// when it comes.
-func (t *Exclusions) proven(s health.Exclusion) health.State {
-	if !t.journal.Settled(s.UID) {
+// proven is the state that may be told: nothing is, of an exclusion that is not in the file yet. A
+// pod that no gateway has heard of is idle at once; an agent that said so and died would route to
+// it when it comes.
+func (t *Exclusions) proven(now time.Time, s health.Exclusion) health.State {
+	if !t.journal.Settled(now, s.UID) {
 		return health.Unknown
 	}
 	return s.State
 }
 
 // Changed writes down each exclusion's new state, and reports whether there was one.
-func (t *Exclusions) Changed() bool {
+func (t *Exclusions) Changed(now time.Time) bool {
 	// Read inside: who read earlier and writes later would leave an old state behind, and a change
 	// back to that would be no news.
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	stones := t.set.Exclusions()
-	news := len(stones) != len(t.known)
-	now, furthest := make(map[health.UID]health.State, len(stones)), make(map[health.UID]health.State, len(stones))
-	for _, s := range stones {
-		state := t.proven(s)
-		now[s.UID] = state
+	exclusions := t.set.Exclusions()
+	news := len(exclusions) != len(t.known)
+	all := make(map[health.UID]health.State, len(exclusions))
+	furthest := make(map[health.UID]health.State, len(exclusions))
+	for _, s := range exclusions {
+		state := t.proven(now, s)
+		all[s.UID] = state
 		furthest[s.UID] = max(state, t.furthest[s.UID])
 		t.measure(s, t.furthest[s.UID], state)
 		was, known := t.known[s.UID]
@@ -212,7 +197,7 @@ func (t *Exclusions) Changed() bool {
 				"generation", s.Generation)
 		}
 	}
-	t.known, t.furthest = now, furthest
+	t.known, t.furthest = all, furthest
 	return news
 }
 
@@ -232,9 +217,8 @@ func (t *Exclusions) measure(s health.Exclusion, before, state health.State) {
 	}
 }
 
-// WriteAhead is a gateway in which a pod is taken out only when the journal has its exclusion on
-// disk, or cannot have it. A batch waits once, at most a second, and only if an exclusion came that
-// is not on disk yet.
+// WriteAhead is a gateway in which a pod is taken out only when the journal has its exclusion in
+// the file, or cannot have it. A batch waits once, at most a second.
 type WriteAhead struct {
 	gateway.Directed
 	Journal *journal.Journal
@@ -243,7 +227,7 @@ type WriteAhead struct {
 // Apply implements gateway.Directed.
 func (g WriteAhead) Apply(ctx context.Context, ops []health.Op) error {
 	if slices.ContainsFunc(ops, func(op health.Op) bool { return op.Want != health.WantRouted }) {
-		_ = g.Journal.Sync(ctx) // availability first; the journal says what is wrong
+		_ = g.Journal.Sync() // availability first; the journal says what is wrong
 	}
 	return g.Directed.Apply(ctx, ops)
 }

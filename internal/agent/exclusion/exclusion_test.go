@@ -2,6 +2,7 @@ package exclusion
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"net/netip"
@@ -77,13 +78,14 @@ func TestNothingIsTakenOutBeforeItIsOnDisk(t *testing.T) {
 	j, stop := kept(t, dir)
 	defer stop()
 	set := health.New(health.Options{})
-	stones := New(set, j, nil, func() {}, nil, slog.New(slog.DiscardHandler))
+	exclusions := New(time.Now(), set, j, nil, func() {}, nil, slog.New(slog.DiscardHandler))
 	c := &checked{T: t, file: filepath.Join(dir, "exclusions.json")}
 	g := WriteAhead{c, j}
 	for i := range 100 {
 		uid := "uid-" + strings.Repeat("x", i+1) + "-"
 		now := time.Now()
-		stones.Exclude(drain.Pod{Namespace: "shop", Name: "web", UID: drain.UID(uid)}, "a/1", now, now.Add(time.Minute))
+		exclusions.Exclude(time.Now(), drain.Pod{Namespace: "shop", Name: "web", UID: drain.UID(uid)}, "a/1", now,
+			now.Add(time.Minute))
 		key := health.Key{Pool: "web", Target: health.Target{UID: health.UID(uid),
 			Addr: netip.MustParseAddrPort("10.0.0.1:80")}}
 		if err := g.Apply(t.Context(), []health.Op{{Key: key, Want: health.WantRemoved}}); err != nil {
@@ -101,22 +103,22 @@ func TestNothingIsReportedBeforeItIsOnDisk(t *testing.T) {
 	dir := t.TempDir()
 	var wrote func()
 	// It does not run yet, and writes nothing.
-	j, err := journal.Open(t.Context(), dir, func(time.Duration, error) { wrote() }, slog.New(slog.DiscardHandler))
+	j, err := journal.Open(t.Context(), dir, func(error) { wrote() }, slog.New(slog.DiscardHandler))
 	if err != nil {
 		t.Fatal(err)
 	}
 	set := health.New(health.Options{})
-	stones := New(set, j, nil, func() {}, nil, slog.New(slog.DiscardHandler))
+	exclusions := New(time.Now(), set, j, nil, func() {}, nil, slog.New(slog.DiscardHandler))
 	now := time.Now()
 	set.Synced()
-	stones.Exclude(drain.Pod{UID: "a"}, "a/1", now, now.Add(time.Minute))
+	exclusions.Exclude(time.Now(), drain.Pod{UID: "a"}, "a/1", now, now.Add(time.Minute))
 	set.Observe(time.Now(), health.Observation{Generation: "g", At: time.Now()})
-	if got := stones.Reports(); got[0].State != drain.StateUnknown || got[0].Proof != drain.ProofNone {
+	if got := exclusions.Reports(time.Now()); got[0].State != drain.StateUnknown || got[0].Proof != drain.ProofNone {
 		t.Errorf("before it is on disk the report is %+v", got[0])
 	}
-	stones.Changed()
+	exclusions.Changed(time.Now())
 	wrote = func() {
-		if !stones.Changed() {
+		if !exclusions.Changed(time.Now()) {
 			t.Error("that it is on disk is no news")
 		}
 	}
@@ -125,7 +127,7 @@ func TestNothingIsReportedBeforeItIsOnDisk(t *testing.T) {
 	if err := j.Run(ctx); err != nil { // writes once
 		t.Fatal(err)
 	}
-	if got := stones.Reports(); got[0].State != drain.Idle || got[0].Proof != drain.Runtime {
+	if got := exclusions.Reports(time.Now()); got[0].State != drain.Idle || got[0].Proof != drain.Runtime {
 		t.Errorf("once it is on disk the report is %+v", got[0])
 	}
 	j.Close()
@@ -133,18 +135,18 @@ func TestNothingIsReportedBeforeItIsOnDisk(t *testing.T) {
 	// The next life has it, whatever it is told, until the holder readmits it; and knows who is
 	// dead.
 	again, stop := kept(t, dir)
-	later := New(health.New(health.Options{}), again, nil, func() {}, nil, slog.New(slog.DiscardHandler))
+	later := New(time.Now(), health.New(health.Options{}), again, nil, func() {}, nil, slog.New(slog.DiscardHandler))
 	if got := later.Held("a/1"); len(got) != 1 || got[0] != "a" {
 		t.Errorf("restored are %v", got)
 	}
 	if got := later.set.Exclusions(); len(got) != 1 || !got[0].Since.Equal(now.Round(0)) {
 		t.Errorf("restored are %+v, want since %s", got, now)
 	}
-	later.Readmit("a", "a/1", true)
+	later.Readmit(time.Now(), "a", "a/1", true)
 	stop()
 	last, stop := kept(t, dir)
 	defer stop()
-	third := New(health.New(health.Options{}), last, nil, func() {}, nil, slog.New(slog.DiscardHandler))
+	third := New(time.Now(), health.New(health.Options{}), last, nil, func() {}, nil, slog.New(slog.DiscardHandler))
 	third.set.Change(time.Now(), "web", []health.Change{{Endpoint: health.Endpoint{Target: health.Target{UID: "a",
 		Addr: netip.MustParseAddrPort("10.0.0.1:80")}, Routable: true}}})
 	third.set.Synced()
@@ -156,24 +158,32 @@ func TestNothingIsReportedBeforeItIsOnDisk(t *testing.T) {
 // The answer to a declaration lays an exclusion and is no message of the stream. Where the set
 // ended the expiries of the others before the journal does, they would end without anybody asking
 // whether EndpointSlices are fresh.
-func TestALeaseEndsInTheSetWhenItDoesInTheJournal(t *testing.T) {
+func TestAnExclusionExpiresInTheSetWhenItDoesInTheJournal(t *testing.T) {
 	j, stop := kept(t, "")
 	defer stop()
 	set := health.New(health.Options{})
-	stones := New(set, j, nil, func() {}, nil, slog.New(slog.DiscardHandler))
+	exclusions := New(time.Now(), set, j, nil, func() {}, nil, slog.New(slog.DiscardHandler))
 	began := time.Now()
-	stones.Exclude(drain.Pod{UID: "a"}, "r/1", began, began.Add(60*time.Second))
-	stones.Exclude(drain.Pod{UID: "b"}, "r/1", began, began.Add(62*time.Second))
-	now := began.Add(61 * time.Second)
-	if expired := stones.expired(now); len(expired) > 0 {
-		t.Fatalf("expired is %v", expired)
+	exclusions.Exclude(time.Now(), drain.Pod{UID: "a"}, "r/1", began, began.Add(60*time.Second))
+	exclusions.Exclude(time.Now(), drain.Pod{UID: "b"}, "r/1", began, began.Add(62*time.Second))
+	lapses := &Lapses{Exclusions: exclusions, Rand: func(time.Duration) time.Duration { return 0 }}
+	for range 2 {
+		if lapses.Due(began.Add(61 * time.Second)) {
+			t.Error("the API server is asked too early")
+		}
 	}
-	if lapsed := stones.lapse(now); len(lapsed) > 0 {
-		t.Errorf("%v is routed again, and nobody was asked whether EndpointSlices are fresh", lapsed)
+	if held := set.Held("r/1"); len(held) != 2 {
+		t.Errorf("held is %v, before the API server was asked whether EndpointSlices are fresh", held)
 	}
-	now = began.Add(63 * time.Second)
-	if expired, lapsed := stones.expired(now), stones.lapse(now); len(expired) != 2 || len(lapsed) != 2 {
-		t.Errorf("expired is %v, lapsed %v, want both twice", expired, lapsed)
+	now := began.Add(63 * time.Second)
+	if lapses.Due(now) || !lapses.Due(now) {
+		t.Error("the API server is not asked when the pause is over")
+	}
+	if lapses.Answered(now, now, errors.New("away")); len(set.Held("r/1")) != 2 || lapses.Due(now) {
+		t.Errorf("held is %v, due %t after an error", set.Held("r/1"), lapses.Due(now))
+	}
+	if lapses.Answered(now, now, nil); len(set.Held("r/1")) != 0 {
+		t.Errorf("held is %v, want none", set.Held("r/1"))
 	}
 }
 
@@ -181,16 +191,16 @@ func TestALeaseEndsInTheSetWhenItDoesInTheJournal(t *testing.T) {
 // routed counts as quick.
 func TestPropagationIsWrittenDownOnce(t *testing.T) {
 	registry := prometheus.NewRegistry()
-	stones := &Exclusions{propagation: metrics.NewPropagation(registry, "fake", "")}
+	exclusions := &Exclusions{propagation: metrics.NewPropagation(registry, "fake", "")}
 	since := time.Now()
 	s := health.Exclusion{UID: "a", Since: since, StateSince: since.Add(40 * time.Millisecond), Targets: 1}
-	stones.measure(s, health.Unknown, health.Routing)
-	stones.measure(s, health.Routing, health.Removed)
-	stones.measure(s, health.Removed, health.Routing)
-	stones.measure(s, health.Removed, health.Removed)
-	stones.measure(s, health.Removed, health.Idle)
+	exclusions.measure(s, health.Unknown, health.Routing)
+	exclusions.measure(s, health.Routing, health.Removed)
+	exclusions.measure(s, health.Removed, health.Routing)
+	exclusions.measure(s, health.Removed, health.Removed)
+	exclusions.measure(s, health.Removed, health.Idle)
 	s.Targets = 0
-	stones.measure(s, health.Unknown, health.Idle)
+	exclusions.measure(s, health.Unknown, health.Idle)
 	families, err := registry.Gather()
 	if err != nil {
 		t.Fatal(err)
@@ -209,7 +219,7 @@ func TestReportsNameTheServicesThatKeepAPod(t *testing.T) {
 	defer stop()
 	set := health.New(health.Options{})
 	own := endpoints.Port{Service: types.NamespacedName{Namespace: "shop", Name: "own"}}
-	stones := New(set, j, map[health.Pool]endpoints.Port{"own": own, "own-tls": own,
+	exclusions := New(time.Now(), set, j, map[health.Pool]endpoints.Port{"own": own, "own-tls": own,
 		"web": {Service: types.NamespacedName{Namespace: "shop", Name: "web"}}}, func() {}, nil,
 		slog.New(slog.DiscardHandler))
 	now := time.Now()
@@ -228,22 +238,23 @@ func TestReportsNameTheServicesThatKeepAPod(t *testing.T) {
 	}
 	set.Synced()
 	set.Observe(now, health.Observation{Generation: "g", At: now, Seen: seen})
-	stones.Exclude(drain.Pod{Namespace: "shop", Name: "a", UID: "a"}, "r/1", now, now.Add(time.Minute))
+	exclusions.Exclude(time.Now(), drain.Pod{Namespace: "shop", Name: "a", UID: "a"}, "r/1", now, now.Add(time.Minute))
 	seen[health.Key{Pool: "web", Target: a}] = health.Seen{Present: true, Active: 1}
 	later := time.Now()
 	set.Observe(later, health.Observation{Generation: "g", At: later, Seen: seen})
-	if got := stones.Reports(); len(got) != 1 || got[0].State != drain.Kept || got[0].Kept != "shop/own" ||
+	if got := exclusions.Reports(time.Now()); len(got) != 1 || got[0].State != drain.Kept ||
+		got[0].Kept != "shop/own" ||
 		got[0].NoConnections {
 		t.Fatalf("reports %+v, want one that is kept in shop/own, and not quiet", got)
 	}
-	stones.Changed()
+	exclusions.Changed(time.Now())
 	seen[health.Key{Pool: "web", Target: a}] = health.Seen{Present: true}
 	for range 2 {
 		later = later.Add(health.IdleGap)
 		set.Observe(later, health.Observation{Generation: "g", At: later, Seen: seen})
 	}
-	if !stones.Changed() || !stones.Reports()[0].NoConnections {
-		t.Errorf("reports %+v, want it quiet, and that to be news", stones.Reports())
+	if !exclusions.Changed(time.Now()) || !exclusions.Reports(time.Now())[0].NoConnections {
+		t.Errorf("reports %+v, want it quiet, and that to be news", exclusions.Reports(time.Now()))
 	}
 }
 
@@ -255,7 +266,7 @@ func TestTheLastStateWrittenDownIsTheLast(t *testing.T) {
 	j, stop := kept(t, "")
 	defer stop()
 	set := health.New(health.Options{})
-	stones := New(set, j, nil, func() {}, nil, slog.New(slog.DiscardHandler))
+	exclusions := New(time.Now(), set, j, nil, func() {}, nil, slog.New(slog.DiscardHandler))
 	now := time.Now()
 	var all []health.Change
 	seen := map[health.Key]health.Seen{}
@@ -268,7 +279,7 @@ func TestTheLastStateWrittenDownIsTheLast(t *testing.T) {
 	set.Change(now, "web", all)
 	set.Synced()
 	for key := range seen {
-		stones.Exclude(drain.Pod{UID: key.Target.UID}, "a/1", now, now.Add(time.Minute))
+		exclusions.Exclude(time.Now(), drain.Pod{UID: key.Target.UID}, "a/1", now, now.Add(time.Minute))
 	}
 	var generation atomic.Int64
 	states := map[health.State]bool{}
@@ -282,13 +293,13 @@ func TestTheLastStateWrittenDownIsTheLast(t *testing.T) {
 					o.Seen = seen
 				}
 				set.Observe(o.At, o)
-				stones.Changed()
+				exclusions.Changed(time.Now())
 			})
 		}
 		all.Wait()
 		for _, s := range set.Exclusions() {
 			states[s.State] = true
-			if was := stones.known[s.UID]; was != s.State {
+			if was := exclusions.known[s.UID]; was != s.State {
 				t.Fatalf("round %d: %s is %s, and %s was written down last", round, s.UID, s.State, was)
 			}
 		}
@@ -304,7 +315,7 @@ func TestExclusionsBetweenTheWireAndTheSet(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	stones := New(set, kept, nil, func() { woken++ }, nil, slog.New(slog.DiscardHandler))
+	exclusions := New(time.Now(), set, kept, nil, func() { woken++ }, nil, slog.New(slog.DiscardHandler))
 	now := time.Now()
 	set.Synced()
 	set.Change(now, "web", []health.Change{{Endpoint: health.Endpoint{Target: health.Target{UID: "a",
@@ -313,33 +324,33 @@ func TestExclusionsBetweenTheWireAndTheSet(t *testing.T) {
 		return drain.Pod{Namespace: "shop", Name: "web-" + uid, UID: drain.UID(uid)}
 	}
 
-	stones.Exclude(pod(""), "r", now, now.Add(time.Hour))
-	stones.Readmit("", "r", true)
-	if woken != 0 || len(stones.Reports()) != 0 {
+	exclusions.Exclude(time.Now(), pod(""), "r", now, now.Add(time.Hour))
+	exclusions.Readmit(time.Now(), "", "r", true)
+	if woken != 0 || len(exclusions.Reports(time.Now())) != 0 {
 		t.Fatal("a pod without UID has an exclusion")
 	}
-	stones.Exclude(pod("a"), "r", now, now.Add(time.Hour))
-	stones.Exclude(pod("a"), "r", now, now.Add(time.Hour))
+	exclusions.Exclude(time.Now(), pod("a"), "r", now, now.Add(time.Hour))
+	exclusions.Exclude(time.Now(), pod("a"), "r", now, now.Add(time.Hour))
 	if woken != 1 {
 		t.Fatalf("woken %d times, want once: a renewal is no news", woken)
 	}
-	if !stones.Changed() || stones.Changed() {
+	if !exclusions.Changed(time.Now()) || exclusions.Changed(time.Now()) {
 		t.Fatal("a new exclusion is not news once")
 	}
 	// One goes and another comes, between two looks, and the state is the same.
-	stones.Readmit("a", "r", false)
-	stones.Exclude(pod("b"), "r", now, now.Add(time.Hour))
-	if !stones.Changed() {
+	exclusions.Readmit(time.Now(), "a", "r", false)
+	exclusions.Exclude(time.Now(), pod("b"), "r", now, now.Add(time.Hour))
+	if !exclusions.Changed(time.Now()) {
 		t.Fatal("another exclusion is no news")
 	}
-	stones.Exclude(pod("a"), "r2", now, now.Add(time.Hour))
+	exclusions.Exclude(time.Now(), pod("a"), "r2", now, now.Add(time.Hour))
 	set.Observe(time.Now(), health.Observation{Generation: "g", At: time.Now()})
-	reports := stones.Reports()
+	reports := exclusions.Reports(time.Now())
 	if len(reports) != 2 || reports[0].State != drain.StateUnknown || reports[0].Proof != drain.ProofNone ||
 		reports[1].State != drain.Idle || reports[1].Proof != drain.Runtime {
 		t.Fatalf("reports are %+v", reports)
 	}
-	if got := stones.Held("r"); !slices.Equal(got, []drain.UID{"b"}) {
+	if got := exclusions.Held("r"); !slices.Equal(got, []drain.UID{"b"}) {
 		t.Fatalf("r holds %v", got)
 	}
 }

@@ -7,8 +7,8 @@ import (
 )
 
 const (
-	// lapseEvery is how often expiries are looked at.
-	lapseEvery = time.Second
+	// LapseEvery is how often expiries are looked at.
+	LapseEvery = time.Second
 	// lapseSpread is over how long agents whose expiries end together spread their question to the
 	// API server.
 	lapseSpread = 5 * time.Second
@@ -18,49 +18,85 @@ const (
 )
 
 // Expire ends expiries that no coordinator renews, until ctx is done. fresh returns nil if what the
-// set knows of EndpointSlices is not older than the call. Time alone lets no pod back in: an expiry
-// that is over stands until EndpointSlices are known to be fresh, because when all coordinators are
-// away the API server may be, too, and the pod may be dead by now. An outage of both keeps the pod
-// out as long as it lasts; the last target of a pool is kept in any case.
+// set knows of EndpointSlices is not older than the call.
 func (t *Exclusions) Expire(ctx context.Context, fresh func(context.Context) error) error {
-	ticker := time.NewTicker(lapseEvery)
+	ticker := time.NewTicker(LapseEvery)
 	defer ticker.Stop()
-	var next time.Time // when the API server is asked; zero: nothing has expired
-	pause, failing := freshRetryFirst, ""
+	l := &Lapses{Exclusions: t, Rand: rand.N[time.Duration]}
 	for {
 		select {
 		case <-ctx.Done():
 			return nil
 		case <-ticker.C:
 		}
-		now := time.Now()
-		expired := t.expired(now)
-		switch {
-		case len(expired) == 0:
-			next, pause, failing = time.Time{}, freshRetryFirst, ""
-		case next.IsZero():
-			t.log.Warn("no coordinator has renewed these exclusions: they end when EndpointSlices are known to be "+
-				"fresh", "uids", expired)
-			next = now.Add(rand.N(lapseSpread))
-			continue
-		case now.Before(next):
-			continue
-		default:
-			if err := fresh(ctx); err != nil {
-				next = time.Now().Add(pause/2 + rand.N(pause))
-				pause = min(2*pause, maxFreshRetry)
-				if text := err.Error(); text != failing && ctx.Err() == nil {
-					t.log.Warn("EndpointSlices may be old: exclusions stand although their expiries are over",
-						"uids", expired, "error", err)
-					failing = text
-				}
-				continue
+		if now := time.Now(); l.Due(now) {
+			err := fresh(ctx)
+			if ctx.Err() == nil {
+				l.Answered(now, time.Now(), err)
 			}
 		}
-		// As of then: what has expired since was not asked about.
-		if uids := t.lapse(now); len(uids) > 0 {
-			t.log.Warn("exclusions lapsed: no coordinator has renewed them", "uids", uids)
-			t.wake()
-		}
+	}
+}
+
+// Lapses decides when expiries end that no coordinator renews. Time alone lets no pod back in: an
+// expiry that is over stands until EndpointSlices are known to be fresh, because when all
+// coordinators are away the API server may be, too, and the pod may be dead by now. An outage of
+// both keeps the pod out as long as it lasts; the last target of a pool is kept in any case.
+type Lapses struct {
+	*Exclusions
+	// Rand returns a random pause of less than most.
+	Rand func(most time.Duration) time.Duration
+
+	// next is when the API server is asked. The zero time: nothing has expired.
+	next    time.Time
+	pause   time.Duration
+	failing string
+}
+
+// Due reports whether it is to be found out now that EndpointSlices are fresh: call Answered then.
+// It is to be called each LapseEvery.
+func (l *Lapses) Due(now time.Time) bool {
+	expired := l.journal.Expired(now)
+	switch {
+	case len(expired) == 0:
+		l.next, l.pause, l.failing = time.Time{}, 0, ""
+		l.lapse(now)
+	case l.next.IsZero():
+		l.log.Warn("no coordinator has renewed these exclusions: they end when EndpointSlices are known to be fresh",
+			"uids", expired)
+		l.next = now.Add(l.Rand(lapseSpread))
+	default:
+		return !now.Before(l.next)
+	}
+	return false
+}
+
+// Answered ends the expiries that were over when Due was called, at asked. An error says that
+// EndpointSlices may be older than that.
+func (l *Lapses) Answered(asked, now time.Time, err error) {
+	if err == nil {
+		l.lapse(asked) // what has expired since was not asked about
+		return
+	}
+	pause := max(l.pause, freshRetryFirst)
+	l.next, l.pause = now.Add(pause/2+l.Rand(pause)), min(2*pause, maxFreshRetry)
+	if text := err.Error(); text != l.failing {
+		l.log.Warn("EndpointSlices may be old: exclusions stand although their expiries are over", "uids",
+			l.journal.Expired(now), "error", err)
+		l.failing = text
+	}
+}
+
+// lapse ends the expiries that are over at now. Pods that are routed again are, where their pool
+// has a check, after a probe that succeeds. EndpointSlices are known to be as fresh as now.
+func (t *Exclusions) lapse(now time.Time) {
+	t.both.Lock()
+	uids := t.set.Lapse(now)
+	t.set.Refreshed(now)
+	t.journal.Lapse(now)
+	t.both.Unlock()
+	if len(uids) > 0 {
+		t.log.Warn("exclusions lapsed: no coordinator has renewed them", "uids", uids)
+		t.wake()
 	}
 }

@@ -4,20 +4,10 @@ package healthview
 
 import (
 	"encoding/json"
-	"fmt"
-	"io"
-	"maps"
-	"mime"
 	"net/http"
-	"net/netip"
-	"net/url"
-	"slices"
-	"strings"
-	"text/tabwriter"
 	"time"
 
 	"github.com/lameduck-io/lameduck/internal/endpoints"
-	"github.com/lameduck-io/lameduck/pkg/gateway"
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
@@ -79,20 +69,14 @@ const (
 	stateAbsent  = "absent"  // not known
 )
 
-// viewTargets makes the views of what the query asks for.
-func viewTargets(all []health.Detail, q targetsQuery, ports map[health.Pool]endpoints.Port,
+func viewTargets(all []health.Detail, ports map[health.Pool]endpoints.Port,
 	names map[health.UID]string) []targetView {
 	views := []targetView{}
 	for _, t := range all {
 		of := ports[t.Pool]
-		service := of.Service.String()
-		if q.service != "" && q.service != service || q.pool != "" && q.pool != string(t.Pool) || q.address.IsValid() &&
-			q.address != t.Target.Addr {
-			continue
-		}
 		v := targetView{
 			Address: t.Target.Addr.String(), Pod: names[t.Target.UID], UID: string(t.Target.UID),
-			Service: service, Port: of.Name, Pool: string(t.Pool), State: stateOf(t), Why: t.Why.String(),
+			Service: of.Service.String(), Port: of.Name, Pool: string(t.Pool), State: stateOf(t), Why: t.Why.String(),
 			Health: t.Verdict.String(),
 			Counters: targetCounters{
 				Successes: t.Counters.Successes, HTTPFailures: t.Counters.HTTPFailures,
@@ -140,105 +124,13 @@ func stateOf(t health.Detail) string {
 	}
 }
 
-// targetsQuery is which targets are asked for, and how to show them.
-type targetsQuery struct {
-	service, pool string
-	address       netip.AddrPort
-	text          bool
-}
-
-// queryKeys are what may be asked.
-var queryKeys = []string{"address", "output", "pool", "service"}
-
-// parseTargetsQuery refuses by name what it does not know.
-func parseTargetsQuery(r *http.Request) (targetsQuery, error) {
-	var q targetsQuery
-	values, err := url.ParseQuery(r.URL.RawQuery)
-	if err != nil {
-		return q, fmt.Errorf("query: %w", err)
-	}
-	q.text = accepts(r.Header.Get("Accept"), "text/plain")
-	for _, key := range slices.Sorted(maps.Keys(values)) {
-		if len(values[key]) > 1 {
-			return q, fmt.Errorf("query %q: given %d times", key, len(values[key]))
-		}
-		value := values[key][0]
-		switch key {
-		case "service":
-			if _, _, err := gateway.ParseService(value); err != nil {
-				return q, fmt.Errorf("service %q: must be namespace/name", value)
-			}
-			q.service = value
-		case "pool":
-			q.pool = value
-		case "address":
-			if q.address, err = netip.ParseAddrPort(value); err != nil {
-				return q, fmt.Errorf("address %q: must be ip:port", value)
-			}
-		case "output":
-			if value != "json" && value != "text" {
-				return q, fmt.Errorf("output %q: must be json or text", value)
-			}
-			q.text = value == "text"
-		default:
-			return q, fmt.Errorf("query %q: unknown; known are %s", key, strings.Join(queryKeys, ", "))
-		}
-	}
-	return q, nil
-}
-
-// accepts reports whether an Accept header names a media type before application/json.
-func accepts(header, want string) bool {
-	for part := range strings.SplitSeq(header, ",") {
-		switch name, _, _ := mime.ParseMediaType(part); name {
-		case want:
-			return true
-		case "application/json":
-			return false
-		}
-	}
-	return false
-}
-
-// Targets answers GET /v1/targets. ports are the Services that feed each pool, names returns
-// namespace/name of pods.
+// Targets answers GET /v1/targets with all targets, sorted by pool and address. ports are the
+// Services that feed each pool, names returns namespace/name of pods.
 func Targets(set *health.Set, ports map[health.Pool]endpoints.Port, names func() map[health.UID]string) http.Handler {
-	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		q, err := parseTargetsQuery(r)
-		if err != nil {
-			w.Header().Set("Content-Type", "application/json")
-			w.WriteHeader(http.StatusBadRequest)
-			_ = json.NewEncoder(w).Encode(map[string]string{"error": err.Error()})
-			return
-		}
-		views := viewTargets(set.Targets(), q, ports, names())
-		if q.text {
-			w.Header().Set("Content-Type", "text/plain; charset=utf-8")
-			_ = writeTargets(w, views, time.Now())
-			return
-		}
+	return http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		w.Header().Set("Content-Type", "application/json")
-		_ = json.NewEncoder(w).Encode(map[string][]targetView{"targets": views})
+		e := json.NewEncoder(w)
+		e.SetIndent("", "  ")
+		_ = e.Encode(map[string][]targetView{"targets": viewTargets(set.Targets(), ports, names())})
 	})
-}
-
-// writeTargets prints a table.
-func writeTargets(w io.Writer, views []targetView, now time.Time) error {
-	table := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
-	fmt.Fprintln(table, "POOL\tADDRESS\tPOD\tSERVICE\tSTATE\tWHY\tSINCE\tHEALTH\tLAST\tACTIVE\tUID")
-	for _, v := range views {
-		since := ""
-		if v.Since != nil {
-			since = now.Sub(*v.Since).Round(time.Second).String()
-		}
-		cells := []string{v.Pool, v.Address, v.Pod, v.Service, v.State, v.Why, since, v.Health, v.LastOutcome,
-			fmt.Sprint(v.Counters.Active), v.UID}
-		for i, c := range cells {
-			if c == "" {
-				cells[i] = "-"
-			}
-		}
-		fmt.Fprintln(table, strings.Join(cells, "\t"))
-	}
-	return table.Flush()
 }

@@ -24,7 +24,6 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 	"github.com/lameduck-io/lameduck/pkg/gateway"
-	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
 const (
@@ -42,22 +41,6 @@ const (
 	// liveTimeout what the live look at the pod may take of that.
 	restartTimeout = 2 * time.Second
 	liveTimeout    = time.Second
-	// askAgain is how soon coordinators are tried again when there was none.
-	askAgain = 250 * time.Millisecond
-	// localIdle is how long this node's kernel, when nobody else can be asked, is waited for to be
-	// Idle once it is Removed.
-	localIdle = 10 * time.Second
-	// localKept is how long after the deletion this node's kernel, when nobody else can be asked,
-	// is taken at its word that it has nowhere else to send to, or cannot be read: until then it
-	// may only be late.
-	localKept = 2 * time.Second
-	// countedFresh is how old the last count of connections may be when a coordinator lets a pod
-	// go, countedLate how long another one is waited for.
-	countedFresh = time.Second
-	countedLate  = 500 * time.Millisecond
-	// answerMargin is how much earlier than the hook must end a coordinator has to answer, so that
-	// it can still say whom it waited for.
-	answerMargin = 250 * time.Millisecond
 	// maxID is the longest id that is looked up.
 	maxID = 64
 	// HeaderTime is how long a hook's request may take to arrive.
@@ -70,7 +53,7 @@ type Server struct {
 	pods    *nodepods.Pods
 	gateway gateway.Observed
 	live    func(ctx context.Context, pod drain.Pod) (p nodepods.Pod, gone bool, err error)
-	ask     func(context.Context, wire.Barrier) (wire.BarrierStatus, error)
+	ask     func(context.Context, wire.BarrierRequest) (wire.BarrierStatus, error)
 	// addresses are this node's.
 	addresses func() ([]net.Addr, error)
 	m         *metrics
@@ -98,7 +81,8 @@ type wait struct {
 // [client.Client.Barrier], and live reads a pod that the watch may be late for, see
 // [nodepods.Live].
 func New(pods *nodepods.Pods, g gateway.Observed, live func(context.Context, drain.Pod) (nodepods.Pod, bool, error),
-	ask func(context.Context, wire.Barrier) (wire.BarrierStatus, error), r prometheus.Registerer, log *slog.Logger,
+	ask func(context.Context, wire.BarrierRequest) (wire.BarrierStatus, error), r prometheus.Registerer,
+	log *slog.Logger,
 ) *Server {
 	return &Server{
 		pods: pods, gateway: g, live: live, ask: ask, addresses: net.InterfaceAddrs, m: newMetrics(r), log: log,
@@ -187,7 +171,7 @@ func (s *Server) find(ctx context.Context, id string, from netip.Addr) (nodepods
 	if len(id) > maxID {
 		return nodepods.Pod{}, errUnknown
 	}
-	p, ok, changed := s.pods.Find(id)
+	p, ok, _ := s.pods.Find(id)
 	if ok {
 		return p, nil
 	}
@@ -195,21 +179,29 @@ func (s *Server) find(ctx context.Context, id string, from netip.Addr) (nodepods
 		return nodepods.Pod{}, errTooMany
 	}
 	defer s.forget(from)
-	timer := time.NewTimer(findTimeout)
-	defer timer.Stop()
-	for !ok {
-		select {
-		case <-changed:
-		case <-timer.C:
-			return nodepods.Pod{}, errUnknown
-		case <-s.stopping:
-			return nodepods.Pod{}, errUnknown
-		case <-ctx.Done():
-			return nodepods.Pod{}, errUnknown
-		}
-		p, ok, changed = s.pods.Find(id)
+	ctx, cancel := context.WithTimeout(ctx, findTimeout)
+	defer cancel()
+	if p, ok = s.await(ctx, id, func(nodepods.Pod) bool { return true }); !ok {
+		return nodepods.Pod{}, errUnknown
 	}
 	return p, nil
+}
+
+// await waits until ctx is done for the pod with an id to be so.
+func (s *Server) await(ctx context.Context, id string, is func(nodepods.Pod) bool) (nodepods.Pod, bool) {
+	for {
+		p, ok, changed := s.pods.Find(id)
+		if ok && is(p) {
+			return p, true
+		}
+		select {
+		case <-changed:
+		case <-s.stopping:
+			return p, false
+		case <-ctx.Done():
+			return p, false
+		}
+	}
 }
 
 // admit counts a hook from an address whose pod is not known yet. It reports false if there are too
@@ -294,7 +286,7 @@ func (s *Server) join(p nodepods.Pod) (*wait, error) {
 func (s *Server) leave(p *nodepods.Pod, why outcome) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if is, ok := s.going(*p); ok && why == outRestart {
+	if is, ok, _ := s.pods.Find(p.ID); ok && deleted(*p)(is) && why == outRestart {
 		*p = is
 		return false
 	}
@@ -302,10 +294,9 @@ func (s *Server) leave(p *nodepods.Pod, why outcome) bool {
 	return true
 }
 
-// going returns p as it is known now, if it has been deleted and is not gone.
-func (s *Server) going(p nodepods.Pod) (is nodepods.Pod, ok bool) {
-	is, ok, _ = s.pods.Find(p.ID)
-	return is, ok && is.Pod.UID == p.Pod.UID && !is.Since.IsZero()
+// deleted returns what reports whether a pod is p, deleted and not gone.
+func deleted(p nodepods.Pod) func(nodepods.Pod) bool {
+	return func(is nodepods.Pod) bool { return is.Pod.UID == p.Pod.UID && !is.Since.IsZero() }
 }
 
 // count returns how many pods wait.
@@ -322,49 +313,24 @@ func (s *Server) wait(p nodepods.Pod) (why outcome, detail string) {
 		// The watch may be late: the kubelet has another one.
 		ctx, cancel := context.WithTimeout(context.Background(), liveTimeout)
 		is, gone, err := s.live(ctx, p.Pod)
-		cancel()
-		switch {
-		case gone:
+		if gone {
+			cancel()
 			return outGone, ""
-		case err != nil:
+		}
+		ok := err == nil
+		if err != nil {
 			detail = err.Error()
-			p = s.deletion(p, began.Add(liveTimeout))
-		default:
+			is, ok = s.await(ctx, p.ID, deleted(p))
+		}
+		cancel()
+		if ok {
 			p = is
 		}
 		if p.Since.IsZero() {
 			return s.restart(p, began.Add(restartTimeout), detail)
 		}
 	}
-	deadline := p.Deadline()
-	switch {
-	case !began.Before(deadline):
-		return outNoTime, fmt.Sprintf("the deletion allows %s, %s of it are the application's", p.Allowed, p.Grace)
-	case len(p.Targets) == 0:
-		return outNoTargets, ""
-	}
-	ctx, cancel := context.WithDeadline(context.Background(), deadline)
-	defer cancel()
-	return s.barrier(ctx, p, deadline)
-}
-
-// deletion waits for the watch to tell that p was deleted, until then at most.
-func (s *Server) deletion(p nodepods.Pod, until time.Time) nodepods.Pod {
-	timer := time.NewTimer(time.Until(until))
-	defer timer.Stop()
-	for {
-		is, ok, changed := s.pods.Find(p.ID)
-		if ok && is.Pod.UID == p.Pod.UID && !is.Since.IsZero() {
-			return is
-		}
-		select {
-		case <-changed:
-		case <-timer.C:
-			return p
-		case <-s.stopping:
-			return p
-		}
-	}
+	return s.barrier(p)
 }
 
 // restart tells directed gateways of a container that is about to be stopped though its pod stays:
@@ -377,21 +343,9 @@ func (s *Server) restart(p nodepods.Pod, until time.Time, detail string) (outcom
 	defer cancel()
 	looking.Go(func() {
 		defer cancel()
-		for {
-			is, ok, changed := s.pods.Find(p.ID)
-			if ok && is.Pod.UID == p.Pod.UID && !is.Since.IsZero() {
-				return
-			}
-			select {
-			case <-changed:
-			case <-s.stopping:
-				return
-			case <-ctx.Done():
-				return
-			}
-		}
+		s.await(ctx, p.ID, deleted(p))
 	})
-	passed, err := s.ask(ctx, wire.Barrier{Pod: p.Pod, Targets: p.Targets, Since: time.Now().UTC(),
+	passed, err := s.ask(ctx, wire.BarrierRequest{Pod: p.Pod, Targets: p.Targets, Since: time.Now().UTC(),
 		BoundMillis: time.Until(until).Milliseconds()})
 	switch {
 	case err == nil:
@@ -408,9 +362,8 @@ type answer struct {
 	err    error
 }
 
-// barrier asks a coordinator, and this node's kernel for as long as there is none. It returns at
-// the deadline of ctx at the latest.
-func (s *Server) barrier(ctx context.Context, p nodepods.Pod, deadline time.Time) (outcome, string) {
+// barrier walks through the steps of a [Wait].
+func (s *Server) barrier(p nodepods.Pod) (outcome, string) {
 	changed := make(chan struct{}, 1)
 	local := gateway.WatchSettled(s.gateway, p.Targets, func() {
 		select {
@@ -422,146 +375,36 @@ func (s *Server) barrier(ctx context.Context, p nodepods.Pod, deadline time.Time
 	answers := make(chan answer, 1)
 	var asking sync.WaitGroup
 	defer asking.Wait() // for a moment: ctx is done by then
-	ctx, cancel := context.WithCancel(ctx)
+	ctx, cancel := context.WithDeadline(context.Background(), p.Deadline())
 	defer cancel()
-	asking.Go(func() { answers <- s.askBarrier(ctx, p, deadline) })
-	alone := false
-	trouble := ""
-	var removedAt, passedAt time.Time
-	var passed wire.BarrierStatus
-	for {
+	for w := NewWait(time.Now(), p); ; {
 		// Looked at on every turn, so that a state which was entered while a coordinator answered
 		// is not missed.
-		now := time.Now()
-		is := local.Reading()
+		w.Look(time.Now(), local.Reading())
 		switch {
-		case is.State < health.Removed:
-			removedAt = time.Time{}
-		case removedAt.IsZero():
-			removedAt = now
+		case w.Over:
+			return w.outcome, w.detail
+		case w.Ask != nil:
+			ask := *w.Ask
+			asking.Go(func() {
+				passed, err := s.ask(ctx, ask)
+				answers <- answer{passed, err}
+			})
+		case w.Count:
+			local.Count()
 		}
-		if alone && stopped(is, now, p.Seen, removedAt) {
-			return outLocal, "this node's kernel is " + is.State.String() + "; " + trouble
-		}
-		if !passedAt.IsZero() {
-			if why, over := mayStop(is, passed, now, passedAt, removedAt); over {
-				return why, outcomeText(passed)
-			}
-			if now.Sub(is.Counted) > countedFresh {
-				local.Count()
-			}
-		}
-		// While a coordinator is being asked, its answer wakes. Alone, coordinators are tried
-		// again; a count wakes only if it changes the state.
-		pause := time.Until(deadline)
-		switch {
-		case alone:
-			pause = min(pause, askAgain)
-		case !passedAt.IsZero():
-			pause = min(pause, countedLate/20)
-		}
-		timer := time.NewTimer(pause)
+		timer := time.NewTimer(time.Until(w.Wake))
 		select {
 		case a := <-answers:
-			switch {
-			case a.err == nil:
-				passed, passedAt, alone = a.passed, time.Now(), false
-			case ctx.Err() == nil:
-				alone, trouble = true, a.err.Error()
-				asking.Go(func() { answers <- s.askBarrierAgain(ctx, p, deadline) })
-			}
+			w.Answered(time.Now(), a.passed, a.err)
 		case <-changed:
 		case <-timer.C:
 		case <-s.stopping:
 			timer.Stop()
 			return outStopping, ""
-		case <-ctx.Done():
-			timer.Stop()
-			if !passedAt.IsZero() {
-				return outcome(drain.IdleBound.String()), outcomeText(passed)
-			}
-			return outBound, trouble
 		}
 		timer.Stop()
 	}
-}
-
-// askBarrier asks a coordinator, which answers when p may be told to stop, [answerMargin] before
-// deadline at the latest.
-func (s *Server) askBarrier(ctx context.Context, p nodepods.Pod, deadline time.Time) answer {
-	passed, err := s.ask(ctx, wire.Barrier{
-		Pod: p.Pod, Targets: p.Targets, Since: p.Since, Terminating: true,
-		BoundMillis:   max(0, deadline.Sub(p.Seen)-answerMargin).Milliseconds(),
-		ElapsedMillis: time.Since(p.Seen).Milliseconds(),
-	})
-	return answer{passed, err}
-}
-
-// askBarrierAgain is askBarrier after a pause of [askAgain].
-func (s *Server) askBarrierAgain(ctx context.Context, p nodepods.Pod, deadline time.Time) answer {
-	pause := time.NewTimer(askAgain)
-	defer pause.Stop()
-	select {
-	case <-pause.C:
-		return s.askBarrier(ctx, p, deadline)
-	case <-ctx.Done():
-		return answer{err: ctx.Err()}
-	}
-}
-
-// mayStop reports whether a pod may be told to stop, and with which outcome, that a coordinator has
-// let go at passedAt. The kernel of the pod's own node sees every connection to it: also those that
-// came since that agent last reported Idle, from nodes that are not asked or by a load balancer,
-// and those that the pod or one of its Services wants waited for.
-func mayStop(is gateway.Reading, passed wire.BarrierStatus, now, passedAt, removedAt time.Time) (outcome, bool) {
-	why := outcome(passed.Reason)
-	acknowledged := passed.Reason == drain.Acknowledged.String()
-	switch {
-	case !acknowledged && passed.Reason != drain.IdleBound.String(), is.State < health.Removed:
-		return why, true
-	case is.Connections > 0 && now.Sub(removedAt) < time.Duration(passed.IdleBoundMillis)*time.Millisecond:
-		return "", false
-	case !acknowledged:
-		return why, true
-	case is.State == health.Removed:
-		return outcome(drain.IdleBound.String()), now.Sub(is.Since) >= localIdle
-	}
-	return why, now.Sub(is.Counted) <= countedFresh || now.Sub(passedAt) >= countedLate
-}
-
-// stopped says whether this node's kernel alone is enough, when nobody else can be asked. All times
-// are by this node's clock.
-func stopped(is gateway.Reading, now, began, removedAt time.Time) bool {
-	late := now.Sub(began) >= localKept
-	switch is.State {
-	case health.Idle:
-		return true
-	case health.Removed:
-		return now.Sub(removedAt) >= localIdle
-	case health.Kept:
-		return is.NoConnections && late
-	case health.Unknown:
-		return late
-	default:
-		return false
-	}
-}
-
-func outcomeText(p wire.BarrierStatus) string {
-	text := ""
-	for i, w := range p.Waiting {
-		if i == 3 {
-			return fmt.Sprintf("%s and %d more", text, len(p.Waiting)-3)
-		}
-		if i > 0 {
-			text += ", "
-		}
-		text += w
-	}
-	if p.Cut {
-		text += " (a stated wait is longer than the bound)"
-	}
-	return text
 }
 
 // Run holds the agent up while hooks wait, for grace at most once ctx is done, and then answers

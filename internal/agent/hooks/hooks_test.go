@@ -38,7 +38,7 @@ type testNode struct {
 	k        *gatewaytest.FakeObserved
 	registry *prometheus.Registry
 	// asked holds what coordinators were asked.
-	asked []wire.Barrier
+	asked []wire.BarrierRequest
 	liven func() (nodepods.Pod, bool, error)
 }
 
@@ -59,7 +59,7 @@ func newTestNode(t *testing.T) *testNode {
 
 // nobody: no coordinator can be asked.
 func (n *testNode) nobody() {
-	n.ask = func(_ context.Context, b wire.Barrier) (wire.BarrierStatus, error) {
+	n.ask = func(_ context.Context, b wire.BarrierRequest) (wire.BarrierStatus, error) {
 		n.asked = append(n.asked, b)
 		return wire.BarrierStatus{}, client.ErrNoCoordinator
 	}
@@ -145,7 +145,7 @@ func TestHooksEnd(t *testing.T) {
 	}{
 		"the coordinator says when": {
 			before: func(n *testNode) {
-				n.ask = func(ctx context.Context, b wire.Barrier) (wire.BarrierStatus, error) {
+				n.ask = func(ctx context.Context, b wire.BarrierRequest) (wire.BarrierStatus, error) {
 					time.Sleep(700 * time.Millisecond)
 					return wire.BarrierStatus{Phase: "Released", Reason: "Acknowledged"}, nil
 				}
@@ -157,7 +157,7 @@ func TestHooksEnd(t *testing.T) {
 		},
 		"the coordinator says nothing": {
 			before: func(n *testNode) {
-				n.ask = func(ctx context.Context, _ wire.Barrier) (wire.BarrierStatus, error) {
+				n.ask = func(ctx context.Context, _ wire.BarrierRequest) (wire.BarrierStatus, error) {
 					<-ctx.Done()
 					return wire.BarrierStatus{}, ctx.Err()
 				}
@@ -168,7 +168,7 @@ func TestHooksEnd(t *testing.T) {
 		},
 		"somebody deletes with less grace": {
 			before: func(n *testNode) {
-				n.ask = func(ctx context.Context, _ wire.Barrier) (wire.BarrierStatus, error) {
+				n.ask = func(ctx context.Context, _ wire.BarrierRequest) (wire.BarrierStatus, error) {
 					<-ctx.Done()
 					return wire.BarrierStatus{}, ctx.Err()
 				}
@@ -232,8 +232,8 @@ func TestHooksEnd(t *testing.T) {
 		"a coordinator comes": {
 			before: func(n *testNode) {
 				n.k.Is(podTarget, health.Routing, 0)
-				n.ask = func(context.Context, wire.Barrier) (wire.BarrierStatus, error) {
-					if n.asked = append(n.asked, wire.Barrier{}); len(n.asked) < 4 {
+				n.ask = func(context.Context, wire.BarrierRequest) (wire.BarrierStatus, error) {
+					if n.asked = append(n.asked, wire.BarrierRequest{}); len(n.asked) < 4 {
 						return wire.BarrierStatus{}, client.ErrNoCoordinator
 					}
 					return wire.BarrierStatus{Reason: "LastTarget"}, nil
@@ -247,7 +247,7 @@ func TestHooksEnd(t *testing.T) {
 			before: func(n *testNode) {
 				n.k.Is(podTarget, health.Idle, 0)
 				n.k.OnCount(func() { n.k.Is(podTarget, health.Removed, 1) })
-				n.ask = func(context.Context, wire.Barrier) (wire.BarrierStatus, error) {
+				n.ask = func(context.Context, wire.BarrierRequest) (wire.BarrierStatus, error) {
 					time.Sleep(5 * time.Second)
 					return wire.BarrierStatus{Reason: "Acknowledged"}, nil
 				}
@@ -264,7 +264,7 @@ func TestHooksEnd(t *testing.T) {
 			before: func(n *testNode) {
 				n.k.Is(podTarget, health.Idle, 0)
 				n.k.OnCount(func() { n.k.Is(podTarget, health.Removed, 1); n.k.OnCount(nil) })
-				n.ask = func(context.Context, wire.Barrier) (wire.BarrierStatus, error) {
+				n.ask = func(context.Context, wire.BarrierRequest) (wire.BarrierStatus, error) {
 					time.Sleep(5 * time.Second)
 					return wire.BarrierStatus{Reason: "Acknowledged"}, nil
 				}
@@ -278,7 +278,7 @@ func TestHooksEnd(t *testing.T) {
 			before: func(n *testNode) {
 				n.k.Is(podTarget, health.Idle, 1)
 				n.k.OnCount(func() { n.k.Is(podTarget, health.Idle, 1) })
-				n.ask = func(context.Context, wire.Barrier) (wire.BarrierStatus, error) {
+				n.ask = func(context.Context, wire.BarrierRequest) (wire.BarrierStatus, error) {
 					time.Sleep(5 * time.Second)
 					return wire.BarrierStatus{Reason: "Acknowledged"}, nil
 				}
@@ -291,7 +291,7 @@ func TestHooksEnd(t *testing.T) {
 		"connections cannot be counted": {
 			before: func(n *testNode) {
 				n.k.Is(podTarget, health.Idle, 0)
-				n.ask = func(context.Context, wire.Barrier) (wire.BarrierStatus, error) {
+				n.ask = func(context.Context, wire.BarrierRequest) (wire.BarrierStatus, error) {
 					time.Sleep(5 * time.Second)
 					return wire.BarrierStatus{Reason: "Acknowledged"}, nil
 				}
@@ -304,7 +304,7 @@ func TestHooksEnd(t *testing.T) {
 		"kept connections are to be waited for": {
 			before: func(n *testNode) {
 				n.k.Is(podTarget, health.Idle, 1)
-				n.ask = func(context.Context, wire.Barrier) (wire.BarrierStatus, error) {
+				n.ask = func(context.Context, wire.BarrierRequest) (wire.BarrierStatus, error) {
 					time.Sleep(time.Second)
 					return wire.BarrierStatus{Reason: "Acknowledged", IdleBoundMillis: 20_000}, nil
 				}
@@ -320,7 +320,7 @@ func TestHooksEnd(t *testing.T) {
 		"kept connections are to be waited for, and stay": {
 			before: func(n *testNode) {
 				n.k.Is(podTarget, health.Removed, 1)
-				n.ask = func(context.Context, wire.Barrier) (wire.BarrierStatus, error) {
+				n.ask = func(context.Context, wire.BarrierRequest) (wire.BarrierStatus, error) {
 					time.Sleep(10 * time.Second)
 					return wire.BarrierStatus{Reason: "IdleBound", IdleBoundMillis: 20_000}, nil
 				}
@@ -333,7 +333,7 @@ func TestHooksEnd(t *testing.T) {
 		"kept connections are to be waited for beyond the bound": {
 			before: func(n *testNode) {
 				n.k.Is(podTarget, health.Idle, 1)
-				n.ask = func(context.Context, wire.Barrier) (wire.BarrierStatus, error) {
+				n.ask = func(context.Context, wire.BarrierRequest) (wire.BarrierStatus, error) {
 					return wire.BarrierStatus{Reason: "Acknowledged", IdleBoundMillis: 60_000}, nil
 				}
 				n.pods.Set(agenttest.Hooked("a"), false)
@@ -383,7 +383,7 @@ func TestHooksEnd(t *testing.T) {
 					p, _ := nodepods.Read(agenttest.Hooked("a"))
 					return p, false, nil
 				}
-				n.ask = func(_ context.Context, b wire.Barrier) (wire.BarrierStatus, error) {
+				n.ask = func(_ context.Context, b wire.BarrierRequest) (wire.BarrierStatus, error) {
 					if b.Terminating {
 						n.Errorf("the pod is called terminating: %+v", b)
 					}
@@ -399,7 +399,7 @@ func TestHooksEnd(t *testing.T) {
 					<-ctx.Done()
 					return nodepods.Pod{}, false, ctx.Err()
 				}
-				n.ask = func(ctx context.Context, _ wire.Barrier) (wire.BarrierStatus, error) {
+				n.ask = func(ctx context.Context, _ wire.BarrierRequest) (wire.BarrierStatus, error) {
 					<-ctx.Done()
 					return wire.BarrierStatus{}, ctx.Err()
 				}
@@ -505,7 +505,7 @@ func TestHooksComeFromTheNodeOrTheirPod(t *testing.T) {
 				p := agenttest.Hooked("web")
 				n.pods.Set(p, false)
 				n.liven = func() (nodepods.Pod, bool, error) { is, _ := nodepods.Read(p); return is, false, nil }
-				n.ask = func(_ context.Context, b wire.Barrier) (wire.BarrierStatus, error) {
+				n.ask = func(_ context.Context, b wire.BarrierRequest) (wire.BarrierStatus, error) {
 					n.asked = append(n.asked, b)
 					return wire.BarrierStatus{Phase: "Released", Reason: "Acknowledged"}, nil
 				}
@@ -556,7 +556,7 @@ func TestADeletionWhileAContainerIsBeingStopped(t *testing.T) {
 		p := agenttest.Hooked("a")
 		n.pods.Set(p, false)
 		n.liven = func() (nodepods.Pod, bool, error) { is, _ := nodepods.Read(p); return is, false, nil }
-		n.ask = func(ctx context.Context, b wire.Barrier) (wire.BarrierStatus, error) {
+		n.ask = func(ctx context.Context, b wire.BarrierRequest) (wire.BarrierStatus, error) {
 			n.asked = append(n.asked, b)
 			if b.Terminating {
 				time.Sleep(5 * time.Second)

@@ -3,18 +3,24 @@ package journal
 import (
 	"os"
 	"strings"
+	"sync"
 	"time"
 
 	"golang.org/x/sys/unix"
 )
 
-// stampNow reads both clocks. The time since boot goes on while the machine sleeps, as expiries do.
-func stampNow() stamp {
-	s := stamp{Wall: time.Now().Round(0)}
+// boot is read once: a later failure must not make the file one of another boot.
+var boot = sync.OnceValues(func() (string, error) {
 	id, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	return strings.TrimSpace(string(id)), err
+})
+
+// stampNow counts from the boot. That goes on while the machine sleeps, as expiries do.
+func stampNow() Stamp {
+	id, err := boot()
 	var t unix.Timespec
-	if err == nil && unix.ClockGettime(unix.CLOCK_BOOTTIME, &t) == nil {
-		s.Boot, s.SinceBoot = strings.TrimSpace(string(id)), time.Duration(t.Nano())
+	if err != nil || unix.ClockGettime(unix.CLOCK_BOOTTIME, &t) != nil {
+		return wall()
 	}
-	return s
+	return Stamp{Boot: id, At: time.Duration(t.Nano())}
 }

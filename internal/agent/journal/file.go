@@ -1,151 +1,184 @@
 package journal
 
 import (
-	"bytes"
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
-	"hash/crc32"
+	"io"
 	"maps"
+	"os"
+	"path/filepath"
 	"slices"
 	"strings"
+	"syscall"
 	"time"
 
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
 const (
+	fileName = "exclusions.json"
+	lockName = "exclusions.lock"
+	// newSuffix is on the file that is being written, asideSuffix on the last one that could not be
+	// read.
+	newSuffix   = ".new"
+	asideSuffix = ".unreadable"
+
 	// version is that of the file. It grows only when an older agent could not read what a newer
 	// one writes; fields may be added without.
-	version = 1
+	version = 2
 	// maxFile bounds what is read, in bytes. 10,000 dead pods are about 1 MiB.
 	maxFile = 64 << 20
+	// lockTimeout is how long Open waits for another agent to let go: one that is dying holds the
+	// lock until it is dead.
+	lockTimeout = 5 * time.Second
 )
 
 var (
 	// errCorrupt: it is not a whole file of ours.
 	errCorrupt = errors.New("corrupt")
-	// errVersion: a newer agent has written it.
+	// errVersion: another version of the agent has written it.
 	errVersion = errors.New("of a version that this agent does not know")
+	// errBoot: the machine was booted since, and what is in the file is over.
+	errBoot = errors.New("written before the machine was booted")
 )
 
-var castagnoli = crc32.MakeTable(crc32.Castagnoli)
-
-func sum[T string | []byte](rest T) uint32 { return crc32.Checksum([]byte(rest), castagnoli) }
-
-// stamp is one moment by two clocks.
-type stamp struct {
-	Wall time.Time `json:"wall"`
-	// Boot names the time between two boots of the machine, and SinceBoot is counted in it. Empty:
-	// unknown.
-	Boot      string        `json:"boot,omitempty"`
-	SinceBoot time.Duration `json:"sinceBoot,omitempty"`
+// Stamp is a moment: the time since Boot, which names the time between two boots of the machine.
+type Stamp struct {
+	Boot string        `json:"boot"`
+	At   time.Duration `json:"at"`
 }
 
-// since says how much time has passed from then to s, never less than none.
-func (s stamp) since(then stamp) time.Duration {
-	if s.Boot != "" && s.Boot == then.Boot {
-		return max(0, s.SinceBoot-then.SinceBoot)
-	}
-	return max(0, s.Wall.Sub(then.Wall))
-}
+// wall is the time by the wall clock, where no boot has a name.
+func wall() Stamp { return Stamp{At: time.Duration(time.Now().UnixNano())} }
 
-// head is the file's first line. The rest of the file is what it counts and sums.
-type head struct {
-	Version int    `json:"lameduckExclusions"`
-	Bytes   int    `json:"bytes"`
-	CRC32C  uint32 `json:"crc32c"`
-}
-
-// body is the rest. Its times are by the wall clock of Written.
-type body struct {
-	Written stamp `json:"written"`
-	// Expiries says when each holder's ends.
-	Expiries   map[string]time.Time `json:"expiries"`
-	Exclusions []line               `json:"exclusions"`
+// content is the file. What it says of times is how long ago they were when it was written, or how
+// long from then.
+type content struct {
+	Version int   `json:"lameduckExclusions"`
+	Written Stamp `json:"written"`
+	// Expiries says in how long each holder's ends.
+	Expiries   map[string]time.Duration `json:"expiries"`
+	Exclusions []line                   `json:"exclusions"`
 }
 
 type line struct {
 	drain.Pod
 	Since   time.Time `json:"since,omitzero"`
 	Holders []string  `json:"holders,omitempty"`
-	// TerminatingAt is when the pod was first said to be dead.
-	TerminatingAt time.Time `json:"terminatingAt,omitzero"`
+	// Terminating is how long ago the pod was first said to be dead. Nil: it lives.
+	Terminating *time.Duration `json:"terminating,omitempty"`
 }
 
-// body copies the book. Times of now's clock become times of the wall clock of at, the same moment.
-func (b *book) body(now time.Time, at stamp) body {
-	wall := func(t time.Time) time.Time { return at.Wall.Add(t.Sub(now)).UTC() }
-	out := body{Written: at, Expiries: make(map[string]time.Time, len(b.holders)),
-		Exclusions: make([]line, 0, len(b.byUID))}
-	for holder, l := range b.holders {
-		out.Expiries[holder] = wall(l.stored)
+// content copies the journal.
+func (j *Journal) content(now time.Time, at Stamp) content {
+	c := content{Version: version, Written: at, Expiries: make(map[string]time.Duration, len(j.expiries)),
+		Exclusions: make([]line, 0, len(j.byUID))}
+	for holder, expires := range j.expiries {
+		c.Expiries[holder] = expires.Sub(now)
 	}
-	for _, s := range b.byUID {
+	for _, s := range j.byUID {
 		l := line{Pod: s.pod, Since: s.since.UTC().Round(0), Holders: slices.Sorted(maps.Keys(s.holders))}
 		if !s.terminatingAt.IsZero() {
-			l.TerminatingAt = wall(s.terminatingAt)
+			l.Terminating = new(now.Sub(s.terminatingAt))
 		}
-		out.Exclusions = append(out.Exclusions, l)
+		c.Exclusions = append(c.Exclusions, l)
 	}
-	return out
+	return c
 }
 
-// encode makes the bytes of a file.
-func (b body) encode() ([]byte, error) {
-	slices.SortFunc(b.Exclusions, func(x, y line) int { return strings.Compare(string(x.UID), string(y.UID)) })
-	rest, err := json.MarshalIndent(b, "", " ") // operators read it when something is wrong
-	if err != nil {
-		return nil, err
-	}
-	rest = append(rest, '\n')
-	first, err := json.Marshal(head{Version: version, Bytes: len(rest), CRC32C: sum(rest)})
-	if err != nil {
-		return nil, err
-	}
-	return slices.Concat(first, []byte{'\n'}, rest), nil
+func (c content) encode() ([]byte, error) {
+	slices.SortFunc(c.Exclusions, func(x, y line) int { return strings.Compare(string(x.UID), string(y.UID)) })
+	data, err := json.Marshal(c)
+	return append(data, '\n'), err
 }
 
-// decode reads a file into a book, as of now, the moment at. The error is errCorrupt or errVersion.
-func decode(data []byte, now time.Time, at stamp) (book, error) {
-	first, rest, _ := bytes.Cut(data, []byte{'\n'})
-	var h head
-	if err := json.Unmarshal(first, &h); err != nil || h.Version < 1 {
-		return book{}, fmt.Errorf("%w: its first line is not one of ours", errCorrupt)
+// decode takes over a file, as of now, the moment at. The error is errCorrupt, errVersion or
+// errBoot, and nothing is taken over then.
+func (j *Journal) decode(data []byte, now time.Time, at Stamp) error {
+	var c content
+	switch err := json.Unmarshal(data, &c); {
+	case err != nil:
+		return fmt.Errorf("%w: %v", errCorrupt, err)
+	case c.Version != version:
+		return fmt.Errorf("%w: %d, want %d", errVersion, c.Version, version)
+	case c.Written.Boot != at.Boot:
+		return errBoot
 	}
-	if h.Version > version {
-		return book{}, fmt.Errorf("%w: %d, want at most %d", errVersion, h.Version, version)
-	}
-	if len(rest) != h.Bytes {
-		return book{}, fmt.Errorf("%w: %d bytes after the first line, want %d", errCorrupt, len(rest), h.Bytes)
-	}
-	if got := sum(rest); got != h.CRC32C {
-		return book{}, fmt.Errorf("%w: checksum %d, want %d", errCorrupt, got, h.CRC32C)
-	}
-	var in body
-	if err := json.Unmarshal(rest, &in); err != nil {
-		return book{}, fmt.Errorf("%w: %v", errCorrupt, err)
-	}
-	// What is counted from the moment of writing holds, whatever the wall clock has done since.
-	passed := at.since(in.Written)
-	here := func(t time.Time) time.Time { return now.Add(t.Sub(in.Written.Wall) - passed) }
-	b := newBook()
-	for _, l := range in.Exclusions {
-		if l.UID == "" {
-			continue
-		}
+	written := now.Add(-max(0, at.At-c.Written.At))
+	for _, l := range c.Exclusions {
+		s := &exclusion{pod: l.Pod, since: l.Since, holders: map[string]bool{}}
 		for _, holder := range l.Holders {
-			// A holder without an expiry, which we never write, holds nothing any more; ending it
-			// is for the rule that ends all.
-			b.exclude(now, l.Pod, holder, l.Since, here(in.Expiries[holder]))
+			s.holders[holder] = true
+			j.expiries[holder] = written.Add(c.Expiries[holder])
 		}
-		if !l.TerminatingAt.IsZero() {
-			b.terminate(here(l.TerminatingAt), l.UID)
-			b.byUID[l.UID].pod = l.Pod
+		if l.Terminating != nil {
+			s.terminatingAt = written.Add(-*l.Terminating)
+		}
+		if l.UID != "" && (l.Terminating != nil || len(l.Holders) > 0) {
+			j.byUID[l.UID] = s
 		}
 	}
-	for holder, l := range b.holders {
-		l.stored = here(in.Expiries[holder]) // it is what the file says
+	return nil
+}
+
+// folder is a Disk: a directory.
+type folder string
+
+func (d folder) path() string { return filepath.Join(string(d), fileName) }
+
+// SetAside implements Disk.
+func (d folder) SetAside() error { return os.Rename(d.path(), d.path()+asideSuffix) }
+
+// Replace implements Disk.
+func (d folder) Replace(data []byte) error {
+	if err := os.WriteFile(d.path()+newSuffix, data, 0o600); err != nil {
+		return err
 	}
-	return b, nil
+	return os.Rename(d.path()+newSuffix, d.path())
+}
+
+// Read implements Disk. It reads at most maxFile bytes.
+func (d folder) Read() ([]byte, error) {
+	f, err := os.Open(d.path())
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	data, err := io.ReadAll(io.LimitReader(f, maxFile+1))
+	if err == nil && len(data) > maxFile {
+		err = fmt.Errorf("%w: larger than %d bytes", errCorrupt, maxFile)
+	}
+	return data, err
+}
+
+// lock takes the lock that ends with the process, however that ends. On a disk that is read-only
+// the file must be there already.
+func lock(ctx context.Context, path string) (*os.File, error) {
+	f, err := os.OpenFile(path, os.O_RDONLY|os.O_CREATE, 0o600)
+	if err != nil {
+		if f, err = os.Open(path); err != nil {
+			return nil, err
+		}
+	}
+	for end := time.Now().Add(lockTimeout); ; {
+		err := syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB)
+		if err == nil {
+			return f, nil
+		}
+		again := errors.Is(err, syscall.EWOULDBLOCK) || errors.Is(err, syscall.EINTR)
+		if again && time.Now().Before(end) {
+			select {
+			case <-time.After(50 * time.Millisecond):
+				continue
+			case <-ctx.Done():
+				err = ctx.Err()
+			}
+		} else if again {
+			err = ErrLocked
+		}
+		_ = f.Close()
+		return nil, err
+	}
 }

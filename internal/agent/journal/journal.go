@@ -4,111 +4,153 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"io/fs"
 	"log/slog"
+	"maps"
 	"os"
 	"path/filepath"
+	"slices"
+	"strings"
 	"sync"
-	"syscall"
 	"time"
 
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
 const (
-	fileName = "exclusions.json"
-	lockName = "exclusions.lock"
-	// newSuffix is on the file that is being written, asideSuffix on the last one that could not be
-	// read.
-	newSuffix   = ".new"
-	asideSuffix = ".unreadable"
-
-	// lockTimeout is how long Open waits for another agent to let go: one that is dying holds the
-	// lock until it is dead.
-	lockTimeout = 5 * time.Second
-	// syncTimeout is how long anybody waits for one write: long for a disk, short against a drain's
-	// deadline.
-	syncTimeout = time.Second
-	// lazy is how long what nobody waits for may wait to be written with other things.
-	lazy = time.Second
-	// retryFirst and maxRetry bound the pause after a write that has failed.
-	retryFirst = time.Second
-	maxRetry   = 30 * time.Second
+	// SyncTimeout is how long a caller waits for one write: long for a disk, short against a
+	// drain's deadline.
+	SyncTimeout = time.Second
+	// writeEvery is how often that is written for which no caller waits, and what could not be.
+	writeEvery = time.Second
+	// maxTerminating bounds how many dead pods are kept that are not excluded. A cluster that
+	// deletes more of them in drain.Times.Memory forgets the oldest here; its EndpointSlices have
+	// had the time to say so themselves.
+	maxTerminating = 10_000
 )
+
+// terminatingMemory is how long a dead pod is kept: as long as the ledger remembers it.
+var terminatingMemory = drain.DefaultTimes().Memory
 
 // ErrLocked says that another agent uses the directory.
 var ErrLocked = errors.New("another agent uses it")
 
 // errStuck says that a write does not come to an end.
-var errStuck = fmt.Errorf("a write has not ended within %s", syncTimeout)
+var errStuck = fmt.Errorf("a write has not ended within %s", SyncTimeout)
 
-// Journal is the exclusions of one agent, in memory and on disk. Make it with Open, run it with
-// Run. Its other methods may be called from any goroutine; only Sync waits.
+// Disk is where a journal is kept.
+type Disk interface {
+	// Read returns what is there. The error is [fs.ErrNotExist] if nothing is.
+	Read() ([]byte, error)
+	// SetAside keeps what cannot be read under another name.
+	SetAside() error
+	// Replace puts data in the place of what is there, whole or not at all.
+	Replace(data []byte) error
+}
+
+// Exclusion is what the journal knows of one.
+type Exclusion struct {
+	Pod drain.Pod
+	// Since is the oldest start that any holder gave for the drain. The zero time: only that the
+	// pod is dead was ever said.
+	Since time.Time
+	// Expiries says until when each holder's expiry stands. After Open that may be over: ending it
+	// is for the caller, whose rules want more than time.
+	Expiries map[string]time.Time
+	// Terminating reports whether the pod was seen terminating or deleted.
+	Terminating bool
+}
+
+// exclusion is what is kept of one. Neither dead nor held: there is none.
+type exclusion struct {
+	pod     drain.Pod
+	since   time.Time
+	holders map[string]bool
+	// terminatingAt is when the pod was first said to be dead. The zero time: it lives.
+	terminatingAt time.Time
+	// added is the version in which a holder was last added: what must be in the file before the
+	// gateway is touched.
+	added uint64
+}
+
+// Journal is the exclusions of one agent, in memory and in a file. Its methods may be called from
+// any goroutine.
 type Journal struct {
-	// wrote is called after each attempt to write, from Run. It must not block. May be nil.
-	wrote func(took time.Duration, err error)
-
-	dir  string
+	// wrote is called after each attempt to write. It must not block. May be nil.
+	wrote func(error)
+	// disk is nil if the journal is in memory only.
+	disk Disk
 	log  *slog.Logger
 	lock *os.File
-	// step is called before each step of a write, which fails if it does. Tests only.
-	step func(name string) error
+	wake chan struct{}
 
-	mu   sync.Mutex
-	book book
-	// version counts the changes of the book. urgent is the last that somebody may wait for,
-	// written the one that the disk has, and tried the one that the last attempt was about.
-	version, urgent, written, tried uint64
+	// writing is held during a write.
+	writing sync.Mutex
+
+	mu    sync.Mutex
+	byUID map[drain.UID]*exclusion
+	// expiries says until when each holder's exclusions stand: every renewal is of all.
+	expiries map[string]time.Time
+	// version counts the changes, tried is the one that the last attempt to write was about, and
+	// written the one that is in the file.
+	version, tried, written uint64
 	// began is when the attempt that runs began. The zero time: none runs.
 	began time.Time
 	err   error
-	// attempted is closed, and replaced, after each attempt.
-	attempted chan struct{}
-	wake      chan struct{}
 }
 
 // Open reads the journal in dir, which must exist, and keeps other agents away from it until Close.
-// An empty dir means that there is no disk: the journal is in memory only. The error is ErrLocked,
-// or ctx's; whatever else is wrong with the disk is said in log and by Err, and stops nothing.
-func Open(ctx context.Context, dir string, wrote func(took time.Duration, err error), log *slog.Logger) (*Journal,
-	error) {
-	j := &Journal{wrote: wrote, dir: dir, log: log, book: newBook(), attempted: make(chan struct{}),
-		wake: make(chan struct{}, 1)}
+// An empty dir means that the journal is in memory only. The error is ErrLocked, or ctx's; whatever
+// else is wrong with the directory is said in log and by Err, and stops nothing.
+func Open(ctx context.Context, dir string, wrote func(error), log *slog.Logger) (*Journal, error) {
 	if dir == "" {
-		return j, nil
+		return On(nil, time.Now(), Stamp{}, nil, log), nil
 	}
-	var err error
-	if j.lock, err = lock(ctx, filepath.Join(dir, lockName)); err != nil {
+	log = log.With("dir", dir)
+	held, err := lock(ctx, filepath.Join(dir, lockName))
+	if err != nil {
 		if errors.Is(err, ErrLocked) || ctx.Err() != nil {
 			return nil, fmt.Errorf("journal in %s: %w", dir, err)
 		}
-		log.Warn("journal cannot be locked: nothing keeps another agent away from it", "dir", dir, "error", err)
+		log.Warn("journal cannot be locked: nothing keeps another agent away from it", "error", err)
 	}
-	data, err := read(j.path())
+	j := On(folder(dir), time.Now(), stampNow(), wrote, log)
+	j.lock = held
+	return j, nil
+}
+
+// On reads the journal on disk, at the moment that is now and at. A nil disk means that the journal
+// is in memory only. wrote, which may be nil, is called after each attempt to write.
+func On(disk Disk, now time.Time, at Stamp, wrote func(error), log *slog.Logger) *Journal {
+	j := &Journal{disk: disk, wrote: wrote, log: log, wake: make(chan struct{}, 1),
+		byUID: map[drain.UID]*exclusion{}, expiries: map[string]time.Time{}}
+	if disk == nil {
+		return j
+	}
+	data, err := disk.Read()
 	if err == nil {
-		j.book, err = decode(data, time.Now(), stampNow())
+		err = j.decode(data, now, at)
 	}
 	switch {
 	case err == nil:
-		log.Info("journal read", "dir", dir, "exclusions", len(j.book.byUID))
+		log.Info("journal read", "exclusions", len(j.byUID))
 	case errors.Is(err, fs.ErrNotExist):
-		log.Info("journal is new", "dir", dir)
+		log.Info("journal is new")
+	case errors.Is(err, errBoot):
+		log.Info("journal begins empty", "reason", err)
 	default:
-		j.book, j.err = newBook(), err
-		aside := os.Rename(j.path(), j.path()+asideSuffix)
-		log.Error("journal cannot be read: starting without the exclusions in it", "path", j.path(), "error", err,
-			"setAside", aside == nil)
+		j.err = err
+		aside := disk.SetAside()
+		log.Error("journal cannot be read: starting without the exclusions in it", "error", err, "setAside",
+			aside == nil)
 	}
-	// The first write shows at once whether the disk takes one.
-	j.version, j.urgent = 1, 1
-	poke(j.wake)
-	return j, nil
+	j.changed(true) // the first write shows at once whether there is a disk that takes one
+	return j
 }
 
 // Close lets other agents use the directory. Call it after Run has returned.
 func (j *Journal) Close() {
-	if j.lock != nil {
+	if j.lock != nil && j.writing.TryLock() { // a write that is stuck keeps it to the end of the process
 		_ = j.lock.Close()
 	}
 }
@@ -117,33 +159,69 @@ func (j *Journal) Close() {
 func (j *Journal) Exclusions() []Exclusion {
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	return j.book.exclusions()
+	all := make([]Exclusion, 0, len(j.byUID))
+	for _, s := range j.byUID {
+		e := Exclusion{Pod: s.pod, Since: s.since, Terminating: !s.terminatingAt.IsZero(),
+			Expiries: make(map[string]time.Time, len(s.holders))}
+		for holder := range s.holders {
+			e.Expiries[holder] = j.expiries[holder]
+		}
+		all = append(all, e)
+	}
+	slices.SortFunc(all, func(x, y Exclusion) int { return strings.Compare(string(x.Pod.UID), string(y.Pod.UID)) })
+	return all
 }
 
 // Exclude records an exclusion of holder on pod, or renews all of holder's expiries. The oldest
-// since of all holders is kept. A repeat costs no write.
-func (j *Journal) Exclude(now time.Time, pod drain.Pod, holder string, since, expires time.Time) {
+// since of all holders is kept.
+func (j *Journal) Exclude(pod drain.Pod, holder string, since, expires time.Time) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	added, changed := j.book.exclude(now, pod, holder, since, expires)
-	j.change(changed)
-	if added {
-		j.book.byUID[pod.UID].added, j.urgent = j.version, j.version
+	s := j.byUID[pod.UID]
+	if s == nil {
+		s = &exclusion{pod: pod, since: since, holders: map[string]bool{}}
+		j.byUID[pod.UID] = s
 	}
+	if s.since.IsZero() || since.Before(s.since) {
+		s.since = since
+		j.changed(false)
+	}
+	if s.pod.Name == "" {
+		s.pod = pod
+	}
+	if !s.holders[holder] {
+		s.holders[holder] = true
+		j.changed(true)
+		s.added = j.version
+	}
+	j.renew(holder, expires)
 }
 
 // Renew extends all of holder's expiries until expires at least.
-func (j *Journal) Renew(now time.Time, holder string, expires time.Time) {
+func (j *Journal) Renew(holder string, expires time.Time) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	j.change(j.book.renew(now, holder, expires))
+	if _, known := j.expiries[holder]; known {
+		j.renew(holder, expires)
+	}
+}
+
+func (j *Journal) renew(holder string, expires time.Time) {
+	if expires.After(j.expiries[holder]) {
+		j.expiries[holder] = expires
+		j.changed(false)
+	}
 }
 
 // Readmit records that holder's expiry on uid has ended.
 func (j *Journal) Readmit(uid drain.UID, holder string) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	j.change(j.book.readmit(uid, holder))
+	if s := j.byUID[uid]; s != nil && s.holders[holder] {
+		delete(s.holders, holder)
+		j.forgetIfEmpty(uid, s)
+		j.changed(false)
+	}
 }
 
 // Terminate records that the pod is terminating or gone. It is remembered for drain.Times.Memory,
@@ -151,17 +229,33 @@ func (j *Journal) Readmit(uid drain.UID, holder string) {
 func (j *Journal) Terminate(now time.Time, uid drain.UID) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	j.change(j.book.terminate(now, uid))
+	s := j.byUID[uid]
+	if s == nil {
+		s = &exclusion{pod: drain.Pod{UID: uid}, holders: map[string]bool{}}
+		j.byUID[uid] = s
+	}
+	if s.terminatingAt.IsZero() {
+		s.terminatingAt = now
+		j.changed(false)
+	}
 }
 
 // Lapse ends every expiry that is over at now, and returns the UIDs of living pods whose last one
-// ended, sorted.
+// ended, sorted. It forgets the dead in time, and is to be called each few seconds.
 func (j *Journal) Lapse(now time.Time) []drain.UID {
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	before := len(j.book.holders)
-	uids := j.book.lapse(now)
-	j.change(len(j.book.holders) != before)
+	uids := j.expired(now)
+	for uid, s := range j.byUID {
+		for holder := range s.holders {
+			if now.After(j.expiries[holder]) {
+				delete(s.holders, holder)
+				j.changed(false)
+			}
+		}
+		j.forgetIfEmpty(uid, s)
+	}
+	j.prune(now)
 	return uids
 }
 
@@ -169,286 +263,166 @@ func (j *Journal) Lapse(now time.Time) []drain.UID {
 func (j *Journal) Expired(now time.Time) []drain.UID {
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	return j.book.expired(now)
+	return j.expired(now)
 }
 
-// change, called with the lock, notes that the disk must follow.
-func (j *Journal) change(changed bool) {
-	if changed && j.dir != "" {
-		j.version++
-		poke(j.wake)
+func (j *Journal) expired(now time.Time) (uids []drain.UID) {
+	for uid, s := range j.byUID {
+		stands := !s.terminatingAt.IsZero()
+		for holder := range s.holders {
+			stands = stands || !now.After(j.expiries[holder])
+		}
+		if !stands {
+			uids = append(uids, uid)
+		}
+	}
+	slices.Sort(uids)
+	return uids
+}
+
+func (j *Journal) forgetIfEmpty(uid drain.UID, s *exclusion) {
+	if len(s.holders) == 0 && s.terminatingAt.IsZero() {
+		delete(j.byUID, uid)
 	}
 }
 
-// Sync waits until the exclusions that were excluded before the call are on disk. An error says
-// that they are not, and that the caller should go on without: the attempt that had them failed, or
-// a write does not come to an end.
-func (j *Journal) Sync(ctx context.Context) error {
-	timer := time.NewTimer(syncTimeout)
-	defer timer.Stop()
-	j.mu.Lock()
-	want := j.urgent
-	for {
+// prune forgets the dead whose time is up, of too many the oldest, and who holds nothing any more.
+func (j *Journal) prune(now time.Time) {
+	var dead []*exclusion
+	holding := map[string]bool{}
+	for uid, s := range j.byUID {
+		maps.Copy(holding, s.holders)
 		switch {
-		case j.written >= want:
-			j.mu.Unlock()
-			return nil
-		case j.tried >= want:
-			defer j.mu.Unlock()
-			return j.err
-		case j.stuck():
-			j.mu.Unlock()
-			return errStuck
+		case s.terminatingAt.IsZero() || len(s.holders) > 0:
+		case now.Sub(s.terminatingAt) > terminatingMemory:
+			delete(j.byUID, uid)
+		default:
+			dead = append(dead, s)
 		}
-		attempted := j.attempted
-		j.mu.Unlock()
-		select {
-		case <-attempted:
-		case <-timer.C:
-			return errStuck
-		case <-ctx.Done():
-			return ctx.Err()
-		}
-		j.mu.Lock()
+	}
+	maps.DeleteFunc(j.expiries, func(holder string, _ time.Time) bool { return !holding[holder] })
+	slices.SortFunc(dead, func(x, y *exclusion) int { return x.terminatingAt.Compare(y.terminatingAt) })
+	for _, s := range dead[:max(0, len(dead)-maxTerminating)] {
+		delete(j.byUID, s.pod.UID)
 	}
 }
 
-// Settled reports whether the exclusion of uid is on disk, or will not be for now: whether it is as
-// safe as it can be.
-func (j *Journal) Settled(uid drain.UID) bool {
+// changed, called with the lock, notes that the file must follow: at once if that is urgent, and
+// otherwise within writeEvery.
+func (j *Journal) changed(urgent bool) {
+	j.version++
+	if urgent {
+		select {
+		case j.wake <- struct{}{}:
+		default:
+		}
+	}
+}
+
+// Settled reports whether the exclusion of uid is in the file, or will not be for now: whether it
+// is as safe as it can be.
+func (j *Journal) Settled(now time.Time, uid drain.UID) bool {
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	s := j.book.byUID[uid]
-	return s == nil || j.dir == "" || max(j.written, j.tried) >= s.added || j.stuck()
+	s := j.byUID[uid]
+	return s == nil || j.disk == nil || j.tried >= s.added || j.stuck(now)
 }
 
-// Err says what is wrong with the disk: why the last attempt to write failed, or the reading of
+// Err says what is wrong with the file: why the last attempt to write failed, or the reading of
 // what an earlier agent left. Nil: nothing is.
 func (j *Journal) Err() error {
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	if j.stuck() {
+	if j.stuck(time.Now()) {
 		return errStuck
 	}
 	return j.err
 }
 
-func (j *Journal) stuck() bool { return !j.began.IsZero() && time.Since(j.began) > syncTimeout }
+func (j *Journal) stuck(now time.Time) bool {
+	return !j.began.IsZero() && now.Sub(j.began) > SyncTimeout
+}
 
-// Run writes what has changed until ctx is done, and then once more what nobody has waited for. It
-// cannot end while the kernel does not return from a write.
+// Run writes what has changed until ctx is done, and then once more.
 func (j *Journal) Run(ctx context.Context) error {
-	if j.dir == "" {
-		<-ctx.Done()
+	ticker := time.NewTicker(writeEvery)
+	defer ticker.Stop()
+	for {
+		select {
+		case <-j.wake:
+		case <-ticker.C:
+		case <-ctx.Done():
+			_ = j.Sync()
+			return nil
+		}
+		_ = j.Sync() // Err says it
+	}
+}
+
+// Sync brings to the file what is not there yet. An error says that it is not there, and that the
+// caller should go on without. It takes SyncTimeout at most, and where a write is stuck no time.
+func (j *Journal) Sync() error {
+	j.mu.Lock()
+	stuck, clean := j.stuck(time.Now()), j.written == j.version
+	j.mu.Unlock()
+	if j.disk == nil || clean {
 		return nil
 	}
-	var dirtySince, retryAt time.Time
-	retry, failing := retryFirst, ""
-	for {
-		dirty, urgent := j.due()
-		now := time.Now()
-		if !dirty {
-			dirtySince = time.Time{}
-		} else if dirtySince.IsZero() {
-			dirtySince = now
-		}
-		last := ctx.Err() != nil
-		if last && !dirty {
-			return nil
-		}
-		if !last && !urgent {
-			var at time.Time // the zero time: nothing is to be written
-			if dirty {
-				at = later(dirtySince.Add(lazy), retryAt)
-			}
-			if at.IsZero() || now.Before(at) {
-				j.sleep(ctx, now, at)
-				continue
-			}
-		}
-		err := j.write(now)
-		dirtySince, retryAt = time.Time{}, time.Time{}
-		if err != nil {
-			retryAt = time.Now().Add(retry)
-			retry = min(2*retry, maxRetry)
-		} else {
-			retry = retryFirst
-		}
-		failing = j.report(err, failing)
-		if last {
-			return nil
-		}
+	if stuck {
+		return errStuck
 	}
-}
-
-// report logs what has changed since the error that was last reported, and returns what is now.
-func (j *Journal) report(err error, failing string) string {
-	text := ""
-	if err != nil {
-		text = err.Error()
-	}
-	switch {
-	case text == failing:
-	case err != nil:
-		j.log.Error("journal cannot be written: going on without; exclusions are forgotten if the agent dies",
-			"dir", j.dir, "error", err)
-	default:
-		j.log.Info("journal is written again", "dir", j.dir)
-	}
-	return text
-}
-
-// due says whether there is something to write, and whether somebody may wait for it whom no
-// attempt has tried to serve.
-func (j *Journal) due() (dirty, urgent bool) {
-	j.mu.Lock()
-	defer j.mu.Unlock()
-	return j.version > j.written, j.urgent > j.tried
-}
-
-// sleep waits until at, the next change, or the end. The zero time never comes.
-func (j *Journal) sleep(ctx context.Context, now, at time.Time) {
-	var timeUp <-chan time.Time
-	if !at.IsZero() {
-		timer := time.NewTimer(at.Sub(now))
-		defer timer.Stop()
-		timeUp = timer.C
-	}
+	done := make(chan error, 1)
+	go func() { done <- j.Write(func() (time.Time, Stamp) { return time.Now(), stampNow() }) }()
 	select {
-	case <-j.wake:
-	case <-timeUp:
-	case <-ctx.Done():
+	case err := <-done:
+		return err
+	case <-time.After(SyncTimeout):
+		return errStuck
 	}
 }
 
-// write makes one attempt to bring the book to the disk.
-func (j *Journal) write(now time.Time) error {
+// Write is Sync without a bound. clock returns what moment it is.
+func (j *Journal) Write(clock func() (now time.Time, at Stamp)) error {
+	wrote, failing, err := j.write(clock)
+	// A log that is slow delays no exclusion.
+	switch {
+	case err != nil && (failing == nil || failing.Error() != err.Error()):
+		j.log.Error("journal cannot be written: going on without; exclusions are forgotten if the agent dies",
+			"error", err)
+	case wrote && err == nil && failing != nil:
+		j.log.Info("journal is written again")
+	}
+	if wrote && j.wrote != nil {
+		j.wrote(err)
+	}
+	return err
+}
+
+// write returns whether something was to be written, and how the attempt before ended.
+func (j *Journal) write(clock func() (now time.Time, at Stamp)) (wrote bool, failing, err error) {
+	j.writing.Lock()
+	defer j.writing.Unlock()
 	j.mu.Lock()
-	j.book.prune(now)
-	version, content := j.version, j.book.body(now, stampNow())
-	j.began = time.Now()
+	if j.disk == nil || j.written == j.version {
+		j.mu.Unlock()
+		return false, nil, nil
+	}
+	now, at := clock()
+	content, version := j.content(now, at), j.version
+	j.began = now
 	j.mu.Unlock()
 
 	data, err := content.encode()
 	if err == nil {
-		err = j.replace(data)
+		err = j.disk.Replace(data)
 	}
-	took := time.Since(now)
 
 	j.mu.Lock()
-	j.tried, j.began, j.err = version, time.Time{}, err
+	defer j.mu.Unlock()
+	failing = j.err
+	j.began, j.tried, j.err = time.Time{}, version, err
 	if err == nil {
 		j.written = version
 	}
-	close(j.attempted)
-	j.attempted = make(chan struct{})
-	j.mu.Unlock()
-	if j.wrote != nil {
-		j.wrote(took, err)
-	}
-	return err
-}
-
-func (j *Journal) path() string { return filepath.Join(j.dir, fileName) }
-
-// replace puts data in the place of the file: whole or not at all, and to stay once it returns nil.
-func (j *Journal) replace(data []byte) (err error) {
-	step := func(name string, do func() error) {
-		if err == nil && j.step != nil {
-			err = j.step(name)
-		}
-		if err == nil {
-			err = do()
-		}
-	}
-	path := j.path() + newSuffix
-	var f *os.File
-	step("create", func() (err error) {
-		// Not the file of an attempt before: after a failed sync nobody knows what of it is on the
-		// disk.
-		if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
-			return err
-		}
-		f, err = os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
-		return err
-	})
-	if f == nil {
-		return err
-	}
-	step("write", func() error { _, err := f.Write(data); return err })
-	step("sync", f.Sync)
-	if closed := f.Close(); err == nil {
-		err = closed
-	}
-	step("rename", func() error { return os.Rename(path, j.path()) })
-	step("sync directory", func() error { return syncDirectory(j.dir) })
-	return err
-}
-
-// syncDirectory makes the names in a directory last.
-func syncDirectory(dir string) error {
-	d, err := os.Open(dir)
-	if err != nil {
-		return err
-	}
-	defer d.Close()
-	return d.Sync()
-}
-
-// read reads a file of at most maxFile bytes.
-func read(path string) ([]byte, error) {
-	f, err := os.Open(path)
-	if err != nil {
-		return nil, err
-	}
-	defer f.Close()
-	data, err := io.ReadAll(io.LimitReader(f, maxFile+1))
-	if err == nil && len(data) > maxFile {
-		err = fmt.Errorf("%w: larger than %d bytes", errCorrupt, maxFile)
-	}
-	return data, err
-}
-
-// lock takes the lock that ends with the process, however that ends. On a disk that is read-only
-// the file must be there already.
-func lock(ctx context.Context, path string) (*os.File, error) {
-	f, err := os.OpenFile(path, os.O_RDONLY|os.O_CREATE, 0o600)
-	if err != nil {
-		if f, err = os.Open(path); err != nil {
-			return nil, err
-		}
-	}
-	for end := time.Now().Add(lockTimeout); ; {
-		err := syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB)
-		if err == nil {
-			return f, nil
-		}
-		again := errors.Is(err, syscall.EWOULDBLOCK) || errors.Is(err, syscall.EINTR)
-		if again && time.Now().Before(end) {
-			select {
-			case <-time.After(50 * time.Millisecond):
-				continue
-			case <-ctx.Done():
-				err = ctx.Err()
-			}
-		} else if again {
-			err = ErrLocked
-		}
-		_ = f.Close()
-		return nil, err
-	}
-}
-
-func later(a, b time.Time) time.Time {
-	if b.After(a) {
-		return b
-	}
-	return a
-}
-
-func poke(c chan struct{}) {
-	select {
-	case c <- struct{}{}:
-	default:
-	}
+	return true, failing, err
 }

@@ -7,8 +7,12 @@ import (
 	"strings"
 
 	"github.com/lameduck-io/lameduck/pkg/gateway"
+	"github.com/lameduck-io/lameduck/pkg/gateway/apisix"
+	"github.com/lameduck-io/lameduck/pkg/gateway/envoy"
 	"github.com/lameduck-io/lameduck/pkg/gateway/haproxy"
+	"github.com/lameduck-io/lameduck/pkg/gateway/kernel"
 	"github.com/lameduck-io/lameduck/pkg/gateway/kubeproxy"
+	"github.com/lameduck-io/lameduck/pkg/gateway/traefik"
 )
 
 // Gateway is the gateway of an agent, by its kind: exactly one is given. Each kind is one line, a
@@ -16,6 +20,10 @@ import (
 type Gateway struct {
 	HAProxy   *haproxy.Config   `json:"haproxy,omitempty"`
 	KubeProxy *kubeproxy.Config `json:"kubeProxy,omitempty"`
+	Envoy     *envoy.Config     `json:"envoy,omitempty"`
+	Traefik   *traefik.Config   `json:"traefik,omitempty"`
+	Kernel    *kernel.Config    `json:"kernel,omitempty"`
+	APISIX    *apisix.Config    `json:"apisix,omitempty"`
 }
 
 // Kind returns the kind that is given, and its key.

@@ -77,7 +77,7 @@ func WatchNode(ctx context.Context, kube kubernetes.Interface, name string, set 
 			return f.Core().V1().Nodes().Informer()
 		},
 		Fields: fields.OneTermEqualSelector(metav1.ObjectNameField, name).String(),
-		Changed: func(was, is *corev1.Node, _ bool) {
+		Changed: func(was, is *corev1.Node) {
 			node := cmp.Or(is, was)
 			if node.Name != name {
 				return

@@ -23,10 +23,7 @@ type Directed struct {
 	Client
 	unlearned prometheus.Counter
 	journal   *prometheus.CounterVec
-	writing   prometheus.Histogram
 	probes    *prometheus.CounterVec
-	probing   *prometheus.HistogramVec
-	lateness  prometheus.Histogram
 	flying    *prometheus.GaugeVec
 	full      prometheus.Gauge
 }
@@ -57,17 +54,11 @@ func NewDirected(r prometheus.Registerer, set *health.Set) *Directed {
 		}),
 		journal: counters("lameduck_agent_journal_writes_total", "Attempts to write the exclusions to disk, by result.",
 			"result"),
-		writing: times("lameduck_agent_journal_write_duration_seconds",
-			"Time of one attempt to write the exclusions to disk."),
 		probes: counters("lameduck_agent_probes_total", "Probes of targets that ended, by protocol and outcome.",
 			"protocol", "outcome"),
-		probing: factory.NewHistogramVec(prometheus.HistogramOpts{
-			Name: "lameduck_agent_probe_duration_seconds", Help: "Time of one probe, by protocol.", Buckets: buckets,
-		}, []string{"protocol"}),
-		lateness: times("lameduck_agent_probe_lateness_seconds", "How late probes began, by their schedule."),
 		flying: factory.NewGaugeVec(prometheus.GaugeOpts{
 			Name: "lameduck_agent_probes_in_flight",
-			Help: "Probes by state: flying, waiting for room, and idle connections that are kept alive.",
+			Help: "Probes by state: flying, and waiting for room.",
 		}, []string{"state"}),
 		full: factory.NewGauge(prometheus.GaugeOpts{
 			Name: "lameduck_agent_probes_overloaded",
@@ -76,7 +67,6 @@ func NewDirected(r prometheus.Registerer, set *health.Set) *Directed {
 	}
 	r.MustRegister(targets{set})
 	for _, p := range []health.Protocol{health.HTTP, health.HTTPS, health.TCP, health.GRPC} {
-		m.probing.WithLabelValues(p.String())
 		for _, o := range []health.OutcomeKind{health.Success, health.HTTPFailure, health.TCPFailure, health.Timeout} {
 			m.probes.WithLabelValues(p.String(), outcomeLabel(o))
 		}
@@ -113,10 +103,7 @@ func (m *Directed) Read(took time.Duration, err error) {
 }
 
 // Wrote is told of each attempt to write the journal.
-func (m *Directed) Wrote(took time.Duration, err error) {
-	m.journal.WithLabelValues(result(err)).Inc()
-	m.writing.Observe(took.Seconds())
-}
+func (m *Directed) Wrote(err error) { m.journal.WithLabelValues(result(err)).Inc() }
 
 // Failing registers whether the journal is in trouble.
 func (m *Directed) Failing(r prometheus.Registerer, trouble func() error) {
@@ -143,20 +130,15 @@ func (m *Directed) Refusals(r prometheus.Registerer, count func() int) {
 // Unlearned counts a start at which coordinators had not said which drains are open.
 func (m *Directed) Unlearned() { m.unlearned.Inc() }
 
-// Started implements probe.Observer.
-func (m *Directed) Started(lateness time.Duration) { m.lateness.Observe(lateness.Seconds()) }
-
 // Finished implements probe.Observer.
-func (m *Directed) Finished(protocol health.Protocol, outcome health.Outcome, took time.Duration) {
+func (m *Directed) Finished(protocol health.Protocol, outcome health.Outcome) {
 	m.probes.WithLabelValues(protocol.String(), outcomeLabel(outcome.Kind)).Inc()
-	m.probing.WithLabelValues(protocol.String()).Observe(took.Seconds())
 }
 
 // InFlight implements probe.Observer.
-func (m *Directed) InFlight(flying, waiting, idle int, full bool) {
+func (m *Directed) InFlight(flying, waiting int, full bool) {
 	m.flying.WithLabelValues("flying").Set(float64(flying))
 	m.flying.WithLabelValues("waiting").Set(float64(waiting))
-	m.flying.WithLabelValues("idle").Set(float64(idle))
 	m.full.Set(0)
 	if full {
 		m.full.Set(1)

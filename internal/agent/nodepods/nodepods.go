@@ -235,7 +235,7 @@ func (n *Pods) Run(ctx context.Context, kube kubernetes.Interface, node string) 
 		},
 		Fields: fields.OneTermEqualSelector("spec.nodeName", node).String(),
 		Reduce: lean,
-		Changed: func(was, is *corev1.Pod, _ bool) {
+		Changed: func(was, is *corev1.Pod) {
 			if was != nil && (is == nil || was.UID != is.UID) {
 				n.Set(was, true)
 			}

@@ -43,10 +43,10 @@ type Pods struct {
 	// changed is called when there may be something to report. It must not block.
 	changed func()
 
-	cleaning chan cleanable
-
 	mu   sync.Mutex
 	pods map[drain.UID]*observation
+	// cleaning are pods that are gone, whose connections are to be forgotten.
+	cleaning []cleanable
 }
 
 // observation is of one pod.
@@ -80,7 +80,7 @@ func New(g gateway.Observed, changed func(), propagation *prometheus.HistogramVe
 			Help: "Pods that are gone whose connections were to be forgotten, by result. Skipped: the address may " +
 				"be another pod's.",
 		}, []string{"result"}),
-		cleaning: make(chan cleanable, cleanBacklog), pods: map[drain.UID]*observation{},
+		pods: map[drain.UID]*observation{},
 	}
 	r.MustRegister(o.cleaned)
 	for _, result := range []string{"ok", "error", "skipped"} {
@@ -90,7 +90,7 @@ func New(g gateway.Observed, changed func(), propagation *prometheus.HistogramVe
 }
 
 // Watch implements client.Watches.
-func (o *Pods) Watch(w drain.Watch, holder string) {
+func (o *Pods) Watch(now time.Time, w drain.Watch, holder string) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	of := o.pods[w.Pod.UID]
@@ -112,7 +112,7 @@ func (o *Pods) Watch(w drain.Watch, holder string) {
 		of.since = w.Since
 	}
 	// By this node's clock, not the coordinator's: at the latest then nobody waits.
-	deadline := time.Now().Add(w.Deadline.Sub(w.Since))
+	deadline := now.Add(w.Deadline.Sub(w.Since))
 	if had, known := of.holders[holder]; known && had.Before(deadline) {
 		deadline = had
 	}
@@ -120,7 +120,7 @@ func (o *Pods) Watch(w drain.Watch, holder string) {
 }
 
 // Unwatch implements client.Watches.
-func (o *Pods) Unwatch(uid drain.UID, holder string, gone bool) {
+func (o *Pods) Unwatch(now time.Time, uid drain.UID, holder string, gone bool) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	of := o.pods[uid]
@@ -130,7 +130,7 @@ func (o *Pods) Unwatch(uid drain.UID, holder string, gone bool) {
 	delete(of.holders, holder)
 	if gone {
 		clear(of.holders)
-		o.Clean(of.pod, of.targets)
+		o.enqueue(cleanable{of.pod, of.targets, now})
 	}
 	if len(of.holders) == 0 {
 		of.watch.Close()
@@ -153,8 +153,7 @@ func (o *Pods) Watched(holder string) []drain.UID {
 }
 
 // Reports implements client.Watches.
-func (o *Pods) Reports() []drain.Report {
-	now := time.Now()
+func (o *Pods) Reports(now time.Time) []drain.Report {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	reports := make([]drain.Report, 0, len(o.pods))
@@ -228,15 +227,18 @@ func (o *Pods) expire(now time.Time) {
 
 // Clean has the connections to a pod forgotten that is gone.
 func (o *Pods) Clean(pod drain.Pod, targets []netip.AddrPort) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
 	o.enqueue(cleanable{pod, targets, time.Now()})
 }
 
+// enqueue is called with the lock.
 func (o *Pods) enqueue(c cleanable) {
-	select {
-	case o.cleaning <- c:
-	default:
+	if len(o.cleaning) >= cleanBacklog {
 		o.cleaned.WithLabelValues("skipped").Inc()
+		return
 	}
+	o.cleaning = append(o.cleaning, c)
 }
 
 // reused says that the kernel sends to one of the addresses of a pod that is gone: on another node
@@ -251,9 +253,9 @@ func (o *Pods) reused(targets []netip.AddrPort) bool {
 // Run cleans, until ctx is done. free reports whether no pod of this node has one of some
 // addresses.
 func (o *Pods) Run(ctx context.Context, free func([]netip.AddrPort) bool) error {
-	ticker := time.NewTicker(time.Minute)
+	ticker := time.NewTicker(cleanAgain)
 	defer ticker.Stop()
-	for {
+	for expired := time.Now(); ; {
 		select {
 		case <-ctx.Done():
 			o.mu.Lock()
@@ -264,39 +266,39 @@ func (o *Pods) Run(ctx context.Context, free func([]netip.AddrPort) bool) error 
 			}
 			return nil
 		case now := <-ticker.C:
-			o.expire(now)
-		case c := <-o.cleaning:
-			select {
-			case <-ctx.Done():
-			case <-time.After(cleanAgain):
-				o.forget(c, free)
+			if now.Sub(expired) >= time.Minute {
+				expired = now
+				o.expire(now)
 			}
+			o.forget(time.Now(), free)
 		}
 	}
 }
 
-// forget has the connections to c and to all pods that wait behind it forgotten. That costs about
-// as much as for one.
-func (o *Pods) forget(c cleanable, free func([]netip.AddrPort) bool) {
+// forget has the connections to all pods forgotten that have waited for that. It costs about as
+// much as for one.
+func (o *Pods) forget(now time.Time, free func([]netip.AddrPort) bool) {
+	o.mu.Lock()
+	all := o.cleaning
+	o.cleaning = nil
+	o.mu.Unlock()
 	var targets []netip.AddrPort
+	var again []cleanable
 	pods := 0.0
-	for more := true; more; {
+	for _, c := range all {
 		switch {
-		case len(c.targets) == 0 || time.Since(c.at) > cleanLate || !free(c.targets):
+		case len(c.targets) == 0 || now.Sub(c.at) > cleanLate || !free(c.targets):
 			o.cleaned.WithLabelValues("skipped").Inc()
-		case o.reused(c.targets):
-			again := c
-			time.AfterFunc(cleanAgain, func() { o.enqueue(again) })
+		case now.Sub(c.at) < cleanAgain || o.reused(c.targets):
+			again = append(again, c)
 		default:
 			targets = append(targets, c.targets...)
 			pods++
 		}
-		select {
-		case c = <-o.cleaning:
-		default:
-			more = false
-		}
 	}
+	o.mu.Lock()
+	o.cleaning = append(again, o.cleaning...)
+	o.mu.Unlock()
 	cleaner, ok := o.gateway.(gateway.Cleaner)
 	if !ok || pods == 0 {
 		return

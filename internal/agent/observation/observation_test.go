@@ -101,7 +101,7 @@ func TestWhatTheKernelWasSeenToSendTo(t *testing.T) {
 		o := newPods(k, slog.New(slog.DiscardHandler))
 		sent := func(want bool) {
 			t.Helper()
-			if rs := o.Reports(); len(rs) != 1 || rs[0].HasSent != want {
+			if rs := o.Reports(time.Now()); len(rs) != 1 || rs[0].HasSent != want {
 				t.Errorf("reports %+v, want sent=%t", rs, want)
 			}
 		}
@@ -110,7 +110,7 @@ func TestWhatTheKernelWasSeenToSendTo(t *testing.T) {
 			Deadline: time.Now().Add(30 * time.Second), Targets: []netip.AddrPort{podTarget},
 		}
 		k.Is(podTarget, health.Idle, 0)
-		o.Watch(watch, "r/1")
+		o.Watch(time.Now(), watch, "r/1")
 		sent(false)
 		k.Is(podTarget, health.Unknown, 0)
 		sent(false)
@@ -119,16 +119,16 @@ func TestWhatTheKernelWasSeenToSendTo(t *testing.T) {
 		k.Is(podTarget, health.Idle, 0)
 		sent(true)
 		// It sent to the pod when the agent was told, and not any more when it first reports.
-		o.Unwatch("uid-a", "r/1", false)
+		o.Unwatch(time.Now(), "uid-a", "r/1", false)
 		k.Is(podTarget, health.Kept, 0)
-		o.Watch(watch, "r/1")
+		o.Watch(time.Now(), watch, "r/1")
 		k.Is(podTarget, health.Idle, 0)
 		sent(true)
 		// What was so of one barrier says nothing of another one.
-		o.Unwatch("uid-a", "r/1", false)
-		o.Watch(watch, "r/1")
+		o.Unwatch(time.Now(), "uid-a", "r/1", false)
+		o.Watch(time.Now(), watch, "r/1")
 		sent(false)
-		o.Unwatch("uid-a", "r/1", true)
+		o.Unwatch(time.Now(), "uid-a", "r/1", true)
 		if k.Open() != 0 {
 			t.Error("a watch of the kernel is left")
 		}

@@ -26,10 +26,13 @@ type Checks struct {
 	log  *slog.Logger
 	wake func()
 	// ofFile are the checks of the file, by pool; pools those that a Service feeds.
-	ofFile  map[health.Pool]health.Check
-	pools   map[types.NamespacedName][]health.Pool
-	ports   map[health.Pool]endpoints.Port
-	known   chan struct{}
+	ofFile map[health.Pool]health.Check
+	pools  map[types.NamespacedName][]health.Pool
+	ports  map[health.Pool]endpoints.Port
+	known  chan struct{}
+	// Refuse is told of Services whose pods cannot stand for each other, see [gateway.Refuser].
+	// Nothing is probed then. Nil: the gateway's pools are the agent's own.
+	Refuse  func(pool health.Pool, why string)
 	watches map[string]*watch.Watch
 
 	mu sync.Mutex
@@ -67,10 +70,11 @@ func NewChecks(kube kubernetes.Interface, routes []gateway.Route, set *health.Se
 			},
 			Namespace: service.Namespace,
 			Reduce: func(s *corev1.Service) *corev1.Service {
-				s.ManagedFields, s.Spec, s.Status = nil, corev1.ServiceSpec{}, corev1.ServiceStatus{}
+				s.ManagedFields, s.Status = nil, corev1.ServiceStatus{}
+				s.Spec = corev1.ServiceSpec{ClusterIP: s.Spec.ClusterIP, SessionAffinity: s.Spec.SessionAffinity}
 				return s
 			},
-			Changed: func(was, is *corev1.Service, _ bool) { c.heard(cmp.Or(is, was), is == nil) },
+			Changed: func(was, is *corev1.Service) { c.heard(cmp.Or(is, was), is == nil) },
 		})
 		if err != nil {
 			return nil, err
@@ -109,6 +113,13 @@ func (c *Checks) heard(s *corev1.Service, gone bool) {
 	if len(pools) == 0 {
 		return
 	}
+	if c.Refuse != nil {
+		for _, pool := range pools {
+			c.Refuse(pool, singular(&s.Spec))
+		}
+		c.wake()
+		return
+	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	for _, pool := range pools {
@@ -138,6 +149,17 @@ func (c *Checks) heard(s *corev1.Service, gone bool) {
 		c.set.SetCheck(time.Now(), pool, check)
 	}
 	c.wake()
+}
+
+// singular returns why clients of a Service mean a single pod of it. Empty: they do not.
+func singular(s *corev1.ServiceSpec) string {
+	switch {
+	case s.ClusterIP == corev1.ClusterIPNone:
+		return "the Service is headless: connections mean a single pod"
+	case s.SessionAffinity == corev1.ServiceAffinityClientIP:
+		return "the Service has the session affinity ClientIP: clients are bound to a pod"
+	}
+	return ""
 }
 
 // Refusals returns how many annotations cannot be read.

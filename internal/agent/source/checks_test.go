@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"log/slog"
 	"net/netip"
+	"strings"
 	"testing"
 	"time"
 
@@ -91,5 +92,38 @@ func TestChecksGoBackToTheFile(t *testing.T) {
 			t.Errorf("%s: probed are %s with %d refused, want %s with %d", step.what, got, c.Refusals(), step.want,
 				step.refused)
 		}
+	}
+}
+
+// Redirected to another pod, the clients of these would reach the wrong one.
+func TestServicesOfSinglePodsAreRefused(t *testing.T) {
+	set := health.New(health.Options{})
+	c, err := NewChecks(fake.NewClientset(), []gateway.Route{{Service: "shop/web", Pool: "web"}}, set, func() {},
+		slog.New(slog.DiscardHandler))
+	if err != nil {
+		t.Fatal(err)
+	}
+	refused := map[health.Pool]string{}
+	c.Refuse = func(pool health.Pool, why string) { refused[pool] = why }
+	for _, tt := range []struct {
+		spec corev1.ServiceSpec
+		want string
+	}{
+		{corev1.ServiceSpec{ClusterIP: "10.0.0.1"}, ""},
+		{corev1.ServiceSpec{ClusterIP: corev1.ClusterIPNone}, "headless"},
+		{corev1.ServiceSpec{ClusterIP: "10.0.0.1", SessionAffinity: corev1.ServiceAffinityClientIP}, "ClientIP"},
+		{corev1.ServiceSpec{ClusterIP: "10.0.0.1", SessionAffinity: corev1.ServiceAffinityNone}, ""},
+	} {
+		s := &corev1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: "shop", Name: "web",
+			Annotations: map[string]string{health.CheckAnnotation: "{path: /}"}}, Spec: tt.spec}
+		c.heard(s, false)
+		if got := refused["web"]; (got == "") != (tt.want == "") || !strings.Contains(got, tt.want) {
+			t.Errorf("%+v: %q", tt.spec, got)
+		}
+	}
+	e := health.Endpoint{Target: health.Target{UID: "a", Addr: netip.MustParseAddrPort("10.0.0.1:80")}, Routable: true}
+	set.Change(time.Now(), "web", []health.Change{{Endpoint: e}})
+	if jobs, _ := set.Due(time.Now().Add(time.Hour), nil, 10); len(jobs) > 0 {
+		t.Errorf("probes: %v", jobs)
 	}
 }

@@ -16,19 +16,21 @@ import (
 )
 
 const (
-	// freshTimeout bounds one such question and the wait for the watch to have come as far.
-	freshTimeout = 10 * time.Second
-	// freshEvery is how often the watch is looked at meanwhile.
-	freshEvery = 50 * time.Millisecond
+	// FreshTimeout bounds one such question and the wait for the watch to have come as far.
+	FreshTimeout = 10 * time.Second
+	// FreshEvery is how often the watch is looked at meanwhile.
+	FreshEvery = 50 * time.Millisecond
 )
 
-// received is what a watch has delivered last of each EndpointSlice.
-type received struct {
+// Heard is what a watch has delivered last of each EndpointSlice. The zero value is empty. Safe for
+// concurrent use.
+type Heard struct {
 	mu     sync.Mutex
 	slices map[types.NamespacedName]*discovery.EndpointSlice
 }
 
-func (h *received) record(s *discovery.EndpointSlice, gone bool) {
+// Record takes in a slice, or that it is gone.
+func (h *Heard) Record(s *discovery.EndpointSlice, gone bool) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	name := types.NamespacedName{Namespace: s.Namespace, Name: s.Name}
@@ -42,10 +44,10 @@ func (h *received) record(s *discovery.EndpointSlice, gone bool) {
 	h.slices[name] = s
 }
 
-// missing names a slice of namespace by which the watch is behind list, or says "": everything in
+// Missing names a slice of namespace by which the watch is behind list, or says "": everything in
 // list has been heard, or something newer of it, and what is not in list has not, unless it is
 // newer than list.
-func (h *received) missing(namespace string, list *discovery.EndpointSliceList) (string, error) {
+func (h *Heard) Missing(namespace string, list *discovery.EndpointSliceList) (string, error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	listed := make(map[string]bool, len(list.Items))
@@ -86,7 +88,7 @@ func (h *received) missing(namespace string, list *discovery.EndpointSliceList) 
 // of an unknown age, and the watch must have delivered each slice of it, or a newer version. A
 // slice that is deleted meanwhile makes it fail by its deadline; the next call will not see it.
 func (r *Endpoints) Fresh(ctx context.Context) error {
-	ctx, cancel := context.WithTimeout(ctx, freshTimeout)
+	ctx, cancel := context.WithTimeout(ctx, FreshTimeout)
 	defer cancel()
 	for namespace := range r.watches {
 		list, err := r.kube.DiscoveryV1().EndpointSlices(namespace).List(ctx, metav1.ListOptions{})
@@ -94,14 +96,14 @@ func (r *Endpoints) Fresh(ctx context.Context) error {
 			return fmt.Errorf("list EndpointSlices of namespace %s: %w", namespace, err)
 		}
 		for {
-			name, err := r.heard.missing(namespace, list)
+			name, err := r.heard.Missing(namespace, list)
 			if err != nil {
 				return err
 			}
 			if name == "" {
 				break
 			}
-			if !wait(ctx, freshEvery) {
+			if !wait(ctx, FreshEvery) {
 				return fmt.Errorf("the watch has not delivered EndpointSlice %s/%s as it is: %w", namespace, name,
 					ctx.Err())
 			}

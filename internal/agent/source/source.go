@@ -25,9 +25,6 @@ import (
 // backlog bounds the changes of EndpointSlices that wait; the watch waits when it is full.
 const backlog = 10_000
 
-// tickEvery is how often the index is asked for what it has set aside.
-const tickEvery = 250 * time.Millisecond
-
 // Endpoints carries EndpointSlices to the set. Make it with New, then run it with Run.
 type Endpoints struct {
 	kube kubernetes.Interface
@@ -41,7 +38,7 @@ type Endpoints struct {
 	ended    chan struct{}
 	isSynced atomic.Bool
 	// heard is what the watch has delivered, for Fresh and for the names of pods.
-	heard received
+	heard Heard
 	// told is called after the set was told of changes of targets of some families, or that it has
 	// synced.
 	told func([]serving.Family)
@@ -54,8 +51,6 @@ type change struct {
 	at    time.Time
 	slice *discovery.EndpointSlice
 	gone  bool
-	// missed: a list lacks it after an interruption, see [endpoints.Index.Missed].
-	missed bool
 	// synced marks the end of the first list.
 	synced bool
 	// reached is closed when the change's turn comes, if it is not nil; there is nothing else to
@@ -94,8 +89,8 @@ func New(kube kubernetes.Interface, ports map[health.Pool]endpoints.Port, lag ti
 		}
 		w, err := watch.New(kube, watch.Options[*discovery.EndpointSlice]{
 			Informer: watch.EndpointSlices, Namespace: namespace,
-			Changed: func(was, is *discovery.EndpointSlice, missed bool) {
-				r.push(change{slice: cmp.Or(is, was), gone: is == nil && !missed, missed: missed})
+			Changed: func(was, is *discovery.EndpointSlice) {
+				r.push(change{slice: cmp.Or(is, was), gone: is == nil})
 			},
 		})
 		if err != nil {
@@ -125,15 +120,10 @@ func (r *Endpoints) Run(ctx context.Context) error {
 		}
 		r.send(ctx, change{at: time.Now(), synced: true})
 	})
-	ticker := time.NewTicker(tickEvery)
-	defer ticker.Stop()
 	for {
 		select {
 		case <-ctx.Done():
 			return nil
-		case <-ticker.C:
-			now := time.Now()
-			r.tell(now, r.index.Tick(now, func(namespace string) string { return r.watches[namespace].Version() }))
 		case c := <-r.changes:
 			if r.lag > 0 && r.Synced() {
 				wait(ctx, time.Until(c.at.Add(r.lag)))
@@ -165,7 +155,7 @@ func (r *Endpoints) push(c change) {
 	case r.changes <- c:
 	case <-r.ended:
 	}
-	r.heard.record(c.slice, c.gone || c.missed) // not before it is on its way: see Fresh
+	r.heard.Record(c.slice, c.gone) // not before it is on its way: see Fresh
 }
 
 func (r *Endpoints) send(ctx context.Context, c change) {
@@ -185,11 +175,8 @@ func (r *Endpoints) apply(c change) {
 		return
 	}
 	take := r.index.Apply
-	switch {
-	case c.gone:
+	if c.gone {
 		take = r.index.Delete
-	case c.missed:
-		take = r.index.Missed
 	}
 	r.tell(now, take(now, c.slice))
 }

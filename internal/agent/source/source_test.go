@@ -154,16 +154,16 @@ func TestWhatAWatchIsMissing(t *testing.T) {
 		"no version": {heard: []*discovery.EndpointSlice{slice("a", "")}, list: list("10", slice("a", "9")), bad: true},
 	} {
 		t.Run(name, func(t *testing.T) {
-			var h received
+			var h Heard
 			for _, s := range c.heard {
-				h.record(s, false)
+				h.Record(s, false)
 			}
 			for _, s := range c.gone {
-				h.record(s, true)
+				h.Record(s, true)
 			}
-			h.record(&discovery.EndpointSlice{ObjectMeta: metav1.ObjectMeta{Namespace: "elsewhere", Name: "z",
+			h.Record(&discovery.EndpointSlice{ObjectMeta: metav1.ObjectMeta{Namespace: "elsewhere", Name: "z",
 				ResourceVersion: "1"}}, false)
-			got, err := h.missing("shop", c.list)
+			got, err := h.Missing("shop", c.list)
 			if got != c.want || (err != nil) != c.bad {
 				t.Errorf("missing is %q, %v; want %q", got, err, c.want)
 			}

@@ -12,18 +12,11 @@ package api
 
 import "time"
 
-// The paths. Lists are parts of the view.
+// The paths.
 const (
-	ViewPath        = "/v1/view"
-	DrainsPath      = "/v1/drains"
-	AgentsPath      = "/v1/agents"
-	OutcomesPath    = "/v1/outcomes"
-	PropagationPath = "/v1/propagation"
-	BarriersPath    = "/v1/barriers"
-	TargetsPath     = "/v1/targets"
-	// EventsPath is a stream of server-sent events: "view" with a [View] whenever it has changed,
-	// and "alive" with an [Alive] in between.
-	EventsPath = "/v1/events"
+	ViewPath = "/v1/view"
+	// CoveragePath answers with a [Coverage].
+	CoveragePath = "/v1/coverage"
 	// ExplainPath ends in /{namespace}/{pod}, and may have the query operation=delete or
 	// operation=evict.
 	ExplainPath = "/v1/explain"
@@ -96,8 +89,9 @@ type Drain struct {
 	Deadline time.Time `json:"deadline"`
 	// Told is when agents were told. Not there: they were not yet, for want of room in a Service.
 	Told time.Time `json:"told,omitzero"`
-	// Owed is how many agents have to acknowledge, Waiting how many of them have not yet. Words are
-	// what they say, those who are least far first; if they are too many to be listed, these.
+	// Owed is how many agents have to acknowledge, Waiting how many of them have not yet. Reports
+	// are what they last reported, the least far first; if they are too many to be
+	// listed, these.
 	Owed    int           `json:"owed"`
 	Waiting int           `json:"waiting"`
 	Reports []AgentReport `json:"reports"`
@@ -107,8 +101,8 @@ type Drain struct {
 type Barriers struct {
 	// Open is how many pods have one. Items are the oldest of them, if they are too many to be
 	// listed.
-	Open  int       `json:"open"`
-	Items []Barrier `json:"items"`
+	Open  int           `json:"open"`
+	Items []OpenBarrier `json:"items"`
 	// Hooks is how many hooks wait at this replica now: one for each container.
 	Hooks int `json:"hooks"`
 	// Missing is how many pods ask for the barrier and were created without it. MissingPods are the
@@ -117,9 +111,9 @@ type Barriers struct {
 	MissingPods []string `json:"missingPods"`
 }
 
-// Barrier is one pod that is being deleted and is told to stop only when observed gateways
+// OpenBarrier is one pod that is being deleted and is told to stop only when observed gateways
 // have let go.
-type Barrier struct {
+type OpenBarrier struct {
 	Namespace string `json:"namespace"`
 	Pod       string `json:"pod"`
 	UID       string `json:"uid"`
@@ -137,7 +131,7 @@ type Barrier struct {
 	// Hook is the kind of the pod's hooks: httpGet, exec, or both, separated by a comma. Not there:
 	// the pod is not known here.
 	Hook string `json:"hook,omitempty"`
-	// Owed, Waiting and Words are as in Drain.
+	// Owed, Waiting and Reports are as in Drain.
 	Owed    int           `json:"owed"`
 	Waiting int           `json:"waiting"`
 	Reports []AgentReport `json:"reports"`
@@ -328,53 +322,6 @@ type UnhealthyTarget struct {
 	Since time.Time `json:"since,omitzero"`
 }
 
-// Heartbeat says that there is nothing new.
-type Heartbeat struct {
-	At time.Time `json:"at"`
-}
-
-// DrainList answers [DrainsPath].
-type DrainList struct {
-	At      time.Time `json:"at"`
-	Replica string    `json:"replica"`
-	Drains
-}
-
-// AgentList answers [AgentsPath].
-type AgentList struct {
-	At      time.Time `json:"at"`
-	Replica string    `json:"replica"`
-	Agents
-}
-
-// OutcomeList answers [OutcomesPath].
-type OutcomeList struct {
-	At      time.Time `json:"at"`
-	Replica string    `json:"replica"`
-	Items   []Outcome `json:"items"`
-}
-
-// PropagationList answers [PropagationPath].
-type PropagationList struct {
-	At      time.Time     `json:"at"`
-	Replica string        `json:"replica"`
-	Items   []Propagation `json:"items"`
-}
-
-// BarrierList answers [BarriersPath].
-type BarrierList struct {
-	At      time.Time `json:"at"`
-	Replica string    `json:"replica"`
-	Barriers
-}
-
-// TargetList answers [TargetsPath].
-type TargetList struct {
-	At      time.Time `json:"at"`
-	Replica string    `json:"replica"`
-	TargetHealth
-}
-
 // Explanation is what would happen if a pod were deleted or evicted now.
 type Explanation struct {
 	At        time.Time `json:"at"`
@@ -402,6 +349,8 @@ type Explanation struct {
 	// Barrier is how the pod would wait between its deletion and SIGTERM. Not there: it has no
 	// hook, and would not.
 	Barrier *ExplainedBarrier `json:"barrier,omitempty"`
+	// Consumers are the ways by which traffic reaches the pod.
+	Consumers []Consumer `json:"consumers"`
 	// Uncovered is who may still send to the pod when it stops, and nobody would be asked.
 	Uncovered []Uncovered `json:"uncovered"`
 	// Drain is there if one is open on this replica.
@@ -447,7 +396,36 @@ type ExplainedBarrier struct {
 	// Stated are the waits for those who can never acknowledge.
 	Stated []StatedWait `json:"stated"`
 	// Open is there if it waits already.
-	Open *Barrier `json:"open,omitempty"`
+	Open *OpenBarrier `json:"open,omitempty"`
+}
+
+// Coverage is what routes Services and is not waited for, in the whole cluster. A replica reads it
+// at most every ten seconds.
+type Coverage struct {
+	At time.Time `json:"at"`
+	// Services is how many have pods, in namespaces that are not excluded.
+	Services int `json:"services"`
+	// Whole is how many of them are waited for whole. Possible is of how many that is not known:
+	// clients may come by a way that is not waited for. The others have Items.
+	Whole    int `json:"whole"`
+	Possible int `json:"possible"`
+	// Uncovered is how many consumers are not waited for. Items are the first of them.
+	Uncovered int        `json:"uncovered"`
+	Items     []Consumer `json:"items"`
+	// Error is why some could not be read.
+	Error string `json:"error,omitempty"`
+}
+
+// Consumer is one way by which traffic reaches the pods of a Service.
+type Consumer struct {
+	Service string `json:"service"`
+	// Name names the gateway or the object that routes the Service, Kind its kind.
+	Name string `json:"name"`
+	Kind string `json:"kind"`
+	// State is Acknowledges, Waited (by the Service's stated wait), Absent (no pod of the gateway
+	// is ready), Possible or Uncovered.
+	State string `json:"state"`
+	Why   string `json:"why,omitempty"`
 }
 
 // Hook is that of one container.

@@ -1,13 +1,15 @@
 // The page draws each view as it comes, whole: there is no state but the last one. Rows that say the same as before are left alone, so that
 // nothing flickers, nothing is read out twice, and a selection stays.
 
-const silence = 6000; // ms without a word until the connection counts as lost; the replica says something every 2 s
+const silence = 6000; // ms without an answer until the connection counts as lost
+const every = 250; // ms between an answer and the next question
 const retry = 1000;
 const shown = 10; // outcomes before "show all"
 
 const $ = (id) => document.getElementById(id);
 let token = '';
 let view = null;
+let drawn = ''; // the view without its time, to see what is new
 let skew = 0; // the replica's clock minus ours
 let seen = 0; // our clock, when the last word came
 let live = false;
@@ -15,31 +17,25 @@ let allOutcomes = false;
 let allHealth = false;
 let waiting = null; // what ends the wait before the next try
 
-// --- the stream
+// --- the views
 
-// EventSource cannot send a token, so the stream is read by hand.
 async function follow() {
   for (;;) {
-    const cut = new AbortController();
-    let watch = setTimeout(() => cut.abort(), silence);
+    let pause = every;
     try {
-      const response = await fetch('v1/events', { headers: authorization(), signal: cut.signal, cache: 'no-store' });
+      const response = await fetch('v1/view', { headers: authorization(), signal: AbortSignal.timeout(silence), cache: 'no-store' });
       if (response.status === 401 || response.status === 403) {
         await askToken(response);
         continue;
       }
       if (!response.ok) throw new Error(await failure(response));
-      await read(response.body, () => {
-        clearTimeout(watch);
-        watch = setTimeout(() => cut.abort(), silence);
-      });
+      take(await response.json());
     } catch (e) {
       // Whatever it was: it is tried again, and the page says since when it knows nothing.
-    } finally {
-      clearTimeout(watch);
+      setLive(false);
+      pause = retry;
     }
-    setLive(false);
-    await new Promise((resolve) => { waiting = resolve; setTimeout(resolve, retry); });
+    await new Promise((resolve) => { waiting = resolve; setTimeout(resolve, pause); });
   }
 }
 
@@ -49,42 +45,22 @@ async function failure(response) {
   try { return (await response.json()).error; } catch { return 'HTTP ' + response.status; }
 }
 
-async function read(body, received) {
-  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
-  let text = '';
-  for (;;) {
-    const { value, done } = await reader.read();
-    if (done) return;
-    text += value;
-    let end;
-    while ((end = text.indexOf('\n\n')) >= 0) {
-      take(text.slice(0, end));
-      text = text.slice(end + 2);
-      received();
-    }
-  }
-}
-
-function take(message) {
-  let event = '', data = '';
-  for (const line of message.split('\n')) {
-    if (line.startsWith('event: ')) event = line.slice(7);
-    if (line.startsWith('data: ')) data += line.slice(6);
-  }
-  if (!data) return;
-  const said = JSON.parse(data);
+function take(said) {
   seen = Date.now();
   skew = Date.parse(said.at) - seen;
   setLive(true);
-  if (event === 'view') {
-    view = filled(said);
-    // A fault of ours must not look like a connection that is lost.
-    try { draw(); } catch (e) { reportError(e); }
-  } else if (view) {
-    // Nothing is new, but time passes: somebody becomes late, and what went wrong is long ago.
-    view.at = said.at;
-    try { drawVerdict(view); drawTiles(view); } catch (e) { reportError(e); }
-  }
+  const at = said.at;
+  said.at = '';
+  const same = JSON.stringify(said);
+  const news = view === null || same !== drawn;
+  drawn = same;
+  if (news) view = filled(said);
+  view.at = at;
+  // A fault of ours must not look like a connection that is lost.
+  try {
+    if (news) draw();
+    else { drawVerdict(view); drawTiles(view); } // time passes: somebody becomes late, and what went wrong is long ago
+  } catch (e) { reportError(e); }
 }
 
 // filled gives a view what a replica of the version before does not tell: a page outlives its replica, and goes on with another one.
@@ -480,10 +456,9 @@ const reasons = {
   Deadline: ['bad', 'not every gateway had let go'],
   Suspended: ['bad', 'a gateway that is not waited for any more may still route to it'],
   AgentsLost: ['bad', 'a gateway that was lost meanwhile may still route to it'],
+  Uncovered: ['bad', 'something that routes it was not waited for'],
   NoAgents: ['', 'nobody owed an answer'],
   LastTarget: ['warn', 'no other pod of its Service was ready'],
-  CoolOff: ['warn', 'something else kept it again and again'],
-  Cold: ['warn', 'the replica did not know the cluster'],
   NoFacts: ['bad', 'the replica could not find out'],
   PodDeleted: ['', 'it went without waiting, gateways were told'],
   Abandoned: ['calm', 'it lives on, and has its traffic back'],
@@ -582,6 +557,7 @@ function tick() {
   if (connection.dataset.state !== state) connection.dataset.state = state;
   set('connection-text', live ? 'Live' : view ? 'Connection lost, last seen ' + whole((Date.now() - seen) / 1000) + ' ago' : $('token-form').hidden ? 'Connecting' : 'Not signed in');
   if (!live) return; // what is old does not age
+  cover();
   for (const e of document.querySelectorAll('.age')) {
     const seconds = (now - Date.parse(e.dataset.since)) / 1000;
     const text = whole(seconds) + e.dataset.after;
@@ -614,6 +590,27 @@ function announce(v) {
   if (newest && newest !== told.bad) text += ' ' + bad[0].pod + ' went without the word of every gateway: ' + bad[0].reason + '.';
   told = { drains: v.drains.open, barriers: waits, bad: newest, open, at: Date.now() };
   set('announce', text.trim());
+}
+
+// --- coverage
+
+let covered = 0; // our clock, when it was asked last
+async function cover() {
+  if (!live || Date.now() - covered < 15000) return;
+  covered = Date.now();
+  try {
+    const response = await fetch('v1/coverage', { headers: authorization(), cache: 'no-store' });
+    if (!response.ok) return; // the view says whether there is a connection
+    const c = await response.json();
+    set('coverage-note', c.uncovered ? 'Deletions of these Services\' pods go on although something that routes them was not waited for. What to do: docs/coverage.md.'
+      : 'Everything that is known to route the ' + plural(c.services, 'Service', 'Services') + ' with pods is waited for, or may not route them at all.');
+    if (c.uncovered > c.items.length) $('coverage-note').append(' The first ' + c.items.length + ' of ' + c.uncovered + '.');
+    if (c.error) $('coverage-note').append(' Not all could be read: ' + c.error);
+    rows($('coverage-table'), c.items, (i) => i.service + i.name, (i) => [head(i.service), cell('Routed by', '', i.name), cell('Why it is not waited for', '', i.why)]);
+    $('coverage').hidden = false;
+  } catch (e) {
+    // it is asked again
+  }
 }
 
 // --- what if
@@ -650,6 +647,7 @@ function explained(x) {
     if (b.open) facts.push(['It waits there now: ' + b.open.phase]);
     list('At the barrier, before SIGTERM', facts);
   }
+  list('Routed by', (x.consumers || []).map((c) => [el('strong', null, c.name), ', ' + c.service + ': ' + c.state, el('span', { class: 'sub' }, c.why || '')]));
   list('Not covered', x.uncovered.map((u) => [el('strong', null, u.what), el('span', { class: 'sub' }, u.why)]));
   list('Services that list it', x.services.map((s) => [s.namespace + '/' + s.name, ', ' + plural(s.usable, 'usable target', 'usable targets')]));
   return parts;

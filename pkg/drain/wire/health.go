@@ -17,10 +17,6 @@ import (
 // FeatureHealth: the coordinator takes Health. Agents that know nothing of health do not offer it.
 const FeatureHealth = "health"
 
-// HealthPath takes a POST of Health and answers 204. Where the stream is upgraded, agents write
-// lines of [AppendHealth] into it instead.
-const HealthPath = "/v1/health"
-
 // What an agent tells at most. Whoever has more tells first of those Services where something is
 // wrong.
 const (
@@ -119,7 +115,7 @@ type healthLine struct {
 }
 
 // AppendHealth appends h as one line.
-func AppendHealth(b []byte, h Health) []byte { return appendJSON(b, healthLine{h}) }
+func AppendHealth(b []byte, h Health) []byte { return Append(b, healthLine{h}) }
 
 // IsHealth says whether a line is of [AppendHealth].
 func IsHealth(line []byte) bool { return bytes.HasPrefix(line, []byte(healthPrefix)) }
@@ -203,7 +199,7 @@ func (t *Teller) Next(session uint64, s Summary) (h Health, some bool) {
 		}
 	}
 	for _, of := range s.Told {
-		text := string(appendJSON(nil, of))
+		text := string(Append(nil, of))
 		if string(t.told[of.Service]) == text || len(text) > room || len(h.Changed) == MaxHealthServices {
 			continue
 		}

@@ -148,7 +148,7 @@ func TestHealthThatIsRefused(t *testing.T) {
 		t.Errorf("%+v, %v", h, err)
 	}
 	// A line of reports never looks like one.
-	if IsHealth(AppendReports(nil, Reports{Boot: `{"health":`})) {
+	if IsHealth(Append(nil, Reports{Boot: `{"health":`})) {
 		t.Error("reports are taken for health")
 	}
 }

@@ -20,7 +20,7 @@ func TestProtocolDocument(t *testing.T) {
 		"Message": func() any { return new(Message) }, "Declaration": func() any { return new(Declaration) },
 		"Declared": func() any { return new(Declared) }, "Reports": func() any { return new(Reports) },
 		"Leave": func() any { return new(Leave) }, "Health": func() any { return new(Health) },
-		"Barrier": func() any { return new(Barrier) }, "Passed": func() any { return new(BarrierStatus) },
+		"Barrier": func() any { return new(BarrierRequest) }, "Passed": func() any { return new(BarrierStatus) },
 		"Error": func() any { return new(Error) },
 	}
 	examples := regexp.MustCompile("(?ms)^```json (\\w+)$\n(.*?)^```$")

@@ -1,18 +1,17 @@
 // Package wire is what coordinators and agents say to each other: the message types, their paths
 // and limits.
 //
-// An agent opens one [StreamPath] to each coordinator replica and keeps it open. The answer is a
-// sequence of JSON objects, one a line, in the manner of a Kubernetes watch: first [Hello], then
-// every open drain the agent may owe, then a Message of type Synced, then changes as they come, and
-// a heartbeat whenever nothing else was sent for [Hello.HeartbeatMillis]. Everything the agent has
-// to say it posts, naming the session that Hello gave: [Declaration] once on each session and on
-// each change, [Reports] on each change and at every renewal. A post that names another session
-// than the agent's present one is refused with 409, and the agent opens a new stream.
+// An agent opens one [StreamPath] to each coordinator replica, as a request to upgrade to
+// [Upgrade], and keeps it open. After the answer 101 there is no HTTP around it: both sides write
+// JSON objects, one a line, in the manner of a Kubernetes watch. The coordinator writes first
+// [Hello], then every open drain the agent may owe, then a Message of type Synced, then changes as
+// they come, and a heartbeat whenever nothing else was sent for [Hello.HeartbeatMillis]. The agent
+// writes [Reports] on each change and at every renewal, one line for any number of drains. What is
+// refused of them ends the stream, with a Message of type Refused.
 //
-// An agent that opens the stream as a request to upgrade to [Upgrade] may be answered with 101. The
-// same lines follow then without HTTP around them, and the agent writes its Reports into the same
-// connection, one a line: one connection instead of two, and nothing to answer. What is refused
-// then ends the stream, with a Message of type Refused. Who knows nothing of it answers as ever.
+// Everything else that the agent has to say it posts, naming the session that Hello gave:
+// [Declaration] once on each session and on each change. A post that names another session than the
+// agent's present one is refused with 409, and the agent opens a new stream.
 //
 // Compatibility: fields are added, never repurposed. Unknown fields are ignored, unknown types of
 // messages are skipped, unknown values of enumerations are refused by name. Both sides speak the
@@ -153,20 +152,26 @@ func choose(spoken Versions, offered []string) (int, error) {
 
 // The paths of the coordinator's API for agents.
 const (
-	// StreamPath is read with GET and the query of an [Offer]. It may be upgraded to [Upgrade].
+	// StreamPath is read with GET and the query of an [Offer], in a request to upgrade to
+	// [Upgrade].
 	StreamPath = "/v1/stream"
 	// DeclarationsPath takes a POST of Declaration and answers Declared.
 	DeclarationsPath = "/v1/declarations"
 	// LeavePath takes a POST of Leave and answers 204.
 	LeavePath = "/v1/leave"
-	// ReportsPath takes a POST of Reports and answers 204.
-	ReportsPath = "/v1/reports"
 	// BarriersPath takes a POST of Barrier and answers Passed, when the pod may be told to stop.
 	BarriersPath = "/v1/barriers"
 )
 
-// MaxRoutes and MaxReports bound one post, MaxName the bytes of each name and UID in it, MaxKept
-// those of the Services that keep a pod.
+// ReportsPath and HealthPath are what metrics call the lines of Reports and of Health that agents
+// write into their streams. They are not served.
+const (
+	ReportsPath = "/v1/reports"
+	HealthPath  = "/v1/health"
+)
+
+// MaxRoutes and MaxReports bound one post or line, MaxName the bytes of each name and UID in it,
+// MaxKept those of the Services that keep a pod.
 const (
 	MaxRoutes  = 10_000
 	MaxReports = 10_000
@@ -189,8 +194,8 @@ type Type string
 // The types of messages. Others are to be skipped.
 const (
 	TypeHello     Type = "hello"
-	TypeDrain     Type = "drain"
-	TypeRelease   Type = "release"
+	TypeDrains    Type = "drains"
+	TypeReleases  Type = "releases"
 	TypeSynced    Type = "synced"
 	TypeHeartbeat Type = "heartbeat"
 	// TypeWatch comes only to agents that have FeatureBarrier.
@@ -204,13 +209,15 @@ type Message struct {
 	// At is when this was written, in milliseconds of a clock of the coordinator's own. The agent
 	// says the last one that it has taken in again with its reports: they count as old as that, by
 	// one clock, however long they are under way or either side was frozen.
-	At      int64          `json:"at,omitempty"`
-	Type    Type           `json:"type"`
-	Hello   *Hello         `json:"hello,omitempty"`
-	Drain   *drain.Open    `json:"drain,omitempty"`
-	Release *drain.Release `json:"release,omitempty"`
-	Watch   *drain.Watch   `json:"watch,omitempty"`
-	Refused *Error         `json:"refused,omitempty"`
+	At       int64        `json:"at,omitempty"`
+	Type     Type         `json:"type"`
+	Hello    *Hello       `json:"hello,omitempty"`
+	Drains   *Drains      `json:"drains,omitempty"`
+	Releases *Releases    `json:"releases,omitempty"`
+	Watch    *drain.Watch `json:"watch,omitempty"`
+	// Declared is how many declarations of the session a message of type synced answers.
+	Declared int    `json:"declared,omitempty"`
+	Refused  *Error `json:"refused,omitempty"`
 }
 
 // Hello is the first message of a stream.
@@ -243,16 +250,16 @@ type Declaration struct {
 	Routes     []drain.Route `json:"routes"`
 }
 
-// Declared answers a Declaration: the open drains of what was declared. The agent excludes these
-// before it programs its gateway.
+// Declared answers a Declaration. The stream brings the open drains of what was declared, and then
+// a Message of type synced with this number: the agent excludes them before it programs its
+// gateway.
 type Declared struct {
-	Drains []drain.Open `json:"drains"`
-	// Watches are the open barriers of it, for an agent that observes.
-	Watches []drain.Watch `json:"watches,omitempty"`
+	Declared int `json:"declared"`
 }
 
 // Reports are an agent's present reports about the open drains of the replica that they are sent
-// to. Pods that are not among them are as they were reported before on this session.
+// to. With UpTo, they are the exceptions from it. Without, pods that are not among them are as they
+// were reported before on this session.
 type Reports struct {
 	Session uint64 `json:"session"`
 	// At is that of the last message which was taken in before the states were read. 0: the agent
@@ -260,7 +267,8 @@ type Reports struct {
 	At int64 `json:"at,omitempty"`
 	// Boot names the life of the agent's process.
 	Boot    string         `json:"boot"`
-	Reports []drain.Report `json:"reports"`
+	UpTo    *drain.UpTo    `json:"upTo,omitempty"`
+	Reports []drain.Report `json:"reports,omitempty"`
 }
 
 // Leave says that the agent's gateway accepts nothing any more, for good: nobody needs to wait for
@@ -270,10 +278,10 @@ type Leave struct {
 	Boot    string `json:"boot"`
 }
 
-// Barrier asks, by the agent on the node of a pod that is being stopped, to be told when that may
-// go on. The answer comes then, or at the bound. The same question, again or of another replica, is
-// the same barrier.
-type Barrier struct {
+// BarrierRequest asks, by the agent on the node of a pod that is being stopped, to be told when
+// that may continue. The answer comes then, or at the bound. The same question, again or of another
+// replica, is of the same barrier.
+type BarrierRequest struct {
 	Session uint64           `json:"session"`
 	Pod     drain.Pod        `json:"pod"`
 	Targets []netip.AddrPort `json:"targets"`
@@ -287,7 +295,7 @@ type Barrier struct {
 	Terminating bool `json:"terminating"`
 }
 
-// BarrierStatus answers a Barrier.
+// BarrierStatus answers a BarrierRequest.
 type BarrierStatus struct {
 	// Phase and Reason are those of [drain.Phase] and [drain.Reason].
 	Phase  string `json:"phase"`

@@ -27,11 +27,12 @@ var golden = map[string][]any{
 			Session:         7,
 			HeartbeatMillis: 2000, AwayMillis: 5000, ExpiryMillis: 60000, RenewalMillis: 10000,
 		}},
-		&Message{Type: TypeDrain, Drain: &drain.Open{Pod: drain.Pod{Namespace: "shop", Name: "web-1", UID: "4d1c"},
-			Since: since.Add(123456789)}},
+		&Message{Type: TypeDrains, Drains: &Drains{Revision: 12, Since: since.Add(123456789),
+			Pods: []string{"3 0 4d1c shop web-1", "4 17 4d1d shop web-2"}}},
 		&Message{Type: TypeSynced},
-		&Message{Type: TypeRelease, Release: &drain.Release{UID: "4d1c", Terminating: true}},
-		&Message{Type: TypeRelease, Release: &drain.Release{UID: "4d1d"}},
+		&Message{Type: TypeSynced, Declared: 1},
+		&Message{Type: TypeReleases, Releases: &Releases{UIDs: []drain.UID{"4d1c"}, Terminating: true}},
+		&Message{Type: TypeReleases, Releases: &Releases{UIDs: []drain.UID{"4d1d", "4d1e"}}},
 		&Message{Type: TypeHeartbeat},
 	},
 	"declaration.json": {&Declaration{Session: 7, Gateway: "haproxy", Routes: []drain.Route{
@@ -42,9 +43,9 @@ var golden = map[string][]any{
 		{Service: drain.Service{Namespace: "shop", Name: "old"}, Via: drain.DNS, Kind: drain.Observed,
 			Granularity: drain.PerConnection},
 	}}},
-	"declared.json": {&Declared{Drains: []drain.Open{{Pod: drain.Pod{Namespace: "shop", Name: "web-1", UID: "4d1c"},
-		Since: since}}}},
-	"reports.json": {&Reports{Session: 7, Boot: "b1", Reports: []drain.Report{
+	"declared.json": {&Declared{Declared: 1}},
+	"reports.json": {&Reports{Session: 7, Boot: "b1", UpTo: &drain.UpTo{Revision: 12, State: drain.Idle,
+		Proof: drain.Runtime, Generation: "3"}}, &Reports{Session: 7, Boot: "b1", Reports: []drain.Report{
 		{UID: "4d1c", Generation: "3", State: drain.Idle, Proof: drain.Runtime, Number: 1},
 		{UID: "4d1d", State: drain.Removed, Proof: drain.Config, Number: 2},
 		{UID: "4d1e", State: drain.Removed, Proof: drain.Timed, Number: 3},
@@ -255,7 +256,7 @@ func FuzzMessages(f *testing.F) {
 		}
 	}
 	f.Fuzz(func(t *testing.T, text []byte) {
-		for _, like := range []any{&Message{}, &Declaration{}, &Declared{}, &Reports{}, &Leave{}, &Barrier{},
+		for _, like := range []any{&Message{}, &Declaration{}, &Declared{}, &Reports{}, &Leave{}, &BarrierRequest{},
 			&BarrierStatus{}, &Error{}} {
 			first, second := fresh(like), fresh(like)
 			if json.Unmarshal(text, first) != nil {

@@ -18,6 +18,9 @@ const (
 	backendHeader = "X-Test-Backend"
 	// HoldPath is the path of requests that a Backend does not answer before Release.
 	HoldPath = "/hold"
+	// StreamPath is the path of requests that a Backend answers with a byte each 100 ms, until the
+	// client ends or Release.
+	StreamPath = "/stream"
 )
 
 // Backend is a real HTTP server that counts what arrives, by the phase it was sent in. Every answer
@@ -63,6 +66,10 @@ func (b *Backend) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	release := b.release
 	b.mu.Unlock()
 	w.Header().Set(backendHeader, b.Addr.String())
+	if r.URL.Path == StreamPath {
+		b.stream(w, r, release)
+		return
+	}
 	if r.URL.Path == HoldPath {
 		b.held <- struct{}{}
 		select {
@@ -72,6 +79,22 @@ func (b *Backend) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		}
 	}
 	fmt.Fprintln(w, b.Addr)
+}
+
+func (b *Backend) stream(w http.ResponseWriter, r *http.Request, release chan struct{}) {
+	ticker := time.NewTicker(100 * time.Millisecond)
+	defer ticker.Stop()
+	for {
+		fmt.Fprint(w, ".")
+		_ = http.NewResponseController(w).Flush()
+		select {
+		case <-release:
+			return
+		case <-r.Context().Done():
+			return
+		case <-ticker.C:
+		}
+	}
 }
 
 // Hits counts the requests that were sent in phase or later and arrived here.
@@ -150,4 +173,21 @@ func get(ctx context.Context, c *http.Client, url string, phase int) (netip.Addr
 		return netip.AddrPort{}, err
 	}
 	return netip.ParseAddrPort(resp.Header.Get(backendHeader))
+}
+
+// Stream sends a request for StreamPath on a connection of its own, and returns which Backend
+// answers until end is called.
+func Stream(url string) (at netip.AddrPort, end func(), err error) {
+	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true}}
+	ctx, end := context.WithCancel(context.Background())
+	r, err := http.NewRequestWithContext(ctx, http.MethodGet, url+StreamPath, nil)
+	if err != nil {
+		return at, end, err
+	}
+	answer, err := client.Do(r)
+	if err != nil {
+		return at, end, err
+	}
+	at, err = netip.ParseAddrPort(answer.Header.Get(backendHeader))
+	return at, end, err
 }

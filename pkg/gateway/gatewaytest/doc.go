@@ -1,5 +1,5 @@
 // Package gatewaytest is the contract of gateway.Directed as a test, which every data plane passes
-// on the real proxy, and a [Fake] that passes it too.
+// on the real proxy.
 //
 // [Run] is given a function that starts one proxy with one gateway before it, as a [Harness].
 // Requests are real HTTP requests to real servers, so that what the gateway says of itself is
@@ -11,15 +11,22 @@ package gatewaytest
 import (
 	"os"
 	"os/exec"
+	"path/filepath"
 	"testing"
 )
 
-// LookPath finds the program of a real data plane. Without it the test ends as by [Missing].
+// LookPath finds the program of a real data plane, also where make envoy and make traefik have put
+// it. Without it the test ends as by [Missing].
 func LookPath(t testing.TB, program string) string {
 	t.Helper()
 	path, err := exec.LookPath(program)
 	if err == nil {
 		return path
+	}
+	if base, err := os.UserCacheDir(); err == nil {
+		if path, err := exec.LookPath(filepath.Join(base, "lameduck/bin", program)); err == nil {
+			return path
+		}
 	}
 	Missing(t, program, err)
 	return ""

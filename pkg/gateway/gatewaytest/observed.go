@@ -153,7 +153,6 @@ func (h *ObservedHarness) watch() (gateway.Watch, func(health.State) error) {
 	}
 }
 
-// connectToTarget opens connections until Target has one.
 func (h *ObservedHarness) connectToTarget() (func(), error) {
 	for deadline := time.Now().Add(observedWithin); time.Now().Before(deadline); {
 		at, end, err := h.Connect()

@@ -32,24 +32,24 @@ type cli struct {
 // do sends one command to the worker with that pid, or to the master (0), and returns the answer as
 // it came. The error is nil only if a whole answer came, which may still be a refusal.
 func (c *cli) do(ctx context.Context, pid int, command string) (string, error) {
-	fail := func(k Kind, text string, err error) (string, error) {
+	fail := func(k kind, text string, err error) (string, error) {
 		// The connection's deadline is the context's, and may be noticed a little earlier.
 		if ctxErr := ctx.Err(); ctxErr != nil {
-			k, err = KindTimeout, ctxErr
-		} else if k == KindTimeout {
+			k, err = kindTimeout, ctxErr
+		} else if k == kindTimeout {
 			err = context.DeadlineExceeded
 		}
-		return "", &Error{Command: command, Process: pid, Kind: k, Text: shorten(text), Err: err}
+		return "", &failure{Command: command, Process: pid, Kind: k, Text: shorten(text), Err: err}
 	}
 	line := command + "\n"
 	if pid != 0 {
 		line = "@!" + strconv.Itoa(pid) + " " + line
 	}
 	if len(line) > maxCommand {
-		return fail(KindTooLong, strconv.Itoa(len(line))+" bytes", nil)
+		return fail(kindTooLong, strconv.Itoa(len(line))+" bytes", nil)
 	}
 	if strings.ContainsAny(command, ";\n\r\\") || strings.Contains(command, "<<") {
-		return fail(KindSyntax, "the command holds a separator", nil)
+		return fail(kindSyntax, "the command holds a separator", nil)
 	}
 	ctx, cancel := context.WithTimeout(ctx, c.timeout)
 	defer cancel()
@@ -62,7 +62,7 @@ func (c *cli) do(ctx context.Context, pid int, command string) (string, error) {
 	defer conn.Close()
 	deadline, _ := ctx.Deadline()
 	if err := conn.SetDeadline(deadline); err != nil {
-		return fail(KindIO, "", err)
+		return fail(kindIO, "", err)
 	}
 	defer context.AfterFunc(ctx, func() { _ = conn.SetDeadline(time.Unix(1, 0)) })()
 
@@ -78,15 +78,15 @@ func (c *cli) do(ctx context.Context, pid int, command string) (string, error) {
 		return fail(socketKind(err), string(b), err)
 	}
 	if len(b) > maxAnswer {
-		return fail(KindMalformed, strconv.Itoa(len(b))+" bytes", nil)
+		return fail(kindMalformed, strconv.Itoa(len(b))+" bytes", nil)
 	}
 	answer := string(b)
 	switch {
 	case strings.HasSuffix(answer, "Can't connect to the target CLI!\n"):
 		// The master appends this to what has come so far if the worker ends while it answers.
-		return fail(KindGone, answer, nil)
+		return fail(kindGone, answer, nil)
 	case answer == "" || !strings.HasSuffix(answer, "\n"):
-		return fail(KindTruncated, answer, nil)
+		return fail(kindTruncated, answer, nil)
 	}
 	return answer, nil
 }
@@ -106,7 +106,7 @@ func (c *cli) change(ctx context.Context, pid int, command, want string) error {
 	if want != "" && strings.HasSuffix(text, "\n"+want) {
 		return nil
 	}
-	return &Error{Command: command, Process: pid, Kind: classify(answer), Text: shorten(answer)}
+	return &failure{Command: command, Process: pid, Kind: classify(answer), Text: shorten(answer)}
 }
 
 // table sends a command whose answer is a listing, checks that it is whole (it ends with an empty
@@ -117,31 +117,31 @@ func (c *cli) table(ctx context.Context, pid int, command, begin string) (string
 		return "", err
 	}
 	if !strings.HasPrefix(answer, begin) {
-		return "", &Error{Command: command, Process: pid, Kind: classify(answer), Text: shorten(answer)}
+		return "", &failure{Command: command, Process: pid, Kind: classify(answer), Text: shorten(answer)}
 	}
 	if !strings.HasSuffix(answer, "\n\n") {
-		return "", &Error{Command: command, Process: pid, Kind: KindTruncated,
+		return "", &failure{Command: command, Process: pid, Kind: kindTruncated,
 			Text: strconv.Itoa(len(answer)) + " bytes"}
 	}
 	return strings.TrimSuffix(answer, "\n"), nil
 }
 
-func socketKind(err error) Kind {
+func socketKind(err error) kind {
 	var ne net.Error
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
-		return KindNoSocket
+		return kindNoSocket
 	case errors.Is(err, syscall.ECONNREFUSED):
-		return KindNotListening
+		return kindNotListening
 	case errors.Is(err, context.DeadlineExceeded), errors.Is(err, context.Canceled), errors.As(err, &ne) &&
 		ne.Timeout():
-		return KindTimeout
+		return kindTimeout
 	case errors.Is(err, syscall.EAGAIN):
 		// A unix socket whose backlog is full.
-		return KindTimeout
+		return kindTimeout
 	case errors.Is(err, syscall.ECONNRESET), errors.Is(err, syscall.EPIPE), errors.Is(err, io.ErrUnexpectedEOF):
-		return KindTruncated
+		return kindTruncated
 	default:
-		return KindIO
+		return kindIO
 	}
 }

@@ -26,11 +26,11 @@ type Config struct {
 	// MasterSocket is the path of HAProxy's master socket: haproxy -W -S PATH. Its level must be
 	// admin, which is the default.
 	MasterSocket string `json:"masterSocket"`
-	// ServersFile is the file with the sections of owned backends, which the agent writes and
-	// HAProxy loads by an additional -f. Required if a backend is owned. It is written at the
-	// agent's start if it does not exist, so the agent must start before HAProxy.
-	ServersFile string `json:"serversFile,omitempty"`
-	// Backends are those that the agent directs, at least one.
+	// ServersFile is the file with the sections of the backends, which the agent writes and HAProxy
+	// loads by an additional -f. It is written at the agent's start if it does not exist, so the
+	// agent must start before HAProxy.
+	ServersFile string `json:"serversFile"`
+	// Backends are those that the agent writes, at least one.
 	Backends []Backend `json:"backends"`
 	// Timeout bounds each command; 0 means DefaultTimeout.
 	Timeout time.Duration `json:"-"`
@@ -46,17 +46,14 @@ type Backend struct {
 	Service string `json:"service"`
 	// Port is the name of the Service's port. Empty: the only one.
 	Port string `json:"port,omitempty"`
-	// Owned reports whether the agent writes the section and makes and deletes its servers.
-	// Otherwise an operator did, and the agent only puts servers into maintenance and back.
-	Owned bool `json:"owned,omitempty"`
-	// Defaults names the defaults section that the owned section is made from. Empty: the last one
+	// Defaults names the defaults section that the section is made from. Empty: the last one
 	// above it. Give it one of its own: HAProxy warns about a named section that is used both by
 	// name and as the last one.
 	Defaults string `json:"defaults,omitempty"`
-	// Lines are more lines of the owned section: balance, options, timeouts. They are written as
-	// they are.
+	// Lines are more lines of the section: balance, options, timeouts. They are written as they
+	// are.
 	Lines []string `json:"lines,omitempty"`
-	// ServerOptions are words for every server of the owned backend, such as "maxconn 50". HAProxy
+	// ServerOptions are words for every server of the backend, such as "maxconn 50". HAProxy
 	// takes fewer words for servers added at run time than in the configuration.
 	ServerOptions string `json:"serverOptions,omitempty"`
 	// HealthCheck is how the agent probes the targets (docs/health.md); the Service's annotation
@@ -76,7 +73,7 @@ var sectionWords = []string{
 	"mailers", "peers", "program", "resolvers", "ring", "traces", "userlist", "acme", "healthcheck", "log-profile",
 }
 
-// lineWords may not begin a line of an owned section, each with the reason.
+// lineWords may not begin a line of a section, each with the reason.
 var lineWords = map[string]string{
 	"server":                      "the agent writes the servers",
 	"server-template":             "the agent writes the servers",
@@ -113,6 +110,10 @@ func (c *Config) Check() []error {
 		fmt.Sprintf("%d bytes, a unix socket's path has at most %d", len(c.MasterSocket), maxSocketPath))
 	must(!strings.ContainsRune(c.MasterSocket, 0), "masterSocket", c.MasterSocket, "holds a NUL byte")
 	must(!strings.ContainsRune(c.ServersFile, 0), "serversFile", c.ServersFile, "holds a NUL byte")
+	must(c.ServersFile != "", "serversFile", "", "required")
+	must(c.ServersFile == "" || filepath.Base(c.ServersFile) != "." &&
+		!strings.HasSuffix(c.ServersFile, string(filepath.Separator)), "serversFile", c.ServersFile,
+		"want a file, not a directory")
 	must(c.Timeout >= 0, "timeout", c.Timeout, "is negative")
 	must(len(c.Backends) > 0, "backends", "", "at least one is needed")
 	pools, names := map[health.Pool]int{}, map[string]int{}
@@ -125,17 +126,6 @@ func (c *Config) Check() []error {
 		j, twice = pools[b.pool()]
 		must(!twice || b.Pool == "", at("pool"), b.Pool, "is that of "+keyOf(j)+" too")
 		pools[b.pool()] = i
-		if !b.Owned {
-			must(b.Defaults == "", at("defaults"), b.Defaults, "only an owned backend's section is written")
-			must(len(b.Lines) == 0, at("lines"), b.Lines, "only an owned backend's section is written")
-			must(b.ServerOptions == "", at("serverOptions"), b.ServerOptions,
-				"only an owned backend's servers are written")
-			continue
-		}
-		must(c.ServersFile != "", "serversFile", "", "required, "+keyOf(i)+" is owned")
-		must(c.ServersFile == "" || filepath.Base(c.ServersFile) != "." &&
-			!strings.HasSuffix(c.ServersFile, string(filepath.Separator)), "serversFile", c.ServersFile,
-			"want a file, not a directory")
 		must(b.Defaults == "" || nameChars(b.Defaults), at("defaults"), b.Defaults, "want letters, digits and . : _ -")
 		for j, l := range b.Lines {
 			why := badLine(l)

@@ -17,7 +17,7 @@ import (
 func TestConfig(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "servers.cfg")
 	owned := func(change func(*Backend)) Config {
-		b := Backend{Pool: "p", Backend: "b", Owned: true}
+		b := Backend{Pool: "p", Backend: "b"}
 		change(&b)
 		return Config{MasterSocket: "/run/m.sock", ServersFile: file, Backends: []Backend{b}}
 	}
@@ -46,17 +46,14 @@ func TestConfig(t *testing.T) {
 		{"backend with a semicolon", owned(func(b *Backend) { b.Backend = "b;reload" }),
 			[]string{"backends[0].backend", "b;reload"}},
 		{"backend with a slash", owned(func(b *Backend) { b.Backend = "b/s" }), []string{"b/s"}},
-		{"pool twice", Config{MasterSocket: "/s",
+		{"pool twice", Config{MasterSocket: "/s", ServersFile: file,
 			Backends: []Backend{{Pool: "p", Backend: "b"}, {Pool: "p", Backend: "c"}}},
 			[]string{"backends[1].pool", `"p"`}},
-		{"backend twice", Config{MasterSocket: "/s",
+		{"backend twice", Config{MasterSocket: "/s", ServersFile: file,
 			Backends: []Backend{{Pool: "p", Backend: "b"}, {Pool: "q", Backend: "b"}}},
 			[]string{"backends[1].backend", `"b"`}},
-		{"owned without a file", Config{MasterSocket: "/s",
-			Backends: []Backend{{Pool: "p", Backend: "b", Owned: true}}}, []string{"serversFile"}},
-		{"lines where not owned", Config{MasterSocket: "/s",
-			Backends: []Backend{{Pool: "p", Backend: "b", Lines: []string{"balance random"}}}},
-			[]string{"lines", "balance random"}},
+		{"no file", Config{MasterSocket: "/s",
+			Backends: []Backend{{Pool: "p", Backend: "b"}}}, []string{"serversFile"}},
 		{"defaults with a space", owned(func(b *Backend) { b.Defaults = "a b" }), []string{"defaults", "a b"}},
 		{"line with a line break", line("balance random\nserver x 1.2.3.4:5"), []string{"lines[0]"}},
 		{"line with a carriage return", line("balance random\r"), []string{"lines[0]"}},
@@ -98,10 +95,9 @@ func TestConfig(t *testing.T) {
 func TestServersFile(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "servers.cfg")
 	cfg := Config{MasterSocket: "/nowhere", ServersFile: file, Backends: []Backend{
-		{Pool: "web", Backend: "be_web", Owned: true, Defaults: "agents", Lines: []string{"balance leastconn"},
+		{Pool: "web", Backend: "be_web", Defaults: "agents", Lines: []string{"balance leastconn"},
 			ServerOptions: " check  inter 2s "},
-		{Pool: "api", Backend: "be_api", Owned: true},
-		{Pool: "people", Backend: "be_people"},
+		{Pool: "api", Backend: "be_api"},
 	}}
 	g, err := New(cfg)
 	if err != nil {
@@ -118,7 +114,7 @@ func TestServersFile(t *testing.T) {
 		return s
 	}
 	g.persist(steps(routed("web", "u1", "10.0.0.1:80"), routed("web", "u2", "[fd00::1]:80"),
-		routed("people", "u3", "10.0.0.3:80"), routed("api", "u4", "10.0.0.4:80"),
+		routed("api", "u4", "10.0.0.4:80"),
 		health.Op{Key: key("api", "u4", "10.0.0.4:80"), Want: health.WantRemoved}))
 	want := fileHead + `
 backend be_web from agents
@@ -159,7 +155,7 @@ backend be_api
 		if err := os.WriteFile(file, []byte(foreign), 0o644); err != nil {
 			t.Fatal(err)
 		}
-		if _, err := New(cfg); !errors.Is(err, KindFile) {
+		if _, err := New(cfg); !errors.Is(err, kindFile) {
 			t.Errorf("%q: %v", foreign, err)
 		}
 		if got, _ := os.ReadFile(file); string(got) != foreign {
@@ -173,7 +169,7 @@ backend be_api
 func TestNoRemovalWithoutTheFile(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "servers.cfg")
 	g, err := New(Config{MasterSocket: "/nowhere", ServersFile: file,
-		Backends: []Backend{{Pool: "web", Backend: "b", Owned: true}}})
+		Backends: []Backend{{Pool: "web", Backend: "b"}}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -194,7 +190,7 @@ func TestNoRemovalWithoutTheFile(t *testing.T) {
 	remove := mk(health.Op{Key: u1.Key, Want: health.WantRemoved}, name)
 	add := mk(routed("web", "u2", "10.0.0.2:80"), "ld-u2-10.0.0.2-80")
 	todo := g.persist([]*step{remove, add})
-	if len(todo) != 1 || todo[0] != add || !errors.Is(add.errs[0], KindFile) || !errors.Is(remove.errs[0], KindFile) {
+	if len(todo) != 1 || todo[0] != add || !errors.Is(add.errs[0], kindFile) || !errors.Is(remove.errs[0], kindFile) {
 		t.Errorf("goes on with %v; remove: %v; add: %v", todo, remove.errs, add.errs)
 	}
 	if !g.wanted["b"][name] {
@@ -219,7 +215,8 @@ defaults
 frontend web
     bind 127.0.0.1:%PORT%
     default_backend agent
-`, Backend{Pool: "owned", Backend: "agent", Owned: true, Defaults: "agents", Lines: []string{"balance leastconn"}, ServerOptions: "check inter 2s maxconn 50"})
+`, Backend{Pool: "owned", Backend: "agent", Defaults: "agents",
+		Lines: []string{"balance leastconn"}, ServerOptions: "check inter 2s maxconn 50"})
 	g := p.gateway()
 	w := wanted{"agent": {}}
 	for _, a := range []string{"10.0.0.1:80", "[fd00::1]:8080", "[::ffff:1.2.3.4]:1"} {
@@ -243,8 +240,8 @@ frontend web
 func FuzzServersFile(f *testing.F) {
 	f.Add("u1", "10.0.0.1:80", "u2", "[fd00::1]:80")
 	f.Fuzz(func(t *testing.T, uid1, addr1, uid2, addr2 string) {
-		backends := []Backend{{Backend: "a", Owned: true, Lines: []string{"balance random"}, ServerOptions: "check"},
-			{Backend: "b", Owned: true}}
+		backends := []Backend{{Backend: "a", Lines: []string{"balance random"}, ServerOptions: "check"},
+			{Backend: "b"}}
 		w := wanted{"a": {}, "b": {}}
 		for _, x := range [][3]string{{"a", uid1, addr1}, {"b", uid2, addr2}, {"b", uid1, addr2}} {
 			addr, err := netip.ParseAddrPort(x[2])

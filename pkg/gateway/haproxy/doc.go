@@ -5,11 +5,9 @@
 //
 // A HAProxy is a master, one worker that takes new connections, and after reloads old workers that
 // finish what they have. Only the master socket reaches all of them: "show proc" lists them,
-// "@!<pid> <command>" is passed on. A [Backend] of the configuration is a pool. In an owned one the
-// agent makes and deletes the servers, one for each pod UID and address, whose names say which
-// (ld-<uid>-<ip>-<port>), so that nothing needs to be remembered. In one that is not owned
-// operators wrote the servers; a target is the servers at its address, and they are only put into
-// maintenance and back. Two pods that had one address after another cannot be told apart there.
+// "@!<pid> <command>" is passed on. A [Backend] of the configuration is a pool: the agent writes
+// its section, and makes and deletes its servers, one for each pod UID and address, whose names say
+// which (ld-<uid>-<ip>-<port>), so that nothing needs to be remembered.
 //
 // Removed means the administrative state "maint" that was asked for. "drain" still serves clients
 // with a persistence cookie; a failed check, maintenance inherited from a tracked server and an
@@ -37,7 +35,7 @@
 //
 // # Reloads
 //
-// A reload forgets every change made by the socket. So the whole sections of owned backends live in
+// A reload forgets every change made by the socket. So the whole sections live in
 // Config.ServersFile, which HAProxy loads by an additional -f, and which lists exactly the servers
 // that are wanted. A batch writes it once, by rename, before the first command. A reload that began
 // to parse before that has its new worker in the list that is read after it, since the master
@@ -53,28 +51,19 @@
 // or none yet, is still served, and balanced as before. Therefore a target that is not in
 // maintenance in an old worker counts as Routed as long as the worker could be brought another
 // request: until all its client connections are closed (CurrConns of "show info") or are connected
-// through, in TCP mode or after a 101, so that they can bring none. Apply reports [KindStopping]
-// meanwhile. Slow responses hold up removals in that way, WebSockets do not. The global setting
-// hard-stop-after bounds it.
+// through, in TCP mode or after a 101, so that they can bring none. Apply fails meanwhile
+// (kindStopping). Slow responses hold up removals in that way, WebSockets do not. The global
+// setting hard-stop-after bounds it.
 //
 // # Known holes
 //
-//   - A backend that is not owned comes back by a reload as operators wrote it, until Apply is
-//     called again. The generation changes, so that nobody relies on what was; but requests reach
-//     the target in between. A server-state-file does not help, it is loaded only if it was written
-//     before.
 //   - Between its place in a server's queue and the start of its connection a request is on no
 //     list, for one turn of a worker's event loop. It matters only with maxconn.
-//   - "option persist" and "force-persist" send to servers in maintenance. Owned sections switch
-//     the former off and refuse the latter. In other backends the agent cannot see them. The same
-//     goes for dispatch, and for on-marked-down shutdown-sessions, which ends requests in flight
-//     the moment a server is taken out.
-//   - An agent-check can lift maintenance. Owned servers may not have one.
 //   - An endpoint without a pod, as of a Service without a selector, has a server with an empty
-//     UID. If a pod has the same address, nothing says so, and the server stays in service when the
-//     pod is taken out.
-//   - A backend that is not a pool may have a server at the same address. So may a server with a
-//     mapped port (":+1000").
+//     UID. If a pod has the same address, the server stays in service when the pod is taken out,
+//     and the drain of the pod is not acknowledged.
+//   - A backend that is not a pool may have a server at the same address, and so may a server that
+//     an operator adds to a pool at run time.
 //   - default-server lines in a defaults section apply to servers from the file and not to those
 //     added at run time. HAProxy 2.6 even leaves out its own defaults for the latter: without
 //     pool-max-conn and pool-purge-delay, which the agent therefore gives to every server, they
@@ -98,13 +87,13 @@
 // # Versions
 //
 // Tested with 2.6.12 only. Servers at run time exist since 2.4, before 2.6 in experimental mode
-// ([KindExperimental]). Columns are found by their names, so that later versions may work; before
-// one is used, run this package's tests on it, above all TestRealAnswers and
-// TestReloadsAtAnyMoment: what is said of reloads rests on a master that answers nothing while it
-// parses. Every answer is plain text, refusals too, and "set severity-output number" has no effect
-// through the master, for each command is a session of its own in the worker. So answers are
-// compared with what success looks like, and whatever is not that is an [Error] with a [Kind]; text
-// that is not known is [KindUnknown] and never success.
+// (kindTooOld). Columns are found by their names, so that later versions may work; before one is
+// used, run this package's tests on it, above all TestRealAnswers and TestReloadsAtAnyMoment: what
+// is said of reloads rests on a master that answers nothing while it parses. Every answer is plain
+// text, refusals too, and "set severity-output number" has no effect through the master, for each
+// command is a session of its own in the worker. So answers are compared with what success looks
+// like, and whatever is not that is an error with a kind; text that is not known is kindUnknown and
+// never success.
 //
 // Every command is a connection of its own, about 0.1 ms, with a deadline. A connection is
 // half-closed after the command, or the master would wait for another; the answer ends with the

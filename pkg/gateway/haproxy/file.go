@@ -12,11 +12,11 @@ import (
 	"strings"
 )
 
-const fileHead = `# The servers of the backends that the Lameduck agent owns. Load it with an additional -f.
+const fileHead = `# The backends that the Lameduck agent directs. Load it with an additional -f.
 # Written by the agent and overwritten at every change: edits are lost.
 `
 
-// wanted is what the servers file lists: for each owned backend the names of its servers.
+// wanted is what the servers file lists: for each backend the names of its servers.
 type wanted map[string]map[string]bool
 
 func (w wanted) clone() wanted {
@@ -27,15 +27,12 @@ func (w wanted) clone() wanted {
 	return c
 }
 
-// render writes the file: one backend section for each owned backend, in the order of the
-// configuration, servers sorted by name, so that the same content is the same bytes.
+// render writes the file: one section for each backend, in the order of the configuration, servers
+// sorted by name, so that the same content is the same bytes.
 func render(backends []Backend, w wanted) []byte {
 	var b bytes.Buffer
 	b.WriteString(fileHead)
 	for _, be := range backends {
-		if !be.Owned {
-			continue
-		}
 		b.WriteString("\nbackend " + be.Backend)
 		if be.Defaults != "" {
 			b.WriteString(" from " + be.Defaults)
@@ -123,11 +120,11 @@ func readFile(path string) (wanted, error) {
 		return wanted{}, nil
 	}
 	if err != nil {
-		return nil, &Error{Command: "read " + path, Kind: KindFile, Err: err}
+		return nil, &failure{Command: "read " + path, Kind: kindFile, Err: err}
 	}
 	w, err := parseFile(data)
 	if err != nil {
-		return nil, &Error{Command: "read " + path, Kind: KindFile, Err: fmt.Errorf("not overwritten: %w", err)}
+		return nil, &failure{Command: "read " + path, Kind: kindFile, Err: fmt.Errorf("not overwritten: %w", err)}
 	}
 	return w, nil
 }
@@ -158,7 +155,7 @@ func writeFile(path string, data []byte) error {
 	}()
 	if err != nil {
 		_ = os.Remove(tmp) // as far as possible
-		return &Error{Command: "write " + path, Kind: KindFile, Err: err}
+		return &failure{Command: "write " + path, Kind: kindFile, Err: err}
 	}
 	return nil
 }

@@ -60,30 +60,21 @@ func New(c Config) (*Gateway, error) {
 	}
 	g := &Gateway{
 		cli:      cli{path: c.MasterSocket, timeout: c.Timeout},
+		file:     c.ServersFile,
 		backends: slices.Clone(c.Backends),
 		byPool:   map[health.Pool]*Backend{},
 		wanted:   wanted{},
 	}
-	owned := false
-	for i := range g.backends {
-		b := &g.backends[i]
-		b.Lines, b.Pool = slices.Clone(b.Lines), b.pool()
-		g.byPool[b.Pool] = b
-		owned = owned || b.Owned
-	}
-	if !owned {
-		return g, nil
-	}
-	g.file = c.ServersFile
 	have, err := readFile(g.file)
 	if err != nil {
 		return nil, err
 	}
-	for _, b := range g.backends {
-		if b.Owned {
-			g.wanted[b.Backend] = map[string]bool{}
-			maps.Copy(g.wanted[b.Backend], have[b.Backend])
-		}
+	for i := range g.backends {
+		b := &g.backends[i]
+		b.Lines, b.Pool = slices.Clone(b.Lines), b.pool()
+		g.byPool[b.Pool] = b
+		g.wanted[b.Backend] = map[string]bool{}
+		maps.Copy(g.wanted[b.Backend], have[b.Backend])
 	}
 	if err := writeFile(g.file, render(g.backends, g.wanted)); err != nil {
 		return nil, err
@@ -91,22 +82,59 @@ func New(c Config) (*Gateway, error) {
 	return g, nil
 }
 
+// read sends a command whose answer is a listing, and parses that.
+func read[T any](
+	ctx context.Context, c *cli, pid int, command, begin string, parse func(string) (T, error),
+) (T, error) {
+	var none T
+	answer, err := c.table(ctx, pid, command, begin)
+	if err != nil {
+		return none, err
+	}
+	is, err := parse(answer)
+	if err != nil {
+		return none, &failure{Command: command, Process: pid, Kind: kindMalformed, Err: err}
+	}
+	return is, nil
+}
+
 // list asks the master for its processes. The name of the generation also holds the socket's
 // identity: in a container a restarted master and worker usually have the pids they had.
 func (g *Gateway) list(ctx context.Context) (processes, string, error) {
-	answer, err := g.cli.table(ctx, 0, "show proc", procBegin)
+	p, err := read(ctx, &g.cli, 0, "show proc", procBegin, parseProcesses)
 	if err != nil {
-		return processes{}, "", err
-	}
-	p, err := parseProcesses(answer)
-	if err != nil {
-		return p, "", &Error{Command: "show proc", Kind: KindMalformed, Err: err}
+		return p, "", err
 	}
 	socket := "?"
 	if st, err := os.Stat(g.cli.path); err == nil {
 		socket = fmt.Sprintf("%x", st.ModTime().UnixNano())
 	}
 	return p, p.String() + " " + socket, nil
+}
+
+// steadily calls look with the list of processes, and its name, until the list is the same
+// afterwards and no process has ended meanwhile.
+func (g *Gateway) steadily(ctx context.Context, look func(before processes, listed string) error) (err error) {
+	for round := range maxRounds {
+		if !pause(ctx, round) && err != nil {
+			break
+		}
+		var before, after processes
+		var listed, again string
+		if before, listed, err = g.list(ctx); err == nil {
+			err = look(before, listed)
+		}
+		if err == nil {
+			after, again, err = g.list(ctx)
+		}
+		if err == nil && listed != again {
+			err = &failure{Command: "show proc", Kind: kindChanging, Text: before.String() + ", then " + after.String()}
+		}
+		if !gone(err) && !errors.Is(err, kindChanging) {
+			break
+		}
+	}
+	return err
 }
 
 // current says whether there is a worker that takes new requests. Without one nothing can be said
@@ -116,59 +144,34 @@ func (p processes) current() bool {
 }
 
 func (g *Gateway) state(ctx context.Context, pid int, backend string) (*index, error) {
-	cmd := "show servers state " + backend
-	answer, err := g.cli.table(ctx, pid, cmd, stateBegin)
-	if err != nil {
-		return nil, err
-	}
-	list, err := parseState(answer, backend)
-	if err != nil {
-		return nil, &Error{Command: cmd, Process: pid, Kind: KindMalformed, Err: err}
-	}
-	return newIndex(list), nil
+	return read(ctx, &g.cli, pid, "show servers state "+backend, stateBegin, func(answer string) (*index, error) {
+		list, err := parseState(answer, backend)
+		return newIndex(list), err
+	})
 }
 
 // stat reads the counters of a backend by its number: a frontend may have the same name, and "show
 // stat" would take that.
 func (g *Gateway) stat(ctx context.Context, pid int, backend string, id int) (map[string]traffic, error) {
-	cmd := fmt.Sprintf("show stat %d 4 -1", id) // 4: servers, -1: all
-	answer, err := g.cli.table(ctx, pid, cmd, statBegin)
-	if err != nil {
-		return nil, err
-	}
-	m, err := parseStat(answer, backend)
-	if err != nil {
-		return nil, &Error{Command: cmd, Process: pid, Kind: KindMalformed, Err: err}
-	}
-	return m, nil
+	command := fmt.Sprintf("show stat %d 4 -1", id) // 4: servers, -1: all
+	return read(ctx, &g.cli, pid, command, statBegin, func(answer string) (map[string]traffic, error) {
+		return parseStat(answer, backend)
+	})
 }
 
 func (g *Gateway) info(ctx context.Context, pid int) (info, error) {
-	answer, err := g.cli.table(ctx, pid, "show info", infoBegin)
-	if err != nil {
-		return info{}, err
-	}
-	in, err := parseInfo(answer)
-	if err == nil && in.PID != pid {
-		err = fmt.Errorf("it is of pid %d", in.PID)
-	}
-	if err != nil {
-		return in, &Error{Command: "show info", Process: pid, Kind: KindMalformed, Err: err}
-	}
-	return in, nil
+	return read(ctx, &g.cli, pid, "show info", infoBegin, func(answer string) (info, error) {
+		in, err := parseInfo(answer)
+		if err == nil && in.PID != pid {
+			err = fmt.Errorf("it is of pid %d", in.PID)
+		}
+		return in, err
+	})
 }
 
+// streams is never empty: at least the stream of this command is in the list.
 func (g *Gateway) streams(ctx context.Context, pid int) (map[string]int, error) {
-	// At least the stream of this command is in the list, so that it is never empty.
-	answer, err := g.cli.table(ctx, pid, "show sess", sessBegin)
-	if err != nil {
-		return nil, err
-	}
-	m, err := parseStreams(answer)
-	if err != nil {
-		return nil, &Error{Command: "show sess", Process: pid, Kind: KindMalformed, Err: err}
-	}
-	return m, nil
+	return read(ctx, &g.cli, pid, "show sess", sessBegin, parseStreams)
 }
 
 // deletable says whether "del server" may be sent: the server was in maintenance when x was read,
@@ -197,44 +200,18 @@ type index struct {
 	// was read later.
 	settled map[string]bool
 	streams map[string]int
-	byAddr  map[string][]*server // of servers that are not the agent's
-	own     []health.Target
 }
 
 func newIndex(list []server) *index {
-	x := &index{byName: make(map[string]*server, len(list)), byAddr: map[string][]*server{}, settled: map[string]bool{}}
+	x := &index{byName: make(map[string]*server, len(list)), settled: map[string]bool{}}
 	for i := range list {
 		x.id = list[i].Backend
 		x.settled[list[i].Name] = list[i].takenOut()
-		x.add(&list[i])
+		x.byName[list[i].Name] = &list[i]
 	}
 	return x
 }
 
-func (x *index) add(s *server) {
-	x.byName[s.Name] = s
-	if t, ok := parseName(s.Name); ok {
-		x.own = append(x.own, t)
-		return
-	}
-	if s.Addr.IsValid() {
-		x.byAddr[s.Addr.String()] = append(x.byAddr[s.Addr.String()], s)
-	}
-}
-
-// of returns the servers that send to the key: in an owned backend the one with its name, and in
-// any backend those that operators made at its address.
-func (x *index) of(b *Backend, k health.Key, name string) []*server {
-	var out []*server
-	if b.Owned {
-		if s := x.byName[name]; s != nil {
-			out = append(out, s)
-		}
-	}
-	return append(out, x.byAddr[k.Target.Addr.String()]...)
-}
-
-// step is one op with what is known of it.
 type step struct {
 	op      health.Op
 	backend *Backend
@@ -249,25 +226,25 @@ func (s *step) fail(pid int, err error) {
 	}
 }
 
-// resolve finds the backend and the server name of a key. With KindBadKey the backend is good: no
-// server can have been made for the key. Servers that operators made go by their addresses.
+// resolve finds the backend and the server name of a key. With kindBadKey the backend is good: no
+// server can have been made for the key.
 func (g *Gateway) resolve(k health.Key) (*Backend, string, error) {
 	b := g.byPool[k.Pool]
 	if b == nil {
-		return nil, "", &Error{Command: fmt.Sprintf("pool %q", k.Pool), Kind: KindNoPool}
+		return nil, "", &failure{Command: fmt.Sprintf("pool %q", k.Pool), Kind: kindNoPool}
 	}
 	name, err := serverName(k.Target)
-	if err != nil && (b.Owned || !k.Target.Addr.IsValid()) {
-		return b, "", &Error{Command: "target " + k.Target.String(), Kind: KindBadKey, Err: err}
+	if err != nil {
+		return b, "", &failure{Command: "target " + k.Target.String(), Kind: kindBadKey, Err: err}
 	}
 	return b, name, nil
 }
 
-// Apply implements gateway.Directed. For owned backends it first writes the servers file, once,
-// then changes each live process, then asks whether there are new ones, and changes these. An old
-// worker takes nothing new from listeners, so that only removals are carried out there; HAProxy
-// refuses even these once the worker has stopped its proxies, which is an error (KindStopping)
-// while a client is still connected to that worker.
+// Apply implements gateway.Directed. It first writes the servers file, once, then changes each live
+// process, then asks whether there are new ones, and changes these. An old worker takes nothing new
+// from listeners, so that only removals are carried out there; HAProxy refuses even these once the
+// worker has stopped its proxies, which is an error (kindStopping) while a client is still
+// connected to that worker.
 func (g *Gateway) Apply(ctx context.Context, ops []health.Op) error {
 	g.unused = nil
 	steps := make([]*step, len(ops))
@@ -315,18 +292,12 @@ func (g *Gateway) persist(steps []*step) []*step {
 			continue
 		}
 		todo = append(todo, s)
-		if !s.backend.Owned {
-			continue
-		}
 		switch s.op.Want {
 		case health.WantRouted:
 			next[s.backend.Backend][s.name] = true
 		case health.WantRemoved, health.WantAbsent:
 			delete(next[s.backend.Backend], s.name)
 		}
-	}
-	if g.file == "" {
-		return todo
 	}
 	err := writeFile(g.file, render(g.backends, next))
 	if err == nil {
@@ -335,10 +306,9 @@ func (g *Gateway) persist(steps []*step) []*step {
 	}
 	kept := todo[:0:0]
 	for _, s := range todo {
-		if s.backend.Owned && s.op.Want == health.WantRouted {
+		if s.op.Want == health.WantRouted {
 			s.fail(0, err)
-		}
-		if s.backend.Owned && s.op.Want != health.WantRouted && g.wanted[s.backend.Backend][s.name] {
+		} else if g.wanted[s.backend.Backend][s.name] {
 			s.fail(0, err)
 			continue
 		}
@@ -350,16 +320,13 @@ func (g *Gateway) persist(steps []*step) []*step {
 // forget takes servers out of the file again that HAProxy refused by their definition: they would
 // make its next start fail.
 func (g *Gateway) forget(steps []*step) {
-	if g.file == "" {
-		return
-	}
 	next := g.wanted.clone()
 	for _, s := range steps {
-		if !s.backend.Owned || s.op.Want != health.WantRouted || !s.last {
+		if s.op.Want != health.WantRouted || !s.last {
 			continue
 		}
 		for _, err := range s.errs {
-			if errors.Is(err, KindRefused) {
+			if errors.Is(err, kindRefused) {
 				delete(next[s.backend.Backend], s.name)
 			}
 		}
@@ -404,18 +371,18 @@ func (g *Gateway) direct(ctx context.Context, steps []*step) error {
 		}
 		if idle {
 			if !procs.current() {
-				return &Error{Command: "show proc", Kind: KindGone, Text: "no worker takes new requests"}
+				return &failure{Command: "show proc", Kind: kindGone, Text: "no worker takes new requests"}
 			}
 			return nil
 		}
 	}
 	if err := ctx.Err(); err != nil {
-		return &Error{Command: "show proc", Kind: KindTimeout, Err: err}
+		return &failure{Command: "show proc", Kind: kindTimeout, Err: err}
 	}
 	if retry {
 		return nil // the steps hold what failed
 	}
-	return &Error{Command: "show proc", Kind: KindChanging}
+	return &failure{Command: "show proc", Kind: kindChanging}
 }
 
 // tell carries out the steps in one process. It reports false if the process should be tried again
@@ -428,7 +395,6 @@ func (g *Gateway) tell(ctx context.Context, p process, steps []*step) bool {
 	again := false
 	states := map[*Backend]*index{}
 	stateErrs := map[*Backend]error{}
-	changed := map[*Backend]bool{}
 	sealed := sealing{g: g, pid: p.PID}
 	for i, s := range steps {
 		b := s.backend
@@ -437,22 +403,20 @@ func (g *Gateway) tell(ctx context.Context, p process, steps []*step) bool {
 		}
 		if states[b] == nil && stateErrs[b] == nil {
 			states[b], stateErrs[b] = g.state(ctx, p.PID, b.Backend)
-			if p.Old && errors.Is(stateErrs[b], KindNoBackend) {
+			if p.Old && errors.Is(stateErrs[b], kindNoBackend) {
 				states[b], stateErrs[b] = newIndex(nil), nil // it is newer than this worker
 			}
 		}
 		err := stateErrs[b]
 		if err == nil {
-			var did bool
-			did, err = g.step(ctx, p, s, states[b])
-			changed[b] = changed[b] || did
+			err = g.step(ctx, p, s, states[b])
 		}
 		switch {
 		case err == nil:
-		case errors.Is(err, KindStopping) && !p.Old:
+		case errors.Is(err, kindStopping) && !p.Old:
 			again = true
 			s.fail(p.PID, err)
-		case errors.Is(err, KindStopping):
+		case errors.Is(err, kindStopping):
 			// If nothing new can come in, what the worker would do with it does not matter.
 			if ok, sealErr := sealed.is(ctx); !ok {
 				s.fail(p.PID, errors.Join(err, sealErr))
@@ -467,25 +431,17 @@ func (g *Gateway) tell(ctx context.Context, p process, steps []*step) bool {
 			s.fail(p.PID, err)
 		}
 	}
-	g.verify(ctx, p, steps, changed)
 	return !again
 }
 
-// step brings one server of one process to what the op wants, and reports whether it sent a change.
-func (g *Gateway) step(ctx context.Context, p process, s *step, x *index) (bool, error) {
-	switch s.op.Want {
-	case health.WantRouted:
-		if s.backend.Owned {
-			return g.route(ctx, p, s, x)
-		}
-		return g.ready(ctx, p, s, x)
-	case health.WantRemoved, health.WantAbsent:
-		return g.remove(ctx, p, s, x)
+// step brings one server of one process to what the op wants. Whether it is, Observe says.
+func (g *Gateway) step(ctx context.Context, p process, s *step, x *index) error {
+	if s.op.Want == health.WantRouted {
+		return g.route(ctx, p, s, x)
 	}
-	return false, nil
+	return g.remove(ctx, p, s, x)
 }
 
-// setState sets the administrative state of a server, and records it in srv.
 func (g *Gateway) setState(ctx context.Context, pid int, b *Backend, srv *server, state string) error {
 	err := g.cli.change(ctx, pid, "set server "+b.Backend+"/"+srv.Name+" state "+state, "")
 	if err != nil {
@@ -499,152 +455,73 @@ func (g *Gateway) setState(ctx context.Context, pid int, b *Backend, srv *server
 	return nil
 }
 
-// ready makes the servers ready that operators made at the address of the op.
-func (g *Gateway) ready(ctx context.Context, p process, s *step, x *index) (did bool, err error) {
-	b := s.backend
-	list := x.of(b, s.op.Key, s.name)
-	if len(list) == 0 {
-		return false, &Error{Command: "route " + s.op.Key.String(), Process: p.PID, Kind: KindNoServer,
-			Text: "no server of backend " + b.Backend + " has the address " + s.op.Target.Addr.String()}
-	}
-	for _, srv := range list {
-		if srv.Admin&(adminForcedMaint|adminForcedDrain) != 0 {
-			did = true
-			if err := g.setState(ctx, p.PID, b, srv, "ready"); err != nil {
-				return did, err
-			}
-		}
-	}
-	return did, nil
-}
-
-// route adds the agent's own server of the op if the process does not have it, and makes it ready.
-func (g *Gateway) route(ctx context.Context, p process, s *step, x *index) (did bool, err error) {
+// route adds the server of the op if the process does not have it, and makes it ready.
+func (g *Gateway) route(ctx context.Context, p process, s *step, x *index) error {
 	b, srv := s.backend, x.byName[s.name]
 	if srv == nil {
-		did = true
 		err := g.cli.change(ctx, p.PID,
 			"add server "+b.Backend+"/"+s.name+" "+s.op.Target.Addr.String()+" "+serverWords(b),
 			"New server registered.")
-		// It may exist by now: an earlier command whose answer was lost. verify reads what it is.
-		if err != nil && !errors.Is(err, KindExists) {
-			return did, err
+		// It may exist by now: an earlier command whose answer was lost.
+		if err != nil && !errors.Is(err, kindExists) {
+			return err
 		}
 		srv = &server{Name: s.name, Addr: s.op.Target.Addr, Admin: adminForcedMaint}
-		x.add(srv)
+		x.byName[s.name] = srv
 	}
 	if srv.Addr != s.op.Target.Addr {
-		return did, &Error{Command: "route " + s.op.Key.String(), Process: p.PID, Kind: KindConflict,
+		return &failure{Command: "route " + s.op.Key.String(), Process: p.PID, Kind: kindConflict,
 			Text: "server " + s.name + " is at " + srv.Addr.String()}
 	}
 	if srv.Admin&(adminForcedMaint|adminForcedDrain) == 0 {
-		return did, nil
+		return nil
 	}
 	// Checks of a server added at run time are off until asked for (HAProxy's management guide,
 	// "add server").
 	if slices.Contains(strings.Fields(b.ServerOptions), "check") {
 		if err := g.cli.change(ctx, p.PID, "enable health "+b.Backend+"/"+s.name, ""); err != nil {
-			return true, err
+			return err
 		}
 	}
-	return true, g.setState(ctx, p.PID, b, srv, "ready")
+	return g.setState(ctx, p.PID, b, srv, "ready")
 }
 
-// remove puts the servers of the op into maintenance, and deletes the agent's own server if that is
-// to be absent and can be deleted.
-func (g *Gateway) remove(ctx context.Context, p process, s *step, x *index) (did bool, err error) {
-	b := s.backend
-	for _, srv := range x.of(b, s.op.Key, s.name) {
-		if srv.takenOut() {
-			continue
-		}
-		did = true
-		if err := g.setState(ctx, p.PID, b, srv, "maint"); err != nil && !errors.Is(err, KindNoServer) {
-			return did, err
+// remove puts the server of the op into maintenance, and deletes it if it is to be absent and can
+// be deleted.
+func (g *Gateway) remove(ctx context.Context, p process, s *step, x *index) error {
+	b, srv := s.backend, x.byName[s.name]
+	if srv == nil {
+		return nil
+	}
+	if !srv.takenOut() {
+		if err := g.setState(ctx, p.PID, b, srv, "maint"); err != nil && !errors.Is(err, kindNoServer) {
+			return err
 		}
 	}
-	if s.op.Want == health.WantRemoved || !b.Owned || x.byName[s.name] == nil {
-		return did, nil
+	if s.op.Want == health.WantRemoved {
+		return nil
 	}
 	if safe, err := g.deletable(ctx, p.PID, b, x, s.name); !safe || err != nil {
-		return did, err // the op comes again
+		return err // the op comes again
 	}
-	err = g.cli.change(ctx, p.PID, "del server "+b.Backend+"/"+s.name, "Server deleted.")
+	err := g.cli.change(ctx, p.PID, "del server "+b.Backend+"/"+s.name, "Server deleted.")
 	switch {
-	case errors.Is(err, KindBusy):
+	case errors.Is(err, kindBusy):
 		// Requests, or idle pooled connections (package comment, Deleting). The op comes again.
-		return true, nil
-	case err == nil, errors.Is(err, KindNoServer):
+		return nil
+	case err == nil, errors.Is(err, kindNoServer):
 		delete(x.byName, s.name)
-		return true, nil
+		return nil
 	}
-	return true, err
-}
-
-// verify reads back the backends that were changed, and compares.
-func (g *Gateway) verify(ctx context.Context, p process, steps []*step, changed map[*Backend]bool) {
-	states := map[*Backend]*index{}
-	for _, s := range steps {
-		b := s.backend
-		if !changed[b] || !s.last || s.errs[p.PID] != nil || s.op.Want == health.WantUnknown || p.Old {
-			continue
-		}
-		if states[b] == nil {
-			x, err := g.state(ctx, p.PID, b.Backend)
-			if err != nil {
-				s.fail(p.PID, err)
-				if lost(err) {
-					return
-				}
-				continue
-			}
-			states[b] = x
-		}
-		list := states[b].of(b, s.op.Key, s.name)
-		text := ""
-		switch s.op.Want {
-		case health.WantRouted:
-			srv := states[b].byName[s.name]
-			switch {
-			case b.Owned && srv == nil:
-				text = "server " + s.name + " is not there"
-			case b.Owned && srv.Addr != s.op.Target.Addr:
-				text = "server " + s.name + " is at " + srv.Addr.String()
-			case b.Owned && srv.takenOut():
-				text = "server " + s.name + " is in maintenance"
-			case !b.Owned && !slices.ContainsFunc(list, func(s *server) bool { return !s.takenOut() }):
-				// In a pool that is not owned another key of the batch may have the same address.
-				if !g.sameAddress(steps, s) {
-					text = "every server at the address is in maintenance"
-				}
-			}
-		default:
-			for _, srv := range list {
-				if !srv.takenOut() && (b.Owned || !g.sameAddress(steps, s)) {
-					text = "server " + srv.Name + " is not in maintenance"
-				}
-			}
-		}
-		if text != "" {
-			s.fail(p.PID, &Error{Command: s.op.String(), Process: p.PID, Kind: KindNotApplied, Text: text})
-		}
-	}
-}
-
-// sameAddress says whether another op of the batch is about the same address of the same pool.
-func (g *Gateway) sameAddress(steps []*step, s *step) bool {
-	return slices.ContainsFunc(steps, func(o *step) bool {
-		return o != s && o.op.Pool == s.op.Pool && o.op.Target.Addr == s.op.Target.Addr
-	})
+	return err
 }
 
 // sealing answers, once, whether a process can still be brought a new request.
 type sealing struct {
-	g     *Gateway
-	pid   int
-	asked bool
-	yes   bool
-	err   error
+	g          *Gateway
+	pid        int
+	asked, yes bool
+	err        error
 }
 
 // is says that no new request can come into the process: it has closed its listeners, and each
@@ -660,52 +537,52 @@ func (s *sealing) is(ctx context.Context) (bool, error) {
 	}
 	s.asked = true
 	in, err := s.g.info(ctx, s.pid)
-	if err != nil {
-		s.err = err
-		return false, err
+	s.yes, s.err = err == nil && in.Stopping && in.Clients == 0, err
+	if err == nil && in.Stopping && !s.yes {
+		var tunnels int
+		tunnels, s.err = read(ctx, &s.g.cli, s.pid, "show sess all", sessBegin, parseTunnels)
+		s.yes = s.err == nil && in.Clients <= tunnels
 	}
-	if s.yes = in.Stopping && in.Clients == 0; s.yes || !in.Stopping {
-		return s.yes, nil
-	}
-	answer, err := s.g.cli.table(ctx, s.pid, "show sess all", sessBegin)
-	if err == nil {
-		var n int
-		if n, err = parseTunnels(answer); err != nil {
-			err = &Error{Command: "show sess all", Process: s.pid, Kind: KindMalformed, Err: err}
-		} else {
-			s.yes = in.Clients <= n
-		}
-	}
-	s.err = err
 	return s.yes, s.err
 }
 
 // Observe implements gateway.Directed. The list of processes is read before and after the
 // processes; if it changed, everything is read again.
-func (g *Gateway) Observe(ctx context.Context, keys []health.Key) (health.Observation, error) {
-	var err error
-	for round := range maxRounds {
-		if !pause(ctx, round) && err != nil {
-			break
-		}
-		var o health.Observation
-		var again bool
-		if o, again, err = g.observe(ctx, keys); err == nil {
-			return o, nil
-		} else if !again {
-			break
+func (g *Gateway) Observe(ctx context.Context, keys []health.Key) (o health.Observation, err error) {
+	var name string
+	unused := g.unused
+	g.unused = nil
+	err = g.steadily(ctx, func(before processes, listed string) (err error) {
+		name = listed
+		o, err = g.observe(ctx, keys, before, listed, unused)
+		return err
+	})
+	if err != nil {
+		return health.Observation{}, fmt.Errorf("observe %d keys: %w", len(keys), err)
+	}
+	g.unused = map[health.Key]string{}
+	for k, is := range o.Seen {
+		switch {
+		case o.Unread[k.Pool] != nil:
+			delete(o.Seen, k)
+		case !is.Routed && is.Active == 0:
+			g.unused[k] = name
 		}
 	}
-	return health.Observation{}, fmt.Errorf("observe %d keys: %w", len(keys), err)
+	return o, nil
 }
 
-func (g *Gateway) observe(ctx context.Context, keys []health.Key) (o health.Observation, again bool, err error) {
+func (g *Gateway) observe(ctx context.Context, keys []health.Key, before processes, listed string,
+	unusedIn map[health.Key]string) (o health.Observation, err error) {
+	if !before.current() {
+		return o, &failure{Command: "show proc", Kind: kindGone, Text: "no worker takes new requests"}
+	}
 	byBackend := map[*Backend][]asked{}
 	var unnamed []health.Key
 	for _, k := range keys {
 		b, name, err := g.resolve(k)
 		if b == nil {
-			return o, false, err
+			return o, err
 		}
 		if err != nil {
 			// No server can have been made for such a key. One key must not keep all others from
@@ -720,43 +597,19 @@ func (g *Gateway) observe(ctx context.Context, keys []health.Key) (o health.Obse
 	for _, k := range unnamed {
 		o.Seen[k] = health.Seen{Missing: true}
 	}
-	before, listed, err := g.list(ctx)
-	if err != nil {
-		return o, gone(err), err
-	}
 	o.Generation = listed
-	if !before.current() {
-		return o, true, &Error{Command: "show proc", Kind: KindGone, Text: "no worker takes new requests"}
-	}
 	unused := map[health.Key]bool{}
-	for k, in := range g.unused {
+	for k, in := range unusedIn {
 		unused[k] = in == listed
 	}
-	g.unused = map[health.Key]string{}
 	for _, p := range before.Workers {
 		start, err := g.observeProcess(ctx, p, byBackend, unused, &o)
 		if err != nil {
-			return o, gone(err) || errors.Is(err, KindChanging), err
+			return o, err
 		}
 		o.Generation += " " + start
 	}
-	after, listedAfter, err := g.list(ctx)
-	if err != nil {
-		return o, gone(err), err
-	}
-	if listed != listedAfter {
-		return o, true, &Error{Command: "show proc", Kind: KindChanging,
-			Text: before.String() + ", then " + after.String()}
-	}
-	for k, is := range o.Seen {
-		switch {
-		case o.Unread[k.Pool] != nil:
-			delete(o.Seen, k)
-		case !is.Routed && is.Active == 0:
-			g.unused[k] = listed
-		}
-	}
-	return o, false, nil
+	return o, nil
 }
 
 // asked is a key with the name that its own server has.
@@ -806,13 +659,15 @@ func (g *Gateway) observeProcess(ctx context.Context, p process, byBackend map[*
 		}
 		counts[b] = count
 		for _, a := range list {
-			for _, srv := range states[b].of(b, a.key, a.name) {
-				if _, ok := count[srv.Name]; !ok {
-					return "", &Error{Command: "show stat " + b.Backend, Process: p.PID, Kind: KindChanging,
-						Text: "no line for server " + srv.Name}
-				}
-				listing = listing || unsure(b, a, srv)
+			srv := states[b].byName[a.name]
+			if srv == nil {
+				continue
 			}
+			if _, ok := count[srv.Name]; !ok {
+				return "", &failure{Command: "show stat " + b.Backend, Process: p.PID, Kind: kindChanging,
+					Text: "no line for server " + srv.Name}
+			}
+			listing = listing || unsure(b, a, srv)
 		}
 	}
 	var streams map[string]int
@@ -823,23 +678,18 @@ func (g *Gateway) observeProcess(ctx context.Context, p process, byBackend map[*
 	}
 	for b, list := range byBackend {
 		for _, a := range list {
-			is := o.Seen[a.key]
-			serving := false
-			for _, srv := range states[b].of(b, a.key, a.name) {
-				routed := !srv.takenOut() && !sealed
-				is.Routed = is.Routed || routed
-				serving = serving || srv.balanced()
+			is, srv := o.Seen[a.key], states[b].byName[a.name]
+			if srv != nil {
+				is.Present = true
+				is.Routed = is.Routed || !srv.takenOut() && !sealed
 				t := counts[b][srv.Name]
 				active := t.Current + t.Queued
 				if unsure(b, a, srv) {
 					active = streams[b.Backend+"/"+srv.Name] + streams[unattributed]
 				}
 				is.Active += active
-				// A server that operators made stays; the key is gone when nothing goes or runs
-				// there.
-				is.Present = is.Present || b.Owned && srv.Name == a.name || routed || active > 0
 			}
-			if !p.Old && !serving {
+			if !p.Old && (srv == nil || !srv.balanced()) {
 				is.Missing = true
 			}
 			o.Seen[a.key] = is
@@ -855,7 +705,7 @@ func (g *Gateway) states(ctx context.Context, p process, byBackend map[*Backend]
 	states = map[*Backend]*index{}
 	for b, list := range byBackend {
 		x, err := g.state(ctx, p.PID, b.Backend)
-		if errors.Is(err, KindNoBackend) {
+		if errors.Is(err, kindNoBackend) {
 			if !p.Old { // else the backend is newer than this worker
 				o.Unread[b.Pool] = err
 			}
@@ -866,9 +716,8 @@ func (g *Gateway) states(ctx context.Context, p process, byBackend map[*Backend]
 		}
 		states[b] = x
 		for _, a := range list {
-			open = open || p.Old && slices.ContainsFunc(x.of(b, a.key, a.name), func(s *server) bool {
-				return !s.takenOut()
-			})
+			srv := x.byName[a.name]
+			open = open || p.Old && srv != nil && !srv.takenOut()
 		}
 	}
 	return states, open, nil
@@ -886,15 +735,7 @@ func (g *Gateway) Owned(ctx context.Context) ([]health.Key, error) {
 			}
 		}
 	}
-	var err error
-	for round := range maxRounds {
-		if !pause(ctx, round) && err != nil {
-			break
-		}
-		if err = g.owned(ctx, keys); err == nil || !(gone(err) || errors.Is(err, KindChanging)) {
-			break
-		}
-	}
+	err := g.steadily(ctx, func(before processes, _ string) error { return g.owned(ctx, before, keys) })
 	list := slices.SortedFunc(maps.Keys(keys), func(a, b health.Key) int {
 		return strings.Compare(a.String(), b.String())
 	})
@@ -904,35 +745,23 @@ func (g *Gateway) Owned(ctx context.Context) ([]health.Key, error) {
 	return list, nil
 }
 
-func (g *Gateway) owned(ctx context.Context, keys map[health.Key]bool) error {
-	before, _, err := g.list(ctx)
-	if err != nil {
-		return err
-	}
+func (g *Gateway) owned(ctx context.Context, before processes, keys map[health.Key]bool) error {
 	for _, p := range before.Workers {
 		for i := range g.backends {
 			b := &g.backends[i]
-			if !b.Owned {
-				continue
-			}
 			x, err := g.state(ctx, p.PID, b.Backend)
-			if errors.Is(err, KindNoBackend) {
+			if errors.Is(err, kindNoBackend) {
 				continue // HAProxy has not loaded it yet
 			}
 			if err != nil {
 				return err
 			}
-			for _, t := range x.own {
-				keys[health.Key{Pool: b.Pool, Target: t}] = true
+			for name := range x.byName {
+				if t, ok := parseName(name); ok {
+					keys[health.Key{Pool: b.Pool, Target: t}] = true
+				}
 			}
 		}
-	}
-	after, _, err := g.list(ctx)
-	if err != nil {
-		return err
-	}
-	if before.String() != after.String() {
-		return &Error{Command: "show proc", Kind: KindChanging, Text: before.String() + ", then " + after.String()}
 	}
 	return nil
 }

@@ -8,7 +8,6 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
-	"slices"
 	"strings"
 	"sync"
 	"syscall"
@@ -95,11 +94,7 @@ func (p *proxy) start() { p.t.Helper(); p.startWith(p.socket) }
 // startWith starts HAProxy with a master socket that may have more words after its path.
 func (p *proxy) startWith(socket string) {
 	p.t.Helper()
-	args := []string{"-W", "-S", socket, "-f", filepath.Join(p.dir, "user.cfg")}
-	if slices.ContainsFunc(p.cfg.Backends, func(b Backend) bool { return b.Owned }) {
-		args = append(args, "-f", p.cfg.ServersFile)
-	}
-	p.cmd = exec.Command(p.path, args...)
+	p.cmd = exec.Command(p.path, "-W", "-S", socket, "-f", filepath.Join(p.dir, "user.cfg"), "-f", p.cfg.ServersFile)
 	p.out = &syncBuffer{}
 	p.cmd.Stdout, p.cmd.Stderr = p.out, p.out
 	p.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
@@ -246,37 +241,29 @@ defaults
     timeout server 30s
 frontend web
     bind 127.0.0.1:%PORT%
-    use_backend people if { url_param(pool) static }
     default_backend agent
 `
 
 func harness(t *testing.T, b Backend) *gatewaytest.Harness {
-	static := []*gatewaytest.Backend{gatewaytest.StartBackend(t, "127.0.0.2"), gatewaytest.StartBackend(t, "127.0.0.3")}
-	user := userFile + "backend people\n"
-	for i, s := range static {
-		user += fmt.Sprintf("    server s%d %s\n", i, s.Addr)
-	}
-	p := newProxy(t, user, b, Backend{Pool: "static", Backend: "people"})
+	p := newProxy(t, userFile, b)
 	g := p.gateway()
 	p.start()
 	return &gatewaytest.Harness{
-		Gateway:        g,
-		Open:           func(testing.TB) gateway.Directed { return p.gateway() },
-		Owned:          "owned",
-		Static:         "static",
-		StaticBackends: static,
-		NewClient:      func(testing.TB) gatewaytest.Client { return gatewaytest.NewHTTPClient(p.url) },
-		Reload:         func(testing.TB) { p.reload() },
-		Restart:        func(testing.TB) { p.restart() },
-		Freeze:         func(testing.TB) { p.signal(syscall.SIGSTOP) },
-		Thaw:           func(testing.TB) { p.signal(syscall.SIGCONT) },
-		Kill:           func(testing.TB) { p.end(p.cmd, p.exited) },
-		GoneWithin:     15 * time.Second,
+		Gateway:    g,
+		Open:       func(testing.TB) gateway.Directed { return p.gateway() },
+		Owned:      "owned",
+		NewClient:  func(testing.TB) gatewaytest.Client { return gatewaytest.NewHTTPClient(p.url) },
+		Reload:     func(testing.TB) { p.reload() },
+		Restart:    func(testing.TB) { p.restart() },
+		Freeze:     func(testing.TB) { p.signal(syscall.SIGSTOP) },
+		Thaw:       func(testing.TB) { p.signal(syscall.SIGCONT) },
+		Kill:       func(testing.TB) { p.end(p.cmd, p.exited) },
+		GoneWithin: 15 * time.Second,
 	}
 }
 
 func TestContract(t *testing.T) {
 	gatewaytest.Run(t, func(t *testing.T) *gatewaytest.Harness {
-		return harness(t, Backend{Pool: "owned", Backend: "agent", Owned: true, Lines: []string{"balance roundrobin"}})
+		return harness(t, Backend{Pool: "owned", Backend: "agent", Lines: []string{"balance roundrobin"}})
 	})
 }

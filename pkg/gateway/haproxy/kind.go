@@ -28,12 +28,7 @@ func (c *Config) Routes() []gateway.Route {
 func (c *Config) OwnsPool() bool { return true }
 
 // StateDir implements gateway.DirectedKind. HAProxy reads the servers file there when it starts.
-func (c *Config) StateDir() string {
-	if c.ServersFile == "" {
-		return ""
-	}
-	return filepath.Dir(c.ServersFile)
-}
+func (c *Config) StateDir() string { return filepath.Dir(c.ServersFile) }
 
 // Direct implements gateway.DirectedKind: see [New]. The servers file exists from then on, so that
 // HAProxy can start.
@@ -43,5 +38,5 @@ func (c *Config) Direct() (gateway.Directed, error) { return New(*c) }
 // enough: it still routes the requests of the connections that it has.
 func (g *Gateway) Stopped(ctx context.Context) bool {
 	_, err := g.Observe(ctx, nil)
-	return errors.Is(err, KindNoSocket) || errors.Is(err, KindNotListening)
+	return errors.Is(err, kindNoSocket) || errors.Is(err, kindNotListening)
 }

@@ -35,43 +35,24 @@ func serverName(t health.Target) (string, error) {
 // parseName is the inverse of serverName. It reports false for every name that serverName does not
 // write.
 func parseName(name string) (health.Target, bool) {
-	rest, ok := strings.CutPrefix(name, namePrefix)
-	if !ok {
-		return health.Target{}, false
-	}
-	i := strings.LastIndexByte(rest, '-')
-	if i < 0 {
-		return health.Target{}, false
-	}
-	port, err := strconv.ParseUint(rest[i+1:], 10, 16)
-	if err != nil {
-		return health.Target{}, false
-	}
-	rest = rest[:i]
-	if i = strings.LastIndexByte(rest, '-'); i < 0 {
-		return health.Target{}, false
-	}
-	addr, err := netip.ParseAddr(rest[i+1:])
-	if err != nil {
-		return health.Target{}, false
-	}
-	t := health.Target{UID: health.UID(rest[:i]), Addr: netip.AddrPortFrom(addr, uint16(port))}
-	if again, err := serverName(t); err != nil || again != name {
+	uid, port, _ := cutLast(strings.TrimPrefix(name, namePrefix))
+	uid, ip, ok := cutLast(uid)
+	number, _ := strconv.ParseUint(port, 10, 16)
+	addr, _ := netip.ParseAddr(ip)
+	t := health.Target{UID: health.UID(uid), Addr: netip.AddrPortFrom(addr, uint16(number))}
+	if again, err := serverName(t); !ok || err != nil || again != name {
 		return health.Target{}, false
 	}
 	return t, true
 }
 
+func cutLast(s string) (before, after string, ok bool) {
+	i := strings.LastIndexByte(s, '-')
+	return s[:max(i, 0)], s[i+1:], i >= 0
+}
+
 func nameChars(s string) bool {
-	if s == "" {
-		return false
-	}
-	for i := range len(s) {
-		c := s[i]
-		if !(c >= 'a' && c <= 'z' || c >= 'A' && c <= 'Z' || c >= '0' && c <= '9' ||
-			strings.IndexByte(".:_-", c) >= 0) {
-			return false
-		}
-	}
-	return true
+	return s != "" && strings.IndexFunc(s, func(c rune) bool {
+		return (c < 'a' || c > 'z') && (c < 'A' || c > 'Z') && (c < '0' || c > '9') && !strings.ContainsRune(".:_-", c)
+	}) < 0
 }

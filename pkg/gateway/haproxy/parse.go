@@ -76,9 +76,8 @@ func parseProcesses(s string) (processes, error) {
 			}
 			p.Master = pid
 			p.Reloads = f[2]
-			if a, b, ok := strings.Cut(line, "["); ok {
-				if failed, _, ok := strings.Cut(b, "]"); ok {
-					_ = a
+			if _, rest, ok := strings.Cut(line, "["); ok {
+				if failed, _, ok := strings.Cut(rest, "]"); ok {
 					p.Reloads += " [" + failed + "]"
 				}
 			}
@@ -111,7 +110,6 @@ func (p processes) String() string {
 // server is one line of "show servers state".
 type server struct {
 	Backend int // the number of its backend
-	ID      int
 	Name    string
 	Addr    netip.AddrPort // zero if the server has no address yet, or is no IP server
 	Admin   int
@@ -126,53 +124,50 @@ func parseState(s, backend string) ([]server, error) {
 	if len(lines) < 2 || lines[0] != "1" || !strings.HasPrefix(lines[1], "# ") {
 		return nil, fmt.Errorf("no header of version 1 in %q", shorten(s))
 	}
-	cols := strings.Fields(lines[1][2:])
-	index := func(name string) int {
-		for i, c := range cols {
-			if c == name {
-				return i
-			}
-		}
-		return -1
-	}
-	beID, be, id, name, addr, admin, port := index("be_id"), index("be_name"), index("srv_id"), index("srv_name"),
-		index("srv_addr"), index("srv_admin_state"), index("srv_port")
-	for _, i := range []int{beID, be, id, name, addr, admin, port} {
-		if i < 0 {
-			return nil, fmt.Errorf("a column is missing in %q", lines[1])
-		}
+	names := strings.Fields(lines[1][2:])
+	cols, err := columns(names, "be_id", "be_name", "srv_name", "srv_addr", "srv_admin_state", "srv_port")
+	if err != nil {
+		return nil, err
 	}
 	var out []server
 	for n, line := range lines[2:] {
 		f := strings.Fields(line)
-		if len(f) != len(cols) {
-			return nil, fmt.Errorf("line %d has %d columns of %d: %q", n+3, len(f), len(cols), line)
+		if len(f) != len(names) {
+			return nil, fmt.Errorf("line %d has %d columns of %d: %q", n+3, len(f), len(names), line)
 		}
-		if f[be] != backend {
-			return nil, fmt.Errorf("line %d is of backend %q, not %q", n+3, f[be], backend)
+		if of := f[cols[1]]; of != backend {
+			return nil, fmt.Errorf("line %d is of backend %q, not %q", n+3, of, backend)
 		}
-		srv := server{Name: f[name]}
-		var err error
-		if srv.Backend, err = strconv.Atoi(f[beID]); err != nil {
-			return nil, fmt.Errorf("line %d: be_id %q", n+3, f[beID])
+		number := func(i int) int {
+			v, e := strconv.ParseUint(f[cols[i]], 10, 16)
+			if e != nil {
+				err = fmt.Errorf("line %d: %s %q", n+3, names[cols[i]], f[cols[i]])
+			}
+			return int(v)
 		}
-		if srv.ID, err = strconv.Atoi(f[id]); err != nil {
-			return nil, fmt.Errorf("line %d: srv_id %q", n+3, f[id])
-		}
-		if srv.Admin, err = strconv.Atoi(f[admin]); err != nil {
-			return nil, fmt.Errorf("line %d: srv_admin_state %q", n+3, f[admin])
-		}
-		p, err := strconv.ParseUint(f[port], 10, 16)
+		srv := server{Backend: number(0), Name: f[cols[2]], Admin: number(4)}
+		port := number(5)
 		if err != nil {
-			return nil, fmt.Errorf("line %d: srv_port %q", n+3, f[port])
+			return nil, err
 		}
 		// "-" before the name is resolved, a path for a unix socket.
-		if a, err := netip.ParseAddr(f[addr]); err == nil {
-			srv.Addr = netip.AddrPortFrom(a, uint16(p))
+		if a, err := netip.ParseAddr(f[cols[3]]); err == nil {
+			srv.Addr = netip.AddrPortFrom(a, uint16(port))
 		}
 		out = append(out, srv)
 	}
 	return out, nil
+}
+
+// columns returns where the names stand in a head.
+func columns(head []string, names ...string) ([]int, error) {
+	cols := make([]int, len(names))
+	for i, name := range names {
+		if cols[i] = slices.Index(head, name); cols[i] < 0 {
+			return nil, fmt.Errorf("no column %s", name)
+		}
+	}
+	return cols, nil
 }
 
 // traffic is what one line of "show stat" says of one server.
@@ -192,19 +187,9 @@ func parseStat(s, backend string) (map[string]traffic, error) {
 	if len(rows) == 0 {
 		return nil, fmt.Errorf("no header")
 	}
-	index := map[string]int{}
-	for i, c := range rows[0] {
-		if c != "" {
-			index[c] = i
-		}
-	}
-	cols := make([]int, 0, 4)
-	for _, name := range []string{"pxname", "svname", "qcur", "scur"} {
-		i, ok := index[name]
-		if !ok {
-			return nil, fmt.Errorf("no column %s", name)
-		}
-		cols = append(cols, i)
+	cols, err := columns(rows[0], "pxname", "svname", "qcur", "scur")
+	if err != nil {
+		return nil, err
 	}
 	out := make(map[string]traffic, len(rows)-1)
 	for n, row := range rows[1:] {

@@ -89,9 +89,9 @@ func TestParse(t *testing.T) {
 	}
 	servers, err := parseState(realState, "web")
 	if diff := cmp.Diff([]server{
-		{Backend: 4, ID: 2, Name: "ld-2", Addr: netip.MustParseAddrPort("127.0.0.3:9001"), Admin: 1},
-		{Backend: 4, ID: 3, Name: "named", Admin: 1},
-		{Backend: 4, ID: 5, Name: "ld-7", Addr: netip.MustParseAddrPort("[::1]:9001"), Admin: 5},
+		{Backend: 4, Name: "ld-2", Addr: netip.MustParseAddrPort("127.0.0.3:9001"), Admin: 1},
+		{Backend: 4, Name: "named", Admin: 1},
+		{Backend: 4, Name: "ld-7", Addr: netip.MustParseAddrPort("[::1]:9001"), Admin: 5},
 	}, servers, cmpopts.EquateComparable(netip.AddrPort{})); diff != "" || err != nil {
 		t.Errorf("show servers state: %v\n%s", err, diff)
 	}
@@ -110,7 +110,8 @@ func TestParse(t *testing.T) {
 	if n, err := parseTunnels(realSessAll); n != 2 || err != nil {
 		t.Errorf("show sess all: %d tunnels, %v; want 2", n, err)
 	}
-	stat, err := parseStat("# pxname,svname,qcur,qmax,scur,smax,wretr,desc,\nweb,ld-2,1,2,3,9,4,\"a, \"\"b\"\"\n\",\n\n", "web")
+	stat, err := parseStat("# pxname,svname,qcur,qmax,scur,smax,wretr,desc,\n"+
+		"web,ld-2,1,2,3,9,4,\"a, \"\"b\"\"\n\",\n\n", "web")
 	if diff := cmp.Diff(map[string]traffic{"ld-2": {Current: 3, Queued: 1}}, stat); diff != "" || err != nil {
 		t.Errorf("show stat: %v\n%s", err, diff)
 	}
@@ -153,7 +154,7 @@ func FuzzParse(f *testing.F) {
 				}
 			}
 		}
-		if classify(s) != KindUnknown && strings.TrimSpace(s) == "" {
+		if classify(s) != kindUnknown && strings.TrimSpace(s) == "" {
 			t.Error("nothing is classified")
 		}
 	})

@@ -49,7 +49,7 @@ func TestContractWithChecks(t *testing.T) {
 		t.Skip("a second run of the contract")
 	}
 	gatewaytest.Run(t, func(t *testing.T) *gatewaytest.Harness {
-		return harness(t, Backend{Pool: "owned", Backend: "agent", Owned: true,
+		return harness(t, Backend{Pool: "owned", Backend: "agent",
 			Lines:         []string{"balance leastconn", "option redispatch", "http-reuse always"},
 			ServerOptions: "check inter 200ms maxconn 100 pool-purge-delay 500ms",
 		})
@@ -70,7 +70,7 @@ func retryingRequest(t *testing.T, clears bool) {
 	t.Parallel()
 	p := newProxy(t, strings.Replace(userFile, "mode http\n", "mode http\n    retries 4\n",
 		1)+"backend people\n    server s0 127.0.0.2:9\n",
-		Backend{Pool: "owned", Backend: "agent", Owned: true, Lines: []string{"balance roundrobin"}})
+		Backend{Pool: "owned", Backend: "agent", Lines: []string{"balance roundrobin"}})
 	g := p.gateway()
 	p.start()
 	// A port that nothing listens on.
@@ -147,7 +147,7 @@ backend raw
     server s0 `+target.String()+`
 backend people
     server s0 127.0.0.2:9
-`, Backend{Pool: "owned", Backend: "agent", Owned: true, Lines: []string{"balance roundrobin"}})
+`, Backend{Pool: "owned", Backend: "agent", Lines: []string{"balance roundrobin"}})
 	g := p.gateway()
 	p.start()
 	op, out := routed("owned", "u", target.String()), removed("owned", "u", target.String())
@@ -190,7 +190,7 @@ backend people
 	p.reload()
 
 	err = g.Apply(t.Context(), []health.Op{out})
-	if !errors.Is(err, KindStopping) {
+	if !errors.Is(err, kindStopping) {
 		t.Errorf("removing from an old worker with a half-sent request: %v", err)
 	}
 	if got := see(t, g, op.Key); !got.Routed || got.Active != 1 {
@@ -262,97 +262,56 @@ func startRaw(t *testing.T, ip string) netip.AddrPort {
 // Only maintenance that was asked for takes a target out. Everything else can end by itself.
 func TestStatesOfServers(t *testing.T) {
 	t.Parallel()
-	p := newProxy(t, strings.Replace(userFile, "default_backend agent", "default_backend other", 1)+`
-backend people
-    balance roundrobin
-    server up 127.0.0.2:9
-    server down 127.0.0.3:9 check inter 20ms fall 1
-    server off 127.0.0.4:9 disabled
-    server tracks 127.0.0.5:9 track other/boss
-    server drained 127.0.0.6:9
-    server twice-a 127.0.0.7:9
-    server twice-b 127.0.0.7:9
-    server port 127.0.0.2:10
-backend other
-    server boss 127.0.0.8:9 check inter 10s disabled
-`, Backend{Pool: "static", Backend: "people"})
+	p := newProxy(t, userFile, Backend{Pool: "owned", Backend: "agent", Lines: []string{"balance roundrobin"},
+		ServerOptions: "check inter 20ms fall 1"})
 	g := p.gateway()
 	p.start()
 	w := p.worker()
-	p.ask(w, "set server people/drained state drain")
-	p.ask(w, "set server people/twice-a state maint")
+	up, down := gatewaytest.StartBackend(t, "127.0.0.2").Addr.String(), "127.0.0.3:9"
+	apply(t, g, routed("owned", "u", up), routed("owned", "u", down))
+	name := func(addr string) string {
+		name, err := serverName(key("owned", "u", addr).Target)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return name
+	}
 	p.until("the check has failed", func() bool {
-		return strings.Contains(p.ask(w, "show stat people 4 -1"), "DOWN")
+		return strings.Contains(p.ask(w, "show stat agent 4 -1"), "DOWN")
 	})
-	k := func(addr string) health.Key { return key("static", "u", addr) }
 	for _, c := range []struct {
-		what, addr string
-		want       health.Seen
+		what, addr, command string
+		want                health.Seen
 	}{
-		{"up", "127.0.0.2:9", health.Seen{Present: true, Routed: true}},
-		{"another port", "127.0.0.2:10", health.Seen{Present: true, Routed: true}},
-		{"down by its check: comes back by itself", "127.0.0.3:9", health.Seen{Present: true, Routed: true}},
-		{"disabled in the configuration", "127.0.0.4:9", health.Seen{Missing: true}},
-		{"maintenance inherited by track: comes back with the other server", "127.0.0.5:9",
+		{"up", up, "", health.Seen{Present: true, Routed: true}},
+		{"down by its check: comes back by itself", down, "", health.Seen{Present: true, Routed: true}},
+		{"drain: still serves cookies", up, "set server agent/" + name(up) + " state drain",
 			health.Seen{Present: true, Routed: true, Missing: true}},
-		{"drain: still serves cookies", "127.0.0.6:9", health.Seen{Present: true, Routed: true, Missing: true}},
-		{"two servers at the address, one in maintenance", "127.0.0.7:9", health.Seen{Present: true, Routed: true}},
-		{"no server", "127.0.0.99:9", health.Seen{Missing: true}},
+		{"maintenance", up, "set server agent/" + name(up) + " state maint", health.Seen{Present: true, Missing: true}},
+		{"no server", "127.0.0.99:9", "", health.Seen{Missing: true}},
 	} {
-		if diff := cmp.Diff(c.want, see(t, g, k(c.addr))); diff != "" {
+		if c.command != "" {
+			p.ask(w, c.command)
+		}
+		if diff := cmp.Diff(c.want, see(t, g, key("owned", "u", c.addr))); diff != "" {
 			t.Errorf("%s:\n%s", c.what, diff)
 		}
-		if c.addr == "127.0.0.99:9" {
-			continue
-		}
-		apply(t, g, health.Op{Key: k(c.addr), Want: health.WantAbsent})
-		if got := see(t, g, k(c.addr)); got.Routed || got.Present || !got.Missing {
-			t.Errorf("%s: after gone it is seen as %+v", c.what, got)
-		}
-		apply(t, g, health.Op{Key: k(c.addr), Want: health.WantRouted})
-		if got := see(t, g, k(c.addr)); !got.Routed {
-			t.Errorf("%s: after routed it is seen as %+v", c.what, got)
-		}
 	}
 }
 
-// Operators may have added a server at a target's address to an owned backend, at run time. A
-// removal means it too.
-func TestForeignServerInOwnedBackend(t *testing.T) {
+// A server of the agent's whose address was changed must not be routed as the target it is not.
+func TestAnotherAddress(t *testing.T) {
 	t.Parallel()
-	target := gatewaytest.StartBackend(t, "127.0.0.31")
-	p := newProxy(t, userFile+"backend people\n    server s0 127.0.0.2:9\n",
-		Backend{Pool: "owned", Backend: "agent", Owned: true, Lines: []string{"balance roundrobin"}})
+	p := newProxy(t, userFile, Backend{Pool: "owned", Backend: "agent", Lines: []string{"balance roundrobin"}})
 	g := p.gateway()
 	p.start()
-	w := p.worker()
-	p.ask(w, "add server agent/by-hand "+target.Addr.String())
-	p.ask(w, "set server agent/by-hand state ready")
-	a := target.Addr.String()
-	apply(t, g, routed("owned", "u", a), removed("owned", "u", a))
-	if got := see(t, g, key("owned", "u", a)); got.Routed || !got.Present {
-		t.Errorf("seen as %+v", got)
-	}
-	if got := p.ask(w, "show servers state agent"); strings.Count(got, " 0 1 1 1 ") != 2 {
-		t.Errorf("not both are in maintenance:\n%s", got)
-	}
-	list, err := g.Owned(t.Context())
-	if diff := cmp.Diff([]string{"owned/" + a + "@u"}, keyStrings(list)); diff != "" || err != nil {
-		t.Errorf("owned: %v\n%s", err, diff)
-	}
-	// Somebody gave our server another address: it must not be routed as the target it is not.
-	p.ask(w, "set server agent/ld-u-127.0.0.31-"+fmt.Sprint(target.Addr.Port())+" addr 127.0.0.32 port 1")
-	if err := g.Apply(t.Context(), []health.Op{routed("owned", "u", a)}); !errors.Is(err, KindConflict) {
+	a := gatewaytest.StartBackend(t, "127.0.0.31").Addr.String()
+	op := routed("owned", "u", a)
+	apply(t, g, op, removed("owned", "u", a))
+	p.ask(p.worker(), "set server agent/ld-u-"+strings.ReplaceAll(a, ":", "-")+" addr 127.0.0.32 port 1")
+	if err := g.Apply(t.Context(), []health.Op{op}); !errors.Is(err, kindConflict) {
 		t.Errorf("routing a server with another address: %v", err)
 	}
-}
-
-func keyStrings(list []health.Key) []string {
-	var s []string
-	for _, k := range list {
-		s = append(s, k.String())
-	}
-	return s
 }
 
 // "option persist", which operators may have in their defaults, would send clients with an entry in
@@ -362,7 +321,7 @@ func TestPersistenceDoesNotReachRemoved(t *testing.T) {
 	a, b := gatewaytest.StartBackend(t, "127.0.0.41"), gatewaytest.StartBackend(t, "127.0.0.42")
 	p := newProxy(t, strings.Replace(userFile, "mode http\n", "mode http\n    option persist\n",
 		1)+"backend people\n    server s0 127.0.0.2:9\n",
-		Backend{Pool: "owned", Backend: "agent", Owned: true,
+		Backend{Pool: "owned", Backend: "agent",
 			Lines: []string{"balance roundrobin", "stick-table type ip size 1k", "stick on src"}})
 	g := p.gateway()
 	p.start()
@@ -400,9 +359,8 @@ func TestPersistenceDoesNotReachRemoved(t *testing.T) {
 func TestLostAnswers(t *testing.T) {
 	t.Parallel()
 	p := newProxy(t, userFile+"backend people\n    server s0 127.0.0.2:9\n",
-		Backend{Pool: "owned", Backend: "agent", Owned: true, Lines: []string{"balance roundrobin"},
-			ServerOptions: "check inter 10s"},
-		Backend{Pool: "static", Backend: "people"})
+		Backend{Pool: "owned", Backend: "agent", Lines: []string{"balance roundrobin"},
+			ServerOptions: "check inter 10s"})
 	p.gateway()
 	p.start()
 	var count atomic.Int64
@@ -420,9 +378,8 @@ func TestLostAnswers(t *testing.T) {
 	})
 	g := p.gateway()
 	batches := [][]health.Op{
-		{routed("owned", "u1", "127.0.0.51:1"), routed("owned", "u2", "[::1]:1"),
-			removed("static", "s", "127.0.0.2:9")},
-		{removed("owned", "u1", "127.0.0.51:1"), routed("static", "s", "127.0.0.2:9")},
+		{routed("owned", "u1", "127.0.0.51:1"), routed("owned", "u2", "[::1]:1")},
+		{removed("owned", "u1", "127.0.0.51:1")},
 		{{Key: key("owned", "u1", "127.0.0.51:1"), Want: health.WantAbsent},
 			{Key: key("owned", "u2", "[::1]:1"), Want: health.WantAbsent}},
 	}
@@ -431,7 +388,7 @@ func TestLostAnswers(t *testing.T) {
 			count.Store(0)
 			lose.Store(n)
 			// Apply repeats by itself what a lost answer left open, or returns an error.
-			if err := g.Apply(t.Context(), batch); err != nil && !errors.Is(err, KindTruncated) {
+			if err := g.Apply(t.Context(), batch); err != nil && !errors.Is(err, kindTruncated) {
 				t.Fatalf("batch %d, answer %d lost: %v", i, n, err)
 			}
 			lose.Store(0)
@@ -453,7 +410,7 @@ func TestLostAnswers(t *testing.T) {
 func TestCommandsOfABatch(t *testing.T) {
 	t.Parallel()
 	p := newProxy(t, userFile+"backend people\n    server s0 127.0.0.2:9\n",
-		Backend{Pool: "owned", Backend: "agent", Owned: true, Lines: []string{"balance roundrobin"}})
+		Backend{Pool: "owned", Backend: "agent", Lines: []string{"balance roundrobin"}})
 	p.gateway()
 	p.start()
 	var count, lists atomic.Int64
@@ -512,7 +469,7 @@ func TestReloadsAtAnyMoment(t *testing.T) {
 	t.Parallel()
 	stay, flap := gatewaytest.StartBackend(t, "127.0.0.61"), gatewaytest.StartBackend(t, "127.0.0.62")
 	p := newProxy(t, userFile+"backend people\n    server s0 127.0.0.2:9\n",
-		Backend{Pool: "owned", Backend: "agent", Owned: true, Lines: []string{"balance roundrobin"}})
+		Backend{Pool: "owned", Backend: "agent", Lines: []string{"balance roundrobin"}})
 	g := p.gateway()
 	p.start()
 	apply(t, g, routed("owned", "stay", stay.Addr.String()))
@@ -613,7 +570,7 @@ func TestIPv6(t *testing.T) {
 	}
 	b := gatewaytest.StartBackend(t, "::1")
 	p := newProxy(t, userFile+"backend people\n    server s0 127.0.0.2:9\n",
-		Backend{Pool: "owned", Backend: "agent", Owned: true, Lines: []string{"balance roundrobin"}})
+		Backend{Pool: "owned", Backend: "agent", Lines: []string{"balance roundrobin"}})
 	g := p.gateway()
 	p.start()
 	op := routed("owned", "u", b.Addr.String())
@@ -637,7 +594,7 @@ func TestGoneAfterRequestInFlight(t *testing.T) {
 	t.Parallel()
 	b := gatewaytest.StartBackend(t, "127.0.0.71")
 	p := newProxy(t, userFile+"backend people\n    server s0 127.0.0.2:9\n",
-		Backend{Pool: "owned", Backend: "agent", Owned: true, Lines: []string{"balance roundrobin"},
+		Backend{Pool: "owned", Backend: "agent", Lines: []string{"balance roundrobin"},
 			ServerOptions: "pool-purge-delay 200ms"})
 	g := p.gateway()
 	p.start()
@@ -676,7 +633,7 @@ func TestGoneAfterRequestInFlight(t *testing.T) {
 func TestSameServerAfterReload(t *testing.T) {
 	t.Parallel()
 	p := newProxy(t, userFile+"backend people\n    server s0 127.0.0.2:9\n",
-		Backend{Pool: "owned", Backend: "agent", Owned: true, Lines: []string{"balance roundrobin"},
+		Backend{Pool: "owned", Backend: "agent", Lines: []string{"balance roundrobin"},
 			ServerOptions: "check inter 10s"})
 	g := p.gateway()
 	p.start()
@@ -719,7 +676,7 @@ func TestDeletingWaitsForStreams(t *testing.T) {
 	t.Parallel()
 	p := newProxy(t, strings.ReplaceAll(userFile, "frontend web",
 		"frontend agent")+"backend people\n    server s0 127.0.0.2:9\n",
-		Backend{Pool: "owned", Backend: "agent", Owned: true, Lines: []string{"balance roundrobin"}})
+		Backend{Pool: "owned", Backend: "agent", Lines: []string{"balance roundrobin"}})
 	g := p.gateway()
 	p.start()
 	worker := p.worker()
@@ -761,7 +718,7 @@ func TestAnEndpointWithoutAPodHasAServer(t *testing.T) {
 	t.Parallel()
 	b := gatewaytest.StartBackend(t, "127.0.0.81")
 	p := newProxy(t, userFile+"backend people\n    server s0 127.0.0.2:9\n",
-		Backend{Pool: "owned", Backend: "agent", Owned: true, Lines: []string{"balance roundrobin"}})
+		Backend{Pool: "owned", Backend: "agent", Lines: []string{"balance roundrobin"}})
 	g := p.gateway()
 	p.start()
 	op := routed("owned", "", b.Addr.String())
@@ -790,16 +747,14 @@ func TestAnEndpointWithoutAPodHasAServer(t *testing.T) {
 func TestABackendThatIsNotLoadedIsUnreadAlone(t *testing.T) {
 	t.Parallel()
 	p := newProxy(t, userFile+"backend people\n    server s0 127.0.0.2:9\n",
-		Backend{Pool: "owned", Backend: "agent", Owned: true}, Backend{Pool: "static", Backend: "people"})
+		Backend{Pool: "owned", Backend: "agent"})
 	p.gateway()
 	p.start()
-	p.cfg.Backends = append(p.cfg.Backends, Backend{Pool: "later", Backend: "later", Owned: true},
-		Backend{Pool: "nowhere", Backend: "nowhere"})
+	p.cfg.Backends = append(p.cfg.Backends, Backend{Pool: "later", Backend: "later"})
 	g := p.gateway()
-	good, static := routed("owned", "u", "127.0.0.3:9"), key("static", "u", "127.0.0.2:9")
-	later, nowhere := routed("later", "u", "127.0.0.4:9"), key("nowhere", "u", "127.0.0.5:9")
-	keys := []health.Key{good.Key, static, later.Key, nowhere}
-	if err := g.Apply(t.Context(), []health.Op{later, good}); !errors.Is(err, KindNoBackend) {
+	good, later := routed("owned", "u", "127.0.0.3:9"), routed("later", "u", "127.0.0.4:9")
+	keys := []health.Key{good.Key, later.Key}
+	if err := g.Apply(t.Context(), []health.Op{later, good}); !errors.Is(err, kindNoBackend) {
 		t.Errorf("the op on a backend that is not loaded: %v", err)
 	}
 	check := func(unread ...health.Pool) {
@@ -812,7 +767,7 @@ func TestABackendThatIsNotLoadedIsUnreadAlone(t *testing.T) {
 		for _, k := range keys {
 			if !slices.Contains(unread, k.Pool) {
 				want[k] = health.Seen{Present: true, Routed: true}
-			} else if !errors.Is(o.Unread[k.Pool], KindNoBackend) {
+			} else if !errors.Is(o.Unread[k.Pool], kindNoBackend) {
 				t.Errorf("pool %s is unread for %v", k.Pool, o.Unread[k.Pool])
 			}
 		}
@@ -826,9 +781,9 @@ func TestABackendThatIsNotLoadedIsUnreadAlone(t *testing.T) {
 			t.Errorf("owned: %v\n%s", err, diff)
 		}
 	}
-	check("later", "nowhere")
+	check("later")
 	p.reload()
-	check("nowhere")
+	check()
 }
 
 // Whoever may write EndpointSlices may write any UID into them. A key that no server can be named
@@ -836,21 +791,19 @@ func TestABackendThatIsNotLoadedIsUnreadAlone(t *testing.T) {
 func TestKeysWithoutNameAreMissing(t *testing.T) {
 	t.Parallel()
 	p := newProxy(t, userFile+"backend people\n    server s0 127.0.0.2:9\n",
-		Backend{Pool: "owned", Backend: "agent", Owned: true}, Backend{Pool: "static", Backend: "people"})
+		Backend{Pool: "owned", Backend: "agent"})
 	g := p.gateway()
 	p.start()
-	good, odd, static := key("owned", "u", "127.0.0.3:9"), key("owned", "u;quit", "127.0.0.4:9"),
-		key("static", "u;quit", "127.0.0.2:9")
+	good, odd := key("owned", "u", "127.0.0.3:9"), key("owned", "u;quit", "127.0.0.4:9")
 	if err := g.Apply(t.Context(), []health.Op{{Key: odd, Want: health.WantRouted},
-		{Key: good, Want: health.WantRouted}}); !errors.Is(err, KindBadKey) {
+		{Key: good, Want: health.WantRouted}}); !errors.Is(err, kindBadKey) {
 		t.Errorf("the odd key is accepted: %v", err)
 	}
-	o, err := g.Observe(t.Context(), []health.Key{good, odd, static})
+	o, err := g.Observe(t.Context(), []health.Key{good, odd})
 	if err != nil {
 		t.Fatal(err)
 	}
-	want := map[health.Key]health.Seen{good: {Present: true, Routed: true}, odd: {Missing: true},
-		static: {Present: true, Routed: true}}
+	want := map[health.Key]health.Seen{good: {Present: true, Routed: true}, odd: {Missing: true}}
 	if diff := cmp.Diff(want, o.Seen, cmpopts.EquateComparable(health.Key{})); diff != "" {
 		t.Error(diff)
 	}

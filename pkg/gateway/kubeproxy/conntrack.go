@@ -51,27 +51,26 @@ const (
 	ctGet, ctDelete = 1, 2 // IPCTNL_MSG_CT_GET, IPCTNL_MSG_CT_DELETE
 )
 
-// How often connections are counted. The kernel walks its whole table for each request, that of all
-// network namespaces: 9 ms of CPU with the usual 262,144 buckets, even if they are empty. Each
-// connection that it tells costs 1.7 us more. So while a connection is waited for, the known ones
-// alone are asked for, and all again when none of these is left, or after countSlow. Events of
-// connections would come sooner, but the kernel makes them for every connection of the node: 10 to
-// 20 us of CPU each, also if the socket's filter drops them (measured on a machine of 2 cores,
-// Linux 6.18).
+// How often connections are counted. For each request the kernel walks its whole table, that of all
+// network namespaces: 9 ms of CPU with the usual 262,144 buckets, even if they are empty, and 1.7
+// us for each connection that it returns. So while a connection is waited for, only the known ones
+// are asked for, and all again when none of these is left, or after countSlow. Events of
+// connections would come sooner, but cost 10 to 20 us of CPU for every connection of the node, also
+// if the socket's filter drops them (measured on 2 cores, Linux 6.18).
 const (
 	countFirst = 20 * time.Millisecond
-	// countKept is the pause while the kernel sends to the targets and to no other endpoint,
-	// between the two empty counts that make a watch quiet, and before the first count of one to
-	// whose targets the kernel still sends: from then on it is known which connections are silent.
-	// The pause of a Removed watch is keptQuiet.
+	// countKept is the pause while the kernel sends to no endpoint but the targets, between the two
+	// empty counts that make a watch quiet, and before the first count of a watch that is not
+	// Removed: from then on it is known which connections are silent. A Removed watch pauses for
+	// keptQuiet.
 	countKept = 100 * time.Millisecond
-	// A watch that is Idle, and one to whose targets the kernel sends among others, waits for
-	// nothing. All of them are counted together, countSlow apart: longer if that would take more
-	// than half a hundredth of a core, up to maxCountSlow.
+	// Idle watches, and those to whose targets the kernel sends among others, wait for nothing. All
+	// of them are counted together, countSlow apart, or up to maxCountSlow if it would take more
+	// than half a hundredth of a core.
 	countSlow, maxCountSlow, countSlowShare = time.Second, 10 * time.Second, 200
-	// countShare bounds the cost of counting at a fifth of a core: after a count comes a pause of
-	// this many times the CPU time that it took. Elapsed time would be wrong: on a busy node pods
-	// would wait for seconds to become Idle.
+	// countShare bounds counting at a fifth of a core: the pause after a count is this many times
+	// the CPU time that it took. By elapsed time, pods on a busy node would wait for seconds to
+	// become Idle.
 	countShare = 4
 	// emptyCounts is how many counts in a row must be empty for a watch to be quiet to which the
 	// kernel still sends. A Removed watch is Idle after one: it is first counted countFirst after
@@ -85,23 +84,22 @@ const (
 
 // How long connections are waited for that do not end by themselves, see [held].
 const (
-	// keptQuiet is the pause between two requests after which a connection that carries one request
-	// after the other is not waited for. It is about as long as a delayed acknowledgement.
+	// keptQuiet is the pause between two requests, about that of a delayed acknowledgement, after
+	// which a connection that carries one request after the other is not waited for.
 	keptQuiet = 40 * time.Millisecond
 	// maxKept is how long such a connection is waited for if it never pauses, and how long any
-	// other that the pod has answered may be silent.
+	// other may be silent that the pod has answered, or on which it was not asked.
 	maxKept = time.Second
-	// accountedFor is how long the kernel must have counted packets until a connection without
-	// counters is taken to have been answered: the connection is older.
+	// accountedFor is how long the kernel must have counted packets before a connection without
+	// counters, which is then older, is taken to have been answered.
 	accountedFor = time.Minute
-	// answerLeast is what the pod sends in an answer at least, beside headers. The headers of a
-	// segment without data take headerUsual bytes with IPv4 and timestamps, those of a SYN a few
-	// more, and maxHeader where it reports lost segments; ipv6Extra more with IPv6.
-	answerLeast                       = 64
+	// answerLeast is the least that an answer has beside headers. The headers of a segment without
+	// data take headerUsual bytes with IPv4 and timestamps, synExtra more in a SYN, maxHeader where
+	// it reports lost segments, and ipv6Extra more with IPv6.
+	answerLeast, synExtra             = 64, 8
 	headerUsual, maxHeader, ipv6Extra = 52, 80, 20
 )
 
-// connection is an entry of the kernel's table.
 type connection struct {
 	protocol uint8
 	state    uint8
@@ -109,15 +107,13 @@ type connection struct {
 	to netip.AddrPort
 	// original, zone and id name the entry when it is deleted.
 	original, zone, id []byte
-	// asked and answered are what the client and the pod have sent. Zero: the kernel does not count
-	// for this connection.
+	// asked and answered are what the client and the pod have sent. Zero: it is not counted.
 	asked, answered traffic
 }
 
 // traffic is what one side of a connection has sent.
 type traffic struct{ packets, bytes int64 }
 
-// since returns what was sent since then.
 func (t traffic) since(then traffic) traffic {
 	return traffic{t.packets - then.packets, t.bytes - then.bytes}
 }
@@ -130,25 +126,25 @@ func (t traffic) payload(header int64, pod netip.Addr) int64 {
 	return t.bytes - t.packets*header
 }
 
-// held is what the counts of one open connection have shown. A client that keeps a connection ends
-// it when it likes: waiting for that is waiting for nothing. So a connection is not waited for once
-// it is [held.kept]. One that the pod has not answered yet carries its first request, and one on
-// which only the pod sends carries a long answer: these are waited for until they end.
+// held is what the counts of one open connection have shown. A client ends a connection that it
+// keeps when it likes, so a connection is not waited for once it is [held.kept]. One on which the
+// client has sent data that the pod has not answered carries its first request, and one on which
+// only the pod sends carries a long answer: these are waited for until they end.
 type held struct {
 	connection // as last counted
 	// first is when the connection was first counted, moved when it was first counted with the
 	// packets that it has now.
 	first, moved time.Time
-	// more says that the client has sent data after the pod had answered, again that the pod has
-	// answered that. No number of acknowledgements is taken for data, or a long answer on a line
-	// that loses segments would count as a second request.
+	// more: the client has sent data after the pod had answered; again: the pod has answered that.
+	// Acknowledgements, however many, are not data, or a long answer on a line that loses segments
+	// would count as a second request.
 	more, again bool
 	// kept is final for as long as the kernel does not send to the pod.
 	kept bool
 }
 
-// see takes in another count. old says that a connection for which the kernel does not count
-// packets is an old one. A connection that never pauses is waited for from waiting on.
+// see takes in another count. old: a connection without counted packets is an old one. A connection
+// that never pauses is waited for from waiting on.
 func (h *held) see(c connection, old bool, waiting, now time.Time) {
 	if h.first.IsZero() {
 		h.first, h.moved = now, now
@@ -166,7 +162,7 @@ func (h *held) see(c connection, old bool, waiting, now time.Time) {
 	case c.protocol != unix.IPPROTO_TCP, h.kept:
 	case h.again:
 		h.kept = quiet >= keptQuiet || min(now.Sub(h.first), now.Sub(waiting)) >= maxKept
-	case h.answeredOnce(c.to.Addr()), old && c.answered.packets == 0:
+	case h.answeredOnce(c.to.Addr()), h.unused(), old && c.answered.packets == 0:
 		h.kept = quiet >= maxKept
 	}
 }
@@ -176,8 +172,13 @@ func (h *held) answeredOnce(pod netip.Addr) bool {
 	return h.answered.payload(headerUsual, pod) >= answerLeast
 }
 
-// open reports whether the connection is open or being opened: SYN_SENT, SYN_RECV or ESTABLISHED,
-// and the like of SCTP.
+// unused reports whether the client has opened the connection and sent nothing on it, as pools do.
+func (c connection) unused() bool {
+	return c.state == tcpEstablished && c.asked.packets == 2 &&
+		max(c.asked.payload(headerUsual, c.to.Addr()), c.answered.payload(headerUsual, c.to.Addr())) <= synExtra
+}
+
+// open reports whether the connection is in SYN_SENT, SYN_RECV or ESTABLISHED, or the like of SCTP.
 func (c connection) open() bool {
 	switch c.protocol {
 	case unix.IPPROTO_TCP:
@@ -188,8 +189,8 @@ func (c connection) open() bool {
 	return false
 }
 
-// answerer returns the address of who answers on the connection that b, the attributes of a
-// message, describes.
+// answerer returns the address that answers on the connection which b, a message's attributes,
+// describes.
 func answerer(b []byte) netip.Addr {
 	tuple := attribute(b, ctaTupleReply, ctaTupleIP)
 	from := attribute(tuple, ctaIPv4Src)
@@ -200,7 +201,6 @@ func answerer(b []byte) netip.Addr {
 	return addr
 }
 
-// decodeConnection returns the entry that b, the attributes of a message, describes.
 func decodeConnection(b []byte) (c connection, err error) {
 	c.original, c.zone, c.id = bytes.Clone(attribute(b, ctaTupleOrig)), bytes.Clone(attribute(b, ctaZone)),
 		bytes.Clone(attribute(b, ctaID))
@@ -221,8 +221,8 @@ func decodeConnection(b []byte) (c connection, err error) {
 	return c, nil
 }
 
-// about returns a message about this entry alone. Without a tuple the kernel would take it to be
-// about all.
+// about returns a message about this entry: without a tuple the kernel would take it to be about
+// all.
 func (c connection) about(message int, flags netlink.HeaderFlags, more ...[]byte) netlink.Message {
 	if c.zone != nil {
 		more = append(more, encode(ctaZone, c.zone))
@@ -238,14 +238,12 @@ func (c connection) about(message int, flags netlink.HeaderFlags, more ...[]byte
 type counter struct {
 	dial func() (*netlink.Conn, error)
 	conn *netlink.Conn
-	// deaf says that the kernel sends all connections whatever address it is asked for, as before
-	// 5.8.
+	// deaf: the kernel ignores the filter and sends all connections, as before 5.8.
 	deaf bool
 }
 
-// walk calls f with all entries to addrs. A table that is written to all the time cannot be read at
-// one moment: an entry that came meanwhile may be missing, one that was there the whole time is
-// not.
+// walk calls f with all entries to addrs that are there the whole time; of those that come
+// meanwhile some may be missing.
 //
 // With IPv6 the kernel sends all entries: its filter of addresses is inverted there
 // (ctnetlink_filter_match_tuple, in 5.8 to 6.18 at least: it leaves out those that match), and may
@@ -285,8 +283,8 @@ func (c *counter) walk(addrs map[netip.Addr]bool, f func(connection)) (err error
 	return err
 }
 
-// dump calls f with those entries to one of addrs that the kernel sends, of one family or, with
-// AF_UNSPEC, of all. It returns how many the kernel has sent.
+// dump calls f with the entries to addrs of one family, or of all with AF_UNSPEC. It returns how
+// many the kernel has sent.
 func (c *counter) dump(family uint8, addrs map[netip.Addr]bool, f func(connection), filter ...[]byte) (told int,
 	err error) {
 	if err := c.ask(request(unix.NFNL_SUBSYS_CTNETLINK, ctGet, netlink.Dump, family, filter...)); err != nil {
@@ -297,7 +295,7 @@ func (c *counter) dump(family uint8, addrs map[netip.Addr]bool, f func(connectio
 			return told, fmt.Errorf("read connections: %w", err)
 		}
 		told++
-		// Most are to other addresses, and the rest of them need not be understood.
+		// Most are to other addresses: the rest of them is not decoded.
 		if to := answerer(body(m)); to.IsValid() && !addrs[to] {
 			continue
 		}
@@ -310,8 +308,7 @@ func (c *counter) dump(family uint8, addrs map[netip.Addr]bool, f func(connectio
 	return told, nil
 }
 
-// again calls f with those of known that are still there. That costs microseconds for each, and no
-// walk.
+// again calls f with those of known that are still there, at microseconds for each.
 //
 // The kernel marks each answer as one of several, and does not say which is the last. So an empty
 // dump, of expected connections, comes behind the questions. Few are asked together: the socket's
@@ -349,8 +346,8 @@ func (c *counter) again(known []connection, f func(connection)) error {
 	return nil
 }
 
-// open returns the open connections to each of addrs, those of known that are still open, and how
-// long the CPU has worked for that.
+// open returns the open connections to addrs, those of known that are still open, and the CPU time
+// it took.
 func (c *counter) open(addrs map[netip.Addr]bool, known []connection) (open map[netip.Addr][]connection,
 	took time.Duration, err error) {
 	runtime.LockOSThread()
@@ -396,9 +393,8 @@ func worked() time.Duration {
 	return time.Duration(usage.Utime.Nano() + usage.Stime.Nano())
 }
 
-// sysctl returns a number of the network namespace of this process, 0 if it cannot be read. The
-// number of connections is not asked for by netlink: there the answer is marked as one of several,
-// and nothing says that it was the last.
+// sysctl returns a number of this process's network namespace, 0 if it cannot be read. Netlink also
+// tells the number of connections, but marks the answer as one of several.
 func sysctl(name string) int {
 	text, _ := os.ReadFile("/proc/sys/net/netfilter/" + name)
 	n, _ := strconv.Atoi(strings.TrimSpace(string(text)))
@@ -426,7 +422,7 @@ func (o *Observer) count(ctx context.Context) {
 			} else {
 				o.counted(due, open, took, time.Now())
 			}
-			// Who comes last is not to be counted more often than the others.
+			// A watch that comes now does not shorten the pause.
 			wait, wake = time.After(rest), nil
 		case !next.IsZero():
 			wait = time.After(time.Until(next))
@@ -440,14 +436,12 @@ func (o *Observer) count(ctx context.Context) {
 	}
 }
 
-// counting is how a watch is to be counted.
 type counting struct {
 	period int  // of the watch, when that began
 	walk   bool // all connections, and not only those that are known
 }
 
-// due returns the watches whose connections are to be counted now, and when the next ones are, if
-// there are any.
+// due returns the watches to count now, and when the next ones are due.
 func (o *Observer) due(now time.Time) (due map[*Watch]counting, next time.Time) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -484,8 +478,7 @@ func (o *Observer) due(now time.Time) (due map[*Watch]counting, next time.Time) 
 	return due, next
 }
 
-// questions returns the addresses and the connections for which watches that are due are to be
-// counted.
+// questions returns the addresses and the known connections to count for the watches that are due.
 func (o *Observer) questions(due map[*Watch]counting) (addrs map[netip.Addr]bool, known []connection) {
 	addrs = map[netip.Addr]bool{}
 	for w, how := range due {
@@ -513,8 +506,7 @@ func (w *Watch) slow() bool {
 	return w.reading.State == Idle || w.reading.State == Routing && (w.empty == 0 || w.reading.NoConnections)
 }
 
-// pause is how long after a count that ended now, and took so much of the CPU, the next one is to
-// be. The caller holds o.mu.
+// pause is the time until the next count after one that took so much CPU. The caller holds o.mu.
 func (w *Watch) pause(took time.Duration) time.Duration {
 	switch {
 	case w.slow():
@@ -568,8 +560,8 @@ func (o *Observer) counted(due map[*Watch]counting, open map[netip.Addr][]connec
 	}
 }
 
-// see takes in the open connections of a count, all or those known that were not kept, and reports
-// whether some of those to w's targets are to be waited for. The caller holds o.mu.
+// see takes in a count, of all connections or of those known that were not kept. It reports whether
+// any to w's targets are waited for. The caller holds o.mu.
 func (w *Watch) see(open map[netip.Addr][]connection, old, all bool, now time.Time) (busy bool) {
 	was := w.held
 	w.held = map[string]held{}
@@ -598,13 +590,13 @@ func (w *Watch) Count() {
 	w.o.mu.Lock()
 	w.next, w.busy = time.Time{}, false
 	w.o.mu.Unlock()
-	wake(w.o.wake)
+	w.o.wake.Raise()
 }
 
 // account has the kernel count the packets of connections that begin from now on, as the sysctl
-// nf_conntrack_acct does. An agent may not write that in its container. But the kernel switches it
-// on for a rule that asks for the packets of a connection, when it reads the rule: the transaction
-// has no end, so the kernel makes none of it.
+// nf_conntrack_acct does, which an agent may not write in its container. The kernel also switches
+// it on when it reads a rule that asks for a connection's packets. The transaction has no end, so
+// none of it is made.
 func (o *Observer) account() error {
 	const acct = "nf_conntrack_acct"
 	if sysctl(acct) == 0 {
@@ -643,11 +635,11 @@ func (o *Observer) account() error {
 	return nil
 }
 
-// Clean deletes all connections to the targets, of whatever protocol and state, from the kernel's
-// table, so that a client that uses a port again is sent to a pod that is there. It is for pods
-// that are gone: what their connections still had to say is cut off, and so is another pod that has
-// got the address since. Nothing there is no error, and neither is a connection that ended
-// meanwhile. It costs about as much for many targets as for one.
+// Clean deletes all connections to the targets, of any protocol and state, from the kernel's table,
+// so that a client that uses a port again is sent to a pod that is there. Use it for pods that are
+// gone: it cuts off what their connections still had to say, and another pod that has got the
+// address since. Connections that are not there, or end meanwhile, are no error. Many targets cost
+// about as much as one.
 func (o *Observer) Clean(targets []netip.AddrPort) (err error) {
 	c := counter{dial: o.dial}
 	defer c.close()

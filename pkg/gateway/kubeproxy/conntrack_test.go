@@ -220,7 +220,7 @@ func TestIdleIsCountedAgain(t *testing.T) {
 		t.Errorf("Idle since %s, and before since %s", again, since)
 	}
 	// Who cannot wait for the next count has it made.
-	late = append(late, connect(t, a))
+	connect(t, a)
 	w.Count()
 	until(t, "a count", func() bool { return w.Reading().State == Removed })
 	if took := time.Since(w.Reading().Counted); took > 500*time.Millisecond {
@@ -411,6 +411,17 @@ func TestHeld(t *testing.T) {
 			counts: every(100*ms, 100, func(i int64) count {
 				return count{asked: sent(4+min(i, 1), 200+200*min(i, 1)), answered: sent(3, 100)}
 			})},
+		{name: "opened and not used", kept: 1000 * ms,
+			counts: every(100*ms, 100, func(int64) count { return count{asked: sent(2, 0), answered: sent(1, 0)} })},
+		{name: "opened, then used", kept: -1,
+			counts: every(100*ms, 100, func(i int64) count {
+				if i < 5 {
+					return count{asked: sent(2, 0), answered: sent(1, 0)}
+				}
+				return count{asked: sent(3, 200), answered: sent(2, 0)}
+			})},
+		{name: "the first request comes with the acknowledgement", kept: -1,
+			counts: every(100*ms, 100, func(int64) count { return count{asked: sent(2, 40), answered: sent(2, 0)} })},
 		{name: "without counters", kept: -1, counts: every(100*ms, 100, func(int64) count { return count{} })},
 		{name: "older than counters", old: true, kept: 1000 * ms,
 			counts: every(100*ms, 100, func(int64) count { return count{} })},
@@ -426,7 +437,8 @@ func TestHeld(t *testing.T) {
 				began, kept := time.Now(), time.Duration(-1)
 				var h held
 				for _, c := range test.counts {
-					one := connection{protocol: unix.IPPROTO_TCP, to: to, asked: c.asked, answered: c.answered}
+					one := connection{protocol: unix.IPPROTO_TCP, state: tcpEstablished, to: to, asked: c.asked,
+						answered: c.answered}
 					if test.udp {
 						one.protocol = unix.IPPROTO_SCTP
 					}

@@ -20,7 +20,6 @@ const (
 	natDNAT       = 1 // NFT_NAT_DNAT
 )
 
-// kind is what a message of nftables is about.
 type kind uint8
 
 const (
@@ -43,7 +42,7 @@ type tableID struct {
 	name   string
 }
 
-// change is one message of nftables about a table that concerns us: part of a dump, or of a commit.
+// change is a message of nftables about a table that is ours, of a dump or a commit.
 type change struct {
 	kind  kind
 	table tableID
@@ -75,8 +74,8 @@ type element struct {
 	dest  netip.AddrPort
 }
 
-// decode returns what a message says. It reports false for messages that do not concern us. The
-// tables that do are those for which ours is true.
+// decode returns what a message says. It reports false for one that is not of a table which is
+// ours.
 func decode(m netlink.Message, ours func(tableID) bool) (change, bool, error) {
 	if m.Header.Type>>8 != unix.NFNL_SUBSYS_NFTABLES {
 		return change{}, false, nil
@@ -139,8 +138,7 @@ func addressLen(family uint8) int {
 	return 4
 }
 
-// decodeDest returns the destination that b, a value of a map, is: an address and perhaps a port,
-// padded to a register.
+// decodeDest decodes a value of a map: an address and perhaps a port, padded to a register.
 func decodeDest(family uint8, b []byte) netip.AddrPort {
 	n := addressLen(family)
 	if len(b) != n && len(b) != n+4 {
@@ -164,7 +162,6 @@ func decodeElements(family uint8, b []byte) ([]element, error) {
 	return elements, err
 }
 
-// decodeVerdict returns the chain that data, a verdict or something else, leads to.
 func decodeVerdict(data []byte) string {
 	return text(data, unix.NFTA_DATA_VERDICT, unix.NFTA_VERDICT_CHAIN)
 }
@@ -189,8 +186,7 @@ func decodeRule(family uint8, b []byte) (r rule, err error) {
 				r.maps = append(r.maps, text(b, unix.NFTA_LOOKUP_SET))
 			}
 		case "nat":
-			// There is no address if only a port is changed, or if a map put it into the register:
-			// that is the map's to say.
+			// There is no address if only a port is changed, or if a map gives it.
 			addr, ok := netip.AddrFromSlice(registers[register(b, unix.NFTA_NAT_REG_ADDR_MIN)])
 			if ok && number(attribute(b, unix.NFTA_NAT_TYPE)) == natDNAT {
 				port := registers[register(b, unix.NFTA_NAT_REG_PROTO_MIN)]
@@ -210,8 +206,7 @@ func decodeRule(family uint8, b []byte) (r rule, err error) {
 	return r, err
 }
 
-// word is the place of a register: four of 16 bytes have names of their own beside those of their 4
-// bytes each.
+// word is the place of a register: four of 16 bytes have names beside those of their words.
 func word(register uint32) uint32 {
 	if register >= unix.NFT_REG32_00 {
 		return register - unix.NFT_REG32_00 + 4

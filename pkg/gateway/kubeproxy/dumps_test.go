@@ -52,7 +52,7 @@ func TestWholeDumps(t *testing.T) {
 	defer close(done)
 	wrong, pods := 0, 0
 	for range readings {
-		o := New(Options{Families: []Family{IPv4}})
+		o := New(Options{})
 		ctx, cancel := context.WithCancel(t.Context())
 		ended := make(chan error, 1)
 		go func() { ended <- o.Run(ctx) }()
@@ -101,7 +101,7 @@ func dumpDuring(t *testing.T, message int, lines []string, attributes ...[]byte)
 		if id.name == proxyTable {
 			write()
 		}
-		return o.ours(id)
+		return ours(id)
 	}}
 	defer d.close()
 	have := map[string]bool{}

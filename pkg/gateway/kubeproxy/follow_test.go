@@ -62,7 +62,7 @@ func all(o *Observer) string {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	var b strings.Builder
-	for _, family := range o.families {
+	for _, family := range families {
 		for _, name := range []string{proxyTable, natTable} {
 			s := o.sources[tableID{family, name}]
 			fmt.Fprintf(&b, "== %d %s complete %v\n%s\n", family, name, s.complete, describe(s.graph))

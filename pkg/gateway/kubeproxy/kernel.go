@@ -14,22 +14,21 @@ import (
 )
 
 const (
-	// buffer holds the kernel's notifications until the Observer reads them: a commit that writes
-	// 1,000 Services with 10,000 endpoints is 14,000 messages, 1.6 MB. The kernel takes the memory
-	// only when it is needed. Without CAP_NET_ADMIN over the node it gives net.core.rmem_max at
-	// most.
+	// buffer holds the kernel's notifications until the Observer reads them: writing 1,000 Services
+	// with 10,000 endpoints is 14,000 messages, 1.6 MB. The kernel takes the memory only when it is
+	// needed, and without CAP_NET_ADMIN over the node gives net.core.rmem_max at most.
 	buffer = 64 << 20
 	// answerTimeout is for one answer of the kernel. Five million connections take half of it.
 	answerTimeout = 20 * time.Second
-	// pageSize is how much of a dump the kernel hands over at one time, at most. To continue behind
-	// the first n entries of a list takes the kernel n steps, so that small pages make the dump of
-	// a long list quadratic. Notifications are smaller, see NLMSG_GOODSIZE.
+	// pageSize is how much of a dump the kernel hands over at once. Small pages make the dump of a
+	// long list quadratic: continuing behind n entries takes n steps. Notifications are smaller
+	// (NLMSG_GOODSIZE).
 	pageSize = 32 << 10
-	// auditEvery is how often what was followed is compared with the kernel's tables: reading 3,000
-	// Services takes half a second of CPU.
+	// auditEvery is how often what was followed is compared with the kernel's tables: half a second
+	// of CPU for 3,000 Services.
 	auditEvery = 5 * time.Minute
-	// absentAfter is how long rules that were deleted may stay away until it is clear that they are
-	// not being written again, as when kube-proxy changes its mode.
+	// absentAfter is how long deleted rules may stay away before they count as absent: kube-proxy
+	// writes them again when it changes its mode.
 	absentAfter = 10 * time.Second
 	// readLook is how often it is looked whether reading has ended, while it goes on.
 	readLook = 10 * time.Millisecond
@@ -55,7 +54,7 @@ type subscription struct {
 	ready   []commit
 }
 
-// subscribe makes conn one. It closes conn if it cannot.
+// subscribe closes conn if it fails.
 func subscribe(conn *netlink.Conn, buffer int, ours func(tableID) bool) (*subscription, error) {
 	if err := conn.SetReadBuffer(buffer); err != nil {
 		_ = conn.Close()
@@ -68,8 +67,7 @@ func subscribe(conn *netlink.Conn, buffer int, ours func(tableID) bool) (*subscr
 	return &subscription{conn: conn, ours: ours}, nil
 }
 
-// next waits for the end of a transaction. Deadline zero is no deadline; past it the error is a
-// timeout.
+// next waits for the end of a transaction. Deadline zero: for ever.
 func (s *subscription) next(deadline time.Time) (commit, error) {
 	for len(s.ready) == 0 {
 		if err := s.conn.SetReadDeadline(deadline); err != nil {
@@ -101,25 +99,22 @@ func (s *subscription) next(deadline time.Time) (commit, error) {
 
 func (s *subscription) close() { _ = s.conn.Close() }
 
-// dumper reads the tables of the kernel.
 type dumper struct {
 	conn *netlink.Conn
 	ours func(tableID) bool
-	// generation is the number of the last transaction that d has seen. If steady is true, no
-	// transaction was under way, nor had a later one ended, at a moment after the last dump.
+	// generation is the number of the last transaction that d has seen. steady: at a moment after
+	// the last dump no transaction was under way, nor had a later one ended.
 	generation uint32
 	steady     bool
 }
 
-// settle waits until the transaction that is under way, if there is one, has ended and its
-// notifications are on their way, and sets d.generation and d.steady: d is steady if the generation
-// is the one of the last call.
+// settle waits until the transaction that is under way, if any, has ended and its notifications are
+// on their way. d is steady if the generation is that of the last call.
 //
 // The kernel raises the generation before a commit ends, and marks dumps that the commit interrupts
-// only in part: dumps of elements never, others perhaps only in their last message. What it offers
-// instead is the lock of its transactions, which an empty transaction takes as well. The empty one
-// names d.generation. The kernel refuses it if that is no longer the number, and otherwise does
-// nothing: the generation stays as it is.
+// only in part: dumps of elements never, others perhaps only in their last message. But an empty
+// transaction takes the lock of transactions too. It names d.generation, so that the kernel refuses
+// it if that is no longer the number; otherwise it changes nothing.
 func (d *dumper) settle() error {
 	if err := ask(d.conn, request(0, unix.NFNL_MSG_BATCH_BEGIN, 0, unix.AF_UNSPEC,
 		encode32(unix.NFNL_BATCH_GENID, d.generation)),
@@ -146,8 +141,7 @@ func (d *dumper) settle() error {
 	return errors.New("read the generation of nftables: no answer")
 }
 
-// dump calls add with all that the kernel tells about what message asks for, at one generation:
-// d.generation.
+// dump calls add with what the kernel answers to message, all of one generation: d.generation.
 func (d *dumper) dump(ctx context.Context, message int, family uint8, add func(change), attributes ...[]byte) error {
 	var all []change
 	for range dumpTries {
@@ -174,9 +168,9 @@ func (d *dumper) dump(ctx context.Context, message int, family uint8, add func(c
 	return errChanged
 }
 
-// once reads a dump. It reports false if the kernel tells an element twice: it gives the table of a
-// set another size at any time after a transaction, and then the dump lacks as many elements as it
-// has twice.
+// once reads a dump. It reports false if an element comes twice: the kernel may give a set's table
+// another size at any time after a transaction, and the dump then lacks as many elements as it has
+// twice.
 func (d *dumper) once(message int, family uint8, attributes ...[]byte) (all []change, whole bool, err error) {
 	if err := ask(d.conn, request(unix.NFNL_SUBSYS_NFTABLES, message, netlink.Dump, family,
 		attributes...)); err != nil {
@@ -203,15 +197,13 @@ func (d *dumper) once(message int, family uint8, attributes ...[]byte) (all []ch
 	return all, whole, nil
 }
 
-// tables reads the tables of the families, as changes that make them out of nothing, in several
-// dumps, each of one generation. from is the generation of the first dump, d.generation that of the
-// last.
+// tables reads the families' tables, as changes that make them out of nothing, in several dumps of
+// one generation each: from is that of the first, d.generation that of the last.
 //
-// What no transaction between them touched is the same in all dumps. What one touched is, once that
-// transaction is made on top, as the transaction left it, whether the dump had it already or not:
-// each change names what it makes or unmakes, and making it twice is making it once. So all
-// transactions after from, made in their order, bring the tables to the generation of the last one,
-// if that is d.generation or later.
+// What no transaction between them touched is the same in all dumps. What one touched is as that
+// left it once it is made on top, whether the dump had it or not: each change names what it makes
+// or unmakes, and can be made twice. So all transactions after from, in their order, bring the
+// tables to the generation of the last one, if that is d.generation or later.
 func (d *dumper) tables(ctx context.Context, families []uint8) (all []change, from uint32, err error) {
 	var tables, sets []change
 	add := func(c change) { all = append(all, c) }

@@ -18,10 +18,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// The legacy iptables have no notifications. So they are read again and again while there is a
-// watch: at most every legacyPause, and not more than a twentieth of the time. Where there are
-// none, or none of kube-proxy's, or no watch, it is looked every legacyLook whether that has
-// changed.
+// The legacy iptables have no notifications. While there is a watch they are read at most every
+// legacyPause and a twentieth of the time; without one, or without rules of kube-proxy's, only
+// looked for every legacyLook.
 const (
 	legacyPause = 100 * time.Millisecond
 	legacyShare = 19
@@ -62,14 +61,13 @@ const (
 	hookPrefix       = "hook " // of the names, which chains do not have with a space, of those that the kernel enters
 )
 
-// legacyExists reports whether the network namespace of this process has legacy rules for NAT. To
-// ask the kernel for them would make them.
+// legacyExists reports whether this process's network namespace has legacy rules for NAT. Asking
+// the kernel for them would make them.
 func legacyExists(family uint8) bool {
 	b, err := os.ReadFile("/proc/thread-self/net/" + legacyLayouts[family].names)
 	return err == nil && strings.Contains("\n"+string(b), "\n"+natTable+"\n")
 }
 
-// readLegacy reads the legacy rules for NAT.
 func readLegacy(family uint8) (*table, error) {
 	layout := legacyLayouts[family]
 	fd, err := unix.Socket(layout.domain, unix.SOCK_RAW|unix.SOCK_CLOEXEC, unix.IPPROTO_RAW)
@@ -200,13 +198,13 @@ func (o *Observer) pollLegacy(ctx context.Context) {
 	}
 }
 
-// readLegacyOnce reads the legacy rules if there is a watch, or to see whether kube-proxy has
-// written them. It reports whether there is a watch, and rules.
+// readLegacyOnce reads the legacy rules for watches, or to see whether kube-proxy has written them.
+// It reports whether there are both a watch and rules.
 func (o *Observer) readLegacyOnce() (again bool) {
 	o.mu.Lock()
 	watched, whole := len(o.watches) > 0, maps.Clone(o.legacyWhole)
 	o.mu.Unlock()
-	for _, family := range o.families {
+	for _, family := range families {
 		state, graph := legacyAbsent, newTableGraph(tableID{family, legacyTable})
 		if !legacyExists(family) {
 			whole[family] = false
@@ -239,13 +237,13 @@ func (o *Observer) readLegacyOnce() (again bool) {
 	return again
 }
 
-// lookForLegacy makes families Unknown whose legacy rules are not read, as there was no watch. The
+// lookForLegacy makes families Unknown whose legacy rules were not read for want of a watch. The
 // caller holds mu.
 func (o *Observer) lookForLegacy() {
-	for _, family := range o.families {
+	for _, family := range families {
 		if o.netns == 0 && o.legacy[family] == legacyAbsent && legacyExists(family) {
 			o.legacy[family] = legacyUnread
 		}
 	}
-	wake(o.wakeLegacy)
+	o.wakeLegacy.Raise()
 }

@@ -15,8 +15,8 @@ import (
 
 var errShort = errors.New("message is too short")
 
-// request returns a message to the subsystem, about one address family. Subsystem 0 has the
-// beginning and the end of a transaction of nftables.
+// request returns a message to a subsystem; 0 has the beginning and the end of nftables'
+// transactions.
 func request(subsystem, message int, flags netlink.HeaderFlags, family uint8, attributes ...[]byte) netlink.Message {
 	return netlink.Message{
 		Header: netlink.Header{Type: netlink.HeaderType(subsystem<<8 | message), Flags: netlink.Request | flags},
@@ -34,13 +34,8 @@ func ask(conn *netlink.Conn, messages ...netlink.Message) error {
 	return err
 }
 
-// encode returns an attribute.
 func encode(number uint16, data []byte) []byte {
-	b := binary.NativeEndian.AppendUint16(nil, uint16(unix.NLA_HDRLEN+len(data)))
-	b = append(binary.NativeEndian.AppendUint16(b, number), data...)
-	for len(b)%unix.NLA_ALIGNTO != 0 {
-		b = append(b, 0)
-	}
+	b, _ := netlink.MarshalAttributes([]netlink.Attribute{{Type: number, Data: data}}) // fails beyond 64 KiB only
 	return b
 }
 
@@ -50,7 +45,6 @@ func encode32(number uint16, n uint32) []byte {
 	return encode(number, binary.BigEndian.AppendUint32(nil, n))
 }
 
-// nest returns an attribute of attributes.
 func nest(number uint16, attributes ...[]byte) []byte {
 	return encode(number|unix.NLA_F_NESTED, slices.Concat(attributes...))
 }
@@ -58,7 +52,7 @@ func nest(number uint16, attributes ...[]byte) []byte {
 // body returns the attributes of a message, behind struct nfgenmsg.
 func body(m netlink.Message) []byte { return m.Data[min(4, len(m.Data)):] }
 
-// next returns the first attribute in b, and what follows it. It reports false if there is none.
+// next splits the first attribute off b. It reports false if there is none.
 func next(b []byte) (number uint16, data, rest []byte, ok bool) {
 	if len(b) < unix.NLA_HDRLEN {
 		return 0, nil, b, false
@@ -71,8 +65,8 @@ func next(b []byte) (number uint16, data, rest []byte, ok bool) {
 	return binary.NativeEndian.Uint16(b[2:]) & 0x3fff, b[unix.NLA_HDRLEN:length], b[min((length+3)&^3, len(b)):], true
 }
 
-// attribute returns the data of the first attribute in b that has the number, nil if there is none.
-// More numbers lead into it. Nothing is copied.
+// attribute returns the data, not copied, of the first attribute in b with the number; more numbers
+// lead into it. Nil: there is none.
 func attribute(b []byte, path ...uint16) []byte {
 	for _, wanted := range path {
 		number, data, rest, ok := next(b)
@@ -84,7 +78,6 @@ func attribute(b []byte, path ...uint16) []byte {
 	return b
 }
 
-// list returns the data of all attributes in b.
 func list(b []byte) (all [][]byte, err error) {
 	for len(b) > 0 {
 		_, data, rest, ok := next(b)

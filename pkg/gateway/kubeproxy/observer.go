@@ -18,18 +18,19 @@ import (
 
 	"github.com/mdlayher/netlink"
 	"golang.org/x/sys/unix"
+
+	"github.com/lameduck-io/lameduck/internal/signal"
 )
 
 // Observer follows the rules that kube-proxy writes in a network namespace, of the node. All
 // methods may be called by several goroutines at once.
 type Observer struct {
-	log      *slog.Logger
-	families []uint8
-	boot     string
-	netns    int
-	buffer   int           // for notifications
-	every    time.Duration // between the beginnings of audits
-	audits   struct{ same, corrected, failed atomic.Uint64 }
+	log    *slog.Logger
+	boot   string
+	netns  int
+	buffer int           // for notifications
+	every  time.Duration // between the beginnings of audits
+	audits struct{ same, corrected, failed atomic.Uint64 }
 
 	mu      sync.Mutex
 	sources map[tableID]*source
@@ -39,23 +40,20 @@ type Observer struct {
 	reads int // complete readings so far
 	// followed is whether nftables have been read, and all changes since.
 	followed bool
-	wake     chan struct{}
-	// accounted is since when the kernel is known to count the packets of new connections; zero: it
-	// does not.
+	wake     signal.Signal
+	// accounted is since when the kernel counts packets of new connections. Zero: it does not.
 	accounted time.Time
-	// others says that count comes again without being woken, for those to whose targets the kernel
-	// still sends.
+	// others: count comes again without being woken, for targets to which the kernel still sends.
 	others bool
 	// generation is that of readings, see Reading.
 	generation string
-	// regroup says that the targets which are going have become others, so that Kept may be
-	// Routing, and Routing Kept.
-	regroup chan struct{}
+	// regroup: other targets are going, so that Kept may be Routing, and Routing Kept.
+	regroup signal.Signal
 	// legacy is what is known of the legacy iptables, by family.
 	legacy     map[uint8]legacyState
-	wakeLegacy chan struct{}
-	// legacyWhole is whether kube-proxy had written them when they were last read, by family; it
-	// lacks families not looked at.
+	wakeLegacy signal.Signal
+	// legacyWhole is whether kube-proxy had written them at the last look, by family; absent: not
+	// looked.
 	legacyWhole map[uint8]bool
 	// present is when kube-proxy's rules were last there, and absent the last answer of Absent.
 	present time.Time
@@ -65,8 +63,8 @@ type Observer struct {
 // source is one table that kube-proxy may write.
 type source struct {
 	graph *table
-	// complete is whether it is all there. lost is whether it was, and kube-proxy has not written
-	// to a complete table of the family since.
+	// complete: all of it is there. lost: it was, and kube-proxy has written to no complete table
+	// of the family since.
 	complete, lost bool
 }
 
@@ -74,22 +72,16 @@ type source struct {
 func New(options Options) *Observer {
 	o := &Observer{
 		log: options.Log, boot: rand.Text()[:8], netns: options.NetNS, buffer: buffer, every: auditEvery,
-		watches: map[*Watch]struct{}{}, going: map[netip.AddrPort]int{}, wake: make(chan struct{}, 1),
-		regroup: make(chan struct{}, 1), legacy: map[uint8]legacyState{}, legacyWhole: map[uint8]bool{},
-		wakeLegacy: make(chan struct{}, 1),
+		watches: map[*Watch]struct{}{}, going: map[netip.AddrPort]int{}, wake: signal.New(),
+		regroup: signal.New(), legacy: map[uint8]legacyState{}, legacyWhole: map[uint8]bool{},
+		wakeLegacy: signal.New(),
 	}
 	if o.log == nil {
 		o.log = slog.New(slog.DiscardHandler)
 	}
-	for _, f := range options.Families {
-		o.families = append(o.families, uint8(f))
-	}
-	if len(o.families) == 0 {
-		o.families = []uint8{unix.NFPROTO_IPV4, unix.NFPROTO_IPV6}
-	}
 	o.sources = o.unknown()
 	o.renew()
-	for _, family := range o.families {
+	for _, family := range families {
 		id := tableID{family, legacyTable}
 		o.sources[id] = &source{graph: newTableGraph(id)}
 	}
@@ -97,9 +89,9 @@ func New(options Options) *Observer {
 }
 
 // Run subscribes to the kernel's notifications, reads what is there, and follows until ctx is done;
-// then it returns nil. When notifications are lost (the kernel has more than its buffer) it begins
-// again, and everything is Unknown meanwhile. Every 5 minutes an audit reads what is there again,
-// without an interruption, and corrects what is known. Run must be called once.
+// then it returns nil. When notifications are lost it begins again, and everything is Unknown
+// meanwhile. Every 5 minutes an audit reads all again, without interruption, and corrects what is
+// known. Call Run once.
 func (o *Observer) Run(ctx context.Context) error {
 	const first, most = 20 * time.Millisecond, 5 * time.Second
 	var wg sync.WaitGroup
@@ -137,15 +129,14 @@ func (o *Observer) Audits() Audits {
 	return Audits{Same: o.audits.same.Load(), Corrected: o.audits.corrected.Load(), Failed: o.audits.failed.Load()}
 }
 
-// Absent reports whether there is no kube-proxy whose rules this package reads: none has written
-// its rules, or they have been deleted and not written again for 10 s. It is false as long as
-// nothing is read, and may change at any time: it is for callers that ask several times a second.
-// All watches are Unknown then, and what sends to pods, if anything does, is something else:
-// kube-proxy in ipvs mode, or what replaces it.
+// Absent reports whether there is no kube-proxy whose rules this package reads: it has written
+// none, or they were deleted and not written again for 10 s. All watches are Unknown then;
+// kube-proxy in ipvs mode, or what replaces it, may send to pods. It is false until something was
+// read, and may change at any time: call it several times a second.
 func (o *Observer) Absent() bool {
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	if !o.followed || o.netns == 0 && len(o.legacyWhole) < len(o.families) {
+	if !o.followed || o.netns == 0 && len(o.legacyWhole) < len(families) {
 		return o.absent
 	}
 	now := time.Now()
@@ -158,7 +149,6 @@ func (o *Observer) Absent() bool {
 	return o.absent
 }
 
-// dial opens a socket to the kernel.
 func (o *Observer) dial() (*netlink.Conn, error) {
 	conn, err := netlink.Dial(unix.NETLINK_NETFILTER, &netlink.Config{NetNS: o.netns, MessageBufferSize: pageSize})
 	if err != nil {
@@ -166,9 +156,6 @@ func (o *Observer) dial() (*netlink.Conn, error) {
 	}
 	return conn, nil
 }
-
-// ours reports whether changes of a table are to be followed.
-func (o *Observer) ours(id tableID) bool { return ours(id) && slices.Contains(o.families, id.family) }
 
 // dumped is what the tables were, see [dumper.tables].
 type dumped struct {
@@ -178,29 +165,28 @@ type dumped struct {
 	err      error
 }
 
-// read reads the tables.
 func (o *Observer) read(ctx context.Context) *dumped {
 	began := time.Now()
 	conn, err := o.dial()
 	if err != nil {
 		return &dumped{err: err}
 	}
-	d := dumper{conn: conn, ours: o.ours}
+	d := dumper{conn: conn, ours: ours}
 	defer d.close()
 	defer context.AfterFunc(ctx, d.close)()
-	all, from, err := d.tables(ctx, o.families)
+	all, from, err := d.tables(ctx, families)
 	return &dumped{all, from, d.generation, time.Since(began), err}
 }
 
-// follow subscribes, reads and follows. After that it audits: at intervals it reads again, while it
-// follows, and what was read replaces what was followed if the two differ. It returns when
-// something went wrong, or ctx is done.
+// follow subscribes, reads and follows. At intervals it audits: it reads again while it follows,
+// and what was read replaces what was followed if the two differ. It returns on an error, or when
+// ctx is done.
 func (o *Observer) follow(ctx context.Context) error {
 	conn, err := o.dial()
 	if err != nil {
 		return err
 	}
-	s, err := subscribe(conn, o.buffer, o.ours)
+	s, err := subscribe(conn, o.buffer, ours)
 	if err != nil {
 		return err
 	}
@@ -238,7 +224,7 @@ func (o *Observer) follow(ctx context.Context) error {
 		}
 		c, err := s.next(deadline)
 		switch {
-		case isTimeout(err):
+		case errors.Is(err, os.ErrDeadlineExceeded):
 		case errors.Is(err, unix.ENOBUFS):
 			return fmt.Errorf("more changes of nftables than the buffer holds: %w", err)
 		case err != nil:
@@ -276,7 +262,7 @@ func (o *Observer) follow(ctx context.Context) error {
 }
 
 // conclude adopts r, or records that it failed, and returns the last generation that is received or
-// read. If r failed before anything was followed, it returns the error of r.
+// read. Before anything was followed a failure is an error.
 func (o *Observer) conclude(r *dumped, since []commit, last uint32, followed bool) (uint32, error) {
 	switch {
 	case r.err == nil:
@@ -303,8 +289,8 @@ func (o *Observer) conclude(r *dumped, since []commit, last uint32, followed boo
 	return last, nil
 }
 
-// follows reports whether c is to be made now that all transactions up to a generation are, 0 if
-// none is. It is an error if one is missing in between.
+// follows reports whether c comes next after generation last, 0 for none. One that is missing in
+// between is an error.
 func (c commit) follows(last uint32) (bool, error) {
 	switch {
 	case last == 0 || c.generation == successor(last):
@@ -326,7 +312,7 @@ func successor(g uint32) uint32 {
 // unknown returns the tables of nftables as they are before they are read.
 func (o *Observer) unknown() map[tableID]*source {
 	all := map[tableID]*source{}
-	for _, family := range o.families {
+	for _, family := range families {
 		for _, name := range []string{proxyTable, natTable} {
 			id := tableID{family, name}
 			all[id] = &source{graph: newTableGraph(id)}
@@ -335,7 +321,6 @@ func (o *Observer) unknown() map[tableID]*source {
 	return all
 }
 
-// lose makes everything Unknown.
 func (o *Observer) lose(now time.Time) {
 	o.mu.Lock()
 	maps.Copy(o.sources, o.unknown())
@@ -343,8 +328,8 @@ func (o *Observer) lose(now time.Time) {
 	o.evaluate(now)
 }
 
-// adopt replaces what is known by what was read, and the transactions since, and reports true,
-// unless it is the same.
+// adopt replaces what is known by what was read and the transactions since. It reports whether that
+// differs.
 func (o *Observer) adopt(all []change, since []commit, now time.Time) bool {
 	fresh := o.unknown()
 	for _, c := range append([]commit{{changes: all}}, since...) {
@@ -369,7 +354,6 @@ func (o *Observer) adopt(all []change, since []commit, now time.Time) bool {
 	return true
 }
 
-// make makes the changes of a commit.
 func (o *Observer) make(c commit) {
 	if len(c.changes) == 0 {
 		return
@@ -406,7 +390,6 @@ func (o *Observer) judge(written map[tableID]bool) {
 	}
 }
 
-// renew begins another generation.
 func (o *Observer) renew() {
 	o.generation = fmt.Sprintf("%s.%d", o.boot, o.reads)
 	o.reads++
@@ -454,22 +437,20 @@ type Watch struct {
 	reading Reading // o.mu
 	// held are the open connections, as last counted.
 	held map[string]held // o.mu
-	// period counts how often the state became another one; empty how many times in a row no
-	// connection was counted since.
+	// period counts the changes of the state; empty the counts in a row without a connection since.
 	period, empty int // o.mu
-	// busy says that a connection to be waited for was counted last.
+	// busy: the last count had a connection to wait for.
 	busy bool // o.mu
-	// entered is when the state was entered, by this process, walked when all connections were last
-	// counted, and next when they are to be counted again.
+	// entered is when the state was entered, by this process's clock; walked when all connections
+	// were last counted, next when they are due again.
 	entered, walked, next time.Time // o.mu
 }
 
-// groupPause is how long after the targets that are going have become others the watches are
-// evaluated again: many come and go at once, and each concerns each.
+// groupPause is the pause before watches are evaluated for other targets: many come and go at once,
+// and each concerns each.
 const groupPause = 10 * time.Millisecond
 
-// group evaluates watches again when others have come or gone, until ctx is done. It takes a fifth
-// of a core at most.
+// group evaluates watches when others have come or gone, with a fifth of a core at most.
 func (o *Observer) group(ctx context.Context) {
 	pause := groupPause
 	for {
@@ -490,19 +471,10 @@ func (o *Observer) group(ctx context.Context) {
 	}
 }
 
-// wake wakes who waits for c, or will.
-func wake(c chan struct{}) {
-	select {
-	case c <- struct{}{}:
-	default:
-	}
-}
-
-// Watch asks about targets, of a pod that is to end: port 0 is every port of the address. Changed
-// is called when the state or the generation of the reading has become another one, or whether it
-// is quiet, perhaps by several goroutines at once, which have others to serve: it must not block.
-// It may be called once more while Close is being called. The first reading is there at once.
-// Targets without a valid address are Unknown.
+// Watch asks about the targets of a pod that is to end: port 0 is every port of the address.
+// changed is called when the reading has another state, generation or quiet, perhaps by several
+// goroutines at once and once more during Close; it must not block. The first reading is there at
+// once. Targets without a valid address are Unknown.
 func (o *Observer) Watch(targets []netip.AddrPort, changed func()) *Watch {
 	w := &Watch{o: o, changed: changed}
 	for _, t := range targets {
@@ -518,7 +490,7 @@ func (o *Observer) Watch(targets []netip.AddrPort, changed func()) *Watch {
 	}
 	w.update(time.Now())
 	o.mu.Unlock()
-	wake(o.regroup)
+	o.regroup.Raise()
 	return w
 }
 
@@ -533,7 +505,7 @@ func (w *Watch) Reading() Reading {
 func (w *Watch) Close() {
 	w.closed.Do(func() {
 		w.o.mu.Lock()
-		defer wake(w.o.regroup)
+		defer w.o.regroup.Raise()
 		defer w.o.mu.Unlock()
 		delete(w.o.watches, w)
 		for _, t := range w.targets {
@@ -544,7 +516,7 @@ func (w *Watch) Close() {
 	})
 }
 
-// update reads the state again, and reports whether it, or the generation, has changed. The caller
+// update reads the state again, and reports whether it or the generation has changed. The caller
 // holds o.mu.
 func (w *Watch) update(now time.Time) bool {
 	state := w.o.state(w.targets)
@@ -577,9 +549,9 @@ func (w *Watch) enter(state State, now time.Time) bool {
 	if w.next = w.entered.Add(countKept); state == Removed {
 		w.next = w.entered.Add(countFirst)
 	}
-	// Else each of many that come at once has count look at all the others.
+	// Else count would look at all watches for each of many that come at once.
 	if state == Removed || (state == Routing || state == Kept) && !w.o.others {
-		wake(w.o.wake)
+		w.o.wake.Raise()
 	}
 	return true
 }
@@ -607,13 +579,6 @@ func (o *Observer) state(targets []netip.AddrPort) State {
 	return [...]State{sendsNothing: Removed, sendsLast: Kept, sendsToo: Routing}[most]
 }
 
-// isGoing reports whether a destination is watched.
 func (o *Observer) isGoing(d netip.AddrPort) bool {
 	return o.going[d] > 0 || o.going[netip.AddrPortFrom(d.Addr(), 0)] > 0
-}
-
-// isTimeout reports whether err says that a deadline has passed.
-func isTimeout(err error) bool {
-	var timeout interface{ Timeout() bool }
-	return errors.Is(err, os.ErrDeadlineExceeded) || errors.As(err, &timeout) && timeout.Timeout()
 }

@@ -165,18 +165,17 @@ func TestLeftBehindAndDeletedByHand(t *testing.T) {
 	w.wait(Removed)
 }
 
-// A table that is not kube-proxy's yet, and a family that the Observer does not follow, are
+// A table that is not kube-proxy's yet, and a family that kube-proxy has not written, are
 // Unknown.
 func TestUnknown(t *testing.T) {
 	empty(t)
 	s := service{"web", "10.96.0.1", false}
 	nft(t, "add table ip kube-proxy", "add chain ip kube-proxy services")
-	o := start(t, Options{Families: []Family{IPv4}})
+	o := start(t, Options{})
 	w, six := watch(t, o, "10.244.0.9:8080"), watch(t, o, "[fd00::9]:8080")
 	both, none := watch(t, o, "10.244.0.9:8080", "[fd00::9]:8080"), watch(t, o)
 	w.stays(Unknown)
 	nft(t, append(setUp("ip"), s.sync([]string{"10.244.0.1:8080"})...)...)
-	nft(t, setUp("ip6")...)
 	w.wait(Removed)
 	for _, other := range []*follower{six, both, none} {
 		other.stays(Unknown)

@@ -11,7 +11,6 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// nodeKind is what a node of the graph is.
 type nodeKind uint8
 
 const (
@@ -20,9 +19,9 @@ const (
 	destNode
 )
 
-// node is a chain, a map, or a destination of one table. An edge leads from a chain to the chains
-// it jumps to, to the maps that give it a verdict or an address, and to the destinations it names;
-// and from a map to what its elements lead to. The same edge may be there several times: it counts.
+// node is a chain, a map or a destination of a table. Edges lead from a chain to chains that it
+// jumps to, to maps that give it a verdict or an address, and to destinations that it names; and
+// from a map to what its elements lead to. Equal edges are counted.
 type node struct {
 	kind    nodeKind
 	name    string
@@ -30,8 +29,7 @@ type node struct {
 	in, out map[*node]int
 	// base is of a chain that the kernel enters.
 	base bool
-	// defined is false for a chain or map that something leads to and that is not there, or not
-	// yet.
+	// defined: a chain or map is there, and not only led to.
 	defined bool
 	// rules are a chain's, by handle; elements a map's, by key.
 	rules    map[uint64][]*node
@@ -59,8 +57,8 @@ func unlink(from, to *node) {
 	}
 }
 
-// table is what a table does with packets, as a graph. It is a pure value: changes go in by apply,
-// in the order of the kernel.
+// table is what a table does with packets, as a graph. Changes go in by apply, in the kernel's
+// order.
 type table struct {
 	id     tableID
 	exists bool
@@ -87,13 +85,12 @@ func (n *node) equal(m *node) bool {
 		maps.EqualFunc(n.elements, m.elements, same)
 }
 
-// iptables reports whether the table is the one that iptables-nft and kube-proxy share with
-// everybody else.
+// iptables reports whether it is the table that iptables-nft shares with all other programs.
 func (t *table) iptables() bool { return t.id.name != proxyTable }
 
-// follows reports whether chains of that name say where kube-proxy sends. Others write to the table
-// of iptables as well. CRI-O maps the ports of hosts by chains with kube-proxy's prefix, which stay
-// until the pod's sandbox is deleted.
+// follows reports whether chains of that name say where kube-proxy sends. Other programs write to
+// the table of iptables too: CRI-O maps ports of hosts by chains with kube-proxy's prefix, which
+// stay until the pod's sandbox is deleted.
 func (t *table) follows(chain string, base bool) bool {
 	return !t.iptables() || base ||
 		strings.HasPrefix(chain, "KUBE-") && chain != "KUBE-HOSTPORTS" && !strings.HasPrefix(chain, "KUBE-HP-")
@@ -102,7 +99,6 @@ func (t *table) follows(chain string, base bool) bool {
 func (t *table) chain(name string) *node   { return named(t.chains, chainNode, name) }
 func (t *table) mapping(name string) *node { return named(t.maps, mapNode, name) }
 
-// named returns the node of a name, and makes it if it is not there.
 func named(all map[string]*node, kind nodeKind, name string) *node {
 	n := all[name]
 	if n == nil {
@@ -126,7 +122,7 @@ func (t *table) destination(d netip.AddrPort) *node {
 	return n
 }
 
-// disconnect takes one edge away, and what nothing leads to any more and is not there.
+// disconnect takes an edge away, and what is then neither there nor led to.
 func (t *table) disconnect(from, to *node) {
 	unlink(from, to)
 	t.forget(to)
@@ -154,8 +150,7 @@ func (t *table) forget(n *node) {
 	}
 }
 
-// apply makes one change, and reports whether it is one to where packets go. A change that is
-// already made is none.
+// apply makes a change, and reports whether it, made for the first time, changes where packets go.
 func (t *table) apply(c *change) bool {
 	switch c.kind {
 	case newTable:
@@ -183,8 +178,7 @@ func (t *table) apply(c *change) bool {
 		t.forget(n)
 		return true
 	case newRule:
-		// The chain is known by now: chains come first in a dump, and a rule in an unknown chain
-		// does not concern us.
+		// Chains come first in a dump, so a rule in an unknown chain does not concern us.
 		n := t.chains[c.name]
 		if n == nil || !n.defined {
 			return false
@@ -296,10 +290,9 @@ func (t *table) dropElement(n *node, key string) bool {
 	return ok
 }
 
-// complete reports whether kube-proxy has written the table. It writes all it knows in the
-// transaction that makes this true: it waits for all Services and EndpointSlices before its first,
-// see syncProxyRules. In ipvs mode it writes KUBE-SERVICES as well, but where packets go is
-// elsewhere. Only that mode has KUBE-NODE-PORT.
+// complete reports whether kube-proxy has written the table: its first transaction has all, as it
+// waits for all Services and EndpointSlices (syncProxyRules). In ipvs mode, which alone has
+// KUBE-NODE-PORT, it writes KUBE-SERVICES too, but packets go elsewhere.
 func (t *table) complete() bool {
 	if t.iptables() {
 		n := t.chains["KUBE-SERVICES"]
@@ -346,8 +339,7 @@ const (
 	sendsToo             // and to others
 )
 
-// sending returns what the table does with target. Others are the destinations for which going is
-// false.
+// sending returns what the table does with target. Destinations that are not going are others.
 func (t *table) sending(target netip.AddrPort, going func(netip.AddrPort) bool) sending {
 	answer := sendsNothing
 	for _, n := range t.destinations(target) {
@@ -356,8 +348,8 @@ func (t *table) sending(target netip.AddrPort, going func(netip.AddrPort) bool) 
 				continue
 			}
 			answer = max(answer, sendsLast)
-			// A map of destinations is a choice by itself; a chain with one destination is what
-			// others choose.
+			// A map of destinations is a choice; a chain with one destination is what others
+			// choose.
 			if from.kind == mapNode {
 				if !only(from, going, map[*node]bool{}) {
 					return sendsToo
@@ -395,8 +387,10 @@ const (
 	legacyTable = "nat, legacy"
 )
 
+// families are those that kube-proxy serves.
+var families = []uint8{unix.NFPROTO_IPV4, unix.NFPROTO_IPV6}
+
 // ours reports whether a table is one in which kube-proxy writes where packets go.
 func ours(id tableID) bool {
-	return (id.family == unix.NFPROTO_IPV4 || id.family == unix.NFPROTO_IPV6) &&
-		(id.name == proxyTable || id.name == natTable)
+	return slices.Contains(families, id.family) && (id.name == proxyTable || id.name == natTable)
 }

@@ -33,21 +33,10 @@ const (
 	Idle    = health.Idle
 )
 
-// Family is an address family.
-type Family uint8
-
-// The address families that kube-proxy serves.
-const (
-	IPv4 Family = 2  // NFPROTO_IPV4
-	IPv6 Family = 10 // NFPROTO_IPV6
-)
-
 // Options say what an Observer does.
 type Options struct {
 	// Log gets a line when reading begins and fails. None is no log.
 	Log *slog.Logger
-	// Families are those to follow; none is both. Targets of another one stay Unknown.
-	Families []Family
 	// NetNS is an open file of the network namespace to observe; 0 is that of this process. In
 	// another one the legacy iptables are not seen.
 	NetNS int

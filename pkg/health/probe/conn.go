@@ -25,11 +25,6 @@ func dial(ctx context.Context, addr netip.AddrPort) (*net.TCPConn, error) {
 	return c, nil
 }
 
-// arrived reports whether the connection has been closed by its peer, or something can be read of
-// it.
-var arrived = func(*net.TCPConn) bool { return false }
-
-// address returns where a job's probe goes.
 func address(job *health.Job) netip.AddrPort {
 	addr := job.Key.Target.Addr
 	port := addr.Port()
@@ -47,7 +42,6 @@ func host(job *health.Job) string {
 	return address(job).String()
 }
 
-// failure turns an error of a connection into an outcome.
 func failure(err error) health.Outcome {
 	if errors.Is(err, os.ErrDeadlineExceeded) || errors.Is(err, context.DeadlineExceeded) {
 		return health.Outcome{Kind: health.Timeout}

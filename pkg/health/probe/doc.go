@@ -22,9 +22,9 @@
 //   - A TCP check is SYN, SYN+ACK, RST. The program behind the port accepts nothing and logs
 //     nothing.
 //   - The first acknowledgement of an HTTP or gRPC check travels with the request.
-//   - A connection ends by RST after the answer was read to its end (or to maxAnswer), so that
-//     neither side keeps it in TIME_WAIT: ten thousand probes a second would leave six hundred
-//     thousand of them. A backend that sends a body without end sees a reset.
+//   - A connection ends by RST after the head of the answer was read, so that neither side keeps it
+//     in TIME_WAIT: ten thousand probes a second would leave six hundred thousand of them. A
+//     backend that is still sending its body sees a reset.
 //
 // # Failures of this machine
 //

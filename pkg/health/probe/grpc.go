@@ -64,7 +64,7 @@ func callHealth(ctx context.Context, job *health.Job) health.Outcome {
 		// Without GetBody, it is not sent again.
 		Body: io.NopCloser(bytes.NewReader(body)), ContentLength: int64(len(body)),
 	}).WithContext(ctx)
-	resp, err := transport.RoundTrip(req)
+	resp, err := transport.RoundTrip(req) //nolint:bodyclose // its connection is closed
 	if err == nil {
 		body, err = io.ReadAll(io.LimitReader(resp.Body, maxMessage+1))
 	}

@@ -16,25 +16,18 @@ type Source interface {
 	// Due appends to jobs at most max probes that are due at now, and returns when to ask again
 	// (zero: when woken).
 	Due(now time.Time, jobs []health.Job, max int) ([]health.Job, time.Time)
-	// Report takes in an outcome. It reports whether the target is still probed by the same check.
+	// Report takes in an outcome. It reports whether that counts.
 	Report(now time.Time, job health.Job, outcome health.Outcome) bool
-	// Left appends to keys the targets that are no longer probed and were at the previous call, so
-	// that the runner closes the connections it keeps for them. If all is true, they are too many
-	// to name, and the runner closes every kept connection.
-	Left(keys []health.Key) (left []health.Key, all bool)
 }
 
 // Observer receives what the runner does, for metrics. Its methods are called from the goroutine of
 // [Runner.Run] alone, and must not wait.
 type Observer interface {
-	// Started is called when a probe begins, late by lateness.
-	Started(lateness time.Duration)
-	// Finished is called when a probe of protocol ended, after took.
-	Finished(protocol health.Protocol, outcome health.Outcome, took time.Duration)
-	// InFlight is called whenever one of the numbers may have changed: probes in flight, probes
-	// that wait for capacity, and connections kept alive. full reports that the bound is reached,
-	// so that schedules slip.
-	InFlight(flying, waiting, idle int, full bool)
+	// Finished is called when a probe of protocol ended.
+	Finished(protocol health.Protocol, outcome health.Outcome)
+	// InFlight is called whenever one of the numbers may have changed: probes in flight, and probes
+	// that wait for capacity. full reports that the bound is reached, so that schedules slip.
+	InFlight(flying, waiting int, full bool)
 }
 
 const (
@@ -82,8 +75,6 @@ type flight struct {
 	job     health.Job
 	began   time.Time
 	outcome health.Outcome
-	// conn is what the probe may use, and, at its end, what the next one may. Nil: none.
-	conn *conn
 }
 
 // loop is a running Runner. All of it belongs to the goroutine of Run.
@@ -92,15 +83,12 @@ type loop struct {
 	ctx         context.Context
 	wg          sync.WaitGroup
 	maxInFlight int
-	// maxIdle bounds the connections that are kept between probes. Beyond it, checks open new ones.
-	maxIdle int
 
 	flying, silentFlying int
 	// waiting are the probes of targets that did not answer the last time and for which there is no
 	// capacity.
 	waiting []health.Job
 	done    chan *flight
-	idle    map[health.Key]*conn
 	// ask is when to ask the source again. The zero time: when woken.
 	ask time.Time
 }
@@ -112,24 +100,22 @@ func (r *Runner) Run(ctx context.Context) error {
 	defer cancel()
 	l := &loop{
 		Runner: r, ctx: ctx, maxInFlight: r.MaxInFlight,
-		done: make(chan *flight, 64), idle: map[health.Key]*conn{}, ask: time.Now(),
-	}
-	descriptors := 1 << 16
-	var limit syscall.Rlimit
-	if syscall.Getrlimit(syscall.RLIMIT_NOFILE, &limit) == nil {
-		descriptors = int(min(limit.Cur, 1<<24))
+		done: make(chan *flight, 64), ask: time.Now(),
 	}
 	if l.maxInFlight == 0 {
-		l.maxInFlight = min(32768, descriptors/4)
+		l.maxInFlight = 32768
+		var limit syscall.Rlimit
+		if syscall.Getrlimit(syscall.RLIMIT_NOFILE, &limit) == nil {
+			l.maxInFlight = int(min(32768, limit.Cur/4))
+		}
 	}
-	l.maxIdle = descriptors / 2
 	defer l.close(cancel)
 	timer := time.NewTimer(0)
 	defer timer.Stop()
 	for {
 		l.begin()
 		if r.Observer != nil {
-			r.Observer.InFlight(l.flying, len(l.waiting), len(l.idle), l.flying >= l.maxInFlight)
+			r.Observer.InFlight(l.flying, len(l.waiting), l.flying >= l.maxInFlight)
 		}
 		var after <-chan time.Time
 		if !l.ask.IsZero() && l.flying < l.maxInFlight {
@@ -151,22 +137,17 @@ func (r *Runner) Run(ctx context.Context) error {
 	}
 }
 
-// close waits for the probes in flight and closes every connection.
+// close ends the probes in flight, and waits for them.
 func (l *loop) close(cancel func()) {
 	cancel()
 	go func() {
 		l.wg.Wait()
 		close(l.done)
 	}()
-	for f := range l.done {
-		f.conn.close()
-	}
-	for _, c := range l.idle {
-		c.close()
+	for range l.done {
 	}
 }
 
-// begin starts the probes that are due, as far as there is capacity.
 func (l *loop) begin() {
 	for len(l.waiting) > 0 && l.capacityForSilent() {
 		l.start(l.waiting[0])
@@ -176,7 +157,6 @@ func (l *loop) begin() {
 	if capacity <= 0 || l.ask.IsZero() || now.Before(l.ask) {
 		return
 	}
-	l.leave()
 	jobs, ask := l.Source.Due(now, nil, capacity)
 	for _, job := range jobs {
 		if job.Silent && (len(l.waiting) > 0 || !l.capacityForSilent()) {
@@ -195,39 +175,16 @@ func (l *loop) capacityForSilent() bool {
 	return l.silentFlying < max(l.maxInFlight/2, 1) && l.flying < l.maxInFlight
 }
 
-// leave closes the connections that are kept for targets that left.
-func (l *loop) leave() {
-	left, all := l.Source.Left(nil)
-	for _, k := range left {
-		l.idle[k].close()
-		delete(l.idle, k)
-	}
-	if all {
-		for _, c := range l.idle {
-			c.close()
-		}
-		clear(l.idle)
-	}
-}
-
 func (l *loop) start(job health.Job) {
-	f := &flight{job: job, began: time.Now(), conn: l.idle[job.Key]}
-	delete(l.idle, job.Key)
-	if f.conn != nil && f.conn.check != *job.Check {
-		f.conn.close()
-		f.conn = nil
-	}
+	f := &flight{job: job, began: time.Now()}
 	l.flying++
 	if job.Silent {
 		l.silentFlying++
 	}
-	if l.Observer != nil {
-		l.Observer.Started(max(0, f.began.Sub(job.Due)))
-	}
 	l.wg.Go(func() {
 		deadline := f.began.Add(job.Check.Timeout)
 		ctx, cancel := context.WithDeadline(l.ctx, deadline)
-		f.outcome, f.conn = l.probe(ctx, &f.job, f.conn)
+		f.outcome = l.probe(ctx, &f.job)
 		cancel()
 		if f.outcome.Kind == health.Timeout && time.Since(deadline) > heldUp {
 			f.outcome = health.Outcome{}
@@ -236,44 +193,35 @@ func (l *loop) start(job health.Job) {
 	})
 }
 
-// land takes in a probe that ended.
 func (l *loop) land(f *flight) {
 	l.flying--
 	if f.job.Silent {
 		l.silentFlying--
 	}
 	if l.ctx.Err() != nil {
-		f.conn.close() // the end of Run ended the probe: that is no outcome
-		return
+		return // the end of Run ended the probe: that is no outcome
 	}
 	now := time.Now()
 	if l.Observer != nil {
-		l.Observer.Finished(f.job.Check.Protocol, f.outcome, now.Sub(f.began))
+		l.Observer.Finished(f.job.Check.Protocol, f.outcome)
 	}
-	probed := l.Source.Report(now, f.job, f.outcome)
-	if probed && f.conn != nil && len(l.idle) < l.maxIdle && l.idle[f.job.Key] == nil {
-		l.idle[f.job.Key] = f.conn
-	} else {
-		f.conn.close()
-	}
+	l.Source.Report(now, f.job, f.outcome)
 }
 
-// probe carries out job, on kept if that is not nil, and returns a connection that the next probe
-// of the target can use, or nil.
-func (r *Runner) probe(ctx context.Context, job *health.Job, kept *conn) (health.Outcome, *conn) {
+func (r *Runner) probe(ctx context.Context, job *health.Job) health.Outcome {
 	switch job.Check.Protocol {
 	case health.HTTP, health.HTTPS:
-		return r.get(ctx, job, kept)
+		return r.get(ctx, job)
 	case health.TCP:
 		c, err := dial(ctx, address(job))
 		if err != nil {
-			return failure(err), nil
+			return failure(err)
 		}
 		c.Close()
-		return health.Outcome{Kind: health.Success}, nil
+		return health.Outcome{Kind: health.Success}
 	case health.GRPC:
-		return callHealth(ctx, job), nil
+		return callHealth(ctx, job)
 	default:
-		return health.Outcome{}, nil
+		return health.Outcome{}
 	}
 }

@@ -33,12 +33,8 @@ type queue struct {
 	jobs     []health.Job
 	outcomes map[health.Key][]health.Outcome
 	// took is how long after they were due they ended.
-	took   map[health.Key][]time.Duration
-	ended  chan struct{}
-	refuse bool // Report says that everything is too late
-	// left and allLeft are what Left says next.
-	left    []health.Key
-	allLeft bool
+	took  map[health.Key][]time.Duration
+	ended chan struct{}
 }
 
 func newQueue() *queue {
@@ -72,15 +68,7 @@ func (q *queue) Report(now time.Time, job health.Job, outcome health.Outcome) bo
 	q.outcomes[job.Key] = append(q.outcomes[job.Key], outcome)
 	q.took[job.Key] = append(q.took[job.Key], now.Sub(job.Due))
 	q.ended <- struct{}{}
-	return !q.refuse
-}
-
-func (q *queue) Left(keys []health.Key) ([]health.Key, bool) {
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	keys, all := append(keys, q.left...), q.allLeft
-	q.left, q.allLeft = nil, false
-	return keys, all
+	return true
 }
 
 func (q *queue) add(jobs ...health.Job) {
@@ -461,129 +449,6 @@ func TestTCPCheckIsNotAccepted(t *testing.T) {
 	}
 }
 
-// counting counts the connections of an HTTP server.
-func counting(s *httptest.Server) *atomic.Int32 {
-	var n atomic.Int32
-	s.Config.ConnState = func(_ net.Conn, state http.ConnState) {
-		if state == http.StateNew {
-			n.Add(1)
-		}
-	}
-	return &n
-}
-
-func TestKeepAlive(t *testing.T) {
-	for _, p := range []health.Protocol{health.HTTP, health.HTTPS} {
-		t.Run(p.String(), func(t *testing.T) {
-			s := httptest.NewUnstartedServer(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
-				if req.URL.Path == "/chunked" {
-					io.WriteString(w, "a")
-					w.(http.Flusher).Flush()
-					io.WriteString(w, "b")
-				}
-			}))
-			n := counting(s)
-			if p == health.HTTPS {
-				s.StartTLS()
-			} else {
-				s.Start()
-			}
-			defer s.Close()
-			r := start(t, &Runner{})
-			c := check(p)
-			c.KeepAlive = true
-			ok := health.Outcome{Kind: health.Success, Code: 200}
-			for range 5 {
-				r.want(ok, serverAddr(s), c)
-				time.Sleep(10 * time.Millisecond) // the end of the answer
-			}
-			if n.Load() != 1 {
-				t.Fatalf("%d connections, want 1", n.Load())
-			}
-			// Another check is another connection.
-			c.Path = "/chunked"
-			for range 5 {
-				r.want(ok, serverAddr(s), c)
-				time.Sleep(10 * time.Millisecond)
-			}
-			if n.Load() != 2 {
-				t.Fatalf("%d connections, want 2", n.Load())
-			}
-			// What the backend closes meanwhile costs a new connection and no failure.
-			s.CloseClientConnections()
-			r.want(ok, serverAddr(s), c)
-			if n.Load() != 3 {
-				t.Fatalf("%d connections, want 3", n.Load())
-			}
-		})
-	}
-}
-
-// A backend may close a kept connection in the moment in which the next probe is sent on it: that
-// is no failure.
-func TestKeepAliveRace(t *testing.T) {
-	r := start(t, &Runner{})
-	var conns atomic.Int32
-	addr := backend(t, func(c net.Conn) {
-		conns.Add(1)
-		request(c)
-		io.WriteString(c, "HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
-		request(c) // the next, which is not answered
-	})
-	c := check(health.HTTP)
-	c.KeepAlive = true
-	for i := range int32(5) {
-		r.want(health.Outcome{Kind: health.Success, Code: 200}, addr, c)
-		if conns.Load() != i+1 {
-			t.Fatalf("%d connections, want %d", conns.Load(), i+1)
-		}
-	}
-}
-
-// The connection that is kept for a target ends with it, long before the interval does: once the
-// source says that it left, or that whatever is kept is to go, or when the outcome of its last
-// probe comes too late.
-func TestKeptConnectionsEndWithTheirTarget(t *testing.T) {
-	for name, leave := range map[string]func(*queue, health.Key){
-		"named":    func(q *queue, k health.Key) { q.left = []health.Key{k} },
-		"too many": func(q *queue, _ health.Key) { q.allLeft = true },
-		"too late": func(q *queue, _ health.Key) {},
-	} {
-		t.Run(name, func(t *testing.T) {
-			r := start(t, &Runner{})
-			closed := make(chan struct{})
-			addr := backend(t, func(c net.Conn) {
-				request(c)
-				io.WriteString(c, "HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
-				request(c)
-				close(closed)
-			})
-			c := check(health.HTTP)
-			c.KeepAlive, c.Interval = true, time.Hour
-			r.mu().Lock()
-			r.refuse = name == "too late"
-			r.mu().Unlock()
-			r.want(health.Outcome{Kind: health.Success, Code: 200}, addr, c)
-			if name != "too late" {
-				select {
-				case <-closed:
-					t.Fatal("the connection was not kept")
-				case <-time.After(50 * time.Millisecond):
-				}
-			}
-			r.mu().Lock()
-			leave(r.queue, key(addr))
-			r.mu().Unlock()
-			r.Wake()
-			select {
-			case <-closed:
-			case <-time.After(5 * time.Second):
-				t.Fatal("the connection of a target that left stays open")
-			}
-		})
-	}
-}
-
 func TestHTTPS(t *testing.T) {
 	s := httptest.NewUnstartedServer(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
 		if req.TLS.ServerName != "" && req.TLS.ServerName != "example.com" {
@@ -690,7 +555,8 @@ func TestGRPC(t *testing.T) {
 		check(health.GRPC)); got.Kind != health.TCPFailure {
 		t.Fatal(got)
 	}
-	away := "\x00\x00\x00\x04\x00\x00\x00\x00\x00" + "\x00\x00\x08\x07\x00\x00\x00\x00\x00" + "\x00\x00\x00\x00" + "\x00\x00\x00\x0b"
+	away := "\x00\x00\x00\x04\x00\x00\x00\x00\x00" + "\x00\x00\x08\x07\x00\x00\x00\x00\x00" +
+		"\x00\x00\x00\x00" + "\x00\x00\x00\x0b"
 	r.want(health.Outcome{Kind: health.HTTPFailure}, says(t, away), check(health.GRPC))
 }
 
@@ -753,9 +619,8 @@ type observer struct {
 	full     atomic.Int32
 }
 
-func (o *observer) Started(time.Duration)                                   {}
-func (o *observer) Finished(health.Protocol, health.Outcome, time.Duration) { o.finished.Add(1) }
-func (o *observer) InFlight(flying, waiting, _ int, full bool) {
+func (o *observer) Finished(health.Protocol, health.Outcome) { o.finished.Add(1) }
+func (o *observer) InFlight(flying, waiting int, full bool) {
 	o.waiting.Store(max(o.waiting.Load(), int32(waiting)))
 	o.flying.Store(max(o.flying.Load(), int32(flying)))
 	if full {
@@ -810,7 +675,6 @@ func TestStops(t *testing.T) {
 		q.add(health.Job{Key: key(hole), Check: &c})
 	}
 	c := check(health.HTTP)
-	c.KeepAlive = true
 	q.add(health.Job{Key: key(serverAddr(alive)), Check: &c})
 	r.Wake()
 	<-q.ended
@@ -905,23 +769,5 @@ func TestAFloodDoesNotOutlastTheTimeout(t *testing.T) {
 				t.Fatalf("%s after %s", got, time.Since(began))
 			}
 		})
-	}
-}
-
-// An answer that comes on a kept connection before the next request is not the answer to that.
-func TestAnAnswerThatWasNotAskedForIsIgnored(t *testing.T) {
-	addr := backend(t, func(c net.Conn) {
-		request(c)
-		io.WriteString(c, "HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
-		time.Sleep(10 * time.Millisecond) // later than the answer is read
-		io.WriteString(c, "HTTP/1.1 408 Request Timeout\r\nContent-Length: 0\r\n\r\n")
-		request(c)
-	})
-	r := start(t, &Runner{})
-	c := check(health.HTTP)
-	c.KeepAlive = true
-	for range 5 {
-		r.want(health.Outcome{Kind: health.Success, Code: 200}, addr, c)
-		time.Sleep(30 * time.Millisecond) // the backend has said the other answer
 	}
 }

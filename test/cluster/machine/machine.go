@@ -332,7 +332,7 @@ func (m *Machine) Kill(name string) error {
 	if !ok {
 		return fmt.Errorf("kill %s: no such program on machine %s", name, m.Name)
 	}
-	p.Kill()
+	p.KillChild()
 	return nil
 }
 

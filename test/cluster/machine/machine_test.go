@@ -240,7 +240,9 @@ func fromPods(t *testing.T, m *machine.Machine) {
 	script := `mkdir -p /run/netns && cd /run/netns && ls | wc -l && for pod in *; do
 		nsenter --net=$pod timeout 5 bash -c 'exec 3<>/dev/tcp/10.96.0.1/443' || exit 1
 		for i in $(seq 20); do
-			nsenter --net=$pod timeout 5 bash -c 'exec 3<>/dev/tcp/10.96.0.80/80; printf "GET / HTTP/1.0\r\n\r\n" >&3; read -t 3 -u 3 line && [[ $line == *200* ]]' || exit 1
+			nsenter --net=$pod timeout 5 bash -c 'exec 3<>/dev/tcp/10.96.0.80/80
+				printf "GET / HTTP/1.0\r\n\r\n" >&3
+				read -t 3 -u 3 line && [[ $line == *200* ]]' || exit 1
 		done
 	done`
 	out, err := m.Run(t.Context(), "bash", "-c", script)

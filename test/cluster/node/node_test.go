@@ -583,8 +583,10 @@ func TestVolumesAndIdentity(t *testing.T) {
 		Containers: []v1.Container{{
 			Name: "app", Image: "none", Command: []string{"sh", "-c"},
 			Args: []string{`echo '$(NAME) $$(NAME) $(NONE)' $FROM; cat $(VOLUME_ALL)/labels; echo; ` +
-				`test $(wc -c < $VOLUME_ALL/token) -gt 100 && $KUBECTL auth whoami -o jsonpath='{.status.userInfo.username}'; echo; ` +
-				`cat $VOLUME_MY_CONFIG/sub/file; echo; until grep -q two $VOLUME_MY_CONFIG/sub/file; do sleep 0.05; done; echo changed; exec sleep 100`},
+				`test $(wc -c < $VOLUME_ALL/token) -gt 100 && ` +
+				`$KUBECTL auth whoami -o jsonpath='{.status.userInfo.username}'; echo; ` +
+				`cat $VOLUME_MY_CONFIG/sub/file; echo; ` +
+				`until grep -q two $VOLUME_MY_CONFIG/sub/file; do sleep 0.05; done; echo changed; exec sleep 100`},
 			EnvFrom: []v1.EnvFromSource{{Prefix: "P_",
 				ConfigMapRef: &v1.ConfigMapEnvSource{LocalObjectReference: v1.LocalObjectReference{Name: "config"}}}},
 			Env: []v1.EnvVar{

@@ -19,7 +19,7 @@ const (
 	Started  Kind = "Started"  // * its process runs
 	Ready    Kind = "Ready"    // the pod became ready, and the API server knows
 	NotReady Kind = "NotReady" // the pod is no longer ready, and the API server knows
-	// * a liveness or startup probe has failed for good: the container is restarted
+	// Unhealthy (*): a liveness or startup probe has failed permanently: the container is restarted
 	Unhealthy     Kind = "Unhealthy"
 	Deleted       Kind = "Deleted"       // deletionTimestamp was observed
 	PreStopBegins Kind = "PreStopBegins" // *

@@ -17,6 +17,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/lameduck-io/lameduck/test/cluster/node"
+	"github.com/lameduck-io/lameduck/test/e2e/harness"
 )
 
 // F2. Whoever writes to a pod during its deletion, be it the handler itself, makes the API server
@@ -262,7 +263,7 @@ func TestNamespaceDeletion(t *testing.T) {
 		t.Fatal(err)
 	}
 	h.wait(s, 1+len(want))
-	s.until("all are deleted", func() bool { return len(s.terminating()) == len(want) })
+	harness.Until(t, time.Minute, "all are deleted", func() bool { return len(s.terminating()) == len(want) })
 	var names []string
 	for _, r := range h.reviews() {
 		if r.what() != "DELETE pods" || r.Name != "" ||

@@ -13,6 +13,8 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/lameduck-io/lameduck/test/e2e/harness"
 )
 
 // gaps are the times between the arrivals of reviews.
@@ -190,7 +192,7 @@ func TestReplicaSetControllerRetries(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			s.until("the ReplicaSet has its pod", func() bool {
+			harness.Until(t, time.Minute, "the ReplicaSet has its pod", func() bool {
 				set, err := sets.Get(s.ctx, "web", metav1.GetOptions{})
 				return err == nil && set.Status.Replicas == 1
 			})
@@ -206,7 +208,7 @@ func TestReplicaSetControllerRetries(t *testing.T) {
 				}
 			}
 			test.check(t, gaps(got))
-			s.until("the pod is deleted", func() bool { return len(s.terminating()) == 1 })
+			harness.Until(t, time.Minute, "the pod is deleted", func() bool { return len(s.terminating()) == 1 })
 			h.want(s, "DELETE pods", test.denials+1)
 		})
 	}

@@ -15,6 +15,8 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
+
+	"github.com/lameduck-io/lameduck/test/e2e/harness"
 )
 
 // F5. A deletion that is held occupies a seat of its priority level in the API server. With
@@ -84,7 +86,7 @@ func TestHeldDeletionsHaveTheirOwnSeats(t *testing.T) {
 		_, _ = io.Copy(io.Discard, response.Body)
 		return response.Header.Get("X-Kubernetes-Pf-Prioritylevel-Uid"), response.StatusCode
 	}
-	s.until("the flow schema takes deletions", func() bool {
+	harness.Until(t, time.Minute, "the flow schema takes deletions", func() bool {
 		got, _ := do(http.MethodDelete, s.path("nobody"), "")
 		return got == string(level.UID)
 	})
@@ -130,7 +132,7 @@ func TestHeldDeletionsHaveTheirOwnSeats(t *testing.T) {
 		t.Errorf("Lameduck's level has %v seats, the manifest says 85", got)
 	}
 	// A former request may be counted a moment after its answer.
-	s.until("only the two that are held are executing at Lameduck's level", func() bool {
+	harness.Until(t, time.Minute, "only the two that are held are executing at Lameduck's level", func() bool {
 		return ofLevel(t, s.ctx, s.client, "current_executing_requests") == 2
 	})
 	close(release)

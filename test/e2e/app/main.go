@@ -20,9 +20,6 @@ import (
 	"time"
 )
 
-// closingTime is how long clients of kept connections are asked to close them.
-const closingTime = time.Second
-
 var errUsage = errors.New("usage")
 
 func main() {
@@ -53,11 +50,15 @@ func run(ctx context.Context, args []string, hostname string, stderr io.Writer) 
 		return err
 	})
 	fs.Func("work", "`duration` of a request (default 5ms)", func(s string) error { return parse(s, &work) })
+	ask := time.Second
+	fs.Func("closing", "`duration` for which graceful asks clients to close (default 1s)", func(s string) error {
+		return parse(s, &ask)
+	})
 	fs.Func("start-delay", "`duration` of the start, before it listens (default 0s)", func(s string) error {
 		return parse(s, &startDelay)
 	})
-	fs.Func("on-term", "`exit` at once on SIGTERM (default), or graceful: ask clients for 1s to close, and finish "+
-		"what is in flight, 25s at most", func(s string) error {
+	fs.Func("on-term", "`exit` at once on SIGTERM (default), or graceful: ask clients to close, and finish what "+
+		"is in flight, 25s at most", func(s string) error {
 		if graceful = s == "graceful"; !graceful && s != "exit" {
 			return errors.New("want exit or graceful")
 		}
@@ -109,7 +110,7 @@ func run(ctx context.Context, args []string, hostname string, stderr io.Writer) 
 	// Shutdown closes idle connections, and a request that is on its way on one is lost: clients
 	// have to be told first.
 	closing.Store(true)
-	time.Sleep(closingTime)
+	time.Sleep(ask)
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 25*time.Second)
 	defer cancel()
 	return srv.Shutdown(ctx)

@@ -3,7 +3,6 @@ package dashboard
 import (
 	"context"
 	"encoding/json"
-	"errors"
 	"io"
 	"net/http"
 	"slices"
@@ -16,48 +15,9 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/lameduck-io/lameduck/internal/dashboard/api"
-	"github.com/lameduck-io/lameduck/test/cluster"
+	"github.com/lameduck-io/lameduck/test/e2e/harness"
 	"github.com/lameduck-io/lameduck/test/e2e/stage"
 )
-
-// following adds a real kube-proxy, its agent and the barrier to the stage.
-func following(t *testing.T, s *stage.Stage) {
-	t.Helper()
-	err := s.InstallFollowing(t.Context())
-	if errors.Is(err, stage.ErrNoPacketFilter) {
-		cluster.Missing(t, "nft", "apt-get install nftables")
-	}
-	if err != nil {
-		t.Fatal(err)
-	}
-}
-
-// barred makes a namespace whose pods wait at the barrier, and waits until the webhook has heard of
-// it.
-func barred(t *testing.T, s *stage.Stage, name string) {
-	t.Helper()
-	if err := s.CreateNamespace(t.Context(), name); err != nil {
-		t.Fatal(err)
-	}
-	label := `{"metadata":{"labels":{"lameduck.io/barrier":"enabled"}}}`
-	if _, err := s.Kube.CoreV1().Namespaces().Patch(t.Context(), name, types.MergePatchType, []byte(label),
-		metav1.PatchOptions{}); err != nil {
-		t.Fatal(err)
-	}
-	probe := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Name: "probe"},
-		Spec: corev1.PodSpec{NodeName: "no-such-node", Containers: []corev1.Container{{Name: "app", Image: "app"}}}}
-	for end := time.Now().Add(20 * time.Second); ; time.Sleep(50 * time.Millisecond) {
-		p, err := s.Kube.CoreV1().Pods(name).Create(t.Context(), probe,
-			metav1.CreateOptions{DryRun: []string{metav1.DryRunAll}})
-		if err == nil && p.Spec.Containers[0].Lifecycle != nil &&
-			p.Spec.Containers[0].Lifecycle.PreStop.HTTPGet != nil {
-			return
-		}
-		if time.Now().After(end) {
-			t.Fatalf("pods in %s get no hook: %v, %+v", name, err, p)
-		}
-	}
-}
 
 // view reads the API.
 func view(t *testing.T) (v api.View) {
@@ -83,8 +43,8 @@ func view(t *testing.T) (v api.View) {
 func TestBothGatesAndHealthAreSeen(t *testing.T) {
 	b := start(t)
 	s := open(t)
-	following(t, s)
-	barred(t, s, "both")
+	harness.InstallFollowing(t, s)
+	harness.Barred(t, s.Kube, "both", nil)
 	shop(t, s, "both", 200*time.Millisecond)
 	nodes, err := s.Pods(t.Context(), "lameduck-node", "app.kubernetes.io/component=node")
 	if err != nil || len(nodes) != 1 {

@@ -24,6 +24,7 @@ import (
 	"k8s.io/cri-streaming/pkg/streaming/portforward"
 
 	"github.com/lameduck-io/lameduck/test/cluster"
+	"github.com/lameduck-io/lameduck/test/e2e/harness"
 	"github.com/lameduck-io/lameduck/test/e2e/stage"
 )
 
@@ -98,7 +99,7 @@ func plugin(t *testing.T, kubeconfig string, args ...string) (stdout, stderr str
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
 	defer cancel()
-	cmd := exec.CommandContext(ctx, filepath.Join(stage.Programs(t), "kubectl-lameduck"),
+	cmd := exec.CommandContext(ctx, filepath.Join(harness.Programs(t), "kubectl-lameduck"),
 		append(args, "--kubeconfig", kubeconfig)...)
 	var out, errs bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &out, &errs
@@ -121,9 +122,7 @@ func TestKubectl(t *testing.T) {
 	s := open(t)
 	serveKubelet(t)
 	const ns = "kubectl"
-	if err := s.CreateNamespace(t.Context(), ns); err != nil {
-		t.Fatal(err)
-	}
+	harness.Namespace(t, s.Kube, ns, nil)
 	shop(t, s, ns, 1500*time.Millisecond)
 	admin := s.Cluster.Kubeconfig()
 	say := func(args ...string) string {
@@ -164,14 +163,15 @@ func TestKubectl(t *testing.T) {
 	}
 
 	// As kubectl finds it: on the PATH.
-	t.Setenv("PATH", stage.Programs(t)+string(os.PathListSeparator)+os.Getenv("PATH"))
+	t.Setenv("PATH", harness.Programs(t)+string(os.PathListSeparator)+os.Getenv("PATH"))
 	if out, err := s.Cluster.Kubectl(t.Context(), "lameduck", "status"); err != nil || !strings.Contains(out, gateway) {
 		t.Errorf("as a plugin: %v: %s", err, out)
 	}
 
-	// --watch tells of every pod of a rolling update, from its beginning to its end.
+	// --watch tells how the drain of every pod of a rolling update ends, and how it goes if it is
+	// long enough to be seen.
 	ctx, cancel := context.WithCancel(t.Context())
-	watch := exec.CommandContext(ctx, filepath.Join(stage.Programs(t), "kubectl-lameduck"), "drains", "--watch", "-n",
+	watch := exec.CommandContext(ctx, filepath.Join(harness.Programs(t), "kubectl-lameduck"), "drains", "--watch", "-n",
 		ns, "-o", "json", "--kubeconfig", admin)
 	watch.Cancel = func() error { return watch.Process.Signal(os.Interrupt) }
 	out, err := os.Create(filepath.Join(t.TempDir(), "watched"))
@@ -196,7 +196,7 @@ func TestKubectl(t *testing.T) {
 	go func() {
 		for end := time.Now().Add(most); time.Now().Before(end); {
 			out, _, err := plugin(t, admin, "drains", "-o", "wide")
-			if err == nil && strings.Contains(out, gateway) {
+			if err == nil && strings.Contains(out, gateway+" (removed)") {
 				seen <- out
 				return
 			}
@@ -224,8 +224,7 @@ func TestKubectl(t *testing.T) {
 	}
 	incomplete := func(pod corev1.Pod) bool {
 		all := types(pod)
-		return !slices.ContainsFunc(all, func(s string) bool { return strings.HasPrefix(s, "drain ") }) ||
-			all[len(all)-1] != "outcome Acknowledged"
+		return len(all) == 0 || all[len(all)-1] != "outcome Acknowledged"
 	}
 	for end := time.Now().Add(most); slices.ContainsFunc(pods, incomplete) && time.Now().Before(end); {
 		time.Sleep(50 * time.Millisecond)
@@ -238,6 +237,66 @@ func TestKubectl(t *testing.T) {
 	for _, pod := range pods {
 		if incomplete(pod) {
 			t.Errorf("--watch says of %s: %q", pod.Name, types(pod))
+		}
+	}
+	namesGaps(t, s, ns, say)
+}
+
+// namesGaps shows that status counts the Services that are waited for, and names what routes the
+// others.
+func namesGaps(t *testing.T, s *stage.Stage, ns string, say func(...string) string) {
+	t.Helper()
+	if err := s.Apply(t.Context(), fmt.Sprintf(`
+apiVersion: v1
+kind: Service
+metadata: {name: outside, namespace: %[1]s}
+spec: {type: NodePort, selector: {app: web}, ports: [{port: 80}]}
+---
+apiVersion: networking.k8s.io/v1
+kind: Ingress
+metadata: {name: front, namespace: %[1]s}
+spec:
+  ingressClassName: nginx
+  defaultBackend: {service: {name: web, port: {number: 80}}}
+`, ns)); err != nil {
+		t.Fatal(err)
+	}
+	var is struct {
+		Coverage struct {
+			Services, Whole, Possible, Uncovered int
+			Items                                []struct{ Service, Name, Why string }
+		}
+	}
+	harness.Await(t, 30*time.Second, "status names both", func() error { // a summary is given again for 10 s
+		if err := json.Unmarshal([]byte(say("status", "-o", "json")), &is); err != nil {
+			return err
+		}
+		var got []string
+		for _, i := range is.Coverage.Items {
+			got = append(got, i.Service+" "+i.Name)
+		}
+		for _, want := range []string{"%s/outside kube-proxy", "%[1]s/web Ingress %[1]s/front"} {
+			if want = fmt.Sprintf(want, ns); !slices.Contains(got, want) {
+				return fmt.Errorf("no %s in %q", want, got)
+			}
+		}
+		return nil
+	})
+	c, text := is.Coverage, say("status")
+	wanted := []string{
+		fmt.Sprintf("Services with pods: %d. Waited for whole: %d; not known: %d; not waited for: %d.", c.Services,
+			c.Whole, c.Possible, c.Services-c.Whole-c.Possible),
+		"NOT-WAITED-FOR-BECAUSE", `no gateway of its class "nginx" is declared`,
+	}
+	for _, i := range c.Items { // that of kube-proxy depends on whether another test has put an agent on the node
+		if i.Why == "" {
+			t.Errorf("no reason for %s", i.Service)
+		}
+		wanted = append(wanted, i.Why)
+	}
+	for _, want := range wanted {
+		if !strings.Contains(text, want) {
+			t.Errorf("no %q in\n%s", want, text)
 		}
 	}
 }

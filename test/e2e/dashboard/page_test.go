@@ -26,6 +26,7 @@ import (
 	"github.com/chromedp/chromedp/kb"
 
 	"github.com/lameduck-io/lameduck/internal/coordinator"
+	"github.com/lameduck-io/lameduck/internal/coverage"
 	"github.com/lameduck-io/lameduck/internal/dashboard"
 	"github.com/lameduck-io/lameduck/internal/dashboard/api"
 	"github.com/lameduck-io/lameduck/pkg/admission"
@@ -86,11 +87,12 @@ func (m *made) Review(_ context.Context, token string) error {
 	case "good":
 		return nil
 	case "weak":
-		return fmt.Errorf("%w: jane needs the verb get on drains.lameduck.io in all namespaces", dashboard.ErrForbidden)
+		return fmt.Errorf("%w: jane needs the verb get on drains.lameduck.io in all namespaces",
+			coordinator.ErrForbidden)
 	case "away":
 		return errors.New("the API server does not answer")
 	default:
-		return dashboard.ErrUnauthenticated
+		return coordinator.ErrUnauthenticated
 	}
 }
 
@@ -178,7 +180,7 @@ func busy() *made {
 		w.Gateway = "kube-proxy"
 		return w
 	}
-	v.Barriers = []coordinator.Barrier{
+	v.Barriers = []coordinator.OpenBarrier{
 		{View: drain.View{Status: drain.Status{Pod: pod(41, "cart-75c8d9f7b-tt2xz"), Phase: drain.Unrouting,
 			Since: ago(4 * time.Second), Deadline: now.Add(26 * time.Second), Owed: 3,
 			Waiting: []drain.Waiting{{Name: "lameduck-node/agent-7kq2x"}}, Stated: 25 * time.Second},
@@ -237,7 +239,8 @@ func busy() *made {
 func serve(t *testing.T, m *made, address string) (url string, end func()) {
 	t.Helper()
 	d := dashboard.New(dashboard.Options{
-		Coordinator: m, Explainer: m, Reviewer: m, Log: slog.New(slog.DiscardHandler),
+		Coordinator: m, Explainer: m, Reviewer: m, Coverage: covers, Summary: gaps,
+		Log:  slog.New(slog.DiscardHandler),
 		Node: func(name string, _ drain.AgentID) string { return "node-" + name[len(name)-1:] },
 		Pod: func(of drain.Pod) *corev1.Pod {
 			hook := func(h corev1.LifecycleHandler) *corev1.Lifecycle { return &corev1.Lifecycle{PreStop: &h} }
@@ -268,18 +271,10 @@ func serve(t *testing.T, m *made, address string) (url string, end func()) {
 		scheme = "https"
 		server.StartTLS()
 	}
-	ctx, cancel := context.WithCancel(context.Background())
-	var running sync.WaitGroup
-	running.Go(func() { d.Run(ctx) })
-	var once sync.Once
-	end = func() {
-		once.Do(func() {
-			cancel()
-			running.Wait()
-			server.CloseClientConnections()
-			server.Close()
-		})
-	}
+	end = sync.OnceFunc(func() {
+		server.CloseClientConnections()
+		server.Close()
+	})
 	t.Cleanup(end)
 	return scheme + "://" + listener.Addr().String() + "/", end
 }
@@ -355,7 +350,8 @@ func lowContrast(b *browser) string {
 			if (![...e.childNodes].some((n) => n.nodeType === 3 && n.textContent.trim()) || !e.checkVisibility() || e.closest('svg, .hidden, thead, noscript')) continue;
 			const a = light(rgb(getComputedStyle(e).color)), g = light(ground(e));
 			const contrast = (Math.max(a, g) + 0.05) / (Math.min(a, g) + 0.05);
-			if (contrast < 4.5) bad.add(e.tagName + '.' + e.className + ' "' + e.textContent.trim().slice(0, 30) + '" ' + contrast.toFixed(2));
+			if (contrast < 4.5) bad.add(e.tagName + '.' + e.className + ' "' + e.textContent.trim().slice(0, 30) +
+				'" ' + contrast.toFixed(2));
 		}
 		return [...bad].join('; ');
 	})()`)
@@ -427,7 +423,7 @@ func TestThePageKnowsTheTime(t *testing.T) {
 				Waiting: []drain.Waiting{{Name: "edge/haproxy-0"}}},
 			Entered: now, Told: now, Acknowledgers: 1,
 			Reports: []coordinator.AgentReport{{AgentReport: drain.AgentReport{Agent: "a", Name: "edge/haproxy-0",
-				State: drain.Routing, Connected: true}, Since: now}},
+				State: drain.Routing, Connected: true, Since: now}}},
 		}}
 	})
 	b.await("#verdict", "1 pod is draining, nobody is late")
@@ -469,14 +465,11 @@ func TestThePageSpeaksWithAnOlderReplica(t *testing.T) {
 	}
 	rest := httputil.NewSingleHostReverseProxy(to)
 	older := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if r.URL.Path != api.EventsPath {
+		if r.URL.Path != api.ViewPath {
 			rest.ServeHTTP(w, r)
 			return
 		}
-		w.Header().Set("Content-Type", "text/event-stream")
-		fmt.Fprintf(w, "event: view\ndata: %s\n\n", view)
-		_ = http.NewResponseController(w).Flush()
-		<-r.Context().Done()
+		_, _ = w.Write(view)
 	}))
 	t.Cleanup(func() { older.CloseClientConnections(); older.Close() })
 	b := start(t)
@@ -545,7 +538,8 @@ func TestThePageIsReachedByKeyboard(t *testing.T) {
 		t.Errorf("bars without a name of their own: %s", bad)
 	}
 	if got := of[string](b,
-		`document.querySelector('main h2').id + ' ' + document.querySelector('main h2 + p').id`); got != "verdict-h verdict-text" {
+		`document.querySelector('main h2').id + ' ' + document.querySelector('main h2 + p').id`,
+	); got != "verdict-h verdict-text" {
 		t.Errorf("the first heading and what follows it: %s", got)
 	}
 	for _, landmark := range []string{"header", "main", "footer"} {
@@ -553,6 +547,20 @@ func TestThePageIsReachedByKeyboard(t *testing.T) {
 			t.Errorf("no landmark %s", landmark)
 		}
 	}
+}
+
+// covers says that nothing observes kube-proxy.
+func covers(_ context.Context, service drain.Service, _ bool) (coverage.Service, error) {
+	proxy := coverage.Consumer{Service: service, Name: "kube-proxy", Kind: "kube-proxy", State: coverage.Possible,
+		Why: "no agent on the nodes observes it"}
+	return coverage.Service{Name: service, Known: true, Consumers: []coverage.Consumer{proxy}}, nil
+}
+
+// gaps says that an Ingress is not waited for.
+func gaps(context.Context) (coverage.Summary, error) {
+	return coverage.Summary{Services: 7, Whole: 6, Gaps: []coverage.Consumer{{
+		Service: drain.Service{Namespace: "shop", Name: "web"}, Name: "Ingress shop/front",
+		Kind: "Ingress", State: coverage.Uncovered, Why: "no gateway of its class \"nginx\" is declared"}}}, nil
 }
 
 func TestThePageExplains(t *testing.T) {
@@ -573,6 +581,7 @@ func TestThePageExplains(t *testing.T) {
 			t.Errorf("it explains %q, want %q", got, text)
 		}
 	}
+	b.await("#coverage", "Ingress shop/front")
 	b.picture("made-explain", true)
 	b.expectLoss() // a 404 is told to the console
 	ask("nobody")

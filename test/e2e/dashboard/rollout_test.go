@@ -5,16 +5,15 @@ import (
 	"encoding/json"
 	"net/netip"
 	"os"
-	"path/filepath"
 	"slices"
 	"strings"
-	"sync"
 	"testing"
 	"time"
 
 	"github.com/chromedp/chromedp"
 
 	"github.com/lameduck-io/lameduck/test/cluster"
+	"github.com/lameduck-io/lameduck/test/e2e/harness"
 	"github.com/lameduck-io/lameduck/test/e2e/load"
 	"github.com/lameduck-io/lameduck/test/e2e/stage"
 )
@@ -23,45 +22,14 @@ import (
 // loopback address.
 const address = "127.0.0.1:9445"
 
-var (
-	openOnce sync.Once
-	opened   *stage.Stage
-	errOpen  error
-)
-
 // open returns the stage that the tests share: one node, one coordinator with its page, the
 // webhook.
 func open(t *testing.T) *stage.Stage {
 	t.Helper()
-	if _, err := stage.HAProxy(); err != nil {
-		cluster.Missing(t, "haproxy", "apt-get install haproxy")
-	}
-	cluster.Entered(t)
-	bin := stage.Programs(t)
-	openOnce.Do(func() {
-		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
-		defer cancel()
-		// It finds the kubelet, see serveKubelet, by the node's address: there is no DNS.
-		var c *cluster.Cluster
-		if c, errOpen = cluster.Start(context.Background(),
-			cluster.Options{APIServer: []string{"--kubelet-preferred-address-types=InternalIP"},
-				LogDir: os.Getenv("LAMEDUCK_LOGS")}); errOpen != nil {
-			return
-		}
-		options := stage.Options{Bin: bin, Dir: filepath.Join(os.TempDir(), "n"),
-			WebhookArgs: []string{"--dashboard-address=" + address}}
-		if opened, errOpen = stage.Open(ctx, c, options); errOpen != nil {
-			return
-		}
-		if errOpen = opened.InstallCoordinator(ctx); errOpen != nil {
-			return
-		}
-		errOpen = opened.InstallWebhook(ctx, 1)
-	})
-	if errOpen != nil {
-		t.Fatal(errOpen)
-	}
-	return opened
+	harness.HAProxy(t)
+	// The API server finds the kubelet, see serveKubelet, by the node's address: there is no DNS.
+	return harness.Stage(t, cluster.Options{APIServer: []string{"--kubelet-preferred-address-types=InternalIP"}},
+		stage.Options{WebhookArgs: []string{"--dashboard-address=" + address}})
 }
 
 // shop installs into a namespace an application of four pods, behind HAProxy and its agent, with
@@ -110,9 +78,7 @@ window.lost = 0; new MutationObserver(() => { lost++; }).observe(document.queryS
 func TestARollingUpdateIsSeen(t *testing.T) {
 	b := start(t)
 	s := open(t)
-	if err := s.CreateNamespace(t.Context(), "shop"); err != nil {
-		t.Fatal(err)
-	}
+	harness.Namespace(t, s.Kube, "shop", nil)
 	shop(t, s, "shop", 1500*time.Millisecond)
 	old, err := s.Pods(t.Context(), "shop", "app=web")
 	if err != nil {
@@ -180,7 +146,7 @@ func TestARollingUpdateIsSeen(t *testing.T) {
 		}
 	}
 	if n := of[int](b, "lost"); n > 0 {
-		t.Errorf("the stream of events was lost and came back: %d changes", n)
+		t.Errorf("the connection was lost and came back: %d changes", n)
 	}
 	outcomes := of[[]string](b, "[...document.querySelectorAll('#outcomes-table tbody tr')].map((r) => "+
 		"r.innerText.replace(/\\s+/g, ' '))")

@@ -7,7 +7,8 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/lameduck-io/lameduck/internal/dashboard"
+	"github.com/lameduck-io/lameduck/internal/coordinator"
+	"github.com/lameduck-io/lameduck/internal/identity"
 )
 
 // What docs/dashboard.md tells operators to do for a token, by the real API server: it lets the
@@ -23,7 +24,7 @@ func TestTokensOfTheDocuments(t *testing.T) {
 	if role == nil || len(commands) != 3 {
 		t.Fatalf("the document has changed: %d commands", len(commands))
 	}
-	reviewer := func() *dashboard.Kubernetes { return dashboard.NewKubernetes(s.Kube) } // which remembers nothing yet
+	reviewer := func() *identity.Kubernetes { return identity.New(s.Kube) } // which remembers nothing yet
 	run := func(args string) string {
 		t.Helper()
 		out, err := s.Cluster.Kubectl(t.Context(), append([]string{"-n", "default"}, strings.Fields(args)...)...)
@@ -34,7 +35,7 @@ func TestTokensOfTheDocuments(t *testing.T) {
 	}
 	run(string(commands[0][1]))
 	token := run(string(commands[2][1]))
-	if err := reviewer().Review(t.Context(), token); !errors.Is(err, dashboard.ErrForbidden) ||
+	if err := reviewer().Review(t.Context(), token); !errors.Is(err, coordinator.ErrForbidden) ||
 		!strings.Contains(err.Error(), "system:serviceaccount:default:viewer") {
 		t.Errorf("without the right: %v", err)
 	}
@@ -46,7 +47,7 @@ func TestTokensOfTheDocuments(t *testing.T) {
 		t.Errorf("with the right: %v", err)
 	}
 	if err := reviewer().Review(t.Context(), run("create token viewer")); !errors.Is(err,
-		dashboard.ErrUnauthenticated) {
+		coordinator.ErrUnauthenticated) {
 		t.Errorf("a token for the API server: %v", err)
 	}
 	if out, err := s.Cluster.Kubectl(t.Context(), "get", "pods", "--token="+token, "--kubeconfig=/dev/null",

@@ -16,17 +16,14 @@ import (
 	"time"
 
 	"github.com/lameduck-io/lameduck/internal/dashboard/api"
-	"github.com/lameduck-io/lameduck/test/cluster"
-	"github.com/lameduck-io/lameduck/test/e2e/stage"
+	"github.com/lameduck-io/lameduck/test/e2e/harness"
 )
 
 // What make demo KEEP=1 does, and Ctrl-C then: the page's address is printed, is reached from
 // outside, shows rolling updates, and afterwards there is no process, no file and no listener left.
 // Without this the demo could leave a control plane behind on operators' machines.
 func TestKeepShowsThePageUntilInterrupted(t *testing.T) {
-	if _, err := stage.HAProxy(); err != nil {
-		cluster.Missing(t, "haproxy", "apt-get install haproxy")
-	}
+	harness.HAProxy(t)
 	dir, err := os.MkdirTemp("", "d") // the path of a socket below it must not be long, as t.TempDir's is
 	if err != nil {
 		t.Fatal(err)
@@ -39,7 +36,7 @@ func TestKeepShowsThePageUntilInterrupted(t *testing.T) {
 	if out, err := exec.Command("go", "build", "-o", program, ".").CombinedOutput(); err != nil {
 		t.Fatalf("%v: %s", err, out)
 	}
-	cmd := exec.Command(program, "-bin", stage.Programs(t), "-keep", "-lag", "0s", "-rate", "100", "-out",
+	cmd := exec.Command(program, "-bin", harness.Programs(t), "-keep", "-lag", "0s", "-rate", "100", "-out",
 		filepath.Join(dir, "demo.json"))
 	cmd.Env = append(os.Environ(), "TMPDIR="+temporary)
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true} // a group of its own, as a shell gives it
@@ -147,7 +144,7 @@ func TestKeepShowsThePageUntilInterrupted(t *testing.T) {
 	if left, err := os.ReadDir(temporary); err != nil || len(left) > 0 {
 		t.Errorf("files are left: %v %v", left, err)
 	}
-	if left := processes(t, dir, stage.Programs(t)); len(left) > 0 {
+	if left := processes(t, dir, harness.Programs(t)); len(left) > 0 {
 		t.Errorf("processes are left: %q", left)
 	}
 }

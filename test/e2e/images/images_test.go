@@ -15,14 +15,11 @@ import (
 	"time"
 
 	"github.com/google/go-cmp/cmp"
-	"helm.sh/helm/v4/pkg/chart/common"
-	"helm.sh/helm/v4/pkg/chart/common/util"
-	"helm.sh/helm/v4/pkg/chart/v2/loader"
-	"helm.sh/helm/v4/pkg/engine"
 	"sigs.k8s.io/yaml"
 
 	"github.com/lameduck-io/lameduck/test/cluster"
 	"github.com/lameduck-io/lameduck/test/cluster/machine"
+	"github.com/lameduck-io/lameduck/test/e2e/harness"
 )
 
 func TestMain(m *testing.M) { cluster.MainAsRoot(m) }
@@ -155,7 +152,9 @@ func TestARelease(t *testing.T) {
 		ended(name, ref)
 		program := strings.TrimSuffix(name, "-by-digest")
 		said := kubectl("logs", "-n", namespace, name)
-		if want := regexp.MustCompile(`^` + program + ` dev, commit ([0-9a-f]{40}(-dirty)?|unknown), go1\.\S+ linux/` + runtime.GOARCH + `\n$`); !want.MatchString(said) {
+		if want := regexp.MustCompile(`^` + program +
+			` dev, commit ([0-9a-f]{40}(-dirty)?|unknown), go1\.\S+ linux/` +
+			runtime.GOARCH + `\n$`); !want.MatchString(said) {
 			t.Errorf("%s said %q", ref, said)
 		}
 	}
@@ -231,30 +230,12 @@ func objects(t *testing.T, texts ...string) map[string]object {
 // that with what kubectl makes of the manifests' archive.
 func sameAsTheChart(t *testing.T, c *cluster.Cluster, dir string) {
 	t.Helper()
-	chart, err := loader.LoadFile(filepath.Join(dir, "lameduck-0.0.0-dev.tgz"))
+	charted, _, err := harness.Chart(t, filepath.Join(dir, "lameduck-0.0.0-dev.tgz"),
+		object{"createNamespace": true, "barrier": object{"enabled": true}})
 	if err != nil {
 		t.Fatal(err)
 	}
-	values, err := util.ToRenderValues(chart, object{"createNamespace": true, "barrier": object{"enabled": true}},
-		common.ReleaseOptions{Name: "lameduck", Namespace: "lameduck-system", IsInstall: true}, nil)
-	if err != nil {
-		t.Fatal(err)
-	}
-	rendered, err := engine.Engine{Strict: true}.RenderWithContext(t.Context(), chart, values)
-	if err != nil {
-		t.Fatal(err)
-	}
-	var charted []string
-	for name, text := range rendered {
-		if strings.HasSuffix(name, ".yaml") && !strings.Contains(name, "/tests/") {
-			charted = append(charted, text)
-		}
-	}
-	got := objects(t, charted...)
-	// By it a change of the configuration starts other pods; a release is another pod anyway.
-	for _, entry := range []string{"0", "1"} {
-		delete(got["Deployment lameduck-system/lameduck-webhook-"+entry]["spec"].(object)["template"].(object)["metadata"].(object), "annotations")
-	}
+	got := objects(t, charted)
 	file := func(name string) string {
 		content, err := os.ReadFile(filepath.Join(dir, name))
 		if err != nil {
@@ -262,15 +243,25 @@ func sameAsTheChart(t *testing.T, c *cluster.Cluster, dir string) {
 		}
 		return string(content)
 	}
-	if diff := cmp.Diff(objects(t, file("install.yaml"), file("barrier.yaml")), got); diff != "" {
+	want := objects(t, file("install.yaml"), file("barrier.yaml"))
+	for _, all := range []map[string]object{want, got} {
+		for _, o := range all {
+			harness.Plain(o)
+		}
+	}
+	if diff := cmp.Diff(want, got); diff != "" {
 		t.Errorf("install.yaml and barrier.yaml (-) and the chart (+): %s", diff)
 	}
 	unpacked := t.TempDir()
-	if out, err := exec.CommandContext(t.Context(), "tar", "-xzf", filepath.Join(dir, "manifests-dev.tar.gz"), "-C", unpacked).CombinedOutput(); err != nil {
+	archive := filepath.Join(dir, "manifests-dev.tar.gz")
+	tar := exec.CommandContext(t.Context(), "tar", "-xzf", archive, "-C", unpacked)
+	if out, err := tar.CombinedOutput(); err != nil {
 		t.Fatalf("%v: %s", err, out)
 	}
 	for name, folder := range map[string]string{
-		"install.yaml": "base", "install-cert-manager.yaml": "overlays/cert-manager", "install-own-certificates.yaml": "overlays/own-certificates", "barrier.yaml": "barrier", "check.yaml": "check",
+		"install.yaml": "base", "install-cert-manager.yaml": "overlays/cert-manager",
+		"install-own-certificates.yaml": "overlays/own-certificates",
+		"barrier.yaml":                  "barrier", "check.yaml": "check",
 	} {
 		out, err := c.Kubectl(t.Context(), "kustomize", filepath.Join(unpacked, "manifests", folder))
 		if err != nil {

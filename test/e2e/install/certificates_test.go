@@ -17,6 +17,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 
+	"github.com/lameduck-io/lameduck/test/e2e/harness"
 	"github.com/lameduck-io/lameduck/test/e2e/load"
 	"github.com/lameduck-io/lameduck/test/e2e/stage"
 )
@@ -110,7 +111,7 @@ func slowCaller(t *testing.T, s *stage.Stage, stopped *atomic.Bool) (all int, fa
 // together, a deletion would go on unasked.
 func TestRotationFailsNoCall(t *testing.T) {
 	s := open(t)
-	ns := namespace(t, s, "rotation")
+	ns := harness.Namespace(t, s.Kube, "rotation", nil)
 	if err := s.InstallApp(t.Context(), stage.App{Namespace: ns, Replicas: 4, StartDelay: 200 * time.Millisecond,
 		Work: 20 * time.Millisecond}); err != nil {
 		t.Fatal(err)
@@ -169,7 +170,7 @@ func TestRotationFailsNoCall(t *testing.T) {
 			t.Fatal(err)
 		}
 		asked := time.Now()
-		until(t, "another set is in use, and the former is forgotten", time.Minute, func() bool {
+		harness.Until(t, time.Minute, "another set is in use, and the former is forgotten", func() bool {
 			now := kept(t, s)
 			return !seen[now.Current.Secret] && now.Next == nil && now.Former == nil
 		})
@@ -182,7 +183,7 @@ func TestRotationFailsNoCall(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
-		until(t, "path and CA are those of the set, and no other", 5*time.Second, func() bool {
+		harness.Until(t, 5*time.Second, "path and CA are those of the set, and no other", func() bool {
 			config, err := s.Kube.AdmissionregistrationV1().ValidatingWebhookConfigurations().Get(t.Context(),
 				"lameduck", metav1.GetOptions{})
 			if err != nil {
@@ -234,13 +235,14 @@ func TestRotationFailsNoCall(t *testing.T) {
 func TestLostPathAndCAComeBack(t *testing.T) {
 	s := open(t)
 	// Of the second entry: each is looked at.
-	patch := `[{"op":"remove","path":"/webhooks/1/clientConfig/caBundle"},{"op":"replace","path":"/webhooks/1/clientConfig/url","value":"https://10.244.250.2:9443"}]`
+	patch := `[{"op":"remove","path":"/webhooks/1/clientConfig/caBundle"},` +
+		`{"op":"replace","path":"/webhooks/1/clientConfig/url","value":"https://10.244.250.2:9443"}]`
 	if _, err := s.Kube.AdmissionregistrationV1().ValidatingWebhookConfigurations().Patch(t.Context(),
 		"lameduck", types.JSONPatchType, []byte(patch), metav1.PatchOptions{}); err != nil {
 		t.Fatal(err)
 	}
 	began := time.Now()
-	until(t, "the path and the CA are back", 5*time.Second, func() bool {
+	harness.Until(t, 5*time.Second, "the path and the CA are back", func() bool {
 		got, err := s.Kube.AdmissionregistrationV1().ValidatingWebhookConfigurations().Get(t.Context(),
 			"lameduck", metav1.GetOptions{})
 		return err == nil && len(got.Webhooks[1].ClientConfig.CABundle) > 0 &&

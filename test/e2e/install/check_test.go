@@ -9,6 +9,7 @@ import (
 
 	"sigs.k8s.io/yaml"
 
+	"github.com/lameduck-io/lameduck/test/e2e/harness"
 	"github.com/lameduck-io/lameduck/test/e2e/stage"
 )
 
@@ -22,7 +23,7 @@ func check(t *testing.T, s *stage.Stage, as string, args ...string) (string, err
 			t.Fatal(err)
 		}
 	}
-	out, err := exec.Command(filepath.Join(stage.Programs(t), "webhook"),
+	out, err := exec.Command(filepath.Join(harness.Programs(t), "webhook"),
 		append([]string{"check", "--kubeconfig", kubeconfig}, args...)...).CombinedOutput()
 	return string(out), err
 }
@@ -32,7 +33,9 @@ func check(t *testing.T, s *stage.Stage, as string, args ...string) (string, err
 func TestCheck(t *testing.T) {
 	s := open(t)
 	if out, err := check(t, s, ""); err != nil ||
-		!regexp.MustCompile(`^pods-0.lameduck.io: Lameduck answers: replica lameduck-webhook-0-.*\npods-1.lameduck.io: Lameduck answers: replica lameduck-webhook-1-.*\n$`).MatchString(out) {
+		!regexp.MustCompile(
+			`^pods-0.lameduck.io: Lameduck answers: replica lameduck-webhook-0-.*\n`+
+				`pods-1.lameduck.io: Lameduck answers: replica lameduck-webhook-1-.*\n$`).MatchString(out) {
 		t.Errorf("%v: %s", err, out)
 	}
 	// One entry that does not work is not hidden by another that does.

@@ -20,7 +20,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 
-	"github.com/lameduck-io/lameduck/test/cluster"
+	"github.com/lameduck-io/lameduck/test/e2e/harness"
 	"github.com/lameduck-io/lameduck/test/e2e/monitoring"
 	"github.com/lameduck-io/lameduck/test/e2e/stage"
 )
@@ -45,12 +45,9 @@ func page(t *testing.T, address string) string {
 // panel of the dashboard shows something, each alert asks for what there is, and promtool has
 // nothing to say of any metric.
 func TestEveryPanelHasData(t *testing.T) {
-	prometheus, err := exec.LookPath("prometheus")
-	if err != nil {
-		cluster.Missing(t, "prometheus", "apt-get install prometheus")
-	}
+	prometheus := harness.Program(t, "prometheus", "apt-get install prometheus")
 	s := open(t)
-	ns := namespace(t, s, "metrics")
+	ns := harness.Namespace(t, s.Kube, "metrics", nil)
 	if err := s.InstallApp(t.Context(), stage.App{Namespace: ns, Replicas: 3,
 		Work: 20 * time.Millisecond}); err != nil {
 		t.Fatal(err)
@@ -84,8 +81,9 @@ func TestEveryPanelHasData(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	until(t, "Prometheus has scraped the last of it", 30*time.Second, func() bool {
-		return len(series(t, base, `lameduck_holds`)) == 2 && len(series(t, base, `lameduck_agent_streams`)) == 1
+	harness.Until(t, 30*time.Second, "Prometheus has scraped the last of it", func() bool {
+		return len(harness.Series(t, base, `lameduck_holds`)) == 2 &&
+			len(harness.Series(t, base, `lameduck_agent_streams`)) == 1
 	})
 	for _, row := range monitoring.Rows {
 		if row.Barrier {
@@ -93,7 +91,7 @@ func TestEveryPanelHasData(t *testing.T) {
 		}
 		for _, p := range row.Panels {
 			for _, q := range p.Queries {
-				if len(series(t, base, strings.ReplaceAll(q.Expr, "$__rate_interval", "10s"))) == 0 {
+				if len(harness.Series(t, base, strings.ReplaceAll(q.Expr, "$__rate_interval", "10s"))) == 0 {
 					t.Errorf("panel %q has no data: %s", p.Title, q.Expr)
 				}
 			}
@@ -104,7 +102,7 @@ func TestEveryPanelHasData(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, expr := range regexp.MustCompile(`lameduck_[a-z_]+(\{[^}]*\})?`).FindAllString(string(rules), -1) {
-		if len(series(t, base, expr)) == 0 {
+		if len(harness.Series(t, base, expr)) == 0 {
 			t.Errorf("an alert asks for %s, and there is none", expr)
 		}
 	}
@@ -152,96 +150,16 @@ scrape_configs:
     tls_config: {insecure_skip_verify: true}
     authorization: {credentials: %q}
     static_configs: [{targets: [%q]}]
-`, manifests("monitoring/rules.yaml"), `"`+strings.Join(targets, `", "`)+`"`, s.Cluster.Config().BearerToken, server.Host)
-	return runPrometheus(t, program, config)
+`, manifests("monitoring/rules.yaml"), `"`+strings.Join(targets, `", "`)+`"`,
+		s.Cluster.Config().BearerToken, server.Host)
+	return harness.Prometheus(t, program, config)
 }
 
-// runPrometheus starts one with a configuration, and waits until it is ready.
-func runPrometheus(t *testing.T, program, config string) (base string) {
-	t.Helper()
-	dir := t.TempDir()
-	path := filepath.Join(dir, "prometheus.yml")
-	if err := os.WriteFile(path, []byte(config), 0o600); err != nil {
-		t.Fatal(err)
-	}
-	listener, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	address := listener.Addr().String()
-	listener.Close()
-	log, err := os.Create(filepath.Join(dir, "log"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	cmd := exec.Command(program, "--config.file="+path, "--storage.tsdb.path="+filepath.Join(dir, "data"),
-		"--web.listen-address="+address)
-	cmd.Stdout, cmd.Stderr = log, log
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		_ = cmd.Process.Kill()
-		_ = cmd.Wait()
-		log.Close()
-		if t.Failed() {
-			text, _ := os.ReadFile(filepath.Join(dir, "log"))
-			t.Logf("Prometheus says: %s", text[max(0, len(text)-2000):])
-		}
-	})
-	base = "http://" + address
-	until(t, "Prometheus is ready", 30*time.Second, func() bool {
-		response, err := http.Get(base + "/-/ready")
-		if err != nil {
-			return false
-		}
-		response.Body.Close()
-		return response.StatusCode == http.StatusOK
-	})
-	return base
-}
-
-// series returns the labels of those that have had a value within the last minute.
-func series(t *testing.T, base, expr string) (with []map[string]string) {
-	t.Helper()
-	now := time.Now()
-	query := url.Values{"query": {expr}, "start": {fmt.Sprint(now.Add(-time.Minute).Unix())},
-		"end": {fmt.Sprint(now.Unix())}, "step": {"1"}}
-	response, err := http.Get(base + "/api/v1/query_range?" + query.Encode())
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer response.Body.Close()
-	var answer struct {
-		Error string
-		Data  struct {
-			Result []struct {
-				Metric map[string]string
-				Values [][2]any
-			}
-		}
-	}
-	if err := json.NewDecoder(response.Body).Decode(&answer); err != nil || answer.Error != "" {
-		t.Fatalf("%s: %v %s", expr, err, answer.Error)
-	}
-	for _, r := range answer.Data.Result {
-		for _, v := range r.Values {
-			if v[1] != "NaN" {
-				with = append(with, r.Metric)
-				break
-			}
-		}
-	}
-	return with
-}
-
-// What the operations page says to scrape finds coordinators and agents by the names of their ports, and node agents, which declare none, by the address of their node.
+// What the operations page says to scrape finds coordinators and agents by the names of their
+// ports, and node agents, which declare none, by the address of their node.
 // Debian's Prometheus cannot discover pods: it is given what it would find, and relabels that.
 func TestTheDocumentedScrapeConfiguration(t *testing.T) {
-	prometheus, err := exec.LookPath("prometheus")
-	if err != nil {
-		cluster.Missing(t, "prometheus", "apt-get install prometheus")
-	}
+	prometheus := harness.Program(t, "prometheus", "apt-get install prometheus")
 	s := open(t)
 	var static strings.Builder
 	for _, of := range []struct{ folder, key, address string }{
@@ -264,11 +182,11 @@ func TestTheDocumentedScrapeConfiguration(t *testing.T) {
 	if strings.Count(config, discovery) != 1 {
 		t.Fatalf("not one %s in the scrape configuration of the operations page: %s", discovery, config)
 	}
-	base := runPrometheus(t, prometheus, "scrape_configs:\n"+strings.Replace(config, discovery,
+	base := harness.Prometheus(t, prometheus, "scrape_configs:\n"+strings.Replace(config, discovery,
 		"static_configs: ["+static.String()+"]", 1))
 	want := []string{"http://10.0.0.1:8080/metrics", "http://10.0.0.2:9101/metrics", "http://192.0.2.7:9101/metrics"}
 	var got []string
-	until(t, "Prometheus has targets", 30*time.Second, func() bool {
+	harness.Until(t, 30*time.Second, "Prometheus has targets", func() bool {
 		fetched := page(t, strings.TrimPrefix(base, "http://")+"/api/v1/targets?state=active")
 		var targets struct {
 			Data struct{ ActiveTargets []struct{ ScrapeURL string } }
@@ -288,7 +206,8 @@ func TestTheDocumentedScrapeConfiguration(t *testing.T) {
 	}
 }
 
-// discovered is what Prometheus finds of one pod of a workload: a target for each port of a container, and one for a container without.
+// discovered is what Prometheus finds of one pod of a workload: a target for each port of a
+// container, and one for a container without.
 func discovered(workload object, address string) (all []map[string]string) {
 	template := workload["spec"].(object)["template"].(object)
 	spec := template["spec"].(object)

@@ -1,9 +1,14 @@
 package install
 
 import (
+	"bytes"
+	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
+	"io"
 	"maps"
+	"net/http"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -12,15 +17,12 @@ import (
 	"time"
 
 	"github.com/google/go-cmp/cmp"
-	"helm.sh/helm/v4/pkg/chart/common"
-	"helm.sh/helm/v4/pkg/chart/common/util"
-	"helm.sh/helm/v4/pkg/chart/v2/loader"
-	"helm.sh/helm/v4/pkg/engine"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/yaml"
 
 	"github.com/lameduck-io/lameduck/test/cluster"
+	"github.com/lameduck-io/lameduck/test/e2e/harness"
 	"github.com/lameduck-io/lameduck/test/e2e/stage"
 )
 
@@ -62,40 +64,14 @@ func kustomized(t *testing.T, s *stage.Stage, path string) string {
 // charted renders the chart as helm template --no-hooks does.
 func charted(t *testing.T, values map[string]any) (string, error) {
 	t.Helper()
-	return rendered(t, values, func(path string) bool { return !strings.Contains(path, "/tests/") })
+	text, _, err := harness.Chart(t, harness.ChartDir, values)
+	return text, err
 }
 
-// rendered renders those files of the chart.
-func rendered(t *testing.T, values map[string]any, which func(path string) bool) (string, error) {
-	t.Helper()
-	chart, err := loader.Load(filepath.Join(stage.Manifests(), "..", "..", "charts", "lameduck"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	all, err := util.ToRenderValues(chart, values,
-		common.ReleaseOptions{Name: "lameduck", Namespace: stage.System, IsInstall: true}, nil)
-	if err != nil {
-		t.Fatal(err)
-	}
-	files, err := engine.Engine{Strict: true}.RenderWithContext(t.Context(), chart, all)
-	if err != nil {
-		return "", err
-	}
-	var text strings.Builder
-	for name, content := range files {
-		if strings.HasSuffix(name, ".yaml") && which(name) {
-			text.WriteString("\n---\n" + strings.TrimLeft(content, "\n"))
-		}
-	}
-	return text.String(), nil
-}
-
-// plain leaves out the annotation by which the chart has another configuration start other pods.
+// plain leaves out what the chart alone adds.
 func plain(all map[string]object) map[string]object {
-	for key, o := range all {
-		if strings.HasPrefix(key, "Deployment ") {
-			delete(o["spec"].(object)["template"].(object)["metadata"].(object), "annotations")
-		}
+	for _, o := range all {
+		harness.Plain(o)
 	}
 	return all
 }
@@ -109,7 +85,7 @@ func TestTheChartIsTheManifests(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if diff := cmp.Diff(objects(t, kustomized(t, s, path)), plain(objects(t, chart))); diff != "" {
+		if diff := cmp.Diff(plain(objects(t, kustomized(t, s, path))), plain(objects(t, chart))); diff != "" {
 			t.Errorf("%s (-) and certificates=%s (+): %s", path, certificates, diff)
 		}
 	}
@@ -119,10 +95,10 @@ func TestTheChartIsTheManifests(t *testing.T) {
 	}
 	both := objects(t, kustomized(t, s, "base"))
 	maps.Copy(both, objects(t, kustomized(t, s, "barrier")))
-	if diff := cmp.Diff(both, plain(objects(t, chart))); diff != "" {
+	if diff := cmp.Diff(plain(both), plain(objects(t, chart))); diff != "" {
 		t.Errorf("base and barrier (-) and barrier.enabled=true (+): %s", diff)
 	}
-	text, err := rendered(t, nil, func(path string) bool { return strings.Contains(path, "/tests/") })
+	_, text, err := harness.Chart(t, harness.ChartDir, nil)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -142,7 +118,7 @@ func TestTheChartIsTheManifests(t *testing.T) {
 		}
 		delete(meta, "annotations")
 	}
-	if diff := cmp.Diff(objects(t, kustomized(t, s, "check")), hooks); diff != "" {
+	if diff := cmp.Diff(plain(objects(t, kustomized(t, s, "check"))), plain(hooks)); diff != "" {
 		t.Errorf("manifests/check (-) and the chart's hooks (+): %s", diff)
 	}
 }
@@ -169,8 +145,8 @@ func TestTheChartTouchesItsOwnPodsAlone(t *testing.T) {
 				}
 			case "NetworkPolicy":
 				policies++
-				if labels,
-					_ := spec["podSelector"].(object)["matchLabels"].(object); labels["app.kubernetes.io/name"] != "lameduck" {
+				labels, _ := spec["podSelector"].(object)["matchLabels"].(object)
+				if labels["app.kubernetes.io/name"] != "lameduck" {
 					t.Errorf("%s selects pods of others: %v", key, spec["podSelector"])
 				}
 			case "Deployment", "DaemonSet":
@@ -190,29 +166,36 @@ func TestTheChartTouchesItsOwnPodsAlone(t *testing.T) {
 func TestTheChartsImages(t *testing.T) {
 	digest := "sha256:" + strings.Repeat("0", 64)
 	values := map[string]any{
-		"image":   map[string]any{"registry": "mirror.example:5000/x", "pullSecrets": []any{"pull"}},
-		"barrier": map[string]any{"enabled": true, "agentImage": "docker.io/lameduck/agent:v1@" + digest, "waitImage": "ghcr.io/lameduck/lameduck-wait:v1@" + digest},
+		"image": map[string]any{"registry": "mirror.example:5000/x", "pullSecrets": []any{"pull"}},
+		"barrier": map[string]any{"enabled": true,
+			"agentImage": "docker.io/lameduck/agent:v1@" + digest,
+			"waitImage":  "ghcr.io/lameduck/lameduck-wait:v1@" + digest},
 	}
-	text, err := rendered(t, values, func(string) bool { return true })
+	text, hooks, err := harness.Chart(t, harness.ChartDir, values)
 	if err != nil {
 		t.Fatal(err)
 	}
-	all := objects(t, text)
+	all := objects(t, text+hooks)
 	for key, image := range map[string]string{
-		"Deployment lameduck-system/lameduck-webhook-0": "lameduck/webhook:dev", "Job lameduck-system/lameduck-check": "lameduck/webhook:dev",
-		"DaemonSet lameduck-node/lameduck-node": "lameduck/agent:v1@" + digest,
+		"Deployment lameduck-system/lameduck-webhook-0": "lameduck/webhook:dev",
+		"Job lameduck-system/lameduck-check":            "lameduck/webhook:dev",
+		"DaemonSet lameduck-node/lameduck-node":         "lameduck/agent:v1@" + digest,
 	} {
 		spec := all[key]["spec"].(object)["template"].(object)["spec"].(object)
-		if got := spec["containers"].([]any)[0].(object)["image"]; got != "mirror.example:5000/x/"+image || fmt.Sprint(spec["imagePullSecrets"]) != "[map[name:pull]]" {
+		if got := spec["containers"].([]any)[0].(object)["image"]; got != "mirror.example:5000/x/"+image ||
+			fmt.Sprint(spec["imagePullSecrets"]) != "[map[name:pull]]" {
 			t.Errorf("%s has the image %v, with %v", key, got, spec["imagePullSecrets"])
 		}
 	}
-	want := "barrier:\n  image: mirror.example:5000/x/lameduck/lameduck-wait:v1@" + digest + "\n  imagePullSecrets:\n  - pull\n"
-	if got := all["ConfigMap lameduck-system/lameduck-coordinator"]["data"].(object)["coordinator.yaml"].(string); !strings.Contains(got, want) {
+	want := "barrier:\n  image: mirror.example:5000/x/lameduck/lameduck-wait:v1@" + digest +
+		"\n  imagePullSecrets:\n  - pull\n"
+	data := all["ConfigMap lameduck-system/lameduck-coordinator"]["data"].(object)
+	if got := data["coordinator.yaml"].(string); !strings.Contains(got, want) {
 		t.Errorf("the coordinator is configured by %s, want %s", got, want)
 	}
 	values["config"] = map[string]any{"barrier": map[string]any{"image": "mine/wait:1"}}
-	if text, err = charted(t, values); err != nil || !strings.Contains(text, "image: mine/wait:1\n") || strings.Contains(text, "lameduck-wait:v1") {
+	if text, err = charted(t, values); err != nil || !strings.Contains(text, "image: mine/wait:1\n") ||
+		strings.Contains(text, "lameduck-wait:v1") {
 		t.Errorf("config.barrier.image does not win: %v", err)
 	}
 }
@@ -221,10 +204,14 @@ func TestTheChartsImages(t *testing.T) {
 func TestTheChartsValues(t *testing.T) {
 	s := open(t)
 	text, err := charted(t, map[string]any{
-		"webhook": map[string]any{"entries": 3}, "image": map[string]any{"repository": "registry.example/lameduck", "tag": "v1", "pullPolicy": "Always"},
+		"webhook": map[string]any{"entries": 3},
+		"image": map[string]any{"repository": "registry.example/lameduck", "tag": "v1",
+			"pullPolicy": "Always"},
 		"config":             map[string]any{"times": map[string]any{"deadline": "20s"}, "logLevel": "debug"},
-		"excludedNamespaces": []any{"kube-system", "ci"}, "priorityClassName": "", "nodeSelector": map[string]any{"role": "infra"},
-		"tolerations": []any{map[string]any{"key": "infra", "operator": "Exists"}}, "resources": map[string]any{"requests": map[string]any{"cpu": "1"}},
+		"excludedNamespaces": []any{"kube-system", "ci"},
+		"priorityClassName":  "", "nodeSelector": map[string]any{"role": "infra"},
+		"tolerations": []any{map[string]any{"key": "infra", "operator": "Exists"}},
+		"resources":   map[string]any{"requests": map[string]any{"cpu": "1"}},
 	})
 	if err != nil {
 		t.Fatal(err)
@@ -242,11 +229,18 @@ func TestTheChartsValues(t *testing.T) {
 		return string(out)
 	}
 	for key, wants := range map[string][]string{
-		"Deployment lameduck-system/lameduck-webhook-2": {`"replicas":1`, `"lameduck.io/ordinal":"2"`, `"--ordinal=2"`, `"image":"registry.example/lameduck:v1"`, `"imagePullPolicy":"Always"`, `"nodeSelector":{"role":"infra"}`,
+		"Deployment lameduck-system/lameduck-webhook-2": {
+			`"replicas":1`, `"lameduck.io/ordinal":"2"`, `"--ordinal=2"`,
+			`"image":"registry.example/lameduck:v1"`, `"imagePullPolicy":"Always"`,
+			`"nodeSelector":{"kubernetes.io/os":"linux","role":"infra"}`,
 			`"tolerations":[{"key":"infra"`, `"resources":{"requests":{"cpu":"1","memory":"64Mi"}}`, `"lameduck.io/config":"`},
-		"ConfigMap lameduck-system/lameduck-coordinator":    {`kind: CoordinatorConfiguration\nbarrier:\n  image: lameduck/lameduck-wait:dev\nlogLevel: debug\ntimes:\n  deadline: 20s`},
-		"Service lameduck-system/lameduck-webhook-2":        {`"lameduck.io/ordinal":"2"`},
-		"ValidatingWebhookConfiguration <nil>/lameduck":     {`"name":"pods-2.lameduck.io"`, `"name":"lameduck-webhook-2"`, `['lameduck.io/entry'] == '2'`, `"values":["kube-system","ci","lameduck-system"]`},
+		"ConfigMap lameduck-system/lameduck-coordinator": {
+			`kind: CoordinatorConfiguration\nbarrier:\n  image: lameduck/lameduck-wait:dev\n` +
+				`excludedNamespaces:\n- kube-system\n- ci\nlogLevel: debug\ntimes:\n  deadline: 20s`},
+		"Service lameduck-system/lameduck-webhook-2": {`"lameduck.io/ordinal":"2"`},
+		"ValidatingWebhookConfiguration <nil>/lameduck": {
+			`"name":"pods-2.lameduck.io"`, `"name":"lameduck-webhook-2"`, `['lameduck.io/entry'] == '2'`,
+			`"values":["kube-system","ci","lameduck-system"]`},
 		"ClusterRoleBinding <nil>/lameduck-certificates":    {`"namespace":"lameduck-system"`},
 		"RoleBinding lameduck-system/lameduck-certificates": nil,
 	} {
@@ -256,13 +250,22 @@ func TestTheChartsValues(t *testing.T) {
 			}
 		}
 	}
-	if strings.Contains(marshal("Deployment lameduck-system/lameduck-webhook-0"), "priorityClassName") || all["Namespace <nil>/lameduck-system"] != nil {
+	if strings.Contains(marshal("Deployment lameduck-system/lameduck-webhook-0"), "priorityClassName") ||
+		all["Namespace <nil>/lameduck-system"] != nil {
 		t.Error("priorityClassName or the namespace is there although it was switched off")
 	}
+	gateway := func(key string, value any) map[string]any {
+		g := map[string]any{"name": "public", "kind": "traefik", "namespace": "edge", "selector": "app=traefik"}
+		g[key] = value
+		return map[string]any{"gateways": []any{g}}
+	}
 	for want, values := range map[string]map[string]any{
-		`certificates: "letsEncrypt" is none of`: {"certificates": "letsEncrypt"},
-		"webhook.entries: 0: must be 1 to 9":     {"webhook": map[string]any{"entries": 0}},
-		"set webhook.entries":                    {"replicas": 3},
+		"'selectors' not allowed": gateway("selectors", "app=traefik"),
+		"/gateways/0/kind":        gateway("kind", "nginx"),
+		"missing property 'selector'": {"gateways": []any{map[string]any{"name": "public", "kind": "traefik",
+			"namespace": "edge"}}},
+		"at '/certificates': value must be one of": {"certificates": "letsEncrypt"},
+		"at '/webhook/entries': minimum":           {"webhook": map[string]any{"entries": 0}},
 	} {
 		if _, err := charted(t, values); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("%v: %v", values, err)
@@ -272,12 +275,75 @@ func TestTheChartsValues(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if hooks := objects(t, one)["ValidatingWebhookConfiguration <nil>/lameduck"]["webhooks"].([]any); len(hooks) != 1 || strings.Count(one, "kind: Deployment\n") != 1 {
+	if hooks := objects(t, one)["ValidatingWebhookConfiguration <nil>/lameduck"]["webhooks"].([]any); len(hooks) != 1 ||
+		strings.Count(one, "kind: Deployment\n") != 1 {
 		t.Errorf("with webhook.entries=1: %v", hooks)
 	}
-	if out, err := s.Cluster.KubectlInput(t.Context(), text, "apply", "--dry-run=server", "--validate=strict", "-f", "-"); err != nil {
+	if out, err := s.Cluster.KubectlInput(t.Context(), text, "apply", "--dry-run=server",
+		"--validate=strict", "-f", "-"); err != nil {
 		t.Errorf("%v: %s", err, out)
 	}
+}
+
+// Gateways that the chart's values declare are those of the coordinator: one without a pod is
+// named.
+func TestTheChartsGateways(t *testing.T) {
+	s := open(t)
+	ns := harness.Namespace(t, s.Kube, "declared-", nil)
+	if err := s.InstallApp(t.Context(), stage.App{Namespace: ns, Replicas: 1}); err != nil {
+		t.Fatal(err)
+	}
+	text, err := charted(t, map[string]any{"gateways": []any{map[string]any{"name": "public", "kind": "traefik",
+		"namespace": "edge", "selector": "app=traefik", "services": []any{ns + "/web"}}}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	config := objects(t, text)["ConfigMap lameduck-system/lameduck-coordinator"]["data"].(object)["coordinator.yaml"]
+	dir := t.TempDir()
+	ca, err := cluster.NewCA()
+	if err == nil {
+		err = ca.IssueFiles(dir, "localhost")
+	}
+	for name, content := range map[string]string{"coordinator.yaml": config.(string),
+		"secret": strings.Repeat("s", 32)} {
+		if err == nil {
+			err = os.WriteFile(filepath.Join(dir, name), []byte(content), 0o600)
+		}
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	const address = "127.0.0.1:19445"
+	args := []string{"--config=" + filepath.Join(dir, "coordinator.yaml"), "--kubeconfig=" + s.Cluster.Kubeconfig(),
+		"--namespace=" + stage.System, "--replica=charted", "--cert-dir=" + dir, "--dashboard-address=" + address,
+		"--admission-secret-file=" + filepath.Join(dir, "secret"), "--shutdown-delay=0s"}
+	for _, name := range []string{"admission", "agents", "metrics", "probes"} {
+		args = append(args, "--"+name+"-address=127.0.0.1:0")
+	}
+	var log bytes.Buffer
+	coordinator := exec.CommandContext(t.Context(), filepath.Join(harness.Programs(t), "webhook"), args...)
+	coordinator.Cancel = func() error { return coordinator.Process.Signal(os.Interrupt) }
+	coordinator.Stderr = &log
+	if err := coordinator.Start(); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := coordinator.Wait(); !errors.Is(err, context.Canceled) { // that is: with 0, once asked to
+			t.Errorf("the coordinator ends with %v: %s", err, &log)
+		}
+	})
+	harness.Await(t, 30*time.Second, "the coordinator names the gateway", func() error {
+		response, err := http.Get("http://" + address + "/v1/coverage")
+		if err != nil {
+			return err
+		}
+		defer response.Body.Close()
+		answer, err := io.ReadAll(response.Body)
+		if want := "there is no pod in namespace edge"; err == nil && !strings.Contains(string(answer), want) {
+			return fmt.Errorf("no %q in %s", want, answer)
+		}
+		return err
+	})
 }
 
 // installCertManager gives the API server cert-manager's own definitions, for its objects in the
@@ -300,11 +366,13 @@ func installCertManager(t *testing.T, s *stage.Stage) {
 				plain.WriteString(line)
 			}
 		}
-		if out, err := s.Cluster.KubectlInput(t.Context(), plain.String(), "apply", "--server-side", "-f", "-"); err != nil {
+		if out, err := s.Cluster.KubectlInput(t.Context(), plain.String(), "apply", "--server-side",
+			"-f", "-"); err != nil {
 			t.Fatalf("%v: %s", err, out)
 		}
 	}
-	if out, err := s.Cluster.Kubectl(t.Context(), "wait", "--for=condition=Established", "--timeout=30s", "crd", "certificates.cert-manager.io", "issuers.cert-manager.io"); err != nil {
+	if out, err := s.Cluster.Kubectl(t.Context(), "wait", "--for=condition=Established", "--timeout=30s",
+		"crd", "certificates.cert-manager.io", "issuers.cert-manager.io"); err != nil {
 		t.Fatalf("%v: %s", err, out)
 	}
 }
@@ -320,7 +388,8 @@ func TestEveryObjectIsAccepted(t *testing.T) {
 	if _, err := s.Kube.CoreV1().Namespaces().Create(t.Context(), shop, metav1.CreateOptions{}); err != nil {
 		t.Fatal(err)
 	}
-	nodes := &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: "lameduck-node", Labels: map[string]string{"pod-security.kubernetes.io/enforce": "privileged"}}}
+	nodes := &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: "lameduck-node",
+		Labels: map[string]string{"pod-security.kubernetes.io/enforce": "privileged"}}}
 	if _, err := s.Kube.CoreV1().Namespaces().Create(t.Context(), nodes, metav1.CreateOptions{}); err != nil {
 		t.Fatal(err)
 	}
@@ -336,13 +405,16 @@ func TestEveryObjectIsAccepted(t *testing.T) {
 			}
 		}
 	}
-	until(t, "the quota is counted", 30*time.Second, func() bool {
-		got, err := s.Kube.CoreV1().ResourceQuotas("lameduck-node").Get(t.Context(), "lameduck-priority", metav1.GetOptions{})
+	harness.Until(t, 30*time.Second, "the quota is counted", func() bool {
+		got, err := s.Kube.CoreV1().ResourceQuotas("lameduck-node").Get(t.Context(), "lameduck-priority",
+			metav1.GetOptions{})
 		return err == nil && len(got.Status.Hard) > 0
 	})
-	for _, path := range []string{"base", "overlays/cert-manager", "overlays/own-certificates", "haproxy", "check", "barrier", "quickstart"} {
+	for _, path := range []string{"base", "overlays/cert-manager", "overlays/own-certificates",
+		"haproxy", "check", "barrier", "quickstart"} {
 		t.Run(path, func(t *testing.T) {
-			out, err := s.Cluster.Kubectl(t.Context(), "apply", "--dry-run=server", "--validate=strict", "-k", manifests(path))
+			out, err := s.Cluster.Kubectl(t.Context(), "apply", "--dry-run=server",
+				"--validate=strict", "-k", manifests(path))
 			if err != nil {
 				t.Fatalf("%v: %s", err, out)
 			}
@@ -362,7 +434,8 @@ func TestEveryObjectIsAccepted(t *testing.T) {
 				meta := o["metadata"].(object)
 				template := o["spec"].(object)["template"].(object)
 				template["apiVersion"], template["kind"] = "v1", "Pod"
-				template["metadata"].(object)["name"], template["metadata"].(object)["namespace"] = "accepted", meta["namespace"]
+				own := template["metadata"].(object)
+				own["name"], own["namespace"] = "accepted", meta["namespace"]
 				if path == "haproxy" || path == "check" || path == "barrier" {
 					delete(template["spec"].(object), "serviceAccountName") // it is not there yet
 				}
@@ -370,7 +443,8 @@ func TestEveryObjectIsAccepted(t *testing.T) {
 				if err != nil {
 					t.Fatal(err)
 				}
-				if out, err := s.Cluster.KubectlInput(t.Context(), string(text), "create", "--dry-run=server", "--validate=strict", "-f", "-"); err != nil {
+				if out, err := s.Cluster.KubectlInput(t.Context(), string(text), "create", "--dry-run=server",
+					"--validate=strict", "-f", "-"); err != nil {
 					t.Errorf("a pod of %s: %v: %s", key, err, out)
 				}
 			}
@@ -400,7 +474,9 @@ func TestApplyingAgainChangesNothing(t *testing.T) {
 			manifest = string(text)
 		}
 	}
-	for _, how := range [][]string{{"apply", "-f", "-"}, {"apply", "--server-side", "--field-manager=helm", "-f", "-"}} {
+	for _, how := range [][]string{
+		{"apply", "-f", "-"}, {"apply", "--server-side", "--field-manager=helm", "-f", "-"},
+	} {
 		apply := func() {
 			t.Helper()
 			if out, err := s.Cluster.KubectlInput(t.Context(), manifest, how...); err != nil {
@@ -417,7 +493,8 @@ func TestApplyingAgainChangesNothing(t *testing.T) {
 		for i := range got.Webhooks {
 			got.Webhooks[i].ClientConfig.Service.Path, got.Webhooks[i].ClientConfig.CABundle = &path, []byte(pem)
 		}
-		if _, err := webhooks.Update(t.Context(), got, metav1.UpdateOptions{FieldManager: "lameduck-webhook"}); err != nil {
+		if _, err := webhooks.Update(t.Context(), got,
+			metav1.UpdateOptions{FieldManager: "lameduck-webhook"}); err != nil {
 			t.Fatal(err)
 		}
 		apply()

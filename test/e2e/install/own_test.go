@@ -16,6 +16,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/lameduck-io/lameduck/test/cluster"
+	"github.com/lameduck-io/lameduck/test/e2e/harness"
 	"github.com/lameduck-io/lameduck/test/e2e/stage"
 )
 
@@ -23,7 +24,7 @@ import (
 // they have, follows when they change, and writes nothing: the right to is not there.
 func TestCertificatesThatAreBroughtAlong(t *testing.T) {
 	s := open(t)
-	ns := namespace(t, s, "own-certificates")
+	ns := harness.Namespace(t, s.Kube, "own-certificates", nil)
 	dir := t.TempDir()
 	const account = "system:serviceaccount:own:lameduck-webhook"
 	kubeconfig := filepath.Join(dir, "kubeconfig")
@@ -76,7 +77,7 @@ subjects: [{apiGroup: rbac.authorization.k8s.io, kind: User, name: "` + account 
 		}
 		return string(text)
 	}
-	cmd := exec.Command(filepath.Join(stage.Programs(t), "webhook"), "--kubeconfig="+kubeconfig, "--namespace=own",
+	cmd := exec.Command(filepath.Join(harness.Programs(t), "webhook"), "--kubeconfig="+kubeconfig, "--namespace=own",
 		"--replica=brought-along", "--ordinal=0", "--cert-dir="+tls,
 		"--admission-secret-file="+secret, "--admission-address="+address, "--agents-address=127.0.0.1:0",
 		"--metrics-address="+people, "--probes-address=127.0.0.1:0", "--shutdown-delay=0s")
@@ -138,7 +139,7 @@ subjects: [{apiGroup: rbac.authorization.k8s.io, kind: User, name: "` + account 
 			t.Errorf("%s: %v: %s", when, err, out)
 		}
 	}
-	until(t, "the coordinator listens", 30*time.Second, func() bool {
+	harness.Until(t, 30*time.Second, "the coordinator listens", func() bool {
 		conn, err := net.Dial("tcp", people)
 		if err == nil {
 			conn.Close()

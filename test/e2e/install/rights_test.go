@@ -1,41 +1,35 @@
 package install
 
 import (
-	"context"
-	"fmt"
 	"maps"
+	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
 	"time"
 
 	admissionv1 "k8s.io/api/admissionregistration/v1"
-	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
+	"github.com/lameduck-io/lameduck/test/e2e/harness"
 	"github.com/lameduck-io/lameduck/test/e2e/rights"
 	"github.com/lameduck-io/lameduck/test/e2e/stage"
 )
 
-// strangeAgent is ready, has an agent's label and right, and never connects.
-const strangeAgent = `
-apiVersion: v1
-kind: ServiceAccount
-metadata: {name: silent, namespace: %[1]s}
----
-apiVersion: rbac.authorization.k8s.io/v1
-kind: ClusterRoleBinding
-metadata: {name: %[1]s-silent}
-roleRef: {apiGroup: rbac.authorization.k8s.io, kind: ClusterRole, name: lameduck-agent}
-subjects: [{kind: ServiceAccount, name: silent, namespace: %[1]s}]
----
-apiVersion: v1
-kind: Pod
-metadata: {name: silent, namespace: %[1]s, labels: {lameduck.io/agent: directed}, annotations: {lameduck.io/drain: disabled}}
-spec:
-  serviceAccountName: silent
-  containers: [{name: agent, image: none, command: [sleep, "3600"]}]
+// auditPolicy has the API server write down what the coordinator and agents ask for.
+const auditPolicy = `
+apiVersion: audit.k8s.io/v1
+kind: Policy
+omitStages: [RequestReceived]
+rules:
+  - level: Metadata
+    userGroups: ["system:serviceaccounts:lameduck-system", "system:serviceaccounts:rights"]
+  - level: None
 `
+
+// auditLog is where the API server writes it.
+func auditLog() string { return filepath.Join(os.TempDir(), "audit.log") }
 
 // used is what a service account has asked for, and what it was refused.
 func used(t *testing.T, a rights.Account) (all map[string]bool, refused []string) {
@@ -67,7 +61,7 @@ func mutating(t *testing.T, s *stage.Stage) {
 		t.Fatal(err)
 	}
 	defer webhooks.Delete(t.Context(), made.Name, metav1.DeleteOptions{})
-	until(t, "path and CA are written", 10*time.Second, func() bool {
+	harness.Until(t, 10*time.Second, "path and CA are written", func() bool {
 		got, err := webhooks.Get(t.Context(), made.Name, metav1.GetOptions{})
 		return err == nil && len(got.Webhooks[0].ClientConfig.CABundle) > 0 &&
 			strings.Contains(*got.Webhooks[0].ClientConfig.URL, "/v1/mutate/")
@@ -79,7 +73,7 @@ func mutating(t *testing.T, s *stage.Stage) {
 // and missing, shows here.
 func TestEveryRightIsUsedAndNoOtherAskedFor(t *testing.T) {
 	s := open(t)
-	ns := namespace(t, s, "rights")
+	ns := harness.Namespace(t, s.Kube, "rights", nil)
 	if err := s.InstallApp(t.Context(), stage.App{Namespace: ns, Replicas: 3,
 		Work: 20 * time.Millisecond}); err != nil {
 		t.Fatal(err)
@@ -93,26 +87,8 @@ func TestEveryRightIsUsedAndNoOtherAskedFor(t *testing.T) {
 	}
 	// A deletion that is given up while somebody owes: whether its pod is still there is asked 45 s
 	// later.
-	silent := namespace(t, s, "rights-silent")
-	if err := s.Apply(t.Context(), fmt.Sprintf(strangeAgent, silent)); err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		ctx := context.WithoutCancel(t.Context())
-		if err := s.Kube.CoreV1().Pods(silent).Delete(ctx, "silent", *metav1.NewDeleteOptions(0)); err != nil {
-			t.Error(err)
-		}
-		if err := s.Kube.RbacV1().ClusterRoleBindings().Delete(ctx, silent+"-silent",
-			metav1.DeleteOptions{}); err != nil {
-			t.Error(err)
-		}
-	})
-	until(t, "the silent agent is ready", time.Minute, func() bool {
-		pod, err := s.Kube.CoreV1().Pods(silent).Get(t.Context(), "silent", metav1.GetOptions{})
-		return err == nil && slices.ContainsFunc(pod.Status.Conditions, func(c corev1.PodCondition) bool {
-			return c.Type == corev1.PodReady && c.Status == corev1.ConditionTrue
-		})
-	})
+	silent := harness.Namespace(t, s.Kube, "rights-silent", nil)
+	harness.SilentAgent(t, s, silent)
 	settled := time.After(2 * time.Second) // rosters
 	<-settled
 	pods, err := s.Pods(t.Context(), ns, "app=web")
@@ -126,7 +102,7 @@ func TestEveryRightIsUsedAndNoOtherAskedFor(t *testing.T) {
 	}
 	mutating(t, s)
 	webhook := rights.Account{Namespace: stage.System, Name: "lameduck-webhook"}
-	until(t, "the abandoned pod is looked at", 90*time.Second, func() bool {
+	harness.Until(t, 90*time.Second, "the abandoned pod is looked at", func() bool {
 		all, _ := used(t, webhook)
 		return all["get /pods"]
 	})

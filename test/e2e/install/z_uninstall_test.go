@@ -13,6 +13,7 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
+	"github.com/lameduck-io/lameduck/test/e2e/harness"
 	"github.com/lameduck-io/lameduck/test/e2e/stage"
 )
 
@@ -58,7 +59,7 @@ func shell(t *testing.T, s *stage.Stage, command string) string {
 // webhook fails, for it is not called any more when its coordinators go.
 func TestUninstall(t *testing.T) {
 	s := open(t)
-	ns := namespace(t, s, "uninstall")
+	ns := harness.Namespace(t, s.Kube, "uninstall", nil)
 	if err := s.InstallApp(t.Context(), stage.App{Namespace: ns, Replicas: 3}); err != nil {
 		t.Fatal(err)
 	}
@@ -123,7 +124,7 @@ func TestUninstall(t *testing.T) {
 		if in != "<nil>" {
 			args = append(args, "-n", in)
 		}
-		until(t, key+" is gone", 30*time.Second, func() bool {
+		harness.Until(t, 30*time.Second, key+" is gone", func() bool {
 			out, err := s.Cluster.Kubectl(t.Context(), args...)
 			return err == nil && out == ""
 		})

@@ -24,7 +24,7 @@ const (
 	Body        Kind = "body"        // 2xx, but the body ended early, has no end, or is not WantBody
 	Unreachable Kind = "unreachable" // no route to the host or network
 	Protocol    Kind = "protocol"    // not HTTP/1.1
-	// this machine's fault: no port, no file descriptor, no memory, no such source address
+	// Local is this machine's fault: no port, no file descriptor, no memory, no such source address
 	Local   Kind = "local"
 	Unknown Kind = "unknown" // none of these; the text of the failure says more
 )

@@ -82,7 +82,7 @@ var Rows = []Row{
 			[]Query{{`histogram_quantile(0.5, sum by (le, phase) (rate(lameduck_drain_phase_seconds_bucket[$__rate_interval])))`, "{{phase}}"}},
 		},
 		{
-			"Answering a review", "Holding included: a held call takes up to --hold.", "s", false,
+			"Answering a review", "Holding included: a held call takes up to times.hold.", "s", false,
 			[]Query{{`histogram_quantile(0.99, sum by (le, answer) (rate(lameduck_admission_duration_seconds_bucket[$__rate_interval])))`, "p99 {{answer}}"}},
 		},
 		{

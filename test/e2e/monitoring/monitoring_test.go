@@ -12,7 +12,7 @@ import (
 
 	"sigs.k8s.io/yaml"
 
-	"github.com/lameduck-io/lameduck/test/cluster"
+	"github.com/lameduck-io/lameduck/test/e2e/harness"
 )
 
 const folder = "../../../manifests/monitoring"
@@ -93,10 +93,7 @@ func TestEachAlertHasAnEntryInTheRunbook(t *testing.T) {
 }
 
 func TestTheAlertsDoWhatTheySay(t *testing.T) {
-	promtool, err := exec.LookPath("promtool")
-	if err != nil {
-		cluster.Missing(t, "promtool", "apt-get install prometheus")
-	}
+	promtool := harness.Program(t, "promtool", "apt-get install prometheus")
 	for _, args := range [][]string{{"check", "rules", "rules.yaml"}, {"test", "rules", "rules_test.yaml"}} {
 		cmd := exec.Command(promtool, args...)
 		cmd.Dir = folder

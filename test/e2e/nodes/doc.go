@@ -2,9 +2,10 @@
 // manifests, with load through ClusterIP, NodePort and HAProxy at once. They need root and the
 // build tag e2e; make e2e runs them.
 //
-// TestTable measures each scenario unprotected, with preStop: sleep 5, and with Lameduck, asserts
-// what is promised, prints a table and writes e2e.json. The other tests kill pods in ways that no
-// webhook sees, and take parts of Lameduck away.
+// testTable measures each scenario unprotected, with preStop: sleep 5, and with Lameduck, asserts
+// what is promised, prints a table and writes e2e.json. testGateways adds rows for Envoy, which
+// Contour configures, and for two replicas of Traefik, and stops one of their processes. The other
+// tests kill pods in ways that no webhook sees, and take parts of Lameduck away.
 //
 // What is real and what is not, package machine says. HAProxy runs in a container with its
 // libraries, its agent beside it as a native sidecar. Clients are on none of the nodes: they reach

@@ -23,6 +23,7 @@ import (
 
 	"github.com/lameduck-io/lameduck/test/cluster"
 	"github.com/lameduck-io/lameduck/test/cluster/machine"
+	"github.com/lameduck-io/lameduck/test/e2e/harness"
 )
 
 const (
@@ -98,7 +99,8 @@ func startLogind(t *testing.T) *logind {
 	t.Cleanup(func() { os.RemoveAll(dir) })
 	address, config := "unix:path="+filepath.Join(dir, "s"), filepath.Join(dir, "config")
 	err = os.WriteFile(config, []byte(`<busconfig><type>custom</type><listen>`+address+`</listen><auth>EXTERNAL</auth>
-<policy context="default"><allow send_destination="*" eavesdrop="true"/><allow eavesdrop="true"/><allow own="*"/></policy></busconfig>`), 0o600)
+<policy context="default"><allow send_destination="*" eavesdrop="true"/>
+<allow eavesdrop="true"/><allow own="*"/></policy></busconfig>`), 0o600)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -168,12 +170,12 @@ func TestNodeShutdown(t *testing.T) {
 	}
 	began := time.Now()
 	var after string
-	l.until(t, "the end of the pods on "+node, func() error {
+	l.Await(t, time.Minute, "the end of the pods on "+node, func() error {
 		// Its agent is the last to go.
 		if text := l.tryMetrics(node, `lameduck_barrier_waits_total{outcome="Restart"}`); text != "" {
 			after = text
 		}
-		pods, err := l.kube.CoreV1().Pods(m.work.Namespace).List(t.Context(), metav1.ListOptions{})
+		pods, err := l.Kube.CoreV1().Pods(m.work.Namespace).List(t.Context(), metav1.ListOptions{})
 		if err != nil {
 			return err
 		}
@@ -224,7 +226,7 @@ const proxySync = 3 * time.Second
 // addresses are those of the pods of a namespace on a node.
 func (l *lab) addresses(t *testing.T, namespace, node string) []string {
 	t.Helper()
-	pods, err := l.kube.CoreV1().Pods(namespace).List(t.Context(),
+	pods, err := l.Kube.CoreV1().Pods(namespace).List(t.Context(),
 		metav1.ListOptions{FieldSelector: "spec.nodeName=" + node})
 	if err != nil {
 		t.Fatal(err)
@@ -251,14 +253,14 @@ func TestSoftEviction(t *testing.T) {
 		p.Spec.Containers[0].Resources.Requests = corev1.ResourceList{corev1.ResourceMemory: resource.MustParse("1Mi")}
 	}))
 	before := l.metrics(t, "node-1", `lameduck_barrier_waits_total{outcome="Restart"}`)
-	events, err := l.kube.CoreV1().Events("lameduck").Watch(t.Context(),
+	events, err := l.Kube.CoreV1().Events("lameduck").Watch(t.Context(),
 		metav1.ListOptions{FieldSelector: "involvedObject.name=victim"})
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer events.Stop()
 	// All of the computer's memory is too little.
-	if err := l.set.Machines[0].Reconfigure("evictionSoft: {memory.available: 4Ti}",
+	if err := l.Set.Machines[0].Reconfigure("evictionSoft: {memory.available: 4Ti}",
 		"evictionSoftGracePeriod: {memory.available: 2s}", "evictionMaxPodGracePeriod: 60"); err != nil {
 		t.Fatal(err)
 	}
@@ -274,12 +276,12 @@ func TestSoftEviction(t *testing.T) {
 				killing = time.Now()
 			}
 		case <-timeout:
-			l.explain(t)
+			l.Explain(t)
 			t.Fatal("the pod is not evicted")
 		}
 	}
-	l.until(t, "the end of the pod", func() error {
-		p, err := l.kube.CoreV1().Pods("lameduck").Get(t.Context(), "victim", metav1.GetOptions{})
+	l.Await(t, time.Minute, "the end of the pod", func() error {
+		p, err := l.Kube.CoreV1().Pods("lameduck").Get(t.Context(), "victim", metav1.GetOptions{})
 		if err != nil {
 			return err
 		}
@@ -316,7 +318,7 @@ func (l *lab) testOOM(t *testing.T) {
 		c.Ports = []corev1.ContainerPort{{Name: "http", ContainerPort: 8080}}
 		c.Resources.Limits = corev1.ResourceList{corev1.ResourceMemory: resource.MustParse("64Mi")}
 	}))
-	hog, err := l.kube.CoreV1().Pods(namespace).Get(t.Context(), "hog", metav1.GetOptions{})
+	hog, err := l.Kube.CoreV1().Pods(namespace).Get(t.Context(), "hog", metav1.GetOptions{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -345,13 +347,13 @@ func (l *lab) testOOM(t *testing.T) {
 		t.Errorf("it took %s until every gateway must know: the container is about to be back", since)
 	}
 	all.mark("returns")
-	l.until(t, "the restarted container", func() error {
-		p, err := l.kube.CoreV1().Pods(namespace).Get(t.Context(), "hog", metav1.GetOptions{})
+	l.Await(t, time.Minute, "the restarted container", func() error {
+		p, err := l.Kube.CoreV1().Pods(namespace).Get(t.Context(), "hog", metav1.GetOptions{})
 		if err != nil {
 			return err
 		}
 		is := p.Status.ContainerStatuses[0]
-		if !isReady(p) || is.RestartCount == 0 {
+		if !harness.Ready(p) || is.RestartCount == 0 {
 			return errors.New("is not ready")
 		}
 		if ended := is.LastTerminationState.Terminated; ended == nil || ended.Reason != "OOMKilled" {

@@ -21,6 +21,7 @@ import (
 	"k8s.io/apimachinery/pkg/util/intstr"
 
 	"github.com/lameduck-io/lameduck/test/cluster/machine"
+	"github.com/lameduck-io/lameduck/test/e2e/harness"
 )
 
 // pod is one that exits at SIGTERM, on a node.
@@ -48,14 +49,14 @@ func pod(name, node string, edit ...func(*corev1.Pod)) *corev1.Pod {
 func (l *lab) start(t *testing.T, namespace string, pods ...*corev1.Pod) {
 	t.Helper()
 	for _, p := range pods {
-		if _, err := l.kube.CoreV1().Pods(namespace).Create(t.Context(), p, metav1.CreateOptions{}); err != nil {
+		if _, err := l.Kube.CoreV1().Pods(namespace).Create(t.Context(), p, metav1.CreateOptions{}); err != nil {
 			t.Fatal(err)
 		}
 	}
 	for _, p := range pods {
-		l.until(t, "pod "+p.Name, func() error {
-			got, err := l.kube.CoreV1().Pods(namespace).Get(t.Context(), p.Name, metav1.GetOptions{})
-			if err == nil && !isReady(got) {
+		l.Await(t, time.Minute, "pod "+p.Name, func() error {
+			got, err := l.Kube.CoreV1().Pods(namespace).Get(t.Context(), p.Name, metav1.GetOptions{})
+			if err == nil && !harness.Ready(got) {
 				err = fmt.Errorf("is not ready: %s", got.Status.Phase)
 			}
 			return err
@@ -68,13 +69,13 @@ func (l *lab) remove(t *testing.T, namespace, name string, limit time.Duration) 
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), limit)
 	defer cancel()
-	watch, err := l.kube.CoreV1().Pods(namespace).Watch(ctx, metav1.ListOptions{FieldSelector: "metadata.name=" + name})
+	watch, err := l.Kube.CoreV1().Pods(namespace).Watch(ctx, metav1.ListOptions{FieldSelector: "metadata.name=" + name})
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer watch.Stop()
 	began := time.Now()
-	if err := l.kube.CoreV1().Pods(namespace).Delete(ctx, name, metav1.DeleteOptions{}); err != nil {
+	if err := l.Kube.CoreV1().Pods(namespace).Delete(ctx, name, metav1.DeleteOptions{}); err != nil {
 		t.Fatal(err)
 	}
 	for event := range watch.ResultChan() {
@@ -82,7 +83,7 @@ func (l *lab) remove(t *testing.T, namespace, name string, limit time.Duration) 
 			return time.Since(began)
 		}
 	}
-	l.explain(t)
+	l.Explain(t)
 	t.Fatalf("pod %s is still there after %s", name, limit)
 	return 0
 }
@@ -131,7 +132,7 @@ func (l *lab) testExecHook(t *testing.T) {
 func (l *lab) metrics(t *testing.T, node, name string) string {
 	t.Helper()
 	var found string
-	l.until(t, "the metrics of the agent of "+node, func() error {
+	l.Await(t, time.Minute, "the metrics of the agent of "+node, func() error {
 		if found = l.tryMetrics(node, name); found == "" {
 			return errors.New("no " + name)
 		}
@@ -142,7 +143,7 @@ func (l *lab) metrics(t *testing.T, node, name string) string {
 
 // tryMetrics is metrics, or nothing if the agent does not answer.
 func (l *lab) tryMetrics(node, name string) string {
-	m := l.set.Machines[slices.IndexFunc(l.set.Machines, func(m *machine.Machine) bool { return m.Name == node })]
+	m := l.Set.Machines[slices.IndexFunc(l.Set.Machines, func(m *machine.Machine) bool { return m.Name == node })]
 	client := &http.Client{Transport: &http.Transport{DialContext: m.Dial, DisableKeepAlives: true},
 		Timeout: 10 * time.Second}
 	response, err := client.Get(fmt.Sprintf("http://%s:9101/metrics", m.Address))
@@ -189,12 +190,12 @@ func (l *lab) testLivenessRestart(t *testing.T) {
 	}
 	took := map[string]time.Duration{}
 	for _, namespace := range []string{"unprotected", "lameduck"} {
-		events, err := l.kube.CoreV1().Events(namespace).Watch(t.Context(),
+		events, err := l.Kube.CoreV1().Events(namespace).Watch(t.Context(),
 			metav1.ListOptions{FieldSelector: "involvedObject.name=lively"})
 		if err != nil {
 			t.Fatal(err)
 		}
-		if _, err := l.kube.CoreV1().Pods(namespace).Create(t.Context(), pod("lively", "node-2", fails),
+		if _, err := l.Kube.CoreV1().Pods(namespace).Create(t.Context(), pod("lively", "node-2", fails),
 			metav1.CreateOptions{}); err != nil {
 			t.Fatal(err)
 		}
@@ -207,13 +208,13 @@ func (l *lab) testLivenessRestart(t *testing.T) {
 					killing = time.Now()
 				}
 			case <-timeout:
-				l.explain(t)
+				l.Explain(t)
 				t.Fatal("nobody kills the container")
 			}
 		}
 		events.Stop()
-		l.until(t, "the restart", func() error {
-			p, err := l.kube.CoreV1().Pods(namespace).Get(t.Context(), "lively", metav1.GetOptions{})
+		l.Await(t, time.Minute, "the restart", func() error {
+			p, err := l.Kube.CoreV1().Pods(namespace).Get(t.Context(), "lively", metav1.GetOptions{})
 			if err == nil && p.Status.ContainerStatuses[0].RestartCount == 0 {
 				err = fmt.Errorf("not restarted")
 			}
@@ -272,8 +273,10 @@ func (l *lab) testFrozenAgent(t *testing.T) {
 func (l *lab) signalAgent(t *testing.T, i int, s syscall.Signal) {
 	t.Helper()
 	// A probe must not restart it.
-	if _, err := l.set.Machines[i].Run(t.Context(), "bash", "-c", fmt.Sprintf(
-		`for p in /proc/[0-9]*; do [ "$(tr '\0' ' ' < $p/cmdline | grep -c '^/agent --config=/etc/lameduck')" = 1 ] && kill -%d ${p#/proc/}; done; true`, int(s))); err != nil {
+	if _, err := l.Set.Machines[i].Run(t.Context(), "bash", "-c", fmt.Sprintf(
+		`for p in /proc/[0-9]*; do
+			[ "$(tr '\0' ' ' < $p/cmdline | grep -c '^/agent --config=/etc/lameduck')" = 1 ] &&
+			kill -%d ${p#/proc/}; done; true`, int(s))); err != nil {
 		t.Fatal(err)
 	}
 }
@@ -283,8 +286,8 @@ func (l *lab) signalAgent(t *testing.T, i int, s syscall.Signal) {
 func (l *lab) testNoAgents(t *testing.T) {
 	l.kubectl(t, "delete", "daemonset", "-n", agents, "lameduck-node")
 	l.kubectl(t, "delete", "deployment", "-n", gateway, "gateway")
-	l.until(t, "the end of all agents", func() error {
-		pods, err := l.kube.CoreV1().Pods("").List(t.Context(), metav1.ListOptions{LabelSelector: "lameduck.io/agent"})
+	l.Await(t, time.Minute, "the end of all agents", func() error {
+		pods, err := l.Kube.CoreV1().Pods("").List(t.Context(), metav1.ListOptions{LabelSelector: "lameduck.io/agent"})
 		if err == nil && len(pods.Items) > 0 {
 			err = fmt.Errorf("%d agents", len(pods.Items))
 		}
@@ -320,13 +323,14 @@ func (l *lab) testNoAgents(t *testing.T) {
 	}
 }
 
-// configure has coordinators start anew with more keys of barrier, the last section of their
-// configuration.
+// configure restarts the coordinators with more keys in the section barrier of their configuration.
 func (l *lab) configure(t *testing.T, more string) {
 	t.Helper()
 	for _, o := range l.manifests(t) {
 		if data, ok := o["data"].(object); ok && data["coordinator.yaml"] != nil {
-			data["coordinator.yaml"] = data["coordinator.yaml"].(string) + more
+			const section = "barrier:\n"
+			was := data["coordinator.yaml"].(string)
+			data["coordinator.yaml"] = strings.Replace(was, section, section+more, 1)
 			l.apply(t, o)
 		}
 	}
@@ -375,7 +379,7 @@ func (l *lab) passed(t *testing.T, since time.Time, prefix string) ([]passed, er
 func (l *lab) replace(t *testing.T, namespace, name string) []passed {
 	t.Helper()
 	var pods []*corev1.Pod
-	for _, m := range l.set.Machines {
+	for _, m := range l.Set.Machines {
 		pods = append(pods, pod(name+"-"+m.Name, m.Name))
 	}
 	l.start(t, namespace, pods...)
@@ -383,7 +387,7 @@ func (l *lab) replace(t *testing.T, namespace, name string) []passed {
 	began := time.Now()
 	l.kubectl(t, "delete", "pods", "-n", namespace, "--all", "--timeout=60s")
 	var all []passed
-	l.until(t, "what coordinators say of "+name, func() error {
+	l.Await(t, time.Minute, "what coordinators say of "+name, func() error {
 		var err error
 		if all, err = l.passed(t, began, namespace+"/"+name); err == nil && len(all) != len(pods) {
 			err = fmt.Errorf("%d barriers", len(all))

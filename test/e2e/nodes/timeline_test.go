@@ -16,6 +16,8 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/lameduck-io/lameduck/test/e2e/harness"
 )
 
 // timed says that what happened when is written down: TIMELINE=1.
@@ -42,7 +44,7 @@ func (l *lab) startTimeline(t *testing.T, namespace string) *timeline {
 	}
 	ctx, cancel := context.WithCancel(t.Context())
 	line := &timeline{names: map[types.UID]string{}}
-	watch, err := l.kube.CoreV1().Pods(namespace).Watch(ctx, metav1.ListOptions{})
+	watch, err := l.Kube.CoreV1().Pods(namespace).Watch(ctx, metav1.ListOptions{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -71,9 +73,9 @@ func (l *lab) startTimeline(t *testing.T, namespace string) *timeline {
 			line.mu.Unlock()
 			say("created", true)
 			say("scheduled", p.Spec.NodeName != "")
-			say("ready", isReady(p))
+			say("ready", harness.Ready(p))
 			say("terminating", p.DeletionTimestamp != nil)
-			say("not ready", p.DeletionTimestamp != nil && !isReady(p))
+			say("not ready", p.DeletionTimestamp != nil && !harness.Ready(p))
 			say("ended", p.DeletionTimestamp != nil && len(p.Status.ContainerStatuses) > 0 &&
 				p.Status.ContainerStatuses[0].State.Terminated != nil)
 			say("gone", event.Type == "DELETED")

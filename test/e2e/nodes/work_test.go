@@ -20,6 +20,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/lameduck-io/lameduck/internal/endpoints"
+	"github.com/lameduck-io/lameduck/test/e2e/harness"
 	"github.com/lameduck-io/lameduck/test/e2e/load"
 )
 
@@ -42,6 +43,8 @@ type work struct {
 	Sleep int
 	// NotOn is a node that pods keep away from. Empty: none.
 	NotOn string
+	// Closing is how long the graceful app asks clients to close. Empty: its default.
+	Closing string
 }
 
 func (w work) with(kind string, replicas int) work {
@@ -70,9 +73,9 @@ func (l *lab) deploy(t *testing.T, w work) {
 	}
 	l.applyText(t, strings.Join(sheets, "---\n"))
 	for _, app := range apps {
-		other := l.kube.AppsV1().StatefulSets(w.Namespace).Delete
+		other := l.Kube.AppsV1().StatefulSets(w.Namespace).Delete
 		if w.Kind == "StatefulSet" {
-			other = l.kube.AppsV1().Deployments(w.Namespace).Delete
+			other = l.Kube.AppsV1().Deployments(w.Namespace).Delete
 		}
 		background := metav1.DeletePropagationBackground
 		if err := other(t.Context(), app, metav1.DeleteOptions{PropagationPolicy: &background}); err != nil &&
@@ -87,8 +90,8 @@ func (l *lab) deploy(t *testing.T, w work) {
 // rules had time to follow.
 func (l *lab) settled(t *testing.T, w work) {
 	t.Helper()
-	l.until(t, "the pods of "+w.Namespace, func() error {
-		pods, err := l.kube.CoreV1().Pods(w.Namespace).List(t.Context(), metav1.ListOptions{})
+	l.Await(t, time.Minute, "the pods of "+w.Namespace, func() error {
+		pods, err := l.Kube.CoreV1().Pods(w.Namespace).List(t.Context(), metav1.ListOptions{})
 		if err != nil {
 			return err
 		}
@@ -96,19 +99,13 @@ func (l *lab) settled(t *testing.T, w work) {
 			return fmt.Errorf("%d pods", len(pods.Items))
 		}
 		for _, p := range pods.Items {
-			if !isReady(&p) || p.DeletionTimestamp != nil {
+			if !harness.Ready(&p) || p.DeletionTimestamp != nil {
 				return fmt.Errorf("pod %s is not ready", p.Name)
 			}
 		}
 		return nil
 	})
 	time.Sleep(1500 * time.Millisecond) // of rules: kube-proxy writes once a second at most
-}
-
-func isReady(p *corev1.Pod) bool {
-	return slices.ContainsFunc(p.Status.Conditions, func(c corev1.PodCondition) bool {
-		return c.Type == corev1.PodReady && c.Status == corev1.ConditionTrue
-	})
 }
 
 // addGateway installs HAProxy and its agent, for the apps of the namespaces. The frontend of app j
@@ -136,7 +133,7 @@ func (l *lab) addGateway(t *testing.T, namespaces []string) {
 // gatewayAddress is where HAProxy is.
 func (l *lab) gatewayAddress(t *testing.T) string {
 	t.Helper()
-	pods, err := l.kube.CoreV1().Pods(gateway).List(t.Context(), metav1.ListOptions{LabelSelector: "app=gateway"})
+	pods, err := l.Kube.CoreV1().Pods(gateway).List(t.Context(), metav1.ListOptions{LabelSelector: "app=gateway"})
 	if err != nil || len(pods.Items) != 1 {
 		t.Fatalf("pods of the gateway: %v, %v", pods, err)
 	}
@@ -187,37 +184,41 @@ func (c *clients) in(way, phase string) counted {
 // startClients sends requests to an app through ClusterIP, NodePort and HAProxy at once.
 func (l *lab) startClients(t *testing.T, namespace, app, haproxy string, how traffic) *clients {
 	t.Helper()
-	service, err := l.kube.CoreV1().Services(namespace).Get(t.Context(), app, metav1.GetOptions{})
+	service, err := l.Kube.CoreV1().Services(namespace).Get(t.Context(), app, metav1.GetOptions{})
 	if err != nil {
 		t.Fatal(err)
-	}
-	// Clients that keep connections are several on each way, or they would keep one or two and meet
-	// one pod.
-	rate, many := 50.0, 1
-	if how == keptAlive {
-		rate, many = 8, 6
 	}
 	all := &clients{}
 	for i, target := range []string{
 		fmt.Sprintf("http://%s:80/", service.Spec.ClusterIP),
-		fmt.Sprintf("http://%s:%d/", l.set.Machines[1].Address, service.Spec.Ports[0].NodePort),
+		fmt.Sprintf("http://%s:%d/", l.Set.Machines[1].Address, service.Spec.Ports[0].NodePort),
 		haproxy,
 	} {
-		for j := range many {
-			source := (i*many + j) % len(l.sources)
-			one, err := load.Run(t.Context(), load.Options{
-				Target: target, Rate: rate, Timeout: 5 * time.Second, KeepAlive: how == keptAlive, DropClosed: true,
-				WantBody:    []byte("ok\n"),
-				SourceAddrs: slices.Concat(l.sources[source:], l.sources[:source]),
-			})
-			if err != nil {
-				t.Fatal(err)
-			}
-			t.Cleanup(func() { one.Stop() })
-			all.loads, all.by = append(all.loads, one), append(all.by, ways[i])
-		}
+		all.add(t, l, ways[i], how, 50, load.Options{Target: target})
 	}
 	return all
+}
+
+// add starts the clients of one way, which send at a rate all together.
+func (c *clients) add(t *testing.T, l *lab, way string, how traffic, rate float64, o load.Options) {
+	t.Helper()
+	// Clients that keep connections are several, or they would keep one or two and meet one pod.
+	many := 1
+	if how == keptAlive {
+		many = 6
+	}
+	o.Rate, o.Timeout, o.KeepAlive, o.DropClosed = rate/float64(many), 5*time.Second, how == keptAlive, true
+	o.WantBody = []byte("ok\n")
+	for range many {
+		source := len(c.loads) % len(l.Sources)
+		o.SourceAddrs = slices.Concat(l.Sources[source:], l.Sources[:source])
+		one, err := load.Run(t.Context(), o)
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { one.Stop() })
+		c.loads, c.by = append(c.loads, one), append(c.by, way)
+	}
 }
 
 // counted is what became of the requests of an app's clients.
@@ -262,8 +263,8 @@ func (c counted) String() string {
 // unlisted waits until no EndpointSlice lists any of these addresses as ready.
 func (l *lab) unlisted(t *testing.T, namespace string, addresses ...string) {
 	t.Helper()
-	l.until(t, fmt.Sprintf("slices without %v", addresses), func() error {
-		lists, err := l.kube.DiscoveryV1().EndpointSlices(namespace).List(t.Context(), metav1.ListOptions{})
+	l.Await(t, time.Minute, fmt.Sprintf("slices without %v", addresses), func() error {
+		lists, err := l.Kube.DiscoveryV1().EndpointSlices(namespace).List(t.Context(), metav1.ListOptions{})
 		if err != nil {
 			return err
 		}
@@ -282,7 +283,7 @@ func (l *lab) unlisted(t *testing.T, namespace string, addresses ...string) {
 // pods are those of a namespace by app that keep says, without those that are going already.
 func (l *lab) pods(t *testing.T, namespace string, keep func(*corev1.Pod) bool) map[string][]types.UID {
 	t.Helper()
-	list, err := l.kube.CoreV1().Pods(namespace).List(t.Context(), metav1.ListOptions{})
+	list, err := l.Kube.CoreV1().Pods(namespace).List(t.Context(), metav1.ListOptions{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -300,7 +301,7 @@ func (l *lab) pods(t *testing.T, namespace string, keep func(*corev1.Pod) bool) 
 // moment before, and hardly any others.
 func (l *lab) age(t *testing.T, namespace string) {
 	t.Helper()
-	list, err := l.kube.CoreV1().Pods(namespace).List(t.Context(), metav1.ListOptions{})
+	list, err := l.Kube.CoreV1().Pods(namespace).List(t.Context(), metav1.ListOptions{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -322,7 +323,7 @@ func (l *lab) gone(t *testing.T, namespace string, old map[string][]types.UID, l
 	t.Helper()
 	when := map[string]time.Time{}
 	for end := time.Now().Add(limit); ; time.Sleep(30 * time.Millisecond) {
-		list, err := l.kube.CoreV1().Pods(namespace).List(t.Context(), metav1.ListOptions{ResourceVersion: "0"})
+		list, err := l.Kube.CoreV1().Pods(namespace).List(t.Context(), metav1.ListOptions{ResourceVersion: "0"})
 		if err != nil {
 			return when, err
 		}

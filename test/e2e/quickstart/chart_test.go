@@ -14,42 +14,9 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-	"helm.sh/helm/v4/pkg/chart/common"
-	"helm.sh/helm/v4/pkg/chart/common/util"
-	"helm.sh/helm/v4/pkg/chart/v2/loader"
-	"helm.sh/helm/v4/pkg/engine"
-
 	"github.com/lameduck-io/lameduck/test/cluster"
+	"github.com/lameduck-io/lameduck/test/e2e/harness"
 )
-
-// charted renders the chart by Helm's own engine: what is installed, and the hooks, which prove
-// that it works.
-func charted(t *testing.T, values map[string]any) (objects, hooks string) {
-	t.Helper()
-	chart, err := loader.Load(filepath.Join(repository, "charts", "lameduck"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	all, err := util.ToRenderValues(chart, values,
-		common.ReleaseOptions{Name: "lameduck", Namespace: "lameduck-system", IsInstall: true}, nil)
-	if err != nil {
-		t.Fatal(err)
-	}
-	files, err := engine.Engine{Strict: true}.RenderWithContext(t.Context(), chart, all)
-	if err != nil {
-		t.Fatal(err)
-	}
-	for name, content := range files {
-		switch {
-		case !strings.HasSuffix(name, ".yaml"):
-		case strings.Contains(name, "/tests/"):
-			hooks += "\n---\n" + content
-		default:
-			objects += "\n---\n" + content
-		}
-	}
-	return objects, hooks
-}
 
 // The chart on a real cluster, with certificate, secret and CA brought along by the commands of
 // operations.md: coordinators are asked, and node agents trust them, though nobody has told an
@@ -58,7 +25,7 @@ func charted(t *testing.T, values map[string]any) (objects, hooks string) {
 func (l *lab) testOwnCertificates(t *testing.T) {
 	// Where operators make their certificate, and have the repository.
 	dir := t.TempDir()
-	manifests, err := filepath.Abs(filepath.Join(repository, "manifests"))
+	manifests, err := filepath.Abs(filepath.Join(harness.Repository, "manifests"))
 	if err == nil {
 		err = os.Symlink(manifests, filepath.Join(dir, "manifests"))
 	}
@@ -78,8 +45,11 @@ func (l *lab) testOwnCertificates(t *testing.T) {
 	}
 	in := "cd " + dir + "\n"
 	l.sh(t, in+blocks[0])
-	objects, hooks := charted(t, map[string]any{"certificates": "own", "createNamespace": true,
-		"barrier": map[string]any{"enabled": true}})
+	objects, hooks, err := harness.Chart(t, harness.ChartDir, map[string]any{"certificates": "own",
+		"createNamespace": true, "barrier": map[string]any{"enabled": true}})
+	if err != nil {
+		t.Fatal(err)
+	}
 	for name, text := range map[string]string{"lameduck.yaml": objects, "check.yaml": hooks} {
 		if err := os.WriteFile(filepath.Join(dir, name), []byte(text), 0o600); err != nil {
 			t.Fatal(err)
@@ -88,20 +58,21 @@ func (l *lab) testOwnCertificates(t *testing.T) {
 	l.sh(t, in+"kubectl apply --validate=strict -f lameduck.yaml")
 	l.sh(t, in+blocks[1])
 	l.sh(t, in+blocks[2])
-	l.sh(t, in+`kubectl -n lameduck-system rollout status deployment -l app.kubernetes.io/component=webhook --timeout=120s
+	l.sh(t, in+`kubectl -n lameduck-system rollout status deployment \
+	-l app.kubernetes.io/component=webhook --timeout=120s
 kubectl -n lameduck-node rollout status daemonset/lameduck-node --timeout=120s
 kubectl apply -f check.yaml
 kubectl -n lameduck-system wait --for=condition=Complete --timeout=150s job/lameduck-check`)
 	l.connected(t, 3, entries)
 	namespace := &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: "hooked",
 		Labels: map[string]string{"lameduck.io/barrier": "enabled"}}}
-	if _, err := l.kube.CoreV1().Namespaces().Create(t.Context(), namespace, metav1.CreateOptions{}); err != nil {
+	if _, err := l.Kube.CoreV1().Namespaces().Create(t.Context(), namespace, metav1.CreateOptions{}); err != nil {
 		t.Fatal(err)
 	}
 	pod := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Name: "new"},
 		Spec: corev1.PodSpec{Containers: []corev1.Container{{Name: "web", Image: "haproxy:2.6"}}}}
-	l.until(t, "a new pod gets the hook", time.Minute, func() error {
-		got, err := l.kube.CoreV1().Pods(namespace.Name).Create(t.Context(), pod,
+	l.Await(t, time.Minute, "a new pod gets the hook", func() error {
+		got, err := l.Kube.CoreV1().Pods(namespace.Name).Create(t.Context(), pod,
 			metav1.CreateOptions{DryRun: []string{metav1.DryRunAll}})
 		if err == nil && got.Annotations["lameduck.io/barrier-id"] == "" {
 			err = errors.New("it has none")
@@ -117,7 +88,7 @@ kubectl delete --ignore-not-found -f check.yaml
 kubectl delete --ignore-not-found -f lameduck.yaml
 kubectl delete namespace hooked`)
 	for _, name := range []string{"lameduck-system", "lameduck-node"} {
-		if _, err := l.kube.CoreV1().Namespaces().Get(t.Context(), name, metav1.GetOptions{}); err == nil {
+		if _, err := l.Kube.CoreV1().Namespaces().Get(t.Context(), name, metav1.GetOptions{}); err == nil {
 			t.Error(fmt.Errorf("namespace %s is still there", name))
 		}
 	}

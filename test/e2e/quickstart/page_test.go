@@ -7,6 +7,8 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+
+	"github.com/lameduck-io/lameduck/test/e2e/harness"
 )
 
 // section is a part of a page: what stands under one heading of the second level.
@@ -16,12 +18,10 @@ type section struct {
 	blocks []string
 }
 
-const repository = "../../.."
-
 // sections reads those of a page of docs that have commands, in their order.
 func sections(t *testing.T, page string) []section {
 	t.Helper()
-	text, err := os.ReadFile(filepath.Join(repository, "docs", page))
+	text, err := os.ReadFile(filepath.Join(harness.Repository, "docs", page))
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -40,7 +40,8 @@ func (l *lab) testQuickStart(t *testing.T) {
 	ended := map[string]func(out []string){
 		"Install the coordinator": func(out []string) {
 			for _, entry := range []string{"0", "1"} {
-				if want := "pods-" + entry + ".lameduck.io: Lameduck answers: replica lameduck-webhook-" + entry; !strings.Contains(strings.Join(out, ""), want) {
+				want := "pods-" + entry + ".lameduck.io: Lameduck answers: replica lameduck-webhook-" + entry
+				if !strings.Contains(strings.Join(out, ""), want) {
 					t.Errorf("the check does not say %q", want)
 				}
 			}
@@ -58,7 +59,7 @@ func (l *lab) testQuickStart(t *testing.T) {
 			}
 		},
 		"A rolling update that loses nothing": func(out []string) {
-			l.until(t, "the old pods are gone", time.Minute, func() error { return l.replicas(t.Context(), 4) })
+			l.Await(t, time.Minute, "the old pods are gone", func() error { return l.replicas(t.Context(), 4) })
 			time.Sleep(2 * time.Second) // stale routes fail late
 			load.stop(t, "rolling update")
 			hooks := l.waited(t)
@@ -93,7 +94,7 @@ func (l *lab) testQuickStart(t *testing.T) {
 		}
 		delete(ended, s.title)
 		if t.Failed() {
-			l.explain(t)
+			l.Explain(t)
 			t.FailNow()
 		}
 	}
@@ -101,7 +102,7 @@ func (l *lab) testQuickStart(t *testing.T) {
 		t.Errorf("the page has the sections %q, and none of %q, %q", known, slices.Collect(maps.Keys(began)),
 			slices.Collect(maps.Keys(ended)))
 	}
-	l.until(t, "nothing is left", time.Minute, func() error {
+	l.Await(t, time.Minute, "nothing is left", func() error {
 		var left []string
 		for name := range l.everything(t) {
 			if !before[name] {
@@ -117,7 +118,7 @@ func (l *lab) testQuickStart(t *testing.T) {
 
 // replicas is nil if the application has so many pods, those that are going included.
 func (l *lab) replicas(ctx context.Context, n int) error {
-	pods, err := l.kube.CoreV1().Pods(shop).List(ctx, metav1.ListOptions{LabelSelector: "app.kubernetes.io/name=web"})
+	pods, err := l.Kube.CoreV1().Pods(shop).List(ctx, metav1.ListOptions{LabelSelector: "app.kubernetes.io/name=web"})
 	if err == nil && len(pods.Items) != n {
 		err = fmt.Errorf("%d pods, want %d", len(pods.Items), n)
 	}
@@ -163,21 +164,21 @@ func (l *lab) deletionsAreAsBefore(t *testing.T) {
 			t.Errorf("%s: %q, %v", kind, out, err)
 		}
 	}
-	pods, err := l.kube.CoreV1().Pods(shop).List(t.Context(),
+	pods, err := l.Kube.CoreV1().Pods(shop).List(t.Context(),
 		metav1.ListOptions{LabelSelector: "app.kubernetes.io/name=web"})
 	if err != nil || len(pods.Items) == 0 {
 		t.Fatalf("pods: %v, %v", pods, err)
 	}
 	victim := pods.Items[0]
 	began := time.Now()
-	if err := l.kube.CoreV1().Pods(shop).Delete(t.Context(), victim.Name, metav1.DeleteOptions{}); err != nil {
+	if err := l.Kube.CoreV1().Pods(shop).Delete(t.Context(), victim.Name, metav1.DeleteOptions{}); err != nil {
 		t.Fatal(err)
 	}
 	if took := time.Since(began); took > time.Second {
 		t.Errorf("the deletion was answered after %s", took)
 	}
-	l.until(t, "a pod is gone whose hook finds no agent", 15*time.Second, func() error {
-		got, err := l.kube.CoreV1().Pods(shop).Get(t.Context(), victim.Name, metav1.GetOptions{})
+	l.Await(t, 15*time.Second, "a pod is gone whose hook finds no agent", func() error {
+		got, err := l.Kube.CoreV1().Pods(shop).Get(t.Context(), victim.Name, metav1.GetOptions{})
 		if apierrors.IsNotFound(err) || err == nil && got.UID != victim.UID {
 			return nil
 		}

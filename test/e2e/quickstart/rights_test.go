@@ -17,6 +17,19 @@ import (
 	"github.com/lameduck-io/lameduck/test/e2e/rights"
 )
 
+// auditPolicy has the API server write down what the ServiceAccounts of Lameduck and its agents ask
+// for.
+const auditPolicy = `
+apiVersion: audit.k8s.io/v1
+kind: Policy
+omitStages: [RequestReceived]
+rules:
+  - level: Metadata
+    userGroups: ["system:serviceaccounts:lameduck-system", "system:serviceaccounts:lameduck-node",
+      "system:serviceaccounts:shop"]
+  - level: None
+`
+
 // testRights compares what the ServiceAccounts of the quick start may do with what they have done
 // by now. What the coordinator does seldom is left to the test of package install; here it must
 // only not have been refused.
@@ -48,7 +61,7 @@ func (l *lab) testRights(t *testing.T) {
 		if of.account == webhook {
 			continue
 		}
-		granted, err := rights.Granted(t.Context(), l.kube, of.account)
+		granted, err := rights.Granted(t.Context(), l.Kube, of.account)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -88,17 +101,17 @@ func (l *lab) restartContainer(t *testing.T) {
 				ConfigMap: &corev1.ConfigMapVolumeSource{
 					LocalObjectReference: corev1.LocalObjectReference{Name: "web"}}}}}},
 	}
-	if _, err := l.kube.CoreV1().Pods(shop).Create(t.Context(), ill, metav1.CreateOptions{}); err != nil {
+	if _, err := l.Kube.CoreV1().Pods(shop).Create(t.Context(), ill, metav1.CreateOptions{}); err != nil {
 		t.Fatal(err)
 	}
-	l.until(t, "a container is restarted", time.Minute, func() error {
-		p, err := l.kube.CoreV1().Pods(shop).Get(t.Context(), ill.Name, metav1.GetOptions{})
+	l.Await(t, time.Minute, "a container is restarted", func() error {
+		p, err := l.Kube.CoreV1().Pods(shop).Get(t.Context(), ill.Name, metav1.GetOptions{})
 		if err == nil && (len(p.Status.ContainerStatuses) == 0 || p.Status.ContainerStatuses[0].RestartCount == 0) {
 			err = errors.New("it is not")
 		}
 		return err
 	})
-	if err := l.kube.CoreV1().Pods(shop).Delete(t.Context(), ill.Name, *metav1.NewDeleteOptions(0)); err != nil {
+	if err := l.Kube.CoreV1().Pods(shop).Delete(t.Context(), ill.Name, *metav1.NewDeleteOptions(0)); err != nil {
 		t.Fatal(err)
 	}
 }

@@ -19,6 +19,8 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
+
+	"github.com/lameduck-io/lameduck/test/e2e/harness"
 )
 
 // previous is the commit that is upgraded from: UPGRADE_FROM, or the one before this.
@@ -35,7 +37,7 @@ func archive(t *testing.T, commit string) string {
 	t.Helper()
 	dir := t.TempDir()
 	git := exec.CommandContext(t.Context(), "git", "archive", "--format=tar", commit)
-	git.Dir = repository
+	git.Dir = harness.Repository
 	tar := exec.CommandContext(t.Context(), "tar", "-x", "-C", dir)
 	var said strings.Builder
 	git.Stderr, tar.Stderr = &said, &said
@@ -89,8 +91,8 @@ func (l *lab) testUpgrade(t *testing.T) {
 	tree := archive(t, previous())
 	bin := t.TempDir()
 	began := time.Now()
-	build(t, tree, bin)
-	if err := l.set.Load(t.Context(), images(bin, "previous")...); err != nil {
+	harness.Build(t, tree, "./cmd/...", bin)
+	if err := l.Set.Load(t.Context(), images(bin, "previous")...); err != nil {
 		t.Fatal(err)
 	}
 	t.Logf("the programs of %s are there after %s", previous(), time.Since(began).Round(time.Second/10))
@@ -131,7 +133,7 @@ func (l *lab) testUpgrade(t *testing.T) {
 	l.run(t, "previous", coordinators)
 	l.sh(t, "kubectl -n shop rollout restart deployment/web && kubectl -n shop rollout status deployment/web "+
 		"--timeout=120s")
-	l.until(t, "every pod has its hook", time.Minute, l.hooked)
+	l.Await(t, time.Minute, "every pod has its hook", l.hooked)
 	// No barrier waited for the pods without a hook.
 	time.Sleep(3 * time.Second) // kernels learn up to a second late that they are gone
 
@@ -161,7 +163,7 @@ func (l *lab) testUpgrade(t *testing.T) {
 		err := <-updated
 		cancel()
 		if err != nil {
-			l.explain(t)
+			l.Explain(t)
 			t.Fatalf("%s: %v", way.name, err)
 		}
 		time.Sleep(2 * time.Second) // stale routes fail late
@@ -171,7 +173,7 @@ func (l *lab) testUpgrade(t *testing.T) {
 		}
 		l.connected(t, 5, way.coordinators)
 		if t.Failed() {
-			l.explain(t)
+			l.Explain(t)
 			t.FailNow()
 		}
 	}
@@ -278,8 +280,8 @@ func (l *lab) updates(ctx context.Context, t *testing.T, stop <-chan struct{}) e
 // run asserts that coordinators, so many, and agents are those of a tag.
 func (l *lab) run(t *testing.T, tag string, coordinators int) {
 	t.Helper()
-	l.until(t, "coordinators and agents with the tag "+tag, 90*time.Second, func() error {
-		pods, err := l.kube.CoreV1().Pods("").List(t.Context(), metav1.ListOptions{})
+	l.Await(t, 90*time.Second, "coordinators and agents with the tag "+tag, func() error {
+		pods, err := l.Kube.CoreV1().Pods("").List(t.Context(), metav1.ListOptions{})
 		if err != nil {
 			return err
 		}
@@ -305,7 +307,7 @@ func (l *lab) run(t *testing.T, tag string, coordinators int) {
 
 // hooked is nil if all pods of the application have the barrier's hook.
 func (l *lab) hooked() error {
-	pods, err := l.kube.CoreV1().Pods(shop).List(context.Background(),
+	pods, err := l.Kube.CoreV1().Pods(shop).List(context.Background(),
 		metav1.ListOptions{LabelSelector: "app.kubernetes.io/name=web"})
 	if err != nil {
 		return err
@@ -323,7 +325,7 @@ func (l *lab) hooked() error {
 // are there.
 func (l *lab) connected(t *testing.T, agents, coordinators int) {
 	t.Helper()
-	l.until(t, "every agent is connected to every coordinator", 30*time.Second, func() error {
+	l.Await(t, 30*time.Second, "every agent is connected to every coordinator", func() error {
 		out, err := l.trySh(t.Context(), "kubectl lameduck status -o json")
 		if err != nil {
 			return fmt.Errorf("%w: %s", err, out)

@@ -22,6 +22,7 @@ import (
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
 
+	"github.com/lameduck-io/lameduck/test/e2e/harness"
 	"github.com/lameduck-io/lameduck/test/e2e/stage"
 )
 
@@ -57,46 +58,11 @@ var _ rest.WarningHandler = (*barriers)(nil)
 // place makes a namespace where the barrier is enabled, and waits until pods there get the hook.
 func (b *barriers) place(name, level string) string {
 	b.t.Helper()
-	labels := map[string]string{"lameduck.io/barrier": "enabled", "lameduck.io/drain": "disabled"}
+	labels := map[string]string{"lameduck.io/drain": "disabled"}
 	if level != "" {
 		labels["pod-security.kubernetes.io/enforce"] = level
 	}
-	if _, err := b.client.CoreV1().Namespaces().Create(b.t.Context(),
-		&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: name, Labels: labels}},
-		metav1.CreateOptions{}); err != nil {
-		b.t.Fatal(err)
-	}
-	for end := time.Now().Add(20 * time.Second); ; time.Sleep(50 * time.Millisecond) {
-		p, err := b.client.CoreV1().Pods(name).Create(b.t.Context(), strict("probe"),
-			metav1.CreateOptions{DryRun: []string{metav1.DryRunAll}})
-		// The hook's kind tells whether the coordinator has heard of the namespace; a dry run gets
-		// it too.
-		if err == nil && p.Annotations["lameduck.io/barrier-id"] != "" &&
-			(level != "" || p.Spec.Containers[0].Lifecycle.PreStop.HTTPGet != nil) {
-			return name
-		}
-		if time.Now().After(end) {
-			b.t.Fatalf("pods in %s get no hook: %v, %+v", name, err, p)
-		}
-	}
-}
-
-// strict is a pod that Pod Security lets in at every level.
-func strict(name string) *corev1.Pod {
-	yes, no, user := true, false, int64(1000)
-	return &corev1.Pod{
-		ObjectMeta: metav1.ObjectMeta{Name: name},
-		Spec: corev1.PodSpec{
-			NodeName: "no-such-node",
-			SecurityContext: &corev1.PodSecurityContext{RunAsNonRoot: &yes, RunAsUser: &user,
-				SeccompProfile: &corev1.SeccompProfile{Type: corev1.SeccompProfileTypeRuntimeDefault}},
-			Containers: []corev1.Container{{
-				Name: "app", Image: "app",
-				SecurityContext: &corev1.SecurityContext{AllowPrivilegeEscalation: &no,
-					Capabilities: &corev1.Capabilities{Drop: []corev1.Capability{"ALL"}}},
-			}},
-		},
-	}
+	return harness.Barred(b.t, b.client, name, labels)
 }
 
 func (b *barriers) create(namespace string, pod *corev1.Pod) *corev1.Pod {
@@ -142,8 +108,8 @@ func TestBarrierUnderPodSecurity(t *testing.T) {
 		if level == "baseline" || level == "restricted" {
 			kind = "exec"
 		}
-		b.hasHook(b.create(namespace, strict("plain")), kind)
-		hooked := strict("hooked")
+		b.hasHook(b.create(namespace, harness.StrictPod("plain")), kind)
+		hooked := harness.StrictPod("hooked")
 		hooked.Spec.Containers[0].Lifecycle = &corev1.Lifecycle{
 			PreStop: &corev1.LifecycleHandler{Sleep: &corev1.SleepAction{Seconds: 5}}}
 		made := b.create(namespace, hooked)
@@ -153,11 +119,47 @@ func TestBarrierUnderPodSecurity(t *testing.T) {
 		}
 	}
 	// That it is not because nothing is enforced.
-	forbidden := strict("forbidden")
+	forbidden := harness.StrictPod("forbidden")
 	forbidden.Spec.Containers[0].SecurityContext = nil
 	if _, err := b.client.CoreV1().Pods("barrier-level-restrictedx").Create(t.Context(), forbidden,
 		metav1.CreateOptions{}); err == nil {
 		t.Error("Pod Security is not enforced here")
+	}
+}
+
+// A load balancer may need minutes: its Service says so, and only the pods that it selects get so
+// long a grace period.
+func TestBarrierBoundOfAService(t *testing.T) {
+	b := openBarriers(t)
+	namespace := b.place("barrier-bound", "")
+	const key = "lameduck.io/barrier-bound"
+	service := &corev1.Service{
+		ObjectMeta: metav1.ObjectMeta{Name: "public", Annotations: map[string]string{key: "5m"}},
+		Spec: corev1.ServiceSpec{Selector: map[string]string{"app": "public"},
+			Ports: []corev1.ServicePort{{Port: 80}}},
+	}
+	if _, err := b.client.CoreV1().Services(namespace).Create(t.Context(), service,
+		metav1.CreateOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	grace := func(p *corev1.Pod, bound string, want int64) error {
+		if got, has := p.Annotations[key], *p.Spec.TerminationGracePeriodSeconds; got != bound || has != want {
+			return fmt.Errorf("bound %q, grace %d, want %s and %d", got, has, bound, want)
+		}
+		return nil
+	}
+	selected := harness.StrictPod("selected")
+	selected.Labels = map[string]string{"app": "public"}
+	harness.Await(t, 20*time.Second, "the coordinators know the Service", func() error {
+		p, err := b.client.CoreV1().Pods(namespace).Create(t.Context(), selected,
+			metav1.CreateOptions{DryRun: []string{metav1.DryRunAll}})
+		if err != nil {
+			return err
+		}
+		return grace(p, "300s", 330)
+	})
+	if err := grace(b.create(namespace, harness.StrictPod("other")), "30s", 60); err != nil {
+		t.Error(err)
 	}
 }
 
@@ -167,7 +169,7 @@ func TestBarrierGenerateName(t *testing.T) {
 	namespace := b.place("barrier-names", "")
 	ids := map[string]bool{}
 	for range 3 {
-		p := strict("")
+		p := harness.StrictPod("")
 		p.GenerateName = "web-"
 		made := b.create(namespace, p)
 		b.hasHook(made, "httpGet")
@@ -216,7 +218,7 @@ func TestBarrierUnderQuota(t *testing.T) {
 	}
 	// The quota of the namespace is counted a moment after it was made: until then no pod is let
 	// in.
-	p := strict("web")
+	p := harness.StrictPod("web")
 	list := corev1.ResourceList{"cpu": small("100m"), "memory": small("64Mi")}
 	p.Spec.Containers[0].Resources = corev1.ResourceRequirements{Requests: list, Limits: list}
 	for end := time.Now().Add(10 * time.Second); ; time.Sleep(100 * time.Millisecond) {
@@ -233,7 +235,7 @@ func TestBarrierUnderQuota(t *testing.T) {
 		}
 	}
 	// And it was a quota.
-	if _, err := b.client.CoreV1().Pods(namespace).Create(t.Context(), strict("second"),
+	if _, err := b.client.CoreV1().Pods(namespace).Create(t.Context(), harness.StrictPod("second"),
 		metav1.CreateOptions{}); err == nil {
 		t.Error("the quota is not enforced")
 	}
@@ -246,15 +248,11 @@ func TestBarrierReinvocation(t *testing.T) {
 	namespace := b.place("barrier-again", "")
 	b.inject(namespace)
 	var p *corev1.Pod
-	for end := time.Now().Add(20 * time.Second); ; time.Sleep(100 * time.Millisecond) {
-		if p = b.create(namespace, &corev1.Pod{ObjectMeta: metav1.ObjectMeta{GenerateName: "web-"},
-			Spec: strict("").Spec}); len(p.Spec.Containers) == 2 {
-			break
-		}
-		if time.Now().After(end) {
-			t.Fatal("the other webhook adds nothing")
-		}
-	}
+	harness.Until(t, 20*time.Second, "the other webhook adds a container", func() bool {
+		p = b.create(namespace, &corev1.Pod{ObjectMeta: metav1.ObjectMeta{GenerateName: "web-"},
+			Spec: harness.StrictPod("").Spec})
+		return len(p.Spec.Containers) == 2
+	})
 	b.hasHook(p, "httpGet")
 	if *p.Spec.TerminationGracePeriodSeconds != 60 {
 		t.Errorf("grace %d, want 60: it grows once", *p.Spec.TerminationGracePeriodSeconds)
@@ -332,7 +330,7 @@ func (b *barriers) inject(namespace string) {
 func TestBarrierSaysWhatIsUncovered(t *testing.T) {
 	b := openBarriers(t)
 	namespace := b.place("barrier-uncovered", "")
-	p := strict("tls")
+	p := harness.StrictPod("tls")
 	p.Spec.Containers[0].Lifecycle = &corev1.Lifecycle{
 		PreStop: &corev1.LifecycleHandler{HTTPGet: &corev1.HTTPGetAction{Port: portNumber(8443),
 			Scheme: corev1.URISchemeHTTPS}}}
@@ -349,28 +347,17 @@ func TestBarrierSaysWhatIsUncovered(t *testing.T) {
 		"runs-once":    func(p *corev1.Pod) { p.Spec.RestartPolicy = corev1.RestartPolicyNever },
 		"host-network": func(p *corev1.Pod) { p.Spec.HostNetwork = true },
 	} {
-		p := strict(name)
+		p := harness.StrictPod(name)
 		edit(p)
 		if made := b.create(namespace, p); made.Annotations["lameduck.io/barrier-id"] != "" {
 			t.Errorf("pod %s has an id", name)
 		}
 	}
-	if err := b.CreateNamespace(t.Context(), "barrier-of-one"); err != nil {
-		t.Fatal(err)
-	}
-	in := strict("opts-in")
+	in := harness.StrictPod("opts-in")
 	in.Labels = map[string]string{"lameduck.io/barrier": "enabled"}
-	for end := time.Now().Add(20 * time.Second); ; time.Sleep(100 * time.Millisecond) {
-		made, err := b.client.CoreV1().Pods("barrier-of-one").Create(t.Context(), in, metav1.CreateOptions{})
-		if err == nil {
-			if made.Annotations["lameduck.io/barrier-id"] == "" {
-				t.Error("a pod that opts in has no id")
-			}
-			break
-		}
-		if time.Now().After(end) { // until the namespace has its ServiceAccount
-			t.Fatal(err)
-		}
+	made = b.create(harness.Namespace(t, b.client, "barrier-of-one", nil), in)
+	if made.Annotations["lameduck.io/barrier-id"] == "" {
+		t.Error("a pod that opts in has no id")
 	}
 }
 

@@ -2,6 +2,7 @@ package scenarios
 
 import (
 	"context"
+	"fmt"
 	"maps"
 	"regexp"
 	"strconv"
@@ -16,6 +17,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/watch"
 
+	"github.com/lameduck-io/lameduck/test/e2e/harness"
 	"github.com/lameduck-io/lameduck/test/e2e/stage"
 )
 
@@ -30,19 +32,17 @@ func kill(t *testing.T, s *stage.Stage, pod *corev1.Pod) {
 	if err := s.Signal(pod, "webhook", syscall.SIGKILL); err != nil {
 		t.Fatal(err)
 	}
-	for end := time.Now().Add(30 * time.Second); ; settle(t, 50*time.Millisecond) {
+	harness.Await(t, 30*time.Second, pod.Name+" comes back", func() error {
 		p, err := s.Kube.CoreV1().Pods(stage.System).Get(t.Context(), pod.Name, metav1.GetOptions{})
 		if err != nil {
-			t.Fatal(err)
+			return err
 		}
-		if c := p.Status.ContainerStatuses[0]; c.RestartCount > pod.Status.ContainerStatuses[0].RestartCount &&
-			c.Ready {
-			return
+		if c := p.Status.ContainerStatuses[0]; c.RestartCount <= pod.Status.ContainerStatuses[0].RestartCount ||
+			!c.Ready {
+			return fmt.Errorf("%+v", c)
 		}
-		if time.Now().After(end) {
-			t.Fatalf("%s does not come back: %+v", pod.Name, p.Status.ContainerStatuses)
-		}
-	}
+		return nil
+	})
 }
 
 // failedOpen returns how many calls of the webhook for deletions have failed, so that the API
@@ -63,7 +63,8 @@ func failedOpen(t *testing.T, s *stage.Stage) (n int) {
 	return n
 }
 
-var failOpenCount = regexp.MustCompile(`(?m)^apiserver_admission_webhook_fail_open_count\{[^}]*name="pods-\d+\.lameduck\.io"[^}]*\} (\S+)$`)
+var failOpenCount = regexp.MustCompile(`(?m)^apiserver_admission_webhook_fail_open_count\{` +
+	`[^}]*name="pods-\d+\.lameduck\.io"[^}]*\} (\S+)$`)
 
 // deletions notes each pod of a namespace that is terminating, and when it was first seen to be,
 // until the test ends.
@@ -113,7 +114,7 @@ func TestOneOfTwoCoordinatorsIsKilled(t *testing.T) {
 	s := open(t)
 	entries(t, s, 2)
 	defer entries(t, s, 1)
-	ns := namespace(t, s, "killed")
+	ns := harness.Namespace(t, s.Kube, "killed", nil)
 	if err := s.InstallApp(t.Context(), stage.App{Namespace: ns, Replicas: 4, StartDelay: 300 * time.Millisecond,
 		Work: 5 * time.Millisecond}); err != nil {
 		t.Fatal(err)

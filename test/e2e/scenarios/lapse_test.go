@@ -3,7 +3,6 @@ package scenarios
 import (
 	"context"
 	"encoding/json"
-	"fmt"
 	"io"
 	"net/http"
 	"strings"
@@ -12,7 +11,7 @@ import (
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-	"github.com/lameduck-io/lameduck/test/cluster/node"
+	"github.com/lameduck-io/lameduck/test/e2e/harness"
 	"github.com/lameduck-io/lameduck/test/e2e/stage"
 )
 
@@ -25,7 +24,7 @@ const lease = 60 * time.Second
 func TestAnExclusionLapsesWithoutACoordinator(t *testing.T) {
 	// Not parallel: it takes the coordinator from all, and has an agent that does not answer.
 	s := open(t)
-	agents, ns := namespace(t, s, "lapse-agents"), namespace(t, s, "lapse")
+	agents, ns := harness.Namespace(t, s.Kube, "lapse-agents", nil), harness.Namespace(t, s.Kube, "lapse", nil)
 	if err := s.InstallApp(t.Context(), stage.App{Namespace: ns, Replicas: 3}); err != nil {
 		t.Fatal(err)
 	}
@@ -34,17 +33,7 @@ func TestAnExclusionLapsesWithoutACoordinator(t *testing.T) {
 		t.Fatal(err)
 	}
 	// Without it the drain would be over before the coordinator is.
-	if err := s.Apply(t.Context(), fmt.Sprintf(stage.SilentAgent, agents)); err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { endSilentAgent(t, s, agents) })
-	silent, err := s.Kube.CoreV1().Pods(agents).Get(t.Context(), "silent", metav1.GetOptions{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	if _, err := s.Node.Wait(t.Context(), silent.UID, node.Ready); err != nil {
-		t.Fatal(err)
-	}
+	harness.SilentAgent(t, s, agents)
 	pods, err := s.Pods(t.Context(), ns, "app=web")
 	if err != nil {
 		t.Fatal(err)

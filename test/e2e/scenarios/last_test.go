@@ -8,6 +8,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 
+	"github.com/lameduck-io/lameduck/test/e2e/harness"
 	"github.com/lameduck-io/lameduck/test/e2e/load"
 	"github.com/lameduck-io/lameduck/test/e2e/stage"
 )
@@ -18,7 +19,7 @@ import (
 func TestOneReplicaIsReplacedBeforeItGoes(t *testing.T) {
 	t.Parallel()
 	s := open(t)
-	ns := namespace(t, s, "one-replica")
+	ns := harness.Namespace(t, s.Kube, "one-replica", nil)
 	if err := s.InstallApp(t.Context(), stage.App{Namespace: ns, Replicas: 1, StartDelay: 300 * time.Millisecond,
 		Work: 20 * time.Millisecond}); err != nil {
 		t.Fatal(err)
@@ -67,7 +68,7 @@ func TestTheOnlyReplicaIsDeletedAsWithoutLameduck(t *testing.T) {
 			// One after the other, not side by side: they would share the machine.
 			t.Run(name, func(t *testing.T) {
 				s := open(t)
-				ns := namespace(t, s, "only-"+name)
+				ns := harness.Namespace(t, s.Kube, "only-"+name, nil)
 				if name == "stock" {
 					patch := []byte(`{"metadata": {"labels": {"lameduck.io/drain": "disabled"}}}`)
 					if _, err := s.Kube.CoreV1().Namespaces().Patch(t.Context(), ns, types.MergePatchType, patch,

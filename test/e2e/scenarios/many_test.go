@@ -13,7 +13,7 @@ import (
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-	"github.com/lameduck-io/lameduck/test/cluster/node"
+	"github.com/lameduck-io/lameduck/test/e2e/harness"
 	"github.com/lameduck-io/lameduck/test/e2e/stage"
 )
 
@@ -31,18 +31,8 @@ func TestManyDeletionsAndOneSilentAgent(t *testing.T) {
 	s := open(t)
 	entries(t, s, 2)
 	defer entries(t, s, 1)
-	agents, ns := namespace(t, s, "many-agent"), namespace(t, s, "many")
-	if err := s.Apply(t.Context(), fmt.Sprintf(stage.SilentAgent, agents)); err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { endSilentAgent(t, s, agents) })
-	silent, err := s.Kube.CoreV1().Pods(agents).Get(t.Context(), "silent", metav1.GetOptions{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	if _, err := s.Node.Wait(t.Context(), silent.UID, node.Ready); err != nil {
-		t.Fatal(err)
-	}
+	agents, ns := harness.Namespace(t, s.Kube, "many-agent", nil), harness.Namespace(t, s.Kube, "many", nil)
+	harness.SilentAgent(t, s, agents)
 	pods := s.PaperPods(t, ns, manyDeletions)
 
 	// What the coordinator says of itself all the while.
@@ -199,7 +189,7 @@ spec:
 func TestAStatefulSetWithSlowAcknowledgements(t *testing.T) {
 	t.Parallel()
 	s := open(t)
-	ns := namespace(t, s, "stateful")
+	ns := harness.Namespace(t, s.Kube, "stateful", nil)
 	const work = 3 * time.Second
 	if err := s.Apply(t.Context(), fmt.Sprintf(statefulSet, ns, s.Bin, work)); err != nil {
 		t.Fatal(err)
@@ -207,19 +197,14 @@ func TestAStatefulSetWithSlowAcknowledgements(t *testing.T) {
 	sets := s.Kube.AppsV1().StatefulSets(ns)
 	await := func() {
 		t.Helper()
-		for end := time.Now().Add(60 * time.Second); ; settle(t, 50*time.Millisecond) {
+		harness.Await(t, time.Minute, "the StatefulSet is complete", func() error {
 			set, err := sets.Get(t.Context(), "web", metav1.GetOptions{})
-			if err != nil {
-				t.Fatal(err)
+			if now := set.Status; err == nil && (now.ObservedGeneration != set.Generation || now.ReadyReplicas != 3 ||
+				now.UpdatedReplicas != 3 || now.CurrentRevision != now.UpdateRevision) {
+				err = fmt.Errorf("%+v", now)
 			}
-			if now := set.Status; now.ObservedGeneration == set.Generation && now.ReadyReplicas == 3 &&
-				now.UpdatedReplicas == 3 && now.CurrentRevision == now.UpdateRevision {
-				return
-			}
-			if time.Now().After(end) {
-				t.Fatalf("the StatefulSet is not complete: %+v", set.Status)
-			}
-		}
+			return err
+		})
 	}
 	await()
 	address, err := s.InstallGateway(t.Context(), stage.Gateway{Namespace: ns, Lag: 500 * time.Millisecond})

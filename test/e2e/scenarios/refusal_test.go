@@ -20,6 +20,7 @@ import (
 	"k8s.io/apimachinery/pkg/util/intstr"
 	"k8s.io/utils/ptr"
 
+	"github.com/lameduck-io/lameduck/test/e2e/harness"
 	"github.com/lameduck-io/lameduck/test/e2e/load"
 	"github.com/lameduck-io/lameduck/test/e2e/stage"
 )
@@ -44,7 +45,7 @@ const drained = 60 * time.Second
 func TestAnExhaustedBudgetKeepsItsTraffic(t *testing.T) {
 	t.Parallel()
 	s := open(t)
-	ns := namespace(t, s, "budget")
+	ns := harness.Namespace(t, s.Kube, "budget", nil)
 	app := stage.App{Namespace: ns, Replicas: 2, Work: 20 * time.Millisecond, Node: "node-3"}
 	if err := s.AddNode(t.Context(), app.Node, netip.MustParsePrefix("10.244.3.0/24")); err != nil {
 		t.Fatal(err)
@@ -191,7 +192,7 @@ func TestASecondWebhookThatIsSlow(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			t.Parallel()
 			s := open(t)
-			ns := namespace(t, s, "second-"+strings.ReplaceAll(c.name, " ", "-"))
+			ns := harness.Namespace(t, s.Kube, "second-"+strings.ReplaceAll(c.name, " ", "-"), nil)
 			if err := s.InstallApp(t.Context(),
 				stage.App{Namespace: ns, Replicas: 2, StartDelay: 300 * time.Millisecond,
 					Work: 20 * time.Millisecond}); err != nil {

@@ -3,12 +3,14 @@ package scenarios
 import (
 	"context"
 	"errors"
+	"strings"
 	"sync"
 	"testing"
 	"time"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
+	"github.com/lameduck-io/lameduck/test/e2e/harness"
 	"github.com/lameduck-io/lameduck/test/e2e/stage"
 )
 
@@ -31,7 +33,7 @@ func TestReplicasComeAndGo(t *testing.T) {
 	s := open(t)
 	entries(t, s, 2)
 	defer entries(t, s, 1)
-	ns := namespace(t, s, "replicas")
+	ns := harness.Namespace(t, s.Kube, "replicas", nil)
 	if err := s.InstallApp(t.Context(), stage.App{Namespace: ns, Replicas: 4, StartDelay: 300 * time.Millisecond,
 		Work: 20 * time.Millisecond}); err != nil {
 		t.Fatal(err)
@@ -40,7 +42,7 @@ func TestReplicasComeAndGo(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	failing := failedOpen(t, s)
+	failing, logged := failedOpen(t, s), len(apiServerLog(t, s))
 	stop := clients(t, address, false)
 	updating := make(chan struct{})
 	var restarts sync.WaitGroup
@@ -89,7 +91,9 @@ func TestReplicasComeAndGo(t *testing.T) {
 		t.Logf("%d requests", got.Total)
 	}
 	if failing = failedOpen(t, s) - failing; failing > 0 {
-		t.Errorf("%d deletions went on without an answer", failing)
+		late, failed := failedCalls(apiServerLog(t, s)[logged:])
+		t.Errorf("%d deletions went on without an answer: %d calls too late, and\n%s", failing, late,
+			strings.Join(failed, ""))
 	}
 	noRaces(t, s, ns)
 }

@@ -5,6 +5,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/lameduck-io/lameduck/test/e2e/harness"
 	"github.com/lameduck-io/lameduck/test/e2e/stage"
 )
 
@@ -18,7 +19,7 @@ func TestRollingUpdateLosesNothing(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			t.Parallel()
 			s := open(t)
-			ns := namespace(t, s, "rollout-"+c.name)
+			ns := harness.Namespace(t, s.Kube, "rollout-"+c.name, nil)
 			if err := s.InstallApp(t.Context(),
 				stage.App{Namespace: ns, Replicas: 4, StartDelay: 300 * time.Millisecond,
 					Work: 20 * time.Millisecond}); err != nil {
@@ -45,7 +46,7 @@ func TestRollingUpdateLosesNothing(t *testing.T) {
 func TestWithoutCoordinatorDeletionsWork(t *testing.T) {
 	// Not parallel: it takes the coordinator from all.
 	s := open(t)
-	ns := namespace(t, s, "no-coordinator")
+	ns := harness.Namespace(t, s.Kube, "no-coordinator", nil)
 	if err := s.InstallApp(t.Context(), stage.App{Namespace: ns, Replicas: 2}); err != nil {
 		t.Fatal(err)
 	}

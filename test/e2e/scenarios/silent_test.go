@@ -1,9 +1,7 @@
 package scenarios
 
 import (
-	"context"
 	"encoding/json"
-	"fmt"
 	"net/netip"
 	"strings"
 	"testing"
@@ -12,7 +10,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-	"github.com/lameduck-io/lameduck/test/cluster/node"
+	"github.com/lameduck-io/lameduck/test/e2e/harness"
 	"github.com/lameduck-io/lameduck/test/e2e/stage"
 )
 
@@ -22,18 +20,8 @@ func TestSilentAgentKeepsNoPod(t *testing.T) {
 	// Not parallel with other tests: in this one everything is owed by an agent that does not
 	// answer.
 	s := open(t)
-	agents := namespace(t, s, "silent-agent")
-	if err := s.Apply(t.Context(), fmt.Sprintf(stage.SilentAgent, agents)); err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { endSilentAgent(t, s, agents) })
-	pod, err := s.Kube.CoreV1().Pods(agents).Get(t.Context(), "silent", metav1.GetOptions{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	if _, err := s.Node.Wait(t.Context(), pod.UID, node.Ready); err != nil {
-		t.Fatal(err)
-	}
+	agents := harness.Namespace(t, s.Kube, "silent-agent", nil)
+	harness.SilentAgent(t, s, agents)
 	t.Run("while it is there", func(t *testing.T) {
 		for _, c := range []struct {
 			name     string
@@ -50,7 +38,7 @@ func TestSilentAgentKeepsNoPod(t *testing.T) {
 		} {
 			t.Run(c.name, func(t *testing.T) {
 				t.Parallel()
-				ns := namespace(t, s, "silent-"+c.name)
+				ns := harness.Namespace(t, s.Kube, "silent-"+c.name, nil)
 				app := stage.App{Namespace: ns, Replicas: c.replicas}
 				if c.name == "node-drain" {
 					app.Node = "node-2"
@@ -95,7 +83,7 @@ func TestSilentAgentKeepsNoPod(t *testing.T) {
 		}
 		t.Run("delete-namespace", func(t *testing.T) {
 			t.Parallel()
-			ns := namespace(t, s, "silent-delete-namespace")
+			ns := harness.Namespace(t, s.Kube, "silent-delete-namespace", nil)
 			if err := s.InstallApp(t.Context(), stage.App{Namespace: ns, Replicas: 2}); err != nil {
 				t.Fatal(err)
 			}
@@ -108,19 +96,6 @@ func TestSilentAgentKeepsNoPod(t *testing.T) {
 			}
 		})
 	})
-}
-
-// endSilentAgent takes away the agent of stage.SilentAgent, and waits until it is gone: everything
-// is owed by it in tests that come later, too.
-func endSilentAgent(t *testing.T, s *stage.Stage, ns string) {
-	t.Helper()
-	// The test's own context is over.
-	ctx, cancel := context.WithTimeout(context.Background(), 60*time.Second)
-	defer cancel()
-	_ = s.Kube.RbacV1().ClusterRoleBindings().Delete(ctx, ns+"-silent", metav1.DeleteOptions{})
-	if out, err := s.Cluster.Kubectl(ctx, "-n", ns, "delete", "pod", "silent", "--ignore-not-found"); err != nil {
-		t.Errorf("%v: %s", err, out)
-	}
 }
 
 // awaitGone waits until n of the pods are terminating or gone.
@@ -211,7 +186,12 @@ func waits(t *testing.T, s *stage.Stage, ns string) []wait {
 		}
 	}
 	if len(all) == 0 {
-		t.Errorf("the coordinator's log tells of no deletion in %s", ns)
+		t.Errorf("the coordinator's log tells of no deletion in %s that was kept", ns)
+		for line := range strings.Lines(log) {
+			if strings.Contains(line, ns+"/") {
+				t.Log(line)
+			}
+		}
 	}
 	return all
 }

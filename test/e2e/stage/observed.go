@@ -19,12 +19,12 @@ func (s *Stage) InstallFollowing(ctx context.Context) error {
 	if _, err := exec.LookPath("nft"); err != nil {
 		return fmt.Errorf("%w: %w", ErrNoPacketFilter, err)
 	}
-	objects, err := s.installed(ctx, "barrier", "Namespace", "ServiceAccount", "ClusterRole", "ClusterRoleBinding",
-		"RoleBinding")
+	objects, err := Objects(ctx, s.Cluster, "barrier", "Namespace", "ServiceAccount", "ClusterRole",
+		"ClusterRoleBinding", "RoleBinding")
 	if err != nil {
 		return err
 	}
-	manifests, err := join(objects)
+	manifests, err := Join(objects)
 	if err != nil {
 		return err
 	}

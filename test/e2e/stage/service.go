@@ -11,14 +11,15 @@ import (
 
 	discovery "k8s.io/api/discovery/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/utils/ptr"
 )
 
 // balanceEvery is how often the stand-in of a Service looks who is behind it: as late as kube-proxy
 // is at times.
 const balanceEvery = 250 * time.Millisecond
 
-// balance forwards connections to address, until Close, to the ready pods of a Service of System in
-// turn. A connection stays with its pod, as with kube-proxy; where there is no pod it is closed.
+// balance forwards connections to address, until Close, to the pods of a Service of System in turn.
+// A connection stays with its pod, as with kube-proxy; where there is no pod it is closed.
 func (s *Stage) balance(address netip.AddrPort, service string) error {
 	listener, err := net.Listen("tcp", address.String())
 	if err != nil {
@@ -32,9 +33,9 @@ func (s *Stage) balance(address netip.AddrPort, service string) error {
 		ticker := time.NewTicker(balanceEvery)
 		defer ticker.Stop()
 		for s.running.Err() == nil {
-			if ready, err := s.ready(service, address.Port()); err == nil {
+			if pods, err := s.behind(service, address.Port()); err == nil {
 				mu.Lock()
-				behind = ready
+				behind = pods
 				mu.Unlock()
 			}
 			select {
@@ -69,20 +70,29 @@ func (s *Stage) balance(address netip.AddrPort, service string) error {
 	return nil
 }
 
-// ready returns the addresses of a Service's ready pods.
-func (s *Stage) ready(service string, port uint16) ([]string, error) {
+// behind returns the addresses to which kube-proxy sends for a Service: those of ready pods or,
+// where there is none, of terminating ones that still serve (k8s.io/kubernetes/pkg/proxy,
+// CategorizeEndpoints).
+func (s *Stage) behind(service string, port uint16) ([]string, error) {
 	slices, err := s.Kube.DiscoveryV1().EndpointSlices(System).List(s.running,
 		metav1.ListOptions{LabelSelector: discovery.LabelServiceName + "=" + service})
 	if err != nil {
 		return nil, err
 	}
-	var ready []string
+	var ready, terminating []string
 	for _, slice := range slices.Items {
 		for _, e := range slice.Endpoints {
-			if e.Conditions.Ready != nil && *e.Conditions.Ready {
-				ready = append(ready, fmt.Sprintf("%s:%d", e.Addresses[0], port))
+			address := fmt.Sprintf("%s:%d", e.Addresses[0], port)
+			switch is := e.Conditions; {
+			case ptr.Deref(is.Ready, false):
+				ready = append(ready, address)
+			case ptr.Deref(is.Serving, false) && ptr.Deref(is.Terminating, false):
+				terminating = append(terminating, address)
 			}
 		}
+	}
+	if len(ready) == 0 {
+		return terminating, nil
 	}
 	return ready, nil
 }

@@ -65,6 +65,8 @@ type Options struct {
 	Delay func() time.Duration
 	// Overlap is certificates.overlap of the coordinator. 0: the default.
 	Overlap time.Duration
+	// CRDs are CustomResourceDefinitions that are established before the coordinator starts.
+	CRDs string
 	// WebhookArgs are more flags of the coordinator.
 	WebhookArgs []string
 	// Dir is where volumes and logs of pods are kept. Empty: in a temporary folder.
@@ -175,8 +177,8 @@ func HAProxy() (string, error) {
 	return "", fmt.Errorf("haproxy is not installed: apt-get install haproxy")
 }
 
-// object is what is known of any manifest.
-type object = map[string]any
+// Object is what is known of any object.
+type Object = map[string]any
 
 // render fills a sheet.
 func render(name string, values any) (string, error) {
@@ -196,28 +198,28 @@ func (s *Stage) Apply(ctx context.Context, manifests string) error {
 	return nil
 }
 
-// installed returns the objects of the given kinds in a folder of the manifests.
-func (s *Stage) installed(ctx context.Context, folder string, kinds ...string) ([]object, error) {
-	out, err := s.Cluster.Kubectl(ctx, "kustomize", filepath.Join(Manifests(), "..", folder))
+// Objects returns the objects of a folder of the manifests that are of one of the given
+// kinds, or all.
+func Objects(ctx context.Context, c *cluster.Cluster, folder string, kinds ...string) ([]Object, error) {
+	out, err := c.Kubectl(ctx, "kustomize", filepath.Join(Manifests(), "..", folder))
 	if err != nil {
 		return nil, fmt.Errorf("kubectl kustomize: %w: %s", err, out)
 	}
-	var all []object
+	var all []Object
 	for _, document := range strings.Split(out, "\n---\n") {
-		var o object
+		var o Object
 		if err := yaml.Unmarshal([]byte(document), &o); err != nil {
 			return nil, fmt.Errorf("manifest: %w", err)
 		}
-		for _, kind := range kinds {
-			if o["kind"] == kind {
-				all = append(all, o)
-			}
+		if kind, _ := o["kind"].(string); len(kinds) == 0 || slices.Contains(kinds, kind) {
+			all = append(all, o)
 		}
 	}
 	return all, nil
 }
 
-func join(objects []object) (string, error) {
+// Join returns the manifest of objects.
+func Join(objects []Object) (string, error) {
 	var documents []string
 	for _, o := range objects {
 		y, err := yaml.Marshal(o)
@@ -232,18 +234,26 @@ func join(objects []object) (string, error) {
 // InstallCoordinator installs everything of the manifests but the webhook configuration, so that
 // nothing waits yet, and waits until the coordinator runs.
 func (s *Stage) InstallCoordinator(ctx context.Context) error {
-	objects, err := s.installed(ctx, "base", "Namespace", "ServiceAccount", "ClusterRole", "ClusterRoleBinding", "Role",
-		"RoleBinding", "Secret", "ConfigMap", "Service", "PriorityLevelConfiguration", "FlowSchema",
+	objects, err := Objects(ctx, s.Cluster, "base", "Namespace", "ServiceAccount", "ClusterRole", "ClusterRoleBinding",
+		"Role", "RoleBinding", "Secret", "ConfigMap", "Service", "PriorityLevelConfiguration", "FlowSchema",
 		"PodDisruptionBudget", "NetworkPolicy", "ResourceQuota")
 	if err != nil {
 		return err
 	}
-	manifests, err := join(objects)
+	manifests, err := Join(objects)
 	if err != nil {
 		return err
 	}
 	if err := s.Apply(ctx, manifests); err != nil {
 		return err
+	}
+	if s.CRDs != "" {
+		if err := s.Apply(ctx, s.CRDs); err != nil {
+			return err
+		}
+		if out, err := s.Cluster.Kubectl(ctx, "wait", "--for=condition=Established", "crd", "--all"); err != nil {
+			return fmt.Errorf("%w: %s", err, out)
+		}
 	}
 	return s.SetEntries(ctx, max(s.Entries, 1))
 }
@@ -324,7 +334,7 @@ func (s *Stage) InstallBarrier(ctx context.Context) error {
 }
 
 func (s *Stage) installWebhook(ctx context.Context, folder, kind, path string, entries int) error {
-	objects, err := s.installed(ctx, folder, kind)
+	objects, err := Objects(ctx, s.Cluster, folder, kind)
 	if err != nil {
 		return err
 	}
@@ -346,10 +356,10 @@ func (s *Stage) installWebhook(ctx context.Context, folder, kind, path string, e
 			if entries > 0 {
 				to = address(i)
 			}
-			w.(object)["clientConfig"] = object{"url": fmt.Sprintf("https://%s:%d", to, admissionPort)}
+			w.(Object)["clientConfig"] = Object{"url": fmt.Sprintf("https://%s:%d", to, admissionPort)}
 		}
 	}
-	manifests, err := join(objects)
+	manifests, err := Join(objects)
 	if err != nil {
 		return err
 	}
@@ -377,7 +387,7 @@ func (s *Stage) installWebhook(ctx context.Context, folder, kind, path string, e
 }
 
 // another returns an entry of a webhook configuration with another ordinal, as the chart makes it.
-func another(entry any, ordinal, another int) (more object, err error) {
+func another(entry any, ordinal, another int) (more Object, err error) {
 	text, err := yaml.Marshal(entry)
 	if err != nil {
 		return nil, err

@@ -79,13 +79,6 @@ func TestNoLossLetsAHeldDeletionThrough(t *testing.T) {
 	t.Logf("allowed without acknowledgement: %d of %d", through, all)
 }
 
-func must(t *testing.T, err error) {
-	t.Helper()
-	if err != nil {
-		t.Fatal(err)
-	}
-}
-
 // alive counts the held pods that are not terminating.
 func alive(t *testing.T, s *stage.Stage, ns string) (n int) {
 	t.Helper()

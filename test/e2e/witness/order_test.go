@@ -17,7 +17,7 @@ import (
 	"k8s.io/apimachinery/pkg/util/intstr"
 	"k8s.io/utils/ptr"
 
-	"github.com/lameduck-io/lameduck/test/cluster"
+	"github.com/lameduck-io/lameduck/test/e2e/harness"
 	"github.com/lameduck-io/lameduck/test/e2e/stage"
 )
 
@@ -31,11 +31,9 @@ type shop struct {
 
 func newShop(t *testing.T, s *stage.Stage, app stage.App) *shop {
 	t.Helper()
-	if _, err := stage.HAProxy(); err != nil {
-		cluster.Missing(t, "haproxy", "apt-get install haproxy")
-	}
+	harness.HAProxy(t)
 	sh := &shop{s: s, ns: fmt.Sprintf("order-%d", time.Now().UnixMilli()%1e6)}
-	must(t, s.CreateNamespace(t.Context(), sh.ns))
+	harness.Namespace(t, s.Kube, sh.ns, nil)
 	app.Namespace = sh.ns
 	must(t, s.InstallApp(t.Context(), app))
 	address, err := s.InstallGateway(t.Context(), stage.Gateway{Namespace: sh.ns})
@@ -77,7 +75,7 @@ func (sh *shop) traffic(t *testing.T) (unrouted []string, serving int) {
 	pods, err := sh.s.Pods(t.Context(), sh.ns, "app=web")
 	must(t, err)
 	for _, p := range pods {
-		alive[string(p.UID)], ready[string(p.UID)] = p.DeletionTimestamp == nil, isReady(&p)
+		alive[string(p.UID)], ready[string(p.UID)] = p.DeletionTimestamp == nil, harness.Ready(&p)
 	}
 	if len(view.Targets) == 0 {
 		t.Fatal("the agent tells of no target")
@@ -126,7 +124,7 @@ func TestTwoEvictionsOfOneBudget(t *testing.T) {
 	// round evicts the first n pods at once.
 	round := func(n int, look func(at time.Time, unrouted []string)) (first evicted) {
 		must(t, s.Await(t.Context(), sh.ns, "web"))
-		await(t, t.Context(), "the budget has room", func() bool {
+		harness.Until(t, time.Minute, "the budget has room", func() bool {
 			return sh.hasRoom(t) && len(sh.unrouted(t)) == 0
 		})
 		pods, err := s.Pods(t.Context(), sh.ns, "app=web")
@@ -260,7 +258,7 @@ func TestKubectlDrain(t *testing.T) {
 	const pods, least = 6, 5
 	sh := newShop(t, s, stage.App{Replicas: pods})
 	sh.budget(t, least)
-	await(t, t.Context(), "the budget has room", func() bool { return sh.hasRoom(t) })
+	harness.Until(t, time.Minute, "the budget has room", func() bool { return sh.hasRoom(t) })
 	began := time.Now()
 	drained := make(chan error, 1)
 	go func() {
@@ -271,7 +269,7 @@ func TestKubectlDrain(t *testing.T) {
 		drained <- err
 	}()
 	// There is one node. The new pods run there too.
-	await(t, t.Context(), "the node is cordoned", func() bool {
+	harness.Until(t, time.Minute, "the node is cordoned", func() bool {
 		n, err := s.Kube.CoreV1().Nodes().Get(t.Context(), "node-1", metav1.GetOptions{})
 		return err == nil && n.Spec.Unschedulable
 	})

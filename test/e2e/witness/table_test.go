@@ -19,6 +19,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 
+	"github.com/lameduck-io/lameduck/test/e2e/harness"
 	"github.com/lameduck-io/lameduck/test/e2e/stage"
 )
 
@@ -146,7 +147,7 @@ func namespace(t *testing.T, s *stage.Stage, name string) string {
 	t.Helper()
 	namespaces++
 	name = fmt.Sprintf("table-%s-%d", name, namespaces)
-	must(t, s.CreateNamespace(t.Context(), name))
+	harness.Namespace(t, s.Kube, name, nil)
 	return name
 }
 
@@ -196,7 +197,7 @@ func (m *measured) drains(t *testing.T, sh *shop) {
 	t.Helper()
 	for range drains {
 		must(t, sh.s.Await(t.Context(), sh.ns, "web"))
-		await(t, t.Context(), "all pods are routed", func() bool {
+		harness.Until(t, time.Minute, "all pods are routed", func() bool {
 			_, serving := sh.traffic(t)
 			return serving == 3
 		})
@@ -215,18 +216,7 @@ func (m *measured) drains(t *testing.T, sh *shop) {
 func (m *measured) many(t *testing.T, s *stage.Stage, entries int) {
 	t.Helper()
 	ns, agents := namespace(t, s, "many"), namespace(t, s, "silent")
-	must(t, s.Apply(t.Context(), fmt.Sprintf(stage.SilentAgent, agents)))
-	defer func() {
-		ctx := context.WithoutCancel(t.Context())
-		_ = s.Kube.RbacV1().ClusterRoleBindings().Delete(ctx, agents+"-silent", metav1.DeleteOptions{})
-		if out, err := s.Cluster.Kubectl(ctx, "-n", agents, "delete", "pod", "silent"); err != nil {
-			t.Errorf("%v: %s", err, out)
-		}
-	}()
-	await(t, t.Context(), "the silent agent is ready", func() bool {
-		agent, err := s.Kube.CoreV1().Pods(agents).Get(t.Context(), "silent", metav1.GetOptions{})
-		return err == nil && isReady(agent)
-	})
+	harness.SilentAgent(t, s, agents)
 	pods := s.PaperPods(t, ns, many)
 	client := s.Somebody(t, ns)
 	began := time.Now()

@@ -1,5 +1,6 @@
 // Package cgroup makes and removes control groups, in every hierarchy of version 1 that is mounted
-// and in version 2. Nothing else goes away by itself when the processes of a test do.
+// and in version 2, also beside them. Nothing else goes away by itself when the processes of a test
+// do.
 package cgroup
 
 import (
@@ -139,7 +140,8 @@ func hierarchies() ([]string, error) {
 	var result []string
 	for _, entry := range entries {
 		// Links are other names of the same: cpu of cpu,cpuacct.
-		if path := filepath.Join(root, entry.Name()); entry.IsDir() && is(path, unix.CGROUP_SUPER_MAGIC) {
+		path := filepath.Join(root, entry.Name())
+		if entry.IsDir() && (is(path, unix.CGROUP_SUPER_MAGIC) || is(path, unix.CGROUP2_SUPER_MAGIC)) {
 			result = append(result, path)
 		}
 	}

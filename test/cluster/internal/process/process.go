@@ -10,6 +10,8 @@ import (
 	"os"
 	"os/exec"
 	"runtime"
+	"strconv"
+	"strings"
 	"sync"
 	"syscall"
 	"time"
@@ -106,6 +108,27 @@ func (p *Process) signal(whom int, sig syscall.Signal) {
 func (p *Process) Kill() {
 	p.SignalGroup(syscall.SIGKILL)
 	<-p.done
+}
+
+// KillChild is Kill for a process that only waits for its child, as nsenter does. It kills the
+// child and waits until the process has seen it go, so that the child's ports are free. Kill waits
+// for the process alone.
+func (p *Process) KillChild() {
+	p.mu.Lock()
+	if !p.reaped {
+		children, _ := os.ReadFile(fmt.Sprintf("/proc/%d/task/%[1]d/children", p.pid))
+		for _, field := range strings.Fields(string(children)) {
+			if pid, err := strconv.Atoi(field); err == nil {
+				syscall.Kill(pid, syscall.SIGKILL)
+			}
+		}
+	}
+	p.mu.Unlock()
+	select {
+	case <-p.done:
+	case <-time.After(10 * time.Second): // it had none yet, or does not wait for it
+		p.Kill()
+	}
 }
 
 // Exit returns the exit code as a shell reports it, 128 plus the number for a signal, the signal or

@@ -1,0 +1,253 @@
+package client
+
+import (
+	"fmt"
+	"maps"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/drain/wire"
+)
+
+// Session is what an agent knows of one open stream: what the coordinator has asked on it, and what
+// was reported. It does no I/O, reads no clock and never waits. The goroutines of a [Client] drive
+// it, and the simulation does. Its methods may be called from any goroutine.
+type Session struct {
+	// Hello is the first message of the stream.
+	Hello wire.Hello
+
+	boot       string
+	exclusions Exclusions
+	watches    Watches // nil: the agent observes nothing
+
+	mu sync.Mutex
+	// listed are the pods that each gate's part of the list has named so far. Nil once it is
+	// complete.
+	listed *[2]map[drain.UID]bool
+	// asked are the drains and barriers that the stream has opened.
+	asked [2]map[drain.UID]asked
+	// revision is that of the last drains, at that of the last message.
+	revision uint64
+	at       int64
+	// answered is how many declarations the stream has answered, awaited how many it has to.
+	answered, awaited int
+	// upTo is what was reported last of all drains, nil if nothing was, and said what was reported
+	// since then of single pods, at each gate.
+	upTo *drain.UpTo
+	said [2]map[drain.UID]drain.Report
+}
+
+// asked is a drain that the agent is to report on: its number, see [drain.Open], and the revision
+// with which the stream has named it last.
+type asked struct{ number, revision uint64 }
+
+// NewSession begins a session with the first message of a stream. The error says why that is not a
+// hello that this agent understands. e is nil for an agent that directs nothing, w for one that
+// observes nothing.
+func NewSession(first wire.Message, boot string, e Exclusions, w Watches) (*Session, error) {
+	if e == nil {
+		e = nothing{}
+	}
+	if first.Type != wire.TypeHello || first.Hello == nil || !slices.Contains(wire.Spoken(), first.Hello.Protocol) {
+		return nil, fmt.Errorf("first message is not a hello of protocol %s: %+v", wire.Spoken(), first)
+	}
+	hello := *first.Hello
+	if hello.AwayMillis <= 0 || hello.ExpiryMillis <= 0 || hello.RenewalMillis <= 0 {
+		return nil, fmt.Errorf("hello names no times: %+v", hello)
+	}
+	return &Session{Hello: hello, boot: boot, exclusions: e, watches: w,
+		listed: &[2]map[drain.UID]bool{{}, {}}, asked: [2]map[drain.UID]asked{{}, {}},
+		said: [2]map[drain.UID]drain.Report{{}, {}}}, nil
+}
+
+func (s *Session) holder() string { return s.Hello.Holder.String() }
+
+func (s *Session) expires(now time.Time) time.Time {
+	return now.Add(time.Duration(s.Hello.ExpiryMillis) * time.Millisecond)
+}
+
+// Message carries out the next message of the stream. synced says that it has made the list of open
+// drains complete: the agent declares then. news says that there may be something to report. The
+// error says why the stream ends.
+func (s *Session) Message(now time.Time, m wire.Message) (synced, news bool, err error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.exclusions.Renew(now, s.holder(), s.expires(now))
+	// Not before the expiries are renewed: what is reported from now on holds as long as they do.
+	s.at = m.At
+	switch {
+	case m.Type == wire.TypeDrains && m.Drains != nil:
+		for i := range m.Drains.Pods {
+			d, err := m.Drains.Open(i)
+			if err != nil {
+				return false, false, err
+			}
+			s.exclusions.Exclude(now, d.Pod, s.holder(), d.Since, s.expires(now))
+			s.ask(drain.AtHold, d.Pod.UID, asked{d.Number, m.Drains.Revision})
+		}
+		s.revision = m.Drains.Revision
+		return false, true, nil // a pod may be excluded already, for another replica
+	case m.Type == wire.TypeWatch && m.Watch != nil && s.watches != nil:
+		s.watches.Watch(now, *m.Watch, s.holder())
+		s.ask(drain.AtBarrier, m.Watch.Pod.UID, asked{number: m.Watch.Number})
+		return false, true, nil
+	case m.Type == wire.TypeReleases && m.Releases != nil:
+		for _, uid := range m.Releases.UIDs {
+			s.release(now, uid, *m.Releases)
+		}
+	case m.Type == wire.TypeSynced:
+		s.answered = max(s.answered, m.Declared)
+		if s.listed != nil {
+			s.complete(now)
+			return true, false, nil
+		}
+	case m.Type == wire.TypeRefused && m.Refused != nil:
+		return false, false, fmt.Errorf("coordinator refuses: %s", m.Refused.Error)
+	}
+	return false, false, nil
+}
+
+// ask notes which drain or barrier of a pod the agent is to report on.
+func (s *Session) ask(gate drain.Gate, uid drain.UID, a asked) {
+	s.asked[gate][uid] = a
+	if s.listed != nil {
+		s.listed[gate][uid] = true
+	}
+}
+
+func (s *Session) release(now time.Time, uid drain.UID, r wire.Releases) {
+	if r.Gate >= drain.Gate(len(s.asked)) {
+		return
+	}
+	delete(s.asked[r.Gate], uid)
+	delete(s.said[r.Gate], uid)
+	switch {
+	case r.Gate != drain.AtBarrier:
+		s.exclusions.Readmit(now, uid, s.holder(), r.Terminating)
+	case s.watches != nil:
+		s.watches.Unwatch(now, uid, s.holder(), r.Terminating)
+	}
+}
+
+// complete ends what this replica's life has asked for before and does not ask for any more.
+func (s *Session) complete(now time.Time) {
+	for _, uid := range s.exclusions.Held(s.holder()) {
+		if !s.listed[drain.AtHold][uid] {
+			s.exclusions.Readmit(now, uid, s.holder(), false)
+		}
+	}
+	if s.watches != nil {
+		for _, uid := range s.watches.Watched(s.holder()) {
+			if !s.listed[drain.AtBarrier][uid] {
+				s.watches.Unwatch(now, uid, s.holder(), false)
+			}
+		}
+	}
+	s.listed = nil
+}
+
+// Declared takes in the answer to a declaration.
+func (s *Session) Declared(answer wire.Declared) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.awaited = answer.Declared
+}
+
+// Learned reports whether every drain of what was declared is excluded: the stream has brought
+// them.
+func (s *Session) Learned() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.awaited > 0 && s.answered >= s.awaited
+}
+
+// Reports returns what is to be reported now: what has changed since the last call, or everything.
+func (s *Session) Reports(now time.Time, everything bool) wire.Reports {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	batch := wire.Reports{Session: s.Hello.Session, At: s.at, Boot: s.boot}
+	s.reportDrains(now, everything, &batch)
+	if s.watches == nil {
+		return batch
+	}
+	said := map[drain.UID]drain.Report{}
+	for _, r := range s.watches.Reports(now) {
+		asked, is := s.asked[drain.AtBarrier][r.UID]
+		if !is {
+			continue
+		}
+		r.Number, r.Gate = asked.number, drain.AtBarrier
+		said[r.UID] = r
+		if everything || s.said[drain.AtBarrier][r.UID] != r {
+			batch.Reports = append(batch.Reports, r)
+		}
+	}
+	s.said[drain.AtBarrier] = said
+	return batch
+}
+
+// reportDrains adds what there is to report on drains. The state in which most of them are is
+// reported of all, and the others one by one; or else only the changes, if these are fewer.
+func (s *Session) reportDrains(now time.Time, everything bool, batch *wire.Reports) {
+	held := map[drain.UID]bool{}
+	for _, uid := range s.exclusions.Held(s.holder()) {
+		held[uid] = true
+	}
+	is := make(map[drain.UID]drain.Report, len(s.asked[drain.AtHold]))
+	for _, r := range s.exclusions.Reports(now) {
+		if asked, ok := s.asked[drain.AtHold][r.UID]; ok && held[r.UID] {
+			r.Number = asked.number
+			is[r.UID] = r
+		}
+	}
+	if len(s.asked[drain.AtHold]) == 0 {
+		return
+	}
+	count := map[drain.UpTo]int{}
+	var most drain.UpTo
+	var changes, but, all []drain.Report
+	for _, uid := range slices.Sorted(maps.Keys(s.asked[drain.AtHold])) {
+		asked := s.asked[drain.AtHold][uid]
+		r, held := is[uid]
+		if !held {
+			r = drain.Report{UID: uid, Number: asked.number}
+		}
+		all = append(all, r)
+		up := drain.UpTo{Revision: s.revision, State: r.State, Proof: r.Proof, Generation: r.Generation}
+		if count[up]++; count[up] > count[most] && says(up, r) {
+			most = up
+		}
+		said, alone := s.said[drain.AtHold][uid]
+		if alone && said == r || !alone && s.upTo != nil && asked.revision <= s.upTo.Revision && says(*s.upTo, r) {
+			continue
+		}
+		changes = append(changes, r)
+	}
+	for _, r := range all {
+		if !says(most, r) {
+			but = append(but, r)
+		}
+	}
+	switch {
+	case !everything && len(changes) == 0:
+		return
+	case most.Revision > 0 && (everything || len(but) < len(changes)):
+		batch.UpTo, s.upTo, s.said[drain.AtHold] = &most, &most, map[drain.UID]drain.Report{}
+		batch.Reports = but
+	case everything:
+		batch.Reports = all
+	default:
+		batch.Reports = changes
+	}
+	for _, r := range batch.Reports {
+		s.said[drain.AtHold][r.UID] = r
+	}
+}
+
+// says reports whether up says all of r. That a pod is kept is always reported of it alone.
+func says(up drain.UpTo, r drain.Report) bool {
+	return r.State != drain.Kept && r == drain.Report{UID: r.UID, Number: r.Number, State: up.State, Proof: up.Proof,
+		Generation: up.Generation}
+}

@@ -1,0 +1,650 @@
+package coordinator
+
+import (
+	"cmp"
+	"maps"
+	"net/http"
+	"slices"
+	"time"
+
+	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/drain/wire"
+)
+
+// Core is what one replica decides. It has no goroutine, timer, channel, lock or clock: a step
+// takes the time, changes the ledger, and leaves what its caller has to carry out to [Core.Settle]
+// and [Core.Notify], which the caller calls after each step or after several. [Coordinator] drives
+// one under a mutex, and the simulation several on virtual time.
+type Core struct {
+	Ledger *drain.Ledger
+	// Began is the zero of the clock that goes over the wire.
+	Began time.Time
+
+	self  drain.Holder
+	times drain.Times
+	// limits are of Options what bounds the calls and the hooks that wait.
+	limits *Options
+	// holds and barriers count those that wait.
+	holds, barriers int
+	// sessions holds each agent's newest stream.
+	sessions map[drain.AgentID]*Session
+	// last is what was written last. See [Core.written].
+	last written
+	// deleted holds the pods that the watch has lately shown deleted, and when.
+	deleted map[drain.UID]time.Time
+	// looked holds the pod of a drain, and that of a barrier, that were read last.
+	looked [2]drain.UID
+	// turns holds, for each owner and for all, the pods that calls may wait for.
+	turns map[string][]turn
+	// asked is when the API server last asked about each pod that has an open drain. reliedOn are
+	// those of them that another replica has left to this one.
+	asked    map[drain.UID]time.Time
+	reliedOn map[drain.UID]struct{}
+	// phases holds the last phase of each open drain that was observed.
+	phases  map[drain.UID]drain.Phase
+	stopped bool
+	effects Effects
+}
+
+// Effects are what steps ask of their caller.
+type Effects struct {
+	// Changed are drains that may have changed: the calls that wait for them are to be rechecked
+	// with this status.
+	Changed []drain.Status
+	// Entered are drains that have entered another phase, in order.
+	Entered []Entered
+	// Barriers are pods whose hooks are to look at the ledger again.
+	Barriers []drain.UID
+	// Suspensions are agents that are not waited for any more, or again.
+	Suspensions []drain.Suspension
+	// Cut are streams that were ended, and why.
+	Cut []Cut
+}
+
+// Entered is a drain that has entered another phase than Before.
+type Entered struct {
+	drain.Status
+	Before drain.Phase
+}
+
+// Cut is a stream that was ended from this side.
+type Cut struct {
+	*Session
+	Why string
+}
+
+// NewCore returns a Core with an empty ledger. Of o it needs what is asked and the bounds.
+func NewCore(now time.Time, self drain.Holder, times drain.Times, o *Options) *Core {
+	if o.Sampling == (drain.Sampling{}) {
+		o.Sampling = drain.DefaultSampling()
+	}
+	o.MaxBarriers = cmp.Or(o.MaxBarriers, maxBarriers)
+	return &Core{
+		Ledger: drain.NewLedger(times, o.Scope, o.Sampling), Began: now, self: self, times: times, limits: o,
+		sessions: map[drain.AgentID]*Session{}, deleted: map[drain.UID]time.Time{},
+		turns: map[string][]turn{}, asked: map[drain.UID]time.Time{}, reliedOn: map[drain.UID]struct{}{},
+		phases: map[drain.UID]drain.Phase{},
+	}
+}
+
+// Settle looks at what has changed since the last call, and returns what is to be carried out.
+func (c *Core) Settle(now time.Time) Effects {
+	c.settle(now)
+	e := c.effects
+	c.effects = Effects{}
+	return e
+}
+
+// Notify wakes the streams of those agents that have something to hear.
+func (c *Core) Notify() {
+	for _, id := range c.Ledger.Affected() {
+		if s := c.sessions[id]; s != nil {
+			s.Wake()
+		}
+	}
+}
+
+// settle looks at everything that has changed.
+func (c *Core) settle(now time.Time) {
+	for again := true; again; {
+		// To look at one drain may concern others: an agent is suspended by the end of one, and is
+		// waited for by none.
+		for touched := c.Ledger.Changed(drain.AtHold); len(touched) > 0; touched = c.Ledger.Changed(drain.AtHold) {
+			for _, uid := range touched {
+				status := c.Ledger.Status(now, drain.AtHold, uid)
+				c.observe(status)
+				c.effects.Changed = append(c.effects.Changed, status)
+				c.effects.Barriers = append(c.effects.Barriers, uid) // hooks that wait for a restart
+			}
+		}
+		c.effects.Suspensions = append(c.effects.Suspensions, c.Ledger.Suspensions()...)
+		barriers := c.Ledger.Changed(drain.AtBarrier)
+		for _, uid := range barriers {
+			c.Ledger.Status(now, drain.AtBarrier, uid)
+		}
+		c.effects.Barriers = append(c.effects.Barriers, barriers...)
+		again = len(barriers) > 0 // they may concern drains, and the reverse
+	}
+}
+
+// observe notes that a drain has entered another phase, by what was reported or by time alone.
+func (c *Core) observe(s drain.Status) {
+	before := c.phases[s.Pod.UID]
+	over := s.Phase == drain.Closed || s.Phase == drain.PhaseUnknown
+	if s.Phase == before || before == drain.PhaseUnknown && over {
+		return // nothing new, or a drain that is over or never was
+	}
+	if over {
+		delete(c.phases, s.Pod.UID)
+		delete(c.asked, s.Pod.UID)
+		delete(c.reliedOn, s.Pod.UID)
+	} else {
+		c.phases[s.Pod.UID] = s.Phase
+	}
+	c.effects.Entered = append(c.effects.Entered, Entered{s, before})
+}
+
+// Stop ends the streams of all agents, and lets no call and no hook wait any more: those that do
+// are to be rechecked.
+func (c *Core) Stop() { c.stopped = true }
+
+// Tick is due every [Tick]. It returns the pods of drains that no call has asked for lately, and
+// those of barriers that are overdue, as many as are to be read now.
+func (c *Core) Tick(now time.Time) (pods, over []drain.Pod) {
+	pods, over = c.Ledger.Tick(now)
+	c.dropTurns(now)
+	for i, of := range []*[]drain.Pod{&pods, &over} {
+		*of = following(*of, c.looked[i])
+		if n := len(*of); n > 0 {
+			c.looked[i] = (*of)[n-1].UID
+		}
+	}
+	for id, s := range c.sessions {
+		if !s.Who.Until.IsZero() && !now.Before(s.Who.Until) {
+			c.cut(now, id, "the token has ended")
+		}
+	}
+	maps.DeleteFunc(c.deleted, func(_ drain.UID, at time.Time) bool { return now.Sub(at) >= deletedFor })
+	return pods, over
+}
+
+// following sorts pods and returns those that come after last, then those before, [maxLookups] at
+// most.
+func following(pods []drain.Pod, last drain.UID) []drain.Pod {
+	slices.SortFunc(pods, func(a, b drain.Pod) int {
+		return cmp.Or(first(a.UID > last, b.UID > last), cmp.Compare(a.UID, b.UID))
+	})
+	return pods[:min(len(pods), maxLookups)]
+}
+
+// Read records what a live read says of the pod of a drain that no call asks for.
+func (c *Core) Read(now time.Time, uid drain.UID, life Life) {
+	switch life {
+	case Living:
+		c.Ledger.NotTerminating(now, uid)
+	case Leaving:
+		c.GatePassed(now, uid)
+	}
+}
+
+// GatePassed records that a pod is terminating or gone.
+func (c *Core) GatePassed(now time.Time, uid drain.UID) { c.Ledger.GatePassed(now, drain.AtHold, uid) }
+
+// Deleted records that a pod is gone.
+func (c *Core) Deleted(now time.Time, uid drain.UID) {
+	for _, gate := range []drain.Gate{drain.AtHold, drain.AtBarrier} {
+		c.Ledger.GatePassed(now, gate, uid)
+	}
+	c.deleted[uid] = now
+	c.cut(now, drain.AgentID(uid), podDeleted)
+}
+
+// Ready records that a pod has become ready at a time, so that it can be routed again if it was let
+// go of for a restart before. It reports whether it was.
+func (c *Core) Ready(now time.Time, uid drain.UID, at time.Time) bool {
+	delete(c.deleted, uid) // the list that lacked it was old
+	return c.Ledger.ReadyAgain(now, uid, at)
+}
+
+// Hold is a call of the API server about the deletion of a pod.
+type Hold struct {
+	core     *Core
+	uid      drain.UID
+	until    time.Time
+	answered func(now time.Time, allowed bool)
+	// Status is that of the drain. Over says that the call does not wait any more, Err why, if that
+	// is not the status or the time. Waited says that it has waited.
+	Status       drain.Status
+	Err          error
+	Over, Waited bool
+}
+
+// Hold opens a drain of a pod or joins the open one, for a call that may wait until a time.
+func (c *Core) Hold(now time.Time, request Request, until time.Time) *Hold {
+	uid := request.Pod.UID
+	h := &Hold{core: c, uid: uid, until: until, Status: c.ask(now, request.Pod, request.Targets, request.Place)}
+	if c.phases[uid] != drain.PhaseUnknown {
+		c.asked[uid] = now
+	}
+	var crowded error
+	switch request.Turn {
+	case TurnJudged:
+		crowded = c.inTurn(now, request)
+	case TurnUnheld:
+		crowded = ErrTooManyHolds
+	}
+	h.answered = c.Ledger.Hold(uid)
+	switch {
+	case c.stopped:
+		h.end(now, ErrStopping)
+	case !h.Status.Waits() || !now.Before(until):
+		h.end(now, nil)
+	case crowded != nil:
+		h.end(now, crowded)
+	case c.holds >= c.limits.MaxHolds:
+		h.end(now, ErrTooManyHolds)
+	default:
+		c.holds++
+		h.Waited = true
+	}
+	return h
+}
+
+// ask asks the ledger for a drain.
+func (c *Core) ask(now time.Time, pod drain.Pod, targets []drain.Targets, place drain.Place) drain.Status {
+	status := c.Ledger.Ask(now, pod, targets, place)
+	c.settle(now)
+	c.observe(status)
+	return status
+}
+
+// Wake is when the call is to be rechecked, if its drain has not changed before.
+func (h *Hold) Wake() time.Time { return wakeAt(h.Status, h.until) }
+
+// wakeAt is when time alone may change a status, until a time at most.
+func wakeAt(s drain.Status, until time.Time) time.Time {
+	if !s.Recheck.IsZero() && s.Recheck.Before(until) {
+		return s.Recheck
+	}
+	return until
+}
+
+// Recheck ends the wait if the drain, the time or the replica does. changed is the status with
+// which the drain has changed, nil if something else is why: to ask the ledger takes as long as
+// there are agents.
+func (h *Hold) Recheck(now time.Time, changed *drain.Status) {
+	if changed != nil {
+		h.Status = *changed
+	} else {
+		h.look(now)
+	}
+	switch {
+	case h.core.stopped: // what has changed may be that the streams end
+		h.end(now, ErrStopping)
+	case !h.Status.Waits() || !now.Before(h.until):
+		h.end(now, nil)
+	}
+}
+
+// GiveUp ends the wait because of err.
+func (h *Hold) GiveUp(now time.Time, err error) {
+	h.look(now)
+	h.end(now, err)
+}
+
+func (h *Hold) look(now time.Time) {
+	h.Status = h.core.Ledger.Status(now, drain.AtHold, h.uid)
+	h.core.settle(now)
+	h.core.observe(h.Status)
+}
+
+func (h *Hold) end(now time.Time, err error) {
+	h.Over, h.Err = true, err
+	if h.Waited {
+		h.core.holds--
+	}
+	h.answered(now, err == nil && (h.Status.Phase == drain.Released || h.Status.Phase == drain.Closed))
+}
+
+// Unroute asks agents to stop routing to a pod whose deletion does not wait.
+func (c *Core) Unroute(now time.Time, request Request) drain.Status {
+	return c.Ledger.Ask(now, request.Pod, request.Targets, drain.Place{})
+}
+
+// Claim opens a drain of a pod for a witness, or joins the open one. It does not wait. hold reports
+// whether a call for it may.
+func (c *Core) Claim(now time.Time, request Request) (status drain.Status, hold bool) {
+	status = c.ask(now, request.Pod, request.Targets, request.Place)
+	c.Ledger.Hold(request.Pod.UID)(now, false)
+	return status, c.inTurn(now, request) == nil
+}
+
+// Ahead returns how many of others have an open drain, and -1 if these are fewer than allowed or
+// the pod has one itself.
+func (c *Core) Ahead(pod drain.UID, others []drain.UID, allowed int) (ahead int) {
+	for _, uid := range others {
+		if c.Ledger.Pod(uid).Draining {
+			ahead++
+		}
+	}
+	if ahead < allowed || c.Ledger.Pod(pod).Draining {
+		return -1
+	}
+	return ahead
+}
+
+// ClaimWithin is Ahead, and Claim where that is -1.
+func (c *Core) ClaimWithin(now time.Time, request Request, others []drain.UID, allowed int) (ahead int) {
+	if ahead = c.Ahead(request.Pod.UID, others, allowed); ahead < 0 {
+		c.Claim(now, request)
+	}
+	return ahead
+}
+
+// Asked returns how long ago the API server last asked about the pod of claim, in milliseconds, and
+// -1 if it did not. A replica that stops and only asks that relies on this one from then on.
+func (c *Core) Asked(now time.Time, claim wire.Claim) int64 {
+	at, asked := c.asked[claim.Pod.UID]
+	if !asked || c.stopped {
+		return -1
+	}
+	if claim.OnlyAsked {
+		c.reliedOn[claim.Pod.UID] = struct{}{}
+	}
+	return now.Sub(at).Milliseconds()
+}
+
+// ReliedOn reports whether another replica, which stops, may have left a call about the pod to this
+// one.
+func (c *Core) ReliedOn(uid drain.UID) bool {
+	_, relied := c.reliedOn[uid]
+	return relied
+}
+
+// Replica is what other replicas need to go on where this one is. ready reports whether this one
+// can judge deletions.
+func (c *Core) Replica(now time.Time, ready bool) wire.Replica {
+	n := c.Ledger.Counts()
+	return wire.Replica{Ready: ready, Expected: n.Expected, Missing: n.Missing, Shared: c.Ledger.Shared(now)}
+}
+
+// Polled records what the other replicas told last, and opens their drains here too if adopt is
+// set.
+func (c *Core) Polled(now time.Time, states []wire.Replica, adopt bool) {
+	others := make([]drain.Shared, len(states))
+	for i, of := range states {
+		others[i] = of.Shared
+	}
+	c.Ledger.Polled(now, others, adopt)
+}
+
+// Turn says whether a call may wait, or who decides that.
+type Turn uint8
+
+const (
+	// TurnJudged: this replica decides.
+	TurnJudged Turn = iota
+	// TurnHeld and TurnUnheld: the opener has decided.
+	TurnHeld
+	TurnUnheld
+)
+
+// turnKept is how long a pod keeps its turn after the last call for it.
+const turnKept = 5 * time.Second
+
+// everyOwner is where the turns of all pods are kept, with or without an owner.
+const everyOwner = ""
+
+// turn is one pod's among those of its owner.
+type turn struct {
+	uid   drain.UID
+	asked time.Time
+}
+
+// inTurn returns why a call for a pod whose drain was observed may not wait: as many pods of its
+// owner, or of all, as may have their turn. Every replica holds the calls for the same pods: if
+// each one chose for itself, all of them together would hold more calls than the API server has
+// seats for, and those that come later would queue there.
+func (c *Core) inTurn(now time.Time, request Request) error {
+	if request.Owner != "" && c.limits.MaxHoldsPerOwner > 0 &&
+		!c.takeTurn(now, request.Owner, request.Pod.UID, c.limits.MaxHoldsPerOwner) {
+		return ErrTooManyOfOwner
+	}
+	if !c.takeTurn(now, everyOwner, request.Pod.UID, c.limits.MaxHolds) {
+		return ErrTooManyHolds
+	}
+	return nil
+}
+
+// takeTurn reports whether a pod is among the most of an owner that may have their turn. Those that
+// drain no more, or are not asked for any more, have lost theirs.
+func (c *Core) takeTurn(now time.Time, owner string, uid drain.UID, most int) bool {
+	turns := slices.DeleteFunc(c.turns[owner], func(t turn) bool {
+		return t.uid != uid && (now.Sub(t.asked) > turnKept || !drain.Status{Phase: c.phases[t.uid]}.Waits())
+	})
+	i := slices.IndexFunc(turns, func(t turn) bool { return t.uid == uid })
+	switch {
+	case i >= 0:
+		turns[i].asked = now
+	case len(turns) < most:
+		i, turns = len(turns), append(turns, turn{uid, now})
+	}
+	c.turns[owner] = turns
+	return i >= 0
+}
+
+// dropTurns forgets the turns of owners none of whose pods is asked for any more.
+func (c *Core) dropTurns(now time.Time) {
+	for owner, turns := range c.turns {
+		if !slices.ContainsFunc(turns, func(t turn) bool { return now.Sub(t.asked) <= turnKept }) {
+			delete(c.turns, owner)
+		}
+	}
+}
+
+// Session is one agent's stream, without its connection.
+type Session struct {
+	Who    Identity
+	Number uint64
+	// Protocol is the version that was chosen.
+	Protocol int
+	// Wake is called when [Core.Feed] may have something to write, or the stream is over. It must
+	// not block.
+	Wake func()
+
+	// sent is the revision up to which it was written. declared counts the declarations on it, of
+	// which answered are answered.
+	sent               uint64
+	began              bool
+	declared, answered int
+}
+
+// Connect begins an agent's stream, and ends its former one.
+func (c *Core) Connect(now time.Time, who Identity, offer wire.Offer, protocol int, wake func()) (*Session, error) {
+	if c.stopped {
+		return nil, refusal{http.StatusServiceUnavailable, ErrStopping.Error()}
+	}
+	if _, deleted := c.deleted[drain.UID(who.Agent)]; deleted {
+		return nil, refusal{http.StatusUnauthorized, podDeleted}
+	}
+	s := &Session{Who: who, Protocol: protocol, Wake: wake, Number: c.Ledger.Connect(now, who.Agent,
+		drain.Hello{Boot: offer.Boot, Observes: slices.Contains(offer.Features, wire.FeatureBarrier)})}
+	if !who.Everywhere && !c.Ledger.Agent(who.Agent).Declared {
+		// An agent that has not declared may route everything, and every deletion waits for it.
+		// That takes the right everywhere.
+		c.Ledger.Declare(who.Agent, s.Number, "", nil)
+	}
+	if former := c.sessions[who.Agent]; former != nil {
+		former.Wake() // and it ends
+	}
+	c.sessions[who.Agent] = s
+	return s, nil
+}
+
+// Disconnect ends the session of a stream that is over.
+func (c *Core) Disconnect(now time.Time, s *Session) {
+	if c.sessions[s.Who.Agent] == s {
+		delete(c.sessions, s.Who.Agent)
+	}
+	c.Ledger.Disconnect(now, s.Who.Agent, s.Number)
+}
+
+// cut ends the stream of an agent and voids what it has reported, at once: what serves the stream
+// may hang in a write. Without a stream it does nothing.
+func (c *Core) cut(now time.Time, id drain.AgentID, why string) {
+	s := c.sessions[id]
+	if s == nil {
+		return
+	}
+	c.Disconnect(now, s)
+	s.Wake() // and it ends
+	c.effects.Cut = append(c.effects.Cut, Cut{s, why})
+}
+
+// Declare records what an agent routes. Only what it may acknowledge may be among it.
+func (c *Core) Declare(id drain.AgentID, d wire.Declaration) (declared wire.Declared, err error) {
+	repeat, ok := c.Ledger.Declare(id, d.Session, d.Population, d.Routes)
+	s := c.sessions[id]
+	if !ok || s == nil {
+		return declared, errStale
+	}
+	if repeat {
+		s.sent = 0
+	}
+	s.declared++
+	s.Wake()
+	return wire.Declared{Declared: s.declared}, nil
+}
+
+// Taken is what a line of reports was.
+type Taken struct {
+	// AsOf is when the message was written that the agent had read last then.
+	AsOf time.Time
+	// News reports whether anything is another than before. Reached is how far gateways came for
+	// the first time, good until the next step.
+	News    bool
+	Reached []drain.Reached
+}
+
+// Report records what an agent reports.
+func (c *Core) Report(now time.Time, id drain.AgentID, said wire.Reports) (t Taken, err error) {
+	if !c.Ledger.Current(id, said.Session) {
+		return t, errStale
+	}
+	t.AsOf = c.asOf(now, said.At)
+	t.News, t.Reached = c.Ledger.Report(now, t.AsOf, id, said.Session, said.UpTo, said.Reports)
+	return t, nil
+}
+
+// clock is what this replica writes into messages, and reads from what agents say again:
+// milliseconds of its life, never 0.
+func (c *Core) clock(now time.Time) int64 { return now.Sub(c.Began).Milliseconds() + 1 }
+
+// asOf is when the message was written that an agent had taken in last when it read what it
+// reports. No report is from the future.
+func (c *Core) asOf(now time.Time, at int64) time.Time {
+	if at == 0 || at > c.clock(now) {
+		return now
+	}
+	return c.Began.Add(time.Duration(at-1) * time.Millisecond)
+}
+
+// News is what an agent is told in one write.
+type News struct {
+	Open     []drain.Open
+	Released []drain.Release
+	// First says that nothing was written into the stream before. Declared is how many declarations
+	// are answered by it. 0: none.
+	First    bool
+	Declared int
+	// lines are the messages about Open and Released, without their times.
+	lines []byte
+}
+
+// Feed returns what the agent has not been told yet. ok is false if the stream is over.
+func (c *Core) Feed(s *Session) (n News, ok bool) {
+	if !c.Ledger.Current(s.Who.Agent, s.Number) {
+		return n, false // the agent has another stream: what this one takes would count as told on that
+	}
+	n.First, s.began = !s.began, true
+	if s.declared > s.answered {
+		n.Declared, s.answered = s.declared, s.declared
+	}
+	for {
+		open, released, next := c.Ledger.ChangesFor(s.Who.Agent, s.sent)
+		s.sent = next
+		if len(open)+len(released) == 0 {
+			return n, true
+		}
+		lines := c.written(c.Ledger.Told(s.Who.Agent), open, released)
+		if n.lines == nil {
+			n.Open, n.Released, n.lines = open, released, lines
+			continue
+		}
+		n.Open, n.Released = slices.Concat(n.Open, open), slices.Concat(n.Released, released)
+		n.lines = slices.Concat(n.lines, lines)
+	}
+}
+
+// written are lines that some agents are sent, and what they are of.
+type written struct {
+	revision uint64
+	open     *drain.Open
+	released *drain.Release
+	lines    []byte
+}
+
+// written returns how agents are told of open and released. It is written once for all of them.
+func (c *Core) written(revision uint64, open []drain.Open, released []drain.Release) []byte {
+	w := written{revision: revision}
+	if len(open) > 0 {
+		w.open = &open[0]
+	}
+	if len(released) > 0 {
+		w.released = &released[0]
+	}
+	if last := c.last; last.revision == w.revision && last.open == w.open && last.released == w.released {
+		return last.lines
+	}
+	var messages []wire.Message
+	var exclude []drain.Open
+	for _, d := range open {
+		if d.Watch == nil {
+			exclude = append(exclude, d)
+		} else {
+			messages = append(messages, wire.Message{Type: wire.TypeWatch, Watch: d.Watch})
+		}
+	}
+	if len(exclude) > 0 {
+		messages = append(messages, wire.Message{Type: wire.TypeDrains, Drains: wire.NewDrains(revision, exclude)})
+	}
+	for _, r := range wire.NewReleases(released) {
+		messages = append(messages, wire.Message{Type: wire.TypeReleases, Releases: r})
+	}
+	w.lines = wire.Shared(messages...)
+	c.last = w
+	return w.lines
+}
+
+// Append appends n to the lines that are written to s next. Unlike the other steps, it may be
+// called at any time.
+func (c *Core) Append(lines []byte, now time.Time, s *Session, n News) []byte {
+	if n.First {
+		lines = c.Say(lines, now, wire.Message{Type: wire.TypeHello, Hello: &wire.Hello{
+			Protocol: s.Protocol, Features: wire.Features(), Holder: c.self, Session: s.Number,
+			HeartbeatMillis: c.times.Heartbeat.Milliseconds(), AwayMillis: c.times.Away.Milliseconds(),
+			ExpiryMillis: c.times.Expiry.Milliseconds(), RenewalMillis: c.times.Renewal.Milliseconds(),
+		}})
+	}
+	lines = wire.AppendShared(lines, c.clock(now), n.lines)
+	if n.First || n.Declared > 0 {
+		lines = c.Say(lines, now, wire.Message{Type: wire.TypeSynced, Declared: n.Declared})
+	}
+	return lines
+}
+
+// Say appends one message, as Append does.
+func (c *Core) Say(lines []byte, now time.Time, m wire.Message) []byte {
+	m.At = c.clock(now)
+	return wire.Append(lines, m)
+}

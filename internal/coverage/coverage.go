@@ -1,0 +1,390 @@
+// Package coverage answers one question: who routes a Service, and which of these can acknowledge
+// that they have stopped routing to a pod?
+//
+// Gateways are declared in the coordinator's file. What else routes a Service is read from the
+// Service itself and from the Ingresses, HTTPRoutes and GRPCRoutes that refer to it. Other objects
+// that make a gateway route, such as Traefik's IngressRoute or Contour's HTTPProxy, are not read:
+// declare the gateway's Services, or all of them.
+package coverage
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/labels"
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/lameduck-io/lameduck/pkg/drain"
+)
+
+// StatedWait is an annotation of a Service: how long those of its consumers that can never
+// acknowledge need to stop routing to a pod.
+const StatedWait = "lameduck.io/stated-wait"
+
+// State is whether a consumer is waited for.
+type State string
+
+// The states of a consumer.
+const (
+	// Acknowledges: each of its replicas has an agent that must acknowledge.
+	Acknowledges State = "Acknowledges"
+	// Waited: it cannot acknowledge, and the Service states how long it needs.
+	Waited State = "Waited"
+	// Absent: the gateway has pods, and none of them is ready.
+	Absent State = "Absent"
+	// Possible: it is not known whether it routes the Service. It is not waited for.
+	Possible State = "Possible"
+	// Uncovered: it routes the Service, and is not waited for.
+	Uncovered State = "Uncovered"
+)
+
+// states are all of them, the worst first.
+var states = []State{Uncovered, Possible, Absent, Waited, Acknowledges}
+
+// Consumer is one way by which traffic reaches the pods of a Service.
+type Consumer struct {
+	Service drain.Service
+	// Name names the gateway or the object, Kind the product or the kind of the object.
+	Name, Kind string
+	State      State
+	// Why is the reason for a State other than Acknowledges.
+	Why string
+}
+
+// String returns a clause such as "gateway traefik routes Service shop/web, and ...".
+func (c Consumer) String() string {
+	return fmt.Sprintf("%s routes Service %s, and %s", c.Name, c.Service, c.Why)
+}
+
+// Source is what coverage is read from. Safe for concurrent use.
+type Source struct {
+	// Reader is a cache with Services and pods, and what [Source.Watch] adds to it.
+	Reader client.Reader
+	// Synced reports whether Reader has Services and pods.
+	Synced   func() bool
+	Gateways []Gateway
+	// Agent returns an agent by its pod's UID, without an ID if there is none.
+	Agent func(drain.AgentID) drain.AgentInfo
+	// Everywhere returns the agents whose gateways may send to pods of every Service. It is called
+	// once a second at most.
+	Everywhere func() []drain.Acknowledger
+
+	mu    sync.Mutex
+	kinds []kind
+	at    time.Time
+	nodes []drain.AgentID
+}
+
+// Service is what is known of who routes a Service.
+type Service struct {
+	Name drain.Service
+	// Known is whether the Service was found in a cache that has synced.
+	Known bool
+	// Stated is the annotation [StatedWait], StatedError why it cannot be read.
+	Stated      time.Duration
+	StatedError error
+	// Consumers are in the order of their states, the uncovered ones first.
+	Consumers []Consumer
+}
+
+// Of returns who routes a Service. barrier is whether the pod in question has the preStop barrier.
+// With an error it returns those that could be found.
+func (s *Source) Of(ctx context.Context, name drain.Service, barrier bool) (Service, error) {
+	is := Service{Name: name}
+	var service corev1.Service
+	if !s.Synced() {
+		return is, nil
+	}
+	err := s.Reader.Get(ctx, types.NamespacedName{Namespace: name.Namespace, Name: name.Name}, &service)
+	if err != nil {
+		return is, client.IgnoreNotFound(err)
+	}
+	is.Known = true
+	if text, ok := service.Annotations[StatedWait]; ok {
+		is.Stated, is.StatedError = drain.ParseStatedWait(text)
+	}
+	add := func(c Consumer) {
+		c.Service = name
+		is.Consumers = append(is.Consumers, c)
+	}
+	// cannot adds a consumer that can never acknowledge.
+	cannot := func(c Consumer) {
+		if is.StatedError == nil && is.Stated > 0 {
+			if c.State = Waited; !barrier {
+				c.State = Uncovered
+				c.Why += ", and the pod has no barrier at which the stated wait could be waited for"
+			}
+		}
+		add(c)
+	}
+	routes, unread, errs := s.routesTo(ctx, name)
+	// gateways are the pods of those that are declared, whose agents observe no node.
+	gateways := map[drain.AgentID]bool{}
+	for _, g := range s.Gateways {
+		c, routed, err := s.gateway(ctx, g, name, routes, gateways, barrier)
+		if errs = errors.Join(errs, err); routed {
+			add(c)
+		}
+	}
+	for _, r := range routes {
+		if !slices.ContainsFunc(s.Gateways, func(g Gateway) bool { return slices.Contains(g.Classes, r.class) }) {
+			cannot(Consumer{Name: r.name, Kind: r.kind, State: Uncovered,
+				Why: fmt.Sprintf("no gateway of its class %q is declared", r.class)})
+		}
+	}
+	for _, kind := range unread {
+		add(Consumer{Name: kind + " objects", Kind: kind, State: Possible, Why: "the coordinator could not list them"})
+	}
+	observed := slices.ContainsFunc(s.nodeAgents(), func(id drain.AgentID) bool { return !gateways[id] })
+	for _, c := range unaided(&service, observed, barrier) {
+		if c.Kind == kubeProxy {
+			add(c)
+		} else {
+			cannot(c)
+		}
+	}
+	slices.SortStableFunc(is.Consumers, func(a, b Consumer) int {
+		return cmp.Compare(slices.Index(states, a.State), slices.Index(states, b.State))
+	})
+	return is, errs
+}
+
+// nodeAgents returns the agents that observe kube-proxy on their nodes and are waited for.
+func (s *Source) nodeAgents() []drain.AgentID {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if now := time.Now(); now.Sub(s.at) >= time.Second {
+		s.at, s.nodes = now, nil
+		for _, a := range s.Everywhere() {
+			observes := a.Population == drain.Nodes || a.Undeclared && a.Label == drain.LabelObserved
+			if a.Barrier && observes && !a.Suspended && a.Until.IsZero() {
+				s.nodes = append(s.nodes, a.ID)
+			}
+		}
+	}
+	return s.nodes
+}
+
+// Uncovered names the consumers of services that route them and are not waited for. With an error
+// it names those that could be found.
+func (s *Source) Uncovered(ctx context.Context, services []drain.Service, barrier bool) (names []string, errs error) {
+	for _, name := range services {
+		is, err := s.Of(ctx, name, barrier)
+		errs = errors.Join(errs, err)
+		for _, c := range is.Consumers {
+			if c.State == Uncovered {
+				names = append(names, c.String())
+			}
+		}
+	}
+	return names, errs
+}
+
+// Summary is what routes the Services that have pods.
+type Summary struct {
+	// Services is how many there are outside of the excluded namespaces. Whole is how many of them
+	// are waited for whole, Possible of how many that is not known.
+	Services, Whole, Possible int
+	// Gaps are the consumers that are not waited for, in the order of the Services.
+	Gaps []Consumer
+}
+
+// Summary returns what routes all Services. A Service has the barrier if barrier is true of each of
+// its pods. With an error it returns what could be found.
+func (s *Source) Summary(ctx context.Context, excluded []string, barrier func(*corev1.Pod) bool) (sum Summary,
+	errs error) {
+	if !s.Synced() {
+		return sum, errors.New("Services and pods are not known yet")
+	}
+	var all corev1.ServiceList
+	if err := s.Reader.List(ctx, &all); err != nil {
+		return sum, fmt.Errorf("list Services: %w", err)
+	}
+	for _, service := range all.Items {
+		if len(service.Spec.Selector) == 0 || slices.Contains(excluded, service.Namespace) {
+			continue
+		}
+		var pods corev1.PodList
+		if err := s.Reader.List(ctx, &pods, client.InNamespace(service.Namespace),
+			client.MatchingLabels(service.Spec.Selector)); err != nil {
+			errs = errors.Join(errs, fmt.Errorf("list pods of Service %s/%s: %w", service.Namespace, service.Name, err))
+			continue
+		}
+		if len(pods.Items) == 0 {
+			continue
+		}
+		sum.Services++
+		is, err := s.Of(ctx, drain.Service{Namespace: service.Namespace, Name: service.Name},
+			!slices.ContainsFunc(pods.Items, func(p corev1.Pod) bool { return !barrier(&p) }))
+		errs = errors.Join(errs, err)
+		before := len(sum.Gaps)
+		for _, c := range is.Consumers {
+			if c.State == Uncovered {
+				sum.Gaps = append(sum.Gaps, c)
+			}
+		}
+		switch {
+		case len(sum.Gaps) > before:
+		case err != nil || len(is.Consumers) == 0 || is.Consumers[0].State == Possible:
+			sum.Possible++
+		default:
+			sum.Whole++
+		}
+	}
+	slices.SortStableFunc(sum.Gaps, func(a, b Consumer) int {
+		return strings.Compare(a.Service.String(), b.Service.String())
+	})
+	return sum, errs
+}
+
+// gateway reports whether a declared gateway routes a Service, and whether every ready pod of it
+// has an agent that is waited for. The agent is a container of that pod. It adds the pods to
+// gateways.
+func (s *Source) gateway(ctx context.Context, g Gateway, service drain.Service, routes []route,
+	gateways map[drain.AgentID]bool, barrier bool) (c Consumer, routed bool, err error) {
+	c = Consumer{Name: "gateway " + g.Name, Kind: g.Kind, State: Acknowledges}
+	selector, err := labels.Parse(g.Selector)
+	if err != nil {
+		return c, false, fmt.Errorf("selector of gateway %s: %w", g.Name, err)
+	}
+	var pods corev1.PodList
+	if err := s.Reader.List(ctx, &pods, client.InNamespace(g.Namespace),
+		client.MatchingLabelsSelector{Selector: selector}); err != nil {
+		return c, false, fmt.Errorf("list pods of gateway %s: %w", g.Name, err)
+	}
+	named, perhaps := g.routes(service, routes)
+	routed = named
+	slices.SortFunc(pods.Items, func(a, b corev1.Pod) int { return strings.Compare(a.Name, b.Name) })
+	ready := 0
+	for _, pod := range pods.Items {
+		gateways[drain.AgentID(pod.UID)] = true
+		if !isReady(&pod) {
+			continue
+		}
+		ready++
+		why := s.notWaitedFor(drain.AgentID(pod.UID), service, barrier)
+		if why == elsewhere && !named {
+			continue // its agent knows what it routes
+		}
+		routed = routed || perhaps
+		if why != "" && c.State != Uncovered {
+			c.State, c.Why = Uncovered, fmt.Sprintf("its pod %s/%s %s", pod.Namespace, pod.Name, why)
+		}
+	}
+	matching := fmt.Sprintf("pod in namespace %s that matches %q", g.Namespace, g.Selector)
+	switch {
+	case len(pods.Items) == 0:
+		c.State, c.Why, routed = Uncovered, "there is no "+matching, named || perhaps
+	case ready == 0:
+		c.State, c.Why, routed = Absent, "no "+matching+" is ready", named || perhaps
+	}
+	return c, routed, nil
+}
+
+// elsewhere is why an agent is not waited for that has declared other Services.
+const elsewhere = "has no agent that routes the Service"
+
+// notWaitedFor returns why the agent of a gateway's pod is not waited for. Empty: it is.
+func (s *Source) notWaitedFor(id drain.AgentID, service drain.Service, barrier bool) string {
+	a := s.Agent(id)
+	directed, observed := a.Label != drain.LabelObserved, a.Label != drain.LabelDirected
+	if a.Declared {
+		directed, observed = false, false
+		for _, of := range []drain.Service{service, drain.EveryService} {
+			if r, ok := a.Routes[of]; ok && r.Via == drain.Endpoints {
+				directed, observed = directed || r.Kind == drain.Directed, observed || r.Kind == drain.Observed
+			}
+		}
+		_, one := a.Routes[service]
+		if _, every := a.Routes[drain.EveryService]; !one && !every {
+			return elsewhere
+		}
+	}
+	switch {
+	case a.ID == "" || !a.Expected && !a.Connected:
+		return "has no agent"
+	case a.Left:
+		return "" // it accepts nothing any more
+	case a.Suspended:
+		return "has an agent that is suspended"
+	case !directed && !observed:
+		return "has an agent that cannot acknowledge for a single pod"
+	case !directed && !barrier:
+		return "is observed at the barrier, which the deleted pod does not have"
+	}
+	return ""
+}
+
+// kubeProxy is the kind of the consumer that node agents observe.
+const kubeProxy = "kube-proxy"
+
+// toPods returns the annotation by which a cloud's load balancer sends to pods, not to nodes.
+// Empty: there is none.
+func toPods(service *corev1.Service) string {
+	for key, values := range map[string][]string{
+		"service.beta.kubernetes.io/aws-load-balancer-nlb-target-type": {"ip"},
+		"service.beta.kubernetes.io/aws-load-balancer-type":            {"nlb-ip"},
+	} {
+		if slices.Contains(values, service.Annotations[key]) {
+			return key
+		}
+	}
+	// With "ingress" alone it concerns Ingresses.
+	if key := "cloud.google.com/neg"; strings.Contains(service.Annotations[key], "exposed_ports") {
+		return key
+	}
+	return ""
+}
+
+// unaided returns the consumers that the Service itself names: kube-proxy on the nodes, load
+// balancers, and clients that resolve the pods' addresses. observed is whether agents observe
+// kube-proxy.
+func unaided(service *corev1.Service, observed, barrier bool) (all []Consumer) {
+	if key := toPods(service); key != "" {
+		all = append(all, Consumer{Name: "the load balancer", Kind: "LoadBalancer", State: Uncovered,
+			Why: "it sends to pods (" + key + ") and cannot acknowledge"})
+	}
+	if service.Spec.ClusterIP == corev1.ClusterIPNone {
+		return append(all, Consumer{Name: "DNS", Kind: "DNS", State: Possible,
+			Why: "clients that resolve this headless Service cannot acknowledge"})
+	}
+	proxy := Consumer{Name: kubeProxy, Kind: kubeProxy, State: Acknowledges}
+	switch {
+	case !observed:
+		proxy.Why = "no agent on the nodes observes it"
+	case !barrier:
+		proxy.Why = "it is observed at the barrier, which the pod does not have"
+	}
+	if proxy.Why != "" {
+		proxy.State = Possible
+		if service.Spec.Type == corev1.ServiceTypeLoadBalancer || service.Spec.Type == corev1.ServiceTypeNodePort ||
+			len(service.Spec.ExternalIPs) > 0 {
+			proxy.State = Uncovered
+		}
+	}
+	all = append(all, proxy)
+	if service.Spec.Type != corev1.ServiceTypeLoadBalancer || len(all) > 1 {
+		return all
+	}
+	balancer := Consumer{Name: "the load balancer", Kind: "LoadBalancer", State: Possible,
+		Why: "it cannot acknowledge; if it sends to nodes, kube-proxy's acknowledgement stands for it"}
+	if service.Spec.ExternalTrafficPolicy == corev1.ServiceExternalTrafficPolicyLocal {
+		balancer.State, balancer.Why = Uncovered,
+			"with externalTrafficPolicy Local it sends to the pod's node until its own health check fails"
+	}
+	return append(all, balancer)
+}
+
+func isReady(pod *corev1.Pod) bool {
+	return pod.DeletionTimestamp == nil && slices.ContainsFunc(pod.Status.Conditions, func(c corev1.PodCondition) bool {
+		return c.Type == corev1.PodReady && c.Status == corev1.ConditionTrue
+	})
+}

@@ -1,0 +1,58 @@
+package peers
+
+import (
+	"errors"
+	"fmt"
+	"sync/atomic"
+	"time"
+)
+
+// Settle is how long after its start a replica without all its agents is not ready.
+const Settle = 10 * time.Second
+
+// Readiness is whether the API server should ask this replica.
+type Readiness struct {
+	// Certificate is why there is none to serve with. Synced reports whether this replica knows the
+	// cluster, Expecting how many agents there should be, and how many of them are not connected
+	// here, Up how long ago it started.
+	Certificate func() error
+	Synced      func() bool
+	Expecting   func() (expected, missing int)
+	Up          func() time.Duration
+	// Others are the other replicas. Nil: there are none.
+	Others *Table
+
+	// settled: it has waited for its agents once. stopping: it is shutting down.
+	settled, stopping atomic.Bool
+}
+
+// Stop makes the replica unready, permanently.
+func (r *Readiness) Stop() { r.stopping.Store(true) }
+
+// Check returns why this replica cannot judge deletions. Nil: it can. One that lost the streams of
+// most of its agents abstains only while another replica has them: with no other replica to ask,
+// waiting for agents ends at the deadline, and a lost request stays lost.
+func (r *Readiness) Check() error {
+	switch {
+	case r.stopping.Load():
+		return errors.New("this replica is shutting down")
+	case r.Certificate() != nil:
+		return r.Certificate()
+	case !r.Synced():
+		return errors.New("the view of the cluster is not complete yet")
+	case r.Others != nil && r.Others.Known() != nil:
+		return r.Others.Known()
+	}
+	expected, missing := r.Expecting()
+	if missing > 0 && r.Up() < Settle && !r.settled.Load() {
+		return fmt.Errorf("%d of %d agents are not connected yet", missing, expected)
+	}
+	r.settled.Store(true)
+	if 2*missing > expected && r.Others != nil {
+		if name, ok := r.Others.Sees(); ok {
+			return fmt.Errorf("%d of %d agents are not connected here, and replica %s has most of them", missing,
+				expected, name)
+		}
+	}
+	return nil
+}

@@ -1,0 +1,63 @@
+package peers
+
+import (
+	"errors"
+	"testing"
+	"time"
+
+	"github.com/lameduck-io/lameduck/pkg/drain/wire"
+)
+
+// A replica that is unready gets no reviews, and where it is the only one, deletions go on unasked
+// meanwhile.
+func TestReadiness(t *testing.T) {
+	var synced bool
+	var missing int
+	var up time.Duration
+	cert := errors.New("there is no certificate yet")
+	others := &Table{}
+	r := Readiness{
+		Certificate: func() error { return cert }, Synced: func() bool { return synced }, Others: others,
+		Expecting: func() (int, int) { return 5, missing }, Up: func() time.Duration { return up },
+	}
+	check := func(when, want string) {
+		t.Helper()
+		got := ""
+		if err := r.Check(); err != nil {
+			got = err.Error()
+		}
+		if got != want {
+			t.Errorf("%s: %q, want %q", when, got, want)
+		}
+	}
+	const cold = "the view of the cluster is not complete yet"
+	check("at first", "there is no certificate yet")
+	cert = nil
+	check("with a certificate", cold)
+	up = time.Hour
+	check("caches that are cold for long", cold)
+	synced, missing, up = true, 2, Settle-1
+	check("before it knows what is open", "the open drains of the other replicas are not known yet")
+	others.Heed(time.Now(), nil)
+	check("agents missing", "2 of 5 agents are not connected yet")
+	up = Settle
+	check("agents missing for long", "")
+	up = Settle - 1
+	check("it was ready", "")
+
+	r.settled.Store(false)
+	missing = 0
+	check("all there", "")
+	missing = 1
+	check("an agent that comes later", "")
+	missing = 3
+	check("most streams lost, and no other replica has them", "")
+	of := Peer{Name: "webhook-1", Ready: true}
+	others.Set(of)
+	others.Heard(of, true, &wire.Replica{Ready: true, Expected: 5, Missing: 2})
+	check("most streams lost", "3 of 5 agents are not connected here, and replica webhook-1 has most of them")
+	missing = 2
+	check("most streams are back", "")
+	r.Stop()
+	check("at its end", "this replica is shutting down")
+}

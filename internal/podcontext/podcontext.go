@@ -1,0 +1,281 @@
+// Package podcontext says what surrounds a pod at the barrier: its Services, whether kernels may go
+// on sending to it, how long they have known it, and which waits are stated.
+package podcontext
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"strings"
+	"sync"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	discovery "k8s.io/api/discovery/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/lameduck-io/lameduck/internal/coordinator"
+	"github.com/lameduck-io/lameduck/internal/coverage"
+	"github.com/lameduck-io/lameduck/internal/endpoints"
+	"github.com/lameduck-io/lameduck/pkg/admission"
+	"github.com/lameduck-io/lameduck/pkg/drain"
+)
+
+// idleBound is an annotation of a pod or a Service: how long its connections, kept ones too, are
+// waited for.
+const idleBound = "lameduck.io/idle-bound"
+
+// heardBy is how long after a pod became ready all kernels have heard of it, the time that gateways
+// have to hear that it no longer is (the same news, the same way). One that has not heard does not
+// send to the pod yet, and will, perhaps after its agent has said that nothing is sent. An agent
+// that has seen it sent to since needs no such time.
+const heardBy = endpoints.Linger
+
+func grace(p *corev1.Pod) time.Duration {
+	if p.DeletionGracePeriodSeconds == nil {
+		return 0
+	}
+	return time.Duration(*p.DeletionGracePeriodSeconds) * time.Second
+}
+
+// maxBadWaits bounds the annotations that cannot be read and were logged.
+const maxBadWaits = 1000
+
+// Source returns the contexts of pods, from a cache. It implements [coordinator.PodContexts].
+type Source struct {
+	Reader client.Reader
+	Index  *endpoints.Index
+	// Known reports whether everything but Services can be read, Synced whether Services can.
+	// Nothing waits for Synced.
+	Known, Synced func() bool
+	// Going reports whether a pod is terminating, whatever EndpointSlices say.
+	Going    func(drain.UID) bool
+	Coverage *coverage.Source
+	Log      *slog.Logger
+	// Now is the clock.
+	Now func() time.Time
+
+	mu    sync.Mutex
+	wrong map[string]bool
+}
+
+// PodContext implements [coordinator.PodContexts].
+func (v *Source) PodContext(ctx context.Context, agent string, pod drain.Pod) (s coordinator.PodContext,
+	err error) {
+	if !v.Known() {
+		return s, errors.New("the view of the cluster is not complete yet")
+	}
+	var is corev1.Pod
+	switch err := v.Reader.Get(ctx, types.NamespacedName{Namespace: pod.Namespace, Name: pod.Name}, &is); {
+	case apierrors.IsNotFound(err), err == nil && drain.UID(is.UID) != pod.UID:
+		s.Young = heardBy // this cache has not heard of it either
+		return s, nil
+	case err != nil:
+		return s, fmt.Errorf("read pod %s from the cache: %w", pod, err)
+	}
+	s.Known, s.Terminating = true, is.DeletionTimestamp != nil
+	s.IdleBound = v.duration(&is, idleBound, time.ParseDuration)
+	if agent == "" {
+		return s, nil
+	}
+	namespace, name, _ := strings.Cut(agent, "/")
+	var asks corev1.Pod
+	if err := v.Reader.Get(ctx, types.NamespacedName{Namespace: namespace, Name: name}, &asks); err != nil {
+		return s, fmt.Errorf("read agent's pod %s from the cache: %w", agent, err)
+	}
+	s.Here = is.Spec.NodeName != "" && asks.Spec.NodeName == is.Spec.NodeName
+	at, ready := ReadySince(&is)
+	switch {
+	case ready:
+		deleted := v.Now() // or a moment ago: who asks has heard of it earlier
+		if s.Terminating {
+			deleted = is.DeletionTimestamp.Add(-grace(&is))
+		}
+		s.Young = max(0, heardBy-max(0, deleted.Sub(at)))
+	case !s.Terminating:
+		s.Young = heardBy // this cache is behind: the pod may have become ready just before its deletion
+	}
+	listings := v.Index.Pod(v.Now(), pod.Namespace, pod.UID)
+	s.Targets = admission.Targets(v.Index, listings)
+	var all []standing
+	for i, l := range listings {
+		if l.Left {
+			continue
+		}
+		of, err := v.service(ctx, l.Service)
+		if err != nil {
+			return s, err
+		}
+		s.Stated = max(s.Stated, v.duration(&of, coverage.StatedWait, drain.ParseStatedWait))
+		s.IdleBound = max(s.IdleBound, v.duration(&of, idleBound, time.ParseDuration))
+		if of.Spec.ClusterIP != corev1.ClusterIPNone {
+			all = append(all, standing{of: of, name: l.Service, last: s.Targets[i].Last(pod.UID)})
+		}
+	}
+	return s, v.last(ctx, all, &is, &s)
+}
+
+// Uncovered implements [coordinator.PodContexts].
+func (v *Source) Uncovered(ctx context.Context, services []drain.Service) []string {
+	names, err := v.Coverage.Uncovered(ctx, services, true)
+	if err != nil { // the rest was found
+		v.Log.Warn("find out what routes Services", "services", services, "error", err)
+	}
+	return names
+}
+
+// standing is how a pod stands in a Service for which kernels have rules: one with a cluster IP.
+type standing struct {
+	of   corev1.Service
+	name types.NamespacedName
+	// last says that no other endpoint is ready.
+	last bool
+}
+
+// service returns a Service, empty if it is not known.
+func (v *Source) service(ctx context.Context, name types.NamespacedName) (of corev1.Service, err error) {
+	if !v.Synced() {
+		return of, nil // stated waits, headless Services and local policies are not known; the bound holds
+	}
+	if err := v.Reader.Get(ctx, name, &of); client.IgnoreNotFound(err) != nil {
+		return of, fmt.Errorf("read Service %s from the cache: %w", name, err)
+	}
+	return of, nil
+}
+
+// last finds in which Services kernels may go on sending to the pod.
+func (v *Source) last(ctx context.Context, all []standing, pod *corev1.Pod, s *coordinator.PodContext) error {
+	last, publish, local, rest := false, false, false, false
+	for _, in := range all {
+		switch {
+		case in.last:
+			last = true
+		case in.of.Spec.PublishNotReadyAddresses:
+			publish = true
+		default:
+			rest = true
+			local = local || inside(&in.of) || outside(&in.of)
+		}
+	}
+	switch {
+	case !rest:
+		s.Last = last || publish
+		return nil
+	case publish:
+		// Kernels send to the pod to its end. The other Services do not show, but by then they have
+		// heard.
+		s.Last, s.Stated = true, max(s.Stated, heardBy)
+		return nil
+	case !last && !local:
+		return nil
+	}
+	one, here, lastHere := true, true, last
+	for _, in := range all {
+		if in.last {
+			continue
+		}
+		local := inside(&in.of) || outside(&in.of)
+		known, beside, err := v.others(ctx, in.name, pod, local)
+		if err != nil {
+			return err
+		}
+		// What the node's kernel keeps for its own traffic does not tell what else it sends to all
+		// nodes.
+		always := inside(&in.of) && (outside(&in.of) || in.of.Spec.Type == corev1.ServiceTypeClusterIP ||
+			in.of.Spec.Type == "")
+		one, here = one && known, here && (known || always && !beside)
+		lastHere = lastHere || !beside && local
+	}
+	s.LastOne, s.LastHere = last && one, lastHere && here
+	return nil
+}
+
+func inside(of *corev1.Service) bool {
+	return of.Spec.InternalTrafficPolicy != nil &&
+		*of.Spec.InternalTrafficPolicy == corev1.ServiceInternalTrafficPolicyLocal
+}
+
+func outside(of *corev1.Service) bool {
+	return of.Spec.ExternalTrafficPolicy == corev1.ServiceExternalTrafficPolicyLocal
+}
+
+// others reports whether a Service has another ready endpoint that every kernel must know, and
+// whether one is on the pod's node: a late kernel keeps the pod as the last endpoint that it knows,
+// with a local policy the last on its node.
+func (v *Source) others(
+	ctx context.Context, name types.NamespacedName, pod *corev1.Pod, local bool,
+) (known, beside bool, err error) {
+	near := false
+	var slices discovery.EndpointSliceList
+	if err := v.Reader.List(ctx, &slices, client.InNamespace(name.Namespace),
+		client.MatchingLabels{discovery.LabelServiceName: name.Name}); err != nil {
+		return false, false, fmt.Errorf("list EndpointSlices of %s from the cache: %w", name, err)
+	}
+	for i := range slices.Items {
+		for _, e := range slices.Items[i].Endpoints {
+			ready := (e.Conditions.Ready == nil || *e.Conditions.Ready) &&
+				(e.Conditions.Terminating == nil || !*e.Conditions.Terminating)
+			if !ready || e.TargetRef != nil && e.TargetRef.UID == pod.UID {
+				continue
+			}
+			here := e.NodeName != nil && *e.NodeName == pod.Spec.NodeName
+			// Read only what may still change the answer: there may be thousands of endpoints.
+			knows := (!known || local && here && !near) && v.readyForLong(ctx, e.TargetRef)
+			known, beside, near = known || knows, beside || here, near || here && knows
+		}
+	}
+	return known && (near || !local || !beside), beside, nil
+}
+
+// readyForLong reports whether every kernel knows of a pod as ready. A terminating one does not
+// count, though this cache may not know yet: an agent that does keeps another beside it as the
+// last.
+func (v *Source) readyForLong(ctx context.Context, ref *corev1.ObjectReference) bool {
+	var is corev1.Pod
+	if ref == nil || v.Reader.Get(ctx, types.NamespacedName{Namespace: ref.Namespace, Name: ref.Name}, &is) != nil ||
+		is.UID != ref.UID {
+		return false
+	}
+	at, ready := ReadySince(&is)
+	return ready && v.Now().Sub(at) >= heardBy && !v.Going(drain.UID(ref.UID))
+}
+
+// ReadySince returns since when a pod has had its Ready condition, and reports whether that is
+// true.
+func ReadySince(p *corev1.Pod) (at time.Time, ready bool) {
+	for _, c := range p.Status.Conditions {
+		if c.Type == corev1.PodReady {
+			return c.LastTransitionTime.Time, c.Status == corev1.ConditionTrue
+		}
+	}
+	return time.Time{}, false
+}
+
+// duration reads an annotation. One that cannot be read states nothing, and is logged once.
+func (v *Source) duration(of client.Object, annotation string,
+	parse func(string) (time.Duration, error)) time.Duration {
+	text, ok := of.GetAnnotations()[annotation]
+	if !ok {
+		return 0
+	}
+	d, err := parse(text)
+	if err == nil {
+		return max(0, d)
+	}
+	v.mu.Lock()
+	key := fmt.Sprintf("%T %s/%s %s %s", of, of.GetNamespace(), of.GetName(), annotation, text)
+	said := v.wrong[key]
+	if v.wrong == nil || len(v.wrong) >= maxBadWaits {
+		v.wrong = map[string]bool{}
+	}
+	v.wrong[key] = true
+	v.mu.Unlock()
+	if !said {
+		v.Log.Warn("annotation cannot be read: it states nothing", "kind", fmt.Sprintf("%T", of),
+			"namespace", of.GetNamespace(), "name", of.GetName(), "annotation", annotation, "error", err)
+	}
+	return 0
+}

@@ -1,0 +1,298 @@
+package admission
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+
+	"github.com/lameduck-io/lameduck/internal/coordinator"
+	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/drain/wire"
+)
+
+// Next is what a [Call] needs next.
+type Next uint8
+
+const (
+	// NextAnswer: the call is over, and its Outcome is the answer.
+	NextAnswer Next = iota
+	// NextClaim: ask the opener, until Until at most. Then call [Call.Claimed].
+	NextClaim
+	// NextHold: wait for the drain of [Call.Request], until Until. Then call [Call.Held].
+	NextHold
+	// NextAsk: ask at At, until Until at most, whether another replica was asked. Then call
+	// [Call.Asked].
+	NextAsk
+)
+
+// Call is a review of a deletion as steps. It has no goroutine, timer or clock: its caller carries
+// out what Next says, and hands in what came of it and the time. [Handler] does that for the API
+// server, and the simulation on virtual time.
+type Call struct {
+	Next Next
+	// At and Until are the times of Next.
+	At, Until time.Time
+	// Outcome is the answer, once Next is NextAnswer.
+	Outcome
+	// End is when a call that is held is answered at the latest.
+	End time.Time
+	// Status is that of the drain, as far as it was waited for, Err why that has ended.
+	Status drain.Status
+	Err    error
+
+	subject
+	h       *Handler
+	q       *request
+	facts   Facts
+	verdict Verdict
+	// holding says that the drain was asked for, waited that this call has waited for it.
+	holding, waited bool
+}
+
+// Outcome is a verdict carried out.
+type Outcome struct {
+	Allowed bool
+	Reason  string
+	// Message is for operators: why not, or what was abnormal.
+	Message    string
+	Warn       bool
+	RetryAfter time.Duration
+	// Budget is the cause that the API server gives when a budget has no room, which evictors look
+	// for. Empty: that is not it.
+	Budget string
+}
+
+// Review begins a call about a pod: old is what the API server is about to delete, nil for an
+// eviction. timeout is how long it waits.
+func (h *Handler) Review(ctx context.Context, began time.Time, operation Operation, pod drain.Pod, old *corev1.Pod,
+	grace *int64, timeout time.Duration) *Call {
+	return h.call(ctx, began, &request{operation: operation, namespace: pod.Namespace, name: pod.Name, pod: old,
+		grace: grace, timeout: timeout})
+}
+
+// call begins a call.
+func (h *Handler) call(ctx context.Context, began time.Time, q *request) *Call {
+	c := &Call{h: h, q: q, End: h.Times.HoldUntil(began, q.timeout)}
+	var err error
+	if c.facts, c.subject, err = h.Cluster.gather(ctx, began, q); err != nil {
+		c.answer(h.noFacts(q, err))
+		return c
+	}
+	c.verdict = Decide(c.facts)
+	switch {
+	case c.verdict.Action == Drain && h.Others != nil:
+		c.Next, c.Until = NextClaim, began.Add(time.Minute) // the others have a bound of their own
+	case c.verdict.Action == Drain || h.Others == nil || h.Others.Opener():
+		c.judge(ctx, began)
+	default:
+		c.carryOut(began)
+	}
+	return c
+}
+
+func (c *Call) answer(o Outcome) { c.Next, c.Outcome = NextAnswer, o }
+
+// Request is what the ledger is asked.
+func (c *Call) Request() coordinator.Request { return c.request() }
+
+// Claim is what the opener is asked about the deletion.
+func (c *Call) Claim(now time.Time) wire.Claim {
+	claim := wire.Claim{Operation: string(c.q.operation), Pod: c.drainPod()}
+	if is := c.h.Cluster.Ledger.Pod(claim.Pod.UID); is.Draining {
+		claim.ElapsedMillis = now.Sub(is.Since).Milliseconds()
+	}
+	return claim
+}
+
+// Claimed takes in what the opener says. witness is false if this replica is the opener, or must
+// act as one.
+func (c *Call) Claimed(ctx context.Context, now time.Time, claimed wire.Claimed, witnesses bool) {
+	switch {
+	case witnesses:
+		c.role = witness
+		c.place = drain.Place{Is: drain.Granted, Elapsed: time.Duration(claimed.ElapsedMillis) * time.Millisecond}
+		if claimed.Queued || claimed.Verdict != wire.VerdictDrain {
+			c.place.Is = drain.Deferred
+		}
+		if c.turn = coordinator.TurnUnheld; claimed.Hold {
+			c.turn = coordinator.TurnHeld
+		}
+	case ctx.Err() != nil || c.holding && !now.Before(c.End): // what the opener said before stands
+	default:
+		c.place, c.turn, c.role = drain.Place{}, coordinator.TurnJudged, opener
+	}
+	switch {
+	case c.holding:
+		c.look(now)
+	case witnesses && claimed.Verdict == wire.VerdictDeny:
+		c.answer(Outcome{Reason: claimed.Reason, Message: claimed.Message, Budget: claimed.Budget})
+	case witnesses:
+		c.carryOut(now)
+	case ctx.Err() != nil:
+		c.answer(Outcome{Reason: string(CallerGone), Message: "Lameduck: the caller has gone"})
+	default:
+		c.judge(ctx, now)
+	}
+}
+
+// judge decides what takes capacity too.
+func (c *Call) judge(ctx context.Context, now time.Time) {
+	var err error
+	if c.verdict, err = c.h.Cluster.judge(ctx, &c.facts, &c.subject); err != nil {
+		c.answer(c.h.noFacts(c.q, err))
+		return
+	}
+	c.carryOut(now)
+}
+
+// carryOut carries the verdict out.
+func (c *Call) carryOut(now time.Time) {
+	v := c.verdict
+	if v.Unroute && c.pod != nil {
+		c.h.Cluster.Ledger.Unroute(c.request())
+	}
+	o := Outcome{Allowed: v.Action == Allow, Reason: string(v.Reason), Message: v.Message, Warn: v.Warn}
+	switch v.Action {
+	case Allow:
+	case Drain:
+		c.holding = true
+		c.look(now) // the claim took time
+		return
+	default:
+		// With Retry-After, client-go would ask ten times more within one call. The API server
+		// sends none for a budget.
+		if v.Reason != Budget {
+			o.RetryAfter = drain.RetryAfter(0, false, 0)
+		}
+		o.Budget = c.facts.Budget
+	}
+	c.answer(o)
+}
+
+// hold waits for the drain, until it is time to look around.
+func (c *Call) hold(now time.Time) {
+	c.Next, c.Until = NextHold, now.Add(LookAround)
+	if c.End.Before(c.Until) {
+		c.Until = c.End
+	}
+}
+
+// Held takes in that the drain was waited for.
+func (c *Call) Held(ctx context.Context, now time.Time, status drain.Status, waited bool, err error) {
+	c.Status, c.Err, c.waited = status, err, c.waited || waited
+	switch {
+	case err == nil && (status.Phase == drain.Released || status.Phase == drain.Closed):
+		c.answer(c.h.released(ctx, c.subject, status, now.Sub(status.Since)))
+	case errors.Is(err, coordinator.ErrStopping) && c.h.Others != nil && !c.h.Cluster.Ledger.ReliedOn(c.drainPod().UID):
+		// A replica on which another one relies does not abstain: of two that stop, one answers.
+		c.Next, c.At, c.Until = NextAsk, now, now.Add(AbstainWithin)
+	case err != nil || !status.Waits() || !now.Before(c.End):
+		c.refuse(now)
+	case status.Phase == drain.Queued && c.place.Is == drain.Deferred:
+		c.Next, c.Until = NextClaim, c.End
+	default:
+		c.look(now)
+	}
+}
+
+// look holds the call again, unless its pod has become the last of a Service. The pods that it
+// waits with may have gone meanwhile: that makes room or none, and gateways keep the last one.
+func (c *Call) look(now time.Time) {
+	if service := c.h.Cluster.live(now, &c.subject); service != "" {
+		c.answer(Outcome{Allowed: true, Reason: string(LastTarget), Warn: true,
+			Message: lastMessage("Service " + service)})
+		return
+	}
+	c.hold(now)
+}
+
+// Asked takes in whether another replica was asked about this deletion, and so answers it.
+func (c *Call) Asked(now time.Time, yes bool) {
+	switch {
+	case yes:
+		c.answer(Outcome{Allowed: true, Reason: string(Abstained)})
+	case now.Add(AbstainEvery).Before(c.Until):
+		c.At = now.Add(AbstainEvery)
+	default:
+		c.refuse(now)
+	}
+}
+
+// refuse words why a drain is not over.
+func (c *Call) refuse(now time.Time) {
+	s := c.Status
+	elapsed, remaining := now.Sub(s.Since), s.Deadline.Sub(now)
+	o := Outcome{Reason: string(Draining), RetryAfter: drain.RetryAfter(elapsed, c.waited, remaining)}
+	rest := fmt.Sprintf("in %s at the latest. To delete it now: kubectl annotate pod -n %s %s %s=true",
+		seconds(max(remaining, 0)), c.pod.Namespace, c.pod.Name, BreakGlassAnnotation)
+	if s.Phase == drain.Queued {
+		o.Reason = string(Queued)
+		o.Message = fmt.Sprintf("Lameduck: pod %s waits for room, since %s: %s. It is deleted when it had its turn "+
+			"and the gateways have let go, %s",
+			c.drainPod(), seconds(elapsed), c.h.Cluster.fullService(c.subject), rest)
+	} else {
+		o.Message = fmt.Sprintf("Lameduck: pod %s is still routed by %d of %d gateways, since %s: %s. It is deleted "+
+			"when they have let go, %s",
+			c.drainPod(), len(s.Waiting), s.Owed, seconds(elapsed), list(s.Waiting), rest)
+	}
+	switch {
+	case errors.Is(c.Err, coordinator.ErrTooManyOfOwner):
+		o.Reason = string(TooManyOfOwner)
+	case errors.Is(c.Err, coordinator.ErrTooManyHolds):
+		o.Reason = string(TooManyHolds)
+	case errors.Is(c.Err, coordinator.ErrStopping):
+		o.Reason, o.RetryAfter = string(Stopping), time.Second
+		o.Message = fmt.Sprintf("Lameduck: %v; ask again", c.Err)
+	case c.Err != nil:
+		o.Reason = string(CallerGone)
+	}
+	c.answer(o)
+}
+
+// released words that a drain is over, or had never to begin.
+func (h *Handler) released(ctx context.Context, s subject, status drain.Status, elapsed time.Duration) Outcome {
+	var uncovered []string
+	if status.Reason == drain.Acknowledged || status.Reason == drain.NoAgents {
+		var err error
+		if uncovered, err = h.Cluster.uncovered(ctx, s); err != nil { // the rest was found
+			h.Log.Warn("find out what routes the pod's Services", "pod", s.drainPod().String(), "error", err)
+		}
+	}
+	if len(uncovered) > 0 {
+		status.Reason = drain.Uncovered
+	}
+	o := Outcome{Allowed: true, Reason: status.Reason.String(), Warn: status.Reason.Abnormal()}
+	switch {
+	case status.Reason == drain.Deadline && h.Cluster.Ledger.Pod(status.Pod.UID).Queued:
+		o.Message = fmt.Sprintf("deleted after %s while gateways still route to it (%s): it waited for room: %s",
+			seconds(elapsed), status.Reason, h.Cluster.fullService(s))
+	case status.Reason == drain.LastTarget:
+		o.Warn, o.Message = true, lastMessage("one of its Services")
+	case status.Reason == drain.Deadline || status.Reason == drain.IdleBound:
+		o.Message = fmt.Sprintf("deleted after %s although not every gateway has let go (%s): %s", seconds(elapsed),
+			status.Reason, list(slices.Concat(status.Waiting, status.Lost)))
+	case status.Reason == drain.AgentsLost:
+		o.Message = fmt.Sprintf("deleted after %s although gateways were lost that had not let go (AgentsLost): %s",
+			seconds(elapsed), list(status.Lost))
+	case status.Reason == drain.Uncovered && len(status.Suspended) == 0:
+		o.Message = "deleted without waiting for everything that routes it (Uncovered): " +
+			strings.Join(uncovered, "; ")
+	case len(status.Suspended) > 0:
+		// Even if all others have acknowledged, this gateway may route to the pod when it stops.
+		o.Reason, o.Warn = drain.Suspended.String(), true
+		o.Message = "deleted without waiting for gateways that have let one drain after the other expire " +
+			"(Suspended): " + list(status.Suspended)
+	case len(status.Away) > 0:
+		o.Message = "deleted without waiting for gateways that are away, with pods that are not ready: " + list(
+			status.Away)
+		if status.MoreAway > 0 {
+			o.Message += fmt.Sprintf(", and %d besides", status.MoreAway)
+		}
+	}
+	return o
+}

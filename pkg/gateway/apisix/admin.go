@@ -1,0 +1,258 @@
+package apisix
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"net"
+	"net/http"
+	"os"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/lameduck-io/lameduck/pkg/health"
+)
+
+const (
+	// mark is the label of an upstream that agents direct. The plug-in reports only these.
+	mark = "lameduck"
+	// nowhere refuses connections. An upstream without targets has this node: APISIX merges into no
+	// empty set, and takes a null for the weight of a node there.
+	nowhere = "127.0.0.1:1"
+	// veto is how long no other agent routes to a target that one has removed: as long as a
+	// coordinator may take to tell them of the exclusion.
+	veto = 30 * time.Second
+	// maxAnswer bounds an answer, in bytes.
+	maxAnswer = 64 << 20
+)
+
+// errConflict is the only refusal of the Admin API that is tried again at once.
+var errConflict = errors.New("value changed before overwritten")
+
+// upstream is what etcd has, not what processes route by.
+type upstream struct {
+	version int64
+	// nodes has every node, whatever its weight: one of weight 0 gets retries.
+	nodes  map[string]int
+	labels map[health.Target]label
+	// refused is why its targets cannot be seen to be out.
+	refused error
+}
+
+// label is what agents noted about a target: "routed", or "removed/UNTIL/AGENT", until when, in
+// milliseconds, no other agent routes to it.
+type label string
+
+func (l label) parse() (until time.Time, agent string) {
+	words := strings.SplitN(string(l)+"//", "/", 3)
+	millis, _ := strconv.ParseInt(words[1], 10, 64) // another text: the veto has ended
+	return time.UnixMilli(millis), strings.Trim(words[2], "/")
+}
+
+// shared reports whether another pod is routed at the address of t.
+func (u *upstream) shared(t health.Target) bool {
+	for other, l := range u.labels {
+		if l == "routed" && other != t && other.Addr == t.Addr {
+			return true
+		}
+	}
+	return false
+}
+
+// routes reports whether t is to get requests.
+func (u *upstream) routes(t health.Target) bool {
+	_, listed := u.nodes[t.Addr.String()]
+	return listed && (u.labels[t] == "routed" || !u.shared(t))
+}
+
+// call sends one request and decodes the answer. Every status but a success is an error.
+func (g *Gateway) call(ctx context.Context, method, url string, body, into any) (status int, err error) {
+	defer func() {
+		if err != nil {
+			err = fmt.Errorf("%s %s: %w", method, url, err)
+		}
+	}()
+	var sent []byte // none with a GET
+	if body != nil {
+		sent, err = json.Marshal(body)
+	}
+	r, e := http.NewRequestWithContext(ctx, method, url, bytes.NewReader(sent))
+	if err = errors.Join(err, e); err != nil {
+		return 0, err
+	}
+	if strings.HasPrefix(url, g.admin) && g.cfg.AdminKeyFile != "" {
+		key, err := os.ReadFile(g.cfg.AdminKeyFile)
+		if err != nil {
+			return 0, err
+		}
+		r.Header.Set("X-API-KEY", strings.TrimSpace(string(key)))
+	}
+	answer, err := g.client.Do(r)
+	if err != nil {
+		return 0, err
+	}
+	defer answer.Body.Close()
+	text, err := io.ReadAll(io.LimitReader(answer.Body, maxAnswer))
+	if err == nil && answer.StatusCode/100 == 2 {
+		return answer.StatusCode, json.Unmarshal(text, into)
+	}
+	var refusal struct {
+		Text string `json:"error_msg"`
+	}
+	if json.Unmarshal(text, &refusal) == nil && refusal.Text == errConflict.Error() &&
+		answer.StatusCode == http.StatusServiceUnavailable {
+		return answer.StatusCode, errConflict
+	}
+	return answer.StatusCode, errors.Join(err, fmt.Errorf("%s: %.200s", answer.Status, text))
+}
+
+// upstream reads one upstream object, and makes it if there is none: routes can refer to it only
+// then.
+func (g *Gateway) upstream(ctx context.Context, pool health.Pool) (*upstream, error) {
+	if g.services[pool] == "" {
+		return nil, fmt.Errorf("no upstream %q is configured", pool)
+	}
+	var answer struct {
+		Value struct {
+			Type    string
+			Nodes   json.RawMessage
+			Labels  map[string]string
+			Checks  any
+			Service string `json:"service_name"`
+		}
+		ModifiedIndex int64
+	}
+	url := g.admin + "upstreams/" + string(pool)
+	status, err := g.call(ctx, http.MethodGet, url, nil, &answer)
+	if status == http.StatusNotFound {
+		made := map[string]any{"type": "roundrobin", "nodes": map[string]int{nowhere: 1},
+			"labels": map[string]string{mark: "agent"}}
+		if _, err = g.call(ctx, http.MethodPut, url, made, new(any)); err == nil {
+			_, err = g.call(ctx, http.MethodGet, url, nil, &answer)
+		}
+	}
+	if err != nil {
+		return nil, err
+	}
+	value, why := answer.Value, ""
+	switch {
+	case value.Labels[mark] == "":
+		why = "has no label " + mark + ": no agent has made it"
+	case bytes.HasPrefix(value.Nodes, []byte("[")):
+		return nil, fmt.Errorf("upstream %s has a list of nodes, which no difference can be merged into", pool)
+	case value.Type == "ewma":
+		why = "balances by ewma"
+	case value.Checks != nil:
+		why = "has checks, whose records pass from one pod to the next at its address"
+	case value.Service != "":
+		why = "has a service_name of discovery"
+	}
+	u := &upstream{version: answer.ModifiedIndex, nodes: nodesOf(value.Nodes), labels: map[health.Target]label{}}
+	if why != "" {
+		u.refused = fmt.Errorf("upstream %s %s: not covered", pool, why)
+	}
+	for key, text := range value.Labels {
+		address, uid, _ := strings.Cut(key, "@")
+		t := health.Target{UID: health.UID(uid)}
+		if t.Addr.UnmarshalText([]byte(address)) == nil {
+			u.labels[t] = label(text)
+		}
+	}
+	return u, nil
+}
+
+// nodesOf returns the weights of a node set in either form.
+func nodesOf(text []byte) map[string]int {
+	all := map[string]int{}
+	if json.Unmarshal(text, &all) == nil {
+		return all
+	}
+	var list []struct {
+		Host         string
+		Port, Weight int
+	}
+	_ = json.Unmarshal(text, &list) // neither form: no nodes
+	for _, n := range list {
+		all[net.JoinHostPort(strings.Trim(n.Host, "[]"), strconv.Itoa(n.Port))] = n.Weight
+	}
+	return all
+}
+
+// write brings one upstream object to what is wanted of its targets, and begins again if another
+// writer was faster. vetoed are the targets that it may not route to, each with the reason.
+func (g *Gateway) write(ctx context.Context, pool health.Pool, wants map[health.Key]health.Want) (
+	vetoed map[health.Key]error, err error) {
+	for {
+		u, err := g.upstream(ctx, pool)
+		if err != nil {
+			return nil, err
+		}
+		delta, vetoed := g.delta(u, pool, wants)
+		if len(delta) == 0 {
+			return vetoed, nil
+		}
+		_, err = g.call(ctx, http.MethodPatch, g.admin+"upstreams/"+string(pool), delta, new(any))
+		if !errors.Is(err, errConflict) || !wait(ctx) {
+			return vetoed, errors.Join(err, ctx.Err())
+		}
+	}
+}
+
+// delta returns what is to be merged into u. Nulls take out. A target that is to be absent loses
+// its label as well.
+func (g *Gateway) delta(u *upstream, pool health.Pool, wants map[health.Key]health.Want) (
+	delta map[string]map[string]any, vetoed map[health.Key]error) {
+	nodes, labels, vetoed := map[string]any{}, map[string]any{}, map[health.Key]error{}
+	set, after, now := maps.Clone(u.nodes), maps.Clone(u.labels), time.Now()
+	for k, want := range wants {
+		if k.Pool != pool {
+			continue
+		}
+		l, known := u.labels[k.Target]
+		until, agent := l.parse()
+		switch {
+		case want == health.WantRouted && known && l != "routed" && agent != g.name && now.Before(until):
+			vetoed[k] = fmt.Errorf("%s has removed it: left so until %s", agent, until.UTC().Format(time.TimeOnly))
+			continue
+		case want == health.WantRouted:
+			after[k.Target] = "routed"
+		case want == health.WantAbsent:
+			delete(after, k.Target)
+		case l == "routed":
+			after[k.Target] = label(fmt.Sprintf("removed/%d/%s", now.Add(veto).UnixMilli(), g.name))
+		}
+		if is, stays := after[k.Target]; stays && is != l {
+			labels[k.Target.String()] = is
+		} else if !stays && known {
+			labels[k.Target.String()] = nil
+		}
+		delete(set, k.Target.Addr.String())
+	}
+	delete(set, nowhere)
+	for t, l := range after {
+		if l == "routed" {
+			set[t.Addr.String()] = 1
+		}
+	}
+	if len(set) == 0 {
+		set[nowhere] = 1
+	}
+	for node := range set {
+		if u.nodes[node] == 0 {
+			nodes[node] = 1
+		}
+	}
+	for node := range u.nodes {
+		if _, stays := set[node]; !stays {
+			nodes[node] = nil
+		}
+	}
+	delta = map[string]map[string]any{"nodes": nodes, "labels": labels}
+	maps.DeleteFunc(delta, func(_ string, v map[string]any) bool { return len(v) == 0 }) // it would replace all
+	return delta, vetoed
+}

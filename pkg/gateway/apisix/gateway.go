@@ -1,0 +1,285 @@
+// Package apisix directs an APISIX in etcd mode (role traditional) by the Admin API.
+//
+// # Model
+//
+// An upstream object is a pool. The agent makes it and merges differences into its nodes: null
+// takes an address out, 1 puts it in. Routes of operators refer to it by upstream_id. Labels of the
+// object say which pods are at the addresses: ADDRESS@UID is "routed" or "removed/UNTIL/AGENT".
+// The replicas of an APISIX share the object, and each has an agent. What one agent has removed,
+// another does not put back before UNTIL: it may not have been told of the exclusion yet.
+//
+// Weight 0 is never written: retries go there. Whether the last target is kept is decided by the
+// set. Without targets an upstream has one node that refuses connections, and is not empty.
+//
+// # What is proved, and how
+//
+// An answer of the Admin API proves that etcd has stored something. A process may be stopped, cut
+// off from etcd, or shutting down after a reload with what it had then. So each process under the
+// master reports the version and the nodes that it routes by. A target is out once every process
+// has reported a version at or after the one that was first read without it. A process that takes
+// new requests must have reported within 500 ms, or nothing is observed. One that shuts down
+// reports no more and follows no more: until it ends, it routes by what it reported last.
+//
+// A request picks from the nodes that its process had when it began, also for its retries, and
+// after a slow upload, for which no connection exists until then. The plug-in counts requests by
+// that version. Active of a target that is out are the requests of earlier versions, those to other
+// targets among them. Without the plug-in, a route answers for one worker at each connection. An
+// old worker answers to none, so nothing is out while one lives, and nothing is ever Idle.
+//
+// While something else routes to a target that is to be out (a route, service, plug-in or other
+// upstream with that node, or one that resolves the Service), its pool is unread, with the reason.
+//
+// # Known holes
+//
+//   - A worker that is forked after the reading, by a reload that began before the removal, may
+//     route by what the master had read, until its first answer from etcd.
+//   - A name among the nodes of a route that resolves to a pod.
+//   - Requests that plug-ins send by themselves (ai-proxy, forward-auth); Kafka and Dubbo.
+//   - UNTIL compares the clocks of two nodes.
+package apisix
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"math"
+	"net/http"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/lameduck-io/lameduck/pkg/health"
+)
+
+// forgetAfter is when a target that is out is forgotten if requests are not counted: longer than
+// APISIX lets old workers finish (worker_shutdown_timeout, 240 s).
+const forgetAfter = 5 * time.Minute
+
+// Gateway implements gateway.Directed.
+type Gateway struct {
+	cfg         Config
+	name, admin string
+	services    map[health.Pool]string
+	client      *http.Client
+	read        func(context.Context) (*report, error)
+	// out is since when each target is out that was read last.
+	out map[health.Key]out
+	// last is the last report that was complete. sees: the agent sees the same processes in proc.
+	last *report
+	sees bool
+	proc string
+	// uses were read at listed.
+	uses   []use
+	listed time.Time
+}
+
+// out is the first version that was read without a target, and its label. Another removal has
+// another label.
+type out struct {
+	version int64
+	label   label
+}
+
+func open(cfg Config, name string) *Gateway {
+	g := &Gateway{
+		cfg: cfg, name: name, admin: strings.TrimSuffix(cfg.Admin, "/") + "/apisix/admin/", proc: "/proc",
+		services: map[health.Pool]string{}, out: map[health.Key]out{},
+		client: &http.Client{Transport: &http.Transport{DisableKeepAlives: true}},
+	}
+	g.read = g.control
+	if cfg.Probe != "" {
+		g.read = g.probe
+	}
+	for _, u := range cfg.Upstreams {
+		g.services[health.Pool(u.Upstream)] = u.Service
+	}
+	return g
+}
+
+// Apply implements gateway.Directed. It waits a little for every process to follow.
+func (g *Gateway) Apply(ctx context.Context, ops []health.Op) error {
+	wants, writes := map[health.Key]health.Want{}, map[health.Key]health.Want{}
+	for _, op := range ops {
+		if op.Want != health.WantUnknown { // of two ops for a key the later one holds
+			wants[op.Key] = op.Want
+			writes[op.Key] = min(op.Want, health.WantRemoved) // first
+		}
+	}
+	failed := g.writeAll(ctx, writes)
+	maps.DeleteFunc(writes, func(k health.Key, _ health.Want) bool { return failed[k] != nil })
+	for deadline := time.Now().Add(fresh); len(writes) > 0; {
+		o, err := g.observe(ctx, slices.Collect(maps.Keys(writes)))
+		if err != nil {
+			return errors.Join(join(wants, failed), err)
+		}
+		late, forget := map[health.Key]error{}, map[health.Key]health.Want{}
+		for k, want := range writes {
+			switch is, read := o.Seen[k]; {
+			case !read:
+				late[k] = o.Unread[k.Pool]
+			case want == health.WantRouted && is.Missing:
+				late[k] = errors.New("not every process routes to it")
+			case want == health.WantRemoved && is.Routed:
+				late[k] = errors.New("a process may still route to it")
+			case wants[k] == health.WantAbsent && is.Present && is.Active == 0:
+				forget[k] = health.WantAbsent
+			}
+		}
+		if len(late) == 0 || time.Now().After(deadline) || !wait(ctx) {
+			maps.Copy(failed, late)
+			maps.Copy(failed, g.writeAll(ctx, forget))
+			break
+		}
+	}
+	return join(wants, failed)
+}
+
+func join(wants map[health.Key]health.Want, failed map[health.Key]error) error {
+	var errs []error
+	for k, err := range failed {
+		errs = append(errs, fmt.Errorf("%s: %w", health.Op{Key: k, Want: wants[k]}, err))
+	}
+	return errors.Join(errs...)
+}
+
+// writeAll writes each upstream object once, and returns why keys were not written.
+func (g *Gateway) writeAll(ctx context.Context, wants map[health.Key]health.Want) map[health.Key]error {
+	failed, done := map[health.Key]error{}, map[health.Pool]error{}
+	for k := range wants {
+		err, ok := done[k.Pool]
+		if !ok {
+			var vetoed map[health.Key]error
+			vetoed, err = g.write(ctx, k.Pool, wants)
+			maps.Copy(failed, vetoed)
+			done[k.Pool] = err
+		}
+		if err != nil {
+			failed[k] = err
+		}
+	}
+	return failed
+}
+
+// Observe implements gateway.Directed.
+func (g *Gateway) Observe(ctx context.Context, keys []health.Key) (health.Observation, error) {
+	o, err := g.observe(ctx, keys)
+	if err != nil {
+		return o, fmt.Errorf("observe %d keys: %w", len(keys), err)
+	}
+	maps.DeleteFunc(g.out, func(k health.Key, _ out) bool { return !slices.Contains(keys, k) })
+	return o, nil
+}
+
+// observe reads etcd before the processes: what they report then is compared with what was stored
+// earlier.
+func (g *Gateway) observe(ctx context.Context, keys []health.Key) (health.Observation, error) {
+	var nothing health.Observation
+	o := health.Observation{At: time.Now(), Seen: map[health.Key]health.Seen{}, Unread: map[health.Pool]error{}}
+	pools := map[health.Pool]*upstream{}
+	for _, k := range keys {
+		if pools[k.Pool] == nil {
+			u, err := g.upstream(ctx, k.Pool)
+			if err != nil {
+				return nothing, err
+			}
+			pools[k.Pool] = u
+		}
+		if !pools[k.Pool].routes(k.Target) {
+			if err := g.list(ctx); err != nil {
+				return nothing, err
+			}
+		}
+	}
+	r, err := g.report(ctx)
+	if err != nil {
+		return nothing, err
+	}
+	o.Generation = r.generation()
+	for _, k := range keys {
+		is, err := g.see(k, pools[k.Pool], r)
+		if err != nil {
+			o.Unread[k.Pool] = err
+		}
+		o.Seen[k] = is
+	}
+	maps.DeleteFunc(o.Seen, func(k health.Key, _ health.Seen) bool { return o.Unread[k.Pool] != nil })
+	return o, nil
+}
+
+// see judges one target. An error says why its pool is unread.
+func (g *Gateway) see(k health.Key, u *upstream, r *report) (health.Seen, error) {
+	l, known := u.labels[k.Target]
+	routed, shared := u.routes(k.Target), u.shared(k.Target)
+	is := health.Seen{Routed: routed, Missing: !routed}
+	since := out{version: math.MaxInt64}
+	if routed {
+		delete(g.out, k)
+	} else {
+		if err := g.uncovered(k, u); err != nil {
+			return is, err
+		}
+		var was bool
+		if since, was = g.out[k]; !was || l != "" && l != since.label {
+			since = out{u.version, l}
+			g.out[k] = since
+		}
+	}
+	for pid, p := range r.Processes {
+		version, nodes := p.of(k.Pool)
+		weight, listed := nodes[k.Target.Addr.String()]
+		is.Routed = is.Routed || version < since.version || listed && !shared
+		is.Missing = is.Missing || !p.old() && weight == 0
+		if version == 0 && !p.old() {
+			return is, fmt.Errorf("process %s has not loaded upstream %s", pid, k.Pool)
+		}
+	}
+	until, _ := l.parse()
+	if is.Active = r.active(k.Pool, since.version); r.Picks == nil && known &&
+		(routed || time.Since(until.Add(-veto)) < forgetAfter) {
+		is.Active = 1
+	}
+	is.Present = known || is.Routed || is.Active > 0
+	return is, nil
+}
+
+// Owned implements gateway.Directed: the targets that agents have noted.
+func (g *Gateway) Owned(ctx context.Context) (keys []health.Key, err error) {
+	for pool := range g.services {
+		u, err := g.upstream(ctx, pool)
+		if err != nil {
+			return nil, fmt.Errorf("list owned targets: %w", err)
+		}
+		for t := range u.labels {
+			keys = append(keys, health.Key{Pool: pool, Target: t})
+		}
+	}
+	return keys, nil
+}
+
+// Stopped implements gateway.Directed. It takes a process namespace that the agent shares with
+// APISIX: that nothing listens is not enough, because workers that shut down serve.
+func (g *Gateway) Stopped(ctx context.Context) bool {
+	if _, err := g.read(ctx); !errors.Is(err, syscall.ECONNREFUSED) || !g.sees {
+		return false
+	}
+	for pid, p := range g.last.Processes {
+		if g.started(pid) == p.Started {
+			return false
+		}
+	}
+	return g.started(g.last.Master) != g.last.Started
+}
+
+// started returns when a process was started, in ticks. Empty: it has ended.
+func (g *Gateway) started(pid string) string {
+	text, _ := os.ReadFile(filepath.Join(g.proc, pid, "stat")) // no file: no process
+	fields := strings.Fields(string(text[strings.LastIndexByte(string(text), ')')+1:]))
+	if len(fields) < 20 || fields[0] == "Z" {
+		return ""
+	}
+	return fields[19]
+}

@@ -1,0 +1,101 @@
+package apisix
+
+import (
+	"encoding/json"
+	"os/exec"
+	"path/filepath"
+	"testing"
+
+	"github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest"
+	"github.com/lameduck-io/lameduck/pkg/health"
+)
+
+// The Lua files run in APISIX only. Here they are compiled. Needed: luac5.1 or luajit, packages of
+// those names in Debian.
+func TestLuaCompiles(t *testing.T) {
+	files, err := filepath.Glob("../../../gateways/apisix/*.lua")
+	if err != nil || len(files) != 2 {
+		t.Fatal(files, err)
+	}
+	for _, file := range files {
+		args := []string{"luac5.1", "-p", file}
+		if _, err := exec.LookPath(args[0]); err != nil {
+			args = []string{"luajit", "-bl", file}
+		}
+		path, err := exec.LookPath(args[0])
+		if err != nil {
+			gatewaytest.Missing(t, "luac5.1 or luajit", err)
+		}
+		if out, err := exec.Command(path, args[1:]...).CombinedOutput(); err != nil {
+			t.Errorf("%s: %v\n%s", file, err, out)
+		}
+	}
+}
+
+// Answers of APISIX 3.18.0, as it gave them.
+func TestGoldenAnswers(t *testing.T) {
+	l := newLab(t)
+	l.f.set("upstreams/web", `{"nodes":{"10.0.0.1:80":1,"10.0.0.2:80":1},"type":"roundrobin","update_time":1795334772,
+		"create_time":1795334700,"scheme":"http","pass_host":"pass","hash_on":"vars","labels":{"lameduck":"agent",
+		"10.0.0.1:80@gone":"routed","[fd00::1]:80@six":"removed/1795334772000/gateway-7d9f"}}`)
+	u, err := l.g.upstream(t.Context(), "web")
+	if err != nil || len(u.nodes) != 2 || u.version != l.f.index || u.refused != nil {
+		t.Fatalf("%+v, %v", u, err)
+	}
+	six := key("six", 1).Target
+	_ = six.Addr.UnmarshalText([]byte("[fd00::1]:80"))
+	until, agent := u.labels[six].parse()
+	if until.UnixMilli() != 1795334772000 || agent != "gateway-7d9f" || !u.routes(l.gone.Target) || u.routes(six) {
+		t.Errorf("%+v", u)
+	}
+	list := nodesOf([]byte(`[{"host":"127.0.0.1","port":19001,"weight":1},{"host":"::1","port":9,"weight":0}]`))
+	if len(list) != 2 || list["127.0.0.1:19001"] != 1 || list["[::1]:9"] != 0 {
+		t.Errorf("%v", list)
+	}
+	var r report
+	if err := json.Unmarshal([]byte(`{"now":1795334780.1,"answered":21260,"master":"21250","started":"900","picks":
+		{"21260 web 73":1,"21261 web 74":1,"21261 api 3":5},"processes":{"21260":{"title":
+		"nginx: worker process is shutting down","started":"901","report":{"at":1795334778.2,"counting":true,
+		"upstreams":{"web":{"version":73,"nodes":
+		{"10.0.0.1:80":1}}}}},"21348":{"title":"nginx: worker process","started":"950","report":{"at":1795334780.05,
+		"counting":true,"upstreams":{}}}}}`), &r); err != nil {
+		t.Fatal(err)
+	}
+	if err := r.missing(); err != nil {
+		t.Error(err)
+	}
+	if r.active("web", 74) != 1 || r.active("web", 75) != 2 || r.active(health.Pool("api"), 75) != 5 {
+		t.Errorf("%v", r.Picks)
+	}
+	version, nodes := r.Processes["21260"].of("web")
+	if version != 73 || nodes["10.0.0.1:80"] != 1 || !r.Processes["21260"].old() || r.Processes["21348"].old() {
+		t.Errorf("%+v", r.Processes["21260"])
+	}
+	if got := r.generation(); got != "21260@901 21348@950 apisix 21250@900" {
+		t.Error(got)
+	}
+}
+
+func TestCheck(t *testing.T) {
+	good := Config{Admin: "http://127.0.0.1:9180", Control: "http://127.0.0.1:9090",
+		Upstreams: []Upstream{{Upstream: "web", Service: "shop/web"}}}
+	if errs := good.Check(); len(errs) > 0 {
+		t.Error(errs)
+	}
+	for name, change := range map[string]func(c *Config){
+		"no admin":          func(c *Config) { c.Admin = "" },
+		"no proof":          func(c *Config) { c.Control = "" },
+		"both":              func(c *Config) { c.Probe = c.Control },
+		"another pod":       func(c *Config) { c.Control = "http://10.0.0.1:9090" },
+		"a name":            func(c *Config) { c.Control = "http://apisix:9090" },
+		"no upstream":       func(c *Config) { c.Upstreams = nil },
+		"an id with spaces": func(c *Config) { c.Upstreams = []Upstream{{Upstream: "a b"}} },
+		"an id twice":       func(c *Config) { c.Upstreams = append(c.Upstreams, c.Upstreams[0]) },
+	} {
+		c := good
+		change(&c)
+		if errs := c.Check(); len(errs) != 1 {
+			t.Errorf("%s: %v", name, errs)
+		}
+	}
+}

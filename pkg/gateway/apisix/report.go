@@ -1,0 +1,176 @@
+package apisix
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/http"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/lameduck-io/lameduck/pkg/health"
+)
+
+const (
+	// fresh is how old the report of a process may be, and how long a call waits for one.
+	fresh = 500 * time.Millisecond
+	// pause is between two looks.
+	pause = 10 * time.Millisecond
+	// probes bounds the connections for one reading of all workers: 14 have reached four of them.
+	probes = 200
+)
+
+// report is what gateways/apisix/lameduck.lua and gateways/apisix/probe.lua answer.
+type report struct {
+	Now       float64
+	Answered  int
+	Master    string
+	Started   string
+	Processes map[string]*process
+	// Picks counts the requests that run, by process, upstream and version. nil: not counted.
+	Picks map[string]int
+	Lost  bool
+}
+
+// process is a child of the master.
+type process struct {
+	Title, Started string
+	// Report is nil if the process has none: it has just begun, or shuts down.
+	Report *struct {
+		At        float64
+		Counting  bool
+		Upstreams map[health.Pool]struct {
+			Version int64
+			Nodes   map[string]int
+		}
+	}
+}
+
+// old reports whether the process only finishes what it has, by what it routed by last. A request
+// of which half the head had arrived is among that.
+func (p *process) old() bool { return strings.HasSuffix(p.Title, "is shutting down") }
+
+// of returns what the process routes an upstream by. Version 0: not known.
+func (p *process) of(pool health.Pool) (version int64, nodes map[string]int) {
+	if p.Report == nil {
+		return 0, nil
+	}
+	u := p.Report.Upstreams[pool]
+	return u.Version, u.Nodes
+}
+
+// missing says why this is not yet the report of every process that takes new requests.
+func (r *report) missing() error {
+	if r.Lost {
+		return errors.New("the shared dictionary lameduck was full: requests are not counted")
+	}
+	took := false
+	for pid, p := range r.Processes {
+		took = took || !p.old()
+		switch {
+		case p.old():
+		case p.Report == nil:
+			return fmt.Errorf("process %s has not reported", pid)
+		case r.Now-p.Report.At > fresh.Seconds():
+			return fmt.Errorf("process %s has not reported for %.1f s", pid, r.Now-p.Report.At)
+		case r.Picks != nil && !p.Report.Counting:
+			return fmt.Errorf("process %s counts no requests: the plug-in is not a global rule", pid)
+		}
+	}
+	if !took || r.Master == "" {
+		return errors.New("no process takes new requests")
+	}
+	return nil
+}
+
+// generation names the processes.
+func (r *report) generation() string {
+	all := []string{"apisix " + r.Master + "@" + r.Started}
+	for pid, p := range r.Processes {
+		all = append(all, pid+"@"+p.Started)
+	}
+	slices.Sort(all)
+	return strings.Join(all, " ")
+}
+
+// active counts the requests that took their picker from the pool before a version.
+func (r *report) active(pool health.Pool, before int64) (n int) {
+	for key, count := range r.Picks {
+		words := strings.Fields(key)
+		if len(words) != 3 || words[1] != string(pool) {
+			continue
+		}
+		if version, err := strconv.ParseInt(words[2], 10, 64); err != nil || version < before {
+			n += count
+		}
+	}
+	return n
+}
+
+// report reads every process, and waits a little for one that has just begun or was busy.
+func (g *Gateway) report(ctx context.Context) (*report, error) {
+	for deadline := time.Now().Add(fresh); ; {
+		r, err := g.read(ctx)
+		if err != nil {
+			return nil, err
+		}
+		if err = r.missing(); err == nil {
+			g.last, g.sees = r, r.Started != "" && g.started(r.Master) == r.Started
+			return r, nil
+		}
+		if time.Now().After(deadline) || !wait(ctx) {
+			return nil, errors.Join(err, ctx.Err())
+		}
+	}
+}
+
+func wait(ctx context.Context) bool {
+	select {
+	case <-ctx.Done():
+		return false
+	case <-time.After(pause):
+		return true
+	}
+}
+
+// control reads the plug-in's report of all processes.
+func (g *Gateway) control(ctx context.Context) (*report, error) {
+	return g.ask(ctx, strings.TrimSuffix(g.cfg.Control, "/")+"/v1/plugin/lameduck")
+}
+
+// probe connects to the data port until each worker that takes connections has answered.
+func (g *Gateway) probe(ctx context.Context) (r *report, err error) {
+	answered := map[string]*process{}
+	for range probes {
+		if r, err = g.ask(ctx, g.cfg.Probe); err != nil {
+			return nil, err
+		}
+		r.Picks = nil
+		pid := strconv.Itoa(r.Answered)
+		answered[pid] = r.Processes[pid]
+		for pid, p := range r.Processes {
+			if other := answered[pid]; other != nil && other.Started == p.Started {
+				p.Report = other.Report
+			}
+		}
+		if r.missing() == nil {
+			break
+		}
+	}
+	return r, nil
+}
+
+func (g *Gateway) ask(ctx context.Context, url string) (*report, error) {
+	var r report
+	if _, err := g.call(ctx, http.MethodGet, url, nil, &r); err != nil {
+		return nil, err
+	}
+	for pid, p := range r.Processes { // these take no requests
+		if strings.HasPrefix(p.Title, "nginx: cache ") || strings.HasPrefix(p.Title, "nginx: privileged agent") {
+			delete(r.Processes, pid)
+		}
+	}
+	return &r, nil
+}

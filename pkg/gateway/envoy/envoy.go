@@ -1,0 +1,242 @@
+// Package envoy observes an Envoy by its admin interface, from the pod that it runs in.
+//
+// /clusters lists the hosts that Envoy's main thread knows. A host that is listed in no cluster is
+// Removed. So is one that the control plane has declared to be DRAINING, UNHEALTHY or TIMEOUT,
+// unless Envoy can send to it nevertheless:
+//
+//   - In panic, when fewer hosts of its priority are healthy than healthy_panic_threshold says
+//     (50 %), requests go to every host. DRAINING ones do not count as hosts there, and get
+//     requests all the same (envoyproxy/envoy#46800). A host is Kept if no other one is healthy.
+//   - override_host_status may name its status: a session is kept by a cookie or header.
+//   - lb_subset_config makes a panic of each subset, which /clusters does not show.
+//
+// Health checks and outlier detection never make a host Removed, because it may recover. Neither
+// are hosts with pending_dynamic_removal, to which Envoy sends while they pass their checks. Of
+// several priorities, each is judged on its own.
+//
+// While a host is listed it is Idle if no request runs on it or waits for a connection to it
+// (rq_active, rq_pending_active), and there are no more connections than it has (cx_active), but
+// for one of each health check: what runs on the others began before the host or its cluster was
+// removed and came back, and is counted nowhere. Of a host that is no longer listed, and where an
+// older Envoy does not count requests that wait, no connection may be open: Envoy closes those of a
+// removed host when their last request has ended. A stream of gRPC is a request, and an idle
+// connection with HTTP/2 is none.
+//
+// Not seen: hosts behind internal listeners, ORIGINAL_DST clusters, upstreams over UDP (HTTP/3),
+// and the runtime key upstream.healthy_panic_threshold.
+package envoy
+
+import (
+	"fmt"
+	"log/slog"
+	"net/netip"
+	"slices"
+	"strconv"
+	"time"
+
+	"github.com/lameduck-io/lameduck/pkg/gateway"
+	"github.com/lameduck-io/lameduck/pkg/gateway/poll"
+	"github.com/lameduck-io/lameduck/pkg/health"
+)
+
+// settle is how long the workers may take to follow the main thread: 51 ms was measured with
+// fifteen runnable threads for each core, 335 ms with other programs on the cores as well (decision
+// 32).
+const settle = 500 * time.Millisecond
+
+// defaultPanic is Envoy's healthy_panic_threshold, in percent.
+const defaultPanic = 50
+
+// Config makes the agent that of one Envoy, in whose pod it runs.
+type Config struct{ poll.Config }
+
+// Name implements gateway.Kind.
+func (*Config) Name() string { return "envoy" }
+
+// PerRequest implements gateway.Kind.
+func (*Config) PerRequest() bool { return true }
+
+// Observe implements gateway.ObservedKind.
+func (c *Config) Observe(log *slog.Logger) gateway.Observed {
+	return c.Poll((&reader{}).read, settle, log)
+}
+
+// reader keeps how clusters balance for a part of the settle time: what makes a host Removed is
+// read again within it.
+type reader struct {
+	configured map[string]balancing
+	at         time.Time
+}
+
+// serverInfo is of envoy.admin.v3.ServerInfo.
+type serverInfo struct {
+	State   string `json:"state"`
+	Uptime  string `json:"uptime_current_epoch"`
+	Options struct {
+		Epoch  int    `json:"restart_epoch"`
+		Parent string `json:"parent_shutdown_time"`
+	} `json:"command_line_options"`
+}
+
+// clusters is of envoy.admin.v3.Clusters.
+type clusters struct {
+	Statuses []struct {
+		Name  string `json:"name"`
+		Hosts []host `json:"host_statuses"`
+	} `json:"cluster_statuses"`
+}
+
+type host struct {
+	Address struct {
+		Socket struct {
+			Address string `json:"address"`
+			Port    uint16 `json:"port_value"`
+		} `json:"socket_address"`
+	} `json:"address"`
+	Stats []struct {
+		Name  string `json:"name"`
+		Value string `json:"value"` // absent: 0
+	} `json:"stats"`
+	Health struct {
+		EDS            string `json:"eds_health_status"`
+		FailedCheck    bool   `json:"failed_active_health_check"`
+		FailedOutlier  bool   `json:"failed_outlier_check"`
+		PendingRemoval bool   `json:"pending_dynamic_removal"`
+		PendingCheck   bool   `json:"pending_active_hc"`
+	} `json:"health_status"`
+	Priority int `json:"priority"`
+}
+
+// out reports whether the control plane has declared that nothing is to be sent to the host.
+func (h host) out() bool {
+	return slices.Contains([]string{"DRAINING", "UNHEALTHY", "TIMEOUT"}, h.Health.EDS) && !h.Health.PendingRemoval
+}
+
+// usable reports whether it counts as healthy or degraded, see out.
+func (h host) usable() bool {
+	return !h.out() && !h.Health.FailedCheck && !h.Health.FailedOutlier && !h.Health.PendingCheck
+}
+
+// balancing is of envoy.config.cluster.v3.Cluster.
+type balancing struct {
+	Name   string `json:"name"`
+	Common struct {
+		Panic *struct {
+			Value float64 `json:"value"`
+		} `json:"healthy_panic_threshold"`
+		Override struct {
+			Statuses []string `json:"statuses"`
+		} `json:"override_host_status"`
+	} `json:"common_lb_config"`
+	Subsets *struct{}  `json:"lb_subset_config"`
+	Checks  []struct{} `json:"health_checks"` // each keeps a connection to each host
+}
+
+// read implements poll.Read.
+func (r *reader) read(get func(path string, into any) error) ([]poll.Host, error) {
+	var info serverInfo
+	if err := get("/server_info", &info); err != nil {
+		return nil, err
+	}
+	up, _ := time.ParseDuration(info.Uptime)
+	parent, _ := time.ParseDuration(info.Options.Parent)
+	switch {
+	case info.State != "LIVE" && info.State != "DRAINING":
+		return nil, fmt.Errorf("Envoy is %s", info.State)
+	case info.Options.Epoch > 0 && up <= parent:
+		return nil, fmt.Errorf("Envoy was restarted hot %s ago: its parent may send until %s", up, parent)
+	}
+	var c clusters
+	if err := get("/clusters?format=json", &c); err != nil {
+		return nil, err
+	}
+	hosts := []poll.Host{}
+	for _, cluster := range c.Statuses {
+		for _, h := range cluster.Hosts {
+			address, err := netip.ParseAddr(h.Address.Socket.Address)
+			if err != nil { // a name, or "": a pipe or an internal listener
+				hosts = append(hosts, poll.Host{Name: h.Address.Socket.Address})
+				continue
+			}
+			is := poll.Host{Target: netip.AddrPortFrom(address.Unmap(), h.Address.Socket.Port), State: health.Routing}
+			is.Active, is.Open, is.Counted = h.active()
+			if h.out() {
+				if now := time.Now(); now.Sub(r.at) > settle/4 {
+					if r.configured, err = readBalancing(get); err != nil {
+						return nil, err
+					}
+					r.at = now
+				}
+				is.State = r.configured[cluster.Name].state(h, cluster.Hosts)
+				is.Open += len(r.configured[cluster.Name].Checks)
+			}
+			hosts = append(hosts, is)
+		}
+	}
+	return hosts, nil
+}
+
+// active returns how many requests run on the host or wait for it, how many connections are open,
+// and whether all requests are counted.
+func (h host) active() (sum, open int, counted bool) {
+	for _, s := range h.Stats {
+		n, _ := strconv.Atoi(s.Value)
+		switch s.Name {
+		case "rq_pending_active":
+			sum, counted = sum+n, true
+		case "rq_active":
+			sum += n
+		case "cx_active":
+			open = n
+		}
+	}
+	return sum, open, counted
+}
+
+// readBalancing returns how each cluster balances.
+func readBalancing(get func(path string, into any) error) (map[string]balancing, error) {
+	all := map[string]balancing{}
+	for _, resource := range []string{"static_clusters", "dynamic_active_clusters"} {
+		var dump struct {
+			Configs []struct {
+				Cluster balancing `json:"cluster"`
+			} `json:"configs"`
+		}
+		if err := get("/config_dump?resource="+resource, &dump); err != nil {
+			return nil, err
+		}
+		for _, c := range dump.Configs {
+			all[c.Cluster.Name] = c.Cluster
+		}
+	}
+	return all, nil
+}
+
+// state returns what a cluster does with a host that is out. It is of a cluster whose configuration
+// is not known if b has no name.
+func (b balancing) state(h host, all []host) health.State {
+	usable, total, others := 0, 0, false
+	for _, o := range all {
+		others = others || o.usable()
+		if o.Priority != h.Priority || o.Health.PendingCheck || o.Health.EDS == "DRAINING" {
+			continue // Envoy excludes it
+		}
+		total++
+		if o.usable() {
+			usable++
+		}
+	}
+	threshold := float64(defaultPanic)
+	if b.Common.Panic != nil {
+		threshold = b.Common.Panic.Value
+	}
+	switch {
+	case b.Name == "" || b.Subsets != nil || slices.Contains(b.Common.Override.Statuses, h.Health.EDS):
+		return health.Routing
+	case threshold == 0 || total > 0 && 100*float64(usable) >= threshold*float64(total):
+		return health.Removed
+	case !others:
+		return health.Kept
+	}
+	return health.Routing
+}

@@ -1,0 +1,388 @@
+package envoy
+
+import (
+	"fmt"
+	"log/slog"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/lameduck-io/lameduck/pkg/gateway"
+	"github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest"
+	"github.com/lameduck-io/lameduck/pkg/gateway/poll"
+	"github.com/lameduck-io/lameduck/pkg/gateway/sockets"
+	"github.com/lameduck-io/lameduck/pkg/health"
+)
+
+// bootstrap has four workers, an EDS cluster that reads a file, and HTTP/1.1 to it.
+const bootstrap = `
+admin: {address: {pipe: {path: %[1]s/admin.sock}}}
+node: {id: test, cluster: test}
+static_resources:
+  listeners:
+  - name: web
+    address: {socket_address: {address: 127.0.0.1, port_value: %[2]s}}
+    filter_chains:
+    - filters:
+      - name: envoy.filters.network.http_connection_manager
+        typed_config:
+          "@type": type.googleapis.com/envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager
+          stat_prefix: web
+          http_filters:
+          - name: envoy.filters.http.router
+            typed_config: {"@type": type.googleapis.com/envoy.extensions.filters.http.router.v3.Router}
+          route_config:
+            virtual_hosts:
+            - name: all
+              domains: ["*"]
+              routes: [{match: {prefix: /}, route: {cluster: web, timeout: 0s}}]
+  clusters:
+  - name: web
+    type: EDS
+    connect_timeout: 3s
+    eds_cluster_config:
+      eds_config: {path_config_source: {path: %[1]s/eds.yaml, watched_directory: {path: %[1]s}}}
+    %[3]s
+`
+
+// proxy is a real Envoy.
+type proxy struct {
+	t       testing.TB
+	dir     string
+	url     string
+	version int
+	program *gatewaytest.Program
+	config  Config
+}
+
+// endpoint is a host of the cluster with an EDS health status.
+type endpoint struct {
+	addr   netip.AddrPort
+	status string
+}
+
+func start(t testing.TB, cluster string, endpoints ...endpoint) *proxy {
+	t.Helper()
+	path := gatewaytest.LookPath(t, "envoy")
+	dir, err := os.MkdirTemp("", "ev") // t.TempDir is too long for a unix socket's address
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { os.RemoveAll(dir) })
+	address := gatewaytest.FreeAddress(t)
+	p := &proxy{
+		t: t, dir: dir, url: "http://" + address,
+		config: Config{poll.Config{Population: "shop/envoy", Admin: "unix://" + dir + "/admin.sock"}},
+	}
+	_, port, _ := strings.Cut(address, ":")
+	gatewaytest.Replace(t, filepath.Join(dir, "envoy.yaml"), fmt.Sprintf(bootstrap, dir, port, cluster))
+	p.set(endpoints...)
+	p.program = gatewaytest.StartProgram(t, address, path, "-c", filepath.Join(dir, "envoy.yaml"), "--concurrency", "4",
+		"--disable-hot-restart")
+	return p
+}
+
+// set is EDS.
+func (p *proxy) set(endpoints ...endpoint) {
+	p.t.Helper()
+	p.version++
+	var b strings.Builder
+	fmt.Fprintf(&b, "version_info: \"%d\"\nresources:\n- \"@type\": "+
+		"type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment\n  cluster_name: web\n  endpoints:\n"+
+		"  - lb_endpoints:\n", p.version)
+	for _, e := range endpoints {
+		fmt.Fprintf(&b, "    - {health_status: %s, endpoint: {address: {socket_address: "+
+			"{address: %s, port_value: %d}}}}\n", e.status, e.addr.Addr(), e.addr.Port())
+	}
+	gatewaytest.Replace(p.t, filepath.Join(p.dir, "eds.yaml"), b.String())
+}
+
+// observe returns the gateway of p, which is polled until the test ends.
+func (p *proxy) observe() gateway.Observed {
+	p.t.Helper()
+	if errs := p.config.Check(); len(errs) > 0 {
+		p.t.Fatal(errs)
+	}
+	g := p.config.Observe(slog.New(slog.DiscardHandler))
+	gatewaytest.RunGateway(p.t, g)
+	return g
+}
+
+func healthy(b *gatewaytest.Backend) endpoint  { return endpoint{b.Addr, "HEALTHY"} }
+func draining(b *gatewaytest.Backend) endpoint { return endpoint{b.Addr, "DRAINING"} }
+
+func unhealthy(b *gatewaytest.Backend) endpoint { return endpoint{b.Addr, "UNHEALTHY"} }
+
+// The two ways in which control planes take an endpoint out: Contour and Istio remove it, Envoy
+// Gateway calls it DRAINING until the pod is gone.
+func TestContract(t *testing.T) {
+	for name, out := range map[string]func(a *gatewaytest.Backend) []endpoint{
+		"removed":  func(*gatewaytest.Backend) []endpoint { return nil },
+		"draining": func(a *gatewaytest.Backend) []endpoint { return []endpoint{draining(a)} },
+	} {
+		t.Run(name, func(t *testing.T) {
+			gatewaytest.RunObserved(t, func(t *testing.T) *gatewaytest.ObservedHarness {
+				a, b := gatewaytest.StartBackend(t, "127.0.71.1"), gatewaytest.StartBackend(t, "127.0.71.2")
+				unrouted := append(out(a), healthy(b))
+				p := start(t, "", unrouted...)
+				return &gatewaytest.ObservedHarness{
+					Gateway: p.observe(), Target: a.Addr,
+					Route:   func() { p.set(healthy(a), healthy(b)) },
+					Unroute: func() { p.set(unrouted...) },
+					Connect: func() (bool, func(), error) {
+						at, end, err := gatewaytest.Stream(p.url)
+						return at == a.Addr, end, err
+					},
+				}
+			})
+		})
+	}
+}
+
+// Envoy sends to DRAINING hosts once fewer than half of the others are healthy
+// (envoyproxy/envoy#46800). Without this they are Removed, and get requests after SIGTERM.
+func TestPanicRoutingReachesDrainingHosts(t *testing.T) {
+	a, b := gatewaytest.StartBackend(t, "127.0.71.3"), gatewaytest.StartBackend(t, "127.0.71.4")
+	c, d := gatewaytest.StartBackend(t, "127.0.71.5"), gatewaytest.StartBackend(t, "127.0.71.10")
+	for _, tt := range []struct {
+		name, cluster string
+		endpoints     []endpoint
+		want          health.State
+		reached       bool
+	}{
+		{"all others are healthy", "", []endpoint{draining(a), draining(c), healthy(b)}, health.Idle, false},
+		{"half are healthy", "", []endpoint{draining(a), unhealthy(c), healthy(b)}, health.Idle, false},
+		{
+			"a third is healthy", "", []endpoint{draining(a), unhealthy(c), unhealthy(d), healthy(b)}, health.Routing,
+			true,
+		},
+		{"none is healthy", "", []endpoint{draining(a), unhealthy(b)}, health.Kept, true},
+		{"all are draining", "", []endpoint{draining(a), draining(b)}, health.Kept, true},
+		{"alone", "", []endpoint{draining(a)}, health.Kept, true},
+		{
+			"checks keep connections", "health_checks: [{timeout: 1s, interval: 0.1s, unhealthy_threshold: 1, " +
+				"healthy_threshold: 1, http_health_check: {path: /}}]",
+			[]endpoint{draining(a), healthy(b)}, health.Idle, false,
+		},
+		{
+			"no panic", "common_lb_config: {healthy_panic_threshold: {value: 0}}",
+			[]endpoint{draining(a), unhealthy(c), unhealthy(d), healthy(b)}, health.Idle, false,
+		},
+		{
+			"early panic", "common_lb_config: {healthy_panic_threshold: {value: 80}}",
+			[]endpoint{draining(a), unhealthy(c), healthy(b)}, health.Routing, true,
+		},
+		{
+			"sessions are kept", "common_lb_config: {override_host_status: {statuses: [DRAINING]}}",
+			[]endpoint{draining(a), healthy(b)}, health.Routing, false, // by a cookie only
+		},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			p := start(t, tt.cluster, tt.endpoints...)
+			w := p.observe().Watch([]netip.AddrPort{netip.AddrPortFrom(a.Addr.Addr(), 0)}, func() {})
+			defer w.Close()
+			gatewaytest.Await(t, w, tt.want)
+			reached := false
+			for range 100 {
+				at, end, err := gatewaytest.Stream(p.url)
+				end()
+				if err != nil {
+					t.Fatal(err)
+				}
+				reached = reached || at == a.Addr
+			}
+			if reached != tt.reached {
+				t.Errorf("the draining host was reached: %t", reached)
+			}
+			if is := w.Reading().State; is != tt.want {
+				t.Errorf("then it is %s", is)
+			}
+		})
+	}
+}
+
+// A request that waits for a connection runs nowhere yet, and is lost if its pod ends.
+func TestARequestThatWaitsForAConnectionKeepsItFromIdle(t *testing.T) {
+	a, b := gatewaytest.Blackhole(t, "127.0.71.6"), gatewaytest.StartBackend(t, "127.0.71.7")
+	p := start(t, "common_lb_config: {healthy_panic_threshold: {value: 0}}", endpoint{a, "HEALTHY"})
+	w := p.observe().Watch([]netip.AddrPort{a}, func() {})
+	defer w.Close()
+	gatewaytest.Await(t, w, health.Routing)
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	wg.Go(func() {
+		_, end, _ := gatewaytest.Stream(p.url) // its connect timeout, 3 s, ends it
+		end()
+	})
+	gatewaytest.Until(t, "it connects", func() bool { return openTo(t, a) > 0 })
+	p.set(endpoint{a, "DRAINING"}, healthy(b))
+	gatewaytest.Await(t, w, health.Removed)
+	gatewaytest.Await(t, w, health.Idle)
+}
+
+func openTo(t *testing.T, target netip.AddrPort) (n int) {
+	t.Helper()
+	all, err := sockets.List()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, s := range all {
+		if s.Remote == target {
+			n++
+		}
+	}
+	return n
+}
+
+// A stopped Envoy does what it was told last once it continues. Another process is another
+// generation, whose predecessor's readings prove nothing.
+func TestAStoppedEnvoyIsUnknown(t *testing.T) {
+	a, b := gatewaytest.StartBackend(t, "127.0.71.8"), gatewaytest.StartBackend(t, "127.0.71.9")
+	p := start(t, "", healthy(a), healthy(b))
+	g := p.observe()
+	w := g.Watch([]netip.AddrPort{a.Addr}, func() {})
+	defer w.Close()
+	gatewaytest.Await(t, w, health.Routing)
+	p.program.Signal(syscall.SIGSTOP)
+	p.set(healthy(b))
+	gatewaytest.Await(t, w, health.Unknown)
+	late := g.Watch([]netip.AddrPort{b.Addr}, func() {})
+	defer late.Close()
+	for end := time.Now().Add(2 * time.Second); time.Now().Before(end); time.Sleep(10 * time.Millisecond) {
+		if is, was := w.Reading().State, late.Reading().State; is != health.Unknown || was != health.Unknown {
+			t.Fatalf("a stopped Envoy is %s, %s", is, was)
+		}
+	}
+	p.program.Signal(syscall.SIGCONT)
+	gatewaytest.Await(t, w, health.Idle)
+	before := w.Reading().Generation
+	p.program.Kill()
+	gatewaytest.Await(t, w, health.Unknown)
+	p.program = gatewaytest.StartProgram(t, strings.TrimPrefix(p.url, "http://"), gatewaytest.LookPath(t, "envoy"),
+		"-c", filepath.Join(p.dir, "envoy.yaml"), "--concurrency", "1", "--disable-hot-restart")
+	gatewaytest.Await(t, w, health.Idle)
+	if w.Reading().Generation == before {
+		t.Error("another process has the same generation")
+	}
+}
+
+// What /clusters and /config_dump say that a test has no Envoy for.
+func TestRead(t *testing.T) {
+	const live = `{"state": "LIVE"}`
+	cluster := func(hosts ...string) string {
+		return `{"cluster_statuses": [{"name": "web", "host_statuses": [` + strings.Join(hosts, ",") + `]}]}`
+	}
+	host := func(port, rest string) string {
+		return `{"address": {"socket_address": {"address": "10.0.0.1", "port_value": ` + port + `}}, ` + rest + `}`
+	}
+	const eds, weight = `"health_status": {"eds_health_status": "DRAINING"}`, `"weight": 1`
+	const configs = `{"configs": [{"cluster": {"name": "web"}}]}`
+	for name, tt := range map[string]struct {
+		info, clusters, dump string
+		want                 string
+	}{
+		"nothing":  {live, `{}`, configs, "[]"},
+		"starting": {`{"state": "INITIALIZING"}`, `{}`, configs, "Envoy is INITIALIZING"},
+		"restarted hot": {
+			`{"state": "LIVE", "uptime_current_epoch": "9s",
+				"command_line_options": {"restart_epoch": 1, "parent_shutdown_time": "900s"}}`,
+			`{}`, configs, "Envoy was restarted hot 9s ago: its parent may send until 15m0s",
+		},
+		"counts": {
+			live, cluster(host("80", `"stats": [{"name": "rq_active", "value": "2"},
+				{"name": "rq_pending_active", "value": "1"}, {"name": "cx_active", "value": "4"}]`)),
+			configs, "[{10.0.0.1:80 routing true 3 4 0s }]",
+		},
+		"an older Envoy": {
+			live, cluster(host("80", `"stats": [{"name": "rq_active", "value": "2"}]`)), configs,
+			"[{10.0.0.1:80 routing false 2 0 0s }]",
+		},
+		"passes its checks still": {
+			live, cluster(host("80", `"health_status": {"eds_health_status": "DRAINING",
+				"pending_dynamic_removal": true}`)),
+			configs, "[{10.0.0.1:80 routing false 0 0 0s }]",
+		},
+		"ejected": {
+			live, cluster(host("80", `"health_status": {"failed_outlier_check": true}`)), configs,
+			"[{10.0.0.1:80 routing false 0 0 0s }]",
+		},
+		"others are ejected": {
+			live, cluster(host("80", eds),
+				host("81", `"health_status": {"failed_active_health_check": true}`)), configs,
+			"[{10.0.0.1:80 kept false 0 0 0s } {10.0.0.1:81 routing false 0 0 0s }]",
+		},
+		"each priority": {
+			live, cluster(host("80", `"priority": 1, `+eds), host("81", weight)),
+			configs, "[{10.0.0.1:80 routing false 0 0 0s } {10.0.0.1:81 routing false 0 0 0s }]",
+		},
+		"subsets": {
+			live, cluster(host("80", eds), host("81", weight)),
+			`{"configs": [{"cluster": {"name": "web", "lb_subset_config": {}}}]}`,
+			"[{10.0.0.1:80 routing false 0 0 0s } {10.0.0.1:81 routing false 0 0 0s }]",
+		},
+		"not configured": {
+			live, cluster(host("80", eds), host("81", weight)),
+			`{}`, "[{10.0.0.1:80 routing false 0 0 0s } {10.0.0.1:81 routing false 0 0 0s }]",
+		},
+		"a name": {live, cluster(`{"address": {"socket_address": {"address": "web.shop"}}}`), configs,
+			"[{invalid AddrPort unknown false 0 0 0s web.shop}]"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			answers := map[string]string{
+				"/server_info": tt.info, "/clusters?format=json": tt.clusters,
+				"/config_dump?resource=static_clusters": `{}`, "/config_dump?resource=dynamic_active_clusters": tt.dump,
+			}
+			hosts, err := (&reader{}).read(gatewaytest.Answers(answers))
+			got := fmt.Sprint(hosts)
+			if err != nil {
+				got = err.Error()
+			}
+			if got != tt.want {
+				t.Errorf("%s, want %s", got, tt.want)
+			}
+		})
+	}
+}
+
+// Envoy Gateway calls a host DRAINING for as long as its pod is there. A dump of all clusters with
+// each of fifty polls in a second would keep the main thread busy, by which the workers learn what
+// to do.
+func TestTheConfigurationIsNotReadWithEachPoll(t *testing.T) {
+	answers := gatewaytest.Answers(map[string]string{
+		"/server_info": `{"state": "LIVE"}`,
+		"/clusters?format=json": `{"cluster_statuses": [{"name": "web", "host_statuses": [{
+			"address": {"socket_address": {"address": "10.0.0.1", "port_value": 80}},
+			"health_status": {"eds_health_status": "DRAINING"}}]}]}`,
+		"/config_dump?resource=static_clusters": `{}`, "/config_dump?resource=dynamic_active_clusters": `{}`,
+	})
+	dumps, r := 0, &reader{}
+	read := func() {
+		t.Helper()
+		if _, err := r.read(func(path string, into any) error {
+			if strings.HasPrefix(path, "/config_dump") {
+				dumps++
+			}
+			return answers(path, into)
+		}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	synctest.Test(t, func(t *testing.T) {
+		for began := time.Now(); time.Since(began) < time.Second; time.Sleep(20 * time.Millisecond) {
+			read()
+		}
+	})
+	if dumps > 20 {
+		t.Errorf("%d dumps in a second", dumps)
+	}
+	// What makes a host Removed is read again within the settle time.
+	if dumps < int(2*time.Second/settle) {
+		t.Errorf("%d dumps in a second", dumps)
+	}
+}

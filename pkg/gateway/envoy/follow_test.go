@@ -1,0 +1,90 @@
+package envoy
+
+import (
+	"flag"
+	"net/http"
+	"net/http/httptest"
+	"net/netip"
+	"slices"
+	"strconv"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest"
+	"github.com/lameduck-io/lameduck/pkg/health"
+)
+
+var flips = flag.Int("flips", 5, "how often TestWorkersFollow takes a host out")
+
+// Four workers that are all busy follow the main thread. What is written is how long after the
+// first question that the main thread answers without a host (one each millisecond) the last
+// request for it arrived: an upper bound, by which settle is chosen (decision 32). Nothing that is
+// sent after Removed may arrive.
+func TestWorkersFollow(t *testing.T) {
+	var phase, last, late atomic.Int64
+	a := httptest.NewServer(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
+		last.Store(time.Now().UnixNano())
+		if n, _ := strconv.ParseInt(r.Header.Get("Phase"), 10, 64); n%2 == 1 && n == phase.Load() {
+			late.Add(1)
+		}
+	}))
+	defer a.Close()
+	gone := endpoint{netip.MustParseAddrPort(a.Listener.Addr().String()), "HEALTHY"}
+	b := healthy(gatewaytest.StartBackend(t, "127.0.71.11"))
+	p := start(t, "", gone, b)
+	w := p.observe().Watch([]netip.AddrPort{gone.addr}, func() {})
+	defer w.Close()
+	admin := gatewaytest.Get(p.config.Admin)
+
+	stop := make(chan struct{})
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	defer close(stop)
+	for range 16 {
+		wg.Go(func() {
+			client := &http.Client{Transport: &http.Transport{}}
+			defer client.CloseIdleConnections()
+			for {
+				select {
+				case <-stop:
+					return
+				default:
+				}
+				r, _ := http.NewRequestWithContext(t.Context(), http.MethodGet, p.url, nil)
+				r.Header.Set("Phase", strconv.FormatInt(phase.Load(), 10))
+				answer, err := client.Do(r)
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				answer.Body.Close()
+			}
+		})
+	}
+	var lags []time.Duration
+	for range *flips {
+		gatewaytest.Await(t, w, health.Routing)
+		before := last.Load()
+		gatewaytest.Until(t, "it gets requests", func() bool { return last.Load() > before })
+		p.set(b)
+		var asked time.Time
+		gatewaytest.Until(t, "the main thread has no host", func() bool {
+			asked = time.Now()
+			hosts, err := (&reader{}).read(admin)
+			return err == nil && len(hosts) == 1
+		})
+		gatewaytest.Until(t, "it is Removed", func() bool { return w.Reading().State >= health.Removed })
+		phase.Add(1)
+		gatewaytest.Await(t, w, health.Idle)
+		lags = append(lags, max(0, time.Unix(0, last.Load()).Sub(asked)))
+		phase.Add(1)
+		p.set(gone, b)
+	}
+	slices.Sort(lags)
+	t.Logf("the workers follow after %s (median), %s (most) of %d", lags[len(lags)/2], lags[len(lags)-1], len(lags))
+	if n := late.Load(); n > 0 {
+		t.Errorf("%d requests arrived that were sent after Removed", n)
+	}
+}

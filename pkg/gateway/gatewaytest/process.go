@@ -1,0 +1,172 @@
+package gatewaytest
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"net"
+	"net/http"
+	"net/netip"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/lameduck-io/lameduck/pkg/gateway"
+	"github.com/lameduck-io/lameduck/pkg/health"
+)
+
+// Program is a real data plane in a process of its own.
+type Program struct {
+	t    testing.TB
+	cmd  *exec.Cmd
+	ends func()
+}
+
+// StartProgram starts a program, which ends with the test at the latest, and waits until it
+// listens.
+func StartProgram(t testing.TB, listens, path string, args ...string) *Program {
+	t.Helper()
+	var out bytes.Buffer // read once the process has ended
+	cmd := exec.Command(path, args...)
+	cmd.Stdout, cmd.Stderr = &out, &out
+	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	p := &Program{t: t, cmd: cmd, ends: sync.OnceFunc(func() {
+		_ = cmd.Process.Kill()
+		_ = cmd.Wait()
+		if t.Failed() {
+			t.Logf("%s wrote:\n%s", filepath.Base(path), out.Bytes())
+		}
+	})}
+	t.Cleanup(p.ends)
+	for deadline := time.Now().Add(20 * time.Second); ; time.Sleep(10 * time.Millisecond) {
+		if conn, err := net.Dial("tcp", listens); err == nil {
+			conn.Close()
+			return p
+		}
+		if time.Now().After(deadline) {
+			t.Errorf("%s does not listen on %s", path, listens)
+			p.ends()
+			t.FailNow()
+		}
+	}
+}
+
+// Signal sends a signal to the process.
+func (p *Program) Signal(s syscall.Signal) {
+	p.t.Helper()
+	if err := p.cmd.Process.Signal(s); err != nil {
+		p.t.Fatal(err)
+	}
+}
+
+// Kill ends the process with SIGKILL, and waits for its end.
+func (p *Program) Kill() { p.ends() }
+
+// Replace writes a file that a program watches, at once.
+func Replace(t testing.TB, path, content string) {
+	t.Helper()
+	if err := os.WriteFile(path+".new", []byte(content), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Rename(path+".new", path); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// FreeAddress returns an address of the loopback on which nothing listens.
+func FreeAddress(t testing.TB) string {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	return l.Addr().String()
+}
+
+// RunGateway runs g until the test ends.
+func RunGateway(t testing.TB, g gateway.Observed) {
+	ctx, cancel := context.WithCancel(context.Background())
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		if err := g.Run(ctx); err != nil {
+			t.Error(err)
+		}
+	})
+	t.Cleanup(func() { cancel(); wg.Wait() })
+}
+
+// Await waits until the reading of w has a state.
+func Await(t testing.TB, w gateway.Watch, state health.State) {
+	t.Helper()
+	Until(t, "it is "+state.String(), func() bool { return w.Reading().State == state })
+}
+
+// Until waits until is returns true.
+func Until(t testing.TB, what string, is func() bool) {
+	t.Helper()
+	for deadline := time.Now().Add(observedWithin); !is(); time.Sleep(time.Millisecond) {
+		if time.Now().After(deadline) {
+			t.Fatalf("not after %s: %s", observedWithin, what)
+		}
+	}
+}
+
+// Get returns the get of a gateway that is polled at unix:///PATH.
+func Get(admin string) func(path string, into any) error {
+	dial := func(context.Context, string, string) (net.Conn, error) {
+		return net.Dial("unix", strings.TrimPrefix(admin, "unix://"))
+	}
+	client := &http.Client{Transport: &http.Transport{DialContext: dial}}
+	return func(path string, into any) error {
+		answer, err := client.Get("http://admin" + path)
+		if err != nil {
+			return err
+		}
+		defer answer.Body.Close()
+		return json.NewDecoder(answer.Body).Decode(into)
+	}
+}
+
+// Answers returns the get of a polled gateway that answers with texts, by path.
+func Answers(texts map[string]string) func(path string, into any) error {
+	return func(path string, into any) error { return json.Unmarshal([]byte(texts[path]), into) }
+}
+
+// Blackhole returns an address on which a connection is never accepted: its queue is full.
+func Blackhole(t testing.TB, ip string) netip.AddrPort {
+	t.Helper()
+	fd, err := syscall.Socket(syscall.AF_INET, syscall.SOCK_STREAM|syscall.SOCK_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { syscall.Close(fd) })
+	if err := errors.Join(syscall.Bind(fd, &syscall.SockaddrInet4{Addr: netip.MustParseAddr(ip).As4()}),
+		syscall.Listen(fd, 0)); err != nil {
+		t.Fatal(err)
+	}
+	bound, err := syscall.Getsockname(fd)
+	if err != nil {
+		t.Fatal(err)
+	}
+	a := netip.AddrPortFrom(netip.MustParseAddr(ip), uint16(bound.(*syscall.SockaddrInet4).Port))
+	for {
+		conn, err := net.DialTimeout("tcp", a.String(), 100*time.Millisecond)
+		if err != nil {
+			return a
+		}
+		// Reset, it stays in the queue, and is none that a gateway could have opened.
+		if err := errors.Join(conn.(*net.TCPConn).SetLinger(0), conn.Close()); err != nil {
+			t.Fatal(err)
+		}
+	}
+}

@@ -1,0 +1,114 @@
+package kernel
+
+import (
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/lameduck-io/lameduck/pkg/gateway"
+	"github.com/lameduck-io/lameduck/pkg/health"
+)
+
+// Config makes the agent that of one gateway, in whose pod it runs, and which the kernel directs.
+type Config struct {
+	// PodUID is the UID of the gateway's pod, from the downward API: ${POD_UID}.
+	PodUID string `json:"podUID"`
+	// Cgroups is where the node's cgroup2 is mounted. Empty: /sys/fs/cgroup.
+	Cgroups string `json:"cgroups,omitempty"`
+	// Pins is a folder of the node's bpffs, where exclusions outlive the agent. Empty:
+	// /sys/fs/bpf/lameduck.
+	Pins string `json:"pins,omitempty"`
+	// Services are the ports of Services to whose pods the gateway connects. Name all of those that
+	// share pods: a connection may be redirected to an endpoint of each Service that is named.
+	Services []Service `json:"services"`
+}
+
+// Service is one port of a Service.
+type Service struct {
+	// Service is namespace/name. Any of its pods must be able to stand for another: a headless
+	// Service, or one with the session affinity ClientIP, is refused.
+	Service string `json:"service"`
+	// Port is the name of its port. Empty: the only one.
+	Port string `json:"port,omitempty"`
+	// Sticky says that the gateway binds clients to a pod, by a cookie for example. It is refused.
+	Sticky bool `json:"sticky,omitempty"`
+	// Identity pod says that the gateway verifies who each pod is, by a certificate of its own
+	// (HBONE, Linkerd). It is refused.
+	Identity string `json:"identity,omitempty"`
+	// HTTP1Quiet, for plain HTTP/1.1 only: connections to an excluded pod on which nothing has
+	// passed for so long since an answer are closed. An answer that pauses for longer is cut.
+	// Empty: none is closed.
+	HTTP1Quiet string `json:"http1Quiet,omitempty"`
+}
+
+// minQuiet is longer than the 40 ms after which the other end acknowledges what it does not answer:
+// a request that was sent in the same tick of the kernel's clock as the answer before it is told by
+// that.
+const minQuiet = 50 * time.Millisecond
+
+func (s Service) pool() health.Pool { return health.Pool(s.Service + ":" + s.Port) }
+
+func (s Service) quiet() (time.Duration, error) {
+	if s.HTTP1Quiet == "" {
+		return 0, nil
+	}
+	d, err := time.ParseDuration(s.HTTP1Quiet)
+	if err == nil && d < minQuiet {
+		err = fmt.Errorf("must be %s at least", minQuiet)
+	}
+	return d, err
+}
+
+// Name implements gateway.Kind.
+func (*Config) Name() string { return "kernel" }
+
+// PerRequest implements gateway.Kind.
+func (*Config) PerRequest() bool { return false }
+
+// Routes implements gateway.Kind.
+func (c *Config) Routes() (all []gateway.Route) {
+	for i, s := range c.Services {
+		all = append(all, gateway.Route{Key: fmt.Sprintf("services[%d]", i), Service: s.Service, Port: s.Port,
+			Pool: s.pool()})
+	}
+	return all
+}
+
+// Check implements gateway.Kind.
+func (c *Config) Check() (errs []error) {
+	bad := func(format string, args ...any) { errs = append(errs, fmt.Errorf(format, args...)) }
+	if c.PodUID == "" {
+		bad("podUID: required: the UID of the gateway's pod, from the downward API")
+	}
+	if len(c.Services) == 0 {
+		bad("services: required: a connection is only redirected to an endpoint of the same Service")
+	}
+	for i, s := range c.Services {
+		if _, err := s.quiet(); err != nil {
+			bad("services[%d].http1Quiet %q: %w", i, s.HTTP1Quiet, err)
+		}
+		if s.Sticky {
+			bad("services[%d].sticky: %s cannot be redirected: its clients are bound to a pod", i, s.Service)
+		}
+		if s.Identity != "" {
+			bad("services[%d].identity %q: %s cannot be redirected: its pods have identities of their own", i,
+				s.Identity, s.Service)
+		}
+		if len(s.pool()) > maxPool {
+			bad("services[%d] %q: longer than %d", i, s.pool(), maxPool)
+		}
+		if slices.ContainsFunc(c.Services[:i], func(o Service) bool { return o.pool() == s.pool() }) {
+			bad("services[%d] %q: given twice", i, s.pool())
+		}
+	}
+	return errs
+}
+
+// maxUID and maxPool are how long the names in the map of targets can be.
+const maxUID, maxPool = 64, 160
+
+// OwnsPool implements gateway.DirectedKind: the gateway chooses.
+func (*Config) OwnsPool() bool { return false }
+
+// StateDir implements gateway.DirectedKind.
+func (*Config) StateDir() string { return "" }

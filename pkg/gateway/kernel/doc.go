@@ -1,0 +1,26 @@
+// Package kernel directs any gateway that connects to pods itself: programs in the cgroup of the
+// gateway's pod see each connect(), and redirect those to an excluded ip:port to another endpoint
+// of the same Service and port. The gateway needs no interface for it and does not notice.
+//
+// A target is Removed when the exclusion is read back from the kernel's map, and the programs of
+// this agent are read back from each cgroup of the pod. That holds for every worker and every old
+// process at once. Connections that were open before go on: they are counted, as those are that the
+// pod is about to open, and a target is Idle when none is left. A connection of a pool can be
+// closed once it is quiet, see [Service.HTTP1Quiet].
+//
+// # What is excluded
+//
+// The gateway follows EndpointSlices by itself, so what an agent was not told of may be routed, and
+// is read as routed. An address that is no endpoint any more stays excluded for some seconds: the
+// gateway may learn of that later than the agent. An address that is in several pools has one
+// exclusion, and its replacements are in all of these: a connection does not say for which Service
+// it is. If no replacement is left, connections pass.
+//
+// # Nothing stays excluded
+//
+// Maps and programs are pinned and outlive the agent. Each exclusion has an expiry in the time
+// since boot, which the programs obey, and which the agent renews.
+//
+// Not covered: UDP, Multipath TCP, connections that a program after this one translates, such as
+// those to a Service's address, and sandboxes with a kernel of their own.
+package kernel

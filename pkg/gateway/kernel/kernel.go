@@ -1,0 +1,644 @@
+//go:build linux
+
+package kernel
+
+import (
+	"bytes"
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"math/rand/v2"
+	"net"
+	"net/netip"
+	"os"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/cilium/ebpf"
+	"golang.org/x/sys/unix"
+
+	"github.com/lameduck-io/lameduck/pkg/gateway"
+	"github.com/lameduck-io/lameduck/pkg/gateway/sockets"
+	"github.com/lameduck-io/lameduck/pkg/health"
+)
+
+const (
+	// expiry is how long an exclusion outlives its agent. It is renewed when less than renewAt is
+	// left.
+	expiry  = 30 * time.Second
+	renewAt = 20 * time.Second
+	// settle is how long an address that is no endpoint any more stays excluded: the gateway may
+	// learn of that later than the agent.
+	settle = 10 * time.Second
+	// maxExclusions bounds the map.
+	maxExclusions = 1 << 15
+)
+
+// Gateway is a gateway that the kernel directs.
+type Gateway struct {
+	*attached
+	quiet map[health.Pool]time.Duration
+	// targets has what is known of each address: whether a key is to be routed.
+	targets map[netip.AddrPort]map[health.Key]bool
+	// excluded has what is in the map, as written at wrote.
+	excluded map[netip.AddrPort]*entry
+	wrote    time.Time
+	// dialing is since when each note in the map dialing is known, by socket cookie.
+	dialing map[uint64]time.Time
+
+	mu      sync.Mutex
+	refused map[health.Pool]string
+}
+
+// entry is one exclusion in the map.
+type entry struct {
+	exclusion
+	// pools are those of which a replacement has to be.
+	pools map[health.Pool]bool
+	// left is when the last of them forgot the address. Zero: one has not.
+	left time.Time
+	// read reports whether the exclusion was read back.
+	read bool
+}
+
+// targetKey is a key of the map targets. Its value is whether it is routed.
+type targetKey struct {
+	Address address
+	UID     [maxUID]byte
+	Pool    [maxPool]byte
+}
+
+// Direct implements gateway.DirectedKind: the programs are in the pod's cgroup from then on.
+func (c *Config) Direct() (gateway.Directed, error) {
+	g, err := open(*c, maxExclusions)
+	if err != nil {
+		return nil, err
+	}
+	if err := g.prove(); err != nil {
+		g.close()
+		return nil, fmt.Errorf("kernel: %w", err)
+	}
+	return g, nil
+}
+
+// nowhere is an address that no network has (RFC 5737).
+var nowhere = netip.MustParseAddrPort("192.0.2.1:9")
+
+// prove returns an error unless a connection of this process, which is in the gateway's pod, is
+// redirected. A runtime that puts containers elsewhere than the kubelet says, and a kernel that
+// has moved the pod's sockets out of its cgroup, would leave every connection as it is.
+func (g *Gateway) prove() error {
+	listener, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		return err
+	}
+	defer listener.Close()
+	here := listener.Addr().String()
+	x := exclusion{Expires: sinceBoot() + uint64(settle), Count: 1}
+	x.Replacements[0] = addressOf(netip.MustParseAddrPort(here))
+	if err := g.maps["excluded"].Put(addressOf(nowhere), &x); err != nil {
+		return err
+	}
+	conn, err := net.DialTimeout("tcp", nowhere.String(), time.Second)
+	if err == nil {
+		defer conn.Close()
+		if at := conn.RemoteAddr().String(); at != here {
+			err = fmt.Errorf("it reached %s", at)
+		}
+	}
+	if err != nil {
+		return fmt.Errorf("a connection of this pod was not redirected, its processes may not be in %s: %w", g.cgroup,
+			err)
+	}
+	return g.maps["excluded"].Delete(addressOf(nowhere))
+}
+
+func open(c Config, size uint32) (*Gateway, error) {
+	c.Cgroups, c.Pins = cmp.Or(c.Cgroups, "/sys/fs/cgroup"), cmp.Or(c.Pins, "/sys/fs/bpf/lameduck")
+	g := &Gateway{quiet: map[health.Pool]time.Duration{}, targets: map[netip.AddrPort]map[health.Key]bool{},
+		excluded: map[netip.AddrPort]*entry{}, refused: map[health.Pool]string{}}
+	for _, s := range c.Services {
+		g.quiet[s.pool()], _ = s.quiet() // checked
+	}
+	_, err := sockets.List()
+	if err != nil {
+		return nil, fmt.Errorf("kernel: %w (it needs CONFIG_INET_DIAG)", err)
+	}
+	if slices.Max(append(slices.Collect(maps.Values(g.quiet)), 0)) > 0 {
+		if err := sockets.CanClose(); err != nil {
+			return nil, fmt.Errorf("kernel: http1Quiet: %w", err)
+		}
+	}
+	if g.attached, err = attach(c, size); err == nil {
+		if err = g.load(); err != nil {
+			g.close()
+		}
+	}
+	if err != nil {
+		return nil, fmt.Errorf("kernel: %w", err)
+	}
+	return g, nil
+}
+
+// load reads what an earlier agent left.
+func (g *Gateway) load() error {
+	var key targetKey
+	var routed uint8
+	all := g.maps["targets"].Iterate()
+	for all.Next(&key, &routed) {
+		k := health.Key{Pool: health.Pool(text(key.Pool[:])),
+			Target: health.Target{UID: health.UID(text(key.UID[:])), Addr: key.Address.addrPort()}}
+		if _, known := g.quiet[k.Pool]; known {
+			g.remember(k, routed != 0)
+		} else if err := g.maps["targets"].Delete(&key); err != nil {
+			return err
+		}
+	}
+	if err := all.Err(); err != nil {
+		return fmt.Errorf("read the map targets: %w", err)
+	}
+	var at address
+	var x exclusion
+	entries := g.maps["excluded"].Iterate()
+	for entries.Next(&at, &x) {
+		e := &entry{exclusion: x, pools: map[health.Pool]bool{}, left: time.Now()}
+		for k, routed := range g.targets[at.addrPort()] {
+			if !routed {
+				e.pools[k.Pool], e.left = true, time.Time{}
+			}
+		}
+		g.excluded[at.addrPort()] = e
+	}
+	if err := entries.Err(); err != nil {
+		return fmt.Errorf("read the map excluded: %w", err)
+	}
+	return nil
+}
+
+func text(b []byte) string { return string(bytes.TrimRight(b, "\x00")) }
+
+// canonical is k with the address as it is known here.
+func canonical(k health.Key) health.Key {
+	k.Target.Addr = netip.AddrPortFrom(k.Target.Addr.Addr().Unmap().WithZone(""), k.Target.Addr.Port())
+	return k
+}
+
+func (g *Gateway) remember(k health.Key, routed bool) {
+	if g.targets[k.Target.Addr] == nil {
+		g.targets[k.Target.Addr] = map[health.Key]bool{}
+	}
+	g.targets[k.Target.Addr][k] = routed
+}
+
+// note remembers k, in the map too.
+func (g *Gateway) note(k health.Key, routed bool) error {
+	if was, known := g.targets[k.Target.Addr][k]; known && was == routed {
+		return nil
+	}
+	g.remember(k, routed)
+	key, err := keyOf(k)
+	if err != nil {
+		return err
+	}
+	value := uint8(0)
+	if routed {
+		value = 1
+	}
+	return g.maps["targets"].Put(&key, value)
+}
+
+func keyOf(k health.Key) (key targetKey, err error) {
+	if len(k.Target.UID) > maxUID {
+		return key, fmt.Errorf("UID %q: longer than %d", k.Target.UID, maxUID)
+	}
+	key.Address = addressOf(k.Target.Addr)
+	copy(key.UID[:], k.Target.UID)
+	copy(key.Pool[:], k.Pool)
+	return key, nil
+}
+
+func (g *Gateway) forget(k health.Key) error {
+	if _, known := g.targets[k.Target.Addr][k]; !known {
+		return nil
+	}
+	delete(g.targets[k.Target.Addr], k)
+	if len(g.targets[k.Target.Addr]) == 0 {
+		delete(g.targets, k.Target.Addr)
+	}
+	key, err := keyOf(k)
+	if err == nil {
+		err = g.maps["targets"].Delete(&key)
+	}
+	if errors.Is(err, ebpf.ErrKeyNotExist) {
+		return nil
+	}
+	return err
+}
+
+// Refuse implements gateway.Refuser.
+func (g *Gateway) Refuse(pool health.Pool, why string) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.refused[pool] = why
+}
+
+func (g *Gateway) refusal(pool health.Pool) string {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return g.refused[pool]
+}
+
+// Apply implements gateway.Directed.
+func (g *Gateway) Apply(ctx context.Context, ops []health.Op) error {
+	if err := g.here(ctx); err != nil {
+		return err
+	}
+	ops = slices.Clone(ops)
+	failed := map[health.Op]error{}
+	gone := map[health.Key]bool{}
+	for i := range ops {
+		ops[i].Key = canonical(ops[i].Key)
+		op, k := ops[i], ops[i].Key
+		if _, known := g.quiet[k.Pool]; !known {
+			failed[op] = fmt.Errorf("no pool %q", k.Pool)
+			continue
+		}
+		delete(gone, k)
+		switch op.Want {
+		case health.WantRouted:
+			failed[op] = g.note(k, true)
+		case health.WantRemoved:
+			if failed[op] = g.exclude(k); g.refusal(k.Pool) != "" {
+				failed[op] = fmt.Errorf("not redirected: %s", g.refusal(k.Pool))
+			}
+		case health.WantAbsent:
+			failed[op], gone[k] = g.exclude(k), true
+		default:
+		}
+	}
+	written := g.write(time.Now())
+	if len(gone) > 0 {
+		// What has connections is kept. Without a count everything is.
+		if count, err := g.count(); err == nil {
+			for k := range gone {
+				if count[k.Target.Addr] > 0 && !g.replaced(k) {
+					continue
+				}
+				if err := g.forget(k); err != nil {
+					failed[health.Op{Key: k, Want: health.WantAbsent}] = err
+				}
+			}
+			maps.Copy(written, g.write(time.Now()))
+		}
+	}
+	var errs []error
+	for _, op := range ops {
+		if err := cmp.Or(failed[op], written[op.Target.Addr]); err != nil {
+			errs = append(errs, fmt.Errorf("%s: %w", op, err))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// exclude notes that k is not to be routed. What is unknown may be routed all the same: the gateway
+// follows EndpointSlices by itself.
+func (g *Gateway) exclude(k health.Key) error {
+	addr := k.Target.Addr
+	if g.replaced(k) {
+		if _, known := g.targets[addr][k]; !known {
+			return nil // the address is another pod's
+		}
+		return g.note(k, false)
+	}
+	if g.excluded[addr] == nil {
+		g.excluded[addr] = &entry{pools: map[health.Pool]bool{}}
+	}
+	g.excluded[addr].pools[k.Pool] = true
+	return g.note(k, false)
+}
+
+// replaced reports whether the address of k is routed for another pod.
+func (g *Gateway) replaced(k health.Key) bool {
+	for other, routed := range g.targets[k.Target.Addr] {
+		if routed && other.Target.UID != k.Target.UID {
+			return true
+		}
+	}
+	return false
+}
+
+// write brings the map up to date, and returns the addresses for which it could not.
+func (g *Gateway) write(now time.Time) map[netip.AddrPort]error {
+	failed := map[netip.AddrPort]error{}
+	boot := sinceBoot()
+	standIns := map[string]map[netip.AddrPort]bool{} // by the pools
+	g.wrote = now
+	for addr, e := range g.excluded {
+		in, out := false, false
+		for _, yes := range g.targets[addr] {
+			in, out = in || yes, out || !yes
+		}
+		if in && g.split(addr) {
+			failed[addr] = errors.New("it stays routed for another Service, and connections do not say for which")
+		}
+		switch {
+		case out:
+			e.left = time.Time{}
+		case e.left.IsZero():
+			e.left = now
+		}
+		if !in && (out || boot < e.Expires || e.Expires == 0) {
+			continue
+		}
+		if err := g.maps["excluded"].Delete(addressOf(addr)); err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
+			failed[addr] = err
+			continue
+		}
+		delete(g.excluded, addr)
+	}
+	// Those that stand first: an address that is to be excluded may be the last replacement of one.
+	order := slices.SortedFunc(maps.Keys(g.excluded), func(a, b netip.AddrPort) int {
+		return cmp.Compare(min(1, g.excluded[b].Expires), min(1, g.excluded[a].Expires))
+	})
+	for _, addr := range order {
+		e := g.excluded[addr]
+		out := e.left.IsZero()
+		next := e.exclusion
+		if len(e.pools) > 0 { // otherwise it is of an agent before this one
+			pools := name(e.pools)
+			if standIns[pools] == nil {
+				standIns[pools] = g.standIns(e.pools)
+			}
+			next.Count = uint32(copy(next.Replacements[:], e.replacements(addr, standIns[pools])))
+			clear(next.Replacements[next.Count:])
+		}
+		switch {
+		case out && remaining(e.Expires, boot) < renewAt:
+			next.Expires = boot + uint64(expiry)
+		case !out && e.Expires == 0:
+			next.Expires = boot + uint64(settle)
+		case !out && remaining(e.Expires, boot) > settle:
+			next.Expires = boot + uint64(settle)
+		}
+		if next == e.exclusion {
+			continue
+		}
+		if err := g.maps["excluded"].Put(addressOf(addr), &next); err != nil {
+			failed[addr] = fmt.Errorf("write the map excluded: %w", err)
+			continue
+		}
+		e.exclusion = next
+	}
+	return failed
+}
+
+// split reports whether one pod at the address is routed in one pool and not in another.
+func (g *Gateway) split(addr netip.AddrPort) bool {
+	for k, in := range g.targets[addr] {
+		for other, too := range g.targets[addr] {
+			if in && !too && other.Target.UID == k.Target.UID {
+				return true
+			}
+		}
+	}
+	return false
+}
+
+// remaining is how much of an expiry is left.
+func remaining(expires, boot uint64) time.Duration { return time.Duration(int64(expires - boot)) }
+
+// name is one for each set of pools.
+func name(pools map[health.Pool]bool) string {
+	if len(pools) == 1 {
+		for p := range pools {
+			return string(p)
+		}
+	}
+	return fmt.Sprint(pools)
+}
+
+// standIns returns the addresses that are routed in each of some pools and are not excluded.
+func (g *Gateway) standIns(pools map[health.Pool]bool) map[netip.AddrPort]bool {
+	all := map[netip.AddrPort]bool{}
+	for p := range pools {
+		if g.refusal(p) != "" {
+			return all
+		}
+	}
+	for addr, keys := range g.targets {
+		if g.excluded[addr] != nil {
+			continue
+		}
+		in := map[health.Pool]bool{}
+		for k, routed := range keys {
+			if routed && pools[k.Pool] {
+				in[k.Pool] = true
+			}
+		}
+		if len(in) > 0 && len(in) == len(pools) {
+			all[addr] = true
+		}
+	}
+	return all
+}
+
+// replacements chooses from stand-ins of the same family: those of before, as long as they can be
+// and no more can, or others at random.
+func (e *entry) replacements(addr netip.AddrPort, standIns map[netip.AddrPort]bool) []address {
+	now := e.Replacements[:e.Count]
+	most := 0
+	for a := range standIns {
+		if a.Addr().Is4() == addr.Addr().Is4() {
+			if most++; most == maxReplacements {
+				break
+			}
+		}
+	}
+	if len(now) == most && !slices.ContainsFunc(now, func(a address) bool { return !standIns[a.addrPort()] }) {
+		return now
+	}
+	var all []address
+	for a := range standIns {
+		if a.Addr().Is4() == addr.Addr().Is4() {
+			all = append(all, addressOf(a))
+		}
+	}
+	rand.Shuffle(len(all), func(i, j int) { all[i], all[j] = all[j], all[i] })
+	return all[:most]
+}
+
+func sinceBoot() uint64 {
+	var t unix.Timespec
+	_ = unix.ClockGettime(unix.CLOCK_BOOTTIME, &t)
+	return uint64(t.Nano())
+}
+
+// count returns how many connections the pod has to each address, those included that are about to
+// be made.
+func (g *Gateway) count() (map[netip.AddrPort]int, error) {
+	count := map[netip.AddrPort]int{}
+	// In batches, which miss nothing while others come and go.
+	cookies, to := make([]uint64, 512), make([]address, 512)
+	var cursor ebpf.MapBatchCursor
+	before, now := g.dialing, time.Now()
+	g.dialing = map[uint64]time.Time{}
+	for {
+		n, err := g.maps["dialing"].BatchLookup(&cursor, cookies, to, nil)
+		for i, a := range to[:n] {
+			since := cmp.Or(before[cookies[i]], now)
+			if now.Sub(since) >= settle { // a program that would have deleted it was detached
+				_ = g.maps["dialing"].Delete(cookies[i])
+				continue
+			}
+			g.dialing[cookies[i]] = since
+			count[a.addrPort()]++
+		}
+		if errors.Is(err, ebpf.ErrKeyNotExist) {
+			break
+		}
+		if err != nil {
+			return nil, fmt.Errorf("read the map dialing (it needs Linux 5.6): %w", err)
+		}
+	}
+	// After the notes: a connection that has just lost its note is a socket.
+	open, err := sockets.List()
+	if err != nil {
+		return nil, err
+	}
+	for _, s := range open {
+		if !g.cgroups[s.Cgroup] {
+			continue // of the node, if the pod has its network
+		}
+		count[s.Remote]++ // for this time also one that is closed: the gateway may have just chosen it
+		if quiet := g.mayClose(s.Remote); quiet > 0 && s.Quiet(quiet) {
+			if _, err := s.Close(quiet); err != nil {
+				return nil, err
+			}
+		}
+	}
+	return count, nil
+}
+
+// mayClose returns when a connection to an address is quiet. 0: it is not closed.
+func (g *Gateway) mayClose(addr netip.AddrPort) time.Duration {
+	e := g.excluded[addr]
+	if e == nil || e.Count == 0 || len(e.pools) == 0 {
+		return 0
+	}
+	var quiet time.Duration
+	for p := range e.pools {
+		if g.quiet[p] == 0 {
+			return 0
+		}
+		quiet = max(quiet, g.quiet[p])
+	}
+	return quiet
+}
+
+// Observe implements gateway.Directed. The first reading of an exclusion does not count: it says
+// that there is a connection.
+func (g *Gateway) Observe(ctx context.Context, keys []health.Key) (health.Observation, error) {
+	o := health.Observation{At: time.Now(), Seen: make(map[health.Key]health.Seen, len(keys))}
+	if err := g.here(ctx); err != nil {
+		return health.Observation{}, err
+	}
+	if err := g.ensure(); err != nil {
+		return health.Observation{}, err
+	}
+	o.Generation = g.generation
+	for _, k := range keys {
+		if _, known := g.quiet[k.Pool]; !known {
+			return health.Observation{}, fmt.Errorf("no pool %q", k.Pool)
+		}
+		// An exclusion stands for as long as it is asked for.
+		if e := g.excluded[canonical(k).Target.Addr]; e != nil && !e.left.IsZero() &&
+			remaining(e.Expires, sinceBoot()) < settle/2 {
+			e.Expires, g.wrote = 0, time.Time{}
+		}
+	}
+	if o.At.Sub(g.wrote) >= time.Second {
+		g.write(o.At) // what could not be renewed is read as such
+	}
+	fresh, held := false, false
+	for _, k := range keys {
+		var x exclusion
+		err := g.maps["excluded"].Lookup(addressOf(canonical(k).Target.Addr), &x)
+		if err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
+			return health.Observation{}, fmt.Errorf("read the map excluded: %w", err)
+		}
+		o.Seen[k] = g.seen(canonical(k), x.Count > 0 && x.Expires > sinceBoot(), o.At)
+		if e := g.excluded[canonical(k).Target.Addr]; e != nil && !e.read {
+			fresh, e.read = true, true
+		} else if e != nil {
+			held = true
+		}
+	}
+	if len(keys) == 0 {
+		return o, nil
+	}
+	if fresh && !held {
+		// A count takes a millisecond and more. Removed is not to wait for it: the next reading
+		// counts. Others that are Idle are to stay so.
+		for k, seen := range o.Seen {
+			if seen.Present {
+				seen.Active = 1
+				o.Seen[k] = seen
+			}
+		}
+		return o, nil
+	}
+	count, err := g.count() // after the map, see connect
+	if err != nil {
+		return health.Observation{}, err
+	}
+	for _, k := range keys {
+		seen := o.Seen[k]
+		if n := count[canonical(k).Target.Addr]; n > 0 && (seen.Routed || !g.replaced(canonical(k))) {
+			seen.Present, seen.Active = true, n
+			o.Seen[k] = seen
+		}
+	}
+	return o, nil
+}
+
+// seen is what the gateway does with a key, but for its connections. holds reports whether the
+// programs redirect connections to its address.
+func (g *Gateway) seen(k health.Key, holds bool, now time.Time) health.Seen {
+	routed, known := g.targets[k.Target.Addr][k]
+	e := g.excluded[k.Target.Addr]
+	switch {
+	case !routed && g.replaced(k):
+		return health.Seen{Present: known, Missing: true}
+	case known:
+		return health.Seen{Present: true, Routed: !holds, Missing: holds}
+	case holds, e != nil && !e.left.IsZero() && now.Sub(e.left) >= settle:
+		return health.Seen{Missing: true}
+	default:
+		// The gateway may have it: nothing says that it does not.
+		return health.Seen{Present: true, Routed: true, Missing: true}
+	}
+}
+
+// Owned implements gateway.Directed.
+func (g *Gateway) Owned(ctx context.Context) (all []health.Key, err error) {
+	for _, keys := range g.targets {
+		all = slices.AppendSeq(all, maps.Keys(keys))
+	}
+	return all, g.here(ctx)
+}
+
+// here reports what is in the way of a call: its context, or the end of the pod.
+func (g *Gateway) here(ctx context.Context) error {
+	if err := ctx.Err(); err != nil {
+		return err
+	}
+	_, err := os.Stat(g.cgroup)
+	return err
+}
+
+// Stopped implements gateway.Directed: no process but the agent is in the pod, not even the one
+// that holds its namespaces.
+func (g *Gateway) Stopped(context.Context) bool { return !g.populated() }

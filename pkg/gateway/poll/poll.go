@@ -1,0 +1,388 @@
+// Package poll observes gateways that say over HTTP, in JSON, where they send.
+//
+// A gateway is asked again and again by one goroutine, on one connection. The generation of a
+// reading is the life of that connection: a process that has ended cannot answer on it. An answer
+// is the gateway's main thread's, and its workers follow. A target is therefore Removed only if a
+// request that began a settle time after it was first seen to be out has shown the same. A gateway
+// that is stopped in between answers no such request.
+//
+// Idle is counted by the gateway while it lists the target, where it counts requests for each
+// target. Otherwise it is read from the sockets of the network namespace, which an agent beside the
+// gateway shares with it.
+package poll
+
+import (
+	"bufio"
+	"cmp"
+	"context"
+	"crypto/rand"
+	"encoding/json"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/http"
+	"net/netip"
+	"net/url"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/lameduck-io/lameduck/pkg/gateway"
+	"github.com/lameduck-io/lameduck/pkg/gateway/sockets"
+	"github.com/lameduck-io/lameduck/pkg/health"
+)
+
+const (
+	// often is between two polls while a pod is watched, seldom otherwise. With watchedShare and
+	// idleShare, which are pauses by the time that a poll takes, the gateway answers for a fifth of
+	// a core at most, and for a fiftieth while nothing is watched.
+	often, seldom           = 20 * time.Millisecond, time.Second
+	watchedShare, idleShare = 4, 49
+	// timeout bounds one poll. After it everything is Unknown. A busy Envoy with thousands of hosts
+	// takes more than a second.
+	timeout = 5 * time.Second
+)
+
+// Host is what a gateway says about one target.
+type Host struct {
+	Target netip.AddrPort
+	// State is Routing, Kept or Removed.
+	State health.State
+	// Counted reports whether Active is how many requests run on it or wait for a connection to it.
+	// Open is on how many connections: others are of a host that the gateway had at this address
+	// before, and close when their last request ends.
+	Counted      bool
+	Active, Open int
+	// Quiet is how long a connection has nothing more to wait for after the target has answered on
+	// it: HTTP/1.1 only. 0: it is waited for until it is closed.
+	Quiet time.Duration
+	// Name is in place of a Target that has no address. Which pods it stands for is not known.
+	Name string
+}
+
+// Read returns every target that a gateway knows. A target that it does not return is Removed. get
+// decodes the answer to a path.
+type Read func(get func(path string, into any) error) ([]Host, error)
+
+// Gateway is an observed gateway that is polled.
+type Gateway struct {
+	name, admin string
+	read        Read
+	settle      time.Duration
+	log         *slog.Logger
+
+	mu      sync.Mutex
+	watches map[*watch]struct{}
+	hosts   []Host // of the last poll, nil if it failed
+	wake    chan struct{}
+	failing bool
+	// uncounted is why sockets could not be read last, named the names that were logged. Only Run
+	// uses them.
+	uncounted string
+	named     map[string]bool
+}
+
+// Settle implements gateway.Observed: readings are of all workers already.
+func (g *Gateway) Settle() time.Duration { return 0 }
+
+// Population implements gateway.Observed.
+func (g *Gateway) Population() string { return g.name }
+
+// Absent implements gateway.Observed: a gateway that does not answer may send.
+func (g *Gateway) Absent() bool { return false }
+
+// Run implements gateway.Observed.
+func (g *Gateway) Run(ctx context.Context) error {
+	boot, lives := rand.Text()[:8], 0
+	var c *connection
+	for {
+		began := time.Now()
+		var hosts []Host
+		var err error
+		if c == nil {
+			lives++
+			c, err = g.dial(ctx)
+		}
+		if err == nil {
+			hosts, err = c.poll(ctx, g.read)
+		}
+		if c != nil && (err != nil || c.ends) {
+			c.Close()
+			c = nil
+		}
+		if ctx.Err() == nil {
+			g.adopt(hosts, err, began, fmt.Sprintf("%s.%d", boot, lives))
+		}
+		took := time.Since(began)
+		if err != nil {
+			took = 0 // the gateway was waited for, and did not work
+		}
+		pause := max(seldom, idleShare*took)
+		g.mu.Lock()
+		if len(g.watches) > 0 {
+			pause = max(often, watchedShare*took)
+		}
+		for w := range g.watches {
+			if w.settling {
+				pause = min(pause, time.Until(w.since.Add(g.settle)))
+			}
+		}
+		g.mu.Unlock()
+		select {
+		case <-ctx.Done():
+			if c != nil {
+				c.Close()
+			}
+			g.adopt(nil, ctx.Err(), began, "")
+			return nil
+		case <-time.After(pause):
+		case <-g.wake:
+		}
+	}
+}
+
+// connection is one to a process of the gateway, for the goroutine that polls. [http.Transport] has
+// two of its own for each, and ends the connection when the answer is there 50 ms before the one
+// that wrote runs again: where CPU is short, each watch then settled once more.
+type connection struct {
+	net.Conn
+	answers      *bufio.Reader
+	host, prefix string
+	// ends says that the gateway closes it after this answer.
+	ends bool
+}
+
+func (g *Gateway) dial(ctx context.Context) (*connection, error) {
+	u, err := url.Parse(g.admin)
+	if err != nil {
+		return nil, err
+	}
+	network, address, prefix := "tcp", u.Host, strings.TrimSuffix(u.Path, "/")
+	if u.Scheme == "unix" {
+		network, address, prefix = "unix", u.Path, ""
+	}
+	conn, err := (&net.Dialer{Timeout: timeout}).DialContext(ctx, network, address)
+	if err != nil {
+		return nil, err
+	}
+	return &connection{Conn: conn, answers: bufio.NewReader(conn), host: cmp.Or(u.Host, "admin"), prefix: prefix}, nil
+}
+
+// poll returns what read makes of the answers.
+func (c *connection) poll(ctx context.Context, read Read) ([]Host, error) {
+	if err := c.SetDeadline(time.Now().Add(timeout)); err != nil {
+		return nil, err
+	}
+	defer context.AfterFunc(ctx, func() { _ = c.SetDeadline(time.Unix(1, 0)) })()
+	return read(c.get)
+}
+
+// get decodes the answer to a path.
+func (c *connection) get(path string, into any) error {
+	if _, err := fmt.Fprintf(c, "GET %s%s HTTP/1.1\r\nHost: %s\r\n\r\n", c.prefix, path, c.host); err != nil {
+		return err
+	}
+	answer, err := http.ReadResponse(c.answers, nil)
+	if err != nil {
+		return fmt.Errorf("%s: %w", path, err)
+	}
+	defer answer.Body.Close()
+	if c.ends = answer.Close; answer.StatusCode != http.StatusOK {
+		return fmt.Errorf("%s: %s", path, answer.Status)
+	}
+	body, err := io.ReadAll(answer.Body) // to the end: the next answer follows
+	if err == nil {
+		err = json.Unmarshal(body, into)
+	}
+	if err != nil {
+		return fmt.Errorf("%s: %w", path, err)
+	}
+	return nil
+}
+
+// adopt updates all watches by a poll that began at a time.
+func (g *Gateway) adopt(hosts []Host, err error, began time.Time, generation string) {
+	if err == nil && hosts == nil {
+		hosts = []Host{}
+	}
+	for _, h := range hosts {
+		if h.Name != "" && !g.named[h.Name] {
+			g.named[h.Name] = true
+			g.log.Warn("the gateway sends to a name: nothing is known about the pods behind it", "gateway", g.name,
+				"name", h.Name)
+		}
+	}
+	var open []sockets.Socket
+	var unread error
+	if g.mayCount(hosts) {
+		open, unread = sockets.List()
+		why := fmt.Sprint(unread)
+		if unread != nil && why != g.uncounted {
+			g.log.Warn("read sockets: Idle is not acknowledged", "error", unread)
+		}
+		g.uncounted = why
+	}
+	g.mu.Lock()
+	if failing := err != nil; failing != g.failing && generation != "" {
+		g.failing = failing
+		if failing {
+			g.log.Error("the gateway cannot be read: nothing is acknowledged", "gateway", g.name, "admin", g.admin,
+				"error", err)
+		} else {
+			g.log.Info("the gateway is read", "gateway", g.name, "admin", g.admin)
+		}
+	}
+	g.hosts = hosts
+	var changed []func()
+	for w := range g.watches {
+		if w.update(hosts, open, unread, began, generation) {
+			changed = append(changed, w.changed)
+		}
+	}
+	g.mu.Unlock()
+	for _, tell := range changed {
+		tell()
+	}
+}
+
+// mayCount says which watches need connections counted, and reports whether one does.
+func (g *Gateway) mayCount(hosts []Host) bool {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	any := false
+	for w := range g.watches {
+		w.counts = w.out(hosts) >= health.Kept
+		any = any || w.counts
+	}
+	return any
+}
+
+// watch implements gateway.Watch.
+type watch struct {
+	g       *Gateway
+	targets []netip.AddrPort
+	changed func()
+	// The rest is guarded by g.mu. since is when all targets were first seen out, in generation.
+	reading          gateway.Reading
+	since            time.Time
+	settling, counts bool
+}
+
+// Watch implements gateway.Observed. The first reading is not better than Routing, because the last
+// poll began before it.
+func (g *Gateway) Watch(targets []netip.AddrPort, changed func()) gateway.Watch {
+	w := &watch{g: g, changed: changed}
+	for _, t := range targets {
+		w.targets = append(w.targets, netip.AddrPortFrom(t.Addr().Unmap().WithZone(""), t.Port()))
+	}
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if w.out(g.hosts) == health.Routing {
+		w.reading.State = health.Routing
+	}
+	g.watches[w] = struct{}{}
+	w.Count()
+	return w
+}
+
+// of reports whether an address is of the watched targets. A target with port 0 has all ports.
+func (w *watch) of(a netip.AddrPort) bool {
+	for _, t := range w.targets {
+		if t.Addr() == a.Addr() && (t.Port() == 0 || t.Port() == a.Port()) {
+			return true
+		}
+	}
+	return false
+}
+
+// out returns what the gateway does with the targets, Unknown if it could not be read.
+func (w *watch) out(hosts []Host) health.State {
+	if hosts == nil || len(w.targets) == 0 {
+		return health.Unknown
+	}
+	state := health.Removed
+	for _, h := range hosts {
+		if w.of(h.Target) {
+			state = min(state, h.State)
+		}
+	}
+	return state
+}
+
+// update reports whether the reading has changed.
+func (w *watch) update(hosts []Host, open []sockets.Socket, unread error, began time.Time, generation string) bool {
+	state, now := w.out(hosts), time.Now()
+	if state < health.Removed || generation != w.reading.Generation {
+		w.since = time.Time{}
+	}
+	if state == health.Removed && w.since.IsZero() {
+		w.since = now
+	}
+	was := w.reading
+	w.settling = state == health.Removed && (began.Before(w.since) || began.Sub(w.since) < w.g.settle)
+	if w.settling {
+		// A gateway that has not been seen to send may not have learned of the pod yet.
+		if state = health.Unknown; was.State == health.Routing || was.State == health.Kept {
+			state = health.Routing
+		}
+	}
+	w.reading.Generation, w.reading.NoConnections = generation, false
+	if w.counts && !w.settling && unread == nil {
+		w.reading.Connections, w.reading.Counted = 0, now
+		waited := 0
+		pools := map[netip.AddrPort]Host{}
+		for _, h := range hosts {
+			if !w.of(h.Target) {
+				continue
+			}
+			waited += h.Active
+			// In several pools: each has to count, or to be quiet.
+			if p, known := pools[h.Target]; known {
+				h.Counted, h.Open, h.Quiet = h.Counted && p.Counted, h.Open+p.Open, min(h.Quiet, p.Quiet)
+			}
+			pools[h.Target] = h
+		}
+		for _, s := range open {
+			if w.of(s.Remote) {
+				w.reading.Connections++
+				p := pools[s.Remote]
+				p.Open--
+				pools[s.Remote] = p
+				if !s.Quiet(p.Quiet) && (!p.Counted || p.Open < 0) {
+					waited++
+				}
+			}
+		}
+		w.reading.NoConnections = waited == 0
+		if state == health.Removed && waited == 0 {
+			state = health.Idle
+		}
+	}
+	if w.reading.State = state; state != was.State {
+		w.reading.Since = now
+	}
+	return state != was.State || was.Generation != generation || was.NoConnections != w.reading.NoConnections
+}
+
+// Reading implements gateway.Watch.
+func (w *watch) Reading() gateway.Reading {
+	w.g.mu.Lock()
+	defer w.g.mu.Unlock()
+	return w.reading
+}
+
+// Count implements gateway.Watch.
+func (w *watch) Count() {
+	select {
+	case w.g.wake <- struct{}{}:
+	default:
+	}
+}
+
+// Close implements gateway.Watch.
+func (w *watch) Close() {
+	w.g.mu.Lock()
+	defer w.g.mu.Unlock()
+	delete(w.g.watches, w)
+}

@@ -1,0 +1,167 @@
+package poll
+
+import (
+	"fmt"
+	"log/slog"
+	"net/http"
+	"net/http/httptest"
+	"net/netip"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/lameduck-io/lameduck/pkg/gateway"
+	"github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest"
+	"github.com/lameduck-io/lameduck/pkg/health"
+)
+
+var target = netip.MustParseAddrPort("127.0.73.1:80")
+
+// plane says over HTTP what a test has set: "", "routing" or "hang".
+type plane struct {
+	says  atomic.Value
+	asked atomic.Int64
+	s     *httptest.Server
+	g     *Gateway
+}
+
+func start(t *testing.T, settle time.Duration) *plane {
+	t.Helper()
+	p := &plane{}
+	p.says.Store("routing")
+	s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		p.asked.Add(1)
+		says := p.says.Load()
+		if says == "hang" {
+			<-r.Context().Done()
+			return
+		}
+		fmt.Fprintf(w, "%q", says)
+	}))
+	t.Cleanup(s.Close)
+	p.s = s
+	c := Config{Population: "test", Admin: s.URL}
+	p.g = c.Poll(func(get func(string, any) error) ([]Host, error) {
+		var says string
+		if err := get("/", &says); err != nil || says == "" {
+			return nil, err
+		}
+		return []Host{{Target: target, State: health.Routing}}, nil
+	}, settle, slog.New(slog.DiscardHandler))
+	gatewaytest.RunGateway(t, p.g)
+	return p
+}
+
+// The main thread may have said what no worker has done yet when the gateway is stopped. Without a
+// second answer a settle time later, the time alone makes it Removed.
+func TestRemovedNeedsAnAnswerAfterTheSettleTime(t *testing.T) {
+	p := start(t, time.Second)
+	w := p.g.Watch([]netip.AddrPort{target}, func() {})
+	defer w.Close()
+	gatewaytest.Await(t, w, health.Routing)
+	p.says.Store("")
+	asked := p.asked.Load()
+	gatewaytest.Until(t, "it is asked", func() bool { return p.asked.Load() > asked+1 })
+	p.says.Store("hang")
+	gatewaytest.Until(t, "it is Unknown", func() bool {
+		is := w.Reading().State
+		if is >= health.Removed {
+			t.Fatalf("it is %s without an answer", is)
+		}
+		return is == health.Unknown
+	})
+	p.says.Store("")
+	gatewaytest.Await(t, w, health.Idle)
+}
+
+// A gateway that has not learned of a pod looks as one that has removed it. If it read Routing
+// meanwhile, it would count as one that has sent to the pod, and its Removed at once.
+func TestAPodThatWasNeverListedIsNeverRouting(t *testing.T) {
+	p := start(t, 250*time.Millisecond)
+	p.says.Store("")
+	var w gateway.Watch
+	var routing atomic.Bool
+	ready := make(chan struct{})
+	w = p.g.Watch([]netip.AddrPort{target}, func() {
+		<-ready
+		if is := w.Reading(); is.State == health.Routing || is.State < health.Removed && is.NoConnections {
+			routing.Store(true)
+		}
+	})
+	close(ready)
+	defer w.Close()
+	gatewaytest.Await(t, w, health.Idle)
+	if routing.Load() {
+		t.Error("it was Routing")
+	}
+}
+
+// A pod behind a name looks removed. Without the line in the log nothing says so, and with one for
+// each poll the log is full of them.
+func TestANameIsLoggedOnce(t *testing.T) {
+	var log strings.Builder
+	c := Config{Population: "test"}
+	g := c.Poll(nil, 0, slog.New(slog.NewTextHandler(&log, nil)))
+	for range 3 {
+		g.adopt([]Host{{Target: target}, {Name: "web.shop"}, {}}, nil, time.Now(), "1")
+	}
+	if n := strings.Count(log.String(), "name=web.shop"); n != 1 || strings.Count(log.String(), "name=") != 1 {
+		t.Errorf("%d times in\n%s", n, log.String())
+	}
+}
+
+// All questions are asked on one connection. Another one may be to another process.
+func TestAConnectionIsAGeneration(t *testing.T) {
+	p := start(t, 0)
+	p.says.Store("")
+	w := p.g.Watch([]netip.AddrPort{target}, func() {})
+	defer w.Close()
+	gatewaytest.Await(t, w, health.Idle)
+	before, asked := w.Reading().Generation, p.asked.Load()
+	gatewaytest.Until(t, "it is asked", func() bool { return p.asked.Load() > asked+5 })
+	if is := w.Reading(); is.Generation != before || is.State != health.Idle {
+		t.Errorf("%+v, want generation %s", is, before)
+	}
+	p.s.CloseClientConnections()
+	gatewaytest.Until(t, "it is Idle in another generation", func() bool {
+		is := w.Reading()
+		return is.Generation != before && is.State == health.Idle
+	})
+}
+
+// A watch that begins while nothing is answered must not begin with what was read before.
+func TestTheFirstReadingIsNotOfAnEarlierPoll(t *testing.T) {
+	p := start(t, 0)
+	p.says.Store("")
+	w := p.g.Watch([]netip.AddrPort{target}, func() {})
+	gatewaytest.Await(t, w, health.Idle)
+	p.says.Store("hang")
+	asked := p.asked.Load()
+	gatewaytest.Until(t, "it is asked", func() bool { return p.asked.Load() > asked })
+	late := p.g.Watch([]netip.AddrPort{target}, func() {})
+	if is := late.Reading().State; is != health.Unknown {
+		t.Errorf("it is %s", is)
+	}
+}
+
+func TestCheck(t *testing.T) {
+	for _, tt := range []struct {
+		config Config
+		errors int
+	}{
+		{Config{Population: "shop/a", Admin: "http://127.0.0.1:9901"}, 0},
+		{Config{Population: "shop/a", Admin: "http://[::1]:9901/"}, 0},
+		{Config{Population: "shop/a", Admin: "unix:///run/admin.sock"}, 0},
+		{Config{}, 2},
+		{Config{Population: "nodes", Admin: "http://10.0.0.1:80"}, 2},
+		{Config{Population: "a", Admin: "http://envoy.shop:9901"}, 1},
+		{Config{Population: "a", Admin: "https://127.0.0.1:9901"}, 1},
+		{Config{Population: "a", Admin: "127.0.0.1:9901"}, 1},
+		{Config{Population: "a", Admin: "unix://run/admin.sock"}, 1},
+	} {
+		if got := tt.config.Check(); len(got) != tt.errors {
+			t.Errorf("%+v: %v", tt.config, got)
+		}
+	}
+}

@@ -1,0 +1,137 @@
+package sockets
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net/netip"
+	"time"
+	"unsafe"
+
+	"github.com/mdlayher/netlink"
+	"golang.org/x/sys/unix"
+)
+
+// Of struct inet_diag_req_v2 and struct inet_diag_msg in linux/inet_diag.h.
+const (
+	sockDiagByFamily = 20
+	sockDestroy      = 21
+	diagInfo         = 2  // INET_DIAG_INFO
+	diagCgroup       = 21 // INET_DIAG_CGROUP_ID
+	requestLen       = 56
+	messageLen       = 72
+	// openStates are those in which a connection can carry a request or an answer: not LISTEN,
+	// TIME_WAIT and CLOSE.
+	openStates = 1<<unix.BPF_TCP_ESTABLISHED | 1<<unix.BPF_TCP_SYN_SENT | 1<<unix.BPF_TCP_FIN_WAIT1 |
+		1<<unix.BPF_TCP_FIN_WAIT2 | 1<<unix.BPF_TCP_CLOSE_WAIT | 1<<unix.BPF_TCP_LAST_ACK
+	timeout = time.Second
+)
+
+// List returns the open TCP connections of the network namespace. It needs no capability.
+func List() ([]Socket, error) {
+	all := []Socket{}
+	for _, family := range []byte{unix.AF_INET, unix.AF_INET6} {
+		request := netlink.Header{Type: sockDiagByFamily, Flags: netlink.Request | netlink.Dump}
+		answers, err := ask(request, Socket{family: family})
+		if err != nil {
+			return nil, fmt.Errorf("list sockets: %w", err)
+		}
+		for _, m := range answers {
+			if len(m.Data) >= messageLen {
+				all = append(all, parse(m.Data))
+			}
+		}
+	}
+	return all, nil
+}
+
+// Close resets the connection if it is still quiet. It reports whether it did. A request that the
+// owner writes between the two, some microseconds, is lost. It needs CAP_NET_ADMIN.
+func (s Socket) Close(after time.Duration) (bool, error) {
+	is, err := ask(netlink.Header{Type: sockDiagByFamily, Flags: netlink.Request}, s)
+	if err == nil && (len(is) != 1 || len(is[0].Data) < messageLen || !parse(is[0].Data).Quiet(after)) {
+		return false, nil
+	}
+	if err == nil {
+		_, err = ask(netlink.Header{Type: sockDestroy, Flags: netlink.Request | netlink.Acknowledge}, s)
+	}
+	if errors.Is(err, unix.ENOENT) || errors.Is(err, unix.ESTALE) {
+		return false, nil // it is closed
+	}
+	if err != nil {
+		return false, fmt.Errorf("close a socket to %s: %w", s.Remote, err)
+	}
+	return true, nil
+}
+
+// CanClose returns an error if the kernel has no Close.
+func CanClose() error {
+	_, err := ask(netlink.Header{Type: sockDestroy, Flags: netlink.Request | netlink.Acknowledge},
+		Socket{family: unix.AF_INET}) // which does not exist
+	if errors.Is(err, unix.ENOENT) {
+		return nil
+	}
+	return fmt.Errorf("close sockets (it needs CONFIG_INET_DIAG_DESTROY): %w", err)
+}
+
+// ask sends one request about sockets with the family and the ID of s.
+func ask(header netlink.Header, s Socket) ([]netlink.Message, error) {
+	conn, err := netlink.Dial(unix.NETLINK_SOCK_DIAG, nil)
+	if err != nil {
+		return nil, fmt.Errorf("open a netlink socket: %w", err)
+	}
+	defer conn.Close() //nolint:errcheck // nothing is written
+	if err := conn.SetDeadline(time.Now().Add(timeout)); err != nil {
+		return nil, err
+	}
+	request := make([]byte, requestLen)
+	request[0], request[1], request[2] = s.family, unix.IPPROTO_TCP, 1<<(diagInfo-1)
+	binary.NativeEndian.PutUint32(request[4:], openStates)
+	copy(request[8:], s.id[:])
+	return conn.Execute(netlink.Message{Header: header, Data: request})
+}
+
+func parse(data []byte) Socket {
+	s := Socket{family: data[0], id: [48]byte(data[4:52])}
+	size := 4
+	if s.family == unix.AF_INET6 {
+		size = 16
+	}
+	address, _ := netip.AddrFromSlice(data[24 : 24+size])
+	s.Remote = netip.AddrPortFrom(address.Unmap(), binary.BigEndian.Uint16(data[6:]))
+	attributes, err := netlink.UnmarshalAttributes(data[messageLen:])
+	if err != nil {
+		return s
+	}
+	for _, a := range attributes {
+		switch {
+		case a.Type == diagCgroup && len(a.Data) == 8:
+			s.Cgroup = binary.NativeEndian.Uint64(a.Data)
+		case a.Type == diagInfo && data[1] == unix.BPF_TCP_ESTABLISHED:
+			s.info(a.Data)
+		}
+	}
+	// idiag_rqueue: the owner has not read the answer yet.
+	s.answered = s.answered && binary.NativeEndian.Uint32(data[56:]) == 0
+	return s
+}
+
+// info reads struct tcp_info, whose length differs between kernels.
+func (s *Socket) info(data []byte) {
+	var info unix.TCPInfo
+	copy(unsafe.Slice((*byte)(unsafe.Pointer(&info)), unsafe.Sizeof(info)), data)
+	sent, received, acknowledged := info.Last_data_sent, info.Last_data_recv, info.Last_ack_recv
+	// An answer acknowledges its request. A request sent in the same tick as the answer before it
+	// is acknowledged alone, 40 ms later, because the other end delays it. Answers to keep-alive
+	// probes come later than keepAlive.
+	const tick, keepAlive = 10, 10_000
+	alone := acknowledged+tick < received && received-acknowledged < keepAlive
+	if info.Unacked > 0 || info.Notsent_bytes > 0 {
+		return
+	}
+	// A SYN counts as one byte that is acknowledged. Pools open connections in advance.
+	unused := info.Bytes_received == 0 && info.Bytes_acked <= 1
+	if unused || info.Bytes_received > 0 && received <= sent && !alone {
+		s.answered, s.ago = true, time.Duration(received)*time.Millisecond
+	}
+}

@@ -1,0 +1,275 @@
+package gateway
+
+import (
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"sync/atomic"
+	"time"
+
+	"github.com/lameduck-io/lameduck/pkg/health"
+)
+
+const (
+	// fastest and slowest bound the pause between two readings while an exclusion is not Idle.
+	fastest = 10 * time.Millisecond
+	slowest = 100 * time.Millisecond
+	// watchExclusions and watchReloads are the pauses when nothing is expected to change: how late
+	// a reload can be noticed.
+	watchExclusions = 250 * time.Millisecond
+	watchReloads    = time.Second
+	// retryFirst and maxRetry bound the pause after an error.
+	retryFirst = 50 * time.Millisecond
+	maxRetry   = 2 * time.Second
+	// maxRush bounds the steps without a pause between them. Reapplying after a reload and letting
+	// a kept target go need one each.
+	maxRush = 4
+)
+
+// Steps decides what a [Director] does next with its gateway. It calls no gateway and never waits:
+// the simulation drives it, too. One step is a call of each of Begin, Applied and Read, in this
+// order. One goroutine at a time may use it.
+type Steps struct {
+	set        *health.Set
+	programmed atomic.Bool
+	// asOf is when the present step began, ops what it applies, applied how that ended.
+	asOf    time.Time
+	ops     []health.Op
+	applied error
+	// pause is the next one while an exclusion is not Idle, unread that after an error. rush counts
+	// the steps without a pause.
+	pause, unread time.Duration
+	rush          int
+	// generation is the last of which the set has adopted what the gateway has of its own.
+	generation string
+	// refused are the ops that are pending still although they were applied, with the error
+	// refusal. They wait until retryAt, so that an op which never succeeds neither delays the
+	// others nor is tried at their pace. retry is the pause after the next refusal.
+	refused map[health.Op]bool
+	refusal error
+	retryAt time.Time
+	retry   time.Duration
+	// behind are the ops that the last reading of each did not show as done, for Progress.
+	behind map[health.Op]bool
+}
+
+// Done is how a step has ended.
+type Done struct {
+	// Wait is the pause before the next step. 0: the step brought new work that needs no pause,
+	// another generation of the gateway or room to take out what was kept.
+	Wait time.Duration
+	// Err is what is wrong with the gateway, whether it was read or not.
+	Err error
+	// Progress is nil before the set has synced, and after the first reading of a generation.
+	Progress *Progress
+}
+
+// NewSteps returns those of a gateway that is to do what set wants.
+func NewSteps(set *health.Set) *Steps {
+	return &Steps{set: set, pause: fastest, unread: retryFirst, retry: retryFirst}
+}
+
+// Woken notes that the pause has ended early, because the set may want something else.
+func (s *Steps) Woken() { s.pause = fastest }
+
+// Begin begins a step, and returns what is to be applied.
+func (s *Steps) Begin(now time.Time) []health.Op {
+	s.asOf, s.ops = now, s.due(now)
+	return s.ops
+}
+
+// Applied takes in how that has ended, and returns what is to be read: what the set watches, and
+// what the ops were about.
+func (s *Steps) Applied(err error) []health.Key {
+	s.applied = err
+	keys := s.set.Watched()
+	watched := make(map[health.Key]bool, len(keys))
+	for _, k := range keys {
+		watched[k] = true
+	}
+	for _, op := range s.ops {
+		if !watched[op.Key] {
+			keys = append(keys, op.Key)
+		}
+	}
+	return keys
+}
+
+// Moved reports whether seen is the first reading of a generation. Read wants to know what the
+// gateway has of its own then: a process that was starting while a target was taken out and
+// forgotten may have it nevertheless.
+func (s *Steps) Moved(seen health.Observation) bool { return seen.Generation != s.generation }
+
+// Read ends the step with a reading, or with the error for which there is none. owned is what the
+// gateway has, if the reading is the first of a generation.
+func (s *Steps) Read(now time.Time, seen health.Observation, owned []health.Key, err error) Done {
+	if err != nil {
+		s.set.Void(now)
+		s.rush = 0
+		wait := s.unread
+		s.unread = min(2*s.unread, maxRetry)
+		return s.done(wait, err, Progress{AsOf: s.asOf, Err: err})
+	}
+	moved := s.Moved(seen)
+	if moved {
+		s.set.Adopt(now, owned)
+	}
+	s.set.Observe(now, seen)
+	s.unread = retryFirst
+	pending := s.set.Pending()
+	s.refuse(now, pending)
+	var p Progress
+	if moved {
+		// What one process refused another may take.
+		s.generation, s.refused, s.behind = seen.Generation, nil, nil
+	} else {
+		p = s.progress(seen, pending)
+		if s.set.HasSynced() && !slices.ContainsFunc(pending, func(op health.Op) bool {
+			return op.Want == health.WantRouted && !s.refused[op]
+		}) {
+			s.programmed.Store(true)
+		}
+	}
+	switch {
+	case s.applied != nil:
+		err = s.applied
+	case len(s.refused) > 0:
+		err = s.refusal
+	default:
+		s.retry = retryFirst
+		err = unread(seen)
+	}
+	if (moved || fresh(s.ops, s.without(pending))) && s.rush < maxRush {
+		s.rush++
+		return s.done(0, err, p)
+	}
+	s.rush = 0
+	return s.done(s.wait(now), err, p)
+}
+
+func (s *Steps) done(wait time.Duration, err error, p Progress) Done {
+	if p.AsOf.IsZero() || !s.set.HasSynced() {
+		return Done{Wait: wait, Err: err}
+	}
+	return Done{wait, err, &p}
+}
+
+// wait is the pause after a reading.
+func (s *Steps) wait(now time.Time) time.Duration {
+	wait := watchReloads
+	switch {
+	case s.set.Unsettled() || len(s.due(now)) > 0:
+		wait, s.pause = s.pause, min(s.pause*3/2, slowest)
+	case len(s.set.Watched()) > 0:
+		wait, s.pause = watchExclusions, fastest
+	default:
+		s.pause = fastest
+	}
+	if len(s.refused) > 0 {
+		wait = min(wait, max(time.Nanosecond, s.retryAt.Sub(now)))
+	}
+	return wait
+}
+
+// unread names the pools that a reading knows nothing of.
+func unread(seen health.Observation) error {
+	var errs []error
+	for _, pool := range slices.Sorted(maps.Keys(seen.Unread)) {
+		errs = append(errs, fmt.Errorf("pool %s: %w", pool, seen.Unread[pool]))
+	}
+	return errors.Join(errs...)
+}
+
+// due returns what is pending and does not wait for another try.
+func (s *Steps) due(now time.Time) []health.Op {
+	pending := s.set.Pending()
+	if !now.Before(s.retryAt) {
+		return pending
+	}
+	return s.without(pending)
+}
+
+// without returns the ops that are not refused.
+func (s *Steps) without(ops []health.Op) []health.Op {
+	return slices.DeleteFunc(ops, func(op health.Op) bool { return s.refused[op] })
+}
+
+// refuse notes which ops the gateway did not carry out: those that were applied with an error and
+// are pending still. What was refused before and not tried again stays so while it is pending, and
+// its next try is not put off.
+func (s *Steps) refuse(now time.Time, pending []health.Op) {
+	still := make(map[health.Op]bool, len(pending))
+	for _, op := range pending {
+		still[op] = true
+	}
+	refused := map[health.Op]bool{}
+	for op := range s.refused {
+		if still[op] {
+			refused[op] = true
+		}
+	}
+	for _, op := range s.ops {
+		delete(refused, op)
+	}
+	waiting := len(refused) > 0
+	if s.applied != nil {
+		for _, op := range s.ops {
+			if still[op] {
+				refused[op], s.refusal = true, s.applied
+			}
+		}
+	}
+	s.refused = refused
+	if len(refused) > 0 && !waiting {
+		s.retryAt = now.Add(s.retry)
+		s.retry = min(2*s.retry, maxRetry)
+	}
+}
+
+// progress judges the ops that were tried by what was seen. One that was not tried, because it was
+// refused before, is as far as it was.
+func (s *Steps) progress(seen health.Observation, pending []health.Op) Progress {
+	p := Progress{AsOf: s.asOf}
+	was := make(map[health.Op]bool, len(s.ops)+len(s.refused))
+	for op := range s.refused {
+		was[op] = s.behind[op]
+	}
+	for _, op := range s.ops {
+		is, read := seen.Seen[op.Key]
+		switch {
+		case !read: // its pool is unread
+		case op.Want == health.WantRouted:
+			was[op] = !is.Routed || is.Missing && s.applied != nil
+		default:
+			was[op] = is.Routed
+		}
+	}
+	behind := map[health.Op]bool{}
+	for _, op := range pending {
+		is, known := was[op]
+		switch {
+		case !known:
+			p.Came = append(p.Came, op)
+		case is:
+			behind[op] = true
+			p.Behind = append(p.Behind, op)
+		}
+	}
+	s.behind = behind
+	return p
+}
+
+// fresh says whether after has an operation that before has not.
+func fresh(before, after []health.Op) bool {
+	tried := make(map[health.Op]bool, len(before))
+	for _, op := range before {
+		tried[op] = true
+	}
+	for _, op := range after {
+		if !tried[op] {
+			return true
+		}
+	}
+	return false
+}

@@ -1,0 +1,149 @@
+// Package traefik observes a Traefik v3 by its API, from the pod that it runs in.
+//
+// /api/rawdata has every service at one moment. A server that is listed in no service is Removed.
+// So is one that is fenced, as Traefik calls the servers whose endpoint is terminating, unless the
+// service is sticky: a cookie reaches a fenced server. A server that failed its health check is
+// not, because it may recover. Traefik has one process, whose routers and API are replaced together
+// within some milliseconds. It applies what a provider says at most every providersThrottleDuration
+// (2 s).
+//
+// Traefik does not count requests by server. Idle is read from the sockets: a connection to a
+// server with the scheme http is not waited for once the server has answered, or was never asked,
+// and nothing has passed for a second. Connections that speak HTTP/2, TLS or TCP are waited for
+// until they are closed, because the bytes on them say nothing about requests.
+//
+// Not seen: responses and uploads that pause for longer than a second, such as server-sent events
+// and WebSockets, which count as idle then; requests that Traefik has read and not sent yet, in the
+// middlewares buffering, retry and forwardAuth for example; UDP services; and servers that are a
+// name or the address of a Service (nativeLB).
+package traefik
+
+import (
+	"errors"
+	"log/slog"
+	"net"
+	"net/netip"
+	"net/url"
+	"strings"
+	"time"
+
+	"github.com/lameduck-io/lameduck/pkg/gateway"
+	"github.com/lameduck-io/lameduck/pkg/gateway/poll"
+	"github.com/lameduck-io/lameduck/pkg/health"
+)
+
+const (
+	// settle is how long the entry points take to get the routers that the API shows.
+	settle = 100 * time.Millisecond
+	// quiet is how long nothing passes on a connection that clients do not use any more.
+	quiet = time.Second
+	// remember is how long it is known how a server that was removed speaks: longer than Traefik
+	// keeps connections to it (90 s).
+	remember = 2 * time.Minute
+)
+
+// Config makes the agent that of one Traefik, in whose pod it runs.
+type Config struct{ poll.Config }
+
+// Name implements gateway.Kind.
+func (*Config) Name() string { return "traefik" }
+
+// PerRequest implements gateway.Kind.
+func (*Config) PerRequest() bool { return false }
+
+// Observe implements gateway.ObservedKind.
+func (c *Config) Observe(log *slog.Logger) gateway.Observed {
+	return c.Poll((&reader{seen: map[netip.AddrPort]seen{}}).read, settle, log)
+}
+
+// reader remembers how servers speak.
+type reader struct{ seen map[netip.AddrPort]seen }
+
+type seen struct {
+	quiet time.Duration
+	at    time.Time
+}
+
+type service struct {
+	LoadBalancer *struct {
+		Sticky *struct {
+			Cookie *struct{} `json:"cookie"`
+		} `json:"sticky"`
+		Servers []struct {
+			URL     string `json:"url"`
+			Address string `json:"address"` // TCP
+			Fenced  bool   `json:"fenced"`
+		} `json:"servers"`
+	} `json:"loadBalancer"`
+}
+
+// read implements poll.Read.
+func (r *reader) read(get func(path string, into any) error) ([]poll.Host, error) {
+	var raw struct {
+		Services    map[string]service `json:"services"`
+		TCPServices map[string]service `json:"tcpServices"`
+	}
+	if err := get("/api/rawdata", &raw); err != nil {
+		return nil, err
+	}
+	if _, ok := raw.Services["api@internal"]; !ok {
+		return nil, errors.New("/api/rawdata does not list the service api@internal: this is not Traefik's API")
+	}
+	now := time.Now()
+	hosts := []poll.Host{}
+	for _, services := range []map[string]service{raw.Services, raw.TCPServices} {
+		for _, s := range services {
+			if s.LoadBalancer == nil {
+				continue // it refers to services that are listed
+			}
+			for _, server := range s.LoadBalancer.Servers {
+				target, wait, ok := parse(server.URL, server.Address)
+				if !ok {
+					hosts = append(hosts, poll.Host{Name: server.URL + server.Address})
+					continue
+				}
+				state := health.Routing
+				if sticky := s.LoadBalancer.Sticky; server.Fenced && (sticky == nil || sticky.Cookie == nil) {
+					state = health.Removed
+				}
+				hosts = append(hosts, poll.Host{Target: target, State: state, Quiet: wait})
+				if was, ok := r.seen[target]; ok && was.at.Equal(now) {
+					wait = min(wait, was.quiet)
+				}
+				r.seen[target] = seen{wait, now}
+			}
+		}
+	}
+	for target, was := range r.seen {
+		switch {
+		case now.Sub(was.at) > remember:
+			delete(r.seen, target)
+		case !was.at.Equal(now):
+			hosts = append(hosts, poll.Host{Target: target, State: health.Removed, Quiet: was.quiet})
+		}
+	}
+	return hosts, nil
+}
+
+// parse returns the address of a server, and when a connection to it is quiet.
+func parse(link, address string) (target netip.AddrPort, wait time.Duration, ok bool) {
+	if address != "" {
+		target, err := netip.ParseAddrPort(address)
+		return unmapped(target), 0, err == nil
+	}
+	u, err := url.Parse(link)
+	if err != nil {
+		return target, 0, false
+	}
+	port := u.Port()
+	if port == "" {
+		port = map[bool]string{true: "443", false: "80"}[strings.EqualFold(u.Scheme, "https")]
+	}
+	target, err = netip.ParseAddrPort(net.JoinHostPort(u.Hostname(), port))
+	if u.Scheme == "http" {
+		wait = quiet
+	}
+	return unmapped(target), wait, err == nil
+}
+
+func unmapped(t netip.AddrPort) netip.AddrPort { return netip.AddrPortFrom(t.Addr().Unmap(), t.Port()) }

@@ -1,7 +1,0 @@
-//go:build !lameduckmutation
-
-package health
-
-// brokenRule names the rule of the design that is switched off: none. In this build the compiler
-// removes all that depends on it.
-const brokenRule = 0

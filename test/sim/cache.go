@@ -1,0 +1,176 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	discovery "k8s.io/api/discovery/v1"
+	policyv1 "k8s.io/api/policy/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/labels"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/lameduck-io/lameduck/internal/coverage"
+	"github.com/lameduck-io/lameduck/pkg/drain"
+)
+
+// cache is what the watches of a replica have brought, as objects. It implements [client.Reader],
+// for the shipped code that reads the replica's cache.
+type cache struct {
+	c *coord
+	// live says that the API server is asked, which answers at once.
+	live bool
+}
+
+// stamp is a time as the API server writes it into an object: in whole seconds.
+func stamp(at time.Duration) metav1.Time { return metav1.NewTime(epoch.Add(at).Truncate(time.Second)) }
+
+// object is a pod as a replica knows it.
+func (p *pod) object(v podView) *corev1.Pod {
+	of := p.drainPod()
+	ready := corev1.PodCondition{Type: corev1.PodReady, Status: corev1.ConditionFalse,
+		LastTransitionTime: stamp(v.lostAt)}
+	if v.ready {
+		ready.Status, ready.LastTransitionTime = corev1.ConditionTrue, stamp(v.readyAt)
+	}
+	object := &corev1.Pod{
+		ObjectMeta: metav1.ObjectMeta{Namespace: of.Namespace, Name: of.Name, UID: types.UID(of.UID)},
+		Spec:       corev1.PodSpec{NodeName: "node"},
+		Status:     corev1.PodStatus{Phase: corev1.PodRunning, Conditions: []corev1.PodCondition{ready}},
+	}
+	object.OwnerReferences = []metav1.OwnerReference{{Kind: "ReplicaSet", UID: types.UID(fmt.Sprint(p.services)),
+		Controller: new(true)}}
+	if slices.Contains(p.services, 0) {
+		object.Labels = map[string]string{"budget": "true"}
+	}
+	if v.target {
+		object.Status.Conditions = append(object.Status.Conditions,
+			corev1.PodCondition{Type: corev1.DisruptionTarget, Status: corev1.ConditionTrue})
+	}
+	if v.failed {
+		object.Status.Phase = corev1.PodFailed
+	}
+	if p.host != nil {
+		object.Spec.NodeName = p.host.name
+	}
+	if v.terminating {
+		grace := int64(kubeletMost / time.Second)
+		at := stamp(v.committed + kubeletMost)
+		object.DeletionTimestamp, object.DeletionGracePeriodSeconds = &at, &grace
+	}
+	return object
+}
+
+// Get implements [client.Reader]. The pod of an agent has its name, any other pod its UID.
+func (k cache) Get(_ context.Context, key client.ObjectKey, into client.Object, _ ...client.GetOption) error {
+	w := k.c.w
+	switch into := into.(type) {
+	case *corev1.Pod:
+		for _, a := range w.agents {
+			if a.name == key.Name {
+				into.Spec.NodeName = a.name
+				return nil
+			}
+		}
+		view, known := k.c.pods[drain.UID(key.Name)]
+		if p := w.api.find(drain.UID(key.Name)); k.live {
+			view, known = p.view(), !p.gone
+		}
+		if !known {
+			return apierrors.NewNotFound(schema.GroupResource{Resource: "pods"}, key.Name)
+		}
+		w.api.find(drain.UID(key.Name)).object(view).DeepCopyInto(into)
+	case *corev1.Service:
+		for i := range w.api.services {
+			if of := service(i); of.Name == key.Name && of.Namespace == key.Namespace {
+				w.api.service(i).DeepCopyInto(into)
+			}
+		}
+	}
+	return nil
+}
+
+// List implements [client.Reader].
+func (k cache) List(_ context.Context, into client.ObjectList, options ...client.ListOption) error {
+	var o client.ListOptions
+	o.ApplyOptions(options)
+	selects := func(object client.Object) bool {
+		return object.GetNamespace() == o.Namespace &&
+			(o.LabelSelector == nil || o.LabelSelector.Matches(labels.Set(object.GetLabels())))
+	}
+	switch into := into.(type) {
+	case *discovery.EndpointSliceList:
+		for i, s := range k.c.slices {
+			if object := s.object(i); s.version > 0 && selects(object) {
+				into.Items = append(into.Items, *object)
+			}
+		}
+	case *corev1.PodList:
+		for _, uid := range sorted(k.c.pods) {
+			if object := k.c.w.api.find(uid).object(k.c.pods[uid]); selects(object) {
+				into.Items = append(into.Items, *object)
+			}
+		}
+	case *policyv1.PodDisruptionBudgetList:
+		if object := k.c.budget(); k.c.w.api.budget && selects(object) {
+			into.Items = append(into.Items, *object)
+		}
+	}
+	return nil
+}
+
+// budget is the PodDisruptionBudget of the first Service: one pod less than are wanted.
+func (c *coord) budget() *policyv1.PodDisruptionBudget {
+	healthy, desired := 0, c.w.api.want[0]-1
+	for _, e := range c.slices[0].endpoints {
+		healthy += oneIf(e.ready && !e.terminating)
+	}
+	return &policyv1.PodDisruptionBudget{
+		ObjectMeta: metav1.ObjectMeta{Namespace: service(0).Namespace, Name: "budget"},
+		Spec: policyv1.PodDisruptionBudgetSpec{
+			Selector: &metav1.LabelSelector{MatchLabels: map[string]string{"budget": "true"}},
+		},
+		Status: policyv1.PodDisruptionBudgetStatus{DisruptionsAllowed: int32(max(0, healthy-desired)),
+			CurrentHealthy: int32(healthy), DesiredHealthy: int32(desired)},
+	}
+}
+
+// inNamespace lists the EndpointSlices of a namespace as of now.
+func (a *api) inNamespace(namespace string) *discovery.EndpointSliceList {
+	list := &discovery.EndpointSliceList{ListMeta: metav1.ListMeta{
+		ResourceVersion: slice{at: a.w.at}.resourceVersion()}}
+	for i, s := range a.slices {
+		if s.version > 0 && service(i).Namespace == namespace {
+			list.Items = append(list.Items, *s.object(i))
+		}
+	}
+	return list
+}
+
+// service is the i-th Service as the API server shows it.
+func (a *api) service(i int) *corev1.Service {
+	of := service(i)
+	object := &corev1.Service{
+		ObjectMeta: metav1.ObjectMeta{Namespace: of.Namespace, Name: of.Name},
+		Spec:       corev1.ServiceSpec{Type: corev1.ServiceTypeNodePort, ClusterIP: "10.96.0.1"},
+	}
+	local := corev1.ServiceInternalTrafficPolicyLocal
+	switch a.policies[i] {
+	case everywhere:
+	case localAlways:
+		object.Spec.InternalTrafficPolicy = &local
+		object.Spec.ExternalTrafficPolicy = corev1.ServiceExternalTrafficPolicyLocal
+	case localFromOutside:
+		object.Spec.ExternalTrafficPolicy = corev1.ServiceExternalTrafficPolicyLocal
+	}
+	if stated := a.stated[i]; stated > 0 {
+		object.Annotations = map[string]string{coverage.StatedWait: stated.String()}
+	}
+	return object
+}
