@@ -89,7 +89,7 @@ gateway:
     masterSocket: %[1]s/master.sock
     serversFile: %[1]s/servers.cfg
     backends:
-      - {backend: web, service: default/web, port: http, owned: true}
+      - {backend: web, service: default/web, port: http}
 healthTimeout: %[2]s
 `
 
@@ -308,8 +308,10 @@ func (n *node) listen(side string) {
 	go func() {
 		defer close(done)
 		for lines := bufio.NewScanner(fifo); lines.Scan(); {
-			// INSTANCE "gateway" MASTER 150
-			if words := strings.Fields(lines.Text()); len(words) >= 3 && words[0] == "INSTANCE" {
+			// INSTANCE "gateway" MASTER 150. What is left out is said of a master that stays master:
+			// MASTER_RX_LOWER_PRI, if both were master for a moment.
+			words := strings.Fields(lines.Text())
+			if len(words) >= 3 && words[0] == "INSTANCE" && !strings.HasPrefix(words[2], "MASTER_") {
 				l.mu.Lock()
 				l.states = append(l.states, words[2])
 				l.mu.Unlock()
