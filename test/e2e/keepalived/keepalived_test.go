@@ -50,12 +50,16 @@ const (
 	proxy   = "10.244.3.100:8080"
 	agent   = "127.0.0.1:9101"
 
-	// healthTimeout is the agent's. keepalived asks each second and believes the second answer of a
-	// kind.
+	// healthTimeout is the agent's. keepalived asks each second, waits for up to 2 s, and believes
+	// the second answer of a kind.
 	healthTimeout = 3 * time.Second
 	// hold is how long an address must stay: long enough that each of them has noticed what it may
 	// wrongly notice.
-	hold = healthTimeout + 4*time.Second
+	hold = healthTimeout + 7*time.Second
+	// silence is how long a backup waits for an advertisement of the master: three times advert_int
+	// and a part of it. If that is below a second, the address moves where a busy machine does not
+	// run the master for as long.
+	silence = 4 * time.Second
 	// most is how long anything may take that must happen.
 	most = 30 * time.Second
 )
@@ -66,7 +70,7 @@ var backends = []string{"10.244.3.1:8080", "10.244.3.2:8080"}
 const ask = `#!/bin/bash
 exec 3<>"/dev/tcp/$1/$2" || exit 1
 printf 'GET %s HTTP/1.0\r\n\r\n' "$3" >&3
-read -r -t 1 _ status _ <&3
+read -r -t 2 _ status _ <&3
 [ "$status" = 200 ]
 `
 
@@ -105,7 +109,7 @@ global_defs {
 vrrp_script check {
   script "%[4]s"
   interval 1
-  timeout 1
+  timeout 2
   fall 2
   rise 2
 }
@@ -114,7 +118,7 @@ vrrp_instance gateway {
   interface %[2]s
   virtual_router_id 51
   priority %[3]d
-  advert_int 0.2
+  advert_int 1
   virtual_ipaddress {
     ` + virtual + `/24
   }
@@ -274,8 +278,14 @@ func (n *node) keepalived(check string) (moves func() string) {
 	n.ip("addr", "add", "192.0.2.1/24", "dev", "va")
 	n.ip("link", "set", "va", "up")
 	n.start("va", exec.Command("sh", "-c", run("va")))
-	n.until("the address is here", func() bool {
-		return n.has(virtual) && n.states("va") == "MASTER" && n.states("vb") == "BACKUP"
+	// The other one is BACKUP at first, and may be MASTER before it learns of this one. What has
+	// not changed for longer than a backup waits does not change by itself.
+	seen, since := "", time.Now()
+	n.until("the address is here, and stays", func() bool {
+		if now := fmt.Sprint(n.has(virtual), n.lines("va"), n.lines("vb")); now != seen {
+			seen, since = now, time.Now()
+		}
+		return n.has(virtual) && n.states("va") == "MASTER" && n.states("vb") == "BACKUP" && time.Since(since) > silence
 	})
 	began := map[string]int{"va": len(n.lines("va")), "vb": len(n.lines("vb"))}
 	return func() string {
@@ -308,8 +318,8 @@ func (n *node) listen(side string) {
 	go func() {
 		defer close(done)
 		for lines := bufio.NewScanner(fifo); lines.Scan(); {
-			// INSTANCE "gateway" MASTER 150. What is left out is said of a master that stays master:
-			// MASTER_RX_LOWER_PRI, if both were master for a moment.
+			// INSTANCE "gateway" MASTER 150. What is left out is said of a master that stays
+			// master: MASTER_RX_LOWER_PRI, if both were master for a moment.
 			words := strings.Fields(lines.Text())
 			if len(words) >= 3 && words[0] == "INSTANCE" && !strings.HasPrefix(words[2], "MASTER_") {
 				l.mu.Lock()
