@@ -188,7 +188,8 @@ func TestNodeShutdown(t *testing.T) {
 	})
 	t.Logf("pods on the node that shuts down have ended after %.1f s; %s before, %s after", time.Since(began).Seconds(),
 		strings.TrimSpace(before), strings.TrimSpace(after))
-	if took := time.Since(began); took > 15*time.Second {
+	// A hook that waits for its agents takes 30 s. What is between is for a busy machine.
+	if took := time.Since(began); took > 25*time.Second {
 		t.Errorf("the end of the pods took %s, want 2s for the hook and some", took)
 	}
 	if before == after {
@@ -293,7 +294,8 @@ func TestSoftEviction(t *testing.T) {
 	after := l.metrics(t, "node-1", `lameduck_barrier_waits_total{outcome="Restart"}`)
 	t.Logf("evicted %.1f s after the kubelet began; %s before, %s after", time.Since(killing).Seconds(),
 		strings.TrimSpace(before), strings.TrimSpace(after))
-	if took := time.Since(killing); took > 8*time.Second {
+	// A hook that waits for its agents takes 30 s. What is between is for a busy machine.
+	if took := time.Since(killing); took > 25*time.Second {
 		t.Errorf("the eviction took %s, want 2s for the hook and some", took)
 	}
 	if before == after {
@@ -310,7 +312,7 @@ func (l *lab) testOOM(t *testing.T) {
 	l.deploy(t, w)
 	// It listens again only long after everybody has let go of it: 5 s after EndpointSlices have
 	// it, which takes a busy kubelet seconds.
-	const back = 15
+	const back = 25
 	l.start(t, namespace, pod("hog", "node-2", func(p *corev1.Pod) {
 		p.Labels["app"] = "exit"
 		c := &p.Spec.Containers[0]

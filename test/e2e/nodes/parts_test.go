@@ -182,14 +182,18 @@ func (l *lab) waited(t *testing.T, node string) float64 {
 // A container that fails its liveness probe is broken: to restart it must not take 2 s more than
 // without the barrier.
 func (l *lab) testLivenessRestart(t *testing.T) {
+	const most = 3 * time.Second
 	fails := func(p *corev1.Pod) {
 		p.Spec.Containers[0].LivenessProbe = &corev1.Probe{
 			InitialDelaySeconds: 4, PeriodSeconds: 1, FailureThreshold: 1,
 			ProbeHandler: corev1.ProbeHandler{TCPSocket: &corev1.TCPSocketAction{Port: intstr.FromInt32(9)}},
 		}
 	}
+	// took is the shortest of each. kubelets look once a second, and a busy machine makes a restart
+	// longer, never shorter: more are measured where one of each differs by what a hook takes.
 	took := map[string]time.Duration{}
-	for _, namespace := range []string{"unprotected", "lameduck"} {
+	more := func() time.Duration { return took["lameduck"] - took["unprotected"] }
+	restart := func(namespace string) {
 		events, err := l.Kube.CoreV1().Events(namespace).Watch(t.Context(),
 			metav1.ListOptions{FieldSelector: "involvedObject.name=lively"})
 		if err != nil {
@@ -220,14 +224,19 @@ func (l *lab) testLivenessRestart(t *testing.T) {
 			}
 			return err
 		})
-		took[namespace] = time.Since(killing)
+		if restarted := time.Since(killing); took[namespace] == 0 || restarted < took[namespace] {
+			took[namespace] = restarted
+		}
 		l.kubectl(t, "delete", "pod", "-n", namespace, "lively", "--grace-period=1")
+	}
+	for try := 0; try == 0 || try < 4 && more() > most; try++ {
+		restart("unprotected")
+		restart("lameduck")
 	}
 	t.Logf("restarted after %.1f s, unprotected after %.1f s", took["lameduck"].Seconds(),
 		took["unprotected"].Seconds())
-	// The kubelet looks once a second.
-	if more := took["lameduck"] - took["unprotected"]; more > 3*time.Second {
-		t.Errorf("the restart took %s more than without the barrier, want 2s at most", more)
+	if more() > most {
+		t.Errorf("the restart took %s more than without the barrier, want 2s at most", more())
 	}
 }
 
@@ -295,28 +304,34 @@ func (l *lab) testNoAgents(t *testing.T) {
 	})
 	const many = 15
 	namespaces := []string{"unprotected", "lameduck"}
-	for _, namespace := range namespaces {
-		var all []*corev1.Pod
-		for i := range many {
-			all = append(all, pod(fmt.Sprintf("plain-%d", i), "node-2"))
-		}
-		l.start(t, namespace, all...)
-	}
-	time.Sleep(2 * time.Second) // what starting pods leaves behind would be measured too
 	took := map[string][]time.Duration{}
-	for i := range many {
-		// In turn the first, so that what the one leaves behind does not always meet the other.
-		for j := range namespaces {
-			namespace := namespaces[(i+j)%2]
-			took[namespace] = append(took[namespace], l.remove(t, namespace, fmt.Sprintf("plain-%d", i), time.Minute))
+	var without, with time.Duration
+	// On a busy machine the medians of so few may differ by more. Those of four times as many do
+	// not, unless deletions really take longer.
+	for round := 0; round == 0 || round < 4 && float64(with) > 1.05*float64(without); round++ {
+		for _, namespace := range namespaces {
+			var all []*corev1.Pod
+			for i := range many {
+				all = append(all, pod(fmt.Sprintf("plain-%d-%d", round, i), "node-2"))
+			}
+			l.start(t, namespace, all...)
 		}
+		time.Sleep(2 * time.Second) // what starting pods leaves behind would be measured too
+		for i := range many {
+			// In turn the first, so that what the one leaves behind does not always meet the other.
+			for j := range namespaces {
+				namespace := namespaces[(i+j)%2]
+				took[namespace] = append(took[namespace],
+					l.remove(t, namespace, fmt.Sprintf("plain-%d-%d", round, i), time.Minute))
+			}
+		}
+		for _, all := range took {
+			slices.Sort(all)
+		}
+		without, with = took["unprotected"][len(took["unprotected"])/2], took["lameduck"][len(took["lameduck"])/2]
+		t.Logf("medians of %d deletions: %.3f s without Lameduck, %.3f s with it and without agents; %v, %v",
+			len(took["lameduck"]), without.Seconds(), with.Seconds(), took["unprotected"], took["lameduck"])
 	}
-	for _, all := range took {
-		slices.Sort(all)
-	}
-	without, with := took["unprotected"][many/2], took["lameduck"][many/2]
-	t.Logf("medians of %d deletions: %.3f s without Lameduck, %.3f s with it and without agents; %v, %v", many,
-		without.Seconds(), with.Seconds(), took["unprotected"], took["lameduck"])
 	if float64(with) > 1.05*float64(without) {
 		t.Errorf("a deletion took %s with Lameduck and without agents, without Lameduck %s: want 5 %% more at most",
 			with, without)
