@@ -1,10 +1,12 @@
 package scenarios
 
 import (
+	"fmt"
 	"strings"
 	"testing"
 	"time"
 
+	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 
@@ -41,15 +43,26 @@ func TestOneReplicaIsReplacedBeforeItGoes(t *testing.T) {
 	if got := stop(); got.Failed > 0 || got.Total == 0 {
 		t.Errorf("%d of %d requests failed: %v\n%v", got.Failed, got.Total, got.FailedBy, got.Failures)
 	}
+	fresh, err := s.Pods(t.Context(), ns, "app=web")
+	if err != nil || len(fresh) != 1 {
+		t.Fatalf("%d pods: %v", len(fresh), err)
+	}
+	var ready time.Time // rounded down to a second
+	for _, c := range fresh[0].Status.Conditions {
+		if c.Type == corev1.PodReady {
+			ready = c.LastTransitionTime.Time
+		}
+	}
 	said := 0
 	for _, w := range answers(t, s, ns) {
 		t.Logf("%s was allowed after %s: %s", w.Pod, w.took, w.Reason)
 		if w.Pod == pods[0].Name {
 			said++
-			// The gateway learns of the new pod the lag after it became ready, which is when the
-			// deletion began.
-			if w.Reason != "Acknowledged" || w.took < lag-time.Second || w.took > lag+5*time.Second {
-				t.Errorf("allowed after %s with a lag of %s: %s", w.took, lag, w.Reason)
+			// The gateway learns of the new pod the lag after it became ready. The deletion begins
+			// between the two, later where the controllers are slow.
+			if after := w.Time.Sub(ready); w.Reason != "Acknowledged" || after < lag || w.took > lag+10*time.Second {
+				t.Errorf("allowed %s after the new pod was ready and %s after the first question, with a lag of %s: %s",
+					after, w.took, lag, w.Reason)
 			}
 		}
 	}
@@ -62,13 +75,17 @@ func TestOneReplicaIsReplacedBeforeItGoes(t *testing.T) {
 // One replica, deleted: there will be an outage, and Lameduck must not make it longer than it is
 // without it.
 func TestTheOnlyReplicaIsDeletedAsWithoutLameduck(t *testing.T) {
+	// outage is the shortest of each. What else the machine does makes an outage longer, by the
+	// time that a pod's start takes, and never shorter. So more are measured where one of each
+	// differs. Waiting for a hold would make each of them longer.
 	outage := map[string]time.Duration{}
-	t.Run("outages", func(t *testing.T) {
+	longer := func() bool { return outage["lameduck"] > outage["stock"]+time.Second }
+	for try := 0; try == 0 || try < 4 && longer(); try++ {
 		for _, name := range []string{"stock", "lameduck"} {
 			// One after the other, not side by side: they would share the machine.
-			t.Run(name, func(t *testing.T) {
+			t.Run(fmt.Sprint(name, "-", try), func(t *testing.T) {
 				s := open(t)
-				ns := harness.Namespace(t, s.Kube, "only-"+name, nil)
+				ns := harness.Namespace(t, s.Kube, fmt.Sprint("only-", name, "-", try), nil)
 				if name == "stock" {
 					patch := []byte(`{"metadata": {"labels": {"lameduck.io/drain": "disabled"}}}`)
 					if _, err := s.Kube.CoreV1().Namespaces().Patch(t.Context(), ns, types.MergePatchType, patch,
@@ -99,13 +116,19 @@ func TestTheOnlyReplicaIsDeletedAsWithoutLameduck(t *testing.T) {
 					t.Fatal(err)
 				}
 				settle(t, 3*time.Second)
-				outage[name] = unserved(stop())
+				got := unserved(stop())
+				if got == 0 {
+					t.Error("no request failed, so this shows nothing")
+				}
+				if least, ok := outage[name]; !ok || got < least {
+					outage[name] = got
+				}
 			})
 		}
-	})
+	}
 	t.Logf("nobody was served for %s without Lameduck, for %s with it", outage["stock"], outage["lameduck"])
 	// The pods' start takes tenths of a second more or less each time.
-	if outage["stock"] == 0 || outage["lameduck"] > outage["stock"]+time.Second {
+	if longer() {
 		t.Errorf("nobody was served for %s without Lameduck, for %s with it", outage["stock"], outage["lameduck"])
 	}
 }

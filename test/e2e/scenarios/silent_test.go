@@ -2,12 +2,15 @@ package scenarios
 
 import (
 	"encoding/json"
+	"fmt"
 	"net/netip"
+	"slices"
 	"strings"
 	"testing"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
+	eventsv1 "k8s.io/api/events/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/lameduck-io/lameduck/test/e2e/harness"
@@ -153,10 +156,6 @@ func waits(t *testing.T, s *stage.Stage, ns string) []wait {
 	if err != nil {
 		t.Fatal(err)
 	}
-	events, err := s.Kube.EventsV1().Events(ns).List(t.Context(), metav1.ListOptions{})
-	if err != nil {
-		t.Fatal(err)
-	}
 	first := map[string]time.Time{}
 	var all []wait
 	for line := range strings.Lines(log) {
@@ -177,13 +176,19 @@ func waits(t *testing.T, s *stage.Stage, ns string) []wait {
 			continue
 		}
 		all = append(all, wait{l.Pod, l.Reason, l.Message, l.Time.Sub(first[l.UID])})
-		said := false
-		for _, e := range events.Items {
-			said = said || string(e.Regarding.UID) == l.UID && e.Reason == "Lameduck"+l.Reason && e.Note == l.Message
-		}
-		if !said {
-			t.Errorf("%s: no Event says that it was allowed for %s: %s", l.Pod, l.Reason, l.Message)
-		}
+		// The answer does not wait for its Event.
+		harness.Await(t, 30*time.Second, "an Event says why "+l.Pod+" was allowed", func() error {
+			events, err := s.Kube.EventsV1().Events(ns).List(t.Context(), metav1.ListOptions{})
+			if err != nil {
+				return err
+			}
+			if !slices.ContainsFunc(events.Items, func(e eventsv1.Event) bool {
+				return string(e.Regarding.UID) == l.UID && e.Reason == "Lameduck"+l.Reason && e.Note == l.Message
+			}) {
+				return fmt.Errorf("no Event with the reason Lameduck%s: %s", l.Reason, l.Message)
+			}
+			return nil
+		})
 	}
 	if len(all) == 0 {
 		t.Errorf("the coordinator's log tells of no deletion in %s that was kept", ns)
