@@ -290,7 +290,7 @@ func leave(t *testing.T, mode machine.Proxy) {
 		a.is(kubeproxy.Removed)
 		conn.Close()
 	}
-	a.wait(kubeproxy.Idle, 2*time.Second)
+	a.wait(kubeproxy.Idle, 15*time.Second)
 
 	// kube-proxy begins anew: what is routed stays so, what is not does not come back.
 	p.kubectl("rollout", "status", "deployment/app", "--timeout=60s")
@@ -323,8 +323,8 @@ func leave(t *testing.T, mode machine.Proxy) {
 	fresh := &place{T: t, c: c, m: p.m}
 	fresh.observe()
 	fb, fa := fresh.watch("b, read afresh", pods[names[1]]), fresh.watch("a, read afresh", gone)
-	fb.wait(kubeproxy.Routing, 5*time.Second)
-	fa.wait(kubeproxy.Idle, 5*time.Second)
+	fb.wait(kubeproxy.Routing, 15*time.Second)
+	fa.wait(kubeproxy.Idle, 15*time.Second)
 
 	// No endpoint is ready any more: kube-proxy keeps sending to those that terminate.
 	p.kubectl("scale", "deployment/app", "--replicas=0")
