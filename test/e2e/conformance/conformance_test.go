@@ -8,6 +8,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
 	"net/netip"
 	"slices"
 	"strings"
@@ -145,37 +146,57 @@ func (s *side) gone(name string) {
 	})
 }
 
-// order notes in which order pods of a case are told to go, are gone and are ready, until stop.
+// order notes in which order pods of a case are told to go, are gone and are ready. It stops once
+// the watch is as far as what is listed then.
 func (s *side) order(name string) (stop func()) {
 	s.t.Helper()
 	w, err := s.Kube.CoreV1().Pods(s.namespace).Watch(s.t.Context(), metav1.ListOptions{LabelSelector: "case=" + name})
 	s.must(err)
+	state := func(p *corev1.Pod) string {
+		switch {
+		case p.DeletionTimestamp != nil:
+			return "told to go"
+		case harness.Ready(p):
+			return "ready"
+		}
+		return "made"
+	}
+	var mu sync.Mutex
+	was := map[types.UID]string{} // without pods that are gone
 	var done sync.WaitGroup
 	done.Go(func() {
-		was := map[string]string{}
 		for event := range w.ResultChan() {
 			p, ok := event.Object.(*corev1.Pod)
 			if !ok {
 				continue
 			}
-			is := "made"
-			switch {
-			case event.Type == watch.Deleted:
+			mu.Lock()
+			is := state(p)
+			if event.Type == watch.Deleted {
 				is = "gone"
-			case p.DeletionTimestamp != nil:
-				is = "told to go"
-			case harness.Ready(p):
-				is = "ready"
 			}
-			if was[string(p.UID)] != is {
-				if was[string(p.UID)] != "" || is == "made" {
-					s.says("%s is %s", p.Name, is)
-				}
-				was[string(p.UID)] = is
+			if was[p.UID] != is && (was[p.UID] != "" || is == "made") {
+				s.says("%s is %s", p.Name, is)
 			}
+			if was[p.UID] = is; is == "gone" {
+				delete(was, p.UID)
+			}
+			mu.Unlock()
 		}
 	})
-	return func() { w.Stop(); done.Wait() }
+	return func() {
+		s.until("the watch has seen all", func() bool {
+			is := map[types.UID]string{}
+			for _, p := range s.podsOf(name) {
+				is[p.UID] = state(&p)
+			}
+			mu.Lock()
+			defer mu.Unlock()
+			return maps.Equal(is, was)
+		})
+		w.Stop()
+		done.Wait()
+	}
 }
 
 // cases are the ways in which pods end. Each runs in both namespaces at one time.
