@@ -78,11 +78,14 @@ type Authenticator interface {
 }
 
 // Authorizer is an Authenticator that also tells who may acknowledge what. A coordinator whose
-// Authenticator is none lets nobody declare Services who has no right everywhere.
+// Authenticator is none serves no barriers, and accepts declarations only of agents that may
+// acknowledge drains everywhere.
 type Authorizer interface {
 	// MayAcknowledge reports whether who may acknowledge drains of the pods of namespace; "" is
 	// every namespace. It is asked again for as long as the agent has a stream.
 	MayAcknowledge(ctx context.Context, who Identity, namespace string) (bool, error)
+	// MayAskBarriers reports whether who may ask for the barriers of the pods on its node.
+	MayAskBarriers(ctx context.Context, who Identity) (bool, error)
 }
 
 // access is who may call a route.

@@ -274,22 +274,21 @@ func (b *Bar) Answer() wire.BarrierStatus {
 
 // podContext finds out whether who may ask, and reads the context of the pod.
 func (c *Coordinator) podContext(ctx context.Context, who Identity, asked wire.BarrierRequest) (PodContext, error) {
-	s, err := c.PodContexts.PodContext(ctx, who.Name, asked.Pod)
+	var s PodContext
+	var err error
+	allowed := false
+	if authorizer, can := c.Authenticate.(Authorizer); can {
+		allowed, err = authorizer.MayAskBarriers(ctx, who)
+	}
+	if err == nil && !allowed {
+		return s, refusal{http.StatusForbidden, who.Username + " may not ask for barriers: grant the verb create on " +
+			"barriers.lameduck.io by a ClusterRoleBinding, as manifests/barrier does"}
+	}
+	if err == nil {
+		s, err = c.PodContexts.PodContext(ctx, who.Name, asked.Pod)
+	}
 	if err != nil {
 		return s, refusal{http.StatusServiceUnavailable, err.Error()}
-	}
-	if !who.Everywhere {
-		authorizer, can := c.Authenticate.(Authorizer)
-		allowed := false
-		if can {
-			if allowed, err = authorizer.MayAcknowledge(ctx, who, asked.Pod.Namespace); err != nil {
-				return s, refusal{http.StatusServiceUnavailable, err.Error()}
-			}
-		}
-		if !allowed {
-			return s, refusal{http.StatusForbidden,
-				fmt.Sprintf("%s may not acknowledge drains in namespace %q", who.Username, asked.Pod.Namespace)}
-		}
 	}
 	return s, nil
 }

@@ -384,6 +384,32 @@ func TestHooksThatCannotBeAsked(t *testing.T) {
 	}
 }
 
+// Without this, the token of any gateway's agent, stolen, has living pods of its node taken out of
+// routing.
+func TestAHookNeedsTheRightToAsk(t *testing.T) {
+	for id, want := range map[string]string{
+		"gateway": "403 Forbidden to /v1/barriers: edge may not ask for barriers: grant the verb create on " +
+			"barriers.lameduck.io by a ClusterRoleBinding, as manifests/barrier does",
+		"hidden": "503 Service Unavailable to /v1/barriers: the API server does not answer",
+	} {
+		t.Run(id, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				n := newNetwork(t)
+				r := n.replica("replica-0", "a", with(newNearby()))
+				is := <-n.nodeAgent(id, "replica-0").hook(pod("a"))
+				if is.err == nil || !strings.Contains(is.err.Error(), want) {
+					t.Errorf("%v, want %q", is.err, want)
+				}
+				r.mu.Lock()
+				defer r.mu.Unlock()
+				if all, n := r.core.Ledger.Oldest(drain.AtBarrier, 10); n != 0 {
+					t.Errorf("open are %v", all)
+				}
+			})
+		})
+	}
+}
+
 // Without this, one agent that writes a zone as long as it may post has every other agent that
 // observes lose its stream, again and again until the barrier is over: a message is larger than
 // what they read.

@@ -84,6 +84,15 @@ func (k tokens) MayAcknowledge(_ context.Context, _ Identity, namespace string) 
 	return namespace == "shop" || namespace == "", nil
 }
 
+// MayAskBarriers implements Authorizer: each agent may but the one with the name gateway, and
+// nothing is known of the agent hidden.
+func (k tokens) MayAskBarriers(_ context.Context, who Identity) (bool, error) {
+	if who.Agent == "hidden" {
+		return false, errors.New("the API server does not answer")
+	}
+	return who.Agent != "gateway", nil
+}
+
 // lives is a Pods whose answers a test sets. Pods that are not in it cannot be read.
 type lives struct {
 	mu    sync.Mutex

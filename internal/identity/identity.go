@@ -7,7 +7,9 @@
 // everywhere (ClusterRoleBinding) or in the namespaces whose Services its gateway routes and in its
 // own (RoleBinding). The right everywhere decides also which pods with the agent's label are
 // expected to answer before they were ever heard ([Kubernetes.Allowed]), so that nobody can delay
-// deletions by putting a label on a pod. An operator needs the verb "get" there, everywhere.
+// deletions by putting a label on a pod. An operator needs the verb "get" there, everywhere. An
+// agent that asks at the barrier also needs the verb "create" on the virtual resource "barriers",
+// everywhere.
 //
 // Answers are remembered: a valid token for a minute and never beyond its own end (also one whose
 // pod is deleted), a right for [rememberRight], a no for [rememberNo], so that a right that was
@@ -68,6 +70,10 @@ const (
 	replicaRate  = 10
 	replicaBurst = 100
 
+	// The virtual resources, of the API group lameduck.io.
+	drains   = "drains"
+	barriers = "barriers"
+
 	extraPodUID  = "authentication.kubernetes.io/pod-uid"
 	extraPodName = "authentication.kubernetes.io/pod-name"
 )
@@ -98,11 +104,11 @@ type bearer struct {
 	until time.Time
 }
 
-// right is what is asked about: whether username may acknowledge drains in namespace, or everywhere
-// if that is empty; or whether the user of a token may look.
+// right is what is asked about: whether username may acknowledge drains or create barriers, by the
+// resource, in namespace, or everywhere if that is empty; or whether the user of a token may look.
 type right struct {
-	username, namespace string
-	looks               hash
+	resource, username, namespace string
+	looks                         hash
 }
 
 type answer[T any] struct {
@@ -219,7 +225,7 @@ func (k *Kubernetes) Review(ctx context.Context, token string) error {
 	for key, values := range of.Extra {
 		spec.Extra[key] = authorizationv1.ExtraValue(values)
 	}
-	may, err := k.ask(ctx, right{looks: sha256.Sum256([]byte(token))}, spec, rememberNo, l)
+	may, err := k.ask(ctx, right{resource: drains, looks: sha256.Sum256([]byte(token))}, spec, rememberNo, l)
 	if err == nil && !may {
 		err = refusal{coordinator.ErrForbidden,
 			of.Username + " needs the verb get on drains.lameduck.io in all namespaces"}
@@ -357,6 +363,11 @@ func (k *Kubernetes) MayAcknowledge(ctx context.Context, who coordinator.Identit
 	return k.acknowledges(ctx, who.Username, namespace, rememberNo, lane{k.rights})
 }
 
+// MayAskBarriers implements [coordinator.Authorizer].
+func (k *Kubernetes) MayAskBarriers(ctx context.Context, who coordinator.Identity) (bool, error) {
+	return k.may(ctx, "create", right{resource: barriers, username: who.Username}, rememberNo, lane{k.rights})
+}
+
 // Allowed reports whether username may acknowledge drains everywhere. A no may be older than one
 // for an agent that presents its token, and stays while the rate is nearly used up: accounts
 // without the right must not delay a new one.
@@ -370,14 +381,19 @@ func (k *Kubernetes) Allowed(ctx context.Context, username string) (bool, error)
 
 func (k *Kubernetes) acknowledges(ctx context.Context, username, namespace string, no time.Duration,
 	l lane) (bool, error) {
-	return k.ask(ctx, right{username: username, namespace: namespace}, authorizationv1.SubjectAccessReviewSpec{
-		User: username, Groups: groups(namespaceOf(username)),
-		ResourceAttributes: &authorizationv1.ResourceAttributes{Namespace: namespace, Verb: "acknowledge"},
+	return k.may(ctx, "acknowledge", right{resource: drains, username: username, namespace: namespace}, no, l)
+}
+
+// may reports whether the service account of what may use verb.
+func (k *Kubernetes) may(ctx context.Context, verb string, what right, no time.Duration, l lane) (bool, error) {
+	return k.ask(ctx, what, authorizationv1.SubjectAccessReviewSpec{
+		User: what.username, Groups: groups(namespaceOf(what.username)),
+		ResourceAttributes: &authorizationv1.ResourceAttributes{Namespace: what.namespace, Verb: verb},
 	}, no, l)
 }
 
 // ask returns a remembered answer, a no for as long as no, or asks the API server whether the user
-// of spec has the right on drains.
+// of spec may use its verb on the resource of what.
 func (k *Kubernetes) ask(ctx context.Context, what right, spec authorizationv1.SubjectAccessReviewSpec,
 	no time.Duration, l lane) (bool, error) {
 	k.mu.Lock()
@@ -397,11 +413,12 @@ func (k *Kubernetes) ask(ctx context.Context, what right, spec authorizationv1.S
 			return false, fmt.Errorf("too many unknown rights to ask about: %v", err)
 		}
 	}
-	spec.ResourceAttributes.Group, spec.ResourceAttributes.Resource = "lameduck.io", "drains"
+	spec.ResourceAttributes.Group, spec.ResourceAttributes.Resource = "lameduck.io", what.resource
 	review, err := k.Client.AuthorizationV1().SubjectAccessReviews().Create(ctx,
 		&authorizationv1.SubjectAccessReview{Spec: spec}, metav1.CreateOptions{})
 	if err != nil {
-		return false, fmt.Errorf("ask whether %s may %s drains: %w", spec.User, spec.ResourceAttributes.Verb, err)
+		return false, fmt.Errorf("ask whether %s may %s %s: %w", spec.User, spec.ResourceAttributes.Verb, what.resource,
+			err)
 	}
 	k.mu.Lock()
 	defer k.mu.Unlock()

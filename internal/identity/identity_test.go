@@ -32,6 +32,8 @@ type apiServer struct {
 	// allowedIn are the namespaces for which the answer is yes all the same; asked are those that
 	// were asked about.
 	allowedIn, asked []string
+	// noBarriers has the answer be no about barriers.
+	noBarriers bool
 	// down is what both answer instead, if not nil.
 	downTokens, downAccess error
 	tokens, accesses       int
@@ -61,14 +63,20 @@ func newAPIServer(t *testing.T) *apiServer {
 			s.accesses++
 			review := action.(clienttesting.CreateAction).GetObject().(*authorizationv1.SubjectAccessReview).DeepCopy()
 			a := review.Spec.ResourceAttributes
-			if a == nil || a.Group != "lameduck.io" || a.Resource != "drains" ||
-				review.Spec.User != s.token.User.Username ||
-				(a.Verb != "acknowledge" || review.Spec.User != "system:serviceaccount:edge:haproxy") &&
-					(a.Verb != "get" || review.Spec.Groups[0] != "people" || review.Spec.Extra["scope"][0] != "a") {
+			switch what := a.Verb + " " + a.Resource; {
+			case a.Group != "lameduck.io" || review.Spec.User != s.token.User.Username:
+				t.Errorf("asked about %+v", review.Spec)
+			case what == "get drains" && review.Spec.Groups[0] == "people" && review.Spec.Extra["scope"][0] == "a":
+			case (what == "acknowledge drains" || what == "create barriers") &&
+				review.Spec.User == "system:serviceaccount:edge:haproxy":
+			default:
 				t.Errorf("asked about %+v", review.Spec)
 			}
 			s.asked = append(s.asked, a.Namespace)
 			review.Status.Allowed = s.allowed || slices.Contains(s.allowedIn, a.Namespace)
+			if a.Resource == "barriers" {
+				review.Status.Allowed = !s.noBarriers && a.Namespace == ""
+			}
 			return true, review, s.downAccess
 		})
 	return s
@@ -272,6 +280,41 @@ func TestARightInSomeNamespaces(t *testing.T) {
 		time.Sleep(remember)
 		if got, _ := s.MayAcknowledge(t.Context(), who, "shop"); got {
 			t.Error("a yes is remembered too long")
+		}
+	})
+}
+
+// Without this, an answer about the one right is taken for one about the other.
+func TestTheRightToAskBarriersIsItsOwn(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := newAPIServer(t)
+		check := func(when string, barriers, acknowledge bool, accesses int) {
+			t.Helper()
+			who := coordinator.Identity{Username: s.token.User.Username}
+			for range 2 {
+				if got, err := s.MayAskBarriers(t.Context(), who); got != barriers || err != nil {
+					t.Errorf("%s: barriers %t, %v", when, got, err)
+				}
+				if got, err := s.MayAcknowledge(t.Context(), who, ""); got != acknowledge || err != nil {
+					t.Errorf("%s: acknowledge %t, %v", when, got, err)
+				}
+			}
+			if s.accesses != accesses {
+				t.Errorf("%s: asked %d times, want %d", when, s.accesses, accesses)
+			}
+		}
+		s.noBarriers = true
+		check("acknowledges only", false, true, 2)
+		s.noBarriers, s.allowed = false, false
+		time.Sleep(rememberNo)
+		check("the right is given", true, true, 3)
+		time.Sleep(rememberRight)
+		check("the other one is taken", true, false, 5)
+		s.downAccess = errors.New("timed out")
+		time.Sleep(rememberRight)
+		if _, err := s.MayAskBarriers(t.Context(), coordinator.Identity{Username: s.token.User.Username}); err == nil ||
+			!strings.Contains(err.Error(), "may create barriers: timed out") {
+			t.Errorf("%v", err)
 		}
 	})
 }

@@ -1,7 +1,12 @@
 package install
 
 import (
+	"crypto/tls"
+	"crypto/x509"
+	"fmt"
+	"log/slog"
 	"maps"
+	"net/http"
 	"os"
 	"path/filepath"
 	"slices"
@@ -10,8 +15,12 @@ import (
 	"time"
 
 	admissionv1 "k8s.io/api/admissionregistration/v1"
+	authenticationv1 "k8s.io/api/authentication/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
+	"github.com/lameduck-io/lameduck/internal/agent/client"
+	"github.com/lameduck-io/lameduck/pkg/drain"
+	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 	"github.com/lameduck-io/lameduck/test/e2e/harness"
 	"github.com/lameduck-io/lameduck/test/e2e/rights"
 	"github.com/lameduck-io/lameduck/test/e2e/stage"
@@ -130,3 +139,113 @@ func TestEveryRightIsUsedAndNoOtherAskedFor(t *testing.T) {
 		t.Logf("%s: %s", of.account.Name, strings.Join(slices.Sorted(maps.Keys(all)), ", "))
 	}
 }
+
+// asker is a pod that may acknowledge drains. No drain waits for it: it has no label of an agent.
+const asker = `
+apiVersion: v1
+kind: ServiceAccount
+metadata: {name: asker, namespace: %[1]s}
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: ClusterRoleBinding
+metadata: {name: %[1]s-acknowledges}
+roleRef: {apiGroup: rbac.authorization.k8s.io, kind: ClusterRole, name: lameduck-agent}
+subjects: [{kind: ServiceAccount, name: asker, namespace: %[1]s}]
+---
+apiVersion: v1
+kind: Pod
+metadata: {name: asker, namespace: %[1]s}
+spec:
+  serviceAccountName: asker
+  containers: [{name: agent, image: none, command: [sleep, "3600"]}]
+`
+
+// asks is the right to ask at the barrier.
+const asks = `
+apiVersion: rbac.authorization.k8s.io/v1
+kind: ClusterRoleBinding
+metadata: {name: %[1]s-asks}
+roleRef: {apiGroup: rbac.authorization.k8s.io, kind: ClusterRole, name: lameduck-node}
+subjects: [{kind: ServiceAccount, name: asker, namespace: %[1]s}]
+`
+
+// An agent that may acknowledge drains may not ask at the barrier for that, and is told which right
+// it lacks. With the ClusterRole of the node agents it may.
+func TestAnAgentNeedsTheRightToAskAtTheBarrier(t *testing.T) {
+	s := open(t)
+	roles, err := stage.Objects(t.Context(), s.Cluster, "barrier", "ClusterRole")
+	if err != nil {
+		t.Fatal(err)
+	}
+	manifest, err := stage.Join(roles)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ns := harness.Namespace(t, s.Kube, "asks", nil)
+	for _, m := range []string{manifest, fmt.Sprintf(asker, ns)} {
+		if err := s.Apply(t.Context(), m); err != nil {
+			t.Fatal(err)
+		}
+	}
+	pods := s.Kube.CoreV1().Pods(ns)
+	harness.Until(t, time.Minute, "the pod runs", func() bool {
+		p, err := pods.Get(t.Context(), "asker", metav1.GetOptions{})
+		return err == nil && harness.Ready(p)
+	})
+	self, err := pods.Get(t.Context(), "asker", metav1.GetOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	token, err := s.Kube.CoreV1().ServiceAccounts(ns).CreateToken(t.Context(), "asker", &authenticationv1.TokenRequest{
+		Spec: authenticationv1.TokenRequestSpec{Audiences: []string{"lameduck.io"},
+			BoundObjectRef: &authenticationv1.BoundObjectReference{Kind: "Pod", APIVersion: "v1", Name: self.Name,
+				UID: self.UID}}}, metav1.CreateOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	bundle, err := s.Kube.CoreV1().ConfigMaps(stage.System).Get(t.Context(), "lameduck-ca", metav1.GetOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	coordinators, err := s.Pods(t.Context(), stage.System, "app.kubernetes.io/component=webhook")
+	if err != nil {
+		t.Fatal(err)
+	}
+	trusted := x509.NewCertPool()
+	trusted.AppendCertsFromPEM([]byte(bundle.Data["ca.crt"]))
+	c := client.New()
+	c.HTTP = &http.Client{Transport: &http.Transport{TLSClientConfig: &tls.Config{RootCAs: trusted,
+		ServerName: "lameduck-agents." + stage.System + ".svc"}}}
+	c.Token = func() (string, error) { return token.Status.Token, nil }
+	c.Boot, c.Gateway, c.Log, c.Watches = "b1", "none", slog.New(slog.DiscardHandler), watchesNothing{}
+	c.Replicas([]string{"https://" + coordinators[0].Status.PodIP + ":9444"})
+	running := make(chan error, 1)
+	go func() { running <- c.Run(t.Context()) }()
+	t.Cleanup(func() { <-running })
+	// The pod stays: without the label of an agent, none has to acknowledge.
+	ask := func() error {
+		_, err := c.Barrier(t.Context(), wire.BarrierRequest{BoundMillis: 1000,
+			Pod: drain.Pod{Namespace: ns, Name: self.Name, UID: drain.UID(self.UID)}})
+		return err
+	}
+	want := "system:serviceaccount:" + ns + ":asker may not ask for barriers: grant the verb create on " +
+		"barriers.lameduck.io by a ClusterRoleBinding, as manifests/barrier does"
+	harness.Await(t, 30*time.Second, "the missing right is named", func() error {
+		if err := ask(); err == nil || !strings.Contains(err.Error(), want) {
+			return fmt.Errorf("answered with %v", err)
+		}
+		return nil
+	})
+	if err := s.Apply(t.Context(), fmt.Sprintf(asks, ns)); err != nil {
+		t.Fatal(err)
+	}
+	harness.Await(t, 30*time.Second, "with the right it is answered", ask)
+}
+
+// watchesNothing is the Watches of an agent that only asks.
+type watchesNothing struct{}
+
+func (watchesNothing) Watch(time.Time, drain.Watch, string)       {}
+func (watchesNothing) Unwatch(time.Time, drain.UID, string, bool) {}
+func (watchesNothing) Watched(string) []drain.UID                 { return nil }
+func (watchesNothing) Reports(time.Time) []drain.Report           { return nil }

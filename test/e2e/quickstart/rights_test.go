@@ -39,12 +39,13 @@ func (l *lab) testRights(t *testing.T) {
 	webhook := rights.Account{Namespace: "lameduck-system", Name: "lameduck-webhook"}
 	for _, of := range []struct {
 		account rights.Account
-		// asked are rights that somebody else asks for: coordinators, whether an agent may
-		// acknowledge.
+		// asked are rights that coordinators ask about: whether an agent may acknowledge, or ask at
+		// the barrier.
 		asked []string
 	}{
 		{webhook, nil},
-		{rights.Account{Namespace: "lameduck-node", Name: "lameduck-node"}, []string{"acknowledge lameduck.io/drains"}},
+		{rights.Account{Namespace: "lameduck-node", Name: "lameduck-node"},
+			[]string{"acknowledge lameduck.io/drains", "create lameduck.io/barriers"}},
 		{rights.Account{Namespace: shop, Name: "gateway"}, []string{"acknowledge lameduck.io/drains"}},
 	} {
 		used, refused, err := rights.Used(l.audit, of.account)
