@@ -26,9 +26,12 @@ const (
 	// secretEvery is how often the file is read. A mounted Secret takes a minute to arrive, so that
 	// more haste gains nothing.
 	secretEvery = 5 * time.Second
-	// FormerSecret is how long a secret that has left the file is still good: while it is being
-	// changed, the API server's configuration and the replicas' files never change at one moment.
-	FormerSecret = 10 * time.Minute
+	// FormerSecret is how long a secret that was taken out is still good at most: the API server's
+	// configuration and what the replicas know never change at the same time.
+	FormerSecret = 2 * time.Minute
+	// handover is how long it is still good once an API server was seen to use another one. Other
+	// API servers may learn of that later.
+	handover = 10 * time.Second
 	// strangerEvery is how often a line is logged that somebody was turned away.
 	strangerEvery = 10 * time.Second
 )
@@ -39,15 +42,16 @@ const (
 // configurations or the Secret. It is never logged.
 //
 // The secrets are the lines of a file. Each line is good, so that a new one can be known to all
-// replicas before the API server uses it; a line that is taken out is good for [FormerSecret] more,
-// in this life of the process.
+// replicas before the API server uses it. A line that is taken out is good for [FormerSecret] more,
+// in this life of the process, and for 10 s at most after a call with a secret that is in the file.
+// A call with the former secret changes nothing: a thief cannot keep it good.
 type SecretPath struct {
 	file    string
 	log     *slog.Logger
 	metrics *Metrics
 	said    rate.Sometimes
 
-	mu sync.RWMutex
+	mu sync.Mutex
 	// keys are the hashes of secrets, so that secrets of any length compare in the same time, and
 	// when each ends. The zero time: it stands in the file.
 	keys map[[sha256.Size]byte]time.Time
@@ -138,19 +142,30 @@ func (d *SecretPath) take(now time.Time, secrets []string) (changed bool) {
 	return changed
 }
 
-// knows reports whether secret is good at now. How long that takes tells nothing of the secrets.
+// knows reports whether secret is good at now, and has the former ones end soon if it is one that
+// stands. How long that takes tells a caller without a good secret nothing.
 func (d *SecretPath) knows(now time.Time, secret string) bool {
 	sum := sha256.Sum256([]byte(secret))
-	d.mu.RLock()
-	defer d.mu.RUnlock()
-	known := 0
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	stands, former := 0, 0
 	for of, until := range d.keys {
 		same := subtle.ConstantTimeCompare(sum[:], of[:])
-		if until.IsZero() || now.Before(until) {
-			known |= same
+		switch {
+		case until.IsZero():
+			stands |= same
+		case now.Before(until):
+			former |= same
 		}
 	}
-	return known == 1
+	if end := now.Add(handover); stands == 1 {
+		for of, until := range d.keys {
+			if end.Before(until) {
+				d.keys[of] = end
+			}
+		}
+	}
+	return stands|former == 1
 }
 
 // Guard returns a handler that passes on what comes with a good secret: on [Path] reviews of

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"net/http"
 	"regexp"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -228,6 +229,70 @@ func TestRotationFailsNoCall(t *testing.T) {
 	// Agents have followed: what the new coordinators ask is acknowledged.
 	if !strings.Contains(log, `"reason":"Acknowledged"`) {
 		t.Error("no agent has acknowledged anything to a coordinator that started after the second rotation")
+	}
+}
+
+// A secret that has leaked is replaced at once, as docs/operations.md says. It is still good when
+// the webhook configuration has the next one, since another API server may learn of that later, and
+// both coordinators refuse it soon after, although the thief never stops.
+func TestALeakedSecretIsRefusedSoon(t *testing.T) {
+	s := open(t)
+	ns := harness.Namespace(t, s.Kube, "leaked", nil)
+	if err := s.InstallApp(t.Context(), stage.App{Namespace: ns, Replicas: 1}); err != nil {
+		t.Fatal(err)
+	}
+	pods, err := s.Pods(t.Context(), ns, "app=web")
+	if err != nil {
+		t.Fatal(err)
+	}
+	leaked := kept(t, s).Current.Secret
+	thief := http.Client{Timeout: 5 * time.Second, Transport: &http.Transport{DisableKeepAlives: true,
+		TLSClientConfig: &tls.Config{InsecureSkipVerify: true}}} //nolint:gosec // the CA changes meanwhile
+	// tries returns how each coordinator answers the thief, and whether the API server has another
+	// path.
+	tries := func() (codes []int, replaced bool) {
+		t.Helper()
+		config, err := s.Kube.AdmissionregistrationV1().ValidatingWebhookConfigurations().Get(t.Context(),
+			"lameduck", metav1.GetOptions{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		replaced = true
+		for _, w := range config.Webhooks {
+			base, secret, _ := strings.Cut(*w.ClientConfig.URL, "/v1/admit/")
+			replaced = replaced && secret != leaked
+			response, err := thief.Post(base+"/v1/admit/"+leaked, "application/json", strings.NewReader("{}"))
+			if err != nil {
+				t.Fatal(err)
+			}
+			response.Body.Close()
+			codes = append(codes, response.StatusCode)
+		}
+		return codes, replaced
+	}
+	in, out := []int{http.StatusBadRequest, http.StatusBadRequest}, []int{http.StatusNotFound, http.StatusNotFound}
+	if codes, _ := tries(); !slices.Equal(codes, in) {
+		t.Fatalf("before the rotation: %v", codes)
+	}
+	if _, err := s.Kube.CoreV1().Secrets(stage.System).Patch(t.Context(), "lameduck-certificates",
+		types.MergePatchType, []byte(`{"data":null}`), metav1.PatchOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	began, handedOver := time.Now(), false
+	harness.Until(t, time.Minute, "both coordinators refuse the leaked secret", func() bool {
+		// It asks the webhook and deletes nothing. Whatever the coordinators answer the API server,
+		// the deletion goes on.
+		if err := s.Kube.CoreV1().Pods(ns).Delete(t.Context(), pods[0].Name,
+			metav1.DeleteOptions{DryRun: []string{metav1.DryRunAll}}); err != nil {
+			t.Errorf("a deletion is refused: %v", err)
+		}
+		codes, replaced := tries()
+		handedOver = handedOver || replaced && slices.Equal(codes, in)
+		return slices.Equal(codes, out)
+	})
+	t.Logf("after %s", time.Since(began).Round(100*time.Millisecond))
+	if !handedOver {
+		t.Error("it was refused before another API server could learn of the next one")
 	}
 }
 
