@@ -4,6 +4,8 @@ import (
 	"encoding/json"
 	"io"
 	"net/http"
+	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -140,6 +142,27 @@ func TestHealthCheckOfTheFile(t *testing.T) {
 			t.Errorf("%s: %v, want %q", bad, err, names)
 		}
 	}
+}
+
+// An operator has switched annotations off: the agent probes as its file says, whatever the
+// annotation of the Service says.
+func TestAnnotationsThatAreIgnored(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, 3, time.Minute)
+	a, b, c := w.pods[0], w.pods[1], w.pods[2]
+	w.die()
+	config, err := os.ReadFile(filepath.Join(w.dir, "agent.yaml"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	w.write("agent.yaml", strings.Replace(string(config), "lines:", "healthCheck: {path: /healthz, interval: 1s, "+
+		"timeout: 500ms, healthy: {successes: 1}, unhealthy: {httpFailures: 2}}, lines:", 1)+
+		"health: {ignoreAnnotations: true}\n")
+	w.api.annotate("{path: /healthz, interval: 1h, unhealthy: {httpFailures: 0}}")
+	w.sicken(true, a)
+	w.live()
+	w.untilTargets(map[string]string{a: "unhealthy unhealthy removed", b: "healthy chosen routed",
+		c: "healthy chosen routed"})
 }
 
 // An agent is killed, and the one that comes after it knows no verdicts: the sick pod gets not one

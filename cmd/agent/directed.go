@@ -43,8 +43,8 @@ const (
 func runDirected(ctx context.Context, o options, kube kubernetes.Interface, bundle *discovery.Bundle,
 	g gateway.Directed, log *slog.Logger) error {
 	registry := newRegistry()
-	set := health.New(health.Options{UsablePercent: cmp.Or(o.file.Health,
-		&healthFile{MinHealthyPercent: minHealthyPercent}).MinHealthyPercent})
+	checked := cmp.Or(o.file.Health, &healthFile{MinHealthyPercent: minHealthyPercent})
+	set := health.New(health.Options{UsablePercent: checked.MinHealthyPercent})
 	m := metrics.NewDirected(registry, set)
 	news := signal.New() // what coordinators are told may have changed
 	kept, err := journal.Open(ctx, o.file.StateDir, func(err error) {
@@ -80,7 +80,7 @@ func runDirected(ctx context.Context, o options, kube kubernetes.Interface, bund
 	if err != nil {
 		return err
 	}
-	checks, err := source.NewChecks(kube, routes, set, probes.Wake, log)
+	checks, err := source.NewChecks(kube, routes, !checked.IgnoreAnnotations, set, probes.Wake, log)
 	if err != nil {
 		return err
 	}

@@ -82,6 +82,10 @@ type healthFile struct {
 	// MinHealthyPercent of the routable targets of a pool must be healthy, or all of them get
 	// traffic. 0: 50.
 	MinHealthyPercent int `json:"minHealthyPercent,omitempty"`
+	// IgnoreAnnotations has only the checks of this file count: the annotation
+	// lameduck.io/health-check of Services is not read. Tenants who may write it decide what the
+	// agent probes.
+	IgnoreAnnotations bool `json:"ignoreAnnotations,omitempty"`
 }
 
 type duration = config.Duration

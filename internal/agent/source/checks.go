@@ -47,8 +47,8 @@ type annotation struct {
 }
 
 // NewChecks returns the checks of the pools of routes, and tells set what the routes say. wake is
-// called when set was told more.
-func NewChecks(kube kubernetes.Interface, routes []gateway.Route, set *health.Set, wake func(),
+// called when set was told more. Without annotations Services are not read, and the file counts.
+func NewChecks(kube kubernetes.Interface, routes []gateway.Route, annotations bool, set *health.Set, wake func(),
 	log *slog.Logger) (*Checks, error) {
 	c := &Checks{
 		set: set, log: log, wake: wake, ofFile: map[health.Pool]health.Check{},
@@ -61,7 +61,7 @@ func NewChecks(kube kubernetes.Interface, routes []gateway.Route, set *health.Se
 		service := c.ports[r.Pool].Service
 		c.pools[service] = append(c.pools[service], r.Pool)
 		set.SetCheck(time.Now(), r.Pool, c.ofFile[r.Pool])
-		if c.watches[service.Namespace] != nil {
+		if !annotations || c.watches[service.Namespace] != nil {
 			continue
 		}
 		w, err := watch.New(kube, watch.Options[*corev1.Service]{

@@ -30,7 +30,7 @@ func TestChecksGoBackToTheFile(t *testing.T) {
 			Addr: netip.AddrPortFrom(netip.MustParseAddr("10.0.0.1"), uint16(80+n))}, Routable: true}
 		set.Change(time.Now(), pool, []health.Change{{Endpoint: e}})
 	}
-	c, err := NewChecks(fake.NewClientset(), routes, set, func() {}, slog.New(slog.DiscardHandler))
+	c, err := NewChecks(fake.NewClientset(), routes, true, set, func() {}, slog.New(slog.DiscardHandler))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -98,7 +98,7 @@ func TestChecksGoBackToTheFile(t *testing.T) {
 // Redirected to another pod, the clients of these would reach the wrong one.
 func TestServicesOfSinglePodsAreRefused(t *testing.T) {
 	set := health.New(health.Options{})
-	c, err := NewChecks(fake.NewClientset(), []gateway.Route{{Service: "shop/web", Pool: "web"}}, set, func() {},
+	c, err := NewChecks(fake.NewClientset(), []gateway.Route{{Service: "shop/web", Pool: "web"}}, true, set, func() {},
 		slog.New(slog.DiscardHandler))
 	if err != nil {
 		t.Fatal(err)
