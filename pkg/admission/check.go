@@ -3,18 +3,12 @@ package admission
 import (
 	"fmt"
 	"net/http"
+
+	"github.com/lameduck-io/lameduck/internal/entry"
 )
 
-// CheckName is the name of a pod that need not exist. Who evicts it as a dry run is refused by this
-// webhook, whose refusal proves that the API server asks it and hears the answer; nothing is looked
-// up and nothing changes.
-const CheckName = "lameduck-check"
-
-// CheckAnswer is how that refusal begins.
-const CheckAnswer = "Lameduck answers"
-
-// isCheck reports whether a review is such an eviction.
-func (q *request) isCheck() bool { return q.operation == Evict && q.dryRun && q.name == CheckName }
+// isCheck reports whether a review is the dry run of [entry.Ask]. Nothing is looked up for it.
+func (q *request) isCheck() bool { return q.operation == Evict && q.dryRun && q.name == entry.Pod }
 
 // answerCheck refuses it.
 func (h *Handler) answerCheck(w http.ResponseWriter, q *request) {
@@ -22,5 +16,5 @@ func (h *Handler) answerCheck(w http.ResponseWriter, q *request) {
 	if !h.Cluster.Synced() {
 		view = "its view of the cluster is not complete yet"
 	}
-	h.write(w, q, Outcome{Reason: "Check", Message: fmt.Sprintf("%s: replica %s, %s", CheckAnswer, h.Replica, view)})
+	h.write(w, q, Outcome{Reason: "Check", Message: fmt.Sprintf("%s: replica %s, %s", entry.Answer, h.Replica, view)})
 }
