@@ -43,9 +43,11 @@ type history struct {
 // introduced is how an agent introduced itself, and how it did since.
 type introduced struct {
 	gateway, address string
-	protocol         int
-	features         []string
-	connected        time.Time
+	// build is the version of its program.
+	build     string
+	protocol  int
+	features  []string
+	connected time.Time
 	// posted is when its last report came, age how old that was.
 	posted time.Time
 	age    time.Duration
@@ -118,8 +120,8 @@ func (h *history) introduce(id drain.AgentID) *introduced {
 // connected notes a new stream.
 func (h *history) connected(now time.Time, id drain.AgentID, protocol int, offer wire.Offer, address string) {
 	was := h.introduce(id)
-	was.protocol, was.features, was.address, was.connected = protocol,
-		offer.Features[:min(len(offer.Features), featuresShown)], address, now
+	was.protocol, was.features, was.address, was.connected, was.build = protocol,
+		offer.Features[:min(len(offer.Features), featuresShown)], address, now, offer.Build
 }
 
 // declared notes what kind of gateway an agent has.
@@ -258,6 +260,8 @@ type Agent struct {
 	Gateway, Address string
 	Protocol         int
 	Features         []string
+	// Build is the version of its program.
+	Build string
 	// Connected is when its stream began.
 	Connected time.Time
 	// Posted is when its last report came, Age how old that was by then: about as long as a message
@@ -356,7 +360,7 @@ func (c *Coordinator) drain(uid drain.UID, words int) Drain {
 func (c *Coordinator) agent(k drain.AgentInfo) Agent {
 	a := Agent{AgentInfo: k}
 	if i := c.seen.introduced[k.ID]; i != nil {
-		a.Gateway, a.Address, a.Protocol, a.Features = i.gateway, i.address, i.protocol, i.features
+		a.Gateway, a.Address, a.Protocol, a.Features, a.Build = i.gateway, i.address, i.protocol, i.features, i.build
 		a.Posted, a.Age, a.Removed, a.Idle = i.posted, i.age, i.removed, i.idle
 		if k.Connected {
 			a.Connected = i.connected

@@ -31,6 +31,11 @@ func (d *Dashboard) barriersOf(of coordinator.View) api.Barriers {
 	if d.Missing != nil {
 		missing := d.Missing()
 		all.Missing, all.MissingPods = len(missing), append(all.MissingPods, missing[:min(len(missing), maxMissing)]...)
+		all.MissingIn = map[string]int{}
+		for _, pod := range missing {
+			namespace, _, _ := strings.Cut(pod, "/")
+			all.MissingIn[namespace]++
+		}
 	}
 	for _, b := range of.Barriers {
 		all.Items = append(all.Items, d.barrierOf(b))

@@ -189,7 +189,7 @@ func TestBarriersAndHealthOverHTTP(t *testing.T) {
 				}}},
 		}}}
 	d := newDashboard(w)
-	d.Missing = func() []string { return make([]string, maxMissing+1) }
+	d.Missing = func() []string { return append(make([]string, maxMissing), "shop/a") }
 	d.Pod = func(of drain.Pod) *corev1.Pod {
 		if of.UID != "uid-a" {
 			return nil
@@ -204,6 +204,7 @@ func TestBarriersAndHealthOverHTTP(t *testing.T) {
 	barriers, targets := view.Barriers, view.TargetHealth
 	b := barriers.Items[0]
 	if barriers.Open != 3 || barriers.Hooks != 2 || barriers.Missing != maxMissing+1 ||
+		barriers.MissingIn["shop"] != 1 || barriers.MissingIn[""] != maxMissing ||
 		len(barriers.MissingPods) != maxMissing || b.Hook != "httpGet" || b.Node != "node-1" ||
 		b.AskedBy != "lameduck-node/x" || !b.Last || b.Owed != 2 || b.Waiting != 1 ||
 		!b.StatedUntil.Equal(now.Add(25*time.Second)) || strings.Join(b.Uncovered, " ") != "tls" ||

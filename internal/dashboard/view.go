@@ -7,6 +7,7 @@ import (
 
 	"github.com/lameduck-io/lameduck/internal/coordinator"
 	"github.com/lameduck-io/lameduck/internal/dashboard/api"
+	"github.com/lameduck-io/lameduck/internal/version"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
@@ -41,7 +42,7 @@ func (d *Dashboard) view() api.View {
 		At: of.At,
 		Replica: api.Replica{
 			Name: of.Lease.Replica, Epoch: of.Lease.Epoch, Started: of.Began, Stopping: of.Stopping, Holds: of.Holds,
-			MaxHolds:        of.MaxHolds,
+			MaxHolds: of.MaxHolds, Version: version.Build(),
 			DeadlineSeconds: of.Times.Deadline.Seconds(), IdleBoundSeconds: of.Times.IdleBound.Seconds(),
 		},
 		Drains: api.Drains{Open: of.Open, Items: []api.Drain{}, Elsewhere: of.Elsewhere},
@@ -115,6 +116,7 @@ func agentOf(a coordinator.Agent) api.Agent {
 		Connected: a.AgentInfo.Connected, Since: a.Connected,
 		Suspended: a.Suspended, Declared: a.Declared, Services: a.Services, Protocol: a.Protocol,
 		Features: append([]string{}, a.Features...),
+		Version:  a.Build,
 		Address:  a.Address, Reported: a.Posted, ReportAgeSeconds: a.Age.Seconds(), RemovedSeconds: a.Removed.Seconds(),
 		IdleSeconds: a.Idle.Seconds(),
 	}

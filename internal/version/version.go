@@ -12,9 +12,10 @@ import (
 // not asked.
 var version, commit string
 
-// String is one line for --version: the program, its version ("dev" if it was not built for a
-// release), the commit, Go's version, and what it runs on.
+// Build is the version, "dev" if the program was not built for a release, and the commit.
+func Build() string { return cmp.Or(version, "dev") + ", commit " + cmp.Or(commit, "unknown") }
+
+// String is one line for --version: the program, its [Build], Go's version, and what it runs on.
 func String(program string) string {
-	return fmt.Sprintf("%s %s, commit %s, %s %s/%s", program, cmp.Or(version, "dev"), cmp.Or(commit, "unknown"),
-		runtime.Version(), runtime.GOOS, runtime.GOARCH)
+	return fmt.Sprintf("%s %s, %s %s/%s", program, Build(), runtime.Version(), runtime.GOOS, runtime.GOARCH)
 }

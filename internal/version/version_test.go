@@ -14,7 +14,7 @@ func TestString(t *testing.T) {
 	}
 	defer func(v, c string) { version, commit = v, c }(version, commit)
 	version, commit = "v1.2.3", "0123abc"
-	if got, want := String("agent"), "agent v1.2.3, commit 0123abc, "+on; got != want {
+	if got, want := String("agent"), "agent "+Build()+", "+on; got != want || Build() != "v1.2.3, commit 0123abc" {
 		t.Errorf("built for one: %q, want %q", got, want)
 	}
 }

@@ -28,6 +28,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/lameduck-io/lameduck/internal/version"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 )
@@ -319,6 +320,7 @@ func (p *Pauses) Next(lasted time.Duration, random func(most time.Duration) time
 // offer is what this agent says of itself.
 func (c *Client) offer() wire.Offer {
 	o := wire.NewOffer(c.Boot)
+	o.Build = version.Build()
 	if c.Watches == nil {
 		o = o.Without(wire.FeatureBarrier)
 	}

@@ -53,6 +53,8 @@ type Replica struct {
 	// Epoch names its present life, which began at Started.
 	Epoch   string    `json:"epoch"`
 	Started time.Time `json:"started"`
+	// Version is that of its program, and the commit.
+	Version string `json:"version,omitempty"`
 	// Stopping says that it shuts down: calls are told to come again, and others are asked.
 	Stopping bool `json:"stopping,omitempty"`
 	// Holds is how many admission calls wait now, MaxHolds how many may.
@@ -109,6 +111,8 @@ type Barriers struct {
 	// first of them.
 	Missing     int      `json:"missing"`
 	MissingPods []string `json:"missingPods"`
+	// MissingIn is how many of them each namespace has.
+	MissingIn map[string]int `json:"missingIn,omitempty"`
 }
 
 // OpenBarrier is one pod that is being deleted and is told to stop only when observed gateways
@@ -202,7 +206,9 @@ type Agent struct {
 	Services int      `json:"services"`
 	Protocol int      `json:"protocol,omitempty"`
 	Features []string `json:"features"`
-	Address  string   `json:"address,omitempty"`
+	// Version is that of its program, and the commit. Not there: it has not said.
+	Version string `json:"version,omitempty"`
+	Address string `json:"address,omitempty"`
 	// Reported is when its last report came, ReportAgeSeconds how old what it said was by then.
 	// Agents report only while something is drained.
 	Reported         time.Time `json:"reported,omitzero"`

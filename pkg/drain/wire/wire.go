@@ -54,6 +54,7 @@ const (
 	queryProtocol = "protocol"
 	queryFeature  = "feature"
 	queryBoot     = "boot"
+	queryBuild    = "build"
 )
 
 // Upgrade is what an agent may ask to upgrade a stream to.
@@ -73,6 +74,8 @@ type Offer struct {
 	Features  []string
 	// Boot names the life of its process. Empty: it does not say.
 	Boot string
+	// Build is the version of its program, for operators. Empty: it does not say.
+	Build string
 }
 
 // NewOffer returns what this code offers.
@@ -96,14 +99,19 @@ func (o Offer) Query() string {
 	if o.Boot != "" {
 		q.Set(queryBoot, o.Boot)
 	}
+	if o.Build != "" {
+		q.Set(queryBuild, o.Build)
+	}
 	return q.Encode()
 }
 
 // ParseOffer reads the query of [StreamPath]. Other keys are ignored. What is too long is refused
 // by name.
 func ParseOffer(q url.Values) (Offer, error) {
-	o := Offer{Protocols: q[queryProtocol], Features: q[queryFeature], Boot: q.Get(queryBoot)}
+	o := Offer{Protocols: q[queryProtocol], Features: q[queryFeature], Boot: q.Get(queryBoot), Build: q.Get(queryBuild)}
 	switch {
+	case len(o.Build) > maxNameLength:
+		return o, fmt.Errorf("%s: longer than %d bytes", queryBuild, maxNameLength)
 	case len(o.Boot) > maxNameLength:
 		return o, fmt.Errorf("%s: longer than %d bytes", queryBoot, maxNameLength)
 	case len(o.Features) > maxFeatures:

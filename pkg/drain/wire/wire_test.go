@@ -213,13 +213,13 @@ func TestTheNewestVersionThatBothSpeakIsChosen(t *testing.T) {
 
 func TestOffers(t *testing.T) {
 	for _, o := range []Offer{NewOffer("boot"), NewOffer(""),
-		{Protocols: []string{"2", "1"}, Features: []string{"a&b", "ä"}, Boot: "="}} {
+		{Protocols: []string{"2", "1"}, Features: []string{"a&b", "ä"}, Boot: "=", Build: "v1, commit &"}} {
 		q, err := url.ParseQuery(o.Query())
 		if err != nil {
 			t.Fatal(err)
 		}
 		if got, err := ParseOffer(q); err != nil || !slices.Equal(got.Protocols, o.Protocols) ||
-			!slices.Equal(got.Features, o.Features) || got.Boot != o.Boot {
+			!slices.Equal(got.Features, o.Features) || got.Boot != o.Boot || got.Build != o.Build {
 			t.Errorf("%+v is read as %+v: %v", o, got, err)
 		}
 	}
@@ -230,6 +230,7 @@ func TestOffers(t *testing.T) {
 	long := strings.Repeat("x", 257)
 	for query, want := range map[string]string{
 		"boot=" + long:                   "boot: longer than 256 bytes",
+		"build=" + long:                  "build: longer than 256 bytes",
 		"feature=a&feature=" + long:      "feature: longer than 256 bytes",
 		strings.Repeat("feature=a&", 65): "feature: more than 64",
 	} {
