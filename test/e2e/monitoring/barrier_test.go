@@ -2,6 +2,8 @@ package monitoring
 
 import (
 	"net"
+	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -73,6 +75,17 @@ func TestThePanelsOfTheBarrierHaveData(t *testing.T) {
 					t.Errorf("panel %q has no data: %s", p.Title, q.Expr)
 				}
 			}
+		}
+	}
+	rules, err := os.ReadFile(filepath.Join(folder, "rules.yaml"))
+	must(err)
+	selectors := Selectors(string(rules), true)
+	if len(selectors) < 10 {
+		t.Errorf("the alerts ask node agents for %q", selectors)
+	}
+	for _, expr := range selectors {
+		if _, ok := within(expr, func(series []map[string]string) bool { return len(series) > 0 }); !ok {
+			t.Errorf("an alert asks for %s, and there is none", expr)
 		}
 	}
 	for _, has := range []struct{ expr, label, value string }{

@@ -4,6 +4,9 @@ package monitoring
 
 import (
 	"encoding/json"
+	"fmt"
+	"regexp"
+	"strings"
 
 	"github.com/grafana/grafana-foundation-sdk/go/cog"
 	"github.com/grafana/grafana-foundation-sdk/go/cog/variants"
@@ -43,12 +46,16 @@ var Rows = []Row{
 		{
 			"Saved in the last hour", "Deletions that went on after every gateway had let go. Without Lameduck each " +
 				"is a race.", "short", true,
-			[]Query{{`max(sum by (instance) (increase(lameduck_admission_answers_total{answer="allow",reason="Acknowledged"}[1h])))`, "acknowledged"}},
+			[]Query{{`max(sum by (instance) (increase(` +
+				`lameduck_admission_answers_total{answer="allow",reason="Acknowledged"}[1h])))`,
+				"acknowledged"}},
 		},
 		{
 			"Not saved in the last hour", "Deletions that went on although not every gateway had said so, and calls " +
 				"of the API server that failed. 0 is normal.", "short", true,
-			[]Query{{`max(sum by (instance) (increase(lameduck_admission_answers_total{answer="allow",reason=~"Deadline|IdleBound|Suspended|AgentsLost|NoFacts|Cold"}[1h])))`, "too late"}},
+			[]Query{{`max(sum by (instance) (increase(lameduck_admission_answers_total{answer="allow",` +
+				`reason=~"Deadline|IdleBound|Suspended|AgentsLost|NoFacts|Cold"}[1h])))`,
+				"too late"}},
 		},
 		{
 			"Gateways missing", "Agents that the API says exist and that are not connected, by the replica that " +
@@ -58,12 +65,27 @@ var Rows = []Row{
 		{
 			"Answers: go", "Why deletions went on, each second, by the replica that says so most: each one answers " +
 				"every deletion.", "ops", false,
-			[]Query{{`max by (reason) (sum by (instance, reason) (rate(lameduck_admission_answers_total{answer="allow"}[$__rate_interval]))) > 0`, "{{reason}}"}},
+			[]Query{{`max by (reason) (` + perSecond("instance, reason", `lameduck_admission_answers_total{answer="allow"}`) + `) > 0`,
+				"{{reason}}"}},
 		},
 		{
 			"Answers: ask again",
 			"Why deletions were told to come back, each second, by the replica that says so most.", "ops", false,
-			[]Query{{`max by (reason) (sum by (instance, reason) (rate(lameduck_admission_answers_total{answer="deny"}[$__rate_interval])))`, "{{reason}}"}},
+			[]Query{{`max by (reason) (` + perSecond("instance, reason", `lameduck_admission_answers_total{answer="deny"}`) + `)`,
+				"{{reason}}"}},
+		},
+	}},
+	{Title: "Coverage and witnesses", Panels: []Panel{
+		{
+			"Deletions, by coverage", "Each second, counted once each. Acknowledged: everything that routes the pod " +
+				"has. Uncovered: something cannot. NoAgents and NotRouted: there is no agent to ask.", "ops", false,
+			[]Query{{perSecond("reason", `lameduck_admission_answers_total{role="opener",answer="allow",`+
+				`reason=~"Acknowledged|Uncovered|NoAgents|NotRouted"}`), "{{reason}}"}},
+		},
+		{
+			"Openers and witnesses", "Answers of each replica, each second. Every deletion has one opener, and each " +
+				"other replica as a witness: a replica without answers is not asked.", "ops", false,
+			[]Query{{perSecond("instance, role", `lameduck_admission_answers_total`), "{{instance}} {{role}}"}},
 		},
 	}},
 	{Title: "How long it takes", Panels: []Panel{
@@ -71,19 +93,19 @@ var Rows = []Row{
 			"From the first call until released",
 			"What a preStop sleep would have to be. By quantile, over all drains.", "s", false,
 			[]Query{
-				{`histogram_quantile(0.5, sum by (le) (rate(lameduck_drain_phase_seconds_bucket{phase="Released"}[$__rate_interval])))`, "p50"},
-				{`histogram_quantile(0.99, sum by (le) (rate(lameduck_drain_phase_seconds_bucket{phase="Released"}[$__rate_interval])))`, "p99"},
+				{quantile(0.5, "le", `lameduck_drain_phase_seconds_bucket{phase="Released"}`), "p50"},
+				{quantile(0.99, "le", `lameduck_drain_phase_seconds_bucket{phase="Released"}`), "p99"},
 			},
 		},
 		{
 			"Until no new request comes, and until none runs",
 			"The median of the phases of a drain: Quiescing is entered when every gateway has said Removed, " +
 				"Released when all are Idle.", "s", false,
-			[]Query{{`histogram_quantile(0.5, sum by (le, phase) (rate(lameduck_drain_phase_seconds_bucket[$__rate_interval])))`, "{{phase}}"}},
+			[]Query{{quantile(0.5, "le, phase", `lameduck_drain_phase_seconds_bucket`), "{{phase}}"}},
 		},
 		{
 			"Answering a review", "Holding included: a held call takes up to times.hold.", "s", false,
-			[]Query{{`histogram_quantile(0.99, sum by (le, answer) (rate(lameduck_admission_duration_seconds_bucket[$__rate_interval])))`, "p99 {{answer}}"}},
+			[]Query{{quantile(0.99, "le, answer", `lameduck_admission_duration_seconds_bucket`), "p99 {{answer}}"}},
 		},
 		{
 			"Open drains", "By phase, of the replica that has most: each one has the same. Queued ones wait for " +
@@ -98,17 +120,17 @@ var Rows = []Row{
 		},
 		{
 			"Reports", "What agents say, each second.", "ops", false,
-			[]Query{{`sum by (state) (rate(lameduck_reports_total[$__rate_interval]))`, "{{state}}"}},
+			[]Query{{perSecond("state", `lameduck_reports_total`), "{{state}}"}},
 		},
 		{
 			"Requests of agents", "By path and status.", "reqps", false,
-			[]Query{{`sum by (path, code) (rate(lameduck_agent_requests_total[$__rate_interval]))`,
+			[]Query{{perSecond("path, code", `lameduck_agent_requests_total`),
 				"{{path}} {{code}}"}},
 		},
 		{
 			"Calls that are refused", "404: another path, or a wrong secret in it. If it is the API server that is " +
 				"refused, nothing waits.", "ops", false,
-			[]Query{{`sum by (code) (rate(lameduck_admission_malformed_total[$__rate_interval]))`, "{{code}}"}},
+			[]Query{{perSecond("code", `lameduck_admission_malformed_total`), "{{code}}"}},
 		},
 		{
 			"Certificate", "How long the serving certificate is still good.", "s", false,
@@ -127,26 +149,28 @@ var Rows = []Row{
 			[]Query{{`sum by (pool, state) (lameduck_agent_targets)`, "{{pool}} {{state}}"}},
 		},
 		{
-			"Taken out now", "Exclusions by what the gateway proves of them.", "short", false,
-			[]Query{{`sum by (state) (lameduck_agent_exclusions)`, "{{state}}"}},
+			"Taken out now, by gateway", "Exclusions by what the gateway proves of them. Of the kind kernel each is " +
+				"an entry of the kernel's map, which holds 32768.", "short", false,
+			[]Query{{`sum by (gateway, state) (lameduck_agent_exclusions * on (instance) group_left (gateway) ` +
+				`group by (instance, gateway) (lameduck_propagation_seconds_count))`, "{{gateway}} {{state}}"}},
 		},
 		{
 			"Work on the gateway", "Operations each second, by what was wanted, and calls that failed.", "ops", false,
 			[]Query{
-				{`sum by (want) (rate(lameduck_agent_operations_total[$__rate_interval]))`, "{{want}}"},
-				{`sum by (call) (rate(lameduck_agent_gateway_errors_total[$__rate_interval]))`, "failed: {{call}}"},
+				{perSecond("want", `lameduck_agent_operations_total`), "{{want}}"},
+				{perSecond("call", `lameduck_agent_gateway_errors_total`), "failed: {{call}}"},
 			},
 		},
 		{
 			"Time to tell the gateway, and to read it", "99 of 100 take less.", "s", false,
 			[]Query{
-				{`histogram_quantile(0.99, sum by (le) (rate(lameduck_agent_apply_duration_seconds_bucket[$__rate_interval])))`, "apply"},
-				{`histogram_quantile(0.99, sum by (le) (rate(lameduck_agent_read_duration_seconds_bucket[$__rate_interval])))`, "read"},
+				{quantile(0.99, "le", `lameduck_agent_apply_duration_seconds_bucket`), "apply"},
+				{quantile(0.99, "le", `lameduck_agent_read_duration_seconds_bucket`), "read"},
 			},
 		},
 		{
 			"Probes", "Of targets, by outcome. None where no check is configured.", "ops", false,
-			[]Query{{`sum by (outcome) (rate(lameduck_agent_probes_total[$__rate_interval]))`, "{{outcome}}"}},
+			[]Query{{perSecond("outcome", `lameduck_agent_probes_total`), "{{outcome}}"}},
 		},
 		{
 			"Failing open", "Backends in which too few targets are healthy, so that all of them get traffic.",
@@ -155,7 +179,7 @@ var Rows = []Row{
 		},
 		{
 			"Journal", "Writes of exclusions to disk, by result.", "ops", false,
-			[]Query{{`sum by (result) (rate(lameduck_agent_journal_writes_total[$__rate_interval]))`, "{{result}}"}},
+			[]Query{{perSecond("result", `lameduck_agent_journal_writes_total`), "{{result}}"}},
 		},
 		{
 			"Streams to coordinators", "Of each agent: as many as there are replicas.", "short", false,
@@ -165,9 +189,15 @@ var Rows = []Row{
 			"Propagation, by gateway", "From when a pod began to go until a gateway had let go of it (removed), and " +
 				"until nothing ran there any more (idle): what a sleep before SIGTERM would have to cover.", "s", false,
 			[]Query{
-				{`histogram_quantile(0.5, sum by (le, gateway, what) (rate(lameduck_propagation_seconds_bucket[$__rate_interval])))`, "p50 {{gateway}} {{what}}"},
-				{`histogram_quantile(0.99, sum by (le, gateway, what) (rate(lameduck_propagation_seconds_bucket[$__rate_interval])))`, "p99 {{gateway}} {{what}}"},
+				{quantile(0.5, "le, gateway, what", `lameduck_propagation_seconds_bucket`), "p50 {{gateway}} {{what}}"},
+				{quantile(0.99, "le, gateway, what", `lameduck_propagation_seconds_bucket`), "p99 {{gateway}} {{what}}"},
 			},
+		},
+		{
+			"Slowest replicas, by gateway", "From when a pod began to stop until this replica of a gateway had " +
+				"stopped routing to it: 99 of 100 took less. The ten slowest; kube-proxy is below, by node.", "s", false,
+			[]Query{{slowest(quantile(0.99, "le, gateway, instance", ofOthers)),
+				"{{gateway}} {{instance}}"}},
 		},
 	}},
 	{Title: "The barrier", Barrier: true, Panels: []Panel{
@@ -175,20 +205,29 @@ var Rows = []Row{
 			"Waits at the barrier, by result",
 			"Pods each second that were told to stop, by why: Acknowledged is what is wanted, Deadline is not.",
 			"ops", false,
-			[]Query{{`sum by (reason) (rate(lameduck_barrier_duration_seconds_count[$__rate_interval])) > 0`,
+			[]Query{{perSecond("reason", `lameduck_barrier_duration_seconds_count`) + ` > 0`,
 				"{{reason}}"}},
 		},
 		{
 			"From the deletion to SIGTERM, by result", "What the barrier costs each pod.", "s", false,
 			[]Query{
-				{`histogram_quantile(0.5, sum by (le, reason) (rate(lameduck_barrier_duration_seconds_bucket[$__rate_interval]))) >= 0`, "p50 {{reason}}"},
-				{`histogram_quantile(0.99, sum by (le, reason) (rate(lameduck_barrier_duration_seconds_bucket[$__rate_interval]))) >= 0`, "p99 {{reason}}"},
+				{quantile(0.5, "le, reason", `lameduck_barrier_duration_seconds_bucket`) + ` >= 0`, "p50 {{reason}}"},
+				{quantile(0.99, "le, reason", `lameduck_barrier_duration_seconds_bucket`) + ` >= 0`, "p99 {{reason}}"},
 			},
+		},
+		{
+			"New pods, by coverage", "Pods created each second where the barrier is asked for. Only those that are " +
+				"Covered wait with every container.", "ops", false,
+			[]Query{{perSecond("coverage", `lameduck_admission_mutations_total`), "{{coverage}}"}},
+		},
+		{
+			"Pods without the hook", "That ask for it and were created without it, by the replica that sees most.",
+			"short", false, []Query{{`max(lameduck_barrier_missing_pods)`, "pods"}},
 		},
 		{
 			"Hooks, by outcome", "Answers of node agents each second. Local, Stopping, NoTime, NoTargets and " +
 				"TooMany are uncovered: nobody else was asked.", "ops", false,
-			[]Query{{`sum by (outcome) (rate(lameduck_barrier_waits_total[$__rate_interval])) > 0`, "{{outcome}}"}},
+			[]Query{{perSecond("outcome", `lameduck_barrier_waits_total`) + ` > 0`, "{{outcome}}"}},
 		},
 		{
 			"Hooks that wait now", "At coordinators, and at node agents.", "short", false,
@@ -198,8 +237,8 @@ var Rows = []Row{
 			"Propagation, by node", "Of kube-proxy, until it had let go: half of the pods took less, and 99 of 100. " +
 				"The ten slowest nodes.", "s", false,
 			[]Query{
-				{`topk(10, histogram_quantile(0.5, sum by (le, node) (rate(lameduck_propagation_seconds_bucket{gateway="kube-proxy",what="removed"}[$__rate_interval]))) >= 0)`, "p50 {{node}}"},
-				{`topk(10, histogram_quantile(0.99, sum by (le, node) (rate(lameduck_propagation_seconds_bucket{gateway="kube-proxy",what="removed"}[$__rate_interval]))) >= 0)`, "p99 {{node}}"},
+				{slowest(quantile(0.5, "le, node", ofKubeProxy)), "p50 {{node}}"},
+				{slowest(quantile(0.99, "le, node", ofKubeProxy)), "p99 {{node}}"},
 			},
 		},
 		{
@@ -212,6 +251,45 @@ var Rows = []Row{
 			},
 		},
 	}},
+}
+
+// Selectors returns the metrics with their labels that alert rules ask for, each alternative of a
+// label by itself: those of node agents, or all others.
+func Selectors(rules string, nodes bool) (all []string) {
+	alternatives := regexp.MustCompile(`^(.*)=~"([A-Za-z|]+)"(.*)$`)
+	for _, s := range regexp.MustCompile(`lameduck_[a-z_]+(\{[^}]*\})?`).FindAllString(rules, -1) {
+		if strings.HasPrefix(s, "lameduck_barrier_waits_total") != nodes {
+			continue
+		}
+		m := alternatives.FindStringSubmatch(s)
+		if m == nil {
+			all = append(all, s)
+			continue
+		}
+		for value := range strings.SplitSeq(m[2], "|") {
+			all = append(all, m[1]+"=\""+value+"\""+m[3])
+		}
+	}
+	return all
+}
+
+// ofKubeProxy and ofOthers are how long data planes take to stop routing to a pod.
+const (
+	ofKubeProxy = `lameduck_propagation_seconds_bucket{gateway="kube-proxy",what="removed"}`
+	ofOthers    = `lameduck_propagation_seconds_bucket{gateway!="kube-proxy",what="removed"}`
+)
+
+// slowest are the ten largest values of an expression.
+func slowest(expr string) string { return "topk(10, " + expr + " >= 0)" }
+
+// perSecond is the rate of a counter, by labels.
+func perSecond(labels, counter string) string {
+	return fmt.Sprintf("sum by (%s) (rate(%s[$__rate_interval]))", labels, counter)
+}
+
+// quantile is that of a histogram, by labels.
+func quantile(q float64, labels, buckets string) string {
+	return fmt.Sprintf("histogram_quantile(%v, %s)", q, perSecond(labels, buckets))
 }
 
 // Dashboard returns what Grafana imports.
