@@ -450,9 +450,6 @@ func copyTree(t *testing.T, to string) {
 			}
 			return os.MkdirAll(filepath.Join(to, relative), 0o700)
 		}
-		if !entry.Type().IsRegular() {
-			return nil
-		}
 		content, err := os.ReadFile(path)
 		if err != nil {
 			return err

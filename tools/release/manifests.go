@@ -49,11 +49,11 @@ func replaceOnce(text, old, with string) (string, error) {
 	return strings.Replace(text, old, with, 1), nil
 }
 
-// readTree reads a folder.
+// readTree reads a folder. A link to a file is that file: charts have what manifests have, too.
 func readTree(dir string) (files, error) {
 	all := files{}
 	err := filepath.WalkDir(dir, func(name string, entry os.DirEntry, err error) error {
-		if err != nil || !entry.Type().IsRegular() {
+		if err != nil || entry.IsDir() {
 			return err
 		}
 		content, err := os.ReadFile(name)
@@ -136,12 +136,12 @@ func chart(root string, o options, refs map[string]string) (files, string, error
 		}),
 		inside.edit("values.yaml", func(text string) (string, error) {
 			image, tag, _ := strings.Cut(refs["webhook"], ":"+o.version+"@")
-			text, err1 := replaceOnce(text, "repository: lameduck/webhook\n  tag: dev\n",
-				"repository: "+image+"\n  tag: "+o.version+"@"+tag+"\n")
+			text, err0 := replaceOnce(text, "repository: lameduck/webhook\n", "repository: "+image+"\n")
+			text, err1 := replaceOnce(text, "\n  tag: dev\n", "\n  tag: "+o.version+"@"+tag+"\n")
 			text, err2 := replaceOnce(text, "agentImage: lameduck/agent:dev\n", "agentImage: "+refs["agent"]+"\n")
 			text, err3 := replaceOnce(text, "waitImage: lameduck/lameduck-wait:dev\n",
 				"waitImage: "+refs["lameduck-wait"]+"\n")
-			return text, errors.Join(err1, err2, err3)
+			return text, errors.Join(err0, err1, err2, err3)
 		}),
 	)
 	all := files{}

@@ -107,6 +107,10 @@ func TestManifests(t *testing.T) {
 		values.Barrier.AgentImage != ref("agent") || values.Barrier.WaitImage != ref("lameduck-wait") {
 		t.Errorf("the chart's values are %+v, %v", values, err)
 	}
+	rules, err := os.ReadFile(filepath.Join(s.root, "manifests", "monitoring", "rules.yaml"))
+	if err != nil || chart["lameduck/files/rules.yaml"] != string(rules) {
+		t.Errorf("the chart does not have the alerts: %v", err)
+	}
 	if len(chart["lameduck/templates/webhook.yaml"]) == 0 {
 		t.Error("the chart has no templates")
 	}

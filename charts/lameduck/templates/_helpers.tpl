@@ -1,4 +1,4 @@
-{{/* lameduck.labels are those of every object, by Release and component. Selectors have name and component alone, which never change. */}}
+{{/* lameduck.labels are those of every object, by Release and component, and more for one object. Selectors have name and component alone, which never change. */}}
 {{- define "lameduck.labels" -}}
 {{- $top := index . 0 -}}
 {{- $labels := dict
@@ -9,7 +9,9 @@
   "app.kubernetes.io/component" (index . 1)
   "app.kubernetes.io/part-of" "lameduck"
   "app.kubernetes.io/managed-by" $top.Release.Service -}}
-{{- mergeOverwrite (deepCopy $top.Values.labels) $labels | toYaml }}
+{{- $more := dict -}}
+{{- if gt (len .) 2 }}{{ $more = index . 2 }}{{ end -}}
+{{- mergeOverwrite (deepCopy $top.Values.labels) (deepCopy $more) $labels | toYaml }}
 {{- end }}
 
 {{/* lameduck.image is an image, in image.registry if there is one: that of the reference is left out then. */}}

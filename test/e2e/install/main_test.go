@@ -19,8 +19,8 @@ const certManager = "github.com/cert-manager/cert-manager@v1.18.2"
 
 func TestMain(m *testing.M) {
 	if !cluster.Inside() {
-		// The test that needs it says so where it cannot be had. Inside there is no network.
-		_ = exec.Command("go", "mod", "download", certManager).Run()
+		// Tests that need them say so where they cannot be had. Inside there is no network.
+		_ = exec.Command("go", "mod", "download", certManager, prometheusOperator).Run()
 	}
 	cluster.Main(m)
 }

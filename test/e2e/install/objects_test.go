@@ -346,23 +346,23 @@ func TestTheChartsGateways(t *testing.T) {
 	})
 }
 
-// installCertManager gives the API server cert-manager's own definitions, for its objects in the
-// manifests.
-func installCertManager(t *testing.T, s *stage.Stage) {
+// installDefinitions gives the API server CustomResourceDefinitions: files in a folder of a module
+// of Go.
+func installDefinitions(t *testing.T, s *stage.Stage, of, folder string, files ...string) {
 	t.Helper()
-	out, err := exec.Command("go", "mod", "download", "-json", certManager).Output()
+	out, err := exec.Command("go", "mod", "download", "-json", of).Output()
 	var module struct{ Dir string }
 	if err != nil || json.Unmarshal(out, &module) != nil {
-		cluster.Missing(t, "cert-manager's definitions", fmt.Sprintf("go mod download: %v: %s", err, out))
+		cluster.Missing(t, "definitions of "+of, fmt.Sprintf("go mod download: %v: %s", err, out))
 	}
-	for _, name := range []string{"crd-certificates.yaml", "crd-issuers.yaml"} {
-		content, err := os.ReadFile(filepath.Join(module.Dir, "deploy", "crds", name))
+	for _, name := range files {
+		content, err := os.ReadFile(filepath.Join(module.Dir, folder, name))
 		if err != nil {
 			t.Fatal(err)
 		}
 		var plain strings.Builder
 		for line := range strings.Lines(string(content)) {
-			if !strings.Contains(line, "{{") { // labels of its chart
+			if !strings.Contains(line, "{{") { // labels of a chart
 				plain.WriteString(line)
 			}
 		}
@@ -370,10 +370,10 @@ func installCertManager(t *testing.T, s *stage.Stage) {
 			"-f", "-"); err != nil {
 			t.Fatalf("%v: %s", err, out)
 		}
-	}
-	if out, err := s.Cluster.Kubectl(t.Context(), "wait", "--for=condition=Established", "--timeout=30s",
-		"crd", "certificates.cert-manager.io", "issuers.cert-manager.io"); err != nil {
-		t.Fatalf("%v: %s", err, out)
+		if out, err := s.Cluster.KubectlInput(t.Context(), plain.String(), "wait", "--for=condition=Established",
+			"--timeout=30s", "-f", "-"); err != nil {
+			t.Fatalf("%v: %s", err, out)
+		}
 	}
 }
 
@@ -381,7 +381,7 @@ func installCertManager(t *testing.T, s *stage.Stage) {
 // and enforces Pod Security.
 func TestEveryObjectIsAccepted(t *testing.T) {
 	s := open(t)
-	installCertManager(t, s)
+	installDefinitions(t, s, certManager, "deploy/crds", "crd-certificates.yaml", "crd-issuers.yaml")
 	shop := &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: "shop", Labels: map[string]string{
 		"pod-security.kubernetes.io/enforce": "restricted", "pod-security.kubernetes.io/warn": "restricted",
 	}}}

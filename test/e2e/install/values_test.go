@@ -3,6 +3,7 @@ package install
 import (
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 
@@ -25,7 +26,8 @@ func TestEachMisspeltKeyIsRefused(t *testing.T) {
 	var misspell func(path []string, of object)
 	misspell = func(path []string, of object) {
 		for key, value := range of {
-			if !strings.Contains(key, "/") && (len(path) == 0 || path[len(path)-1] != "requests") {
+			free := len(path) > 0 && slices.Contains([]string{"requests", "labels"}, path[len(path)-1])
+			if !strings.Contains(key, "/") && !free {
 				var wrong any = object{key + "x": value}
 				for i := len(path) - 1; i >= 0; i-- {
 					wrong = object{path[i]: wrong}
