@@ -327,10 +327,10 @@ func TestThePageShowsEverything(t *testing.T) {
 	for _, scheme := range []string{"light", "dark"} {
 		for _, width := range []int64{wide, 768, phone, 320} {
 			b.look(width, scheme)
-			if over := b.overflows(); over != "" {
+			if over := b.settled(b.overflows); over != "" {
 				t.Errorf("at %d: wider than the window: %s", width, over)
 			}
-			if low := lowContrast(b); low != "" {
+			if low := b.settled(func() string { return lowContrast(b) }); low != "" {
 				t.Errorf("at %d, %s: too little contrast: %s", width, scheme, low)
 			}
 			b.picture(fmt.Sprintf("made-%s-%d", scheme, width), true)
@@ -399,6 +399,20 @@ func TestThePageTeachesAndAdmits(t *testing.T) {
 // becomes late is, and agents that are gone do not count as well.
 func TestThePageKnowsTheTime(t *testing.T) {
 	m := empty()
+	url, _ := serve(t, m, "127.0.0.1:0")
+	b := start(t)
+	b.open(url)
+	b.await("#connection", "Live")
+	// What the page says for a few seconds only is noted as it is drawn.
+	of[bool](b, `window.said = [];
+		new MutationObserver(() => { said.push(document.querySelector('#verdict').innerText); })
+			.observe(document.querySelector('#verdict'), {subtree: true, childList: true, characterData: true}); true`)
+	said := func(text string) {
+		t.Helper()
+		b.awaitThat(fmt.Sprintf("%q in the verdict, now or before", text), func() bool {
+			return of[bool](b, fmt.Sprintf("said.some((s) => s.includes(%q))", text))
+		})
+	}
 	now := time.Now()
 	m.set(func(v *coordinator.View) {
 		v.Expected = 1
@@ -409,10 +423,7 @@ func TestThePageKnowsTheTime(t *testing.T) {
 			At: now.Add(8*time.Second - 10*time.Minute), Reason: drain.Deadline, End: drain.PodDeleted,
 			Took: 30 * time.Second}}
 	})
-	url, _ := serve(t, m, "127.0.0.1:0")
-	b := start(t)
-	b.open(url)
-	b.await("#verdict", "shop/web-1 went")
+	said("shop/web-1 went")
 	b.await("#verdict", "all is well: 1 gateway is connected")
 	m.set(func(v *coordinator.View) {
 		now := time.Now()
@@ -426,7 +437,7 @@ func TestThePageKnowsTheTime(t *testing.T) {
 				State: drain.Routing, Connected: true, Since: now}}},
 		}}
 	})
-	b.await("#verdict", "1 pod is draining, nobody is late")
+	said("1 pod is draining, nobody is late")
 	b.await("#verdict", "shop/web-2 has waited")
 	m.set(func(v *coordinator.View) {
 		v.Expected, v.Open, v.Drains = 0, 0, nil
