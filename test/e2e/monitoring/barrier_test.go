@@ -1,11 +1,13 @@
 package monitoring
 
 import (
+	"context"
 	"net"
 	"os"
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -50,13 +52,21 @@ func TestThePanelsOfTheBarrierHaveData(t *testing.T) {
 	}
 	base := harness.Prometheus(t, prometheus, "global: {scrape_interval: 1s, scrape_timeout: 1s}\nscrape_configs:\n"+
 		"  - job_name: lameduck\n    static_configs: [{targets: ["+strings.Join(targets, ", ")+"]}]\n")
-	for end := time.Now().Add(20 * time.Second); time.Now().Before(end); {
-		_, err := s.Restart(t.Context(), "shop", "web")
-		must(err)
-	}
-	// The last of it is scraped within a second.
+	// Pods go for as long as panels are looked at: rates are of the last seconds.
+	ctx, cancel := context.WithCancel(t.Context())
+	var going sync.WaitGroup
+	going.Go(func() {
+		for ctx.Err() == nil {
+			if _, err := s.Restart(ctx, "shop", "web"); err != nil && ctx.Err() == nil {
+				t.Error(err)
+				return
+			}
+		}
+	})
+	defer going.Wait()
+	defer cancel()
 	within := func(expr string, is func(series []map[string]string) bool) (series []map[string]string, ok bool) {
-		for end := time.Now().Add(10 * time.Second); ; time.Sleep(200 * time.Millisecond) {
+		for end := time.Now().Add(time.Minute); ; time.Sleep(200 * time.Millisecond) {
 			if series = harness.Series(t, base, expr); is(series) || time.Now().After(end) {
 				return series, is(series)
 			}
