@@ -134,7 +134,9 @@ func TestADeadlineDoesNotBeginAgain(t *testing.T) {
 			took := time.Since(began)
 			must(t, <-killed)
 			t.Logf("%.1f s, %v", took.Seconds(), err)
-			if err != nil || took < 29*time.Second || took > 32*time.Second {
+			// If the deadline began again with the kill, it would take 42 s. A busy machine may be
+			// late by what is between.
+			if err != nil || took < 29*time.Second || took > 40*time.Second {
 				t.Errorf("it took %s, want 30 s: %v", took, err)
 			}
 		})

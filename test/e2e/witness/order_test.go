@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"maps"
 	"net/http"
 	"slices"
 	"sync"
@@ -57,8 +58,31 @@ func (sh *shop) unrouted(t *testing.T) []string {
 	return unrouted
 }
 
-// traffic returns unrouted, and counts the pods that are ready and routed.
+// traffic returns unrouted, and counts the pods that are ready and routed. What the API server and
+// the agent say is of one moment: a pod that changed between the two answers is asked about again.
 func (sh *shop) traffic(t *testing.T) (unrouted []string, serving int) {
+	t.Helper()
+	state := func() (alive, ready map[string]bool) {
+		pods, err := sh.s.Pods(t.Context(), sh.ns, "app=web")
+		must(t, err)
+		alive, ready = map[string]bool{}, map[string]bool{}
+		for _, p := range pods {
+			alive[string(p.UID)], ready[string(p.UID)] = p.DeletionTimestamp == nil, harness.Ready(&p)
+		}
+		return alive, ready
+	}
+	for alive, ready := state(); ; {
+		unrouted, serving = sh.look(t, alive, ready)
+		nowAlive, nowReady := state()
+		if maps.Equal(alive, nowAlive) && maps.Equal(ready, nowReady) {
+			return unrouted, serving
+		}
+		alive, ready = nowAlive, nowReady
+	}
+}
+
+// look asks the agent, and compares its answer with which pods are alive and ready.
+func (sh *shop) look(t *testing.T, alive, ready map[string]bool) (unrouted []string, serving int) {
 	t.Helper()
 	response, err := http.Get(sh.targets)
 	must(t, err)
@@ -71,12 +95,6 @@ func (sh *shop) traffic(t *testing.T) (unrouted []string, serving int) {
 		} `json:"targets"`
 	}
 	must(t, json.NewDecoder(response.Body).Decode(&view))
-	alive, ready := map[string]bool{}, map[string]bool{}
-	pods, err := sh.s.Pods(t.Context(), sh.ns, "app=web")
-	must(t, err)
-	for _, p := range pods {
-		alive[string(p.UID)], ready[string(p.UID)] = p.DeletionTimestamp == nil, harness.Ready(&p)
-	}
 	if len(view.Targets) == 0 {
 		t.Fatal("the agent tells of no target")
 	}
@@ -142,7 +160,8 @@ func TestTwoEvictionsOfOneBudget(t *testing.T) {
 			case <-done:
 				return <-all
 			case <-time.After(50 * time.Millisecond):
-				look(time.Now(), sh.unrouted(t))
+				unrouted := sh.unrouted(t)
+				look(time.Now(), unrouted) // the time after the answer: it may be of any moment before
 			}
 		}
 	}
