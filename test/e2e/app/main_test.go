@@ -6,6 +6,7 @@ import (
 	"errors"
 	"io"
 	"net/http"
+	"net/http/httptrace"
 	"os"
 	"os/exec"
 	"regexp"
@@ -83,23 +84,35 @@ func TestStartDelay(t *testing.T) {
 func TestOnTerm(t *testing.T) {
 	for onTerm, wantOK := range map[string]bool{"exit": false, "graceful": true} {
 		t.Run(onTerm, func(t *testing.T) {
-			cmd, url := start(t, "--work=1s", "--on-term="+onTerm)
-			result := make(chan error, 1)
+			const work = 3 * time.Second
+			cmd, url := start(t, "--work="+work.String(), "--on-term="+onTerm)
+			sent, result := make(chan struct{}), make(chan error, 1)
+			request, err := http.NewRequestWithContext(httptrace.WithClientTrace(t.Context(), &httptrace.ClientTrace{
+				WroteRequest: func(httptrace.WroteRequestInfo) { close(sent) }}), http.MethodGet, url, nil)
+			if err != nil {
+				t.Fatal(err)
+			}
 			go func() {
-				resp, err := http.Get(url)
+				resp, err := http.DefaultClient.Do(request)
 				if err == nil {
 					_, err = io.ReadAll(resp.Body)
 					resp.Body.Close()
 				}
 				result <- err
 			}()
-			time.Sleep(200 * time.Millisecond) // in the middle of its work
+			<-sent
+			// Connections are accepted one after the other: after this one the request's is.
+			ready, err := (&http.Client{Transport: &http.Transport{DisableKeepAlives: true}}).Get(url + "/readyz")
+			if err != nil {
+				t.Fatal(err)
+			}
+			ready.Body.Close()
 			cmd.Process.Signal(syscall.SIGTERM)
 			began := time.Now()
 			if err := cmd.Wait(); err != nil {
 				t.Errorf("exit: %v, want 0", err)
 			}
-			if took := time.Since(began); !wantOK && took > 500*time.Millisecond {
+			if took := time.Since(began); !wantOK && took > work/2 {
 				t.Errorf("exit took %v, want at once", took)
 			}
 			if err := <-result; (err == nil) != wantOK {
