@@ -192,6 +192,11 @@ func TestParse(t *testing.T) {
 		{"status -w", "--watch goes with drains"}, {"drains -w -o yaml", "--watch has no --output yaml"},
 		{"status -o xml", `--output "xml"`},
 		{"drains --evict", "--evict goes with explain"}, {"status --timeout 0s", "--timeout 0s"},
+		{"check --pre --strict", "check ns= pod="}, {"check -o json -n shop", "check ns=shop pod="},
+		{"check -o wide", "check has no --output wide"}, {"drains --pre", "--pre and --strict go with check"},
+		{"status --strict", "--pre and --strict go with check"}, {"drains -A", "drains ns= pod="},
+		{"drains -A -n shop", "--all-namespaces goes with"}, {"explain a -A", "--all-namespaces goes with"},
+		{"completion fish", "completion ns= pod="}, {"completion tcsh", "completion takes one of bash, zsh, fish"},
 		{"status --lameduck-port 70000", "--lameduck-port 70000"}, {"status --nonsense", "nonsense"},
 	} {
 		var out bytes.Buffer
@@ -250,7 +255,7 @@ func TestAskGoesOnWithoutTheSilent(t *testing.T) {
 	if want := "shop        a     Unrouting   6.0s   24s         hap (routing)"; !strings.Contains(out.String(), want) {
 		t.Errorf("%s", &out)
 	}
-	for _, want := range []string{"coordinator broken: it is ill", "reach coordinator hangs"} {
+	for _, want := range []string{"coordinator broken: it is ill", "coordinator hangs did not answer in time"} {
 		if !strings.Contains(errs.String(), want) {
 			t.Errorf("no %q in %q", want, &errs)
 		}

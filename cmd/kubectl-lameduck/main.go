@@ -5,9 +5,11 @@ package main
 import (
 	"context"
 	"errors"
+	"fmt"
 	"io"
 
 	"github.com/spf13/pflag"
+	"k8s.io/client-go/kubernetes"
 
 	"github.com/lameduck-io/lameduck/internal/cli"
 )
@@ -30,7 +32,17 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	if err != nil {
 		return err
 	}
-	all, err := find(ctx, o)
+	if o.command == "completion" || o.command == complete {
+		return completion(o, stdout)
+	}
+	kube, err := kubernetes.NewForConfig(o.config)
+	if err != nil {
+		return fmt.Errorf("client for the API server: %w", err)
+	}
+	if o.command == "check" {
+		return diagnose(ctx, o, kube, stdout)
+	}
+	all, err := find(ctx, o, kube)
 	if err != nil {
 		return err
 	}

@@ -6,15 +6,18 @@ import (
 	"strings"
 	"time"
 
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
 	"github.com/lameduck-io/lameduck/internal/dashboard/api"
 )
 
 // whole is what all coordinators say together. Its fields are added to, never repurposed: operators
 // read it with --output json.
 type whole struct {
-	Coordinators []coordinator `json:"coordinators"`
-	Drains       []oneDrain    `json:"drains"`
-	Agents       []oneAgent    `json:"agents"`
+	metav1.TypeMeta `json:",inline"`
+	Coordinators    []coordinator `json:"coordinators"`
+	Drains          []oneDrain    `json:"drains"`
+	Agents          []oneAgent    `json:"agents"`
 	// Outcomes are the newest first.
 	Outcomes []oneOutcome `json:"outcomes"`
 	// Propagation is each coordinator's own: quantiles cannot be joined.
@@ -89,9 +92,9 @@ var (
 func far(order []string, name string) int { return slices.Index(order, name) }
 
 func merge(answers []answer[api.View]) whole {
-	w := whole{Coordinators: []coordinator{}, Drains: []oneDrain{}, Agents: []oneAgent{}, Outcomes: []oneOutcome{},
-		Propagation: []onePropagation{}, Barriers: []api.OpenBarrier{}, BarrierMissingPods: []string{},
-		TargetHealth: api.TargetHealth{Services: []api.ServiceHealth{}}}
+	w := whole{TypeMeta: kind("Status"), Coordinators: []coordinator{}, Drains: []oneDrain{}, Agents: []oneAgent{},
+		Outcomes: []oneOutcome{}, Propagation: []onePropagation{}, Barriers: []api.OpenBarrier{},
+		BarrierMissingPods: []string{}, TargetHealth: api.TargetHealth{Services: []api.ServiceHealth{}}}
 	drains, agents := map[string]*oneDrain{}, map[string]*oneAgent{}
 	for _, a := range answers {
 		c := coordinator{Name: a.replica.name, Ready: a.replica.ready}

@@ -21,7 +21,11 @@ const help = `kubectl lameduck shows what Lameduck's coordinators know.
   kubectl lameduck status               coordinators, agents, and what went wrong lately
   kubectl lameduck drains [--watch]     pods whose deletion waits for gateways
   kubectl lameduck explain POD          what would happen if the pod were deleted now; nothing does
+  kubectl lameduck check [--strict]     what is wrong with the installation, and how to mend it
+  kubectl lameduck check --pre          what would be in the way of one
+  kubectl lameduck completion SHELL     how the shell completes these; bash, zsh or fish
 
+Exit codes of check: 0 all is well, 1 errors were found, 2 something could not be checked.
 It reaches the coordinators through the API server (pods/portforward), asks all of them, and joins what they say.
 
 Flags:
@@ -35,6 +39,10 @@ type options struct {
 	output    string
 	watch     bool
 	evict     bool
+	// pre and strict are check's.
+	pre, strict bool
+	// words are what is to be completed.
+	words []string
 	// system is the namespace of the coordinators, selector what their pods are known by, port
 	// where they serve; 0: as their pods say.
 	system   string
@@ -44,6 +52,8 @@ type options struct {
 	config   *rest.Config
 }
 
+var commands = []string{"status", "drains", "explain", "check", "completion"}
+
 var outputs = []string{"", "wide", "json", "yaml"}
 
 // parse reads the command line, and the kubeconfig that it names. Its errors wrap errUsage, or are
@@ -52,16 +62,25 @@ func parse(args []string, out io.Writer) (options, error) {
 	var o options
 	rules := clientcmd.NewDefaultClientConfigLoadingRules()
 	var overrides clientcmd.ConfigOverrides
+	if len(args) > 0 && args[0] == complete {
+		o.command, o.words = args[0], args[1:]
+		return o, nil
+	}
 	f := pflag.NewFlagSet("kubectl lameduck", pflag.ContinueOnError)
 	f.SetOutput(io.Discard)
 	f.Usage = func() {}
-	f.StringVarP(&o.namespace, "namespace", "n", "",
-		"namespace: of explain's pod (default: the context's), or what drains shows (default: all)")
+	f.StringVarP(&o.namespace, "namespace", "n", "", "namespace: of explain's pod (default: the context's), what "+
+		"drains shows (default: all), or where check asks (default: one whose deletions wait)")
+	everywhere := f.BoolP("all-namespaces", "A", false, "with drains or status: those of all namespaces, as without -n")
+	f.BoolVar(&o.pre, "pre", false, "with check: before an installation")
+	f.BoolVar(&o.strict, "strict", false, "with check: warnings are errors")
 	f.StringVarP(&o.output, "output", "o", "", "wide, json or yaml; empty: a table")
 	f.BoolVarP(&o.watch, "watch", "w", false, "with drains: go on showing what changes")
 	f.BoolVar(&o.evict, "evict", false, "with explain: evicted, as kubectl drain does, and not deleted")
 	f.StringVar(&rules.ExplicitPath, "kubeconfig", "", "path of the kubeconfig file")
-	f.StringVar(&overrides.CurrentContext, "context", "", "context of the kubeconfig file")
+	bound := clientcmd.RecommendedConfigOverrideFlags("")
+	bound.ContextOverrideFlags.Namespace.LongName = "" // -n has another meaning here
+	clientcmd.BindOverrideFlags(&overrides, f, bound)
 	f.StringVar(&o.system, "lameduck-namespace", "lameduck-system", "namespace of the coordinators")
 	f.StringVar(&o.selector, "lameduck-selector", "app.kubernetes.io/name=lameduck,app.kubernetes.io/component=webhook",
 		"labels of the coordinators' pods")
@@ -95,9 +114,14 @@ func parse(args []string, out io.Writer) (options, error) {
 			return bad("explain takes the name of one pod, not %d", len(words))
 		}
 		o.pod, words = strings.TrimPrefix(words[0], "pod/"), nil
-	case "status", "drains":
+	case "completion":
+		if len(words) != 1 || !slices.Contains(shells, words[0]) {
+			return bad("completion takes one of %s", strings.Join(shells, ", "))
+		}
+		return o, nil
+	case "status", "drains", "check":
 	default:
-		return bad("unknown command %q: there are status, drains and explain", o.command)
+		return bad("unknown command %q: there are %s", o.command, strings.Join(commands, ", "))
 	}
 	switch {
 	case len(words) > 0:
@@ -108,6 +132,12 @@ func parse(args []string, out io.Writer) (options, error) {
 		return bad("--watch goes with drains")
 	case o.watch && o.output == "yaml":
 		return bad("--watch has no --output yaml: take json, one object a line")
+	case *everywhere && (o.namespace != "" || o.command != "drains" && o.command != "status"):
+		return bad("--all-namespaces goes with drains and status, without --namespace")
+	case (o.pre || o.strict) && o.command != "check":
+		return bad("--pre and --strict go with check")
+	case o.output == "wide" && o.command == "check":
+		return bad("check has no --output wide")
 	case o.evict && o.command != "explain":
 		return bad("--evict goes with explain")
 	case o.timeout <= 0:

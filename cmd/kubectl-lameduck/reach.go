@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -22,6 +23,7 @@ import (
 	"k8s.io/client-go/transport/spdy"
 	"k8s.io/streaming/pkg/httpstream"
 
+	"github.com/lameduck-io/lameduck/internal/check"
 	"github.com/lameduck-io/lameduck/internal/dashboard/api"
 )
 
@@ -31,8 +33,11 @@ const mostAnswer = 32 << 20
 // replica is one coordinator, as it is reached.
 type replica struct {
 	name  string
+	pod   *corev1.Pod
 	ready bool
 	http  *http.Client
+	// dial opens a connection to a port of the pod.
+	dial  func(ctx context.Context, port int) (net.Conn, error)
 	close func()
 }
 
@@ -44,13 +49,8 @@ func (all replicas) close() {
 	}
 }
 
-// find lists the coordinators' pods. Nothing is connected yet. The error says what is missing:
-// Lameduck, or a right.
-func find(ctx context.Context, o options) (replicas, error) {
-	kube, err := kubernetes.NewForConfig(o.config)
-	if err != nil {
-		return nil, fmt.Errorf("client for the API server: %w", err)
-	}
+// list returns the coordinators' pods, in the order of their names.
+func list(ctx context.Context, o options, kube kubernetes.Interface) ([]corev1.Pod, error) {
 	ctx, cancel := context.WithTimeout(ctx, o.timeout)
 	defer cancel()
 	pods, err := kube.CoreV1().Pods(o.system).List(ctx, metav1.ListOptions{LabelSelector: o.selector})
@@ -61,43 +61,42 @@ func find(ctx context.Context, o options) (replicas, error) {
 	case err != nil:
 		return nil, fmt.Errorf("list Lameduck's coordinators in namespace %s: %w", o.system, err)
 	}
+	slices.SortFunc(pods.Items, func(a, b corev1.Pod) int { return strings.Compare(a.Name, b.Name) })
+	return pods.Items, nil
+}
+
+// find lists the coordinators' pods that run. Nothing is connected yet. The error says what is
+// missing: Lameduck, or a right.
+func find(ctx context.Context, o options, kube kubernetes.Interface) (replicas, error) {
+	pods, err := list(ctx, o, kube)
+	if err != nil {
+		return nil, err
+	}
 	var all replicas
-	for _, pod := range pods.Items {
+	var why []string
+	for _, pod := range pods {
 		if pod.Status.Phase == corev1.PodRunning {
 			all = append(all, reach(o, kube, &pod))
+		} else {
+			why = append(why, pod.Name+": "+check.Why(&pod))
 		}
 	}
 	switch {
-	case len(pods.Items) == 0:
+	case len(pods) == 0:
 		return nil, fmt.Errorf("Lameduck is not installed in namespace %s: no pod has the labels %s "+
 			"(--lameduck-namespace, --lameduck-selector)", o.system, o.selector)
 	case len(all) == 0:
-		return nil, fmt.Errorf("none of the %d pods of Lameduck's coordinators in namespace %s is running",
-			len(pods.Items), o.system)
+		return nil, fmt.Errorf("none of the %d pods of Lameduck's coordinators in namespace %s is running: %s",
+			len(pods), o.system, strings.Join(why, "; "))
 	}
-	slices.SortFunc(all, func(a, b *replica) int { return strings.Compare(a.name, b.name) })
 	return all, nil
 }
 
 // reach returns a replica whose requests go through the API server and the kubelet to the pod's own
 // loopback address.
 func reach(o options, kube kubernetes.Interface, pod *corev1.Pod) *replica {
-	r := &replica{name: pod.Name}
-	for _, c := range pod.Status.Conditions {
-		r.ready = r.ready || c.Type == corev1.PodReady && c.Status == corev1.ConditionTrue &&
-			pod.DeletionTimestamp == nil
-	}
-	port := o.port
-	for _, c := range pod.Spec.Containers {
-		for _, p := range c.Ports {
-			if port == 0 && p.Name == api.PortName {
-				port = int(p.ContainerPort)
-			}
-		}
-	}
-	if port == 0 {
-		port = api.Port
-	}
+	r := &replica{name: pod.Name, pod: pod, ready: check.Ready(pod)}
+	port := cmp.Or(o.port, portOf(pod, api.PortName, api.Port))
 	url := kube.CoreV1().RESTClient().Post().Resource("pods").Namespace(pod.Namespace).Name(pod.Name).SubResource(
 		"portforward").URL()
 	dial := func() (httpstream.Connection, error) {
@@ -118,9 +117,22 @@ func reach(o options, kube kubernetes.Interface, pod *corev1.Pod) *replica {
 		return conn, err
 	}
 	transport := &http.Transport{DisableCompression: true}
-	transport.DialContext = func(ctx context.Context, _, _ string) (net.Conn, error) { return forward(ctx, dial, port) }
+	r.dial = func(ctx context.Context, port int) (net.Conn, error) { return forward(ctx, dial, port) }
+	transport.DialContext = func(ctx context.Context, _, _ string) (net.Conn, error) { return r.dial(ctx, port) }
 	r.http, r.close = &http.Client{Transport: transport}, transport.CloseIdleConnections
 	return r
+}
+
+// portOf returns the port of that name of a pod, or another one if it has none.
+func portOf(pod *corev1.Pod, name string, other int) int {
+	for _, c := range pod.Spec.Containers {
+		for _, p := range c.Ports {
+			if p.Name == name {
+				return int(p.ContainerPort)
+			}
+		}
+	}
+	return other
 }
 
 // forward opens a connection to a port of the pod that dial leads to. Nothing listens on this
@@ -247,6 +259,12 @@ func (r *replica) fault(err error) error {
 	case apierrors.IsForbidden(err) || strings.Contains(text, "forbidden"):
 		return fmt.Errorf("you may not forward ports to the coordinators' pods (create and get pods/portforward): %w",
 			err)
+	case strings.Contains(text, "error dialing backend"), strings.Contains(text, "proxy error"):
+		return fmt.Errorf("coordinator %s runs, and the API server does not reach the kubelet of its node (port "+
+			"10250): %w", r.name, err)
+	case errors.Is(err, context.DeadlineExceeded):
+		return fmt.Errorf("coordinator %s did not answer in time (--timeout): it is overloaded or stuck, or its node "+
+			"is away: %w", r.name, err)
 	default:
 		return fmt.Errorf("reach coordinator %s: %w", r.name, err)
 	}
@@ -256,6 +274,8 @@ type answer[T any] struct {
 	replica *replica
 	said    T
 	err     error
+	// at is when it was asked, by this machine's clock.
+	at time.Time
 }
 
 // ask asks all coordinators at once, and returns their answers in the order of their names. The
@@ -267,8 +287,10 @@ func ask[T any](ctx context.Context, o options, all replicas, path string) ([]an
 	var asked sync.WaitGroup
 	for i, r := range all {
 		asked.Go(func() {
+			began := time.Now()
 			answers[i].replica = r
 			answers[i].err = r.get(ctx, path, &answers[i].said)
+			answers[i].at = began.Add(time.Since(began) / 2)
 		})
 	}
 	asked.Wait()
@@ -276,6 +298,9 @@ func ask[T any](ctx context.Context, o options, all replicas, path string) ([]an
 		if a.err == nil {
 			return answers, nil
 		}
+	}
+	if len(answers) == 0 {
+		return nil, errors.New("no coordinator runs")
 	}
 	return answers, answers[0].err
 }

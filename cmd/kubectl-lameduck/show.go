@@ -14,6 +14,7 @@ import (
 	"text/tabwriter"
 	"time"
 
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/util/duration"
 	"sigs.k8s.io/yaml"
 
@@ -28,6 +29,17 @@ func seconds(s float64) string {
 		return fmt.Sprintf("%.1fs", max(0, s))
 	}
 	return duration.HumanDuration(time.Duration(s * float64(time.Second)))
+}
+
+// kind is what an object of --output json or yaml is.
+func kind(name string) metav1.TypeMeta {
+	return metav1.TypeMeta{APIVersion: "lameduck.io/v1", Kind: name}
+}
+
+// drainList is what drains prints.
+type drainList struct {
+	metav1.TypeMeta `json:",inline"`
+	Items           []oneDrain `json:"items"`
 }
 
 // encode writes v as the options say. It reports false if they want a table.
@@ -296,7 +308,7 @@ func drains(ctx context.Context, o options, all replicas, out, stderr io.Writer)
 	}
 	list := in(merge(answers).Drains, o.namespace)
 	complain(answers, stderr)
-	if done, err := encode(o, list, out); done {
+	if done, err := encode(o, drainList{kind("DrainList"), list}, out); done {
 		return err
 	}
 	if len(list) == 0 {
@@ -327,6 +339,7 @@ func writeDrains(list []oneDrain, wide bool, out io.Writer) {
 // explained is what coordinators say together of one pod. They know the same cluster, but for what
 // has just changed; the first that answers is believed, and it is said if another differs.
 type explained struct {
+	metav1.TypeMeta `json:",inline"`
 	api.Explanation
 	// Differs are coordinators that say something else, and what.
 	Differs []string `json:"differs"`
@@ -354,7 +367,7 @@ func explain(ctx context.Context, o options, all replicas, out, stderr io.Writer
 }
 
 func joinExplanations(answers []answer[api.Explanation]) explained {
-	x := explained{Differs: []string{}}
+	x := explained{TypeMeta: kind("Explanation"), Differs: []string{}}
 	first := true
 	for _, a := range answers {
 		switch {
@@ -495,8 +508,9 @@ const watchEvery = 500 * time.Millisecond
 
 // event is a drain that began, or that is in another phase or waits for others, or how one ended.
 type event struct {
-	Type   string `json:"type"`
-	Object any    `json:"object"`
+	metav1.TypeMeta `json:",inline"`
+	Type            string `json:"type"`
+	Object          any    `json:"object"`
 }
 
 // watchDrains prints events until ctx is done. Coordinators that come later are not asked.
@@ -524,7 +538,7 @@ func watchDrains(ctx context.Context, o options, all replicas, out, stderr io.Wr
 			open[d.UID], ended[d.UID] = true, false
 			if sign := d.Phase + " " + d.waitsFor(20); shown[d.UID] != sign {
 				shown[d.UID] = sign
-				events = append(events, event{"drain", d})
+				events = append(events, event{kind("DrainEvent"), "drain", d})
 			}
 		}
 		for _, e := range w.Outcomes {
@@ -534,7 +548,7 @@ func watchDrains(ctx context.Context, o options, all replicas, out, stderr io.Wr
 			ended[e.UID] = true
 			delete(shown, e.UID)
 			if !first { // of earlier ones only status tells
-				events = append(events, event{"outcome", e})
+				events = append(events, event{kind("DrainEvent"), "outcome", e})
 			}
 		}
 		for _, e := range events {

@@ -20,13 +20,15 @@ var (
 	ErrUsage = errors.New("bad usage")
 	// ErrPrinted ends a command that was asked for its configuration or version alone.
 	ErrPrinted = errors.New("printed")
+	// ErrUnchecked wraps why something could not be checked, which is not the same as a bad result.
+	ErrUnchecked = errors.New("not checked")
 )
 
 // Run is a whole command. getenv gives the environment.
 type Run func(ctx context.Context, args []string, getenv func(string) string, stdout, stderr io.Writer) error
 
 // Main runs the command of that name until SIGTERM or an interrupt, and exits with 2 after an
-// [ErrUsage] and 1 after any other error.
+// [ErrUsage] or an [ErrUnchecked] and 1 after any other error.
 func Main(name string, run Run) {
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM, os.Interrupt)
 	err := run(ctx, os.Args[1:], os.Getenv, os.Stdout, os.Stderr)
@@ -35,7 +37,7 @@ func Main(name string, run Run) {
 		return
 	}
 	fmt.Fprintf(os.Stderr, "%s: %v\n", name, err)
-	if errors.Is(err, ErrUsage) {
+	if errors.Is(err, ErrUsage) || errors.Is(err, ErrUnchecked) {
 		os.Exit(2)
 	}
 	os.Exit(1)

@@ -21,6 +21,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	rbacv1 "k8s.io/api/rbac/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/kubernetes"
 	"k8s.io/cri-streaming/pkg/streaming/portforward"
 
 	"github.com/lameduck-io/lameduck/test/cluster"
@@ -30,11 +31,21 @@ import (
 
 // kubelet is the part of a kubelet that the stand-in of a node lacks: it forwards ports of pods,
 // with the kubelet's own code, behind the real API server. All pods have the test's loopback
-// address here.
-type kubelet struct{}
+// address here, besides one of their own.
+type kubelet struct {
+	kube      kubernetes.Interface
+	namespace string
+}
 
-func (kubelet) PortForward(_ context.Context, _, _ string, port int32, stream io.ReadWriteCloser) error {
+func (k kubelet) PortForward(ctx context.Context, name, _ string, port int32, stream io.ReadWriteCloser) error {
 	conn, err := net.Dial("tcp", fmt.Sprint("127.0.0.1:", port))
+	if err != nil {
+		pod, missing := k.kube.CoreV1().Pods(k.namespace).Get(ctx, name, metav1.GetOptions{})
+		if missing != nil {
+			return missing
+		}
+		conn, err = net.Dial("tcp", net.JoinHostPort(pod.Status.PodIP, fmt.Sprint(port)))
+	}
 	if err != nil {
 		return err
 	}
@@ -55,7 +66,7 @@ var kubeletOnce sync.Once
 
 // serveKubelet serves port forwarding where the API server looks for the kubelet, until the program
 // ends.
-func serveKubelet(t *testing.T) {
+func serveKubelet(t *testing.T, kube kubernetes.Interface) {
 	t.Helper()
 	kubeletOnce.Do(func() {
 		ca, err := cluster.NewCA()
@@ -81,8 +92,8 @@ func serveKubelet(t *testing.T) {
 				http.Error(w, err.Error(), http.StatusBadRequest)
 				return
 			}
-			portforward.ServePortForward(w, r, kubelet{}, parts[3], "", options, time.Hour, 10*time.Second,
-				portforward.SupportedProtocols)
+			portforward.ServePortForward(w, r, kubelet{kube, parts[2]}, parts[3], "", options, time.Hour,
+				10*time.Second, portforward.SupportedProtocols)
 		})}
 		ready := make(chan struct{})
 		go func() {
@@ -120,7 +131,7 @@ func code(err error) int {
 // drained.
 func TestKubectl(t *testing.T) {
 	s := open(t)
-	serveKubelet(t)
+	serveKubelet(t, s.Kube)
 	const ns = "kubectl"
 	harness.Namespace(t, s.Kube, ns, nil)
 	shop(t, s, ns, 1500*time.Millisecond)
@@ -156,17 +167,25 @@ func TestKubectl(t *testing.T) {
 	contains(say("explain", pods[0].Name, "-n", ns), "It would be deleted when 1 gateway that routes to it has let go.",
 		gateway+" (haproxy on node-1), at the hold", "Not covered:", "kube-proxy")
 	contains(say("explain", "pod/"+pods[0].Name, "-n", ns, "--evict", "-o", "yaml"), "operation: evict",
-		"answer: drain")
-	var drains []map[string]any
-	if err := json.Unmarshal([]byte(say("drains", "-n", ns, "-o", "json")), &drains); err != nil || len(drains) > 0 {
-		t.Errorf("before: %v, %v", drains, err)
+		"answer: drain", "kind: Explanation")
+	var drains struct {
+		APIVersion, Kind string
+		Items            []any
 	}
+	if err := json.Unmarshal([]byte(say("drains", "-n", ns, "-o", "json")), &drains); err != nil ||
+		drains.APIVersion != "lameduck.io/v1" || drains.Kind != "DrainList" || drains.Items == nil ||
+		len(drains.Items) > 0 {
+		t.Errorf("before: %+v, %v", drains, err)
+	}
+	contains(say("status", "-A", "-o", "yaml"), "apiVersion: lameduck.io/v1", "kind: Status",
+		"version: dev, commit unknown")
 
 	// As kubectl finds it: on the PATH.
 	t.Setenv("PATH", harness.Programs(t)+string(os.PathListSeparator)+os.Getenv("PATH"))
 	if out, err := s.Cluster.Kubectl(t.Context(), "lameduck", "status"); err != nil || !strings.Contains(out, gateway) {
 		t.Errorf("as a plugin: %v: %s", err, out)
 	}
+	completes(t, s)
 
 	// --watch tells how the drain of every pod of a rolling update ends, and how it goes if it is
 	// long enough to be seen.
@@ -267,6 +286,24 @@ func TestKubectl(t *testing.T) {
 	namesGaps(t, s, ns, say)
 }
 
+// completes shows that kubectl's own completion finds the plugin's, by the script that it prints.
+func completes(t *testing.T, s *stage.Stage) {
+	t.Helper()
+	script, _, err := plugin(t, "/nowhere", "completion", "zsh")
+	if err != nil {
+		t.Fatal(err)
+	}
+	dir := t.TempDir()
+	if err := os.WriteFile(filepath.Join(dir, "kubectl_complete-lameduck"), []byte(script), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	t.Setenv("PATH", dir+string(os.PathListSeparator)+os.Getenv("PATH"))
+	if out, err := s.Cluster.Kubectl(t.Context(), "__complete", "lameduck", "c"); err != nil ||
+		!strings.HasPrefix(out, "check\ncompletion\n:4\n") {
+		t.Errorf("%v: %s", err, out)
+	}
+}
+
 // namesGaps shows that status counts the Services that are waited for, and names what routes the
 // others.
 func namesGaps(t *testing.T, s *stage.Stage, ns string, say func(...string) string) {
@@ -329,7 +366,7 @@ spec:
 // Who may not, or asks a cluster without Lameduck, must hear what is missing.
 func TestKubectlSaysWhatIsMissing(t *testing.T) {
 	s := open(t)
-	serveKubelet(t)
+	serveKubelet(t, s.Kube)
 	config := func(user string, rules ...rbacv1.PolicyRule) string {
 		t.Helper()
 		path := filepath.Join(t.TempDir(), "kubeconfig")
@@ -369,6 +406,9 @@ func TestKubectlSaysWhatIsMissing(t *testing.T) {
 		"no right to forward": {config("lister", list), []string{"status"}, 1,
 			"you may not forward ports to the coordinators' pods (create and get pods/portforward)"},
 		"exactly the rights": {config("reader", list, forward), []string{"status"}, 0, ""},
+		"as another user": {admin, []string{"status", "--as", "jane"}, 1,
+			`User "jane" cannot list resource "pods"`},
+		"as one of a group": {admin, []string{"status", "--as", "jane", "--as-group", "system:masters"}, 0, ""},
 		"not installed": {admin, []string{"status", "--lameduck-namespace", "default"}, 1,
 			"Lameduck is not installed in namespace default"},
 		"another port": {admin, []string{"status", "--lameduck-port", "9446"}, 1,

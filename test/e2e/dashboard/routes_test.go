@@ -16,7 +16,7 @@ import (
 // A Service that is routed by it must not read as waited for.
 func TestKindsOfRoutesThatAreInstalledLater(t *testing.T) {
 	s := open(t)
-	serveKubelet(t)
+	serveKubelet(t, s.Kube)
 	ns := harness.Namespace(t, s.Kube, "later-", nil)
 	if err := s.InstallApp(t.Context(), stage.App{Namespace: ns, Replicas: 1}); err != nil {
 		t.Fatal(err)

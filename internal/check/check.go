@@ -1,0 +1,508 @@
+// Package check judges an installation of Lameduck by what was read of it: from the API server,
+// from the coordinators, and from the certificates that they serve.
+package check
+
+import (
+	"cmp"
+	"context"
+	"crypto/x509"
+	"encoding/pem"
+	"errors"
+	"fmt"
+	"maps"
+	"net/url"
+	"regexp"
+	"slices"
+	"strings"
+	"time"
+
+	admissionv1 "k8s.io/api/admissionregistration/v1"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/utils/ptr"
+
+	"github.com/lameduck-io/lameduck/internal/dashboard/api"
+)
+
+// Level is how bad a finding is.
+type Level string
+
+// The levels, the worst first.
+const (
+	// Error: deletions that should wait do not, or may fail.
+	Error Level = "error"
+	// Unknown: it could not be checked.
+	Unknown Level = "unknown"
+	// Warning: something is less than it could be.
+	Warning Level = "warning"
+	// Note: a choice, or a limit of the check.
+	Note Level = "note"
+)
+
+// Levels are all of them, the worst first.
+var Levels = []Level{Error, Unknown, Warning, Note}
+
+// Finding is one thing that an operator should know.
+type Finding struct {
+	Level   Level  `json:"level"`
+	Object  string `json:"object"`
+	Problem string `json:"problem"`
+	// Fix is a command, or what to do where no command is enough.
+	Fix string `json:"fix"`
+}
+
+// Entry is one webhook of a webhook configuration.
+type Entry struct {
+	// Mutating is whether it may change objects: give new pods the barrier's hook. Lameduck's other
+	// entries hold deletions.
+	Mutating bool
+	// Of is the name of the configuration.
+	Of, Name string
+	Client   admissionv1.WebhookClientConfig
+	Policy   *admissionv1.FailurePolicyType
+	Timeout  *int32
+	Selector *metav1.LabelSelector
+	Rules    []admissionv1.RuleWithOperations
+	// Chain is the certificate that its coordinator serves, and those that come with it. Unserved
+	// is why it is not known.
+	Chain    []*x509.Certificate
+	Unserved error
+	// Silent is why no coordinator answered through the API server.
+	Silent error
+}
+
+func (e Entry) String() string {
+	if e.Mutating {
+		return "MutatingWebhookConfiguration " + e.Of + ", " + e.Name
+	}
+	return "ValidatingWebhookConfiguration " + e.Of + ", " + e.Name
+}
+
+// Entries returns those of all webhook configurations that can be read.
+func Entries(ctx context.Context, kube kubernetes.Interface) (all []Entry, err error) {
+	validating, err := kube.AdmissionregistrationV1().ValidatingWebhookConfigurations().List(ctx, metav1.ListOptions{})
+	if err == nil {
+		for _, c := range validating.Items {
+			for _, w := range c.Webhooks {
+				all = append(all, Entry{Of: c.Name, Name: w.Name, Client: w.ClientConfig, Policy: w.FailurePolicy,
+					Timeout: w.TimeoutSeconds, Selector: w.NamespaceSelector, Rules: w.Rules})
+			}
+		}
+	}
+	mutating, other := kube.AdmissionregistrationV1().MutatingWebhookConfigurations().List(ctx, metav1.ListOptions{})
+	if other == nil {
+		for _, c := range mutating.Items {
+			for _, w := range c.Webhooks {
+				all = append(all, Entry{Mutating: true, Of: c.Name, Name: w.Name, Client: w.ClientConfig,
+					Policy: w.FailurePolicy, Timeout: w.TimeoutSeconds, Selector: w.NamespaceSelector, Rules: w.Rules})
+			}
+		}
+	}
+	return all, errors.Join(err, other)
+}
+
+// Coordinator is one replica.
+type Coordinator struct {
+	Pod corev1.Pod
+	// View is what it knows, Err why it was not told.
+	View api.View
+	Err  error
+	// Ahead is how far its clock is ahead of the API server's.
+	Ahead time.Duration
+}
+
+// Facts are what was read of an installation.
+type Facts struct {
+	Now time.Time
+	// System is the namespace of the coordinators, Labels their selector, Secret the one that has
+	// their certificate. No Secret: they make it themselves.
+	System, Labels, Secret string
+	Coordinators           []Coordinator
+	Entries                []Entry
+	// Agents are as the coordinators see them together, with the worst state.
+	Agents []api.Agent
+	// Coverage is that of the coordinator that calls the fewest Services waited for. Nil: none
+	// answered.
+	Coverage   *api.Coverage
+	Namespaces []corev1.Namespace
+	Nodes      []corev1.Node
+	// NodeAgents are the pods of the node agents.
+	NodeAgents []corev1.Pod
+	// ProxyMode is kube-proxy's, as its ConfigMap says. Empty: not known.
+	ProxyMode string
+	// Unread is what could not be read. What it would have shown is not judged.
+	Unread []Finding
+}
+
+const (
+	// renewal is how long before its end a certificate should have been replaced.
+	renewal = 7 * 24 * time.Hour
+	// skew is how far two clocks may be apart. The bound of the barrier, 30 s, begins with the API
+	// server's time of the deletion.
+	skew = 5 * time.Second
+	// named bounds what is named of a list.
+	named = 10
+
+	barrierLabel = "lameduck.io/barrier"
+	drainLabel   = "lameduck.io/drain"
+	// Configuration is the name of Lameduck's webhook configurations, Webhooks what stands for them
+	// in [Facts.Unread].
+	Configuration = "lameduck"
+	Webhooks      = "webhook configurations"
+
+	install = "kubectl apply -k manifests/base, or helm upgrade --install with the chart"
+)
+
+// Findings judges, and returns the worst first.
+func (f Facts) Findings() []Finding {
+	all := slices.Clone(f.Unread)
+	add := func(l Level, object, fix, problem string, args ...any) {
+		all = append(all, Finding{l, object, fmt.Sprintf(problem, args...), fix})
+	}
+	f.coordinators(add)
+	f.entries(add)
+	f.barrier(add)
+	f.agents(add)
+	f.coverage(add)
+	return sorted(all)
+}
+
+func sorted(all []Finding) []Finding {
+	slices.SortStableFunc(all, func(a, b Finding) int {
+		return cmp.Compare(slices.Index(Levels, a.Level), slices.Index(Levels, b.Level))
+	})
+	return all
+}
+
+type adder func(l Level, object, fix, problem string, args ...any)
+
+// coordinators judges the replicas themselves.
+func (f Facts) coordinators(add adder) {
+	if len(f.Coordinators) == 0 && f.read("pods") {
+		add(Error, "namespace "+f.System, install, "no pod has the labels %s: there is no coordinator, and deletions "+
+			"go on as without Lameduck (--lameduck-namespace, --lameduck-selector)", f.Labels)
+	}
+	versions, nodes := map[string]string{}, map[string]bool{}
+	for _, c := range f.Coordinators {
+		object := "Pod " + f.System + "/" + c.Pod.Name
+		look := "kubectl -n " + f.System + " describe pod " + c.Pod.Name
+		nodes[c.Pod.Spec.NodeName] = true
+		switch {
+		case !Ready(&c.Pod):
+			add(Error, object, look, "the coordinator is not ready: %s", Why(&c.Pod))
+		case c.Err != nil:
+			add(Unknown, object, "the reason names what is missing", "%v", c.Err)
+		}
+		if c.Err != nil {
+			continue
+		}
+		versions[c.View.Replica.Version] = c.Pod.Name
+		if c.Ahead.Abs() > skew {
+			add(Warning, object, "timedatectl status, on node "+c.Pod.Spec.NodeName+" and on those of the API server",
+				"its clock and the API server's are %s apart: barriers end too early or too late", c.Ahead.Abs().Round(
+					time.Second))
+		}
+	}
+	if len(f.Coordinators) > 1 && len(nodes) == 1 && len(f.Nodes) > 1 {
+		add(Warning, "coordinators", "kubectl -n "+f.System+" rollout restart deployment -l "+f.Labels,
+			"all run on node %s: if it is lost, deletions that wait go on", f.Coordinators[0].Pod.Spec.NodeName)
+	}
+	all := slices.Sorted(maps.Keys(versions))
+	if len(all) > 1 {
+		add(Error, "coordinators", install, "they are of different versions: %s", strings.Join(all, "; "))
+	}
+	for _, a := range f.Agents {
+		if a.Version != "" && len(all) > 0 && versions[a.Version] == "" {
+			add(Error, "agent "+a.Name, "install the agent of the coordinators' version: kubectl -n "+
+				strings.Split(a.Name, "/")[0]+" set image",
+				"it is of version %s, the coordinators of %s: they may not understand each other, and deletions then "+
+					"wait up to the deadline", a.Version, strings.Join(all, "; "))
+		}
+	}
+}
+
+// entries judges the webhook configurations.
+func (f Facts) entries(add adder) {
+	holding := 0
+	for _, e := range f.Entries {
+		if !e.Mutating {
+			holding++
+		}
+	}
+	switch {
+	case holding == 0 && f.read(Webhooks):
+		add(Error, "ValidatingWebhookConfiguration "+Configuration, install,
+			"there is none, or it has no entry: the API server does not ask, and no deletion waits")
+	case holding == 1:
+		add(Warning, "ValidatingWebhookConfiguration "+Configuration, install,
+			"it has one entry, so there is no witness: deletions that wait go on if the coordinator is lost")
+	}
+	restart := "kubectl -n " + f.System + " rollout restart deployment -l " + f.Labels
+	for _, e := range f.Entries {
+		if ptr.Deref(e.Policy, admissionv1.Fail) != admissionv1.Ignore {
+			add(Error, e.String(), install,
+				"failurePolicy is not Ignore: without coordinators the API server refuses what it would ask them")
+		}
+		if !e.Mutating && ptr.Deref(e.Timeout, 10) < 2 {
+			add(Error, e.String(), install, "timeoutSeconds is 1: nothing is held, because a hold ends 1.5 s before it")
+		}
+		name, path := e.Host(), e.path()
+		if i := strings.LastIndex(path, "/"); i <= 0 || path[i+1:] == "" {
+			add(Error, e.String(), restart+", and read their logs",
+				"its path %q has no secret: coordinators write it, and refuse calls without it", path)
+		}
+		if e.Silent != nil {
+			add(Error, e.String(), "kubectl -n "+f.System+" logs -l "+f.Labels, "%v", e.Silent)
+		}
+		f.certificate(add, e, name, restart)
+	}
+}
+
+// Host returns the name by which the API server knows the entry's coordinator.
+func (e Entry) Host() string {
+	if s := e.Client.Service; s != nil {
+		return s.Name + "." + s.Namespace + ".svc"
+	}
+	return e.url().Hostname()
+}
+
+func (e Entry) path() string {
+	if s := e.Client.Service; s != nil {
+		return ptr.Deref(s.Path, "")
+	}
+	return e.url().Path
+}
+
+func (e Entry) url() *url.URL {
+	if u, err := url.Parse(ptr.Deref(e.Client.URL, "")); err == nil {
+		return u
+	}
+	return &url.URL{}
+}
+
+// certificate judges whether the API server accepts what an entry's coordinator serves.
+func (f Facts) certificate(add adder, e Entry, name, restart string) {
+	fix := restart
+	if f.Secret != "" {
+		fix = "renew the certificate in Secret " + f.System + "/" + f.Secret + " (tls.crt, tls.key), and caBundle"
+	}
+	roots, bad := bundle(e.Client.CABundle)
+	if bad != nil {
+		add(Error, e.String(), fix, "caBundle cannot be used: %v", bad)
+		return
+	}
+	switch {
+	case len(e.Chain) == 0 && e.Unserved != nil:
+		add(Unknown, e.String(), "the reason names what is missing", "its certificate was not seen: %v", e.Unserved)
+	case len(e.Chain) > 0:
+		rest := x509.NewCertPool()
+		for _, c := range e.Chain[1:] {
+			rest.AddCert(c)
+		}
+		leaf := e.Chain[0]
+		_, err := leaf.Verify(x509.VerifyOptions{Roots: roots, Intermediates: rest, DNSName: name, CurrentTime: f.Now})
+		switch {
+		case err != nil:
+			add(Error, e.String(), fix,
+				"the API server does not accept the coordinator's certificate (%s, until %s): %v",
+				leaf.Subject.CommonName, leaf.NotAfter.UTC().Format(time.RFC3339), err)
+		case leaf.NotAfter.Before(f.Now.Add(renewal)):
+			add(Warning, e.String(), fix, "the coordinator's certificate ends at %s and was not renewed",
+				leaf.NotAfter.UTC().Format(time.RFC3339))
+		}
+	}
+}
+
+// bundle reads a caBundle. Empty is what the system trusts.
+func bundle(text []byte) (*x509.CertPool, error) {
+	if len(text) == 0 {
+		return nil, nil
+	}
+	pool, n := x509.NewCertPool(), 0
+	for block, rest := pem.Decode(text); block != nil; block, rest = pem.Decode(rest) {
+		c, err := x509.ParseCertificate(block.Bytes)
+		if err != nil {
+			return nil, err
+		}
+		pool.AddCert(c)
+		n++
+	}
+	if n == 0 {
+		return nil, fmt.Errorf("it has no certificate")
+	}
+	return pool, nil
+}
+
+// barrier judges the second gate: its webhook, its hooks, and the node agents that answer them.
+func (f Facts) barrier(add adder) {
+	var with, without []string
+	for _, n := range f.Namespaces {
+		switch {
+		case n.Labels[barrierLabel] == "enabled":
+			with = append(with, n.Name)
+		case !strings.HasPrefix(n.Name, "kube-") && n.Name != f.System && n.Labels[drainLabel] != "disabled":
+			without = append(without, n.Name)
+		}
+	}
+	const barrier = "kubectl apply -k manifests/barrier, or barrier.enabled of the chart"
+	if len(without) > 0 {
+		add(Note, "namespaces", "kubectl label namespace "+without[0]+" "+barrierLabel+"=enabled",
+			"%d of %d do not have the label %s: enabled (%s). kube-proxy and other observed gateways are not waited "+
+				"for there", len(without), len(with)+len(without), barrierLabel, some(without))
+	}
+	missing := map[string]int{}
+	for _, c := range f.Coordinators {
+		for namespace, n := range c.View.Barriers.MissingIn {
+			missing[namespace] = max(missing[namespace], n)
+		}
+	}
+	for _, namespace := range slices.Sorted(maps.Keys(missing)) {
+		add(Warning, "namespace "+namespace,
+			"kubectl -n "+namespace+" rollout restart deployment,statefulset,daemonset",
+			"%d of its pods ask for the barrier and were created without it: they stop without waiting",
+			missing[namespace])
+	}
+	mutating := slices.ContainsFunc(f.Entries, func(e Entry) bool { return e.Mutating })
+	if len(with) == 0 && !mutating {
+		return
+	}
+	if !mutating && f.read(Webhooks) {
+		add(Error, "MutatingWebhookConfiguration "+Configuration, barrier,
+			"there is none: new pods of %s get no hook, and stop without waiting", some(with))
+	}
+	if f.ProxyMode == "ipvs" {
+		add(Error, "kube-proxy", "mode: nftables in ConfigMap kube-system/kube-proxy",
+			"it runs in mode ipvs, which node agents cannot observe: barriers last to their bound")
+	}
+	if !f.read("pods") {
+		return
+	}
+	at, agent := map[string]*corev1.Pod{}, ""
+	for i := range f.NodeAgents {
+		p := &f.NodeAgents[i]
+		if agent = p.Namespace; at[p.Spec.NodeName] == nil || Ready(p) {
+			at[p.Spec.NodeName] = p
+		}
+	}
+	agent = cmp.Or(agent, "lameduck-node")
+	var none []string
+	for _, n := range f.Nodes {
+		p := at[n.Name]
+		switch {
+		case n.Labels[corev1.LabelOSStable] == "windows" || !nodeReady(&n):
+		case p == nil:
+			none = append(none, n.Name)
+		case !Ready(p):
+			add(Error, "Pod "+p.Namespace+"/"+p.Name, "kubectl -n "+p.Namespace+" describe pod "+p.Name,
+				"the agent of node %s is not ready: %s. Pods there stop without waiting", n.Name, Why(p))
+		}
+	}
+	if len(none) > 0 {
+		fix := "kubectl -n " + agent + " describe daemonset"
+		if len(f.NodeAgents) == 0 {
+			fix = barrier
+		}
+		add(Error, "nodes", fix, "%d of %d have no agent (%s): the barrier's hooks find nothing there, and pods stop "+
+			"without waiting", len(none), len(f.Nodes), some(none))
+	}
+}
+
+// agents judges the connections of agents to coordinators.
+func (f Facts) agents(add adder) {
+	for _, a := range f.Agents {
+		namespace, pod, _ := strings.Cut(a.Name, "/")
+		logs := "kubectl -n " + namespace + " logs " + pod + " --all-containers"
+		switch a.State {
+		case "missing":
+			add(Error, "agent "+a.Name, logs, "it is not connected to each coordinator: deletions wait for it in vain")
+		case "suspended":
+			add(Error, "agent "+a.Name, logs,
+				"it let three drains expire and is not waited for until it acknowledges one")
+		}
+	}
+}
+
+// coverage judges what routes Services and is not waited for.
+func (f Facts) coverage(add adder) {
+	c := f.Coverage
+	switch {
+	case c == nil:
+		return
+	case c.Error != "":
+		add(Unknown, "coverage", "kubectl -n "+f.System+" logs -l "+f.Labels,
+			"coordinators could not read all of it: %s", c.Error)
+	}
+	for _, i := range c.Items[:min(len(c.Items), named)] {
+		namespace, service, _ := strings.Cut(i.Service, "/")
+		var fix string
+		switch i.Kind {
+		case "kube-proxy":
+			fix = "kubectl label namespace " + namespace + " " + barrierLabel + "=enabled, then restart its pods"
+		case "LoadBalancer", "DNS":
+			fix = "kubectl -n " + namespace + " annotate service " + service + " lameduck.io/stated-wait=DURATION"
+		default:
+			fix = "an agent beside the gateway, and the gateway in ConfigMap " + f.System +
+				"/lameduck-coordinator (docs/coverage.md)"
+		}
+		add(Warning, "Service "+i.Service, fix, "%s routes it and is not waited for: %s", i.Name, i.Why)
+	}
+	if more := c.Uncovered - min(len(c.Items), named); more > 0 {
+		add(Warning, "Services", "kubectl lameduck status -o wide", "%d more consumers are not waited for", more)
+	}
+}
+
+// read reports whether a kind of objects could be read.
+func (f Facts) read(resource string) bool {
+	return !slices.ContainsFunc(f.Unread, func(u Finding) bool { return u.Object == resource })
+}
+
+// some names the first of a list.
+func some(all []string) string {
+	text := strings.Join(all[:min(len(all), named)], ", ")
+	if more := len(all) - named; more > 0 {
+		text += fmt.Sprintf(" and %d more", more)
+	}
+	return text
+}
+
+// Ready reports whether a pod is ready and not being deleted.
+func Ready(p *corev1.Pod) bool {
+	return p.DeletionTimestamp == nil && slices.ContainsFunc(p.Status.Conditions, func(c corev1.PodCondition) bool {
+		return c.Type == corev1.PodReady && c.Status == corev1.ConditionTrue
+	})
+}
+
+func nodeReady(n *corev1.Node) bool {
+	return slices.ContainsFunc(n.Status.Conditions, func(c corev1.NodeCondition) bool {
+		return c.Type == corev1.NodeReady && c.Status == corev1.ConditionTrue
+	})
+}
+
+// Why returns why a pod is not ready, as its status says.
+func Why(p *corev1.Pod) string {
+	for _, c := range append(slices.Clone(p.Status.InitContainerStatuses), p.Status.ContainerStatuses...) {
+		if w := c.State.Waiting; w != nil && w.Reason != "PodInitializing" && w.Reason != "ContainerCreating" {
+			return strings.TrimSuffix(fmt.Sprintf("container %s: %s: %s", c.Name, w.Reason, w.Message), ": ")
+		}
+	}
+	for _, c := range p.Status.Conditions {
+		if c.Status == corev1.ConditionFalse && c.Message != "" {
+			return cmp.Or(c.Reason, string(c.Type)) + ": " + c.Message
+		}
+	}
+	if p.DeletionTimestamp != nil {
+		return "it is being deleted"
+	}
+	return "its phase is " + string(p.Status.Phase)
+}
+
+var mode = regexp.MustCompile(`(?m)^\s*mode:[ \t]*"?(\w*)`)
+
+// ProxyMode returns kube-proxy's mode by the ConfigMap of kubeadm. Empty: it does not say.
+func ProxyMode(config *corev1.ConfigMap) string {
+	if found := mode.FindStringSubmatch(config.Data["config.conf"]); found != nil {
+		return cmp.Or(found[1], "iptables")
+	}
+	return ""
+}
