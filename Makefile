@@ -32,6 +32,8 @@ PARTS ?=
 VERSION ?= $(or $(shell git describe --tags --exact-match --dirty 2> /dev/null),dev)
 REGISTRY ?= docker.io/lameduck
 PLATFORMS ?= linux/amd64,linux/arm64
+# make release DOWNLOAD=https://example.com/v1.2.3 makes a manifest for krew, too.
+DOWNLOAD ?=
 DIST := $(CURDIR)/dist
 # make sim SEEDS=1 FROM=1234, make sim DRAWN=5000
 SEEDS ?= 20000
@@ -104,9 +106,9 @@ push: ## the images that make images has made, and what is in them, to REGISTRY,
 	@$(RELEASE) push -out $(DIST) -version $(VERSION) -registry $(REGISTRY)
 
 .PHONY: release
-release: ## all that users install, by digest, with checksums, into an empty dist/ (VERSION, REGISTRY)
+release: ## all that users install, by digest, with checksums, into an empty dist/ (VERSION, REGISTRY, DOWNLOAD)
 	@rm -rf $(DIST)
-	@$(RELEASE) all -out $(DIST) -version $(VERSION) -registry $(REGISTRY)
+	@$(RELEASE) all -out $(DIST) -version $(VERSION) -registry $(REGISTRY) -download '$(DOWNLOAD)'
 
 .PHONY: kubernetes
 kubernetes: ## etcd and the Kubernetes control plane, from source, once

@@ -17,6 +17,11 @@ const plugin = "kubectl-lameduck"
 
 var plugins = []platform{{"linux", "amd64"}, {"linux", "arm64"}, {"darwin", "amd64"}, {"darwin", "arm64"}}
 
+// pluginFile is the file name of kubectl lameduck for one platform.
+func pluginFile(version string, on platform) string {
+	return plugin + "-" + version + "-" + on.String() + ".tar.gz"
+}
+
 // writeAll writes files into a folder and says so.
 func writeAll(dir string, all map[string][]byte, out io.Writer) error {
 	for _, name := range slices.Sorted(maps.Keys(all)) {
@@ -46,6 +51,15 @@ func makeAll(ctx context.Context, s source, o options, out io.Writer) error {
 	}
 	if err := makePlugins(ctx, s, o, out); err != nil {
 		return err
+	}
+	if o.download != "" {
+		manifest, err := krew(o)
+		if err != nil {
+			return err
+		}
+		if err := writeAll(o.out, map[string][]byte{krewName + ".yaml": manifest}, out); err != nil {
+			return err
+		}
 	}
 	return writeSums(o.out, out)
 }
@@ -110,6 +124,6 @@ func packPlugin(ctx context.Context, s source, o options, on platform, path stri
 		return err
 	}
 	return writeAll(o.out, map[string][]byte{
-		plugin + "-" + s.version + "-" + on.String() + ".tar.gz": packed, bomFile(plugin, s.version, on): listed,
+		pluginFile(s.version, on): packed, bomFile(plugin, s.version, on): listed,
 	}, out)
 }

@@ -44,6 +44,8 @@ type options struct {
 	root, out string
 	registry  string
 	version   string
+	// download is where the files will be. Empty: it is not known, and no manifest for krew is made.
+	download  string
 	platforms []platform
 }
 
@@ -56,6 +58,8 @@ func parse(args []string, out io.Writer) (options, error) {
 	f.StringVar(&o.registry, "registry", "docker.io/lameduck",
 		"where images are, or will be: what comes before /webhook")
 	f.StringVar(&o.version, "version", "dev", "tag of the images, and what programs answer to --version")
+	f.StringVar(&o.download, "download", "", "for all: the URL of the folder in which users will find its files; "+
+		"with it, a manifest for krew is made")
 	f.Func("platforms", "comma-separated os/arch of the images (default linux/amd64,linux/arm64)",
 		func(text string) error {
 			o.platforms = nil
