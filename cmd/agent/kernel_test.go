@@ -14,7 +14,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/lameduck-io/lameduck/internal/agent/agenttest"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest"
 )
@@ -41,7 +40,7 @@ func TestTheKernelDirects(t *testing.T) {
 	})
 	w := newPods(t, 3)
 	w.api, w.boss = newAPI(t, w.list...), newBoss(t, time.Minute)
-	w.proxy, w.metrics = agenttest.FreeAddress(t), agenttest.FreeAddress(t)
+	w.proxy, w.metrics = gatewaytest.FreeAddress(t), gatewaytest.FreeAddress(t)
 	servers := ""
 	for i, pod := range w.list {
 		host, _, _ := strings.Cut(pod, "@")

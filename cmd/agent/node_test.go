@@ -82,7 +82,7 @@ func observed(t *testing.T, gateway string, log *slog.Logger) (o options, roots 
 	if err := os.WriteFile(token, []byte("token"), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	o.metrics = agenttest.FreeAddress(t)
+	o.metrics = gatewaytest.FreeAddress(t)
 	var err error
 	if o.kind, err = o.file.read([]byte(fmt.Sprintf(`
 apiVersion: lameduck.io/v1alpha1
@@ -137,7 +137,7 @@ func TestANodeAgent(t *testing.T) {
 		http.DefaultClient.CloseIdleConnections()
 		goleak.VerifyNone(t, before)
 	})
-	waitAt := agenttest.FreeAddress(t)
+	waitAt := gatewaytest.FreeAddress(t)
 	o, roots := observed(t, fmt.Sprintf("{kubeProxy: {}}\nwaitAddresses: [%q]", waitAt), slog.New(slog.DiscardHandler))
 	o.nodeName = "n1"
 	a, b := agenttest.Hooked("a"), agenttest.Hooked("b")
@@ -267,9 +267,9 @@ func TestAnAgentThatNobodyCanAskIsNotReady(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer listener.Close()
-	o := options{metrics: agenttest.FreeAddress(t), nodeName: "n1"}
+	o := options{metrics: gatewaytest.FreeAddress(t), nodeName: "n1"}
 	if o.kind, err = o.file.read([]byte(fmt.Sprintf("apiVersion: lameduck.io/v1alpha1\nkind: "+
-		"AgentConfiguration\ngateway: {kubeProxy: {}}\nwaitAddresses: [\"%s\", \"%s\"]\n", agenttest.FreeAddress(t),
+		"AgentConfiguration\ngateway: {kubeProxy: {}}\nwaitAddresses: [\"%s\", \"%s\"]\n", gatewaytest.FreeAddress(t),
 		listener.Addr())), nil); err != nil {
 		t.Fatal(err)
 	}

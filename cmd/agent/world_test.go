@@ -58,15 +58,13 @@ func (s *server) up() {
 	if s.running != nil {
 		return
 	}
-	address := s.address
-	if address == "" {
-		address = "127.0.0.1:0"
+	if s.address == "" {
+		s.address = gatewaytest.FreeAddress(s.t)
 	}
-	l, err := net.Listen("tcp", address)
+	l, err := net.Listen("tcp", s.address)
 	if err != nil {
 		s.t.Fatal(err)
 	}
-	s.address = l.Addr().String()
 	s.running = &httptest.Server{Listener: l, Config: &http.Server{Handler: s.handler}}
 	if s.tls {
 		s.running.StartTLS()
@@ -500,7 +498,7 @@ func newWorld(t *testing.T, n int, expiry time.Duration) *world {
 	dir := w.dir
 	w.api, w.boss = newAPI(t, w.list...), newBoss(t, expiry)
 
-	w.proxy, w.metrics = agenttest.FreeAddress(t), agenttest.FreeAddress(t)
+	w.proxy, w.metrics = gatewaytest.FreeAddress(t), gatewaytest.FreeAddress(t)
 	w.write("haproxy.cfg", fmt.Sprintf(`
 defaults
     mode http

@@ -122,7 +122,7 @@ func TestTheHookGoesOn(t *testing.T) {
 			w.(http.Flusher).Flush()
 			<-r.Context().Done()
 		}), 200 * time.Millisecond, "", 200 * time.Millisecond, 5 * time.Second},
-		{"away", away(t), time.Minute, "did not wait any longer", 0, time.Second},
+		{"away", away(t), time.Minute, "did not wait any longer", 0, 5 * time.Second},
 		{"knows no such pod", agent(t, http.NotFound), time.Minute, "404", 0, 5 * time.Second},
 		{"has too many", agent(t, func(w http.ResponseWriter, _ *http.Request) {
 			http.Error(w, "too many waits", http.StatusTooManyRequests)

@@ -2,7 +2,6 @@
 package agenttest
 
 import (
-	"net"
 	"strings"
 	"testing"
 	"time"
@@ -53,17 +52,6 @@ func Slice(name, namespace, service string, list ...string) *discovery.EndpointS
 		s.Endpoints = append(s.Endpoints, e)
 	}
 	return s
-}
-
-// FreeAddress returns an address of the loopback with a port that was free.
-func FreeAddress(t testing.TB) string {
-	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer l.Close()
-	return l.Addr().String()
 }
 
 // Until fails the test unless is becomes true within 10 s.

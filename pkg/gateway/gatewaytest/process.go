@@ -5,6 +5,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"net"
 	"net/http"
 	"net/netip"
@@ -13,6 +14,7 @@ import (
 	"path/filepath"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
@@ -82,15 +84,24 @@ func Replace(t testing.TB, path, content string) {
 	}
 }
 
-// FreeAddress returns an address of the loopback on which nothing listens.
+var portsGiven atomic.Uint32
+
+// FreeAddress returns an address of the loopback on which nothing listens. Its port is below those
+// that kernels choose, so that neither a connection nor a listener of a test that runs at the same
+// time is given it before it is used.
 func FreeAddress(t testing.TB) string {
 	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
+	const first, ports = 15000, 16000
+	for range ports {
+		// Programs that run at the same time begin at different ports.
+		port := first + (uint32(os.Getpid())*32+portsGiven.Add(1))%ports
+		if l, err := net.Listen("tcp", fmt.Sprintf("127.0.0.1:%d", port)); err == nil {
+			l.Close()
+			return l.Addr().String()
+		}
 	}
-	defer l.Close()
-	return l.Addr().String()
+	t.Fatalf("no free port from %d to %d", first, first+ports-1)
+	return ""
 }
 
 // RunGateway runs g until the test ends.

@@ -218,7 +218,7 @@ func TestReadingWhileWriting(t *testing.T) {
 	for i, o := range observers {
 		began := time.Now()
 		for all(o) != want {
-			if time.Since(began) > 5*time.Second {
+			if time.Since(began) > 30*time.Second {
 				t.Fatalf("observer %d does not know what is there (-), but (+):\n%s", i, cmp.Diff(want, all(o)))
 			}
 			time.Sleep(5 * time.Millisecond)
@@ -231,7 +231,9 @@ func TestReadingWhileWriting(t *testing.T) {
 func TestManyWatchesAtOnce(t *testing.T) {
 	o := New(Options{})
 	const many = 10_000
-	began := time.Now()
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	began := worked()
 	var all []*Watch
 	for i := range many {
 		all = append(all, o.Watch([]netip.AddrPort{netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 1, byte(i >> 8),
@@ -240,7 +242,7 @@ func TestManyWatchesAtOnce(t *testing.T) {
 	for _, w := range all {
 		w.Close()
 	}
-	if took := time.Since(began); took > 5*time.Second {
+	if took := worked() - began; took > 5*time.Second {
 		t.Errorf("%d watches took %s to come and go", many, took)
 	}
 }
