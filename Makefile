@@ -14,6 +14,11 @@ GOLANGCI_LINT_SUM := h1:w94zf8HAYI7hm3164kwKsvZRuqXvY+YxeFoTbu1OLg8=
 CONTOUR := github.com/projectcontour/contour@v1.33.8
 CONTOUR_SUM := h1:QoOfwqWws+CVRFpsRC2+f1DmB5IdurtyUtepIsiWfE0=
 
+HELM3 := helm.sh/helm/v3@v3.22.0
+HELM3_SUM := h1:n1if5iQgHYsujPAcO5oonH/KiSNUmqmUF0iGVjSF3AU=
+HELM4 := helm.sh/helm/v4@v4.3.1
+HELM4_SUM := h1:UndCoLe9UPmNoL7IvWzaUXveL7T5t/ijoorEmgJdI9g=
+
 # make demo LAG=3s RATE=300 KEEPALIVE=true
 LAG ?= 1s
 RATE ?= 300
@@ -76,8 +81,12 @@ e2e: haproxy envoy traefik contour node-packages kubernetes build ## three real 
 	@echo "== test/e2e/quickstart"; cd test/e2e && LAMEDUCK_BIN=$(BIN) go test -tags e2e -count=1 -timeout 20m -v ./quickstart
 	@echo "== test/e2e/nodes"; cd test/e2e && RUNS=$(RUNS) LAMEDUCK_DIST=$(DIST) LAMEDUCK_BIN=$(BIN) go test -tags e2e -count=1 -timeout $$((10 + 20 * $(RUNS)))m -v ./nodes
 
+.PHONY: chart
+chart: helm3 helm4 node-packages kubernetes build ## the chart by Helm 3 and Helm 4 on a real node, as root: install, test, upgrade, rollback, uninstall
+	@cd test/e2e && REQUIRE_REAL=1 LAMEDUCK_BIN=$(BIN) go test -tags long -count=1 -timeout 30m -v ./chart
+
 .PHONY: e2e-long
-e2e-long: haproxy envoy traefik nginx caddy contour node-packages kubernetes build ## what is too long for CI, some hours: every scenario on three nodes, losses and races many times, what entries cost (PARTS=regexp); e2e-long.txt says when each part was last green
+e2e-long: haproxy envoy traefik nginx caddy contour helm3 helm4 node-packages kubernetes build ## what is too long for CI, some hours: every scenario on three nodes, losses and races many times, what entries cost (PARTS=regexp); e2e-long.txt says when each part was last green
 	@BIN=$(BIN) PARTS='$(PARTS)' test/e2e/long.sh
 
 .PHONY: fuzz
@@ -209,6 +218,17 @@ contour: ## Contour, the control plane of Envoy, and its manifests: from source,
 	  cd "$$(sed -n 's/.*"Dir": "\(.*\)".*/\1/p' <<< "$$module")"; cp examples/contour/0*.yaml $$d; chmod u+w $$d/*.yaml; \
 	  CGO_ENABLED=0 go build -mod=readonly -ldflags '-s -w' -o $$d/contour.new ./cmd/contour; mv $$d/contour.new $$d/contour; \
 	}; mkdir -p $(TOOLS)/bin && ln -sf $$d/contour $(TOOLS)/bin/contour
+
+.PHONY: helm3 helm4
+helm3 helm4: ## Helm 3 and Helm 4: from source, once, into the cache
+	@set -e; of=$(if $(filter helm3,$@),$(HELM3),$(HELM4)); sum=$(if $(filter helm3,$@),$(HELM3_SUM),$(HELM4_SUM)); \
+	d=$(TOOLS)/$@-$${of#*@}; [ -x $$d/helm ] || { \
+	  module=$$(cd / && go mod download -json $$of); \
+	  grep -qF "\"Sum\": \"$$sum\"" <<< "$$module" || { echo "$$of is not $$sum" >&2; exit 1; }; \
+	  echo "building $$of into $$d"; mkdir -p $$d; \
+	  cd "$$(sed -n 's/.*"Dir": "\(.*\)".*/\1/p' <<< "$$module")"; \
+	  CGO_ENABLED=0 go build -mod=readonly -ldflags '-s -w' -o $$d/helm.new ./cmd/helm; mv $$d/helm.new $$d/helm; \
+	}; mkdir -p $(TOOLS)/bin && ln -sf $$d/helm $(TOOLS)/bin/$@
 
 # What each program comes with. Only what is missing is installed: another packager's containerd stays.
 NODE_PACKAGES = containerd=containerd runc=runc nft=nftables iptables=iptables conntrack=conntrack nsenter=util-linux dbus-daemon=dbus-daemon

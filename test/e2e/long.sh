@@ -45,6 +45,7 @@ part slow ROUNDS=10 -count=1 -timeout 1h -run '^TestScaleInWithSlowAcknowledgeme
 for i in {1..10}; do # its namespaces stay until the cluster ends
 	part "many-$i" -count=1 -timeout 1h -run '^TestManyDeletionsAndOneSilentAgent$' ./scenarios
 done
+part chart LAMEDUCK_BIN="$BIN" -tags long -count=1 -timeout 1h ./chart
 part table LAMEDUCK_BIN="$BIN" -tags long -count=1 -timeout 1h -run '^TestTable$' ./witness
 
 printf '\n%s\n%s' "$began" "$summary"

@@ -93,3 +93,33 @@ func (l *Lab) Explain(t testing.TB) {
 		t.Logf("kubectl %s\n%s", strings.Join(args, " "), strings.Join(lines[max(0, len(lines)-3*l.tail):], "\n"))
 	}
 }
+
+// Everything is all objects of the cluster, but those that come and go by themselves.
+func (l *Lab) Everything(t testing.TB) map[string]bool {
+	t.Helper()
+	out, err := l.Kubectl(t.Context(), "api-resources", "--verbs=list", "-o", "name")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var kinds []string
+	for _, kind := range strings.Fields(out) {
+		if kind == "events" || kind == "events.events.k8s.io" || strings.HasPrefix(kind, "leases.") {
+			continue
+		}
+		kinds = append(kinds, kind)
+	}
+	if out, err = l.Kubectl(t.Context(), "get", strings.Join(kinds, ","), "-A", "--no-headers", "-o",
+		"custom-columns=:apiVersion,:kind,:metadata.namespace,:metadata.name"); err != nil {
+		t.Fatal(err)
+	}
+	all := map[string]bool{}
+	for line := range strings.Lines(out) {
+		if fields := strings.Fields(line); len(fields) > 0 {
+			all[strings.Join(fields, " ")] = true
+		}
+	}
+	if len(all) < 50 {
+		t.Fatalf("a cluster has more than %d objects", len(all))
+	}
+	return all
+}

@@ -26,7 +26,7 @@ func TestInstalled(t *testing.T) {
 // The quick start, from its first command to its last. What a rolling update must not lose, and
 // uninstalling not leave, is looked at in between.
 func (l *lab) testQuickStart(t *testing.T) {
-	before := l.everything(t)
+	before := l.Everything(t)
 	var load *clients
 	var hooksBefore map[string]float64
 	began := map[string]func(){
@@ -104,7 +104,7 @@ func (l *lab) testQuickStart(t *testing.T) {
 	}
 	l.Await(t, time.Minute, "nothing is left", func() error {
 		var left []string
-		for name := range l.everything(t) {
+		for name := range l.Everything(t) {
 			if !before[name] {
 				left = append(left, name)
 			}
@@ -123,36 +123,6 @@ func (l *lab) replicas(ctx context.Context, n int) error {
 		err = fmt.Errorf("%d pods, want %d", len(pods.Items), n)
 	}
 	return err
-}
-
-// everything is all objects of the cluster, but those that come and go by themselves.
-func (l *lab) everything(t *testing.T) map[string]bool {
-	t.Helper()
-	out, err := l.Kubectl(t.Context(), "api-resources", "--verbs=list", "-o", "name")
-	if err != nil {
-		t.Fatal(err)
-	}
-	var kinds []string
-	for _, kind := range strings.Fields(out) {
-		if kind == "events" || kind == "events.events.k8s.io" || strings.HasPrefix(kind, "leases.") {
-			continue
-		}
-		kinds = append(kinds, kind)
-	}
-	if out, err = l.Kubectl(t.Context(), "get", strings.Join(kinds, ","), "-A", "--no-headers", "-o",
-		"custom-columns=:apiVersion,:kind,:metadata.namespace,:metadata.name"); err != nil {
-		t.Fatal(err)
-	}
-	all := map[string]bool{}
-	for line := range strings.Lines(out) {
-		if fields := strings.Fields(line); len(fields) > 0 {
-			all[strings.Join(fields, " ")] = true
-		}
-	}
-	if len(all) < 50 {
-		t.Fatalf("a cluster has more than %d objects", len(all))
-	}
-	return all
 }
 
 // deletionsAreAsBefore deletes a pod whose hook has no agent any more.
