@@ -75,7 +75,7 @@ func well(t *testing.T) *Facts {
 		Nodes: []corev1.Node{node("one", "linux"), node("two", "linux"), node("three", "windows")},
 		Namespaces: []corev1.Namespace{{ObjectMeta: metav1.ObjectMeta{Name: "shop",
 			Labels: map[string]string{barrierLabel: "enabled"}}}, {ObjectMeta: metav1.ObjectMeta{Name: "kube-system"}}},
-		NodeAgents: []corev1.Pod{pod("node-1", "one", true), pod("node-2", "two", true), pod("old", "two", false)},
+		NodeAgents: []corev1.Pod{pod("node-1", "one", true), pod("old", "two", false), pod("node-2", "two", true)},
 		Coverage:   &api.Coverage{Services: 1, Whole: 1},
 		Agents:     []api.Agent{{Name: "lameduck-node/node-1", State: "connected", Version: "v1"}},
 	}
