@@ -94,8 +94,8 @@ func TestKrew(t *testing.T) {
 		if err := os.WriteFile(filepath.Join(o.out, name), []byte(name), 0o600); err != nil {
 			t.Fatal(err)
 		}
-		want[on.os+"/"+on.arch] = fmt.Sprintf("%s/kubectl-lameduck-v1.2.3-%s.tar.gz %x kubectl-lameduck", o.download, on,
-			sha256.Sum256([]byte(name)))
+		want[on.os+"/"+on.arch] = fmt.Sprintf("%s/kubectl-lameduck-v1.2.3-%s.tar.gz %x kubectl-lameduck", o.download,
+			on, sha256.Sum256([]byte(name)))
 	}
 	text, err := krew(o)
 	if err != nil {

@@ -39,8 +39,8 @@ func krew(o options) ([]byte, error) {
 		"spec": object{
 			"version":          o.version,
 			"shortDescription": "Deletions of pods that wait for their gateways",
-			"description": "Shows what Lameduck's coordinators know: whose deletion waits for which gateway, what would " +
-				"happen if a pod were deleted now, and what is wrong with the installation.",
+			"description": "Shows what Lameduck's coordinators know: whose deletion waits for which gateway, what " +
+				"would happen if a pod were deleted now, and what is wrong with the installation.",
 			"platforms": platforms,
 		},
 	})

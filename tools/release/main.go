@@ -44,7 +44,7 @@ type options struct {
 	root, out string
 	registry  string
 	version   string
-	// download is where the files will be. Empty: it is not known, and no manifest for krew is made.
+	// download is where the files will be. Empty: not known, and no manifest for krew is made.
 	download  string
 	platforms []platform
 }
