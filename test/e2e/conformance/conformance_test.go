@@ -439,7 +439,7 @@ func TestTheSameAsWithoutLameduck(t *testing.T) {
 	}
 	for _, c := range cases {
 		t.Run(c.name, func(t *testing.T) {
-			had := acknowledged(t, all, sides["lameduck"])
+			had, _ := answers(t, all, sides["lameduck"])
 			said, took := map[string][]string{}, map[string]time.Duration{}
 			var mu sync.Mutex
 			t.Run("sides", func(t *testing.T) {
@@ -458,7 +458,7 @@ func TestTheSameAsWithoutLameduck(t *testing.T) {
 			if !slices.Equal(said["stock"], said["lameduck"]) || said["stock"] == nil {
 				t.Errorf("without Lameduck: %q\nwith it: %q", said["stock"], said["lameduck"])
 			}
-			if !c.free && acknowledged(t, all, sides["lameduck"]) == had {
+			if has, _ := answers(t, all, sides["lameduck"]); !c.free && has == had {
 				t.Error("no gateway has acknowledged a deletion: nothing was compared")
 			}
 			t.Logf("%.1f s without Lameduck, %.1f s with it: %s", took["stock"].Seconds(), took["lameduck"].Seconds(),
@@ -467,8 +467,9 @@ func TestTheSameAsWithoutLameduck(t *testing.T) {
 	}
 }
 
-// acknowledged counts the deletions in a namespace that gateways have acknowledged.
-func acknowledged(t *testing.T, s *stage.Stage, ns string) (n int) {
+// answers counts the deletions in a namespace that gateways have acknowledged, and how often one
+// was denied.
+func answers(t *testing.T, s *stage.Stage, ns string) (acknowledged, denied int) {
 	t.Helper()
 	log, err := s.Logs(t.Context(), stage.System, "app.kubernetes.io/component=webhook", "webhook")
 	if err != nil {
@@ -479,12 +480,15 @@ func acknowledged(t *testing.T, s *stage.Stage, ns string) (n int) {
 			Msg, Namespace, Reason string
 			Allowed                bool
 		}
-		if json.Unmarshal([]byte(line), &is) == nil && is.Msg == "deletion" && is.Allowed && is.Namespace == ns &&
-			is.Reason == "Acknowledged" {
-			n++
+		switch {
+		case json.Unmarshal([]byte(line), &is) != nil || is.Msg != "deletion" || is.Namespace != ns:
+		case !is.Allowed:
+			denied++
+		case is.Reason == "Acknowledged":
+			acknowledged++
 		}
 	}
-	return n
+	return acknowledged, denied
 }
 
 // A namespace with many pods goes as fast, but for the time of a review of each.
@@ -500,20 +504,24 @@ func TestANamespaceWithManyPods(t *testing.T) {
 				t.Fatal(err)
 			}
 			// No kubelet runs them: that they are told to go is the end.
-			harness.Until(t, 2*time.Minute, "all pods are told to go", func() bool {
+			harness.Until(t, 5*time.Minute, "all pods are told to go", func() bool {
 				pods, err := s.Pods(t.Context(), ns, "")
 				return err == nil && !slices.ContainsFunc(pods, func(p corev1.Pod) bool {
 					return p.DeletionTimestamp == nil
 				})
 			})
 			took[name] = time.Since(began)
+			if acknowledged, denied := answers(t, s, ns); acknowledged+denied > 0 {
+				t.Errorf("%d deletions waited for gateways, and %d were denied", acknowledged, denied)
+			}
 		})
 	}
 	t.Logf("%d pods were told to go after %.1f s without Lameduck, %.1f s with it", manyPods, took["stock"].Seconds(),
 		took["lameduck"].Seconds())
-	if over := took["lameduck"] - took["stock"]; over > manyPods*50*time.Millisecond {
-		// One that is held takes 2 s.
-		t.Errorf("%.1f s longer for %d pods, want 50 ms each at most", over.Seconds(), manyPods)
+	// A review takes some milliseconds, and on a busy machine a hundred or two. One that is held
+	// takes 2 s.
+	if over := took["lameduck"] - took["stock"]; over > manyPods*400*time.Millisecond {
+		t.Errorf("%.1f s longer for %d pods, want 400 ms each at most", over.Seconds(), manyPods)
 	}
 }
 
