@@ -120,12 +120,23 @@ func (s *side) podsOf(name string) []corev1.Pod {
 	return pods
 }
 
-// ready waits until exactly n pods of a case are ready and no others are left.
+// ready waits until exactly n pods of a case are ready and listed so, and no others are left. A
+// deletion before EndpointSlices list the pod does not wait.
 func (s *side) ready(name string, n int) {
 	s.t.Helper()
 	s.until(fmt.Sprintf("%d pods of %s are ready", n, name), func() bool {
+		lists, err := s.Kube.DiscoveryV1().EndpointSlices(s.namespace).List(s.t.Context(), metav1.ListOptions{})
+		s.must(err)
+		listed := map[types.UID]bool{}
+		for _, l := range lists.Items {
+			for _, e := range l.Endpoints {
+				listed[e.TargetRef.UID] = ptr.Deref(e.Conditions.Ready, false)
+			}
+		}
 		pods := s.podsOf(name)
-		return len(pods) == n && !slices.ContainsFunc(pods, func(p corev1.Pod) bool { return !harness.Ready(&p) })
+		return len(pods) == n && !slices.ContainsFunc(pods, func(p corev1.Pod) bool {
+			return !harness.Ready(&p) || !listed[p.UID]
+		})
 	})
 }
 
