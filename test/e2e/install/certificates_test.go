@@ -67,9 +67,9 @@ func calls(t *testing.T, s *stage.Stage) (all, failed int) {
 }
 
 // slowCaller calls the webhook as an API server does that hears of a changed webhook configuration
-// a second late and keeps no connection, until stopped. It returns how many calls it made, and why
-// some failed.
-func slowCaller(t *testing.T, s *stage.Stage, stopped *atomic.Bool) (all int, failures []string) {
+// a second late and keeps no connection, until stopped. It counts its calls, and returns why some
+// failed.
+func slowCaller(t *testing.T, s *stage.Stage, stopped *atomic.Bool, all *atomic.Int64) (failures []string) {
 	const late = time.Second
 	type heard struct {
 		at      time.Time
@@ -80,7 +80,7 @@ func slowCaller(t *testing.T, s *stage.Stage, stopped *atomic.Bool) (all int, fa
 		config, err := s.Kube.AdmissionregistrationV1().ValidatingWebhookConfigurations().Get(t.Context(),
 			"lameduck", metav1.GetOptions{})
 		if err != nil {
-			return all, append(failures, err.Error())
+			return append(failures, err.Error())
 		}
 		c := config.Webhooks[0].ClientConfig
 		news = append(news, heard{time.Now(), *c.URL, string(c.CABundle)})
@@ -91,7 +91,7 @@ func slowCaller(t *testing.T, s *stage.Stage, stopped *atomic.Bool) (all int, fa
 		roots.AppendCertsFromPEM([]byte(news[0].ca))
 		client := http.Client{Timeout: 5 * time.Second,
 			Transport: &http.Transport{DisableKeepAlives: true, TLSClientConfig: &tls.Config{RootCAs: roots}}}
-		all++
+		all.Add(1)
 		response, err := client.Post(news[0].url, "application/json", strings.NewReader("{}"))
 		if err != nil {
 			failures = append(failures, err.Error())
@@ -104,7 +104,7 @@ func slowCaller(t *testing.T, s *stage.Stage, stopped *atomic.Bool) (all int, fa
 		}
 		time.Sleep(10 * time.Millisecond)
 	}
-	return all, failures
+	return failures
 }
 
 // Certificate, CA and secret are replaced three times by two replicas, while pods are deleted and
@@ -151,9 +151,9 @@ func TestRotationFailsNoCall(t *testing.T) {
 			}
 		})
 	}
-	var slow int
+	var slow atomic.Int64
 	var failures []string
-	running.Go(func() { slow, failures = slowCaller(t, s, &stopped) })
+	running.Go(func() { failures = slowCaller(t, s, &stopped, &slow) })
 	running.Go(func() {
 		for !stopped.Load() {
 			if _, err := s.Restart(t.Context(), ns, "web"); err != nil {
@@ -164,7 +164,13 @@ func TestRotationFailsNoCall(t *testing.T) {
 	})
 	began := kept(t, s)
 	seen := map[string]bool{began.Current.Secret: true}
-	for n := range 3 {
+	// On a busy machine fewer calls meet a rotation, and more rotations are needed for as many.
+	const enough, enoughSlow = 500, 200
+	few := func() bool {
+		all, _ := calls(t, s)
+		return all-before < enough || slow.Load() < enoughSlow
+	}
+	for n := 0; n < 3 || n < 12 && few(); n++ {
 		patch := fmt.Sprintf(`{"metadata":{"annotations":{"lameduck.io/rotate":"%d"}}}`, n+1)
 		if _, err := s.Kube.CoreV1().Secrets(stage.System).Patch(t.Context(), "lameduck-certificates",
 			types.MergePatchType, []byte(patch), metav1.PatchOptions{}); err != nil {
@@ -184,7 +190,7 @@ func TestRotationFailsNoCall(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
-		harness.Until(t, 5*time.Second, "path and CA are those of the set, and no other", func() bool {
+		harness.Until(t, 30*time.Second, "path and CA are those of the set, and no other", func() bool {
 			config, err := s.Kube.AdmissionregistrationV1().ValidatingWebhookConfigurations().Get(t.Context(),
 				"lameduck", metav1.GetOptions{})
 			if err != nil {
@@ -205,17 +211,18 @@ func TestRotationFailsNoCall(t *testing.T) {
 	stopped.Store(true)
 	running.Wait()
 	all, failed := calls(t, s)
-	if failed != failedBefore || all-before < 500 {
+	if failed != failedBefore || all-before < enough {
 		t.Errorf("%d of %d calls failed", failed-failedBefore, all-before)
 	}
-	if len(failures) > 0 || slow < 200 {
-		t.Errorf("%d of %d calls on new connections failed: %q", len(failures), slow, failures[:min(5, len(failures))])
+	if len(failures) > 0 || slow.Load() < enoughSlow {
+		t.Errorf("%d of %d calls on new connections failed: %q", len(failures), slow.Load(),
+			failures[:min(5, len(failures))])
 	}
 	got := l.Stop()
 	if got.Failed > 0 || got.Total == 0 {
 		t.Errorf("%d of %d requests failed: %v", got.Failed, got.Total, got.FailedBy)
 	}
-	t.Logf("%d calls on new connections", slow)
+	t.Logf("%d calls on new connections", slow.Load())
 	t.Logf("%d calls, %d failed; %d requests, %d failed", all-before, failed-failedBefore, got.Total, got.Failed)
 	log, err := s.Logs(t.Context(), stage.System, "app.kubernetes.io/component=webhook", "webhook")
 	if err != nil {
@@ -307,7 +314,7 @@ func TestLostPathAndCAComeBack(t *testing.T) {
 		t.Fatal(err)
 	}
 	began := time.Now()
-	harness.Until(t, 5*time.Second, "the path and the CA are back", func() bool {
+	harness.Until(t, 30*time.Second, "the path and the CA are back", func() bool {
 		got, err := s.Kube.AdmissionregistrationV1().ValidatingWebhookConfigurations().Get(t.Context(),
 			"lameduck", metav1.GetOptions{})
 		return err == nil && len(got.Webhooks[1].ClientConfig.CABundle) > 0 &&

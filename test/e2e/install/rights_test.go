@@ -70,7 +70,7 @@ func mutating(t *testing.T, s *stage.Stage) {
 		t.Fatal(err)
 	}
 	defer webhooks.Delete(t.Context(), made.Name, metav1.DeleteOptions{})
-	harness.Until(t, 10*time.Second, "path and CA are written", func() bool {
+	harness.Until(t, 30*time.Second, "path and CA are written", func() bool {
 		got, err := webhooks.Get(t.Context(), made.Name, metav1.GetOptions{})
 		return err == nil && len(got.Webhooks[0].ClientConfig.CABundle) > 0 &&
 			strings.Contains(*got.Webhooks[0].ClientConfig.URL, "/v1/mutate/")
