@@ -1,14 +1,18 @@
 package install
 
 import (
+	"context"
 	"crypto/tls"
 	"crypto/x509"
+	"encoding/base64"
+	"encoding/json"
 	"fmt"
 	"log/slog"
 	"maps"
 	"net/http"
 	"os"
 	"path/filepath"
+	"reflect"
 	"slices"
 	"strings"
 	"testing"
@@ -17,6 +21,7 @@ import (
 	admissionv1 "k8s.io/api/admissionregistration/v1"
 	authenticationv1 "k8s.io/api/authentication/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/kubernetes"
 
 	"github.com/lameduck-io/lameduck/internal/agent/client"
 	"github.com/lameduck-io/lameduck/pkg/drain"
@@ -249,3 +254,158 @@ func (watchesNothing) Watch(time.Time, drain.Watch, string)       {}
 func (watchesNothing) Unwatch(time.Time, drain.UID, string, bool) {}
 func (watchesNothing) Watched(string) []drain.UID                 { return nil }
 func (watchesNothing) Reports(time.Time) []drain.Report           { return nil }
+
+// A coordinator's token may change the CA and the path in a webhook configuration, and no other
+// field: with the others it could read every Secret and change every pod.
+func TestACoordinatorMayChangeCAAndPathOnly(t *testing.T) {
+	s := open(t)
+	token, err := s.Kube.CoreV1().ServiceAccounts(stage.System).CreateToken(t.Context(), "lameduck-webhook",
+		&authenticationv1.TokenRequest{}, metav1.CreateOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	config := s.Cluster.Config()
+	config.CertData, config.KeyData, config.CertFile, config.KeyFile = nil, nil, "", ""
+	config.BearerToken = token.Status.Token
+	stolen, err := kubernetes.NewForConfig(config)
+	if err != nil {
+		t.Fatal(err)
+	}
+	api := stolen.AdmissionregistrationV1().RESTClient()
+	// With a Service, as in the manifests; the other kind has URLs here.
+	dry, ignore := admissionv1.SideEffectClassNoneOnDryRun, admissionv1.Ignore
+	made, err := s.Kube.AdmissionregistrationV1().MutatingWebhookConfigurations().Create(t.Context(),
+		&admissionv1.MutatingWebhookConfiguration{ObjectMeta: metav1.ObjectMeta{Name: "lameduck"},
+			Webhooks: []admissionv1.MutatingWebhook{{Name: "none.lameduck.io", SideEffects: &dry, FailurePolicy: &ignore,
+				AdmissionReviewVersions: []string{"v1"}, ClientConfig: admissionv1.WebhookClientConfig{
+					Service: &admissionv1.ServiceReference{Namespace: stage.System, Name: "lameduck-webhook"}}}}},
+		metav1.CreateOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		_ = s.Kube.AdmissionregistrationV1().MutatingWebhookConfigurations().Delete(context.Background(), made.Name,
+			metav1.DeleteOptions{})
+	})
+	harness.Until(t, 30*time.Second, "a coordinator writes CA and path", func() bool {
+		got, err := s.Kube.AdmissionregistrationV1().MutatingWebhookConfigurations().Get(t.Context(), made.Name,
+			metav1.GetOptions{})
+		return err == nil && len(got.Webhooks[0].ClientConfig.CABundle) > 0 &&
+			got.Webhooks[0].ClientConfig.Service.Path != nil
+	})
+	set := func(key string, value any) func(object) {
+		return func(o object) { o[key] = value }
+	}
+	rule := object{"operations": []any{"*"}, "apiGroups": []any{"*"}, "apiVersions": []any{"*"},
+		"resources": []any{"*/*"}}
+	fields := map[string]func(webhook object){
+		"name": set("name", "others.lameduck.io"), "rules": set("rules", []any{rule}),
+		"failurePolicy": set("failurePolicy", "Fail"), "timeoutSeconds": set("timeoutSeconds", 30),
+		"namespaceSelector":       set("namespaceSelector", object{"matchLabels": object{"a": "b"}}),
+		"objectSelector":          set("objectSelector", object{"matchLabels": object{"a": "b"}}),
+		"matchPolicy":             set("matchPolicy", "Exact"),
+		"sideEffects":             set("sideEffects", "None"),
+		"admissionReviewVersions": set("admissionReviewVersions", []any{"v1", "v1beta1"}),
+		"matchConditions":         set("matchConditions", []any{object{"name": "all", "expression": "true"}}),
+		"reinvocationPolicy":      set("reinvocationPolicy", "IfNeeded"),
+		"clientConfig":            set("clientConfig", object{"url": "https://192.0.2.1:9443/v1/admit/x"}),
+	}
+	metas := map[string]func(meta object){
+		"labels": set("labels", object{"a": "b"}), "finalizers": set("finalizers", []any{"example.com/x"}),
+		"annotations": set("annotations", object{"cert-manager.io/inject-ca-from": "x/y"}),
+		"ownerReferences": set("ownerReferences", []any{object{"apiVersion": "v1", "kind": "Namespace",
+			"name": "default", "uid": "1"}}),
+	}
+	// changed is the error of the API server when one configuration is changed. Nothing is written:
+	// a coordinator would write it back.
+	changed := func(resource string, change func(configuration object)) error {
+		t.Helper()
+		text, err := api.Get().Resource(resource).Name("lameduck").DoRaw(t.Context())
+		if err != nil {
+			t.Fatal(err)
+		}
+		var o object
+		if err := json.Unmarshal(text, &o); err != nil {
+			t.Fatal(err)
+		}
+		change(o)
+		if text, err = json.Marshal(o); err != nil {
+			t.Fatal(err)
+		}
+		return api.Put().Resource(resource).Name("lameduck").Param("dryRun", "All").
+			SetHeader("Content-Type", "application/json").Body(text).Do(t.Context()).Error()
+	}
+	first := func(change func(object)) func(object) {
+		return func(o object) { change(o["webhooks"].([]any)[0].(object)) }
+	}
+	for resource, of := range map[string]reflect.Type{
+		"validatingwebhookconfigurations": reflect.TypeFor[admissionv1.ValidatingWebhook](),
+		"mutatingwebhookconfigurations":   reflect.TypeFor[admissionv1.MutatingWebhook](),
+	} {
+		ofClient := func(change func(object)) func(object) {
+			return first(func(w object) { change(w["clientConfig"].(object)) })
+		}
+		allowed := map[string]func(object){
+			"nothing":  func(object) {},
+			"caBundle": ofClient(set("caBundle", base64.StdEncoding.EncodeToString([]byte(pem)))),
+		}
+		refused := map[string]func(object){
+			"no webhooks": set("webhooks", []any{}),
+			"another webhook": func(o object) {
+				w := maps.Clone(o["webhooks"].([]any)[0].(object))
+				w["name"], w["rules"] = "others.lameduck.io", []any{rule}
+				o["webhooks"] = append(o["webhooks"].([]any), w)
+			},
+		}
+		for key, change := range metas {
+			refused[key] = func(o object) { change(o["metadata"].(object)) }
+		}
+		for i := range of.NumField() {
+			key, _, _ := strings.Cut(of.Field(i).Tag.Get("json"), ",")
+			if fields[key] == nil {
+				t.Errorf("%s has the field %s: add it to the policy and here", of, key)
+				continue
+			}
+			refused[key] = first(fields[key])
+		}
+		if resource == "mutatingwebhookconfigurations" {
+			service := func(key string, value any) func(object) {
+				return ofClient(func(c object) { c["service"].(object)[key] = value })
+			}
+			allowed["path"] = service("path", "/v1/mutate/0123456789abcdef")
+			refused["service.name"], refused["service.port"] = service("name", "other"), service("port", 444)
+			refused["service.namespace"] = service("namespace", "default")
+		} else {
+			allowed["path"] = ofClient(func(c object) { c["url"] = c["url"].(string) + "0" })
+			refused["url.port"] = ofClient(func(c object) {
+				c["url"] = strings.Replace(c["url"].(string), ":9443/", ":9444/", 1)
+			})
+			refused["service"] = first(set("clientConfig",
+				object{"service": object{"namespace": "default", "name": "x"}}))
+		}
+		for name, change := range refused {
+			harness.Await(t, 10*time.Second, resource+": "+name+" is refused", func() error {
+				if err := changed(resource, change); err == nil || !strings.Contains(err.Error(),
+					"coordinators may change caBundle and the path of a webhook, and nothing else") {
+					return fmt.Errorf("answered with %v", err)
+				}
+				return nil
+			})
+		}
+		for name, change := range allowed {
+			if err := changed(resource, change); err != nil {
+				t.Errorf("%s: %s: %v", resource, name, err)
+			}
+		}
+	}
+	// Without this, one of its expressions may be wrong for one of both kinds.
+	harness.Await(t, 10*time.Second, "the policy is type-checked, without a warning", func() error {
+		policy, err := s.Kube.AdmissionregistrationV1().ValidatingAdmissionPolicies().Get(t.Context(),
+			"lameduck-certificates", metav1.GetOptions{})
+		checked := policy.Status.TypeChecking
+		if err == nil && (checked == nil || len(checked.ExpressionWarnings) > 0) {
+			err = fmt.Errorf("status is %+v", policy.Status)
+		}
+		return err
+	})
+}

@@ -236,7 +236,8 @@ func Join(objects []Object) (string, error) {
 func (s *Stage) InstallCoordinator(ctx context.Context) error {
 	objects, err := Objects(ctx, s.Cluster, "base", "Namespace", "ServiceAccount", "ClusterRole", "ClusterRoleBinding",
 		"Role", "RoleBinding", "Secret", "ConfigMap", "Service", "PriorityLevelConfiguration", "FlowSchema",
-		"PodDisruptionBudget", "NetworkPolicy", "ResourceQuota")
+		"PodDisruptionBudget", "NetworkPolicy", "ResourceQuota", "ValidatingAdmissionPolicy",
+		"ValidatingAdmissionPolicyBinding")
 	if err != nil {
 		return err
 	}
