@@ -276,7 +276,8 @@ func TestACoordinatorMayChangeCAAndPathOnly(t *testing.T) {
 	dry, ignore := admissionv1.SideEffectClassNoneOnDryRun, admissionv1.Ignore
 	made, err := s.Kube.AdmissionregistrationV1().MutatingWebhookConfigurations().Create(t.Context(),
 		&admissionv1.MutatingWebhookConfiguration{ObjectMeta: metav1.ObjectMeta{Name: "lameduck"},
-			Webhooks: []admissionv1.MutatingWebhook{{Name: "none.lameduck.io", SideEffects: &dry, FailurePolicy: &ignore,
+			Webhooks: []admissionv1.MutatingWebhook{{
+				Name: "none.lameduck.io", SideEffects: &dry, FailurePolicy: &ignore,
 				AdmissionReviewVersions: []string{"v1"}, ClientConfig: admissionv1.WebhookClientConfig{
 					Service: &admissionv1.ServiceReference{Namespace: stage.System, Name: "lameduck-webhook"}}}}},
 		metav1.CreateOptions{})
