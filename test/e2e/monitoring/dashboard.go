@@ -190,12 +190,14 @@ var Rows = []Row{
 				"until nothing ran there any more (idle): what a sleep before SIGTERM would have to cover.", "s", false,
 			[]Query{
 				{quantile(0.5, "le, gateway, what", `lameduck_propagation_seconds_bucket`), "p50 {{gateway}} {{what}}"},
-				{quantile(0.99, "le, gateway, what", `lameduck_propagation_seconds_bucket`), "p99 {{gateway}} {{what}}"},
+				{quantile(0.99, "le, gateway, what", `lameduck_propagation_seconds_bucket`),
+					"p99 {{gateway}} {{what}}"},
 			},
 		},
 		{
 			"Slowest replicas, by gateway", "From when a pod began to stop until this replica of a gateway had " +
-				"stopped routing to it: 99 of 100 took less. The ten slowest; kube-proxy is below, by node.", "s", false,
+				"stopped routing to it: 99 of 100 took less. The ten slowest; kube-proxy is below, by node.",
+			"s", false,
 			[]Query{{slowest(quantile(0.99, "le, gateway, instance", ofOthers)),
 				"{{gateway}} {{instance}}"}},
 		},
