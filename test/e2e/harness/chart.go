@@ -18,8 +18,21 @@ import (
 var ChartDir = filepath.Join(Repository, "charts", "lameduck")
 
 // Chart renders a chart, a folder or an archive, as helm template does with Helm's own engine: the
-// objects that are installed, and those of the hooks that check them.
+// objects that are installed, and those of the hooks that check them. A value that is not there is
+// an error.
 func Chart(t testing.TB, path string, values map[string]any) (objects, hooks string, err error) {
+	t.Helper()
+	return render(t, path, values, engine.Engine{Strict: true})
+}
+
+// ForeignChart renders a chart that is not Lameduck's, and may refer to values that are not there.
+func ForeignChart(t testing.TB, path string, values map[string]any) (objects string, err error) {
+	t.Helper()
+	objects, _, err = render(t, path, values, engine.Engine{})
+	return objects, err
+}
+
+func render(t testing.TB, path string, values map[string]any, e engine.Engine) (objects, hooks string, err error) {
 	t.Helper()
 	chart, err := loader.Load(path)
 	if err != nil {
@@ -30,7 +43,7 @@ func Chart(t testing.TB, path string, values map[string]any) (objects, hooks str
 	if err != nil {
 		return "", "", err
 	}
-	files, err := engine.Engine{Strict: true}.RenderWithContext(t.Context(), chart, all)
+	files, err := e.RenderWithContext(t.Context(), chart, all)
 	if err != nil {
 		return "", "", err
 	}

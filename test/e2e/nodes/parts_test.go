@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"net/http"
 	"slices"
 	"strconv"
@@ -19,6 +20,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/util/intstr"
+	"sigs.k8s.io/yaml"
 
 	"github.com/lameduck-io/lameduck/test/cluster/machine"
 	"github.com/lameduck-io/lameduck/test/e2e/harness"
@@ -338,14 +340,25 @@ func (l *lab) testNoAgents(t *testing.T) {
 	}
 }
 
-// configure restarts the coordinators with more keys in the section barrier of their configuration.
-func (l *lab) configure(t *testing.T, more string) {
+// configure restarts the coordinators with more keys in their configuration: those of the section
+// barrier, and gateways.
+func (l *lab) configure(t *testing.T, barrier object, gateways ...object) {
 	t.Helper()
 	for _, o := range l.manifests(t) {
 		if data, ok := o["data"].(object); ok && data["coordinator.yaml"] != nil {
-			const section = "barrier:\n"
-			was := data["coordinator.yaml"].(string)
-			data["coordinator.yaml"] = strings.Replace(was, section, section+more, 1)
+			var all object
+			if err := yaml.Unmarshal([]byte(data["coordinator.yaml"].(string)), &all); err != nil {
+				t.Fatal(err)
+			}
+			maps.Copy(all["barrier"].(object), barrier)
+			if len(gateways) > 0 {
+				all["gateways"] = gateways
+			}
+			text, err := yaml.Marshal(all)
+			if err != nil {
+				t.Fatal(err)
+			}
+			data["coordinator.yaml"] = string(text)
 			l.apply(t, o)
 		}
 	}
@@ -430,11 +443,11 @@ func (l *lab) testScopes(t *testing.T) {
 	// Each replica learns by itself, and which one is asked follows from the pod's UID: one is
 	// left.
 	l.kubectl(t, "scale", "-n", system, "deployment/lameduck-webhook-1", "--replicas=0")
-	l.configure(t, "  ask: quorum\n  sampling: {size: 1, learnFrom: 9}\n")
+	l.configure(t, object{"ask": "quorum", "sampling": object{"size": 1, "learnFrom": 9}})
 	check("quorum, nothing learnt yet", l.replace(t, namespace, "first"), 3, 3, false)
 	check("quorum", l.replace(t, namespace, "then"), 1, 2, true)
-	l.configure(t, "  ask: local\n")
+	l.configure(t, object{"ask": "local"})
 	check("local", l.replace(t, namespace, "local"), 1, 1, false)
 	l.kubectl(t, "scale", "-n", system, "deployment/lameduck-webhook-1", "--replicas=1")
-	l.configure(t, "")
+	l.configure(t, nil)
 }
