@@ -138,8 +138,8 @@ type Facts struct {
 const (
 	// renewal is how long before its end a certificate should have been replaced.
 	renewal = 7 * 24 * time.Hour
-	// skew is how far two clocks may be apart. The bound of the barrier, 30 s, begins with the API
-	// server's time of the deletion.
+	// skew is how far two clocks may be apart. The coordinator compares the time at which a pod
+	// became ready, which is of the node's clock, with its own: pods younger than 10 s are special.
 	skew = 5 * time.Second
 	// named bounds what is named of a list.
 	named = 10
@@ -200,8 +200,8 @@ func (f Facts) coordinators(add adder) {
 		versions[c.View.Replica.Version] = c.Pod.Name
 		if c.Ahead.Abs() > skew {
 			add(Warning, object, "timedatectl status, on node "+c.Pod.Spec.NodeName+" and on those of the API server",
-				"its clock and the API server's are %s apart: barriers end too early or too late", c.Ahead.Abs().Round(
-					time.Second))
+				"its clock and the API server's are %s apart: pods that have just become ready are taken for older or "+
+					"younger than they are", c.Ahead.Abs().Round(time.Second))
 		}
 	}
 	if len(f.Coordinators) > 1 && len(nodes) == 1 && len(f.Nodes) > 1 {
