@@ -165,10 +165,10 @@ func (f Facts) Findings() []Finding {
 	f.barrier(add)
 	f.agents(add)
 	f.coverage(add)
-	return sorted(all)
+	return worstFirst(all)
 }
 
-func sorted(all []Finding) []Finding {
+func worstFirst(all []Finding) []Finding {
 	slices.SortStableFunc(all, func(a, b Finding) int {
 		return cmp.Compare(slices.Index(Levels, a.Level), slices.Index(Levels, b.Level))
 	})

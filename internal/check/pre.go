@@ -72,7 +72,7 @@ func Pre(ctx context.Context, kube kubernetes.Interface, system string) ([]Findi
 	}
 	add(Note, "images", "kubectl -n "+system+" get events, after the installation",
 		"whether nodes can pull them is known only when one tries")
-	return sorted(all), nil
+	return worstFirst(all), nil
 }
 
 // preWebhooks finds those of others that are asked about deletions of pods.

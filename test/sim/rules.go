@@ -40,7 +40,7 @@ func tryMutations(out io.Writer, root, dir string, from uint64, most int) error 
 		for _, patch := range patches {
 			b := built{name: strings.TrimSuffix(filepath.Base(patch), ".patch")}
 			b.binary = filepath.Join(tmp, b.name)
-			b.words, b.err = build(root, patch, b.binary)
+			b.words, b.err = buildMutant(root, patch, b.binary)
 			next <- b
 		}
 	}()
@@ -62,8 +62,8 @@ func tryMutations(out io.Writer, root, dir string, from uint64, most int) error 
 	return errors.Join(missed...)
 }
 
-// build builds the simulation with one patch applied, and returns the words of the patch.
-func build(root, patch, binary string) (words string, err error) {
+// buildMutant builds the simulation with one patch applied, and returns the words of the patch.
+func buildMutant(root, patch, binary string) (words string, err error) {
 	text, err := os.ReadFile(patch)
 	if err != nil {
 		return "", err
