@@ -103,7 +103,7 @@ func TestReasons(t *testing.T) {
 		"A deletion or eviction":      {decided, ofDrains},
 		"The end of a drain":          {[]string{"PodDeleted", "Abandoned"}, nil},
 		"A hook at the barrier":       {outcomes, ofDrains},
-		"A new pod that is asked for": {constants(t, "pkg/admission/mutate.go", "coverage"), nil},
+		"A new pod that the mutating webhook reviews": {constants(t, "pkg/admission/mutate.go", "coverage"), nil},
 	} {
 		told := firstCells(t, "docs/reasons.md", heading)
 		for _, reason := range want.all {
