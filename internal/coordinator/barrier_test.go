@@ -59,6 +59,9 @@ type eyes struct {
 	mu   sync.Mutex
 	of   map[drain.UID]*seen
 	gone []drain.UID
+	// was is what was seen of a pod when it was watched last: a gateway does what it does, watched
+	// or not.
+	was map[drain.UID]drain.Report
 }
 
 type seen struct {
@@ -71,7 +74,7 @@ func (e *eyes) Watch(_ time.Time, w drain.Watch, holder string) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	if e.of[w.Pod.UID] == nil {
-		e.of[w.Pod.UID] = &seen{holders: map[string]bool{}}
+		e.of[w.Pod.UID] = &seen{holders: map[string]bool{}, report: e.was[w.Pod.UID]}
 	}
 	e.of[w.Pod.UID].watch = w
 	e.of[w.Pod.UID].holders[holder] = true
@@ -85,6 +88,7 @@ func (e *eyes) Unwatch(_ time.Time, uid drain.UID, holder string, gone bool) {
 	}
 	if of := e.of[uid]; of != nil {
 		if delete(of.holders, holder); len(of.holders) == 0 {
+			e.was[uid] = of.report
 			delete(e.of, uid)
 		}
 	}
@@ -131,7 +135,7 @@ type nodeAgent struct {
 }
 
 func (n *network) nodeAgent(id string, hosts ...string) *nodeAgent {
-	a := &nodeAgent{eyes: &eyes{of: map[drain.UID]*seen{}}}
+	a := &nodeAgent{eyes: &eyes{of: map[drain.UID]*seen{}, was: map[drain.UID]drain.Report{}}}
 	a.agent = n.agentWith(id, func(c *client.Client) {
 		c.Watches = a.eyes
 		c.Population = drain.Nodes
@@ -382,6 +386,29 @@ func TestHooksThatCannotBeAsked(t *testing.T) {
 			})
 		})
 	}
+}
+
+// Without this, an agent continues to observe the address of a pod for a replica that has died, and
+// takes the next pod at that address for one that is being deleted.
+func TestAStreamThatEndsEndsWhatItObserved(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNetwork(t)
+		one, two := n.replica("replica-0", "a", with(newNearby())), n.replica("replica-1", "a", with(newNearby()))
+		a, p := n.nodeAgent("node-1", "replica-0", "replica-1"), pod("a")
+		a.hook(p)
+		if _, ok := a.eyes.watching(p); !ok {
+			t.Fatal("nothing is observed")
+		}
+		asked := one
+		if len(a.eyes.Watched("replica-1/a")) > 0 {
+			asked = two
+		}
+		asked.end()
+		synctest.Wait()
+		if of := a.eyes.Watched(asked.host + "/a"); len(of) > 0 {
+			t.Errorf("for the replica that is gone %v are observed", of)
+		}
+	})
 }
 
 // Without this, the token of any gateway's agent, stolen, has living pods of its node taken out of

@@ -87,6 +87,9 @@ func (l *link) lost(k *conn) {
 		return
 	}
 	l.conn, l.declared = nil, false
+	if l.session != nil {
+		l.session.End(w.now)
+	}
 	asks := l.asks
 	l.asks = nil
 	for _, fail := range asks {

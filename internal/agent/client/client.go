@@ -377,6 +377,7 @@ func (r *replica) stream(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+	defer func() { session.End(time.Now()) }()
 	hello := session.Hello
 	away := time.Duration(hello.AwayMillis) * time.Millisecond
 	watchdog.Reset(away)

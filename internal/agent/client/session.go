@@ -148,6 +148,21 @@ func (s *Session) complete(now time.Time) {
 	s.listed = nil
 }
 
+// End ends what the replica has asked to observe: nothing can be reported to it any more, and the
+// next stream brings what is still open. An observation that is not ended outlives its pod, and
+// the next pod at that address would be taken for one that is being deleted. Exclusions stay, until
+// their expiry.
+func (s *Session) End(now time.Time) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.watches == nil {
+		return
+	}
+	for _, uid := range s.watches.Watched(s.holder()) {
+		s.watches.Unwatch(now, uid, s.holder(), false)
+	}
+}
+
 // Declared takes in the answer to a declaration.
 func (s *Session) Declared(answer wire.Declared) {
 	s.mu.Lock()
