@@ -30,7 +30,7 @@ func (l *lab) testQuickStart(t *testing.T) {
 	var load *clients
 	var hooksBefore map[string]float64
 	began := map[string]func(){
-		"A rolling update that loses nothing": func() {
+		"Run a rolling update that loses no request": func() {
 			load = l.startClients(t, "web", "gateway")
 			hooksBefore = l.waited(t)
 			time.Sleep(time.Second) // clients ask for a while before
@@ -51,14 +51,14 @@ func (l *lab) testQuickStart(t *testing.T) {
 				t.Errorf("%d pods have a hook, want 4", hooks)
 			}
 		},
-		"Look": func(out []string) {
+		"Look at the state": func(out []string) {
 			for _, want := range []string{"haproxy", "kube-proxy", "Would have to acknowledge"} {
 				if !strings.Contains(out[0], want) {
 					t.Errorf("no word of %q", want)
 				}
 			}
 		},
-		"A rolling update that loses nothing": func(out []string) {
+		"Run a rolling update that loses no request": func(out []string) {
 			l.Await(t, time.Minute, "the old pods are gone", func() error { return l.replicas(t.Context(), 4) })
 			time.Sleep(2 * time.Second) // stale routes fail late
 			load.stop(t, "rolling update")
