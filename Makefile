@@ -90,6 +90,7 @@ chart: helm3 helm4 node-packages kubernetes build ## the chart by Helm 3 and Hel
 .PHONY: e2e-long
 e2e-long: haproxy envoy traefik nginx caddy contour envoy-gateway helm3 helm4 node-packages kubernetes build ## what is too long for CI, some hours: every scenario on three nodes, losses and races many times, what entries cost (PARTS=regexp); e2e-long.txt says when each part was last green
 	@BIN=$(BIN) PARTS='$(PARTS)' test/e2e/long.sh
+	@[ -n '$(PARTS)' ] || $(MAKE) --no-print-directory sim SEEDS=2 DRAWN=20000
 
 .PHONY: fuzz
 fuzz: ## every decoder of bytes from outside, FUZZTIME each (10m); what it finds is written into testdata/fuzz and is a test from then on (FUZZ=regexp of package and name)
