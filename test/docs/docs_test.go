@@ -100,9 +100,9 @@ func TestReasons(t *testing.T) {
 	decided := constants(t, "pkg/admission/decide.go", "Reason")
 	outcomes := constants(t, "internal/agent/hooks/metrics.go", "outcome")
 	for heading, want := range map[string]struct{ all, may []string }{
-		"A deletion or eviction":      {decided, ofDrains},
-		"The end of a drain":          {[]string{"PodDeleted", "Abandoned"}, nil},
-		"A hook at the barrier":       {outcomes, ofDrains},
+		"A deletion or eviction":                      {decided, ofDrains},
+		"The end of a drain":                          {[]string{"PodDeleted", "Abandoned"}, nil},
+		"A hook at the barrier":                       {outcomes, ofDrains},
 		"A new pod that the mutating webhook reviews": {constants(t, "pkg/admission/mutate.go", "coverage"), nil},
 	} {
 		told := firstCells(t, "docs/reasons.md", heading)

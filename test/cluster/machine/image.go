@@ -128,7 +128,7 @@ func writeImage(w io.Writer, image Image) error {
 		"os":           "linux",
 		"config": map[string]any{"Entrypoint": []string{"/" + entry}, "WorkingDir": "/",
 			"Env": []string{"PATH=/"}}, // a pod may call the program by its name
-		"rootfs":       map[string]any{"type": "layers", "diff_ids": []string{"sha256:" + hex.EncodeToString(sum[:])}},
+		"rootfs": map[string]any{"type": "layers", "diff_ids": []string{"sha256:" + hex.EncodeToString(sum[:])}},
 	})
 	if err != nil {
 		return err
