@@ -12,6 +12,7 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/admission"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
+	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
 // call is one review: the steps of package admission, once it has arrived.
@@ -36,6 +37,7 @@ type call struct {
 	hold     *coordinator.Hold
 	services []drain.Service
 	changed  *drain.Status
+	last     []health.Pool // of the pod, when its status was derived
 	woken    bool
 	turnOf   int
 }
@@ -187,6 +189,7 @@ func (c *coord) drain(x *call) {
 	}
 	x.changed, x.hold = nil, c.core.Hold(w.now, request, x.Until)
 	c.opened(request, x.hold.Status, false)
+	x.last = c.lastOf(x.caller.p)
 	if x.ctx.Err() != nil && !x.hold.Over {
 		x.hold.GiveUp(w.now, x.ctx.Err())
 	}
@@ -195,6 +198,7 @@ func (c *coord) drain(x *call) {
 }
 
 func (c *coord) wake(x *call, changed *drain.Status) {
+	x.last = c.lastOf(x.caller.p)
 	if x.changed = changed; x.woken {
 		return
 	}
@@ -225,6 +229,9 @@ func (c *coord) recheck(x *call) {
 	if x.hold.Over {
 		return
 	}
+	if x.changed == nil {
+		x.last = c.lastOf(x.caller.p)
+	}
 	x.hold.Recheck(c.w.now, x.changed)
 	x.changed = nil
 	c.settle()
@@ -252,7 +259,7 @@ func (c *coord) reply(x *call) {
 	case x.Allowed && waited && !s.Waits():
 		c.expired(s)
 		wd := &word{reason: s.Reason.String(), at: w.at, by: c, life: c.life}
-		c.checkAllow(p, s, wd, x.services)
+		c.checkAllow(p, s, wd, x.services, x.last)
 		v.words = []*word{wd}
 	case x.Allowed:
 		v.words = []*word{{reason: x.Reason, at: w.at}}

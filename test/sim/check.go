@@ -96,8 +96,8 @@ func (a *agent) share(services []drain.Service) bool {
 }
 
 // checkAllow looks at each agent when a drain is released, and remembers in word what each one's
-// part rests on.
-func (c *coord) checkAllow(p *pod, s drain.Status, wd *word, services []drain.Service) {
+// part rests on. last is what [coord.lastOf] returned when s was derived.
+func (c *coord) checkAllow(p *pod, s drain.Status, wd *word, services []drain.Service, last []health.Pool) {
 	w := c.w
 	least := drain.Idle
 	switch s.Reason {
@@ -108,12 +108,8 @@ func (c *coord) checkAllow(p *pod, s drain.Status, wd *word, services []drain.Se
 	default:
 		return
 	}
-	var last []health.Pool // in which it may be kept
-	for i := range c.slices {
-		if usable := c.targets[service(i)]; usable != nil && s.Reason != drain.Acknowledged &&
-			c.alive(usable) == oneIf(slices.Contains(usable, p.uid)) {
-			last = append(last, pool(i))
-		}
+	if s.Reason == drain.Acknowledged {
+		last = nil
 	}
 	if p.terminating {
 		return
@@ -204,6 +200,18 @@ func (c *coord) checkAllow(p *pod, s drain.Status, wd *word, services []drain.Se
 			w.excuse("routed: " + wd.agents[a].excuse)
 		}
 	}
+}
+
+// lastOf lists the pools in which a gateway may keep a pod: of Services that have no other usable
+// target, as this replica knows them now.
+func (c *coord) lastOf(p *pod) (last []health.Pool) {
+	for i := range c.slices {
+		usable := c.targets[service(i)]
+		if usable != nil && c.alive(usable) == oneIf(slices.Contains(usable, p.uid)) {
+			last = append(last, pool(i))
+		}
+	}
+	return last
 }
 
 // keptAsLast reports whether all Services in which a gateway keeps a pod are among those whose
