@@ -468,15 +468,14 @@ func (c *coord) expired(s drain.Status) {
 		i := slices.IndexFunc(c.streams, func(st *stream) bool {
 			return st.link.a.id == x.Agent && c.ledger.Current(x.Agent, st.Number)
 		})
-		if quiet == nil || i < 0 || c.streams[i].began > begun || quiet.endedAt > begun || x.State >= drain.Removed ||
-			x.State == drain.Kept {
+		if quiet == nil || quiet.endedAt > begun || x.State >= drain.Removed || x.State == drain.Kept ||
+			deadline-d.toldAt < w.times.Deadline/2 || begun < quiet.lastAt {
 			continue
 		}
-		if deadline-d.toldAt < w.times.Deadline/2 || begun < quiet.lastAt {
-			continue
+		if i >= 0 && c.streams[i].began <= begun {
+			quiet.expired++
 		}
-		quiet.expired++
-		quiet.lastAt = deadline
+		quiet.lastAt = deadline // the ledger may have counted it, and so does not count what overlaps it
 	}
 }
 
