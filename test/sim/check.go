@@ -468,14 +468,15 @@ func (c *coord) expired(s drain.Status) {
 		i := slices.IndexFunc(c.streams, func(st *stream) bool {
 			return st.link.a.id == x.Agent && c.ledger.Current(x.Agent, st.Number)
 		})
-		if quiet == nil || quiet.endedAt > begun || x.State >= drain.Removed || x.State == drain.Kept ||
-			deadline-d.toldAt < w.times.Deadline/2 || begun < quiet.lastAt {
+		if quiet == nil || i < 0 || c.streams[i].began > begun || quiet.endedAt > begun || x.State >= drain.Removed ||
+			x.State == drain.Kept {
 			continue
 		}
-		if i >= 0 && c.streams[i].began <= begun {
-			quiet.expired++
+		if deadline-d.toldAt < w.times.Deadline/2 || begun < quiet.lastAt {
+			continue
 		}
-		quiet.lastAt = deadline // the ledger may have counted it, and so does not count what overlaps it
+		quiet.expired++
+		quiet.lastAt = deadline
 	}
 }
 
@@ -494,9 +495,23 @@ func (c *coord) noteSilent(silent []drain.Silence) {
 		if s.Strikes >= drain.StrikesOut && quiet.expired < drain.StrikesOut {
 			c.w.measure("agents whose third strike another replica told")
 		}
-		quiet.expired = max(quiet.expired, s.Strikes)
-		quiet.lastAt = max(quiet.lastAt, c.w.at-time.Duration(s.LastMillis)*time.Millisecond)
+		last := c.w.at - time.Duration(s.LastMillis)*time.Millisecond
+		if quiet.lastAt = max(quiet.lastAt, last); s.Strikes > quiet.expired {
+			// The ledger may have counted as many, and the last of them later: what overlaps that one
+			// is none.
+			quiet.expired, quiet.lastAt = s.Strikes, max(quiet.lastAt, c.struckAt(s.Agent))
+		}
 	}
+}
+
+// struckAt is when the last drain expired that this replica counts, as it tells the others.
+func (c *coord) struckAt(id drain.AgentID) time.Duration {
+	for _, s := range c.ledger.Shared(c.w.now).Silent {
+		if s.Agent == id {
+			return c.w.at - time.Duration(s.LastMillis)*time.Millisecond
+		}
+	}
+	return 0
 }
 
 // checkRight looks at each pod of which an agent is told.

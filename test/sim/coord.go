@@ -103,8 +103,8 @@ type silence struct {
 	// spokeAt is when it last may have acknowledged one: Kept and, at the barrier, Routing count
 	// for more where there is no other endpoint.
 	spokeAt time.Duration
-	// expired is at least how many drains in a row have ended by their deadline without its word.
-	// lastAt is when the last one ended that the ledger may have counted.
+	// expired is at least how many drains in a row have ended by their deadline without its word,
+	// the last one at lastAt.
 	expired int
 	lastAt  time.Duration
 	// tried is the last pod whose deletion was denied for it since, triedAt the 5 s of the clock in
