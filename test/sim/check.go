@@ -497,8 +497,8 @@ func (c *coord) noteSilent(silent []drain.Silence) {
 		}
 		last := c.w.at - time.Duration(s.LastMillis)*time.Millisecond
 		if quiet.lastAt = max(quiet.lastAt, last); s.Strikes > quiet.expired {
-			// The ledger may have counted as many, and the last of them later: what overlaps that one
-			// is none.
+			// The ledger may have counted as many, and the last of them later: what overlaps that
+			// one is none.
 			quiet.expired, quiet.lastAt = s.Strikes, max(quiet.lastAt, c.struckAt(s.Agent))
 		}
 	}
