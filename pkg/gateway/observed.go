@@ -3,7 +3,6 @@ package gateway
 import (
 	"context"
 	"net/netip"
-	"sync"
 	"time"
 
 	"github.com/lameduck-io/lameduck/pkg/health"
@@ -20,12 +19,9 @@ type Observed interface {
 
 	// Watch begins to observe the targets of one pod. Port 0 is every port of the address. changed
 	// is called when the reading may have changed. It must not block, and may be called before
-	// Watch returns.
+	// Watch returns. Readings are true of every worker of the data plane: where workers follow one
+	// after the other, Removed is read when the last one has followed.
 	Watch(targets []netip.AddrPort, changed func()) Watch
-
-	// Settle is how long after a worker of the data plane was seen to have stopped routing to a pod
-	// that is true of every worker.
-	Settle() time.Duration
 
 	// Population names the agents that observe the same gateway: [Nodes] if each node has one of
 	// them, or the name of the gateway of which this is a replica. Coordinators may ask a sample of
@@ -68,56 +64,6 @@ type Reading struct {
 	NoConnections bool
 	// Since is when State was entered.
 	Since time.Time
-}
-
-// WatchSettled is [Observed.Watch] with readings that are true of every worker. Until o's settle
-// time has passed, Removed is read as Routing. changed is called when it has passed.
-func WatchSettled(o Observed, targets []netip.AddrPort, changed func()) Watch {
-	w := o.Watch(targets, changed)
-	if o.Settle() == 0 {
-		return w
-	}
-	s := &settling{Watch: w, settle: o.Settle(), timer: time.AfterFunc(time.Hour, changed)}
-	s.timer.Stop()
-	return s
-}
-
-type settling struct {
-	Watch
-	settle time.Duration
-	timer  *time.Timer
-
-	mu sync.Mutex
-	// removed is the generation for which a Removed that had settled was read last. A later Idle
-	// settles again, and is Removed meanwhile.
-	removed string
-}
-
-func (s *settling) Reading() Reading {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	r := s.Watch.Reading()
-	left := s.settle - time.Since(r.Since)
-	switch {
-	case r.State < health.Removed:
-		s.removed = ""
-	case left <= 0:
-		s.removed = r.Generation
-	default:
-		s.timer.Reset(left)
-		if r.State == health.Idle && s.removed == r.Generation {
-			r.State = health.Removed
-		} else {
-			r.State = health.Routing
-		}
-		r.NoConnections = false
-	}
-	return r
-}
-
-func (s *settling) Close() {
-	s.timer.Stop()
-	s.Watch.Close()
 }
 
 // Cleaner is an [Observed] that keeps connections to pods which no longer exist.

@@ -209,9 +209,6 @@ func (k *kernel) Watch(targets []netip.AddrPort, _ func()) gateway.Watch {
 	return v
 }
 
-// Settle implements gateway.Observed: there is one worker.
-func (k *kernel) Settle() time.Duration { return 0 }
-
 // Reading implements gateway.Watch.
 func (v *view) Reading() gateway.Reading {
 	k := v.k
@@ -398,7 +395,7 @@ func (a *agent) wait(p *pod, run int) {
 		}
 	}
 	deleted := epoch.Add(p.committed)
-	h := &hook{p: p, a: a, run: run, began: p.committed, local: gateway.WatchSettled(a.kernel, p.targets(), nil),
+	h := &hook{p: p, a: a, run: run, began: p.committed, local: a.kernel.Watch(p.targets(), nil),
 		Wait: hooks.NewWait(w.now, nodepods.Pod{
 			Pod: p.drainPod(), Bound: hookBound, Allowed: kubeletMost, Since: deleted, Seen: deleted,
 			Targets: p.targets(),

@@ -365,7 +365,7 @@ type answer struct {
 // barrier walks through the steps of a [Wait].
 func (s *Server) barrier(p nodepods.Pod) (outcome, string) {
 	changed := make(chan struct{}, 1)
-	local := gateway.WatchSettled(s.gateway, p.Targets, func() {
+	local := s.gateway.Watch(p.Targets, func() {
 		select {
 		case changed <- struct{}{}:
 		default:

@@ -100,13 +100,13 @@ func (o *Pods) Watch(now time.Time, w drain.Watch, holder string) {
 			return
 		}
 		of = &observation{pod: w.Pod, since: w.Since, targets: slices.Clone(w.Targets), holders: map[string]time.Time{}}
-		of.watch = gateway.WatchSettled(o.gateway, of.targets, o.changed)
+		of.watch = o.gateway.Watch(of.targets, o.changed)
 		of.look()
 		o.pods[w.Pod.UID] = of
 	} else if !slices.Equal(of.targets, w.Targets) && len(w.Targets) > 0 {
 		of.watch.Close()
 		of.targets = slices.Clone(w.Targets)
-		of.watch = gateway.WatchSettled(o.gateway, of.targets, o.changed)
+		of.watch = o.gateway.Watch(of.targets, o.changed)
 	}
 	if w.Since.Before(of.since) {
 		of.since = w.Since
@@ -244,7 +244,7 @@ func (o *Pods) enqueue(c cleanable) {
 // reused says that the kernel sends to one of the addresses of a pod that is gone: on another node
 // another pod has it, or the kernel has not let go of this one yet, as of the last of a Service.
 func (o *Pods) reused(targets []netip.AddrPort) bool {
-	w := gateway.WatchSettled(o.gateway, targets, func() {})
+	w := o.gateway.Watch(targets, func() {})
 	defer w.Close()
 	is := w.Reading().State
 	return is == health.Routing || is == health.Kept

@@ -62,9 +62,6 @@ func (f *FakeObserved) Cleaned() []netip.AddrPort {
 	return slices.Clone(f.cleaned)
 }
 
-// Settle implements gateway.Observed.
-func (f *FakeObserved) Settle() time.Duration { return 0 }
-
 // Population implements gateway.Observed.
 func (f *FakeObserved) Population() string { return gateway.Nodes }
 

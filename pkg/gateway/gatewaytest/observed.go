@@ -131,7 +131,7 @@ var observedParts = map[string]func(*ObservedHarness) error{
 // change. Where Removed is waited for Idle will do.
 func (h *ObservedHarness) watch() (gateway.Watch, func(health.State) error) {
 	news := make(chan struct{}, 1)
-	w := gateway.WatchSettled(h.Gateway, []netip.AddrPort{h.Target}, func() {
+	w := h.Gateway.Watch([]netip.AddrPort{h.Target}, func() {
 		select {
 		case news <- struct{}{}:
 		default:

@@ -3,7 +3,6 @@ package kubeproxy
 import (
 	"log/slog"
 	"net/netip"
-	"time"
 
 	"github.com/lameduck-io/lameduck/pkg/gateway"
 )
@@ -30,10 +29,6 @@ func (*Config) Observe(log *slog.Logger) gateway.Observed { return observed{New(
 
 // observed is an Observer as an agent knows it.
 type observed struct{ *Observer }
-
-// Settle implements gateway.Observed: a transaction of nftables is true of every CPU once it has
-// ended.
-func (o observed) Settle() time.Duration { return 0 }
 
 // Population implements gateway.Observed.
 func (o observed) Population() string { return gateway.Nodes }

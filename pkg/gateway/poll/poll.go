@@ -83,9 +83,6 @@ type Gateway struct {
 	named     map[string]bool
 }
 
-// Settle implements gateway.Observed: readings are of all workers already.
-func (g *Gateway) Settle() time.Duration { return 0 }
-
 // Population implements gateway.Observed.
 func (g *Gateway) Population() string { return g.name }
 
