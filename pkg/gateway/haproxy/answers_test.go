@@ -82,7 +82,7 @@ backend people
 backend fixed
     balance static-rr
     server s0 127.0.0.2:9001
-`, Backend{Pool: "owned", Backend: "agent"})
+`, Backend{Backend: "agent"})
 	p.gateway()
 	p.start()
 	w := p.worker()
@@ -125,10 +125,10 @@ backend fixed
 
 func TestPermissionDenied(t *testing.T) {
 	p := newProxy(t, userFile+"backend people\n    server s0 127.0.0.2:9001\n",
-		Backend{Pool: "owned", Backend: "agent"})
+		Backend{Backend: "agent"})
 	g := p.gateway()
 	p.startWith(p.socket + ",level,operator")
-	err := g.Apply(t.Context(), []health.Op{routed("owned", "u", "127.0.0.9:1")})
+	err := g.Apply(t.Context(), []health.Op{routed("agent", "u", "127.0.0.9:1")})
 	if !errors.Is(err, kindPermission) {
 		t.Errorf("on a socket of level operator: %v", err)
 	}

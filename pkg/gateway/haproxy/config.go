@@ -1,7 +1,6 @@
 package haproxy
 
 import (
-	"cmp"
 	"encoding/json"
 	"fmt"
 	"path/filepath"
@@ -13,8 +12,8 @@ import (
 )
 
 const (
-	// DefaultTimeout bounds one command if Config.Timeout is 0.
-	DefaultTimeout = 2 * time.Second
+	// commandTimeout bounds one command.
+	commandTimeout = 2 * time.Second
 	// maxSocketPath is the room for a path in a unix socket's address on Linux.
 	maxSocketPath = 107
 	// maxOptionWords keeps "add server" below the 64 words that HAProxy reads of one command.
@@ -32,14 +31,10 @@ type Config struct {
 	ServersFile string `json:"serversFile"`
 	// Backends are those that the agent writes, at least one.
 	Backends []Backend `json:"backends"`
-	// Timeout bounds each command; 0 means DefaultTimeout.
-	Timeout time.Duration `json:"-"`
 }
 
-// Backend is one backend, the pool that it is, and the Service port that feeds it.
+// Backend is one backend, which is a pool of the same name, and the Service port that feeds it.
 type Backend struct {
-	// Pool is the pool's name. Empty: that of the backend.
-	Pool health.Pool `json:"-"`
 	// Backend is the name of HAProxy's backend section.
 	Backend string `json:"backend"`
 	// Service is namespace/name of the Service that feeds it.
@@ -61,7 +56,7 @@ type Backend struct {
 	HealthCheck json.RawMessage `json:"healthCheck,omitempty"`
 }
 
-func (b Backend) pool() health.Pool { return cmp.Or(b.Pool, health.Pool(b.Backend)) }
+func (b Backend) pool() health.Pool { return health.Pool(b.Backend) }
 
 func keyOf(i int) string { return fmt.Sprintf("backends[%d]", i) }
 
@@ -114,18 +109,14 @@ func (c *Config) Check() []error {
 	must(c.ServersFile == "" || filepath.Base(c.ServersFile) != "." &&
 		!strings.HasSuffix(c.ServersFile, string(filepath.Separator)), "serversFile", c.ServersFile,
 		"want a file, not a directory")
-	must(c.Timeout >= 0, "timeout", c.Timeout, "is negative")
 	must(len(c.Backends) > 0, "backends", "", "at least one is needed")
-	pools, names := map[health.Pool]int{}, map[string]int{}
+	names := map[string]int{}
 	for i, b := range c.Backends {
 		at := func(f string) string { return keyOf(i) + "." + f }
 		j, twice := names[b.Backend]
 		must(nameChars(b.Backend), at("backend"), b.Backend, "want letters, digits and . : _ -")
 		must(!twice, at("backend"), b.Backend, "is that of "+keyOf(j)+" too")
 		names[b.Backend] = i
-		j, twice = pools[b.pool()]
-		must(!twice || b.Pool == "", at("pool"), b.Pool, "is that of "+keyOf(j)+" too")
-		pools[b.pool()] = i
 		must(b.Defaults == "" || nameChars(b.Defaults), at("defaults"), b.Defaults, "want letters, digits and . : _ -")
 		for j, l := range b.Lines {
 			why := badLine(l)

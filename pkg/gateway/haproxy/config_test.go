@@ -17,7 +17,7 @@ import (
 func TestConfig(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "servers.cfg")
 	owned := func(change func(*Backend)) Config {
-		b := Backend{Pool: "p", Backend: "b"}
+		b := Backend{Backend: "b"}
 		change(&b)
 		return Config{MasterSocket: "/run/m.sock", ServersFile: file, Backends: []Backend{b}}
 	}
@@ -36,24 +36,20 @@ func TestConfig(t *testing.T) {
 				"option redispatch"}
 			b.ServerOptions = "check inter 2s maxconn 50 sni str(a.example)"
 		}), nil},
-		{"no socket", Config{Backends: []Backend{{Pool: "p", Backend: "b"}}}, []string{"Socket"}},
+		{"no socket", Config{Backends: []Backend{{Backend: "b"}}}, []string{"Socket"}},
 		{"socket too long", Config{MasterSocket: "/" + strings.Repeat("x", 110),
-			Backends: []Backend{{Pool: "p", Backend: "b"}}}, []string{"Socket", "107"}},
+			Backends: []Backend{{Backend: "b"}}}, []string{"Socket", "107"}},
 		{"no backends", Config{MasterSocket: "/s"}, []string{"backends"}},
-		{"no pool", owned(func(b *Backend) { b.Pool = "" }), nil},
 		{"backend with a line break", owned(func(b *Backend) { b.Backend = "b\nglobal" }),
 			[]string{"backends[0].backend", `b\nglobal`}},
 		{"backend with a semicolon", owned(func(b *Backend) { b.Backend = "b;reload" }),
 			[]string{"backends[0].backend", "b;reload"}},
 		{"backend with a slash", owned(func(b *Backend) { b.Backend = "b/s" }), []string{"b/s"}},
-		{"pool twice", Config{MasterSocket: "/s", ServersFile: file,
-			Backends: []Backend{{Pool: "p", Backend: "b"}, {Pool: "p", Backend: "c"}}},
-			[]string{"backends[1].pool", `"p"`}},
 		{"backend twice", Config{MasterSocket: "/s", ServersFile: file,
-			Backends: []Backend{{Pool: "p", Backend: "b"}, {Pool: "q", Backend: "b"}}},
+			Backends: []Backend{{Backend: "b"}, {Backend: "b"}}},
 			[]string{"backends[1].backend", `"b"`}},
 		{"no file", Config{MasterSocket: "/s",
-			Backends: []Backend{{Pool: "p", Backend: "b"}}}, []string{"serversFile"}},
+			Backends: []Backend{{Backend: "b"}}}, []string{"serversFile"}},
 		{"defaults with a space", owned(func(b *Backend) { b.Defaults = "a b" }), []string{"defaults", "a b"}},
 		{"line with a line break", line("balance random\nserver x 1.2.3.4:5"), []string{"lines[0]"}},
 		{"line with a carriage return", line("balance random\r"), []string{"lines[0]"}},
@@ -95,9 +91,9 @@ func TestConfig(t *testing.T) {
 func TestServersFile(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "servers.cfg")
 	cfg := Config{MasterSocket: "/nowhere", ServersFile: file, Backends: []Backend{
-		{Pool: "web", Backend: "be_web", Defaults: "agents", Lines: []string{"balance leastconn"},
+		{Backend: "web", Defaults: "agents", Lines: []string{"balance leastconn"},
 			ServerOptions: " check  inter 2s "},
-		{Pool: "api", Backend: "be_api"},
+		{Backend: "api"},
 	}}
 	g, err := New(cfg)
 	if err != nil {
@@ -117,14 +113,14 @@ func TestServersFile(t *testing.T) {
 		routed("api", "u4", "10.0.0.4:80"),
 		health.Op{Key: key("api", "u4", "10.0.0.4:80"), Want: health.WantRemoved}))
 	want := fileHead + `
-backend be_web from agents
+backend web from agents
     no option persist
     load-server-state-from-file none
     balance leastconn
     server ld-u1-10.0.0.1-80 10.0.0.1:80 check inter 2s pool-max-conn -1 pool-purge-delay 5s
     server ld-u2-fd00::1-80 [fd00::1]:80 check inter 2s pool-max-conn -1 pool-purge-delay 5s
 
-backend be_api
+backend api
     no option persist
     load-server-state-from-file none
 `
@@ -169,11 +165,11 @@ backend be_api
 func TestNoRemovalWithoutTheFile(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "servers.cfg")
 	g, err := New(Config{MasterSocket: "/nowhere", ServersFile: file,
-		Backends: []Backend{{Pool: "web", Backend: "b"}}})
+		Backends: []Backend{{Backend: "b"}}})
 	if err != nil {
 		t.Fatal(err)
 	}
-	u1 := routed("web", "u1", "10.0.0.1:80")
+	u1 := routed("b", "u1", "10.0.0.1:80")
 	b, name, _ := g.resolve(u1.Key)
 	mk := func(op health.Op, name string) *step {
 		return &step{op: op, backend: b, name: name, errs: map[int]error{}}
@@ -188,7 +184,7 @@ func TestNoRemovalWithoutTheFile(t *testing.T) {
 		t.Fatal(err)
 	}
 	remove := mk(health.Op{Key: u1.Key, Want: health.WantRemoved}, name)
-	add := mk(routed("web", "u2", "10.0.0.2:80"), "ld-u2-10.0.0.2-80")
+	add := mk(routed("b", "u2", "10.0.0.2:80"), "ld-u2-10.0.0.2-80")
 	todo := g.persist([]*step{remove, add})
 	if len(todo) != 1 || todo[0] != add || !errors.Is(add.errs[0], kindFile) || !errors.Is(remove.errs[0], kindFile) {
 		t.Errorf("goes on with %v; remove: %v; add: %v", todo, remove.errs, add.errs)
@@ -215,7 +211,7 @@ defaults
 frontend web
     bind 127.0.0.1:%PORT%
     default_backend agent
-`, Backend{Pool: "owned", Backend: "agent", Defaults: "agents",
+`, Backend{Backend: "agent", Defaults: "agents",
 		Lines: []string{"balance leastconn"}, ServerOptions: "check inter 2s maxconn 50"})
 	g := p.gateway()
 	w := wanted{"agent": {}}

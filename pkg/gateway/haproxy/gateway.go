@@ -55,11 +55,8 @@ func New(c Config) (*Gateway, error) {
 	if err := errors.Join(c.Check()...); err != nil {
 		return nil, fmt.Errorf("haproxy config: %w", err)
 	}
-	if c.Timeout == 0 {
-		c.Timeout = DefaultTimeout
-	}
 	g := &Gateway{
-		cli:      cli{path: c.MasterSocket, timeout: c.Timeout},
+		cli:      cli{path: c.MasterSocket, timeout: commandTimeout},
 		file:     c.ServersFile,
 		backends: slices.Clone(c.Backends),
 		byPool:   map[health.Pool]*Backend{},
@@ -71,8 +68,7 @@ func New(c Config) (*Gateway, error) {
 	}
 	for i := range g.backends {
 		b := &g.backends[i]
-		b.Lines, b.Pool = slices.Clone(b.Lines), b.pool()
-		g.byPool[b.Pool] = b
+		g.byPool[b.pool()] = b
 		g.wanted[b.Backend] = map[string]bool{}
 		maps.Copy(g.wanted[b.Backend], have[b.Backend])
 	}
@@ -707,7 +703,7 @@ func (g *Gateway) states(ctx context.Context, p process, byBackend map[*Backend]
 		x, err := g.state(ctx, p.PID, b.Backend)
 		if errors.Is(err, kindNoBackend) {
 			if !p.Old { // else the backend is newer than this worker
-				o.Unread[b.Pool] = err
+				o.Unread[b.pool()] = err
 			}
 			x, err = newIndex(nil), nil
 		}
@@ -731,7 +727,7 @@ func (g *Gateway) Owned(ctx context.Context) ([]health.Key, error) {
 	for _, b := range g.backends {
 		for name := range g.wanted[b.Backend] {
 			if t, ok := parseName(name); ok {
-				keys[health.Key{Pool: b.Pool, Target: t}] = true
+				keys[health.Key{Pool: b.pool(), Target: t}] = true
 			}
 		}
 	}
@@ -758,7 +754,7 @@ func (g *Gateway) owned(ctx context.Context, before processes, keys map[health.K
 			}
 			for name := range x.byName {
 				if t, ok := parseName(name); ok {
-					keys[health.Key{Pool: b.Pool, Target: t}] = true
+					keys[health.Key{Pool: b.pool(), Target: t}] = true
 				}
 			}
 		}

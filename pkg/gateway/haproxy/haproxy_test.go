@@ -251,7 +251,7 @@ func harness(t *testing.T, b Backend) *gatewaytest.Harness {
 	return &gatewaytest.Harness{
 		Gateway:    g,
 		Open:       func(testing.TB) gateway.Directed { return p.gateway() },
-		Owned:      "owned",
+		Owned:      "agent",
 		NewClient:  func(testing.TB) gatewaytest.Client { return gatewaytest.NewHTTPClient(p.url) },
 		Reload:     func(testing.TB) { p.reload() },
 		Restart:    func(testing.TB) { p.restart() },
@@ -264,6 +264,6 @@ func harness(t *testing.T, b Backend) *gatewaytest.Harness {
 
 func TestContract(t *testing.T) {
 	gatewaytest.Run(t, func(t *testing.T) *gatewaytest.Harness {
-		return harness(t, Backend{Pool: "owned", Backend: "agent", Lines: []string{"balance roundrobin"}})
+		return harness(t, Backend{Backend: "agent", Lines: []string{"balance roundrobin"}})
 	})
 }

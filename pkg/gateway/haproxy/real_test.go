@@ -49,7 +49,7 @@ func TestContractWithChecks(t *testing.T) {
 		t.Skip("a second run of the contract")
 	}
 	gatewaytest.Run(t, func(t *testing.T) *gatewaytest.Harness {
-		return harness(t, Backend{Pool: "owned", Backend: "agent",
+		return harness(t, Backend{Backend: "agent",
 			Lines:         []string{"balance leastconn", "option redispatch", "http-reuse always"},
 			ServerOptions: "check inter 200ms maxconn 100 pool-purge-delay 500ms",
 		})
@@ -70,7 +70,7 @@ func retryingRequest(t *testing.T, clears bool) {
 	t.Parallel()
 	p := newProxy(t, strings.Replace(userFile, "mode http\n", "mode http\n    retries 4\n",
 		1)+"backend people\n    server s0 127.0.0.2:9\n",
-		Backend{Pool: "owned", Backend: "agent", Lines: []string{"balance roundrobin"}})
+		Backend{Backend: "agent", Lines: []string{"balance roundrobin"}})
 	g := p.gateway()
 	p.start()
 	// A port that nothing listens on.
@@ -80,12 +80,12 @@ func retryingRequest(t *testing.T, clears bool) {
 	}
 	addr := l.Addr().String()
 	l.Close()
-	op := routed("owned", "u", addr)
+	op := routed("agent", "u", addr)
 	apply(t, g, op)
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
-		if resp, err := http.Get(p.url("owned", "/")); err == nil {
+		if resp, err := http.Get(p.url("agent", "/")); err == nil {
 			resp.Body.Close()
 		}
 	}()
@@ -98,7 +98,7 @@ func retryingRequest(t *testing.T, clears bool) {
 		}
 	}
 	p.untilStream(op.Target)
-	apply(t, g, removed("owned", "u", addr))
+	apply(t, g, removed("agent", "u", addr))
 	n, hidden := 0, 0
 	for !ended(0) {
 		if clears {
@@ -147,10 +147,10 @@ backend raw
     server s0 `+target.String()+`
 backend people
     server s0 127.0.0.2:9
-`, Backend{Pool: "owned", Backend: "agent", Lines: []string{"balance roundrobin"}})
+`, Backend{Backend: "agent", Lines: []string{"balance roundrobin"}})
 	g := p.gateway()
 	p.start()
-	op, out := routed("owned", "u", target.String()), removed("owned", "u", target.String())
+	op, out := routed("agent", "u", target.String()), removed("agent", "u", target.String())
 	apply(t, g, op)
 
 	dial := func() net.Conn {
@@ -262,15 +262,15 @@ func startRaw(t *testing.T, ip string) netip.AddrPort {
 // Only maintenance that was asked for takes a target out. Everything else can end by itself.
 func TestStatesOfServers(t *testing.T) {
 	t.Parallel()
-	p := newProxy(t, userFile, Backend{Pool: "owned", Backend: "agent", Lines: []string{"balance roundrobin"},
+	p := newProxy(t, userFile, Backend{Backend: "agent", Lines: []string{"balance roundrobin"},
 		ServerOptions: "check inter 20ms fall 1"})
 	g := p.gateway()
 	p.start()
 	w := p.worker()
 	up, down := gatewaytest.StartBackend(t, "127.0.0.2").Addr.String(), "127.0.0.3:9"
-	apply(t, g, routed("owned", "u", up), routed("owned", "u", down))
+	apply(t, g, routed("agent", "u", up), routed("agent", "u", down))
 	name := func(addr string) string {
-		name, err := serverName(key("owned", "u", addr).Target)
+		name, err := serverName(key("agent", "u", addr).Target)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -293,7 +293,7 @@ func TestStatesOfServers(t *testing.T) {
 		if c.command != "" {
 			p.ask(w, c.command)
 		}
-		if diff := cmp.Diff(c.want, see(t, g, key("owned", "u", c.addr))); diff != "" {
+		if diff := cmp.Diff(c.want, see(t, g, key("agent", "u", c.addr))); diff != "" {
 			t.Errorf("%s:\n%s", c.what, diff)
 		}
 	}
@@ -302,12 +302,12 @@ func TestStatesOfServers(t *testing.T) {
 // A server of the agent's whose address was changed must not be routed as the target it is not.
 func TestAnotherAddress(t *testing.T) {
 	t.Parallel()
-	p := newProxy(t, userFile, Backend{Pool: "owned", Backend: "agent", Lines: []string{"balance roundrobin"}})
+	p := newProxy(t, userFile, Backend{Backend: "agent", Lines: []string{"balance roundrobin"}})
 	g := p.gateway()
 	p.start()
 	a := gatewaytest.StartBackend(t, "127.0.0.31").Addr.String()
-	op := routed("owned", "u", a)
-	apply(t, g, op, removed("owned", "u", a))
+	op := routed("agent", "u", a)
+	apply(t, g, op, removed("agent", "u", a))
 	p.ask(p.worker(), "set server agent/ld-u-"+strings.ReplaceAll(a, ":", "-")+" addr 127.0.0.32 port 1")
 	if err := g.Apply(t.Context(), []health.Op{op}); !errors.Is(err, kindConflict) {
 		t.Errorf("routing a server with another address: %v", err)
@@ -321,16 +321,16 @@ func TestPersistenceDoesNotReachRemoved(t *testing.T) {
 	a, b := gatewaytest.StartBackend(t, "127.0.0.41"), gatewaytest.StartBackend(t, "127.0.0.42")
 	p := newProxy(t, strings.Replace(userFile, "mode http\n", "mode http\n    option persist\n",
 		1)+"backend people\n    server s0 127.0.0.2:9\n",
-		Backend{Pool: "owned", Backend: "agent",
+		Backend{Backend: "agent",
 			Lines: []string{"balance roundrobin", "stick-table type ip size 1k", "stick on src"}})
 	g := p.gateway()
 	p.start()
-	apply(t, g, routed("owned", "a", a.Addr.String()), routed("owned", "b", b.Addr.String()))
+	apply(t, g, routed("agent", "a", a.Addr.String()), routed("agent", "b", b.Addr.String()))
 	get := func(phase int) netip.AddrPort {
 		t.Helper()
 		c := gatewaytest.NewHTTPClient(p.url)
 		defer c.Close()
-		addr, err := c.Get(t.Context(), "owned", "/", phase)
+		addr, err := c.Get(t.Context(), "agent", "/", phase)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -346,7 +346,7 @@ func TestPersistenceDoesNotReachRemoved(t *testing.T) {
 	if first == b.Addr {
 		uid = "b"
 	}
-	apply(t, g, removed("owned", uid, first.String()))
+	apply(t, g, removed("agent", uid, first.String()))
 	for range 5 {
 		if got := get(1); got == first {
 			t.Fatal("the removed target answered a client that sticks to it")
@@ -359,7 +359,7 @@ func TestPersistenceDoesNotReachRemoved(t *testing.T) {
 func TestLostAnswers(t *testing.T) {
 	t.Parallel()
 	p := newProxy(t, userFile+"backend people\n    server s0 127.0.0.2:9\n",
-		Backend{Pool: "owned", Backend: "agent", Lines: []string{"balance roundrobin"},
+		Backend{Backend: "agent", Lines: []string{"balance roundrobin"},
 			ServerOptions: "check inter 10s"})
 	p.gateway()
 	p.start()
@@ -378,10 +378,10 @@ func TestLostAnswers(t *testing.T) {
 	})
 	g := p.gateway()
 	batches := [][]health.Op{
-		{routed("owned", "u1", "127.0.0.51:1"), routed("owned", "u2", "[::1]:1")},
-		{removed("owned", "u1", "127.0.0.51:1")},
-		{{Key: key("owned", "u1", "127.0.0.51:1"), Want: health.WantAbsent},
-			{Key: key("owned", "u2", "[::1]:1"), Want: health.WantAbsent}},
+		{routed("agent", "u1", "127.0.0.51:1"), routed("agent", "u2", "[::1]:1")},
+		{removed("agent", "u1", "127.0.0.51:1")},
+		{{Key: key("agent", "u1", "127.0.0.51:1"), Want: health.WantAbsent},
+			{Key: key("agent", "u2", "[::1]:1"), Want: health.WantAbsent}},
 	}
 	for n := int64(1); n <= 20; n++ {
 		for i, batch := range batches {
@@ -410,7 +410,7 @@ func TestLostAnswers(t *testing.T) {
 func TestCommandsOfABatch(t *testing.T) {
 	t.Parallel()
 	p := newProxy(t, userFile+"backend people\n    server s0 127.0.0.2:9\n",
-		Backend{Pool: "owned", Backend: "agent", Lines: []string{"balance roundrobin"}})
+		Backend{Backend: "agent", Lines: []string{"balance roundrobin"}})
 	p.gateway()
 	p.start()
 	var count, lists atomic.Int64
@@ -429,8 +429,8 @@ func TestCommandsOfABatch(t *testing.T) {
 	var keys []health.Key
 	for i := range 50 {
 		addr := fmt.Sprintf("127.0.2.%d:1", i+1)
-		in, out = append(in, routed("owned", "u", addr)), append(out, removed("owned", "u", addr))
-		keys = append(keys, key("owned", "u", addr))
+		in, out = append(in, routed("agent", "u", addr)), append(out, removed("agent", "u", addr))
+		keys = append(keys, key("agent", "u", addr))
 	}
 	observe := func() error { _, err := g.Observe(t.Context(), keys); return err }
 	for _, c := range []struct {
@@ -469,10 +469,10 @@ func TestReloadsAtAnyMoment(t *testing.T) {
 	t.Parallel()
 	stay, flap := gatewaytest.StartBackend(t, "127.0.0.61"), gatewaytest.StartBackend(t, "127.0.0.62")
 	p := newProxy(t, userFile+"backend people\n    server s0 127.0.0.2:9\n",
-		Backend{Pool: "owned", Backend: "agent", Lines: []string{"balance roundrobin"}})
+		Backend{Backend: "agent", Lines: []string{"balance roundrobin"}})
 	g := p.gateway()
 	p.start()
-	apply(t, g, routed("owned", "stay", stay.Addr.String()))
+	apply(t, g, routed("agent", "stay", stay.Addr.String()))
 	ctx, cancel := context.WithCancel(t.Context())
 	var wg sync.WaitGroup
 	defer wg.Wait()
@@ -483,7 +483,7 @@ func TestReloadsAtAnyMoment(t *testing.T) {
 			for ctx.Err() == nil {
 				c := gatewaytest.NewHTTPClient(p.url)
 				for range 10 {
-					if _, err := c.Get(t.Context(), "owned", "/", int(phase.Load())); err != nil {
+					if _, err := c.Get(t.Context(), "agent", "/", int(phase.Load())); err != nil {
 						t.Errorf("a request failed: %v", err)
 						cancel()
 						return
@@ -531,23 +531,23 @@ func TestReloadsAtAnyMoment(t *testing.T) {
 	}
 	rounds := 0
 	for ; ctx.Err() == nil; rounds++ {
-		if !eventually(routed("owned", "flap", flap.Addr.String()), true) {
+		if !eventually(routed("agent", "flap", flap.Addr.String()), true) {
 			break
 		}
-		if !eventually(removed("owned", "flap", flap.Addr.String()), false) {
+		if !eventually(removed("agent", "flap", flap.Addr.String()), false) {
 			break
 		}
 		at := int(phase.Add(1))
 		for range 5 {
-			o, err := g.Observe(ctx, []health.Key{key("owned", "flap", flap.Addr.String()),
-				key("owned", "stay", stay.Addr.String())})
+			o, err := g.Observe(ctx, []health.Key{key("agent", "flap", flap.Addr.String()),
+				key("agent", "stay", stay.Addr.String())})
 			if err != nil {
 				continue
 			}
-			if o.Seen[key("owned", "flap", flap.Addr.String())].Routed {
+			if o.Seen[key("agent", "flap", flap.Addr.String())].Routed {
 				t.Errorf("round %d: the removed target is routed again", rounds)
 			}
-			if s := o.Seen[key("owned", "stay", stay.Addr.String())]; !s.Routed || s.Missing {
+			if s := o.Seen[key("agent", "stay", stay.Addr.String())]; !s.Routed || s.Missing {
 				t.Errorf("round %d: the routed target is seen as %+v", rounds, s)
 			}
 		}
@@ -570,17 +570,17 @@ func TestIPv6(t *testing.T) {
 	}
 	b := gatewaytest.StartBackend(t, "::1")
 	p := newProxy(t, userFile+"backend people\n    server s0 127.0.0.2:9\n",
-		Backend{Pool: "owned", Backend: "agent", Lines: []string{"balance roundrobin"}})
+		Backend{Backend: "agent", Lines: []string{"balance roundrobin"}})
 	g := p.gateway()
 	p.start()
-	op := routed("owned", "u", b.Addr.String())
+	op := routed("agent", "u", b.Addr.String())
 	apply(t, g, op)
 	for _, when := range []string{"at run time", "after a reload"} {
 		if got := see(t, g, op.Key); got != (health.Seen{Present: true, Routed: true}) {
 			t.Errorf("%s: seen as %+v", when, got)
 		}
 		c := gatewaytest.NewHTTPClient(p.url)
-		if addr, err := c.Get(t.Context(), "owned", "/", 0); err != nil || addr != b.Addr {
+		if addr, err := c.Get(t.Context(), "agent", "/", 0); err != nil || addr != b.Addr {
 			t.Errorf("%s: %s, %v", when, addr, err)
 		}
 		c.Close()
@@ -594,17 +594,17 @@ func TestGoneAfterRequestInFlight(t *testing.T) {
 	t.Parallel()
 	b := gatewaytest.StartBackend(t, "127.0.0.71")
 	p := newProxy(t, userFile+"backend people\n    server s0 127.0.0.2:9\n",
-		Backend{Pool: "owned", Backend: "agent", Lines: []string{"balance roundrobin"},
+		Backend{Backend: "agent", Lines: []string{"balance roundrobin"},
 			ServerOptions: "pool-purge-delay 200ms"})
 	g := p.gateway()
 	p.start()
-	op := routed("owned", "u", b.Addr.String())
+	op := routed("agent", "u", b.Addr.String())
 	apply(t, g, op)
 	var wg sync.WaitGroup
 	wg.Go(func() {
 		c := gatewaytest.NewHTTPClient(p.url)
 		defer c.Close()
-		if _, err := c.Get(t.Context(), "owned", gatewaytest.HoldPath, 0); err != nil {
+		if _, err := c.Get(t.Context(), "agent", gatewaytest.HoldPath, 0); err != nil {
 			t.Error(err)
 		}
 	})
@@ -633,11 +633,11 @@ func TestGoneAfterRequestInFlight(t *testing.T) {
 func TestSameServerAfterReload(t *testing.T) {
 	t.Parallel()
 	p := newProxy(t, userFile+"backend people\n    server s0 127.0.0.2:9\n",
-		Backend{Pool: "owned", Backend: "agent", Lines: []string{"balance roundrobin"},
+		Backend{Backend: "agent", Lines: []string{"balance roundrobin"},
 			ServerOptions: "check inter 10s"})
 	g := p.gateway()
 	p.start()
-	apply(t, g, routed("owned", "u", "127.0.0.9:9"))
+	apply(t, g, routed("agent", "u", "127.0.0.9:9"))
 	settings := func() map[string]string {
 		t.Helper()
 		out := map[string]string{}
@@ -676,15 +676,15 @@ func TestDeletingWaitsForStreams(t *testing.T) {
 	t.Parallel()
 	p := newProxy(t, strings.ReplaceAll(userFile, "frontend web",
 		"frontend agent")+"backend people\n    server s0 127.0.0.2:9\n",
-		Backend{Pool: "owned", Backend: "agent", Lines: []string{"balance roundrobin"}})
+		Backend{Backend: "agent", Lines: []string{"balance roundrobin"}})
 	g := p.gateway()
 	p.start()
 	worker := p.worker()
-	refuses := routed("owned", "u", "127.0.0.72:1")
+	refuses := routed("agent", "u", "127.0.0.72:1")
 	apply(t, g, refuses)
 	var wg sync.WaitGroup
 	wg.Go(func() {
-		resp, err := http.Get(p.url("owned", "/"))
+		resp, err := http.Get(p.url("agent", "/"))
 		if err != nil {
 			t.Errorf("the request that tries again: %v", err)
 			return
@@ -718,21 +718,21 @@ func TestAnEndpointWithoutAPodHasAServer(t *testing.T) {
 	t.Parallel()
 	b := gatewaytest.StartBackend(t, "127.0.0.81")
 	p := newProxy(t, userFile+"backend people\n    server s0 127.0.0.2:9\n",
-		Backend{Pool: "owned", Backend: "agent", Lines: []string{"balance roundrobin"}})
+		Backend{Backend: "agent", Lines: []string{"balance roundrobin"}})
 	g := p.gateway()
 	p.start()
-	op := routed("owned", "", b.Addr.String())
+	op := routed("agent", "", b.Addr.String())
 	apply(t, g, op)
 	p.reload()
 	c := gatewaytest.NewHTTPClient(p.url)
 	t.Cleanup(c.Close)
-	if addr, err := c.Get(t.Context(), "owned", "/", 0); addr != b.Addr || err != nil {
+	if addr, err := c.Get(t.Context(), "agent", "/", 0); addr != b.Addr || err != nil {
 		t.Errorf("a request went to %s, %v", addr, err)
 	}
 	if owned, err := p.gateway().Owned(t.Context()); len(owned) != 1 || owned[0] != op.Key || err != nil {
 		t.Errorf("owned: %v, %v", owned, err)
 	}
-	apply(t, g, removed("owned", "", b.Addr.String()))
+	apply(t, g, removed("agent", "", b.Addr.String()))
 	if got := see(t, g, op.Key); got.Routed || !got.Present {
 		t.Errorf("removed, it is seen as %+v", got)
 	}
@@ -747,12 +747,12 @@ func TestAnEndpointWithoutAPodHasAServer(t *testing.T) {
 func TestABackendThatIsNotLoadedIsUnreadAlone(t *testing.T) {
 	t.Parallel()
 	p := newProxy(t, userFile+"backend people\n    server s0 127.0.0.2:9\n",
-		Backend{Pool: "owned", Backend: "agent"})
+		Backend{Backend: "agent"})
 	p.gateway()
 	p.start()
-	p.cfg.Backends = append(p.cfg.Backends, Backend{Pool: "later", Backend: "later"})
+	p.cfg.Backends = append(p.cfg.Backends, Backend{Backend: "later"})
 	g := p.gateway()
-	good, later := routed("owned", "u", "127.0.0.3:9"), routed("later", "u", "127.0.0.4:9")
+	good, later := routed("agent", "u", "127.0.0.3:9"), routed("later", "u", "127.0.0.4:9")
 	keys := []health.Key{good.Key, later.Key}
 	if err := g.Apply(t.Context(), []health.Op{later, good}); !errors.Is(err, kindNoBackend) {
 		t.Errorf("the op on a backend that is not loaded: %v", err)
@@ -776,7 +776,7 @@ func TestABackendThatIsNotLoadedIsUnreadAlone(t *testing.T) {
 			t.Errorf("unread are %v:\n%s", o.Unread, diff)
 		}
 		owned, err := g.Owned(t.Context())
-		if diff := cmp.Diff([]health.Key{later.Key, good.Key}, owned,
+		if diff := cmp.Diff([]health.Key{good.Key, later.Key}, owned,
 			cmpopts.EquateComparable(health.Key{})); diff != "" || err != nil {
 			t.Errorf("owned: %v\n%s", err, diff)
 		}
@@ -791,10 +791,10 @@ func TestABackendThatIsNotLoadedIsUnreadAlone(t *testing.T) {
 func TestKeysWithoutNameAreMissing(t *testing.T) {
 	t.Parallel()
 	p := newProxy(t, userFile+"backend people\n    server s0 127.0.0.2:9\n",
-		Backend{Pool: "owned", Backend: "agent"})
+		Backend{Backend: "agent"})
 	g := p.gateway()
 	p.start()
-	good, odd := key("owned", "u", "127.0.0.3:9"), key("owned", "u;quit", "127.0.0.4:9")
+	good, odd := key("agent", "u", "127.0.0.3:9"), key("agent", "u;quit", "127.0.0.4:9")
 	if err := g.Apply(t.Context(), []health.Op{{Key: odd, Want: health.WantRouted},
 		{Key: good, Want: health.WantRouted}}); !errors.Is(err, kindBadKey) {
 		t.Errorf("the odd key is accepted: %v", err)
