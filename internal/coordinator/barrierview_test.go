@@ -71,10 +71,11 @@ func TestViewFollowsABarrier(t *testing.T) {
 		}
 		var times []string
 		for _, q := range r.View(0, 0).Propagation {
-			times = append(times, fmt.Sprintf("%s %s %d: %s %s", q.Gateway, q.What, q.Samples, q.P50, q.Max))
+			times = append(times, fmt.Sprintf("%s %s %d: %g %g", q.Gateway, q.What, q.Samples, q.P50Seconds,
+				q.MaxSeconds))
 		}
 		if got, want := strings.Join(times, "; "),
-			"fake removed 2: 200ms 500ms; fake idle 2: 200ms 500ms"; got != want {
+			"fake removed 2: 0.2 0.5; fake idle 2: 0.2 0.5"; got != want {
 			t.Errorf("propagation\ngot  %s\nwant %s", got, want)
 		}
 		// A pod that went before its hook was heard of leaves nothing behind.

@@ -23,8 +23,8 @@ func TestAHeldCallIsReleasedByTheLastAcknowledgement(t *testing.T) {
 		n := newNetwork(t)
 		r := n.replica("replica-0", "a")
 		one, two := n.agent("one", []drain.Service{web}, "replica-0"),
-			n.agent("two", []drain.Service{web, api}, "replica-0")
-		n.agent("other", []drain.Service{api}, "replica-0")
+			n.agent("two", []drain.Service{web, store}, "replica-0")
+		n.agent("other", []drain.Service{store}, "replica-0")
 		synctest.Wait()
 		if !one.learned() || r.metric("lameduck_agents", "connected") != 3 {
 			t.Fatal("the agents are not connected")

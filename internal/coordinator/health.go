@@ -7,6 +7,7 @@ import (
 	"strconv"
 	"sync"
 
+	"github.com/lameduck-io/lameduck/internal/dashboard/api"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 )
@@ -134,53 +135,20 @@ func (c *Coordinator) receive(who Identity, line []byte) {
 	c.Metrics.api.WithLabelValues(wire.HealthPath, code).Inc()
 }
 
-// TargetHealth are what gateways believe of the health of their targets.
-type TargetHealth struct {
-	// Agents is how many tell of it, All what their targets count together: one that several route
-	// counts for each.
-	Agents int
-	All    wire.TargetCounts
-	// Untold is how many Services there was no room for, over all agents.
-	Untold int
-	// Services are those of which some gateway tells, those with trouble first: at most
-	// [maxHealthServices] of Known. Troubled is how many have some.
-	Services        []ServiceHealth
-	Known, Troubled int
-}
-
-// ServiceHealth is what gateways believe of the targets of one Service.
-type ServiceHealth struct {
-	Service drain.Service
-	// Gateways is how many tell of it. Open is how many of them fail open, Unwell how many call a
-	// target unhealthy.
-	Gateways, Open, Unwell int
-	// Reports are the gateways, those with trouble first: at most [maxHealthReports].
-	Reports []HealthReport
-}
-
-// HealthReport is what one gateway believes of one Service.
-type HealthReport struct {
-	Agent   drain.AgentID
-	Name    string
-	Gateway string
-	wire.ServiceHealth
-}
-
-// Trouble says whether operators should look.
-func (s ServiceHealth) Trouble() bool {
-	return s.Open+s.Unwell > 0 || len(s.Reports) > 0 && s.Reports[0].Trouble()
-}
+// healthElsewhere is where there is more.
+const healthElsewhere = "Each agent tells of all its targets at /v1/targets of its --metrics-address (:9101 if it " +
+	"is not set otherwise)."
 
 // view joins what is told by Services. agents are those that are known, in the order in which
 // gateways are to be listed.
-func (b *healthReports) view(agents []Agent) TargetHealth {
+func (b *healthReports) view(agents []Agent) api.TargetHealth {
 	// Those of a Service are kept apart by how much trouble they have, and of each only as many as
 	// are shown.
 	type joined struct {
-		ServiceHealth
-		of [3][]HealthReport
+		api.ServiceHealth
+		of [3][]api.GatewayHealth
 	}
-	v := TargetHealth{Services: []ServiceHealth{}}
+	v := api.TargetHealth{Where: healthElsewhere, Services: []api.ServiceHealth{}}
 	of := map[drain.Service]*joined{}
 	b.mu.Lock()
 	for i := range agents {
@@ -199,43 +167,53 @@ func (b *healthReports) view(agents []Agent) TargetHealth {
 		for name, told := range is.told {
 			s := of[name]
 			if s == nil {
-				s = &joined{ServiceHealth: ServiceHealth{Service: name}}
+				s = &joined{ServiceHealth: api.ServiceHealth{Namespace: name.Namespace, Name: name.Name}}
 				of[name] = s
 			}
 			s.Gateways++
 			trouble := 2
 			if told.Trouble() {
-				trouble = 1
+				trouble, s.Trouble = 1, true
 			}
 			if told.Unhealthy > 0 {
 				s.Unwell++
 			}
 			if told.FailingOpen {
-				s.Open++
+				s.FailingOpen++
 				trouble = 0
 			}
 			if len(s.of[trouble]) < maxHealthReports {
-				s.of[trouble] = append(s.of[trouble],
-					HealthReport{Agent: a.ID, Name: a.Name, Gateway: a.Gateway, ServiceHealth: *told})
+				s.of[trouble] = append(s.of[trouble], gatewayHealth(a, told))
 			}
 		}
 	}
 	b.mu.Unlock()
-	v.Known = len(of)
+	v.Reported, v.Known = v.Agents > 0, len(of)
 	for _, s := range of {
-		s.Reports = slices.Concat(s.of[:]...)
-		s.Reports = s.Reports[:min(len(s.Reports), maxHealthReports)]
+		s.Says = slices.Concat(s.of[:]...)
+		s.Says = s.Says[:min(len(s.Says), maxHealthReports)]
 		v.Services = append(v.Services, s.ServiceHealth)
-		if s.Trouble() {
+		if s.Trouble {
 			v.Troubled++
 		}
 	}
-	slices.SortFunc(v.Services, func(a, b ServiceHealth) int {
-		return cmp.Or(first(a.Open > 0, b.Open > 0), first(a.Trouble(), b.Trouble()),
-			cmp.Compare(a.Service.Namespace, b.Service.Namespace), cmp.Compare(a.Service.Name, b.Service.Name))
+	slices.SortFunc(v.Services, func(a, b api.ServiceHealth) int {
+		return cmp.Or(first(a.FailingOpen > 0, b.FailingOpen > 0), first(a.Trouble, b.Trouble),
+			cmp.Compare(a.Namespace, b.Namespace), cmp.Compare(a.Name, b.Name))
 	})
 	v.Services = v.Services[:min(len(v.Services), maxHealthServices)]
 	return v
+}
+
+// gatewayHealth is what the gateway of an agent believes of one Service.
+func gatewayHealth(a *Agent, told *wire.ServiceHealth) api.GatewayHealth {
+	says := api.GatewayHealth{Agent: a.Name, Gateway: a.Gateway, TargetCounts: api.TargetCounts(told.TargetCounts),
+		FailingOpen: told.FailingOpen, Checked: told.Checked, Targets: []api.UnhealthyTarget{}}
+	for _, t := range told.Targets {
+		says.Targets = append(says.Targets,
+			api.UnhealthyTarget{Address: t.Address.String(), Pod: t.Pod, Why: t.Why, Last: t.Last, Since: t.Since})
+	}
+	return says
 }
 
 // first orders true before false.

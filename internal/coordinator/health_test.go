@@ -45,11 +45,12 @@ func believed(r *replica) string {
 	lines := []string{fmt.Sprintf("%d agents, %d usable, %d unhealthy, %d untold", b.Agents, b.All.Usable,
 		b.All.Unhealthy, b.Untold)}
 	for _, s := range b.Services {
-		line := fmt.Sprintf("%s: %d gateways, %d open, %d unwell:", s.Service, s.Gateways, s.Open, s.Unwell)
-		for _, w := range s.Reports {
+		line := fmt.Sprintf("%s: %d gateways, %d open, %d unwell:", s.Namespace+"/"+s.Name, s.Gateways, s.FailingOpen,
+			s.Unwell)
+		for _, w := range s.Says {
 			line += fmt.Sprintf(" %s %d/%d", w.Agent, w.Usable, w.Usable+w.Unhealthy)
 			for _, one := range w.Targets {
-				line += fmt.Sprintf(" %s(%s, %s)", one.Pod, one.Why, one.Last)
+				line += fmt.Sprintf(" %s %s(%s, %s)", one.Pod, one.Address, one.Why, one.Last)
 			}
 		}
 		lines = append(lines, line)
@@ -66,7 +67,7 @@ func TestHealthViewsAreShown(t *testing.T) {
 		var one, two atomic.Pointer[wire.Summary]
 		tells := func(from *atomic.Pointer[wire.Summary]) func(*client.Client) {
 			return func(c *client.Client) {
-				c.Routes, c.Health = routesOf(web, api), from.Load
+				c.Routes, c.Health = routesOf(web, store), from.Load
 			}
 		}
 		n.agentWith("one", tells(&one), "replica-0")
@@ -79,24 +80,24 @@ func TestHealthViewsAreShown(t *testing.T) {
 			}
 		}
 		check("nothing is known", "0 agents, 0 usable, 0 unhealthy, 0 untold")
-		one.Store(healthy(web, api))
+		one.Store(healthy(web, store))
 		check("one has told", "1 agents, 4 usable, 0 unhealthy, 0 untold\nshop/api: 1 gateways, 0 open, 0 "+
 			"unwell: one 2/2\nshop/web: 1 gateways, 0 open, 0 unwell: one 2/2")
 		two.Store(unhealthy(web))
 		check("two sees another thing",
 			"2 agents, 5 usable, 1 unhealthy, 0 untold\nshop/web: 2 gateways, 0 open, 1 unwell: two 1/2 "+
-				"shop/web-1(unhealthy, http failure: 503) one 2/2\nshop/api: 1 gateways, 0 open, 0 unwell: "+
+				"shop/web-1 10.1.0.7:80(unhealthy, http failure: 503) one 2/2\nshop/api: 1 gateways, 0 open, 0 unwell: "+
 				"one 2/2")
-		open := unhealthy(api)
+		open := unhealthy(store)
 		open.Told[0].FailingOpen = true
 		one.Store(open)
 		two.Store(healthy(web))
 		check("one fails open", "2 agents, 3 usable, 1 unhealthy, 0 untold\nshop/api: 1 gateways, 1 open, 1 "+
-			"unwell: one 1/2 shop/web-1(unhealthy, http failure: 503)\nshop/web: 1 gateways, 0 open, 0 "+
+			"unwell: one 1/2 shop/web-1 10.1.0.7:80(unhealthy, http failure: 503)\nshop/web: 1 gateways, 0 open, 0 "+
 			"unwell: two 2/2")
 		second.end()
 		check("two has gone", "1 agents, 1 usable, 1 unhealthy, 0 untold\nshop/api: 1 gateways, 1 open, 1 "+
-			"unwell: one 1/2 shop/web-1(unhealthy, http failure: 503)")
+			"unwell: one 1/2 shop/web-1 10.1.0.7:80(unhealthy, http failure: 503)")
 		n.Cut("replica-0")
 		synctest.Wait()
 		if got := believed(r); got != "0 agents, 0 usable, 0 unhealthy, 0 untold" {
@@ -104,7 +105,7 @@ func TestHealthViewsAreShown(t *testing.T) {
 		}
 		time.Sleep(5 * time.Second)
 		check("it has come back", "1 agents, 1 usable, 1 unhealthy, 0 untold\nshop/api: 1 gateways, 1 open, "+
-			"1 unwell: one 1/2 shop/web-1(unhealthy, http failure: 503)")
+			"1 unwell: one 1/2 shop/web-1 10.1.0.7:80(unhealthy, http failure: 503)")
 	})
 }
 
@@ -161,8 +162,8 @@ func TestAgentsWithoutHealthAreKnown(t *testing.T) {
 		n.agent("one", []drain.Service{web}, "replica-0")
 		time.Sleep(5 * time.Second)
 		v := r.View(1, 1)
-		if len(v.Agents) != 1 || v.TargetHealth.Agents != 0 ||
-			strings.Contains(strings.Join(v.Agents[0].Features, " "), wire.FeatureHealth) {
+		if len(v.Agents) != 1 || v.TargetHealth.Agents != 0 || v.TargetHealth.Services == nil ||
+			v.Propagation == nil || strings.Contains(strings.Join(v.Agents[0].Features, " "), wire.FeatureHealth) {
 			t.Errorf("%+v", v)
 		}
 	})

@@ -54,9 +54,9 @@ func TestLiarsDelayNobody(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				n := newNetwork(t)
 				r := n.replica("replica-0", "a")
-				n.agent("someone", []drain.Service{api}, "replica-0") // has session 1
+				n.agent("someone", []drain.Service{store}, "replica-0") // has session 1
 				one := n.agent("one", []drain.Service{web}, "replica-0")
-				n.agent("liar", []drain.Service{api}, "replica-0")
+				n.agent("liar", []drain.Service{store}, "replica-0")
 				says := c.says
 				r.mu.Lock()
 				for word, id := range map[string]drain.AgentID{"ONE": "one", "LIAR": "liar"} {

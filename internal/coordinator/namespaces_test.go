@@ -50,7 +50,7 @@ func TestAnAgentOfOneNamespaceChangesNoDrainOfAnother(t *testing.T) {
 		one := n.agent("one", []drain.Service{bank}, "replica-0")
 		liar, session := n.upgraded("local liar", "replica-0")
 		go io.Copy(io.Discard, liar.conn)
-		routes, err := json.Marshal(routesOf(api))
+		routes, err := json.Marshal(routesOf(store))
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -91,11 +91,11 @@ func TestADrainThatTheAgentHasNotReadOfIsNotAcknowledged(t *testing.T) {
 		s.connect()
 		s.declare(web)
 		s.read(s.written())
-		s.ask(pod("p"), api)
+		s.ask(pod("p"), store)
 		s.ask(pod("q"), web)
 		s.connect() // the new life, which is told of q
 		s.exclusions.say("uid-q", drain.Idle)
-		s.declare(web, api)
+		s.declare(web, store)
 		late := s.written() // and on its way
 		s.report(true)
 		if of := s.exclusions.of["uid-p"]; of != nil {
@@ -116,13 +116,13 @@ func TestWhatADeclarationAddsIsReportedAtOnce(t *testing.T) {
 		s.connect()
 		s.declare(web)
 		s.read(s.written())
-		s.ask(pod("p"), api)
+		s.ask(pod("p"), store)
 		s.ask(pod("q"), web)
 		s.connect()
 		s.exclusions.Exclude(time.Now(), pod("p"), "other/e", time.Now(), time.Now().Add(time.Minute))
 		s.exclusions.say("uid-p", drain.Idle)
 		s.exclusions.say("uid-q", drain.Idle)
-		s.declare(web, api)
+		s.declare(web, store)
 		s.report(true) // arrives before the stream is written
 		s.read(s.written())
 		s.report(false) // woken by what was read
@@ -153,7 +153,7 @@ func TestWhatAFormerStreamWasToldIsNotToldOnTheNewOne(t *testing.T) {
 		if _, ok := s.core.Feed(former); ok {
 			t.Fatal("it is over")
 		}
-		s.ask(pod("p"), api) // p is told again, as the newest, because it has a Service more
+		s.ask(pod("p"), store) // p is told again, as the newest, because it has a Service more
 		s.session = nil
 		lines := s.written()
 		var first []byte // the agent reads up to the first line of drains

@@ -6,6 +6,7 @@ import (
 	"slices"
 	"time"
 
+	"github.com/lameduck-io/lameduck/internal/dashboard/api"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 )
@@ -230,9 +231,9 @@ type View struct {
 	Agents []Agent
 	// Outcomes are the newest first.
 	Outcomes    []Outcome
-	Propagation []Propagation
+	Propagation []api.Propagation
 	// TargetHealth are what gateways believe of the health of their targets.
-	TargetHealth TargetHealth
+	TargetHealth api.TargetHealth
 }
 
 // Drain is an open drain.
@@ -288,18 +289,6 @@ type Outcome struct {
 	// not waited for marked so, and More says how many more there were.
 	Silent []string
 	More   int
-}
-
-// Propagation is how long gateways of one kind took to let go of pods, counted from the moment when
-// agents were told.
-type Propagation struct {
-	// Gateway is the kind of gateway, What drain.Removed or drain.Idle.
-	Gateway string
-	What    drain.State
-	// All is how often it was measured, Samples of how many the quantiles are: the newest.
-	All                uint64
-	Samples            int
-	P50, P90, P99, Max time.Duration
 }
 
 // View returns what is known now, with at most so many drains and words of each. The lock is given
@@ -390,23 +379,23 @@ func (h *history) gateway(id drain.AgentID) string {
 	return ""
 }
 
-func (h *history) propagation() []Propagation {
-	all := []Propagation{}
+func (h *history) propagation() []api.Propagation {
+	all := []api.Propagation{}
 	for _, kind := range slices.Sorted(maps.Keys(h.kinds)) {
 		t := h.kinds[kind]
 		all = append(all, quantiles(kind, drain.Removed, &t.removed), quantiles(kind, drain.Idle, &t.idle))
 	}
-	return slices.DeleteFunc(all, func(p Propagation) bool { return p.Samples == 0 })
+	return slices.DeleteFunc(all, func(p api.Propagation) bool { return p.Samples == 0 })
 }
 
-func quantiles(kind string, what drain.State, r *ring[time.Duration]) Propagation {
-	p := Propagation{Gateway: kind, What: what, All: r.all, Samples: len(r.kept)}
+func quantiles(kind string, what drain.State, r *ring[time.Duration]) api.Propagation {
+	p := api.Propagation{Gateway: kind, What: what.String(), Count: r.all, Samples: len(r.kept)}
 	if p.Samples == 0 {
 		return p
 	}
 	sorted := slices.SortedFunc(slices.Values(r.kept), cmp.Compare)
 	// The smallest of which at least so many in a hundred are not above.
-	at := func(percent int) time.Duration { return sorted[max(0, (len(sorted)*percent+99)/100-1)] }
-	p.P50, p.P90, p.P99, p.Max = at(50), at(90), at(99), sorted[len(sorted)-1]
+	at := func(percent int) float64 { return sorted[max(0, (len(sorted)*percent+99)/100-1)].Seconds() }
+	p.P50Seconds, p.P90Seconds, p.P99Seconds, p.MaxSeconds = at(50), at(90), at(99), at(100)
 	return p
 }

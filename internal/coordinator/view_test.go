@@ -63,10 +63,11 @@ func TestViewFollowsADrain(t *testing.T) {
 		v := r.View(10, 10)
 		var times []string
 		for _, q := range v.Propagation {
-			times = append(times, fmt.Sprintf("%s %s %d: %s %s", q.Gateway, q.What, q.Samples, q.P50, q.Max))
+			times = append(times, fmt.Sprintf("%s %s %d: %g %g", q.Gateway, q.What, q.Samples, q.P50Seconds,
+				q.MaxSeconds))
 		}
 		if got, want := strings.Join(times, "; "),
-			"fake removed 2: 300ms 700ms; fake idle 2: 300ms 800ms"; got != want {
+			"fake removed 2: 0.3 0.7; fake idle 2: 0.3 0.8"; got != want {
 			t.Errorf("propagation\ngot  %s\nwant %s", got, want)
 		}
 		for _, a := range v.Agents {
@@ -138,7 +139,7 @@ func TestHistoryIsBounded(t *testing.T) {
 			h.of("kind-0").removed.add(time.Duration(i), maxSamples)
 		}
 		if q := quantiles("kind-0", drain.Removed, &h.of("kind-0").removed); q.Samples != maxSamples ||
-			q.All != 2*maxSamples || q.P50 != maxSamples+maxSamples/2-1 {
+			q.Count != 2*maxSamples || q.P50Seconds != (maxSamples+maxSamples/2-1)*1e-9 {
 			t.Errorf("quantiles %+v", q)
 		}
 	})
@@ -202,7 +203,7 @@ func TestHistoryCountsWhatCounts(t *testing.T) {
 		r.GatePassed(a.UID)
 		time.Sleep(time.Second)
 		say(drain.Report{UID: b.UID, State: drain.Idle, Number: 2})
-		if v := r.View(10, 10); len(v.Propagation) != 2 || v.Propagation[0].P50 != time.Second {
+		if v := r.View(10, 10); len(v.Propagation) != 2 || v.Propagation[0].P50Seconds != 1 {
 			t.Errorf("from the moment when there was room: %+v", v.Propagation)
 		}
 	})
@@ -251,8 +252,8 @@ func TestViewCountsOnceWhoIsForgotten(t *testing.T) {
 		time.Sleep(11 * time.Second) // and it repeats that
 		synctest.Wait()
 		for _, q := range r.View(10, 10).Propagation {
-			if q.All != 1 {
-				t.Errorf("%s %s was measured %d times", q.Gateway, q.What, q.All)
+			if q.Count != 1 {
+				t.Errorf("%s %s was measured %d times", q.Gateway, q.What, q.Count)
 			}
 		}
 	})

@@ -27,8 +27,8 @@ import (
 )
 
 var (
-	web = drain.Service{Namespace: "shop", Name: "web"}
-	api = drain.Service{Namespace: "shop", Name: "api"}
+	web   = drain.Service{Namespace: "shop", Name: "web"}
+	store = drain.Service{Namespace: "shop", Name: "api"}
 )
 
 func pod(name string) drain.Pod {

@@ -4,7 +4,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"net/netip"
 	"strings"
 	"testing"
 	"time"
@@ -17,7 +16,6 @@ import (
 	"github.com/lameduck-io/lameduck/internal/dashboard/api"
 	"github.com/lameduck-io/lameduck/pkg/admission"
 	"github.com/lameduck-io/lameduck/pkg/drain"
-	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 )
 
 // barred is a pod on node-1 as the mutating webhook leaves it.
@@ -166,8 +164,8 @@ func TestTheBarrierIsExplained(t *testing.T) {
 	}
 }
 
-// The read API says of barriers and of health what the coordinator knows, with the pod's own facts.
-func TestBarriersAndHealthOverHTTP(t *testing.T) {
+// The read API says of barriers what the coordinator knows, with the pod's own facts.
+func TestBarriersOverHTTP(t *testing.T) {
 	w := &world{}
 	now := time.Now()
 	w.view.OpenBarriers, w.view.Barred = 3, 2
@@ -178,16 +176,6 @@ func TestBarriersAndHealthOverHTTP(t *testing.T) {
 		Reports: []coordinator.AgentReport{{AgentReport: drain.AgentReport{Name: "lameduck-node/y", Connected: true,
 			State: drain.Routing}, Gateway: "kube-proxy"}},
 	}}
-	w.view.TargetHealth = coordinator.TargetHealth{Agents: 1, Known: 9, Troubled: 1, Untold: 4,
-		All: wire.TargetCounts{Usable: 5, Unhealthy: 1}, Services: []coordinator.ServiceHealth{{
-			Service: drain.Service{Namespace: "shop", Name: "web"}, Gateways: 2, Open: 1, Unwell: 1,
-			Reports: []coordinator.HealthReport{{Name: "edge/hap",
-				Gateway: "haproxy", ServiceHealth: wire.ServiceHealth{
-					TargetCounts: wire.TargetCounts{Usable: 1, Unhealthy: 1}, FailingOpen: true, Checked: true,
-					Targets: []wire.TargetHealth{{Address: netip.MustParseAddrPort("10.0.0.1:80"), Pod: "shop/web-1",
-						Why: "failing-open", Last: "timeout", Since: now}},
-				}}},
-		}}}
 	d := newDashboard(w)
 	d.Missing = func() []string { return append(make([]string, maxMissing), "shop/a") }
 	d.Pod = func(of drain.Pod) *corev1.Pod {
@@ -201,7 +189,7 @@ func TestBarriersAndHealthOverHTTP(t *testing.T) {
 	if err := json.NewDecoder(get(h, api.ViewPath).Body).Decode(&view); err != nil {
 		t.Fatal(err)
 	}
-	barriers, targets := view.Barriers, view.TargetHealth
+	barriers := view.Barriers
 	b := barriers.Items[0]
 	if barriers.Open != 3 || barriers.Hooks != 2 || barriers.Missing != maxMissing+1 ||
 		barriers.MissingIn["shop"] != 1 || barriers.MissingIn[""] != maxMissing ||
@@ -210,13 +198,6 @@ func TestBarriersAndHealthOverHTTP(t *testing.T) {
 		!b.StatedUntil.Equal(now.Add(25*time.Second)) || strings.Join(b.Uncovered, " ") != "tls" ||
 		b.Reports[0].Agent != "lameduck-node/y" || b.Reports[0].State != "routing" {
 		t.Errorf("%+v", barriers)
-	}
-	s := targets.Services[0]
-	if !targets.Reported || targets.Agents != 1 || targets.Known != 9 || targets.Untold != 4 ||
-		targets.All.Usable != 5 || !s.Trouble || s.FailingOpen != 1 || s.Gateways != 2 ||
-		s.Says[0].Agent != "edge/hap" || s.Says[0].Unhealthy != 1 || s.Says[0].Targets[0].Pod != "shop/web-1" ||
-		s.Says[0].Targets[0].Address != "10.0.0.1:80" {
-		t.Errorf("%+v", targets)
 	}
 	var x api.Explanation
 	w.explain.Pod = barred("30s", container("app", byHTTP))

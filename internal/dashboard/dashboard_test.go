@@ -209,6 +209,7 @@ func TestCoverageIsReadNowAndThen(t *testing.T) {
 // Programs that read lists must not meet null, whatever the coordinator knows.
 func TestNothingIsNull(t *testing.T) {
 	w := &world{}
+	w.view.Propagation, w.view.TargetHealth.Services = []api.Propagation{}, []api.ServiceHealth{}
 	d := newDashboard(w)
 	d.Notes = &Notes{Next: quiet{}}
 	check := func(when string) {
@@ -234,7 +235,7 @@ func TestNothingIsNull(t *testing.T) {
 		UID: "uid-a"}, Since: now, Deadline: now}, Reports: []coordinator.AgentReport{{}}}}
 	w.view.Agents = []coordinator.Agent{{}}
 	w.view.Outcomes = []coordinator.Outcome{{At: now}}
-	w.view.Propagation = []coordinator.Propagation{{}}
+	w.view.Propagation = []api.Propagation{{}}
 	w.parties = []drain.Acknowledger{{}}
 	w.explain.Targets = []drain.Targets{{}}
 	d.Notes.Event(&corev1.Pod{}, true, "LameduckCold", "it was cold")

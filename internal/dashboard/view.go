@@ -49,7 +49,7 @@ func (d *Dashboard) view() api.View {
 		Agents: api.Agents{Expected: of.Expected, Missing: of.Missing, Suspended: of.Suspended,
 			Known: len(of.Agents), Items: []api.Agent{}},
 		Outcomes:    d.outcomesOf(of),
-		Propagation: []api.Propagation{}, TargetHealth: healthOf(of.TargetHealth),
+		Propagation: of.Propagation, TargetHealth: of.TargetHealth,
 		Barriers: d.barriersOf(of),
 	}
 	for _, one := range of.Drains {
@@ -64,13 +64,6 @@ func (d *Dashboard) view() api.View {
 		for i := range v.Agents.Items {
 			v.Agents.Items[i].Node = d.Node(v.Agents.Items[i].Name, drain.AgentID(v.Agents.Items[i].ID))
 		}
-	}
-	for _, p := range of.Propagation {
-		v.Propagation = append(v.Propagation, api.Propagation{
-			Gateway: p.Gateway, What: p.What.String(), Count: p.All, Samples: p.Samples,
-			P50Seconds: p.P50.Seconds(), P90Seconds: p.P90.Seconds(), P99Seconds: p.P99.Seconds(),
-			MaxSeconds: p.Max.Seconds(),
-		})
 	}
 	return v
 }

@@ -11,7 +11,6 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"net/http/httputil"
-	"net/netip"
 	neturl "net/url"
 	"strings"
 	"sync"
@@ -31,7 +30,6 @@ import (
 	"github.com/lameduck-io/lameduck/internal/dashboard/api"
 	"github.com/lameduck-io/lameduck/pkg/admission"
 	"github.com/lameduck-io/lameduck/pkg/drain"
-	"github.com/lameduck-io/lameduck/pkg/drain/wire"
 	"github.com/lameduck-io/lameduck/test/cluster"
 )
 
@@ -100,7 +98,8 @@ func (m *made) Review(_ context.Context, token string) error {
 func empty() *made {
 	return &made{view: coordinator.View{
 		Began: time.Now().Add(-time.Hour), Lease: drain.Holder{Replica: "lameduck-webhook-5c9f7d4b8-mk2vp", Epoch: "e"},
-		Times: drain.DefaultTimes(), MaxHolds: 32,
+		Times: drain.DefaultTimes(), MaxHolds: 32, Propagation: []api.Propagation{},
+		TargetHealth: api.TargetHealth{Where: "at /v1/targets of each agent", Services: []api.ServiceHealth{}},
 	}}
 }
 
@@ -191,46 +190,42 @@ func busy() *made {
 			Reason: drain.Acknowledged, Since: ago(6 * time.Second), Deadline: now.Add(24 * time.Second), Owed: 3},
 			ByName: "lameduck-node/agent-7kq2x"}, Entered: ago(5 * time.Second)},
 	}
-	believe := func(name string, c wire.TargetCounts, open bool,
-		targets ...wire.TargetHealth) coordinator.HealthReport {
-		return coordinator.HealthReport{Name: name,
-			Gateway: "haproxy", ServiceHealth: wire.ServiceHealth{TargetCounts: c, FailingOpen: open, Checked: true,
-				Targets: targets}}
+	believe := func(name string, c api.TargetCounts, open bool, targets ...api.UnhealthyTarget) api.GatewayHealth {
+		return api.GatewayHealth{Agent: name, Gateway: "haproxy", TargetCounts: c, FailingOpen: open, Checked: true,
+			Targets: append([]api.UnhealthyTarget{}, targets...)}
 	}
-	broken := wire.TargetHealth{Address: netip.MustParseAddrPort("10.244.3.17:8080"),
-		Pod: "shop/checkout-6f7f9c5d8b-9d2zk", Why: "failing-open", Last: "http failure: 503",
-		Since: ago(5 * time.Minute)}
+	broken := api.UnhealthyTarget{Address: "10.244.3.17:8080", Pod: "shop/checkout-6f7f9c5d8b-9d2zk",
+		Why: "failing-open", Last: "http failure: 503", Since: ago(5 * time.Minute)}
 	sick := broken
 	sick.Pod, sick.Why = "shop/web-7d9c5b6f4-x2x8q", "unhealthy"
-	v.TargetHealth = coordinator.TargetHealth{
-		Agents: 3, Known: 14, Troubled: 2, All: wire.TargetCounts{Usable: 31, Unhealthy: 4, Excluded: 2},
-		Services: []coordinator.ServiceHealth{
-			{Service: drain.Service{Namespace: "shop", Name: "checkout"}, Gateways: 3, Open: 1, Unwell: 1,
-				Reports: []coordinator.HealthReport{
-					believe("edge/haproxy-0", wire.TargetCounts{Usable: 1, Unhealthy: 3}, true, broken, broken, broken),
-					believe("edge/haproxy-eu-west-1", wire.TargetCounts{Usable: 4}, false)}},
-			{Service: drain.Service{Namespace: "shop", Name: "web"}, Gateways: 1, Unwell: 1,
-				Reports: []coordinator.HealthReport{believe("edge/haproxy-0",
-					wire.TargetCounts{Usable: 3, Unhealthy: 1, Excluded: 1}, false, sick)}},
+	v.TargetHealth = api.TargetHealth{
+		Reported: true, Where: v.TargetHealth.Where, Agents: 3, Known: 14, Troubled: 2,
+		All: api.TargetCounts{Usable: 31, Unhealthy: 4, Excluded: 2},
+		Services: []api.ServiceHealth{
+			{Namespace: "shop", Name: "checkout", Gateways: 3, FailingOpen: 1, Unwell: 1, Trouble: true,
+				Says: []api.GatewayHealth{
+					believe("edge/haproxy-0", api.TargetCounts{Usable: 1, Unhealthy: 3}, true, broken, broken, broken),
+					believe("edge/haproxy-eu-west-1", api.TargetCounts{Usable: 4}, false)}},
+			{Namespace: "shop", Name: "web", Gateways: 1, Unwell: 1, Trouble: true,
+				Says: []api.GatewayHealth{believe("edge/haproxy-0",
+					api.TargetCounts{Usable: 3, Unhealthy: 1, Excluded: 1}, false, sick)}},
 		},
 	}
 	for i := range 12 {
 		v.TargetHealth.Services = append(v.TargetHealth.Services,
-			coordinator.ServiceHealth{Service: drain.Service{Namespace: "shop", Name: fmt.Sprintf("service-%02d", i)},
-				Gateways: 2,
-				Reports: []coordinator.HealthReport{believe("edge/haproxy-0", wire.TargetCounts{Usable: 2}, false),
-					believe("edge/haproxy-eu-west-1", wire.TargetCounts{Usable: 2}, false)}})
+			api.ServiceHealth{Namespace: "shop", Name: fmt.Sprintf("service-%02d", i), Gateways: 2,
+				Says: []api.GatewayHealth{believe("edge/haproxy-0", api.TargetCounts{Usable: 2}, false),
+					believe("edge/haproxy-eu-west-1", api.TargetCounts{Usable: 2}, false)}})
 	}
-	ms := time.Millisecond
-	v.Propagation = []coordinator.Propagation{
-		{Gateway: "haproxy", What: drain.Removed, All: 2381, Samples: 1000, P50: 4 * ms, P90: 9 * ms, P99: 38 * ms,
-			Max: 410 * ms},
-		{Gateway: "haproxy", What: drain.Idle, All: 2380, Samples: 1000, P50: 27 * ms, P90: 61 * ms, P99: 940 * ms,
-			Max: 10 * time.Second},
-		{Gateway: "kube-proxy", What: drain.Removed, All: 311, Samples: 311, P50: 210 * ms, P90: 730 * ms,
-			P99: 1020 * ms, Max: 1400 * ms},
-		{Gateway: "kube-proxy", What: drain.Idle, All: 311, Samples: 311, P50: 340 * ms, P90: 900 * ms, P99: 2100 * ms,
-			Max: 9 * time.Second},
+	v.Propagation = []api.Propagation{
+		{Gateway: "haproxy", What: "removed", Count: 2381, Samples: 1000, P50Seconds: .004, P90Seconds: .009,
+			P99Seconds: .038, MaxSeconds: .41},
+		{Gateway: "haproxy", What: "idle", Count: 2380, Samples: 1000, P50Seconds: .027, P90Seconds: .061,
+			P99Seconds: .94, MaxSeconds: 10},
+		{Gateway: "kube-proxy", What: "removed", Count: 311, Samples: 311, P50Seconds: .21, P90Seconds: .73,
+			P99Seconds: 1.02, MaxSeconds: 1.4},
+		{Gateway: "kube-proxy", What: "idle", Count: 311, Samples: 311, P50Seconds: .34, P90Seconds: .9,
+			P99Seconds: 2.1, MaxSeconds: 9},
 	}
 	return m
 }
