@@ -8,6 +8,7 @@ import (
 	"github.com/lameduck-io/lameduck/internal/config"
 	"github.com/lameduck-io/lameduck/internal/coverage"
 	"github.com/lameduck-io/lameduck/internal/dashboard/api"
+	"github.com/lameduck-io/lameduck/internal/keys"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
@@ -33,6 +34,9 @@ type configuration struct {
 	// Gateways are the data planes of the cluster whose pods have agents, so that a pod of one
 	// without an agent is named.
 	Gateways []coverage.Gateway `json:"gateways"`
+	// Mode is that of namespaces without the label lameduck.io/mode: enforce or observe. Hooks are
+	// added only where a label says enforce.
+	Mode string `json:"mode"`
 	// ExcludedNamespaces are those whose pods never wait, besides the own one. The webhook
 	// configuration excludes them first.
 	ExcludedNamespaces []string `json:"excludedNamespaces"`
@@ -162,6 +166,7 @@ func defaults() configuration {
 			Ask: drain.ScopeAuto, Sampling: sampling{s.AllUpTo, s.Size, s.Learn},
 		},
 		Gateways:           []coverage.Gateway{},
+		Mode:               keys.Enforce,
 		ExcludedNamespaces: []string{"kube-system"},
 		Certificates: credentials{
 			Secret: "lameduck-certificates", ConfigMap: "lameduck-ca", WebhookConfiguration: "lameduck",

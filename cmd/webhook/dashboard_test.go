@@ -23,6 +23,7 @@ import (
 
 	"github.com/lameduck-io/lameduck/internal/coordinator"
 	"github.com/lameduck-io/lameduck/internal/dashboard"
+	"github.com/lameduck-io/lameduck/internal/keys"
 	"github.com/lameduck-io/lameduck/internal/serve"
 	"github.com/lameduck-io/lameduck/pkg/admission"
 	"github.com/lameduck-io/lameduck/pkg/drain"
@@ -116,7 +117,7 @@ func TestPodsWithoutTheBarrierAreLookedForSeldom(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		synced := false
 		reader := fake.NewClientBuilder().WithObjects(&corev1.Pod{ObjectMeta: metav1.ObjectMeta{
-			Namespace: "shop", Name: "a", Labels: map[string]string{admission.BarrierLabel: admission.BarrierEnabled},
+			Namespace: "shop", Name: "a", Labels: map[string]string{keys.Mode: keys.Enforce},
 		}}).Build()
 		missing := missingOf(&admission.Mutator{Reader: reader}, func() bool { return synced })
 		want := func(what string, n int) {

@@ -17,6 +17,7 @@ import (
 
 	"github.com/lameduck-io/lameduck/internal/config"
 	"github.com/lameduck-io/lameduck/internal/coverage"
+	"github.com/lameduck-io/lameduck/internal/keys"
 	"github.com/lameduck-io/lameduck/internal/version"
 	"github.com/lameduck-io/lameduck/pkg/admission"
 	"github.com/lameduck-io/lameduck/pkg/drain"
@@ -225,6 +226,7 @@ func (o options) check() error {
 		"what is older", sample.LearnFrom, maxLearnFrom)
 	must(o.Holds.Most > 0, "holds.most %d: must be at least 1", o.Holds.Most)
 	must(o.Holds.PerOwner > 0, "holds.perOwner %d: must be at least 1", o.Holds.PerOwner)
+	must(o.Mode == keys.Enforce || o.Mode == keys.Observe, "mode %q: must be enforce or observe", o.Mode)
 	for _, name := range o.ExcludedNamespaces {
 		must(len(validation.IsDNS1123Label(name)) == 0, "excludedNamespaces: %q is not a namespace's name", name)
 	}

@@ -97,7 +97,7 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 	who := identity.New(kube)
 	self := drain.Holder{Replica: o.replica, Epoch: rand.Text()}
 	index := endpoints.NewIndex()
-	around := &podcontext.Source{Reader: known, Index: index, Log: log, Now: time.Now}
+	around := &podcontext.Source{Reader: known, Mode: o.Mode, Index: index, Log: log, Now: time.Now}
 	metrics := admission.NewMetrics(registry)
 	proof, err := newServingTLS(o, kube, metrics, registry, log)
 	if err != nil {
@@ -151,7 +151,7 @@ func serveAll(ctx context.Context, o options, log *slog.Logger) error {
 	handler := &admission.Handler{
 		Cluster: &admission.Cluster{
 			Reader: known, Live: live, Slices: index, Ledger: coord, Synced: watch.synced, Excluded: o.excluded,
-			Coverage: covers, Started: started,
+			Mode: o.Mode, Coverage: covers, Started: started,
 		},
 		Times: o.times, Events: notes, Log: log, Metrics: metrics, Replica: o.replica, Others: others.others(),
 	}

@@ -23,6 +23,7 @@ import (
 	"k8s.io/utils/ptr"
 
 	"github.com/lameduck-io/lameduck/internal/dashboard/api"
+	"github.com/lameduck-io/lameduck/internal/keys"
 )
 
 // Level is how bad a finding is.
@@ -144,8 +145,6 @@ const (
 	// named bounds what is named of a list.
 	named = 10
 
-	barrierLabel = "lameduck.io/barrier"
-	drainLabel   = "lameduck.io/drain"
 	// Configuration is the name of Lameduck's webhook configurations, Webhooks what stands for them
 	// in [Facts.Unread].
 	Configuration = "lameduck"
@@ -338,18 +337,22 @@ func bundle(text []byte) (*x509.CertPool, error) {
 func (f Facts) barrier(add adder) {
 	var with, without []string
 	for _, n := range f.Namespaces {
-		switch {
-		case n.Labels[barrierLabel] == "enabled":
+		switch mode := n.Labels[keys.Mode]; {
+		case mode == keys.Enforce:
 			with = append(with, n.Name)
-		case !strings.HasPrefix(n.Name, "kube-") && n.Name != f.System && n.Labels[drainLabel] != "disabled":
+		case mode != "" && !keys.IsMode(mode):
+			add(Warning, "namespace "+n.Name, "kubectl label --overwrite namespace "+n.Name+" "+keys.Mode+"=enforce",
+				"its label %s: %s says nothing (it may be enforce, observe or off): the cluster's default counts there",
+				keys.Mode, mode)
+		case !strings.HasPrefix(n.Name, "kube-") && n.Name != f.System && mode == "":
 			without = append(without, n.Name)
 		}
 	}
 	const barrier = "kubectl apply -k manifests/barrier, or barrier.enabled of the chart"
 	if len(without) > 0 {
-		add(Note, "namespaces", "kubectl label namespace "+without[0]+" "+barrierLabel+"=enabled",
-			"%d of %d do not have the label %s: enabled (%s). kube-proxy and other observed gateways are not waited "+
-				"for there", len(without), len(with)+len(without), barrierLabel, some(without))
+		add(Note, "namespaces", "kubectl label namespace "+without[0]+" "+keys.Mode+"=enforce",
+			"%d of %d do not have the label %s: enforce (%s). kube-proxy and other observed gateways are not waited "+
+				"for there", len(without), len(with)+len(without), keys.Mode, some(without))
 	}
 	missing := map[string]int{}
 	for _, c := range f.Coordinators {
@@ -438,7 +441,7 @@ func (f Facts) coverage(add adder) {
 		var fix string
 		switch i.Kind {
 		case "kube-proxy":
-			fix = "kubectl label namespace " + namespace + " " + barrierLabel + "=enabled, then restart its pods"
+			fix = "kubectl label namespace " + namespace + " " + keys.Mode + "=enforce, then restart its pods"
 		case "LoadBalancer", "DNS":
 			fix = "kubectl -n " + namespace + " annotate service " + service + " lameduck.io/stated-wait=DURATION"
 		default:

@@ -21,6 +21,7 @@ import (
 	"k8s.io/utils/ptr"
 
 	"github.com/lameduck-io/lameduck/internal/dashboard/api"
+	"github.com/lameduck-io/lameduck/internal/keys"
 )
 
 var now = time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC)
@@ -74,7 +75,7 @@ func well(t *testing.T) *Facts {
 	f := &Facts{Now: now, System: "lameduck-system", Labels: "app=lameduck",
 		Nodes: []corev1.Node{node("one", "linux"), node("two", "linux"), node("three", "windows")},
 		Namespaces: []corev1.Namespace{{ObjectMeta: metav1.ObjectMeta{Name: "shop",
-			Labels: map[string]string{barrierLabel: "enabled"}}}, {ObjectMeta: metav1.ObjectMeta{Name: "kube-system"}}},
+			Labels: map[string]string{keys.Mode: keys.Enforce}}}, {ObjectMeta: metav1.ObjectMeta{Name: "kube-system"}}},
 		NodeAgents: []corev1.Pod{pod("node-1", "one", true), pod("old", "two", false), pod("node-2", "two", true)},
 		Coverage:   &api.Coverage{Services: 1, Whole: 1},
 		Agents:     []api.Agent{{Name: "lameduck-node/node-1", State: "connected", Version: "v1"}},
@@ -171,7 +172,9 @@ func TestFindings(t *testing.T) {
 		}, []string{"unknown ValidatingWebhookConfiguration lameduck, pods-0.lameduck.io: was not seen: no route"}},
 		"no barrier anywhere": {func(f *Facts) {
 			f.Entries, f.NodeAgents, f.Namespaces[0].Labels = f.Entries[:2], nil, nil
-		}, []string{"note namespaces: 1 of 1 do not have the label lameduck.io/barrier: enabled (shop)"}},
+		}, []string{"note namespaces: 1 of 1 do not have the label lameduck.io/mode: enforce (shop)"}},
+		"a mode that says nothing": {func(f *Facts) { f.Namespaces[0].Labels[keys.Mode] = "enabled" },
+			[]string{"warning namespace shop: lameduck.io/mode: enabled says nothing"}},
 		"no mutating webhook": {func(f *Facts) { f.Entries = f.Entries[:2] },
 			[]string{"error MutatingWebhookConfiguration lameduck: new pods of shop get no hook"}},
 		"no node agents": {func(f *Facts) { f.NodeAgents = nil },

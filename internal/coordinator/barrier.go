@@ -29,6 +29,8 @@ type PodContext struct {
 	Known, Terminating bool
 	// Here: the agent that asks is on the pod's node.
 	Here bool
+	// NotEnforced: the pod's mode is observe or off.
+	NotEnforced bool
 	// Targets are the Services that list the pod, or did lately, with their usable targets.
 	Targets []drain.Targets
 	// Stated to Young are as in [drain.Barrier].
@@ -217,6 +219,10 @@ func (b *Bar) Read(life Life, err error) error {
 func (b *Bar) Turn(now time.Time) {
 	first := b.Wake.IsZero()
 	switch {
+	case b.context.NotEnforced:
+		b.Status = drain.Status{Pod: b.of.Pod, Phase: drain.Released, Reason: drain.NotEnforced, Since: b.of.Since}
+		b.Over = true
+		return
 	case !b.Restart:
 		b.Status = b.core.openBarrier(now, b.of, b.context)
 		b.Wake = wakeAt(b.Status, now.Add(lookAround))

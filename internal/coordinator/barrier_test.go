@@ -619,3 +619,21 @@ func TestWhatIsRefusedAtTheBarrier(t *testing.T) {
 		}
 	})
 }
+
+// A pod that was created where hooks wait has one still when the mode of its namespace changes.
+func TestAHookDoesNotWaitWhereNothingDoes(t *testing.T) {
+	for _, terminating := range []bool{true, false} {
+		synctest.Test(t, func(t *testing.T) {
+			n, near := newNetwork(t), newNearby()
+			near.NotEnforced, near.Terminating = true, terminating
+			n.replica("replica-0", "a", with(near))
+			one := n.nodeAgent("node-1", "replica-0")
+			edge := n.agent("edge", []drain.Service{web}, "replica-0")
+			p := pod("a")
+			passed(t, one.hook(p, func(b *wire.BarrierRequest) { b.Terminating = terminating }), "NotEnforced after 0s")
+			if edge.exclusions.holders(p) != "" {
+				t.Error("who directs is told")
+			}
+		})
+	}
+}

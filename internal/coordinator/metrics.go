@@ -64,7 +64,8 @@ func NewMetrics(r prometheus.Registerer) *Metrics {
 	})
 	r.MustRegister(m.holds, m.drains, m.phase, m.agents, m.reports, m.api, m.waiting, m.barriers, m.cut, m.restarts)
 	for _, r := range []drain.Reason{drain.Acknowledged, drain.IdleBound, drain.Deadline, drain.NoAgents,
-		drain.Suspended, drain.AgentsLost, drain.LastTarget, drain.PodDeleted, drain.Uncovered} {
+		drain.Suspended, drain.AgentsLost, drain.LastTarget, drain.PodDeleted, drain.Uncovered,
+		drain.NotEnforced} {
 		m.barriers.WithLabelValues(r.String())
 	}
 	for _, p := range []drain.Phase{drain.Queued, drain.Unrouting, drain.Quiescing, drain.Released} {

@@ -2,9 +2,41 @@
 // or write, and the path of the preStop hook.
 package keys
 
+import "slices"
+
+// Mode is the label of a namespace, or of a pod, that says what Lameduck does with its deletions.
+const Mode = "lameduck.io/mode"
+
+// The values of [Mode].
 const (
-	// Barrier is the label that opts a namespace or a pod in to the preStop barrier.
-	Barrier = "lameduck.io/barrier"
+	// Enforce: a deletion waits, and new pods get the preStop hook.
+	Enforce = "enforce"
+	// Observe: nothing waits, and no exclusion is sent. What a deletion would have waited for is
+	// measured.
+	Observe = "observe"
+	// Off: nothing waits, and nothing is measured.
+	Off = "off"
+)
+
+// ModeOf returns the mode of a pod by its own labels, else by those of its namespace, else by the
+// default of the cluster. Only in a namespace that is Off does the pod's own label not count,
+// because the API server does not ask there. Another value than the three says nothing.
+func ModeOf(pod, namespace map[string]string, byDefault string) string {
+	if namespace[Mode] == Off {
+		return Off
+	}
+	for _, mode := range []string{pod[Mode], namespace[Mode], byDefault} {
+		if IsMode(mode) {
+			return mode
+		}
+	}
+	return Enforce
+}
+
+// IsMode reports whether a value of the label is one of the three.
+func IsMode(value string) bool { return slices.Contains([]string{Enforce, Observe, Off}, value) }
+
+const (
 	// BarrierID is the annotation by which the hook names its pod.
 	BarrierID = "lameduck.io/barrier-id"
 	// BarrierBound is the annotation with the longest wait of the hook, a duration.

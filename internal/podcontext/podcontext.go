@@ -20,6 +20,7 @@ import (
 	"github.com/lameduck-io/lameduck/internal/coordinator"
 	"github.com/lameduck-io/lameduck/internal/coverage"
 	"github.com/lameduck-io/lameduck/internal/endpoints"
+	"github.com/lameduck-io/lameduck/internal/keys"
 	"github.com/lameduck-io/lameduck/pkg/admission"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
@@ -47,7 +48,9 @@ const maxBadWaits = 1000
 // Source returns the contexts of pods, from a cache. It implements [coordinator.PodContexts].
 type Source struct {
 	Reader client.Reader
-	Index  *endpoints.Index
+	// Mode is that of pods where neither they nor their namespace say another.
+	Mode  string
+	Index *endpoints.Index
 	// Known reports whether everything but Services can be read, Synced whether Services can.
 	// Nothing waits for Synced.
 	Known, Synced func() bool
@@ -81,6 +84,11 @@ func (v *Source) PodContext(ctx context.Context, agent string, pod drain.Pod) (s
 	if agent == "" {
 		return s, nil
 	}
+	var in corev1.Namespace
+	if err := v.Reader.Get(ctx, types.NamespacedName{Name: pod.Namespace}, &in); client.IgnoreNotFound(err) != nil {
+		return s, fmt.Errorf("read namespace %s from the cache: %w", pod.Namespace, err)
+	}
+	s.NotEnforced = keys.ModeOf(is.Labels, in.Labels, v.Mode) != keys.Enforce
 	namespace, name, _ := strings.Cut(agent, "/")
 	var asks corev1.Pod
 	if err := v.Reader.Get(ctx, types.NamespacedName{Namespace: namespace, Name: name}, &asks); err != nil {

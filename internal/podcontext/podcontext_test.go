@@ -17,6 +17,7 @@ import (
 	"github.com/lameduck-io/lameduck/internal/coordinator"
 	"github.com/lameduck-io/lameduck/internal/coverage"
 	"github.com/lameduck-io/lameduck/internal/endpoints"
+	"github.com/lameduck-io/lameduck/internal/keys"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
@@ -67,6 +68,8 @@ func TestPodContext(t *testing.T) {
 		state, idle string
 		// other is for how long the pod of the other endpoint has been ready; 0: it is not known.
 		other time.Duration
+		// mode is the namespace's label.
+		mode string
 		// unsynced: Services cannot be read.
 		unsynced bool
 		// otherGoes: the pod of the other endpoint is being drained.
@@ -181,6 +184,18 @@ func TestPodContext(t *testing.T) {
 			},
 			want: coordinator.PodContext{Known: true, Here: true, Young: 10 * time.Second},
 		},
+		"nothing waits": {
+			mode: keys.Observe,
+			want: coordinator.PodContext{Known: true, Terminating: true, Here: true, NotEnforced: true},
+		},
+		"a pod that waits where nothing else does": {
+			mode: keys.Observe, pod: func(p *corev1.Pod) { p.Labels = map[string]string{keys.Mode: keys.Enforce} },
+			want: coordinator.PodContext{Known: true, Terminating: true, Here: true},
+		},
+		"off": {
+			mode: keys.Off, pod: func(p *corev1.Pod) { p.Labels = map[string]string{keys.Mode: keys.Enforce} },
+			want: coordinator.PodContext{Known: true, Terminating: true, Here: true, NotEnforced: true},
+		},
 		"unready since the deletion": {
 			pod: func(p *corev1.Pod) {
 				p.Status.Conditions[0].Status, p.Status.Conditions[0].LastTransitionTime = corev1.ConditionFalse,
@@ -210,7 +225,9 @@ func TestPodContext(t *testing.T) {
 			if c.idle != "" {
 				service.Annotations = map[string]string{idleBound: c.idle}
 			}
-			objects := []client.Object{pod, agent(node), service, slice}
+			in := &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: "shop",
+				Labels: map[string]string{keys.Mode: c.mode}}}
+			objects := []client.Object{pod, agent(node), service, slice, in}
 			if c.other > 0 {
 				other := going()
 				other.Name, other.UID, other.DeletionTimestamp, other.DeletionGracePeriodSeconds = "uid-b", "uid-b",
@@ -233,7 +250,8 @@ func TestPodContext(t *testing.T) {
 			}
 			listed := len(got.Targets) == 1
 			got.Targets = nil
-			if got.Known != c.want.Known || got.Terminating != c.want.Terminating || got.Here != c.want.Here ||
+			if got.Known != c.want.Known || got.NotEnforced != c.want.NotEnforced ||
+				got.Terminating != c.want.Terminating || got.Here != c.want.Here ||
 				got.Stated != c.want.Stated || got.IdleBound != c.want.IdleBound || got.Young != c.want.Young ||
 				got.Last != c.want.Last || got.LastHere != c.want.LastHere || got.Known && listed != (len(c.with) > 0) {
 				t.Errorf("%+v, listed %t; want %+v", got, listed, c.want)

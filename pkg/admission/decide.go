@@ -4,6 +4,8 @@ import (
 	"fmt"
 	"slices"
 	"time"
+
+	"github.com/lameduck-io/lameduck/internal/keys"
 )
 
 // Operation is what is asked for.
@@ -23,11 +25,13 @@ type Facts struct {
 
 	// DryRun is true if the request or, in an eviction, its deleteOptions say so.
 	DryRun bool
-	// Excluded: the namespace is kube-system, our own or opted out; the webhook configuration
-	// should have spared the call.
+	// Excluded: the namespace is kube-system or our own; the webhook configuration should have
+	// spared the call.
 	Excluded bool
-	// OptedOut and BreakGlass: the pod's annotations say so.
-	OptedOut, BreakGlass bool
+	// Mode is one of package keys; the zero value enforces. BreakGlass: the pod's annotation says
+	// so.
+	Mode       string
+	BreakGlass bool
 
 	// Unknown: no such pod, or it has another UID, or another resourceVersion than an eviction's
 	// preconditions.
@@ -111,7 +115,7 @@ type Reason string
 const (
 	DryRun               Reason = "DryRun"
 	Excluded             Reason = "Excluded"
-	OptedOut             Reason = "OptedOut"
+	ModeOff              Reason = "ModeOff"
 	MirrorPod            Reason = "MirrorPod"
 	BreakGlass           Reason = "BreakGlass"
 	UnknownPod           Reason = "UnknownPod"
@@ -123,6 +127,7 @@ const (
 	NamespaceTerminating Reason = "NamespaceTerminating"
 	DisruptionTarget     Reason = "DisruptionTarget"
 	NodeLost             Reason = "NodeLost"
+	Observed             Reason = "Observed"
 	Starting             Reason = "Starting"
 	Cold                 Reason = "Cold"
 	NotListed            Reason = "NotListed"
@@ -209,8 +214,9 @@ var (
 var Table = []Row{
 	{DryRun, func(f Facts) bool { return f.DryRun }, allow, "it is a dry run", nil},
 	{Excluded, func(f Facts) bool { return f.Excluded }, allow,
-		"its namespace is excluded, or labelled lameduck.io/drain: disabled", nil},
-	{OptedOut, func(f Facts) bool { return f.OptedOut }, allow, "it is annotated lameduck.io/drain: disabled", nil},
+		"its namespace is excluded", nil},
+	{ModeOff, func(f Facts) bool { return f.Mode == keys.Off }, allow,
+		"it, or its namespace, is labelled lameduck.io/mode: off", nil},
 	// The static pod lives on, and the kubelet creates its mirror pod again: no agent is told,
 	// whatever else holds.
 	{MirrorPod, func(f Facts) bool { return f.Mirror }, allow, "it is the mirror of a static pod, which lives on", nil},
@@ -228,6 +234,8 @@ var Table = []Row{
 	{DisruptionTarget, func(f Facts) bool { return f.DisruptionTarget }, unroute,
 		"a taint evicts it, or it is preempted: that cannot wait", nil},
 	{NodeLost, func(f Facts) bool { return f.NodeLost }, unroute, "its node is not ready, or out of service", nil},
+	{Observed, func(f Facts) bool { return f.Mode == keys.Observe }, allow,
+		"its mode is lameduck.io/mode: observe, in which nothing waits", nil},
 
 	// What follows rests on caches.
 	{Starting, func(f Facts) bool { return f.Cold && f.Up < warmUp }, deny,
@@ -265,7 +273,8 @@ var Table = []Row{
 func Decide(f Facts) Verdict {
 	row := Table[slices.IndexFunc(Table, func(r Row) bool { return r.When(f) })]
 	v := row.Answer
-	v.Reason, v.Words, v.Unroute = row.Reason, row.Words, v.Unroute && f.Ready && f.CouldRoute
+	v.Reason, v.Words, v.Unroute = row.Reason, row.Words, v.Unroute && f.Ready && f.CouldRoute &&
+		f.Mode != keys.Observe
 	if row.Message != nil {
 		v.Message = row.Message(f)
 	}

@@ -7,13 +7,15 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"github.com/lameduck-io/lameduck/internal/keys"
 )
 
 // matching are facts that make each row of the table match, and no other.
 var matching = map[Reason]func(*Facts){
 	DryRun:               func(f *Facts) { f.DryRun = true },
 	Excluded:             func(f *Facts) { f.Excluded = true },
-	OptedOut:             func(f *Facts) { f.OptedOut = true },
+	ModeOff:              func(f *Facts) { f.Mode = keys.Off },
 	MirrorPod:            func(f *Facts) { f.Mirror = true },
 	BreakGlass:           func(f *Facts) { f.BreakGlass = true },
 	Terminating:          func(f *Facts) { f.Terminating = true },
@@ -24,6 +26,7 @@ var matching = map[Reason]func(*Facts){
 	NamespaceTerminating: func(f *Facts) { f.NamespaceTerminating = true },
 	DisruptionTarget:     func(f *Facts) { f.DisruptionTarget = true },
 	NodeLost:             func(f *Facts) { f.NodeLost = true },
+	Observed:             func(f *Facts) { f.Mode = keys.Observe },
 	Starting:             func(f *Facts) { f.Cold, f.Up = true, 10*time.Second-1 },
 	Cold:                 func(f *Facts) { f.Cold = true },
 	UnknownPod:           func(f *Facts) { f.Unknown = true },
@@ -58,6 +61,19 @@ func TestDecideInOrder(t *testing.T) {
 			if (got.Action == Deny || got.Warn) != (got.Message != "") || got.Words == "" {
 				t.Errorf("%s: words %q, message %q", got.Reason, got.Words, got.Message)
 			}
+		}
+	}
+}
+
+// A word of an operator is kept also in observe, and no gateway is told: it is to be seen what they
+// do by themselves.
+func TestNoGatewayIsToldInObserve(t *testing.T) {
+	for _, r := range Table {
+		f := plain()
+		matching[r.Reason](&f)
+		f.Mode = keys.Observe
+		if got := Decide(f); got.Action != Allow || got.Unroute {
+			t.Errorf("%s: %+v", r.Reason, got)
 		}
 	}
 }

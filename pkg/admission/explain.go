@@ -40,7 +40,7 @@ func (c *Cluster) Explain(ctx context.Context, now time.Time, operation Operatio
 	}
 	// By the cache alone.
 	aside := &Cluster{Reader: c.Reader, Slices: c.Slices, Ledger: c.Ledger, Synced: c.Synced, Excluded: c.Excluded,
-		Started: c.Started}
+		Mode: c.Mode, Started: c.Started}
 	facts, s, err := aside.gather(ctx, now, &request{operation: operation, namespace: namespace, name: name})
 	if err != nil {
 		return Explanation{}, err

@@ -8,6 +8,7 @@ import (
 	policyv1 "k8s.io/api/policy/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
+	"github.com/lameduck-io/lameduck/internal/keys"
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
@@ -43,7 +44,7 @@ func TestExplain(t *testing.T) {
 			true},
 		"it is the last": {Delete, func(w *world) { w.slices.usable[webService] = []health.UID{"uid-a"} }, Allow,
 			LastTarget, false},
-		"it is opted out":  {Delete, func(w *world) { w.a.Annotations[OptOut] = "disabled" }, Allow, OptedOut, false},
+		"its mode is off":  {Delete, func(w *world) { w.a.Labels[keys.Mode] = keys.Off }, Allow, ModeOff, false},
 		"nobody routes it": {Delete, func(w *world) { w.ledger.routed = nil }, Allow, NotRouted, false},
 		"it is terminating": {Delete, func(w *world) { w.a.DeletionTimestamp = &metav1.Time{Time: time.Now()} }, Allow,
 			Terminating, false},

@@ -15,19 +15,14 @@ import (
 
 	"github.com/lameduck-io/lameduck/internal/coordinator"
 	"github.com/lameduck-io/lameduck/internal/endpoints"
+	"github.com/lameduck-io/lameduck/internal/keys"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
-// Annotations and labels that operators write.
-const (
-	// OptOut, with the value "disabled" as an annotation of a pod or a label of a namespace:
-	// deletions there never wait.
-	OptOut = "lameduck.io/drain"
-	// BreakGlassAnnotation, with the value "true" on a pod: its deletion goes on now. Gateways are
-	// told in the background.
-	BreakGlassAnnotation = "lameduck.io/break-glass"
-)
+// BreakGlassAnnotation, with the value "true" on a pod: its deletion goes on now. Gateways are told
+// in the background.
+const BreakGlassAnnotation = "lameduck.io/break-glass"
 
 // outOfService is the taint by which operators declare a node dead.
 const outOfService = "node.kubernetes.io/out-of-service"
@@ -89,8 +84,10 @@ type Cluster struct {
 	Synced func() bool
 	// Coverage may be nil: then nothing is said of gateways without an agent.
 	Coverage Coverage
-	// Excluded lists the namespaces whose pods never wait.
+	// Excluded lists the namespaces whose pods never wait. Mode is that of pods where neither they
+	// nor their namespace say another. Empty: enforce.
 	Excluded []string
+	Mode     string
 	Started  time.Time
 }
 
@@ -139,10 +136,12 @@ func (c *Cluster) gather(ctx context.Context, now time.Time, q *request) (Facts,
 		// A cache that has not synced would wait for it.
 		if s.pod != nil {
 			f.ofPod(now, s.pod)
+			f.Mode = keys.ModeOf(s.pod.Labels, nil, c.Mode)
 		}
 		return f, s, nil
 	}
-	if err := c.ofNamespace(ctx, q, &f); err != nil {
+	namespace, err := c.ofNamespace(ctx, q, &f)
+	if err != nil {
 		return f, s, err
 	}
 	pod, err := c.pod(ctx, q)
@@ -158,6 +157,7 @@ func (c *Cluster) gather(ctx context.Context, now time.Time, q *request) (Facts,
 	}
 	f.Forced = f.Forced && !graceless(s.pod)
 	f.ofPod(now, s.pod)
+	f.Mode = keys.ModeOf(s.pod.Labels, namespace, c.Mode)
 	if err := c.ofNode(ctx, s.pod.Spec.NodeName, &f); err != nil {
 		return f, s, err
 	}
@@ -242,7 +242,6 @@ func graceless(pod *corev1.Pod) bool {
 
 // ofPod reads what the pod itself says.
 func (f *Facts) ofPod(now time.Time, pod *corev1.Pod) {
-	f.OptedOut = pod.Annotations[OptOut] == "disabled"
 	f.BreakGlass = pod.Annotations[BreakGlassAnnotation] == "true"
 	f.Terminating = pod.DeletionTimestamp != nil
 	f.Finished = pod.Status.Phase == corev1.PodSucceeded || pod.Status.Phase == corev1.PodFailed
@@ -264,18 +263,15 @@ func (f *Facts) ofPod(now time.Time, pod *corev1.Pod) {
 	}
 }
 
-func (c *Cluster) ofNamespace(ctx context.Context, q *request, f *Facts) error {
+// ofNamespace reads what the namespace says, and returns its labels.
+func (c *Cluster) ofNamespace(ctx context.Context, q *request, f *Facts) (map[string]string, error) {
 	var namespace corev1.Namespace
 	err := c.Reader.Get(ctx, types.NamespacedName{Name: q.namespace}, &namespace)
-	if apierrors.IsNotFound(err) {
-		return nil
+	if client.IgnoreNotFound(err) != nil {
+		return nil, fmt.Errorf("read namespace %s from the cache: %w", q.namespace, err)
 	}
-	if err != nil {
-		return fmt.Errorf("read namespace %s from the cache: %w", q.namespace, err)
-	}
-	f.Excluded = f.Excluded || namespace.Labels[OptOut] == "disabled"
 	f.NamespaceTerminating = f.NamespaceTerminating || namespace.DeletionTimestamp != nil
-	return nil
+	return namespace.Labels, nil
 }
 
 func (c *Cluster) ofNode(ctx context.Context, name string, f *Facts) error {

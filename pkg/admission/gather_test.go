@@ -21,6 +21,7 @@ import (
 
 	"github.com/lameduck-io/lameduck/internal/coordinator"
 	"github.com/lameduck-io/lameduck/internal/endpoints"
+	"github.com/lameduck-io/lameduck/internal/keys"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
@@ -66,13 +67,19 @@ func TestGather(t *testing.T) {
 		}},
 		"excluded by flag": {func(w *world, _ *request) { w.Cluster.Excluded = []string{"shop"} },
 			func(f *Facts) { f.Excluded = true }},
-		"excluded by namespace's label": {func(w *world, _ *request) { w.ns.Labels[OptOut] = "disabled" },
-			func(f *Facts) { f.Excluded = true }},
-		"another value of the label": {func(w *world, _ *request) { w.ns.Labels[OptOut] = "enabled" }, func(*Facts) {
-		}},
+		"off by the namespace's label": {func(w *world, q *request) {
+			w.ns.Labels[keys.Mode], q.pod.Labels[keys.Mode] = keys.Off, keys.Enforce
+		}, func(f *Facts) { f.Mode = keys.Off }},
+		"off by the pod's": {func(w *world, q *request) {
+			w.ns.Labels[keys.Mode], q.pod.Labels[keys.Mode] = keys.Enforce, keys.Off
+		}, func(f *Facts) { f.Mode = keys.Off }},
+		"another value of the label": {func(w *world, _ *request) {
+			w.ns.Labels[keys.Mode], w.Cluster.Mode = "disabled", keys.Observe
+		}, func(f *Facts) { f.Mode = keys.Observe }},
+		"enforced where the default is to observe": {func(w *world, _ *request) {
+			w.ns.Labels[keys.Mode], w.Cluster.Mode = keys.Enforce, keys.Observe
+		}, func(*Facts) {}},
 		"namespace unknown": {func(w *world, _ *request) { w.ns.Name = "other" }, func(*Facts) {}},
-		"opted out": {func(_ *world, q *request) { q.pod.Annotations[OptOut] = "disabled" },
-			func(f *Facts) { f.OptedOut = true }},
 		"break glass": {func(_ *world, q *request) { q.pod.Annotations[BreakGlassAnnotation] = "true" },
 			func(f *Facts) { f.BreakGlass = true }},
 		"no break glass": {func(_ *world, q *request) { q.pod.Annotations[BreakGlassAnnotation] = "no" },
@@ -202,6 +209,9 @@ func TestGather(t *testing.T) {
 			c.set(w, q)
 			want := ready
 			c.change(&want)
+			if want.Mode == "" {
+				want.Mode = keys.Enforce
+			}
 			got := w.gathered(q)
 			if got.Up.Round(time.Minute) != time.Hour {
 				t.Errorf("up %s", got.Up)

@@ -18,6 +18,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/lameduck-io/lameduck/internal/coordinator"
+	"github.com/lameduck-io/lameduck/internal/keys"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
@@ -335,7 +336,7 @@ func TestWhatMustNotUnroute(t *testing.T) {
 			return eviction(runningPod("c"), "policy/v1beta1", "")
 		},
 		"an excluded namespace": func(w *world) *admissionv1.AdmissionReview {
-			w.ns.Labels[OptOut] = "disabled"
+			w.ns.Labels[keys.Mode] = keys.Off
 			return deletion(w.a)
 		},
 	} {

@@ -19,14 +19,6 @@ import (
 	"github.com/lameduck-io/lameduck/internal/keys"
 )
 
-// What operators write to have the barrier, on a namespace or a pod. A pod's own word counts more
-// than its namespace's.
-const (
-	BarrierLabel    = keys.Barrier
-	BarrierEnabled  = "enabled"
-	BarrierDisabled = "disabled"
-)
-
 // What a pod with the barrier carries, for the agent of its node. Admission knows neither UID nor,
 // with generateName, a name of the pod: the hook names it by a random id.
 const (
@@ -91,7 +83,7 @@ const (
 	podCovered     coverage = "Covered"
 	podPartly      coverage = "PartlyCovered" // at least one container stops without waiting
 	podUncoverable coverage = "Uncoverable"   // no container could be given the hook
-	podNotOptedIn  coverage = "NotOptedIn"
+	podNotEnforced coverage = "NotEnforced"
 	podExcluded    coverage = "Excluded"
 	podJob         coverage = "Job" // it ends by itself: owned by a Job, or not restarted always
 	// it shares its address with the node and others there: nobody can tell whose traffic it is
@@ -102,7 +94,7 @@ const (
 )
 
 var coverages = []coverage{
-	podCovered, podPartly, podUncoverable, podNotOptedIn, podExcluded, podJob, podHostNetwork, podMirror, podWindows,
+	podCovered, podPartly, podUncoverable, podNotEnforced, podExcluded, podJob, podHostNetwork, podMirror, podWindows,
 	podZeroGrace,
 }
 
@@ -164,13 +156,12 @@ func mutate(pod *corev1.Pod, place Place, id string, b HookOptions) mutation {
 // spared is why a pod does not get the barrier at all. Empty: it does.
 func spared(pod *corev1.Pod, place Place) coverage {
 	spec := &pod.Spec
-	wish := pod.Labels[BarrierLabel]
 	_, mirror := pod.Annotations[corev1.MirrorPodAnnotationKey]
 	switch {
 	case place.Excluded:
 		return podExcluded
-	case wish == BarrierDisabled, wish != BarrierEnabled && place.Known && place.Labels[BarrierLabel] != BarrierEnabled:
-		return podNotOptedIn
+	case place.mode(pod) != keys.Enforce:
+		return podNotEnforced
 	case mirror:
 		return podMirror
 	case spec.OS != nil && spec.OS.Name == corev1.Windows,
@@ -184,6 +175,19 @@ func spared(pod *corev1.Pod, place Place) coverage {
 		return podZeroGrace
 	}
 	return ""
+}
+
+// mode is what the pod's label says, else the namespace's. The cluster's default does not count,
+// because a hook changes the pod. The API server has selected the pods of a namespace that is not
+// known yet.
+func (p Place) mode(pod *corev1.Pod) string {
+	switch own := pod.Labels[keys.Mode]; {
+	case keys.IsMode(own):
+		return own
+	case !p.Known:
+		return keys.Enforce
+	}
+	return p.Labels[keys.Mode]
 }
 
 func ofJob(pod *corev1.Pod) bool {

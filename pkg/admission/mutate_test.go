@@ -15,13 +15,15 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/util/intstr"
 	"k8s.io/utils/ptr"
+
+	"github.com/lameduck-io/lameduck/internal/keys"
 )
 
 var testBarrier = HookOptions{Bound: 30 * time.Second, Port: 9447, Image: "lameduck/wait:dev"}
 
 // in is a namespace where the barrier is enabled.
 func in(level string) Place {
-	p := Place{Name: "shop", Known: true, Labels: map[string]string{BarrierLabel: BarrierEnabled}}
+	p := Place{Name: "shop", Known: true, Labels: map[string]string{keys.Mode: keys.Enforce}}
 	if level != "" {
 		p.Labels[enforceLabel] = level
 	}
@@ -220,12 +222,12 @@ func TestMutate(t *testing.T) {
 				"web: get 127.0.0.1 9447 /v1/wait/THE-ID?container=web"}, ""},
 
 		{"pod opts in", Place{Name: "a", Known: true},
-			webPod(func(p *corev1.Pod) { p.Labels = map[string]string{BarrierLabel: BarrierEnabled} }), podCovered,
+			webPod(func(p *corev1.Pod) { p.Labels = map[string]string{keys.Mode: keys.Enforce} }), podCovered,
 			append(slices.Clone(ours), "web: get 127.0.0.1 9447 /v1/wait/THE-ID?container=web"), ""},
 		{"pod opts out", in(""), webPod(func(p *corev1.Pod) {
-			p.Labels = map[string]string{BarrierLabel: BarrierDisabled}
-		}), podNotOptedIn, nil, ""},
-		{"nobody opts in", Place{Name: "a", Known: true}, webPod(), podNotOptedIn, nil, ""},
+			p.Labels = map[string]string{keys.Mode: keys.Off}
+		}), podNotEnforced, nil, ""},
+		{"nobody opts in", Place{Name: "a", Known: true}, webPod(), podNotEnforced, nil, ""},
 		{"excluded", Place{Name: "kube-system", Known: true, Labels: in("").Labels, Excluded: true}, webPod(),
 			podExcluded, nil, ""},
 		{"of a Job", in(""), webPod(func(p *corev1.Pod) { p.OwnerReferences = []metav1.OwnerReference{job} }), podJob,

@@ -18,6 +18,8 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/client/fake"
+
+	"github.com/lameduck-io/lameduck/internal/keys"
 )
 
 // creationOf is the review of a new pod, with fields that the types here do not know.
@@ -34,7 +36,7 @@ func creationOf(t *testing.T, namespace string, pod *corev1.Pod) string {
 
 func newMutator(registry *prometheus.Registry) *Mutator {
 	shop := &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: "shop",
-		Labels: map[string]string{BarrierLabel: BarrierEnabled}}}
+		Labels: map[string]string{keys.Mode: keys.Enforce}}}
 	return &Mutator{
 		Reader: fake.NewClientBuilder().WithObjects(shop).Build(), Services: func() bool { return true },
 		Excluded: []string{"lameduck-system"},
@@ -133,7 +135,7 @@ func TestBoundOfANamespaceAndItsServices(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			shop := &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: "shop",
-				Labels: map[string]string{BarrierLabel: BarrierEnabled}}}
+				Labels: map[string]string{keys.Mode: keys.Enforce}}}
 			if c.namespace != "" {
 				shop.Annotations = bound(c.namespace)
 			}
@@ -212,7 +214,7 @@ func FuzzMutator(f *testing.F) {
 // looks like any other pod.
 func TestPodsThatMissedTheBarrierAreFound(t *testing.T) {
 	w := newWorld(t)
-	w.ns.Labels[BarrierLabel] = BarrierEnabled
+	w.ns.Labels[keys.Mode] = keys.Enforce
 	pod := func(name string, set func(*corev1.Pod)) {
 		p := runningPod(name)
 		set(p)
@@ -220,12 +222,12 @@ func TestPodsThatMissedTheBarrierAreFound(t *testing.T) {
 	}
 	pod("covered", func(p *corev1.Pod) { p.Annotations[BarrierIDAnnotation] = "id" })
 	pod("uncoverable", func(p *corev1.Pod) { p.Annotations[BarrierUncoveredAnnotation] = "app" })
-	pod("opted-out", func(p *corev1.Pod) { p.Labels[BarrierLabel] = BarrierDisabled })
+	pod("opted-out", func(p *corev1.Pod) { p.Labels[keys.Mode] = keys.Off })
 	pod("host", func(p *corev1.Pod) { p.Spec.HostNetwork = true })
 	pod("terminating", func(p *corev1.Pod) { p.DeletionTimestamp = &metav1.Time{Time: time.Now()} })
 	pod("finished", func(p *corev1.Pod) { p.Status.Phase = corev1.PodFailed })
 	pod("elsewhere", func(p *corev1.Pod) { p.Namespace = "other" })
-	pod("opted-in", func(p *corev1.Pod) { p.Namespace, p.Labels[BarrierLabel] = "other", BarrierEnabled })
+	pod("opted-in", func(p *corev1.Pod) { p.Namespace, p.Labels[keys.Mode] = "other", keys.Enforce })
 	other := w.ns.DeepCopy()
 	other.Name, other.Labels = "other", nil
 	w.reader.objects = append(w.reader.objects, other)

@@ -134,13 +134,16 @@ const (
 	// pod and is not waited for. The ledger does not know of it: coordinators replace Acknowledged
 	// and NoAgents.
 	Uncovered
+	// NotEnforced: the pod's mode is observe or off, so its hooks do not wait. The ledger does not
+	// know of it, either.
+	NotEnforced
 )
 
 // String prints the reason as the metrics and messages name it.
 func (r Reason) String() string { return name(reasonNames[:], int(r)) }
 
 var reasonNames = [...]string{"None", "Acknowledged", "IdleBound", "Deadline", "NoAgents", "PodDeleted", "Suspended",
-	"Abandoned", "LastTarget", "AgentsLost", "Uncovered"}
+	"Abandoned", "LastTarget", "AgentsLost", "Uncovered", "NotEnforced"}
 
 // Abnormal says whether people should be warned: the deletion went on without every gateway's word.
 func (r Reason) Abnormal() bool {

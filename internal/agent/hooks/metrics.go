@@ -40,7 +40,7 @@ var outcomes = []outcome{
 	outcome(drain.Acknowledged.String()), outcome(drain.IdleBound.String()), outcome(drain.Deadline.String()),
 	outcome(drain.NoAgents.String()),
 	outcome(drain.LastTarget.String()), outcome(drain.Suspended.String()), outcome(drain.AgentsLost.String()),
-	outcome(drain.PodDeleted.String()), outcome(drain.Uncovered.String()),
+	outcome(drain.PodDeleted.String()), outcome(drain.Uncovered.String()), outcome(drain.NotEnforced.String()),
 }
 
 // metrics are those of hooks.

@@ -458,6 +458,7 @@ const reasons = {
   AgentsLost: ['bad', 'a gateway that was lost meanwhile may still route to it'],
   Uncovered: ['bad', 'something that routes it was not waited for'],
   NoAgents: ['', 'nobody owed an answer'],
+  NotEnforced: ['', 'its mode is observe or off'],
   LastTarget: ['warn', 'no other pod of its Service was ready'],
   NoFacts: ['bad', 'the replica could not find out'],
   PodDeleted: ['', 'it went without waiting, gateways were told'],

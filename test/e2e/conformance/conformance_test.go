@@ -36,7 +36,7 @@ func TestMain(m *testing.M) { cluster.Main(m) }
 const manyPods = 500
 
 // labels are those of namespaces that Lameduck leaves alone, and of others.
-var labels = map[string]map[string]string{"stock": {"lameduck.io/drain": "disabled"}, "lameduck": nil}
+var labels = map[string]map[string]string{"stock": {"lameduck.io/mode": "off"}, "lameduck": nil}
 
 func open(t *testing.T) *stage.Stage {
 	t.Helper()

@@ -179,10 +179,10 @@ func TestCheck(t *testing.T) {
 		if err := s.InstallApp(t.Context(), stage.App{Namespace: ns, Replicas: 2}); err != nil {
 			t.Fatal(err)
 		}
-		awaitCheck(t, admin, 0, []found{{"note", "namespaces", "do not have the label lameduck.io/barrier: enabled",
+		awaitCheck(t, admin, 0, []found{{"note", "namespaces", "do not have the label lameduck.io/mode: enforce",
 			"kubectl label namespace"}})
 		if out, err := s.Cluster.Kubectl(t.Context(), "label", "namespace", ns,
-			"lameduck.io/barrier=enabled"); err != nil {
+			"lameduck.io/mode=enforce"); err != nil {
 			t.Fatalf("%v: %s", err, out)
 		}
 		if err := s.Apply(t.Context(), fmt.Sprintf(`

@@ -158,7 +158,7 @@ func Namespace(t testing.TB, kube kubernetes.Interface, name string, labels map[
 // learned of it: pods get the hook of the kind that the level of Pod Security in labels wants.
 func Barred(t testing.TB, kube kubernetes.Interface, name string, labels map[string]string) string {
 	t.Helper()
-	all := map[string]string{"lameduck.io/barrier": "enabled"}
+	all := map[string]string{"lameduck.io/mode": "enforce"}
 	for key, value := range labels {
 		all[key] = value
 	}

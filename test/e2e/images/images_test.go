@@ -177,7 +177,7 @@ func TestARelease(t *testing.T) {
 			t.Fatalf("%v: %s\n%s", err, out, kubectl("describe", "pods", "-A"))
 		}
 	}
-	kubectl("label", "namespace", namespace, "lameduck.io/barrier=enabled")
+	kubectl("label", "namespace", namespace, "lameduck.io/mode=enforce")
 	// Not one that is to end by itself, which is not for the barrier. A while later the API server
 	// knows of the namespace's label.
 	hooked := strings.Replace(fmt.Sprintf(pod, "hooked", refs["agent"]), "restartPolicy: Never",

@@ -129,7 +129,7 @@ subjects: [{apiGroup: rbac.authorization.k8s.io, kind: User, name: "` + account 
 	})
 	// The namespace is asked about by the stage's coordinators too; all of them are asked, and who
 	// refuses first is heard.
-	if out, err := s.Cluster.Kubectl(t.Context(), "label", "namespace", ns, "lameduck.io/drain=disabled"); err != nil {
+	if out, err := s.Cluster.Kubectl(t.Context(), "label", "namespace", ns, "lameduck.io/mode=off"); err != nil {
 		t.Fatalf("%v: %s", err, out)
 	}
 	answers := func(when string) {

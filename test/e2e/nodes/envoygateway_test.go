@@ -66,7 +66,7 @@ func (l *lab) envoyGateway(t *testing.T) observed {
 		if err != nil {
 			t.Fatal(err)
 		}
-		l.namespace(t, envoyGatewaySystem, map[string]string{"lameduck.io/drain": "disabled"})
+		l.namespace(t, envoyGatewaySystem, map[string]string{"lameduck.io/mode": "off"})
 		for _, folder := range []string{"", "generated"} {
 			l.kubectl(t, "apply", "--server-side", "-f", filepath.Join(chart, "charts", "crds", "crds", folder))
 		}

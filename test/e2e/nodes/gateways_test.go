@@ -72,7 +72,7 @@ func (l *lab) testGateways(t *testing.T, rows *[]row) {
 			l.kubectl(t, "apply", "-f", filepath.Join(filepath.Dir(contour), name+".yaml"))
 		}
 	}
-	l.namespace(t, edge, map[string]string{"lameduck.io/drain": "disabled"})
+	l.namespace(t, edge, map[string]string{"lameduck.io/mode": "off"})
 	all := []observed{
 		{"envoy", edge, 8080, 1, shipped, ingress, "ingress", "deployment/envoy"},
 		{"traefik", edge, 8000, 2, nil, ingress, "ingress", "deployment/traefik"},

@@ -82,7 +82,7 @@ func (l *lab) install(t *testing.T) {
 		}
 	}
 	l.apply(t, objects...)
-	l.namespace(t, gateway, map[string]string{"lameduck.io/drain": "disabled"})
+	l.namespace(t, gateway, map[string]string{"lameduck.io/mode": "off"})
 	l.apply(t, workloads...)
 	l.kubectl(t, "rollout", "status", "-n", system, "deployment", "-l", "app.kubernetes.io/component=webhook",
 		"--timeout=60s")
@@ -119,7 +119,7 @@ func (l *lab) addWebhooks(t *testing.T) {
 	l.apply(t, configurations...)
 	// Only after a while does the API server know them: until a pod comes back with the hook,
 	// nothing is measured.
-	l.namespace(t, "probe", map[string]string{"lameduck.io/barrier": "enabled"})
+	l.namespace(t, "probe", map[string]string{"lameduck.io/mode": "enforce"})
 	pod := &corev1.Pod{
 		ObjectMeta: metav1.ObjectMeta{Name: "probe"},
 		Spec:       corev1.PodSpec{Containers: []corev1.Container{{Name: "app", Image: appImage}}},

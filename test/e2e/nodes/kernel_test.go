@@ -180,7 +180,7 @@ func (l *lab) testKernel(t *testing.T, rows *[]row) {
 			t.Fatalf("%s: %v: %s", command, err, out)
 		}
 	}
-	l.namespace(t, edge, map[string]string{"lameduck.io/drain": "disabled"})
+	l.namespace(t, edge, map[string]string{"lameduck.io/mode": "off"})
 	l.namespace(t, held, nil)
 	const replicas = 6
 	all := []mode{modes()[0], {name: lameduck, work: work{Namespace: held, Kind: "Deployment", Replicas: replicas}}}

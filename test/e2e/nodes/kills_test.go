@@ -245,7 +245,7 @@ func (l *lab) addresses(t *testing.T, namespace, node string) []string {
 func TestSoftEviction(t *testing.T) {
 	cluster.Entered(t)
 	l := newLab(t, 1, machine.Options{})
-	l.namespace(t, "lameduck", map[string]string{"lameduck.io/barrier": "enabled"})
+	l.namespace(t, "lameduck", map[string]string{"lameduck.io/mode": "enforce"})
 	l.addWebhooks(t)
 	// A kubelet that starts, as it does to read its configuration, may see the pressure before it
 	// sees the pods. It refuses those then that have asked for no memory, and kills them without a

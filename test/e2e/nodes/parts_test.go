@@ -95,7 +95,7 @@ func (l *lab) remove(t *testing.T, namespace, name string, limit time.Duration) 
 // not tell, but how long it took.
 func (l *lab) testExecHook(t *testing.T) {
 	const namespace = "strict"
-	l.namespace(t, namespace, map[string]string{"lameduck.io/barrier": "enabled",
+	l.namespace(t, namespace, map[string]string{"lameduck.io/mode": "enforce",
 		"pod-security.kubernetes.io/enforce": "restricted"})
 	yes, no, user := true, false, int64(1000)
 	strict := func(p *corev1.Pod) {
@@ -429,7 +429,7 @@ func (l *lab) replace(t *testing.T, namespace, name string) []passed {
 // that was seen to be enough; or the pod's own node alone is. Here three nodes are too many.
 func (l *lab) testScopes(t *testing.T) {
 	const namespace = "scopes"
-	l.namespace(t, namespace, map[string]string{"lameduck.io/barrier": "enabled"})
+	l.namespace(t, namespace, map[string]string{"lameduck.io/mode": "enforce"})
 	check := func(what string, all []passed, least, most int, stated bool) {
 		t.Helper()
 		for _, one := range all {

@@ -38,12 +38,12 @@ type mode struct {
 
 func modes() []mode {
 	const replicas = 6
-	outside := map[string]string{"lameduck.io/drain": "disabled"}
+	outside := map[string]string{"lameduck.io/mode": "off"}
 	return []mode{
 		{unprotected, work{Namespace: "unprotected", Kind: "Deployment", Replicas: replicas}, outside},
 		{sleeping, work{Namespace: "sleeping", Kind: "Deployment", Replicas: replicas, Sleep: 5}, outside},
 		{lameduck, work{Namespace: "lameduck", Kind: "Deployment", Replicas: replicas},
-			map[string]string{"lameduck.io/barrier": "enabled"}},
+			map[string]string{"lameduck.io/mode": "enforce"}},
 	}
 }
 

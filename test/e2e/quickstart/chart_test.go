@@ -65,7 +65,7 @@ kubectl apply -f check.yaml
 kubectl -n lameduck-system wait --for=condition=Complete --timeout=150s job/lameduck-check`)
 	l.connected(t, 3, entries)
 	namespace := &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: "hooked",
-		Labels: map[string]string{"lameduck.io/barrier": "enabled"}}}
+		Labels: map[string]string{"lameduck.io/mode": "enforce"}}}
 	if _, err := l.Kube.CoreV1().Namespaces().Create(t.Context(), namespace, metav1.CreateOptions{}); err != nil {
 		t.Fatal(err)
 	}

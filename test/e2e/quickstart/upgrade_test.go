@@ -126,7 +126,7 @@ func (l *lab) testUpgrade(t *testing.T) {
 				"deployment,service lameduck-webhook-0 lameduck-webhook-1",
 		}, rollback[1:])
 	}
-	l.sh(t, "kubectl apply -k manifests/quickstart && kubectl label namespace shop lameduck.io/barrier=enabled")
+	l.sh(t, "kubectl apply -k manifests/quickstart && kubectl label namespace shop lameduck.io/mode=enforce")
 	for _, step := range from(old) {
 		l.sh(t, step)
 	}

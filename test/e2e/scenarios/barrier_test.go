@@ -58,7 +58,7 @@ var _ rest.WarningHandler = (*barriers)(nil)
 // place makes a namespace where the barrier is enabled, and waits until pods there get the hook.
 func (b *barriers) place(name, level string) string {
 	b.t.Helper()
-	labels := map[string]string{"lameduck.io/drain": "disabled"}
+	labels := map[string]string{}
 	if level != "" {
 		labels["pod-security.kubernetes.io/enforce"] = level
 	}
@@ -343,7 +343,7 @@ func TestBarrierSaysWhatIsUncovered(t *testing.T) {
 		t.Errorf("warnings %q", all)
 	}
 	for name, edit := range map[string]func(*corev1.Pod){
-		"opts-out":     func(p *corev1.Pod) { p.Labels = map[string]string{"lameduck.io/barrier": "disabled"} },
+		"opts-out":     func(p *corev1.Pod) { p.Labels = map[string]string{"lameduck.io/mode": "off"} },
 		"runs-once":    func(p *corev1.Pod) { p.Spec.RestartPolicy = corev1.RestartPolicyNever },
 		"host-network": func(p *corev1.Pod) { p.Spec.HostNetwork = true },
 	} {
@@ -354,7 +354,7 @@ func TestBarrierSaysWhatIsUncovered(t *testing.T) {
 		}
 	}
 	in := harness.StrictPod("opts-in")
-	in.Labels = map[string]string{"lameduck.io/barrier": "enabled"}
+	in.Labels = map[string]string{"lameduck.io/mode": "enforce"}
 	made = b.create(harness.Namespace(t, b.client, "barrier-of-one", nil), in)
 	if made.Annotations["lameduck.io/barrier-id"] == "" {
 		t.Error("a pod that opts in has no id")

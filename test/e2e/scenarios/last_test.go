@@ -87,7 +87,7 @@ func TestTheOnlyReplicaIsDeletedAsWithoutLameduck(t *testing.T) {
 				s := open(t)
 				ns := harness.Namespace(t, s.Kube, fmt.Sprint("only-", name, "-", try), nil)
 				if name == "stock" {
-					patch := []byte(`{"metadata": {"labels": {"lameduck.io/drain": "disabled"}}}`)
+					patch := []byte(`{"metadata": {"labels": {"lameduck.io/mode": "off"}}}`)
 					if _, err := s.Kube.CoreV1().Namespaces().Patch(t.Context(), ns, types.MergePatchType, patch,
 						metav1.PatchOptions{}); err != nil {
 						t.Fatal(err)

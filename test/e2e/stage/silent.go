@@ -18,8 +18,7 @@ kind: Pod
 metadata:
   name: silent
   namespace: %[1]s
-  labels: {lameduck.io/agent: directed}
-  annotations: {lameduck.io/drain: disabled}
+  labels: {lameduck.io/agent: directed, lameduck.io/mode: "off"}
 spec:
   serviceAccountName: silent
   containers: [{name: agent, image: none, command: [sleep, "3600"]}]

@@ -157,7 +157,7 @@ func unconcerned(t *testing.T, s *stage.Stage, n int) (pods, floor []*corev1.Pod
 	t.Helper()
 	ns := namespace(t, s, "floor")
 	_, err := s.Kube.CoreV1().Namespaces().Patch(t.Context(), ns, types.StrategicMergePatchType,
-		[]byte(`{"metadata":{"labels":{"lameduck.io/drain":"disabled"}}}`), metav1.PatchOptions{})
+		[]byte(`{"metadata":{"labels":{"lameduck.io/mode":"off"}}}`), metav1.PatchOptions{})
 	must(t, err)
 	floor = s.PaperPods(t, ns, n)
 	return s.PaperPods(t, namespace(t, s, "none"), n), floor
