@@ -200,6 +200,58 @@ func TestTheChartsImages(t *testing.T) {
 	}
 }
 
+// The value kernel is manifests/kernel, but for the sidecar, which is a patch for both.
+func TestTheChartsKernel(t *testing.T) {
+	s := open(t)
+	kernel := object{"enabled": true, "services": []any{object{"service": "shop/web", "port": "http"}}}
+	text, err := charted(t, object{"kernel": kernel})
+	if err != nil {
+		t.Fatal(err)
+	}
+	without, err := charted(t, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	got := objects(t, text)
+	for key := range objects(t, without) {
+		delete(got, key)
+	}
+	want := object{}
+	for key, o := range objects(t, kustomized(t, s, "../test/e2e/nodes/kernel")) {
+		switch o["kind"] {
+		case "Deployment", "ServiceAccount":
+		case "ConfigMap": // its name ends in a hash
+			o["metadata"].(object)["name"] = "lameduck-agent-kernel"
+			want["ConfigMap edge/lameduck-agent-kernel"] = o
+		default:
+			want[key] = o
+		}
+	}
+	for _, o := range []object{got["ConfigMap edge/lameduck-agent-kernel"],
+		want["ConfigMap edge/lameduck-agent-kernel"].(object)} {
+		var file object // without comments
+		if err := yaml.UnmarshalStrict([]byte(o["data"].(object)["agent.yaml"].(string)), &file); err != nil {
+			t.Fatal(err)
+		}
+		o["data"] = file
+	}
+	all := object{}
+	for key, o := range got {
+		harness.Plain(o)
+		all[key] = o
+	}
+	for _, o := range want {
+		harness.Plain(o.(object))
+	}
+	if diff := cmp.Diff(want, all); diff != "" {
+		t.Errorf("manifests/kernel (-) and kernel.enabled=true (+): %s", diff)
+	}
+	if _, err := charted(t, object{"kernel": object{"enabled": true}}); err == nil ||
+		!strings.Contains(err.Error(), "kernel.services: required") {
+		t.Errorf("without Services: %v", err)
+	}
+}
+
 // Each value does what it says, and what makes no sense is refused.
 func TestTheChartsValues(t *testing.T) {
 	s := open(t)
