@@ -22,10 +22,19 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
-// backend is a process that answers requests, and can be killed.
+// backend is a process that answers requests, and can be killed, and that checks find sick once it
+// was told so.
 func backend() {
+	var sick atomic.Bool
+	http.HandleFunc("/sick", func(http.ResponseWriter, *http.Request) { sick.Store(true) })
+	http.HandleFunc("/health", func(w http.ResponseWriter, _ *http.Request) {
+		if sick.Load() {
+			w.WriteHeader(http.StatusServiceUnavailable)
+		}
+	})
 	http.HandleFunc("/", func(w http.ResponseWriter, r *http.Request) {
 		_, _ = io.Copy(io.Discard, r.Body)
+		w.Header().Set("Backend", os.Getenv("CONFIG"))
 		fmt.Fprint(w, "ok")
 	})
 	fmt.Println(http.ListenAndServe(os.Getenv("CONFIG"), nil)) //nolint:gosec // of a test
@@ -75,7 +84,12 @@ var gateways = map[string]func(t testing.TB, p *pod, to []netip.AddrPort) string
 			"--providers.file.directory="+dir, "--global.checkNewVersion=false", "--global.sendAnonymousUsage=false")
 		return web
 	},
-	"envoy": func(t testing.TB, p *pod, to []netip.AddrPort) string {
+	"envoy": startEnvoy(""),
+}
+
+// startEnvoy starts one whose cluster is as more says.
+func startEnvoy(more string) func(t testing.TB, p *pod, to []netip.AddrPort) string {
+	return func(t testing.TB, p *pod, to []netip.AddrPort) string {
 		dir, web := t.TempDir(), gatewaytest.FreeAddress(t)
 		_, port, _ := strings.Cut(web, ":")
 		hosts := ""
@@ -83,11 +97,11 @@ var gateways = map[string]func(t testing.TB, p *pod, to []netip.AddrPort) string
 			hosts += fmt.Sprintf("{endpoint: {address: {socket_address: {address: %s, port_value: %d}}}}, ", a.Addr(),
 				a.Port())
 		}
-		gatewaytest.Replace(t, filepath.Join(dir, "envoy.yaml"), fmt.Sprintf(envoyFile, port, hosts))
+		gatewaytest.Replace(t, filepath.Join(dir, "envoy.yaml"), fmt.Sprintf(envoyFile, port, hosts)+more)
 		p.start(t, "gateway", web, gatewaytest.LookPath(t, "envoy"), "-c", filepath.Join(dir, "envoy.yaml"),
 			"--concurrency", "2", "--disable-hot-restart")
 		return web
-	},
+	}
 }
 
 const envoyFile = `
@@ -215,5 +229,57 @@ func TestABackendIsKilledUnderLoad(t *testing.T) {
 				}
 			})
 		}
+	}
+}
+
+// A gateway's own checks of an excluded pod reach its replacement. The pod is marked by them, and
+// no longer than its exclusion stands. Envoy would keep the connection of its checks otherwise.
+func TestChecksAfterAnAbandonedDrain(t *testing.T) {
+	for name, start := range map[string]func(t testing.TB, p *pod, to []netip.AddrPort) string{
+		"haproxy": func(t testing.TB, p *pod, to []netip.AddrPort) string {
+			h := newHAProxy(t, p, "option httpchk GET /health\n    default-server check inter 100ms fall 2 rise 2")
+			h.servers = to
+			h.start()
+			return h.listens
+		},
+		"envoy": startEnvoy(`    common_lb_config: {healthy_panic_threshold: {value: 0}}
+    health_checks:
+    - {timeout: 1s, interval: 0.1s, no_traffic_interval: 0.1s, unhealthy_threshold: 2, healthy_threshold: 2,
+       reuse_connection: false, http_health_check: {path: /health}}
+`),
+	} {
+		t.Run(name, func(t *testing.T) {
+			p := newPod(t, false)
+			p.config.Services[0].HTTP1Quiet = "50ms"
+			a, _ := startBackend(t)
+			b, _ := startBackend(t)
+			url := "http://" + start(t, p, []netip.AddrPort{a, b})
+			from := func() string { // the backend that answers, or the gateway's own answer
+				answer, err := http.Get(url)
+				if err != nil {
+					return err.Error()
+				}
+				answer.Body.Close()
+				return answer.Status + " " + answer.Header.Get("Backend")
+			}
+			gatewaytest.Until(t, "it routes to both", func() bool {
+				first, second := from(), from()
+				return strings.HasPrefix(first, "200") && strings.HasPrefix(second, "200") && first != second
+			})
+			g := p.open(t)
+			apply(t, g, health.WantRouted, a, b)
+			apply(t, g, health.WantRemoved, a)
+			gatewaytest.Until(t, "it is idle", func() bool { return see(t, g, key(a)).Active == 0 })
+			answer, err := http.Get("http://" + b.String() + "/sick")
+			if err != nil {
+				t.Fatal(err)
+			}
+			answer.Body.Close()
+			gatewaytest.Until(t, "both are marked", func() bool { return from() == "503 Service Unavailable " })
+			apply(t, g, health.WantRouted, a)
+			// The replacement is marked still. Connections of the pool to it, which were opened for the
+			// excluded one, may serve.
+			gatewaytest.Until(t, "it is back", func() bool { return strings.HasPrefix(from(), "200") })
+		})
 	}
 }
