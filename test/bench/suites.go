@@ -9,4 +9,5 @@ var suites = []suite{
 	{"drain", drains},
 	{"kubeproxy", kubeProxy},
 	{"admission", runAdmission},
+	{"kernel", kernelDirects},
 }
