@@ -442,15 +442,17 @@ func writeBarrier(b *api.ExplainedBarrier, out io.Writer) {
 		fmt.Fprintf(out, "  on %s %s answers them, and is not connected\n", b.Node, b.Agent)
 	}
 	for _, s := range b.Stated {
+		wait := "of " + seconds(s.Seconds)
 		switch {
 		case s.Error != "":
-			fmt.Fprintf(out, "  %s/%s states a wait that cannot be read: %s\n", s.Namespace, s.Service, s.Error)
-		case s.Cut:
-			fmt.Fprintf(out, "  %s/%s states a wait of %s, which the bound cuts\n", s.Namespace, s.Service,
-				seconds(s.Seconds))
-		default:
-			fmt.Fprintf(out, "  %s/%s states a wait of %s\n", s.Namespace, s.Service, seconds(s.Seconds))
+			wait = "that cannot be read: " + s.Error
+		case s.AtMost:
+			wait = "of at most " + seconds(s.Seconds)
 		}
+		if s.Cut {
+			wait += ", which the bound cuts"
+		}
+		fmt.Fprintf(out, "  %s/%s states a wait %s\n", s.Namespace, s.Service, wait)
 	}
 	if o := b.Open; o != nil {
 		fmt.Fprintf(out, "  it waits there now: %s, %d of %d have let go\n", o.Phase, o.Owed-o.Waiting, o.Owed)

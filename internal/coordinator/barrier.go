@@ -40,6 +40,8 @@ type PodContext struct {
 	// IdleBound is the longest time for which the pod, or one of its Services, wants connections
 	// waited for that clients keep.
 	IdleBound time.Duration
+	// AtMost is the longest stated wait of those that end early. Its Quiet is the longest of all.
+	AtMost drain.StatedWait
 }
 
 // PodContexts returns the contexts of pods from a cache: the coordinator asks four times a second
@@ -169,6 +171,8 @@ type Bar struct {
 	until   time.Time
 	// Restart says that the pod stays, and only its container is stopped.
 	Restart bool
+	// seesQuiet: the agent waits for [PodContext.AtMost].
+	seesQuiet bool
 	// Look says that the pod must be read live before the first turn: see [Bar.Read].
 	Look bool
 	// Status is that of the last turn. Over says that the hook is to be answered, with Err if that
@@ -194,7 +198,7 @@ func (c *Core) Bar(now time.Time, who Identity, asked wire.BarrierRequest, s Pod
 	c.barriers++
 	bound, elapsed := boundOf(asked)
 	return &Bar{core: c, context: s, until: now.Add(min(bound, RestartTimeout)), Restart: !terminating,
-		Look: terminating && !s.Terminating,
+		Look: terminating && !s.Terminating, seesQuiet: asked.SeesQuiet,
 		of: drain.Barrier{Pod: asked.Pod, By: who.Agent, Targets: asked.Targets, Since: now.Add(-elapsed),
 			Bound: bound},
 	}, nil
@@ -224,7 +228,11 @@ func (b *Bar) Turn(now time.Time) {
 		b.Over = true
 		return
 	case !b.Restart:
-		b.Status = b.core.openBarrier(now, b.of, b.context)
+		s := b.context
+		if !b.seesQuiet {
+			s.Stated = max(s.Stated, s.AtMost.Wait)
+		}
+		b.Status = b.core.openBarrier(now, b.of, s)
 		b.Wake = wakeAt(b.Status, now.Add(lookAround))
 	case first:
 		b.Status = b.core.ask(now, b.of.Pod, b.context.Targets, drain.Place{Restart: true})
@@ -274,6 +282,10 @@ func (b *Bar) Answer() wire.BarrierStatus {
 		Cut: s.Cut}
 	if !b.Restart {
 		answer.IdleBoundMillis = b.context.IdleBound.Milliseconds()
+	}
+	if !b.Restart && b.seesQuiet && s.Reason != drain.PodDeleted {
+		most := b.context.AtMost
+		answer.AtMostMillis, answer.QuietMillis = most.Wait.Milliseconds(), most.Quiet.Milliseconds()
 	}
 	return answer
 }

@@ -89,7 +89,7 @@ type Service struct {
 	// Known is whether the Service was found in a cache that has synced.
 	Known bool
 	// Stated is the annotation [StatedWait], StatedError why it cannot be read.
-	Stated      time.Duration
+	Stated      drain.StatedWait
 	StatedError error
 	// Consumers are in the order of their states, the uncovered ones first.
 	Consumers []Consumer
@@ -117,7 +117,7 @@ func (s *Source) Of(ctx context.Context, name drain.Service, barrier bool) (Serv
 	}
 	// cannot adds a consumer that can never acknowledge.
 	cannot := func(c Consumer) {
-		if is.StatedError == nil && is.Stated > 0 {
+		if is.StatedError == nil && is.Stated.Wait > 0 {
 			if c.State = Waited; !barrier {
 				c.State = Uncovered
 				c.Why += ", and the pod has no barrier at which the stated wait could be waited for"

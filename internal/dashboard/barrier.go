@@ -146,12 +146,12 @@ func explainBarrier(pod *corev1.Pod, agents []drain.Acknowledger, asked int, nod
 			"another coordinator or waits for its own kernel alone", x.Agent)
 	}
 	for _, s := range services {
-		stated := api.StatedWait{Namespace: s.Name.Namespace, Service: s.Name.Name, Seconds: s.Stated.Seconds(),
-			Cut: err == nil && s.Stated > bound}
+		stated := api.StatedWait{Namespace: s.Name.Namespace, Service: s.Name.Name, Seconds: s.Stated.Wait.Seconds(),
+			AtMost: s.Stated.Quiet > 0, Cut: err == nil && s.Stated.Wait > bound}
 		switch {
 		case s.StatedError != nil:
 			stated.Error = s.StatedError.Error()
-		case s.Stated == 0:
+		case s.Stated.Wait == 0:
 			continue
 		case stated.Cut:
 			uncovered("the stated wait of "+s.Name.String(), "it states %s, and the pod's hooks last %s at most",

@@ -56,7 +56,8 @@ func TestTheBarrierIsExplained(t *testing.T) {
 	node := func(p drain.Acknowledger) string { return strings.TrimPrefix(p.Name, "edge/") }
 	web := drain.Service{Namespace: "shop", Name: "web"}
 	clients := func(stated time.Duration, err error, consumers ...coverage.Consumer) []coverage.Service {
-		return []coverage.Service{{Name: web, Known: true, Stated: stated, StatedError: err, Consumers: consumers}}
+		return []coverage.Service{{Name: web, Known: true, Stated: drain.StatedWait{Wait: stated}, StatedError: err,
+			Consumers: consumers}}
 	}
 	dns := coverage.Consumer{Name: "DNS", State: coverage.Possible, Why: "clients cannot acknowledge"}
 	here, away, other := observer("node-1", true), observer("node-1", false), observer("node-2", true)

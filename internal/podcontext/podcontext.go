@@ -117,7 +117,16 @@ func (v *Source) PodContext(ctx context.Context, agent string, pod drain.Pod) (s
 		if err != nil {
 			return s, err
 		}
-		s.Stated = max(s.Stated, v.duration(&of, coverage.StatedWait, drain.ParseStatedWait))
+		var stated drain.StatedWait
+		v.duration(&of, coverage.StatedWait, func(text string) (_ time.Duration, err error) {
+			stated, err = drain.ParseStatedWait(text)
+			return stated.Wait, err
+		})
+		if stated.Quiet > 0 {
+			s.AtMost.Wait, s.AtMost.Quiet = max(s.AtMost.Wait, stated.Wait), max(s.AtMost.Quiet, stated.Quiet)
+		} else {
+			s.Stated = max(s.Stated, stated.Wait)
+		}
 		s.IdleBound = max(s.IdleBound, v.duration(&of, idleBound, time.ParseDuration))
 		if of.Spec.ClusterIP != corev1.ClusterIPNone {
 			all = append(all, standing{of: of, name: l.Service, last: s.Targets[i].Last(pod.UID)})

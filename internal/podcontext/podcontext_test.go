@@ -132,6 +132,12 @@ func TestPodContext(t *testing.T) {
 			state: "checkInterval=10s,unhealthyThreshold=2,timeout=1s",
 			want:  coordinator.PodContext{Known: true, Terminating: true, Here: true, Stated: 21 * time.Second},
 		},
+		"a wait that may end early is stated": {
+			with:  []discovery.Endpoint{self, entry("uid-b", "n2", true, false)},
+			state: "at most 2m, checkInterval=15s, timeout=5s",
+			want: coordinator.PodContext{Known: true, Terminating: true, Here: true,
+				AtMost: drain.StatedWait{Wait: 2 * time.Minute, Quiet: 20 * time.Second}},
+		},
 		"a wait that cannot be read": {
 			with: []discovery.Endpoint{self, entry("uid-b", "n2", true, false)}, state: "soon",
 			want: coordinator.PodContext{Known: true, Terminating: true, Here: true},
@@ -252,8 +258,9 @@ func TestPodContext(t *testing.T) {
 			got.Targets = nil
 			if got.Known != c.want.Known || got.NotEnforced != c.want.NotEnforced ||
 				got.Terminating != c.want.Terminating || got.Here != c.want.Here ||
-				got.Stated != c.want.Stated || got.IdleBound != c.want.IdleBound || got.Young != c.want.Young ||
-				got.Last != c.want.Last || got.LastHere != c.want.LastHere || got.Known && listed != (len(c.with) > 0) {
+				got.Stated != c.want.Stated || got.AtMost != c.want.AtMost || got.IdleBound != c.want.IdleBound ||
+				got.Young != c.want.Young || got.Last != c.want.Last || got.LastHere != c.want.LastHere ||
+				got.Known && listed != (len(c.with) > 0) {
 				t.Errorf("%+v, listed %t; want %+v", got, listed, c.want)
 			}
 		})

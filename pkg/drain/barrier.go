@@ -438,28 +438,56 @@ func (l *Ledger) learn(now time.Time, a *agent, d *drain, had State, r Report) {
 	}
 }
 
-// ParseStatedWait reads the wait that a Service states for consumers that can never acknowledge: a
-// duration, or checkInterval, unhealthyThreshold and timeout of whoever checks them, as
+// StatedWait is the wait that a Service states for consumers that can never acknowledge.
+type StatedWait struct {
+	// Wait begins at the deletion.
+	Wait time.Duration
+	// Quiet is 0 if the wait always lasts for Wait. Else it ends once no connection to the pod has
+	// been open, and none has come, for Quiet.
+	Quiet time.Duration
+}
+
+// A wait of "at most" ends early after leastQuiet at the least, and after usualQuiet if it names no
+// checkInterval, which is that of AWS.
+const leastQuiet, usualQuiet = 10 * time.Second, 30 * time.Second
+
+// String returns the wait as in an annotation.
+func (w StatedWait) String() string {
+	if w.Quiet > 0 {
+		return "at most " + w.Wait.String()
+	}
+	return w.Wait.String()
+}
+
+// ParseStatedWait reads the wait of a Service: a duration, or checkInterval, unhealthyThreshold and
+// timeout of the load balancer that checks its pods, as
 // "checkInterval=10s,unhealthyThreshold=3,timeout=5s", which is interval times threshold, and
-// timeout. The error names what cannot be read.
-func ParseStatedWait(text string) (time.Duration, error) {
-	if !strings.Contains(text, "=") {
-		d, err := time.ParseDuration(strings.TrimSpace(text))
-		if err != nil || d < 0 {
-			return 0, fmt.Errorf("stated wait %.100q: neither a duration nor checkInterval=, unhealthyThreshold= "+
-				"and timeout=", text)
+// timeout. After "at most" there may be one, the other, or the duration and then the others. The
+// error names what cannot be read.
+func ParseStatedWait(text string) (w StatedWait, err error) {
+	rest, atMost := strings.CutPrefix(strings.TrimSpace(text), "at most ")
+	if first, others, more := strings.Cut(rest, ","); !strings.Contains(first, "=") {
+		w.Wait, err = time.ParseDuration(strings.TrimSpace(first))
+		if err != nil || w.Wait < 0 || more && !atMost {
+			return StatedWait{}, fmt.Errorf("stated wait %.100q: neither a duration nor checkInterval=, "+
+				"unhealthyThreshold= and timeout=", text)
 		}
-		return d, nil
+		if rest = others; !more {
+			if atMost {
+				w.Quiet = usualQuiet
+			}
+			return w, nil
+		}
 	}
 	var interval, timeout time.Duration
 	threshold := 1
 	seen := map[string]bool{}
-	for part := range strings.SplitSeq(text, ",") {
+	for part := range strings.SplitSeq(rest, ",") {
 		name, value, _ := strings.Cut(strings.TrimSpace(part), "=")
 		var err error
 		switch {
 		case seen[name]:
-			return 0, fmt.Errorf("stated wait %.100q: %s is there twice", text, name)
+			return StatedWait{}, fmt.Errorf("stated wait %.100q: %s is there twice", text, name)
 		case name == "checkInterval":
 			interval, err = time.ParseDuration(value)
 		case name == "timeout":
@@ -467,18 +495,24 @@ func ParseStatedWait(text string) (time.Duration, error) {
 		case name == "unhealthyThreshold":
 			threshold, err = strconv.Atoi(value)
 		default:
-			return 0, fmt.Errorf("stated wait %.100q: %q is not one of checkInterval, unhealthyThreshold and timeout",
-				text, name)
+			return StatedWait{}, fmt.Errorf("stated wait %.100q: %q is not one of checkInterval, unhealthyThreshold "+
+				"and timeout", text, name)
 		}
 		if err != nil {
-			return 0, fmt.Errorf("stated wait %.100q: %s: %w", text, name, err)
+			return StatedWait{}, fmt.Errorf("stated wait %.100q: %s: %w", text, name, err)
 		}
 		seen[name] = true
 	}
 	if !seen["checkInterval"] || interval <= 0 || timeout < 0 || threshold < 1 || threshold > 1000 ||
 		max(interval, timeout) > time.Hour {
-		return 0, fmt.Errorf("stated wait %.100q: checkInterval must be positive, timeout not negative, both an "+
-			"hour at most, unhealthyThreshold 1 to 1000", text)
+		return StatedWait{}, fmt.Errorf("stated wait %.100q: checkInterval must be positive, timeout not negative, "+
+			"both an hour at most, unhealthyThreshold 1 to 1000", text)
 	}
-	return time.Duration(threshold)*interval + timeout, nil
+	if w.Wait == 0 {
+		w.Wait = time.Duration(threshold)*interval + timeout
+	}
+	if atMost {
+		w.Quiet = max(interval+timeout, leastQuiet)
+	}
+	return w, nil
 }

@@ -679,8 +679,25 @@ func TestStatedWaitsAreRead(t *testing.T) {
 		"checkInterval=1h,timeout=2562047h":           -1,
 	} {
 		got, err := ParseStatedWait(text)
-		if (err != nil) != (want < 0) || err == nil && got != want {
+		if (err != nil) != (want < 0) || err == nil && (got != StatedWait{Wait: want}) {
 			t.Errorf("%q: %s, %v", text, got, err)
+		}
+	}
+	for text, want := range map[string]StatedWait{
+		"at most 120s": {2 * time.Minute, 30 * time.Second},
+		" at most checkInterval=10s,unhealthyThreshold=3,timeout=5s": {35 * time.Second, 15 * time.Second},
+		"at most checkInterval=2s,unhealthyThreshold=20":             {40 * time.Second, 10 * time.Second},
+		"at most 2m, checkInterval=1m":                               {2 * time.Minute, time.Minute},
+	} {
+		if got, err := ParseStatedWait(text); err != nil || got != want {
+			t.Errorf("%q: %+v, %v", text, got, err)
+		}
+	}
+	for _, text := range []string{"at most", "at most ", "at most soon", "at most -1s", "at most 2m,",
+		"at most 2m,soon",
+		"at most 2m,timeout=5s", "at least 2m", "2m,checkInterval=10s", "checkInterval=10s,2m"} {
+		if got, err := ParseStatedWait(text); err == nil || got != (StatedWait{}) {
+			t.Errorf("%q: %+v, %v", text, got, err)
 		}
 	}
 }
@@ -689,14 +706,15 @@ func TestStatedWaitsAreRead(t *testing.T) {
 // that is less than nothing would not be waited for.
 func FuzzParseStatedWait(f *testing.F) {
 	for _, text := range []string{"30s", "-1s", "checkInterval=10s,unhealthyThreshold=3,timeout=5s",
-		"checkInterval=1h,unhealthyThreshold=1000", "=", "timeout=1s,timeout=1s", "checkInterval=1h,timeout=2562047h"} {
+		"checkInterval=1h,unhealthyThreshold=1000", "=", "timeout=1s,timeout=1s", "at most 1m,checkInterval=9s",
+		"checkInterval=1h,timeout=2562047h"} {
 		f.Add(text)
 	}
 	f.Fuzz(func(t *testing.T, text string) {
 		switch wait, err := ParseStatedWait(text); {
-		case err == nil && wait < 0:
+		case err == nil && (wait.Wait < 0 || wait.Quiet != 0 && wait.Quiet < leastQuiet):
 			t.Fatalf("%q is %s", text, wait)
-		case err != nil && (wait != 0 || !strings.HasPrefix(err.Error(), "stated wait ")):
+		case err != nil && (wait != StatedWait{} || !strings.HasPrefix(err.Error(), "stated wait ")):
 			t.Fatalf("%q: %s, %v", text, wait, err)
 		}
 	})

@@ -60,6 +60,11 @@ type Reading struct {
 	// to the next.
 	Connections int
 	Counted     time.Time
+	// Quiet is for how long, at Counted, full counts have found no connection that was open, and
+	// none that had come and ended in between. It is 0 unless they have found at least one from
+	// another node or pod that went straight to a target: without one it is not known whether such
+	// connections can be seen here. Counting for it begins with the first [Watch.Count].
+	Quiet time.Duration
 	// NoConnections reports whether there is no connection to wait for, whatever State is.
 	NoConnections bool
 	// Since is when State was entered.

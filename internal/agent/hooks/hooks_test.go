@@ -74,6 +74,22 @@ type got struct {
 // hook is one hook's request, from the node itself.
 func (n *testNode) hook(id string) chan got { return n.hookFrom(id, "127.0.0.1") }
 
+// atMost has a coordinator answer at once that the agent is to wait for so long at most, or until
+// nothing has come for 10 s. The last client comes after last.
+func (n *testNode) atMost(reason string, most, last time.Duration) {
+	n.k.Is(podTarget, health.Idle, 0)
+	came := time.Now().Add(last)
+	n.k.OnCount(func() { n.k.Quiet(podTarget, max(0, time.Since(came))) })
+	n.ask = func(_ context.Context, asked wire.BarrierRequest) (wire.BarrierStatus, error) {
+		if !asked.SeesQuiet {
+			n.Errorf("the coordinator is not told that the agent can wait: %+v", asked)
+		}
+		return wire.BarrierStatus{Reason: reason, AtMostMillis: most.Milliseconds(), QuietMillis: 10_000}, nil
+	}
+	n.pods.Set(agenttest.Hooked("a"), false)
+	n.pods.Set(agenttest.Deleted(agenttest.Hooked("a"), 35*time.Second), false)
+}
+
 // hookFrom is one hook's request from an address.
 func (n *testNode) hookFrom(id, from string) chan got {
 	out := make(chan got, 1)
@@ -300,6 +316,40 @@ func TestHooksEnd(t *testing.T) {
 			},
 			code: 200, prefix: "Acknowledged", counts: "Acknowledged", least: 5 * time.Second,
 			most: 5*time.Second + countedLate,
+		},
+		"a wait of at most 25s, and nothing has come for 10s after 8s": {
+			before: func(n *testNode) { n.atMost("Acknowledged", 25*time.Second, 8*time.Second) },
+			code:   200, prefix: "Acknowledged", counts: "Acknowledged", least: 18 * time.Second,
+			most: 19 * time.Second,
+		},
+		"a wait of at most 25s, without an agent that observes": {
+			before: func(n *testNode) { n.atMost("NoAgents", 25*time.Second, 8*time.Second) },
+			code:   200, prefix: "NoAgents", counts: "NoAgents", least: 18 * time.Second,
+			most: 19 * time.Second,
+		},
+		"a wait of at most 25s, and clients come until its end": {
+			before: func(n *testNode) { n.atMost("Acknowledged", 25*time.Second, time.Hour) },
+			code:   200, prefix: "Acknowledged", counts: "Acknowledged", least: 25 * time.Second,
+			most: 25*time.Second + askAgain,
+		},
+		"a wait of at most 25s, and connections are not counted any more": {
+			before: func(n *testNode) {
+				n.atMost("Acknowledged", 25*time.Second, 0)
+				n.k.OnCount(nil)
+				n.k.Quiet(podTarget, time.Minute)
+				ask := n.ask
+				n.ask = func(ctx context.Context, asked wire.BarrierRequest) (wire.BarrierStatus, error) {
+					time.Sleep(2 * countedFresh) // for which it was quiet, but not seen
+					return ask(ctx, asked)
+				}
+			},
+			code: 200, prefix: "Acknowledged", counts: "Acknowledged", least: 25 * time.Second,
+			most: 25*time.Second + askAgain,
+		},
+		"a wait of at most 60s, longer than the bound": {
+			before: func(n *testNode) { n.atMost("Acknowledged", time.Minute, time.Hour) },
+			code:   200, prefix: "Deadline after 30.000s:  (a stated wait is longer than the bound)",
+			counts: "Deadline", least: 30 * time.Second, most: 30 * time.Second,
 		},
 		"kept connections are to be waited for": {
 			before: func(n *testNode) {

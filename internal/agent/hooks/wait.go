@@ -99,10 +99,15 @@ func (w *Wait) Look(now time.Time, is gateway.Reading) {
 			w.end(why, outcomeText(w.passed))
 			return
 		}
-		w.Count = now.Sub(is.Counted) > countedFresh
+		age := now.Sub(is.Counted)
+		w.Count = age > countedFresh || age > countedFresh/2 && !w.statedOver(now, is)
 	}
 	switch {
 	case now.Before(w.pod.Deadline()):
+	case passed && !w.statedOver(now, is):
+		w.passed.Cut = true
+		w.end(outcome(drain.Deadline.String()), outcomeText(w.passed))
+		return
 	case passed:
 		w.end(outcome(drain.IdleBound.String()), outcomeText(w.passed))
 		return
@@ -115,13 +120,14 @@ func (w *Wait) Look(now time.Time, is gateway.Reading) {
 		w.Ask = &wire.BarrierRequest{
 			Pod: w.pod.Pod, Targets: w.pod.Targets, Since: w.pod.Since, Terminating: true,
 			BoundMillis:   max(0, w.pod.Deadline().Sub(w.pod.Seen)-answerMargin).Milliseconds(),
-			ElapsedMillis: now.Sub(w.pod.Seen).Milliseconds(),
+			ElapsedMillis: now.Sub(w.pod.Seen).Milliseconds(), SeesQuiet: true,
 		}
 	}
 	// While a coordinator is being asked, its answer wakes. A count wakes only if it changes the
 	// state.
 	pause := askAgain
 	switch {
+	case passed && !w.statedOver(now, is):
 	case passed:
 		pause = countedLate / 20
 	case !w.alone:
@@ -149,6 +155,8 @@ func (w *Wait) mayStop(now time.Time, is gateway.Reading) (outcome, bool) {
 	why := outcome(w.passed.Reason)
 	acknowledged := w.passed.Reason == drain.Acknowledged.String()
 	switch {
+	case !w.statedOver(now, is):
+		return "", false
 	case !acknowledged && w.passed.Reason != drain.IdleBound.String(), is.State < health.Removed:
 		return why, true
 	case is.Connections > 0 && now.Sub(w.removedAt) < time.Duration(w.passed.IdleBoundMillis)*time.Millisecond:
@@ -159,6 +167,14 @@ func (w *Wait) mayStop(now time.Time, is gateway.Reading) (outcome, bool) {
 		return outcome(drain.IdleBound.String()), now.Sub(is.Since) >= localIdle
 	}
 	return why, now.Sub(is.Counted) <= countedFresh || now.Sub(w.passedAt) >= countedLate
+}
+
+// statedOver reports whether the wait that a Service states with "at most" is over: its time has
+// passed, or the last counts have shown that no connection is open and none comes.
+func (w *Wait) statedOver(now time.Time, is gateway.Reading) bool {
+	quiet := time.Duration(w.passed.QuietMillis) * time.Millisecond
+	return now.Sub(w.pod.Seen) >= time.Duration(w.passed.AtMostMillis)*time.Millisecond ||
+		quiet > 0 && is.Quiet >= quiet && now.Sub(is.Counted) <= countedFresh
 }
 
 // stopped reports whether this node's kernel alone is enough, when no coordinator can be asked. All

@@ -446,9 +446,11 @@ type StatedWait struct {
 	Namespace string  `json:"namespace"`
 	Service   string  `json:"service"`
 	Seconds   float64 `json:"seconds"`
-	// Cut says that the pod's bound is shorter. Error is why the annotation cannot be read.
-	Cut   bool   `json:"cut,omitempty"`
-	Error string `json:"error,omitempty"`
+	// AtMost says that it ends early when nothing comes. Cut says that the pod's bound is shorter.
+	// Error is why the annotation cannot be read.
+	AtMost bool   `json:"atMost,omitempty"`
+	Cut    bool   `json:"cut,omitempty"`
+	Error  string `json:"error,omitempty"`
 }
 
 // BarrierItself is what [Uncovered.What] names where the pod's own node has nobody who answers its

@@ -644,7 +644,7 @@ function explained(x) {
     const facts = [['Hooks: ' + (b.hooks.map((h) => h.container + ' ' + h.kind).join(', ') || 'none')]];
     if (b.boundSeconds) facts.push(['They last ' + duration(b.boundSeconds) + ' at most' + (b.graceSeconds ? '; the application then has ' + duration(b.graceSeconds) : '')]);
     if (b.node) facts.push([b.agent ? 'On ' + b.node + ' ' + b.agent + ' answers them' + (b.connected ? ', and is connected' : ', and is not connected here') : 'On ' + b.node + ' nobody answers them']);
-    for (const s of b.stated) facts.push([s.namespace + '/' + s.service + (s.error ? ' states a wait that cannot be read: ' + s.error : ' states a wait of ' + duration(s.seconds) + (s.cut ? ', which the bound cuts' : ''))]);
+    for (const s of b.stated) facts.push([s.namespace + '/' + s.service + (s.error ? ' states a wait that cannot be read: ' + s.error : ' states a wait of ' + (s.atMost ? 'at most ' : '') + duration(s.seconds) + (s.cut ? ', which the bound cuts' : ''))]);
     if (b.open) facts.push(['It waits there now: ' + b.open.phase]);
     list('At the barrier, before SIGTERM', facts);
   }

@@ -301,6 +301,8 @@ type BarrierRequest struct {
 	// Terminating says that the pod has a deletionTimestamp. Without one it is only a container
 	// that is stopped, or its node: directed gateways are told to let go until it is ready again.
 	Terminating bool `json:"terminating"`
+	// SeesQuiet says that the agent knows AtMostMillis. For another one the coordinator waits.
+	SeesQuiet bool `json:"seesQuiet,omitempty"`
 }
 
 // BarrierStatus answers a BarrierRequest.
@@ -316,6 +318,10 @@ type BarrierStatus struct {
 	// there is to wait for every connection, also for those that clients keep. 0: neither the pod
 	// nor one of its Services wants that.
 	IdleBoundMillis int64 `json:"idleBoundMillis,omitempty"`
+	// AtMostMillis is how long after the deletion the agent is still to wait, but not once it has
+	// seen for QuietMillis that no connection to the pod is open and none comes. 0: no wait.
+	AtMostMillis int64 `json:"atMostMillis,omitempty"`
+	QuietMillis  int64 `json:"quietMillis,omitempty"`
 }
 
 // Error is the body of every answer that is not a success.

@@ -92,6 +92,15 @@ func (f *FakeObserved) Is(target netip.AddrPort, s health.State, connections int
 	}
 }
 
+// Quiet counts the connections to target again and finds that it has been quiet for so long.
+func (f *FakeObserved) Quiet(target netip.AddrPort, quiet time.Duration) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	r := f.readings[target]
+	r.Quiet, r.Counted = quiet, time.Now()
+	f.readings[target] = r
+}
+
 // OnCount has count called when connections are to be counted again. Nil ends it.
 func (f *FakeObserved) OnCount(count func()) {
 	f.mu.Lock()

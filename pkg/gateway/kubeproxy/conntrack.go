@@ -8,7 +8,9 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"hash/maphash"
 	"maps"
+	"net"
 	"net/netip"
 	"os"
 	"runtime"
@@ -36,6 +38,8 @@ const (
 	ctaTupleProto = 2
 	ctaIPv4Src    = 1
 	ctaIPv6Src    = 3
+	ctaIPv4Dst    = 2
+	ctaIPv6Dst    = 4
 	ctaProtoNum   = 1
 	ctaProtoSrc   = 2
 
@@ -77,6 +81,9 @@ const (
 	// the commit was read, and by then a packet for which the kernel chose the target before the
 	// commit is in the table.
 	emptyCounts = 2
+	// maxUnseen is the longest pause between two counts after which none can have come and ended
+	// unseen: the kernel forgets one that was reset after 10 s, others later.
+	maxUnseen = 5 * time.Second
 	// messageCost is how many buckets of the table the kernel walks through in the time that it
 	// takes to send one entry, and to read it.
 	messageCost = 50
@@ -192,13 +199,22 @@ func (c connection) open() bool {
 // answerer returns the address that answers on the connection which b, a message's attributes,
 // describes.
 func answerer(b []byte) netip.Addr {
-	tuple := attribute(b, ctaTupleReply, ctaTupleIP)
-	from := attribute(tuple, ctaIPv4Src)
-	if from == nil {
-		from = attribute(tuple, ctaIPv6Src)
+	return address(attribute(b, ctaTupleReply, ctaTupleIP), ctaIPv4Src, ctaIPv6Src)
+}
+
+func address(tuple []byte, four, six uint16) netip.Addr {
+	b := attribute(tuple, four)
+	if b == nil {
+		b = attribute(tuple, six)
 	}
-	addr, _ := netip.AddrFromSlice(from)
+	addr, _ := netip.AddrFromSlice(b)
 	return addr
+}
+
+// client returns who opened the connection, and reports whether it went straight to the pod.
+func (c connection) client() (from netip.Addr, straight bool) {
+	tuple := attribute(c.original, ctaTupleIP)
+	return address(tuple, ctaIPv4Src, ctaIPv6Src), address(tuple, ctaIPv4Dst, ctaIPv6Dst) == c.to.Addr()
 }
 
 func decodeConnection(b []byte) (c connection, err error) {
@@ -346,26 +362,22 @@ func (c *counter) again(known []connection, f func(connection)) error {
 	return nil
 }
 
-// open returns the open connections to addrs, those of known that are still open, and the CPU time
-// it took.
-func (c *counter) open(addrs map[netip.Addr]bool, known []connection) (open map[netip.Addr][]connection,
+// find returns the connections to addrs, those of known that are still there, and the CPU time it
+// took.
+func (c *counter) find(addrs map[netip.Addr]bool, known []connection) (found map[netip.Addr][]connection,
 	took time.Duration, err error) {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
 	began := worked()
-	open = map[netip.Addr][]connection{}
-	add := func(one connection) {
-		if one.open() {
-			open[one.to.Addr()] = append(open[one.to.Addr()], one)
-		}
-	}
+	found = map[netip.Addr][]connection{}
+	add := func(one connection) { found[one.to.Addr()] = append(found[one.to.Addr()], one) }
 	if err = c.walk(addrs, add); err == nil {
 		err = c.again(known, add)
 	}
 	if err != nil {
 		c.close() // what is left of an answer would be taken for the next one
 	}
-	return open, worked() - began, err
+	return found, worked() - began, err
 }
 
 // ask sends messages. It opens the socket if it is not open.
@@ -412,7 +424,7 @@ func (o *Observer) count(ctx context.Context) {
 		wake := o.wake
 		switch {
 		case len(due) > 0:
-			open, took, err := counter.open(o.questions(due))
+			found, took, err := counter.find(o.questions(due))
 			if err != nil && ctx.Err() == nil && !failed {
 				o.log.Warn("connections are not counted: no target becomes Idle", "error", err)
 			}
@@ -420,7 +432,7 @@ func (o *Observer) count(ctx context.Context) {
 			if failed = err != nil; failed {
 				rest = max(rest, countKept)
 			} else {
-				o.counted(due, open, took, time.Now())
+				o.counted(due, found, took, time.Now())
 			}
 			// A watch that comes now does not shorten the pause.
 			wait, wake = time.After(rest), nil
@@ -518,7 +530,7 @@ func (w *Watch) pause(took time.Duration) time.Duration {
 }
 
 // counted takes a count in, for the watches that were waiting when it began and are still.
-func (o *Observer) counted(due map[*Watch]counting, open map[netip.Addr][]connection, took time.Duration,
+func (o *Observer) counted(due map[*Watch]counting, found map[netip.Addr][]connection, took time.Duration,
 	now time.Time) {
 	o.mu.Lock()
 	var told []*Watch
@@ -527,9 +539,10 @@ func (o *Observer) counted(due map[*Watch]counting, open map[netip.Addr][]connec
 		if _, ok := o.watches[w]; !ok || w.period != how.period {
 			continue
 		}
-		w.busy = w.see(open, old, how.walk, now)
+		w.busy = w.see(found, old, how.walk, now)
 		w.reading.Connections, w.reading.Counted = len(w.held), now
 		if how.walk {
+			w.notice(found, now)
 			w.walked = now
 		} else if !w.busy {
 			w.next = now // others may have come
@@ -562,7 +575,7 @@ func (o *Observer) counted(due map[*Watch]counting, open map[netip.Addr][]connec
 
 // see takes in a count, of all connections or of those known that were not kept. It reports whether
 // any to w's targets are waited for. The caller holds o.mu.
-func (w *Watch) see(open map[netip.Addr][]connection, old, all bool, now time.Time) (busy bool) {
+func (w *Watch) see(found map[netip.Addr][]connection, old, all bool, now time.Time) (busy bool) {
 	was := w.held
 	w.held = map[string]held{}
 	for key, h := range was {
@@ -571,8 +584,8 @@ func (w *Watch) see(open map[netip.Addr][]connection, old, all bool, now time.Ti
 		}
 	}
 	for _, t := range w.targets {
-		for _, c := range open[t.Addr()] {
-			if t.Port() != 0 && t != c.to {
+		for _, c := range found[t.Addr()] {
+			if t.Port() != 0 && t != c.to || !c.open() {
 				continue
 			}
 			key := string(c.id) + string(c.original)
@@ -585,9 +598,66 @@ func (w *Watch) see(open map[netip.Addr][]connection, old, all bool, now time.Ti
 	return busy
 }
 
+// notice takes in what a full count has found, for [Reading.Quiet]. The caller holds o.mu.
+func (w *Watch) notice(found map[netip.Addr][]connection, now time.Time) {
+	if w.noticed == nil {
+		return
+	}
+	var node []net.Addr
+	if w.o.netns == 0 {
+		node, _ = net.InterfaceAddrs() // without them, probes of the kubelet count as clients
+	}
+	was := w.noticed
+	w.noticed = map[uint64]bool{}
+	quiet := !w.o.accounted.IsZero() && now.Sub(w.walked) <= maxUnseen
+	for _, t := range w.targets {
+		for _, c := range found[t.Addr()] {
+			if t.Port() != 0 && t != c.to {
+				continue
+			}
+			from, straight := c.client()
+			probe := straight && slices.ContainsFunc(node, func(a net.Addr) bool {
+				own, err := netip.ParsePrefix(a.String())
+				return err == nil && own.Addr().Unmap().WithZone("") == from
+			})
+			w.clients = w.clients || straight && !probe
+			// The kernel may use the place, and so the ID, of one that has ended for another, which has
+			// not carried the same.
+			one := trace{id: string(c.id), original: string(c.original)}
+			if !probe {
+				one.asked, one.answered = c.asked, c.answered
+			}
+			key := maphash.Comparable(seed, one)
+			w.noticed[key] = true
+			if probe {
+				quiet = quiet && !(c.open() && was[key]) // no probe is open in two counts
+			} else {
+				quiet = quiet && !c.open() && was[key] && c.asked.packets > 0
+			}
+		}
+	}
+	if !quiet || w.quietSince.IsZero() {
+		w.quietSince = now
+	}
+	if w.reading.Quiet = 0; w.clients {
+		w.reading.Quiet = now.Sub(w.quietSince)
+	}
+}
+
+// trace is what a count sees of a connection: another one, or one that was used, has another.
+type trace struct {
+	id, original    string
+	asked, answered traffic
+}
+
+var seed = maphash.MakeSeed()
+
 // Count has the connections counted again at once: [Reading.Counted] says when that is done.
 func (w *Watch) Count() {
 	w.o.mu.Lock()
+	if w.noticed == nil {
+		w.noticed = map[uint64]bool{}
+	}
 	w.next, w.busy = time.Time{}, false
 	w.o.mu.Unlock()
 	w.o.wake.Raise()

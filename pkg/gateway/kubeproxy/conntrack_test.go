@@ -229,6 +229,102 @@ func TestIdleIsCountedAgain(t *testing.T) {
 	}
 }
 
+// What a reading calls quiet is seen, never supposed: a client that goes straight to the pod is
+// open, or has come and ended between two counts, or has not come. Without any, without counters
+// and after a pause of the counts nothing is quiet; probes from the node's own address neither show
+// nor prevent it.
+func TestQuiet(t *testing.T) {
+	for _, test := range []struct{ name, node, client, pod string }{
+		{"ip", "10.244.255.1", "10.244.7.7", "10.244.9.9:8080"},
+		{"ip6", "fd00::ff", "fd01::7", "[fd01::9]:8080"},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			empty(t)
+			network(t)
+			// As in IPv4, addresses of no interface.
+			run(t, "", "ip", "-6", "route", "replace", "local", "fd01::/64", "dev", "lo")
+			if err := os.WriteFile("/proc/sys/net/ipv6/ip_nonlocal_bind", []byte("1"), 0); err != nil {
+				t.Fatal(err)
+			}
+			pod(t, test.pod)
+			cluster := "10.96.0.1"
+			if test.name == "ip6" {
+				cluster = "fd10::1"
+			}
+			s := service{"web", cluster, test.name == "ip6"}
+			nft(t, append(setUp(s.family()), s.sync([]string{test.pod})...)...)
+			o := start(t, Options{})
+			dial := func(from string) net.Conn {
+				t.Helper()
+				d := net.Dialer{Timeout: time.Second, LocalAddr: net.TCPAddrFromAddrPort(
+					netip.AddrPortFrom(netip.MustParseAddr(from), 0))}
+				conn, err := d.Dial("tcp", test.pod)
+				if err == nil {
+					err = echo(conn)
+				}
+				if err != nil {
+					t.Fatal(err)
+				}
+				return conn
+			}
+			w := watch(t, o, test.pod)
+			w.wait(Kept)
+			// count has connections counted from now on, and returns for how long all was quiet.
+			count := func() time.Duration {
+				t.Helper()
+				asked := time.Now()
+				w.Count()
+				until(t, "a count", func() bool { return w.Reading().Counted.After(asked) })
+				return w.Reading().Quiet
+			}
+			count()
+			dial(test.node).Close()
+			connect(t, net.JoinHostPort(cluster, "80")).Close()
+			for began := time.Now(); time.Since(began) < 300*time.Millisecond; {
+				if quiet := count(); quiet != 0 {
+					t.Fatalf("no client has gone straight to the pod, and it has been quiet for %s", quiet)
+				}
+			}
+			one := dial(test.client)
+			if quiet := count(); quiet != 0 {
+				t.Errorf("a connection is open, and it has been quiet for %s", quiet)
+			}
+			one.Close()
+			until(t, "quiet", func() bool { return count() > 200*time.Millisecond })
+			probe, before := dial(test.node), count()
+			if before < 200*time.Millisecond {
+				t.Errorf("one count has found a probe, and it has been quiet for %s", before)
+			}
+			if quiet := count(); quiet != 0 {
+				t.Errorf("two counts have found a connection from the node, and it has been quiet for %s", quiet)
+			}
+			probe.Close()
+			until(t, "quiet", func() bool { return count() > 200*time.Millisecond })
+			came := time.Now()
+			dial(test.client).Close()
+			until(t, "the end of a connection", func() bool { count(); return w.Reading().Connections == 0 })
+			if quiet := count(); quiet > time.Since(came) {
+				t.Errorf("a connection came %s ago, and it has been quiet for %s", time.Since(came), quiet)
+			}
+			until(t, "quiet", func() bool { return count() > 200*time.Millisecond })
+			o.mu.Lock()
+			w.walked = w.walked.Add(-maxUnseen) // as if nothing had been counted since
+			paused := time.Now()
+			o.mu.Unlock()
+			if quiet := count(); quiet > time.Since(paused) {
+				t.Errorf("after a pause of %s it has been quiet for %s", maxUnseen, quiet)
+			}
+			until(t, "quiet", func() bool { return count() > 200*time.Millisecond })
+			o.mu.Lock()
+			o.accounted = time.Time{}
+			o.mu.Unlock()
+			if count() != 0 || count() != 0 {
+				t.Errorf("the kernel does not count packets, and it has been quiet for %s", w.Reading().Quiet)
+			}
+		})
+	}
+}
+
 // exchange sends a request and waits for the answer, each as long as the smallest of HTTP.
 func exchange(t *testing.T, conn net.Conn) {
 	t.Helper()
@@ -581,6 +677,11 @@ func flood(t testing.TB, o *Observer, n int) {
 	}
 }
 
+func opens(found map[netip.Addr][]connection) []connection {
+	return slices.DeleteFunc(slices.Concat(slices.Collect(maps.Values(found))...),
+		func(c connection) bool { return !c.open() })
+}
+
 // However they are counted, the connections are the same: one address after the other, all that
 // there are, or the known ones alone.
 func TestCounter(t *testing.T) {
@@ -610,11 +711,11 @@ func TestCounter(t *testing.T) {
 	var known []connection
 	check := func(name string, addrs map[netip.Addr]bool, ask []connection) {
 		t.Helper()
-		open, took, err := c.open(addrs, ask)
+		found, took, err := c.find(addrs, ask)
 		if err != nil {
 			t.Fatal(err)
 		}
-		known = slices.Concat(slices.Collect(maps.Values(open))...)
+		known = opens(found)
 		got := map[netip.AddrPort]int{}
 		for _, one := range known {
 			got[one.to]++
@@ -645,8 +746,8 @@ func TestCounter(t *testing.T) {
 	clients[1].Close()
 	delete(want, netip.MustParseAddrPort(pods[1]))
 	until(t, "the end of a connection", func() bool {
-		open, _, err := c.open(nil, known)
-		return err == nil && len(slices.Concat(slices.Collect(maps.Values(open))...)) == len(known)-1
+		found, _, err := c.find(nil, known)
+		return err == nil && len(opens(found)) == len(known)-1
 	})
 	check("the known ones, after one has ended", nil, known)
 }

@@ -444,6 +444,12 @@ type Watch struct {
 	// entered is when the state was entered, by this process's clock; walked when all connections
 	// were last counted, next when they are due again.
 	entered, walked, next time.Time // o.mu
+	// noticed are the connections that the last full count found, ended ones too, each with what it
+	// had carried; nil before Count. clients: one of them was no probe and went straight to a
+	// target. quietSince is when the last count was that found an open one, or one that had come.
+	noticed    map[uint64]bool // o.mu
+	clients    bool            // o.mu
+	quietSince time.Time       // o.mu
 }
 
 // groupPause is the pause before watches are evaluated for other targets: many come and go at once,

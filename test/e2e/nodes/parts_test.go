@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"io"
 	"maps"
+	"net"
 	"net/http"
 	"slices"
 	"strconv"
@@ -127,6 +128,96 @@ func (l *lab) testExecHook(t *testing.T) {
 	events := l.kubectl(t, "get", "events", "-n", namespace, "-o", "jsonpath={.items[*].reason}")
 	if strings.Contains(events, "FailedPreStopHook") {
 		t.Errorf("a hook failed: %s", l.kubectl(t, "get", "events", "-n", namespace))
+	}
+}
+
+// A stated wait of at most 40 s ends when the pod's node has seen that the load balancer, which
+// goes straight to the pod, has gone: not while it connects, not while it keeps a connection, and
+// not if it was never seen. The kubelet probes all of these pods once a second, from the node.
+func (l *lab) testStatedWait(t *testing.T) {
+	const (
+		namespace = "stated"
+		most      = 40 * time.Second
+		quiet     = 10 * time.Second
+		stays     = 15 * time.Second // how long after the deletion the load balancer knows the pod
+	)
+	l.namespace(t, namespace, map[string]string{"lameduck.io/barrier": "enabled"})
+	names := []string{"connects", "keeps", "unseen"}
+	for _, name := range names {
+		l.applyText(t, fmt.Sprintf(`{"apiVersion": "v1", "kind": "Service", "metadata": {"name": %q, "namespace": %q,
+			"annotations": {"lameduck.io/stated-wait": "at most %s, checkInterval=5s",
+				"lameduck.io/barrier-bound": "60s"}},
+			"spec": {"clusterIP": "None", "selector": {"app": %q}, "ports": [{"port": 8080}]}}`, name, namespace, most,
+			name))
+	}
+	l.Await(t, time.Minute, "hooks that last for 60 s", func() error {
+		try := pod("try", "node-2", func(p *corev1.Pod) { p.Labels = map[string]string{"app": "unseen"} })
+		made, err := l.Kube.CoreV1().Pods(namespace).Create(t.Context(), try,
+			metav1.CreateOptions{DryRun: []string{"All"}})
+		if err == nil && made.Annotations["lameduck.io/barrier-bound"] != "60s" {
+			err = fmt.Errorf("the coordinator does not know the Services yet: %v", made.Annotations)
+		}
+		return err
+	})
+	var pods []*corev1.Pod
+	address := map[string]string{}
+	for _, name := range names {
+		pods = append(pods, pod(name, "node-2"))
+	}
+	l.start(t, namespace, pods...)
+	for _, name := range names {
+		p, err := l.Kube.CoreV1().Pods(namespace).Get(t.Context(), name, metav1.GetOptions{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		address[name] = net.JoinHostPort(p.Status.PodIP, "8080")
+	}
+	// As a load balancer does, past the rules of kube-proxy.
+	balancer := &http.Client{Timeout: 2 * time.Second, Transport: &http.Transport{DisableKeepAlives: true}}
+	ask := func(name string) error {
+		response, err := balancer.Get("http://" + address[name] + "/")
+		if err == nil {
+			_, err = io.Copy(io.Discard, response.Body)
+			response.Body.Close()
+		}
+		return err
+	}
+	if err := ask("connects"); err != nil {
+		t.Fatal(err)
+	}
+	kept, err := net.Dial("tcp", address["keeps"])
+	if err != nil {
+		t.Fatal(err)
+	}
+	began := time.Now()
+	gone := map[string]chan time.Duration{}
+	for _, name := range names {
+		done := make(chan time.Duration, 1)
+		gone[name] = done
+		go func() {
+			defer close(done)
+			done <- l.remove(t, namespace, name, 80*time.Second)
+		}()
+	}
+	var last time.Time
+	for time.Since(began) < stays {
+		last = time.Now()
+		if err := ask("connects"); err != nil {
+			t.Errorf("%.1f s after the deletion: %v", time.Since(began).Seconds(), err)
+		}
+		time.Sleep(500 * time.Millisecond)
+	}
+	kept.Close()
+	stayed := last.Sub(began)
+	for name, least := range map[string]time.Duration{
+		"connects": stayed + quiet, "keeps": stays + quiet, "unseen": most,
+	} {
+		took := <-gone[name]
+		t.Logf("%s: gone %.1f s after the deletion, the load balancer knew it for %.1f s", name, took.Seconds(),
+			stays.Seconds())
+		if took < least || took > least+8*time.Second {
+			t.Errorf("%s: gone after %s, want %s and a few seconds", name, took, least)
+		}
 	}
 }
 

@@ -274,6 +274,7 @@ func TestNodes(t *testing.T) {
 	t.Run("LivenessRestart", l.testLivenessRestart)
 	t.Run("OOM", l.testOOM)
 	t.Run("ExecHook", l.testExecHook)
+	t.Run("StatedWait", l.testStatedWait)
 	t.Run("Scopes", l.testScopes)
 	t.Run("FrozenAgent", l.testFrozenAgent)
 	t.Run("NoAgents", l.testNoAgents)
