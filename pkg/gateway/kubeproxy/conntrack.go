@@ -621,8 +621,8 @@ func (w *Watch) notice(found map[netip.Addr][]connection, now time.Time) {
 				return err == nil && own.Addr().Unmap().WithZone("") == from
 			})
 			w.clients = w.clients || straight && !probe
-			// The kernel may use the place, and so the ID, of one that has ended for another, which has
-			// not carried the same.
+			// The kernel may use the place, and so the ID, of one that has ended for another,
+			// which has not carried the same.
 			one := trace{id: string(c.id), original: string(c.original)}
 			if !probe {
 				one.asked, one.answered = c.asked, c.answered
