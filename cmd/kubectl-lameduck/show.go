@@ -455,7 +455,7 @@ func writeBarrier(b *api.ExplainedBarrier, out io.Writer) {
 		fmt.Fprintf(out, "  %s/%s states a wait %s\n", s.Namespace, s.Service, wait)
 	}
 	if o := b.Open; o != nil {
-		fmt.Fprintf(out, "  it waits there now: %s, %d of %d have let go\n", o.Phase, o.Owed-o.Waiting, o.Owed)
+		fmt.Fprintf(out, "  it waits there now: %s, %d of %d have acknowledged\n", o.Phase, o.Owed-o.Waiting, o.Owed)
 	}
 }
 
@@ -463,7 +463,7 @@ func writeExplanation(x explained, out io.Writer) {
 	fmt.Fprintf(out, "Pod %s/%s: %s\n", x.Namespace, x.Pod, x.Summary)
 	fmt.Fprintf(out, "Reason: %s\n", x.Reason)
 	if x.Drain != nil {
-		fmt.Fprintf(out, "It is being drained: %s, %d of %d gateways have let go.\n", x.Drain.Phase,
+		fmt.Fprintf(out, "It is being drained: %s, %d of %d gateways have acknowledged.\n", x.Drain.Phase,
 			x.Drain.Owed-x.Drain.Waiting, x.Drain.Owed)
 	}
 	if len(x.Services) > 0 {

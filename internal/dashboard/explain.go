@@ -120,7 +120,7 @@ func explanation(e admission.Explanation, parties []drain.Acknowledger, gateways
 	x.Summary = summary(x, e)
 	if b := x.Barrier; b != nil && b.Asked > 0 && e.Verdict.Action != admission.Deny {
 		x.Summary += fmt.Sprintf(" Then it would be told to stop when %s",
-			count(b.Asked, "observed gateway has let go", "observed gateways have let go"))
+			count(b.Asked, "observed gateway has acknowledged", "observed gateways have acknowledged"))
 		if b.BoundSeconds > 0 {
 			x.Summary += fmt.Sprintf(", %s after the deletion at most",
 				time.Duration(b.BoundSeconds*float64(time.Second)))
@@ -236,7 +236,7 @@ func summary(x api.Explanation, e admission.Explanation) string {
 	switch e.Verdict.Action {
 	case admission.Drain:
 		text := fmt.Sprintf("It would be %s when %s to it %s.", verb,
-			count(holds, "gateway that routes", "gateways that route"), choose(holds, "has let go", "have let go"))
+			count(holds, "gateway that routes", "gateways that route"), choose(holds, "has acknowledged", "have acknowledged"))
 		if holds == 0 {
 			text = fmt.Sprintf("It would be %s within 2 s: every agent that would be asked is suspended.", verb)
 		}

@@ -49,10 +49,10 @@ func TestExplanation(t *testing.T) {
 		summary          string
 	}{
 		"directed": {drains, nil, []drain.Acknowledger{hap}, web, []string{"edge/hap hold"},
-			[]string{"kube-proxy, for shop/web"}, "deleted when 1 gateway that routes to it has let go"},
+			[]string{"kube-proxy, for shop/web"}, "deleted when 1 gateway that routes to it has acknowledged"},
 		"two": {drains, nil, []drain.Acknowledger{hap, hap}, web,
 			[]string{"edge/hap hold", "edge/hap hold"}, []string{"kube-proxy, for shop/web"},
-			"deleted when 2 gateways that route to it have let go"},
+			"deleted when 2 gateways that route to it have acknowledged"},
 		"following, without a barrier": {drains, nil, []drain.Acknowledger{hap, kp}, web, []string{"edge/hap hold"},
 			[]string{"kube-proxy, for shop/web"}, "1 gateway"},
 		"following, with a barrier": {drains,

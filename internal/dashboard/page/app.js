@@ -16,6 +16,7 @@ let live = false;
 let allOutcomes = false;
 let allHealth = false;
 let waiting = null; // what ends the wait before the next try
+let namespace = decodeURIComponent((location.hash.match(/^#namespace=(.*)$/) || ['', ''])[1]); // the only one whose rows are shown
 
 // --- the views
 
@@ -59,7 +60,7 @@ function take(said) {
   // A fault of ours must not look like a connection that is lost.
   try {
     if (news) draw();
-    else { drawVerdict(view); drawTiles(view); } // time passes: somebody becomes late, and what went wrong is long ago
+    else { drawVerdict(view); drawTiles(view); } // time passes: an agent becomes late, and what went wrong is long ago
   } catch (e) { reportError(e); }
 }
 
@@ -78,9 +79,10 @@ function setLive(now) {
   if (now !== live || now) {
     document.body.classList.toggle('lost', !now && view !== null);
     $('lost').hidden = now || view === null;
-    const text = 'Connection lost: what stands here is old. If you came by kubectl port-forward, it ends with the pod it leads to; start it again.';
+    const text = 'Connection lost. If you came by kubectl port-forward, it ended with the pod that it led to: start it again.';
     if (!now && $('lost').textContent !== text) $('lost').textContent = text;
   }
+  if (!now && live) drawLost();
   live = now;
   tick();
 }
@@ -148,9 +150,14 @@ function age(since, after) {
   return el('span', { class: 'age', 'data-since': since, 'data-after': after || '' });
 }
 
+// until is what counts down.
+function until(at, before, after) {
+  return el('span', { class: 'age', 'data-until': at, 'data-before': before, 'data-after': after || '' });
+}
+
+const dated = new Intl.DateTimeFormat(undefined, { day: 'numeric', month: 'short', hour: '2-digit', minute: '2-digit', second: '2-digit', timeZoneName: 'short' });
 function clock(at) {
-  const time = new Date(at);
-  return el('time', { datetime: at, title: time.toLocaleString() }, time.toLocaleTimeString());
+  return el('time', { datetime: at, title: at }, dated.format(new Date(at)));
 }
 
 function chip(kind, text, title) { return el('span', { class: 'chip ' + kind, title }, text); }
@@ -182,7 +189,11 @@ function cell(label, kind, ...children) {
   return el('td', { role: 'cell', 'data-label': label, class: (kind + (blank ? ' blank' : '')).trim() || null }, ...children);
 }
 
-function podName(item) { return [el('span', { class: 'ns' }, item.namespace + '/'), item.pod]; }
+// podName is a pod, and leads to what would happen if it were deleted.
+function podName(item) { return [el('a', { href: '#explain', 'data-explain': item.namespace + '/' + item.pod }, el('span', { class: 'ns' }, item.namespace + '/'), item.pod)]; }
+
+// chosen are the items of the namespace that is shown.
+function chosen(items) { return namespace ? items.filter((i) => i.namespace === namespace) : items; }
 
 // --- what is drawn
 
@@ -193,6 +204,8 @@ function draw() {
   document.title = (v.drains.open ? '(' + v.drains.open + ') ' : '') + 'Lameduck';
   drawVerdict(v);
   drawTiles(v);
+  drawNamespaces(v);
+  drawRollouts(v);
   drawDrains(v);
   drawBarriers(v);
   drawHealth(v);
@@ -235,8 +248,8 @@ function advice({ w }) {
   const { namespace, name } = podOf(w.agent);
   if (!w.connected) return ['Is its pod running, and does it reach this coordinator? ', command('kubectl -n ' + namespace + ' describe pod ' + name), ' (runbook: LameduckAgentMissing)'];
   if (w.state === 'removed') return ['Nothing new is sent to the pod; requests still run on it. They are waited for a while and then cut: nothing has to be done, unless they should be shorter.'];
-  if (w.state === 'kept') return ['The gateway has nobody else to send to: are other pods of its Service ready?'];
-  return ['Its gateway does not let go: what does its agent say? ', command('kubectl -n ' + namespace + ' logs ' + name + ' --all-containers'), ' (runbook: LameduckGatewayFails)'];
+  if (w.state === 'kept') return ['The gateway has no other pod to send to: are other pods of its Service ready?'];
+  return ['Its gateway goes on routing to the pod. The log of its agent: ', command('kubectl -n ' + namespace + ' logs ' + name + ' --all-containers'), ' (runbook: LameduckGatewayFails)'];
 }
 
 // entries are those of the runbook, for reasons that have one; docs/reasons.md has all.
@@ -254,7 +267,7 @@ function drawVerdict(v) {
     const o = late[0];
     kind = 'bad';
     text = [o.d.namespace + '/' + o.d.pod + ' has waited ', age(o.d.since), ' for ' + o.w.agent + (o.w.connected ? ', which ' + (verbs[o.w.state] || o.w.state) : ', which is not connected'),
-      late.length > 1 ? '; ' + plural(late.length - 1, 'more report is', 'more reports are') + ' late' : '', '.'];
+      late.length > 1 ? '; ' + plural(late.length - 1, 'more report is', 'more reports are') + ' late' : '', '. ', until(o.d.deadline, 'It goes on without that in ', '.')];
     todo = advice(o);
   } else if (agents.length) {
     const a = agents[0], { namespace, name } = podOf(a.name);
@@ -269,14 +282,14 @@ function drawVerdict(v) {
     todo = ['Is the check right, or something broken on which all targets depend? Below is what the checks got (runbook: LameduckFailingOpen).'];
   } else if (bad.length) {
     kind = 'warn';
-    text = [bad[0].namespace + '/' + bad[0].pod + ' went ', age(bad[0].at), ' ago without the word of every gateway: ' + bad[0].reason + (bad.length > 1 ? ', and ' + (bad.length - 1) + ' more' : '') + '.'];
+    text = [bad[0].namespace + '/' + bad[0].pod + ' went ', age(bad[0].at), ' ago without every acknowledgement: ' + bad[0].reason + (bad.length > 1 ? ', and ' + (bad.length - 1) + ' more' : '') + '.'];
     todo = [bad[0].silent.length ? 'Silent: ' + bad[0].silent.join(', ') + '. ' : '', 'Its requests may have been lost. See "How they ended" (' + (entries[bad[0].reason] ? 'runbook: ' + entries[bad[0].reason] : 'docs/reasons.md: ' + bad[0].reason) + ').'];
   } else if (v.drains.open || v.barriers.open) {
     kind = 'calm';
     const parts = [];
     if (v.drains.open) parts.push(plural(v.drains.open, 'pod is', 'pods are') + ' draining');
     if (v.barriers.open) parts.push(plural(v.barriers.open, 'pod waits', 'pods wait') + ' to stop');
-    text = [parts.join(', ') + ', nobody is late.'];
+    text = [parts.join(', ') + ', no gateway is late.'];
   } else if (!v.agents.expected && !v.agents.items.some((a) => a.connected)) {
     kind = 'warn';
     text = ['No agent is ' + (v.agents.known ? 'left' : 'known') + ': deletions go on as without Lameduck.'];
@@ -286,10 +299,75 @@ function drawVerdict(v) {
     text = ['Nothing is draining, and all is well: ' + plural(v.agents.expected - v.agents.missing, 'gateway is', 'gateways are') + ' connected.'];
   }
   if ($('verdict').dataset.kind !== kind) $('verdict').dataset.kind = kind;
-  const sign = (parts) => JSON.stringify(parts.map((p) => p.dataset ? p.dataset.since || p.textContent : p));
+  const sign = (parts) => JSON.stringify(parts.map((p) => p.dataset ? p.dataset.since || p.dataset.until || p.textContent : p));
   say('verdict-text', sign(text), ...text);
   say('verdict-todo', sign(todo), ...todo);
   $('verdict-todo').hidden = todo.length === 0;
+}
+
+// drawLost withdraws what the page said before the connection was lost.
+function drawLost() {
+  $('verdict').dataset.kind = 'none';
+  say('verdict-text', 'lost', 'Nothing is known since ', clock(view.at), '.');
+  say('verdict-todo', 'lost', 'What stands below was so then.');
+  $('verdict-todo').hidden = false;
+}
+
+// drawNamespaces lists the namespaces to choose from, and the pods for the form.
+function drawNamespaces(v) {
+  const pods = new Map();
+  for (const i of [...v.drains.items, ...v.barriers.items, ...v.outcomes]) pods.set(i.namespace + '/' + i.pod, i);
+  const all = new Set([...pods.values(), ...v.targetHealth.services].map((i) => i.namespace));
+  if (namespace) all.add(namespace);
+  const sign = JSON.stringify([[...all].sort(), namespace]);
+  if ($('namespace').dataset.sign !== sign) {
+    $('namespace').dataset.sign = sign;
+    $('namespace').replaceChildren(el('option', { value: '' }, 'all'), ...[...all].sort().map((n) => el('option', { value: n, selected: n === namespace }, n)));
+  }
+  $('filter').hidden = all.size < 2 && !namespace;
+  const known = JSON.stringify([...pods.keys()]);
+  if ($('explain-pods').dataset.sign === known) return;
+  $('explain-pods').dataset.sign = known;
+  $('explain-pods').replaceChildren(...[...pods.values()].map((i) => el('option', { value: i.pod, label: i.namespace })));
+}
+
+// workload is the name of what made a pod, by the names that Kubernetes gives: a Deployment's pods end in the hash of their template and
+// five characters, a StatefulSet's in a number, and others' in five characters.
+function workload(pod) {
+  const made = pod.match(/^(.+?)(?:-[bcdf-hj-np-tv-xz2456789]{6,10})?-[bcdf-hj-np-tv-xz2456789]{5}$/) || pod.match(/^(.+)-\d+$/);
+  return made ? made[1] : pod;
+}
+
+// drawRollouts sums up pods of one workload that are deleted one after the other: most drains are over before anybody can read them.
+function drawRollouts(v) {
+  const all = new Map();
+  const of = (i) => {
+    const name = workload(i.pod), key = i.namespace + '/' + name;
+    if (!all.has(key)) all.set(key, { namespace: i.namespace, name, pods: new Set(), open: new Set(), bad: new Set(), slowest: null, last: '' });
+    const r = all.get(key);
+    r.pods.add(i.uid);
+    return r;
+  };
+  for (const d of [...v.drains.items, ...v.barriers.items]) {
+    if (d.phase !== 'Released') of(d).open.add(d.uid);
+  }
+  for (const o of v.outcomes) {
+    if (Date.parse(v.at) - Date.parse(o.at) > recent || o.reason === 'Abandoned') continue;
+    const r = of(o);
+    if (o.abnormal) r.bad.add(o.uid);
+    if (o.at > r.last) r.last = o.at;
+    if (o.tookSeconds !== undefined && (!r.slowest || o.tookSeconds > r.slowest.tookSeconds)) r.slowest = o;
+  }
+  const items = chosen([...all.values()]).filter((r) => r.pods.size > 1)
+    .map((r) => ({ ...r, pods: r.pods.size, open: r.open.size, bad: r.bad.size })).sort((a, b) => b.open - a.open || (a.last < b.last ? 1 : -1));
+  rows($('rollouts-table'), items, (r) => r.namespace + '/' + r.name, (r) => [
+    head(el('span', { class: 'ns' }, r.namespace + '/'), r.name),
+    cell('Pods gone', 'number', r.pods - r.open + ' of ' + r.pods),
+    cell('Not acknowledged', 'number', r.bad ? chip('bad', r.bad) : '0'),
+    cell('Slowest', '', r.slowest ? el('span', null, duration(r.slowest.tookSeconds), el('span', { class: 'sub' }, r.slowest.pod.slice(r.name.length + 1) + ', at the ' + r.slowest.gate)) : ''),
+    cell('Last', 'when', r.last ? clock(r.last) : ''),
+  ]);
+  $('rollouts').hidden = items.length === 0;
 }
 
 function drawTiles(v) {
@@ -317,7 +395,7 @@ function drawTiles(v) {
   $('tile-agents-box').classList.toggle('trouble', trouble.length > 0);
   const health = v.targetHealth, open = health.services.filter((s) => s.failingOpen).length;
   set('tile-health', health.reported ? health.all.unhealthy : '–');
-  set('tile-health-note', open ? plural(open, 'Service fails', 'Services fail') + ' open' : health.reported ? 'seen by ' + plural(health.agents, 'gateway', 'gateways') : 'nobody tells');
+  set('tile-health-note', open ? plural(open, 'Service fails', 'Services fail') + ' open' : health.reported ? 'seen by ' + plural(health.agents, 'gateway', 'gateways') : 'not reported');
   $('tile-health-box').classList.toggle('trouble', health.all.unhealthy > 0 || open > 0);
   const bad = v.outcomes.filter((o) => o.abnormal).length;
   set('tile-bad', bad);
@@ -342,16 +420,17 @@ function reportList(d) {
     w.agent, ' ', el('span', { class: 'sub' }, (w.suspended ? 'suspended, ' : '') + (w.connected ? states[w.state] || w.state : 'not connected'), w.since ? ', for ' : '', w.since ? age(w.since) : ''))));
   const more = Math.max(d.waiting, waits.length) - Math.min(waits.length, 4);
   if (more > 0) list.append(el('li', { class: 'sub' }, 'and ' + more + ' more'));
-  if (d.owed > 1) list.append(el('li', null, el('span', { class: 'sub' }, d.owed - d.waiting + ' of ' + d.owed + ' have let go')));
+  if (d.owed > 1) list.append(el('li', null, el('span', { class: 'sub' }, d.owed - d.waiting + ' of ' + d.owed + ' have acknowledged')));
   return list;
 }
 
 function time(d) {
-  return el('span', null, age(d.since), el('progress', { max: Date.parse(d.deadline) - Date.parse(d.since), value: 0, 'data-from': d.since, 'aria-label': d.pod + ': of the time until its deadline' }));
+  return el('span', null, age(d.since), d.phase === 'Released' ? '' : el('span', { class: 'sub' }, until(d.deadline, 'goes on in any case in ')), el('progress', { max: Date.parse(d.deadline) - Date.parse(d.since), value: 0, 'data-from': d.since, 'aria-label': d.pod + ': of the time until its deadline' }));
 }
 
 function drawDrains(v) {
-  rows($('drains-table'), v.drains.items, (d) => d.uid, (d) => {
+  const items = chosen(v.drains.items);
+  rows($('drains-table'), items, (d) => d.uid, (d) => {
     const [kind, says] = phases[d.phase] || ['', ''];
     let list;
     if (d.phase === 'Released') list = d.reason;
@@ -364,7 +443,7 @@ function drawDrains(v) {
       cell('Waits for', '', list),
     ];
   });
-  $('drains-empty').hidden = v.drains.items.length > 0;
+  $('drains-empty').hidden = items.length > 0;
   const notes = [];
   if (v.drains.open > v.drains.items.length) notes.push('The oldest ' + v.drains.items.length + ' of ' + v.drains.open + '.');
   if (v.drains.elsewhere) notes.push(plural(v.drains.elsewhere, 'pod is', 'pods are') + ' drained through other replicas: kubectl lameduck drains shows all.');
@@ -373,13 +452,14 @@ function drawDrains(v) {
 }
 
 const barrierPhases = {
-  Unrouting: ['calm', 'it is terminating; gateways let go by themselves'],
+  Unrouting: ['calm', 'it is terminating; gateways stop routing to it by themselves'],
   Quiescing: ['calm', 'nothing new is sent to it; connections end, or a stated wait'],
   Released: ['good', 'its hooks were answered: it stops'],
 };
 
 function drawBarriers(v) {
-  rows($('barriers-table'), v.barriers.items, (b) => b.uid, (b) => {
+  const items = chosen(v.barriers.items);
+  rows($('barriers-table'), items, (b) => b.uid, (b) => {
     const [kind, says] = barrierPhases[b.phase] || ['', ''];
     const list = b.phase === 'Released' ? el('ul', { class: 'reports' }, el('li', null, b.reason)) : reportList(b);
     const also = [];
@@ -396,7 +476,7 @@ function drawBarriers(v) {
       cell('Waits for', '', list),
     ];
   });
-  $('barriers-empty').hidden = v.barriers.items.length > 0;
+  $('barriers-empty').hidden = items.length > 0;
   const note = v.barriers.open > v.barriers.items.length ? 'The oldest ' + v.barriers.items.length + ' of ' + v.barriers.open + '.' : '';
   set('barriers-note', note);
   $('barriers-note').hidden = !note;
@@ -404,7 +484,7 @@ function drawBarriers(v) {
 
 function targetCounts(c) {
   const parts = [];
-  for (const [n, text] of [[c.usable, 'healthy'], [c.unhealthy, 'unhealthy'], [c.unknown, 'not judged'], [c.excluded, 'let go'], [c.doubtful, 'in doubt']]) if (n) parts.push(n + ' ' + text);
+  for (const [n, text] of [[c.usable, 'healthy'], [c.unhealthy, 'unhealthy'], [c.unknown, 'not judged'], [c.excluded, 'excluded'], [c.doubtful, 'in doubt']]) if (n) parts.push(n + ' ' + text);
   return parts.join(', ') || 'none';
 }
 
@@ -412,7 +492,8 @@ const targetWhys = { unhealthy: 'gets no traffic', 'failing-open': 'gets traffic
 
 function drawHealth(v) {
   const h = v.targetHealth;
-  const items = allHealth ? h.services : h.services.filter((s, i) => i < shown || s.trouble);
+  const services = chosen(h.services);
+  const items = allHealth ? services : services.filter((s, i) => i < shown || s.trouble);
   rows($('health-table'), items, (s) => s.namespace + '/' + s.name, (s) => {
     const checked = s.says.some((g) => g.checked);
     let state = chip(checked ? 'good' : '', checked ? 'well' : 'not checked', checked ? '' : 'its Service has no check, or none has ended yet');
@@ -438,11 +519,11 @@ function drawHealth(v) {
       cell('Says', '', list),
     ];
   });
-  $('health-empty').hidden = h.services.length > 0;
+  $('health-empty').hidden = services.length > 0;
   const more = $('health-more');
-  more.hidden = !allHealth && items.length === h.services.length || h.services.length <= shown;
+  more.hidden = !allHealth && items.length === services.length || services.length <= shown;
   more.setAttribute('aria-expanded', allHealth);
-  set('health-more', allHealth ? 'Show fewer' : 'Show all ' + h.services.length);
+  set('health-more', allHealth ? 'Show fewer' : 'Show all ' + services.length);
   const notes = [];
   if (h.known > h.services.length) notes.push('The first ' + h.services.length + ' of ' + h.known + ' Services, those with trouble before the others.');
   if (h.untold) notes.push('Of ' + h.untold + ' more there was no room to tell.');
@@ -451,13 +532,13 @@ function drawHealth(v) {
 }
 
 const reasons = {
-  Acknowledged: ['good', 'every gateway had let go'],
+  Acknowledged: ['good', 'every gateway has acknowledged'],
   IdleBound: ['warn', 'requests still ran on it when the bound had passed'],
-  Deadline: ['bad', 'not every gateway had let go'],
+  Deadline: ['bad', 'not every gateway has acknowledged'],
   Suspended: ['bad', 'a gateway that is not waited for any more may still route to it'],
   AgentsLost: ['bad', 'a gateway that was lost meanwhile may still route to it'],
   Uncovered: ['bad', 'something that routes it was not waited for'],
-  NoAgents: ['', 'nobody owed an answer'],
+  NoAgents: ['', 'no gateway had to acknowledge'],
   NotEnforced: ['', 'its mode is observe or off'],
   LastTarget: ['warn', 'no other pod of its Service was ready'],
   NoFacts: ['bad', 'the replica could not find out'],
@@ -466,7 +547,8 @@ const reasons = {
 };
 
 function drawOutcomes(v) {
-  const items = allOutcomes ? v.outcomes : v.outcomes.slice(0, shown);
+  const all = chosen(v.outcomes);
+  const items = allOutcomes ? all : all.slice(0, shown);
   rows($('outcomes-table'), items, (o) => o.uid + o.gate + o.at, (o) => {
     const [kind, says] = reasons[o.reason] || [o.abnormal ? 'warn' : '', ''];
     let why = o.message || says;
@@ -478,11 +560,11 @@ function drawOutcomes(v) {
       cell('Waited', 'number', o.tookSeconds === undefined ? '' : duration(o.tookSeconds)),
     ];
   });
-  $('outcomes-empty').hidden = v.outcomes.length > 0;
+  $('outcomes-empty').hidden = all.length > 0;
   const more = $('outcomes-more');
-  more.hidden = v.outcomes.length <= shown;
+  more.hidden = all.length <= shown;
   more.setAttribute('aria-expanded', allOutcomes);
-  set('outcomes-more', allOutcomes ? 'Show fewer' : 'Show all ' + v.outcomes.length);
+  set('outcomes-more', allOutcomes ? 'Show fewer' : 'Show all ' + all.length);
 }
 
 function drawSpeed(v) {
@@ -508,7 +590,7 @@ function plot(all) {
   const from = Math.floor(Math.log10(Math.min(...values))), to = Math.max(from + 1, Math.ceil(Math.log10(Math.max(...values)) - 0.001));
   const row = 30, top = 6, axis = top + all.length * row, left = Math.min(150, Math.max(126, width * 0.34)), right = width - 34;
   const x = (s) => left + (Math.log10(Math.max(s, 10 ** from)) - from) / (to - from) * (right - left);
-  const picture = svg('svg', { viewBox: `0 0 ${width} ${axis + 24}`, width, height: axis + 24, role: 'img', 'aria-label': 'Times to let go, on a logarithmic axis; the table has the numbers' });
+  const picture = svg('svg', { viewBox: `0 0 ${width} ${axis + 24}`, width, height: axis + 24, role: 'img', 'aria-label': 'Times until gateways stop routing, on a logarithmic axis; the table has the numbers' });
   for (let power = from; power <= to; power++) {
     const at = x(10 ** power);
     picture.append(svg('line', { class: 'grid', x1: at, x2: at, y1: top, y2: axis }));
@@ -535,7 +617,7 @@ function drawAgents(v) {
     const [kind, text] = agentStates[a.state] || ['', a.state];
     const last = a.idleSeconds || a.removedSeconds;
     return [
-      head(a.name, a.declared ? '' : el('span', { class: 'sub' }, 'has not said what it routes: owes everything')),
+      head(...podName({ namespace: podOf(a.name).namespace, pod: podOf(a.name).name }), a.declared ? '' : el('span', { class: 'sub' }, 'has not said what it routes: owes everything')),
       cell('Gateway', '', a.gateway || ''),
       cell('Node', '', a.node || ''),
       cell('State', '', el('span', null, chip(kind, text, a.features.length ? 'protocol ' + a.protocol + ', ' + a.features.join(', ') : ''), a.since ? el('span', { class: 'sub' }, 'for ', age(a.since)) : '')),
@@ -560,8 +642,8 @@ function tick() {
   if (!live) return; // what is old does not age
   cover();
   for (const e of document.querySelectorAll('.age')) {
-    const seconds = (now - Date.parse(e.dataset.since)) / 1000;
-    const text = whole(seconds) + e.dataset.after;
+    const seconds = (now - Date.parse(e.dataset.since || e.dataset.until)) / 1000;
+    const text = e.dataset.until ? e.dataset.before + whole(-seconds) + e.dataset.after : whole(seconds) + e.dataset.after;
     if (e.textContent !== text) e.textContent = text;
   }
   for (const e of document.querySelectorAll('progress[data-from]')) {
@@ -588,7 +670,7 @@ function announce(v) {
   let text = v.drains.open ? plural(v.drains.open, 'pod is', 'pods are') + ' draining.' : told.drains ? 'Nothing is draining any more.' : '';
   if (waits !== told.barriers) text += waits ? ' ' + plural(waits, 'pod waits', 'pods wait') + ' to stop.' : ' No pod waits to stop any more.';
   if (open !== told.open) text += open ? ' ' + open + ' fails open.' : ' No Service fails open any more.';
-  if (newest && newest !== told.bad) text += ' ' + bad[0].pod + ' went without the word of every gateway: ' + bad[0].reason + '.';
+  if (newest && newest !== told.bad) text += ' ' + bad[0].pod + ' was deleted without every acknowledgement: ' + bad[0].reason + '.';
   told = { drains: v.drains.open, barriers: waits, bad: newest, open, at: Date.now() };
   set('announce', text.trim());
 }
@@ -607,7 +689,7 @@ async function cover() {
       : 'Everything that is known to route the ' + plural(c.services, 'Service', 'Services') + ' with pods is waited for, or may not route them at all.');
     if (c.uncovered > c.items.length) $('coverage-note').append(' The first ' + c.items.length + ' of ' + c.uncovered + '.');
     if (c.error) $('coverage-note').append(' Not all could be read: ' + c.error);
-    rows($('coverage-table'), c.items, (i) => i.service + i.name, (i) => [head(i.service), cell('Routed by', '', i.name), cell('Why it is not waited for', '', i.why)]);
+    rows($('coverage-table'), namespace ? c.items.filter((i) => i.service.startsWith(namespace + '/')) : c.items, (i) => i.service + i.name, (i) => [head(i.service), cell('Routed by', '', i.name), cell('Why it is not waited for', '', i.why)]);
     $('coverage').hidden = false;
   } catch (e) {
     // it is asked again
@@ -629,6 +711,30 @@ $('explain-form').addEventListener('submit', async (e) => {
   }
 });
 
+// explain asks about a pod that is named on the page.
+document.addEventListener('click', (e) => {
+  const link = e.target.closest('[data-explain]');
+  if (!link) return;
+  e.preventDefault();
+  [$('explain-namespace').value, $('explain-pod').value] = link.dataset.explain.split('/');
+  $('explain-form').requestSubmit();
+  $('explain').scrollIntoView();
+  $('explain-result').focus({ preventScroll: true });
+});
+
+$('explain-pod').addEventListener('change', () => {
+  const known = [...$('explain-pods').options].filter((o) => o.value === $('explain-pod').value);
+  if (known.length === 1) $('explain-namespace').value = known[0].label;
+});
+
+$('namespace').addEventListener('change', () => {
+  namespace = $('namespace').value;
+  history.replaceState(null, '', namespace ? '#namespace=' + encodeURIComponent(namespace) : location.pathname + location.search);
+  covered = 0;
+  if (view) draw();
+  if (view && !live) drawLost();
+});
+
 function explained(x) {
   const kind = { drain: 'calm', allow: '', deny: 'warn' }[x.answer] || '';
   const parts = [el('p', { class: 'answer' }, chip(kind, x.reason), ' ', x.summary)];
@@ -643,7 +749,7 @@ function explained(x) {
   if (b) {
     const facts = [['Hooks: ' + (b.hooks.map((h) => h.container + ' ' + h.kind).join(', ') || 'none')]];
     if (b.boundSeconds) facts.push(['They last ' + duration(b.boundSeconds) + ' at most' + (b.graceSeconds ? '; the application then has ' + duration(b.graceSeconds) : '')]);
-    if (b.node) facts.push([b.agent ? 'On ' + b.node + ' ' + b.agent + ' answers them' + (b.connected ? ', and is connected' : ', and is not connected here') : 'On ' + b.node + ' nobody answers them']);
+    if (b.node) facts.push([b.agent ? 'On ' + b.node + ' ' + b.agent + ' answers them' + (b.connected ? ', and is connected' : ', and is not connected here') : 'On ' + b.node + ' no agent answers them']);
     for (const s of b.stated) facts.push([s.namespace + '/' + s.service + (s.error ? ' states a wait that cannot be read: ' + s.error : ' states a wait of ' + (s.atMost ? 'at most ' : '') + duration(s.seconds) + (s.cut ? ', which the bound cuts' : ''))]);
     if (b.open) facts.push(['It waits there now: ' + b.open.phase]);
     list('At the barrier, before SIGTERM', facts);

@@ -16,6 +16,7 @@ import (
 	"github.com/chromedp/cdproto/emulation"
 	"github.com/chromedp/chromedp"
 
+	"github.com/lameduck-io/lameduck/pkg/gateway/gatewaytest"
 	"github.com/lameduck-io/lameduck/test/cluster"
 )
 
@@ -176,6 +177,30 @@ func (b *browser) overflows() string {
 	return of[string](b,
 		`document.documentElement.scrollWidth <= window.innerWidth ? '' : [...document.querySelectorAll('body *')]
 		.filter((e) => e.getBoundingClientRect().right > window.innerWidth + 1 && !e.closest('pre, .hidden, thead')).map((e) => e.tagName + '.' + e.className + '#' + e.id).join(' ')`)
+}
+
+// axe loads axe-core into the page, from outside of its Content-Security-Policy.
+func (b *browser) axe() {
+	b.t.Helper()
+	text, err := os.ReadFile(gatewaytest.LookPath(b.t, "axe"))
+	if err != nil {
+		b.t.Fatal(err)
+	}
+	of[bool](b, string(text)+"; true")
+}
+
+// violations are what axe-core finds wrong with the page: each rule with the first element.
+func (b *browser) violations() string {
+	b.t.Helper()
+	ctx, cancel := context.WithTimeout(b.ctx, 30*time.Second)
+	defer cancel()
+	found, err := chromedp.Run(ctx, chromedp.Evaluate[string](
+		`axe.run().then((r) => r.violations.map((v) => v.id + ' at ' + v.nodes[0].html).join('; '))`,
+		chromedp.EvalAwaitPromise))
+	if err != nil {
+		b.t.Fatal(err)
+	}
+	return found
 }
 
 // picture writes a screenshot into $LAMEDUCK_SCREENSHOTS, if that is set. Full: of the whole page.

@@ -3,6 +3,7 @@ package dashboard
 import (
 	"context"
 	"encoding/json"
+	"fmt"
 	"net/netip"
 	"os"
 	"slices"
@@ -104,7 +105,7 @@ func TestARollingUpdateIsSeen(t *testing.T) {
 		t.Errorf("before: %q", got)
 	}
 	explain(b, "shop", old[0].Name)
-	b.await("#explain-result", "It would be deleted when 1 gateway that routes to it has let go.")
+	b.await("#explain-result", "It would be deleted when 1 gateway that routes to it has acknowledged.")
 	b.await("#explain-result", gateway)
 	if got := b.text("#drains-table"); got != "" {
 		t.Errorf("to ask has opened a drain: %q", got)
@@ -127,6 +128,7 @@ func TestARollingUpdateIsSeen(t *testing.T) {
 		b.await("#outcomes-table", pod.Name)
 	}
 	b.await("#drains-empty", "Nothing is draining")
+	b.await("#rollouts-table", fmt.Sprintf("shop/web %d of %d 0", len(old), len(old)))
 	b.await("#speed-table", "haproxy idle")
 
 	var seen []row
