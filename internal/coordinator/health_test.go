@@ -86,8 +86,8 @@ func TestHealthViewsAreShown(t *testing.T) {
 		two.Store(unhealthy(web))
 		check("two sees another thing",
 			"2 agents, 5 usable, 1 unhealthy, 0 untold\nshop/web: 2 gateways, 0 open, 1 unwell: two 1/2 "+
-				"shop/web-1 10.1.0.7:80(unhealthy, http failure: 503) one 2/2\nshop/api: 1 gateways, 0 open, 0 unwell: "+
-				"one 2/2")
+				"shop/web-1 10.1.0.7:80(unhealthy, http failure: 503) one 2/2\nshop/api: 1 gateways, 0 open, 0 "+
+				"unwell: one 2/2")
 		open := unhealthy(store)
 		open.Told[0].FailingOpen = true
 		one.Store(open)

@@ -127,12 +127,7 @@ func (t *Exclusions) Renew(now time.Time, holder string, expires time.Time) {
 }
 
 // Held implements client.Exclusions.
-func (t *Exclusions) Held(holder string) []drain.UID {
-	held := t.set.Held(holder)
-	uids := make([]drain.UID, len(held))
-	copy(uids, held)
-	return uids
-}
+func (t *Exclusions) Held(holder string) []drain.UID { return t.set.Held(holder) }
 
 // Reports implements client.Exclusions.
 func (t *Exclusions) Reports(now time.Time) []drain.Report {
