@@ -469,7 +469,7 @@ func TestThePageSpeaksWithAnOlderReplica(t *testing.T) {
 	b.open(older.URL)
 	b.await("#drains-table", "checkout-6f7f9c5d8b-l4kzt")
 	b.await("#agents-table", "edge/haproxy-canary")
-	b.await("#health-note", "at each agent")
+	b.await("#health-empty", "No agent has reported health yet.")
 	b.await("#barriers-empty", "No pod waits at the barrier.")
 }
 
