@@ -533,6 +533,7 @@ func (a *agent) read(keys []health.Key) {
 		}
 		seen := health.Observation{Generation: strconv.Itoa(a.gw.generation), At: at,
 			Seen: make(map[health.Key]health.Seen, len(keys))}
+		a.gw.renew()
 		for _, k := range keys {
 			seen.Seen[k] = a.gw.read(k)
 		}

@@ -60,6 +60,8 @@ const (
 	checkSuspended = "suspended"
 	// checkRightName: an agent is told of a pod in a namespace in which it has no right.
 	checkRightName = "right"
+	// checkExpiryName: an exclusion of the kind kernel stands though its agent is dead for as long.
+	checkExpiryName = "expiry"
 	// checkLeft: a drain waits for an agent that has left.
 	checkLeft = "left"
 	// checkSIGTERM: a pod is let stop by acknowledgement while the kernel of a live node sends to

@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/lameduck-io/lameduck/pkg/drain"
+	bpf "github.com/lameduck-io/lameduck/pkg/gateway/kernel"
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
@@ -27,7 +28,15 @@ type gw struct {
 	file []health.Key
 	// forgot is when it last did.
 	forgot time.Duration
+	// kernel: it is directed by the kernel. Its exclusions outlive agents and reloads, and expire
+	// unless they are renewed, which was last at renewed.
+	kernel  bool
+	renewed time.Duration
 }
+
+// routeLate is how long a gateway that the kernel directs routes to a pod that is terminating: it
+// follows EndpointSlices by itself, that late.
+const routeLate = 10 * time.Second
 
 type worker struct {
 	servers []*server
@@ -37,11 +46,62 @@ type server struct {
 	key    health.Key
 	routed bool
 	active int
+	// expires is when the kernel ends an exclusion.
+	expires time.Duration
+}
+
+// sends reports whether the gateway may send a new request to s.
+func (g *gw) sends(s *server) bool {
+	if s.routed || !g.kernel || g.w.at < s.expires {
+		return s.routed
+	}
+	p := g.w.api.find(s.key.Target.UID)
+	return !p.terminating || g.w.at < p.committed+routeLate
+}
+
+// renew is what each reading of the kind kernel begins with.
+func (g *gw) renew() {
+	if !g.kernel || g.w.at < g.renewed+time.Second {
+		return
+	}
+	g.renewed = g.w.at
+	for _, w := range g.workers {
+		for _, s := range w.servers {
+			if !s.routed {
+				s.expires = bpf.NextExpiry(true, s.expires, g.w.at)
+			}
+		}
+	}
+}
+
+// agentKilled is the death of its agent, for longer than exclusions last: none of them is left.
+func (g *gw) agentKilled() {
+	if !g.a.up || g.a.kernel != nil || g.over || !g.w.faulty() {
+		return
+	}
+	g.a.log("is killed, for a minute")
+	g.a.crash(true)
+	life := g.a.life
+	g.w.after(nil, 30*time.Second+1, func() {
+		for _, w := range g.workers {
+			for _, s := range w.servers {
+				if g.a.life == life && !g.a.up && !s.routed && g.w.at < s.expires {
+					g.w.fail(checkExpiryName, "%s is dead for 30s, and %s is excluded until %s", g.a.name, s.key, s.expires)
+				}
+			}
+		}
+	})
+	g.w.after(nil, time.Minute, g.a.start)
 }
 
 func newGateway(w *world, a *agent) *gw {
-	return &gw{w: w, a: a, up: true, workers: []*worker{{}}, generation: 1, forgetful: w.chance(400),
-		keepAlive: w.chance(300), forgot: -1}
+	g := &gw{w: w, a: a, up: true, workers: []*worker{{}}, generation: 1, forgetful: w.chance(400),
+		keepAlive: w.chance(300), forgot: -1, kernel: w.kernels()}
+	if g.kernel {
+		g.forgetful = false
+		w.after(nil, 15*time.Second+time.Duration(w.seed%40)*time.Second, g.agentKilled)
+	}
+	return g
 }
 
 func (w *worker) find(k health.Key) *server {
@@ -68,7 +128,10 @@ func (g *gw) apply(op health.Op) {
 		case op.Want == health.WantAbsent && s.active == 0:
 			w.servers = slices.DeleteFunc(w.servers, func(o *server) bool { return o == s })
 		default:
-			s.routed = false
+			if s.routed {
+				s.expires = 0
+			}
+			s.routed, s.expires = false, bpf.NextExpiry(true, s.expires, g.w.at)
 		}
 	}
 }
@@ -79,10 +142,10 @@ func (g *gw) read(k health.Key) health.Seen {
 		s := w.find(k)
 		if s != nil {
 			seen.Present = true
-			seen.Routed = seen.Routed || s.routed
+			seen.Routed = seen.Routed || g.sends(s)
 			seen.Active += s.active
 		}
-		if i == len(g.workers)-1 && (s == nil || !s.routed) {
+		if i == len(g.workers)-1 && (s == nil || !g.sends(s)) {
 			seen.Missing = true
 		}
 	}
@@ -108,7 +171,7 @@ func (g *gw) routes(uid drain.UID, except ...health.Pool) bool {
 	}
 	for _, w := range g.workers {
 		for _, s := range w.servers {
-			if s.routed && s.key.Target.UID == uid && !slices.Contains(except, s.key.Pool) {
+			if g.sends(s) && s.key.Target.UID == uid && !slices.Contains(except, s.key.Pool) {
 				return true
 			}
 		}
@@ -121,7 +184,7 @@ func (g *gw) again(keepOld bool) {
 	last := g.workers[len(g.workers)-1]
 	next := &worker{}
 	for _, s := range last.servers {
-		next.servers = append(next.servers, &server{key: s.key, routed: s.routed || g.forgetful})
+		next.servers = append(next.servers, &server{key: s.key, routed: s.routed || g.forgetful, expires: s.expires})
 	}
 	if g.forgetful {
 		for _, k := range g.file {
@@ -210,7 +273,7 @@ func (g *gw) request() {
 	}
 	var may []*server
 	for _, s := range by.servers {
-		if s.routed {
+		if g.sends(s) {
 			may = append(may, s)
 		}
 	}

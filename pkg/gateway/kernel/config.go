@@ -112,3 +112,25 @@ func (*Config) OwnsPool() bool { return false }
 
 // StateDir implements gateway.DirectedKind.
 func (*Config) StateDir() string { return "" }
+
+const (
+	// expiry is how long an exclusion outlives its agent. It is renewed when less than renewAt is
+	// left.
+	expiry  = 30 * time.Second
+	renewAt = 20 * time.Second
+	// settle is how long an address that is no endpoint any more stays excluded: the gateway may
+	// learn of that later than the agent.
+	settle = 10 * time.Second
+)
+
+// NextExpiry returns until when an exclusion is to stand that stands until expires (0: it is new),
+// all since boot. wanted reports whether it is still asked for.
+func NextExpiry(wanted bool, expires, boot time.Duration) time.Duration {
+	switch left := expires - boot; {
+	case wanted && left < renewAt:
+		return boot + expiry
+	case !wanted && (expires == 0 || left > settle):
+		return boot + settle
+	}
+	return expires
+}

@@ -25,17 +25,8 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
-const (
-	// expiry is how long an exclusion outlives its agent. It is renewed when less than renewAt is
-	// left.
-	expiry  = 30 * time.Second
-	renewAt = 20 * time.Second
-	// settle is how long an address that is no endpoint any more stays excluded: the gateway may
-	// learn of that later than the agent.
-	settle = 10 * time.Second
-	// maxExclusions bounds the map.
-	maxExclusions = 1 << 15
-)
+// maxExclusions bounds the map.
+const maxExclusions = 1 << 15
 
 // Gateway is a gateway that the kernel directs.
 type Gateway struct {
@@ -375,14 +366,7 @@ func (g *Gateway) write(now time.Time) map[netip.AddrPort]error {
 			next.Count = uint32(copy(next.Replacements[:], e.replacements(addr, standIns[pools])))
 			clear(next.Replacements[next.Count:])
 		}
-		switch {
-		case out && remaining(e.Expires, boot) < renewAt:
-			next.Expires = boot + uint64(expiry)
-		case !out && e.Expires == 0:
-			next.Expires = boot + uint64(settle)
-		case !out && remaining(e.Expires, boot) > settle:
-			next.Expires = boot + uint64(settle)
-		}
+		next.Expires = uint64(NextExpiry(out, time.Duration(e.Expires), time.Duration(boot)))
 		if next == e.exclusion {
 			continue
 		}
