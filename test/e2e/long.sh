@@ -34,7 +34,7 @@ part() {
 }
 
 part nodes ONLY= LAMEDUCK_BIN="$BIN" -tags e2e -count=1 -timeout 1h -run '^TestNodes$/^(Table|Gateways)$' ./nodes
-part kernel ONLY= REQUESTS=25000 LAMEDUCK_BIN="$BIN" -tags e2e -count=1 -timeout 1h -run '^TestNodes$/^Kernel$' ./nodes
+part kernel ONLY= REQUESTS=50000 LAMEDUCK_BIN="$BIN" -tags e2e -count=1 -timeout 1h -run '^TestNodes$/^Kernel$' ./nodes
 part losses -count=20 -timeout 3h -run '^TestNoLossLetsAHeldDeletionThrough$' ./witness
 part evictions-2 ENTRIES=2 ROUNDS=200 -count=1 -timeout 2h -run '^TestTwoEvictionsOfOneBudget$' ./witness
 part evictions-3 ENTRIES=3 ROUNDS=200 -count=1 -timeout 2h -run '^TestTwoEvictionsOfOneBudget$' ./witness

@@ -76,7 +76,7 @@ func (g *gw) renew() {
 
 // agentKilled is the death of its agent, for longer than exclusions last: none of them is left.
 func (g *gw) agentKilled() {
-	if !g.a.up || g.a.kernel != nil || g.over || !g.w.faulty() {
+	if !g.a.up || g.a.kernel != nil || g.over || g.w.isCalm || !g.w.faulty() {
 		return
 	}
 	g.a.log("is killed, for a minute")

@@ -63,6 +63,7 @@ type row struct {
 
 	// connections of clients that keep them, and how requests failed.
 	connections int
+	by          map[string]int
 	text        string
 }
 
@@ -211,7 +212,7 @@ func (l *lab) measure(t *testing.T, s scenario, m mode, how traffic, via route) 
 		r := row{
 			Gateway: via.gateway, Gate: "none", Scenario: s.name, Mode: m.name, Traffic: how, App: app,
 			Requests: c.requests, Failed: c.failed, Seconds: when[app].Sub(began).Seconds(),
-			connections: c.connections, text: c.String(),
+			connections: c.connections, by: c.by, text: c.String(),
 		}
 		t.Logf("%s, %s, %s, %s, %s: %.1f s, %s", via.gateway, s.name, m.name, how, app, r.Seconds, c)
 		if m.name == lameduck {
