@@ -86,7 +86,8 @@ func (g *gw) agentKilled() {
 		for _, w := range g.workers {
 			for _, s := range w.servers {
 				if g.a.life == life && !g.a.up && !s.routed && g.w.at < s.expires {
-					g.w.fail(checkExpiryName, "%s is dead for 30s, and %s is excluded until %s", g.a.name, s.key, s.expires)
+					g.w.fail(checkExpiryName, "%s is dead for 30s, and %s is excluded until %s", g.a.name, s.key,
+						s.expires)
 				}
 			}
 		}

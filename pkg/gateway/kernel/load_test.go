@@ -277,8 +277,8 @@ func TestChecksAfterAnAbandonedDrain(t *testing.T) {
 			answer.Body.Close()
 			gatewaytest.Until(t, "both are marked", func() bool { return from() == "503 Service Unavailable " })
 			apply(t, g, health.WantRouted, a)
-			// The replacement is marked still. Connections of the pool to it, which were opened for the
-			// excluded one, may serve.
+			// The replacement is marked still. Pooled connections to it that were opened for the
+			// excluded one may serve.
 			gatewaytest.Until(t, "it is back", func() bool { return strings.HasPrefix(from(), "200") })
 		})
 	}

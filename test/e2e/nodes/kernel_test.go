@@ -35,8 +35,8 @@ type unchanged struct {
 	// noPool: it opens a connection for each request.
 	noPool bool
 	// closes: it closes connections of clients when it loads its routes, as nginx does with those
-	// that were quiet, and Caddy also with those that it has not accepted. A pod that does not answer
-	// is a status.
+	// that were quiet, and Caddy also with those that it has not accepted. A pod that does not
+	// answer is a status.
 	closes bool
 }
 
