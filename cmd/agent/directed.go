@@ -104,7 +104,8 @@ func runDirected(ctx context.Context, o options, kube kubernetes.Interface, bund
 				"outlives the agent")
 		}
 		believed := healthview.NewSummary(set, ports, endpoints.Names)
-		c := discovery.Connect(*conf, bundle)
+		c, watched := discovery.Connect(*conf, bundle), &exclusion.Watches{Set: set}
+		c.Watches = watched
 		c.Gateway, c.Exclusions, c.Health, c.Observer, c.Log = o.kind.Name(), exclusions, believed.Last, m, log
 		c.Routes = declared(o.kind, drain.Directed)
 		learned = c.Learned()
@@ -115,7 +116,7 @@ func runDirected(ctx context.Context, o options, kube kubernetes.Interface, bund
 			}},
 			serve.Task{Name: "reports", Run: func(ctx context.Context) error {
 				return news.Follow(ctx, func() {
-					if exclusions.Changed(time.Now()) {
+					if exclusions.Changed(time.Now()) || len(watched.Reports(time.Now())) > 0 {
 						c.Wake()
 					}
 				})

@@ -50,6 +50,8 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	switch {
 	case o.command == "status":
 		return status(ctx, o, all, stdout, stderr)
+	case o.command == "report":
+		return report(ctx, o, all, stdout, stderr)
 	case o.command == "explain":
 		return explain(ctx, o, all, stdout, stderr)
 	case o.watch:

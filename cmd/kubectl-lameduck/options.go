@@ -21,6 +21,7 @@ const help = `kubectl lameduck shows what Lameduck's coordinators know.
   kubectl lameduck status               coordinators, agents, and what went wrong lately
   kubectl lameduck drains [--watch]     pods whose deletion waits for gateways
   kubectl lameduck explain POD          what would happen if the pod were deleted now; nothing does
+  kubectl lameduck report [-n NS]       what deletions in mode observe would have waited for
   kubectl lameduck check [--strict]     what is wrong with the installation, and how to mend it
   kubectl lameduck check --pre          what would be in the way of one
   kubectl lameduck completion SHELL     how the shell completes these; bash, zsh or fish
@@ -52,7 +53,7 @@ type options struct {
 	config   *rest.Config
 }
 
-var commands = []string{"status", "drains", "explain", "check", "completion"}
+var commands = []string{"status", "drains", "explain", "report", "check", "completion"}
 
 var outputs = []string{"", "wide", "json", "yaml"}
 
@@ -70,8 +71,8 @@ func parse(args []string, out io.Writer) (options, error) {
 	f.SetOutput(io.Discard)
 	f.Usage = func() {}
 	f.StringVarP(&o.namespace, "namespace", "n", "", "namespace: of explain's pod (default: the context's), what "+
-		"drains shows (default: all), or where check asks (default: one whose deletions wait)")
-	everywhere := f.BoolP("all-namespaces", "A", false, "with drains or status: those of all namespaces, as without -n")
+		"drains and report show (default: all), or where check asks (default: one whose deletions wait)")
+	everywhere := f.BoolP("all-namespaces", "A", false, "with drains, status or report: of all namespaces, as without -n")
 	f.BoolVar(&o.pre, "pre", false, "with check: before an installation")
 	f.BoolVar(&o.strict, "strict", false, "with check: warnings are errors")
 	f.StringVarP(&o.output, "output", "o", "", "wide, json or yaml; empty: a table")
@@ -119,7 +120,7 @@ func parse(args []string, out io.Writer) (options, error) {
 			return bad("completion takes one of %s", strings.Join(shells, ", "))
 		}
 		return o, nil
-	case "status", "drains", "check":
+	case "status", "drains", "report", "check":
 	default:
 		return bad("unknown command %q: there are %s", o.command, strings.Join(commands, ", "))
 	}
@@ -132,12 +133,12 @@ func parse(args []string, out io.Writer) (options, error) {
 		return bad("--watch goes with drains")
 	case o.watch && o.output == "yaml":
 		return bad("--watch has no --output yaml: take json, one object a line")
-	case *everywhere && (o.namespace != "" || o.command != "drains" && o.command != "status"):
-		return bad("--all-namespaces goes with drains and status, without --namespace")
+	case *everywhere && (o.namespace != "" || !slices.Contains([]string{"drains", "status", "report"}, o.command)):
+		return bad("--all-namespaces goes with drains, status and report, without --namespace")
 	case (o.pre || o.strict) && o.command != "check":
 		return bad("--pre and --strict go with check")
-	case o.output == "wide" && o.command == "check":
-		return bad("check has no --output wide")
+	case o.output == "wide" && (o.command == "check" || o.command == "report"):
+		return bad("%s has no --output wide", o.command)
 	case o.evict && o.command != "explain":
 		return bad("--evict goes with explain")
 	case o.timeout <= 0:

@@ -395,6 +395,9 @@ func (c *Coordinator) settle() {
 			delete(c.barred, uid)
 		}
 	}
+	for _, m := range e.Measured {
+		c.measure(m)
+	}
 	for _, s := range e.Suspensions {
 		c.Metrics.agents.WithLabelValues("suspended").Set(float64(c.core.Ledger.Counts().Suspended))
 		c.unsaid = append(c.unsaid, func() {

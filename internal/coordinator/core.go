@@ -40,6 +40,8 @@ type Core struct {
 	// those of them that another replica has left to this one.
 	asked    map[drain.UID]time.Time
 	reliedOn map[drain.UID]struct{}
+	// observed are the pods whose deletion does not wait and is measured.
+	observed map[drain.UID]*observed
 	// phases holds the last phase of each open drain that was observed.
 	phases  map[drain.UID]drain.Phase
 	stopped bool
@@ -57,6 +59,8 @@ type Effects struct {
 	Barriers []drain.UID
 	// Suspensions are agents that are not waited for any more, or again.
 	Suspensions []drain.Suspension
+	// Measured are deletions that did not wait, and for what they would have waited.
+	Measured []Measured
 	// Cut are streams that were ended, and why.
 	Cut []Cut
 }
@@ -83,7 +87,7 @@ func NewCore(now time.Time, self drain.Holder, times drain.Times, o *Options) *C
 		Ledger: drain.NewLedger(times, o.Scope, o.Sampling), Began: now, self: self, times: times, limits: o,
 		sessions: map[drain.AgentID]*Session{}, deleted: map[drain.UID]time.Time{},
 		turns: map[string][]turn{}, asked: map[drain.UID]time.Time{}, reliedOn: map[drain.UID]struct{}{},
-		phases: map[drain.UID]drain.Phase{},
+		phases: map[drain.UID]drain.Phase{}, observed: map[drain.UID]*observed{},
 	}
 }
 
@@ -121,6 +125,7 @@ func (c *Core) settle(now time.Time) {
 		barriers := c.Ledger.Changed(drain.AtBarrier)
 		for _, uid := range barriers {
 			c.Ledger.Status(now, drain.AtBarrier, uid)
+			c.measure(now, uid)
 		}
 		c.effects.Barriers = append(c.effects.Barriers, barriers...)
 		again = len(barriers) > 0 // they may concern drains, and the reverse
@@ -153,6 +158,9 @@ func (c *Core) Stop() { c.stopped = true }
 func (c *Core) Tick(now time.Time) (pods, over []drain.Pod) {
 	pods, over = c.Ledger.Tick(now)
 	c.dropTurns(now)
+	for uid := range c.observed {
+		c.measure(now, uid)
+	}
 	for i, of := range []*[]drain.Pod{&pods, &over} {
 		*of = following(*of, c.looked[i])
 		if n := len(*of); n > 0 {
@@ -188,10 +196,14 @@ func (c *Core) Read(now time.Time, uid drain.UID, life Life) {
 }
 
 // GatePassed records that a pod is terminating or gone.
-func (c *Core) GatePassed(now time.Time, uid drain.UID) { c.Ledger.GatePassed(now, drain.AtHold, uid) }
+func (c *Core) GatePassed(now time.Time, uid drain.UID) {
+	c.Ledger.GatePassed(now, drain.AtHold, uid)
+	c.terminating(now, uid)
+}
 
 // Deleted records that a pod is gone.
 func (c *Core) Deleted(now time.Time, uid drain.UID) {
+	c.terminating(now, uid) // the watch may have missed that it was
 	for _, gate := range []drain.Gate{drain.AtHold, drain.AtBarrier} {
 		c.Ledger.GatePassed(now, gate, uid)
 	}

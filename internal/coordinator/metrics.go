@@ -18,6 +18,9 @@ type Metrics struct {
 	waiting       prometheus.Gauge
 	barriers      *prometheus.HistogramVec
 	cut, restarts prometheus.Counter
+	// Deletions that were observed and did not wait.
+	observed prometheus.Histogram
+	inFlight prometheus.Counter
 }
 
 // NewMetrics registers the coordinator's metrics.
@@ -62,7 +65,19 @@ func NewMetrics(r prometheus.Registerer) *Metrics {
 		Name: "lameduck_barrier_restarts_total",
 		Help: "Stops of containers whose pod stays: restarts by liveness, soft evictions, node shutdowns.",
 	})
-	r.MustRegister(m.holds, m.drains, m.phase, m.agents, m.reports, m.api, m.waiting, m.barriers, m.cut, m.restarts)
+	m.observed = prometheus.NewHistogram(prometheus.HistogramOpts{
+		Name: "lameduck_observed_seconds",
+		Help: "Time from the deletion of a pod in mode observe until its gateways had stopped routing to it by " +
+			"themselves, with nothing in flight: what the deletion would have waited.",
+		Buckets: []float64{.01, .025, .05, .1, .25, .5, 1, 1.5, 2, 3, 5, 8, 12, 20, 30, 60},
+	})
+	m.inFlight = prometheus.NewCounter(prometheus.CounterOpts{
+		Name: "lameduck_observed_in_flight_total",
+		Help: "Deletions among lameduck_observed_seconds with requests or connections in flight when gateways had " +
+			"stopped routing to the pod.",
+	})
+	r.MustRegister(m.holds, m.drains, m.phase, m.agents, m.reports, m.api, m.waiting, m.barriers, m.cut, m.restarts,
+		m.observed, m.inFlight)
 	for _, r := range []drain.Reason{drain.Acknowledged, drain.IdleBound, drain.Deadline, drain.NoAgents,
 		drain.Suspended, drain.AgentsLost, drain.LastTarget, drain.PodDeleted, drain.Uncovered,
 		drain.NotEnforced} {

@@ -39,6 +39,7 @@ type history struct {
 	outcomes ring[Outcome]
 	kinds    map[string]*times
 	barriers map[drain.UID]*barrierProgress
+	measured map[string]*measured
 }
 
 // introduced is how an agent introduced itself, and how it did since.
@@ -102,7 +103,7 @@ func (r *ring[T]) newest() []T {
 
 func newHistory() *history {
 	return &history{introduced: map[drain.AgentID]*introduced{}, open: map[drain.UID]*course{},
-		kinds: map[string]*times{}}
+		kinds: map[string]*times{}, measured: map[string]*measured{}}
 }
 
 // introduce returns what is remembered of an agent, and makes room for it.

@@ -60,6 +60,7 @@ const (
 // Coordinator is what is looked at.
 type Coordinator interface {
 	View(drains, words int) coordinator.View
+	Reports() (since time.Time, all []coordinator.Report)
 	Acknowledgers(services []drain.Service) ([]drain.Acknowledger, map[drain.AgentID]string)
 }
 
@@ -142,6 +143,9 @@ var routes = []route{
 		return d.latest(), nil
 	}},
 	{api.CoveragePath, readers, (*Dashboard).coverage},
+	{api.ReportPath, readers, func(d *Dashboard, _ http.ResponseWriter, _ *http.Request) (any, error) {
+		return d.report(), nil
+	}},
 	{api.ExplainPath + "/{namespace}/{pod}", readers, (*Dashboard).explain},
 }
 

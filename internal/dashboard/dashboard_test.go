@@ -69,6 +69,11 @@ func (w *world) made() int {
 	return w.views
 }
 
+func (w *world) Reports() (time.Time, []coordinator.Report) {
+	return time.Unix(0, 0).UTC(), []coordinator.Report{{Namespace: "shop", Deletions: 2, InFlight: 1,
+		Took: []time.Duration{time.Second, 45 * time.Millisecond}}}
+}
+
 func (w *world) Acknowledgers([]drain.Service) ([]drain.Acknowledger, map[drain.AgentID]string) {
 	return w.parties, map[drain.AgentID]string{"hap": "haproxy", "kp": "kube-proxy", "mesh": "envoy"}
 }

@@ -68,6 +68,21 @@ func (d *Dashboard) view() api.View {
 	return v
 }
 
+// report is what was measured in mode observe.
+func (d *Dashboard) report() api.Report {
+	since, all := d.Coordinator.Reports()
+	r := api.Report{Since: since, Namespaces: []api.NamespaceReport{}}
+	for _, of := range all {
+		one := api.NamespaceReport{Namespace: of.Namespace, Deletions: of.Deletions, InFlight: of.InFlight,
+			Unmeasured: of.Unmeasured, WaitSeconds: []float64{}}
+		for _, took := range of.Took {
+			one.WaitSeconds = append(one.WaitSeconds, took.Seconds())
+		}
+		r.Namespaces = append(r.Namespaces, one)
+	}
+	return r
+}
+
 func drainOf(d coordinator.Drain) api.Drain {
 	one := api.Drain{
 		Namespace: d.Pod.Namespace, Pod: d.Pod.Name, UID: string(d.Pod.UID), Phase: d.Phase.String(),

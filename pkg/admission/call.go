@@ -156,6 +156,9 @@ func (c *Call) carryOut(now time.Time) {
 	if v.Unroute && c.pod != nil {
 		c.h.Cluster.Ledger.Unroute(c.request())
 	}
+	if v.Reason == Observed && c.pod != nil && !c.facts.Cold && (c.h.Others == nil || c.h.Others.Opener()) {
+		c.h.Cluster.observe(now, c.facts, c.subject)
+	}
 	o := Outcome{Allowed: v.Action == Allow, Reason: string(v.Reason), Message: v.Message, Warn: v.Warn}
 	switch v.Action {
 	case Allow:

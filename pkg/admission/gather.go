@@ -3,6 +3,7 @@ package admission
 import (
 	"context"
 	"fmt"
+	"net/netip"
 	"slices"
 	"time"
 
@@ -31,6 +32,8 @@ const outOfService = "node.kubernetes.io/out-of-service"
 type Ledger interface {
 	Drain(ctx context.Context, request coordinator.Request, until time.Time) (status drain.Status, held bool, err error)
 	Unroute(request coordinator.Request)
+	// Observe has it measured what the deletion of a pod would have waited for.
+	Observe(request coordinator.Request, targets []netip.AddrPort)
 	// Claim opens a drain for another replica, without waiting. hold reports whether a call for it
 	// may wait.
 	Claim(request coordinator.Request) (status drain.Status, hold bool)
@@ -354,6 +357,22 @@ func LastOf(from Slices, listings []endpoints.Listing, ledger Standings, uid dra
 		}
 	}
 	return all, last
+}
+
+// observe has a deletion measured that does not wait.
+func (c *Cluster) observe(now time.Time, f Facts, s subject) {
+	listings := c.Slices.Pod(now, s.pod.Namespace, health.UID(s.pod.UID))
+	if f.Unknown || len(listings) == 0 || f.NotReadyFor > longNotReady {
+		return // it would not have waited
+	}
+	s.targets = Targets(c.Slices, listings)
+	var targets []netip.AddrPort
+	for _, ip := range s.pod.Status.PodIPs {
+		if a, err := netip.ParseAddr(ip.IP); err == nil {
+			targets = append(targets, netip.AddrPortFrom(a, 0))
+		}
+	}
+	c.Ledger.Observe(s.request(), targets)
 }
 
 // live brings the targets of s up to date. It names a Service if the pod has become the last one of

@@ -14,6 +14,7 @@ import (
 	"time"
 
 	admissionv1 "k8s.io/api/admission/v1"
+	corev1 "k8s.io/api/core/v1"
 	policyv1 "k8s.io/api/policy/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
@@ -436,5 +437,24 @@ func TestASlowReviewIsRefused(t *testing.T) {
 	w.unchanged("slow")
 	if want := []string{"malformed 408 1"}; !slices.Equal(w.counted(), want) {
 		t.Errorf("counted %q, want %q", w.counted(), want)
+	}
+}
+
+// Nothing waits in observe, and no gateway is told to stop: that would be another deletion than the
+// one to be measured.
+func TestAnObservedDeletionIsMeasuredAndDoesNotWait(t *testing.T) {
+	w := newWorld(t)
+	w.ns.Labels[keys.Mode] = keys.Observe
+	w.a.Status.PodIPs = []corev1.PodIP{{IP: "10.0.0.7"}}
+	if got := w.ask(deletion(w.a)); !got.Allowed || len(got.Warnings) != 0 {
+		t.Errorf("%+v", got)
+	}
+	if want := []string{"observe [10.0.0.7:0] shop/a uid-a [shop/web]"}; !slices.Equal(w.ledger.calls, want) {
+		t.Errorf("calls %q, want %q", w.ledger.calls, want)
+	}
+	w.ledger.calls = nil
+	w.slices.of["uid-b"] = nil
+	if got := w.ask(deletion(w.b)); !got.Allowed || len(w.ledger.calls) != 0 {
+		t.Errorf("a pod that no Service lists: %+v, calls %q", got, w.ledger.calls)
 	}
 }

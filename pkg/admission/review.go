@@ -213,6 +213,7 @@ type reviewedPod struct {
 	Status struct {
 		Phase      corev1.PodPhase
 		Conditions []corev1.PodCondition
+		PodIPs     []corev1.PodIP
 	}
 }
 
@@ -223,7 +224,8 @@ func (r *reviewedPod) pod() *corev1.Pod {
 		ObjectMeta: r.ObjectMeta,
 		Spec: corev1.PodSpec{NodeName: r.Spec.NodeName,
 			TerminationGracePeriodSeconds: r.Spec.TerminationGracePeriodSeconds},
-		Status: corev1.PodStatus{Phase: r.Status.Phase, Conditions: r.Status.Conditions},
+		Status: corev1.PodStatus{Phase: r.Status.Phase, Conditions: r.Status.Conditions,
+			PodIPs: r.Status.PodIPs},
 	}
 }
 

@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"net/http"
 	"net/http/httptest"
+	"net/netip"
 	"slices"
 	"strings"
 	"sync"
@@ -134,6 +135,10 @@ func (l *ledger) Drain(_ context.Context, r coordinator.Request, until time.Time
 }
 
 func (l *ledger) Unroute(r coordinator.Request) { l.note("unroute", r) }
+
+func (l *ledger) Observe(r coordinator.Request, targets []netip.AddrPort) {
+	l.note(fmt.Sprint("observe ", targets), r)
+}
 
 func (l *ledger) Claim(r coordinator.Request) (drain.Status, bool) {
 	l.note("claim", r)

@@ -54,6 +54,9 @@ type Barrier struct {
 	// Since is the deletion, Bound how long after it nobody waits any more.
 	Since time.Time
 	Bound time.Duration
+	// Observe says that nothing waits: directed agents are asked to watch the pod too and are not
+	// told to exclude it, and no agent is suspended for its silence. See [Ledger.EndObserved].
+	Observe bool
 	// Stated is the longest wait, from the deletion on, that one of Services states.
 	Stated time.Duration
 	// Last says that in no Service gateways have another endpoint to send to, so that they may go
@@ -73,6 +76,8 @@ type barrier struct {
 	bound   time.Duration
 	targets []netip.AddrPort
 	stated  time.Duration
+	// observe is as in Barrier. inFlight says that an agent has reported so.
+	observe, inFlight bool
 	// rest is the wait for the nodes that are not in sample. Nil: all are asked.
 	rest   time.Duration
 	sample map[AgentID]struct{}
@@ -123,10 +128,13 @@ func (l *Ledger) OpenBarrier(now time.Time, b Barrier) Status {
 		return l.status(now, d)
 	}
 	if !d.open {
-		h := l.drain(b.Pod, AtHold)
+		h := &drain{reason: PodDeleted}
+		if !b.Observe {
+			h = l.drain(b.Pod, AtHold)
+		}
 		*is = barrier{
 			by: b.By, bound: b.Bound, targets: slices.Clone(b.Targets), stated: b.Stated, young: b.Young,
-			removedBy: h.barrier.removedBy,
+			removedBy: h.barrier.removedBy, observe: b.Observe,
 		}
 		if h.reason != PodDeleted {
 			// Nothing opens it from now on: what comes to be asked about this pod, is asked here.
@@ -242,21 +250,36 @@ func (a *agent) owesBarrier(d *drain) bool {
 		_, drawn := b.sample[a.ID]
 		return b.sample == nil || drawn || !a.sampled()
 	}
+	if b.observe {
+		return a.observes && a.mayBeAsked(AtHold, d)
+	}
 	if !a.mayBeAsked(AtHold, d) {
 		return false
 	}
 	return !b.removedBy.has(a.slot)
 }
 
+// EndObserved ends what was observed of a pod whose deletion did not wait, and reports whether an
+// agent had something in flight to it. Agents stop watching, and clean nothing away: the pod may be
+// there still.
+func (l *Ledger) EndObserved(now time.Time, uid UID) (inFlight bool) {
+	d := l.at(AtBarrier, uid)
+	if d == nil || !d.open || !d.barrier.observe {
+		return false
+	}
+	l.close(now, d, Abandoned)
+	return d.barrier.inFlight
+}
+
 // directs reports whether a is told of an open barrier of s by an Open.
 func (s *subject) directs(a *agent) bool {
 	d := s.drains[AtBarrier]
-	return d != nil && d.open && !a.mayBeAsked(AtBarrier, d) && a.owesBarrier(d)
+	return d != nil && d.open && a.gateOf(d) == AtHold && a.owesBarrier(d)
 }
 
 // gateOf is that at which a speaks of d.
 func (a *agent) gateOf(d *drain) Gate {
-	if d.gate == AtBarrier && a.mayBeAsked(AtBarrier, d) {
+	if d.gate == AtBarrier && (d.barrier.observe || a.mayBeAsked(AtBarrier, d)) {
 		return AtBarrier
 	}
 	return AtHold

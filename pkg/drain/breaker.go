@@ -88,7 +88,7 @@ func (l *Ledger) expire(now time.Time, d *drain) {
 	}
 	s := l.derive(now, d)
 	d.expired = true
-	if s.Reason != Deadline {
+	if s.Reason != Deadline || d.barrier.observe {
 		return
 	}
 	l.touch(d)

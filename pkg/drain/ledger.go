@@ -286,7 +286,7 @@ func (l *Ledger) Status(now time.Time, gate Gate, uid UID) Status {
 // reports whether there was an open one.
 func (l *Ledger) GatePassed(now time.Time, gate Gate, uid UID) bool {
 	d := l.at(gate, uid)
-	if d == nil || !d.open {
+	if d == nil || !d.open || d.barrier.observe {
 		return false
 	}
 	l.expire(now, d)
@@ -463,9 +463,10 @@ func (l *Ledger) Report(
 		news = news || fresher
 		if r.Gate == AtBarrier {
 			l.learn(now, a, d, had, r)
+			d.barrier.inFlight = d.barrier.inFlight || r.InFlight
 		}
 		l.taken(now, d, was, fresher)
-		if l.inTime(now, d, was) {
+		if !d.barrier.observe && l.inTime(now, d, was) {
 			l.acknowledged(now, a)
 		}
 	}

@@ -98,7 +98,7 @@ func (l *Ledger) View(now time.Time, gate Gate, uid UID, most int) (v View, ok b
 func (l *Ledger) Oldest(gate Gate, most int) (oldest []UID, open int) {
 	var all []*drain
 	l.each(func(d *drain) {
-		if d.open && d.gate == gate {
+		if d.open && d.gate == gate && !d.barrier.observe {
 			all = append(all, d)
 		}
 	})

@@ -308,6 +308,9 @@ type Report struct {
 	// barrier. Without it, one that has let go looks like one that has not heard yet that the pod
 	// is ready.
 	HasSent bool `json:"hasSent,omitempty"`
+	// InFlight says that the pod is Removed, and that requests or connections to it were counted
+	// since. Only where Gate is AtBarrier.
+	InFlight bool `json:"inFlight,omitempty"`
 }
 
 // Open is a drain as agents see it: let go of this pod, in every Service, at every address.

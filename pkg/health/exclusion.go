@@ -150,6 +150,30 @@ func (s *Set) readmitIfFree(p *pod, flags flag) {
 	}
 }
 
+// Of returns what the gateway does with a pod, excluded or not, by its least advanced target, and
+// whether it was seen to have something in flight to a target that is Removed.
+func (s *Set) Of(uid UID) (state State, inFlight bool, generation string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if !s.synced || s.generation == 0 {
+		return Unknown, false, ""
+	}
+	state = Idle
+	for _, r := range s.ofPod[uid] {
+		is := Removed
+		switch {
+		case r.seenIn != s.generation:
+			is = Unknown
+		case r.is(routed), r.is(claimed) && !r.excluded():
+			is = Routing
+		case r.idleSince != never && r.seenAt-r.idleSince >= int64(IdleGap):
+			is = Idle
+		}
+		state, inFlight = min(state, is), inFlight || is == Removed && r.active > 0
+	}
+	return state, inFlight && state == Removed, s.generationName()
+}
+
 // Held returns the UIDs that holder excludes, sorted.
 func (s *Set) Held(holder string) []UID {
 	s.mu.Lock()

@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"net/netip"
 	"slices"
 	"time"
 
@@ -74,6 +75,9 @@ func (noted) Drain(context.Context, coordinator.Request, time.Time) (drain.Statu
 func (l noted) Unroute(request coordinator.Request) {
 	l.opened(request, l.core.Unroute(l.w.now, request), true)
 }
+
+// Observe implements [admission.Ledger]: no world is in mode observe.
+func (noted) Observe(coordinator.Request, []netip.AddrPort) { panic("nothing is observed here") }
 
 // Claim implements [admission.Ledger].
 func (l noted) Claim(request coordinator.Request) (drain.Status, bool) {

@@ -164,7 +164,8 @@ func (o *Pods) Reports(now time.Time) []drain.Report {
 		is := of.look()
 		o.measure(of, is, now)
 		r := drain.Report{UID: uid, Generation: is.Generation, State: is.State,
-			NoConnections: is.NoConnections, HasSent: of.sent}
+			NoConnections: is.NoConnections, HasSent: of.sent,
+			InFlight: is.State == health.Removed && !is.Counted.Before(is.Since)}
 		if is.State >= health.Removed {
 			r.Proof = drain.Runtime
 		}

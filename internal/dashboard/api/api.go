@@ -17,6 +17,8 @@ const (
 	ViewPath = "/v1/view"
 	// CoveragePath answers with a [Coverage].
 	CoveragePath = "/v1/coverage"
+	// ReportPath answers with a [Report].
+	ReportPath = "/v1/report"
 	// ExplainPath ends in /{namespace}/{pod}, and may have the query operation=delete or
 	// operation=evict.
 	ExplainPath = "/v1/explain"
@@ -45,6 +47,26 @@ type View struct {
 	Propagation []Propagation `json:"propagation"`
 	// TargetHealth is what gateways believe of the health of their targets.
 	TargetHealth TargetHealth `json:"targetHealth"`
+}
+
+// Report is what deletions in mode observe would have waited, had they been enforced.
+type Report struct {
+	// Since is when this replica began to measure: with its present life.
+	Since      time.Time         `json:"since"`
+	Namespaces []NamespaceReport `json:"namespaces"`
+}
+
+// NamespaceReport is that of one namespace.
+type NamespaceReport struct {
+	Namespace string `json:"namespace"`
+	// Deletions is how many were measured. InFlight of them had requests or connections in flight
+	// when gateways had stopped routing to the pod. Unmeasured are more, of which no agent said in
+	// time when its gateway had stopped.
+	Deletions  int `json:"deletions"`
+	InFlight   int `json:"inFlight"`
+	Unmeasured int `json:"unmeasured"`
+	// WaitSeconds are the newest of the waits, at most 1,000.
+	WaitSeconds []float64 `json:"waitSeconds"`
 }
 
 // Replica is who answers.

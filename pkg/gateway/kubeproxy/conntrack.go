@@ -540,6 +540,7 @@ func (o *Observer) counted(due map[*Watch]counting, found map[netip.Addr][]conne
 			continue
 		}
 		w.busy = w.see(found, old, how.walk, now)
+		first := w.reading.Counted.Before(w.reading.Since)
 		w.reading.Connections, w.reading.Counted = len(w.held), now
 		if how.walk {
 			w.notice(found, now)
@@ -556,6 +557,8 @@ func (o *Observer) counted(due map[*Watch]counting, found map[netip.Addr][]conne
 		switch {
 		case w.reading.State == Removed && !w.busy:
 			changed = w.enter(Idle, now)
+		case w.reading.State == Removed && first:
+			changed = true // it is known now that something is in flight
 		case w.reading.State == Idle && w.busy:
 			changed = w.enter(Removed, now)
 		case w.reading.State < Removed && w.reading.NoConnections != quiet:

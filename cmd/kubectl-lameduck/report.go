@@ -1,0 +1,87 @@
+package main
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"io"
+	"slices"
+	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/lameduck-io/lameduck/internal/dashboard/api"
+)
+
+// observed is what report prints: what all coordinators have measured. Each deletion is measured by
+// one of them.
+type observed struct {
+	metav1.TypeMeta `json:",inline"`
+	// Since is when the one began that started last: before, others have measured alone.
+	Since time.Time             `json:"since"`
+	Items []api.NamespaceReport `json:"items"`
+}
+
+// report shows what deletions in mode observe would have waited for.
+func report(ctx context.Context, o options, all replicas, out, stderr io.Writer) error {
+	answers, err := ask[api.Report](ctx, o, all, api.ReportPath)
+	if err != nil {
+		return err
+	}
+	is := observed{TypeMeta: kind("Report"), Items: []api.NamespaceReport{}}
+	for _, a := range answers {
+		if a.err != nil {
+			continue
+		}
+		if a.said.Since.After(is.Since) {
+			is.Since = a.said.Since
+		}
+		for _, r := range a.said.Namespaces {
+			i := slices.IndexFunc(is.Items, func(of api.NamespaceReport) bool { return of.Namespace == r.Namespace })
+			switch {
+			case o.namespace != "" && o.namespace != r.Namespace:
+			case i < 0:
+				is.Items = append(is.Items, r)
+			default:
+				had := &is.Items[i]
+				had.Deletions, had.InFlight = had.Deletions+r.Deletions, had.InFlight+r.InFlight
+				had.Unmeasured += r.Unmeasured
+				had.WaitSeconds = append(had.WaitSeconds, r.WaitSeconds...)
+			}
+		}
+	}
+	slices.SortFunc(is.Items, func(a, b api.NamespaceReport) int { return cmp.Compare(a.Namespace, b.Namespace) })
+	if done, err := encode(o, is, out); done {
+		return err
+	}
+	complain(answers, stderr)
+	if len(is.Items) == 0 {
+		fmt.Fprintf(out, "Nothing was measured since %s: no pod in mode observe was deleted that a Service lists.\n",
+			is.Since.UTC().Format(time.RFC3339))
+	}
+	for _, r := range is.Items {
+		fmt.Fprintf(out, "%s, since %s: %s\n", r.Namespace, is.Since.UTC().Format(time.RFC3339), sentence(r))
+	}
+	return nil
+}
+
+// sentence says what a namespace's deletions would have waited.
+func sentence(r api.NamespaceReport) string {
+	text := "no deletion was measured"
+	if n := len(r.WaitSeconds); n > 0 {
+		waits := slices.Sorted(slices.Values(r.WaitSeconds))
+		text = fmt.Sprintf("with enforcement %d deletions would have waited %s at the median, %s at most; %d had "+
+			"requests or connections in flight", r.Deletions, wait(waits[(n-1)/2]), wait(waits[n-1]), r.InFlight)
+	}
+	if r.Unmeasured > 0 {
+		text += fmt.Sprintf("; %d more could not be measured", r.Unmeasured)
+	}
+	return text
+}
+
+func wait(seconds float64) string {
+	if seconds < 1 {
+		return fmt.Sprintf("%.0f ms", 1000*seconds)
+	}
+	return fmt.Sprintf("%.1f s", seconds)
+}
