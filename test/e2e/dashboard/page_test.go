@@ -54,6 +54,8 @@ func (m *made) View(int, int) coordinator.View {
 	return v
 }
 
+func (m *made) Reports() (time.Time, []coordinator.Report) { return time.Time{}, nil }
+
 func (m *made) Acknowledgers([]drain.Service) ([]drain.Acknowledger, map[drain.AgentID]string) {
 	web := drain.Service{Namespace: "shop", Name: "web"}
 	return []drain.Acknowledger{

@@ -54,7 +54,8 @@ func shop(t *testing.T, s *stage.Stage, ns string, work time.Duration) {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() {
-		if got := clients.Stop(); got.Failed > 0 {
+		// Where nothing waits, requests are lost: that is what the report says.
+		if got := clients.Stop(); got.Failed > 0 && ns != observed {
 			t.Errorf("%d of %d requests failed: %v", got.Failed, got.Total, got.FailedBy)
 		}
 	})
