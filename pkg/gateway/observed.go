@@ -48,10 +48,10 @@ type Watch interface {
 
 // Reading is what an observed data plane was seen to do with the targets of a Watch.
 type Reading struct {
-	// State is Removed, and not Idle, from Counted on if there is a connection to wait for. changed
-	// is called then, too. It is Unknown when the data plane could not be read. Unknown says nothing
-	// about the targets. Kept is when it sends to a target because it has no other one. Idle is a
-	// level: with another connection the state is Removed again.
+	// State is Removed, and not Idle, from Counted on if there is a connection to wait for.
+	// changed is called then, too. It is Unknown when the data plane could not be read. Unknown
+	// says nothing about the targets. Kept is when it sends to a target because it has no other
+	// one. Idle is a level: with another connection the state is Removed again.
 	State health.State
 	// Generation names the life of the data plane that was read. A reading of another generation
 	// proves nothing.

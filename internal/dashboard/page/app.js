@@ -681,6 +681,7 @@ let covered = 0; // our clock, when it was asked last
 async function cover() {
   if (!live || Date.now() - covered < 15000) return;
   covered = Date.now();
+  showObserved();
   try {
     const response = await fetch('v1/coverage', { headers: authorization(), cache: 'no-store' });
     if (!response.ok) return; // the view says whether there is a connection
@@ -691,6 +692,29 @@ async function cover() {
     if (c.error) $('coverage-note').append(' Not all could be read: ' + c.error);
     rows($('coverage-table'), namespace ? c.items.filter((i) => i.service.startsWith(namespace + '/')) : c.items, (i) => i.service + i.name, (i) => [head(i.service), cell('Routed by', '', i.name), cell('Why it is not waited for', '', i.why)]);
     $('coverage').hidden = false;
+  } catch (e) {
+    // it is asked again
+  }
+}
+
+// showObserved says what deletions in mode observe would have waited for.
+async function showObserved() {
+  try {
+    const response = await fetch('v1/report', { headers: authorization(), cache: 'no-store' });
+    if (!response.ok) return; // a replica of the version before
+    const items = chosen((await response.json()).namespaces);
+    rows($('observed-table'), items, (i) => i.namespace, (i) => {
+      const waits = [...i.waitSeconds].sort((a, b) => a - b);
+      return [
+        head(i.namespace),
+        cell('Deletions', 'number', String(i.deletions)),
+        cell('Median wait', 'number', waits.length ? duration(waits[(waits.length - 1) >> 1]) : ''),
+        cell('Longest wait', 'number', waits.length ? duration(waits[waits.length - 1]) : ''),
+        cell('In flight', 'number', String(i.inFlight)),
+        cell('Not measured', 'number', String(i.unmeasured)),
+      ];
+    });
+    $('observed').hidden = items.length === 0;
   } catch (e) {
     // it is asked again
   }

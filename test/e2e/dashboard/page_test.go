@@ -54,7 +54,11 @@ func (m *made) View(int, int) coordinator.View {
 	return v
 }
 
-func (m *made) Reports() (time.Time, []coordinator.Report) { return time.Time{}, nil }
+func (m *made) Reports() (time.Time, []coordinator.Report) {
+	ms := time.Millisecond
+	return time.Time{}, []coordinator.Report{{Namespace: "shop", Deletions: 312, InFlight: 41, Unmeasured: 2,
+		Took: []time.Duration{1900 * ms, 45 * ms, 10 * ms}}}
+}
 
 func (m *made) Acknowledgers([]drain.Service) ([]drain.Acknowledger, map[drain.AgentID]string) {
 	web := drain.Service{Namespace: "shop", Name: "web"}
@@ -285,6 +289,7 @@ func TestThePageShowsEverything(t *testing.T) {
 	b.look(wide, "light")
 	b.open(url)
 	b.await("#connection", "Live")
+	b.await("#observed-table", "shop")
 	for selector, texts := range map[string][]string{
 		"#replica": {"lameduck-webhook-5c9f7d4b8-mk2vp"},
 		".tiles": {"Draining now 3", "and 2 through other replicas", "4 of 5", "1 missing, 1 suspended",
@@ -311,6 +316,7 @@ func TestThePageShowsEverything(t *testing.T) {
 		"#speed-table":    {"haproxy removed 4.0 ms 9.0 ms 38 ms 410 ms 1000 (of 2381)", "kube-proxy idle 340 ms"},
 		"#agents-table":   {"edge/haproxy-canary", "suspended", "missing", "for 50 min", "node-1"},
 		"#health-note":    {"/v1/targets"},
+		"#observed-table": {"shop 312 45 ms 1.9 s 41 2"},
 	} {
 		for _, text := range texts {
 			if got := b.text(selector); !strings.Contains(got, text) {
@@ -601,7 +607,7 @@ func TestThePageShowsOneNamespace(t *testing.T) {
 		t.Helper()
 		b.await("#outcomes-table", "pay/ledger-0")
 		for _, selector := range []string{"#drains-table", "#barriers-table", "#health-table", "#rollouts-table",
-			"#coverage-table"} {
+			"#coverage-table", "#observed-table"} {
 			b.awaitThat("end of "+selector, func() bool { return b.text(selector) == "" })
 		}
 		if got := b.text("#outcomes-table"); strings.Contains(got, "shop/") {
