@@ -72,7 +72,8 @@ func parse(args []string, out io.Writer) (options, error) {
 	f.Usage = func() {}
 	f.StringVarP(&o.namespace, "namespace", "n", "", "namespace: of explain's pod (default: the context's), what "+
 		"drains and report show (default: all), or where check asks (default: one whose deletions wait)")
-	everywhere := f.BoolP("all-namespaces", "A", false, "with drains, status or report: of all namespaces, as without -n")
+	everywhere := f.BoolP("all-namespaces", "A", false,
+		"with drains, status or report: of all namespaces, as without -n")
 	f.BoolVar(&o.pre, "pre", false, "with check: before an installation")
 	f.BoolVar(&o.strict, "strict", false, "with check: warnings are errors")
 	f.StringVarP(&o.output, "output", "o", "", "wide, json or yaml; empty: a table")

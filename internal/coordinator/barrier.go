@@ -283,7 +283,7 @@ func (b *Bar) Answer() wire.BarrierStatus {
 	if !b.Restart {
 		answer.IdleBoundMillis = b.context.IdleBound.Milliseconds()
 	}
-	if !b.Restart && b.seesQuiet && s.Reason != drain.PodDeleted {
+	if !b.Restart && b.seesQuiet && s.Reason != drain.PodDeleted && s.Reason != drain.NotEnforced {
 		most := b.context.AtMost
 		answer.AtMostMillis, answer.QuietMillis = most.Wait.Milliseconds(), most.Quiet.Milliseconds()
 	}

@@ -174,6 +174,9 @@ func (p passing) String() string {
 	for _, w := range p.Waiting {
 		text += ", " + w
 	}
+	if p.AtMostMillis > 0 {
+		text += ", and the agent waits"
+	}
 	if p.err != nil {
 		text += ": " + p.err.Error()
 	}
@@ -657,11 +660,13 @@ func TestAHookDoesNotWaitWhereNothingDoes(t *testing.T) {
 		synctest.Test(t, func(t *testing.T) {
 			n, near := newNetwork(t), newNearby()
 			near.NotEnforced, near.Terminating = true, terminating
+			near.AtMost = drain.StatedWait{Wait: 20 * time.Second, Quiet: 10 * time.Second}
 			n.replica("replica-0", "a", with(near))
 			one := n.nodeAgent("node-1", "replica-0")
 			edge := n.agent("edge", []drain.Service{web}, "replica-0")
 			p := pod("a")
-			passed(t, one.hook(p, func(b *wire.BarrierRequest) { b.Terminating = terminating }), "NotEnforced after 0s")
+			hook := one.hook(p, func(b *wire.BarrierRequest) { b.Terminating, b.SeesQuiet = terminating, true })
+			passed(t, hook, "NotEnforced after 0s")
 			if edge.exclusions.holders(p) != "" {
 				t.Error("who directs is told")
 			}

@@ -79,7 +79,8 @@ func TestTheBarrierIsExplained(t *testing.T) {
 			container("old", itsOwn)), []drain.Acknowledger{here, other}, clients(0, nil),
 			"app httpGet, log exec, old none, tls none; 30s + 20s on node-1 by edge/node-1 true of 2",
 			[]string{"container old", "container tls"},
-			"Then it would be told to stop when 2 observed gateways have acknowledged, 30s after the deletion at most."},
+			"Then it would be told to stop when 2 observed gateways have acknowledged, 30s after the deletion at " +
+				"most."},
 		"no agent on its node": {barred("30s"), []drain.Acknowledger{other}, clients(0, nil),
 			"tls none; 30s + 20s on node-1 by  false of 1",
 			[]string{"container tls", "the barrier itself: no node agent is known on node-1"},

@@ -236,7 +236,8 @@ func summary(x api.Explanation, e admission.Explanation) string {
 	switch e.Verdict.Action {
 	case admission.Drain:
 		text := fmt.Sprintf("It would be %s when %s to it %s.", verb,
-			count(holds, "gateway that routes", "gateways that route"), choose(holds, "has acknowledged", "have acknowledged"))
+			count(holds, "gateway that routes", "gateways that route"),
+			choose(holds, "has acknowledged", "have acknowledged"))
 		if holds == 0 {
 			text = fmt.Sprintf("It would be %s within 2 s: every agent that would be asked is suspended.", verb)
 		}

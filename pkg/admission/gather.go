@@ -137,10 +137,12 @@ func (c *Cluster) gather(ctx context.Context, now time.Time, q *request) (Facts,
 	s := subject{pod: q.pod}
 	if f.Cold {
 		// A cache that has not synced would wait for it.
+		var own map[string]string
 		if s.pod != nil {
 			f.ofPod(now, s.pod)
-			f.Mode = keys.ModeOf(s.pod.Labels, nil, c.Mode)
+			own = s.pod.Labels
 		}
+		f.Mode = keys.ModeOf(own, nil, c.Mode)
 		return f, s, nil
 	}
 	namespace, err := c.ofNamespace(ctx, q, &f)

@@ -471,8 +471,8 @@ type StatedWait struct {
 }
 
 // A wait of "at most" ends early after leastQuiet at the least, and after usualQuiet if it names no
-// checkInterval, which is that of AWS.
-const leastQuiet, usualQuiet = 10 * time.Second, 30 * time.Second
+// checkInterval: that of AWS is 30 s. A check may come leastMargin late.
+const leastQuiet, usualQuiet, leastMargin = 10 * time.Second, 40 * time.Second, 5 * time.Second
 
 // String returns the wait as in an annotation.
 func (w StatedWait) String() string {
@@ -535,7 +535,7 @@ func ParseStatedWait(text string) (w StatedWait, err error) {
 		w.Wait = time.Duration(threshold)*interval + timeout
 	}
 	if atMost {
-		w.Quiet = max(interval+timeout, leastQuiet)
+		w.Quiet = max(interval+max(timeout, leastMargin), leastQuiet)
 	}
 	return w, nil
 }

@@ -684,10 +684,10 @@ func TestStatedWaitsAreRead(t *testing.T) {
 		}
 	}
 	for text, want := range map[string]StatedWait{
-		"at most 120s": {2 * time.Minute, 30 * time.Second},
+		"at most 120s": {2 * time.Minute, 40 * time.Second},
 		" at most checkInterval=10s,unhealthyThreshold=3,timeout=5s": {35 * time.Second, 15 * time.Second},
 		"at most checkInterval=2s,unhealthyThreshold=20":             {40 * time.Second, 10 * time.Second},
-		"at most 2m, checkInterval=1m":                               {2 * time.Minute, time.Minute},
+		"at most 2m, checkInterval=1m":                               {2 * time.Minute, 65 * time.Second},
 	} {
 		if got, err := ParseStatedWait(text); err != nil || got != want {
 			t.Errorf("%q: %+v, %v", text, got, err)

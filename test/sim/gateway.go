@@ -79,20 +79,21 @@ func (g *gw) agentKilled() {
 	if !g.a.up || g.a.kernel != nil || g.over || g.w.isCalm || !g.w.faulty() {
 		return
 	}
-	g.a.log("is killed, for a minute")
+	most := bpf.NextExpiry(true, 0, 0)
+	g.a.log("is killed, for longer than %s", most)
 	g.a.crash(true)
 	life := g.a.life
-	g.w.after(nil, 30*time.Second+1, func() {
+	g.w.after(nil, most+1, func() {
 		for _, w := range g.workers {
 			for _, s := range w.servers {
 				if g.a.life == life && !g.a.up && !s.routed && g.w.at < s.expires {
-					g.w.fail(checkExpiryName, "%s is dead for 30s, and %s is excluded until %s", g.a.name, s.key,
-						s.expires)
+					g.w.fail(checkExpiryName, "%s is dead for %s, and %s is excluded until %s", g.a.name, most,
+						s.key, s.expires)
 				}
 			}
 		}
 	})
-	g.w.after(nil, time.Minute, g.a.start)
+	g.w.after(nil, most+30*time.Second, g.a.start)
 }
 
 func newGateway(w *world, a *agent) *gw {

@@ -16,7 +16,7 @@ let live = false;
 let allOutcomes = false;
 let allHealth = false;
 let waiting = null; // what ends the wait before the next try
-let namespace = decodeURIComponent((location.hash.match(/^#namespace=(.*)$/) || ['', ''])[1]); // the only one whose rows are shown
+let namespace = (location.hash.match(/^#namespace=([a-z0-9-]+)$/) || ['', ''])[1]; // the only one whose rows are shown
 
 // --- the views
 
@@ -324,6 +324,7 @@ function drawNamespaces(v) {
     $('namespace').dataset.sign = sign;
     $('namespace').replaceChildren(el('option', { value: '' }, 'all'), ...[...all].sort().map((n) => el('option', { value: n, selected: n === namespace }, n)));
   }
+  document.body.classList.toggle('one', namespace !== '');
   $('filter').hidden = all.size < 2 && !namespace;
   const known = JSON.stringify([...pods.keys()]);
   if ($('explain-pods').dataset.sign === known) return;
@@ -358,11 +359,12 @@ function drawRollouts(v) {
     if (o.at > r.last) r.last = o.at;
     if (o.tookSeconds !== undefined && (!r.slowest || o.tookSeconds > r.slowest.tookSeconds)) r.slowest = o;
   }
+  const cut = v.outcomes.length >= 100 || v.drains.open > v.drains.items.length || v.barriers.open > v.barriers.items.length;
   const items = chosen([...all.values()]).filter((r) => r.pods.size > 1)
     .map((r) => ({ ...r, pods: r.pods.size, open: r.open.size, bad: r.bad.size })).sort((a, b) => b.open - a.open || (a.last < b.last ? 1 : -1));
   rows($('rollouts-table'), items, (r) => r.namespace + '/' + r.name, (r) => [
     head(el('span', { class: 'ns' }, r.namespace + '/'), r.name),
-    cell('Pods gone', 'number', r.pods - r.open + ' of ' + r.pods),
+    cell('Pods gone', 'number', (cut ? 'at least ' : '') + (r.pods - r.open) + ' of ' + r.pods),
     cell('Not acknowledged', 'number', r.bad ? chip('bad', r.bad) : '0'),
     cell('Slowest', '', r.slowest ? el('span', null, duration(r.slowest.tookSeconds), el('span', { class: 'sub' }, r.slowest.pod.slice(r.name.length + 1) + ', at the ' + r.slowest.gate)) : ''),
     cell('Last', 'when', r.last ? clock(r.last) : ''),
@@ -454,7 +456,7 @@ function drawDrains(v) {
 const barrierPhases = {
   Unrouting: ['calm', 'it is terminating; gateways stop routing to it by themselves'],
   Quiescing: ['calm', 'nothing new is sent to it; connections end, or a stated wait'],
-  Released: ['good', 'its hooks were answered: it stops'],
+  Released: ['good', 'its hooks were answered, but for waits of "at most"'],
 };
 
 function drawBarriers(v) {
@@ -753,7 +755,7 @@ $('explain-pod').addEventListener('change', () => {
 
 $('namespace').addEventListener('change', () => {
   namespace = $('namespace').value;
-  history.replaceState(null, '', namespace ? '#namespace=' + encodeURIComponent(namespace) : location.pathname + location.search);
+  history.replaceState(null, '', namespace ? '#namespace=' + namespace : location.pathname + location.search);
   covered = 0;
   if (view) draw();
   if (view && !live) drawLost();

@@ -115,9 +115,10 @@ func (*Config) StateDir() string { return "" }
 
 const (
 	// expiry is how long an exclusion outlives its agent. It is renewed when less than renewAt is
-	// left.
-	expiry  = 30 * time.Second
-	renewAt = 20 * time.Second
+	// left. As the exclusions of other kinds, it has to outlast what a coordinator may still answer
+	// by the agent's last report, and settle: see drain.Times.
+	expiry  = 70 * time.Second
+	renewAt = 60 * time.Second
 	// settle is how long an address that is no endpoint any more stays excluded: the gateway may
 	// learn of that later than the agent.
 	settle = 10 * time.Second

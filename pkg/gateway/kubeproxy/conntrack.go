@@ -532,6 +532,7 @@ func (w *Watch) pause(took time.Duration) time.Duration {
 // counted takes a count in, for the watches that were waiting when it began and are still.
 func (o *Observer) counted(due map[*Watch]counting, found map[netip.Addr][]connection, took time.Duration,
 	now time.Time) {
+	own := o.ownAddresses()
 	o.mu.Lock()
 	var told []*Watch
 	old := !o.accounted.IsZero() && now.Sub(o.accounted) >= accountedFor
@@ -543,7 +544,7 @@ func (o *Observer) counted(due map[*Watch]counting, found map[netip.Addr][]conne
 		first := w.reading.Counted.Before(w.reading.Since)
 		w.reading.Connections, w.reading.Counted = len(w.held), now
 		if how.walk {
-			w.notice(found, now)
+			w.notice(found, own, now)
 			w.walked = now
 		} else if !w.busy {
 			w.next = now // others may have come
@@ -601,14 +602,30 @@ func (w *Watch) see(found map[netip.Addr][]connection, old, all bool, now time.T
 	return busy
 }
 
-// notice takes in what a full count has found, for [Reading.Quiet]. The caller holds o.mu.
-func (w *Watch) notice(found map[netip.Addr][]connection, now time.Time) {
+// ownAddresses returns the addresses of the node, from which the kubelet probes. Nil: they are not
+// known.
+func (o *Observer) ownAddresses() map[netip.Addr]bool {
+	own := map[netip.Addr]bool{}
+	if o.netns != 0 {
+		return own
+	}
+	addrs, err := net.InterfaceAddrs()
+	if err != nil {
+		return nil
+	}
+	for _, a := range addrs {
+		if one, err := netip.ParsePrefix(a.String()); err == nil {
+			own[one.Addr().Unmap().WithZone("")] = true
+		}
+	}
+	return own
+}
+
+// notice takes in what a full count has found, for [Reading.Quiet]. own are the addresses of the
+// node. The caller holds o.mu.
+func (w *Watch) notice(found map[netip.Addr][]connection, own map[netip.Addr]bool, now time.Time) {
 	if w.noticed == nil {
 		return
-	}
-	var node []net.Addr
-	if w.o.netns == 0 {
-		node, _ = net.InterfaceAddrs() // without them, probes of the kubelet count as clients
 	}
 	was := w.noticed
 	w.noticed = map[uint64]bool{}
@@ -619,11 +636,8 @@ func (w *Watch) notice(found map[netip.Addr][]connection, now time.Time) {
 				continue
 			}
 			from, straight := c.client()
-			probe := straight && slices.ContainsFunc(node, func(a net.Addr) bool {
-				own, err := netip.ParsePrefix(a.String())
-				return err == nil && own.Addr().Unmap().WithZone("") == from
-			})
-			w.clients = w.clients || straight && !probe
+			probe := straight && own[from]
+			w.clients = w.clients || straight && !probe && own != nil
 			// The kernel may use the place, and so the ID, of one that has ended for another,
 			// which has not carried the same.
 			one := trace{id: string(c.id), original: string(c.original)}

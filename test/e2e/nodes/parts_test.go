@@ -141,7 +141,7 @@ func (l *lab) testStatedWait(t *testing.T) {
 		quiet     = 10 * time.Second
 		stays     = 15 * time.Second // how long after the deletion the load balancer knows the pod
 	)
-	l.namespace(t, namespace, map[string]string{"lameduck.io/barrier": "enabled"})
+	l.namespace(t, namespace, map[string]string{"lameduck.io/mode": "enforce"})
 	names := []string{"connects", "keeps", "unseen"}
 	for _, name := range names {
 		l.applyText(t, fmt.Sprintf(`{"apiVersion": "v1", "kind": "Service", "metadata": {"name": %q, "namespace": %q,
