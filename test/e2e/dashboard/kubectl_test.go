@@ -164,7 +164,8 @@ func TestKubectl(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	contains(say("explain", pods[0].Name, "-n", ns), "It would be deleted when 1 gateway that routes to it has acknowledged.",
+	contains(say("explain", pods[0].Name, "-n", ns),
+		"It would be deleted when 1 gateway that routes to it has acknowledged.",
 		gateway+" (haproxy on node-1), at the hold", "Not covered:", "kube-proxy")
 	contains(say("explain", "pod/"+pods[0].Name, "-n", ns, "--evict", "-o", "yaml"), "operation: evict",
 		"answer: drain", "kind: Explanation")
