@@ -127,6 +127,10 @@ func (l *lab) testUpgrade(t *testing.T) {
 		}, rollback[1:])
 	}
 	l.sh(t, "kubectl apply -k manifests/quickstart && kubectl label namespace shop lameduck.io/mode=enforce")
+	if labels(t, tree) {
+		// Its upgrade keeps both labels.
+		l.sh(t, "kubectl label namespace shop lameduck.io/barrier=enabled")
+	}
 	for _, step := range from(old) {
 		l.sh(t, step)
 	}
@@ -198,6 +202,16 @@ func oneEntry(t *testing.T, tree string) bool {
 		t.Fatal(err)
 	}
 	return strings.Contains(string(text), "\n  - name: pods.lameduck.io\n")
+}
+
+// labels reports whether a tree's barrier is asked for by the label before lameduck.io/mode.
+func labels(t *testing.T, tree string) bool {
+	t.Helper()
+	text, err := os.ReadFile(filepath.Join(tree, "manifests", "barrier", "barrier-webhook.yaml"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return strings.Contains(string(text), "key: lameduck.io/barrier\n")
 }
 
 // startAsking evicts, as a dry run, a pod that does not exist, again and again: a coordinator that
