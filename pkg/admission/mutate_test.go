@@ -227,7 +227,7 @@ func TestMutate(t *testing.T) {
 		{"pod opts out", in(""), webPod(func(p *corev1.Pod) {
 			p.Labels = map[string]string{keys.Mode: keys.Off}
 		}), podNotEnforced, nil, ""},
-		{"nobody opts in", Place{Name: "a", Known: true}, webPod(), podNotEnforced, nil, ""},
+		{"no label asks for it", Place{Name: "a", Known: true}, webPod(), podNotEnforced, nil, ""},
 		{"excluded", Place{Name: "kube-system", Known: true, Labels: in("").Labels, Excluded: true}, webPod(),
 			podExcluded, nil, ""},
 		{"of a Job", in(""), webPod(func(p *corev1.Pod) { p.OwnerReferences = []metav1.OwnerReference{job} }), podJob,

@@ -37,18 +37,9 @@ type kernelFigures struct {
 }
 
 func init() {
-	if len(os.Args) != 3 || os.Args[1] != kernelInside {
-		return
+	if len(os.Args) == 3 && os.Args[1] == kernelInside {
+		inside(directByKernel(os.Args[2]))
 	}
-	figures, err := directByKernel(os.Args[2])
-	if err == nil {
-		err = json.NewEncoder(os.Stdout).Encode(figures)
-	}
-	if err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		os.Exit(1)
-	}
-	os.Exit(0)
 }
 
 // kernelDirects measures what the programs of the kind kernel add to a connect(), and how soon an

@@ -52,10 +52,14 @@ type proxyFigures struct {
 // The rules are written, and followed, in a network namespace of its own, by a process that does
 // nothing else.
 func init() {
-	if len(os.Args) != 2 || os.Args[1] != proxyInside {
-		return
+	if len(os.Args) == 2 && os.Args[1] == proxyInside {
+		inside(observeProxy())
 	}
-	figures, err := observeProxy()
+}
+
+// inside ends a process that has measured something in namespaces of its own: the figures go to its
+// parent.
+func inside[T any](figures T, err error) {
 	if err == nil {
 		err = json.NewEncoder(os.Stdout).Encode(figures)
 	}

@@ -111,7 +111,8 @@ func (l *lab) testUpgrade(t *testing.T) {
 		return all
 	}
 	upgrade, rollback, coordinators := from("manifests"), from(old), entries
-	if oneEntry(t, tree) {
+	// One entry stood in front of all replicas before each replica became its own.
+	if has(t, tree, "base/webhook-configuration.yaml", "\n  - name: pods.lameduck.io\n") {
 		coordinators = 3
 		blocks := find(t, "operations.md", "Upgrade from one entry").blocks
 		if len(blocks) != 3 {
@@ -127,8 +128,8 @@ func (l *lab) testUpgrade(t *testing.T) {
 		}, rollback[1:])
 	}
 	l.sh(t, "kubectl apply -k manifests/quickstart && kubectl label namespace shop lameduck.io/mode=enforce")
-	if labels(t, tree) {
-		// Its upgrade keeps both labels.
+	if has(t, tree, "barrier/barrier-webhook.yaml", "key: lameduck.io/barrier\n") {
+		// The label before lameduck.io/mode: an upgrade keeps both.
 		l.sh(t, "kubectl label namespace shop lameduck.io/barrier=enabled")
 	}
 	for _, step := range from(old) {
@@ -146,7 +147,7 @@ func (l *lab) testUpgrade(t *testing.T) {
 		steps        []string
 		coordinators int
 	}{{"upgrade", "dev", upgrade, entries}, {"rollback", "previous", rollback, coordinators}} {
-		if way.name == "rollback" && !surges(t, tree) {
+		if way.name == "rollback" && !has(t, tree, "barrier/node.yaml", "\n      maxSurge: ") {
 			t.Logf("%s stops a node agent before it starts the next one: the way back to it cannot be without loss, "+
 				"and is not tried", previous())
 			break
@@ -193,27 +194,6 @@ func (l *lab) testUpgrade(t *testing.T) {
 // entries are those of the manifests.
 const entries = 2
 
-// oneEntry reports whether a tree's webhook configuration has one entry in front of all replicas,
-// as it was before each replica became its own.
-func oneEntry(t *testing.T, tree string) bool {
-	t.Helper()
-	text, err := os.ReadFile(filepath.Join(tree, "manifests", "base", "webhook-configuration.yaml"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	return strings.Contains(string(text), "\n  - name: pods.lameduck.io\n")
-}
-
-// labels reports whether a tree's barrier is asked for by the label before lameduck.io/mode.
-func labels(t *testing.T, tree string) bool {
-	t.Helper()
-	text, err := os.ReadFile(filepath.Join(tree, "manifests", "barrier", "barrier-webhook.yaml"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	return strings.Contains(string(text), "key: lameduck.io/barrier\n")
-}
-
 // startAsking evicts, as a dry run, a pod that does not exist, again and again: a coordinator that
 // is asked refuses. What it returns stops that, and fails if at any moment none was asked.
 func (l *lab) startAsking(t *testing.T) (stop func(when string)) {
@@ -254,14 +234,14 @@ func (l *lab) startAsking(t *testing.T) (stop func(when string)) {
 	}
 }
 
-// surges reports whether a tree's node agents are replaced by starting the new one first.
-func surges(t *testing.T, tree string) bool {
+// has reports whether a file below the manifests of a tree contains text.
+func has(t *testing.T, tree, file, text string) bool {
 	t.Helper()
-	text, err := os.ReadFile(filepath.Join(tree, "manifests", "barrier", "node.yaml"))
+	is, err := os.ReadFile(filepath.Join(tree, "manifests", file))
 	if err != nil {
 		t.Fatal(err)
 	}
-	return strings.Contains(string(text), "\n      maxSurge: ")
+	return strings.Contains(string(is), text)
 }
 
 // updates makes rolling updates of the application, one after the other, until stop is closed, two
