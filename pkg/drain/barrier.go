@@ -206,7 +206,7 @@ func (l *Ledger) removedBy(now time.Time, d *drain) bits {
 // draw chooses which nodes are asked.
 func (l *Ledger) draw(d *drain) {
 	b := &d.barrier
-	if l.scope == ScopeLocal {
+	if l.scope == ScopeLocal && !b.observe { // who is on the node of a pod that is observed is not known
 		b.sample = map[AgentID]struct{}{b.by: {}}
 		return
 	}

@@ -76,8 +76,10 @@ func (l noted) Unroute(request coordinator.Request) {
 	l.opened(request, l.core.Unroute(l.w.now, request), true)
 }
 
-// Observe implements [admission.Ledger]: no world is in mode observe.
-func (noted) Observe(coordinator.Request, []netip.AddrPort) { panic("nothing is observed here") }
+// Observe implements [admission.Ledger].
+func (l noted) Observe(request coordinator.Request, targets []netip.AddrPort) {
+	l.core.Observe(l.w.now, request, targets)
+}
 
 // Claim implements [admission.Ledger].
 func (l noted) Claim(request coordinator.Request) (drain.Status, bool) {
@@ -258,6 +260,9 @@ func (c *coord) hangUp(x *call) {
 // reply answers a review.
 func (c *coord) reply(x *call) {
 	w, p, s := c.w, x.caller.p, x.Status
+	if x.hold != nil && p.observed() {
+		w.fail(checkMode, "%s holds the deletion of %s, whose mode is observe", c.name, p.uid)
+	}
 	v := verdict{allowed: x.Allowed, retryAfter: x.RetryAfter}
 	switch waited := x.hold != nil && x.Err == nil; {
 	case x.Allowed && waited && !s.Waits():

@@ -60,10 +60,12 @@ type agent struct {
 	// observed are the pods that it observes for coordinators. hooks wait; broken is told when the
 	// connections of hooks break that are not among hooks.
 	observed *observation.Pods
-	hooks    []*hook
-	broken   []func()
-	gw       *gw
-	links    []*link
+	// watches are the pods in mode observe that an agent that directs watches for coordinators.
+	watches *exclusion.Watches
+	hooks   []*hook
+	broken  []func()
+	gw      *gw
+	links   []*link
 	// programming: the director runs. learned: every replica has answered a declaration. unlearned:
 	// it runs without.
 	programming, learned, unlearned bool
@@ -196,7 +198,7 @@ func (a *agent) direct() {
 	a.exclusions = exclusion.New(w.now, a.set, a.journal, ports, a.wake, nil, log)
 	a.lapses = &exclusion.Lapses{Exclusions: a.exclusions,
 		Rand: func(most time.Duration) time.Duration { return w.between(0, most-1) }}
-	a.steps = gateway.NewSteps(a.set)
+	a.steps, a.watches = gateway.NewSteps(a.set), &exclusion.Watches{Set: a.set}
 	w.after(&a.proc, time.Millisecond, a.persist)
 	a.lapse()
 	w.after(&a.proc, w.between(5*time.Millisecond, 300*time.Millisecond), func() {
@@ -407,6 +409,9 @@ type recorded struct {
 }
 
 func (r recorded) Exclude(now time.Time, p drain.Pod, holder string, since, expires time.Time) {
+	if r.a.w.api.find(p.UID).observed() {
+		r.a.w.fail(checkMode, "%s is told to exclude %s, whose mode is observe", r.a.name, p.UID)
+	}
 	r.a.expiry(p.UID, holder, expires)
 	r.Exclusions.Exclude(now, p, holder, since, expires)
 	w := r.a.w
@@ -576,9 +581,9 @@ func (a *agent) taken(seen health.Observation, owned []health.Key, sampled time.
 	}
 }
 
-// changed tells the streams that an exclusion has another state.
+// changed tells the streams that an exclusion, or a pod that is watched, may have another state.
 func (a *agent) changed() {
-	if a.exclusions.Changed(a.w.now) {
+	if a.exclusions.Changed(a.w.now) || len(a.watches.Reports(a.w.now)) > 0 {
 		for _, l := range a.links {
 			l.poke(false)
 		}

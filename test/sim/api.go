@@ -14,6 +14,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 
+	"github.com/lameduck-io/lameduck/internal/keys"
 	"github.com/lameduck-io/lameduck/pkg/admission"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/health"
@@ -53,6 +54,9 @@ type pod struct {
 	failed bool
 	// calls counts deletions that are under way.
 	calls int
+	// mode is its label, empty if it has none. keeps: nobody ever changes that.
+	mode  string
+	keeps bool
 }
 
 func (p *pod) drainPod() drain.Pod {
@@ -136,10 +140,11 @@ type watcher struct {
 type podView struct {
 	ready, terminating, gone, target, failed bool
 	readyAt, lostAt, committed               time.Duration
+	mode                                     string
 }
 
 func (p *pod) view() podView {
-	return podView{p.ready, p.terminating, p.gone, p.target, p.failed, p.readyAt, p.lostAt, p.committed}
+	return podView{p.ready, p.terminating, p.gone, p.target, p.failed, p.readyAt, p.lostAt, p.committed, p.mode}
 }
 
 // setReady is what the kubelet says of a pod.
@@ -214,6 +219,9 @@ func (a *api) create(services []int) {
 			p.host = nodes[a.w.rng.IntN(len(nodes))]
 		}
 	}
+	if p.keeps = true; a.w.observes() {
+		a.label(p)
+	}
 	a.pods = append(a.pods, p)
 	a.log("create %s at %s in %v", p.uid, p.addr, services)
 	a.podChanged(p)
@@ -223,6 +231,30 @@ func (a *api) create(services []int) {
 		}
 	})
 }
+
+// label draws the mode of a pod, and whether somebody changes it.
+func (a *api) label(p *pod) {
+	if a.w.chance(600) {
+		p.mode = keys.Observe
+	}
+	if p.keeps = a.w.chance(700); p.keeps {
+		return
+	}
+	a.w.after(nil, a.w.between(time.Second, a.w.active), func() {
+		if p.mode == "" {
+			p.mode = keys.Observe
+		} else {
+			p.mode = keys.Enforce
+		}
+		if !p.gone {
+			a.log("the mode of %s is %s", p.uid, p.mode)
+			a.podChanged(p)
+		}
+	})
+}
+
+// observed says that the pod's mode is observe, and always was.
+func (p *pod) observed() bool { return p.keeps && p.mode == keys.Observe }
 
 // podChanged tells those who watch, and the slice controller.
 func (a *api) podChanged(p *pod) {

@@ -159,8 +159,7 @@ func (k *kernel) behind() bool {
 	return false
 }
 
-// checkEnd: after quiet the kernel sends where EndpointSlices say, and its agent observes nothing
-// for anybody.
+// checkEnd: after quiet the kernel sends where EndpointSlices say.
 func (k *kernel) checkEnd() {
 	w := k.w
 	for i, s := range w.api.slices {
@@ -173,11 +172,6 @@ func (k *kernel) checkEnd() {
 				w.fail(checkRoutes, "the kernel of %s sends to %v of %s, EndpointSlices say %v", k.a.name, got,
 					service(i), want)
 			}
-		}
-	}
-	for _, l := range k.a.links {
-		if uids := k.a.observed.Watched(l.holder()); l.conn != nil && len(uids) > 0 {
-			w.fail(checkExclusion, "%s observes %v for %s", k.a.name, uids, l.c.name)
 		}
 	}
 }
@@ -582,7 +576,11 @@ func (c *coord) barTurn(x *barred) {
 		c.rested[p.uid] = c.took
 	}
 	bar.Turn(w.now)
+	if _, known := c.pods[p.uid]; !x.began && known && p.observed() && bar.Status.Reason != drain.NotEnforced {
+		w.fail(checkMode, "%s lets a hook of %s wait, whose mode is observe", c.name, p.uid)
+	}
 	switch s := bar.Status; {
+	case s.Reason == drain.NotEnforced:
 	case !bar.Restart:
 		c.closed(p.uid) // it is known to be dead from then on
 	case !x.began && s.Phase != drain.Closed:
@@ -625,7 +623,9 @@ func (c *coord) passes(x *barred) {
 	why := pass{reason: s.Reason.String(), excused: map[*agent]string{}}
 	switch {
 	case !x.bar.Restart:
-		c.checkPass(p, s, &why)
+		if !p.stopped { // else its hook did not wait for this replica, and what that lost was judged then
+			c.checkPass(p, s, &why)
+		}
 		c.checkStated(p, s, x.stated)
 		c.log("barrier of %s: %s", p.uid, s.Reason)
 	case s.Waits():
@@ -745,9 +745,6 @@ func (c *coord) checkPass(p *pod, s drain.Status, why *pass) {
 	default:
 		return
 	}
-	if p.stopped {
-		return // its hook did not wait for this replica, and what that lost was judged then
-	}
 	for _, a := range w.agents {
 		if a.kernel == nil {
 			c.checkDirected(p, s, a)
@@ -797,6 +794,16 @@ func (c *coord) checkPass(p *pod, s drain.Status, why *pass) {
 			why.excused[a] = "Away"
 		}
 	}
+}
+
+// checkMeasured looks at every gateway when it was measured how long a deletion would have waited.
+func (c *coord) checkMeasured(m coordinator.Measured) {
+	c.w.measure("deletions that were measured: " + m.Reason.String())
+	c.log("%s would have waited for %s: %s", m.Pod.UID, m.Took, m.Reason)
+	if m.Reason == drain.LastTarget {
+		return // it is judged when the pod is deleted, once
+	}
+	c.checkPass(c.w.api.find(m.Pod.UID), m.Status, &pass{excused: map[*agent]string{}})
 }
 
 // checkDirected looks at an agent that directs, when a barrier is passed: whether or not it was

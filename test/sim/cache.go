@@ -17,6 +17,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/lameduck-io/lameduck/internal/coverage"
+	"github.com/lameduck-io/lameduck/internal/keys"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
@@ -42,12 +43,16 @@ func (p *pod) object(v podView) *corev1.Pod {
 	object := &corev1.Pod{
 		ObjectMeta: metav1.ObjectMeta{Namespace: of.Namespace, Name: of.Name, UID: types.UID(of.UID)},
 		Spec:       corev1.PodSpec{NodeName: "node"},
-		Status:     corev1.PodStatus{Phase: corev1.PodRunning, Conditions: []corev1.PodCondition{ready}},
+		Status: corev1.PodStatus{Phase: corev1.PodRunning, Conditions: []corev1.PodCondition{ready},
+			PodIPs: []corev1.PodIP{{IP: p.addr.Addr().String()}}},
 	}
 	object.OwnerReferences = []metav1.OwnerReference{{Kind: "ReplicaSet", UID: types.UID(fmt.Sprint(p.services)),
 		Controller: new(true)}}
 	if slices.Contains(p.services, 0) {
 		object.Labels = map[string]string{"budget": "true"}
+	}
+	if v.mode != "" {
+		metav1.SetMetaDataLabel(&object.ObjectMeta, keys.Mode, v.mode)
 	}
 	if v.target {
 		object.Status.Conditions = append(object.Status.Conditions,

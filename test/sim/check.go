@@ -7,6 +7,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/lameduck-io/lameduck/internal/agent/client"
 	"github.com/lameduck-io/lameduck/pkg/drain"
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
@@ -71,6 +72,8 @@ const (
 	// checkStated: a pod is let stop before the wait is over that one of its Services states, or
 	// that is made for the nodes that are not asked.
 	checkStated = "stated"
+	// checkMode: something waits for a pod that was in mode observe all its life, or excludes it.
+	checkMode = "mode"
 	// checkBack: a pod whose container was stopped, and which is ready again, is not routed again.
 	checkBack = "back"
 	// checkOpen, checkExclusion and checkRoutes: after quiet, a drain is open, a living pod has an
@@ -793,8 +796,15 @@ func (w *world) checkEnd() {
 		if !a.listed {
 			continue
 		}
+		var watches client.Watches = a.watches
 		if a.kernel != nil {
 			a.kernel.checkEnd()
+			watches = a.observed
+		}
+		for _, l := range a.links {
+			if uids := watches.Watched(l.holder()); l.conn != nil && len(uids) > 0 {
+				w.fail(checkExclusion, "%s observes %v for %s", a.name, uids, l.c.name)
+			}
 		}
 		for _, s := range a.set.Exclusions() {
 			if p := w.api.find(s.UID); !p.terminating {

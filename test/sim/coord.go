@@ -385,6 +385,9 @@ func (c *coord) settle() {
 	for _, uid := range e.Barriers {
 		c.wakeBars(uid)
 	}
+	for _, m := range e.Measured {
+		c.checkMeasured(m)
+	}
 	for _, s := range e.Suspensions {
 		if s.Over {
 			c.w.measure("agents that were waited for again")
@@ -431,6 +434,9 @@ func service(i int) drain.Service {
 func (c *coord) opened(request coordinator.Request, s drain.Status, background bool) {
 	uid := request.Pod.UID
 	delete(c.restarted, uid)
+	if c.w.api.find(uid).observed() {
+		c.w.fail(checkMode, "%s drains %s, whose mode is observe", c.name, uid)
+	}
 	if s.Phase != drain.Closed {
 		d := c.asking(uid, request.Targets, request.Place.Is)
 		d.background = d.background || background
@@ -460,9 +466,6 @@ func (c *coord) connect(l *link, k *conn, boot string) {
 	}
 	undeclared := a.right != "" && !c.ledger.Agent(a.id).Declared
 	offer := wire.NewOffer(boot)
-	if a.kernel == nil {
-		offer = offer.Without(wire.FeatureBarrier)
-	}
 	s := &stream{conn: k, link: l, began: w.at}
 	var err error
 	who := coordinator.Identity{Agent: a.id, Name: a.name, Everywhere: a.right == ""}

@@ -150,6 +150,9 @@ func (w *world) namespaces() bool { return w.seed%7 == 5 } // none of corpus.txt
 // kernels says whether the kernel directs the gateways.
 func (w *world) kernels() bool { return w.seed%13 == 2 } // none of corpus.txt
 
+// observes says whether there are pods in mode observe, and whether modes change.
+func (w *world) observes() bool { return w.seed%11 == 4 }
+
 // deletions asks for deletions, one after the other and some at once.
 func (w *world) deletions() {
 	if !w.faulty() {

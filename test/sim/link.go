@@ -169,7 +169,7 @@ func (l *link) learned() {
 func (l *link) hello(m wire.Message) *client.Session {
 	a := l.a
 	var exclusions client.Exclusions = recorded{a.exclusions, a}
-	var watches client.Watches
+	var watches client.Watches = a.watches
 	if a.kernel != nil {
 		exclusions, watches = nil, a.observed
 	}
