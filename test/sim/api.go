@@ -54,7 +54,7 @@ type pod struct {
 	failed bool
 	// calls counts deletions that are under way.
 	calls int
-	// mode is its label, empty if it has none. keeps: nobody ever changes that.
+	// mode is its label, empty if it has none. keeps: it stays as it is.
 	mode  string
 	keeps bool
 }
@@ -232,7 +232,7 @@ func (a *api) create(services []int) {
 	})
 }
 
-// label draws the mode of a pod, and whether somebody changes it.
+// label draws the mode of a pod, and whether that changes.
 func (a *api) label(p *pod) {
 	if a.w.chance(600) {
 		p.mode = keys.Observe

@@ -120,7 +120,8 @@ func TestCalmWorldsLoseNothing(t *testing.T) {
 		}
 		for reason := range w.excused {
 			switch strings.TrimPrefix(reason, "lost: allowed by ") {
-			case "Forced", "LastTarget", "DisruptionTarget", "Deadline", "NoAgents", "UnknownPod", "NotListed", "Observed":
+			case "Forced", "LastTarget", "DisruptionTarget", "Deadline", "NoAgents", "UnknownPod", "NotListed",
+				"Observed":
 			case "lost: IdleBound", "lost: LastTarget":
 			case "lost in a kernel: no barrier", "lost in a kernel: NotEnforced", "lost in a kernel: Deadline",
 				"lost in a kernel: IdleBound", "lost in a kernel: LastTarget", "lost in a kernel: LastTarget since",
