@@ -18,20 +18,21 @@ import (
 // (MaxDisruptedPodSize in k8s.io/kubernetes/pkg/registry/core/pod/storage/eviction.go).
 const mostDisrupted = 2000
 
-// room is what a pod's PodDisruptionBudget says to its eviction.
+// room is whether a pod's PodDisruptionBudget allows its eviction.
 type room struct {
-	// refusal is why there is none, as the API server words the cause. Empty: there is.
+	// refusal is why it does not, in the API server's words. Empty: it does.
 	refusal string
 	// broken says that the API server will refuse it by itself and with another code than 429,
 	// whatever is answered here.
 	broken bool
 }
 
-// budget says whether the pod's PodDisruptionBudget has room for its eviction, as the API server
-// will after the webhooks (k8s.io/kubernetes/pkg/registry/core/pod/storage/eviction.go, 1.36).
-// Other pods of the budget that have an open drain count as used: they are disruptions that the
-// budget's controller has not seen yet, deletions too. ahead returns how many have, or -1 if there
-// is room: [Ledger.Ahead] or [Ledger.ClaimWithin]. Only the opener calls it: see package peers.
+// budget reports whether the pod's PodDisruptionBudget allows its eviction, by the rules that the
+// API server applies after the webhooks
+// (k8s.io/kubernetes/pkg/registry/core/pod/storage/eviction.go, 1.36). Other pods of the budget
+// that have an open drain count as used: they are disruptions that the budget's controller has not
+// seen yet, deletions too. ahead returns how many have one, or -1 if the budget allows one more:
+// [Ledger.Ahead] or [Ledger.ClaimWithin]. Only the opener calls it: see package peers.
 func (c *Cluster) budget(ctx context.Context, pod *corev1.Pod, ready bool,
 	ahead func(others []drain.UID, allowed int) int) (room, error) {
 	of, err := c.budgetsOf(ctx, pod)
@@ -71,7 +72,7 @@ func (c *Cluster) budget(ctx context.Context, pod *corev1.Pod, ready bool,
 	return room{}, nil
 }
 
-// exhausted words why a budget allows no disruption, as the API server does.
+// exhausted returns why a budget allows no disruption, in the API server's words.
 func exhausted(b *policyv1.PodDisruptionBudget) string {
 	why := meta.FindStatusCondition(b.Status.Conditions, policyv1.DisruptionAllowedCondition)
 	said := why != nil && why.Status == metav1.ConditionFalse && why.Message != ""
@@ -106,7 +107,7 @@ func (c *Cluster) budgetsOf(ctx context.Context, pod *corev1.Pod) ([]*policyv1.P
 	return of, nil
 }
 
-// othersOf returns the pods of a budget beside pod that it does not count as disrupted yet.
+// othersOf returns the pods of a budget, other than pod, that it does not count as disrupted yet.
 func (c *Cluster) othersOf(ctx context.Context, pod *corev1.Pod, b *policyv1.PodDisruptionBudget) ([]drain.UID, error) {
 	selector, err := metav1.LabelSelectorAsSelector(b.Spec.Selector)
 	if err != nil {

@@ -41,7 +41,7 @@ type Call struct {
 	Outcome
 	// End is when a call that is held is answered at the latest.
 	End time.Time
-	// Status is that of the drain, as far as it was waited for, Err why that has ended.
+	// Status is that of the drain, as far as it was waited for, Err why the wait ended.
 	Status drain.Status
 	Err    error
 
@@ -50,7 +50,7 @@ type Call struct {
 	q       *request
 	facts   Facts
 	verdict Verdict
-	// holding says that the drain was asked for, waited that this call has waited for it.
+	// holding: the ledger was asked for the drain. waited: this call has waited for it.
 	holding, waited bool
 }
 
@@ -63,7 +63,7 @@ type Outcome struct {
 	Warn       bool
 	RetryAfter time.Duration
 	// Budget is the cause that the API server gives when a budget has no room, which evictors look
-	// for. Empty: that is not it.
+	// for. Empty: no budget is the reason.
 	Budget string
 }
 
@@ -75,7 +75,7 @@ func (h *Handler) Review(ctx context.Context, began time.Time, operation Operati
 		grace: grace, timeout: timeout})
 }
 
-// call begins a call.
+// call begins a call about the pod of q.
 func (h *Handler) call(ctx context.Context, began time.Time, q *request) *Call {
 	c := &Call{h: h, q: q, End: h.Times.HoldUntil(began, q.timeout)}
 	var err error
@@ -86,7 +86,7 @@ func (h *Handler) call(ctx context.Context, began time.Time, q *request) *Call {
 	c.verdict = Decide(c.facts)
 	switch {
 	case c.verdict.Action == Drain && h.Others != nil:
-		c.Next, c.Until = NextClaim, began.Add(time.Minute) // the others have a bound of their own
+		c.Next, c.Until = NextClaim, began.Add(time.Minute) // Claim bounds each question by itself
 	case c.verdict.Action == Drain || h.Others == nil || h.Others.Opener():
 		c.judge(ctx, began)
 	default:
@@ -109,7 +109,7 @@ func (c *Call) Claim(now time.Time) wire.Claim {
 	return claim
 }
 
-// Claimed takes in what the opener says. witness is false if this replica is the opener, or must
+// Claimed records the opener's answer. witnesses is false if this replica is the opener, or must
 // act as one.
 func (c *Call) Claimed(ctx context.Context, now time.Time, claimed wire.Claimed, witnesses bool) {
 	switch {
@@ -122,7 +122,7 @@ func (c *Call) Claimed(ctx context.Context, now time.Time, claimed wire.Claimed,
 		if c.turn = coordinator.TurnUnheld; claimed.Hold {
 			c.turn = coordinator.TurnHeld
 		}
-	case ctx.Err() != nil || c.holding && !now.Before(c.End): // what the opener said before stands
+	case ctx.Err() != nil || c.holding && !now.Before(c.End): // the former answer counts
 	default:
 		c.place, c.turn, c.role = drain.Place{}, coordinator.TurnJudged, opener
 	}
@@ -140,7 +140,7 @@ func (c *Call) Claimed(ctx context.Context, now time.Time, claimed wire.Claimed,
 	}
 }
 
-// judge decides what takes capacity too.
+// judge decides, by the capacity of Services and budgets also.
 func (c *Call) judge(ctx context.Context, now time.Time) {
 	var err error
 	if c.verdict, err = c.h.Cluster.judge(ctx, &c.facts, &c.subject); err != nil {
@@ -150,7 +150,7 @@ func (c *Call) judge(ctx context.Context, now time.Time) {
 	c.carryOut(now)
 }
 
-// carryOut carries the verdict out.
+// carryOut answers the call or opens the drain, as the verdict says.
 func (c *Call) carryOut(now time.Time) {
 	v := c.verdict
 	if v.Unroute && c.pod != nil {
@@ -185,7 +185,7 @@ func (c *Call) hold(now time.Time) {
 	}
 }
 
-// Held takes in that the drain was waited for.
+// Held records how the wait for the drain ended.
 func (c *Call) Held(ctx context.Context, now time.Time, status drain.Status, waited bool, err error) {
 	c.Status, c.Err, c.waited = status, err, c.waited || waited
 	switch {
@@ -203,8 +203,8 @@ func (c *Call) Held(ctx context.Context, now time.Time, status drain.Status, wai
 	}
 }
 
-// look holds the call again, unless its pod has become the last of a Service. The pods that it
-// waits with may have gone meanwhile: that makes room or none, and gateways keep the last one.
+// look holds the call again, unless its pod has become the last of a Service. Other pods of its
+// Services may have been deleted in the meantime, and gateways keep the last one.
 func (c *Call) look(now time.Time) {
 	if service := c.h.Cluster.live(now, &c.subject); service != "" {
 		c.answer(Outcome{Allowed: true, Reason: string(LastTarget), Warn: true,
@@ -214,7 +214,7 @@ func (c *Call) look(now time.Time) {
 	c.hold(now)
 }
 
-// Asked takes in whether another replica was asked about this deletion, and so answers it.
+// Asked records whether another replica was asked about this deletion, and so answers it.
 func (c *Call) Asked(now time.Time, yes bool) {
 	switch {
 	case yes:
@@ -226,7 +226,7 @@ func (c *Call) Asked(now time.Time, yes bool) {
 	}
 }
 
-// refuse words why a drain is not over.
+// refuse answers that the pod is not deleted yet, and says why.
 func (c *Call) refuse(now time.Time) {
 	s := c.Status
 	elapsed, remaining := now.Sub(s.Since), s.Deadline.Sub(now)
@@ -235,12 +235,12 @@ func (c *Call) refuse(now time.Time) {
 		seconds(max(remaining, 0)), c.pod.Namespace, c.pod.Name, BreakGlassAnnotation)
 	if s.Phase == drain.Queued {
 		o.Reason = string(Queued)
-		o.Message = fmt.Sprintf("Lameduck: pod %s waits for room, since %s: %s. It is deleted when it had its turn "+
-			"and the gateways have let go, %s",
+		o.Message = fmt.Sprintf("Lameduck: pod %s has been queued for %s: %s. It is deleted when its turn has "+
+			"come and its gateways have stopped routing to it, %s",
 			c.drainPod(), seconds(elapsed), c.h.Cluster.fullService(c.subject), rest)
 	} else {
 		o.Message = fmt.Sprintf("Lameduck: pod %s is still routed by %d of %d gateways, since %s: %s. It is deleted "+
-			"when they have let go, %s",
+			"when they have stopped, %s",
 			c.drainPod(), len(s.Waiting), s.Owed, seconds(elapsed), list(s.Waiting), rest)
 	}
 	switch {
@@ -257,7 +257,7 @@ func (c *Call) refuse(now time.Time) {
 	c.answer(o)
 }
 
-// released words that a drain is over, or had never to begin.
+// released answers that the pod may be deleted, and says what was abnormal about its drain.
 func (h *Handler) released(ctx context.Context, s subject, status drain.Status, elapsed time.Duration) Outcome {
 	var uncovered []string
 	if status.Reason == drain.Acknowledged || status.Reason == drain.NoAgents {
@@ -272,29 +272,29 @@ func (h *Handler) released(ctx context.Context, s subject, status drain.Status, 
 	o := Outcome{Allowed: true, Reason: status.Reason.String(), Warn: status.Reason.Abnormal()}
 	switch {
 	case status.Reason == drain.Deadline && h.Cluster.Ledger.Pod(status.Pod.UID).Queued:
-		o.Message = fmt.Sprintf("deleted after %s while gateways still route to it (%s): it waited for room: %s",
+		o.Message = fmt.Sprintf("deleted after %s while gateways still route to it (%s): its drain was queued: %s",
 			seconds(elapsed), status.Reason, h.Cluster.fullService(s))
 	case status.Reason == drain.LastTarget:
 		o.Warn, o.Message = true, lastMessage("one of its Services")
 	case status.Reason == drain.Deadline || status.Reason == drain.IdleBound:
-		o.Message = fmt.Sprintf("deleted after %s although not every gateway has let go (%s): %s", seconds(elapsed),
-			status.Reason, list(slices.Concat(status.Waiting, status.Lost)))
+		o.Message = fmt.Sprintf("deleted after %s although not every gateway has stopped routing to it (%s): %s",
+			seconds(elapsed), status.Reason, list(slices.Concat(status.Waiting, status.Lost)))
 	case status.Reason == drain.AgentsLost:
-		o.Message = fmt.Sprintf("deleted after %s although gateways were lost that had not let go (AgentsLost): %s",
-			seconds(elapsed), list(status.Lost))
+		o.Message = fmt.Sprintf("deleted after %s although gateways were lost that had not stopped routing to it "+
+			"(AgentsLost): %s", seconds(elapsed), list(status.Lost))
 	case status.Reason == drain.Uncovered && len(status.Suspended) == 0:
 		o.Message = "deleted without waiting for everything that routes it (Uncovered): " +
 			strings.Join(uncovered, "; ")
 	case len(status.Suspended) > 0:
 		// Even if all others have acknowledged, this gateway may route to the pod when it stops.
 		o.Reason, o.Warn = drain.Suspended.String(), true
-		o.Message = "deleted without waiting for gateways that have let one drain after the other expire " +
+		o.Message = "deleted without waiting for gateways that did not acknowledge several drains in a row " +
 			"(Suspended): " + list(status.Suspended)
 	case len(status.Away) > 0:
 		o.Message = "deleted without waiting for gateways that are away, with pods that are not ready: " + list(
 			status.Away)
 		if status.MoreAway > 0 {
-			o.Message += fmt.Sprintf(", and %d besides", status.MoreAway)
+			o.Message += fmt.Sprintf(", and %d more", status.MoreAway)
 		}
 	}
 	return o

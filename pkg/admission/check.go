@@ -7,7 +7,7 @@ import (
 	"github.com/lameduck-io/lameduck/internal/entry"
 )
 
-// isCheck reports whether a review is the dry run of [entry.Ask]. Nothing is looked up for it.
+// isCheck reports whether a review is the dry run of [entry.Ask], for which nothing is looked up.
 func (q *request) isCheck() bool { return q.operation == Evict && q.dryRun && q.name == entry.Pod }
 
 // answerCheck refuses it.

@@ -25,11 +25,11 @@ type Facts struct {
 
 	// DryRun is true if the request or, in an eviction, its deleteOptions say so.
 	DryRun bool
-	// Excluded: the namespace is kube-system or our own; the webhook configuration should have
-	// spared the call.
+	// Excluded: the namespace is kube-system or Lameduck's own. The webhook configuration normally
+	// excludes these, so that no call arrives.
 	Excluded bool
-	// Mode is one of package keys; the zero value enforces. BreakGlass: the pod's annotation says
-	// so.
+	// Mode is one of package keys; the zero value enforces. BreakGlass: the pod has
+	// [BreakGlassAnnotation].
 	Mode       string
 	BreakGlass bool
 
@@ -43,7 +43,7 @@ type Facts struct {
 	Finished, NotRunning, Mirror bool
 	// ByNode: the caller is in group system:nodes.
 	ByNode bool
-	// Forced: grace period 0, and the pod's own is another.
+	// Forced: the deletion has grace period 0, and the pod's own is not 0.
 	Forced bool
 
 	// NamespaceTerminating: the pod's namespace is being deleted, or this is its controller's
@@ -53,7 +53,7 @@ type Facts struct {
 	// service.
 	DisruptionTarget, NodeLost bool
 
-	// Cold: caches have not synced. Up is how long this replica has been.
+	// Cold: caches have not synced. Up is how long this replica has run.
 	Cold bool
 	Up   time.Duration
 
@@ -66,14 +66,14 @@ type Facts struct {
 	Agents     int
 	CouldRoute bool
 
-	// Budget is why the pod's PodDisruptionBudget has no room for this eviction. Empty: it has, or
+	// Budget is why the pod's PodDisruptionBudget does not allow this eviction. Empty: it does, or
 	// there is none.
 	Budget string
 	// BudgetBroken: the API server will refuse this eviction whatever is answered, because of the
 	// pod's PodDisruptionBudgets.
 	BudgetBroken bool
-	// Refused is how many drains of this UID were allowed within 10 minutes although the pod lives
-	// on.
+	// Refused is how many drains of this UID were allowed within 10 minutes although the pod was
+	// not deleted.
 	Refused int
 	// LastOf names a Service of the pod, if no other pod is ready and not terminating in any of its
 	// Services that a gateway may route.
@@ -147,11 +147,11 @@ const (
 	CallerGone     Reason = "CallerGone"
 	// Abstained: this replica stops, and another one answers the same call.
 	Abstained Reason = "Abstained"
-	// NoFacts: they could not be read.
+	// NoFacts: the facts could not be read.
 	NoFacts Reason = "NoFacts"
 )
 
-// answers returns what is answered for each reason of the table and of the handler: Allow or Deny.
+// answers returns the action for each reason of the table and of the handler: Allow or Deny.
 func answers() map[Reason]Action {
 	all := map[Reason]Action{Queued: Deny, TooManyHolds: Deny, TooManyOfOwner: Deny, Stopping: Deny, CallerGone: Deny,
 		Abstained: Allow, NoFacts: Allow}
@@ -164,8 +164,8 @@ func answers() map[Reason]Action {
 const (
 	// warmUp is how long after its start a replica with cold caches denies instead of allowing.
 	warmUp = 10 * time.Second
-	// longNotReady is how long a pod must have been unready for every gateway to have let go by
-	// itself.
+	// longNotReady is how long a pod must have been unready before every gateway counts as having
+	// stopped routing to it by itself.
 	longNotReady = 10 * time.Second
 	// RefusedWindow is how far back refused drains count, coolOffAfter how many of them are enough.
 	RefusedWindow = 10 * time.Minute
@@ -182,9 +182,9 @@ type Verdict struct {
 	// Unroute asks agents in the background to stop routing to the pod, although the answer does
 	// not wait.
 	Unroute bool
-	// Warn says that operators should see Message with an Allow: something is not as it should be.
+	// Warn: the caller is shown Message with an Allow, because something is not as it should be.
 	Warn bool
-	// Words say why, as the end of a sentence.
+	// Words are the cause, as the end of a sentence.
 	Words string
 	// Message is for operators. A Deny always has one.
 	Message string
@@ -194,9 +194,9 @@ type Verdict struct {
 type Row struct {
 	Reason Reason
 	When   func(Facts) bool
-	// Answer has no more than Action, Unroute and Warn. Unroute holds only if the pod is routed.
+	// Answer sets only Action, Unroute and Warn. Unroute applies only if the pod is routed.
 	Answer Verdict
-	// Words say When of the pod, as the end of a sentence: "it has finished".
+	// Words describe When, as the end of a sentence: "it has finished".
 	Words string
 	// Message is that of a Verdict. Nil: there is none.
 	Message func(Facts) string
@@ -217,12 +217,12 @@ var Table = []Row{
 		"its namespace is excluded", nil},
 	{ModeOff, func(f Facts) bool { return f.Mode == keys.Off }, allow,
 		"it, or its namespace, is labelled lameduck.io/mode: off", nil},
-	// The static pod lives on, and the kubelet creates its mirror pod again: no agent is told,
-	// whatever else holds.
+	// The static pod keeps running, and the kubelet creates its mirror pod again. So this row comes
+	// before all that exclude the pod from gateways.
 	{MirrorPod, func(f Facts) bool { return f.Mirror }, allow, "it is the mirror of a static pod, which lives on", nil},
 	{BreakGlass, func(f Facts) bool { return f.BreakGlass }, unroute,
 		`it is annotated lameduck.io/break-glass: "true"`, nil},
-	// Its drain, if it had one, is closed, and agents know by its EndpointSlices.
+	// Its drain, if it had one, is closed, and agents learn of the deletion from EndpointSlices.
 	{Terminating, func(f Facts) bool { return f.Terminating }, allow, "it is terminating already", nil},
 	{Finished, func(f Facts) bool { return f.Finished }, unroute, "it has finished: its phase is Succeeded or Failed",
 		nil},
@@ -237,7 +237,7 @@ var Table = []Row{
 	{Observed, func(f Facts) bool { return f.Mode == keys.Observe }, allow,
 		"its mode is lameduck.io/mode: observe, in which nothing waits", nil},
 
-	// What follows rests on caches.
+	// The rows below need synced caches.
 	{Starting, func(f Facts) bool { return f.Cold && f.Up < warmUp }, deny,
 		"this replica has been up for less than 10 s, and does not know the cluster yet", func(Facts) string {
 			return "Lameduck's webhook has just started and does not know the cluster yet"
@@ -260,8 +260,8 @@ var Table = []Row{
 	{CoolOff, func(f Facts) bool { return f.Refused >= coolOffAfter }, warn,
 		"gateways stopped routing to it twice within 10 min, and each time something else kept it",
 		func(f Facts) string {
-			return fmt.Sprintf("deleted without asking gateways: they let go %d times within %s, and each time "+
-				"something else kept the pod", f.Refused, RefusedWindow)
+			return fmt.Sprintf("deleted without asking gateways: they stopped routing to it %d times within "+
+				"%s, and each time something else kept the pod", f.Refused, RefusedWindow)
 		}},
 	{LastTarget, func(f Facts) bool { return f.LastOf != "" }, warn,
 		"no other pod of one of its Services is ready: it stays routed, since an outage must not begin early",

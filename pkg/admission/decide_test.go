@@ -81,7 +81,8 @@ func TestNoGatewayIsToldInObserve(t *testing.T) {
 func TestMessages(t *testing.T) {
 	for reason, want := range map[Reason]string{
 		Starting: "has just started", Cold: "no view of the cluster", Budget: violates + " no room",
-		CoolOff: "let go 2 times within 10m0s", LastTarget: "no other pod of Service shop/web is ready",
+		CoolOff:    "they stopped routing to it 2 times within 10m0s",
+		LastTarget: "no other pod of Service shop/web is ready",
 	} {
 		f := plain()
 		matching[reason](&f)

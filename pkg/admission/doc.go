@@ -1,12 +1,14 @@
-// Package admission is what the API server asks: may this pod be deleted now?
+// Package admission answers the API server's question whether a pod may be deleted or evicted now,
+// and adds the preStop barrier to new pods.
 //
-// Each question goes through three steps that do not mix. [gather] collects the [Facts]: from the
-// review, from caches, from the ledger; no decision. [Decide] turns them into a [Verdict]: no I/O,
-// no clock, no log; it is the table of the design as one function. [Handler] carries it out:
-// answers at once, or lets the coordinator hold the call, and counts the outcome by its reason in
-// one place.
+// A deletion goes through three separate steps. [gather] collects the [Facts] from the review, from
+// caches and from the ledger, and decides nothing. [Decide] turns them into a [Verdict] without
+// I/O, clock or log: it is the table in docs/how-it-works.md as one function. [Handler] carries the
+// verdict out: it answers immediately, or waits for the drain, and counts the outcome by its
+// reason.
 //
-// A handler is called again for the same deletion: by retries of the client, and by the API server
-// itself whenever the pod was written meanwhile. Nothing here starts a clock or counts a deletion
-// twice; the ledger does that, by pod UID.
+// The API server calls again for the same deletion when a client tries again, or when the pod was
+// written in the meantime. A handler may therefore be called any number of times: it starts no
+// clock and counts no deletion. The ledger does both, by pod UID (package drain, which package
+// coordinator runs).
 package admission

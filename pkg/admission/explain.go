@@ -17,28 +17,27 @@ var ErrNoPod = errors.New("no such pod")
 // ErrCold is returned by [Cluster.Explain] while the cluster is not known yet.
 var ErrCold = errors.New("this replica does not know the cluster yet")
 
-// Explanation is what would be decided if somebody deleted or evicted a pod now, and on what
-// grounds.
+// Explanation is what a deletion or eviction of a pod would be answered now, with the facts
+// that the answer rests on.
 type Explanation struct {
 	// Pod belongs to the cache.
 	Pod     *corev1.Pod
 	Facts   Facts
 	Verdict Verdict
-	// Targets are the Services that list the pod, with their usable targets. Nil if nobody routes
-	// it.
+	// Targets are the Services that list the pod, with their usable targets. Nil if none does.
 	Targets []drain.Targets
-	// Full is why the drain would have to wait for room. Empty: it would not.
+	// Full is why the drain would be queued. Empty: it would not.
 	Full string
 }
 
-// Explain decides what a deletion of the pod by anybody would lead to, or an eviction, and carries
-// nothing of it out: no drain is opened. When the pod is deleted the answer may be another.
+// Explain returns the answer that a deletion or an eviction of the pod would get now. It opens no
+// drain. The answer may differ when the pod is really deleted.
 func (c *Cluster) Explain(ctx context.Context, now time.Time, operation Operation, namespace, name string) (Explanation,
 	error) {
 	if !c.Synced() {
 		return Explanation{}, ErrCold
 	}
-	// By the cache alone.
+	// Without Live: from the cache alone.
 	aside := &Cluster{Reader: c.Reader, Slices: c.Slices, Ledger: c.Ledger, Synced: c.Synced, Excluded: c.Excluded,
 		Mode: c.Mode, Started: c.Started}
 	facts, s, err := aside.gather(ctx, now, &request{operation: operation, namespace: namespace, name: name})

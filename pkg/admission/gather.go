@@ -21,8 +21,8 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/health"
 )
 
-// BreakGlassAnnotation, with the value "true" on a pod: its deletion goes on now. Gateways are told
-// in the background.
+// BreakGlassAnnotation, with the value "true" on a pod: its deletion does not wait. Gateways stop
+// routing to it in the background.
 const BreakGlassAnnotation = "lameduck.io/break-glass"
 
 // outOfService is the taint by which operators declare a node dead.
@@ -32,28 +32,29 @@ const outOfService = "node.kubernetes.io/out-of-service"
 type Ledger interface {
 	Drain(ctx context.Context, request coordinator.Request, until time.Time) (status drain.Status, held bool, err error)
 	Unroute(request coordinator.Request)
-	// Observe has it measured what the deletion of a pod would have waited for.
+	// Observe measures what the deletion of a pod would have waited for.
 	Observe(request coordinator.Request, targets []netip.AddrPort)
-	// Claim opens a drain for another replica, without waiting. hold reports whether a call for it
-	// may wait.
+	// Claim opens a drain on behalf of another replica, without waiting for it. hold reports
+	// whether that replica's call may wait.
 	Claim(request coordinator.Request) (status drain.Status, hold bool)
 	Standings
-	// ReliedOn reports whether another replica, which stops, may have left a call about the pod to
-	// this one.
+	// ReliedOn reports whether another replica that is stopping may have left a call about the pod
+	// to this one.
 	ReliedOn(uid drain.UID) bool
 	// Ahead returns how many of others have an open drain, and -1 if these are fewer than allowed
 	// or the pod has one itself.
 	Ahead(pod drain.UID, others []drain.UID, allowed int) int
-	// ClaimWithin is Ahead, and Claim where that is -1. No other drain is opened in between: of
-	// several evictions at one moment only as many find room as there is.
+	// ClaimWithin is Ahead, and Claim where that is -1. No other drain is opened in between, so
+	// that of several simultaneous evictions only as many are allowed as the budget permits.
 	ClaimWithin(request coordinator.Request, others []drain.UID, allowed int) (ahead int)
 }
 
-// Standings is what facts need of the coordinator.
+// Standings looks up the state of a pod in the ledger.
 type Standings interface {
 	Expecting() (expected, missing int)
 	CouldRoute(services []drain.Service) bool
-	// Pod returns where a pod stands: whether it is being drained, and how often that was in vain.
+	// Pod reports whether a pod is being drained, and how many of its drains were released although
+	// it was not deleted.
 	Pod(uid drain.UID) drain.Standing
 }
 
@@ -85,7 +86,7 @@ type Cluster struct {
 	Ledger Ledger
 	// Synced reports whether Reader and Slices know the cluster.
 	Synced func() bool
-	// Coverage may be nil: then nothing is said of gateways without an agent.
+	// Coverage may be nil: then gateways without an agent are not reported.
 	Coverage Coverage
 	// Excluded lists the namespaces whose pods never wait. Mode is that of pods where neither they
 	// nor their namespace say another. Empty: enforce.
@@ -94,11 +95,10 @@ type Cluster struct {
 	Started  time.Time
 }
 
-// subject is the pod in question, and where it stands.
+// subject is the pod in question, with what gather found out about its drain.
 type subject struct {
 	pod *corev1.Pod
-	// targets are the Services that list the pod, with their usable targets. Nil if nobody routes
-	// it.
+	// targets are the Services that list the pod, with their usable targets. Nil if none does.
 	targets []drain.Targets
 	// place is what the opener says of its drain, turn whether its call may wait. The zero values:
 	// this replica decides.
@@ -173,7 +173,8 @@ func (c *Cluster) gather(ctx context.Context, now time.Time, q *request) (Facts,
 	return f, s, nil
 }
 
-// judge decides about an eviction by its budget too: a drain that takes room there is open then.
+// judge decides, for an eviction also by its budget. If the eviction takes a place in the budget,
+// its drain is open when judge returns.
 func (c *Cluster) judge(ctx context.Context, f *Facts, s *subject) (Verdict, error) {
 	return c.judgeBy(ctx, f, s, func(others []drain.UID, allowed int) int {
 		return c.Ledger.ClaimWithin(s.request(), others, allowed)
@@ -205,9 +206,9 @@ func (c *Cluster) judgeBy(ctx context.Context, f *Facts, s *subject,
 	return Decide(*f), nil
 }
 
-// pod returns the pod that q concerns, nil if there is none. The cache may be behind and show the
-// former pod of the same name. The API server is asked where that would let a deletion pass: if the
-// cache has no such pod, or if it shows the pod of an eviction as not running.
+// pod returns the pod that q concerns, nil if there is none. The cache may be stale and have an
+// earlier pod of the same name. The API server is asked where that would let a deletion pass: if
+// the cache has no such pod, or if it shows the pod of an eviction as not running.
 func (c *Cluster) pod(ctx context.Context, q *request) (*corev1.Pod, error) {
 	if q.name == "" {
 		return nil, nil
@@ -222,8 +223,8 @@ func (c *Cluster) pod(ctx context.Context, q *request) (*corev1.Pod, error) {
 	return q.find(ctx, c.Live)
 }
 
-// find reads the pod that q concerns. Nil: no pod has this name, or the one that has it is another
-// one than q means, by its UID or by the preconditions.
+// find reads the pod that q concerns. Nil: no pod has this name, or its UID or resourceVersion is
+// not the one that q asks for.
 func (q *request) find(ctx context.Context, from client.Reader) (*corev1.Pod, error) {
 	var pod corev1.Pod
 	err := from.Get(ctx, types.NamespacedName{Namespace: q.namespace, Name: q.name}, &pod)
@@ -239,13 +240,13 @@ func (q *request) find(ctx context.Context, from client.Reader) (*corev1.Pod, er
 }
 
 // graceless reports whether the pod's own grace period is 0. The API server writes that into every
-// deletion of it before the webhook sees it, so that nobody can tell who forces one of these; they
-// wait like others.
+// deletion of it before the webhook sees it, so a forced deletion of such a pod cannot be
+// recognized: it waits like any other.
 func graceless(pod *corev1.Pod) bool {
 	return pod != nil && pod.Spec.TerminationGracePeriodSeconds != nil && *pod.Spec.TerminationGracePeriodSeconds == 0
 }
 
-// ofPod reads what the pod itself says.
+// ofPod reads the facts that are in the pod itself.
 func (f *Facts) ofPod(now time.Time, pod *corev1.Pod) {
 	f.BreakGlass = pod.Annotations[BreakGlassAnnotation] == "true"
 	f.Terminating = pod.DeletionTimestamp != nil
@@ -268,7 +269,7 @@ func (f *Facts) ofPod(now time.Time, pod *corev1.Pod) {
 	}
 }
 
-// ofNamespace reads what the namespace says, and returns its labels.
+// ofNamespace reads the facts that are in the namespace, and returns its labels.
 func (c *Cluster) ofNamespace(ctx context.Context, q *request, f *Facts) (map[string]string, error) {
 	var namespace corev1.Namespace
 	err := c.Reader.Get(ctx, types.NamespacedName{Name: q.namespace}, &namespace)
@@ -361,7 +362,7 @@ func LastOf(from Slices, listings []endpoints.Listing, ledger Standings, uid dra
 	return all, last
 }
 
-// observe has a deletion measured that does not wait.
+// observe measures a deletion that does not wait.
 func (c *Cluster) observe(now time.Time, f Facts, s subject) {
 	listings := c.Slices.Pod(now, s.pod.Namespace, health.UID(s.pod.UID))
 	if f.Unknown || len(listings) == 0 || f.NotReadyFor > longNotReady {
@@ -399,15 +400,15 @@ func (c *Cluster) uncovered(ctx context.Context, s subject) ([]string, error) {
 		s.pod.Annotations[BarrierUncoveredAnnotation] == "")
 }
 
-// fullService is a Service whose room is taken: of the usable targets so many are being drained
-// through this replica.
+// fullService is a Service that has no capacity for another drain: draining of its usable targets
+// are being drained through this replica.
 type fullService struct {
 	service          string
 	draining, usable int
 }
 
 // fullService names the Service that a queued drain of the pod waits for: the one with the least
-// room.
+// capacity.
 func (c *Cluster) fullService(s subject) (least fullService) {
 	own := drain.UID(s.pod.UID)
 	room := 0

@@ -122,7 +122,7 @@ func (h *Handler) decide(ctx context.Context, began time.Time, q *request) (Outc
 	}
 }
 
-// noFacts allows: what cannot be found out must not keep a pod.
+// noFacts allows the deletion: a cache that cannot be read must not keep a pod.
 func (h *Handler) noFacts(q *request, err error) Outcome {
 	h.Log.Error("gather facts", "namespace", q.namespace, "pod", q.name, "error", err)
 	return Outcome{Allowed: true, Reason: string(NoFacts), Warn: true,
@@ -159,17 +159,17 @@ func (h *Handler) ClaimAt(ctx context.Context, now time.Time, claim wire.Claim) 
 	}
 }
 
-// String says why there is no room.
+// String explains why a drain is queued.
 func (c fullService) String() string {
 	if c.service == "" {
 		return "too many targets of its Services are being drained"
 	}
-	return fmt.Sprintf("%d of %d targets of Service %s are being drained here; at most half at one time, those of "+
-		"other replicas counted",
+	return fmt.Sprintf("%d of %d targets of Service %s are being drained here; at most half at a time, counting those "+
+		"of other replicas",
 		c.draining, c.usable, c.service)
 }
 
-// list names gateways and what they say.
+// list names gateways and the state that each has reported.
 func list(waiting []drain.Waiting) string {
 	if len(waiting) == 0 {
 		return "nobody"
@@ -250,13 +250,13 @@ func answer(w http.ResponseWriter, response *admissionv1.AdmissionResponse) {
 	review := admissionv1.AdmissionReview{Response: response}
 	review.SetGroupVersionKind(admissionv1.SchemeGroupVersion.WithKind("AdmissionReview"))
 	w.Header().Set("Content-Type", "application/json")
-	// The API server that has gone away needs no answer.
+	// A failed write means that the API server has closed the connection.
 	_ = json.NewEncoder(w).Encode(review)
 }
 
 func (h *Handler) refuse(w http.ResponseWriter, err error) { refuse(w, h.Log, h.Metrics, err) }
 
-// refuse answers what is not a review that is understood.
+// refuse answers a request that is not a review of a known kind.
 func refuse(w http.ResponseWriter, log *slog.Logger, metrics *Metrics, err error) {
 	code := http.StatusInternalServerError
 	var m malformed
@@ -265,7 +265,7 @@ func refuse(w http.ResponseWriter, log *slog.Logger, metrics *Metrics, err error
 	}
 	metrics.refused(code)
 	log.Warn("refused a review", "code", code, "error", err)
-	// The API server does not do this. Nobody else needs the connection again.
+	// Only the API server's connections are worth keeping, and it sends no such request.
 	w.Header().Set("Connection", "close")
 	http.Error(w, "lameduck: "+err.Error(), code)
 }

@@ -201,11 +201,12 @@ func TestWarningsAndEventsOnlyWhenAbnormal(t *testing.T) {
 			"PodDeleted", "", ""},
 		"deadline": {func(w *world) { w.status(drain.Released, drain.Deadline, 30*time.Second, true, nil, silent) },
 			true, "Deadline",
-			"Lameduck: pod shop/a deleted after 30.0s although not every gateway has let go (Deadline): " +
+			"Lameduck: pod shop/a deleted after 30.0s although not every gateway has stopped routing " +
+				"to it (Deadline): " +
 				"edge/haproxy-1 (routing)", "LameduckDeadline"},
 		"idle bound": {func(w *world) { w.status(drain.Released, drain.IdleBound, 12*time.Second, true, nil, silent) },
 			true, "IdleBound",
-			"although not every gateway has let go (IdleBound)", "LameduckIdleBound"},
+			"although not every gateway has stopped routing to it (IdleBound)", "LameduckIdleBound"},
 		"an agent lost": {func(w *world) {
 			w.status(drain.Released, drain.AgentsLost, 6*time.Second, true, nil)
 			answer := w.ledger.answer
@@ -214,7 +215,8 @@ func TestWarningsAndEventsOnlyWhenAbnormal(t *testing.T) {
 				status.Lost = []drain.Waiting{{Agent: "agent-1", Name: "edge/haproxy-1"}}
 				return status, held, err
 			}
-		}, true, "AgentsLost", "deleted after 6.0s although gateways were lost that had not let go (AgentsLost): " +
+		}, true, "AgentsLost", "deleted after 6.0s although gateways were lost that had not stopped " +
+			"routing to it (AgentsLost): " +
 			"edge/haproxy-1 (not connected)", "LameduckAgentsLost"},
 		"a gateway without an agent": {func(w *world) {
 			w.status(drain.Released, drain.Acknowledged, time.Second, true, nil)
@@ -227,8 +229,9 @@ func TestWarningsAndEventsOnlyWhenAbnormal(t *testing.T) {
 			w.status(drain.Released, drain.LastTarget, 0, true, nil)
 		}, true, "LastTarget",
 			"no other pod of one of its Services is ready", "LameduckLastTarget"},
-		"cool-off": {func(w *world) { w.ledger.refused = 2 }, true, "CoolOff", "let go 2 times", "LameduckCoolOff"},
-		"cold":     {func(w *world) { w.cold = true }, true, "Cold", "no view of the cluster", "LameduckCold"},
+		"cool-off": {func(w *world) { w.ledger.refused = 2 }, true, "CoolOff", "they stopped routing to it 2 times",
+			"LameduckCoolOff"},
+		"cold": {func(w *world) { w.cold = true }, true, "Cold", "no view of the cluster", "LameduckCold"},
 		"unreadable": {func(w *world) { w.reader.broken = "*v1.Namespace" }, true, "NoFacts",
 			"deleted without asking gateways: read namespace shop from the cache", "LameduckNoFacts"},
 		"starting": {func(w *world) { w.cold, w.Cluster.Started = true, time.Now() }, false,

@@ -10,14 +10,14 @@ import (
 	"github.com/lameduck-io/lameduck/pkg/drain"
 )
 
-// refusals are the statuses of calls that are no review that this webhook understands.
+// refusals are the HTTP statuses for requests that are not reviews of a known kind.
 var refusals = []int{
 	http.StatusBadRequest, http.StatusNotFound, http.StatusMethodNotAllowed, http.StatusRequestTimeout,
 	http.StatusRequestEntityTooLarge,
 	http.StatusUnsupportedMediaType,
 }
 
-// Metrics are the webhook's.
+// Metrics are the metrics of the webhook.
 type Metrics struct {
 	answers   *prometheus.CounterVec
 	duration  *prometheus.HistogramVec
@@ -68,7 +68,7 @@ func NewMetrics(r prometheus.Registerer) *Metrics {
 	return m
 }
 
-// series makes all series of answers exist.
+// series initializes all series of answers to 0.
 func (m *Metrics) series(role string, op Operation) {
 	for reason, action := range answers() {
 		m.answers.WithLabelValues(role, string(op), action.String(), string(reason))

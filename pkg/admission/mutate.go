@@ -49,9 +49,9 @@ const (
 	waitVolumeMax = "16Mi"
 )
 
-// HookOptions is how pods are made to wait before SIGTERM.
+// HookOptions configures the preStop hook that makes pods wait before SIGTERM.
 type HookOptions struct {
-	// Bound is how long at most, in whole seconds.
+	// Bound is how long a pod waits at most, in whole seconds.
 	Bound time.Duration
 	// Port is where agents answer, on loopback and on the node's address.
 	Port int
@@ -68,14 +68,14 @@ type HookOptions struct {
 type Place struct {
 	Name                string
 	Labels, Annotations map[string]string
-	// Known is false if the namespace is so new that nobody has heard of it. It was selected by the
-	// API server, by the labels.
+	// Known is false if the namespace is so new that the cache does not have it. The API server has
+	// it: it selects namespaces by their labels.
 	Known bool
 	// Excluded: pods there never wait.
 	Excluded bool
 }
 
-// coverage is what became of a pod that is created: the metric's label.
+// coverage is whether a new pod got the barrier, and if not, why: a label of the metric.
 type coverage string
 
 // All but the first two leave the pod without the barrier.
@@ -86,11 +86,11 @@ const (
 	podNotEnforced coverage = "NotEnforced"
 	podExcluded    coverage = "Excluded"
 	podJob         coverage = "Job" // it ends by itself: owned by a Job, or not restarted always
-	// it shares its address with the node and others there: nobody can tell whose traffic it is
+	// it shares its address with the node, so its traffic cannot be recognized
 	podHostNetwork coverage = "HostNetwork"
 	podMirror      coverage = "MirrorPod"
 	podWindows     coverage = "Windows"
-	podZeroGrace   coverage = "ZeroGrace" // asked to be killed at once
+	podZeroGrace   coverage = "ZeroGrace" // its own grace period is 0
 )
 
 var coverages = []coverage{
@@ -101,25 +101,25 @@ var coverages = []coverage{
 // uncovered is a container that cannot be given the hook.
 type uncovered struct{ container, why string }
 
-// operation is one of a JSON patch, RFC 6902. What the patch does not name stays as it was, also
-// what is newer than the types here.
+// operation is one operation of a JSON patch (RFC 6902). The patch leaves all other fields as they
+// are, also fields that the types here do not have yet.
 type operation struct {
 	Op    string `json:"op"`
 	Path  string `json:"path"`
 	Value any    `json:"value,omitempty"`
 }
 
-// mutation is what is to be done with a pod.
+// mutation is the patch for a pod, and why.
 type mutation struct {
 	coverage  coverage
 	patch     []operation
 	uncovered []uncovered
 }
 
-// mutate decides what a pod needs in order to wait, and names it id. Applied to its own result, by
-// the API server after other webhooks have changed the pod, it covers what has come since; with the
-// same id and nothing new it changes nothing. An id that the pod has already is replaced: nobody
-// can tell a pod that comes back from a copy of another pod, and two pods of one id would be taken
+// mutate returns the changes that make a pod wait, and gives it the id. It is idempotent: the API
+// server applies it again after other webhooks have changed the pod, and then it covers the
+// containers that were added. An id that the pod has already is replaced, because a pod that is
+// submitted again looks the same as a copy of another pod, and two pods with one id would be taken
 // for one.
 func mutate(pod *corev1.Pod, place Place, id string, b HookOptions) mutation {
 	if why := spared(pod, place); why != "" {
@@ -153,7 +153,7 @@ func mutate(pod *corev1.Pod, place Place, id string, b HookOptions) mutation {
 	return m.mutation
 }
 
-// spared is why a pod does not get the barrier at all. Empty: it does.
+// spared returns why a pod does not get the barrier at all. Empty: it does.
 func spared(pod *corev1.Pod, place Place) coverage {
 	spec := &pod.Spec
 	_, mirror := pod.Annotations[corev1.MirrorPodAnnotationKey]
@@ -177,9 +177,9 @@ func spared(pod *corev1.Pod, place Place) coverage {
 	return ""
 }
 
-// mode is what the pod's label says, else the namespace's. The cluster's default does not count,
-// because a hook changes the pod. The API server has selected the pods of a namespace that is not
-// known yet.
+// mode is the mode in the pod's label, else in the namespace's. The cluster's default does not
+// count, because a hook changes the pod. A namespace that is not known yet has been selected by the
+// API server.
 func (p Place) mode(pod *corev1.Pod) string {
 	switch own := pod.Labels[keys.Mode]; {
 	case keys.IsMode(own):
@@ -203,8 +203,8 @@ func (p Place) allowsHostInHooks() bool {
 	return p.Known && (level == "" || level == "privileged")
 }
 
-// ownGrace is what the app has for itself. A pod that was mutated before, or copied from one that
-// was, says so in an annotation; not if somebody has changed its grace period since.
+// ownGrace is the grace period that the app has for itself. A pod that was mutated before, or
+// copied from one, has it in an annotation, which counts unless the grace period was changed since.
 func ownGrace(pod *corev1.Pod) int64 {
 	grace := ptr.Deref(pod.Spec.TerminationGracePeriodSeconds, defaultGrace)
 	own, err := strconv.ParseInt(pod.Annotations[BarrierGraceAnnotation], 10, 64)
@@ -215,7 +215,7 @@ func ownGrace(pod *corev1.Pod) int64 {
 	return grace
 }
 
-// mutator collects what is to be done.
+// mutator collects the operations of the patch.
 type mutator struct {
 	mutation
 	pod     *corev1.Pod
@@ -229,14 +229,14 @@ func (m *mutator) do(op, path string, value any) {
 	m.patch = append(m.patch, operation{op, path, value})
 }
 
-// cover gives container i the hook. It returns why that cannot be, having changed nothing then.
+// cover gives container i the hook. If that is not possible it changes nothing and returns why.
 func (m *mutator) cover(i int, c *corev1.Container) (why string) {
 	var own *corev1.LifecycleHandler
 	if c.Lifecycle != nil {
 		own = c.Lifecycle.PreStop
 	}
 	if m.isOurHTTP(own) {
-		own = nil // to be made anew
+		own = nil // replaced
 	}
 	path := fmt.Sprintf("/spec/containers/%d", i)
 	if own == nil && m.http {
@@ -282,15 +282,15 @@ func (m *mutator) isOurHTTP(h *corev1.LifecycleHandler) bool {
 		strings.HasPrefix(h.HTTPGet.Path, keys.WaitPath)
 }
 
-// wrap returns what lameduck-wait is told of the container's own hook, and whether that needs the
-// pod's address. why: it cannot do it.
+// wrap returns the arguments by which lameduck-wait runs the container's own hook, and whether they
+// need the pod's address. A why that is not empty means that it cannot run that hook.
 func wrap(own *corev1.LifecycleHandler, c *corev1.Container) (args []string, usesPod bool, why string) {
 	switch {
 	case own == nil:
 		return nil, false, ""
 	case own.Exec != nil && len(own.Exec.Command) > 0 && own.Exec.Command[0] == waitProgram:
-		// Ours, of kind exec: what it says of the container's own hook stays, as do flags that a
-		// later version may add.
+		// Our own hook, of kind exec: its arguments about the container's own hook stay, as do
+		// flags of a later version.
 		for i, arg := range own.Exec.Command[1:] {
 			name, _, _ := strings.Cut(arg, "=")
 			if arg == "--" {
@@ -346,8 +346,8 @@ func wrapHTTP(h *corev1.HTTPGetAction, c *corev1.Container) (args []string, uses
 	return args, usesPod, ""
 }
 
-// room is why neither program nor variables can be put into the container. Empty: they can, or are
-// there.
+// room returns why the program or the variables cannot be added to the container. Empty: they can,
+// or are there.
 func (m *mutator) room(c *corev1.Container, variables []corev1.EnvVar) string {
 	for _, v := range m.pod.Spec.Volumes {
 		if v.Name == waitName && v.EmptyDir == nil {
@@ -406,7 +406,7 @@ func (m *mutator) mount(path string, c *corev1.Container) {
 		corev1.VolumeMount{Name: waitName, MountPath: waitDir, ReadOnly: true})
 }
 
-// appendTo adds to the end of a list, which has to be made if it is empty.
+// appendTo appends to a list, which it creates if it is empty.
 func (m *mutator) appendTo(path string, empty bool, value any) {
 	if empty {
 		m.do("add", path, []any{value})
@@ -415,7 +415,7 @@ func (m *mutator) appendTo(path string, empty bool, value any) {
 	m.do("add", path+"/-", value)
 }
 
-// addProgram adds what puts lameduck-wait into the pod. It stands before all other init containers:
+// addProgram adds the init container that copies lameduck-wait into the pod. It is the first one:
 // behind a native sidecar its resources would add to the sidecar's, here they never make the pod
 // larger.
 func (m *mutator) addProgram() {
@@ -438,7 +438,7 @@ func (m *mutator) addProgram() {
 	}
 	user := int64(noAgents)
 	if s := spec.SecurityContext; s != nil && ptr.Deref(s.RunAsUser, 0) != 0 {
-		user = *s.RunAsUser // some clusters allow a namespace some users alone
+		user = *s.RunAsUser // some clusters restrict the users of a namespace
 	}
 	c := corev1.Container{
 		Name: waitName, Image: m.barrier.Image, ImagePullPolicy: corev1.PullIfNotPresent,
@@ -466,9 +466,9 @@ func (m *mutator) addProgram() {
 	m.do("add", "/spec/initContainers/0", c)
 }
 
-// likeFirst is the resources of the pod's first container, without devices. So the init container
-// fits into every quota and range of limits that the pod fits into, adds nothing to what the pod
-// needs, and the pod keeps its class of quality of service.
+// likeFirst returns the resources of the pod's first container, without devices. With these, the
+// init container fits every quota and limit range that the pod fits, adds nothing to the pod's
+// requests, and keeps its quality of service class.
 func likeFirst(spec *corev1.PodSpec) corev1.ResourceRequirements {
 	of := func(all corev1.ResourceList) corev1.ResourceList {
 		some := maps.Clone(all)
@@ -489,7 +489,7 @@ func (m *mutator) growGrace() {
 	}
 }
 
-// annotate says for the agent, and for operators, what was done.
+// annotate records for the agent, and for operators, what was changed.
 func (m *mutator) annotate(covered bool) {
 	want := map[string]string{}
 	if covered {

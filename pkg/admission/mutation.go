@@ -20,11 +20,11 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
 
-// MutatePath is where the API server asks what a new pod needs in order to wait, but for the last
-// segment: the secret. See [SecretPath].
+// MutatePath is the path of reviews of new pods, without its last segment, the secret. See
+// [SecretPath].
 const MutatePath = "/v1/mutate/"
 
-// namespaceTime bounds the look at the pod's namespace. It is answered from memory.
+// namespaceTime bounds the read of the pod's namespace, which comes from a cache.
 const namespaceTime = time.Second
 
 // Check reports what is wrong with b. Nil: nothing.
@@ -47,12 +47,11 @@ func wrongBound(d time.Duration) error {
 	return nil
 }
 
-// Mutator answers AdmissionReviews of CREATE pods: those that are to wait before SIGTERM get the
-// hook that does it. It never refuses a pod, and what it answers depends on the pod, its namespace
-// and its Services alone, besides the id, so that it may be asked any number of times, dry runs
-// included.
+// Mutator answers AdmissionReviews of CREATE pods: it adds the preStop hook to pods that are to
+// wait before SIGTERM. It never refuses a pod. Its answer, except the id, depends only on the pod,
+// its namespace and its Services, so it may be called any number of times, dry runs included.
 type Mutator struct {
-	// Reader has the namespaces and Services, in memory.
+	// Reader is a cache of the namespaces and Services.
 	Reader client.Reader
 	// Services reports whether Reader has synced the Services.
 	Services func() bool
@@ -63,8 +62,8 @@ type Mutator struct {
 	Metrics  *Metrics
 }
 
-// ServeHTTP implements http.Handler. What is not a review that this webhook understands gets a 4xx,
-// and the pod is created as it is.
+// ServeHTTP implements http.Handler. A request that is not a review of CREATE pods gets a 4xx, and
+// the pod is created as it is.
 func (m *Mutator) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	q, err := readCreation(w, r)
 	if err != nil {
@@ -94,7 +93,7 @@ func (m *Mutator) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	answer(w, response)
 }
 
-// place is the namespace as far as it is known.
+// place returns what is known of the namespace.
 func (m *Mutator) place(ctx context.Context, name string) Place {
 	p := Place{Name: name, Excluded: slices.Contains(m.Excluded, name)}
 	ctx, cancel := context.WithTimeout(ctx, namespaceTime)
@@ -106,9 +105,9 @@ func (m *Mutator) place(ctx context.Context, name string) Place {
 	return p
 }
 
-// bound returns how long a pod's hook may last: the longest that one of its Services says by
-// [BarrierBoundAnnotation], else what its namespace says, else the coordinator's. One that is not
-// valid is logged and says nothing. A Service that comes later changes no pod that is there.
+// bound returns how long a pod's hook may last: the longest [BarrierBoundAnnotation] of its
+// Services, else its namespace's, else the coordinator's. An invalid annotation is logged and
+// ignored. A Service that is created later does not change existing pods.
 func (m *Mutator) bound(ctx context.Context, pod *corev1.Pod, in Place) (longest time.Duration) {
 	said := func(object string, annotations map[string]string) time.Duration {
 		text, ok := annotations[BarrierBoundAnnotation]
@@ -138,8 +137,8 @@ func (m *Mutator) bound(ctx context.Context, pod *corev1.Pod, in Place) (longest
 }
 
 // Missing returns, as namespace/name and in order, the pods that ask for the barrier and were
-// created without it: no coordinator answered, or the namespace was labeled later. They stay
-// without it until they are created again.
+// created without it: no coordinator answered, or the namespace was labeled later. They have to be
+// replaced to get it.
 func (m *Mutator) Missing(ctx context.Context) ([]string, error) {
 	var pods corev1.PodList
 	if err := m.Reader.List(ctx, &pods); err != nil {
@@ -168,13 +167,13 @@ func (m *Mutator) Missing(ctx context.Context) ([]string, error) {
 	return missing, nil
 }
 
-// warnings are what whoever creates the pod is shown. Pods that were not meant to have the barrier,
-// or never have it, need none.
+// warnings returns the warnings for the client that creates the pod. Pods that are not meant to
+// have the barrier, or can never have it, get none.
 func (m mutation) warnings() []string {
 	switch m.coverage {
 	case podHostNetwork:
-		return []string{"Lameduck: the pod uses the host's network, where nobody can tell its connections from " +
-			"others': it stops without waiting for kube-proxy"}
+		return []string{"Lameduck: the pod uses the host's network, where its connections look like those of " +
+			"other processes: it stops without waiting for kube-proxy"}
 	case podZeroGrace:
 		return []string{"Lameduck: terminationGracePeriodSeconds is 0: the pod stops without waiting for kube-proxy"}
 	case podPartly, podUncoverable:

@@ -18,13 +18,13 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// maxReview bounds a review, in bytes. The API server takes requests of 3 MiB
-// (k8s.io/apiserver/pkg/server/config.go, MaxRequestBodyBytes) and etcd 1.5 MiB, and a DELETE
-// carries its pod once. A pod of that size whose text needs escaping throughout can be more: it is
-// refused, counted, and deleted without waiting.
+// maxReview bounds a review, in bytes. The API server accepts requests of 3 MiB
+// (k8s.io/apiserver/pkg/server/config.go, MaxRequestBodyBytes), etcd 1.5 MiB, and the review of a
+// DELETE contains its pod once. A pod of that size whose text consists of characters to be escaped
+// can exceed the bound: its review is refused and counted, and it is deleted without waiting.
 const maxReview = 3 << 20
 
-// request is a review, reduced to what is asked here.
+// request is a review, reduced to the fields that the decision needs.
 type request struct {
 	uid       types.UID
 	operation Operation
@@ -40,14 +40,14 @@ type request struct {
 	preconditions metav1.Preconditions
 	username      string
 	groups        []string
-	// collection: no name was given, so this is one of a DELETECOLLECTION. It concerns no pod if it
-	// brings none.
+	// collection: no name was given, so this is one of a DELETECOLLECTION. Without an object it
+	// concerns no pod.
 	collection bool
-	// timeout is how long the API server waits for the answer. Zero: it did not say.
+	// timeout is how long the API server waits for the answer. Zero: not stated.
 	timeout time.Duration
 }
 
-// malformed is an error with the HTTP status that tells the caller what is wrong with its review.
+// malformed is an error in a review, with the HTTP status of the answer.
 type malformed struct {
 	code int
 	text string
@@ -59,7 +59,7 @@ func bad(format string, args ...any) error {
 	return malformed{http.StatusBadRequest, fmt.Sprintf(format, args...)}
 }
 
-// read decodes a review. Its errors are malformed. w is where it will be answered: a body that is
+// read decodes a review. Its errors are of type malformed. w is the answer's writer: a body that is
 // too large closes its connection.
 func read(w http.ResponseWriter, r *http.Request) (*request, error) {
 	body, err := readBody(w, r)
@@ -109,7 +109,7 @@ func read(w http.ResponseWriter, r *http.Request) (*request, error) {
 	return q, nil
 }
 
-// readBody reads what should be a review. Its errors are malformed.
+// readBody reads the body of a request that should be a review. Its errors are of type malformed.
 func readBody(w http.ResponseWriter, r *http.Request) ([]byte, error) {
 	if ct := r.Header.Get("Content-Type"); ct != "application/json" {
 		return nil, malformed{http.StatusUnsupportedMediaType,
@@ -131,7 +131,7 @@ func readBody(w http.ResponseWriter, r *http.Request) ([]byte, error) {
 	return body.Bytes(), nil
 }
 
-// isReview is nil if a review is of the version that is understood here. Its errors are malformed.
+// isReview returns nil if a review is of the supported version, else an error of type malformed.
 func isReview(meta metav1.TypeMeta) error {
 	want := admissionv1.SchemeGroupVersion.WithKind("AdmissionReview")
 	if got := meta.GroupVersionKind(); got != want {
@@ -189,7 +189,7 @@ func (q *request) takeOptions(o *metav1.DeleteOptions) {
 	}
 }
 
-// reviewed is an AdmissionReview, but for what is not looked at here: most of a pod is its
+// reviewed is an AdmissionReview with only the fields that are read here. Most of a pod is its
 // containers, and decoding all of it into Kubernetes' types takes three times as long.
 type reviewed struct {
 	metav1.TypeMeta
@@ -217,7 +217,7 @@ type reviewedPod struct {
 	}
 }
 
-// pod returns the pod with as much as was looked at.
+// pod returns the pod, with only the fields that were decoded.
 func (r *reviewedPod) pod() *corev1.Pod {
 	r.ManagedFields = nil
 	return &corev1.Pod{
@@ -229,7 +229,7 @@ func (r *reviewedPod) pod() *corev1.Pod {
 	}
 }
 
-// decode reads a review. Its errors are malformed, and name the object that is at fault.
+// decode reads a review. Its errors are of type malformed, and name the object at fault.
 func decode(body []byte, into *reviewed) error {
 	err := json.Unmarshal(body, into)
 	if err == nil {

@@ -347,19 +347,19 @@ func TestQueuedAndSuspendedAreSaid(t *testing.T) {
 	w.ledger.draining = map[drain.UID]time.Time{"uid-a": time.Now(), "uid-b": time.Now(), "uid-c": time.Now(),
 		"uid-x": time.Now()}
 	w.ledger.queued = map[drain.UID]bool{"uid-a": true}
-	const crowded = "2 of 4 targets of Service shop/web are being drained here; at most half at one time, those of " +
-		"other replicas counted"
+	const crowded = "2 of 4 targets of Service shop/web are being drained here; at most half at a time, counting " +
+		"those of other replicas"
 	for name, c := range map[string]struct {
 		set     func()
 		counted string
 		said    string
 	}{
 		"queued": {func() { w.status(drain.Queued, drain.ReasonNone, 3*time.Second, true, nil, silent) }, "deny Queued",
-			"Lameduck: pod shop/a waits for room, since 3.0s: " + crowded + ". It is deleted when it had its turn " +
-				"and the gateways have let go, in 27.0s at the latest."},
+			"Lameduck: pod shop/a has been queued for 3.0s: " + crowded + ". It is deleted when its turn has " +
+				"come and its gateways have stopped routing to it, in 27.0s at the latest."},
 		"queued, too many": {func() {
 			w.status(drain.Queued, drain.ReasonNone, 3*time.Second, false, coordinator.ErrTooManyHolds, silent)
-		}, "deny TooManyHolds", "waits for room, since 3.0s: " + crowded},
+		}, "deny TooManyHolds", "has been queued for 3.0s: " + crowded},
 		"too many of its owner": {func() {
 			w.status(drain.Unrouting, drain.ReasonNone, 3*time.Second, false, coordinator.ErrTooManyOfOwner, silent)
 		}, "deny TooManyOfOwner", "is still routed by 1 of 2 gateways"},
@@ -367,9 +367,9 @@ func TestQueuedAndSuspendedAreSaid(t *testing.T) {
 			w.status(drain.Released, drain.Deadline, 30*time.Second, true, nil,
 				silent)
 		}, "allow Deadline",
-			"deleted after 30.0s while gateways still route to it (Deadline): it waited for room: " + crowded},
+			"deleted after 30.0s while gateways still route to it (Deadline): its drain was queued: " + crowded},
 		"suspended": {func() { w.suspended(drain.Suspended) }, "allow Suspended",
-			"deleted without waiting for gateways that have let one drain after the other expire (Suspended): " +
+			"deleted without waiting for gateways that did not acknowledge several drains in a row (Suspended): " +
 				"edge/haproxy-1 (routing)"},
 		"others have acknowledged": {func() { w.suspended(drain.Acknowledged) }, "allow Suspended",
 			"(Suspended): edge/haproxy-1 (routing)"},

@@ -15,7 +15,7 @@ import (
 	"golang.org/x/time/rate"
 )
 
-// Path is where the API server asks, but for the last segment: the secret. See [SecretPath].
+// Path is the path of reviews of deletions, without its last segment, the secret. See [SecretPath].
 const Path = "/v1/admit/"
 
 const (
@@ -23,28 +23,28 @@ const (
 	minSecret = 16
 	// maxSecret bounds the file, in bytes.
 	maxSecret = 4 << 10
-	// secretEvery is how often the file is read. A mounted Secret takes a minute to arrive, so that
-	// more haste gains nothing.
+	// secretEvery is how often the file is read. A mounted Secret takes a minute to arrive, so
+	// reading more often gains nothing.
 	secretEvery = 5 * time.Second
-	// FormerSecret is how long a secret that was taken out is still good at most: the API server's
-	// configuration and what the replicas know never change at the same time.
+	// FormerSecret is how long a secret that was removed from the file is still accepted at most:
+	// the webhook configuration and the replicas' files never change at the same moment.
 	FormerSecret = 2 * time.Minute
-	// handover is how long it is still good once an API server was seen to use another one. Other
-	// API servers may learn of that later.
+	// handover is how long it is still accepted after a call with a secret that is in the file.
+	// Other API servers may receive the new configuration later.
 	handover = 10 * time.Second
-	// strangerEvery is how often a line is logged that somebody was turned away.
+	// strangerEvery is how often refused calls are logged.
 	strangerEvery = 10 * time.Second
 )
 
-// SecretPath lets those through to a handler who know a secret: whoever could post a review could
-// have pods unrouted. The secret is the last segment of the path, because that is all of a call
-// that a webhook configuration chooses, and is known to those alone who may read webhook
-// configurations or the Secret. It is never logged.
+// SecretPath passes on only calls that know a secret: without it, any client that can connect could
+// post a review and have pods taken out of gateways. The secret is the last segment of the path,
+// because the path is all of a call that a webhook configuration can choose. Only readers of
+// webhook configurations or of the Secret know it. It is never logged.
 //
-// The secrets are the lines of a file. Each line is good, so that a new one can be known to all
-// replicas before the API server uses it. A line that is taken out is good for [FormerSecret] more,
-// in this life of the process, and for 10 s at most after a call with a secret that is in the file.
-// A call with the former secret changes nothing: a thief cannot keep it good.
+// The secrets are the lines of a file. Every line is accepted, so that all replicas can know a new
+// one before the API server uses it. A line that is removed is accepted for [FormerSecret] more
+// while this process runs, and for 10 s at most after a call with a secret that is in the file. A
+// call with the former secret does not prolong that.
 type SecretPath struct {
 	file    string
 	log     *slog.Logger
@@ -52,12 +52,12 @@ type SecretPath struct {
 	said    rate.Sometimes
 
 	mu sync.Mutex
-	// keys are the hashes of secrets, so that secrets of any length compare in the same time, and
-	// when each ends. The zero time: it stands in the file.
+	// keys are the hashes of the secrets, so that secrets of any length compare in the same time,
+	// and when each one ends. The zero time: it is in the file.
 	keys map[[sha256.Size]byte]time.Time
 }
 
-// OpenSecretPath reads the secrets in file. Its errors say what to write into it.
+// OpenSecretPath reads the secrets in file. Its errors explain what to write into it.
 func OpenSecretPath(file string, log *slog.Logger, metrics *Metrics) (*SecretPath, error) {
 	d := &SecretPath{file: file, log: log, metrics: metrics, said: rate.Sometimes{Interval: strangerEvery}}
 	if _, err := d.load(time.Now()); err != nil {
@@ -66,24 +66,24 @@ func OpenSecretPath(file string, log *slog.Logger, metrics *Metrics) (*SecretPat
 	return d, nil
 }
 
-// NewSecretPath returns a secret path without a file. Until [SecretPath.Set] is called nobody is
-// let through.
+// NewSecretPath returns a secret path without a file. It refuses all calls until [SecretPath.Set]
+// is called.
 func NewSecretPath(log *slog.Logger, metrics *Metrics) *SecretPath {
 	return &SecretPath{log: log, metrics: metrics, said: rate.Sometimes{Interval: strangerEvery}}
 }
 
-// Set has secrets be those that are good, as if a file had them. It reports whether they are other
-// than before.
+// Set replaces the secrets, as if they were the lines of a file. It reports whether they differ
+// from those before.
 func (d *SecretPath) Set(secrets []string) (changed bool) { return d.take(time.Now(), secrets) }
 
-// CheckSecretFile reports why no [SecretPath] can be made with file. Nil: one can.
+// CheckSecretFile returns why no [SecretPath] can be made with file. Nil: one can.
 func CheckSecretFile(file string) error {
 	_, err := readSecrets(file)
 	return err
 }
 
-// Run reads the file again and again until ctx is done; without one it only waits. A file that
-// cannot be used leaves what is known as it is.
+// Run reads the file repeatedly until ctx is done. Without a file it only waits. If the file cannot
+// be used, the secrets that were read before stay accepted.
 func (d *SecretPath) Run(ctx context.Context) error {
 	ticker := time.NewTicker(secretEvery)
 	defer ticker.Stop()
@@ -108,7 +108,7 @@ func (d *SecretPath) Run(ctx context.Context) error {
 	}
 }
 
-// load takes in what stands in the file now, and reports whether that is other than before.
+// load reads the file, and reports whether its secrets differ from those before.
 func (d *SecretPath) load(now time.Time) (changed bool, err error) {
 	secrets, err := readSecrets(d.file)
 	if err != nil {
@@ -117,7 +117,7 @@ func (d *SecretPath) load(now time.Time) (changed bool, err error) {
 	return d.take(now, secrets), nil
 }
 
-// take has secrets be those that stand.
+// take replaces the secrets that are in the file.
 func (d *SecretPath) take(now time.Time, secrets []string) (changed bool) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -142,8 +142,8 @@ func (d *SecretPath) take(now time.Time, secrets []string) (changed bool) {
 	return changed
 }
 
-// knows reports whether secret is good at now, and has the former ones end soon if it is one that
-// stands. How long that takes tells a caller without a good secret nothing.
+// knows reports whether secret is accepted at now. If it is in the file, the former ones end soon.
+// The time that knows takes reveals nothing about the secrets.
 func (d *SecretPath) knows(now time.Time, secret string) bool {
 	sum := sha256.Sum256([]byte(secret))
 	d.mu.Lock()
@@ -168,9 +168,9 @@ func (d *SecretPath) knows(now time.Time, secret string) bool {
 	return stands|former == 1
 }
 
-// Guard returns a handler that passes on what comes with a good secret: on [Path] reviews of
-// deletions, on [MutatePath] reviews of creations. Everything else gets the same 404, whether the
-// path is unknown or the secret wrong, before anything of its body is read.
+// Guard returns a handler that passes on calls with an accepted secret: reviews of deletions on
+// [Path], reviews of creations on [MutatePath]. Everything else gets the same 404, whether the path
+// is unknown or the secret wrong, and before its body is read.
 func (d *SecretPath) Guard(deletions, creations http.Handler) http.Handler {
 	paths := map[string]http.Handler{Path: deletions, MutatePath: creations}
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -190,7 +190,7 @@ func (d *SecretPath) Guard(deletions, creations http.Handler) http.Handler {
 	})
 }
 
-// howTo is what an operator does about a secret that cannot be used.
+// howTo tells operators how to write a usable secret.
 const howTo = `write a line of at least 16 letters and digits into it: ` +
 	`kubectl -n lameduck-system create secret generic lameduck-admission ` +
 	`--from-literal=secret="$(openssl rand -hex 32)"`
